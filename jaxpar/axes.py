@@ -1,0 +1,69 @@
+"""Vocabulary of the system: mesh axes, logical axes, the one table between them, shape letters.
+
+Nothing else in jaxpar names both a mesh axis and a logical axis. Read `params.py` next.
+
+Other systems' names: PIPELINE = PP, REPLICA = DDP/HSDP outer, DATA = FSDP/ZeRO, EXPERT = EP,
+SEQUENCE = CP (context parallel), TENSOR = TP with sequence parallelism.
+
+Shape letters, used as suffixes where arrays of two ranks meet (`q_BTHK`):
+    B batch   T query positions   S key positions   D model width   H query heads   G KV heads
+    K head dim   F feed-forward   V vocabulary   L layers   E experts   P pipeline stages
+    M microbatches
+"""
+
+from jax.sharding import PartitionSpec
+
+PIPELINE = "pipeline"
+REPLICA = "replica"
+DATA = "data"
+EXPERT = "expert"
+SEQUENCE = "sequence"
+TENSOR = "tensor"
+
+#: Mesh axes, outermost (slowest link) first.
+AXES = (PIPELINE, REPLICA, DATA, EXPERT, SEQUENCE, TENSOR)
+
+#: Axes over which the rows of a batch are split.
+BATCH_AXES = (REPLICA, DATA, EXPERT)
+
+#: Axes over which tokens are split: a loss is summed over these.
+TOKEN_AXES = (*BATCH_AXES, SEQUENCE)
+
+#: Axes over which parameters, gradients and moments are sharded (ZeRO).
+FSDP_AXES = (DATA, EXPERT, SEQUENCE)
+
+#: Axes over which the vocabulary is split, so that no pipeline stage carries the head alone.
+VOCAB_AXES = (TENSOR, PIPELINE)
+
+#: Logical axis of a parameter dimension -> mesh axes it is split over.
+RULES: dict[str, tuple[str, ...]] = {
+    "layer": (PIPELINE,),
+    "embed": FSDP_AXES,
+    "heads": (TENSOR,),
+    "kv_heads": (TENSOR,),
+    "mlp": (TENSOR,),
+    "vocab": VOCAB_AXES,
+    "head_dim": (),
+    "norm": (),
+}
+
+#: Sharding of every [B, T] array of a batch.
+BATCH_SPEC = PartitionSpec(BATCH_AXES, SEQUENCE)
+
+
+def partition_spec(logical_axes: tuple[str, ...]) -> PartitionSpec:
+    """Mesh axes of an array, from the logical axis of each of its dimensions.
+
+    Args:     logical_axes: one name from `RULES` per dimension.
+    Returns:  a PartitionSpec with one entry per dimension.
+    Raises:   KeyError for a name that is not in `RULES`.
+    """
+    return PartitionSpec(*(RULES[name] or None for name in logical_axes))
+
+
+def axes_of(spec: PartitionSpec) -> frozenset[str]:
+    """Every mesh axis that a PartitionSpec names."""
+    named: set[str] = set()
+    for entry in spec:
+        named.update(() if entry is None else (entry,) if isinstance(entry, str) else entry)
+    return frozenset(named)

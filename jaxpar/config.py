@@ -1,0 +1,270 @@
+"""The configuration: frozen dataclasses, one section per part of the system that reads it.
+
+A config is made by `configs/NAME.py`'s `get_config()`, changed on the command line (`cli.py`),
+checked once by `validation.py`, and saved as JSON with the run. Every field is documented here,
+and `python -m jaxpar.train CONFIG --help` prints these lines.
+"""
+
+import dataclasses
+import json
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+class ConfigError(ValueError):
+    """A config value that cannot work: names the field, its value, the rule and a fix."""
+
+    def __init__(self, field: str, value: Any, rule: str, fix: str):
+        self.field, self.value, self.rule, self.fix = field, value, rule, fix
+        super().__init__(f"{field} = {value!r}: {rule}. Fix: {fix}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Where the run lives and what it runs on."""
+
+    dir: str = "runs/default"
+    """Run folder: config, metrics, checkpoints. A folder that holds a checkpoint is resumed."""
+    cpu_devices: int = 0
+    """Simulate this many CPU devices in this process. 0: use the devices that JAX finds."""
+    xla_flags: Literal["auto", "none"] = "auto"
+    """auto: set the measured XLA flags for this GPU (jaxpar/xla_flags.py); none: leave them."""
+    compilation_cache: str = "~/.cache/jaxpar/xla"
+    """Folder of the persistent compilation cache, used on GPUs. Empty: no cache."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Length of the run and size of a step."""
+
+    num_steps: int = 1000
+    """Optimiser steps in the whole run, resumed parts included."""
+    global_batch_size: int = 32
+    """Sequences per optimiser step, over all devices and microbatches."""
+    seed: int = 0
+    """Seeds the initial weights and the order of the data."""
+    log_every: int = 10
+    """Write a line of metrics every so many steps."""
+    z_loss: float = 0.0
+    """Weight of the squared log-partition penalty that keeps logits small (PaLM, section 5)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Which tokens, in which windows."""
+
+    path: str = "data/stdlib"
+    """Folder written by `python -m jaxpar.data prepare`."""
+    seq_len: int = 1024
+    """Tokens in one training window."""
+    document_mask: bool = True
+    """Attention stays inside a document and positions restart with it. False: one causal window."""
+    prefetch: int = 2
+    """Batches prepared ahead of the step, in the background."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Llama 3.1's stretching of the slow rotary frequencies."""
+
+    factor: float = 8.0
+    """How many times the context grows."""
+    low_freq_factor: float = 1.0
+    """Wavelengths above original_max_position / low_freq_factor are divided by factor."""
+    high_freq_factor: float = 4.0
+    """Wavelengths below original_max_position / high_freq_factor stay as they are."""
+    original_max_position: int = 8192
+    """Context length that the model was first trained with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Shape of the decoder. Llama 3 by default; Qwen3 and Mistral are other values of it."""
+
+    num_layers: int = 4
+    """Transformer blocks."""
+    d_model: int = 256
+    """Width of the residual stream."""
+    num_heads: int = 8
+    """Query heads."""
+    num_kv_heads: int = 4
+    """Key and value heads (grouped-query attention when fewer than num_heads)."""
+    head_dim: int = 32
+    """Width of one head; num_heads * head_dim need not be d_model."""
+    d_ff: int = 704
+    """Width of the SwiGLU feed-forward."""
+    vocab_size: int = 512
+    """Rows of the embedding. Must cover the tokenizer's vocabulary."""
+    rope_theta: float = 500_000.0
+    """Base of the rotary frequencies."""
+    rope_scaling: RopeScaling | None = None
+    """Llama 3.1 frequency scaling. None: plain RoPE."""
+    norm_eps: float = 1e-5
+    """Added to the mean square inside RMSNorm."""
+    tie_embeddings: bool = False
+    """Use the embedding as the output head."""
+    qk_norm: bool = False
+    """RMSNorm over each query and key head before RoPE (Qwen3)."""
+    qkv_bias: bool = False
+    """Biases on the query, key and value projections (Qwen2)."""
+    out_bias: bool = False
+    """Bias on the attention output projection."""
+    mlp_bias: bool = False
+    """Biases on the three feed-forward projections."""
+    sliding_window: int | None = None
+    """Each query sees this many latest keys, itself included (Mistral). None: all of them."""
+    init_std: float = 0.02
+    """Standard deviation of initial weights; outputs of a block get init_std / sqrt(2 * layers)."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Compute dtype. Master weights, moments, loss and gradient sums are always float32."""
+    attention_backend: Literal["auto", "reference", "cudnn"] = "auto"
+    """Attention kernel. auto picks the fastest that can serve the request and says which."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """The mesh and how work is cut over it."""
+
+    pipeline: int = 1
+    """Pipeline stages (PP)."""
+    replica: int = 1
+    """Whole copies of the sharded model (DDP; the outer axis of HSDP)."""
+    data: int = -1
+    """Ways that batch rows and parameters are sharded (FSDP). -1: the devices that are left."""
+    expert: int = 1
+    """Expert-parallel ways. For a dense model it acts as more of `data`."""
+    sequence: int = 1
+    """Ways that one sequence is cut (context parallelism)."""
+    tensor: int = 1
+    """Tensor-parallel ways, with sequence parallelism (TP)."""
+    num_microbatches: int = 1
+    """Microbatches per step: gradient accumulation, or the pipeline's microbatches."""
+    virtual_stages: int = 1
+    """Stages per pipeline device, interleaved. More of them make a smaller bubble."""
+    zero: Literal[1, 3] = 3
+    """3: gather weights layer by layer. 1: gather all once per step (use it with a pipeline)."""
+    remat: str = "dots"
+    """What the backward finds saved: none | dots | attn_out | full, or names joined by commas."""
+    layer_loop: Literal["scan", "unroll"] = "scan"
+    """scan compiles fastest; unroll runs fastest on GPUs."""
+    pipeline_save: Literal["residuals", "inputs"] = "residuals"
+    """What the 1F1B ring keeps: residuals under `remat`, or stage inputs (stage recomputed)."""
+    context: Literal["allgather", "ring", "ulysses"] = "allgather"
+    """How attention crosses the sequence axis."""
+    grad_reduce: Literal["float32", "bfloat16"] = "float32"
+    """Precision in which FSDP sums gradients over devices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """Update rule and learning-rate schedule."""
+
+    name: Literal["adamw", "lion", "sgd"] = "adamw"
+    """Update rule, from optax."""
+    learning_rate: float = 3e-4
+    """Peak learning rate."""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """Shape after the warm-up. wsd: stable, then linear decay over the last fifth."""
+    warmup_steps: int = 100
+    """Steps of linear warm-up from 0."""
+    min_lr_ratio: float = 0.1
+    """Final learning rate as a fraction of the peak."""
+    beta1: float = 0.9
+    """Decay of the first moment (momentum for sgd)."""
+    beta2: float = 0.95
+    """Decay of the second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled decay of matrices; norms and biases are exempt."""
+    clip_norm: float = 1.0
+    """Gradients are scaled down to this global norm. 0: never."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When the state is saved and what happens if the run folder already holds one."""
+
+    every: int = 500
+    """Save every so many steps, and at the end. 0: never."""
+    keep: int = 3
+    """Latest checkpoints to keep."""
+    keep_every: int = 0
+    """Also keep, for ever, each checkpoint whose step is a multiple of this. 0: none."""
+    resume: Literal["auto", "never", "must"] = "auto"
+    """auto: resume if a checkpoint is there; never: refuse to; must: fail without one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """Held-out loss during training."""
+
+    every: int = 500
+    """Evaluate every so many steps, and at the end. 0: never."""
+    num_batches: int = 8
+    """Global batches of held-out text per evaluation, always the same ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """One run, completely described."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+
+
+def replace(cfg: Config, **values: Any) -> Config:
+    """A copy with some fields changed, named by path: `replace(cfg, **{"model.num_layers": 2})`.
+
+    Raises:   ConfigError for a path that names no field.
+    """
+    for path, value in values.items():
+        cfg = _replace_one(cfg, path, path.split("."), value)
+    return cfg
+
+
+def _replace_one(node: Any, path: str, keys: list[str], value: Any) -> Any:
+    names = [f.name for f in dataclasses.fields(node)]
+    if keys[0] not in names:
+        raise ConfigError(path, value, "is not a field", f"use one of {', '.join(names)}")
+    if len(keys) > 1:
+        value = _replace_one(getattr(node, keys[0]), path, keys[1:], value)
+    return dataclasses.replace(node, **{keys[0]: value})
+
+
+def to_json(cfg: Config) -> str:
+    """The config as indented JSON, every field included."""
+    return json.dumps(dataclasses.asdict(cfg), indent=2) + "\n"
+
+
+def from_json(text: str) -> Config:
+    """The config that `to_json` wrote.
+
+    Raises:   ConfigError for a field that this version does not have.
+    """
+    return _build(Config, json.loads(text), "")
+
+
+def _build(cls: Any, values: dict[str, Any], prefix: str) -> Any:
+    hints = typing.get_type_hints(cls)
+    for name in values:
+        if name not in hints:
+            known = ", ".join(hints)
+            raise ConfigError(prefix + name, values[name], "is not a field", f"use one of {known}")
+    return cls(**{k: _build_value(hints[k], v, f"{prefix}{k}.") for k, v in values.items()})
+
+
+def _build_value(hint: Any, value: Any, prefix: str) -> Any:
+    if isinstance(hint, types.UnionType):
+        if value is None:
+            return None
+        hint = next(h for h in typing.get_args(hint) if h is not type(None))
+    return _build(hint, value, prefix) if dataclasses.is_dataclass(hint) else value

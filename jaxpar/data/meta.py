@@ -1,0 +1,117 @@
+"""`meta.json`: what a dataset folder holds. Written by `writer.py`, read by everything else.
+
+A dataset folder, for each split in `SPLITS`:
+    SPLIT.bin            tokens, little-endian unsigned integers, no header (nanoGPT's layout)
+    SPLIT.documents.npy  int64 [documents + 1]: where each document starts, then the total
+and once: `meta.json`, and `tokenizer.json` unless the tokenizer is plain bytes.
+"""
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxpar.config import ConfigError
+
+FORMAT = "jaxpar-tokens"
+VERSION = 1
+SPLITS = ("train", "val")
+
+META_FILE = "meta.json"
+TOKENIZER_FILE = "tokenizer.json"
+
+#: Every file that a dataset folder can hold; `--overwrite` deletes a folder of nothing else.
+DATASET_FILES = frozenset(
+    (META_FILE, TOKENIZER_FILE, *(f"{s}.bin" for s in SPLITS))
+    + tuple(f"{s}.documents.npy" for s in SPLITS)
+)
+
+PREPARE = "python -m jaxpar.data prepare --input stdlib --output"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitMeta:
+    """Size and identity of one split."""
+
+    num_tokens: int
+    """Tokens, one end of text per document included."""
+    num_documents: int
+    """Documents."""
+    num_bytes: int
+    """UTF-8 bytes of text, for bits per byte."""
+    sha256: str
+    """Hash of the .bin file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meta:
+    """Contents of a dataset folder."""
+
+    dtype: str
+    """NumPy name of the stored integers, "uint16" or "uint32"; always little-endian."""
+    vocab_size: int
+    """One more than the largest token id."""
+    eos_id: int
+    """Token that ends every document."""
+    eos_token: str
+    """Its text."""
+    tokenizer: str
+    """Kind of tokenizer: "bytes", or "json" for the folder's tokenizer.json."""
+    tokenizer_fingerprint: str
+    """sha256 of the tokenizer."""
+    unigram_entropy: float
+    """Entropy of the training tokens' frequencies, in nats: the loss of knowing only those."""
+    inputs: tuple[str, ...]
+    """What the dataset was prepared from, as given."""
+    holdout: float
+    """Share of documents held out, as asked for."""
+    splits: dict[str, SplitMeta]
+    """By name, one for each of SPLITS."""
+    format: str = FORMAT
+    """Tells this file from any other meta.json."""
+    version: int = VERSION
+    """Raised when an older reader would misread the folder."""
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 over every field, hence over the tokens and the tokenizer: the data's identity."""
+        return hashlib.sha256(meta_to_json(self).encode()).hexdigest()
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The narrowest stored integer that holds every token id, little-endian."""
+    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+
+
+def meta_to_json(meta: Meta) -> str:
+    """The text of meta.json."""
+    return json.dumps(dataclasses.asdict(meta), indent=2) + "\n"
+
+
+def read_meta(folder: str | Path) -> Meta:
+    """The description of a dataset folder.
+
+    Raises:   ConfigError("data.path", ...) when it is missing, or no dataset of this version.
+    """
+    path = Path(folder) / META_FILE
+    if not path.is_file():
+        rule = "is not a dataset folder" if Path(folder).exists() else "does not exist"
+        fix = f"write it with `{PREPARE} {folder}`, or point data.path at one"
+        raise ConfigError("data.path", str(folder), f"{rule} (no {META_FILE})", fix)
+    try:
+        return _parse(json.loads(path.read_text("utf-8")))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        rule = f"{path} is not the {META_FILE} of a version {VERSION} dataset ({error})"
+        fix = f"prepare it again with `{PREPARE} {folder} --overwrite`"
+        raise ConfigError("data.path", str(folder), rule, fix) from error
+
+
+def _parse(values: dict[str, Any]) -> Meta:
+    if (values["format"], values["version"]) != (FORMAT, VERSION):
+        raise ValueError(f"format {values['format']!r}, version {values['version']!r}")
+    splits = {name: SplitMeta(**values["splits"][name]) for name in SPLITS}
+    return Meta(**(values | {"splits": splits, "inputs": tuple(values["inputs"])}))

@@ -1,0 +1,164 @@
+"""One reader per file format: an open file in, pieces of documents out, in bounded memory.
+
+Text comes out exactly as it is stored, newlines included. Whatever cannot be read is a
+`ConfigError` that names the file and the line.
+"""
+
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from jaxpar.config import ConfigError
+
+#: Longest text handed to a tokenizer at once, in characters: bounds memory, not documents.
+PIECE_CHARS = 1 << 20
+
+#: Longest .txt document that is looked through for a separator, in characters.
+MAX_SEPARATED_CHARS = 1 << 28
+
+
+class Piece(NamedTuple):
+    """Part of a document's text: all of it, unless it is longer than PIECE_CHARS."""
+
+    text: str
+    last: bool
+    """Whether the document ends here."""
+    position: int
+    """Bytes of input read so far, for a progress bar."""
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """How files hold their documents."""
+
+    text_field: str = "text"
+    """JSON field, or Parquet column, that holds the text."""
+    separator: str | None = None
+    """Text between documents inside a .txt file. None: a file is a document."""
+
+
+def read_text(file: BinaryIO, path: Path, options: ReadOptions) -> Iterator[Piece]:
+    """The documents of a UTF-8 text file."""
+    text = io.TextIOWrapper(file, encoding="utf-8", newline="")
+    chunks = iter(lambda: text.read(PIECE_CHARS), "")
+    try:
+        if options.separator is None:
+            yield from _cut(chunks, file.tell)
+        else:
+            for document in _separated(chunks, options.separator, path):
+                yield from _cut([document], file.tell)
+    except UnicodeDecodeError as error:
+        line = _first_line_not_utf8(path)
+        raise _broken(f"{path}:{line}", "is not UTF-8", "convert the file to UTF-8") from error
+
+
+def read_jsonl(file: BinaryIO, path: Path, options: ReadOptions) -> Iterator[Piece]:
+    """The documents of a JSON Lines file: one object per line, blank lines allowed."""
+    yield from _json_lines(file, file.tell, path, options.text_field)
+
+
+def read_jsonl_gz(file: BinaryIO, path: Path, options: ReadOptions) -> Iterator[Piece]:
+    """The documents of a gzipped JSON Lines file."""
+    try:
+        with gzip.open(file) as lines:
+            yield from _json_lines(lines, file.tell, path, options.text_field)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        rule = f"is not a whole gzip file ({error})"
+        raise _broken(str(path), rule, "download or compress it again") from error
+
+
+def read_parquet(file: BinaryIO, path: Path, options: ReadOptions) -> Iterator[Piece]:
+    """The documents of a Parquet file: one column of strings, read in small batches of rows."""
+    import pyarrow  # Only Parquet input needs it, and it is slow to import.
+    import pyarrow.parquet
+
+    field, row = options.text_field, 0
+    try:
+        table = pyarrow.parquet.ParquetFile(file)
+        columns = table.schema_arrow.names
+        if field not in columns:
+            rule = f"has no column {field!r}, only {', '.join(columns)}"
+            raise _broken(str(path), rule, "name the column of text with --text-field")
+        for batch in table.iter_batches(batch_size=256, columns=[field]):
+            for value in batch.column(0).to_pylist():
+                row += 1
+                text = _valid_text(value, f"{path}, row {row}", f"column {field!r}")
+                yield from _cut([text], file.tell)
+    except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
+        where = f"{path}, after row {row}"
+        raise _broken(where, f"is not readable Parquet ({error})", "write it again") from error
+
+
+def _json_lines(
+    lines: Iterable[bytes], tell: Callable[[], int], path: Path, field: str
+) -> Iterator[Piece]:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            record = json.loads(line.decode("utf-8"))
+        except ValueError as error:
+            fix = "repair or remove the line"
+            raise _broken(where, f"is not a line of JSON ({error})", fix) from error
+        if not isinstance(record, dict) or field not in record:
+            rule = f"is not a JSON object with the field {field!r}"
+            raise _broken(where, rule, "name the field of text with --text-field")
+        yield from _cut([_valid_text(record[field], where, f"field {field!r}")], tell)
+
+
+def _valid_text(value: Any, where: str, what: str) -> str:
+    if not isinstance(value, str):
+        rule = f"{what} must be text, not {type(value).__name__}"
+        raise _broken(where, rule, "remove it, or use --text-field")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        # JSON can spell half of a surrogate pair, which is no character.
+        raise _broken(where, f"{what} is not Unicode ({error})", "repair or remove it") from error
+    return value
+
+
+def _separated(chunks: Iterable[str], separator: str, path: Path) -> Iterator[str]:
+    rest = ""
+    for chunk in chunks:
+        *documents, rest = (rest + chunk).split(separator)
+        yield from documents
+        if len(rest) > MAX_SEPARATED_CHARS:
+            rule = f"no {separator!r} within {MAX_SEPARATED_CHARS:,} characters"
+            fix = "use a --separator that the file holds, or none"
+            raise _broken(str(path), rule, fix)
+    yield rest
+
+
+def _cut(chunks: Iterable[str], tell: Callable[[], int]) -> Iterator[Piece]:
+    """One document as pieces, each cut after a line where there is one to cut after."""
+    rest = ""
+    for chunk in chunks:
+        rest, start = rest + chunk, 0
+        while len(rest) - start > PIECE_CHARS:
+            line_end = rest.rfind("\n", start, start + PIECE_CHARS) + 1
+            end = line_end or start + PIECE_CHARS
+            yield Piece(rest[start:end], last=False, position=tell())
+            start = end
+        rest = rest[start:]
+    yield Piece(rest, last=True, position=tell())
+
+
+def _first_line_not_utf8(path: Path) -> int:
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError:
+                return number
+    raise AssertionError(f"{path} changed while it was read")
+
+
+def _broken(where: str, rule: str, fix: str) -> ConfigError:
+    return ConfigError("--input", where, rule, fix)

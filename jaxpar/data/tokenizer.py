@@ -1,0 +1,212 @@
+"""Tokenizers: plain bytes, any Hugging Face tokenizer.json, or a BPE trained on the spot.
+
+Text goes in as text: the name of a special token inside a document is ordinary characters, so no
+document can forge an end of text. The end of text is appended by whoever needs it, as `eos_id`.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import tokenizers
+
+from jaxpar.config import ConfigError
+from jaxpar.data.meta import META_FILE, TOKENIZER_FILE, read_meta
+
+EOS_TOKEN = "<|endoftext|>"
+
+#: End-of-text tokens of published base models (GPT-2 and Qwen, Llama 3, Llama 2, Gemma).
+KNOWN_EOS_TOKENS = (EOS_TOKEN, "<|end_of_text|>", "</s>", "<eos>")
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back."""
+
+    kind: str
+    vocab_size: int
+    eos_id: int
+    eos_token: str
+    fingerprint: str
+
+    def encode(self, text: str) -> np.ndarray:
+        """Token ids of a text, int32 [tokens], without an end of text."""
+        ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Token ids of each text. Releases the GIL for long enough to be worth a thread."""
+        ...
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of token ids; bytes that are not UTF-8 become U+FFFD.
+
+        Raises:   ValueError for an id outside the vocabulary.
+        """
+        ...
+
+    def save(self, folder: str | Path) -> None:
+        """Write what `load_tokenizer` needs besides meta.json."""
+        ...
+
+
+class ByteTokenizer:
+    """Ids 0 to 255 are bytes of UTF-8; 256 is the end of text."""
+
+    kind = "bytes"
+    vocab_size = 257
+    eos_id = 256
+    eos_token = EOS_TOKEN
+    fingerprint = hashlib.sha256(b"bytes 0-255, end of text 256").hexdigest()
+
+    def encode(self, text: str) -> np.ndarray:
+        """Bytes of the text, int32 [bytes]."""
+        return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Bytes of each text."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of token ids. Raises ValueError for an id outside the vocabulary."""
+        ids = _checked_ids(ids, self.vocab_size)
+        # The end of text splits the bytes, so that a cut character cannot swallow it.
+        runs = np.split(ids, np.flatnonzero(ids == self.eos_id))
+        texts = [bytes(run[run != self.eos_id].tolist()).decode("utf-8", "replace") for run in runs]
+        return self.eos_token.join(texts)
+
+    def save(self, folder: str | Path) -> None:
+        """Nothing to write: meta.json says "bytes"."""
+
+
+class JsonTokenizer:
+    """A tokenizer of the `tokenizers` library, as described by a tokenizer.json."""
+
+    kind = "json"
+
+    def __init__(self, json_text: str, eos_token: str):
+        self._json_text = json_text
+        self._tokenizer = tokenizers.Tokenizer.from_str(json_text)
+        # A published file may truncate or pad what it encodes; a corpus must stay whole.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True
+        # Not get_vocab_size(), which counts: ids may have holes.
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.eos_token = eos_token
+        self.eos_id = self._tokenizer.token_to_id(eos_token)
+        self.fingerprint = hashlib.sha256(json_text.encode()).hexdigest()
+
+    def encode(self, text: str) -> np.ndarray:
+        """Token ids of a text, int32 [tokens], without special tokens."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Token ids of each text."""
+        # `encode` keeps the GIL; `encode_batch_fast` releases it and skips character offsets.
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, np.int32) for encoding in encodings]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of token ids. Raises ValueError for an id outside the vocabulary."""
+        ids = _checked_ids(ids, self.vocab_size)
+        return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+
+    def save(self, folder: str | Path) -> None:
+        """Write the tokenizer.json, byte for byte the one that was read."""
+        (Path(folder) / TOKENIZER_FILE).write_text(self._json_text, "utf-8", newline="")
+
+
+def _checked_ids(ids: Iterable[int], vocab_size: int) -> np.ndarray:
+    checked = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), np.int64)
+    outside = checked[(checked < 0) | (checked >= vocab_size)]
+    if outside.size:
+        raise ValueError(
+            f"token id {outside[0]} is outside the tokenizer's vocabulary of {vocab_size}: "
+            "mask the padded rows of the embedding before sampling"
+        )
+    return checked
+
+
+def read_tokenizer_json(path: str | Path, eos_token: str | None = None) -> JsonTokenizer:
+    """The tokenizer of a Hugging Face tokenizer.json.
+
+    Args:     eos_token: text of the end-of-text token. None: the one of `KNOWN_EOS_TOKENS` in it.
+    Raises:   ConfigError when it cannot be read, or the end of text is unknown or ambiguous.
+    """
+    try:
+        json_text = Path(path).read_bytes().decode("utf-8")
+        vocabulary = tokenizers.Tokenizer.from_str(json_text).get_vocab(with_added_tokens=True)
+    except Exception as error:  # `tokenizers` raises bare Exceptions.
+        fix = "give a tokenizer.json that the `tokenizers` library can read"
+        raise ConfigError("--tokenizer", str(path), f"cannot be read: {error}", fix) from error
+    candidates = (eos_token,) if eos_token is not None else KNOWN_EOS_TOKENS
+    found = [token for token in candidates if token in vocabulary]
+    if len(found) != 1:
+        tried = ", ".join(found or candidates)
+        rule = f"must hold exactly one end-of-text token, and {len(found)} were found: {tried}"
+        if not found:
+            rule = f"must hold an end-of-text token, and these are not in it: {tried}"
+        raise ConfigError("--tokenizer", str(path), rule, "name the right one with --eos-token")
+    return JsonTokenizer(json_text, found[0])
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> JsonTokenizer:
+    """A byte-level BPE with `EOS_TOKEN` as id 0, learned from a sample of text.
+
+    Args:     vocab_size: upper bound; a small sample runs out of pairs to merge earlier.
+    Returns:  the same tokenizer whenever it is given the same texts.
+    Raises:   ConfigError when vocab_size has no room for the 256 bytes and the end of text.
+    Source:   Radford et al. 2019, section 2.2 (GPT-2's byte-level BPE).
+    """
+    if vocab_size < 257:
+        rule = "must have room for 256 bytes and the end of text"
+        raise ConfigError("--tokenizer", f"bpe:{vocab_size}", rule, "use bpe:257 or more")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[EOS_TOKEN],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return JsonTokenizer(tokenizer.to_str(), EOS_TOKEN)
+
+
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    """The tokenizer that wrote a dataset folder.
+
+    Raises:   ConfigError("data.path", ...) when the folder is no dataset, or its tokenizer.json is
+              missing or is not the one that the tokens were made with.
+    """
+    meta = read_meta(folder)
+    if meta.tokenizer == ByteTokenizer.kind:
+        return ByteTokenizer()
+    path = Path(folder) / TOKENIZER_FILE
+    fix = "copy the original tokenizer.json there, or prepare the dataset again"
+    if not path.is_file():
+        raise ConfigError("data.path", str(folder), f"has no {TOKENIZER_FILE}", fix)
+    tokenizer = read_tokenizer_json(path, meta.eos_token)
+    if tokenizer.fingerprint != meta.tokenizer_fingerprint:
+        rule = f"{TOKENIZER_FILE} is not the tokenizer that {META_FILE} records"
+        raise ConfigError("data.path", str(folder), rule, fix)
+    return tokenizer
+
+
+@contextmanager
+def one_thread_per_call() -> Iterator[None]:
+    """Keep `tokenizers` from starting threads of its own below the caller's."""
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

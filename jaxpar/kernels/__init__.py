@@ -1,0 +1,1 @@
+"""Kernels: each has an API, a readable reference, and backends for particular hardware."""

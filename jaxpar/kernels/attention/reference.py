@@ -1,0 +1,65 @@
+"""Attention written out in jax.numpy: the readable oracle, and the backend of CPUs.
+
+Scores are held whole, so memory grows with T * S. Every other backend agrees with this one.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.kernels.attention.mask import AttentionMask, allowed
+
+#: The log-sum-exp of a row that sees no key; finite, so that merging two such rows gives no NaN.
+EMPTY_LSE = -1e30
+
+
+def forward(q, k, v, mask: AttentionMask) -> tuple[jax.Array, jax.Array]:
+    """Softmax attention and the log-sum-exp of its scores.
+
+    Args:     q: [B, T, H, K]. k, v: [B, S, G, K], H a multiple of G. Any float dtype.
+    Returns:  out [B, T, H, K] in q's dtype (0 in a row that sees no key);
+              lse float32 [B, H, T], natural logarithm (EMPTY_LSE in such a row).
+    """
+    scores, seen = _scores(q, k, mask)
+    top = jnp.max(scores, axis=-1)
+    weights = jnp.where(seen, jnp.exp(scores - top[..., None]), 0)
+    total = jnp.sum(weights, axis=-1)
+    weights /= jnp.maximum(total, 1e-30)[..., None]
+    out = jnp.einsum("bgrts,bsgk->btgrk", weights.astype(q.dtype), v)
+    lse = jnp.where(total > 0, top + jnp.log(jnp.maximum(total, 1e-30)), EMPTY_LSE)
+    B, T, H, K = q.shape
+    return out.reshape(q.shape).astype(q.dtype), lse.reshape(B, H, T)
+
+
+def backward(q, k, v, mask: AttentionMask, out, lse, d_out, d_lse):
+    """Gradients of attention, from the saved output and log-sum-exp.
+
+    With `out` and `lse` of *all* keys, the result is the part that these keys contribute: so a
+    ring over key shards adds up.
+
+    Args:     out, d_out: [B, T, H, K]. lse, d_lse: float32 [B, H, T].
+    Returns:  dq, dk, dv in the shapes and dtypes of q, k, v.
+    Source:   Dao et al. 2022 (2205.14135), appendix B.
+    """
+    scores, seen = _scores(q, k, mask)
+    f32 = jnp.float32
+    B, T, H, K = q.shape
+    G = k.shape[2]
+    grouped = lambda x: x.reshape(B, T, G, H // G, K)  # noqa: E731
+    per_row = lambda x: x.reshape(B, G, H // G, T)[..., None]  # noqa: E731
+    weights = jnp.where(seen, jnp.exp(scores - per_row(lse)), 0)
+    delta = jnp.einsum("bthk,bthk->bht", out, d_out, preferred_element_type=f32) - d_lse
+    d_weights = jnp.einsum("btgrk,bsgk->bgrts", grouped(d_out), v, preferred_element_type=f32)
+    d_scores = (weights * (d_weights - per_row(delta)) * K**-0.5).astype(q.dtype)
+    dq = jnp.einsum("bgrts,bsgk->btgrk", d_scores, k).reshape(q.shape)
+    dk = jnp.einsum("bgrts,btgrk->bsgk", d_scores, grouped(q))
+    dv = jnp.einsum("bgrts,btgrk->bsgk", weights.astype(q.dtype), grouped(d_out))
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+
+
+def _scores(q, k, mask: AttentionMask) -> tuple[jax.Array, jax.Array]:
+    """Scaled scores float32 [B, G, H/G, T, S], very low where masked; and bool [B, 1, 1, T, S]."""
+    B, T, H, K = q.shape
+    q_BTGRK = q.reshape(B, T, k.shape[2], -1, K)
+    scores = jnp.einsum("btgrk,bsgk->bgrts", q_BTGRK, k, preferred_element_type=jnp.float32)
+    seen = allowed(mask)[:, None, None]
+    return jnp.where(seen, scores * K**-0.5, EMPTY_LSE), seen

@@ -1,0 +1,1 @@
+"""The model: pure functions of local shards, with its collectives at fixed, named places."""

@@ -1,0 +1,123 @@
+"""The pieces of a block: norm, rotary embedding, projections, feed-forward, embedding lookup.
+
+Pure functions of local shards. Shape letters as in `axes.py`; H, G, F, V are one tensor rank's
+part, and T is what the device holds of the sequence.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpar.axes import TENSOR, VOCAB_AXES
+from jaxpar.config import ModelConfig, RopeScaling
+
+
+def rms_norm(x: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
+    """Root-mean-square norm over the last dim, in float32; x's dtype out.
+
+    Source:   Zhang & Sennrich 2019 (1910.07467), equation 4.
+    """
+    x32 = x.astype(jnp.float32)
+    scale = lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    return (x32 * scale * gain).astype(x.dtype)
+
+
+def rope_frequencies(model: ModelConfig) -> jax.Array:
+    """Angle per position of each pair of dims, float32 [K/2].
+
+    Source:   Su et al. 2021 (2104.09864), section 3.4.2.
+    """
+    pairs = jnp.arange(0, model.head_dim, 2, dtype=jnp.float32) / model.head_dim
+    plain = 1.0 / (model.rope_theta**pairs)
+    return plain if model.rope_scaling is None else _stretch(plain, model.rope_scaling)
+
+
+def _stretch(frequencies: jax.Array, s: RopeScaling) -> jax.Array:
+    """Llama 3.1: slow frequencies divided by `factor`, fast ones kept, a ramp between."""
+    turns = s.original_max_position * frequencies / (2 * math.pi)
+    ramp = (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
+    keep = jnp.clip(ramp, 0.0, 1.0)
+    return frequencies * (keep + (1 - keep) / s.factor)
+
+
+def rope_tables(positions: jax.Array, model: ModelConfig) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of every token's angles, float32 [B, T, 1, K/2] each."""
+    angles = positions[..., None, None].astype(jnp.float32) * rope_frequencies(model)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rope(x_BTHK: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Turn the first half of each head's dims against the second, by the token's angles.
+
+    Half-rotation, as in Hugging Face's weights, not interleaved as in the paper.
+    """
+    cos, sin = tables
+    a, b = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTHK.dtype)
+
+
+def project_qkv(h_BTD: jax.Array, w: dict, model: ModelConfig):
+    """Queries [B, T, H, K], keys and values [B, T, G, K]: one column-parallel matmul."""
+    tensor = lax.axis_size(TENSOR)
+    heads, kv_heads = model.num_heads // tensor, model.num_kv_heads // tensor
+    qkv = h_BTD @ w["wqkv"]
+    if "bqkv" in w:
+        qkv += w["bqkv"].astype(qkv.dtype)
+    split = [heads * model.head_dim, (heads + kv_heads) * model.head_dim]
+    by_head = lambda x: x.reshape(*x.shape[:2], -1, model.head_dim)  # noqa: E731
+    return [by_head(x) for x in jnp.split(qkv, split, axis=-1)]
+
+
+def gate_and_up(h_BTD: jax.Array, w: dict) -> jax.Array:
+    """Gate and up projections side by side, [B, T, 2F]: one column-parallel matmul."""
+    out = h_BTD @ w["w_gate_up"]
+    return out + w["b_gate_up"].astype(out.dtype) if "b_gate_up" in w else out
+
+
+def swiglu(gate_up: jax.Array) -> jax.Array:
+    """silu(gate) * up, [B, T, F].
+
+    Source:   Shazeer 2020 (2002.05202), equation 5.
+    """
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    return jax.nn.silu(gate) * up
+
+
+def vocab_shard_index() -> jax.Array:
+    """Which shard of the vocabulary this device holds."""
+    return lax.axis_index(VOCAB_AXES)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def embedding_lookup(table_VD: jax.Array, tokens_BT: jax.Array, num_rows: int) -> jax.Array:
+    """Rows of a vocabulary shard; zeros for tokens that another shard holds.
+
+    The gradient is added up in float32: a frequent token takes thousands of terms, which bfloat16
+    would lose.
+
+    Args:     table_VD: this device's rows. num_rows: V, static.
+    Returns:  [B, T, D], to be summed over VOCAB_AXES.
+    """
+    local = tokens_BT - vocab_shard_index() * num_rows
+    held = (local >= 0) & (local < num_rows)
+    rows = table_VD[jnp.where(held, local, 0)]
+    return jnp.where(held[..., None], rows, jnp.zeros_like(rows))
+
+
+def _lookup_forward(table_VD, tokens_BT, num_rows):
+    return embedding_lookup(table_VD, tokens_BT, num_rows), tokens_BT
+
+
+def _lookup_backward(num_rows, tokens_BT, d_rows):
+    local = tokens_BT - vocab_shard_index() * num_rows
+    held = (local >= 0) & (local < num_rows)
+    place = jnp.where(held, local, num_rows)  # past the end: dropped
+    zeros = jnp.zeros((num_rows, d_rows.shape[-1]), jnp.float32)
+    d_table = zeros.at[place].add(d_rows.astype(jnp.float32), mode="drop")
+    return d_table.astype(d_rows.dtype), None
+
+
+embedding_lookup.defvjp(_lookup_forward, _lookup_backward)

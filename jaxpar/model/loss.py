@@ -1,0 +1,107 @@
+"""Cross entropy over a vocabulary split across devices; logits are never held whole.
+
+The tokens are taken in chunks. While a chunk's logits exist, the gradients of the hidden states
+and of the head are computed from them, so the backward pass is a scaling and the logits are
+computed once. Vocabulary shards exchange three numbers per token.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpar.axes import VOCAB_AXES
+from jaxpar.batch import IGNORED
+from jaxpar.model.layers import vocab_shard_index
+from jaxpar.parallel.collectives import varying
+
+#: A chunk's float32 logits stay below this: large enough for the matmul to run at full speed,
+#: small beside the activations (docs/LOG.md).
+CHUNK_BYTES = 1 << 30
+
+
+def cross_entropy(h_ND, head_DV, labels_N, z_loss: float = 0.0) -> tuple[jax.Array, jax.Array]:
+    """Summed cross entropy of this device's tokens.
+
+    Args:     h_ND: normalised hidden states, the same on every rank of VOCAB_AXES though typed
+              varying. head_DV: this device's columns, compute dtype. labels_N: int32, typed
+              invariant over VOCAB_AXES; IGNORED for no loss. z_loss: weight of the squared
+              log-partition.
+    Returns:  (loss + z-loss, loss), float32 scalars, sums over the labelled tokens, the same on
+              every rank of VOCAB_AXES. The second carries no gradient.
+    Communication: per chunk over VOCAB_AXES: one all-reduce max and one sum of [chunk] float32.
+    Source:   Shoeybi et al. 2019 (1909.08053), section 3; z-loss: 2204.02311, section 5.
+    """
+    total, nll = _cross_entropy(h_ND, head_DV, labels_N, z_loss)
+    return total, lax.stop_gradient(nll)
+
+
+def num_chunks(num_tokens: int, vocab_shard: int) -> int:
+    """The fewest equal chunks whose float32 logits fit CHUNK_BYTES."""
+    fewest = max(1, -(-num_tokens * vocab_shard * 4 // CHUNK_BYTES))
+    return next(n for n in range(fewest, num_tokens + 1) if num_tokens % n == 0)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _cross_entropy(h_ND, head_DV, labels_N, z_loss):
+    body = lambda sums, chunk: (_add(sums, _chunk(*chunk, head_DV, z_loss)[0]), None)  # noqa: E731
+    h, labels = _chunked(h_ND, labels_N, head_DV.shape[1])
+    return lax.scan(body, _no_loss(labels_N), (h, labels))[0]
+
+
+def _chunked(h_ND, labels_N, vocab_shard):
+    n = num_chunks(len(labels_N), vocab_shard)
+    return h_ND.reshape(n, -1, h_ND.shape[-1]), labels_N.reshape(n, -1)
+
+
+def _no_loss(labels_N):
+    """Zero sums, typed as the loss is: varying with the labels, but not over the vocabulary."""
+    zero = jnp.sum(jnp.zeros_like(labels_N, jnp.float32))
+    return zero, zero
+
+
+def _add(a, b):
+    return jax.tree.map(jnp.add, a, b)
+
+
+def _chunk(h_ND, labels_N, head_DV, z_loss):
+    """Sums of one chunk, and the gradient of their first with respect to the local logits."""
+    logits = jnp.dot(h_ND, head_DV, preferred_element_type=jnp.float32)
+    V = head_DV.shape[1]
+    local = labels_N - vocab_shard_index() * V
+    top = lax.pmax(jnp.max(logits, axis=-1), VOCAB_AXES)
+    exp = jnp.exp(logits - top[:, None])
+    is_label = local[:, None] == jnp.arange(V)
+    mine = jnp.sum(jnp.where(is_label, logits, 0), axis=-1)
+    total, label_logit = lax.psum((jnp.sum(exp, axis=-1), mine), VOCAB_AXES)
+    lse = jnp.log(total) + top
+    weight = jnp.where(labels_N == IGNORED, 0.0, 1.0)
+    nll = jnp.sum((lse - label_logit) * weight)
+    loss = nll + z_loss * jnp.sum(jnp.square(lse) * weight)
+    slope = (1 + 2 * z_loss * lse) / total
+    d_logits = (exp * slope[:, None] - is_label) * weight[:, None]
+    return (loss, nll), d_logits.astype(h_ND.dtype)
+
+
+def _forward(h_ND, head_DV, labels_N, z_loss):
+    def body(carry, chunk):
+        sums, d_head = carry
+        part, d_logits = _chunk(*chunk, head_DV, z_loss)
+        d_h = jnp.dot(d_logits, head_DV.T)
+        d_head += jnp.dot(chunk[0].T, d_logits, preferred_element_type=jnp.float32)
+        return (_add(sums, part), d_head), d_h
+
+    h, labels = _chunked(h_ND, labels_N, head_DV.shape[1])
+    start = _no_loss(labels_N), varying(jnp.zeros(head_DV.shape, jnp.float32))
+    (sums, d_head), d_h = lax.scan(body, start, (h, labels))
+    return sums, (d_h.reshape(h_ND.shape), d_head.astype(head_DV.dtype))
+
+
+def _backward(z_loss, saved, cotangents):
+    d_h, d_head = saved
+    g = cotangents[0]
+    return (g * d_h).astype(d_h.dtype), (g * d_head).astype(d_head.dtype), None
+
+
+_cross_entropy.defvjp(_forward, _backward)

@@ -1,0 +1,98 @@
+"""The model once more: plain jax.numpy, one device, nothing sharded, nothing saved, no kernels.
+
+What every mesh is compared with (`python -m jaxpar.verify`, and the tests). It shares only the
+parameter names with `transformer.py`, on purpose: written twice, a mistake shows.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.batch import IGNORED, Batch
+from jaxpar.config import Config, ModelConfig
+
+type Tree = dict[str, Any]
+
+
+def loss(params: Tree, batch: Batch, cfg: Config) -> jax.Array:
+    """Mean cross entropy (with z-loss) over the labelled tokens of a batch, float32.
+
+    Args:     params: the logical parameters. batch: [B, T] in the text's own order.
+    """
+    logits = logits_of(params, batch.tokens, batch.positions, _segments(batch, cfg), cfg.model)
+    lse = jax.scipy.special.logsumexp(logits, axis=-1)
+    label = jnp.maximum(batch.labels, 0)
+    nll = lse - jnp.take_along_axis(logits, label[..., None], axis=-1)[..., 0]
+    weight = batch.labels != IGNORED
+    return jnp.sum(jnp.where(weight, nll + cfg.train.z_loss * lse**2, 0)) / jnp.sum(weight)
+
+
+def _segments(batch: Batch, cfg: Config) -> jax.Array:
+    ids = jnp.asarray(batch.segment_ids)
+    return ids if cfg.data.document_mask else jnp.ones_like(ids)
+
+
+def logits_of(params: Tree, tokens, positions, segments, m: ModelConfig) -> jax.Array:
+    """Logits float32 [B, T, V]; int32 [B, T] tokens, positions and segments."""
+    x = params["embed"][tokens]
+    for i in range(m.num_layers):
+        x = _block(x, jax.tree.map(lambda a, i=i: a[i], params["layers"]), positions, segments, m)
+    head = params["head"] if "head" in params else params["embed"].T
+    return _norm(x, params["final_norm"], m.norm_eps) @ head
+
+
+def _block(x, w: Tree, positions, segments, m: ModelConfig):
+    h = _norm(x, w["attn_norm"], m.norm_eps)
+    q, k, v = (
+        jnp.einsum("btd,dhk->bthk", h, w["w" + n]) + w.get("b" + n, 0.0) for n in ("q", "k", "v")
+    )
+    if m.qk_norm:
+        q, k = _norm(q, w["q_norm"], m.norm_eps), _norm(k, w["k_norm"], m.norm_eps)
+    q, k = (_rotate(a, positions, m) for a in (q, k))
+    o = _attend(q, k, v, positions, segments, m)
+    x = x + jnp.einsum("bthk,hkd->btd", o, w["wo"]) + w.get("bo", 0.0)
+    h = _norm(x, w["mlp_norm"], m.norm_eps)
+    gate, up = (h @ w["w_" + n] + w.get("b_" + n, 0.0) for n in ("gate", "up"))
+    return x + (gate * jax.nn.sigmoid(gate) * up) @ w["w_down"] + w.get("b_down", 0.0)
+
+
+def _norm(x, gain, eps):
+    return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + eps) * gain
+
+
+def _rotate(x, positions, m: ModelConfig):
+    half = m.head_dim // 2
+    inv = jnp.asarray([_frequency(m.rope_theta ** (-j / half), m) for j in range(half)])
+    angle = positions[:, :, None, None] * inv
+    a, b = x[..., :half], x[..., half:]
+    turned = a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle)
+    return jnp.concatenate(turned, axis=-1)
+
+
+def _frequency(inv: float, m: ModelConfig) -> float:
+    """Llama 3.1's scaling, by wavelength, as its authors' code states it."""
+    s = m.rope_scaling
+    if s is None:
+        return inv
+    wavelength = 2 * math.pi / inv
+    if wavelength < s.original_max_position / s.high_freq_factor:
+        return inv
+    if wavelength > s.original_max_position / s.low_freq_factor:
+        return inv / s.factor
+    smooth = (s.original_max_position / wavelength - s.low_freq_factor) / (
+        s.high_freq_factor - s.low_freq_factor
+    )
+    return (1 - smooth) * inv / s.factor + smooth * inv
+
+
+def _attend(q, k, v, positions, segments, m: ModelConfig):
+    k, v = (jnp.repeat(a, m.num_heads // m.num_kv_heads, axis=2) for a in (k, v))
+    back = positions[:, :, None] - positions[:, None, :]
+    seen = (back >= 0) & (segments[:, :, None] == segments[:, None, :])
+    if m.sliding_window is not None:
+        seen &= back < m.sliding_window
+    scores = jnp.einsum("bthk,bshk->bhts", q, k) / math.sqrt(m.head_dim)
+    weights = jax.nn.softmax(jnp.where(seen[:, None], scores, -jnp.inf), axis=-1)
+    return jnp.einsum("bhts,bshk->bthk", weights, v)

@@ -1,0 +1,267 @@
+"""The Llama-family decoder: its parameters, and its three parts as functions of local shards.
+
+    embed   tokens -> residual stream, the vocabulary split over VOCAB_AXES
+    stage   residual stream -> residual stream, through some of the layers
+    head    residual stream and labels -> summed loss
+
+Parameters are stored one array per published matrix, layers stacked. `view` rearranges a device's
+shards into the form the step computes with (query, key and value side by side, layers apart); it
+is linear and local, so its transpose carries gradients back.
+"""
+
+import math
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpar.batch import Batch
+from jaxpar.config import Config, ModelConfig, ParallelConfig
+from jaxpar.kernels.attention import AttentionMask
+from jaxpar.model import layers
+from jaxpar.model.loss import cross_entropy
+from jaxpar.model.remat import named, rematerialize
+from jaxpar.parallel import fsdp
+from jaxpar.parallel.collectives import (
+    broadcast_from_last_stage,
+    gather_sequence,
+    scatter_sequence,
+    sum_over_stages,
+    varying,
+)
+from jaxpar.parallel.context import context_attention
+from jaxpar.params import ParamSpec
+
+type Tree = dict[str, Any]
+
+#: Dimension, from the end, over which each array of a layer's view is FSDP-sharded; None: whole.
+LAYER_DIMS: dict[str, int | None] = {
+    "attn_norm": None,
+    "wqkv": -2,
+    "bqkv": None,
+    "q_norm": None,
+    "k_norm": None,
+    "wo": -1,
+    "bo": None,
+    "mlp_norm": None,
+    "w_gate_up": -2,
+    "b_gate_up": None,
+    "w_down": -1,
+    "b_down": None,
+}
+
+#: The same for the arrays outside the layers.
+TOP_DIMS: dict[str, int | None] = {"embed": -1, "final_norm": None, "head": -2}
+
+
+def param_specs(m: ModelConfig) -> Tree:
+    """Every parameter of the model: shape, logical axes, initial distribution.
+
+    Weights start normal with `init_std`; the two matrices that write to the residual stream with
+    init_std / sqrt(2 L), so that its variance does not grow with depth (GPT-2, section 2.3).
+    """
+    D, H, G, K, F = m.d_model, m.num_heads, m.num_kv_heads, m.head_dim, m.d_ff
+    deep = m.init_std / math.sqrt(2 * m.num_layers)
+
+    def matrix(shape, axes, std=m.init_std):
+        return ParamSpec(shape=(m.num_layers, *shape), axes=("layer", *axes), std=std)
+
+    def vector(shape, axes, init):
+        shape, axes = (m.num_layers, *shape), ("layer", *axes)
+        return ParamSpec(shape=shape, axes=axes, init=init, decay=False)
+
+    blocks: Tree = {
+        "attn_norm": vector((D,), ("norm",), "ones"),
+        "wq": matrix((D, H, K), ("embed", "heads", "head_dim")),
+        "wk": matrix((D, G, K), ("embed", "kv_heads", "head_dim")),
+        "wv": matrix((D, G, K), ("embed", "kv_heads", "head_dim")),
+        "wo": matrix((H, K, D), ("heads", "head_dim", "embed"), deep),
+        "mlp_norm": vector((D,), ("norm",), "ones"),
+        "w_gate": matrix((D, F), ("embed", "mlp")),
+        "w_up": matrix((D, F), ("embed", "mlp")),
+        "w_down": matrix((F, D), ("mlp", "embed"), deep),
+    }
+    if m.qk_norm:
+        blocks |= {name: vector((K,), ("head_dim",), "ones") for name in ("q_norm", "k_norm")}
+    if m.qkv_bias:
+        blocks["bq"] = vector((H, K), ("heads", "head_dim"), "zeros")
+        blocks |= {n: vector((G, K), ("kv_heads", "head_dim"), "zeros") for n in ("bk", "bv")}
+    if m.out_bias:
+        blocks["bo"] = vector((D,), ("norm",), "zeros")
+    if m.mlp_bias:
+        blocks |= {n: vector((F,), ("mlp",), "zeros") for n in ("b_gate", "b_up")}
+        blocks["b_down"] = vector((D,), ("norm",), "zeros")
+    return blocks_with_top(m, blocks)
+
+
+def blocks_with_top(m: ModelConfig, blocks: Tree) -> Tree:
+    """The layers' specs, with the embedding, the final norm and (untied) the head."""
+    std = m.init_std
+    table = ParamSpec(shape=(m.vocab_size, m.d_model), axes=("vocab", "embed"), std=std)
+    norm = ParamSpec(shape=(m.d_model,), axes=("norm",), init="ones", decay=False)
+    specs = {"embed": table, "layers": blocks, "final_norm": norm}
+    if not m.tie_embeddings:
+        shape = (m.d_model, m.vocab_size)
+        specs["head"] = ParamSpec(shape=shape, axes=("embed", "vocab"), std=std)
+    return specs
+
+
+# ------------------------------------------------------------------------------- the view
+
+
+def view(params: Tree, parallel: ParallelConfig) -> Tree:
+    """A device's shards, arranged for computing: {"top": ..., "layers": ...}.
+
+    A layer's projections lie side by side, so that one matmul (and one gather) serves them.
+    Layers are [v, ...] arrays over the device's v chunks: a tuple of one tree per layer for
+    `unroll`, one tree of [v, layers, ...] arrays for `scan`.
+    """
+    head = params["head"] if "head" in params else params["embed"].T
+    top = {"embed": params["embed"], "final_norm": params["final_norm"], "head": head}
+    stacked = _side_by_side(params["layers"])
+    v = parallel.virtual_stages
+    stacked = jax.tree.map(lambda a: a.reshape(v, -1, *a.shape[1:]), stacked)
+    apart = parallel.layer_loop == "unroll"
+    return {"top": top, "layers": _apart(stacked) if apart else stacked}
+
+
+def _side_by_side(w: Tree) -> Tree:
+    """One layer's matrices as the step multiplies by them; leading (layer) dims pass through."""
+    lead = w["attn_norm"].shape[:-1]
+    flat = lambda name, *dims: w[name].reshape(*lead, *dims)  # noqa: E731
+    D = w["wq"].shape[-3]
+    out = {name: w[name] for name in LAYER_DIMS if name in w}
+    out["wqkv"] = jnp.concatenate([flat(n, D, -1) for n in ("wq", "wk", "wv")], axis=-1)
+    out["wo"] = flat("wo", -1, w["wo"].shape[-1])
+    out["w_gate_up"] = jnp.concatenate([w["w_gate"], w["w_up"]], axis=-1)
+    if "bq" in w:
+        out["bqkv"] = jnp.concatenate([flat(n, -1) for n in ("bq", "bk", "bv")], axis=-1)
+    if "b_gate" in w:
+        out["b_gate_up"] = jnp.concatenate([w["b_gate"], w["b_up"]], axis=-1)
+    return out
+
+
+def _apart(stacked: Tree) -> tuple[Tree, ...]:
+    """One tree per layer. `lax.split`, because its transpose is a single concatenation."""
+    n = stacked["attn_norm"].shape[1]
+    pieces = {name: lax.split(a, [1] * n, axis=1) for name, a in stacked.items()}
+    return tuple({name: p[i].squeeze(1) for name, p in pieces.items()} for i in range(n))
+
+
+# --------------------------------------------------------------------------- the three parts
+
+
+@flax.struct.dataclass
+class Tokens:
+    """What every layer knows of a microbatch: who attends to whom, and the rotary angles."""
+
+    mask: AttentionMask
+    rope: tuple[jax.Array, jax.Array]
+
+
+def describe_tokens(batch: Batch, cfg: Config, max_segments: int | None) -> Tokens:
+    """The mask and rotary tables of a microbatch, from its positions and segments."""
+    segments = batch.segment_ids if cfg.data.document_mask else None
+    in_order = cfg.parallel.sequence == 1 or cfg.parallel.context == "ulysses"
+    mask = AttentionMask(
+        q_positions=batch.positions,
+        kv_positions=batch.positions,
+        q_segments=segments,
+        kv_segments=segments,
+        window=cfg.model.sliding_window,
+        max_segments=max_segments,
+        in_order=in_order,
+    )
+    return Tokens(mask=mask, rope=layers.rope_tables(batch.positions, cfg.model))
+
+
+def embed(top: Tree, batch: Batch, cfg: Config) -> jax.Array:
+    """The residual stream at the first layer, on every pipeline stage.
+
+    Returns:  [B, T/(sequence*tensor), D], compute dtype.
+    Communication: gather of the table (ZeRO-3); reduce-scatter over TENSOR; all-reduce over
+              PIPELINE.
+    """
+    table = _whole({"embed": top["embed"]}, TOP_DIMS, cfg)["embed"]
+    rows = layers.embedding_lookup(table, batch.tokens, table.shape[0])
+    return sum_over_stages(scatter_sequence(varying(rows)))
+
+
+def stage(chunk: Any, x: jax.Array, tokens: Tokens, cfg: Config) -> jax.Array:
+    """The residual stream through one chunk of layers (a tuple of trees, or one stacked tree)."""
+    if isinstance(chunk, tuple):
+        block = rematerialize(_block(cfg), cfg.parallel.remat, in_scan=False)
+        for w in chunk:
+            x = block(x, w, tokens)
+        return x
+    block = rematerialize(_block(cfg), cfg.parallel.remat, in_scan=True)
+    return lax.scan(lambda x, w: (block(x, w, tokens), None), x, chunk)[0]
+
+
+def head(top: Tree, x: jax.Array, batch: Batch, cfg: Config) -> tuple[jax.Array, jax.Array]:
+    """Summed loss of a microbatch, from the last stage's residual stream.
+
+    Args:     x: [B, T/(sequence*tensor), D], read on the last pipeline stage.
+    Returns:  (loss with z-loss, loss), as `cross_entropy`.
+    Communication: broadcast over PIPELINE; gather over TENSOR; those of `cross_entropy`.
+    """
+    x = layers.rms_norm(x, top["final_norm"], cfg.model.norm_eps)
+    h = gather_sequence(broadcast_from_last_stage(x))
+    w = _whole({"head": top["head"]}, TOP_DIMS, cfg)["head"]
+    return cross_entropy(h.reshape(-1, h.shape[-1]), w, batch.labels.ravel(), cfg.train.z_loss)
+
+
+def _whole(w: Tree, dims: dict[str, int | None], cfg: Config) -> Tree:
+    """Weights ready to multiply by: gathered here (ZeRO-3), or once before the step (ZeRO-1)."""
+    if cfg.parallel.zero == 1:
+        return w
+    return fsdp.gather_tree(w, dims, cfg.model.dtype, cfg.parallel.grad_reduce)
+
+
+def _block(cfg: Config):
+    """`layer` of one device's weights; gathering them is part of what is recomputed."""
+
+    def block(x: jax.Array, w: Tree, tokens: Tokens) -> jax.Array:
+        return layer(x, _whole(w, LAYER_DIMS, cfg), tokens, cfg)
+
+    return block
+
+
+def layer(x: jax.Array, w: Tree, tokens: Tokens, cfg: Config) -> jax.Array:
+    """One pre-norm block on the local shard: attention, then feed-forward.
+
+    Args:     x: [B, T/(sequence*tensor), D]. w: the layer's view, whole over FSDP_AXES.
+    Returns:  the same shape.
+    Communication: two all-gathers and two reduce-scatters over TENSOR, the same in the backward;
+              what `context_attention` sends over SEQUENCE.
+    """
+    eps = cfg.model.norm_eps
+    with jax.named_scope("attention"):
+        h = named(gather_sequence(layers.rms_norm(x, w["attn_norm"], eps)), "attn_norm")
+        out = attention_heads(h, w, tokens, cfg)
+        x = named(_add_output(x, out @ w["wo"], w.get("bo")), "attn_residual")
+    with jax.named_scope("feed_forward"):
+        h = named(gather_sequence(layers.rms_norm(x, w["mlp_norm"], eps)), "mlp_norm")
+        hidden = named(layers.swiglu(named(layers.gate_and_up(h, w), "gate_up")), "mlp_hidden")
+        return _add_output(x, hidden @ w["w_down"], w.get("b_down"))
+
+
+def attention_heads(h: jax.Array, w: Tree, tokens: Tokens, cfg: Config) -> jax.Array:
+    """[B, T/sequence, D] -> the heads' outputs side by side, [B, T/sequence, H*K/tensor]."""
+    m = cfg.model
+    q, k, v = (named(a, "qkv") for a in layers.project_qkv(h, w, m))
+    if m.qk_norm:
+        q = layers.rms_norm(q, w["q_norm"], m.norm_eps)
+        k = layers.rms_norm(k, w["k_norm"], m.norm_eps)
+    q, k = (named(layers.rope(a, tokens.rope), "qk") for a in (q, k))
+    kind, backend = cfg.parallel.context, m.attention_backend
+    out = context_attention(q, k, v, tokens.mask, kind=kind, backend=backend)
+    return out.reshape(*out.shape[:2], -1)
+
+
+def _add_output(x: jax.Array, partial: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """The residual stream plus a row-parallel matmul's partial sums (and its bias, once)."""
+    y = scatter_sequence(partial)
+    return x + (y if bias is None else y + bias.astype(y.dtype))

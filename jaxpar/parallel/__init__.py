@@ -1,0 +1,1 @@
+"""Arrays on many devices: mesh, collectives, FSDP, context parallelism, the pipeline schedule."""

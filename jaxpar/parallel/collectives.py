@@ -1,0 +1,140 @@
+"""Every collective that the model and the step may use, with its transpose in the docstring.
+
+All of them run inside the one `shard_map`, under `check_vma=True`: the type of a value says over
+which axes it varies, so a forgotten reduction is an error when the step is traced. A collective
+over an axis of size 1 returns its input here, once and for all; `psum` alone always runs, because
+it also changes the type.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpar.axes import AXES, PIPELINE, TENSOR, axes_of
+from jaxpar.params import map_specs
+
+type Axes = str | tuple[str, ...]
+
+
+def varying_axes(x: jax.Array) -> frozenset[str]:
+    """Mesh axes over which a value may differ between devices, read off its type."""
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+
+def varying(tree: Any) -> Any:
+    """The same values, typed as varying over every mesh axis. Moves nothing.
+
+    Its transpose is a psum, so it belongs outside whatever is differentiated: autodiff then puts
+    no hidden reduction inside a loop.
+    """
+
+    def cast(x: jax.Array) -> jax.Array:
+        missing = tuple(axis for axis in AXES if axis not in varying_axes(x))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(cast, tree)
+
+
+def all_gather(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+    """Concatenate the shards of `dim` held across `axes`. Transpose: `psum_scatter`."""
+    return x if lax.axis_size(axes) == 1 else lax.all_gather(x, axes, axis=dim, tiled=True)
+
+
+def psum_scatter(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+    """Sum over `axes`, each device keeping its shard of `dim`. Transpose: `all_gather`."""
+    if lax.axis_size(axes) == 1:
+        return x
+    return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+
+
+def all_to_all(x: jax.Array, axes: Axes, split_dim: int, concat_dim: int) -> jax.Array:
+    """Trade a split of `concat_dim` for one of `split_dim`. Transpose: the dims swapped."""
+    if lax.axis_size(axes) == 1:
+        return x
+    return lax.all_to_all(x, axes, split_dim, concat_dim, tiled=True)
+
+
+def shift(tree: Any, axis: str, step: int) -> Any:
+    """Send to the device `step` places on along `axis`, round the ring. Transpose: `-step`."""
+    n = lax.axis_size(axis)
+    ring = [(i, (i + step) % n) for i in range(n)]
+    return tree if n == 1 else jax.tree.map(lambda x: lax.ppermute(x, axis, ring), tree)
+
+
+def gather_sequence(x: jax.Array) -> jax.Array:
+    """Collect the sequence shards held across TENSOR, before a column-parallel matmul.
+
+    Args:     x: [B, T/(sequence*tensor), D], varying over every axis.
+    Returns:  [B, T/sequence, D].
+    Communication: all-gather over TENSOR; its transpose is `scatter_sequence`.
+    Source:   Korthikanti et al. 2022 (2205.05198), section 4.2.2.
+    """
+    return all_gather(x, TENSOR, dim=1)
+
+
+def scatter_sequence(x: jax.Array) -> jax.Array:
+    """Add the partial results of a row-parallel matmul, keeping one sequence shard.
+
+    Args:     x: [B, T/sequence, D], a partial sum on each rank of TENSOR.
+    Returns:  [B, T/(sequence*tensor), D].
+    Communication: reduce-scatter over TENSOR; its transpose is `gather_sequence`.
+    Source:   Korthikanti et al. 2022 (2205.05198), section 4.2.2.
+    """
+    return psum_scatter(x, TENSOR, dim=1)
+
+
+def broadcast_from_last_stage(x: jax.Array) -> jax.Array:
+    """The last pipeline stage's value, on every stage.
+
+    Args:     x: any shape; read on the last stage only.
+    Communication: all-reduce over PIPELINE, and again in the backward (the sum of the cotangents
+              arrives on the last stage, zeros on the others).
+    """
+    n = lax.axis_size(PIPELINE)
+    if n == 1:
+        return x
+    own = jnp.where(lax.axis_index(PIPELINE) == n - 1, x, 0)
+    return varying(lax.psum(own, PIPELINE))
+
+
+def sum_over_stages(x: jax.Array) -> jax.Array:
+    """The sum over pipeline stages, on every stage. Transpose: itself.
+
+    Communication: all-reduce over PIPELINE, forward and backward.
+    """
+    return x if lax.axis_size(PIPELINE) == 1 else varying(lax.psum(x, PIPELINE))
+
+
+def reduce_gradients(grads: Any, specs: Any) -> Any:
+    """Sum each local gradient over every axis along which its parameter is replicated.
+
+    FSDP has already summed over the axes that shard the parameter; this is the only other
+    reduction, once per step.
+
+    Args:     grads: tree of float32 local shards, varying over every axis. specs: its ParamSpecs.
+    Returns:  the same shards, invariant over the axes that were summed.
+    Communication: one all-reduce per leaf over the axes missing from its PartitionSpec.
+    """
+
+    def reduce(spec, grad):
+        sharded = axes_of(spec.partition_spec)
+        return lax.psum(grad, tuple(axis for axis in AXES if axis not in sharded))
+
+    return map_specs(reduce, specs, grads)
+
+
+def global_norm(tree: Any) -> jax.Array:
+    """Euclidean norm of all the arrays together, counting every replicated value once.
+
+    Args:     tree: local shards, each invariant over the axes along which it is replicated.
+    Returns:  float32 scalar, the same on every device.
+    Communication: one scalar all-reduce for each distinct set of sharded axes.
+    """
+    sums: dict[frozenset[str], jax.Array] = {}
+    for x in jax.tree.leaves(tree):
+        axes, square = varying_axes(x), jnp.sum(jnp.square(x.astype(jnp.float32)))
+        sums[axes] = sums[axes] + square if axes in sums else square
+    total = [lax.psum(s, tuple(axes)) if axes else s for axes, s in sums.items()]
+    return jnp.sqrt(sum(total, jnp.float32(0)))

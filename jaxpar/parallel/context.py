@@ -1,0 +1,146 @@
+"""Context parallelism: attention when one sequence is cut over the SEQUENCE axis.
+
+Three ways to cross it, each causal, grouped-query and document-aware, chosen by
+`parallel.context`. The first two want the tokens in zigzag order, which gives each device an early
+and a late piece and so the same amount of causal work; the loader lays it out once and
+`positions` carry it. They work in any order.
+
+    allgather   every device collects all keys and values. Fewest launches; the default on NVLink.
+    ring        keys and values travel round the ring. Memory stays at one shard.
+    ulysses     an all-to-all trades the sequence split for a split of heads. Text order.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxpar.axes import SEQUENCE
+from jaxpar.config import ParallelConfig
+from jaxpar.kernels.attention import AttentionMask, attention, backend_for, backward, forward
+from jaxpar.parallel.collectives import all_gather, all_to_all, shift
+
+
+def token_order(parallel: ParallelConfig, seq_len: int) -> np.ndarray | None:
+    """Where each place of a window takes its token from, int64 [T]; None for the text's order.
+
+    Zigzag: of 2n equal pieces, device r of n holds pieces r and 2n-1-r.
+
+    Source:   Llama 3 (2407.21783), section 3.3.2.
+    """
+    n = parallel.sequence
+    if n == 1 or parallel.context == "ulysses":
+        return None
+    pieces = np.arange(seq_len).reshape(2 * n, -1)
+    return np.concatenate([pieces[[r, 2 * n - 1 - r]].ravel() for r in range(n)])
+
+
+def context_attention(q, k, v, mask: AttentionMask, *, kind: str, backend: str) -> jax.Array:
+    """Attention over the whole sequence, from and to each device's shard of it.
+
+    Args:     q: [B, T/sequence, H/tensor, K]. k, v: [B, T/sequence, G/tensor, K].
+              mask: of the local tokens. kind: parallel.context. backend: as in `attention`.
+    Returns:  [B, T/sequence, H/tensor, K].
+    Communication: over SEQUENCE, per kind; see the module. None when the axis is 1.
+    """
+    if lax.axis_size(SEQUENCE) == 1:
+        return attention(q, k, v, mask, backend=backend)[0]
+    kinds = {"allgather": _allgather, "ring": _ring, "ulysses": _ulysses}
+    return kinds[kind](q, k, v, mask, backend)
+
+
+def _allgather(q, k, v, mask: AttentionMask, backend: str) -> jax.Array:
+    """All-gather of k, v (and mask) forward; reduce-scatter of dk, dv backward."""
+    k, v = (all_gather(x, SEQUENCE, dim=1) for x in (k, v))
+    mask = mask.replace(
+        kv_positions=all_gather(mask.kv_positions, SEQUENCE, dim=1),
+        kv_segments=_gather_segments(mask.kv_segments),
+        in_order=False,
+    )
+    return attention(q, k, v, mask, backend=backend)[0]
+
+
+def _gather_segments(segments):
+    return None if segments is None else all_gather(segments, SEQUENCE, dim=1)
+
+
+def _ulysses(q, k, v, mask: AttentionMask, backend: str) -> jax.Array:
+    """All-to-alls of q, k, v and out. KV heads are repeated until they divide the axis.
+
+    Source:   Jacobs et al. 2023 (2309.14509).
+    """
+    n = lax.axis_size(SEQUENCE)
+    repeat = n // math.gcd(k.shape[2], n)
+    k, v = (jnp.repeat(x, repeat, axis=2) for x in (k, v))
+    q, k, v = (all_to_all(x, SEQUENCE, split_dim=2, concat_dim=1) for x in (q, k, v))
+    positions = all_gather(mask.q_positions, SEQUENCE, dim=1)
+    segments = _gather_segments(mask.q_segments)
+    mask = mask.replace(
+        q_positions=positions, kv_positions=positions, q_segments=segments, kv_segments=segments
+    )
+    out, _ = attention(q, k, v, mask, backend=backend)
+    return all_to_all(out, SEQUENCE, split_dim=1, concat_dim=2)
+
+
+def _ring(q, k, v, mask: AttentionMask, backend: str) -> jax.Array:
+    """n-1 permutes of k, v and mask forward; n of these and of dk, dv backward.
+
+    Source:   Liu et al. 2023 (2310.01889).
+    """
+    mask = mask.replace(in_order=False)
+    return _ring_attention(q, k, v, mask, backend_for(backend, q, k, mask))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _ring_attention(q, k, v, mask, backend):
+    return _ring_forward(q, k, v, mask, backend)[0]
+
+
+def _keys(k, v, mask: AttentionMask):
+    return k, v, mask.kv_positions, mask.kv_segments
+
+
+def _with_keys(mask: AttentionMask, keys) -> AttentionMask:
+    return mask.replace(kv_positions=keys[2], kv_segments=keys[3])
+
+
+def _ring_forward(q, k, v, mask, backend):
+    out, lse = forward(q, k, v, mask, backend)
+    out = out.astype(jnp.float32)
+    keys = _keys(k, v, mask)
+    for _ in range(1, lax.axis_size(SEQUENCE)):
+        keys = shift(keys, SEQUENCE, 1)
+        part = forward(q, keys[0], keys[1], _with_keys(mask, keys), backend)
+        out, lse = _merge(out, lse, *part)
+    out = checkpoint_name(out.astype(q.dtype), "attn_out")
+    return out, (q, k, v, mask, out, checkpoint_name(lse, "attn_lse"))
+
+
+def _merge(out_a, lse_a, out_b, lse_b):
+    """Two softmaxes over disjoint keys, made one. Float32."""
+    lse = jnp.logaddexp(lse_a, lse_b)
+    share = lambda part: jnp.exp(part - lse).transpose(0, 2, 1)[..., None]  # noqa: E731
+    return out_a * share(lse_a) + out_b * share(lse_b), lse
+
+
+def _ring_backward(backend, saved, d_out):
+    q, k, v, mask, out, lse = saved
+    zero = jnp.zeros_like(lse)
+    f32 = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree)  # noqa: E731
+    dq, *d_keys = f32(backward(q, k, v, mask, out, lse, d_out, zero, backend))
+    keys = _keys(k, v, mask)
+    for _ in range(1, lax.axis_size(SEQUENCE)):
+        keys, d_keys = shift(keys, SEQUENCE, 1), shift(d_keys, SEQUENCE, 1)
+        part = backward(
+            q, keys[0], keys[1], _with_keys(mask, keys), out, lse, d_out, zero, backend
+        )
+        dq, *d_keys = jax.tree.map(jnp.add, [dq, *d_keys], list(f32(part)))
+    dk, dv = shift(d_keys, SEQUENCE, 1)
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+
+
+_ring_attention.defvjp(_ring_forward, _ring_backward)

@@ -1,0 +1,97 @@
+"""Parameters, declared once: a tree of `ParamSpec`, from which everything else is derived.
+
+Initial values, abstract arrays, shardings, counts and the decay mask all come from the same tree,
+which `model/transformer.py` builds. Trees are nested dicts of arrays.
+"""
+
+import math
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jaxpar.axes import partition_spec
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamSpec:
+    """One parameter: its global shape, what each dimension is, and how it starts."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    """Logical axis of each dimension, a name from `axes.RULES`."""
+    init: Literal["normal", "ones", "zeros"] = "normal"
+    std: float = 0.02
+    decay: bool = True
+    """Whether weight decay applies: to matrices, not to norms and biases."""
+
+    def __post_init__(self):
+        if len(self.shape) != len(self.axes):
+            raise ValueError(f"shape {self.shape} and axes {self.axes} differ in length")
+
+    @property
+    def partition_spec(self) -> PartitionSpec:
+        return partition_spec(self.axes)
+
+
+def is_spec(node: Any) -> bool:
+    return isinstance(node, ParamSpec)
+
+
+def map_specs(fn: Callable[..., Any], specs: Any, *trees: Any) -> Any:
+    """`jax.tree.map` with a ParamSpec as the leaf."""
+    return jax.tree.map(fn, specs, *trees, is_leaf=is_spec)
+
+
+def partition_specs(specs: Any) -> Any:
+    """The tree of PartitionSpecs."""
+    return map_specs(lambda spec: spec.partition_spec, specs)
+
+
+def decay_mask(specs: Any) -> Any:
+    """The tree of booleans: where weight decay applies."""
+    return map_specs(lambda spec: spec.decay, specs)
+
+
+def abstract(specs: Any) -> Any:
+    """The tree of float32 ShapeDtypeStructs, global shapes."""
+    return map_specs(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32), specs)
+
+
+def count(specs: Any) -> int:
+    """Number of parameters."""
+    return sum(math.prod(s.shape) for s in jax.tree.leaves(specs, is_leaf=is_spec))
+
+
+def flat(tree: Any) -> dict[str, Any]:
+    """Leaves by stable name: {"layers/wq": ...}."""
+    return flax.traverse_util.flatten_dict(tree, sep="/")
+
+
+def initialize(specs: Any, seed: int | jax.Array) -> Any:
+    """Initial float32 parameters, a function of (seed, path) alone.
+
+    Each leaf's key is derived from its path, so adding a parameter leaves the others as they were,
+    and the values do not depend on the mesh. Call it under `jit` with `out_shardings`: each device
+    then makes only its own shard.
+
+    Args:     specs: tree of ParamSpec. seed: run seed.
+    Returns:  tree of float32 arrays.
+    """
+    root = jax.random.key(seed)
+    leaves = {path: _initial(spec, root, path) for path, spec in flat(specs).items()}
+    return flax.traverse_util.unflatten_dict(leaves, sep="/")
+
+
+def _initial(spec: ParamSpec, root: jax.Array, path: str) -> jax.Array:
+    if spec.init == "ones":
+        return jnp.ones(spec.shape, jnp.float32)
+    if spec.init == "zeros":
+        return jnp.zeros(spec.shape, jnp.float32)
+    key = jax.random.fold_in(root, zlib.crc32(path.encode()))
+    return spec.std * jax.random.normal(key, spec.shape, jnp.float32)

@@ -1,0 +1,192 @@
+"""The train step and the evaluation step: the one `shard_map`, around everything.
+
+Forward, backward, reduction, clipping and optimiser all run inside it on local shards, manual over
+every mesh axis, with `check_vma=True`.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxpar.axes import BATCH_SPEC, PIPELINE, TOKEN_AXES
+from jaxpar.batch import IGNORED, Batch
+from jaxpar.config import Config
+from jaxpar.model import transformer
+from jaxpar.parallel import fsdp
+from jaxpar.parallel.collectives import global_norm, reduce_gradients, varying
+from jaxpar.parallel.pipeline import Program, accumulate, forward_only, one_f_one_b
+from jaxpar.state import TrainState, optimizer_for, state_specs
+
+
+@flax.struct.dataclass
+class Measured:
+    """What a step reports: float32 scalars, the same on every device."""
+
+    loss: jax.Array
+    """Cross entropy per labelled token, nats."""
+    grad_norm: jax.Array
+    """Global norm of the gradient before clipping."""
+    num_tokens: jax.Array
+    """Labelled tokens in the batch."""
+
+
+def make_train_step(
+    cfg: Config, mesh: Mesh, max_segments: int | None = None
+) -> Callable[[TrainState, Batch], tuple[TrainState, Measured]]:
+    """The compiled train step. It takes over (donates) the state it is given.
+
+    Args:     max_segments: documents in one window at most; backends that mask by offset need it.
+    """
+    specs = state_specs(cfg)
+    step = jax.shard_map(
+        functools.partial(train_step, cfg, max_segments),
+        mesh=mesh,
+        in_specs=(specs, BATCH_SPEC),
+        out_specs=(specs, PartitionSpec()),
+    )
+    return jax.jit(step, donate_argnums=0)
+
+
+def make_eval_step(
+    cfg: Config, mesh: Mesh, max_segments: int | None = None
+) -> Callable[[Any, Batch], tuple[jax.Array, jax.Array]]:
+    """The compiled evaluation step: (params, batch) -> (summed loss, labelled tokens)."""
+    step = jax.shard_map(
+        functools.partial(eval_step, cfg, max_segments),
+        mesh=mesh,
+        in_specs=(state_specs(cfg).params, BATCH_SPEC),
+        out_specs=PartitionSpec(),
+    )
+    return jax.jit(step)
+
+
+def make_gradient_step(cfg: Config, mesh: Mesh) -> Callable[[Any, Batch], tuple[Measured, Any]]:
+    """The compiled (params, batch) -> (Measured, gradients), for checks."""
+    specs = state_specs(cfg).params
+    step = jax.shard_map(
+        functools.partial(loss_and_gradients, cfg, None),
+        mesh=mesh,
+        in_specs=(specs, BATCH_SPEC),
+        out_specs=(PartitionSpec(), specs),
+    )
+    return jax.jit(step)
+
+
+# ------------------------------------------------- inside the shard_map, on local shards
+
+
+def train_step(
+    cfg: Config, max_segments: int | None, state: TrainState, batch: Batch
+) -> tuple[TrainState, Measured]:
+    """One optimiser step."""
+    measured, grads = loss_and_gradients(cfg, max_segments, state.params, batch)
+    with jax.named_scope("optimizer"):
+        grads = clip(grads, measured.grad_norm, cfg.optimizer.clip_norm)
+        update = optimizer_for(cfg).update
+        updates, opt_state = update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+    return TrainState(state.step + 1, params, opt_state), measured
+
+
+def loss_and_gradients(cfg: Config, max_segments: int | None, params: Any, batch: Batch):
+    """Mean loss over the global batch, and its gradients, reduced and sharded as the parameters.
+
+    Returns:  (Measured, float32 gradients).
+    Communication: that of the model; FSDP's scatters; one `reduce_gradients`; scalars.
+    """
+    num_tokens = count_labels(batch)
+    shards, unview = jax.vjp(lambda p: transformer.view(p, cfg.parallel), varying(params))
+    weights = gather_once(shards, cfg) if cfg.parallel.zero == 1 else shards
+    program = program_of(cfg, max_segments)
+    microbatches = split_microbatches(batch, cfg.parallel.num_microbatches)
+    run = schedule_of(cfg)
+    (_, loss_sum), grads = run(program, weights, microbatches, 1 / num_tokens)
+    if cfg.parallel.zero == 1:
+        grads = scatter_once(grads, cfg)
+    (grads,) = unview(grads)
+    grads = reduce_gradients(grads, transformer.param_specs(cfg.model))
+    loss = lax.psum(loss_sum, TOKEN_AXES) / num_tokens
+    return Measured(loss, global_norm(grads), num_tokens), grads
+
+
+def eval_step(cfg: Config, max_segments: int | None, params: Any, batch: Batch):
+    """Summed loss and labelled tokens of a global batch, without gradients."""
+    shards = transformer.view(varying(params), cfg.parallel)
+    weights = gather_once(shards, cfg) if cfg.parallel.zero == 1 else shards
+    microbatches = split_microbatches(batch, cfg.parallel.num_microbatches)
+    program = program_of(cfg, max_segments)
+    _, loss_sum = forward_only(program, weights, microbatches, cfg.parallel.virtual_stages)
+    return lax.psum(loss_sum, TOKEN_AXES), count_labels(batch)
+
+
+def count_labels(batch: Batch) -> jax.Array:
+    """Labelled tokens of the global batch, float32 (exact up to 2**24 per device)."""
+    own = jnp.sum(batch.labels != IGNORED, dtype=jnp.int32)
+    return lax.psum(own, TOKEN_AXES).astype(jnp.float32)
+
+
+def split_microbatches(batch: Batch, n: int) -> Batch:
+    """[b, t] -> [n, b/n, t]."""
+    return jax.tree.map(lambda a: a.reshape(n, -1, *a.shape[1:]), batch)
+
+
+def program_of(cfg: Config, max_segments: int | None) -> Program:
+    """The configured model, as the schedules run it."""
+
+    def stage(chunk, x, mb):
+        return transformer.stage(chunk, x, transformer.describe_tokens(mb, cfg, max_segments), cfg)
+
+    return Program(
+        embed=functools.partial(transformer.embed, cfg=cfg),
+        stage=stage,
+        head=functools.partial(transformer.head, cfg=cfg),
+    )
+
+
+def schedule_of(cfg: Config) -> Callable:
+    """How microbatches go through the model: accumulated, or pipelined over stages."""
+    if lax.axis_size(PIPELINE) == 1:
+        return accumulate
+    p = cfg.parallel
+    return functools.partial(one_f_one_b, virtual=p.virtual_stages, save=p.pipeline_save)
+
+
+def gather_once(shards: Any, cfg: Config) -> Any:
+    """ZeRO-1: every weight whole and in the compute dtype, for all microbatches of the step."""
+    gather = functools.partial(
+        fsdp.gather_tree, dtype=cfg.model.dtype, reduce=cfg.parallel.grad_reduce
+    )
+    return _map_groups(gather, shards)
+
+
+def scatter_once(grads: Any, cfg: Config) -> Any:
+    """ZeRO-1: the step's accumulated gradients, reduced to shards."""
+    return _map_groups(
+        functools.partial(fsdp.scatter_tree, reduce=cfg.parallel.grad_reduce), grads
+    )
+
+
+def _map_groups(fn: Callable, tree: Any) -> Any:
+    """`fn(arrays, dims)` over the arrays outside the layers and over each layer's."""
+    layers = tree["layers"]
+    each = functools.partial(fn, dims=transformer.LAYER_DIMS)
+    done = tuple(each(w) for w in layers) if isinstance(layers, tuple) else each(layers)
+    return {"top": fn(tree["top"], dims=transformer.TOP_DIMS), "layers": done}
+
+
+def clip(grads: Any, norm: jax.Array, limit: float) -> Any:
+    """Gradients scaled down to the global norm `limit`; 0: as they are.
+
+    Source:   Pascanu et al. 2013 (1211.5063), algorithm 1.
+    """
+    if limit == 0:
+        return grads
+    scale = jnp.minimum(1.0, limit / (norm + 1e-6))
+    return jax.tree.map(lambda g: g * scale, grads)
