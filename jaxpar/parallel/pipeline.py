@@ -221,8 +221,14 @@ def _forward(run: _Run, received: jax.Array, t: jax.Array, *, differentiate: boo
     stage = functools.partial(_stage, run, take(run.microbatches, m))
     if not differentiate:
         return x, stage(run.chunk(c), x), None
-    y, vjp = jax.vjp(stage, run.chunk(c), x)
-    return x, y, vjp.opaque_residuals
+    y, vjp = _vjp(stage, run.chunk(c), x)
+    return x, y, jax.tree.leaves(vjp)
+
+
+def _vjp(stage: Callable, chunk: Any, x: jax.Array):
+    """`jax.vjp` that holds everything the backward needs but the weights, which stay where they
+    are: their places in `args_res` are to be filled in before it is called."""
+    return jax.vjp(stage, chunk, x, saveable_args=(False, True))
 
 
 def _stage(run: _Run, mb: Any, chunk: Any, x: jax.Array) -> jax.Array:
@@ -262,9 +268,11 @@ def _backward(run: _Run, carry: dict, d_head: jax.Array, t: jax.Array):
     g = jnp.where(valid, jnp.where(last, d_head, carry["g"]), 0)
     saved = take(carry["ring"], f % plan.ring_size)
     x = saved[0] if run.save == "inputs" else jnp.zeros_like(g)
-    _, vjp = jax.vjp(functools.partial(_stage, run, take(run.microbatches, m)), run.chunk(c), x)
-    if run.save == "residuals":
-        vjp.opaque_residuals = saved  # the forward just traced is dead code; XLA drops it
+    chunk = run.chunk(c)
+    _, vjp = _vjp(functools.partial(_stage, run, take(run.microbatches, m)), chunk, x)
+    if run.save == "residuals":  # the forward just traced is then dead code; XLA drops it
+        vjp = jax.tree.unflatten(jax.tree.structure(vjp), saved)
+    vjp.args_res[0] = chunk
     d_chunk, dx = vjp(g)
     grads = dict(carry["grads"], layers=_add_chunk(run, carry["grads"]["layers"], d_chunk, c))
     return _embed_backward(run, grads, dx, t), dx
@@ -296,9 +304,7 @@ def _empty_ring(run: _Run, blank: jax.Array) -> Any:
     avals = [blank]
     if run.save == "residuals":
         stage = functools.partial(_stage, run, take(run.microbatches, 0))
-        avals = jax.eval_shape(
-            lambda x: jax.vjp(stage, run.chunk(0), x)[1].opaque_residuals, blank
-        )
+        avals = jax.eval_shape(lambda x: jax.tree.leaves(_vjp(stage, run.chunk(0), x)[1]), blank)
     slots = run.plan.ring_size + 1
     return varying(jax.tree.map(lambda a: jnp.zeros((slots, *a.shape), a.dtype), avals))
 
