@@ -19,17 +19,30 @@ from jaxpar.config import ConfigError
 
 FORMAT = "jaxpar-tokens"
 VERSION = 1
-SPLITS = ("train", "val")
+TRAIN, VAL = SPLITS = ("train", "val")
 
 META_FILE = "meta.json"
 TOKENIZER_FILE = "tokenizer.json"
 
+
+def tokens_file(split: str) -> str:
+    """Name of a split's tokens."""
+    return f"{split}.bin"
+
+
+def documents_file(split: str) -> str:
+    """Name of a split's document offsets."""
+    return f"{split}.documents.npy"
+
+
 #: Every file that a dataset folder can hold; `--overwrite` deletes a folder of nothing else.
 DATASET_FILES = frozenset(
-    (META_FILE, TOKENIZER_FILE, *(f"{s}.bin" for s in SPLITS))
-    + tuple(f"{s}.documents.npy" for s in SPLITS)
+    [META_FILE, TOKENIZER_FILE]
+    + [tokens_file(split) for split in SPLITS]
+    + [documents_file(split) for split in SPLITS]
 )
 
+#: The command that makes a dataset, up to the name of its folder.
 PREPARE = "python -m jaxpar.data prepare --input stdlib --output"
 
 

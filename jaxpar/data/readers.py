@@ -74,9 +74,7 @@ def read_jsonl_gz(file: BinaryIO, path: Path, options: ReadOptions) -> Iterator[
 
 def read_parquet(file: BinaryIO, path: Path, options: ReadOptions) -> Iterator[Piece]:
     """The documents of a Parquet file: one column of strings, read in small batches of rows."""
-    import pyarrow  # Only Parquet input needs it, and it is slow to import.
-    import pyarrow.parquet
-
+    pyarrow = _import_pyarrow(path)
     field, row = options.text_field, 0
     try:
         table = pyarrow.parquet.ParquetFile(file)
@@ -94,6 +92,16 @@ def read_parquet(file: BinaryIO, path: Path, options: ReadOptions) -> Iterator[P
         raise _broken(where, f"is not readable Parquet ({error})", "write it again") from error
 
 
+def _import_pyarrow(path: Path) -> Any:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ModuleNotFoundError as error:
+        fix = "pip install 'jaxpar[parquet]'"
+        raise _broken(str(path), "needs pyarrow, which is not installed", fix) from error
+    return pyarrow
+
+
 def _json_lines(
     lines: Iterable[bytes], tell: Callable[[], int], path: Path, field: str
 ) -> Iterator[Piece]:
@@ -103,7 +111,7 @@ def _json_lines(
         where = f"{path}:{number}"
         try:
             record = json.loads(line.decode("utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             fix = "repair or remove the line"
             raise _broken(where, f"is not a line of JSON ({error})", fix) from error
         if not isinstance(record, dict) or field not in record:

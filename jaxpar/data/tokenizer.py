@@ -95,8 +95,10 @@ class JsonTokenizer:
         self._tokenizer.encode_special_tokens = True
         # Not get_vocab_size(), which counts: ids may have holes.
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-        self.eos_token = eos_token
-        self.eos_id = self._tokenizer.token_to_id(eos_token)
+        eos_id = self._tokenizer.token_to_id(eos_token)
+        if eos_id is None:
+            raise ValueError(f"the tokenizer has no token {eos_token!r}")
+        self.eos_id, self.eos_token = eos_id, eos_token
         self.fingerprint = hashlib.sha256(json_text.encode()).hexdigest()
 
     def encode(self, text: str) -> np.ndarray:

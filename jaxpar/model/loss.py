@@ -72,14 +72,16 @@ def _chunk(h_ND, labels_N, head_DV, z_loss):
     local = labels_N - vocab_shard_index() * V
     top = lax.pmax(jnp.max(logits, axis=-1), VOCAB_AXES)
     exp = jnp.exp(logits - top[:, None])
-    is_label = local[:, None] == jnp.arange(V)
-    mine = jnp.sum(jnp.where(is_label, logits, 0), axis=-1)
-    total, label_logit = lax.psum((jnp.sum(exp, axis=-1), mine), VOCAB_AXES)
+    held = (local >= 0) & (local < V)
+    own_logit = jnp.take_along_axis(logits, jnp.where(held, local, 0)[:, None], axis=1)[:, 0]
+    own_logit = jnp.where(held, own_logit, 0.0)
+    total, label_logit = lax.psum((jnp.sum(exp, axis=-1), own_logit), VOCAB_AXES)
     lse = jnp.log(total) + top
     weight = jnp.where(labels_N == IGNORED, 0.0, 1.0)
     nll = jnp.sum((lse - label_logit) * weight)
     loss = nll + z_loss * jnp.sum(jnp.square(lse) * weight)
     slope = (1 + 2 * z_loss * lse) / total
+    is_label = local[:, None] == jnp.arange(V)
     d_logits = (exp * slope[:, None] - is_label) * weight[:, None]
     return (loss, nll), d_logits.astype(h_ND.dtype)
 

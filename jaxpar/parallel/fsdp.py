@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.axes import FSDP_AXES
-from jaxpar.parallel.collectives import all_gather, psum_scatter
+from jaxpar.parallel.collectives import all_gather, all_to_all, psum_scatter
 
 type Reduce = Literal["float32", "bfloat16"]
 
@@ -50,12 +50,21 @@ gather.defvjp(_gather_forward, _gather_backward)
 def scatter(grad: jax.Array, dim: int, reduce: Reduce) -> jax.Array:
     """Each device's shard of the sum of a whole weight's local gradients.
 
+    In float32, the pieces travel in the dtype in which the matmul made them and are added up in
+    float32 where they arrive: half the bytes of a float32 reduce-scatter, and the same sum.
+
     Args:     grad: local gradient of the whole weight. dim: negative, as in `gather`.
     Returns:  float32 shard, `dim` split over FSDP_AXES.
-    Communication: over FSDP_AXES, the gradient in `reduce` precision.
+    Communication: over FSDP_AXES, an all-to-all of the gradient in its own dtype ("float32"), or
+              a reduce-scatter in bfloat16 ("bfloat16").
     """
-    leading = jnp.moveaxis(grad.astype(reduce), dim, 0)
-    shard = psum_scatter(leading, FSDP_AXES, dim=0)
+    leading = jnp.moveaxis(grad, dim, 0)
+    if reduce == "bfloat16":
+        shard = psum_scatter(leading.astype(jnp.bfloat16), FSDP_AXES, dim=0)
+    else:
+        ways = lax.axis_size(FSDP_AXES)
+        pieces = leading.reshape(ways, -1, *leading.shape[1:])
+        shard = jnp.sum(all_to_all(pieces, FSDP_AXES, 0, 0), axis=0, dtype=jnp.float32)
     return jnp.moveaxis(shard.astype(jnp.float32), 0, dim)
 
 
@@ -76,8 +85,3 @@ def scatter_tree(grads: dict, dims: dict, reduce: Reduce) -> dict:
         name: g if dims[name] is None else scatter(g, dims[name], reduce)
         for name, g in grads.items()
     }
-
-
-def fsdp_size() -> int:
-    """Ways that parameters are sharded, inside the step."""
-    return lax.axis_size(FSDP_AXES)

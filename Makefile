@@ -1,0 +1,81 @@
+# `make` lists the targets. Everything runs in .venv, which the first target that needs it makes.
+.DEFAULT_GOAL := help
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --quiet --disable-pip-version-check
+INSTALLED := $(VENV)/.installed
+INSTALLED_GPU := $(VENV)/.installed-gpu
+
+.PHONY: help
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+.PHONY: install
+install: $(INSTALLED) ## Make .venv and install jaxpar with its tests' tools, for the CPU
+
+.PHONY: install-gpu
+install-gpu: $(INSTALLED_GPU) ## The same, with JAX for NVIDIA GPUs (CUDA 13)
+
+.PHONY: quickstart
+quickstart: install ## Train a tiny model on this machine, after installing
+	@$(PY) -m jaxpar.quickstart
+
+.PHONY: test
+test: lint types ## All that CI runs: lint, types, CPU tests
+	@echo "==> Tests, on 16 simulated CPU devices"
+	@$(PY) -m pytest
+
+.PHONY: test-all
+test-all: lint types ## The same, slow tests included
+	@echo "==> Tests and slow tests, on 16 simulated CPU devices"
+	@$(PY) -m pytest -m "not gpu"
+
+.PHONY: test-gpu
+test-gpu: install-gpu ## Tests that need an NVIDIA GPU
+	@echo "==> GPU tests"
+	@$(PY) -m pytest -m gpu
+
+.PHONY: lint
+lint: install ## Check style and formatting
+	@echo "==> Style"
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+
+.PHONY: format
+format: install ## Format the code and fix what can be fixed
+	@$(PY) -m ruff check --fix-only .
+	@$(PY) -m ruff format .
+
+.PHONY: types
+types: install ## Check types
+	@echo "==> Types"
+	@$(PY) -m mypy
+
+.PHONY: clean
+clean: ## Remove .venv and every cache; runs/ and data/ stay
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A .venv without a working interpreter, whatever its stamps say, is made and filled again.
+ifneq ($(shell $(PY) -c "print('works')" 2>/dev/null),works)
+.PHONY: $(INSTALLED) $(INSTALLED_GPU)
+endif
+
+.PHONY: venv
+venv:
+	@$(PY) -c "" 2>/dev/null || { \
+	  python=$$(sh scripts/find_python.sh) && \
+	  echo "==> Making $(VENV) with $$("$$python" -V), $$python" && \
+	  "$$python" -m venv --clear $(VENV); }
+
+$(INSTALLED): pyproject.toml | venv
+	@echo "==> Installing jaxpar and its dependencies (about 1 GB; a minute or so the first time)"
+	@$(PIP) install -e '.[test]'
+	@$(PY) -c "import jax, sys; print('    Python', sys.version.split()[0], 'with JAX', jax.__version__)"
+	@touch $@
+
+$(INSTALLED_GPU): pyproject.toml | venv
+	@echo "==> Installing jaxpar and its dependencies with CUDA 13 (several GB the first time)"
+	@$(PIP) install -e '.[test,cuda13]'
+	@$(PY) -c "import jax, sys; print('    Python', sys.version.split()[0], 'with JAX', jax.__version__, 'on', jax.devices())"
+	@touch $(INSTALLED) $@

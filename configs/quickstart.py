@@ -1,0 +1,36 @@
+"""A small Llama on the Python standard library's source, for a laptop: make quickstart"""
+
+from jaxpar.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EvaluationConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+)
+
+
+def get_config() -> Config:
+    return Config(
+        run=RunConfig(dir="runs/quickstart"),
+        model=ModelConfig(
+            num_layers=4,
+            d_model=192,
+            num_heads=6,
+            num_kv_heads=2,
+            head_dim=32,
+            d_ff=512,
+            vocab_size=2048,
+            tie_embeddings=True,
+            dtype="float32",
+        ),
+        data=DataConfig(path="data/stdlib", seq_len=256),
+        train=TrainConfig(num_steps=160, global_batch_size=16, log_every=10),
+        parallel=ParallelConfig(data=-1),
+        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=20),
+        checkpoint=CheckpointConfig(every=80),
+        evaluation=EvaluationConfig(every=80, num_batches=4),
+    )

@@ -1,0 +1,11 @@
+"""Text to batches: `prepare` writes tokens once, `Loader` reads them for ever.
+
+Prepare:  documents -> readers -> tokenizer -> writer    (`python -m jaxpar.data prepare`)
+Train:    tokens -> packing -> loader                    (batch(step), a pure function)
+"""
+
+from jaxpar.data.loader import Loader
+from jaxpar.data.tokenizer import Tokenizer, load_tokenizer
+from jaxpar.data.tokens import TokenDataset
+
+__all__ = ["Loader", "TokenDataset", "Tokenizer", "load_tokenizer"]

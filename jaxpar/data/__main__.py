@@ -1,0 +1,65 @@
+"""`python -m jaxpar.data prepare`: text files to a folder of tokens."""
+
+import sys
+from collections.abc import Sequence
+
+import tyro
+
+from jaxpar.config import ConfigError
+from jaxpar.data.meta import Meta
+from jaxpar.data.prepare import PrepareOptions, prepare
+from jaxpar.data.progress import console_progress
+
+#: As in every program of jaxpar: 1 for an error, 2 for options that cannot work.
+EXIT_ERROR, EXIT_CONFIG = 1, 2
+
+#: What a shell reports of a program that Ctrl-C ended.
+EXIT_INTERRUPTED = 130
+
+
+def main(args: Sequence[str]) -> int:
+    """Run the command line.
+
+    Returns:  the exit code; an error is one line on stderr.
+    """
+    options = tyro.extras.subcommand_cli_from_dict(
+        {"prepare": PrepareOptions},
+        prog="python -m jaxpar.data",
+        description="Datasets of tokens, for `data.path`.",
+        args=list(args),
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+    try:
+        with console_progress() as progress:
+            meta = prepare(options, progress)
+    except ConfigError as error:
+        print(f"config error: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+    except KeyboardInterrupt:
+        print("interrupted; nothing was written", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_ERROR
+    print(_summary(options, meta))
+    return 0
+
+
+def _summary(options: PrepareOptions, meta: Meta) -> str:
+    lines = [f"{options.output}: {meta.vocab_size:,} tokens in the vocabulary ({meta.dtype})"]
+    for name, split in meta.splits.items():
+        ratio = split.num_bytes / max(split.num_tokens, 1)
+        lines.append(
+            f"  {name:5} {split.num_tokens:>13,} tokens {split.num_documents:>9,} documents "
+            f"{split.num_bytes / 1e6:>9,.1f} MB of text {ratio:>5.2f} bytes per token"
+        )
+    lines += [
+        f"  knowing only how often each token occurs gives loss {meta.unigram_entropy:.3f}",
+        f"train on it with: --data.path {options.output} "
+        f"--model.vocab-size {-(-meta.vocab_size // 128) * 128}",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

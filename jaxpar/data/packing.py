@@ -1,0 +1,67 @@
+"""Windows of packed documents: tokens, labels, segments and positions, by arithmetic alone.
+
+Window i is tokens[i*T : i*T + T + 1]: T inputs, and the same shifted by one as labels. Documents
+follow each other without padding, and one that a window cuts goes on in the next.
+
+Shape letters: N windows, T query positions.
+"""
+
+import numpy as np
+
+from jaxpar.batch import IGNORED, Batch
+
+
+def num_windows(num_tokens: int, seq_len: int) -> int:
+    """Whole windows in a split; the last label needs one token more than the inputs."""
+    return max(0, (num_tokens - 1) // seq_len)
+
+
+def windows(
+    tokens: np.ndarray,
+    document_offsets: np.ndarray,
+    indices: np.ndarray,
+    seq_len: int,
+    document_mask: bool,
+) -> Batch:
+    """Cut windows out of a token stream.
+
+    With document_mask, segments are numbered from 1 within the window, positions restart with each
+    document (and with the window), and the label across a document's end, the first token of an
+    unrelated document, is IGNORED. Without it, a window is one causal text.
+
+    Args:     tokens: integers [num_tokens].
+              document_offsets: int64 [documents + 1], increasing from 0 to num_tokens.
+              indices: int64 [N], which windows, each below `num_windows`.
+    Returns:  a Batch of int32 [N, T] on the host.
+    """
+    starts = np.asarray(indices, np.int64) * seq_len
+    stretch = np.stack([tokens[start : start + seq_len + 1] for start in starts]).astype(np.int32)
+    inputs, labels = stretch[:, :-1], stretch[:, 1:]
+    place = np.broadcast_to(np.arange(seq_len, dtype=np.int32), inputs.shape)
+    if not document_mask:
+        return Batch(inputs, labels, np.ones_like(inputs), place)
+    begins = _document_begins(document_offsets, starts, seq_len + 1)
+    here = begins[:, :-1]
+    return Batch(
+        tokens=inputs,
+        labels=np.where(begins[:, 1:], np.int32(IGNORED), labels),
+        segment_ids=1 + np.cumsum(here, axis=1, dtype=np.int32),
+        positions=place - np.maximum.accumulate(np.where(here, place, 0), axis=1),
+    )
+
+
+def _document_begins(document_offsets: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
+    """Where, after the first token, a document begins: bool [N, length].
+
+    Looks up each window's two ends, then writes one flag per document between them; looking up
+    every token would cost a binary search each.
+    """
+    first = np.searchsorted(document_offsets, starts, side="right")
+    end = np.searchsorted(document_offsets, starts + length, side="left")
+    counts = end - first
+    rows = np.repeat(np.arange(len(starts)), counts)
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    columns = document_offsets[np.repeat(first, counts) + within] - starts[rows]
+    begins = np.zeros((len(starts), length), bool)
+    begins[rows, columns] = True
+    return begins

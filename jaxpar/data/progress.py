@@ -1,0 +1,74 @@
+"""What `prepare` tells the person waiting: nothing, a bar on a terminal, or lines in a log."""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import rich.progress
+from rich.console import Console
+
+#: Seconds between two lines in a log.
+LOG_EVERY = 10.0
+
+
+class Progress:
+    """Says nothing; the others are kinds of it."""
+
+    def say(self, line: str) -> None:
+        """A step has begun."""
+
+    def advance(self, position: int, total: int, num_tokens: int) -> None:
+        """Input bytes read, of how many, and tokens written."""
+
+
+class LogProgress(Progress):
+    """A plain line on stderr every `LOG_EVERY` seconds."""
+
+    def __init__(self) -> None:
+        self._next = time.monotonic() + LOG_EVERY
+
+    def say(self, line: str) -> None:
+        """Print the line."""
+        print(line, file=sys.stderr, flush=True)
+
+    def advance(self, position: int, total: int, num_tokens: int) -> None:
+        """Print a line when one is due."""
+        if time.monotonic() >= self._next:
+            self._next += LOG_EVERY
+            self.say(f"read {position / 1e6:,.0f} of {total / 1e6:,.0f} MB, {num_tokens:,} tokens")
+
+
+class BarProgress(Progress):
+    """A bar on the terminal."""
+
+    def __init__(self, bar: rich.progress.Progress) -> None:
+        self._bar = bar
+        self._task = bar.add_task("", total=None, tokens="")
+
+    def say(self, line: str) -> None:
+        """Print the line above the bar."""
+        self._bar.console.print(line, highlight=False, markup=False)
+
+    def advance(self, position: int, total: int, num_tokens: int) -> None:
+        """Move the bar."""
+        tokens = f"{num_tokens:,} tokens"
+        self._bar.update(self._task, completed=position, total=total, tokens=tokens)
+
+
+@contextmanager
+def console_progress() -> Iterator[Progress]:
+    """A bar if stderr is a terminal, lines otherwise."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield LogProgress()
+        return
+    columns = (
+        rich.progress.BarColumn(),
+        rich.progress.DownloadColumn(),
+        rich.progress.TransferSpeedColumn(),
+        rich.progress.TextColumn("{task.fields[tokens]}"),
+        rich.progress.TimeRemainingColumn(),
+    )
+    with rich.progress.Progress(*columns, console=console, transient=True) as bar:
+        yield BarProgress(bar)

@@ -1,0 +1,104 @@
+"""A split of a dataset folder, memory-mapped: opening it reads next to nothing."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from jaxpar.config import ConfigError
+from jaxpar.data.meta import (
+    PREPARE,
+    SPLITS,
+    Meta,
+    SplitMeta,
+    documents_file,
+    read_meta,
+    tokens_file,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class TokenDataset:
+    """The tokens of one split and where its documents start."""
+
+    folder: Path
+    split: str
+    meta: Meta
+    tokens: np.ndarray
+    """uint16 or uint32 [num_tokens], memory-mapped."""
+    document_offsets: np.ndarray
+    """int64 [num_documents + 1], memory-mapped: increasing from 0 to num_tokens."""
+
+    @classmethod
+    def open(cls, folder: str | Path, split: str = "train") -> "TokenDataset":
+        """Map a split of a dataset folder.
+
+        Raises:   ConfigError("data.path", ...) when the folder is no dataset, the split is empty,
+                  or a file does not have the size that meta.json records.
+        """
+        if split not in SPLITS:
+            raise ValueError(f"split {split!r} is not one of {', '.join(SPLITS)}")
+        folder = Path(folder)
+        meta = read_meta(folder)
+        sizes = meta.splits[split]
+        if sizes.num_tokens == 0:
+            fix = "prepare it with --holdout 0.02, or use --evaluation.every 0"
+            raise ConfigError("data.path", str(folder), f"has an empty {split} split", fix)
+        return cls(
+            folder=folder,
+            split=split,
+            meta=meta,
+            tokens=_map_tokens(folder, split, meta),
+            document_offsets=_map_offsets(folder, split, sizes),
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens, ends of text included."""
+        return self.sizes.num_tokens
+
+    @property
+    def num_documents(self) -> int:
+        """Documents."""
+        return self.sizes.num_documents
+
+    @property
+    def sizes(self) -> SplitMeta:
+        """What meta.json records of this split."""
+        return self.meta.splits[self.split]
+
+    @property
+    def bytes_per_token(self) -> float:
+        """UTF-8 bytes of text per token: bits per byte = loss / log(2) / bytes_per_token."""
+        return self.sizes.num_bytes / self.sizes.num_tokens
+
+
+def _map_tokens(folder: Path, split: str, meta: Meta) -> np.ndarray:
+    path, dtype = folder / tokens_file(split), np.dtype(meta.dtype).newbyteorder("<")
+    expected = meta.splits[split].num_tokens * dtype.itemsize
+    found = path.stat().st_size if path.is_file() else None
+    if found != expected:
+        state = "is missing" if found is None else f"has {found:,} bytes"
+        raise _damaged(folder, f"{path} {state}, and meta.json records {expected:,} bytes")
+    return np.memmap(path, dtype, mode="r")
+
+
+def _map_offsets(folder: Path, split: str, sizes: SplitMeta) -> np.ndarray:
+    path = folder / documents_file(split)
+    try:
+        offsets = np.load(path, mmap_mode="r")
+    except (OSError, ValueError, EOFError) as error:
+        raise _damaged(folder, f"{path} cannot be read ({error})") from error
+    if offsets.shape != (sizes.num_documents + 1,) or offsets.dtype != np.int64:
+        expected = f"int64 [{sizes.num_documents + 1}]"
+        found = f"{offsets.dtype} {list(offsets.shape)}"
+        raise _damaged(folder, f"{path} holds {found}, not {expected}")
+    if (offsets[0], offsets[-1]) != (0, sizes.num_tokens):
+        ends = f"{offsets[0]:,} to {offsets[-1]:,}"
+        raise _damaged(folder, f"{path} runs from {ends}, not from 0 to {sizes.num_tokens:,}")
+    return offsets
+
+
+def _damaged(folder: Path, rule: str) -> ConfigError:
+    fix = f"copy the folder again, or prepare it again with `{PREPARE} {folder} --overwrite`"
+    return ConfigError("data.path", str(folder), rule, fix)

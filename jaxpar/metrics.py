@@ -1,0 +1,192 @@
+"""What a run reports: `metrics.jsonl`, and a line on the console.
+
+A step's numbers are fetched when the next step has been dispatched, so logging never stalls the
+device; the time between two fetches is then the time of a step.
+"""
+
+import json
+import math
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+import jax
+import rich.console
+import rich.progress
+
+from jaxpar.config import Config
+from jaxpar.model.flops import mfu
+
+
+class MetricsWriter:
+    """Collects the numbers of each step and writes every `train.log_every`-th interval.
+
+    Use as a context manager. Records go to RUN/metrics.jsonl, one JSON object a line, appended
+    across resumptions.
+    """
+
+    def __init__(self, cfg: Config, run_dir: Path, first_step: int, schedule: Any):
+        self.cfg, self.schedule = cfg, schedule
+        self.file: TextIO = open(run_dir / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115
+        self.screen = Screen(cfg.train.num_steps, first_step)
+        self.devices = jax.device_count()
+        self.device_kind = jax.devices()[0].device_kind
+        self.pending: tuple[int, Any] | None = None
+        self.clock: float | None = None
+        self.last_record: dict[str, Any] = {}
+        self._clear()
+
+    def _clear(self) -> None:
+        self.seconds, self.steps, self.data_wait = 0.0, 0, 0.0
+
+    def write_previous(self, step: int, measured: Any, data_wait: float) -> None:
+        """Hand over step `step`, just dispatched; fetch and count the one before it."""
+        self.flush()
+        self.pending = (step, measured)
+        self.data_wait += data_wait
+
+    def flush(self) -> None:
+        """Wait for the pending step and count it."""
+        if self.pending is None:
+            return
+        step, measured = self.pending
+        self.pending = None
+        values = {k: float(v) for k, v in jax.device_get(vars(measured)).items()}
+        now = time.perf_counter()
+        if self.clock is not None:  # the first step's time is compilation's
+            self.seconds, self.steps = self.seconds + now - self.clock, self.steps + 1
+        self.clock = now
+        if (step + 1) % self.cfg.train.log_every == 0 or step + 1 == self.cfg.train.num_steps:
+            self._write_interval(step, values)
+
+    def pause(self) -> None:
+        """Leave the time until the next step out of the step times (evaluation, saving)."""
+        self.flush()
+        self.clock = None
+
+    def _write_interval(self, step: int, values: dict[str, float]) -> None:
+        record = {"step": step + 1, "learning_rate": float(self.schedule(step)), **values}
+        record["tokens_seen"] = (step + 1) * self._tokens_per_step()
+        if self.steps:
+            record |= self._speed()
+        record["memory_gib"] = peak_memory_gib()
+        self._clear()
+        self.write(record)
+        self.screen.step(record)
+
+    def _tokens_per_step(self) -> int:
+        return self.cfg.train.global_batch_size * self.cfg.data.seq_len
+
+    def _speed(self) -> dict[str, float]:
+        seconds = self.seconds / self.steps
+        rate = self._tokens_per_step() / seconds
+        share = lambda causal: mfu(  # noqa: E731
+            rate / self.devices,
+            self.cfg.model,
+            self.cfg.data.seq_len,
+            self.device_kind,
+            causal=causal,
+        )
+        speed = {
+            "step_seconds": seconds,
+            "tokens_per_second": rate,
+            "tokens_per_second_per_device": rate / self.devices,
+            "data_wait_seconds": self.data_wait / self.steps,
+            "mfu": share(True),
+            "mfu_full_attention": share(False),
+        }
+        return {name: value for name, value in speed.items() if value is not None}
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append any record to metrics.jsonl."""
+        self.last_record |= record
+        self.file.write(json.dumps(record) + "\n")
+
+    def evaluation(self, step: int, loss: float, bits_per_byte: float) -> None:
+        """Record and show a held-out loss."""
+        self.write({"step": step, "held_out_loss": loss, "bits_per_byte": bits_per_byte})
+        self.screen.say(f"held-out loss {loss:.4f}   {bits_per_byte:.4f} bits per byte")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.screen.close()
+        self.file.close()
+
+
+def peak_memory_gib() -> float:
+    """The most memory used so far: of the fullest local device, or of the process on a CPU."""
+    stats = [d.memory_stats() or {} for d in jax.local_devices()]
+    peak = max(s.get("peak_bytes_in_use", 0) for s in stats)
+    if not peak:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return peak / 2**30
+
+
+class Screen:
+    """The console: a bar and lines on a terminal, plain lines elsewhere."""
+
+    def __init__(self, num_steps: int, first_step: int):
+        self.num_steps, self.first_step = num_steps, first_step
+        self.console = rich.console.Console(highlight=False, soft_wrap=True)
+        self.bar: rich.progress.Progress | None = None
+        if self.console.is_terminal and jax.process_index() == 0:
+            self._start_bar()
+
+    def _start_bar(self) -> None:
+        columns = (
+            rich.progress.TextColumn("step"),
+            rich.progress.MofNCompleteColumn(),
+            rich.progress.BarColumn(),
+            rich.progress.TaskProgressColumn(),
+            rich.progress.TextColumn("ETA"),
+            rich.progress.TimeRemainingColumn(),
+        )
+        self.bar = rich.progress.Progress(*columns, console=self.console, transient=True)
+        self.task = self.bar.add_task("", total=self.num_steps, completed=self.first_step)
+        self.bar.start()
+
+    def step(self, record: dict[str, Any]) -> None:
+        if self.bar is not None:
+            self.bar.update(self.task, completed=record["step"])
+        self.say(step_line(record, self.num_steps, with_eta=self.bar is None))
+
+    def say(self, text: str) -> None:
+        if jax.process_index() == 0:
+            self.console.print(text, markup=False)
+            sys.stdout.flush()
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+
+def step_line(record: dict[str, Any], num_steps: int, *, with_eta: bool) -> str:
+    """One line for people."""
+    width = len(str(num_steps))
+    parts = [
+        f"step {record['step']:>{width}}/{num_steps}",
+        f"loss {record['loss']:.4f}",
+        f"lr {record['learning_rate']:.2e}",
+        f"grad norm {record['grad_norm']:.3f}",
+    ]
+    if "tokens_per_second" in record:
+        parts.append(f"{record['tokens_per_second_per_device']:,.0f} tok/s/device")
+    if "mfu" in record:
+        parts.append(f"MFU {record['mfu']:.1%}")
+    parts.append(f"{record['memory_gib']:.1f} GiB")
+    if with_eta and "step_seconds" in record:
+        parts.append(f"ETA {duration((num_steps - record['step']) * record['step_seconds'])}")
+    return "   ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """"2h05m", "3m07s" or "12s"."""
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes:02d}m"
+    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"

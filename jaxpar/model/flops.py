@@ -1,0 +1,55 @@
+"""Model FLOPs and hardware peaks: what a tokens-per-second figure is worth.
+
+Two conventions are in use for the attention term, so both are given. Neither counts recomputation.
+
+    causal   6 N + 6 L H K T per token: what a causal model needs (Megatron).
+    full     6 N + 12 L H K T: as if every token saw every other (torchtitan's MFU column).
+
+N counts the parameters that multiply: all but the embedding table, which is looked up.
+"""
+
+from jaxpar.config import ModelConfig
+from jaxpar.model.transformer import param_specs
+from jaxpar.params import count
+
+#: Dense bf16 matmul peak in FLOP/s of one device, by a part of its name. Vendor datasheets.
+PEAK_FLOPS = {
+    "H200": 989e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "A100": 312e12,
+    "B200": 2250e12,
+    "L40S": 362e12,
+}
+
+
+def num_params(model: ModelConfig) -> int:
+    """All parameters."""
+    return count(param_specs(model))
+
+
+def num_matmul_params(model: ModelConfig) -> int:
+    """Parameters that multiply. A tied table is used as the head, so it counts."""
+    table = model.vocab_size * model.d_model
+    return num_params(model) - (0 if model.tie_embeddings else table)
+
+
+def train_flops_per_token(model: ModelConfig, seq_len: int, *, causal: bool = True) -> float:
+    """FLOPs of forward and backward per token of a window of seq_len."""
+    attention = model.num_layers * model.num_heads * model.head_dim * seq_len
+    return 6 * num_matmul_params(model) + (6 if causal else 12) * attention
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Peak of a device by its name, or None when it is not in the table."""
+    return next((peak for name, peak in PEAK_FLOPS.items() if name in device_kind), None)
+
+
+def mfu(
+    tokens_per_second: float, model: ModelConfig, seq_len: int, device_kind: str, *, causal: bool
+) -> float | None:
+    """Share of one device's peak, from its tokens per second; None when the peak is unknown."""
+    peak = peak_flops(device_kind)
+    if peak is None:
+        return None
+    return tokens_per_second * train_flops_per_token(model, seq_len, causal=causal) / peak

@@ -1,0 +1,185 @@
+"""Readers: every format gives the same documents, and broken input names its place."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from jaxpar.config import ConfigError
+from jaxpar.data import readers
+from jaxpar.data.documents import find_sources, read_pieces
+from jaxpar.data.readers import ReadOptions
+
+
+def documents(*inputs: Path | str, **options) -> list[str]:
+    """Every document, whole."""
+    found, parts = [], []
+    for piece in read_pieces(find_sources([str(i) for i in inputs]), ReadOptions(**options)):
+        parts.append(piece.text)
+        if piece.last:
+            found.append("".join(parts))
+            parts = []
+    assert not parts
+    return found
+
+
+def jsonl(texts: list[str], field: str = "text") -> bytes:
+    """JSON Lines, with a blank line, which is allowed."""
+    return b"\n".join([b"", *(json.dumps({field: t}).encode() for t in texts)])
+
+
+def write_parquet(path: Path, texts: list, column: str = "text") -> None:
+    """Several row groups and a second column."""
+    pq.write_table(pa.table({"id": range(len(texts)), column: texts}), path, row_group_size=7)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".parquet"])
+@pytest.mark.parametrize("field", ["text", "body"])
+def test_formats_hold_the_same(suffix, field, texts, tmp_path):
+    """JSON Lines, gzipped or not, and Parquet."""
+    path = tmp_path / f"data{suffix}"
+    if suffix == ".parquet":
+        write_parquet(path, texts, field)
+    else:
+        data = jsonl(texts, field)
+        path.write_bytes(gzip.compress(data) if suffix.endswith("gz") else data)
+    assert documents(path, text_field=field) == texts
+
+
+def test_text_files_and_folders(texts, tmp_path):
+    """A .txt file is a document; folders are searched in sorted order; the rest is left alone."""
+    (tmp_path / "b" / "deep").mkdir(parents=True)
+    (tmp_path / "a.txt").write_bytes(texts[1].encode())
+    (tmp_path / "b" / "deep" / "x.TXT").write_bytes(texts[2].encode())
+    (tmp_path / "c.jsonl").write_bytes(jsonl(texts[3:5]))
+    (tmp_path / "README.md").write_text("not a document")
+    assert documents(tmp_path) == texts[1:5]
+    assert documents(tmp_path / "c.jsonl", tmp_path / "a.txt") == [*texts[3:5], texts[1]]
+
+
+@pytest.mark.parametrize("separator", ["\n\n", "<|endoftext|>"])
+@pytest.mark.parametrize("piece_chars", [1, 7, 1 << 20])
+def test_separator(separator, piece_chars, tmp_path, monkeypatch):
+    """A separator is found wherever the reads of the file fall."""
+    monkeypatch.setattr(readers, "PIECE_CHARS", piece_chars)
+    texts = ["first\nline", "second", "<|end", "日本", ""]
+    path = tmp_path / "all.txt"
+    path.write_bytes(separator.join(texts).encode())
+    assert documents(path, separator=separator) == texts
+
+
+def test_separator_that_never_comes(tmp_path, monkeypatch):
+    """A separator that the file lacks must not fill the memory."""
+    monkeypatch.setattr(readers, "PIECE_CHARS", 10)
+    monkeypatch.setattr(readers, "MAX_SEPARATED_CHARS", 100)
+    path = tmp_path / "all.txt"
+    path.write_text("x" * 1000)
+    with pytest.raises(ConfigError, match=r"no '\|' within 100 characters"):
+        documents(path, separator="|")
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
+def test_long_documents_come_in_pieces(suffix, tmp_path, monkeypatch):
+    """Pieces are bounded, end after a line if they can, and are cut alike in every format."""
+    monkeypatch.setattr(readers, "PIECE_CHARS", 100)
+    text = "a line of text\n" * 20 + "x" * 250 + "\nend"
+    path = tmp_path / f"long{suffix}"
+    path.write_bytes(text.encode() if suffix == ".txt" else jsonl([text]))
+    pieces = list(read_pieces(find_sources([str(path)]), ReadOptions()))
+    assert "".join(p.text for p in pieces) == text
+    assert [p.last for p in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert [len(p.text) for p in pieces] == [90, 90, 90, 30, 100, 100, 54]
+
+
+def test_position_reaches_the_end(texts, tmp_path):
+    """Progress counts bytes over all files, and never falls back."""
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_bytes(jsonl(texts))
+    sources = find_sources([str(tmp_path)])
+    positions = [piece.position for piece in read_pieces(sources, ReadOptions())]
+    assert positions == sorted(positions)
+    assert positions[-1] == sum(source.num_bytes for source in sources)
+
+
+def test_stdlib():
+    """Python's own sources are there, in order, and their tests' odd encodings are not."""
+    sources = find_sources(["stdlib"])
+    names = [source.path.name for source in sources]
+    assert "argparse.py" in names and "module_koi8_r.py" not in names
+    assert not [s for s in sources if "site-packages" in s.path.parts]
+    assert [s.path for s in sources] == sorted(s.path for s in sources)
+    first = next(read_pieces([s for s in sources if s.path.name == "argparse.py"], ReadOptions()))
+    assert "class ArgumentParser" in first.text
+
+
+@pytest.mark.parametrize(
+    ("line", "where", "rule"),
+    [
+        (b'{"text": "cut', ":4", "is not a line of JSON"),
+        (b'{"text": "\xff"}', ":4", "is not a line of JSON"),
+        (b"[" * 100_000, ":4", "is not a line of JSON"),
+        (b'["text"]', ":4", "not a JSON object with the field 'text'"),
+        (b'{"body": "x"}', ":4", "not a JSON object with the field 'text'"),
+        (b'{"text": null}', ":4", "must be text, not NoneType"),
+        (b'{"text": "\\ud800"}', ":4", "is not Unicode"),
+    ],
+)
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+def test_broken_line(line, where, rule, suffix, tmp_path):
+    """File, line, rule."""
+    path = tmp_path / f"bad{suffix}"
+    data = jsonl(["fine", "fine"]) + b"\n" + line
+    path.write_bytes(gzip.compress(data) if suffix.endswith("gz") else data)
+    with pytest.raises(ConfigError, match=rule) as error:
+        documents(path)
+    assert error.value.value == f"{path}{where}"
+
+
+def test_broken_text(tmp_path):
+    """The first line that is not UTF-8."""
+    path = tmp_path / "latin1.txt"
+    path.write_bytes(b"fine\nfine\ncaf\xe9\n")
+    with pytest.raises(ConfigError, match="is not UTF-8") as error:
+        documents(path)
+    assert error.value.value == f"{path}:3"
+
+
+@pytest.mark.parametrize("keep", [20, -4])
+def test_truncated_gzip(keep, tmp_path):
+    """A download that stopped, in the data or in the checksum."""
+    path = tmp_path / "cut.jsonl.gz"
+    path.write_bytes(gzip.compress(jsonl(["text"] * 1000))[:keep])
+    with pytest.raises(ConfigError, match="is not a whole gzip file"):
+        documents(path)
+
+
+def test_broken_parquet(tmp_path):
+    """No Parquet, no such column, a number, a missing value."""
+    path = tmp_path / "bad.parquet"
+    path.write_bytes(b"nonsense")
+    with pytest.raises(ConfigError, match="is not readable Parquet"):
+        documents(path)
+    write_parquet(path, ["a", "b", None])
+    with pytest.raises(ConfigError, match="has no column 'body', only id, text"):
+        documents(path, text_field="body")
+    with pytest.raises(ConfigError, match=r"row 1.*must be text, not int"):
+        documents(path, text_field="id")
+    with pytest.raises(ConfigError, match=r"row 3.*must be text, not NoneType"):
+        documents(path)
+
+
+def test_inputs_that_cannot_be_used(tmp_path):
+    """Missing, of no known kind, without documents, none."""
+    (tmp_path / "picture.png").touch()
+    for name, rule in [
+        ("missing.txt", "does not exist"),
+        ("picture.png", r"is not one of \.txt, \.jsonl"),
+        (".", r"holds no \.txt, \.jsonl"),
+    ]:
+        with pytest.raises(ConfigError, match=rule):
+            find_sources([str(tmp_path / name)])
+    with pytest.raises(ConfigError, match="must name something"):
+        find_sources([])

@@ -1,0 +1,259 @@
+"""Preparing a dataset: what is in the folder, and that it is all there or not at all."""
+
+import hashlib
+import itertools
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from jaxpar.config import ConfigError
+from jaxpar.data import TokenDataset, documents, encode, load_tokenizer, readers, tokenizer
+from jaxpar.data.__main__ import main
+from jaxpar.data.holdout import is_held_out
+from jaxpar.data.meta import read_meta, token_dtype
+from jaxpar.data.prepare import PrepareOptions, prepare
+from jaxpar.data.writer import whole_folder
+
+
+def run(output, *inputs, **options):
+    """prepare() with paths for text."""
+    inputs = tuple(str(i) for i in inputs)
+    return prepare(PrepareOptions(input=inputs, output=str(output), **options))
+
+
+def stored_documents(folder, split):
+    """Each document of a split, decoded, after checking that it ends as it must."""
+    dataset, decode = TokenDataset.open(folder, split), load_tokenizer(folder).decode
+    offsets = dataset.document_offsets
+    texts = []
+    for start, end in itertools.pairwise(offsets):
+        assert dataset.tokens[end - 1] == dataset.meta.eos_id
+        texts.append(decode(dataset.tokens[start : end - 1]))
+    return texts
+
+
+@pytest.mark.parametrize("spec", ["bytes", "bpe:300"])
+def test_every_document_once(spec, corpus, texts, tmp_path):
+    """Train and held-out documents are disjoint and together are the input, in order."""
+    run(tmp_path / "out", corpus, tokenizer=spec, holdout=0.3)
+    train = stored_documents(tmp_path / "out", "train")
+    val = stored_documents(tmp_path / "out", "val")
+    assert not set(train) & set(val)
+    assert train == [t for t in texts if t in set(train)]
+    assert sorted(train + val) == sorted(texts)
+    assert 0.1 < len(val) / len(texts) < 0.5
+
+
+def test_meta_describes_the_files(dataset):
+    """Counts, hashes, bytes and entropy, each computed again from the files."""
+    meta = read_meta(dataset)
+    assert (meta.dtype, meta.vocab_size, meta.eos_id, meta.tokenizer) == (
+        "uint16",
+        257,
+        256,
+        "bytes",
+    )
+    for split, sizes in meta.splits.items():
+        raw = (dataset / f"{split}.bin").read_bytes()
+        documents = stored_documents(dataset, split)
+        assert sizes.sha256 == hashlib.sha256(raw).hexdigest()
+        assert sizes.num_tokens == len(raw) // 2
+        assert sizes.num_documents == len(documents)
+        assert sizes.num_bytes == sum(len(t.encode()) for t in documents)
+    tokens = np.fromfile(dataset / "train.bin", "<u2")
+    p = np.array([np.mean(tokens == t) for t in set(tokens.tolist())])
+    assert meta.unigram_entropy == pytest.approx(-np.sum(p * np.log(p)), rel=1e-12)
+
+
+def test_fingerprint_follows_the_tokens(corpus, texts, tmp_path):
+    """Same text, same fingerprint; other text, another."""
+    first, again = (run(tmp_path / name, corpus) for name in "ab")
+    assert first.fingerprint == again.fingerprint == read_meta(tmp_path / "a").fingerprint
+    changed = tmp_path / "corpus.jsonl"
+    changed.write_text(corpus.read_text("utf-8").replace("quick", "quack"), "utf-8")
+    assert run(tmp_path / "c", changed).splits["train"].sha256 != first.splits["train"].sha256
+
+
+@pytest.mark.parametrize("spec", ["bytes", "bpe:300"])
+def test_workers_and_piece_order(spec, corpus, tmp_path, monkeypatch):
+    """The number of threads changes nothing, and long documents stay whole."""
+    one = run(tmp_path / "one", corpus, tokenizer=spec, holdout=0.3, workers=1)
+    monkeypatch.setattr(encode, "PIECE_CHARS", 50)
+    five = run(tmp_path / "five", corpus, tokenizer=spec, holdout=0.3, workers=5)
+    assert one == five
+    if spec == "bytes":
+        # Bytes do not care where a document is cut, so neither must the result.
+        monkeypatch.setattr(readers, "PIECE_CHARS", 64)
+        pieces = run(tmp_path / "pieces", corpus, holdout=0, workers=3)
+        monkeypatch.undo()
+        whole = run(tmp_path / "whole", corpus, holdout=0, workers=1)
+        assert pieces.splits == whole.splits
+
+
+def test_holdout_depends_on_content_alone():
+    """Copies share a side, the share is as asked, and a larger one holds out a superset."""
+    texts = [f"text {i}" for i in range(4000)]
+    held = {h: {t for t in texts if is_held_out(t, h)} for h in (0, 0.02, 0.1)}
+    assert held[0] == set()
+    assert held[0.02] < held[0.1]
+    assert 0.07 < len(held[0.1]) / len(texts) < 0.13
+
+
+def test_no_holdout(corpus, texts, tmp_path):
+    """--holdout 0 trains on everything; the empty split is refused when it is opened."""
+    meta = run(tmp_path / "out", corpus, holdout=0)
+    assert meta.splits["train"].num_documents == len(texts)
+    assert (tmp_path / "out" / "val.bin").read_bytes() == b""
+    with pytest.raises(ConfigError, match="has an empty val split"):
+        TokenDataset.open(tmp_path / "out", "val")
+
+
+def test_stdlib(tmp_path, monkeypatch):
+    """The input that needs no download."""
+    sources = documents.find_sources(["stdlib"])[:60]
+    monkeypatch.setattr("jaxpar.data.prepare.find_sources", lambda inputs: sources)
+    meta = run(tmp_path / "out", "stdlib", tokenizer="bpe:400", holdout=0.1)
+    kept = [text for s in sources if (text := s.path.read_bytes().decode()).strip()]
+    stored = stored_documents(tmp_path / "out", "train") + stored_documents(tmp_path / "out", "val")
+    assert sorted(stored) == sorted(kept)
+    assert meta.vocab_size == 400 and meta.inputs == ("stdlib",)
+
+
+def test_tokenizer_file(corpus, tmp_path):
+    """A tokenizer.json, or the folder that holds one."""
+    first = run(tmp_path / "first", corpus, tokenizer="bpe:300")
+    for i, path in enumerate([tmp_path / "first", tmp_path / "first" / "tokenizer.json"]):
+        meta = run(tmp_path / f"again{i}", corpus, tokenizer=str(path))
+        assert meta == first
+
+
+def test_wide_vocabulary_is_stored_in_32_bits():
+    """The last vocabulary that 16 bits hold, and the next."""
+    assert token_dtype(65536) == np.dtype("<u2")
+    assert token_dtype(65537) == np.dtype("<u4")
+
+
+def test_blank_documents_are_dropped(tmp_path):
+    """Nothing to learn from."""
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps({"text": t}) + "\n" for t in ["a", "", " \n", "b"]))
+    assert run(tmp_path / "out", path, holdout=0).splits["train"].num_documents == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "rule"),
+    [
+        ({"holdout": 1.0}, "--holdout", "below 1"),
+        ({"holdout": -0.1}, "--holdout", "at least 0"),
+        ({"holdout": float("nan")}, "--holdout", "at least 0"),
+        ({"holdout": 1e-9}, "--holdout", "leaves no held-out document of 60"),
+        ({"holdout": 0.999999}, "--holdout", "leaves no training document of 60"),
+        ({"workers": 0}, "--workers", "at least 1"),
+        ({"separator": ""}, "--separator", "must not be empty"),
+        ({"tokenizer": "gpt2"}, "--tokenizer", "is neither bytes"),
+        ({"tokenizer": "bpe:big"}, "--tokenizer", "is neither bytes"),
+        ({"tokenizer": "bpe:100"}, "--tokenizer", "256 bytes"),
+        ({"eos_token": "</s>"}, "--eos-token", r"belongs to a tokenizer\.json"),
+        ({"input": ("missing.txt",)}, "--input", "does not exist"),
+        ({"input": ()}, "--input", "must name something"),
+    ],
+)
+def test_refusals_leave_nothing_behind(options, field, rule, corpus, tmp_path):
+    """Option, rule, and no trace of an output."""
+    options = {"input": (str(corpus),), "output": str(tmp_path / "deep" / "out")} | options
+    with pytest.raises(ConfigError, match=rule) as error:
+        prepare(PrepareOptions(**options))
+    assert error.value.field == field
+    assert not list(tmp_path.rglob("*out*"))
+
+
+def test_empty_input(tmp_path):
+    """A file without text."""
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(ConfigError, match="holds no text"):
+        run(tmp_path / "out", tmp_path / "empty.txt")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["empty.txt"]
+
+
+def test_existing_output(corpus, dataset, tmp_path):
+    """A dataset is replaced only when asked; anything else never."""
+    out = tmp_path / "out"
+    out.mkdir()
+    first = run(out, corpus, holdout=0.3)  # An empty folder is no obstacle.
+    with pytest.raises(ConfigError, match="already holds a dataset"):
+        run(out, corpus)
+    assert read_meta(out) == first
+    assert run(out, corpus, holdout=0, overwrite=True) == read_meta(out) != first
+    (out / "thesis.tex").touch()
+    with pytest.raises(ConfigError, match=r"holds 'thesis\.tex', which is no part of a dataset"):
+        run(out, corpus, overwrite=True)
+    with pytest.raises(ConfigError, match="is a file"):
+        run(out / "thesis.tex", corpus, overwrite=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
+
+
+def test_failure_keeps_the_old_dataset(corpus, tmp_path):
+    """--overwrite with broken input loses nothing."""
+    out, bad = tmp_path / "out", tmp_path / "bad.jsonl"
+    first = run(out, corpus)
+    bad.write_text('{"text": "fine"}\n{')
+    with pytest.raises(ConfigError, match=r"bad\.jsonl:2"):
+        run(out, bad, overwrite=True)
+    assert read_meta(out) == first
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.jsonl", "out"]
+
+
+def test_interrupted(tmp_path):
+    """Ctrl-C while writing leaves no folder."""
+    with pytest.raises(KeyboardInterrupt), whole_folder(tmp_path / "out", False) as folder:
+        (folder / "train.bin").write_bytes(b"half")
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_encoder_failure_is_raised(corpus, tmp_path, monkeypatch):
+    """An exception on an encoding thread ends the program with that exception."""
+
+    def fail(self, texts):
+        raise RuntimeError("encoder broke")
+
+    monkeypatch.setattr(tokenizer.ByteTokenizer, "encode_batch", fail)
+    with pytest.raises(RuntimeError, match="encoder broke"):
+        run(tmp_path / "out", corpus)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_command_line(corpus, tmp_path, capsys):
+    """Options reach prepare; the summary and the errors reach the person."""
+    out = tmp_path / "out"
+    args = ["prepare", "--input", str(corpus), "--output", str(out), "--holdout", "0.3"]
+    assert main(args) == 0
+    summary = capsys.readouterr().out
+    sizes = read_meta(out).splits["train"]
+    assert f"{sizes.num_tokens:,} tokens" in summary and "--model.vocab-size 384" in summary
+    assert main(args) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith(f"config error: --output = '{out}': already holds a dataset")
+    assert "--overwrite" in error
+    assert main([*args, "--overwrite"]) == 0
+
+
+def test_separator_on_the_command_line(tmp_path, capsys):
+    r"""\n is a newline, as people write it."""
+    (tmp_path / "all.txt").write_text("\n\n".join("abcdef"))
+    out = tmp_path / "out"
+    args = ["prepare", "--input", str(tmp_path), "--output", str(out), "--holdout", "0"]
+    assert main([*args, "--separator", r"\n\n"]) == 0
+    assert stored_documents(out, "train") == list("abcdef")
+
+
+def test_exit_codes():
+    """As a process: help, and an option that does not exist."""
+    program = [sys.executable, "-m", "jaxpar.data"]
+    shown = subprocess.run([*program, "prepare", "--help"], capture_output=True, text=True)
+    assert shown.returncode == 0 and "--holdout" in shown.stdout
+    refused = subprocess.run([*program, "prepare", "--tokens", "3"], capture_output=True, text=True)
+    assert refused.returncode == 2

@@ -1,0 +1,154 @@
+"""Tokenizers: exact round trips, ends of text that cannot be forged, clear refusals."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from jaxpar.config import ConfigError
+from jaxpar.data import load_tokenizer
+from jaxpar.data.prepare import PrepareOptions, prepare
+from jaxpar.data.tokenizer import ByteTokenizer, read_tokenizer_json, train_bpe
+
+SAMPLE = ["def f(x):\n    return x + 1\n" * 50, "the quick brown fox " * 50]
+BPE = train_bpe(SAMPLE, 280)
+
+# Text without lone surrogates, which no UTF-8 file can hold.
+any_text = st.text(st.characters(exclude_categories=["Cs"]))
+
+
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), BPE], ids=["bytes", "bpe"])
+@settings(max_examples=60, deadline=None)
+@given(text=any_text)
+def test_round_trip(tokenizer, text):
+    """decode(encode(text)) is text, and no id is the end of text."""
+    ids = tokenizer.encode(text)
+    assert ids.dtype == np.int32
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.eos_id not in ids.tolist()
+    assert all(0 <= i < tokenizer.vocab_size for i in ids)
+
+
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), BPE], ids=["bytes", "bpe"])
+def test_end_of_text(tokenizer):
+    """The end of text decodes to its name; the name in a document is ordinary text."""
+    forged = f"a{tokenizer.eos_token}b"
+    ids = tokenizer.encode(forged)
+    assert tokenizer.eos_id not in ids and tokenizer.decode(ids) == forged
+    joined = [*tokenizer.encode("é"), tokenizer.eos_id, *tokenizer.encode("b"), tokenizer.eos_id]
+    assert tokenizer.decode(joined) == f"é{tokenizer.eos_token}b{tokenizer.eos_token}"
+
+
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), BPE], ids=["bytes", "bpe"])
+def test_batch_equals_single(tokenizer):
+    """encode_batch is encode, one by one."""
+    texts = ["", "one", "two\n\n三", *SAMPLE]
+    for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
+        np.testing.assert_array_equal(ids, tokenizer.encode(text))
+
+
+@pytest.mark.parametrize("bad", [-1, "vocab_size"])
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), BPE], ids=["bytes", "bpe"])
+def test_ids_outside_the_vocabulary_are_refused(tokenizer, bad):
+    """A padded embedding row must not decode to nothing."""
+    bad = tokenizer.vocab_size if bad == "vocab_size" else bad
+    with pytest.raises(ValueError, match="outside the tokenizer's vocabulary"):
+        tokenizer.decode([1, bad])
+
+
+def test_bytes_cut_inside_a_character():
+    """A cut character is replaced, and does not swallow the end of text after it."""
+    cut = ByteTokenizer().encode("é")[:1]
+    assert ByteTokenizer().decode([*cut, 256, 97]) == "\ufffd<|endoftext|>a"
+
+
+def test_bpe_learns_and_repeats_itself():
+    """Training is deterministic, uses its vocabulary, and compresses what it saw."""
+    again = train_bpe(SAMPLE, 280)
+    assert again.fingerprint == BPE.fingerprint
+    assert train_bpe(SAMPLE, 270).fingerprint != BPE.fingerprint
+    assert BPE.vocab_size == 280
+    assert 280 < train_bpe(SAMPLE, 1000).vocab_size < 1000  # It runs out of pairs.
+    assert len(BPE.encode(SAMPLE[0])) < 0.6 * len(SAMPLE[0])
+
+
+def test_bpe_without_room_for_bytes():
+    """256 bytes and the end of text are the least."""
+    with pytest.raises(ConfigError, match="bpe:256"):
+        train_bpe(SAMPLE, 256)
+
+
+@pytest.mark.parametrize("spec", ["bytes", "bpe:280"])
+def test_saved_with_the_dataset(spec, corpus, texts, tmp_path):
+    """The folder gives back the tokenizer that wrote it."""
+    output = tmp_path / "out"
+    meta = prepare(PrepareOptions(input=(str(corpus),), output=str(output), tokenizer=spec))
+    tokenizer = load_tokenizer(output)
+    assert tokenizer.fingerprint == meta.tokenizer_fingerprint
+    assert (tokenizer.vocab_size, tokenizer.eos_id) == (meta.vocab_size, meta.eos_id)
+    assert tokenizer.decode(tokenizer.encode(texts[0])) == texts[0]
+
+
+def test_another_tokenizer_in_the_folder_is_noticed(corpus, tmp_path):
+    """A replaced or removed tokenizer.json is an error, not other text."""
+    output = tmp_path / "out"
+    prepare(PrepareOptions(input=(str(corpus),), output=str(output), tokenizer="bpe:280"))
+    BPE.save(output)
+    with pytest.raises(ConfigError, match="is not the tokenizer"):
+        load_tokenizer(output)
+    (output / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"has no tokenizer\.json"):
+        load_tokenizer(output)
+
+
+def _published(path: Path, special: list[str]) -> Path:
+    """A word-level tokenizer.json that truncates, and adds special tokens, as published ones do."""
+    words = ["<unk>", *"abc"]
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(special)
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=8)
+    tokenizer.save(str(path))
+    return path
+
+
+def test_published_tokenizer(tmp_path):
+    """The end of text is found by its usual name, and nothing is truncated or padded."""
+    path = _published(tmp_path / "tokenizer.json", ["<|im_end|>", "</s>"])
+    tokenizer = read_tokenizer_json(path)
+    assert tokenizer.eos_token == "</s>" and tokenizer.eos_id == 5
+    assert tokenizer.vocab_size == 6
+    np.testing.assert_array_equal(tokenizer.encode("a b c a"), [1, 2, 3, 1])
+    tokenizer.save(tmp_path)
+    assert read_tokenizer_json(path).fingerprint == tokenizer.fingerprint
+    assert read_tokenizer_json(path, "<|im_end|>").eos_id == 4
+
+
+@pytest.mark.parametrize(
+    ("special", "eos_token", "rule"),
+    [
+        (["<s>"], None, "these are not in it"),
+        (["</s>", "<eos>"], None, "2 were found: </s>, <eos>"),
+        (["</s>"], "<stop>", "these are not in it: <stop>"),
+    ],
+)
+def test_unclear_end_of_text(special, eos_token, rule, tmp_path):
+    """Which token ends a text is never guessed."""
+    path = _published(tmp_path / "tokenizer.json", special)
+    with pytest.raises(ConfigError, match=rule) as error:
+        read_tokenizer_json(path, eos_token)
+    assert "--eos-token" in error.value.fix
+
+
+@pytest.mark.parametrize("content", ["{", json.dumps({"model": {"type": "no such"}}), "\ud800"])
+def test_broken_tokenizer_json(content, tmp_path):
+    """Whatever is wrong with the file, its name is in the error."""
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(content.encode("utf-8", "surrogatepass"))
+    with pytest.raises(ConfigError, match=r"tokenizer\.json.*cannot be read"):
+        read_tokenizer_json(path)

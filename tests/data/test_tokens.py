@@ -1,0 +1,101 @@
+"""Opening a dataset: what is mapped, and that damage is noticed."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from jaxpar.config import ConfigError
+from jaxpar.data import TokenDataset
+
+
+@pytest.fixture
+def copy(dataset, tmp_path):
+    """A dataset that a test may damage."""
+    return shutil.copytree(dataset, tmp_path / "copy")
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_open(split, dataset):
+    """Tokens are the file's, mapped read-only; sizes agree."""
+    opened = TokenDataset.open(dataset, split)
+    np.testing.assert_array_equal(opened.tokens, np.fromfile(dataset / f"{split}.bin", "<u2"))
+    assert isinstance(opened.tokens, np.memmap) and not opened.tokens.flags.writeable
+    assert len(opened.tokens) == opened.num_tokens == opened.document_offsets[-1]
+    assert len(opened.document_offsets) == opened.num_documents + 1
+    ends = opened.tokens[opened.document_offsets[1:] - 1]
+    assert (ends == 256).all() and np.sum(opened.tokens == 256) == opened.num_documents
+    expected = (opened.num_tokens - opened.num_documents) / opened.num_tokens
+    assert opened.bytes_per_token == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("make", [False, True])
+def test_no_dataset(make, tmp_path):
+    """A missing folder and an empty one name the command that fills it."""
+    folder = tmp_path / "nothing"
+    if make:
+        folder.mkdir()
+    with pytest.raises(ConfigError, match="not a dataset" if make else "does not exist") as error:
+        TokenDataset.open(folder)
+    assert error.value.field == "data.path"
+    assert f"python -m jaxpar.data prepare --input stdlib --output {folder}" in error.value.fix
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"format": "other", "version": 1}'])
+def test_other_meta(content, copy):
+    """A meta.json of something else."""
+    (copy / "meta.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"is not the meta\.json of a version 1 dataset"):
+        TokenDataset.open(copy)
+
+
+def test_later_version(copy):
+    """A dataset from the future is not guessed at."""
+    values = json.loads((copy / "meta.json").read_text())
+    (copy / "meta.json").write_text(json.dumps(values | {"version": 2}))
+    with pytest.raises(ConfigError, match="version 2"):
+        TokenDataset.open(copy)
+
+
+@pytest.mark.parametrize("change", [-2, 2])
+def test_wrong_size(change, copy):
+    """A truncated copy, or a longer one: the file and both sizes."""
+    path = copy / "train.bin"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:change] if change < 0 else whole + bytes(change))
+    with pytest.raises(ConfigError) as error:
+        TokenDataset.open(copy)
+    assert str(path) in error.value.rule
+    assert f"has {len(whole) + change:,} bytes" in error.value.rule
+    assert f"records {len(whole):,} bytes" in error.value.rule
+    TokenDataset.open(copy, "val")  # The other split is whole.
+
+
+def test_missing_tokens(copy):
+    """No token file at all."""
+    (copy / "train.bin").unlink()
+    with pytest.raises(ConfigError, match=r"train\.bin is missing"):
+        TokenDataset.open(copy)
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "shorter", "type", "range"])
+def test_damaged_offsets(damage, copy):
+    """Document offsets that cannot be those of the tokens."""
+    path = copy / "train.documents.npy"
+    offsets = np.load(path)
+    if damage == "missing":
+        path.unlink()
+    elif damage == "cut":
+        path.write_bytes(path.read_bytes()[:-8])
+    else:
+        changed = {"shorter": offsets[1:], "type": offsets.astype(np.int32), "range": offsets + 1}
+        np.save(path, changed[damage])
+    with pytest.raises(ConfigError, match=r"train\.documents\.npy"):
+        TokenDataset.open(copy)
+
+
+def test_unknown_split(dataset):
+    """A programmer's mistake."""
+    with pytest.raises(ValueError, match="not one of train, val"):
+        TokenDataset.open(dataset, "test")
