@@ -2,8 +2,7 @@
 
 RUN/checkpoints/STEP holds {"step", "params", "opt_state"}: whole arrays, layers in the model's
 order. How the writing mesh cut and ordered them leaves no trace, so another mesh restores them as
-its own would. With them lie the config, the versions and the tokens seen: whoever has the folder
-needs nothing else.
+its own would. The config lies with them: whoever has the folder needs nothing else.
 
     Checkpointer                    the training loop's: saves
     starting_step, restore          a run's: continues, or says why it cannot

@@ -3,19 +3,47 @@
 import dataclasses
 import difflib
 import importlib.util
+import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import tyro
 
-from jaxpar.config import Config, ConfigError
-
-#: Exit codes that a scheduler can act on (docs/tour.md).
-EXIT_ERROR, EXIT_CONFIG = 1, 2
+from jaxpar import guard
+from jaxpar.config import Config, ConfigError, to_json
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+
+
+def read_config(argv: Sequence[str], prog: str, doc: str | None) -> Config:
+    """The config that a command line `CONFIG [--section.field value ...]` asks for.
+
+    `--help` documents every field, with CONFIG's values when it is given; `--print-config` prints
+    the config as JSON; both exit.
+
+    Raises:   ConfigError for an unknown config or field.
+    """
+    args = list(argv)
+    name = args.pop(0) if args and not args[0].startswith("-") else None
+    asks_help = "--help" in args or "-h" in args
+    if name is None and not asks_help:
+        raise ConfigError("CONFIG", "", "is missing", f"give a .py file, or one of {known_configs()}")
+    print_config = "--print-config" in args
+    args = [arg for arg in args if arg != "--print-config"]
+    doc = f"{doc}\nCONFIG is a .py file, or one of {known_configs()}. --print-config shows it."
+    cfg = parse_overrides(load_config(name) if name else Config(), args, f"{prog} CONFIG", doc)
+    if print_config:
+        print(to_json(cfg), end="")
+        sys.exit(0)
+    return cfg
+
+
+def known_configs() -> str:
+    """Names of the configs that come with the repository."""
+    return ", ".join(sorted(path.stem for path in CONFIGS.glob("*.py")))
 
 
 def load_config(name: str) -> Config:
@@ -27,8 +55,8 @@ def load_config(name: str) -> Config:
     """
     path = Path(name) if name.endswith(".py") else CONFIGS / f"{name}.py"
     if not path.is_file():
-        known = ", ".join(sorted(p.stem for p in CONFIGS.glob("*.py")))
-        raise ConfigError("CONFIG", name, "is no config file", f"give a .py file, or one of {known}")
+        fix = f"give a .py file, or one of {known_configs()}"
+        raise ConfigError("CONFIG", name, "is no config file", fix)
     spec = importlib.util.spec_from_file_location(f"jaxpar_config_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -78,10 +106,24 @@ def field_paths(node: Any, prefix: str = "") -> list[str]:
 
 
 def run_program(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
-    """Run a program's main on the command line; a ConfigError becomes one line and exit code 2."""
+    """Run a program's main on the command line, and end with its exit code.
+
+    A ConfigError becomes one line and code 2; other exceptions are shown whole. The process ends
+    without Python's exit hooks: JAX would wait there for a peer that may be dead.
+    """
     try:
-        code = main(sys.argv[1:])
+        code = main(sys.argv[1:]) or guard.EXIT_OK
     except ConfigError as error:
         print(f"config error: {error}", file=sys.stderr)
-        code = EXIT_CONFIG
-    sys.exit(code or 0)
+        code = guard.EXIT_CONFIG
+    except guard.BadNumerics as error:
+        print(f"bad numerics: {error}", file=sys.stderr)
+        code = guard.EXIT_NUMERICS
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else guard.EXIT_ERROR
+    except BaseException:
+        traceback.print_exc()
+        code = guard.EXIT_ERROR
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

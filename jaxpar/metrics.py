@@ -16,6 +16,7 @@ import jax
 import rich.console
 import rich.progress
 
+from jaxpar import guard
 from jaxpar.config import Config
 from jaxpar.model.flops import mfu
 
@@ -48,12 +49,16 @@ class MetricsWriter:
         self.data_wait += data_wait
 
     def flush(self) -> None:
-        """Wait for the pending step and count it."""
+        """Wait for the pending step and count it.
+
+        Raises:   BadNumerics when its loss or gradient norm is not finite.
+        """
         if self.pending is None:
             return
         step, measured = self.pending
         self.pending = None
         values = {k: float(v) for k, v in jax.device_get(vars(measured)).items()}
+        guard.check_finite(step, values)
         now = time.perf_counter()
         if self.clock is not None:  # the first step's time is compilation's
             self.seconds, self.steps = self.seconds + now - self.clock, self.steps + 1

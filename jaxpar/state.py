@@ -5,6 +5,7 @@ One thing depends on the mesh: with virtual stages, a device's chunks are not ne
 so the running state holds the layers in another order. `to_logical` and `to_running` convert.
 """
 
+import functools
 from typing import Any
 
 import flax.struct
@@ -103,8 +104,13 @@ def _reorder(state: TrainState, order: np.ndarray) -> TrainState:
         return any(getattr(key, "key", None) == "layers" for key in path)
 
     def one(path, x):
-        if not is_layer(path):
-            return x
-        return jax.jit(lambda a: jnp.take(a, order, axis=0), out_shardings=x.sharding)(x)
+        return _take(x.sharding, x.ndim)(x, order) if is_layer(path) else x
 
     return jax.tree_util.tree_map_with_path(one, state)
+
+
+@functools.cache
+def _take(sharding: Any, ndim: int):
+    """The compiled reordering of one layer-stacked array."""
+    del ndim  # part of the cache's key, as one sharding may serve arrays of several ranks
+    return jax.jit(lambda x, order: jnp.take(x, order, axis=0), out_shardings=sharding)

@@ -31,10 +31,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from jaxpar import parity
+from jaxpar import guard, parity, runtime
 from jaxpar.axes import AXES
-from jaxpar.cli import EXIT_ERROR, load_config, parse_overrides, run_program
-from jaxpar.config import Config, ConfigError, ParallelConfig
+from jaxpar.cli import load_config, parse_overrides, run_program
+from jaxpar.config import Config, ConfigError, ParallelConfig, RunConfig
 from jaxpar.model.transformer import param_specs
 from jaxpar.parallel.mesh import axis_sizes, make_mesh
 from jaxpar.params import count
@@ -66,9 +66,9 @@ DEFAULT_MESHES = (
 COLUMNS = ("mesh", "weights at init", "loss", "worst gradient", "weights after", "verdict")
 
 EPILOG = """\
-Any other option is a field of the config: --model.d-model 64, --parallel.remat full. With a CONFIG
-before --help they are listed too. Fields of the parallel section other than the axes hold for every
-mesh that does not set them itself. Exit codes: 0 all agree, 1 a mismatch, 2 bad input."""
+Any other option is a field of the config, all listed below: --model.d-model 64. Fields of the
+parallel section other than the axes hold for every mesh that does not set them itself. Exit codes:
+0 all agree, 1 a mismatch, 2 bad input."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -80,7 +80,8 @@ def main(argv: Sequence[str]) -> int:
     if options.shrink:
         cfg = parity.shrink(cfg, list(meshes.values()))
         cfg = parity.float32(parse_overrides(cfg, overrides, PROGRAM))
-    devices = start_devices(options.devices or asked.run.cpu_devices, options.mesh, meshes)
+    needed = max(map(num_devices, meshes.values())) if options.mesh else DEFAULT_DEVICES
+    devices = start_devices(asked.run, options.devices or asked.run.cpu_devices, needed)
     configs = resolve_meshes(cfg, meshes, len(devices), given=bool(options.mesh))
     refuse_large(cfg, devices)
     print_conditions(options, asked, cfg, devices)
@@ -88,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
         rows = compare_meshes(cfg, configs, devices, options.steps, options.tolerance)
         wrong = print_table(rows, options.steps, max(map(len, configs)))
     print("\n".join(wrong) if wrong else f"all {len(configs)} meshes agree")
-    return EXIT_ERROR if wrong else 0
+    return guard.EXIT_ERROR if wrong else guard.EXIT_OK
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +139,7 @@ def parse_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The program's own options, and what is left: overrides of the config."""
     parser = _Parser(
         prog=PROGRAM,
+        usage=f"{PROGRAM} CONFIG [--mesh AXIS=N,...] [options] [--section.field VALUE ...]",
         description="Compare the weights, losses, gradients and optimiser steps of meshes with a "
         "plain, unsharded reference, in float32 on random packed documents.",
         epilog=EPILOG,
@@ -155,9 +157,7 @@ def parse_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     options, overrides = parser.parse_known_args(argv)
     if options.help:
         parser.print_help()
-        if options.config:
-            parse_overrides(load_config(options.config), ["--help"], PROGRAM)
-        sys.exit(0)
+        parse_overrides(load_config(options.config or "quickstart"), ["--help"], PROGRAM)
     _check_options(options)
     return options, overrides
 
@@ -215,15 +215,15 @@ def _typed(text: str, name: str, value: str, hint: Any) -> int | str:
     return int(value)
 
 
-def start_devices(
-    simulated: int, given: Sequence[str] | None, meshes: dict[str, ParallelConfig]
-) -> list[jax.Device]:
-    """Start JAX's backend: `simulated` CPU devices if not 0, else accelerators if there are any."""
-    needed = max(map(num_devices, meshes.values())) if given else DEFAULT_DEVICES
+def start_devices(run: RunConfig, simulated: int, needed: int) -> list[jax.Device]:
+    """Start JAX's backend: `simulated` CPU devices, or if that is 0, the accelerators there are.
+
+    Args:     needed: CPU devices to simulate where there are no accelerators.
+    """
     try:
-        jax.config.update("jax_num_cpu_devices", simulated or needed)
-        if simulated:
-            jax.config.update("jax_platforms", "cpu")
+        runtime.start(dataclasses.replace(run, cpu_devices=simulated))
+        if not simulated:
+            jax.config.update("jax_num_cpu_devices", needed)
     except RuntimeError:
         pass  # a notebook has started JAX: its devices serve, and `resolve_meshes` counts them
     return jax.devices()

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxpar.axes import BATCH_SPEC
 from jaxpar.batch import Batch
 from jaxpar.config import Config, ConfigError
-from jaxpar.data.packing import num_windows, windows
+from jaxpar.data.packing import max_documents, num_windows, windows
 from jaxpar.data.tokens import TokenDataset
 
 #: One of grain's shuffles (a 4-round cipher) leaves neighbours correlated: 0.4 for a million
@@ -55,6 +55,15 @@ class Loader:
     def windows_per_epoch(self) -> int:
         """Windows in the split: an epoch is windows_per_epoch / global_batch_size steps."""
         return num_windows(self.dataset.num_tokens, self._cfg.data.seq_len)
+
+    @property
+    def max_documents(self) -> int:
+        """No window holds more segments than this; rounded up to a power of two."""
+        if not self._cfg.data.document_mask:
+            return 1
+        dataset, seq_len = self.dataset, self._cfg.data.seq_len
+        most = max_documents(dataset.document_offsets, dataset.num_tokens, seq_len)
+        return 1 << (most - 1).bit_length()
 
     def batch(self, step: int) -> Batch:
         """The global batch of a step, the same whatever the mesh and the number of processes.

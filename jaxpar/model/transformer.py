@@ -213,6 +213,21 @@ def head(top: Tree, x: jax.Array, batch: Batch, cfg: Config) -> tuple[jax.Array,
     return cross_entropy(h.reshape(-1, h.shape[-1]), w, batch.labels.ravel(), cfg.train.z_loss)
 
 
+def logits_at(weights: Tree, batch: Batch, tokens: Tokens, last: jax.Array, cfg: Config):
+    """Logits of the token after position `last`, for sampling on a mesh without stages.
+
+    Args:     weights: the `view`. batch: [B, T]; labels are not read. last: int32 scalar.
+    Returns:  float32 [B, V/tensor].
+    """
+    top = weights["top"]
+    chunk = jax.tree.map(lambda a: a[0], weights["layers"])
+    x = stage(chunk, embed(top, batch, cfg), tokens, cfg)
+    h = gather_sequence(layers.rms_norm(x, top["final_norm"], cfg.model.norm_eps))
+    row = lax.dynamic_index_in_dim(h, last, axis=1, keepdims=False)
+    w = _whole({"head": top["head"]}, TOP_DIMS, cfg)["head"]
+    return jnp.dot(row, w, preferred_element_type=jnp.float32)
+
+
 def _whole(w: Tree, dims: dict[str, int | None], cfg: Config) -> Tree:
     """Weights ready to multiply by: gathered here (ZeRO-3), or once before the step (ZeRO-1)."""
     if cfg.parallel.zero == 1:

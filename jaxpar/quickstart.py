@@ -1,0 +1,71 @@
+"""The first run: python -m jaxpar.quickstart (or: make quickstart)
+
+Prepares the Python standard library's source as text, trains a small Llama on it, and lets the
+model write. Run again, it goes on from where it stopped.
+"""
+
+import json
+import math
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxpar import cli, runtime
+from jaxpar.data.meta import read_meta
+from jaxpar.data.prepare import PrepareOptions, prepare
+from jaxpar.data.progress import console_progress
+from jaxpar.sample import Options, sample
+from jaxpar.train import Run, train
+
+
+def main(argv: Sequence[str]) -> int:
+    began = time.perf_counter()
+    cfg = cli.parse_overrides(cli.load_config("quickstart"), argv, "jaxpar.quickstart", __doc__)
+    data, run_dir = Path(cfg.data.path), Path(cfg.run.dir)
+    headline("1. The text: the Python standard library's source")
+    if not (data / "meta.json").exists():
+        options = PrepareOptions(input=("stdlib",), output=str(data), tokenizer="bytes")
+        with console_progress() as progress:
+            prepare(options, progress)
+    meta = read_meta(data)
+    print(f"{meta.splits['train'].num_tokens:,} tokens in {data}")
+    headline(f"2. Training for {cfg.train.num_steps} steps")
+    environment = runtime.start(cfg.run)
+    run = Run(cfg)
+    run.open_folder(environment)
+    code = train(run)
+    if code:
+        return code
+    headline("3. What it writes")
+    sample(Options(run=str(run_dir), prompt="import ", max_tokens=300))
+    report(run_dir, data, meta.unigram_entropy, time.perf_counter() - began)
+    return 0
+
+
+def headline(text: str) -> None:
+    print(f"\n== {text}", flush=True)
+
+
+def report(run_dir: Path, data: Path, unigram_entropy: float, seconds: float) -> None:
+    """What came out, and where it lies."""
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    loss = [r["loss"] for r in records if "loss" in r][-1]
+    headline(f"Done in {seconds:.0f} s")
+    print(
+        f"training loss at the end    {loss:.3f} nats per token ({loss / math.log(2):.2f} bits)\n"
+        f"unigram entropy of the text {unigram_entropy:.3f}: the loss of knowing only how often "
+        "each token occurs\n"
+        f"\n{data}/                text as tokens\n"
+        f"{run_dir}/config.json     every setting of the run\n"
+        f"{run_dir}/metrics.jsonl   loss, learning rate, speed by step\n"
+        f"{run_dir}/checkpoints/    weights and optimiser state\n"
+        f"\nMore text:  {sys.executable} -m jaxpar.sample {run_dir} --prompt 'class '\n"
+        f"Longer:     {sys.executable} -m jaxpar.train quickstart --train.num-steps 1000 "
+        "--run.dir runs/longer",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    cli.run_program(main)

@@ -1,0 +1,44 @@
+"""Before JAX starts: flags, simulated devices, the compilation cache. Each program calls it first."""
+
+import os
+from pathlib import Path
+
+import jax
+
+from jaxpar import xla_flags
+from jaxpar.config import RunConfig
+
+
+def start(run: RunConfig) -> list[str]:
+    """Prepare this process for JAX's backend, which starts at the first use of a device.
+
+    Returns:  the flags and environment that were set, for the log.
+    """
+    if run.cpu_devices:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", run.cpu_devices)
+        return []
+    was_set = xla_flags.apply(run.xla_flags)
+    if run.compilation_cache and xla_flags.gpu_is_present():
+        folder = Path(run.compilation_cache).expanduser()
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        was_set.append(f"compilation cache {folder}")
+    return was_set
+
+
+def versions() -> dict[str, str]:
+    """What a figure must be quoted with: versions, device, flags."""
+    import jaxlib
+
+    import jaxpar
+
+    device = jax.devices()[0]
+    return {
+        "jaxpar": jaxpar.__version__,
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "platform": device.client.platform_version.split("\n")[0],
+        "device": f"{jax.device_count()} x {device.device_kind}",
+        "processes": str(jax.process_count()),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+    }

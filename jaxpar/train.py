@@ -1,0 +1,184 @@
+"""Train a model: python -m jaxpar.train CONFIG [--section.field value ...]
+
+The run folder is all there is to a run. If it holds a checkpoint, the run goes on from there.
+"""
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from jaxpar import checkpoint, cli, guard, runtime
+from jaxpar.config import Config, to_json
+from jaxpar.data import Loader
+from jaxpar.kernels.attention import AttentionMask, backend_for
+from jaxpar.metrics import MetricsWriter
+from jaxpar.model.flops import num_params
+from jaxpar.optimizer import learning_rate
+from jaxpar.parallel.context import token_order
+from jaxpar.parallel.mesh import describe, make_mesh
+from jaxpar.state import TrainState, init_state
+from jaxpar.step import make_eval_step, make_train_step
+from jaxpar.validation import resolve
+
+
+class Run:
+    """A run made ready, with nothing written yet: mesh, data, where to start."""
+
+    def __init__(self, cfg: Config):
+        """Raises:   ConfigError for anything that would stop the run later."""
+        self.cfg = cfg = resolve(cfg, jax.device_count())
+        self.mesh = make_mesh(cfg.parallel)
+        order = token_order(cfg.parallel, cfg.data.seq_len)
+        self.loader = Loader(cfg, self.mesh, "train", order)
+        splits = [self.loader]
+        self.held_out = None
+        if cfg.evaluation.every:
+            self.held_out = Loader(cfg, self.mesh, "val", order)
+            splits.append(self.held_out)
+        self.max_segments = max(split.max_documents for split in splits)
+        self.first_step = checkpoint.starting_step(cfg)
+        if self.first_step is not None:
+            checkpoint.check_resumable(cfg, checkpoint.read_saved(cfg.run.dir, self.first_step))
+        self.dir = Path(cfg.run.dir)
+
+    def open_folder(self, environment: list[str]) -> None:
+        """Make the run folder and write what the run is: config.json and manifest.json."""
+        if jax.process_index() != 0:
+            return
+        self.dir.mkdir(parents=True, exist_ok=True)
+        (self.dir / "config.json").write_text(to_json(self.cfg))
+        manifest = runtime.versions() | {
+            "mesh": describe(self.mesh),
+            "parameters": num_params(self.cfg.model),
+            "attention": self.attention_backend(),
+            "environment": environment,
+        }
+        (self.dir / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
+        print(
+            f"model      {num_params(self.cfg.model):,} parameters, {self.cfg.model.dtype}\n"
+            f"devices    {manifest['device']}, mesh {manifest['mesh']}\n"
+            f"attention  {manifest['attention']}\n"
+            f"data       {self.cfg.data.path}, {self.loader.dataset.num_tokens:,} tokens\n"
+            f"run        {self.dir}" + "".join(f"\nset        {item}" for item in environment),
+            flush=True,
+        )
+
+    def attention_backend(self) -> str:
+        """The attention kernel that this run's layers will use."""
+        m, T = self.cfg.model, self.cfg.data.seq_len
+        q = jax.ShapeDtypeStruct((1, T, m.num_heads, m.head_dim), m.dtype)
+        place = jax.ShapeDtypeStruct((1, T), "int32")
+        segments = place if self.cfg.data.document_mask else None
+        p = self.cfg.parallel
+        mask = AttentionMask(
+            place,
+            place,
+            segments,
+            segments,
+            window=m.sliding_window,
+            max_segments=self.max_segments,
+            in_order=p.sequence == 1 or p.context == "ulysses",
+        )
+        return backend_for(m.attention_backend, q, q, mask)
+
+    def start(self) -> TrainState:
+        """The state to go on from: restored, or fresh."""
+        began = time.perf_counter()
+        if self.first_step is None:
+            state, what = init_state(self.cfg, self.mesh), "initialised"
+        else:
+            state = checkpoint.restore(self.cfg, self.mesh, self.first_step)
+            what = f"restored step {self.first_step}"
+        jax.block_until_ready(state)
+        log(f"{what} in {time.perf_counter() - began:.1f} s")
+        return state
+
+
+def log(text: str) -> None:
+    if jax.process_index() == 0:
+        print(text, flush=True)
+
+
+def train(run: Run) -> int:
+    """The loop. Returns an exit code."""
+    cfg, state, stop = run.cfg, run.start(), guard.StopRequest()
+    tokens_per_step = cfg.train.global_batch_size * cfg.data.seq_len
+    first, last = run.first_step or 0, cfg.train.num_steps
+    evaluate = Evaluation(run)
+    schedule = learning_rate(cfg.optimizer, cfg.train.num_steps)
+    batches = run.loader.prefetched(first)
+    with (
+        checkpoint.Checkpointer(cfg) as saver,
+        MetricsWriter(cfg, run.dir, first, schedule) as metrics,
+    ):
+        train_step = compiled(run, state)
+        for step in range(first, last):
+            began = time.perf_counter()
+            _, batch = next(batches)
+            data_wait = time.perf_counter() - began
+            state, measured = train_step(state, batch)
+            metrics.write_previous(step, measured, data_wait)
+            done = step + 1
+            if due(done, cfg.evaluation.every, last):
+                metrics.pause()
+                metrics.evaluation(done, *evaluate(state.params))
+            if stop.received or due(done, cfg.checkpoint.every, last):
+                metrics.pause()
+                saver.save(state, done, done * tokens_per_step)
+            if stop.received:
+                log(f"{stop.received}: saved step {done}; the same command goes on from there")
+                return guard.EXIT_PREEMPTED
+        metrics.flush()
+    batches.close()
+    log(f"done: {run.dir}")
+    return guard.EXIT_OK
+
+
+def due(done: int, every: int, last: int) -> bool:
+    """Whether something that happens every so many steps, and at the end, happens now."""
+    return every > 0 and (done % every == 0 or done == last)
+
+
+def compiled(run: Run, state: TrainState):
+    """The train step, compiled for this run's shapes before its first use, and timed."""
+    began = time.perf_counter()
+    step = make_train_step(run.cfg, run.mesh, run.max_segments)
+    program = step.lower(state, run.loader.batch(0)).compile()
+    memory = program.memory_analysis()
+    used = "" if memory is None else f", {memory.temp_size_in_bytes / 2**30:.1f} GiB temporary"
+    log(f"compiled in {time.perf_counter() - began:.1f} s{used}")
+    return program
+
+
+class Evaluation:
+    """Held-out loss over the same batches each time."""
+
+    def __init__(self, run: Run):
+        self.run = run
+        if run.held_out is not None:
+            self.step = make_eval_step(run.cfg, run.mesh, run.max_segments)
+
+    def __call__(self, params) -> tuple[float, float]:
+        """Returns:  nats per labelled token, bits per byte of text."""
+        loader = self.run.held_out
+        assert loader is not None
+        batches = range(self.run.cfg.evaluation.num_batches)
+        sums = [jax.device_get(self.step(params, loader.batch(i))) for i in batches]
+        loss = sum(float(s[0]) for s in sums) / sum(float(s[1]) for s in sums)
+        return loss, loss / math.log(2) / loader.dataset.bytes_per_token
+
+
+def main(argv: Sequence[str]) -> int:
+    cfg = cli.read_config(argv, "jaxpar.train", __doc__)
+    environment = runtime.start(cfg.run)
+    run = Run(cfg)
+    run.open_folder(environment)
+    return train(run)
+
+
+if __name__ == "__main__":
+    cli.run_program(main)

@@ -1,0 +1,161 @@
+"""The pipeline's arithmetic, exhaustively and without devices.
+
+Every schedule of up to 6 stages, 4 chunks on each, and several numbers of microbatches is played
+tick by tick: P stages, v chunks on each, M microbatches, and part g = c*P + s of the model is chunk
+c of stage s.
+"""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from jaxpar.parallel.schedule import Schedule
+
+
+def microbatch_counts(P: int, v: int) -> list[int]:
+    """Any number without interleaving; whole rounds of P with it."""
+    return sorted({1, 2, 3, 5, 8, 2 * P, 2 * P + 1}) if v == 1 else [P, 2 * P, 3 * P]
+
+
+SCHEDULES = [
+    Schedule(P, v, M) for P in range(1, 7) for v in range(1, 5) for M in microbatch_counts(P, v)
+]
+
+
+def forwards(plan: Schedule) -> list[tuple[int, int, int, int, int]]:
+    """(stage, index of the unit, tick, microbatch, part of the model) of each forward unit."""
+    return [
+        (s, i, i + s, m, c * plan.stages + s)
+        for s in range(plan.stages)
+        for i in range(plan.num_units)
+        for m, c in [plan.forward_unit(i)]
+    ]
+
+
+def backwards(plan: Schedule) -> list[tuple[int, int, int, int, int]]:
+    """(stage, index of the *forward* unit, tick, microbatch, part of the model) of each."""
+    P = plan.stages
+    return [
+        (s, f, plan.first_backward + j + (P - 1 - s), m, c * P + s)
+        for s in range(P)
+        for j in range(plan.num_units)
+        for m, c, f in [plan.backward_unit(j)]
+    ]
+
+
+def ticks(units) -> dict[tuple[int, int], int]:
+    """(microbatch, part of the model) -> tick; every pair once."""
+    found = {(m, part): tick for _, _, tick, m, part in units}
+    assert len(found) == len(units)
+    return found
+
+
+def every_schedule(test):
+    return pytest.mark.parametrize(
+        "plan", SCHEDULES, ids=lambda p: f"P{p.stages}v{p.virtual}M{p.microbatches}"
+    )(test)
+
+
+@every_schedule
+def test_every_unit_once(plan):
+    whole = {(m, g) for m in range(plan.microbatches) for g in range(plan.stages * plan.virtual)}
+    assert ticks(forwards(plan)).keys() == whole
+    assert ticks(backwards(plan)).keys() == whole
+
+
+@every_schedule
+def test_a_stage_does_one_unit_of_each_kind_per_tick(plan):
+    for units in (forwards(plan), backwards(plan)):
+        slots = [(s, tick) for s, _, tick, _, _ in units]
+        assert len(set(slots)) == len(slots)
+
+
+@every_schedule
+def test_messages_are_used_exactly_one_tick_after_they_are_sent(plan):
+    """What a permute brings is overwritten a tick later, so earlier and later are both wrong."""
+    forward, backward = ticks(forwards(plan)), ticks(backwards(plan))
+    last = plan.stages * plan.virtual - 1
+    for m in range(plan.microbatches):
+        for g in range(last):
+            assert forward[m, g + 1] == forward[m, g] + 1
+            assert backward[m, g] == backward[m, g + 1] + 1
+        # The head runs in the tick of the last forward, and its gradient is used in that tick.
+        assert backward[m, last] == forward[m, last]
+
+
+@every_schedule
+def test_a_backward_names_its_own_forward(plan):
+    units = {(s, i): (m, g) for s, i, _, m, g in forwards(plan)}
+    for s, f, _, m, g in backwards(plan):
+        assert units[s, f] == (m, g)
+
+
+def clobbered(plan: Schedule, ring_size: int) -> int:
+    """Entries of the ring that are overwritten before, or in the tick in which, they are read.
+
+    In one tick the forward writes before the backward reads.
+    """
+    written = {(s, i): tick for s, i, tick, _, _ in forwards(plan)}
+    never = 10**9
+    return sum(
+        written.get((s, f + ring_size), never) <= read for s, f, read, _, _ in backwards(plan)
+    )
+
+
+@every_schedule
+def test_the_ring_is_just_large_enough(plan):
+    assert clobbered(plan, plan.ring_size) == 0
+    if plan.num_units >= plan.ring_size > 1:
+        assert clobbered(plan, plan.ring_size - 1) > 0
+
+
+@every_schedule
+def test_phases_hold_every_unit_and_do_no_more(plan):
+    phases = plan.phases()
+    assert [start for _, _, start, _ in phases] == [0, *(stop for *_, stop in phases[:-1])]
+    runs = {t: (f, b) for f, b, start, stop in phases for t in range(start, stop)}
+    for units, which in ((forwards(plan), 0), (backwards(plan), 1)):
+        used = {tick for _, _, tick, _, _ in units}
+        assert used == {tick for tick, kinds in runs.items() if kinds[which]}
+
+
+@every_schedule
+def test_the_head_and_the_embeddings_gradient_run_in_a_phase_that_has_them(plan):
+    """`pipeline._head` runs where both kinds do, `_embed_backward` where backwards do."""
+    kinds = {t: (f, b) for f, b, start, stop in plan.phases() for t in range(start, stop)}
+    forward, backward = ticks(forwards(plan)), ticks(backwards(plan))
+    for m in range(plan.microbatches):
+        assert kinds[forward[m, plan.stages * plan.virtual - 1]] == (True, True)
+        assert kinds[backward[m, 0]][1]
+
+
+@every_schedule
+def test_duration_and_bubble(plan):
+    """A tick of only one kind takes that kind's share; in sum v*M + P - 1 whole units."""
+    P, v, M = plan.stages, plan.virtual, plan.microbatches
+    share = Fraction(1, 3)  # of the forward in a unit; any share gives the same sum
+    took = sum(
+        (f * share + b * (1 - share)) * (stop - start) for f, b, start, stop in plan.phases()
+    )
+    assert took == plan.duration == v * M + P - 1
+    bubble = 1 - Fraction(plan.num_units, plan.duration)
+    assert bubble == Fraction(P - 1, v * M + P - 1)
+    assert plan.phases()[-1][3] == v * M + v * P + P - 2
+
+
+def test_figure():
+    """Two stages, two chunks, four microbatches, as drawn by hand: (microbatch, chunk)."""
+    plan = Schedule(stages=2, virtual=2, microbatches=4)
+    forward = [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1)]
+    backward = [(0, 1), (1, 1), (0, 0), (1, 0), (2, 1), (3, 1), (2, 0), (3, 0)]
+    assert [plan.forward_unit(i) for i in range(8)] == forward
+    assert [plan.backward_unit(i)[:2] for i in range(8)] == backward
+    assert plan.phases() == ((True, False, 0, 3), (True, True, 3, 9), (False, True, 9, 12))
+
+
+def test_arrays_count_as_numbers_do():
+    plan = Schedule(stages=3, virtual=2, microbatches=6)
+    i = np.arange(plan.num_units)
+    for unit in (plan.forward_unit, plan.backward_unit):
+        assert np.array_equal(np.stack(unit(i), 1), [unit(int(n)) for n in i])

@@ -1,0 +1,195 @@
+"""Mesh invariance: the same weights, loss, gradients and optimiser steps on every mesh.
+
+Each mesh is compared with the plain model of `jaxpar/model/reference.py` on packed documents. The
+models are tiny, so compiling is nearly all of the time; LLVM's optimisations are left out of it,
+except where the bits of initial weights are compared.
+"""
+
+import functools
+import math
+
+import jax
+import pytest
+
+from jaxpar import parity
+from jaxpar.axes import AXES
+from jaxpar.config import Config, RopeScaling, replace
+from jaxpar.parallel.mesh import axis_sizes, make_mesh
+from jaxpar.state import init_state
+from jaxpar.validation import resolve
+from jaxpar.verify import parse_meshes
+
+TOLERANCE = 1e-5
+
+BASE = replace(
+    parity.float32(Config()),
+    **{
+        "model.num_layers": 4,
+        "model.d_model": 16,
+        "model.num_heads": 8,
+        "model.num_kv_heads": 4,
+        "model.head_dim": 4,
+        "model.d_ff": 24,
+        "model.vocab_size": 48,
+        "model.init_std": 0.3,
+        "data.seq_len": 32,
+        "train.global_batch_size": 8,
+        "optimizer.warmup_steps": 2,
+        "optimizer.learning_rate": 1e-2,
+        "optimizer.clip_norm": 0.5,
+    },
+)
+
+ONE_AXIS = [f"{axis}={n}" for axis in AXES for n in (2, 4)]
+
+PRODUCTS = """
+data=2,tensor=2
+data=2,sequence=2
+pipeline=2,data=2
+pipeline=2,tensor=2
+sequence=2,tensor=2
+pipeline=2,data=2,tensor=2
+replica=2,data=2
+replica=2,data=2,expert=2
+pipeline=2,data=2,sequence=2,tensor=2
+""".split()
+
+OTHER_FIELDS = """
+data=1
+data=2,zero=1
+data=1,num_microbatches=4
+data=2,num_microbatches=2,zero=1
+data=2,tensor=2,layer_loop=unroll
+sequence=4,context=ring
+sequence=4,context=ulysses
+data=2,sequence=2,tensor=2,context=ring
+sequence=2,tensor=2,context=ulysses,zero=1
+pipeline=2,num_microbatches=4,pipeline_save=inputs
+pipeline=4,num_microbatches=2
+pipeline=2,num_microbatches=4,virtual_stages=2
+pipeline=2,num_microbatches=2,virtual_stages=2,pipeline_save=inputs,zero=1,tensor=2
+pipeline=2,num_microbatches=4,zero=1,layer_loop=unroll,data=2
+pipeline=2,num_microbatches=4,sequence=2,context=ring,zero=1
+""".split()
+
+VARIANTS = {
+    "tied embeddings": {"model.tie_embeddings": True},
+    "qk_norm": {"model.qk_norm": True},
+    "biases": {"model.qkv_bias": True, "model.out_bias": True, "model.mlp_bias": True},
+    "sliding window": {"model.sliding_window": 5},
+    "rope scaling": {"model.rope_scaling": RopeScaling(original_max_position=16)},
+    "z_loss": {"train.z_loss": 1e-2},
+    "one long document": {"data.document_mask": False},
+    "as many KV heads": {"model.num_heads": 4},
+    "all at once": {
+        "model.tie_embeddings": True,
+        "model.qk_norm": True,
+        "model.qkv_bias": True,
+        "model.out_bias": True,
+        "model.mlp_bias": True,
+        "model.sliding_window": 9,
+        "model.rope_scaling": RopeScaling(original_max_position=16),
+        "train.z_loss": 1e-2,
+    },
+}
+
+#: Where each variant is tried: tensor, sequence and FSDP sharding at once, and a pipeline.
+VARIANT_MESHES = {name: "data=2,sequence=2,tensor=2" for name in VARIANTS} | {
+    "tied embeddings": "pipeline=2,tensor=2,num_microbatches=2",
+    "biases": "pipeline=2,data=2,tensor=2,num_microbatches=2,zero=1",
+    "all at once": "pipeline=2,data=2,sequence=2,tensor=2,num_microbatches=2",
+}
+
+
+@pytest.fixture(autouse=True)
+def quick_compile():
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@functools.cache
+def batches_of(cfg: Config, steps: int):
+    return [parity.random_batch(cfg, i) for i in range(max(steps, 1))]
+
+
+@functools.cache
+def reference_of(cfg: Config, steps: int) -> parity.Trace:
+    return parity.reference_trace(cfg, batches_of(cfg, steps), steps)
+
+
+def compare(mesh_item: str, cfg: Config, devices, steps: int = 0) -> parity.Comparison:
+    parallel = parse_meshes([mesh_item], cfg.parallel)[mesh_item]
+    n = math.prod(axis_sizes(parallel))
+    on_mesh = resolve(replace(cfg, parallel=parallel), n)
+    mesh = make_mesh(parallel, devices[:n])
+    found = parity.mesh_trace(on_mesh, mesh, batches_of(cfg, steps), steps)
+    return parity.compare(found, reference_of(cfg, steps), TOLERANCE)
+
+
+def test_the_batch_is_packed():
+    batch = batches_of(BASE, 0)[0]
+    assert batch.segment_ids.max() >= 3
+    assert batch.positions.max() < BASE.data.seq_len - 1
+    assert (batch.labels == -1).any()
+
+
+@pytest.mark.parametrize("mesh", [*ONE_AXIS, *PRODUCTS, *OTHER_FIELDS])
+def test_gradients(mesh, devices):
+    found = compare(mesh, BASE, devices)
+    assert not found.mismatches()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradients_of_model_variants(variant, devices):
+    found = compare(VARIANT_MESHES[variant], replace(BASE, **VARIANTS[variant]), devices)
+    assert not found.mismatches()
+
+
+STEPS = 5
+
+STEP_MESHES = """
+data=2,tensor=2
+replica=2,sequence=2,num_microbatches=2
+pipeline=2,num_microbatches=4,virtual_stages=2,zero=1
+pipeline=2,data=2,sequence=2,tensor=2
+""".split()
+
+RULES = {
+    "lion": {"optimizer.name": "lion", "optimizer.learning_rate": 1e-3},
+    "sgd": {"optimizer.name": "sgd", "optimizer.learning_rate": 0.1},
+    "no clipping": {"optimizer.clip_norm": 0.0, "model.tie_embeddings": True},
+}
+
+
+def first_norm(cfg: Config) -> float:
+    """Norm of the reference's first gradient."""
+    return math.sqrt(sum((g**2).sum() for g in reference_of(cfg, STEPS).gradients.values()))
+
+
+@pytest.mark.parametrize("mesh", STEP_MESHES)
+def test_five_steps(mesh, devices):
+    assert first_norm(BASE) > 2 * BASE.optimizer.clip_norm, "nothing to clip"
+    found = compare(mesh, BASE, devices, STEPS)
+    assert found.update is not None and not found.mismatches()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_five_steps_of_other_rules(rule, devices):
+    found = compare("data=2,tensor=2", replace(BASE, **RULES[rule]), devices, STEPS)
+    assert found.update is not None and not found.mismatches()
+
+
+@pytest.mark.parametrize("mesh", ["data=2,sequence=2,tensor=2", "pipeline=2,tensor=2,expert=2"])
+def test_initial_weights_as_compiled_for_real(mesh, devices):
+    jax.config.update("jax_disable_most_optimizations", False)
+    bits = [initial_weights(item, devices) for item in ("data=1", mesh)]
+    assert bits[0].keys() == bits[1].keys()
+    assert not parity.differing(*bits)
+
+
+def initial_weights(mesh_item: str, devices) -> parity.Arrays:
+    parallel = parse_meshes([mesh_item], BASE.parallel)[mesh_item]
+    n = math.prod(axis_sizes(parallel))
+    cfg = resolve(replace(BASE, parallel=parallel), n)
+    return parity.logical(init_state(cfg, make_mesh(parallel, devices[:n])).params, cfg)
