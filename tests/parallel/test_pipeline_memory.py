@@ -1,0 +1,92 @@
+"""1F1B's promise: memory does not grow with the number of microbatches, as GPipe's does.
+
+Read off the compiler's own plan of temporary buffers; nothing is run for it. GPipe here is what a
+pipeline is without a backward placed by hand: autodiff through a loop over ticks.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jaxpar import parity, step
+from jaxpar.axes import BATCH_SPEC, PIPELINE
+from jaxpar.batch import Batch
+from jaxpar.config import Config, replace
+from jaxpar.parallel.collectives import shift, varying
+from jaxpar.parallel.mesh import make_mesh, shardings
+from jaxpar.parallel.pipeline import take
+from jaxpar.state import abstract_state, init_state, state_specs
+from jaxpar.validation import resolve
+
+BASE = replace(
+    parity.float32(Config()),
+    **{
+        "model.num_layers": 4,
+        "model.d_model": 32,
+        "model.num_heads": 4,
+        "model.num_kv_heads": 4,
+        "model.head_dim": 8,
+        "model.d_ff": 64,
+        "model.vocab_size": 64,
+        "model.init_std": 0.2,
+        "data.seq_len": 64,
+        "parallel.pipeline": 2,
+        "parallel.data": 1,
+    },
+)
+
+ROWS = 2
+"""Sequences in a microbatch, whatever the number of microbatches."""
+
+
+def config(num_microbatches: int, **fields) -> Config:
+    size = {"train.global_batch_size": ROWS * num_microbatches}
+    cfg = replace(BASE, **{"parallel.num_microbatches": num_microbatches}, **size, **fields)
+    return resolve(cfg, 2)
+
+
+def temporary_bytes(cfg: Config, mesh) -> int:
+    """Temporary memory of one device in the compiled gradient step."""
+    abstract = lambda a, to: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=to)  # noqa: E731
+    specs = state_specs(cfg).params
+    params = jax.tree.map(abstract, abstract_state(cfg).params, shardings(mesh, specs))
+    to = jax.sharding.NamedSharding(mesh, BATCH_SPEC)
+    ints = jax.ShapeDtypeStruct(
+        (cfg.train.global_batch_size, cfg.data.seq_len), jnp.int32, sharding=to
+    )
+    lowered = step.make_gradient_step(cfg, mesh).lower(params, Batch(ints, ints, ints, ints))
+    return lowered.compile().memory_analysis().temp_size_in_bytes
+
+
+def gpipe(program, weights, microbatches, scale):
+    """All forwards, then all backwards: what differentiating a loop over ticks amounts to."""
+    P, s = lax.axis_size(PIPELINE), lax.axis_index(PIPELINE)
+    M = len(microbatches.tokens)
+    at = lambda m: take(microbatches, jnp.clip(m, 0, M - 1))  # noqa: E731
+
+    def run(w):
+        chunk = jax.tree.map(lambda a: a[0], w["layers"])
+
+        def tick(x, t):
+            x = jnp.where(s == 0, program.embed(w["top"], at(t)), x)
+            y = program.stage(chunk, x, at(t - s))
+            loss = program.head(w["top"], y, at(t - (P - 1)))
+            return shift(y, PIPELINE, 1), loss
+
+        blank = varying(jnp.zeros_like(program.embed(w["top"], at(0))))
+        _, losses = lax.scan(tick, blank, jnp.arange(M + P - 1))
+        return jax.tree.map(lambda a: jnp.sum(a[P - 1 :]), losses)
+
+    sums, vjp = jax.vjp(run, weights)
+    (grads,) = vjp((jnp.ones_like(sums[0]) * scale, jnp.zeros_like(sums[1])))
+    return sums, grads
+
+
+@pytest.fixture(scope="module")
+def mesh(devices):
+    return make_mesh(BASE.parallel, devices[:2])
+
+
+MICROBATCHES = (4, 8, 16)
