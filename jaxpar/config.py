@@ -6,9 +6,12 @@ and `python -m jaxpar.train CONFIG --help` prints these lines.
 """
 
 import dataclasses
+import difflib
+import functools
 import json
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -100,7 +103,7 @@ class ModelConfig:
     rope_theta: float = 500_000.0
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
-    """Llama 3.1 frequency scaling. None: plain RoPE."""
+    """Llama 3.1 frequency scaling; setting one of its fields turns it on. None: plain RoPE."""
     norm_eps: float = 1e-5
     """Added to the mean square inside RMSNorm."""
     tie_embeddings: bool = False
@@ -221,23 +224,84 @@ class Config:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
 
+# ---------------------------------------------------------------------------- fields by path
+
+
+def section_of(hint: Any) -> Any:
+    """The section class in a field's type, also in `Section | None`; None for a plain value."""
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    return next((option for option in options if dataclasses.is_dataclass(option)), None)
+
+
+@functools.cache
+def field_types(cls: Any = Config, prefix: str = "") -> dict[str, Any]:
+    """The type of every field by path, sections and their fields: {"train.seed": int, ...}."""
+    found: dict[str, Any] = {}
+    for name, hint in typing.get_type_hints(cls).items():
+        found[prefix + name] = hint
+        if section_of(hint) is not None:
+            found |= field_types(section_of(hint), f"{prefix}{name}.")
+    return found
+
+
+def default_of(path: str) -> Any:
+    """A field's default; inside an optional section, what it is once that section is set."""
+    node: Any = Config()
+    for key in path.split("."):
+        node = _child(node, key)
+    return node
+
+
+def _child(node: Any, key: str) -> Any:
+    """A field's value; where an optional section is None, that section's defaults."""
+    section = section_of(typing.get_type_hints(type(node))[key])
+    value = getattr(node, key)
+    return section() if value is None and section is not None else value
+
+
+def unknown_field(path: str, value: Any, show: Callable[[str], str] = str) -> ConfigError:
+    """The error for a path that names no field, with the nearest one that does.
+
+    Args:     show: how the reader would write a path.
+    """
+    leaves = [name for name, hint in field_types().items() if section_of(hint) is None]
+    near = difflib.get_close_matches(path, leaves, n=1, cutoff=0.65)
+    section = path.rpartition(".")[0] + "."
+    beside = [name for name in leaves if name.startswith(section)]
+    names = near or beside or [field.name for field in dataclasses.fields(Config)]
+    what = "use" if near else "use one of" if beside else "name a field of one of"
+    return ConfigError(
+        path, value, "is not a field of the config", f"{what} {', '.join(map(show, names))}"
+    )
+
+
+def flag(path: str, value: Any = None) -> str:
+    """A field as the command line sets it: "--model.num-heads 8"; without a value, its name."""
+    name = "--" + path.replace("_", "-")
+    return name if value is None else f"{name} {value}"
+
+
 def replace(cfg: Config, **values: Any) -> Config:
     """A copy with some fields changed, named by path: `replace(cfg, **{"model.num_layers": 2})`.
+
+    Setting a field of an optional section that is None starts from that section's defaults.
 
     Raises:   ConfigError for a path that names no field.
     """
     for path, value in values.items():
-        cfg = _replace_one(cfg, path, path.split("."), value)
+        if path not in field_types():
+            raise unknown_field(path, value)
+        cfg = _replaced(cfg, path.split("."), value)
     return cfg
 
 
-def _replace_one(node: Any, path: str, keys: list[str], value: Any) -> Any:
-    names = [f.name for f in dataclasses.fields(node)]
-    if keys[0] not in names:
-        raise ConfigError(path, value, "is not a field", f"use one of {', '.join(names)}")
+def _replaced(node: Any, keys: list[str], value: Any) -> Any:
     if len(keys) > 1:
-        value = _replace_one(getattr(node, keys[0]), path, keys[1:], value)
+        value = _replaced(_child(node, keys[0]), keys[1:], value)
     return dataclasses.replace(node, **{keys[0]: value})
+
+
+# --------------------------------------------------------------------------------- as JSON
 
 
 def to_json(cfg: Config) -> str:
@@ -246,25 +310,27 @@ def to_json(cfg: Config) -> str:
 
 
 def from_json(text: str) -> Config:
-    """The config that `to_json` wrote.
+    """The config that `to_json` wrote. Fields that are left out have their defaults.
 
-    Raises:   ConfigError for a field that this version does not have.
+    Raises:   ConfigError for a field that this version does not have, or a section without fields.
     """
     return _build(Config, json.loads(text), "")
 
 
-def _build(cls: Any, values: dict[str, Any], prefix: str) -> Any:
+def _build(cls: Any, values: Any, prefix: str) -> Any:
+    if not isinstance(values, dict):
+        rule, name = "must be a section with fields, in braces", prefix.rstrip(".")
+        raise ConfigError(name or "config", values, rule, "write {} for the defaults")
     hints = typing.get_type_hints(cls)
-    for name in values:
+    for name, value in values.items():
         if name not in hints:
-            known = ", ".join(hints)
-            raise ConfigError(prefix + name, values[name], "is not a field", f"use one of {known}")
-    return cls(**{k: _build_value(hints[k], v, f"{prefix}{k}.") for k, v in values.items()})
+            error = unknown_field(prefix + name, value)
+            raise ConfigError(error.field, value, error.rule, f"remove it, or {error.fix}")
+    return cls(**{name: _built(hints[name], v, prefix + name) for name, v in values.items()})
 
 
-def _build_value(hint: Any, value: Any, prefix: str) -> Any:
-    if isinstance(hint, types.UnionType):
-        if value is None:
-            return None
-        hint = next(h for h in typing.get_args(hint) if h is not type(None))
-    return _build(hint, value, prefix) if dataclasses.is_dataclass(hint) else value
+def _built(hint: Any, value: Any, path: str) -> Any:
+    section = section_of(hint)
+    if section is None or (value is None and section is not hint):
+        return value
+    return _build(section, value, path + ".")

@@ -74,37 +74,24 @@ def project_qkv(h_BTD: jax.Array, w: dict, model: ModelConfig):
     return [by_head(x) for x in jnp.split(qkv, split, axis=-1)]
 
 
-def gate_and_up(h_BTD: jax.Array, w: dict) -> jax.Array:
-    """Gate and up projections side by side, [B, T, 2F]: one column-parallel matmul."""
-    out = h_BTD @ w["w_gate_up"]
-    return out + w["b_gate_up"].astype(out.dtype) if "b_gate_up" in w else out
+def gate_and_up(h_BTD: jax.Array, w: dict) -> tuple[jax.Array, jax.Array]:
+    """Gate and up projections, [B, T, F] each: column-parallel.
+
+    Two matmuls rather than one side by side: their gradients then need no copying together, which
+    cost more than the larger matmul gained (docs/LOG.md).
+    """
+    gate, up = h_BTD @ w["w_gate"], h_BTD @ w["w_up"]
+    if "b_gate" in w:
+        gate, up = gate + w["b_gate"].astype(gate.dtype), up + w["b_up"].astype(up.dtype)
+    return gate, up
 
 
-@jax.custom_vjp
-def swiglu(gate_up: jax.Array) -> jax.Array:
-    """silu(gate) * up: [B, T, 2F] -> [B, T, F].
-
-    The backward is written out so that the two gradients come out side by side from one pass;
-    autodiff would make them apart and then copy them together.
+def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """silu(gate) * up, [B, T, F].
 
     Source:   Shazeer 2020 (2002.05202), equation 5.
     """
-    gate, up = jnp.split(gate_up, 2, axis=-1)
     return jax.nn.silu(gate) * up
-
-
-def _swiglu_backward(gate_up, d_hidden):
-    pair = gate_up.astype(jnp.float32).reshape(*gate_up.shape[:-1], 2, -1)
-    other, is_gate = jnp.flip(pair, axis=-2), jnp.array([[True], [False]])
-    # The gate and the up value at both places, so that one sigmoid per place is all it takes.
-    gate, up = jnp.where(is_gate, pair, other), jnp.where(is_gate, other, pair)
-    opened = jax.nn.sigmoid(gate)
-    slope = jnp.where(is_gate, up * opened * (1 + gate * (1 - opened)), gate * opened)
-    d_pair = d_hidden.astype(jnp.float32)[..., None, :] * slope
-    return (d_pair.reshape(gate_up.shape).astype(gate_up.dtype),)
-
-
-swiglu.defvjp(lambda gate_up: (swiglu(gate_up), gate_up), _swiglu_backward)
 
 
 def vocab_shard_index() -> jax.Array:

@@ -46,8 +46,10 @@ LAYER_DIMS: dict[str, int | None] = {
     "wo": -1,
     "bo": None,
     "mlp_norm": None,
-    "w_gate_up": -2,
-    "b_gate_up": None,
+    "w_gate": -2,
+    "b_gate": None,
+    "w_up": -2,
+    "b_up": None,
     "w_down": -1,
     "b_down": None,
 }
@@ -114,7 +116,7 @@ def blocks_with_top(m: ModelConfig, blocks: Tree) -> Tree:
 def view(params: Tree, parallel: ParallelConfig) -> Tree:
     """A device's shards, arranged for computing: {"top": ..., "layers": ...}.
 
-    A layer's projections lie side by side, so that one matmul (and one gather) serves them.
+    Query, key and value projections lie side by side, so that one matmul serves them.
     Layers are [v, ...] arrays over the device's v chunks: a tuple of one tree per layer for
     `unroll`, one tree of [v, layers, ...] arrays for `scan`.
     """
@@ -135,11 +137,8 @@ def _side_by_side(w: Tree) -> Tree:
     out = {name: w[name] for name in LAYER_DIMS if name in w}
     out["wqkv"] = jnp.concatenate([flat(n, D, -1) for n in ("wq", "wk", "wv")], axis=-1)
     out["wo"] = flat("wo", -1, w["wo"].shape[-1])
-    out["w_gate_up"] = jnp.concatenate([w["w_gate"], w["w_up"]], axis=-1)
     if "bq" in w:
         out["bqkv"] = jnp.concatenate([flat(n, -1) for n in ("bq", "bk", "bv")], axis=-1)
-    if "b_gate" in w:
-        out["b_gate_up"] = jnp.concatenate([w["b_gate"], w["b_up"]], axis=-1)
     return out
 
 
@@ -259,7 +258,8 @@ def layer(x: jax.Array, w: Tree, tokens: Tokens, cfg: Config) -> jax.Array:
         x = named(_add_output(x, out @ w["wo"], w.get("bo")), "attn_residual")
     with jax.named_scope("feed_forward"):
         h = named(gather_sequence(layers.rms_norm(x, w["mlp_norm"], eps)), "mlp_norm")
-        hidden = named(layers.swiglu(named(layers.gate_and_up(h, w), "gate_up")), "mlp_hidden")
+        gate, up = (named(a, "gate_up") for a in layers.gate_and_up(h, w))
+        hidden = named(layers.swiglu(gate, up), "mlp_hidden")
         return _add_output(x, hidden @ w["w_down"], w.get("b_down"))
 
 

@@ -90,3 +90,44 @@ def mesh(devices):
 
 
 MICROBATCHES = (4, 8, 16)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compile():
+    """Without LLVM's optimisations, which do not change the plan of buffers."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def use_gpipe(monkeypatch) -> None:
+    monkeypatch.setattr(step, "schedule_of", lambda cfg: gpipe)
+
+
+@pytest.mark.parametrize("save", ["residuals", "inputs"])
+def test_memory_is_flat_in_microbatches(save, mesh):
+    fields = {"parallel.pipeline_save": save}
+    sizes = [temporary_bytes(config(M, **fields), mesh) for M in MICROBATCHES]
+    assert max(sizes) < 1.01 * min(sizes), sizes
+
+
+def test_memory_of_gpipe_grows(mesh, monkeypatch):
+    flat = temporary_bytes(config(16), mesh)
+    use_gpipe(monkeypatch)
+    few, more, most = (temporary_bytes(config(M), mesh) for M in MICROBATCHES)
+    stream = ROWS * BASE.data.seq_len * BASE.model.d_model * 4  # one microbatch's activations
+    assert more - few > 4 * stream and most - more > 8 * stream, (few, more, most)
+    assert most > 2 * flat
+
+
+def test_gpipe_computes_the_same(mesh, monkeypatch):
+    """So that the test above compares two ways of one computation."""
+    cfg = config(4)
+    params = init_state(cfg, mesh).params
+    batch = parity.place_batch(parity.random_batch(cfg), cfg, mesh)
+    measured, grads = step.make_gradient_step(cfg, mesh)(params, batch)
+    use_gpipe(monkeypatch)
+    measured_too, grads_too = step.make_gradient_step(cfg, mesh)(params, batch)
+    np.testing.assert_allclose(measured.loss, measured_too.loss, rtol=1e-6)
+    errors = parity.gradient_errors(parity.to_host(grads), parity.to_host(grads_too))
+    assert parity.worst(errors)[0] < 1e-5, errors
