@@ -1,43 +1,59 @@
-"""The command line shared by the programs: a config file, then typed overrides of any field."""
+"""The command line shared by the programs: a config file, then typed overrides of any field.
 
-import dataclasses
-import difflib
+Values are read here, so that whatever is wrong with one is said like any other config error, and
+`None` and the fields of an optional section can be given; tyro writes the help.
+"""
+
+import contextlib
 import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import NoneType
 from typing import Any, NoReturn
 
-import tyro
-
 from jaxpar import guard
-from jaxpar.config import Config, ConfigError, to_json
+from jaxpar.config import (
+    Config,
+    ConfigError,
+    RopeScaling,
+    default_of,
+    field_types,
+    flag,
+    leaf_paths,
+    replace,
+    to_json,
+    unknown_field,
+)
+from jaxpar.validation import check, check_types
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 
 def read_config(argv: Sequence[str], prog: str, doc: str | None) -> Config:
-    """The config that a command line `CONFIG [--section.field value ...]` asks for.
+    """The config that a command line `CONFIG [--section.field value ...]` asks for, checked.
 
     `--help` documents every field, with CONFIG's values when it is given; `--print-config` prints
     the config as JSON; both exit.
 
-    Raises:   ConfigError for an unknown config or field.
+    Raises:   ConfigError for an unknown config or field, and all that `validation.check` finds.
     """
-    args = list(argv)
+    args, program = list(argv), f"python -m {prog}"
     name = args.pop(0) if args and not args[0].startswith("-") else None
-    asks_help = "--help" in args or "-h" in args
-    if name is None and not asks_help:
-        raise ConfigError("CONFIG", "", "is missing", f"give a .py file, or one of {known_configs()}")
+    if name is None and not asks_help(args):
+        fix = f"start with a .py file or one of {known_configs()}: {program} quickstart"
+        raise ConfigError("CONFIG", args[0] if args else "", "is missing", fix)
     print_config = "--print-config" in args
     args = [arg for arg in args if arg != "--print-config"]
     doc = f"{doc}\nCONFIG is a .py file, or one of {known_configs()}. --print-config shows it."
-    cfg = parse_overrides(load_config(name) if name else Config(), args, f"{prog} CONFIG", doc)
+    cfg = parse_overrides(load_config(name) if name else Config(), args, f"{program} CONFIG", doc)
+    check(cfg)
     if print_config:
         print(to_json(cfg), end="")
-        sys.exit(0)
+        sys.exit(guard.EXIT_OK)
     return cfg
 
 
@@ -51,7 +67,7 @@ def load_config(name: str) -> Config:
 
     A config file is code: it is imported and its `get_config()` is called. Run only your own.
 
-    Raises:   ConfigError when there is no such file or it has no get_config().
+    Raises:   ConfigError when there is no such file or its get_config() returns no Config.
     """
     path = Path(name) if name.endswith(".py") else CONFIGS / f"{name}.py"
     if not path.is_file():
@@ -63,46 +79,95 @@ def load_config(name: str) -> Config:
     spec.loader.exec_module(module)
     if not hasattr(module, "get_config"):
         raise ConfigError("CONFIG", name, "has no get_config()", "see configs/quickstart.py")
-    return module.get_config()
+    cfg = module.get_config()
+    if not isinstance(cfg, Config):
+        rule = f"must return a Config from get_config(), not a {type(cfg).__name__}"
+        raise ConfigError("CONFIG", name, rule, "see configs/quickstart.py")
+    return cfg
+
+
+# ------------------------------------------------------------------------------- overrides
 
 
 def parse_overrides(cfg: Config, args: Sequence[str], prog: str, description: str = "") -> Config:
-    """The config with `--section.field value` applied; `--help` documents every field.
+    """The config with `--section.field value` applied; `--help` documents every field and exits.
 
-    Raises:   ConfigError for an unknown field; exits with 2 on a value of the wrong type.
+    Raises:   ConfigError for an unknown field, a value that is missing or of the wrong type.
     """
-    parsed, unknown = tyro.cli(
+    if asks_help(args):
+        print_help(cfg, prog, description)
+        sys.exit(guard.EXIT_OK)
+    for path, text in _pairs(args):
+        cfg = replace(cfg, **{path: _read(text, field_types()[path])})
+        check_types(cfg)
+    return cfg
+
+
+def asks_help(args: Sequence[str]) -> bool:
+    """Whether a command line holds --help."""
+    return "--help" in args or "-h" in args
+
+
+def _pairs(args: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """(path, text) for each `--section.field text` or `--section.field=text`."""
+    rest = iter(args)
+    for arg in rest:
+        name, given, text = arg.removeprefix("--").partition("=")
+        path = name.replace("-", "_")
+        if not arg.startswith("--"):
+            raise ConfigError("command line", arg, "is not --section.field value", "see --help")
+        if not given:
+            text = next(rest, "--")
+        missing = not given and text.startswith("--")
+        if path not in field_types():
+            raise unknown_field(path, "" if missing else text, flag)
+        if missing:
+            leaf = next(leaf for leaf in leaf_paths() if leaf.startswith(path))
+            raise ConfigError(path, "", "needs a value", f"use {flag(leaf)} {default_of(leaf)}")
+        yield path, text
+
+
+_WORDS = {"true": True, "false": False}
+
+#: How text becomes a value of each type that a field can have.
+_READERS: Mapping[Any, Callable[[str], Any]] = {
+    int: int,
+    float: float,
+    str: str,
+    bool: lambda text: _WORDS[text.lower()],
+    NoneType: lambda text: {"none": None}[text.lower()],
+}
+
+
+def _read(text: str, hint: Any) -> Any:
+    """The text as a value of a field's type; as it is when it is none, for `check_types`."""
+    for option in typing.get_args(hint) or (hint,):  # the members of a union or a Literal
+        if option not in _READERS and str(option) == text:
+            return option
+        try:
+            return _READERS[option](text)
+        except (KeyError, ValueError):
+            continue
+    return text
+
+
+def print_help(cfg: Config, prog: str, description: str) -> None:
+    """Every field: its flag, type, meaning and value in `cfg`; inside a None, once that is set."""
+    import tyro
+
+    if cfg.model.rope_scaling is None:
+        cfg = replace(cfg, **{"model.rope_scaling": RopeScaling()})
+        description += "\nmodel.rope_scaling is None here; setting one of its fields turns it on."
+    else:
+        description += "\n--model.rope-scaling None turns it off."
+    tyro.cli(
         Config,
         default=cfg,
-        args=list(args),
+        args=["--help"],
         prog=prog,
         description=description,
-        return_unknown_args=True,
         config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff),
     )
-    if unknown:
-        _refuse_unknown(unknown, cfg)
-    return parsed
-
-
-def _refuse_unknown(unknown: Sequence[str], cfg: Config) -> NoReturn:
-    name = unknown[0].lstrip("-").split("=")[0]
-    value = unknown[0].partition("=")[2] or (unknown[1] if len(unknown) > 1 else "")
-    known = field_paths(cfg)
-    path = name.replace("-", "_")
-    near = difflib.get_close_matches(path, known, n=1, cutoff=0.5)
-    fix = f"did you mean --{near[0].replace('_', '-')}?" if near else "see --help"
-    raise ConfigError(name, value, "is not a field of the config", fix)
-
-
-def field_paths(node: Any, prefix: str = "") -> list[str]:
-    """Every leaf field of a config section, by path."""
-    paths: list[str] = []
-    for field in dataclasses.fields(node):
-        value = getattr(node, field.name)
-        path = prefix + field.name
-        paths += field_paths(value, path + ".") if dataclasses.is_dataclass(value) else [path]
-    return paths
 
 
 def run_program(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
@@ -113,17 +178,31 @@ def run_program(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     """
     try:
         code = main(sys.argv[1:]) or guard.EXIT_OK
+        sys.stdout.flush()
     except ConfigError as error:
-        print(f"config error: {error}", file=sys.stderr)
-        code = guard.EXIT_CONFIG
+        code = _say(f"config error: {error}", guard.EXIT_CONFIG)
     except guard.BadNumerics as error:
-        print(f"bad numerics: {error}", file=sys.stderr)
-        code = guard.EXIT_NUMERICS
+        code = _say(f"bad numerics: {error}", guard.EXIT_NUMERICS)
+    except BrokenPipeError:
+        code = _say("error: whatever read the output has closed it", guard.EXIT_ERROR)
     except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else guard.EXIT_ERROR
+        code = _code_of(stop)
     except BaseException:
         traceback.print_exc()
         code = guard.EXIT_ERROR
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
     os._exit(code)
+
+
+def _say(text: str, code: int) -> int:
+    print(text, file=sys.stderr)
+    return code
+
+
+def _code_of(stop: SystemExit) -> int:
+    """As Python would end: None is success, text is printed and is an error."""
+    if stop.code is None or isinstance(stop.code, int):
+        return stop.code or guard.EXIT_OK
+    return _say(str(stop.code), guard.EXIT_ERROR)

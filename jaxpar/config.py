@@ -244,6 +244,11 @@ def field_types(cls: Any = Config, prefix: str = "") -> dict[str, Any]:
     return found
 
 
+def leaf_paths() -> list[str]:
+    """Every field that is no section, by path, those of optional sections included."""
+    return [path for path, hint in field_types().items() if section_of(hint) is None]
+
+
 def default_of(path: str) -> Any:
     """A field's default; inside an optional section, what it is once that section is set."""
     node: Any = Config()
@@ -260,19 +265,27 @@ def _child(node: Any, key: str) -> Any:
 
 
 def unknown_field(path: str, value: Any, show: Callable[[str], str] = str) -> ConfigError:
-    """The error for a path that names no field, with the nearest one that does.
+    """The error for a path that names no field, with what was probably meant.
 
     Args:     show: how the reader would write a path.
     """
-    leaves = [name for name, hint in field_types().items() if section_of(hint) is None]
-    near = difflib.get_close_matches(path, leaves, n=1, cutoff=0.65)
-    section = path.rpartition(".")[0] + "."
-    beside = [name for name in leaves if name.startswith(section)]
-    names = near or beside or [field.name for field in dataclasses.fields(Config)]
-    what = "use" if near else "use one of" if beside else "name a field of one of"
-    return ConfigError(
-        path, value, "is not a field of the config", f"{what} {', '.join(map(show, names))}"
-    )
+    section, _, name = path.rpartition(".")
+    names = {known: known.rpartition(".")[2] for known in leaf_paths()}
+    beside = [known for known in names if known.startswith(section + ".")]
+    meant = [known for known in names if names[known] == name]
+    if not meant and beside:
+        near = difflib.get_close_matches(name, [names[known] for known in beside], n=1)
+        meant = [known for known in beside if names[known] in near]
+    elif not meant:
+        meant = difflib.get_close_matches(path, names, n=1)
+    if meant:
+        fix = "use " + " or ".join(map(show, meant))
+    elif beside:
+        fix = "use one of " + ", ".join(map(show, beside))
+    else:
+        sections = ", ".join(field.name for field in dataclasses.fields(Config))
+        fix = f"name it SECTION.FIELD, with a section of {sections}"
+    return ConfigError(path, value, "is not a field of the config", fix)
 
 
 def flag(path: str, value: Any = None) -> str:

@@ -67,11 +67,13 @@ def make_eval_step(
     return jax.jit(step)
 
 
-def make_gradient_step(cfg: Config, mesh: Mesh) -> Callable[[Any, Batch], tuple[Measured, Any]]:
+def make_gradient_step(
+    cfg: Config, mesh: Mesh, max_segments: int | None = None
+) -> Callable[[Any, Batch], tuple[Measured, Any]]:
     """The compiled (params, batch) -> (Measured, gradients), for checks."""
     specs = state_specs(cfg).params
     step = jax.shard_map(
-        functools.partial(loss_and_gradients, cfg, None),
+        functools.partial(loss_and_gradients, cfg, max_segments),
         mesh=mesh,
         in_specs=(specs, BATCH_SPEC),
         out_specs=(PartitionSpec(), specs),

@@ -1,16 +1,19 @@
 """Which configs can work: every rule in one place, checked before a device or a file is touched.
 
-`resolve` fills in what depends on the number of devices and raises `ConfigError` for the first
-broken rule. The rules are small functions, one per concern, each naming a field and a fix.
+`check` applies the rules that need no device, `resolve` those and the ones that do. Both raise
+`ConfigError` for the first broken rule, with a fix in the words of the command line: any one of
+its alternatives, joined by ", or", makes that rule hold. The rules are small functions, one per
+concern; what must divide what is one table, `_divisions`.
 """
 
 import dataclasses
+import difflib
 import math
 import types
 import typing
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from jaxpar.config import Config, ConfigError
+from jaxpar.config import Config, ConfigError, default_of, field_types, flag, section_of
 
 #: Values that the backward can find saved instead of recomputing, in the order of the forward.
 REMAT_NAMES = (
@@ -33,6 +36,14 @@ REMAT_POLICIES: dict[str, tuple[str, ...]] = {
     "full": (),
 }
 
+#: Seeds travel as int32.
+LARGEST_SEED = 2**31 - 1
+
+#: The axes besides data.
+_OTHER_AXES = tuple(
+    f"parallel.{axis}" for axis in "pipeline replica expert sequence tensor".split()
+)
+
 
 def resolve(cfg: Config, num_devices: int) -> Config:
     """The config with `parallel.data = -1` filled in, once every rule holds.
@@ -41,33 +52,53 @@ def resolve(cfg: Config, num_devices: int) -> Config:
     Returns:  a config whose mesh axes multiply to num_devices.
     Raises:   ConfigError: field, value, rule and fix of the first rule broken.
     """
-    _check_types(cfg, "")
-    for rule in (_counts, _rates, _model, _remat, _evaluation_and_checkpoint):
-        rule(cfg)
+    check(cfg)
     cfg = _fill_data_axis(cfg, num_devices)
-    for rule in (_tensor, _pipeline, _sequence, _sharding, _batch):
-        rule(cfg)
+    _divisibility(cfg)
     return cfg
+
+
+def check(cfg: Config) -> None:
+    """Every rule that needs no device, so that a program can fail before it starts one.
+
+    Raises:   ConfigError: field, value, rule and fix of the first rule broken.
+    """
+    check_types(cfg)
+    for rule in (_numbers, _places, _schedule, _model, _cudnn, _remat, _saving, _interleaving):
+        rule(cfg)
+    _divisibility(cfg)
+
+
+# ----------------------------------------------------------------------------------- types
+
+
+def check_types(cfg: Config) -> None:
+    """Raise ConfigError for the first field whose value is not of its type."""
+    _check_types(cfg, "")
 
 
 def _check_types(node: Any, prefix: str) -> None:
     hints = typing.get_type_hints(type(node))
     for field in dataclasses.fields(node):
-        value, path = getattr(node, field.name), prefix + field.name
+        value, path, hint = getattr(node, field.name), prefix + field.name, hints[field.name]
+        if not _fits(value, hint):
+            rule = f"must be {_describe(hint)}"
+            raise ConfigError(path, value, rule, f"use {_example(path, value, hint)}")
         if dataclasses.is_dataclass(value):
             _check_types(value, path + ".")
-        elif not _fits(value, hints[field.name]):
-            raise ConfigError(path, value, f"must be {_describe(hints[field.name])}", "change it")
 
 
 def _fits(value: Any, hint: Any) -> bool:
     if isinstance(hint, types.UnionType):
         return any(_fits(value, h) for h in typing.get_args(hint))
     if typing.get_origin(hint) is Literal:
-        return value in typing.get_args(hint) and not isinstance(value, bool)
+        return any(value == a and type(value) is type(a) for a in typing.get_args(hint))
     if hint is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     return isinstance(value, hint) and not (hint is int and isinstance(value, bool))
+
+
+_KINDS = {int: "a whole number", float: "a number", str: "text", bool: "True or False"}
 
 
 def _describe(hint: Any) -> str:
@@ -75,12 +106,36 @@ def _describe(hint: Any) -> str:
         return "one of " + ", ".join(map(str, typing.get_args(hint)))
     if isinstance(hint, types.UnionType):
         return " or ".join(_describe(h) for h in typing.get_args(hint))
-    return "None" if hint is type(None) else f"of type {hint.__name__}"
+    return "None" if hint is type(None) else _KINDS.get(hint, f"a {hint.__name__}")
 
 
-_AT_LEAST_ONE = """train.num_steps train.global_batch_size train.log_every data.seq_len data.prefetch
-model.num_layers model.d_model model.num_heads model.num_kv_heads model.head_dim model.d_ff
-model.vocab_size parallel.pipeline parallel.replica parallel.expert parallel.sequence
+def _example(path: str, value: Any, hint: Any) -> str:
+    """A setting of the right type: what was probably meant, or the default."""
+    section = section_of(hint)
+    if section is not None:
+        inner = next(p for p in field_types() if p.startswith(path + "."))
+        fields = flag(inner, default_of(inner))
+        return fields if section is hint else f"{flag(path)} None, or {fields}"
+    if typing.get_origin(hint) is Literal:
+        choices = {str(choice): choice for choice in typing.get_args(hint)}
+        near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
+        return flag(path, near[0] if near else default_of(path))
+    if hint in (int, float) and isinstance(value, str | float):
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        if number.is_integer():
+            return flag(path, int(number))
+    default = default_of(path)
+    return f"{flag(path)} {default}"
+
+
+# -------------------------------------------------------------------------- one field at a time
+
+_AT_LEAST_ONE = """train.num_steps train.global_batch_size train.log_every data.seq_len
+data.prefetch model.num_layers model.d_model model.num_heads model.num_kv_heads model.head_dim
+model.d_ff model.vocab_size parallel.pipeline parallel.replica parallel.expert parallel.sequence
 parallel.tensor parallel.num_microbatches parallel.virtual_stages checkpoint.keep
 evaluation.num_batches""".split()
 
@@ -101,204 +156,220 @@ def _get(cfg: Config, path: str) -> Any:
     return node
 
 
-def _require(ok: bool, cfg: Config, path: str, rule: str, fix: str) -> None:
+def _require(ok: bool, cfg: Config, path: str, rule: str, *ways: str) -> None:
     if not ok:
-        raise ConfigError(path, _get(cfg, path), rule, fix)
+        raise ConfigError(path, _get(cfg, path), rule, "use " + ", or ".join(ways))
 
 
-def _counts(cfg: Config) -> None:
+def _numbers(cfg: Config) -> None:
+    def require(ok: bool, path: str, rule: str, better: Any = None) -> None:
+        better = default_of(path) if better is None else better
+        _require(ok, cfg, path, rule, flag(path, default_of(path) if better is None else better))
+
+    for path in field_types():
+        if path.startswith("model.rope_scaling.") and cfg.model.rope_scaling is None:
+            continue
+        if isinstance(_get(cfg, path), float):
+            require(math.isfinite(_get(cfg, path)), path, "must be finite")
     for path in _AT_LEAST_ONE:
-        _require(_get(cfg, path) >= 1, cfg, path, "must be at least 1", "use a positive number")
+        require(_get(cfg, path) >= 1, path, "must be at least 1")
     for path in _AT_LEAST_ZERO:
-        _require(_get(cfg, path) >= 0, cfg, path, "must not be negative", "use 0 or more")
-    _require(
-        cfg.parallel.data >= 1 or cfg.parallel.data == -1,
-        cfg,
-        "parallel.data",
-        "must be at least 1, or -1 for the devices that are left",
-        "use -1",
-    )
-    _require(bool(cfg.run.dir), cfg, "run.dir", "must name a folder", "use --run.dir runs/NAME")
-
-
-def _rates(cfg: Config) -> None:
-    for path in (*_AT_LEAST_ONE, *_AT_LEAST_ZERO, *_ABOVE_ZERO, "optimizer.min_lr_ratio"):
-        _require(math.isfinite(_get(cfg, path)), cfg, path, "must be finite", "use a number")
+        require(_get(cfg, path) >= 0, path, "must not be negative", 0)
     for path in _ABOVE_ZERO:
-        _require(_get(cfg, path) > 0, cfg, path, "must be above 0", "use a small positive number")
+        require(_get(cfg, path) > 0, path, "must be above 0")
     for path in _BELOW_ONE:
-        fix = "use a value such as 0.9"
-        _require(0 <= _get(cfg, path) < 1, cfg, path, "must be in [0, 1)", fix)
-    opt = cfg.optimizer
-    in_unit = 0 <= opt.min_lr_ratio <= 1
-    _require(in_unit, cfg, "optimizer.min_lr_ratio", "must be in [0, 1]", "use a value such as 0.1")
-    _require(
-        opt.warmup_steps < cfg.train.num_steps or opt.warmup_steps == 0,
-        cfg,
-        "optimizer.warmup_steps",
-        f"must be below train.num_steps = {cfg.train.num_steps}",
-        f"use {cfg.train.num_steps // 10}, or train for longer",
-    )
+        require(0 <= _get(cfg, path) < 1, path, "must be at least 0 and below 1")
+    data, ratio, seed = cfg.parallel.data, cfg.optimizer.min_lr_ratio, cfg.train.seed
+    rule = "must be at least 1, or -1 for the devices that are left"
+    require(data >= 1 or data == -1, "parallel.data", rule)
+    require(0 <= ratio <= 1, "optimizer.min_lr_ratio", "must be at least 0 and at most 1")
+    rule = f"must be at most {LARGEST_SEED}"
+    require(seed <= LARGEST_SEED, "train.seed", rule, seed % (LARGEST_SEED + 1))
+
+
+# ----------------------------------------------------------------------- fields that go together
+
+
+def _places(cfg: Config) -> None:
+    for path in ("run.dir", "data.path"):
+        ok = bool(_get(cfg, path).strip())
+        _require(ok, cfg, path, "must name a folder", flag(path, default_of(path)))
+
+
+def _schedule(cfg: Config) -> None:
+    path, warmup, steps = "optimizer.warmup_steps", cfg.optimizer.warmup_steps, cfg.train.num_steps
+    rule = f"must be below train.num_steps = {steps}"
+    ways = flag(path, steps // 10), flag("train.num_steps", 10 * warmup)
+    _require(warmup < steps or warmup == 0, cfg, path, rule, *ways)
 
 
 def _model(cfg: Config) -> None:
-    m = cfg.model
-    _divides(cfg, "model.num_heads", m.num_kv_heads, "model.num_kv_heads", "every KV head")
-    _require(
-        m.head_dim % 2 == 0,
-        cfg,
-        "model.head_dim",
-        "must be even, since RoPE turns pairs of numbers",
-        f"use {m.head_dim + 1}",
-    )
-    window = m.sliding_window
-    _require(
-        window is None or window >= 1,
-        cfg,
-        "model.sliding_window",
-        "must be at least 1, or None for full attention",
-        "use None",
-    )
-    if m.attention_backend == "cudnn":
-        fits = m.head_dim % 8 == 0 and m.head_dim <= 256
-        rule = "must be a multiple of 8 up to 256 for attention_backend = cudnn"
-        _require(fits, cfg, "model.head_dim", rule, "use attention_backend reference")
-        rule = "cudnn computes in bfloat16 only, and model.dtype is float32"
-        fix = "use --model.dtype bfloat16, or attention_backend reference"
-        _require(m.dtype == "bfloat16", cfg, "model.attention_backend", rule, fix)
-    if m.rope_scaling is not None:
-        _rope_scaling(cfg)
+    path, head_dim = "model.head_dim", cfg.model.head_dim
+    rule = "must be even, since RoPE turns pairs of numbers"
+    _require(head_dim % 2 == 0, cfg, path, rule, flag(path, head_dim + 1))
+    path, window = "model.sliding_window", cfg.model.sliding_window
+    rule = "must be at least 1, or None for full attention"
+    _require(window is None or window >= 1, cfg, path, rule, f"{flag(path)} None")
+    scaling = cfg.model.rope_scaling
+    if scaling is None:
+        return
+    path = "model.rope_scaling.factor"
+    _require(scaling.factor >= 1, cfg, path, "must be at least 1", flag(path, 8.0))
+    path, original = "model.rope_scaling.original_max_position", scaling.original_max_position
+    _require(original >= 1, cfg, path, "must be at least 1", flag(path, 8192))
+    path, high = "model.rope_scaling.low_freq_factor", "model.rope_scaling.high_freq_factor"
+    rule = f"must be above 0 and below high_freq_factor = {scaling.high_freq_factor}"
+    ok = 0 < scaling.low_freq_factor < scaling.high_freq_factor
+    _require(ok, cfg, path, rule, f"{flag(path, 1.0)} {flag(high, 4.0)}")
 
 
-def _rope_scaling(cfg: Config) -> None:
-    s = cfg.model.rope_scaling
-    assert s is not None
-    name = "model.rope_scaling."
-    _require(s.factor >= 1, cfg, name + "factor", "must be at least 1", "use 8.0")
-    _require(
-        0 < s.low_freq_factor < s.high_freq_factor,
-        cfg,
-        name + "low_freq_factor",
-        f"must be above 0 and below high_freq_factor = {s.high_freq_factor}",
-        "use 1.0 and 4.0",
-    )
-    original = s.original_max_position
-    _require(original >= 1, cfg, name + "original_max_position", "must be at least 1", "use 8192")
+def _cudnn(cfg: Config) -> None:
+    m, p, path = cfg.model, cfg.parallel, "model.attention_backend"
+    if m.attention_backend != "cudnn":
+        return
+    auto = flag(path, "auto")
+    rule = "must be a multiple of 8 up to 256 for attention_backend = cudnn"
+    fits = flag("model.head_dim", min(-(-m.head_dim // 8) * 8, 256))
+    _require(m.head_dim % 8 == 0 and m.head_dim <= 256, cfg, "model.head_dim", rule, fits, auto)
+    rule = "computes in bfloat16 only, and model.dtype is float32"
+    _require(m.dtype == "bfloat16", cfg, path, rule, flag("model.dtype", "bfloat16"), auto)
+    rule = f"needs the text's own order, which parallel.context = {p.context} does not keep"
+    ok = p.sequence == 1 or p.context == "ulysses"
+    _require(ok, cfg, path, rule, flag("parallel.context", "ulysses"), auto)
 
 
 def _remat(cfg: Config) -> None:
-    remat = cfg.parallel.remat
-    unknown = [n for n in remat.split(",") if n not in REMAT_NAMES]
-    _require(
-        remat in REMAT_POLICIES or not unknown,
-        cfg,
-        "parallel.remat",
-        f"must be one of {', '.join(REMAT_POLICIES)}, or names joined by commas",
-        f"choose names from {', '.join(REMAT_NAMES)}",
-    )
+    path, names = "parallel.remat", cfg.parallel.remat.split(",")
+    policy = next((name.strip() for name in names if name.strip() in REMAT_POLICIES), None)
+    near = [m for name in names for m in difflib.get_close_matches(name, REMAT_NAMES, n=1)]
+    policies, known = ", ".join(REMAT_POLICIES), ", ".join(REMAT_NAMES)
+    rule = f"must be one of {policies}, or names joined by commas from {known}"
+    ok = cfg.parallel.remat in REMAT_POLICIES or set(names) <= set(REMAT_NAMES)
+    _require(ok, cfg, path, rule, flag(path, policy or ",".join(near) or "dots"))
 
 
-def _evaluation_and_checkpoint(cfg: Config) -> None:
-    every, keep_every = cfg.checkpoint.every, cfg.checkpoint.keep_every
-    _require(
-        keep_every == 0 or (every > 0 and keep_every % every == 0),
-        cfg,
+def _saving(cfg: Config) -> None:
+    path, every, keep_every = (
         "checkpoint.keep_every",
-        f"must be a multiple of checkpoint.every = {every}",
-        f"use {max(every, 1) * 10}, or 0",
+        cfg.checkpoint.every,
+        cfg.checkpoint.keep_every,
     )
-    _require(
-        cfg.checkpoint.resume != "must" or every > 0,
-        cfg,
-        "checkpoint.resume",
-        "needs checkpoints, and checkpoint.every is 0",
-        "use --checkpoint.every 500",
-    )
+    never, needs = flag(path, 0), "needs checkpoints, and checkpoint.every is 0"
+    some = flag("checkpoint.every", keep_every or 500)
+    _require(keep_every == 0 or every > 0, cfg, path, needs, some, never)
+    if every > 0:
+        rule = f"must be a multiple of checkpoint.every = {every}"
+        more = flag(path, -(-keep_every // every) * every)
+        _require(keep_every % every == 0, cfg, path, rule, more, never)
+    path = "checkpoint.resume"
+    ok = cfg.checkpoint.resume != "must" or every > 0
+    _require(ok, cfg, path, needs, some, flag(path, "auto"))
+
+
+def _interleaving(cfg: Config) -> None:
+    p, path = cfg.parallel, "parallel.virtual_stages"
+    rule = "interleaves a pipeline, and parallel.pipeline is 1"
+    ways = flag(path, 1), flag("parallel.pipeline", 2)
+    _require(p.virtual_stages == 1 or p.pipeline > 1, cfg, path, rule, *ways)
+
+
+# ---------------------------------------------------------------------------- what divides what
+
+
+class _Division(NamedTuple):
+    """`path` must be divisible by the product of the fields `by`, times `times`."""
+
+    path: str
+    by: tuple[str, ...]
+    why: str
+    times: int = 1
+
+    def divisor(self, cfg: Config) -> int:
+        """The product; `parallel.data` counts once it is known."""
+        return self.times * math.prod(max(_get(cfg, path), 1) for path in self.by)
+
+
+def _divisions(cfg: Config) -> list[_Division]:
+    p = cfg.parallel
+    kv_heads, tensor, pipeline = "model.num_kv_heads", "parallel.tensor", "parallel.pipeline"
+    sequence, data, expert = "parallel.sequence", "parallel.data", "parallel.expert"
+    rows = ("parallel.replica", data, expert, "parallel.num_microbatches")
+    cut, zigzag = p.sequence > 1, p.sequence > 1 and p.context != "ulysses"
+    halves = "in zigzag order, each half of a shard" if zigzag else "each shard of a sequence"
+    table = [
+        _Division("model.num_heads", (kv_heads,), "each KV head gets as many query heads"),
+        _Division("model.num_heads", (tensor,), "each tensor rank gets as many heads"),
+        _Division(kv_heads, (tensor,), "each tensor rank gets as many KV heads"),
+        _Division("model.d_ff", (tensor,), "each tensor rank gets an equal part"),
+        _Division(
+            "model.num_layers", (pipeline, "parallel.virtual_stages"), "each stage is as deep"
+        ),
+        _Division("model.vocab_size", (tensor, pipeline), "each vocabulary shard is as large"),
+        _Division("data.seq_len", (sequence, tensor), f"{halves} is as long", 1 + zigzag),
+        _Division("model.d_model", (data, expert, sequence), "parameters are sharded on it"),
+        _Division("train.global_batch_size", rows, "each microbatch of a shard has as many rows"),
+    ]
+    if cut and p.context == "ulysses":
+        why = "ulysses trades the sequence split for one of heads"
+        table.append(_Division("model.num_heads", (tensor, sequence), why))
+    if p.virtual_stages > 1:
+        why = "interleaved stages work in whole rounds"
+        table.append(_Division("parallel.num_microbatches", (pipeline,), why))
+    return table
+
+
+def _divisibility(cfg: Config) -> None:
+    table = _divisions(cfg)
+    for rule in table:
+        value, divisor = _get(cfg, rule.path), rule.divisor(cfg)
+        if value % divisor == 0:
+            continue
+        whole = math.lcm(*(other.divisor(cfg) for other in table if other.path == rule.path))
+        factors = [path for path in rule.by if _get(cfg, path) > 1]
+        product = " * ".join(([str(rule.times)] if rule.times > 1 else []) + factors)
+        fix = f"use {flag(rule.path, -(-value // whole) * whole)}"
+        if rule.times == 1 and len(factors) == 1 and factors != ["parallel.data"]:
+            fix += f", or {flag(factors[0], _largest_divisor(value, divisor))}"
+        why = f"must be divisible by {product} = {divisor}, since {rule.why}"
+        raise ConfigError(rule.path, value, why, fix)
+
+
+def _largest_divisor(value: int, at_most: int) -> int:
+    return max(n for n in range(1, at_most + 1) if value % n == 0)
+
+
+# ----------------------------------------------------------------------------------- devices
 
 
 def _fill_data_axis(cfg: Config, num_devices: int) -> Config:
-    p = cfg.parallel
-    rest = p.pipeline * p.replica * p.expert * p.sequence * p.tensor
-    if p.data == -1:
-        _require(
-            num_devices % rest == 0,
-            cfg,
-            "parallel.data",
-            f"-1 takes the devices that are left, but the other axes multiply to {rest}, "
-            f"which does not divide {num_devices} devices",
-            "choose axes whose product divides the number of devices",
-        )
+    """The config with `parallel.data` known, once the axes multiply to the devices."""
+    p, smaller = cfg.parallel, _smaller_axes(cfg, num_devices)
+    rest = math.prod(_get(cfg, path) for path in _OTHER_AXES)
+    fewer = [flag(path, size) for path, size in smaller.items()]
+    devices = "1 device" if num_devices == 1 else f"{num_devices} devices"
+    if p.data == -1 and not smaller:
         return dataclasses.replace(cfg, parallel=dataclasses.replace(p, data=num_devices // rest))
-    _require(
-        p.data * rest == num_devices,
-        cfg,
-        "parallel.data",
-        f"the mesh axes multiply to {p.data * rest}, and there are {num_devices} devices",
-        "use --parallel.data -1 to take the devices that are left",
-    )
+    if p.data == -1:
+        path, needed = next(iter(smaller)), rest
+        rule = f"the axes besides data multiply to {rest}, which does not divide {devices}"
+    else:
+        path, needed = "parallel.data", p.data * rest
+        rule = f"the mesh axes multiply to {needed}, and there are {devices}"
+        fewer.append(flag("parallel.data", -1))
+    ways = [" ".join(fewer)]
+    if needed > num_devices or cfg.run.cpu_devices:
+        ways.append(f"{flag('run.cpu_devices', needed)} to simulate them")
+    _require(needed == num_devices, cfg, path, rule, *ways)
     return cfg
 
 
-def _divides(cfg: Config, path: str, by: int, by_name: str, why: str) -> None:
-    value = _get(cfg, path)
-    good = ", ".join(str(n) for n in range(1, value + 1) if value % n == 0)
-    few = good if len(good) < 80 else good[:77] + "..."
-    _require(
-        value % by == 0,
-        cfg,
-        path,
-        f"must be divisible by {by_name} = {by} ({why} gets an equal part)",
-        f"use {-(-value // by) * by} here, or {by_name} from {few}",
-    )
-
-
-def _tensor(cfg: Config) -> None:
-    tensor = cfg.parallel.tensor
-    for path in ("model.num_heads", "model.num_kv_heads", "model.d_ff"):
-        _divides(cfg, path, tensor, "parallel.tensor", "every tensor rank")
-
-
-def _pipeline(cfg: Config) -> None:
-    p = cfg.parallel
-    stages = p.pipeline * p.virtual_stages
-    _require(
-        p.virtual_stages == 1 or p.pipeline > 1,
-        cfg,
-        "parallel.virtual_stages",
-        "interleaves a pipeline, and parallel.pipeline is 1",
-        "use --parallel.virtual-stages 1",
-    )
-    name = "parallel.pipeline * parallel.virtual_stages"
-    _divides(cfg, "model.num_layers", stages, name, "every stage")
-    vocab_name = "parallel.tensor * parallel.pipeline"
-    _divides(cfg, "model.vocab_size", p.tensor * p.pipeline, vocab_name, "every vocabulary shard")
-    if p.virtual_stages > 1:
-        why = "interleaving needs whole rounds: every stage"
-        _divides(cfg, "parallel.num_microbatches", p.pipeline, "parallel.pipeline", why)
-
-
-def _sequence(cfg: Config) -> None:
-    p = cfg.parallel
-    zigzag = p.sequence > 1 and p.context != "ulysses"
-    parts = p.sequence * p.tensor * (2 if zigzag else 1)
-    name = "parallel.sequence * parallel.tensor" + (" * 2" if zigzag else "")
-    why = "zigzag order: each half of every shard" if zigzag else "every sequence shard"
-    _divides(cfg, "data.seq_len", parts, name, why)
-    if p.context == "ulysses" and p.sequence > 1:
-        heads = p.tensor * p.sequence
-        name = "parallel.tensor * parallel.sequence"
-        _divides(cfg, "model.num_heads", heads, name, "ulysses trades sequence for heads: each rank")
-
-
-def _sharding(cfg: Config) -> None:
-    p = cfg.parallel
-    ways = p.data * p.expert * p.sequence
-    name = "parallel.data * parallel.expert * parallel.sequence"
-    _divides(cfg, "model.d_model", ways, name, "parameters are sharded on it: every shard")
-
-
-def _batch(cfg: Config) -> None:
-    p = cfg.parallel
-    parts = p.replica * p.data * p.expert * p.num_microbatches
-    name = "parallel.replica * data * expert * num_microbatches"
-    _divides(cfg, "train.global_batch_size", parts, name, "every microbatch of every shard")
+def _smaller_axes(cfg: Config, num_devices: int) -> dict[str, int]:
+    """The axes besides `data` that must shrink for their product to divide the devices."""
+    smaller, left = {}, num_devices
+    for path in _OTHER_AXES:
+        size = _get(cfg, path)
+        fits = _largest_divisor(left, size)
+        left //= fits
+        if fits != size:
+            smaller[path] = fits
+    return smaller

@@ -1,0 +1,239 @@
+"""Attention on the CPU: the reference backend against plain autodiff, and the choice of backends.
+
+The masks are drawn at random: positions in any order, documents, windows, grouped heads, other
+numbers of keys than of queries, queries that see no key. `test_attention_gpu.py` compares the
+other backends with the reference one.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpar.kernels.attention import AttentionMask, attention, backend_for, backward, forward
+from jaxpar.kernels.attention.mask import allowed
+from jaxpar.kernels.attention.reference import EMPTY_LSE
+
+SEEDS = range(24)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    mask: AttentionMask
+    d_out: jax.Array
+    d_lse: jax.Array
+
+
+def random_case(seed: int, dtype=np.float32) -> Case:
+    """Shapes and a mask drawn from a seed."""
+    rng = np.random.default_rng(seed)
+    B, G, repeat = rng.integers(1, 3), rng.integers(1, 4), rng.integers(1, 4)
+    T, S, K = rng.integers(1, 20), rng.integers(1, 20), 2 * rng.integers(1, 6)
+    H = G * repeat
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
+    positions = lambda n: rng.integers(0, 24, (B, n), dtype=np.int32)  # noqa: E731
+    documents = lambda n: rng.integers(1, 4, (B, n), dtype=np.int32)  # noqa: E731
+    packed = rng.random() < 0.6
+    mask = AttentionMask(
+        q_positions=positions(T),
+        kv_positions=positions(S),
+        q_segments=documents(T) if packed else None,
+        kv_segments=documents(S) if packed else None,
+        window=int(rng.integers(1, 16)) if rng.random() < 0.4 else None,
+    )
+    d_lse = jnp.asarray(rng.normal(size=(B, H, T)), jnp.float32)
+    k, v = normal(B, S, G, K), normal(B, S, G, K)
+    return Case(normal(B, T, H, K), k, v, mask, normal(B, T, H, K), d_lse)
+
+
+def spelt_out(mask: AttentionMask) -> np.ndarray:
+    """bool [B, T, S], query by query and key by key."""
+    B, T = mask.q_positions.shape
+    seen = np.zeros((B, T, mask.kv_positions.shape[1]), bool)
+    for b, t, s in np.ndindex(seen.shape):
+        back = int(mask.q_positions[b, t]) - int(mask.kv_positions[b, s])
+        one_document = mask.q_segments is None or mask.q_segments[b, t] == mask.kv_segments[b, s]
+        near = mask.window is None or back < mask.window
+        seen[b, t, s] = back >= 0 and near and one_document
+    return seen
+
+
+def plain(q, k, v, seen):
+    """(out, lse) as one would write it for autodiff; a query that sees nothing gives (0, -1e30)."""
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    scores = jnp.einsum("bthk,bshk->bhts", q, k) / math.sqrt(q.shape[-1])
+    sees = seen.any(-1)[:, None, :]
+    # A row without keys gets a harmless one, lest its NaN reach the gradients of the others.
+    shown = seen[:, None] | ~sees[..., None]
+    scores = jnp.where(shown, scores, -jnp.inf)
+    out = jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(scores, axis=-1), v)
+    lse = jax.nn.logsumexp(scores, axis=-1)
+    return jnp.where(sees.transpose(0, 2, 1)[..., None], out, 0), jnp.where(sees, lse, EMPTY_LSE)
+
+
+def assert_close(found, wanted, tolerance):
+    for a, b in zip(found, wanted, strict=True):
+        assert a.shape == b.shape
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.abs(a - b).max() <= tolerance * max(1, np.abs(b).max())
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_mask(seed):
+    mask = random_case(seed).mask
+    np.testing.assert_array_equal(allowed(mask), spelt_out(mask))
+
+
+def test_the_random_masks_cover_what_they_should():
+    cases = [random_case(seed) for seed in SEEDS]
+    seen = [spelt_out(c.mask) for c in cases]
+    assert any((~s.any(-1)).any() and s.any() for s in seen), "a query without keys"
+    assert any(not s.any() for s in seen), "nothing to see at all"
+    assert any(c.q.shape[1] != c.k.shape[1] for c in cases)
+    assert any(1 < c.k.shape[2] < c.q.shape[2] for c in cases), "grouped queries"
+    assert {(c.mask.window is None, c.mask.q_segments is None) for c in cases} == {
+        (a, b) for a in (True, False) for b in (True, False)
+    }
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_forward_and_backward(seed):
+    """Gradients of `out` and of the log-sum-exp at once."""
+    c, seen = random_case(seed), spelt_out(random_case(seed).mask)
+    run = lambda q, k, v: attention(q, k, v, c.mask, backend="reference")  # noqa: E731
+    found, vjp = jax.vjp(run, c.q, c.k, c.v)
+    wanted, plain_vjp = jax.vjp(lambda q, k, v: plain(q, k, v, seen), c.q, c.k, c.v)
+    assert_close(found[:1], wanted[:1], 2e-6)
+    sees = np.broadcast_to(seen.any(-1)[:, None], found[1].shape)
+    np.testing.assert_allclose(found[1][sees], wanted[1][sees], rtol=2e-6, atol=2e-6)
+    assert (np.asarray(found[1])[~sees] == np.float32(EMPTY_LSE)).all()
+    assert_close(vjp((c.d_out, c.d_lse)), plain_vjp((c.d_out, c.d_lse)), 1e-5)
+
+
+@pytest.mark.parametrize("seed", SEEDS[:6])
+def test_bfloat16(seed):
+    c, exact = random_case(seed, jnp.bfloat16), random_case(seed)
+    run = lambda q, k, v: attention(q, k, v, c.mask, backend="reference")  # noqa: E731
+    (out, lse), vjp = jax.vjp(run, c.q, c.k, c.v)
+    grads = vjp((c.d_out, c.d_lse))
+    assert out.dtype == jnp.bfloat16 and lse.dtype == jnp.float32
+    assert all(g.dtype == jnp.bfloat16 for g in grads)
+    seen = spelt_out(c.mask)
+    (wanted, _), plain_vjp = jax.vjp(
+        lambda q, k, v: plain(q, k, v, seen), exact.q, exact.k, exact.v
+    )
+    assert_close([out, *grads], [wanted, *plain_vjp((exact.d_out, exact.d_lse))], 4e-2)
+
+
+def test_a_query_that_sees_no_key_gives_and_takes_nothing():
+    c = random_case(0)
+    B, T, S = *c.mask.q_positions.shape, c.mask.kv_positions.shape[1]
+    late = dataclasses.replace(c.mask, kv_positions=np.full((B, S), 99, np.int32))
+    run = lambda q, k, v: attention(q, k, v, late, backend="reference")  # noqa: E731
+    (out, lse), vjp = jax.vjp(run, c.q, c.k, c.v)
+    assert (out == 0).all() and (lse == EMPTY_LSE).all() and T == out.shape[1]
+    assert all((g == 0).all() for g in vjp((c.d_out, c.d_lse)))
+
+
+@pytest.mark.parametrize("seed", SEEDS[:6])
+def test_shares_of_the_keys_add_up(seed):
+    """What a ring relies on: with the output and log-sum-exp of all keys, parts of dq add up."""
+    c = random_case(seed)
+    out, lse = forward(c.q, c.k, c.v, c.mask, "reference")
+    whole = backward(c.q, c.k, c.v, c.mask, out, lse, c.d_out, c.d_lse, "reference")
+    cut = c.k.shape[1] // 2
+
+    def share(keys: slice):
+        part = lambda x: None if x is None else x[:, keys]  # noqa: E731
+        mask = dataclasses.replace(
+            c.mask,
+            kv_positions=part(c.mask.kv_positions),
+            kv_segments=part(c.mask.kv_segments),
+        )
+        rest = out, lse, c.d_out, c.d_lse, "reference"
+        return backward(c.q, part(c.k), part(c.v), mask, *rest)
+
+    if cut:
+        first, second = share(slice(0, cut)), share(slice(cut, None))
+        assert_close([first[0] + second[0]], whole[:1], 1e-6)
+        joined = [np.concatenate(pair, axis=1) for pair in zip(first[1:], second[1:], strict=True)]
+        assert_close(joined, whole[1:], 1e-6)
+
+
+def test_keys_out_of_sight_have_no_influence():
+    """Not even a large or infinite one."""
+    c = random_case(3)
+    seen = spelt_out(c.mask)
+    unseen = ~seen.any(axis=1)
+    assert unseen.any() and seen.any()
+    run = lambda k, v: attention(c.q, k, v, c.mask, backend="reference")[0]  # noqa: E731
+    changed = run(*(jnp.where(unseen[..., None, None], 1e4, x) for x in (c.k, c.v)))
+    np.testing.assert_array_equal(run(c.k, c.v), changed)
+
+
+# --------------------------------------------------------------------------------- refusals
+
+
+def request(T=8, S=8, H=4, G=2, K=8, B=2, dtype=jnp.bfloat16, **mask):
+    q, k = jnp.zeros((B, T, H, K), dtype), jnp.zeros((B, S, G, K), dtype)
+    positions = lambda n: jnp.broadcast_to(jnp.arange(n), (B, n))  # noqa: E731
+    return q, k, k, AttentionMask(positions(T), positions(S), **mask)
+
+
+def test_bad_shapes_are_refused():
+    q, k, v, mask = request()
+    short = AttentionMask(mask.q_positions[:, :5], mask.kv_positions)
+    for bad, message in [
+        ((q[0], k, v, mask), r"want q \[B,T,H,K\]"),
+        ((q, k, v[:, :4], mask), r"want q \[B,T,H,K\]"),
+        ((q[:1], k, v, mask), "differ in batch or head dim"),
+        ((q[..., :4], k, v, mask), "differ in batch or head dim"),
+        ((q[:, :, :3], k, v, mask), "3 query heads are not divisible by 2 KV heads"),
+        ((q, k, v, short), "do not fit"),
+        ((q, k, v, dataclasses.replace(mask, window=0)), "window = 0 must be at least 1"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            attention(*bad, backend="reference")
+
+
+CUDNN_REFUSES = {
+    "a CPU": (request(in_order=True), "cpu", "needs an NVIDIA GPU, and the platform is cpu"),
+    "float32": (request(in_order=True, dtype=jnp.float32), "gpu", "q is float32"),
+    "odd head dims": (request(in_order=True, K=12), "gpu", "multiples of 8 up to 256.* is 12"),
+    "wide heads": (request(in_order=True, K=264), "gpu", "multiples of 8 up to 256.* is 264"),
+    "other orders": (request(), "gpu", "only the text's own order"),
+    "documents without a bound": (
+        request(in_order=True, q_segments=jnp.ones((2, 8)), kv_segments=jnp.ones((2, 8))),
+        "gpu",
+        "max_segments is not given",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CUDNN_REFUSES)
+def test_cudnn_refuses_and_names_who_can(name):
+    (q, k, _, mask), platform, why = CUDNN_REFUSES[name]
+    with pytest.raises(ValueError, match=rf"'cudnn': .*{why}.*Can serve it: .*reference"):
+        backend_for("cudnn", q, k, mask, platform)
+    assert backend_for("auto", q, k, mask, platform) != "cudnn"
+
+
+def test_auto_takes_cudnn_where_it_can():
+    q, k, _, mask = request(in_order=True)
+    assert backend_for("auto", q, k, mask, "gpu") == "cudnn"
+    packed = jnp.ones((2, 8), jnp.int32)
+    mask = dataclasses.replace(mask, q_segments=packed, kv_segments=packed, max_segments=1)
+    assert backend_for("auto", q, k, mask, "gpu") == "cudnn"
+    assert backend_for("auto", q, k, mask, "cpu") == "reference"
+
+
+def test_an_unknown_backend_is_refused():
+    q, k, v, mask = request()
+    with pytest.raises(ValueError, match=r"'flash' is none of .*cudnn, reference"):
+        attention(q, k, v, mask, backend="flash")

@@ -1,0 +1,163 @@
+"""Cross entropy over a split vocabulary, against `jax.nn.log_softmax` of whole logits."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jaxpar.axes import TOKEN_AXES, VOCAB_AXES
+from jaxpar.batch import IGNORED
+from jaxpar.config import ParallelConfig
+from jaxpar.model import loss
+from jaxpar.parallel.collectives import varying
+from jaxpar.parallel.mesh import make_mesh
+
+N, D, V = 24, 8, 16
+"""Tokens, width, vocabulary."""
+
+MESHES = {
+    "whole": {},
+    "tensor": {"tensor": 4},
+    "pipeline": {"pipeline": 4},
+    "tensor and pipeline": {"tensor": 2, "pipeline": 2},
+    "tensor and tokens": {"tensor": 2, "data": 2, "sequence": 2},
+}
+
+
+def mesh_of(devices, sizes: dict):
+    parallel = ParallelConfig(**{"data": 1} | sizes)
+    return make_mesh(parallel, devices[: np.prod([*sizes.values(), 1], dtype=int)])
+
+
+def inputs(dtype=np.float32):
+    rng = np.random.default_rng(0)
+    h, head = rng.normal(size=(N, D)), rng.normal(size=(D, V))
+    labels = rng.integers(0, V, N).astype(np.int32)
+    labels[[0, 7, N - 1]] = IGNORED
+    return jnp.asarray(h, dtype), jnp.asarray(head, dtype), labels
+
+
+def on_mesh(mesh, z_loss: float, h, head, labels, cotangent=1.0):
+    """((loss + z-loss, loss), gradient of h, gradient of head), all global."""
+
+    def local(h, head, labels):
+        run = functools.partial(loss.cross_entropy, labels_N=labels, z_loss=z_loss)
+        sums, vjp = jax.vjp(run, varying(h), varying(head))
+        # A gradient of the second sum would add to the first's, if there were one.
+        d_h, d_head = vjp((jnp.full_like(sums[0], cotangent), jnp.full_like(sums[1], 100.0)))
+        d_h = lax.psum(d_h.astype(jnp.float32), VOCAB_AXES)
+        return lax.psum(sums, TOKEN_AXES), d_h, lax.psum(d_head, TOKEN_AXES)
+
+    tokens, columns = PartitionSpec(TOKEN_AXES), PartitionSpec(None, VOCAB_AXES)
+    specs = dict(in_specs=(tokens, columns, tokens), out_specs=(PartitionSpec(), tokens, columns))
+    return jax.jit(jax.shard_map(local, mesh=mesh, **specs))(h, head, labels)
+
+
+def plain(z_loss: float, h, head, labels, cotangent=1.0):
+    """The same of whole logits, by autodiff."""
+
+    def sums(h, head):
+        logits = jnp.dot(h, head, preferred_element_type=jnp.float32)
+        weight = labels != IGNORED
+        chosen = jnp.take_along_axis(
+            jax.nn.log_softmax(logits), np.maximum(labels, 0)[:, None], axis=1
+        )[:, 0]
+        nll = -jnp.sum(jnp.where(weight, chosen, 0))
+        z = jnp.sum(jnp.where(weight, jax.nn.logsumexp(logits, axis=-1) ** 2, 0))
+        return nll + z_loss * z, nll
+
+    total, vjp, nll = jax.vjp(sums, h, head, has_aux=True)
+    return (total, nll), *vjp(jnp.float32(cotangent))
+
+
+def assert_close(found, wanted, tolerance=2e-6):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(b).max())
+
+
+def chunks_of(monkeypatch, tokens: int, vocab_shard: int) -> None:
+    """Let a chunk hold so many tokens."""
+    monkeypatch.setattr(loss, "CHUNK_BYTES", tokens * vocab_shard * 4)
+    assert loss.num_chunks(N, vocab_shard) == N // tokens
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+@pytest.mark.parametrize("name", MESHES)
+def test_value_and_gradients(name, z_loss, devices):
+    arrays = inputs()
+    found = on_mesh(mesh_of(devices, MESHES[name]), z_loss, *arrays)
+    assert_close(found, plain(z_loss, *arrays))
+
+
+@pytest.mark.parametrize("tokens", [1, 6, 12])
+@pytest.mark.parametrize("name", ["whole", "tensor and pipeline"])
+def test_chunks_add_up(name, tokens, devices, monkeypatch):
+    arrays = inputs()
+    chunks_of(monkeypatch, tokens, V if name == "whole" else V // 4)
+    found = on_mesh(mesh_of(devices, MESHES[name]), 0.1, *arrays, cotangent=0.25)
+    assert_close(found, plain(0.1, *arrays, cotangent=0.25))
+
+
+def test_large_logits_do_not_overflow(devices):
+    h, head, labels = inputs()
+    arrays = h * 50, head, labels
+    found = on_mesh(mesh_of(devices, MESHES["tensor"]), 0.0, *arrays)
+    assert np.isfinite(found[0][0])
+    assert_close(found, plain(0.0, *arrays))
+
+
+def test_ignored_labels_count_for_nothing(devices):
+    h, head, labels = inputs()
+    mesh = mesh_of(devices, MESHES["tensor and pipeline"])
+    _, d_h, _ = on_mesh(mesh, 0.1, h, head, labels)
+    assert (np.asarray(d_h)[labels == IGNORED] == 0.0).all()
+    assert (np.abs(np.asarray(d_h)[labels != IGNORED]).max(axis=1) > 0).all()
+    sums, *grads = on_mesh(mesh, 0.1, h, head, np.full_like(labels, IGNORED))
+    assert all((np.asarray(a) == 0.0).all() for a in (*sums, *grads))
+
+
+def test_bfloat16_keeps_sums_in_float32(devices):
+    arrays = inputs(jnp.bfloat16)
+    (total, nll), d_h, d_head = on_mesh(mesh_of(devices, MESHES["tensor"]), 0.1, *arrays)
+    assert total.dtype == nll.dtype == jnp.float32 and d_head.dtype == jnp.bfloat16
+    wanted = plain(0.1, *arrays)
+    assert_close((total, nll), wanted[0], 1e-6)
+    assert_close((d_h, d_head), wanted[1:], 2e-2)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "vocab_shard", "chunk_bytes", "chunks"),
+    [
+        (24, 16, 1 << 30, 1),
+        (24, 16, 24 * 16 * 4, 1),
+        (24, 16, 24 * 16 * 4 - 1, 2),
+        (24, 16, 5 * 16 * 4, 6),  # 24 / 5 rounded up is 5, which does not divide 24
+        (7, 16, 6 * 16 * 4, 7),
+        (24, 16, 16 * 4, 24),  # a token at a time
+    ],
+)
+def test_number_of_chunks(num_tokens, vocab_shard, chunk_bytes, chunks, monkeypatch):
+    monkeypatch.setattr(loss, "CHUNK_BYTES", chunk_bytes)
+    assert loss.num_chunks(num_tokens, vocab_shard) == chunks
+
+
+def temporary_bytes(mesh, tokens: int, vocab: int) -> int:
+    """Of value and gradients in one compiled program."""
+    h = jax.ShapeDtypeStruct((tokens, D), jnp.float32)
+    head = jax.ShapeDtypeStruct((D, vocab), jnp.float32)
+    labels = jax.ShapeDtypeStruct((tokens,), jnp.int32)
+    lowered = jax.jit(functools.partial(on_mesh, mesh, 0.1)).lower(h, head, labels)
+    return lowered.compile().memory_analysis().temp_size_in_bytes
+
+
+def test_logits_are_never_whole(devices, monkeypatch):
+    tokens, vocab = 512, 4096
+    logits, mesh = tokens * vocab * 4, mesh_of(devices, {})
+    assert temporary_bytes(mesh, tokens, vocab) > logits, "the measure sees them when they are"
+    monkeypatch.setattr(loss, "CHUNK_BYTES", logits // 16)
+    assert temporary_bytes(mesh, tokens, vocab) < logits / 3
