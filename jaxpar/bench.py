@@ -7,6 +7,7 @@ a card: the figures with the conditions they hold under.
 import argparse
 import dataclasses
 import hashlib
+import itertools
 import json
 import statistics
 import subprocess
@@ -48,7 +49,7 @@ def measure(run: Run, steps: int) -> dict[str, Any]:
             times.append(time.perf_counter())
         pending = measured
     batches.close()
-    seconds = [b - a for a, b in zip(times, times[1:], strict=False)][WARM_UP - 1 :]
+    seconds = [b - a for a, b in itertools.pairwise(times)][WARM_UP - 1 :]
     return {
         "step_seconds": {
             "median": statistics.median(seconds),
@@ -61,7 +62,7 @@ def measure(run: Run, steps: int) -> dict[str, Any]:
     }
 
 
-def card(run: Run, measured: dict[str, Any], environment: list[str]) -> dict[str, Any]:
+def card(run: Run, measured: dict[str, Any], environment: list[str], commit: str) -> dict[str, Any]:
     """The figures with everything they depend on."""
     cfg, devices = run.cfg, jax.device_count()
     tokens = cfg.train.global_batch_size * cfg.data.seq_len
@@ -81,7 +82,7 @@ def card(run: Run, measured: dict[str, Any], environment: list[str]) -> dict[str
         **runtime.versions(),
         "gpu": gpu_facts(),
         "environment": environment,
-        "commit": commit(),
+        "commit": commit,
         "config_sha256": hashlib.sha256(to_json(cfg).encode()).hexdigest(),
         "config": dataclasses.asdict(cfg),
     }
@@ -96,7 +97,7 @@ def gpu_facts() -> str:
         return ""
 
 
-def commit() -> str:
+def checked_out_commit() -> str:
     """The commit of the source, with "+" when files differ from it; empty outside a checkout."""
     here = Path(__file__).resolve().parent
     git = ["git", "-C", str(here), "describe", "--always", "--dirty=+", "--abbrev=12"]
@@ -128,6 +129,7 @@ def read_command(argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
     parser.add_argument("what", choices=["train"])
     parser.add_argument("--steps", type=int, default=20, help="steps to time (20)")
     parser.add_argument("--card", help="file to write the card to, as JSON")
+    parser.add_argument("--commit", help="commit to put on the card, where there is no checkout")
     options, rest = parser.parse_known_args(argv)
     if options.steps < 1:
         raise ConfigError("--steps", options.steps, "must be at least 1", "use --steps 20")
@@ -135,6 +137,7 @@ def read_command(argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
 
 
 def main(argv: Sequence[str]) -> int:
+    """The command line."""
     options, cfg = read_command(argv)
     environment = runtime.start(cfg.run)
     cfg = dataclasses.replace(
@@ -144,7 +147,8 @@ def main(argv: Sequence[str]) -> int:
         run=dataclasses.replace(cfg.run, dir="runs/bench"),
     )
     run = Run(cfg)
-    result = card(run, measure(run, options.steps), environment)
+    commit = options.commit or checked_out_commit()
+    result = card(run, measure(run, options.steps), environment, commit)
     print(summary(result), flush=True)
     if options.card:
         path = Path(options.card)

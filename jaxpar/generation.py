@@ -17,18 +17,14 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxpar.axes import VOCAB_AXES
 from jaxpar.batch import Batch
-from jaxpar.config import Config
+from jaxpar.config import Config, ParallelConfig
 from jaxpar.model import transformer
-from jaxpar.parallel.collectives import varying
 from jaxpar.state import state_specs
 
 
 def config_for_sampling(cfg: Config) -> Config:
     """The same model on a mesh of one device, reading one row at a time."""
-    ones = dict(pipeline=1, replica=1, data=1, expert=1, sequence=1, tensor=1)
-    parallel = dataclasses.replace(
-        cfg.parallel, **ones, num_microbatches=1, virtual_stages=1, zero=1, layer_loop="scan"
-    )
+    parallel = ParallelConfig(data=1, zero=1, remat=cfg.parallel.remat)
     return dataclasses.replace(cfg, parallel=parallel)
 
 

@@ -189,7 +189,7 @@ def step_line(record: dict[str, Any], num_steps: int, *, with_eta: bool) -> str:
 
 
 def duration(seconds: float) -> str:
-    """"2h05m", "3m07s" or "12s"."""
+    """Hours and minutes, minutes and seconds, or seconds: 2h05m, 3m07s, 12s."""
     minutes, rest = divmod(math.ceil(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:

@@ -26,10 +26,9 @@ def learning_rate(cfg: OptimizerConfig, num_steps: int) -> optax.Schedule:
     if cfg.warmup_steps == 0:
         return shapes[cfg.schedule]
     # Step i of the warm-up runs at (i + 1) / warmup_steps of the peak: step 0 is not wasted.
+    # (Past its end a linear schedule stays at the peak, so one step of warm-up is the peak too.)
     first = peak / cfg.warmup_steps
-    warmup = optax.linear_schedule(first, peak, cfg.warmup_steps - 1) if cfg.warmup_steps > 1 else (
-        optax.constant_schedule(peak)
-    )
+    warmup = optax.linear_schedule(first, peak, max(cfg.warmup_steps - 1, 1))
     return optax.join_schedules([warmup, shapes[cfg.schedule]], [cfg.warmup_steps])
 
 
@@ -39,12 +38,12 @@ def make_optimizer(
     """The optax update rule, with decoupled weight decay on the matrices among `specs`."""
     rate, mask = learning_rate(cfg, num_steps), decay_mask(specs)
     if cfg.name == "lion":
-        return optax.lion(rate, b1=cfg.beta1, b2=cfg.beta2, weight_decay=cfg.weight_decay, mask=mask)
+        return optax.lion(
+            rate, b1=cfg.beta1, b2=cfg.beta2, weight_decay=cfg.weight_decay, mask=mask
+        )
     if cfg.name == "sgd":
         decay = optax.add_decayed_weights(cfg.weight_decay, mask=mask)
-        return optax.chain(
-            optax.trace(decay=cfg.beta1), decay, optax.scale_by_learning_rate(rate)
-        )
+        return optax.chain(optax.trace(decay=cfg.beta1), decay, optax.scale_by_learning_rate(rate))
     return optax.adamw(
         rate,
         b1=cfg.beta1,

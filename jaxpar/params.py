@@ -40,6 +40,7 @@ class ParamSpec:
 
 
 def is_spec(node: Any) -> bool:
+    """Whether a tree node is a leaf of a tree of specs."""
     return isinstance(node, ParamSpec)
 
 

@@ -20,6 +20,7 @@ from jaxpar.train import Run, train
 
 
 def main(argv: Sequence[str]) -> int:
+    """The command line."""
     began = time.perf_counter()
     cfg = cli.parse_overrides(cli.load_config("quickstart"), argv, "jaxpar.quickstart", __doc__)
     data, run_dir = Path(cfg.data.path), Path(cfg.run.dir)
@@ -44,6 +45,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def headline(text: str) -> None:
+    """A title between the parts."""
     print(f"\n== {text}", flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Before JAX starts: flags, simulated devices, the compilation cache. Each program calls it first."""
+"""Before JAX starts: flags, simulated devices, compilation cache. Each program calls it first."""
 
 import os
 from pathlib import Path

@@ -68,6 +68,7 @@ def sample(options: Options) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
+    """The command line."""
     sample(tyro.cli(Options, args=list(argv), prog="python -m jaxpar.sample", description=__doc__))
 
 

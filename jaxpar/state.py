@@ -35,6 +35,7 @@ class TrainState:
 
 
 def optimizer_for(cfg: Config) -> optax.GradientTransformation:
+    """The configured update rule for the configured model."""
     return make_optimizer(cfg.optimizer, cfg.train.num_steps, param_specs(cfg.model))
 
 
@@ -59,6 +60,7 @@ def state_specs(cfg: Config) -> TrainState:
 
 
 def state_shardings(cfg: Config, mesh: Mesh) -> TrainState:
+    """The state as NamedShardings."""
     return shardings(mesh, state_specs(cfg))
 
 

@@ -170,9 +170,7 @@ def gather_once(shards: Any, cfg: Config) -> Any:
 
 def scatter_once(grads: Any, cfg: Config) -> Any:
     """ZeRO-1: the step's accumulated gradients, reduced to shards."""
-    return _map_groups(
-        functools.partial(fsdp.scatter_tree, reduce=cfg.parallel.grad_reduce), grads
-    )
+    return _map_groups(functools.partial(fsdp.scatter_tree, reduce=cfg.parallel.grad_reduce), grads)
 
 
 def _map_groups(fn: Callable, tree: Any) -> Any:

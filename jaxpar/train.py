@@ -8,15 +8,18 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from jaxpar import checkpoint, cli, guard, runtime
+from jaxpar.batch import Batch
 from jaxpar.config import Config, to_json
 from jaxpar.data import Loader
-from jaxpar.kernels.attention import AttentionMask, backend_for
+from jaxpar.kernels.attention import backend_for
 from jaxpar.metrics import MetricsWriter
 from jaxpar.model.flops import num_params
+from jaxpar.model.transformer import describe_tokens
 from jaxpar.optimizer import learning_rate
 from jaxpar.parallel.context import token_order
 from jaxpar.parallel.mesh import describe, make_mesh
@@ -71,18 +74,9 @@ class Run:
         """The attention kernel that this run's layers will use."""
         m, T = self.cfg.model, self.cfg.data.seq_len
         q = jax.ShapeDtypeStruct((1, T, m.num_heads, m.head_dim), m.dtype)
-        place = jax.ShapeDtypeStruct((1, T), "int32")
-        segments = place if self.cfg.data.document_mask else None
-        p = self.cfg.parallel
-        mask = AttentionMask(
-            place,
-            place,
-            segments,
-            segments,
-            window=m.sliding_window,
-            max_segments=self.max_segments,
-            in_order=p.sequence == 1 or p.context == "ulysses",
-        )
+        row = jax.ShapeDtypeStruct((1, T), "int32")
+        describe_row = lambda b: describe_tokens(b, self.cfg, self.max_segments).mask  # noqa: E731
+        mask = jax.eval_shape(describe_row, Batch(row, row, row, row))
         return backend_for(m.attention_backend, q, q, mask)
 
     def start(self) -> TrainState:
@@ -99,6 +93,7 @@ class Run:
 
 
 def log(text: str) -> None:
+    """Print from the first process only."""
     if jax.process_index() == 0:
         print(text, flush=True)
 
@@ -146,7 +141,7 @@ def due(done: int, every: int, last: int) -> bool:
 def compiled(run: Run, state: TrainState):
     """The train step, compiled for this run's shapes before its first use, and timed."""
     began = time.perf_counter()
-    step = make_train_step(run.cfg, run.mesh, run.max_segments)
+    step: Any = make_train_step(run.cfg, run.mesh, run.max_segments)
     program = step.lower(state, run.loader.batch(0)).compile()
     memory = program.memory_analysis()
     used = "" if memory is None else f", {memory.temp_size_in_bytes / 2**30:.1f} GiB temporary"
@@ -173,6 +168,7 @@ class Evaluation:
 
 
 def main(argv: Sequence[str]) -> int:
+    """The command line."""
     cfg = cli.read_config(argv, "jaxpar.train", __doc__)
     environment = runtime.start(cfg.run)
     run = Run(cfg)

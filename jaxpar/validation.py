@@ -52,7 +52,7 @@ def resolve(cfg: Config, num_devices: int) -> Config:
     Returns:  a config whose mesh axes multiply to num_devices.
     Raises:   ConfigError: field, value, rule and fix of the first rule broken.
     """
-    check(cfg)
+    _each_rule(cfg)
     cfg = _fill_data_axis(cfg, num_devices)
     _divisibility(cfg)
     return cfg
@@ -63,10 +63,14 @@ def check(cfg: Config) -> None:
 
     Raises:   ConfigError: field, value, rule and fix of the first rule broken.
     """
+    _each_rule(cfg)
+    _divisibility(cfg)
+
+
+def _each_rule(cfg: Config) -> None:
     check_types(cfg)
     for rule in (_numbers, _places, _schedule, _model, _cudnn, _remat, _saving, _interleaving):
         rule(cfg)
-    _divisibility(cfg)
 
 
 # ----------------------------------------------------------------------------------- types
@@ -297,9 +301,8 @@ def _divisions(cfg: Config) -> list[_Division]:
     cut, zigzag = p.sequence > 1, p.sequence > 1 and p.context != "ulysses"
     halves = "in zigzag order, each half of a shard" if zigzag else "each shard of a sequence"
     table = [
-        _Division("model.num_heads", (kv_heads,), "each KV head gets as many query heads"),
-        _Division("model.num_heads", (tensor,), "each tensor rank gets as many heads"),
-        _Division(kv_heads, (tensor,), "each tensor rank gets as many KV heads"),
+        _Division(kv_heads, (tensor,), "each tensor rank gets as many, and their query heads"),
+        _Division("model.num_heads", (kv_heads,), "each KV head serves as many query heads"),
         _Division("model.d_ff", (tensor,), "each tensor rank gets an equal part"),
         _Division(
             "model.num_layers", (pipeline, "parallel.virtual_stages"), "each stage is as deep"
@@ -326,12 +329,25 @@ def _divisibility(cfg: Config) -> None:
             continue
         whole = math.lcm(*(other.divisor(cfg) for other in table if other.path == rule.path))
         factors = [path for path in rule.by if _get(cfg, path) > 1]
+        ways = [flag(rule.path, -(-value // whole) * whole)]
+        if rule.path == "model.d_model":
+            ways = _more_replicas(cfg) + ways
+        elif rule.times == 1 and len(factors) == 1 and factors != ["parallel.data"]:
+            ways.append(flag(factors[0], _largest_divisor(value, divisor)))
         product = " * ".join(([str(rule.times)] if rule.times > 1 else []) + factors)
-        fix = f"use {flag(rule.path, -(-value // whole) * whole)}"
-        if rule.times == 1 and len(factors) == 1 and factors != ["parallel.data"]:
-            fix += f", or {flag(factors[0], _largest_divisor(value, divisor))}"
         why = f"must be divisible by {product} = {divisor}, since {rule.why}"
-        raise ConfigError(rule.path, value, why, fix)
+        _require(False, cfg, rule.path, why, *ways)
+
+
+def _more_replicas(cfg: Config) -> list[str]:
+    """The same devices, with parameters sharded over fewer of them: a way out for `d_model`."""
+    p = cfg.parallel
+    fits = [n for n in range(1, p.data) if p.data % n == 0]
+    fits = [n for n in fits if cfg.model.d_model % (n * p.expert * p.sequence) == 0]
+    if not fits:
+        return []
+    replicas = p.replica * p.data // fits[-1]
+    return [f"{flag('parallel.data', fits[-1])} {flag('parallel.replica', replicas)}"]
 
 
 def _largest_divisor(value: int, at_most: int) -> int:

@@ -12,16 +12,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Flag:
+    """One XLA flag and why it is set."""
+
     name: str
     value: str
     gain: str
-    """Measured effect: see docs/LOG.md for the conditions."""
+    """Why it is set: docs/LOG.md has the measurements."""
 
 
 #: For JAX 0.11 on Hopper GPUs.
 FLAGS = (
     Flag("xla_gpu_enable_latency_hiding_scheduler", "true", "overlaps gathers with compute"),
     Flag("xla_gpu_all_gather_combine_threshold_bytes", "536870912", "one gather per layer"),
+    Flag("xla_gpu_enable_command_buffer", "", "capturing a cuDNN graph can fail; costs no speed"),
     Flag("xla_gpu_reduce_scatter_combine_threshold_bytes", "134217728", "one scatter per layer"),
 )
 

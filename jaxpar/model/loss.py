@@ -45,9 +45,12 @@ def num_chunks(num_tokens: int, vocab_shard: int) -> int:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _cross_entropy(h_ND, head_DV, labels_N, z_loss):
-    body = lambda sums, chunk: (_add(sums, _chunk(*chunk, head_DV, z_loss)[0]), None)  # noqa: E731
-    h, labels = _chunked(h_ND, labels_N, head_DV.shape[1])
-    return lax.scan(body, _no_loss(labels_N), (h, labels))[0]
+    def body(sums, chunk):
+        h, labels = chunk
+        return _add(sums, _chunk(h, labels, head_DV, z_loss)[0]), None
+
+    chunks = _chunked(h_ND, labels_N, head_DV.shape[1])
+    return lax.scan(body, _no_loss(labels_N), chunks)[0]
 
 
 def _chunked(h_ND, labels_N, vocab_shard):
@@ -88,15 +91,15 @@ def _chunk(h_ND, labels_N, head_DV, z_loss):
 
 def _forward(h_ND, head_DV, labels_N, z_loss):
     def body(carry, chunk):
-        sums, d_head = carry
-        part, d_logits = _chunk(*chunk, head_DV, z_loss)
+        (sums, d_head), (h, labels) = carry, chunk
+        part, d_logits = _chunk(h, labels, head_DV, z_loss)
         d_h = jnp.dot(d_logits, head_DV.T)
-        d_head += jnp.dot(chunk[0].T, d_logits, preferred_element_type=jnp.float32)
+        d_head += jnp.dot(h.T, d_logits, preferred_element_type=jnp.float32)
         return (_add(sums, part), d_head), d_h
 
-    h, labels = _chunked(h_ND, labels_N, head_DV.shape[1])
+    chunks = _chunked(h_ND, labels_N, head_DV.shape[1])
     start = _no_loss(labels_N), varying(jnp.zeros(head_DV.shape, jnp.float32))
-    (sums, d_head), d_h = lax.scan(body, start, (h, labels))
+    (sums, d_head), d_h = lax.scan(body, start, chunks)
     return sums, (d_h.reshape(h_ND.shape), d_head.astype(head_DV.dtype))
 
 

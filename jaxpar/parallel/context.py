@@ -12,6 +12,7 @@ and a late piece and so the same amount of causal work; the loader lays it out o
 
 import functools
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +57,8 @@ def context_attention(q, k, v, mask: AttentionMask, *, kind: str, backend: str) 
 def _allgather(q, k, v, mask: AttentionMask, backend: str) -> jax.Array:
     """All-gather of k, v (and mask) forward; reduce-scatter of dk, dv backward."""
     k, v = (all_gather(x, SEQUENCE, dim=1) for x in (k, v))
-    mask = mask.replace(
+    mask = replace(
+        mask,
         kv_positions=all_gather(mask.kv_positions, SEQUENCE, dim=1),
         kv_segments=_gather_segments(mask.kv_segments),
         in_order=False,
@@ -79,8 +81,12 @@ def _ulysses(q, k, v, mask: AttentionMask, backend: str) -> jax.Array:
     q, k, v = (all_to_all(x, SEQUENCE, split_dim=2, concat_dim=1) for x in (q, k, v))
     positions = all_gather(mask.q_positions, SEQUENCE, dim=1)
     segments = _gather_segments(mask.q_segments)
-    mask = mask.replace(
-        q_positions=positions, kv_positions=positions, q_segments=segments, kv_segments=segments
+    mask = replace(
+        mask,
+        q_positions=positions,
+        kv_positions=positions,
+        q_segments=segments,
+        kv_segments=segments,
     )
     out, _ = attention(q, k, v, mask, backend=backend)
     return all_to_all(out, SEQUENCE, split_dim=1, concat_dim=2)
@@ -91,7 +97,7 @@ def _ring(q, k, v, mask: AttentionMask, backend: str) -> jax.Array:
 
     Source:   Liu et al. 2023 (2310.01889).
     """
-    mask = mask.replace(in_order=False)
+    mask = replace(mask, in_order=False)
     return _ring_attention(q, k, v, mask, backend_for(backend, q, k, mask))
 
 
@@ -105,7 +111,7 @@ def _keys(k, v, mask: AttentionMask):
 
 
 def _with_keys(mask: AttentionMask, keys) -> AttentionMask:
-    return mask.replace(kv_positions=keys[2], kv_segments=keys[3])
+    return replace(mask, kv_positions=keys[2], kv_segments=keys[3])
 
 
 def _ring_forward(q, k, v, mask, backend):
@@ -135,9 +141,7 @@ def _ring_backward(backend, saved, d_out):
     keys = _keys(k, v, mask)
     for _ in range(1, lax.axis_size(SEQUENCE)):
         keys, d_keys = shift(keys, SEQUENCE, 1), shift(d_keys, SEQUENCE, 1)
-        part = backward(
-            q, keys[0], keys[1], _with_keys(mask, keys), out, lse, d_out, zero, backend
-        )
+        part = backward(q, keys[0], keys[1], _with_keys(mask, keys), out, lse, d_out, zero, backend)
         dq, *d_keys = jax.tree.map(jnp.add, [dq, *d_keys], list(f32(part)))
     dk, dv = shift(d_keys, SEQUENCE, 1)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None

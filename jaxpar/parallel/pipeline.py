@@ -115,8 +115,9 @@ def forward_only(program: Program, weights: Any, microbatches: Any, virtual: int
         return dict(x=shift(y, PIPELINE, 1), sums=jax.tree.map(add, carry["sums"], sums)), None
 
     ticks = jnp.arange(plan.num_units + P - 1)
-    start = dict(x=run.blank(), sums=run.no_loss())
-    return lax.scan(tick, start, ticks)[0]["sums"]
+    carry: dict[str, Any] = dict(x=run.blank(), sums=run.no_loss())
+    carry, _ = lax.scan(tick, carry, ticks)
+    return carry["sums"]
 
 
 # ----------------------------------------------------------------------------------- 1F1B
@@ -130,7 +131,7 @@ class _Run:
     weights: Any
     microbatches: Any
     plan: Schedule
-    scale: jax.Array | None
+    scale: Any
     save: Literal["residuals", "inputs"]
 
     def chunk(self, c: Any) -> Any:
@@ -150,9 +151,7 @@ class _Run:
 
     def no_loss(self) -> Sums:
         top, mb = self.weights["top"], take(self.microbatches, 0)
-        return _zeros_like_type(
-            jax.eval_shape(lambda: self.program.head(top, self.blank(), mb))
-        )
+        return _zeros_like_type(jax.eval_shape(lambda: self.program.head(top, self.blank(), mb)))
 
 
 def one_f_one_b(

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Schedule:
+    """When each stage runs what."""
+
     stages: int
     virtual: int
     microbatches: int

@@ -38,9 +38,7 @@ def refusal(backend: str, q, k, mask: AttentionMask, platform: str) -> str | Non
     return None
 
 
-def backend_for(
-    backend: str, q, k, mask: AttentionMask, platform: str | None = None
-) -> Backend:
+def backend_for(backend: str, q, k, mask: AttentionMask, platform: str | None = None) -> Backend:
     """The backend that will serve a request: the named one, or for "auto" the fastest that can.
 
     Measured on one H200: cudnn beats reference at every shape it serves (docs/LOG.md).
@@ -102,7 +100,8 @@ def _attention_forward(q, k, v, mask, backend):
 
 def _attention_backward(backend, saved, cotangents):
     q, k, v, mask, out, lse = saved
-    dq, dk, dv = backward(q, k, v, mask, out, lse, *cotangents, backend)
+    d_out, d_lse = cotangents
+    dq, dk, dv = backward(q, k, v, mask, out, lse, d_out, d_lse, backend)
     return dq, dk, dv, None
 
 

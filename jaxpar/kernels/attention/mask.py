@@ -1,5 +1,7 @@
 """Which keys a query may see, said once for all backends."""
 
+from typing import Any
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -23,10 +25,10 @@ class AttentionMask:
                   by one inside a segment, and segments whose tokens lie end to end.
     """
 
-    q_positions: jax.Array
-    kv_positions: jax.Array
-    q_segments: jax.Array | None = None
-    kv_segments: jax.Array | None = None
+    q_positions: Any
+    kv_positions: Any
+    q_segments: Any = None
+    kv_segments: Any = None
     window: int | None = flax.struct.field(pytree_node=False, default=None)
     max_segments: int | None = flax.struct.field(pytree_node=False, default=None)
     in_order: bool = flax.struct.field(pytree_node=False, default=False)
