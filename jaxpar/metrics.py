@@ -6,6 +6,7 @@ device; the time between two fetches is then the time of a step.
 
 import json
 import math
+import os
 import resource
 import sys
 import time
@@ -24,20 +25,22 @@ from jaxpar.model.flops import mfu
 class MetricsWriter:
     """Collects the numbers of each step and writes every `train.log_every`-th interval.
 
-    Use as a context manager. Records go to RUN/metrics.jsonl, one JSON object a line, appended
-    across resumptions.
+    Use as a context manager. Records go to RUN/metrics.jsonl, one JSON object a line, by the first
+    process. A resumed run appends to it: of two records of one step, the later counts.
     """
 
     def __init__(self, cfg: Config, run_dir: Path, first_step: int, schedule: Any):
         self.cfg, self.schedule = cfg, schedule
-        self.file: TextIO = open(run_dir / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115
+        path = run_dir / "metrics.jsonl" if jax.process_index() == 0 else Path(os.devnull)
+        self.file: TextIO = open(path, "a", buffering=1)  # noqa: SIM115
         self.screen = Screen(cfg.train.num_steps, first_step)
         self.devices = jax.device_count()
         self.device_kind = jax.devices()[0].device_kind
         self.pending: tuple[int, Any] | None = None
         self.clock: float | None = None
-        self.last_record: dict[str, Any] = {}
         self._clear()
+        if first_step:
+            self.write({"resumed_after_step": first_step})
 
     def _clear(self) -> None:
         self.seconds, self.steps, self.data_wait = 0.0, 0, 0.0
@@ -106,7 +109,6 @@ class MetricsWriter:
 
     def write(self, record: dict[str, Any]) -> None:
         """Append any record to metrics.jsonl."""
-        self.last_record |= record
         self.file.write(json.dumps(record) + "\n")
 
     def evaluation(self, step: int, loss: float, bits_per_byte: float) -> None:

@@ -1,8 +1,11 @@
-"""Nothing crosses from one packed document into another: such gradients are exactly zero.
+"""Nothing crosses from one packed document into another: not a bit of it.
 
 Two documents share a window and no token. With the labels of only one, the gradient of the
-embedding rows that only the other one uses must be 0.0, not merely small.
+embedding rows that only the other one uses must be 0.0, and other tokens there must leave the loss
+as it is, bit for bit.
 """
+
+import functools
 
 import jax
 import numpy as np
@@ -44,44 +47,59 @@ sequence=2,context=ulysses
 """.split()
 
 
-def two_documents(labelled: int) -> Batch:
+def two_documents(labelled: int, seeds: tuple[int, int] = (0, 1)) -> Batch:
     """Tokens 0-15 in the first document, 16-31 in the second; labels in one of them."""
     B, T = CFG.train.global_batch_size, CFG.data.seq_len
-    rng = np.random.default_rng(0)
     document = np.broadcast_to((np.arange(T) >= CUT).astype(np.int32), (B, T))
-    tokens = rng.integers(0, 16, (B, T), dtype=np.int32) + 16 * document
+    of_seed = [np.random.default_rng(seed).integers(0, 16, (B, T), np.int32) for seed in seeds]
+    tokens = np.where(document == 0, of_seed[0], of_seed[1] + 16)
     labels = np.where(document == labelled, np.roll(tokens, -1, axis=1), np.int32(IGNORED))
+    labels[:, [CUT - 1, T - 1]] = IGNORED
     positions = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T)) - CUT * document
     return Batch(tokens, labels, document + 1, positions.astype(np.int32))
 
 
 @pytest.fixture(scope="module", params=MESHES)
-def embedding_gradient(request, devices):
-    """(document with labels, document_mask) -> gradient of the embedding, [V, D]."""
+def run(request, devices):
+    """(batch, document_mask) -> loss, and gradient of the embedding [V, D]."""
     parallel = parse_meshes([request.param], CFG.parallel)[request.param]
     n = num_devices(parallel)
     mesh = make_mesh(parallel, devices[:n])
+    cfg = resolve(replace(CFG, parallel=parallel), n)
     jax.config.update("jax_disable_most_optimizations", True)
-    params = init_state(resolve(replace(CFG, parallel=parallel), n), mesh).params
+    params = init_state(cfg, mesh).params
 
-    def gradient(labelled: int, document_mask: bool) -> np.ndarray:
-        cfg = replace(CFG, parallel=parallel, **{"data.document_mask": document_mask})
-        batch = parity.place_batch(two_documents(labelled), resolve(cfg, n), mesh)
-        _, grads = make_gradient_step(resolve(cfg, n), mesh)(params, batch)
-        return np.asarray(grads["embed"])
+    @functools.cache
+    def step(document_mask: bool):
+        return make_gradient_step(replace(cfg, **{"data.document_mask": document_mask}), mesh)
 
-    yield gradient
+    def compute(batch: Batch, document_mask: bool = True):
+        placed = parity.place_batch(batch, cfg, mesh)
+        measured, grads = step(document_mask)(params, placed)
+        return float(measured.loss), np.asarray(grads["embed"])
+
+    yield compute
     jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.mark.parametrize("labelled", [0, 1])
-def test_another_documents_loss_has_no_gradient(labelled, embedding_gradient):
-    halves = np.split(embedding_gradient(labelled, True), 2)
+def test_a_loss_has_no_gradient_in_another_document(labelled, run):
+    _, gradient = run(two_documents(labelled))
+    halves = np.split(gradient, 2)
     assert np.abs(halves[labelled]).max() > 1e-3
     assert (halves[1 - labelled] == 0.0).all()
 
 
-def test_without_document_mask_it_has(embedding_gradient):
-    first, second = np.split(embedding_gradient(1, False), 2)
-    assert np.abs(first).max() > 1e-3
-    assert np.abs(second).max() > 1e-3
+@pytest.mark.parametrize("labelled", [0, 1])
+def test_a_loss_does_not_depend_on_another_document(labelled, run):
+    loss, _ = run(two_documents(labelled))
+    seeds = (0, 2) if labelled == 0 else (2, 1)
+    changed = two_documents(labelled, seeds)
+    assert (changed.tokens != two_documents(labelled).tokens).any()
+    assert run(changed)[0] == loss
+
+
+def test_without_document_mask_both_cross(run):
+    loss, gradient = run(two_documents(1), document_mask=False)
+    assert all(np.abs(half).max() > 1e-3 for half in np.split(gradient, 2))
+    assert run(two_documents(1, seeds=(2, 1)), document_mask=False)[0] != loss

@@ -31,7 +31,7 @@ BASE = replace(
         "model.head_dim": 4,
         "model.d_ff": 24,
         "model.vocab_size": 48,
-        "model.init_std": 0.3,
+        "model.init_std": 0.2,
         "data.seq_len": 32,
         "train.global_batch_size": 8,
         "optimizer.warmup_steps": 2,
@@ -81,6 +81,7 @@ VARIANTS = {
     "z_loss": {"train.z_loss": 1e-2},
     "one long document": {"data.document_mask": False},
     "as many KV heads": {"model.num_heads": 4},
+    "eight layers": {"model.num_layers": 8},
     "all at once": {
         "model.tie_embeddings": True,
         "model.qk_norm": True,
@@ -96,6 +97,8 @@ VARIANTS = {
 #: Where each variant is tried: tensor, sequence and FSDP sharding at once, and a pipeline.
 VARIANT_MESHES = {name: "data=2,sequence=2,tensor=2" for name in VARIANTS} | {
     "tied embeddings": "pipeline=2,tensor=2,num_microbatches=2",
+    # More chunks than stages: with as many, an order of layers is its own inverse.
+    "eight layers": "pipeline=2,virtual_stages=4,num_microbatches=4",
     "biases": "pipeline=2,data=2,tensor=2,num_microbatches=2,zero=1",
     "all at once": "pipeline=2,data=2,sequence=2,tensor=2,num_microbatches=2",
 }

@@ -1,0 +1,91 @@
+"""A tiny config, a little text prepared for it, and runs of it inside this process."""
+
+import functools
+import json
+import signal
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxpar import train
+from jaxpar.data.prepare import PrepareOptions, prepare
+from jaxpar.parallel.mesh import make_mesh
+
+CONFIG = """
+from jaxpar.config import *
+
+def get_config():
+    return Config(
+        run=RunConfig(dir={run!r}),
+        data=DataConfig(path={data!r}, seq_len=32),
+        model=ModelConfig(
+            num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=64,
+            vocab_size=272, dtype="float32",
+        ),
+        train=TrainConfig(num_steps=120, global_batch_size=8, log_every=1),
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=10),
+        checkpoint=CheckpointConfig(every=40),
+        evaluation=EvaluationConfig(every=60, num_batches=2),
+    )
+"""
+
+#: What the text repeats, twelve times a document, each document with a number of its own.
+VERSE = "the cat sat on the mat, and the dog sat on the log.\n"
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Forty documents of repetitive text."""
+    path = tmp_path_factory.mktemp("text") / "verses.jsonl"
+    documents = [{"text": f"verse {i}\n" + VERSE * 12} for i in range(40)]
+    path.write_text("".join(json.dumps(d) + "\n" for d in documents), "utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def dataset(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same as bytes, a fifth held out."""
+    output = tmp_path_factory.mktemp("prepared") / "verses"
+    prepare(PrepareOptions(input=(str(text_file),), output=str(output), holdout=0.2))
+    return output
+
+
+@pytest.fixture(scope="session")
+def write_config(dataset: Path):
+    """(folder) -> a config file in it; its run goes to `folder/run`."""
+
+    def write(folder: Path) -> str:
+        file = folder / "tiny.py"
+        file.write_text(CONFIG.format(run=str(folder / "run"), data=str(dataset)))
+        return str(file)
+
+    return write
+
+
+@pytest.fixture
+def config_file(write_config, tmp_path: Path) -> str:
+    """A config file whose run goes to tmp_path/run."""
+    return write_config(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def train_on():
+    """(number of devices, command line) -> the exit code of a run inside this process.
+
+    The process has more devices than a run takes, and keeps its own signal handlers.
+    """
+
+    def run(number: int, *args: str) -> int:
+        handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
+        with pytest.MonkeyPatch.context() as patch:
+            mesh = functools.partial(make_mesh, devices=jax.devices()[:number])
+            patch.setattr(train, "make_mesh", mesh)
+            patch.setattr(jax, "device_count", lambda: number)
+            try:
+                return train.main(args)
+            finally:
+                for n, handler in handlers.items():
+                    signal.signal(n, handler)
+
+    return run

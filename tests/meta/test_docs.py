@@ -1,0 +1,202 @@
+"""What the pages quote is so: excerpts, commands, the table of fields, the pipeline's pictures."""
+
+import ast
+import importlib.util
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tyro
+
+from jaxpar import bench, cli, verify
+from jaxpar.config import ConfigError
+from jaxpar.data.prepare import PrepareOptions
+from jaxpar.parallel.schedule import Schedule
+from jaxpar.sample import Options
+from jaxpar.validation import REMAT_NAMES, REMAT_POLICIES
+
+ROOT = Path(__file__).resolve().parents[2]
+
+#: Pages whose commands must work today; those of LOG.md and CHANGELOG.md are history.
+PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").glob("*.md") if p.name != "LOG.md")]
+
+EXCERPT = re.compile(r"<!-- excerpt: (\S+) (\S+) -->\n```python\n(.*?)```", re.DOTALL)
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+def read(name: str) -> str:
+    """A page's text."""
+    return (ROOT / name).read_text("utf-8")
+
+
+# ---------------------------------------------------------------------------------- excerpts
+
+
+def source_of(file: Path, name: str) -> str:
+    """Source of a function, class, `Class.method` or top-level name of a file."""
+    text = file.read_text("utf-8")
+    body, node = ast.parse(text).body, None
+    for part in name.split("."):
+        node = next((n for n in body if part in names_of(n)), None)
+        assert node is not None, f"{file.relative_to(ROOT)} has no {name}"
+        body = getattr(node, "body", [])
+    first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
+    return "".join(text.splitlines(keepends=True)[first - 1 : node.end_lineno])
+
+
+def names_of(node: ast.stmt) -> set[str]:
+    """The names that a statement defines."""
+    targets = getattr(node, "targets", [getattr(node, "target", None)])
+    return {getattr(node, "name", ""), *(t.id for t in targets if isinstance(t, ast.Name))}
+
+
+def excerpts() -> list[tuple[str, str, str, str]]:
+    """(page, file, name, code) of every excerpt."""
+    return [(page.name, *found) for page in PAGES for found in EXCERPT.findall(page.read_text())]
+
+
+@pytest.mark.parametrize(("page", "file", "name", "code"), excerpts())
+def test_excerpts_are_verbatim(page, file, name, code):
+    assert code.strip(), "empty"
+    assert code in source_of(ROOT / file, name), f"{page}: {name} of {file} reads otherwise now"
+
+
+def test_the_tour_quotes_code_only_as_excerpts():
+    quoted = [
+        code for language, code in BLOCK.findall(read("docs/tour.md")) if language == "python"
+    ]
+    marked = [code for _, _, code in EXCERPT.findall(read("docs/tour.md"))]
+    assert [code for code in quoted if code not in marked] == []
+    assert len(marked) > 10
+
+
+# ---------------------------------------------------------------------------------- commands
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """Words of each `python -m jaxpar...` in a page's code, from the module's name on.
+
+    Left out are those with placeholders (CONFIG, ...), those shown to fail, after a `$ `, and
+    bare mentions of a program.
+    """
+    blocks = [code.replace("\\\n", " ") for _, code in BLOCK.findall(text)]
+    inline = re.findall(r"(?<!`)`([^`\n]+)`(?!`)", BLOCK.sub("", text))
+    for line in "\n".join(blocks + inline).splitlines():
+        found = None if line.startswith("$ ") else re.search(r"python -m (jaxpar\S*.*)", line)
+        words = shlex.split(found.group(1), comments=True) if found else []
+        placeholder = any(w.split(".")[-1].isupper() or "..." in w for w in words)
+        mention = words[1:] in ([], ["prepare"], ["train"])
+        if words and not placeholder and not mention:
+            yield words
+
+
+def check_command(words: list[str]) -> None:
+    """Read a command line as its program would, without running it."""
+    program, *args = (w for w in words if w not in ("--help", "--print-config"))
+    match program:
+        case "jaxpar.train":
+            cli.read_config(args, program, None)
+        case "jaxpar.bench":
+            bench.read_command(args)
+        case "jaxpar.quickstart":
+            cli.parse_overrides(cli.load_config("quickstart"), args, program)
+        case "jaxpar.verify":
+            options, overrides = verify.parse_options(args)
+            cfg = cli.parse_overrides(cli.load_config(options.config), overrides, program)
+            verify.parse_meshes(options.mesh or [], cfg.parallel)
+        case "jaxpar.sample":
+            tyro.cli(Options, args=args)
+        case "jaxpar.data":
+            assert args.pop(0) == "prepare"
+            tyro.cli(PrepareOptions, args=args, config=(tyro.conf.FlagCreatePairsOff,))
+        case _:
+            raise AssertionError(f"no check for {program}: add it here")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_can_be_read(page):
+    for words in commands(page.read_text("utf-8")):
+        try:
+            check_command(words)
+        except (ConfigError, SystemExit) as error:
+            pytest.fail(f"{page.name}: python -m {shlex.join(words)}: {error}")
+
+
+def test_a_wrong_command_is_seen():
+    assert len(list(commands(read("README.md")))) >= 6
+    text = "`python -m jaxpar.train CONFIG --a.b v`\n```sh\npython -m jaxpar.train llama3_8b \\\n"
+    (words,) = commands(text + "  --parallel.tenser 2  # two\n```\n")
+    with pytest.raises(ConfigError, match=r"parallel\.tenser.*is not a field"):
+        check_command(words)
+    with pytest.raises(SystemExit):
+        check_command(["jaxpar.sample", "runs/quickstart", "--promt", "x"])
+
+
+def test_errors_that_are_quoted_are_said_so():
+    quoted = re.findall(
+        r"^\$ python -m (jaxpar\.train .+)\n(.+)$", read("docs/configuration.md"), re.M
+    )
+    assert len(quoted) == 2
+    for command, said in quoted:
+        with pytest.raises(ConfigError) as error:
+            check_command(shlex.split(command))
+        assert said == f"config error: {error.value}"
+
+
+# ------------------------------------------------------------------------ tables and pictures
+
+
+def test_the_table_of_fields_is_up_to_date():
+    path = ROOT / "scripts" / "config_table.py"
+    spec = importlib.util.spec_from_file_location("config_table", path)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    expected = script.BEGIN + script.table() + script.END
+    assert expected in read("docs/configuration.md"), "run python scripts/config_table.py --write"
+
+
+def test_the_map_of_the_code_names_every_module():
+    there = {p.name for p in (ROOT / "jaxpar").iterdir() if p.suffix == ".py" or p.is_dir()}
+    there = {n for n in there if not n.startswith("__")}
+    text = read("README.md")
+    missing = [n for n in sorted(there) if not re.search(rf"^  {re.escape(n)}\b", text, re.M)]
+    assert not missing, f"add a line for {missing} to the map of the code in README.md"
+
+
+def test_remat_policies_are_as_listed():
+    names_table, policies_table = read("docs/parallelism.md").split("| policy | saves |")
+    for name in REMAT_NAMES:
+        assert f"| `{name}` |" in names_table, name
+    for policy, names in REMAT_POLICIES.items():
+        (row,) = re.findall(rf"^\| `{policy}` \| ([^|]*) \|", policies_table, re.MULTILINE)
+        saved = REMAT_NAMES if row == "all of them" else tuple(re.findall(r"`(\w+)`", row))
+        assert saved == names, policy
+
+
+def picture(stages: int, virtual: int, microbatches: int) -> str:
+    """The schedule drawn: a column per tick, rows of forward and backward slots per stage.
+
+    Units are microbatch numbers, with a letter for the chunk when a stage has several.
+    """
+    plan = Schedule(stages, virtual, microbatches)
+    end = plan.phases()[-1][3]
+    unit = lambda m, c: f"{m}{'abcd'[c]}" if virtual > 1 else f"{m}"  # noqa: E731
+    width = 3 if virtual > 1 else 2
+    lines = ["tick       " + "".join(f"{t:>{width}}" for t in range(end))]
+    for s in range(stages):
+        rows = {"F": ["."] * end, "B": ["."] * end}
+        for i in range(plan.num_units):
+            rows["F"][i + s] = unit(*plan.forward_unit(i))
+            tick = plan.first_backward + i + (stages - 1 - s)
+            rows["B"][tick] = unit(*plan.backward_unit(i)[:2])
+        for slot, cells in rows.items():
+            name = f"stage {s} {slot}" if slot == "F" else f"        {slot}"
+            lines.append(f"{name}  " + "".join(f"{c:>{width}}" for c in cells))
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 4), (3, 1, 4), (4, 1, 4), (2, 2, 4), (4, 2, 4)])
+def test_pictures_of_the_pipeline_are_its_schedule(shape):
+    assert picture(*shape) in read("docs/parallelism.md"), "\n" + picture(*shape)
