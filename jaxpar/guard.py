@@ -16,7 +16,7 @@ def check_finite(step: int, values: dict[str, float]) -> None:
     """Raises:   BadNumerics when a measured value is infinite or not a number."""
     bad = [f"{name} = {value}" for name, value in values.items() if not math.isfinite(value)]
     if bad:
-        raise BadNumerics(f"step {step}: {', '.join(bad)}. The last checkpoint is untouched.")
+        raise BadNumerics(f"step {step + 1}: {', '.join(bad)}. The last checkpoint is untouched.")
 
 
 class StopRequest:

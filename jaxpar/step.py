@@ -129,7 +129,7 @@ def eval_step(cfg: Config, max_segments: int | None, params: Any, batch: Batch):
 
 
 def count_labels(batch: Batch) -> jax.Array:
-    """Labelled tokens of the global batch, float32 (exact up to 2**24 per device)."""
+    """Labelled tokens of the global batch, float32: exact up to 2**24, 16 million."""
     own = jnp.sum(batch.labels != IGNORED, dtype=jnp.int32)
     return lax.psum(own, TOKEN_AXES).astype(jnp.float32)
 

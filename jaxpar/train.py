@@ -116,6 +116,8 @@ def train(run: Run) -> int:
             _, batch = next(batches)
             data_wait = time.perf_counter() - began
             state, measured = train_step(state, batch)
+            if step == first:
+                jax.block_until_ready(measured)  # cuDNN captures its kernels: leave it alone
             metrics.write_previous(step, measured, data_wait)
             done = step + 1
             if due(done, cfg.evaluation.every, last):

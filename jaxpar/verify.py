@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
     with jax.default_matmul_precision("highest"):
         rows = compare_meshes(cfg, configs, devices, options.steps, options.tolerance)
         wrong = print_table(rows, options.steps, max(map(len, configs)))
-    print("\n".join(wrong) if wrong else f"all {len(configs)} meshes agree")
+    print("\n".join(wrong) if wrong else f"{len(configs)} of {len(configs)} agree")
     return guard.EXIT_ERROR if wrong else guard.EXIT_OK
 
 
@@ -302,9 +302,10 @@ def print_table(rows: Iterable[Row], steps: int, width: int) -> list[str]:
 
 def _print_rich(rows: Iterable[Row], columns: Sequence[str]) -> list[Row]:
     console, table, done = Console(), Table(*columns), []
-    with console.status("compiling and running ..."):
+    with console.status("compiling and running ...") as status:
         for row in rows:
             done.append(row)
+            status.update(f"compiling and running ... {len(done)} done, last: {row.mesh}")
             style = "bold red" if row.found.mismatches() else None
             table.add_row(*map(escape, row.cells()), style=style)
     console.print(table)

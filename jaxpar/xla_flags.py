@@ -24,7 +24,6 @@ class Flag:
 FLAGS = (
     Flag("xla_gpu_enable_latency_hiding_scheduler", "true", "overlaps gathers with compute"),
     Flag("xla_gpu_all_gather_combine_threshold_bytes", "536870912", "one gather per layer"),
-    Flag("xla_gpu_enable_command_buffer", "", "capturing a cuDNN graph can fail; costs no speed"),
     Flag("xla_gpu_reduce_scatter_combine_threshold_bytes", "134217728", "one scatter per layer"),
 )
 

@@ -1,5 +1,6 @@
 """Global batches as a pure function of (seed, step), each process reading only its own rows."""
 
+import functools
 import itertools
 from collections import deque
 from collections.abc import Generator
@@ -70,7 +71,9 @@ class Loader:
 
         Returns:  a Batch of int32 [B, T] jax arrays sharded by BATCH_SPEC.
         """
-        host = self.host_rows(step, self._rows)
+        return self._place(self.host_rows(step, self._rows))
+
+    def _place(self, host: Batch) -> Batch:
         return jax.tree.map(self._to_devices, host)
 
     def host_rows(self, step: int, rows: np.ndarray) -> Batch:
@@ -92,18 +95,21 @@ class Loader:
     def prefetched(self, first_step: int = 0) -> Generator[tuple[int, Batch]]:
         """Endless (step, batch) pairs, made `data.prefetch` steps ahead on a background thread.
 
-        An exception in the thread is raised here, at its step. Closing the generator, or dropping
+        The thread works on the host alone. Batches go to the devices from the caller's thread, and
+        asynchronously: a transfer from elsewhere, at the moment when cuDNN captures its kernels,
+        makes that fail (docs/LOG.md). An exception in the thread is raised here, at its step. Closing the generator, or dropping
         it, ends the thread after the batch in hand.
         """
         depth = self._cfg.data.prefetch
         pool = ThreadPoolExecutor(1, thread_name_prefix=f"{self.dataset.split}-batches")
         ahead: deque[Future[Batch]] = deque()
+        make = functools.partial(self.host_rows, rows=self._rows)
         try:
-            ahead.extend(pool.submit(self.batch, first_step + i) for i in range(depth))
+            ahead.extend(pool.submit(make, first_step + i) for i in range(depth))
             for step in itertools.count(first_step):
-                batch = ahead.popleft().result()
-                ahead.append(pool.submit(self.batch, step + depth))
-                yield step, batch
+                host = ahead.popleft().result()
+                ahead.append(pool.submit(make, step + depth))
+                yield step, self._place(host)
         finally:
             pool.shutdown(cancel_futures=True)
 

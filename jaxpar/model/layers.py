@@ -62,13 +62,19 @@ def rope(x_BTHK: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
     return turned.reshape(x_BTHK.shape).astype(x_BTHK.dtype)
 
 
+def add_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """y plus a float32 bias, if there is one; y's dtype out.
+
+    Added in float32, so that the bias's gradient, a sum over all tokens, is a float32 sum.
+    """
+    return y if bias is None else (y.astype(jnp.float32) + bias).astype(y.dtype)
+
+
 def project_qkv(h_BTD: jax.Array, w: dict, model: ModelConfig):
     """Queries [B, T, H, K], keys and values [B, T, G, K]: one column-parallel matmul."""
     tensor = lax.axis_size(TENSOR)
     heads, kv_heads = model.num_heads // tensor, model.num_kv_heads // tensor
-    qkv = h_BTD @ w["wqkv"]
-    if "bqkv" in w:
-        qkv += w["bqkv"].astype(qkv.dtype)
+    qkv = add_bias(h_BTD @ w["wqkv"], w.get("bqkv"))
     split = [heads * model.head_dim, (heads + kv_heads) * model.head_dim]
     by_head = lambda x: x.reshape(*x.shape[:2], -1, model.head_dim)  # noqa: E731
     return [by_head(x) for x in jnp.split(qkv, split, axis=-1)]
@@ -80,10 +86,8 @@ def gate_and_up(h_BTD: jax.Array, w: dict) -> tuple[jax.Array, jax.Array]:
     Two matmuls rather than one side by side: their gradients then need no copying together, which
     cost more than the larger matmul gained (docs/LOG.md).
     """
-    gate, up = h_BTD @ w["w_gate"], h_BTD @ w["w_up"]
-    if "b_gate" in w:
-        gate, up = gate + w["b_gate"].astype(gate.dtype), up + w["b_up"].astype(up.dtype)
-    return gate, up
+    gate = add_bias(h_BTD @ w["w_gate"], w.get("b_gate"))
+    return gate, add_bias(h_BTD @ w["w_up"], w.get("b_up"))
 
 
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:

@@ -30,7 +30,7 @@ def cross_entropy(h_ND, head_DV, labels_N, z_loss: float = 0.0) -> tuple[jax.Arr
               log-partition.
     Returns:  (loss + z-loss, loss), float32 scalars, sums over the labelled tokens, the same on
               every rank of VOCAB_AXES. The second carries no gradient.
-    Communication: per chunk over VOCAB_AXES: one all-reduce max and one sum of [chunk] float32.
+    Communication: per chunk over VOCAB_AXES: all-reduces of [chunk] float32, one max and two sums.
     Source:   Shoeybi et al. 2019 (1909.08053), section 3; z-loss: 2204.02311, section 5.
     """
     total, nll = _cross_entropy(h_ND, head_DV, labels_N, z_loss)

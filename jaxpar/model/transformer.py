@@ -278,5 +278,4 @@ def attention_heads(h: jax.Array, w: Tree, tokens: Tokens, cfg: Config) -> jax.A
 
 def _add_output(x: jax.Array, partial: jax.Array, bias: jax.Array | None) -> jax.Array:
     """The residual stream plus a row-parallel matmul's partial sums (and its bias, once)."""
-    y = scatter_sequence(partial)
-    return x + (y if bias is None else y + bias.astype(y.dtype))
+    return x + layers.add_bias(scatter_sequence(partial), bias)

@@ -1,5 +1,6 @@
 """A tiny config, a little text prepared for it, and runs of it inside this process."""
 
+import contextlib
 import functools
 import json
 import signal
@@ -69,23 +70,35 @@ def config_file(write_config, tmp_path: Path) -> str:
     return write_config(tmp_path)
 
 
-@pytest.fixture(scope="session")
-def train_on():
-    """(number of devices, command line) -> the exit code of a run inside this process.
+@contextlib.contextmanager
+def devices_and_handlers(number: int):
+    with pytest.MonkeyPatch.context() as patch:
+        mesh = functools.partial(make_mesh, devices=jax.devices()[:number])
+        patch.setattr(train, "make_mesh", mesh)
+        patch.setattr(jax, "device_count", lambda: number)
+        handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for n, handler in handlers.items():
+                signal.signal(n, handler)
 
-    The process has more devices than a run takes, and keeps its own signal handlers.
+
+@pytest.fixture(scope="session")
+def only_devices():
+    """(number) -> a context in which a run takes so many of this process's devices.
+
+    Afterwards the process has its own signal handlers again.
     """
+    return devices_and_handlers
+
+
+@pytest.fixture(scope="session")
+def train_on(only_devices):
+    """(number of devices, command line) -> the exit code of a run inside this process."""
 
     def run(number: int, *args: str) -> int:
-        handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
-        with pytest.MonkeyPatch.context() as patch:
-            mesh = functools.partial(make_mesh, devices=jax.devices()[:number])
-            patch.setattr(train, "make_mesh", mesh)
-            patch.setattr(jax, "device_count", lambda: number)
-            try:
-                return train.main(args)
-            finally:
-                for n, handler in handlers.items():
-                    signal.signal(n, handler)
+        with only_devices(number):
+            return train.main(args)
 
     return run

@@ -52,7 +52,7 @@ def start(*command: str) -> subprocess.CompletedProcess:
     }
     env = os.environ | {"PYTHONPATH": str(ROOT)} | cache
     return subprocess.run(
-        [sys.executable, *command], env=env, capture_output=True, text=True, timeout=240
+        [sys.executable, *command], env=env, capture_output=True, text=True, timeout=120
     )
 
 
@@ -152,10 +152,10 @@ def test_a_run_goes_on_on_another_mesh(train_on, config_file, copy, finished, me
     again = records_of(copy)[len(records_of(finished)) :]
     found, wanted = {r["step"]: r["loss"] for r in again if "loss" in r}, losses_of(finished)
     assert list(found) == list(range(step + 1, 121))
-    np.testing.assert_allclose(list(found.values()), [wanted[i] for i in found], rtol=1e-3)
+    np.testing.assert_allclose(list(found.values()), [wanted[i] for i in found], rtol=1e-5)
     np.testing.assert_allclose(found[step + 1], wanted[step + 1], rtol=1e-6)
     params, expected = state_of(copy).params, state_of(finished).params
-    chex.assert_trees_all_close(params, expected, rtol=1e-2, atol=1e-3)
+    chex.assert_trees_all_close(params, expected, rtol=0, atol=1e-5)
 
 
 def test_a_finished_run_has_nothing_left_to_do(train_on, config_file, copy):
@@ -214,7 +214,7 @@ def test_resume_must_needs_a_checkpoint_and_makes_no_folder(train_on, config_fil
 
 def test_the_loss_falls_far_below_the_unigram_entropy(finished, dataset):
     entropy, losses = read_meta(dataset).unigram_entropy, losses_of(finished)
-    assert losses[1] > entropy > 2.5
+    assert losses[1] > entropy > 2.0
     assert losses[120] < 0.1 * entropy
     assert held_out_of(finished)[120] < 0.1 * entropy
 
@@ -243,18 +243,9 @@ def test_a_sample_at_temperature_0_is_what_the_reference_model_finds_likeliest(f
     wanted = greedy_text(finished, prompt, count)
     texts = []
     for seed in ("0", "1"):
-        args = (
-            "--prompt",
-            prompt,
-            "--max-tokens",
-            str(count),
-            "--temperature",
-            "0",
-            "--seed",
-            seed,
-        )
+        args = ["--prompt", prompt, "--max-tokens", str(count), "--temperature", "0"]
         capsys.readouterr()
-        sample.main([str(finished), *args])
+        sample.main([str(finished), *args, "--seed", seed])
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] == wanted
     assert "the mat, and the dog sat on the log.\n" in wanted

@@ -56,10 +56,9 @@ pipeline=2,data=2,sequence=2,tensor=2
 
 OTHER_FIELDS = """
 data=1
-data=2,zero=1
 data=1,num_microbatches=4
 data=2,num_microbatches=2,zero=1
-data=2,tensor=2,layer_loop=unroll
+data=2,tensor=2,layer_loop=unroll,zero=1
 sequence=4,context=ring
 sequence=4,context=ulysses
 data=2,sequence=2,tensor=2,context=ring

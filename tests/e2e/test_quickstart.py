@@ -1,0 +1,72 @@
+"""The first run: text, training, a sample and two figures to compare; again, it goes on."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from jaxpar import checkpoint, quickstart
+from jaxpar.data.meta import read_meta
+from jaxpar.data.prepare import prepare
+
+#: A small model for a few steps.
+SMALL = """--train.num-steps 6 --optimizer.warmup-steps 1 --train.log-every 2 --data.seq-len 64
+--train.global-batch-size 4 --model.num-layers 1 --model.d-model 32 --model.d-ff 64
+--checkpoint.every 6 --evaluation.every 6 --evaluation.num-batches 1""".split()
+
+
+@pytest.fixture
+def run_quickstart(only_devices, monkeypatch, text_file: Path, tmp_path: Path, capsys):
+    """(arguments) -> what quickstart prints, and the options that it prepares text with.
+
+    Whatever it asks to be prepared, a little text is.
+    """
+    asked = []
+
+    def prepare_little(options, progress):
+        asked.append(options)
+        little = dataclasses.replace(options, input=(str(text_file),), holdout=0.2)
+        return prepare(little, progress)
+
+    monkeypatch.setattr(quickstart, "prepare", prepare_little)
+
+    def run(*args: str):
+        places = ["--run.dir", str(tmp_path / "run"), "--data.path", str(tmp_path / "data")]
+        capsys.readouterr()
+        with only_devices(1):
+            assert quickstart.main([*places, *SMALL, *args]) == 0
+        return capsys.readouterr().out, asked
+
+    return run
+
+
+def test_quickstart_prepares_trains_writes_and_says_what_came_out(run_quickstart, tmp_path):
+    text, asked = run_quickstart()
+    data, run = tmp_path / "data", tmp_path / "run"
+    assert [(o.input, o.tokenizer, o.output) for o in asked] == [(("stdlib",), "bytes", str(data))]
+
+    parts = re.findall(r"^== (.*)$", text, re.MULTILINE)
+    assert parts[1:3] == ["2. Training for 6 steps", "3. What it writes"]
+    assert re.fullmatch(r"Done in \d+ s", parts[3])
+    assert re.search(r"^import .", text, re.MULTILINE | re.DOTALL)
+
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    loss = [r["loss"] for r in records if "loss" in r][-1]
+    entropy = read_meta(data).unigram_entropy
+    assert f"training loss at the end    {loss:.3f} nats per token" in text
+    assert f"unigram entropy of the text {entropy:.3f}: " in text
+
+    places = re.findall(rf"^({re.escape(str(tmp_path))}\S+)  +\S", text, re.MULTILINE)
+    assert [Path(p).name for p in places] == ["data", "config.json", "metrics.jsonl", "checkpoints"]
+    assert all(Path(place).exists() for place in places)
+    assert f"-m jaxpar.sample {run} --prompt" in text
+    assert "-m jaxpar.train quickstart --train.num-steps 1000 --run.dir runs/longer" in text
+    assert checkpoint.saved_steps(run) == [6]
+
+    again, asked = run_quickstart()
+    assert len(asked) == 1  # the text is there
+    assert "restored step 6" in again
+    assert f"training loss at the end    {loss:.3f} nats per token" in again
+    assert checkpoint.saved_steps(run) == [6]
