@@ -179,13 +179,18 @@ def test_prefetch_runs_ahead_and_stops(cfg, monkeypatch):
     loader = Loader(replace(cfg, **{"data.prefetch": 3}), make_mesh())
     made, enough = [], threading.Event()
 
-    def batch(step):
+    def host_rows(step, rows):
         made.append((step, threading.current_thread()))
         if len(made) == 4:
             enough.set()
         return step
 
-    monkeypatch.setattr(loader, "batch", batch)
+    def place(host):
+        assert threading.current_thread() is threading.main_thread()
+        return host
+
+    monkeypatch.setattr(loader, "host_rows", host_rows)
+    monkeypatch.setattr(loader, "_place", place)
     stream = loader.prefetched(0)
     assert next(stream) == (0, 0)
     assert enough.wait(10)
@@ -199,14 +204,14 @@ def test_prefetch_runs_ahead_and_stops(cfg, monkeypatch):
 def test_prefetch_raises_where_it_failed(cfg, monkeypatch):
     """Batches before the failure arrive; then comes the exception itself."""
     loader = Loader(cfg, make_mesh())
-    whole = loader.batch
+    whole = loader.host_rows
 
-    def batch(step):
+    def host_rows(step, rows):
         if step == 2:
             raise OSError("disk went away")
-        return whole(step)
+        return whole(step, rows)
 
-    monkeypatch.setattr(loader, "batch", batch)
+    monkeypatch.setattr(loader, "host_rows", host_rows)
     stream = loader.prefetched(0)
     assert [next(stream)[0], next(stream)[0]] == [0, 1]
     with pytest.raises(OSError, match="disk went away"):
