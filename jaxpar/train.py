@@ -44,8 +44,11 @@ class Run:
             splits.append(self.held_out)
         self.max_segments = max(split.max_documents for split in splits)
         self.first_step = checkpoint.starting_step(cfg)
+        self.changed: dict[str, tuple[Any, Any]] = {}
         if self.first_step is not None:
-            checkpoint.check_resumable(cfg, checkpoint.read_saved(cfg.run.dir, self.first_step))
+            saved = checkpoint.read_saved(cfg.run.dir, self.first_step)
+            checkpoint.check_resumable(cfg, saved)
+            self.changed = checkpoint.changed_fields(cfg, saved)
         self.dir = Path(cfg.run.dir)
 
     def open_folder(self, environment: list[str]) -> None:
@@ -86,6 +89,8 @@ class Run:
             state, what = init_state(self.cfg, self.mesh), "initialised"
         else:
             state = checkpoint.restore(self.cfg, self.mesh, self.first_step)
+            for field, (then, now) in self.changed.items():
+                log(f"changed    {field}: {then} then, {now} now")
             what = f"restored step {self.first_step}"
         jax.block_until_ready(state)
         log(f"{what} in {time.perf_counter() - began:.1f} s")
