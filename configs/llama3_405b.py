@@ -1,4 +1,6 @@
-"""Llama 3.1 405B on 384 GPUs or more (multiples of 48): python -m jaxpar.train llama3_405b
+"""Llama 3.1 405B on 384 GPUs: python -m jaxpar.train llama3_405b
+
+On 768 GPUs add --train.global-batch-size 1536, so that every microbatch has its rows.
 
 Shape: Llama 3 (2407.21783), table 3. 126 layers divide into 6 stages of three chunks of 7.
 """

@@ -1,4 +1,4 @@
-"""Llama 3 70B on 64 GPUs or more (multiples of 8): python -m jaxpar.train llama3_70b
+"""Llama 3 70B on 64 GPUs, or 8 times any other power of two: python -m jaxpar.train llama3_70b
 
 Shape: Llama 3 (2407.21783), table 3. Tensor parallel inside a host, FSDP across.
 """

@@ -80,7 +80,7 @@ def card(run: Run, measured: dict[str, Any], environment: list[str], commit: str
         **measured,
         "parameters": num_params(cfg.model),
         "mesh": describe(run.mesh),
-        "attention": run.attention_backend(),
+        "attention": run.attention,
         **runtime.versions(),
         "gpu": gpu_facts(),
         "environment": environment,

@@ -2,7 +2,9 @@
 
 import math
 import signal
+import threading
 from types import FrameType
+from typing import Any
 
 #: Exit codes that a scheduler can act on.
 EXIT_OK, EXIT_ERROR, EXIT_CONFIG, EXIT_NUMERICS, EXIT_PREEMPTED = 0, 1, 2, 17, 75
@@ -16,16 +18,31 @@ def check_finite(step: int, values: dict[str, float]) -> None:
     """Raises:   BadNumerics when a measured value is infinite or not a number."""
     bad = [f"{name} = {value}" for name, value in values.items() if not math.isfinite(value)]
     if bad:
-        raise BadNumerics(f"step {step + 1}: {', '.join(bad)}. The last checkpoint is untouched.")
+        raise BadNumerics(
+            f"step {step}: {', '.join(bad)}. Checkpoints of earlier steps are untouched."
+        )
 
 
 class StopRequest:
-    """Set by SIGTERM or Ctrl-C, so that the loop can save and leave. A second one ends at once."""
+    """Set by SIGTERM or Ctrl-C, so that the loop can save and leave. A second one ends at once.
+
+    Use as a context manager: leaving it puts the earlier handlers back. Python delivers signals to
+    the main thread alone, so elsewhere (a notebook's worker) it listens to nothing.
+    """
 
     def __init__(self):
         self.received: str | None = None
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._receive)
+        self._earlier: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> "StopRequest":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._earlier[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._earlier.items():
+            signal.signal(number, handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = signal.Signals(number).name

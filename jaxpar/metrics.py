@@ -61,7 +61,7 @@ class MetricsWriter:
         step, measured = self.pending
         self.pending = None
         values = {k: float(v) for k, v in jax.device_get(vars(measured)).items()}
-        guard.check_finite(step, values)
+        guard.check_finite(step + 1, values)
         now = time.perf_counter()
         if self.clock is not None:  # the first step's time is compilation's
             self.seconds, self.steps = self.seconds + now - self.clock, self.steps + 1

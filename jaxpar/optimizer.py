@@ -16,7 +16,7 @@ def learning_rate(cfg: OptimizerConfig, num_steps: int) -> optax.Schedule:
     """Learning rate of each step: linear warm-up from 0, then the configured shape."""
     peak, floor = cfg.learning_rate, cfg.learning_rate * cfg.min_lr_ratio
     after = max(num_steps - cfg.warmup_steps, 1)
-    stable = after - after // 5
+    stable = after - max(after // 5, 1)
     shapes = {
         "cosine": optax.cosine_decay_schedule(peak, after, alpha=cfg.min_lr_ratio),
         "linear": optax.linear_schedule(peak, floor, after),

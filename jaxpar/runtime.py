@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 
 from jaxpar import xla_flags
-from jaxpar.config import RunConfig
+from jaxpar.config import ConfigError, RunConfig
 
 
 def start(run: RunConfig) -> list[str]:
@@ -15,8 +15,7 @@ def start(run: RunConfig) -> list[str]:
     Returns:  the flags and environment that were set, for the log.
     """
     if run.cpu_devices:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", run.cpu_devices)
+        _simulate(run.cpu_devices)
         return []
     was_set = xla_flags.apply(run.xla_flags)
     if run.compilation_cache and xla_flags.gpu_is_present():
@@ -24,6 +23,17 @@ def start(run: RunConfig) -> list[str]:
         jax.config.update("jax_compilation_cache_dir", str(folder))
         was_set.append(f"compilation cache {folder}")
     return was_set
+
+
+def _simulate(num_devices: int) -> None:
+    try:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", num_devices)
+    except RuntimeError as error:
+        if jax.device_count() != num_devices or jax.default_backend() != "cpu":
+            fix = "use --run.cpu-devices 0, or start a new process"
+            rule = f"comes too late: JAX has started with {jax.device_count()} devices"
+            raise ConfigError("run.cpu_devices", num_devices, rule, fix) from error
 
 
 def versions() -> dict[str, str]:

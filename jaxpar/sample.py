@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -35,10 +36,24 @@ class Options:
     )
 
 
-def sample(options: Options) -> None:
-    """Print the prompt and what the model writes after it, as it comes."""
+def check(options: Options) -> None:
+    """Raises:   ConfigError for an option that cannot work."""
+    how = options.sampling
     if not options.prompt:
         raise ConfigError("--prompt", "", "must not be empty", 'use --prompt "def "')
+    if options.max_tokens < 1:
+        fix = "use --max-tokens 200"
+        raise ConfigError("--max-tokens", options.max_tokens, "must be at least 1", fix)
+    if not (math.isfinite(how.temperature) and how.temperature >= 0):
+        fix = "use --temperature 0.8"
+        raise ConfigError("--temperature", how.temperature, "must be 0 or more", fix)
+    if how.top_k < 0:
+        raise ConfigError("--top-k", how.top_k, "must be 0 or more", "use --top-k 50")
+
+
+def sample(options: Options) -> None:
+    """Print the prompt and what the model writes after it, as it comes."""
+    check(options)
     cfg = config_for_sampling(checkpoint.load_config(options.run, options.step))
     runtime.start(cfg.run)
     mesh = make_mesh(cfg.parallel, jax.devices()[:1])

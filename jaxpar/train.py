@@ -14,8 +14,9 @@ import jax
 
 from jaxpar import checkpoint, cli, guard, runtime
 from jaxpar.batch import Batch
-from jaxpar.config import Config, to_json
+from jaxpar.config import Config, ConfigError, to_json
 from jaxpar.data import Loader
+from jaxpar.data.meta import read_meta
 from jaxpar.kernels.attention import backend_for
 from jaxpar.metrics import MetricsWriter
 from jaxpar.model.flops import num_params
@@ -34,6 +35,7 @@ class Run:
     def __init__(self, cfg: Config):
         """Raises:   ConfigError for anything that would stop the run later."""
         self.cfg = cfg = resolve(cfg, jax.device_count())
+        self.dir = run_folder(cfg)
         self.mesh = make_mesh(cfg.parallel)
         order = token_order(cfg.parallel, cfg.data.seq_len)
         self.loader = Loader(cfg, self.mesh, "train", order)
@@ -49,7 +51,8 @@ class Run:
             saved = checkpoint.read_saved(cfg.run.dir, self.first_step)
             checkpoint.check_resumable(cfg, saved)
             self.changed = checkpoint.changed_fields(cfg, saved)
-        self.dir = Path(cfg.run.dir)
+            check_steps(cfg, self.first_step)
+        self.attention = self.attention_backend()
 
     def open_folder(self, environment: list[str]) -> None:
         """Make the run folder and write what the run is: config.json and manifest.json."""
@@ -60,7 +63,7 @@ class Run:
         manifest = runtime.versions() | {
             "mesh": describe(self.mesh),
             "parameters": num_params(self.cfg.model),
-            "attention": self.attention_backend(),
+            "attention": self.attention,
             "environment": environment,
         }
         (self.dir / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
@@ -80,7 +83,12 @@ class Run:
         row = jax.ShapeDtypeStruct((1, T), "int32")
         describe_row = lambda b: describe_tokens(b, self.cfg, self.max_segments).mask  # noqa: E731
         mask = jax.eval_shape(describe_row, Batch(row, row, row, row))
-        return backend_for(m.attention_backend, q, q, mask)
+        try:
+            return backend_for(m.attention_backend, q, q, mask)
+        except ValueError as error:
+            fix = "use --model.attention-backend auto"
+            name = m.attention_backend
+            raise ConfigError("model.attention_backend", name, str(error), fix) from error
 
     def start(self) -> TrainState:
         """The state to go on from: restored, or fresh."""
@@ -97,6 +105,26 @@ class Run:
         return state
 
 
+def run_folder(cfg: Config) -> Path:
+    """The run folder, which need not exist yet.
+
+    Raises:   ConfigError when something else bears its name.
+    """
+    folder = Path(cfg.run.dir)
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError("run.dir", cfg.run.dir, "is a file", "use --run.dir runs/NAME")
+    return folder
+
+
+def check_steps(cfg: Config, saved: int) -> None:
+    """Raises:   ConfigError when the run is already past its last step."""
+    if saved > cfg.train.num_steps:
+        rule = f"must be at least the {saved} steps of the checkpoint in {cfg.run.dir}"
+        raise ConfigError(
+            "train.num_steps", cfg.train.num_steps, rule, f"use --train.num-steps {2 * saved}"
+        )
+
+
 def log(text: str) -> None:
     """Print from the first process only."""
     if jax.process_index() == 0:
@@ -105,13 +133,18 @@ def log(text: str) -> None:
 
 def train(run: Run) -> int:
     """The loop. Returns an exit code."""
-    cfg, state, stop = run.cfg, run.start(), guard.StopRequest()
+    cfg = run.cfg
+    if run.first_step == cfg.train.num_steps:
+        log(f"done already: {run.dir}")
+        return guard.EXIT_OK
+    state = run.start()
     tokens_per_step = cfg.train.global_batch_size * cfg.data.seq_len
     first, last = run.first_step or 0, cfg.train.num_steps
     evaluate = Evaluation(run)
     schedule = learning_rate(cfg.optimizer, cfg.train.num_steps)
     batches = run.loader.prefetched(first)
     with (
+        guard.StopRequest() as stop,
         checkpoint.Checkpointer(cfg) as saver,
         MetricsWriter(cfg, run.dir, first, schedule) as metrics,
     ):
@@ -177,6 +210,7 @@ class Evaluation:
 def main(argv: Sequence[str]) -> int:
     """The command line."""
     cfg = cli.read_config(argv, "jaxpar.train", __doc__)
+    read_meta(cfg.data.path)  # a missing dataset is found before the devices start
     environment = runtime.start(cfg.run)
     run = Run(cfg)
     run.open_folder(environment)
