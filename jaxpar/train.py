@@ -16,7 +16,6 @@ from jaxpar import checkpoint, cli, guard, runtime
 from jaxpar.batch import Batch
 from jaxpar.config import Config, ConfigError, to_json
 from jaxpar.data import Loader
-from jaxpar.data.meta import read_meta
 from jaxpar.kernels.attention import backend_for
 from jaxpar.metrics import MetricsWriter
 from jaxpar.model.flops import num_params
@@ -210,7 +209,6 @@ class Evaluation:
 def main(argv: Sequence[str]) -> int:
     """The command line."""
     cfg = cli.read_config(argv, "jaxpar.train", __doc__)
-    read_meta(cfg.data.path)  # a missing dataset is found before the devices start
     environment = runtime.start(cfg.run)
     run = Run(cfg)
     run.open_folder(environment)

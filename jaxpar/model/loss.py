@@ -38,9 +38,9 @@ def cross_entropy(h_ND, head_DV, labels_N, z_loss: float = 0.0) -> tuple[jax.Arr
 
 
 def num_chunks(num_tokens: int, vocab_shard: int) -> int:
-    """The fewest equal chunks whose float32 logits fit CHUNK_BYTES."""
-    fewest = max(1, -(-num_tokens * vocab_shard * 4 // CHUNK_BYTES))
-    return next(n for n in range(fewest, num_tokens + 1) if num_tokens % n == 0)
+    """The fewest chunks whose float32 logits fit CHUNK_BYTES; at most one for each token."""
+    fewest = -(-num_tokens * vocab_shard * 4 // CHUNK_BYTES)
+    return min(max(fewest, 1), num_tokens)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -54,8 +54,12 @@ def _cross_entropy(h_ND, head_DV, labels_N, z_loss):
 
 
 def _chunked(h_ND, labels_N, vocab_shard):
+    """Equal chunks; the last is filled up with tokens of no loss."""
     n = num_chunks(len(labels_N), vocab_shard)
-    return h_ND.reshape(n, -1, h_ND.shape[-1]), labels_N.reshape(n, -1)
+    missing = -len(labels_N) % n
+    h = jnp.pad(h_ND, ((0, missing), (0, 0)))
+    labels = jnp.pad(labels_N, (0, missing), constant_values=IGNORED)
+    return h.reshape(n, -1, h.shape[-1]), labels.reshape(n, -1)
 
 
 def _no_loss(labels_N):
@@ -100,7 +104,8 @@ def _forward(h_ND, head_DV, labels_N, z_loss):
     chunks = _chunked(h_ND, labels_N, head_DV.shape[1])
     start = _no_loss(labels_N), varying(jnp.zeros(head_DV.shape, jnp.float32))
     (sums, d_head), d_h = lax.scan(body, start, chunks)
-    return sums, (d_h.reshape(h_ND.shape), d_head.astype(head_DV.dtype))
+    d_h = d_h.reshape(-1, h_ND.shape[-1])[: len(h_ND)]
+    return sums, (d_h, d_head.astype(head_DV.dtype))
 
 
 def _backward(z_loss, saved, cotangents):

@@ -202,6 +202,8 @@ def request(T=8, S=8, H=4, G=2, K=8, B=2, dtype=jnp.bfloat16, **mask):
 def test_bad_shapes_are_refused():
     q, k, v, mask = request()
     short = AttentionMask(mask.q_positions[:, :5], mask.kv_positions)
+    one_sided = dataclasses.replace(mask, q_segments=mask.q_positions)
+    broadcast = dataclasses.replace(one_sided, kv_segments=mask.kv_positions[:1])
     for bad, message in [
         ((q[0], k, v, mask), r"want q \[B,T,H,K\]"),
         ((q, k, v[:, :4], mask), r"want q \[B,T,H,K\]"),
@@ -209,6 +211,8 @@ def test_bad_shapes_are_refused():
         ((q[..., :4], k, v, mask), "differ in batch or head dim"),
         ((q[:, :, :3], k, v, mask), "3 query heads are not divisible by 2 KV heads"),
         ((q, k, v, short), "do not fit"),
+        ((q, k, v, one_sided), "give both or none"),
+        ((q, k, v, broadcast), "kv_segments .* must be"),
         ((q, k, v, dataclasses.replace(mask, window=0)), "window = 0 must be at least 1"),
     ]:
         with pytest.raises(ValueError, match=message):

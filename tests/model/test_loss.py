@@ -83,7 +83,7 @@ def assert_close(found, wanted, tolerance=2e-6):
 def chunks_of(monkeypatch, tokens: int, vocab_shard: int) -> None:
     """Let a chunk hold so many tokens."""
     monkeypatch.setattr(loss, "CHUNK_BYTES", tokens * vocab_shard * 4)
-    assert loss.num_chunks(N, vocab_shard) == N // tokens
+    assert loss.num_chunks(N, vocab_shard) == -(-N // tokens)
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])
@@ -94,7 +94,7 @@ def test_value_and_gradients(name, z_loss, devices):
     assert_close(found, plain(z_loss, *arrays))
 
 
-@pytest.mark.parametrize("tokens", [1, 6, 12])
+@pytest.mark.parametrize("tokens", [1, 5, 6, 12])
 @pytest.mark.parametrize("name", ["whole", "tensor and pipeline"])
 def test_chunks_add_up(name, tokens, devices, monkeypatch):
     arrays = inputs()
@@ -136,9 +136,10 @@ def test_bfloat16_keeps_sums_in_float32(devices):
         (24, 16, 1 << 30, 1),
         (24, 16, 24 * 16 * 4, 1),
         (24, 16, 24 * 16 * 4 - 1, 2),
-        (24, 16, 5 * 16 * 4, 6),  # 24 / 5 rounded up is 5, which does not divide 24
-        (7, 16, 6 * 16 * 4, 7),
+        (24, 16, 5 * 16 * 4, 5),  # the last chunk is filled up
+        (7, 16, 6 * 16 * 4, 2),
         (24, 16, 16 * 4, 24),  # a token at a time
+        (24, 16, 1, 24),  # and never less
     ],
 )
 def test_number_of_chunks(num_tokens, vocab_shard, chunk_bytes, chunks, monkeypatch):

@@ -14,7 +14,8 @@ TINY = ["quickstart", "--shrink", "--model.num-layers", "2", "--model.vocab-size
 
 
 @pytest.fixture(autouse=True)
-def quick_compile():
+def quick_compile(devices):
+    """Compiled without optimisation, on the session's devices, which verify must find started."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)

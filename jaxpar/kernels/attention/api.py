@@ -135,5 +135,15 @@ def _check(q, k, v, mask: AttentionMask) -> None:
             f"mask positions {mask.q_positions.shape}, {mask.kv_positions.shape} do not fit "
             f"q {q.shape} and k {k.shape}"
         )
+    if (mask.q_segments is None) != (mask.kv_segments is None):
+        raise ValueError("mask has segments of the queries or of the keys alone: give both or none")
+    for name, segments, places in (
+        ("q_segments", mask.q_segments, mask.q_positions),
+        ("kv_segments", mask.kv_segments, mask.kv_positions),
+    ):
+        if segments is not None and segments.shape != places.shape:
+            raise ValueError(
+                f"mask.{name} {segments.shape} must be {places.shape}, as its positions"
+            )
     if mask.window is not None and mask.window < 1:
         raise ValueError(f"window = {mask.window} must be at least 1, or None")
