@@ -55,19 +55,25 @@ def report(run_dir: Path, data: Path, unigram_entropy: float, seconds: float) ->
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     loss = [r["loss"] for r in records if "loss" in r][-1]
     headline(f"Done in {seconds:.0f} s")
-    print(
-        f"training loss at the end    {loss:.3f} nats per token ({loss / math.log(2):.2f} bits)\n"
+    places = {
+        f"{data}/": "text as tokens",
+        f"{run_dir}/config.json": "every setting of the run",
+        f"{run_dir}/metrics.jsonl": "loss, learning rate, speed by step",
+        f"{run_dir}/checkpoints/": "weights and optimiser state",
+    }
+    width = max(map(len, places))
+    lines = [
+        f"training loss at the end    {loss:.3f} nats per token ({loss / math.log(2):.2f} bits)",
         f"unigram entropy of the text {unigram_entropy:.3f}: the loss of knowing only how often "
-        "each token occurs\n"
-        f"\n{data}/                text as tokens\n"
-        f"{run_dir}/config.json     every setting of the run\n"
-        f"{run_dir}/metrics.jsonl   loss, learning rate, speed by step\n"
-        f"{run_dir}/checkpoints/    weights and optimiser state\n"
-        f"\nMore text:  {sys.executable} -m jaxpar.sample {run_dir} --prompt 'class '\n"
+        "each token occurs",
+        "",
+        *(f"{place:<{width}}   {what}" for place, what in places.items()),
+        "",
+        f"More text:  {sys.executable} -m jaxpar.sample {run_dir} --prompt 'class '",
         f"Longer:     {sys.executable} -m jaxpar.train quickstart --train.num-steps 1000 "
         "--run.dir runs/longer",
-        flush=True,
-    )
+    ]
+    print("\n".join(lines), flush=True)
 
 
 if __name__ == "__main__":

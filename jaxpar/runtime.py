@@ -1,7 +1,9 @@
 """Before JAX starts: flags, simulated devices, compilation cache. Each program calls it first."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -34,6 +36,23 @@ def _simulate(num_devices: int) -> None:
             fix = "use --run.cpu-devices 0, or start a new process"
             rule = f"comes too late: JAX has started with {jax.device_count()} devices"
             raise ConfigError("run.cpu_devices", num_devices, rule, fix) from error
+
+
+class FirstRunAlone:
+    """A compiled program whose first run has the devices to itself.
+
+    cuDNN captures its kernels then, and a transfer that is under way, or begins, makes that fail
+    (docs/LOG.md). Later runs are dispatched as ever.
+    """
+
+    def __init__(self, program: Callable[..., Any]):
+        self.program, self.has_run = program, False
+
+    def __call__(self, *args: Any) -> Any:
+        if self.has_run:
+            return self.program(*args)
+        self.has_run = True
+        return jax.block_until_ready(self.program(*jax.block_until_ready(args)))
 
 
 def versions() -> dict[str, str]:

@@ -16,7 +16,7 @@ from jaxpar import checkpoint, cli, guard, runtime
 from jaxpar.batch import Batch
 from jaxpar.config import Config, ConfigError, to_json
 from jaxpar.data import Loader
-from jaxpar.kernels.attention import backend_for
+from jaxpar.kernels.attention import explain
 from jaxpar.metrics import MetricsWriter
 from jaxpar.model.flops import num_params
 from jaxpar.model.transformer import describe_tokens
@@ -69,21 +69,21 @@ class Run:
         print(
             f"model      {num_params(self.cfg.model):,} parameters, {self.cfg.model.dtype}\n"
             f"devices    {manifest['device']}, mesh {manifest['mesh']}\n"
-            f"attention  {manifest['attention']}\n"
+            f"attention  {self.attention}\n"
             f"data       {self.cfg.data.path}, {self.loader.dataset.num_tokens:,} tokens\n"
             f"run        {self.dir}" + "".join(f"\nset        {item}" for item in environment),
             flush=True,
         )
 
     def attention_backend(self) -> str:
-        """The attention kernel that this run's layers will use."""
+        """The attention kernel that this run's layers will use, and why not another."""
         m, T = self.cfg.model, self.cfg.data.seq_len
         q = jax.ShapeDtypeStruct((1, T, m.num_heads, m.head_dim), m.dtype)
         row = jax.ShapeDtypeStruct((1, T), "int32")
         describe_row = lambda b: describe_tokens(b, self.cfg, self.max_segments).mask  # noqa: E731
         mask = jax.eval_shape(describe_row, Batch(row, row, row, row))
         try:
-            return backend_for(m.attention_backend, q, q, mask)
+            return explain(m.attention_backend, q, q, mask)
         except ValueError as error:
             fix = "use --model.attention-backend auto"
             name = m.attention_backend
@@ -153,8 +153,6 @@ def train(run: Run) -> int:
             _, batch = next(batches)
             data_wait = time.perf_counter() - began
             state, measured = train_step(state, batch)
-            if step == first:
-                jax.block_until_ready(measured)  # cuDNN captures its kernels: leave it alone
             metrics.write_previous(step, measured, data_wait)
             done = step + 1
             if due(done, cfg.evaluation.every, last):
@@ -185,7 +183,7 @@ def compiled(run: Run, state: TrainState):
     memory = program.memory_analysis()
     used = "" if memory is None else f", {memory.temp_size_in_bytes / 2**30:.1f} GiB temporary"
     log(f"compiled in {time.perf_counter() - began:.1f} s{used}")
-    return program
+    return runtime.FirstRunAlone(program)
 
 
 class Evaluation:
@@ -194,7 +192,8 @@ class Evaluation:
     def __init__(self, run: Run):
         self.run = run
         if run.held_out is not None:
-            self.step = make_eval_step(run.cfg, run.mesh, run.max_segments)
+            step = make_eval_step(run.cfg, run.mesh, run.max_segments)
+            self.step = runtime.FirstRunAlone(step)
 
     def __call__(self, params) -> tuple[float, float]:
         """Returns:  nats per labelled token, bits per byte of text."""

@@ -13,7 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.kernels.attention import AttentionMask, attention, backend_for, backward, forward
+from jaxpar.kernels.attention import (
+    AttentionMask,
+    attention,
+    backend_for,
+    backward,
+    explain,
+    forward,
+)
 from jaxpar.kernels.attention.mask import allowed
 from jaxpar.kernels.attention.reference import EMPTY_LSE
 
@@ -248,6 +255,14 @@ def test_auto_takes_cudnn_where_it_can():
     mask = dataclasses.replace(mask, q_segments=packed, kv_segments=packed, max_segments=1)
     assert backend_for("auto", q, k, mask, "gpu") == "cudnn"
     assert backend_for("auto", q, k, mask, "cpu") == "reference"
+
+
+def test_the_choice_is_explained():
+    q, k, _, mask = request(in_order=True)
+    assert explain("auto", q, k, mask, "gpu") == "cudnn"
+    why = "reference (not cudnn: it needs an NVIDIA GPU, and the platform is cpu)"
+    assert explain("auto", q, k, mask, "cpu") == why
+    assert explain("reference", q, k, mask, "gpu") == "reference (not cudnn: as configured)"
 
 
 def test_an_unknown_backend_is_refused():

@@ -18,6 +18,7 @@ from jaxpar.kernels.attention.mask import AttentionMask
 
 type Backend = Literal["reference", "cudnn"]
 
+#: Fastest first.
 BACKENDS: dict[str, ModuleType] = {"cudnn": cudnn, "reference": reference}
 
 
@@ -57,6 +58,15 @@ def backend_for(backend: str, q, k, mask: AttentionMask, platform: str | None = 
         able = [b for b in BACKENDS if refusal(b, q, k, mask, platform) is None]
         raise ValueError(f"attention backend {backend!r}: {why}. Can serve it: {', '.join(able)}.")
     return backend  # type: ignore[return-value]
+
+
+def explain(backend: str, q, k, mask: AttentionMask, platform: str | None = None) -> str:
+    """What `backend_for` chooses, and why not the faster ones, for the log."""
+    platform = platform or jax.devices()[0].platform
+    chosen = backend_for(backend, q, k, mask, platform)
+    faster = list(BACKENDS)[: list(BACKENDS).index(chosen)]
+    why = [f"not {b}: {refusal(b, q, k, mask, platform) or 'as configured'}" for b in faster]
+    return f"{chosen} ({'; '.join(why)})" if why else chosen
 
 
 def attention(
