@@ -370,7 +370,8 @@ def _fill_data_axis(cfg: Config, num_devices: int) -> Config:
         rule = f"the axes besides data multiply to {rest}, which does not divide {devices}"
     else:
         path, needed = "parallel.data", p.data * rest
-        rule = f"the mesh axes multiply to {needed}, and there are {devices}"
+        there = "there is" if num_devices == 1 else "there are"
+        rule = f"the mesh axes multiply to {needed}, and {there} {devices}"
         fewer.append(flag("parallel.data", -1))
     ways = [" ".join(fewer)]
     if needed > num_devices or cfg.run.cpu_devices:
