@@ -1,0 +1,36 @@
+"""FLOPs and MFU against figures worked out by hand."""
+
+import pytest
+
+from jaxpar.cli import load_config
+from jaxpar.config import replace
+from jaxpar.model import flops
+
+LLAMA_8B = load_config("llama3_8b").model
+
+
+def test_flops_of_llama_8b():
+    matrices = 32 * (4096 * (4096 + 1024 + 1024) + 4096 * 4096 + 3 * 4096 * 14336)
+    norms = 65 * 4096
+    head = 4096 * 128256
+    assert flops.num_matmul_params(LLAMA_8B) == matrices + norms + head
+    attention = 32 * 4096 * 8192
+    causal = flops.train_flops_per_token(LLAMA_8B, 8192)
+    assert causal == 6 * (matrices + norms + head) + 6 * attention
+    assert causal == pytest.approx(45.0e9 + 6.4e9, rel=5e-3)
+    full = flops.train_flops_per_token(LLAMA_8B, 8192, causal=False)
+    assert full - causal == 6 * attention
+
+
+def test_a_tied_table_multiplies_too():
+    cfg = load_config("llama_1b")
+    untied = replace(cfg, **{"model.tie_embeddings": False}).model
+    assert flops.num_matmul_params(cfg.model) == flops.num_matmul_params(untied)
+    assert flops.num_params(untied) - flops.num_params(cfg.model) == 128256 * 2048
+
+
+def test_mfu_is_a_share_of_the_peak():
+    """torchtitan's 10,448 tokens/s/GPU of this shape are 61.2% in its own convention."""
+    share = flops.mfu(10_448, LLAMA_8B, 8192, "NVIDIA H200", causal=False)
+    assert share == pytest.approx(0.612, abs=5e-4)
+    assert flops.mfu(10_448, LLAMA_8B, 8192, "cpu", causal=True) is None
