@@ -41,7 +41,7 @@ def _simulate(num_devices: int) -> None:
 class FirstRunAlone:
     """A compiled program whose first run has the devices to itself.
 
-    cuDNN captures its kernels then, and a transfer that is under way, or begins, makes that fail
+    cuDNN captures its kernels then, which a transfer under way, or beginning, can make fail
     (docs/LOG.md). Later runs are dispatched as ever.
     """
 

@@ -97,7 +97,7 @@ class Loader:
 
         The thread works on the host alone. Batches go to the devices from the caller's thread, and
         asynchronously: a transfer from elsewhere, at the moment when cuDNN captures its kernels,
-        makes that fail (docs/LOG.md). An exception in the thread is raised here, at its step.
+        can make that fail (docs/LOG.md). An exception in the thread is raised here, at its step.
         Closing the generator, or dropping it, ends the thread after the batch in hand.
         """
         depth = self._cfg.data.prefetch
