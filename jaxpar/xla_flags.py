@@ -17,7 +17,7 @@ class Flag:
     name: str
     value: str
     gain: str
-    """Why it is set: docs/LOG.md has the measurements."""
+    """Why it is set."""
 
 
 #: For JAX 0.11 on Hopper GPUs.

@@ -59,12 +59,18 @@ def test_gradients_are_the_references_to_bfloat16(loop, mask):
     with jax.default_matmul_precision("highest"):
         loss, want = jax.jit(jax.value_and_grad(lambda p: reference.loss(p, host, cfg)))(params)
     assert float(measured.loss) == pytest.approx(float(loss), rel=2e-3)
-    for path, grad in flat(jax.device_get(grads)).items():
-        expected = np.asarray(flat(want)[path])
-        error = np.linalg.norm(grad - expected) / np.linalg.norm(expected)
-        # A gradient passes some 30 roundings of relative size 2**-8 / sqrt(3): 1.2e-2 in all, and
-        # twice that where a difference of near equals is taken.
-        assert error < 4e-2, (path, error)
+    want, grads = flat(jax.device_get(want)), flat(jax.device_get(grads))
+    for path, expected in want.items():
+        # With every matmul accumulated in float32, bfloat16 costs 6e-3 to 1.1e-2 here; one that
+        # accumulated in bfloat16 would cost 2.2e-2 (docs/LOG.md).
+        error = relative_error(grads[path], expected)
+        assert error < 2e-2, (path, error)
+
+
+def relative_error(found, expected) -> float:
+    """Norm of the difference by the norm of what was expected, in float64."""
+    found, expected = (np.asarray(x, np.float64) for x in (found, expected))
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 
 def test_the_step_learns_a_batch_by_heart():

@@ -53,7 +53,7 @@ def rope(x_BTHK: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Turn the first half of each head's dims against the second, by the token's angles.
 
     Half-rotation, as in Hugging Face's weights, not interleaved as in the paper. Written with a
-    flip of the two halves instead of a concatenation, so that XLA makes one pass of it.
+    flip of the two halves in place of a concatenation.
     """
     cos, sin = (table[..., None, :] for table in tables)
     halves = x_BTHK.astype(jnp.float32).reshape(*x_BTHK.shape[:-1], 2, -1)

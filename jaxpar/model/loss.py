@@ -16,8 +16,8 @@ from jaxpar.batch import IGNORED
 from jaxpar.model.layers import vocab_shard_index
 from jaxpar.parallel.collectives import varying
 
-#: A chunk's float32 logits stay below this: large enough for the matmul to run at full speed,
-#: small beside the activations (docs/LOG.md).
+#: A chunk's float32 logits stay below this: 2,048 tokens of Llama 3's vocabulary on one device,
+#: with which the figures of docs/benchmarks were measured; small beside the activations.
 CHUNK_BYTES = 1 << 30
 
 

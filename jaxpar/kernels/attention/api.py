@@ -42,7 +42,7 @@ def refusal(backend: str, q, k, mask: AttentionMask, platform: str) -> str | Non
 def backend_for(backend: str, q, k, mask: AttentionMask, platform: str | None = None) -> Backend:
     """The backend that will serve a request: the named one, or for "auto" the fastest that can.
 
-    Measured on one H200: cudnn beats reference at every shape it serves (docs/LOG.md).
+    That is cudnn wherever it can: reference holds every score.
 
     Args:     backend: "auto" or a name. platform: "gpu" or "cpu"; None: that of the first device.
     Raises:   ValueError when the named backend cannot serve the request, naming one that can.
