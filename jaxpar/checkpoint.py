@@ -28,7 +28,7 @@ from jaxpar.params import flat
 from jaxpar.state import TrainState, abstract_state, state_shardings, to_logical, to_running
 
 #: Fields of the model that may change once the weights are there.
-FREE_MODEL_FIELDS = {"init_std", "dtype", "attention_backend"}
+FREE_MODEL_FIELDS = {"init_std", "dtype", "attention_backend", "attention_deterministic"}
 
 #: The others: a new value would ask for other shapes, or run another function.
 MODEL_FIELDS = tuple(

@@ -122,8 +122,10 @@ class ModelConfig:
     """Standard deviation of initial weights; outputs of a block get init_std / sqrt(2 * layers)."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute dtype. Master weights, moments, loss and gradient sums are always float32."""
-    attention_backend: Literal["auto", "reference", "cudnn"] = "auto"
-    """Attention kernel. auto picks the fastest that can serve the request and says which."""
+    attention_backend: Literal["auto", "reference", "cudnn", "pallas_hopper"] = "auto"
+    """Attention kernel. auto picks forward and backward, as measured, and says which and why."""
+    attention_deterministic: bool = False
+    """Bit-for-bit repeatable attention backward, at a cost in speed."""
 
 
 @dataclass(frozen=True, kw_only=True)

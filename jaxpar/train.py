@@ -11,17 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxpar import checkpoint, cli, guard, runtime
 from jaxpar.batch import Batch
 from jaxpar.config import Config, ConfigError, to_json
 from jaxpar.data import Loader
-from jaxpar.kernels.attention import explain
+from jaxpar.kernels.attention import AttentionMask, Choice, choose, selftest
 from jaxpar.metrics import MetricsWriter
 from jaxpar.model.flops import num_params
 from jaxpar.model.transformer import describe_tokens
 from jaxpar.optimizer import learning_rate
-from jaxpar.parallel.context import token_order
+from jaxpar.parallel.context import kernel_request, token_order
 from jaxpar.parallel.mesh import describe, make_mesh
 from jaxpar.state import TrainState, init_state
 from jaxpar.step import make_eval_step, make_train_step
@@ -51,7 +52,8 @@ class Run:
             checkpoint.check_resumable(cfg, saved)
             self.changed = checkpoint.changed_fields(cfg, saved)
             check_steps(cfg, self.first_step)
-        self.attention = self.attention_backend()
+        self.kernels = self.attention_kernels()
+        self.attention = str(self.kernels)
 
     def open_folder(self, environment: list[str]) -> None:
         """Make the run folder and write what the run is: config.json and manifest.json."""
@@ -75,22 +77,59 @@ class Run:
             flush=True,
         )
 
-    def attention_backend(self) -> str:
-        """The attention kernel that this run's layers will use, and why not another."""
-        m, T = self.cfg.model, self.cfg.data.seq_len
-        q = jax.ShapeDtypeStruct((1, T, m.num_heads, m.head_dim), m.dtype)
-        row = jax.ShapeDtypeStruct((1, T), "int32")
-        describe_row = lambda b: describe_tokens(b, self.cfg, self.max_segments).mask  # noqa: E731
-        mask = jax.eval_shape(describe_row, Batch(row, row, row, row))
+    def attention_kernels(self) -> Choice:
+        """The attention kernels that this run's layers will use, and why not others.
+
+        Raises:   ConfigError when those of `model.attention_backend` cannot serve.
+        """
+        m, p = self.cfg.model, self.cfg.parallel
+        ways = p.replica * p.data * p.expert * p.num_microbatches
+        shard = (self.cfg.train.global_batch_size // ways, self.cfg.data.seq_len // p.sequence)
+        rows = jax.ShapeDtypeStruct(shard, "int32")
+        request = kernel_request(self.cfg, jax.eval_shape(self.mask, Batch(rows, rows, rows, rows)))
+        name = m.attention_backend
         try:
-            return explain(m.attention_backend, q, q, mask)
+            return choose(name, *request, deterministic=m.attention_deterministic)
         except ValueError as error:
             fix = "use --model.attention-backend auto"
-            name = m.attention_backend
             raise ConfigError("model.attention_backend", name, str(error), fix) from error
 
+    def mask(self, batch: Batch) -> AttentionMask:
+        """The mask of some of the run's tokens, as its layers make it."""
+        return describe_tokens(batch, self.cfg, self.max_segments).mask
+
+    def test_attention(self) -> None:
+        """Try the attention kernels on a slice of the first batch, alone on one device.
+
+        Raises:   ConfigError when they compute something else than `reference`.
+        """
+        if {self.kernels.forward, self.kernels.backward} == {"reference"}:
+            log("attention self-test: skipped, reference is what kernels are compared with")
+            return
+        began = time.perf_counter()
+        m, p = self.cfg.model, self.cfg.parallel
+        first_row = self.loader.host_rows(self.first_step or 0, np.zeros(1, np.int64))
+        in_text_order = p.sequence == 1 or p.context == "ulysses"
+        length = self.cfg.data.seq_len // (1 if in_text_order else p.sequence)
+        places = selftest.slice_of(length, in_text_order)
+        mask = jax.jit(self.mask)(jax.tree.map(lambda x: x[:, places], first_row))
+        group = m.num_heads // m.num_kv_heads
+        values = selftest.random_values(mask, group, m.head_dim, m.dtype, self.cfg.train.seed)
+        q, k, v, d_out, mask = jax.device_put((*values, mask), jax.local_devices()[0])
+        try:
+            report = selftest.check(self.kernels, q, k, v, mask, d_out)
+        except selftest.WrongKernel as error:
+            fix = "use --model.attention-backend reference, or another that serves, and report it"
+            name = m.attention_backend
+            raise ConfigError("model.attention_backend", name, str(error), fix) from error
+        log(f"attention self-test: {report}, {time.perf_counter() - began:.1f} s")
+
     def start(self) -> TrainState:
-        """The state to go on from: restored, or fresh."""
+        """The state to go on from: restored, or fresh; once attention has been tested.
+
+        Raises:   ConfigError as `test_attention`.
+        """
+        self.test_attention()
         began = time.perf_counter()
         if self.first_step is None:
             state, what = init_state(self.cfg, self.mesh), "initialised"

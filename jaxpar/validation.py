@@ -8,9 +8,11 @@ concern; what must divide what is one table, `_divisions`.
 
 import dataclasses
 import difflib
+import functools
 import math
 import types
 import typing
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from jaxpar.config import Config, ConfigError, default_of, field_types, flag, section_of
@@ -69,7 +71,7 @@ def check(cfg: Config) -> None:
 
 def _each_rule(cfg: Config) -> None:
     check_types(cfg)
-    for rule in (_numbers, _places, _schedule, _model, _cudnn, _remat, _saving, _interleaving):
+    for rule in (_numbers, _places, _schedule, _model, _attention, _remat, _saving, _interleaving):
         rule(cfg)
 
 
@@ -131,8 +133,7 @@ def _example(path: str, value: Any, hint: Any) -> str:
             number = math.nan
         if number.is_integer():
             return flag(path, int(number))
-    default = default_of(path)
-    return f"{flag(path)} {default}"
+    return f"{flag(path)} {default_of(path)}"
 
 
 # -------------------------------------------------------------------------- one field at a time
@@ -154,10 +155,7 @@ _BELOW_ONE = ("optimizer.beta1", "optimizer.beta2")
 
 
 def _get(cfg: Config, path: str) -> Any:
-    node: Any = cfg
-    for key in path.split("."):
-        node = getattr(node, key)
-    return node
+    return functools.reduce(getattr, path.split("."), cfg)
 
 
 def _require(ok: bool, cfg: Config, path: str, rule: str, *ways: str) -> None:
@@ -227,19 +225,28 @@ def _model(cfg: Config) -> None:
     _require(ok, cfg, path, rule, f"{flag(path, 1.0)} {flag(high, 4.0)}")
 
 
-def _cudnn(cfg: Config) -> None:
+#: Head dims of the attention backends that do not take them all.
+_HEAD_DIMS: dict[str, tuple[Sequence[int], str]] = {
+    "cudnn": (range(8, 257, 8), "a multiple of 8 up to 256"),
+    "pallas_hopper": ((64, 128, 256), "64, 128 or 256"),
+}
+
+
+def _attention(cfg: Config) -> None:
+    """What each kernel declares in `jaxpar/kernels/attention/capability.py`, without a device."""
     m, p, path = cfg.model, cfg.parallel, "model.attention_backend"
-    if m.attention_backend != "cudnn":
+    auto, name = flag(path, "auto"), m.attention_backend
+    if name not in _HEAD_DIMS:
         return
-    auto = flag(path, "auto")
-    rule = "must be a multiple of 8 up to 256 for attention_backend = cudnn"
-    fits = flag("model.head_dim", min(-(-m.head_dim // 8) * 8, 256))
-    _require(m.head_dim % 8 == 0 and m.head_dim <= 256, cfg, "model.head_dim", rule, fits, auto)
+    sizes, words = _HEAD_DIMS[name]
+    rule = f"must be {words} for attention_backend = {name}"
+    fits = flag("model.head_dim", next((size for size in sizes if size >= m.head_dim), 256))
+    _require(m.head_dim in sizes, cfg, "model.head_dim", rule, fits, auto)
     rule = "computes in bfloat16 only, and model.dtype is float32"
     _require(m.dtype == "bfloat16", cfg, path, rule, flag("model.dtype", "bfloat16"), auto)
-    rule = f"needs the text's own order, which parallel.context = {p.context} does not keep"
-    ok = p.sequence == 1 or p.context == "ulysses"
-    _require(ok, cfg, path, rule, flag("parallel.context", "ulysses"), auto)
+    if name == "cudnn" and p.sequence > 1:
+        rule = f"needs the text's own order, which parallel.context = {p.context} does not keep"
+        _require(p.context == "ulysses", cfg, path, rule, flag("parallel.context", "ulysses"), auto)
 
 
 def _remat(cfg: Config) -> None:

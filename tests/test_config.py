@@ -114,6 +114,10 @@ model.sliding_window=0 | 1 | model.sliding_window | at least 1, or None
 model.attention_backend=cudnn model.head_dim=36 | 1 | model.head_dim | multiple of 8
 model.attention_backend=cudnn model.head_dim=264 | 1 | model.head_dim | up to 256
 model.attention_backend=cudnn model.dtype=float32 | 1 | model.attention_backend | bfloat16 only
+model.attention_backend=pallas_hopper model.head_dim=72 | 1 | model.head_dim | 64, 128 or 256
+model.attention_backend=pallas_hopper model.head_dim=512 | 1 | model.head_dim | 64, 128 or 256
+model.attention_backend=pallas_hopper model.head_dim=64 model.dtype=float32 | 1 | \
+    model.attention_backend | bfloat16 only
 model.attention_backend=cudnn parallel.sequence=2 | 2 | \
     model.attention_backend | the text's own order
 model.rope_scaling.factor=0.5 | 1 | model.rope_scaling.factor | at least 1

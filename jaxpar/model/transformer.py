@@ -272,7 +272,9 @@ def attention_heads(h: jax.Array, w: Tree, tokens: Tokens, cfg: Config) -> jax.A
         k = layers.rms_norm(k, w["k_norm"], m.norm_eps)
     q, k = (named(layers.rope(a, tokens.rope), "qk") for a in (q, k))
     kind, backend = cfg.parallel.context, m.attention_backend
-    out = context_attention(q, k, v, tokens.mask, kind=kind, backend=backend)
+    out = context_attention(
+        q, k, v, tokens.mask, kind=kind, backend=backend, deterministic=m.attention_deterministic
+    )
     return out.reshape(*out.shape[:2], -1)
 
 

@@ -13,6 +13,7 @@ and a late piece and so the same amount of causal work; the loader lays it out o
 import functools
 import math
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +22,16 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxpar.axes import SEQUENCE
-from jaxpar.config import ParallelConfig
-from jaxpar.kernels.attention import AttentionMask, attention, backend_for, backward, forward
+from jaxpar.config import Config, ParallelConfig
+from jaxpar.kernels.attention import (
+    AttentionMask,
+    Choice,
+    attention,
+    backward,
+    check_arguments,
+    choose,
+    forward,
+)
 from jaxpar.parallel.collectives import all_gather, all_to_all, shift
 
 
@@ -40,21 +49,48 @@ def token_order(parallel: ParallelConfig, seq_len: int) -> np.ndarray | None:
     return np.concatenate([pieces[[r, 2 * n - 1 - r]].ravel() for r in range(n)])
 
 
-def context_attention(q, k, v, mask: AttentionMask, *, kind: str, backend: str) -> jax.Array:
+def context_attention(
+    q, k, v, mask: AttentionMask, *, kind: str, backend: str, deterministic: bool = False
+) -> jax.Array:
     """Attention over the whole sequence, from and to each device's shard of it.
 
     Args:     q: [B, T/sequence, H/tensor, K]. k, v: [B, T/sequence, G/tensor, K].
-              mask: of the local tokens. kind: parallel.context. backend: as in `attention`.
+              mask: of the local tokens. kind: parallel.context. backend, deterministic: as in
+              `attention`.
     Returns:  [B, T/sequence, H/tensor, K].
     Communication: over SEQUENCE, per kind; see the module. None when the axis is 1.
     """
+    kernels: dict[str, Any] = {"backend": backend, "deterministic": deterministic}
     if lax.axis_size(SEQUENCE) == 1:
-        return attention(q, k, v, mask, backend=backend)[0]
+        return attention(q, k, v, mask, **kernels)[0]
     kinds = {"allgather": _allgather, "ring": _ring, "ulysses": _ulysses}
-    return kinds[kind](q, k, v, mask, backend)
+    return kinds[kind](q, k, v, mask, kernels)
 
 
-def _allgather(q, k, v, mask: AttentionMask, backend: str) -> jax.Array:
+def kernel_request(cfg: Config, mask: AttentionMask) -> tuple[Any, Any, AttentionMask]:
+    """Shapes of the q, k and mask that `context_attention` hands to the kernels of one device.
+
+    Args:     cfg: resolved. mask: of a device's tokens of a microbatch, [B, T/sequence]; shapes.
+    """
+    m, p = cfg.model, cfg.parallel
+    B, T = mask.q_positions.shape
+    S, H, G, n = T, m.num_heads // p.tensor, m.num_kv_heads // p.tensor, p.sequence
+    if n > 1 and p.context == "allgather":
+        S = n * T
+    if n > 1 and p.context == "ulysses":
+        T, S, H, G = n * T, n * T, H // n, G // math.gcd(G, n)
+    queries, keys = (jax.ShapeDtypeStruct((B, length), jnp.int32) for length in (T, S))
+    whole = replace(mask, q_positions=queries, kv_positions=keys)
+    if mask.q_segments is not None:
+        whole = replace(whole, q_segments=queries, kv_segments=keys)
+    q, k = (
+        jax.ShapeDtypeStruct((B, length, heads, m.head_dim), m.dtype)
+        for length, heads in ((T, H), (S, G))
+    )
+    return q, k, whole
+
+
+def _allgather(q, k, v, mask: AttentionMask, kernels: dict[str, Any]) -> jax.Array:
     """All-gather of k, v (and mask) forward; reduce-scatter of dk, dv backward."""
     k, v = (all_gather(x, SEQUENCE, dim=1) for x in (k, v))
     mask = replace(
@@ -63,14 +99,14 @@ def _allgather(q, k, v, mask: AttentionMask, backend: str) -> jax.Array:
         kv_segments=_gather_segments(mask.kv_segments),
         in_order=False,
     )
-    return attention(q, k, v, mask, backend=backend)[0]
+    return attention(q, k, v, mask, **kernels)[0]
 
 
 def _gather_segments(segments):
     return None if segments is None else all_gather(segments, SEQUENCE, dim=1)
 
 
-def _ulysses(q, k, v, mask: AttentionMask, backend: str) -> jax.Array:
+def _ulysses(q, k, v, mask: AttentionMask, kernels: dict[str, Any]) -> jax.Array:
     """All-to-alls of q, k, v and out. KV heads are repeated until they divide the axis.
 
     Source:   Jacobs et al. 2023 (2309.14509).
@@ -88,22 +124,23 @@ def _ulysses(q, k, v, mask: AttentionMask, backend: str) -> jax.Array:
         q_segments=segments,
         kv_segments=segments,
     )
-    out, _ = attention(q, k, v, mask, backend=backend)
+    out, _ = attention(q, k, v, mask, **kernels)
     return all_to_all(out, SEQUENCE, split_dim=1, concat_dim=2)
 
 
-def _ring(q, k, v, mask: AttentionMask, backend: str) -> jax.Array:
+def _ring(q, k, v, mask: AttentionMask, kernels: dict[str, Any]) -> jax.Array:
     """n-1 permutes of k, v and mask forward; n of these and of dk, dv backward.
 
     Source:   Liu et al. 2023 (2310.01889).
     """
     mask = replace(mask, in_order=False)
-    return _ring_attention(q, k, v, mask, backend_for(backend, q, k, mask))
+    check_arguments(q, k, v, mask)
+    return _ring_attention(q, k, v, mask, choose(q=q, k=k, mask=mask, **kernels))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _ring_attention(q, k, v, mask, backend):
-    return _ring_forward(q, k, v, mask, backend)[0]
+def _ring_attention(q, k, v, mask, choice: Choice):
+    return _ring_forward(q, k, v, mask, choice)[0]
 
 
 def _keys(k, v, mask: AttentionMask):
@@ -114,13 +151,13 @@ def _with_keys(mask: AttentionMask, keys) -> AttentionMask:
     return replace(mask, kv_positions=keys[2], kv_segments=keys[3])
 
 
-def _ring_forward(q, k, v, mask, backend):
-    out, lse = forward(q, k, v, mask, backend)
+def _ring_forward(q, k, v, mask, choice: Choice):
+    out, lse = forward(q, k, v, mask, choice)
     out = out.astype(jnp.float32)
     keys = _keys(k, v, mask)
     for _ in range(1, lax.axis_size(SEQUENCE)):
         keys = shift(keys, SEQUENCE, 1)
-        part = forward(q, keys[0], keys[1], _with_keys(mask, keys), backend)
+        part = forward(q, keys[0], keys[1], _with_keys(mask, keys), choice)
         out, lse = _merge(out, lse, *part)
     out = checkpoint_name(out.astype(q.dtype), "attn_out")
     return out, (q, k, v, mask, out, checkpoint_name(lse, "attn_lse"))
@@ -133,15 +170,15 @@ def _merge(out_a, lse_a, out_b, lse_b):
     return out_a * share(lse_a) + out_b * share(lse_b), lse
 
 
-def _ring_backward(backend, saved, d_out):
+def _ring_backward(choice: Choice, saved, d_out):
     q, k, v, mask, out, lse = saved
     zero = jnp.zeros_like(lse)
     f32 = lambda tree: jax.tree.map(lambda x: x.astype(jnp.float32), tree)  # noqa: E731
-    dq, *d_keys = f32(backward(q, k, v, mask, out, lse, d_out, zero, backend))
+    dq, *d_keys = f32(backward(q, k, v, mask, out, lse, d_out, zero, choice))
     keys = _keys(k, v, mask)
     for _ in range(1, lax.axis_size(SEQUENCE)):
         keys, d_keys = shift(keys, SEQUENCE, 1), shift(d_keys, SEQUENCE, 1)
-        part = backward(q, keys[0], keys[1], _with_keys(mask, keys), out, lse, d_out, zero, backend)
+        part = backward(q, keys[0], keys[1], _with_keys(mask, keys), out, lse, d_out, zero, choice)
         dq, *d_keys = jax.tree.map(jnp.add, [dq, *d_keys], list(f32(part)))
     dk, dv = shift(d_keys, SEQUENCE, 1)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None

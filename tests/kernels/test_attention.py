@@ -1,4 +1,4 @@
-"""Attention on the CPU: the reference backend against plain autodiff, and the choice of backends.
+"""Attention on the CPU: the reference backend against plain autodiff.
 
 The masks are drawn at random: positions in any order, documents, queries that see no key, with and
 without a window, for grouped heads and for other numbers of keys than of queries. The other
@@ -13,14 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.kernels.attention import (
-    AttentionMask,
-    attention,
-    backend_for,
-    backward,
-    explain,
-    forward,
-)
+from jaxpar.kernels.attention import AttentionMask, Choice, attention, backward, forward
 from jaxpar.kernels.attention.mask import allowed
 from jaxpar.kernels.attention.reference import EMPTY_LSE
 
@@ -166,9 +159,10 @@ def test_a_query_that_sees_no_key_gives_and_takes_nothing():
 def test_shares_of_the_keys_add_up(seed):
     """What a ring relies on: with the output and log-sum-exp of all keys, parts of dq add up."""
     c = random_case(SHAPES[2], seed)
-    run = jax.jit(backward, static_argnames="backend")
-    out, lse = forward(c.q, c.k, c.v, c.mask, "reference")
-    whole = run(c.q, c.k, c.v, c.mask, out, lse, c.d_out, c.d_lse, backend="reference")
+    run = jax.jit(backward, static_argnames="choice")
+    reference = Choice("reference", "reference")
+    out, lse = forward(c.q, c.k, c.v, c.mask, reference)
+    whole = run(c.q, c.k, c.v, c.mask, out, lse, c.d_out, c.d_lse, choice=reference)
 
     def share(keys: slice):
         mask = dataclasses.replace(
@@ -177,7 +171,7 @@ def test_shares_of_the_keys_add_up(seed):
             kv_segments=c.mask.kv_segments[:, keys],
         )
         rest = mask, out, lse, c.d_out, c.d_lse
-        return run(c.q, c.k[:, keys], c.v[:, keys], *rest, backend="reference")
+        return run(c.q, c.k[:, keys], c.v[:, keys], *rest, choice=reference)
 
     first, second = share(slice(0, 10)), share(slice(10, None))
     assert_close([first[0] + second[0]], whole[:1], 1e-6)
@@ -195,77 +189,3 @@ def test_keys_out_of_sight_have_no_influence():
         reference_gradients(c.q, k, v, c.mask, c.d_out, c.d_lse) for k, v in ((c.k, c.v), (k, v))
     )
     jax.tree.map(np.testing.assert_array_equal, found, changed)
-
-
-# --------------------------------------------------------------------------------- refusals
-
-
-def request(T=8, S=8, H=4, G=2, K=8, B=2, dtype=jnp.bfloat16, **mask):
-    q, k = jnp.zeros((B, T, H, K), dtype), jnp.zeros((B, S, G, K), dtype)
-    positions = lambda n: jnp.broadcast_to(jnp.arange(n), (B, n))  # noqa: E731
-    return q, k, k, AttentionMask(positions(T), positions(S), **mask)
-
-
-def test_bad_shapes_are_refused():
-    q, k, v, mask = request()
-    short = AttentionMask(mask.q_positions[:, :5], mask.kv_positions)
-    one_sided = dataclasses.replace(mask, q_segments=mask.q_positions)
-    broadcast = dataclasses.replace(one_sided, kv_segments=mask.kv_positions[:1])
-    for bad, message in [
-        ((q[0], k, v, mask), r"want q \[B,T,H,K\]"),
-        ((q, k, v[:, :4], mask), r"want q \[B,T,H,K\]"),
-        ((q[:1], k, v, mask), "differ in batch or head dim"),
-        ((q[..., :4], k, v, mask), "differ in batch or head dim"),
-        ((q[:, :, :3], k, v, mask), "3 query heads are not divisible by 2 KV heads"),
-        ((q, k, v, short), "do not fit"),
-        ((q, k, v, one_sided), "give both or none"),
-        ((q, k, v, broadcast), "kv_segments .* must be"),
-        ((q, k, v, dataclasses.replace(mask, window=0)), "window = 0 must be at least 1"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            attention(*bad, backend="reference")
-
-
-CUDNN_REFUSES = {
-    "a CPU": (request(in_order=True), "cpu", "needs an NVIDIA GPU, and the platform is cpu"),
-    "float32": (request(in_order=True, dtype=jnp.float32), "gpu", "q is float32"),
-    "odd head dims": (request(in_order=True, K=12), "gpu", "multiples of 8 up to 256.* is 12"),
-    "wide heads": (request(in_order=True, K=264), "gpu", "multiples of 8 up to 256.* is 264"),
-    "other orders": (request(), "gpu", "only the text's own order"),
-    "documents without a bound": (
-        request(in_order=True, q_segments=jnp.ones((2, 8)), kv_segments=jnp.ones((2, 8))),
-        "gpu",
-        "max_segments is not given",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", CUDNN_REFUSES)
-def test_cudnn_refuses_and_names_who_can(name):
-    (q, k, _, mask), platform, why = CUDNN_REFUSES[name]
-    with pytest.raises(ValueError, match=rf"'cudnn': .*{why}.*Can serve it: .*reference"):
-        backend_for("cudnn", q, k, mask, platform)
-    assert backend_for("auto", q, k, mask, platform) != "cudnn"
-
-
-def test_auto_takes_cudnn_where_it_can():
-    q, k, _, mask = request(in_order=True)
-    assert backend_for("auto", q, k, mask, "gpu") == "cudnn"
-    packed = jnp.ones((2, 8), jnp.int32)
-    mask = dataclasses.replace(mask, q_segments=packed, kv_segments=packed, max_segments=1)
-    assert backend_for("auto", q, k, mask, "gpu") == "cudnn"
-    assert backend_for("auto", q, k, mask, "cpu") == "reference"
-
-
-def test_the_choice_is_explained():
-    q, k, _, mask = request(in_order=True)
-    assert explain("auto", q, k, mask, "gpu") == "cudnn"
-    why = "reference (not cudnn: it needs an NVIDIA GPU, and the platform is cpu)"
-    assert explain("auto", q, k, mask, "cpu") == why
-    assert explain("reference", q, k, mask, "gpu") == "reference (not cudnn: as configured)"
-
-
-def test_an_unknown_backend_is_refused():
-    q, k, v, mask = request()
-    with pytest.raises(ValueError, match=r"'flash' is none of .*cudnn, reference"):
-        attention(q, k, v, mask, backend="flash")

@@ -1,6 +1,17 @@
 """Attention: `attention(q, k, v, mask, backend=...) -> (out, lse)`. Start at `api.py`."""
 
-from jaxpar.kernels.attention.api import attention, backend_for, backward, explain, forward
+from jaxpar.kernels.attention.api import attention, backward, forward
+from jaxpar.kernels.attention.arguments import check_arguments
+from jaxpar.kernels.attention.choice import Choice, choose, explain
 from jaxpar.kernels.attention.mask import AttentionMask
 
-__all__ = ["AttentionMask", "attention", "backend_for", "backward", "explain", "forward"]
+__all__ = [
+    "AttentionMask",
+    "Choice",
+    "attention",
+    "backward",
+    "check_arguments",
+    "choose",
+    "explain",
+    "forward",
+]

@@ -1,0 +1,95 @@
+"""Our own attention kernels for Hopper GPUs, in Pallas (Mosaic GPU).
+
+This module brings a request to whole tiles and picks the kernels; `tiles.py` says what a mask
+becomes, `pallas_hopper_forward.py`, `pallas_hopper_backward.py` and `pallas_hopper_dq.py` compute.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.kernels.attention import (
+    pallas_hopper_backward,
+    pallas_hopper_dq,
+    pallas_hopper_forward,
+)
+from jaxpar.kernels.attention.blocks import (
+    BackwardBlocks,
+    ForwardBlocks,
+    default_backward,
+    default_forward,
+    dq_blocks,
+)
+from jaxpar.kernels.attention.mask import AttentionMask
+from jaxpar.kernels.attention.pallas_hopper_mma import LOG2E
+from jaxpar.kernels.attention.tiles import bounds_of, key_visits, padding, query_visits
+
+#: Multiprocessors of the H100 and H200 that are sold as SXM modules.
+CTAS = 132
+
+
+def forward(
+    q, k, v, mask: AttentionMask, *, blocks: ForwardBlocks | None = None, interpret: bool = False
+):
+    """As `reference.forward`, for bfloat16 or float16 and head dims 64, 128 and 256."""
+    T, K = q.shape[1], q.shape[3]
+    blocks = blocks or default_forward(K)
+    more_q, more_k = padding(T, blocks.q), padding(k.shape[1], blocks.kv)
+    bounds = bounds_of(mask, more_q, more_k)
+    q, k, v = _padded(q, more_q), _padded(k, more_k), _padded(v, more_k)
+    visits = query_visits(bounds, blocks.q, blocks.kv, k.shape[1])
+    ctas = 2 if interpret else CTAS
+    out, lse = pallas_hopper_forward.forward(q, k, v, bounds, visits, blocks, ctas, interpret)
+    return out[:, :T], lse[:, :, :T]
+
+
+def backward(
+    q,
+    k,
+    v,
+    mask: AttentionMask,
+    out,
+    lse,
+    d_out,
+    d_lse,
+    *,
+    blocks: BackwardBlocks | None = None,
+    deterministic: bool = False,
+    interpret: bool = False,
+):
+    """As `reference.backward`. `deterministic`: the same bits from run to run, and slower."""
+    T, S, K = q.shape[1], k.shape[1], q.shape[3]
+    blocks, of_dq = blocks or default_backward(K), dq_blocks(K)
+    more_q, more_k = padding(T, max(blocks.q, of_dq.q)), padding(S, max(blocks.kv, of_dq.kv))
+    bounds = bounds_of(mask, more_q, more_k)
+    # A padded query weighs nothing, whatever it sees.
+    lse2 = _padded_rows(lse * LOG2E, more_q, 1e30)
+    delta = _padded_rows(_delta(out, d_out) - d_lse, more_q, 0)
+    q, d_out = _padded(q, more_q), _padded(d_out, more_q)
+    k, v = _padded(k, more_k), _padded(v, more_k)
+    operands = q, k, v, d_out, lse2, delta, bounds
+    visits = key_visits(bounds, blocks.q, blocks.kv, q.shape[1], k.shape[1])
+    run = lambda *want: pallas_hopper_backward.backward(  # noqa: E731
+        *operands, visits, blocks, want, interpret
+    )
+    if not deterministic and K < 256:
+        made = run("dq", "dk", "dv")
+        made["dq"] = (made["dq"] * K**-0.5).astype(q.dtype)
+    else:
+        made = run("dk", "dv") if K < 256 else run("dk") | run("dv")
+        rows = query_visits(bounds, of_dq.q, of_dq.kv, k.shape[1])
+        made["dq"] = pallas_hopper_dq.query_gradient(*operands, rows, of_dq, interpret)
+    return made["dq"][:, :T], made["dk"][:, :S], made["dv"][:, :S]
+
+
+def _delta(out, d_out) -> jax.Array:
+    """Sum of out * d_out over the head dim, float32 [B, H, T]."""
+    product = out.astype(jnp.float32) * d_out.astype(jnp.float32)
+    return product.sum(-1).transpose(0, 2, 1)
+
+
+def _padded(x, rows: int):
+    return jnp.pad(x, ((0, 0), (0, rows), (0, 0), (0, 0))) if rows else x
+
+
+def _padded_rows(x, rows: int, value: float):
+    return jnp.pad(x, ((0, 0), (0, 0), (0, rows)), constant_values=value) if rows else x
