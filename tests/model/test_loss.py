@@ -162,3 +162,12 @@ def test_logits_are_never_whole(devices, monkeypatch):
     assert temporary_bytes(mesh, tokens, vocab) > logits, "the measure sees them when they are"
     monkeypatch.setattr(loss, "CHUNK_BYTES", logits // 16)
     assert temporary_bytes(mesh, tokens, vocab) < logits / 3
+
+
+def test_memory_does_not_grow_with_the_logits(devices, monkeypatch):
+    tokens, vocab, mesh = 512, 4096, mesh_of(devices, {})
+    monkeypatch.setattr(loss, "CHUNK_BYTES", tokens * vocab * 4 // 16)
+    few, many = (temporary_bytes(mesh, n * tokens, vocab) for n in (1, 4))
+    hidden = 4 * tokens * D * 4
+    assert many < few + 4 * hidden, "beside a chunk's logits, only what is as wide as the model"
+    assert many < 4 * tokens * vocab * 4 / 8

@@ -8,17 +8,15 @@ import argparse
 import dataclasses
 import hashlib
 import itertools
-import json
 import statistics
-import subprocess
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from jaxpar import cli, runtime
+from jaxpar.bench import conditions
 from jaxpar.config import Config, ConfigError, to_json
 from jaxpar.metrics import peak_memory_gib
 from jaxpar.model.flops import mfu, num_params
@@ -79,32 +77,10 @@ def card(run: Run, measured: dict[str, Any], environment: list[str], commit: str
         "parameters": num_params(cfg.model),
         "mesh": describe(run.mesh),
         "attention": run.attention,
-        **runtime.versions(),
-        "gpu": gpu_facts(),
-        "environment": environment,
-        "commit": commit,
+        **conditions.of_this_process(environment, commit),
         "config_sha256": hashlib.sha256(to_json(cfg).encode()).hexdigest(),
         "config": dataclasses.asdict(cfg),
     }
-
-
-def gpu_facts() -> str:
-    """Name, driver and power limit of the first GPU; empty without one."""
-    query = ["nvidia-smi", "--query-gpu=name,driver_version,power.limit", "--format=csv,noheader"]
-    try:
-        return subprocess.check_output(query, text=True).splitlines()[0]
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-
-
-def checked_out_commit() -> str:
-    """The commit of the source, with "+" when files differ from it; empty outside a checkout."""
-    here = Path(__file__).resolve().parent
-    git = ["git", "-C", str(here), "describe", "--always", "--dirty=+", "--abbrev=12"]
-    try:
-        return subprocess.check_output(git, text=True, stderr=subprocess.DEVNULL).strip()
-    except (OSError, subprocess.CalledProcessError):
-        return ""
 
 
 def summary(result: dict[str, Any]) -> str:
@@ -125,8 +101,7 @@ def summary(result: dict[str, Any]) -> str:
 
 def read_command(argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
     """The options of the benchmark itself, and the config with its overrides."""
-    parser = argparse.ArgumentParser(prog="python -m jaxpar.bench", description=__doc__)
-    parser.add_argument("what", choices=["train"])
+    parser = argparse.ArgumentParser(prog="python -m jaxpar.bench train", description=__doc__)
     parser.add_argument("--steps", type=int, default=20, help="steps to time (20)")
     parser.add_argument("--card", help="file to write the card to, as JSON")
     parser.add_argument("--commit", help="commit to put on the card, where there is no checkout")
@@ -147,15 +122,9 @@ def main(argv: Sequence[str]) -> int:
         run=dataclasses.replace(cfg.run, dir="runs/bench"),
     )
     run = Run(cfg)
-    commit = options.commit or checked_out_commit()
+    commit = options.commit or conditions.checked_out_commit()
     result = card(run, measure(run, options.steps), environment, commit)
     print(summary(result), flush=True)
     if options.card:
-        path = Path(options.card)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=2) + "\n")
+        conditions.write_json(options.card, result)
     return 0
-
-
-if __name__ == "__main__":
-    cli.run_program(main)

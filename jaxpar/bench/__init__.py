@@ -1,0 +1,43 @@
+"""Measure what this machine does: python -m jaxpar.bench train | attention | loss
+
+    train CONFIG   tokens per second and MFU of the training program's own step
+    attention      time, TFLOP/s and error of the attention backends; --tune writes their table
+    loss           peak memory of the loss, against whole logits
+
+Each prints its figures and, with --card FILE, writes them down with the conditions they hold
+under. `python -m jaxpar.bench train --help` lists the options of one.
+"""
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+from jaxpar.bench import attention, loss, training
+from jaxpar.bench.training import WARM_UP, card, measure, summary
+from jaxpar.cli import asks_help
+from jaxpar.config import ConfigError
+
+__all__ = ["COMMANDS", "WARM_UP", "card", "main", "measure", "read_command", "summary"]
+
+COMMANDS: dict[str, ModuleType] = {"train": training, "attention": attention, "loss": loss}
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line; the exit code."""
+    if not argv or (argv[0] not in COMMANDS and asks_help(argv)):
+        print(__doc__)
+        return 0
+    return _command(argv).main(argv[1:])
+
+
+def read_command(argv: Sequence[str]) -> Any:
+    """What a command line asks for, checked, without running it."""
+    return _command(argv).read_command(argv[1:])
+
+
+def _command(argv: Sequence[str]) -> ModuleType:
+    name = argv[0] if argv else ""
+    if name not in COMMANDS:
+        fix = f"start with {' or '.join(COMMANDS)}: python -m jaxpar.bench attention"
+        raise ConfigError("command", name, f"is none of {', '.join(COMMANDS)}", fix)
+    return COMMANDS[name]

@@ -1,0 +1,123 @@
+"""Measure the loss: python -m jaxpar.bench loss [--tokens 8192,32768] [--vocab 128256] [...]
+
+Peak memory beside inputs and results, as the compiler allots it, of the loss with its gradients:
+ours, whose logits exist a chunk at a time, against whole logits. On a GPU, also the time of each.
+"""
+
+import argparse
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jaxpar import guard, runtime
+from jaxpar.bench import conditions
+from jaxpar.bench.options import check_repeats
+from jaxpar.bench.options import parser as make_parser
+from jaxpar.bench.timing import Timing, interleaved
+from jaxpar.config import ConfigError, ParallelConfig, RunConfig
+from jaxpar.model.loss import cross_entropy, num_chunks
+from jaxpar.parallel.collectives import varying
+from jaxpar.parallel.mesh import make_mesh
+
+GIB = 1 << 30
+
+
+def ours(h_ND, head_DV, labels_N):
+    """Loss and gradients by `model/loss.py`, on one device."""
+
+    def local(h, head, labels):
+        run = functools.partial(cross_entropy, labels_N=labels)
+        (total, nll), vjp = jax.vjp(run, varying(h), varying(head))
+        return jax.lax.psum(total, total_axes), *vjp((jnp.ones_like(total), jnp.zeros_like(nll)))
+
+    mesh = make_mesh(ParallelConfig(data=1), jax.devices()[:1])
+    total_axes = mesh.axis_names
+    whole = PartitionSpec()
+    run = jax.shard_map(
+        local, mesh=mesh, in_specs=(whole, whole, whole), out_specs=whole, check_vma=False
+    )
+    return run(h_ND, head_DV, labels_N)
+
+
+def plain(h_ND, head_DV, labels_N):
+    """Loss and gradients of whole logits, by autodiff."""
+
+    def total(h, head):
+        logits = jnp.dot(h, head, preferred_element_type=jnp.float32)
+        chosen = jnp.take_along_axis(logits, labels_N[:, None], axis=1)[:, 0]
+        return jnp.sum(jax.nn.logsumexp(logits, axis=-1) - chosen)
+
+    value, grads = jax.value_and_grad(total, argnums=(0, 1))(h_ND, head_DV)
+    return value, *grads
+
+
+def temporary_gib(program: Callable, arguments: Sequence[jax.ShapeDtypeStruct]) -> float:
+    """What a compiled program holds at its peak beside arguments and results."""
+    analysis = jax.jit(program).lower(*arguments).compile().memory_analysis()
+    assert analysis is not None
+    return analysis.temp_size_in_bytes / GIB
+
+
+def read_command(argv: Sequence[str]) -> argparse.Namespace:
+    """The options, checked."""
+    parser = make_parser("python -m jaxpar.bench loss", __doc__, repeats=10)
+    add = parser.add_argument
+    add("--tokens", default="8192,16384,32768", help="how many, of each row (%(default)s)")
+    add("--vocab", type=int, default=128256, help="size of the vocabulary (%(default)s)")
+    add("--d-model", type=int, default=4096, help="width of the hidden states (%(default)s)")
+    options = parser.parse_args(argv)
+    sizes = options.tokens.split(",")
+    if not all(n.isdecimal() and int(n) for n in sizes) or min(options.vocab, options.d_model) < 1:
+        said = f"{options.tokens}, {options.vocab}, {options.d_model}"
+        rule = "must be whole numbers above 0"
+        raise ConfigError("--tokens, --vocab, --d-model", said, rule, "use --tokens 8192,16384")
+    check_repeats(options)
+    options.tokens = [int(n) for n in sizes]
+    return options
+
+
+def measure(tokens: int, options: argparse.Namespace) -> dict[str, Any]:
+    """The row of so many tokens."""
+    D, V = options.d_model, options.vocab
+    struct = jax.ShapeDtypeStruct
+    shapes = [struct((tokens, D), options.dtype), struct((D, V), options.dtype)]
+    shapes.append(struct((tokens,), jnp.int32))
+    row: dict[str, Any] = {
+        **{"tokens": tokens, "vocab": V, "d_model": D, "dtype": options.dtype},
+        "logits_gib": tokens * V * 4 / GIB,
+        "chunks": num_chunks(tokens, V),
+        "ours_gib": temporary_gib(ours, shapes),
+        "plain_gib": temporary_gib(plain, shapes),
+    }
+    if jax.devices()[0].platform == "gpu":
+        arrays = jax.block_until_ready([jnp.full(s.shape, 0.01, s.dtype) for s in shapes])
+        call = lambda f: functools.partial(jax.jit(f), *arrays)  # noqa: E731
+        times = interleaved({"ours": call(ours), "plain": call(plain)}, options.repeats)
+        for name, found in times.items():
+            row[f"{name}_ms"] = found.ms if isinstance(found, Timing) else None
+    return row
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line."""
+    options = read_command(argv)
+    environment = runtime.start(RunConfig())
+    commit = options.commit or conditions.checked_out_commit()
+    card = conditions.of_this_process(environment, commit) | {"what": "loss", "rows": []}
+    columns = ["tokens", "vocab", "logits_gib", "chunks", "ours_gib", "plain_gib"]
+    columns += ["ours_ms", "plain_ms"] if jax.devices()[0].platform == "gpu" else []
+    print(
+        "  ".join(name.replace("_gib", " GiB").replace("_ms", " ms").rjust(10) for name in columns)
+    )
+    for tokens in options.tokens:
+        row = measure(tokens, options)
+        text = lambda x: f"{x:,.2f}" if isinstance(x, float) else f"{x:,}" if x else "-"  # noqa: E731
+        print("  ".join(text(row[name]).rjust(10) for name in columns), flush=True)
+        card["rows"].append(row)
+    if options.card:
+        conditions.write_json(options.card, card)
+    return guard.EXIT_OK

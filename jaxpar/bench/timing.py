@@ -1,0 +1,76 @@
+"""Times of programs that run beside each other in one process, taken in turns."""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import jax
+
+#: A batch of launches lasts about this long: far above the cost of waiting for its end, and short
+#: enough that all programs meet the same clocks and temperature.
+BATCH_SECONDS = 0.03
+MOST_LAUNCHES = 1000
+#: Batches run before the clock starts.
+WARM_UP = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Milliseconds of one launch: over the repeats, each a batch of `launches`."""
+
+    ms: float
+    fastest: float
+    slowest: float
+    launches: int
+
+
+def interleaved[Name: Hashable](
+    programs: Mapping[Name, Callable[[], Any]], repeats: int
+) -> dict[Name, Timing | Exception]:
+    """The time of each program; of one that fails, its error.
+
+    Each repeat runs a batch of every program once, in turn, so that a drift of the clocks meets
+    all of them alike. A batch is launched back to back and waited for at its end.
+    """
+    found: dict[Name, Timing | Exception] = {}
+    launches: dict[Name, int] = {}
+    for name, program in programs.items():
+        try:
+            launches[name] = _launches(program)
+        except Exception as error:  # whatever a kernel or its compiler raises
+            found[name] = error
+    times: dict[Name, list[float]] = {name: [] for name in launches}
+    for _ in range(repeats):
+        for name, n in launches.items():
+            if name in found:
+                continue
+            try:
+                times[name].append(_batch(programs[name], n))
+            except Exception as error:
+                found[name] = error
+    for name, seconds in times.items():
+        if name not in found:
+            ms = [1e3 * s for s in seconds]
+            found[name] = Timing(statistics.median(ms), min(ms), max(ms), launches[name])
+    return found
+
+
+def _batch(program: Callable[[], Any], launches: int) -> float:
+    """Seconds of a launch. Results are dropped as they come, so memory does not pile up."""
+    began = time.perf_counter()
+    for _ in range(launches):
+        last = program()
+    jax.block_until_ready(last)
+    return (time.perf_counter() - began) / launches
+
+
+def _launches(program: Callable[[], Any]) -> int:
+    """How many launches fill a batch; the program is compiled and warm afterwards."""
+    _batch(program, 1)
+    once = _batch(program, 1)
+    for _ in range(WARM_UP):
+        n = min(max(round(BATCH_SECONDS / once), 1), MOST_LAUNCHES)
+        once = _batch(program, n)
+    return min(max(round(BATCH_SECONDS / once), 1), MOST_LAUNCHES)
