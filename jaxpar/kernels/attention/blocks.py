@@ -39,10 +39,10 @@ def forward_candidates(head_dim: int) -> list[ForwardBlocks]:
     """What the tuner tries for a head dim; the heuristic's choice first."""
     by_dim = {
         64: [
-            ForwardBlocks(kv=128, stages=3),
             ForwardBlocks(kv=128, stages=4),
-            ForwardBlocks(kv=256, stages=2),
+            ForwardBlocks(kv=128, stages=3),
             ForwardBlocks(kv=128, stages=2),
+            ForwardBlocks(kv=64, stages=4),
         ],
         128: [ForwardBlocks(kv=128, stages=2), ForwardBlocks(kv=64, stages=4)],
         256: [ForwardBlocks(kv=64, stages=2)],

@@ -35,8 +35,8 @@ def forward(
     blocks = blocks or default_forward(K)
     more_q, more_k = padding(T, blocks.q), padding(k.shape[1], blocks.kv)
     bounds = bounds_of(mask, more_q, more_k)
-    q, k, v = _padded(q, more_q), _padded(k, more_k), _padded(v, more_k)
-    visits = query_visits(bounds, blocks.q, blocks.kv, k.shape[1])
+    visits = query_visits(bounds, blocks.q, blocks.kv, k.shape[1] + more_k)
+    (q,), (k, v) = _ready(more_q, interpret, q), _ready(more_k, interpret, k, v)
     ctas = 2 if interpret else CTAS
     out, lse = pallas_hopper_forward.forward(q, k, v, bounds, visits, blocks, ctas, interpret)
     return out[:, :T], lse[:, :, :T]
@@ -61,13 +61,11 @@ def backward(
     blocks, of_dq = blocks or default_backward(K), dq_blocks(K)
     more_q, more_k = padding(T, max(blocks.q, of_dq.q)), padding(S, max(blocks.kv, of_dq.kv))
     bounds = bounds_of(mask, more_q, more_k)
-    # A padded query weighs nothing, whatever it sees.
-    lse2 = _padded_rows(lse * LOG2E, more_q, 1e30)
-    delta = _padded_rows(_delta(out, d_out) - d_lse, more_q, 0)
-    q, d_out = _padded(q, more_q), _padded(d_out, more_q)
-    k, v = _padded(k, more_k), _padded(v, more_k)
+    lse2, delta = lse * LOG2E, _delta(out, d_out) - d_lse
+    (q, d_out), (k, v) = _ready(more_q, interpret, q, d_out), _ready(more_k, interpret, k, v)
+    lse2, delta = (_padded_rows(x, more_q) for x in (lse2, delta))
     operands = q, k, v, d_out, lse2, delta, bounds
-    visits = key_visits(bounds, blocks.q, blocks.kv, q.shape[1], k.shape[1])
+    visits = key_visits(bounds, blocks.q, blocks.kv, T + more_q, S + more_k)
     run = lambda *want: pallas_hopper_backward.backward(  # noqa: E731
         *operands, visits, blocks, want, interpret
     )
@@ -76,7 +74,7 @@ def backward(
         made["dq"] = (made["dq"] * K**-0.5).astype(q.dtype)
     else:
         made = run("dk", "dv") if K < 256 else run("dk") | run("dv")
-        rows = query_visits(bounds, of_dq.q, of_dq.kv, k.shape[1])
+        rows = query_visits(bounds, of_dq.q, of_dq.kv, S + more_k)
         made["dq"] = pallas_hopper_dq.query_gradient(*operands, rows, of_dq, interpret)
     return made["dq"][:, :T], made["dk"][:, :S], made["dv"][:, :S]
 
@@ -87,9 +85,14 @@ def _delta(out, d_out) -> jax.Array:
     return product.sum(-1).transpose(0, 2, 1)
 
 
-def _padded(x, rows: int):
-    return jnp.pad(x, ((0, 0), (0, rows), (0, 0), (0, 0))) if rows else x
+def _ready(to_whole_tiles: int, interpret: bool, *arrays) -> list[jax.Array]:
+    """[B, T, H, K] each, as long as the copy engine wants: a multiple of its tile of 8 rows.
+
+    It knows where an array ends. The interpreter does not, and wants whole tiles.
+    """
+    rows = to_whole_tiles if interpret else padding(arrays[0].shape[1], 8)
+    return [jnp.pad(x, ((0, 0), (0, rows), (0, 0), (0, 0))) if rows else x for x in arrays]
 
 
-def _padded_rows(x, rows: int, value: float):
-    return jnp.pad(x, ((0, 0), (0, 0), (0, rows)), constant_values=value) if rows else x
+def _padded_rows(x, rows: int):
+    return jnp.pad(x, ((0, 0), (0, 0), (0, rows))) if rows else x

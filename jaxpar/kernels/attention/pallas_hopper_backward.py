@@ -27,7 +27,6 @@ from jaxpar.kernels.attention.blocks import BackwardBlocks
 from jaxpar.kernels.attention.pallas_hopper_mask import keys_seen, query_tiles_of
 from jaxpar.kernels.attention.pallas_hopper_mma import (
     COLUMN,
-    CONSUMERS,
     ROW,
     M,
     Refs,
@@ -52,6 +51,9 @@ from jaxpar.kernels.attention.tiles import Bounds, Visits
 
 type Place = tuple[Any, Any, Any]
 
+#: Warpgroups that own 64 keys each.
+CONSUMERS = 2
+
 
 def backward(
     q,
@@ -66,10 +68,10 @@ def backward(
     want: tuple[str, ...],
     interpret: bool,
 ) -> dict[str, jax.Array]:
-    """The kernel, on whole tiles.
+    """The kernel.
 
-    Args:     q, d_out: [B, T, H, K]. k, v: [B, S, G, K]. lse2: the log-sum-exp in base 2, float32
-              [B, H, T]. delta: sum of out * d_out, float32 [B, H, T]. visits: by tile of keys.
+    Args:     q, d_out: [B, T, H, K]. k, v: [B, S, G, K]. lse2, delta: the log-sum-exp in base 2,
+              and the sum of out * d_out, float32 [B, H, T up to whole tiles]. visits: by tile of keys.
               want: "dk", "dv" or both; or with both, "dq" too.
     Returns:  what is wanted: dk, dv [B, S, G, K]; dq float32 [B, T, H, K], still without the
               scale of the scores.
@@ -79,7 +81,7 @@ def backward(
     names = ["q", "k", "v", "d_out", "lse", "delta", "mask"]
     tiles, made = s.S // s.kv, [name for name in want if name != "dq"]
     if "dq" in want:
-        rows = (s.B, s.T, s.H, s.K)
+        rows = q.shape
         zeros = jnp.zeros((tiles, *rows) if interpret else rows, f32)
         dq = jax.new_ref(varying_as(zeros, q))
         operands, names = [*operands, dq], [*names, "dq"]
@@ -123,7 +125,7 @@ def _scratch(s: Shape, want):
         scratch["rows"] = plgpu.SMEM((n, s.rows, s.q), i32)
     if s.cols:
         scratch["cols"] = plgpu.SMEM((s.cols, s.kv), i32)
-    return scratch | interpreter_scratch(s, M)
+    return scratch | interpreter_scratch(s, CONSUMERS, M)
 
 
 def _kernel(s: Shape, want, names, *refs, **scratch):

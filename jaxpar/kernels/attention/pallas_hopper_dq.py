@@ -15,7 +15,6 @@ from jax import lax
 from jaxpar.kernels.attention.blocks import DqBlocks
 from jaxpar.kernels.attention.pallas_hopper_mask import key_tiles_of, seen_by_queries
 from jaxpar.kernels.attention.pallas_hopper_mma import (
-    CONSUMERS,
     ROW,
     M,
     Refs,
@@ -41,7 +40,7 @@ from jaxpar.kernels.attention.tiles import Bounds, Visits
 def query_gradient(
     q, k, v, d_out, lse2, delta, bounds: Bounds, visits: Visits, blocks: DqBlocks, interpret: bool
 ) -> jax.Array:
-    """The kernel, on whole tiles. As `pallas_hopper_backward.backward`; visits: by tile of queries.
+    """The kernel. As `pallas_hopper_backward.backward`; visits: by tile of queries.
 
     Returns:  dq [B, T, H, K] in q's dtype.
     """
@@ -53,7 +52,7 @@ def query_gradient(
         scratch_types=_scratch(s),
         grid=(s.T // s.q * s.B * s.H,),
         grid_names=("cta",),
-        num_threads=CONSUMERS + 1,
+        num_threads=s.consumers + 1,
         thread_name="warpgroup",
         compiler_params=compiler(),
     )
@@ -71,25 +70,25 @@ def _scratch(s: Shape):
         v=smem((n, s.kv, s.K), s.dtype),
         q_full=barrier(num_arrivals=4 + bool(s.rows)),
         k_full=barrier(num_arrivals=2 + bool(s.cols), num_barriers=n),
-        free=barrier(num_arrivals=CONSUMERS, num_barriers=n),
+        free=barrier(num_arrivals=s.consumers, num_barriers=n),
     )
     if s.rows:
         scratch["rows"] = plgpu.SMEM((s.rows, s.q), i32)
     if s.cols:
         scratch["cols"] = plgpu.SMEM((n, s.cols, s.kv), i32)
-    return scratch | interpreter_scratch(s, s.kv)
+    return scratch | interpreter_scratch(s, s.consumers, s.kv)
 
 
 def _kernel(s: Shape, names, *refs, **scratch):
     g, r = named(s, names, refs), Refs(**scratch)
     wg = lax.axis_index("warpgroup")
 
-    @pl.when(wg < CONSUMERS)
+    @pl.when(wg < s.consumers)
     def _():
         plgpu.set_max_registers(240, action="increase")
         _consumer(s, g, r, wg)
 
-    @pl.when(wg == CONSUMERS)
+    @pl.when(wg == s.consumers)
     def _():
         plgpu.set_max_registers(24, action="decrease")
         _producer(s, g, r)

@@ -1,8 +1,8 @@
 """Attention forward on Hopper: one producer of K and V tiles, two consumers on wgmma.
 
 A CTA stays on its multiprocessor and takes one tile of queries after another, longest first. Each
-consumer has 64 of the queries. It multiplies the scores of a tile of keys while the weights of the
-tile before meet their values, so that softmax and tensor cores work side by side.
+consumer has 64 of the queries. It begins the scores of a tile of keys together with the values of
+the tile before; while it computes a softmax, the other has the tensor cores.
 
 Source:   Shah et al. 2024 (2407.08608), FlashAttention-3: the two roles, and the overlap.
 """
@@ -17,7 +17,6 @@ from jax import lax
 from jaxpar.kernels.attention.blocks import ForwardBlocks
 from jaxpar.kernels.attention.pallas_hopper_mask import key_tiles_of, seen_by_queries
 from jaxpar.kernels.attention.pallas_hopper_mma import (
-    CONSUMERS,
     LOG2E,
     ROW,
     M,
@@ -46,11 +45,11 @@ LOWEST = -1e30
 
 
 def forward(q, k, v, bounds: Bounds, visits: Visits, blocks: ForwardBlocks, ctas: int, interpret):
-    """The kernel, on whole tiles.
+    """The kernel.
 
-    Args:     q: [B, T, H, K]. k, v: [B, S, G, K]. visits: by tile of queries. ctas: how many run
-              at a time; one for each multiprocessor.
-    Returns:  out [B, T, H, K], lse float32 [B, H, T].
+    Args:     q: [B, T, H, K]. k, v: [B, S, G, K]. bounds: of whole tiles. visits: by tile of
+              queries. ctas: how many run at a time; one for each multiprocessor.
+    Returns:  out [B, T, H, K]; lse float32 [B, H, T], with T up to whole tiles.
     """
     s = shape_of(q, k, bounds, visits, blocks, interpret)
     kernel = plgpu.kernel(
@@ -59,7 +58,7 @@ def forward(q, k, v, bounds: Bounds, visits: Visits, blocks: ForwardBlocks, ctas
         scratch_types=_scratch(s),
         grid=(min(ctas, _work(s)),),
         grid_names=("cta",),
-        num_threads=CONSUMERS + 1,
+        num_threads=s.consumers + 1,
         thread_name="warpgroup",
         compiler_params=compiler(),
     )
@@ -76,13 +75,13 @@ def _scratch(s: Shape):
         q=smem((s.q, s.K), s.dtype),
         k=smem((n, s.kv, s.K), s.dtype),
         v=smem((n, s.kv, s.K), s.dtype),
-        lse=plgpu.SMEM((CONSUMERS, M), f32),
+        lse=plgpu.SMEM((s.consumers, M), f32),
         q_full=barrier(num_arrivals=1 + bool(s.rows)),
-        q_free=barrier(num_arrivals=CONSUMERS),
+        q_free=barrier(num_arrivals=s.consumers),
         k_full=barrier(num_arrivals=1 + bool(s.cols), num_barriers=n),
         v_full=barrier(num_barriers=n),
-        k_free=barrier(num_arrivals=CONSUMERS, num_barriers=n),
-        v_free=barrier(num_arrivals=CONSUMERS, num_barriers=n),
+        k_free=barrier(num_arrivals=s.consumers, num_barriers=n),
+        v_free=barrier(num_arrivals=s.consumers, num_barriers=n),
     )
     if not _out_over_queries(s):
         scratch["out"] = smem((s.q, s.K), s.dtype)
@@ -90,7 +89,7 @@ def _scratch(s: Shape):
         scratch["rows"] = plgpu.SMEM((s.rows, s.q), i32)
     if s.cols:
         scratch["cols"] = plgpu.SMEM((n, s.cols, s.kv), i32)
-    return scratch | interpreter_scratch(s, s.kv)
+    return scratch | interpreter_scratch(s, s.consumers, s.kv)
 
 
 def _out_over_queries(s: Shape) -> bool:
@@ -101,8 +100,8 @@ def _out_over_queries(s: Shape) -> bool:
 def _kernel(s: Shape, ctas: int, *refs, **scratch):
     g, r = named(s, ["q", "k", "v", "mask", "out", "lse"], refs), Refs(**scratch)
     wg = lax.axis_index("warpgroup")
-    pl.when(wg == CONSUMERS)(lambda: _producer(s, ctas, g, r))
-    pl.when(wg < CONSUMERS)(lambda: _consumer(s, ctas, g, r, wg))
+    pl.when(wg == s.consumers)(lambda: _producer(s, ctas, g, r))
+    pl.when(wg < s.consumers)(lambda: _consumer(s, ctas, g, r, wg))
 
 
 def _for_each_tile(s: Shape, ctas: int, body, visited):

@@ -15,11 +15,11 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.kernels.attention.tiles import Bounds, Visits
+from jaxpar.kernels.attention.tiles import Bounds, Visits, padding
 
 LOG2E = math.log2(math.e)
-#: Rows that one warpgroup multiplies at a time, and a CTA's warpgroups that do.
-M, CONSUMERS = 64, 2
+#: Rows that one warpgroup multiplies at a time.
+M = 64
 #: Registers of an accumulator, of one value per row of it, and of one per column.
 TILE = plgpu.Layout.WGMMA
 ROW, COLUMN = TILE.reduce(1), TILE.reduce(0)
@@ -28,7 +28,12 @@ f32, i32 = jnp.float32, jnp.int32
 
 @dataclass(frozen=True)
 class Shape:
-    """What a kernel is compiled for. T and S are whole tiles; `rows` and `cols` count bounds."""
+    """What a kernel is compiled for. `rows` and `cols` count the mask's bounds.
+
+    T and S are whole tiles. Operands [B, T, H, K] may end before: past their end, TMA reads zeros
+    and writes nothing. (Only interpreted must they be whole.) One row of numbers, though, is
+    copied without regard to where it ends: what is [B, H, T] must be whole.
+    """
 
     B: int
     T: int
@@ -50,6 +55,11 @@ class Shape:
     interpret: bool
 
     @property
+    def consumers(self) -> int:
+        """Warpgroups of a kernel whose consumers share the queries of a tile."""
+        return self.q // M
+
+    @property
     def group(self) -> int:
         """Query heads of a KV head."""
         return self.H // self.G
@@ -63,9 +73,10 @@ class Shape:
 def shape_of(q, k, bounds: Bounds, visits: Visits, blocks, interpret: bool) -> Shape:
     """The static facts of a call."""
     B, T, H, K = q.shape
+    S, G = k.shape[1:3]
     count = lambda x: 0 if x is None else x.shape[1]  # noqa: E731
     return Shape(
-        *(B, T, k.shape[1], H, k.shape[2], K, q.dtype),
+        *(B, T + padding(T, blocks.q), S + padding(S, blocks.kv), H, G, K, q.dtype),
         *(blocks.q, blocks.kv, blocks.stages),
         *(bounds.in_order, count(bounds.queries), count(bounds.keys)),
         *(bounds.has_low, bounds.has_segments),
@@ -131,12 +142,12 @@ def accumulators(s: Shape, r: Refs, wg, body, count: int):
     return body(*accs)
 
 
-def interpreter_scratch(s: Shape, columns: int) -> dict[str, Any]:
+def interpreter_scratch(s: Shape, consumers: int, columns: int) -> dict[str, Any]:
     """Shared memory in the place of registers."""
     if not s.interpret:
         return {}
-    a = smem((CONSUMERS, M, columns), s.dtype)
-    return dict(acc=plgpu.SMEM((2, CONSUMERS, M, s.K), f32), a=a)
+    a = smem((consumers, M, columns), s.dtype)
+    return dict(acc=plgpu.SMEM((2, consumers, M, s.K), f32), a=a)
 
 
 def multiply(s: Shape, r: Refs, wg, acc, a, b) -> None:
