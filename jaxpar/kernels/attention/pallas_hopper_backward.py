@@ -71,7 +71,8 @@ def backward(
     """The kernel.
 
     Args:     q, d_out: [B, T, H, K]. k, v: [B, S, G, K]. lse2, delta: the log-sum-exp in base 2,
-              and the sum of out * d_out, float32 [B, H, T up to whole tiles]. visits: by tile of keys.
+              and the sum of out * d_out, float32 [B, H, T up to whole tiles].
+              visits: by tile of keys.
               want: "dk", "dv" or both; or with both, "dq" too.
     Returns:  what is wanted: dk, dv [B, S, G, K]; dq float32 [B, T, H, K], still without the
               scale of the scores.
