@@ -54,7 +54,7 @@ def backward_candidates(head_dim: int) -> list[BackwardBlocks]:
     """As `forward_candidates`."""
     by_dim = {
         64: [BackwardBlocks(q=128, stages=2)],
-        128: [BackwardBlocks(q=64, stages=2), BackwardBlocks(q=64, stages=3)],
+        128: [BackwardBlocks(q=64, stages=2)],
         256: [BackwardBlocks(q=64, stages=1)],
     }
     return by_dim[head_dim]

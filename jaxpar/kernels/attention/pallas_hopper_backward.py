@@ -36,7 +36,6 @@ from jaxpar.kernels.attention.pallas_hopper_mma import (
     f32,
     i32,
     interpreter_scratch,
-    like,
     mod,
     multiply,
     named,
@@ -84,11 +83,11 @@ def backward(
     if "dq" in want:
         rows = q.shape
         zeros = jnp.zeros((tiles, *rows) if interpret else rows, f32)
-        dq = jax.new_ref(varying_as(zeros, q))
+        dq = jax.new_ref(zeros)
         operands, names = [*operands, dq], [*names, "dq"]
     kernel = plgpu.kernel(
         functools.partial(_kernel, s, want, [*names, *made]),
-        out_type=tuple(like(k, k.shape, k.dtype) for _ in made),
+        out_type=tuple(jax.ShapeDtypeStruct(k.shape, k.dtype) for _ in made),
         scratch_types=_scratch(s, want),
         grid=(tiles * s.B * s.G,),
         grid_names=("cta",),
@@ -96,10 +95,12 @@ def backward(
         thread_name="warpgroup",
         compiler_params=compiler(),
     )
-    results = dict(zip(made, kernel(q, k, v, d_out, lse2, delta, *operands), strict=True))
+    results = kernel(q, k, v, d_out, lse2, delta, *operands)
+    grads = {name: varying_as(x, k) for name, x in zip(made, results, strict=True)}
     if "dq" in want:
-        results["dq"] = jax.freeze(dq).sum(0) if interpret else jax.freeze(dq)
-    return results
+        total = jax.freeze(dq)
+        grads["dq"] = varying_as(total.sum(0) if interpret else total, q)
+    return grads
 
 
 def _scratch(s: Shape, want):

@@ -24,7 +24,6 @@ from jaxpar.kernels.attention.pallas_hopper_mma import (
     f32,
     i32,
     interpreter_scratch,
-    like,
     mod,
     multiply,
     named,
@@ -33,6 +32,7 @@ from jaxpar.kernels.attention.pallas_hopper_mma import (
     smem,
     spread,
     transposed,
+    varying_as,
 )
 from jaxpar.kernels.attention.tiles import Bounds, Visits
 
@@ -48,7 +48,7 @@ def query_gradient(
     names = ["q", "k", "v", "d_out", "lse", "delta", "mask", "dq"]
     kernel = plgpu.kernel(
         functools.partial(_kernel, s, names),
-        out_type=like(q, q.shape, q.dtype),
+        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
         scratch_types=_scratch(s),
         grid=(s.T // s.q * s.B * s.H,),
         grid_names=("cta",),
@@ -56,7 +56,8 @@ def query_gradient(
         thread_name="warpgroup",
         compiler_params=compiler(),
     )
-    return kernel(q, k, v, d_out, lse2, delta, *optional_operands(bounds, visits))
+    dq = kernel(q, k, v, d_out, lse2, delta, *optional_operands(bounds, visits))
+    return varying_as(dq, q)
 
 
 def _scratch(s: Shape):

@@ -9,6 +9,7 @@ Source:   Shah et al. 2024 (2407.08608), FlashAttention-3: the two roles, and th
 
 import functools
 
+import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -27,7 +28,6 @@ from jaxpar.kernels.attention.pallas_hopper_mma import (
     f32,
     i32,
     interpreter_scratch,
-    like,
     mod,
     multiply,
     named,
@@ -36,6 +36,7 @@ from jaxpar.kernels.attention.pallas_hopper_mma import (
     smem,
     spread,
     transposed,
+    varying_as,
 )
 from jaxpar.kernels.attention.reference import EMPTY_LSE
 from jaxpar.kernels.attention.tiles import Bounds, Visits
@@ -54,7 +55,10 @@ def forward(q, k, v, bounds: Bounds, visits: Visits, blocks: ForwardBlocks, ctas
     s = shape_of(q, k, bounds, visits, blocks, interpret)
     kernel = plgpu.kernel(
         functools.partial(_kernel, s, min(ctas, _work(s))),
-        out_type=(like(q, q.shape, q.dtype), like(q, (s.B, s.H, s.T), f32)),
+        out_type=(
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct((s.B, s.H, s.T), f32),
+        ),
         scratch_types=_scratch(s),
         grid=(min(ctas, _work(s)),),
         grid_names=("cta",),
@@ -62,7 +66,8 @@ def forward(q, k, v, bounds: Bounds, visits: Visits, blocks: ForwardBlocks, ctas
         thread_name="warpgroup",
         compiler_params=compiler(),
     )
-    return kernel(q, k, v, *optional_operands(bounds, visits))
+    out, lse = kernel(q, k, v, *optional_operands(bounds, visits))
+    return varying_as(out, q), varying_as(lse, q)
 
 
 def _work(s: Shape) -> int:

@@ -25,8 +25,8 @@ def key_tiles_of(s: Shape, g: Refs, b, tile):
     Visits are masked from the first, whole from the second, masked again from the third; the
     fourth is the end.
     """
-    if s.ranged:
-        return tuple(g.ranges[b, tile, i] for i in range(4))
+    if s.ranged:  # + 0: read bare, a number keeps the mesh axes' type, and loops refuse it
+        return tuple(g.ranges[b, tile, i] + 0 for i in range(4))
     first = tile * s.q
     end = jnp.minimum(cdiv(first + s.q, s.kv), s.S // s.kv)
     return i32(0), i32(0), jnp.minimum(lax.div(first + 1, i32(s.kv)), end), end

@@ -113,15 +113,14 @@ def compiler() -> plgpu.CompilerParams:
     return plgpu.CompilerParams(approx_math=True)
 
 
-def like(x, shape, dtype) -> jax.ShapeDtypeStruct:
-    """An output that varies over the same mesh axes as `x`."""
-    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
-
-
 def varying_as(x, other):
-    """`x`, of a type that varies over the same mesh axes as `other`."""
-    axes = tuple(jax.typeof(other).manual_axis_type.varying)
-    return lax.pcast(x, axes, to="varying") if axes else x
+    """`x`, typed as varying over the same mesh axes as `other`.
+
+    A kernel's results and a new reference are typed as the same on every device, whatever they
+    come from; under `shard_map` that would be wrong.
+    """
+    axes = jax.typeof(other).manual_axis_type.varying - jax.typeof(x).manual_axis_type.varying
+    return lax.pcast(x, tuple(axes), to="varying") if axes else x
 
 
 def smem(shape, dtype):

@@ -1,0 +1,83 @@
+"""The Hopper kernels on a CPU, in Pallas' interpreter: numbers, races, and every barrier.
+
+Against the reference in float32. The interpreter runs a kernel's threads for real, with a vector
+clock for each, and calls two accesses that no barrier orders a race. It sees neither accumulators
+in registers (`pallas_hopper_mma.py`) nor additions in memory; `test_attention_gpu.py` does.
+"""
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import numpy as np
+import pytest
+
+from jaxpar.kernels.attention.reference import EMPTY_LSE
+from tests.kernels.cases import Case, check, inputs_of, interpreted, interpreter, reference_of
+
+CASES = [
+    Case(T=1, H=1, K=128),
+    Case(B=2, T=200, dtype="float16"),
+    Case(T=300, K=128),
+    Case(T=300, H=1, documents=7),
+    Case(T=260, H=1, window=70),
+    Case(T=256, H=1, K=128, documents=4, window=90),
+    Case("permuted", T=200, S=310, H=3, documents=5, window=60),
+    Case("permuted", T=300, S=140, H=1, K=128),
+    Case("zigzag", T=256, S=512, H=1, K=128),
+    Case("late", T=320, S=130),
+]
+
+DETERMINISTIC = [
+    Case(T=300, K=128),
+    Case("permuted", T=200, S=310, documents=5, window=60),
+]
+
+SLOW = [
+    Case(T=300, K=256),
+    Case(T=300, K=256, documents=6, dtype="float16"),
+    Case("permuted", T=200, S=310, K=256, documents=5, window=60),
+    Case(B=2, T=520, H=6, G=2, K=128, documents=9),
+    Case("zigzag", T=512, S=2048, H=1, K=128, documents=12),
+]
+
+
+@pytest.fixture
+def races():
+    """Interpret in this test."""
+    with interpreter() as races:
+        yield races
+
+
+def run(case: Case, races, **options):
+    x = inputs_of(case)
+    found = interpreted(x, **options)
+    assert not any(races())
+    check(found, reference_of(x), case.dtype)
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_fused_backward(case, races):
+    out, lse, dq, _, _ = run(case, races)
+    assert len(races()) == 2
+    if case.order == "late":
+        unseeing = slice(0, case.T // 2)
+        assert (np.asarray(lse)[:, :, unseeing] == EMPTY_LSE).all()
+        assert not np.any(out[:, unseeing]) and not np.any(dq[:, unseeing])
+
+
+@pytest.mark.parametrize("case", DETERMINISTIC, ids=str)
+def test_deterministic_backward(case, races):
+    run(case, races, deterministic=True)
+    assert len(races()) == 3, "a kernel of its own for dq"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW, ids=str)
+def test_more(case, races):
+    run(case, races)
+
+
+def test_the_detector_is_awake(races, monkeypatch):
+    """Results that the copy engine may take before they are in shared memory are a race."""
+    monkeypatch.setattr(plgpu, "commit_smem", lambda: None)
+    interpreted(inputs_of(Case(T=1, H=1)))
+    assert races() == [True, True]

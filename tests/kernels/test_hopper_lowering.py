@@ -1,0 +1,160 @@
+"""The Hopper kernels, lowered for CUDA on a CPU at the shapes that are trained with.
+
+Lowering checks layouts, shared memory and registers that Mosaic GPU can place, and the types of
+results under `shard_map`. It computes nothing: arrays are shapes alone.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec
+
+from jaxpar.config import ParallelConfig
+from jaxpar.kernels.attention import AttentionMask, attention, pallas_hopper
+from jaxpar.kernels.attention.blocks import backward_candidates, forward_candidates
+from jaxpar.kernels.attention.capability import Platform
+from jaxpar.parallel.mesh import make_mesh
+
+CAUSAL = dict(in_order=True)
+MASKS = {
+    "causal": CAUSAL,
+    "window": CAUSAL | dict(window=1024),
+    "packed": CAUSAL | dict(packed=True, max_segments=64),
+    "general": {},
+    "packed general": dict(packed=True),
+    "packed window general": dict(packed=True, window=1024),
+}
+
+#: (B, T, S, H, G, K), mask
+PRODUCTION = [
+    *(((4, 4096, 4096, 32, 8, 128), mask) for mask in MASKS),
+    ((2, 8192, 8192, 32, 8, 128), "causal"),
+    ((1, 32768, 32768, 32, 8, 128), "causal"),
+    ((1, 32768, 32768, 32, 8, 128), "packed"),
+    ((8, 4096, 4096, 32, 8, 64), "causal"),
+    ((8, 4096, 4096, 32, 8, 64), "packed"),
+    ((8, 4096, 4096, 32, 8, 64), "window"),
+    ((4, 4096, 4096, 16, 8, 256), "causal"),
+    ((4, 4096, 4096, 16, 8, 256), "packed"),
+    ((1, 8192, 32768, 32, 8, 64), "packed general"),
+    ((1, 8192, 32768, 32, 8, 128), "general"),
+    ((1, 8192, 32768, 32, 8, 128), "packed window general"),
+    ((1, 8192, 32768, 16, 8, 256), "packed window general"),
+    ((3, 1000, 1000, 6, 2, 64), "causal"),
+    ((3, 1000, 700, 6, 6, 128), "packed window general"),
+]
+
+NAMES = "q k v mask out lse d_out d_lse".split()
+
+
+def shapes_of(shape, mask: str, dtype=jnp.bfloat16) -> dict:
+    """Arguments of a backward, by name; the first four are those of a forward."""
+    B, T, S, H, G, K = shape
+    facts = dict(MASKS[mask])
+    packed = facts.pop("packed", False)
+    ids = [jax.ShapeDtypeStruct((B, n), jnp.int32) for n in (T, S)]
+    whole_mask = AttentionMask(*ids, *(ids if packed else ()), **facts)
+    q, k = (jax.ShapeDtypeStruct((B, n, heads, K), dtype) for n, heads in ((T, H), (S, G)))
+    lse = jax.ShapeDtypeStruct((B, H, T), jnp.float32)
+    return dict(zip(NAMES, (q, k, k, whole_mask, q, lse, q, lse), strict=True))
+
+
+def lower(fn, *arguments):
+    """The results' shapes, after lowering for CUDA."""
+    traced = jax.jit(fn).trace(*arguments)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text, "no kernel of ours"
+    return traced.out_info
+
+
+def lower_forward(x: dict, **options) -> None:
+    forward = functools.partial(pallas_hopper.forward, **options)
+    check(lower(forward, *(x[name] for name in NAMES[:4])), [x["out"], x["lse"]])
+
+
+def lower_backward(x: dict, **options) -> None:
+    backward = functools.partial(pallas_hopper.backward, **options)
+    check(lower(backward, *x.values()), [x["q"], x["k"], x["v"]])
+
+
+def check(results, like) -> None:
+    assert [(y.shape, y.dtype) for y in results] == [(y.shape, y.dtype) for y in like]
+
+
+@pytest.mark.parametrize(("shape", "mask"), PRODUCTION, ids=str)
+def test_production(shape, mask):
+    x = shapes_of(shape, mask)
+    lower_forward(x)
+    lower_backward(x)
+
+
+@pytest.mark.parametrize("mask", ["causal", "packed", "packed window general"])
+@pytest.mark.parametrize("K", [64, 128])  # at 256 every backward is
+def test_deterministic(K, mask):
+    lower_backward(shapes_of((2, 4096, 4096, 32, 8, K), mask), deterministic=True)
+
+
+@pytest.mark.parametrize("K", [64, 128, 256])
+def test_float16(K):
+    x = shapes_of((2, 4096, 4096, 16, 8, K), "packed", jnp.float16)
+    lower_forward(x)
+    lower_backward(x)
+
+
+def other_than_default(candidates) -> list:
+    """(K, blocks); the first of the candidates is the default, lowered above."""
+    return [(K, blocks) for K in (64, 128, 256) for blocks in candidates(K)[1:]]
+
+
+@pytest.mark.parametrize("mask", ["causal", "packed window general"])
+@pytest.mark.parametrize(("K", "blocks"), other_than_default(forward_candidates), ids=str)
+def test_forward_blocks(K, blocks, mask):
+    """What the tuner tries, with every bound of a mask too: shared memory must hold it all."""
+    lower_forward(shapes_of((2, 4096, 4096, 16, 8, K), mask), blocks=blocks)
+
+
+@pytest.mark.parametrize("mask", ["causal", "packed window general"])
+@pytest.mark.parametrize(("K", "blocks"), other_than_default(backward_candidates), ids=str)
+def test_backward_blocks(K, blocks, mask):
+    for deterministic in (False, True):
+        x = shapes_of((2, 4096, 4096, 16, 8, K), mask)
+        lower_backward(x, blocks=blocks, deterministic=deterministic)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A CPU that passes for an H200 when a backend is chosen."""
+    here = Platform("gpu", "NVIDIA H200", "9.0")
+    monkeypatch.setattr(Platform, "here", staticmethod(lambda: here))
+
+
+@pytest.mark.parametrize("mask", ["causal", "packed window general"])
+@pytest.mark.parametrize(
+    ("K", "deterministic"), [(64, False), (128, True), (128, False), (256, False)]
+)
+def test_under_shard_map(K, deterministic, mask, devices, hopper):
+    """Results vary over the axes that q, k and v do: rows and heads; the mask, over rows alone."""
+    mesh = make_mesh(ParallelConfig(data=2, tensor=2), devices[:4])
+    rows, heads = PartitionSpec("data"), PartitionSpec("data", None, "tensor")
+    x = shapes_of((4, 512, 512, 8, 4, K), mask)
+    q, k, v, whole_mask = (x[name] for name in NAMES[:4])
+
+    def loss(q, k, v, mask):
+        options = dict(backend="pallas_hopper", deterministic=deterministic)
+        out, lse = attention(q, k, v, mask, **options)
+        for y in (out, lse):
+            assert jax.typeof(y).manual_axis_type == jax.typeof(q).manual_axis_type
+        local = out.astype(jnp.float32).sum() + lse.sum()
+        return jax.lax.psum(local, ("data", "tensor"))
+
+    gradients = jax.shard_map(
+        jax.grad(loss, argnums=(0, 1, 2)),
+        mesh=mesh,
+        in_specs=(heads, heads, heads, rows),
+        out_specs=(heads, heads, heads),
+        check_vma=True,
+    )
+    dq, dk, dv = lower(gradients, q, k, v, whole_mask)
+    assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, v.shape)
