@@ -203,7 +203,7 @@ def test_candidates_of_our_own_kernels():
     sizes = tuning.candidates(["cudnn", "pallas_hopper"], "backward", 64)
     assert sizes[0] == tuning.Candidate("backward", "cudnn")
     ours = sizes[1:]
-    assert len(ours) > 2 and all(c.sizes is not None for c in ours)
+    assert len(ours) >= 2 and all(c.sizes is not None for c in ours)
     assert {c.deterministic for c in ours} == {False, True}
     assert ours[0].row()["blocks"].keys() == {"q", "kv", "stages"}
 
