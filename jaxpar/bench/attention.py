@@ -68,6 +68,8 @@ def main(argv: Sequence[str]) -> int:
     table = None
     if options.tune:
         table = Path(options.table) if options.table else tuning.default_table()
+    if not on_gpu:
+        _refuse_large(options.shapes)
     commit = options.commit or conditions.checked_out_commit()
     command = shlex.join([*PROGRAM.split(), *argv])
     card: dict[str, Any] = {
@@ -95,6 +97,17 @@ def main(argv: Sequence[str]) -> int:
     if failed:
         print(f"{len(failed)} of {len(rows)} measurements failed", file=sys.stderr)
     return guard.EXIT_ERROR if failed else guard.EXIT_OK
+
+
+def _refuse_large(shapes: Sequence[Shape]) -> None:
+    """Without a GPU there is the reference, which holds every score.
+
+    Raises:   ConfigError for a shape that would take minutes and gigabytes.
+    """
+    for shape in shapes:
+        if shape.B * shape.H * shape.T * shape.S > 2**28:
+            rule = "is for a GPU, and there is none: the reference holds B H T S scores"
+            raise ConfigError("--shapes", str(shape), rule, "use --shapes 1,256,2,1,64")
 
 
 # ----------------------------------------------------------------------------------- printing

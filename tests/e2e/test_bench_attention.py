@@ -150,6 +150,11 @@ def test_a_card(tmp_path, capsys):
     assert "[2/2] packed B=1 T=64 H=2 G=1 D=8: timing backward, reference" in said.err
 
 
+def test_large_shapes_want_a_gpu():
+    with pytest.raises(ConfigError, match="is for a GPU, and there is none"):
+        run()
+
+
 def test_a_failure_is_a_row_and_code_1(monkeypatch, capsys):
     class Broken:
         forward = staticmethod(reference.forward)
