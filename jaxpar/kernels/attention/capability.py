@@ -170,12 +170,12 @@ def kind_of(mask: AttentionMask) -> Kind:
 
 
 def refusal(backend: str, request: Request) -> str | None:
-    """Why a backend cannot serve a request; None when it can."""
+    """Why a backend cannot serve a request, every reason; None when it can."""
     able = CAPABILITIES[backend]
-    why = _wrong_device(able, request.platform) or _wrong_arrays(able, request)
-    if why is None and request.direction == "backward":
-        why = _wrong_backward(able, request)
-    return why
+    reasons = [_wrong_device(able, request.platform), _wrong_arrays(able, request)]
+    if request.direction == "backward":
+        reasons.append(_wrong_backward(able, request))
+    return "; ".join(reason for reason in reasons if reason) or None
 
 
 def _wrong_device(able: Capability, platform: Platform) -> str | None:
