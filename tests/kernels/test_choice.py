@@ -151,6 +151,13 @@ def test_a_deterministic_backward_has_measurements_of_its_own(measured, monkeypa
     assert pick(True).backward == "pallas_hopper"
 
 
+def test_a_deterministic_backward_serves_who_did_not_ask_if_it_is_faster(measured):
+    others = [row("backward", "cudnn", 3.0), row("backward", "pallas_hopper", 2.0)]
+    for ms, expected in ((1.0, True), (2.5, False)):
+        measured(*others, row("backward", "pallas_hopper", ms, deterministic=True))
+        assert choose("auto", *request(), platform=TESTED).deterministic is expected
+
+
 def test_a_named_backend_takes_its_measured_blocks(measured):
     sizes = {"q": 64, "kv": 256, "stages": 1}
     measured(row("backward", "cudnn", 1.0), row("backward", "pallas_hopper", 2.0, blocks=sizes))

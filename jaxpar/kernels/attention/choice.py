@@ -54,6 +54,7 @@ class _Pick:
 
     backend: str
     blocks: ForwardBlocks | BackwardBlocks | None
+    deterministic: bool  # though nobody may have asked
     why: str
 
 
@@ -93,7 +94,8 @@ def choose(
     why = forward.why
     if backward.why != why:
         why = f"forward: {forward.why}; backward: {backward.why}"
-    return Choice(forward.backend, backward.backend, *blocks, deterministic, why)  # type: ignore[arg-type]
+    same = deterministic or backward.deterministic
+    return Choice(forward.backend, backward.backend, *blocks, same, why)  # type: ignore[arg-type]
 
 
 def explain(backend: str, q, k, mask: AttentionMask, **options) -> str:
@@ -115,7 +117,8 @@ def _pick(backend: str, request: Request) -> _Pick:
         why = [f"not {name}: {no}" for name, no in refused.items() if no is not None]
     else:
         why = ["as configured"]
-    return _Pick(chosen, blocks, "; ".join([*why, *_evidence(chosen, row, named, request)]))
+    same = row is not None and row.deterministic
+    return _Pick(chosen, blocks, same, "; ".join([*why, *_evidence(chosen, row, named, request)]))
 
 
 def _rows(platform: Platform) -> Sequence[Row]:

@@ -149,8 +149,8 @@ def fastest(rows: Sequence[Row], request: Request, able: Sequence[str]) -> Row |
     """The fastest of the able backends at the measured shape that is nearest to a request.
 
     A shape counts if every able backend but reference was measured at it, in the request's
-    direction, kind of mask, head dim and determinism: so a backend never wins because its rival is
-    missing.
+    direction, kind of mask and head dim: so a backend never wins because its rival is missing. A
+    deterministic backward also serves who does not ask for one: on short documents it is faster.
     The nearest has the least distance, in powers of two, of T x S; among equals, of the query
     heads per KV head; then of batch x query heads. There is no limit to the distance. The dtype
     is not compared: both that are measured have 16 bits.
@@ -161,7 +161,8 @@ def fastest(rows: Sequence[Row], request: Request, able: Sequence[str]) -> Row |
     wanted = _comparable(request)
     by_shape: dict[tuple[int, ...], list[Row]] = {}
     for row in rows:
-        if _comparable(row) == wanted and row.backend in rivals:
+        serves = row.deterministic or not request.deterministic or row.direction == "forward"
+        if _comparable(row) == wanted and row.backend in rivals and serves:
             by_shape.setdefault(row.shape, []).append(row)
     counted = [rows for rows in by_shape.values() if {row.backend for row in rows} == rivals]
     if not counted:
@@ -172,8 +173,7 @@ def fastest(rows: Sequence[Row], request: Request, able: Sequence[str]) -> Row |
 
 def _comparable(of: Row | Request) -> tuple:
     """What must be equal for a measurement to speak for a request."""
-    deterministic = of.deterministic and of.direction == "backward"
-    return of.direction, of.kind, of.D, deterministic
+    return of.direction, of.kind, of.D
 
 
 def _distance(row: Row, request: Request) -> tuple[float, float, float]:
