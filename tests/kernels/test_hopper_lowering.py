@@ -103,20 +103,20 @@ def test_float16(K):
     lower_backward(x)
 
 
-def other_than_default(candidates) -> list:
-    """(K, blocks); the first of the candidates is the default, lowered above."""
-    return [(K, blocks) for K in (64, 128, 256) for blocks in candidates(K)[1:]]
+def every_size(candidates) -> list:
+    """(K, blocks)."""
+    return [(K, blocks) for K in (64, 128, 256) for blocks in candidates(K)]
 
 
 @pytest.mark.parametrize("mask", ["causal", "packed window general"])
-@pytest.mark.parametrize(("K", "blocks"), other_than_default(forward_candidates), ids=str)
+@pytest.mark.parametrize(("K", "blocks"), every_size(forward_candidates), ids=str)
 def test_forward_blocks(K, blocks, mask):
     """What the tuner tries, with every bound of a mask too: shared memory must hold it all."""
     lower_forward(shapes_of((2, 4096, 4096, 16, 8, K), mask), blocks=blocks)
 
 
 @pytest.mark.parametrize("mask", ["causal", "packed window general"])
-@pytest.mark.parametrize(("K", "blocks"), other_than_default(backward_candidates), ids=str)
+@pytest.mark.parametrize(("K", "blocks"), every_size(backward_candidates), ids=str)
 def test_backward_blocks(K, blocks, mask):
     for deterministic in (False, True):
         x = shapes_of((2, 4096, 4096, 16, 8, K), mask)
