@@ -56,7 +56,12 @@ def backward(
     deterministic: bool = False,
     interpret: bool = False,
 ):
-    """As `reference.backward`. `deterministic`: the same bits from run to run, and slower."""
+    """As `reference.backward`, for what `forward` takes.
+
+    Args:     lse, d_lse: float32 [B, H, T]; `lse` may be that of more keys than these, as in a
+              ring. deterministic: the same bits from run to run, at seven multiplications instead
+              of five; slower but on short documents. Head dim 256 is always so.
+    """
     T, S, K = q.shape[1], k.shape[1], q.shape[3]
     blocks, of_dq = blocks or default_backward(K), dq_blocks(K)
     more_q, more_k = padding(T, max(blocks.q, of_dq.q)), padding(S, max(blocks.kv, of_dq.kv))

@@ -1,8 +1,8 @@
-"""What the Hopper kernels share: matrix multiplications, shared memory, operands, the schedule.
+"""What the Hopper kernels share: matrix multiplications, shared memory, operands by name.
 
 Pallas' interpreter, which checks barriers and races on a CPU, knows neither accumulators that
-live longer than one multiplication nor operands in registers. So `multiply`, `accumulators` and
-`zero` do the same thing in two ways, and the kernels above them are one program in both.
+live longer than one multiplication nor operands in registers. So `multiply` and
+`accumulators` do the same thing in two ways, and the kernels above them are one program in both.
 """
 
 import math
