@@ -1,25 +1,31 @@
-"""Measure what this machine does: python -m jaxpar.bench train | attention | loss
+"""Measure what this machine does: python -m jaxpar.bench train | attention | loss | compare
 
     train CONFIG   tokens per second and MFU of the training program's own step
     attention      time, TFLOP/s and error of the attention backends; --tune writes their table
     loss           peak memory of the loss, against whole logits
+    compare        cards side by side, and what was different
 
-Each prints its figures and, with --card FILE, writes them down with the conditions they hold
-under. `python -m jaxpar.bench train --help` lists the options of one.
+Each prints its figures and, with --card FILE, the first three write them down with the conditions
+they hold under. `python -m jaxpar.bench train --help` lists the options of one.
 """
 
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from jaxpar.bench import attention, loss, training
+from jaxpar.bench import attention, compare, loss, training
 from jaxpar.bench.training import WARM_UP, card, measure, summary
 from jaxpar.cli import asks_help
 from jaxpar.config import ConfigError
 
 __all__ = ["COMMANDS", "WARM_UP", "card", "main", "measure", "read_command", "summary"]
 
-COMMANDS: dict[str, ModuleType] = {"train": training, "attention": attention, "loss": loss}
+COMMANDS: dict[str, ModuleType] = {
+    "train": training,
+    "attention": attention,
+    "loss": loss,
+    "compare": compare,
+}
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,7 +1,8 @@
 """Measure training speed: python -m jaxpar.bench train CONFIG [--steps N] [--card FILE] [...]
 
-Runs the training program's own step on its own data, without checkpoints or evaluation, and writes
-a card: the figures with the conditions they hold under.
+Runs the training program's own step on its own data, without checkpoints or evaluation, then a few
+steps more under the profiler, and writes a card: the figures with the conditions they hold under.
+docs/benchmarking.md says what each figure is.
 """
 
 import argparse
@@ -16,48 +17,75 @@ from typing import Any
 import jax
 
 from jaxpar import cli, runtime
-from jaxpar.bench import conditions
+from jaxpar.bench import conditions, profiled
+from jaxpar.bench.options import Parser
 from jaxpar.config import Config, ConfigError, to_json
 from jaxpar.metrics import peak_memory_gib
 from jaxpar.model.flops import mfu, num_params
 from jaxpar.parallel.mesh import describe
+from jaxpar.profiling.collective_bytes import collective_bytes
 from jaxpar.train import Run, compiled
 
 #: Steps run before the clock starts: the first ones load kernels and settle the clocks.
 WARM_UP = 3
 
 
-def measure(run: Run, steps: int) -> dict[str, Any]:
+def measure(run: Run, steps: int) -> tuple[dict[str, Any], profiled.Running]:
     """Time the train step on consecutive batches.
 
     Each step is waited for once the next is dispatched, as in training.
 
-    Returns:  median, fastest and slowest step in seconds; compile seconds; first and last loss.
+    Returns:  times of a step and of waiting for its batch, compile time, in seconds; first and
+        last loss; peak memory; what the step sends. And the run, for more steps.
     """
     state = run.start()
     began = time.perf_counter()
     train_step = compiled(run, state)
     compile_seconds = time.perf_counter() - began
-    times, losses, pending = [], [], None
     batches = run.loader.prefetched(0)
-    for _, batch in (next(batches) for _ in range(WARM_UP + steps + 1)):
+    times, losses, waits, pending = [], [], [], None
+    for _ in range(WARM_UP + steps + 1):
+        began = time.perf_counter()
+        _, batch = next(batches)
+        waits.append(time.perf_counter() - began)
         state, measured = train_step(state, batch)
         if pending is not None:
             losses.append(float(pending.loss))
             times.append(time.perf_counter())
         pending = measured
-    batches.close()
     seconds = [b - a for a, b in itertools.pairwise(times)][WARM_UP - 1 :]
-    return {
-        "step_seconds": {
-            "median": statistics.median(seconds),
-            "fastest": min(seconds),
-            "slowest": max(seconds),
-        },
+    hlo_text = train_step.program.as_text()
+    figures = {
+        "step_seconds": spread(seconds),
+        "data_wait_seconds": spread(waits[WARM_UP:-1]),
         "steps": len(seconds),
         "compile_seconds": compile_seconds,
         "loss": {"first": losses[0], "last": losses[-1]},
+        "peak_memory_gib": peak_memory_gib(),
+        **sent_by(hlo_text),
     }
+    return figures, profiled.Running(train_step, hlo_text, state, batches)
+
+
+def spread(seconds: Sequence[float]) -> dict[str, float]:
+    """Median and extremes, and the distance between the quartiles: 0 of a single value."""
+    low, high = 0.0, 0.0
+    if len(seconds) > 1:
+        low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    return {
+        "median": statistics.median(seconds),
+        "fastest": min(seconds),
+        "slowest": max(seconds),
+        "interquartile": high - low,
+    }
+
+
+def sent_by(hlo_text: str) -> dict[str, Any]:
+    """Card entries of what a device sends in a step; null, with the reason, when it is unknown."""
+    try:
+        return {"collective_bytes": collective_bytes(hlo_text).card()}
+    except ValueError as error:
+        return {"collective_bytes": None, "collective_bytes_missing": str(error)}
 
 
 def card(run: Run, measured: dict[str, Any], environment: list[str], commit: str) -> dict[str, Any]:
@@ -72,7 +100,6 @@ def card(run: Run, measured: dict[str, Any], environment: list[str], commit: str
         "tokens_per_second_per_device": rate,
         "mfu_causal": share(True),
         "mfu_full_attention": share(False),
-        "peak_memory_gib": peak_memory_gib(),
         **measured,
         "parameters": num_params(cfg.model),
         "mesh": describe(run.mesh),
@@ -84,37 +111,52 @@ def card(run: Run, measured: dict[str, Any], environment: list[str], commit: str
 
 
 def summary(result: dict[str, Any]) -> str:
-    """The card in one line."""
+    """The timing in one line, and in a second what waits and what is sent."""
     seconds = result["step_seconds"]
     parts = [
         f"{result['tokens_per_second_per_device']:,.0f} tokens/s/device",
         f"step {seconds['median'] * 1e3:.1f} ms "
-        f"({seconds['fastest'] * 1e3:.1f} to {seconds['slowest'] * 1e3:.1f})",
+        f"({seconds['fastest'] * 1e3:.1f} to {seconds['slowest'] * 1e3:.1f}, "
+        f"interquartile {seconds['interquartile'] * 1e3:.1f})",
         f"peak {result['peak_memory_gib']:.1f} GiB",
         f"loss {result['loss']['first']:.4f} to {result['loss']['last']:.4f}",
     ]
     if result["mfu_causal"] is not None:
         mfus = f"MFU {result['mfu_causal']:.1%} causal, {result['mfu_full_attention']:.1%} full"
         parts.insert(1, mfus)
-    return "   ".join(parts)
+    below = [
+        f"compiled in {result['compile_seconds']:.1f} s",
+        f"data wait {result['data_wait_seconds']['median'] * 1e3:.1f} ms a step",
+        profiled.sent_in_words(result),
+    ]
+    return "   ".join(parts) + "\n" + "   ".join(below)
 
 
 def read_command(argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
     """The options of the benchmark itself, and the config with its overrides."""
-    parser = argparse.ArgumentParser(prog="python -m jaxpar.bench train", description=__doc__)
-    parser.add_argument("--steps", type=int, default=20, help="steps to time (20)")
-    parser.add_argument("--card", help="file to write the card to, as JSON")
-    parser.add_argument("--commit", help="commit to put on the card, where there is no checkout")
+    parser = Parser(prog="python -m jaxpar.bench train", description=__doc__, allow_abbrev=False)
+    add = parser.add_argument
+    add("--steps", type=int, default=20, help="steps to time (20)")
+    add("--profile-steps", type=int, default=2, help="steps to profile afterwards (2); 0: none")
+    add("--trace", metavar="DIR", help="folder to keep the profiler's trace in")
+    add("--card", help="file to write the card to, as JSON")
+    add("--commit", help="commit to put on the card, where there is no checkout")
     options, rest = parser.parse_known_args(argv)
     if options.steps < 1:
         raise ConfigError("--steps", options.steps, "must be at least 1", "use --steps 20")
+    if options.profile_steps < 0:
+        fix = "use --profile-steps 2, or 0 for none"
+        raise ConfigError("--profile-steps", options.profile_steps, "must be at least 0", fix)
+    if options.trace and not options.profile_steps:
+        fix = "use --profile-steps 2, or leave --trace out"
+        raise ConfigError("--trace", options.trace, "is of the profiled steps: there are none", fix)
     return options, cli.read_config(rest, "jaxpar.bench train", __doc__)
 
 
 def main(argv: Sequence[str]) -> int:
     """The command line."""
     options, cfg = read_command(argv)
-    environment = runtime.start(cfg.run)
+    environment = runtime.start(cfg.run, cfg.parallel)
     cfg = dataclasses.replace(
         cfg,
         checkpoint=dataclasses.replace(cfg.checkpoint, every=0, resume="auto"),
@@ -122,9 +164,13 @@ def main(argv: Sequence[str]) -> int:
         run=dataclasses.replace(cfg.run, dir="runs/bench"),
     )
     run = Run(cfg)
-    commit = options.commit or conditions.checked_out_commit()
-    result = card(run, measure(run, options.steps), environment, commit)
+    figures, running = measure(run, options.steps)
+    result = card(run, figures, environment, options.commit or conditions.checked_out_commit())
     print(summary(result), flush=True)
+    if options.card:  # before the profiler, which may fail
+        conditions.write_json(options.card, result)
+    result |= profiled.profile_steps(running, options.profile_steps, options.trace)
+    print(profiled.in_words(result), flush=True)
     if options.card:
         conditions.write_json(options.card, result)
     return 0

@@ -1,29 +1,59 @@
 """The benchmark: its card says what was measured, and under what conditions."""
 
+import contextlib
+import io
 import json
 
 import pytest
 
 from jaxpar import bench
+from jaxpar.bench import profiled, training
 from jaxpar.config import ConfigError
 
 
-def test_a_card(only_devices, config_file, tmp_path, capsys):
-    file = tmp_path / "cards" / "tiny.json"
-    command = ["train", config_file, "--steps", "4", "--card", str(file), "--commit", "abc"]
-    with only_devices(2):
-        assert bench.main([*command, "--train.seed", "3"]) == 0
-    card = json.loads(file.read_text())
+@pytest.fixture(scope="module")
+def a_run(only_devices, write_config, tmp_path_factory):
+    """Exit code, card, folder and console of a run on two devices, with its trace kept."""
+    folder = tmp_path_factory.mktemp("bench")
+    file, config = folder / "cards" / "tiny.json", write_config(folder)
+    command = ["train", config, "--steps", "4", "--card", str(file), "--commit", "abc"]
+    with only_devices(2), contextlib.redirect_stdout(io.StringIO()) as said:
+        code = bench.main([*command, "--trace", str(folder / "trace"), "--train.seed", "3"])
+    return code, json.loads(file.read_text()), folder, said.getvalue()
+
+
+def test_a_card(a_run):
+    code, card, folder, said = a_run
+    assert code == 0
     seconds = card["step_seconds"]
     assert card["steps"] == 4
     assert 0 < seconds["fastest"] <= seconds["median"] <= seconds["slowest"]
+    assert 0 <= seconds["interquartile"] <= seconds["slowest"] - seconds["fastest"]
     rate = 8 * 32 / seconds["median"] / 2
     assert card["tokens_per_second_per_device"] == pytest.approx(rate)
     assert card["mesh"] == "data=2" and card["commit"] == "abc"
     assert card["config"]["train"]["seed"] == 3
     assert {"jax", "device", "xla_flags", "gpu", "config_sha256", "attention"} <= card.keys()
-    assert f"{rate:,.0f} tokens/s/device" in capsys.readouterr().out
-    assert not (tmp_path / "run").exists()
+    assert card["compile_seconds"] > 0 and card["data_wait_seconds"]["median"] >= 0
+    assert f"{rate:,.0f} tokens/s/device" in said
+    assert not (folder / "run").exists()
+
+
+def test_without_a_gpu_there_is_no_profile_and_it_says_why(a_run):
+    _, card, folder, said = a_run
+    assert card["profile"] is None
+    assert card["profile_missing"] == "the trace has no GPU's plane"
+    assert said.splitlines()[-1] == "no profile: the trace has no GPU's plane"
+    assert list((folder / "trace").rglob("*.xplane.pb"))
+
+
+def test_what_the_step_sends(a_run):
+    """FSDP over two devices: weights are gathered, gradients scattered."""
+    _, card, _, said = a_run
+    sent = card["collective_bytes"]
+    assert sent["unknown"] == [] and sent["kinds"]["all-gather"]["count"] > 0
+    assert sent["bytes"] == sum(row["bytes"] for row in sent["kinds"].values())
+    assert f"sends {sent['bytes'] / 1e9:,.3f} GB a step (" in said
 
 
 def test_its_losses_are_the_training_runs(only_devices, train_on, config_file, tmp_path):
@@ -38,6 +68,46 @@ def test_its_losses_are_the_training_runs(only_devices, train_on, config_file, t
     assert card["loss"]["last"] == losses[bench.WARM_UP + 3 - 1]
 
 
-def test_bad_options(config_file):
-    with pytest.raises(ConfigError, match="--steps = 0: must be at least 1"):
-        bench.main(["train", config_file, "--steps", "0"])
+def test_profiled_steps_go_on_from_the_timed_ones(only_devices, config_file, monkeypatch):
+    """They take the next batches, and end the loader; with none asked for, none are run."""
+    cfg = training.read_command([config_file])[1]
+    seen = []
+    with only_devices(1):
+        figures, running = training.measure(training.Run(cfg), 2)
+        step = running.step
+        running.step = lambda state, batch: seen.append(int(state.step)) or step(state, batch)
+        assert profiled.profile_steps(running, 0)["profile_missing"].startswith("not asked for")
+        assert seen == [] and next(running.batches, None) is None
+        running.batches = training.Run(cfg).loader.prefetched(0)
+        assert profiled.profile_steps(running, 2)["profile"] is None
+    assert seen == [bench.WARM_UP + 2 + 1, bench.WARM_UP + 2 + 2]
+    assert figures["steps"] == 2
+
+
+def test_the_spread():
+    found = training.spread([1.0, 2.0, 3.0, 4.0, 9.0])
+    assert found == {"median": 3.0, "fastest": 1.0, "slowest": 9.0, "interquartile": 2.0}
+    assert training.spread([1.0])["interquartile"] == 0
+
+
+def test_hlo_that_cannot_be_read_is_said():
+    card = training.sent_by("no module")
+    assert card["collective_bytes"] is None
+    assert profiled.sent_in_words(card).startswith("bytes sent unknown: not the text")
+    sent = {"bytes": 2 * 10**9, "kinds": {"permute": {"count": 3, "bytes": 2 * 10**9}}}
+    card = {"collective_bytes": sent | {"unknown": ["while.1: how often"]}}
+    assert profiled.sent_in_words(card) == "sends at least 2.000 GB a step (3 permute)"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--steps", "0"], "--steps = 0: must be at least 1"),
+        (["--profile-steps", "-1"], "--profile-steps = -1: must be at least 0"),
+        (["--profile-steps", "0", "--trace", "t"], "--trace = 't': is of the profiled steps"),
+        (["--steps", "many"], "invalid int value"),
+    ],
+)
+def test_bad_options(config_file, options, said):
+    with pytest.raises(ConfigError, match=said):
+        bench.main(["train", config_file, *options])

@@ -1,0 +1,79 @@
+"""The conditions in which cards differ: GPU, driver, versions, flags, commit, config."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxpar.profiling.table import aligned
+
+type Card = dict[str, Any]
+
+MISSING = "-"
+
+#: Entries of a card that are conditions as they stand.
+PLAIN = (
+    *("device", "processes", "platform", "jaxpar", "jax", "jaxlib", "cudnn", "commit", "mesh"),
+    *("attention", "steps", "repeats"),
+)
+#: Of a GPU's line, as nvidia-smi gives it.
+GPU = ("gpu", "driver", "power limit")
+
+#: What must agree for figures to be comparable at all; of the config, the model and these.
+ALIKE = ("gpu", "device")
+ALIKE_CONFIG = ("config.data.seq_len",)
+#: Of the model section, what chooses how the same model is computed.
+CHOICES = ("config.model.attention_backend", "config.model.attention_deterministic")
+
+
+def conditions(card: Card) -> dict[str, str]:
+    """What a card says of its conditions, flat: section.field, one entry for each XLA flag."""
+    found = {name: str(card[name]) for name in PLAIN if name in card}
+    gpu = [part.strip() for part in str(card.get("gpu", "")).split(",")]
+    found |= dict(zip(GPU, gpu, strict=False)) if gpu != [""] else {}
+    for flag in str(card.get("xla_flags", "")).split():
+        name, given, value = flag.partition("=")
+        found[name] = (value or "(empty)") if given else "set"
+    environment = card.get("environment")
+    for item in environment if isinstance(environment, list) else ():
+        name, given, value = str(item).partition("=")
+        if not name.startswith("--"):  # XLA's flags are there already
+            found[name] = value if given else "set"
+    return found | _flat("config", card.get("config", {}))
+
+
+def _flat(name: str, value: Any) -> dict[str, str]:
+    if not isinstance(value, dict):
+        return {name: str(value)}
+    return {k: v for key in value for k, v in _flat(f"{name}.{key}", value[key]).items()}
+
+
+def differing(cards: Sequence[Card]) -> dict[str, list[str]]:
+    """Each condition in which the cards differ, with its value on each; "-" where it is missing."""
+    each = [conditions(card) for card in cards]
+    names = dict.fromkeys(name for found in each for name in found)
+    values = {name: [found.get(name, MISSING) for found in each] for name in names}
+    return {name: row for name, row in values.items() if len(set(row)) > 1}
+
+
+def table(names: Sequence[str], cards: Sequence[Card]) -> str:
+    """The conditions that differ, a column for each card."""
+    found = differing(cards)
+    if not found:
+        return "The conditions are the same."
+    rows = [("conditions that differ", *names), *((name, *row) for name, row in found.items())]
+    return aligned(rows, left=range(len(names) + 1))
+
+
+def warnings(names: Sequence[str], cards: Sequence[Card], kind: str) -> list[str]:
+    """A line for each condition that ought to agree and does not. What is missing is no difference.
+
+    Args:     kind: "train" or "attention"; rows of the latter are matched by their shapes.
+    """
+    lines = []
+    for name, values in differing(cards).items():
+        model = name.startswith("config.model.") and name not in CHOICES
+        shape = kind == "train" and (model or name in ALIKE_CONFIG)
+        told = [f"{v} in {n}" for n, v in zip(names, values, strict=True) if v != MISSING]
+        known = {value for value in values if value != MISSING}
+        if len(known) > 1 and (name in ALIKE or shape):
+            lines.append(f"warning: not the same measurement: {name} is {', '.join(told)}")
+    return lines

@@ -1,0 +1,101 @@
+"""What a GPU kernel does, by its name: the table of name patterns, as data."""
+
+import re
+from dataclasses import dataclass
+
+MATMUL, ATTENTION, COMMUNICATION = "matmul", "attention", "communication"
+FUSION, COPY, PALLAS, OTHER = "fusion", "copy", "pallas", "other"
+
+#: In the order in which they are reported.
+CLASSES = (MATMUL, ATTENTION, PALLAS, FUSION, COPY, OTHER, COMMUNICATION)
+
+#: Of communication. NCCL's one kernel for sends and receives serves all-to-all and permute; which
+#: it was, the HLO instruction says.
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "permute")
+SEND_RECEIVE = "send-receive"
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Kernels whose name the regular expression finds are of a class; the reason says whose."""
+
+    what: str
+    regex: str
+    reason: str
+    kind: str = ""
+
+
+def _nccl(kind: str, function: str) -> Pattern:
+    reason = "NCCL: nccl[Sym|Symk]DevKernel_FUNCTION_..., before 2.19 ncclKernel_FUNCTION_..."
+    return Pattern(COMMUNICATION, rf"^nccl\w*Kernel_{function}(_|\b)", reason, kind)
+
+
+#: In the name of any kernel written in Pallas for Mosaic GPU; "anonymous" before it without a name.
+MOSAIC = "mosaic_gpu"
+_ATTENTION = re.compile(r"attention|flash")
+
+#: The first that matches counts.
+PATTERNS = (
+    _nccl("all-gather", "AllGather"),
+    _nccl("reduce-scatter", "ReduceScatter"),
+    _nccl("all-reduce", "AllReduce"),
+    _nccl("all-to-all", "All[Tt]o[Aa]ll"),
+    _nccl(SEND_RECEIVE, "SendRecv"),
+    Pattern(COMMUNICATION, r"^nccl", "the rest of NCCL: Broadcast, Reduce", "other"),
+    Pattern(COMMUNICATION, r"nvshmem", "NVSHMEM's own collectives", "other"),
+    Pattern(COMMUNICATION, r"^Memcpy ?P2P", "a copy to another GPU", "permute"),
+    Pattern(
+        COMMUNICATION,
+        r"^(psum|pmax|pmin|all[-_]reduce)\w*_fusion(_\d+)*$",
+        "XLA's one-shot all-reduce: a Triton kernel named after the collective",
+        "all-reduce",
+    ),
+    Pattern(ATTENTION, r"cudnn\w*sdpa", "cuDNN: cudnn_generated_fort_native_sdpa_sm90_flash_..."),
+    Pattern(ATTENTION, r"cudnn.*compute_dot_do_o|cudnn.*convert_dq", "cuDNN, around its backward"),
+    Pattern(ATTENTION, r"fmha|flash_(fwd|bwd|attention)", "fused attention of older libraries"),
+    Pattern(ATTENTION, MOSAIC, "Pallas, unless its name or scope says otherwise"),
+    Pattern(MATMUL, r"^nvjet_", "cuBLAS for Hopper and later"),
+    Pattern(MATMUL, r"gemm", "cuBLAS and CUTLASS kernels, and XLA's Triton ones: gemm_fusion_dot"),
+    Pattern(MATMUL, r"cutlass.*(wgmma|tensorop|[sh]884|[sh]16816)", "CUTLASS without the word"),
+    Pattern(MATMUL, r"gemv|cublasLt|cublas|splitKreduce", "cuBLAS beside its matmuls"),
+    Pattern(COPY, r"^Mem(cpy|set)", "CUPTI's names: MemcpyD2D, Memset 0"),
+    Pattern(COPY, r"^mem(cpy|set)\d*(_\w+)?$", "the driver's copies by kernel: memcpy128"),
+    Pattern(COPY, r"^copy(_\d+)*$", "an XLA copy by kernel"),
+    Pattern(FUSION, r"fusion(_\d+)*$", "XLA: loop_*_fusion, input_*_fusion, *_concatenate_fusion"),
+    Pattern(FUSION, r"^(wrapped|loop|input|triton)_", "XLA: one instruction, or Triton"),
+)
+_COMPILED = tuple((re.compile(p.regex), p) for p in PATTERNS)
+
+
+def classify(name: str, scope: str = "", op: str = "") -> tuple[str, str]:
+    """The class of a kernel, and for communication the kind, else "".
+
+    Args:     name: as the profiler has it. scope: the op_name of its HLO instruction, where known;
+        op: that instruction's name. They tell Pallas kernels outside attention, and what NCCL's
+        sends and receives were for.
+    """
+    for regex, pattern in _COMPILED:
+        if regex.search(name):
+            if MOSAIC in name:
+                return _kind_of_pallas(name, scope), ""
+            if pattern.kind == SEND_RECEIVE:
+                return COMMUNICATION, _kind_of_exchange(f"{scope} {op}")
+            return pattern.what, pattern.kind
+    return OTHER, ""
+
+
+def _kind_of_pallas(name: str, scope: str) -> str:
+    """By its own name; without one, by where it is called."""
+    known = scope if name.startswith("anonymous") else name
+    return ATTENTION if _ATTENTION.search(known) or not known else PALLAS
+
+
+def _kind_of_exchange(text: str) -> str:
+    if re.search(r"all[-_]to[-_]all", text):
+        return "all-to-all"
+    return "permute" if re.search(r"permute|\b(send|recv)\b", text) else SEND_RECEIVE
+
+
+def family(name: str) -> str:
+    """A kernel's name without arguments and without the number that XLA gives each of many."""
+    return re.sub(r"(_\d+)+$", "", name.split("(")[0].removeprefix("void "))

@@ -1,0 +1,50 @@
+"""Where a kernel comes from in the traced program: the pass, and the named scope."""
+
+import re
+from typing import NamedTuple
+
+FORWARD, RECOMPUTE, BACKWARD, OUTSIDE = "forward", "recompute", "backward", "outside"
+
+#: Parts of a name that JAX adds for its own structure, not the author's `jax.named_scope`.
+_STRUCTURE = frozenset(
+    "shard_map checkpoint rematted_computation remat while body cond scan closed_call core_call "
+    "eval_jaxpr custom_vjp_call custom_jvp_call custom_vjp_call_jaxpr pjit jit named_call".split()
+)
+#: A transformation around a part: its inside is a name. Around a function, as in jit(silu), not.
+_TRANSFORMED = re.compile(r"(?:jvp|transpose|vmap|pmap)\((.*)\)$")
+
+
+class Place(NamedTuple):
+    """Pass: forward, recompute (rematerialised), backward, or outside of differentiation."""
+
+    phase: str
+    scope: str
+
+
+def place_of(op_name: str) -> Place:
+    """Pass and outermost named scope of an op_name; scope "" where it stands in none.
+
+    jit(train_step)/shard_map/transpose(jvp(jvp()))/checkpoint/attention/mul: backward, attention.
+    """
+    if "rematted_computation" in op_name:
+        phase = RECOMPUTE
+    elif "transpose(" in op_name:
+        phase = BACKWARD
+    else:
+        phase = FORWARD if "jvp(" in op_name else OUTSIDE
+    parts = op_name.split("/")[:-1]  # the last is the primitive
+    return Place(phase, next(filter(None, map(_name, parts)), ""))
+
+
+def _name(part: str) -> str:
+    """The author's name in a part; "" in one of JAX's own."""
+    while found := _TRANSFORMED.match(part):
+        part = found[1]
+    if "(" in part or part in _STRUCTURE or re.fullmatch(r"branch_\d+_fun", part):
+        return ""
+    return part
+
+
+def shorten(op_name: str) -> str:
+    """An op_name without what every one begins with: jit(NAME)/shard_map/."""
+    return re.sub(r"^jit\([^)]*\)/(shard_map/)?", "", op_name)

@@ -1,0 +1,107 @@
+"""A breakdown as text: tables of milliseconds a step."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxpar.profiling.kernels import COMMUNICATION
+
+#: Rows of the tables by pass and of kernels, and what is shown of a long scope or name.
+MOST_ROWS = 12
+MOST_LETTERS = 60
+MOST_OF_NAME = 50
+
+
+def table(profile: dict[str, Any], sent: dict[str, Any] | None = None) -> str:
+    """The figures of `breakdown.profile` in aligned columns.
+
+    Args:     sent: `collective_bytes`'s card, for the bytes of each collective.
+    """
+    parts = [_head(profile), _classes(profile)]
+    if profile["communication"]:
+        parts.append(_collectives(profile, (sent or {}).get("kinds", {})))
+    if profile["by_scope_ms"]:
+        parts.append(_scopes(profile))
+    parts.append(_kernels(profile))
+    return "\n\n".join(parts)
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
+    """Rows of cells in columns, indented; those in `left` to the left, others to the right."""
+    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if at in left else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(["", *cells]).rstrip())
+    return "\n".join(lines)
+
+
+def _head(p: dict[str, Any]) -> str:
+    ms, worst = p["ms"], p["worst_device_ms"]
+    several = p["devices"] > 1
+    beside = lambda name: f" ({worst[name]:,.1f})" if several else ""  # noqa: E731
+    of = f", mean of {p['devices']} GPUs (worst)" if several else ""
+    parts = [
+        f"step {ms['step']:,.1f}",
+        f"compute {ms['compute']:,.1f}",
+        f"exposed communication {ms['exposed']:,.1f}{beside('exposed')}, {p['exposed_share']:.1%}",
+        f"idle {ms['idle']:,.1f}{beside('idle')}",
+    ]
+    if p["between_steps_ms"] is not None:
+        parts.append(f"between steps {p['between_steps_ms']:,.1f}")
+    return f"profile of {p['steps']} steps{of}, ms a step\n  " + "   ".join(parts)
+
+
+def _classes(p: dict[str, Any]) -> str:
+    step, rows = p["ms"]["step"], [("kernels", "ms", "of step", "count", "")]
+    for what, row in p["by_class"].items():
+        note = f"{p['ms']['hidden']:,.1f} of it hidden" if what == COMMUNICATION else ""
+        share = f"{row['ms'] / step:.1%}"
+        rows.append((what, f"{row['ms']:,.1f}", share, f"{row['count']:,.0f}", note))
+    return aligned(rows, left=(0, 4))
+
+
+def _collectives(p: dict[str, Any], sent: dict[str, dict[str, int]]) -> str:
+    rows = [("collective", "ms", "exposed", "count", "GB sent", "GB/s")]
+    for kind, row in p["communication"].items():
+        size = sent[kind]["bytes"] if kind in sent else None
+        rows.append(
+            (
+                kind,
+                f"{row['ms']:,.1f}",
+                f"{row['exposed_ms']:,.1f}",
+                f"{row['count']:,.0f}",
+                "-" if size is None else f"{size / 1e9:,.2f}",
+                "-" if size is None else f"{size / 1e6 / row['ms']:,.0f}",
+            )
+        )
+    return aligned(rows)
+
+
+def _scopes(p: dict[str, Any]) -> str:
+    """A row for each pass and scope, a column for each class but communication."""
+    classes = [what for what in p["by_class"] if what != COMMUNICATION]
+    cells: dict[tuple[str, str], dict[str, float]] = {}
+    for row in p["by_scope_ms"]:
+        if row["class"] != COMMUNICATION:
+            cells.setdefault((row["pass"], row["scope"]), {})[row["class"]] = row["ms"]
+    ordered = sorted(cells.items(), key=lambda item: -sum(item[1].values()))
+    rows = [("pass", "scope", "ms", *classes)]
+    for (phase, scope), times in ordered[:MOST_ROWS]:
+        each = [f"{times[what]:,.1f}" if what in times else "-" for what in classes]
+        rows.append((phase, scope or "-", f"{sum(times.values()):,.1f}", *each))
+    known = f"  {p['unattributed_ms']:,.1f} ms of kernels could not be placed"
+    return aligned(rows, left=(0, 1)) + ("\n" + known if p["unattributed_ms"] >= 0.05 else "")
+
+
+def _kernels(p: dict[str, Any]) -> str:
+    rows = [("ms", "count", "mean us", "kernel", "result, where")]
+    for k in p["top_kernels"][:MOST_ROWS]:
+        scope = k["scope"]
+        where = scope if len(scope) <= MOST_LETTERS else "..." + scope[-MOST_LETTERS:]
+        numbers = (f"{k['ms']:,.1f}", f"{k['count']:,.0f}", f"{k['mean_us']:,.1f}")
+        name = k["name"] if len(k["name"]) <= MOST_OF_NAME else k["name"][:MOST_OF_NAME] + "..."
+        rows.append((*numbers, name, "  ".join(filter(None, (k["result"], where)))))
+    return aligned(rows, left=(3, 4))

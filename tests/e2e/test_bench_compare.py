@@ -1,0 +1,212 @@
+"""Cards side by side: figures with ratios, what differs, what to beware of, what is refused."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxpar import bench
+from jaxpar.config import ConfigError
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
+
+TRAIN = {
+    "tokens_per_second_per_device": 10000.0,
+    "mfu_causal": 0.5,
+    "mfu_full_attention": 0.55,
+    "step_seconds": {"median": 1.6, "fastest": 1.59, "slowest": 1.7, "interquartile": 0.004},
+    "peak_memory_gib": 80.0,
+    "collective_bytes": {"bytes": 34_500_000_000, "kinds": {}, "unknown": []},
+    "profile": {
+        "ms": {"step": 1577.5, "compute": 1513.4, "exposed": 61.5, "idle": 2.6},
+        "worst_device_ms": {"exposed": 65.7},
+        "by_class": {"matmul": {"ms": 1083.0, "count": 504}},
+        "communication": {"all-gather": {"ms": 120.9, "exposed_ms": 34.3, "count": 66}},
+    },
+    "device": "4 x NVIDIA H200",
+    "gpu": "NVIDIA H200, 580.159.04, 700.00 W",
+    "xla_flags": "--xla_a=1 --xla_b=",
+    "environment": ["--xla_a=1", "XLA_PYTHON_CLIENT_MEM_FRACTION=0.92"],
+    "commit": "aaaa",
+    "config": {
+        "model": {"num_layers": 32, "attention_backend": "auto"},
+        "data": {"seq_len": 8192},
+        "parallel": {"remat": "dots"},
+    },
+}
+
+ROW = {
+    "shape": "causal",
+    "kind": "causal",
+    **{"B": 4, "T": 4096, "S": 4096, "H": 32, "G": 8, "D": 128},
+    "dtype": "bfloat16",
+    "direction": "forward",
+    "backend": "cudnn",
+    **{"ms": 1.0, "ms_fastest": 0.99, "ms_slowest": 1.02, "tflops": 550.0, "times_cudnn": 1.0},
+}
+ATTENTION = {"what": "attention", "device": "1 x NVIDIA H200", "gpu": TRAIN["gpu"], "rows": [ROW]}
+
+
+def changed(card: dict, **changes) -> dict:
+    """A card with other values at paths, whose keys are joined by two underscores."""
+    card = copy.deepcopy(card)
+    for path, value in changes.items():
+        *above, last = path.split("__")
+        inside = card
+        for key in above:
+            inside = inside[key]
+        inside[last] = value
+    return card
+
+
+@pytest.fixture
+def compare(tmp_path, capsys):
+    """(cards) -> the lines that comparing them prints."""
+
+    def run(*cards: dict) -> list[str]:
+        files = []
+        for n, card in enumerate(cards):
+            files.append(tmp_path / f"card{n}.json")
+            files[-1].write_text(json.dumps(card))
+        assert bench.main(["compare", *map(str, files)]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    return run
+
+
+def row(lines: list[str], label: str) -> list[str]:
+    """The cells of the one line that begins so."""
+    (line,) = [line for line in lines if line.strip().startswith(label)]
+    return line.strip()[len(label) :].split()
+
+
+def test_figures_and_ratios(compare):
+    b = changed(
+        TRAIN,
+        tokens_per_second_per_device=11000.0,
+        step_seconds__median=1.4545,
+        profile__ms__exposed=30.75,
+    )
+    lines = compare(TRAIN, b, TRAIN)
+    assert lines[0].startswith("A  ") and lines[2].endswith("card2.json")
+    assert row(lines, "tokens/s/device") == ["10,000", "11,000", "1.100", "10,000", "1.000~"]
+    assert row(lines, "step, median ms")[:3] == ["1,600.0", "1,454.5", "0.909"]
+    assert row(lines, "MFU, causal")[:2] == ["50.0%", "50.0%"]
+    assert row(lines, "exposed  ")[:3] == ["61.5", "30.8", "0.500"]
+    assert row(lines, "exposed: all-gather ms")[0] == "34.3"
+    assert row(lines, "kernels: matmul ms")[0] == "1,083.0"
+    assert row(lines, "GB sent a step")[0] == "34.500"
+    assert not any("data wait" in line for line in lines)  # no card has it
+
+
+def test_a_difference_within_the_spread_is_noise(compare):
+    lines = compare(TRAIN, changed(TRAIN, step_seconds__median=1.603))
+    assert any("differ by 3.0 ms, within the spread of 4.0 ms" in line for line in lines)
+    assert row(lines, "step, median ms")[-1] == "1.002~"
+    lines = compare(TRAIN, changed(TRAIN, step_seconds__median=1.605))
+    assert not any("noise" in line or "~" in line for line in lines)
+
+
+def test_conditions_that_differ(compare):
+    b = changed(
+        TRAIN,
+        commit="bbbb",
+        gpu="NVIDIA H200, 590.1, 600.00 W",
+        xla_flags="--xla_a=2",
+        config__parallel__remat="none",
+    )
+    lines = compare(TRAIN, b)
+    assert row(lines, "commit") == ["aaaa", "bbbb"]
+    assert row(lines, "driver") == ["580.159.04", "590.1"]
+    assert row(lines, "power limit") == ["700.00", "W", "600.00", "W"]
+    assert row(lines, "--xla_a") == ["1", "2"] and row(lines, "--xla_b") == ["(empty)", "-"]
+    assert row(lines, "config.parallel.remat") == ["dots", "none"]
+    assert not any("warning" in line or "num_layers" in line for line in lines)
+    assert compare(TRAIN, TRAIN)[-1] == "The conditions are the same."
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("gpu", "NVIDIA B200, 1, 2 W", "gpu is NVIDIA H200 in A, NVIDIA B200 in B"),
+        ("device", "8 x NVIDIA H200", "device is 4 x NVIDIA H200 in A, 8 x NVIDIA H200 in B"),
+        ("config__model__num_layers", 16, "config.model.num_layers is 32 in A, 16 in B"),
+        ("config__data__seq_len", 4096, "config.data.seq_len is 8192 in A, 4096 in B"),
+    ],
+)
+def test_what_ought_to_agree(compare, path, value, said):
+    lines = compare(TRAIN, changed(TRAIN, **{path: value}))
+    (warning,) = [line for line in lines if line.startswith("warning")]
+    assert warning == f"warning: not the same measurement: {said}"
+
+
+def test_another_backend_is_the_same_model(compare):
+    lines = compare(TRAIN, changed(TRAIN, config__model__attention_backend="cudnn"))
+    assert not any("warning" in line for line in lines)
+    assert row(lines, "config.model.attention_backend") == ["auto", "cudnn"]
+
+
+def test_attention_cards_by_row(compare):
+    pallas = {**ROW, "backend": "pallas_hopper", "ms": 0.9, "tflops": 611.1}
+    a = changed(ATTENTION, rows=[ROW, {**ROW, "direction": "both", "ms": 4.0}])
+    b = changed(ATTENTION, rows=[pallas, {**ROW, "ms": 1.01}, {**ROW, "refused": "no", "T": 8}])
+    del b["rows"][2]["ms"]
+    lines = compare(a, b)
+    shape = "causal 4,4096,32,8,128 bfloat16"
+    assert row(lines, f"{shape}  forward    cudnn")[:3] == ["1.000", "1.010", "1.010~"]
+    assert row(lines, f"{shape}  both       cudnn")[:3] == ["4.000", "-", "-"]
+    assert row(lines, f"{shape}  forward    pallas_hopper")[:3] == ["-", "0.900", "-"]
+    assert row(lines, "causal 4,8,32,8,128 bfloat16")[2:5] == ["-", "-", "-"]
+    assert any(line.startswith("noise: ~ marks") for line in lines)
+
+
+def test_the_older_cards(capsys):
+    """What they lack is shown as such, or left out."""
+    train = sorted(str(f) for f in BENCHMARKS.glob("llama3_8b*.json"))
+    assert len(train) >= 3
+    assert bench.main(["compare", *train]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(row(lines, "tokens/s/device")) == 2 * len(train) - 1
+    attention = str(BENCHMARKS / "attention-h200.json")
+    assert bench.main(["compare", attention, attention]) == 0
+    assert "1.000~" in capsys.readouterr().out
+
+
+def test_a_new_card_beside_an_older_one(compare):
+    older = changed(TRAIN)
+    del older["profile"], older["collective_bytes"], older["step_seconds"]["interquartile"]
+    lines = compare(older, TRAIN)
+    assert row(lines, "profiled step ms") == ["-", "1,577.5", "-"]
+    lines = compare(TRAIN, changed(TRAIN, profile=None, collective_bytes=None))
+    assert row(lines, "profiled step ms") == ["1,577.5", "-", "-"]
+
+
+def refusal(*files) -> str:
+    """What is said of the files."""
+    with pytest.raises(ConfigError) as error:
+        bench.main(["compare", *map(str, files)])
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_refusals(tmp_path):
+    files = {
+        name: tmp_path / f"{name}.json" for name in ("train", "attention", "text", "list", "loss")
+    }
+    files["train"].write_text(json.dumps(TRAIN))
+    files["attention"].write_text(json.dumps(ATTENTION))
+    files["text"].write_text("hello")
+    files["list"].write_text("[1]")
+    files["loss"].write_text(json.dumps({"what": "loss", "rows": []}))
+    train = files["train"]
+    assert "must be two or more" in refusal(train)
+    assert "cannot be read: No such file" in refusal(train, tmp_path / "none.json")
+    assert "cannot be read" in refusal(train, tmp_path)
+    assert "is not JSON: Expecting value" in refusal(files["text"], train)
+    assert "is no card, but a JSON list" in refusal(train, files["list"])
+    assert "is no card of bench train or bench attention" in refusal(train, files["loss"])
+    said = refusal(train, files["attention"])
+    assert "is a card of bench attention, and" in said and "one of bench train" in said
+    with pytest.raises(ConfigError, match="required: CARD"):
+        bench.main(["compare"])
