@@ -8,18 +8,19 @@ from typing import Any
 import jax
 
 from jaxpar import xla_flags
-from jaxpar.config import ConfigError, RunConfig
+from jaxpar.config import ConfigError, ParallelConfig, RunConfig
 
 
-def start(run: RunConfig) -> list[str]:
+def start(run: RunConfig, parallel: ParallelConfig | None = None) -> list[str]:
     """Prepare this process for JAX's backend, which starts at the first use of a device.
 
+    Args:     parallel: the layout, which decides some flags; None: one device.
     Returns:  the flags and environment that were set, for the log.
     """
     if run.cpu_devices:
         _simulate(run.cpu_devices)
         return []
-    was_set = xla_flags.apply(run.xla_flags)
+    was_set = xla_flags.apply(run.xla_flags, parallel or ParallelConfig())
     if run.compilation_cache and xla_flags.gpu_is_present():
         folder = Path(run.compilation_cache).expanduser()
         jax.config.update("jax_compilation_cache_dir", str(folder))

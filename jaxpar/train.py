@@ -247,7 +247,7 @@ class Evaluation:
 def main(argv: Sequence[str]) -> int:
     """The command line."""
     cfg = cli.read_config(argv, "jaxpar.train", __doc__)
-    environment = runtime.start(cfg.run)
+    environment = runtime.start(cfg.run, cfg.parallel)
     run = Run(cfg)
     run.open_folder(environment)
     return train(run)

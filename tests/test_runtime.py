@@ -6,13 +6,17 @@ import jax
 import pytest
 
 from jaxpar import runtime, xla_flags
-from jaxpar.config import ConfigError, RunConfig
+from jaxpar.config import ConfigError, ParallelConfig, RunConfig
+
+FSDP = ParallelConfig()
+TENSOR = ParallelConfig(tensor=2)
 
 
 @pytest.fixture
 def gpu_host(monkeypatch):
-    """A host with a GPU, as far as the flags can tell, and an environment of its own."""
+    """A host with an H200, as far as the flags can tell, and an environment of its own."""
     monkeypatch.setattr(xla_flags, "gpu_is_present", lambda: True)
+    monkeypatch.setattr(xla_flags, "gpu_name", lambda: "NVIDIA H200")
     for name in ("XLA_FLAGS", *xla_flags.ENVIRONMENT):
         monkeypatch.delenv(name, raising=False)
     with pytest.MonkeyPatch.context() as patch:
@@ -20,20 +24,43 @@ def gpu_host(monkeypatch):
         yield
 
 
-def test_flags_are_set_and_told(gpu_host):
-    told = xla_flags.apply("auto")
-    for flag in xla_flags.FLAGS:
-        assert f"--{flag.name}={flag.value}" in told
-        assert f"--{flag.name}={flag.value}" in os.environ["XLA_FLAGS"].split()
+@pytest.mark.parametrize("parallel", [FSDP, TENSOR])
+def test_flags_are_set_and_told(gpu_host, parallel):
+    told = xla_flags.apply("auto", parallel)
+    rows = xla_flags.measured_for("NVIDIA H200", jax.__version__, parallel)
+    assert rows
+    assert os.environ["XLA_FLAGS"].split() == [f"--{row.name}={row.value}" for row in rows]
+    assert set(os.environ["XLA_FLAGS"].split()) < set(told)
     for name, value in xla_flags.ENVIRONMENT.items():
         assert os.environ[name] == value and f"{name}={value}" in told
     assert os.environ["NCCL_NVLS_ENABLE"] == "0"
 
 
+def test_the_layout_decides(gpu_host):
+    names = lambda p: {row.name for row in xla_flags.measured_for("H200", jax.__version__, p)}  # noqa: E731
+    combine = "xla_gpu_all_gather_combine_threshold_bytes"
+    assert combine in names(FSDP) and combine not in names(TENSOR)
+
+
+@pytest.mark.parametrize("gpu, version", [("NVIDIA A100", jax.__version__), ("H200", "0.12.0")])
+def test_nothing_that_was_not_measured(gpu_host, monkeypatch, gpu, version):
+    assert xla_flags.measured_for(gpu, version, FSDP) == []
+    monkeypatch.setattr(xla_flags, "gpu_name", lambda: gpu)
+    monkeypatch.setattr(jax, "__version__", version)
+    told = xla_flags.apply("auto", FSDP)
+    assert told[0].startswith("no XLA flags") and gpu in told[0]
+    assert not os.environ["XLA_FLAGS"] and os.environ["NCCL_NVLS_ENABLE"] == "0"
+
+
+def test_every_flag_has_its_measurement():
+    for row in xla_flags.FLAGS:
+        assert any(digit in row.gain for digit in "0123456789"), row.name
+
+
 def test_the_users_own_win(gpu_host):
     mine = "--xla_gpu_enable_latency_hiding_scheduler=false"
     os.environ |= {"XLA_FLAGS": mine, "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}
-    told = xla_flags.apply("auto")
+    told = xla_flags.apply("auto", FSDP)
     assert os.environ["XLA_FLAGS"].split()[-1] == mine
     assert os.environ["XLA_FLAGS"].count("latency_hiding") == 1
     assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.5"
@@ -42,13 +69,13 @@ def test_the_users_own_win(gpu_host):
 
 def test_none_sets_nothing(gpu_host):
     before = dict(os.environ)
-    assert xla_flags.apply("none") == []
+    assert xla_flags.apply("none", FSDP) == []
     assert os.environ == before
 
 
 def test_without_a_gpu_nothing_is_set(monkeypatch):
     monkeypatch.setattr(xla_flags, "gpu_is_present", lambda: False)
-    assert xla_flags.apply("auto") == []
+    assert xla_flags.apply("auto", FSDP) == []
 
 
 def test_too_late_to_simulate_devices(devices):

@@ -81,8 +81,9 @@ def backward(
     names = ["q", "k", "v", "d_out", "lse", "delta", "mask"]
     tiles, made = s.S // s.kv, [name for name in want if name != "dq"]
     if "dq" in want:
-        rows = q.shape
-        zeros = jnp.zeros((tiles, *rows) if interpret else rows, f32)
+        # A zero that waits for d_out: XLA would make the zeros of all layers in one go, up front.
+        zero, d_out = lax.optimization_barrier((f32(0), d_out))
+        zeros = jnp.broadcast_to(zero, (tiles, *q.shape) if interpret else q.shape)
         dq = jax.new_ref(zeros)
         operands, names = [*operands, dq], [*names, "dq"]
     kernel = plgpu.kernel(
