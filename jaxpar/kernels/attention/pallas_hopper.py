@@ -23,8 +23,10 @@ from jaxpar.kernels.attention.mask import AttentionMask
 from jaxpar.kernels.attention.pallas_hopper_mma import LOG2E
 from jaxpar.kernels.attention.tiles import bounds_of, key_visits, padding, query_visits
 
-#: Multiprocessors of the H100 and H200 that are sold as SXM modules.
-CTAS = 132
+#: CTAs of the forward: four for each multiprocessor of an H100 or H200 module. One for each is as
+#: fast alone; but where NCCL holds some of them, those CTAs would wait for it to end, and then do
+#: a whole share of the work while the others idle (docs/LOG.md).
+CTAS = 4 * 132
 
 
 def forward(

@@ -1,8 +1,8 @@
 """Attention forward on Hopper: one producer of K and V tiles, two consumers on wgmma.
 
-A CTA stays on its multiprocessor and takes one tile of queries after another, longest first. Each
-consumer has 64 of the queries. It begins the scores of a tile of keys together with the values of
-the tile before; while it computes a softmax, the other has the tensor cores.
+A CTA takes a few tiles of queries, one after another, longest first. Each consumer has 64 of the
+queries. It begins the scores of a tile of keys together with the values of the tile before; while
+it computes a softmax, the other has the tensor cores.
 
 Source:   Shah et al. 2024 (2407.08608), FlashAttention-3: the two roles, and the overlap.
 """
@@ -49,7 +49,7 @@ def forward(q, k, v, bounds: Bounds, visits: Visits, blocks: ForwardBlocks, ctas
     """The kernel.
 
     Args:     q: [B, T, H, K]. k, v: [B, S, G, K]. bounds: of whole tiles. visits: by tile of
-              queries. ctas: how many run at a time; one for each multiprocessor.
+              queries. ctas: how many share the tiles.
     Returns:  out [B, T, H, K]; lse float32 [B, H, T], with T up to whole tiles.
     """
     s = shape_of(q, k, bounds, visits, blocks, interpret)
