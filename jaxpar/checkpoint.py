@@ -22,10 +22,17 @@ from jax.sharding import Mesh
 from orbax.checkpoint import v1 as ocp
 
 import jaxpar
-from jaxpar.config import Config, ConfigError, ModelConfig, from_json
+from jaxpar.config import Config, ConfigError, ModelConfig, from_json, replace
 from jaxpar.data.meta import read_meta
 from jaxpar.params import flat
-from jaxpar.state import TrainState, abstract_state, state_shardings, to_logical, to_running
+from jaxpar.state import (
+    TrainState,
+    abstract_state,
+    in_configured_dtypes,
+    snapshot,
+    state_shardings,
+    to_running,
+)
 
 #: Fields of the model that may change once the weights are there.
 FREE_MODEL_FIELDS = {"init_std", "dtype", "attention_backend", "attention_deterministic"}
@@ -35,8 +42,15 @@ MODEL_FIELDS = tuple(
     f"model.{f.name}" for f in dataclasses.fields(ModelConfig) if f.name not in FREE_MODEL_FIELDS
 )
 
+#: How the moments are kept. They are converted when a run goes on with other ones.
+MOMENT_DTYPES = ("optimizer.first_moment_dtype", "optimizer.second_moment_dtype")
+
 #: What a run may not change half-way: the moments' meaning, and the order of the data.
 RUN_FIELDS = ("optimizer.name", "train.seed", "train.global_batch_size", "data.seq_len")
+
+#: Bytes read from disk at a time, and kept on the host until they are on a device; or the largest
+#: array's, if that is more.
+READ_AHEAD = 4 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +126,7 @@ class Checkpointer:
         self.wait()
         if step in self.steps():
             return False
-        tree = vars(to_logical(state, self._cfg))
+        tree = vars(snapshot(state, self._cfg))
         about = self._about | {"tokens_seen": int(tokens_seen)}
         # Without `force`, Orbax has its own opinion on when to save.
         self._saving = self._orbax.save_async(step, tree, force=True, custom_metadata=about)
@@ -198,15 +212,16 @@ def restore(cfg: Config, mesh: Mesh, step: int | None = None) -> TrainState:
     """The run's state, for this config and mesh, whatever mesh it was saved from.
 
     Args:     step: a saved step. None: the latest.
-    Returns:  the running state, sharded as `state.state_shardings(cfg, mesh)`.
+    Returns:  the running state, sharded as `state.state_shardings(cfg, mesh)`; moments that were
+              kept in another dtype are converted, to bfloat16 by rounding to the nearest.
     Raises:   ConfigError as `check_resumable`, before an array is read, and for a missing step.
     """
     saved = read_saved(cfg.run.dir, step)
     check_resumable(cfg, saved)
-    loaded = _load(cfg.run.dir, saved.step, vars(_target(cfg, mesh)))
+    loaded = _load(cfg.run.dir, saved.step, vars(_target(_with_saved_dtypes(cfg, saved), mesh)))
     if int(loaded["step"]) != saved.step:
         raise ValueError(f"{saved} holds the state of step {int(loaded['step'])}")
-    return to_running(TrainState(**loaded), cfg)
+    return to_running(in_configured_dtypes(TrainState(**loaded), cfg), cfg)
 
 
 def changed_fields(cfg: Config, saved: Saved) -> dict[str, tuple[Any, Any]]:
@@ -279,10 +294,20 @@ def _target(cfg: Config, mesh: Mesh) -> TrainState:
     )
 
 
+def _with_saved_dtypes(cfg: Config, saved: Saved) -> Config:
+    """The config with the moments' dtypes of a checkpoint. (Orbax would convert without a word.)"""
+    then = _by_path(dataclasses.asdict(Config())) | _by_path(saved.config)
+    return replace(cfg, **{path: then[path] for path in MOMENT_DTYPES})
+
+
 def _load(run_dir: str | Path, step: int, target: Any, partial: bool = False) -> Any:
     """The arrays that `target` describes; without `partial`, the checkpoint must hold no others."""
     context = ocp.Context()
     context.pytree.loading.partial_load = partial
+    # Orbax would read all the shards of this process at once. It refuses a read beyond its limit,
+    # and none is larger than an array.
+    largest = max(a.size * a.dtype.itemsize for a in jax.tree.leaves(target))
+    context.memory.read_concurrent_bytes = READ_AHEAD + largest
     with context:
         return ocp.load(folder(run_dir) / str(step), target)
 

@@ -122,6 +122,10 @@ class ModelConfig:
     """Standard deviation of initial weights; outputs of a block get init_std / sqrt(2 * layers)."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute dtype. Master weights, moments, loss and gradient sums are always float32."""
+    matmul_dtype: Literal["compute", "float8"] = "compute"
+    """Operands of a layer's projections. float8: e4m3, gradients e5m2, scaled anew every step."""
+    float8_scaling: Literal["tensor", "row"] = "tensor"
+    """A float8 scale per tensor, or per token; then weight gradients stay in the compute dtype."""
     attention_backend: Literal["auto", "reference", "cudnn", "pallas_hopper"] = "auto"
     """Attention kernel. auto picks forward and backward, as measured, and says which and why."""
     attention_deterministic: bool = False
@@ -146,6 +150,9 @@ class ParallelConfig:
     """Tensor-parallel ways, with sequence parallelism (TP)."""
     num_microbatches: int = 1
     """Microbatches per step: gradient accumulation, or the pipeline's microbatches."""
+    row_groups: int = 1
+    """Groups of rows that take turns in a layer, so that one's tensor-parallel communication hides
+    behind another's computation. Unrolled layers only."""
     virtual_stages: int = 1
     """Stages per pipeline device, interleaved. More of them make a smaller bubble."""
     zero: Literal[1, 3] = 3
@@ -160,6 +167,8 @@ class ParallelConfig:
     """How attention crosses the sequence axis."""
     grad_reduce: Literal["float32", "bfloat16"] = "float32"
     """Precision in which FSDP sums gradients over devices."""
+    gather_dtype: Literal["compute", "float8"] = "compute"
+    """Dtype in which ZeRO-3 gathers a layer's matrices; float8 is half of bfloat16's bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +195,12 @@ class OptimizerConfig:
     """Decoupled decay of matrices; norms and biases are exempt."""
     clip_norm: float = 1.0
     """Gradients are scaled down to this global norm. 0: never."""
+    first_moment_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype in which the first moment is kept; to bfloat16 it is rounded stochastically."""
+    second_moment_dtype: Literal["float32", "bfloat16"] = "float32"
+    """The same for the second moment, of adamw."""
+    offload: bool = False
+    """Keep the moments in host memory between steps, and update them layer by layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,6 +279,17 @@ def _child(node: Any, key: str) -> Any:
     section = section_of(typing.get_type_hints(type(node))[key])
     value = getattr(node, key)
     return section() if value is None and section is not None else value
+
+
+def value_of(cfg: "Config", path: str) -> Any:
+    """A field's value: `value_of(cfg, "model.num_layers")`."""
+    return functools.reduce(getattr, path.split("."), cfg)
+
+
+def require(ok: bool, cfg: "Config", path: str, rule: str, *ways: str) -> None:
+    """Raises:   ConfigError for the field, with `ways` out, unless `ok`."""
+    if not ok:
+        raise ConfigError(path, value_of(cfg, path), rule, "use " + ", or ".join(ways))
 
 
 def unknown_field(path: str, value: Any, show: Callable[[str], str] = str) -> ConfigError:

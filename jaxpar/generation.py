@@ -18,14 +18,15 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxpar.axes import VOCAB_AXES
 from jaxpar.batch import Batch
 from jaxpar.config import Config, ParallelConfig
-from jaxpar.model import transformer
+from jaxpar.model import block, transformer
 from jaxpar.state import state_specs
 
 
 def config_for_sampling(cfg: Config) -> Config:
-    """The same model on a mesh of one device, reading one row at a time."""
+    """The same model on a mesh of one device, reading one row at a time, in the compute dtype."""
     parallel = ParallelConfig(data=1, zero=1, remat=cfg.parallel.remat)
-    return dataclasses.replace(cfg, parallel=parallel)
+    model = dataclasses.replace(cfg.model, matmul_dtype="compute", float8_scaling="tensor")
+    return dataclasses.replace(cfg, parallel=parallel, model=model)
 
 
 def make_next_logits(cfg: Config, mesh: Mesh) -> Callable[[Any, np.ndarray, int], jax.Array]:
@@ -44,7 +45,7 @@ def _next_logits(cfg: Config, params: Any, tokens: jax.Array, last: jax.Array) -
     place = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     batch = Batch(tokens, tokens, jnp.ones_like(tokens), place)
     weights = transformer.view(params, cfg.parallel)
-    described = transformer.describe_tokens(batch, cfg, max_segments=1)
+    described = block.describe_tokens(batch, cfg, max_segments=1)
     return transformer.logits_at(weights, batch, described, last, cfg)
 
 

@@ -78,21 +78,30 @@ def initialize(specs: Any, seed: int | jax.Array) -> Any:
     """Initial float32 parameters, a function of (seed, path) alone.
 
     Each leaf's key is derived from its path, so adding a parameter leaves the others as they were,
-    and the values do not depend on the mesh. Call it under `jit` with `out_shardings`: each device
-    then makes only its own shard.
+    and the values do not depend on the mesh.
 
     Args:     specs: tree of ParamSpec. seed: run seed.
     Returns:  tree of float32 arrays.
     """
+    keys = leaf_keys(specs, seed)
+    return map_specs(initial_values, specs, keys)
+
+
+def leaf_keys(specs: Any, seed: int | jax.Array) -> Any:
+    """The random key of each parameter, a function of (seed, path): a tree of uint32 [2]."""
     root = jax.random.key(seed)
-    leaves = {path: _initial(spec, root, path) for path, spec in flat(specs).items()}
-    return flax.traverse_util.unflatten_dict(leaves, sep="/")
+
+    def key(path: str) -> jax.Array:
+        return jax.random.key_data(jax.random.fold_in(root, zlib.crc32(path.encode())))
+
+    return flax.traverse_util.unflatten_dict({p: key(p) for p in flat(specs)}, sep="/")
 
 
-def _initial(spec: ParamSpec, root: jax.Array, path: str) -> jax.Array:
+def initial_values(spec: ParamSpec, key: jax.Array) -> jax.Array:
+    """One parameter's initial float32 values. Under `jit` with `out_shardings`, each device makes
+    only its own shard of them."""
     if spec.init == "ones":
         return jnp.ones(spec.shape, jnp.float32)
     if spec.init == "zeros":
         return jnp.zeros(spec.shape, jnp.float32)
-    key = jax.random.fold_in(root, zlib.crc32(path.encode()))
-    return spec.std * jax.random.normal(key, spec.shape, jnp.float32)
+    return spec.std * jax.random.normal(jax.random.wrap_key_data(key), spec.shape, jnp.float32)

@@ -260,8 +260,13 @@ def float32(cfg: Config) -> Config:
         cfg,
         **{
             "model.dtype": "float32",
+            "model.matmul_dtype": "compute",
+            "model.float8_scaling": "tensor",
             "model.attention_backend": "reference",
             "parallel.grad_reduce": "float32",
+            "parallel.gather_dtype": "compute",
+            "optimizer.first_moment_dtype": "float32",
+            "optimizer.second_moment_dtype": "float32",
         },
     )
 

@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     meta = read_meta(data)
     print(f"{meta.splits['train'].num_tokens:,} tokens in {data}")
     headline(f"2. Training for {cfg.train.num_steps} steps")
-    environment = runtime.start(cfg.run, cfg.parallel)
+    environment = runtime.start(cfg)
     run = Run(cfg)
     run.open_folder(environment)
     code = train(run)

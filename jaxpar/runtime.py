@@ -8,24 +8,45 @@ from typing import Any
 import jax
 
 from jaxpar import xla_flags
-from jaxpar.config import ConfigError, ParallelConfig, RunConfig
+from jaxpar.config import Config, ConfigError
 
 
-def start(run: RunConfig, parallel: ParallelConfig | None = None) -> list[str]:
+def start(cfg: Config) -> list[str]:
     """Prepare this process for JAX's backend, which starts at the first use of a device.
 
-    Args:     parallel: the layout, which decides some flags; None: one device.
     Returns:  the flags and environment that were set, for the log.
     """
+    run = cfg.run
     if run.cpu_devices:
         _simulate(run.cpu_devices)
         return []
-    was_set = xla_flags.apply(run.xla_flags, parallel or ParallelConfig())
+    was_set = xla_flags.apply(cfg)
+    if xla_flags.gpu_is_present():
+        was_set += _open_host_memory()
     if run.compilation_cache and xla_flags.gpu_is_present():
         folder = Path(run.compilation_cache).expanduser()
         jax.config.update("jax_compilation_cache_dir", str(folder))
         was_set.append(f"compilation cache {folder}")
     return was_set
+
+
+#: XLA's limit on the pinned host memory of a process, 64 GB unless it is set.
+HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+
+
+def _open_host_memory() -> list[str]:
+    """Let what is offloaded take this host's memory. Nothing is reserved."""
+    if HOST_LIMIT in os.environ:
+        return []
+    os.environ[HOST_LIMIT] = str(host_memory() >> 30)
+    return [f"{HOST_LIMIT}={os.environ[HOST_LIMIT]}"]
+
+
+def host_memory(limit_file: str = "/sys/fs/cgroup/memory.max") -> int:
+    """Bytes of memory that this host, or the container, may use."""
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path(limit_file).read_text().strip() if Path(limit_file).is_file() else "max"
+    return there if limit == "max" else min(there, int(limit))
 
 
 def _simulate(num_devices: int) -> None:

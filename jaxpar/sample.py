@@ -55,7 +55,7 @@ def sample(options: Options) -> None:
     """Print the prompt and what the model writes after it, as it comes."""
     check(options)
     cfg = config_for_sampling(checkpoint.load_config(options.run, options.step))
-    runtime.start(cfg.run, cfg.parallel)
+    runtime.start(cfg)
     mesh = make_mesh(cfg.parallel, jax.devices()[:1])
     params = checkpoint.restore_params(options.run, cfg, mesh, options.step)
     tokenizer = load_tokenizer(cfg.data.path)

@@ -5,7 +5,10 @@ One thing depends on the mesh: with virtual stages, a device's chunks are not ne
 so the running state holds the layers in another order. `to_logical` and `to_running` convert.
 """
 
+import dataclasses
 import functools
+import math
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import flax.struct
@@ -13,13 +16,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, PartitionSpec
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxpar import moments
+from jaxpar.axes import PIPELINE
 from jaxpar.config import Config
 from jaxpar.model.transformer import param_specs
 from jaxpar.optimizer import make_optimizer
 from jaxpar.parallel.mesh import shardings
-from jaxpar.params import abstract, initialize, partition_specs
+from jaxpar.params import (
+    ParamSpec,
+    abstract,
+    initial_values,
+    leaf_keys,
+    map_specs,
+    partition_specs,
+)
 
 
 @flax.struct.dataclass
@@ -42,8 +55,13 @@ def optimizer_for(cfg: Config) -> optax.GradientTransformation:
 def abstract_state(cfg: Config) -> TrainState:
     """The state's global shapes and dtypes; allocates nothing."""
     params = abstract(param_specs(cfg.model))
-    opt_state = jax.eval_shape(optimizer_for(cfg).init, params)
+    opt_state = jax.eval_shape(functools.partial(_init_opt_state, cfg), params)
     return TrainState(jax.ShapeDtypeStruct((), jnp.int32), params, opt_state)
+
+
+def _init_opt_state(cfg: Config, params: Any) -> Any:
+    """The optax state of parameters that no step has changed."""
+    return moments.in_kept_dtype(optimizer_for(cfg).init(params), cfg.optimizer)
 
 
 def state_specs(cfg: Config) -> TrainState:
@@ -60,8 +78,19 @@ def state_specs(cfg: Config) -> TrainState:
 
 
 def state_shardings(cfg: Config, mesh: Mesh) -> TrainState:
-    """The state as NamedShardings."""
-    return shardings(mesh, state_specs(cfg))
+    """The state as NamedShardings; with `optimizer.offload`, moments are in host memory."""
+    tree = shardings(mesh, state_specs(cfg))
+    if not cfg.optimizer.offload:
+        return tree
+    on_host = lambda _, __, sharding: sharding.with_memory_kind("pinned_host")  # noqa: E731
+    return dataclasses.replace(tree, opt_state=moments.map_moments(on_host, tree.opt_state))
+
+
+def bytes_per_device(state: TrainState) -> int:
+    """Bytes of one device's shards of a state, or of its abstract arrays with shardings; those in
+    host memory count too."""
+    shard = lambda a: math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize  # noqa: E731
+    return sum(map(shard, jax.tree.leaves(state)))
 
 
 def init_state(cfg: Config, mesh: Mesh) -> TrainState:
@@ -69,13 +98,28 @@ def init_state(cfg: Config, mesh: Mesh) -> TrainState:
 
     Parameters depend on (train.seed, path) alone: the same bits on every mesh.
     """
+    to = state_shardings(cfg, mesh)
+    params = _init_params(param_specs(cfg.model), cfg.train.seed, to.params)
+    opt_state = jax.jit(functools.partial(_init_opt_state, cfg), out_shardings=to.opt_state)
+    step = jax.device_put(jnp.int32(0), to.step)
+    return to_running(TrainState(step, params, opt_state(params)), cfg)
 
-    def init(seed):
-        params = initialize(param_specs(cfg.model), seed)
-        return TrainState(jnp.int32(0), params, optimizer_for(cfg).init(params))
 
-    state = jax.jit(init, out_shardings=state_shardings(cfg, mesh))(cfg.train.seed)
-    return to_running(state, cfg)
+def _init_params(specs: Any, seed: int, to: Any) -> Any:
+    """`params.initialize` with a program for each array, compiled side by side.
+
+    In one program, XLA would compile the arrays' generators one after another on one core.
+    """
+    keys = jax.jit(functools.partial(leaf_keys, specs))(seed)
+    with ThreadPoolExecutor() as pool:
+        start = lambda spec, to, key: pool.submit(_initial_values(spec, to), key)  # noqa: E731
+        return jax.tree.map(Future.result, map_specs(start, specs, to, keys))
+
+
+@functools.cache
+def _initial_values(spec: ParamSpec, sharding: NamedSharding):
+    """The compiled generator of one array, and of those like it."""
+    return jax.jit(functools.partial(initial_values, spec), out_shardings=sharding)
 
 
 def layer_order(cfg: Config) -> np.ndarray | None:
@@ -85,6 +129,13 @@ def layer_order(cfg: Config) -> np.ndarray | None:
         return None
     chunks = np.arange(cfg.model.num_layers).reshape(v, P, -1)
     return chunks.transpose(1, 0, 2).ravel()
+
+
+def layers_here(cfg: Config) -> jax.Array:
+    """Inside the step: the model's numbers of the layers that this device holds, int32."""
+    per_stage, order = cfg.model.num_layers // cfg.parallel.pipeline, layer_order(cfg)
+    places = jnp.arange(per_stage, dtype=jnp.int32) + lax.axis_index(PIPELINE) * per_stage
+    return places if order is None else jnp.asarray(order, jnp.int32)[places]
 
 
 def to_running(state: TrainState, cfg: Config) -> TrainState:
@@ -111,8 +162,48 @@ def _reorder(state: TrainState, order: np.ndarray) -> TrainState:
     return jax.tree_util.tree_map_with_path(one, state)
 
 
+def snapshot(state: TrainState, cfg: Config) -> TrainState:
+    """`to_logical`, whose arrays in host memory are its own.
+
+    What reads an array there reads it in place, so the step that is given `state` could not
+    overwrite it, or would overwrite what is being read. One on the device is copied by its reader.
+    """
+
+    def own(new: jax.Array, old: jax.Array) -> jax.Array:
+        shared = new is old and new.sharding.memory_kind == "pinned_host"
+        return _convert(new.sharding, new.dtype)(new) if shared else new
+
+    return jax.tree.map(own, to_logical(state, cfg), state)
+
+
+def in_configured_dtypes(state: TrainState, cfg: Config) -> TrainState:
+    """The state with its moments in the dtypes that the config keeps them in; shardings stay."""
+
+    def converted(field: str, _: str, x: jax.Array) -> jax.Array:
+        dtype = jnp.dtype(getattr(cfg.optimizer, field))
+        return x if x.dtype == dtype else _convert(x.sharding, dtype)(x)
+
+    return dataclasses.replace(state, opt_state=moments.map_moments(converted, state.opt_state))
+
+
+@functools.cache
+def _convert(sharding: Any, dtype: Any):
+    """The compiled conversion of an array, by way of the device; to its own dtype, a copy."""
+
+    def convert(x: jax.Array) -> jax.Array:
+        # Without the barrier, XLA would make a copy within host memory out of it.
+        on_device = lax.optimization_barrier(jax.device_put(x, jax.memory.Space.Device))
+        return on_device.astype(dtype)
+
+    return jax.jit(convert, out_shardings=sharding)
+
+
 @functools.cache
 def _take(sharding: Any, ndim: int):
-    """The compiled reordering of one layer-stacked array."""
+    """The compiled reordering of one layer-stacked array, on the device."""
     del ndim  # part of the cache's key, as one sharding may serve arrays of several ranks
-    return jax.jit(lambda x, order: jnp.take(x, order, axis=0), out_shardings=sharding)
+
+    def take(x: jax.Array, order: jax.Array) -> jax.Array:
+        return jnp.take(jax.device_put(x, jax.memory.Space.Device), order, axis=0)
+
+    return jax.jit(take, out_shardings=sharding)

@@ -11,18 +11,18 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxpar import moments
 from jaxpar.axes import BATCH_SPEC, PIPELINE, TOKEN_AXES
 from jaxpar.batch import IGNORED, Batch
 from jaxpar.config import Config
-from jaxpar.model import transformer
+from jaxpar.model import block, transformer
 from jaxpar.parallel import fsdp
 from jaxpar.parallel.collectives import global_norm, reduce_gradients, varying
 from jaxpar.parallel.pipeline import Program, accumulate, forward_only, one_f_one_b
-from jaxpar.state import TrainState, optimizer_for, state_specs
+from jaxpar.state import TrainState, layers_here, state_shardings, state_specs
 
 
 @flax.struct.dataclass
@@ -51,7 +51,8 @@ def make_train_step(
         in_specs=(specs, BATCH_SPEC),
         out_specs=(specs, PartitionSpec()),
     )
-    return jax.jit(step, donate_argnums=0)
+    kept = state_shardings(cfg, mesh), NamedSharding(mesh, PartitionSpec())
+    return jax.jit(step, donate_argnums=0, out_shardings=kept)
 
 
 def make_eval_step(
@@ -91,9 +92,10 @@ def train_step(
     measured, grads = loss_and_gradients(cfg, max_segments, state.params, batch)
     with jax.named_scope("optimizer"):
         grads = clip(grads, measured.grad_norm, cfg.optimizer.clip_norm)
-        update = optimizer_for(cfg).update
-        updates, opt_state = update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        layers = layers_here(cfg)
+        params, opt_state = moments.update(
+            cfg, grads, state.opt_state, state.params, state.step, layers
+        )
     return TrainState(state.step + 1, params, opt_state), measured
 
 
@@ -105,11 +107,12 @@ def loss_and_gradients(cfg: Config, max_segments: int | None, params: Any, batch
     """
     num_tokens = count_labels(batch)
     shards, unview = jax.vjp(lambda p: transformer.view(p, cfg.parallel), varying(params))
-    weights = gather_once(shards, cfg) if cfg.parallel.zero == 1 else shards
+    weights = weights_of_step(shards, cfg)
     program = program_of(cfg, max_segments)
     microbatches = split_microbatches(batch, cfg.parallel.num_microbatches)
     run = schedule_of(cfg)
     (_, loss_sum), grads = run(program, weights, microbatches, 1 / num_tokens)
+    grads = transformer.without_scales(grads)
     if cfg.parallel.zero == 1:
         grads = scatter_once(grads, cfg)
     (grads,) = unview(grads)
@@ -120,8 +123,7 @@ def loss_and_gradients(cfg: Config, max_segments: int | None, params: Any, batch
 
 def eval_step(cfg: Config, max_segments: int | None, params: Any, batch: Batch):
     """Summed loss and labelled tokens of a global batch, without gradients."""
-    shards = transformer.view(varying(params), cfg.parallel)
-    weights = gather_once(shards, cfg) if cfg.parallel.zero == 1 else shards
+    weights = weights_of_step(transformer.view(varying(params), cfg.parallel), cfg)
     microbatches = split_microbatches(batch, cfg.parallel.num_microbatches)
     program = program_of(cfg, max_segments)
     _, loss_sum = forward_only(program, weights, microbatches, cfg.parallel.virtual_stages)
@@ -143,7 +145,7 @@ def program_of(cfg: Config, max_segments: int | None) -> Program:
     """The configured model, as the schedules run it."""
 
     def stage(chunk, x, mb):
-        return transformer.stage(chunk, x, transformer.describe_tokens(mb, cfg, max_segments), cfg)
+        return transformer.stage(chunk, x, block.describe_tokens(mb, cfg, max_segments), cfg)
 
     return Program(
         embed=functools.partial(transformer.embed, cfg=cfg),
@@ -158,6 +160,13 @@ def schedule_of(cfg: Config) -> Callable:
         return accumulate
     p = cfg.parallel
     return functools.partial(one_f_one_b, virtual=p.virtual_stages, save=p.pipeline_save)
+
+
+def weights_of_step(shards: Any, cfg: Config) -> Any:
+    """What the model is given: shards that it gathers itself (ZeRO-3), or whole weights (ZeRO-1);
+    with what is measured once per step (`transformer.with_scales`)."""
+    weights = gather_once(shards, cfg) if cfg.parallel.zero == 1 else shards
+    return transformer.with_scales(weights, shards, cfg)
 
 
 def gather_once(shards: Any, cfg: Config) -> Any:

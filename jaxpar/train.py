@@ -19,12 +19,13 @@ from jaxpar.config import Config, ConfigError, to_json
 from jaxpar.data import Loader
 from jaxpar.kernels.attention import AttentionMask, Choice, choose, selftest
 from jaxpar.metrics import MetricsWriter
+from jaxpar.model.block import describe_tokens
 from jaxpar.model.flops import num_params
-from jaxpar.model.transformer import describe_tokens
 from jaxpar.optimizer import learning_rate
 from jaxpar.parallel.context import kernel_request, token_order
 from jaxpar.parallel.mesh import describe, make_mesh
-from jaxpar.state import TrainState, init_state
+from jaxpar.startup import StartUp
+from jaxpar.state import TrainState, bytes_per_device, init_state
 from jaxpar.step import make_eval_step, make_train_step
 from jaxpar.validation import resolve
 
@@ -35,6 +36,7 @@ class Run:
     def __init__(self, cfg: Config):
         """Raises:   ConfigError for anything that would stop the run later."""
         self.cfg = cfg = resolve(cfg, jax.device_count())
+        self.startup = StartUp()
         self.dir = run_folder(cfg)
         self.mesh = make_mesh(cfg.parallel)
         order = token_order(cfg.parallel, cfg.data.seq_len)
@@ -54,6 +56,7 @@ class Run:
             check_steps(cfg, self.first_step)
         self.kernels = self.attention_kernels()
         self.attention = str(self.kernels)
+        self.startup.ended("data and checks")
 
     def open_folder(self, environment: list[str]) -> None:
         """Make the run folder and write what the run is: config.json and manifest.json."""
@@ -130,6 +133,7 @@ class Run:
         Raises:   ConfigError as `test_attention`.
         """
         self.test_attention()
+        self.startup.ended("attention self-test")
         began = time.perf_counter()
         if self.first_step is None:
             state, what = init_state(self.cfg, self.mesh), "initialised"
@@ -140,6 +144,7 @@ class Run:
             what = f"restored step {self.first_step}"
         jax.block_until_ready(state)
         log(f"{what} in {time.perf_counter() - began:.1f} s")
+        self.startup.ended("weights")
         return state
 
 
@@ -192,6 +197,9 @@ def train(run: Run) -> int:
             _, batch = next(batches)
             data_wait = time.perf_counter() - began
             state, measured = train_step(state, batch)
+            if step == first:  # it has been waited for
+                run.startup.ended("first step")
+                log(str(run.startup))
             metrics.write_previous(step, measured, data_wait)
             done = step + 1
             if due(done, cfg.evaluation.every, last):
@@ -219,10 +227,26 @@ def compiled(run: Run, state: TrainState):
     began = time.perf_counter()
     step: Any = make_train_step(run.cfg, run.mesh, run.max_segments)
     program = step.lower(state, run.loader.batch(0)).compile()
-    memory = program.memory_analysis()
-    used = "" if memory is None else f", {memory.temp_size_in_bytes / 2**30:.1f} GiB temporary"
-    log(f"compiled in {time.perf_counter() - began:.1f} s{used}")
+    log(f"compiled in {time.perf_counter() - began:.1f} s{memory_of(program, state)}")
+    run.startup.ended("compilation")
     return runtime.FirstRunAlone(program)
+
+
+def memory_of(program: Any, state: TrainState) -> str:
+    """What a compiled step needs beside the state, for the log; where the compiler says so.
+
+    The state itself is there once if the step takes over all of it; a warning says if not.
+    """
+    memory = program.memory_analysis()
+    if memory is None:
+        return ""
+    text = f", {memory.temp_size_in_bytes / 2**30:.1f} GiB temporary"
+    if memory.host_temp_size_in_bytes:
+        text += f", {memory.host_temp_size_in_bytes / 2**30:.1f} GiB in host memory"
+    twice = bytes_per_device(state) - memory.alias_size_in_bytes - memory.host_alias_size_in_bytes
+    if twice > 0:
+        text += f"\nWARNING    the step holds {twice / 2**30:.3f} GiB of the state twice"
+    return text
 
 
 class Evaluation:
@@ -247,7 +271,7 @@ class Evaluation:
 def main(argv: Sequence[str]) -> int:
     """The command line."""
     cfg = cli.read_config(argv, "jaxpar.train", __doc__)
-    environment = runtime.start(cfg.run, cfg.parallel)
+    environment = runtime.start(cfg)
     run = Run(cfg)
     run.open_folder(environment)
     return train(run)

@@ -7,36 +7,17 @@ concern; what must divide what is one table, `_divisions`.
 """
 
 import dataclasses
-import difflib
-import functools
 import math
-import types
-import typing
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from jaxpar.config import Config, ConfigError, default_of, field_types, flag, section_of
-
-#: Values that the backward can find saved instead of recomputing, in the order of the forward.
-REMAT_NAMES = (
-    "attn_norm",
-    "qkv",
-    "qk",
-    "attn_out",
-    "attn_lse",
-    "attn_residual",
-    "mlp_norm",
-    "gate_up",
-    "mlp_hidden",
-)
-
-#: Named policies: which of REMAT_NAMES they save. Fewer names, less memory, more recomputation.
-REMAT_POLICIES: dict[str, tuple[str, ...]] = {
-    "none": REMAT_NAMES,
-    "dots": ("qkv", "attn_out", "attn_lse", "attn_residual", "gate_up"),
-    "attn_out": ("attn_out", "attn_lse"),
-    "full": (),
-}
+from jaxpar.config import Config, default_of, field_types, flag
+from jaxpar.config import require as _require
+from jaxpar.config import value_of as _get
+from jaxpar.config_types import check_types
+from jaxpar.memory_rules import REMAT_NAMES as REMAT_NAMES
+from jaxpar.memory_rules import REMAT_POLICIES as REMAT_POLICIES
+from jaxpar.memory_rules import moments, remat
 
 #: Seeds travel as int32.
 LARGEST_SEED = 2**31 - 1
@@ -71,69 +52,9 @@ def check(cfg: Config) -> None:
 
 def _each_rule(cfg: Config) -> None:
     check_types(cfg)
-    for rule in (_numbers, _places, _schedule, _model, _attention, _remat, _saving, _interleaving):
+    rules = (_numbers, _places, _schedule, moments, _model, _float8, _attention, remat, _saving)
+    for rule in (*rules, _interleaving, _turns):
         rule(cfg)
-
-
-# ----------------------------------------------------------------------------------- types
-
-
-def check_types(cfg: Config) -> None:
-    """Raise ConfigError for the first field whose value is not of its type."""
-    _check_types(cfg, "")
-
-
-def _check_types(node: Any, prefix: str) -> None:
-    hints = typing.get_type_hints(type(node))
-    for field in dataclasses.fields(node):
-        value, path, hint = getattr(node, field.name), prefix + field.name, hints[field.name]
-        if not _fits(value, hint):
-            rule = f"must be {_describe(hint)}"
-            raise ConfigError(path, value, rule, f"use {_example(path, value, hint)}")
-        if dataclasses.is_dataclass(value):
-            _check_types(value, path + ".")
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    if isinstance(hint, types.UnionType):
-        return any(_fits(value, h) for h in typing.get_args(hint))
-    if typing.get_origin(hint) is Literal:
-        return any(value == a and type(value) is type(a) for a in typing.get_args(hint))
-    if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    return isinstance(value, hint) and not (hint is int and isinstance(value, bool))
-
-
-_KINDS = {int: "a whole number", float: "a number", str: "text", bool: "True or False"}
-
-
-def _describe(hint: Any) -> str:
-    if typing.get_origin(hint) is Literal:
-        return "one of " + ", ".join(map(str, typing.get_args(hint)))
-    if isinstance(hint, types.UnionType):
-        return " or ".join(_describe(h) for h in typing.get_args(hint))
-    return "None" if hint is type(None) else _KINDS.get(hint, f"a {hint.__name__}")
-
-
-def _example(path: str, value: Any, hint: Any) -> str:
-    """A setting of the right type: what was probably meant, or the default."""
-    section = section_of(hint)
-    if section is not None:
-        inner = next(p for p in field_types() if p.startswith(path + "."))
-        fields = flag(inner, default_of(inner))
-        return fields if section is hint else f"{flag(path)} None, or {fields}"
-    if typing.get_origin(hint) is Literal:
-        choices = {str(choice): choice for choice in typing.get_args(hint)}
-        near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
-        return flag(path, near[0] if near else default_of(path))
-    if hint in (int, float) and isinstance(value, str | float):
-        try:
-            number = float(value)
-        except ValueError:
-            number = math.nan
-        if number.is_integer():
-            return flag(path, int(number))
-    return f"{flag(path)} {default_of(path)}"
 
 
 # -------------------------------------------------------------------------- one field at a time
@@ -141,8 +62,8 @@ def _example(path: str, value: Any, hint: Any) -> str:
 _AT_LEAST_ONE = """train.num_steps train.global_batch_size train.log_every data.seq_len
 data.prefetch model.num_layers model.d_model model.num_heads model.num_kv_heads model.head_dim
 model.d_ff model.vocab_size parallel.pipeline parallel.replica parallel.expert parallel.sequence
-parallel.tensor parallel.num_microbatches parallel.virtual_stages checkpoint.keep
-evaluation.num_batches""".split()
+parallel.tensor parallel.num_microbatches parallel.row_groups parallel.virtual_stages
+checkpoint.keep evaluation.num_batches""".split()
 
 _AT_LEAST_ZERO = """run.cpu_devices train.seed train.z_loss optimizer.warmup_steps
 optimizer.weight_decay optimizer.clip_norm checkpoint.every checkpoint.keep_every
@@ -152,15 +73,6 @@ _ABOVE_ZERO = """model.rope_theta model.norm_eps model.init_std optimizer.learni
 optimizer.eps""".split()
 
 _BELOW_ONE = ("optimizer.beta1", "optimizer.beta2")
-
-
-def _get(cfg: Config, path: str) -> Any:
-    return functools.reduce(getattr, path.split("."), cfg)
-
-
-def _require(ok: bool, cfg: Config, path: str, rule: str, *ways: str) -> None:
-    if not ok:
-        raise ConfigError(path, _get(cfg, path), rule, "use " + ", or ".join(ways))
 
 
 def _numbers(cfg: Config) -> None:
@@ -225,6 +137,20 @@ def _model(cfg: Config) -> None:
     _require(ok, cfg, path, rule, f"{flag(path, 1.0)} {flag(high, 4.0)}")
 
 
+def _float8(cfg: Config) -> None:
+    """What is set for 8-bit matmuls takes effect."""
+    m, p, float8 = cfg.model, cfg.parallel, flag("model.matmul_dtype", "float8")
+    path, rule = "model.float8_scaling", f"needs model.matmul_dtype float8, not {m.matmul_dtype}"
+    ok = m.matmul_dtype == "float8"
+    _require(ok or m.float8_scaling == "tensor", cfg, path, rule, float8, flag(path, "tensor"))
+    path = "parallel.gather_dtype"
+    compute = flag(path, "compute")
+    _require(ok or p.gather_dtype == "compute", cfg, path, rule, float8, compute)
+    rule = "is of ZeRO-3; ZeRO-1 gathers once per step, in the compute dtype"
+    ok = p.gather_dtype == "compute" or p.zero == 3
+    _require(ok, cfg, path, rule, compute, flag("parallel.zero", 3))
+
+
 #: Head dims of the attention backends that do not take them all.
 _HEAD_DIMS: dict[str, tuple[Sequence[int], str]] = {
     "cudnn": (range(8, 257, 8), "a multiple of 8 up to 256"),
@@ -247,16 +173,6 @@ def _attention(cfg: Config) -> None:
     if name == "cudnn" and p.sequence > 1:
         rule = f"needs the text's own order, which parallel.context = {p.context} does not keep"
         _require(p.context == "ulysses", cfg, path, rule, flag("parallel.context", "ulysses"), auto)
-
-
-def _remat(cfg: Config) -> None:
-    path, names = "parallel.remat", cfg.parallel.remat.split(",")
-    policy = next((name.strip() for name in names if name.strip() in REMAT_POLICIES), None)
-    near = [m for name in names for m in difflib.get_close_matches(name, REMAT_NAMES, n=1)]
-    policies, known = ", ".join(REMAT_POLICIES), ", ".join(REMAT_NAMES)
-    rule = f"must be one of {policies}, or names joined by commas from {known}"
-    ok = cfg.parallel.remat in REMAT_POLICIES or set(names) <= set(REMAT_NAMES)
-    _require(ok, cfg, path, rule, flag(path, policy or ",".join(near) or "dots"))
 
 
 def _saving(cfg: Config) -> None:
@@ -284,6 +200,13 @@ def _interleaving(cfg: Config) -> None:
     _require(p.virtual_stages == 1 or p.pipeline > 1, cfg, path, rule, *ways)
 
 
+def _turns(cfg: Config) -> None:
+    p, path = cfg.parallel, "parallel.row_groups"
+    rule = "needs unrolled layers, and parallel.layer_loop is scan"
+    ways = flag(path, 1), flag("parallel.layer_loop", "unroll")
+    _require(p.row_groups == 1 or p.layer_loop == "unroll", cfg, path, rule, *ways)
+
+
 # ---------------------------------------------------------------------------- what divides what
 
 
@@ -304,7 +227,7 @@ def _divisions(cfg: Config) -> list[_Division]:
     p = cfg.parallel
     kv_heads, tensor, pipeline = "model.num_kv_heads", "parallel.tensor", "parallel.pipeline"
     sequence, data, expert = "parallel.sequence", "parallel.data", "parallel.expert"
-    rows = ("parallel.replica", data, expert, "parallel.num_microbatches")
+    rows = ("parallel.replica", data, expert, "parallel.num_microbatches", "parallel.row_groups")
     cut, zigzag = p.sequence > 1, p.sequence > 1 and p.context != "ulysses"
     halves = "in zigzag order, each half of a shard" if zigzag else "each shard of a sequence"
     table = [
@@ -322,10 +245,24 @@ def _divisions(cfg: Config) -> list[_Division]:
     if cut and p.context == "ulysses":
         why = "ulysses trades the sequence split for one of heads"
         table.append(_Division("model.num_heads", (tensor, sequence), why))
+    if cfg.model.matmul_dtype == "float8":
+        table += _float8_divisions(cfg)
     if p.virtual_stages > 1:
         why = "interleaved stages work in whole rounds"
         table.append(_Division("parallel.num_microbatches", (pipeline,), why))
     return table
+
+
+def _float8_divisions(cfg: Config) -> list[_Division]:
+    """cuBLAS takes 8-bit matrices whose sides are multiples of 16. A device's tokens are one."""
+    why, tensor = "float8 matmuls need sides of multiples of 16 on each device", "parallel.tensor"
+    heads = 16 // math.gcd(16, cfg.model.head_dim)
+    return [
+        _Division("model.d_model", (), why, 16),
+        _Division("model.d_ff", (tensor,), why, 16),
+        _Division("model.num_kv_heads", (tensor,), why, heads),
+        _Division("data.seq_len", ("parallel.sequence",), why, 16),
+    ]
 
 
 def _divisibility(cfg: Config) -> None:
@@ -337,12 +274,13 @@ def _divisibility(cfg: Config) -> None:
         whole = math.lcm(*(other.divisor(cfg) for other in table if other.path == rule.path))
         factors = [path for path in rule.by if _get(cfg, path) > 1]
         ways = [flag(rule.path, -(-value // whole) * whole)]
-        if rule.path == "model.d_model":
+        if rule.path == "model.d_model" and factors:
             ways = _more_replicas(cfg) + ways
         elif rule.times == 1 and len(factors) == 1 and factors != ["parallel.data"]:
             ways.append(flag(factors[0], _largest_divisor(value, divisor)))
         product = " * ".join(([str(rule.times)] if rule.times > 1 else []) + factors)
-        why = f"must be divisible by {product} = {divisor}, since {rule.why}"
+        product += f" = {divisor}" if factors else ""
+        why = f"must be divisible by {product}, since {rule.why}"
         _require(False, cfg, rule.path, why, *ways)
 
 

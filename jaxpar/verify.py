@@ -75,8 +75,8 @@ def main(argv: Sequence[str]) -> int:
     """Compare every mesh and print the table; the exit code."""
     options, overrides = parse_options(argv)
     asked = parse_overrides(load_config(options.config), overrides, PROGRAM)
-    meshes = parse_meshes(options.mesh or DEFAULT_MESHES, asked.parallel)
     cfg = parity.float32(asked)
+    meshes = parse_meshes(options.mesh or DEFAULT_MESHES, cfg.parallel)
     if options.shrink:
         cfg = parity.shrink(cfg, list(meshes.values()))
         cfg = parity.float32(parse_overrides(cfg, overrides, PROGRAM))
@@ -221,7 +221,7 @@ def start_devices(run: RunConfig, simulated: int, needed: int) -> list[jax.Devic
     Args:     needed: CPU devices to simulate where there are no accelerators.
     """
     try:
-        runtime.start(dataclasses.replace(run, cpu_devices=simulated))
+        runtime.start(Config(run=dataclasses.replace(run, cpu_devices=simulated)))
         if not simulated:
             jax.config.update("jax_num_cpu_devices", needed)
     except RuntimeError:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxpar import runtime
 from jaxpar.bench import conditions
 from jaxpar.bench.timing import Timing, interleaved
-from jaxpar.config import ModelConfig, RunConfig
+from jaxpar.config import Config, ModelConfig
 from jaxpar.model import layers
 
 #: Llama 3 8B (2407.21783), table 3.
@@ -122,7 +122,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--card", help="file to write the figures to, as JSON")
     parser.add_argument("--commit", help="commit to put on the card, where there is no checkout")
     options = parser.parse_args(argv)
-    environment = runtime.start(RunConfig())
+    environment = runtime.start(Config())
     commit = options.commit or conditions.checked_out_commit()
     card: dict[str, Any] = conditions.of_this_process(environment, commit)
     on_gpu = jax.devices()[0].platform == "gpu"

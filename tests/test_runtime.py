@@ -6,10 +6,12 @@ import jax
 import pytest
 
 from jaxpar import runtime, xla_flags
-from jaxpar.config import ConfigError, ParallelConfig, RunConfig
+from jaxpar.config import Config, ConfigError, RunConfig, replace
 
-FSDP = ParallelConfig()
-TENSOR = ParallelConfig(tensor=2)
+FSDP = Config()
+TENSOR = replace(FSDP, **{"parallel.tensor": 2})
+FLOAT8 = replace(FSDP, **{"model.matmul_dtype": "float8"})
+LEFT_ALONE = Config(run=RunConfig(xla_flags="none"))
 
 
 @pytest.fixture
@@ -24,10 +26,10 @@ def gpu_host(monkeypatch):
         yield
 
 
-@pytest.mark.parametrize("parallel", [FSDP, TENSOR])
-def test_flags_are_set_and_told(gpu_host, parallel):
-    told = xla_flags.apply("auto", parallel)
-    rows = xla_flags.measured_for("NVIDIA H200", jax.__version__, parallel)
+@pytest.mark.parametrize("cfg", [FSDP, TENSOR, FLOAT8])
+def test_flags_are_set_and_told(gpu_host, cfg):
+    told = xla_flags.apply(cfg)
+    rows = xla_flags.measured_for("NVIDIA H200", jax.__version__, cfg)
     assert rows
     assert os.environ["XLA_FLAGS"].split() == [f"--{row.name}={row.value}" for row in rows]
     assert set(os.environ["XLA_FLAGS"].split()) < set(told)
@@ -36,10 +38,11 @@ def test_flags_are_set_and_told(gpu_host, parallel):
     assert os.environ["NCCL_NVLS_ENABLE"] == "0"
 
 
-def test_the_layout_decides(gpu_host):
+def test_the_config_decides(gpu_host):
     names = lambda p: {row.name for row in xla_flags.measured_for("H200", jax.__version__, p)}  # noqa: E731
     combine = "xla_gpu_all_gather_combine_threshold_bytes"
     assert combine in names(FSDP) and combine not in names(TENSOR)
+    assert names(FLOAT8) - names(FSDP) == {"xla_gpu_enable_triton_gemm"}
 
 
 @pytest.mark.parametrize("gpu, version", [("NVIDIA A100", jax.__version__), ("H200", "0.12.0")])
@@ -47,7 +50,7 @@ def test_nothing_that_was_not_measured(gpu_host, monkeypatch, gpu, version):
     assert xla_flags.measured_for(gpu, version, FSDP) == []
     monkeypatch.setattr(xla_flags, "gpu_name", lambda: gpu)
     monkeypatch.setattr(jax, "__version__", version)
-    told = xla_flags.apply("auto", FSDP)
+    told = xla_flags.apply(FSDP)
     assert told[0].startswith("no XLA flags") and gpu in told[0]
     assert not os.environ["XLA_FLAGS"] and os.environ["NCCL_NVLS_ENABLE"] == "0"
 
@@ -60,7 +63,7 @@ def test_every_flag_has_its_measurement():
 def test_the_users_own_win(gpu_host):
     mine = "--xla_gpu_enable_latency_hiding_scheduler=false"
     os.environ |= {"XLA_FLAGS": mine, "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}
-    told = xla_flags.apply("auto", FSDP)
+    told = xla_flags.apply(FSDP)
     assert os.environ["XLA_FLAGS"].split()[-1] == mine
     assert os.environ["XLA_FLAGS"].count("latency_hiding") == 1
     assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.5"
@@ -69,19 +72,21 @@ def test_the_users_own_win(gpu_host):
 
 def test_none_sets_nothing(gpu_host):
     before = dict(os.environ)
-    assert xla_flags.apply("none", FSDP) == []
+    assert xla_flags.apply(LEFT_ALONE) == []
     assert os.environ == before
 
 
 def test_without_a_gpu_nothing_is_set(monkeypatch):
     monkeypatch.setattr(xla_flags, "gpu_is_present", lambda: False)
-    assert xla_flags.apply("auto", FSDP) == []
+    assert xla_flags.apply(FSDP) == []
 
 
 def test_too_late_to_simulate_devices(devices):
-    assert runtime.start(RunConfig(cpu_devices=len(devices))) == []  # as many as there are
+    assert (
+        runtime.start(Config(run=RunConfig(cpu_devices=len(devices)))) == []
+    )  # as many as there are
     with pytest.raises(ConfigError, match="comes too late: JAX has started with 16 devices"):
-        runtime.start(RunConfig(cpu_devices=3))
+        runtime.start(Config(run=RunConfig(cpu_devices=3)))
     assert jax.device_count() == 16
 
 

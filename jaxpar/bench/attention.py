@@ -20,7 +20,7 @@ from jaxpar.bench import conditions, contest, tuning
 from jaxpar.bench.options import check_repeats
 from jaxpar.bench.options import parser as make_parser
 from jaxpar.bench.shapes import NAMED, Shape, parse_shapes
-from jaxpar.config import ConfigError, RunConfig
+from jaxpar.config import Config, ConfigError
 from jaxpar.kernels.attention import capability
 
 PROGRAM = "python -m jaxpar.bench attention"
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
     With --tune, 1 when a backend that was not refused has no block sizes that work.
     """
     options = read_command(argv)
-    environment = runtime.start(RunConfig())
+    environment = runtime.start(Config())
     on_gpu = jax.devices()[0].platform == "gpu"
     able = capability.CAPABILITIES
     backends = options.backends or [name for name in able if able[name].needs_gpu == on_gpu]

@@ -18,7 +18,7 @@ from jaxpar.bench import conditions
 from jaxpar.bench.options import check_repeats
 from jaxpar.bench.options import parser as make_parser
 from jaxpar.bench.timing import Timing, interleaved
-from jaxpar.config import ConfigError, ParallelConfig, RunConfig
+from jaxpar.config import Config, ConfigError, ParallelConfig
 from jaxpar.model.loss import cross_entropy, num_chunks
 from jaxpar.parallel.collectives import varying
 from jaxpar.parallel.mesh import make_mesh
@@ -105,7 +105,7 @@ def measure(tokens: int, options: argparse.Namespace) -> dict[str, Any]:
 def main(argv: Sequence[str]) -> int:
     """The command line."""
     options = read_command(argv)
-    environment = runtime.start(RunConfig())
+    environment = runtime.start(Config())
     commit = options.commit or conditions.checked_out_commit()
     card = conditions.of_this_process(environment, commit) | {"what": "loss", "rows": []}
     columns = ["tokens", "vocab", "logits_gib", "chunks", "ours_gib", "plain_gib"]

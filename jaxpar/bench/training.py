@@ -49,7 +49,9 @@ def measure(run: Run, steps: int) -> tuple[dict[str, Any], profiled.Running]:
         _, batch = next(batches)
         waits.append(time.perf_counter() - began)
         state, measured = train_step(state, batch)
-        if pending is not None:
+        if pending is None:  # the first step has been waited for
+            run.startup.ended("first step")
+        else:
             losses.append(float(pending.loss))
             times.append(time.perf_counter())
         pending = measured
@@ -60,6 +62,7 @@ def measure(run: Run, steps: int) -> tuple[dict[str, Any], profiled.Running]:
         "data_wait_seconds": spread(waits[WARM_UP:-1]),
         "steps": len(seconds),
         "compile_seconds": compile_seconds,
+        "start_up_seconds": run.startup.seconds,
         "loss": {"first": losses[0], "last": losses[-1]},
         "peak_memory_gib": peak_memory_gib(),
         **sent_by(hlo_text),
@@ -156,7 +159,7 @@ def read_command(argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
 def main(argv: Sequence[str]) -> int:
     """The command line."""
     options, cfg = read_command(argv)
-    environment = runtime.start(cfg.run, cfg.parallel)
+    environment = runtime.start(cfg)
     cfg = dataclasses.replace(
         cfg,
         checkpoint=dataclasses.replace(cfg.checkpoint, every=0, resume="auto"),

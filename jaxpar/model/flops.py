@@ -5,7 +5,8 @@ Two conventions are in use for the attention term, so both are given. Neither co
     causal   6 N + 6 L H K T per token: what a causal model needs (Megatron).
     full     6 N + 12 L H K T: as if every token saw every other (torchtitan's MFU column).
 
-N counts the parameters that multiply: all but the embedding table, which is looked up.
+N counts the parameters that multiply: all but the embedding table, which is looked up. The peak is
+that of bfloat16 whatever `model.matmul_dtype` is, so that figures stay comparable.
 """
 
 from jaxpar.config import ModelConfig

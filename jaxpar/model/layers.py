@@ -6,23 +6,49 @@ part, and T is what the device holds of the sequence.
 
 import functools
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxpar.axes import TENSOR, VOCAB_AXES
 from jaxpar.config import ModelConfig, RopeScaling
+from jaxpar.kernels import float8
+from jaxpar.model.remat import NORM_SCALE
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def rms_norm(x: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
     """Root-mean-square norm over the last dim, in float32; x's dtype out.
 
+    Its backward is written out so that it finds the scale of each row saved, whatever the remat
+    policy: four bytes a row, in place of one more pass over x.
+
     Source:   Zhang & Sennrich 2019 (1910.07467), equation 4.
     """
+    return _rms_norm_forward(x, gain, eps)[0]
+
+
+def _rms_norm_forward(x, gain, eps):
     x32 = x.astype(jnp.float32)
     scale = lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    return (x32 * scale * gain).astype(x.dtype)
+    scale = checkpoint_name(scale, NORM_SCALE)
+    return (x32 * scale * gain).astype(x.dtype), (x, gain, scale)
+
+
+def _rms_norm_backward(eps, saved, d_y):
+    x, gain, scale = saved
+    unit, d_y = x.astype(jnp.float32) * scale, d_y.astype(jnp.float32)
+    d_unit = d_y * gain
+    d_x = scale * (d_unit - unit * jnp.mean(d_unit * unit, axis=-1, keepdims=True))
+    d_gain = jnp.sum(d_y * unit, axis=tuple(range(x.ndim - 1)))
+    return d_x.astype(x.dtype), d_gain.astype(gain.dtype)
+
+
+rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 
 def rope_frequencies(model: ModelConfig) -> jax.Array:
@@ -70,11 +96,22 @@ def add_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:
     return y if bias is None else (y.astype(jnp.float32) + bias).astype(y.dtype)
 
 
+def matmul(x: jax.Array, weights: Sequence[Any], name: str) -> list[jax.Array]:
+    """x times each weight: in the compute dtype, or in float8 if the weights are `float8.Weight`.
+
+    Args:     name: remat name of x, and in float8 of the rounded x.
+    """
+    if isinstance(weights[0], float8.Weight):
+        return float8.matmul(x, weights, name)
+    return [x @ w for w in weights]
+
+
 def project_qkv(h_BTD: jax.Array, w: dict, model: ModelConfig):
     """Queries [B, T, H, K], keys and values [B, T, G, K]: one column-parallel matmul."""
     tensor = lax.axis_size(TENSOR)
     heads, kv_heads = model.num_heads // tensor, model.num_kv_heads // tensor
-    qkv = add_bias(h_BTD @ w["wqkv"], w.get("bqkv"))
+    (qkv,) = matmul(h_BTD, [w["wqkv"]], "attn_norm")
+    qkv = add_bias(qkv, w.get("bqkv"))
     split = [heads * model.head_dim, (heads + kv_heads) * model.head_dim]
     by_head = lambda x: x.reshape(*x.shape[:2], -1, model.head_dim)  # noqa: E731
     return [by_head(x) for x in jnp.split(qkv, split, axis=-1)]
@@ -86,8 +123,8 @@ def gate_and_up(h_BTD: jax.Array, w: dict) -> tuple[jax.Array, jax.Array]:
     Two matmuls rather than one side by side: their gradients then need no copying together, which
     cost more than the larger matmul gained (docs/LOG.md).
     """
-    gate = add_bias(h_BTD @ w["w_gate"], w.get("b_gate"))
-    return gate, add_bias(h_BTD @ w["w_up"], w.get("b_up"))
+    gate, up = matmul(h_BTD, [w["w_gate"], w["w_up"]], "mlp_norm")
+    return add_bias(gate, w.get("b_gate")), add_bias(up, w.get("b_up"))
 
 
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:

@@ -9,20 +9,21 @@ shards into the form the step computes with (query, key and value side by side, 
 is linear and local, so its transpose carries gradients back.
 """
 
+import functools
 import math
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.batch import Batch
 from jaxpar.config import Config, ModelConfig, ParallelConfig
-from jaxpar.kernels.attention import AttentionMask
+from jaxpar.kernels import float8
 from jaxpar.model import layers
+from jaxpar.model.block import Tokens, in_groups, layer, layer_in_turns
 from jaxpar.model.loss import cross_entropy
-from jaxpar.model.remat import named, rematerialize
+from jaxpar.model.remat import rematerialize
 from jaxpar.parallel import fsdp
 from jaxpar.parallel.collectives import (
     broadcast_from_last_stage,
@@ -31,7 +32,7 @@ from jaxpar.parallel.collectives import (
     sum_over_stages,
     varying,
 )
-from jaxpar.parallel.context import context_attention
+from jaxpar.parallel.prefetch import through_layers
 from jaxpar.params import ParamSpec
 
 type Tree = dict[str, Any]
@@ -54,7 +55,10 @@ LAYER_DIMS: dict[str, int | None] = {
     "b_down": None,
 }
 
-#: The same for the arrays outside the layers.
+#: The matrices of a layer, which `model.matmul_dtype` is about, with their entries.
+PROJECTIONS = {name: dim for name, dim in LAYER_DIMS.items() if dim is not None}
+
+#: As LAYER_DIMS, for the arrays outside the layers.
 TOP_DIMS: dict[str, int | None] = {"embed": -1, "final_norm": None, "head": -2}
 
 
@@ -149,31 +153,29 @@ def _apart(stacked: Tree) -> tuple[Tree, ...]:
     return tuple({name: p[i].squeeze(1) for name, p in pieces.items()} for i in range(n))
 
 
+def with_scales(weights: Tree, shards: Tree, cfg: Config) -> Tree:
+    """The weights of a step, and in float8 the scale of each layer's matrices beside them.
+
+    Args:     weights: `shards` (ZeRO-3) or whole (ZeRO-1). shards: the view of this device's.
+    Communication: that of `fsdp.float8_scales`: one all-reduce for all layers, and none later.
+    """
+    if cfg.model.matmul_dtype == "compute":
+        return weights
+    scales = fsdp.float8_scales(shards["layers"], tuple(PROJECTIONS), cfg.model.dtype)
+    beside = lambda w, s: w | {"scales": s}  # noqa: E731
+    apart = isinstance(scales, tuple)
+    of = weights["layers"]
+    return weights | {"layers": tuple(map(beside, of, scales)) if apart else beside(of, scales)}
+
+
+def without_scales(grads: Tree) -> Tree:
+    """Gradients of a tree from `with_scales`, for the arrays of the view alone."""
+    drop = lambda w: {n: g for n, g in w.items() if n != "scales"}  # noqa: E731
+    of = grads["layers"]
+    return grads | {"layers": tuple(map(drop, of)) if isinstance(of, tuple) else drop(of)}
+
+
 # --------------------------------------------------------------------------- the three parts
-
-
-@flax.struct.dataclass
-class Tokens:
-    """What every layer knows of a microbatch: who attends to whom, and the rotary angles."""
-
-    mask: AttentionMask
-    rope: tuple[jax.Array, jax.Array]
-
-
-def describe_tokens(batch: Batch, cfg: Config, max_segments: int | None) -> Tokens:
-    """The mask and rotary tables of a microbatch, from its positions and segments."""
-    segments = batch.segment_ids if cfg.data.document_mask else None
-    in_order = cfg.parallel.sequence == 1 or cfg.parallel.context == "ulysses"
-    mask = AttentionMask(
-        q_positions=batch.positions,
-        kv_positions=batch.positions,
-        q_segments=segments,
-        kv_segments=segments,
-        window=cfg.model.sliding_window,
-        max_segments=max_segments,
-        in_order=in_order,
-    )
-    return Tokens(mask=mask, rope=layers.rope_tables(batch.positions, cfg.model))
 
 
 def embed(top: Tree, batch: Batch, cfg: Config) -> jax.Array:
@@ -191,10 +193,14 @@ def embed(top: Tree, batch: Batch, cfg: Config) -> jax.Array:
 def stage(chunk: Any, x: jax.Array, tokens: Tokens, cfg: Config) -> jax.Array:
     """The residual stream through one chunk of layers (a tuple of trees, or one stacked tree)."""
     if isinstance(chunk, tuple):
-        block = rematerialize(_block(cfg), cfg.parallel.remat, in_scan=False)
-        for w in chunk:
-            x = block(x, w, tokens)
-        return x
+        groups = cfg.parallel.row_groups
+        block = rematerialize(functools.partial(_layer, cfg), cfg.parallel.remat, in_scan=False)
+        gather = functools.partial(_whole, dims=LAYER_DIMS, cfg=cfg)
+        scatter = functools.partial(_scattered, dims=LAYER_DIMS, cfg=cfg)
+        rows = through_layers(
+            block, gather, scatter, chunk, in_groups(x, groups), in_groups(tokens, groups)
+        )
+        return rows[0] if groups == 1 else jnp.concatenate(rows)
     block = rematerialize(_block(cfg), cfg.parallel.remat, in_scan=True)
     return lax.scan(lambda x, w: (block(x, w, tokens), None), x, chunk)[0]
 
@@ -228,10 +234,39 @@ def logits_at(weights: Tree, batch: Batch, tokens: Tokens, last: jax.Array, cfg:
 
 
 def _whole(w: Tree, dims: dict[str, int | None], cfg: Config) -> Tree:
-    """Weights ready to multiply by: gathered here (ZeRO-3), or once before the step (ZeRO-1)."""
-    if cfg.parallel.zero == 1:
-        return w
-    return fsdp.gather_tree(w, dims, cfg.model.dtype, cfg.parallel.grad_reduce)
+    """Weights ready to multiply by: gathered here (ZeRO-3), or once before the step (ZeRO-1).
+
+    Those with a scale beside them come as `float8.Weight`, rounded before the gather or after it.
+    """
+    m, p, w = cfg.model, cfg.parallel, dict(w)
+    scales, shards = w.pop("scales", {}), w
+    if p.gather_dtype == "float8":
+        w = {n: a for n, a in w.items() if n not in scales}
+    if p.zero == 3:
+        w = fsdp.gather_tree(w, dims, m.dtype, p.grad_reduce)
+    for n, scale in scales.items():
+        dim = PROJECTIONS[n]
+        if p.gather_dtype == "float8":
+            values, like = fsdp.gather_float8(shards[n], scale, dim, m.dtype, p.grad_reduce)
+            w[n] = float8.Weight(values, scale, like, m.float8_scaling, dim)
+        else:
+            w[n] = float8.quantize_weight(w[n], scale, m.float8_scaling, dim)
+    return w
+
+
+def _scattered(grads: Tree, dims: dict[str, int | None], cfg: Config) -> Tree:
+    """The transpose of `_whole`; scales have no gradient."""
+    rounded = {n: g.gradient for n, g in grads.items() if isinstance(g, float8.Weight)}
+    grads = grads | rounded
+    if cfg.parallel.zero == 3:
+        grads = fsdp.scatter_tree(grads, dims, cfg.parallel.grad_reduce)
+    return grads | {"scales": None} if rounded else grads
+
+
+def _layer(cfg: Config, xs: tuple, w: Tree, tokens: tuple) -> tuple[jax.Array, ...]:
+    if len(xs) == 1:
+        return (layer(xs[0], w, tokens[0], cfg),)
+    return layer_in_turns(xs, w, tokens, cfg)
 
 
 def _block(cfg: Config):
@@ -241,43 +276,3 @@ def _block(cfg: Config):
         return layer(x, _whole(w, LAYER_DIMS, cfg), tokens, cfg)
 
     return block
-
-
-def layer(x: jax.Array, w: Tree, tokens: Tokens, cfg: Config) -> jax.Array:
-    """One pre-norm block on the local shard: attention, then feed-forward.
-
-    Args:     x: [B, T/(sequence*tensor), D]. w: the layer's view, whole over FSDP_AXES.
-    Returns:  the same shape.
-    Communication: two all-gathers and two reduce-scatters over TENSOR, the same in the backward;
-              what `context_attention` sends over SEQUENCE.
-    """
-    eps = cfg.model.norm_eps
-    with jax.named_scope("attention"):
-        h = named(gather_sequence(layers.rms_norm(x, w["attn_norm"], eps)), "attn_norm")
-        out = attention_heads(h, w, tokens, cfg)
-        x = named(_add_output(x, out @ w["wo"], w.get("bo")), "attn_residual")
-    with jax.named_scope("feed_forward"):
-        h = named(gather_sequence(layers.rms_norm(x, w["mlp_norm"], eps)), "mlp_norm")
-        gate, up = (named(a, "gate_up") for a in layers.gate_and_up(h, w))
-        hidden = named(layers.swiglu(gate, up), "mlp_hidden")
-        return _add_output(x, hidden @ w["w_down"], w.get("b_down"))
-
-
-def attention_heads(h: jax.Array, w: Tree, tokens: Tokens, cfg: Config) -> jax.Array:
-    """[B, T/sequence, D] -> the heads' outputs side by side, [B, T/sequence, H*K/tensor]."""
-    m = cfg.model
-    q, k, v = (named(a, "qkv") for a in layers.project_qkv(h, w, m))
-    if m.qk_norm:
-        q = layers.rms_norm(q, w["q_norm"], m.norm_eps)
-        k = layers.rms_norm(k, w["k_norm"], m.norm_eps)
-    q, k = (named(layers.rope(a, tokens.rope), "qk") for a in (q, k))
-    kind, backend = cfg.parallel.context, m.attention_backend
-    out = context_attention(
-        q, k, v, tokens.mask, kind=kind, backend=backend, deterministic=m.attention_deterministic
-    )
-    return out.reshape(*out.shape[:2], -1)
-
-
-def _add_output(x: jax.Array, partial: jax.Array, bias: jax.Array | None) -> jax.Array:
-    """The residual stream plus a row-parallel matmul's partial sums (and its bias, once)."""
-    return x + layers.add_bias(scatter_sequence(partial), bias)

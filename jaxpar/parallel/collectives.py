@@ -56,6 +56,11 @@ def all_to_all(x: jax.Array, axes: Axes, split_dim: int, concat_dim: int) -> jax
     return lax.all_to_all(x, axes, split_dim, concat_dim, tiled=True)
 
 
+def largest_over(x: jax.Array, axes: Axes) -> jax.Array:
+    """Elementwise maximum over `axes`. Not differentiable."""
+    return x if lax.axis_size(axes) == 1 else varying(lax.pmax(x, axes))
+
+
 def shift(tree: Any, axis: str, step: int) -> Any:
     """Send to the device `step` places on along `axis`, round the ring. Transpose: `-step`."""
     n = lax.axis_size(axis)

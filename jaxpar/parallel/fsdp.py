@@ -9,14 +9,23 @@ move there happens on the small shard, and the move back is a view that the matm
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.flatten_util import ravel_pytree
 
 from jaxpar.axes import FSDP_AXES
-from jaxpar.parallel.collectives import all_gather, all_to_all, psum_scatter
+from jaxpar.kernels import float8
+from jaxpar.parallel.collectives import (
+    all_gather,
+    all_to_all,
+    largest_over,
+    psum_scatter,
+    varying,
+)
 
 type Reduce = Literal["float32", "bfloat16"]
 
@@ -66,6 +75,50 @@ def scatter(grad: jax.Array, dim: int, reduce: Reduce) -> jax.Array:
         pieces = leading.reshape(ways, -1, *leading.shape[1:])
         shard = jnp.sum(all_to_all(pieces, FSDP_AXES, 0, 0), axis=0, dtype=jnp.float32)
     return jnp.moveaxis(shard.astype(jnp.float32), 0, dim)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def gather_float8(
+    w: jax.Array, scale: jax.Array, dim: int, dtype: Any, reduce: Reduce
+) -> tuple[jax.Array, jax.Array]:
+    """The whole weight in 8 bits: the bits of a gathered weight rounded, at half the bytes.
+
+    Args:     w, dim, dtype, reduce: as in `gather`. scale: float32 scalar, the same on every
+              device of FSDP_AXES.
+    Returns:  e4m3, w * scale with `dim` whole; and an array of its shape in `dtype`, never to be
+              read, whose gradient is the whole weight's.
+    Communication: as `gather`, with a byte per element forward.
+    """
+    local = float8.quantize(w.astype(dtype), scale, float8.FORWARD)
+    whole = all_gather(jnp.moveaxis(local, dim, 0), FSDP_AXES, dim=0)
+    values = jnp.moveaxis(whole, 0, dim)
+    return values, varying(jnp.zeros(values.shape, dtype))
+
+
+def _gather_float8_forward(w, scale, dim, dtype, reduce):
+    return gather_float8(w, scale, dim, dtype, reduce), None
+
+
+def _gather_float8_backward(dim, dtype, reduce, _, grads):
+    return scatter(grads[1], dim, reduce), None
+
+
+gather_float8.defvjp(_gather_float8_forward, _gather_float8_backward)
+
+
+def float8_scales(tree: Any, names: Sequence[str], dtype: Any) -> Any:
+    """The scale of each matrix of the layers, for e4m3: a power of two from the largest magnitude.
+
+    Args:     tree: a dict of shards, or a tuple of dicts; matrices lie in their last two dims.
+              names: which to scale. dtype: compute dtype.
+    Returns:  dicts of float32 arrays without those two dims, the same on each device of FSDP_AXES.
+    Communication: one all-reduce over FSDP_AXES, of a number per matrix, for all the layers.
+    """
+    largest = lambda w: {n: float8.largest(w[n].astype(dtype), (-2, -1)) for n in names}  # noqa: E731
+    local = tuple(map(largest, tree)) if isinstance(tree, tuple) else largest(tree)
+    numbers, restore = ravel_pytree(local)
+    whole = restore(largest_over(numbers, FSDP_AXES))
+    return jax.tree.map(lambda a: float8.power_of_two_scale(a, float8.FORWARD), whole)
 
 
 def gather_tree(tree: dict, dims: dict, dtype: Any, reduce: Reduce) -> dict:

@@ -300,12 +300,30 @@ def _embed_backward(run: _Run, grads: dict, dx: jax.Array, t: jax.Array) -> dict
 
 def _empty_ring(run: _Run, blank: jax.Array) -> Any:
     """Slots for the units in flight, and one more for what no backward will read."""
-    avals = [blank]
+    types = [jax.typeof(blank)]
     if run.save == "residuals":
-        stage = functools.partial(_stage, run, take(run.microbatches, 0))
-        avals = jax.eval_shape(lambda x: jax.tree.leaves(_vjp(stage, run.chunk(0), x)[1]), blank)
+        types = _residual_types(run, blank)
     slots = run.plan.ring_size + 1
-    return varying(jax.tree.map(lambda a: jnp.zeros((slots, *a.shape), a.dtype), avals))
+
+    def empty(aval: Any) -> jax.Array:
+        zeros = varying(jnp.zeros((slots, *aval.shape), aval.dtype))
+        # A residual that the remat policy saves in host memory waits there too.
+        space = aval.memory_space
+        return zeros if space == jax.memory.Space.Device else jax.device_put(zeros, space)
+
+    return [empty(aval) for aval in types]
+
+
+def _residual_types(run: _Run, x: jax.Array) -> list[Any]:
+    """Types of a unit's residuals. (`eval_shape` returns no memory space under shard_map.)"""
+    types: list[Any] = []
+    stage = functools.partial(_stage, run, take(run.microbatches, 0))
+
+    def note(x: jax.Array) -> None:
+        types.extend(map(jax.typeof, jax.tree.leaves(_vjp(stage, run.chunk(0), x)[1])))
+
+    jax.eval_shape(note, x)
+    return types
 
 
 def _put(run: _Run, ring: Any, saved: Any, t: jax.Array) -> Any:

@@ -1,0 +1,68 @@
+"""Are a config's values of their fields' types? The first rule of `validation.py`."""
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from typing import Any, Literal
+
+from jaxpar.config import Config, ConfigError, default_of, field_types, flag, section_of
+
+
+def check_types(cfg: Config) -> None:
+    """Raise ConfigError for the first field whose value is not of its type."""
+    _check_types(cfg, "")
+
+
+def _check_types(node: Any, prefix: str) -> None:
+    hints = typing.get_type_hints(type(node))
+    for field in dataclasses.fields(node):
+        value, path, hint = getattr(node, field.name), prefix + field.name, hints[field.name]
+        if not _fits(value, hint):
+            rule = f"must be {_describe(hint)}"
+            raise ConfigError(path, value, rule, f"use {_example(path, value, hint)}")
+        if dataclasses.is_dataclass(value):
+            _check_types(value, path + ".")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    if isinstance(hint, types.UnionType):
+        return any(_fits(value, h) for h in typing.get_args(hint))
+    if typing.get_origin(hint) is Literal:
+        return any(value == a and type(value) is type(a) for a in typing.get_args(hint))
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, hint) and not (hint is int and isinstance(value, bool))
+
+
+_KINDS = {int: "a whole number", float: "a number", str: "text", bool: "True or False"}
+
+
+def _describe(hint: Any) -> str:
+    if typing.get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(str, typing.get_args(hint)))
+    if isinstance(hint, types.UnionType):
+        return " or ".join(_describe(h) for h in typing.get_args(hint))
+    return "None" if hint is type(None) else _KINDS.get(hint, f"a {hint.__name__}")
+
+
+def _example(path: str, value: Any, hint: Any) -> str:
+    """A setting of the right type: what was probably meant, or the default."""
+    section = section_of(hint)
+    if section is not None:
+        inner = next(p for p in field_types() if p.startswith(path + "."))
+        fields = flag(inner, default_of(inner))
+        return fields if section is hint else f"{flag(path)} None, or {fields}"
+    if typing.get_origin(hint) is Literal:
+        choices = {str(choice): choice for choice in typing.get_args(hint)}
+        near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
+        return flag(path, near[0] if near else default_of(path))
+    if hint in (int, float) and isinstance(value, str | float):
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        if number.is_integer():
+            return flag(path, int(number))
+    return f"{flag(path)} {default_of(path)}"

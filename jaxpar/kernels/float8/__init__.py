@@ -1,0 +1,16 @@
+"""float8 matmuls: what is rounded is in `quantize.py`, what is multiplied in `multiply.py`."""
+
+from jaxpar.kernels.float8.multiply import SCALE, Weight, matmul, quantize_weight
+from jaxpar.kernels.float8.quantize import BACKWARD, FORWARD, largest, power_of_two_scale, quantize
+
+__all__ = [
+    "BACKWARD",
+    "FORWARD",
+    "SCALE",
+    "Weight",
+    "largest",
+    "matmul",
+    "power_of_two_scale",
+    "quantize",
+    "quantize_weight",
+]

@@ -1,0 +1,164 @@
+"""Matmuls of 8-bit operands with gradients of their own.
+
+Three products belong to a layer y = x w: the output, the gradient of x (dy times w transposed) and
+the gradient of w (x transposed times dy). Scales are taken from the operands of the step itself.
+
+    scaling   output           gradient of x     gradient of w
+    tensor    e4m3 x e4m3      e5m2 x e4m3       e4m3 x e5m2
+    row       e4m3 x e4m3      e5m2 x e4m3       compute dtype
+
+"tensor": one scale for each operand. "row": one for each token of x and of dy, which the output
+carries out again; the gradient of w sums over tokens, so it cannot, and stays in the compute dtype.
+A weight has one scale either way, so that one 8-bit copy serves two products. One per column would
+change only elements below some 2^-14 of the weight's largest (`quantize.py`).
+
+Hopper's tensor cores read 8-bit operands only with the summed dimension contiguous in memory. XLA
+sees to it: of an activation or gradient it writes the transposed copy in the pass that rounds.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxpar.kernels.float8.quantize import (
+    BACKWARD,
+    FORWARD,
+    largest,
+    power_of_two_scale,
+    quantize,
+)
+
+type Scaling = Literal["tensor", "row"]
+
+#: Remat name of the scales of activations: one number each, which spares the backward a pass over
+#: the tensor. Saved under every policy.
+SCALE = "float8_scale"
+
+#: Hopper adds up 8-bit products with some 14 bits unless told to carry the sum to float32 registers
+#: every few products, which costs speed. XLA takes the fast way for DEFAULT and only then. The
+#: output takes it, gradients, with their longer sums, do not: as Transformer Engine and torchao.
+OUTPUT_PRECISION = lax.Precision.DEFAULT
+GRADIENT_PRECISION = lax.Precision.HIGHEST
+
+
+@flax.struct.dataclass
+class Weight:
+    """A weight as multiplied: `values / scale`."""
+
+    values: jax.Array
+    """e4m3 [in, out]."""
+    scale: jax.Array
+    """float32 scalar, a power of two."""
+    gradient: jax.Array
+    """[in, out] in the compute dtype. Never read: the weight's gradient is this array's, since an
+    8-bit array can only have an 8-bit gradient."""
+    scaling: Scaling = flax.struct.field(pytree_node=False)
+    """How activations and gradients are scaled in products with this weight."""
+    outer: int = flax.struct.field(pytree_node=False, default=-2)
+    """The dim that is outermost in memory where the gradient goes, -2 or -1."""
+
+
+def quantize_weight(w: jax.Array, scale: jax.Array, scaling: Scaling, outer: int = -2) -> Weight:
+    """A whole weight, rounded. Its gradient goes to w, as if nothing had been rounded.
+
+    Args:     w: [in, out], compute dtype. scale: float32 scalar. scaling, outer: as in `Weight`.
+    """
+    values = quantize(lax.stop_gradient(w), lax.stop_gradient(scale), FORWARD)
+    return Weight(values, lax.stop_gradient(scale), w, scaling, outer)
+
+
+def matmul(x: jax.Array, weights: Sequence[Weight], name: str) -> list[jax.Array]:
+    """x times each weight; x is rounded once.
+
+    Args:     x: [..., in], compute dtype. weights: of one `scaling`. name: remat name under which
+              the rounded x may be saved for the gradients of the weights ("tensor"; for "row" that
+              is x itself, for the caller to name).
+    Returns:  [..., out] each, compute dtype.
+    Communication: none; with tensor parallelism each rank scales its own operands.
+    Source:   Micikevicius et al. 2022 (2209.05433), section 4; "row": torchao's
+              `rowwise_with_gw_hp`.
+    """
+    flat = x.reshape(-1, x.shape[-1])
+    outputs = _matmul(flat, tuple(weights), name)
+    return [y.reshape(*x.shape[:-1], y.shape[-1]) for y in outputs]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _matmul(x, weights, name):
+    return _forward(x, weights, name)[0]
+
+
+def _forward(x, weights, name):
+    scale = power_of_two_scale(largest(x, _shared(weights[0].scaling)), FORWARD)
+    scale = checkpoint_name(scale, SCALE)
+    q = quantize(x, _along(scale), FORWARD)
+    product = functools.partial(_product, dims=(1, 0), precision=OUTPUT_PRECISION, dtype=x.dtype)
+    outputs = tuple(product(q, w.values, scales=(w.scale, scale)) for w in weights)
+    kept = _transposed_bits(q, name) if weights[0].scaling == "tensor" else x
+    return outputs, (kept, scale, weights)
+
+
+def _backward(name, saved, d_outputs):
+    kept, scale, weights = saved
+    d_x, d_weights = [], []
+    product = functools.partial(_product, precision=GRADIENT_PRECISION, dtype=d_outputs[0].dtype)
+    for dy, w in zip(d_outputs, weights, strict=True):
+        g_scale = power_of_two_scale(largest(dy, _shared(w.scaling)), BACKWARD)
+        g = quantize(dy, _along(g_scale), BACKWARD)
+        d_x.append(product(g, w.values, dims=(1, 1), scales=(w.scale, g_scale)))
+        if w.scaling == "row":
+            d_w = lax.dot_general(kept, dy, (((0,), (0,)), ((), ())))
+        else:
+            x = lax.bitcast_convert_type(kept, FORWARD).reshape(w.values.shape[0], -1)
+            if w.outer == -2:
+                d_w = product(x, g, dims=(1, 0), scales=(scale, g_scale))
+            else:
+                d_w = product(g, x, dims=(0, 1), scales=(scale, g_scale)).T
+        d_weights.append(w.replace(values=None, scale=None, gradient=d_w.astype(w.gradient.dtype)))
+    return functools.reduce(jnp.add, d_x), tuple(d_weights)
+
+
+_matmul.defvjp(_forward, _backward)
+
+
+def _transposed_bits(q: jax.Array, name: str) -> jax.Array:
+    """A rounded matrix transposed, its bits in a row, under a remat name.
+
+    In a row, since that has one layout: XLA writes it transposed in the pass that rounds, instead
+    of saving the matrix as it was and transposing it in the backward. And bits, since JAX rounds
+    what `jax.checkpoint` saves once more, to its own dtype, as if e4m3 had infinities
+    (`reduce_precision`): what lies above 240 would become one.
+    """
+    return checkpoint_name(lax.bitcast_convert_type(q.T, jnp.uint8).reshape(-1), name)
+
+
+def _shared(scaling: Scaling) -> int | None:
+    """The dims of [tokens, features] that share a scale: both, or the second."""
+    return None if scaling == "tensor" else 1
+
+
+def _along(scale: jax.Array) -> jax.Array:
+    """Scales of rows, [tokens, 1]; one scale of all, as it is."""
+    return scale[:, None] if scale.ndim else scale
+
+
+def _product(a, b, *, dims: tuple[int, int], scales: tuple, precision: Any, dtype: Any):
+    """The product of two scaled matrices over one dim of each, scaled back, which rounds nothing.
+
+    8-bit operands up to the dot, and one scalar that multiplies its result: this is the form that
+    XLA turns into one call of cuBLASLt. Scales of rows cost a pass, or join the next one.
+
+    Args:     scales: of the two operands; the second may be one for each row of the result.
+    """
+    contracted = (((dims[0],), (dims[1],)), ((), ()))
+    y = lax.dot_general(a, b, contracted, precision=precision, preferred_element_type=dtype)
+    first, second = scales
+    if second.ndim == 0:
+        return y * (1 / (first * second)).astype(dtype)
+    return y * (1 / first).astype(dtype) * (1 / second).astype(dtype)[:, None]

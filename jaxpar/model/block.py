@@ -1,0 +1,144 @@
+"""One layer of the decoder: attention and feed-forward on local shards, between residual streams.
+
+Shape letters as in `axes.py`; B is a device's rows, H, G and F one tensor rank's part.
+"""
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpar.batch import Batch
+from jaxpar.config import Config
+from jaxpar.kernels.attention import AttentionMask
+from jaxpar.model import layers
+from jaxpar.model.remat import named
+from jaxpar.parallel.collectives import gather_sequence, scatter_sequence
+from jaxpar.parallel.context import context_attention
+
+type Tree = dict[str, Any]
+
+
+@flax.struct.dataclass
+class Tokens:
+    """What every layer knows of a microbatch: who attends to whom, and the rotary angles."""
+
+    mask: AttentionMask
+    rope: tuple[jax.Array, jax.Array]
+
+
+def describe_tokens(batch: Batch, cfg: Config, max_segments: int | None) -> Tokens:
+    """The mask and rotary tables of a microbatch, from its positions and segments."""
+    segments = batch.segment_ids if cfg.data.document_mask else None
+    in_order = cfg.parallel.sequence == 1 or cfg.parallel.context == "ulysses"
+    mask = AttentionMask(
+        q_positions=batch.positions,
+        kv_positions=batch.positions,
+        q_segments=segments,
+        kv_segments=segments,
+        window=cfg.model.sliding_window,
+        max_segments=max_segments,
+        in_order=in_order,
+    )
+    return Tokens(mask=mask, rope=layers.rope_tables(batch.positions, cfg.model))
+
+
+def layer(x: jax.Array, w: Tree, tokens: Tokens, cfg: Config) -> jax.Array:
+    """One pre-norm block on the local shard: attention, then feed-forward.
+
+    Args:     x: [B, T/(sequence*tensor), D]. w: the layer's view, whole over FSDP_AXES.
+    Returns:  the same shape.
+    Communication: two all-gathers and two reduce-scatters over TENSOR, the same in the backward;
+              what `context_attention` sends over SEQUENCE.
+    """
+    with jax.named_scope("attention"):
+        h = gathered_norm(x, w, "attn_norm", cfg)
+        x = named(_add_output(x, attend(h, w, tokens, cfg), w.get("bo")), "attn_residual")
+    with jax.named_scope("feed_forward"):
+        h = gathered_norm(x, w, "mlp_norm", cfg)
+        return _add_output(x, feed_forward(h, w), w.get("b_down"))
+
+
+def gathered_norm(x: jax.Array, w: Tree, name: str, cfg: Config) -> jax.Array:
+    """The normalised input of attention or feed-forward, [B, T/sequence, D]."""
+    return named(gather_sequence(layers.rms_norm(x, w[name], cfg.model.norm_eps)), name)
+
+
+def attend(h: jax.Array, w: Tree, tokens: Tokens, cfg: Config) -> jax.Array:
+    """Attention of normalised inputs: this tensor rank's part of a sum, the same shape."""
+    out = attention_heads(h, w, tokens, cfg)
+    return layers.matmul(out, [w["wo"]], "attn_out")[0]
+
+
+def feed_forward(h: jax.Array, w: Tree) -> jax.Array:
+    """SwiGLU of normalised inputs: this tensor rank's part of a sum, the same shape."""
+    gate, up = (named(a, "gate_up") for a in layers.gate_and_up(h, w))
+    hidden = named(layers.swiglu(gate, up), "mlp_hidden")
+    return layers.matmul(hidden, [w["w_down"]], "mlp_hidden")[0]
+
+
+def attention_heads(h: jax.Array, w: Tree, tokens: Tokens, cfg: Config) -> jax.Array:
+    """[B, T/sequence, D] -> the heads' outputs side by side, [B, T/sequence, H*K/tensor]."""
+    m = cfg.model
+    q, k, v = (named(a, "qkv") for a in layers.project_qkv(h, w, m))
+    if m.qk_norm:
+        q = layers.rms_norm(q, w["q_norm"], m.norm_eps)
+        k = layers.rms_norm(k, w["k_norm"], m.norm_eps)
+    q, k = (named(layers.rope(a, tokens.rope), "qk") for a in (q, k))
+    kind, backend = cfg.parallel.context, m.attention_backend
+    out = context_attention(
+        q, k, v, tokens.mask, kind=kind, backend=backend, deterministic=m.attention_deterministic
+    )
+    return out.reshape(*out.shape[:2], -1)
+
+
+def _add_output(x: jax.Array, partial: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """The residual stream plus a row-parallel matmul's partial sums (and its bias, once)."""
+    return x + layers.add_bias(scatter_sequence(partial), bias)
+
+
+# ------------------------------------------------------------------------- groups of rows, in turns
+
+
+def in_groups(tree: Any, groups: int) -> tuple[Any, ...]:
+    """Arrays of [B, ...], cut into groups of rows."""
+    cut = lambda i: jax.tree.map(lambda a: jnp.split(a, groups)[i], tree)  # noqa: E731
+    return tuple(cut(i) for i in range(groups)) if groups > 1 else (tree,)
+
+
+def layer_in_turns(
+    xs: tuple[jax.Array, ...], w: Tree, tokens: tuple[Tokens, ...], cfg: Config
+) -> tuple[jax.Array, ...]:
+    """`layer` on groups of rows, one's communication over TENSOR beside another's computation.
+
+    The groups take turns: all attend, then all feed forward. What the next turn needs must be
+    there when a turn ends, so it is on its way meanwhile; the backward runs the turns, and the
+    same rule, in reverse.
+
+    Args:     xs: [B/groups, T/(sequence*tensor), D] each. tokens: of each.
+    Returns:  as xs.
+    Source:   Wang et al. 2024 (2409.15241), Domino: the split of the batch.
+    """
+    rows, n = list(xs), len(xs)
+    partial: list[jax.Array] = []
+
+    def input_of(turn: int) -> jax.Array:
+        i = turn % n
+        with jax.named_scope("attention" if turn < n else "feed_forward"):
+            if turn < n:
+                return gathered_norm(rows[i], w, "attn_norm", cfg)
+            rows[i] = named(_add_output(rows[i], partial[i], w.get("bo")), "attn_residual")
+            return gathered_norm(rows[i], w, "mlp_norm", cfg)
+
+    h = input_of(0)
+    for turn in range(2 * n):
+        with jax.named_scope("attention" if turn < n else "feed_forward"):
+            out = attend(h, w, tokens[turn], cfg) if turn < n else feed_forward(h, w)
+        if turn + 1 < 2 * n:
+            h, out = lax.optimization_barrier((input_of(turn + 1), out))
+        partial.append(out)
+    return tuple(
+        _add_output(x, out, w.get("b_down")) for x, out in zip(rows, partial[n:], strict=True)
+    )

@@ -1,0 +1,157 @@
+"""The optimiser's moments: the dtype and the memory they are kept in, and the update through them.
+
+An update is always computed in float32 on the device. Between steps, moments may be bfloat16
+(`optimizer.first_moment_dtype`, `second_moment_dtype`), stochastically rounded, and may lie in
+pinned host memory (`optimizer.offload`). Then a step fetches them, updates and returns them, layer
+by layer, so that at no time more than one layer's are on the device.
+"""
+
+import math
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from jaxpar.config import Config, OptimizerConfig
+from jaxpar.model.transformer import param_specs
+from jaxpar.optimizer import make_optimizer
+from jaxpar.parallel.offload import Space
+from jaxpar.parallel.rounding import hashed, places, random_bits, round_to_bfloat16
+from jaxpar.params import ParamSpec, flat, map_specs, partition_specs
+
+#: optax's names for a moment, and the field of the config with the dtype it is kept in.
+FIELDS = {"mu": "first_moment_dtype", "trace": "first_moment_dtype", "nu": "second_moment_dtype"}
+
+
+def map_moments(fn: Callable[..., Any], opt_state: Any, *others: Any) -> Any:
+    """`fn(field, name, leaf, ...)` over the moments of an optax state; counts stay as they are.
+
+    Args:     fn: given the entry of FIELDS, the parameter's name ("layers/wq"), and the leaves.
+    """
+
+    def one(path, leaf, *rest):
+        at = next((i for i, key in enumerate(path) if getattr(key, "name", None) in FIELDS), None)
+        if at is None:
+            return leaf
+        name = "/".join(key.key for key in path[at + 1 :])
+        return fn(FIELDS[path[at].name], name, leaf, *rest)
+
+    return jax.tree_util.tree_map_with_path(one, opt_state, *others)
+
+
+def in_kept_dtype(opt_state: Any, cfg: OptimizerConfig) -> Any:
+    """The moments in the dtypes they are kept in, rounded to the nearest."""
+    return map_moments(lambda field, _, leaf: leaf.astype(getattr(cfg, field)), opt_state)
+
+
+def update(
+    cfg: Config, grads: Any, opt_state: Any, params: Any, step: jax.Array, layers: jax.Array
+) -> tuple[Any, Any]:
+    """One update of the parameters, on local shards.
+
+    Args:     grads: float32, as the parameters. opt_state: as kept. step: int32 scalar. layers:
+              int32, the model's numbers of this device's layers.
+    Returns:  (parameters, opt_state), as they were given.
+    """
+    rows = _rows(param_specs(cfg.model), params, layers)
+    trees = grads, opt_state, params, rows
+    if not cfg.optimizer.offload:
+        return _update(cfg, step, *trees)
+    top = [name for name in params if name != "layers"]
+    parts = [
+        _in_slices(cfg, step, [_entries(tree, names) for tree in trees])
+        for names in (top, ["layers"])
+    ]
+    new, kept = zip(*parts, strict=True)
+    return _merged(params, new), _merged(opt_state, kept)
+
+
+def _rows(specs: Any, params: Any, layers: jax.Array) -> Any:
+    """Where the rows of each shard, along its first dim, lie in the model's array."""
+
+    def of(spec: ParamSpec, param: jax.Array) -> jax.Array:
+        return layers if spec.axes[0] == "layer" else places(len(param), spec.partition_spec[0])
+
+    return map_specs(of, specs, params)
+
+
+def _update(cfg: Config, step: jax.Array, grads: Any, opt_state: Any, params: Any, rows: Any):
+    """The update of all the rows of `params` at once; moments on the device."""
+    specs = _entries(param_specs(cfg.model), params)
+    rule = make_optimizer(cfg.optimizer, cfg.train.num_steps, specs)
+    exact = map_moments(lambda _, __, leaf: leaf.astype(jnp.float32), opt_state)
+    updates, exact = rule.update(grads, exact, params)
+    spec_of, row_of = flat(partition_specs(specs)), flat(rows)
+
+    def keep(field: str, name: str, leaf: jax.Array) -> jax.Array:
+        if getattr(cfg.optimizer, field) == "float32":
+            return leaf
+        seed = jnp.uint32(cfg.train.seed ^ zlib.crc32(f"{field}/{name}".encode()))
+        key = hashed(hashed(seed) + step.astype(jnp.uint32))
+        return round_to_bfloat16(leaf, random_bits(key, leaf.shape, spec_of[name], row_of[name]))
+
+    return optax.apply_updates(params, updates), map_moments(keep, exact)
+
+
+# ------------------------------------------------------------- moments in host memory
+
+#: Slices of the arrays outside the layers at most; those are few and large.
+TOP_SLICES = 16
+
+
+def _in_slices(cfg: Config, step: jax.Array, trees: Sequence[Any]) -> tuple[Any, Any]:
+    """`_update` of some rows of every array, then of the next: a layer at a time.
+
+    In one loop even where there are few slices: copies to and from the host outside of one would
+    make XLA's scheduler put off the gradients on which they wait (docs/memory.md).
+
+    Args:     trees: gradients, optax state, parameters and rows, of the stacked layers or of all
+              the other parameters.
+    Returns:  (parameters, optax state).
+    """
+    grads, opt_state, params, rows = trees
+    lengths = math.gcd(*map(len, jax.tree.leaves(params)))
+    most = lengths if "layers" in params else TOP_SLICES
+    slices = max(n for n in range(1, most + 1) if lengths % n == 0)
+
+    def part(a: jax.Array, i: jax.Array) -> jax.Array:
+        return lax.dynamic_slice_in_dim(a, i * (len(a) // slices), len(a) // slices)
+
+    def put(a: jax.Array, new: jax.Array, i: jax.Array) -> jax.Array:
+        return lax.dynamic_update_slice_in_dim(a, new, i * len(new), 0)
+
+    def body(i: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        here = lambda tree: jax.tree.map(lambda a: part(a, i), tree)  # noqa: E731
+        # Every slice takes the same step: counts are those from before the loop.
+        fetch = lambda _, __, ___, a: jax.device_put(part(a, i), Space.Device)  # noqa: E731
+        kept = map_moments(fetch, opt_state, carry[1])
+        new, kept = _update(cfg, step, here(grads), kept, here(carry[0]), here(rows))
+        back = lambda _, __, new, a: put(a, jax.device_put(new, Space.Host), i)  # noqa: E731
+        stored = map_moments(back, kept, carry[1])
+        return jax.tree.map(lambda a, b: put(a, b, i), carry[0], new), stored
+
+    return lax.fori_loop(0, slices, body, (params, opt_state))
+
+
+def _is_model(node: Any) -> bool:
+    """Whether a node is a tree of parameters, or has the same names."""
+    return isinstance(node, dict) and "layers" in node
+
+
+def _entries(tree: Any, names: Iterable[str]) -> Any:
+    """The tree with only some entries of each tree of parameters in it."""
+    pick = lambda node: {n: node[n] for n in names} if _is_model(node) else node  # noqa: E731
+    return jax.tree.map(pick, tree, is_leaf=_is_model)
+
+
+def _merged(like: Any, parts: Iterable[Any]) -> Any:
+    """The tree that `_entries` made `parts` of, with their values; counts are the first part's."""
+
+    def join(node: Any, *found: Any) -> Any:
+        return {n: v for f in found for n, v in f.items()} if _is_model(node) else found[0]
+
+    return jax.tree.map(join, like, *parts, is_leaf=_is_model)

@@ -1,0 +1,35 @@
+"""How long a run took to the end of its first step, part by part."""
+
+import os
+import time
+
+
+class StartUp:
+    """The parts of a start, in the order in which they ended.
+
+    The first one is what came before: Python, imports, and JAX's devices.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {"python and devices": process_age()}
+        self._last = time.perf_counter()
+
+    def ended(self, part: str) -> None:
+        """Count the time since the last part ended as `part`."""
+        now = time.perf_counter()
+        self.seconds[part] = self.seconds.get(part, 0.0) + now - self._last
+        self._last = now
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in self.seconds.items())
+        return f"first step done after {sum(self.seconds.values()):.1f} s: {parts}"
+
+
+def process_age() -> float:
+    """Seconds since this process was started; 0 where the system does not say (not Linux)."""
+    try:
+        with open("/proc/self/stat") as file:
+            started = int(file.read().rpartition(")")[2].split()[19])
+    except OSError:
+        return 0.0
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")

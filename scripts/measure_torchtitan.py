@@ -1,0 +1,178 @@
+"""Measure torchtitan on this host, beside jaxpar: python scripts/measure_torchtitan.py LAYOUT
+
+In an environment of its own, with GPUs:
+
+    pip install torchtitan==0.2.2 torchdata datasets==4.3.0 tyro torchao torch==2.11.0
+    python scripts/measure_torchtitan.py fsdp --gpus 8 --card runs/torchtitan-fsdp.json
+
+It trains torchtitan's own Llama 3 with torch.compile on text of Python's standard library, with a
+tokenizer of `python -m jaxpar.data prepare`, and reads its log: median tokens per second and GPU,
+its MFU, peak memory. `python -m jaxpar.bench compare` takes the card.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+_COMMON = "--compile.enable --checkpoint.no-enable --metrics.disable_color_printing".split()
+_FLOAT8 = (
+    "--model.converters quantize.linear.float8 "
+    "--quantize.linear.float8.enable_fsdp_float8_all_gather "
+    "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp"
+)
+
+#: The model's flavour, its window, sequences per data-parallel rank, and torchtitan's arguments.
+LAYOUTS: dict[str, tuple[str, int, int, str]] = {
+    "fsdp": ("8B", 8192, 2, "--activation_checkpoint.mode none"),
+    "fsdp-recompute": ("8B", 8192, 2, "--activation_checkpoint.mode selective"),
+    "fsdp-float8": ("8B", 8192, 2, f"--activation_checkpoint.mode none {_FLOAT8}"),
+    "fsdp-tensor2": (
+        "8B",
+        8192,
+        4,
+        "--activation_checkpoint.mode none --parallelism.tensor_parallel_degree 2",
+    ),
+    "data-tensor2-pipeline2": (
+        "8B",
+        8192,
+        8,
+        "--activation_checkpoint.mode none --parallelism.tensor_parallel_degree 2 "
+        "--parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_parallel_schedule 1F1B",
+    ),
+    "1.5B": ("1.5B", 4096, 8, "--activation_checkpoint.mode none"),
+    "1.5B-replicated": (
+        "1.5B",
+        4096,
+        8,
+        "--activation_checkpoint.mode none --parallelism.data_parallel_replicate_degree {gpus} "
+        "--parallelism.data_parallel_shard_degree 1",
+    ),
+    "sequence": (
+        "8B",
+        131072,
+        1,
+        "--activation_checkpoint.mode full --parallelism.context_parallel_degree {gpus}",
+    ),
+}
+
+_STEP = re.compile(r"step: *(\d+).*?memory: *([\d.]+)GiB.*?tps: *([\d,]+).*?mfu: *([\d.]+)%")
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("layout", choices=LAYOUTS)
+    parser.add_argument("--gpus", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--data", default="data/stdlib", help="folder of `jaxpar.data prepare`")
+    parser.add_argument("--card", help="file to write the figures to, as JSON")
+    return parser.parse_args()
+
+
+def prepare(data: Path, folder: Path) -> None:
+    """What torchtitan reads: a folder of JSON lines, and a Hugging Face tokenizer."""
+    texts, tokenizer = folder / "text", folder / "tokenizer"
+    texts.mkdir()
+    tokenizer.mkdir()
+    shutil.copy(data / "tokenizer.json", tokenizer)
+    special = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps(special))
+    sources = sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py"))
+    with open(texts / "data.json", "w") as file:
+        for source in sources:
+            text = source.read_text(errors="ignore")
+            file.write(json.dumps({"text": text}) + "\n")
+
+
+def command(options: argparse.Namespace, folder: Path) -> list[str]:
+    """The torchrun command of a layout."""
+    flavor, window, rows, extra = LAYOUTS[options.layout]
+    launch = ["-m", "torch.distributed.run", "--nproc_per_node", str(options.gpus)]
+    launch += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
+    launch += ["--local-ranks-filter", "0", "--role", "rank", "--tee", "3"]
+    run = [__file__, "--worker", "--model.name", "llama3", "--model.flavor", flavor]
+    run += ["--model.hf_assets_path", str(folder / "tokenizer")]
+    run += ["--training.dataset", "c4_test", "--training.dataset_path", str(folder / "text")]
+    run += ["--training.seq_len", str(window), "--training.local_batch_size", str(rows)]
+    run += ["--training.steps", str(options.steps), "--metrics.log_freq", "5", *_COMMON]
+    return [sys.executable, *launch, *run, *extra.format(gpus=options.gpus).split()]
+
+
+def worker() -> None:
+    """One rank: torchtitan, with the 1.5B shape of our benchmarks among its models."""
+    from torchtitan.models import llama3
+    from torchtitan.models.llama3.model.args import TransformerModelArgs
+    from torchtitan.train import Trainer, main
+
+    llama3.llama3_args["1.5B"] = TransformerModelArgs(
+        dim=2048,
+        n_layers=16,
+        n_heads=32,
+        n_kv_heads=8,
+        ffn_dim_multiplier=1.5,
+        multiple_of=1024,
+        rope_theta=500000,
+    )
+    sys.argv.remove("--worker")
+    main(Trainer)
+
+
+def measure(options: argparse.Namespace) -> dict:
+    """Run torchtitan; the figures of its logged steps but the first, which compiles."""
+    with tempfile.TemporaryDirectory() as folder:
+        prepare(Path(options.data), Path(folder))
+        ran = command(options, Path(folder))
+        environment = os.environ | {
+            "NCCL_NVLS_ENABLE": "0",
+            "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        }
+        done = subprocess.run(
+            ran, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+    steps = [m.groups() for m in map(_STEP.search, done.stdout.splitlines()) if m]
+    if done.returncode or len(steps) < 3:
+        errors = [line for line in done.stdout.splitlines() if "Error" in line]
+        sys.exit("\n".join(errors[:20]) + f"\ntorchtitan: exit code {done.returncode}")
+    rates = [float(rate.replace(",", "")) for _, _, rate, _ in steps[2:]]
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,power.limit", "--format=csv,noheader"]
+    return {
+        "tokens_per_second_per_device": statistics.median(rates),
+        "mfu_full_attention": statistics.median(float(m) for *_, m in steps[2:]) / 100,
+        "peak_memory_gib": max(float(memory) for _, memory, _, _ in steps),
+        "layout": options.layout,
+        "gpus": options.gpus,
+        "torchtitan": importlib.metadata.version("torchtitan"),
+        "torch": importlib.metadata.version("torch"),
+        "gpu": subprocess.check_output(query, text=True).splitlines()[0],
+        "command": ran[ran.index("--worker") + 1 :],
+    }
+
+
+def main() -> None:
+    """Measure, print, write the card."""
+    options = arguments()
+    found = measure(options)
+    print(
+        f"torchtitan {options.layout} on {options.gpus} GPUs: "
+        f"{found['tokens_per_second_per_device']:,.0f} tokens/s/GPU   "
+        f"its MFU {found['mfu_full_attention']:.1%}   peak {found['peak_memory_gib']:.1f} GiB"
+    )
+    if options.card:
+        Path(options.card).parent.mkdir(parents=True, exist_ok=True)
+        Path(options.card).write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    if "--worker" in sys.argv:
+        worker()
+    else:
+        main()
