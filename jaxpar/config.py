@@ -121,7 +121,7 @@ class ModelConfig:
     init_std: float = 0.02
     """Standard deviation of initial weights; outputs of a block get init_std / sqrt(2 * layers)."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Compute dtype. Master weights, moments, loss and gradient sums are always float32."""
+    """Compute dtype. Master weights, loss and gradient sums are always float32."""
     matmul_dtype: Literal["compute", "float8"] = "compute"
     """Operands of a layer's projections. float8: e4m3, gradients e5m2, scaled anew every step."""
     float8_scaling: Literal["tensor", "row"] = "tensor"
@@ -151,14 +151,13 @@ class ParallelConfig:
     num_microbatches: int = 1
     """Microbatches per step: gradient accumulation, or the pipeline's microbatches."""
     row_groups: int = 1
-    """Groups of rows that take turns in a layer, so that one's tensor-parallel communication hides
-    behind another's computation. Unrolled layers only."""
+    """Groups of rows that take turns: tensor communication of one behind another's computation."""
     virtual_stages: int = 1
     """Stages per pipeline device, interleaved. More of them make a smaller bubble."""
     zero: Literal[1, 3] = 3
     """3: gather weights layer by layer. 1: gather all once per step (use it with a pipeline)."""
     remat: str = "dots"
-    """What the backward finds saved: none | dots | attn_out | full, or names joined by commas."""
+    """What the backward finds saved: none | dots | attn_out | full | offload, or names, NAME:host."""
     layer_loop: Literal["scan", "unroll"] = "scan"
     """scan compiles fastest; unroll runs fastest on GPUs."""
     pipeline_save: Literal["residuals", "inputs"] = "residuals"

@@ -132,6 +132,17 @@ parallel.remat=everything | 1 | parallel.remat | one of none, dots, attn_out, fu
 parallel.remat=qkv,atn_out | 1 | parallel.remat | names joined by commas from attn_norm
 parallel.remat=dots,qkv | 1 | parallel.remat | one of none, dots
 parallel.remat= | 1 | parallel.remat | one of none, dots
+parallel.remat=attn_ot:host | 1 | parallel.remat | :host after a name
+parallel.remat=layer_input | 1 | parallel.remat | saves layer_input in any case
+parallel.remat=attn_out,attn_out:host | 1 | parallel.remat | name each value once
+optimizer.name=lion optimizer.second_moment_dtype=bfloat16 | 1 | \
+    optimizer.second_moment_dtype | lion keeps no second moment
+optimizer.second_moment_dtype=bfloat16 optimizer.beta2=0.9999 | 1 | \
+    optimizer.second_moment_dtype | needs optimizer.beta2 of at most 0.999
+optimizer.first_moment_dtype=bfloat16 optimizer.beta1=0.9995 | 1 | \
+    optimizer.first_moment_dtype | needs optimizer.beta1 of at most 0.999
+optimizer.name=lion optimizer.first_moment_dtype=bfloat16 optimizer.beta2=0.9999 | 1 | \
+    optimizer.first_moment_dtype | needs optimizer.beta2 of at most 0.999
 checkpoint.keep_every=750 | 1 | checkpoint.keep_every | multiple of checkpoint.every = 500
 checkpoint.keep_every=750 checkpoint.every=0 | 1 | checkpoint.keep_every | checkpoint.every is 0
 checkpoint.resume=must checkpoint.every=0 | 1 | \

@@ -13,11 +13,12 @@ from jaxpar import parity
 from jaxpar.axes import BATCH_SPEC
 from jaxpar.batch import Batch
 from jaxpar.config import Config, ConfigError, replace
-from jaxpar.model.remat import named, saved_names
+from jaxpar.memory_rules import LAYER_INPUT, ON_HOST, REMAT_NAMES, REMAT_POLICIES
+from jaxpar.model.remat import named, names_on_host, saved_names
 from jaxpar.parallel.mesh import make_mesh, shardings
 from jaxpar.state import abstract_state, init_state, state_specs
 from jaxpar.step import make_gradient_step
-from jaxpar.validation import REMAT_NAMES, REMAT_POLICIES, resolve
+from jaxpar.validation import resolve
 
 #: Deep, so that what a layer keeps outweighs what one layer works with.
 DEEP = replace(
@@ -133,6 +134,100 @@ def test_gradients_do_not_depend_on_it(remat, loop, gradients):
     assert parity.worst(errors)[0] < 5e-6, errors
 
 
+#: Meshes and loops on which values go to host memory and back in some way of their own.
+WAYS = {
+    "scan": {"parallel.layer_loop": "scan"},
+    "unroll": {"parallel.layer_loop": "unroll"},
+    "sharded": {"parallel.layer_loop": "unroll", "parallel.data": 2, "parallel.tensor": 2},
+    "accumulated": {"parallel.layer_loop": "unroll", "parallel.num_microbatches": 2},
+    "stages": {
+        "parallel.pipeline": 2,
+        "parallel.num_microbatches": 2,
+        "parallel.zero": 1,
+        "parallel.layer_loop": "unroll",
+    },
+    "stages again": {
+        "parallel.pipeline": 2,
+        "parallel.num_microbatches": 2,
+        "parallel.virtual_stages": 2,
+        "parallel.pipeline_save": "inputs",
+    },
+}
+
+#: On the device, and the same values in host memory.
+PAIRS = [("attn_out", "offload"), ("dots", "qkv:host,attn_out,attn_lse:host,attn_residual,gate_up")]
+
+
+@pytest.fixture(scope="module")
+def compiled(devices):
+    """(remat, a key of WAYS) -> program for CUDA, loss and gradients here, of a small model.
+
+    A CPU's host memory is its own: programs for it have no copies.
+    """
+
+    @functools.cache
+    def run(remat: str, way: str):
+        layers = {"model.num_layers": 4, "model.num_kv_heads": 2, "parallel.remat": remat}
+        cfg = replace(DEEP, **layers, **WAYS[way], **{"train.global_batch_size": 4})
+        p = cfg.parallel
+        n = p.pipeline * p.data * p.tensor
+        cfg, mesh = resolve(cfg, n), make_mesh(p, devices[:n])
+        params = init_state(cfg, mesh).params
+        batch = parity.place_batch(parity.random_batch(cfg), cfg, mesh)
+        traced = make_gradient_step(cfg, mesh).trace(params, batch)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        measured, grads = traced.lower().compile()(params, batch)
+        return text, float(measured.loss), parity.to_host(grads)
+
+    return run
+
+
+@pytest.mark.parametrize(("kept", "offloaded"), PAIRS)
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_through_host_memory_are_the_same_bit_for_bit(way, kept, offloaded, compiled):
+    text, loss, grads = compiled(offloaded, way)
+    _, wanted_loss, wanted = compiled(kept, way)
+    assert loss == wanted_loss and not parity.differing(grads, wanted)
+    assert copies(text, "pinned_host") and copies(text, "device")
+
+
+def copies(text: str, where: str) -> int:
+    """Copies to a memory in a lowered program."""
+    return text.count(f'_xla_buffer_placement = "{where}"')
+
+
+@pytest.mark.parametrize(
+    ("remat", "way", "values"),
+    [("offload", "unroll", 2 * 4), ("offload", "scan", 2), ("qk:host", "unroll", 2 * 4)],
+)
+def test_each_named_value_is_copied_once_each_way(remat, way, values, compiled):
+    """Layers apart, or one body for all. qk is queries and keys. A copy back that the backward
+    began a layer ahead is there twice; the second finds the value on the device (`fetched`)."""
+    text = compiled(remat, way)[0]
+    assert copies(text, "pinned_host") == values
+    assert copies(text, "device") == values * (2 if way == "unroll" else 1)
+
+
+def test_residuals_in_host_memory_wait_in_a_ring_in_host_memory(compiled):
+    """Beside each layer's copies, one for each ring of zeros that they are put into: of two layers'
+    two values. On the device the ring has the same place, and no copy."""
+    text = compiled("offload", "stages")[0]
+    rings = [line for line in text.splitlines() if 'placement = "pinned_host"' in line]
+    slots = [line for line in rings if "tensor<4x" in line]
+    assert len(slots) == 4, rings
+
+
+def test_without_a_name_for_the_host_nothing_is_copied(compiled):
+    for way in ("unroll", "stages"):
+        assert not copies(compiled("attn_out", way)[0], "pinned_host")
+
+
+def test_names_say_where():
+    assert names_on_host("offload") == ("layer_input", "attn_out")
+    assert names_on_host("gate_up,qk:host") == ("qk",)
+    assert names_on_host("dots") == ()
+
+
 def test_unknown_names_are_refused():
     for remat in ("everything", "qkv,atn_out", "attn_out,", ""):
         with pytest.raises(ConfigError, match=r"parallel\.remat.*must be one of none, dots"):
@@ -144,4 +239,4 @@ def test_unknown_names_are_refused():
 def test_every_policy_saves_known_names():
     assert set(BYTES) == set(REMAT_NAMES)
     for names in REMAT_POLICIES.values():
-        assert set(names) <= set(REMAT_NAMES)
+        assert {name.removesuffix(ON_HOST) for name in names} <= {*REMAT_NAMES, LAYER_INPUT}
