@@ -171,7 +171,7 @@ def test_remat_policies_are_as_listed():
         assert f"| `{name}` |" in names_table, name
     for policy, names in REMAT_POLICIES.items():
         (row,) = re.findall(rf"^\| `{policy}` \| ([^|]*) \|", policies_table, re.MULTILINE)
-        saved = REMAT_NAMES if row == "all of them" else tuple(re.findall(r"`(\w+)`", row))
+        saved = REMAT_NAMES if row == "all of them" else tuple(re.findall(r"`([\w:]+)`", row))
         assert saved == names, policy
 
 
