@@ -105,8 +105,14 @@ pipeline=2,data=2,sequence=2,tensor=2,num_microbatches=2,gather_dtype=float8
 """.split()
 
 
+#: Those that run with every change; the others are slow tests.
+QUICK_MESHES = ("data=2", "tensor=2", "pipeline=2,num_microbatches=2")
+
+
 @pytest.mark.usefixtures("quick_compile")
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    "mesh", [m if m in QUICK_MESHES else pytest.param(m, marks=pytest.mark.slow) for m in MESHES]
+)
 def test_gradients_are_those_of_one_device(mesh, devices):
     found, wanted = first_gradients(mesh, devices), one_device("tensor")
     assert found.loss == pytest.approx(wanted.loss, rel=1e-4)
