@@ -75,6 +75,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--data", default="data/stdlib", help="folder of `jaxpar.data prepare`")
     parser.add_argument("--card", help="file to write the figures to, as JSON")
+    parser.add_argument("--log", default="torchtitan.log", help="file for all that it prints")
     return parser.parse_args()
 
 
@@ -109,6 +110,7 @@ def command(options: argparse.Namespace, folder: Path) -> list[str]:
 
 def worker() -> None:
     """One rank: torchtitan, with the 1.5B shape of our benchmarks among its models."""
+    sys.argv.remove("--worker")  # first: torchtitan reads the arguments when it is imported
     from torchtitan.models import llama3
     from torchtitan.models.llama3.model.args import TransformerModelArgs
     from torchtitan.train import Trainer, main
@@ -122,8 +124,25 @@ def worker() -> None:
         multiple_of=1024,
         rope_theta=500000,
     )
-    sys.argv.remove("--worker")
     main(Trainer)
+
+
+def execute(command: list[str], environment: dict[str, str], log: Path) -> tuple[int, list[str]]:
+    """Run to the end, all output into `log` as it comes, its steps onto the terminal too."""
+    printed = []
+    with (
+        open(log, "w", buffering=1) as file,
+        subprocess.Popen(
+            command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        ) as process,
+    ):
+        assert process.stdout is not None
+        for line in process.stdout:
+            file.write(line)
+            printed.append(line)
+            if _STEP.search(line):
+                print(line.rstrip(), flush=True)
+    return process.returncode, printed
 
 
 def measure(options: argparse.Namespace) -> dict:
@@ -135,13 +154,11 @@ def measure(options: argparse.Namespace) -> dict:
             "NCCL_NVLS_ENABLE": "0",
             "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         }
-        done = subprocess.run(
-            ran, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-    steps = [m.groups() for m in map(_STEP.search, done.stdout.splitlines()) if m]
-    if done.returncode or len(steps) < 3:
-        errors = [line for line in done.stdout.splitlines() if "Error" in line]
-        sys.exit("\n".join(errors[:20]) + f"\ntorchtitan: exit code {done.returncode}")
+        status, printed = execute(ran, environment, Path(options.log))
+    steps = [m.groups() for m in map(_STEP.search, printed) if m]
+    if status or len(steps) < 3:
+        errors = [line for line in printed if "Error" in line]
+        sys.exit("\n".join(errors[:20]) + f"\ntorchtitan: exit code {status}; see {options.log}")
     rates = [float(rate.replace(",", "")) for _, _, rate, _ in steps[2:]]
     query = ["nvidia-smi", "--query-gpu=name,driver_version,power.limit", "--format=csv,noheader"]
     return {
