@@ -152,6 +152,7 @@ def measure(options: argparse.Namespace) -> dict:
         ran = command(options, Path(folder))
         environment = os.environ | {
             "NCCL_NVLS_ENABLE": "0",
+            "HF_HUB_OFFLINE": "1",
             "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         }
         status, printed = execute(ran, environment, Path(options.log))
