@@ -12,6 +12,7 @@ from jaxpar.bench import exactness
 from jaxpar.bench.shapes import Arrays, Shape, draw
 from jaxpar.bench.timing import Timing, interleaved
 from jaxpar.kernels.attention import api, capability
+from jaxpar.kernels.platform import Platform
 
 BACKENDS = tuple(capability.CAPABILITIES)
 #: The one that the others are compared with.
@@ -81,7 +82,7 @@ class Contender:
 
 def refusal(backend: str, asked: Arrays, deterministic: bool = False) -> str:
     """Why a backend does not serve a shape forward and backward; empty when it does."""
-    here = capability.Platform.here()
+    here = Platform.here()
     request = capability.make_request(
         "backward", asked.q, asked.k, asked.mask, here, deterministic=deterministic
     )

@@ -9,7 +9,7 @@ import pytest
 
 from jaxpar.kernels.attention import attention, choose, pallas_hopper
 from jaxpar.kernels.attention.blocks import backward_candidates, forward_candidates
-from jaxpar.kernels.attention.capability import Platform
+from jaxpar.kernels.platform import Platform
 from tests.kernels.cases import NAMES, Case, check, errors, inputs_of, reference_of
 
 pytestmark = pytest.mark.gpu

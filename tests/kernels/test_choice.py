@@ -19,7 +19,8 @@ from jaxpar.kernels.attention.blocks import (
     default_backward,
     default_forward,
 )
-from jaxpar.kernels.attention.capability import CAPABILITIES, Platform, kind_of
+from jaxpar.kernels.attention.capability import CAPABILITIES, kind_of
+from jaxpar.kernels.platform import Platform
 
 CPU = Platform("cpu", "cpu")
 H200 = Platform("gpu", "NVIDIA H200", "9.0")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxpar.kernels import float8
-from jaxpar.kernels.float8 import reference
+from jaxpar.kernels.float8 import both_ways, reference
 
 FORMATS = {
     "e4m3": (float8.FORWARD, reference.E4M3, ml_dtypes.float8_e4m3fn),
@@ -219,6 +219,40 @@ def test_what_is_saved_comes_back_as_it_was(names):
     assert jnp.max(jnp.abs(q.astype(jnp.float32))) > 240
     for a, b in zip(*(jax.tree.leaves(through(f)) for f in (checkpointed, plain)), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+# ------------------------------------------------------------------------------ the kernel
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("shape", [(128, 128), (256, 384)], ids=str)
+def test_the_kernel_rounds_and_transposes(form, shape):
+    dtype = FORMATS[form][0]
+    x = normal(*shape).astype(jnp.bfloat16)
+    wanted, scale = scaled(x, dtype)
+    q, transposed = both_ways._by_kernel(x, scale, dtype, interpret=True)
+    bits = lambda a: np.asarray(a).view(np.uint8)  # noqa: E731
+    np.testing.assert_array_equal(bits(q), bits(wanted))
+    np.testing.assert_array_equal(bits(transposed), bits(wanted).T)
+
+
+def test_the_kernel_keeps_nothing_that_the_backward_does_not_read(monkeypatch):
+    """Saved of the input: its 8-bit copy alone, whoever made it."""
+    policy = jax.checkpoint_policies.save_only_these_names("x", float8.SCALE)
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in [(256, 128), (128, 384)])
+
+    def layer(x, w):
+        scale = float8.power_of_two_scale(float8.largest(w), float8.FORWARD)
+        x = jax.ad_checkpoint.checkpoint_name(jnp.sin(x), "x")
+        return float8.matmul(x, [float8.quantize_weight(w, scale, "tensor")], "x")[0]
+
+    def saved() -> int:
+        residuals = jax.eval_shape(lambda *a: jax.vjp(jax.checkpoint(layer, policy=policy), *a), x, w)
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(residuals))
+
+    by_xla = saved()
+    monkeypatch.setattr(both_ways, "_kernel_runs_on", lambda _: True)
+    assert saved() == by_xla
 
 
 # --------------------------------------------------------------------------- on GPUs: lowering

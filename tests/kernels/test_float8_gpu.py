@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxpar.kernels import float8
-from jaxpar.kernels.float8 import reference
+from jaxpar.kernels.float8 import both_ways, reference
 
 pytestmark = pytest.mark.gpu
 
@@ -67,3 +67,15 @@ def test_what_is_not_finite_shows(scaling, bad):
     assert np.isnan(y[:, 7]).all() and np.isnan(d_x[:, 5]).all()
     _, d_x, d_w = run(x, w, dy.at[3, 7].set(bad), scaling)
     assert np.isnan(d_x[3]).all() and not np.isfinite(d_w[:, 7]).any()
+
+
+@pytest.mark.parametrize("dtype", [float8.FORWARD, float8.BACKWARD], ids=["e4m3", "e5m2"])
+@pytest.mark.parametrize("std", [1e-9, 1.0])
+def test_the_kernel_gives_the_bits_of_xla(dtype, std):
+    """Subnormals, the largest numbers and the smallest among them."""
+    x = std * jax.random.normal(jax.random.key(0), (1024, 2048))
+    x = (x * jnp.exp(6 * jax.random.normal(jax.random.key(1), x.shape))).astype(jnp.bfloat16)
+    scale = float8.power_of_two_scale(float8.largest(x), dtype)
+    wanted = jax.jit(both_ways._by_xla, static_argnums=2)(x, scale, dtype)
+    for a, b in zip(both_ways._by_kernel(x, scale, dtype), wanted, strict=True):
+        np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))

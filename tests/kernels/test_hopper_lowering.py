@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxpar.config import ParallelConfig
 from jaxpar.kernels.attention import AttentionMask, attention, pallas_hopper
 from jaxpar.kernels.attention.blocks import backward_candidates, forward_candidates
-from jaxpar.kernels.attention.capability import Platform
+from jaxpar.kernels.platform import Platform
 from jaxpar.parallel.mesh import make_mesh
 
 CAUSAL = dict(in_order=True)

@@ -9,37 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 
 from jaxpar.kernels.attention.mask import AttentionMask
+from jaxpar.kernels.platform import Platform
 
 type Direction = Literal["forward", "backward"]
 type Kind = Literal["causal", "window", "packed", "general"]
 
 #: XLA flags under which cuDNN's attention backward adds in one order.
 DETERMINISM_FLAGS = ("--xla_gpu_deterministic_ops", "--xla_gpu_exclude_nondeterministic_ops")
-
-
-@dataclass(frozen=True)
-class Platform:
-    """What the kernels run on.
-
-    name                 "gpu" or "cpu".
-    kind                 the device's name, such as "NVIDIA H200".
-    compute_capability   of an NVIDIA GPU, such as "9.0"; empty elsewhere.
-    """
-
-    name: str
-    kind: str = ""
-    compute_capability: str = ""
-
-    @staticmethod
-    def here() -> "Platform":
-        """That of the first device."""
-        device = jax.devices()[0]
-        capability = getattr(device, "compute_capability", "")
-        return Platform(device.platform, device.device_kind, str(capability))
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ from jaxpar.kernels.attention.blocks import (
 )
 from jaxpar.kernels.attention.capability import (
     CAPABILITIES,
-    Platform,
     Request,
     make_request,
     refusal,
 )
 from jaxpar.kernels.attention.mask import AttentionMask
 from jaxpar.kernels.attention.measurements import TUNED, Row, fastest, measurements
+from jaxpar.kernels.platform import Platform
 
 
 @dataclass(frozen=True)

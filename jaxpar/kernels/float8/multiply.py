@@ -12,8 +12,8 @@ carries out again; the gradient of w sums over tokens, so it cannot, and stays i
 A weight has one scale either way, so that one 8-bit copy serves two products. One per column would
 change only elements below some 2^-14 of the weight's largest (`quantize.py`).
 
-Hopper's tensor cores read 8-bit operands only with the summed dimension contiguous in memory. XLA
-sees to it: of an activation or gradient it writes the transposed copy in the pass that rounds.
+Hopper's tensor cores read 8-bit operands only with the summed dimension contiguous in memory. Of an
+activation or gradient the transposed copy is written in the pass that rounds (`both_ways.py`).
 """
 
 import functools
@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxpar.kernels.float8.both_ways import quantize_both_ways
 from jaxpar.kernels.float8.quantize import (
     BACKWARD,
     FORWARD,
@@ -97,10 +98,13 @@ def _matmul(x, weights, name):
 def _forward(x, weights, name):
     scale = power_of_two_scale(largest(x, _shared(weights[0].scaling)), FORWARD)
     scale = checkpoint_name(scale, SCALE)
-    q = quantize(x, _along(scale), FORWARD)
+    if weights[0].scaling == "tensor":
+        q, transposed = quantize_both_ways(x, scale, FORWARD)
+        kept = _bits(transposed, name)
+    else:
+        q, kept = quantize(x, scale[:, None], FORWARD), x
     product = functools.partial(_product, dims=(1, 0), precision=OUTPUT_PRECISION, dtype=x.dtype)
     outputs = tuple(product(q, w.values, scales=(w.scale, scale)) for w in weights)
-    kept = _transposed_bits(q, name) if weights[0].scaling == "tensor" else x
     return outputs, (kept, scale, weights)
 
 
@@ -110,16 +114,16 @@ def _backward(name, saved, d_outputs):
     product = functools.partial(_product, precision=GRADIENT_PRECISION, dtype=d_outputs[0].dtype)
     for dy, w in zip(d_outputs, weights, strict=True):
         g_scale = power_of_two_scale(largest(dy, _shared(w.scaling)), BACKWARD)
-        g = quantize(dy, _along(g_scale), BACKWARD)
-        d_x.append(product(g, w.values, dims=(1, 1), scales=(w.scale, g_scale)))
-        if w.scaling == "row":
-            d_w = lax.dot_general(kept, dy, (((0,), (0,)), ((), ())))
-        else:
+        if w.scaling == "tensor":
+            g, transposed = quantize_both_ways(dy, g_scale, BACKWARD)
             x = lax.bitcast_convert_type(kept, FORWARD).reshape(w.values.shape[0], -1)
-            if w.outer == -2:
-                d_w = product(x, g, dims=(1, 0), scales=(scale, g_scale))
-            else:
-                d_w = product(g, x, dims=(0, 1), scales=(scale, g_scale)).T
+            operands = (x, transposed) if w.outer == -2 else (transposed, x)
+            d_w = product(*operands, dims=(1, 1), scales=(scale, g_scale))
+            d_w = d_w if w.outer == -2 else d_w.T
+        else:
+            g = quantize(dy, g_scale[:, None], BACKWARD)
+            d_w = lax.dot_general(kept, dy, (((0,), (0,)), ((), ())))
+        d_x.append(product(g, w.values, dims=(1, 1), scales=(w.scale, g_scale)))
         d_weights.append(w.replace(values=None, scale=None, gradient=d_w.astype(w.gradient.dtype)))
     return functools.reduce(jnp.add, d_x), tuple(d_weights)
 
@@ -127,25 +131,19 @@ def _backward(name, saved, d_outputs):
 _matmul.defvjp(_forward, _backward)
 
 
-def _transposed_bits(q: jax.Array, name: str) -> jax.Array:
-    """A rounded matrix transposed, its bits in a row, under a remat name.
+def _bits(q: jax.Array, name: str) -> jax.Array:
+    """A rounded matrix as bits in a row, under a remat name.
 
-    In a row, since that has one layout: XLA writes it transposed in the pass that rounds, instead
-    of saving the matrix as it was and transposing it in the backward. And bits, since JAX rounds
-    what `jax.checkpoint` saves once more, to its own dtype, as if e4m3 had infinities
-    (`reduce_precision`): what lies above 240 would become one.
+    Bits, since JAX rounds what `jax.checkpoint` saves once more, to its own dtype, as if e4m3 had
+    infinities (`reduce_precision`): what lies above 240 would become one. In a row, which has one
+    layout, so that XLA keeps it as it was written.
     """
-    return checkpoint_name(lax.bitcast_convert_type(q.T, jnp.uint8).reshape(-1), name)
+    return checkpoint_name(lax.bitcast_convert_type(q, jnp.uint8).reshape(-1), name)
 
 
 def _shared(scaling: Scaling) -> int | None:
     """The dims of [tokens, features] that share a scale: both, or the second."""
     return None if scaling == "tensor" else 1
-
-
-def _along(scale: jax.Array) -> jax.Array:
-    """Scales of rows, [tokens, 1]; one scale of all, as it is."""
-    return scale[:, None] if scale.ndim else scale
 
 
 def _product(a, b, *, dims: tuple[int, int], scales: tuple, precision: Any, dtype: Any):
