@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.axes import AXES, PIPELINE, TENSOR, axes_of
+from jaxpar.parallel import direct
 from jaxpar.params import map_specs
 
 type Axes = str | tuple[str, ...]
@@ -73,10 +74,10 @@ def gather_sequence(x: jax.Array) -> jax.Array:
 
     Args:     x: [B, T/(sequence*tensor), D], varying over every axis.
     Returns:  [B, T/sequence, D].
-    Communication: all-gather over TENSOR; its transpose is `scatter_sequence`.
+    Communication: `direct.gather` over TENSOR; its transpose is `scatter_sequence`.
     Source:   Korthikanti et al. 2022 (2205.05198), section 4.2.2.
     """
-    return all_gather(x, TENSOR, dim=1)
+    return direct.gather(x, TENSOR, 1)
 
 
 def scatter_sequence(x: jax.Array) -> jax.Array:
@@ -84,10 +85,10 @@ def scatter_sequence(x: jax.Array) -> jax.Array:
 
     Args:     x: [B, T/sequence, D], a partial sum on each rank of TENSOR.
     Returns:  [B, T/(sequence*tensor), D].
-    Communication: reduce-scatter over TENSOR; its transpose is `gather_sequence`.
+    Communication: `direct.scatter` over TENSOR; its transpose is `gather_sequence`.
     Source:   Korthikanti et al. 2022 (2205.05198), section 4.2.2.
     """
-    return psum_scatter(x, TENSOR, dim=1)
+    return direct.scatter(x, TENSOR, 1)
 
 
 def broadcast_from_last_stage(x: jax.Array) -> jax.Array:

@@ -17,7 +17,7 @@ from jaxpar import parity
 from jaxpar.axes import AXES, BATCH_SPEC, DATA, FSDP_AXES, PIPELINE, SEQUENCE, TENSOR
 from jaxpar.batch import Batch
 from jaxpar.config import Config, ParallelConfig, replace
-from jaxpar.parallel import collectives, fsdp
+from jaxpar.parallel import collectives, direct, fsdp
 from jaxpar.parallel.mesh import make_mesh, shardings
 from jaxpar.params import ParamSpec
 from jaxpar.state import abstract_state, state_specs
@@ -116,6 +116,13 @@ CASES = {
         lambda x: collectives.shift(x, PIPELINE, -1),
         lambda x: np.roll(x, -1, axis=0),
         lambda d: np.roll(d, 1, axis=0),
+    ),
+    "direct.gather": (SEQUENCE, lambda x: direct.gather(x, SEQUENCE, 2), gathered(2), scattered(2)),
+    "direct.scatter": (
+        SEQUENCE,
+        lambda x: direct.scatter(x, SEQUENCE, 2),
+        scattered(2),
+        gathered(2),
     ),
     "gather_sequence": (TENSOR, collectives.gather_sequence, gathered(1), scattered(1)),
     "scatter_sequence": (TENSOR, collectives.scatter_sequence, scattered(1), gathered(1)),
@@ -296,7 +303,7 @@ def test_a_mesh_of_ones_moves_nothing(fields, devices):
 def test_a_real_mesh_has_them(devices):
     found = list(COLLECTIVE.finditer(compiled_step(devices, data=2, tensor=2)))
     kinds = {match[1] for match in found}
-    assert kinds >= {"all-gather", "reduce-scatter", "all-reduce", "all-to-all"}, kinds
+    assert kinds >= {"all-gather", "all-reduce", "all-to-all", "collective-permute"}, kinds
 
 
 def test_over_axes_of_size_1_the_argument_itself_comes_back(devices):
