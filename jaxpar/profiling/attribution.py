@@ -71,6 +71,8 @@ def _token_of(instruction: Instruction) -> str:
     if instruction.opcode == "fusion":
         return family(instruction.name.replace(".", "_").replace("-", "_"))
     target = instruction.attribute(r'custom_call_target="([^"]*)"')
+    if target.endswith("triton"):  # the kernel's own name, as Pallas gives it to Triton
+        return family(instruction.attribute(r'\bname = "(\w+)"'))
     return next((what for part, what in _TARGETS if part in target), target)
 
 
