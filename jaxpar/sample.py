@@ -14,7 +14,7 @@ import tyro
 
 from jaxpar import checkpoint, cli, runtime
 from jaxpar.config import ConfigError
-from jaxpar.data import load_tokenizer
+from jaxpar.convert.tokenizer_files import tokenizer_of_run
 from jaxpar.generation import Sampling, config_for_sampling, generate
 from jaxpar.parallel.mesh import make_mesh
 
@@ -58,7 +58,7 @@ def sample(options: Options) -> None:
     runtime.start(cfg)
     mesh = make_mesh(cfg.parallel, jax.devices()[:1])
     params = checkpoint.restore_params(options.run, cfg, mesh, options.step)
-    tokenizer = load_tokenizer(cfg.data.path)
+    tokenizer = tokenizer_of_run(options.run, cfg)
     prompt = [int(i) for i in tokenizer.encode(options.prompt)]
     ids = generate(
         params,

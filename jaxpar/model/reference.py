@@ -38,12 +38,18 @@ def logits_of(params: Tree, tokens, positions, segments, m: ModelConfig) -> jax.
     """Logits float32 [B, T, V]; int32 [B, T] tokens, positions and segments."""
     x = params["embed"][tokens]
     for i in range(m.num_layers):
-        x = _block(x, jax.tree.map(lambda a, i=i: a[i], params["layers"]), positions, segments, m)
-    head = params["head"] if "head" in params else params["embed"].T
-    return _norm(x, params["final_norm"], m.norm_eps) @ head
+        x = block(x, jax.tree.map(lambda a, i=i: a[i], params["layers"]), positions, segments, m)
+    return output(x, params, m)
 
 
-def _block(x, w: Tree, positions, segments, m: ModelConfig):
+def output(x: jax.Array, top: Tree, m: ModelConfig) -> jax.Array:
+    """Logits of the last residual stream; `top` holds what lies outside the layers."""
+    head = top["head"] if "head" in top else top["embed"].T
+    return _norm(x, top["final_norm"], m.norm_eps) @ head
+
+
+def block(x: jax.Array, w: Tree, positions, segments, m: ModelConfig) -> jax.Array:
+    """The residual stream [B, T, D] through one layer, whose parameters are `w`."""
     h = _norm(x, w["attn_norm"], m.norm_eps)
     q, k, v = (
         jnp.einsum("btd,dhk->bthk", h, w["w" + n]) + w.get("b" + n, 0.0) for n in ("q", "k", "v")

@@ -1,0 +1,182 @@
+"""`to-hf`: a checkpoint of a run becomes a folder of a published family."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from jaxpar import checkpoint
+from jaxpar.config import Config, ConfigError
+from jaxpar.convert import selfcheck, tokenizer_files
+from jaxpar.convert.families import Family
+from jaxpar.convert.hf_config import (
+    CONFIG_FILE,
+    Values,
+    choose_family,
+    config_json,
+    entry_table,
+    family_of,
+    named_family,
+    read_config_json,
+    why_not,
+)
+from jaxpar.convert.hf_folder import check_tensors, create_tensors, find_tensors
+from jaxpar.convert.layout import (
+    Entry,
+    Sizes,
+    grid,
+    shape_of,
+    sizes_of,
+    tensor_names,
+    tensor_shape,
+    tensors_in,
+)
+from jaxpar.convert.new_folder import CARRIED, copy_carried, new_folder, refuse_used
+from jaxpar.convert.progress import Meter, meter
+from jaxpar.convert.run_arrays import RunArrays, open_run
+from jaxpar.convert.safetensors_file import DTYPES, NAMES, Stored
+
+#: A file of weights is no larger, unless one tensor is.
+SHARD_BYTES = 5_000_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """A checkpoint, and how it is to be written down."""
+
+    run: Path
+    step: int
+    config: Config
+    family: Family
+    dtype: str
+    """Of the weights on disk."""
+    carried: Values
+    """The config.json that the run was imported with; empty for a run of its own."""
+    arrays: RunArrays
+    entries: list[Entry]
+    sizes: Sizes
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of each tensor, layer by layer as published files have them."""
+        found: dict[str, tuple[int, ...]] = {}
+        for entry in self.entries:
+            found |= dict.fromkeys(tensor_names(entry, self.sizes), tensor_shape(entry, self.sizes))
+        return dict(sorted(found.items(), key=lambda item: _in_order(item[0])))
+
+
+def open_export(run: str | Path, step: int | None, dtype: str | None, family: str | None) -> Export:
+    """A checkpoint to export, every choice made.
+
+    Args:     step: None for the latest. dtype: None for the one that the run was imported with, or
+              the model's compute dtype. family: a `model_type`; None for the one that the run was
+              imported as, or the first that can express the model.
+    Raises:   ConfigError when there is no such checkpoint, or the family cannot express its model.
+    """
+    saved = checkpoint.read_saved(run, step)
+    cfg = checkpoint.load_config(run, saved.step)
+    kept = Path(run) / CARRIED
+    carried = read_config_json(kept) if (kept / CONFIG_FILE).is_file() else {}
+    if family is not None:
+        chosen = named_family(family)
+    else:
+        chosen = family_of(carried) if carried else choose_family(cfg.model)
+    reason = why_not(chosen, cfg.model)
+    if reason is not None:
+        fix = f"use --family {choose_family(cfg.model).model_type}"
+        rule = f"cannot express this model ({reason})"
+        raise ConfigError("--family", chosen.model_type, rule, fix)
+    if dtype is None:
+        dtype = carried.get("dtype") or carried.get("torch_dtype") or cfg.model.dtype
+    return Export(
+        run=Path(run),
+        step=saved.step,
+        config=cfg,
+        family=chosen,
+        dtype=dtype,
+        carried=carried if carried.get("model_type") == chosen.model_type else {},
+        arrays=open_run(run, cfg, saved.step),
+        entries=entry_table(chosen, cfg.model),
+        sizes=sizes_of(cfg.model),
+    )
+
+
+def to_hf(
+    export: Export,
+    folder: Path,
+    say: Callable[[str], None],
+    tolerance: float | None = selfcheck.TOLERANCE,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write the folder; it appears when it is complete, and checked.
+
+    Args:     say: told what was done. tolerance: of the self-check; None for none.
+    Raises:   ConfigError when the folder is in use; CheckFailed.
+    """
+    refuse_used("DIR", folder)
+    m = export.config.model
+    with new_folder(folder) as temporary:
+        write_export(export, temporary, say, shard_bytes)
+        if tolerance is not None:
+            tensors = find_tensors(temporary)
+            check_tensors(tensors, export.entries, export.sizes)
+            published = selfcheck.published_reader(export.entries, export.sizes, tensors)
+            run = selfcheck.run_reader(export.arrays, m, export.dtype)
+            selfcheck.check_conversion(m, run, published, temporary, tolerance, say)
+
+
+def write_export(
+    export: Export, folder: Path, say: Callable[[str], None], shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write config, tokenizer and weights into an empty folder.
+
+    Memory stays at a few times the largest piece that the checkpoint is stored in.
+    """
+    m, family = export.config.model, export.family
+    copy_carried(export.run / CARRIED, folder)
+    carried = dict(export.carried)
+    if not (export.run / CARRIED).is_dir():
+        carried = own_values(export.config) | tokenizer_files.write(export.config, folder, say)
+    values = config_json(m, family, carried, export.dtype)
+    (folder / CONFIG_FILE).write_text(json.dumps(values, indent=2) + "\n")
+    shapes = export.shapes()
+    stored = create_tensors(folder, shapes, export.dtype, shard_bytes)
+    with meter(sum(s.num_bytes for s in stored.values())) as progress:
+        for entry in export.entries:
+            copy_out(export, entry, stored, progress)
+        say(f"wrote {progress.summary(max(s.num_bytes for s in stored.values()))}")
+
+
+def own_values(cfg: Config) -> Values:
+    """What config.json says of a run that was not imported, besides the model's own fields."""
+    return {
+        "max_position_embeddings": cfg.data.seq_len,
+        "initializer_range": cfg.model.init_std,
+        "attention_dropout": 0.0,
+        "use_cache": True,
+    }
+
+
+def copy_out(export: Export, entry: Entry, stored: dict[str, Stored], progress: Meter) -> None:
+    """Copy one parameter, one stored piece after the other.
+
+    Raises:   ConfigError naming the tensor when a number is too large for the dtype.
+    """
+    arrays, sizes = export.arrays, export.sizes
+    dtype = DTYPES[NAMES[export.dtype]]
+    writable = lambda name: stored[name].open("r+")  # noqa: E731
+    for box in grid(shape_of(entry.ours, sizes), arrays.chunk(entry.path)):
+        values = arrays.read(entry.path, box)
+        for place, name, part in tensors_in(entry, sizes, box, writable):
+            with np.errstate(over="ignore"):
+                part[...] = values[place].astype(dtype)
+            if export.dtype == "float16" and np.isinf(part).any():
+                rule = "has numbers beyond 65,504, the largest of float16"
+                raise ConfigError(name, "float16", rule, "use --dtype bfloat16")
+            progress.advance(part.nbytes)
+
+
+def _in_order(name: str) -> list[tuple[int, int | str]]:
+    """A sorting key under which layer 10 comes after layer 9."""
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in name.split(".")]

@@ -1,0 +1,142 @@
+"""The published families: a table each, read in both directions.
+
+A `Family` says how its config.json spells our fields (`hf_config.py` reads that) and where its
+tensors go (`layout.py` explains an Entry). To add one, add a table; to support a new feature of a
+model, add its field and its parameter to the model first.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxpar.convert.layout import Entry
+
+_LAYER = "model.layers.{L}."
+_ATTENTION = _LAYER + "self_attn."
+
+TOP = (
+    Entry("embed", "model.embed_tokens.weight", "VD", "V D"),
+    Entry("final_norm", "model.norm.weight", "D", "D"),
+    Entry("head", "lm_head.weight", "DV", "V D"),
+)
+ATTENTION = (
+    Entry("layers/attn_norm", _LAYER + "input_layernorm.weight", "LD", "D"),
+    Entry("layers/wq", _ATTENTION + "q_proj.weight", "LDHK", "HK D"),
+    Entry("layers/wk", _ATTENTION + "k_proj.weight", "LDGK", "GK D"),
+    Entry("layers/wv", _ATTENTION + "v_proj.weight", "LDGK", "GK D"),
+    Entry("layers/wo", _ATTENTION + "o_proj.weight", "LHKD", "D HK"),
+)
+QKV_BIAS = (
+    Entry("layers/bq", _ATTENTION + "q_proj.bias", "LHK", "HK"),
+    Entry("layers/bk", _ATTENTION + "k_proj.bias", "LGK", "GK"),
+    Entry("layers/bv", _ATTENTION + "v_proj.bias", "LGK", "GK"),
+)
+OUT_BIAS = (Entry("layers/bo", _ATTENTION + "o_proj.bias", "LD", "D"),)
+QK_NORM = (
+    Entry("layers/q_norm", _ATTENTION + "q_norm.weight", "LK", "K"),
+    Entry("layers/k_norm", _ATTENTION + "k_norm.weight", "LK", "K"),
+)
+MLP = (
+    Entry("layers/mlp_norm", _LAYER + "post_attention_layernorm.weight", "LD", "D"),
+    Entry("layers/w_gate", _LAYER + "mlp.gate_proj.weight", "LDF", "F D"),
+    Entry("layers/w_up", _LAYER + "mlp.up_proj.weight", "LDF", "F D"),
+    Entry("layers/w_down", _LAYER + "mlp.down_proj.weight", "LFD", "D F"),
+)
+MLP_BIAS = (
+    Entry("layers/b_gate", _LAYER + "mlp.gate_proj.bias", "LF", "F"),
+    Entry("layers/b_up", _LAYER + "mlp.up_proj.bias", "LF", "F"),
+    Entry("layers/b_down", _LAYER + "mlp.down_proj.bias", "LD", "D"),
+)
+
+#: Fields that every family spells alike.
+COMMON = {
+    "num_layers": "num_hidden_layers",
+    "d_model": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "d_ff": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "norm_eps": "rms_norm_eps",
+    "tie_embeddings": "tie_word_embeddings",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """How a published family writes a model down."""
+
+    model_type: str
+    """`model_type` of its config.json."""
+    architecture: str
+    """The class that `architectures` names."""
+    entries: tuple[Entry, ...]
+    """Every parameter that a model of it may have."""
+    fields: dict[str, str]
+    """Our fields of the model, and their keys in config.json."""
+    fixed: dict[str, Any] = field(default_factory=dict)
+    """Our fields that have one value in all of its models."""
+    defaults: dict[str, Any]
+    """What a key of config.json means when it is left out."""
+    required: dict[str, Any] = field(default_factory=dict)
+    """Keys that may have no other value, since the model would compute something else."""
+    sliding: bool = False
+    """Whether its layers may have a sliding window."""
+
+
+_SILU = {"hidden_act": "silu"}
+
+LLAMA = Family(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    entries=(*TOP, *ATTENTION, *QKV_BIAS, *OUT_BIAS, *MLP, *MLP_BIAS),
+    fields=COMMON
+    | {"qkv_bias": "attention_bias", "out_bias": "attention_bias", "mlp_bias": "mlp_bias"},
+    defaults={"attention_bias": False, "mlp_bias": False, "rms_norm_eps": 1e-6},
+    required=_SILU,
+)
+MISTRAL = Family(
+    model_type="mistral",
+    architecture="MistralForCausalLM",
+    entries=(*TOP, *ATTENTION, *MLP),
+    fields=COMMON,
+    defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-6, "sliding_window": 4096},
+    required=_SILU,
+    sliding=True,
+)
+QWEN2 = Family(
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    entries=(*TOP, *ATTENTION, *QKV_BIAS, *MLP),
+    fields=COMMON,
+    fixed={"qkv_bias": True},
+    defaults={
+        "num_key_value_heads": 32,
+        "rms_norm_eps": 1e-6,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    },
+    required=_SILU,
+    sliding=True,
+)
+QWEN3 = Family(
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    entries=(*TOP, *ATTENTION, *QKV_BIAS, *OUT_BIAS, *QK_NORM, *MLP),
+    fields=COMMON | {"qkv_bias": "attention_bias", "out_bias": "attention_bias"},
+    fixed={"qk_norm": True},
+    defaults={
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    },
+    required=_SILU,
+    sliding=True,
+)
+
+#: In this order, the first that can express a model is its family, unless another is asked for.
+FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3)
