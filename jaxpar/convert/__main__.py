@@ -1,4 +1,4 @@
-"""Published models in and out: python -m jaxpar.convert from-hf DIR RUN, and to-hf RUN DIR."""
+"""Models in and out: python -m jaxpar.convert from-hf DIR RUN, to-hf RUN DIR, to-torch RUN FILE."""
 
 import dataclasses
 import math
@@ -13,7 +13,7 @@ import tyro
 
 from jaxpar import cli, guard
 from jaxpar.config import ConfigError
-from jaxpar.convert import exporting, importing, selfcheck
+from jaxpar.convert import exporting, importing, selfcheck, torch_file
 
 PROGRAM = "python -m jaxpar.convert"
 
@@ -64,9 +64,23 @@ class ToHf:
     )
 
 
-COMMANDS: dict[str, Callable[..., Any]] = {"from-hf": FromHf, "to-hf": ToHf}
+@dataclass(frozen=True, kw_only=True)
+class ToTorch:
+    """Make a PyTorch state_dict of a checkpoint; scripts/torch_model.py loads it."""
 
-type Options = FromHf | ToHf
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """Run folder."""
+    file: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE.pt")]
+    """File to write, with the model's fields in a .json beside it; both must be new."""
+    step: int | None = None
+    """Checkpoint to read. None: the latest."""
+    dtype: Dtype | None = None
+    """Of the weights. None: that of the imported model, or the run's compute dtype."""
+
+
+COMMANDS: dict[str, Callable[..., Any]] = {"from-hf": FromHf, "to-hf": ToHf, "to-torch": ToTorch}
+
+type Options = FromHf | ToHf | ToTorch
 
 
 def read_options(argv: Sequence[str]) -> Options:
@@ -77,10 +91,10 @@ def read_options(argv: Sequence[str]) -> Options:
     options = tyro.extras.subcommand_cli_from_dict(
         COMMANDS, prog=PROGRAM, description=__doc__, args=list(argv)
     )
-    checking = options.checking
-    if not 0 < checking.tolerance < 1:
+    tolerance = getattr(options, "checking", Checking()).tolerance
+    if not 0 < tolerance < 1:
         rule, fix = "must be between 0 and 1", "use --tolerance 1e-4"
-        raise ConfigError("--tolerance", checking.tolerance, rule, fix)
+        raise ConfigError("--tolerance", tolerance, rule, fix)
     if isinstance(options, ToHf) and not (math.isfinite(options.shard_gb) and options.shard_gb > 0):
         raise ConfigError("--shard-gb", options.shard_gb, "must be above 0", "use --shard-gb 5")
     return options
@@ -92,10 +106,13 @@ def main(argv: Sequence[str]) -> int:
     # A conversion is reading and writing; a GPU would have no part in it.
     jax.config.update("jax_platforms", "cpu")
     try:
-        if isinstance(options, FromHf):
-            from_hf(options)
-        else:
-            to_hf(options)
+        match options:
+            case FromHf():
+                from_hf(options)
+            case ToHf():
+                to_hf(options)
+            case ToTorch():
+                to_torch(options)
     except selfcheck.CheckFailed as error:
         print(f"self-check failed: {error}", file=sys.stderr)
         return guard.EXIT_ERROR
@@ -118,6 +135,14 @@ def to_hf(options: ToHf) -> None:
     shard_bytes = int(options.shard_gb * 1e9)
     exporting.to_hf(export, Path(options.folder), say, tolerance, shard_bytes)
     say(f"{options.folder}: {export.family.architecture} in {export.dtype}, of step {export.step}")
+
+
+def to_torch(options: ToTorch) -> None:
+    """`to-torch`."""
+    torch_file.require_torch()
+    export = exporting.open_export(options.run, options.step, options.dtype, torch_file.PLAIN)
+    torch_file.to_torch(export, Path(options.file), say)
+    say(f"{options.file}: {export.dtype}, of step {export.step}")
 
 
 def say(line: str) -> None:

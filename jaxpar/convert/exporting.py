@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxpar import checkpoint
-from jaxpar.config import Config, ConfigError
+from jaxpar.config import Config, ConfigError, ModelConfig
 from jaxpar.convert import selfcheck, tokenizer_files
 from jaxpar.convert.families import Family
 from jaxpar.convert.hf_config import (
@@ -16,6 +16,7 @@ from jaxpar.convert.hf_config import (
     Values,
     choose_family,
     config_json,
+    dtype_of,
     entry_table,
     family_of,
     named_family,
@@ -66,40 +67,51 @@ class Export:
         return dict(sorted(found.items(), key=lambda item: _in_order(item[0])))
 
 
-def open_export(run: str | Path, step: int | None, dtype: str | None, family: str | None) -> Export:
+def open_export(
+    run: str | Path,
+    step: int | None = None,
+    dtype: str | None = None,
+    family: str | Family | None = None,
+) -> Export:
     """A checkpoint to export, every choice made.
 
     Args:     step: None for the latest. dtype: None for the one that the run was imported with, or
-              the model's compute dtype. family: a `model_type`; None for the one that the run was
-              imported as, or the first that can express the model.
+              the model's compute dtype. family: itself, or its `model_type`; None for the one that
+              the run was imported as, or the first that can express the model.
     Raises:   ConfigError when there is no such checkpoint, or the family cannot express its model.
     """
     saved = checkpoint.read_saved(run, step)
     cfg = checkpoint.load_config(run, saved.step)
     kept = Path(run) / CARRIED
     carried = read_config_json(kept) if (kept / CONFIG_FILE).is_file() else {}
-    if family is not None:
-        chosen = named_family(family)
-    else:
-        chosen = family_of(carried) if carried else choose_family(cfg.model)
-    reason = why_not(chosen, cfg.model)
-    if reason is not None:
-        fix = f"use --family {choose_family(cfg.model).model_type}"
-        rule = f"cannot express this model ({reason})"
-        raise ConfigError("--family", chosen.model_type, rule, fix)
+    family = choose(family, cfg.model, carried)
     if dtype is None:
-        dtype = carried.get("dtype") or carried.get("torch_dtype") or cfg.model.dtype
+        dtype = dtype_of(carried) if carried else cfg.model.dtype
     return Export(
         run=Path(run),
         step=saved.step,
         config=cfg,
-        family=chosen,
+        family=family,
         dtype=dtype,
-        carried=carried if carried.get("model_type") == chosen.model_type else {},
+        carried=carried if carried.get("model_type") == family.model_type else {},
         arrays=open_run(run, cfg, saved.step),
-        entries=entry_table(chosen, cfg.model),
+        entries=entry_table(family, cfg.model),
         sizes=sizes_of(cfg.model),
     )
+
+
+def choose(family: str | Family | None, m: ModelConfig, carried: Values) -> Family:
+    """The family to write a model as; arguments and errors as `open_export`."""
+    if family is None:
+        family = family_of(carried) if carried else choose_family(m)
+    elif isinstance(family, str):
+        family = named_family(family)
+    reason = why_not(family, m)
+    if reason is not None:
+        fix = f"use --family {choose_family(m).model_type}"
+        rule = f"cannot express this model ({reason})"
+        raise ConfigError("--family", family.model_type, rule, fix)
+    return family
 
 
 def to_hf(

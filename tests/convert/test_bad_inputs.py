@@ -162,7 +162,7 @@ def test_folders_in_use_are_left_alone(tmp_path):
     with pytest.raises(ConfigError, match=r"RUN = .*is not empty"):
         importing.from_hf(folder, folder, silent)
     importing.from_hf(folder, tmp_path / "run", silent, None)
-    export = exporting.open_export(tmp_path / "run", None, None, None)
+    export = exporting.open_export(tmp_path / "run")
     with pytest.raises(ConfigError, match=r"DIR = .*is not empty"):
         exporting.to_hf(export, folder, silent)
     (tmp_path / "empty").mkdir()
@@ -176,14 +176,14 @@ def test_exports_that_cannot_be(tmp_path):
     importing.from_hf(folder, run, silent, None)
     before = sorted(tmp_path.iterdir())
     with pytest.raises(ConfigError, match=r"step = 7: is no checkpoint of .*use one of 0"):
-        exporting.open_export(run, 7, None, None)
+        exporting.open_export(run, 7)
     with pytest.raises(ConfigError, match="holds no finished checkpoint"):
-        exporting.open_export(folder, None, None, None)
+        exporting.open_export(folder)
     with pytest.raises(ConfigError, match="--family = 'gpt2': is no family"):
-        exporting.open_export(run, None, None, "gpt2")
+        exporting.open_export(run, family="gpt2")
     with pytest.raises(ConfigError, match=r"'qwen3': cannot express .*qk_norm.*--family llama"):
-        exporting.open_export(run, None, None, "qwen3")
-    export = exporting.open_export(run, None, "float16", None)
+        exporting.open_export(run, family="qwen3")
+    export = exporting.open_export(run, dtype="float16")
     with pytest.raises(ConfigError, match=r"model.norm.weight = 'float16': has numbers beyond"):
         exporting.to_hf(export, tmp_path / "out", silent)
     assert sorted(tmp_path.iterdir()) == before

@@ -55,7 +55,7 @@ def save_run(folder: Path, devices, steps=(3,), **values) -> tuple[Config, list]
 @pytest.mark.parametrize("name", MESHES)
 def test_any_meshs_checkpoint(name, devices, tmp_path):
     cfg, (params,) = save_run(tmp_path, devices, **MESHES[name])
-    export, said = exporting.open_export(cfg.run.dir, None, "float32", None), []
+    export, said = exporting.open_export(cfg.run.dir, dtype="float32"), []
     exporting.to_hf(export, tmp_path / "out", said.append)
     assert "largest difference 0.00e+00" in said[1]
     found = load_file(tmp_path / "out" / "model.safetensors")
@@ -74,21 +74,21 @@ def test_any_meshs_checkpoint(name, devices, tmp_path):
 def test_any_step_in_the_runs_compute_dtype(devices, tmp_path):
     cfg, params = save_run(tmp_path, devices, steps=(3, 5))
     for step, wanted in zip((3, 5), params, strict=True):
-        export = exporting.open_export(cfg.run.dir, step, None, None)
+        export = exporting.open_export(cfg.run.dir, step)
         assert export.dtype == "bfloat16" and export.step == step
         out = tmp_path / f"out-{step}"
         exporting.to_hf(export, out, silent)
         found = load_file(out / "model.safetensors")["model.embed_tokens.weight"]
         np.testing.assert_array_equal(found, wanted["embed"].astype(found.dtype))
         assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
-    assert exporting.open_export(cfg.run.dir, None, None, None).step == 5
+    assert exporting.open_export(cfg.run.dir).step == 5
 
 
 def test_the_folder_is_complete(devices, tmp_path):
     cfg, _ = save_run(tmp_path, devices)
     (tmp_path / "data" / "meta.json").unlink()
     said: list[str] = []
-    export = exporting.open_export(cfg.run.dir, None, None, None)
+    export = exporting.open_export(cfg.run.dir)
     exporting.to_hf(export, tmp_path / "bare", said.append)
     assert any(line.startswith("no tokenizer: data.path") for line in said)
     write_dataset(tmp_path / "data", eos_id=256)

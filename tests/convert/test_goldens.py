@@ -96,7 +96,7 @@ def test_the_text_is_long_enough_to_tell_rope_scaling_and_windows(folders, param
 @pytest.mark.parametrize("name", MODELS)
 def test_round_trip_is_bitwise(name, folders, tmp_path):
     folder, run = folders(name)
-    exporting.to_hf(exporting.open_export(run, None, None, None), tmp_path / "out", silent, None)
+    exporting.to_hf(exporting.open_export(run), tmp_path / "out", silent, None)
     before, after = (
         load_file(folder / "model.safetensors"),
         load_file(tmp_path / "out/model.safetensors"),
@@ -119,7 +119,7 @@ def test_round_trip_of_half_precision_in_several_files(dtype, tmp_path):
     code = {"bfloat16": "BF16", "float16": "F16"}[dtype]
     tiny.write_safetensors(folder / "model.safetensors", arrays, code)
     importing.from_hf(folder, tmp_path / "run", silent)
-    export = exporting.open_export(tmp_path / "run", None, None, None)
+    export = exporting.open_export(tmp_path / "run")
     assert export.dtype == dtype
     exporting.to_hf(export, tmp_path / "out", silent, shard_bytes=20_000)
     index = json.loads((tmp_path / "out" / INDEX_FILE).read_text())
