@@ -97,7 +97,13 @@ class ModelConfig:
     head_dim: int = 32
     """Width of one head; num_heads * head_dim need not be d_model."""
     d_ff: int = 704
-    """Width of the SwiGLU feed-forward."""
+    """Width of the SwiGLU feed-forward; with experts, of each."""
+    num_experts: int = 0
+    """Experts of each feed-forward (Mixtral, Qwen3-MoE). 0: one dense feed-forward."""
+    experts_per_token: int = 2
+    """Experts that a token goes through: those that the router finds likeliest."""
+    normalize_experts: bool = True
+    """The weights of a token's experts add up to 1. False: they are the router's probabilities."""
     vocab_size: int = 512
     """Rows of the embedding. Must cover the tokenizer's vocabulary."""
     rope_theta: float = 500_000.0
@@ -143,7 +149,7 @@ class ParallelConfig:
     data: int = -1
     """Ways that batch rows and parameters are sharded (FSDP). -1: the devices that are left."""
     expert: int = 1
-    """Expert-parallel ways. For a dense model it acts as more of `data`."""
+    """Expert-parallel ways. Experts do not use it yet: it acts as more of `data`."""
     sequence: int = 1
     """Ways that one sequence is cut (context parallelism)."""
     tensor: int = 1

@@ -303,6 +303,9 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
         ),
         "optimizer.warmup_steps": 0,
     }
+    if m.num_experts:
+        values["model.num_experts"] = min(m.num_experts, 8)
+        values["model.experts_per_token"] = min(m.experts_per_token, 4)
     if m.sliding_window is not None:
         values["model.sliding_window"] = up(m.sliding_window * shorter, 1)
     if m.rope_scaling is not None:

@@ -53,7 +53,7 @@ def check(cfg: Config) -> None:
 def _each_rule(cfg: Config) -> None:
     check_types(cfg)
     rules = (_numbers, _places, _schedule, moments, _model, _float8, _attention, remat, _saving)
-    for rule in (*rules, _interleaving, _turns):
+    for rule in (*rules, _interleaving, _turns, _experts):
         rule(cfg)
 
 
@@ -61,11 +61,11 @@ def _each_rule(cfg: Config) -> None:
 
 _AT_LEAST_ONE = """train.num_steps train.global_batch_size train.log_every data.seq_len
 data.prefetch model.num_layers model.d_model model.num_heads model.num_kv_heads model.head_dim
-model.d_ff model.vocab_size parallel.pipeline parallel.replica parallel.expert parallel.sequence
-parallel.tensor parallel.num_microbatches parallel.row_groups parallel.virtual_stages
-checkpoint.keep evaluation.num_batches""".split()
+model.d_ff model.experts_per_token model.vocab_size parallel.pipeline parallel.replica
+parallel.expert parallel.sequence parallel.tensor parallel.num_microbatches parallel.row_groups
+parallel.virtual_stages checkpoint.keep evaluation.num_batches""".split()
 
-_AT_LEAST_ZERO = """run.cpu_devices train.seed train.z_loss optimizer.warmup_steps
+_AT_LEAST_ZERO = """run.cpu_devices model.num_experts train.seed train.z_loss optimizer.warmup_steps
 optimizer.weight_decay optimizer.clip_norm checkpoint.every checkpoint.keep_every
 evaluation.every""".split()
 
@@ -205,6 +205,25 @@ def _turns(cfg: Config) -> None:
     rule = "needs unrolled layers, and parallel.layer_loop is scan"
     ways = flag(path, 1), flag("parallel.layer_loop", "unroll")
     _require(p.row_groups == 1 or p.layer_loop == "unroll", cfg, path, rule, *ways)
+
+
+def _experts(cfg: Config) -> None:
+    """A mixture of experts, and nothing beside it that it would leave out."""
+    m, count = cfg.model, "model.num_experts"
+    none = flag(count, 0)
+    if m.num_experts == 0:
+        for path in ("model.experts_per_token", "model.normalize_experts"):
+            default, rule = default_of(path), f"needs experts, and {count} is 0"
+            ways = flag(path, default), flag(count, 8)
+            _require(_get(cfg, path) == default, cfg, path, rule, *ways)
+        return
+    path, rule = "model.experts_per_token", f"must be at most model.num_experts = {m.num_experts}"
+    ways = flag(path, m.num_experts), flag(count, m.experts_per_token)
+    _require(m.experts_per_token <= m.num_experts, cfg, path, rule, *ways)
+    path, rule = "model.mlp_bias", f"is of a dense feed-forward, and {count} is {m.num_experts}"
+    _require(not m.mlp_bias, cfg, path, rule, flag(path, False), none)
+    path, rule = "model.matmul_dtype", f"does not cover experts, and {count} is {m.num_experts}"
+    _require(m.matmul_dtype == "compute", cfg, path, rule, flag(path, "compute"), none)
 
 
 # ---------------------------------------------------------------------------- what divides what

@@ -59,8 +59,37 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
 
+class SwiGLU(nn.Module):
+    """A gated feed-forward."""
+
+    def __init__(self, m: SimpleNamespace):
+        super().__init__()
+        self.gate, self.up = (nn.Linear(m.d_model, m.d_ff, bias=m.mlp_bias) for _ in "gu")
+        self.down = nn.Linear(m.d_ff, m.d_model, bias=m.mlp_bias)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class Experts(nn.Module):
+    """Several SwiGLUs, of which each token takes the likeliest few."""
+
+    def __init__(self, m: SimpleNamespace):
+        super().__init__()
+        self.m, self.router = m, nn.Linear(m.d_model, m.num_experts, bias=False)
+        self.experts = nn.ModuleList(SwiGLU(m) for _ in range(m.num_experts))
+
+    def forward(self, h: Tensor) -> Tensor:
+        chance = self.router(h).float().softmax(-1)
+        likely, which = chance.topk(self.m.experts_per_token, -1)
+        if self.m.normalize_experts:
+            likely = likely / likely.sum(-1, keepdim=True)
+        weights = torch.zeros_like(chance).scatter(-1, which, likely).to(h.dtype)
+        return sum(weights[..., e, None] * f(h) for e, f in enumerate(self.experts))
+
+
 class Layer(nn.Module):
-    """One pre-norm block: attention, then a SwiGLU feed-forward."""
+    """One pre-norm block: attention, then a feed-forward."""
 
     def __init__(self, m: SimpleNamespace):
         super().__init__()
@@ -71,13 +100,11 @@ class Layer(nn.Module):
         self.o = nn.Linear(heads, D, bias=m.out_bias)
         if m.qk_norm:
             self.q_norm, self.k_norm = (Norm(m.head_dim, m.norm_eps) for _ in "qk")
-        self.gate, self.up = (nn.Linear(D, m.d_ff, bias=m.mlp_bias) for _ in "gu")
-        self.down = nn.Linear(m.d_ff, D, bias=m.mlp_bias)
+        self.mlp = Experts(m) if m.num_experts else SwiGLU(m)
 
     def forward(self, x: Tensor, angles: Tensor, seen: Tensor) -> Tensor:
         x = x + self.attention(self.attn_norm(x), angles, seen)
-        h = self.mlp_norm(x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+        return x + self.mlp(self.mlp_norm(x))
 
     def attention(self, h: Tensor, angles: Tensor, seen: Tensor) -> Tensor:
         q, k, v = (w(h).unflatten(-1, (-1, self.m.head_dim)) for w in (self.q, self.k, self.v))

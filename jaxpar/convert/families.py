@@ -46,6 +46,19 @@ MLP_BIAS = (
     Entry("layers/b_up", _LAYER + "mlp.up_proj.bias", "LF", "F"),
     Entry("layers/b_down", _LAYER + "mlp.down_proj.bias", "LD", "D"),
 )
+MLP_NORM = MLP[:1]
+MIXTRAL_EXPERTS = (
+    Entry("layers/router", _LAYER + "block_sparse_moe.gate.weight", "LDE", "E D"),
+    Entry("layers/w_gate", _LAYER + "block_sparse_moe.experts.{E}.w1.weight", "LEDF", "F D"),
+    Entry("layers/w_up", _LAYER + "block_sparse_moe.experts.{E}.w3.weight", "LEDF", "F D"),
+    Entry("layers/w_down", _LAYER + "block_sparse_moe.experts.{E}.w2.weight", "LEFD", "D F"),
+)
+QWEN3_EXPERTS = (
+    Entry("layers/router", _LAYER + "mlp.gate.weight", "LDE", "E D"),
+    Entry("layers/w_gate", _LAYER + "mlp.experts.{E}.gate_proj.weight", "LEDF", "F D"),
+    Entry("layers/w_up", _LAYER + "mlp.experts.{E}.up_proj.weight", "LEDF", "F D"),
+    Entry("layers/w_down", _LAYER + "mlp.experts.{E}.down_proj.weight", "LEFD", "D F"),
+)
 
 #: Fields that every family spells alike.
 COMMON = {
@@ -79,6 +92,8 @@ class Family:
     """What a key of config.json means when it is left out."""
     required: dict[str, Any] = field(default_factory=dict)
     """Keys that may have no other value, since the model would compute something else."""
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Other names of keys, which some versions of `transformers` write: {other: key}."""
     sliding: bool = False
     """Whether its layers may have a sliding window."""
 
@@ -137,6 +152,50 @@ QWEN3 = Family(
     required=_SILU,
     sliding=True,
 )
+MIXTRAL = Family(
+    model_type="mixtral",
+    architecture="MixtralForCausalLM",
+    entries=(*TOP, *ATTENTION, *MLP_NORM, *MIXTRAL_EXPERTS),
+    fields=COMMON
+    | {"num_experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"},
+    fixed={"normalize_experts": True},
+    defaults={
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": None,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    required=_SILU,
+    sliding=True,
+)
+QWEN3_MOE = Family(
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    entries=(*TOP, *ATTENTION, *QKV_BIAS, *OUT_BIAS, *QK_NORM, *MLP_NORM, *QWEN3_EXPERTS),
+    fields=COMMON
+    | {
+        "d_ff": "moe_intermediate_size",
+        "num_experts": "num_experts",
+        "experts_per_token": "num_experts_per_tok",
+        "normalize_experts": "norm_topk_prob",
+        "qkv_bias": "attention_bias",
+        "out_bias": "attention_bias",
+    },
+    fixed={"qk_norm": True},
+    defaults={
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+    },
+    # Every layer has experts, and none a window.
+    required=_SILU | {"decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False},
+    aliases={"num_local_experts": "num_experts"},
+)
 
 #: In this order, the first that can express a model is its family, unless another is asked for.
-FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3)
+FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE)

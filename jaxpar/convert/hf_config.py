@@ -95,7 +95,8 @@ def model_of(values: Values, family: Family) -> ModelConfig:
 
     Raises:   ConfigError naming the key that is missing or that ours cannot compute.
     """
-    values = family.defaults | values
+    renamed = {key: values[other] for other, key in family.aliases.items() if other in values}
+    values = family.defaults | renamed | values
     for key, wanted in (REQUIRED | family.required).items():
         found = values.get(key, wanted)
         if found != wanted and found is not None:
@@ -201,7 +202,7 @@ def why_not(family: Family, m: ModelConfig) -> str | None:
             return f"model.{ours} = {getattr(m, ours)} and model.{name} = {value}: it has one key"
     if m.sliding_window is not None and not family.sliding:
         return f"model.sliding_window = {m.sliding_window}, and its models have none"
-    missing = set(flat(param_specs(m))) - {entry.path for entry in family.entries}
+    missing = set(flat(param_specs(m))) - {entry.path for entry in entry_table(family, m)}
     return f"no tensor for {', '.join(sorted(missing))}" if missing else None
 
 
@@ -229,6 +230,7 @@ def config_json(m: ModelConfig, family: Family, carried: Values, dtype: str) -> 
     own = {key: getattr(m, ours) for ours, key in family.fields.items()}
     own |= {"architectures": [family.architecture], "model_type": family.model_type}
     own |= {"dtype": dtype, "torch_dtype": dtype} | write_rope(m) | family.required
+    own |= {other: own[key] for other, key in family.aliases.items()}
     if family.sliding:
         own |= _window_keys(m, family)
     return carried | own
@@ -269,6 +271,9 @@ def _window_keys(m: ModelConfig, family: Family) -> Values:
 
 
 def entry_table(family: Family, m: ModelConfig) -> list[Entry]:
-    """The family's entries for the parameters that a model has."""
-    there = flat(param_specs(m))
-    return [entry for entry in family.entries if entry.path in there]
+    """The family's entries for the parameters that a model has.
+
+    Dense and mixed feed-forwards have parameters of one name; the number of dimensions tells.
+    """
+    rank = {path: len(spec.shape) for path, spec in flat(param_specs(m)).items()}
+    return [entry for entry in family.entries if rank.get(entry.path) == len(entry.ours)]

@@ -56,6 +56,7 @@ def sizes_of(m: ModelConfig) -> Sizes:
         "K": m.head_dim,
         "F": m.d_ff,
         "V": m.vocab_size,
+        "E": m.num_experts,
     }
 
 

@@ -13,7 +13,7 @@ from jax import lax
 from jaxpar.batch import Batch
 from jaxpar.config import Config
 from jaxpar.kernels.attention import AttentionMask
-from jaxpar.model import layers
+from jaxpar.model import experts, layers
 from jaxpar.model.remat import named
 from jaxpar.parallel.collectives import gather_sequence, scatter_sequence
 from jaxpar.parallel.context import context_attention
@@ -58,7 +58,7 @@ def layer(x: jax.Array, w: Tree, tokens: Tokens, cfg: Config) -> jax.Array:
         x = named(_add_output(x, attend(h, w, tokens, cfg), w.get("bo")), "attn_residual")
     with jax.named_scope("feed_forward"):
         h = gathered_norm(x, w, "mlp_norm", cfg)
-        return _add_output(x, feed_forward(h, w), w.get("b_down"))
+        return _add_output(x, feed_forward(h, w, cfg), w.get("b_down"))
 
 
 def gathered_norm(x: jax.Array, w: Tree, name: str, cfg: Config) -> jax.Array:
@@ -72,8 +72,10 @@ def attend(h: jax.Array, w: Tree, tokens: Tokens, cfg: Config) -> jax.Array:
     return layers.matmul(out, [w["wo"]], "attn_out")[0]
 
 
-def feed_forward(h: jax.Array, w: Tree) -> jax.Array:
+def feed_forward(h: jax.Array, w: Tree, cfg: Config) -> jax.Array:
     """SwiGLU of normalised inputs: this tensor rank's part of a sum, the same shape."""
+    if cfg.model.num_experts:
+        return experts.feed_forward(h, w, cfg.model)
     gate, up = (named(a, "gate_up") for a in layers.gate_and_up(h, w))
     hidden = named(layers.swiglu(gate, up), "mlp_hidden")
     return layers.matmul(hidden, [w["w_down"]], "mlp_hidden")[0]
@@ -135,7 +137,7 @@ def layer_in_turns(
     h = input_of(0)
     for turn in range(2 * n):
         with jax.named_scope("attention" if turn < n else "feed_forward"):
-            out = attend(h, w, tokens[turn], cfg) if turn < n else feed_forward(h, w)
+            out = attend(h, w, tokens[turn], cfg) if turn < n else feed_forward(h, w, cfg)
         if turn + 1 < 2 * n:
             h, out = lax.optimization_barrier((input_of(turn + 1), out))
         partial.append(out)

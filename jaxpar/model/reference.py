@@ -60,8 +60,22 @@ def block(x: jax.Array, w: Tree, positions, segments, m: ModelConfig) -> jax.Arr
     o = _attend(q, k, v, positions, segments, m)
     x = x + jnp.einsum("bthk,hkd->btd", o, w["wo"]) + w.get("bo", 0.0)
     h = _norm(x, w["mlp_norm"], m.norm_eps)
+    if m.num_experts:
+        return x + _experts(h, w, m)
     gate, up = (h @ w["w_" + n] + w.get("b_" + n, 0.0) for n in ("gate", "up"))
     return x + (gate * jax.nn.sigmoid(gate) * up) @ w["w_down"] + w.get("b_down", 0.0)
+
+
+def _experts(h, w: Tree, m: ModelConfig):
+    """All experts of all tokens; the weights of those below the k-th likeliest are 0."""
+    chance = jax.nn.softmax(h @ w["router"], axis=-1)
+    least = jnp.sort(chance, axis=-1)[..., -m.experts_per_token, None]
+    chance = jnp.where(chance >= least, chance, 0.0)
+    if m.normalize_experts:
+        chance = chance / jnp.sum(chance, axis=-1, keepdims=True)
+    gate, up = (jnp.einsum("btd,edf->btef", h, w["w_" + n]) for n in ("gate", "up"))
+    hidden = gate * jax.nn.sigmoid(gate) * up
+    return jnp.einsum("btef,efd,bte->btd", hidden, w["w_down"], chance)
 
 
 def _norm(x, gain, eps):

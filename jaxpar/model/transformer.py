@@ -1,4 +1,4 @@
-"""The Llama-family decoder: its parameters, and its three parts as functions of local shards.
+"""The decoder, of the Llama family or with experts: its parameters, and its three parts as functions of local shards.
 
     embed   tokens -> residual stream, the vocabulary split over VOCAB_AXES
     stage   residual stream -> residual stream, through some of the layers
@@ -47,6 +47,7 @@ LAYER_DIMS: dict[str, int | None] = {
     "wo": -1,
     "bo": None,
     "mlp_norm": None,
+    "router": -2,
     "w_gate": -2,
     "b_gate": None,
     "w_up": -2,
@@ -56,7 +57,7 @@ LAYER_DIMS: dict[str, int | None] = {
 }
 
 #: The matrices of a layer, which `model.matmul_dtype` is about, with their entries.
-PROJECTIONS = {name: dim for name, dim in LAYER_DIMS.items() if dim is not None}
+PROJECTIONS = {n: dim for n, dim in LAYER_DIMS.items() if dim is not None and n != "router"}
 
 #: As LAYER_DIMS, for the arrays outside the layers.
 TOP_DIMS: dict[str, int | None] = {"embed": -1, "final_norm": None, "head": -2}
@@ -85,10 +86,15 @@ def param_specs(m: ModelConfig) -> Tree:
         "wv": matrix((D, G, K), ("embed", "kv_heads", "head_dim")),
         "wo": matrix((H, K, D), ("heads", "head_dim", "embed"), deep),
         "mlp_norm": vector((D,), ("norm",), "ones"),
-        "w_gate": matrix((D, F), ("embed", "mlp")),
-        "w_up": matrix((D, F), ("embed", "mlp")),
-        "w_down": matrix((F, D), ("mlp", "embed"), deep),
     }
+    if m.num_experts:
+        E = m.num_experts
+        blocks["router"] = matrix((D, E), ("embed", "experts"))
+        blocks |= {n: matrix((E, D, F), ("experts", "embed", "mlp")) for n in ("w_gate", "w_up")}
+        blocks["w_down"] = matrix((E, F, D), ("experts", "mlp", "embed"), deep)
+    else:
+        blocks |= {n: matrix((D, F), ("embed", "mlp")) for n in ("w_gate", "w_up")}
+        blocks["w_down"] = matrix((F, D), ("mlp", "embed"), deep)
     if m.qk_norm:
         blocks |= {name: vector((K,), ("head_dim",), "ones") for name in ("q_norm", "k_norm")}
     if m.qkv_bias:

@@ -132,6 +132,8 @@ def test_bytes_survive_as_a_published_tokenizer():
         ({"qkv_bias": True, "sliding_window": 8}, "qwen2"),
         ({"qk_norm": True}, "qwen3"),
         ({"qk_norm": True, "qkv_bias": True, "out_bias": True}, "qwen3"),
+        ({"num_experts": 4}, "mixtral"),
+        ({"num_experts": 4, "qk_norm": True, "normalize_experts": False}, "qwen3_moe"),
     ],
 )
 def test_the_family_that_fits(fields, family):

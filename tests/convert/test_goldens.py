@@ -136,6 +136,7 @@ MESHES = {
     "qwen3": {"data": 2, "tensor": 2},
     "llama3_2": {"data": 2, "replica": 2},
     "mistral": {"tensor": 2, "data": 1},
+    "mixtral": {"expert": 2, "tensor": 2, "data": 1},
 }
 
 

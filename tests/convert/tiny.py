@@ -76,6 +76,27 @@ MODELS = {
         attention_bias=False,
         head_dim=16,
     ),
+    "mixtral": _model(
+        "mixtral",
+        "MixtralForCausalLM",
+        rope_theta=1000000.0,
+        sliding_window=None,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    ),
+    "qwen3_moe": _model(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        rope_theta=10000.0,
+        rope_scaling=None,
+        head_dim=16,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+    ),
 }
 
 
@@ -108,10 +129,24 @@ def shapes(values: dict) -> dict[str, tuple[int, ...]]:
 
 
 def _mlp(layer: str, values: dict, D: int, F: int) -> dict[str, tuple[int, ...]]:
+    if values["model_type"] == "mixtral":
+        moe, of = layer + "block_sparse_moe.", {"w1": (F, D), "w2": (D, F), "w3": (F, D)}
+        return _experts(moe, values["num_local_experts"], D, of)
+    if values["model_type"] == "qwen3_moe":
+        F = values["moe_intermediate_size"]
+        of = {"gate_proj": (F, D), "up_proj": (F, D), "down_proj": (D, F)}
+        return _experts(layer + "mlp.", values["num_experts"], D, of)
     of = {"gate_proj": (F, D), "up_proj": (F, D), "down_proj": (D, F)}
     found = {f"{layer}mlp.{name}.weight": shape for name, shape in of.items()}
     if values.get("mlp_bias"):
         found |= {f"{layer}mlp.{name}.bias": shape[:1] for name, shape in of.items()}
+    return found
+
+
+def _experts(moe: str, count: int, D: int, of: dict) -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {moe + "gate.weight": (count, D)}
+    for e in range(count):
+        found |= {f"{moe}experts.{e}.{name}.weight": shape for name, shape in of.items()}
     return found
 
 
