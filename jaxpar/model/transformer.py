@@ -1,4 +1,4 @@
-"""The decoder, of the Llama family or with experts: its parameters, and its three parts as functions of local shards.
+"""The decoder, dense or with experts: its parameters, and three parts as functions of local shards.
 
     embed   tokens -> residual stream, the vocabulary split over VOCAB_AXES
     stage   residual stream -> residual stream, through some of the layers
