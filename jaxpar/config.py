@@ -124,6 +124,20 @@ class ModelConfig:
     """Biases on the three feed-forward projections."""
     sliding_window: int | None = None
     """Each query sees this many latest keys, itself included (Mistral). None: all of them."""
+    global_every: int = 0
+    """Every so many layers, one has no sliding window (Gemma 3: 6). 0: all layers are alike."""
+    local_rope_theta: float | None = None
+    """Base of the rotary frequencies in layers with the window. None: rope_theta, as elsewhere."""
+    activation: Literal["silu", "gelu"] = "silu"
+    """Of the feed-forward's gate. gelu: in its tanh form, of GeGLU (Gemma)."""
+    post_norms: bool = False
+    """RMSNorm also after attention and feed-forward, before they are added (Gemma)."""
+    norm_offset: bool = False
+    """RMSNorm multiplies by 1 + its parameter, which starts at 0 (Gemma)."""
+    embed_scale: bool = False
+    """Multiply embeddings by sqrt(d_model) (Gemma)."""
+    query_scale_dim: int | None = None
+    """Attention scores are divided by its root (Gemma). None: by that of head_dim."""
     init_std: float = 0.02
     """Standard deviation of initial weights; outputs of a block get init_std / sqrt(2 * layers)."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"

@@ -25,6 +25,8 @@ from jaxpar.state import state_specs
 def config_for_sampling(cfg: Config) -> Config:
     """The same model on a mesh of one device, reading one row at a time, in the compute dtype."""
     parallel = ParallelConfig(data=1, zero=1, remat=cfg.parallel.remat)
+    if cfg.model.global_every:
+        parallel = dataclasses.replace(parallel, layer_loop="unroll")
     model = dataclasses.replace(cfg.model, matmul_dtype="compute", float8_scaling="tensor")
     return dataclasses.replace(cfg, parallel=parallel, model=model)
 

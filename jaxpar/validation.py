@@ -18,6 +18,7 @@ from jaxpar.config_types import check_types
 from jaxpar.memory_rules import REMAT_NAMES as REMAT_NAMES
 from jaxpar.memory_rules import REMAT_POLICIES as REMAT_POLICIES
 from jaxpar.memory_rules import moments, remat
+from jaxpar.model_rules import experts, layer_kinds
 
 #: Seeds travel as int32.
 LARGEST_SEED = 2**31 - 1
@@ -53,7 +54,7 @@ def check(cfg: Config) -> None:
 def _each_rule(cfg: Config) -> None:
     check_types(cfg)
     rules = (_numbers, _places, _schedule, moments, _model, _float8, _attention, remat, _saving)
-    for rule in (*rules, _interleaving, _turns, _experts):
+    for rule in (*rules, _interleaving, _turns, experts, layer_kinds):
         rule(cfg)
 
 
@@ -65,9 +66,9 @@ model.d_ff model.experts_per_token model.vocab_size parallel.pipeline parallel.r
 parallel.expert parallel.sequence parallel.tensor parallel.num_microbatches parallel.row_groups
 parallel.virtual_stages checkpoint.keep evaluation.num_batches""".split()
 
-_AT_LEAST_ZERO = """run.cpu_devices model.num_experts train.seed train.z_loss optimizer.warmup_steps
-optimizer.weight_decay optimizer.clip_norm checkpoint.every checkpoint.keep_every
-evaluation.every""".split()
+_AT_LEAST_ZERO = """run.cpu_devices model.num_experts model.global_every train.seed
+train.z_loss optimizer.warmup_steps optimizer.weight_decay optimizer.clip_norm
+checkpoint.every checkpoint.keep_every evaluation.every""".split()
 
 _ABOVE_ZERO = """model.rope_theta model.norm_eps model.init_std optimizer.learning_rate
 optimizer.eps""".split()
@@ -205,25 +206,6 @@ def _turns(cfg: Config) -> None:
     rule = "needs unrolled layers, and parallel.layer_loop is scan"
     ways = flag(path, 1), flag("parallel.layer_loop", "unroll")
     _require(p.row_groups == 1 or p.layer_loop == "unroll", cfg, path, rule, *ways)
-
-
-def _experts(cfg: Config) -> None:
-    """A mixture of experts, and nothing beside it that it would leave out."""
-    m, count = cfg.model, "model.num_experts"
-    none = flag(count, 0)
-    if m.num_experts == 0:
-        for path in ("model.experts_per_token", "model.normalize_experts"):
-            default, rule = default_of(path), f"needs experts, and {count} is 0"
-            ways = flag(path, default), flag(count, 8)
-            _require(_get(cfg, path) == default, cfg, path, rule, *ways)
-        return
-    path, rule = "model.experts_per_token", f"must be at most model.num_experts = {m.num_experts}"
-    ways = flag(path, m.num_experts), flag(count, m.experts_per_token)
-    _require(m.experts_per_token <= m.num_experts, cfg, path, rule, *ways)
-    path, rule = "model.mlp_bias", f"is of a dense feed-forward, and {count} is {m.num_experts}"
-    _require(not m.mlp_bias, cfg, path, rule, flag(path, False), none)
-    path, rule = "model.matmul_dtype", f"does not cover experts, and {count} is {m.num_experts}"
-    _require(m.matmul_dtype == "compute", cfg, path, rule, flag(path, "compute"), none)
 
 
 # ---------------------------------------------------------------------------- what divides what

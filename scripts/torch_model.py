@@ -30,19 +30,20 @@ def load(file: str | Path) -> "Decoder":
 class Norm(nn.Module):
     """Root-mean-square norm over the last dim, in float32."""
 
-    def __init__(self, width: int, eps: float):
+    def __init__(self, width: int, m: SimpleNamespace):
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.empty(width)), eps
+        self.weight, self.m = nn.Parameter(torch.empty(width)), m
 
     def forward(self, x: Tensor) -> Tensor:
         x32 = x.float()
-        scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
-        return (x32 * scale * self.weight.float()).to(x.dtype)
+        scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.m.norm_eps)
+        gain = self.weight.float() + (1 if self.m.norm_offset else 0)
+        return (x32 * scale * gain).to(x.dtype)
 
 
-def frequencies(m: SimpleNamespace) -> Tensor:
+def frequencies(m: SimpleNamespace, theta: float) -> Tensor:
     """Angle per position of each pair of dims, [head_dim / 2]; stretched as Llama 3.1's."""
-    angle = m.rope_theta ** -(torch.arange(0, m.head_dim, 2).float() / m.head_dim)
+    angle = theta ** -(torch.arange(0, m.head_dim, 2).float() / m.head_dim)
     if m.rope_scaling is None:
         return angle
     s = SimpleNamespace(**m.rope_scaling)
@@ -60,15 +61,18 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
 
 
 class SwiGLU(nn.Module):
-    """A gated feed-forward."""
+    """A gated feed-forward, with silu or gelu."""
 
     def __init__(self, m: SimpleNamespace):
         super().__init__()
+        self.activation = m.activation
         self.gate, self.up = (nn.Linear(m.d_model, m.d_ff, bias=m.mlp_bias) for _ in "gu")
         self.down = nn.Linear(m.d_ff, m.d_model, bias=m.mlp_bias)
 
     def forward(self, h: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(h)) * self.up(h))
+        gate = self.gate(h)
+        gate = F.silu(gate) if self.activation == "silu" else F.gelu(gate, approximate="tanh")
+        return self.down(gate * self.up(h))
 
 
 class Experts(nn.Module):
@@ -94,17 +98,21 @@ class Layer(nn.Module):
     def __init__(self, m: SimpleNamespace):
         super().__init__()
         self.m, D, heads, kv = m, m.d_model, m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
-        self.attn_norm, self.mlp_norm = Norm(D, m.norm_eps), Norm(D, m.norm_eps)
+        self.attn_norm, self.mlp_norm = Norm(D, m), Norm(D, m)
+        if m.post_norms:
+            self.attn_post_norm, self.mlp_post_norm = Norm(D, m), Norm(D, m)
         self.q = nn.Linear(D, heads, bias=m.qkv_bias)
         self.k, self.v = (nn.Linear(D, kv, bias=m.qkv_bias) for _ in "kv")
         self.o = nn.Linear(heads, D, bias=m.out_bias)
         if m.qk_norm:
-            self.q_norm, self.k_norm = (Norm(m.head_dim, m.norm_eps) for _ in "qk")
+            self.q_norm, self.k_norm = (Norm(m.head_dim, m) for _ in "qk")
         self.mlp = Experts(m) if m.num_experts else SwiGLU(m)
 
     def forward(self, x: Tensor, angles: Tensor, seen: Tensor) -> Tensor:
-        x = x + self.attention(self.attn_norm(x), angles, seen)
-        return x + self.mlp(self.mlp_norm(x))
+        out = self.attention(self.attn_norm(x), angles, seen)
+        x = x + (self.attn_post_norm(out) if self.m.post_norms else out)
+        out = self.mlp(self.mlp_norm(x))
+        return x + (self.mlp_post_norm(out) if self.m.post_norms else out)
 
     def attention(self, h: Tensor, angles: Tensor, seen: Tensor) -> Tensor:
         q, k, v = (w(h).unflatten(-1, (-1, self.m.head_dim)) for w in (self.q, self.k, self.v))
@@ -112,7 +120,8 @@ class Layer(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, angles), rotate(k, angles)
         q, k, v = (a.transpose(1, 2) for a in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+        scale = (self.m.query_scale_dim or self.m.head_dim) ** -0.5
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True)
         return self.o(out.transpose(1, 2).flatten(2))
 
 
@@ -123,17 +132,21 @@ class Decoder(nn.Module):
         super().__init__()
         self.m, self.embed = m, nn.Embedding(m.vocab_size, m.d_model)
         self.layers = nn.ModuleList(Layer(m) for _ in range(m.num_layers))
-        self.norm = Norm(m.d_model, m.norm_eps)
+        self.norm = Norm(m.d_model, m)
         if not m.tie_embeddings:
             self.head = nn.Linear(m.d_model, m.vocab_size, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        place = torch.arange(tokens.shape[1], device=tokens.device)
-        angles = place[:, None] * frequencies(self.m).to(tokens.device)
-        back = place[:, None] - place
-        seen = (back >= 0) & (back < (self.m.sliding_window or len(place)))
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x, angles, seen)
+        m, place = self.m, torch.arange(tokens.shape[1], device=tokens.device)
+        back, kinds = place[:, None] - place, []
+        for window, theta in (
+            (m.sliding_window, m.local_rope_theta or m.rope_theta),
+            (None, m.rope_theta),  # of the layers that have no window where others have one
+        ):
+            angles = place[:, None] * frequencies(m, theta).to(tokens.device)
+            kinds.append((angles, (back >= 0) & (back < (window or len(place)))))
+        x = self.embed(tokens) * (math.sqrt(m.d_model) if m.embed_scale else 1)
+        for i, layer in enumerate(self.layers, 1):
+            x = layer(x, *kinds[m.global_every > 0 and i % m.global_every == 0])
         head = self.embed if self.m.tie_embeddings else self.head
         return F.linear(self.norm(x), head.weight)

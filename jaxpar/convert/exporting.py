@@ -10,17 +10,15 @@ import numpy as np
 from jaxpar import checkpoint
 from jaxpar.config import Config, ConfigError, ModelConfig
 from jaxpar.convert import selfcheck, tokenizer_files
+from jaxpar.convert.config_file import CONFIG_FILE, Values, read_config_json
 from jaxpar.convert.families import Family
 from jaxpar.convert.hf_config import (
-    CONFIG_FILE,
-    Values,
     choose_family,
     config_json,
     dtype_of,
     entry_table,
     family_of,
     named_family,
-    read_config_json,
     why_not,
 )
 from jaxpar.convert.hf_folder import check_tensors, create_tensors, find_tensors

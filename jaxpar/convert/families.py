@@ -59,6 +59,11 @@ QWEN3_EXPERTS = (
     Entry("layers/w_up", _LAYER + "mlp.experts.{E}.up_proj.weight", "LEDF", "F D"),
     Entry("layers/w_down", _LAYER + "mlp.experts.{E}.down_proj.weight", "LEFD", "D F"),
 )
+GEMMA_NORMS = (
+    Entry("layers/attn_post_norm", _LAYER + "post_attention_layernorm.weight", "LD", "D"),
+    Entry("layers/mlp_norm", _LAYER + "pre_feedforward_layernorm.weight", "LD", "D"),
+    Entry("layers/mlp_post_norm", _LAYER + "post_feedforward_layernorm.weight", "LD", "D"),
+)
 
 #: Fields that every family spells alike.
 COMMON = {
@@ -86,6 +91,8 @@ class Family:
     """Every parameter that a model of it may have."""
     fields: dict[str, str]
     """Our fields of the model, and their keys in config.json."""
+    same_as: dict[str, str] = field(default_factory=dict)
+    """Our fields that may be None, for the value of another; config.json has that value."""
     fixed: dict[str, Any] = field(default_factory=dict)
     """Our fields that have one value in all of its models."""
     defaults: dict[str, Any]
@@ -96,6 +103,8 @@ class Family:
     """Other names of keys, which some versions of `transformers` write: {other: key}."""
     sliding: bool = False
     """Whether its layers may have a sliding window."""
+    two_kinds: bool = False
+    """Whether some of them may have none, and a rotary base of their own."""
 
 
 _SILU = {"hidden_act": "silu"}
@@ -196,6 +205,47 @@ QWEN3_MOE = Family(
     required=_SILU | {"decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False},
     aliases={"num_local_experts": "num_experts"},
 )
+GEMMA3 = Family(
+    model_type="gemma3_text",
+    architecture="Gemma3ForCausalLM",
+    entries=(*TOP, *ATTENTION, *QKV_BIAS, *OUT_BIAS, *QK_NORM, *GEMMA_NORMS, *MLP[1:]),
+    fields=COMMON
+    | {
+        "query_scale_dim": "query_pre_attn_scalar",
+        "qkv_bias": "attention_bias",
+        "out_bias": "attention_bias",
+    },
+    same_as={"query_scale_dim": "head_dim"},
+    fixed={
+        "qk_norm": True,
+        "post_norms": True,
+        "norm_offset": True,
+        "embed_scale": True,
+        "activation": "gelu",
+        "rope_scaling": None,
+    },
+    defaults={
+        "vocab_size": 262_208,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+    },
+    required={
+        "hidden_activation": "gelu_pytorch_tanh",
+        "final_logit_softcapping": None,
+        "attn_logit_softcapping": None,
+        "use_bidirectional_attention": False,
+    },
+    sliding=True,
+    two_kinds=True,
+)
 
 #: In this order, the first that can express a model is its family, unless another is asked for.
-FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE)
+FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, GEMMA3)

@@ -4,22 +4,32 @@ What would make the model compute something that ours does not is refused by nam
 nothing in the function (token ids, dropout, initial values) are let through, and carried along.
 """
 
-import json
-from pathlib import Path
+import dataclasses
 from typing import Any
 
-from jaxpar.config import ConfigError, ModelConfig, RopeScaling
+from jaxpar.config import ConfigError, ModelConfig
+from jaxpar.convert import layer_keys
+from jaxpar.convert.config_file import Values, refuse
 from jaxpar.convert.families import FAMILIES, Family
 from jaxpar.convert.layout import Entry
 from jaxpar.model.transformer import param_specs
 from jaxpar.params import flat
 
-type Values = dict[str, Any]
-
-CONFIG_FILE = "config.json"
-
 #: Compute dtype of the model for the dtype that the weights are in.
 COMPUTE_DTYPES = {"bfloat16": "bfloat16", "float16": "bfloat16", "float32": "float32"}
+
+#: Fields of the model that a published one says nothing about.
+FREE_MODEL_FIELDS = {
+    "init_std",
+    "dtype",
+    "matmul_dtype",
+    "float8_scaling",
+    "attention_backend",
+    "attention_deterministic",
+    # Of no effect without experts; with them, each has a key or one value.
+    "experts_per_token",
+    "normalize_experts",
+}
 
 #: Keys that change what a model computes, whatever its family, and their one value that ours has.
 REQUIRED = {
@@ -28,31 +38,6 @@ REQUIRED = {
     "is_encoder_decoder": False,
     "use_qk_norm": False,
 }
-
-
-def refuse(key: str, value: Any, rule: str, fix: str) -> ConfigError:
-    """The error for a key of config.json."""
-    return ConfigError(f"{CONFIG_FILE} {key}", value, rule, fix)
-
-
-def read_config_json(folder: Path) -> Values:
-    """The values of a folder's config.json.
-
-    Raises:   ConfigError when there is none, or it is not JSON.
-    """
-    path = folder / CONFIG_FILE
-    if not path.is_file():
-        rule = f"has no {CONFIG_FILE}" if folder.is_dir() else "is no folder"
-        fix = "give a folder with config.json and .safetensors files, as published"
-        raise ConfigError("DIR", str(folder), rule, fix)
-    try:
-        values = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        fix = "fetch the file again"
-        raise ConfigError(CONFIG_FILE, str(path), f"is not JSON ({error})", fix) from error
-    if not isinstance(values, dict):
-        raise ConfigError(CONFIG_FILE, str(path), "is not a JSON object", "fetch the file again")
-    return values
 
 
 def family_of(values: Values) -> Family:
@@ -104,8 +89,7 @@ def model_of(values: Values, family: Family) -> ModelConfig:
     fields: Values = dict(family.fixed)
     for ours, key in family.fields.items():
         fields[ours] = _field(ours, key, values)
-    fields["rope_theta"], fields["rope_scaling"] = read_rope(values)
-    fields["sliding_window"] = _window(values, fields["num_layers"]) if family.sliding else None
+    fields |= layer_keys.read(values, family, fields["num_layers"])
     dtype = dtype_of(values)
     return ModelConfig(**fields, dtype=COMPUTE_DTYPES[dtype])  # type: ignore[arg-type]
 
@@ -119,7 +103,8 @@ def _field(ours: str, key: str, values: Values) -> Any:
         return values.get("num_attention_heads")
     if value is None and ours == "tie_embeddings":
         return False
-    kind = type(getattr(ModelConfig(), ours))
+    default = getattr(ModelConfig(), ours)
+    kind = int if default is None else type(default)
     good = isinstance(value, int | float) if kind is float else isinstance(value, kind)
     if not good:
         raise refuse(key, value, f"must be {kind.__name__}", "fetch the file again")
@@ -135,58 +120,6 @@ def dtype_of(values: Values) -> str:
     return dtype
 
 
-def read_rope(values: Values) -> tuple[float, RopeScaling | None]:
-    """Base and scaling of the rotary frequencies, from the current form or the older one.
-
-    Current: `rope_parameters` holds all. Older: `rope_theta`, and `rope_scaling` with `rope_type`
-    or, older still, `type`.
-    """
-    current, older = values.get("rope_parameters"), values.get("rope_scaling")
-    rope = dict(current or older or {})
-    theta = rope.get("rope_theta") or values.get("rope_theta") or 10_000.0
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        rule = "is not what jaxpar computes"
-        raise refuse("partial_rotary_factor", rope["partial_rotary_factor"], rule, "use 1.0")
-    if kind == "default":
-        return float(theta), None
-    if kind != "llama3":
-        fix = "use a model with rope_type default or llama3"
-        raise refuse("rope_type", kind, "is a RoPE scaling that jaxpar does not have", fix)
-    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    for key in keys:
-        if not isinstance(rope.get(key), int | float):
-            raise refuse(key, rope.get(key), "must be a number, for rope_type llama3", "add it")
-    factor, low, high, original = (rope[key] for key in keys)
-    scaling = RopeScaling(
-        factor=float(factor),
-        low_freq_factor=float(low),
-        high_freq_factor=float(high),
-        original_max_position=int(original),
-    )
-    return float(theta), scaling
-
-
-def _window(values: Values, num_layers: int) -> int | None:
-    """The sliding window, if every layer has it; None if none has.
-
-    Raises:   ConfigError when only some layers have one.
-    """
-    window = values.get("sliding_window")
-    if window is None or values.get("use_sliding_window") is False:
-        return None
-    kinds = values.get("layer_types")
-    if kinds is None:
-        full = min(values.get("max_window_layers") or 0, num_layers)
-        kinds = ["full_attention"] * full + ["sliding_attention"] * (num_layers - full)
-    if set(kinds) == {"full_attention"}:
-        return None
-    if set(kinds) != {"sliding_attention"}:
-        rule = "gives a window to some layers only, which jaxpar does not have"
-        raise refuse("sliding_window", window, rule, "use a model with one kind of layer")
-    return int(window)
-
-
 # ------------------------------------------------------------------------------------ writing
 
 
@@ -200,8 +133,11 @@ def why_not(family: Family, m: ModelConfig) -> str | None:
         name, value = by_key.setdefault(key, (ours, getattr(m, ours)))
         if getattr(m, ours) != value:
             return f"model.{ours} = {getattr(m, ours)} and model.{name} = {value}: it has one key"
-    if m.sliding_window is not None and not family.sliding:
-        return f"model.sliding_window = {m.sliding_window}, and its models have none"
+    others = FREE_MODEL_FIELDS | {*family.fields, *family.fixed, *layer_keys.fields(family)}
+    for field in dataclasses.fields(ModelConfig):
+        value = getattr(m, field.name)
+        if field.name not in others and value != field.default:
+            return f"model.{field.name} = {value}, and its models have {field.default}"
     missing = set(flat(param_specs(m))) - {entry.path for entry in entry_table(family, m)}
     return f"no tensor for {', '.join(sorted(missing))}" if missing else None
 
@@ -229,45 +165,12 @@ def config_json(m: ModelConfig, family: Family, carried: Values, dtype: str) -> 
     """
     own = {key: getattr(m, ours) for ours, key in family.fields.items()}
     own |= {"architectures": [family.architecture], "model_type": family.model_type}
-    own |= {"dtype": dtype, "torch_dtype": dtype} | write_rope(m) | family.required
+    for ours, other in family.same_as.items():
+        if getattr(m, ours) is None:
+            own[family.fields[ours]] = getattr(m, other)
+    own |= {"dtype": dtype, "torch_dtype": dtype} | layer_keys.write(m, family) | family.required
     own |= {other: own[key] for other, key in family.aliases.items()}
-    if family.sliding:
-        own |= _window_keys(m, family)
     return carried | own
-
-
-def write_rope(m: ModelConfig) -> Values:
-    """Base and scaling of the rotary frequencies, in both forms."""
-    scaling: Values = {"rope_type": "default"}
-    if m.rope_scaling is not None:
-        s = m.rope_scaling
-        scaling = {
-            "rope_type": "llama3",
-            "factor": s.factor,
-            "low_freq_factor": s.low_freq_factor,
-            "high_freq_factor": s.high_freq_factor,
-            "original_max_position_embeddings": s.original_max_position,
-        }
-    older = None if m.rope_scaling is None else scaling
-    return {
-        "rope_parameters": scaling | {"rope_theta": m.rope_theta},
-        "rope_theta": m.rope_theta,
-        "rope_scaling": older,
-    }
-
-
-def _window_keys(m: ModelConfig, family: Family) -> Values:
-    """The keys of a sliding window, in each way that a family's readers look for it."""
-    if "use_sliding_window" not in family.defaults:
-        return {"sliding_window": m.sliding_window}
-    on = m.sliding_window is not None
-    kind = "sliding_attention" if on else "full_attention"
-    return {
-        "use_sliding_window": on,
-        "sliding_window": m.sliding_window,
-        "max_window_layers": 0 if on else m.num_layers,
-        "layer_types": [kind] * m.num_layers,
-    }
 
 
 def entry_table(family: Family, m: ModelConfig) -> list[Entry]:

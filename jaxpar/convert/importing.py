@@ -1,13 +1,16 @@
 """`from-hf`: a folder of a published model becomes a run with one checkpoint, of step 0."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from jaxpar.config import Config, DataConfig, RunConfig, to_json
+from jaxpar.config import Config, DataConfig, ParallelConfig, RunConfig, to_json
 from jaxpar.convert import selfcheck
+from jaxpar.convert.config_file import Values, read_config_json
 from jaxpar.convert.families import Family
-from jaxpar.convert.hf_config import Values, entry_table, family_of, model_of, read_config_json
+from jaxpar.convert.hf_config import entry_table, family_of, model_of
 from jaxpar.convert.hf_folder import Tensors, check_tensors, find_tensors
 from jaxpar.convert.layout import (
     Entry,
@@ -72,7 +75,12 @@ def open_source(folder: str | Path) -> Source:
     family = family_of(values)
     model = model_of(values, family)
     longest = values.get("max_position_embeddings") or LONGEST_WINDOW
-    cfg = Config(model=model, data=DataConfig(seq_len=min(longest, LONGEST_WINDOW)))
+    loop: Literal["scan", "unroll"] = "unroll" if model.global_every else "scan"
+    cfg = Config(
+        model=model,
+        data=DataConfig(seq_len=min(longest, LONGEST_WINDOW)),
+        parallel=ParallelConfig(layer_loop=loop),
+    )
     check(cfg)
     entries, sizes, tensors = entry_table(family, model), sizes_of(model), find_tensors(folder)
     check_tensors(tensors, entries, sizes)
@@ -122,8 +130,7 @@ def from_hf(
 
 def source_config(source: Source, run_dir: Path) -> Config:
     """The config of the run that a published model becomes."""
-    cfg = source.config
-    return Config(run=RunConfig(dir=str(run_dir)), data=cfg.data, model=cfg.model)
+    return dataclasses.replace(source.config, run=RunConfig(dir=str(run_dir)))
 
 
 def copy_in(source: Source, entry: Entry, arrays: RunArrays, progress: Meter) -> None:

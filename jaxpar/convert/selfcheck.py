@@ -102,23 +102,21 @@ def logits(read: Read, m: ModelConfig, tokens: np.ndarray) -> np.ndarray:
     segments = np.ones_like(tokens)
     positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
     with jax.default_matmul_precision("highest"):
-        block, output = _compiled(m)
         embed = whole("embed")
-        x = embed[tokens]
+        x = reference.embed(embed[tokens], m)
         if not m.tie_embeddings:
             del embed
         for i in range(m.num_layers):
-            x = block(x, layer(i), positions, segments)
+            x = _block(reference.of_layer(m, i))(x, layer(i), positions, segments)
         top = {"final_norm": whole("final_norm")}
         top |= {"embed": embed} if m.tie_embeddings else {"head": whole("head")}
-        return np.asarray(output(x, top))
+        return np.asarray(jax.jit(lambda x, top: reference.output(x, top, m))(x, top))
 
 
 @functools.cache
-def _compiled(m: ModelConfig) -> tuple[Callable, Callable]:
-    """The plain model's layer and head, compiled: called once for each layer of each side."""
-    block = jax.jit(lambda x, w, place, segments: reference.block(x, w, place, segments, m))
-    return block, jax.jit(lambda x, top: reference.output(x, top, m))
+def _block(m: ModelConfig) -> Callable:
+    """The plain model's layer, compiled: called once for each layer of each side."""
+    return jax.jit(lambda x, w, place, segments: reference.block(x, w, place, segments, m))
 
 
 def published_reader(entries: list[Entry], sizes: Sizes, tensors: Tensors) -> Read:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxpar.config import ConfigError
+from jaxpar.config import ConfigError, ModelConfig
 from jaxpar.convert import exporting
 from jaxpar.convert.exporting import Export
 from jaxpar.convert.families import Family
@@ -42,6 +42,8 @@ PLAIN = Family(
         Entry("layers/q_norm", _LAYER + "q_norm.weight", "LK", "K"),
         Entry("layers/k_norm", _LAYER + "k_norm.weight", "LK", "K"),
         Entry("layers/mlp_norm", _LAYER + "mlp_norm.weight", "LD", "D"),
+        Entry("layers/attn_post_norm", _LAYER + "attn_post_norm.weight", "LD", "D"),
+        Entry("layers/mlp_post_norm", _LAYER + "mlp_post_norm.weight", "LD", "D"),
         Entry("layers/w_gate", _LAYER + "mlp.gate.weight", "LDF", "F D"),
         Entry("layers/w_up", _LAYER + "mlp.up.weight", "LDF", "F D"),
         Entry("layers/w_down", _LAYER + "mlp.down.weight", "LFD", "D F"),
@@ -53,7 +55,7 @@ PLAIN = Family(
         Entry("layers/w_up", _LAYER + "mlp.experts.{E}.up.weight", "LEDF", "F D"),
         Entry("layers/w_down", _LAYER + "mlp.experts.{E}.down.weight", "LEFD", "D F"),
     ),
-    fields={},
+    fields={field.name: field.name for field in dataclasses.fields(ModelConfig)},
     defaults={},
     sliding=True,
 )

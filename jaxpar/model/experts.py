@@ -28,7 +28,7 @@ def feed_forward(h_BTD: jax.Array, w: dict[str, Any], m: ModelConfig) -> jax.Arr
 
     def expert(total: jax.Array, xs: tuple) -> tuple[jax.Array, None]:
         gate, up, down, weight_BT = xs
-        out = layers.swiglu(h_BTD @ gate, h_BTD @ up) @ down
+        out = layers.gated(h_BTD @ gate, h_BTD @ up, m) @ down
         return total + weight_BT[..., None] * out.astype(jnp.float32), None
 
     start = varying(jnp.zeros(h_BTD.shape, jnp.float32))

@@ -20,6 +20,14 @@ from jaxpar.parallel.mesh import make_mesh
 from jaxpar.validation import resolve
 from tests.test_checkpoint import MODEL, write_dataset
 
+GEMMA = {
+    "activation": "gelu",
+    "post_norms": True,
+    "norm_offset": True,
+    "embed_scale": True,
+    "qk_norm": True,
+}
+
 MESHES = {
     "one device": {},
     "fsdp and tensor": {"parallel.data": 2, "parallel.tensor": 2},
@@ -132,6 +140,8 @@ def test_bytes_survive_as_a_published_tokenizer():
         ({"qkv_bias": True, "sliding_window": 8}, "qwen2"),
         ({"qk_norm": True}, "qwen3"),
         ({"qk_norm": True, "qkv_bias": True, "out_bias": True}, "qwen3"),
+        (GEMMA, "gemma3_text"),
+        (GEMMA | {"sliding_window": 8, "global_every": 2, "local_rope_theta": 1e4}, "gemma3_text"),
         ({"num_experts": 4}, "mixtral"),
         ({"num_experts": 4, "qk_norm": True, "normalize_experts": False}, "qwen3_moe"),
     ],
@@ -143,3 +153,5 @@ def test_the_family_that_fits(fields, family):
 def test_a_model_of_no_family():
     with pytest.raises(ConfigError, match=r"of no published family \(llama: .*mistral: .*qwen3: "):
         choose_family(ModelConfig(out_bias=True))
+    with pytest.raises(ConfigError, match=r"llama: model\.activation = gelu, and .* have silu"):
+        choose_family(ModelConfig(activation="gelu"))

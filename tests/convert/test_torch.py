@@ -20,7 +20,7 @@ WITHOUT_TORCH = importlib.util.find_spec("torch") is None
 
 def test_every_parameter_has_a_name():
     every = {name: True for name in ("qk_norm", "qkv_bias", "out_bias", "mlp_bias")}
-    others = ModelConfig(sliding_window=8), ModelConfig(num_experts=4)
+    others = ModelConfig(sliding_window=8), ModelConfig(num_experts=4, post_norms=True)
     for model in (ModelConfig(), ModelConfig(**every), *others):
         assert why_not(PLAIN, model) is None
     assert len({entry.name for entry in PLAIN.entries}) == len(PLAIN.entries)

@@ -97,6 +97,19 @@ MODELS = {
         decoder_sparse_step=1,
         mlp_only_layers=[],
     ),
+    "gemma3": _model(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        num_hidden_layers=3,
+        rope_theta=100000.0,
+        rope_local_base_freq=100.0,
+        sliding_window=48,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        hidden_activation="gelu_pytorch_tanh",
+        query_pre_attn_scalar=24,
+        head_dim=16,
+        tie_word_embeddings=True,
+    ),
 }
 
 
@@ -118,9 +131,11 @@ def shapes(values: dict) -> dict[str, tuple[int, ...]]:
             found[f"{layer}self_attn.{name}.weight"] = shape
             if name in biased:
                 found[f"{layer}self_attn.{name}.bias"] = shape[:1]
-        if kind in ("qwen3", "qwen3_moe"):
+        if kind in ("qwen3", "qwen3_moe", "gemma3_text"):
             found |= {f"{layer}self_attn.{n}_norm.weight": (K,) for n in "qk"}
         found[layer + "post_attention_layernorm.weight"] = (D,)
+        if kind == "gemma3_text":
+            found |= {f"{layer}{n}_feedforward_layernorm.weight": (D,) for n in ("pre", "post")}
         found |= _mlp(layer, values, D, F)
     found["model.norm.weight"] = (D,)
     if not values["tie_word_embeddings"]:
@@ -158,8 +173,10 @@ def tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def tensors(values: dict) -> dict[str, np.ndarray]:
-    """Every tensor of a model."""
-    return {name: tensor(name, shape) for name, shape in shapes(values).items()}
+    """Every tensor of a model; Gemma's norms hold what is added to 1."""
+    offset = np.float32(values["model_type"] == "gemma3_text")
+    found = {name: tensor(name, shape) for name, shape in shapes(values).items()}
+    return {n: a - offset if n.endswith("norm.weight") else a for n, a in found.items()}
 
 
 def tokens(values: dict) -> np.ndarray:
