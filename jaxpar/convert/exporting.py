@@ -25,6 +25,7 @@ from jaxpar.convert.hf_folder import check_tensors, create_tensors, find_tensors
 from jaxpar.convert.layout import (
     Entry,
     Sizes,
+    assign,
     grid,
     shape_of,
     sizes_of,
@@ -35,7 +36,7 @@ from jaxpar.convert.layout import (
 from jaxpar.convert.new_folder import CARRIED, copy_carried, new_folder, refuse_used
 from jaxpar.convert.progress import Meter, meter
 from jaxpar.convert.run_arrays import RunArrays, open_run
-from jaxpar.convert.safetensors_file import DTYPES, NAMES, Stored
+from jaxpar.convert.safetensors_file import Stored
 
 #: A file of weights is no larger, unless one tensor is.
 SHARD_BYTES = 5_000_000_000
@@ -174,13 +175,12 @@ def copy_out(export: Export, entry: Entry, stored: dict[str, Stored], progress: 
     Raises:   ConfigError naming the tensor when a number is too large for the dtype.
     """
     arrays, sizes = export.arrays, export.sizes
-    dtype = DTYPES[NAMES[export.dtype]]
     writable = lambda name: stored[name].open("r+")  # noqa: E731
     for box in grid(shape_of(entry.ours, sizes), arrays.chunk(entry.path)):
         values = arrays.read(entry.path, box)
         for place, name, part in tensors_in(entry, sizes, box, writable):
             with np.errstate(over="ignore"):
-                part[...] = values[place].astype(dtype)
+                assign(part, values[place])
             if export.dtype == "float16" and np.isinf(part).any():
                 rule = "has numbers beyond 65,504, the largest of float16"
                 raise ConfigError(name, "float16", rule, "use --dtype bfloat16")

@@ -18,6 +18,9 @@ import numpy as np
 
 from jaxpar.config import ModelConfig
 
+#: Of the dimensions that are contiguous in the source and in the destination: 64 KB of float32.
+TILE = 256, 64
+
 type Box = tuple[slice, ...]
 type Sizes = dict[str, int]
 
@@ -110,8 +113,26 @@ def read_box(
     """Our float32 numbers of a box, read from tensors; exact from any dtype of 32 bits or less."""
     out = np.empty([s.stop - s.start for s in box], np.float32)
     for place, _, part in tensors_in(entry, sizes, box, open_tensor):
-        out[place] = part
+        assign(out[place], part)
     return out
+
+
+def assign(to: np.ndarray, values: np.ndarray) -> None:
+    """`to[...] = values`, in tiles where one is the other transposed.
+
+    NumPy goes along the rows of one and so misses the cache at every number of the other; tiles
+    were five times faster (bfloat16 to float32, 2048 x 8192, one CPU core).
+    """
+    long = [dim for dim, n in enumerate(to.shape) if n > 1]
+    rows = [min(long, key=lambda dim: a.strides[dim], default=0) for a in (values, to)]
+    if rows[0] == rows[1]:
+        to[...] = values
+        return
+    tile = [1] * to.ndim
+    for dim, size in zip(rows, TILE, strict=True):
+        tile[dim] = size
+    for box in grid(to.shape, tuple(tile)):
+        to[box] = values[box].astype(to.dtype)
 
 
 def grid(shape: tuple[int, ...], chunk: tuple[int, ...]) -> Iterator[Box]:

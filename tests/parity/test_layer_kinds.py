@@ -49,12 +49,16 @@ GEMMA = TWO_KINDS | {
 }
 
 CASES = [
-    ("data=2,tensor=2", TWO_KINDS | {"model.num_layers": 5, "model.global_every": 3}),
+    ("data=2", TWO_KINDS | {"model.num_layers": 3}),
     ("pipeline=2,num_microbatches=2,zero=1", TWO_KINDS),
-    ("data=2,tensor=2", GEMMA),
-    ("sequence=2,tensor=2", GEMMA | {"model.num_experts": 2}),
-    ("data=2,tensor=2,row_groups=2", GEMMA),
-    ("data=2,layer_loop=scan", GEMMA | {"model.global_every": 0, "model.local_rope_theta": None}),
+    ("data=2,tensor=2", GEMMA | {"model.num_layers": 2}),
+    pytest.param("sequence=2,tensor=2", GEMMA | {"model.num_experts": 2}, marks=pytest.mark.slow),
+    pytest.param("data=2,tensor=2,row_groups=2", GEMMA, marks=pytest.mark.slow),
+    pytest.param(
+        "tensor=2,layer_loop=scan",
+        GEMMA | {"model.global_every": 0, "model.local_rope_theta": None},
+        marks=pytest.mark.slow,
+    ),
 ]
 
 
