@@ -33,10 +33,20 @@ from jaxpar.convert.layout import (
     tensor_shape,
     tensors_in,
 )
-from jaxpar.convert.new_folder import CARRIED, copy_carried, new_folder, refuse_used
+from jaxpar.convert.new_folder import (
+    CARRIED,
+    copy_carried,
+    new_folder,
+    refuse_used,
+    require_space,
+)
 from jaxpar.convert.progress import Meter, meter
 from jaxpar.convert.run_arrays import RunArrays, open_run
-from jaxpar.convert.safetensors_file import Stored
+from jaxpar.convert.safetensors_file import DTYPES, NAMES, Stored
+from jaxpar.model.flops import num_params
+
+#: Keys of config.json that mean the same in every family, and that no field of ours gives.
+OF_ANY_FAMILY = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
 
 #: A file of weights is no larger, unless one tensor is.
 SHARD_BYTES = 5_000_000_000
@@ -53,10 +63,15 @@ class Export:
     dtype: str
     """Of the weights on disk."""
     carried: Values
-    """The config.json that the run was imported with; empty for a run of its own."""
+    """What the run's imported config.json says; of another family, what holds in each; or empty."""
     arrays: RunArrays
     entries: list[Entry]
     sizes: Sizes
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors on disk."""
+        return DTYPES[NAMES[self.dtype]].itemsize * num_params(self.config.model)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of each tensor, layer by layer as published files have them."""
@@ -92,7 +107,7 @@ def open_export(
         config=cfg,
         family=family,
         dtype=dtype,
-        carried=carried if carried.get("model_type") == family.model_type else {},
+        carried=carried_values(carried, family),
         arrays=open_run(run, cfg, saved.step),
         entries=entry_table(family, cfg.model),
         sizes=sizes_of(cfg.model),
@@ -113,6 +128,13 @@ def choose(family: str | Family | None, m: ModelConfig, carried: Values) -> Fami
     return family
 
 
+def carried_values(imported: Values, family: Family) -> Values:
+    """The values of an imported config.json that are kept when the run is written as a family."""
+    if imported.get("model_type") == family.model_type:
+        return imported
+    return {key: value for key, value in imported.items() if key in OF_ANY_FAMILY}
+
+
 def to_hf(
     export: Export,
     folder: Path,
@@ -126,6 +148,7 @@ def to_hf(
     Raises:   ConfigError when the folder is in use; CheckFailed.
     """
     refuse_used("DIR", folder)
+    require_space("DIR", folder, export.num_bytes)
     m = export.config.model
     with new_folder(folder) as temporary:
         write_export(export, temporary, say, shard_bytes)
@@ -146,9 +169,9 @@ def write_export(
     """
     m, family = export.config.model, export.family
     copy_carried(export.run / CARRIED, folder)
-    carried = dict(export.carried)
+    carried = own_values(export.config) | export.carried
     if not (export.run / CARRIED).is_dir():
-        carried = own_values(export.config) | tokenizer_files.write(export.config, folder, say)
+        carried |= tokenizer_files.write(export.config, folder, say)
     values = config_json(m, family, carried, export.dtype)
     (folder / CONFIG_FILE).write_text(json.dumps(values, indent=2) + "\n")
     shapes = export.shapes()
@@ -160,7 +183,7 @@ def write_export(
 
 
 def own_values(cfg: Config) -> Values:
-    """What config.json says of a run that was not imported, besides the model's own fields."""
+    """What config.json says of a run beside the model's own fields, unless it was imported so."""
     return {
         "max_position_embeddings": cfg.data.seq_len,
         "initializer_range": cfg.model.init_std,

@@ -22,7 +22,13 @@ from jaxpar.convert.layout import (
     sizes_of,
     tensors_in,
 )
-from jaxpar.convert.new_folder import CARRIED, copy_carried, new_folder, refuse_used
+from jaxpar.convert.new_folder import (
+    CARRIED,
+    copy_carried,
+    new_folder,
+    refuse_used,
+    require_space,
+)
 from jaxpar.convert.progress import Meter, meter
 from jaxpar.convert.run_arrays import (
     IMPORTED_STEP,
@@ -31,6 +37,7 @@ from jaxpar.convert.run_arrays import (
     create_run,
     open_run,
 )
+from jaxpar.model.flops import num_params
 from jaxpar.validation import check
 
 #: Numbers that are in memory at a time: 64 MiB of float32.
@@ -110,6 +117,7 @@ def from_hf(
     """
     source, run_dir = open_source(folder), Path(run_dir)
     refuse_used("RUN", run_dir)
+    require_space("RUN", run_dir, 4 * num_params(source.config.model))
     cfg = source_config(source, run_dir)
     with new_folder(run_dir) as temporary, meter(source.num_bytes) as progress:
         chunks = {e.path: chunk_shape(e, source.sizes, PIECE) for e in source.entries}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from jaxpar.config import ConfigError
 from jaxpar.convert.hf_folder import CARRIED_FILES
+from jaxpar.convert.progress import size
 
 #: Where a run keeps what came with its weights.
 CARRIED = "hf"
@@ -18,6 +19,18 @@ def refuse_used(argument: str, path: Path) -> None:
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         rule = "is there already, and is not empty"
         raise ConfigError(argument, str(path), rule, "name a new folder")
+
+
+def require_space(argument: str, path: Path, num_bytes: int) -> None:
+    """Raises:   ConfigError, naming the argument, when the disk has no room for what comes there.
+
+    Weights are written through memory maps, where a full disk would end the process with a signal.
+    """
+    at = next(parent for parent in path.absolute().parents if parent.exists())
+    free = shutil.disk_usage(at).free
+    if free < num_bytes:
+        rule = f"needs {size(num_bytes)} of disk, and {size(free)} are free"
+        raise ConfigError(argument, str(path), rule, "make room, or name another folder")
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """What cannot be converted is refused with one error that names it, and nothing is written."""
 
 import json
+import types
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 
 from jaxpar import checkpoint
 from jaxpar.config import ConfigError, replace
-from jaxpar.convert import exporting, importing, selfcheck
+from jaxpar.convert import exporting, importing, new_folder, selfcheck
 from jaxpar.convert.__main__ import main, read_options
 from jaxpar.convert.hf_folder import INDEX_FILE, SINGLE_FILE
 from jaxpar.convert.mesh_load import check_model
@@ -167,6 +168,20 @@ def test_folders_in_use_are_left_alone(tmp_path):
         exporting.to_hf(export, folder, silent)
     (tmp_path / "empty").mkdir()
     exporting.to_hf(export, tmp_path / "empty", silent, None)
+
+
+def test_a_full_disk_is_seen_before_it_is_full(tmp_path, monkeypatch):
+    folder = tiny.write_folder(tmp_path / "model", VALUES)
+    importing.from_hf(folder, tmp_path / "run", silent, None)
+    export = exporting.open_export(tmp_path / "run")
+    before = sorted(tmp_path.iterdir())
+    usage = types.SimpleNamespace(free=1000)
+    monkeypatch.setattr(new_folder.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(ConfigError, match=r"RUN = .*needs .* kB of disk, and 1\.0 kB are free"):
+        importing.from_hf(folder, tmp_path / "new" / "run", silent)
+    with pytest.raises(ConfigError, match=r"DIR = .*needs .* kB of disk, and 1\.0 kB are free"):
+        exporting.to_hf(export, tmp_path / "out", silent)
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_exports_that_cannot_be(tmp_path):

@@ -111,6 +111,16 @@ def test_round_trip_is_bitwise(name, folders, tmp_path):
     assert {**values, **tiny.MODELS[name]}.keys() == values.keys()
 
 
+def test_another_family_keeps_what_holds_in_each(folders, tmp_path):
+    run = folders("llama3")[1]
+    exporting.to_hf(exporting.open_export(run, family="mistral"), tmp_path / "out", silent, None)
+    values = json.loads((tmp_path / "out/config.json").read_text())
+    assert values["model_type"] == "mistral" and values["eos_token_id"] == 2
+    assert values["max_position_embeddings"] == 512 and values["sliding_window"] is None
+    assert "attention_bias" not in values
+    assert importing.open_source(tmp_path / "out").config.model.sliding_window is None
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_round_trip_of_half_precision_in_several_files(dtype, tmp_path):
     values = tiny.MODELS["qwen3"] | {"torch_dtype": dtype}
