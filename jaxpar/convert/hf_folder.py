@@ -56,9 +56,11 @@ class Tensors:
         """The tensor, read only."""
         return self.stored[name].open()
 
-    def dtypes(self) -> set[str]:
-        """The dtypes of the tensors, as the format names them."""
-        return {stored.dtype for stored in self.stored.values()}
+    def dtype(self) -> str:
+        """The dtype of all tensors, or float32, which holds every number of mixed ones."""
+        there = {stored.dtype for stored in self.stored.values()}
+        same = [name for name, code in NAMES.items() if there == {code}]
+        return same[0] if same else "float32"
 
 
 def find_tensors(folder: Path) -> Tensors:

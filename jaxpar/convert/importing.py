@@ -1,6 +1,7 @@
 """`from-hf`: a folder of a published model becomes a run with one checkpoint, of step 0."""
 
 import dataclasses
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,9 +9,9 @@ from typing import Literal
 
 from jaxpar.config import Config, DataConfig, ParallelConfig, RunConfig, to_json
 from jaxpar.convert import selfcheck
-from jaxpar.convert.config_file import Values, read_config_json
+from jaxpar.convert.config_file import CONFIG_FILE, Values, read_config_json
 from jaxpar.convert.families import Family
-from jaxpar.convert.hf_config import entry_table, family_of, model_of
+from jaxpar.convert.hf_config import dtype_of, entry_table, family_of, model_of
 from jaxpar.convert.hf_folder import Tensors, check_tensors, find_tensors
 from jaxpar.convert.layout import (
     Entry,
@@ -53,7 +54,7 @@ class Source:
 
     folder: Path
     values: Values
-    """Of its config.json."""
+    """Of its config.json, with the dtype that the tensors have."""
     family: Family
     config: Config
     """The model, with the defaults of everything else."""
@@ -80,6 +81,10 @@ def open_source(folder: str | Path) -> Source:
     folder = Path(folder)
     values = read_config_json(folder)
     family = family_of(values)
+    dtype_of(values)
+    tensors = find_tensors(folder)
+    # Files are often in another dtype than their config.json says, or it says none.
+    values |= {"dtype": tensors.dtype(), "torch_dtype": tensors.dtype()}
     model = model_of(values, family)
     longest = values.get("max_position_embeddings") or LONGEST_WINDOW
     loop: Literal["scan", "unroll"] = "unroll" if model.global_every else "scan"
@@ -89,7 +94,7 @@ def open_source(folder: str | Path) -> Source:
         parallel=ParallelConfig(layer_loop=loop),
     )
     check(cfg)
-    entries, sizes, tensors = entry_table(family, model), sizes_of(model), find_tensors(folder)
+    entries, sizes = entry_table(family, model), sizes_of(model)
     check_tensors(tensors, entries, sizes)
     return Source(
         folder=folder,
@@ -127,6 +132,8 @@ def from_hf(
         say(f"read {progress.summary(source.largest)}")
         (temporary / "config.json").write_text(to_json(cfg))
         copy_carried(source.folder, temporary / CARRIED)
+        about = json.dumps(source.values, indent=2) + "\n"
+        (temporary / CARRIED / CONFIG_FILE).write_text(about)
         if tolerance is not None:
             published = selfcheck.published_reader(source.entries, source.sizes, source.tensors)
             run = selfcheck.run_reader(

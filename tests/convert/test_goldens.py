@@ -143,6 +143,17 @@ def test_round_trip_of_half_precision_in_several_files(dtype, tmp_path):
     importing.from_hf(tmp_path / "out", tmp_path / "again", silent)
 
 
+def test_the_tensors_dtype_counts(tmp_path):
+    folder = tiny.write_folder(tmp_path / "in", tiny.MODELS["llama3"] | {"torch_dtype": "bfloat16"})
+    source = importing.from_hf(folder, tmp_path / "run", silent, None)
+    assert source.config.model.dtype == "float32"
+    export = exporting.open_export(tmp_path / "run")
+    exporting.to_hf(export, tmp_path / "out", silent, None)
+    assert export.dtype == "float32"
+    before, after = (load_file(f / "model.safetensors") for f in (folder, tmp_path / "out"))
+    assert all(before[n].tobytes() == after[n].tobytes() for n in before)
+
+
 MESHES = {
     "qwen3": {"data": 2, "tensor": 2},
     "llama3_2": {"data": 2, "replica": 2},
