@@ -18,7 +18,7 @@ from jaxpar.config import Config, replace
 from jaxpar.convert import exporting, importing
 from jaxpar.convert.hf_folder import INDEX_FILE
 from jaxpar.convert.mesh_load import load_params
-from jaxpar.generation import make_next_logits
+from jaxpar.generation import config_for_sampling, make_next_logits
 from jaxpar.model import reference
 from jaxpar.parallel.mesh import make_mesh
 from jaxpar.validation import resolve
@@ -180,6 +180,15 @@ def test_a_folder_goes_straight_onto_a_mesh(name, folders, params_of, devices):
     tokens = tiny.tokens(tiny.MODELS[name]).astype(np.int32)
     found = make_next_logits(cfg, mesh)(params, tokens, tiny.NUM_TOKENS - 1)[0]
     assert np.abs(found - golden(name)[-1]).max() <= TOLERANCE
+
+
+def test_sampling_knows_layers_of_two_kinds(folders, params_of, devices):
+    cfg, params = params_of(folders("gemma3")[1])
+    cfg = config_for_sampling(cfg)
+    tokens = tiny.tokens(tiny.MODELS["gemma3"]).astype(np.int32)
+    step = make_next_logits(cfg, make_mesh(cfg.parallel, devices[:1]))
+    found = step(params, tokens, tiny.NUM_TOKENS - 1)[0]
+    assert np.abs(found - golden("gemma3")[-1]).max() <= TOLERANCE
 
 
 def test_a_pipeline_gets_its_layers_in_its_own_order(devices, tmp_path):
