@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.batch import Batch
-from jaxpar.config import Config
+from jaxpar.config import Config, ModelConfig
 from jaxpar.kernels.attention import AttentionMask
 from jaxpar.model import experts, layers
 from jaxpar.model.remat import named
@@ -101,17 +101,25 @@ def feed_forward(h: jax.Array, w: Tree, cfg: Config) -> jax.Array:
 def attention_heads(h: jax.Array, w: Tree, tokens: Tokens, cfg: Config) -> jax.Array:
     """[B, T/sequence, D] -> the heads' outputs side by side, [B, T/sequence, H*K/tensor]."""
     m = cfg.model
-    q, k, v = (named(a, "qkv") for a in layers.project_qkv(h, w, m))
-    if m.qk_norm:
-        q, k = layers.norm(q, w["q_norm"], m), layers.norm(k, w["k_norm"], m)
-    if m.query_scale_dim is not None:
-        q = q * math.sqrt(m.head_dim / m.query_scale_dim)
-    q, k = (named(layers.rope(a, tokens.rope), "qk") for a in (q, k))
+    q, k, v = queries_keys_values(h, w, tokens.rope, m)
     kind, backend = cfg.parallel.context, m.attention_backend
     out = context_attention(
         q, k, v, tokens.mask, kind=kind, backend=backend, deterministic=m.attention_deterministic
     )
     return out.reshape(*out.shape[:2], -1)
+
+
+def queries_keys_values(
+    h: jax.Array, w: Tree, rope: tuple[jax.Array, jax.Array], m: ModelConfig
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """[B, T, D] -> what attention is given, turned by position: [B, T, heads/tensor, K] each."""
+    q, k, v = (named(a, "qkv") for a in layers.project_qkv(h, w, m))
+    if m.qk_norm:
+        q, k = layers.norm(q, w["q_norm"], m), layers.norm(k, w["k_norm"], m)
+    if m.query_scale_dim is not None:
+        q = q * math.sqrt(m.head_dim / m.query_scale_dim)
+    q, k = (named(layers.rope(a, rope), "qk") for a in (q, k))
+    return q, k, v
 
 
 #: Of what attention and feed-forward add to the residual stream: its bias and its norm.
@@ -120,8 +128,13 @@ _OUTPUTS = {"attn": ("bo", "attn_post_norm"), "mlp": ("b_down", "mlp_post_norm")
 
 def _add_output(x: jax.Array, partial: jax.Array, w: Tree, part: str, cfg: Config) -> jax.Array:
     """The residual stream plus a row-parallel matmul's partial sums (and its bias, once)."""
+    return add_to_residual(x, scatter_sequence(partial), w, part, cfg)
+
+
+def add_to_residual(x: jax.Array, out: jax.Array, w: Tree, part: str, cfg: Config) -> jax.Array:
+    """x plus what attention ("attn") or feed-forward ("mlp") made, once it is summed."""
     bias, norm = _OUTPUTS[part]
-    out = layers.add_bias(scatter_sequence(partial), w.get(bias))
+    out = layers.add_bias(out, w.get(bias))
     return x + (layers.norm(out, w[norm], cfg.model) if cfg.model.post_norms else out)
 
 
