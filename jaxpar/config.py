@@ -30,6 +30,8 @@ class RunConfig:
 
     dir: str = "runs/default"
     """Run folder: config, metrics, checkpoints. A folder that holds a checkpoint is resumed."""
+    init_from: str = ""
+    """A run or a published model whose weights a new run begins with. Empty: fresh weights."""
     cpu_devices: int = 0
     """Simulate this many CPU devices in this process. 0: use the devices that JAX finds."""
     xla_flags: Literal["auto", "none"] = "auto"

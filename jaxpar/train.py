@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpar import checkpoint, cli, guard, runtime
+from jaxpar import checkpoint, cli, guard, initial, runtime
 from jaxpar.batch import Batch
 from jaxpar.config import Config, ConfigError, to_json
 from jaxpar.data import Loader
@@ -25,7 +25,7 @@ from jaxpar.optimizer import learning_rate
 from jaxpar.parallel.context import kernel_request, token_order
 from jaxpar.parallel.mesh import describe, make_mesh
 from jaxpar.startup import StartUp
-from jaxpar.state import TrainState, bytes_per_device, init_state
+from jaxpar.state import TrainState, bytes_per_device
 from jaxpar.step import make_eval_step, make_train_step
 from jaxpar.validation import resolve
 
@@ -54,6 +54,7 @@ class Run:
             checkpoint.check_resumable(cfg, saved)
             self.changed = checkpoint.changed_fields(cfg, saved)
             check_steps(cfg, self.first_step)
+        self.origin = initial.find(cfg) if self.first_step is None else None
         self.kernels = self.attention_kernels()
         self.attention = "; ".join(map(str, self.kernels))
         self.startup.ended("data and checks")
@@ -144,7 +145,8 @@ class Run:
         self.startup.ended("attention self-test")
         began = time.perf_counter()
         if self.first_step is None:
-            state, what = init_state(self.cfg, self.mesh), "initialised"
+            state = initial.state(self.cfg, self.mesh, self.origin, log)
+            what = f"weights of {self.origin}" if self.origin else "initialised"
         else:
             state = checkpoint.restore(self.cfg, self.mesh, self.first_step)
             for field, (then, now) in self.changed.items():

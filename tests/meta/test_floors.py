@@ -14,8 +14,8 @@ FLOORS = {
     0: "axes config config_types params batch validation memory_rules model_rules",
     1: "parallel kernels xla_flags runtime",
     2: "model",
-    3: "optimizer moments state startup step data checkpoint metrics profiling guard convert "
-    "generation parity",
+    3: "optimizer moments state initial startup step data checkpoint metrics profiling guard "
+    "convert generation parity",
     4: "cli train evaluate sample verify quickstart launch plan doctor bench report",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}
