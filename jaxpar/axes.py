@@ -42,6 +42,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "heads": (TENSOR,),
     "kv_heads": (TENSOR,),
     "mlp": (TENSOR,),
+    "experts": (),
     "vocab": VOCAB_AXES,
     "head_dim": (),
     "norm": (),

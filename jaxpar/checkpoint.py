@@ -48,6 +48,9 @@ MOMENT_DTYPES = ("optimizer.first_moment_dtype", "optimizer.second_moment_dtype"
 #: What a run may not change half-way: the moments' meaning, and the order of the data.
 RUN_FIELDS = ("optimizer.name", "train.seed", "train.global_batch_size", "data.seq_len")
 
+#: In place of a dataset's fingerprint, in a checkpoint of imported weights (`jaxpar.convert`).
+NO_DATASET = ""
+
 #: Bytes read from disk at a time, and kept on the host until they are on a device; or the largest
 #: array's, if that is more.
 READ_AHEAD = 4 << 30
@@ -64,7 +67,7 @@ class Saved:
     config: dict[str, Any]
     """The resolved config, by section and field."""
     dataset: str
-    """Fingerprint of the dataset."""
+    """Fingerprint of the dataset; NO_DATASET for imported weights, which come without moments."""
     versions: dict[str, str]
     """Of jaxpar and jax."""
 
@@ -198,8 +201,11 @@ def starting_step(cfg: Config) -> int | None:
 def check_resumable(cfg: Config, saved: Saved) -> None:
     """Refuse another model, optimiser or order of the data; the mesh and all else may change.
 
-    Raises:   ConfigError naming the first field that differs.
+    Raises:   ConfigError naming the first field that differs, or that the checkpoint is imported.
     """
+    if saved.dataset == NO_DATASET:
+        rule = f"holds imported weights in {saved}, and no optimiser's state to resume"
+        raise ConfigError("run.dir", cfg.run.dir, rule, "use a new run.dir")
     _check_fields(cfg, saved, MODEL_FIELDS + RUN_FIELDS, "use a new run.dir, or set it back")
     now = read_meta(cfg.data.path).fingerprint
     if now != saved.dataset:

@@ -30,6 +30,8 @@ class RunConfig:
 
     dir: str = "runs/default"
     """Run folder: config, metrics, checkpoints. A folder that holds a checkpoint is resumed."""
+    init_from: str = ""
+    """A run or a published model whose weights a new run begins with. Empty: fresh weights."""
     cpu_devices: int = 0
     """Simulate this many CPU devices in this process. 0: use the devices that JAX finds."""
     xla_flags: Literal["auto", "none"] = "auto"
@@ -97,7 +99,13 @@ class ModelConfig:
     head_dim: int = 32
     """Width of one head; num_heads * head_dim need not be d_model."""
     d_ff: int = 704
-    """Width of the SwiGLU feed-forward."""
+    """Width of the SwiGLU feed-forward; with experts, of each."""
+    num_experts: int = 0
+    """Experts of each feed-forward (Mixtral, Qwen3-MoE). 0: one dense feed-forward."""
+    experts_per_token: int = 2
+    """Experts that a token goes through: those that the router finds likeliest."""
+    normalize_experts: bool = True
+    """The weights of a token's experts add up to 1. False: they are the router's probabilities."""
     vocab_size: int = 512
     """Rows of the embedding. Must cover the tokenizer's vocabulary."""
     rope_theta: float = 500_000.0
@@ -118,6 +126,20 @@ class ModelConfig:
     """Biases on the three feed-forward projections."""
     sliding_window: int | None = None
     """Each query sees this many latest keys, itself included (Mistral). None: all of them."""
+    global_every: int = 0
+    """Every so many layers, one has no sliding window (Gemma 3: 6). 0: all layers are alike."""
+    local_rope_theta: float | None = None
+    """Base of the rotary frequencies in layers with the window. None: rope_theta, as elsewhere."""
+    activation: Literal["silu", "gelu"] = "silu"
+    """Of the feed-forward's gate. gelu: in its tanh form, of GeGLU (Gemma)."""
+    post_norms: bool = False
+    """RMSNorm also after attention and feed-forward, before they are added (Gemma)."""
+    norm_offset: bool = False
+    """RMSNorm multiplies by 1 + its parameter, which starts at 0 (Gemma)."""
+    embed_scale: bool = False
+    """Multiply embeddings by sqrt(d_model) (Gemma)."""
+    query_scale_dim: int | None = None
+    """Attention scores are divided by its root (Gemma). None: by that of head_dim."""
     init_std: float = 0.02
     """Standard deviation of initial weights; outputs of a block get init_std / sqrt(2 * layers)."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -143,7 +165,7 @@ class ParallelConfig:
     data: int = -1
     """Ways that batch rows and parameters are sharded (FSDP). -1: the devices that are left."""
     expert: int = 1
-    """Expert-parallel ways. For a dense model it acts as more of `data`."""
+    """Expert-parallel ways. Experts do not use it yet: it acts as more of `data`."""
     sequence: int = 1
     """Ways that one sequence is cut (context parallelism)."""
     tensor: int = 1

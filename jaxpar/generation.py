@@ -1,36 +1,52 @@
-"""Text from a model: one token at a time, each from a full forward pass over the window.
+"""Text from a model: prompts read at once, then a token at a time from cached keys and values.
 
-Exact and simple; a window of tokens is recomputed for every new one, so it suits samples, not
-serving.
+Rows are drawn apart: what one gets depends on its prompt, the seed and its number, not on its
+neighbours, the mesh or how many tokens are made between two looks at them.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxpar.axes import VOCAB_AXES
+from jaxpar.axes import TENSOR, VOCAB_AXES
 from jaxpar.batch import Batch
 from jaxpar.config import Config, ParallelConfig
-from jaxpar.model import block, transformer
+from jaxpar.model import block, decode, transformer
 from jaxpar.state import state_specs
+from jaxpar.step import gather_once
 
 
-def config_for_sampling(cfg: Config) -> Config:
-    """The same model on a mesh of one device, reading one row at a time, in the compute dtype."""
-    parallel = ParallelConfig(data=1, zero=1, remat=cfg.parallel.remat)
+def config_for_sampling(cfg: Config, tensor: int = 1) -> Config:
+    """The same model on a mesh of tensor ranks alone, in the compute dtype, layers apart."""
+    remat = cfg.parallel.remat
+    parallel = ParallelConfig(data=1, tensor=tensor, zero=1, remat=remat, layer_loop="unroll")
     model = dataclasses.replace(cfg.model, matmul_dtype="compute", float8_scaling="tensor")
     return dataclasses.replace(cfg, parallel=parallel, model=model)
 
 
+def _seeing_as_in_training(cfg: Config) -> Config:
+    """A token sees no more tokens than in training, however long the text grows.
+
+    (Layers that see everything, between others with a window, still do.)
+    """
+    window = min(cfg.model.sliding_window or cfg.data.seq_len, cfg.data.seq_len)
+    return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, sliding_window=window))
+
+
 def make_next_logits(cfg: Config, mesh: Mesh) -> Callable[[Any, np.ndarray, int], jax.Array]:
-    """The compiled (params, tokens int32 [1, T], last) -> logits float32 [1, V] after `last`."""
+    """The compiled (params, tokens int32 [1, T], last) -> logits float32 [1, V] after `last`.
+
+    Without a cache: the whole row is computed, so it is what `generate` is checked against.
+    """
     step = jax.shard_map(
         functools.partial(_next_logits, cfg),
         mesh=mesh,
@@ -57,45 +73,176 @@ class Sampling:
     """0: always the likeliest token. Higher is more random."""
     top_k: int = 50
     """Draw from this many likeliest tokens. 0: from all."""
+    top_p: float = 1.0
+    """Draw from the likeliest tokens that together have this probability. 1: from all."""
     seed: int = 0
     """Seed of the draws."""
 
 
-def draw(logits: jax.Array, key: jax.Array, how: Sampling, vocab_size: int) -> int:
-    """One token id below vocab_size from logits [V]."""
-    logits = logits[:vocab_size]
+def draw(logits: jax.Array, keys: jax.Array, how: Sampling, vocab_size: int) -> jax.Array:
+    """One token id below vocab_size for each row of logits [B, V], with a key each.
+
+    `top_k` counts first, `top_p` within what it leaves, both at the temperature asked for.
+
+    Source:   Holtzman et al. 2020 (1904.09751), section 3.1: top_p.
+    """
+    logits = logits[:, :vocab_size]
     if how.temperature == 0:
-        return int(jnp.argmax(logits))
-    if how.top_k:
-        floor = lax.top_k(logits, min(how.top_k, vocab_size))[0][-1]
-        logits = jnp.where(logits < floor, -jnp.inf, logits)
-    return int(jax.random.categorical(key, logits / how.temperature))
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    logits = logits / how.temperature
+    count = min(how.top_k or vocab_size, vocab_size)
+    likely, ids = lax.top_k(logits, count)
+    if how.top_p < 1:
+        chances = jax.nn.softmax(likely, axis=-1)
+        before = jnp.cumsum(chances, axis=-1) - chances
+        likely = jnp.where(before < how.top_p, likely, -jnp.inf)  # never without the first
+    place = jax.vmap(jax.random.categorical)(keys, likely)
+    return jnp.take_along_axis(ids, place[:, None], axis=-1)[:, 0]
+
+
+# ------------------------------------------------------------------------------ with the cache
+
+#: Tokens made on the device between two looks of the host.
+CHUNK = 16
+
+#: The cache is as long as a multiple of this, so that programs are compiled for few lengths.
+SLOTS = 128
+
+
+@flax.struct.dataclass
+class Rows:
+    """Texts in the making."""
+
+    cache: decode.Cache
+    token: jax.Array
+    """int32 [B], the latest, not yet read by the model."""
+    position: jax.Array
+    """int32 [B], that token's."""
+    ended: jax.Array
+    """bool [B]: a stop token came."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """The compiled parts of `generate`, for one shape of batch."""
+
+    start: Callable[[Any, np.ndarray, np.ndarray], Rows]
+    """(weights, tokens [B, T], lengths [B]) -> rows with their first token."""
+    go_on: Callable[[Any, Rows], tuple[Rows, jax.Array]]
+    """(weights, rows) -> rows, and the CHUNK tokens that follow, int32 [B, CHUNK]."""
+
+
+def weights_for_sampling(params: Any, cfg: Config, mesh: Mesh) -> Any:
+    """The weights as the model multiplies by them, in the compute dtype: cast and arranged once.
+
+    Returns:  the `view`, each array with a leading dim over TENSOR: a device's own part.
+    """
+
+    def arrange(params):
+        view = gather_once(transformer.view(params, cfg.parallel), cfg)
+        return jax.tree.map(lambda a: a[None], view)
+
+    specs = state_specs(cfg).params
+    apart = jax.shard_map(
+        arrange, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec(TENSOR), check_vma=False
+    )
+    return jax.jit(apart)(params)
+
+
+def make_programs(
+    cfg: Config, mesh: Mesh, how: Sampling, *, slots: int, vocab_size: int, stop: Collection[int]
+) -> Programs:
+    """`Programs` that fill a cache of `slots` positions and end rows at the ids in `stop`."""
+    cfg = _seeing_as_in_training(cfg)
+    cache = PartitionSpec(None, None, TENSOR)
+    rows = Rows(cache, PartitionSpec(), PartitionSpec(), PartitionSpec())  # type: ignore[arg-type]
+    weights, plain = PartitionSpec(TENSOR), PartitionSpec()
+    own = lambda tree: jax.tree.map(lambda a: a[0], tree)  # noqa: E731
+    ends = jnp.asarray(sorted(stop), jnp.int32)
+
+    def next_token(weights, h, position, ended):
+        root = jax.random.key(how.seed)
+        number = jnp.arange(len(position))
+        keys = jax.vmap(lambda n, p: jax.random.fold_in(jax.random.fold_in(root, n), p))
+        token = draw(decode.logits(weights, h), keys(number, position), how, vocab_size)
+        return token, ended | jnp.isin(token, ends)
+
+    def start(weights, tokens, lengths):
+        weights = own(weights)
+        h, cache = decode.prompt(
+            weights, tokens, decode.empty_cache(cfg.model, len(tokens), slots), cfg
+        )
+        last = jnp.take_along_axis(h, (lengths - 1)[:, None, None], axis=1)[:, 0]
+        token, ended = next_token(weights, last, lengths, jnp.zeros(len(tokens), bool))
+        return Rows(cache, token, lengths, ended)
+
+    def go_on(weights, rows):
+        weights = own(weights)
+
+        def one(rows, _):
+            h, cache = decode.step(weights, rows.token[:, None], rows.position, rows.cache, cfg)
+            position = rows.position + 1
+            token, ended = next_token(weights, h[:, 0], position, rows.ended)
+            return Rows(cache, token, position, ended), token
+
+        rows, tokens = lax.scan(one, rows, length=CHUNK)
+        return rows, tokens.T
+
+    apart = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
+    return Programs(
+        jax.jit(apart(start, in_specs=(weights, plain, plain), out_specs=rows)),
+        jax.jit(apart(go_on, in_specs=(weights, rows), out_specs=(rows, plain)), donate_argnums=1),
+    )
 
 
 def generate(
     params: Any,
     cfg: Config,
     mesh: Mesh,
-    prompt: Sequence[int],
+    prompts: Sequence[Sequence[int]],
     how: Sampling,
     *,
+    max_tokens: int,
     vocab_size: int,
-    eos_id: int,
-) -> Iterator[int]:
-    """Token ids that go on from a prompt, until the end of text.
+    stop: Collection[int],
+) -> Iterator[list[list[int]]]:
+    """Token ids that go on from each prompt, until a stop token or `max_tokens`.
 
-    Args:     params: as restored for `config_for_sampling`. prompt: at least one token; the window
-              sees the latest data.seq_len of prompt and text. vocab_size: of the tokenizer.
+    Args:     params: as restored for `config_for_sampling`. prompts: at least one token each.
+              vocab_size: of the tokenizer. stop: ids that end a row, and are not given.
+    Returns:  time and again, what each row has got since; at first nothing, once all is compiled.
     """
-    step, T = make_next_logits(cfg, mesh), cfg.data.seq_len
-    text, root = list(prompt), jax.random.key(how.seed)
+    lengths = np.array([len(ids) for ids in prompts], np.int32)
+    tokens = np.zeros((len(prompts), _rounded(lengths.max())), np.int32)
+    for row, ids in zip(tokens, prompts, strict=True):
+        row[: len(ids)] = ids
+    # The last chunk may run over the end.
+    slots = _rounded(lengths.max() + max_tokens + CHUNK)
+    programs = make_programs(cfg, mesh, how, slots=slots, vocab_size=vocab_size, stop=stop)
+    weights = weights_for_sampling(params, cfg, mesh)
+    rows = programs.start(weights, tokens, lengths)
+    go_on = programs.go_on.lower(weights, rows).compile()  # type: ignore[attr-defined]
+    jax.block_until_ready(rows)
+    yield [[] for _ in prompts]
+    new, made = np.asarray(rows.token)[:, None], 0
+    open_rows = np.ones(len(prompts), bool)
     while True:
-        seen = text[-T:]
-        window = np.zeros((1, T), np.int32)
-        window[0, : len(seen)] = seen
-        logits = step(params, window, len(seen) - 1)[0]
-        token = draw(logits, jax.random.fold_in(root, len(text)), how, vocab_size)
-        if token == eos_id:
+        new = new[:, : max_tokens - made]
+        made += new.shape[1]
+        yield [
+            _until_stop(ids, stop) if going else []
+            for ids, going in zip(new, open_rows, strict=True)
+        ]
+        open_rows &= ~np.isin(new, list(stop)).any(axis=1)
+        if made == max_tokens or not open_rows.any():
             return
-        text.append(token)
-        yield token
+        rows, tokens = go_on(weights, rows)
+        new = np.asarray(tokens)
+
+
+def _rounded(length: Any) -> int:
+    return -(-int(length) // SLOTS) * SLOTS
+
+
+def _until_stop(ids: np.ndarray, stop: Collection[int]) -> list[int]:
+    return list(itertools.takewhile(lambda i: i not in stop, map(int, ids)))

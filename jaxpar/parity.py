@@ -288,8 +288,9 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
     d_model = up(width, every(lambda p: p.data * p.expert * p.sequence))
     seq_len = up(32, every(lambda p: p.sequence * p.tensor * 2))
     shorter = seq_len / cfg.data.seq_len
+    stages = every(lambda p: p.pipeline * p.virtual_stages)
     values = {
-        "model.num_layers": up(2, every(lambda p: p.pipeline * p.virtual_stages)),
+        "model.num_layers": up(2, stages * max(m.global_every, 1)),
         "model.d_model": d_model,
         "model.num_heads": heads,
         "model.num_kv_heads": kv_heads,
@@ -303,8 +304,13 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
         ),
         "optimizer.warmup_steps": 0,
     }
+    if m.num_experts:
+        values["model.num_experts"] = min(m.num_experts, 8)
+        values["model.experts_per_token"] = min(m.experts_per_token, 4)
     if m.sliding_window is not None:
         values["model.sliding_window"] = up(m.sliding_window * shorter, 1)
+    if m.query_scale_dim is not None:
+        values["model.query_scale_dim"] = up(m.query_scale_dim * head_dim / m.head_dim, 1)
     if m.rope_scaling is not None:
         original = up(m.rope_scaling.original_max_position * shorter, 1)
         values["model.rope_scaling.original_max_position"] = original

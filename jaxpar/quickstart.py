@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     if code:
         return code
     headline("3. What it writes")
-    sample(Options(run=str(run_dir), prompt="import ", max_tokens=300))
+    sample(Options(run=str(run_dir), prompt=("import ",), max_tokens=300))
     report(run_dir, data, meta.unigram_entropy, time.perf_counter() - began)
     return 0
 

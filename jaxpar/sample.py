@@ -1,22 +1,24 @@
 """Text from a trained run: python -m jaxpar.sample RUN --prompt "def " """
 
 import dataclasses
-import itertools
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
 import tyro
+from jax.sharding import Mesh
 
 from jaxpar import checkpoint, cli, runtime
-from jaxpar.config import ConfigError
-from jaxpar.data import load_tokenizer
+from jaxpar.config import Config, ConfigError
+from jaxpar.convert.tokenizer_files import tokenizer_of_run
 from jaxpar.generation import Sampling, config_for_sampling, generate
+from jaxpar.model import decode
 from jaxpar.parallel.mesh import make_mesh
+from jaxpar.validation import resolve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +27,16 @@ class Options:
 
     run: Annotated[str, tyro.conf.Positional]
     """Run folder."""
-    prompt: str = "def "
-    """Text to go on from."""
+    prompt: tuple[str, ...] = ("def ",)
+    """Texts to go on from, all at once. One is shown as it comes."""
     max_tokens: int = 200
-    """Tokens to write at most."""
+    """Tokens to write at most, after each."""
+    stop: tuple[str, ...] = ()
+    """Tokens that end a text, besides the tokenizer's own end of text."""
     step: int | None = None
     """Checkpoint to read. None: the latest."""
+    tensor: int = 1
+    """Devices that share each layer."""
     sampling: Annotated[Sampling, tyro.conf.OmitArgPrefixes] = dataclasses.field(
         default_factory=Sampling
     )
@@ -39,47 +45,109 @@ class Options:
 def check(options: Options) -> None:
     """Raises:   ConfigError for an option that cannot work."""
     how = options.sampling
-    if not options.prompt:
-        raise ConfigError("--prompt", "", "must not be empty", 'use --prompt "def "')
-    if options.max_tokens < 1:
-        fix = "use --max-tokens 200"
-        raise ConfigError("--max-tokens", options.max_tokens, "must be at least 1", fix)
-    if not (math.isfinite(how.temperature) and how.temperature >= 0):
-        fix = "use --temperature 0.8"
-        raise ConfigError("--temperature", how.temperature, "must be 0 or more", fix)
-    if how.top_k < 0:
-        raise ConfigError("--top-k", how.top_k, "must be 0 or more", "use --top-k 50")
+
+    def require(ok: bool, name: str, value: Any, rule: str, fix: str) -> None:
+        if not ok:
+            raise ConfigError(name, value, rule, f"use {name} {fix}")
+
+    require(bool(options.prompt), "--prompt", "", "must not be empty", '"def "')
+    require(all(options.prompt), "--prompt", "", "must not be empty", '"def "')
+    require(options.max_tokens > 0, "--max-tokens", options.max_tokens, "must be at least 1", "200")
+    require(options.tensor > 0, "--tensor", options.tensor, "must be at least 1", "1")
+    finite = math.isfinite(how.temperature) and how.temperature >= 0
+    require(finite, "--temperature", how.temperature, "must be 0 or more", "0.8")
+    require(how.top_k >= 0, "--top-k", how.top_k, "must be 0 or more", "50")
+    require(0 < how.top_p <= 1, "--top-p", how.top_p, "must be above 0, and 1 at most", "0.95")
+
+
+def stop_ids(texts: Sequence[str], tokenizer: Any) -> set[int]:
+    """The end of text, and the tokens that `texts` stand for.
+
+    Raises:   ConfigError for a text that is not one token.
+    """
+    ids = {int(tokenizer.eos_id)}
+    for text in texts:
+        encoded = [int(i) for i in tokenizer.encode(text)]
+        if len(encoded) != 1:
+            rule = f"must be one token of the run's tokenizer, and is {len(encoded)}"
+            raise ConfigError("--stop", text, rule, "give a shorter text, or cut what is printed")
+        ids.update(encoded)
+    return ids
 
 
 def sample(options: Options) -> None:
-    """Print the prompt and what the model writes after it, as it comes."""
+    """Print each prompt and what the model writes after it."""
     check(options)
-    cfg = config_for_sampling(checkpoint.load_config(options.run, options.step))
+    cfg = config_for_sampling(checkpoint.load_config(options.run, options.step), options.tensor)
     runtime.start(cfg)
-    mesh = make_mesh(cfg.parallel, jax.devices()[:1])
+    cfg = resolve(cfg, options.tensor)
+    mesh = mesh_of(options.tensor, cfg)
     params = checkpoint.restore_params(options.run, cfg, mesh, options.step)
-    tokenizer = load_tokenizer(cfg.data.path)
-    prompt = [int(i) for i in tokenizer.encode(options.prompt)]
-    ids = generate(
+    tokenizer = tokenizer_of_run(options.run, cfg)
+    prompts = [[int(i) for i in tokenizer.encode(text)] for text in options.prompt]
+    slots = max(map(len, prompts)) + options.max_tokens
+    held = decode.cache_bytes(cfg.model, len(prompts), slots, options.tensor)
+    say(f"[keys and values of {len(prompts)} x {slots} tokens: {held / 2**20:,.1f} MiB a device]")
+    if slots > cfg.data.seq_len:
+        say(f"[each token sees the {cfg.data.seq_len} before it, as in training]")
+    made = generate(
         params,
         cfg,
         mesh,
-        prompt,
+        prompts,
         options.sampling,
+        max_tokens=options.max_tokens,
         vocab_size=tokenizer.vocab_size,
-        eos_id=tokenizer.eos_id,
+        stop=stop_ids(options.stop, tokenizer),
     )
-    began, new = time.perf_counter(), []
-    shown = options.prompt
+    next(made)  # compiled, and the prompts read
+    began = time.perf_counter()
+    rows = _as_it_comes(made, options, tokenizer) if len(prompts) == 1 else _whole(made, prompts)
+    seconds, count = time.perf_counter() - began, sum(map(len, rows))
+    if len(prompts) > 1:
+        for text, ids in zip(options.prompt, rows, strict=True):
+            print(f"--- {text}{tokenizer.decode(ids)}")
+    say(f"[{count} tokens in {seconds:.2f} s, {count / seconds:,.1f} tokens/s]")
+
+
+def mesh_of(tensor: int, cfg: Config) -> Mesh:
+    """The first `tensor` devices.
+
+    Raises:   ConfigError when there are fewer.
+    """
+    devices = jax.devices()
+    if len(devices) < tensor:
+        rule = f"needs as many devices, and there are {len(devices)}"
+        raise ConfigError("--tensor", tensor, rule, f"use --tensor {len(devices)}")
+    return make_mesh(cfg.parallel, devices[:tensor])
+
+
+def say(text: str) -> None:
+    """A line beside the text, on standard error."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _as_it_comes(made: Iterator[list[list[int]]], options: Options, tokenizer: Any):
+    """Print the one text as it grows; its ids."""
+    (prompt,), new = options.prompt, []
+    shown = prompt
     print(shown, end="", flush=True)
-    for token in itertools.islice(ids, options.max_tokens):
-        new.append(token)
-        text = options.prompt + tokenizer.decode(new)
+    for (ids,) in made:
+        new.extend(ids)
+        text = prompt + tokenizer.decode(new)
         if not text.endswith("\ufffd"):  # half a character: wait for the rest
             print(text[len(shown) :], end="", flush=True)
             shown = text
-    rate = len(new) / (time.perf_counter() - began)
-    print(f"\n[{len(new)} tokens, {rate:.1f} tokens/s, compilation included]", file=sys.stderr)
+    print(flush=True)
+    return [new]
+
+
+def _whole(made: Iterator[list[list[int]]], prompts: Sequence[Any]) -> list[list[int]]:
+    rows: list[list[int]] = [[] for _ in prompts]
+    for new in made:
+        for row, ids in zip(rows, new, strict=True):
+            row.extend(ids)
+    return rows
 
 
 def main(argv: Sequence[str]) -> None:

@@ -98,11 +98,15 @@ def init_state(cfg: Config, mesh: Mesh) -> TrainState:
 
     Parameters depend on (train.seed, path) alone: the same bits on every mesh.
     """
+    params = _init_params(param_specs(cfg.model), cfg.train.seed, state_shardings(cfg, mesh).params)
+    return state_of(to_running(TrainState((), params, ()), cfg).params, cfg, mesh)
+
+
+def state_of(params: Any, cfg: Config, mesh: Mesh) -> TrainState:
+    """The state at step 0 with given parameters, in running order."""
     to = state_shardings(cfg, mesh)
-    params = _init_params(param_specs(cfg.model), cfg.train.seed, to.params)
     opt_state = jax.jit(functools.partial(_init_opt_state, cfg), out_shardings=to.opt_state)
-    step = jax.device_put(jnp.int32(0), to.step)
-    return to_running(TrainState(step, params, opt_state(params)), cfg)
+    return TrainState(jax.device_put(jnp.int32(0), to.step), params, opt_state(params))
 
 
 def _init_params(specs: Any, seed: int, to: Any) -> Any:

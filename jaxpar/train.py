@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpar import checkpoint, cli, guard, runtime
+from jaxpar import checkpoint, cli, guard, initial, runtime
 from jaxpar.batch import Batch
 from jaxpar.config import Config, ConfigError, to_json
 from jaxpar.data import Loader
@@ -25,7 +25,7 @@ from jaxpar.optimizer import learning_rate
 from jaxpar.parallel.context import kernel_request, token_order
 from jaxpar.parallel.mesh import describe, make_mesh
 from jaxpar.startup import StartUp
-from jaxpar.state import TrainState, bytes_per_device, init_state
+from jaxpar.state import TrainState, bytes_per_device
 from jaxpar.step import make_eval_step, make_train_step
 from jaxpar.validation import resolve
 
@@ -54,8 +54,9 @@ class Run:
             checkpoint.check_resumable(cfg, saved)
             self.changed = checkpoint.changed_fields(cfg, saved)
             check_steps(cfg, self.first_step)
+        self.origin = initial.find(cfg) if self.first_step is None else None
         self.kernels = self.attention_kernels()
-        self.attention = str(self.kernels)
+        self.attention = "; ".join(map(str, self.kernels))
         self.startup.ended("data and checks")
 
     def open_folder(self, environment: list[str]) -> None:
@@ -80,8 +81,8 @@ class Run:
             flush=True,
         )
 
-    def attention_kernels(self) -> Choice:
-        """The attention kernels that this run's layers will use, and why not others.
+    def attention_kernels(self) -> tuple[Choice, ...]:
+        """The attention kernels that this run's layers will use, and why not others; for each kind.
 
         Raises:   ConfigError when those of `model.attention_backend` cannot serve.
         """
@@ -89,38 +90,46 @@ class Run:
         ways = p.replica * p.data * p.expert * p.num_microbatches
         shard = (self.cfg.train.global_batch_size // ways, self.cfg.data.seq_len // p.sequence)
         rows = jax.ShapeDtypeStruct(shard, "int32")
-        request = kernel_request(self.cfg, jax.eval_shape(self.mask, Batch(rows, rows, rows, rows)))
-        name = m.attention_backend
+        masks = jax.eval_shape(self.masks, Batch(rows, rows, rows, rows))
+        requests = [kernel_request(self.cfg, mask) for mask in masks]
+        name, exact = m.attention_backend, m.attention_deterministic
         try:
-            return choose(name, *request, deterministic=m.attention_deterministic)
+            return tuple(choose(name, *request, deterministic=exact) for request in requests)
         except ValueError as error:
             fix = "use --model.attention-backend auto"
             raise ConfigError("model.attention_backend", name, str(error), fix) from error
 
-    def mask(self, batch: Batch) -> AttentionMask:
-        """The mask of some of the run's tokens, as its layers make it."""
-        return describe_tokens(batch, self.cfg, self.max_segments).mask
+    def masks(self, batch: Batch) -> tuple[AttentionMask, ...]:
+        """The masks of some of the run's tokens, as its layers make them: one for each kind."""
+        tokens = describe_tokens(batch, self.cfg, self.max_segments)
+        return (tokens.mask,) if tokens.in_global is None else (tokens.mask, tokens.in_global.mask)
 
     def test_attention(self) -> None:
         """Try the attention kernels on a slice of the first batch, alone on one device.
 
         Raises:   ConfigError when they compute something else than `reference`.
         """
-        if {self.kernels.forward, self.kernels.backward} == {"reference"}:
-            log("attention self-test: skipped, reference is what kernels are compared with")
-            return
-        began = time.perf_counter()
-        m, p = self.cfg.model, self.cfg.parallel
         first_row = self.loader.host_rows(self.first_step or 0, np.zeros(1, np.int64))
+        p = self.cfg.parallel
         in_text_order = p.sequence == 1 or p.context == "ulysses"
         length = self.cfg.data.seq_len // (1 if in_text_order else p.sequence)
         places = selftest.slice_of(length, in_text_order)
-        mask = jax.jit(self.mask)(jax.tree.map(lambda x: x[:, places], first_row))
+        masks = jax.jit(self.masks)(jax.tree.map(lambda x: x[:, places], first_row))
+        for kernels, mask in zip(self.kernels, masks, strict=True):
+            self.test_kernels(kernels, mask)
+
+    def test_kernels(self, kernels: Choice, mask: AttentionMask) -> None:
+        """The same for the layers of one kind. Args and errors as `test_attention`."""
+        if {kernels.forward, kernels.backward} == {"reference"}:
+            log("attention self-test: skipped, reference is what kernels are compared with")
+            return
+        began = time.perf_counter()
+        m = self.cfg.model
         group = m.num_heads // m.num_kv_heads
         values = selftest.random_values(mask, group, m.head_dim, m.dtype, self.cfg.train.seed)
         q, k, v, d_out, mask = jax.device_put((*values, mask), jax.local_devices()[0])
         try:
-            report = selftest.check(self.kernels, q, k, v, mask, d_out)
+            report = selftest.check(kernels, q, k, v, mask, d_out)
         except selftest.WrongKernel as error:
             fix = "use --model.attention-backend reference, or another that serves, and report it"
             name = m.attention_backend
@@ -136,7 +145,8 @@ class Run:
         self.startup.ended("attention self-test")
         began = time.perf_counter()
         if self.first_step is None:
-            state, what = init_state(self.cfg, self.mesh), "initialised"
+            state = initial.state(self.cfg, self.mesh, self.origin, log)
+            what = f"weights of {self.origin}" if self.origin else "initialised"
         else:
             state = checkpoint.restore(self.cfg, self.mesh, self.first_step)
             for field, (then, now) in self.changed.items():

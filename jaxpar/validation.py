@@ -18,6 +18,7 @@ from jaxpar.config_types import check_types
 from jaxpar.memory_rules import REMAT_NAMES as REMAT_NAMES
 from jaxpar.memory_rules import REMAT_POLICIES as REMAT_POLICIES
 from jaxpar.memory_rules import moments, remat
+from jaxpar.model_rules import experts, layer_kinds
 
 #: Seeds travel as int32.
 LARGEST_SEED = 2**31 - 1
@@ -53,7 +54,7 @@ def check(cfg: Config) -> None:
 def _each_rule(cfg: Config) -> None:
     check_types(cfg)
     rules = (_numbers, _places, _schedule, moments, _model, _float8, _attention, remat, _saving)
-    for rule in (*rules, _interleaving, _turns):
+    for rule in (*rules, _interleaving, _turns, experts, layer_kinds):
         rule(cfg)
 
 
@@ -61,13 +62,13 @@ def _each_rule(cfg: Config) -> None:
 
 _AT_LEAST_ONE = """train.num_steps train.global_batch_size train.log_every data.seq_len
 data.prefetch model.num_layers model.d_model model.num_heads model.num_kv_heads model.head_dim
-model.d_ff model.vocab_size parallel.pipeline parallel.replica parallel.expert parallel.sequence
-parallel.tensor parallel.num_microbatches parallel.row_groups parallel.virtual_stages
-checkpoint.keep evaluation.num_batches""".split()
+model.d_ff model.experts_per_token model.vocab_size parallel.pipeline parallel.replica
+parallel.expert parallel.sequence parallel.tensor parallel.num_microbatches parallel.row_groups
+parallel.virtual_stages checkpoint.keep evaluation.num_batches""".split()
 
-_AT_LEAST_ZERO = """run.cpu_devices train.seed train.z_loss optimizer.warmup_steps
-optimizer.weight_decay optimizer.clip_norm checkpoint.every checkpoint.keep_every
-evaluation.every""".split()
+_AT_LEAST_ZERO = """run.cpu_devices model.num_experts model.global_every train.seed
+train.z_loss optimizer.warmup_steps optimizer.weight_decay optimizer.clip_norm
+checkpoint.every checkpoint.keep_every evaluation.every""".split()
 
 _ABOVE_ZERO = """model.rope_theta model.norm_eps model.init_std optimizer.learning_rate
 optimizer.eps""".split()

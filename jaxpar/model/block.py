@@ -3,6 +3,8 @@
 Shape letters as in `axes.py`; B is a device's rows, H, G and F one tensor rank's part.
 """
 
+import dataclasses
+import math
 from typing import Any
 
 import flax.struct
@@ -11,9 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.batch import Batch
-from jaxpar.config import Config
+from jaxpar.config import Config, ModelConfig
 from jaxpar.kernels.attention import AttentionMask
-from jaxpar.model import layers
+from jaxpar.model import experts, layers
 from jaxpar.model.remat import named
 from jaxpar.parallel.collectives import gather_sequence, scatter_sequence
 from jaxpar.parallel.context import context_attention
@@ -27,10 +29,24 @@ class Tokens:
 
     mask: AttentionMask
     rope: tuple[jax.Array, jax.Array]
+    in_global: "Tokens | None" = None
+    """The same for layers without a window, in a model where only some have one."""
 
 
 def describe_tokens(batch: Batch, cfg: Config, max_segments: int | None) -> Tokens:
     """The mask and rotary tables of a microbatch, from its positions and segments."""
+    m = cfg.model
+    if not m.global_every:
+        return _describe(batch, cfg, max_segments, m.sliding_window, m.rope_theta)
+    local_theta = m.rope_theta if m.local_rope_theta is None else m.local_rope_theta
+    local = _describe(batch, cfg, max_segments, m.sliding_window, local_theta)
+    everywhere = _describe(batch, cfg, max_segments, None, m.rope_theta)
+    return dataclasses.replace(local, in_global=everywhere)
+
+
+def _describe(
+    batch: Batch, cfg: Config, max_segments: int | None, window: int | None, theta: float
+) -> Tokens:
     segments = batch.segment_ids if cfg.data.document_mask else None
     in_order = cfg.parallel.sequence == 1 or cfg.parallel.context == "ulysses"
     mask = AttentionMask(
@@ -38,11 +54,12 @@ def describe_tokens(batch: Batch, cfg: Config, max_segments: int | None) -> Toke
         kv_positions=batch.positions,
         q_segments=segments,
         kv_segments=segments,
-        window=cfg.model.sliding_window,
+        window=window,
         max_segments=max_segments,
         in_order=in_order,
     )
-    return Tokens(mask=mask, rope=layers.rope_tables(batch.positions, cfg.model))
+    model = dataclasses.replace(cfg.model, rope_theta=theta)
+    return Tokens(mask=mask, rope=layers.rope_tables(batch.positions, model))
 
 
 def layer(x: jax.Array, w: Tree, tokens: Tokens, cfg: Config) -> jax.Array:
@@ -55,15 +72,15 @@ def layer(x: jax.Array, w: Tree, tokens: Tokens, cfg: Config) -> jax.Array:
     """
     with jax.named_scope("attention"):
         h = gathered_norm(x, w, "attn_norm", cfg)
-        x = named(_add_output(x, attend(h, w, tokens, cfg), w.get("bo")), "attn_residual")
+        x = named(_add_output(x, attend(h, w, tokens, cfg), w, "attn", cfg), "attn_residual")
     with jax.named_scope("feed_forward"):
         h = gathered_norm(x, w, "mlp_norm", cfg)
-        return _add_output(x, feed_forward(h, w), w.get("b_down"))
+        return _add_output(x, feed_forward(h, w, cfg), w, "mlp", cfg)
 
 
 def gathered_norm(x: jax.Array, w: Tree, name: str, cfg: Config) -> jax.Array:
     """The normalised input of attention or feed-forward, [B, T/sequence, D]."""
-    return named(gather_sequence(layers.rms_norm(x, w[name], cfg.model.norm_eps)), name)
+    return named(gather_sequence(layers.norm(x, w[name], cfg.model)), name)
 
 
 def attend(h: jax.Array, w: Tree, tokens: Tokens, cfg: Config) -> jax.Array:
@@ -72,21 +89,19 @@ def attend(h: jax.Array, w: Tree, tokens: Tokens, cfg: Config) -> jax.Array:
     return layers.matmul(out, [w["wo"]], "attn_out")[0]
 
 
-def feed_forward(h: jax.Array, w: Tree) -> jax.Array:
+def feed_forward(h: jax.Array, w: Tree, cfg: Config) -> jax.Array:
     """SwiGLU of normalised inputs: this tensor rank's part of a sum, the same shape."""
+    if cfg.model.num_experts:
+        return experts.feed_forward(h, w, cfg.model)
     gate, up = (named(a, "gate_up") for a in layers.gate_and_up(h, w))
-    hidden = named(layers.swiglu(gate, up), "mlp_hidden")
+    hidden = named(layers.gated(gate, up, cfg.model), "mlp_hidden")
     return layers.matmul(hidden, [w["w_down"]], "mlp_hidden")[0]
 
 
 def attention_heads(h: jax.Array, w: Tree, tokens: Tokens, cfg: Config) -> jax.Array:
     """[B, T/sequence, D] -> the heads' outputs side by side, [B, T/sequence, H*K/tensor]."""
     m = cfg.model
-    q, k, v = (named(a, "qkv") for a in layers.project_qkv(h, w, m))
-    if m.qk_norm:
-        q = layers.rms_norm(q, w["q_norm"], m.norm_eps)
-        k = layers.rms_norm(k, w["k_norm"], m.norm_eps)
-    q, k = (named(layers.rope(a, tokens.rope), "qk") for a in (q, k))
+    q, k, v = queries_keys_values(h, w, tokens.rope, m)
     kind, backend = cfg.parallel.context, m.attention_backend
     out = context_attention(
         q, k, v, tokens.mask, kind=kind, backend=backend, deterministic=m.attention_deterministic
@@ -94,9 +109,33 @@ def attention_heads(h: jax.Array, w: Tree, tokens: Tokens, cfg: Config) -> jax.A
     return out.reshape(*out.shape[:2], -1)
 
 
-def _add_output(x: jax.Array, partial: jax.Array, bias: jax.Array | None) -> jax.Array:
+def queries_keys_values(
+    h: jax.Array, w: Tree, rope: tuple[jax.Array, jax.Array], m: ModelConfig
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """[B, T, D] -> what attention is given, turned by position: [B, T, heads/tensor, K] each."""
+    q, k, v = (named(a, "qkv") for a in layers.project_qkv(h, w, m))
+    if m.qk_norm:
+        q, k = layers.norm(q, w["q_norm"], m), layers.norm(k, w["k_norm"], m)
+    if m.query_scale_dim is not None:
+        q = q * math.sqrt(m.head_dim / m.query_scale_dim)
+    q, k = (named(layers.rope(a, rope), "qk") for a in (q, k))
+    return q, k, v
+
+
+#: Of what attention and feed-forward add to the residual stream: its bias and its norm.
+_OUTPUTS = {"attn": ("bo", "attn_post_norm"), "mlp": ("b_down", "mlp_post_norm")}
+
+
+def _add_output(x: jax.Array, partial: jax.Array, w: Tree, part: str, cfg: Config) -> jax.Array:
     """The residual stream plus a row-parallel matmul's partial sums (and its bias, once)."""
-    return x + layers.add_bias(scatter_sequence(partial), bias)
+    return add_to_residual(x, scatter_sequence(partial), w, part, cfg)
+
+
+def add_to_residual(x: jax.Array, out: jax.Array, w: Tree, part: str, cfg: Config) -> jax.Array:
+    """x plus what attention ("attn") or feed-forward ("mlp") made, once it is summed."""
+    bias, norm = _OUTPUTS[part]
+    out = layers.add_bias(out, w.get(bias))
+    return x + (layers.norm(out, w[norm], cfg.model) if cfg.model.post_norms else out)
 
 
 # ------------------------------------------------------------------------- groups of rows, in turns
@@ -129,16 +168,16 @@ def layer_in_turns(
         with jax.named_scope("attention" if turn < n else "feed_forward"):
             if turn < n:
                 return gathered_norm(rows[i], w, "attn_norm", cfg)
-            rows[i] = named(_add_output(rows[i], partial[i], w.get("bo")), "attn_residual")
+            rows[i] = named(_add_output(rows[i], partial[i], w, "attn", cfg), "attn_residual")
             return gathered_norm(rows[i], w, "mlp_norm", cfg)
 
     h = input_of(0)
     for turn in range(2 * n):
         with jax.named_scope("attention" if turn < n else "feed_forward"):
-            out = attend(h, w, tokens[turn], cfg) if turn < n else feed_forward(h, w)
+            out = attend(h, w, tokens[turn], cfg) if turn < n else feed_forward(h, w, cfg)
         if turn + 1 < 2 * n:
             h, out = lax.optimization_barrier((input_of(turn + 1), out))
         partial.append(out)
     return tuple(
-        _add_output(x, out, w.get("b_down")) for x, out in zip(rows, partial[n:], strict=True)
+        _add_output(x, out, w, "mlp", cfg) for x, out in zip(rows, partial[n:], strict=True)
     )

@@ -5,8 +5,9 @@ Two conventions are in use for the attention term, so both are given. Neither co
     causal   6 N + 6 L H K T per token: what a causal model needs (Megatron).
     full     6 N + 12 L H K T: as if every token saw every other (torchtitan's MFU column).
 
-N counts the parameters that multiply: all but the embedding table, which is looked up. The peak is
-that of bfloat16 whatever `model.matmul_dtype` is, so that figures stay comparable.
+N counts the parameters that multiply: all but the embedding table, which is looked up, and but the
+experts that a token does not take. The peak is that of bfloat16 whatever `model.matmul_dtype` is,
+so that figures stay comparable.
 """
 
 from jaxpar.config import ModelConfig
@@ -30,9 +31,11 @@ def num_params(model: ModelConfig) -> int:
 
 
 def num_matmul_params(model: ModelConfig) -> int:
-    """Parameters that multiply. A tied table is used as the head, so it counts."""
+    """Parameters that multiply for a token. A tied table is used as the head, so it counts."""
     table = model.vocab_size * model.d_model
-    return num_params(model) - (0 if model.tie_embeddings else table)
+    others = max(model.num_experts - model.experts_per_token, 0) * model.num_layers
+    not_taken = others * 3 * model.d_model * model.d_ff
+    return num_params(model) - not_taken - (0 if model.tie_embeddings else table)
 
 
 def train_flops_per_token(model: ModelConfig, seq_len: int, *, causal: bool = True) -> float:

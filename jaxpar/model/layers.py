@@ -51,6 +51,11 @@ def _rms_norm_backward(eps, saved, d_y):
 rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 
+def norm(x: jax.Array, parameter: jax.Array, m: ModelConfig) -> jax.Array:
+    """`rms_norm`, its gain being the parameter, or 1 more (`model.norm_offset`)."""
+    return rms_norm(x, parameter + 1.0 if m.norm_offset else parameter, m.norm_eps)
+
+
 def rope_frequencies(model: ModelConfig) -> jax.Array:
     """Angle per position of each pair of dims, float32 [K/2].
 
@@ -133,6 +138,14 @@ def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     Source:   Shazeer 2020 (2002.05202), equation 5.
     """
     return jax.nn.silu(gate) * up
+
+
+def gated(gate: jax.Array, up: jax.Array, m: ModelConfig) -> jax.Array:
+    """The feed-forward's hidden values, [B, T, F]: SwiGLU, or GeGLU (`model.activation`).
+
+    Source:   Shazeer 2020 (2002.05202), equation 5.
+    """
+    return jax.nn.gelu(gate, approximate=True) * up if m.activation == "gelu" else swiglu(gate, up)
 
 
 def vocab_shard_index() -> jax.Array:

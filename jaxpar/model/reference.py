@@ -4,6 +4,7 @@ What every mesh is compared with (`python -m jaxpar.verify`, and the tests). It 
 parameter names with `transformer.py`, on purpose: written twice, a mistake shows.
 """
 
+import dataclasses
 import math
 from typing import Any
 
@@ -36,30 +37,78 @@ def _segments(batch: Batch, cfg: Config) -> jax.Array:
 
 def logits_of(params: Tree, tokens, positions, segments, m: ModelConfig) -> jax.Array:
     """Logits float32 [B, T, V]; int32 [B, T] tokens, positions and segments."""
-    x = params["embed"][tokens]
+    x = embed(params["embed"][tokens], m)
     for i in range(m.num_layers):
-        x = _block(x, jax.tree.map(lambda a, i=i: a[i], params["layers"]), positions, segments, m)
-    head = params["head"] if "head" in params else params["embed"].T
-    return _norm(x, params["final_norm"], m.norm_eps) @ head
+        w = jax.tree.map(lambda a, i=i: a[i], params["layers"])
+        x = block(x, w, positions, segments, of_layer(m, i))
+    return output(x, params, m)
 
 
-def _block(x, w: Tree, positions, segments, m: ModelConfig):
-    h = _norm(x, w["attn_norm"], m.norm_eps)
+def output(x: jax.Array, top: Tree, m: ModelConfig) -> jax.Array:
+    """Logits of the last residual stream; `top` holds what lies outside the layers."""
+    head = top["head"] if "head" in top else top["embed"].T
+    return _norm(x, top["final_norm"], m) @ head
+
+
+def embed(rows: jax.Array, m: ModelConfig) -> jax.Array:
+    """The first residual stream, from the tokens' rows of the embedding."""
+    return rows * m.d_model**0.5 if m.embed_scale else rows
+
+
+def of_layer(m: ModelConfig, i: int) -> ModelConfig:
+    """The model as its layer i has it: window and rotary base of its kind, and no other kinds."""
+    if m.global_every == 0:
+        return m
+    alike = dataclasses.replace(m, global_every=0, local_rope_theta=None)
+    if i % m.global_every == m.global_every - 1:
+        return dataclasses.replace(alike, sliding_window=None)
+    return dataclasses.replace(alike, rope_theta=m.local_rope_theta or m.rope_theta)
+
+
+def block(x: jax.Array, w: Tree, positions, segments, m: ModelConfig) -> jax.Array:
+    """The residual stream [B, T, D] through one layer, whose parameters are `w`."""
+    h = _norm(x, w["attn_norm"], m)
     q, k, v = (
         jnp.einsum("btd,dhk->bthk", h, w["w" + n]) + w.get("b" + n, 0.0) for n in ("q", "k", "v")
     )
     if m.qk_norm:
-        q, k = _norm(q, w["q_norm"], m.norm_eps), _norm(k, w["k_norm"], m.norm_eps)
+        q, k = _norm(q, w["q_norm"], m), _norm(k, w["k_norm"], m)
     q, k = (_rotate(a, positions, m) for a in (q, k))
     o = _attend(q, k, v, positions, segments, m)
-    x = x + jnp.einsum("bthk,hkd->btd", o, w["wo"]) + w.get("bo", 0.0)
-    h = _norm(x, w["mlp_norm"], m.norm_eps)
+    o = jnp.einsum("bthk,hkd->btd", o, w["wo"]) + w.get("bo", 0.0)
+    x = x + (_norm(o, w["attn_post_norm"], m) if m.post_norms else o)
+    out = _feed_forward(_norm(x, w["mlp_norm"], m), w, m)
+    return x + (_norm(out, w["mlp_post_norm"], m) if m.post_norms else out)
+
+
+def _feed_forward(h, w: Tree, m: ModelConfig):
+    if m.num_experts:
+        return _experts(h, w, m)
     gate, up = (h @ w["w_" + n] + w.get("b_" + n, 0.0) for n in ("gate", "up"))
-    return x + (gate * jax.nn.sigmoid(gate) * up) @ w["w_down"] + w.get("b_down", 0.0)
+    return (_activation(gate, m) * up) @ w["w_down"] + w.get("b_down", 0.0)
 
 
-def _norm(x, gain, eps):
-    return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + eps) * gain
+def _activation(x, m: ModelConfig):
+    if m.activation == "silu":
+        return x * jax.nn.sigmoid(x)
+    return 0.5 * x * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def _experts(h, w: Tree, m: ModelConfig):
+    """All experts of all tokens; the weights of those below the k-th likeliest are 0."""
+    chance = jax.nn.softmax(h @ w["router"], axis=-1)
+    least = jnp.sort(chance, axis=-1)[..., -m.experts_per_token, None]
+    chance = jnp.where(chance >= least, chance, 0.0)
+    if m.normalize_experts:
+        chance = chance / jnp.sum(chance, axis=-1, keepdims=True)
+    gate, up = (jnp.einsum("btd,edf->btef", h, w["w_" + n]) for n in ("gate", "up"))
+    hidden = _activation(gate, m) * up
+    return jnp.einsum("btef,efd,bte->btd", hidden, w["w_down"], chance)
+
+
+def _norm(x, gain, m: ModelConfig):
+    unit = x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + m.norm_eps)
+    return unit * (1 + gain) if m.norm_offset else unit * gain
 
 
 def _rotate(x, positions, m: ModelConfig):
@@ -93,6 +142,6 @@ def _attend(q, k, v, positions, segments, m: ModelConfig):
     seen = (back >= 0) & (segments[:, :, None] == segments[:, None, :])
     if m.sliding_window is not None:
         seen &= back < m.sliding_window
-    scores = jnp.einsum("bthk,bshk->bhts", q, k) / math.sqrt(m.head_dim)
+    scores = jnp.einsum("bthk,bshk->bhts", q, k) / math.sqrt(m.query_scale_dim or m.head_dim)
     weights = jax.nn.softmax(jnp.where(seen[:, None], scores, -jnp.inf), axis=-1)
     return jnp.einsum("bhts,bshk->bthk", weights, v)

@@ -1,4 +1,4 @@
-"""The Llama-family decoder: its parameters, and its three parts as functions of local shards.
+"""The decoder, dense or with experts: its parameters, and three parts as functions of local shards.
 
     embed   tokens -> residual stream, the vocabulary split over VOCAB_AXES
     stage   residual stream -> residual stream, through some of the layers
@@ -9,9 +9,11 @@ shards into the form the step computes with (query, key and value side by side, 
 is linear and local, so its transpose carries gradients back.
 """
 
+import dataclasses
 import functools
+import itertools
 import math
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +42,7 @@ type Tree = dict[str, Any]
 #: Dimension, from the end, over which each array of a layer's view is FSDP-sharded; None: whole.
 LAYER_DIMS: dict[str, int | None] = {
     "attn_norm": None,
+    "attn_post_norm": None,
     "wqkv": -2,
     "bqkv": None,
     "q_norm": None,
@@ -47,6 +50,8 @@ LAYER_DIMS: dict[str, int | None] = {
     "wo": -1,
     "bo": None,
     "mlp_norm": None,
+    "mlp_post_norm": None,
+    "router": -2,
     "w_gate": -2,
     "b_gate": None,
     "w_up": -2,
@@ -56,7 +61,7 @@ LAYER_DIMS: dict[str, int | None] = {
 }
 
 #: The matrices of a layer, which `model.matmul_dtype` is about, with their entries.
-PROJECTIONS = {name: dim for name, dim in LAYER_DIMS.items() if dim is not None}
+PROJECTIONS = {n: dim for n, dim in LAYER_DIMS.items() if dim is not None and n != "router"}
 
 #: As LAYER_DIMS, for the arrays outside the layers.
 TOP_DIMS: dict[str, int | None] = {"embed": -1, "final_norm": None, "head": -2}
@@ -78,19 +83,29 @@ def param_specs(m: ModelConfig) -> Tree:
         shape, axes = (m.num_layers, *shape), ("layer", *axes)
         return ParamSpec(shape=shape, axes=axes, init=init, decay=False)
 
+    def gain(shape, axes):
+        return vector(shape, axes, init_of_gains(m))
+
     blocks: Tree = {
-        "attn_norm": vector((D,), ("norm",), "ones"),
+        "attn_norm": gain((D,), ("norm",)),
         "wq": matrix((D, H, K), ("embed", "heads", "head_dim")),
         "wk": matrix((D, G, K), ("embed", "kv_heads", "head_dim")),
         "wv": matrix((D, G, K), ("embed", "kv_heads", "head_dim")),
         "wo": matrix((H, K, D), ("heads", "head_dim", "embed"), deep),
-        "mlp_norm": vector((D,), ("norm",), "ones"),
-        "w_gate": matrix((D, F), ("embed", "mlp")),
-        "w_up": matrix((D, F), ("embed", "mlp")),
-        "w_down": matrix((F, D), ("mlp", "embed"), deep),
+        "mlp_norm": gain((D,), ("norm",)),
     }
+    if m.num_experts:
+        E = m.num_experts
+        blocks["router"] = matrix((D, E), ("embed", "experts"))
+        blocks |= {n: matrix((E, D, F), ("experts", "embed", "mlp")) for n in ("w_gate", "w_up")}
+        blocks["w_down"] = matrix((E, F, D), ("experts", "mlp", "embed"), deep)
+    else:
+        blocks |= {n: matrix((D, F), ("embed", "mlp")) for n in ("w_gate", "w_up")}
+        blocks["w_down"] = matrix((F, D), ("mlp", "embed"), deep)
     if m.qk_norm:
-        blocks |= {name: vector((K,), ("head_dim",), "ones") for name in ("q_norm", "k_norm")}
+        blocks |= {name: gain((K,), ("head_dim",)) for name in ("q_norm", "k_norm")}
+    if m.post_norms:
+        blocks |= {n: gain((D,), ("norm",)) for n in ("attn_post_norm", "mlp_post_norm")}
     if m.qkv_bias:
         blocks["bq"] = vector((H, K), ("heads", "head_dim"), "zeros")
         blocks |= {n: vector((G, K), ("kv_heads", "head_dim"), "zeros") for n in ("bk", "bv")}
@@ -102,11 +117,16 @@ def param_specs(m: ModelConfig) -> Tree:
     return blocks_with_top(m, blocks)
 
 
+def init_of_gains(m: ModelConfig) -> Literal["ones", "zeros"]:
+    """How the parameters of norms start: the gain is 1."""
+    return "zeros" if m.norm_offset else "ones"
+
+
 def blocks_with_top(m: ModelConfig, blocks: Tree) -> Tree:
     """The layers' specs, with the embedding, the final norm and (untied) the head."""
     std = m.init_std
     table = ParamSpec(shape=(m.vocab_size, m.d_model), axes=("vocab", "embed"), std=std)
-    norm = ParamSpec(shape=(m.d_model,), axes=("norm",), init="ones", decay=False)
+    norm = ParamSpec(shape=(m.d_model,), axes=("norm",), init=init_of_gains(m), decay=False)
     specs = {"embed": table, "layers": blocks, "final_norm": norm}
     if not m.tie_embeddings:
         shape = (m.d_model, m.vocab_size)
@@ -187,6 +207,8 @@ def embed(top: Tree, batch: Batch, cfg: Config) -> jax.Array:
     """
     table = _whole({"embed": top["embed"]}, TOP_DIMS, cfg)["embed"]
     rows = layers.embedding_lookup(table, batch.tokens, table.shape[0])
+    if cfg.model.embed_scale:
+        rows = rows * math.sqrt(cfg.model.d_model)
     return sum_over_stages(scatter_sequence(varying(rows)))
 
 
@@ -197,12 +219,34 @@ def stage(chunk: Any, x: jax.Array, tokens: Tokens, cfg: Config) -> jax.Array:
         block = rematerialize(functools.partial(_layer, cfg), cfg.parallel.remat, in_scan=False)
         gather = functools.partial(_whole, dims=LAYER_DIMS, cfg=cfg)
         scatter = functools.partial(_scattered, dims=LAYER_DIMS, cfg=cfg)
-        rows = through_layers(
-            block, gather, scatter, chunk, in_groups(x, groups), in_groups(tokens, groups)
-        )
+        rows = in_groups(x, groups)
+        for alike, of_these in runs_of_layers(chunk, tokens, cfg):
+            context = in_groups(of_these, groups)
+            rows = through_layers(block, gather, scatter, alike, rows, context)
         return rows[0] if groups == 1 else jnp.concatenate(rows)
     block = rematerialize(_block(cfg), cfg.parallel.remat, in_scan=True)
     return lax.scan(lambda x, w: (block(x, w, tokens), None), x, chunk)[0]
+
+
+def runs_of_layers(chunk: tuple, tokens: Tokens, cfg: Config) -> list[tuple[tuple, Tokens]]:
+    """The layers of a chunk, cut where those with a window and those without meet.
+
+    Every chunk begins with the same kind of layer (`validation.py` sees to it), so the number of a
+    layer within its chunk says what it is.
+
+    Returns:  neighbouring layers that are alike, with what they know of the tokens.
+    """
+    if not cfg.model.global_every:
+        return [(chunk, tokens)]
+    runs: list[tuple[tuple, Tokens]] = []
+    for is_global, group in itertools.groupby(
+        enumerate(chunk), lambda at: (at[0] + 1) % cfg.model.global_every == 0
+    ):
+        alike = tuple(w for _, w in group)
+        assert tokens.in_global is not None
+        local = dataclasses.replace(tokens, in_global=None)
+        runs.append((alike, tokens.in_global if is_global else local))
+    return runs
 
 
 def head(top: Tree, x: jax.Array, batch: Batch, cfg: Config) -> tuple[jax.Array, jax.Array]:
@@ -212,7 +256,7 @@ def head(top: Tree, x: jax.Array, batch: Batch, cfg: Config) -> tuple[jax.Array,
     Returns:  (loss with z-loss, loss), as `cross_entropy`.
     Communication: broadcast over PIPELINE; gather over TENSOR; those of `cross_entropy`.
     """
-    x = layers.rms_norm(x, top["final_norm"], cfg.model.norm_eps)
+    x = layers.norm(x, top["final_norm"], cfg.model)
     h = gather_sequence(broadcast_from_last_stage(x))
     w = _whole({"head": top["head"]}, TOP_DIMS, cfg)["head"]
     return cross_entropy(h.reshape(-1, h.shape[-1]), w, batch.labels.ravel(), cfg.train.z_loss)
@@ -227,7 +271,7 @@ def logits_at(weights: Tree, batch: Batch, tokens: Tokens, last: jax.Array, cfg:
     top = weights["top"]
     chunk = jax.tree.map(lambda a: a[0], weights["layers"])
     x = stage(chunk, embed(top, batch, cfg), tokens, cfg)
-    h = gather_sequence(layers.rms_norm(x, top["final_norm"], cfg.model.norm_eps))
+    h = gather_sequence(layers.norm(x, top["final_norm"], cfg.model))
     row = lax.dynamic_index_in_dim(h, last, axis=1, keepdims=False)
     w = _whole({"head": top["head"]}, TOP_DIMS, cfg)["head"]
     return jnp.dot(row, w, preferred_element_type=jnp.float32)

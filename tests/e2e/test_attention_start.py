@@ -23,6 +23,8 @@ MESHES = [
     "--parallel.data 1 --parallel.sequence 2 --parallel.context ulysses",
     "--parallel.data 1 --parallel.sequence 2 --parallel.context ulysses --model.num-kv-heads 1",
     "--data.document-mask False --model.sliding-window 8",
+    "--parallel.data 2 --model.global-every 2 --model.sliding-window 8 "
+    "--parallel.layer-loop unroll",
 ]
 
 
@@ -72,7 +74,7 @@ def test_what_is_told_is_what_the_layers_ask_for(mesh, config_file, only_devices
         for module in (api, context):
             monkeypatch.setattr(module, "choose", spy(asked))
         make_train_step(run.cfg, run.mesh, run.max_segments).lower(state, run.loader.batch(0))
-    assert asked == told and len(told) == 1
+    assert asked == told and len(told) == (2 if "global-every" in mesh else 1)
 
 
 @pytest.mark.parametrize("mesh", [MESHES[0], *MESHES[4:7], MESHES[8]])

@@ -1,5 +1,6 @@
 """Whole runs: killed, preempted, moved to another mesh, refused, sampled; nothing is lost."""
 
+import dataclasses
 import json
 import math
 import os
@@ -225,14 +226,16 @@ def greedy_text(run: Path, prompt: str, count: int) -> str:
     tokenizer = load_tokenizer(cfg.data.path)
     params = checkpoint.restore_params(run, cfg, one_device(cfg))
     params = jax.device_put(jax.device_get(params), jax.devices()[0])
-    T, V = cfg.data.seq_len, tokenizer.vocab_size
+    T, V = 128, tokenizer.vocab_size
+    # Of the text so far, a token sees as many as in training.
+    model = dataclasses.replace(cfg.model, sliding_window=cfg.data.seq_len)
     place, ones = jnp.arange(T)[None], jnp.ones((1, T), jnp.int32)
-    logits = jax.jit(lambda tokens: reference.logits_of(params, tokens, place, ones, cfg.model))
+    logits = jax.jit(lambda tokens: reference.logits_of(params, tokens, place, ones, model))
     ids = [int(i) for i in tokenizer.encode(prompt)]
     new = []
     while len(new) < count:
-        window = (ids + new)[-T:]
-        row = logits(jnp.asarray([window + [0] * (T - len(window))]))[0, len(window) - 1, :V]
+        text = ids + new
+        row = logits(jnp.asarray([text + [0] * (T - len(text))]))[0, len(text) - 1, :V]
         new.append(int(row.argmax()))
     assert tokenizer.eos_id not in new
     return prompt + tokenizer.decode(new)
@@ -246,7 +249,7 @@ def test_a_sample_at_temperature_0_is_what_the_reference_model_finds_likeliest(f
         args = ["--prompt", prompt, "--max-tokens", str(count), "--temperature", "0"]
         capsys.readouterr()
         sample.main([str(finished), *args, "--seed", seed])
-        texts.append(capsys.readouterr().out)
+        texts.append(capsys.readouterr().out.removesuffix("\n"))
     assert texts[0] == texts[1] == wanted
     assert "the mat, and the dog sat on the log.\n" in wanted
 
@@ -256,7 +259,7 @@ def test_a_sample_is_a_function_of_its_seed(finished, capsys):
         how = Sampling(temperature=5.0, top_k=0, seed=seed)
         capsys.readouterr()
         options = sample.Options(
-            run=str(finished), prompt="the ", max_tokens=20, step=step, sampling=how
+            run=str(finished), prompt=("the ",), max_tokens=20, step=step, sampling=how
         )
         sample.sample(options)
         return capsys.readouterr().out

@@ -12,6 +12,7 @@ import tyro
 
 from jaxpar import bench, cli, verify
 from jaxpar.config import ConfigError
+from jaxpar.convert.__main__ import read_options
 from jaxpar.data.prepare import PrepareOptions
 from jaxpar.parallel.schedule import Schedule
 from jaxpar.sample import Options
@@ -108,6 +109,8 @@ def check_command(words: list[str]) -> None:
             verify.parse_meshes(options.mesh or [], cfg.parallel)
         case "jaxpar.sample":
             tyro.cli(Options, args=args)
+        case "jaxpar.convert":
+            read_options(args)
         case "jaxpar.data":
             assert args.pop(0) == "prepare"
             tyro.cli(PrepareOptions, args=args, config=(tyro.conf.FlagCreatePairsOff,))

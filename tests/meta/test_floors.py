@@ -11,11 +11,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 #: Floor of each module or package directly under jaxpar/; a package's modules share its floor.
 FLOORS = {
-    0: "axes config config_types params batch validation memory_rules",
+    0: "axes config config_types params batch validation memory_rules model_rules",
     1: "parallel kernels xla_flags runtime",
     2: "model",
-    3: "optimizer moments state startup step data checkpoint metrics profiling guard convert "
-    "generation parity",
+    3: "optimizer moments state initial startup step data checkpoint metrics profiling guard "
+    "convert generation parity",
     4: "cli train evaluate sample verify quickstart launch plan doctor bench report",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}

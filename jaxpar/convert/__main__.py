@@ -1,0 +1,154 @@
+"""Models in and out: python -m jaxpar.convert from-hf DIR RUN, to-hf RUN DIR, to-torch RUN FILE."""
+
+import dataclasses
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import jax
+import tyro
+
+from jaxpar import cli, guard
+from jaxpar.config import ConfigError
+from jaxpar.convert import exporting, importing, selfcheck, torch_file
+
+PROGRAM = "python -m jaxpar.convert"
+
+type Dtype = Literal["bfloat16", "float16", "float32"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checking:
+    """What happens after the conversion, before its result appears."""
+
+    check: bool = True
+    """Compare logits with what was converted, and with `transformers` where it is installed."""
+    tolerance: float = selfcheck.TOLERANCE
+    """Largest difference of logits that passes, relative to the largest logit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FromHf:
+    """Make a run of a published model: its checkpoint of step 0."""
+
+    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
+    """Folder with config.json and .safetensors files."""
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """Run folder to write; it must be new."""
+    checking: Annotated[Checking, tyro.conf.OmitArgPrefixes] = dataclasses.field(
+        default_factory=Checking
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToHf:
+    """Make a published model's folder of a checkpoint."""
+
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """Run folder."""
+    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
+    """Folder to write; it must be new."""
+    step: int | None = None
+    """Checkpoint to read. None: the latest."""
+    dtype: Dtype | None = None
+    """Of the weights. None: that of the imported model, or the run's compute dtype."""
+    family: str | None = None
+    """model_type of config.json. None: the imported one, or the first that fits the model."""
+    shard_gb: float = exporting.SHARD_BYTES / 1e9
+    """Largest file of weights, in GB; more of them come with an index."""
+    checking: Annotated[Checking, tyro.conf.OmitArgPrefixes] = dataclasses.field(
+        default_factory=Checking
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToTorch:
+    """Make a PyTorch state_dict of a checkpoint; scripts/torch_model.py loads it."""
+
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """Run folder."""
+    file: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE.pt")]
+    """File to write, with the model's fields in a .json beside it; both must be new."""
+    step: int | None = None
+    """Checkpoint to read. None: the latest."""
+    dtype: Dtype | None = None
+    """Of the weights. None: that of the imported model, or the run's compute dtype."""
+
+
+COMMANDS: dict[str, Callable[..., Any]] = {"from-hf": FromHf, "to-hf": ToHf, "to-torch": ToTorch}
+
+type Options = FromHf | ToHf | ToTorch
+
+
+def read_options(argv: Sequence[str]) -> Options:
+    """The options of a command line.
+
+    Raises:   ConfigError for a value that cannot work.
+    """
+    options = tyro.extras.subcommand_cli_from_dict(
+        COMMANDS, prog=PROGRAM, description=__doc__, args=list(argv)
+    )
+    tolerance = getattr(options, "checking", Checking()).tolerance
+    if not 0 < tolerance < 1:
+        rule, fix = "must be between 0 and 1", "use --tolerance 1e-4"
+        raise ConfigError("--tolerance", tolerance, rule, fix)
+    if isinstance(options, ToHf) and not (math.isfinite(options.shard_gb) and options.shard_gb > 0):
+        raise ConfigError("--shard-gb", options.shard_gb, "must be above 0", "use --shard-gb 5")
+    return options
+
+
+def main(argv: Sequence[str]) -> int:
+    """Convert, check, and say so; the exit code."""
+    options = read_options(argv)
+    # A conversion is reading and writing; a GPU would have no part in it.
+    jax.config.update("jax_platforms", "cpu")
+    try:
+        match options:
+            case FromHf():
+                from_hf(options)
+            case ToHf():
+                to_hf(options)
+            case ToTorch():
+                to_torch(options)
+    except selfcheck.CheckFailed as error:
+        print(f"self-check failed: {error}", file=sys.stderr)
+        return guard.EXIT_ERROR
+    return guard.EXIT_OK
+
+
+def from_hf(options: FromHf) -> None:
+    """`from-hf`."""
+    run, checking = Path(options.run), options.checking
+    tolerance = checking.tolerance if checking.check else None
+    source = importing.from_hf(options.folder, run, say, tolerance)
+    say(f"{run}: {source.family.architecture}, the checkpoint of step 0")
+
+
+def to_hf(options: ToHf) -> None:
+    """`to-hf`."""
+    export = exporting.open_export(options.run, options.step, options.dtype, options.family)
+    checking = options.checking
+    tolerance = checking.tolerance if checking.check else None
+    shard_bytes = int(options.shard_gb * 1e9)
+    exporting.to_hf(export, Path(options.folder), say, tolerance, shard_bytes)
+    say(f"{options.folder}: {export.family.architecture} in {export.dtype}, of step {export.step}")
+
+
+def to_torch(options: ToTorch) -> None:
+    """`to-torch`."""
+    torch_file.require_torch()
+    export = exporting.open_export(options.run, options.step, options.dtype, torch_file.PLAIN)
+    torch_file.to_torch(export, Path(options.file), say)
+    say(f"{options.file}: {export.dtype}, of step {export.step}")
+
+
+def say(line: str) -> None:
+    """Tell the person at the console."""
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    cli.run_program(main)

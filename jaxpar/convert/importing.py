@@ -1,0 +1,158 @@
+"""`from-hf`: a folder of a published model becomes a run with one checkpoint, of step 0."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from jaxpar.config import Config, DataConfig, ParallelConfig, RunConfig, to_json
+from jaxpar.convert import selfcheck
+from jaxpar.convert.config_file import CONFIG_FILE, Values, read_config_json
+from jaxpar.convert.families import Family
+from jaxpar.convert.hf_config import dtype_of, entry_table, family_of, model_of
+from jaxpar.convert.hf_folder import Tensors, check_tensors, find_tensors
+from jaxpar.convert.layout import (
+    Entry,
+    Sizes,
+    chunk_shape,
+    grid,
+    read_box,
+    shape_of,
+    sizes_of,
+    tensors_in,
+)
+from jaxpar.convert.new_folder import (
+    CARRIED,
+    copy_carried,
+    new_folder,
+    refuse_used,
+    require_space,
+)
+from jaxpar.convert.progress import Meter, meter
+from jaxpar.convert.run_arrays import (
+    IMPORTED_STEP,
+    RunArrays,
+    about_import,
+    create_run,
+    open_run,
+)
+from jaxpar.model.flops import num_params
+from jaxpar.validation import check
+
+#: Numbers that are in memory at a time: 64 MiB of float32.
+PIECE = 1 << 24
+
+#: Longest window that an imported run is given to train on; a command line may say more.
+LONGEST_WINDOW = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A published model, found and checked; nothing of it has been read but headers."""
+
+    folder: Path
+    values: Values
+    """Of its config.json, with the dtype that the tensors have."""
+    family: Family
+    config: Config
+    """The model, with the defaults of everything else."""
+    entries: list[Entry]
+    sizes: Sizes
+    tensors: Tensors
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(stored.num_bytes for stored in self.tensors.stored.values())
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest tensor."""
+        return max(stored.num_bytes for stored in self.tensors.stored.values())
+
+
+def open_source(folder: str | Path) -> Source:
+    """A folder of a published model, every tensor known to be there and in shape.
+
+    Raises:   ConfigError naming the key of config.json, the tensor or the file that is wrong.
+    """
+    folder = Path(folder)
+    values = read_config_json(folder)
+    family = family_of(values)
+    dtype_of(values)
+    tensors = find_tensors(folder)
+    # Files are often in another dtype than their config.json says, or it says none.
+    values |= {"dtype": tensors.dtype(), "torch_dtype": tensors.dtype()}
+    model = model_of(values, family)
+    longest = values.get("max_position_embeddings") or LONGEST_WINDOW
+    loop: Literal["scan", "unroll"] = "unroll" if model.global_every else "scan"
+    cfg = Config(
+        model=model,
+        data=DataConfig(seq_len=min(longest, LONGEST_WINDOW)),
+        parallel=ParallelConfig(layer_loop=loop),
+    )
+    check(cfg)
+    entries, sizes = entry_table(family, model), sizes_of(model)
+    check_tensors(tensors, entries, sizes)
+    return Source(
+        folder=folder,
+        values=values,
+        family=family,
+        config=cfg,
+        entries=entries,
+        sizes=sizes,
+        tensors=tensors,
+    )
+
+
+def from_hf(
+    folder: str | Path,
+    run_dir: str | Path,
+    say: Callable[[str], None],
+    tolerance: float | None = selfcheck.TOLERANCE,
+) -> Source:
+    """Convert a published model into a run.
+
+    Memory stays at a few times PIECE. The run appears when it is complete.
+
+    Args:     say: told what was done. tolerance: of the self-check; None for none.
+    Raises:   ConfigError as `open_source`, and when the run's folder is in use; CheckFailed.
+    """
+    source, run_dir = open_source(folder), Path(run_dir)
+    refuse_used("RUN", run_dir)
+    require_space("RUN", run_dir, 4 * num_params(source.config.model))
+    cfg = source_config(source, run_dir)
+    with new_folder(run_dir) as temporary, meter(source.num_bytes) as progress:
+        chunks = {e.path: chunk_shape(e, source.sizes, PIECE) for e in source.entries}
+        arrays = create_run(temporary, cfg, chunks, about_import(cfg))
+        for entry in source.entries:
+            copy_in(source, entry, arrays, progress)
+        say(f"read {progress.summary(source.largest)}")
+        (temporary / "config.json").write_text(to_json(cfg))
+        copy_carried(source.folder, temporary / CARRIED)
+        about = json.dumps(source.values, indent=2) + "\n"
+        (temporary / CARRIED / CONFIG_FILE).write_text(about)
+        if tolerance is not None:
+            published = selfcheck.published_reader(source.entries, source.sizes, source.tensors)
+            run = selfcheck.run_reader(
+                open_run(temporary, cfg, IMPORTED_STEP), cfg.model, "float32"
+            )
+            selfcheck.check_conversion(cfg.model, run, published, source.folder, tolerance, say)
+    return source
+
+
+def source_config(source: Source, run_dir: Path) -> Config:
+    """The config of the run that a published model becomes."""
+    return dataclasses.replace(source.config, run=RunConfig(dir=str(run_dir)))
+
+
+def copy_in(source: Source, entry: Entry, arrays: RunArrays, progress: Meter) -> None:
+    """Copy one parameter, chunk by chunk."""
+    shape = shape_of(entry.ours, source.sizes)
+    for box in grid(shape, arrays.chunk(entry.path)):
+        values = read_box(entry, source.sizes, box, source.tensors.open)
+        arrays.write(entry.path, box, values)
+        parts = tensors_in(entry, source.sizes, box, source.tensors.open)
+        progress.advance(sum(part.nbytes for _, _, part in parts))

@@ -1,0 +1,58 @@
+"""The folder that a conversion writes: it appears when it is complete, or not at all."""
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from jaxpar.config import ConfigError
+from jaxpar.convert.hf_folder import CARRIED_FILES
+from jaxpar.convert.progress import size
+
+#: Where a run keeps what came with its weights.
+CARRIED = "hf"
+
+
+def refuse_used(argument: str, path: Path) -> None:
+    """Raises:   ConfigError, naming the argument, when a new folder's path is in use."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        rule = "is there already, and is not empty"
+        raise ConfigError(argument, str(path), rule, "name a new folder")
+
+
+def require_space(argument: str, path: Path, num_bytes: int) -> None:
+    """Raises:   ConfigError, naming the argument, when the disk has no room for what comes there.
+
+    Weights are written through memory maps, where a full disk would end the process with a signal.
+    """
+    at = next(parent for parent in path.absolute().parents if parent.exists())
+    free = shutil.disk_usage(at).free
+    if free < num_bytes:
+        rule = f"needs {size(num_bytes)} of disk, and {size(free)} are free"
+        raise ConfigError(argument, str(path), rule, "make room, or name another folder")
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A temporary folder beside `folder`, renamed to it at the end; removed if anything fails."""
+    parent = folder.absolute().parent
+    parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=parent))
+    try:
+        temporary.chmod(0o755)  # mkdtemp's own mode is for secrets
+        yield temporary
+        if folder.exists():
+            folder.rmdir()  # empty: it was looked at before
+        temporary.rename(folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def copy_carried(folder: Path, to: Path) -> None:
+    """Copy what comes with weights: config, tokenizer, generation settings."""
+    to.mkdir(exist_ok=True)
+    for name in CARRIED_FILES:
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, to / name)

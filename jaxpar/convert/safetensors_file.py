@@ -1,0 +1,128 @@
+"""The safetensors format: a JSON header, then numbers. Read and written through memory maps.
+
+    8 bytes   length of the header, little-endian
+    header    {"name": {"dtype": "BF16", "shape": [...], "data_offsets": [begin, end]}, ...}
+    the rest  row-major numbers, little-endian, without holes
+
+A header is checked against the length of its file before anything else happens, so a truncated
+download is known before a number is read. Only pages that are touched are read, and an open map is
+let go as soon as its part is done: memory is that of a part, whatever the size of the file.
+
+Source:   https://huggingface.co/docs/safetensors, section "Format".
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jaxpar.config import ConfigError
+
+#: The dtypes of weights that are read and written, by their names in the format.
+DTYPES: dict[str, np.dtype] = {
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+
+#: The same names by ours.
+NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+#: The format's own limit on a header.
+LARGEST_HEADER = 100_000_000
+
+AGAIN = "fetch the file again"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where a tensor lies."""
+
+    file: Path
+    dtype: str
+    """As in the format: "BF16"."""
+    shape: tuple[int, ...]
+    offset: int
+    """Of its first byte, from the beginning of the file."""
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    def open(self, mode: Any = "r") -> np.ndarray:
+        """The tensor as a memory map; mode "r+" to write."""
+        dtype = DTYPES[self.dtype]
+        return np.memmap(self.file, dtype, mode, self.offset, self.shape)
+
+
+def read_header(file: Path) -> dict[str, Stored]:
+    """Where each tensor of a file lies.
+
+    Raises:   ConfigError naming the file when it is truncated or no safetensors file, and naming
+              the tensor when its dtype is not one of DTYPES.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if size < 8 or length > min(size - 8, LARGEST_HEADER):
+            rule = "is no safetensors file, or a truncated one"
+            raise ConfigError(file.name, f"{size} bytes", rule, AGAIN)
+        text = opened.read(length)
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        found = {name: _stored(file, name, about, 8 + length) for name, about in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        rule = f"has a damaged header ({error!r})"
+        raise ConfigError(file.name, f"{size} bytes", rule, AGAIN) from error
+    _check_extent(file, size, 8 + length, list(found.values()))
+    return found
+
+
+def _stored(file: Path, name: str, about: dict[str, Any], first: int) -> Stored:
+    begin, end = about["data_offsets"]
+    if about["dtype"] not in DTYPES:
+        rule = f"of {file.name} must be one of {', '.join(DTYPES)}"
+        fix = "use the weights as published, not a quantised copy"
+        raise ConfigError(name, about["dtype"], rule, fix)
+    stored = Stored(file, about["dtype"], tuple(map(int, about["shape"])), first + int(begin))
+    if stored.num_bytes != end - begin or begin < 0 or min(stored.shape, default=0) < 0:
+        raise ValueError(f"{name} has {end - begin} bytes for shape {list(stored.shape)}")
+    return stored
+
+
+def _check_extent(file: Path, size: int, first: int, tensors: list[Stored]) -> None:
+    """Tensors lie end to end, from the header to the end of the file."""
+    at = first
+    for stored in sorted(tensors, key=lambda s: (s.offset, s.num_bytes)):
+        if stored.offset != at:
+            raise ConfigError(file.name, f"{size} bytes", "has a hole or an overlap", AGAIN)
+        at += stored.num_bytes
+    if at != size:
+        rule = f"must be {at} bytes long, by its own header: it is truncated or damaged"
+        raise ConfigError(file.name, f"{size} bytes", rule, AGAIN)
+
+
+def create_file(file: Path, shapes: dict[str, tuple[int, ...]], dtype: str) -> dict[str, Stored]:
+    """A file with a header and room for tensors, to be filled through `Stored.open("r+")`.
+
+    Args:     dtype: one of NAMES.
+    Returns:  where each tensor lies.
+    """
+    name_of, begin = NAMES[dtype], 0
+    # `transformers` of earlier years refuses a file that does not say who reads it.
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for name, shape in shapes.items():
+        end = begin + math.prod(shape) * DTYPES[name_of].itemsize
+        header[name] = {"dtype": name_of, "shape": list(shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as opened:
+        opened.write(len(text).to_bytes(8, "little") + text)
+        opened.truncate(8 + len(text) + begin)
+    return {name: _stored(file, name, header[name], 8 + len(text)) for name in shapes}

@@ -1,0 +1,172 @@
+"""Is what a conversion wrote the same model? Its logits, beside those of what it was made from.
+
+Both sides are read again from disk and computed layer by layer with the plain model
+(`model/reference.py`), in float32, so that one layer of each is in memory at a time. Where
+`transformers` is installed, it computes the published side too, with its own code.
+"""
+
+import functools
+import importlib.util
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jaxpar.config import ModelConfig
+from jaxpar.convert.hf_folder import Tensors
+from jaxpar.convert.layout import Box, Entry, Sizes, read_box
+from jaxpar.convert.progress import size
+from jaxpar.convert.run_arrays import RunArrays
+from jaxpar.convert.safetensors_file import DTYPES, NAMES
+from jaxpar.model import reference
+from jaxpar.model.flops import num_params
+from jaxpar.model.transformer import param_specs
+from jaxpar.params import flat
+from jaxpar.runtime import host_memory
+
+#: Random tokens that the logits are compared on, in one row.
+NUM_TOKENS = 256
+
+#: Largest difference that passes, relative to the largest logit: some hundred roundings of float32.
+TOLERANCE = 1e-4
+
+#: Reads a box of a parameter, float32.
+type Read = Callable[[str, Box], np.ndarray]
+
+
+class CheckFailed(Exception):
+    """A conversion changed the model."""
+
+
+def check_conversion(
+    m: ModelConfig,
+    run: Read,
+    published: Read,
+    folder: Path,
+    tolerance: float,
+    say: Callable[[str], None],
+) -> None:
+    """Compare the logits of a run, of a published folder, and of `transformers` on the folder.
+
+    Args:     run, published: the parameters of each side. folder: the published side's.
+              tolerance: largest difference allowed, relative to the largest logit.
+              say: told each largest difference, or why there is none.
+    Raises:   CheckFailed beyond the tolerance, or when a logit is not finite.
+    """
+    tokens = np.random.default_rng(0).integers(0, m.vocab_size, (1, NUM_TOKENS), dtype=np.int32)
+    ours = logits(run, m, tokens)
+    compare(logits(published, m, tokens), ours, "the published files", tolerance, say)
+    left_out = why_no_transformers(m)
+    if left_out is None:
+        theirs = transformers_logits(folder, tokens)
+        compare(theirs, ours, "transformers", tolerance, say)
+    else:
+        say(f"not compared with transformers: {left_out}")
+
+
+def compare(
+    found: np.ndarray,
+    ours: np.ndarray,
+    what: str,
+    tolerance: float,
+    say: Callable[[str], None],
+) -> None:
+    """Say the largest difference. Raises CheckFailed beyond the tolerance."""
+    largest = float(np.abs(ours).max())
+    error = float(np.abs(found - ours).max())
+    line = (
+        f"logits of {ours.shape[1]} tokens beside {what}: largest difference {error:.2e}, "
+        f"largest logit {largest:.2e}"
+    )
+    if not (math.isfinite(largest) and error <= tolerance * largest):
+        raise CheckFailed(f"{line}, allowed {tolerance * largest:.2e}: nothing was kept")
+    say(line)
+
+
+# ------------------------------------------------------------------------------- our own logits
+
+
+def logits(read: Read, m: ModelConfig, tokens: np.ndarray) -> np.ndarray:
+    """Logits float32 [B, T, V] of int32 tokens [B, T], a layer in memory at a time."""
+    shapes = {path: spec.shape for path, spec in flat(param_specs(m)).items()}
+    names = [path.removeprefix("layers/") for path in shapes if path.startswith("layers/")]
+    whole = lambda path: read(path, tuple(slice(0, n) for n in shapes[path]))  # noqa: E731
+
+    def layer(i: int) -> dict[str, np.ndarray]:
+        paths = {name: f"layers/{name}" for name in names}
+        box = {p: (slice(i, i + 1), *(slice(0, n) for n in shapes[p][1:])) for p in paths.values()}
+        return {name: read(path, box[path])[0] for name, path in paths.items()}
+
+    segments = np.ones_like(tokens)
+    positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+    with jax.default_matmul_precision("highest"):
+        embed = whole("embed")
+        x = reference.embed(embed[tokens], m)
+        if not m.tie_embeddings:
+            del embed
+        for i in range(m.num_layers):
+            x = _block(reference.of_layer(m, i))(x, layer(i), positions, segments)
+        top = {"final_norm": whole("final_norm")}
+        top |= {"embed": embed} if m.tie_embeddings else {"head": whole("head")}
+        return np.asarray(jax.jit(lambda x, top: reference.output(x, top, m))(x, top))
+
+
+@functools.cache
+def _block(m: ModelConfig) -> Callable:
+    """The plain model's layer, compiled: called once for each layer of each side."""
+    return jax.jit(lambda x, w, place, segments: reference.block(x, w, place, segments, m))
+
+
+def published_reader(entries: list[Entry], sizes: Sizes, tensors: Tensors) -> Read:
+    """Reads a published folder as our parameters."""
+    by_path = {entry.path: entry for entry in entries}
+    return lambda path, box: read_box(by_path[path], sizes, box, tensors.open)
+
+
+def run_reader(arrays: RunArrays, m: ModelConfig, dtype: str) -> Read:
+    """Reads a run's parameters, rounded to the dtype that they are exported in.
+
+    Training writes pieces that span all layers, and a read takes whole pieces. Such parameters are
+    kept once they are read, where they fit into half of the host's memory.
+    """
+    kept: dict[str, np.ndarray] = {}
+    fits = 4 * num_params(m) < host_memory() / 2
+    rounded = lambda a: a.astype(DTYPES[NAMES[dtype]]).astype(np.float32)  # noqa: E731
+
+    def read(path: str, box: Box) -> np.ndarray:
+        shape, chunk = arrays.shape(path), arrays.chunk(path)
+        if not path.startswith("layers/") or chunk[0] == 1 or not fits:
+            return rounded(arrays.read(path, box))
+        if path not in kept:
+            kept[path] = arrays.read(path, tuple(slice(0, n) for n in shape))
+        return rounded(kept[path][box])
+
+    return read
+
+
+# --------------------------------------------------------------------------------- transformers
+
+
+def why_no_transformers(m: ModelConfig) -> str | None:
+    """Why `transformers` cannot compute the logits here; None when it can."""
+    for name in ("torch", "transformers"):
+        if importlib.util.find_spec(name) is None:
+            return f"{name} is not installed"
+    needed, there = 5 * num_params(m), host_memory()
+    if needed > there:
+        return f"it needs the whole model in memory, {size(needed)} of {size(there)}"
+    return None
+
+
+def transformers_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
+    """Logits float32 [B, T, V] of a published folder, by `transformers` in float32."""
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", use_safetensors=True
+    )
+    with torch.no_grad():
+        return model.eval()(torch.from_numpy(tokens.astype(np.int64))).logits.float().numpy()

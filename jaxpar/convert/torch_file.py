@@ -1,0 +1,112 @@
+"""`to-torch`: a checkpoint as a plain PyTorch state_dict, which `scripts/torch_model.py` loads.
+
+The only file of jaxpar that imports torch. It writes a pickle, as torch.save does; none is read.
+"""
+
+import dataclasses
+import importlib.util
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from jaxpar.config import ConfigError, ModelConfig
+from jaxpar.convert import exporting
+from jaxpar.convert.exporting import Export
+from jaxpar.convert.families import Family
+from jaxpar.convert.layout import Entry
+from jaxpar.convert.new_folder import require_space
+from jaxpar.convert.progress import meter
+from jaxpar.convert.safetensors_file import Stored, create_file
+
+_LAYER = "layers.{L}."
+
+#: The names of `scripts/torch_model.py`, for everything that a model of ours can have.
+PLAIN = Family(
+    model_type="plain",
+    architecture="Decoder",
+    entries=(
+        Entry("embed", "embed.weight", "VD", "V D"),
+        Entry("final_norm", "norm.weight", "D", "D"),
+        Entry("head", "head.weight", "DV", "V D"),
+        Entry("layers/attn_norm", _LAYER + "attn_norm.weight", "LD", "D"),
+        Entry("layers/wq", _LAYER + "q.weight", "LDHK", "HK D"),
+        Entry("layers/wk", _LAYER + "k.weight", "LDGK", "GK D"),
+        Entry("layers/wv", _LAYER + "v.weight", "LDGK", "GK D"),
+        Entry("layers/wo", _LAYER + "o.weight", "LHKD", "D HK"),
+        Entry("layers/bq", _LAYER + "q.bias", "LHK", "HK"),
+        Entry("layers/bk", _LAYER + "k.bias", "LGK", "GK"),
+        Entry("layers/bv", _LAYER + "v.bias", "LGK", "GK"),
+        Entry("layers/bo", _LAYER + "o.bias", "LD", "D"),
+        Entry("layers/q_norm", _LAYER + "q_norm.weight", "LK", "K"),
+        Entry("layers/k_norm", _LAYER + "k_norm.weight", "LK", "K"),
+        Entry("layers/mlp_norm", _LAYER + "mlp_norm.weight", "LD", "D"),
+        Entry("layers/attn_post_norm", _LAYER + "attn_post_norm.weight", "LD", "D"),
+        Entry("layers/mlp_post_norm", _LAYER + "mlp_post_norm.weight", "LD", "D"),
+        Entry("layers/w_gate", _LAYER + "mlp.gate.weight", "LDF", "F D"),
+        Entry("layers/w_up", _LAYER + "mlp.up.weight", "LDF", "F D"),
+        Entry("layers/w_down", _LAYER + "mlp.down.weight", "LFD", "D F"),
+        Entry("layers/b_gate", _LAYER + "mlp.gate.bias", "LF", "F"),
+        Entry("layers/b_up", _LAYER + "mlp.up.bias", "LF", "F"),
+        Entry("layers/b_down", _LAYER + "mlp.down.bias", "LD", "D"),
+        Entry("layers/router", _LAYER + "mlp.router.weight", "LDE", "E D"),
+        Entry("layers/w_gate", _LAYER + "mlp.experts.{E}.gate.weight", "LEDF", "F D"),
+        Entry("layers/w_up", _LAYER + "mlp.experts.{E}.up.weight", "LEDF", "F D"),
+        Entry("layers/w_down", _LAYER + "mlp.experts.{E}.down.weight", "LEFD", "D F"),
+    ),
+    fields={field.name: field.name for field in dataclasses.fields(ModelConfig)},
+    defaults={},
+    sliding=True,
+)
+
+
+def require_torch() -> None:
+    """Raises:   ConfigError where torch is not installed."""
+    if importlib.util.find_spec("torch") is None:
+        fix = "pip install torch, or use `to-hf`, which needs none"
+        raise ConfigError("to-torch", None, "needs torch, which is not installed", fix)
+
+
+def to_torch(export: Export, file: Path, say: Callable[[str], None]) -> None:
+    """Write FILE.pt, a dict of tensors by name, and FILE.json, the model's fields.
+
+    Weights are laid out in a temporary file, which torch.save then reads through a memory map, so
+    memory stays small, and disk is needed twice. Both files appear when they are complete.
+
+    Args:     export: from `exporting.open_export` with PLAIN. say: told what was done.
+    Raises:   ConfigError when a file is there already, or torch is not installed.
+    """
+    require_torch()
+    about = file.with_suffix(".json")
+    for path in (file, about):
+        if path.exists():
+            raise ConfigError("FILE", str(path), "is there already", "name a new file")
+    require_space("FILE", file, 2 * export.num_bytes)
+    file.absolute().parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".partial-", dir=file.absolute().parent) as folder:
+        stored = create_file(Path(folder) / "weights", export.shapes(), export.dtype)
+        with meter(sum(s.num_bytes for s in stored.values())) as progress:
+            for entry in export.entries:
+                exporting.copy_out(export, entry, stored, progress)
+            save(stored, Path(folder) / file.name)
+            say(f"wrote {progress.summary(max(s.num_bytes for s in stored.values()))}")
+        fields = dataclasses.asdict(export.config.model)
+        (Path(folder) / about.name).write_text(json.dumps(fields, indent=2) + "\n")
+        (Path(folder) / about.name).rename(about)
+        (Path(folder) / file.name).rename(file)
+
+
+def save(stored: dict[str, Stored], file: Path) -> None:
+    """`torch.save` of tensors that lie in a file."""
+    import torch
+
+    kinds = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+    def tensor(at: Stored) -> torch.Tensor:
+        # NumPy has no bfloat16 that torch knows: the bytes go over, and then their meaning.
+        raw = np.memmap(at.file, np.uint8, "r+", at.offset, (at.num_bytes,))
+        return torch.from_numpy(raw).view(kinds[at.dtype]).reshape(at.shape)
+
+    torch.save({name: tensor(at) for name, at in stored.items()}, file)

@@ -1,0 +1,129 @@
+"""The decoder with a cache of keys and values: whole prompts first, then a token at a time.
+
+On a mesh of tensor ranks alone. The residual stream is whole on each of them, not cut along the
+sequence as in training: there may be one token. A row's key of position s lies in slot s, so what a
+slot holds before its token came (padding after a shorter prompt) is hidden by being in the future.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpar.axes import TENSOR
+from jaxpar.batch import Batch
+from jaxpar.config import Config, ModelConfig
+from jaxpar.kernels.attention import attention
+from jaxpar.model import block, layers, transformer
+from jaxpar.model.block import Tokens
+
+type Tree = dict[str, Any]
+
+
+@flax.struct.dataclass
+class Cache:
+    """Keys and values of each layer, [B, S, G/tensor, K] in the compute dtype."""
+
+    keys: tuple[jax.Array, ...]
+    values: tuple[jax.Array, ...]
+
+
+def cache_bytes(m: ModelConfig, rows: int, slots: int, tensor: int = 1) -> int:
+    """Bytes of the cache on one device: keys and values, 2 L B S G K / tensor numbers."""
+    numbers = 2 * m.num_layers * rows * slots * m.num_kv_heads * m.head_dim // tensor
+    return numbers * jnp.dtype(m.dtype).itemsize
+
+
+def empty_cache(m: ModelConfig, rows: int, slots: int) -> Cache:
+    """This device's part of a cache of zeros."""
+    shape = (rows, slots, m.num_kv_heads // lax.axis_size(TENSOR), m.head_dim)
+    zeros = lambda: tuple(jnp.zeros(shape, m.dtype) for _ in range(m.num_layers))  # noqa: E731
+    return Cache(zeros(), zeros())
+
+
+def prompt(weights: Tree, tokens: jax.Array, cache: Cache, cfg: Config) -> tuple[jax.Array, Cache]:
+    """Read prompts into an empty cache.
+
+    Args:     weights: the `view` in the compute dtype, one tree per layer. tokens: int32 [B, T],
+              padded behind. cache: of at least T slots.
+    Returns:  the last layer's output, normalised, [B, T, D]; the cache.
+    Communication: two all-reduces over TENSOR a layer, and one for the embedding.
+    """
+    return _through(weights, tokens, jnp.zeros(len(tokens), jnp.int32), cache, cfg, alone=True)
+
+
+def step(
+    weights: Tree, tokens: jax.Array, position: jax.Array, cache: Cache, cfg: Config
+) -> tuple[jax.Array, Cache]:
+    """One token more in each row.
+
+    Args:     tokens: int32 [B, 1]. position: int32 [B], theirs. weights, cache: as in `prompt`.
+    Returns, Communication: as `prompt`, with T = 1.
+    """
+    return _through(weights, tokens, position, cache, cfg, alone=False)
+
+
+def logits(weights: Tree, h: jax.Array) -> jax.Array:
+    """[B, D] -> float32 [B, V], whole on each device.
+
+    Communication: an all-gather over TENSOR.
+    """
+    local = jnp.dot(h, weights["top"]["head"], preferred_element_type=jnp.float32)
+    return lax.all_gather(local, TENSOR, axis=1, tiled=True)
+
+
+def _through(weights, tokens, first, cache: Cache, cfg: Config, *, alone: bool):
+    """`alone`: the new tokens see each other and nothing else, so the cache need not be read."""
+    B, T = tokens.shape
+    positions = first[:, None] + jnp.arange(T, dtype=jnp.int32)
+    batch = Batch(tokens, tokens, jnp.ones_like(tokens), positions)
+    described = block.describe_tokens(batch, cfg, max_segments=1)
+    x = _embed(weights["top"], tokens, cfg.model)
+    chunk = jax.tree.map(lambda a: a[0], weights["layers"])
+    kinds = [
+        of_these
+        for alike, of_these in transformer.runs_of_layers(chunk, described, cfg)
+        for _ in alike
+    ]
+    keys, values = list(cache.keys), list(cache.values)
+    for i, (w, kind) in enumerate(zip(chunk, kinds, strict=True)):
+        held = keys[i], values[i]
+        x, (keys[i], values[i]) = _layer(x, w, kind, held, first, cfg, alone)
+    h = layers.norm(x, weights["top"]["final_norm"], cfg.model)
+    return h, Cache(tuple(keys), tuple(values))
+
+
+def _embed(top: Tree, tokens: jax.Array, m: ModelConfig) -> jax.Array:
+    rows = layers.embedding_lookup(top["embed"], tokens, top["embed"].shape[0])
+    x = lax.psum(rows, TENSOR)
+    return x * math.sqrt(m.d_model) if m.embed_scale else x
+
+
+def _layer(x, w: Tree, tokens: Tokens, held, first, cfg: Config, alone: bool):
+    m = cfg.model
+    h = layers.norm(x, w["attn_norm"], m)
+    q, k, v = block.queries_keys_values(h, w, tokens.rope, m)
+    held = _write(held[0], k, first), _write(held[1], v, first)
+    if alone:
+        out = attention(q, k, v, tokens.mask, backend=m.attention_backend)[0]
+    else:
+        slots = jnp.arange(held[0].shape[1], dtype=jnp.int32)
+        slots = jnp.broadcast_to(slots, held[0].shape[:2])
+        mask = dataclasses.replace(
+            tokens.mask, kv_positions=slots, q_segments=None, kv_segments=None, in_order=False
+        )
+        out = attention(q, held[0], held[1], mask, backend="reference")[0]
+    partial = layers.matmul(out.reshape(*out.shape[:2], -1), [w["wo"]], "attn_out")[0]
+    x = block.add_to_residual(x, lax.psum(partial, TENSOR), w, "attn", cfg)
+    partial = block.feed_forward(layers.norm(x, w["mlp_norm"], m), w, cfg)
+    return block.add_to_residual(x, lax.psum(partial, TENSOR), w, "mlp", cfg), held
+
+
+def _write(held: jax.Array, new: jax.Array, first: jax.Array) -> jax.Array:
+    """[B, T, G, K] into the slots from each row's `first` on."""
+    put = lambda row, part, at: lax.dynamic_update_slice_in_dim(row, part, at, 0)  # noqa: E731
+    return jax.vmap(put)(held, new, first)

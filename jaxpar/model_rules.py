@@ -1,0 +1,53 @@
+"""The rules about what only some models have: experts, and layers of two kinds.
+
+`validation.py` applies them with the others.
+"""
+
+from jaxpar.config import Config, default_of, flag, require, value_of
+
+
+def experts(cfg: Config) -> None:
+    """A mixture of experts, and nothing beside it that it would leave out."""
+    m, count = cfg.model, "model.num_experts"
+    none = flag(count, 0)
+    if m.num_experts == 0:
+        for path in ("model.experts_per_token", "model.normalize_experts"):
+            default, rule = default_of(path), f"needs experts, and {count} is 0"
+            ways = flag(path, default), flag(count, 8)
+            require(value_of(cfg, path) == default, cfg, path, rule, *ways)
+        return
+    path, rule = "model.experts_per_token", f"must be at most model.num_experts = {m.num_experts}"
+    ways = flag(path, m.num_experts), flag(count, m.experts_per_token)
+    require(m.experts_per_token <= m.num_experts, cfg, path, rule, *ways)
+    path, rule = "model.mlp_bias", f"is of a dense feed-forward, and {count} is {m.num_experts}"
+    require(not m.mlp_bias, cfg, path, rule, flag(path, False), none)
+    path, rule = "model.matmul_dtype", f"does not cover experts, and {count} is {m.num_experts}"
+    require(m.matmul_dtype == "compute", cfg, path, rule, flag(path, "compute"), none)
+
+
+def layer_kinds(cfg: Config) -> None:
+    """Layers without a window among those with one, in the same places on every stage."""
+    m, p, every = cfg.model, cfg.parallel, "model.global_every"
+    none, n = flag(every, 0), m.global_every
+    path, rule = "model.local_rope_theta", f"is of the layers with a window, and {every} is 0"
+    theta = m.local_rope_theta
+    no_theta = f"{flag(path)} None"
+    require(theta is None or n > 0, cfg, path, rule, no_theta, flag(every, 6))
+    require(theta is None or theta > 0, cfg, path, "must be above 0", no_theta)
+    path, dim = "model.query_scale_dim", m.query_scale_dim
+    rule = "must be at least 1, or None for head_dim"
+    require(dim is None or dim >= 1, cfg, path, rule, f"{flag(path)} None")
+    if n == 0:
+        return
+    require(n > 1, cfg, every, "leaves no layer with a window", none, flag(every, 6))
+    rule = "tells layers apart by their window, and model.sliding_window is None"
+    window = flag("model.sliding_window", 1024)
+    require(m.sliding_window is not None, cfg, every, rule, window, none)
+    path, rule = "parallel.layer_loop", f"is of layers that are alike, and {every} is {n}"
+    require(p.layer_loop == "unroll", cfg, path, rule, flag(path, "unroll"), none)
+    path, chunks = "model.num_layers", p.pipeline * p.virtual_stages
+    rule = (
+        f"must be divisible by {n * chunks}, since each of {chunks} chunks has every {n}th global"
+    )
+    ways = flag(path, -(-m.num_layers // (n * chunks)) * n * chunks), none
+    require(chunks == 1 or m.num_layers % (n * chunks) == 0, cfg, path, rule, *ways)

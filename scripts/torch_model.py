@@ -1,0 +1,152 @@
+"""The model in plain PyTorch, for files of `python -m jaxpar.convert to-torch RUN FILE.pt`.
+
+    from torch_model import load
+    model = load("FILE.pt")                 # float32; .to(torch.bfloat16) or .cuda() as you like
+    logits = model(torch.tensor([[1, 2, 3]]))
+
+Needs torch alone: copy this file to where it is used. FILE.json, beside FILE.pt, holds the fields.
+"""
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def load(file: str | Path) -> "Decoder":
+    """The model of a file, in float32; only tensors are unpickled."""
+    m = SimpleNamespace(**json.loads(Path(file).with_suffix(".json").read_text()))
+    with torch.device("meta"):
+        model = Decoder(m)
+    state = torch.load(file, weights_only=True, mmap=True)
+    model.load_state_dict({name: w.float() for name, w in state.items()}, assign=True)
+    return model.eval()
+
+
+class Norm(nn.Module):
+    """Root-mean-square norm over the last dim, in float32."""
+
+    def __init__(self, width: int, m: SimpleNamespace):
+        super().__init__()
+        self.weight, self.m = nn.Parameter(torch.empty(width)), m
+
+    def forward(self, x: Tensor) -> Tensor:
+        x32 = x.float()
+        scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.m.norm_eps)
+        gain = self.weight.float() + (1 if self.m.norm_offset else 0)
+        return (x32 * scale * gain).to(x.dtype)
+
+
+def frequencies(m: SimpleNamespace, theta: float) -> Tensor:
+    """Angle per position of each pair of dims, [head_dim / 2]; stretched as Llama 3.1's."""
+    angle = theta ** -(torch.arange(0, m.head_dim, 2).float() / m.head_dim)
+    if m.rope_scaling is None:
+        return angle
+    s = SimpleNamespace(**m.rope_scaling)
+    turns = s.original_max_position * angle / (2 * math.pi)
+    ramp = (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
+    keep = ramp.clamp(0, 1)
+    return angle * (keep + (1 - keep) / s.factor)
+
+
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """RoPE: the first half of each head's dims turned against the second; x is [B, T, H, K]."""
+    a, b = x.float().chunk(2, -1)
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+
+class SwiGLU(nn.Module):
+    """A gated feed-forward, with silu or gelu."""
+
+    def __init__(self, m: SimpleNamespace):
+        super().__init__()
+        self.activation = m.activation
+        self.gate, self.up = (nn.Linear(m.d_model, m.d_ff, bias=m.mlp_bias) for _ in "gu")
+        self.down = nn.Linear(m.d_ff, m.d_model, bias=m.mlp_bias)
+
+    def forward(self, h: Tensor) -> Tensor:
+        gate = self.gate(h)
+        gate = F.silu(gate) if self.activation == "silu" else F.gelu(gate, approximate="tanh")
+        return self.down(gate * self.up(h))
+
+
+class Experts(nn.Module):
+    """Several SwiGLUs, of which each token takes the likeliest few."""
+
+    def __init__(self, m: SimpleNamespace):
+        super().__init__()
+        self.m, self.router = m, nn.Linear(m.d_model, m.num_experts, bias=False)
+        self.experts = nn.ModuleList(SwiGLU(m) for _ in range(m.num_experts))
+
+    def forward(self, h: Tensor) -> Tensor:
+        chance = self.router(h).float().softmax(-1)
+        likely, which = chance.topk(self.m.experts_per_token, -1)
+        if self.m.normalize_experts:
+            likely = likely / likely.sum(-1, keepdim=True)
+        weights = torch.zeros_like(chance).scatter(-1, which, likely).to(h.dtype)
+        return sum(weights[..., e, None] * f(h) for e, f in enumerate(self.experts))
+
+
+class Layer(nn.Module):
+    """One pre-norm block: attention, then a feed-forward."""
+
+    def __init__(self, m: SimpleNamespace):
+        super().__init__()
+        self.m, D, heads, kv = m, m.d_model, m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
+        self.attn_norm, self.mlp_norm = Norm(D, m), Norm(D, m)
+        if m.post_norms:
+            self.attn_post_norm, self.mlp_post_norm = Norm(D, m), Norm(D, m)
+        self.q = nn.Linear(D, heads, bias=m.qkv_bias)
+        self.k, self.v = (nn.Linear(D, kv, bias=m.qkv_bias) for _ in "kv")
+        self.o = nn.Linear(heads, D, bias=m.out_bias)
+        if m.qk_norm:
+            self.q_norm, self.k_norm = (Norm(m.head_dim, m) for _ in "qk")
+        self.mlp = Experts(m) if m.num_experts else SwiGLU(m)
+
+    def forward(self, x: Tensor, angles: Tensor, seen: Tensor) -> Tensor:
+        out = self.attention(self.attn_norm(x), angles, seen)
+        x = x + (self.attn_post_norm(out) if self.m.post_norms else out)
+        out = self.mlp(self.mlp_norm(x))
+        return x + (self.mlp_post_norm(out) if self.m.post_norms else out)
+
+    def attention(self, h: Tensor, angles: Tensor, seen: Tensor) -> Tensor:
+        q, k, v = (w(h).unflatten(-1, (-1, self.m.head_dim)) for w in (self.q, self.k, self.v))
+        if self.m.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, angles), rotate(k, angles)
+        q, k, v = (a.transpose(1, 2) for a in (q, k, v))
+        scale = (self.m.query_scale_dim or self.m.head_dim) ** -0.5
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True)
+        return self.o(out.transpose(1, 2).flatten(2))
+
+
+class Decoder(nn.Module):
+    """Tokens [B, T] to logits [B, T, V]."""
+
+    def __init__(self, m: SimpleNamespace):
+        super().__init__()
+        self.m, self.embed = m, nn.Embedding(m.vocab_size, m.d_model)
+        self.layers = nn.ModuleList(Layer(m) for _ in range(m.num_layers))
+        self.norm = Norm(m.d_model, m)
+        if not m.tie_embeddings:
+            self.head = nn.Linear(m.d_model, m.vocab_size, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        m, place = self.m, torch.arange(tokens.shape[1], device=tokens.device)
+        back, kinds = place[:, None] - place, []
+        for window, theta in (
+            (m.sliding_window, m.local_rope_theta or m.rope_theta),
+            (None, m.rope_theta),  # of the layers that have no window where others have one
+        ):
+            angles = place[:, None] * frequencies(m, theta).to(tokens.device)
+            kinds.append((angles, (back >= 0) & (back < (window or len(place)))))
+        x = self.embed(tokens) * (math.sqrt(m.d_model) if m.embed_scale else 1)
+        for i, layer in enumerate(self.layers, 1):
+            x = layer(x, *kinds[m.global_every > 0 and i % m.global_every == 0])
+        head = self.embed if self.m.tie_embeddings else self.head
+        return F.linear(self.norm(x), head.weight)

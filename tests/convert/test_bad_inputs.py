@@ -1,0 +1,240 @@
+"""What cannot be converted is refused with one error that names it, and nothing is written."""
+
+import json
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxpar import checkpoint
+from jaxpar.config import ConfigError, replace
+from jaxpar.convert import exporting, importing, new_folder, selfcheck
+from jaxpar.convert.__main__ import main, read_options
+from jaxpar.convert.hf_folder import INDEX_FILE, SINGLE_FILE
+from jaxpar.convert.mesh_load import check_model
+from tests.convert import tiny
+
+VALUES = tiny.MODELS["llama3_2"]
+GATE = "model.layers.1.mlp.gate_proj.weight"
+
+
+def silent(_: str) -> None:
+    """Says nothing."""
+
+
+def rewrite(folder: Path, change) -> None:
+    """Change the folder's tensors by a function of {name: array}."""
+    arrays = tiny.tensors(VALUES)
+    change(arrays)
+    tiny.write_safetensors(folder / SINGLE_FILE, arrays)
+
+
+def configure(**values):
+    """A change of config.json."""
+    return lambda folder: (folder / "config.json").write_text(json.dumps(VALUES | values))
+
+
+def rename(new: str):
+    return lambda folder: (folder / SINGLE_FILE).rename(folder / new)
+
+
+def edit_bytes(change):
+    def edit(folder: Path) -> None:
+        file = folder / SINGLE_FILE
+        file.write_bytes(change(file.read_bytes()))
+
+    return edit
+
+
+def index_of(where: dict[str, str]):
+    """An index beside the one file."""
+    return lambda folder: (folder / INDEX_FILE).write_text(json.dumps({"weight_map": where}))
+
+
+def everything_in(file: str, **but: str) -> dict[str, str]:
+    return dict.fromkeys(tiny.shapes(VALUES), file) | but
+
+
+def change_tensors(change):
+    return lambda folder: rewrite(folder, change)
+
+
+def other_dtype(folder: Path) -> None:
+    arrays = {n: a.astype(np.int32) for n, a in tiny.tensors(VALUES).items()}
+    tiny.write_safetensors(folder / SINGLE_FILE, arrays, "I32")
+
+
+ROPE = VALUES["rope_parameters"]
+
+#: What is done to a good folder, and what the error says.
+BAD = {
+    "no folder": (lambda f: [p.unlink() for p in f.iterdir()] and f.rmdir(), "is no folder"),
+    "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
+    "config is no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json.*not JSON"),
+    "architecture": (
+        configure(architectures=["GPT2LMHeadModel"]),
+        "architectures.*GPT2LMHeadModel.*no architecture that jaxpar has.*LlamaForCausalLM",
+    ),
+    "no architecture": (configure(architectures=None, model_type="mamba"), "architectures.*mamba"),
+    "missing key": (configure(hidden_size=None), "hidden_size = None: must be int"),
+    "rope type": (configure(rope_parameters=ROPE | {"rope_type": "yarn"}), "rope_type = 'yarn'"),
+    "rope factor": (configure(rope_parameters=ROPE | {"factor": None}), "factor = None"),
+    "activation": (configure(hidden_act="gelu"), "hidden_act = 'gelu'.*'silu'"),
+    "quantised": (configure(quantization_config={"bits": 4}), "quantization_config"),
+    "weights' dtype": (configure(torch_dtype="int8"), "dtype = 'int8'"),
+    "odd head": (configure(head_dim=15), r"model\.head_dim = 15: must be even"),
+    "some layers slide": (
+        configure(
+            architectures=["Qwen2ForCausalLM"],
+            use_sliding_window=True,
+            sliding_window=4,
+            max_window_layers=1,
+        ),
+        "sliding_window = 4: gives a window to some layers only",
+    ),
+    "pickle": (rename("pytorch_model.bin"), "pytorch_model.bin.*is a pickle.*safetensors"),
+    "nothing": (rename("weights"), "holds neither model.safetensors nor"),
+    "truncated": (edit_bytes(lambda b: b[:-100]), "model.safetensors = '.*truncated"),
+    "too long": (edit_bytes(lambda b: b + b"0"), "model.safetensors = '.*must be .* bytes long"),
+    "cut in the header": (edit_bytes(lambda b: b[:40]), "model.safetensors = '40 bytes': is no"),
+    "no header": (edit_bytes(lambda b: b"\0" * 4), "model.safetensors = '4 bytes': is no"),
+    "damaged header": (edit_bytes(lambda b: b[:9] + b"!" + b[10:]), "has a damaged header"),
+    "a hole": (
+        edit_bytes(lambda b: b.replace(b'"data_offsets": [0, ', b'"data_offsets": [4, ', 1)),
+        "model.safetensors.*damaged header",
+    ),
+    "dtype": (other_dtype, "model.embed_tokens.weight = 'I32': of model.safetensors must be one"),
+    "missing tensor": (change_tensors(lambda a: a.pop(GATE)), f"{GATE} = None: is missing"),
+    "extra tensor": (
+        change_tensors(lambda a: a.update({"model.layers.2.mlp.up_proj.weight": np.ones(3, "f4")})),
+        r"model.layers.2.mlp.up_proj.weight = \[3\]: belongs to no parameter",
+    ),
+    "transposed tensor": (
+        change_tensors(lambda a: a.update({GATE: a[GATE].T.copy()})),
+        rf"{GATE} = \[32, 56\]: must be of shape \[56, 32\]",
+    ),
+    "another head": (
+        change_tensors(lambda a: a.update({"lm_head.weight": a["model.embed_tokens.weight"] + 1})),
+        "lm_head.weight.*must be the embedding",
+    ),
+    "index of a missing file": (index_of(everything_in("gone.safetensors")), "gone.safetensors"),
+    "index that leaves the folder": (
+        index_of(everything_in(SINGLE_FILE, **{GATE: "../x.safetensors"})),
+        r"'\.\./x\.safetensors': is not in the folder",
+    ),
+    "index of a missing tensor": (
+        index_of(everything_in(SINGLE_FILE, extra=SINGLE_FILE)),
+        "extra = None: is not in model.safetensors",
+    ),
+    "tensor without an index": (
+        index_of({n: f for n, f in everything_in(SINGLE_FILE).items() if n != GATE}),
+        f"{GATE}.*lies in model.safetensors",
+    ),
+    "damaged index": (lambda f: (f / INDEX_FILE).write_text("[]"), f"{INDEX_FILE}.*is damaged"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_it_is_refused_by_name(what, tmp_path):
+    change, said = BAD[what]
+    folder = tiny.write_folder(tmp_path / "model", VALUES)
+    change(folder)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ConfigError, match=f"(?s){said}") as error:
+        importing.from_hf(folder, tmp_path / "run", silent)
+    assert "Fix: " in str(error.value) and "\n" not in str(error.value)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_holds_no_weights_of_its_own_is_let_through(tmp_path):
+    folder = tiny.write_folder(tmp_path / "model", VALUES)
+    inv_freq = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, "f4")}
+
+    def add(arrays):
+        arrays |= inv_freq | {"lm_head.weight": arrays["model.embed_tokens.weight"]}
+
+    rewrite(folder, add)
+    importing.open_source(folder)
+
+
+def test_folders_in_use_are_left_alone(tmp_path):
+    folder = tiny.write_folder(tmp_path / "model", VALUES)
+    with pytest.raises(ConfigError, match=r"RUN = .*is not empty"):
+        importing.from_hf(folder, folder, silent)
+    importing.from_hf(folder, tmp_path / "run", silent, None)
+    export = exporting.open_export(tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"DIR = .*is not empty"):
+        exporting.to_hf(export, folder, silent)
+    (tmp_path / "empty").mkdir()
+    exporting.to_hf(export, tmp_path / "empty", silent, None)
+
+
+def test_a_full_disk_is_seen_before_it_is_full(tmp_path, monkeypatch):
+    folder = tiny.write_folder(tmp_path / "model", VALUES)
+    importing.from_hf(folder, tmp_path / "run", silent, None)
+    export = exporting.open_export(tmp_path / "run")
+    before = sorted(tmp_path.iterdir())
+    usage = types.SimpleNamespace(free=1000)
+    monkeypatch.setattr(new_folder.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(ConfigError, match=r"RUN = .*needs .* kB of disk, and 1\.0 kB are free"):
+        importing.from_hf(folder, tmp_path / "new" / "run", silent)
+    with pytest.raises(ConfigError, match=r"DIR = .*needs .* kB of disk, and 1\.0 kB are free"):
+        exporting.to_hf(export, tmp_path / "out", silent)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_exports_that_cannot_be(tmp_path):
+    folder, run = tiny.write_folder(tmp_path / "model", VALUES), tmp_path / "run"
+    big = {"model.norm.weight": np.full(32, 1e6, "f4")}
+    rewrite(folder, lambda arrays: arrays.update(big))
+    importing.from_hf(folder, run, silent, None)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match=r"step = 7: is no checkpoint of .*use one of 0"):
+        exporting.open_export(run, 7)
+    with pytest.raises(ConfigError, match="holds no finished checkpoint"):
+        exporting.open_export(folder)
+    with pytest.raises(ConfigError, match="--family = 'gpt2': is no family"):
+        exporting.open_export(run, family="gpt2")
+    with pytest.raises(ConfigError, match=r"'qwen3': cannot express .*qk_norm.*--family llama"):
+        exporting.open_export(run, family="qwen3")
+    export = exporting.open_export(run, dtype="float16")
+    with pytest.raises(ConfigError, match=r"model.norm.weight = 'float16': has numbers beyond"):
+        exporting.to_hf(export, tmp_path / "out", silent)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_conversion_that_changes_the_model_ends_with_an_error(tmp_path, monkeypatch, capsys):
+    folder = tiny.write_folder(tmp_path / "model", VALUES)
+    read = selfcheck.published_reader
+
+    def damaged(*args):
+        return lambda path, box: read(*args)(path, box) * (1.01 if path == "layers/wv" else 1)
+
+    monkeypatch.setattr(selfcheck, "published_reader", damaged)
+    assert main(["from-hf", str(folder), str(tmp_path / "run")]) == 1
+    assert "self-check failed: logits of 256 tokens" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    assert main(["from-hf", str(folder), str(tmp_path / "run"), "--no-check"]) == 0
+
+
+def test_an_imported_run_is_not_resumed(tmp_path):
+    folder, run = tiny.write_folder(tmp_path / "model", VALUES), tmp_path / "run"
+    importing.from_hf(folder, run, silent, None)
+    cfg = checkpoint.load_config(run)
+    with pytest.raises(ConfigError, match=r"run\.dir.*holds imported weights"):
+        checkpoint.check_resumable(cfg, checkpoint.read_saved(run))
+    source = importing.open_source(folder)
+    with pytest.raises(ConfigError, match=r"model\.d_ff = 64: .* has 56.*set it to 56"):
+        check_model(source, replace(cfg, **{"model.d_ff": 64}))
+
+
+def test_options_that_cannot_be():
+    for words, said in (
+        (["--tolerance", "2"], "--tolerance = 2.0: must be between 0 and 1"),
+        (["--shard-gb", "0"], "--shard-gb = 0.0: must be above 0"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            read_options(["to-hf", "run", "dir", *words])
+    with pytest.raises(SystemExit):
+        read_options(["to-hf", "run", "dir", "--dtype", "int8"])

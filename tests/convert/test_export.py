@@ -1,0 +1,158 @@
+"""Runs of our own, exported: any mesh's checkpoint, any step, the family that fits, a tokenizer."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import tokenizers
+from safetensors.numpy import load_file
+
+from jaxpar import config, state
+from jaxpar.checkpoint import Checkpointer
+from jaxpar.config import Config, ConfigError, ModelConfig
+from jaxpar.convert import exporting, importing
+from jaxpar.convert.hf_config import choose_family
+from jaxpar.convert.tokenizer_files import bytes_as_json, tokenizer_of_run
+from jaxpar.data.tokenizer import ByteTokenizer
+from jaxpar.parallel.mesh import make_mesh
+from jaxpar.validation import resolve
+from tests.test_checkpoint import MODEL, write_dataset
+
+GEMMA = {
+    "activation": "gelu",
+    "post_norms": True,
+    "norm_offset": True,
+    "embed_scale": True,
+    "qk_norm": True,
+}
+
+MESHES = {
+    "one device": {},
+    "fsdp and tensor": {"parallel.data": 2, "parallel.tensor": 2},
+    "interleaved pipeline": {
+        "parallel.pipeline": 2,
+        "parallel.virtual_stages": 2,
+        "parallel.num_microbatches": 2,
+        "parallel.zero": 1,
+    },
+}
+
+
+def silent(_: str) -> None:
+    """Says nothing."""
+
+
+def save_run(folder: Path, devices, steps=(3,), **values) -> tuple[Config, list]:
+    """A run whose weights are its initial ones, saved at some steps; its config and weights."""
+    places = {"run.dir": str(folder / "run"), "data.path": write_dataset(folder / "data")}
+    cfg = config.replace(Config(), **({"parallel.data": 1} | MODEL | places | values))
+    n = cfg.parallel.pipeline * cfg.parallel.data * cfg.parallel.tensor
+    cfg, mesh = resolve(cfg, n), make_mesh(cfg.parallel, devices[:n])
+    saved = []
+    with Checkpointer(cfg) as saver:
+        for step in steps:
+            now = config.replace(cfg, **{"train.seed": step})
+            at = state.init_state(now, mesh).replace(step=jax.numpy.int32(step))
+            saver.save(at, step, step)
+            saved.append(jax.tree.map(np.asarray, state.to_logical(at, cfg).params))
+    return cfg, saved
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_any_meshs_checkpoint(name, devices, tmp_path):
+    cfg, (params,) = save_run(tmp_path, devices, **MESHES[name])
+    export, said = exporting.open_export(cfg.run.dir, dtype="float32"), []
+    checked = name == "fsdp and tensor"
+    exporting.to_hf(export, tmp_path / "out", said.append, 1e-4 if checked else None)
+    assert not checked or "largest difference 0.00e+00" in said[1]
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    for i in range(cfg.model.num_layers):
+        layer = f"model.layers.{i}."
+        w = {n: a[i] for n, a in params["layers"].items()}
+        H, K, D = w["wo"].shape
+        at = lambda n, layer=layer: found[f"{layer}{n}.weight"]  # noqa: E731
+        np.testing.assert_array_equal(at("self_attn.q_proj"), w["wq"].reshape(D, H * K).T)
+        np.testing.assert_array_equal(at("self_attn.o_proj"), w["wo"].reshape(H * K, D).T)
+        np.testing.assert_array_equal(at("mlp.down_proj"), w["w_down"].T)
+        np.testing.assert_array_equal(at("input_layernorm"), w["attn_norm"])
+    np.testing.assert_array_equal(found["lm_head.weight"], params["head"].T)
+
+
+def test_any_step_in_the_runs_compute_dtype(devices, tmp_path):
+    cfg, params = save_run(tmp_path, devices, steps=(3, 5))
+    for step, wanted in zip((3, 5), params, strict=True):
+        export = exporting.open_export(cfg.run.dir, step)
+        assert export.dtype == "bfloat16" and export.step == step
+        out = tmp_path / f"out-{step}"
+        exporting.to_hf(export, out, silent)
+        found = load_file(out / "model.safetensors")["model.embed_tokens.weight"]
+        np.testing.assert_array_equal(found, wanted["embed"].astype(found.dtype))
+        assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    assert exporting.open_export(cfg.run.dir).step == 5
+
+
+def test_the_folder_is_complete(devices, tmp_path):
+    cfg, _ = save_run(tmp_path, devices)
+    (tmp_path / "data" / "meta.json").unlink()
+    said: list[str] = []
+    export = exporting.open_export(cfg.run.dir)
+    exporting.to_hf(export, tmp_path / "bare", said.append)
+    assert any(line.startswith("no tokenizer: data.path") for line in said)
+    write_dataset(tmp_path / "data", eos_id=256)
+    exporting.to_hf(export, tmp_path / "out", silent)
+    files = {path.name for path in (tmp_path / "out").iterdir()}
+    assert files == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    values = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert values["eos_token_id"] == 256 and values["model_type"] == "llama"
+    tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
+    assert tokenizer.encode("a é\n").ids == list("a é\n".encode())
+    importing.from_hf(tmp_path / "out", tmp_path / "again", silent)
+    imported = tokenizer_of_run(tmp_path / "again", cfg)
+    assert imported.eos_id == 256 and imported.encode("a é\n").tolist() == list("a é\n".encode())
+    (tmp_path / "again" / "hf" / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"RUN = .*imported without a tokenizer\.json"):
+        tokenizer_of_run(tmp_path / "again", cfg)
+
+
+def test_bytes_survive_as_a_published_tokenizer():
+    ours = ByteTokenizer()
+    theirs = bytes_as_json(ours)
+    text = "def f(x):\n\treturn x  # ünï 漢字 \x00\x7f" + "".join(map(chr, range(0x250)))
+    assert theirs.encode(text).ids == ours.encode(text).tolist()
+    assert theirs.decode(theirs.encode(text).ids) == text
+    assert theirs.get_vocab_size() == ours.vocab_size
+
+
+@pytest.mark.parametrize(
+    ("fields", "family"),
+    [
+        ({}, "llama"),
+        ({"qkv_bias": True, "out_bias": True, "mlp_bias": True}, "llama"),
+        ({"sliding_window": 8}, "mistral"),
+        ({"qkv_bias": True}, "qwen2"),
+        ({"qkv_bias": True, "sliding_window": 8}, "qwen2"),
+        ({"qk_norm": True}, "qwen3"),
+        ({"qk_norm": True, "qkv_bias": True, "out_bias": True}, "qwen3"),
+        (GEMMA, "gemma3_text"),
+        (GEMMA | {"sliding_window": 8, "global_every": 2, "local_rope_theta": 1e4}, "gemma3_text"),
+        ({"num_experts": 4}, "mixtral"),
+        ({"num_experts": 4, "qk_norm": True, "normalize_experts": False}, "qwen3_moe"),
+    ],
+)
+def test_the_family_that_fits(fields, family):
+    assert choose_family(ModelConfig(**fields)).model_type == family
+
+
+def test_a_model_of_no_family():
+    with pytest.raises(ConfigError, match=r"of no published family \(llama: .*mistral: .*qwen3: "):
+        choose_family(ModelConfig(out_bias=True))
+    with pytest.raises(ConfigError, match=r"llama: model\.activation = gelu, and .* have silu"):
+        choose_family(ModelConfig(activation="gelu"))

@@ -1,0 +1,203 @@
+"""Published models: the logits of `transformers`, and the same bits after a round trip.
+
+The goldens are `transformers`' own logits of the same weights, from scripts/make_hf_goldens.py.
+"""
+
+import functools
+import json
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jaxpar import checkpoint
+from jaxpar.config import Config, replace
+from jaxpar.convert import exporting, importing
+from jaxpar.convert.hf_folder import INDEX_FILE
+from jaxpar.convert.mesh_load import load_params
+from jaxpar.generation import config_for_sampling, make_next_logits
+from jaxpar.model import reference
+from jaxpar.parallel.mesh import make_mesh
+from jaxpar.validation import resolve
+from tests.convert import tiny
+
+GOLDENS = Path(__file__).parent / "goldens"
+
+#: float32, largest absolute difference of any logit; the largest logits are about 3.5.
+TOLERANCE = 1e-5
+
+MODELS = list(tiny.MODELS)
+
+
+def silent(_: str) -> None:
+    """Says nothing."""
+
+
+@functools.cache
+def golden(name: str) -> np.ndarray:
+    """Logits float32 [tokens, vocabulary] by `transformers`."""
+    return np.load(GOLDENS / f"{name}.npy")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory):
+    """name -> (folder as published, the run that it became)."""
+    root = tmp_path_factory.mktemp("convert")
+
+    @functools.cache
+    def make(name: str) -> tuple[Path, Path]:
+        folder = tiny.write_folder(root / name, tiny.MODELS[name])
+        importing.from_hf(folder, root / f"run-{name}", silent, tolerance=None)
+        return folder, root / f"run-{name}"
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def params_of(devices):
+    """run -> its config and its parameters on one device, as every program restores them."""
+
+    def restore(run: Path):
+        cfg = resolve(replace(checkpoint.load_config(run), **{"parallel.data": 1}), 1)
+        mesh = make_mesh(cfg.parallel, devices[:1])
+        return cfg, checkpoint.restore_params(run, cfg, mesh)
+
+    return restore
+
+
+def plain_logits(params, cfg: Config, tokens: np.ndarray) -> np.ndarray:
+    """Logits of the plain model, [tokens, vocabulary]."""
+    one = np.ones_like(tokens)
+    place = np.arange(tokens.shape[1])[None]
+    run = jax.jit(lambda p: reference.logits_of(p, tokens, place, one, cfg.model))
+    return np.asarray(run(params))[0]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_transformers(name, folders, params_of):
+    cfg, params = params_of(folders(name)[1])
+    tokens = tiny.tokens(tiny.MODELS[name])
+    found, wanted = plain_logits(params, cfg, tokens), golden(name)
+    assert wanted.shape[0] >= 256 and np.abs(wanted).max() > 1
+    assert np.abs(found - wanted).max() <= TOLERANCE
+
+
+def test_the_text_is_long_enough_to_tell_rope_scaling_and_windows(folders, params_of):
+    for name, off in (("llama3_1", {"rope_scaling": None}), ("mistral", {"sliding_window": None})):
+        cfg, params = params_of(folders(name)[1])
+        without = replace(cfg, **{f"model.{key}": value for key, value in off.items()})
+        found = plain_logits(params, without, tiny.tokens(tiny.MODELS[name]))
+        assert np.abs(found - golden(name)).max() > 0.01, name
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_round_trip_is_bitwise(name, folders, tmp_path):
+    folder, run = folders(name)
+    exporting.to_hf(exporting.open_export(run), tmp_path / "out", silent, None)
+    before, after = (
+        load_file(folder / "model.safetensors"),
+        load_file(tmp_path / "out/model.safetensors"),
+    )
+    assert before.keys() == after.keys()
+    assert all(before[n].tobytes() == after[n].tobytes() for n in before)
+    assert all(before[n].shape == after[n].shape for n in before)
+    importing.open_source(tmp_path / "out")
+    values = json.loads((tmp_path / "out/config.json").read_text())
+    current = values["rope_parameters"]
+    assert values["rope_theta"] == current.get("full_attention", current)["rope_theta"]
+    assert {**values, **tiny.MODELS[name]}.keys() == values.keys()
+
+
+def test_another_family_keeps_what_holds_in_each(folders, tmp_path):
+    run = folders("llama3")[1]
+    exporting.to_hf(exporting.open_export(run, family="mistral"), tmp_path / "out", silent, None)
+    values = json.loads((tmp_path / "out/config.json").read_text())
+    assert values["model_type"] == "mistral" and values["eos_token_id"] == 2
+    assert values["max_position_embeddings"] == 512 and values["sliding_window"] is None
+    assert "attention_bias" not in values
+    assert importing.open_source(tmp_path / "out").config.model.sliding_window is None
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_round_trip_of_half_precision_in_several_files(dtype, tmp_path):
+    values = tiny.MODELS["qwen3"] | {"torch_dtype": dtype}
+    kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float16)
+    arrays = {n: a.astype(kind) for n, a in tiny.tensors(values).items()}
+    folder = tiny.write_folder(tmp_path / "in", values)
+    code = {"bfloat16": "BF16", "float16": "F16"}[dtype]
+    tiny.write_safetensors(folder / "model.safetensors", arrays, code)
+    importing.from_hf(folder, tmp_path / "run", silent)
+    export = exporting.open_export(tmp_path / "run")
+    assert export.dtype == dtype
+    exporting.to_hf(export, tmp_path / "out", silent, shard_bytes=20_000)
+    index = json.loads((tmp_path / "out" / INDEX_FILE).read_text())
+    files = sorted({*index["weight_map"].values()})
+    assert len(files) > 2 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert index["metadata"]["total_size"] == sum(a.nbytes for a in arrays.values())
+    loaded = {n: a for f in files for n, a in load_file(tmp_path / "out" / f).items()}
+    assert loaded.keys() == arrays.keys()
+    assert all(loaded[n].tobytes() == arrays[n].tobytes() for n in arrays)
+    importing.from_hf(tmp_path / "out", tmp_path / "again", silent)
+
+
+def test_the_tensors_dtype_counts(tmp_path):
+    folder = tiny.write_folder(tmp_path / "in", tiny.MODELS["llama3"] | {"torch_dtype": "bfloat16"})
+    source = importing.from_hf(folder, tmp_path / "run", silent, None)
+    assert source.config.model.dtype == "float32"
+    export = exporting.open_export(tmp_path / "run")
+    exporting.to_hf(export, tmp_path / "out", silent, None)
+    assert export.dtype == "float32"
+    before, after = (load_file(f / "model.safetensors") for f in (folder, tmp_path / "out"))
+    assert all(before[n].tobytes() == after[n].tobytes() for n in before)
+
+
+MESHES = {
+    "qwen3": {"data": 2, "tensor": 2},
+    "llama3_2": {"data": 2, "replica": 2},
+    "mistral": {"tensor": 2, "data": 1},
+    "gemma3": {"data": 2, "tensor": 2},
+    "mixtral": {"expert": 2, "tensor": 2, "data": 1},
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_a_folder_goes_straight_onto_a_mesh(name, folders, params_of, devices):
+    folder, run = folders(name)
+    source, said = importing.open_source(folder), []
+    axes = {f"parallel.{axis}": n for axis, n in MESHES[name].items()}
+    n = int(np.prod(list(MESHES[name].values())))
+    cfg = resolve(replace(source.config, **axes, **{"data.seq_len": tiny.NUM_TOKENS}), n)
+    mesh = make_mesh(cfg.parallel, devices[:n])
+    params = load_params(source, cfg, mesh, said.append)
+    _, wanted = params_of(run)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b), params, wanted)
+    # Every number is read once, however many devices hold it.
+    (line,) = said
+    assert line.startswith(f"read {source.num_bytes / 1000:.1f} kB in ")
+    tokens = tiny.tokens(tiny.MODELS[name]).astype(np.int32)
+    found = make_next_logits(cfg, mesh)(params, tokens, tiny.NUM_TOKENS - 1)[0]
+    assert np.abs(found - golden(name)[-1]).max() <= TOLERANCE
+
+
+def test_sampling_knows_layers_of_two_kinds(folders, params_of, devices):
+    cfg, params = params_of(folders("gemma3")[1])
+    cfg = config_for_sampling(cfg)
+    tokens = tiny.tokens(tiny.MODELS["gemma3"]).astype(np.int32)
+    step = make_next_logits(cfg, make_mesh(cfg.parallel, devices[:1]))
+    found = step(params, tokens, tiny.NUM_TOKENS - 1)[0]
+    assert np.abs(found - golden("gemma3")[-1]).max() <= TOLERANCE
+
+
+def test_a_pipeline_gets_its_layers_in_its_own_order(devices, tmp_path):
+    values = tiny.MODELS["llama3"] | {"num_hidden_layers": 4}
+    source = importing.open_source(tiny.write_folder(tmp_path / "in", values))
+    axes = {"parallel.pipeline": 2, "parallel.virtual_stages": 2, "parallel.num_microbatches": 2}
+    cfg = resolve(replace(source.config, **axes, **{"parallel.data": 1, "parallel.zero": 1}), 2)
+    params = load_params(source, cfg, make_mesh(cfg.parallel, devices[:2]), silent)
+    found = np.asarray(params["layers"]["w_down"])
+    for place, layer in enumerate((0, 2, 1, 3)):
+        name = f"model.layers.{layer}.mlp.down_proj.weight"
+        np.testing.assert_array_equal(found[place], tiny.tensors(values)[name].T)

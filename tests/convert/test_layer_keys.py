@@ -1,0 +1,119 @@
+"""RoPE and windows in config.json: each form says the same, and what is written is read back."""
+
+import pytest
+
+from jaxpar.config import ConfigError, ModelConfig, RopeScaling
+from jaxpar.convert import layer_keys
+from jaxpar.convert.families import GEMMA3, LLAMA, QWEN2, QWEN3_MOE
+from jaxpar.convert.hf_config import config_json, family_of, model_of
+from tests.convert import tiny
+
+SCALED = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+SCALING = RopeScaling(factor=32.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "wanted"),
+    [
+        ({}, (10_000.0, None)),
+        ({"rope_theta": 5e5, "rope_scaling": None}, (5e5, None)),
+        ({"rope_theta": 5e5, "rope_scaling": SCALED}, (5e5, SCALING)),
+        ({"rope_theta": 5e5, "rope_scaling": {"type": "default"}}, (5e5, None)),
+        ({"rope_parameters": SCALED | {"rope_theta": 5e5}}, (5e5, SCALING)),
+        # The current form decides where a file has both.
+        ({"rope_parameters": {"rope_theta": 5e5}, "rope_theta": 1.0}, (5e5, None)),
+    ],
+)
+def test_rope_forms(values, wanted):
+    found = layer_keys.read(values, LLAMA, 2)
+    assert (found["rope_theta"], found["rope_scaling"]) == wanted
+
+
+LOCAL, FULL = "sliding_attention", "full_attention"
+TWO_ROPES = {FULL: {"rope_theta": 1e6}, LOCAL: {"rope_theta": 1e4}}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"sliding_window": 8, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
+        {"sliding_window": 8, "layer_types": None, "rope_parameters": TWO_ROPES},
+        {"sliding_window": 8, "layer_types": [LOCAL] * 5 + [FULL] + [LOCAL] * 2},
+    ],
+)
+def test_layers_of_two_kinds(values):
+    found = layer_keys.read(GEMMA3.defaults | values, GEMMA3, 8)
+    wanted = {"sliding_window": 8, "rope_theta": 1e6, "local_rope_theta": 1e4, "global_every": 6}
+    assert found == wanted | {"rope_scaling": None}
+
+
+@pytest.mark.parametrize("name", tiny.MODELS)
+def test_what_is_written_is_read_back(name):
+
+    values = tiny.MODELS[name]
+    family = family_of(values)
+    model = model_of(values, family)
+    written = config_json(model, family, {}, "float32")
+    assert model_of(written, family) == model
+    older = {k: v for k, v in written.items() if k != "rope_parameters"}
+    assert model_of(older, family) == model
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"sliding_window": 8},
+        {"sliding_window": 8, "global_every": 3, "local_rope_theta": 1e3},
+        {"sliding_window": 8, "global_every": 2},
+    ],
+)
+def test_gemmas_layers_are_read_back(fields):
+    model = ModelConfig(num_layers=8, **fields)
+    found = layer_keys.read(layer_keys.write(model, GEMMA3), GEMMA3, 8)
+    back = ModelConfig(num_layers=8, **found)
+    theta = lambda m: m.rope_theta if m.local_rope_theta is None else m.local_rope_theta  # noqa: E731
+    same = ("sliding_window", "global_every", "rope_theta")
+    assert all(getattr(back, name) == getattr(model, name) for name in same)
+    assert theta(back) == theta(model)
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "said"),
+    [
+        (GEMMA3, {"layer_types": [LOCAL, FULL, FULL, LOCAL]}, "layer_types.*no pattern"),
+        (GEMMA3, {"rope_scaling": {"rope_type": "linear"}}, "rope_type = 'linear'"),
+        (GEMMA3, {"rope_scaling": SCALED}, "layers of one kind only"),
+        (QWEN2, {"use_sliding_window": True, "max_window_layers": 2}, "some layers only"),
+    ],
+)
+def test_what_ours_cannot_express(family, values, said):
+    with pytest.raises(ConfigError, match=said):
+        layer_keys.read(family.defaults | values, family, 4)
+
+
+def test_the_other_name_of_the_number_of_experts():
+    values = {k: v for k, v in tiny.MODELS["qwen3_moe"].items() if k != "num_experts"}
+    assert model_of(values | {"num_local_experts": 5}, QWEN3_MOE).num_experts == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "said"),
+    [
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2.*use a model with 1"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers = \[0\]"),
+        ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
+        ("gemma3", {"hidden_activation": "gelu"}, "hidden_activation = 'gelu'"),
+    ],
+)
+def test_keys_that_change_the_function(name, values, said):
+
+    values = tiny.MODELS[name] | values
+    with pytest.raises(ConfigError, match=said):
+        model_of(values, family_of(values))

@@ -1,0 +1,67 @@
+"""The tables' language: shapes, names, chunks, and copies of any box."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxpar.config import ModelConfig
+from jaxpar.convert import layout
+from jaxpar.convert.families import FAMILIES
+from jaxpar.convert.layout import Entry
+from jaxpar.convert.torch_file import PLAIN
+
+SIZES = layout.sizes_of(
+    ModelConfig(
+        num_layers=2, d_model=70, d_ff=24, num_heads=4, num_kv_heads=2, head_dim=8, num_experts=2
+    )
+)
+WQ = Entry("layers/wq", "layer.{L}.q", "LDHK", "HK D")
+EXPERT = Entry("layers/w_up", "layer.{L}.expert.{E}.up", "LEDF", "F D")
+
+
+def test_what_an_entry_says():
+    assert (WQ.stacked, WQ.inner) == ("L", "DHK")
+    assert layout.tensor_shape(WQ, SIZES) == (32, 70)
+    assert list(layout.tensor_names(WQ, SIZES)) == ["layer.0.q", "layer.1.q"]
+    assert (EXPERT.stacked, EXPERT.inner) == ("LE", "DF")
+    assert layout.tensor_name(EXPERT, (1, 0)) == "layer.1.expert.0.up"
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, PLAIN], ids=lambda family: family.model_type)
+def test_every_entry_of_every_family_is_whole(family):
+    assert len({(e.path, e.ours) for e in family.entries}) == len(family.entries)
+    assert len({entry.name for entry in family.entries}) == len(family.entries)
+    for entry in family.entries:
+        assert sorted(entry.inner) == sorted(entry.theirs.replace(" ", ""))
+        assert entry.ours == entry.stacked + entry.inner
+        assert all(f"{{{letter}}}" in entry.name for letter in entry.stacked)
+
+
+@pytest.mark.parametrize("most", [1, 7, 70, 71, 500, 600, 10**6])
+@pytest.mark.parametrize("entry", [WQ, EXPERT])
+def test_chunks_cover_everything_once_and_are_rows_on_disk(entry, most):
+    shape, chunk = layout.shape_of(entry.ours, SIZES), layout.chunk_shape(entry, SIZES, most)
+    seen = np.zeros(shape, int)
+    for box in layout.grid(shape, chunk):
+        seen[box] += 1
+        _, _, part = next(layout.tensors_in(entry, SIZES, box, lambda _: on_disk(entry)))
+        rows = np.sort(np.unique(part // 70)), part.size
+        assert rows[1] == len(rows[0]) * 70 or rows[1] <= 70
+    assert (seen == 1).all() and np.prod(chunk) <= max(most, 1)
+
+
+def on_disk(entry: Entry) -> np.ndarray:
+    """A tensor whose numbers are their places."""
+    shape = layout.tensor_shape(entry, SIZES)
+    return np.arange(np.prod(shape)).reshape(shape)
+
+
+@pytest.mark.parametrize("shape", [(5,), (1, 1), (3, 1, 4), (300, 130), (2, 70, 3, 65)])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_tiles_copy_what_assignment_copies(shape, dtype):
+    rng = np.random.default_rng(0)
+    for order in ([*range(len(shape))], rng.permutation(len(shape))):
+        source = rng.standard_normal(shape).astype(np.float32)
+        to = np.zeros([shape[i] for i in np.argsort(order)], dtype).transpose(order)
+        layout.assign(to, source)
+        np.testing.assert_array_equal(to, source.astype(dtype))

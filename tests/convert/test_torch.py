@@ -1,0 +1,62 @@
+"""The PyTorch file: every parameter has a name in it; with torch, the same logits."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxpar.config import ConfigError, ModelConfig
+from jaxpar.convert import exporting, importing
+from jaxpar.convert.__main__ import main
+from jaxpar.convert.hf_config import why_not
+from jaxpar.convert.torch_file import PLAIN
+from tests.convert import tiny
+
+ROOT = Path(__file__).resolve().parents[2]
+WITHOUT_TORCH = importlib.util.find_spec("torch") is None
+
+
+def test_every_parameter_has_a_name():
+    every = {name: True for name in ("qk_norm", "qkv_bias", "out_bias", "mlp_bias")}
+    others = ModelConfig(sliding_window=8), ModelConfig(num_experts=4, post_norms=True)
+    for model in (ModelConfig(), ModelConfig(**every), *others):
+        assert why_not(PLAIN, model) is None
+    assert len({entry.name for entry in PLAIN.entries}) == len(PLAIN.entries)
+
+
+def import_tiny(folder: Path, name: str) -> Path:
+    """A tiny model, imported."""
+    published = tiny.write_folder(folder / "model", tiny.MODELS[name])
+    importing.from_hf(published, folder / "run", lambda _: None, tolerance=None)
+    return folder / "run"
+
+
+@pytest.mark.skipif(not WITHOUT_TORCH, reason="torch is installed")
+def test_without_torch_it_says_so(tmp_path):
+    with pytest.raises(ConfigError, match=r"needs torch, which is not installed"):
+        main(["to-torch", str(import_tiny(tmp_path, "llama3")), str(tmp_path / "model.pt")])
+    assert not (tmp_path / "model.pt").exists()
+
+
+@pytest.mark.skipif(WITHOUT_TORCH, reason="torch is not installed")
+@pytest.mark.parametrize("name", tiny.MODELS)
+def test_torch_computes_the_same_logits(name, tmp_path):
+    import torch
+
+    spec = importlib.util.spec_from_file_location("torch_model", ROOT / "scripts/torch_model.py")
+    torch_model = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(torch_model)
+    run, file = import_tiny(tmp_path, name), tmp_path / "model.pt"
+    assert main(["to-torch", str(run), str(file)]) == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "model.json", "model.pt", "run"]
+    model = torch_model.load(file)
+    with torch.no_grad():
+        found = model(torch.from_numpy(tiny.tokens(tiny.MODELS[name])))[0].numpy()
+    golden = np.load(Path(__file__).parent / "goldens" / f"{name}.npy")
+    assert np.abs(found - golden).max() <= 1e-5
+    wanted = exporting.open_export(run).config.model
+    assert json.loads(file.with_suffix(".json").read_text())["num_layers"] == wanted.num_layers
+    with pytest.raises(ConfigError, match=r"FILE = .*is there already"):
+        main(["to-torch", str(run), str(file)])

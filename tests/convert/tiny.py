@@ -1,0 +1,203 @@
+"""Tiny models of each family, as published: config.json by hand, weights from NumPy's generator.
+
+`scripts/make_hf_goldens.py` writes the same folders, with `transformers` beside it, in another
+environment: only NumPy and the standard library are used here.
+"""
+
+import json
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+#: Tokens that logits are compared on.
+NUM_TOKENS = 288
+
+_SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "float32",
+}
+
+#: Turns of the slow frequencies within NUM_TOKENS pass the threshold many times over.
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def _model(model_type: str, architecture: str, **values) -> dict:
+    return _SHAPE | {"model_type": model_type, "architectures": [architecture]} | values
+
+
+#: config.json by name. Some have the older form of RoPE's keys, some the current one.
+MODELS = {
+    "llama2": _model("llama", "LlamaForCausalLM", rope_theta=10000.0, num_key_value_heads=4),
+    "llama3": _model("llama", "LlamaForCausalLM", rope_theta=500000.0, rope_scaling=None),
+    "llama3_1": _model("llama", "LlamaForCausalLM", rope_theta=10000.0, rope_scaling=_LLAMA3_ROPE),
+    "llama3_2": _model(
+        "llama",
+        "LlamaForCausalLM",
+        rope_parameters=_LLAMA3_ROPE | {"rope_theta": 10000.0},
+        tie_word_embeddings=True,
+        head_dim=16,
+    ),
+    "llama_biases": _model("llama", "LlamaForCausalLM", attention_bias=True, mlp_bias=True),
+    "mistral": _model(
+        "mistral", "MistralForCausalLM", rope_theta=10000.0, sliding_window=48, head_dim=8
+    ),
+    "qwen2_5": _model(
+        "qwen2",
+        "Qwen2ForCausalLM",
+        rope_theta=1000000.0,
+        use_sliding_window=False,
+        sliding_window=48,
+        max_window_layers=2,
+        tie_word_embeddings=True,
+    ),
+    "qwen3": _model(
+        "qwen3",
+        "Qwen3ForCausalLM",
+        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+        attention_bias=False,
+        head_dim=16,
+    ),
+    "mixtral": _model(
+        "mixtral",
+        "MixtralForCausalLM",
+        rope_theta=1000000.0,
+        sliding_window=None,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    ),
+    "qwen3_moe": _model(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        rope_theta=10000.0,
+        rope_scaling=None,
+        head_dim=16,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+    ),
+    "gemma3": _model(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        num_hidden_layers=3,
+        rope_theta=100000.0,
+        rope_local_base_freq=100.0,
+        sliding_window=48,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        hidden_activation="gelu_pytorch_tanh",
+        query_pre_attn_scalar=24,
+        head_dim=16,
+        tie_word_embeddings=True,
+    ),
+}
+
+
+def shapes(values: dict) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor, as the family's published files have them."""
+    kind, D = values["model_type"], values["hidden_size"]
+    H, G = values["num_attention_heads"], values["num_key_value_heads"]
+    K, F, V = values.get("head_dim", D // H), values["intermediate_size"], values["vocab_size"]
+    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (V, D)}
+    for i in range(values["num_hidden_layers"]):
+        layer = f"model.layers.{i}."
+        projections = {"q_proj": (H * K, D), "k_proj": (G * K, D), "v_proj": (G * K, D)}
+        projections["o_proj"] = (D, H * K)
+        biased = {"qwen2": ("q_proj", "k_proj", "v_proj")}.get(kind, ())
+        if values.get("attention_bias"):
+            biased = tuple(projections)
+        found[layer + "input_layernorm.weight"] = (D,)
+        for name, shape in projections.items():
+            found[f"{layer}self_attn.{name}.weight"] = shape
+            if name in biased:
+                found[f"{layer}self_attn.{name}.bias"] = shape[:1]
+        if kind in ("qwen3", "qwen3_moe", "gemma3_text"):
+            found |= {f"{layer}self_attn.{n}_norm.weight": (K,) for n in "qk"}
+        found[layer + "post_attention_layernorm.weight"] = (D,)
+        if kind == "gemma3_text":
+            found |= {f"{layer}{n}_feedforward_layernorm.weight": (D,) for n in ("pre", "post")}
+        found |= _mlp(layer, values, D, F)
+    found["model.norm.weight"] = (D,)
+    if not values["tie_word_embeddings"]:
+        found["lm_head.weight"] = (V, D)
+    return found
+
+
+def _mlp(layer: str, values: dict, D: int, F: int) -> dict[str, tuple[int, ...]]:
+    if values["model_type"] == "mixtral":
+        moe, of = layer + "block_sparse_moe.", {"w1": (F, D), "w2": (D, F), "w3": (F, D)}
+        return _experts(moe, values["num_local_experts"], D, of)
+    if values["model_type"] == "qwen3_moe":
+        F = values["moe_intermediate_size"]
+        of = {"gate_proj": (F, D), "up_proj": (F, D), "down_proj": (D, F)}
+        return _experts(layer + "mlp.", values["num_experts"], D, of)
+    of = {"gate_proj": (F, D), "up_proj": (F, D), "down_proj": (D, F)}
+    found = {f"{layer}mlp.{name}.weight": shape for name, shape in of.items()}
+    if values.get("mlp_bias"):
+        found |= {f"{layer}mlp.{name}.bias": shape[:1] for name, shape in of.items()}
+    return found
+
+
+def _experts(moe: str, count: int, D: int, of: dict) -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {moe + "gate.weight": (count, D)}
+    for e in range(count):
+        found |= {f"{moe}experts.{e}.{name}.weight": shape for name, shape in of.items()}
+    return found
+
+
+def tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """A tensor's float32 values, a function of its name: norms about 1, the rest about 0."""
+    values = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape)
+    near_one = name.endswith("norm.weight")
+    return (1 + 0.2 * values if near_one else 0.15 * values).astype(np.float32)
+
+
+def tensors(values: dict) -> dict[str, np.ndarray]:
+    """Every tensor of a model; Gemma's norms hold what is added to 1."""
+    offset = np.float32(values["model_type"] == "gemma3_text")
+    found = {name: tensor(name, shape) for name, shape in shapes(values).items()}
+    return {n: a - offset if n.endswith("norm.weight") else a for n, a in found.items()}
+
+
+def tokens(values: dict) -> np.ndarray:
+    """The text, int64 [1, NUM_TOKENS]."""
+    return np.random.default_rng(1).integers(0, values["vocab_size"], (1, NUM_TOKENS))
+
+
+def write_safetensors(file: Path, arrays: dict[str, np.ndarray], dtype: str = "F32") -> None:
+    """A file of arrays, written plainly and apart from the code under test."""
+    header, begin = {}, 0
+    for name, a in arrays.items():
+        header[name] = {"dtype": dtype, "shape": a.shape, "data_offsets": [begin, begin + a.nbytes]}
+        begin += a.nbytes
+    text = json.dumps(header).encode()
+    body = b"".join(a.tobytes() for a in arrays.values())
+    file.write_bytes(struct.pack("<Q", len(text)) + text + body)
+
+
+def write_folder(folder: Path, values: dict) -> Path:
+    """A model as published: config.json and model.safetensors."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(values, indent=2))
+    write_safetensors(folder / "model.safetensors", tensors(values))
+    return folder
