@@ -18,7 +18,7 @@ from jaxpar.config import Config, replace
 from jaxpar.convert import exporting, importing
 from jaxpar.convert.hf_folder import INDEX_FILE
 from jaxpar.convert.mesh_load import load_params
-from jaxpar.generation import config_for_sampling, make_next_logits
+from jaxpar.generation import Sampling, config_for_sampling, generate, make_next_logits
 from jaxpar.model import reference
 from jaxpar.parallel.mesh import make_mesh
 from jaxpar.validation import resolve
@@ -180,6 +180,32 @@ def test_a_folder_goes_straight_onto_a_mesh(name, folders, params_of, devices):
     tokens = tiny.tokens(tiny.MODELS[name]).astype(np.int32)
     found = make_next_logits(cfg, mesh)(params, tokens, tiny.NUM_TOKENS - 1)[0]
     assert np.abs(found - golden(name)[-1]).max() <= TOLERANCE
+
+
+@pytest.fixture
+def quick_compile():
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.usefixtures("quick_compile")
+def test_greedy_text_is_that_of_transformers(name, folders, devices):
+    """Each by its own cache; ours has all the prompts, of different lengths, in one batch."""
+    cfg = resolve(config_for_sampling(checkpoint.load_config(folders(name)[1])), 1)
+    mesh = make_mesh(cfg.parallel, devices[:1])
+    params = checkpoint.restore_params(folders(name)[1], cfg, mesh)
+    tokens = tiny.tokens(tiny.MODELS[name])[0]
+    prompts = [tokens[start:end].tolist() for start, end in tiny.PROMPTS]
+    found: list[list[int]] = [[] for _ in prompts]
+    size = {"max_tokens": tiny.NUM_GREEDY, "vocab_size": cfg.model.vocab_size}
+    greedy = Sampling(temperature=0.0)
+    for new in generate(params, cfg, mesh, prompts, greedy, stop=(), **size):
+        found = [row + ids for row, ids in zip(found, new, strict=True)]
+    wanted = json.loads((GOLDENS / "greedy.json").read_text())[name]
+    assert found == wanted
+    assert len({token for row in wanted for token in row}) > 3
 
 
 def test_sampling_knows_layers_of_two_kinds(folders, params_of, devices):

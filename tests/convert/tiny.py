@@ -14,6 +14,9 @@ import numpy as np
 #: Tokens that logits are compared on.
 NUM_TOKENS = 288
 
+#: Of them, the prompts that greedy text goes on from, the longest past every window; and how far.
+PROMPTS, NUM_GREEDY = ((0, 80), (80, 89), (90, 91), (100, 148), (150, 170), (200, 263)), 20
+
 _SHAPE = {
     "vocab_size": 64,
     "hidden_size": 32,
