@@ -128,8 +128,16 @@ class Programs:
 
     start: Callable[[Any, np.ndarray, np.ndarray], Rows]
     """(weights, tokens [B, T], lengths [B]) -> rows with their first token."""
-    go_on: Callable[[Any, Rows], tuple[Rows, jax.Array]]
-    """(weights, rows) -> rows, and the CHUNK tokens that follow, int32 [B, CHUNK]."""
+    go_on: Any
+    """Jitted (weights, rows) -> rows, and the CHUNK tokens that follow, int32 [B, CHUNK]."""
+    compiled: dict[tuple[int, ...], Callable] = dataclasses.field(default_factory=dict)
+
+    def ready_to_go_on(self, weights: Any, rows: Rows) -> Callable[[Any, Rows], tuple[Rows, Any]]:
+        """`go_on`, compiled for as many rows."""
+        shape = rows.token.shape
+        if shape not in self.compiled:
+            self.compiled[shape] = self.go_on.lower(weights, rows).compile()
+        return self.compiled[shape]
 
 
 def weights_for_sampling(params: Any, cfg: Config, mesh: Mesh) -> Any:
@@ -149,8 +157,9 @@ def weights_for_sampling(params: Any, cfg: Config, mesh: Mesh) -> Any:
     return jax.jit(apart)(params)
 
 
+@functools.lru_cache(maxsize=8)
 def make_programs(
-    cfg: Config, mesh: Mesh, how: Sampling, *, slots: int, vocab_size: int, stop: Collection[int]
+    cfg: Config, mesh: Mesh, how: Sampling, *, slots: int, vocab_size: int, stop: frozenset[int]
 ) -> Programs:
     """`Programs` that fill a cache of `slots` positions and end rows at the ids in `stop`."""
     cfg = _seeing_as_in_training(cfg)
@@ -196,7 +205,7 @@ def make_programs(
 
 
 def generate(
-    params: Any,
+    weights: Any,
     cfg: Config,
     mesh: Mesh,
     prompts: Sequence[Sequence[int]],
@@ -208,8 +217,8 @@ def generate(
 ) -> Iterator[list[list[int]]]:
     """Token ids that go on from each prompt, until a stop token or `max_tokens`.
 
-    Args:     params: as restored for `config_for_sampling`. prompts: at least one token each.
-              vocab_size: of the tokenizer. stop: ids that end a row, and are not given.
+    Args:     weights: of `weights_for_sampling`. prompts: at least one token each. vocab_size: of
+              the tokenizer. stop: ids that end a row, and are not given.
     Returns:  time and again, what each row has got since; at first nothing, once all is compiled.
     """
     lengths = np.array([len(ids) for ids in prompts], np.int32)
@@ -218,10 +227,10 @@ def generate(
         row[: len(ids)] = ids
     # The last chunk may run over the end.
     slots = _rounded(lengths.max() + max_tokens + CHUNK)
-    programs = make_programs(cfg, mesh, how, slots=slots, vocab_size=vocab_size, stop=stop)
-    weights = weights_for_sampling(params, cfg, mesh)
+    size = {"slots": slots, "vocab_size": vocab_size}
+    programs = make_programs(cfg, mesh, how, **size, stop=frozenset(stop))
     rows = programs.start(weights, tokens, lengths)
-    go_on = programs.go_on.lower(weights, rows).compile()  # type: ignore[attr-defined]
+    go_on = programs.ready_to_go_on(weights, rows)
     jax.block_until_ready(rows)
     yield [[] for _ in prompts]
     new, made = np.asarray(rows.token)[:, None], 0

@@ -1,4 +1,4 @@
-"""Text from a trained run: python -m jaxpar.sample RUN --prompt "def " """
+"""Text from a run or a published folder: python -m jaxpar.sample RUN --prompt "def " """
 
 import dataclasses
 import math
@@ -8,25 +8,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-import jax
 import tyro
-from jax.sharding import Mesh
 
-from jaxpar import checkpoint, cli, runtime
-from jaxpar.config import Config, ConfigError
-from jaxpar.convert.tokenizer_files import tokenizer_of_run
-from jaxpar.generation import Sampling, config_for_sampling, generate
+from jaxpar import cli
+from jaxpar.config import ConfigError
+from jaxpar.generation import Sampling, generate
+from jaxpar.loaded import load
 from jaxpar.model import decode
-from jaxpar.parallel.mesh import make_mesh
-from jaxpar.validation import resolve
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Text from a trained run."""
+    """Text from a run or a published folder."""
 
     run: Annotated[str, tyro.conf.Positional]
-    """Run folder."""
+    """Run folder, or folder of a published model."""
     prompt: tuple[str, ...] = ("def ",)
     """Texts to go on from, all at once. One is shown as it comes."""
     max_tokens: int = 200
@@ -78,12 +74,8 @@ def stop_ids(texts: Sequence[str], tokenizer: Any) -> set[int]:
 def sample(options: Options) -> None:
     """Print each prompt and what the model writes after it."""
     check(options)
-    cfg = config_for_sampling(checkpoint.load_config(options.run, options.step), options.tensor)
-    runtime.start(cfg)
-    cfg = resolve(cfg, options.tensor)
-    mesh = mesh_of(options.tensor, cfg)
-    params = checkpoint.restore_params(options.run, cfg, mesh, options.step)
-    tokenizer = tokenizer_of_run(options.run, cfg)
+    model = load(options.run, options.step, options.tensor, say)
+    cfg, tokenizer = model.cfg, model.tokenizer
     prompts = [[int(i) for i in tokenizer.encode(text)] for text in options.prompt]
     slots = max(map(len, prompts)) + options.max_tokens
     held = decode.cache_bytes(cfg.model, len(prompts), slots, options.tensor)
@@ -91,9 +83,9 @@ def sample(options: Options) -> None:
     if slots > cfg.data.seq_len:
         say(f"[each token sees the {cfg.data.seq_len} before it, as in training]")
     made = generate(
-        params,
+        model.weights,
         cfg,
-        mesh,
+        model.mesh,
         prompts,
         options.sampling,
         max_tokens=options.max_tokens,
@@ -108,18 +100,6 @@ def sample(options: Options) -> None:
         for text, ids in zip(options.prompt, rows, strict=True):
             print(f"--- {text}{tokenizer.decode(ids)}")
     say(f"[{count} tokens in {seconds:.2f} s, {count / seconds:,.1f} tokens/s]")
-
-
-def mesh_of(tensor: int, cfg: Config) -> Mesh:
-    """The first `tensor` devices.
-
-    Raises:   ConfigError when there are fewer.
-    """
-    devices = jax.devices()
-    if len(devices) < tensor:
-        rule = f"needs as many devices, and there are {len(devices)}"
-        raise ConfigError("--tensor", tensor, rule, f"use --tensor {len(devices)}")
-    return make_mesh(cfg.parallel, devices[:tensor])
 
 
 def say(text: str) -> None:

@@ -48,13 +48,22 @@ def tokenizer_of_run(run_dir: str | Path, cfg: Config) -> Tokenizer:
     kept = Path(run_dir) / CARRIED
     if not kept.is_dir():
         return load_tokenizer(cfg.data.path)
-    if not (kept / TOKENIZER_FILE).is_file():
-        rule = f"was imported without a {TOKENIZER_FILE}"
-        raise ConfigError("RUN", str(run_dir), rule, f"put the model's into {kept}")
-    about = kept / "tokenizer_config.json"
+    return tokenizer_in(kept, str(run_dir))
+
+
+def tokenizer_in(folder: Path, named: str) -> Tokenizer:
+    """The tokenizer of a published folder.
+
+    Args:     named: how the user named the model, for the error.
+    Raises:   ConfigError as `tokenizer_of_run`.
+    """
+    if not (folder / TOKENIZER_FILE).is_file():
+        rule = f"came without a {TOKENIZER_FILE}"
+        raise ConfigError("RUN", named, rule, f"put the model's into {folder}")
+    about = folder / "tokenizer_config.json"
     eos = json.loads(about.read_text("utf-8")).get("eos_token") if about.is_file() else None
     return read_tokenizer_json(
-        kept / TOKENIZER_FILE, eos["content"] if isinstance(eos, dict) else eos
+        folder / TOKENIZER_FILE, eos["content"] if isinstance(eos, dict) else eos
     )
 
 

@@ -18,7 +18,13 @@ from jaxpar.config import Config, replace
 from jaxpar.convert import exporting, importing
 from jaxpar.convert.hf_folder import INDEX_FILE
 from jaxpar.convert.mesh_load import load_params
-from jaxpar.generation import Sampling, config_for_sampling, generate, make_next_logits
+from jaxpar.generation import (
+    Sampling,
+    config_for_sampling,
+    generate,
+    make_next_logits,
+    weights_for_sampling,
+)
 from jaxpar.model import reference
 from jaxpar.parallel.mesh import make_mesh
 from jaxpar.validation import resolve
@@ -196,12 +202,13 @@ def test_greedy_text_is_that_of_transformers(name, folders, devices):
     cfg = resolve(config_for_sampling(checkpoint.load_config(folders(name)[1])), 1)
     mesh = make_mesh(cfg.parallel, devices[:1])
     params = checkpoint.restore_params(folders(name)[1], cfg, mesh)
+    weights = weights_for_sampling(params, cfg, mesh)
     tokens = tiny.tokens(tiny.MODELS[name])[0]
     prompts = [tokens[start:end].tolist() for start, end in tiny.PROMPTS]
     found: list[list[int]] = [[] for _ in prompts]
     size = {"max_tokens": tiny.NUM_GREEDY, "vocab_size": cfg.model.vocab_size}
     greedy = Sampling(temperature=0.0)
-    for new in generate(params, cfg, mesh, prompts, greedy, stop=(), **size):
+    for new in generate(weights, cfg, mesh, prompts, greedy, stop=(), **size):
         found = [row + ids for row, ids in zip(found, new, strict=True)]
     wanted = json.loads((GOLDENS / "greedy.json").read_text())[name]
     assert found == wanted

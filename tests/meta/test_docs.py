@@ -14,6 +14,7 @@ from jaxpar import bench, cli, verify
 from jaxpar.config import ConfigError
 from jaxpar.convert.__main__ import read_options
 from jaxpar.data.prepare import PrepareOptions
+from jaxpar.evaluate import Options as EvaluateOptions
 from jaxpar.parallel.schedule import Schedule
 from jaxpar.sample import Options
 from jaxpar.validation import REMAT_NAMES, REMAT_POLICIES
@@ -109,6 +110,8 @@ def check_command(words: list[str]) -> None:
             verify.parse_meshes(options.mesh or [], cfg.parallel)
         case "jaxpar.sample":
             tyro.cli(Options, args=args)
+        case "jaxpar.evaluate":
+            tyro.cli(EvaluateOptions, args=args)
         case "jaxpar.convert":
             read_options(args)
         case "jaxpar.data":

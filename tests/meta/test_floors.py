@@ -15,7 +15,7 @@ FLOORS = {
     1: "parallel kernels xla_flags runtime",
     2: "model",
     3: "optimizer moments state initial startup step data checkpoint metrics profiling guard "
-    "convert generation parity",
+    "convert generation scoring loaded harness parity",
     4: "cli train evaluate sample verify quickstart launch plan doctor bench report",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}

@@ -63,13 +63,14 @@ def quick_compile():
 def model(name: str, tensor: int = 1):
     cfg = resolve(generation.config_for_sampling(replace(BASE, **MODELS[name]), tensor), tensor)
     mesh = make_mesh(cfg.parallel, jax.devices()[:tensor])
-    return cfg, mesh, init_state(cfg, mesh).params
+    params = init_state(cfg, mesh).params
+    return cfg, mesh, params, generation.weights_for_sampling(params, cfg, mesh)
 
 
-def texts(cfg, mesh, params, prompts, how=GREEDY, max_tokens=24, stop=()):
+def texts(cfg, mesh, _, weights, prompts, how=GREEDY, max_tokens=24, stop=()):
     rows = [[] for _ in prompts]
     for new in generation.generate(
-        params, cfg, mesh, prompts, how, max_tokens=max_tokens, vocab_size=60, stop=stop
+        weights, cfg, mesh, prompts, how, max_tokens=max_tokens, vocab_size=60, stop=stop
     ):
         for row, ids in zip(rows, new, strict=True):
             row.extend(ids)
@@ -78,7 +79,7 @@ def texts(cfg, mesh, params, prompts, how=GREEDY, max_tokens=24, stop=()):
 
 @functools.cache
 def greedy_by_whole_passes(name: str, prompt: tuple[int, ...], count: int) -> list[int]:
-    cfg, mesh, params = model(name)
+    cfg, mesh, params, _ = model(name)
     next_logits = generation.make_next_logits(cfg, mesh)
     text = list(prompt)
     for _ in range(count):
@@ -147,9 +148,10 @@ def test_temperature_top_k_and_top_p():
 
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_the_cache_is_as_large_as_it_is_said_to_be(tensor):
-    cfg, mesh, params = model("llama", tensor)
-    programs = generation.make_programs(cfg, mesh, GREEDY, slots=128, vocab_size=60, stop=())
-    weights = generation.weights_for_sampling(params, cfg, mesh)
+    cfg, mesh, _, weights = model("llama", tensor)
+    programs = generation.make_programs(
+        cfg, mesh, GREEDY, slots=128, vocab_size=60, stop=frozenset()
+    )
     rows = programs.start(weights, np.ones((3, 128), np.int32), np.full(3, 5, np.int32))
     held = sum(a.addressable_shards[0].data.nbytes for a in jax.tree.leaves(rows.cache))
     assert held == decode.cache_bytes(cfg.model, 3, 128, tensor)

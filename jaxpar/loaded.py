@@ -1,0 +1,72 @@
+"""A model to use, from a run or a published folder: its weights on a mesh, and its tokenizer."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxpar import checkpoint, runtime
+from jaxpar.config import Config, ConfigError
+from jaxpar.convert.config_file import CONFIG_FILE
+from jaxpar.convert.importing import Source, open_source
+from jaxpar.convert.mesh_load import load_params
+from jaxpar.convert.tokenizer_files import tokenizer_in, tokenizer_of_run
+from jaxpar.data import Tokenizer
+from jaxpar.generation import config_for_sampling, weights_for_sampling
+from jaxpar.parallel.mesh import make_mesh
+from jaxpar.validation import resolve
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model that can write and score text."""
+
+    cfg: Config
+    """Of `config_for_sampling`."""
+    mesh: Mesh
+    weights: Any
+    """Of `weights_for_sampling`."""
+    tokenizer: Tokenizer
+
+
+def load(folder: str, step: int | None, tensor: int, say: Callable[[str], None]) -> Loaded:
+    """The model of a run (its latest checkpoint, or `step`) or of a published folder.
+
+    Starts JAX. Every device reads its own shards only.
+
+    Args:     tensor: devices that share each layer. say: told what is read.
+    Raises:   ConfigError when there is no model there, or too few devices.
+    """
+    source = None if _is_run(folder) else _published(folder, step)
+    cfg = source.config if source else checkpoint.load_config(folder, step)
+    cfg = config_for_sampling(cfg, tensor)
+    runtime.start(cfg)
+    devices = jax.devices()
+    if len(devices) < tensor:
+        rule = f"needs as many devices, and there are {len(devices)}"
+        raise ConfigError("--tensor", tensor, rule, f"use --tensor {len(devices)}")
+    cfg = resolve(cfg, tensor)
+    mesh = make_mesh(cfg.parallel, devices[:tensor])
+    tokenizer = tokenizer_in(Path(folder), folder) if source else tokenizer_of_run(folder, cfg)
+    if source:
+        params = load_params(source, cfg, mesh, say)
+    else:
+        params = checkpoint.restore_params(folder, cfg, mesh, step)
+    return Loaded(cfg, mesh, weights_for_sampling(params, cfg, mesh), tokenizer)
+
+
+def _is_run(folder: str) -> bool:
+    return bool(checkpoint.saved_steps(folder))
+
+
+def _published(folder: str, step: int | None) -> Source:
+    if not (Path(folder) / CONFIG_FILE).is_file():
+        rule = "is neither a run with a checkpoint nor a folder with a config.json and .safetensors"
+        raise ConfigError("RUN", folder, rule, "give the folder of one")
+    if step is not None:
+        rule = f"is of a run's checkpoint, and {folder} is a published model"
+        raise ConfigError("--step", step, rule, "leave it out")
+    return open_source(folder)
