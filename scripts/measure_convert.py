@@ -1,10 +1,10 @@
 """Speed and memory of converting a 70B-shaped model: python scripts/measure_convert.py FOLDER
 
 Writes random bfloat16 weights with Llama 3 70B's widths and a few layers (--layers) under FOLDER,
-converts them to a run and back, each in a process of its own, and prints what the programs say. A
-layer is the same work as any other, so the time of all 80 layers follows from two runs' difference:
-give --layers 1, then 2. Memory does not depend on their number. Needs 14 bytes of disk for each
-parameter, 40 GB with one layer.
+converts them to a run and back, each in a process of its own, prints what the programs say, and
+compares the bits. A layer is the same work as any other, so the time of all 80 follows from the
+bytes per second; memory does not depend on their number, which --layers 1 and 2 show. Needs 8 bytes
+of disk for each parameter: 24 GB with one layer.
 """
 
 import argparse
