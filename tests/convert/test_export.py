@@ -118,7 +118,7 @@ def test_the_folder_is_complete(devices, tmp_path):
     imported = tokenizer_of_run(tmp_path / "again", cfg)
     assert imported.eos_id == 256 and imported.encode("a é\n").tolist() == list("a é\n".encode())
     (tmp_path / "again" / "hf" / "tokenizer.json").unlink()
-    with pytest.raises(ConfigError, match=r"RUN = .*imported without a tokenizer\.json"):
+    with pytest.raises(ConfigError, match=r"RUN = .*came without a tokenizer\.json"):
         tokenizer_of_run(tmp_path / "again", cfg)
 
 
