@@ -59,13 +59,19 @@ class DataConfig:
     """Which tokens, in which windows."""
 
     path: str = "data/stdlib"
-    """Folder written by `python -m jaxpar.data prepare`."""
+    """Folder written by `python -m jaxpar.data prepare`, or Megatron, nanoGPT or llm.c tokens."""
     seq_len: int = 1024
     """Tokens in one training window."""
     document_mask: bool = True
     """Attention stays inside a document and positions restart with it. False: one causal window."""
     prefetch: int = 2
     """Batches prepared ahead of the step, in the background."""
+    mixture: str = ""
+    """Sources in place of path, by share of windows: PATH:WEIGHT,PATH:WEIGHT. Empty: path alone."""
+    held_out: str = ""
+    """Tokens to evaluate on. Empty: the held-out splits of what is trained on."""
+    eos_id: int | None = None
+    """Token that ends a document, for files that do not mark documents (nanoGPT, llm.c)."""
 
 
 @dataclass(frozen=True, kw_only=True)

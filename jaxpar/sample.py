@@ -15,6 +15,7 @@ import tyro
 from jaxpar import checkpoint, cli, runtime
 from jaxpar.config import ConfigError
 from jaxpar.data import load_tokenizer
+from jaxpar.data.sources import tokenizer_folder
 from jaxpar.generation import Sampling, config_for_sampling, generate
 from jaxpar.parallel.mesh import make_mesh
 
@@ -58,7 +59,7 @@ def sample(options: Options) -> None:
     runtime.start(cfg)
     mesh = make_mesh(cfg.parallel, jax.devices()[:1])
     params = checkpoint.restore_params(options.run, cfg, mesh, options.step)
-    tokenizer = load_tokenizer(cfg.data.path)
+    tokenizer = load_tokenizer(tokenizer_folder(cfg))
     prompt = [int(i) for i in tokenizer.encode(options.prompt)]
     ids = generate(
         params,

@@ -1,4 +1,4 @@
-"""`python -m jaxpar.data prepare`: text files to a folder of tokens."""
+"""`python -m jaxpar.data`: prepare text, convert tokens, inspect either's result."""
 
 import sys
 from collections.abc import Sequence
@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import tyro
 
 from jaxpar.config import ConfigError
+from jaxpar.data.convert import ConvertOptions, convert
+from jaxpar.data.inspect_tokens import InspectOptions, inspect_tokens
 from jaxpar.data.meta import Meta
 from jaxpar.data.prepare import PrepareOptions, prepare
 from jaxpar.data.progress import console_progress
@@ -23,15 +25,14 @@ def main(args: Sequence[str]) -> int:
     Returns:  the exit code; an error is one line on stderr.
     """
     options = tyro.extras.subcommand_cli_from_dict(
-        {"prepare": PrepareOptions},
+        {"prepare": PrepareOptions, "convert": ConvertOptions, "inspect": InspectOptions},
         prog="python -m jaxpar.data",
         description="Datasets of tokens, for `data.path`.",
         args=list(args),
         config=(tyro.conf.FlagCreatePairsOff,),
     )
     try:
-        with console_progress() as progress:
-            meta = prepare(options, progress)
+        done = _run(options)
     except ConfigError as error:
         print(f"config error: {error}", file=sys.stderr)
         return EXIT_CONFIG
@@ -41,8 +42,18 @@ def main(args: Sequence[str]) -> int:
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_ERROR
-    print(_summary(options, meta))
+    print(done)
     return 0
+
+
+def _run(options: PrepareOptions | ConvertOptions | InspectOptions) -> str:
+    """Do what was asked. Returns what to print."""
+    if isinstance(options, InspectOptions):
+        return inspect_tokens(options)
+    with console_progress() as progress:
+        if isinstance(options, ConvertOptions):
+            return convert(options, progress)
+        return _summary(options, prepare(options, progress))
 
 
 def _summary(options: PrepareOptions, meta: Meta) -> str:

@@ -21,6 +21,9 @@ FORMAT = "jaxpar-tokens"
 VERSION = 1
 TRAIN, VAL = SPLITS = ("train", "val")
 
+#: The kind of tokenizer of tokens that were converted without one.
+NO_TOKENIZER = "none"
+
 META_FILE = "meta.json"
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -55,7 +58,7 @@ class SplitMeta:
     num_documents: int
     """Documents."""
     num_bytes: int
-    """UTF-8 bytes of text, for bits per byte."""
+    """UTF-8 bytes of text, for bits per byte; 0 if nobody knows."""
     sha256: str
     """Hash of the .bin file."""
 
@@ -73,7 +76,7 @@ class Meta:
     eos_token: str
     """Its text."""
     tokenizer: str
-    """Kind of tokenizer: "bytes", or "json" for the folder's tokenizer.json."""
+    """Kind of tokenizer: "bytes", "json" for the folder's tokenizer.json, or "none"."""
     tokenizer_fingerprint: str
     """sha256 of the tokenizer."""
     unigram_entropy: float

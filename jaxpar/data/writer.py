@@ -29,7 +29,8 @@ class SplitWriter:
         self._held: list[np.ndarray] = []
         self._held_tokens = 0
         self._offsets = array("q", [0])
-        self._num_bytes = 0
+        #: UTF-8 bytes of text so far; 0 where nobody knows.
+        self.num_bytes = 0
         self.num_tokens = 0
         #: How often each token occurs, int64 [vocab_size]; complete once closed.
         self.token_counts = np.zeros(vocab_size, np.int64)
@@ -41,10 +42,24 @@ class SplitWriter:
                   num_bytes: length of its text in UTF-8.
         """
         self._hold(ids)
-        self._num_bytes += num_bytes
+        self.num_bytes += num_bytes
         if last:
             self._hold(self._eos)
             self._offsets.append(self.num_tokens)
+
+    def copy(self, ids: np.ndarray) -> None:
+        """Add tokens, ends of text among them, as they are.
+
+        Args:     ids: integers [tokens], none negative.
+        """
+        self._hold(ids)
+
+    def end_documents(self, ends: np.ndarray) -> None:
+        """Mark where copied documents end.
+
+        Args:     ends: int64, increasing: tokens of this split before each end.
+        """
+        self._offsets.frombytes(np.ascontiguousarray(ends, np.int64).tobytes())
 
     def close(self) -> SplitMeta:
         """Write what is held back and the document offsets."""
@@ -53,7 +68,7 @@ class SplitWriter:
         return SplitMeta(
             num_tokens=self.num_tokens,
             num_documents=len(self._offsets) - 1,
-            num_bytes=self._num_bytes,
+            num_bytes=self.num_bytes,
             sha256=self._hash.hexdigest(),
         )
 

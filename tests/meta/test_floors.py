@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 #: Floor of each module or package directly under jaxpar/; a package's modules share its floor.
 FLOORS = {
-    0: "axes config config_types params batch validation memory_rules",
+    0: "axes config config_types params batch validation memory_rules data_rules",
     1: "parallel kernels xla_flags runtime",
     2: "model",
     3: "optimizer moments state startup step data checkpoint metrics profiling guard convert "
