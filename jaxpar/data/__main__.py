@@ -19,18 +19,23 @@ EXIT_ERROR, EXIT_CONFIG = 1, 2
 EXIT_INTERRUPTED = 130
 
 
-def main(args: Sequence[str]) -> int:
-    """Run the command line.
-
-    Returns:  the exit code; an error is one line on stderr.
-    """
-    options = tyro.extras.subcommand_cli_from_dict(
+def read_command(args: Sequence[str]) -> PrepareOptions | ConvertOptions | InspectOptions:
+    """The options of a command line; `--help` and what cannot be read end the program."""
+    return tyro.extras.subcommand_cli_from_dict(
         {"prepare": PrepareOptions, "convert": ConvertOptions, "inspect": InspectOptions},
         prog="python -m jaxpar.data",
         description="Datasets of tokens, for `data.path`.",
         args=list(args),
         config=(tyro.conf.FlagCreatePairsOff,),
     )
+
+
+def main(args: Sequence[str]) -> int:
+    """Run the command line.
+
+    Returns:  the exit code; an error is one line on stderr.
+    """
+    options = read_command(args)
     try:
         done = _run(options)
     except ConfigError as error:

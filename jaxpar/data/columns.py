@@ -1,17 +1,29 @@
 """Readers of columns: Parquet and Arrow files, and which files a Hugging Face folder means."""
 
+import io
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from jaxpar.data.readers import Piece, ReadOptions, broken, cut, import_pyarrow, valid_text
+from jaxpar.data.readers import (
+    READ_BYTES,
+    Piece,
+    ReadOptions,
+    broken,
+    cut,
+    import_pyarrow,
+    valid_text,
+)
 
 #: Rows read from Parquet at a time.
 BATCH_ROWS = 256
 
 #: How an Arrow IPC file begins; a stream begins with a message instead.
 ARROW_FILE = b"ARROW1"
+
+#: How a stream ends. Readers take one that was cut between batches for a whole one.
+STREAM_END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
 #: What `datasets.save_to_disk` writes beside its shards, and above its splits.
 STATE_FILE, SPLITS_FILE = "state.json", "dataset_dict.json"
@@ -22,7 +34,8 @@ def read_parquet(file: BinaryIO, path: Path, options: ReadOptions) -> Iterator[P
     pyarrow, field = import_pyarrow(path), options.text_field
 
     def batches() -> Iterator[Any]:
-        table = pyarrow.parquet.ParquetFile(file)
+        # By default, all of a row group is read at once, and it may be all of the file.
+        table = pyarrow.parquet.ParquetFile(file, buffer_size=READ_BYTES, pre_buffer=False)
         _check_column(table.schema_arrow.names, path, field)
         yield from table.iter_batches(batch_size=BATCH_ROWS, columns=[field])
 
@@ -33,6 +46,8 @@ def read_arrow(file: BinaryIO, path: Path, options: ReadOptions) -> Iterator[Pie
     """The documents of an Arrow IPC file or stream: one column of strings, batch by batch."""
     pyarrow, field = import_pyarrow(path), options.text_field
     is_file = file.read(len(ARROW_FILE)) == ARROW_FILE
+    if not is_file:
+        _check_stream_end(file, path)
     file.seek(0)
 
     def batches() -> Iterator[Any]:
@@ -45,6 +60,14 @@ def read_arrow(file: BinaryIO, path: Path, options: ReadOptions) -> Iterator[Pie
             yield reader.get_batch(i).select([field])
 
     yield from _rows(batches, "Arrow", pyarrow, path, field, file.tell)
+
+
+def _check_stream_end(file: BinaryIO, path: Path) -> None:
+    size = file.seek(0, io.SEEK_END)
+    file.seek(max(0, size - len(STREAM_END)))
+    if file.read() != STREAM_END:
+        rule = "is not readable Arrow (no end of stream: cut off, or still being written)"
+        raise broken(f"{path}, byte {size:,}", rule, "copy or write it again")
 
 
 def _rows(

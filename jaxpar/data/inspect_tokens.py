@@ -39,9 +39,10 @@ def inspect_tokens(options: InspectOptions) -> str:
     tokenizer = _tokenizer(options)
     lines = [f"{options.path}: {_format(options)}"]
     for dataset in datasets:
+        label = f"{dataset.split}: " if dataset.path.is_dir() else ""
         documents = f"{dataset.num_documents:,}" if dataset.knows_documents else "unmarked"
         lines += [
-            f"  {dataset.split}: {dataset.num_tokens:,} tokens, {documents} documents",
+            f"  {label}{dataset.num_tokens:,} tokens, {documents} documents",
             f"    stored as {dataset.tokens.dtype.name}, ids below {dataset.vocab_size:,}",
             f"    fingerprint {dataset.fingerprint[:16]}",
         ]

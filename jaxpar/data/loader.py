@@ -1,5 +1,6 @@
 """Global batches as a pure function of (seed, step), each process reading only its own rows."""
 
+import dataclasses
 import functools
 import itertools
 import zlib
@@ -128,10 +129,14 @@ class Loader:
         if len(self.sources) == 1:
             return self._source_windows(0, numbers)
         sources, before = self._mixture.places(numbers)
-        rows = [np.flatnonzero(sources == i) for i in range(len(self.sources))]
-        parts = [self._source_windows(i, before[at]) for i, at in enumerate(rows) if at.size]
-        back = np.argsort(np.concatenate(rows), kind="stable")
-        return jax.tree.map(lambda *xs_NT: np.concatenate(xs_NT)[back], *parts)
+        shape = len(numbers), self._cfg.data.seq_len
+        mixed = Batch(*(np.empty(shape, np.int32) for _ in dataclasses.fields(Batch)))
+        for source in np.unique(sources):
+            at = np.flatnonzero(sources == source)
+            part = self._source_windows(int(source), before[at])
+            for field in dataclasses.fields(Batch):
+                getattr(mixed, field.name)[at] = getattr(part, field.name)
+        return mixed
 
     def _source_windows(self, source: int, numbers: np.ndarray) -> Batch:
         sequence, dataset = self._sequences[source], self.sources[source].dataset
@@ -233,8 +238,9 @@ def _check_tokens(packed: Batch, indices: np.ndarray, dataset: TokenDataset) -> 
     """Raises:   ConfigError for a token that the dataset cannot hold: the file is damaged."""
     # As unsigned, a negative number is a large one: one comparison instead of two.
     largest = int(packed.tokens.view(np.uint32).max(initial=0))
-    largest_label = int((packed.labels - IGNORED).view(np.uint32).max(initial=0)) + IGNORED
-    if max(largest, largest_label) < dataset.vocab_size:
+    # Labels are inputs, too, but for each window's last.
+    last_label = int((packed.labels[:, -1] - IGNORED).view(np.uint32).max(initial=0)) + IGNORED
+    if max(largest, last_label) < dataset.vocab_size:
         return
     seq_len = packed.tokens.shape[1]
     for start in indices * seq_len:

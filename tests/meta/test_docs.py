@@ -12,7 +12,7 @@ import tyro
 
 from jaxpar import bench, cli, verify
 from jaxpar.config import ConfigError
-from jaxpar.data.prepare import PrepareOptions
+from jaxpar.data.__main__ import read_command as read_data_command
 from jaxpar.parallel.schedule import Schedule
 from jaxpar.sample import Options
 from jaxpar.validation import REMAT_NAMES, REMAT_POLICIES
@@ -87,7 +87,7 @@ def commands(text: str) -> Iterator[list[str]]:
         found = None if line.startswith("$ ") else re.search(r"python -m (jaxpar\S*.*)", line)
         words = shlex.split(found.group(1), comments=True) if found else []
         placeholder = any(w.split(".")[-1].isupper() or "..." in w for w in words)
-        mention = words[1:] in ([], ["prepare"], ["train"])
+        mention = words[1:] in ([], ["prepare"], ["convert"], ["inspect"], ["train"])
         if words and not placeholder and not mention:
             yield words
 
@@ -109,8 +109,7 @@ def check_command(words: list[str]) -> None:
         case "jaxpar.sample":
             tyro.cli(Options, args=args)
         case "jaxpar.data":
-            assert args.pop(0) == "prepare"
-            tyro.cli(PrepareOptions, args=args, config=(tyro.conf.FlagCreatePairsOff,))
+            read_data_command(args)
         case _:
             raise AssertionError(f"no check for {program}: add it here")
 
