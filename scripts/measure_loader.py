@@ -76,7 +76,10 @@ def main() -> None:
     print(f"{os.cpu_count()} cores, {args.batch} x {args.seq_len}, NumPy {np.__version__}")
     for name, found in rates.items():
         low, middle, high = np.percentile(found, [0, 50, 100])
-        print(f"{name:12} {middle:7.1f} Mtok/s  ({low:.1f} to {high:.1f})")
+        share = np.median(np.divide(found, rates["one source"]))
+        print(
+            f"{name:12} {middle:6.1f} Mtok/s ({low:.1f} to {high:.1f}), {share:.3f} of one source"
+        )
 
 
 if __name__ == "__main__":

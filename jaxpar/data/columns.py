@@ -106,7 +106,8 @@ def saved_shards(folder: Path) -> list[Path] | None:
     if (folder / SPLITS_FILE).is_file():
         splits = sorted(inner.parent.name for inner in folder.glob(f"*/{STATE_FILE}"))
         rule = f"is a dataset of splits: {', '.join(splits)}"
-        raise broken(str(folder), rule, f"name one, such as {folder / (splits or ['train'])[0]}")
+        split = splits[0] if splits and "train" not in splits else "train"
+        raise broken(str(folder), rule, f"name one, such as {folder / split}")
     state = folder / STATE_FILE
     if not state.is_file():
         return None

@@ -1,6 +1,5 @@
 """Global batches as a pure function of (seed, step), each process reading only its own rows."""
 
-import dataclasses
 import functools
 import itertools
 import zlib
@@ -14,11 +13,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxpar.axes import BATCH_SPEC
-from jaxpar.batch import IGNORED, Batch
+from jaxpar.batch import Batch
 from jaxpar.config import Config, ConfigError
 from jaxpar.data.meta import TRAIN
 from jaxpar.data.mixture import Mixture
-from jaxpar.data.packing import max_documents, num_windows, windows
+from jaxpar.data.packing import document_begins, max_documents, num_windows, pack, stretches
 from jaxpar.data.sources import open_sources
 from jaxpar.data.tokens import TokenDataset
 
@@ -127,26 +126,29 @@ class Loader:
     def _windows(self, numbers: np.ndarray) -> Batch:
         """Windows of the mixed sequence, in text order within: int32 [N, T]."""
         if len(self.sources) == 1:
-            return self._source_windows(0, numbers)
+            return pack(*self._source_windows(0, numbers))
         sources, before = self._mixture.places(numbers)
-        shape = len(numbers), self._cfg.data.seq_len
-        mixed = Batch(*(np.empty(shape, np.int32) for _ in dataclasses.fields(Batch)))
+        shape = len(numbers), self._cfg.data.seq_len + 1
+        stretch, begins = np.empty(shape, np.int32), np.zeros(shape, bool)
         for source in np.unique(sources):
             at = np.flatnonzero(sources == source)
-            part = self._source_windows(int(source), before[at])
-            for field in dataclasses.fields(Batch):
-                getattr(mixed, field.name)[at] = getattr(part, field.name)
-        return mixed
+            stretch[at], found = self._source_windows(int(source), before[at])
+            if found is not None:
+                begins[at] = found
+        return pack(stretch, begins if self._cfg.data.document_mask else None)
 
-    def _source_windows(self, source: int, numbers: np.ndarray) -> Batch:
+    def _source_windows(
+        self, source: int, numbers: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """Tokens of a source's windows, and with document masking where documents begin."""
         sequence, dataset = self._sequences[source], self.sources[source].dataset
         indices = np.array([sequence[int(number)] for number in numbers], np.int64)
-        data = self._cfg.data
-        packed = windows(
-            dataset.tokens, dataset.document_offsets, indices, data.seq_len, data.document_mask
-        )
-        _check_tokens(packed, indices, dataset)
-        return packed
+        seq_len = self._cfg.data.seq_len
+        stretch = stretches(dataset.tokens, indices, seq_len)
+        _check_tokens(stretch, indices, dataset)
+        if not self._cfg.data.document_mask:
+            return stretch, None
+        return stretch, document_begins(dataset.document_offsets, indices, seq_len)
 
     def prefetched(self, first_step: int = 0) -> Generator[tuple[int, Batch]]:
         """Endless (step, batch) pairs, made `data.prefetch` steps ahead on a background thread.
@@ -234,21 +236,14 @@ def _check_fits(cfg: Config, dataset: TokenDataset) -> None:
         raise ConfigError("data.seq_len", seq_len, rule, "use longer windows")
 
 
-def _check_tokens(packed: Batch, indices: np.ndarray, dataset: TokenDataset) -> None:
+def _check_tokens(stretch: np.ndarray, indices: np.ndarray, dataset: TokenDataset) -> None:
     """Raises:   ConfigError for a token that the dataset cannot hold: the file is damaged."""
     # As unsigned, a negative number is a large one: one comparison instead of two.
-    largest = int(packed.tokens.view(np.uint32).max(initial=0))
-    # Labels are inputs, too, but for each window's last.
-    last_label = int((packed.labels[:, -1] - IGNORED).view(np.uint32).max(initial=0)) + IGNORED
-    if max(largest, last_label) < dataset.vocab_size:
+    if stretch.view(np.uint32).max(initial=0) < dataset.vocab_size:
         return
-    seq_len = packed.tokens.shape[1]
-    for start in indices * seq_len:
-        stretch = dataset.tokens[start : start + seq_len + 1].astype(np.int64)
-        wrong = np.flatnonzero((stretch < 0) | (stretch >= dataset.vocab_size))
-        if wrong.size:
-            where, found = dataset.place(int(start + wrong[0])), stretch[wrong[0]]
-            rule = f"{where} is {found}, beyond the vocabulary of {dataset.vocab_size}"
-            fix = "the file is damaged: copy it again"
-            raise ConfigError("data.path", str(dataset.path), rule, fix)
-    raise AssertionError(f"{dataset.file} changed while it was read")
+    wrong = np.argmax(stretch.view(np.uint32) >= dataset.vocab_size)
+    row, column = divmod(int(wrong), stretch.shape[1])
+    token = int(indices[row]) * (stretch.shape[1] - 1) + column
+    found = int(dataset.tokens[token])
+    rule = f"{dataset.place(token)} is {found}, beyond the vocabulary of {dataset.vocab_size}"
+    raise ConfigError("data.path", str(dataset.path), rule, "the file is damaged: copy it again")

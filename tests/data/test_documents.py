@@ -111,7 +111,7 @@ def test_hugging_face_folders_that_cannot_be_read(tmp_path):
     (tmp_path / "all" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     with pytest.raises(ConfigError, match="is a dataset of splits: test, train") as error:
         documents(tmp_path / "all")
-    assert str(tmp_path / "all" / "test") in error.value.fix
+    assert str(tmp_path / "all" / "train") in error.value.fix
     train = tmp_path / "all" / "train"
     (train / "data-00000-of-00001.arrow").unlink()
     with pytest.raises(ConfigError, match=r"is missing, and .*state\.json names it"):
