@@ -72,6 +72,8 @@ class DataConfig:
     """Tokens to evaluate on. Empty: the held-out splits of what is trained on."""
     eos_id: int | None = None
     """Token that ends a document, for files that do not mark documents (nanoGPT, llm.c)."""
+    loss_on: Literal["targets", "all"] = "targets"
+    """Tokens of chat data that are learnt: what the assistant says, or all. Else always all."""
 
 
 @dataclass(frozen=True, kw_only=True)

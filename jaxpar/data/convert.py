@@ -90,6 +90,9 @@ def _opened(
         if tokenizer is not None and dataset.vocab_size > tokenizer.vocab_size:
             rule = f"has {tokenizer.vocab_size} tokens, and {path} holds {dataset.vocab_size - 1}"
             raise ConfigError("--tokenizer", options.tokenizer, rule, "name the one that made it")
+        if dataset.targets is not None:
+            rule = "is chat data, and convert does not keep which tokens are targets"
+            raise ConfigError("--input", str(path), rule, "use the folder as it is")
         datasets.append(dataset)
     return datasets
 

@@ -18,8 +18,8 @@ Reader = Callable[[BinaryIO, Path, ReadOptions], Iterator[Piece]]
 READERS: dict[str, Reader] = {
     ".txt": readers.read_text,
     ".jsonl": readers.read_jsonl,
-    ".jsonl.gz": readers.read_jsonl_gz,
-    ".jsonl.zst": readers.read_jsonl_zst,
+    ".jsonl.gz": readers.read_jsonl,
+    ".jsonl.zst": readers.read_jsonl,
     ".parquet": columns.read_parquet,
     ".arrow": columns.read_arrow,
 }

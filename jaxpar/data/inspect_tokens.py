@@ -8,7 +8,7 @@ from typing import Annotated
 import tyro
 
 from jaxpar.config import ConfigError
-from jaxpar.data.meta import META_FILE, NO_TOKENIZER, SPLITS, TRAIN, read_meta
+from jaxpar.data.meta import META_FILE, NO_TOKENIZER, SPLITS, TRAIN, read_meta, targets_file
 from jaxpar.data.sources import find_file, open_tokens
 from jaxpar.data.token_file import TokenFile, scan
 from jaxpar.data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
@@ -46,6 +46,8 @@ def inspect_tokens(options: InspectOptions) -> str:
             f"    stored as {dataset.tokens.dtype.name}, ids below {dataset.vocab_size:,}",
             f"    fingerprint {dataset.fingerprint[:16]}",
         ]
+        if dataset.targets is not None:
+            lines.append(f"    chat data: {dataset.targets.mean():.1%} of the tokens are targets")
     first = datasets[0]
     ids = first.tokens[: min(int(first.document_offsets[1]), SHOWN_TOKENS)]
     if tokenizer is None:
@@ -72,12 +74,17 @@ def _check_hash(dataset: TokenDataset) -> None:
     """Raises:   ConfigError when the tokens are not those that meta.json records."""
     if dataset.meta is None:
         return  # Has been read in full, and has no hash to compare with.
-    file = TokenFile(dataset.file, "jaxpar", dataset.tokens.dtype, 0, dataset.num_tokens, None)
-    found, recorded = scan(file).sha256, dataset.meta.splits[dataset.split].sha256
-    if found != recorded:
-        rule = f"{dataset.file} has sha256 {found[:16]}, and {META_FILE} records {recorded[:16]}"
-        fix = "copy the folder again, or prepare it again"
-        raise ConfigError("data.path", str(dataset.path), rule, fix)
+    sizes = dataset.meta.splits[dataset.split]
+    hashes = [(dataset.file, dataset.tokens, sizes.sha256)]
+    if dataset.targets is not None:
+        marks = dataset.path / targets_file(dataset.split)
+        hashes.append((marks, dataset.targets, sizes.targets_sha256))
+    for path, stored, recorded in hashes:
+        file = TokenFile(path, "jaxpar", stored.dtype, 0, len(stored), None)
+        if (found := scan(file).sha256) != recorded:
+            rule = f"{path} has sha256 {found[:16]}, and {META_FILE} records {recorded[:16]}"
+            fix = "copy the folder again, or prepare it again"
+            raise ConfigError("data.path", str(dataset.path), rule, fix)
 
 
 def _format(options: InspectOptions) -> str:

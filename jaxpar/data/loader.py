@@ -55,6 +55,8 @@ class Loader:
         self._rows = _rows_of_this_process(self._sharding, self._shape)
         for source in self.sources:
             _check_fits(cfg, source.dataset)
+        some = any(source.dataset.targets is not None for source in self.sources)
+        self._has_targets = some and cfg.data.loss_on == "targets"
         seeds = source_seeds(cfg.train.seed if split == TRAIN else None, len(self.sources))
         self._sequences = [
             window_sequence(count, seed)
@@ -130,25 +132,30 @@ class Loader:
         sources, before = self._mixture.places(numbers)
         shape = len(numbers), self._cfg.data.seq_len + 1
         stretch, begins = np.empty(shape, np.int32), np.zeros(shape, bool)
+        ignored = np.zeros(shape, bool) if self._has_targets else None
         for source in np.unique(sources):
             at = np.flatnonzero(sources == source)
-            stretch[at], found = self._source_windows(int(source), before[at])
-            if found is not None:
-                begins[at] = found
-        return pack(stretch, begins if self._cfg.data.document_mask else None)
+            stretch[at], starts, spared = self._source_windows(int(source), before[at])
+            if starts is not None:
+                begins[at] = starts
+            if ignored is not None and spared is not None:
+                ignored[at] = spared
+        return pack(stretch, begins if self._cfg.data.document_mask else None, ignored)
 
     def _source_windows(
         self, source: int, numbers: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray | None]:
-        """Tokens of a source's windows, and with document masking where documents begin."""
+    ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
+        """A source's windows as `pack` takes them: tokens, document begins, ignored tokens."""
         sequence, dataset = self._sequences[source], self.sources[source].dataset
         indices = np.array([sequence[int(number)] for number in numbers], np.int64)
-        seq_len = self._cfg.data.seq_len
-        stretch = stretches(dataset.tokens, indices, seq_len)
+        data, begins, ignored = self._cfg.data, None, None
+        stretch = stretches(dataset.tokens, indices, data.seq_len)
         _check_tokens(stretch, indices, dataset)
-        if not self._cfg.data.document_mask:
-            return stretch, None
-        return stretch, document_begins(dataset.document_offsets, indices, seq_len)
+        if data.document_mask:
+            begins = document_begins(dataset.document_offsets, indices, data.seq_len)
+        if dataset.targets is not None and self._has_targets:
+            ignored = stretches(dataset.targets, indices, data.seq_len) == 0
+        return stretch, begins, ignored
 
     def prefetched(self, first_step: int = 0) -> Generator[tuple[int, Batch]]:
         """Endless (step, batch) pairs, made `data.prefetch` steps ahead on a background thread.

@@ -48,7 +48,9 @@ def stretches(tokens: np.ndarray, indices: np.ndarray, seq_len: int) -> np.ndarr
     return np.stack([tokens[start : start + seq_len + 1] for start in starts]).astype(np.int32)
 
 
-def pack(stretch: np.ndarray, begins: np.ndarray | None) -> Batch:
+def pack(
+    stretch: np.ndarray, begins: np.ndarray | None, ignored: np.ndarray | None = None
+) -> Batch:
     """Stretches of tokens as a batch.
 
     With begins, segments are numbered from 1 within the window, positions restart with each
@@ -57,9 +59,12 @@ def pack(stretch: np.ndarray, begins: np.ndarray | None) -> Batch:
 
     Args:     stretch: int32 [N, T + 1].
               begins: bool [N, T + 1], where, after the first token, a document begins.
+              ignored: bool [N, T + 1], tokens that are no labels. None: all are.
     Returns:  a Batch of int32 [N, T] on the host.
     """
     inputs, labels = stretch[:, :-1], stretch[:, 1:]
+    if ignored is not None:
+        labels = np.where(ignored[:, 1:], np.int32(IGNORED), labels)
     place = np.broadcast_to(np.arange(inputs.shape[1], dtype=np.int32), inputs.shape)
     if begins is None:
         return Batch(inputs, labels, np.ones_like(inputs), place)

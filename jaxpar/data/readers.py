@@ -61,31 +61,48 @@ def read_text(file: BinaryIO, path: Path, options: ReadOptions) -> Iterator[Piec
 
 
 def read_jsonl(file: BinaryIO, path: Path, options: ReadOptions) -> Iterator[Piece]:
-    """The documents of a JSON Lines file: one object per line, blank lines allowed."""
-    yield from _json_lines(file, file.tell, path, options.text_field)
+    """The documents of a JSON Lines file, compressed or not, by its name."""
+    field = options.text_field
+    for where, record in json_records(file, path):
+        if not isinstance(record, dict) or field not in record:
+            rule = f"is not a JSON object with the field {field!r}"
+            raise broken(where, rule, "name the field of text with --text-field")
+        yield from cut([valid_text(record[field], where, f"field {field!r}")], file.tell)
 
 
-def read_jsonl_gz(file: BinaryIO, path: Path, options: ReadOptions) -> Iterator[Piece]:
-    """The documents of a gzipped JSON Lines file."""
+def json_records(file: BinaryIO, path: Path) -> Iterator[tuple[str, Any]]:
+    """The values of a JSON Lines file, each with its place; blank lines are allowed."""
+    for number, line in enumerate(_lines(file, path), start=1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            record = json.loads(line.decode("utf-8"))
+        except (ValueError, RecursionError) as error:
+            fix = "repair or remove the line"
+            raise broken(where, f"is not a line of JSON ({error})", fix) from error
+        yield where, record
+
+
+def _lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
+    kind = path.suffix.lower()
+    if kind not in (".gz", ".zst"):
+        yield from file
+        return
     try:
-        with gzip.open(file) as lines:
-            yield from _json_lines(lines, file.tell, path, options.text_field)
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        rule = f"is not a whole gzip file ({error})"
+        with gzip.open(file) if kind == ".gz" else _open_zst(file, path) as lines:
+            yield from lines
+    except (gzip.BadGzipFile, EOFError, zlib.error, OSError) as error:
+        name = "gzip" if kind == ".gz" else "zstd"
+        rule = f"is not a whole {name} file ({error})"
         raise broken(str(path), rule, "download or compress it again") from error
 
 
-def read_jsonl_zst(file: BinaryIO, path: Path, options: ReadOptions) -> Iterator[Piece]:
-    """The documents of a JSON Lines file compressed with Zstandard."""
+def _open_zst(file: BinaryIO, path: Path) -> BinaryIO:
+    # pyarrow, unlike most readers of Zstandard, tells a cut file from one that ends.
     pyarrow = import_pyarrow(path)
-    try:
-        # pyarrow, unlike most readers of Zstandard, tells a cut file from one that ends.
-        stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), "zstd")
-        lines = io.BufferedReader(stream, READ_BYTES)
-        yield from _json_lines(lines, file.tell, path, options.text_field)
-    except OSError as error:
-        rule = f"is not a whole zstd file ({error})"
-        raise broken(str(path), rule, "download or compress it again") from error
+    stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), "zstd")
+    return io.BufferedReader(stream, READ_BYTES)
 
 
 def import_pyarrow(path: Path) -> Any:
@@ -101,24 +118,6 @@ def import_pyarrow(path: Path) -> Any:
         fix = "pip install 'jaxpar[parquet]'"
         raise broken(str(path), "needs pyarrow, which is not installed", fix) from error
     return pyarrow
-
-
-def _json_lines(
-    lines: Iterable[bytes], tell: Callable[[], int], path: Path, field: str
-) -> Iterator[Piece]:
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        where = f"{path}:{number}"
-        try:
-            record = json.loads(line.decode("utf-8"))
-        except (ValueError, RecursionError) as error:
-            fix = "repair or remove the line"
-            raise broken(where, f"is not a line of JSON ({error})", fix) from error
-        if not isinstance(record, dict) or field not in record:
-            rule = f"is not a JSON object with the field {field!r}"
-            raise broken(where, rule, "name the field of text with --text-field")
-        yield from cut([valid_text(record[field], where, f"field {field!r}")], tell)
 
 
 def valid_text(value: Any, where: str, what: str) -> str:

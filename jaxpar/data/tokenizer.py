@@ -32,6 +32,10 @@ class Tokenizer(Protocol):
     eos_token: str
     fingerprint: str
 
+    def id_of(self, token: str) -> int | None:
+        """Id of a special token by its text; None if there is no such token."""
+        ...
+
     def encode(self, text: str) -> np.ndarray:
         """Token ids of a text, int32 [tokens], without an end of text."""
         ...
@@ -60,6 +64,10 @@ class ByteTokenizer:
     eos_id = 256
     eos_token = EOS_TOKEN
     fingerprint = hashlib.sha256(b"bytes 0-255, end of text 256").hexdigest()
+
+    def id_of(self, token: str) -> int | None:
+        """Id of the end of text, the only special token."""
+        return self.eos_id if token == self.eos_token else None
 
     def encode(self, text: str) -> np.ndarray:
         """Bytes of the text, int32 [bytes]."""
@@ -100,6 +108,10 @@ class JsonTokenizer:
             raise ValueError(f"the tokenizer has no token {eos_token!r}")
         self.eos_id, self.eos_token = eos_id, eos_token
         self.fingerprint = hashlib.sha256(json_text.encode()).hexdigest()
+
+    def id_of(self, token: str) -> int | None:
+        """Id of a token by its text; None if there is no such token."""
+        return self._tokenizer.token_to_id(token)
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids of a text, int32 [tokens], without special tokens."""

@@ -14,6 +14,7 @@ from jaxpar.data.meta import (
     SplitMeta,
     documents_file,
     read_meta,
+    targets_file,
     tokens_file,
 )
 
@@ -38,6 +39,8 @@ class TokenDataset:
     header_bytes: int = 0
     meta: Meta | None = None
     """What meta.json says, in a folder that has one."""
+    targets: np.ndarray | None = None
+    """uint8 [num_tokens], memory-mapped: 1 where the loss is taken. None: everywhere."""
     knows_documents: bool = True
     """Whether it is known where documents end. If not, all of it is one."""
 
@@ -65,6 +68,7 @@ class TokenDataset:
             document_offsets=_map_offsets(folder, split, sizes),
             file=folder / tokens_file(split),
             meta=meta,
+            targets=_map_targets(folder, split, sizes),
         )
 
     @property
@@ -100,6 +104,17 @@ def _map_tokens(folder: Path, split: str, meta: Meta) -> np.ndarray:
         state = "is missing" if found is None else f"has {found:,} bytes"
         raise _damaged(folder, f"{path} {state}, and meta.json records {expected:,} bytes")
     return np.memmap(path, dtype, mode="r")
+
+
+def _map_targets(folder: Path, split: str, sizes: SplitMeta) -> np.ndarray | None:
+    if not sizes.targets_sha256:
+        return None
+    path = folder / targets_file(split)
+    found = path.stat().st_size if path.is_file() else None
+    if found != sizes.num_tokens:
+        state = "is missing" if found is None else f"has {found:,} bytes"
+        raise _damaged(folder, f"{path} {state}, and there are {sizes.num_tokens:,} tokens")
+    return np.memmap(path, np.uint8, mode="r")
 
 
 def _map_offsets(folder: Path, split: str, sizes: SplitMeta) -> np.ndarray:

@@ -87,7 +87,14 @@ def commands(text: str) -> Iterator[list[str]]:
         found = None if line.startswith("$ ") else re.search(r"python -m (jaxpar\S*.*)", line)
         words = shlex.split(found.group(1), comments=True) if found else []
         placeholder = any(w.split(".")[-1].isupper() or "..." in w for w in words)
-        mention = words[1:] in ([], ["prepare"], ["convert"], ["inspect"], ["train"])
+        mention = words[1:] in (
+            [],
+            ["prepare"],
+            ["prepare-chat"],
+            ["convert"],
+            ["inspect"],
+            ["train"],
+        )
         if words and not placeholder and not mention:
             yield words
 
