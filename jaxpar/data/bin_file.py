@@ -19,8 +19,8 @@ HEADER_BYTES = 4 * HEADER_INTS
 #: Version and dtype of llm.c's tokens, by magic.
 LLMC = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
 
-#: llm.c's magics are dates; these are no tokens in any case.
-DATES = range(2024_01_01, 2030_01_01)
+#: llm.c's magics are dates, of its other files too, and a small version follows.
+DATES, VERSIONS = range(2024_01_01, 2030_01_01), range(1, 100)
 
 #: The count in llm.c's header is an int32.
 MOST_LLMC_TOKENS = 2**31 - 1
@@ -41,7 +41,8 @@ def read(path: Path) -> TokenFile:
         fix = "put the .idx file beside it"
         raise _broken(path, 0, "is Megatron's by its name, and its .idx file is missing", fix)
     head = np.fromfile(path, "<i4", count=min(HEADER_INTS, size // 4))
-    if head.size and head[0] in DATES:
+    of_llmc = head.size > 1 and head[0] in DATES and head[1] in VERSIONS
+    if of_llmc or (head.size and head[0] in LLMC):
         return _read_llmc(path, size, head)
     if size % 2:
         raise _broken(path, size - 1, f"has {size:,} bytes, which is half a 16-bit token too many")

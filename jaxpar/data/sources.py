@@ -96,6 +96,11 @@ def find_file(path: Path, split: str, whole: bool = False) -> TokenFile:
             return _read(inside)
         if (path / f"{TRAIN}.bin").is_file():
             raise _no_split(path, split)
+        shards = list(path.glob("*.bin"))
+        if shards:
+            rule = f"holds {len(shards)} .bin files, and no {split}.bin among them"
+            fix = f"name one, or join them: python -m jaxpar.data convert --input {path}/*.bin"
+            raise ConfigError("data.path", str(path), rule, fix)
     elif path.is_file() or megatron.index_of(path):
         if split != TRAIN and not whole:
             raise _no_split(path, split)

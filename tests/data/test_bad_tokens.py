@@ -120,6 +120,11 @@ BAD: dict[str, tuple[dict[str, bytes], str, str]] = {
     ),
     "text": ({"x.jsonl": b"{}"}, "x.jsonl", "is text, not tokens"),
     "another kind": ({"x.npy": b"{}"}, "x.npy", "is no file of tokens"),
+    "a folder of shards": (
+        {"x_1.bin": TOKENS.tobytes(), "x_2.bin": TOKENS.tobytes()},
+        ".",
+        r"holds 2 \.bin files, and no train\.bin among them",
+    ),
     "a lone index": ({"train.npy": b""}, ".", "is not a dataset folder"),
     "nothing there": ({}, "x.bin", "does not exist"),
 }

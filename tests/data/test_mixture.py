@@ -12,7 +12,7 @@ from jaxpar.config import Config, ConfigError, ParallelConfig, from_json, replac
 from jaxpar.data import Loader
 from jaxpar.data.loader import source_seeds, window_sequence
 from jaxpar.data.mixture import BLOCK, Mixture, apportion
-from jaxpar.data.sources import fingerprint
+from jaxpar.data.sources import fingerprint, tokenizer_folder
 from jaxpar.parallel.mesh import make_mesh
 
 BATCH, LENGTH = 8, 16
@@ -199,3 +199,11 @@ def test_a_mixture_travels_through_json_and_the_command_line(cfg):
     assert from_json(to_json(cfg)) == cfg
     asked = cli.parse_overrides(Config(), ["--data.mixture", "a:0.7,b:0.3"], "test")
     assert asked.data.mixture == "a:0.7,b:0.3"
+
+
+def test_the_tokenizer_is_the_first_source_s(cfg, paths, dataset):
+    first = replace(cfg, **{"data.mixture": f"{dataset}:1,{paths[0]}:1"})
+    assert tokenizer_folder(first) == str(dataset)
+    assert tokenizer_folder(replace(Config(), **{"data.path": "none"})) == "none"
+    with pytest.raises(ConfigError, match="holds tokens without their tokenizer"):
+        tokenizer_folder(cfg)

@@ -117,6 +117,14 @@ def test_nanogpt_and_llmc_are_read(tmp_path):
         assert unmarked.document_offsets.tolist() == [0, 7] and not unmarked.knows_documents
 
 
+def test_tokens_that_look_like_a_date_are_tokens(tmp_path):
+    """40000 and 309 are a date as one 32-bit number, but no version follows."""
+    tokens = np.array([40_000, 309, 17, 4_000, 5], "<u2")
+    tokens.tofile(tmp_path / "x.bin")
+    assert tokens[:2].view("<i4")[0] // 10_000 in range(2024, 2030)
+    np.testing.assert_array_equal(open_tokens(tmp_path / "x.bin").tokens, tokens)
+
+
 def test_conversions_lose_nothing(dataset, tmp_path):
     """From a prepared folder through every format and back: tokens, documents, tokenizer."""
     first = TokenDataset.open(dataset)
