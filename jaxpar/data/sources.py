@@ -35,7 +35,22 @@ def open_sources(cfg: Config, split: str) -> list[Weighted]:
         named = "data.mixture" if cfg.data.mixture else "data.path", shares(cfg)
     field, parts = named
     whole = field == "data.held_out"
-    return [Weighted(_open(cfg, field, part.path, split, whole), part.weight) for part in parts]
+    found = [Weighted(_open(cfg, field, part.path, split, whole), part.weight) for part in parts]
+    _check_tokenizers(cfg, field, [part.path for part in parts])
+    return found
+
+
+def _check_tokenizers(cfg: Config, field: str, paths: list[str]) -> None:
+    """Raises:   ConfigError when folders that record their tokenizer record different ones."""
+    folders = [share.path for share in shares(cfg)] + paths
+    metas = {path: read_meta(path) for path in folders if (Path(path) / META_FILE).is_file()}
+    known = {path: m.tokenizer_fingerprint for path, m in metas.items() if m.tokenizer_fingerprint}
+    first = next(iter(known), "")
+    other = next((path for path in known if known[path] != known[first]), None)
+    if other is not None:
+        rule = f"{other} was made by another tokenizer than {first}"
+        value = getattr(cfg.data, field.removeprefix("data."))
+        raise ConfigError(field, value, rule, "prepare both with the same --tokenizer")
 
 
 def _open(cfg: Config, field: str, path: str, split: str, whole: bool) -> TokenDataset:

@@ -12,6 +12,7 @@ from jaxpar.config import Config, ConfigError, ParallelConfig, from_json, replac
 from jaxpar.data import Loader
 from jaxpar.data.loader import source_seeds, window_sequence
 from jaxpar.data.mixture import BLOCK, Mixture, apportion
+from jaxpar.data.prepare import PrepareOptions, prepare
 from jaxpar.data.sources import fingerprint, tokenizer_folder
 from jaxpar.parallel.mesh import make_mesh
 
@@ -207,3 +208,17 @@ def test_the_tokenizer_is_the_first_source_s(cfg, paths, dataset):
     assert tokenizer_folder(replace(Config(), **{"data.path": "none"})) == "none"
     with pytest.raises(ConfigError, match="holds tokens without their tokenizer"):
         tokenizer_folder(cfg)
+
+
+def test_different_tokenizers_do_not_mix(corpus, dataset, tmp_path):
+    """Neither in a mixture nor between training and held-out tokens; files do not say."""
+    other = str(tmp_path / "other")
+    prepare(PrepareOptions(input=(str(corpus),), output=other, tokenizer="bpe:300", holdout=0.3))
+    base = {"data.path": str(dataset), "data.seq_len": LENGTH, "train.global_batch_size": BATCH}
+    for field, value, split in [
+        ("data.mixture", f"{dataset}:1,{other}:1", "train"),
+        ("data.held_out", other, "val"),
+    ]:
+        with pytest.raises(ConfigError, match="was made by another tokenizer than") as error:
+            Loader(replace(Config(), **base | {field: value}), mesh_of(1), split)
+        assert error.value.field == field and error.value.value == value
