@@ -22,8 +22,9 @@ from jax.sharding import Mesh
 from orbax.checkpoint import v1 as ocp
 
 import jaxpar
-from jaxpar.config import Config, ConfigError, ModelConfig, from_json, replace
-from jaxpar.data.meta import read_meta
+from jaxpar.config import Config, ConfigError, ModelConfig, replace
+from jaxpar.config_json import from_json
+from jaxpar.data.sources import fingerprint
 from jaxpar.params import flat
 from jaxpar.state import (
     TrainState,
@@ -97,12 +98,12 @@ class Checkpointer:
     def __init__(self, cfg: Config):
         """Open the run's folder, making it if need be.
 
-        Raises:   ConfigError when data.path holds no dataset.
+        Raises:   ConfigError when the data cannot be opened.
         """
         self._cfg = cfg
         self._about = {
             "config": dataclasses.asdict(cfg),
-            "dataset": read_meta(cfg.data.path).fingerprint,
+            "dataset": fingerprint(cfg),
             "versions": {"jaxpar": jaxpar.__version__, "jax": jax.__version__},
         }
         context = ocp.Context()
@@ -207,11 +208,13 @@ def check_resumable(cfg: Config, saved: Saved) -> None:
         rule = f"holds imported weights in {saved}, and no optimiser's state to resume"
         raise ConfigError("run.dir", cfg.run.dir, rule, "use a new run.dir")
     _check_fields(cfg, saved, MODEL_FIELDS + RUN_FIELDS, "use a new run.dir, or set it back")
-    now = read_meta(cfg.data.path).fingerprint
+    now = fingerprint(cfg)
     if now != saved.dataset:
         rule = f"is not the data of {saved} (fingerprint {now[:8]}, not {saved.dataset[:8]})"
-        fix = f"use a new run.dir, or set it back to {saved.config['data']['path']}"
-        raise ConfigError("data.path", cfg.data.path, rule, fix)
+        field = "mixture" if cfg.data.mixture else "path"
+        then = saved.config["data"].get("mixture") or saved.config["data"]["path"]
+        fix = f"use a new run.dir, or set it back to {then}"
+        raise ConfigError(f"data.{field}", getattr(cfg.data, field), rule, fix)
 
 
 def restore(cfg: Config, mesh: Mesh, step: int | None = None) -> TrainState:

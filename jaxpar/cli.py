@@ -25,9 +25,9 @@ from jaxpar.config import (
     flag,
     leaf_paths,
     replace,
-    to_json,
     unknown_field,
 )
+from jaxpar.config_json import to_json
 from jaxpar.validation import check, check_types
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"

@@ -8,7 +8,6 @@ and `python -m jaxpar.train CONFIG --help` prints these lines.
 import dataclasses
 import difflib
 import functools
-import json
 import types
 import typing
 from collections.abc import Callable
@@ -61,13 +60,21 @@ class DataConfig:
     """Which tokens, in which windows."""
 
     path: str = "data/stdlib"
-    """Folder written by `python -m jaxpar.data prepare`."""
+    """Folder written by `python -m jaxpar.data prepare`, or Megatron, nanoGPT or llm.c tokens."""
     seq_len: int = 1024
     """Tokens in one training window."""
     document_mask: bool = True
     """Attention stays inside a document and positions restart with it. False: one causal window."""
     prefetch: int = 2
     """Batches prepared ahead of the step, in the background."""
+    mixture: str = ""
+    """Sources in place of path, by share of windows: PATH:WEIGHT,PATH:WEIGHT. Empty: path alone."""
+    held_out: str = ""
+    """Tokens to evaluate on. Empty: the held-out splits of what is trained on."""
+    eos_id: int | None = None
+    """Token that ends a document, for files that do not mark documents (nanoGPT, llm.c)."""
+    loss_on: Literal["targets", "all"] = "targets"
+    """Tokens of chat data that are learnt: what the assistant says, or all. Else always all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -361,38 +368,3 @@ def _replaced(node: Any, keys: list[str], value: Any) -> Any:
     if len(keys) > 1:
         value = _replaced(_child(node, keys[0]), keys[1:], value)
     return dataclasses.replace(node, **{keys[0]: value})
-
-
-# --------------------------------------------------------------------------------- as JSON
-
-
-def to_json(cfg: Config) -> str:
-    """The config as indented JSON, every field included."""
-    return json.dumps(dataclasses.asdict(cfg), indent=2) + "\n"
-
-
-def from_json(text: str) -> Config:
-    """The config that `to_json` wrote. Fields that are left out have their defaults.
-
-    Raises:   ConfigError for a field that this version does not have, or a section without fields.
-    """
-    return _build(Config, json.loads(text), "")
-
-
-def _build(cls: Any, values: Any, prefix: str) -> Any:
-    if not isinstance(values, dict):
-        rule, name = "must be a section with fields, in braces", prefix.rstrip(".")
-        raise ConfigError(name or "config", values, rule, "write {} for the defaults")
-    hints = typing.get_type_hints(cls)
-    for name, value in values.items():
-        if name not in hints:
-            error = unknown_field(prefix + name, value)
-            raise ConfigError(error.field, value, error.rule, f"remove it, or {error.fix}")
-    return cls(**{name: _built(hints[name], v, prefix + name) for name, v in values.items()})
-
-
-def _built(hint: Any, value: Any, path: str) -> Any:
-    section = section_of(hint)
-    if section is None or (value is None and section is not hint):
-        return value
-    return _build(section, value, path + ".")

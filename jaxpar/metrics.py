@@ -10,6 +10,7 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -29,7 +30,19 @@ class MetricsWriter:
     process. A resumed run appends to it: of two records of one step, the later counts.
     """
 
-    def __init__(self, cfg: Config, run_dir: Path, first_step: int, schedule: Any):
+    def __init__(
+        self,
+        cfg: Config,
+        run_dir: Path,
+        first_step: int,
+        schedule: Any,
+        epochs: Callable[[int], dict[str, float]] | None = None,
+    ):
+        """Open metrics.jsonl, to append to it.
+
+        Args:     epochs: passes over each source after so many steps, to be written with a mixture.
+        """
+        self.epochs = epochs if cfg.data.mixture else None
         self.cfg, self.schedule = cfg, schedule
         path = run_dir / "metrics.jsonl" if jax.process_index() == 0 else Path(os.devnull)
         self.file: TextIO = open(path, "a", buffering=1)  # noqa: SIM115
@@ -75,10 +88,16 @@ class MetricsWriter:
         self.clock = None
 
     def _write_interval(self, step: int, values: dict[str, float]) -> None:
-        record = {"step": step + 1, "learning_rate": float(self.schedule(step)), **values}
+        record: dict[str, Any] = {
+            "step": step + 1,
+            "learning_rate": float(self.schedule(step)),
+            **values,
+        }
         record["tokens_seen"] = (step + 1) * self._tokens_per_step()
         if self.steps:
             record |= self._speed()
+        if self.epochs is not None:
+            record["epochs"] = self.epochs(step + 1)
         record["memory_gib"] = peak_memory_gib()
         self._clear()
         self.write(record)
@@ -111,10 +130,14 @@ class MetricsWriter:
         """Append any record to metrics.jsonl."""
         self.file.write(json.dumps(record) + "\n")
 
-    def evaluation(self, step: int, loss: float, bits_per_byte: float) -> None:
-        """Record and show a held-out loss."""
-        self.write({"step": step, "held_out_loss": loss, "bits_per_byte": bits_per_byte})
-        self.screen.say(f"held-out loss {loss:.4f}   {bits_per_byte:.4f} bits per byte")
+    def evaluation(self, step: int, loss: float, bits_per_byte: float | None) -> None:
+        """Record and show a held-out loss; bits per byte where the text's length is known."""
+        record, line = {"step": step, "held_out_loss": loss}, f"held-out loss {loss:.4f}"
+        if bits_per_byte is not None:
+            record["bits_per_byte"] = bits_per_byte
+            line += f"   {bits_per_byte:.4f} bits per byte"
+        self.write(record)
+        self.screen.say(line)
 
     def __enter__(self):
         return self

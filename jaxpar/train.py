@@ -15,7 +15,8 @@ import numpy as np
 
 from jaxpar import checkpoint, cli, guard, initial, runtime
 from jaxpar.batch import Batch
-from jaxpar.config import Config, ConfigError, to_json
+from jaxpar.config import Config, ConfigError
+from jaxpar.config_json import to_json
 from jaxpar.data import Loader
 from jaxpar.kernels.attention import AttentionMask, Choice, choose, selftest
 from jaxpar.metrics import MetricsWriter
@@ -76,7 +77,7 @@ class Run:
             f"model      {num_params(self.cfg.model):,} parameters, {self.cfg.model.dtype}\n"
             f"devices    {manifest['device']}, mesh {manifest['mesh']}\n"
             f"attention  {self.attention}\n"
-            f"data       {self.cfg.data.path}, {self.loader.dataset.num_tokens:,} tokens\n"
+            f"data       {self.data}\n"
             f"run        {self.dir}" + "".join(f"\nset        {item}" for item in environment),
             flush=True,
         )
@@ -98,6 +99,19 @@ class Run:
         except ValueError as error:
             fix = "use --model.attention-backend auto"
             raise ConfigError("model.attention_backend", name, str(error), fix) from error
+
+    @property
+    def data(self) -> str:
+        """What is trained on, and how often by the end: a line for each source."""
+        epochs, total = self.loader.epochs(self.cfg.train.num_steps), self.loader.sources
+        share = sum(source.weight for source in total)
+        lines = [
+            f"{source.dataset.path}, {source.dataset.num_tokens:,} tokens"
+            + (f", {source.weight / share:.2%} of the windows" if len(total) > 1 else "")
+            + f", {epochs[str(source.dataset.path)]:.3g} epochs"
+            for source in total
+        ]
+        return "\n           ".join(lines)
 
     def masks(self, batch: Batch) -> tuple[AttentionMask, ...]:
         """The masks of some of the run's tokens, as its layers make them: one for each kind."""
@@ -199,7 +213,7 @@ def train(run: Run) -> int:
     with (
         guard.StopRequest() as stop,
         checkpoint.Checkpointer(cfg) as saver,
-        MetricsWriter(cfg, run.dir, first, schedule) as metrics,
+        MetricsWriter(cfg, run.dir, first, schedule, run.loader.epochs) as metrics,
     ):
         train_step = compiled(run, state)
         for step in range(first, last):
@@ -268,14 +282,15 @@ class Evaluation:
             step = make_eval_step(run.cfg, run.mesh, run.max_segments)
             self.step = runtime.FirstRunAlone(step)
 
-    def __call__(self, params) -> tuple[float, float]:
-        """Returns:  nats per labelled token, bits per byte of text."""
+    def __call__(self, params) -> tuple[float, float | None]:
+        """Returns:  nats per labelled token, bits per byte of text where its length is known."""
         loader = self.run.held_out
         assert loader is not None
         batches = range(self.run.cfg.evaluation.num_batches)
         sums = [jax.device_get(self.step(params, loader.batch(i))) for i in batches]
         loss = sum(float(s[0]) for s in sums) / sum(float(s[1]) for s in sums)
-        return loss, loss / math.log(2) / loader.dataset.bytes_per_token
+        ratio = loader.bytes_per_token
+        return loss, None if ratio is None else loss / math.log(2) / ratio
 
 
 def main(argv: Sequence[str]) -> int:

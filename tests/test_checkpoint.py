@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from jaxpar import checkpoint, config, state
+from jaxpar import checkpoint, config_json, state
 from jaxpar.checkpoint import Checkpointer
 from jaxpar.config import Config, ConfigError
 from jaxpar.data.meta import META_FILE, SPLITS, Meta, SplitMeta, meta_to_json
@@ -370,9 +370,9 @@ import os, signal, sys, time
 import jax
 jax.config.update("jax_num_cpu_devices", 2)
 from pathlib import Path
-from jaxpar import checkpoint, config, state
+from jaxpar import checkpoint, config_json, state
 from jaxpar.parallel.mesh import make_mesh
-cfg = config.from_json(sys.stdin.read())
+cfg = config_json.from_json(sys.stdin.read())
 mesh = make_mesh(cfg.parallel)
 zeros = jax.tree.map(lambda a: jax.numpy.zeros(a.shape, a.dtype), state.abstract_state(cfg))
 zeros = jax.device_put(zeros, state.state_shardings(cfg, mesh))
@@ -388,7 +388,7 @@ def test_a_save_killed_half_way_leaves_the_one_before(setup):
     cfg, mesh = setup(**{"model.vocab_size": 65536})  # a save of some tens of milliseconds
     saved = save(cfg, mesh, 4)
     child = subprocess.run(
-        [sys.executable, "-c", KILLED_WHILE_SAVING], input=config.to_json(cfg), text=True
+        [sys.executable, "-c", KILLED_WHILE_SAVING], input=config_json.to_json(cfg), text=True
     )
     assert child.returncode == -signal.SIGKILL
     assert 4 in checkpoint.saved_steps(cfg.run.dir)

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from jaxpar import cli, config, guard, train
-from jaxpar.config import Config, ConfigError, RopeScaling, flag, from_json, leaf_paths, replace
+from jaxpar.config import Config, ConfigError, RopeScaling, flag, leaf_paths, replace
+from jaxpar.config_json import from_json
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -17,11 +17,10 @@ from jaxpar.config import (
     TrainConfig,
     default_of,
     field_types,
-    from_json,
     leaf_paths,
     replace,
-    to_json,
 )
+from jaxpar.config_json import from_json, to_json
 from jaxpar.model.flops import num_params
 from jaxpar.validation import check, resolve
 
@@ -149,6 +148,13 @@ checkpoint.resume=must checkpoint.every=0 | 1 | \
     checkpoint.resume | needs checkpoints, and checkpoint.every is 0
 run.dir= | 1 | run.dir | must name a folder
 data.path= | 1 | data.path | must name a folder
+data.mixture=web | 1 | data.mixture | must be PATH:WEIGHT,PATH:WEIGHT, and 'web' has no weight
+data.mixture=web:1,code:many | 1 | data.mixture | 'code:many' has no weight
+data.mixture=web:1,:2 | 1 | data.mixture | ':2' has no path
+data.mixture=web:1,code:0 | 1 | data.mixture | needs weights above 0, and code has 0
+data.mixture=web:nan | 1 | data.mixture | needs weights above 0
+data.mixture=web:1,code:2,web:3 | 1 | data.mixture | names web twice
+data.eos_id=-1 | 1 | data.eos_id | must not be negative
 """
 BAD = [re.split(r" \| +", line) for line in BAD_CONFIGS.splitlines() if "|" in line]
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from jaxpar.config import Config, from_json, replace, to_json
+from jaxpar.config import Config, replace
+from jaxpar.config_json import from_json, to_json
 
 pytestmark = pytest.mark.gpu
 

@@ -19,7 +19,8 @@ import jax
 from jaxpar import cli, runtime
 from jaxpar.bench import conditions, profiled
 from jaxpar.bench.options import Parser
-from jaxpar.config import Config, ConfigError, to_json
+from jaxpar.config import Config, ConfigError
+from jaxpar.config_json import to_json
 from jaxpar.metrics import peak_memory_gib
 from jaxpar.model.flops import mfu, num_params
 from jaxpar.parallel.mesh import describe

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from jaxpar.config import Config, DataConfig, ParallelConfig, RunConfig, to_json
+from jaxpar.config import Config, DataConfig, ParallelConfig, RunConfig
+from jaxpar.config_json import to_json
 from jaxpar.convert import selfcheck
 from jaxpar.convert.config_file import CONFIG_FILE, Values, read_config_json
 from jaxpar.convert.families import Family

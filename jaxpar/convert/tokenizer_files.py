@@ -11,6 +11,7 @@ from jaxpar.config import Config, ConfigError
 from jaxpar.convert.new_folder import CARRIED
 from jaxpar.data import Tokenizer, load_tokenizer
 from jaxpar.data.meta import TOKENIZER_FILE
+from jaxpar.data.sources import tokenizer_folder
 from jaxpar.data.tokenizer import read_tokenizer_json
 
 
@@ -21,7 +22,7 @@ def write(cfg: Config, folder: Path, say: Callable[[str], None]) -> dict[str, An
     Returns:  keys of config.json: the ids of special tokens.
     """
     try:
-        tokenizer = load_tokenizer(cfg.data.path)
+        tokenizer = load_tokenizer(tokenizer_folder(cfg))
     except ConfigError as error:
         say(f"no tokenizer: {error}")
         return {"bos_token_id": None, "eos_token_id": None}
@@ -47,7 +48,7 @@ def tokenizer_of_run(run_dir: str | Path, cfg: Config) -> Tokenizer:
     """
     kept = Path(run_dir) / CARRIED
     if not kept.is_dir():
-        return load_tokenizer(cfg.data.path)
+        return load_tokenizer(tokenizer_folder(cfg))
     return tokenizer_in(kept, str(run_dir))
 
 

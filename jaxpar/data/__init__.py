@@ -1,7 +1,9 @@
 """Text to batches: `prepare` writes tokens once, `Loader` reads them for ever.
 
-Prepare:  documents -> readers -> tokenizer -> writer    (`python -m jaxpar.data prepare`)
-Train:    tokens -> packing -> loader                    (batch(step), a pure function)
+Prepare:  documents -> readers, columns -> tokenizer -> writer    (`python -m jaxpar.data prepare`)
+          chat -> writer                                          (`prepare-chat`)
+Formats:  megatron, bin_file -> token_file -> sources             (`inspect`, `convert`)
+Train:    sources -> mixture -> packing -> loader                 (batch(step), a pure function)
 """
 
 from jaxpar.data.loader import Loader

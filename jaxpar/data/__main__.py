@@ -1,4 +1,4 @@
-"""`python -m jaxpar.data prepare`: text files to a folder of tokens."""
+"""`python -m jaxpar.data`: prepare text or chats, convert and inspect tokens."""
 
 import sys
 from collections.abc import Sequence
@@ -6,9 +6,14 @@ from collections.abc import Sequence
 import tyro
 
 from jaxpar.config import ConfigError
+from jaxpar.data.convert import ConvertOptions, convert
+from jaxpar.data.inspect_tokens import InspectOptions, inspect_tokens
 from jaxpar.data.meta import Meta
 from jaxpar.data.prepare import PrepareOptions, prepare
+from jaxpar.data.prepare_chat import ChatOptions, prepare_chat
 from jaxpar.data.progress import console_progress
+
+Options = PrepareOptions | ChatOptions | ConvertOptions | InspectOptions
 
 #: As in every program of jaxpar: 1 for an error, 2 for options that cannot work.
 EXIT_ERROR, EXIT_CONFIG = 1, 2
@@ -17,21 +22,30 @@ EXIT_ERROR, EXIT_CONFIG = 1, 2
 EXIT_INTERRUPTED = 130
 
 
-def main(args: Sequence[str]) -> int:
-    """Run the command line.
-
-    Returns:  the exit code; an error is one line on stderr.
-    """
-    options = tyro.extras.subcommand_cli_from_dict(
-        {"prepare": PrepareOptions},
+def read_command(args: Sequence[str]) -> Options:
+    """The options of a command line; `--help` and what cannot be read end the program."""
+    return tyro.extras.subcommand_cli_from_dict(
+        {
+            "prepare": PrepareOptions,
+            "prepare-chat": ChatOptions,
+            "convert": ConvertOptions,
+            "inspect": InspectOptions,
+        },
         prog="python -m jaxpar.data",
         description="Datasets of tokens, for `data.path`.",
         args=list(args),
         config=(tyro.conf.FlagCreatePairsOff,),
     )
+
+
+def main(args: Sequence[str]) -> int:
+    """Run the command line.
+
+    Returns:  the exit code; an error is one line on stderr.
+    """
+    options = read_command(args)
     try:
-        with console_progress() as progress:
-            meta = prepare(options, progress)
+        done = _run(options)
     except ConfigError as error:
         print(f"config error: {error}", file=sys.stderr)
         return EXIT_CONFIG
@@ -41,18 +55,30 @@ def main(args: Sequence[str]) -> int:
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_ERROR
-    print(_summary(options, meta))
+    print(done)
     return 0
 
 
-def _summary(options: PrepareOptions, meta: Meta) -> str:
+def _run(options: Options) -> str:
+    """Do what was asked. Returns what to print."""
+    if isinstance(options, InspectOptions):
+        return inspect_tokens(options)
+    with console_progress() as progress:
+        if isinstance(options, ConvertOptions):
+            return convert(options, progress)
+        if isinstance(options, ChatOptions):
+            return _summary(options, prepare_chat(options, progress))
+        return _summary(options, prepare(options, progress))
+
+
+def _summary(options: PrepareOptions | ChatOptions, meta: Meta) -> str:
     lines = [f"{options.output}: {meta.vocab_size:,} tokens in the vocabulary ({meta.dtype})"]
     for name, split in meta.splits.items():
-        ratio = split.num_bytes / max(split.num_tokens, 1)
-        lines.append(
-            f"  {name:5} {split.num_tokens:>13,} tokens {split.num_documents:>9,} documents "
-            f"{split.num_bytes / 1e6:>9,.1f} MB of text {ratio:>5.2f} bytes per token"
-        )
+        line = f"  {name:5} {split.num_tokens:>13,} tokens {split.num_documents:>9,} documents"
+        if split.num_bytes:
+            ratio = split.num_bytes / split.num_tokens
+            line += f" {split.num_bytes / 1e6:>9,.1f} MB of text {ratio:>5.2f} bytes per token"
+        lines.append(line)
     lines += [
         f"  knowing only how often each token occurs gives loss {meta.unigram_entropy:.3f}",
         f"train on it with: --data.path {options.output} "

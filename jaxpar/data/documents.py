@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from jaxpar.config import ConfigError
-from jaxpar.data import readers
+from jaxpar.data import columns, readers
 from jaxpar.data.readers import Piece, ReadOptions
 
 #: The `--input` that means the Python standard library's own sources, which are always there.
@@ -18,8 +18,10 @@ Reader = Callable[[BinaryIO, Path, ReadOptions], Iterator[Piece]]
 READERS: dict[str, Reader] = {
     ".txt": readers.read_text,
     ".jsonl": readers.read_jsonl,
-    ".jsonl.gz": readers.read_jsonl_gz,
-    ".parquet": readers.read_parquet,
+    ".jsonl.gz": readers.read_jsonl,
+    ".jsonl.zst": readers.read_jsonl,
+    ".parquet": columns.read_parquet,
+    ".arrow": columns.read_arrow,
 }
 
 
@@ -76,11 +78,22 @@ def _path_sources(name: str) -> list[Source]:
     if not path.is_dir():
         fix = f"give a file, a folder, or {STDLIB} for Python's own sources"
         raise ConfigError("--input", name, "does not exist", fix)
-    files = sorted(p for p in path.rglob("*") if p.is_file())
+    files = _files_in(path)
     sources = [Source(p, read, p.stat().st_size) for p in files if (read := _reader(p))]
     if not sources:
         raise ConfigError("--input", name, f"holds no {kinds} file", "name another folder")
     return sources
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """Files below a folder, sorted; of a saved Hugging Face dataset its shards, in order."""
+    shards = columns.saved_shards(folder)
+    if shards is not None:
+        return shards
+    inside = sorted(folder.iterdir())
+    folders = {p for p in inside if p.is_dir() and not p.is_symlink()}  # A link may be a loop.
+    files = (_files_in(p) if p in folders else [p] for p in inside)
+    return [p for some in files for p in some if p.is_file()]
 
 
 def _reader(path: Path) -> Reader | None:

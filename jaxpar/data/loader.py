@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import zlib
 from collections import deque
 from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,7 +15,10 @@ from jax.sharding import Mesh, NamedSharding
 from jaxpar.axes import BATCH_SPEC
 from jaxpar.batch import Batch
 from jaxpar.config import Config, ConfigError
-from jaxpar.data.packing import max_documents, num_windows, windows
+from jaxpar.data.meta import TRAIN
+from jaxpar.data.mixture import Mixture
+from jaxpar.data.packing import document_begins, max_documents, num_windows, pack, stretches
+from jaxpar.data.sources import open_sources
 from jaxpar.data.tokens import TokenDataset
 
 #: One of grain's shuffles (a 4-round cipher) leaves neighbours correlated: 0.4 for a million
@@ -29,42 +33,75 @@ class Loader:
     """Random access to the batches of one split.
 
     Row r of batch s is window number s * global_batch_size + r of an endless sequence: for "train"
-    the windows in a new random order each epoch, for "val" in text order, over and over.
+    the windows in a new random order each epoch, for "val" in text order, over and over. Several
+    sources take turns by weight (`mixture.py`), each going through such a sequence of its own.
     """
 
     def __init__(
-        self, cfg: Config, mesh: Mesh, split: str = "train", order: np.ndarray | None = None
+        self, cfg: Config, mesh: Mesh, split: str = TRAIN, order: np.ndarray | None = None
     ):
-        """Open the dataset and check that the config can use it.
+        """Open the sources and check that the config can use them.
 
         Args:     order: int [T], a permutation of range(T) that places tokens along the sequence
                   axis: column t holds text position order[t]. None: the text's order.
-        Raises:   ConfigError for a missing or damaged dataset, one without a whole window, or one
+        Raises:   ConfigError for a missing or damaged source, one without a whole window, or one
                   with more tokens in the vocabulary than the model.
         """
-        self.dataset = TokenDataset.open(cfg.data.path, split)
+        self.sources = open_sources(cfg, split)
+        self.split = split
         self._cfg, self._order = cfg, _checked_order(order, cfg.data.seq_len)
         self._shape = (cfg.train.global_batch_size, cfg.data.seq_len)
         self._sharding = NamedSharding(mesh, BATCH_SPEC)
         self._rows = _rows_of_this_process(self._sharding, self._shape)
-        _check_fits(cfg, self.dataset)
-        self._sequence = window_sequence(
-            self.windows_per_epoch, cfg.train.seed if split == "train" else None
-        )
+        for source in self.sources:
+            _check_fits(cfg, source.dataset)
+        some = any(source.dataset.targets is not None for source in self.sources)
+        self._has_targets = some and cfg.data.loss_on == "targets"
+        seeds = source_seeds(cfg.train.seed if split == TRAIN else None, len(self.sources))
+        self._sequences = [
+            window_sequence(count, seed)
+            for count, seed in zip(self.windows_per_epoch, seeds, strict=True)
+        ]
+        seed = cfg.train.seed if split == TRAIN else 0
+        self._mixture = Mixture([source.weight for source in self.sources], seed)
 
     @property
-    def windows_per_epoch(self) -> int:
-        """Windows in the split: an epoch is windows_per_epoch / global_batch_size steps."""
-        return num_windows(self.dataset.num_tokens, self._cfg.data.seq_len)
+    def windows_per_epoch(self) -> list[int]:
+        """Windows in each source."""
+        seq_len = self._cfg.data.seq_len
+        return [num_windows(source.dataset.num_tokens, seq_len) for source in self.sources]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sources."""
+        return sum(source.dataset.num_tokens for source in self.sources)
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """UTF-8 bytes of text per token, by weight; None where one source does not know."""
+        ratios = [source.dataset.bytes_per_token for source in self.sources]
+        known = [ratio for ratio in ratios if ratio is not None]
+        if len(known) < len(ratios):
+            return None
+        return float(np.average(known, weights=[source.weight for source in self.sources]))
 
     @property
     def max_documents(self) -> int:
         """No window holds more segments than this; rounded up to a power of two."""
         if not self._cfg.data.document_mask:
             return 1
-        dataset, seq_len = self.dataset, self._cfg.data.seq_len
-        most = max_documents(dataset.document_offsets, dataset.num_tokens, seq_len)
+        seq_len = self._cfg.data.seq_len
+        most = max(
+            max_documents(source.dataset.document_offsets, source.dataset.num_tokens, seq_len)
+            for source in self.sources
+        )
         return 1 << (most - 1).bit_length()
+
+    def epochs(self, num_steps: int) -> dict[str, float]:
+        """How often the first so many steps go through each source, by its path."""
+        taken = self._mixture.taken(num_steps * self._cfg.train.global_batch_size)
+        paths = [str(source.dataset.path) for source in self.sources]
+        return dict(zip(paths, (taken / self.windows_per_epoch).tolist(), strict=True))
 
     def batch(self, step: int) -> Batch:
         """The global batch of a step, the same whatever the mesh and the number of processes.
@@ -82,15 +119,43 @@ class Loader:
         Args:     rows: int64 [N], each below global_batch_size.
         Returns:  a Batch of int32 [N, T] numpy arrays.
         """
-        first, data = step * self._cfg.train.global_batch_size, self._cfg.data
-        indices = np.array([self._sequence[first + int(row)] for row in rows], np.int64)
-        dataset = self.dataset
-        packed = windows(
-            dataset.tokens, dataset.document_offsets, indices, data.seq_len, data.document_mask
-        )
+        first = step * self._cfg.train.global_batch_size
+        packed = self._windows(first + np.asarray(rows, np.int64))
         if self._order is None:
             return packed
         return jax.tree.map(lambda x_NT: x_NT[:, self._order], packed)
+
+    def _windows(self, numbers: np.ndarray) -> Batch:
+        """Windows of the mixed sequence, in text order within: int32 [N, T]."""
+        if len(self.sources) == 1:
+            return pack(*self._source_windows(0, numbers))
+        sources, before = self._mixture.places(numbers)
+        shape = len(numbers), self._cfg.data.seq_len + 1
+        stretch, begins = np.empty(shape, np.int32), np.zeros(shape, bool)
+        ignored = np.zeros(shape, bool) if self._has_targets else None
+        for source in np.unique(sources):
+            at = np.flatnonzero(sources == source)
+            stretch[at], starts, spared = self._source_windows(int(source), before[at])
+            if starts is not None:
+                begins[at] = starts
+            if ignored is not None and spared is not None:
+                ignored[at] = spared
+        return pack(stretch, begins if self._cfg.data.document_mask else None, ignored)
+
+    def _source_windows(
+        self, source: int, numbers: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
+        """A source's windows as `pack` takes them: tokens, document begins, ignored tokens."""
+        sequence, dataset = self._sequences[source], self.sources[source].dataset
+        indices = np.array([sequence[int(number)] for number in numbers], np.int64)
+        data, begins, ignored = self._cfg.data, None, None
+        stretch = stretches(dataset.tokens, indices, data.seq_len)
+        _check_tokens(stretch, indices, dataset)
+        if data.document_mask:
+            begins = document_begins(dataset.document_offsets, indices, data.seq_len)
+        if dataset.targets is not None and self._has_targets:
+            ignored = stretches(dataset.targets, indices, data.seq_len) == 0
+        return stretch, begins, ignored
 
     def prefetched(self, first_step: int = 0) -> Generator[tuple[int, Batch]]:
         """Endless (step, batch) pairs, made `data.prefetch` steps ahead on a background thread.
@@ -101,7 +166,7 @@ class Loader:
         Closing the generator, or dropping it, ends the thread after the batch in hand.
         """
         depth = self._cfg.data.prefetch
-        pool = ThreadPoolExecutor(1, thread_name_prefix=f"{self.dataset.split}-batches")
+        pool = ThreadPoolExecutor(1, thread_name_prefix=f"{self.split}-batches")
         ahead: deque[Future[Batch]] = deque()
         make = functools.partial(self.host_rows, rows=self._rows)
         try:
@@ -138,6 +203,16 @@ def window_sequence(num_windows: int, seed: int | None) -> grain.MapDataset[int]
     return sequence.repeat()
 
 
+def source_seeds(seed: int | None, num_sources: int) -> list[int | None]:
+    """A seed for the order of each source: the run's own for one alone, unrelated ones for more.
+
+    With one seed for all, sources of the same size would go through the same permutation.
+    """
+    if seed is None or num_sources == 1:
+        return [seed] * num_sources
+    return [zlib.crc32(f"{seed} {i}".encode()) & 0x7FFF_FFFF for i in range(num_sources)]
+
+
 def _rows_of_this_process(sharding: NamedSharding, shape: tuple[int, int]) -> np.ndarray:
     shards = sharding.addressable_devices_indices_map(shape).values()
     ranges = {index[0].indices(shape[0]) for index in shards if index is not None}
@@ -151,16 +226,31 @@ def _checked_order(order: np.ndarray | None, seq_len: int) -> np.ndarray | None:
 
 
 def _check_fits(cfg: Config, dataset: TokenDataset) -> None:
-    needed = dataset.meta.vocab_size
+    needed = dataset.vocab_size
     if needed > cfg.model.vocab_size:
-        rule = f"must cover the {needed} tokens of the dataset {cfg.data.path}"
+        rule = f"must cover the {needed} tokens of the dataset {dataset.path}"
+        if dataset.meta is None:
+            rule = f"must be above token id {needed - 1}, which is in {dataset.file}"
         fix = f"use --model.vocab-size {-(-needed // 128) * 128}"
         raise ConfigError("model.vocab_size", cfg.model.vocab_size, rule, fix)
     found, seq_len = dataset.num_tokens, cfg.data.seq_len
     count = num_windows(found, seq_len)
     if count == 0:
-        rule = f"needs {seq_len + 1} tokens, and {dataset.split} of {cfg.data.path} has {found}"
+        rule = f"needs {seq_len + 1} tokens, and {dataset.split} of {dataset.path} has {found}"
         raise ConfigError("data.seq_len", seq_len, rule, "use shorter windows or more text")
     if count > MAX_WINDOWS:
-        rule = f"cuts {cfg.data.path} into {count:,} windows, above {MAX_WINDOWS:,}"
+        rule = f"cuts {dataset.path} into {count:,} windows, above {MAX_WINDOWS:,}"
         raise ConfigError("data.seq_len", seq_len, rule, "use longer windows")
+
+
+def _check_tokens(stretch: np.ndarray, indices: np.ndarray, dataset: TokenDataset) -> None:
+    """Raises:   ConfigError for a token that the dataset cannot hold: the file is damaged."""
+    # As unsigned, a negative number is a large one: one comparison instead of two.
+    if stretch.view(np.uint32).max(initial=0) < dataset.vocab_size:
+        return
+    wrong = np.argmax(stretch.view(np.uint32) >= dataset.vocab_size)
+    row, column = divmod(int(wrong), stretch.shape[1])
+    token = int(indices[row]) * (stretch.shape[1] - 1) + column
+    found = int(dataset.tokens[token])
+    rule = f"{dataset.place(token)} is {found}, beyond the vocabulary of {dataset.vocab_size}"
+    raise ConfigError("data.path", str(dataset.path), rule, "the file is damaged: copy it again")

@@ -3,6 +3,7 @@
 A dataset folder, for each split in `SPLITS`:
     SPLIT.bin            tokens, little-endian unsigned integers, no header (nanoGPT's layout)
     SPLIT.documents.npy  int64 [documents + 1]: where each document starts, then the total
+    SPLIT.targets.bin    of chat data: a byte for each token, 1 where the loss is taken, 0 elsewhere
 and once: `meta.json`, and `tokenizer.json` unless the tokenizer is plain bytes.
 """
 
@@ -21,6 +22,9 @@ FORMAT = "jaxpar-tokens"
 VERSION = 1
 TRAIN, VAL = SPLITS = ("train", "val")
 
+#: The kind of tokenizer of tokens that were converted without one.
+NO_TOKENIZER = "none"
+
 META_FILE = "meta.json"
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -35,11 +39,17 @@ def documents_file(split: str) -> str:
     return f"{split}.documents.npy"
 
 
+def targets_file(split: str) -> str:
+    """Name of a split's marks of targets."""
+    return f"{split}.targets.bin"
+
+
 #: Every file that a dataset folder can hold; `--overwrite` deletes a folder of nothing else.
 DATASET_FILES = frozenset(
     [META_FILE, TOKENIZER_FILE]
     + [tokens_file(split) for split in SPLITS]
     + [documents_file(split) for split in SPLITS]
+    + [targets_file(split) for split in SPLITS]
 )
 
 #: The command that makes a dataset, up to the name of its folder.
@@ -55,9 +65,11 @@ class SplitMeta:
     num_documents: int
     """Documents."""
     num_bytes: int
-    """UTF-8 bytes of text, for bits per byte."""
+    """UTF-8 bytes of text, for bits per byte; 0 if nobody knows."""
     sha256: str
     """Hash of the .bin file."""
+    targets_sha256: str = ""
+    """Hash of the marks of targets; empty, and not written, where every token is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +85,7 @@ class Meta:
     eos_token: str
     """Its text."""
     tokenizer: str
-    """Kind of tokenizer: "bytes", or "json" for the folder's tokenizer.json."""
+    """Kind of tokenizer: "bytes", "json" for the folder's tokenizer.json, or "none"."""
     tokenizer_fingerprint: str
     """sha256 of the tokenizer."""
     unigram_entropy: float
@@ -102,7 +114,11 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 def meta_to_json(meta: Meta) -> str:
     """The text of meta.json."""
-    return json.dumps(dataclasses.asdict(meta), indent=2) + "\n"
+    values = dataclasses.asdict(meta)
+    for split in values["splits"].values():
+        if not split["targets_sha256"]:
+            del split["targets_sha256"]  # So that older datasets keep their fingerprints.
+    return json.dumps(values, indent=2) + "\n"
 
 
 def read_meta(folder: str | Path) -> Meta:

@@ -33,22 +33,41 @@ def windows(
 ) -> Batch:
     """Cut windows out of a token stream.
 
-    With document_mask, segments are numbered from 1 within the window, positions restart with each
-    document (and with the window), and the label across a document's end, the first token of an
-    unrelated document, is IGNORED. Without it, a window is one causal text.
-
     Args:     tokens: integers [num_tokens].
               document_offsets: int64 [documents + 1], increasing from 0 to num_tokens.
               indices: int64 [N], which windows, each below `num_windows`.
+    Returns:  a Batch of int32 [N, T] on the host, as `pack` makes it.
+    """
+    begins = document_begins(document_offsets, indices, seq_len) if document_mask else None
+    return pack(stretches(tokens, indices, seq_len), begins)
+
+
+def stretches(tokens: np.ndarray, indices: np.ndarray, seq_len: int) -> np.ndarray:
+    """The tokens of some windows, inputs and last label: int32 [N, T + 1]."""
+    starts = np.asarray(indices, np.int64) * seq_len
+    return np.stack([tokens[start : start + seq_len + 1] for start in starts]).astype(np.int32)
+
+
+def pack(
+    stretch: np.ndarray, begins: np.ndarray | None, ignored: np.ndarray | None = None
+) -> Batch:
+    """Stretches of tokens as a batch.
+
+    With begins, segments are numbered from 1 within the window, positions restart with each
+    document (and with the window), and the label across a document's end, the first token of an
+    unrelated document, is IGNORED. Without, a window is one causal text.
+
+    Args:     stretch: int32 [N, T + 1].
+              begins: bool [N, T + 1], where, after the first token, a document begins.
+              ignored: bool [N, T + 1], tokens that are no labels. None: all are.
     Returns:  a Batch of int32 [N, T] on the host.
     """
-    starts = np.asarray(indices, np.int64) * seq_len
-    stretch = np.stack([tokens[start : start + seq_len + 1] for start in starts]).astype(np.int32)
     inputs, labels = stretch[:, :-1], stretch[:, 1:]
-    place = np.broadcast_to(np.arange(seq_len, dtype=np.int32), inputs.shape)
-    if not document_mask:
+    if ignored is not None:
+        labels = np.where(ignored[:, 1:], np.int32(IGNORED), labels)
+    place = np.broadcast_to(np.arange(inputs.shape[1], dtype=np.int32), inputs.shape)
+    if begins is None:
         return Batch(inputs, labels, np.ones_like(inputs), place)
-    begins = _document_begins(document_offsets, starts, seq_len + 1)
     here = begins[:, :-1]
     return Batch(
         tokens=inputs,
@@ -58,12 +77,13 @@ def windows(
     )
 
 
-def _document_begins(document_offsets: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
-    """Where, after the first token, a document begins: bool [N, length].
+def document_begins(document_offsets: np.ndarray, indices: np.ndarray, seq_len: int) -> np.ndarray:
+    """Where in some windows, after the first token, a document begins: bool [N, T + 1].
 
     Looks up each window's two ends, then writes one flag per document between them; looking up
     every token would cost a binary search each.
     """
+    starts, length = np.asarray(indices, np.int64) * seq_len, seq_len + 1
     first = np.searchsorted(document_offsets, starts, side="right")
     end = np.searchsorted(document_offsets, starts + length, side="left")
     counts = end - first

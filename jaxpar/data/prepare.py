@@ -17,7 +17,6 @@ from jaxpar.data.holdout import assign_splits
 from jaxpar.data.meta import (
     META_FILE,
     SPLITS,
-    TOKENIZER_FILE,
     TRAIN,
     VAL,
     Meta,
@@ -27,7 +26,7 @@ from jaxpar.data.meta import (
 )
 from jaxpar.data.progress import Progress
 from jaxpar.data.readers import PIECE_CHARS, ReadOptions
-from jaxpar.data.tokenizer import ByteTokenizer, Tokenizer, read_tokenizer_json, train_bpe
+from jaxpar.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer, train_bpe
 from jaxpar.data.writer import SplitWriter, unigram_entropy, whole_folder
 
 #: `--tokenizer bpe:N` trains one.
@@ -42,7 +41,7 @@ class PrepareOptions:
     """Turn text into a folder of tokens that the trainer reads."""
 
     input: tuple[str, ...]
-    """Files (.txt, .jsonl, .jsonl.gz, .parquet), folders of them, or `stdlib`: Python's sources."""
+    """Files of text (see docs/data.md), folders of them, or `stdlib`: Python's sources."""
     output: str
     """Folder to write. It appears only when it is complete."""
     tokenizer: str = "bytes"
@@ -136,20 +135,13 @@ def _make_tokenizer(
     options: PrepareOptions, sources: Sequence[Source], progress: Progress
 ) -> Tokenizer:
     spec = options.tokenizer
-    if spec == ByteTokenizer.kind:
-        return ByteTokenizer()
     if spec.startswith(BPE) and spec.removeprefix(BPE).isdecimal():
         progress.say(f"training a tokenizer, {spec}")
         bpe = train_bpe(_sample(sources, options), asked := int(spec.removeprefix(BPE)))
         if bpe.vocab_size < asked:
             progress.say(f"the text has no more pairs to merge: {bpe.vocab_size:,} tokens")
         return bpe
-    path = Path(spec) / TOKENIZER_FILE if Path(spec).is_dir() else Path(spec)
-    if not path.is_file():
-        rule = "is neither bytes, nor bpe:N, nor the path of a tokenizer.json"
-        fix = "use bpe:8192, or download the tokenizer.json first"
-        raise ConfigError("--tokenizer", spec, rule, fix)
-    return read_tokenizer_json(path, options.eos_token)
+    return open_tokenizer(spec, options.eos_token)
 
 
 def _sample(sources: Sequence[Source], options: PrepareOptions) -> Iterator[str]:

@@ -18,6 +18,9 @@ from jaxpar.config import ConfigError
 #: Longest text handed to a tokenizer at once, in characters: bounds memory, not documents.
 PIECE_CHARS = 1 << 20
 
+#: Compressed bytes asked for at a time.
+READ_BYTES = 1 << 20
+
 #: Longest .txt document that is looked through for a separator, in characters.
 MAX_SEPARATED_CHARS = 1 << 28
 
@@ -48,64 +51,28 @@ def read_text(file: BinaryIO, path: Path, options: ReadOptions) -> Iterator[Piec
     chunks = iter(lambda: text.read(PIECE_CHARS), "")
     try:
         if options.separator is None:
-            yield from _cut(chunks, file.tell)
+            yield from cut(chunks, file.tell)
         else:
             for document in _separated(chunks, options.separator, path):
-                yield from _cut([document], file.tell)
+                yield from cut([document], file.tell)
     except UnicodeDecodeError as error:
         line = _first_line_not_utf8(path)
-        raise _broken(f"{path}:{line}", "is not UTF-8", "convert the file to UTF-8") from error
+        raise broken(f"{path}:{line}", "is not UTF-8", "convert the file to UTF-8") from error
 
 
 def read_jsonl(file: BinaryIO, path: Path, options: ReadOptions) -> Iterator[Piece]:
-    """The documents of a JSON Lines file: one object per line, blank lines allowed."""
-    yield from _json_lines(file, file.tell, path, options.text_field)
+    """The documents of a JSON Lines file, compressed or not, by its name."""
+    field = options.text_field
+    for where, record in json_records(file, path):
+        if not isinstance(record, dict) or field not in record:
+            rule = f"is not a JSON object with the field {field!r}"
+            raise broken(where, rule, "name the field of text with --text-field")
+        yield from cut([valid_text(record[field], where, f"field {field!r}")], file.tell)
 
 
-def read_jsonl_gz(file: BinaryIO, path: Path, options: ReadOptions) -> Iterator[Piece]:
-    """The documents of a gzipped JSON Lines file."""
-    try:
-        with gzip.open(file) as lines:
-            yield from _json_lines(lines, file.tell, path, options.text_field)
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        rule = f"is not a whole gzip file ({error})"
-        raise _broken(str(path), rule, "download or compress it again") from error
-
-
-def read_parquet(file: BinaryIO, path: Path, options: ReadOptions) -> Iterator[Piece]:
-    """The documents of a Parquet file: one column of strings, read in small batches of rows."""
-    pyarrow = _import_pyarrow(path)
-    field, row = options.text_field, 0
-    try:
-        table = pyarrow.parquet.ParquetFile(file)
-        columns = table.schema_arrow.names
-        if field not in columns:
-            rule = f"has no column {field!r}, only {', '.join(columns)}"
-            raise _broken(str(path), rule, "name the column of text with --text-field")
-        for batch in table.iter_batches(batch_size=256, columns=[field]):
-            for value in batch.column(0).to_pylist():
-                row += 1
-                text = _valid_text(value, f"{path}, row {row}", f"column {field!r}")
-                yield from _cut([text], file.tell)
-    except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
-        where = f"{path}, after row {row}"
-        raise _broken(where, f"is not readable Parquet ({error})", "write it again") from error
-
-
-def _import_pyarrow(path: Path) -> Any:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ModuleNotFoundError as error:
-        fix = "pip install 'jaxpar[parquet]'"
-        raise _broken(str(path), "needs pyarrow, which is not installed", fix) from error
-    return pyarrow
-
-
-def _json_lines(
-    lines: Iterable[bytes], tell: Callable[[], int], path: Path, field: str
-) -> Iterator[Piece]:
-    for number, line in enumerate(lines, start=1):
+def json_records(file: BinaryIO, path: Path) -> Iterator[tuple[str, Any]]:
+    """The values of a JSON Lines file, each with its place; blank lines are allowed."""
+    for number, line in enumerate(_lines(file, path), start=1):
         if not line.strip():
             continue
         where = f"{path}:{number}"
@@ -113,22 +80,56 @@ def _json_lines(
             record = json.loads(line.decode("utf-8"))
         except (ValueError, RecursionError) as error:
             fix = "repair or remove the line"
-            raise _broken(where, f"is not a line of JSON ({error})", fix) from error
-        if not isinstance(record, dict) or field not in record:
-            rule = f"is not a JSON object with the field {field!r}"
-            raise _broken(where, rule, "name the field of text with --text-field")
-        yield from _cut([_valid_text(record[field], where, f"field {field!r}")], tell)
+            raise broken(where, f"is not a line of JSON ({error})", fix) from error
+        yield where, record
 
 
-def _valid_text(value: Any, where: str, what: str) -> str:
+def _lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
+    kind = path.suffix.lower()
+    if kind not in (".gz", ".zst"):
+        yield from file
+        return
+    try:
+        with gzip.open(file) if kind == ".gz" else _open_zst(file, path) as lines:
+            yield from lines
+    except (gzip.BadGzipFile, EOFError, zlib.error, OSError) as error:
+        name = "gzip" if kind == ".gz" else "zstd"
+        rule = f"is not a whole {name} file ({error})"
+        raise broken(str(path), rule, "download or compress it again") from error
+
+
+def _open_zst(file: BinaryIO, path: Path) -> BinaryIO:
+    # pyarrow, unlike most readers of Zstandard, tells a cut file from one that ends.
+    pyarrow = import_pyarrow(path)
+    stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), "zstd")
+    return io.BufferedReader(stream, READ_BYTES)
+
+
+def import_pyarrow(path: Path) -> Any:
+    """pyarrow, which takes half a second to import and is an extra.
+
+    Raises:   ConfigError when it is not installed.
+    """
+    try:
+        import pyarrow
+        import pyarrow.ipc
+        import pyarrow.parquet
+    except ModuleNotFoundError as error:
+        fix = "pip install 'jaxpar[parquet]'"
+        raise broken(str(path), "needs pyarrow, which is not installed", fix) from error
+    return pyarrow
+
+
+def valid_text(value: Any, where: str, what: str) -> str:
+    """The value, if it is text that can be written as UTF-8; otherwise raises ConfigError."""
     if not isinstance(value, str):
         rule = f"{what} must be text, not {type(value).__name__}"
-        raise _broken(where, rule, "remove it, or use --text-field")
+        raise broken(where, rule, "remove it, or use --text-field")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
         # JSON can spell half of a surrogate pair, which is no character.
-        raise _broken(where, f"{what} is not Unicode ({error})", "repair or remove it") from error
+        raise broken(where, f"{what} is not Unicode ({error})", "repair or remove it") from error
     return value
 
 
@@ -140,11 +141,11 @@ def _separated(chunks: Iterable[str], separator: str, path: Path) -> Iterator[st
         if len(rest) > MAX_SEPARATED_CHARS:
             rule = f"no {separator!r} within {MAX_SEPARATED_CHARS:,} characters"
             fix = "use a --separator that the file holds, or none"
-            raise _broken(str(path), rule, fix)
+            raise broken(str(path), rule, fix)
     yield rest
 
 
-def _cut(chunks: Iterable[str], tell: Callable[[], int]) -> Iterator[Piece]:
+def cut(chunks: Iterable[str], tell: Callable[[], int]) -> Iterator[Piece]:
     """One document as pieces, each cut after a line where there is one to cut after."""
     rest = ""
     for chunk in chunks:
@@ -168,5 +169,6 @@ def _first_line_not_utf8(path: Path) -> int:
     raise AssertionError(f"{path} changed while it was read")
 
 
-def _broken(where: str, rule: str, fix: str) -> ConfigError:
+def broken(where: str, rule: str, fix: str) -> ConfigError:
+    """The error for a place in an input file."""
     return ConfigError("--input", where, rule, fix)

@@ -15,7 +15,7 @@ import numpy as np
 import tokenizers
 
 from jaxpar.config import ConfigError
-from jaxpar.data.meta import META_FILE, TOKENIZER_FILE, read_meta
+from jaxpar.data.meta import META_FILE, NO_TOKENIZER, TOKENIZER_FILE, read_meta
 
 EOS_TOKEN = "<|endoftext|>"
 
@@ -31,6 +31,10 @@ class Tokenizer(Protocol):
     eos_id: int
     eos_token: str
     fingerprint: str
+
+    def id_of(self, token: str) -> int | None:
+        """Id of a special token by its text; None if there is no such token."""
+        ...
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids of a text, int32 [tokens], without an end of text."""
@@ -60,6 +64,10 @@ class ByteTokenizer:
     eos_id = 256
     eos_token = EOS_TOKEN
     fingerprint = hashlib.sha256(b"bytes 0-255, end of text 256").hexdigest()
+
+    def id_of(self, token: str) -> int | None:
+        """Id of the end of text, the only special token."""
+        return self.eos_id if token == self.eos_token else None
 
     def encode(self, text: str) -> np.ndarray:
         """Bytes of the text, int32 [bytes]."""
@@ -100,6 +108,10 @@ class JsonTokenizer:
             raise ValueError(f"the tokenizer has no token {eos_token!r}")
         self.eos_id, self.eos_token = eos_id, eos_token
         self.fingerprint = hashlib.sha256(json_text.encode()).hexdigest()
+
+    def id_of(self, token: str) -> int | None:
+        """Id of a token by its text; None if there is no such token."""
+        return self._tokenizer.token_to_id(token)
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids of a text, int32 [tokens], without special tokens."""
@@ -155,6 +167,21 @@ def read_tokenizer_json(path: str | Path, eos_token: str | None = None) -> JsonT
     return JsonTokenizer(json_text, found[0])
 
 
+def open_tokenizer(spec: str, eos_token: str | None = None) -> Tokenizer:
+    """The tokenizer that an option names: `bytes`, a tokenizer.json, or the folder of one.
+
+    Raises:   ConfigError("--tokenizer", ...) when it is none of these, or cannot be read.
+    """
+    if spec == ByteTokenizer.kind:
+        return ByteTokenizer()
+    path = Path(spec) / TOKENIZER_FILE if Path(spec).is_dir() else Path(spec)
+    if not path.is_file():
+        rule = "is neither bytes, nor bpe:N, nor the path of a tokenizer.json"
+        fix = "use bpe:8192, or download the tokenizer.json first"
+        raise ConfigError("--tokenizer", spec, rule, fix)
+    return read_tokenizer_json(path, eos_token)
+
+
 def train_bpe(texts: Iterable[str], vocab_size: int) -> JsonTokenizer:
     """A byte-level BPE with `EOS_TOKEN` as id 0, learned from a sample of text.
 
@@ -188,6 +215,9 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     meta = read_meta(folder)
     if meta.tokenizer == ByteTokenizer.kind:
         return ByteTokenizer()
+    if meta.tokenizer == NO_TOKENIZER:
+        fix = "convert it again with --tokenizer"
+        raise ConfigError("data.path", str(folder), "was converted without its tokenizer", fix)
     path = Path(folder) / TOKENIZER_FILE
     fix = "copy the original tokenizer.json there, or prepare the dataset again"
     if not path.is_file():

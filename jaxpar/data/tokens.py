@@ -9,10 +9,12 @@ from jaxpar.config import ConfigError
 from jaxpar.data.meta import (
     PREPARE,
     SPLITS,
+    TRAIN,
     Meta,
     SplitMeta,
     documents_file,
     read_meta,
+    targets_file,
     tokens_file,
 )
 
@@ -21,16 +23,29 @@ from jaxpar.data.meta import (
 class TokenDataset:
     """The tokens of one split and where its documents start."""
 
-    folder: Path
+    path: Path
+    """Folder or file, as given."""
     split: str
-    meta: Meta
+    vocab_size: int
+    """One more than the largest token id that may occur."""
+    fingerprint: str
+    """Identity of the data, wherever it lies."""
     tokens: np.ndarray
-    """uint16 or uint32 [num_tokens], memory-mapped."""
+    """Unsigned or signed integers [num_tokens], memory-mapped."""
     document_offsets: np.ndarray
-    """int64 [num_documents + 1], memory-mapped: increasing from 0 to num_tokens."""
+    """int64 [num_documents + 1]: increasing from 0 to num_tokens."""
+    file: Path
+    """Where the tokens are, and after how many bytes of header."""
+    header_bytes: int = 0
+    meta: Meta | None = None
+    """What meta.json says, in a folder that has one."""
+    targets: np.ndarray | None = None
+    """uint8 [num_tokens], memory-mapped: 1 where the loss is taken. None: everywhere."""
+    knows_documents: bool = True
+    """Whether it is known where documents end. If not, all of it is one."""
 
     @classmethod
-    def open(cls, folder: str | Path, split: str = "train") -> "TokenDataset":
+    def open(cls, folder: str | Path, split: str = TRAIN) -> "TokenDataset":
         """Map a split of a dataset folder.
 
         Raises:   ConfigError("data.path", ...) when the folder is no dataset, the split is empty,
@@ -45,32 +60,40 @@ class TokenDataset:
             fix = "prepare it with --holdout 0.02, or use --evaluation.every 0"
             raise ConfigError("data.path", str(folder), f"has an empty {split} split", fix)
         return cls(
-            folder=folder,
+            path=folder,
             split=split,
-            meta=meta,
+            vocab_size=meta.vocab_size,
+            fingerprint=meta.fingerprint,
             tokens=_map_tokens(folder, split, meta),
             document_offsets=_map_offsets(folder, split, sizes),
+            file=folder / tokens_file(split),
+            meta=meta,
+            targets=_map_targets(folder, split, sizes),
         )
 
     @property
     def num_tokens(self) -> int:
         """Tokens, ends of text included."""
-        return self.sizes.num_tokens
+        return len(self.tokens)
 
     @property
     def num_documents(self) -> int:
         """Documents."""
-        return self.sizes.num_documents
+        return len(self.document_offsets) - 1
 
     @property
-    def sizes(self) -> SplitMeta:
-        """What meta.json records of this split."""
-        return self.meta.splits[self.split]
+    def bytes_per_token(self) -> float | None:
+        """UTF-8 bytes of text per token: bits per byte = loss / log(2) / bytes_per_token.
 
-    @property
-    def bytes_per_token(self) -> float:
-        """UTF-8 bytes of text per token: bits per byte = loss / log(2) / bytes_per_token."""
-        return self.sizes.num_bytes / self.sizes.num_tokens
+        None where nobody recorded how long the text was.
+        """
+        num_bytes = self.meta.splits[self.split].num_bytes if self.meta else 0
+        return num_bytes / self.num_tokens if num_bytes else None
+
+    def place(self, token: int) -> str:
+        """Where a token is, for an error."""
+        at = self.header_bytes + token * self.tokens.dtype.itemsize
+        return f"token {token:,} of {self.file} (byte {at:,})"
 
 
 def _map_tokens(folder: Path, split: str, meta: Meta) -> np.ndarray:
@@ -81,6 +104,17 @@ def _map_tokens(folder: Path, split: str, meta: Meta) -> np.ndarray:
         state = "is missing" if found is None else f"has {found:,} bytes"
         raise _damaged(folder, f"{path} {state}, and meta.json records {expected:,} bytes")
     return np.memmap(path, dtype, mode="r")
+
+
+def _map_targets(folder: Path, split: str, sizes: SplitMeta) -> np.ndarray | None:
+    if not sizes.targets_sha256:
+        return None
+    path = folder / targets_file(split)
+    found = path.stat().st_size if path.is_file() else None
+    if found != sizes.num_tokens:
+        state = "is missing" if found is None else f"has {found:,} bytes"
+        raise _damaged(folder, f"{path} {state}, and there are {sizes.num_tokens:,} tokens")
+    return np.memmap(path, np.uint8, mode="r")
 
 
 def _map_offsets(folder: Path, split: str, sizes: SplitMeta) -> np.ndarray:

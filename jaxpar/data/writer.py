@@ -11,7 +11,14 @@ from pathlib import Path
 import numpy as np
 
 from jaxpar.config import ConfigError
-from jaxpar.data.meta import DATASET_FILES, SplitMeta, documents_file, token_dtype, tokens_file
+from jaxpar.data.meta import (
+    DATASET_FILES,
+    SplitMeta,
+    documents_file,
+    targets_file,
+    token_dtype,
+    tokens_file,
+)
 
 #: Tokens held back before a write: enough to make counting them by vocabulary worth its while.
 FLUSH_TOKENS = 1 << 20
@@ -25,12 +32,15 @@ class SplitWriter:
         self._dtype = token_dtype(vocab_size)
         self._path = folder / tokens_file(split)
         self._path.touch()
-        self._hash = hashlib.sha256()
+        self._hash, self._targets_hash = hashlib.sha256(), hashlib.sha256()
         self._held: list[np.ndarray] = []
         self._held_tokens = 0
         self._offsets = array("q", [0])
-        self._num_bytes = 0
+        #: UTF-8 bytes of text so far; 0 where nobody knows.
+        self.num_bytes = 0
         self.num_tokens = 0
+        #: Tokens of conversations that the loss is taken of.
+        self.num_targets = 0
         #: How often each token occurs, int64 [vocab_size]; complete once closed.
         self.token_counts = np.zeros(vocab_size, np.int64)
 
@@ -41,10 +51,38 @@ class SplitWriter:
                   num_bytes: length of its text in UTF-8.
         """
         self._hold(ids)
-        self._num_bytes += num_bytes
+        self.num_bytes += num_bytes
         if last:
             self._hold(self._eos)
             self._offsets.append(self.num_tokens)
+
+    def copy(self, ids: np.ndarray) -> None:
+        """Add tokens, ends of text among them, as they are.
+
+        Args:     ids: integers [tokens], none negative.
+        """
+        self._hold(ids)
+
+    def append_conversation(self, ids: np.ndarray, targets: np.ndarray) -> None:
+        """Add a document of which some tokens are targets. A split has only such, or none.
+
+        Args:     ids: integers [tokens].
+                  targets: bool [tokens].
+        """
+        self._hold(ids)
+        self._offsets.append(self.num_tokens)
+        marks = targets.astype(np.uint8).tobytes()
+        with (self._folder / targets_file(self._split)).open("ab") as file:
+            file.write(marks)
+        self._targets_hash.update(marks)
+        self.num_targets += int(targets.sum())
+
+    def end_documents(self, ends: np.ndarray) -> None:
+        """Mark where copied documents end.
+
+        Args:     ends: int64, increasing: tokens of this split before each end.
+        """
+        self._offsets.frombytes(np.ascontiguousarray(ends, np.int64).tobytes())
 
     def close(self) -> SplitMeta:
         """Write what is held back and the document offsets."""
@@ -53,8 +91,9 @@ class SplitWriter:
         return SplitMeta(
             num_tokens=self.num_tokens,
             num_documents=len(self._offsets) - 1,
-            num_bytes=self._num_bytes,
+            num_bytes=self.num_bytes,
             sha256=self._hash.hexdigest(),
+            targets_sha256=self._targets_hash.hexdigest() if self.num_targets else "",
         )
 
     def _hold(self, ids: np.ndarray) -> None:

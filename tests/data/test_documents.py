@@ -33,19 +33,53 @@ def jsonl(texts: list[str], field: str = "text") -> bytes:
 
 def write_parquet(path: Path, texts: list, column: str = "text") -> None:
     """Several row groups and a second column."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.table({"id": range(len(texts)), column: texts}), path, row_group_size=7)
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".parquet"])
+def zstd(data: bytes) -> bytes:
+    """A Zstandard frame."""
+    output = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(output, "zstd") as stream:
+        stream.write(data)
+    return output.getvalue().to_pybytes()
+
+
+def write_arrow(path: Path, texts: list, column: str = "text", *, stream: bool = False) -> None:
+    """Several batches and a second column."""
+    table = pa.table({"id": range(len(texts)), column: texts})
+    new = pa.ipc.new_stream if stream else pa.ipc.new_file
+    with new(path, table.schema) as writer:
+        writer.write_table(table, max_chunksize=7)
+
+
+def save_to_disk(folder: Path, *shards: list[str]) -> None:
+    """What `datasets.save_to_disk` leaves, as far as it is read, and a cache of the library's."""
+    folder.mkdir(parents=True)
+    names = [f"data-{i:05}-of-{len(shards):05}.arrow" for i in range(len(shards))]
+    for name, texts in zip(names, shards, strict=True):
+        write_arrow(folder / name, texts, stream=True)
+    write_arrow(folder / "cache-0123.arrow", ["cached"], stream=True)
+    state = {"_data_files": [{"filename": name} for name in names], "_split": None}
+    (folder / "state.json").write_text(json.dumps(state))
+    (folder / "dataset_info.json").write_text("{}")
+
+
+FORMATS = [".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow", ".stream.arrow"]
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
 @pytest.mark.parametrize("field", ["text", "body"])
 def test_formats_hold_the_same(suffix, field, texts, tmp_path):
-    """JSON Lines, gzipped or not, and Parquet."""
+    """JSON Lines, compressed or not, Parquet, and both kinds of Arrow file."""
     path = tmp_path / f"data{suffix}"
     if suffix == ".parquet":
         write_parquet(path, texts, field)
+    elif suffix.endswith("arrow"):
+        write_arrow(path, texts, field, stream="stream" in suffix)
     else:
-        data = jsonl(texts, field)
-        path.write_bytes(gzip.compress(data) if suffix.endswith("gz") else data)
+        compress = {"gz": gzip.compress, "zst": zstd}.get(suffix.rpartition(".")[2], bytes)
+        path.write_bytes(compress(jsonl(texts, field)))
     assert documents(path, text_field=field) == texts
 
 
@@ -58,6 +92,40 @@ def test_text_files_and_folders(texts, tmp_path):
     (tmp_path / "README.md").write_text("not a document")
     assert documents(tmp_path) == texts[1:5]
     assert documents(tmp_path / "c.jsonl", tmp_path / "a.txt") == [*texts[3:5], texts[1]]
+
+
+def test_hugging_face_folders(texts, tmp_path):
+    """The shards that state.json names, in its order, wherever the folder lies; no caches."""
+    save_to_disk(tmp_path / "saved" / "train", texts[10:], texts[:10])
+    assert documents(tmp_path / "saved" / "train") == texts[10:] + texts[:10]
+    assert documents(tmp_path) == texts[10:] + texts[:10]
+    write_parquet(tmp_path / "hub" / "train-00001-of-00002.parquet", texts[3:])
+    write_parquet(tmp_path / "hub" / "train-00000-of-00002.parquet", texts[:3])
+    assert documents(tmp_path / "hub") == texts
+
+
+def test_hugging_face_folders_that_cannot_be_read(tmp_path):
+    """Several splits, a missing shard, a state.json of something else."""
+    for split in ("train", "test"):
+        save_to_disk(tmp_path / "all" / split, ["a"])
+    (tmp_path / "all" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(ConfigError, match="is a dataset of splits: test, train") as error:
+        documents(tmp_path / "all")
+    assert str(tmp_path / "all" / "train") in error.value.fix
+    train = tmp_path / "all" / "train"
+    (train / "data-00000-of-00001.arrow").unlink()
+    with pytest.raises(ConfigError, match=r"is missing, and .*state\.json names it"):
+        documents(train)
+    for text in ("{", "[]", '{"_data_files": [1]}'):
+        (train / "state.json").write_text(text)
+        with pytest.raises(ConfigError, match=r"is not what `datasets\.save_to_disk` writes"):
+            documents(train)
+
+
+def test_a_link_to_the_folder_above_is_not_followed(texts, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(jsonl(texts))
+    (tmp_path / "loop").symlink_to(tmp_path, target_is_directory=True)
+    assert documents(tmp_path) == texts
 
 
 @pytest.mark.parametrize("separator", ["\n\n", "<|endoftext|>"])
@@ -127,12 +195,12 @@ def test_stdlib():
         (b'{"text": "\\ud800"}', ":4", "is not Unicode"),
     ],
 )
-@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
 def test_broken_line(line, where, rule, suffix, tmp_path):
     """File, line, rule."""
     path = tmp_path / f"bad{suffix}"
     data = jsonl(["fine", "fine"]) + b"\n" + line
-    path.write_bytes(gzip.compress(data) if suffix.endswith("gz") else data)
+    path.write_bytes({".gz": gzip.compress, ".zst": zstd}.get(path.suffix, bytes)(data))
     with pytest.raises(ConfigError, match=rule) as error:
         documents(path)
     assert error.value.value == f"{path}{where}"
@@ -154,6 +222,36 @@ def test_truncated_gzip(keep, tmp_path):
     path.write_bytes(gzip.compress(jsonl(["text"] * 1000))[:keep])
     with pytest.raises(ConfigError, match="is not a whole gzip file"):
         documents(path)
+
+
+@pytest.mark.parametrize("damage", ["middle", "end", "bytes"])
+def test_truncated_zstd(damage, tmp_path):
+    """A download that stopped, in the data or in its last bytes; no Zstandard at all."""
+    data = zstd(jsonl([f"text {i}" for i in range(20_000)]))
+    spoilt = {"middle": data[: len(data) // 2], "end": data[:-3], "bytes": b"nonsense" * 9}
+    path = tmp_path / "cut.jsonl.zst"
+    path.write_bytes(spoilt[damage])
+    with pytest.raises(ConfigError, match="is not a whole zstd file"):
+        documents(path)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("damage", ["nonsense", "cut", "empty", "end"])
+def test_broken_arrow(stream, damage, tmp_path):
+    """No Arrow, or cut off; after which row, if some could be read."""
+    path = tmp_path / "bad.arrow"
+    write_arrow(path, [f"text {i}" for i in range(100)], stream=stream)
+    data = path.read_bytes()
+    ends = {"nonsense": b"ARROW1" + b"x" * 99, "cut": data[:-900], "empty": b"", "end": data[:-8]}
+    path.write_bytes(ends[damage])
+    with pytest.raises(ConfigError, match="is not readable Arrow") as error:
+        documents(path)
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
+    write_arrow(path, ["a", None], stream=stream)
+    with pytest.raises(ConfigError, match=r"row 2.*must be text, not NoneType"):
+        documents(path)
+    with pytest.raises(ConfigError, match="has no column 'body', only id, text"):
+        documents(path, text_field="body")
 
 
 def test_broken_parquet(tmp_path):

@@ -116,7 +116,7 @@ def test_held_out_batches_are_in_text_order_and_wrap_around(cfg, dataset):
     """Window i, modulo the split, whatever the seed."""
     cfg = replace(cfg, **{"train.seed": 7})
     loader, opened = Loader(cfg, make_mesh(), "val"), TokenDataset.open(dataset, "val")
-    count = loader.windows_per_epoch
+    (count,) = loader.windows_per_epoch
     assert count == (opened.num_tokens - 1) // LENGTH
     step = count // BATCH  # The batch that holds the last window, or the first of the next round.
     for s in (0, step):

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 from jaxpar import checkpoint, guard, sample
-from jaxpar.config import ConfigError, from_json, replace
+from jaxpar.config import ConfigError, replace
+from jaxpar.config_json import from_json
 from jaxpar.data import load_tokenizer
 from jaxpar.data.meta import read_meta
 from jaxpar.generation import Sampling, config_for_sampling

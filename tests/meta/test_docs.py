@@ -13,7 +13,7 @@ import tyro
 from jaxpar import bench, cli, verify
 from jaxpar.config import ConfigError
 from jaxpar.convert.__main__ import read_options
-from jaxpar.data.prepare import PrepareOptions
+from jaxpar.data.__main__ import read_command as read_data_command
 from jaxpar.evaluate import Options as EvaluateOptions
 from jaxpar.parallel.schedule import Schedule
 from jaxpar.sample import Options
@@ -89,7 +89,14 @@ def commands(text: str) -> Iterator[list[str]]:
         found = None if line.startswith("$ ") else re.search(r"python -m (jaxpar\S*.*)", line)
         words = shlex.split(found.group(1), comments=True) if found else []
         placeholder = any(w.split(".")[-1].isupper() or "..." in w for w in words)
-        mention = words[1:] in ([], ["prepare"], ["train"])
+        mention = words[1:] in (
+            [],
+            ["prepare"],
+            ["prepare-chat"],
+            ["convert"],
+            ["inspect"],
+            ["train"],
+        )
         if words and not placeholder and not mention:
             yield words
 
@@ -115,8 +122,7 @@ def check_command(words: list[str]) -> None:
         case "jaxpar.convert":
             read_options(args)
         case "jaxpar.data":
-            assert args.pop(0) == "prepare"
-            tyro.cli(PrepareOptions, args=args, config=(tyro.conf.FlagCreatePairsOff,))
+            read_data_command(args)
         case _:
             raise AssertionError(f"no check for {program}: add it here")
 

@@ -1,0 +1,225 @@
+"""`python -m jaxpar.data convert`: tokens from one format to another, in bounded memory."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from jaxpar.config import ConfigError
+from jaxpar.data import bin_file, megatron
+from jaxpar.data.meta import (
+    META_FILE,
+    NO_TOKENIZER,
+    TRAIN,
+    VAL,
+    Meta,
+    SplitMeta,
+    meta_to_json,
+    token_dtype,
+)
+from jaxpar.data.progress import Progress
+from jaxpar.data.sources import open_tokens
+from jaxpar.data.token_file import chunks
+from jaxpar.data.tokenizer import Tokenizer, open_tokenizer
+from jaxpar.data.tokens import TokenDataset
+from jaxpar.data.writer import SplitWriter, unigram_entropy, whole_folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions:
+    """Copy tokens, as they are, into another format; several inputs one after the other."""
+
+    input: tuple[str, ...]
+    """Whatever `data.path` can be: dataset folders, Megatron pairs, .bin files."""
+    output: str
+    """jaxpar: a folder. megatron: a prefix, to which .bin and .idx are added. Others: a file."""
+    to: Literal["jaxpar", "megatron", "nanogpt", "llmc"]
+    """Format to write."""
+    split: Literal["train", "val"] = "train"
+    """Which split of input folders is read."""
+    held_out: tuple[str, ...] = ()
+    """Files of held-out tokens, for a jaxpar folder's val split."""
+    eos_id: int | None = None
+    """Token that ends a document, for inputs that do not mark documents."""
+    tokenizer: str | None = None
+    """What made the tokens: a tokenizer.json, or bytes. A jaxpar folder keeps it for `sample`."""
+    overwrite: bool = False
+    """Replace what is at the output."""
+
+
+def convert(options: ConvertOptions, progress: Progress | None = None) -> str:
+    """Write the tokens of the inputs in another format.
+
+    Returns:  what was written, in one line.
+    Raises:   ConfigError for an input that cannot be used, or a format that cannot hold it.
+    """
+    progress = progress or Progress()
+    tokenizer = open_tokenizer(options.tokenizer) if options.tokenizer is not None else None
+    inputs = _opened(options.input, options.split, options, tokenizer)
+    if options.to == "jaxpar":
+        _write_folder(options, inputs, tokenizer, progress)
+    elif options.held_out:
+        rule, fix = f"is of a folder, and --to is {options.to}", "convert it on its own"
+        raise ConfigError("--held-out", options.held_out[0], rule, fix)
+    else:
+        _write_files(options, inputs, _vocab_size(inputs, tokenizer), progress)
+    num_tokens = sum(dataset.num_tokens for dataset in inputs)
+    return f"{options.output}: {num_tokens:,} tokens ({options.to})"
+
+
+def _opened(
+    paths: Sequence[str], split: str, options: ConvertOptions, tokenizer: Tokenizer | None
+) -> list[TokenDataset]:
+    if not paths:
+        raise ConfigError("--input", "", "must name tokens to read", "use --input data/stdlib")
+    eos_id = options.eos_id if tokenizer is None else tokenizer.eos_id
+    marked = options.to in ("jaxpar", "megatron")
+    datasets = []
+    for path in paths:
+        try:
+            dataset = open_tokens(path, split, eos_id, whole=split == VAL)
+        except ConfigError as error:
+            raise ConfigError("--input", error.value, error.rule, error.fix) from error
+        if marked and not dataset.knows_documents:
+            rule = f"is needed: {dataset.file} does not say where its documents end"
+            raise ConfigError("--eos-id", None, rule, "use --eos-id 50256 for GPT-2's tokens")
+        if tokenizer is not None and dataset.vocab_size > tokenizer.vocab_size:
+            rule = f"has {tokenizer.vocab_size} tokens, and {path} holds {dataset.vocab_size - 1}"
+            raise ConfigError("--tokenizer", options.tokenizer, rule, "name the one that made it")
+        if dataset.targets is not None:
+            rule = "is chat data, and convert does not keep which tokens are targets"
+            raise ConfigError("--input", str(path), rule, "use the folder as it is")
+        datasets.append(dataset)
+    return datasets
+
+
+def _vocab_size(inputs: Sequence[TokenDataset], tokenizer: Tokenizer | None) -> int:
+    return tokenizer.vocab_size if tokenizer else max(dataset.vocab_size for dataset in inputs)
+
+
+# ------------------------------------------------------------------------- a dataset folder
+
+
+def _write_folder(
+    options: ConvertOptions,
+    inputs: Sequence[TokenDataset],
+    tokenizer: Tokenizer | None,
+    progress: Progress,
+) -> None:
+    eos_id = tokenizer.eos_id if tokenizer else options.eos_id
+    if eos_id is None:
+        rule = "is needed: the folder records which token ends a document"
+        raise ConfigError("--eos-id", None, rule, "use --eos-id, or --tokenizer tokenizer.json")
+    held_out = _opened(options.held_out, VAL, options, tokenizer) if options.held_out else []
+    vocab_size = max(_vocab_size([*inputs, *held_out], tokenizer), eos_id + 1)
+    with whole_folder(options.output, options.overwrite) as folder:
+        splits, entropy = {}, 0.0
+        for split, datasets in ((TRAIN, inputs), (VAL, held_out)):
+            writer = SplitWriter(folder, split, vocab_size, eos_id)
+            splits[split] = _copy(datasets, writer, progress)
+            if split == TRAIN:
+                entropy = unigram_entropy(writer.token_counts)
+        meta = Meta(
+            dtype=token_dtype(vocab_size).name,
+            vocab_size=vocab_size,
+            eos_id=eos_id,
+            eos_token=tokenizer.eos_token if tokenizer else "",
+            tokenizer=tokenizer.kind if tokenizer else NO_TOKENIZER,
+            tokenizer_fingerprint=tokenizer.fingerprint if tokenizer else "",
+            unigram_entropy=entropy,
+            inputs=(*options.input, *options.held_out),
+            holdout=0.0,
+            splits=splits,
+        )
+        if tokenizer is not None:
+            tokenizer.save(folder)
+        (folder / META_FILE).write_text(meta_to_json(meta), "utf-8")
+
+
+def _copy(datasets: Sequence[TokenDataset], writer: SplitWriter, progress: Progress) -> SplitMeta:
+    total = sum(dataset.tokens.nbytes for dataset in datasets)
+    for dataset in datasets:
+        before = writer.num_tokens
+        for _, chunk in chunks(dataset.tokens):
+            writer.copy(chunk)
+            itemsize = chunk.dtype.itemsize
+            progress.advance(writer.num_tokens * itemsize, total, writer.num_tokens)
+        writer.end_documents(before + dataset.document_offsets[1:])
+        if dataset.meta is not None:
+            writer.num_bytes += dataset.meta.splits[dataset.split].num_bytes
+    if any(dataset.meta is None for dataset in datasets):
+        writer.num_bytes = 0  # Unknown of some, hence of all.
+    return writer.close()
+
+
+# ---------------------------------------------------------------------------- other formats
+
+
+def _write_files(
+    options: ConvertOptions, inputs: Sequence[TokenDataset], vocab_size: int, progress: Progress
+) -> None:
+    num_tokens = sum(dataset.num_tokens for dataset in inputs)
+    output, index = Path(options.output), b""
+    header: tuple[bytes, np.dtype]
+    if options.to == "megatron":
+        header = b"", megatron.token_dtype(vocab_size)
+        index = megatron.index_bytes(header[1], _offsets(inputs))
+        files = [output.with_name(f"{output.name}.bin"), output.with_name(f"{output.name}.idx")]
+    else:
+        make = {"nanogpt": bin_file.nanogpt_header, "llmc": bin_file.llmc_header}[options.to]
+        header, files = make(vocab_size, num_tokens), [output]
+    _check_outputs(files, inputs, options.overwrite)
+    with _complete(files) as parts:
+        if index:
+            parts[1].write_bytes(index)
+        with parts[0].open("wb") as file:
+            file.write(header[0])
+            for written, chunk in _all_chunks(inputs):
+                file.write(chunk.astype(header[1]).tobytes())
+                progress.advance(written, num_tokens, written)
+
+
+def _all_chunks(inputs: Sequence[TokenDataset]) -> Iterator[tuple[int, np.ndarray]]:
+    written = 0
+    for dataset in inputs:
+        for _, chunk in chunks(dataset.tokens):
+            written += len(chunk)
+            yield written, chunk
+
+
+def _offsets(inputs: Sequence[TokenDataset]) -> np.ndarray:
+    parts, before = [np.zeros(1, np.int64)], 0
+    for dataset in inputs:
+        parts.append(before + dataset.document_offsets[1:])
+        before += dataset.num_tokens
+    return np.concatenate(parts)
+
+
+def _check_outputs(files: list[Path], inputs: Sequence[TokenDataset], overwrite: bool) -> None:
+    read = {dataset.file.resolve() for dataset in inputs}
+    for file in files:
+        if file.resolve() in read:
+            raise ConfigError("--output", str(file), "is an input", "name another file")
+        if file.is_dir():
+            raise ConfigError("--output", str(file), "is a folder", "name a file")
+        if file.exists() and not overwrite:
+            fix = "add --overwrite to replace it, or name another file"
+            raise ConfigError("--output", str(file), "exists", fix)
+
+
+@contextmanager
+def _complete(files: list[Path]) -> Iterator[list[Path]]:
+    """Files to write that get their names when all are whole, and vanish if the block fails."""
+    parts = [file.with_name(f".{file.name}.{os.getpid()}.partial") for file in files]
+    files[0].parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield parts
+        for part, file in zip(parts, files, strict=True):
+            part.replace(file)
+    finally:
+        for part in parts:
+            part.unlink(missing_ok=True)

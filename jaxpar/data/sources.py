@@ -1,0 +1,175 @@
+"""Opening what `data.path`, `data.mixture` and `data.held_out` name, whatever its format."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxpar.config import Config, ConfigError
+from jaxpar.data import bin_file, megatron
+from jaxpar.data.documents import READERS
+from jaxpar.data.meta import META_FILE, PREPARE, TRAIN, read_meta
+from jaxpar.data.token_file import TokenFile, offsets_from, scan
+from jaxpar.data.tokens import TokenDataset
+from jaxpar.data_rules import Share, shares
+
+
+class Weighted(NamedTuple):
+    """An opened source and its weight in the mixture."""
+
+    dataset: TokenDataset
+    weight: float
+
+
+def open_sources(cfg: Config, split: str) -> list[Weighted]:
+    """The sources of a split, in the config's order.
+
+    Raises:   ConfigError naming field and path of one that cannot be used, and for document masking
+              of files that do not say where documents end.
+    """
+    if split != TRAIN and cfg.data.held_out:
+        named = "data.held_out", [Share(cfg.data.held_out, 1.0)]
+    else:
+        named = "data.mixture" if cfg.data.mixture else "data.path", shares(cfg)
+    field, parts = named
+    whole = field == "data.held_out"
+    found = [Weighted(_open(cfg, field, part.path, split, whole), part.weight) for part in parts]
+    _check_tokenizers(cfg, field, [part.path for part in parts])
+    return found
+
+
+def _check_tokenizers(cfg: Config, field: str, paths: list[str]) -> None:
+    """Raises:   ConfigError when folders that record their tokenizer record different ones."""
+    folders = [share.path for share in shares(cfg)] + paths
+    metas = {path: read_meta(path) for path in folders if (Path(path) / META_FILE).is_file()}
+    known = {path: m.tokenizer_fingerprint for path, m in metas.items() if m.tokenizer_fingerprint}
+    first = next(iter(known), "")
+    other = next((path for path in known if known[path] != known[first]), None)
+    if other is not None:
+        rule = f"{other} was made by another tokenizer than {first}"
+        value = getattr(cfg.data, field.removeprefix("data."))
+        raise ConfigError(field, value, rule, "prepare both with the same --tokenizer")
+
+
+def _open(cfg: Config, field: str, path: str, split: str, whole: bool) -> TokenDataset:
+    try:
+        dataset = open_tokens(path, split, cfg.data.eos_id, whole)
+    except ConfigError as error:
+        raise ConfigError(field, error.value, error.rule, error.fix) from error
+    if cfg.data.document_mask and not dataset.knows_documents:
+        rule = f"{dataset.file} does not say where its documents end"
+        fix = "name its end of text with --data.eos-id, or use --data.document-mask False"
+        raise ConfigError("data.document_mask", True, rule, fix)
+    return dataset
+
+
+def open_tokens(
+    path: str | Path, split: str = TRAIN, eos_id: int | None = None, whole: bool = False
+) -> TokenDataset:
+    """Map tokens of any format.
+
+    Args:     path: a dataset folder; a Megatron pair by its prefix or one of its files; a .bin of
+              nanoGPT or llm.c; or a folder with a train.bin and a val.bin of such.
+              eos_id: ends documents in files that do not mark them.
+              whole: a single file, which is a training split otherwise, serves as any split.
+    Raises:   ConfigError("data.path", ...) for whatever is missing, damaged or no tokens.
+    """
+    path = Path(path)
+    if (path / META_FILE).is_file():
+        return TokenDataset.open(path, split)
+    file = find_file(path, split, whole)
+    found = scan(file, eos_id if file.document_offsets is None else None)
+    offsets, marked = file.document_offsets, True
+    if offsets is None:
+        offsets, marked = offsets_from(found.eos_at, file.num_tokens), eos_id is not None
+    identity = [file.dtype.str, found.sha256]
+    if file.document_offsets is not None:
+        identity.append(hashlib.sha256(np.ascontiguousarray(offsets)).hexdigest())
+    return TokenDataset(
+        path=path,
+        split=split,
+        vocab_size=found.largest + 1,
+        fingerprint=hashlib.sha256(json.dumps(identity).encode()).hexdigest(),
+        tokens=file.tokens(),
+        document_offsets=offsets,
+        file=file.path,
+        header_bytes=file.header_bytes,
+        knows_documents=marked,
+    )
+
+
+def find_file(path: Path, split: str, whole: bool = False) -> TokenFile:
+    """The file of another program's tokens that a path means, its header checked.
+
+    Raises:   ConfigError("data.path", ...) as `open_tokens`.
+    """
+    if path.is_dir():
+        inside = path / f"{split}.bin"
+        if inside.is_file():
+            return _read(inside)
+        if (path / f"{TRAIN}.bin").is_file():
+            raise _no_split(path, split)
+        shards = list(path.glob("*.bin"))
+        if shards:
+            rule = f"holds {len(shards)} .bin files, and no {split}.bin among them"
+            fix = f"name one, or join them: python -m jaxpar.data convert --input {path}/*.bin"
+            raise ConfigError("data.path", str(path), rule, fix)
+    elif path.is_file() or megatron.index_of(path):
+        if split != TRAIN and not whole:
+            raise _no_split(path, split)
+        return _read(path)
+    read_meta(path)  # Raises, with the command that would make it.
+    raise AssertionError(f"{path} changed while it was looked at")
+
+
+def _read(path: Path) -> TokenFile:
+    index = megatron.index_of(path)
+    if index:
+        return megatron.read(index)
+    if path.suffix == ".bin":
+        return bin_file.read(path)
+    if path.name.lower().endswith(tuple(READERS)):
+        fix = f"prepare it: {PREPARE.replace('stdlib', str(path))} data/{path.stem}"
+        raise ConfigError("data.path", str(path), "is text, not tokens", fix)
+    if path.suffix == ".idx":
+        rule, fix = "is no index of tokens", "give Megatron's .idx file"
+    else:
+        rule, fix = "is no file of tokens", "give a .bin file, or a folder"
+    raise ConfigError("data.path", str(path), rule, fix)
+
+
+def _no_split(path: Path, split: str) -> ConfigError:
+    fix = "name held-out tokens with --data.held-out, or use --evaluation.every 0"
+    return ConfigError("data.path", str(path), f"has no {split} split", fix)
+
+
+def fingerprint(cfg: Config) -> str:
+    """Identity of all that is trained on, weights included; where it lies does not count.
+
+    Raises:   ConfigError as `open_sources`.
+    """
+    field = "data.mixture" if cfg.data.mixture else "data.path"
+    parts = [(_identity(cfg, field, share.path), share.weight) for share in shares(cfg)]
+    if not cfg.data.mixture:
+        return parts[0][0]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _identity(cfg: Config, field: str, path: str) -> str:
+    if (Path(path) / META_FILE).is_file():
+        return read_meta(path).fingerprint
+    return _open(cfg, field, path, TRAIN, whole=False).fingerprint
+
+
+def tokenizer_folder(cfg: Config) -> str:
+    """The dataset folder whose tokenizer made the tokens.
+
+    Raises:   ConfigError for files of tokens, which come without one.
+    """
+    path = shares(cfg)[0].path
+    if Path(path).exists() and not (Path(path) / META_FILE).is_file():
+        fix = "python -m jaxpar.data convert makes a folder of it, with --tokenizer tokenizer.json"
+        raise ConfigError("data.path", path, "holds tokens without their tokenizer", fix)
+    return path

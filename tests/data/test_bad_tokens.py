@@ -1,0 +1,262 @@
+"""Damaged, mislabelled and impossible tokens: each is one error that names file and place."""
+
+import re
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpar import train
+from jaxpar.config import Config, ConfigError, ParallelConfig, replace
+from jaxpar.data import Loader
+from jaxpar.data.__main__ import main
+from jaxpar.data.sources import open_tokens
+from jaxpar.parallel.mesh import make_mesh
+
+TOKENS = np.arange(1, 41, dtype="<u2")
+
+#: Offsets in an index of 4 sequences of 10 tokens, one a document.
+LENGTHS, POINTERS, DOCUMENTS = 34, 34 + 16, 34 + 48
+
+
+def index(code: int = 8, version: int = 1, sequences: int = 4, indices: int = 5) -> bytearray:
+    """An index of TOKENS."""
+    head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", version, code, sequences, indices)
+    lengths = np.full(sequences, 10, "<i4").tobytes()
+    pointers = np.arange(0, 20 * sequences, 20, dtype="<i8").tobytes()
+    return bytearray(head + lengths + pointers + np.arange(indices, dtype="<i8").tobytes())
+
+
+def changed(at: int, value: bytes) -> bytes:
+    """An index with some bytes replaced."""
+    data = index()
+    data[at : at + len(value)] = value
+    return bytes(data)
+
+
+def llmc(magic: int = 20240520, version: int = 1, count: int = 40) -> bytes:
+    """TOKENS under a header of llm.c's."""
+    head = np.zeros(256, "<i4")
+    head[:3] = magic, version, count
+    return head.tobytes() + TOKENS.tobytes()
+
+
+def i64(value: int) -> bytes:
+    return struct.pack("<q", value)
+
+
+#: Files, the one that data.path names, and what the error must say.
+BAD: dict[str, tuple[dict[str, bytes], str, str]] = {
+    "index: magic": ({"x.idx": b"X" * 200}, "x", r"x\.idx, byte 0: starts with b'XXX"),
+    "index: version": ({"x.idx": bytes(index(version=2))}, "x", "byte 9: has version 2, not 1"),
+    "index: dtype": ({"x.idx": bytes(index(code=9))}, "x", "byte 17: has dtype code 9"),
+    "index: floats": ({"x.idx": bytes(index(code=7))}, "x", "byte 17: has dtype code 7"),
+    "index: cut header": ({"x.idx": bytes(index())[:20]}, "x", "byte 20: ends inside its header"),
+    "index: empty file": ({"x.idx": b""}, "x", "byte 0: ends inside its header"),
+    "index: cut": ({"x.idx": bytes(index())[:-8]}, "x", "has 114 bytes, and its header asks for"),
+    "index: nothing": (
+        {"x.idx": bytes(index(sequences=0, indices=1))},
+        "x",
+        "0 sequences and 1 indices: empty",
+    ),
+    "index: negative length": (
+        {"x.idx": changed(LENGTHS + 4, struct.pack("<i", -10))},
+        "x",
+        f"byte {LENGTHS + 4}: sequence 1 has -10 tokens",
+    ),
+    "index: pointer past the end": (
+        {"x.idx": changed(POINTERS + 24, i64(9_000))},
+        "x",
+        f"byte {POINTERS + 24}: sequence 3 starts at byte 9,000, not where the one before ends, 60",
+    ),
+    "index: first document": (
+        {"x.idx": changed(DOCUMENTS, i64(1))},
+        "x",
+        f"byte {DOCUMENTS}: the first document starts at sequence 1",
+    ),
+    "index: documents out of order": (
+        {"x.idx": changed(DOCUMENTS + 8, i64(3))},
+        "x",
+        f"byte {DOCUMENTS + 16}: document 2 starts at sequence 2, before the one before it",
+    ),
+    "index: document past the end": (
+        {"x.idx": changed(DOCUMENTS + 32, i64(7))},
+        "x",
+        "documents end at sequence 7, and there are 4",
+    ),
+    "pair: tokens cut": (
+        {"x.idx": bytes(index()), "x.bin": TOKENS[:-3].tobytes()},
+        "x.idx",
+        r"x\.bin ends at byte 74, and .*x\.idx records 80 bytes",
+    ),
+    "pair: no tokens": ({"x.idx": bytes(index())}, "x", r"x\.bin is missing"),
+    "pair: no index": (
+        {"x_text_document.bin": TOKENS.tobytes()},
+        "x_text_document.bin",
+        r"its \.idx file is missing",
+    ),
+    "pair: negative token": (
+        {"x.idx": bytes(index(code=3)), "x.bin": np.array([7] * 39 + [-2], "<i2").tobytes()},
+        "x",
+        r"token 39 of .*x\.bin \(byte 78\) is -2",
+    ),
+    "llm.c: magic": ({"x.bin": llmc(20240326)}, "x.bin", "byte 0: starts with 20240326"),
+    "llm.c: version": ({"x.bin": llmc(version=7)}, "x.bin", "byte 4: has version 7"),
+    "llm.c: llama version": ({"x.bin": llmc(20240801)}, "x.bin", "has version 1 of llm.c's format"),
+    "llm.c: count": ({"x.bin": llmc(count=-1)}, "x.bin", "byte 8: records -1 tokens"),
+    "llm.c: no tokens": ({"x.bin": llmc(count=0)}, "x.bin", "byte 8: records 0 tokens"),
+    "llm.c: cut": ({"x.bin": llmc()[:-6]}, "x.bin", r"byte 1,098: has 1,098 bytes, .* 40 tokens"),
+    "llm.c: too long": ({"x.bin": llmc() + b"\0\0"}, "x.bin", "byte 1,104: has 1,106 bytes"),
+    "llm.c: cut header": ({"x.bin": llmc()[:100]}, "x.bin", "byte 100: ends inside llm.c's header"),
+    "nanoGPT: empty": ({"x.bin": b""}, "x.bin", "byte 0: is empty"),
+    "nanoGPT: half a token": ({"x.bin": TOKENS.tobytes()[:-1]}, "x.bin", "byte 78: has 79 bytes"),
+    "nanoGPT: 32 bits": (
+        {"x.bin": TOKENS.astype("<u4").tobytes()},
+        "x.bin",
+        "every second 16-bit number .* is 0",
+    ),
+    "text": ({"x.jsonl": b"{}"}, "x.jsonl", "is text, not tokens"),
+    "another kind": ({"x.npy": b"{}"}, "x.npy", "is no file of tokens"),
+    "a folder of shards": (
+        {"x_1.bin": TOKENS.tobytes(), "x_2.bin": TOKENS.tobytes()},
+        ".",
+        r"holds 2 \.bin files, and no train\.bin among them",
+    ),
+    "a lone index": ({"train.npy": b""}, ".", "is not a dataset folder"),
+    "nothing there": ({}, "x.bin", "does not exist"),
+}
+
+
+@pytest.mark.parametrize(("files", "name", "rule"), BAD.values(), ids=BAD.keys())
+def test_bad_tokens_are_one_error_that_says_where(files, name, rule, tmp_path):
+    for file, data in files.items():
+        (tmp_path / file).write_bytes(data)
+    if "x.idx" in files and "x.bin" not in files and "missing" not in rule:
+        (tmp_path / "x.bin").write_bytes(TOKENS.tobytes())
+    with pytest.raises(ConfigError, match=rule) as error:
+        open_tokens(tmp_path / name)
+    assert error.value.field == "data.path" and "\n" not in str(error.value)
+    assert str(tmp_path) in str(error.value)
+
+
+def test_the_index_that_the_others_spoil_is_fine(tmp_path):
+    (tmp_path / "x.idx").write_bytes(index())
+    (tmp_path / "x.bin").write_bytes(TOKENS.tobytes())
+    (tmp_path / "y.bin").write_bytes(llmc())
+    assert open_tokens(tmp_path / "x").num_documents == 4
+    assert open_tokens(tmp_path / "y.bin").num_tokens == 40
+
+
+def config(path: Path | str, **values) -> Config:
+    base = {"data.path": str(path), "data.seq_len": 8, "train.global_batch_size": 2}
+    return replace(Config(), **base | values)
+
+
+def loader_of(cfg: Config, split: str = "train") -> Loader:
+    return Loader(cfg, make_mesh(ParallelConfig(data=1), jax.devices()[:1]), split)
+
+
+@pytest.fixture
+def tokens(tmp_path) -> Path:
+    """A .bin file of nanoGPT's."""
+    TOKENS.tofile(tmp_path / "x.bin")
+    return tmp_path / "x.bin"
+
+
+#: Fields set, the one that is wrong, and what the error must say.
+MISUSED: dict[str, tuple[Callable[[Path], dict[str, object]], str, str]] = {
+    "vocabulary": (
+        lambda path: {"model.vocab_size": 40, "data.eos_id": 0},
+        "model.vocab_size",
+        r"above token id 40, which is in .*x\.bin",
+    ),
+    "unmarked documents": (
+        lambda path: {},
+        "data.document_mask",
+        r"x\.bin does not say where its documents end",
+    ),
+    "a member of a mixture": (
+        lambda path: {"data.mixture": f"{path}:1,{path}.none:2", "data.eos_id": 0},
+        "data.mixture",
+        "does not exist",
+    ),
+    "too short": (
+        lambda path: {"data.seq_len": 40, "data.eos_id": 0},
+        "data.seq_len",
+        r"needs 41 tokens, and train of .*x\.bin has 40",
+    ),
+}
+
+
+@pytest.mark.parametrize(("values", "field", "rule"), MISUSED.values(), ids=MISUSED.keys())
+def test_tokens_that_do_not_fit_the_config(values, field, rule, tokens):
+    with pytest.raises(ConfigError, match=rule) as error:
+        loader_of(config(tokens, **values(tokens)))
+    assert error.value.field == field
+
+
+def test_a_file_has_no_held_out_split(tokens):
+    with pytest.raises(ConfigError, match="has no val split") as error:
+        loader_of(config(tokens, **{"data.eos_id": 0}), "val")
+    assert "--data.held-out" in error.value.fix
+    values = {"data.eos_id": 0, "data.held_out": f"{tokens}.none"}
+    with pytest.raises(ConfigError, match="does not exist") as error:
+        loader_of(config(tokens, **values), "val")
+    assert error.value.field == "data.held_out"
+
+
+@pytest.mark.parametrize("token", [0, 8, 100, -1])
+def test_a_token_beyond_the_vocabulary_in_a_prepared_folder(token, dataset, tmp_path):
+    """Damage that neither sizes nor offsets tell: found where it is read, labels included."""
+    for file in dataset.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    stored = np.memmap(tmp_path / "train.bin", "<u2", "r+")
+    at = range(len(stored))[token] if token >= 0 else (len(stored) - 1) // 8 * 8
+    stored[at] = 60_000
+    stored.flush()
+    loader = loader_of(config(tmp_path))
+    rule = rf"token {at:,} of .*train\.bin \(byte {2 * at:,}\) is 60000, beyond the vocabulary of"
+    with pytest.raises(ConfigError, match=rule):
+        for step in range(loader.windows_per_epoch[0] // 2 + 1):
+            loader.host_rows(step, np.arange(2))
+
+
+def test_nothing_is_written_for_bad_tokens(tmp_path, monkeypatch):
+    """The training program refuses before it makes its folder; convert, before its output."""
+    (tmp_path / "x.idx").write_bytes(changed(POINTERS + 24, i64(9_000)))
+    (tmp_path / "x.bin").write_bytes(TOKENS.tobytes())
+    run = tmp_path / "run"
+    args = ["quickstart", "--data.path", str(tmp_path / "x"), "--run.dir", str(run)]
+    monkeypatch.setattr(train.runtime, "start", lambda cfg: [])
+    with pytest.raises(ConfigError, match="sequence 3 starts at byte 9,000"):
+        train.main([*args, "--train.global-batch-size", "16"])
+    assert not run.exists()
+    output = str(tmp_path / "out.bin")
+    args = ["convert", "--input", str(tmp_path / "x"), "--output", output, "--to", "llmc"]
+    assert main(args) == 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["x.bin", "x.idx"]
+
+
+@pytest.mark.parametrize(
+    ("what", "options", "rule"),
+    [
+        ("nanogpt", [], "stores 16-bit tokens, and the vocabulary has 70,001"),
+        ("megatron", [], "does not say where its documents end"),
+        ("jaxpar", [], "does not say where its documents end"),
+        ("llmc", ["--held-out", "y"], "is of a folder, and --to is llmc"),
+        ("llmc", ["--tokenizer", "bytes"], "has 257 tokens, and .* holds 70000"),
+        ("llmc", ["--tokenizer", "none.json"], "is neither bytes, nor"),
+    ],
+)
+def test_conversions_that_cannot_be(what, options, rule, tmp_path, capsys):
+    head = np.zeros(256, "<i4")
+    head[:3] = 20240801, 7, 2
+    (tmp_path / "x.bin").write_bytes(head.tobytes() + np.array([70_000, 1], "<u4").tobytes())
+    paths = ["--input", str(tmp_path / "x.bin"), "--output", str(tmp_path / "out")]
+    assert main(["convert", *paths, "--to", what, *options]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert re.search(rule, error), error
+    assert [p.name for p in tmp_path.iterdir()] == ["x.bin"]
