@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from jaxpar import checkpoint, config_json, state
+from jaxpar import checkpoint, config, config_json, state
 from jaxpar.checkpoint import Checkpointer
 from jaxpar.config import Config, ConfigError
 from jaxpar.data.meta import META_FILE, SPLITS, Meta, SplitMeta, meta_to_json
