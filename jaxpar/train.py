@@ -22,6 +22,7 @@ from jaxpar.kernels.attention import AttentionMask, Choice, choose, selftest
 from jaxpar.metrics import MetricsWriter
 from jaxpar.model.block import describe_tokens
 from jaxpar.model.flops import num_params
+from jaxpar.model.remat import names_on_host
 from jaxpar.optimizer import learning_rate
 from jaxpar.parallel.context import kernel_request, token_order
 from jaxpar.parallel.mesh import describe, make_mesh
@@ -37,6 +38,7 @@ class Run:
     def __init__(self, cfg: Config):
         """Raises:   ConfigError for anything that would stop the run later."""
         self.cfg = cfg = resolve(cfg, jax.device_count())
+        check_host_copies(cfg, jax.default_backend())
         self.startup = StartUp()
         self.dir = run_folder(cfg)
         self.mesh = make_mesh(cfg.parallel)
@@ -181,6 +183,16 @@ def run_folder(cfg: Config) -> Path:
     if folder.exists() and not folder.is_dir():
         raise ConfigError("run.dir", cfg.run.dir, "is a file", "use --run.dir runs/NAME")
     return folder
+
+
+def check_host_copies(cfg: Config, backend: str) -> None:
+    """Raises:   ConfigError for what JAX 0.11 compiles for a GPU, and cannot run (docs/LOG.md)."""
+    on_host = names_on_host(cfg.parallel.remat)
+    if backend == "gpu" and cfg.parallel.layer_loop == "unroll" and on_host:
+        rule = "fails on GPUs in XLA's own runtime when values wait in host memory, as in "
+        rule += f"parallel.remat = {cfg.parallel.remat}"
+        fix = "use --parallel.layer-loop scan, or name nothing with :host"
+        raise ConfigError("parallel.layer_loop", "unroll", rule, fix)
 
 
 def check_steps(cfg: Config, saved: int) -> None:

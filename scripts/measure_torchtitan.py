@@ -171,7 +171,7 @@ def measure(options: argparse.Namespace) -> dict:
         "torchtitan": importlib.metadata.version("torchtitan"),
         "torch": importlib.metadata.version("torch"),
         "gpu": subprocess.check_output(query, text=True).splitlines()[0],
-        "command": ran[ran.index("--worker") + 1 :],
+        "command": [part.replace(folder, "FOLDER") for part in ran[ran.index("--worker") + 1 :]],
     }
 
 

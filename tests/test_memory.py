@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jaxpar import parity, train
 from jaxpar.axes import BATCH_SPEC
 from jaxpar.batch import Batch
-from jaxpar.config import Config, replace
+from jaxpar.config import Config, ConfigError, replace
 from jaxpar.model.transformer import param_specs
 from jaxpar.parallel.mesh import make_mesh
 from jaxpar.params import flat, initialize
@@ -173,3 +173,13 @@ def test_initial_values_stay_as_they_were():
     made = flat(jax.jit(lambda: initialize(param_specs(BASE.model), 3))())
     found = {name: np.asarray(made[name]).ravel()[:3].view(np.uint32).tolist() for name in PINNED}
     assert found == PINNED
+
+
+@pytest.mark.parametrize("remat", ["offload", "attn_out:host,attn_lse"])
+def test_unrolled_layers_with_values_on_the_host_are_refused_on_gpus(remat):
+    cfg = replace(Config(), **{"parallel.remat": remat, "parallel.layer_loop": "unroll"})
+    with pytest.raises(ConfigError, match=r"parallel\.layer_loop = .*layer-loop scan"):
+        train.check_host_copies(cfg, "gpu")
+    train.check_host_copies(cfg, "cpu")
+    train.check_host_copies(replace(cfg, **{"parallel.layer_loop": "scan"}), "gpu")
+    train.check_host_copies(replace(cfg, **{"parallel.remat": "attn_out"}), "gpu")

@@ -73,10 +73,9 @@ def offloaded_bytes() -> int:
     return 2 * tokens * m.num_layers * (m.d_model + m.num_heads * m.head_dim)
 
 
-@pytest.mark.parametrize("loop", ["scan", "unroll"])
-def test_offloaded_activations_lower_the_peak_and_keep_every_bit(loop):
-    """Two layers' values at most are on the device, of eight."""
-    layers = {"parallel.layer_loop": loop}
+def test_offloaded_activations_lower_the_peak_and_keep_every_bit():
+    """Two layers' values at most are on the device, of eight. (Unrolled layers are refused.)"""
+    layers = {"parallel.layer_loop": "scan"}
     here, there = measured(**layers), measured(**layers, **{"parallel.remat": "offload"})
     assert there["gradients"] == here["gradients"]
     assert there["losses"] == here["losses"]
