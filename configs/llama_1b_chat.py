@@ -1,0 +1,28 @@
+"""Llama 3.2 1B tuned on conversations: python -m jaxpar.train llama_1b_chat
+
+Begins with the weights in runs/llama_1b_published, from `python -m jaxpar.convert from-hf`, and
+learns what the assistant says in data/chats, from `python -m jaxpar.data prepare-chat`
+(docs/data.md has the commands). Every weight moves, at a learning rate a fiftieth of the first
+training's.
+"""
+
+from jaxpar.cli import load_config
+from jaxpar.config import Config, replace
+
+
+def get_config() -> Config:
+    return replace(
+        load_config("llama_1b"),
+        **{
+            "run.dir": "runs/llama_1b_chat",
+            "run.init_from": "runs/llama_1b_published",
+            "data.path": "data/chats",
+            "data.loss_on": "targets",
+            "train.num_steps": 1000,
+            "optimizer.learning_rate": 1e-5,
+            "optimizer.warmup_steps": 50,
+            "optimizer.weight_decay": 0.0,
+            "checkpoint.every": 200,
+            "evaluation.every": 100,
+        },
+    )

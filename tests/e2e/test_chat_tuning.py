@@ -1,0 +1,74 @@
+"""A trained run, tuned on conversations: it learns the answers, and nothing of the questions."""
+
+import json
+import math
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpar import cli
+from jaxpar.config import replace
+from jaxpar.data.prepare_chat import ChatOptions, prepare_chat
+from jaxpar.generation import Sampling, generate
+from jaxpar.loaded import load
+
+#: Each question is a number of its own, which nobody can guess; all have one answer.
+QUESTIONS, ANSWER = range(3000, 3400), "the log, of course."
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("chats")
+    lines = [
+        {
+            "messages": [
+                {"role": "user", "content": f"{n * n}?"},
+                {"role": "assistant", "content": ANSWER},
+            ]
+        }
+        for n in QUESTIONS
+    ]
+    (folder / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    files = {"input": (str(folder / "chats.jsonl"),), "output": str(folder / "out")}
+    prepare_chat(ChatOptions(**files, tokenizer="bytes"))
+    return folder / "out"
+
+
+def test_it_learns_what_the_assistant_says(train_on, write_config, chats, tmp_path):
+    config, quick = write_config(tmp_path), ["--evaluation.every", "0"]
+    first = ["--train.num-steps", "20", "--checkpoint.every", "20"]
+    assert train_on(2, config, *quick, *first) == 0
+    tuned = tmp_path / "tuned"
+    flags = ["--run.dir", str(tuned), "--run.init-from", str(tmp_path / "run")]
+    flags += ["--data.path", str(chats), "--train.num-steps", "60", "--checkpoint.every", "60"]
+    assert train_on(2, config, *quick, *flags) == 0
+    steps = [json.loads(line) for line in (tuned / "metrics.jsonl").read_text().splitlines()]
+    losses = [step["loss"] for step in steps if "loss" in step]
+    # Digits alone have over 2 nats: without the mark, no loss would come below 0.5.
+    assert losses[0] > 2 and np.mean(losses[-5:]) < 0.1
+
+    before, after = (load(str(run), None, 1, print) for run in (tmp_path / "run", tuned))
+    moved = jax.tree.map(lambda a, b: not np.array_equal(a, b), before.weights, after.weights)
+    assert all(jax.tree.leaves(moved))
+    prompt = [int(i) for i in after.tokenizer.encode("user:\n17?\nassistant:\n")]
+    greedy, size = Sampling(temperature=0.0), {"vocab_size": after.tokenizer.vocab_size}
+    made = generate(
+        after.weights,
+        after.cfg,
+        after.mesh,
+        [prompt],
+        greedy,
+        max_tokens=len(ANSWER),
+        stop=(),
+        **size,
+    )
+    assert after.tokenizer.decode([i for (new,) in made for i in new]) == ANSWER
+
+
+def test_the_config_is_that_of_the_shape_it_tunes():
+    tuned, first = (cli.load_config(name) for name in ("llama_1b_chat", "llama_1b"))
+    assert tuned.model == first.model and tuned.parallel == first.parallel
+    assert tuned.run.init_from and math.isclose(tuned.optimizer.learning_rate, 1e-5)
+    assert replace(tuned, **{"data.path": first.data.path}).data == first.data
