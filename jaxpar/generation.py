@@ -30,7 +30,8 @@ def config_for_sampling(cfg: Config, tensor: int = 1) -> Config:
     remat = cfg.parallel.remat
     parallel = ParallelConfig(data=1, tensor=tensor, zero=1, remat=remat, layer_loop="unroll")
     model = dataclasses.replace(cfg.model, matmul_dtype="compute", float8_scaling="tensor")
-    return dataclasses.replace(cfg, parallel=parallel, model=model)
+    run = dataclasses.replace(cfg.run, cpu_devices=0)
+    return dataclasses.replace(cfg, run=run, parallel=parallel, model=model)
 
 
 def _seeing_as_in_training(cfg: Config) -> Config:

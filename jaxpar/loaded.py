@@ -1,5 +1,6 @@
 """A model to use, from a run or a published folder: its weights on a mesh, and its tokenizer."""
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from jaxpar.data import Tokenizer
 from jaxpar.generation import config_for_sampling, weights_for_sampling
 from jaxpar.parallel.mesh import make_mesh
 from jaxpar.validation import resolve
+from jaxpar.xla_flags import gpu_is_present
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,10 @@ def load(folder: str, step: int | None, tensor: int, say: Callable[[str], None])
     Args:     tensor: devices that share each layer. say: told what is read.
     Raises:   ConfigError when there is no model there, or too few devices.
     """
+    _start(tensor)
     source = None if _is_run(folder) else _published(folder, step)
     cfg = source.config if source else checkpoint.load_config(folder, step)
     cfg = config_for_sampling(cfg, tensor)
-    runtime.start(cfg)
     devices = jax.devices()
     if len(devices) < tensor:
         rule = f"needs as many devices, and there are {len(devices)}"
@@ -56,6 +58,15 @@ def load(folder: str, step: int | None, tensor: int, say: Callable[[str], None])
     else:
         params = checkpoint.restore_params(folder, cfg, mesh, step)
     return Loaded(cfg, mesh, weights_for_sampling(params, cfg, mesh), tokenizer)
+
+
+def _start(tensor: int) -> None:
+    """Start JAX for this machine, not for the one that a run's config was written on: reading a
+    checkpoint starts it. Without a GPU, ranks are simulated."""
+    runtime.start(Config())
+    if not gpu_is_present():
+        with contextlib.suppress(RuntimeError):  # it has started, with devices of its own
+            jax.config.update("jax_num_cpu_devices", tensor)
 
 
 def _is_run(folder: str) -> bool:

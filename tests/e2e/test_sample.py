@@ -1,0 +1,34 @@
+"""The program that samples, in processes of its own: on other devices than the run had."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def simulated_run(tmp_path_factory, write_config):
+    """A run of a process with four simulated devices."""
+    folder = tmp_path_factory.mktemp("simulated")
+    short = ["--train.num-steps", "30", "--checkpoint.every", "30", "--evaluation.every", "0"]
+    words = ["jaxpar.train", write_config(folder), *short, "--run.cpu-devices", "4"]
+    program(*words)
+    return folder / "run"
+
+
+def program(*words: str) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
+    command = [sys.executable, "-m", *words]
+    done = subprocess.run(command, env=environment, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_one_device_and_two_ranks_write_the_same(simulated_run):
+    words = ["jaxpar.sample", str(simulated_run), "--temperature", "0", "--max-tokens", "20"]
+    one = program(*words, "--prompt", "the cat ", "the dog ")
+    two = program(*words, "--prompt", "the cat ", "the dog ", "--tensor", "2")
+    assert one.stdout == two.stdout
+    assert one.stdout.startswith("--- the cat ") and "--- the dog " in one.stdout
+    assert "[40 tokens in " in one.stderr and "tokens/s]" in one.stderr
