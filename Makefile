@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --quiet --disable-pip-version-check
 # Two processes, a file's tests in one of them: its compiled programs are shared. 17 minutes become
-# 10 on two cores; more processes would compile the same programs again.
+# 12 on two cores; more processes would compile the same programs again.
 WORKERS := -n 2 --dist loadfile
 INSTALLED := $(VENV)/.installed
 INSTALLED_GPU := $(VENV)/.installed-gpu

@@ -316,6 +316,7 @@ def test_every_field_has_a_default():
 #: Parameters as published, and the numbers of devices that the config's first line promises.
 SHIPPED = {
     "llama_1b": (1_235_814_400, [1, 8]),
+    "llama_1b_chat": (1_235_814_400, [1, 8]),
     "llama3_8b": (8_030_261_248, [8, 16]),
     "llama3_70b": (70_553_706_496, [64, 128, 512]),
     "llama3_405b": (405_853_388_800, [384]),
