@@ -13,13 +13,10 @@ from jaxpar.config import ConfigError
 from jaxpar.convert.exporting import open_export, to_hf
 from jaxpar.data import load_tokenizer
 from jaxpar.generation import config_for_sampling
-from jaxpar.model import reference
-from jaxpar.parallel.mesh import make_mesh
-
-pytest.importorskip("lm_eval")  # `pip install -e '.[dev]'` brings it
-
 from jaxpar.harness import HarnessModel
 from jaxpar.loaded import load
+from jaxpar.model import reference
+from jaxpar.parallel.mesh import make_mesh
 
 TASK = """
 task: {name}
