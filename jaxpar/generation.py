@@ -119,8 +119,6 @@ class Rows:
     """int32 [B], the latest, not yet read by the model."""
     position: jax.Array
     """int32 [B], that token's."""
-    ended: jax.Array
-    """bool [B]: a stop token came."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,22 +158,20 @@ def weights_for_sampling(params: Any, cfg: Config, mesh: Mesh) -> Any:
 
 @functools.lru_cache(maxsize=8)
 def make_programs(
-    cfg: Config, mesh: Mesh, how: Sampling, *, slots: int, vocab_size: int, stop: frozenset[int]
+    cfg: Config, mesh: Mesh, how: Sampling, *, slots: int, vocab_size: int
 ) -> Programs:
-    """`Programs` that fill a cache of `slots` positions and end rows at the ids in `stop`."""
+    """`Programs` that fill a cache of `slots` positions."""
     cfg = _seeing_as_in_training(cfg)
     cache = PartitionSpec(None, None, TENSOR)
-    rows = Rows(cache, PartitionSpec(), PartitionSpec(), PartitionSpec())  # type: ignore[arg-type]
+    rows = Rows(cache, PartitionSpec(), PartitionSpec())  # type: ignore[arg-type]
     weights, plain = PartitionSpec(TENSOR), PartitionSpec()
     own = lambda tree: jax.tree.map(lambda a: a[0], tree)  # noqa: E731
-    ends = jnp.asarray(sorted(stop), jnp.int32)
 
-    def next_token(weights, h, position, ended):
+    def next_token(weights, h, position):
         root = jax.random.key(how.seed)
         number = jnp.arange(len(position))
         keys = jax.vmap(lambda n, p: jax.random.fold_in(jax.random.fold_in(root, n), p))
-        token = draw(decode.logits(weights, h), keys(number, position), how, vocab_size)
-        return token, ended | jnp.isin(token, ends)
+        return draw(decode.logits(weights, h), keys(number, position), how, vocab_size)
 
     def start(weights, tokens, lengths):
         weights = own(weights)
@@ -183,8 +179,7 @@ def make_programs(
             weights, tokens, decode.empty_cache(cfg.model, len(tokens), slots), cfg
         )
         last = jnp.take_along_axis(h, (lengths - 1)[:, None, None], axis=1)[:, 0]
-        token, ended = next_token(weights, last, lengths, jnp.zeros(len(tokens), bool))
-        return Rows(cache, token, lengths, ended)
+        return Rows(cache, next_token(weights, last, lengths), lengths)
 
     def go_on(weights, rows):
         weights = own(weights)
@@ -192,8 +187,8 @@ def make_programs(
         def one(rows, _):
             h, cache = decode.step(weights, rows.token[:, None], rows.position, rows.cache, cfg)
             position = rows.position + 1
-            token, ended = next_token(weights, h[:, 0], position, rows.ended)
-            return Rows(cache, token, position, ended), token
+            token = next_token(weights, h[:, 0], position)
+            return Rows(cache, token, position), token
 
         rows, tokens = lax.scan(one, rows, length=CHUNK)
         return rows, tokens.T
@@ -229,7 +224,7 @@ def generate(
     # The last chunk may run over the end.
     slots = _rounded(lengths.max() + max_tokens + CHUNK)
     size = {"slots": slots, "vocab_size": vocab_size}
-    programs = make_programs(cfg, mesh, how, **size, stop=frozenset(stop))
+    programs = make_programs(cfg, mesh, how, **size)
     rows = programs.start(weights, tokens, lengths)
     go_on = programs.ready_to_go_on(weights, rows)
     jax.block_until_ready(rows)

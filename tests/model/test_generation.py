@@ -149,9 +149,7 @@ def test_temperature_top_k_and_top_p():
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_the_cache_is_as_large_as_it_is_said_to_be(tensor):
     cfg, mesh, _, weights = model("llama", tensor)
-    programs = generation.make_programs(
-        cfg, mesh, GREEDY, slots=128, vocab_size=60, stop=frozenset()
-    )
+    programs = generation.make_programs(cfg, mesh, GREEDY, slots=128, vocab_size=60)
     rows = programs.start(weights, np.ones((3, 128), np.int32), np.full(3, 5, np.int32))
     held = sum(a.addressable_shards[0].data.nbytes for a in jax.tree.leaves(rows.cache))
     assert held == decode.cache_bytes(cfg.model, 3, 128, tensor)
