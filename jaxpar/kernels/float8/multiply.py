@@ -66,11 +66,11 @@ class Weight:
     """The dim that is outermost in memory, of the values and where the gradient goes: -2 or -1."""
 
     def columns(self) -> jax.Array:
-        """The values as [out, in], with `in` contiguous in memory: as the output's product reads."""
+        """The values as [out, in], `in` contiguous in memory: as the output's product reads."""
         return transpose(self.values) if self.outer == -2 else self.values.T
 
     def rows(self) -> jax.Array:
-        """The values as [in, out], with `out` contiguous: as the gradient of x reads them."""
+        """The values as [in, out], `out` contiguous: as the gradient of x reads them."""
         return self.values if self.outer == -2 else transpose(self.values.T)
 
 
