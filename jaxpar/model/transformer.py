@@ -289,12 +289,12 @@ def _whole(w: Tree, dims: dict[str, int | None], cfg: Config) -> Tree:
     if p.zero == 3:
         w = fsdp.gather_tree(w, dims, m.dtype, p.grad_reduce)
     for n, scale in scales.items():
-        dim, outer = PROJECTIONS[n], fsdp.outermost(PROJECTIONS[n])
+        dim = PROJECTIONS[n]
         if p.gather_dtype == "float8":
             values, like = fsdp.gather_float8(shards[n], scale, dim, m.dtype, p.grad_reduce)
-            w[n] = float8.Weight(values, scale, like, m.float8_scaling, outer)
+            w[n] = float8.Weight(values, scale, like, m.float8_scaling, dim)
         else:
-            w[n] = float8.quantize_weight(w[n], scale, m.float8_scaling, outer)
+            w[n] = float8.quantize_weight(w[n], scale, m.float8_scaling, dim)
     return w
 
 

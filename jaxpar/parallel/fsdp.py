@@ -56,11 +56,6 @@ def _gather_backward(dim, dtype, reduce, _, grad):
 gather.defvjp(_gather_forward, _gather_backward)
 
 
-def outermost(dim: int) -> int:
-    """The dim of a matrix gathered over `dim` that is outermost in memory: -2 or -1."""
-    return -2 if lax.axis_size(FSDP_AXES) == 1 else dim
-
-
 def scatter(grad: jax.Array, dim: int, reduce: Reduce) -> jax.Array:
     """Each device's shard of the sum of a whole weight's local gradients.
 

@@ -236,16 +236,6 @@ def test_the_kernel_rounds_and_transposes(form, shape):
     np.testing.assert_array_equal(bits(transposed), bits(wanted).T)
 
 
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("shape", [(128, 128), (256, 384)], ids=str)
-def test_the_kernel_transposes_bytes(form, shape):
-    q = normal(*shape).astype(FORMATS[form][0])
-    bits = lambda a: np.asarray(a).view(np.uint8)  # noqa: E731
-    found = both_ways._transpose_by_kernel(q, interpret=True)
-    np.testing.assert_array_equal(bits(found), bits(q).T)
-    np.testing.assert_array_equal(bits(both_ways.transpose(q)), bits(q).T)
-
-
 def test_the_kernel_keeps_nothing_that_the_backward_does_not_read(monkeypatch):
     """Saved of the input: its 8-bit copy alone, whoever made it."""
     policy = jax.checkpoint_policies.save_only_these_names("x", float8.SCALE)
@@ -265,10 +255,9 @@ def test_the_kernel_keeps_nothing_that_the_backward_does_not_read(monkeypatch):
         return sorted(barrier.split(" : ")[1].split(", "))
 
     by_xla = kept()
+    interpreted = functools.partial(both_ways._by_kernel, interpret=True)
     monkeypatch.setattr(both_ways, "_kernel_runs_on", lambda _: True)
-    for kernel in ("_by_kernel", "_transpose_by_kernel"):
-        interpreted = functools.partial(getattr(both_ways, kernel), interpret=True)
-        monkeypatch.setattr(both_ways, kernel, interpreted)
+    monkeypatch.setattr(both_ways, "_by_kernel", interpreted)
     assert kept() == by_xla
 
 

@@ -79,10 +79,3 @@ def test_the_kernel_gives_the_bits_of_xla(dtype, std):
     wanted = jax.jit(both_ways._by_xla, static_argnums=2)(x, scale, dtype)
     for a, b in zip(both_ways._by_kernel(x, scale, dtype), wanted, strict=True):
         np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
-
-
-@pytest.mark.parametrize("dtype", [float8.FORWARD, float8.BACKWARD], ids=["e4m3", "e5m2"])
-def test_the_kernel_transposes_bytes(dtype):
-    q = jax.random.normal(jax.random.key(0), (1024, 2048)).astype(dtype)
-    found = both_ways._transpose_by_kernel(q)
-    np.testing.assert_array_equal(np.asarray(found).view(np.uint8), np.asarray(q).view(np.uint8).T)

@@ -91,7 +91,6 @@ def test_pallas_kernels_outside_attention_are_told():
     assert classify("quantize_mosaic_gpu_kernel", "jit(f)/jvp(attention)/x")[0] == "pallas"
     assert classify("flash_backward_mosaic_gpu_kernel")[0] == "attention"
     assert classify("quantize_both_ways")[0] == "pallas"
-    assert classify("transpose_8_bits")[0] == "pallas"
 
 
 def test_families():

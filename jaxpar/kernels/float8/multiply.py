@@ -13,8 +13,7 @@ A weight has one scale either way, so that one 8-bit copy serves two products. O
 change only elements below some 2^-14 of the weight's largest (`quantize.py`).
 
 Hopper's tensor cores read 8-bit operands only with the summed dimension contiguous in memory. Of an
-activation or gradient the transposed copy is written in the pass that rounds, of a weight by a
-kernel of its own (`both_ways.py`).
+activation or gradient the transposed copy is written in the pass that rounds (`both_ways.py`).
 """
 
 import functools
@@ -27,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxpar.kernels.float8.both_ways import quantize_both_ways, transpose
+from jaxpar.kernels.float8.both_ways import quantize_both_ways
 from jaxpar.kernels.float8.quantize import (
     BACKWARD,
     FORWARD,
@@ -63,15 +62,7 @@ class Weight:
     scaling: Scaling = flax.struct.field(pytree_node=False)
     """How activations and gradients are scaled in products with this weight."""
     outer: int = flax.struct.field(pytree_node=False, default=-2)
-    """The dim that is outermost in memory, of the values and where the gradient goes: -2 or -1."""
-
-    def columns(self) -> jax.Array:
-        """The values as [out, in], `in` contiguous in memory: as the output's product reads."""
-        return transpose(self.values) if self.outer == -2 else self.values.T
-
-    def rows(self) -> jax.Array:
-        """The values as [in, out], `out` contiguous: as the gradient of x reads them."""
-        return self.values if self.outer == -2 else transpose(self.values.T)
+    """The dim that is outermost in memory where the gradient goes, -2 or -1."""
 
 
 def quantize_weight(w: jax.Array, scale: jax.Array, scaling: Scaling, outer: int = -2) -> Weight:
@@ -112,8 +103,8 @@ def _forward(x, weights, name):
         kept = _bits(transposed, name)
     else:
         q, kept = quantize(x, scale[:, None], FORWARD), x
-    product = functools.partial(_product, dims=(1, 1), precision=OUTPUT_PRECISION, dtype=x.dtype)
-    outputs = tuple(product(q, w.columns(), scales=(w.scale, scale)) for w in weights)
+    product = functools.partial(_product, dims=(1, 0), precision=OUTPUT_PRECISION, dtype=x.dtype)
+    outputs = tuple(product(q, w.values, scales=(w.scale, scale)) for w in weights)
     return outputs, (kept, scale, weights)
 
 
@@ -132,7 +123,7 @@ def _backward(name, saved, d_outputs):
         else:
             g = quantize(dy, g_scale[:, None], BACKWARD)
             d_w = lax.dot_general(kept, dy, (((0,), (0,)), ((), ())))
-        d_x.append(product(g, w.rows(), dims=(1, 1), scales=(w.scale, g_scale)))
+        d_x.append(product(g, w.values, dims=(1, 1), scales=(w.scale, g_scale)))
         d_weights.append(w.replace(values=None, scale=None, gradient=d_w.astype(w.gradient.dtype)))
     return functools.reduce(jnp.add, d_x), tuple(d_weights)
 
