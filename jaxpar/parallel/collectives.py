@@ -19,9 +19,14 @@ from jaxpar.params import map_specs
 type Axes = str | tuple[str, ...]
 
 
-def varying_axes(x: jax.Array) -> frozenset[str]:
-    """Mesh axes over which a value may differ between devices, read off its type."""
-    return frozenset(jax.typeof(x).manual_axis_type.varying)
+def varying_axes(x: jax.Array) -> tuple[str, ...]:
+    """Mesh axes over which a value may differ between devices, read off its type.
+
+    In the order of AXES: the type holds a set, whose order Python changes from process to process,
+    and with it the compiled program.
+    """
+    axes = jax.typeof(x).manual_axis_type.varying
+    return tuple(axis for axis in AXES if axis in axes)
 
 
 def varying(tree: Any) -> Any:
@@ -138,9 +143,9 @@ def global_norm(tree: Any) -> jax.Array:
     Returns:  float32 scalar, the same on every device.
     Communication: one scalar all-reduce for each distinct set of sharded axes.
     """
-    sums: dict[frozenset[str], jax.Array] = {}
+    sums: dict[tuple[str, ...], jax.Array] = {}
     for x in jax.tree.leaves(tree):
         axes, square = varying_axes(x), jnp.sum(jnp.square(x.astype(jnp.float32)))
         sums[axes] = sums[axes] + square if axes in sums else square
-    total = [lax.psum(s, tuple(axes)) if axes else s for axes, s in sums.items()]
+    total = [lax.psum(s, axes) if axes else s for axes, s in sums.items()]
     return jnp.sqrt(sum(total, jnp.float32(0)))

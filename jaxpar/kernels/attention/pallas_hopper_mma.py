@@ -120,7 +120,7 @@ def varying_as(x, other):
     come from; under `shard_map` that would be wrong.
     """
     axes = jax.typeof(other).manual_axis_type.varying - jax.typeof(x).manual_axis_type.varying
-    return lax.pcast(x, tuple(axes), to="varying") if axes else x
+    return lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
 
 
 def smem(shape, dtype):
