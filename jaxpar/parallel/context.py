@@ -32,6 +32,7 @@ from jaxpar.kernels.attention import (
     choose,
     forward,
 )
+from jaxpar.parallel import direct
 from jaxpar.parallel.collectives import all_gather, all_to_all, shift
 
 
@@ -91,8 +92,8 @@ def kernel_request(cfg: Config, mask: AttentionMask) -> tuple[Any, Any, Attentio
 
 
 def _allgather(q, k, v, mask: AttentionMask, kernels: dict[str, Any]) -> jax.Array:
-    """All-gather of k, v (and mask) forward; reduce-scatter of dk, dv backward."""
-    k, v = (all_gather(x, SEQUENCE, dim=1) for x in (k, v))
+    """`direct.gather` of k and v forward, all-gathers of the mask; `direct.scatter` backward."""
+    k, v = (direct.gather(x, SEQUENCE, 1) for x in (k, v))
     mask = replace(
         mask,
         kv_positions=all_gather(mask.kv_positions, SEQUENCE, dim=1),
