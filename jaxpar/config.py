@@ -162,6 +162,20 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Tuning by low-rank adapters beside matrices that stay as they are."""
+
+    rank: int = 0
+    """Width of the adapters, which alone are trained. 0: no adapters, every weight is trained."""
+    alpha: float = 16.0
+    """What adapters add to a product is multiplied by alpha / rank."""
+    rank_stabilized: bool = False
+    """Multiply it by alpha / sqrt(rank) instead (rsLoRA)."""
+    targets: str = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
+    """Which of these projections have adapters, joined by commas."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """The mesh and how work is cut over it."""
 
@@ -263,6 +277,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

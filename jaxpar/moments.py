@@ -17,7 +17,7 @@ import optax
 from jax import lax
 
 from jaxpar.config import Config, OptimizerConfig
-from jaxpar.model.transformer import param_specs
+from jaxpar.model.transformer import trained_specs
 from jaxpar.optimizer import make_optimizer
 from jaxpar.parallel.offload import Space
 from jaxpar.parallel.rounding import hashed, places, random_bits, round_to_bfloat16
@@ -51,13 +51,13 @@ def in_kept_dtype(opt_state: Any, cfg: OptimizerConfig) -> Any:
 def update(
     cfg: Config, grads: Any, opt_state: Any, params: Any, step: jax.Array, layers: jax.Array
 ) -> tuple[Any, Any]:
-    """One update of the parameters, on local shards.
+    """One update of the parameters that are trained, on local shards.
 
     Args:     grads: float32, as the parameters. opt_state: as kept. step: int32 scalar. layers:
               int32, the model's numbers of this device's layers.
     Returns:  (parameters, opt_state), as they were given.
     """
-    rows = _rows(param_specs(cfg.model), params, layers)
+    rows = _rows(trained_specs(cfg), params, layers)
     trees = grads, opt_state, params, rows
     if not cfg.optimizer.offload:
         return _update(cfg, step, *trees)
@@ -65,6 +65,7 @@ def update(
     parts = [
         _in_slices(cfg, step, [_entries(tree, names) for tree in trees])
         for names in (top, ["layers"])
+        if names
     ]
     new, kept = zip(*parts, strict=True)
     return _merged(params, new), _merged(opt_state, kept)
@@ -81,7 +82,7 @@ def _rows(specs: Any, params: Any, layers: jax.Array) -> Any:
 
 def _update(cfg: Config, step: jax.Array, grads: Any, opt_state: Any, params: Any, rows: Any):
     """The update of all the rows of `params` at once; moments on the device."""
-    specs = _entries(param_specs(cfg.model), params)
+    specs = _entries(trained_specs(cfg), params)
     rule = make_optimizer(cfg.optimizer, cfg.train.num_steps, specs)
     exact = map_moments(lambda _, __, leaf: leaf.astype(jnp.float32), opt_state)
     updates, exact = rule.update(grads, exact, params)
