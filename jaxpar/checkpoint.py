@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from orbax.checkpoint import v1 as ocp
 
 import jaxpar
-from jaxpar.config import Config, ConfigError, ModelConfig, replace
+from jaxpar.config import Config, ConfigError, LoraConfig, ModelConfig, replace
 from jaxpar.config_json import from_json
 from jaxpar.data.sources import fingerprint
 from jaxpar.params import flat
@@ -42,6 +42,9 @@ FREE_MODEL_FIELDS = {"init_std", "dtype", "attention_backend", "attention_determ
 MODEL_FIELDS = tuple(
     f"model.{f.name}" for f in dataclasses.fields(ModelConfig) if f.name not in FREE_MODEL_FIELDS
 )
+
+#: What the adapters are, if there are any: as the model's fields.
+LORA_FIELDS = tuple(f"lora.{f.name}" for f in dataclasses.fields(LoraConfig))
 
 #: How the moments are kept. They are converted when a run goes on with other ones.
 MOMENT_DTYPES = ("optimizer.first_moment_dtype", "optimizer.second_moment_dtype")
@@ -207,7 +210,8 @@ def check_resumable(cfg: Config, saved: Saved) -> None:
     if saved.dataset == NO_DATASET:
         rule = f"holds imported weights in {saved}, and no optimiser's state to resume"
         raise ConfigError("run.dir", cfg.run.dir, rule, "use a new run.dir")
-    _check_fields(cfg, saved, MODEL_FIELDS + RUN_FIELDS, "use a new run.dir, or set it back")
+    fixed = MODEL_FIELDS + LORA_FIELDS + RUN_FIELDS
+    _check_fields(cfg, saved, fixed, "use a new run.dir, or set it back")
     now = fingerprint(cfg)
     if now != saved.dataset:
         rule = f"is not the data of {saved} (fingerprint {now[:8]}, not {saved.dataset[:8]})"
@@ -284,7 +288,7 @@ def restore_params(run_dir: str | Path, cfg: Config, mesh: Mesh, step: int | Non
               ValueError when the checkpoint lacks a parameter.
     """
     saved = read_saved(run_dir, step)
-    _check_fields(cfg, saved, MODEL_FIELDS, "set it back")
+    _check_fields(cfg, saved, MODEL_FIELDS + LORA_FIELDS, "set it back")
     target = {"params": _target(cfg, mesh).params}
     loaded = _load(run_dir, saved.step, target, partial=True)
     # What the checkpoint lacks comes back as it was asked for: abstract, without a word.

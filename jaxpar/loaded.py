@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxpar import checkpoint, runtime
+from jaxpar import adapters, checkpoint, runtime
 from jaxpar.config import Config, ConfigError
 from jaxpar.convert.config_file import CONFIG_FILE
 from jaxpar.convert.importing import Source, open_source
@@ -37,7 +37,7 @@ class Loaded:
 def load(folder: str, step: int | None, tensor: int, say: Callable[[str], None]) -> Loaded:
     """The model of a run (its latest checkpoint, or `step`) or of a published folder.
 
-    Starts JAX. Every device reads its own shards only.
+    Starts JAX. Every device reads its own shards only. Adapters are merged into the weights.
 
     Args:     tensor: devices that share each layer. say: told what is read.
     Raises:   ConfigError when there is no model there, or too few devices.
@@ -57,6 +57,7 @@ def load(folder: str, step: int | None, tensor: int, say: Callable[[str], None])
         params = load_params(source, cfg, mesh, say)
     else:
         params = checkpoint.restore_params(folder, cfg, mesh, step)
+        params, cfg = adapters.merged(params, cfg, mesh), adapters.without(cfg)
     return Loaded(cfg, mesh, weights_for_sampling(params, cfg, mesh), tokenizer)
 
 

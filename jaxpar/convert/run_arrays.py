@@ -34,33 +34,33 @@ class RunArrays:
     """The parameters of a checkpoint by path, to be read or written box by box."""
 
     def __init__(self, arrays: dict[str, Any]):
-        self._arrays = arrays
+        self.by_path = arrays
 
     def chunk(self, path: str) -> tuple[int, ...]:
         """The shape of the pieces in which a parameter is stored: a read takes whole pieces."""
-        return tuple(self._arrays[path].chunk_layout.read_chunk.shape)
+        return tuple(self.by_path[path].chunk_layout.read_chunk.shape)
 
     def shape(self, path: str) -> tuple[int, ...]:
         """The shape of a parameter."""
-        return tuple(self._arrays[path].shape)
+        return tuple(self.by_path[path].shape)
 
     def read(self, path: str, box: Box) -> np.ndarray:
         """The float32 numbers of a box."""
-        return self._arrays[path][box].read().result()
+        return self.by_path[path][box].read().result()
 
     def write(self, path: str, box: Box, values: np.ndarray) -> None:
         """Put numbers into a box, on disk when this returns."""
-        self._arrays[path][box].write(values).result()
+        self.by_path[path][box].write(values).result()
 
 
 def open_run(run_dir: str | Path, cfg: Config, step: int) -> RunArrays:
-    """The parameters of a checkpoint.
+    """The parameters of a checkpoint, adapters among them.
 
     Raises:   ValueError when one is not there.
     """
     store = _store(checkpoint.folder(run_dir) / str(step))
     arrays = {}
-    for path in flat(param_specs(cfg.model)):
+    for path in flat(param_specs(cfg.model, cfg.lora)):
         try:
             arrays[path] = tensorstore.open(_spec(store, path), read=True).result()
         except ValueError as error:

@@ -69,9 +69,7 @@ def whole_model(program: Program, weights: Any, mb: Any) -> Sums:
     return program.head(weights["top"], x, mb)
 
 
-def accumulate(
-    program: Program, weights: Any, still: Any, microbatches: Any, scale: jax.Array
-):
+def accumulate(program: Program, weights: Any, still: Any, microbatches: Any, scale: jax.Array):
     """Loss and gradients of a model that is not cut into stages.
 
     Args:     weights: {"top", "layers"}, varying over every axis; layers [1, ...]. still: the
@@ -182,8 +180,9 @@ def one_f_one_b(
 
     Args:     weights: {"top", "layers"}, varying over every axis; layers [v, ...], this stage's
               chunks. still: as in `accumulate`. microbatches: a Batch of [M, ...]. scale: the
-              loss's cotangent. save: what waits in the ring for the backward: the vjp's own residuals under the
-              named remat policy, or chunk inputs, from which the chunk is run again.
+              loss's cotangent. save: what waits in the ring for the backward: the vjp's own
+              residuals under the named remat policy, or chunk inputs, from which the chunk is run
+              again.
     Returns:  (loss sums over the local tokens, float32 gradients like `weights`).
     Communication: per tick, a permute of [B, T/(sequence*tensor), D] each way over PIPELINE;
               those of embed and head.

@@ -15,8 +15,8 @@ FLOORS = {
     "data_rules lora_rules",
     1: "parallel kernels xla_flags runtime",
     2: "model",
-    3: "adapters optimizer moments state initial startup step data checkpoint metrics profiling guard "
-    "convert generation scoring loaded harness parity",
+    3: "optimizer moments state adapters initial startup step data checkpoint metrics profiling "
+    "guard convert generation scoring loaded harness parity",
     4: "cli train evaluate sample verify quickstart launch plan doctor bench report",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}
