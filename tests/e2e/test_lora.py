@@ -15,13 +15,18 @@ from jaxpar.loaded import load
 from jaxpar.model.lora import is_adapter
 from jaxpar.parallel.mesh import make_mesh
 from jaxpar.params import flat
-from tests.e2e.test_chat_tuning import ANSWER
-from tests.e2e.test_chat_tuning import chats as chats  # a fixture
+from jaxpar.train import Run
+from tests.e2e.test_chat_tuning import QUESTIONS, write_chats
 
-#: Of adapters of a tiny model whose embedding and head have seen little: steep.
-RATE = ["--optimizer.schedule", "constant", "--optimizer.learning-rate", "3e-2"]
+#: Of tokens that the first training has seen: adapters teach the head no others.
+ANSWER = "on the mat, the dog."
 
 QUICK = ["--evaluation.every", "0", "--optimizer.weight-decay", "0.1"]
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory) -> Path:
+    return write_chats(tmp_path_factory.mktemp("chats"), QUESTIONS, ANSWER)
 
 
 @pytest.fixture(scope="module")
@@ -29,16 +34,24 @@ def runs(train_on, write_config, chats, tmp_path_factory) -> tuple[str, Path, Pa
     """The config, the run that was trained, and the one that was tuned."""
     folder = tmp_path_factory.mktemp("lora")
     config = write_config(folder)
-    first = ["--train.num-steps", "40", "--checkpoint.every", "40"]
+    first = ["--checkpoint.every", "120"]
     assert train_on(2, config, *QUICK, *first) == 0
-    assert train_on(2, config, *flags(folder, "tuned", chats, 120), "--parallel.tensor", "2") == 0
+    assert train_on(2, config, *flags(folder, "tuned", chats, 60), "--parallel.tensor", "2") == 0
     return config, folder / "run", folder / "tuned"
 
 
 def flags(folder: Path, name: str, chats: Path, steps: int) -> list[str]:
     found = ["--run.dir", str(folder / name), "--run.init-from", str(folder / "run")]
     found += ["--data.path", str(chats), "--train.num-steps", str(steps), *QUICK]
-    return [*found, "--lora.rank", "8", *RATE, "--checkpoint.every", "60"]
+    return [
+        *found,
+        "--lora.rank",
+        "8",
+        "--optimizer.schedule",
+        "constant",
+        "--checkpoint.every",
+        "30",
+    ]
 
 
 def params_of(run: Path, step: int | None = None) -> dict[str, np.ndarray]:
@@ -56,7 +69,7 @@ def losses(run: Path) -> list[float]:
 def test_it_learns_and_moves_nothing_but_adapters(runs):
     _, first, tuned = runs
     found = losses(tuned)
-    assert found[0] > 2 and np.mean(found[-5:]) < 0.5
+    assert found[0] > 1.2 and np.mean(found[-5:]) < 0.5 * found[0]
     before, after = params_of(first), params_of(tuned)
     adapters = {name for name in after if is_adapter(name)}
     assert set(after) - adapters == set(before) and len(adapters) == 14
@@ -68,14 +81,14 @@ def test_it_learns_and_moves_nothing_but_adapters(runs):
 
 def test_a_run_goes_on_exactly_and_on_another_mesh(runs, train_on, chats):
     config, first, tuned = runs
-    half = [*flags(first.parent, "halves", chats, 120), "--parallel.tensor", "2"]
-    assert train_on(2, config, *half, "--train.num-steps", "60") == 0
+    half = [*flags(first.parent, "halves", chats, 60), "--parallel.tensor", "2"]
+    assert train_on(2, config, *half, "--train.num-steps", "30") == 0
     assert train_on(2, config, *half) == 0
     whole, halves = params_of(tuned), params_of(first.parent / "halves")
     assert all(whole[name].tobytes() == halves[name].tobytes() for name in whole)
-    more = [*flags(first.parent, "halves", chats, 122), "--parallel.layer-loop", "unroll"]
+    more = [*flags(first.parent, "halves", chats, 62), "--parallel.layer-loop", "unroll"]
     assert train_on(4, config, *more) == 0
-    later = params_of(first.parent / "halves", 122)
+    later = params_of(first.parent / "halves", 62)
     assert all(later[n].tobytes() == whole[n].tobytes() for n in whole if not is_adapter(n))
 
 
@@ -83,7 +96,14 @@ def test_text_from_it(runs, capfd):
     _, _, tuned = runs
     model = load(str(tuned), None, 1, print)
     assert model.cfg.lora.rank == 0
-    given = ["--prompt", "user:\n17?\nassistant:\n", "--temperature", "0", "--max-tokens", "19"]
+    given = [
+        "--prompt",
+        "user:\n17?\nassistant:\n",
+        "--temperature",
+        "0",
+        "--max-tokens",
+        str(len(ANSWER)),
+    ]
     sample.main([str(tuned), *given])
     assert ANSWER in capfd.readouterr().out
 
@@ -93,7 +113,7 @@ def test_a_run_begins_with_what_adapters_have_made_of_another(runs, train_on, ch
     args = flags(first.parent, "again", chats, 1)
     args[args.index("--run.init-from") + 1] = str(tuned)
     assert train_on(2, config, *args, "--optimizer.warmup-steps", "0") == 0
-    assert losses(first.parent / "again")[0] < 0.5  # its own adapters add nothing yet
+    assert losses(first.parent / "again")[0] < 0.7  # its own adapters add nothing yet
     own = params_of(first.parent / "again")
     assert own["layers/wq"].tobytes() != params_of(tuned)["layers/wq"].tobytes()
 
@@ -108,8 +128,6 @@ def test_it_leaves_as_a_published_model(runs, tmp_path):
 
 def test_other_adapters_are_not_the_same_run(runs, only_devices):
     config, _, tuned = runs
-    from jaxpar.train import Run
-
     for flag, value in {"rank": "4", "alpha": "8", "targets": "q_proj"}.items():
         given = ["--run.dir", str(tuned), "--lora.rank", "8", f"--lora.{flag}", value]
         with only_devices(1), pytest.raises(ConfigError, match=rf"lora\.{flag} = .*has"):
