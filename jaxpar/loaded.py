@@ -14,7 +14,7 @@ from jaxpar.config import Config, ConfigError
 from jaxpar.convert.config_file import CONFIG_FILE
 from jaxpar.convert.importing import Source, open_source
 from jaxpar.convert.mesh_load import load_params
-from jaxpar.convert.tokenizer_files import tokenizer_in, tokenizer_of_run
+from jaxpar.convert.tokenizer_files import begin_of_prompts, tokenizer_in, tokenizer_of_run
 from jaxpar.data import Tokenizer
 from jaxpar.generation import config_for_sampling, weights_for_sampling
 from jaxpar.parallel.mesh import make_mesh
@@ -32,6 +32,12 @@ class Loaded:
     weights: Any
     """Of `weights_for_sampling`."""
     tokenizer: Tokenizer
+    begin: tuple[int, ...]
+    """Ids that stand before a text: the tokenizer's beginning of text, if the model expects it."""
+
+    def encode(self, text: str, *, begin: bool = True) -> list[int]:
+        """Token ids of a prompt; without `begin`, of a text that goes on from another."""
+        return [*(self.begin if begin else ()), *map(int, self.tokenizer.encode(text))]
 
 
 def load(folder: str, step: int | None, tensor: int, say: Callable[[str], None]) -> Loaded:
@@ -53,12 +59,13 @@ def load(folder: str, step: int | None, tensor: int, say: Callable[[str], None])
     cfg = resolve(cfg, tensor)
     mesh = make_mesh(cfg.parallel, devices[:tensor])
     tokenizer = tokenizer_in(Path(folder), folder) if source else tokenizer_of_run(folder, cfg)
+    begin = tokenizer.begin if source else begin_of_prompts(folder, cfg, tokenizer)
     if source:
         params = load_params(source, cfg, mesh, say)
     else:
         params = checkpoint.restore_params(folder, cfg, mesh, step)
         params, cfg = adapters.merged(params, cfg, mesh), adapters.without(cfg)
-    return Loaded(cfg, mesh, weights_for_sampling(params, cfg, mesh), tokenizer)
+    return Loaded(cfg, mesh, weights_for_sampling(params, cfg, mesh), tokenizer, begin)
 
 
 def _start(tensor: int) -> None:
