@@ -248,7 +248,7 @@ UNKNOWN = [
     ("trian.num_steps", "use train.num_steps"),
     ("model.rope_scaling.facter", "use model.rope_scaling.factor"),
     ("data.xyz", "use one of data.path, data.seq_len, data.document_mask, data.prefetch"),
-    ("xyz", "name it SECTION.FIELD, with a section of run, train, data, model, parallel"),
+    ("xyz", "name it SECTION.FIELD, with a section of run, train, data, model, lora, parallel"),
     ("train.num_steps.xyz", "use train.num_steps"),
     ("", "name it"),
 ]
