@@ -1,4 +1,4 @@
-"""Models in and out: python -m jaxpar.convert from-hf DIR RUN; to-hf, to-peft, to-torch RUN OUT."""
+"""Models in and out: python -m jaxpar.convert from-hf, from-peft DIR RUN; to-hf, ... RUN OUT."""
 
 import dataclasses
 import math
@@ -13,7 +13,7 @@ import tyro
 
 from jaxpar import cli, guard
 from jaxpar.config import ConfigError
-from jaxpar.convert import exporting, importing, peft_folder, selfcheck, torch_file
+from jaxpar.convert import exporting, importing, peft_folder, peft_import, selfcheck, torch_file
 
 PROGRAM = "python -m jaxpar.convert"
 
@@ -38,6 +38,21 @@ class FromHf:
     """Folder with config.json and .safetensors files."""
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run folder to write; it must be new."""
+    checking: Annotated[Checking, tyro.conf.OmitArgPrefixes] = dataclasses.field(
+        default_factory=Checking
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FromPeft:
+    """Make a run of a published model and adapters of PEFT: its checkpoint of step 0."""
+
+    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
+    """Folder with adapter_config.json and adapter_model.safetensors."""
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """Run folder to write; it must be new."""
+    base: str | None = None
+    """Folder of the model that they belong to. None: the one that adapter_config.json names."""
     checking: Annotated[Checking, tyro.conf.OmitArgPrefixes] = dataclasses.field(
         default_factory=Checking
     )
@@ -101,12 +116,13 @@ class ToTorch:
 
 COMMANDS: dict[str, Callable[..., Any]] = {
     "from-hf": FromHf,
+    "from-peft": FromPeft,
     "to-hf": ToHf,
     "to-peft": ToPeft,
     "to-torch": ToTorch,
 }
 
-type Options = FromHf | ToHf | ToPeft | ToTorch
+type Options = FromHf | FromPeft | ToHf | ToPeft | ToTorch
 
 
 def read_options(argv: Sequence[str]) -> Options:
@@ -135,6 +151,8 @@ def main(argv: Sequence[str]) -> int:
         match options:
             case FromHf():
                 from_hf(options)
+            case FromPeft():
+                from_peft(options)
             case ToHf():
                 to_hf(options)
             case ToPeft():
@@ -153,6 +171,13 @@ def from_hf(options: FromHf) -> None:
     tolerance = checking.tolerance if checking.check else None
     source = importing.from_hf(options.folder, run, say, tolerance)
     say(f"{run}: {source.family.architecture}, the checkpoint of step 0")
+
+
+def from_peft(options: FromPeft) -> None:
+    """`from-peft`."""
+    tolerance = options.checking.tolerance if options.checking.check else None
+    cfg = peft_import.from_peft(options.folder, options.run, say, options.base, tolerance)
+    say(f"{options.run}: with adapters of rank {cfg.lora.rank}, the checkpoint of step 0")
 
 
 def to_hf(options: ToHf) -> None:

@@ -24,7 +24,7 @@ from jaxpar.convert.exporting import Export, copy_out
 from jaxpar.convert.families import Family
 from jaxpar.convert.hf_folder import Tensors
 from jaxpar.convert.importing import open_source
-from jaxpar.convert.layout import Box, Entry
+from jaxpar.convert.layout import Entry
 from jaxpar.convert.merging import unmerged_reader, with_factor
 from jaxpar.convert.new_folder import new_folder, refuse_used, require_space
 from jaxpar.convert.progress import meter
@@ -142,7 +142,6 @@ def check(
     tokens = selfcheck.random_tokens(cfg.model)
     own = unmerged_reader(export.arrays, cfg, export.dtype)
     written = Tensors(read_header(folder / ADAPTER_FILE))
-    adapters = selfcheck.published_reader(export.entries, export.sizes, written)
     there = base is not None and (Path(base) / CONFIG_FILE).is_file()
     published, what = own, "the run's own base and the written adapters"
     if there:
@@ -154,18 +153,22 @@ def check(
         published = selfcheck.published_reader(source.entries, source.sizes, source.tensors)
         what = f"{base} and the written adapters"
 
-    def read(path: str, box: Box) -> np.ndarray:
-        return (adapters if is_adapter(path) else published)(path, box)
-
+    adapters = selfcheck.published_reader(export.entries, export.sizes, written)
+    read = either(adapters, published)
     ours = selfcheck.logits(own, cfg.model, tokens, cfg.lora)
     found = selfcheck.logits(with_factor(read, cfg), cfg.model, tokens, cfg.lora)
     selfcheck.compare(found, ours, what, tolerance, say)
-    left_out = "its base is not on this machine" if not there else why_no_peft(cfg)
+    left_out = why_no_peft(cfg) if there else "no --base that is a folder here"
     if left_out is None:
         theirs = peft_logits(Path(str(base)), folder, tokens)
         selfcheck.compare(theirs, ours, "peft", tolerance, say)
     else:
         say(f"not compared with peft: {left_out}")
+
+
+def either(adapters: selfcheck.Read, model: selfcheck.Read) -> selfcheck.Read:
+    """Reads the parameters of adapters in one place, and those of the model in another."""
+    return lambda path, box: (adapters if is_adapter(path) else model)(path, box)
 
 
 def why_no_peft(cfg: Config) -> str | None:

@@ -79,7 +79,7 @@ def create_run(
     Args:     chunks: shape of the pieces of each parameter, by path.
               about: fields of `checkpoint.Saved`.
     """
-    specs = param_specs(cfg.model)
+    specs = param_specs(cfg.model, cfg.lora)
     small = map_specs(lambda spec: jnp.zeros((1,) * len(spec.shape), jnp.float32), specs)
     context = ocp.Context()
     context.array.saving.use_compression = False

@@ -6,6 +6,7 @@ The golden folder and logits are PEFT's own, of the same adapters, by scripts/ma
 import dataclasses
 import importlib.util
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -15,10 +16,10 @@ from safetensors.numpy import load_file
 
 from jaxpar import state
 from jaxpar.adapters import merged, without
-from jaxpar.checkpoint import Checkpointer, restore_params
+from jaxpar.checkpoint import Checkpointer, load_config, restore_params
 from jaxpar.config import Config, ConfigError, LoraConfig, replace
 from jaxpar.convert import __main__ as convert
-from jaxpar.convert import exporting, importing, peft_folder, selfcheck
+from jaxpar.convert import exporting, importing, peft_folder, peft_import, selfcheck
 from jaxpar.convert.layout import as_ours, sizes_of
 from jaxpar.convert.mesh_load import load_params
 from jaxpar.convert.run_arrays import RunArrays
@@ -172,6 +173,86 @@ def test_what_cannot_be_written(run, base, tmp_path):
     (tmp_path / "used" / "file").touch()
     with pytest.raises(ConfigError, match="is there already"):
         convert.main(["to-peft", *options(run, tmp_path / "used")])
+
+
+def test_a_folder_of_peft_becomes_a_run_and_is_written_again(base, tmp_path, capsys):
+    flags = ["--base", str(base)]
+    assert convert.main(["from-peft", str(GOLDEN), str(tmp_path / "run"), *flags]) == 0
+    assert "beside the published files: largest difference 0.00e+00" in capsys.readouterr().out
+    cfg = load_config(tmp_path / "run")
+    assert cfg.lora == LORA
+    cfg = resolve(replace(cfg, **{"parallel.data": 1}), 1)
+    params = restore_params(tmp_path / "run", cfg, make_mesh(cfg.parallel, jax.devices()[:1]))
+    apart = reference.scale_adapters(jax.device_get(params), cfg)
+    found = plain_logits(apart, cfg, tiny.tokens(VALUES))
+    assert np.abs(found - np.load(GOLDEN / "logits.npy")).max() <= TOLERANCE
+    assert convert.main(["to-peft", str(tmp_path / "run"), str(tmp_path / "out"), *flags]) == 0
+    names = peft_folder.ADAPTER_FILE
+    found, wanted = (load_file(f / names) for f in (tmp_path / "out", GOLDEN))
+    assert found.keys() == wanted.keys()
+    assert all(found[n].tobytes() == wanted[n].tobytes() for n in wanted)
+
+
+def drop(values: dict, arrays: dict) -> None:
+    del arrays["base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"]
+
+
+def add(values: dict, arrays: dict) -> None:
+    arrays["base_model.model.lm_head.weight"] = np.zeros((64, 32), np.float32)
+
+
+def widen(values: dict, arrays: dict) -> None:
+    values["r"] = 8
+
+
+BAD = {
+    "dora": ({"use_dora": True}, r"adapter_config\.json use_dora = True: is not what"),
+    "another kind": ({"peft_type": "IA3"}, r"peft_type = 'IA3': .*use 'LORA'"),
+    "biases": ({"bias": "all"}, r"bias = 'all': .*use 'none'"),
+    "whole modules": ({"modules_to_save": ["lm_head"]}, r"modules_to_save = \['lm_head'\]"),
+    "ranks of their own": ({"rank_pattern": {"q_proj": 2}}, r"rank_pattern = .*train without it"),
+    "a start that moves the model": (
+        {"init_lora_weights": "pissa"},
+        r"init_lora_weights = 'pissa'",
+    ),
+    "no rank": ({"r": None}, r"adapter_config\.json r = None: must be a number above 0"),
+    "a pattern": ({"target_modules": ".*_proj"}, r"target_modules = .*must be a list of names"),
+    "the embedding": ({"target_modules": ["embed_tokens"]}, r"must be a list of names from q_proj"),
+    "missing": (drop, r"layers\.1\.mlp\.up_proj\.lora_B\.weight = None: is missing"),
+    "extra": (add, r"lm_head\.weight = .*belongs to no parameter"),
+    "another rank": (widen, r"lora_A\.weight = \[4, 32\]: must be of shape \[8, 32\]"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_folders_are_refused(name, base, tmp_path):
+    change, message = BAD[name]
+    values = json.loads((GOLDEN / peft_folder.ADAPTER_CONFIG).read_text())
+    arrays = load_file(GOLDEN / peft_folder.ADAPTER_FILE)
+    if callable(change):
+        change(values, arrays)
+    else:
+        values |= change
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / peft_folder.ADAPTER_CONFIG).write_text(json.dumps(values))
+    tiny.write_safetensors(tmp_path / "in" / peft_folder.ADAPTER_FILE, arrays)
+    with pytest.raises(ConfigError, match=message):
+        peft_import.from_peft(tmp_path / "in", tmp_path / "run", silent, str(base))
+    assert not (tmp_path / "run").exists()
+
+
+def test_folders_without_what_is_needed(base, tmp_path):
+    with pytest.raises(ConfigError, match=r"has no adapter_config\.json that can be read"):
+        peft_import.from_peft(tmp_path, tmp_path / "run", silent, str(base))
+    with pytest.raises(ConfigError, match=r"--base = None: is no folder"):
+        peft_import.from_peft(GOLDEN, tmp_path / "run", silent)
+    shutil.copy(GOLDEN / peft_folder.ADAPTER_CONFIG, tmp_path)
+    with pytest.raises(ConfigError, match=r"has no adapter_model\.safetensors"):
+        peft_import.from_peft(tmp_path, tmp_path / "run", silent, str(base))
+    file = GOLDEN / peft_folder.ADAPTER_FILE
+    (tmp_path / file.name).write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(ConfigError, match=r"it is truncated or damaged"):
+        peft_import.from_peft(tmp_path, tmp_path / "run", silent, str(base))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")
