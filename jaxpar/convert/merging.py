@@ -17,29 +17,20 @@ class MergedArrays(RunArrays):
 
     def __init__(self, arrays: RunArrays, cfg: Config):
         super().__init__(arrays.by_path)
-        self._factor = factor(cfg)
-        self._kept: tuple[str, np.ndarray, np.ndarray] | None = None
+        self._factor = np.float32(factor(cfg))
 
     def read(self, path: str, box: Box) -> np.ndarray:
-        """The float32 numbers of a box."""
+        """The float32 numbers of a box, for which the same part of both matrices is read."""
         values = super().read(path, box)
         if path + A not in self.by_path:
             return values
-        a, b = self._adapter(path)
-        inputs = a.ndim - 1
-        a, b = a[box[:inputs]], b[(box[0], slice(None), *box[inputs:])]
-        added = [np.tensordot(one, other, 1) for one, other in zip(a, b, strict=True)]
-        return values + np.float32(self._factor) * np.stack(added)
-
-    def _adapter(self, path: str) -> tuple[np.ndarray, np.ndarray]:
-        """Both matrices of an adapter, whole; those of the latest are kept."""
-        if self._kept is None or self._kept[0] != path:
-            a, b = (
-                super(MergedArrays, self).read(name, tuple(slice(0, n) for n in self.shape(name)))
-                for name in (path + A, path + B)
-            )
-            self._kept = path, a, b
-        return self._kept[1:]
+        *inputs, rank = (slice(0, n) for n in self.shape(path + A))
+        cut = len(inputs)
+        a = super().read(path + A, (*box[:cut], rank))
+        b = super().read(path + B, (box[0], rank, *box[cut:]))
+        for one, left, right in zip(values, a, b, strict=True):
+            one += self._factor * np.tensordot(left, right, 1)
+        return values
 
 
 def unmerged_reader(arrays: RunArrays, cfg: Config, dtype: str = "float32") -> selfcheck.Read:
