@@ -243,6 +243,8 @@ class CheckpointConfig:
     """Also keep, for ever, each checkpoint whose step is a multiple of this. 0: none."""
     resume: Literal["auto", "never", "must"] = "auto"
     """auto: resume if a checkpoint is there; never: refuse to; must: fail without one."""
+    save_failures_allowed: int = 3
+    """Saves in a row that may fail, with a warning, before the run ends with code 1."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,10 @@ from typing import Any
 EXIT_OK, EXIT_ERROR, EXIT_CONFIG, EXIT_NUMERICS, EXIT_PREEMPTED = 0, 1, 2, 17, 75
 
 
+class RunError(Exception):
+    """Ends a program with code 1 and one message that says all; a traceback would add nothing."""
+
+
 class BadNumerics(Exception):
     """The loss or the gradient is no longer a number."""
 

@@ -164,7 +164,7 @@ class Run:
             state = initial.state(self.cfg, self.mesh, self.origin, log)
             what = f"weights of {self.origin}" if self.origin else "initialised"
         else:
-            state = checkpoint.restore(self.cfg, self.mesh, self.first_step)
+            state, self.first_step = checkpoint.restore_latest(self.cfg, self.mesh)
             for field, (then, now) in self.changed.items():
                 log(f"changed    {field}: {then} then, {now} now")
             what = f"restored step {self.first_step}"
@@ -224,9 +224,10 @@ def train(run: Run) -> int:
     batches = run.loader.prefetched(first)
     with (
         guard.StopRequest() as stop,
-        checkpoint.Checkpointer(cfg) as saver,
+        checkpoint.Checkpointer(cfg, log) as saver,
         MetricsWriter(cfg, run.dir, first, schedule, run.loader.epochs) as metrics,
     ):
+        saver.prepare(state)
         train_step = compiled(run, state)
         for step in range(first, last):
             began = time.perf_counter()
@@ -245,6 +246,7 @@ def train(run: Run) -> int:
                 metrics.pause()
                 saver.save(state, done, done * tokens_per_step)
             if stop.received:
+                saver.finish()
                 log(f"{stop.received}: saved step {done}; the same command goes on from there")
                 return guard.EXIT_PREEMPTED
         metrics.flush()

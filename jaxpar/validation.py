@@ -69,7 +69,7 @@ parallel.virtual_stages checkpoint.keep evaluation.num_batches""".split()
 
 _AT_LEAST_ZERO = """run.cpu_devices model.num_experts model.global_every train.seed
 train.z_loss optimizer.warmup_steps optimizer.weight_decay optimizer.clip_norm
-checkpoint.every checkpoint.keep_every evaluation.every""".split()
+checkpoint.every checkpoint.keep_every checkpoint.save_failures_allowed evaluation.every""".split()
 
 _ABOVE_ZERO = """model.rope_theta model.norm_eps model.init_std optimizer.learning_rate
 optimizer.eps""".split()

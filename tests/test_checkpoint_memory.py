@@ -10,6 +10,7 @@ import pytest
 from orbax.checkpoint._src.serialization import limits
 
 from jaxpar import checkpoint, config, moments, state
+from jaxpar.checkpoint import loading
 from jaxpar.config import Config
 from jaxpar.parallel.mesh import make_mesh
 from jaxpar.validation import resolve
@@ -93,7 +94,7 @@ def test_the_change_is_told(setup):
 def test_a_checkpoint_from_before_these_fields_holds_float32(setup, monkeypatch):
     cfg, mesh = setup()
     saved = logical(save(cfg, mesh, 3), cfg)
-    read = checkpoint.read_saved
+    read = loading.read_saved
 
     def read_old(run_dir, step=None):
         found = read(run_dir, step)
@@ -101,7 +102,7 @@ def test_a_checkpoint_from_before_these_fields_holds_float32(setup, monkeypatch)
             del found.config["optimizer"][path.split(".")[1]]
         return found
 
-    monkeypatch.setattr(checkpoint, "read_saved", read_old)
+    monkeypatch.setattr(loading, "read_saved", read_old)
     changed, _ = setup(**BFLOAT16)
     as_kept = moments.in_kept_dtype(jax.tree.map(jnp.asarray, saved.opt_state), changed.optimizer)
     restored = checkpoint.restore(changed, mesh)
@@ -128,7 +129,7 @@ def test_a_checkpoint_is_read_shard_by_shard(setup, monkeypatch):
     save(cfg, mesh, 1)
     reads = Reads()
     monkeypatch.setattr(limits, "LimitInFlightBytes", reads.limiter)
-    monkeypatch.setattr(checkpoint, "READ_AHEAD", 1)
+    monkeypatch.setattr(loading, "READ_AHEAD", 1)
     restored = jax.tree.leaves(checkpoint.restore(cfg, mesh))
     shards = {math.prod(a.sharding.shard_shape(a.shape)) * 4 for a in restored}
     largest = max(a.nbytes for a in restored)

@@ -11,6 +11,7 @@ import pytest
 import tyro
 
 from jaxpar import bench, cli, verify
+from jaxpar.checkpoint.__main__ import read_options as read_checkpoint_options
 from jaxpar.config import ConfigError
 from jaxpar.convert.__main__ import read_options
 from jaxpar.data.__main__ import read_command as read_data_command
@@ -119,6 +120,8 @@ def check_command(words: list[str]) -> None:
             tyro.cli(Options, args=args)
         case "jaxpar.evaluate":
             tyro.cli(EvaluateOptions, args=args)
+        case "jaxpar.checkpoint":
+            read_checkpoint_options(args)
         case "jaxpar.convert":
             read_options(args)
         case "jaxpar.data":
