@@ -149,7 +149,7 @@ class ModelConfig:
     """Attention scores are divided by its root (Gemma). None: by that of head_dim."""
     init_std: float = 0.02
     """Standard deviation of initial weights; outputs of a block get init_std / sqrt(2 * layers)."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Compute dtype. Master weights, loss and gradient sums are always float32."""
     matmul_dtype: Literal["compute", "float8"] = "compute"
     """Operands of a layer's projections. float8: e4m3, gradients e5m2, scaled anew every step."""
@@ -248,6 +248,32 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GuardConfig:
+    """What happens when numbers go wrong."""
+
+    max_skips: int = 3
+    """Updates left out in a row, loss or gradient being no number, that end the run: code 17."""
+    spike: Literal["ignore", "tell", "rewind"] = "tell"
+    """At a loss spike: tell it, or go back to the last checkpoint and leave out its batches."""
+    spike_deviations: float = 10.0
+    """A spike is so many deviations (1.48 MAD, at least 1% of the median) above the median."""
+    spike_window: int = 64
+    """Steps whose losses a spike is measured against; none is seen before half are there."""
+    spike_skip: int = 4
+    """Batches that a rewind leaves out, the last of them the spike's."""
+    max_rewinds: int = 3
+    """Rewinds in a run. One more spike ends it with code 17."""
+    recent_steps: int = 512
+    """Steps whose records RUN/recent.jsonl keeps, for `python -m jaxpar.replay`. 0: none."""
+    replica_check_every: int = 0
+    """Compare the copies that devices hold of the state every so many steps. 0: never."""
+    loss_scale: float = 65536.0
+    """float16: what the loss is multiplied with at first, a power of two; halved on overflow."""
+    loss_scale_interval: int = 1000
+    """float16: steps without overflow after which the scale is doubled."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
     """Held-out loss during training."""
 
@@ -268,6 +294,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
 

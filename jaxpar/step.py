@@ -4,6 +4,7 @@ Forward, backward, reduction, clipping and optimiser all run inside it on local 
 every mesh axis, with `check_vma=True`.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpar import moments
+from jaxpar import moments, skipping
 from jaxpar.axes import BATCH_SPEC, PIPELINE, TOKEN_AXES
 from jaxpar.batch import IGNORED, Batch
 from jaxpar.config import Config
@@ -35,6 +36,12 @@ class Measured:
     """Global norm of the gradient before clipping."""
     num_tokens: jax.Array
     """Labelled tokens in the batch."""
+    skipped: jax.Array | None = None
+    """Updates left out so far, this step's among them."""
+    in_a_row: jax.Array | None = None
+    """Of these, the latest without one that was made."""
+    loss_scale: jax.Array | None = None
+    """What the loss of this step was multiplied with; 1 but in float16."""
 
 
 def make_train_step(
@@ -88,20 +95,32 @@ def make_gradient_step(
 def train_step(
     cfg: Config, max_segments: int | None, state: TrainState, batch: Batch
 ) -> tuple[TrainState, Measured]:
-    """One optimiser step."""
-    measured, grads = loss_and_gradients(cfg, max_segments, state.params, batch)
+    """One optimiser step. Where loss or gradient is no number, only step and guard change."""
+    scale = state.guard["loss_scale"]
+    measured, grads = loss_and_gradients(cfg, max_segments, state.params, batch, scale)
+    ok = jnp.isfinite(measured.loss) & jnp.isfinite(measured.grad_norm)
     with jax.named_scope("optimizer"):
         grads = clip(grads, measured.grad_norm, cfg.optimizer.clip_norm)
         layers = layers_here(cfg)
         params, opt_state = moments.update(
-            cfg, grads, state.opt_state, state.params, state.step, layers
+            cfg, grads, state.opt_state, state.params, state.step, layers, ok
         )
-    return TrainState(state.step + 1, params, opt_state), measured
+    guard = skipping.after(cfg, state.guard, ok)
+    counts = {name: guard[name].astype(jnp.float32) for name in ("skipped", "in_a_row")}
+    measured = dataclasses.replace(measured, loss_scale=scale, **counts)
+    return TrainState(state.step + 1, params, opt_state, guard), measured
 
 
-def loss_and_gradients(cfg: Config, max_segments: int | None, params: Any, batch: Batch):
+def loss_and_gradients(
+    cfg: Config,
+    max_segments: int | None,
+    params: Any,
+    batch: Batch,
+    scale: jax.Array | float = 1.0,
+):
     """Mean loss over the global batch, and its gradients, reduced and sharded as the parameters.
 
+    Args:     scale: what the loss is multiplied with on its way back (`skipping.py`).
     Returns:  (Measured, float32 gradients).
     Communication: that of the model; FSDP's scatters; one `reduce_gradients`; scalars.
     """
@@ -111,12 +130,13 @@ def loss_and_gradients(cfg: Config, max_segments: int | None, params: Any, batch
     program = program_of(cfg, max_segments)
     microbatches = split_microbatches(batch, cfg.parallel.num_microbatches)
     run = schedule_of(cfg)
-    (_, loss_sum), grads = run(program, weights, microbatches, 1 / num_tokens)
+    (_, loss_sum), grads = run(program, weights, microbatches, scale / num_tokens)
     grads = transformer.without_scales(grads)
     if cfg.parallel.zero == 1:
         grads = scatter_once(grads, cfg)
     (grads,) = unview(grads)
     grads = reduce_gradients(grads, transformer.param_specs(cfg.model))
+    grads = skipping.unscaled(cfg, grads, scale)
     loss = lax.psum(loss_sum, TOKEN_AXES) / num_tokens
     return Measured(loss, global_norm(grads), num_tokens), grads
 

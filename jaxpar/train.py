@@ -6,7 +6,7 @@ The run folder is all there is to a run. If it holds a checkpoint, the run goes 
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from jaxpar.batch import Batch
 from jaxpar.config import Config, ConfigError
 from jaxpar.config_json import to_json
 from jaxpar.data import Loader
+from jaxpar.data.skips import read_skipped, write_skipped
 from jaxpar.kernels.attention import AttentionMask, Choice, choose, selftest
 from jaxpar.metrics import MetricsWriter
 from jaxpar.model.block import describe_tokens
@@ -29,6 +30,7 @@ from jaxpar.parallel.mesh import describe, make_mesh
 from jaxpar.startup import StartUp
 from jaxpar.state import TrainState, bytes_per_device
 from jaxpar.step import make_eval_step, make_train_step
+from jaxpar.step_guard import StepGuard
 from jaxpar.validation import resolve
 
 
@@ -52,10 +54,12 @@ class Run:
         self.max_segments = max(split.max_documents for split in splits)
         self.first_step = checkpoint.starting_step(cfg)
         self.changed: dict[str, tuple[Any, Any]] = {}
+        self.loader.skipped = read_skipped(self.dir)
         if self.first_step is not None:
             saved = checkpoint.read_saved(cfg.run.dir, self.first_step)
             checkpoint.check_resumable(cfg, saved)
             self.changed = checkpoint.changed_fields(cfg, saved)
+            self.loader.skipped = self.loader.skipped.and_also(saved.skipped_batches)
             check_steps(cfg, self.first_step)
         self.origin = initial.find(cfg) if self.first_step is None else None
         self.kernels = self.attention_kernels()
@@ -173,6 +177,34 @@ class Run:
         self.startup.ended("weights")
         return state
 
+    def look(self) -> Callable[[int, dict[str, float]], None]:
+        """What is to see the numbers of every step from here on."""
+        first, batch_of = self.first_step or 0, self.loader.skipped.batch_of
+        return StepGuard(self.cfg, self.dir, first, batch_of, log, describe(self.mesh)).look
+
+    def rewind(self, spike: guard.Spike) -> TrainState:
+        """The state of the last checkpoint, or of the start; the batches that led to a spike are
+        left out from now on, by this run and whatever goes on from it.
+
+        Raises:   BadNumerics when there have been too many.
+        """
+        g, skipped = self.cfg.guard, self.loader.skipped
+        steps = checkpoint.saved_steps(self.cfg.run.dir)
+        if len(skipped.windows) >= g.max_rewinds:
+            rule = f"the run has gone back {g.max_rewinds} times, as guard.max_rewinds allows"
+            raise guard.BadNumerics(f"{spike}; {rule}. Checkpoints of earlier steps are untouched.")
+        last = skipped.batch_of(spike.step)
+        first = max(last - g.spike_skip + 1, skipped.batch_of(steps[-1] if steps else 0))
+        self.loader.skipped = skipped.and_also([(first, last - first + 1)])
+        if jax.process_index() == 0:
+            write_skipped(self.dir, self.loader.skipped)
+        if steps:
+            state, self.first_step = checkpoint.restore_latest(self.cfg, self.mesh)
+        else:
+            state = initial.state(self.cfg, self.mesh, self.origin, log)
+        log(f"rewound to step {self.first_step or 0}; batches {first} to {last} are left out")
+        return jax.block_until_ready(state)
+
 
 def run_folder(cfg: Config) -> Path:
     """The run folder, which need not exist yet.
@@ -211,30 +243,43 @@ def log(text: str) -> None:
 
 
 def train(run: Run) -> int:
-    """The loop. Returns an exit code."""
-    cfg = run.cfg
-    if run.first_step == cfg.train.num_steps:
+    """Train, from the start or a checkpoint, to the end. Returns an exit code."""
+    if run.first_step == run.cfg.train.num_steps:
         log(f"done already: {run.dir}")
         return guard.EXIT_OK
     state = run.start()
+    train_step = compiled(run, state)
+    with guard.StopRequest() as stop:
+        while True:
+            try:
+                return train_from(run, state, train_step, stop)
+            except guard.Spike as spike:
+                found = spike.with_traceback(None)  # its frames hold the state
+            state = run.rewind(found)
+
+
+def train_from(run: Run, state: TrainState, train_step: Any, stop: guard.StopRequest) -> int:
+    """The loop. Returns an exit code.
+
+    Raises:   Spike where the run is to go back.
+    """
+    cfg = run.cfg
     tokens_per_step = cfg.train.global_batch_size * cfg.data.seq_len
     first, last = run.first_step or 0, cfg.train.num_steps
     evaluate = Evaluation(run)
     schedule = learning_rate(cfg.optimizer, cfg.train.num_steps)
     batches = run.loader.prefetched(first)
     with (
-        guard.StopRequest() as stop,
-        checkpoint.Checkpointer(cfg, log) as saver,
-        MetricsWriter(cfg, run.dir, first, schedule, run.loader.epochs) as metrics,
+        checkpoint.Checkpointer(cfg, log, run.loader.skipped) as saver,
+        MetricsWriter(cfg, run.dir, first, schedule, run.loader.epochs, run.look()) as metrics,
     ):
         saver.prepare(state)
-        train_step = compiled(run, state)
         for step in range(first, last):
             began = time.perf_counter()
             _, batch = next(batches)
             data_wait = time.perf_counter() - began
             state, measured = train_step(state, batch)
-            if step == first:  # it has been waited for
+            if "first step" not in run.startup.seconds:  # it has been waited for
                 run.startup.ended("first step")
                 log(str(run.startup))
             metrics.write_previous(step, measured, data_wait)

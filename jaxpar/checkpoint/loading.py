@@ -10,6 +10,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from orbax.checkpoint import v1 as ocp
 
+from jaxpar import skipping
 from jaxpar.checkpoint import integrity
 from jaxpar.checkpoint.integrity import Damaged
 from jaxpar.checkpoint.saved import (
@@ -82,8 +83,13 @@ def restore(cfg: Config, mesh: Mesh, step: int | None = None) -> TrainState:
     """
     saved = read_saved(cfg.run.dir, step)
     check_resumable(cfg, saved)
-    target = vars(_target(_with_saved_dtypes(cfg, saved), mesh))
+    target = dict(vars(_target(_with_saved_dtypes(cfg, saved), mesh)))
+    known = any(name.startswith("guard/") for name in saved.fingerprints)
+    scalars = target["guard"] if known else target.pop("guard")
     loaded = _load_whole(cfg.run.dir, saved, target)
+    if not known:  # from before there were any
+        to = jax.tree.map(lambda a: a.sharding, scalars)
+        loaded["guard"] = jax.device_put(skipping.initial(cfg), to)
     if int(loaded["step"]) != saved.step:
         raise Damaged(str(saved), [f"it holds the state of step {int(loaded['step'])}"])
     return to_running(in_configured_dtypes(TrainState(**loaded), cfg), cfg)

@@ -54,6 +54,8 @@ class Saved:
     """Of jaxpar and jax."""
     fingerprints: dict[str, str] = field(default_factory=dict)
     """Of each array, by name; empty for a checkpoint from before there were any."""
+    skipped_batches: list[list[int]] = field(default_factory=list)
+    """Windows of batches that the run leaves out, as (first, count)."""
 
     def __str__(self) -> str:
         return f"the checkpoint of step {self.step}"

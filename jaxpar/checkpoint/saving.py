@@ -18,6 +18,7 @@ from jaxpar import guard
 from jaxpar.checkpoint import integrity
 from jaxpar.checkpoint.saved import folder
 from jaxpar.config import Config
+from jaxpar.data.skips import SkippedBatches
 from jaxpar.data.sources import fingerprint
 from jaxpar.parallel.fingerprint import fingerprints
 from jaxpar.state import TrainState, snapshot
@@ -38,16 +39,23 @@ class Checkpointer:
     is due when it is due. What a failed save has written is deleted: it may have filled the disk.
     """
 
-    def __init__(self, cfg: Config, say: Callable[[str], None] = print):
+    def __init__(
+        self,
+        cfg: Config,
+        say: Callable[[str], None] = print,
+        skipped: SkippedBatches = SkippedBatches(),  # noqa: B008, a constant
+    ):
         """Open the run's folder, making it if need be.
 
         Args:     say: told of each save that is done, with its size and speed; from a thread.
+                  skipped: batches that the run leaves out.
         Raises:   ConfigError when the data cannot be opened.
         """
         self._cfg, self._say = cfg, say
         self._about = {
             "config": dataclasses.asdict(cfg),
             "dataset": fingerprint(cfg),
+            "skipped_batches": skipped.windows,
             "versions": {"jaxpar": jaxpar.__version__, "jax": jax.__version__},
         }
         context = ocp.Context()
