@@ -27,6 +27,7 @@ from jaxpar.model.remat import names_on_host
 from jaxpar.optimizer import learning_rate
 from jaxpar.parallel.context import kernel_request, token_order
 from jaxpar.parallel.mesh import describe, make_mesh
+from jaxpar.replicas import make_replica_check, require_equal
 from jaxpar.startup import StartUp
 from jaxpar.state import TrainState, bytes_per_device
 from jaxpar.step import make_eval_step, make_train_step
@@ -266,7 +267,7 @@ def train_from(run: Run, state: TrainState, train_step: Any, stop: guard.StopReq
     cfg = run.cfg
     tokens_per_step = cfg.train.global_batch_size * cfg.data.seq_len
     first, last = run.first_step or 0, cfg.train.num_steps
-    evaluate = Evaluation(run)
+    evaluate, replicas = Evaluation(run), make_replica_check(cfg, run.mesh)
     schedule = learning_rate(cfg.optimizer, cfg.train.num_steps)
     batches = run.loader.prefetched(first)
     with (
@@ -284,6 +285,9 @@ def train_from(run: Run, state: TrainState, train_step: Any, stop: guard.StopReq
                 log(str(run.startup))
             metrics.write_previous(step, measured, data_wait)
             done = step + 1
+            if due(done, cfg.guard.replica_check_every, last):
+                metrics.pause()
+                require_equal(done, replicas(state))
             if due(done, cfg.evaluation.every, last):
                 metrics.pause()
                 metrics.evaluation(done, *evaluate(state.params))
