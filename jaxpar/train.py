@@ -19,6 +19,7 @@ from jaxpar.config import Config, ConfigError
 from jaxpar.config_json import to_json
 from jaxpar.data import Loader
 from jaxpar.data.skips import read_skipped, write_skipped
+from jaxpar.goodput import Recorder, goodput, read_events
 from jaxpar.kernels.attention import AttentionMask, Choice, choose, selftest
 from jaxpar.metrics import MetricsWriter
 from jaxpar.model.block import describe_tokens
@@ -248,20 +249,29 @@ def train(run: Run) -> int:
     if run.first_step == run.cfg.train.num_steps:
         log(f"done already: {run.dir}")
         return guard.EXIT_OK
-    state = run.start()
-    train_step = compiled(run, state)
-    with guard.StopRequest() as stop:
+    with guard.StopRequest() as stop, Recorder(run.dir) as spent:
+        state = run.start()
+        train_step = compiled(run, state)
+        spent.started(run.first_step or 0, run.startup.seconds)
         while True:
             try:
-                return train_from(run, state, train_step, stop)
+                code = train_from(run, state, train_step, stop, spent)
+                break
             except guard.Spike as spike:
                 found = spike.with_traceback(None)  # its frames hold the state
+            spent.now("restore")
             state = run.rewind(found)
+            spent.goes_on_from(run.first_step or 0)
+    log(str(goodput(read_events(run.dir))))
+    return code
 
 
-def train_from(run: Run, state: TrainState, train_step: Any, stop: guard.StopRequest) -> int:
+def train_from(
+    run: Run, state: TrainState, train_step: Any, stop: guard.StopRequest, spent: Recorder
+) -> int:
     """The loop. Returns an exit code.
 
+    Args:     spent: is told what the time goes to.
     Raises:   Spike where the run is to go back.
     """
     cfg = run.cfg
@@ -271,14 +281,16 @@ def train_from(run: Run, state: TrainState, train_step: Any, stop: guard.StopReq
     schedule = learning_rate(cfg.optimizer, cfg.train.num_steps)
     batches = run.loader.prefetched(first)
     with (
-        checkpoint.Checkpointer(cfg, log, run.loader.skipped) as saver,
+        checkpoint.Checkpointer(cfg, log, run.loader.skipped, spent.event) as saver,
         MetricsWriter(cfg, run.dir, first, schedule, run.loader.epochs, run.look()) as metrics,
     ):
         saver.prepare(state)
         for step in range(first, last):
+            spent.now("data wait")
             began = time.perf_counter()
             _, batch = next(batches)
             data_wait = time.perf_counter() - began
+            spent.now("step")
             state, measured = train_step(state, batch)
             if "first step" not in run.startup.seconds:  # it has been waited for
                 run.startup.ended("first step")
@@ -290,15 +302,22 @@ def train_from(run: Run, state: TrainState, train_step: Any, stop: guard.StopReq
                 require_equal(done, replicas(state))
             if due(done, cfg.evaluation.every, last):
                 metrics.pause()
+                spent.now("evaluation")
                 metrics.evaluation(done, *evaluate(state.params))
+                spent.now("step")
+            spent.done(done)
             if stop.received or due(done, cfg.checkpoint.every, last):
                 metrics.pause()
+                spent.now("save wait")
                 saver.save(state, done, done * tokens_per_step)
+                spent.record(done)
             if stop.received:
                 saver.finish()
                 log(f"{stop.received}: saved step {done}; the same command goes on from there")
                 return guard.EXIT_PREEMPTED
         metrics.flush()
+        spent.now("save wait")
+        spent.record(last)
     batches.close()
     log(f"done: {run.dir}")
     return guard.EXIT_OK

@@ -44,14 +44,16 @@ class Checkpointer:
         cfg: Config,
         say: Callable[[str], None] = print,
         skipped: SkippedBatches = SkippedBatches(),  # noqa: B008, a constant
+        record: Callable[..., None] = lambda event, **more: None,
     ):
         """Open the run's folder, making it if need be.
 
         Args:     say: told of each save that is done, with its size and speed; from a thread.
-                  skipped: batches that the run leaves out.
+                  skipped: batches that the run leaves out. record: given the events "saved" and
+                  "save failed".
         Raises:   ConfigError when the data cannot be opened.
         """
-        self._cfg, self._say = cfg, say
+        self._cfg, self._say, self._record = cfg, say, record
         self._about = {
             "config": dataclasses.asdict(cfg),
             "dataset": fingerprint(cfg),
@@ -114,6 +116,7 @@ class Checkpointer:
                 integrity.warn(f"the files of step {step} could not be listed: {error}")
         rate = num_bytes / 1e9 / seconds
         size = f"{num_bytes / 1e9:.3f} GB in {seconds:.1f} s, {rate:.2f} GB/s"
+        self._record("saved", step=step, bytes=num_bytes, seconds=seconds, loop_waited=held)
         self._say(f"saved step {step}: {size}; the loop waited {held:.2f} s")
 
     def wait(self) -> None:
@@ -157,6 +160,7 @@ class Checkpointer:
             for left in where.glob(f"{step}.orbax-checkpoint-tmp*"):
                 shutil.rmtree(left, ignore_errors=True)
         self._failures += 1
+        self._record("save failed", step=step, error=str(error)[:500])
         allowed = self._cfg.checkpoint.save_failures_allowed
         reason = (str(error) or type(error).__name__).partition("\n")[0][:500]
         text = f"step {step} could not be saved in {where}: {reason}"
