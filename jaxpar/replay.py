@@ -95,7 +95,9 @@ class Replay:
             cfg = from_json((folder / "config.json").read_text("utf-8"))
         else:
             raise ConfigError("RUN", str(folder), "has no config.json", "give a run's folder")
-        return replace(cfg, **{"run.dir": str(folder), "checkpoint.resume": "auto"})
+        # A cache of compiled programs is code: not one that somebody's config names.
+        own = {"run.compilation_cache": Config().run.compilation_cache}
+        return replace(cfg, **{"run.dir": str(folder), "checkpoint.resume": "auto"}, **own)
 
     def before(self) -> TrainState:
         """The state before the step, on the host: from the checkpoint, by the steps between.

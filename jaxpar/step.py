@@ -23,7 +23,7 @@ from jaxpar.model import block, transformer
 from jaxpar.parallel import fsdp
 from jaxpar.parallel.collectives import global_norm, reduce_gradients, varying
 from jaxpar.parallel.pipeline import Program, accumulate, forward_only, one_f_one_b
-from jaxpar.state import TrainState, layers_here, state_shardings, state_specs
+from jaxpar.state import TrainState, bytes_per_device, layers_here, state_shardings, state_specs
 
 
 @flax.struct.dataclass
@@ -87,6 +87,23 @@ def make_gradient_step(
         out_specs=(PartitionSpec(), specs),
     )
     return jax.jit(step)
+
+
+def memory_of(program: Any, state: TrainState) -> str:
+    """What a compiled step needs beside the state, for the log; where the compiler says so.
+
+    The state itself is there once if the step takes over all of it; a warning says if not.
+    """
+    memory = program.memory_analysis()
+    if memory is None:
+        return ""
+    text = f", {memory.temp_size_in_bytes / 2**30:.1f} GiB temporary"
+    if memory.host_temp_size_in_bytes:
+        text += f", {memory.host_temp_size_in_bytes / 2**30:.1f} GiB in host memory"
+    twice = bytes_per_device(state) - memory.alias_size_in_bytes - memory.host_alias_size_in_bytes
+    if twice > 0:
+        text += f"\nWARNING    the step holds {twice / 2**30:.3f} GiB of the state twice"
+    return text
 
 
 # ------------------------------------------------- inside the shard_map, on local shards

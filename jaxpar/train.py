@@ -4,7 +4,6 @@ The run folder is all there is to a run. If it holds a checkpoint, the run goes 
 """
 
 import json
-import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,7 +17,8 @@ from jaxpar.batch import Batch
 from jaxpar.config import Config, ConfigError
 from jaxpar.config_json import to_json
 from jaxpar.data import Loader
-from jaxpar.data.skips import read_skipped, write_skipped
+from jaxpar.data.skips import read_skipped
+from jaxpar.evaluation import Evaluation
 from jaxpar.goodput import Recorder, goodput, read_events
 from jaxpar.kernels.attention import AttentionMask, Choice, choose, selftest
 from jaxpar.metrics import MetricsWriter
@@ -29,9 +29,10 @@ from jaxpar.optimizer import learning_rate
 from jaxpar.parallel.context import kernel_request, token_order
 from jaxpar.parallel.mesh import describe, make_mesh
 from jaxpar.replicas import make_replica_check, require_equal
+from jaxpar.rewinding import rewind
 from jaxpar.startup import StartUp
-from jaxpar.state import TrainState, bytes_per_device
-from jaxpar.step import make_eval_step, make_train_step
+from jaxpar.state import TrainState
+from jaxpar.step import make_train_step, memory_of
 from jaxpar.step_guard import StepGuard
 from jaxpar.validation import resolve
 
@@ -184,29 +185,6 @@ class Run:
         first, batch_of = self.first_step or 0, self.loader.skipped.batch_of
         return StepGuard(self.cfg, self.dir, first, batch_of, log, describe(self.mesh)).look
 
-    def rewind(self, spike: guard.Spike) -> TrainState:
-        """The state of the last checkpoint, or of the start; the batches that led to a spike are
-        left out from now on, by this run and whatever goes on from it.
-
-        Raises:   BadNumerics when there have been too many.
-        """
-        g, skipped = self.cfg.guard, self.loader.skipped
-        steps = checkpoint.saved_steps(self.cfg.run.dir)
-        if len(skipped.windows) >= g.max_rewinds:
-            rule = f"the run has gone back {g.max_rewinds} times, as guard.max_rewinds allows"
-            raise guard.BadNumerics(f"{spike}; {rule}. Checkpoints of earlier steps are untouched.")
-        last = skipped.batch_of(spike.step)
-        first = max(last - g.spike_skip + 1, skipped.batch_of(steps[-1] if steps else 0))
-        self.loader.skipped = skipped.and_also([(first, last - first + 1)])
-        if jax.process_index() == 0:
-            write_skipped(self.dir, self.loader.skipped)
-        if steps:
-            state, self.first_step = checkpoint.restore_latest(self.cfg, self.mesh)
-        else:
-            state = initial.state(self.cfg, self.mesh, self.origin, log)
-        log(f"rewound to step {self.first_step or 0}; batches {first} to {last} are left out")
-        return jax.block_until_ready(state)
-
 
 def run_folder(cfg: Config) -> Path:
     """The run folder, which need not exist yet.
@@ -260,7 +238,7 @@ def train(run: Run) -> int:
             except guard.Spike as spike:
                 found = spike.with_traceback(None)  # its frames hold the state
             spent.now("restore")
-            state = run.rewind(found)
+            state, run.first_step = rewind(run.cfg, run.mesh, run.loader, run.origin, found, log)
             spent.goes_on_from(run.first_step or 0)
     log(str(goodput(read_events(run.dir))))
     return code
@@ -277,7 +255,8 @@ def train_from(
     cfg = run.cfg
     tokens_per_step = cfg.train.global_batch_size * cfg.data.seq_len
     first, last = run.first_step or 0, cfg.train.num_steps
-    evaluate, replicas = Evaluation(run), make_replica_check(cfg, run.mesh)
+    evaluate = Evaluation(cfg, run.mesh, run.held_out, run.max_segments)
+    replicas = make_replica_check(cfg, run.mesh)
     schedule = learning_rate(cfg.optimizer, cfg.train.num_steps)
     batches = run.loader.prefetched(first)
     with (
@@ -336,43 +315,6 @@ def compiled(run: Run, state: TrainState):
     log(f"compiled in {time.perf_counter() - began:.1f} s{memory_of(program, state)}")
     run.startup.ended("compilation")
     return runtime.FirstRunAlone(program)
-
-
-def memory_of(program: Any, state: TrainState) -> str:
-    """What a compiled step needs beside the state, for the log; where the compiler says so.
-
-    The state itself is there once if the step takes over all of it; a warning says if not.
-    """
-    memory = program.memory_analysis()
-    if memory is None:
-        return ""
-    text = f", {memory.temp_size_in_bytes / 2**30:.1f} GiB temporary"
-    if memory.host_temp_size_in_bytes:
-        text += f", {memory.host_temp_size_in_bytes / 2**30:.1f} GiB in host memory"
-    twice = bytes_per_device(state) - memory.alias_size_in_bytes - memory.host_alias_size_in_bytes
-    if twice > 0:
-        text += f"\nWARNING    the step holds {twice / 2**30:.3f} GiB of the state twice"
-    return text
-
-
-class Evaluation:
-    """Held-out loss over the same batches each time."""
-
-    def __init__(self, run: Run):
-        self.run = run
-        if run.held_out is not None:
-            step = make_eval_step(run.cfg, run.mesh, run.max_segments)
-            self.step = runtime.FirstRunAlone(step)
-
-    def __call__(self, params) -> tuple[float, float | None]:
-        """Returns:  nats per labelled token, bits per byte of text where its length is known."""
-        loader = self.run.held_out
-        assert loader is not None
-        batches = range(self.run.cfg.evaluation.num_batches)
-        sums = [jax.device_get(self.step(params, loader.batch(i))) for i in batches]
-        loss = sum(float(s[0]) for s in sums) / sum(float(s[1]) for s in sums)
-        ratio = loader.bytes_per_token
-        return loss, None if ratio is None else loss / math.log(2) / ratio
 
 
 def main(argv: Sequence[str]) -> int:

@@ -13,6 +13,7 @@ from jaxpar.replicas import make_replica_check, require_equal
 from jaxpar.validation import resolve
 from tests.test_checkpoint import MODEL
 
+#: The first in CI, the others by `make test-all`.
 MESHES = {
     "replicas": {"parallel.replica": 3, "parallel.data": 2},
     "tensor": {"parallel.tensor": 2, "parallel.data": 4},
@@ -36,7 +37,12 @@ def flipped(x: jax.Array, device: jax.Device, bit: int) -> jax.Array:
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
 
 
-@pytest.mark.parametrize("mesh_name", MESHES)
+def slow_but_the_first(names):
+    first, *others = names
+    return [first, *(pytest.param(name, marks=pytest.mark.slow) for name in others)]
+
+
+@pytest.mark.parametrize("mesh_name", slow_but_the_first(MESHES))
 def test_a_device_that_has_drifted_is_named(devices, mesh_name):
     cfg = replace(Config(), **MODEL, **MESHES[mesh_name], **{"train.global_batch_size": 24})
     p = cfg.parallel

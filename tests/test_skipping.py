@@ -90,8 +90,12 @@ def raw(tree):
     return [np.asarray(a).tobytes() for a in jax.tree.leaves(tree)]
 
 
-CASES = [(mesh, "adamw") for mesh in MESHES] + [
-    ("fsdp", name) for name in OPTIMIZERS if name != "adamw"
+OTHERS = [("fsdp", "sgd"), ("fsdp", "lion in bfloat16"), ("tensor", "adamw")]
+CASES = [
+    ("fsdp", "adamw"),
+    ("fsdp", "offloaded"),
+    ("pipeline", "adamw"),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS),
 ]
 
 

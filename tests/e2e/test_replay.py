@@ -64,6 +64,7 @@ def test_verdicts(run, again, capsys, monkeypatch):
     assert again(25).startswith("hardware: the same step gave other bits on the same devices")
 
 
+@pytest.mark.slow
 def test_numerics_are_told_from_data(run, again, monkeypatch):
     measure = step.loss_and_gradients
 

@@ -16,7 +16,8 @@ FLOORS = {
     1: "parallel kernels xla_flags runtime",
     2: "model",
     3: "optimizer moments skipping state initial startup step data checkpoint metrics profiling "
-    "guard goodput recent replicas step_guard convert generation scoring loaded harness parity",
+    "guard goodput evaluation rewinding recent replicas step_guard convert generation scoring "
+    "loaded harness parity",
     4: "cli train evaluate sample verify quickstart launch plan doctor bench report replay",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}
