@@ -1,19 +1,23 @@
 """Damaged checkpoints: every flipped bit is found, the step set aside, the one before used."""
 
-import json
+import dataclasses
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from orbax.checkpoint import v1 as ocp
 
-from jaxpar import checkpoint
+from jaxpar import checkpoint, skipping
 from jaxpar.checkpoint import Damaged, inspection, integrity
 from jaxpar.checkpoint.__main__ import main
 from jaxpar.config import ConfigError
+from jaxpar.data.sources import fingerprint
 from tests.test_checkpoint import (
     DATA_2,
     TENSOR_2,
@@ -21,6 +25,7 @@ from tests.test_checkpoint import (
     assert_same_bits,
     base,
     logical,
+    random_state,
     save,
     setup,
 )
@@ -190,17 +195,20 @@ def test_readers_refuse_a_damaged_step_and_leave_it(setup, devices):
     assert checkpoint.saved_steps(cfg.run.dir) == [2, 4]
 
 
-def test_a_checkpoint_without_fingerprints_is_loaded_with_a_warning(setup, capfd):
+def test_a_checkpoint_of_an_earlier_version_is_loaded_with_a_warning(setup, capfd):
+    """Without fingerprints, without a list of files, without the state's guard."""
     cfg, mesh = setup()
-    saved = save(cfg, mesh, 3)
-    (step_folder(cfg, 3) / integrity.FILES).unlink()
-    file = step_folder(cfg, 3) / "_CHECKPOINT_METADATA"
-    metadata = json.loads(file.read_text())
-    for key in (integrity.FINGERPRINTS, integrity.SEAL):
-        del metadata["custom_metadata"][key]
-    file.write_text(json.dumps(metadata))
-    assert_same_bits(checkpoint.restore(cfg, mesh), saved)
+    saved = random_state(cfg, mesh, 3)
+    about = {"config": dataclasses.asdict(cfg), "dataset": fingerprint(cfg), "versions": {}}
+    tree = {name: part for name, part in vars(saved).items() if name != "guard"}
+    with ocp.training.Checkpointer(checkpoint.folder(cfg.run.dir)) as orbax:
+        orbax.save(3, tree, force=True, custom_metadata=about | {"tokens_seen": 0})
+    restored = checkpoint.restore(cfg, mesh)
     assert "no fingerprints, being of an earlier version: not verified" in capfd.readouterr().err
+    fresh = jax.tree.map(jnp.asarray, skipping.initial(cfg))
+    assert_same_bits(dataclasses.replace(restored, guard=()), dataclasses.replace(saved, guard=()))
+    assert jax.device_get(restored.guard) == jax.device_get(fresh)
+    assert inspection.verify(cfg.run.dir, None, print)
 
 
 # ------------------------------------------------------------------------------- the program

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from orbax.checkpoint import v1 as ocp
 
 from jaxpar import skipping
-from jaxpar.checkpoint import integrity
+from jaxpar.checkpoint import integrity, store
 from jaxpar.checkpoint.integrity import Damaged
 from jaxpar.checkpoint.saved import (
     MODEL_FIELDS,
@@ -84,7 +84,7 @@ def restore(cfg: Config, mesh: Mesh, step: int | None = None) -> TrainState:
     saved = read_saved(cfg.run.dir, step)
     check_resumable(cfg, saved)
     target = dict(vars(_target(_with_saved_dtypes(cfg, saved), mesh)))
-    known = any(name.startswith("guard/") for name in saved.fingerprints)
+    known = _has_guard(folder(cfg.run.dir) / str(saved.step))
     scalars = target["guard"] if known else target.pop("guard")
     loaded = _load_whole(cfg.run.dir, saved, target)
     if not known:  # from before there were any
@@ -93,6 +93,14 @@ def restore(cfg: Config, mesh: Mesh, step: int | None = None) -> TrainState:
     if int(loaded["step"]) != saved.step:
         raise Damaged(str(saved), [f"it holds the state of step {int(loaded['step'])}"])
     return to_running(in_configured_dtypes(TrainState(**loaded), cfg), cfg)
+
+
+def _has_guard(step_folder: Path) -> bool:
+    """Whether a checkpoint has `TrainState.guard`: those of earlier versions have not."""
+    try:
+        return any(name.startswith("guard/") for name in store.array_names(step_folder))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return True  # damaged, which the load will find
 
 
 def restore_params(run_dir: str | Path, cfg: Config, mesh: Mesh, step: int | None = None) -> Any:
