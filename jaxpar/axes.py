@@ -8,7 +8,7 @@ SEQUENCE = CP (context parallel), TENSOR = TP with sequence parallelism.
 Shape letters, used as suffixes where arrays of two ranks meet (`q_BTHK`):
     B batch   T query positions   S key positions   D model width   H query heads   G KV heads
     K head dim   F feed-forward   V vocabulary   L layers   E experts   P pipeline stages
-    M microbatches
+    M microbatches   R rank of an adapter
 """
 
 from jax.sharding import PartitionSpec
@@ -46,6 +46,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "vocab": VOCAB_AXES,
     "head_dim": (),
     "norm": (),
+    "rank": (),
 }
 
 #: Sharding of every [B, T] array of a batch.

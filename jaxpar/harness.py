@@ -30,12 +30,17 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The end of text, which also stands before a text without context."""
+        """The end of text."""
         return int(self.model.tokenizer.eos_id)
 
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text without context: its beginning, or the end of another."""
+        return self.model.begin[-1] if self.model.begin else self.eot_token_id
+
     def tok_encode(self, string: str, add_special_tokens: Any = None, **_: Any) -> list[int]:
-        """Token ids. Nothing is added: our windows have no token of their own at the start."""
-        return [int(i) for i in self.model.tokenizer.encode(string)]
+        """Token ids, after a beginning of text if the model expects one and it is not refused."""
+        return self.model.encode(string, begin=add_special_tokens is not False)
 
     def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = False, **_: Any) -> Any:
         """(log probability, whether greedy decoding would give it) of each continuation."""
@@ -71,8 +76,8 @@ class HarnessModel(TemplateLM):
         windows, owners = [], []
         for number, request in enumerate(requests):
             rolling = get_rolling_token_windows(
-                token_list=self.tok_encode(request.args[0]),
-                prefix_token=self.eot_token_id,
+                token_list=self.tok_encode(request.args[0], add_special_tokens=False),
+                prefix_token=self.prefix_token_id,
                 max_seq_len=self.window,
                 context_len=1,
             )

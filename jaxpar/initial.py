@@ -8,8 +8,8 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxpar import checkpoint
-from jaxpar.config import Config, ConfigError, flag, value_of
+from jaxpar import adapters, checkpoint
+from jaxpar.config import Config, ConfigError, LoraConfig, flag, replace, value_of
 from jaxpar.convert.config_file import CONFIG_FILE
 from jaxpar.convert.importing import Source, open_source
 from jaxpar.convert.mesh_load import load_params
@@ -25,6 +25,8 @@ class Origin:
     """Of a run: its latest checkpoint's."""
     source: Source | None
     """Of a published model."""
+    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
+    """Of a run: the adapters that its checkpoint holds."""
 
     def __str__(self) -> str:
         return f"{self.folder}" + ("" if self.step is None else f", step {self.step}")
@@ -42,7 +44,7 @@ def find(cfg: Config) -> Origin | None:
     if steps:
         there = checkpoint.load_config(folder, steps[-1])
         _require_same_model(cfg, there)
-        return Origin(folder, steps[-1], None)
+        return Origin(folder, steps[-1], None, there.lora)
     if not (folder / CONFIG_FILE).is_file():
         rule = "is neither a run with a checkpoint nor a folder with a config.json and .safetensors"
         fix = "give the folder of one, or leave run.init_from empty"
@@ -55,6 +57,8 @@ def find(cfg: Config) -> Origin | None:
 def state(cfg: Config, mesh: Mesh, origin: Origin | None, say: Callable[[str], None]) -> TrainState:
     """The state before the first step. Every device reads or makes its own shards only.
 
+    A run's adapters are merged into its weights; those of `cfg` start as in any new run.
+
     Args:     origin: of `find`. say: told what was read.
     """
     if origin is None:
@@ -62,8 +66,10 @@ def state(cfg: Config, mesh: Mesh, origin: Origin | None, say: Callable[[str], N
     if origin.source is not None:
         params = load_params(origin.source, cfg, mesh, say)
     else:
-        params = checkpoint.restore_params(origin.folder, cfg, mesh, origin.step)
-    return state_of(params, cfg, mesh)
+        there = replace(cfg, lora=origin.lora)
+        params = checkpoint.restore_params(origin.folder, there, mesh, origin.step)
+        params = adapters.merged(params, there, mesh)
+    return state_of(adapters.beside(params, cfg, mesh), cfg, mesh)
 
 
 def _require_same_model(cfg: Config, there: Config) -> None:

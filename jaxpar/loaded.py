@@ -9,12 +9,12 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxpar import checkpoint, runtime
+from jaxpar import adapters, checkpoint, runtime
 from jaxpar.config import Config, ConfigError
 from jaxpar.convert.config_file import CONFIG_FILE
 from jaxpar.convert.importing import Source, open_source
 from jaxpar.convert.mesh_load import load_params
-from jaxpar.convert.tokenizer_files import tokenizer_in, tokenizer_of_run
+from jaxpar.convert.tokenizer_files import begin_of_prompts, tokenizer_in, tokenizer_of_run
 from jaxpar.data import Tokenizer
 from jaxpar.generation import config_for_sampling, weights_for_sampling
 from jaxpar.parallel.mesh import make_mesh
@@ -32,12 +32,18 @@ class Loaded:
     weights: Any
     """Of `weights_for_sampling`."""
     tokenizer: Tokenizer
+    begin: tuple[int, ...]
+    """Ids that stand before a text: the tokenizer's beginning of text, if the model expects it."""
+
+    def encode(self, text: str, *, begin: bool = True) -> list[int]:
+        """Token ids of a prompt; without `begin`, of a text that goes on from another."""
+        return [*(self.begin if begin else ()), *map(int, self.tokenizer.encode(text))]
 
 
 def load(folder: str, step: int | None, tensor: int, say: Callable[[str], None]) -> Loaded:
     """The model of a run (its latest checkpoint, or `step`) or of a published folder.
 
-    Starts JAX. Every device reads its own shards only.
+    Starts JAX. Every device reads its own shards only. Adapters are merged into the weights.
 
     Args:     tensor: devices that share each layer. say: told what is read.
     Raises:   ConfigError when there is no model there, or too few devices.
@@ -53,11 +59,13 @@ def load(folder: str, step: int | None, tensor: int, say: Callable[[str], None])
     cfg = resolve(cfg, tensor)
     mesh = make_mesh(cfg.parallel, devices[:tensor])
     tokenizer = tokenizer_in(Path(folder), folder) if source else tokenizer_of_run(folder, cfg)
+    begin = tokenizer.begin if source else begin_of_prompts(folder, cfg, tokenizer)
     if source:
         params = load_params(source, cfg, mesh, say)
     else:
         params = checkpoint.restore_params(folder, cfg, mesh, step)
-    return Loaded(cfg, mesh, weights_for_sampling(params, cfg, mesh), tokenizer)
+        params, cfg = adapters.merged(params, cfg, mesh), adapters.without(cfg)
+    return Loaded(cfg, mesh, weights_for_sampling(params, cfg, mesh), tokenizer, begin)
 
 
 def _start(tensor: int) -> None:

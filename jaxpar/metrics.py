@@ -119,6 +119,7 @@ class MetricsWriter:
             self.cfg.data.seq_len,
             self.device_kind,
             causal=causal,
+            lora=self.cfg.lora,
         )
         speed = {
             "step_seconds": seconds,

@@ -17,7 +17,7 @@ import optax
 from jax import lax
 
 from jaxpar.config import Config, OptimizerConfig
-from jaxpar.model.transformer import param_specs
+from jaxpar.model.transformer import trained_specs
 from jaxpar.optimizer import make_optimizer
 from jaxpar.parallel.offload import Space
 from jaxpar.parallel.rounding import hashed, places, random_bits, round_to_bfloat16
@@ -57,7 +57,7 @@ def update(
     layers: jax.Array,
     ok: jax.Array | bool = True,
 ) -> tuple[Any, Any]:
-    """One update of the parameters, on local shards.
+    """One update of the parameters that are trained, on local shards.
 
     Args:     grads: float32, as the parameters. opt_state: as kept. step: int32 scalar. layers:
               int32, the model's numbers of this device's layers. ok: bool scalar; without it,
@@ -65,7 +65,7 @@ def update(
               own pass over memory.
     Returns:  (parameters, opt_state), as they were given.
     """
-    rows = _rows(param_specs(cfg.model), params, layers)
+    rows = _rows(trained_specs(cfg), params, layers)
     trees = grads, opt_state, params, rows
     if not cfg.optimizer.offload:
         return _update(cfg, step, ok, *trees)
@@ -73,6 +73,7 @@ def update(
     parts = [
         _in_slices(cfg, step, ok, [_entries(tree, names) for tree in trees])
         for names in (top, ["layers"])
+        if names
     ]
     new, kept = zip(*parts, strict=True)
     return _merged(params, new), _merged(opt_state, kept)
@@ -91,7 +92,7 @@ def _update(
     cfg: Config, step: jax.Array, ok: Any, grads: Any, opt_state: Any, params: Any, rows: Any
 ):
     """The update of all the rows of `params` at once, if `ok`; moments on the device."""
-    specs = _entries(param_specs(cfg.model), params)
+    specs = _entries(trained_specs(cfg), params)
     rule = make_optimizer(cfg.optimizer, cfg.train.num_steps, specs)
     exact = map_moments(lambda _, __, leaf: leaf.astype(jnp.float32), opt_state)
     updates, exact = rule.update(grads, exact, params)

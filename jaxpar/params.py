@@ -29,6 +29,8 @@ class ParamSpec:
     std: float = 0.02
     decay: bool = True
     """Whether weight decay applies: to matrices, not to norms and biases."""
+    trained: bool = True
+    """Whether training moves it. If not, it has neither gradient nor moments."""
 
     def __post_init__(self):
         if len(self.shape) != len(self.axes):
@@ -72,6 +74,27 @@ def count(specs: Any) -> int:
 def flat(tree: Any) -> dict[str, Any]:
     """Leaves by stable name: {"layers/wq": ...}."""
     return flax.traverse_util.flatten_dict(tree, sep="/")
+
+
+def split(tree: Any, specs: Any) -> tuple[Any, Any]:
+    """A tree in two, each without the names of the other: what is trained, and what is not.
+
+    Args:     tree: as `specs`, the specs of a model themselves among others.
+    Returns:  two trees for `join`. Where everything is trained, the tree itself and {}.
+    """
+    leaves, moved = flat(tree), {name: spec.trained for name, spec in flat(specs).items()}
+    if all(moved.values()):
+        return tree, {}
+    parts = [{n: leaves[n] for n in leaves if moved[n] is which} for which in (True, False)]
+    trained, rest = (flax.traverse_util.unflatten_dict(part, sep="/") for part in parts)
+    return trained, rest
+
+
+def join(a: Any, b: Any) -> Any:
+    """Two trees of dicts and tuples as one that has the names of both."""
+    if isinstance(a, tuple):
+        return tuple(map(join, a, b)) if b else a
+    return a | b | {name: join(a[name], b[name]) for name in a.keys() & b.keys()}
 
 
 def initialize(specs: Any, seed: int | jax.Array) -> Any:

@@ -20,10 +20,10 @@ from jaxpar.axes import BATCH_SPEC
 from jaxpar.batch import IGNORED, Batch
 from jaxpar.config import Config, ParallelConfig, replace
 from jaxpar.model import reference
-from jaxpar.model.transformer import param_specs
+from jaxpar.model.transformer import param_specs, trained_specs
 from jaxpar.optimizer import make_optimizer
 from jaxpar.parallel.context import token_order
-from jaxpar.params import flat, initialize
+from jaxpar.params import flat, initialize, join, split
 from jaxpar.state import TrainState, init_state, to_logical
 from jaxpar.step import make_gradient_step, make_train_step
 
@@ -90,20 +90,21 @@ def reference_trace(cfg: Config, batches: Sequence[Batch], steps: int) -> Trace:
 
     Args:     batches: at least one; the first gives the gradients. steps: how many to train on.
     """
-    specs = param_specs(cfg.model)
-    rule = make_optimizer(cfg.optimizer, cfg.train.num_steps, specs)
+    specs = param_specs(cfg.model, cfg.lora)
+    rule = make_optimizer(cfg.optimizer, cfg.train.num_steps, trained_specs(cfg))
     if cfg.optimizer.clip_norm > 0:
         rule = optax.chain(optax.clip_by_global_norm(cfg.optimizer.clip_norm), rule)
     gradients = jax.jit(lambda params, batch: reference_gradients(params, batch, cfg))
 
     @jax.jit
     def update(grads, opt_state, params):
-        updates, opt_state = rule.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
+        moved, still = split(params, specs)
+        updates, opt_state = rule.update(grads, opt_state, moved)
+        return join(optax.apply_updates(moved, updates), still), opt_state
 
     params = start = jax.jit(lambda seed: initialize(specs, seed))(cfg.train.seed)
     loss, grads = first = gradients(params, batches[0])
-    opt_state, losses = rule.init(params), []
+    opt_state, losses = rule.init(split(params, specs)[0]), []
     for batch in batches[:steps]:
         loss, grads = gradients(params, batch)
         params, opt_state = update(grads, opt_state, params)
@@ -112,10 +113,16 @@ def reference_trace(cfg: Config, batches: Sequence[Batch], steps: int) -> Trace:
 
 
 def reference_gradients(params: Any, batch: Batch, cfg: Config) -> tuple[jax.Array, Any]:
-    """The plain model's reported loss (without z-loss), and its gradients (with it)."""
+    """The plain model's reported loss (without z-loss), and its gradients (with it), of the
+    parameters that are trained."""
     plain = replace(cfg, **{"train.z_loss": 0.0})
-    both = lambda p: (reference.loss(p, batch, cfg), reference.loss(p, batch, plain))  # noqa: E731
-    (_, reported), grads = jax.value_and_grad(both, has_aux=True)(params)
+    moved, still = split(params, param_specs(cfg.model, cfg.lora))
+
+    def both(moved):
+        params = join(moved, still)
+        return reference.loss(params, batch, cfg), reference.loss(params, batch, plain)
+
+    (_, reported), grads = jax.value_and_grad(both, has_aux=True)(moved)
     return reported, grads
 
 
@@ -304,6 +311,9 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
         ),
         "optimizer.warmup_steps": 0,
     }
+    if cfg.lora.rank:
+        rank = min(cfg.lora.rank, head_dim)
+        values |= {"lora.rank": rank, "lora.alpha": cfg.lora.alpha * rank / cfg.lora.rank}
     if m.num_experts:
         values["model.num_experts"] = min(m.num_experts, 8)
         values["model.experts_per_token"] = min(m.experts_per_token, 4)

@@ -76,7 +76,7 @@ def sample(options: Options) -> None:
     check(options)
     model = load(options.run, options.step, options.tensor, say)
     cfg, tokenizer = model.cfg, model.tokenizer
-    prompts = [[int(i) for i in tokenizer.encode(text)] for text in options.prompt]
+    prompts = [model.encode(text) for text in options.prompt]
     slots = max(map(len, prompts)) + options.max_tokens
     held = decode.cache_bytes(cfg.model, len(prompts), slots, options.tensor)
     say(f"[keys and values of {len(prompts)} x {slots} tokens: {held / 2**20:,.1f} MiB a device]")

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpar import moments, skipping
 from jaxpar.axes import PIPELINE
 from jaxpar.config import Config
-from jaxpar.model.transformer import param_specs
+from jaxpar.model.transformer import param_specs, trained_specs
 from jaxpar.optimizer import make_optimizer
 from jaxpar.parallel.mesh import shardings
 from jaxpar.params import (
@@ -32,6 +32,7 @@ from jaxpar.params import (
     leaf_keys,
     map_specs,
     partition_specs,
+    split,
 )
 
 
@@ -44,19 +45,19 @@ class TrainState:
     params: Any
     """float32 master weights, as `transformer.param_specs`."""
     opt_state: Any
-    """optax state; moments are shaped and sharded as the parameters."""
+    """optax state; moments are shaped and sharded as the parameters that are trained."""
     guard: Any = ()
     """Scalars of `skipping.initial`."""
 
 
 def optimizer_for(cfg: Config) -> optax.GradientTransformation:
     """The configured update rule for the configured model."""
-    return make_optimizer(cfg.optimizer, cfg.train.num_steps, param_specs(cfg.model))
+    return make_optimizer(cfg.optimizer, cfg.train.num_steps, trained_specs(cfg))
 
 
 def abstract_state(cfg: Config) -> TrainState:
     """The state's global shapes and dtypes; allocates nothing."""
-    params = abstract(param_specs(cfg.model))
+    params = abstract(param_specs(cfg.model, cfg.lora))
     opt_state = jax.eval_shape(functools.partial(_init_opt_state, cfg), params)
     guard = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), skipping.initial(cfg))
     return TrainState(jax.ShapeDtypeStruct((), jnp.int32), params, opt_state, guard)
@@ -64,21 +65,22 @@ def abstract_state(cfg: Config) -> TrainState:
 
 def _init_opt_state(cfg: Config, params: Any) -> Any:
     """The optax state of parameters that no step has changed."""
-    return moments.in_kept_dtype(optimizer_for(cfg).init(params), cfg.optimizer)
+    moved, _ = split(params, param_specs(cfg.model, cfg.lora))
+    return moments.in_kept_dtype(optimizer_for(cfg).init(moved), cfg.optimizer)
 
 
 def state_specs(cfg: Config) -> TrainState:
     """The state as PartitionSpecs: moments as their parameters, everything else replicated."""
-    specs = partition_specs(param_specs(cfg.model))
     opt_state = optax.tree_map_params(
         optimizer_for(cfg),
         lambda _, spec: spec,
         abstract_state(cfg).opt_state,
-        specs,
+        partition_specs(trained_specs(cfg)),
         transform_non_params=lambda _: PartitionSpec(),
     )
+    params = partition_specs(param_specs(cfg.model, cfg.lora))
     guard = jax.tree.map(lambda _: PartitionSpec(), skipping.initial(cfg))
-    return TrainState(PartitionSpec(), specs, opt_state, guard)
+    return TrainState(PartitionSpec(), params, opt_state, guard)
 
 
 def state_shardings(cfg: Config, mesh: Mesh) -> TrainState:
@@ -102,8 +104,16 @@ def init_state(cfg: Config, mesh: Mesh) -> TrainState:
 
     Parameters depend on (train.seed, path) alone: the same bits on every mesh.
     """
-    params = _init_params(param_specs(cfg.model), cfg.train.seed, state_shardings(cfg, mesh).params)
-    return state_of(to_running(TrainState((), params, ()), cfg).params, cfg, mesh)
+    params = init_params(param_specs(cfg.model, cfg.lora), cfg, mesh)
+    return state_of(params, cfg, mesh)
+
+
+def init_params(specs: Any, cfg: Config, mesh: Mesh) -> Any:
+    """Fresh parameters in running order: all of a model's, or those of its `specs` that are asked
+    for, which are the same then."""
+    to = shardings(mesh, partition_specs(specs))
+    params = _init_params(specs, cfg.train.seed, to)
+    return to_running(TrainState((), params, ()), cfg).params
 
 
 def state_of(params: Any, cfg: Config, mesh: Mesh) -> TrainState:

@@ -23,6 +23,7 @@ from jaxpar.model import block, transformer
 from jaxpar.parallel import fsdp
 from jaxpar.parallel.collectives import global_norm, reduce_gradients, varying
 from jaxpar.parallel.pipeline import Program, accumulate, forward_only, one_f_one_b
+from jaxpar.params import join, partition_specs, split
 from jaxpar.state import TrainState, bytes_per_device, layers_here, state_shardings, state_specs
 
 
@@ -79,12 +80,12 @@ def make_gradient_step(
     cfg: Config, mesh: Mesh, max_segments: int | None = None
 ) -> Callable[[Any, Batch], tuple[Measured, Any]]:
     """The compiled (params, batch) -> (Measured, gradients), for checks."""
-    specs = state_specs(cfg).params
+    grads = partition_specs(transformer.trained_specs(cfg))
     step = jax.shard_map(
         functools.partial(loss_and_gradients, cfg, max_segments),
         mesh=mesh,
-        in_specs=(specs, BATCH_SPEC),
-        out_specs=(PartitionSpec(), specs),
+        in_specs=(state_specs(cfg).params, BATCH_SPEC),
+        out_specs=(PartitionSpec(), grads),
     )
     return jax.jit(step)
 
@@ -118,14 +119,15 @@ def train_step(
     ok = jnp.isfinite(measured.loss) & jnp.isfinite(measured.grad_norm)
     with jax.named_scope("optimizer"):
         grads = clip(grads, measured.grad_norm, cfg.optimizer.clip_norm)
+        moved, still = split(state.params, transformer.param_specs(cfg.model, cfg.lora))
         layers = layers_here(cfg)
-        params, opt_state = moments.update(
-            cfg, grads, state.opt_state, state.params, state.step, layers, ok
+        moved, opt_state = moments.update(
+            cfg, grads, state.opt_state, moved, state.step, layers, ok
         )
     guard = skipping.after(cfg, state.guard, ok)
     counts = {name: guard[name].astype(jnp.float32) for name in ("skipped", "in_a_row")}
     measured = dataclasses.replace(measured, loss_scale=scale, **counts)
-    return TrainState(state.step + 1, params, opt_state, guard), measured
+    return TrainState(state.step + 1, join(moved, still), opt_state, guard), measured
 
 
 def loss_and_gradients(
@@ -138,21 +140,24 @@ def loss_and_gradients(
     """Mean loss over the global batch, and its gradients, reduced and sharded as the parameters.
 
     Args:     scale: what the loss is multiplied with on its way back (`skipping.py`).
-    Returns:  (Measured, float32 gradients).
+    Returns:  (Measured, float32 gradients of the parameters that are trained).
     Communication: that of the model; FSDP's scatters; one `reduce_gradients`; scalars.
     """
     num_tokens = count_labels(batch)
-    shards, unview = jax.vjp(lambda p: transformer.view(p, cfg.parallel), varying(params))
+    moved, still = split(varying(params), transformer.param_specs(cfg.model, cfg.lora))
+    shards, unview = jax.vjp(lambda p: transformer.view(p, cfg), moved)
     weights = weights_of_step(shards, cfg)
+    if still:
+        still = weights_of_step(transformer.view(still, cfg), cfg)
     program = program_of(cfg, max_segments)
     microbatches = split_microbatches(batch, cfg.parallel.num_microbatches)
     run = schedule_of(cfg)
-    (_, loss_sum), grads = run(program, weights, microbatches, scale / num_tokens)
+    (_, loss_sum), grads = run(program, weights, still, microbatches, scale / num_tokens)
     grads = transformer.without_scales(grads)
     if cfg.parallel.zero == 1:
         grads = scatter_once(grads, cfg)
     (grads,) = unview(grads)
-    grads = reduce_gradients(grads, transformer.param_specs(cfg.model))
+    grads = reduce_gradients(grads, transformer.trained_specs(cfg))
     grads = skipping.unscaled(cfg, grads, scale)
     loss = lax.psum(loss_sum, TOKEN_AXES) / num_tokens
     return Measured(loss, global_norm(grads), num_tokens), grads
@@ -160,7 +165,7 @@ def loss_and_gradients(
 
 def eval_step(cfg: Config, max_segments: int | None, params: Any, batch: Batch):
     """Summed loss and labelled tokens of a global batch, without gradients."""
-    weights = weights_of_step(transformer.view(varying(params), cfg.parallel), cfg)
+    weights = weights_of_step(transformer.view(varying(params), cfg), cfg)
     microbatches = split_microbatches(batch, cfg.parallel.num_microbatches)
     program = program_of(cfg, max_segments)
     _, loss_sum = forward_only(program, weights, microbatches, cfg.parallel.virtual_stages)

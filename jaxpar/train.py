@@ -23,7 +23,7 @@ from jaxpar.goodput import Recorder, goodput, read_events
 from jaxpar.kernels.attention import AttentionMask, Choice, choose, selftest
 from jaxpar.metrics import MetricsWriter
 from jaxpar.model.block import describe_tokens
-from jaxpar.model.flops import num_params
+from jaxpar.model.flops import num_adapter_params, num_params
 from jaxpar.model.remat import names_on_host
 from jaxpar.optimizer import learning_rate
 from jaxpar.parallel.context import kernel_request, token_order
@@ -78,12 +78,14 @@ class Run:
         manifest = runtime.versions() | {
             "mesh": describe(self.mesh),
             "parameters": num_params(self.cfg.model),
+            "adapters": num_adapter_params(self.cfg.model, self.cfg.lora),
             "attention": self.attention,
             "environment": environment,
         }
         (self.dir / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
         print(
-            f"model      {num_params(self.cfg.model):,} parameters, {self.cfg.model.dtype}\n"
+            f"model      {num_params(self.cfg.model):,} parameters, {self.cfg.model.dtype}"
+            f"{self.trained}\n"
             f"devices    {manifest['device']}, mesh {manifest['mesh']}\n"
             f"attention  {self.attention}\n"
             f"data       {self.data}\n"
@@ -108,6 +110,13 @@ class Run:
         except ValueError as error:
             fix = "use --model.attention-backend auto"
             raise ConfigError("model.attention_backend", name, str(error), fix) from error
+
+    @property
+    def trained(self) -> str:
+        """What is trained, where that is not the model itself."""
+        size, lora = num_adapter_params(self.cfg.model, self.cfg.lora), self.cfg.lora
+        text = f"\ntrained    {size:,} parameters of adapters, rank {lora.rank} on {lora.targets}"
+        return text if size else ""
 
     @property
     def data(self) -> str:

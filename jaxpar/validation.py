@@ -17,6 +17,7 @@ from jaxpar.config import value_of as _get
 from jaxpar.config_types import check_types
 from jaxpar.data_rules import data
 from jaxpar.guard_rules import guards
+from jaxpar.lora_rules import lora
 from jaxpar.memory_rules import REMAT_NAMES as REMAT_NAMES
 from jaxpar.memory_rules import REMAT_POLICIES as REMAT_POLICIES
 from jaxpar.memory_rules import moments, remat
@@ -56,7 +57,7 @@ def check(cfg: Config) -> None:
 def _each_rule(cfg: Config) -> None:
     check_types(cfg)
     rules = (_numbers, _places, data, _schedule, moments, _model, _float8, _attention, remat)
-    for rule in (*rules, _saving, guards, _interleaving, _turns, experts, layer_kinds):
+    for rule in (*rules, _saving, guards, _interleaving, _turns, experts, layer_kinds, lora):
         rule(cfg)
 
 

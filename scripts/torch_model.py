@@ -35,10 +35,8 @@ class Norm(nn.Module):
         self.weight, self.m = nn.Parameter(torch.empty(width)), m
 
     def forward(self, x: Tensor) -> Tensor:
-        x32 = x.float()
-        scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.m.norm_eps)
-        gain = self.weight.float() + (1 if self.m.norm_offset else 0)
-        return (x32 * scale * gain).to(x.dtype)
+        gain = self.weight.float() + self.m.norm_offset
+        return F.rms_norm(x.float(), gain.shape, gain, self.m.norm_eps).to(x.dtype)
 
 
 def frequencies(m: SimpleNamespace, theta: float) -> Tensor:
@@ -48,8 +46,7 @@ def frequencies(m: SimpleNamespace, theta: float) -> Tensor:
         return angle
     s = SimpleNamespace(**m.rope_scaling)
     turns = s.original_max_position * angle / (2 * math.pi)
-    ramp = (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
-    keep = ramp.clamp(0, 1)
+    keep = ((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)).clamp(0, 1)
     return angle * (keep + (1 - keep) / s.factor)
 
 
@@ -60,34 +57,31 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
 
-class SwiGLU(nn.Module):
-    """A gated feed-forward, with silu or gelu."""
+class FeedForward(nn.Module):
+    """SwiGLU, or GeGLU."""
 
     def __init__(self, m: SimpleNamespace):
         super().__init__()
-        self.activation = m.activation
         self.gate, self.up = (nn.Linear(m.d_model, m.d_ff, bias=m.mlp_bias) for _ in "gu")
         self.down = nn.Linear(m.d_ff, m.d_model, bias=m.mlp_bias)
+        self.activation = nn.SiLU() if m.activation == "silu" else nn.GELU("tanh")
 
     def forward(self, h: Tensor) -> Tensor:
-        gate = self.gate(h)
-        gate = F.silu(gate) if self.activation == "silu" else F.gelu(gate, approximate="tanh")
-        return self.down(gate * self.up(h))
+        return self.down(self.activation(self.gate(h)) * self.up(h))
 
 
 class Experts(nn.Module):
-    """Several SwiGLUs, of which each token takes the likeliest few."""
+    """Several of them, of which each token takes the likeliest few."""
 
     def __init__(self, m: SimpleNamespace):
         super().__init__()
         self.m, self.router = m, nn.Linear(m.d_model, m.num_experts, bias=False)
-        self.experts = nn.ModuleList(SwiGLU(m) for _ in range(m.num_experts))
+        self.experts = nn.ModuleList(FeedForward(m) for _ in range(m.num_experts))
 
     def forward(self, h: Tensor) -> Tensor:
         chance = self.router(h).float().softmax(-1)
         likely, which = chance.topk(self.m.experts_per_token, -1)
-        if self.m.normalize_experts:
-            likely = likely / likely.sum(-1, keepdim=True)
+        likely = F.normalize(likely, p=1, dim=-1) if self.m.normalize_experts else likely
         weights = torch.zeros_like(chance).scatter(-1, which, likely).to(h.dtype)
         return sum(weights[..., e, None] * f(h) for e, f in enumerate(self.experts))
 
@@ -98,27 +92,22 @@ class Layer(nn.Module):
     def __init__(self, m: SimpleNamespace):
         super().__init__()
         self.m, D, heads, kv = m, m.d_model, m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
-        self.attn_norm, self.mlp_norm = Norm(D, m), Norm(D, m)
-        if m.post_norms:
-            self.attn_post_norm, self.mlp_post_norm = Norm(D, m), Norm(D, m)
+        norm = lambda width, used=True: Norm(width, m) if used else nn.Identity()  # noqa: E731
+        self.attn_norm, self.mlp_norm = norm(D), norm(D)
+        self.attn_post_norm, self.mlp_post_norm = norm(D, m.post_norms), norm(D, m.post_norms)
+        self.q_norm, self.k_norm = norm(m.head_dim, m.qk_norm), norm(m.head_dim, m.qk_norm)
         self.q = nn.Linear(D, heads, bias=m.qkv_bias)
         self.k, self.v = (nn.Linear(D, kv, bias=m.qkv_bias) for _ in "kv")
         self.o = nn.Linear(heads, D, bias=m.out_bias)
-        if m.qk_norm:
-            self.q_norm, self.k_norm = (Norm(m.head_dim, m) for _ in "qk")
-        self.mlp = Experts(m) if m.num_experts else SwiGLU(m)
+        self.mlp = Experts(m) if m.num_experts else FeedForward(m)
 
     def forward(self, x: Tensor, angles: Tensor, seen: Tensor) -> Tensor:
-        out = self.attention(self.attn_norm(x), angles, seen)
-        x = x + (self.attn_post_norm(out) if self.m.post_norms else out)
-        out = self.mlp(self.mlp_norm(x))
-        return x + (self.mlp_post_norm(out) if self.m.post_norms else out)
+        x = x + self.attn_post_norm(self.attention(self.attn_norm(x), angles, seen))
+        return x + self.mlp_post_norm(self.mlp(self.mlp_norm(x)))
 
     def attention(self, h: Tensor, angles: Tensor, seen: Tensor) -> Tensor:
         q, k, v = (w(h).unflatten(-1, (-1, self.m.head_dim)) for w in (self.q, self.k, self.v))
-        if self.m.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, angles), rotate(k, angles)
+        q, k = rotate(self.q_norm(q), angles), rotate(self.k_norm(k), angles)
         q, k, v = (a.transpose(1, 2) for a in (q, k, v))
         scale = (self.m.query_scale_dim or self.m.head_dim) ** -0.5
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True)
@@ -133,20 +122,16 @@ class Decoder(nn.Module):
         self.m, self.embed = m, nn.Embedding(m.vocab_size, m.d_model)
         self.layers = nn.ModuleList(Layer(m) for _ in range(m.num_layers))
         self.norm = Norm(m.d_model, m)
-        if not m.tie_embeddings:
-            self.head = nn.Linear(m.d_model, m.vocab_size, bias=False)
+        self.head = None if m.tie_embeddings else nn.Linear(m.d_model, m.vocab_size, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         m, place = self.m, torch.arange(tokens.shape[1], device=tokens.device)
-        back, kinds = place[:, None] - place, []
-        for window, theta in (
-            (m.sliding_window, m.local_rope_theta or m.rope_theta),
-            (None, m.rope_theta),  # of the layers that have no window where others have one
-        ):
-            angles = place[:, None] * frequencies(m, theta).to(tokens.device)
-            kinds.append((angles, (back >= 0) & (back < (window or len(place)))))
+        back = place[:, None] - place
         x = self.embed(tokens) * (math.sqrt(m.d_model) if m.embed_scale else 1)
         for i, layer in enumerate(self.layers, 1):
-            x = layer(x, *kinds[m.global_every > 0 and i % m.global_every == 0])
-        head = self.embed if self.m.tie_embeddings else self.head
-        return F.linear(self.norm(x), head.weight)
+            window, theta = m.sliding_window, m.local_rope_theta or m.rope_theta
+            if m.global_every and i % m.global_every == 0:
+                window, theta = None, m.rope_theta
+            angles = place[:, None] * frequencies(m, theta).to(tokens.device)
+            x = layer(x, angles, (back >= 0) & (back < (window or len(place))))
+        return F.linear(self.norm(x), (self.head or self.embed).weight)

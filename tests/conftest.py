@@ -18,6 +18,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if wants_gpu(config):
         return
     os.environ["JAX_PLATFORMS"] = "cpu"  # for programs that tests start
+    os.environ["XDG_CACHE_HOME"] = str(config.rootpath / ".pytest_cache" / "home")
     import jax
 
     jax.config.update("jax_platforms", "cpu")

@@ -249,7 +249,7 @@ UNKNOWN = [
     ("trian.num_steps", "use train.num_steps"),
     ("model.rope_scaling.facter", "use model.rope_scaling.factor"),
     ("data.xyz", "use one of data.path, data.seq_len, data.document_mask, data.prefetch"),
-    ("xyz", "name it SECTION.FIELD, with a section of run, train, data, model, parallel"),
+    ("xyz", "name it SECTION.FIELD, with a section of run, train, data, model, lora, parallel"),
     ("train.num_steps.xyz", "use train.num_steps"),
     ("", "name it"),
 ]
@@ -318,6 +318,7 @@ def test_every_field_has_a_default():
 SHIPPED = {
     "llama_1b": (1_235_814_400, [1, 8]),
     "llama_1b_chat": (1_235_814_400, [1, 8]),
+    "llama_1b_lora_chat": (1_235_814_400, [1, 8]),
     "llama3_8b": (8_030_261_248, [8, 16]),
     "llama3_70b": (70_553_706_496, [64, 128, 512]),
     "llama3_405b": (405_853_388_800, [384]),

@@ -98,7 +98,12 @@ def card(run: Run, measured: dict[str, Any], environment: list[str], commit: str
     tokens = cfg.train.global_batch_size * cfg.data.seq_len
     rate = tokens / measured["step_seconds"]["median"] / devices
     share = lambda causal: mfu(  # noqa: E731
-        rate, cfg.model, cfg.data.seq_len, jax.devices()[0].device_kind, causal=causal
+        rate,
+        cfg.model,
+        cfg.data.seq_len,
+        jax.devices()[0].device_kind,
+        causal=causal,
+        lora=cfg.lora,
     )
     return {
         "tokens_per_second_per_device": rate,

@@ -14,6 +14,7 @@ from jaxpar import skipping
 from jaxpar.checkpoint import integrity, store
 from jaxpar.checkpoint.integrity import Damaged
 from jaxpar.checkpoint.saved import (
+    LORA_FIELDS,
     MODEL_FIELDS,
     MOMENT_DTYPES,
     Saved,
@@ -113,7 +114,7 @@ def restore_params(run_dir: str | Path, cfg: Config, mesh: Mesh, step: int | Non
               Damaged when the checkpoint lacks a parameter, or one is not what was saved.
     """
     saved = read_saved(run_dir, step)
-    check_fields(cfg, saved, MODEL_FIELDS, "set it back")
+    check_fields(cfg, saved, MODEL_FIELDS + LORA_FIELDS, "set it back")
     loaded = _load_whole(run_dir, saved, {"params": _target(cfg, mesh).params}, partial=True)
     return to_running(TrainState(step=(), opt_state=(), **loaded), cfg).params
 

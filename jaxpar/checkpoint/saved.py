@@ -13,7 +13,7 @@ from typing import Any
 from orbax.checkpoint import v1 as ocp
 
 from jaxpar.checkpoint import integrity
-from jaxpar.config import Config, ConfigError, ModelConfig
+from jaxpar.config import Config, ConfigError, LoraConfig, ModelConfig
 from jaxpar.config_json import from_json
 from jaxpar.data.sources import fingerprint
 
@@ -24,6 +24,9 @@ FREE_MODEL_FIELDS = {"init_std", "dtype", "attention_backend", "attention_determ
 MODEL_FIELDS = tuple(
     f"model.{f.name}" for f in dataclasses.fields(ModelConfig) if f.name not in FREE_MODEL_FIELDS
 )
+
+#: What the adapters are, if there are any: as the model's fields.
+LORA_FIELDS = tuple(f"lora.{f.name}" for f in dataclasses.fields(LoraConfig))
 
 #: How the moments are kept. They are converted when a run goes on with other ones.
 MOMENT_DTYPES = ("optimizer.first_moment_dtype", "optimizer.second_moment_dtype")
@@ -122,7 +125,8 @@ def check_resumable(cfg: Config, saved: Saved) -> None:
     if saved.dataset == NO_DATASET:
         rule = f"holds imported weights in {saved}, and no optimiser's state to resume"
         raise ConfigError("run.dir", cfg.run.dir, rule, "use a new run.dir")
-    check_fields(cfg, saved, MODEL_FIELDS + RUN_FIELDS, "use a new run.dir, or set it back")
+    fixed = MODEL_FIELDS + LORA_FIELDS + RUN_FIELDS
+    check_fields(cfg, saved, fixed, "use a new run.dir, or set it back")
     now = fingerprint(cfg)
     if now != saved.dataset:
         rule = f"is not the data of {saved} (fingerprint {now[:8]}, not {saved.dataset[:8]})"

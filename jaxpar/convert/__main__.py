@@ -1,4 +1,4 @@
-"""Models in and out: python -m jaxpar.convert from-hf DIR RUN, to-hf RUN DIR, to-torch RUN FILE."""
+"""Models in and out: python -m jaxpar.convert from-hf, from-peft DIR RUN; to-hf, ... RUN OUT."""
 
 import dataclasses
 import math
@@ -13,7 +13,7 @@ import tyro
 
 from jaxpar import cli, guard
 from jaxpar.config import ConfigError
-from jaxpar.convert import exporting, importing, selfcheck, torch_file
+from jaxpar.convert import exporting, importing, peft_folder, peft_import, selfcheck, torch_file
 
 PROGRAM = "python -m jaxpar.convert"
 
@@ -44,6 +44,21 @@ class FromHf:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FromPeft:
+    """Make a run of a published model and adapters of PEFT: its checkpoint of step 0."""
+
+    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
+    """Folder with adapter_config.json and adapter_model.safetensors."""
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """Run folder to write; it must be new."""
+    base: str | None = None
+    """Folder of the model that they belong to. None: the one that adapter_config.json names."""
+    checking: Annotated[Checking, tyro.conf.OmitArgPrefixes] = dataclasses.field(
+        default_factory=Checking
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ToHf:
     """Make a published model's folder of a checkpoint."""
 
@@ -65,6 +80,27 @@ class ToHf:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ToPeft:
+    """Make PEFT's folder of a run's adapters, without the model that they belong to."""
+
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """Run folder, of a run with lora.rank."""
+    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
+    """Folder to write; it must be new."""
+    base: str | None = None
+    """Name or folder of the model to put them on. None: the published folder of run.init_from."""
+    step: int | None = None
+    """Checkpoint to read. None: the latest."""
+    dtype: Dtype = "float32"
+    """Of the adapters."""
+    family: str | None = None
+    """As in `to-hf`: modules are named as its models have them."""
+    checking: Annotated[Checking, tyro.conf.OmitArgPrefixes] = dataclasses.field(
+        default_factory=Checking
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ToTorch:
     """Make a PyTorch state_dict of a checkpoint; scripts/torch_model.py loads it."""
 
@@ -78,9 +114,15 @@ class ToTorch:
     """Of the weights. None: that of the imported model, or the run's compute dtype."""
 
 
-COMMANDS: dict[str, Callable[..., Any]] = {"from-hf": FromHf, "to-hf": ToHf, "to-torch": ToTorch}
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "from-hf": FromHf,
+    "from-peft": FromPeft,
+    "to-hf": ToHf,
+    "to-peft": ToPeft,
+    "to-torch": ToTorch,
+}
 
-type Options = FromHf | ToHf | ToTorch
+type Options = FromHf | FromPeft | ToHf | ToPeft | ToTorch
 
 
 def read_options(argv: Sequence[str]) -> Options:
@@ -109,8 +151,12 @@ def main(argv: Sequence[str]) -> int:
         match options:
             case FromHf():
                 from_hf(options)
+            case FromPeft():
+                from_peft(options)
             case ToHf():
                 to_hf(options)
+            case ToPeft():
+                to_peft(options)
             case ToTorch():
                 to_torch(options)
     except selfcheck.CheckFailed as error:
@@ -127,6 +173,13 @@ def from_hf(options: FromHf) -> None:
     say(f"{run}: {source.family.architecture}, the checkpoint of step 0")
 
 
+def from_peft(options: FromPeft) -> None:
+    """`from-peft`."""
+    tolerance = options.checking.tolerance if options.checking.check else None
+    cfg = peft_import.from_peft(options.folder, options.run, say, options.base, tolerance)
+    say(f"{options.run}: with adapters of rank {cfg.lora.rank}, the checkpoint of step 0")
+
+
 def to_hf(options: ToHf) -> None:
     """`to-hf`."""
     export = exporting.open_export(options.run, options.step, options.dtype, options.family)
@@ -135,6 +188,15 @@ def to_hf(options: ToHf) -> None:
     shard_bytes = int(options.shard_gb * 1e9)
     exporting.to_hf(export, Path(options.folder), say, tolerance, shard_bytes)
     say(f"{options.folder}: {export.family.architecture} in {export.dtype}, of step {export.step}")
+
+
+def to_peft(options: ToPeft) -> None:
+    """`to-peft`."""
+    export = exporting.open_export(options.run, options.step, options.dtype, options.family)
+    base, checking = options.base or peft_folder.base_of(export.config), options.checking
+    tolerance = checking.tolerance if checking.check else None
+    peft_folder.to_peft(export, Path(options.folder), say, base, tolerance)
+    say(f"{options.folder}: adapters of rank {export.config.lora.rank}, of step {export.step}")
 
 
 def to_torch(options: ToTorch) -> None:

@@ -33,6 +33,7 @@ from jaxpar.convert.layout import (
     tensor_shape,
     tensors_in,
 )
+from jaxpar.convert.merging import MergedArrays, check_merge
 from jaxpar.convert.new_folder import (
     CARRIED,
     copy_carried,
@@ -65,6 +66,7 @@ class Export:
     carried: Values
     """What the run's imported config.json says; of another family, what holds in each; or empty."""
     arrays: RunArrays
+    """The model's parameters; adapters are merged into them."""
     entries: list[Entry]
     sizes: Sizes
 
@@ -101,6 +103,7 @@ def open_export(
     family = choose(family, cfg.model, carried)
     if dtype is None:
         dtype = dtype_of(carried) if carried else cfg.model.dtype
+    arrays = open_run(run, cfg, saved.step)
     return Export(
         run=Path(run),
         step=saved.step,
@@ -108,7 +111,7 @@ def open_export(
         family=family,
         dtype=dtype,
         carried=carried_values(carried, family),
-        arrays=open_run(run, cfg, saved.step),
+        arrays=MergedArrays(arrays, cfg) if cfg.lora.rank else arrays,
         entries=entry_table(family, cfg.model),
         sizes=sizes_of(cfg.model),
     )
@@ -152,6 +155,9 @@ def to_hf(
     m = export.config.model
     with new_folder(folder) as temporary:
         write_export(export, temporary, say, shard_bytes)
+        if tolerance is not None and export.config.lora.rank:
+            own = open_run(export.run, export.config, export.step)
+            check_merge(own, export.config, tolerance, say)
         if tolerance is not None:
             tensors = find_tensors(temporary)
             check_tensors(tensors, export.entries, export.sizes)

@@ -36,7 +36,7 @@ class RunArrays:
         """
         Args:     expected: fingerprints by path, as far as they are known. where: for messages.
         """
-        self._arrays, self._expected, self._where = arrays, expected, where
+        self.by_path, self.expected, self.where = arrays, expected, where
 
     def counted(self, path: str) -> Running:
         """To add up a parameter's fingerprint with, box by box."""
@@ -44,31 +44,40 @@ class RunArrays:
 
     def compare(self, path: str, found: Running) -> None:
         """Raises:   Damaged when a parameter, all of it read, is not what was saved."""
-        if path in self._expected:
+        if path in self.expected:
             name = f"params/{path}"
-            damage = integrity.differing({name: self._expected[path]}, {name: str(found)})
+            damage = integrity.differing({name: self.expected[path]}, {name: str(found)})
             if damage:
-                raise integrity.Damaged(self._where, damage)
+                raise integrity.Damaged(self.where, damage)
+
+    def compare_all(self) -> None:
+        """Read everything, and compare. Raises as `compare`."""
+        for path, array in self.by_path.items():
+            if path in self.expected:
+                name, found = f"params/{path}", store.fingerprint_of(array)
+                damage = integrity.differing({name: self.expected[path]}, {name: found})
+                if damage:
+                    raise integrity.Damaged(self.where, damage)
 
     def chunk(self, path: str) -> tuple[int, ...]:
         """The shape of the pieces in which a parameter is stored: a read takes whole pieces."""
-        return tuple(self._arrays[path].chunk_layout.read_chunk.shape)
+        return tuple(self.by_path[path].chunk_layout.read_chunk.shape)
 
     def shape(self, path: str) -> tuple[int, ...]:
         """The shape of a parameter."""
-        return tuple(self._arrays[path].shape)
+        return tuple(self.by_path[path].shape)
 
     def read(self, path: str, box: Box) -> np.ndarray:
         """The float32 numbers of a box."""
-        return self._arrays[path][box].read().result()
+        return self.by_path[path][box].read().result()
 
     def write(self, path: str, box: Box, values: np.ndarray) -> None:
         """Put numbers into a box, on disk when this returns."""
-        self._arrays[path][box].write(values).result()
+        self.by_path[path][box].write(values).result()
 
 
 def open_run(run_dir: str | Path, cfg: Config, step: int) -> RunArrays:
-    """The parameters of a checkpoint, whose files have been compared with its list of them.
+    """The parameters of a checkpoint, adapters among them; files compared with its list of them.
 
     Raises:   Damaged when a file is not as listed, or a parameter not there.
     """
@@ -77,7 +86,7 @@ def open_run(run_dir: str | Path, cfg: Config, step: int) -> RunArrays:
     if damage:
         raise integrity.Damaged(where, damage)
     arrays = {}
-    for path in flat(param_specs(cfg.model)):
+    for path in flat(param_specs(cfg.model, cfg.lora)):
         try:
             arrays[path] = store.open_array(step_folder, f"params/{path}")
         except (ValueError, OSError) as error:
@@ -100,7 +109,7 @@ def create_run(
     Args:     chunks: shape of the pieces of each parameter, by path.
               about: fields of `checkpoint.Saved`.
     """
-    specs = param_specs(cfg.model)
+    specs = param_specs(cfg.model, cfg.lora)
     small = map_specs(lambda spec: jnp.zeros((1,) * len(spec.shape), jnp.float32), specs)
     context = ocp.Context()
     context.array.saving.use_compression = False

@@ -10,11 +10,12 @@ import importlib.util
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
-from jaxpar.config import ModelConfig
+from jaxpar.config import LoraConfig, ModelConfig
 from jaxpar.convert.hf_folder import Tensors
 from jaxpar.convert.layout import Box, Entry, Sizes, read_box
 from jaxpar.convert.progress import size
@@ -55,7 +56,7 @@ def check_conversion(
               say: told each largest difference, or why there is none.
     Raises:   CheckFailed beyond the tolerance, or when a logit is not finite.
     """
-    tokens = np.random.default_rng(0).integers(0, m.vocab_size, (1, NUM_TOKENS), dtype=np.int32)
+    tokens = random_tokens(m)
     ours = logits(run, m, tokens)
     compare(logits(published, m, tokens), ours, "the published files", tolerance, say)
     left_out = why_no_transformers(m)
@@ -64,6 +65,11 @@ def check_conversion(
         compare(theirs, ours, "transformers", tolerance, say)
     else:
         say(f"not compared with transformers: {left_out}")
+
+
+def random_tokens(m: ModelConfig) -> np.ndarray:
+    """What logits are compared on, int32 [1, NUM_TOKENS]."""
+    return np.random.default_rng(0).integers(0, m.vocab_size, (1, NUM_TOKENS), dtype=np.int32)
 
 
 def compare(
@@ -88,9 +94,14 @@ def compare(
 # ------------------------------------------------------------------------------- our own logits
 
 
-def logits(read: Read, m: ModelConfig, tokens: np.ndarray) -> np.ndarray:
-    """Logits float32 [B, T, V] of int32 tokens [B, T], a layer in memory at a time."""
-    shapes = {path: spec.shape for path, spec in flat(param_specs(m)).items()}
+def logits(
+    read: Read, m: ModelConfig, tokens: np.ndarray, adapters: LoraConfig | None = None
+) -> np.ndarray:
+    """Logits float32 [B, T, V] of int32 tokens [B, T], a layer in memory at a time.
+
+    Args:     adapters: that `read` has too, their factor in the second matrix.
+    """
+    shapes = {path: spec.shape for path, spec in flat(param_specs(m, adapters)).items()}
     names = [path.removeprefix("layers/") for path in shapes if path.startswith("layers/")]
     whole = lambda path: read(path, tuple(slice(0, n) for n in shapes[path]))  # noqa: E731
 
@@ -163,10 +174,17 @@ def why_no_transformers(m: ModelConfig) -> str | None:
 def transformers_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
     """Logits float32 [B, T, V] of a published folder, by `transformers` in float32."""
     import torch
-    import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", use_safetensors=True
-    )
+    model = transformers_model(folder)
     with torch.no_grad():
         return model.eval()(torch.from_numpy(tokens.astype(np.int64))).logits.float().numpy()
+
+
+def transformers_model(folder: Path) -> Any:
+    """The model of a published folder, by `transformers` in float32."""
+    import torch
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", use_safetensors=True
+    )

@@ -13,6 +13,7 @@ from jaxpar.data import Tokenizer, load_tokenizer
 from jaxpar.data.meta import TOKENIZER_FILE
 from jaxpar.data.sources import tokenizer_folder
 from jaxpar.data.tokenizer import read_tokenizer_json
+from jaxpar.data.tokens import TokenDataset
 
 
 def write(cfg: Config, folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
@@ -50,6 +51,20 @@ def tokenizer_of_run(run_dir: str | Path, cfg: Config) -> Tokenizer:
     if not kept.is_dir():
         return load_tokenizer(tokenizer_folder(cfg))
     return tokenizer_in(kept, str(run_dir))
+
+
+def begin_of_prompts(run_dir: str | Path, cfg: Config, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Ids that stand before a prompt: what stood before the texts that the model has learnt.
+
+    Of an imported run, what its tokenizer puts there; of any other, the same if its documents begin
+    with it.
+
+    Raises:   ConfigError when the documents cannot be read.
+    """
+    if not tokenizer.begin or (Path(run_dir) / CARRIED).is_dir():
+        return tokenizer.begin
+    documents = TokenDataset.open(tokenizer_folder(cfg))
+    return tokenizer.begin if documents.begins_with(tokenizer.begin) else ()
 
 
 def tokenizer_in(folder: Path, named: str) -> Tokenizer:

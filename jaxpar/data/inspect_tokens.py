@@ -61,7 +61,7 @@ def _splits(options: InspectOptions) -> Iterator[TokenDataset]:
     path = Path(options.path)
     for split in SPLITS:
         try:
-            dataset = open_tokens(path, split, options.eos_id)
+            dataset = open_tokens(path, split, options.eos_id, again=True)
         except ConfigError as error:
             if split == TRAIN or not error.rule.endswith(f"{split} split"):
                 raise
@@ -81,7 +81,7 @@ def _check_hash(dataset: TokenDataset) -> None:
         hashes.append((marks, dataset.targets, sizes.targets_sha256))
     for path, stored, recorded in hashes:
         file = TokenFile(path, "jaxpar", stored.dtype, 0, len(stored), None)
-        if (found := scan(file).sha256) != recorded:
+        if (found := scan(file, again=True).sha256) != recorded:
             rule = f"{path} has sha256 {found[:16]}, and {META_FILE} records {recorded[:16]}"
             fix = "copy the folder again, or prepare it again"
             raise ConfigError("data.path", str(dataset.path), rule, fix)

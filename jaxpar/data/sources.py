@@ -66,7 +66,11 @@ def _open(cfg: Config, field: str, path: str, split: str, whole: bool) -> TokenD
 
 
 def open_tokens(
-    path: str | Path, split: str = TRAIN, eos_id: int | None = None, whole: bool = False
+    path: str | Path,
+    split: str = TRAIN,
+    eos_id: int | None = None,
+    whole: bool = False,
+    again: bool = False,
 ) -> TokenDataset:
     """Map tokens of any format.
 
@@ -74,13 +78,14 @@ def open_tokens(
               nanoGPT or llm.c; or a folder with a train.bin and a val.bin of such.
               eos_id: ends documents in files that do not mark them.
               whole: a single file, which is a training split otherwise, serves as any split.
+              again: read all of it, also if that was done before.
     Raises:   ConfigError("data.path", ...) for whatever is missing, damaged or no tokens.
     """
     path = Path(path)
     if (path / META_FILE).is_file():
         return TokenDataset.open(path, split)
     file = find_file(path, split, whole)
-    found = scan(file, eos_id if file.document_offsets is None else None)
+    found = scan(file, eos_id if file.document_offsets is None else None, again=again)
     offsets, marked = file.document_offsets, True
     if offsets is None:
         offsets, marked = offsets_from(found.eos_at, file.num_tokens), eos_id is not None

@@ -1,6 +1,5 @@
 """A file of tokens that another program wrote, and one pass over it."""
 
-import functools
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxpar.config import ConfigError
+from jaxpar.data import remembered
 
 #: Tokens read at a time.
 CHUNK_TOKENS = 1 << 22
@@ -51,33 +51,32 @@ class Scan:
     """int64: which tokens are the end of text that was asked for; none without one."""
 
 
-def scan(file: TokenFile, eos_id: int | None = None) -> Scan:
-    """Read all tokens of a file, once per process.
+def scan(file: TokenFile, eos_id: int | None = None, *, again: bool = False) -> Scan:
+    """What a pass over all tokens of a file finds; the pass is made once while it stays the same.
 
+    Args:     again: read all of it in any case.
     Raises:   ConfigError("data.path", ...) for a negative token, and for 16-bit tokens that look
-              like 32-bit ones.
+              like 32-bit ones. Nothing is remembered of such a file.
     """
-    stat = file.path.stat()
-    return _scan(_Key(file, stat.st_size, stat.st_mtime_ns), eos_id)
+    asked = file.format, file.dtype.str, file.header_bytes, file.num_tokens, eos_id, VERSION
+    name = remembered.identity(file.path, *asked)
+    kept = None if again else _of_this_process.get(name) or remembered.recall(name)
+    found = kept if isinstance(kept, Scan) else Scan(**kept) if kept else _read(file, eos_id)
+    _of_this_process[name] = found
+    if kept is None:
+        remembered.keep(name, vars(found))
+    return found
 
 
-class _Key:
-    """A file as it is now: equal to another key while the file does not change."""
+#: Raised when a pass looks for something else.
+VERSION = 1
 
-    def __init__(self, file: TokenFile, size: int, changed: int):
-        self.file = file
-        self._identity = (file.path.absolute(), file.dtype.str, file.header_bytes, size, changed)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and self._identity == other._identity
-
-    def __hash__(self) -> int:
-        return hash(self._identity)
+_of_this_process: dict[str, Scan] = {}
 
 
-@functools.lru_cache(maxsize=64)
-def _scan(key: _Key, eos_id: int | None) -> Scan:
-    file, digest = key.file, hashlib.sha256()
+def _read(file: TokenFile, eos_id: int | None) -> Scan:
+    """The pass itself."""
+    digest = hashlib.sha256()
     largest, largest_at, odd = -1, 0, 0
     ends: list[np.ndarray] = []
     for start, chunk in chunks(file.tokens()):

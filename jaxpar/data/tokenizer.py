@@ -1,7 +1,8 @@
 """Tokenizers: plain bytes, any Hugging Face tokenizer.json, or a BPE trained on the spot.
 
 Text goes in as text: the name of a special token inside a document is ordinary characters, so no
-document can forge an end of text. The end of text is appended by whoever needs it, as `eos_id`.
+document can forge an end of text. The end of text is appended by whoever needs it, as `eos_id`;
+`begin` is put first by whoever writes on from a text.
 """
 
 import hashlib
@@ -31,6 +32,8 @@ class Tokenizer(Protocol):
     eos_id: int
     eos_token: str
     fingerprint: str
+    begin: tuple[int, ...]
+    """Ids that `transformers` puts before a text: a beginning of text (Llama 3), or nothing."""
 
     def id_of(self, token: str) -> int | None:
         """Id of a special token by its text; None if there is no such token."""
@@ -64,6 +67,7 @@ class ByteTokenizer:
     eos_id = 256
     eos_token = EOS_TOKEN
     fingerprint = hashlib.sha256(b"bytes 0-255, end of text 256").hexdigest()
+    begin: tuple[int, ...] = ()
 
     def id_of(self, token: str) -> int | None:
         """Id of the end of text, the only special token."""
@@ -108,6 +112,14 @@ class JsonTokenizer:
             raise ValueError(f"the tokenizer has no token {eos_token!r}")
         self.eos_id, self.eos_token = eos_id, eos_token
         self.fingerprint = hashlib.sha256(json_text.encode()).hexdigest()
+        self.begin = self._ids_before_text()
+
+    def _ids_before_text(self) -> tuple[int, ...]:
+        """What the file's post-processor puts first. transformers 5 goes by that alone, whatever
+        `add_bos_token` in tokenizer_config.json says."""
+        encoding = self._tokenizer.encode("a", add_special_tokens=True)
+        added = encoding.special_tokens_mask
+        return tuple(encoding.ids[: added.index(0)]) if 0 in added else ()
 
     def id_of(self, token: str) -> int | None:
         """Id of a token by its text; None if there is no such token."""

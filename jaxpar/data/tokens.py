@@ -1,5 +1,6 @@
 """A split of a dataset folder, memory-mapped: opening it reads next to nothing."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,9 @@ from jaxpar.data.meta import (
     targets_file,
     tokens_file,
 )
+
+#: Documents that tell what all of them begin with.
+LOOKED_AT = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +93,11 @@ class TokenDataset:
         """
         num_bytes = self.meta.splits[self.split].num_bytes if self.meta else 0
         return num_bytes / self.num_tokens if num_bytes else None
+
+    def begins_with(self, ids: Sequence[int]) -> bool:
+        """Whether documents do: the first ones are looked at."""
+        starts = self.document_offsets[:-1][:LOOKED_AT]
+        return all(self.tokens[i : i + len(ids)].tolist() == list(ids) for i in starts)
 
     def place(self, token: int) -> str:
         """Where a token is, for an error."""

@@ -86,7 +86,7 @@ def gathered_norm(x: jax.Array, w: Tree, name: str, cfg: Config) -> jax.Array:
 def attend(h: jax.Array, w: Tree, tokens: Tokens, cfg: Config) -> jax.Array:
     """Attention of normalised inputs: this tensor rank's part of a sum, the same shape."""
     out = attention_heads(h, w, tokens, cfg)
-    return layers.matmul(out, [w["wo"]], "attn_out")[0]
+    return layers.to_residual(out, w, "wo", "attn_out")
 
 
 def feed_forward(h: jax.Array, w: Tree, cfg: Config) -> jax.Array:
@@ -95,7 +95,7 @@ def feed_forward(h: jax.Array, w: Tree, cfg: Config) -> jax.Array:
         return experts.feed_forward(h, w, cfg.model)
     gate, up = (named(a, "gate_up") for a in layers.gate_and_up(h, w))
     hidden = named(layers.gated(gate, up, cfg.model), "mlp_hidden")
-    return layers.matmul(hidden, [w["w_down"]], "mlp_hidden")[0]
+    return layers.to_residual(hidden, w, "w_down", "mlp_hidden")
 
 
 def attention_heads(h: jax.Array, w: Tree, tokens: Tokens, cfg: Config) -> jax.Array:

@@ -117,7 +117,7 @@ def _layer(x, w: Tree, tokens: Tokens, held, first, cfg: Config, alone: bool):
             tokens.mask, kv_positions=slots, q_segments=None, kv_segments=None, in_order=False
         )
         out = attention(q, held[0], held[1], mask, backend="reference")[0]
-    partial = layers.matmul(out.reshape(*out.shape[:2], -1), [w["wo"]], "attn_out")[0]
+    partial = layers.to_residual(out.reshape(*out.shape[:2], -1), w, "wo", "attn_out")
     x = block.add_to_residual(x, lax.psum(partial, TENSOR), w, "attn", cfg)
     partial = block.feed_forward(layers.norm(x, w["mlp_norm"], m), w, cfg)
     return block.add_to_residual(x, lax.psum(partial, TENSOR), w, "mlp", cfg), held

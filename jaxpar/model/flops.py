@@ -10,7 +10,7 @@ experts that a token does not take. The peak is that of bfloat16 whatever `model
 so that figures stay comparable.
 """
 
-from jaxpar.config import ModelConfig
+from jaxpar.config import LoraConfig, ModelConfig
 from jaxpar.model.transformer import param_specs
 from jaxpar.params import count
 
@@ -26,8 +26,13 @@ PEAK_FLOPS = {
 
 
 def num_params(model: ModelConfig) -> int:
-    """All parameters."""
+    """All parameters of the model, adapters left out."""
     return count(param_specs(model))
+
+
+def num_adapter_params(model: ModelConfig, lora: LoraConfig) -> int:
+    """Those of adapters; 0 where there are none."""
+    return count(param_specs(model, lora)) - num_params(model)
 
 
 def num_matmul_params(model: ModelConfig) -> int:
@@ -38,10 +43,18 @@ def num_matmul_params(model: ModelConfig) -> int:
     return num_params(model) - not_taken - (0 if model.tie_embeddings else table)
 
 
-def train_flops_per_token(model: ModelConfig, seq_len: int, *, causal: bool = True) -> float:
-    """FLOPs of forward and backward per token of a window of seq_len."""
+def train_flops_per_token(
+    model: ModelConfig, seq_len: int, *, causal: bool = True, lora: LoraConfig | None = None
+) -> float:
+    """FLOPs of forward and backward per token of a window of seq_len.
+
+    With adapters (`lora`) the model's own matrices have no gradient: 4 N and 6 N of the adapters.
+    """
     attention = model.num_layers * model.num_heads * model.head_dim * seq_len
-    return 6 * num_matmul_params(model) + (6 if causal else 12) * attention
+    matmuls = 6 * num_matmul_params(model)
+    if lora is not None and lora.rank:
+        matmuls = 4 * num_matmul_params(model) + 6 * num_adapter_params(model, lora)
+    return matmuls + (6 if causal else 12) * attention
 
 
 def peak_flops(device_kind: str) -> float | None:
@@ -50,10 +63,17 @@ def peak_flops(device_kind: str) -> float | None:
 
 
 def mfu(
-    tokens_per_second: float, model: ModelConfig, seq_len: int, device_kind: str, *, causal: bool
+    tokens_per_second: float,
+    model: ModelConfig,
+    seq_len: int,
+    device_kind: str,
+    *,
+    causal: bool,
+    lora: LoraConfig | None = None,
 ) -> float | None:
     """Share of one device's peak, from its tokens per second; None when the peak is unknown."""
     peak = peak_flops(device_kind)
     if peak is None:
         return None
-    return tokens_per_second * train_flops_per_token(model, seq_len, causal=causal) / peak
+    flops = train_flops_per_token(model, seq_len, causal=causal, lora=lora)
+    return tokens_per_second * flops / peak

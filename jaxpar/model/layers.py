@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxpar.axes import TENSOR, VOCAB_AXES
 from jaxpar.config import ModelConfig, RopeScaling
 from jaxpar.kernels import float8
+from jaxpar.model import lora
 from jaxpar.model.remat import NORM_SCALE
 
 
@@ -118,8 +119,9 @@ def project_qkv(h_BTD: jax.Array, w: dict, model: ModelConfig):
     (qkv,) = matmul(h_BTD, [w["wqkv"]], "attn_norm")
     qkv = add_bias(qkv, w.get("bqkv"))
     split = [heads * model.head_dim, (heads + kv_heads) * model.head_dim]
+    parts = zip(jnp.split(qkv, split, axis=-1), ("wq", "wk", "wv"), strict=True)
     by_head = lambda x: x.reshape(*x.shape[:2], -1, model.head_dim)  # noqa: E731
-    return [by_head(x) for x in jnp.split(qkv, split, axis=-1)]
+    return [by_head(lora.add(x, h_BTD, w, name)) for x, name in parts]
 
 
 def gate_and_up(h_BTD: jax.Array, w: dict) -> tuple[jax.Array, jax.Array]:
@@ -129,7 +131,17 @@ def gate_and_up(h_BTD: jax.Array, w: dict) -> tuple[jax.Array, jax.Array]:
     cost more than the larger matmul gained (docs/LOG.md).
     """
     gate, up = matmul(h_BTD, [w["w_gate"], w["w_up"]], "mlp_norm")
+    gate, up = lora.add(gate, h_BTD, w, "w_gate"), lora.add(up, h_BTD, w, "w_up")
     return add_bias(gate, w.get("b_gate")), add_bias(up, w.get("b_up"))
+
+
+def to_residual(x: jax.Array, w: dict, weight: str, name: str) -> jax.Array:
+    """x times `wo` or `w_down`: row-parallel, this tensor rank's part of a sum, [B, T, D].
+
+    Args:     name: remat name of x.
+    """
+    (y,) = matmul(x, [w[weight]], name)
+    return lora.add(y, x, w, weight)
 
 
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:

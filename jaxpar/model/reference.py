@@ -22,12 +22,21 @@ def loss(params: Tree, batch: Batch, cfg: Config) -> jax.Array:
 
     Args:     params: the logical parameters. batch: [B, T] in the text's own order.
     """
+    params = scale_adapters(params, cfg)
     logits = logits_of(params, batch.tokens, batch.positions, _segments(batch, cfg), cfg.model)
     lse = jax.scipy.special.logsumexp(logits, axis=-1)
     label = jnp.maximum(batch.labels, 0)
     nll = lse - jnp.take_along_axis(logits, label[..., None], axis=-1)[..., 0]
     weight = batch.labels != IGNORED
     return jnp.sum(jnp.where(weight, nll + cfg.train.z_loss * lse**2, 0)) / jnp.sum(weight)
+
+
+def scale_adapters(params: Tree, cfg: Config) -> Tree:
+    """The parameters with `lora.alpha` in the second matrix of each adapter, as `block` has it."""
+    r = max(cfg.lora.rank, 1)
+    scale = cfg.lora.alpha / (r**0.5 if cfg.lora.rank_stabilized else r)
+    scaled = {n: w * scale if n.endswith("_lora_b") else w for n, w in params["layers"].items()}
+    return params | {"layers": scaled}
 
 
 def _segments(batch: Batch, cfg: Config) -> jax.Array:
@@ -68,24 +77,31 @@ def of_layer(m: ModelConfig, i: int) -> ModelConfig:
 def block(x: jax.Array, w: Tree, positions, segments, m: ModelConfig) -> jax.Array:
     """The residual stream [B, T, D] through one layer, whose parameters are `w`."""
     h = _norm(x, w["attn_norm"], m)
-    q, k, v = (
-        jnp.einsum("btd,dhk->bthk", h, w["w" + n]) + w.get("b" + n, 0.0) for n in ("q", "k", "v")
-    )
+    q, k, v = (_times(h, w, "w" + n) + w.get("b" + n, 0.0) for n in ("q", "k", "v"))
     if m.qk_norm:
         q, k = _norm(q, w["q_norm"], m), _norm(k, w["k_norm"], m)
     q, k = (_rotate(a, positions, m) for a in (q, k))
     o = _attend(q, k, v, positions, segments, m)
-    o = jnp.einsum("bthk,hkd->btd", o, w["wo"]) + w.get("bo", 0.0)
+    o = _times(o, w, "wo") + w.get("bo", 0.0)
     x = x + (_norm(o, w["attn_post_norm"], m) if m.post_norms else o)
     out = _feed_forward(_norm(x, w["mlp_norm"], m), w, m)
     return x + (_norm(out, w["mlp_post_norm"], m) if m.post_norms else out)
 
 
+def _times(x, w: Tree, name: str):
+    """x times a matrix, and times the two of its adapter if it has one."""
+    y = jnp.tensordot(x, w[name], 2 if name == "wo" else 1)
+    if name + "_lora_a" not in w:
+        return y
+    a, b = w[name + "_lora_a"], w[name + "_lora_b"]
+    return y + jnp.tensordot(jnp.tensordot(x, a, a.ndim - 1), b, 1)
+
+
 def _feed_forward(h, w: Tree, m: ModelConfig):
     if m.num_experts:
         return _experts(h, w, m)
-    gate, up = (h @ w["w_" + n] + w.get("b_" + n, 0.0) for n in ("gate", "up"))
-    return (_activation(gate, m) * up) @ w["w_down"] + w.get("b_down", 0.0)
+    gate, up = (_times(h, w, "w_" + n) + w.get("b_" + n, 0.0) for n in ("gate", "up"))
+    return _times(_activation(gate, m) * up, w, "w_down") + w.get("b_down", 0.0)
 
 
 def _activation(x, m: ModelConfig):

@@ -20,9 +20,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.batch import Batch
-from jaxpar.config import Config, ModelConfig, ParallelConfig
+from jaxpar.config import Config, LoraConfig, ModelConfig
 from jaxpar.kernels import float8
-from jaxpar.model import layers
+from jaxpar.lora_rules import factor
+from jaxpar.model import layers, lora
 from jaxpar.model.block import Tokens, in_groups, layer, layer_in_turns
 from jaxpar.model.loss import cross_entropy
 from jaxpar.model.remat import rematerialize
@@ -35,7 +36,7 @@ from jaxpar.parallel.collectives import (
     varying,
 )
 from jaxpar.parallel.prefetch import through_layers
-from jaxpar.params import ParamSpec
+from jaxpar.params import ParamSpec, split
 
 type Tree = dict[str, Any]
 
@@ -63,15 +64,19 @@ LAYER_DIMS: dict[str, int | None] = {
 #: The matrices of a layer, which `model.matmul_dtype` is about, with their entries.
 PROJECTIONS = {n: dim for n, dim in LAYER_DIMS.items() if dim is not None and n != "router"}
 
+LAYER_DIMS |= lora.VIEW_DIMS
+
 #: As LAYER_DIMS, for the arrays outside the layers.
 TOP_DIMS: dict[str, int | None] = {"embed": -1, "final_norm": None, "head": -2}
 
 
-def param_specs(m: ModelConfig) -> Tree:
+def param_specs(m: ModelConfig, adapters: LoraConfig | None = None) -> Tree:
     """Every parameter of the model: shape, logical axes, initial distribution.
 
     Weights start normal with `init_std`; the two matrices that write to the residual stream with
     init_std / sqrt(2 L), so that its variance does not grow with depth (GPT-2, section 2.3).
+
+    Args:     adapters: of these (`Config.lora`) too, if there are any. None: the model alone.
     """
     D, H, G, K, F = m.d_model, m.num_heads, m.num_kv_heads, m.head_dim, m.d_ff
     deep = m.init_std / math.sqrt(2 * m.num_layers)
@@ -114,7 +119,14 @@ def param_specs(m: ModelConfig) -> Tree:
     if m.mlp_bias:
         blocks |= {n: vector((F,), ("mlp",), "zeros") for n in ("b_gate", "b_up")}
         blocks["b_down"] = vector((D,), ("norm",), "zeros")
-    return blocks_with_top(m, blocks)
+    specs = blocks_with_top(m, blocks)
+    return lora.with_adapters(specs, adapters) if adapters and adapters.rank else specs
+
+
+def trained_specs(cfg: Config) -> Tree:
+    """Those of them that training moves: all, or the adapters."""
+    specs = param_specs(cfg.model, cfg.lora)
+    return split(specs, specs)[0]
 
 
 def init_of_gains(m: ModelConfig) -> Literal["ones", "zeros"]:
@@ -137,20 +149,33 @@ def blocks_with_top(m: ModelConfig, blocks: Tree) -> Tree:
 # ------------------------------------------------------------------------------- the view
 
 
-def view(params: Tree, parallel: ParallelConfig) -> Tree:
+def view(params: Tree, cfg: Config) -> Tree:
     """A device's shards, arranged for computing: {"top": ..., "layers": ...}.
 
     Query, key and value projections lie side by side, so that one matmul serves them.
     Layers are [v, ...] arrays over the device's v chunks: a tuple of one tree per layer for
     `unroll`, one tree of [v, layers, ...] arrays for `scan`.
+
+    Args:     params: all of them, or one of the parts that `params.split` makes with adapters.
     """
-    head = params["head"] if "head" in params else params["embed"].T
-    top = {"embed": params["embed"], "final_norm": params["final_norm"], "head": head}
-    stacked = _side_by_side(params["layers"])
-    v = parallel.virtual_stages
+    top = {name: w for name, w in params.items() if name != "layers"}
+    if "embed" in top:
+        top["head"] = top["head"] if "head" in top else top["embed"].T
+    stacked = _adapters(params["layers"], cfg)
+    if "attn_norm" in params["layers"]:
+        stacked |= _side_by_side(params["layers"])
+    v = cfg.parallel.virtual_stages
     stacked = jax.tree.map(lambda a: a.reshape(v, -1, *a.shape[1:]), stacked)
-    apart = parallel.layer_loop == "unroll"
+    apart = cfg.parallel.layer_loop == "unroll"
     return {"top": top, "layers": _apart(stacked) if apart else stacked}
+
+
+def _adapters(w: Tree, cfg: Config) -> Tree:
+    """The layers' adapters, if there are any, as the step multiplies by them."""
+    if not cfg.lora.rank:
+        return {}
+    lead = next(iter(w.values())).shape[:1]
+    return lora.side_by_side(w, lead, factor(cfg))
 
 
 def _side_by_side(w: Tree) -> Tree:
@@ -158,7 +183,7 @@ def _side_by_side(w: Tree) -> Tree:
     lead = w["attn_norm"].shape[:-1]
     flat = lambda name, *dims: w[name].reshape(*lead, *dims)  # noqa: E731
     D = w["wq"].shape[-3]
-    out = {name: w[name] for name in LAYER_DIMS if name in w}
+    out = {n: w[n] for n in LAYER_DIMS if n in w and not lora.is_adapter(n)}
     out["wqkv"] = jnp.concatenate([flat(n, D, -1) for n in ("wq", "wk", "wv")], axis=-1)
     out["wo"] = flat("wo", -1, w["wo"].shape[-1])
     if "bq" in w:
@@ -168,7 +193,7 @@ def _side_by_side(w: Tree) -> Tree:
 
 def _apart(stacked: Tree) -> tuple[Tree, ...]:
     """One tree per layer. `lax.split`, because its transpose is a single concatenation."""
-    n = stacked["attn_norm"].shape[1]
+    n = next(iter(stacked.values())).shape[1]
     pieces = {name: lax.split(a, [1] * n, axis=1) for name, a in stacked.items()}
     return tuple({name: p[i].squeeze(1) for name, p in pieces.items()} for i in range(n))
 
@@ -179,11 +204,12 @@ def with_scales(weights: Tree, shards: Tree, cfg: Config) -> Tree:
     Args:     weights: `shards` (ZeRO-3) or whole (ZeRO-1). shards: the view of this device's.
     Communication: that of `fsdp.float8_scales`: one all-reduce for all layers, and none later.
     """
-    if cfg.model.matmul_dtype == "compute":
+    apart = isinstance(shards["layers"], tuple)
+    one = shards["layers"][0] if apart else shards["layers"]
+    if cfg.model.matmul_dtype == "compute" or all(map(lora.is_adapter, one)):
         return weights
     scales = fsdp.float8_scales(shards["layers"], tuple(PROJECTIONS), cfg.model.dtype)
     beside = lambda w, s: w | {"scales": s}  # noqa: E731
-    apart = isinstance(scales, tuple)
     of = weights["layers"]
     return weights | {"layers": tuple(map(beside, of, scales)) if apart else beside(of, scales)}
 
@@ -299,15 +325,18 @@ def _whole(w: Tree, dims: dict[str, int | None], cfg: Config) -> Tree:
 
 
 def _scattered(grads: Tree, dims: dict[str, int | None], cfg: Config) -> Tree:
-    """The transpose of `_whole`; scales have no gradient."""
+    """The transpose of `_whole`; scales have no gradient, nor what adapters lie beside."""
     rounded = {n: g.gradient for n, g in grads.items() if isinstance(g, float8.Weight)}
     grads = grads | rounded
+    still = {n: None for n in grads if cfg.lora.rank and not lora.is_adapter(n)}
+    grads = {n: g for n, g in grads.items() if n not in still}
     if cfg.parallel.zero == 3:
         grads = fsdp.scatter_tree(grads, dims, cfg.parallel.grad_reduce)
-    return grads | {"scales": None} if rounded else grads
+    return grads | still | ({"scales": None} if rounded else {})
 
 
 def _layer(cfg: Config, xs: tuple, w: Tree, tokens: tuple) -> tuple[jax.Array, ...]:
+    w = lora.held_still(w)
     if len(xs) == 1:
         return (layer(xs[0], w, tokens[0], cfg),)
     return layer_in_turns(xs, w, tokens, cfg)
@@ -317,6 +346,6 @@ def _block(cfg: Config):
     """`layer` of one device's weights; gathering them is part of what is recomputed."""
 
     def block(x: jax.Array, w: Tree, tokens: Tokens) -> jax.Array:
-        return layer(x, _whole(w, LAYER_DIMS, cfg), tokens, cfg)
+        return layer(x, lora.held_still(_whole(w, LAYER_DIMS, cfg)), tokens, cfg)
 
     return block

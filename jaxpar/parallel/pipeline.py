@@ -19,6 +19,7 @@ from jax import lax
 from jaxpar.axes import PIPELINE
 from jaxpar.parallel.collectives import shift, varying
 from jaxpar.parallel.schedule import Schedule
+from jaxpar.params import join
 
 type Sums = tuple[jax.Array, jax.Array]
 
@@ -44,7 +45,17 @@ def take(tree: Any, i: Any) -> Any:
 
 
 def _add32(total: Any, part: Any) -> Any:
+    part = _under_names_of(total, part)
     return jax.tree.map(lambda a, b: a + b.astype(jnp.float32), total, part)
+
+
+def _under_names_of(total: Any, part: Any) -> Any:
+    """What `part` holds under the names of `total`: weights that stand still are none of them."""
+    if isinstance(total, tuple):
+        return tuple(map(_under_names_of, total, part))
+    if isinstance(total, dict):
+        return {name: _under_names_of(total[name], part[name]) for name in total}
+    return part
 
 
 def _zeros32(tree: Any) -> Any:
@@ -58,16 +69,17 @@ def whole_model(program: Program, weights: Any, mb: Any) -> Sums:
     return program.head(weights["top"], x, mb)
 
 
-def accumulate(program: Program, weights: Any, microbatches: Any, scale: jax.Array):
+def accumulate(program: Program, weights: Any, still: Any, microbatches: Any, scale: jax.Array):
     """Loss and gradients of a model that is not cut into stages.
 
-    Args:     weights: {"top", "layers"}, varying over every axis; layers [1, ...]. microbatches:
-              a Batch of [M, ...]. scale: the loss's cotangent, 1 / number of tokens.
+    Args:     weights: {"top", "layers"}, varying over every axis; layers [1, ...]. still: the
+              same, of other names: weights that take no gradient; or {}. microbatches: a Batch of
+              [M, ...]. scale: the loss's cotangent, 1 / number of tokens.
     Returns:  (loss sums over the local tokens, gradients like `weights`; float32 when M > 1).
     """
 
     def gradients(mb):
-        sums, vjp = jax.vjp(lambda w: whole_model(program, w, mb), weights)
+        sums, vjp = jax.vjp(lambda w: whole_model(program, join(w, still), mb), weights)
         (grads,) = vjp(_seed(sums, scale))
         return sums, grads
 
@@ -157,6 +169,7 @@ class _Run:
 def one_f_one_b(
     program: Program,
     weights: Any,
+    still: Any,
     microbatches: Any,
     scale: jax.Array,
     *,
@@ -166,15 +179,16 @@ def one_f_one_b(
     """Loss and gradients of a model cut into stages over PIPELINE: interleaved 1F1B.
 
     Args:     weights: {"top", "layers"}, varying over every axis; layers [v, ...], this stage's
-              chunks. microbatches: a Batch of [M, ...]. scale: the loss's cotangent.
-              save: what waits in the ring for the backward: the vjp's own residuals under the
-              named remat policy, or chunk inputs, from which the chunk is run again.
+              chunks. still: as in `accumulate`. microbatches: a Batch of [M, ...]. scale: the
+              loss's cotangent. save: what waits in the ring for the backward: the vjp's own
+              residuals under the named remat policy, or chunk inputs, from which the chunk is run
+              again.
     Returns:  (loss sums over the local tokens, float32 gradients like `weights`).
     Communication: per tick, a permute of [B, T/(sequence*tensor), D] each way over PIPELINE;
               those of embed and head.
     """
     plan = Schedule(lax.axis_size(PIPELINE), virtual, len(jax.tree.leaves(microbatches)[0]))
-    run = _Run(program, weights, microbatches, plan, scale, save)
+    run = _Run(program, join(weights, still), microbatches, plan, scale, save)
     blank = run.blank()
     carry = dict(
         x=blank,
@@ -279,7 +293,8 @@ def _backward(run: _Run, carry: dict, d_head: jax.Array, t: jax.Array):
 
 def _add_chunk(run: _Run, total: Any, part: Any, c: jax.Array) -> Any:
     at = 0 if run.plan.virtual == 1 else c
-    return jax.tree.map(lambda a, b: a.at[at].add(b.astype(jnp.float32)), total, part)
+    add = lambda a, b: a.at[at].add(b.astype(jnp.float32))  # noqa: E731
+    return jax.tree.map(add, total, _under_names_of(total, part))
 
 
 def _embed_backward(run: _Run, grads: dict, dx: jax.Array, t: jax.Array) -> dict:

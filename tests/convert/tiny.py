@@ -182,6 +182,29 @@ def tensors(values: dict) -> dict[str, np.ndarray]:
     return {n: a - offset if n.endswith("norm.weight") else a for n, a in found.items()}
 
 
+#: The model that adapters are put on, and PEFT's names for what they are.
+ADAPTED = "qwen3"
+ADAPTERS = {
+    "r": 4,
+    "lora_alpha": 12,
+    "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    "use_rslora": True,
+}
+
+
+def adapter_tensors() -> dict[str, np.ndarray]:
+    """Adapters of ADAPTED, by the names that PEFT gives them."""
+    rank, found = ADAPTERS["r"], {}
+    for name, shape in shapes(MODELS[ADAPTED]).items():
+        if name.split(".")[-2] not in ADAPTERS["target_modules"]:
+            continue
+        rows, columns = shape
+        module = f"base_model.model.{name.removesuffix('weight')}"
+        for part, sides in {"lora_A": (rank, columns), "lora_B": (rows, rank)}.items():
+            found[f"{module}{part}.weight"] = tensor(f"{module}{part}.weight", sides)
+    return found
+
+
 def tokens(values: dict) -> np.ndarray:
     """The text, int64 [1, NUM_TOKENS]."""
     return np.random.default_rng(1).integers(0, values["vocab_size"], (1, NUM_TOKENS))

@@ -1,5 +1,6 @@
 """Tokenizers: exact round trips, ends of text that cannot be forged, clear refusals."""
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from jaxpar.config import ConfigError
 from jaxpar.data import load_tokenizer
@@ -152,3 +153,55 @@ def test_broken_tokenizer_json(content, tmp_path):
     path.write_bytes(content.encode("utf-8", "surrogatepass"))
     with pytest.raises(ConfigError, match=r"tokenizer\.json.*cannot be read"):
         read_tokenizer_json(path)
+
+
+def with_begin(folder: Path, post_processor: processors.PostProcessor | None) -> Path:
+    """A tokenizer of letters, as published, with what its post-processor adds."""
+    vocabulary = {c: i for i, c in enumerate("abc")} | {"<s>": 3, "</s>": 4}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    if post_processor is not None:
+        tokenizer.post_processor = post_processor
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    # What it says of the beginning counts for nothing beside a tokenizer.json.
+    about = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(about | {"add_bos_token": True}))
+    return folder
+
+
+def template(single: str) -> processors.TemplateProcessing:
+    return processors.TemplateProcessing(single=single, special_tokens=[("<s>", 3), ("</s>", 4)])
+
+
+#: Ids that transformers 5.23 puts before "ab", by post-processor.
+BEGINNINGS = {
+    "none": (None, ()),
+    "bytes alone": (processors.ByteLevel(), ()),
+    "begin": (template("<s> $A"), (3,)),
+    "begin and end": (template("<s> $A </s>"), (3,)),
+    "end alone": (template("$A </s>"), ()),
+    "a sequence, as Llama 3's": (
+        processors.Sequence([processors.ByteLevel(), template("<s> $A")]),
+        (3,),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BEGINNINGS)
+def test_what_stands_before_a_text(name, tmp_path):
+    post_processor, wanted = BEGINNINGS[name]
+    folder = with_begin(tmp_path / "model", post_processor)
+    tokenizer = read_tokenizer_json(folder / "tokenizer.json", "</s>")
+    assert tokenizer.begin == wanted
+    assert tokenizer.encode("ab").tolist() == [0, 1]
+    if importlib.util.find_spec("transformers"):
+        import transformers
+
+        ids = transformers.AutoTokenizer.from_pretrained(folder)("ab").input_ids
+        assert tuple(ids[: ids.index(0)]) == wanted
+
+
+def test_bytes_have_no_beginning():
+    assert ByteTokenizer().begin == () and BPE.begin == ()

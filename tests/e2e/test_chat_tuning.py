@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 
 import jax
@@ -18,22 +19,26 @@ from jaxpar.loaded import load
 QUESTIONS, ANSWER = range(3000, 3400), "the log, of course."
 
 
-@pytest.fixture(scope="module")
-def chats(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("chats")
+def write_chats(folder: Path, questions: Iterable[int], answer: str) -> Path:
+    """Conversations of a question and the answer, prepared."""
     lines = [
         {
             "messages": [
                 {"role": "user", "content": f"{n * n}?"},
-                {"role": "assistant", "content": ANSWER},
+                {"role": "assistant", "content": answer},
             ]
         }
-        for n in QUESTIONS
+        for n in questions
     ]
     (folder / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     files = {"input": (str(folder / "chats.jsonl"),), "output": str(folder / "out")}
     prepare_chat(ChatOptions(**files, tokenizer="bytes"))
     return folder / "out"
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory) -> Path:
+    return write_chats(tmp_path_factory.mktemp("chats"), QUESTIONS, ANSWER)
 
 
 def test_it_learns_what_the_assistant_says(train_on, write_config, chats, tmp_path):

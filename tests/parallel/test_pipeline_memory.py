@@ -60,7 +60,7 @@ def temporary_bytes(cfg: Config, mesh) -> int:
     return lowered.compile().memory_analysis().temp_size_in_bytes
 
 
-def gpipe(program, weights, microbatches, scale):
+def gpipe(program, weights, _still, microbatches, scale):
     """All forwards, then all backwards: what differentiating a loop over ticks amounts to."""
     P, s = lax.axis_size(PIPELINE), lax.axis_index(PIPELINE)
     M = len(microbatches.tokens)

@@ -247,7 +247,7 @@ def test_scales_take_one_all_reduce_for_all_layers(devices):
     cfg, mesh = on_mesh("data=2,gather_dtype=float8,layer_loop=unroll", devices)
 
     def scales(params):
-        shards = transformer.view(varying(params), cfg.parallel)
+        shards = transformer.view(varying(params), cfg)
         return [w["scales"] for w in weights_of_step(shards, cfg)["layers"]]
 
     specs = jax.tree.map(lambda s: s.partition_spec, transformer.param_specs(cfg.model))

@@ -1,0 +1,273 @@
+"""Adapters out: PEFT's folder, and merged into the model's.
+
+The golden folder and logits are PEFT's own, of the same adapters, by scripts/make_peft_goldens.py.
+"""
+
+import dataclasses
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jaxpar import state
+from jaxpar.adapters import merged, without
+from jaxpar.checkpoint import Checkpointer, load_config, restore_params
+from jaxpar.config import Config, ConfigError, LoraConfig, replace
+from jaxpar.convert import __main__ as convert
+from jaxpar.convert import exporting, importing, peft_folder, peft_import, selfcheck
+from jaxpar.convert.layout import as_ours, sizes_of
+from jaxpar.convert.merging import MergedArrays
+from jaxpar.convert.mesh_load import load_params
+from jaxpar.model import reference
+from jaxpar.parallel.mesh import make_mesh
+from jaxpar.params import flat
+from jaxpar.validation import resolve
+from tests.convert import tiny
+from tests.convert.test_goldens import TOLERANCE, plain_logits, silent
+from tests.test_checkpoint import write_dataset
+
+GOLDEN = Path(__file__).parent / "goldens" / "peft"
+VALUES = tiny.MODELS[tiny.ADAPTED]
+LORA = LoraConfig(rank=tiny.ADAPTERS["r"], alpha=tiny.ADAPTERS["lora_alpha"], rank_stabilized=True)
+
+
+def save_run(folder: Path, base: Path, devices, mesh_axes: dict[str, int], **fields) -> Config:
+    """A run on a published model whose adapters are those of `tiny`, saved from a mesh."""
+    source = importing.open_source(base)
+    places = {"run.dir": str(folder / "run"), "data.path": write_dataset(folder / "data")}
+    axes = {f"parallel.{axis}": n for axis, n in mesh_axes.items()}
+    cfg = dataclasses.replace(source.config, lora=LORA)
+    cfg = replace(cfg, **places, **axes, **{"run.init_from": str(base)}, **fields)
+    n = int(np.prod(list(mesh_axes.values())))
+    cfg, mesh = resolve(cfg, n), make_mesh(cfg.parallel, devices[:n])
+    sizes = sizes_of(cfg.model) | {"R": cfg.lora.rank}
+    arrays = {
+        name: np.asarray(a) for name, a in flat(load_params(source, cfg, mesh, silent)).items()
+    }
+    given = tiny.adapter_tensors()
+    for entry in peft_folder.adapter_entries(source.family, cfg):
+        names = [entry.name.format(L=i) for i in range(cfg.model.num_layers)]
+        arrays[entry.path] = np.stack([as_ours(given[name], entry, sizes) for name in names])
+    shardings = flat(state.state_shardings(cfg, mesh).params)
+    placed = {name: jax.device_put(a, shardings[name]) for name, a in arrays.items()}
+    tree = {"layers": {n.removeprefix("layers/"): a for n, a in placed.items() if "/" in n}}
+    tree |= {n: a for n, a in placed.items() if "/" not in n}
+    with Checkpointer(cfg) as saver:
+        saver.save(state.state_of(tree, cfg, mesh), 5, 0)
+    return cfg
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    return tiny.write_folder(tmp_path_factory.mktemp("base") / "model", VALUES)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, base, devices) -> Config:
+    return save_run(tmp_path_factory.mktemp("peft"), base, devices, {"data": 2, "tensor": 2})
+
+
+def options(run: Config, folder: Path, *more: str) -> list[str]:
+    return [run.run.dir, str(folder), *more]
+
+
+def test_the_folder_is_what_peft_itself_writes(run, base, tmp_path, capsys):
+    export = exporting.open_export(run.run.dir, dtype="float32")
+    peft_folder.to_peft(export, tmp_path / "out", print, str(base))
+    shown = capsys.readouterr().out
+    assert f"beside {base} and the written adapters" in shown
+    found, wanted = (load_file(f / peft_folder.ADAPTER_FILE) for f in (tmp_path / "out", GOLDEN))
+    assert found.keys() == wanted.keys() and len(found) == 28
+    for name, value in wanted.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+        assert found[name].dtype == np.float32
+    ours, theirs = (
+        json.loads((f / peft_folder.ADAPTER_CONFIG).read_text()) for f in (tmp_path / "out", GOLDEN)
+    )
+    assert set(ours) <= set(theirs)
+    assert ours["base_model_name_or_path"] == str(base)
+    ours |= {"base_model_name_or_path": None, "target_modules": sorted(ours["target_modules"])}
+    assert ours == {key: theirs[key] for key in ours}
+
+
+def test_logits_are_those_of_peft(run, devices):
+    """Unmerged in the plain model, and merged on a mesh."""
+    wanted, tokens = np.load(GOLDEN / "logits.npy"), tiny.tokens(VALUES)
+    assert wanted.shape[0] >= 256
+    cfg = resolve(replace(run, **{"parallel.data": 1, "parallel.tensor": 2}), 2)
+    mesh = make_mesh(cfg.parallel, devices[:2])
+    params = restore_params(run.run.dir, cfg, mesh)
+    apart = plain_logits(reference.scale_adapters(jax.device_get(params), cfg), cfg, tokens)
+    assert np.abs(apart - wanted).max() <= TOLERANCE
+    alone = plain_logits(jax.device_get(merged(params, cfg, mesh)), without(cfg), tokens)
+    assert np.abs(alone - wanted).max() <= TOLERANCE
+
+
+def test_the_merged_model_is_a_published_one(run, tmp_path, capsys):
+    assert convert.main(["to-hf", *options(run, tmp_path / "out"), "--dtype", "float32"]) == 0
+    shown = capsys.readouterr().out
+    assert "beside merged adapters" in shown and "beside the published files" in shown
+    source = importing.open_source(tmp_path / "out")
+    assert not source.config.lora.rank
+    cfg = resolve(replace(source.config, **{"parallel.data": 1}), 1)
+    params = load_params(source, cfg, make_mesh(cfg.parallel, jax.devices()[:1]), silent)
+    found = plain_logits(params, cfg, tiny.tokens(VALUES))
+    assert np.abs(found - np.load(GOLDEN / "logits.npy")).max() <= TOLERANCE
+    # What has no adapter is as it was.
+    folders = Path(run.run.init_from), tmp_path / "out"
+    before, after = (load_file(folder / "model.safetensors") for folder in folders)
+    same = [name for name in before if before[name].tobytes() == after[name].tobytes()]
+    assert sorted(same) == sorted(n for n in before if "_proj" not in n)
+
+
+def test_half_precision_is_rounded_once(run, tmp_path):
+    assert convert.main(["to-hf", *options(run, tmp_path / "a"), "--dtype", "bfloat16"]) == 0
+    flags = ["--dtype", "bfloat16", "--base", str(run.run.init_from)]
+    assert convert.main(["to-peft", *options(run, tmp_path / "b"), *flags]) == 0
+    tensors = importing.find_tensors(tmp_path / "a")
+    assert tensors.dtype() == "bfloat16"
+
+
+def test_a_wrong_merge_is_found(run, tmp_path, monkeypatch):
+    right = MergedArrays.read
+
+    def read(arrays: MergedArrays, path: str, box) -> np.ndarray:
+        return right(arrays, path, box) * np.float32(1.01 if path.endswith("wv") else 1)
+
+    monkeypatch.setattr(MergedArrays, "read", read)
+    export = exporting.open_export(run.run.dir, dtype="float32")
+    with pytest.raises(selfcheck.CheckFailed, match="beside merged adapters"):
+        exporting.to_hf(export, tmp_path / "out", silent)
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_base_is_found(run, tmp_path):
+    other = tiny.write_folder(tmp_path / "other", VALUES | {"rms_norm_eps": 1e-2})
+    export = exporting.open_export(run.run.dir, dtype="float32")
+    with pytest.raises(ConfigError, match=r"is another model.*model\.norm_eps differ"):
+        peft_folder.to_peft(export, tmp_path / "out", silent, str(other))
+    arrays = tiny.tensors(VALUES)
+    arrays["model.layers.0.mlp.up_proj.weight"] *= 1.5
+    moved = tiny.write_folder(tmp_path / "moved", VALUES)
+    tiny.write_safetensors(moved / "model.safetensors", arrays)
+    with pytest.raises(selfcheck.CheckFailed, match="moved and the written adapters"):
+        peft_folder.to_peft(export, tmp_path / "out", silent, str(moved))
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_cannot_be_written(run, base, tmp_path):
+    plain = importing.from_hf(base, tmp_path / "plain", silent, None)
+    assert plain.config.lora.rank == 0
+    with pytest.raises(ConfigError, match=r"was trained without adapters.*`to-hf`"):
+        convert.main(["to-peft", str(tmp_path / "plain"), str(tmp_path / "out")])
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "file").touch()
+    with pytest.raises(ConfigError, match="is there already"):
+        convert.main(["to-peft", *options(run, tmp_path / "used")])
+
+
+def test_a_folder_of_peft_becomes_a_run_and_is_written_again(base, tmp_path, capsys):
+    flags = ["--base", str(base)]
+    assert convert.main(["from-peft", str(GOLDEN), str(tmp_path / "run"), *flags]) == 0
+    assert "beside the published files: largest difference 0.00e+00" in capsys.readouterr().out
+    cfg = load_config(tmp_path / "run")
+    assert cfg.lora == LORA
+    cfg = resolve(replace(cfg, **{"parallel.data": 1}), 1)
+    params = restore_params(tmp_path / "run", cfg, make_mesh(cfg.parallel, jax.devices()[:1]))
+    apart = reference.scale_adapters(jax.device_get(params), cfg)
+    found = plain_logits(apart, cfg, tiny.tokens(VALUES))
+    assert np.abs(found - np.load(GOLDEN / "logits.npy")).max() <= TOLERANCE
+    assert convert.main(["to-peft", str(tmp_path / "run"), str(tmp_path / "out"), *flags]) == 0
+    names = peft_folder.ADAPTER_FILE
+    found, wanted = (load_file(f / names) for f in (tmp_path / "out", GOLDEN))
+    assert found.keys() == wanted.keys()
+    assert all(found[n].tobytes() == wanted[n].tobytes() for n in wanted)
+
+
+def drop(values: dict, arrays: dict) -> None:
+    del arrays["base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"]
+
+
+def add(values: dict, arrays: dict) -> None:
+    arrays["base_model.model.lm_head.weight"] = np.zeros((64, 32), np.float32)
+
+
+def widen(values: dict, arrays: dict) -> None:
+    values["r"] = 8
+
+
+BAD = {
+    "dora": ({"use_dora": True}, r"adapter_config\.json use_dora = True: is not what"),
+    "another kind": ({"peft_type": "IA3"}, r"peft_type = 'IA3': .*use 'LORA'"),
+    "biases": ({"bias": "all"}, r"bias = 'all': .*use 'none'"),
+    "whole modules": ({"modules_to_save": ["lm_head"]}, r"modules_to_save = \['lm_head'\]"),
+    "ranks of their own": ({"rank_pattern": {"q_proj": 2}}, r"rank_pattern = .*train without it"),
+    "a start that moves the model": (
+        {"init_lora_weights": "pissa"},
+        r"init_lora_weights = 'pissa'",
+    ),
+    "no rank": ({"r": None}, r"adapter_config\.json r = None: must be a number above 0"),
+    "a pattern": ({"target_modules": ".*_proj"}, r"target_modules = .*must be a list of names"),
+    "the embedding": ({"target_modules": ["embed_tokens"]}, r"must be a list of names from q_proj"),
+    "missing": (drop, r"layers\.1\.mlp\.up_proj\.lora_B\.weight = None: is missing"),
+    "extra": (add, r"lm_head\.weight = .*belongs to no parameter"),
+    "another rank": (widen, r"lora_A\.weight = \[4, 32\]: must be of shape \[8, 32\]"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_folders_are_refused(name, base, tmp_path):
+    change, message = BAD[name]
+    values = json.loads((GOLDEN / peft_folder.ADAPTER_CONFIG).read_text())
+    arrays = load_file(GOLDEN / peft_folder.ADAPTER_FILE)
+    if callable(change):
+        change(values, arrays)
+    else:
+        values |= change
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / peft_folder.ADAPTER_CONFIG).write_text(json.dumps(values))
+    tiny.write_safetensors(tmp_path / "in" / peft_folder.ADAPTER_FILE, arrays)
+    with pytest.raises(ConfigError, match=message):
+        peft_import.from_peft(tmp_path / "in", tmp_path / "run", silent, str(base))
+    assert not (tmp_path / "run").exists()
+
+
+def test_folders_without_what_is_needed(base, tmp_path):
+    with pytest.raises(ConfigError, match=r"has no adapter_config\.json that can be read"):
+        peft_import.from_peft(tmp_path, tmp_path / "run", silent, str(base))
+    with pytest.raises(ConfigError, match=r"--base = None: is no folder"):
+        peft_import.from_peft(GOLDEN, tmp_path / "run", silent)
+    shutil.copy(GOLDEN / peft_folder.ADAPTER_CONFIG, tmp_path)
+    with pytest.raises(ConfigError, match=r"has no adapter_model\.safetensors"):
+        peft_import.from_peft(tmp_path, tmp_path / "run", silent, str(base))
+    file = GOLDEN / peft_folder.ADAPTER_FILE
+    (tmp_path / file.name).write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(ConfigError, match=r"it is truncated or damaged"):
+        peft_import.from_peft(tmp_path, tmp_path / "run", silent, str(base))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")
+def test_peft_loads_and_merges_them(run, base, tmp_path, capsys):
+    import peft
+    import torch
+    import transformers
+
+    assert convert.main(["to-peft", *options(run, tmp_path / "adapters")]) == 0
+    assert "beside peft" in capsys.readouterr().out
+    assert convert.main(["to-hf", *options(run, tmp_path / "merged"), "--dtype", "float32"]) == 0
+    load = lambda folder: transformers.AutoModelForCausalLM.from_pretrained(  # noqa: E731
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    model = peft.PeftModel.from_pretrained(load(base), tmp_path / "adapters").eval()
+    with torch.no_grad():
+        found = model(torch.from_numpy(tiny.tokens(VALUES))).logits[0].numpy()
+    assert np.abs(found - np.load(GOLDEN / "logits.npy")).max() <= TOLERANCE
+    theirs, ours = model.merge_and_unload().state_dict(), load(tmp_path / "merged").state_dict()
+    assert theirs.keys() == ours.keys()
+    for name, value in theirs.items():
+        np.testing.assert_allclose(ours[name], value, atol=1e-6, err_msg=name)
