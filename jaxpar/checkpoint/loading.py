@@ -88,9 +88,12 @@ def restore(cfg: Config, mesh: Mesh, step: int | None = None) -> TrainState:
     known = _has_guard(folder(cfg.run.dir) / str(saved.step))
     scalars = target["guard"] if known else target.pop("guard")
     loaded = _load_whole(cfg.run.dir, saved, target)
+    to = jax.tree.map(lambda a: a.sharding, scalars)
     if not known:  # from before there were any
-        to = jax.tree.map(lambda a: a.sharding, scalars)
         loaded["guard"] = jax.device_put(skipping.initial(cfg), to)
+    elif (by_path(saved.config).get("model.dtype") == "float16") != skipping.is_scaled(cfg):
+        fresh = jax.device_put(skipping.initial(cfg), to)  # another dtype, another scale
+        loaded["guard"] = fresh | {"skipped": loaded["guard"]["skipped"]}
     if int(loaded["step"]) != saved.step:
         raise Damaged(str(saved), [f"it holds the state of step {int(loaded['step'])}"])
     return to_running(in_configured_dtypes(TrainState(**loaded), cfg), cfg)
