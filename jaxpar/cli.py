@@ -183,6 +183,8 @@ def run_program(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
         code = _say(f"config error: {error}", guard.EXIT_CONFIG)
     except guard.BadNumerics as error:
         code = _say(f"bad numerics: {error}", guard.EXIT_NUMERICS)
+    except guard.RunError as error:
+        code = _say(f"error: {error}", guard.EXIT_ERROR)
     except BrokenPipeError:
         code = _say("error: whatever read the output has closed it", guard.EXIT_ERROR)
     except SystemExit as stop:

@@ -14,6 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from jaxpar.config_model import ModelConfig as ModelConfig
+from jaxpar.config_model import RopeScaling as RopeScaling
+
 
 class ConfigError(ValueError):
     """A config value that cannot work: names the field, its value, the rule and a fix."""
@@ -75,90 +78,6 @@ class DataConfig:
     """Token that ends a document, for files that do not mark documents (nanoGPT, llm.c)."""
     loss_on: Literal["targets", "all"] = "targets"
     """Tokens of chat data that are learnt: what the assistant says, or all. Else always all."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """Llama 3.1's stretching of the slow rotary frequencies."""
-
-    factor: float = 8.0
-    """How many times the context grows."""
-    low_freq_factor: float = 1.0
-    """Wavelengths above original_max_position / low_freq_factor are divided by factor."""
-    high_freq_factor: float = 4.0
-    """Wavelengths below original_max_position / high_freq_factor stay as they are."""
-    original_max_position: int = 8192
-    """Context length that the model was first trained with."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """Shape of the decoder. Llama 3 by default; Qwen3 and Mistral are other values of it."""
-
-    num_layers: int = 4
-    """Transformer blocks."""
-    d_model: int = 256
-    """Width of the residual stream."""
-    num_heads: int = 8
-    """Query heads."""
-    num_kv_heads: int = 4
-    """Key and value heads (grouped-query attention when fewer than num_heads)."""
-    head_dim: int = 32
-    """Width of one head; num_heads * head_dim need not be d_model."""
-    d_ff: int = 704
-    """Width of the SwiGLU feed-forward; with experts, of each."""
-    num_experts: int = 0
-    """Experts of each feed-forward (Mixtral, Qwen3-MoE). 0: one dense feed-forward."""
-    experts_per_token: int = 2
-    """Experts that a token goes through: those that the router finds likeliest."""
-    normalize_experts: bool = True
-    """The weights of a token's experts add up to 1. False: they are the router's probabilities."""
-    vocab_size: int = 512
-    """Rows of the embedding. Must cover the tokenizer's vocabulary."""
-    rope_theta: float = 500_000.0
-    """Base of the rotary frequencies."""
-    rope_scaling: RopeScaling | None = None
-    """Llama 3.1 frequency scaling; setting one of its fields turns it on. None: plain RoPE."""
-    norm_eps: float = 1e-5
-    """Added to the mean square inside RMSNorm."""
-    tie_embeddings: bool = False
-    """Use the embedding as the output head."""
-    qk_norm: bool = False
-    """RMSNorm over each query and key head before RoPE (Qwen3)."""
-    qkv_bias: bool = False
-    """Biases on the query, key and value projections (Qwen2)."""
-    out_bias: bool = False
-    """Bias on the attention output projection."""
-    mlp_bias: bool = False
-    """Biases on the three feed-forward projections."""
-    sliding_window: int | None = None
-    """Each query sees this many latest keys, itself included (Mistral). None: all of them."""
-    global_every: int = 0
-    """Every so many layers, one has no sliding window (Gemma 3: 6). 0: all layers are alike."""
-    local_rope_theta: float | None = None
-    """Base of the rotary frequencies in layers with the window. None: rope_theta, as elsewhere."""
-    activation: Literal["silu", "gelu"] = "silu"
-    """Of the feed-forward's gate. gelu: in its tanh form, of GeGLU (Gemma)."""
-    post_norms: bool = False
-    """RMSNorm also after attention and feed-forward, before they are added (Gemma)."""
-    norm_offset: bool = False
-    """RMSNorm multiplies by 1 + its parameter, which starts at 0 (Gemma)."""
-    embed_scale: bool = False
-    """Multiply embeddings by sqrt(d_model) (Gemma)."""
-    query_scale_dim: int | None = None
-    """Attention scores are divided by its root (Gemma). None: by that of head_dim."""
-    init_std: float = 0.02
-    """Standard deviation of initial weights; outputs of a block get init_std / sqrt(2 * layers)."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Compute dtype. Master weights, loss and gradient sums are always float32."""
-    matmul_dtype: Literal["compute", "float8"] = "compute"
-    """Operands of a layer's projections. float8: e4m3, gradients e5m2, scaled anew every step."""
-    float8_scaling: Literal["tensor", "row"] = "tensor"
-    """A float8 scale per tensor, or per token; then weight gradients stay in the compute dtype."""
-    attention_backend: Literal["auto", "reference", "cudnn", "pallas_hopper"] = "auto"
-    """Attention kernel. auto picks forward and backward, as measured, and says which and why."""
-    attention_deterministic: bool = False
-    """Bit-for-bit repeatable attention backward, at a cost in speed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,6 +176,34 @@ class CheckpointConfig:
     """Also keep, for ever, each checkpoint whose step is a multiple of this. 0: none."""
     resume: Literal["auto", "never", "must"] = "auto"
     """auto: resume if a checkpoint is there; never: refuse to; must: fail without one."""
+    save_failures_allowed: int = 3
+    """Saves in a row that may fail, with a warning, before the run ends with code 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardConfig:
+    """What happens when numbers go wrong."""
+
+    max_skips: int = 3
+    """Updates left out in a row, loss or gradient being no number, that end the run: code 17."""
+    spike: Literal["ignore", "tell", "rewind"] = "tell"
+    """At a loss spike: tell it, or go back to the last checkpoint and leave out its batches."""
+    spike_deviations: float = 10.0
+    """A spike is so many deviations (1.48 MAD, at least 1% of the median) above the median."""
+    spike_window: int = 64
+    """Steps whose losses a spike is measured against; none is seen before half are there."""
+    spike_skip: int = 4
+    """Batches that a rewind leaves out, the last of them the spike's."""
+    max_rewinds: int = 3
+    """Rewinds in a run. One more spike ends it with code 17."""
+    recent_steps: int = 512
+    """Steps whose records RUN/recent.jsonl keeps, for `python -m jaxpar.replay`. 0: none."""
+    replica_check_every: int = 0
+    """Compare the copies that devices hold of the state every so many steps. 0: never."""
+    loss_scale: float = 65536.0
+    """float16: what the loss is multiplied with at first, a power of two; halved on overflow."""
+    loss_scale_interval: int = 1000
+    """float16: steps without overflow after which the scale is doubled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,6 +228,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
 

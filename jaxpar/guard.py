@@ -10,17 +10,25 @@ from typing import Any
 EXIT_OK, EXIT_ERROR, EXIT_CONFIG, EXIT_NUMERICS, EXIT_PREEMPTED = 0, 1, 2, 17, 75
 
 
+class RunError(Exception):
+    """Ends a program with code 1 and one message that says all; a traceback would add nothing."""
+
+
 class BadNumerics(Exception):
     """The loss or the gradient is no longer a number."""
 
 
-def check_finite(step: int, values: dict[str, float]) -> None:
-    """Raises:   BadNumerics when a measured value is infinite or not a number."""
-    bad = [f"{name} = {value}" for name, value in values.items() if not math.isfinite(value)]
-    if bad:
-        raise BadNumerics(
-            f"step {step}: {', '.join(bad)}. Checkpoints of earlier steps are untouched."
-        )
+class Spike(Exception):
+    """The loss of a step lies far above those before it, and the run is to go back."""
+
+    def __init__(self, step: int, text: str):
+        self.step = step
+        super().__init__(text)
+
+
+def not_finite(values: dict[str, float]) -> list[str]:
+    """Each value that is infinite or not a number, as "loss = nan"."""
+    return [f"{name} = {value}" for name, value in values.items() if not math.isfinite(value)]
 
 
 class StopRequest:

@@ -37,11 +37,14 @@ class MetricsWriter:
         first_step: int,
         schedule: Any,
         epochs: Callable[[int], dict[str, float]] | None = None,
+        look: Callable[[int, dict[str, float]], None] = lambda step, values: None,
     ):
         """Open metrics.jsonl, to append to it.
 
         Args:     epochs: passes over each source after so many steps, to be written with a mixture.
+                  look: given every step and its numbers as they arrive; it may raise.
         """
+        self.look = look
         self.epochs = epochs if cfg.data.mixture else None
         self.cfg, self.schedule = cfg, schedule
         path = run_dir / "metrics.jsonl" if jax.process_index() == 0 else Path(os.devnull)
@@ -65,16 +68,14 @@ class MetricsWriter:
         self.data_wait += data_wait
 
     def flush(self) -> None:
-        """Wait for the pending step and count it.
-
-        Raises:   BadNumerics when its loss or gradient norm is not finite.
-        """
+        """Wait for the pending step and count it. Raises what `look` raises."""
         if self.pending is None:
             return
         step, measured = self.pending
         self.pending = None
-        values = {k: float(v) for k, v in jax.device_get(vars(measured)).items()}
-        guard.check_finite(step + 1, values)
+        there = {name: v for name, v in vars(measured).items() if v is not None}
+        values = {name: float(v) for name, v in jax.device_get(there).items()}
+        self.look(step, values)
         now = time.perf_counter()
         if self.clock is not None:  # the first step's time is compilation's
             self.seconds, self.steps = self.seconds + now - self.clock, self.steps + 1
@@ -88,10 +89,13 @@ class MetricsWriter:
         self.clock = None
 
     def _write_interval(self, step: int, values: dict[str, float]) -> None:
+        left_out = bool(guard.not_finite(values))
+        # Updates that were left out count for nothing: the schedule waits for them.
+        updates = step - int(values.get("skipped", 0)) + left_out
         record: dict[str, Any] = {
             "step": step + 1,
-            "learning_rate": float(self.schedule(step)),
-            **values,
+            "learning_rate": float(self.schedule(updates)),
+            **_for_record(values, self.cfg),
         }
         record["tokens_seen"] = (step + 1) * self._tokens_per_step()
         if self.steps:
@@ -200,10 +204,12 @@ def step_line(record: dict[str, Any], num_steps: int, *, with_eta: bool) -> str:
     width = len(str(num_steps))
     parts = [
         f"step {record['step']:>{width}}/{num_steps}",
-        f"loss {record['loss']:.4f}",
+        f"loss {_shown(record['loss'], '.4f')}",
         f"lr {record['learning_rate']:.2e}",
-        f"grad norm {record['grad_norm']:.3f}",
+        f"grad norm {_shown(record['grad_norm'], '.3f')}",
     ]
+    if record.get("skipped"):
+        parts.append(f"left out {record['skipped']}")
     if "tokens_per_second" in record:
         parts.append(f"{record['tokens_per_second_per_device']:,.0f} tok/s/device")
     if "mfu" in record:
@@ -212,6 +218,18 @@ def step_line(record: dict[str, Any], num_steps: int, *, with_eta: bool) -> str:
     if with_eta and "step_seconds" in record:
         parts.append(f"ETA {duration((num_steps - record['step']) * record['step_seconds'])}")
     return "   ".join(parts)
+
+
+def _for_record(values: dict[str, float], cfg: Config) -> dict[str, float | int | None]:
+    """A step's numbers as metrics.jsonl has them: null for what is no number."""
+    shown = {k: v if math.isfinite(v) else None for k, v in values.items() if k != "in_a_row"}
+    if cfg.model.dtype != "float16":
+        shown.pop("loss_scale", None)
+    return shown | ({"skipped": int(values["skipped"])} if "skipped" in values else {})
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "no number" if value is None else format(value, form)
 
 
 def duration(seconds: float) -> str:

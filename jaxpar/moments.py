@@ -49,21 +49,29 @@ def in_kept_dtype(opt_state: Any, cfg: OptimizerConfig) -> Any:
 
 
 def update(
-    cfg: Config, grads: Any, opt_state: Any, params: Any, step: jax.Array, layers: jax.Array
+    cfg: Config,
+    grads: Any,
+    opt_state: Any,
+    params: Any,
+    step: jax.Array,
+    layers: jax.Array,
+    ok: jax.Array | bool = True,
 ) -> tuple[Any, Any]:
     """One update of the parameters that are trained, on local shards.
 
     Args:     grads: float32, as the parameters. opt_state: as kept. step: int32 scalar. layers:
-              int32, the model's numbers of this device's layers.
+              int32, the model's numbers of this device's layers. ok: bool scalar; without it,
+              everything is returned as it was, bit for bit. The choice is part of the update's
+              own pass over memory.
     Returns:  (parameters, opt_state), as they were given.
     """
     rows = _rows(trained_specs(cfg), params, layers)
     trees = grads, opt_state, params, rows
     if not cfg.optimizer.offload:
-        return _update(cfg, step, *trees)
+        return _update(cfg, step, ok, *trees)
     top = [name for name in params if name != "layers"]
     parts = [
-        _in_slices(cfg, step, [_entries(tree, names) for tree in trees])
+        _in_slices(cfg, step, ok, [_entries(tree, names) for tree in trees])
         for names in (top, ["layers"])
         if names
     ]
@@ -80,8 +88,10 @@ def _rows(specs: Any, params: Any, layers: jax.Array) -> Any:
     return map_specs(of, specs, params)
 
 
-def _update(cfg: Config, step: jax.Array, grads: Any, opt_state: Any, params: Any, rows: Any):
-    """The update of all the rows of `params` at once; moments on the device."""
+def _update(
+    cfg: Config, step: jax.Array, ok: Any, grads: Any, opt_state: Any, params: Any, rows: Any
+):
+    """The update of all the rows of `params` at once, if `ok`; moments on the device."""
     specs = _entries(trained_specs(cfg), params)
     rule = make_optimizer(cfg.optimizer, cfg.train.num_steps, specs)
     exact = map_moments(lambda _, __, leaf: leaf.astype(jnp.float32), opt_state)
@@ -95,7 +105,8 @@ def _update(cfg: Config, step: jax.Array, grads: Any, opt_state: Any, params: An
         key = hashed(hashed(seed) + step.astype(jnp.uint32))
         return round_to_bfloat16(leaf, random_bits(key, leaf.shape, spec_of[name], row_of[name]))
 
-    return optax.apply_updates(params, updates), map_moments(keep, exact)
+    new = optax.apply_updates(params, updates), map_moments(keep, exact)
+    return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, (params, opt_state))
 
 
 # ------------------------------------------------------------- moments in host memory
@@ -104,7 +115,7 @@ def _update(cfg: Config, step: jax.Array, grads: Any, opt_state: Any, params: An
 TOP_SLICES = 16
 
 
-def _in_slices(cfg: Config, step: jax.Array, trees: Sequence[Any]) -> tuple[Any, Any]:
+def _in_slices(cfg: Config, step: jax.Array, ok: Any, trees: Sequence[Any]) -> tuple[Any, Any]:
     """`_update` of some rows of every array, then of the next: a layer at a time.
 
     In one loop even where there are few slices: copies to and from the host outside of one would
@@ -130,7 +141,7 @@ def _in_slices(cfg: Config, step: jax.Array, trees: Sequence[Any]) -> tuple[Any,
         # Every slice takes the same step: counts are those from before the loop.
         fetch = lambda _, __, ___, a: jax.device_put(part(a, i), Space.Device)  # noqa: E731
         kept = map_moments(fetch, opt_state, carry[1])
-        new, kept = _update(cfg, step, here(grads), kept, here(carry[0]), here(rows))
+        new, kept = _update(cfg, step, ok, here(grads), kept, here(carry[0]), here(rows))
         back = lambda _, __, new, a: put(a, jax.device_put(new, Space.Host), i)  # noqa: E731
         stored = map_moments(back, kept, carry[1])
         return jax.tree.map(lambda a, b: put(a, b, i), carry[0], new), stored

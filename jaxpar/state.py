@@ -19,7 +19,7 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpar import moments
+from jaxpar import moments, skipping
 from jaxpar.axes import PIPELINE
 from jaxpar.config import Config
 from jaxpar.model.transformer import param_specs, trained_specs
@@ -46,6 +46,8 @@ class TrainState:
     """float32 master weights, as `transformer.param_specs`."""
     opt_state: Any
     """optax state; moments are shaped and sharded as the parameters that are trained."""
+    guard: Any = ()
+    """Scalars of `skipping.initial`."""
 
 
 def optimizer_for(cfg: Config) -> optax.GradientTransformation:
@@ -57,7 +59,8 @@ def abstract_state(cfg: Config) -> TrainState:
     """The state's global shapes and dtypes; allocates nothing."""
     params = abstract(param_specs(cfg.model, cfg.lora))
     opt_state = jax.eval_shape(functools.partial(_init_opt_state, cfg), params)
-    return TrainState(jax.ShapeDtypeStruct((), jnp.int32), params, opt_state)
+    guard = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), skipping.initial(cfg))
+    return TrainState(jax.ShapeDtypeStruct((), jnp.int32), params, opt_state, guard)
 
 
 def _init_opt_state(cfg: Config, params: Any) -> Any:
@@ -76,7 +79,8 @@ def state_specs(cfg: Config) -> TrainState:
         transform_non_params=lambda _: PartitionSpec(),
     )
     params = partition_specs(param_specs(cfg.model, cfg.lora))
-    return TrainState(PartitionSpec(), params, opt_state)
+    guard = jax.tree.map(lambda _: PartitionSpec(), skipping.initial(cfg))
+    return TrainState(PartitionSpec(), params, opt_state, guard)
 
 
 def state_shardings(cfg: Config, mesh: Mesh) -> TrainState:
@@ -116,7 +120,8 @@ def state_of(params: Any, cfg: Config, mesh: Mesh) -> TrainState:
     """The state at step 0 with given parameters, in running order."""
     to = state_shardings(cfg, mesh)
     opt_state = jax.jit(functools.partial(_init_opt_state, cfg), out_shardings=to.opt_state)
-    return TrainState(jax.device_put(jnp.int32(0), to.step), params, opt_state(params))
+    step, guard = jax.device_put((jnp.int32(0), skipping.initial(cfg)), (to.step, to.guard))
+    return TrainState(step, params, opt_state(params), guard)
 
 
 def _init_params(specs: Any, seed: int, to: Any) -> Any:

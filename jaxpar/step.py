@@ -4,6 +4,7 @@ Forward, backward, reduction, clipping and optimiser all run inside it on local 
 every mesh axis, with `check_vma=True`.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpar import moments
+from jaxpar import moments, skipping
 from jaxpar.axes import BATCH_SPEC, PIPELINE, TOKEN_AXES
 from jaxpar.batch import IGNORED, Batch
 from jaxpar.config import Config
@@ -23,7 +24,7 @@ from jaxpar.parallel import fsdp
 from jaxpar.parallel.collectives import global_norm, reduce_gradients, varying
 from jaxpar.parallel.pipeline import Program, accumulate, forward_only, one_f_one_b
 from jaxpar.params import join, partition_specs, split
-from jaxpar.state import TrainState, layers_here, state_shardings, state_specs
+from jaxpar.state import TrainState, bytes_per_device, layers_here, state_shardings, state_specs
 
 
 @flax.struct.dataclass
@@ -36,6 +37,12 @@ class Measured:
     """Global norm of the gradient before clipping."""
     num_tokens: jax.Array
     """Labelled tokens in the batch."""
+    skipped: jax.Array | None = None
+    """Updates left out so far, this step's among them."""
+    in_a_row: jax.Array | None = None
+    """Of these, the latest without one that was made."""
+    loss_scale: jax.Array | None = None
+    """What the loss of this step was multiplied with; 1 but in float16."""
 
 
 def make_train_step(
@@ -83,25 +90,56 @@ def make_gradient_step(
     return jax.jit(step)
 
 
+def memory_of(program: Any, state: TrainState) -> str:
+    """What a compiled step needs beside the state, for the log; where the compiler says so.
+
+    The state itself is there once if the step takes over all of it; a warning says if not.
+    """
+    memory = program.memory_analysis()
+    if memory is None:
+        return ""
+    text = f", {memory.temp_size_in_bytes / 2**30:.1f} GiB temporary"
+    if memory.host_temp_size_in_bytes:
+        text += f", {memory.host_temp_size_in_bytes / 2**30:.1f} GiB in host memory"
+    twice = bytes_per_device(state) - memory.alias_size_in_bytes - memory.host_alias_size_in_bytes
+    if twice > 0:
+        text += f"\nWARNING    the step holds {twice / 2**30:.3f} GiB of the state twice"
+    return text
+
+
 # ------------------------------------------------- inside the shard_map, on local shards
 
 
 def train_step(
     cfg: Config, max_segments: int | None, state: TrainState, batch: Batch
 ) -> tuple[TrainState, Measured]:
-    """One optimiser step."""
-    measured, grads = loss_and_gradients(cfg, max_segments, state.params, batch)
+    """One optimiser step. Where loss or gradient is no number, only step and guard change."""
+    scale = state.guard["loss_scale"]
+    measured, grads = loss_and_gradients(cfg, max_segments, state.params, batch, scale)
+    ok = jnp.isfinite(measured.loss) & jnp.isfinite(measured.grad_norm)
     with jax.named_scope("optimizer"):
         grads = clip(grads, measured.grad_norm, cfg.optimizer.clip_norm)
         moved, still = split(state.params, transformer.param_specs(cfg.model, cfg.lora))
         layers = layers_here(cfg)
-        moved, opt_state = moments.update(cfg, grads, state.opt_state, moved, state.step, layers)
-    return TrainState(state.step + 1, join(moved, still), opt_state), measured
+        moved, opt_state = moments.update(
+            cfg, grads, state.opt_state, moved, state.step, layers, ok
+        )
+    guard = skipping.after(cfg, state.guard, ok)
+    counts = {name: guard[name].astype(jnp.float32) for name in ("skipped", "in_a_row")}
+    measured = dataclasses.replace(measured, loss_scale=scale, **counts)
+    return TrainState(state.step + 1, join(moved, still), opt_state, guard), measured
 
 
-def loss_and_gradients(cfg: Config, max_segments: int | None, params: Any, batch: Batch):
+def loss_and_gradients(
+    cfg: Config,
+    max_segments: int | None,
+    params: Any,
+    batch: Batch,
+    scale: jax.Array | float = 1.0,
+):
     """Mean loss over the global batch, and its gradients, reduced and sharded as the parameters.
 
+    Args:     scale: what the loss is multiplied with on its way back (`skipping.py`).
     Returns:  (Measured, float32 gradients of the parameters that are trained).
     Communication: that of the model; FSDP's scatters; one `reduce_gradients`; scalars.
     """
@@ -114,12 +152,13 @@ def loss_and_gradients(cfg: Config, max_segments: int | None, params: Any, batch
     program = program_of(cfg, max_segments)
     microbatches = split_microbatches(batch, cfg.parallel.num_microbatches)
     run = schedule_of(cfg)
-    (_, loss_sum), grads = run(program, weights, still, microbatches, 1 / num_tokens)
+    (_, loss_sum), grads = run(program, weights, still, microbatches, scale / num_tokens)
     grads = transformer.without_scales(grads)
     if cfg.parallel.zero == 1:
         grads = scatter_once(grads, cfg)
     (grads,) = unview(grads)
     grads = reduce_gradients(grads, transformer.trained_specs(cfg))
+    grads = skipping.unscaled(cfg, grads, scale)
     loss = lax.psum(loss_sum, TOKEN_AXES) / num_tokens
     return Measured(loss, global_norm(grads), num_tokens), grads
 

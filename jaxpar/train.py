@@ -4,9 +4,8 @@ The run folder is all there is to a run. If it holds a checkpoint, the run goes 
 """
 
 import json
-import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,9 @@ from jaxpar.batch import Batch
 from jaxpar.config import Config, ConfigError
 from jaxpar.config_json import to_json
 from jaxpar.data import Loader
+from jaxpar.data.skips import read_skipped
+from jaxpar.evaluation import Evaluation
+from jaxpar.goodput import Recorder, goodput, read_events
 from jaxpar.kernels.attention import AttentionMask, Choice, choose, selftest
 from jaxpar.metrics import MetricsWriter
 from jaxpar.model.block import describe_tokens
@@ -26,9 +28,12 @@ from jaxpar.model.remat import names_on_host
 from jaxpar.optimizer import learning_rate
 from jaxpar.parallel.context import kernel_request, token_order
 from jaxpar.parallel.mesh import describe, make_mesh
+from jaxpar.replicas import make_replica_check, require_equal
+from jaxpar.rewinding import rewind
 from jaxpar.startup import StartUp
-from jaxpar.state import TrainState, bytes_per_device
-from jaxpar.step import make_eval_step, make_train_step
+from jaxpar.state import TrainState
+from jaxpar.step import make_train_step, memory_of
+from jaxpar.step_guard import StepGuard
 from jaxpar.validation import resolve
 
 
@@ -52,10 +57,12 @@ class Run:
         self.max_segments = max(split.max_documents for split in splits)
         self.first_step = checkpoint.starting_step(cfg)
         self.changed: dict[str, tuple[Any, Any]] = {}
+        self.loader.skipped = read_skipped(self.dir)
         if self.first_step is not None:
             saved = checkpoint.read_saved(cfg.run.dir, self.first_step)
             checkpoint.check_resumable(cfg, saved)
             self.changed = checkpoint.changed_fields(cfg, saved)
+            self.loader.skipped = self.loader.skipped.and_also(saved.skipped_batches)
             check_steps(cfg, self.first_step)
         self.origin = initial.find(cfg) if self.first_step is None else None
         self.kernels = self.attention_kernels()
@@ -173,7 +180,7 @@ class Run:
             state = initial.state(self.cfg, self.mesh, self.origin, log)
             what = f"weights of {self.origin}" if self.origin else "initialised"
         else:
-            state = checkpoint.restore(self.cfg, self.mesh, self.first_step)
+            state, self.first_step = checkpoint.restore_latest(self.cfg, self.mesh)
             for field, (then, now) in self.changed.items():
                 log(f"changed    {field}: {then} then, {now} now")
             what = f"restored step {self.first_step}"
@@ -181,6 +188,11 @@ class Run:
         log(f"{what} in {time.perf_counter() - began:.1f} s")
         self.startup.ended("weights")
         return state
+
+    def look(self) -> Callable[[int, dict[str, float]], None]:
+        """What is to see the numbers of every step from here on."""
+        first, batch_of = self.first_step or 0, self.loader.skipped.batch_of
+        return StepGuard(self.cfg, self.dir, first, batch_of, log, describe(self.mesh)).look
 
 
 def run_folder(cfg: Config) -> Path:
@@ -220,43 +232,80 @@ def log(text: str) -> None:
 
 
 def train(run: Run) -> int:
-    """The loop. Returns an exit code."""
-    cfg = run.cfg
-    if run.first_step == cfg.train.num_steps:
+    """Train, from the start or a checkpoint, to the end. Returns an exit code."""
+    if run.first_step == run.cfg.train.num_steps:
         log(f"done already: {run.dir}")
         return guard.EXIT_OK
-    state = run.start()
+    with guard.StopRequest() as stop, Recorder(run.dir) as spent:
+        state = run.start()
+        train_step = compiled(run, state)
+        spent.started(run.first_step or 0, run.startup.seconds)
+        while True:
+            try:
+                code = train_from(run, state, train_step, stop, spent)
+                break
+            except guard.Spike as spike:
+                found = spike.with_traceback(None)  # its frames hold the state
+            spent.now("restore")
+            state, run.first_step = rewind(run.cfg, run.mesh, run.loader, run.origin, found, log)
+            spent.goes_on_from(run.first_step or 0)
+    log(str(goodput(read_events(run.dir))))
+    return code
+
+
+def train_from(
+    run: Run, state: TrainState, train_step: Any, stop: guard.StopRequest, spent: Recorder
+) -> int:
+    """The loop. Returns an exit code.
+
+    Args:     spent: is told what the time goes to.
+    Raises:   Spike where the run is to go back.
+    """
+    cfg = run.cfg
     tokens_per_step = cfg.train.global_batch_size * cfg.data.seq_len
     first, last = run.first_step or 0, cfg.train.num_steps
-    evaluate = Evaluation(run)
+    evaluate = Evaluation(cfg, run.mesh, run.held_out, run.max_segments)
+    replicas = make_replica_check(cfg, run.mesh)
     schedule = learning_rate(cfg.optimizer, cfg.train.num_steps)
     batches = run.loader.prefetched(first)
     with (
-        guard.StopRequest() as stop,
-        checkpoint.Checkpointer(cfg) as saver,
-        MetricsWriter(cfg, run.dir, first, schedule, run.loader.epochs) as metrics,
+        checkpoint.Checkpointer(cfg, log, run.loader.skipped, spent.event) as saver,
+        MetricsWriter(cfg, run.dir, first, schedule, run.loader.epochs, run.look()) as metrics,
     ):
-        train_step = compiled(run, state)
+        saver.prepare(state)
         for step in range(first, last):
+            spent.now("data wait")
             began = time.perf_counter()
             _, batch = next(batches)
             data_wait = time.perf_counter() - began
+            spent.now("step")
             state, measured = train_step(state, batch)
-            if step == first:  # it has been waited for
+            if "first step" not in run.startup.seconds:  # it has been waited for
                 run.startup.ended("first step")
                 log(str(run.startup))
             metrics.write_previous(step, measured, data_wait)
             done = step + 1
+            if due(done, cfg.guard.replica_check_every, last):
+                metrics.pause()
+                require_equal(done, replicas(state))
             if due(done, cfg.evaluation.every, last):
                 metrics.pause()
+                spent.now("evaluation")
                 metrics.evaluation(done, *evaluate(state.params))
+                spent.now("step")
+            spent.done(done)
             if stop.received or due(done, cfg.checkpoint.every, last):
                 metrics.pause()
+                spent.now("save wait")
                 saver.save(state, done, done * tokens_per_step)
+                spent.record(done)
             if stop.received:
+                saver.finish()
                 log(f"{stop.received}: saved step {done}; the same command goes on from there")
                 return guard.EXIT_PREEMPTED
         metrics.flush()
+        spent.now("save wait")
+        spent.record(last)
     batches.close()
     log(f"done: {run.dir}")
     return guard.EXIT_OK
@@ -275,43 +324,6 @@ def compiled(run: Run, state: TrainState):
     log(f"compiled in {time.perf_counter() - began:.1f} s{memory_of(program, state)}")
     run.startup.ended("compilation")
     return runtime.FirstRunAlone(program)
-
-
-def memory_of(program: Any, state: TrainState) -> str:
-    """What a compiled step needs beside the state, for the log; where the compiler says so.
-
-    The state itself is there once if the step takes over all of it; a warning says if not.
-    """
-    memory = program.memory_analysis()
-    if memory is None:
-        return ""
-    text = f", {memory.temp_size_in_bytes / 2**30:.1f} GiB temporary"
-    if memory.host_temp_size_in_bytes:
-        text += f", {memory.host_temp_size_in_bytes / 2**30:.1f} GiB in host memory"
-    twice = bytes_per_device(state) - memory.alias_size_in_bytes - memory.host_alias_size_in_bytes
-    if twice > 0:
-        text += f"\nWARNING    the step holds {twice / 2**30:.3f} GiB of the state twice"
-    return text
-
-
-class Evaluation:
-    """Held-out loss over the same batches each time."""
-
-    def __init__(self, run: Run):
-        self.run = run
-        if run.held_out is not None:
-            step = make_eval_step(run.cfg, run.mesh, run.max_segments)
-            self.step = runtime.FirstRunAlone(step)
-
-    def __call__(self, params) -> tuple[float, float | None]:
-        """Returns:  nats per labelled token, bits per byte of text where its length is known."""
-        loader = self.run.held_out
-        assert loader is not None
-        batches = range(self.run.cfg.evaluation.num_batches)
-        sums = [jax.device_get(self.step(params, loader.batch(i))) for i in batches]
-        loss = sum(float(s[0]) for s in sums) / sum(float(s[1]) for s in sums)
-        ratio = loader.bytes_per_token
-        return loss, None if ratio is None else loss / math.log(2) / ratio
 
 
 def main(argv: Sequence[str]) -> int:

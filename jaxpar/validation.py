@@ -16,6 +16,7 @@ from jaxpar.config import require as _require
 from jaxpar.config import value_of as _get
 from jaxpar.config_types import check_types
 from jaxpar.data_rules import data
+from jaxpar.guard_rules import guards
 from jaxpar.lora_rules import lora
 from jaxpar.memory_rules import REMAT_NAMES as REMAT_NAMES
 from jaxpar.memory_rules import REMAT_POLICIES as REMAT_POLICIES
@@ -56,7 +57,7 @@ def check(cfg: Config) -> None:
 def _each_rule(cfg: Config) -> None:
     check_types(cfg)
     rules = (_numbers, _places, data, _schedule, moments, _model, _float8, _attention, remat)
-    for rule in (*rules, _saving, _interleaving, _turns, experts, layer_kinds, lora):
+    for rule in (*rules, _saving, guards, _interleaving, _turns, experts, layer_kinds, lora):
         rule(cfg)
 
 
@@ -66,14 +67,16 @@ _AT_LEAST_ONE = """train.num_steps train.global_batch_size train.log_every data.
 data.prefetch model.num_layers model.d_model model.num_heads model.num_kv_heads model.head_dim
 model.d_ff model.experts_per_token model.vocab_size parallel.pipeline parallel.replica
 parallel.expert parallel.sequence parallel.tensor parallel.num_microbatches parallel.row_groups
-parallel.virtual_stages checkpoint.keep evaluation.num_batches""".split()
+parallel.virtual_stages checkpoint.keep evaluation.num_batches
+guard.max_skips guard.spike_window guard.spike_skip guard.loss_scale_interval""".split()
 
 _AT_LEAST_ZERO = """run.cpu_devices model.num_experts model.global_every train.seed
 train.z_loss optimizer.warmup_steps optimizer.weight_decay optimizer.clip_norm
-checkpoint.every checkpoint.keep_every evaluation.every""".split()
+checkpoint.every checkpoint.keep_every checkpoint.save_failures_allowed evaluation.every
+guard.max_rewinds guard.recent_steps guard.replica_check_every""".split()
 
 _ABOVE_ZERO = """model.rope_theta model.norm_eps model.init_std optimizer.learning_rate
-optimizer.eps""".split()
+optimizer.eps guard.spike_deviations""".split()
 
 _BELOW_ONE = ("optimizer.beta1", "optimizer.beta2")
 
@@ -171,8 +174,8 @@ def _attention(cfg: Config) -> None:
     rule = f"must be {words} for attention_backend = {name}"
     fits = flag("model.head_dim", next((size for size in sizes if size >= m.head_dim), 256))
     _require(m.head_dim in sizes, cfg, "model.head_dim", rule, fits, auto)
-    rule = "computes in bfloat16 only, and model.dtype is float32"
-    _require(m.dtype == "bfloat16", cfg, path, rule, flag("model.dtype", "bfloat16"), auto)
+    rule = "computes in bfloat16 or float16, and model.dtype is float32"
+    _require(m.dtype != "float32", cfg, path, rule, flag("model.dtype", "bfloat16"), auto)
     if name == "cudnn" and p.sequence > 1:
         rule = f"needs the text's own order, which parallel.context = {p.context} does not keep"
         _require(p.context == "ulysses", cfg, path, rule, flag("parallel.context", "ulysses"), auto)

@@ -1,6 +1,7 @@
 """The table of every config field: python scripts/config_table.py [--write]
 
-Read off the dataclasses of `jaxpar/config.py`: path, type, default and the line under the field.
+Read off the dataclasses of `jaxpar/config.py` and `config_model.py`: path, type, default and the
+line under the field.
 Printed; with --write, put into docs/configuration.md between its two markers.
 """
 
@@ -11,7 +12,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from jaxpar import config
+from jaxpar import config, config_model
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
@@ -19,10 +20,10 @@ BEGIN, END = "<!-- config table -->\n", "<!-- /config table -->"
 
 
 def field_docs() -> dict[str, dict[str, str]]:
-    """Of each class of config.py: its own docstring under "", and the line under each field."""
-    tree = ast.parse(Path(config.__file__).read_text("utf-8"))
+    """Of each class of the config: its own docstring under "", and the line under each field."""
+    sources = [Path(module.__file__).read_text("utf-8") for module in (config, config_model)]
     docs: dict[str, dict[str, str]] = {}
-    for node in tree.body:
+    for node in [node for source in sources for node in ast.parse(source).body]:
         if isinstance(node, ast.ClassDef):
             found = docs[node.name] = {"": ast.get_docstring(node) or ""}
             for field, below in zip(node.body, node.body[1:], strict=False):

@@ -10,6 +10,7 @@ import pytest
 from orbax.checkpoint._src.serialization import limits
 
 from jaxpar import checkpoint, config, moments, state
+from jaxpar.checkpoint import loading
 from jaxpar.config import Config
 from jaxpar.parallel.mesh import make_mesh
 from jaxpar.validation import resolve
@@ -90,10 +91,19 @@ def test_the_change_is_told(setup):
     }
 
 
+def test_another_compute_dtype_begins_with_its_own_loss_scale(setup):
+    cfg, mesh = setup(**{"model.dtype": "float32"})
+    saved = save(cfg, mesh, 4)
+    half = config.replace(cfg, **{"model.dtype": "float16", "guard.loss_scale": 512.0})
+    guard = checkpoint.restore(half, mesh).guard
+    assert float(guard["loss_scale"]) == 512
+    assert int(guard["skipped"]) == int(saved.guard["skipped"])
+
+
 def test_a_checkpoint_from_before_these_fields_holds_float32(setup, monkeypatch):
     cfg, mesh = setup()
     saved = logical(save(cfg, mesh, 3), cfg)
-    read = checkpoint.read_saved
+    read = loading.read_saved
 
     def read_old(run_dir, step=None):
         found = read(run_dir, step)
@@ -101,7 +111,7 @@ def test_a_checkpoint_from_before_these_fields_holds_float32(setup, monkeypatch)
             del found.config["optimizer"][path.split(".")[1]]
         return found
 
-    monkeypatch.setattr(checkpoint, "read_saved", read_old)
+    monkeypatch.setattr(loading, "read_saved", read_old)
     changed, _ = setup(**BFLOAT16)
     as_kept = moments.in_kept_dtype(jax.tree.map(jnp.asarray, saved.opt_state), changed.optimizer)
     restored = checkpoint.restore(changed, mesh)
@@ -128,7 +138,7 @@ def test_a_checkpoint_is_read_shard_by_shard(setup, monkeypatch):
     save(cfg, mesh, 1)
     reads = Reads()
     monkeypatch.setattr(limits, "LimitInFlightBytes", reads.limiter)
-    monkeypatch.setattr(checkpoint, "READ_AHEAD", 1)
+    monkeypatch.setattr(loading, "READ_AHEAD", 1)
     restored = jax.tree.leaves(checkpoint.restore(cfg, mesh))
     shards = {math.prod(a.sharding.shard_shape(a.shape)) * 4 for a in restored}
     largest = max(a.nbytes for a in restored)

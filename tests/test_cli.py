@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar import cli, config, guard, train
+from jaxpar import cli, config, config_model, guard, train
 from jaxpar.config import Config, ConfigError, RopeScaling, flag, leaf_paths, replace
 from jaxpar.config_json import from_json
 
@@ -114,8 +114,8 @@ MISTAKES = """
     optimizer.learning_rate = 'fast': must be a number. Fix: use --optimizer.learning-rate 0.0003.
 --model.tie-embeddings maybe
     model.tie_embeddings = 'maybe': must be True or False. Fix: use --model.tie-embeddings False.
---model.dtype bf16
-    model.dtype = 'bf16': must be one of bfloat16, float32. Fix: use --model.dtype bfloat16.
+--model.dtype bf
+    model.dtype = 'bf': must be one of bfloat16, float16, float32. Fix: use --model.dtype bfloat16.
 --parallel.zero 2
     parallel.zero = '2': must be one of 1, 3. Fix: use --parallel.zero 3.
 --model.sliding-window wide
@@ -259,10 +259,10 @@ def test_print_config_of_what_cannot_work_is_refused(capsys):
 
 
 def documentation() -> dict[str, str]:
-    """The docstring under each field of config.py, by leaf path."""
-    source = ast.parse(Path(inspect.getsourcefile(config)).read_text("utf-8"))
+    """The docstring under each field of the config, by leaf path."""
+    files = [Path(inspect.getsourcefile(module)) for module in (config, config_model)]
     lines: dict[tuple[str, str], str] = {}
-    for node in source.body:
+    for node in [node for file in files for node in ast.parse(file.read_text("utf-8")).body]:
         if isinstance(node, ast.ClassDef):
             for field, line in zip(node.body, node.body[1:], strict=False):
                 if isinstance(field, ast.AnnAssign) and isinstance(line, ast.Expr):

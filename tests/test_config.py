@@ -112,11 +112,12 @@ model.head_dim=31 | 1 | model.head_dim | even
 model.sliding_window=0 | 1 | model.sliding_window | at least 1, or None
 model.attention_backend=cudnn model.head_dim=36 | 1 | model.head_dim | multiple of 8
 model.attention_backend=cudnn model.head_dim=264 | 1 | model.head_dim | up to 256
-model.attention_backend=cudnn model.dtype=float32 | 1 | model.attention_backend | bfloat16 only
+model.attention_backend=cudnn model.dtype=float32 | 1 | \
+    model.attention_backend | bfloat16 or float16
 model.attention_backend=pallas_hopper model.head_dim=72 | 1 | model.head_dim | 64, 128 or 256
 model.attention_backend=pallas_hopper model.head_dim=512 | 1 | model.head_dim | 64, 128 or 256
 model.attention_backend=pallas_hopper model.head_dim=64 model.dtype=float32 | 1 | \
-    model.attention_backend | bfloat16 only
+    model.attention_backend | bfloat16 or float16
 model.attention_backend=cudnn parallel.sequence=2 | 2 | \
     model.attention_backend | the text's own order
 model.rope_scaling.factor=0.5 | 1 | model.rope_scaling.factor | at least 1
@@ -208,7 +209,7 @@ WRONG_TYPES = [
     ("optimizer.learning_rate", False, "must be a number", "--optimizer.learning-rate 0.0003"),
     ("model.tie_embeddings", 1, "must be True or False", "--model.tie-embeddings False"),
     ("model.tie_embeddings", "yes", "must be True or False", "--model.tie-embeddings False"),
-    ("model.dtype", "bf16", "must be one of bfloat16, float32", "--model.dtype bfloat16"),
+    ("model.dtype", "bf16", "must be one of bfloat16, float16, float32", "--model.dtype bfloat16"),
     ("model.attention_backend", "flash", "one of auto, reference", "--model.attention-backend"),
     ("parallel.zero", 2, "must be one of 1, 3", "--parallel.zero 3"),
     ("parallel.zero", 1.0, "must be one of 1, 3", "--parallel.zero 1"),

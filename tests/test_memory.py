@@ -24,7 +24,7 @@ from jaxpar.state import (
     init_state,
     state_shardings,
 )
-from jaxpar.step import make_train_step
+from jaxpar.step import make_train_step, memory_of
 from jaxpar.validation import resolve
 
 BASE = replace(
@@ -119,10 +119,10 @@ def test_a_program_that_holds_the_state_twice_is_reported(devices):
     state = abstract(cfg, mesh)
     grown = lambda s: jax.tree.map(lambda a: a + 1, s)  # noqa: E731
     given, kept = (jax.jit(grown, donate_argnums=n).lower(state).compile() for n in (0, ()))
-    assert train.memory_of(given, state).startswith(", ")
-    assert "WARNING" not in train.memory_of(given, state)
+    assert memory_of(given, state).startswith(", ")
+    assert "WARNING" not in memory_of(given, state)
     twice = bytes_per_device(state) / 2**30
-    assert f"\nWARNING    the step holds {twice:.3f} GiB" in train.memory_of(kept, state)
+    assert f"\nWARNING    the step holds {twice:.3f} GiB" in memory_of(kept, state)
 
 
 # --------------------------------------------------------------- a model is never whole

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxpar import guard, metrics
+from jaxpar import metrics
 from jaxpar.config import Config, replace
 from jaxpar.metrics import MetricsWriter, duration, step_line
 
@@ -68,11 +68,19 @@ def test_a_pause_is_in_no_step_time(devices, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_loss_that_is_no_number_is_raised_with_its_step(bad, devices, tmp_path):
-    with MetricsWriter(CFG, tmp_path, 0, lambda step: 0.5) as writer:
-        writer.write_previous(4, measured(bad), 0.0)
-        with pytest.raises(guard.BadNumerics, match="step 5: loss = "):
-            writer.flush()
+def test_a_loss_that_is_no_number_is_null_in_the_records(bad, devices, tmp_path, capsys):
+    seen = []
+    look = lambda step, values: seen.append((step, values["loss"]))  # noqa: E731
+    with MetricsWriter(CFG, tmp_path, 0, lambda step: step, None, look) as writer:
+        numbers = measured(bad)
+        numbers.skipped, numbers.in_a_row, numbers.loss_scale = 2.0, 1.0, 1.0
+        writer.write_previous(5, numbers, 0.0)
+        writer.flush()
+    assert [step for step, _ in seen] == [5]
+    (record,) = records_of(tmp_path)
+    assert record["loss"] is None and record["skipped"] == 2
+    assert record["learning_rate"] == 4.0  # one update was left out before this one
+    assert "loss no number" in capsys.readouterr().out
 
 
 def test_a_resumed_run_says_so_and_appends(devices, tmp_path):

@@ -99,7 +99,7 @@ def weights(devices):
             grads = jax.device_put(gradients(cfg, i), to.params)
             params, opt_state = step(state, to_running(TrainState((), grads, ()), cfg).params)
             number = jax.device_put(jnp.int32(i + 1), to.step)
-            state = TrainState(number, params, opt_state)
+            state = TrainState(number, params, opt_state, state.guard)
             after.append({n: a.copy() for n, a in parity.logical(params, cfg).items()})
         return after
 

@@ -201,12 +201,15 @@ def own_values(cfg: Config) -> Values:
 def copy_out(export: Export, entry: Entry, stored: dict[str, Stored], progress: Meter) -> None:
     """Copy one parameter, one stored piece after the other.
 
-    Raises:   ConfigError naming the tensor when a number is too large for the dtype.
+    Raises:   ConfigError naming the tensor when a number is too large for the dtype; Damaged when
+              the parameter, now read whole, is not what was saved.
     """
     arrays, sizes = export.arrays, export.sizes
+    found = arrays.counted(entry.path)
     writable = lambda name: stored[name].open("r+")  # noqa: E731
     for box in grid(shape_of(entry.ours, sizes), arrays.chunk(entry.path)):
         values = arrays.read(entry.path, box)
+        found.add(values, [part.start for part in box])
         for place, name, part in tensors_in(entry, sizes, box, writable):
             with np.errstate(over="ignore"):
                 assign(part, values[place])
@@ -214,6 +217,7 @@ def copy_out(export: Export, entry: Entry, stored: dict[str, Stored], progress: 
                 rule = "has numbers beyond 65,504, the largest of float16"
                 raise ConfigError(name, "float16", rule, "use --dtype bfloat16")
             progress.advance(part.nbytes)
+    arrays.compare(entry.path, found)
 
 
 def _in_order(name: str) -> list[tuple[int, int | str]]:

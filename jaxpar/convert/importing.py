@@ -38,8 +38,10 @@ from jaxpar.convert.run_arrays import (
     about_import,
     create_run,
     open_run,
+    seal_run,
 )
 from jaxpar.model.flops import num_params
+from jaxpar.parallel.fingerprint import Running
 from jaxpar.validation import check
 
 #: Numbers that are in memory at a time: 64 MiB of float32.
@@ -127,14 +129,15 @@ def from_hf(
     cfg = source_config(source, run_dir)
     with new_folder(run_dir) as temporary, meter(source.num_bytes) as progress:
         chunks = {e.path: chunk_shape(e, source.sizes, PIECE) for e in source.entries}
-        arrays = create_run(temporary, cfg, chunks, about_import(cfg))
-        for entry in source.entries:
-            copy_in(source, entry, arrays, progress)
+        about = about_import(cfg)
+        arrays = create_run(temporary, cfg, chunks, about)
+        found = {e.path: copy_in(source, e, arrays, progress) for e in source.entries}
+        seal_run(temporary, about, found)
         say(f"read {progress.summary(source.largest)}")
         (temporary / "config.json").write_text(to_json(cfg))
         copy_carried(source.folder, temporary / CARRIED)
-        about = json.dumps(source.values, indent=2) + "\n"
-        (temporary / CARRIED / CONFIG_FILE).write_text(about)
+        values = json.dumps(source.values, indent=2) + "\n"
+        (temporary / CARRIED / CONFIG_FILE).write_text(values)
         if tolerance is not None:
             published = selfcheck.published_reader(source.entries, source.sizes, source.tensors)
             run = selfcheck.run_reader(
@@ -149,11 +152,14 @@ def source_config(source: Source, run_dir: Path) -> Config:
     return dataclasses.replace(source.config, run=RunConfig(dir=str(run_dir)))
 
 
-def copy_in(source: Source, entry: Entry, arrays: RunArrays, progress: Meter) -> None:
-    """Copy one parameter, chunk by chunk."""
+def copy_in(source: Source, entry: Entry, arrays: RunArrays, progress: Meter) -> Running:
+    """Copy one parameter, chunk by chunk. Returns its fingerprint."""
+    found = arrays.counted(entry.path)
     shape = shape_of(entry.ours, source.sizes)
     for box in grid(shape, arrays.chunk(entry.path)):
         values = read_box(entry, source.sizes, box, source.tensors.open)
         arrays.write(entry.path, box, values)
+        found.add(values, [part.start for part in box])
         parts = tensors_in(entry, source.sizes, box, source.tensors.open)
         progress.advance(sum(part.nbytes for _, _, part in parts))
+    return found

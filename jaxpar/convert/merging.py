@@ -16,7 +16,8 @@ class MergedArrays(RunArrays):
     """A run's parameters, what its adapters add to each matrix added, in float32."""
 
     def __init__(self, arrays: RunArrays, cfg: Config):
-        super().__init__(arrays.by_path)
+        arrays.compare_all()  # what is read here from now on is a sum
+        super().__init__(arrays.by_path, {}, arrays.where)
         self._factor = np.float32(factor(cfg))
 
     def read(self, path: str, box: Box) -> np.ndarray:

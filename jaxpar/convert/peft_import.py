@@ -22,7 +22,13 @@ from jaxpar.convert.peft_folder import (
     either,
 )
 from jaxpar.convert.progress import meter
-from jaxpar.convert.run_arrays import IMPORTED_STEP, about_import, create_run, open_run
+from jaxpar.convert.run_arrays import (
+    IMPORTED_STEP,
+    about_import,
+    create_run,
+    open_run,
+    seal_run,
+)
 from jaxpar.convert.safetensors_file import read_header
 from jaxpar.lora_rules import TARGETS
 from jaxpar.model.flops import num_adapter_params, num_params
@@ -137,9 +143,10 @@ def from_peft(
     parts = [(part, entry) for part in (source, adapters) for entry in part.entries]
     with new_folder(run_dir) as temporary, meter(source.num_bytes + adapters.num_bytes) as progress:
         chunks = {entry.path: chunk_shape(entry, part.sizes, PIECE) for part, entry in parts}
-        arrays = create_run(temporary, cfg, chunks, about_import(cfg))
-        for part, entry in parts:
-            copy_in(part, entry, arrays, progress)
+        about = about_import(cfg)
+        arrays = create_run(temporary, cfg, chunks, about)
+        found = {e.path: copy_in(part, e, arrays, progress) for part, e in parts}
+        seal_run(temporary, about, found)
         say(f"read {progress.summary(source.largest)}")
         (temporary / "config.json").write_text(to_json(cfg))
         copy_carried(source.folder, temporary / CARRIED)
@@ -150,8 +157,8 @@ def from_peft(
             ours = selfcheck.logits(run, cfg.model, tokens, cfg.lora)
             reader = lambda s: selfcheck.published_reader(s.entries, s.sizes, s.tensors)  # noqa: E731
             published = with_factor(either(reader(adapters), reader(source)), cfg)
-            found = selfcheck.logits(published, cfg.model, tokens, cfg.lora)
-            selfcheck.compare(found, ours, "the published files", tolerance, say)
+            theirs = selfcheck.logits(published, cfg.model, tokens, cfg.lora)
+            selfcheck.compare(theirs, ours, "the published files", tolerance, say)
     return cfg
 
 

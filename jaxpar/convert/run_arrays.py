@@ -1,8 +1,7 @@
 """The parameters of a checkpoint, a box at a time: read from any run, and written into a new one.
 
-A run's checkpoints are Orbax's (`checkpoint.py`): zarr3 arrays in a key-value store of TensorStore,
-one for each parameter, under "params.layers.wq". Orbax reads and writes whole shards; here a
-checkpoint is opened with TensorStore itself, so that no more than a box is ever in memory.
+No more than a box is ever in memory (`checkpoint/store.py`). What is read or written adds up to the
+fingerprints that a checkpoint has of its arrays.
 """
 
 import dataclasses
@@ -18,13 +17,13 @@ from orbax.checkpoint import v1 as ocp
 
 import jaxpar
 from jaxpar import checkpoint
+from jaxpar.checkpoint import integrity, store
+from jaxpar.checkpoint.saved import METADATA
 from jaxpar.config import Config
 from jaxpar.convert.layout import Box
 from jaxpar.model.transformer import param_specs
+from jaxpar.parallel.fingerprint import Running
 from jaxpar.params import flat, map_specs
-
-#: What marks the folder of a checkpoint that holds its arrays.
-MANIFEST = "manifest.ocdbt"
 
 #: Steps of a checkpoint of imported weights.
 IMPORTED_STEP = 0
@@ -33,8 +32,32 @@ IMPORTED_STEP = 0
 class RunArrays:
     """The parameters of a checkpoint by path, to be read or written box by box."""
 
-    def __init__(self, arrays: dict[str, Any]):
-        self.by_path = arrays
+    def __init__(self, arrays: dict[str, Any], expected: dict[str, str], where: str):
+        """
+        Args:     expected: fingerprints by path, as far as they are known. where: for messages.
+        """
+        self.by_path, self.expected, self.where = arrays, expected, where
+
+    def counted(self, path: str) -> Running:
+        """To add up a parameter's fingerprint with, box by box."""
+        return Running(self.shape(path))
+
+    def compare(self, path: str, found: Running) -> None:
+        """Raises:   Damaged when a parameter, all of it read, is not what was saved."""
+        if path in self.expected:
+            name = f"params/{path}"
+            damage = integrity.differing({name: self.expected[path]}, {name: str(found)})
+            if damage:
+                raise integrity.Damaged(self.where, damage)
+
+    def compare_all(self) -> None:
+        """Read everything, and compare. Raises as `compare`."""
+        for path, array in self.by_path.items():
+            if path in self.expected:
+                name, found = f"params/{path}", store.fingerprint_of(array)
+                damage = integrity.differing({name: self.expected[path]}, {name: found})
+                if damage:
+                    raise integrity.Damaged(self.where, damage)
 
     def chunk(self, path: str) -> tuple[int, ...]:
         """The shape of the pieces in which a parameter is stored: a read takes whole pieces."""
@@ -54,18 +77,25 @@ class RunArrays:
 
 
 def open_run(run_dir: str | Path, cfg: Config, step: int) -> RunArrays:
-    """The parameters of a checkpoint, adapters among them.
+    """The parameters of a checkpoint, adapters among them; files compared with its list of them.
 
-    Raises:   ValueError when one is not there.
+    Raises:   Damaged when a file is not as listed, or a parameter not there.
     """
-    store = _store(checkpoint.folder(run_dir) / str(step))
+    step_folder, where = checkpoint.folder(run_dir) / str(step), f"step {step} of {run_dir}"
+    damage = integrity.file_damage(step_folder)
+    if damage:
+        raise integrity.Damaged(where, damage)
     arrays = {}
     for path in flat(param_specs(cfg.model, cfg.lora)):
         try:
-            arrays[path] = tensorstore.open(_spec(store, path), read=True).result()
-        except ValueError as error:
-            raise ValueError(f"step {step} of {run_dir} lacks {path}") from error
-    return RunArrays(arrays)
+            arrays[path] = store.open_array(step_folder, f"params/{path}")
+        except (ValueError, OSError) as error:
+            raise integrity.Damaged(where, [f"it lacks params/{path}"]) from error
+    known = checkpoint.read_saved(run_dir, step).fingerprints
+    if not known:
+        integrity.warn(f"{where} has no fingerprints, being of an earlier version: not verified")
+    expected = {name.removeprefix("params/"): text for name, text in known.items()}
+    return RunArrays(arrays, expected, where)
 
 
 def create_run(
@@ -86,9 +116,9 @@ def create_run(
     with ocp.training.Checkpointer(checkpoint.folder(run_dir), context=context) as orbax:
         tree = {"step": jnp.int32(IMPORTED_STEP), "params": small}
         orbax.save(IMPORTED_STEP, tree, force=True, custom_metadata=about)
-    store = _store(checkpoint.folder(run_dir) / str(IMPORTED_STEP))
+    folder = store.array_folder(checkpoint.folder(run_dir) / str(IMPORTED_STEP))
     shapes = {path: spec.shape for path, spec in flat(specs).items()}
-    _tell_shapes(store, shapes, chunks)
+    _tell_shapes(folder, shapes, chunks)
     arrays = {}
     for path, shape in shapes.items():
         metadata = {
@@ -99,9 +129,26 @@ def create_run(
             "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
         }
         # Orbax takes a chunk that is not stored for a damaged one, zeros or not.
-        spec = _spec(store, path) | {"metadata": metadata, "store_data_equal_to_fill_value": True}
+        spec = store.array_spec(folder, f"params/{path}")
+        spec |= {"metadata": metadata, "store_data_equal_to_fill_value": True}
         arrays[path] = tensorstore.open(spec, create=True, delete_existing=True).result()
-    return RunArrays(arrays)
+    return RunArrays(arrays, {}, str(run_dir))
+
+
+def seal_run(run_dir: Path, about: dict[str, Any], found: dict[str, Running]) -> None:
+    """Put the fingerprints into a run of `create_run`, now filled, and list its files.
+
+    Args:     about: as given to `create_run`. found: of every parameter, by path.
+    """
+    step_folder = checkpoint.folder(run_dir) / str(IMPORTED_STEP)
+    step = Running(())
+    step.add(np.int32(IMPORTED_STEP), ())
+    sums = {"step": str(step)} | {f"params/{path}": str(sum_) for path, sum_ in found.items()}
+    file = step_folder / METADATA
+    metadata = json.loads(file.read_text())
+    metadata["custom_metadata"] = integrity.sealed(about | {integrity.FINGERPRINTS: sums})
+    file.write_text(json.dumps(metadata))
+    integrity.write_file_list(step_folder)
 
 
 def about_import(cfg: Config) -> dict[str, Any]:
@@ -114,30 +161,19 @@ def about_import(cfg: Config) -> dict[str, Any]:
     }
 
 
-def _store(step_folder: Path) -> Path:
-    """The folder of a checkpoint that holds its arrays."""
-    return next(path.parent for path in sorted(step_folder.glob(f"*/{MANIFEST}")))
-
-
-def _spec(store: Path, path: str) -> dict[str, Any]:
-    name = ".".join(["params", *path.split("/")])
-    base = {"driver": "ocdbt", "base": f"file://{store}/", "path": f"{name}/"}
-    return {"driver": "zarr3", "kvstore": base}
-
-
-def _tell_shapes(store: Path, shapes: dict[str, tuple], chunks: dict[str, tuple]) -> None:
+def _tell_shapes(folder: Path, shapes: dict[str, tuple], chunks: dict[str, tuple]) -> None:
     """Put the arrays' shapes where Orbax has noted those of the single numbers."""
     names = {".".join(["params", *path.split("/")]): path for path in shapes}
-    for file in (store / "array_metadatas").iterdir():
+    for file in (folder / "array_metadatas").iterdir():
         notes = json.loads(file.read_text())
         for note in notes["array_metadatas"]:
             about = note["array_metadata"]
             if about["param_name"] in names:
                 about["write_shape"] = about["chunk_shape"] = chunks[names[about["param_name"]]]
         file.write_text(json.dumps(notes))
-    tree = json.loads((store / "_METADATA").read_text())
+    tree = json.loads((folder / "_METADATA").read_text())
     for node in tree["tree_metadata"].values():
         name = ".".join(key["key"] for key in node["key_metadata"])
         if name in names:
             node["value_metadata"]["write_shape"] = chunks[names[name]]
-    (store / "_METADATA").write_text(json.dumps(tree))
+    (folder / "_METADATA").write_text(json.dumps(tree))

@@ -18,6 +18,7 @@ from jaxpar.config import Config, ConfigError
 from jaxpar.data.meta import TRAIN
 from jaxpar.data.mixture import Mixture
 from jaxpar.data.packing import document_begins, max_documents, num_windows, pack, stretches
+from jaxpar.data.skips import SkippedBatches
 from jaxpar.data.sources import open_sources
 from jaxpar.data.tokens import TokenDataset
 
@@ -32,7 +33,8 @@ MAX_WINDOWS = 1 << 32
 class Loader:
     """Random access to the batches of one split.
 
-    Row r of batch s is window number s * global_batch_size + r of an endless sequence: for "train"
+    Step s takes batch s, or a later one if batches before it are left out (`skipped`). Row r of
+    batch s is window number s * global_batch_size + r of an endless sequence: for "train"
     the windows in a new random order each epoch, for "val" in text order, over and over. Several
     sources take turns by weight (`mixture.py`), each going through such a sequence of its own.
     """
@@ -63,6 +65,7 @@ class Loader:
             for count, seed in zip(self.windows_per_epoch, seeds, strict=True)
         ]
         seed = cfg.train.seed if split == TRAIN else 0
+        self.skipped = SkippedBatches()
         self._mixture = Mixture([source.weight for source in self.sources], seed)
 
     @property
@@ -99,7 +102,8 @@ class Loader:
 
     def epochs(self, num_steps: int) -> dict[str, float]:
         """How often the first so many steps go through each source, by its path."""
-        taken = self._mixture.taken(num_steps * self._cfg.train.global_batch_size)
+        batches = self.skipped.batch_of(num_steps - 1) + 1 if num_steps else 0
+        taken = self._mixture.taken(batches * self._cfg.train.global_batch_size)
         paths = [str(source.dataset.path) for source in self.sources]
         return dict(zip(paths, (taken / self.windows_per_epoch).tolist(), strict=True))
 
@@ -119,7 +123,7 @@ class Loader:
         Args:     rows: int64 [N], each below global_batch_size.
         Returns:  a Batch of int32 [N, T] numpy arrays.
         """
-        first = step * self._cfg.train.global_batch_size
+        first = self.skipped.batch_of(step) * self._cfg.train.global_batch_size
         packed = self._windows(first + np.asarray(rows, np.int64))
         if self._order is None:
             return packed

@@ -105,13 +105,15 @@ def _forward(h_ND, head_DV, labels_N, z_loss):
     start = _no_loss(labels_N), varying(jnp.zeros(head_DV.shape, jnp.float32))
     (sums, d_head), d_h = lax.scan(body, start, chunks)
     d_h = d_h.reshape(-1, h_ND.shape[-1])[: len(h_ND)]
-    return sums, (d_h, d_head.astype(head_DV.dtype))
+    # Not yet divided by the number of tokens, so beyond what float16 can hold.
+    kept = jnp.float32 if head_DV.dtype == jnp.float16 else head_DV.dtype
+    return sums, (d_h, d_head.astype(kept))
 
 
 def _backward(z_loss, saved, cotangents):
     d_h, d_head = saved
     g = cotangents[0]
-    return (g * d_h).astype(d_h.dtype), (g * d_head).astype(d_head.dtype), None
+    return (g * d_h).astype(d_h.dtype), (g * d_head).astype(d_h.dtype), None
 
 
 _cross_entropy.defvjp(_forward, _backward)

@@ -11,11 +11,13 @@ import pytest
 import tyro
 
 from jaxpar import bench, cli, verify
+from jaxpar.checkpoint.__main__ import read_options as read_checkpoint_options
 from jaxpar.config import ConfigError
 from jaxpar.convert.__main__ import read_options
 from jaxpar.data.__main__ import read_command as read_data_command
 from jaxpar.evaluate import Options as EvaluateOptions
 from jaxpar.parallel.schedule import Schedule
+from jaxpar.replay import Options as ReplayOptions
 from jaxpar.sample import Options
 from jaxpar.validation import REMAT_NAMES, REMAT_POLICIES
 
@@ -117,8 +119,12 @@ def check_command(words: list[str]) -> None:
             verify.parse_meshes(options.mesh or [], cfg.parallel)
         case "jaxpar.sample":
             tyro.cli(Options, args=args)
+        case "jaxpar.replay":
+            tyro.cli(ReplayOptions, args=args)
         case "jaxpar.evaluate":
             tyro.cli(EvaluateOptions, args=args)
+        case "jaxpar.checkpoint":
+            read_checkpoint_options(args)
         case "jaxpar.convert":
             read_options(args)
         case "jaxpar.data":

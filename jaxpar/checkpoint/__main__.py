@@ -1,0 +1,96 @@
+"""A run's checkpoints: python -m jaxpar.checkpoint ls RUN, verify RUN, diff RUN [RUN2]."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import jax
+import tyro
+
+from jaxpar import cli, guard
+from jaxpar.checkpoint import inspection
+from jaxpar.config import ConfigError
+
+PROGRAM = "python -m jaxpar.checkpoint"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ls:
+    """List the checkpoints of a run: step, date, bytes, mesh, and whether files are as listed."""
+
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """Run folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verify:
+    """Read everything and compare it with what was written. Exit code 1 on any damage."""
+
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """Run folder."""
+    step: int | None = None
+    """One checkpoint. None: all of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diff:
+    """Say in which arrays two checkpoints differ, and by how much. Exit code 0 either way."""
+
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """Run folder."""
+    other: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN2")] = ""
+    """Another run's folder. Empty: the same run's."""
+    step: int | None = None
+    """Checkpoint of the first. None: the latest."""
+    other_step: int | None = None
+    """Checkpoint of the other. None: the latest."""
+
+
+COMMANDS: dict[str, Callable[..., Any]] = {"ls": Ls, "verify": Verify, "diff": Diff}
+
+type Options = Ls | Verify | Diff
+
+
+def read_options(argv: Sequence[str]) -> Options:
+    """The options of a command line.
+
+    Raises:   ConfigError when a checkpoint would be compared with itself.
+    """
+    options = tyro.extras.subcommand_cli_from_dict(
+        COMMANDS, prog=PROGRAM, description=__doc__, args=list(argv)
+    )
+    if isinstance(options, Diff):
+        options = dataclasses.replace(options, other=options.other or options.run)
+        if (options.run, options.step) == (options.other, options.other_step):
+            rule = "would be compared with itself"
+            raise ConfigError("diff", options.run, rule, "give --step or --other-step, or RUN2")
+    return options
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line; the exit code."""
+    options = read_options(argv)
+    # It is reading; a GPU would have no part in it.
+    jax.config.update("jax_platforms", "cpu")
+    match options:
+        case Ls(run=run):
+            print(f"{'step':>9}  {'date':<19}  {'bytes':>10}  mesh  check")
+            for row in inspection.rows(run):
+                print(row, flush=True)
+        case Verify(run=run, step=step):
+            if not inspection.verify(run, step, say):
+                return guard.EXIT_ERROR
+        case Diff():
+            one, other = (options.run, options.step), (options.other, options.other_step)
+            inspection.differences(one, other, say)
+    return guard.EXIT_OK
+
+
+def say(line: str) -> None:
+    """Tell the person at the console."""
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    cli.run_program(main)

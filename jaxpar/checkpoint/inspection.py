@@ -1,0 +1,169 @@
+"""What people ask of checkpoints: which are there, are they whole, and in what two differ."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxpar.axes import AXES
+from jaxpar.checkpoint import integrity, store
+from jaxpar.checkpoint.saved import damage, folder, read_saved, saved_steps
+from jaxpar.config import ConfigError
+from jaxpar.convert.progress import meter, size
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of `ls`."""
+
+    step: int
+    date: str
+    num_bytes: int
+    mesh: str
+    check: str
+    """What is wrong without reading an array, or what it can be compared with."""
+
+    def __str__(self) -> str:
+        return f"{self.step:>9}  {self.date}  {size(self.num_bytes):>10}  {self.mesh}  {self.check}"
+
+
+def rows(run_dir: str | Path) -> Iterator[Row]:
+    """Every checkpoint of a run, ascending.
+
+    Raises:   ConfigError when there is none.
+    """
+    for step in _steps(run_dir, None):
+        at = folder(run_dir) / str(step)
+        files = [file.stat() for file in at.rglob("*") if file.is_file()]
+        date = datetime.fromtimestamp(at.stat().st_mtime).strftime("%Y-%m-%d %H:%M:%S")
+        found, mesh = damage(run_dir, step), "?"
+        if found:
+            check = f"DAMAGED: {found[0]}"
+        else:
+            saved = read_saved(run_dir, step)
+            mesh, check = _mesh(saved.config["parallel"]), _witnesses(at, len(saved.fingerprints))
+        yield Row(step, date, sum(file.st_size for file in files), mesh, check)
+
+
+def _mesh(parallel: dict[str, Any]) -> str:
+    """The mesh that wrote a checkpoint, as `mesh.describe` tells it."""
+    named = [f"{axis}={parallel.get(axis, 1)}" for axis in AXES if parallel.get(axis, 1) != 1]
+    return " ".join(named) or "1 device"
+
+
+def _witnesses(step_folder: Path, arrays: int) -> str:
+    files = "files as listed" if integrity.has_file_list(step_folder) else "no list of files"
+    return f"{files}, {arrays} arrays with fingerprints" if arrays else "no fingerprints"
+
+
+def verify(run_dir: str | Path, step: int | None, say: Callable[[str], None]) -> bool:
+    """Read every byte of a run's checkpoints, or of one, and compare; whether all are whole.
+
+    Memory stays at a few times the largest piece that an array is stored in.
+
+    Args:     say: told the outcome of each, and everything that is wrong.
+    Raises:   ConfigError when there is no such checkpoint.
+    """
+    whole = True
+    for at in _steps(run_dir, step):
+        found = damage(run_dir, at)
+        known = {} if found else read_saved(run_dir, at).fingerprints
+        found += _array_damage(folder(run_dir) / str(at), known, say)
+        for text in found:
+            say(f"step {at}: {text}")
+        whole &= not found
+        unknown = "nothing to compare arrays with: of an earlier version"
+        say(f"step {at}: {'DAMAGED' if found else 'whole' if known else unknown}")
+    return whole
+
+
+def _array_damage(step_folder: Path, known: dict[str, str], say: Callable[[str], None]) -> list:
+    """What is wrong with the arrays: all are read, also those without fingerprints."""
+    found, arrays = [], {}
+    try:
+        names = store.array_names(step_folder)
+    except Exception as error:  # whatever is made of a damaged file
+        return [f"its arrays cannot be listed ({_first_line(error)})"]
+    found += [f"{name} is missing" for name in known if name not in names]
+    for name in names:
+        try:
+            arrays[name] = store.open_array(step_folder, name)
+        except Exception as error:
+            found.append(f"{name} cannot be opened ({_first_line(error)})")
+    with meter(sum(map(store.num_bytes, arrays.values()))) as progress:
+        for name, array in arrays.items():
+            try:
+                sums = store.fingerprint_of(array)
+            except Exception as error:
+                found.append(f"{name} cannot be read ({_first_line(error)})")
+                continue
+            found += integrity.differing(known, {name: sums}) if known else []
+            progress.advance(store.num_bytes(array))
+        largest = max(map(store.num_bytes, arrays.values()), default=0)
+        say(f"{step_folder}: read {progress.summary(largest)}")
+    return found
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).partition("\n")[0][:200]
+
+
+def differences(
+    one: tuple[str, int | None], other: tuple[str, int | None], say: Callable[[str], None]
+) -> int:
+    """Say in which arrays two checkpoints differ, and by how much; how many do.
+
+    Args:     one, other: run folder, and step or None for the latest.
+    """
+    places = [folder(run) / str(_steps(run, step)[-1]) for run, step in (one, other)]
+    names = [set(store.array_names(place)) for place in places]
+    count = 0
+    for name in sorted(names[0] | names[1]):
+        missing = [str(p) for p, there in zip(places, names, strict=True) if name not in there]
+        text = f"is not in {missing[0]}" if missing else _difference(places, name)
+        count += text is not None
+        if text is not None:
+            say(f"{name:<40} {text}")
+    say(f"{count} of {len(names[0] | names[1])} arrays differ: {places[0]}, {places[1]}")
+    return count
+
+
+def _difference(places: list[Path], name: str) -> str | None:
+    """How far apart two arrays are, piece by piece; None when every bit is the same."""
+    a, b = (store.open_array(place, name) for place in places)
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return f"{a.dtype.name}{list(a.shape)}, not {b.dtype.name}{list(b.shape)}"
+    largest, squares, scale, count, bits = 0.0, 0.0, 0.0, 0, False
+    for box in store.pieces(a):
+        x, y = (np.ascontiguousarray(array[box].read().result()) for array in (a, b))
+        bits |= x.tobytes() != y.tobytes()
+        with np.errstate(invalid="ignore", over="ignore"):
+            x, y = x.astype(np.float64), y.astype(np.float64)
+            gap = np.where(x == y, 0.0, np.abs(x - y))
+        largest = max(largest, float(gap.max(initial=0.0)))
+        squares, scale = squares + float((gap**2).sum()), scale + float((x**2).sum())
+        count += int((gap != 0).sum())
+    if not bits:
+        return None
+    total = int(np.prod(a.shape, dtype=np.int64))
+    relative = (squares / scale) ** 0.5 if scale else float("inf")
+    return f"{count:,} of {total:,} differ, by {largest:.3g} at most, {relative:.3g} of the norm"
+
+
+def _steps(run_dir: str | Path, step: int | None) -> list[int]:
+    """The steps to look at.
+
+    Raises:   ConfigError when there is none, or not this one.
+    """
+    steps = saved_steps(run_dir) if Path(run_dir).is_dir() else []
+    if not steps:
+        raise ConfigError("RUN", str(run_dir), "holds no checkpoint", "give the folder of a run")
+    if step is None:
+        return steps
+    if step not in steps:
+        held = ", ".join(map(str, steps))
+        raise ConfigError("--step", step, f"is no checkpoint of {run_dir}", f"use one of {held}")
+    return [step]

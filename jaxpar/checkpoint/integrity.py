@@ -1,0 +1,158 @@
+"""Is a checkpoint what was written? Fingerprints of its arrays, and a list of its files.
+
+Orbax notices a truncated file, and loads a flipped bit without a word. Two witnesses are kept:
+
+    fingerprints    in the checkpoint's own metadata, so there as soon as it is: of every array,
+                    computed on the devices (`parallel/fingerprint.py`); under a seal, with all that
+                    the checkpoint says about itself
+    FILES           written a moment after: every file's size, and the SHA-256 of those up to SMALL
+
+A load compares the fingerprints of what it has read, and before that the files.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxpar import guard
+
+#: The list of a checkpoint's files, beside them.
+FILES = "jaxpar_files.json"
+
+#: Larger files are told by their size alone: what is in them are arrays, which have fingerprints.
+SMALL = 64 << 20
+
+#: Keys of a checkpoint's metadata.
+FINGERPRINTS, SEAL = "fingerprints", "seal"
+
+#: Folder of a run with the checkpoints that were found damaged.
+DAMAGED = "damaged"
+
+#: How much of the damage a message names.
+MOST_NAMED = 8
+
+
+class Damaged(guard.RunError):
+    """A checkpoint is not what was written."""
+
+    def __init__(self, where: str, damage: Iterable[str]):
+        self.damage = list(damage)
+        named, more = self.damage[:MOST_NAMED], len(self.damage) - MOST_NAMED
+        text = "; ".join(named) + (f"; and {more} more" if more > 0 else "")
+        super().__init__(f"{where} is damaged: {text}")
+
+
+# ------------------------------------------------------------------------------ metadata
+
+
+def sealed(about: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint says about itself, with a digest of it."""
+    return about | {SEAL: _digest(about)}
+
+
+def check_seal(where: str, about: Mapping[str, Any]) -> None:
+    """Raises:   Damaged when the metadata is not what was sealed. Without a seal: nothing."""
+    if SEAL in about:
+        rest = {key: value for key, value in about.items() if key != SEAL}
+        if about[SEAL] != _digest(rest):
+            raise Damaged(where, ["its metadata is not what was sealed"])
+
+
+def _digest(about: Any) -> str:
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+
+
+# --------------------------------------------------------------------------------- files
+
+
+def write_file_list(step_folder: Path) -> None:
+    """Write FILES, at once or not at all."""
+    content = {"files": {name: _entry(step_folder / name) for name in _names(step_folder)}}
+    temporary = step_folder / (FILES + ".tmp")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(json.dumps(sealed(content), indent=1, sort_keys=True) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(step_folder / FILES)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def has_file_list(step_folder: Path) -> bool:
+    """Whether FILES is there. A run killed between the commit and its writing leaves none."""
+    return (step_folder / FILES).is_file()
+
+
+def file_damage(step_folder: Path) -> list[str]:
+    """What FILES says is missing, of another size or content, or too many; empty without one."""
+    if not has_file_list(step_folder):
+        return []
+    try:
+        content = json.loads((step_folder / FILES).read_bytes())
+        check_seal(FILES, content)
+        expected = content["files"]
+    except (ValueError, KeyError, TypeError, Damaged):
+        return [f"{FILES} cannot be read"]
+    damage = [f"{name} is missing" for name in expected if not (step_folder / name).is_file()]
+    for name in _names(step_folder):
+        if name not in expected:
+            damage.append(f"{name} is not of this checkpoint")
+            continue
+        then, now = expected[name], _entry(step_folder / name)
+        if now["bytes"] != then["bytes"]:
+            damage.append(f"{name} has {now['bytes']:,} bytes, not {then['bytes']:,}")
+        elif now != then:
+            damage.append(f"{name} has another content")
+    return damage
+
+
+def _names(step_folder: Path) -> list[str]:
+    files = (path for path in step_folder.rglob("*") if path.is_file())
+    names = (str(path.relative_to(step_folder)) for path in files)
+    return sorted(name for name in names if not name.startswith(FILES))
+
+
+def _entry(file: Path) -> dict[str, Any]:
+    size = file.stat().st_size
+    if size > SMALL:
+        return {"bytes": size}
+    with open(file, "rb") as opened:
+        return {"bytes": size, "sha256": hashlib.file_digest(opened, "sha256").hexdigest()}
+
+
+# -------------------------------------------------------------------------------- arrays
+
+
+def differing(expected: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
+    """What is wrong with arrays, in words; of those expected, `found` may be a part."""
+    wrong = [f"{name} is not the array that was saved" for name in found if name not in expected]
+    for name, sums in found.items():
+        if name in expected and sums != expected[name]:
+            wrong.append(f"{name} has fingerprint {sums}, not {expected[name]}")
+    return wrong
+
+
+def set_aside(run_dir: str | Path, step_folder: Path, why: str) -> Path:
+    """Move a damaged checkpoint out of the way, to RUN/damaged; nothing is deleted.
+
+    Returns:  where it is now, with the reason in a file beside it.
+    """
+    place = Path(run_dir).absolute() / DAMAGED
+    place.mkdir(exist_ok=True)
+    number = sum(path.name.split("-")[0] == step_folder.name for path in place.iterdir())
+    to = place / (step_folder.name if number == 0 else f"{step_folder.name}-{number}")
+    shutil.move(step_folder, to)
+    to.with_name(to.name + ".txt").write_text(why + "\n", encoding="utf-8")
+    return to
+
+
+def warn(text: str) -> None:
+    """A line that nobody overlooks, on standard error."""
+    print(f"WARNING    {text}", file=sys.stderr, flush=True)

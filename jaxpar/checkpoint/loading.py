@@ -1,0 +1,195 @@
+"""Loading: the arrays of a checkpoint onto any mesh, compared with what was written."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+from orbax.checkpoint import v1 as ocp
+
+from jaxpar import skipping
+from jaxpar.checkpoint import integrity, store
+from jaxpar.checkpoint.integrity import Damaged
+from jaxpar.checkpoint.saved import (
+    LORA_FIELDS,
+    MODEL_FIELDS,
+    MOMENT_DTYPES,
+    Saved,
+    by_path,
+    check_fields,
+    check_resumable,
+    folder,
+    none_whole,
+    read_saved,
+    saved_steps,
+)
+from jaxpar.config import Config, ConfigError, replace
+from jaxpar.parallel.fingerprint import fingerprints
+from jaxpar.params import flat
+from jaxpar.state import (
+    TrainState,
+    abstract_state,
+    in_configured_dtypes,
+    state_shardings,
+    to_running,
+)
+
+#: Bytes read from disk at a time, and kept on the host until they are on a device; or the largest
+#: array's, if that is more.
+READ_AHEAD = 4 << 30
+
+#: What a failing load says nothing about the checkpoint with: the machine's own trouble.
+NOT_DAMAGE = (ConfigError, PermissionError, MemoryError, jax.errors.JaxRuntimeError)
+
+
+def restore_latest(cfg: Config, mesh: Mesh) -> tuple[TrainState, int]:
+    """The state of the run's latest checkpoint that is whole, and its step.
+
+    Later ones, which are not, are set aside in RUN/damaged, loudly, by the first process.
+
+    Raises:   ConfigError as `check_resumable`; Damaged when none is whole, and all stay in place.
+    """
+    found: dict[int, Damaged] = {}
+    for step in reversed(saved_steps(cfg.run.dir)):
+        try:
+            state = restore(cfg, mesh, step)
+        except Damaged as error:
+            found[step] = error
+            continue
+        for later, why in found.items():
+            _set_aside(cfg, later, why, f"the run goes on from step {step}")
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices("damaged checkpoints set aside")
+        return state, step
+    raise none_whole(cfg.run.dir, {step: error.damage for step, error in found.items()})
+
+
+def _set_aside(cfg: Config, step: int, why: Damaged, instead: str) -> None:
+    if jax.process_index() == 0:
+        place = integrity.set_aside(cfg.run.dir, folder(cfg.run.dir) / str(step), str(why))
+        integrity.warn(f"{why}\n           It is now {place}, and {instead}.")
+
+
+def restore(cfg: Config, mesh: Mesh, step: int | None = None) -> TrainState:
+    """The run's state, for this config and mesh, whatever mesh it was saved from.
+
+    Args:     step: a saved step. None: the latest.
+    Returns:  the running state, sharded as `state.state_shardings(cfg, mesh)`; moments that were
+              kept in another dtype are converted, to bfloat16 by rounding to the nearest.
+    Raises:   ConfigError as `check_resumable`, before an array is read, and for a missing step;
+              Damaged when any array is not what was saved.
+    """
+    saved = read_saved(cfg.run.dir, step)
+    check_resumable(cfg, saved)
+    target = dict(vars(_target(_with_saved_dtypes(cfg, saved), mesh)))
+    known = _has_guard(folder(cfg.run.dir) / str(saved.step))
+    scalars = target["guard"] if known else target.pop("guard")
+    loaded = _load_whole(cfg.run.dir, saved, target)
+    to = jax.tree.map(lambda a: a.sharding, scalars)
+    if not known:  # from before there were any
+        loaded["guard"] = jax.device_put(skipping.initial(cfg), to)
+    elif (by_path(saved.config).get("model.dtype") == "float16") != skipping.is_scaled(cfg):
+        fresh = jax.device_put(skipping.initial(cfg), to)  # another dtype, another scale
+        loaded["guard"] = fresh | {"skipped": loaded["guard"]["skipped"]}
+    if int(loaded["step"]) != saved.step:
+        raise Damaged(str(saved), [f"it holds the state of step {int(loaded['step'])}"])
+    return to_running(in_configured_dtypes(TrainState(**loaded), cfg), cfg)
+
+
+def _has_guard(step_folder: Path) -> bool:
+    """Whether a checkpoint has `TrainState.guard`: those of earlier versions have not."""
+    try:
+        return any(name.startswith("guard/") for name in store.array_names(step_folder))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return True  # damaged, which the load will find
+
+
+def restore_params(run_dir: str | Path, cfg: Config, mesh: Mesh, step: int | None = None) -> Any:
+    """Only the parameters, for sampling or evaluation; nothing else is read from disk, or compared.
+
+    Args:     cfg: `load_config(run_dir)` with the parallel section of `mesh`.
+              step: a saved step. None: the latest.
+    Returns:  the parameters in running order, float32, sharded as `state.state_shardings`.
+    Raises:   ConfigError when the model differs from the checkpoint's, before an array is read;
+              Damaged when the checkpoint lacks a parameter, or one is not what was saved.
+    """
+    saved = read_saved(run_dir, step)
+    check_fields(cfg, saved, MODEL_FIELDS + LORA_FIELDS, "set it back")
+    loaded = _load_whole(run_dir, saved, {"params": _target(cfg, mesh).params}, partial=True)
+    return to_running(TrainState(step=(), opt_state=(), **loaded), cfg).params
+
+
+def _load_whole(run_dir: str | Path, saved: Saved, target: Any, partial: bool = False) -> Any:
+    """The arrays that `target` describes, once they have been compared with their fingerprints.
+
+    Raises:   Damaged, in every process when in one.
+    """
+    where = f"{saved} of {run_dir}"
+    found, error = None, None
+    try:
+        found = _compared(run_dir, saved, target, partial, where)
+    except Damaged as damaged:
+        error = damaged
+    if jax.process_count() > 1:
+        others = multihost_utils.process_allgather(np.asarray(error is not None))
+        if error is None and np.any(others):
+            error = Damaged(where, ["another process could not read it"])
+    if error is not None:
+        raise error
+    return found
+
+
+def _compared(run_dir: str | Path, saved: Saved, target: Any, partial: bool, where: str) -> Any:
+    step_folder = folder(run_dir) / str(saved.step)
+    damage = integrity.file_damage(step_folder)
+    if damage:
+        raise Damaged(where, damage)
+    try:
+        loaded = _load(step_folder, target, partial)
+    except NOT_DAMAGE:
+        raise
+    except Exception as error:  # whatever Orbax makes of a damaged file
+        reason = (str(error) or type(error).__name__).partition("\n")[0][:300]
+        raise Damaged(where, [f"it cannot be read ({reason})"]) from error
+    # What the checkpoint lacks comes back as it was asked for: abstract, without a word.
+    leaves = flat(loaded) if partial else {}
+    missing = [name for name, leaf in leaves.items() if not isinstance(leaf, jax.Array)]
+    if missing:
+        raise Damaged(where, [f"it lacks {', '.join(missing)}"])
+    if saved.fingerprints:
+        damage = integrity.differing(saved.fingerprints, fingerprints(loaded))
+    elif jax.process_index() == 0:
+        integrity.warn(f"{where} has no fingerprints, being of an earlier version: not verified")
+    if damage:
+        raise Damaged(where, damage)
+    return loaded
+
+
+def _target(cfg: Config, mesh: Mesh) -> TrainState:
+    """The state to load: shapes, dtypes and shardings. Also rebuilds optax's named tuples."""
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        abstract_state(cfg),
+        state_shardings(cfg, mesh),
+    )
+
+
+def _with_saved_dtypes(cfg: Config, saved: Saved) -> Config:
+    """The config with the moments' dtypes of a checkpoint. (Orbax would convert without a word.)"""
+    then = by_path(dataclasses.asdict(Config())) | by_path(saved.config)
+    return replace(cfg, **{path: then[path] for path in MOMENT_DTYPES})
+
+
+def _load(step_folder: Path, target: Any, partial: bool) -> Any:
+    """The arrays that `target` describes; without `partial`, the checkpoint must hold no others."""
+    context = ocp.Context()
+    context.pytree.loading.partial_load = partial
+    # Orbax would read all the shards of this process at once. It refuses a read beyond its limit,
+    # and none is larger than an array.
+    largest = max(a.size * a.dtype.itemsize for a in jax.tree.leaves(target))
+    context.memory.read_concurrent_bytes = READ_AHEAD + largest
+    with context:
+        return ocp.load(step_folder, target)

@@ -1,0 +1,52 @@
+"""Batches that a run leaves out: which batch each step then takes, still by arithmetic alone."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+#: In the run's folder, from the moment when a window is left out; checkpoints carry it, too.
+SKIPPED_FILE = "skipped_batches.json"
+
+
+@dataclass(frozen=True)
+class SkippedBatches:
+    """Windows of batches, as (first, count): ascending, disjoint, none empty."""
+
+    windows: tuple[tuple[int, int], ...] = ()
+
+    def batch_of(self, step: int) -> int:
+        """The batch that a step takes: its own number, past every window left out before it."""
+        batch = step
+        for first, count in self.windows:
+            if batch < first:
+                break
+            batch += count
+        return batch
+
+    def and_also(self, windows: Iterable[Iterable[int]]) -> "SkippedBatches":
+        """With more windows left out; where they overlap, once."""
+        batches = {b for first, count in self.windows for b in range(first, first + count)}
+        batches |= {b for first, count in windows for b in range(first, first + count)}
+        merged: list[list[int]] = []
+        for batch in sorted(batches):
+            if merged and batch == sum(merged[-1]):
+                merged[-1][1] += 1
+            else:
+                merged.append([batch, 1])
+        return SkippedBatches(tuple((first, count) for first, count in merged))
+
+
+def read_skipped(run_dir: Path) -> SkippedBatches:
+    """What a run's folder says is left out."""
+    file = run_dir / SKIPPED_FILE
+    if not file.is_file():
+        return SkippedBatches()
+    return SkippedBatches().and_also(json.loads(file.read_text("utf-8"))["windows"])
+
+
+def write_skipped(run_dir: Path, skipped: SkippedBatches) -> None:
+    """Write it down, at once or not at all."""
+    temporary = run_dir / (SKIPPED_FILE + ".tmp")
+    temporary.write_text(json.dumps({"windows": skipped.windows}) + "\n", encoding="utf-8")
+    temporary.replace(run_dir / SKIPPED_FILE)

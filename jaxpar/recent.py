@@ -1,0 +1,68 @@
+"""RUN/recent.jsonl: what went into each of the latest steps, and what came out, to the bit.
+
+A ring: when it holds twice `guard.recent_steps` records, the older half goes. Of two records of one
+step the later counts. `python -m jaxpar.replay` takes a step again from it.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+RECENT_FILE = "recent.jsonl"
+
+
+def bits(value: float) -> str:
+    """A float32's bits, in hexadecimal."""
+    return f"{np.float32(value).view(np.uint32).item():08x}"
+
+
+def read_recent(run_dir: Path) -> dict[int, dict[str, Any]]:
+    """The records by step, counted from 1. A line that was cut off by a crash is passed over."""
+    file, found = run_dir / RECENT_FILE, {}
+    for line in file.read_text("utf-8").splitlines() if file.is_file() else []:
+        try:
+            record = json.loads(line)
+            found[int(record["step"])] = record
+        except (ValueError, KeyError, TypeError):
+            continue
+    return found
+
+
+class Recent:
+    """Writes the ring. One process has it; the others have none."""
+
+    def __init__(self, run_dir: Path, size: int):
+        """
+        Args:     size: records to keep at least; 0: write nothing.
+        """
+        self._path, self._size = run_dir / RECENT_FILE, size
+        self._lines = list(map(json.dumps, read_recent(run_dir).values())) if size else []
+        self._rewrite()
+
+    def add(self, step: int, values: dict[str, float], **more: Any) -> None:
+        """Append the record of a step.
+
+        Args:     step: counted from 1. values: measured. more: what went into it.
+        """
+        if not self._size:
+            return
+        finite = {name: v if math.isfinite(v) else None for name, v in values.items()}
+        exact = {name: bits(values[name]) for name in ("loss", "grad_norm")}
+        self._lines.append(json.dumps({"step": step, **more, **finite, "bits": exact}))
+        if len(self._lines) > 2 * self._size:
+            self._rewrite()
+        else:
+            self._file.write(self._lines[-1] + "\n")
+
+    def _rewrite(self) -> None:
+        """The latest records alone, at once or not at all; then append to them."""
+        if not self._size:
+            return
+        self._lines = self._lines[-self._size :]
+        temporary = self._path.with_suffix(".tmp")
+        temporary.write_text("".join(line + "\n" for line in self._lines), encoding="utf-8")
+        temporary.replace(self._path)
+        self._file = open(self._path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115

@@ -1,0 +1,68 @@
+"""Measure saves: python scripts/measure_saves.py CONFIG.json [--saves N]
+
+CONFIG.json is the config.json of a run, whose folder is written to. A state of its shape is saved
+N times, as training does. For each save: what the loop waits, beside a plain copy of the state to
+the host; bytes per second until it is complete; the memory that the process has resident.
+"""
+
+import argparse
+import resource
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar import checkpoint, runtime, state
+from jaxpar.config_json import from_json
+from jaxpar.parallel.mesh import make_mesh
+from jaxpar.validation import resolve
+
+
+def resident() -> float:
+    """Memory that this process has resident now, MB."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 1e6
+
+
+def copy_seconds(tree) -> float:
+    """Seconds that a plain copy to the host takes."""
+    doubled = jax.block_until_ready(jax.jit(lambda t: jax.tree.map(lambda a: a + a, t))(tree))
+    began = time.perf_counter()
+    jax.device_get(doubled)
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    """Save, and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("config", metavar="CONFIG.json")
+    parser.add_argument("--saves", type=int, default=5)
+    options = parser.parse_args()
+    cfg = from_json(Path(options.config).read_text())
+    runtime.start(cfg)
+    cfg = resolve(cfg, jax.device_count())
+    mesh = make_mesh(cfg.parallel)
+    now = state.init_state(cfg, mesh)
+    step = jax.jit(lambda s: jax.tree.map(lambda a: a + jnp.ones((), a.dtype), s), donate_argnums=0)
+    with checkpoint.Checkpointer(cfg, lambda text: None) as saver:
+        saver.prepare(now)
+        for number in range(1, options.saves + 1):
+            copied = copy_seconds(now)
+            began = time.perf_counter()
+            saver.save(now, number, 0)
+            held = time.perf_counter() - began
+            now = jax.block_until_ready(step(now))
+            saver.wait()
+            whole = time.perf_counter() - began
+            num_bytes = sum(a.nbytes for a in jax.tree.leaves(now))
+            print(
+                f"save {number}: loop waited {held:.3f} s, a plain copy {copied:.3f} s, "
+                f"{num_bytes / 1e9:.2f} GB in {whole:.2f} s, {num_bytes / 1e9 / whole:.2f} GB/s, "
+                f"{resident():.0f} MB resident",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""Whole runs whose numbers go wrong: updates left out, code 17, spikes told and rewound."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import chex
+import numpy as np
+import pytest
+
+from jaxpar import checkpoint, guard
+from jaxpar.config import ConfigError
+from jaxpar.data import Loader
+from jaxpar.data.skips import SKIPPED_FILE, SkippedBatches, read_skipped
+from jaxpar.recent import read_recent
+from jaxpar.step_guard import Window
+from tests.e2e.test_train import losses_of, records_of, start, state_of
+
+#: A run that spikes.
+FLAGS = """--train.num-steps 60 --train.log-every 1 --checkpoint.every 20 --evaluation.every 0
+--guard.spike-window 16 --guard.spike-deviations 8 --guard.spike-skip 2
+--guard.replica-check-every 20""".split()
+
+#: The batch, whichever step takes it, that is noise.
+NOISE = 46
+
+
+@pytest.fixture
+def spiky(train_on, config_file, monkeypatch):
+    """(number of devices, more flags) -> the exit code of a run in which a batch is noise."""
+    host_rows = Loader.host_rows
+
+    def noisy(self, step, rows):
+        batch = host_rows(self, step, rows)
+        if self.skipped.batch_of(step) != NOISE:
+            return batch
+        noise = np.random.default_rng(0).integers(0, 256, batch.tokens.shape, np.int32)
+        return dataclasses.replace(batch, tokens=noise, labels=noise[:, ::-1].copy())
+
+    monkeypatch.setattr(Loader, "host_rows", noisy)
+    return lambda number, *more: train_on(number, config_file, *FLAGS, *more)
+
+
+def batches_of(run: Path) -> dict[int, int]:
+    """The batch that each step took, as the run's records have it."""
+    return {step: record["batch"] for step, record in read_recent(run).items()}
+
+
+def test_a_spike_is_told_and_a_rewind_leaves_its_batches_out(spiky, capfd, tmp_path):
+    run = tmp_path / "run"
+    assert spiky(2) == guard.EXIT_OK
+    assert "WARNING    step 47: loss " in capfd.readouterr().out
+    before = losses_of(run)
+    shutil.rmtree(run)
+
+    assert spiky(2, "--guard.spike", "rewind") == guard.EXIT_OK
+    assert "rewound to step 40; batches 45 to 46 are left out" in capfd.readouterr().out
+    assert read_skipped(run).windows == ((45, 2),)
+    assert checkpoint.read_saved(run).skipped_batches == [[45, 2]]
+    found = losses_of(run)
+    assert sorted(found) == list(range(1, 61))
+    assert {i: found[i] for i in range(1, 46)} == {i: before[i] for i in range(1, 46)}
+    assert before[47] > 3 > 1 > max(found[i] for i in range(40, 61))
+    batches = batches_of(run)
+    assert [batches[i] for i in (45, 46, 60)] == [44, 47, 61]
+
+    # The checkpoint alone says so, on another mesh, too; and none is left out twice.
+    (run / SKIPPED_FILE).unlink()
+    mesh = ("--parallel.tensor", "2", "--parallel.data", "1", "--guard.spike", "rewind")
+    assert spiky(2, *mesh, "--train.num-steps", "70") == guard.EXIT_OK
+    assert batches_of(run) == batches | {i: i + 1 for i in range(61, 71)}
+    assert "is a spike" not in capfd.readouterr().out
+
+
+def test_a_run_that_is_resumed_sees_the_spike_that_it_would_have_seen(spiky, capfd, tmp_path):
+    assert spiky(2, "--train.num-steps", "40") == guard.EXIT_OK
+    assert spiky(2, "--guard.spike", "rewind") == guard.EXIT_OK
+    assert "rewound to step 40; batches 45 to 46 are left out" in capfd.readouterr().out
+
+
+def test_too_many_rewinds_end_the_run_with_17(spiky):
+    with pytest.raises(guard.BadNumerics, match=r"step 47: .* is a spike.*gone back 0 times"):
+        spiky(2, "--guard.spike", "rewind", "--guard.max-rewinds", "0")
+
+
+def test_a_rewind_needs_checkpoints(spiky):
+    with pytest.raises(ConfigError, match=r"guard.spike = 'rewind': .* checkpoint.every is 0"):
+        spiky(2, "--guard.spike", "rewind", "--checkpoint.every", "0")
+
+
+#: Training in which the given steps' batches make the loss no number.
+POISONED = """
+import dataclasses, sys
+import jax, jax.numpy as jnp
+from jaxpar import cli, step, train
+bad = set(map(int, sys.argv[1].split(",")))
+sys.argv[1:2] = []
+measure = step.loss_and_gradients
+def poisoned(cfg, segments, params, batch, scale=1.0):
+    measured, grads = measure(cfg, segments, params, batch, scale)
+    is_bad = jnp.any(jnp.stack([NUMBER.value == b for b in bad]))
+    nan = lambda x: jnp.where(is_bad, jnp.nan, x)
+    return dataclasses.replace(measured, loss=nan(measured.loss)), jax.tree.map(nan, grads)
+class NUMBER: value = None
+plain = step.train_step
+def numbered(cfg, segments, state, batch):
+    NUMBER.value = state.step
+    return plain(cfg, segments, state, batch)
+step.loss_and_gradients, step.train_step = poisoned, numbered
+cli.run_program(train.main)
+"""
+
+
+def test_bad_batches_are_left_out_and_too_many_in_a_row_end_with_17(config_file, tmp_path):
+    run = tmp_path / "run"
+    flags = "--train.num-steps 30 --checkpoint.every 10 --evaluation.every 0".split()
+    fine = start("-c", POISONED, "5,6,15", config_file, *flags)
+    assert fine.returncode == 0, fine.stderr
+    assert "WARNING    step 6: loss = nan: the update was left out" in fine.stdout
+    assert "(2 in a row, 2 in all)" in fine.stdout and "(1 in a row, 3 in all)" in fine.stdout
+    records = {r["step"]: r for r in records_of(run) if "loss" in r}
+    assert records[6]["loss"] is None and records[30]["skipped"] == 3
+    assert records[8]["learning_rate"] == pytest.approx(6e-3)  # the schedule waited
+    state = state_of(run)
+    assert int(state.guard["skipped"]) == 3 and int(state.opt_state[0].count) == 27
+
+    stopped = start("-c", POISONED, "33,34,35", config_file, *flags, "--train.num-steps", "50")
+    assert stopped.returncode == guard.EXIT_NUMERICS == 17, stopped.stderr
+    assert "bad numerics: step 36: loss = nan" in stopped.stderr
+    assert "3 updates in a row were left out, and guard.max_skips is 3" in stopped.stderr
+    assert "Checkpoints of earlier steps are untouched" in stopped.stderr
+    chex.assert_trees_all_equal(state_of(run), state, strict=True)
+
+
+# ------------------------------------------------------------------------------- the parts
+
+
+def test_a_window_calls_spikes_and_not_noise():
+    rng = np.random.default_rng(0)
+    window = Window(64, 10.0)
+    for step in range(1000):
+        loss = 3.0 * 0.999**step + rng.normal() * 0.02
+        assert loss < window.limit()
+        window.add(loss)
+    assert window.limit() < 3.0 * 0.999**1000 + 0.4
+    flat = Window(64, 10.0, [2.0] * 64)
+    assert flat.limit() == pytest.approx(2.2)  # rounding is no spike
+    outliers = Window(64, 10.0, [2.0] * 40 + [50.0] * 24)
+    assert outliers.limit() < 3.0  # a median does not mind them
+    assert Window(64, 10.0, [2.0] * 31).limit() == float("inf")
+
+
+def test_batches_left_out_by_arithmetic():
+    none = SkippedBatches()
+    assert [none.batch_of(i) for i in range(3)] == [0, 1, 2]
+    some = none.and_also([[3, 2], [6, 1]])
+    assert [some.batch_of(i) for i in range(6)] == [0, 1, 2, 5, 7, 8]
+    assert some.and_also([(4, 2)]).windows == ((3, 4),)
+    assert some.and_also(some.windows) == some
