@@ -176,24 +176,41 @@ def run_program(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     A ConfigError becomes one line and code 2; other exceptions are shown whole. The process ends
     without Python's exit hooks: JAX would wait there for a peer that may be dead.
     """
+    why = ""
     try:
         code = main(sys.argv[1:]) or guard.EXIT_OK
         sys.stdout.flush()
     except ConfigError as error:
-        code = _say(f"config error: {error}", guard.EXIT_CONFIG)
+        code = _say(why := f"config error: {error}", guard.EXIT_CONFIG)
     except guard.BadNumerics as error:
-        code = _say(f"bad numerics: {error}", guard.EXIT_NUMERICS)
+        code = _say(why := f"bad numerics: {error}", guard.EXIT_NUMERICS)
     except BrokenPipeError:
-        code = _say("error: whatever read the output has closed it", guard.EXIT_ERROR)
+        code = _say(why := "error: whatever read the output has closed it", guard.EXIT_ERROR)
     except SystemExit as stop:
         code = _code_of(stop)
-    except BaseException:
+    except BaseException as error:
         traceback.print_exc()
-        code = guard.EXIT_ERROR
+        code, why = guard.EXIT_ERROR, f"{type(error).__name__}: {error}"
+        if type(error).__name__ == "PeerFailed":  # its reason decides, not where it was noticed
+            code = error.code  # type: ignore[attr-defined]
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
+    _leave(code, why)
     os._exit(code)
+
+
+def _leave(code: int, why: str) -> None:
+    """Write why this process ends, and part from the others, if there are any."""
+    if "jaxpar.processes" not in sys.modules:
+        return
+    from jaxpar import processes, watchdog
+
+    well = code in (guard.EXIT_OK, guard.EXIT_PREEMPTED)
+    if not well:
+        with contextlib.suppress(OSError):
+            watchdog.last_words(code, why)
+    processes.part(well)
 
 
 def _say(text: str, code: int) -> int:

@@ -20,7 +20,7 @@ from jaxpar.batch import IGNORED, Batch
 from jaxpar.config import Config
 from jaxpar.model import block, transformer
 from jaxpar.parallel import fsdp
-from jaxpar.parallel.collectives import global_norm, reduce_gradients, varying
+from jaxpar.parallel.collectives import global_norm, psum, reduce_gradients, varying
 from jaxpar.parallel.pipeline import Program, accumulate, forward_only, one_f_one_b
 from jaxpar.state import TrainState, layers_here, state_shardings, state_specs
 
@@ -117,7 +117,7 @@ def loss_and_gradients(cfg: Config, max_segments: int | None, params: Any, batch
         grads = scatter_once(grads, cfg)
     (grads,) = unview(grads)
     grads = reduce_gradients(grads, transformer.param_specs(cfg.model))
-    loss = lax.psum(loss_sum, TOKEN_AXES) / num_tokens
+    loss = psum(loss_sum, TOKEN_AXES) / num_tokens
     return Measured(loss, global_norm(grads), num_tokens), grads
 
 
@@ -127,13 +127,13 @@ def eval_step(cfg: Config, max_segments: int | None, params: Any, batch: Batch):
     microbatches = split_microbatches(batch, cfg.parallel.num_microbatches)
     program = program_of(cfg, max_segments)
     _, loss_sum = forward_only(program, weights, microbatches, cfg.parallel.virtual_stages)
-    return lax.psum(loss_sum, TOKEN_AXES), count_labels(batch)
+    return psum(loss_sum, TOKEN_AXES), count_labels(batch)
 
 
 def count_labels(batch: Batch) -> jax.Array:
     """Labelled tokens of the global batch, float32: exact up to 2**24, 16 million."""
     own = jnp.sum(batch.labels != IGNORED, dtype=jnp.int32)
-    return lax.psum(own, TOKEN_AXES).astype(jnp.float32)
+    return psum(own, TOKEN_AXES).astype(jnp.float32)
 
 
 def split_microbatches(batch: Batch, n: int) -> Batch:

@@ -3,8 +3,10 @@
 The run folder is all there is to a run. If it holds a checkpoint, the run goes on from there.
 """
 
+import contextlib
 import json
 import math
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,9 +15,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpar import checkpoint, cli, guard, initial, runtime
+from jaxpar import checkpoint, cli, cluster, guard, initial, processes, runtime
 from jaxpar.batch import Batch
-from jaxpar.config import Config, ConfigError
+from jaxpar.config import ClusterConfig, Config, ConfigError, replace
 from jaxpar.config_json import to_json
 from jaxpar.data import Loader
 from jaxpar.kernels.attention import AttentionMask, Choice, choose, selftest
@@ -26,10 +28,12 @@ from jaxpar.model.remat import names_on_host
 from jaxpar.optimizer import learning_rate
 from jaxpar.parallel.context import kernel_request, token_order
 from jaxpar.parallel.mesh import describe, make_mesh
+from jaxpar.run_lock import RunLock
 from jaxpar.startup import StartUp
 from jaxpar.state import TrainState, bytes_per_device
 from jaxpar.step import make_eval_step, make_train_step
 from jaxpar.validation import resolve
+from jaxpar.watchdog import Watchdog
 
 
 class Run:
@@ -210,7 +214,7 @@ def log(text: str) -> None:
         print(text, flush=True)
 
 
-def train(run: Run) -> int:
+def train(run: Run, watch: Watchdog) -> int:
     """The loop. Returns an exit code."""
     cfg = run.cfg
     if run.first_step == cfg.train.num_steps:
@@ -223,15 +227,17 @@ def train(run: Run) -> int:
     schedule = learning_rate(cfg.optimizer, cfg.train.num_steps)
     batches = run.loader.prefetched(first)
     with (
-        guard.StopRequest() as stop,
+        guard.StopRequest(jax.process_count() > 1) as stop,
         checkpoint.Checkpointer(cfg) as saver,
         MetricsWriter(cfg, run.dir, first, schedule, run.loader.epochs) as metrics,
     ):
         train_step = compiled(run, state)
         for step in range(first, last):
             began = time.perf_counter()
+            watch.enter("data", step + 1)
             _, batch = next(batches)
             data_wait = time.perf_counter() - began
+            watch.enter("step", step + 1, slow=step == first)
             state, measured = train_step(state, batch)
             if step == first:  # it has been waited for
                 run.startup.ended("first step")
@@ -239,12 +245,15 @@ def train(run: Run) -> int:
             metrics.write_previous(step, measured, data_wait)
             done = step + 1
             if due(done, cfg.evaluation.every, last):
+                watch.enter("evaluation", done, slow=True)
                 metrics.pause()
                 metrics.evaluation(done, *evaluate(state.params))
-            if stop.received or due(done, cfg.checkpoint.every, last):
+            stopping = stop.after(done)
+            if stopping or due(done, cfg.checkpoint.every, last):
+                watch.enter("saving", done, slow=True)
                 metrics.pause()
                 saver.save(state, done, done * tokens_per_step)
-            if stop.received:
+            if stopping:
                 log(f"{stop.received}: saved step {done}; the same command goes on from there")
                 return guard.EXIT_PREEMPTED
         metrics.flush()
@@ -262,7 +271,9 @@ def compiled(run: Run, state: TrainState):
     """The train step, compiled for this run's shapes before its first use, and timed."""
     began = time.perf_counter()
     step: Any = make_train_step(run.cfg, run.mesh, run.max_segments)
-    program = step.lower(state, run.loader.batch(0)).compile()
+    lowered = step.lower(state, run.loader.batch(0))
+    processes.check_same("program", lambda: lowered.as_text(), run.cfg.cluster.slow_seconds)
+    program = lowered.compile()
     log(f"compiled in {time.perf_counter() - began:.1f} s{memory_of(program, state)}")
     run.startup.ended("compilation")
     return runtime.FirstRunAlone(program)
@@ -305,13 +316,57 @@ class Evaluation:
         return loss, None if ratio is None else loss / math.log(2) / ratio
 
 
+def checked(cfg: Config) -> Run:
+    """The run, once every process finds that it can work, and that it is the same run."""
+    seconds = cfg.cluster.slow_seconds or 1e6
+    run = processes.together("checks", seconds, lambda: Run(cfg))
+    about = lambda: f"{to_json(run.cfg)} {run.first_step} {jax.__version__}"  # noqa: E731
+    processes.check_same("config", about, seconds)
+    return run
+
+
+def opened(run: Run, environment: list[str]) -> RunLock | None:
+    """Take the run folder and write what the run is, in process 0, which alone has the lock."""
+
+    def take() -> RunLock | None:
+        if processes.own() != 0:
+            return None
+        lock = RunLock(run.dir)
+        try:
+            if checkpoint.starting_step(run.cfg) != run.first_step:
+                rule = "has got another checkpoint meanwhile, by a run that has just ended"
+                raise ConfigError("run.dir", run.cfg.run.dir, rule, "start again")
+            run.open_folder([*environment, *lock.warnings])
+        except BaseException:
+            lock.release()
+            raise
+        return lock
+
+    return processes.together("run folder", run.cfg.cluster.slow_seconds or 1e6, take)
+
+
+def run_to_end(cfg: Config, environment: list[str]) -> int:
+    """Check, open the run folder and train, watched. Returns an exit code."""
+    c = cfg.cluster
+    with Watchdog(cfg.run.dir, c.hang_seconds, c.slow_seconds) as watch:
+        run = checked(cfg)
+        with opened(run, environment) or contextlib.nullcontext():
+            return train(run, watch)
+
+
 def main(argv: Sequence[str]) -> int:
     """The command line."""
     cfg = cli.read_config(argv, "jaxpar.train", __doc__)
-    environment = runtime.start(cfg)
-    run = Run(cfg)
-    run.open_folder(environment)
-    return train(run)
+    found = cluster.detect(cfg, os.environ)
+    environment = runtime.start(cfg, found.num_processes if found else 1)
+    if found is not None:
+        line = processes.connect(found, cfg.cluster.connect_seconds)
+        processes.say(f"cluster    {line}")
+        # What a run is does not depend on where a process of it ran.
+        own = ClusterConfig()
+        places = ("detect", "coordinator", "num_processes", "process_id")
+        cfg = replace(cfg, **{f"cluster.{name}": getattr(own, name) for name in places})
+    return run_to_end(cfg, environment)
 
 
 if __name__ == "__main__":

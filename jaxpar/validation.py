@@ -65,11 +65,13 @@ _AT_LEAST_ONE = """train.num_steps train.global_batch_size train.log_every data.
 data.prefetch model.num_layers model.d_model model.num_heads model.num_kv_heads model.head_dim
 model.d_ff model.experts_per_token model.vocab_size parallel.pipeline parallel.replica
 parallel.expert parallel.sequence parallel.tensor parallel.num_microbatches parallel.row_groups
-parallel.virtual_stages checkpoint.keep evaluation.num_batches""".split()
+parallel.virtual_stages checkpoint.keep evaluation.num_batches
+cluster.connect_seconds""".split()
 
 _AT_LEAST_ZERO = """run.cpu_devices model.num_experts model.global_every train.seed
 train.z_loss optimizer.warmup_steps optimizer.weight_decay optimizer.clip_norm
-checkpoint.every checkpoint.keep_every evaluation.every""".split()
+checkpoint.every checkpoint.keep_every evaluation.every cluster.num_processes cluster.hang_seconds
+cluster.slow_seconds""".split()
 
 _ABOVE_ZERO = """model.rope_theta model.norm_eps model.init_std optimizer.learning_rate
 optimizer.eps""".split()

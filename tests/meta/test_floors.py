@@ -12,10 +12,11 @@ ROOT = Path(__file__).resolve().parents[2]
 #: Floor of each module or package directly under jaxpar/; a package's modules share its floor.
 FLOORS = {
     0: "axes config config_json config_types params batch validation memory_rules model_rules "
-    "data_rules",
-    1: "parallel kernels xla_flags runtime",
+    "data_rules cluster",
+    1: "parallel kernels xla_flags runtime processes",
     2: "model",
     3: "optimizer moments state initial startup step data checkpoint metrics profiling guard "
+    "run_lock stragglers watchdog "
     "convert generation scoring loaded harness parity",
     4: "cli train evaluate sample verify quickstart launch plan doctor bench report",
 }
