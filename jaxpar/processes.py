@@ -22,7 +22,7 @@ from jaxpar.config import ConfigError, flag
 HEARTBEAT_SECONDS = 100
 
 #: How long process 0, whose end ends the others, waits after a failure for them to end first.
-LINGER_SECONDS = 3.0
+LINGER_SECONDS = 2.0
 
 _ROOT = "jaxpar"
 

@@ -16,7 +16,7 @@ FLOORS = {
     1: "parallel kernels xla_flags runtime processes",
     2: "model",
     3: "optimizer moments state initial startup step data checkpoint metrics profiling guard "
-    "run_lock stragglers watchdog "
+    "run_lock stragglers watchdog children "
     "convert generation scoring loaded harness parity",
     4: "cli train evaluate sample verify quickstart launch plan doctor bench report",
 }
