@@ -207,7 +207,7 @@ def _leave(code: int, why: str) -> None:
     from jaxpar import processes, watchdog
 
     well = code in (guard.EXIT_OK, guard.EXIT_PREEMPTED)
-    if not well:
+    if not well and code != guard.EXIT_CONFIG:  # what is refused writes nothing
         with contextlib.suppress(OSError):
             watchdog.last_words(code, why)
     processes.part(well)

@@ -73,13 +73,14 @@ class MetricsWriter:
             return
         step, measured = self.pending
         self.pending = None
-        began = time.perf_counter()
+        began = time.monotonic()
         values = {k: float(v) for k, v in jax.device_get(vars(measured)).items()}
+        waited = time.monotonic() - began
         guard.check_finite(step + 1, values)
         now = time.perf_counter()
         if self.clock is not None:  # the first step's time is compilation's
             self.seconds, self.steps = self.seconds + now - self.clock, self.steps + 1
-            self.device_wait += now - began
+            self.device_wait += waited
         self.clock = now
         if (step + 1) % self.cfg.train.log_every == 0 or step + 1 == self.cfg.train.num_steps:
             self._write_interval(step, values)

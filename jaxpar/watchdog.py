@@ -37,7 +37,8 @@ class Watchdog:
 
     def __init__(self, run_dir: str | Path, hang_seconds: float, slow_seconds: float):
         """Args:     the limits, as in the section `cluster` of the config; 0: none."""
-        self._folder = Path(run_dir).absolute() / "ranks"
+        self.run_dir = Path(run_dir).absolute()
+        self._folder = self.run_dir / "ranks"
         self._limits = (hang_seconds, slow_seconds)
         self._over, self._ending = threading.Event(), threading.Lock()
         self._at: tuple[str, int, float, float] = ("start", 0, 0.0, 0.0)
@@ -140,7 +141,7 @@ class Watchdog:
 
 def last_words(code: int, error: str) -> None:
     """Write why this process ends, and where it was, if it was being watched."""
-    if _current is not None:
+    if _current is not None and _current.run_dir.exists():
         _current.write(code, error)
 
 

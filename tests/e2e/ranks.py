@@ -79,7 +79,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def launch(count: int, each: int, *args: str, **env: str) -> subprocess.Popen:
-    """`jaxpar.launch` of so many processes with so many devices each. Args: launcher's, --, run's."""
+    """`jaxpar.launch` of so many processes and devices in each. Args: its own, --, the run's."""
     command = [sys.executable, "-m", "jaxpar.launch", "-n", str(count)]
     command += ["--devices-per-process", str(each), *args]
     return subprocess.Popen(

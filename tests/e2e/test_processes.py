@@ -1,4 +1,4 @@
-"""Runs of several processes: killed, stopped, stuck, preempted; the bits of a run in one process."""
+"""Runs of several processes: killed, stopped, stuck, preempted; always the bits of one process."""
 
 import json
 import random
@@ -10,18 +10,6 @@ import pytest
 
 from jaxpar import checkpoint, guard
 from tests.e2e import ranks
-
-
-@pytest.fixture(scope="session")
-def write_ranks(dataset):
-    """(folder) -> a config file in it; its run goes to `folder/run`."""
-
-    def write(folder: Path) -> str:
-        file = folder / "tiny.py"
-        file.write_text(ranks.CONFIG.format(run=str(folder / "run"), data=str(dataset)))
-        return str(file)
-
-    return write
 
 
 @pytest.fixture
@@ -73,8 +61,8 @@ def test_five_kills_leave_no_trace(config, tmp_path, whole):
 
 def test_one_sigterm_stops_all_processes_at_one_step(config, tmp_path, whole, train_on):
     run = tmp_path / "run"
-    process = ranks.launch(2, 2, "--", config)
-    ranks.wait_for(lambda: len(ranks.losses_of(run)) > 2)
+    process = ranks.launch(2, 2, "--", config, FAULT="1 1 slow")
+    ranks.wait_for(lambda: len(ranks.losses_of(run)) > 3)
     began = time.monotonic()
     ranks.os.kill(ranks.children_of(process.pid)[1], signal.SIGTERM)
     code, said = ranks.finish(process)
@@ -82,6 +70,11 @@ def test_one_sigterm_stops_all_processes_at_one_step(config, tmp_path, whole, tr
     assert time.monotonic() - began < 15
     (saved,) = [line for line in said.splitlines() if line.startswith("SIGTERM: saved step")]
     assert checkpoint.saved_steps(run)[-1] == int(saved.split()[3].rstrip(";")) < 40
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    timed = [r for r in records if "slowest" in r]
+    assert timed and all(r["slowest"].startswith("process 1 (") for r in timed[1:])
+    assert 0.3 < timed[-1]["host_seconds_slowest"] < 0.6 and "process 1 " in said
+    assert " is slow: 0.3" in said
     # The same command goes on; so does one process, with the same bits.
     assert train_on(4, config) == guard.EXIT_OK
     ranks.assert_same_run(run, whole)

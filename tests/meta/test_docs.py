@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import tyro
 
-from jaxpar import bench, cli, verify
+from jaxpar import bench, cli, launch, verify
 from jaxpar.config import ConfigError
 from jaxpar.convert.__main__ import read_options
 from jaxpar.data.__main__ import read_command as read_data_command
@@ -121,6 +121,8 @@ def check_command(words: list[str]) -> None:
             tyro.cli(EvaluateOptions, args=args)
         case "jaxpar.convert":
             read_options(args)
+        case "jaxpar.launch":
+            launch.read_command(args)
         case "jaxpar.data":
             read_data_command(args)
         case _:
