@@ -58,11 +58,18 @@ class MetricsWriter:
     def _clear(self) -> None:
         self.seconds, self.steps, self.data_wait, self.device_wait = 0.0, 0, 0.0, 0.0
 
-    def write_previous(self, step: int, measured: Any, data_wait: float) -> None:
-        """Hand over step `step`, just dispatched; fetch and count the one before it."""
+    def write_previous(
+        self, step: int, measured: Any, data_wait: float, dispatch: float = 0.0
+    ) -> None:
+        """Hand over step `step`, just dispatched; fetch and count the one before it.
+
+        Args:     data_wait, dispatch: seconds that this step waited for its batch, and that it took
+                  to hand it to the devices, which may be a wait for them.
+        """
         self.flush()
         self.pending = (step, measured)
         self.data_wait += data_wait
+        self.device_wait += dispatch
 
     def flush(self) -> None:
         """Wait for the pending step and count it.

@@ -1,7 +1,7 @@
 """Which process holds the others up.
 
 Every process waits for the slowest in each step, so their step times are the same. What differs is
-how long the host itself takes: data, Python, dispatch, all but the wait for the devices. A host
+how long the host itself takes: data, Python, all but dispatching and waiting for the devices. A host
 that is slow shows there; a GPU that is slow, while its host is not, does not.
 """
 
@@ -17,7 +17,7 @@ _TOPIC = "timing"
 def compare(host_seconds: float) -> dict[str, Any]:
     """Tell the others this process's time per step, and compare; once per logged interval.
 
-    Args:     host_seconds: of one step, without the wait for the devices.
+    Args:     host_seconds: of one step, without dispatching and the wait for the devices.
     Returns:  in process 0, for the record of the interval; else, and with one process, nothing. Of
               a process that has not come as far, it is the interval before.
     """

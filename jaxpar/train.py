@@ -239,10 +239,11 @@ def train(run: Run, watch: Watchdog) -> int:
             data_wait = time.perf_counter() - began
             watch.enter("step", step + 1, slow=step == first)
             state, measured = train_step(state, batch)
+            dispatch = time.perf_counter() - began - data_wait
             if step == first:  # it has been waited for
                 run.startup.ended("first step")
                 log(str(run.startup))
-            metrics.write_previous(step, measured, data_wait)
+            metrics.write_previous(step, measured, data_wait, dispatch)
             done = step + 1
             if due(done, cfg.evaluation.every, last):
                 watch.enter("evaluation", done, slow=True)
