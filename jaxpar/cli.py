@@ -176,41 +176,65 @@ def run_program(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     A ConfigError becomes one line and code 2; other exceptions are shown whole. The process ends
     without Python's exit hooks: JAX would wait there for a peer that may be dead.
     """
-    why = ""
     try:
         code = main(sys.argv[1:]) or guard.EXIT_OK
         sys.stdout.flush()
-    except ConfigError as error:
-        code = _say(why := f"config error: {error}", guard.EXIT_CONFIG)
-    except guard.BadNumerics as error:
-        code = _say(why := f"bad numerics: {error}", guard.EXIT_NUMERICS)
-    except BrokenPipeError:
-        code = _say(why := "error: whatever read the output has closed it", guard.EXIT_ERROR)
-    except SystemExit as stop:
-        code = _code_of(stop)
     except BaseException as error:
-        traceback.print_exc()
-        code, why = guard.EXIT_ERROR, f"{type(error).__name__}: {error}"
-        if type(error).__name__ == "PeerFailed":  # its reason decides, not where it was noticed
-            code = error.code  # type: ignore[attr-defined]
+        end(error)
+    _leave(code, "")
+
+
+def end(error: BaseException) -> NoReturn:
+    """Say what went wrong, and end this process with the code that it has."""
+    why = f"{type(error).__name__}: {error}"
+    match error:
+        case ConfigError():
+            code = _say(why := f"config error: {error}", guard.EXIT_CONFIG)
+        case guard.BadNumerics():
+            code = _say(why := f"bad numerics: {error}", guard.EXIT_NUMERICS)
+        case BrokenPipeError():
+            code = _say(why := "error: whatever read the output has closed it", guard.EXIT_ERROR)
+        case SystemExit():
+            code = _code_of(error)
+        case _:
+            traceback.print_exception(error)
+            # What another process could not do has its code: this one is not at fault.
+            peers = type(error).__name__ == "PeerFailed"
+            code = error.code if peers else guard.EXIT_ERROR  # type: ignore[attr-defined]
+    _leave(code, why)
+
+
+@contextlib.contextmanager
+def ending_at_once() -> Iterator[None]:
+    """With several processes, an exception within ends this one here, and nothing is tidied up.
+
+    A save under way, say, would be waited for, and would wait for a process that is dead. Bad
+    numerics come to all of them alike, and end as with one process.
+    """
+    from jaxpar import processes
+
+    try:
+        yield
+    except BaseException as error:
+        if processes.count() == 1 or isinstance(error, guard.BadNumerics):
+            raise
+        end(error)
+
+
+def _leave(code: int, why: str) -> NoReturn:
+    """End this process; write why, and part from the others, if there are any."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
-    _leave(code, why)
+    if "jaxpar.processes" in sys.modules:  # else it has started no JAX
+        from jaxpar import processes, watchdog
+
+        well = code in (guard.EXIT_OK, guard.EXIT_PREEMPTED)
+        if not well and code != guard.EXIT_CONFIG:  # what is refused writes nothing
+            with contextlib.suppress(OSError):
+                watchdog.last_words(code, why)
+        processes.part(well)
     os._exit(code)
-
-
-def _leave(code: int, why: str) -> None:
-    """Write why this process ends, and part from the others, if there are any."""
-    if "jaxpar.processes" not in sys.modules:
-        return
-    from jaxpar import processes, watchdog
-
-    well = code in (guard.EXIT_OK, guard.EXIT_PREEMPTED)
-    if not well and code != guard.EXIT_CONFIG:  # what is refused writes nothing
-        with contextlib.suppress(OSError):
-            watchdog.last_words(code, why)
-    processes.part(well)
 
 
 def _say(text: str, code: int) -> int:

@@ -1,8 +1,8 @@
 """Which process holds the others up.
 
 Every process waits for the slowest in each step, so their step times are the same. What differs is
-how long the host itself takes: data, Python, all but dispatching and waiting for the devices. A host
-that is slow shows there; a GPU that is slow, while its host is not, does not.
+how long the host itself takes: data, Python, all but dispatching and waiting for the devices. There
+a slow host shows; a slow GPU, while its host is quick, does not.
 """
 
 import json

@@ -230,6 +230,7 @@ def train(run: Run, watch: Watchdog) -> int:
         guard.StopRequest(jax.process_count() > 1) as stop,
         checkpoint.Checkpointer(cfg) as saver,
         MetricsWriter(cfg, run.dir, first, schedule, run.loader.epochs) as metrics,
+        cli.ending_at_once(),
     ):
         train_step = compiled(run, state)
         for step in range(first, last):

@@ -184,6 +184,21 @@ def test_when_a_run_is_started_again(attempts, code, left, tmp_path):
     assert len(launcher.left) == left
 
 
+@pytest.mark.parametrize(("steps", "code", "left"), [((7, 7, 7), 1, 1), ((7, 8, 7, 9), 1, 1)])
+def test_the_same_step_and_error_twice_ends_a_run(steps, code, left, tmp_path):
+    class Told(Attempts):
+        def attempt(self, resumed):
+            (self.run_dir / "ranks").mkdir(exist_ok=True)
+            words = {"time": time.time() + 1, "error": "RuntimeError: boom", "step": told.pop(0)}
+            (self.run_dir / "ranks" / "1.json").write_text(json.dumps(words))
+            return super().attempt(resumed)
+
+    told = list(steps)
+    launcher = Told([({0: -6, 1: 1}, None)] * len(steps), tmp_path)
+    assert launcher.run() == code
+    assert len(launcher.left) == left
+
+
 def test_a_run_that_was_stopped_during_its_start_can_be_started_again(tmp_path):
     launcher = Attempts([({0: -15, 1: -15}, None)], tmp_path)
     launcher.stop(signal.SIGTERM)

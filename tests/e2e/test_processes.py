@@ -2,10 +2,12 @@
 
 import json
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jaxpar import checkpoint, guard
@@ -108,10 +110,38 @@ def test_a_stopped_process_does_not_hold_the_others(config, tmp_path):
     assert words_of(tmp_path / "run").keys() == {0}  # the other could not say a thing
 
 
-def test_an_exception_in_one_process_ends_all_and_twice_the_same_ends_the_run(config, tmp_path):
-    code, said = ranks.finish(ranks.launch(2, 2, "--", config, FAULT="1 7 raise"))
-    assert code == guard.EXIT_ERROR, said[-3000:]
-    told = "process 1 ended with code 1 at step 7: RuntimeError: a fault of this test"
-    assert said.count(told) == 2 and said.count("starting again from checkpoint 5") == 1
-    assert "step 7 has failed twice with the same error" in said
+@pytest.fixture
+def begun(config, tmp_path, whole) -> Path:
+    """The run so far that `config` continues: 30 steps, in one process."""
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    for later in (35, 40):
+        shutil.rmtree(checkpoint.folder(run) / str(later))
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    kept = [line for line in lines if json.loads(line)["step"] <= 30]
+    (run / "metrics.jsonl").write_text("".join(line + "\n" for line in kept))
+    return run
+
+
+def test_an_exception_in_one_process_ends_all_and_they_start_again_on_another_mesh(
+    config, tmp_path, begun, whole
+):
+    mesh = ("--parallel.tensor", "2", "--parallel.data", "2")
+    fault = {"FAULT": "1 37 raise", "FAULT_ONCE": str(tmp_path / "done")}
+    code, said = ranks.finish(ranks.launch(2, 2, "--", config, *mesh, **fault))
+    assert code == guard.EXIT_OK, said[-3000:]
+    assert "process 1 ended with code 1 at step 37: RuntimeError: a fault of this test" in said
     assert "in fail" in said  # the end of its log
+    assert "launch: starting again from checkpoint 35, restart 1 of 3" in said
+    found, wanted = ranks.losses_of(begun), ranks.losses_of(whole)
+    assert sorted(found) == list(range(1, 41))
+    np.testing.assert_allclose([found[i] for i in range(1, 41)], list(wanted.values()), rtol=1e-4)
+    for mine, theirs in zip(ranks.weights_of(begun), ranks.weights_of(whole), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=2e-5)
+
+
+def test_a_run_of_one_process_goes_on_in_four_with_the_same_bits(config, begun, whole):
+    code, said = ranks.finish(ranks.launch(4, 1, "--", config))
+    assert code == guard.EXIT_OK, said[-3000:]
+    assert "restored step 30" in said
+    ranks.assert_same_run(begun, whole)
