@@ -66,10 +66,11 @@ class MetricsWriter:
         Args:     data_wait, dispatch: seconds that this step waited for its batch, and that it took
                   to hand it to the devices, which may be a wait for them.
         """
+        if self.clock is not None:
+            self.device_wait += dispatch
         self.flush()
         self.pending = (step, measured)
         self.data_wait += data_wait
-        self.device_wait += dispatch
 
     def flush(self) -> None:
         """Wait for the pending step and count it.

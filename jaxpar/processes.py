@@ -29,6 +29,9 @@ _ROOT = "jaxpar"
 #: Host of each process, once they have met.
 _hosts: list[str] = []
 
+#: JAX's agreement on when to stop, once they have met.
+_stops: list[Any] = []
+
 
 class PeersMissing(Exception):
     """Some processes have not come to where the others wait."""
@@ -71,6 +74,11 @@ def connect(cluster: Cluster, seconds: int) -> str:
             rule += ". It is a loopback address: processes on other hosts cannot reach it"
         fix = "see that all have started, and that they reach process 0's host and port"
         raise ConfigError("cluster.coordinator", cluster.coordinator, rule, fix) from error
+    # It counts the calls of one thread. Orbax 0.12 calls it too, from the thread that ends a save,
+    # with that save's step: between two calls of the loop, the count would go back. Taken from its
+    # place, it is not found there, which Orbax takes for no preemption.
+    _stops[:] = [distributed.global_state.preemption_sync_manager]
+    distributed.global_state.preemption_sync_manager = None
     _hosts[:] = exchange("hosts", socket.gethostname(), seconds)
     many = f", {len(set(_hosts))} hosts" if len(set(_hosts)) > 1 else ""
     seen = f", GPUs {','.join(map(str, devices))}" if devices else ""
@@ -217,6 +225,7 @@ def part(well: bool) -> None:
     if _client() is None:
         return
     if well:
+        distributed.global_state.preemption_sync_manager = _stops.pop()  # which it shuts down too
         with contextlib.suppress(RuntimeError):
             jax.distributed.shutdown()
         return
@@ -229,6 +238,15 @@ def part(well: bool) -> None:
                 time.sleep(0.1)  # they have said so, and go
                 return
         time.sleep(0.05)
+
+
+def stop_after(done: int) -> bool:
+    """Whether some process has got SIGTERM, and all have agreed to stop after `done` steps.
+
+    To be asked after every step, by the loop alone, in every process: the answer is the same in
+    all. It communicates only once a signal has come.
+    """
+    return bool(_stops) and _stops[0].reached_sync_point(done)
 
 
 def say(text: str) -> None:

@@ -31,7 +31,7 @@ def compare(host_seconds: float) -> dict[str, Any]:
         return {}  # somebody has not come to its first yet
     slowest = max(times, key=lambda i: times[i])
     return {
-        "host_seconds_median": statistics.median(times.values()),
+        "host_seconds_median": statistics.median_low(times.values()),
         "host_seconds_slowest": times[slowest],
         "slowest": processes.name_of(slowest),
     }

@@ -74,8 +74,8 @@ def test_one_sigterm_stops_all_processes_at_one_step(config, tmp_path, whole, tr
     assert checkpoint.saved_steps(run)[-1] == int(saved.split()[3].rstrip(";")) < 40
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     timed = [r for r in records if "slowest" in r]
-    assert all(r["slowest"].startswith("process 1 (") for r in timed[-3:]) and len(timed) >= 3
-    assert timed[-1]["host_seconds_slowest"] > 0.25
+    slow = [r for r in timed if r["slowest"].startswith("process 1 (")]
+    assert len(slow) > len(timed) / 2 and max(r["host_seconds_slowest"] for r in slow) > 0.25
     assert "process 1 (" in said and " is slow: 0." in said
     # The same command goes on; so does one process, with the same bits.
     assert train_on(4, config) == guard.EXIT_OK
