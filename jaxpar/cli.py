@@ -177,31 +177,30 @@ def run_program(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     without Python's exit hooks: JAX would wait there for a peer that may be dead.
     """
     try:
-        code = main(sys.argv[1:]) or guard.EXIT_OK
+        code, why = main(sys.argv[1:]) or guard.EXIT_OK, ""
         sys.stdout.flush()
     except BaseException as error:
-        end(error)
-    _leave(code, "")
+        code, why = _verdict(error)
+    _leave(code, why)
 
 
-def end(error: BaseException) -> NoReturn:
-    """Say what went wrong, and end this process with the code that it has."""
+def _verdict(error: BaseException) -> tuple[int, str]:
+    """Say what went wrong. Returns: the exit code that it has, and the words."""
     why = f"{type(error).__name__}: {error}"
     match error:
         case ConfigError():
-            code = _say(why := f"config error: {error}", guard.EXIT_CONFIG)
+            return _say(why := f"config error: {error}", guard.EXIT_CONFIG), why
         case guard.BadNumerics():
-            code = _say(why := f"bad numerics: {error}", guard.EXIT_NUMERICS)
+            return _say(why := f"bad numerics: {error}", guard.EXIT_NUMERICS), why
         case BrokenPipeError():
-            code = _say(why := "error: whatever read the output has closed it", guard.EXIT_ERROR)
+            why = "error: whatever read the output has closed it"
+            return _say(why, guard.EXIT_ERROR), why
         case SystemExit():
-            code = _code_of(error)
-        case _:
-            traceback.print_exception(error)
-            # What another process could not do has its code: this one is not at fault.
-            peers = type(error).__name__ == "PeerFailed"
-            code = error.code if peers else guard.EXIT_ERROR  # type: ignore[attr-defined]
-    _leave(code, why)
+            return _code_of(error), why
+    traceback.print_exception(error)
+    # What another process could not do has its code: this one is not at fault.
+    peers = type(error).__name__ == "PeerFailed"
+    return (error.code if peers else guard.EXIT_ERROR), why  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
@@ -218,7 +217,7 @@ def ending_at_once() -> Iterator[None]:
     except BaseException as error:
         if processes.count() == 1 or isinstance(error, guard.BadNumerics):
             raise
-        end(error)
+        _leave(*_verdict(error))
 
 
 def _leave(code: int, why: str) -> NoReturn:
