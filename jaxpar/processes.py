@@ -6,10 +6,13 @@ arrays never do. With one process, everything returns at once.
 
 import contextlib
 import hashlib
+import os
 import socket
+import sys
+import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from jax._src import distributed  # JAX offers the key-value store nowhere else
@@ -48,32 +51,29 @@ class PeerFailed(Exception):
 def connect(cluster: Cluster, seconds: int) -> str:
     """Meet the other processes. Comes before JAX's backend starts, and after its flags are set.
 
-    Args:     seconds: to wait for all of them.
+    Args:     seconds: to wait for all of them. Then this process ends with code 1, and says why:
+              JAX would abort it.
     Returns:  a line about it.
-    Raises:   ConfigError when the coordinator cannot be reached, or GPUs not be shared out.
+    Raises:   ConfigError when the coordinator's address cannot be, or GPUs not be shared out.
     """
     devices = local_gpus(cluster)
     if cluster.process_id and (cluster.num_hosts or 1) > 1:
         _check_reachable(cluster)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    try:
-        jax.distributed.initialize(
-            cluster.coordinator,
-            cluster.num_processes,
-            cluster.process_id,
-            devices,
-            cluster_detection_method="deactivate",
-            initialization_timeout=seconds,
-            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-            shutdown_timeout_seconds=30,
-        )
-    except RuntimeError as error:
-        told = str(error).splitlines()[0]
-        rule = f"has not brought {cluster.num_processes} processes together in {seconds} s: {told}"
-        if is_loopback(cluster.host):
-            rule += ". It is a loopback address: processes on other hosts cannot reach it"
-        fix = "see that all have started, and that they reach process 0's host and port"
-        raise ConfigError("cluster.coordinator", cluster.coordinator, rule, fix) from error
+    timer = threading.Timer(seconds, _give_up, (cluster, seconds))
+    timer.daemon = True
+    timer.start()
+    jax.distributed.initialize(
+        cluster.coordinator,
+        cluster.num_processes,
+        cluster.process_id,
+        devices,
+        cluster_detection_method="deactivate",
+        initialization_timeout=seconds + 60,
+        heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+        shutdown_timeout_seconds=30,
+    )
+    timer.cancel()
     # It counts the calls of one thread. Orbax 0.12 calls it too, from the thread that ends a save,
     # with that save's step: between two calls of the loop, the count would go back. Taken from its
     # place, it is not found there, which Orbax takes for no preemption.
@@ -83,6 +83,21 @@ def connect(cluster: Cluster, seconds: int) -> str:
     many = f", {len(set(_hosts))} hosts" if len(set(_hosts)) > 1 else ""
     seen = f", GPUs {','.join(map(str, devices))}" if devices else ""
     return f"{cluster}{many}{seen}"
+
+
+def _give_up(cluster: Cluster, seconds: int) -> NoReturn:
+    """Say that the others have not come, and end."""
+    port = int(cluster.coordinator.rpartition(":")[2])
+    answer = "answers, so others are missing"
+    try:
+        socket.create_connection((cluster.host, port), 3).close()
+    except OSError as error:
+        answer = f"does not answer ({error})"
+    told = f"{cluster}: the processes have not come together in {seconds} s; that address {answer}"
+    if is_loopback(cluster.host):
+        told += ". It is a loopback address, which processes on other hosts cannot reach"
+    print(f"error: {told}", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def local_gpus(cluster: Cluster) -> list[int] | None:

@@ -55,8 +55,10 @@ class Watchdog:
     def __enter__(self) -> "Watchdog":
         global _current
         _current = self
-        for watch in (self._watch_self, self._watch_others):
-            threading.Thread(target=watch, name="watchdog", daemon=True).start()
+        watches = (self._watch_self, self._watch_others)
+        self._threads = [threading.Thread(target=w, name="watchdog", daemon=True) for w in watches]
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(self, kind: Any, error: Any, _: Any) -> None:
@@ -64,6 +66,7 @@ class Watchdog:
         if error is None:
             _current = None  # else it is still to write the last words
         self._over.set()
+        self._threads[0].join(5)  # so that it does not set faulthandler's clock once more
         faulthandler.cancel_dump_traceback_later()
 
     def _watch_self(self) -> None:

@@ -41,6 +41,28 @@ os._exit(0)
 """
 
 
+ALONE = """
+import sys
+from jaxpar import processes
+from jaxpar.cluster import Cluster
+place = Cluster(
+    source="flags", coordinator=sys.argv[1], num_processes=2, process_id=int(sys.argv[2])
+)
+processes.connect(place, 2)
+"""
+
+
+def test_a_process_that_nobody_joins_says_so_and_ends():
+    address = f"127.0.0.1:{launch.free_port()}"
+    for own, found in ((0, "answers, so others are missing"), (1, "does not answer (")):
+        command = [sys.executable, "-c", ALONE, address, str(own)]
+        env = ranks.environment()
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 1, done.stderr
+        said = f"error: flags: process {own} of 2, coordinator {address}: the processes have not"
+        assert said in done.stderr and found in done.stderr and "loopback" in done.stderr
+
+
 def test_two_processes_meet_and_say_what_is_wrong():
     address = f"127.0.0.1:{launch.free_port()}"
     started = []
