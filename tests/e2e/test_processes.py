@@ -88,7 +88,7 @@ def words_of(run: Path) -> dict[int, dict]:
 
 def test_a_process_that_sleeps_for_ever_is_found_out_and_the_run_goes_on(config, tmp_path, whole):
     run = tmp_path / "run"
-    limits = ("--cluster.hang-seconds", "4", "--cluster.slow-seconds", "60")
+    limits = ("--cluster.hang-seconds", "6", "--cluster.slow-seconds", "60")
     fault = {"FAULT": "1 12 sleep", "FAULT_ONCE": str(tmp_path / "done")}
     code, said = ranks.finish(ranks.launch(2, 2, "--", config, *limits, **fault))
     assert code == guard.EXIT_OK, said[-3000:]
@@ -102,7 +102,7 @@ def test_a_process_that_sleeps_for_ever_is_found_out_and_the_run_goes_on(config,
 
 
 def test_a_stopped_process_does_not_hold_the_others(config, tmp_path):
-    limits = ("--cluster.hang-seconds", "4", "--cluster.slow-seconds", "60")
+    limits = ("--cluster.hang-seconds", "6", "--cluster.slow-seconds", "60")
     arguments = ("--restarts", "0", "--", config, *limits)
     code, said = ranks.finish(ranks.launch(2, 2, *arguments, FAULT="1 12 SIGSTOP"))
     assert code == guard.EXIT_HANG, said[-3000:]
