@@ -31,7 +31,12 @@ test: lint types ## All that CI runs: lint, types, CPU tests
 .PHONY: test-all
 test-all: lint types ## The same, slow tests included
 	@echo "==> Tests and slow tests, on 16 simulated CPU devices"
-	@$(PY) -m pytest $(WORKERS) -m "not gpu"
+	@$(PY) -m pytest $(WORKERS) -m "not gpu and not soak"
+
+.PHONY: soak
+soak: install ## Hours of kills and of resumes in every mesh and number of processes
+	@echo "==> Soak: processes killed and resumed, on simulated CPU devices"
+	@$(PY) -m pytest -m soak
 
 .PHONY: test-gpu
 test-gpu: install-gpu ## Tests that need an NVIDIA GPU

@@ -177,24 +177,65 @@ def run_program(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     without Python's exit hooks: JAX would wait there for a peer that may be dead.
     """
     try:
-        code = main(sys.argv[1:]) or guard.EXIT_OK
+        code, why = main(sys.argv[1:]) or guard.EXIT_OK, ""
         sys.stdout.flush()
-    except ConfigError as error:
-        code = _say(f"config error: {error}", guard.EXIT_CONFIG)
-    except guard.BadNumerics as error:
-        code = _say(f"bad numerics: {error}", guard.EXIT_NUMERICS)
-    except guard.RunError as error:
-        code = _say(f"error: {error}", guard.EXIT_ERROR)
-    except BrokenPipeError:
-        code = _say("error: whatever read the output has closed it", guard.EXIT_ERROR)
-    except SystemExit as stop:
-        code = _code_of(stop)
-    except BaseException:
-        traceback.print_exc()
-        code = guard.EXIT_ERROR
+    except BaseException as error:
+        code, why = _verdict(error)
+    _leave(code, why)
+
+
+def _verdict(error: BaseException) -> tuple[int, str]:
+    """Say what went wrong. Returns: the exit code that it has, and the words."""
+    why = f"{type(error).__name__}: {error}"
+    match error:
+        case ConfigError():
+            return _say(why := f"config error: {error}", guard.EXIT_CONFIG), why
+        case guard.BadNumerics():
+            return _say(why := f"bad numerics: {error}", guard.EXIT_NUMERICS), why
+        case guard.RunError():
+            return _say(why := f"error: {error}", guard.EXIT_ERROR), why
+        case BrokenPipeError():
+            why = "error: whatever read the output has closed it"
+            return _say(why, guard.EXIT_ERROR), why
+        case SystemExit():
+            return _code_of(error), why
+    traceback.print_exception(error)
+    # What another process could not do has its code: this one is not at fault.
+    peers = type(error).__name__ == "PeerFailed"
+    return (error.code if peers else guard.EXIT_ERROR), why  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def ending_at_once() -> Iterator[None]:
+    """With several processes, an exception within ends this one here, and nothing is tidied up.
+
+    A save under way, say, would be waited for, and would wait for a process that is dead. Bad
+    numerics and spikes of the loss come to all of them alike, and go on as with one process.
+    """
+    from jaxpar import processes
+
+    try:
+        yield
+    except BaseException as error:
+        alike = isinstance(error, guard.BadNumerics | guard.Spike)
+        if processes.count() == 1 or alike:
+            raise
+        _leave(*_verdict(error))
+
+
+def _leave(code: int, why: str) -> NoReturn:
+    """End this process; write why, and part from the others, if there are any."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
+    if "jaxpar.processes" in sys.modules:  # else it has started no JAX
+        from jaxpar import processes, watchdog
+
+        well = code in (guard.EXIT_OK, guard.EXIT_PREEMPTED)
+        if not well and code != guard.EXIT_CONFIG:  # what is refused writes nothing
+            with contextlib.suppress(OSError):
+                watchdog.last_words(code, why)
+        processes.part(well)
     os._exit(code)
 
 

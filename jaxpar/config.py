@@ -217,6 +217,26 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """The processes of a run: how they meet, and when they give one another up."""
+
+    detect: Literal["auto", "none", "jax", "jaxjob", "torch", "mpi", "slurm"] = "auto"
+    """Whose variables say which process this is. auto: whichever are set; none: one process."""
+    coordinator: str = ""
+    """host:port on which process 0 listens. Empty: as detected."""
+    num_processes: int = 0
+    """Processes in the run. 0: as detected."""
+    process_id: int = -1
+    """This process, from 0. -1: as detected."""
+    connect_seconds: int = 300
+    """How long processes wait for one another at the start."""
+    hang_seconds: int = 600
+    """A step that takes longer is a hang: stacks are written, and all end with 124. 0: never."""
+    slow_seconds: int = 3600
+    """The same limit for what may take longer: start, first step, evaluation, saving."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """One run, completely described."""
 
@@ -230,6 +250,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
 
 # ---------------------------------------------------------------------------- fields by path

@@ -1,13 +1,14 @@
 """Reasons to stop a run, and the exit code of each."""
 
 import math
+import os
 import signal
 import threading
 from types import FrameType
 from typing import Any
 
 #: Exit codes that a scheduler can act on.
-EXIT_OK, EXIT_ERROR, EXIT_CONFIG, EXIT_NUMERICS, EXIT_PREEMPTED = 0, 1, 2, 17, 75
+EXIT_OK, EXIT_ERROR, EXIT_CONFIG, EXIT_NUMERICS, EXIT_PREEMPTED, EXIT_HANG = 0, 1, 2, 17, 75, 124
 
 
 class RunError(Exception):
@@ -36,15 +37,21 @@ class StopRequest:
 
     Use as a context manager: leaving it puts the earlier handlers back. Python delivers signals to
     the main thread alone, so elsewhere (a notebook's worker) it listens to nothing.
+
+    With several processes, SIGTERM is JAX's: it listens since the processes have met, passes word
+    on to all of them, and they agree on the step after the furthest that any has reached. A handler
+    of Python's would take that away. Ctrl-C becomes a SIGTERM, and only its second ends at once.
     """
 
-    def __init__(self):
+    def __init__(self, several: bool = False):
+        """Args:     several: there are other processes, and they have met."""
         self.received: str | None = None
+        self._several = several
         self._earlier: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in (signal.SIGINT,) if self._several else (signal.SIGTERM, signal.SIGINT):
                 self._earlier[number] = signal.signal(number, self._receive)
         return self
 
@@ -52,6 +59,22 @@ class StopRequest:
         for number, handler in self._earlier.items():
             signal.signal(number, handler)
 
+    def after(self, done: int) -> bool:
+        """Whether to save and leave now, after `done` steps: the same in every process.
+
+        With several of them, it must be asked after each step.
+        """
+        if not self._several:
+            return self.received is not None
+        from jaxpar import processes  # here, since programs that start no JAX read this file
+
+        if processes.stop_after(done):
+            self.received = self.received or "SIGTERM"
+            return True
+        return False
+
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = signal.Signals(number).name
         signal.signal(number, signal.SIG_DFL)
+        if self._several:
+            os.kill(os.getpid(), signal.SIGTERM)

@@ -18,7 +18,7 @@ import jax
 import rich.console
 import rich.progress
 
-from jaxpar import guard
+from jaxpar import guard, stragglers
 from jaxpar.config import Config
 from jaxpar.model.flops import mfu
 
@@ -59,10 +59,18 @@ class MetricsWriter:
             self.write({"resumed_after_step": first_step})
 
     def _clear(self) -> None:
-        self.seconds, self.steps, self.data_wait = 0.0, 0, 0.0
+        self.seconds, self.steps, self.data_wait, self.device_wait = 0.0, 0, 0.0, 0.0
 
-    def write_previous(self, step: int, measured: Any, data_wait: float) -> None:
-        """Hand over step `step`, just dispatched; fetch and count the one before it."""
+    def write_previous(
+        self, step: int, measured: Any, data_wait: float, dispatch: float = 0.0
+    ) -> None:
+        """Hand over step `step`, just dispatched; fetch and count the one before it.
+
+        Args:     data_wait, dispatch: seconds that this step waited for its batch, and that it took
+                  to hand it to the devices, which may be a wait for them.
+        """
+        if self.clock is not None:
+            self.device_wait += dispatch
         self.flush()
         self.pending = (step, measured)
         self.data_wait += data_wait
@@ -74,11 +82,14 @@ class MetricsWriter:
         step, measured = self.pending
         self.pending = None
         there = {name: v for name, v in vars(measured).items() if v is not None}
+        began = time.monotonic()
         values = {name: float(v) for name, v in jax.device_get(there).items()}
+        waited = time.monotonic() - began
         self.look(step, values)
         now = time.perf_counter()
         if self.clock is not None:  # the first step's time is compilation's
             self.seconds, self.steps = self.seconds + now - self.clock, self.steps + 1
+            self.device_wait += waited
         self.clock = now
         if (step + 1) % self.cfg.train.log_every == 0 or step + 1 == self.cfg.train.num_steps:
             self._write_interval(step, values)
@@ -100,12 +111,15 @@ class MetricsWriter:
         record["tokens_seen"] = (step + 1) * self._tokens_per_step()
         if self.steps:
             record |= self._speed()
+            record |= stragglers.compare((self.seconds - self.device_wait) / self.steps)
         if self.epochs is not None:
             record["epochs"] = self.epochs(step + 1)
         record["memory_gib"] = peak_memory_gib()
         self._clear()
         self.write(record)
         self.screen.step(record)
+        if remark := stragglers.remark(record):
+            self.screen.say(remark)
 
     def _tokens_per_step(self) -> int:
         return self.cfg.train.global_batch_size * self.cfg.data.seq_len

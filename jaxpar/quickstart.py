@@ -16,7 +16,7 @@ from jaxpar.data.meta import read_meta
 from jaxpar.data.prepare import PrepareOptions, prepare
 from jaxpar.data.progress import console_progress
 from jaxpar.sample import Options, sample
-from jaxpar.train import Run, train
+from jaxpar.train import run_to_end
 
 
 def main(argv: Sequence[str]) -> int:
@@ -34,9 +34,7 @@ def main(argv: Sequence[str]) -> int:
     print(f"{meta.splits['train'].num_tokens:,} tokens in {data}")
     headline(f"2. Training for {cfg.train.num_steps} steps")
     environment = runtime.start(cfg)
-    run = Run(cfg)
-    run.open_folder(environment)
-    code = train(run)
+    code = run_to_end(cfg, environment)
     if code:
         return code
     headline("3. What it writes")

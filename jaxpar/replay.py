@@ -23,11 +23,12 @@ from jaxpar.data.skips import SkippedBatches
 from jaxpar.parallel.context import token_order
 from jaxpar.parallel.fingerprint import fingerprints
 from jaxpar.parallel.mesh import describe, make_mesh
+from jaxpar.processes import say
 from jaxpar.recent import RECENT_FILE, bits, read_recent
+from jaxpar.run import Run
 from jaxpar.state import TrainState, state_shardings
 from jaxpar.step import make_train_step
 from jaxpar.step_guard import Window
-from jaxpar.train import Run, log
 
 #: Losses of one step on other devices, or another mesh, that differ by more, relative to
 #: themselves, do so by more than the order of sums.
@@ -108,7 +109,7 @@ class Replay:
         if self.begin:
             now = checkpoint.restore(self.cfg, run.mesh, self.begin)
         else:
-            now = initial.state(self.cfg, run.mesh, initial.find(self.cfg), log)
+            now = initial.state(self.cfg, run.mesh, initial.find(self.cfg), say)
         step = self._step_on(run.mesh)
         for done in range(self.begin, self.number - 1):
             known = self.records.get(done + 1, {})
@@ -116,7 +117,7 @@ class Replay:
             now, measured = step(now, run.loader.batch(batch))
             found = {name: bits(float(getattr(measured, name))) for name in ("loss", "grad_norm")}
             if "bits" in known and known["bits"] != found:
-                log(f"step {done + 1} on the way there gives other bits than its record")
+                say(f"step {done + 1} on the way there gives other bits than its record")
         return jax.device_get(now)
 
     def take(self, state: TrainState, mesh: Mesh, batch: int) -> Taken:
@@ -159,28 +160,28 @@ def replay(options: Options) -> str:
     """Take the step again; the verdict, in a line that is printed, too."""
     again = Replay(options)
     batch, mesh = again.record["batch"], again.run.mesh
-    log(
+    say(
         f"step {again.number}: batch {batch}, windows {again.record['windows']}, "
         f"from step {again.begin} on mesh {describe(mesh)}"
     )
     state = again.before()
     same = [again.take(state, mesh, batch) for _ in range(max(options.repeat, 1))]
-    log(f"record      bits {again.record['bits']['loss']} on mesh {again.record['mesh']}")
+    say(f"record      bits {again.record['bits']['loss']} on mesh {again.record['mesh']}")
     for taken in same:
-        log(f"again       {taken}")
+        say(f"again       {taken}")
     other_mesh = again.elsewhere()
     other = again.take(state, other_mesh, batch) if other_mesh is not None else None
-    log(f"elsewhere   {other if other else 'not taken: there is no other device'}")
+    say(f"elsewhere   {other if other else 'not taken: there is no other device'}")
     text = verdict(again, same, other)
     if text == "":
         beside = again.take(state, mesh, batch + 1)
-        log(f"next batch  {beside}")
+        say(f"next batch  {beside}")
         first, last = again.record["windows"]
         text = f"data: batch {batch} (windows {first} to {last - 1}) does it, and the next does not"
         if again.is_wrong(beside.loss):
             text = "numerics: another batch does the same to this state (look at learning rate and "
             text += "the steps before)"
-    log(f"verdict     {text}")
+    say(f"verdict     {text}")
     return text
 
 

@@ -11,16 +11,17 @@ from jaxpar import xla_flags
 from jaxpar.config import Config, ConfigError
 
 
-def start(cfg: Config) -> list[str]:
+def start(cfg: Config, num_processes: int = 1) -> list[str]:
     """Prepare this process for JAX's backend, which starts at the first use of a device.
 
+    Args:     num_processes: of the run; they meet afterwards (`processes.connect`).
     Returns:  the flags and environment that were set, for the log.
     """
     run = cfg.run
     if run.cpu_devices:
         _simulate(run.cpu_devices)
         return []
-    was_set = xla_flags.apply(cfg)
+    was_set = xla_flags.apply(cfg, num_processes)
     if xla_flags.gpu_is_present():
         was_set += _open_host_memory()
     if run.compilation_cache and xla_flags.gpu_is_present():

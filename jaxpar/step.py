@@ -21,7 +21,7 @@ from jaxpar.batch import IGNORED, Batch
 from jaxpar.config import Config
 from jaxpar.model import block, transformer
 from jaxpar.parallel import fsdp
-from jaxpar.parallel.collectives import global_norm, reduce_gradients, varying
+from jaxpar.parallel.collectives import global_norm, psum, reduce_gradients, varying
 from jaxpar.parallel.pipeline import Program, accumulate, forward_only, one_f_one_b
 from jaxpar.params import join, partition_specs, split
 from jaxpar.state import TrainState, bytes_per_device, layers_here, state_shardings, state_specs
@@ -159,7 +159,7 @@ def loss_and_gradients(
     (grads,) = unview(grads)
     grads = reduce_gradients(grads, transformer.trained_specs(cfg))
     grads = skipping.unscaled(cfg, grads, scale)
-    loss = lax.psum(loss_sum, TOKEN_AXES) / num_tokens
+    loss = psum(loss_sum, TOKEN_AXES) / num_tokens
     return Measured(loss, global_norm(grads), num_tokens), grads
 
 
@@ -169,13 +169,13 @@ def eval_step(cfg: Config, max_segments: int | None, params: Any, batch: Batch):
     microbatches = split_microbatches(batch, cfg.parallel.num_microbatches)
     program = program_of(cfg, max_segments)
     _, loss_sum = forward_only(program, weights, microbatches, cfg.parallel.virtual_stages)
-    return lax.psum(loss_sum, TOKEN_AXES), count_labels(batch)
+    return psum(loss_sum, TOKEN_AXES), count_labels(batch)
 
 
 def count_labels(batch: Batch) -> jax.Array:
     """Labelled tokens of the global batch, float32: exact up to 2**24, 16 million."""
     own = jnp.sum(batch.labels != IGNORED, dtype=jnp.int32)
-    return lax.psum(own, TOKEN_AXES).astype(jnp.float32)
+    return psum(own, TOKEN_AXES).astype(jnp.float32)
 
 
 def split_microbatches(batch: Batch, n: int) -> Batch:

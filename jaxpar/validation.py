@@ -68,12 +68,14 @@ data.prefetch model.num_layers model.d_model model.num_heads model.num_kv_heads 
 model.d_ff model.experts_per_token model.vocab_size parallel.pipeline parallel.replica
 parallel.expert parallel.sequence parallel.tensor parallel.num_microbatches parallel.row_groups
 parallel.virtual_stages checkpoint.keep evaluation.num_batches
-guard.max_skips guard.spike_window guard.spike_skip guard.loss_scale_interval""".split()
+guard.max_skips guard.spike_window guard.spike_skip guard.loss_scale_interval
+cluster.connect_seconds""".split()
 
 _AT_LEAST_ZERO = """run.cpu_devices model.num_experts model.global_every train.seed
 train.z_loss optimizer.warmup_steps optimizer.weight_decay optimizer.clip_norm
 checkpoint.every checkpoint.keep_every checkpoint.save_failures_allowed evaluation.every
-guard.max_rewinds guard.recent_steps guard.replica_check_every""".split()
+guard.max_rewinds guard.recent_steps guard.replica_check_every cluster.num_processes
+cluster.hang_seconds cluster.slow_seconds""".split()
 
 _ABOVE_ZERO = """model.rope_theta model.norm_eps model.init_std optimizer.learning_rate
 optimizer.eps guard.spike_deviations""".split()

@@ -56,6 +56,8 @@ class Flag:
     """Parts of the names of the GPUs that it was measured on."""
     jax: str = "0.11."
     """How the versions of JAX begin that know it."""
+    one_process: bool = False
+    """XLA refuses it, or it does nothing, in a run of several processes."""
 
 
 FLAGS = (
@@ -117,6 +119,7 @@ FLAGS = (
         gain="copy engines in place of NCCL's kernels, in one process: 33,534 to 35,193 "
         "tokens/s/GPU, 8 layers of 8B on 4 GPUs, tensor 2; 18,498 to 18,587 with sequence 2",
         where=with_permutes,
+        one_process=True,
     ),
     Flag(
         name="xla_gpu_use_memcpy_local_p2p",
@@ -140,6 +143,14 @@ def gpu_is_present() -> bool:
     return bool(glob.glob("/dev/nvidia[0-9]*")) and os.environ.get("JAX_PLATFORMS", "") != "cpu"
 
 
+def visible_gpus() -> int:
+    """How many GPUs of this host a process may use, by CUDA_VISIBLE_DEVICES; starts no backend."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is None:
+        return len(glob.glob("/dev/nvidia[0-9]*"))
+    return len([name for name in named.split(",") if name.strip() and name.strip() != "-1"])
+
+
 def gpu_name() -> str:
     """The first GPU's name, as its driver gives it; empty if it cannot be asked."""
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
@@ -149,28 +160,31 @@ def gpu_name() -> str:
         return ""
 
 
-def measured_for(gpu: str, jax_version: str, cfg: Config) -> list[Flag]:
-    """The rows for a GPU (by its name), a version of JAX and a config."""
+def measured_for(gpu: str, jax_version: str, cfg: Config, num_processes: int = 1) -> list[Flag]:
+    """The rows for a GPU (by its name), a version of JAX, a config and a number of processes."""
     return [
         flag
         for flag in FLAGS
         if any(name in gpu for name in flag.gpus)
         and jax_version.startswith(flag.jax)
         and flag.where(cfg)
+        and not (flag.one_process and num_processes > 1)
     ]
 
 
-def apply(cfg: Config) -> list[str]:
+def apply(cfg: Config, num_processes: int = 1) -> list[str]:
     """Set the flags and environment for this host. Must run before JAX starts its backend.
 
     Args:     cfg: `parallel.data` may still be -1. Flags already in XLA_FLAGS win.
+              num_processes: of the run.
     Returns:  what was set, one "name=value" each with its reason, for the log.
     """
     if cfg.run.xla_flags == "none" or not gpu_is_present():
         return []
     given = os.environ.get("XLA_FLAGS", "")
     gpu = gpu_name()
-    flags = [f for f in measured_for(gpu, jax.__version__, cfg) if f.name not in given]
+    rows = measured_for(gpu, jax.__version__, cfg, num_processes)
+    flags = [f for f in rows if f.name not in given]
     settings = [f"--{f.name}={f.value}" for f in flags]
     os.environ["XLA_FLAGS"] = " ".join([*settings, given]).strip()
     unset = {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}

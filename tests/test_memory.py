@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from jaxpar import parity, train
+from jaxpar import parity, run
 from jaxpar.axes import BATCH_SPEC
 from jaxpar.batch import Batch
 from jaxpar.config import Config, ConfigError, replace
@@ -179,7 +179,7 @@ def test_initial_values_stay_as_they_were():
 def test_unrolled_layers_with_values_on_the_host_are_refused_on_gpus(remat):
     cfg = replace(Config(), **{"parallel.remat": remat, "parallel.layer_loop": "unroll"})
     with pytest.raises(ConfigError, match=r"parallel\.layer_loop = .*layer-loop scan"):
-        train.check_host_copies(cfg, "gpu")
-    train.check_host_copies(cfg, "cpu")
-    train.check_host_copies(replace(cfg, **{"parallel.layer_loop": "scan"}), "gpu")
-    train.check_host_copies(replace(cfg, **{"parallel.remat": "attn_out"}), "gpu")
+        run.check_host_copies(cfg, "gpu")
+    run.check_host_copies(cfg, "cpu")
+    run.check_host_copies(replace(cfg, **{"parallel.layer_loop": "scan"}), "gpu")
+    run.check_host_copies(replace(cfg, **{"parallel.remat": "attn_out"}), "gpu")

@@ -45,6 +45,15 @@ def test_the_config_decides(gpu_host):
     assert names(FLOAT8) - names(FSDP) == {"xla_gpu_enable_triton_gemm"}
 
 
+def test_what_several_processes_refuse_is_set_in_one_alone(gpu_host):
+    name = "xla_gpu_collective_permute_mode"  # XLA refuses its value `peer` across processes
+    rows = lambda n: {r.name for r in xla_flags.measured_for("H200", jax.__version__, TENSOR, n)}  # noqa: E731
+    assert name in rows(1)
+    assert rows(1) - rows(2) == {name}
+    xla_flags.apply(TENSOR, 2)
+    assert name not in os.environ["XLA_FLAGS"] and "latency_hiding" in os.environ["XLA_FLAGS"]
+
+
 @pytest.mark.parametrize("gpu, version", [("NVIDIA A100", jax.__version__), ("H200", "0.12.0")])
 def test_nothing_that_was_not_measured(gpu_host, monkeypatch, gpu, version):
     assert xla_flags.measured_for(gpu, version, FSDP) == []

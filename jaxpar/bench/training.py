@@ -25,7 +25,8 @@ from jaxpar.metrics import peak_memory_gib
 from jaxpar.model.flops import mfu, num_params
 from jaxpar.parallel.mesh import describe
 from jaxpar.profiling.collective_bytes import collective_bytes
-from jaxpar.train import Run, compiled
+from jaxpar.run import Run
+from jaxpar.train import compiled
 
 #: Steps run before the clock starts: the first ones load kernels and settle the clocks.
 WARM_UP = 3

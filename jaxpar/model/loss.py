@@ -14,7 +14,7 @@ from jax import lax
 from jaxpar.axes import VOCAB_AXES
 from jaxpar.batch import IGNORED
 from jaxpar.model.layers import vocab_shard_index
-from jaxpar.parallel.collectives import varying
+from jaxpar.parallel.collectives import psum, varying
 
 #: A chunk's float32 logits stay below this: 2,048 tokens of Llama 3's vocabulary on one device,
 #: with which the figures of docs/benchmarks were measured; small beside the activations.
@@ -82,7 +82,7 @@ def _chunk(h_ND, labels_N, head_DV, z_loss):
     held = (local >= 0) & (local < V)
     own_logit = jnp.take_along_axis(logits, jnp.where(held, local, 0)[:, None], axis=1)[:, 0]
     own_logit = jnp.where(held, own_logit, 0.0)
-    total, label_logit = lax.psum((jnp.sum(exp, axis=-1), own_logit), VOCAB_AXES)
+    total, label_logit = psum((jnp.sum(exp, axis=-1), own_logit), VOCAB_AXES)
     lse = jnp.log(total) + top
     weight = jnp.where(labels_N == IGNORED, 0.0, 1.0)
     nll = jnp.sum((lse - label_logit) * weight)

@@ -6,6 +6,7 @@ over an axis of size 1 returns its input here, once and for all; `psum` alone al
 it also changes the type.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -43,16 +44,61 @@ def varying(tree: Any) -> Any:
     return jax.tree.map(cast, tree)
 
 
+def over_gloo() -> bool:
+    """Whether collectives run in gloo: several processes, on CPUs.
+
+    Its sums come in another order than those within one process, and its reduce-scatter in
+    jaxlib 0.11 can return wrong values (jax #40830). Sums are then taken here, in the order of the
+    devices, as one process takes them: the same bits however devices are shared out.
+    """
+    return jax.default_backend() == "cpu" and jax.process_count() > 1
+
+
+def psum(tree: Any, axes: Axes) -> Any:
+    """Sum over `axes`: the same on all of them, and typed so."""
+    n = lax.axis_size(axes)
+    if n < 3 or not over_gloo():  # two numbers have one sum
+        return lax.psum(tree, axes)
+
+    def ordered(x: jax.Array) -> jax.Array:
+        own = jnp.arange(n, dtype=jnp.int32) == lax.axis_index(axes)
+        # Adding zeros is exact. The barriers keep XLA from fusing what an all-reduce keeps apart.
+        x = lax.optimization_barrier(x)
+        pieces = lax.psum(jnp.where(own.reshape(n, *[1] * x.ndim), x, jnp.zeros_like(x)), axes)
+        return lax.optimization_barrier(functools.reduce(jnp.add, list(pieces)))
+
+    return jax.tree.map(ordered, tree)
+
+
 def all_gather(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
     """Concatenate the shards of `dim` held across `axes`. Transpose: `psum_scatter`."""
-    return x if lax.axis_size(axes) == 1 else lax.all_gather(x, axes, axis=dim, tiled=True)
+    if lax.axis_size(axes) == 1:
+        return x
+    return _gather(x, axes, dim) if over_gloo() else lax.all_gather(x, axes, axis=dim, tiled=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gather(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+    """`all_gather` whose transpose is the `psum_scatter` of this file."""
+    return lax.all_gather(x, axes, axis=dim, tiled=True)
+
+
+_gather.defvjp(
+    lambda x, axes, dim: (_gather(x, axes, dim), None),
+    lambda axes, dim, _, grad: (psum_scatter(grad, axes, dim),),
+)
 
 
 def psum_scatter(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
     """Sum over `axes`, each device keeping its shard of `dim`. Transpose: `all_gather`."""
-    if lax.axis_size(axes) == 1:
+    n = lax.axis_size(axes)
+    if n == 1:
         return x
-    return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+    if not over_gloo():
+        return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+    pieces = jnp.stack(jnp.split(lax.optimization_barrier(x), n, axis=dim))
+    traded = lax.all_to_all(pieces, axes, 0, 0, tiled=True)
+    return lax.optimization_barrier(functools.reduce(jnp.add, list(traded)))
 
 
 def all_to_all(x: jax.Array, axes: Axes, split_dim: int, concat_dim: int) -> jax.Array:
@@ -107,7 +153,7 @@ def broadcast_from_last_stage(x: jax.Array) -> jax.Array:
     if n == 1:
         return x
     own = jnp.where(lax.axis_index(PIPELINE) == n - 1, x, 0)
-    return varying(lax.psum(own, PIPELINE))
+    return varying(psum(own, PIPELINE))
 
 
 def sum_over_stages(x: jax.Array) -> jax.Array:
@@ -115,7 +161,7 @@ def sum_over_stages(x: jax.Array) -> jax.Array:
 
     Communication: all-reduce over PIPELINE, forward and backward.
     """
-    return x if lax.axis_size(PIPELINE) == 1 else varying(lax.psum(x, PIPELINE))
+    return x if lax.axis_size(PIPELINE) == 1 else varying(psum(x, PIPELINE))
 
 
 def reduce_gradients(grads: Any, specs: Any) -> Any:
@@ -131,7 +177,7 @@ def reduce_gradients(grads: Any, specs: Any) -> Any:
 
     def reduce(spec, grad):
         sharded = axes_of(spec.partition_spec)
-        return lax.psum(grad, tuple(axis for axis in AXES if axis not in sharded))
+        return psum(grad, tuple(axis for axis in AXES if axis not in sharded))
 
     return map_specs(reduce, specs, grads)
 
@@ -147,5 +193,5 @@ def global_norm(tree: Any) -> jax.Array:
     for x in jax.tree.leaves(tree):
         axes, square = varying_axes(x), jnp.sum(jnp.square(x.astype(jnp.float32)))
         sums[axes] = sums[axes] + square if axes in sums else square
-    total = [lax.psum(s, axes) if axes else s for axes, s in sums.items()]
+    total = [psum(s, axes) if axes else s for axes, s in sums.items()]
     return jnp.sqrt(sum(total, jnp.float32(0)))

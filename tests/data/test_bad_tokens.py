@@ -230,7 +230,7 @@ def test_nothing_is_written_for_bad_tokens(tmp_path, monkeypatch):
     (tmp_path / "x.bin").write_bytes(TOKENS.tobytes())
     run = tmp_path / "run"
     args = ["quickstart", "--data.path", str(tmp_path / "x"), "--run.dir", str(run)]
-    monkeypatch.setattr(train.runtime, "start", lambda cfg: [])
+    monkeypatch.setattr(train.runtime, "start", lambda *_: [])
     with pytest.raises(ConfigError, match="sequence 3 starts at byte 9,000"):
         train.main([*args, "--train.global-batch-size", "16"])
     assert not run.exists()

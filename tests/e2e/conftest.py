@@ -12,6 +12,7 @@ import pytest
 from jaxpar import train
 from jaxpar.data.prepare import PrepareOptions, prepare
 from jaxpar.parallel.mesh import make_mesh
+from tests.e2e import ranks
 
 CONFIG = """
 from jaxpar.config import *
@@ -68,6 +69,18 @@ def write_config(dataset: Path):
 def config_file(write_config, tmp_path: Path) -> str:
     """A config file whose run goes to tmp_path/run."""
     return write_config(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def write_ranks(dataset):
+    """(folder) -> a config file in it; its run goes to `folder/run`."""
+
+    def write(folder: Path) -> str:
+        file = folder / "tiny.py"
+        file.write_text(ranks.CONFIG.format(run=str(folder / "run"), data=str(dataset)))
+        return str(file)
+
+    return write
 
 
 @contextlib.contextmanager

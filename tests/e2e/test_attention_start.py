@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from jaxpar import cli, train
+from jaxpar import cli, run
 from jaxpar.config import ConfigError
 from jaxpar.kernels.attention import Choice, api, reference
 from jaxpar.parallel import context
@@ -43,7 +43,7 @@ def planted(monkeypatch):
         module = types.SimpleNamespace(forward=forward, backward=backward)
         names = dict.fromkeys((KERNELS.forward, KERNELS.backward), module)
         monkeypatch.setattr(api, "BACKENDS", api.BACKENDS | names)
-        monkeypatch.setattr(train, "choose", lambda *_, **__: KERNELS)
+        monkeypatch.setattr(run, "choose", lambda *_, **__: KERNELS)
 
     return plant
 
@@ -68,12 +68,12 @@ def test_what_is_told_is_what_the_layers_ask_for(mesh, config_file, only_devices
 
     args = [config_file, *mesh.split(), "--model.attention-deterministic", "True"]
     with only_devices(2):
-        monkeypatch.setattr(train, "choose", spy(told))
-        run = train.Run(cli.read_config(args, "test", None))
-        state = run.start()
+        monkeypatch.setattr(run, "choose", spy(told))
+        made = run.Run(cli.read_config(args, "test", None))
+        state = made.start()
         for module in (api, context):
             monkeypatch.setattr(module, "choose", spy(asked))
-        make_train_step(run.cfg, run.mesh, run.max_segments).lower(state, run.loader.batch(0))
+        make_train_step(made.cfg, made.mesh, made.max_segments).lower(state, made.loader.batch(0))
     assert asked == told and len(told) == (2 if "global-every" in mesh else 1)
 
 
@@ -82,7 +82,7 @@ def test_right_kernels_are_told(mesh, planted, config_file, only_devices, capsys
     planted(1.0)
     with only_devices(2):
         args = [config_file, *mesh.split(), "--model.dtype", "bfloat16"]
-        train.Run(cli.read_config(args, "test", None)).test_attention()
+        run.Run(cli.read_config(args, "test", None)).test_attention()
     line = capsys.readouterr().out
     assert line.startswith("attention self-test: out ") and " dv " in line and line.endswith(" s\n")
 
@@ -105,7 +105,7 @@ def test_wrong_kernels_stop_the_run_before_its_first_step(planted, config_file, 
 
 def test_on_a_cpu_there_is_nothing_to_test(config_file, only_devices, capsys):
     with only_devices(1):
-        train.Run(cli.read_config([config_file], "test", None)).test_attention()
+        run.Run(cli.read_config([config_file], "test", None)).test_attention()
     assert capsys.readouterr().out.startswith("attention self-test: skipped, reference is what")
 
 

@@ -15,8 +15,8 @@ from jaxpar.generation import config_for_sampling
 from jaxpar.model.lora import is_adapter
 from jaxpar.parallel.mesh import make_mesh
 from jaxpar.params import flat
+from jaxpar.run import Run
 from jaxpar.state import init_state
-from jaxpar.train import Run
 from tests.convert import tiny
 
 #: As in the tiny config: bytes of text, and a vocabulary with room for them.

@@ -15,7 +15,7 @@ from jaxpar.loaded import load
 from jaxpar.model.lora import is_adapter
 from jaxpar.parallel.mesh import make_mesh
 from jaxpar.params import flat
-from jaxpar.train import Run
+from jaxpar.run import Run
 from tests.e2e.test_chat_tuning import QUESTIONS, write_chats
 
 #: Of tokens that the first training has seen: adapters teach the head no others.

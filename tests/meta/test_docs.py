@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import tyro
 
-from jaxpar import bench, cli, verify
+from jaxpar import bench, cli, launch, verify
 from jaxpar.checkpoint.__main__ import read_options as read_checkpoint_options
 from jaxpar.config import ConfigError
 from jaxpar.convert.__main__ import read_options
@@ -127,6 +127,8 @@ def check_command(words: list[str]) -> None:
             read_checkpoint_options(args)
         case "jaxpar.convert":
             read_options(args)
+        case "jaxpar.launch":
+            launch.read_command(args)
         case "jaxpar.data":
             read_data_command(args)
         case _:

@@ -1,0 +1,211 @@
+"""A run's processes on this host, started and seen through: python -m jaxpar.launch -n N -- CONFIG
+
+On GPUs, each process gets its share of CUDA_VISIBLE_DEVICES. Process 0 writes to the terminal, the
+others to RUN/logs/rank-N.log. When one fails, the others are ended, and all start again from the
+last checkpoint; unless the config is wrong (2), the numerics are bad (17), the same step has failed
+twice with the same error, or --restarts were not enough for a new checkpoint. The exit code is the
+run's. SIGTERM and Ctrl-C go to every process: the run saves, and ends with 75.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from jaxpar import children, cli, guard, xla_flags
+from jaxpar.children import Children, Failure
+from jaxpar.cluster import LAUNCHED
+from jaxpar.config import Config, ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Start a run's processes on this host. After --, as jaxpar.train: CONFIG --section.field v."""
+
+    num_processes: Annotated[int, tyro.conf.arg(aliases=["-n"])]
+    """Processes to start."""
+    devices_per_process: int = 0
+    """Simulate so many CPU devices in each. 0: GPUs if there are any, else what the config says."""
+    restarts: int = 3
+    """Times to start again without a new checkpoint in between."""
+    grace: float = 5.0
+    """Seconds for the others to end after one has failed, before they are killed."""
+
+
+def read_command(argv: Sequence[str]) -> tuple[Options, list[str], Config]:
+    """The options, the arguments for `jaxpar.train`, and the config that these ask for.
+
+    Raises:   ConfigError for either.
+    """
+    args, prog = list(argv), "python -m jaxpar.launch"
+    own, rest = (
+        (args[: args.index("--")], args[args.index("--") + 1 :]) if "--" in args else (args, [])
+    )
+    if not rest and not cli.asks_help(own):
+        raise ConfigError("command line", "", "names no config", f"use {prog} -n 2 -- quickstart")
+    options = tyro.cli(Options, args=own, prog=prog, description=__doc__)
+    for name, value, least in (
+        ("-n", options.num_processes, 1),
+        ("--devices-per-process", options.devices_per_process, 0),
+        ("--restarts", options.restarts, 0),
+        ("--grace", options.grace, 0),
+    ):
+        if value < least:
+            raise ConfigError(name, value, f"must be at least {least}", f"use {name} {least}")
+    for name in ("coordinator", "num-processes", "process-id", "detect"):
+        if any(arg.replace("_", "-").startswith(f"--cluster.{name}") for arg in rest):
+            rule = "is what the launcher sets"
+            raise ConfigError(f"cluster.{name.replace('-', '_')}", "", rule, "leave it out")
+    if options.devices_per_process:
+        rest += ["--run.cpu-devices", str(options.devices_per_process)]
+    return options, rest, cli.read_config(rest, "jaxpar.train", None)
+
+
+class Launcher:
+    """Attempts at a run, one after another, until it has ended."""
+
+    def __init__(self, options: Options, args: list[str], cfg: Config):
+        """Raises:   ConfigError when the GPUs cannot be shared out."""
+        self.options, self.args = options, args
+        self.run_dir = Path(cfg.run.dir)
+        self.gpus = shares_of_gpus(options.num_processes) if not cfg.run.cpu_devices else []
+        self.running: Children | None = None
+        self.stopped_by: signal.Signals | None = None
+
+    def run(self) -> int:
+        """See the run through. Returns its exit code."""
+        previous: Failure | None = None
+        newest, spent, resumed = newest_checkpoint(self.run_dir), 0, False
+        while True:
+            began = time.time()
+            ended = self.attempt(resumed)
+            code = self.settled(ended)
+            if code is not None:
+                return code
+            failure = children.failure_of(ended, children.last_words(self.run_dir, began))
+            self.tell(failure)
+            saved = newest_checkpoint(self.run_dir)
+            spent = 0 if saved > newest else spent
+            final = self.final(failure, previous, spent)
+            if final:
+                return say(final, failure.code)
+            newest, spent, previous, resumed = saved, spent + 1, failure, True
+            where = f"from checkpoint {saved}" if saved >= 0 else "from the beginning"
+            say(f"starting again {where}, restart {spent} of {self.options.restarts}")
+
+    def attempt(self, resumed: bool) -> dict[int, int]:
+        """Start all processes and wait for their end. Returns: as `Children.wait`."""
+        coordinator = f"127.0.0.1:{free_port()}"
+        count = self.options.num_processes
+        args = self.args + (["--checkpoint.resume", "auto"] if resumed else [])
+        command = [sys.executable, "-u", "-m", "jaxpar.train", *args]
+        started: list[subprocess.Popen] = []
+        self.running = Children(started, self.options.grace)
+        for rank in range(count):
+            place = dict(zip(LAUNCHED, (coordinator, str(count), str(rank)), strict=True))
+            env = os.environ | place | (self.gpus[rank] if self.gpus else {})
+            self.running.processes.append(children.start(command, env, self.log(rank)))
+        if self.stopped_by:
+            self.running.send(signal.SIGTERM)
+        return self.running.wait()
+
+    def log(self, rank: int) -> Path | None:
+        """Where a process writes; None: to the terminal."""
+        if rank == 0:
+            return None
+        folder = self.run_dir / "logs"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / f"rank-{rank}.log"
+
+    def settled(self, ended: dict[int, int]) -> int | None:
+        """The exit code, unless there is a failure to look at."""
+        codes = set(ended.values())
+        if len(ended) == self.options.num_processes and codes == {guard.EXIT_OK}:
+            return guard.EXIT_OK
+        if len(ended) == self.options.num_processes and codes == {guard.EXIT_PREEMPTED}:
+            return guard.EXIT_PREEMPTED
+        asked = {guard.EXIT_PREEMPTED, -signal.SIGTERM, -signal.SIGKILL}
+        if self.stopped_by and codes & asked:
+            # Saved; or ended during the start, before there was anything to save.
+            return say(f"stopped by {self.stopped_by.name}", guard.EXIT_PREEMPTED)
+        return None
+
+    def final(self, failure: Failure, previous: Failure | None, spent: int) -> str:
+        """Why there is no other attempt; empty if there is."""
+        if self.stopped_by:
+            return f"stopped by {self.stopped_by.name}, and failed"
+        if failure.code in (guard.EXIT_CONFIG, guard.EXIT_NUMERICS):
+            return "it would fail again"
+        if failure.same_as(previous):
+            return f"step {failure.step} has failed twice with the same error"
+        if spent >= self.options.restarts:
+            return f"no new checkpoint after {spent} restarts"
+        return ""
+
+    def tell(self, failure: Failure) -> None:
+        """Say what failed, with the end of the log where the terminal has not shown it."""
+        log = self.log(failure.rank)
+        if log is not None and (end := children.tail(log)):
+            print(f"--- the end of {log}\n{end}\n---", file=sys.stderr)
+        say(str(failure))
+
+    def stop(self, number: signal.Signals) -> None:
+        """Pass a signal on: the first so that the run saves, the second to end it at once."""
+        if self.running is not None:
+            self.running.send(signal.SIGKILL if self.stopped_by else signal.SIGTERM)
+        self.stopped_by = number
+
+
+def say(text: str, code: int = 0) -> int:
+    """A line of the launcher's own. Returns the code."""
+    print(f"launch: {text}", file=sys.stderr, flush=True)
+    return code
+
+
+def shares_of_gpus(count: int) -> list[dict[str, str]]:
+    """The environment that gives each process its GPUs; empty where there are none.
+
+    Raises:   ConfigError when they cannot be shared out evenly.
+    """
+    if not xla_flags.gpu_is_present():
+        return []
+    seen, name = xla_flags.visible_gpus(), "CUDA_VISIBLE_DEVICES"
+    ids = os.environ.get(name, ",".join(map(str, range(seen)))).split(",")[:seen]
+    if seen % count or not seen:
+        rule = f"{seen} GPUs cannot be shared evenly by {count} processes"
+        fix = "use another -n, or --devices-per-process 1 for simulated devices"
+        raise ConfigError("-n", count, rule, fix)
+    each = seen // count
+    return [{name: ",".join(ids[i * each : (i + 1) * each])} for i in range(count)]
+
+
+def newest_checkpoint(run_dir: Path) -> int:
+    """Step of the newest finished checkpoint, -1 for none; by names alone, as Orbax writes them."""
+    names = [p.name for p in (run_dir / "checkpoints").glob("*") if p.name.isdigit()]
+    return max(map(int, names), default=-1)
+
+
+def free_port() -> int:
+    """A port of this host that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line."""
+    launcher = Launcher(*read_command(argv))
+    children.on_signals(launcher.stop)
+    return launcher.run()
+
+
+if __name__ == "__main__":
+    cli.run_program(main)

@@ -1,0 +1,216 @@
+"""A run made ready: mesh, data, attention's kernels, where to start. Nothing is written yet."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxpar import checkpoint, initial, runtime
+from jaxpar.batch import Batch
+from jaxpar.config import Config, ConfigError
+from jaxpar.config_json import to_json
+from jaxpar.data import Loader
+from jaxpar.data.skips import read_skipped
+from jaxpar.kernels.attention import AttentionMask, Choice, choose, selftest
+from jaxpar.model.block import describe_tokens
+from jaxpar.model.flops import num_adapter_params, num_params
+from jaxpar.model.remat import names_on_host
+from jaxpar.parallel.context import kernel_request, token_order
+from jaxpar.parallel.mesh import describe, make_mesh
+from jaxpar.processes import say
+from jaxpar.startup import StartUp
+from jaxpar.state import TrainState
+from jaxpar.step_guard import StepGuard
+from jaxpar.validation import resolve
+
+
+class Run:
+    """A run made ready, with nothing written yet: mesh, data, where to start."""
+
+    def __init__(self, cfg: Config):
+        """Raises:   ConfigError for anything that would stop the run later."""
+        self.cfg = cfg = resolve(cfg, jax.device_count())
+        check_host_copies(cfg, jax.default_backend())
+        self.startup = StartUp()
+        self.dir = run_folder(cfg)
+        self.mesh = make_mesh(cfg.parallel)
+        order = token_order(cfg.parallel, cfg.data.seq_len)
+        self.loader = Loader(cfg, self.mesh, "train", order)
+        splits = [self.loader]
+        self.held_out = None
+        if cfg.evaluation.every:
+            self.held_out = Loader(cfg, self.mesh, "val", order)
+            splits.append(self.held_out)
+        self.max_segments = max(split.max_documents for split in splits)
+        self.first_step = checkpoint.starting_step(cfg)
+        self.changed: dict[str, tuple[Any, Any]] = {}
+        self.loader.skipped = read_skipped(self.dir)
+        if self.first_step is not None:
+            saved = checkpoint.read_saved(cfg.run.dir, self.first_step)
+            checkpoint.check_resumable(cfg, saved)
+            self.changed = checkpoint.changed_fields(cfg, saved)
+            self.loader.skipped = self.loader.skipped.and_also(saved.skipped_batches)
+            check_steps(cfg, self.first_step)
+        self.origin = initial.find(cfg) if self.first_step is None else None
+        self.kernels = self.attention_kernels()
+        self.attention = "; ".join(map(str, self.kernels))
+        self.startup.ended("data and checks")
+
+    def open_folder(self, environment: list[str]) -> None:
+        """Make the run folder and write what the run is: config.json and manifest.json."""
+        if jax.process_index() != 0:
+            return
+        self.dir.mkdir(parents=True, exist_ok=True)
+        (self.dir / "config.json").write_text(to_json(self.cfg))
+        manifest = runtime.versions() | {
+            "mesh": describe(self.mesh),
+            "parameters": num_params(self.cfg.model),
+            "adapters": num_adapter_params(self.cfg.model, self.cfg.lora),
+            "attention": self.attention,
+            "environment": environment,
+        }
+        (self.dir / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
+        print(
+            f"model      {num_params(self.cfg.model):,} parameters, {self.cfg.model.dtype}"
+            f"{self.trained}\n"
+            f"devices    {manifest['device']}, mesh {manifest['mesh']}\n"
+            f"attention  {self.attention}\n"
+            f"data       {self.data}\n"
+            f"run        {self.dir}" + "".join(f"\nset        {item}" for item in environment),
+            flush=True,
+        )
+
+    def attention_kernels(self) -> tuple[Choice, ...]:
+        """The attention kernels that this run's layers will use, and why not others; for each kind.
+
+        Raises:   ConfigError when those of `model.attention_backend` cannot serve.
+        """
+        m, p = self.cfg.model, self.cfg.parallel
+        ways = p.replica * p.data * p.expert * p.num_microbatches
+        shard = (self.cfg.train.global_batch_size // ways, self.cfg.data.seq_len // p.sequence)
+        rows = jax.ShapeDtypeStruct(shard, "int32")
+        masks = jax.eval_shape(self.masks, Batch(rows, rows, rows, rows))
+        requests = [kernel_request(self.cfg, mask) for mask in masks]
+        name, exact = m.attention_backend, m.attention_deterministic
+        try:
+            return tuple(choose(name, *request, deterministic=exact) for request in requests)
+        except ValueError as error:
+            fix = "use --model.attention-backend auto"
+            raise ConfigError("model.attention_backend", name, str(error), fix) from error
+
+    @property
+    def trained(self) -> str:
+        """What is trained, where that is not the model itself."""
+        size, lora = num_adapter_params(self.cfg.model, self.cfg.lora), self.cfg.lora
+        text = f"\ntrained    {size:,} parameters of adapters, rank {lora.rank} on {lora.targets}"
+        return text if size else ""
+
+    @property
+    def data(self) -> str:
+        """What is trained on, and how often by the end: a line for each source."""
+        epochs, total = self.loader.epochs(self.cfg.train.num_steps), self.loader.sources
+        share = sum(source.weight for source in total)
+        lines = [
+            f"{source.dataset.path}, {source.dataset.num_tokens:,} tokens"
+            + (f", {source.weight / share:.2%} of the windows" if len(total) > 1 else "")
+            + f", {epochs[str(source.dataset.path)]:.3g} epochs"
+            for source in total
+        ]
+        return "\n           ".join(lines)
+
+    def masks(self, batch: Batch) -> tuple[AttentionMask, ...]:
+        """The masks of some of the run's tokens, as its layers make them: one for each kind."""
+        tokens = describe_tokens(batch, self.cfg, self.max_segments)
+        return (tokens.mask,) if tokens.in_global is None else (tokens.mask, tokens.in_global.mask)
+
+    def test_attention(self) -> None:
+        """Try the attention kernels on a slice of the first batch, alone on one device.
+
+        Raises:   ConfigError when they compute something else than `reference`.
+        """
+        first_row = self.loader.host_rows(self.first_step or 0, np.zeros(1, np.int64))
+        p = self.cfg.parallel
+        in_text_order = p.sequence == 1 or p.context == "ulysses"
+        length = self.cfg.data.seq_len // (1 if in_text_order else p.sequence)
+        places = selftest.slice_of(length, in_text_order)
+        masks = jax.jit(self.masks)(jax.tree.map(lambda x: x[:, places], first_row))
+        for kernels, mask in zip(self.kernels, masks, strict=True):
+            self.test_kernels(kernels, mask)
+
+    def test_kernels(self, kernels: Choice, mask: AttentionMask) -> None:
+        """The same for the layers of one kind. Args and errors as `test_attention`."""
+        if {kernels.forward, kernels.backward} == {"reference"}:
+            say("attention self-test: skipped, reference is what kernels are compared with")
+            return
+        began = time.perf_counter()
+        m = self.cfg.model
+        group = m.num_heads // m.num_kv_heads
+        values = selftest.random_values(mask, group, m.head_dim, m.dtype, self.cfg.train.seed)
+        q, k, v, d_out, mask = jax.device_put((*values, mask), jax.local_devices()[0])
+        try:
+            report = selftest.check(kernels, q, k, v, mask, d_out)
+        except selftest.WrongKernel as error:
+            fix = "use --model.attention-backend reference, or another that serves, and report it"
+            name = m.attention_backend
+            raise ConfigError("model.attention_backend", name, str(error), fix) from error
+        say(f"attention self-test: {report}, {time.perf_counter() - began:.1f} s")
+
+    def start(self) -> TrainState:
+        """The state to go on from: restored, or fresh; once attention has been tested.
+
+        Raises:   ConfigError as `test_attention`.
+        """
+        self.test_attention()
+        self.startup.ended("attention self-test")
+        began = time.perf_counter()
+        if self.first_step is None:
+            state = initial.state(self.cfg, self.mesh, self.origin, say)
+            what = f"weights of {self.origin}" if self.origin else "initialised"
+        else:
+            state, self.first_step = checkpoint.restore_latest(self.cfg, self.mesh)
+            for field, (then, now) in self.changed.items():
+                say(f"changed    {field}: {then} then, {now} now")
+            what = f"restored step {self.first_step}"
+        jax.block_until_ready(state)
+        say(f"{what} in {time.perf_counter() - began:.1f} s")
+        self.startup.ended("weights")
+        return state
+
+    def look(self) -> Callable[[int, dict[str, float]], None]:
+        """What is to see the numbers of every step from here on."""
+        first, batch_of = self.first_step or 0, self.loader.skipped.batch_of
+        return StepGuard(self.cfg, self.dir, first, batch_of, say, describe(self.mesh)).look
+
+
+def run_folder(cfg: Config) -> Path:
+    """The run folder, which need not exist yet.
+
+    Raises:   ConfigError when something else bears its name.
+    """
+    folder = Path(cfg.run.dir)
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError("run.dir", cfg.run.dir, "is a file", "use --run.dir runs/NAME")
+    return folder
+
+
+def check_host_copies(cfg: Config, backend: str) -> None:
+    """Raises:   ConfigError for what JAX 0.11 compiles for a GPU, and cannot run (docs/LOG.md)."""
+    on_host = names_on_host(cfg.parallel.remat)
+    if backend == "gpu" and cfg.parallel.layer_loop == "unroll" and on_host:
+        rule = "fails on GPUs in XLA's own runtime when values wait in host memory, as in "
+        rule += f"parallel.remat = {cfg.parallel.remat}"
+        fix = "use --parallel.layer-loop scan, or name nothing with :host"
+        raise ConfigError("parallel.layer_loop", "unroll", rule, fix)
+
+
+def check_steps(cfg: Config, saved: int) -> None:
+    """Raises:   ConfigError when the run is already past its last step."""
+    if saved > cfg.train.num_steps:
+        rule = f"must be at least the {saved} steps of the checkpoint in {cfg.run.dir}"
+        raise ConfigError(
+            "train.num_steps", cfg.train.num_steps, rule, f"use --train.num-steps {2 * saved}"
+        )

@@ -1,0 +1,152 @@
+"""A run that no longer gets anywhere is ended, and leaves word of where it was.
+
+Each process watches itself: the loop says what it enters, and until when that must be over. When
+the time is up, every process writes its Python stacks to RUN/ranks/N.stacks.txt and its step and
+phase to RUN/ranks/N.json, and ends with 124. JAX's heartbeat does not see such hangs: a process
+that is alive and stuck still beats.
+"""
+
+import faulthandler
+import json
+import os
+import sys
+import threading
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from jaxpar import guard, processes
+
+#: Seconds between two looks at whether another process has hung.
+LOOK_SECONDS = 2.0
+
+#: How long a process that has hung waits for the others to see it too, and write their stacks.
+TELL_SECONDS = 6.0
+
+#: Beyond the limit, for the case that a C function keeps Python from running at all.
+EXTRA_SECONDS = 60.0
+
+_TOPIC = "hung"
+
+_current: "Watchdog | None" = None
+
+
+class Watchdog:
+    """Watches this process. Use as a context manager; `enter` costs a microsecond."""
+
+    def __init__(self, run_dir: str | Path, hang_seconds: float, slow_seconds: float):
+        """Args:     the limits, as in the section `cluster` of the config; 0: none."""
+        self.run_dir = Path(run_dir).absolute()
+        self._folder = self.run_dir / "ranks"
+        self._limits = (hang_seconds, slow_seconds)
+        self._over, self._ending = threading.Event(), threading.Lock()
+        self._at: tuple[str, int, float, float] = ("start", 0, 0.0, 0.0)
+        self.enter("start", 0, slow=True)
+
+    def enter(self, phase: str, step: int, *, slow: bool = False) -> None:
+        """Say what is done next, for which step, and start the clock anew.
+
+        Args:     slow: it has `slow_seconds`, not `hang_seconds`.
+        """
+        now, limit = time.monotonic(), self._limits[slow]
+        self._at = (phase, step, now, now + limit if limit else float("inf"))
+
+    def __enter__(self) -> "Watchdog":
+        global _current
+        _current = self
+        watches = (self._watch_self, self._watch_others)
+        self._threads = [threading.Thread(target=w, name="watchdog", daemon=True) for w in watches]
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, kind: Any, error: Any, _: Any) -> None:
+        global _current
+        if error is None:
+            _current = None  # else it is still to write the last words
+        self._over.set()
+        self._threads[0].join(5)  # so that it does not set faulthandler's clock once more
+        faulthandler.cancel_dump_traceback_later()
+
+    def _watch_self(self) -> None:
+        shortest = min((limit for limit in self._limits if limit), default=0.0)
+        if not shortest:
+            return
+        backup = max(self._limits) + EXTRA_SECONDS
+        last = time.monotonic()
+        while not self._over.wait(min(1.0, shortest / 4)):
+            now = time.monotonic()
+            if now - last > max(5.0, shortest / 2):  # this process was stopped: not the loop's time
+                phase, step, since, until = self._at
+                self._at = (phase, step, since, until + now - last)
+            last = now
+            faulthandler.dump_traceback_later(backup, exit=True)
+            phase, step, since, until = self._at
+            if now > until:
+                self._end(f"step {step}, {phase}: not over after {now - since:.0f} s")
+
+    def _watch_others(self) -> None:
+        while processes.count() > 1 and not self._over.wait(LOOK_SECONDS):
+            try:
+                hung = processes.published(_TOPIC)
+            except RuntimeError:
+                return  # the coordinator is gone, and JAX ends this process
+            for process, text in hung.items():
+                self._end(f"{processes.name_of(process)} hangs at {text}")
+
+    def _end(self, why: str) -> None:
+        """Write the last words, give the others time for theirs, and end with 124."""
+        if not self._ending.acquire(blocking=False):
+            time.sleep(3600)  # the other thread is at it, and ends them both
+        phase, step, _, _ = self._at
+        # First what needs nobody else. Those that call may wait for a process that is stopped.
+        self.write(guard.EXIT_HANG, f"hang: {why}")
+        name = f"{processes.own()}.stacks.txt"
+        with open(self._folder / name, "a") as file:
+            file.write(f"{_now()} {why}\n")
+            file.flush()
+            faulthandler.dump_traceback(file)
+        told = f"hang: {processes.name_of(processes.own())}: {why}; stacks in {self._folder / name}"
+        print(told, file=sys.stderr, flush=True)
+        threading.Thread(target=self._tell, args=(f"step {step}, {phase}",), daemon=True).start()
+        self._over.wait(TELL_SECONDS + (processes.own() == 0))
+        os._exit(guard.EXIT_HANG)
+
+    def _tell(self, where: str) -> None:
+        """Let the others know, and stop waiting once all have said the same."""
+        try:
+            processes.publish(_TOPIC, where)
+            while len(processes.published(_TOPIC)) < processes.count():
+                time.sleep(0.1)
+            time.sleep(0.5)  # theirs are being written
+        except RuntimeError:
+            pass  # the coordinator is gone: nobody is left to be told
+        self._over.set()
+
+    def write(self, code: int, error: str) -> None:
+        """Write this process's last words to RUN/ranks/N.json."""
+        phase, step, since, _ = self._at
+        words = {
+            "process": processes.name_of(processes.own()),
+            "pid": os.getpid(),
+            "time": time.time(),
+            "code": code,
+            "error": error,
+            "step": step,
+            "phase": phase,
+            "seconds_in_phase": round(time.monotonic() - since, 3),
+        }
+        self._folder.mkdir(parents=True, exist_ok=True)
+        own = self._folder / f"{processes.own()}.json"
+        own.write_text(json.dumps(words) + "\n")
+
+
+def last_words(code: int, error: str) -> None:
+    """Write why this process ends, and where it was, if it was being watched."""
+    if _current is not None and _current.run_dir.exists():
+        _current.write(code, error)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
