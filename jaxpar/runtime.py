@@ -26,7 +26,7 @@ def start(cfg: Config) -> list[str]:
     if run.compilation_cache and xla_flags.gpu_is_present():
         folder = Path(run.compilation_cache).expanduser()
         jax.config.update("jax_compilation_cache_dir", str(folder))
-        was_set.append(f"compilation cache {folder}")
+        was_set.append(f"compilation cache {run.compilation_cache}")
     return was_set
 
 
