@@ -175,7 +175,7 @@ def _split(taken: list[tuple[int, int, float]], step: int):
     """The steps up to one, and the seconds of those beyond."""
     kept, lost = [], 0.0
     for first, last, spent in taken:
-        share = 1.0 if last <= step else max(step - first, 0) / (last - first)
+        share = 1.0 if last <= step else max(step - first, 0) / max(last - first, 1)
         kept.append((first, min(last, step), spent * share))
         lost += spent * (1 - share)
     return kept, lost

@@ -47,13 +47,14 @@ def test_every_second_is_accounted_for():
 def test_a_rewind_within_a_span_loses_its_part():
     events = [
         event("start", 1, 0, 1000),
-        spent(1, 100, 1100, [0, 50], step=100.0),
+        spent(1, 90, 1090, [0, 50], step=90.0),
+        spent(1, 100, 1100, [50, 50], step=10.0),
         event("from", 1, 100, 1100, step=40),
         spent(1, 160, 1160, [40, 70], step=60.0),
     ]
     found = goodput.goodput(events)
-    assert found.seconds["lost work"] == pytest.approx(20)
-    assert found.seconds["step"] == pytest.approx(140)
+    assert found.seconds["lost work"] == pytest.approx(18 + 10)
+    assert found.seconds["step"] == pytest.approx(72 + 60)
 
 
 @pytest.mark.parametrize("jump", [-3600, -40])

@@ -127,45 +127,40 @@ def _load_whole(run_dir: str | Path, saved: Saved, target: Any, partial: bool = 
 
     Raises:   Damaged, in every process when in one.
     """
-    where = f"{saved} of {run_dir}"
-    found, error = None, None
-    try:
-        found = _compared(run_dir, saved, target, partial, where)
-    except Damaged as damaged:
-        error = damaged
-    if jax.process_count() > 1:
-        others = multihost_utils.process_allgather(np.asarray(error is not None))
-        if error is None and np.any(others):
-            error = Damaged(where, ["another process could not read it"])
-    if error is not None:
-        raise error
-    return found
-
-
-def _compared(run_dir: str | Path, saved: Saved, target: Any, partial: bool, where: str) -> Any:
-    step_folder = folder(run_dir) / str(saved.step)
-    damage = integrity.file_damage(step_folder)
-    if damage:
-        raise Damaged(where, damage)
+    where, step_folder = f"{saved} of {run_dir}", folder(run_dir) / str(saved.step)
+    first = jax.process_index() == 0
+    _agree(where, integrity.file_damage(step_folder) if first else [])
+    loaded, damage = None, []
     try:
         loaded = _load(step_folder, target, partial)
     except NOT_DAMAGE:
         raise
     except Exception as error:  # whatever Orbax makes of a damaged file
         reason = (str(error) or type(error).__name__).partition("\n")[0][:300]
-        raise Damaged(where, [f"it cannot be read ({reason})"]) from error
+        damage = [f"it cannot be read ({reason})"]
     # What the checkpoint lacks comes back as it was asked for: abstract, without a word.
-    leaves = flat(loaded) if partial else {}
+    leaves = flat(loaded) if partial and not damage else {}
     missing = [name for name, leaf in leaves.items() if not isinstance(leaf, jax.Array)]
-    if missing:
-        raise Damaged(where, [f"it lacks {', '.join(missing)}"])
+    _agree(where, damage + ([f"it lacks {', '.join(missing)}"] if missing else []))
     if saved.fingerprints:
         damage = integrity.differing(saved.fingerprints, fingerprints(loaded))
-    elif jax.process_index() == 0:
+    elif first:
         integrity.warn(f"{where} has no fingerprints, being of an earlier version: not verified")
+    _agree(where, damage)
+    return loaded
+
+
+def _agree(where: str, damage: list[str]) -> None:
+    """Go on together, before anything that needs all processes.
+
+    Raises:   Damaged, in every process, when one has found damage.
+    """
+    if jax.process_count() > 1:
+        found = multihost_utils.process_allgather(np.asarray(bool(damage)))
+        if np.any(found) and not damage:
+            damage = ["another process says so"]
     if damage:
         raise Damaged(where, damage)
-    return loaded
 
 
 def _target(cfg: Config, mesh: Mesh) -> TrainState:

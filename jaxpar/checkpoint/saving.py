@@ -99,7 +99,11 @@ class Checkpointer:
             # Without `force`, Orbax has its own opinion on when to save.
             saving = self._orbax.save_async(step, tree, force=True, custom_metadata=about)
         except Exception as error:
-            self._count(step, error)
+            failed: Future[None] = Future()
+            failed.set_exception(error)
+            self._saving = step, failed
+            if jax.process_count() == 1:
+                self.wait()  # with others, they are to hear of it there
             return False
         held = time.perf_counter() - began
         self._saving = step, self._thread.submit(self._finish, saving, step, began, held, num_bytes)
