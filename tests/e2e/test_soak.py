@@ -29,6 +29,9 @@ MESHES = {
 }
 LAYOUTS = (1, 2, 4)
 
+#: Of each run.
+KILLS = int(os.environ.get("SOAK_KILLS", "50"))
+
 
 def killed_run(config: str, run: Path, count: int, kills: int, seed: int) -> None:
     """A run whose random processes are killed so many times, at any moment, saves included."""
@@ -50,12 +53,12 @@ def killed_run(config: str, run: Path, count: int, kills: int, seed: int) -> Non
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_fifty_kills_leave_no_trace(count, write_ranks, tmp_path, train_on):
+def test_many_kills_leave_no_trace(count, write_ranks, tmp_path, train_on):
     whole, run = tmp_path / "whole", tmp_path / "run"
     config = write_ranks(tmp_path)
     more = ("--train.num-steps", "300", "--run.dir", str(whole), "--checkpoint.every", "0")
     assert train_on(4, config, *more) == guard.EXIT_OK
-    killed_run(config, run, count, 50, seed=count)
+    killed_run(config, run, count, KILLS, seed=count)
     assert ranks.losses_of(run) == ranks.losses_of(whole)
 
 
