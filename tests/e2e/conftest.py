@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxpar import train
+from jaxpar import run, train
 from jaxpar.data.prepare import PrepareOptions, prepare
 from jaxpar.parallel.mesh import make_mesh
 from tests.e2e import ranks
@@ -87,7 +87,7 @@ def write_ranks(dataset):
 def devices_and_handlers(number: int):
     with pytest.MonkeyPatch.context() as patch:
         mesh = functools.partial(make_mesh, devices=jax.devices()[:number])
-        patch.setattr(train, "make_mesh", mesh)
+        patch.setattr(run, "make_mesh", mesh)
         patch.setattr(jax, "device_count", lambda: number)
         handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
         try:
@@ -110,8 +110,8 @@ def only_devices():
 def train_on(only_devices):
     """(number of devices, command line) -> the exit code of a run inside this process."""
 
-    def run(number: int, *args: str) -> int:
+    def on(number: int, *args: str) -> int:
         with only_devices(number):
             return train.main(args)
 
-    return run
+    return on
