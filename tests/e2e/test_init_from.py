@@ -12,8 +12,10 @@ import pytest
 from jaxpar import checkpoint, cli
 from jaxpar.config import ConfigError
 from jaxpar.generation import config_for_sampling
+from jaxpar.model.lora import is_adapter
 from jaxpar.parallel.mesh import make_mesh
 from jaxpar.params import flat
+from jaxpar.state import init_state
 from jaxpar.train import Run
 from tests.convert import tiny
 
@@ -75,6 +77,19 @@ def test_a_published_model_under_the_flags_that_the_error_gives(
     np.testing.assert_array_equal(state.params["layers"]["w_down"][1], down.T)
     assert int(state.step) == 0
     assert not any(np.any(np.asarray(m)) for m in jax.tree.leaves(state.opt_state))
+
+
+def test_adapters_start_afresh_beside_a_published_model(run_of, flags_to_fit, published):
+    flags = ["--run.init-from", str(published), "--lora.rank", "4", "--parallel.tensor", "2"]
+    run = run_of([*flags_to_fit, *flags], 4)
+    state, fresh = run.start(), flat(init_state(run.cfg, run.mesh).params)
+    down = tiny.tensors(PUBLISHED)["model.layers.1.mlp.down_proj.weight"]
+    np.testing.assert_array_equal(state.params["layers"]["w_down"][1], down.T)
+    found = {name: a for name, a in flat(state.params).items() if is_adapter(name)}
+    assert_same(found, {name: fresh[name] for name in found})
+    assert np.abs(found["layers/wq_lora_a"]).max() > 0 and len(found) == 14
+    moments = [a for a in jax.tree.leaves(state.opt_state) if a.ndim]
+    assert len(moments) == 2 * len(found)
 
 
 def test_training_goes_on_from_there_and_is_resumed_without_it(
