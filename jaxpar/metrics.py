@@ -51,6 +51,8 @@ class MetricsWriter:
         self.device_kind = jax.devices()[0].device_kind
         self.pending: tuple[int, Any] | None = None
         self.clock: float | None = None
+        self.last: dict[str, Any] = {}
+        """The latest record of an interval."""
         self._clear()
         if first_step:
             self.write({"resumed_after_step": first_step})
@@ -100,6 +102,7 @@ class MetricsWriter:
             record["epochs"] = self.epochs(step + 1)
         record["memory_gib"] = peak_memory_gib()
         self._clear()
+        self.last = record
         self.write(record)
         self.screen.step(record)
 

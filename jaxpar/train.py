@@ -26,6 +26,7 @@ from jaxpar.model.remat import names_on_host
 from jaxpar.optimizer import learning_rate
 from jaxpar.parallel.context import kernel_request, token_order
 from jaxpar.parallel.mesh import describe, make_mesh
+from jaxpar.planning.forecast import forecast
 from jaxpar.startup import StartUp
 from jaxpar.state import TrainState, bytes_per_device
 from jaxpar.step import make_eval_step, make_train_step
@@ -236,6 +237,11 @@ def train(run: Run) -> int:
         checkpoint.Checkpointer(cfg) as saver,
         MetricsWriter(cfg, run.dir, first, schedule, run.loader.epochs) as metrics,
     ):
+        device = jax.devices()[0]
+        plan = forecast(cfg, device.device_kind, jax.device_count(), jax.local_device_count())
+        if plan is not None:
+            log(str(plan))
+            metrics.write(plan.record())
         train_step = compiled(run, state)
         for step in range(first, last):
             began = time.perf_counter()
@@ -257,6 +263,8 @@ def train(run: Run) -> int:
                 log(f"{stop.received}: saved step {done}; the same command goes on from there")
                 return guard.EXIT_PREEMPTED
         metrics.flush()
+        if plan is not None:
+            log(plan.beside(metrics.last))
     batches.close()
     log(f"done: {run.dir}")
     return guard.EXIT_OK

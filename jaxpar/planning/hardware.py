@@ -191,6 +191,5 @@ def _find(table: dict, name: str, option: str, what: str):
 
 
 def gpu_of_kind(device_kind: str) -> Gpu | None:
-    """The GPU that JAX calls by this name, or by one that contains it; None for others."""
-    words = {gpu.name.upper(): gpu for gpu in GPUS.values()}
-    return next((gpu for word, gpu in words.items() if word in device_kind), None)
+    """The GPU that JAX calls by this name; None for others."""
+    return next((gpu for gpu in GPUS.values() if gpu.device_kind == device_kind), None)

@@ -41,15 +41,15 @@ class Listing:
 
     def refuse(self, error: ConfigError) -> None:
         """Count a layout that `validation` refuses."""
-        reason = f"{error.field}: {_without_numbers(error.rule)}"
+        reason = f"{error.field}: {_in_general(error.rule)}"
         self.refused[reason] += 1
         self.examples.setdefault(reason, str(error))
 
 
-def _without_numbers(rule: str) -> str:
-    """A rule without this layout's factors: "must be divisible by parallel.tensor, since ..."."""
-    head, equals, tail = rule.partition(" = ")
-    return head + tail.lstrip("0123456789") if equals else rule
+def _in_general(rule: str) -> str:
+    """A rule without this layout's numbers: of "must be divisible by ..., since ...", the why."""
+    _, since, why = rule.partition(", since ")
+    return why if since else rule
 
 
 def legal_layouts(
