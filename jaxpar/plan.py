@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 from rich.console import Console
 
-from jaxpar import cli, runtime
+from jaxpar import cli
 from jaxpar.bench.options import Parser
 from jaxpar.config import Config, ConfigError
 from jaxpar.planning import advice, budget, compiling, layouts, override, showing
@@ -30,7 +31,7 @@ such as parallel.context, hold for all layouts. Exit codes: 0 planned, 2 bad inp
 """
 
 #: Columns that the ranking needs, also where the output is no terminal.
-LEAST_WIDTH = 110
+LEAST_WIDTH = 118
 
 
 @dataclass(frozen=True)
@@ -143,8 +144,8 @@ def main(argv: Sequence[str]) -> int:
     if cli.asks_help(argv):
         parser().parse_args(["--help"])
     asked = read_command(argv)
-    # Shapes alone are computed, on the CPU, so that a GPU in use is not touched.
-    runtime.start(Config(run=dataclasses.replace(Config().run, cpu_devices=1)))
+    # Shapes alone are computed, so a GPU that is in use is left alone.
+    jax.config.update("jax_platforms", "cpu")
     width = max(Console().width, LEAST_WIDTH)
     console = Console(highlight=False, width=width, quiet=asked.options.json)
     record = answer(asked, console)

@@ -87,7 +87,7 @@ device_description_str: "{gpu.device_kind}"
 def check_can_compile(cluster: Cluster) -> None:
     """Raises:   ConfigError when the plugin is missing, or the GPUs are none that it is tried on."""
     gpu, count = cluster.gpu, cluster.num_gpus
-    if importlib.util.find_spec(PLUGIN.partition(".")[0]) is None or not _has_plugin():
+    if not has_plugin():
         rule = f"needs JAX's CUDA plugin ({PLUGIN}), which is not installed here"
         fix = "run pip install -e '.[cuda13]' in this environment (no GPU is needed), or leave it"
         raise ConfigError("--compile", True, rule, f"{fix} out")
@@ -99,7 +99,8 @@ def check_can_compile(cluster: Cluster) -> None:
         raise ConfigError("--compile", count, rule, f"use --gpus {MOST_GPUS}, or leave it out")
 
 
-def _has_plugin() -> bool:
+def has_plugin() -> bool:
+    """Whether JAX's CUDA plugin is installed; a GPU need not be."""
     try:
         return importlib.util.find_spec(PLUGIN) is not None
     except ModuleNotFoundError:

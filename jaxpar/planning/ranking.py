@@ -53,7 +53,8 @@ def predict(cfg: Config, cluster: Cluster) -> Layout:
     """One layout.
 
     Args:     cfg: resolved.
-    Raises:   ConfigError when `model.attention_backend` cannot serve it on this GPU.
+    Raises:   ConfigError when `model.attention_backend` cannot serve it on this GPU, or the order
+              of the tokens leaves it to the reference.
     """
     try:
         on_reference = attention_runs_on_reference(cfg, cluster.gpu)
@@ -62,6 +63,11 @@ def predict(cfg: Config, cluster: Cluster) -> Layout:
         fix = "use --model.attention-backend auto"
         rule = str(error).partition(": ")[2]
         raise ConfigError("model.attention_backend", name, rule, fix) from error
+    p = cfg.parallel
+    if on_reference and p.sequence > 1 and p.context != "ulysses":
+        rule = f"has no attention kernel on {cluster.gpu.name} but the reference, which holds all "
+        fix = "use --parallel.context ulysses"
+        raise ConfigError("parallel.context", p.context, rule + "scores", fix)
     return Layout(
         cfg, memory_of(cfg, on_reference=on_reference), step_time(cfg, cluster), on_reference
     )

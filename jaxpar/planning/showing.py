@@ -34,7 +34,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> 
     """Rows of text; the first column to the left, the others to the right."""
     made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for i, name in enumerate(columns):
-        made.add_column(name, justify="right" if i else "left", overflow="fold", no_wrap=i == 0)
+        made.add_column(name, justify="right" if i else "left", no_wrap=True)
     for row in rows:
         made.add_row(*row)
     return made
@@ -123,7 +123,7 @@ def _remarks(plan: Plan, chosen: Sequence[Layout]) -> list[str]:
             f"({describe(nearest.cfg)}, remat {nearest.cfg.parallel.remat})."
         )
     if plan.refused:
-        lines.append(f"Not allowed: {sum(plan.refused.values()):,}")
+        lines.append(f"Not allowed: {sum(plan.refused.values()):,}, by the rule that they break:")
         lines += [f"  {n:>6,}  {reason}" for reason, n in plan.refused.most_common(8)]
     lines += caveats(plan, chosen)
     return lines
@@ -195,12 +195,13 @@ def show_compiled(console: Console, pairs: Sequence[tuple[Layout, Compiled | str
 def show_hardware(console: Console) -> None:
     """Every number of the tables of GPUs and networks, with its source."""
     for gpu in GPUS.values():
-        console.print(table(f"{gpu.name}: {gpu.device_kind}", ["", "", "source"], _figures(gpu)))
-    rows = [
-        (n.name, f"{n.bandwidth.value / 1e9:.1f} GB/s", n.bandwidth.source)
-        for n in NETWORKS.values()
-    ]
-    console.print(table("Between hosts", ["", "a GPU", "source"], rows))
+        console.print(f"{gpu.name}: {gpu.device_kind}")
+        for name, value, source in _figures(gpu):
+            console.print(f"  {name:<10} {value:>15}  {source}", soft_wrap=True)
+    console.print("between hosts, a GPU:")
+    for n in NETWORKS.values():
+        value = f"{n.bandwidth.value / 1e9:.1f} GB/s"
+        console.print(f"  {n.name:<10} {value:>15}  {n.bandwidth.source}", soft_wrap=True)
 
 
 def _figures(gpu: Gpu) -> list[tuple[str, str, str]]:

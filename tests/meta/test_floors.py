@@ -16,7 +16,7 @@ FLOORS = {
     1: "parallel kernels xla_flags runtime",
     2: "model",
     3: "optimizer moments state adapters initial startup step data checkpoint metrics profiling "
-    "guard convert generation scoring loaded harness parity",
+    "guard convert generation scoring loaded harness parity planning",
     4: "cli train evaluate sample verify quickstart launch plan doctor bench report",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}
