@@ -27,7 +27,9 @@ def _check_types(node: Any, prefix: str) -> None:
             _check_types(value, path + ".")
 
 
-_hints_of = functools.cache(typing.get_type_hints)
+@functools.cache
+def _hints_of(section: type) -> dict[str, Any]:
+    return typing.get_type_hints(section)
 
 
 def _fits(value: Any, hint: Any) -> bool:

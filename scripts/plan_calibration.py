@@ -22,7 +22,7 @@ def table() -> str:
     """The runs as a Markdown table, and the largest errors under it."""
     compared = list(compare(lambda words: cli.read_config(words, "jaxpar.plan", None)))
     lines = [
-        "| GPUs | run | step, ms: measured | predicted | error | peak, GiB: measured | predicted | error |",
+        "| GPUs | run | step, ms | predicted | error | peak, GiB | predicted | error |",
         "|---|---|---|---|---|---|---|---|",
         *map(row, compared),
     ]

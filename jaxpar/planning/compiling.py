@@ -51,6 +51,7 @@ def target_config(gpu: Gpu) -> str:
     """The GPU as XLA's target description, a protocol buffer in text: published properties, and
     those that all GPUs of the compute capability share."""
     major, minor = gpu.compute_capability.split(".")
+    capability = f"major: {major} minor: {minor} feature_extension: ACCELERATED_FEATURES"
     return f"""gpu_device_info {{
   threads_per_block_limit: 1024
   threads_per_warp: 32
@@ -67,7 +68,7 @@ def target_config(gpu: Gpu) -> str:
   clock_rate_ghz: {gpu.clock_ghz}
   device_memory_size: {int(gpu.memory.value)}
   shared_memory_per_block_optin: 232448
-  cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: ACCELERATED_FEATURES }}
+  cuda_compute_capability {{ {capability} }}
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
   device_interconnect_info {{ active_links: {gpu.links} }}
@@ -85,7 +86,7 @@ device_description_str: "{gpu.device_kind}"
 
 
 def check_can_compile(cluster: Cluster) -> None:
-    """Raises:   ConfigError when the plugin is missing, or the GPUs are none that it is tried on."""
+    """Raises:   ConfigError without the plugin, or for GPUs that it was not tried on."""
     gpu, count = cluster.gpu, cluster.num_gpus
     if not has_plugin():
         rule = f"needs JAX's CUDA plugin ({PLUGIN}), which is not installed here"
@@ -93,7 +94,9 @@ def check_can_compile(cluster: Cluster) -> None:
         raise ConfigError("--compile", True, rule, f"{fix} out")
     if gpu.name not in COMPILES_FOR:
         rule = f"compiles for {' and '.join(COMPILES_FOR)}, whose target descriptions were tried"
-        raise ConfigError("--compile", gpu.name, rule, f"use --gpu {COMPILES_FOR[0]}, or leave it out")
+        raise ConfigError(
+            "--compile", gpu.name, rule, f"use --gpu {COMPILES_FOR[0]}, or leave it out"
+        )
     if count > MOST_GPUS:
         rule = f"was tried on topologies of up to {MOST_GPUS} GPUs, not {count}"
         raise ConfigError("--compile", count, rule, f"use --gpus {MOST_GPUS}, or leave it out")
@@ -167,7 +170,7 @@ def compile_here(job: dict[str, Any]) -> dict[str, Any]:
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=target_config(gpu), topology=shape
     )
-    devices = np.array(topology.devices).reshape(axis_sizes(cfg.parallel))
+    devices: Any = np.array(topology.devices).reshape(axis_sizes(cfg.parallel))
     mesh = Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
     abstract = lambda a, to: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=to)  # noqa: E731
     state = jax.tree.map(abstract, abstract_state(cfg), state_shardings(cfg, mesh))

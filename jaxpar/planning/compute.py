@@ -114,9 +114,10 @@ def _layer_elementwise(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) 
 
     Forward: two norms (2 D each), two residual sums (3 D), RoPE (read and write queries and keys),
     SwiGLU (3 F); again where they are repeated, but for what one pass with the backward makes.
-    Over tensor, putting gathered pieces in their places and adding scattered ones up. Backward: norms with the sums of gradients (6 D each), RoPE, SwiGLU (5 F), out
-    times its gradient (2 H K), the query gradient's float32 zeros, sums and cast (5 H K in 2-byte
-    units), and the three projections' gradients side by side.
+    Backward: norms with the sums of gradients (6 D each), RoPE, SwiGLU (5 F), out times its
+    gradient (2 H K), the query gradient's float32 zeros, sums and cast (5 H K in units of 2
+    bytes), and the three projections' gradients side by side. Over tensor, gathered pieces put in
+    their places and scattered ones added up.
     """
     m, t, width = cfg.model, cfg.parallel.tensor, shard.width
     heads, kv = m.num_heads * m.head_dim / t, m.num_kv_heads * m.head_dim / t

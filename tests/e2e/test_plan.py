@@ -53,7 +53,7 @@ def test_what_is_written_is_what_was_chosen(capsys, tmp_path):
     assert cfg.parallel.tensor == 2 and cfg.data.seq_len == 4096
     _, _, _, name, *rest = found["command"].split()
     assert cli.parse_overrides(cli.load_config(name), rest, "") == cfg
-    with pytest.raises(ConfigError, match="--write .* exists"):
+    with pytest.raises(ConfigError, match=r"--write .* exists"):
         plan.main([*words, "--write", str(file)])
     with pytest.raises(ConfigError, match=r"--write .*must end in \.py"):
         plan.main([*words, "--write", str(tmp_path / "chosen")])

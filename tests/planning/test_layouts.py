@@ -68,7 +68,9 @@ def test_fixed_fields_stay():
 
 def test_coarse_is_a_part_of_all():
     everything = {tuple(values_of(c).values()) for c in legal_layouts(SMALL, 4, {}).configs}
-    coarse = {tuple(values_of(c).values()) for c in legal_layouts(SMALL, 4, {}, coarse=True).configs}
+    coarse = {
+        tuple(values_of(c).values()) for c in legal_layouts(SMALL, 4, {}, coarse=True).configs
+    }
     assert coarse < everything
 
 

@@ -55,9 +55,7 @@ def test_parts_add_up_and_mfu_follows():
 
 def test_the_bubble_is_the_formulas():
     pipelined = dict(pipeline=4, zero=1, num_microbatches=8)
-    one, two = (
-        step_time(on(8, **pipelined, virtual_stages=v), cluster(8)) for v in (1, 2)
-    )
+    one, two = (step_time(on(8, **pipelined, virtual_stages=v), cluster(8)) for v in (1, 2))
     assert one.bubble == pytest.approx(2 * two.bubble)
     stage = layer_seconds(on(8, **pipelined), shard_of(on(8, **pipelined)), H200).times(8).total
     assert one.bubble / (one.bubble + 8 * stage) == pytest.approx(3 / 11)  # of v M + P - 1
@@ -65,7 +63,8 @@ def test_the_bubble_is_the_formulas():
 
 def test_a_slower_network_is_slower_across_hosts_only():
     fast, slow = (
-        step_time(on(16, replica=2), cluster(16, network=name)).total for name in ("ib400", "eth100")
+        step_time(on(16, replica=2), cluster(16, network=name)).total
+        for name in ("ib400", "eth100")
     )
     assert slow > fast
     inside = [step_time(on(8), cluster(8, network=name)).total for name in ("ib400", "eth100")]
@@ -86,7 +85,9 @@ def test_remat_repeats_what_it_does_not_save():
     assert repeats(on(8, remat="dots")) == {"elementwise"}
     assert repeats(on(8, remat="attn_out")) == {"qkv", "wo", "gate_up", "elementwise"}
     assert repeats(on(8, remat="full")) == {"qkv", "wo", "gate_up", "elementwise", "attention"}
-    times = [step_time(on(8, remat=r), cluster(8)).total for r in ("none", "dots", "attn_out", "full")]
+    times = [
+        step_time(on(8, remat=r), cluster(8)).total for r in ("none", "dots", "attn_out", "full")
+    ]
     assert times == sorted(times)
 
 
