@@ -17,7 +17,7 @@ def check_types(cfg: Config) -> None:
 
 
 def _check_types(node: Any, prefix: str) -> None:
-    hints = _hints_of(type(node))
+    hints = _hints_of(type(node))  # type: ignore[arg-type]
     for field in dataclasses.fields(node):
         value, path, hint = getattr(node, field.name), prefix + field.name, hints[field.name]
         if not _fits(value, hint):

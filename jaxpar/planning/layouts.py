@@ -156,6 +156,6 @@ def describe(cfg: Config) -> str:
     p = cfg.parallel
     axes = ("pipeline", "replica", "data", "expert", "sequence", "tensor")
     words = [f"{axis} {getattr(p, axis)}" for axis in axes if getattr(p, axis) > 1]
-    if p.sequence > 1:
+    if p.sequence > 1 and p.context != "allgather":
         words.append(p.context)
     return ", ".join(words) or "one GPU"

@@ -32,7 +32,7 @@ def best_of_each_mesh(layouts: Iterable[Layout]) -> list[Layout]:
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     """Rows of text; the first column to the left, the others to the right."""
-    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for i, name in enumerate(columns):
         made.add_column(name, justify="right" if i else "left", no_wrap=True)
     for row in rows:
@@ -65,8 +65,7 @@ def hardware_in_words(cluster: Cluster) -> str:
 
 
 def _ranking(chosen: Sequence[Layout]) -> Table:
-    columns = ["mesh", "ZeRO", "remat", "micro\nbatches", "virtual\nstages", "row\ngroups", "GiB"]
-    columns += ["step s", "tok/s/GPU", "MFU\ncausal", "MFU\nfull"]
+    columns = "mesh ZeRO remat M v g GiB step,s tok/s/GPU MFU full".split()
     rows = []
     for i, layout in enumerate(chosen, 1):
         p, t = layout.cfg.parallel, layout.time
@@ -82,13 +81,15 @@ def _ranking(chosen: Sequence[Layout]) -> Table:
                 f"{t.mfu_full:.1%}",
             )
         )
-    return table("", columns, rows)
+    legend = "M microbatches, v virtual stages, g row groups; MFU causal, and with full attention"
+    return table(legend, columns, rows)
 
 
 def _parts(title: str, layouts: Sequence[Layout], cells) -> Table:
     by_layout = [cells(layout) for layout in layouts]
     names = list(dict.fromkeys(name for found in by_layout for name in found))
-    names.append(names.pop(names.index("in all")))
+    last = ("contention", "gaps", "in all")
+    names.sort(key=lambda name: last.index(name) if name in last else -1)
     rows = [
         (name, *(f"{found[name]:,.1f}" if found.get(name) else "-" for found in by_layout))
         for name in names
