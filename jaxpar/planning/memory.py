@@ -224,9 +224,9 @@ def _gathered(cfg: Config, shard: Shard) -> float:
 
 def _loss_bytes(cfg: Config, shard: Shard) -> float:
     """The head's gradient in float32, twice (a loop's carry and its next value), and a chunk's
-    float32 logits."""
+    logits in float32 with their gradient in the compute dtype."""
     chunk = shard.tokens / num_chunks(shard.tokens, shard.vocab)
-    return 8 * shard.table + 4 * chunk * shard.vocab
+    return 8 * shard.table + (4 + shard.width) * chunk * shard.vocab
 
 
 def _buffers(cfg: Config, shard: Shard) -> float:
