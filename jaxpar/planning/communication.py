@@ -91,6 +91,7 @@ def _fsdp(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
         summed = p.num_microbatches > 1 or p.pipeline > 1
         gathered = shard.width * (layers + tables)
         scattered = (4 if summed else shard.width) * (layers + tables)
+    scattered *= shard.trained
     nccl = part * gathered / ring_bandwidth(ranks, here, cluster)
     if p.grad_reduce == "bfloat16":
         nccl += part * scattered / ring_bandwidth(ranks, here, cluster)
@@ -103,7 +104,7 @@ def _fsdp(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
 
 def _replica(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
     ranks, here = span(cfg, (REPLICA,), cluster.per_host)
-    if ranks == 1:
+    if ranks == 1 or not shard.trained:
         return None
     sent = 2 * (ranks - 1) / ranks * 4 * shard.parameters / shard.fsdp
     seconds = sent / ring_bandwidth(ranks, here, cluster)
@@ -121,9 +122,7 @@ def _sequence(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
     units = _layer_units(cfg, shard)
     if p.context == "allgather":
         sent = 3 * part * kv * units
-        nccl = sent / ring_bandwidth(ranks, here, cluster)
-        return Traffic("sequence", sent, nccl, nccl, rates.EXPOSED["sequence"])
-    if p.context == "ring":
+    elif p.context == "ring":
         again = 1 if "attention" in repeats(cfg) else 0
         sent = ((2 + again) * (ranks - 1) / ranks + 2) * kv * units
     else:

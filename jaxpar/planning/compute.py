@@ -74,7 +74,7 @@ def _layer_matmuls(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) -> f
     rate = matmul_rate(cfg, gpu, float8=m.matmul_dtype == "float8")
     seconds = 0.0
     for name, (count, wide, out) in sites.items():
-        passes = 3 + (name in repeated or (name == "down" and m.num_experts > 0))
+        passes = 2 + shard.trained + (name in repeated or (name == "down" and m.num_experts > 0))
         flops = 2 * passes * count * n * wide * out
         seconds += flops / rate / rates.matmul_share(n / groups, wide, out)
     return seconds
@@ -159,7 +159,8 @@ def head_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
     share = rates.matmul_share(chunk, D, shard.vocab)
     rate = matmul_rate(cfg, gpu, float8=False) * share
     passes = rates.LOSS_BYTES * n * shard.vocab / elementwise_rate(gpu)
-    return Seconds(matmul=6 * n * D * shard.vocab / rate, elementwise=passes)
+    flops = (4 + 2 * shard.trained) * n * D * shard.vocab
+    return Seconds(matmul=flops / rate, elementwise=passes)
 
 
 def weights_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
@@ -168,11 +169,11 @@ def weights_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
     sums over microbatches. Under ZeRO-1 casts and travels are once per step."""
     zero3 = cfg.parallel.zero == 3
     own = shard.parameters / shard.fsdp
-    travels = 8 * shard.parameters if shard.fsdp > 1 else 0.0
+    travels = 8 * shard.parameters if shard.fsdp > 1 and shard.trained else 0.0
     once = 12 * own + travels
     micro = cfg.parallel.num_microbatches
     accumulates = micro > 1 or cfg.parallel.pipeline > 1
-    sums = 10 * (own if zero3 else shard.parameters) if accumulates else 0.0
+    sums = 10 * (own if zero3 else shard.parameters) if accumulates and shard.trained else 0.0
     moved = once * (micro if zero3 else 1) + sums * backward_units(cfg) / shard.chunks
     return Seconds(elementwise=moved / elementwise_rate(gpu))
 
@@ -192,8 +193,8 @@ def ring_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
     return Seconds(elementwise=4 * unit * backward_units(cfg) / elementwise_rate(gpu))
 
 
-def optimizer_seconds(cfg: Config, gpu: Gpu) -> float:
+def optimizer_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> float:
     """The norm of the gradients, clipping and the update: 20 bytes per parameter for gradients and
     weights, and the moments read and written, as fast as a copy."""
     weights, moments = state_bytes(cfg)
-    return (5 * weights + 2 * moments) / gpu.bandwidth.value
+    return (5 * weights * shard.trained + 2 * moments) / gpu.bandwidth.value

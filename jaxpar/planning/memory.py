@@ -96,7 +96,10 @@ def _at_end(cfg: Config, shard: Shard, weights: float, optimizer: float) -> Memo
     """
     m, p = cfg.model, cfg.parallel
     layers, tables = shard.layers * shard.layer, 2 * shard.table
-    if _accumulates(cfg):
+    own = 4 * shard.parameters / shard.fsdp
+    if not shard.trained:
+        local = own = 0.0
+    elif _accumulates(cfg):
         local = _accumulated(cfg, shard)
     else:
         local = shard.width * (layers + tables) if shard.fsdp > 1 else 0
@@ -106,7 +109,7 @@ def _at_end(cfg: Config, shard: Shard, weights: float, optimizer: float) -> Memo
         activations=shard.tokens * saved_per_token(cfg) + _recomputed(cfg, shard),
         logits=0.0,
         gathered=0.0,
-        gradients=local + 4 * shard.parameters / shard.fsdp,
+        gradients=local + own,
         buffers=_buffers(cfg, shard) + 3 * shard.tokens * shard.width * m.d_ff / p.tensor,
         moment="backward",
     )
@@ -200,7 +203,7 @@ def _accumulates(cfg: Config) -> bool:
 
 def _accumulated(cfg: Config, shard: Shard) -> float:
     """Float32 sums over microbatches: of shards under ZeRO-3, of whole gradients under ZeRO-1."""
-    if not _accumulates(cfg):
+    if not _accumulates(cfg) or not shard.trained:
         return 0.0
     return 4 * shard.parameters / (shard.fsdp if cfg.parallel.zero == 3 else 1)
 
@@ -226,7 +229,7 @@ def _loss_bytes(cfg: Config, shard: Shard) -> float:
     """The head's gradient in float32, twice (a loop's carry and its next value), and a chunk's
     logits in float32 with their gradient in the compute dtype."""
     chunk = shard.tokens / num_chunks(shard.tokens, shard.vocab)
-    return 8 * shard.table + (4 + shard.width) * chunk * shard.vocab
+    return 8 * shard.table * shard.trained + (4 + shard.width) * chunk * shard.vocab
 
 
 def _buffers(cfg: Config, shard: Shard) -> float:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.axes import AXES, FSDP_AXES, TENSOR
-from jaxpar.config import Config, ModelConfig, OptimizerConfig
+from jaxpar.config import Config, LoraConfig, ModelConfig, OptimizerConfig
 from jaxpar.model.transformer import param_specs
 from jaxpar.moments import map_moments
 from jaxpar.params import ParamSpec, is_spec
@@ -41,12 +41,12 @@ def state_bytes(cfg: Config) -> tuple[int, int]:
     host memory.
     """
     sizes = tuple(getattr(cfg.parallel, axis) for axis in AXES)
-    return _bytes_on_device(cfg.model, cfg.optimizer, sizes)
+    return _bytes_on_device(cfg.model, cfg.lora, cfg.optimizer, sizes)
 
 
 @functools.cache
 def _bytes_on_device(
-    model: ModelConfig, optimizer: OptimizerConfig, sizes: tuple[int, ...]
+    model: ModelConfig, lora: LoraConfig, optimizer: OptimizerConfig, sizes: tuple[int, ...]
 ) -> tuple[int, int]:
     ways_of = dict(zip(AXES, sizes, strict=True))
 
@@ -54,15 +54,15 @@ def _bytes_on_device(
         cut = lambda leaf: math.prod(ways_of[axis] for axis in leaf.axes)  # noqa: E731
         return sum(leaf.size * leaf.itemsize // cut(leaf) for leaf in leaves)
 
-    weights, rest = _state_leaves(model, optimizer)
+    weights, rest = _state_leaves(model, lora, optimizer)
     return on_device(weights), on_device(rest)
 
 
 @functools.cache
 def _state_leaves(
-    model: ModelConfig, optimizer: OptimizerConfig
+    model: ModelConfig, lora: LoraConfig, optimizer: OptimizerConfig
 ) -> tuple[tuple[Leaf, ...], tuple[Leaf, ...]]:
-    cfg = Config(model=model, optimizer=optimizer)
+    cfg = Config(model=model, lora=lora, optimizer=optimizer)
     state, specs = abstract_state(cfg), state_specs(cfg)
 
     def leaves(arrays: Any, partitions: Any) -> tuple[Leaf, ...]:
@@ -101,6 +101,8 @@ class Shard:
                         and pipeline.
     fsdp                ways that parameters are sharded.
     width               bytes of an element in the compute dtype.
+    trained             whether these parameters are: with adapters (`lora.rank`) they have neither
+                        gradient nor moments, and the adapters, being small, are left out.
     """
 
     rows: int
@@ -113,6 +115,7 @@ class Shard:
     vocab: int
     fsdp: int
     width: int
+    trained: bool = True
 
     @property
     def parameters(self) -> int:
@@ -137,6 +140,7 @@ def shard_of(cfg: Config) -> Shard:
         vocab=vocab,
         fsdp=ways(cfg, FSDP_AXES),
         width=jnp.dtype(m.dtype).itemsize,
+        trained=cfg.lora.rank == 0,
     )
 
 

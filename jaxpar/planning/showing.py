@@ -140,6 +140,8 @@ def caveats(plan: Plan, chosen: Sequence[Layout]) -> list[str]:
         guesses.append("no network was measured")
     if cfg.model.num_experts:
         guesses.append("experts were not compared with measurements")
+    if cfg.lora.rank:
+        guesses.append("adapters were not compared with measurements")
     if cfg.parallel.layer_loop == "scan":
         guesses.append("measured were unrolled layers, not scanned ones")
     if cfg.model.dtype != "bfloat16":

@@ -3,7 +3,7 @@
 import functools
 from dataclasses import dataclass
 
-from jaxpar.config import Config, ModelConfig
+from jaxpar.config import Config, LoraConfig, ModelConfig
 from jaxpar.model.flops import train_flops_per_token
 from jaxpar.planning import compute, rates
 from jaxpar.planning.communication import Cluster, Traffic, traffic_of
@@ -77,12 +77,12 @@ def step_time(cfg: Config, cluster: Cluster) -> StepTime:
     exposed = {t.axis: _exposed(t, busy) for t in traffic}
     nccl = sum(max(t.nccl - exposed[t.axis], 0.0) for t in traffic)
     tokens = cfg.train.global_batch_size * cfg.data.seq_len / cluster.num_gpus
-    flops = lambda causal: _model_flops(cfg.model, cfg.data.seq_len, causal)  # noqa: E731
+    flops = lambda causal: _model_flops(cfg.model, cfg.lora, cfg.data.seq_len, causal)  # noqa: E731
     return StepTime(
         matmul=busy.matmul,
         attention=busy.attention,
         elementwise=busy.elementwise,
-        optimizer=compute.optimizer_seconds(cfg, gpu),
+        optimizer=compute.optimizer_seconds(cfg, shard, gpu),
         bubble=bubble,
         exposed=exposed,
         contention=rates.CONTENTION * nccl,
@@ -96,8 +96,8 @@ def step_time(cfg: Config, cluster: Cluster) -> StepTime:
 
 
 @functools.cache
-def _model_flops(model: ModelConfig, seq_len: int, causal: bool) -> float:
-    return train_flops_per_token(model, seq_len, causal=causal)
+def _model_flops(model: ModelConfig, lora: LoraConfig, seq_len: int, causal: bool) -> float:
+    return train_flops_per_token(model, seq_len, causal=causal, lora=lora)
 
 
 def _exposed(traffic: Traffic, busy: Seconds) -> float:

@@ -75,6 +75,17 @@ def test_experts_biases_and_tied_tables_count(devices):
     assert sum(state_bytes(cfg)) == bytes_per_device(placed)
 
 
+def test_adapters_have_the_moments_alone(devices):
+    cfg = on(replace(SMALL, **{"lora.rank": 4}), {"data": 2, "tensor": 2})
+    to = state_shardings(cfg, make_mesh(cfg.parallel, devices[:4]))
+    placed = jax.tree.map(
+        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract_state(cfg), to
+    )
+    weights, rest = state_bytes(cfg)
+    assert weights + rest == bytes_per_device(placed) and rest < weights / 2
+    assert memory_of(cfg).gradients == 0
+
+
 def test_saved_values_of_8b_are_those_of_the_docs():
     base = cli.load_config("llama3_8b")
     page = {"none": 139_392, "dots": 94_336, "attn_out": 16_512, "full": 8_192}
