@@ -26,7 +26,7 @@ from jaxpar.model.remat import names_on_host
 from jaxpar.optimizer import learning_rate
 from jaxpar.parallel.context import kernel_request, token_order
 from jaxpar.parallel.mesh import describe, make_mesh
-from jaxpar.planning.forecast import forecast
+from jaxpar.planning.forecast import forecast_here
 from jaxpar.startup import StartUp
 from jaxpar.state import TrainState, bytes_per_device
 from jaxpar.step import make_eval_step, make_train_step
@@ -237,8 +237,7 @@ def train(run: Run) -> int:
         checkpoint.Checkpointer(cfg) as saver,
         MetricsWriter(cfg, run.dir, first, schedule, run.loader.epochs) as metrics,
     ):
-        device = jax.devices()[0]
-        plan = forecast(cfg, device.device_kind, jax.device_count(), jax.local_device_count())
+        plan = forecast_here(cfg)
         if plan is not None:
             log(str(plan))
             metrics.write(plan.record())

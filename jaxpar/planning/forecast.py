@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from jaxpar.config import Config, ConfigError
 from jaxpar.planning.communication import Cluster
 from jaxpar.planning.hardware import GIB, NETWORKS, gpu_of_kind
@@ -59,3 +61,9 @@ def forecast(cfg: Config, device_kind: str, devices: int, per_host: int) -> Fore
     assumed = f" (assuming {cluster.network.name} between hosts)" if devices > per_host else ""
     time = layout.time
     return Forecast(time.total, layout.memory.total / GIB, time.rate, assumed)
+
+
+def forecast_here(cfg: Config) -> Forecast | None:
+    """`forecast` for the devices of this program, of which each host has as many."""
+    kind = jax.devices()[0].device_kind
+    return forecast(cfg, kind, jax.device_count(), jax.local_device_count())

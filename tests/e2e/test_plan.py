@@ -6,9 +6,10 @@ import sys
 
 import pytest
 
-from jaxpar import cli, plan
+from jaxpar import cli, plan, train
 from jaxpar.config import Config, ConfigError
 from jaxpar.planning import compiling
+from jaxpar.planning.forecast import forecast, forecast_here
 from jaxpar.validation import resolve
 
 
@@ -145,3 +146,23 @@ def test_a_config_without_changes_is_itself():
     from jaxpar.planning.override import changes
 
     assert changes(Config(), Config()) == {}
+
+
+def test_a_run_says_what_was_predicted_and_what_came(
+    train_on, config_file, tmp_path, capsys, monkeypatch
+):
+    """On a GPU that is none: the prediction for one of the same name stands in."""
+    short = ("--train.num-steps", "3", "--optimizer.warmup-steps", "0", "--evaluation.every", "0")
+    small = ("--checkpoint.every", "0", "--model.num-layers", "1")
+    h200 = lambda cfg: forecast(cfg, "NVIDIA H200", 1, 1)  # noqa: E731
+    assert forecast_here(cli.load_config(config_file)) is None
+    monkeypatch.setattr(train, "forecast_here", h200)
+    assert train_on(1, config_file, *short, *small) == 0
+    first, last = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("predicted")
+    ]
+    assert "GiB peak" in first and "and measured: peak" in last and "step" in last
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    told = [json.loads(line) for line in lines]
+    assert set(told[0]) == {"predicted_step_seconds", "predicted_memory_gib"}
+    assert [record["step"] for record in told[1:]] == [1, 2, 3]
