@@ -278,6 +278,7 @@ def leaf_paths() -> list[str]:
     return [path for path, hint in field_types().items() if section_of(hint) is None]
 
 
+@functools.cache
 def default_of(path: str) -> Any:
     """A field's default; inside an optional section, what it is once that section is set."""
     node: Any = Config()

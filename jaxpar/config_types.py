@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import functools
 import math
 import types
 import typing
@@ -16,7 +17,7 @@ def check_types(cfg: Config) -> None:
 
 
 def _check_types(node: Any, prefix: str) -> None:
-    hints = typing.get_type_hints(type(node))
+    hints = _hints_of(type(node))  # type: ignore[arg-type]
     for field in dataclasses.fields(node):
         value, path, hint = getattr(node, field.name), prefix + field.name, hints[field.name]
         if not _fits(value, hint):
@@ -24,6 +25,11 @@ def _check_types(node: Any, prefix: str) -> None:
             raise ConfigError(path, value, rule, f"use {_example(path, value, hint)}")
         if dataclasses.is_dataclass(value):
             _check_types(value, path + ".")
+
+
+@functools.cache
+def _hints_of(section: type) -> dict[str, Any]:
+    return typing.get_type_hints(section)
 
 
 def _fits(value: Any, hint: Any) -> bool:

@@ -21,6 +21,7 @@ import rich.progress
 from jaxpar import guard, stragglers
 from jaxpar.config import Config
 from jaxpar.model.flops import mfu
+from jaxpar.planning.forecast import Forecast
 
 
 class MetricsWriter:
@@ -38,13 +39,15 @@ class MetricsWriter:
         schedule: Any,
         epochs: Callable[[int], dict[str, float]] | None = None,
         look: Callable[[int, dict[str, float]], None] = lambda step, values: None,
+        forecast: Forecast | None = None,
     ):
         """Open metrics.jsonl, to append to it.
 
         Args:     epochs: passes over each source after so many steps, to be written with a mixture.
                   look: given every step and its numbers as they arrive; it may raise.
+                  forecast: told at the start, and beside the measurement at the end.
         """
-        self.look = look
+        self.look, self.forecast = look, forecast
         self.epochs = epochs if cfg.data.mixture else None
         self.cfg, self.schedule = cfg, schedule
         path = run_dir / "metrics.jsonl" if jax.process_index() == 0 else Path(os.devnull)
@@ -57,6 +60,9 @@ class MetricsWriter:
         self._clear()
         if first_step:
             self.write({"resumed_after_step": first_step})
+        if forecast is not None:
+            self.write(forecast.record())
+            self.screen.say(str(forecast))
 
     def _clear(self) -> None:
         self.seconds, self.steps, self.data_wait, self.device_wait = 0.0, 0, 0.0, 0.0
@@ -120,6 +126,8 @@ class MetricsWriter:
         self.screen.step(record)
         if remark := stragglers.remark(record):
             self.screen.say(remark)
+        if self.forecast is not None and step + 1 == self.cfg.train.num_steps:
+            self.screen.say(self.forecast.beside(record))
 
     def _tokens_per_step(self) -> int:
         return self.cfg.train.global_batch_size * self.cfg.data.seq_len

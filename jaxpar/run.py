@@ -2,7 +2,6 @@
 
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,14 @@ from jaxpar.config_json import to_json
 from jaxpar.data import Loader
 from jaxpar.data.skips import read_skipped
 from jaxpar.kernels.attention import AttentionMask, Choice, choose, selftest
+from jaxpar.metrics import MetricsWriter
 from jaxpar.model.block import describe_tokens
 from jaxpar.model.flops import num_adapter_params, num_params
 from jaxpar.model.remat import names_on_host
+from jaxpar.optimizer import learning_rate
 from jaxpar.parallel.context import kernel_request, token_order
 from jaxpar.parallel.mesh import describe, make_mesh
+from jaxpar.planning.forecast import forecast_here
 from jaxpar.processes import say
 from jaxpar.startup import StartUp
 from jaxpar.state import TrainState
@@ -180,10 +182,14 @@ class Run:
         self.startup.ended("weights")
         return state
 
-    def look(self) -> Callable[[int, dict[str, float]], None]:
-        """What is to see the numbers of every step from here on."""
-        first, batch_of = self.first_step or 0, self.loader.skipped.batch_of
-        return StepGuard(self.cfg, self.dir, first, batch_of, say, describe(self.mesh)).look
+    def metrics(self) -> MetricsWriter:
+        """What reports the steps from here on, and sees that their numbers are right."""
+        cfg, first = self.cfg, self.first_step or 0
+        batch_of, mesh = self.loader.skipped.batch_of, describe(self.mesh)
+        look = StepGuard(cfg, self.dir, first, batch_of, say, mesh).look
+        schedule = learning_rate(cfg.optimizer, cfg.train.num_steps)
+        forecast = forecast_here(cfg)
+        return MetricsWriter(cfg, self.dir, first, schedule, self.loader.epochs, look, forecast)
 
 
 def run_folder(cfg: Config) -> Path:

@@ -17,8 +17,6 @@ from jaxpar.config import ClusterConfig, Config, ConfigError, replace
 from jaxpar.config_json import to_json
 from jaxpar.evaluation import Evaluation
 from jaxpar.goodput import Recorder, goodput, read_events
-from jaxpar.metrics import MetricsWriter
-from jaxpar.optimizer import learning_rate
 from jaxpar.processes import say
 from jaxpar.replicas import make_replica_check, require_equal
 from jaxpar.rewinding import rewind
@@ -77,11 +75,10 @@ def train_from(
     first, last = run.first_step or 0, cfg.train.num_steps
     evaluate = Evaluation(cfg, run.mesh, run.held_out, run.max_segments)
     replicas = make_replica_check(cfg, run.mesh)
-    schedule = learning_rate(cfg.optimizer, cfg.train.num_steps)
     batches = run.loader.prefetched(first)
     with (
         checkpoint.Checkpointer(cfg, say, run.loader.skipped, spent.event) as saver,
-        MetricsWriter(cfg, run.dir, first, schedule, run.loader.epochs, run.look()) as metrics,
+        run.metrics() as metrics,
         cli.ending_at_once(),
     ):
         saver.prepare(state)

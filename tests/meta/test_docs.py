@@ -17,6 +17,7 @@ from jaxpar.convert.__main__ import read_options
 from jaxpar.data.__main__ import read_command as read_data_command
 from jaxpar.evaluate import Options as EvaluateOptions
 from jaxpar.parallel.schedule import Schedule
+from jaxpar.plan import read_command as read_plan_command
 from jaxpar.replay import Options as ReplayOptions
 from jaxpar.sample import Options
 from jaxpar.validation import REMAT_NAMES, REMAT_POLICIES
@@ -131,6 +132,8 @@ def check_command(words: list[str]) -> None:
             launch.read_command(args)
         case "jaxpar.data":
             read_data_command(args)
+        case "jaxpar.plan":
+            read_plan_command(args)
         case _:
             raise AssertionError(f"no check for {program}: add it here")
 
@@ -175,6 +178,15 @@ def test_the_table_of_fields_is_up_to_date():
     spec.loader.exec_module(script)
     expected = script.BEGIN + script.table() + script.END
     assert expected in read("docs/configuration.md"), "run python scripts/config_table.py --write"
+
+
+def test_the_table_of_predictions_is_up_to_date():
+    path = ROOT / "scripts" / "plan_calibration.py"
+    spec = importlib.util.spec_from_file_location("plan_calibration", path)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    expected = script.BEGIN + script.table() + script.END
+    assert expected in read("docs/planning.md"), "run python scripts/plan_calibration.py --write"
 
 
 def test_the_map_of_the_code_names_every_module():

@@ -17,7 +17,7 @@ FLOORS = {
     2: "model",
     3: "optimizer moments skipping state adapters initial startup step data checkpoint metrics "
     "profiling guard goodput evaluation rewinding recent replicas step_guard run_lock stragglers "
-    "watchdog children convert generation scoring loaded harness parity",
+    "watchdog children convert generation scoring loaded harness parity planning",
     4: "cli run train evaluate sample verify quickstart launch plan doctor bench report replay",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}

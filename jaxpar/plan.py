@@ -1,0 +1,310 @@
+"""Plan a run before it starts: python -m jaxpar.plan CONFIG --gpus N --gpu NAME [options]
+
+Lists every layout that the config allows on the GPUs (mesh, ZeRO stage, microbatches, remat
+policy), predicts the memory and the step time of each, part by part, and puts them in order. No
+GPU is used. docs/planning.md says how the predictions are made, and how far off they were.
+"""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from jaxpar import cli
+from jaxpar.bench.options import Parser
+from jaxpar.config import Config, ConfigError
+from jaxpar.planning import advice, budget, compiling, layouts, override, showing
+from jaxpar.planning.communication import Cluster
+from jaxpar.planning.hardware import GIB, GPUS, NETWORKS, gpu_named, network_named
+from jaxpar.planning.ranking import Layout, Plan, make_plan, nothing_fits
+
+EPILOG = """\
+Any other option is a field of the config: --data.seq-len 16384. Fields of the parallel section
+that a layout sets (see --fix) are tried in all their values, whatever the config has; the others,
+such as parallel.context, hold for all layouts. Exit codes: 0 planned, 2 bad input or nothing fits.
+"""
+
+#: Columns that the ranking needs, also where the output is no terminal.
+LEAST_WIDTH = 118
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A command line, read and checked."""
+
+    options: argparse.Namespace
+    name: str
+    base: Config
+    cfg: Config
+    cluster: Cluster
+    fixed: dict[str, Any]
+
+
+def parser() -> Parser:
+    """The options of the program itself."""
+    made = Parser(
+        prog="python -m jaxpar.plan",
+        description=__doc__,
+        epilog=EPILOG,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = made.add_argument
+    add("config", nargs="?", metavar="CONFIG", help=f"a .py file, or one of {cli.known_configs()}")
+    add("--gpus", type=int, default=8, help="GPUs in all (8)")
+    add("--gpu", default="h200", help=f"kind: {', '.join(GPUS)} (h200)")
+    add("--nodes", type=int, help="hosts that they are in (as few as the GPU is sold in)")
+    add("--network", default="ib400", help=f"between hosts: {', '.join(NETWORKS)} (ib400)")
+    add("--hardware", action="store_true", help="print the GPUs and networks, with sources")
+    add("--top", type=int, default=10, help="layouts to show (10)")
+    add("--all", action="store_true", help="show all layouts, not the best of each mesh")
+    add("--fix", metavar="FIELD=VALUE,...", help=f"keep fields: {', '.join(layouts.FIELDS)}")
+    add("--quick", action="store_true", help="fewer layouts: microbatches in powers of two, ...")
+    add("--write", metavar="FILE", help="write the first layout as a config, FILE.py")
+    add("--json", action="store_true", help="print JSON instead of tables")
+    add("--compile", type=int, default=0, metavar="K", help="compile the first K layouts by XLA")
+    add("--min-gpus", action="store_true", help="the fewest GPUs that the model trains on")
+    add("--largest", choices=["batch", "sequence"], help="the largest that fits these GPUs")
+    add("--kv-cache", metavar="ROWSxTOKENS", help="memory of keys and values for generation")
+    add("--tokens", type=float, help="budget of tokens: days on these GPUs")
+    add("--price", type=float, help="of a GPU-hour: what the budget costs")
+    add("--advice", action="store_true", help="which axes win, by model size; no CONFIG is needed")
+    return made
+
+
+def read_command(argv: Sequence[str]) -> Asked:
+    """The command line, checked.
+
+    Raises:   ConfigError for whatever is wrong with it.
+    """
+    options, rest = parser().parse_known_args(argv)
+    for name, least in (("gpus", 1), ("top", 1), ("nodes", 1), ("compile", 0)):
+        value, option = getattr(options, name), f"--{name}"
+        if value is not None and value < least:
+            raise ConfigError(option, value, f"must be at least {least}", f"use {option} 8")
+    for name in ("tokens", "price"):
+        value = getattr(options, name)
+        if value is not None and not value > 0:
+            fix = "use --tokens 15e12" if name == "tokens" else "use --price 2.5"
+            raise ConfigError(f"--{name}", value, "must be above 0", fix)
+    if options.price is not None and options.tokens is None:
+        rule, fix = "prices a budget of tokens, and --tokens is not given", "add --tokens 15e12"
+        raise ConfigError("--price", options.price, rule, fix)
+    cluster = cluster_of(options)
+    if options.config is None and (options.advice or options.hardware):
+        return Asked(options, "", Config(), Config(), cluster, {})
+    first = [] if options.config is None else [options.config]
+    cfg = cli.read_config([*first, *rest], "jaxpar.plan", __doc__)
+    base = cli.load_config(options.config)
+    return Asked(options, options.config, base, cfg, cluster, read_fixed(options.fix))
+
+
+def cluster_of(options: argparse.Namespace) -> Cluster:
+    """The GPUs and what joins them.
+
+    Raises:   ConfigError for an unknown GPU or network, or GPUs that hosts do not share evenly.
+    """
+    gpu, network = gpu_named(options.gpu), network_named(options.network)
+    count = options.gpus
+    nodes = options.nodes or -(-count // gpu.per_host)
+    if count % nodes:
+        rule = f"must divide the GPUs, {count}, so that each host has as many"
+        fix = f"use --nodes {max(n for n in range(1, nodes + 1) if count % n == 0)}"
+        more = f"--gpus {-(-count // nodes) * nodes}"
+        raise ConfigError("--nodes", nodes, rule, f"{fix}, or {more}")
+    return Cluster(gpu, network, count, count // nodes)
+
+
+def read_fixed(text: str | None) -> dict[str, Any]:
+    """--fix tensor=2,zero=3 -> {"tensor": 2, "zero": 3}.
+
+    Raises:   ConfigError for a field that a layout does not set, or a value of the wrong type.
+    """
+    fixed: dict[str, Any] = {}
+    for pair in (text or "").split(",") if text else []:
+        name, equals, value = (part.strip() for part in pair.partition("="))
+        if name not in layouts.FIELDS or not equals:
+            rule = f"must be FIELD=VALUE with a field of {', '.join(layouts.FIELDS)}"
+            raise ConfigError("--fix", pair, rule, "use --fix tensor=2,zero=3")
+        if name != "remat" and not (value.isdigit() and int(value) > 0):
+            rule, fix = f"{name} must be a whole number above 0", f"use --fix {name}=1"
+            raise ConfigError("--fix", pair, rule, fix)
+        fixed[name] = value if name == "remat" else int(value)
+    return fixed
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line."""
+    if cli.asks_help(argv):
+        parser().parse_args(["--help"])
+    asked = read_command(argv)
+    # Shapes alone are computed, so a GPU that is in use is left alone.
+    jax.config.update("jax_platforms", "cpu")
+    width = max(Console().width, LEAST_WIDTH)
+    console = Console(highlight=False, width=width, quiet=asked.options.json)
+    record = answer(asked, console)
+    if asked.options.json:
+        print(json.dumps(record, indent=2))
+    return 0
+
+
+def answer(asked: Asked, console: Console) -> dict[str, Any]:
+    """Print what is asked for, and return it as a record."""
+    options = asked.options
+    if options.hardware:
+        showing.show_hardware(console)
+        return {gpu.name: dataclasses.asdict(gpu) for gpu in GPUS.values()}
+    if options.advice:
+        return {"advice": [*give_advice(asked, console)]}
+    if options.min_gpus:
+        return fewest(asked, console)
+    if options.largest:
+        return largest(asked, console)
+    if options.kv_cache:
+        return inference(asked, console)
+    return ranking(asked, console)
+
+
+def ranking(asked: Asked, console: Console) -> dict[str, Any]:
+    """The plan itself, and what hangs on its first layout: cost, compilation, a config file."""
+    options, cluster = asked.options, asked.cluster
+    if options.compile:
+        compiling.check_can_compile(cluster)
+    plan = make_plan(asked.cfg, cluster, asked.fixed, coarse=options.quick)
+    if not plan.fitting:
+        raise nothing_fits(plan)
+    kept = plan.fitting if options.all else showing.best_of_each_mesh(plan.fitting)
+    chosen = kept[: options.top]
+    showing.show_plan(console, plan, chosen)
+    record = showing.plan_record(plan, chosen)
+    if options.tokens:
+        cost = budget.cost_of(chosen[0], cluster, options.tokens, options.price)
+        showing.show_cost(console, cost)
+        record["cost"] = dataclasses.asdict(cost)
+    if options.compile:
+        record["compiled"] = compile_first(chosen[: options.compile], cluster, console)
+    record["command"] = override.command_line(asked.name, asked.base, chosen[0].cfg)
+    console.print(f"\nThe first: {record['command']}", soft_wrap=True)
+    if options.write:
+        record["written"] = write_config(asked, chosen[0], plan)
+        console.print(f"written: python -m jaxpar.train {record['written']}", soft_wrap=True)
+    return record
+
+
+def write_config(asked: Asked, layout: Layout, plan: Plan) -> str:
+    """Write the layout as a config file; its path.
+
+    Raises:   ConfigError when the file is no .py, exists, or cannot be written.
+    """
+    path = Path(asked.options.write)
+    if path.suffix != ".py":
+        raise ConfigError("--write", str(path), "must end in .py", f"use --write {path}.py")
+    if path.exists():
+        raise ConfigError("--write", str(path), "exists", "give another name, or remove it")
+    where = showing.hardware_in_words(plan.cluster)
+    said = f"{asked.name} on {where}, by python -m jaxpar.plan."
+    try:
+        path.write_text(override.config_file(asked.name, asked.base, layout.cfg, said))
+    except OSError as error:
+        rule = f"cannot be written: {error.strerror}"
+        raise ConfigError("--write", str(path), rule, "give a folder that exists") from error
+    return str(path)
+
+
+def compile_first(
+    chosen: Sequence[Layout], cluster: Cluster, console: Console
+) -> list[dict[str, Any]]:
+    """Compile layouts one after another, and show XLA's peaks beside the predicted ones."""
+    pairs: list[tuple[Layout, compiling.Compiled | str]] = []
+    for layout in chosen:
+        try:
+            pairs.append((layout, compiling.compile_layout(layout.cfg, cluster)))
+        except RuntimeError as error:
+            pairs.append((layout, str(error)))
+    showing.show_compiled(console, pairs)
+    return [
+        {"error": found} if isinstance(found, str) else dataclasses.asdict(found)
+        for _, found in pairs
+    ]
+
+
+def fewest(asked: Asked, console: Console) -> dict[str, Any]:
+    """--min-gpus."""
+    count, layout = budget.fewest_gpus(asked.cfg, asked.cluster)
+    words = layouts.describe(layout.cfg)
+    console.print(
+        f"{count} x {asked.cluster.gpu.name}: {words}, remat {layout.cfg.parallel.remat}, "
+        f"{layout.memory.total / GIB:.1f} GiB a GPU, {layout.time.rate:,.0f} tok/s/GPU"
+    )
+    return {"gpus": count, "layout": showing.layout_record(layout)}
+
+
+def largest(asked: Asked, console: Console) -> dict[str, Any]:
+    """--largest batch, --largest sequence."""
+    what, cluster = asked.options.largest, asked.cluster
+    find = budget.largest_batch if what == "batch" else budget.longest_window
+    found = find(asked.cfg, cluster)
+    if found is None:
+        raise nothing_fits(make_plan(asked.cfg, cluster, coarse=True))
+    size, layout = found
+    unit = "sequences in one microbatch of all GPUs" if what == "batch" else "tokens in a window"
+    console.print(
+        f"{size:,} {unit} on {showing.hardware_in_words(cluster)}: {layouts.describe(layout.cfg)}, "
+        f"remat {layout.cfg.parallel.remat}, {layout.memory.total / GIB:.1f} GiB a GPU, "
+        f"{layout.time.rate:,.0f} tok/s/GPU"
+    )
+    return {"largest": size, "of": what, "layout": showing.layout_record(layout)}
+
+
+def inference(asked: Asked, console: Console) -> dict[str, Any]:
+    """--kv-cache 64x8192."""
+    text = asked.options.kv_cache
+    rows, times, slots = text.lower().partition("x")
+    if not (times and rows.isdigit() and slots.isdigit() and int(rows) and int(slots)):
+        rule = "must be sequences x tokens, both whole numbers above 0"
+        raise ConfigError("--kv-cache", text, rule, "use --kv-cache 64x8192")
+    found = budget.inference_memory(asked.cfg, asked.cluster, int(rows), int(slots))
+    showing.show_inference(console, int(rows), int(slots), found)
+    return {"inference": [dataclasses.asdict(one) for one in found]}
+
+
+def give_advice(asked: Asked, console: Console):
+    """--advice: a line for each shape as it is planned; records of them."""
+    console.print(f"Fastest layouts on {asked.cluster.gpu.name}, T = 8,192 (coarse plans):")
+    for one in advice.advise(asked.cluster):
+        head = f"{one.case.name:>5} on {one.gpus:>3} GPUs, {one.case.batch:>5,} sequences: "
+        if one.best is None:
+            console.print(head + "nothing fits")
+            yield {"model": one.case.name, "gpus": one.gpus, "best": None}
+            continue
+        console.print(head + in_short(one.best), soft_wrap=True)
+        if one.runner_up is not None:
+            slower = one.best.time.rate / one.runner_up.time.rate - 1
+            other = f"{'':>36}{slower:.1%} ahead of {in_short(one.runner_up)}"
+            console.print(other, soft_wrap=True)
+        yield {
+            "model": one.case.name,
+            "parameters": one.parameters,
+            "gpus": one.gpus,
+            "best": showing.layout_record(one.best),
+            "runner_up": one.runner_up and showing.layout_record(one.runner_up),
+        }
+
+
+def in_short(layout: Layout) -> str:
+    """A layout with its rate in a line."""
+    p = layout.cfg.parallel
+    words = f"{layouts.describe(layout.cfg)}, zero {p.zero}, remat {p.remat}"
+    if p.num_microbatches > 1:
+        words += f", {p.num_microbatches} microbatches"
+    return f"{words}; {layout.time.rate:,.0f} tok/s/GPU, {layout.memory.total / GIB:.0f} GiB"
+
+
+if __name__ == "__main__":
+    cli.run_program(main)

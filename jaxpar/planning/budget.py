@@ -1,0 +1,128 @@
+"""Questions beside the ranking: the fewest GPUs, the largest batch or window, the cache of keys
+and values, days and cost."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from jaxpar.config import Config, ConfigError
+from jaxpar.model.decode import cache_bytes
+from jaxpar.model.flops import num_params
+from jaxpar.planning.communication import Cluster
+from jaxpar.planning.ranking import Layout, make_plan
+
+HOUR, DAY = 3600.0, 86_400.0
+
+
+def counts_of_gpus(per_host: int, most: int) -> list[int]:
+    """Numbers of GPUs that people have: powers of two in a host, then whole hosts, ever wider."""
+    inside = [2**i for i in range(per_host.bit_length()) if 2**i <= per_host]
+    hosts, count = [], 2
+    while count * per_host <= most:
+        hosts.append(count * per_host)
+        count += max(1, 2 ** (count.bit_length() - 2))
+    return [n for n in inside if n <= most] + hosts
+
+
+def fewest_gpus(cfg: Config, cluster: Cluster, most: int = 4096) -> tuple[int, Layout]:
+    """The fewest GPUs on which some layout fits, and the fastest that does there.
+
+    Raises:   ConfigError when none up to `most` do.
+    """
+    for count in counts_of_gpus(cluster.per_host, most):
+        plan = make_plan(cfg, dataclasses.replace(cluster, num_gpus=count), coarse=True)
+        if plan.fitting:
+            return count, plan.fitting[0]
+    rule = f"does not fit {most} x {cluster.gpu.name} under any layout"
+    fix = "use a GPU with more memory"
+    raise ConfigError("model", f"{num_params(cfg.model):,} parameters", rule, fix)
+
+
+def with_batch(cfg: Config, rows: int) -> Config:
+    """The config with this global batch, its microbatches left to be chosen."""
+    train = dataclasses.replace(cfg.train, global_batch_size=rows)
+    parallel = dataclasses.replace(cfg.parallel, num_microbatches=1)
+    return dataclasses.replace(cfg, train=train, parallel=parallel)
+
+
+def with_length(cfg: Config, length: int) -> Config:
+    """The config with windows of `length`, and about as many tokens in a step."""
+    tokens = cfg.train.global_batch_size * cfg.data.seq_len
+    data = dataclasses.replace(cfg.data, seq_len=length)
+    return with_batch(dataclasses.replace(cfg, data=data), max(tokens // length, 1))
+
+
+def largest_batch(cfg: Config, cluster: Cluster) -> tuple[int, Layout] | None:
+    """The largest global batch that goes through in one microbatch, by powers of two per GPU; more
+    microbatches make any batch of it. None when not even one sequence per GPU fits."""
+    fixed = {"num_microbatches": 1, "pipeline": 1}
+    return _largest(lambda n: (with_batch(cfg, n), fixed), 1, cluster)
+
+
+def longest_window(cfg: Config, cluster: Cluster) -> tuple[int, Layout] | None:
+    """The longest window, doubling from the configured one, at about as many tokens a step."""
+    return _largest(lambda n: (with_length(cfg, n), {}), cfg.data.seq_len, cluster)
+
+
+def _largest(case, start: int, cluster: Cluster) -> tuple[int, Layout] | None:
+    best, n = None, start
+    while n <= 2**24:
+        cfg, fixed = case(n)
+        plan = make_plan(cfg, cluster, fixed, coarse=True)
+        if plan.fitting:
+            best = (n, plan.fitting[0])
+        elif best is not None or plan.too_large:
+            break
+        n *= 2
+    return best
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of training on so many tokens."""
+
+    tokens: float
+    steps: int
+    days: float
+    gpu_hours: float
+    price: float | None
+
+
+def cost_of(layout: Layout, cluster: Cluster, tokens: float, price: float | None) -> Cost:
+    """Days at the predicted rate, without evaluation, checkpoints and failures; the price of the
+    GPU-hours, if one is given."""
+    seconds = tokens / (layout.time.rate * cluster.num_gpus)
+    hours = seconds / HOUR * cluster.num_gpus
+    per_step = layout.cfg.train.global_batch_size * layout.cfg.data.seq_len
+    total = None if price is None else hours * price
+    return Cost(tokens, math.ceil(tokens / per_step), seconds / DAY, hours, total)
+
+
+@dataclass(frozen=True)
+class Inference:
+    """Memory for generation on one GPU, by ways of tensor parallelism.
+
+    weights, cache   bytes. rows   sequences that fit beside the weights.
+    """
+
+    tensor: int
+    weights: float
+    cache: float
+    rows: int
+
+
+def inference_memory(cfg: Config, cluster: Cluster, rows: int, slots: int) -> list[Inference]:
+    """For each tensor size that the model allows in a host: weights in the compute dtype, the
+    cache of keys and values of `rows` sequences of `slots` tokens, and the most that would fit."""
+    m = cfg.model
+    width = 2 if m.dtype == "bfloat16" else 4
+    found = []
+    for tensor in (t for t in (1, 2, 4, 8, 16) if t <= min(cluster.per_host, cluster.num_gpus)):
+        if m.num_kv_heads % tensor or m.d_ff % tensor or m.vocab_size % tensor:
+            continue
+        weights = width * num_params(m) / tensor
+        each = cache_bytes(m, 1, slots, tensor)
+        room = max(cluster.gpu.usable_bytes - weights, 0)
+        cache = cache_bytes(m, rows, slots, tensor)
+        found.append(Inference(tensor, weights, cache, int(room // each)))
+    return found

@@ -1,0 +1,192 @@
+"""A layout's train step, compiled for GPUs that are not here: XLA's own plan of its memory.
+
+Needs the CUDA plugin of JAX, `pip install -e '.[cuda13]'`, and no GPU. Each layout is compiled in
+a process of its own, since XLA reads its flags once. Without a GPU XLA cannot time kernels, so the
+choice of some matmul kernels differs; the memory was the same to 0.1 GiB in the runs that were
+compared (docs/planning.md).
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxpar import xla_flags
+from jaxpar.config import Config, ConfigError
+from jaxpar.config_json import from_json, to_json
+from jaxpar.planning.communication import Cluster
+from jaxpar.planning.hardware import GPUS, Gpu
+
+#: The part of the plugin that compiles.
+PLUGIN = "jax_plugins.xla_cuda13"
+
+#: GPUs whose kernels JAX compiles in the same way as on the real one, tried.
+COMPILES_FOR = ("h200", "h100")
+
+#: Most GPUs of a topology that were tried.
+MOST_GPUS = 512
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What XLA's memory_analysis() says of a step on one GPU, bytes; and how long it took, s."""
+
+    arguments: int
+    temporary: int
+    seconds: float
+
+    @property
+    def total(self) -> int:
+        """State, batch and temporaries: the peak."""
+        return self.arguments + self.temporary
+
+
+def target_config(gpu: Gpu) -> str:
+    """The GPU as XLA's target description, a protocol buffer in text: published properties, and
+    those that all GPUs of the compute capability share."""
+    major, minor = gpu.compute_capability.split(".")
+    capability = f"major: {major} minor: {minor} feature_extension: ACCELERATED_FEATURES"
+    return f"""gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048
+  core_count: {gpu.multiprocessors}
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: {int(gpu.bandwidth.value / 0.87)}
+  l2_cache_size: {gpu.l2_bytes}
+  clock_rate_ghz: {gpu.clock_ghz}
+  device_memory_size: {int(gpu.memory.value)}
+  shared_memory_per_block_optin: 232448
+  cuda_compute_capability {{ {capability} }}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  device_interconnect_info {{ active_links: {gpu.links} }}
+  driver_version: "13.0.0"
+  runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
+  dnn_version: "9.19.0"
+  name: "{gpu.device_kind}"
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 19 }}
+runtime_version {{ major: 13 }}
+device_description_str: "{gpu.device_kind}"
+"""
+
+
+def check_can_compile(cluster: Cluster) -> None:
+    """Raises:   ConfigError without the plugin, or for GPUs that it was not tried on."""
+    gpu, count = cluster.gpu, cluster.num_gpus
+    if not has_plugin():
+        rule = f"needs JAX's CUDA plugin ({PLUGIN}), which is not installed here"
+        fix = "run pip install -e '.[cuda13]' in this environment (no GPU is needed), or leave it"
+        raise ConfigError("--compile", True, rule, f"{fix} out")
+    if gpu.name not in COMPILES_FOR:
+        rule = f"compiles for {' and '.join(COMPILES_FOR)}, whose target descriptions were tried"
+        raise ConfigError(
+            "--compile", gpu.name, rule, f"use --gpu {COMPILES_FOR[0]}, or leave it out"
+        )
+    if count > MOST_GPUS:
+        rule = f"was tried on topologies of up to {MOST_GPUS} GPUs, not {count}"
+        raise ConfigError("--compile", count, rule, f"use --gpus {MOST_GPUS}, or leave it out")
+
+
+def has_plugin() -> bool:
+    """Whether JAX's CUDA plugin is installed; a GPU need not be."""
+    try:
+        return importlib.util.find_spec(PLUGIN) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def compile_layout(cfg: Config, cluster: Cluster, timeout: float = 1800) -> Compiled:
+    """Compile one layout in a new process.
+
+    Args:     cfg: resolved.
+    Raises:   RuntimeError with the compiler's last line when it fails.
+    """
+    job = {
+        "config": json.loads(to_json(cfg)),
+        "gpu": cluster.gpu.name,
+        "gpus": cluster.num_gpus,
+        "per_host": cluster.per_host,
+    }
+    command = [sys.executable, "-m", "jaxpar.planning.compiling"]
+    done = subprocess.run(
+        command,
+        input=json.dumps(job),
+        env=_environment(cfg, cluster.gpu, os.environ),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        raise RuntimeError(lines[-1] if lines else f"ended with code {done.returncode}")
+    return Compiled(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def _environment(cfg: Config, gpu: Gpu, given: Mapping[str, str]) -> dict[str, str]:
+    """That of a run on the GPU: its flags, and this process's packages; devices on the CPU."""
+    flags = xla_flags.measured_for(gpu.device_kind, jax.__version__, cfg)
+    if cfg.run.xla_flags == "none":
+        flags = []
+    settings = " ".join(f"--{flag.name}={flag.value}" for flag in flags)
+    path = os.pathsep.join(filter(None, sys.path))
+    return {**given, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": settings, "PYTHONPATH": path}
+
+
+def compile_here(job: dict[str, Any]) -> dict[str, Any]:
+    """In the new process: lower and compile the step, and read the plan of its memory."""
+    import time
+
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import AxisType, Mesh, NamedSharding
+
+    from jaxpar.axes import AXES, BATCH_SPEC
+    from jaxpar.batch import Batch
+    from jaxpar.kernels.platform import compiling_for
+    from jaxpar.parallel.mesh import axis_sizes
+    from jaxpar.planning.kernels import SOME_DOCUMENTS, platform_of
+    from jaxpar.state import abstract_state, state_shardings
+    from jaxpar.step import make_train_step
+
+    cfg, gpu = from_json(json.dumps(job["config"])), GPUS[job["gpu"]]
+    per_host = min(job["per_host"], job["gpus"])
+    shape = f"1x{job['gpus'] // per_host}x{per_host}"
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=target_config(gpu), topology=shape
+    )
+    devices: Any = np.array(topology.devices).reshape(axis_sizes(cfg.parallel))
+    mesh = Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    abstract = lambda a, to: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=to)  # noqa: E731
+    state = jax.tree.map(abstract, abstract_state(cfg), state_shardings(cfg, mesh))
+    rows = (cfg.train.global_batch_size, cfg.data.seq_len)
+    ints = jax.ShapeDtypeStruct(rows, jnp.int32, sharding=NamedSharding(mesh, BATCH_SPEC))
+    began = time.perf_counter()
+    with compiling_for(platform_of(gpu)):
+        step: Any = make_train_step(cfg, mesh, SOME_DOCUMENTS)
+        program = step.lower(state, Batch(ints, ints, ints, ints)).compile()
+    memory = program.memory_analysis()
+    return {
+        "arguments": memory.argument_size_in_bytes,
+        "temporary": memory.temp_size_in_bytes,
+        "seconds": time.perf_counter() - began,
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(compile_here(json.load(sys.stdin))))

@@ -1,0 +1,69 @@
+"""What a run was predicted to need, said when it starts and beside the measurement when it ends."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxpar.config import Config, ConfigError
+from jaxpar.planning.communication import Cluster
+from jaxpar.planning.hardware import GIB, NETWORKS, gpu_of_kind
+from jaxpar.planning.ranking import predict
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The prediction for a run on GPUs that `hardware.py` knows; `assumed` names the network."""
+
+    step_seconds: float
+    memory_gib: float
+    tokens_per_second_per_device: float
+    assumed: str
+
+    def record(self) -> dict[str, Any]:
+        """For metrics.jsonl, at the start."""
+        return {
+            "predicted_step_seconds": self.step_seconds,
+            "predicted_memory_gib": self.memory_gib,
+        }
+
+    def __str__(self) -> str:
+        text = f"predicted  {self.memory_gib:.1f} GiB peak, {self.step_seconds:.3f} s a step, "
+        return text + f"{self.tokens_per_second_per_device:,.0f} tok/s/device{self.assumed}"
+
+    def beside(self, last: dict[str, Any]) -> str:
+        """One line: predicted and measured, from the last record of a run's metrics."""
+        parts = [_pair("peak", self.memory_gib, last.get("memory_gib"), "GiB", 1)]
+        parts.append(_pair("step", self.step_seconds, last.get("step_seconds"), "s", 3))
+        return "predicted  and measured: " + ", ".join(filter(None, parts))
+
+
+def _pair(what: str, predicted: float, measured: float | None, unit: str, digits: int) -> str:
+    if not measured:
+        return ""
+    error = predicted / measured - 1
+    return f"{what} {predicted:.{digits}f} and {measured:.{digits}f} {unit} ({error:+.1%})"
+
+
+def forecast(cfg: Config, device_kind: str, devices: int, per_host: int) -> Forecast | None:
+    """The prediction; None on devices that no plan knows, CPUs among them.
+
+    Args:     cfg: resolved. device_kind: as JAX names it. per_host: devices of this process's host.
+    """
+    gpu = gpu_of_kind(device_kind)
+    if gpu is None:
+        return None
+    cluster = Cluster(gpu, NETWORKS["ib400"], devices, per_host)
+    try:
+        layout = predict(cfg, cluster)
+    except ConfigError:  # the run itself says what is wrong with its attention kernels
+        return None
+    assumed = f" (assuming {cluster.network.name} between hosts)" if devices > per_host else ""
+    time = layout.time
+    return Forecast(time.total, layout.memory.total / GIB, time.rate, assumed)
+
+
+def forecast_here(cfg: Config) -> Forecast | None:
+    """`forecast` for the devices of this program, of which each host has as many."""
+    kind = jax.devices()[0].device_kind
+    return forecast(cfg, kind, jax.device_count(), jax.local_device_count())

@@ -1,0 +1,252 @@
+"""Memory of one GPU under a layout: the state exactly, the step's temporaries by a model of them.
+
+The temporaries are largest at one of two moments. At the loss, every layer's saved values wait for
+the backward, beside the gradient of the head and a chunk of logits; the recomputation of the last
+layer has begun by then, because XLA's scheduler moves it ahead. At the end of the backward, all
+gradients are there. Each moment's buffers were read off the plans of compiled steps
+(docs/planning.md); sizes are bytes.
+"""
+
+import functools
+from dataclasses import dataclass
+
+from jaxpar.config import Config, ModelConfig
+from jaxpar.memory_rules import LAYER_INPUT, REMAT_NAMES
+from jaxpar.model.loss import num_chunks
+from jaxpar.model.remat import names_on_host, saved_names
+from jaxpar.planning.shard import Shard, moment_bytes, shard_of, state_bytes
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one GPU at the peak.
+
+    weights      float32 master weights.
+    optimizer    moments.
+    activations  values saved for the backward, and one layer's recomputed.
+    logits       a chunk of logits, and the gradient of the head.
+    gathered     weights in the compute dtype: whole ones, and casts of the shards.
+    gradients    of parameters.
+    buffers      the residual stream's copies, keys and values gathered, the batch.
+    moment       when the peak is: "loss" or "backward".
+    """
+
+    weights: float
+    optimizer: float
+    activations: float
+    logits: float
+    gathered: float
+    gradients: float
+    buffers: float
+    moment: str = "loss"
+
+    @property
+    def state(self) -> float:
+        """What is there between steps."""
+        return self.weights + self.optimizer
+
+    @property
+    def temporary(self) -> float:
+        """What a step needs beside the state."""
+        return self.activations + self.logits + self.gathered + self.gradients + self.buffers
+
+    @property
+    def total(self) -> float:
+        """The predicted peak."""
+        return self.state + self.temporary
+
+
+def memory_of(cfg: Config, *, on_reference: bool = False) -> Memory:
+    """The prediction for one GPU.
+
+    Args:     cfg: resolved. on_reference: attention runs on the reference backend, which holds
+              its scores whole.
+    """
+    shard = shard_of(cfg)
+    weights, optimizer = state_bytes(cfg)
+    if cfg.optimizer.offload:
+        optimizer -= moment_bytes(cfg) * (shard.layers - 1) // max(shard.layers, 1)
+    at_loss = _at_loss(cfg, shard, weights, optimizer)
+    at_end = _at_end(cfg, shard, weights, optimizer)
+    peak = max(at_loss, at_end, key=lambda memory: memory.total)
+    if not on_reference:
+        return peak
+    extra = _scores(cfg, shard)
+    return Memory(**{**vars(peak), "buffers": peak.buffers + extra})
+
+
+def _at_loss(cfg: Config, shard: Shard, weights: float, optimizer: float) -> Memory:
+    return Memory(
+        weights=weights,
+        optimizer=optimizer,
+        activations=saved_bytes(cfg, shard) + _recomputed(cfg, shard),
+        logits=_loss_bytes(cfg, shard),
+        gathered=_gathered(cfg, shard),
+        gradients=_accumulated(cfg, shard),
+        buffers=_buffers(cfg, shard),
+        moment="loss",
+    )
+
+
+def _at_end(cfg: Config, shard: Shard, weights: float, optimizer: float) -> Memory:
+    """All gradients, beside the float32 arrays that stack the layers'.
+
+    Under ZeRO-3 a layer's gradient waits whole, in the pieces in which it came: XLA sums them
+    where it stacks them, at the end. The embedding's gradient is still on its way.
+    """
+    m, p = cfg.model, cfg.parallel
+    layers, tables = shard.layers * shard.layer, 2 * shard.table
+    own = 4 * shard.parameters / shard.fsdp
+    if not shard.trained:
+        local = own = 0.0
+    elif _accumulates(cfg):
+        local = _accumulated(cfg, shard)
+    else:
+        local = shard.width * (layers + tables) if shard.fsdp > 1 else 0
+    return Memory(
+        weights=weights,
+        optimizer=optimizer,
+        activations=shard.tokens * saved_per_token(cfg) + _recomputed(cfg, shard),
+        logits=0.0,
+        gathered=0.0,
+        gradients=local + own,
+        buffers=_buffers(cfg, shard) + 3 * shard.tokens * shard.width * m.d_ff / p.tensor,
+        moment="backward",
+    )
+
+
+# ------------------------------------------------------------------------------ activations
+
+
+def saved_bytes(cfg: Config, shard: Shard) -> float:
+    """What waits for the backward when the loss is taken: of a microbatch, or the ring's slots."""
+    p, v = cfg.parallel, shard.chunks
+    unit = shard.layers / v * shard.tokens * saved_per_token(cfg)
+    if p.pipeline == 1:
+        return unit
+    slots = 2 * v * p.pipeline  # one more than waits: a spare one is written to and never read
+    if p.pipeline_save == "inputs":
+        entry = shard.tokens * shard.width * cfg.model.d_model / p.tensor
+        return slots * entry + unit
+    return (slots + 1) * unit  # and the unit that is being written
+
+
+def saved_per_token(cfg: Config) -> float:
+    """Bytes on the device per token and layer under the remat policy, the layer's input included.
+
+    Those of docs/parallelism.md; values that wait in host memory count there.
+    """
+    m, p = cfg.model, cfg.parallel
+    return _saved_per_token(m, p.tensor, p.remat)
+
+
+@functools.cache
+def _saved_per_token(m: ModelConfig, tensor: int, remat: str) -> float:
+    on_host = set(names_on_host(remat))
+    saved = {name for name in saved_names(remat) if name in REMAT_NAMES}
+    sizes = bytes_of_names(m, tensor)
+    total = sum(sizes[name] for name in saved)
+    if {"qkv", "qk"} <= saved:
+        total -= sizes["qk"]  # before RoPE they are then of no use
+    if m.num_experts:  # an expert's values are computed again
+        total -= sum(sizes[name] for name in saved & {"gate_up", "mlp_hidden"})
+    if LAYER_INPUT not in on_host:
+        total += sizes[LAYER_INPUT]
+    return total + 8  # the scales of two norms, float32
+
+
+def bytes_of_names(m: ModelConfig, tensor: int) -> dict[str, float]:
+    """Bytes per token and layer of each value that can be saved, and of the layer's input."""
+    width = 2 if m.dtype == "bfloat16" else 4
+    heads, kv = m.num_heads * m.head_dim / tensor, m.num_kv_heads * m.head_dim / tensor
+    stream, f = width * m.d_model, m.d_ff / tensor
+    sizes = {
+        LAYER_INPUT: stream / tensor,
+        "attn_norm": stream,
+        "qkv": width * (heads + 2 * kv),
+        "qk": width * (heads + kv),
+        "attn_out": width * heads,
+        "attn_lse": 4 * m.num_heads / tensor,
+        "attn_residual": stream / tensor,
+        "mlp_norm": stream,
+        "gate_up": 2 * width * f,
+        "mlp_hidden": width * f,
+    }
+    if m.matmul_dtype == "float8" and m.float8_scaling == "tensor":
+        for name in ("attn_norm", "mlp_norm", "mlp_hidden"):
+            sizes[name] /= width
+        sizes["attn_out"] *= (width + 1) / width
+    return sizes
+
+
+def _recomputed(cfg: Config, shard: Shard) -> float:
+    """One layer's values that no policy saved, all of which its backward needs at once.
+
+    In a pipeline's tick, those of all the layers of a chunk, because XLA begins them together;
+    not where they wait for gathers over tensor.
+    """
+    m, p = cfg.model, cfg.parallel
+    missing = _saved_per_token(m, p.tensor, "none") - _saved_per_token(m, p.tensor, p.remat)
+    if m.num_experts:  # of one expert, for all the tokens
+        sizes = bytes_of_names(m, p.tensor)
+        missing += sizes["gate_up"] + sizes["mlp_hidden"]
+    layers = shard.layers / shard.chunks if p.pipeline > 1 and p.tensor == 1 else 1
+    return layers * shard.tokens * max(missing, 0.0)
+
+
+# ------------------------------------------------------------- weights, gradients and the loss
+
+
+def _accumulates(cfg: Config) -> bool:
+    return cfg.parallel.num_microbatches > 1 or cfg.parallel.pipeline > 1
+
+
+def _accumulated(cfg: Config, shard: Shard) -> float:
+    """Float32 sums over microbatches: of shards under ZeRO-3, of whole gradients under ZeRO-1."""
+    if not _accumulates(cfg) or not shard.trained:
+        return 0.0
+    return 4 * shard.parameters / (shard.fsdp if cfg.parallel.zero == 3 else 1)
+
+
+def _gathered(cfg: Config, shard: Shard) -> float:
+    """Weights to multiply by.
+
+    ZeRO-3: the head, and its shard cast; two layers that are whole, where there is something to
+    gather; and the float32 shards of all layers once more, which XLA slices out of their stack at
+    the start and keeps until the backward gathers them again. ZeRO-1: all.
+    """
+    layers = shard.layers * shard.layer
+    head = shard.width * shard.table
+    if cfg.parallel.zero == 1:
+        tables = 2 if cfg.parallel.pipeline > 1 else 1  # each tick looks tokens up again
+        return shard.width * layers + tables * head
+    width = 1 if cfg.parallel.gather_dtype == "float8" else shard.width
+    gathers = width * shard.matrices + head / shard.fsdp if shard.fsdp > 1 else 0
+    return 4 * layers / shard.fsdp + gathers + head
+
+
+def _loss_bytes(cfg: Config, shard: Shard) -> float:
+    """The head's gradient in float32, twice (a loop's carry and its next value), and a chunk's
+    logits in float32 with their gradient in the compute dtype."""
+    chunk = shard.tokens / num_chunks(shard.tokens, shard.vocab)
+    return 8 * shard.table * shard.trained + (4 + shard.width) * chunk * shard.vocab
+
+
+def _buffers(cfg: Config, shard: Shard) -> float:
+    m, p = cfg.model, cfg.parallel
+    stream = shard.tokens * shard.width * m.d_model / p.tensor
+    batch = 16 * cfg.train.global_batch_size * cfg.data.seq_len
+    batch //= p.replica * p.data * p.expert * p.sequence
+    keys = 0.0
+    if p.sequence > 1 and p.context == "allgather":
+        keys = 2 * shard.rows * cfg.data.seq_len * m.num_kv_heads * m.head_dim / p.tensor
+        keys *= shard.width
+    return 2 * stream + batch + keys
+
+
+def _scores(cfg: Config, shard: Shard) -> float:
+    """The reference's scores: float32, their softmax, and both gradients."""
+    m, p = cfg.model, cfg.parallel
+    length = cfg.data.seq_len
+    keys = length if p.context != "ring" else length // p.sequence
+    return 16.0 * shard.rows * m.num_heads / p.tensor * (length / p.sequence) * keys

@@ -1,0 +1,255 @@
+"""A plan in words: tables for people, the same as a record for programs."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from jaxpar.planning.budget import Cost, Inference
+from jaxpar.planning.communication import Cluster
+from jaxpar.planning.compiling import Compiled
+from jaxpar.planning.hardware import GIB, GPUS, NETWORKS, Figure, Gpu
+from jaxpar.planning.layouts import describe, values_of
+from jaxpar.planning.memory import Memory
+from jaxpar.planning.ranking import Layout, Plan
+from jaxpar.planning.time import StepTime
+
+MEMORY_PARTS = "weights optimizer gradients activations logits gathered buffers".split()
+
+#: Layouts of which the parts are shown.
+IN_DETAIL = 3
+
+
+def best_of_each_mesh(layouts: Iterable[Layout]) -> list[Layout]:
+    """The first of each mesh, so that a table is not one mesh in many variants."""
+    found: dict[str, Layout] = {}
+    for layout in layouts:
+        found.setdefault(describe(layout.cfg), layout)
+    return list(found.values())
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Rows of text; the first column to the left, the others to the right."""
+    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for i, name in enumerate(columns):
+        made.add_column(name, justify="right" if i else "left", no_wrap=True)
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def show_plan(console: Console, plan: Plan, chosen: Sequence[Layout]) -> None:
+    """The ranking, the parts of the first few, and why other layouts are not in it."""
+    cluster, fits = plan.cluster, len(plan.fitting)
+    legal = fits + len(plan.too_large)
+    console.print(
+        f"{legal:,} legal layouts on {hardware_in_words(cluster)}: {fits:,} fit "
+        f"{plan.usable / GIB:.1f} GiB a GPU"
+    )
+    console.print(_ranking(chosen))
+    detail = chosen[:IN_DETAIL]
+    console.print(_parts("Memory at the peak, GiB a GPU", detail, _memory_cells))
+    console.print(_parts("Step, ms", detail, _time_cells))
+    for line in _remarks(plan, chosen):
+        console.print(line)
+
+
+def hardware_in_words(cluster: Cluster) -> str:
+    """ "16 x h200, 8 to a host, ib400 between hosts"."""
+    text = f"{cluster.num_gpus} x {cluster.gpu.name}"
+    if cluster.num_gpus > cluster.per_host:
+        text += f", {cluster.per_host} to a host, {cluster.network.name} between hosts"
+    return text
+
+
+def _ranking(chosen: Sequence[Layout]) -> Table:
+    columns = "mesh ZeRO remat M v g GiB step,s tok/s/GPU MFU full".split()
+    rows = []
+    for i, layout in enumerate(chosen, 1):
+        p, t = layout.cfg.parallel, layout.time
+        cells = [p.zero, p.remat, p.num_microbatches, p.virtual_stages, p.row_groups]
+        rows.append(
+            (
+                f"{i}. {describe(layout.cfg)}",
+                *map(str, cells),
+                f"{layout.memory.total / GIB:.1f}",
+                f"{t.total:.3f}",
+                f"{t.rate:,.0f}",
+                f"{t.mfu:.1%}",
+                f"{t.mfu_full:.1%}",
+            )
+        )
+    legend = "M microbatches, v virtual stages, g row groups; MFU causal, and with full attention"
+    return table(legend, columns, rows)
+
+
+def _parts(title: str, layouts: Sequence[Layout], cells) -> Table:
+    by_layout = [cells(layout) for layout in layouts]
+    names = list(dict.fromkeys(name for found in by_layout for name in found))
+    last = ("contention", "gaps", "in all")
+    names.sort(key=lambda name: last.index(name) if name in last else -1)
+    rows = [
+        (name, *(f"{found[name]:,.1f}" if found.get(name) else "-" for found in by_layout))
+        for name in names
+    ]
+    return table(title, ["", *(f"{i}." for i in range(1, len(layouts) + 1))], rows)
+
+
+def _memory_cells(layout: Layout) -> dict[str, float]:
+    parts = {name: getattr(layout.memory, name) / GIB for name in MEMORY_PARTS}
+    return parts | {"in all": layout.memory.total / GIB}
+
+
+def _time_cells(layout: Layout) -> dict[str, float]:
+    return {name: seconds * 1e3 for name, seconds in time_parts(layout.time).items()}
+
+
+def time_parts(time: StepTime) -> dict[str, float]:
+    """Seconds by part, the exposed communication of each axis apart."""
+    own = "matmul attention elementwise optimizer bubble".split()
+    parts = {name: getattr(time, name) for name in own}
+    parts |= {f"exposed: {axis}": seconds for axis, seconds in time.exposed.items()}
+    parts |= {"contention": time.contention, "gaps": time.gaps}
+    return parts | {"in all": time.total}
+
+
+def _remarks(plan: Plan, chosen: Sequence[Layout]) -> list[str]:
+    lines = []
+    if plan.too_large:
+        nearest = plan.too_large[0]
+        lines.append(
+            f"Too large: {len(plan.too_large):,}, the nearest by {plan.missing() / GIB:.1f} GiB "
+            f"({describe(nearest.cfg)}, remat {nearest.cfg.parallel.remat})."
+        )
+    if plan.refused:
+        lines.append(f"Not allowed: {sum(plan.refused.values()):,}, by the rule that they break:")
+        lines += [f"  {n:>6,}  {reason}" for reason, n in plan.refused.most_common(8)]
+    lines += caveats(plan, chosen)
+    return lines
+
+
+def caveats(plan: Plan, chosen: Sequence[Layout]) -> list[str]:
+    """What the predictions were never compared with, where this plan relies on it."""
+    cfg, cluster = plan.cfg, plan.cluster
+    guesses = []
+    if cluster.gpu.name != "h200":
+        guesses.append(f"{cluster.gpu.name}'s rates are estimates")
+    if cluster.num_gpus > cluster.per_host:
+        guesses.append("no network was measured")
+    if cfg.model.num_experts:
+        guesses.append("experts were not compared with measurements")
+    if cfg.lora.rank:
+        guesses.append("adapters were not compared with measurements")
+    if cfg.parallel.layer_loop == "scan":
+        guesses.append("measured were unrolled layers, not scanned ones")
+    if cfg.model.dtype != "bfloat16":
+        guesses.append("measured was bfloat16")
+    if any(layout.on_reference for layout in chosen):
+        guesses.append("attention has no kernel here for some of these layouts")
+    return [f"Estimates: {'; '.join(guesses)} (docs/planning.md)."] if guesses else []
+
+
+# ------------------------------------------------------------------------------- other answers
+
+
+def show_cost(console: Console, cost: Cost) -> None:
+    """Days, GPU-hours and price of a budget of tokens."""
+    text = f"{cost.tokens:,.0f} tokens: {cost.steps:,} steps, {cost.days:,.1f} days, "
+    text += f"{cost.gpu_hours:,.0f} GPU-hours"
+    if cost.price is not None:
+        text += f", {cost.price:,.0f} at the price given"
+    console.print(text + "; without evaluation, checkpoints and failures")
+
+
+def show_inference(console: Console, rows: int, slots: int, found: Sequence[Inference]) -> None:
+    """Weights and cache by ways of tensor parallelism."""
+    title = f"Generation: keys and values of {rows:,} sequences of {slots:,} tokens, GiB a GPU"
+    cells = [
+        (
+            f"tensor {one.tensor}",
+            f"{one.weights / GIB:.1f}",
+            f"{one.cache / GIB:.1f}",
+            f"{one.rows:,}",
+        )
+        for one in found
+    ]
+    console.print(table(title, ["", "weights", "cache", "sequences that fit"], cells))
+
+
+def show_compiled(console: Console, pairs: Sequence[tuple[Layout, Compiled | str]]) -> None:
+    """Peaks that XLA plans for, beside the predicted ones."""
+    rows = []
+    for i, (layout, compiled) in enumerate(pairs, 1):
+        predicted = layout.memory.total
+        cells = [f"{i}. {describe(layout.cfg)}, remat {layout.cfg.parallel.remat}"]
+        cells.append(f"{predicted / GIB:.1f}")
+        if isinstance(compiled, str):
+            cells += ["failed", compiled[:60], ""]
+        else:
+            error = predicted / compiled.total - 1
+            cells += [f"{compiled.total / GIB:.1f}", f"{error:+.1%}", f"{compiled.seconds:.0f} s"]
+        rows.append(cells)
+    columns = ["compiled for GPUs that are not here", "predicted GiB", "XLA's GiB", "error", "took"]
+    console.print(table("", columns, rows))
+
+
+def show_hardware(console: Console) -> None:
+    """Every number of the tables of GPUs and networks, with its source."""
+    for gpu in GPUS.values():
+        console.print(f"{gpu.name}: {gpu.device_kind}")
+        for name, value, source in _figures(gpu):
+            console.print(f"  {name:<10} {value:>15}  {source}", soft_wrap=True)
+    console.print("between hosts, a GPU:")
+    for n in NETWORKS.values():
+        value = f"{n.bandwidth.value / 1e9:.1f} GB/s"
+        console.print(f"  {n.name:<10} {value:>15}  {n.bandwidth.source}", soft_wrap=True)
+
+
+def _figures(gpu: Gpu) -> list[tuple[str, str, str]]:
+    scales = {"memory": (GIB, "GiB"), "bandwidth": (1e12, "TB/s"), "nvlink": (1e9, "GB/s")}
+    rows = []
+    for name, value in vars(gpu).items():
+        if isinstance(value, Figure):
+            scale, unit = scales.get(name, (1e12, "TFLOP/s") if value.value > 1e3 else (1, "x"))
+            rows.append((name, f"{value.value / scale:,.4g} {unit}", value.source))
+    return rows
+
+
+# ------------------------------------------------------------------------------------- records
+
+
+def plan_record(plan: Plan, chosen: Sequence[Layout]) -> dict[str, Any]:
+    """The plan for --json."""
+    return {
+        "gpu": plan.cluster.gpu.name,
+        "gpus": plan.cluster.num_gpus,
+        "gpus_per_host": plan.cluster.per_host,
+        "network": plan.cluster.network.name,
+        "usable_bytes": plan.usable,
+        "fitting": len(plan.fitting),
+        "too_large": len(plan.too_large),
+        "refused": dict(plan.refused),
+        "layouts": [layout_record(layout) for layout in chosen],
+        "caveats": caveats(plan, chosen),
+    }
+
+
+def layout_record(layout: Layout) -> dict[str, Any]:
+    """One layout: its fields, bytes and seconds by part."""
+    t = layout.time
+    return {
+        "parallel": values_of(layout.cfg),
+        "memory_bytes": _memory_record(layout.memory),
+        "seconds": time_parts(t),
+        "sent_bytes": {traffic.axis: traffic.sent for traffic in t.traffic},
+        "tokens_per_second_per_gpu": t.rate,
+        "mfu_causal": t.mfu,
+        "mfu_full_attention": t.mfu_full,
+    }
+
+
+def _memory_record(memory: Memory) -> dict[str, Any]:
+    parts = {name: getattr(memory, name) for name in MEMORY_PARTS}
+    return parts | {"in all": memory.total, "peak_at": memory.moment}

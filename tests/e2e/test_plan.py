@@ -1,0 +1,168 @@
+"""`python -m jaxpar.plan` as its users run it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from jaxpar import cli, plan, train
+from jaxpar.config import Config, ConfigError
+from jaxpar.planning import compiling
+from jaxpar.planning.forecast import forecast, forecast_here
+from jaxpar.validation import resolve
+
+
+def run(capsys, *words: str) -> str:
+    """What a command line prints."""
+    assert plan.main(words) == 0
+    return capsys.readouterr().out
+
+
+def test_the_ranking(capsys):
+    said = run(capsys, "llama3_8b", "--gpus", "4", "--quick", "--top", "3")
+    assert "fit 128.6 GiB a GPU" in said and "1. data 4" in said and "4. " not in said
+    for part in ("weights", "activations", "matmul", "exposed: data", "bubble", "in all"):
+        assert part in said
+    assert "Not allowed" in said and "The first: python -m jaxpar.train llama3_8b" in said
+    assert "Estimates" not in said
+
+
+def test_json_is_the_same_in_numbers(capsys):
+    words = ("llama3_8b", "--gpus", "16", "--gpu", "b200", "--quick", "--json", "--tokens", "1e12")
+    found = json.loads(run(capsys, *words, "--price", "4"))
+    best = found["layouts"][0]
+    rates = [layout["tokens_per_second_per_gpu"] for layout in found["layouts"]]
+    assert rates == sorted(rates, reverse=True)
+    seconds, memory = best["seconds"], best["memory_bytes"]
+    assert seconds["in all"] == pytest.approx(sum(v for k, v in seconds.items() if k != "in all"))
+    assert memory["in all"] <= found["usable_bytes"]
+    cost = found["cost"]
+    assert cost["gpu_hours"] == pytest.approx(1e12 / rates[0] / 3600)
+    assert cost["price"] == pytest.approx(4 * cost["gpu_hours"])
+    assert cost["days"] == pytest.approx(cost["gpu_hours"] / 24 / 16)
+    assert len(found["caveats"]) == 1 and "b200" in found["caveats"][0]
+
+
+def test_what_is_written_is_what_was_chosen(capsys, tmp_path):
+    file = tmp_path / "chosen.py"
+    words = ("llama3_8b", "--gpus", "4", "--quick", "--fix", "tensor=2,zero=3", "--json")
+    found = json.loads(run(capsys, *words, "--data.seq-len", "4096", "--write", str(file)))
+    cfg = resolve(cli.load_config(str(file)), 4)
+    chosen = found["layouts"][0]["parallel"]
+    assert {name: getattr(cfg.parallel, name) for name in chosen} == chosen
+    assert cfg.parallel.tensor == 2 and cfg.data.seq_len == 4096
+    _, _, _, name, *rest = found["command"].split()
+    assert cli.parse_overrides(cli.load_config(name), rest, "") == cfg
+    with pytest.raises(ConfigError, match=r"--write .* exists"):
+        plan.main([*words, "--write", str(file)])
+    with pytest.raises(ConfigError, match=r"--write .*must end in \.py"):
+        plan.main([*words, "--write", str(tmp_path / "chosen")])
+
+
+def test_fewest_gpus(capsys):
+    found = json.loads(run(capsys, "llama3_8b", "--min-gpus", "--json"))
+    assert found["gpus"] == 2  # 12 bytes for each of 8e9 parameters, and a step
+    assert "2 x h200" in run(capsys, "llama3_8b", "--min-gpus")
+
+
+def test_largest_batch_and_window(capsys):
+    small = ("llama_1b", "--gpus", "1")
+    batch = json.loads(run(capsys, *small, "--largest", "batch", "--json"))["largest"]
+    assert batch >= 16
+    window = json.loads(run(capsys, *small, "--largest", "sequence", "--json"))["largest"]
+    assert window > 32_768 and window % 4096 == 0
+
+
+def test_keys_and_values(capsys):
+    found = json.loads(run(capsys, "llama3_8b", "--kv-cache", "64x8192", "--json"))["inference"]
+    one, two = found[:2]
+    assert one["cache"] == 64 * 8192 * 131_072 and one["weights"] == 2 * 8_030_261_248
+    assert two["cache"] == one["cache"] / 2 and two["rows"] > 2 * one["rows"]
+    assert "sequences that fit" in run(capsys, "llama3_8b", "--kv-cache", "64x8192")
+
+
+def test_hardware_with_sources(capsys):
+    said = run(capsys, "--hardware")
+    assert "h200: NVIDIA H200" in said and "datasheet" in said and "estimate" in said
+
+
+def test_advice_is_of_the_numbers(capsys, monkeypatch):
+    from jaxpar.planning import advice
+
+    monkeypatch.setattr(advice, "CASES", advice.CASES[:1])
+    said = run(capsys, "--advice")
+    assert "0.5B on   8 GPUs" in said and "ahead of" in said
+
+
+BAD = (
+    (("llama3_8b", "--gpu", "h20"), r"--gpu = 'h20'.*h200, h100, a100, b200.*use --gpu h200"),
+    (("llama3_8b", "--network", "carrier"), r"--network = 'carrier'.*ib400"),
+    (("llama3_8b", "--gpus", "0"), r"--gpus = 0: must be at least 1"),
+    (("llama3_8b", "--gpus", "12", "--nodes", "5"), r"--nodes = 5: must divide.*--nodes 4"),
+    (("llama3_8b", "--fix", "heads=2"), r"--fix = 'heads=2'.*tensor"),
+    (("llama3_8b", "--fix", "tensor=x"), r"--fix = 'tensor=x'.*whole number"),
+    (("llama3_8b", "--price", "2"), r"--price = 2.0.*add --tokens"),
+    (("llama3_8b", "--tokens", "0"), r"--tokens = 0.0: must be above 0"),
+    (("llama3_8b", "--kv-cache", "64"), r"--kv-cache = '64'.*64x8192"),
+    (("llama3_8b", "--model.num-head", "2"), r"model.num_head = '2': is not a field"),
+    (("--gpus", "8"), r"CONFIG = '' : |CONFIG = ''.*missing"),
+    (("llama3_70b", "--gpus", "4", "--quick"), r"--gpus = 4: is too few.*GiB.*--min-gpus"),
+    (("llama3_8b", "--gpus", "7", "--quick"), r"--gpus = 7: gives no mesh that the config allows"),
+)
+
+
+@pytest.mark.parametrize(("words", "said"), BAD, ids=lambda value: str(value)[:40])
+def test_bad_input_is_said(words, said):
+    with pytest.raises(ConfigError, match=said):
+        plan.main(words)
+
+
+def test_help_answers():
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxpar.plan", "--help"], capture_output=True, text=True
+    )
+    assert done.returncode == 0
+    assert "--gpus" in done.stdout and "--kv-cache" in done.stdout and "--compile" in done.stdout
+
+
+@pytest.mark.skipif(compiling.has_plugin(), reason="the CUDA plugin is here")
+def test_compiling_without_the_plugin_is_refused():
+    with pytest.raises(ConfigError, match=r"--compile.*CUDA plugin.*cuda13"):
+        plan.main(["llama3_8b", "--compile", "1"])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not compiling.has_plugin(), reason="needs JAX's CUDA plugin")
+def test_compiling_confirms_the_prediction(capsys):
+    words = ("llama_1b", "--gpus", "1", "--model.num-layers", "4", "--compile", "1", "--json")
+    found = json.loads(run(capsys, *words))
+    predicted = found["layouts"][0]["memory_bytes"]["in all"]
+    compiled = found["compiled"][0]
+    assert compiled["arguments"] + compiled["temporary"] == pytest.approx(predicted, rel=0.1)
+
+
+def test_a_config_without_changes_is_itself():
+    from jaxpar.planning.override import changes
+
+    assert changes(Config(), Config()) == {}
+
+
+def test_a_run_says_what_was_predicted_and_what_came(
+    train_on, config_file, tmp_path, capsys, monkeypatch
+):
+    """On a GPU that is none: the prediction for one of the same name stands in."""
+    short = ("--train.num-steps", "3", "--optimizer.warmup-steps", "0", "--evaluation.every", "0")
+    small = ("--checkpoint.every", "0", "--model.num-layers", "1")
+    h200 = lambda cfg: forecast(cfg, "NVIDIA H200", 1, 1)  # noqa: E731
+    assert forecast_here(cli.load_config(config_file)) is None
+    monkeypatch.setattr(train, "forecast_here", h200)
+    assert train_on(1, config_file, *short, *small) == 0
+    first, last = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("predicted")
+    ]
+    assert "GiB peak" in first and "and measured: peak" in last and "step" in last
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    told = [json.loads(line) for line in lines]
+    assert set(told[0]) == {"predicted_step_seconds", "predicted_memory_gib"}
+    assert [record["step"] for record in told[1:]] == [1, 2, 3]

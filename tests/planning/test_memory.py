@@ -1,0 +1,134 @@
+"""The predicted state is the true one, byte for byte; saved values are those of the docs."""
+
+import jax
+import pytest
+
+from jaxpar import cli, parity
+from jaxpar.config import Config, replace
+from jaxpar.memory_rules import REMAT_NAMES
+from jaxpar.parallel.mesh import make_mesh
+from jaxpar.planning.memory import bytes_of_names, memory_of, saved_per_token
+from jaxpar.planning.shard import moment_bytes, shard_of, state_bytes
+from jaxpar.state import abstract_state, bytes_per_device, init_state, state_shardings
+from jaxpar.validation import resolve
+
+SMALL = replace(
+    parity.float32(Config()),
+    **{"model.vocab_size": 64, "data.seq_len": 64, "train.global_batch_size": 16},
+)
+
+MESHES = (
+    {"data": 1},
+    {"data": 4},
+    {"tensor": 2, "data": 2},
+    {"pipeline": 2, "tensor": 2, "data": 2, "zero": 1, "num_microbatches": 2},
+    {"sequence": 2, "data": 2, "replica": 2},
+    {"pipeline": 2, "virtual_stages": 2, "expert": 2, "num_microbatches": 2},
+)
+
+
+def on(cfg: Config, mesh: dict) -> Config:
+    """The config on that mesh, resolved."""
+    fields = {"data": 1} | mesh
+    count = 1
+    for axis in ("pipeline", "replica", "data", "expert", "sequence", "tensor"):
+        count *= fields.get(axis, 1)
+    return resolve(replace(cfg, **{f"parallel.{k}": v for k, v in fields.items()}), count)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("optimizer", ["adamw", "lion", "sgd"])
+def test_state_is_that_of_the_arrays(mesh, optimizer, devices):
+    cfg = on(replace(SMALL, **{"optimizer.name": optimizer}), mesh)
+    p = cfg.parallel
+    count = p.pipeline * p.replica * p.data * p.expert * p.sequence * p.tensor
+    to = state_shardings(cfg, make_mesh(p, devices[:count]))
+    placed = jax.tree.map(
+        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract_state(cfg), to
+    )
+    assert sum(state_bytes(cfg)) == bytes_per_device(placed)
+    assert state_bytes(cfg)[0] == bytes_per_device(placed.params)
+
+
+def test_state_is_what_lies_on_a_device(devices):
+    fields = {"optimizer.first_moment_dtype": "bfloat16", "parallel.tensor": 2, "parallel.data": 2}
+    fields["model.num_layers"] = 1
+    cfg = resolve(replace(SMALL, **fields), 4)
+    state = init_state(cfg, make_mesh(cfg.parallel, devices[:4]))
+    held = sum(
+        shard.data.nbytes
+        for leaf in jax.tree.leaves(state)
+        for shard in leaf.addressable_shards
+        if shard.device == devices[0]
+    )
+    assert sum(state_bytes(cfg)) == held
+    assert 0 < moment_bytes(cfg) <= state_bytes(cfg)[1]
+
+
+def test_experts_biases_and_tied_tables_count(devices):
+    fields = {"model.num_experts": 4, "model.qkv_bias": True, "model.tie_embeddings": True}
+    cfg = on(replace(SMALL, **fields), {"data": 2, "tensor": 2})
+    to = state_shardings(cfg, make_mesh(cfg.parallel, devices[:4]))
+    placed = jax.tree.map(
+        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract_state(cfg), to
+    )
+    assert sum(state_bytes(cfg)) == bytes_per_device(placed)
+
+
+def test_adapters_have_the_moments_alone(devices):
+    cfg = on(replace(SMALL, **{"lora.rank": 4}), {"data": 2, "tensor": 2})
+    to = state_shardings(cfg, make_mesh(cfg.parallel, devices[:4]))
+    placed = jax.tree.map(
+        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract_state(cfg), to
+    )
+    weights, rest = state_bytes(cfg)
+    assert weights + rest == bytes_per_device(placed) and rest < weights / 2
+    assert memory_of(cfg).gradients == 0
+
+
+def test_saved_values_of_8b_are_those_of_the_docs():
+    base = cli.load_config("llama3_8b")
+    page = {"none": 139_392, "dots": 94_336, "attn_out": 16_512, "full": 8_192}
+    for remat, expected in page.items():
+        cfg = resolve(replace(base, **{"parallel.remat": remat}), 8)
+        assert saved_per_token(cfg) == expected + 8  # and the scales of two norms
+    float8 = {"parallel.remat": "none", "model.matmul_dtype": "float8"}
+    assert saved_per_token(resolve(replace(base, **float8), 8)) == page["none"] - 18_432 + 8
+    assert set(bytes_of_names(base.model, 1)) == {*REMAT_NAMES, "layer_input"}
+
+
+def test_a_policy_that_saves_less_needs_less():
+    base = cli.load_config("llama3_8b")
+    totals = []
+    for remat in ("none", "dots", "attn_out", "full"):
+        cfg = resolve(replace(base, **{"parallel.remat": remat}), 4)
+        totals.append(memory_of(cfg).total)
+    assert totals == sorted(totals, reverse=True)
+
+
+def test_values_in_host_memory_are_not_on_the_device():
+    base = replace(cli.load_config("llama3_8b"), **{"parallel.layer_loop": "scan"})
+    cfg = lambda remat: resolve(replace(base, **{"parallel.remat": remat}), 8)  # noqa: E731
+    assert saved_per_token(cfg("offload")) == 4 * base.model.num_heads + 8
+    offload = replace(cfg("dots"), **{"optimizer.offload": True})
+    saved = memory_of(cfg("dots")).total - memory_of(offload).total
+    assert saved == pytest.approx(moment_bytes(offload) * 31 / 32, rel=1e-3)
+
+
+def test_a_pipelines_ring_is_flat_in_microbatches():
+    base = cli.load_config("llama3_8b")
+
+    def ring(micro: int) -> float:
+        fields = {"pipeline": 2, "data": 2, "zero": 1, "num_microbatches": micro}
+        named = {f"parallel.{name}": value for name, value in fields.items()}
+        rows = {"train.global_batch_size": 2 * micro}
+        return memory_of(resolve(replace(base, **named, **rows), 4)).activations
+
+    assert ring(4) == ring(16)
+
+
+def test_a_shard_is_what_the_axes_leave():
+    cfg = resolve(replace(cli.load_config("llama3_8b"), **{"parallel.tensor": 2}), 8)
+    shard = shard_of(cfg)
+    assert (shard.rows, shard.tokens, shard.layers, shard.fsdp) == (4, 4 * 8192, 32, 4)
+    assert shard.matrices == (8_030_261_248 - 2 * 128_256 * 4096 - 65 * 4096) / 32 / 2

@@ -1,0 +1,133 @@
+"""Step times: against measured runs, and as physics has it."""
+
+import dataclasses
+
+import pytest
+
+from jaxpar import cli
+from jaxpar.config import ConfigError, replace
+from jaxpar.planning import calibration
+from jaxpar.planning.communication import Cluster, ring_bandwidth, span, traffic_of
+from jaxpar.planning.compute import attended_pairs, layer_seconds, repeats
+from jaxpar.planning.forecast import forecast
+from jaxpar.planning.hardware import GPUS, H200, NETWORKS, Figure
+from jaxpar.planning.memory import memory_of
+from jaxpar.planning.ranking import predict
+from jaxpar.planning.shard import shard_of
+from jaxpar.planning.time import step_time
+from jaxpar.validation import resolve
+
+BASE = cli.load_config("llama3_8b")
+
+
+def cluster(n: int, per_host: int = 8, network: str = "ib400", gpu=H200) -> Cluster:
+    return Cluster(gpu, NETWORKS[network], n, per_host)
+
+
+def on(n: int, **fields):
+    return resolve(replace(BASE, **{f"parallel.{k}": v for k, v in fields.items()}), n)
+
+
+def test_predictions_are_within_their_bounds_of_what_was_measured():
+    compared = list(calibration.compare(lambda words: cli.read_config(words, "jaxpar.plan", None)))
+    peaks = [c for c in compared if c.memory_error is not None]
+    assert len(compared) >= 12 and len(peaks) >= 12
+    for c in compared:
+        assert abs(c.time_error) < calibration.TIME_BOUND, (c.run.run, c.time_error)
+    for c in peaks:
+        assert abs(c.memory_error) < calibration.MEMORY_BOUND, (c.run.run, c.memory_error)
+
+
+def test_bytes_sent_are_those_that_were_counted():
+    """The card of 8B on 4 GPUs counts 34,560,565,266 bytes in the compiled step."""
+    cfg = resolve(replace(BASE, **{"train.global_batch_size": 8}), 4)
+    (fsdp,) = traffic_of(cfg, shard_of(cfg), cluster(4))
+    assert fsdp.sent == pytest.approx(34_560_565_266, rel=1e-3)
+
+
+def test_parts_add_up_and_mfu_follows():
+    t = step_time(on(8, tensor=2), cluster(8))
+    parts = t.matmul + t.attention + t.elementwise + t.optimizer + t.bubble
+    assert t.total == pytest.approx(parts + sum(t.exposed.values()) + t.contention + t.gaps)
+    assert t.rate == pytest.approx(16 * 8192 / 8 / t.total)
+    assert 0.3 < t.mfu < t.mfu_full < 0.8
+
+
+def test_the_bubble_is_the_formulas():
+    pipelined = dict(pipeline=4, zero=1, num_microbatches=8)
+    one, two = (step_time(on(8, **pipelined, virtual_stages=v), cluster(8)) for v in (1, 2))
+    assert one.bubble == pytest.approx(2 * two.bubble)
+    stage = layer_seconds(on(8, **pipelined), shard_of(on(8, **pipelined)), H200).times(8).total
+    assert one.bubble / (one.bubble + 8 * stage) == pytest.approx(3 / 11)  # of v M + P - 1
+
+
+def test_a_slower_network_is_slower_across_hosts_only():
+    fast, slow = (
+        step_time(on(16, replica=2), cluster(16, network=name)).total
+        for name in ("ib400", "eth100")
+    )
+    assert slow > fast
+    inside = [step_time(on(8), cluster(8, network=name)).total for name in ("ib400", "eth100")]
+    assert inside[0] == inside[1]
+
+
+def test_groups_know_how_many_of_them_share_a_host():
+    cfg = on(16, replica=2, tensor=4)
+    assert span(cfg, ("tensor",), 8) == (4, 4)
+    assert span(cfg, ("data", "expert", "sequence"), 8) == (2, 2)
+    assert span(cfg, ("replica",), 8) == (2, 1)
+    link = H200.nvlink.value
+    assert ring_bandwidth(2, 1, cluster(16)) == NETWORKS["ib400"].bandwidth.value < link
+
+
+def test_remat_repeats_what_it_does_not_save():
+    assert repeats(on(8, remat="none")) == set()
+    assert repeats(on(8, remat="dots")) == {"elementwise"}
+    assert repeats(on(8, remat="attn_out")) == {"qkv", "wo", "gate_up", "elementwise"}
+    assert repeats(on(8, remat="full")) == {"qkv", "wo", "gate_up", "elementwise", "attention"}
+    times = [
+        step_time(on(8, remat=r), cluster(8)).total for r in ("none", "dots", "attn_out", "full")
+    ]
+    assert times == sorted(times)
+
+
+def test_a_window_is_attended_to_in_part():
+    cfg = on(8)
+    whole = attended_pairs(cfg)
+    assert whole == 8192**2 / 2
+    local = replace(cfg, **{"model.sliding_window": 1024})
+    assert attended_pairs(local) == pytest.approx(sum(min(i, 1024) for i in range(8192)), rel=1e-3)
+
+
+def test_a_gpu_without_kernels_for_zigzag_order_is_told():
+    a100 = cluster(8, gpu=GPUS["a100"])
+    cfg = on(8, sequence=2)
+    assert not predict(cfg, cluster(8)).on_reference
+    with pytest.raises(ConfigError, match=r"no attention kernel on a100.*ulysses"):
+        predict(cfg, a100)
+    assert not predict(on(8, sequence=2, context="ulysses"), a100).on_reference
+
+
+def test_scores_of_the_reference_count():
+    cfg = replace(on(8), **{"model.dtype": "float32"})
+    assert predict(cfg, cluster(8)).on_reference
+    scores = 16 * 2 * 32 * 8192 * 8192
+    assert memory_of(cfg, on_reference=True).total - memory_of(cfg).total == scores
+
+
+def test_forecast_of_a_run():
+    assert forecast(on(8), "cpu", 8, 8) is None
+    found = forecast(on(8), "NVIDIA H200", 8, 8)
+    assert found is not None and "GiB peak" in str(found) and "assuming" not in str(found)
+    line = found.beside({"memory_gib": found.memory_gib, "step_seconds": 2 * found.step_seconds})
+    assert "(+0.0%)" in line and "(-50.0%)" in line
+    assert "peak" in found.beside({"memory_gib": 1.0}) and "step" not in found.beside({})
+    assert "assuming" in str(forecast(on(16), "NVIDIA H200", 16, 8))
+
+
+def test_every_number_has_a_source():
+    for gpu in GPUS.values():
+        figures = [v for v in vars(gpu).values() if isinstance(v, Figure)]
+        assert len(figures) >= 6 and all(f.value > 0 and f.source for f in figures)
+        assert gpu.matmul.value < gpu.peak.value and dataclasses.is_dataclass(gpu)
+    assert all(n.bandwidth.source.startswith("estimate") for n in NETWORKS.values())
