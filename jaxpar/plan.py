@@ -69,8 +69,8 @@ def parser() -> Parser:
     add("--write", metavar="FILE", help="write the first layout as a config, FILE.py")
     add("--json", action="store_true", help="print JSON instead of tables")
     add("--compile", type=int, default=0, metavar="K", help="compile the first K layouts by XLA")
-    add("--min-gpus", action="store_true", help="the fewest GPUs that the model trains on")
-    add("--largest", choices=["batch", "sequence"], help="the largest that fits these GPUs")
+    add("--min-gpus", action="store_true", help="the fewest GPUs it trains on (as --quick)")
+    add("--largest", choices=["batch", "sequence"], help="that fits these GPUs (as --quick)")
     add("--kv-cache", metavar="ROWSxTOKENS", help="memory of keys and values for generation")
     add("--tokens", type=float, help="budget of tokens: days on these GPUs")
     add("--price", type=float, help="of a GPU-hour: what the budget costs")
@@ -175,7 +175,7 @@ def ranking(asked: Asked, console: Console) -> dict[str, Any]:
     """The plan itself, and what hangs on its first layout: cost, compilation, a config file."""
     options, cluster = asked.options, asked.cluster
     if options.compile:
-        compiling.check_can_compile(cluster)
+        compiling.check_can_compile(cluster, options.compile)
     plan = make_plan(asked.cfg, cluster, asked.fixed, coarse=options.quick)
     if not plan.fitting:
         raise nothing_fits(plan)

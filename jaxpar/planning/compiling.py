@@ -85,13 +85,13 @@ device_description_str: "{gpu.device_kind}"
 """
 
 
-def check_can_compile(cluster: Cluster) -> None:
+def check_can_compile(cluster: Cluster, asked: int = 1) -> None:
     """Raises:   ConfigError without the plugin, or for GPUs that it was not tried on."""
     gpu, count = cluster.gpu, cluster.num_gpus
     if not has_plugin():
         rule = f"needs JAX's CUDA plugin ({PLUGIN}), which is not installed here"
         fix = "run pip install -e '.[cuda13]' in this environment (no GPU is needed), or leave it"
-        raise ConfigError("--compile", True, rule, f"{fix} out")
+        raise ConfigError("--compile", asked, rule, f"{fix} out")
     if gpu.name not in COMPILES_FOR:
         rule = f"compiles for {' and '.join(COMPILES_FOR)}, whose target descriptions were tried"
         raise ConfigError(
