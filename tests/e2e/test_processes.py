@@ -51,6 +51,7 @@ def kill_at_random(launcher, run: Path, kills: int, seed: int) -> int:
     return done
 
 
+@pytest.mark.timeout(600)
 def test_five_kills_leave_no_trace(config, tmp_path, whole):
     run = tmp_path / "run"
     process = ranks.launch(2, 2, "--restarts", "9", "--", config)
@@ -140,6 +141,7 @@ def test_an_exception_in_one_process_ends_all_and_they_start_again_on_another_me
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_run_of_one_process_goes_on_in_four_with_the_same_bits(config, begun, whole):
     code, said = ranks.finish(ranks.launch(4, 1, "--", config))
     assert code == guard.EXIT_OK, said[-3000:]
