@@ -75,10 +75,13 @@ class Replay:
         """
         self.number, folder = options.step, Path(options.run)
         self.records = read_recent(folder)
+        if not self.records:
+            rule = f"has no records of steps: there is no {RECENT_FILE}, or it is empty"
+            raise ConfigError("RUN", options.run, rule, "give the folder of a run")
         if self.number not in self.records:
-            known = f"{min(self.records)} to {max(self.records)}" if self.records else "none"
-            rule = f"has no record in {folder / RECENT_FILE}, which has {known}"
-            raise ConfigError("--step", self.number, rule, "use one of those")
+            rule = f"has no record in {folder / RECENT_FILE}"
+            fix = f"use one from {min(self.records)} to {max(self.records)}"
+            raise ConfigError("--step", self.number, rule, fix)
         steps = checkpoint.saved_steps(folder)
         self.begin = max((step for step in steps if step < self.number), default=0)
         self.cfg = self._config(folder)

@@ -75,8 +75,9 @@ def main(argv: Sequence[str]) -> int:
     jax.config.update("jax_platforms", "cpu")
     match options:
         case Ls(run=run):
-            print(f"{'step':>9}  {'date':<19}  {'bytes':>10}  mesh  check")
-            for row in inspection.rows(run):
+            for number, row in enumerate(inspection.rows(run)):
+                if number == 0:
+                    print(f"{'step':>9}  {'date':<19}  {'bytes':>10}  mesh  check")
                 print(row, flush=True)
         case Verify(run=run, step=step):
             if not inspection.verify(run, step, say):

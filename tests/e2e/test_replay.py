@@ -83,7 +83,7 @@ def test_numerics_are_told_from_data(run, again, monkeypatch):
 def test_the_start_and_wrong_steps(run, again):
     shutil.rmtree(run / "checkpoints")
     assert again(2) == "nothing wrong: the step repeats bit for bit"
-    with pytest.raises(ConfigError, match=r"--step = 51: has no record in .* which has 1 to 50"):
+    with pytest.raises(ConfigError, match=r"--step = 51: has no record in .* use one from 1 to 50"):
         again(51)
 
 
