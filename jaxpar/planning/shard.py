@@ -73,7 +73,7 @@ def _state_leaves(
         return tuple(Leaf(math.prod(a.shape), a.dtype.itemsize, _named(p)) for a, p in pairs)
 
     return leaves(state.params, specs.params), leaves(
-        (state.step, state.opt_state), (specs.step, specs.opt_state)
+        (state.step, state.opt_state, state.guard), (specs.step, specs.opt_state, specs.guard)
     )
 
 

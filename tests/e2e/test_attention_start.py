@@ -97,9 +97,10 @@ def test_wrong_kernels_stop_the_run_before_its_first_step(planted, config_file, 
     assert "dq is off by " in error.rule and "dk" not in error.rule
     assert "--model.attention-backend reference" in error.fix
     assert "\n" not in str(error)
-    run = tmp_path / "run"
-    assert sorted(file.name for file in run.iterdir()) == ["config.json", "manifest.json"]
-    told = json.loads((run / "manifest.json").read_text("utf-8"))["attention"]
+    folder = tmp_path / "run"
+    there = sorted(file.name for file in folder.iterdir())
+    assert there == ["config.json", "events.jsonl", "lock", "manifest.json"]
+    told = json.loads((folder / "manifest.json").read_text("utf-8"))["attention"]
     assert told == "forward cudnn, backward pallas_hopper (planted)"
 
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from jaxpar import cli, plan, train
+from jaxpar import cli, plan
 from jaxpar.config import Config, ConfigError
 from jaxpar.planning import compiling
 from jaxpar.planning.forecast import forecast, forecast_here
@@ -156,7 +156,7 @@ def test_a_run_says_what_was_predicted_and_what_came(
     small = ("--checkpoint.every", "0", "--model.num-layers", "1")
     h200 = lambda cfg: forecast(cfg, "NVIDIA H200", 1, 1)  # noqa: E731
     assert forecast_here(cli.load_config(config_file)) is None
-    monkeypatch.setattr(train, "forecast_here", h200)
+    monkeypatch.setattr("jaxpar.run.forecast_here", h200)
     assert train_on(1, config_file, *short, *small) == 0
     first, last = [
         line for line in capsys.readouterr().out.splitlines() if line.startswith("predicted")
