@@ -27,6 +27,9 @@ TELL_SECONDS = 6.0
 #: Beyond the limit, for the case that a C function keeps Python from running at all.
 EXTRA_SECONDS = 60.0
 
+#: The descriptor of the process's own standard error.
+STDERR = 2
+
 _TOPIC = "hung"
 
 _current: "Watchdog | None" = None
@@ -81,7 +84,8 @@ class Watchdog:
                 phase, step, since, until = self._at
                 self._at = (phase, step, since, until + now - last)
             last = now
-            faulthandler.dump_traceback_later(backup, exit=True)
+            # By its descriptor: sys.stderr of a notebook, or of a test, is no file.
+            faulthandler.dump_traceback_later(backup, exit=True, file=STDERR)
             phase, step, since, until = self._at
             if now > until:
                 self._end(f"step {step}, {phase}: not over after {now - since:.0f} s")
