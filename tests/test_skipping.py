@@ -119,6 +119,7 @@ def test_a_bad_batch_changes_nothing_but_the_counters(devices, mesh, optimizer):
     assert int(after.guard["in_a_row"]) == 2
 
 
+@pytest.mark.slow
 def test_the_choice_costs_no_pass_over_memory(devices):
     """The update reads the old state anyway: nothing is copied, and all of it is taken over."""
     cfg, step, fresh = make(devices, **MESHES["one"])
@@ -132,7 +133,7 @@ def test_the_choice_costs_no_pass_over_memory(devices):
 FLOAT16 = {"model.dtype": "float16", "guard.loss_scale_interval": 2}
 
 
-@pytest.mark.parametrize("mesh", ["fsdp", "pipeline"])
+@pytest.mark.parametrize("mesh", ["fsdp", pytest.param("pipeline", marks=pytest.mark.slow)])
 def test_float16_learns_as_float32_does(devices, mesh):
     found = {}
     for dtype in ("float16", "float32"):

@@ -46,6 +46,7 @@ def batches_of(run: Path) -> dict[int, int]:
     return {step: record["batch"] for step, record in read_recent(run).items()}
 
 
+@pytest.mark.slow
 def test_a_spike_is_told_and_a_rewind_leaves_its_batches_out(spiky, capfd, tmp_path):
     run = tmp_path / "run"
     assert spiky(2) == guard.EXIT_OK

@@ -108,6 +108,7 @@ def test_text_from_it(runs, capfd):
     assert ANSWER in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_what_adapters_have_made_of_another(runs, train_on, chats, tmp_path):
     config, first, tuned = runs
     args = flags(first.parent, "again", chats, 1)

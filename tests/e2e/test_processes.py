@@ -87,6 +87,7 @@ def words_of(run: Path) -> dict[int, dict]:
     return {int(f.stem): json.loads(f.read_text()) for f in (run / "ranks").glob("*.json")}
 
 
+@pytest.mark.slow
 def test_a_process_that_sleeps_for_ever_is_found_out_and_the_run_goes_on(config, tmp_path, whole):
     run = tmp_path / "run"
     limits = ("--cluster.hang-seconds", "6", "--cluster.slow-seconds", "60")
@@ -102,6 +103,7 @@ def test_a_process_that_sleeps_for_ever_is_found_out_and_the_run_goes_on(config,
     ranks.assert_same_run(run, whole)
 
 
+@pytest.mark.slow
 def test_a_stopped_process_does_not_hold_the_others(config, tmp_path):
     limits = ("--cluster.hang-seconds", "6", "--cluster.slow-seconds", "60")
     arguments = ("--restarts", "0", "--", config, *limits)
@@ -124,6 +126,7 @@ def begun(config, tmp_path, whole) -> Path:
     return run
 
 
+@pytest.mark.slow
 def test_an_exception_in_one_process_ends_all_and_they_start_again_on_another_mesh(
     config, tmp_path, begun, whole
 ):

@@ -134,6 +134,7 @@ def test_gradients_are_those_of_the_plain_model(mesh, devices):
     compare(BASE, mesh, devices)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gradients_of_variants(variant, devices):
@@ -227,6 +228,7 @@ def test_merged_weights_compute_the_same(devices):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("loop", [pytest.param("scan", marks=pytest.mark.slow), "unroll"])
 def test_float8_is_of_the_model_and_adapters_are_exact(loop, devices):
@@ -249,6 +251,7 @@ def test_float8_is_of_the_model_and_adapters_are_exact(loop, devices):
     assert 1e-4 < max(errors.values()) < 0.2  # that of test_float8.py
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
 def test_offloaded_moments(devices):
     cfg, mesh = on_mesh("data=2", devices)
