@@ -18,6 +18,9 @@ from jaxpar.params import flat
 from jaxpar.run import Run
 from tests.e2e.test_chat_tuning import QUESTIONS, write_chats
 
+# Some 80 s; what adapters do on each mesh is tested in tests/parity/test_lora.py.
+pytestmark = pytest.mark.slow
+
 #: Of tokens that the first training has seen: adapters teach the head no others.
 ANSWER = "on the mat, the dog."
 
@@ -108,7 +111,6 @@ def test_text_from_it(runs, capfd):
     assert ANSWER in capfd.readouterr().out
 
 
-@pytest.mark.slow
 def test_a_run_begins_with_what_adapters_have_made_of_another(runs, train_on, chats, tmp_path):
     config, first, tuned = runs
     args = flags(first.parent, "again", chats, 1)
