@@ -32,14 +32,17 @@ def start(cfg: Config, num_processes: int = 1) -> list[str]:
 
 
 #: XLA's limit on the pinned host memory of a process, 64 GB unless it is set.
-HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+HOST_LIMIT, DEFAULT_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64
 
 
 def _open_host_memory() -> list[str]:
-    """Let what is offloaded take this host's memory. Nothing is reserved."""
+    """Let what is offloaded, or being saved, take this host's memory. Nothing is reserved.
+
+    Never less than by default: a virtual machine may get its memory only as it uses it.
+    """
     if HOST_LIMIT in os.environ:
         return []
-    os.environ[HOST_LIMIT] = str(host_memory() >> 30)
+    os.environ[HOST_LIMIT] = str(max(host_memory() >> 30, DEFAULT_LIMIT))
     return [f"{HOST_LIMIT}={os.environ[HOST_LIMIT]}"]
 
 

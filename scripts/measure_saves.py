@@ -1,12 +1,14 @@
-"""Measure saves: python scripts/measure_saves.py CONFIG.json [--saves N]
+"""Measure saves: python scripts/measure_saves.py CONFIG.json [--saves N] [--one-on-disk]
 
 CONFIG.json is the config.json of a run, whose folder is written to. A state of its shape is saved
-N times, as training does. For each save: what the loop waits, beside a plain copy of the state to
-the host; bytes per second until it is complete; the memory that the process has resident.
+N times, as training does, and restored at the end. For each save: what the loop waits, beside a
+plain copy of the state to the host; bytes per second until it is complete; the memory that the
+process has resident, and the most it ever had.
 """
 
 import argparse
 import resource
+import shutil
 import time
 from pathlib import Path
 
@@ -33,11 +35,18 @@ def copy_seconds(tree) -> float:
     return time.perf_counter() - began
 
 
+def peak() -> float:
+    """The most memory that this process has had resident, MB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+
+
 def main() -> None:
-    """Save, and print."""
+    """Save, restore, and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("config", metavar="CONFIG.json")
     parser.add_argument("--saves", type=int, default=5)
+    parser.add_argument("--one-on-disk", action="store_true", help="for disks that hold no two")
+    parser.add_argument("--no-copy", action="store_true", help="leave out the plain copies")
     options = parser.parse_args()
     cfg = from_json(Path(options.config).read_text())
     runtime.start(cfg)
@@ -47,8 +56,10 @@ def main() -> None:
     step = jax.jit(lambda s: jax.tree.map(lambda a: a + jnp.ones((), a.dtype), s), donate_argnums=0)
     with checkpoint.Checkpointer(cfg, lambda text: None) as saver:
         saver.prepare(now)
-        for number in range(1, options.saves + 1):
-            copied = copy_seconds(now)
+        for number in range(options.saves):  # the step that the state counts
+            if options.one_on_disk:
+                shutil.rmtree(checkpoint.folder(cfg.run.dir) / str(number - 1), ignore_errors=True)
+            copied = 0.0 if options.no_copy else copy_seconds(now)
             began = time.perf_counter()
             saver.save(now, number, 0)
             held = time.perf_counter() - began
@@ -57,11 +68,16 @@ def main() -> None:
             whole = time.perf_counter() - began
             num_bytes = sum(a.nbytes for a in jax.tree.leaves(now))
             print(
-                f"save {number}: loop waited {held:.3f} s, a plain copy {copied:.3f} s, "
+                f"save {number + 1}: loop waited {held:.3f} s, a plain copy {copied:.3f} s, "
                 f"{num_bytes / 1e9:.2f} GB in {whole:.2f} s, {num_bytes / 1e9 / whole:.2f} GB/s, "
-                f"{resident():.0f} MB resident",
+                f"{resident():.0f} MB resident, {peak():.0f} at most",
                 flush=True,
             )
+    del now
+    began = time.perf_counter()
+    jax.block_until_ready(checkpoint.restore(cfg, mesh))
+    whole = time.perf_counter() - began
+    print(f"restored and compared in {whole:.2f} s, {num_bytes / 1e9 / whole:.2f} GB/s")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,9 @@ from jaxpar.data.sources import fingerprint
 from jaxpar.parallel.fingerprint import fingerprints
 from jaxpar.state import TrainState, snapshot
 
+#: Bytes that are on their way from the copy in host memory to the disk; or the largest array's.
+IN_FLIGHT = 4 << 30
+
 
 class SaveFailed(guard.RunError):
     """Checkpoints cannot be written."""
@@ -30,6 +33,9 @@ class SaveFailed(guard.RunError):
 
 class Checkpointer:
     """Saves the state in the background, and deletes what `checkpoint.keep*` does not keep.
+
+    The loop waits for a copy of the state in pinned host memory, which copy engines make; files are
+    written from it. That memory stays taken from one save to the next.
 
     Use as a context manager: leaving it waits for the last save. When to save is the caller's to
     decide. Every process makes one and makes the same calls on it. It owns the run's folder, and
@@ -65,6 +71,9 @@ class Checkpointer:
         context.array.saving.use_compression = False
         # In the background, a folder that cannot be made shows as a save that hangs for 5 minutes.
         context.async_options.create_directories_asynchronously = False
+        # Orbax would copy all to ordinary host memory before it returns, at 2 GB/s.
+        context.memory.is_prioritized_key_fn = lambda path: False
+        context.memory.transfer_concurrent_bytes = IN_FLIGHT
         self._orbax = ocp.training.Checkpointer(
             folder(cfg.run.dir),
             context=context,
@@ -74,6 +83,7 @@ class Checkpointer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._saving: tuple[int, Future[None]] | None = None
         self._failures, self._last_error = 0, ""
+        self._half_written: set[int] = set()
 
     def prepare(self, state: TrainState) -> None:
         """Compile what a save needs, so that the first holds up the loop no longer than others."""
@@ -90,12 +100,14 @@ class Checkpointer:
         self.wait()
         if step in self.steps():
             return False
+        self._half_written.discard(step)  # it may be saved now, after a rewind
         began = time.perf_counter()
         tree = vars(snapshot(state, self._cfg))
         num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
         about = self._about | {"tokens_seen": int(tokens_seen)}
         about = integrity.sealed(about | {integrity.FINGERPRINTS: fingerprints(tree)})
         try:
+            tree = copied_to_host(tree)
             # Without `force`, Orbax has its own opinion on when to save.
             saving = self._orbax.save_async(step, tree, force=True, custom_metadata=about)
         except Exception as error:
@@ -140,6 +152,7 @@ class Checkpointer:
             self._count(step, error)
         else:
             self._failures, self._last_error = 0, ""
+        self._sweep()
 
     def finish(self) -> None:
         """Wait for the last save.
@@ -159,10 +172,9 @@ class Checkpointer:
             self._orbax.wait()
         with contextlib.suppress(OSError):
             self._orbax.reload()
+        self._half_written.add(step)
+        self._sweep()
         where = folder(self._cfg.run.dir)
-        if jax.process_index() == 0:
-            for left in where.glob(f"{step}.orbax-checkpoint-tmp*"):
-                shutil.rmtree(left, ignore_errors=True)
         self._failures += 1
         self._record("save failed", step=step, error=str(error)[:500])
         allowed = self._cfg.checkpoint.save_failures_allowed
@@ -176,6 +188,17 @@ class Checkpointer:
             more = f"{self._failures} in a row, {allowed} allowed"
             integrity.warn(f"{text}\n           Training goes on without it ({more}).")
 
+    def _sweep(self) -> None:
+        """Delete what failed saves have written, now and again: they may be writing still.
+
+        The first array that cannot be written ends a save. Others are on their way even then.
+        """
+        if jax.process_index() != 0:
+            return
+        for step in self._half_written:
+            for left in folder(self._cfg.run.dir).glob(f"{step}.orbax-checkpoint-tmp*"):
+                shutil.rmtree(left, ignore_errors=True)
+
     def steps(self) -> list[int]:
         """Steps saved or being saved, and kept; ascending. The same in every process."""
         return [saved.step for saved in self._orbax.checkpoints]
@@ -187,6 +210,7 @@ class Checkpointer:
         finally:
             self._thread.shutdown()
             self._orbax.close()
+            self._sweep()
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -196,6 +220,15 @@ class Checkpointer:
             if error is not None:  # that is what the caller must hear of
                 stack.enter_context(contextlib.suppress(SaveFailed))
             self.close()
+
+
+def copied_to_host(tree: Any) -> Any:
+    """The arrays in pinned host memory, sharded as they are; complete when this returns.
+
+    Raises:   jax.errors.JaxRuntimeError when that memory cannot be had.
+    """
+    to = jax.tree.map(lambda a: a.sharding.with_memory_kind("pinned_host"), tree)
+    return jax.block_until_ready(jax.device_put(tree, to))
 
 
 def _preservation(cfg: Config) -> Any:
