@@ -124,6 +124,7 @@ def test_programs_take_turns(monkeypatch):
     assert str(found["b"]) == "broke"
 
 
+@pytest.mark.slow
 def test_a_card(tmp_path, capsys):
     file = tmp_path / "cards" / "attention.json"
     shapes = ["--shapes", "1,64,2,1,8", "packed:1,64,2,1,8"]

@@ -112,6 +112,7 @@ def log_probabilities(run: Path, text: str) -> np.ndarray:
     return np.asarray(jnp.take_along_axis(scores[0, :-1], ids[0, 1:, None], axis=-1)[:, 0])
 
 
+@pytest.mark.slow
 def test_a_run_and_its_export_score_alike(trained, tasks, capsys, tmp_path):
     of_run = results(trained, tasks, capsys)
     assert of_run["choices"]["acc,none"] == 1.0

@@ -79,6 +79,7 @@ def test_a_published_model_under_the_flags_that_the_error_gives(
     assert not any(np.any(np.asarray(m)) for m in jax.tree.leaves(state.opt_state))
 
 
+@pytest.mark.slow
 def test_adapters_start_afresh_beside_a_published_model(run_of, flags_to_fit, published):
     flags = ["--run.init-from", str(published), "--lora.rank", "4", "--parallel.tensor", "2"]
     run = run_of([*flags_to_fit, *flags], 4)

@@ -104,7 +104,7 @@ def use_gpipe(monkeypatch) -> None:
     monkeypatch.setattr(step, "schedule_of", lambda cfg: gpipe)
 
 
-@pytest.mark.parametrize("save", ["residuals", "inputs"])
+@pytest.mark.parametrize("save", ["residuals", pytest.param("inputs", marks=pytest.mark.slow)])
 def test_memory_is_flat_in_microbatches(save, mesh):
     fields = {"parallel.pipeline_save": save}
     sizes = [temporary_bytes(config(M, **fields), mesh) for M in MICROBATCHES]
