@@ -7,13 +7,14 @@ twice with the same error, or --restarts were not enough for a new checkpoint. T
 run's. SIGTERM and Ctrl-C go to every process: the run saves, and ends with 75.
 """
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -103,7 +104,11 @@ class Launcher:
 
     def attempt(self, resumed: bool) -> dict[int, int]:
         """Start all processes and wait for their end. Returns: as `Children.wait`."""
-        coordinator = f"127.0.0.1:{free_port()}"
+        with reserved_port() as port:
+            return self.started(f"127.0.0.1:{port}", resumed).wait()
+
+    def started(self, coordinator: str, resumed: bool) -> Children:
+        """All processes, which meet at the coordinator that the first of them is."""
         count = self.options.num_processes
         args = self.args + (["--checkpoint.resume", "auto"] if resumed else [])
         command = [sys.executable, "-u", "-m", "jaxpar.train", *args]
@@ -115,7 +120,7 @@ class Launcher:
             self.running.processes.append(children.start(command, env, self.log(rank)))
         if self.stopped_by:
             self.running.send(signal.SIGTERM)
-        return self.running.wait()
+        return self.running
 
     def log(self, rank: int) -> Path | None:
         """Where a process writes; None: to the terminal."""
@@ -193,11 +198,16 @@ def newest_checkpoint(run_dir: Path) -> int:
     return max(map(int, names), default=-1)
 
 
-def free_port() -> int:
-    """A port of this host that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port of this host that nobody listens on, and that nobody else is given meanwhile.
+
+    Only bound, not listened on: the coordinator can listen, since gRPC sets SO_REUSEPORT as well.
+    """
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,6 +1,5 @@
 """Two processes save together: the same fingerprints as one, and one decision about damage."""
 
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxpar import checkpoint, config, config_json
+from tests.e2e.ranks import free_port
 from tests.test_checkpoint import assert_same_bits, base, random_state, save, setup
 
 __all__ = ["base", "setup"]  # fixtures
@@ -46,12 +46,6 @@ assert step == 2, step
 print("restored", step, flush=True)
 jax.distributed.shutdown()
 """
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 @pytest.mark.slow

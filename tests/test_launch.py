@@ -1,8 +1,10 @@
 """Starting processes, ending them, the run folder's lock, and what a failure is."""
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,6 +25,19 @@ def python(code: str, *args: str) -> subprocess.Popen:
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code, *args]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_reserved_port_is_nobody_elses_but_the_coordinators():
+    with contextlib.ExitStack() as held:
+        ports = [held.enter_context(launch.reserved_port()) for _ in range(200)]
+        assert len(set(ports)) == len(ports)
+        taken, like_grpc = (held.enter_context(socket.socket()) for _ in range(2))
+        with pytest.raises(OSError):
+            taken.bind(("127.0.0.1", ports[0]))
+        like_grpc.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        like_grpc.bind(("127.0.0.1", ports[0]))
+        like_grpc.listen()
+        held.enter_context(socket.create_connection(("127.0.0.1", ports[0]), timeout=10))
 
 
 # -------------------------------------------------------------------------------- the lock

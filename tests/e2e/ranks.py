@@ -14,6 +14,7 @@ from jaxpar import checkpoint
 from jaxpar.config import replace
 from jaxpar.config_json import from_json
 from jaxpar.generation import config_for_sampling
+from jaxpar.launch import reserved_port
 from jaxpar.parallel.mesh import make_mesh
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -111,6 +112,12 @@ def children_of(pid: int) -> list[int]:
         return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:
         return []
+
+
+def free_port() -> int:
+    """A port of this host that nobody listens on."""
+    with reserved_port() as port:
+        return port
 
 
 def alive(pid: int) -> bool:

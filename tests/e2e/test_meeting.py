@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 
-from jaxpar import launch
 from tests.e2e import ranks
 
 #: Every check in one start: what each of the two processes found is its last line.
@@ -53,7 +52,7 @@ processes.connect(place, 2)
 
 
 def test_a_process_that_nobody_joins_says_so_and_ends():
-    address = f"127.0.0.1:{launch.free_port()}"
+    address = f"127.0.0.1:{ranks.free_port()}"
     for own, found in ((0, "answers, so others are missing"), (1, "does not answer (")):
         command = [sys.executable, "-c", ALONE, address, str(own)]
         env = ranks.environment()
@@ -64,7 +63,7 @@ def test_a_process_that_nobody_joins_says_so_and_ends():
 
 
 def test_two_processes_meet_and_say_what_is_wrong():
-    address = f"127.0.0.1:{launch.free_port()}"
+    address = f"127.0.0.1:{ranks.free_port()}"
     started = []
     for own in range(2):
         env = ranks.environment(
