@@ -11,16 +11,25 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from jaxpar import axes
+from jaxpar import axes, plan
 from jaxpar.config import ParallelConfig, field_types
 from jaxpar.parallel.mesh import make_mesh
 
 ROOT = Path(__file__).resolve().parents[2]
+LAYOUTS = "choosing_a_layout.md"
 
 
 def read(name: str) -> str:
     """A page's text."""
     return (ROOT / "docs" / name).read_text("utf-8")
+
+
+def script(name: str):
+    """A script, as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
 
 
 # ----------------------------------------------------------------------------------- pictures
@@ -29,11 +38,7 @@ def read(name: str) -> str:
 @pytest.fixture(scope="module")
 def drawing():
     """The script that draws."""
-    path = ROOT / "scripts" / "draw_parallelism.py"
-    spec = importlib.util.spec_from_file_location("draw_parallelism", path)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script
+    return script("draw_parallelism")
 
 
 def test_pictures_are_up_to_date_and_shown(drawing):
@@ -59,6 +64,28 @@ def test_pictures_show_what_devices_hold(drawing, axis):
     assert set.union(*tokens) == {(r, t) for r in range(drawing.ROWS) for t in range(8)}
     if axis == "sequence":  # an early and a late piece
         assert tokens[0] == {(r, t) for r in range(drawing.ROWS) for t in (0, 7)}
+
+
+# -------------------------------------------------------------------------------------- plans
+
+
+def test_plans_that_are_shown_are_printed(capsys):
+    shown = re.findall(r"^\$ python -m jaxpar\.plan (.*)\n((?:.*\n)*?)```", read(LAYOUTS), re.M)
+    assert shown
+    for command, lines in shown:
+        plan.main(command.split())
+        printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+        for part in lines.split("\n...\n"):
+            assert part.strip("\n") in "\n".join(printed), command
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sizes", "host", "shapes", "hosts"])
+def test_tables_of_layouts_are_up_to_date(name):
+    tables = script("layout_tables")
+    expected = f"<!-- layouts: {name} -->\n{tables.table(name)}<!-- /layouts -->"
+    assert expected in read(LAYOUTS), "run python scripts/layout_tables.py --write"
+    assert list(tables.TABLES) == re.findall(r"<!-- layouts: (\w+) -->", read(LAYOUTS))
 
 
 # ------------------------------------------------------------------------------------- fields
