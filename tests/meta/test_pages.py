@@ -98,6 +98,20 @@ def test_fields_that_other_systems_options_are_compared_with_exist():
     assert not named - set(field_types())
 
 
+def test_flags_in_running_text_are_of_the_config():
+    sections = {path.partition(".")[0] for path in field_types()}
+    unknown = []
+    for page in (ROOT / "docs").rglob("*.md"):
+        if page.name in ("LOG.md", "coming_from.md"):  # the past, and others' flags
+            continue
+        text = re.sub(r"^\$ .*\n.*|^config error: .*", "", page.read_text("utf-8"), flags=re.M)
+        for flag in re.findall(r"--([a-z]+\.[a-z0-9_.-]*[a-z0-9])", text):
+            path = flag.replace("-", "_")
+            if path.partition(".")[0] in sections and path not in field_types():
+                unknown.append(f"{page.name}: --{flag}")
+    assert not unknown
+
+
 def test_letters_and_axes_of_the_glossary_are_the_codes():
     text = read("glossary.md")
     legend = re.search(r"Shape letters.*?:\n(.*)\"\"\"", axes.__doc__ + '"""', re.S)[1]
@@ -155,7 +169,7 @@ def quoted(name: str) -> list[str]:
 
 
 def test_messages_that_are_quoted_are_said():
-    lines = quoted("troubleshooting.md")
+    lines = quoted("troubleshooting.md") + quoted("precision.md")
     assert len(lines) > 20
     invented = {line: f"{unsaid(line):.0%}" for line in lines if unsaid(line) > 0.25}
     assert not invented
