@@ -62,7 +62,7 @@ class Picture:
 PICTURES = (
     Picture(
         "data",
-        "data = 4: rows of the batch and weights are split (ZeRO-3)",
+        "data = 4, or expert = 4: rows of the batch and weights are split (ZeRO-3)",
         (
             Message("all", "all-gather of a layer's weights before its use, forward and backward"),
             Message("all", "all-to-all of its gradient, added up where it belongs"),
