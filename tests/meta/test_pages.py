@@ -32,6 +32,12 @@ def script(name: str):
     return found
 
 
+def test_every_page_is_named_in_the_readme():
+    text = (ROOT / "README.md").read_text("utf-8")
+    pages = {str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md")}
+    assert not {page for page in pages - {"docs/index.md"} if f"]({page})" not in text}
+
+
 # ----------------------------------------------------------------------------------- pictures
 
 
