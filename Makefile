@@ -60,6 +60,15 @@ types: install ## Check types
 	@echo "==> Types"
 	@$(PY) -m mypy
 
+.PHONY: docs
+docs: install ## Build the documentation as a site, into build/site
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	@echo "==> build/site/index.html"
+
+.PHONY: docs-serve
+docs-serve: install ## Show it at http://localhost:8000, with search
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs serve
+
 .PHONY: clean
 clean: ## Remove .venv and every cache; runs/ and data/ stay
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -83,10 +83,11 @@ def test_the_tour_quotes_code_only_as_excerpts():
 def commands(text: str) -> Iterator[list[str]]:
     """Words of each `python -m jaxpar...` in a page's code, from the module's name on.
 
-    Left out are those with placeholders (CONFIG, ...), those shown to fail, after a `$ `, and
-    bare mentions of a program.
+    Left out are those with placeholders (CONFIG, ...), those shown to fail, after a `$ `, messages
+    that name a program, and bare mentions of one.
     """
     blocks = [code.replace("\\\n", " ") for _, code in BLOCK.findall(text)]
+    blocks = [re.sub(r"^(config error|bad numerics): .*", "", code, flags=re.M) for code in blocks]
     inline = re.findall(r"(?<!`)`([^`\n]+)`(?!`)", BLOCK.sub("", text))
     for line in "\n".join(blocks + inline).splitlines():
         found = None if line.startswith("$ ") else re.search(r"python -m (jaxpar\S*.*)", line)

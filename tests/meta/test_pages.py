@@ -1,0 +1,182 @@
+"""What single pages say is what the code has: pictures, letters, fields, messages."""
+
+import ast
+import importlib.util
+import re
+from functools import cache
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from jaxpar import axes, plan
+from jaxpar.config import ParallelConfig, field_types
+from jaxpar.parallel.mesh import make_mesh
+
+ROOT = Path(__file__).resolve().parents[2]
+LAYOUTS = "choosing_a_layout.md"
+
+
+def read(name: str) -> str:
+    """A page's text."""
+    return (ROOT / "docs" / name).read_text("utf-8")
+
+
+def script(name: str):
+    """A script, as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def test_every_page_is_named_in_the_readme():
+    text = (ROOT / "README.md").read_text("utf-8")
+    pages = {str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md")}
+    assert not {page for page in pages - {"docs/index.md"} if f"]({page})" not in text}
+
+
+# ----------------------------------------------------------------------------------- pictures
+
+
+@pytest.fixture(scope="module")
+def drawing():
+    """The script that draws."""
+    return script("draw_parallelism")
+
+
+def test_pictures_are_up_to_date_and_shown(drawing):
+    for name, text in drawing.files().items():
+        there = (drawing.FOLDER / name).read_text("utf-8")
+        assert there == text, "run python scripts/draw_parallelism.py --write"
+        assert f"](pictures/{name})" in read("parallelism.md")
+
+
+@pytest.mark.parametrize("axis", ["pipeline", "replica", "data", "sequence", "tensor"])
+def test_pictures_show_what_devices_hold(drawing, axis):
+    ways = drawing.WAYS
+    mesh = make_mesh(ParallelConfig(**({"data": 1} | {axis: ways})), jax.devices()[:ways])
+    shape = (drawing.LAYERS, drawing.WIDTH, drawing.FEED)
+    sharding = NamedSharding(mesh, axes.partition_spec(drawing.WEIGHT))
+    for device, where in sharding.devices_indices_map(shape).items():
+        inside = np.zeros(shape)
+        inside[where] = 1
+        held = {tuple(map(int, i)) for i in np.argwhere(inside)}
+        place = mesh.devices.ravel().tolist().index(device)
+        assert drawing.held_weights(axis, place) == held
+    tokens = [drawing.held_tokens(axis, device) for device in range(ways)]
+    assert set.union(*tokens) == {(r, t) for r in range(drawing.ROWS) for t in range(8)}
+    if axis == "sequence":  # an early and a late piece
+        assert tokens[0] == {(r, t) for r in range(drawing.ROWS) for t in (0, 7)}
+
+
+# -------------------------------------------------------------------------------------- plans
+
+
+def test_plans_that_are_shown_are_printed(capsys):
+    shown = re.findall(r"^\$ python -m jaxpar\.plan (.*)\n((?:.*\n)*?)```", read(LAYOUTS), re.M)
+    assert shown
+    for command, lines in shown:
+        plan.main(command.split())
+        printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+        for part in lines.split("\n...\n"):
+            assert part.strip("\n") in "\n".join(printed), command
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sizes", "host", "shapes", "hosts"])
+def test_tables_of_layouts_are_up_to_date(name):
+    tables = script("layout_tables")
+    expected = f"<!-- layouts: {name} -->\n{tables.table(name)}<!-- /layouts -->"
+    assert expected in read(LAYOUTS), "run python scripts/layout_tables.py --write"
+    assert list(tables.TABLES) == re.findall(r"<!-- layouts: (\w+) -->", read(LAYOUTS))
+
+
+# ------------------------------------------------------------------------------------- fields
+
+
+def test_fields_that_other_systems_options_are_compared_with_exist():
+    rows = re.findall(r"^\| .+? \| (.*?) \| .*\|$", read("coming_from.md"), re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`([a-z]+\.[\w.]+)`", row)}
+    assert len(named) > 60
+    assert not named - set(field_types())
+
+
+def test_flags_in_running_text_are_of_the_config():
+    sections = {path.partition(".")[0] for path in field_types()}
+    unknown = []
+    for page in (ROOT / "docs").rglob("*.md"):
+        if page.name in ("LOG.md", "coming_from.md"):  # the past, and others' flags
+            continue
+        text = re.sub(r"^\$ .*\n.*|^config error: .*", "", page.read_text("utf-8"), flags=re.M)
+        for flag in re.findall(r"--([a-z]+\.[a-z0-9_.-]*[a-z0-9])", text):
+            path = flag.replace("-", "_")
+            if path.partition(".")[0] in sections and path not in field_types():
+                unknown.append(f"{page.name}: --{flag}")
+    assert not unknown
+
+
+def test_letters_and_axes_of_the_glossary_are_the_codes():
+    text = read("glossary.md")
+    legend = re.search(r"Shape letters.*?:\n(.*)\"\"\"", axes.__doc__ + '"""', re.S)[1]
+    letters = re.findall(r"\b([A-Z]) [A-Za-z]", legend)
+    assert re.findall(r"^\| ([A-Z]) \|", text, re.MULTILINE) == letters
+    mesh = text[text.index("| axis | also called |") :]
+    names = re.findall(r"^\| `(\w+)` \|", mesh, re.MULTILINE)
+    assert tuple(names[: len(axes.AXES)]) == axes.AXES
+    table = text[text.index("| logical axis |") :]
+    told = {
+        name: tuple(re.findall(r"\w+", row)) if row != "none" else ()
+        for names, row in re.findall(r"^\| (`.*?`) \| (.*?) \| .* \|$", table, re.MULTILINE)
+        for name in re.findall(r"`(\w+)`", names)
+    }
+    assert told == axes.RULES
+
+
+# ----------------------------------------------------------------------------------- messages
+
+
+@cache
+def said_by_the_code() -> frozenset[str]:
+    """Every piece of text in the package that a message may be made of."""
+    pieces: set[str] = set()
+    for file in (ROOT / "jaxpar").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                pieces.update(re.split(r"\{\}|\n", node.value))
+    return frozenset(piece for piece in pieces if len(piece.strip()) > 3)
+
+
+#: What a message is about: quoted values, flags, paths, numbers, names of fields and variables.
+VALUE = re.compile(r"'[^']*'|--\S+|\S*/\S*|\S*\d\S*|\b\w+[._]\w\S*|\b[A-Z]{4,}\b|\([^)]*\)")
+
+
+def unsaid(line: str) -> float:
+    """Share of a message's letters, those of values left out, that no piece covers."""
+    covered = [False] * len(line)
+    for piece in said_by_the_code():
+        text = piece.strip()
+        at = line.find(text)
+        while at >= 0:
+            covered[at : at + len(text)] = [True] * len(text)
+            at = line.find(text, at + 1)
+    words = VALUE.sub(lambda found: " " * len(found[0]), line)
+    letters = [i for i, c in enumerate(words) if c.isalpha()]
+    return sum(not covered[i] for i in letters) / max(len(letters), 1)
+
+
+def quoted(name: str) -> list[str]:
+    """Lines of output that a page quotes, those that others say left out."""
+    pattern = re.compile(r"(<!-- said by: .*? -->\n)?^```text\n(.*?)^```", re.M | re.S)
+    ours = (found[2] for found in pattern.finditer(read(name)) if not found[1])
+    return [line for block in ours for line in block.splitlines()]
+
+
+def test_messages_that_are_quoted_are_said():
+    lines = quoted("troubleshooting.md") + quoted("precision.md")
+    assert len(lines) > 20
+    invented = {line: f"{unsaid(line):.0%}" for line in lines if unsaid(line) > 0.25}
+    assert not invented
+    assert unsaid("hang: process 3: step 120, step: was over before it had begun") > 0.25

@@ -1,0 +1,86 @@
+"""The site builds without a warning, finds its pages by search, and asks for nothing elsewhere."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.meta.test_repository import links_of, text_of_pages
+
+ROOT = Path(__file__).resolve().parents[2]
+
+#: What a browser would fetch: links that are only followed on a click are not among it.
+FETCHED = re.compile(r"<(?:script|img|iframe|source)\b[^>]*\bsrc=\"(https?:[^\"]+)\"|@import")
+SHEET = re.compile(
+    r"<link\b(?=[^>]*rel=\"(?:stylesheet|preconnect)\")[^>]*href=\"(https?:[^\"]+)\""
+)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    """The site, built as `make docs` builds it."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    env = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    built = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    return folder
+
+
+def test_every_page_is_there_and_found_by_search(site):
+    pages = {p.relative_to(ROOT / "docs").with_suffix(".html") for p in docs_pages()}
+    pages |= {Path("contributing.html"), Path("changelog.html")}
+    pages = {p.with_name("index.html") if p.stem == "README" else p for p in pages}
+    assert not {str(page) for page in pages if not (site / page).is_file()}
+    index = json.loads((site / "search" / "search_index.json").read_text("utf-8"))["docs"]
+    found = {entry["location"].partition("#")[0] for entry in index}
+    assert {str(page) for page in pages} <= found
+    assert any("zigzag" in entry["text"].lower() for entry in index)
+
+
+def docs_pages() -> list[Path]:
+    """Pages under docs/, all of which are in the navigation (mkdocs.yml warns of others)."""
+    return sorted((ROOT / "docs").rglob("*.md"))
+
+
+def test_nothing_is_fetched_from_elsewhere(site):
+    for page in site.rglob("*.html"):
+        text = page.read_text("utf-8")
+        assert not FETCHED.findall(text) + SHEET.findall(text), page.name
+    for sheet in site.rglob("*.css"):
+        assert not re.search(r"url\([\"']?https?:", sheet.read_text("utf-8")), sheet.name
+
+
+def test_links_to_source_files_lose_their_link_and_keep_their_words(site):
+    text = (site / "contributing.html").read_text("utf-8")
+    assert "<code>jaxpar/axes.py</code>" in text
+    assert 'href="jaxpar/axes.py"' not in text
+    assert 'href="changelog.html"' in text
+
+
+def badly_formed(link: str) -> bool:
+    """Whether a link to elsewhere cannot be one: another scheme, no host, a space, a stray mark."""
+    parts = urlsplit(link)
+    host = parts.hostname or ""
+    named = re.fullmatch(r"([a-z0-9-]+\.)+[a-z]{2,}", host)
+    stray = re.search(r"[\s<>\"{}|\\^`]|\.$", link)
+    bare_forge = host == "github.com" and len(parts.path) < 2
+    return parts.scheme != "https" or not named or bool(stray) or bare_forge
+
+
+def test_links_to_elsewhere_are_well_formed():
+    links = {
+        (page, link)
+        for page, text in text_of_pages(history=True).items()
+        for link in links_of(text)
+        if re.match(r"[a-z][a-z0-9+.-]*:|//", link)
+    }
+    assert len(links) > 3
+    assert not [(page, link) for page, link in links if badly_formed(link)]
+    for bad in ("http://a.org", "https://a b.org", "https://nowhere", "https://github.com/"):
+        assert badly_formed(bad)
