@@ -1,0 +1,244 @@
+"""The sections of an examination, one after the other: figures, findings and tables of each."""
+
+import dataclasses
+import itertools
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+
+from jaxpar import processes
+from jaxpar.doctor import bandwidth, compute, gpu_checks, host_checks, measured_checks, showing
+from jaxpar.doctor import links as links_of
+from jaxpar.doctor import verification as verification_of
+from jaxpar.doctor.facts import Facts
+from jaxpar.doctor.findings import Finding, failed, merged, skipped, verdict
+from jaxpar.doctor.options import Options, mesh_for
+from jaxpar.doctor.progress import Progress
+from jaxpar.parallel.mesh import describe, make_mesh
+
+#: Version of the JSON: raised when a name in it changes its meaning or goes.
+SCHEMA = 1
+
+
+@dataclasses.dataclass
+class Section:
+    """What a section has found.
+
+    record    its figures, as they go to JSON. tables   the same for people.
+    """
+
+    record: Any = None
+    findings: list[Finding] = dataclasses.field(default_factory=list)
+    tables: list[Any] = dataclasses.field(default_factory=list)
+
+
+class Examination:
+    """The sections that were asked for, over the devices of all processes."""
+
+    def __init__(
+        self, options: Options, own: Facts, progress: Progress, show: Callable[[Any], Any]
+    ):
+        """Args:     own: this process's facts, its devices among them. show: prints a table."""
+        self.options, self.progress, self.show = options, progress, show
+        self._exchanges = itertools.count()
+        self.facts = [Facts.from_json(text) for text in self._exchange(own.to_json())]
+        self.times = [float(text) for text in self._exchange_time()]
+        self.on_gpu = own.backend == "gpu"
+        self.works = not any(facts.backend_error for facts in self.facts)
+        self.sections: dict[str, Section] = {}
+
+    # ------------------------------------------------------------------- between the processes
+
+    def _exchange(self, text: str) -> list[str]:
+        name = f"doctor/{next(self._exchanges)}"
+        return processes.exchange(name, text, self.options.seconds)
+
+    def _exchange_time(self) -> list[str]:
+        """The time on every process's clock, just after all have come together."""
+        self._exchange("")
+        return self._exchange(repr(time.time()))
+
+    def gathered(self, value: Any) -> list[Any]:
+        """A value of each process, in their order."""
+        return [json.loads(text) for text in self._exchange(json.dumps(value))]
+
+    def joined(self, values: dict[str, float]) -> dict[str, float]:
+        """Named numbers of all processes together."""
+        return {name: x for each in self.gathered(values) for name, x in each.items()}
+
+    # ------------------------------------------------------------------------------- sections
+
+    def run(self) -> None:
+        """Every section; a table of each is shown once it is there."""
+        work = {name: getattr(self, name) for name in self.options.only}
+        for name, section in work.items():
+            with self.progress.section(name):
+                self.sections[name] = self._guarded(name, section)
+            self.show(showing.heading(name, self.progress.seconds[name]))
+            for table in self.sections[name].tables:
+                self.show(table)
+
+    def _guarded(self, name: str, section: Callable[[], Section]) -> Section:
+        """What cannot be run is a finding; in one process: several would wait for one another."""
+        try:
+            return section()
+        except (RuntimeError, bandwidth.LeftOut) as error:
+            if len(self.facts) > 1:
+                raise
+            said = f"could not be run: {' '.join(str(error).split())}"
+            return Section(findings=[failed(name, said, "read the error above the checklist")])
+
+    def _merged(self, check: Callable[[Facts], list[Finding]]) -> list[Finding]:
+        return merged([check(f) for f in self.facts], [f.name for f in self.facts])
+
+    def versions(self) -> Section:
+        """Versions, devices, environment."""
+        found = self._merged(host_checks.check_versions)
+        found += host_checks.check_together(self.facts, self.times)
+        table = showing.versions(self.facts[0])
+        return Section(None, found, [table, *showing.environment(self.facts[0])])
+
+    def hardware(self) -> Section:
+        """GPUs, links and host."""
+        hosts = list({facts.host["name"]: facts for facts in self.facts}.values())
+        found = merged([gpu_checks.check(f) for f in hosts], [f.host["name"] for f in hosts])
+        found += self._merged(host_checks.check_host)
+        return Section(None, found, [t for f in hosts for t in showing.hardware(f)])
+
+    def collectives(self) -> Section:
+        """Every collective, on every axis."""
+        if not self._several():
+            return Section([], [measured_checks.wrong_collectives([], 0)])
+        mesh = make_mesh(mesh_for(self.options.mesh, jax.device_count()))
+        large = verification_of.LARGE if self.on_gpu else verification_of.LARGE_ON_CPU
+        rows: list[dict[str, Any]] = []
+        for one in verification_of.verify(mesh, (verification_of.SMALL, large)):
+            self.progress.tell(f"{', '.join(one.axes)}, {one.dtype}, {one.elements} elements")
+            wrong = [
+                str(w)
+                for of_process in self.gathered(list(map(str, one.wrong)))
+                for w in of_process
+            ]
+            row = {"axes": one.axes, "dtype": one.dtype, "elements": one.elements}
+            rows.append(row | {"collectives": one.collectives, "wrong": wrong})
+        wrong = [text for row in rows for text in row["wrong"]]
+        verified = sum(len(row["collectives"]) for row in rows) * mesh.size
+        finding = measured_checks.wrong_collectives(wrong, verified)
+        record = {"mesh": describe(mesh), "rows": rows}
+        return Section(record, [finding], [showing.collectives(describe(mesh), rows)])
+
+    def bandwidth(self) -> Section:
+        """Every collective, at every size."""
+        if not self._several():
+            return Section([], [skipped("bus bandwidth", "one device")])
+        default = bandwidth.LARGEST if self.on_gpu else bandwidth.LARGEST_ON_CPU
+        largest, o = self.options.largest or default, self.options
+        rows = []
+        for row in bandwidth.measure(
+            bandwidth.one_axis(jax.devices()), largest, o.repeats, o.seconds
+        ):
+            self.progress.tell(f"{row.kind}, {row.size} bytes")
+            rows.append(row)
+        one_host = len({facts.host["name"] for facts in self.facts}) == 1
+        gpu = gpu_checks.data_sheet(self.facts[0].devices[0])
+        found = measured_checks.bus_bandwidth(rows, gpu, one_host)
+        record = [
+            {"kind": r.kind, "bytes": r.size, "devices": r.devices}
+            | {"seconds": dataclasses.asdict(r.call)}
+            | {"algorithm_bytes_per_second": r.algorithm, "bus_bytes_per_second": r.bus}
+            for r in rows
+        ]
+        return Section(record, found, showing.bandwidth(rows))
+
+    def links(self) -> Section:
+        """Every pair of devices."""
+        if not self._several():
+            return Section([], [skipped("links", "one device")])
+        mesh, o = bandwidth.one_axis(jax.devices()), self.options
+        size = links_of.MESSAGE if self.on_gpu else links_of.MESSAGE_ON_CPU
+        how = (size, o.repeats, o.seconds, self.joined)
+        links = []
+        for link in links_of.measure(mesh, *how):
+            self.progress.tell(f"{link.pair[0]} - {link.pair[1]}")
+            links.append(link)
+        if self.on_gpu:
+            slow = {link.pair for link in links_of.behind(links)}
+            links = [links_of.again(mesh, k.pair, *how) if k.pair in slow else k for k in links]
+        names = self.device_names()
+        finding = measured_checks.slow_pairs(links, names, self.on_gpu)
+        record = [dataclasses.asdict(link) for link in links]
+        return Section(record, [finding], showing.links(links, len(names)))
+
+    def compute(self) -> Section:
+        """Matmuls and copies."""
+        o, own = self.options, []
+        for rate in compute.measure(o.repeats):
+            self.progress.tell(f"{rate.what}, {rate.detail}")
+            own.append(rate)
+        self.progress.tell("matmuls for a while")
+        last = compute.lasting(own[0])
+        own.append(last.rate)
+        of_all = self.gathered([dataclasses.asdict(rate) for rate in own])
+        rates = {
+            (rate.what, rate.detail): compute.by_place([each[i]["devices"] for each in of_all])
+            for i, rate in enumerate(own)
+        }
+        kind, names = self.facts[0].devices[0], self.device_names()
+        found = measured_checks.matmul(rates, kind)
+        found += [measured_checks.slow_gpus(rates, names, self.on_gpu)]
+        found += measured_checks.transfers(rates)
+        loads = self.gathered(last.load)
+        by_process = [measured_checks.under_load(load) for load in loads]
+        found += merged(by_process, [facts.name for facts in self.facts])
+        units = {(rate.what, rate.detail): rate.unit for rate in own}
+        record = {
+            "rates": [{"what": w, "detail": d, "unit": units[w, d], "devices": r}
+                      for (w, d), r in rates.items()],
+            "load": loads,
+        }  # fmt: skip
+        return Section(record, found, [showing.rates(rates, units, kind)])
+
+    def _several(self) -> bool:
+        return jax.device_count() > 1
+
+    def device_names(self) -> list[str]:
+        """Of all devices, in the order of `jax.devices()`."""
+        what = "GPU" if self.on_gpu else "device"
+        if len(self.facts) == 1:
+            return [f"{what} {i}" for i in range(len(self.facts[0].devices))]
+        return [f"{what} {i} of {f.name}" for f in self.facts for i in range(len(f.devices))]
+
+    # --------------------------------------------------------------------------------- result
+
+    def findings(self) -> list[tuple[str, Finding]]:
+        """(section, finding), in order."""
+        return [(name, finding) for name, s in self.sections.items() for finding in s.findings]
+
+    def record(self, conditions: dict[str, Any]) -> dict[str, Any]:
+        """Everything, as it goes to JSON."""
+        found = self.findings()
+        return {
+            "schema": SCHEMA,
+            "verdict": verdict(finding for _, finding in found),
+            "conditions": conditions,
+            "findings": [{"section": s} | dataclasses.asdict(finding) for s, finding in found],
+            "seconds": self.progress.seconds,
+            "processes": [dataclasses.asdict(facts) for facts in self.facts],
+            **{name: s.record for name, s in self.sections.items() if s.record is not None},
+        }
+
+
+def stated(environment: Iterable[str]) -> dict[str, Any]:
+    """The conditions that figures hold under. Args:     environment: what this program has set."""
+    from jaxpar import runtime
+
+    return runtime.versions() | {"set": list(environment), "pid": os.getpid()}
+
+
+def wanted(only: Sequence[str], works: bool) -> tuple[str, ...]:
+    """The sections that can be run: without devices, those that look alone."""
+    return tuple(name for name in only if works or name in ("versions", "hardware"))
