@@ -34,14 +34,14 @@ def main(argv: Sequence[str]) -> int:
     console = Console(highlight=False, width=width, quiet=processes.own() != 0)
     progress = Progress(console, options.seconds)
     with progress.section("start"):
-        examined = examination.Examination(options, own, progress, console.print)
+        examined = examination.Examination(options, own, was_set, progress, console.print)
     if examined.works and "collectives" in options.only:
         mesh_for(options.mesh, sum(len(f.devices) for f in examined.facts))
     examined.run()
     found = examined.findings()
     console.print(showing.checklist(found))
     console.print(showing.summary(found, sum(progress.seconds.values())))
-    record = examined.record(examination.stated(was_set) if examined.works else {})
+    record = examined.record()
     if options.json is not None and processes.own() == 0:
         options.json.write_text(json.dumps(record, indent=2) + "\n")
         console.print(f"written: {options.json}")
@@ -57,8 +57,9 @@ def begin(options: Options) -> tuple[facts.Facts, list[str]]:
     cfg = options.cfg
     place = cluster.detect(cfg, os.environ)
     own = facts.of_the_host(dict(os.environ))  # before anything is set here
+    os.environ["NCCL_NVLS_ENABLE"] = "0"  # multicast stays off here, whatever the user has set
     # Of the flags for 8-bit matmuls, the one that keeps the compiler from tuning them for minutes.
-    flags = replace(cfg, **{"model.matmul_dtype": "float8"})
+    flags = replace(cfg, **{"model.matmul_dtype": "float8", "run.compilation_cache": ""})
     was_set = runtime.start(flags, place.num_processes if place else 1)
     if place is not None:
         processes.say(f"cluster    {processes.connect(place, cfg.cluster.connect_seconds)}")

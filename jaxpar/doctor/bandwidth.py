@@ -22,10 +22,10 @@ from jaxpar.profiling.collective_bytes import collective_bytes
 DEVICES = "devices"
 
 #: Bytes of the smallest message, and how much larger each next one is.
-SMALLEST, FACTOR = 1 << 10, 8
+SMALLEST, FACTOR = 1 << 10, 16
 
 #: Bytes of the largest message, unless it is given.
-LARGEST, LARGEST_ON_CPU = 1 << 30, 1 << 19
+LARGEST, LARGEST_ON_CPU = 1 << 30, 1 << 18
 
 #: Calls in a program, of messages up to so many bytes.
 CALLS = ((1 << 16, 50), (1 << 24, 20), (1 << 62, 5))
@@ -53,7 +53,7 @@ class Kind:
 def _broadcast(x: jax.Array) -> jax.Array:
     """The first device's x: NCCL's broadcast; on CPUs, where there is none, a sum with zeros."""
     if jax.default_backend() == "gpu":
-        return lax.pbroadcast(x, DEVICES, 0)
+        return lax.pbroadcast(x, (DEVICES,), 0)  # a name alone is taken letter by letter
     return lax.psum(jnp.where(lax.axis_index(DEVICES) == 0, x, 0), DEVICES)
 
 
@@ -138,6 +138,13 @@ def looped(
     Args:     run: x [elements] on each device -> the result there, [any].
     Returns:  [devices * elements] float32 -> the same; the argument is used up.
     """
+    sharding = NamedSharding(mesh, PartitionSpec(DEVICES))
+    x = jax.ShapeDtypeStruct((mesh.size * elements,), jnp.float32, sharding=sharding)
+    return traced(mesh, run, x, calls).lower().compile()
+
+
+def traced(mesh: Mesh, run: Callable[[jax.Array], jax.Array], x: jax.ShapeDtypeStruct, calls: int):
+    """The same, not compiled yet."""
 
     def call(_, x: jax.Array) -> jax.Array:
         result = run(x)
@@ -147,12 +154,8 @@ def looped(
 
     spec = PartitionSpec(DEVICES)
     local = lambda x: lax.fori_loop(0, calls, call, x)  # noqa: E731
-    program = jax.jit(
-        jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec), donate_argnums=0
-    )
-    shape = (mesh.size * elements,)
-    x = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
-    return program.lower(x).compile()
+    program = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)
+    return jax.jit(program, donate_argnums=0).trace(x)
 
 
 def require_calls(program: Callable, opcodes: Sequence[str], calls: int) -> None:

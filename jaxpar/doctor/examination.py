@@ -3,14 +3,14 @@
 import dataclasses
 import itertools
 import json
-import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from jaxpar import processes
+from jaxpar import processes, runtime
+from jaxpar.bench import conditions
 from jaxpar.doctor import bandwidth, compute, gpu_checks, host_checks, measured_checks, showing
 from jaxpar.doctor import links as links_of
 from jaxpar.doctor import verification as verification_of
@@ -19,6 +19,10 @@ from jaxpar.doctor.findings import Finding, failed, merged, skipped, verdict
 from jaxpar.doctor.options import Options, mesh_for
 from jaxpar.doctor.progress import Progress
 from jaxpar.parallel.mesh import describe, make_mesh
+from jaxpar.planning.hardware import gpu_of_kind
+
+#: Sections that need no devices.
+LOOKING = ("versions", "hardware")
 
 #: Version of the JSON: raised when a name in it changes its meaning or goes.
 SCHEMA = 1
@@ -40,10 +44,16 @@ class Examination:
     """The sections that were asked for, over the devices of all processes."""
 
     def __init__(
-        self, options: Options, own: Facts, progress: Progress, show: Callable[[Any], Any]
+        self,
+        options: Options,
+        own: Facts,
+        was_set: list[str],
+        progress: Progress,
+        show: Callable[[Any], Any],
     ):
-        """Args:     own: this process's facts, its devices among them. show: prints a table."""
-        self.options, self.progress, self.show = options, progress, show
+        """Args:     own: this process's facts, its devices among them. was_set: flags and variables
+        that this program has set. show: prints a table."""
+        self.options, self.was_set, self.progress, self.show = options, was_set, progress, show
         self._exchanges = itertools.count()
         self.facts = [Facts.from_json(text) for text in self._exchange(own.to_json())]
         self.times = [float(text) for text in self._exchange_time()]
@@ -74,10 +84,11 @@ class Examination:
 
     def run(self) -> None:
         """Every section; a table of each is shown once it is there."""
-        work = {name: getattr(self, name) for name in self.options.only}
-        for name, section in work.items():
+        for name in self.options.only:
+            if not self.works and name not in LOOKING:
+                continue
             with self.progress.section(name):
-                self.sections[name] = self._guarded(name, section)
+                self.sections[name] = self._guarded(name, getattr(self, name))
             self.show(showing.heading(name, self.progress.seconds[name]))
             for table in self.sections[name].tables:
                 self.show(table)
@@ -100,7 +111,8 @@ class Examination:
         found = self._merged(host_checks.check_versions)
         found += host_checks.check_together(self.facts, self.times)
         table = showing.versions(self.facts[0])
-        return Section(None, found, [table, *showing.environment(self.facts[0])])
+        variables = showing.environment(self.facts[0], self.was_set)
+        return Section(None, found, [table, *variables])
 
     def hardware(self) -> Section:
         """GPUs, links and host."""
@@ -144,7 +156,7 @@ class Examination:
             self.progress.tell(f"{row.kind}, {row.size} bytes")
             rows.append(row)
         one_host = len({facts.host["name"] for facts in self.facts}) == 1
-        gpu = gpu_checks.data_sheet(self.facts[0].devices[0])
+        gpu = gpu_of_kind(self.facts[0].devices[0])
         found = measured_checks.bus_bandwidth(rows, gpu, one_host)
         record = [
             {"kind": r.kind, "bytes": r.size, "devices": r.devices}
@@ -218,27 +230,21 @@ class Examination:
         """(section, finding), in order."""
         return [(name, finding) for name, s in self.sections.items() for finding in s.findings]
 
-    def record(self, conditions: dict[str, Any]) -> dict[str, Any]:
+    def record(self) -> dict[str, Any]:
         """Everything, as it goes to JSON."""
         found = self.findings()
         return {
             "schema": SCHEMA,
             "verdict": verdict(finding for _, finding in found),
-            "conditions": conditions,
+            "conditions": self._conditions(),
             "findings": [{"section": s} | dataclasses.asdict(finding) for s, finding in found],
             "seconds": self.progress.seconds,
             "processes": [dataclasses.asdict(facts) for facts in self.facts],
             **{name: s.record for name, s in self.sections.items() if s.record is not None},
         }
 
-
-def stated(environment: Iterable[str]) -> dict[str, Any]:
-    """The conditions that figures hold under. Args:     environment: what this program has set."""
-    from jaxpar import runtime
-
-    return runtime.versions() | {"set": list(environment), "pid": os.getpid()}
-
-
-def wanted(only: Sequence[str], works: bool) -> tuple[str, ...]:
-    """The sections that can be run: without devices, those that look alone."""
-    return tuple(name for name in only if works or name in ("versions", "hardware"))
+    def _conditions(self) -> dict[str, Any]:
+        """Those that the figures hold under."""
+        when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        about = {"time": when, "commit": conditions.checked_out_commit(), "set": self.was_set}
+        return (runtime.versions() if self.works else {}) | about

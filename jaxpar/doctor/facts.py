@@ -9,7 +9,6 @@ import platform
 import resource
 import shutil
 import socket
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,8 @@ class Facts:
 
     versions      of Python, packages and libraries.
     environment   variables of VARIABLES, as they were before this program set its own.
-    host          name, cores, memory (bytes), /dev/shm (bytes), limits; None: unlimited.
+    host          name, cores, memory and /dev/shm (bytes), limits (None: unlimited), and the
+                  folders of LD_LIBRARY_PATH with CUDA in them.
     gpus          `nvidia-smi`'s values of each GPU of the host.
     driver_error  why there are none.
     matrix, nvlinks, infiniband   as in `topology`.
@@ -91,7 +91,7 @@ def of_the_host(environment: Mapping[str, str], ask: nvidia_smi.Run = nvidia_smi
         process=0,
         versions=_versions() | _of_driver(found.get("gpus", []), ask),
         environment={k: v for k, v in sorted(environment.items()) if k.startswith(VARIABLES)},
-        host=_host(),
+        host=_host() | {"cuda_in_path": cuda_in_path(environment.get("LD_LIBRARY_PATH", ""))},
         infiniband=topology.infiniband(),
         **found,
     )
@@ -149,6 +149,13 @@ def _cuda_libraries() -> dict[str, str]:
     return {name: str(version()) for name, version in ask.items() if version is not None}
 
 
+def cuda_in_path(path: str) -> list[str]:
+    """The folders of LD_LIBRARY_PATH that hold libraries which JAX has packages for."""
+    names = ("libcudart", "libcublas", "libcudnn", "libnccl")
+    folders = [folder for folder in path.split(":") if folder]
+    return [f for f in folders if any(any(Path(f).glob(f"{name}.so*")) for name in names)]
+
+
 def _host() -> dict[str, Any]:
     soft = {
         name: resource.getrlimit(number)[0]
@@ -161,7 +168,6 @@ def _host() -> dict[str, Any]:
     return {
         "name": socket.gethostname(),
         "system": f"{platform.system()} {platform.release()}",
-        "executable": Path(sys.executable).name,
         "cores": _cores(),
         "memory": runtime.host_memory(),
         "numa_nodes": len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or None,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from jaxpar.doctor.facts import Facts
 from jaxpar.doctor.findings import Finding, failed, passed, skipped, warned
 from jaxpar.doctor.nvidia_smi import GpuFacts, number, slowed_by
-from jaxpar.planning.hardware import GPUS, Gpu
+from jaxpar.planning.hardware import gpu_of_kind
 
 #: MiB in use on a GPU before this program uses any, from which on somebody else is at work there.
 IN_USE_MIB = 1024
@@ -15,11 +15,6 @@ IN_USE_MIB = 1024
 POWER_SLACK = 1.0
 
 RESET = "drain the host and reset the GPU (nvidia-smi --gpu-reset -i N), or reboot"
-
-
-def data_sheet(name: str) -> Gpu | None:
-    """The row of the table of GPUs for a name of the driver's or JAX's, "NVIDIA H200"."""
-    return next((gpu for gpu in GPUS.values() if gpu.device_kind == name), None)
 
 
 def _where(gpus: Iterable[GpuFacts], tell: Callable[[GpuFacts], str | None]) -> list[str]:
@@ -150,7 +145,7 @@ def nvlink(facts: Facts) -> Finding:
     check = "NVLink"
     if len(facts.gpus) < 2:
         return skipped(check, "one GPU")
-    table = data_sheet(facts.gpus[0].get("name", ""))
+    table = gpu_of_kind(facts.gpus[0].get("name", ""))
 
     def tell(gpu: GpuFacts) -> str | None:
         links = facts.nvlinks.get(gpu.get("index", ""), [])

@@ -78,11 +78,14 @@ def backend(facts: Facts) -> Finding:
 
 def libraries(facts: Facts) -> Finding:
     """Other copies of CUDA's libraries come before those that JAX was installed with."""
-    check, path = "LD_LIBRARY_PATH", facts.environment.get("LD_LIBRARY_PATH", "")
-    if not path or not any(name.startswith("nvidia-") for name in facts.versions):
-        return passed(check, "not set" if not path else "set; CUDA is the host's own")
+    check, folders = "LD_LIBRARY_PATH", facts.host["cuda_in_path"]
+    if not folders:
+        return passed(check, "no CUDA in it")
+    if not any(name.startswith("nvidia-") for name in facts.versions):
+        return passed(check, f"CUDA is the host's own, in {':'.join(folders)}")
     remedy = "unset it, unless the CUDA in it is the one that you want"
-    return warned(check, f"{path} comes before the CUDA packages of this environment", remedy)
+    said = f"CUDA in {':'.join(folders)} comes before the packages of this environment"
+    return warned(check, said, remedy)
 
 
 def flags(facts: Facts) -> list[Finding]:

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from jaxpar.doctor import links as links_of
 from jaxpar.doctor.bandwidth import Row
 from jaxpar.doctor.findings import Finding, failed, passed, skipped, warned
-from jaxpar.doctor.gpu_checks import data_sheet
 from jaxpar.doctor.links import Link
 from jaxpar.doctor.nvidia_smi import GpuFacts, at_power_limit, number, slowed_by
-from jaxpar.planning.hardware import Gpu
+from jaxpar.planning.hardware import Gpu, gpu_of_kind
 
 #: Shares of what a healthy GPU of the kind reaches (planning/hardware.py) below which a rate is
 #: low, or far too low. A matmul alone, for seconds, reached 0.92 to 0.98 of it (docs/LOG.md).
@@ -91,7 +90,7 @@ def slow_pairs(links: Sequence[Link], names: Sequence[str], judged: bool) -> Fin
 
 def matmul(rates: Rates, kind: str) -> list[Finding]:
     """Matmuls and copies against what a healthy GPU of the kind reaches."""
-    gpu, found = data_sheet(kind), []
+    gpu, found = gpu_of_kind(kind), []
     for what, expected in expectations(gpu).items():
         rows = {key: each for key, each in rates.items() if key[0] == what}
         if not rows:

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import difflib
 import math
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -141,8 +142,10 @@ def read_mesh(text: str | None) -> dict[str, int]:
 def read_file(text: str) -> Path:
     """Raises:   ConfigError where it could not be written in the end."""
     path = Path(text)
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        rule = "is a folder" if path.is_dir() else f"its folder {path.parent} is not there"
+    folder = path.absolute().parent
+    if path.is_dir() or not (folder.is_dir() and os.access(folder, os.W_OK)):
+        what = "cannot be written to" if folder.is_dir() else "is not there"
+        rule = "is a folder" if path.is_dir() else f"its folder {path.parent} {what}"
         raise ConfigError("--json", text, rule, "use --json doctor.json")
     return path
 

@@ -12,12 +12,11 @@ from jaxpar.doctor import links as links_of
 from jaxpar.doctor.bandwidth import Row
 from jaxpar.doctor.facts import Facts
 from jaxpar.doctor.findings import Finding
-from jaxpar.doctor.gpu_checks import data_sheet
 from jaxpar.doctor.links import Link
 from jaxpar.doctor.measured_checks import Rates, expectations
 from jaxpar.doctor.nvidia_smi import GpuFacts, number
 from jaxpar.doctor.options import SECTIONS
-from jaxpar.planning.hardware import Gpu
+from jaxpar.planning.hardware import Gpu, gpu_of_kind
 from jaxpar.planning.showing import table
 
 STYLES = {"pass": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
@@ -54,9 +53,10 @@ def versions(facts: Facts) -> str:
     return text + (f"\n  not installed: {', '.join(missing)} (optional)" if missing else "")
 
 
-def environment(facts: Facts) -> list[str]:
-    """The variables that are set, one a line."""
-    return [escape(f"  {name}={value}") for name, value in facts.environment.items()]
+def environment(facts: Facts, was_set: Sequence[str]) -> list[str]:
+    """The variables that the user has set, and what this program has, one a line."""
+    given = [f"  {name}={value}" for name, value in facts.environment.items()]
+    return [escape(line) for line in (*given, *(f"  set here: {item}" for item in was_set))]
 
 
 def hardware(facts: Facts) -> list[Any]:
@@ -193,7 +193,7 @@ def _matrix(
 
 def rates(found: Rates, units: Mapping[tuple[str, str], str], kind: str) -> Group:
     """Each rate: median, slowest, and its shares of the data sheet and of what is expected."""
-    gpu = data_sheet(kind)
+    gpu = gpu_of_kind(kind)
     rows = []
     for (what, detail), each in found.items():
         middle, low = sorted(each)[len(each) // 2], min(each)

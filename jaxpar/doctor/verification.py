@@ -26,7 +26,7 @@ DTYPES = ("float32", "bfloat16")
 
 #: Elements of a piece, of which each device has one for every device of its group: NCCL takes
 #: other protocols for small messages than for large ones.
-SMALL, LARGE, LARGE_ON_CPU = 256, 1 << 18, 1 << 12
+SMALL, LARGE, LARGE_ON_CPU = 256, 1 << 16, 1 << 12
 
 type Axes = tuple[str, ...]
 

@@ -70,6 +70,7 @@ def test_what_is_wrong_with_gpus(change, check, status, said):
 
 V = {"python": "3.12.1", "jaxlib": "0.11.2", "jax": "0.11.2", "driver": "580.95.05"}
 HOST = {"cores": 96.0, "shm": 1 << 40, "open_files": 1 << 20, "locked_memory": None}
+HOST |= {"cuda_in_path": []}
 
 BROKEN_HOSTS = [
     ({"versions": V | {"jax-cuda13-plugin": "0.11.2", "driver": "570.1"}}, "driver", "fail"),
@@ -124,10 +125,15 @@ def test_secrets_and_unrelated_variables_stay_out():
     assert facts.environment == {"NCCL_DEBUG": "WARN"}
 
 
-def test_cuda_libraries_from_elsewhere():
-    versions = facts_of().versions | {"nvidia-cublas": "13.0"}
-    facts = facts_of(env={"LD_LIBRARY_PATH": "/usr/local/cuda/lib64"}, versions=versions)
-    assert worse(all_of(facts)) == [("LD_LIBRARY_PATH", "warn")]
+def test_cuda_libraries_from_elsewhere(tmp_path):
+    (tmp_path / "cuda").mkdir()
+    (tmp_path / "cuda" / "libcublas.so.12").touch()
+    (tmp_path / "other").mkdir()
+    for path, found in ((f"{tmp_path}/other", []), (f"{tmp_path}/other:{tmp_path}/cuda", 1)):
+        versions = facts_of().versions | {"nvidia-cublas": "13.0"}
+        facts = facts_of(env={"LD_LIBRARY_PATH": path}, versions=versions)
+        assert worse(all_of(facts)) == ([("LD_LIBRARY_PATH", "warn")] if found else [])
+        assert facts.environment["LD_LIBRARY_PATH"] == path
 
 
 # ------------------------------------------------------------------------- what nvidia-smi says

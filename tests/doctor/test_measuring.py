@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -95,7 +96,7 @@ def test_messages_are_exact_in_bfloat16_and_no_two_alike():
 
 
 def test_sizes_and_bus_factors():
-    assert bandwidth.sizes(1 << 20) == [1 << 10, 1 << 13, 1 << 16, 1 << 19, 1 << 20]
+    assert bandwidth.sizes(1 << 20) == [1 << 10, 1 << 14, 1 << 18, 1 << 20]
     assert bandwidth.sizes(1 << 10) == [1 << 10]
     factors = {kind: about.bus(8) for kind, about in bandwidth.KINDS.items()}
     assert factors == {
@@ -114,6 +115,16 @@ def test_every_collective_is_timed(devices):
     assert [(row.kind, row.size) for row in rows] == [(kind, 1 << 10) for kind in bandwidth.KINDS]
     assert all(0 < r.call.fastest <= r.call.median <= r.call.slowest for r in rows)
     assert rows[0].bus == pytest.approx(1.5 * 1024 / rows[0].call.median)
+
+
+def test_every_collective_is_the_gpus_own_there(devices, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    mesh = bandwidth.one_axis(devices[:4])
+    x = jax.ShapeDtypeStruct((64,), jnp.float32, sharding=bandwidth.numbers(mesh, 16).sharding)
+    for kind, about in bandwidth.KINDS.items():
+        program = bandwidth.traced(mesh, about.run, x, 3).lower(lowering_platforms=("cuda",))
+        own = kind.replace("-", "_").replace("broadcast", "collective_broadcast")
+        assert f"stablehlo.{own.replace('permute', 'collective_permute')}" in program.as_text()
 
 
 def test_calls_that_the_compiler_leaves_out_are_seen(devices):
