@@ -6,6 +6,7 @@ devices, pairs within a process come in such rounds, in all processes at once, a
 each device meets its counterpart in the next one.
 """
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ import jax
 from jax import lax
 from jax.sharding import Mesh
 
-from jaxpar.doctor.bandwidth import DEVICES, looped, numbers, require_calls
+from jaxpar.doctor.bandwidth import DEVICES, KINDS, numbers, repeated
 from jaxpar.doctor.timing import time_calls
 
 type Pair = tuple[int, int]
@@ -130,9 +131,8 @@ def _seconds(mesh, sends, message, repeats, patience, gather) -> dict[int, float
     """Seconds of a call, by the place of each device in the mesh."""
     calls = CALLS if jax.default_backend() == "gpu" else CALLS_ON_CPU
     elements = message // 4
-    run = lambda x: lax.ppermute(x, DEVICES, sends)  # noqa: E731
-    program = looped(mesh, run, elements, calls)
-    require_calls(program, ("permute",), calls)
+    send = lambda x: lax.ppermute(x, DEVICES, sends)  # noqa: E731
+    program = repeated(mesh, dataclasses.replace(KINDS["permute"], run=send), elements, calls)
     timed = time_calls(program, numbers(mesh, elements), calls, repeats, patience)
     place = {device.id: i for i, device in enumerate(mesh.devices.flat)}
     own = {str(place[d]): spread.median for d, spread in timed.devices.items()}
