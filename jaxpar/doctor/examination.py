@@ -130,14 +130,11 @@ class Examination:
         rows: list[dict[str, Any]] = []
         for one in verification_of.verify(mesh, (verification_of.SMALL, large)):
             self.progress.tell(f"{', '.join(one.axes)}, {one.dtype}, {one.elements} elements")
-            wrong = [
-                str(w)
-                for of_process in self.gathered(list(map(str, one.wrong)))
-                for w in of_process
-            ]
+            told = self.gathered([dataclasses.asdict(wrong) for wrong in one.wrong])
             row = {"axes": one.axes, "dtype": one.dtype, "elements": one.elements}
-            rows.append(row | {"collectives": one.collectives, "wrong": wrong})
-        wrong = [text for row in rows for text in row["wrong"]]
+            row |= {"collectives": one.collectives, "wrong": list(itertools.chain(*told))}
+            rows.append(row)
+        wrong = [str(verification_of.Wrong(**w)) for row in rows for w in row["wrong"]]
         verified = sum(len(row["collectives"]) for row in rows) * mesh.size
         finding = measured_checks.wrong_collectives(wrong, verified)
         record = {"mesh": describe(mesh), "rows": rows}

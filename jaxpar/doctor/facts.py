@@ -140,13 +140,29 @@ def _cuda_of_driver(ask: nvidia_smi.Run) -> str:
         return ""
 
 
+#: CUDA's libraries by their names in JAX, and what their major and minor numbers are counted in:
+#: 13050 is CUDA 13.5, 91900 is cuDNN 9.19.
+LIBRARIES = {
+    "CUDA runtime": ("cuda_runtime", 1000, 10),
+    "cuDNN": ("cudnn", 10_000, 100),
+    "cuBLAS": ("cublas", 10_000, 100),
+}
+
+
 def _cuda_libraries() -> dict[str, str]:
-    """The CUDA libraries that JAX has loaded, by their numbers: 91900 is cuDNN 9.19.0."""
+    """Versions of the CUDA libraries that JAX finds, which need not be those it is installed with;
+    "-" for one that it cannot load."""
     from jax._src.lib import cuda_versions  # JAX offers them nowhere else
 
-    names = {"CUDA runtime": "cuda_runtime", "cuDNN": "cudnn", "cuBLAS": "cublas"}
-    ask = {name: getattr(cuda_versions, f"{f}_get_version", None) for name, f in names.items()}
-    return {name: str(version()) for name, version in ask.items() if version is not None}
+    found = {}
+    for name, (library, major, minor) in LIBRARIES.items():
+        ask = getattr(cuda_versions, f"{library}_get_version", None)
+        try:
+            if ask is not None:
+                found[name] = f"{ask() // major}.{ask() % major // minor}"
+        except RuntimeError:
+            found[name] = "-"
+    return found
 
 
 def cuda_in_path(path: str) -> list[str]:

@@ -96,20 +96,24 @@ def _gpu_cells(facts: Facts, gpu: GpuFacts) -> list[str]:
 
 
 def collectives(mesh: str, rows: Sequence[Mapping[str, Any]]) -> Group:
-    """What was verified, a line for each set of axes."""
-    by_axes: dict[str, list[Mapping[str, Any]]] = {}
+    """What was verified: a line for each collective, a column for each set of axes."""
+    columns = list(dict.fromkeys(" and ".join(row["axes"]) for row in rows))
+    names = list(dict.fromkeys(name for row in rows for name in row["collectives"]))
+    wrong: dict[tuple[str, str], int] = {}
     for row in rows:
-        by_axes.setdefault(", ".join(row["axes"]), []).append(row)
-    cells = []
-    for axes, there in by_axes.items():
-        wrong = [text for row in there for text in row["wrong"]]
-        dtypes = ", ".join(dict.fromkeys(row["dtype"] for row in there))
-        said = f"[bold red]{len(wrong)} wrong[/bold red]" if wrong else "right"
-        cells.append((axes, dtypes, ", ".join(there[0]["collectives"]), said))
-    made = table("", ["over", "dtypes", "collectives", "results"], cells)
-    for column in made.columns[1:]:
-        column.justify, column.no_wrap = "left", False
-    return Group(f"  mesh {mesh}", made)
+        for name in row["collectives"]:
+            at = name, " and ".join(row["axes"])
+            bad = sum(one["collective"] == name for one in row["wrong"])
+            wrong[at] = wrong.get(at, 0) + bad
+
+    def cell(name: str, axes: str) -> str:
+        bad = wrong.get((name, axes))
+        return "." if bad is None else f"[bold red]{bad} wrong[/bold red]" if bad else "right"
+
+    lines = [(name, *(cell(name, axes) for axes in columns)) for name in names]
+    sizes = " and ".join(dict.fromkeys(f"{row['elements']:,}" for row in rows))
+    dtypes = " and ".join(dict.fromkeys(row["dtype"] for row in rows))
+    return titled(f"mesh {mesh}; {dtypes}, pieces of {sizes} numbers", ["over", *columns], lines)
 
 
 def bandwidth(rows: Sequence[Row]) -> list[Group]:

@@ -103,7 +103,7 @@ class Wrong:
     said: str
 
     def __str__(self) -> str:
-        where = f"{self.collective} over {', '.join(self.axes)}, {self.dtype}"
+        where = f"{self.collective} over {' and '.join(self.axes)}, {self.dtype}"
         return f"{where}, {self.elements} elements: device {self.device} {self.said}"
 
 

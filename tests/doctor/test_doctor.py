@@ -13,6 +13,7 @@ from rich.console import Console
 from jaxpar import doctor, guard, launch
 from jaxpar.config import ConfigError
 from jaxpar.doctor import progress, verification
+from tests.doctor import hosts
 from tests.e2e import ranks
 
 #: What the JSON holds at its top, and of which type.
@@ -20,6 +21,12 @@ TOP = {
     **{"schema": int, "verdict": str, "conditions": dict, "findings": list, "seconds": dict},
     **{"processes": list, "collectives": dict, "bandwidth": list, "links": list, "compute": dict},
 }
+
+
+@pytest.fixture(autouse=True)
+def multicast(monkeypatch):
+    """What the program sets in the environment is undone afterwards."""
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
 
 
 def run(tmp_path, *args: str) -> tuple[int, dict]:
@@ -78,6 +85,29 @@ def test_a_section_that_does_not_end_ends_the_program(monkeypatch, capsys):
         ranks.wait_for(lambda: ended)
     assert ended == [guard.EXIT_HANG]
     assert "error: links: process 0 is not done after 0.05 s, at: 0 - 1;" in capsys.readouterr().err
+
+
+#: `nvidia-smi` of the recorded host.
+NVIDIA_SMI = """#!/bin/sh
+case "$1" in
+  --query-gpu=*) cat {folder}/gpus.csv ;;
+  --query-remapped-rows=*) cat {folder}/remapped.csv ;;
+  topo) cat {folder}/topo.txt ;;
+  nvlink) cat {folder}/nvlink.txt ;;
+  *) echo "| Driver Version: 580.95.05    CUDA Version: 13.0  |" ;;
+esac
+"""
+
+
+def test_gpus_that_jax_does_not_use_make_the_exit_code_1(tmp_path, capsys, monkeypatch):
+    (tmp_path / "nvidia-smi").write_text(NVIDIA_SMI.format(folder=hosts.RECORDED))
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert doctor.main(["--only", "versions,hardware"]) == guard.EXIT_ERROR
+    said = " ".join(capsys.readouterr().out.split())
+    assert "fail devices JAX uses the CPU, and there are 8 GPUs -> unset JAX_PLATFORMS" in said
+    assert "all pairs, NV18" in said and "18 x 26.6 GB/s" in said and "driver CUDA 13.0" in said
+    assert "1 failed" in said
 
 
 #: The second of two processes has this: it is named, and so is the difference.

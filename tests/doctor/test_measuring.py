@@ -75,7 +75,7 @@ def test_a_wrong_collective_is_found(mesh, name, run, devices_wrong, said):
     assert last.axes == ("data", "tensor") and last.dtype == "bfloat16"
     assert len(last.wrong) == devices_wrong
     told = str(last.wrong[0])
-    assert told.startswith(f"{name} over data, tensor, bfloat16, 32 elements: device ")
+    assert told.startswith(f"{name} over data and tensor, bfloat16, 32 elements: device ")
     assert said in told
 
 
