@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxpar.doctor.progress import Tell, untold
 from jaxpar.doctor.timing import Spread, time_calls
 from jaxpar.profiling.collective_bytes import collective_bytes
 
@@ -184,15 +185,19 @@ def numbers(mesh: Mesh, elements: int) -> jax.Array:
     return fill().astype(jnp.float32)
 
 
-def measure(mesh: Mesh, largest: int, repeats: int, patience: float) -> Iterator[Row]:
+def measure(
+    mesh: Mesh, largest: int, repeats: int, patience: float, tell: Tell = untold
+) -> Iterator[Row]:
     """Every collective at every size, one by one.
 
-    Args:     mesh: of one axis. largest: bytes. repeats, patience: as in `time_calls`.
+    Args:     mesh: of one axis. largest: bytes. repeats, patience: as in `time_calls`. tell: gets
+              each piece of work.
     Raises:   LeftOut.
     """
     n = mesh.size
     for kind, about in KINDS.items():
         for size in sizes(largest):
+            tell(f"{kind} of {size:,} bytes")
             whole = max(size // 4 // n, 1) * n
             elements, calls = whole // n if about.shards else whole, calls_for(size)
             program = repeated(mesh, about, elements, calls)

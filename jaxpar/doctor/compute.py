@@ -3,6 +3,7 @@
 Together, since a host's GPUs share its air and power in training too.
 """
 
+import itertools
 import statistics
 import threading
 import time
@@ -18,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.doctor import nvidia_smi
 from jaxpar.doctor.bandwidth import DEVICES, one_axis
+from jaxpar.doctor.progress import Tell, untold
 from jaxpar.doctor.timing import Spread, when_ready
 from jaxpar.kernels.float8.quantize import FORWARD
 
@@ -62,14 +64,15 @@ class Rate:
         return statistics.median(self.devices)
 
 
-def measure(repeats: int) -> Iterator[Rate]:
-    """Every rate, one by one."""
+def measure(repeats: int, tell: Tell = untold) -> Iterator[Rate]:
+    """Every rate, one by one. Args:     tell: gets each piece of work."""
     mesh, on_gpu = one_axis(jax.local_devices()), jax.default_backend() == "gpu"
-    for shape in SHAPES if on_gpu else SHAPES_ON_CPU:
-        yield _matmul(mesh, shape, "bfloat16" if on_gpu else "float32", repeats)
-    if has_float8(jax.local_devices()[0]):
-        for shape in SHAPES:
-            yield _matmul(mesh, shape, "float8", repeats)
+    kinds = ["bfloat16" if on_gpu else "float32"]
+    kinds += ["float8"] if has_float8(jax.local_devices()[0]) else []
+    for dtype, shape in itertools.product(kinds, SHAPES if on_gpu else SHAPES_ON_CPU):
+        tell(f"matmul {dtype}, {shape}")
+        yield _matmul(mesh, shape, dtype, repeats)
+    tell("copies")
     yield _copy(mesh, COPY if on_gpu else COPY_ON_CPU, repeats)
     if on_gpu:
         yield from _transfers(repeats)

@@ -127,11 +127,10 @@ class Examination:
             return Section([], [measured_checks.wrong_collectives([], 0)])
         mesh = make_mesh(mesh_for(self.options.mesh, jax.device_count()))
         large = verification_of.LARGE if self.on_gpu else verification_of.LARGE_ON_CPU
-        rows: list[dict[str, Any]] = []
-        for one in verification_of.verify(mesh, (verification_of.SMALL, large)):
-            self.progress.tell(f"{', '.join(one.axes)}, {one.dtype}, {one.elements} elements")
+        sizes, rows = (verification_of.SMALL, large), []
+        for one in verification_of.verify(mesh, sizes, tell=self.progress.tell):
             told = self.gathered([dataclasses.asdict(wrong) for wrong in one.wrong])
-            row = {"axes": one.axes, "dtype": one.dtype, "elements": one.elements}
+            row: dict[str, Any] = {"axes": one.axes, "dtype": one.dtype, "elements": one.elements}
             row |= {"collectives": one.collectives, "wrong": list(itertools.chain(*told))}
             rows.append(row)
         wrong = [str(verification_of.Wrong(**w)) for row in rows for w in row["wrong"]]
@@ -145,13 +144,9 @@ class Examination:
         if not self._several():
             return Section([], [skipped("bus bandwidth", "one device")])
         default = bandwidth.LARGEST if self.on_gpu else bandwidth.LARGEST_ON_CPU
-        largest, o = self.options.largest or default, self.options
-        rows = []
-        for row in bandwidth.measure(
-            bandwidth.one_axis(jax.devices()), largest, o.repeats, o.seconds
-        ):
-            self.progress.tell(f"{row.kind}, {row.size} bytes")
-            rows.append(row)
+        mesh, o = bandwidth.one_axis(jax.devices()), self.options
+        how = (o.largest or default, o.repeats, o.seconds, self.progress.tell)
+        rows = list(bandwidth.measure(mesh, *how))
         one_host = len({facts.host["name"] for facts in self.facts}) == 1
         gpu = gpu_of_kind(self.facts[0].devices[0])
         found = measured_checks.bus_bandwidth(rows, gpu, one_host)
@@ -170,10 +165,7 @@ class Examination:
         mesh, o = bandwidth.one_axis(jax.devices()), self.options
         size = links_of.MESSAGE if self.on_gpu else links_of.MESSAGE_ON_CPU
         how = (size, o.repeats, o.seconds, self.joined)
-        links = []
-        for link in links_of.measure(mesh, *how):
-            self.progress.tell(f"{link.pair[0]} - {link.pair[1]}")
-            links.append(link)
+        links = list(links_of.measure(mesh, *how, self.progress.tell))
         if self.on_gpu:
             slow = {link.pair for link in links_of.behind(links)}
             links = [links_of.again(mesh, k.pair, *how) if k.pair in slow else k for k in links]
@@ -184,10 +176,7 @@ class Examination:
 
     def compute(self) -> Section:
         """Matmuls and copies."""
-        o, own = self.options, []
-        for rate in compute.measure(o.repeats):
-            self.progress.tell(f"{rate.what}, {rate.detail}")
-            own.append(rate)
+        own = list(compute.measure(self.options.repeats, self.progress.tell))
         self.progress.tell("matmuls for a while")
         last = compute.lasting(own[0])
         own.append(last.rate)

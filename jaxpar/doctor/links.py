@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jaxpar.doctor.bandwidth import DEVICES, KINDS, numbers, repeated
+from jaxpar.doctor.progress import Tell, untold
 from jaxpar.doctor.timing import time_calls
 
 type Pair = tuple[int, int]
@@ -89,13 +90,16 @@ def measure(
     repeats: int,
     patience: float,
     gather: Callable[[dict[str, float]], dict[str, float]],
+    tell: Tell = untold,
 ) -> Iterator[Link]:
     """The links of each round.
 
     Args:     mesh: of one axis. message: bytes. gather: joins what every process has found.
+              tell: gets each piece of work.
     """
     per_process = len(jax.local_devices())
     for pairs in rounds(mesh.size, per_process):
+        tell(", ".join(f"{a} - {b}" for a, b in pairs))
         yield from _round(mesh, pairs, message, repeats, patience, gather)
 
 

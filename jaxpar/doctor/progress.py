@@ -11,6 +11,12 @@ from rich.console import Console
 
 from jaxpar import guard, processes
 
+type Tell = Callable[[str], None]
+
+
+def untold(text: str) -> None:
+    """Nobody is told."""
+
 
 class Progress:
     """A line about the work in hand, and a limit on how long a section may take."""
@@ -20,7 +26,7 @@ class Progress:
         self.console, self.limit = console, seconds
         self.seconds: dict[str, float] = {}
         self.at = ""
-        self._show: Callable[[str], object] = lambda text: None
+        self._show: Tell = untold
 
     def tell(self, text: str) -> None:
         """A new piece of work begins."""
@@ -43,7 +49,7 @@ class Progress:
                 yield
         finally:
             timer.cancel()
-            self._show = lambda text: None
+            self._show = untold
             self.seconds[name] = round(time.monotonic() - began, 2)
 
     def _hung(self, name: str) -> None:

@@ -18,6 +18,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.axes import AXES
+from jaxpar.doctor.progress import Tell, untold
 from jaxpar.parallel import collectives, direct
 from jaxpar.parallel.collectives import varying
 
@@ -157,15 +158,17 @@ def verify(
     mesh: Mesh,
     elements: Iterable[int],
     collectives: Mapping[str, Collective] = COLLECTIVES,
+    tell: Tell = untold,
 ) -> Iterator[Verified]:
     """Run every collective, and compare this process's results with what they should be.
 
-    Args:     elements: sizes of a piece. collectives: by name.
+    Args:     elements: sizes of a piece. collectives: by name. tell: gets each piece of work.
     Communication: every collective over every axis and all together, once for each dtype and size.
     """
     for axes, size in itertools.product(axes_to_verify(mesh), elements):
         for dtype in DTYPES:
             chosen = {n: c for n, c in collectives.items() if len(axes) == 1 or not c.one_axis}
+            tell(f"{' and '.join(axes)}, {dtype}, pieces of {size:,} numbers")
             wrong = _verify_once(mesh, axes, dtype, size, chosen)
             yield Verified(axes, dtype, size, list(chosen), wrong)
 

@@ -59,7 +59,9 @@ def test_a_wrong_collective_makes_the_exit_code_1(tmp_path, capsys, monkeypatch)
     wrong = dataclasses.replace(right, run=lambda x, axes: jnp.flip(right.run(x, axes), 0))
     monkeypatch.setattr(verification, "SMALL", 32)
     monkeypatch.setattr(verification, "LARGE_ON_CPU", 64)
-    monkeypatch.setattr(verification.verify, "__defaults__", ({"all_gather": wrong},))
+    for name in [name for name in verification.COLLECTIVES if name != "all_gather"]:
+        monkeypatch.delitem(verification.COLLECTIVES, name)
+    monkeypatch.setitem(verification.COLLECTIVES, "all_gather", wrong)
     code, found = run(tmp_path, "--only", "collectives", "--mesh", "data=16")
     assert code == guard.EXIT_ERROR and found["verdict"] == "fail"
     assert len(found["collectives"]["rows"]) == 4
