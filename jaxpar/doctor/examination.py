@@ -116,10 +116,12 @@ class Examination:
 
     def hardware(self) -> Section:
         """GPUs, links and host."""
-        hosts = list({facts.host["name"]: facts for facts in self.facts}.values())
-        found = merged([gpu_checks.check(f) for f in hosts], [f.host["name"] for f in hosts])
-        found += self._merged(host_checks.check_host)
-        return Section(None, found, [t for f in hosts for t in showing.hardware(f)])
+        hosts: dict[str, list[Facts]] = {}
+        for facts in self.facts:
+            hosts.setdefault(facts.host["name"], []).append(facts)
+        by_host = [[*gpu_checks.check(f[0]), gpu_checks.used(f)] for f in hosts.values()]
+        found = merged(by_host, list(hosts)) + self._merged(host_checks.check_host)
+        return Section(None, found, [t for f in hosts.values() for t in showing.hardware(f[0])])
 
     def collectives(self) -> Section:
         """Every collective, on every axis."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import glob
 import importlib.metadata
 import json
 import os
@@ -35,8 +36,8 @@ class Facts:
 
     versions      of Python, packages and libraries.
     environment   variables of VARIABLES, as they were before this program set its own.
-    host          name, cores, memory and /dev/shm (bytes), limits (None: unlimited), and the
-                  folders of LD_LIBRARY_PATH with CUDA in them.
+    host          name, cores, memory and /dev/shm (bytes), limits (None: unlimited), GPUs by
+                  their files in /dev, and the folders of LD_LIBRARY_PATH with CUDA in them.
     gpus          `nvidia-smi`'s values of each GPU of the host.
     driver_error  why there are none.
     matrix, nvlinks, infiniband   as in `topology`.
@@ -185,6 +186,7 @@ def _host() -> dict[str, Any]:
         "name": socket.gethostname(),
         "system": f"{platform.system()} {platform.release()}",
         "cores": _cores(),
+        "gpu_files": len(glob.glob("/dev/nvidia[0-9]*")),
         "memory": runtime.host_memory(),
         "numa_nodes": len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or None,
         "shm": shm and shm.total,

@@ -1,11 +1,11 @@
 """Is every GPU of a host as it should be? Each check: a function from facts to one finding."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from jaxpar.doctor.facts import Facts
 from jaxpar.doctor.findings import Finding, failed, passed, skipped, warned
-from jaxpar.doctor.nvidia_smi import GpuFacts, number, slowed_by
+from jaxpar.doctor.nvidia_smi import NOT_INSTALLED, GpuFacts, number, slowed_by
 from jaxpar.planning.hardware import gpu_of_kind
 
 #: MiB in use on a GPU before this program uses any, from which on somebody else is at work there.
@@ -204,9 +204,25 @@ CHECKS: tuple[Callable[[Facts], Finding], ...] = (
 
 def check(facts: Facts) -> list[Finding]:
     """What there is to say of a host's GPUs."""
-    if not facts.gpus:
-        if facts.driver_error and facts.backend == "gpu":
-            why = f"nvidia-smi does not answer: {facts.driver_error}"
-            return [warned("GPUs", why, "install nvidia-smi of the driver's version")]
-        return [skipped("GPUs", facts.driver_error or "none in this host")]
-    return [one(facts) for one in CHECKS]
+    if facts.gpus:
+        return [one(facts) for one in CHECKS]
+    if facts.backend == "gpu":
+        remedy = "install nvidia-smi of the driver's version, or mount it into the container"
+        return [warned("GPUs", f"nothing is known of them: {facts.driver_error}", remedy)]
+    if facts.driver_error and facts.driver_error != NOT_INSTALLED:
+        return [failed("GPUs", facts.driver_error, "load the driver (dmesg, nvidia-smi); reboot")]
+    return [skipped("GPUs", facts.driver_error or "none in this host")]
+
+
+def used(processes: Sequence[Facts]) -> Finding:
+    """GPUs that no process uses. Args:     processes: all of one host."""
+    check, gpus = "GPUs used", len(processes[0].gpus)
+    taken = sum(len(facts.devices) for facts in processes if facts.backend == "gpu")
+    if not gpus or not taken:
+        return skipped(check, "none")
+    said = f"{taken} of {gpus}"
+    if any("CUDA_VISIBLE_DEVICES" in facts.environment for facts in processes):
+        return passed(check, f"{said}, by CUDA_VISIBLE_DEVICES")
+    if taken < gpus:
+        return warned(check, said, "start as many processes, or look for what JAX said of the rest")
+    return passed(check, said)

@@ -66,13 +66,14 @@ def backend(facts: Facts) -> Finding:
     many = f"{len(facts.devices)} x {facts.devices[0]}" if facts.devices else "none"
     if facts.simulated:
         return passed(check, f"{len(facts.devices)} simulated CPU devices, as asked")
-    if facts.gpus and facts.backend != "gpu":
+    there = len(facts.gpus) or facts.host["gpu_files"]
+    if there and facts.backend != "gpu":
         remedy = "pip install -e '.[cuda13]'"
         if _plugin(facts, "12") != "-" or _plugin(facts, "13") != "-":
             remedy = "see what JAX said as it started, and the lines on driver and plugin"
         if "cpu" in facts.environment.get("JAX_PLATFORMS", ""):
             remedy = "unset JAX_PLATFORMS"
-        return failed(check, f"JAX uses the CPU, and there are {len(facts.gpus)} GPUs", remedy)
+        return failed(check, f"JAX uses the CPU, and there are {there} GPUs", remedy)
     return passed(check, f"{many} ({facts.backend})")
 
 

@@ -46,6 +46,9 @@ POWER_CAP = 0x04
 PATIENCE = 60
 
 
+NOT_INSTALLED = "nvidia-smi is not installed"
+
+
 class Unavailable(Exception):
     """nvidia-smi is not there, or cannot speak with the driver."""
 
@@ -57,7 +60,7 @@ def run(arguments: Sequence[str]) -> str:
             ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=PATIENCE
         )
     except FileNotFoundError as error:
-        raise Unavailable("nvidia-smi is not installed") from error
+        raise Unavailable(NOT_INSTALLED) from error
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Unavailable(str(error)) from error
     if done.returncode:

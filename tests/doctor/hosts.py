@@ -50,6 +50,6 @@ def facts_of(*changes: tuple[str, str], env: dict[str, str] | None = None, **fie
     versions |= {"jax-cuda13-plugin": "0.11.2", "driver": found.versions.get("driver", "")}
     host = {"name": "gpu01", "cores": 96.0, "memory": 2 << 40, "numa_nodes": 2, "shm": 1 << 40}
     host |= {"shm_free": 1 << 40, "open_files": 1 << 20, "locked_memory": None, "system": "Linux"}
-    host |= {"cuda_in_path": found.host["cuda_in_path"]}
+    host |= {"cuda_in_path": found.host["cuda_in_path"], "gpu_files": 8}
     ours = {"versions": versions, "host": host, "infiniband": [], "backend": "gpu"}
     return dataclasses.replace(found, **ours | {"devices": ["NVIDIA H200"] * 8} | fields)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
@@ -70,12 +71,13 @@ def test_what_is_wrong_with_gpus(change, check, status, said):
 
 V = {"python": "3.12.1", "jaxlib": "0.11.2", "jax": "0.11.2", "driver": "580.95.05"}
 HOST = {"cores": 96.0, "shm": 1 << 40, "open_files": 1 << 20, "locked_memory": None}
-HOST |= {"cuda_in_path": []}
+HOST |= {"cuda_in_path": [], "gpu_files": 8}
 
 BROKEN_HOSTS = [
     ({"versions": V | {"jax-cuda13-plugin": "0.11.2", "driver": "570.1"}}, "driver", "fail"),
     ({"versions": V | {"jax-cuda13-plugin": "0.11.1"}}, "CUDA plugin", "fail"),
     ({"backend": "cpu", "devices": ["cpu"]}, "devices", "fail"),
+    ({"gpus": [], "backend": "cpu", "devices": ["cpu"]}, "devices", "fail"),
     ({"backend": "", "devices": [], "backend_error": "no device"}, "devices", "fail"),
     ({"host": HOST | {"shm": 64 << 20}}, "/dev/shm", "warn"),
     ({"host": HOST | {"open_files": 256}}, "open files", "warn"),
@@ -108,6 +110,23 @@ HARMLESS = {
 }
 
 
+def test_a_driver_that_fails_is_no_host_without_gpus():
+    alone = facts_of(gpus=[], backend="cpu", devices=["cpu"], host=HOST | {"gpu_files": 0})
+    silent = dataclasses.replace(alone, driver_error=nvidia_smi.NOT_INSTALLED)
+    broken = dataclasses.replace(alone, driver_error="NVIDIA-SMI has failed")
+    assert worse(all_of(alone)) == worse(all_of(silent)) == []
+    assert worse(all_of(broken)) == [("GPUs", "fail")]
+
+
+def test_gpus_that_nobody_uses():
+    def status(*devices: int, **env: str) -> str:
+        each = [facts_of(devices=["NVIDIA H200"] * n, env=env) for n in devices]
+        return gpu_checks.used(each).status
+
+    assert status(8) == status(4, 4) == status(4, CUDA_VISIBLE_DEVICES="0,1,2,3") == "pass"
+    assert status(7) == status(4, 2) == "warn"
+
+
 @pytest.mark.parametrize(("env", "check", "status"), HURTS)
 def test_variables_that_hurt(env, check, status):
     assert worse(all_of(facts_of(env=env | {"HOME": "x"}))) == [(check, status)]
@@ -118,6 +137,17 @@ def test_one_gpu_alone_is_named():
     row = "GPU-00000003-aaaa-bbbb-cccc-000000000003, 0, "
     (finding,) = [f for f in all_of(facts_of((row + "No", row + "Yes"))) if f.status == "fail"]
     assert (finding.check, finding.said) == ("remapped rows", "GPU 3: pending")
+
+
+def test_the_page_has_every_check():
+    page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text("utf-8")
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| ")]
+    named = {name.strip() for row in rows for name in row.split(",")}
+    facts = facts_of(infiniband=[PORT])
+    found = [*all_of(facts), gpu_checks.used([facts])]
+    found += host_checks.check_together([facts, facts], [1.0, 1.0])
+    names = {finding.check for finding in found} - {"environment"}
+    assert names and not names - named
 
 
 def test_secrets_and_unrelated_variables_stay_out():
