@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from jaxpar import cluster, guard, processes, runtime
+from jaxpar import cluster, guard, processes, runtime, xla_flags
 from jaxpar.config import replace
 from jaxpar.doctor import examination, facts, showing
 from jaxpar.doctor.options import Options, mesh_for, read_command
@@ -34,6 +34,7 @@ def main(argv: Sequence[str]) -> int:
     console = Console(highlight=False, width=width, quiet=processes.own() != 0)
     progress = Progress(console, options.seconds)
     with progress.section("start"):
+        own = facts.with_devices(own, processes.own(), bool(options.cfg.run.cpu_devices))
         examined = examination.Examination(options, own, was_set, progress, console.print)
     if examined.works and "collectives" in options.only:
         mesh_for(options.mesh, sum(len(f.devices) for f in examined.facts))
@@ -50,17 +51,20 @@ def main(argv: Sequence[str]) -> int:
 
 
 def begin(options: Options) -> tuple[facts.Facts, list[str]]:
-    """Join the other processes and start JAX, as training does.
+    """Join the other processes, and set what JAX reads as it starts, as training does.
 
-    Returns:  this process's facts, and what was set in its environment.
+    Returns:  this process's facts so far, and what was set in its environment.
     """
     cfg = options.cfg
     place = cluster.detect(cfg, os.environ)
     own = facts.of_the_host(dict(os.environ))  # before anything is set here
-    os.environ["NCCL_NVLS_ENABLE"] = "0"  # multicast stays off here, whatever the user has set
+    was_set = []
+    if xla_flags.gpu_is_present():  # multicast stays off here, whatever the user has set
+        os.environ["NCCL_NVLS_ENABLE"] = "0"
+        was_set = ["NCCL_NVLS_ENABLE=0"]
     # Of the flags for 8-bit matmuls, the one that keeps the compiler from tuning them for minutes.
     flags = replace(cfg, **{"model.matmul_dtype": "float8", "run.compilation_cache": ""})
-    was_set = runtime.start(flags, place.num_processes if place else 1)
+    was_set += runtime.start(flags, place.num_processes if place else 1)
     if place is not None:
         processes.say(f"cluster    {processes.connect(place, cfg.cluster.connect_seconds)}")
-    return facts.with_devices(own, processes.own(), bool(cfg.run.cpu_devices)), was_set
+    return own, was_set

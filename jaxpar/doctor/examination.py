@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -100,8 +101,10 @@ class Examination:
         except (RuntimeError, bandwidth.LeftOut) as error:
             if len(self.facts) > 1:
                 raise
-            said = f"could not be run: {' '.join(str(error).split())}"
-            return Section(findings=[failed(name, said, "read the error above the checklist")])
+            traceback.print_exception(error)
+            said = f"could not be run: {type(error).__name__}, shown above"
+            remedy = f"look at what failed before it, then run it alone: --only {name}"
+            return Section(findings=[failed(name, said, remedy)])
 
     def _merged(self, check: Callable[[Facts], list[Finding]]) -> list[Finding]:
         return merged([check(f) for f in self.facts], [f.name for f in self.facts])

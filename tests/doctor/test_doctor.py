@@ -12,7 +12,7 @@ from rich.console import Console
 
 from jaxpar import doctor, guard, launch
 from jaxpar.config import ConfigError
-from jaxpar.doctor import progress, verification
+from jaxpar.doctor import bandwidth, progress, verification
 from tests.doctor import hosts
 from tests.e2e import ranks
 
@@ -21,12 +21,6 @@ TOP = {
     **{"schema": int, "verdict": str, "conditions": dict, "findings": list, "seconds": dict},
     **{"processes": list, "collectives": dict, "bandwidth": list, "links": list, "compute": dict},
 }
-
-
-@pytest.fixture(autouse=True)
-def multicast(monkeypatch):
-    """What the program sets in the environment is undone afterwards."""
-    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
 
 
 def run(tmp_path, *args: str) -> tuple[int, dict]:
@@ -70,6 +64,17 @@ def test_a_wrong_collective_makes_the_exit_code_1(tmp_path, capsys, monkeypatch)
     assert "all_gather over data, float32, 32 elements: device 0 has" in finding["said"]
     assert "That is what device 15 has sent to place 15" in finding["said"]
     assert "1 failed" in capsys.readouterr().out
+
+
+def test_a_section_that_cannot_be_run_is_a_finding(tmp_path, capsys, monkeypatch):
+    def measure(*_):
+        raise RuntimeError("NCCL operation failed")
+
+    monkeypatch.setattr(bandwidth, "measure", measure)
+    code, found = run(tmp_path, "--only", "versions,bandwidth")
+    assert code == guard.EXIT_ERROR and found["verdict"] == "fail"
+    assert "NCCL operation failed" in capsys.readouterr().err
+    assert "could not be run: RuntimeError" in found["findings"][-1]["said"]
 
 
 def test_a_mesh_that_cannot_be_is_refused_before_anything_runs(tmp_path):
