@@ -15,6 +15,7 @@ from jaxpar.checkpoint.__main__ import read_options as read_checkpoint_options
 from jaxpar.config import ConfigError
 from jaxpar.convert.__main__ import read_options
 from jaxpar.data.__main__ import read_command as read_data_command
+from jaxpar.doctor.options import read_command as read_doctor_command
 from jaxpar.evaluate import Options as EvaluateOptions
 from jaxpar.parallel.schedule import Schedule
 from jaxpar.plan import read_command as read_plan_command
@@ -135,6 +136,8 @@ def check_command(words: list[str]) -> None:
             read_data_command(args)
         case "jaxpar.plan":
             read_plan_command(args)
+        case "jaxpar.doctor":
+            read_doctor_command(args)
         case _:
             raise AssertionError(f"no check for {program}: add it here")
 

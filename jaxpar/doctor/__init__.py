@@ -1,0 +1,70 @@
+"""Is this machine fit for training? `python -m jaxpar.doctor`; docs/doctor.md explains each check.
+
+facts, nvidia_smi, topology      what is there, read and never changed
+verification                     is every collective's result right?
+bandwidth, links, compute        how fast are collectives, pairs of devices, matmuls?
+host_checks, gpu_checks, measured_checks, variables   pure functions from these to findings
+examination, showing             the sections in turn, and their tables
+"""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from jaxpar import cluster, guard, processes, runtime, xla_flags
+from jaxpar.config import replace
+from jaxpar.doctor import examination, facts, showing
+from jaxpar.doctor.options import Options, mesh_for, read_command
+from jaxpar.doctor.progress import Progress
+
+__all__ = ["main", "read_command"]
+
+#: Columns that the tables need, also where the output is no terminal.
+LEAST_WIDTH = 118
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line; the exit code."""
+    options = read_command(argv)
+    own, was_set = begin(options)
+    width = max(Console().width, LEAST_WIDTH)
+    console = Console(highlight=False, width=width, quiet=processes.own() != 0)
+    progress = Progress(console, options.seconds)
+    with progress.section("start"):
+        own = facts.with_devices(own, processes.own(), bool(options.cfg.run.cpu_devices))
+        examined = examination.Examination(options, own, was_set, progress, console.print)
+    if examined.works and "collectives" in options.only:
+        mesh_for(options.mesh, sum(len(f.devices) for f in examined.facts))
+    examined.run()
+    found = examined.findings()
+    console.print(showing.checklist(found))
+    console.print(showing.summary(found, sum(progress.seconds.values())))
+    record = examined.record()
+    if options.json is not None and processes.own() == 0:
+        options.json.write_text(json.dumps(record, indent=2) + "\n")
+        console.print(f"written: {options.json}")
+    sys.stdout.flush()
+    return guard.EXIT_ERROR if record["verdict"] == "fail" else guard.EXIT_OK
+
+
+def begin(options: Options) -> tuple[facts.Facts, list[str]]:
+    """Join the other processes, and set what JAX reads as it starts, as training does.
+
+    Returns:  this process's facts so far, and what was set in its environment.
+    """
+    cfg = options.cfg
+    place = cluster.detect(cfg, os.environ)
+    own = facts.of_the_host(dict(os.environ))  # before anything is set here
+    was_set = []
+    if xla_flags.gpu_is_present():  # multicast stays off here, whatever the user has set
+        os.environ["NCCL_NVLS_ENABLE"] = "0"
+        was_set = ["NCCL_NVLS_ENABLE=0"]
+    # Of the flags for 8-bit matmuls, the one that keeps the compiler from tuning them for minutes.
+    flags = replace(cfg, **{"model.matmul_dtype": "float8", "run.compilation_cache": ""})
+    was_set += runtime.start(flags, place.num_processes if place else 1)
+    if place is not None:
+        processes.say(f"cluster    {processes.connect(place, cfg.cluster.connect_seconds)}")
+    return own, was_set

@@ -1,0 +1,241 @@
+"""The sections of an examination, one after the other: figures, findings and tables of each."""
+
+import dataclasses
+import itertools
+import json
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxpar import processes, runtime
+from jaxpar.bench import conditions
+from jaxpar.doctor import bandwidth, compute, gpu_checks, host_checks, measured_checks, showing
+from jaxpar.doctor import links as links_of
+from jaxpar.doctor import verification as verification_of
+from jaxpar.doctor.facts import Facts
+from jaxpar.doctor.findings import Finding, failed, merged, skipped, verdict
+from jaxpar.doctor.options import Options, mesh_for
+from jaxpar.doctor.progress import Progress
+from jaxpar.parallel.mesh import describe, make_mesh
+from jaxpar.planning.hardware import gpu_of_kind
+
+#: Sections that need no devices.
+LOOKING = ("versions", "hardware")
+
+#: Version of the JSON: raised when a name in it changes its meaning or goes.
+SCHEMA = 1
+
+
+@dataclasses.dataclass
+class Section:
+    """What a section has found.
+
+    record    its figures, as they go to JSON. tables   the same for people.
+    """
+
+    record: Any = None
+    findings: list[Finding] = dataclasses.field(default_factory=list)
+    tables: list[Any] = dataclasses.field(default_factory=list)
+
+
+class Examination:
+    """The sections that were asked for, over the devices of all processes."""
+
+    def __init__(
+        self,
+        options: Options,
+        own: Facts,
+        was_set: list[str],
+        progress: Progress,
+        show: Callable[[Any], Any],
+    ):
+        """Args:     own: this process's facts, its devices among them. was_set: flags and variables
+        that this program has set. show: prints a table."""
+        self.options, self.was_set, self.progress, self.show = options, was_set, progress, show
+        self._exchanges = itertools.count()
+        self.facts = [Facts.from_json(text) for text in self._exchange(own.to_json())]
+        self.times = [float(text) for text in self._exchange_time()]
+        self.on_gpu = own.backend == "gpu"
+        self.works = not any(facts.backend_error for facts in self.facts)
+        self.sections: dict[str, Section] = {}
+
+    # ------------------------------------------------------------------- between the processes
+
+    def _exchange(self, text: str) -> list[str]:
+        name = f"doctor/{next(self._exchanges)}"
+        return processes.exchange(name, text, self.options.seconds)
+
+    def _exchange_time(self) -> list[str]:
+        """The time on every process's clock, just after all have come together."""
+        self._exchange("")
+        return self._exchange(repr(time.time()))
+
+    def gathered(self, value: Any) -> list[Any]:
+        """A value of each process, in their order."""
+        return [json.loads(text) for text in self._exchange(json.dumps(value))]
+
+    def joined(self, values: dict[str, float]) -> dict[str, float]:
+        """Named numbers of all processes together."""
+        return {name: x for each in self.gathered(values) for name, x in each.items()}
+
+    # ------------------------------------------------------------------------------- sections
+
+    def run(self) -> None:
+        """Every section; a table of each is shown once it is there."""
+        for name in self.options.only:
+            if not self.works and name not in LOOKING:
+                continue
+            with self.progress.section(name):
+                self.sections[name] = self._guarded(name, getattr(self, name))
+            self.show(showing.heading(name, self.progress.seconds[name]))
+            for table in self.sections[name].tables:
+                self.show(table)
+
+    def _guarded(self, name: str, section: Callable[[], Section]) -> Section:
+        """What cannot be run is a finding; in one process: several would wait for one another."""
+        try:
+            return section()
+        except (RuntimeError, bandwidth.LeftOut) as error:
+            if len(self.facts) > 1:
+                raise
+            traceback.print_exception(error)
+            said = f"could not be run: {type(error).__name__}, shown above"
+            remedy = f"look at what failed before it, then run it alone: --only {name}"
+            return Section(findings=[failed(name, said, remedy)])
+
+    def _merged(self, check: Callable[[Facts], list[Finding]]) -> list[Finding]:
+        return merged([check(f) for f in self.facts], [f.name for f in self.facts])
+
+    def versions(self) -> Section:
+        """Versions, devices, environment."""
+        found = self._merged(host_checks.check_versions)
+        found += host_checks.check_together(self.facts, self.times)
+        table = showing.versions(self.facts[0])
+        variables = showing.environment(self.facts[0], self.was_set)
+        return Section(None, found, [table, *variables])
+
+    def hardware(self) -> Section:
+        """GPUs, links and host."""
+        hosts: dict[str, list[Facts]] = {}
+        for facts in self.facts:
+            hosts.setdefault(facts.host["name"], []).append(facts)
+        by_host = [[*gpu_checks.check(f[0]), gpu_checks.used(f)] for f in hosts.values()]
+        found = merged(by_host, list(hosts)) + self._merged(host_checks.check_host)
+        return Section(None, found, [t for f in hosts.values() for t in showing.hardware(f[0])])
+
+    def collectives(self) -> Section:
+        """Every collective, on every axis."""
+        if not self._several():
+            return Section([], [measured_checks.wrong_collectives([], 0)])
+        mesh = make_mesh(mesh_for(self.options.mesh, jax.device_count()))
+        large = verification_of.LARGE if self.on_gpu else verification_of.LARGE_ON_CPU
+        sizes, rows = (verification_of.SMALL, large), []
+        for one in verification_of.verify(mesh, sizes, tell=self.progress.tell):
+            told = self.gathered([dataclasses.asdict(wrong) for wrong in one.wrong])
+            row: dict[str, Any] = {"axes": one.axes, "dtype": one.dtype, "elements": one.elements}
+            row |= {"collectives": one.collectives, "wrong": list(itertools.chain(*told))}
+            rows.append(row)
+        wrong = [str(verification_of.Wrong(**w)) for row in rows for w in row["wrong"]]
+        verified = sum(len(row["collectives"]) for row in rows) * mesh.size
+        finding = measured_checks.wrong_collectives(wrong, verified)
+        record = {"mesh": describe(mesh), "rows": rows}
+        return Section(record, [finding], [showing.collectives(describe(mesh), rows)])
+
+    def bandwidth(self) -> Section:
+        """Every collective, at every size."""
+        if not self._several():
+            return Section([], [skipped("bus bandwidth", "one device")])
+        default = bandwidth.LARGEST if self.on_gpu else bandwidth.LARGEST_ON_CPU
+        mesh, o = bandwidth.one_axis(jax.devices()), self.options
+        how = (o.largest or default, o.repeats, o.seconds, self.progress.tell)
+        rows = list(bandwidth.measure(mesh, *how))
+        one_host = len({facts.host["name"] for facts in self.facts}) == 1
+        gpu = gpu_of_kind(self.facts[0].devices[0])
+        found = measured_checks.bus_bandwidth(rows, gpu, one_host)
+        record = [
+            {"kind": r.kind, "bytes": r.size, "devices": r.devices}
+            | {"seconds": dataclasses.asdict(r.call)}
+            | {"algorithm_bytes_per_second": r.algorithm, "bus_bytes_per_second": r.bus}
+            for r in rows
+        ]
+        return Section(record, found, showing.bandwidth(rows))
+
+    def links(self) -> Section:
+        """Every pair of devices."""
+        if not self._several():
+            return Section([], [skipped("links", "one device")])
+        mesh, o = bandwidth.one_axis(jax.devices()), self.options
+        size = links_of.MESSAGE if self.on_gpu else links_of.MESSAGE_ON_CPU
+        how = (size, o.repeats, o.seconds, self.joined)
+        links = list(links_of.measure(mesh, *how, self.progress.tell))
+        if self.on_gpu:
+            slow = {link.pair for link in links_of.behind(links)}
+            links = [links_of.again(mesh, k.pair, *how) if k.pair in slow else k for k in links]
+        names = self.device_names()
+        finding = measured_checks.slow_pairs(links, names, self.on_gpu)
+        record = [dataclasses.asdict(link) for link in links]
+        return Section(record, [finding], showing.links(links, len(names)))
+
+    def compute(self) -> Section:
+        """Matmuls and copies."""
+        own = list(compute.measure(self.options.repeats, self.progress.tell))
+        self.progress.tell("matmuls for a while")
+        last = compute.lasting(own[0])
+        own.append(last.rate)
+        of_all = self.gathered([dataclasses.asdict(rate) for rate in own])
+        rates = {
+            (rate.what, rate.detail): compute.by_place([each[i]["devices"] for each in of_all])
+            for i, rate in enumerate(own)
+        }
+        kind, names = self.facts[0].devices[0], self.device_names()
+        found = measured_checks.matmul(rates, kind)
+        found += [measured_checks.slow_gpus(rates, names, self.on_gpu)]
+        found += measured_checks.transfers(rates)
+        loads = self.gathered(last.load)
+        by_process = [measured_checks.under_load(load) for load in loads]
+        found += merged(by_process, [facts.name for facts in self.facts])
+        units = {(rate.what, rate.detail): rate.unit for rate in own}
+        record = {
+            "rates": [{"what": w, "detail": d, "unit": units[w, d], "devices": r}
+                      for (w, d), r in rates.items()],
+            "load": loads,
+        }  # fmt: skip
+        return Section(record, found, [showing.rates(rates, units, kind)])
+
+    def _several(self) -> bool:
+        return jax.device_count() > 1
+
+    def device_names(self) -> list[str]:
+        """Of all devices, in the order of `jax.devices()`."""
+        what = "GPU" if self.on_gpu else "device"
+        if len(self.facts) == 1:
+            return [f"{what} {i}" for i in range(len(self.facts[0].devices))]
+        return [f"{what} {i} of {f.name}" for f in self.facts for i in range(len(f.devices))]
+
+    # --------------------------------------------------------------------------------- result
+
+    def findings(self) -> list[tuple[str, Finding]]:
+        """(section, finding), in order."""
+        return [(name, finding) for name, s in self.sections.items() for finding in s.findings]
+
+    def record(self) -> dict[str, Any]:
+        """Everything, as it goes to JSON."""
+        found = self.findings()
+        return {
+            "schema": SCHEMA,
+            "verdict": verdict(finding for _, finding in found),
+            "conditions": self._conditions(),
+            "findings": [{"section": s} | dataclasses.asdict(finding) for s, finding in found],
+            "seconds": self.progress.seconds,
+            "processes": [dataclasses.asdict(facts) for facts in self.facts],
+            **{name: s.record for name, s in self.sections.items() if s.record is not None},
+        }
+
+    def _conditions(self) -> dict[str, Any]:
+        """Those that the figures hold under."""
+        when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        about = {"time": when, "commit": conditions.checked_out_commit(), "set": self.was_set}
+        return (runtime.versions() if self.works else {}) | about

@@ -1,0 +1,205 @@
+"""What a process finds about itself and its host before anything is measured. It only reads."""
+
+import dataclasses
+import functools
+import glob
+import importlib.metadata
+import json
+import os
+import platform
+import resource
+import shutil
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxpar import runtime
+from jaxpar.doctor import nvidia_smi, topology
+from jaxpar.doctor.nvidia_smi import GpuFacts
+
+#: Packages whose versions count, beside all of NVIDIA's; "-" where one is not installed.
+PACKAGES = tuple(
+    "jaxpar jax jaxlib jax-cuda12-plugin jax-cuda13-plugin flax optax orbax-checkpoint grain numpy "
+    "ml-dtypes tensorstore tokenizers pyarrow safetensors lm-eval".split()
+)
+
+#: Beginnings of variables that change what JAX, XLA, NCCL or CUDA do.
+VARIABLES = ("NCCL_", "XLA_", "JAX_", "CUDA_", "TF_CPP_", "LD_LIBRARY_PATH", "LD_PRELOAD", "UCX_")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Facts:
+    """One process and its host.
+
+    versions      of Python, packages and libraries.
+    environment   variables of VARIABLES, as they were before this program set its own.
+    host          name, cores, memory and /dev/shm (bytes), limits (None: unlimited), GPUs by
+                  their files in /dev, and the folders of LD_LIBRARY_PATH with CUDA in them.
+    gpus          `nvidia-smi`'s values of each GPU of the host.
+    driver_error  why there are none.
+    matrix, nvlinks, infiniband   as in `topology`.
+    backend, devices   what JAX uses: "gpu" or "cpu", and the kind of each local device.
+    backend_error   why JAX has not started.
+    simulated     the devices are simulated on request.
+    """
+
+    process: int
+    versions: dict[str, str]
+    environment: dict[str, str]
+    host: dict[str, Any]
+    gpus: list[GpuFacts] = dataclasses.field(default_factory=list)
+    driver_error: str = ""
+    matrix: topology.Matrix = dataclasses.field(default_factory=topology.Matrix)
+    nvlinks: dict[str, list[float | None]] = dataclasses.field(default_factory=dict)
+    infiniband: list[dict[str, str]] = dataclasses.field(default_factory=list)
+    backend: str = ""
+    devices: list[str] = dataclasses.field(default_factory=list)
+    backend_error: str = ""
+    simulated: bool = False
+
+    @property
+    def name(self) -> str:
+        """As messages name the process."""
+        return f"process {self.process} ({self.host['name']})"
+
+    def to_json(self) -> str:
+        """As it goes to process 0."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> "Facts":
+        """The other way."""
+        read = json.loads(text)
+        return Facts(**read | {"matrix": topology.Matrix(**read["matrix"])})
+
+
+def of_the_host(environment: Mapping[str, str], ask: nvidia_smi.Run = nvidia_smi.run) -> Facts:
+    """All that can be found out before JAX starts.
+
+    Args:     environment: `os.environ`, as the user has set it.
+    """
+    found: dict[str, Any] = {}
+    try:
+        found["gpus"] = nvidia_smi.gpus(ask)
+        found["matrix"] = topology.read_matrix(ask(["topo", "-m"]))
+        found["nvlinks"] = topology.read_nvlinks(ask(["nvlink", "-s"]))
+    except (nvidia_smi.Unavailable, ValueError) as error:
+        found["driver_error"] = str(error)
+    return Facts(
+        process=0,
+        versions=_versions() | _of_driver(found.get("gpus", []), ask),
+        environment={k: v for k, v in sorted(environment.items()) if k.startswith(VARIABLES)},
+        host=_host() | {"cuda_in_path": cuda_in_path(environment.get("LD_LIBRARY_PATH", ""))},
+        infiniband=topology.infiniband(),
+        **found,
+    )
+
+
+def with_devices(facts: Facts, process: int, simulated: bool) -> Facts:
+    """The same with what JAX uses; starts its backend."""
+    try:
+        devices = jax.local_devices()
+    except RuntimeError as error:
+        text = " ".join(str(error).split())
+        return dataclasses.replace(facts, process=process, backend_error=text)
+    return dataclasses.replace(
+        facts,
+        process=process,
+        backend=devices[0].platform,
+        devices=[device.device_kind for device in devices],
+        versions=facts.versions | _cuda_libraries(),
+        simulated=simulated,
+    )
+
+
+@functools.cache  # every package's metadata is read
+def _versions() -> dict[str, str]:
+    names = [d.metadata["Name"] or "" for d in importlib.metadata.distributions()]
+    nvidia = sorted({n for n in names if n.lower().startswith("nvidia-")})
+    found = {"python": platform.python_version()}
+    for name in (*PACKAGES, *nvidia):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "-"
+    return found
+
+
+def _of_driver(gpus: list[GpuFacts], ask: nvidia_smi.Run) -> dict[str, str]:
+    if not gpus:
+        return {}
+    return {"driver": gpus[0].get("driver_version", ""), "driver CUDA": _cuda_of_driver(ask)}
+
+
+def _cuda_of_driver(ask: nvidia_smi.Run) -> str:
+    try:
+        return nvidia_smi.cuda_of_driver(ask)
+    except nvidia_smi.Unavailable:
+        return ""
+
+
+#: CUDA's libraries by their names in JAX, and what their major and minor numbers are counted in:
+#: 13050 is CUDA 13.5, 91900 is cuDNN 9.19.
+LIBRARIES = {
+    "CUDA runtime": ("cuda_runtime", 1000, 10),
+    "cuDNN": ("cudnn", 10_000, 100),
+    "cuBLAS": ("cublas", 10_000, 100),
+}
+
+
+def _cuda_libraries() -> dict[str, str]:
+    """Versions of the CUDA libraries that JAX finds, which need not be those it is installed with;
+    "-" for one that it cannot load."""
+    from jax._src.lib import cuda_versions  # JAX offers them nowhere else
+
+    found = {}
+    for name, (library, major, minor) in LIBRARIES.items():
+        ask = getattr(cuda_versions, f"{library}_get_version", None)
+        try:
+            if ask is not None:
+                found[name] = f"{ask() // major}.{ask() % major // minor}"
+        except RuntimeError:
+            found[name] = "-"
+    return found
+
+
+def cuda_in_path(path: str) -> list[str]:
+    """The folders of LD_LIBRARY_PATH that hold libraries which JAX has packages for."""
+    names = ("libcudart", "libcublas", "libcudnn", "libnccl")
+    folders = [folder for folder in path.split(":") if folder]
+    return [f for f in folders if any(any(Path(f).glob(f"{name}.so*")) for name in names)]
+
+
+def _host() -> dict[str, Any]:
+    soft = {
+        name: resource.getrlimit(number)[0]
+        for name, number in (
+            ("open_files", resource.RLIMIT_NOFILE),
+            ("locked_memory", resource.RLIMIT_MEMLOCK),
+        )
+    }
+    shm = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
+    return {
+        "name": socket.gethostname(),
+        "system": f"{platform.system()} {platform.release()}",
+        "cores": _cores(),
+        "gpu_files": len(glob.glob("/dev/nvidia[0-9]*")),
+        "memory": runtime.host_memory(),
+        "numa_nodes": len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or None,
+        "shm": shm and shm.total,
+        "shm_free": shm and shm.free,
+        **{k: None if v == resource.RLIM_INFINITY else v for k, v in soft.items()},
+    }
+
+
+def _cores(limit_file: str = "/sys/fs/cgroup/cpu.max") -> float:
+    """Cores that this process may use, by its affinity and its container's quota."""
+    there = float(len(os.sched_getaffinity(0)))
+    try:
+        quota, period = Path(limit_file).read_text().split()
+        return there if quota == "max" else min(there, int(quota) / int(period))
+    except (OSError, ValueError):
+        return there

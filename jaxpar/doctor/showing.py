@@ -1,0 +1,248 @@
+"""An examination in words: tables for people."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Group
+from rich.markup import escape
+from rich.table import Table
+
+from jaxpar.doctor import links as links_of
+from jaxpar.doctor.bandwidth import Row
+from jaxpar.doctor.facts import Facts
+from jaxpar.doctor.findings import Finding
+from jaxpar.doctor.links import Link
+from jaxpar.doctor.measured_checks import Rates, expectations
+from jaxpar.doctor.nvidia_smi import GpuFacts, number
+from jaxpar.doctor.options import SECTIONS
+from jaxpar.planning.hardware import Gpu, gpu_of_kind
+from jaxpar.planning.showing import table
+
+STYLES = {"pass": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
+
+#: Packages that only some programs need.
+OPTIONAL = ("safetensors", "pyarrow", "lm-eval")
+
+#: Versions that are shown; the others are in the JSON.
+MAIN_VERSIONS = (
+    *("python", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "driver"),
+    *("driver CUDA", "CUDA runtime", "cuDNN", "cuBLAS", "nvidia-nccl-cu12", "nvidia-nccl-cu13"),
+    *("jaxpar", "flax", "optax", "orbax-checkpoint", "grain", "numpy", *OPTIONAL),
+)
+
+#: Devices up to which links are shown as a matrix.
+WIDEST_MATRIX = 16
+
+
+def titled(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Group:
+    """A table below its title, which would wrap at the table's own width."""
+    return Group(f"  {title}", table("", columns, rows))
+
+
+def heading(section: str, seconds: float) -> str:
+    """The line above a section's tables."""
+    return f"\n[bold]{section}[/bold]: {SECTIONS[section]} ({seconds:.1f} s)"
+
+
+def versions(facts: Facts) -> str:
+    """The main ones in a paragraph."""
+    there = [f"{n} {facts.versions[n]}" for n in MAIN_VERSIONS if facts.versions.get(n, "-") != "-"]
+    missing = [name for name in OPTIONAL if facts.versions.get(name) == "-"]
+    text = escape("  " + ", ".join(there))
+    return text + (f"\n  not installed: {', '.join(missing)} (optional)" if missing else "")
+
+
+def environment(facts: Facts, was_set: Sequence[str]) -> list[str]:
+    """The variables that the user has set, and what this program has, one a line."""
+    given = [f"  {name}={value}" for name, value in facts.environment.items()]
+    return [escape(line) for line in (*given, *(f"  set here: {item}" for item in was_set))]
+
+
+def hardware(facts: Facts) -> list[Any]:
+    """A host: its GPUs and itself."""
+    host = facts.host
+    shm = "no /dev/shm" if host["shm"] is None else f"/dev/shm {host['shm'] / 2**30:.1f} GiB"
+    numa = f"{host['numa_nodes']} NUMA nodes, " if (host["numa_nodes"] or 0) > 1 else ""
+    line = f"  {host['name']}, {host['system']}: {host['cores']:g} cores, {numa}"
+    line += f"{host['memory'] / 2**30:.0f} GiB, {shm}"
+    shown: list[Any] = [escape(line)]
+    if facts.gpus:
+        columns = "GPU name GiB W,limit MHz,max °C ECC NVLinks NUMA cards".split()
+        rows = [_gpu_cells(facts, gpu) for gpu in facts.gpus]
+        shown.append(table("", columns, rows))
+    for port in facts.infiniband:
+        shown.append(escape(f"  {port['card']}/{port['port']}: {port['state']}, {port['rate']}"))
+    return shown
+
+
+def _gpu_cells(facts: Facts, gpu: GpuFacts) -> list[str]:
+    index = gpu.get("index", "?")
+    links = facts.nvlinks.get(index, [])
+    up = [speed for speed in links if speed is not None]
+    fields = "memory.total power.limit clocks.max.sm temperature.gpu".split()
+    memory, power, clock, heat = (number(gpu, field) for field in fields)
+    ecc = {"Enabled": "on", "Disabled": "off"}.get(gpu.get("ecc.mode.current", ""), "-")
+    return [
+        index,
+        gpu.get("name", ""),
+        "-" if memory is None else f"{memory / 1024:.0f}",
+        *("-" if value is None else f"{value:.0f}" for value in (power, clock, heat)),
+        ecc,
+        f"{len(up)} x {up[0]:.1f} GB/s" if up else "-",
+        facts.matrix.numa.get(f"GPU{index}") or "-",
+        ",".join(facts.matrix.cards.get(f"GPU{index}", [])) or "-",
+    ]
+
+
+def collectives(mesh: str, rows: Sequence[Mapping[str, Any]]) -> Group:
+    """What was verified: a line for each collective, a column for each set of axes."""
+    columns = list(dict.fromkeys(" and ".join(row["axes"]) for row in rows))
+    names = list(dict.fromkeys(name for row in rows for name in row["collectives"]))
+    wrong: dict[tuple[str, str], int] = {}
+    for row in rows:
+        for name in row["collectives"]:
+            at = name, " and ".join(row["axes"])
+            bad = sum(one["collective"] == name for one in row["wrong"])
+            wrong[at] = wrong.get(at, 0) + bad
+
+    def cell(name: str, axes: str) -> str:
+        bad = wrong.get((name, axes))
+        return "." if bad is None else f"[bold red]{bad} wrong[/bold red]" if bad else "right"
+
+    lines = [(name, *(cell(name, axes) for axes in columns)) for name in names]
+    sizes = " and ".join(dict.fromkeys(f"{row['elements']:,}" for row in rows))
+    dtypes = " and ".join(dict.fromkeys(row["dtype"] for row in rows))
+    return titled(f"mesh {mesh}; {dtypes}, pieces of {sizes} numbers", ["over", *columns], lines)
+
+
+def bandwidth(rows: Sequence[Row]) -> list[Group]:
+    """Time, bus bandwidth and algorithm bandwidth by size: a column for each collective."""
+    kinds = list(dict.fromkeys(row.kind for row in rows))
+    at = {(row.kind, row.size): row for row in rows}
+    # Sizes are rounded to whole numbers on each device, by collective.
+    steps = _steps(sorted({row.size for row in rows}))
+    scale, unit = (1e9, "GB/s") if max(row.bus for row in rows) > 10e9 else (1e6, "MB/s")
+
+    def made(title: str, cell) -> Group:
+        lines = []
+        for step in steps:
+            found = {kind: at[kind, size] for kind in kinds for size in step if (kind, size) in at}
+            cells = (cell(found[kind]) if kind in found else "-" for kind in kinds)
+            lines.append((size_of(step[-1]), *cells))
+        return titled(title, ["size", *kinds], lines)
+
+    return [
+        made("µs of a call, and by how much the slowest batch is slower", _time),
+        made(f"bus bandwidth, {unit}", lambda row: f"{row.bus / scale:,.1f}"),
+        made(f"algorithm bandwidth, {unit}", lambda row: f"{row.algorithm / scale:,.1f}"),
+    ]
+
+
+def _steps(sizes: Sequence[int]) -> list[list[int]]:
+    steps: list[list[int]] = []
+    for size in sizes:
+        if steps and size < 1.5 * steps[-1][0]:
+            steps[-1].append(size)
+        else:
+            steps.append([size])
+    return steps
+
+
+def _time(row: Row) -> str:
+    return f"{row.call.median * 1e6:,.1f} +{row.call.slowest / row.call.median - 1:.0%}"
+
+
+def size_of(size: int) -> str:
+    """Bytes in words."""
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size >= unit:
+            return f"{size / unit:.4g} {name}"
+    return f"{size} B"
+
+
+def links(found: Sequence[Link], devices: int) -> list[Group | str]:
+    """Bandwidth between every two devices; of many, the slowest."""
+    middle = links_of.median(found)
+    if devices > WIDEST_MATRIX:
+        slowest = sorted(found, key=lambda link: link.slowest)[:8]
+        told = [f"{k.pair[0]}-{k.pair[1]} {k.slowest / 1e9:.1f}" for k in slowest]
+        text = f"  {len(found)} pairs, median {middle / 1e9:.1f} GB/s in one direction"
+        return [f"{text}; the slowest: {', '.join(told)}"]
+    one: dict[tuple[int, int], float] = {}
+    both: dict[tuple[int, int], float] = {}
+    for link in found:
+        a, b = link.pair
+        one |= {(a, b): link.there, (b, a): link.back}
+        both |= {(a, b): link.both, (b, a): link.both}
+    return [
+        _matrix("GB/s in one direction, from row to column", one, devices, middle),
+        _matrix("GB/s in both directions together", both, devices, 2 * middle),
+    ]
+
+
+def _matrix(
+    title: str, speeds: Mapping[tuple[int, int], float], devices: int, median: float
+) -> Group:
+    def cell(a: int, b: int) -> str:
+        if a == b:
+            return "."
+        speed = speeds[a, b]
+        text = f"{speed / 1e9:.3g}"
+        return f"[red]{text}[/red]" if speed < links_of.SLOW * median else text
+
+    rows = [(str(a), *(cell(a, b) for b in range(devices))) for a in range(devices)]
+    return titled(title, ["", *map(str, range(devices))], rows)
+
+
+def rates(found: Rates, units: Mapping[tuple[str, str], str], kind: str) -> Group:
+    """Each rate: median, slowest, and its shares of the data sheet and of what is expected."""
+    gpu = gpu_of_kind(kind)
+    rows = []
+    for (what, detail), each in found.items():
+        middle, low = sorted(each)[len(each) // 2], min(each)
+        scale, unit = (1e12, "TFLOP/s") if units[what, detail] == "FLOP/s" else (1e9, "GB/s")
+        cells = [what, detail, f"{middle / scale:,.4g}", f"{low / scale:,.4g}", unit]
+        rows.append((*cells, *_shares(gpu, what, middle)))
+    columns = ["what", "size", "median", "slowest", "", "of data sheet", "of expected"]
+    made = table("", columns, rows)
+    made.columns[1].justify = made.columns[4].justify = "left"
+    return Group("  of a device, all at work at the same time", made)
+
+
+def _shares(gpu: Gpu | None, what: str, rate: float) -> tuple[str, str]:
+    if gpu is None:
+        return "-", "-"
+    peaks = {"matmul bfloat16": gpu.peak.value, "matmul float8": 2 * gpu.peak.value}
+    expected = expectations(gpu).get(what)
+    of_peak = f"{rate / peaks[what]:.0%}" if what in peaks else "-"
+    return of_peak, f"{rate / expected:.0%}" if expected else "-"
+
+
+def checklist(found: Iterable[tuple[str, Finding]]) -> Group:
+    """Every finding, what failed with its remedy."""
+    made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    made.add_column("")
+    made.add_column("check", no_wrap=True)
+    made.add_column("found", overflow="fold")
+    for _, finding in found:
+        style = STYLES[finding.status]
+        said = escape(finding.said)
+        if finding.where:
+            said += f" [dim]({escape(finding.where)})[/dim]"
+        if finding.remedy:
+            said += f"\n-> {escape(finding.remedy)}"
+        made.add_row(f"[{style}]{finding.status}[/{style}]", escape(finding.check), said)
+    return Group("\n[bold]checklist[/bold]", made)
+
+
+def summary(found: Iterable[tuple[str, Finding]], seconds: float) -> str:
+    """The last line."""
+    count = {status: 0 for status in STYLES}
+    for _, finding in found:
+        count[finding.status] += 1
+    told = [f"{n} {words}" for n, words in (
+        (count["fail"], "failed"), (count["warn"], "to look at"), (count["pass"], "passed"),
+        (count["skip"], "left out"),
+    )]  # fmt: skip
+    return f"{', '.join(told)}; {seconds:.0f} s"

@@ -1,0 +1,82 @@
+"""How GPUs and network cards of a host are joined: NVLink, PCIe, NUMA, InfiniBand."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+#: Colours and underlines, which `nvidia-smi topo -m` writes whatever reads it.
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """`nvidia-smi topo -m`.
+
+    links      of each pair of GPUs, as "NV18" (18 NVLinks), or by PCIe: "PIX", "PXB", "PHB",
+               "NODE", "SYS", from one bridge to across the sockets.
+    cards      the nearest network cards of each GPU, by their names.
+    cpus, numa   cores and NUMA node beside each GPU.
+    """
+
+    links: dict[str, dict[str, str]] = field(default_factory=dict)
+    cards: dict[str, list[str]] = field(default_factory=dict)
+    cpus: dict[str, str] = field(default_factory=dict)
+    numa: dict[str, str] = field(default_factory=dict)
+
+
+def read_matrix(text: str) -> Matrix:
+    """The tables of `nvidia-smi topo -m`. Raises:   ValueError when there is none in the text."""
+    lines = _ESCAPES.sub("", text).splitlines()
+    heads = [i for i, line in enumerate(lines) if re.match(r"\s*GPU0\b", line)]
+    if not heads:
+        raise ValueError("no table of GPUs in what `nvidia-smi topo -m` printed")
+    columns = [c.strip() for c in re.split(r"\t+|\s{2,}", lines[heads[0]].strip())]
+    devices = [c for c in columns if re.fullmatch(r"GPU\d+|NIC\d+|mlx\d+_\d+", c)]
+    names = dict(re.findall(r"^\s*(NIC\d+):\s*(\S+)", "\n".join(lines), re.MULTILINE))
+    found = Matrix()
+    for line in lines[heads[0] + 1 :]:
+        words = line.split()
+        if not words or not re.fullmatch(r"GPU\d+", words[0]):
+            continue
+        ways = dict(zip(devices, words[1:], strict=False))
+        gpu, rest = words[0], words[1 + len(devices) :]
+        found.links[gpu] = {d: w for d, w in ways.items() if d.startswith("GPU") and d != gpu}
+        found.cards[gpu] = _nearest({d: w for d, w in ways.items() if d not in found.links}, names)
+        found.cpus[gpu], found.numa[gpu] = (*rest[:2], "", "")[:2]
+    return found
+
+
+def _nearest(ways: Mapping[str, str], names: Mapping[str, str]) -> list[str]:
+    """The network cards over the shortest way of PCIe."""
+    order = ("PIX", "PXB", "PHB", "NODE", "SYS")
+    cards = {d: w for d, w in ways.items() if not d.startswith("GPU") and w in order}
+    best = min((order.index(way) for way in cards.values()), default=0)
+    return [names.get(d, d) for d, way in cards.items() if way == order[best]]
+
+
+def read_nvlinks(text: str) -> dict[str, list[float | None]]:
+    """`nvidia-smi nvlink -s`: GB/s of each link of each GPU (by its index); None: inactive."""
+    found: dict[str, list[float | None]] = {}
+    gpu = ""
+    for line in text.splitlines():
+        if head := re.match(r"GPU (\d+):", line):
+            gpu = head[1]
+            found[gpu] = []
+        elif link := re.match(r"\s+Link \d+: (?:([\d.]+) GB/s|<inactive>|.*inactive)", line):
+            found[gpu].append(float(link[1]) if link[1] else None)
+    return found
+
+
+def infiniband(folder: str = "/sys/class/infiniband") -> list[dict[str, str]]:
+    """Ports of RDMA cards: card, port, state, rate and link layer, as the kernel gives them."""
+    found = []
+    for port in sorted(Path(folder).glob("*/ports/*")):
+        about = {"card": port.parents[1].name, "port": port.name}
+        for name in ("state", "rate", "link_layer"):
+            try:
+                about[name] = (port / name).read_text().strip()
+            except OSError:
+                about[name] = ""
+        found.append(about)
+    return found

@@ -1,0 +1,322 @@
+"""Each check finds what it is for, where one thing is broken in a healthy host, and only that."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxpar.doctor import gpu_checks, host_checks, measured_checks, nvidia_smi, topology, variables
+from jaxpar.doctor.bandwidth import Row
+from jaxpar.doctor.facts import Facts
+from jaxpar.doctor.findings import Finding, failed, merged, passed, verdict
+from jaxpar.doctor.links import Link
+from jaxpar.doctor.timing import Spread
+from jaxpar.planning.hardware import H200
+from tests.doctor.hosts import facts_of, nvidia_smi_of
+
+PORT = {"card": "mlx5_0", "port": "1", "state": "4: ACTIVE", "rate": "400 Gb/sec (4X NDR)"}
+
+
+def worse(findings: list[Finding]) -> list[tuple[str, str]]:
+    """(check, status) of what did not pass, or was left out."""
+    return [(f.check, f.status) for f in findings if f.status in ("warn", "fail")]
+
+
+def all_of(facts: Facts) -> list[Finding]:
+    """Everything that is said of one process."""
+    checks = (host_checks.check_versions, gpu_checks.check, host_checks.check_host)
+    return [finding for check in checks for finding in check(facts)]
+
+
+def test_a_healthy_host_has_nothing_to_say_against_it():
+    facts = facts_of(infiniband=[PORT])
+    found = all_of(facts)
+    assert worse(found) == [] and verdict(found) == "pass"
+    said = {f.check: f.said for f in found}
+    assert said["NVLink"] == "all pairs, NV18" and said["power limit"] == "the default, 700 W"
+    assert said["driver"] == "580.95.05, and CUDA 13 needs 580 or newer"
+    assert facts.matrix.cards["GPU5"] == ["mlx5_2"] and facts.matrix.numa["GPU5"] == "1"
+    assert Facts.from_json(facts.to_json()) == facts
+
+
+BROKEN_GPUS = [
+    ((" Link 5: 26.562 GB/s", " Link 5: <inactive>"), "NVLink", "fail", ": 1 of 18 links down (5)"),
+    (("\t Link 17: 26.562 GB/s\n", ""), "NVLink", "fail", "17 of 18 links"),
+    (("\tNV18", "\tPHB"), "NVLink", "fail", "28 pairs by PCIe: GPU0-GPU1 PHB"),
+    (("Completed, Success", "In Progress, N/A"), "NVSwitch fabric", "fail", "7: In Progress, N/A"),
+    (("700.00, 700.00", "500.00, 700.00"), "power limit", "warn", "6,7: 500 W of 700 W"),
+    (("0x0000000000000001", "0x0000000000000009"), "clocks at rest", "fail", "hardware slowdown"),
+    (("0x0000000000000001", "0x0000000000000021"), "clocks at rest", "warn", "thermal slowdown"),
+    (("Enabled, 0, 0, 0", "Enabled, 0, 2, 2"), "ECC", "fail", ": 2 uncorrected"),
+    (("Enabled, 0, 0, 0", "Enabled, 7, 0, 0"), "ECC", "warn", ": 7 corrected"),
+    (("Enabled, 0, 0, 0", "Disabled, [N/A], [N/A], [N/A]"), "ECC", "warn", ": off"),
+    ((", 0, No, No", ", 1, No, Yes"), "remapped rows", "fail", ": failed"),
+    ((", 0, No, No", ", 1, Yes, No"), "remapped rows", "fail", ": pending"),
+    ((", 0, No, No", ", 1, No, No"), "remapped rows", "warn", ": 1 after errors"),
+    ((", 16, 16,", ", 8, 16,"), "PCIe", "warn", ": x8 of x16"),
+    (("Enabled, Disabled, Def", "Disabled, Disabled, Def"), "persistence mode", "warn", "off"),
+    (("Enabled, Disabled, Default", "Enabled, Enabled, Default"), "MIG", "warn", "on GPU 0, 1"),
+    (("143771, 1,", "143771, 61440,"), "GPUs free", "warn", ": 61,440 MiB in use"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "check", "status", "said"), BROKEN_GPUS)
+def test_what_is_wrong_with_gpus(change, check, status, said):
+    found = all_of(facts_of(change))
+    assert worse(found) == [(check, status)]
+    (finding,) = [f for f in found if f.check == check]
+    assert said in finding.said and finding.remedy
+
+
+V = {"python": "3.12.1", "jaxlib": "0.11.2", "jax": "0.11.2", "driver": "580.95.05"}
+HOST = {"cores": 96.0, "shm": 1 << 40, "open_files": 1 << 20, "locked_memory": None}
+HOST |= {"cuda_in_path": [], "gpu_files": 8}
+
+BROKEN_HOSTS = [
+    ({"versions": V | {"jax-cuda13-plugin": "0.11.2", "driver": "570.1"}}, "driver", "fail"),
+    ({"versions": V | {"jax-cuda13-plugin": "0.11.1"}}, "CUDA plugin", "fail"),
+    ({"backend": "cpu", "devices": ["cpu"]}, "devices", "fail"),
+    ({"gpus": [], "backend": "cpu", "devices": ["cpu"]}, "devices", "fail"),
+    ({"backend": "", "devices": [], "backend_error": "no device"}, "devices", "fail"),
+    ({"host": HOST | {"shm": 64 << 20}}, "/dev/shm", "warn"),
+    ({"host": HOST | {"open_files": 256}}, "open files", "warn"),
+    ({"host": HOST | {"cores": 4.0}}, "CPU cores", "warn"),
+    ({"host": HOST | {"locked_memory": 65536}, "infiniband": [PORT]}, "locked memory", "fail"),
+    ({"infiniband": [PORT, PORT | {"state": "1: DOWN"}]}, "InfiniBand", "warn"),
+    ({"gpus": [], "driver_error": "nvidia-smi is not installed"}, "GPUs", "warn"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "check", "status"), BROKEN_HOSTS)
+def test_what_is_wrong_with_a_host(fields, check, status):
+    found = all_of(facts_of(**fields))
+    assert worse(found) == [(check, status)]
+    assert next(f for f in found if f.check == check).remedy
+
+
+HURTS = [
+    ({"NCCL_P2P_DISABLE": "1"}, "NCCL_P2P_DISABLE", "fail"),
+    ({"NCCL_NVLS_ENABLE": "1"}, "NCCL_NVLS_ENABLE", "warn"),
+    ({"NCCL_DEBUG": "INFO"}, "NCCL_DEBUG", "warn"),
+    ({"NCCL_ALGO": "Ring"}, "NCCL_ALGO", "warn"),
+    ({"JAX_DISABLE_JIT": "True"}, "JAX_DISABLE_JIT", "fail"),
+    ({"XLA_FLAGS": "--xla_gpu_enable_latency_hiding_scheduler=false"}, "XLA_FLAGS", "warn"),
+    ({"XLA_FLAGS": "--xla_dump_to=dump --xla_gpu_autotune_level=4"}, "XLA_FLAGS", "warn"),
+]
+HARMLESS = {
+    **{"NCCL_P2P_DISABLE": "0", "NCCL_NVLS_ENABLE": "0", "NCCL_DEBUG": "WARN", "NCCL_IB_HCA": "x"},
+    "XLA_FLAGS": "--xla_gpu_enable_latency_hiding_scheduler=true --xla_gpu_other=1",
+}
+
+
+def test_a_driver_that_fails_is_no_host_without_gpus():
+    alone = facts_of(gpus=[], backend="cpu", devices=["cpu"], host=HOST | {"gpu_files": 0})
+    silent = dataclasses.replace(alone, driver_error=nvidia_smi.NOT_INSTALLED)
+    broken = dataclasses.replace(alone, driver_error="NVIDIA-SMI has failed")
+    assert worse(all_of(alone)) == worse(all_of(silent)) == []
+    assert worse(all_of(broken)) == [("GPUs", "fail")]
+
+
+def test_gpus_that_nobody_uses():
+    def status(*devices: int, **env: str) -> str:
+        each = [facts_of(devices=["NVIDIA H200"] * n, env=env) for n in devices]
+        return gpu_checks.used(each).status
+
+    assert status(8) == status(4, 4) == status(4, CUDA_VISIBLE_DEVICES="0,1,2,3") == "pass"
+    assert status(7) == status(4, 2) == "warn"
+
+
+@pytest.mark.parametrize(("env", "check", "status"), HURTS)
+def test_variables_that_hurt(env, check, status):
+    assert worse(all_of(facts_of(env=env | {"HOME": "x"}))) == [(check, status)]
+    assert worse(all_of(facts_of(env=HARMLESS))) == []
+
+
+def test_one_gpu_alone_is_named():
+    row = "GPU-00000003-aaaa-bbbb-cccc-000000000003, 0, "
+    (finding,) = [f for f in all_of(facts_of((row + "No", row + "Yes"))) if f.status == "fail"]
+    assert (finding.check, finding.said) == ("remapped rows", "GPU 3: pending")
+
+
+def test_the_page_has_every_check():
+    page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text("utf-8")
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| ")]
+    named = {name.strip() for row in rows for name in row.split(",")}
+    facts = facts_of(infiniband=[PORT])
+    found = [*all_of(facts), gpu_checks.used([facts])]
+    found += host_checks.check_together([facts, facts], [1.0, 1.0])
+    names = {finding.check for finding in found} - {"environment"}
+    assert names and not names - named
+
+
+def test_secrets_and_unrelated_variables_stay_out():
+    facts = facts_of(env={"AWS_SECRET": "x", "NCCL_DEBUG": "WARN", "WANDB_API_KEY": "y"})
+    assert facts.environment == {"NCCL_DEBUG": "WARN"}
+
+
+def test_cuda_libraries_from_elsewhere(tmp_path):
+    (tmp_path / "cuda").mkdir()
+    (tmp_path / "cuda" / "libcublas.so.12").touch()
+    (tmp_path / "other").mkdir()
+    for path, found in ((f"{tmp_path}/other", []), (f"{tmp_path}/other:{tmp_path}/cuda", 1)):
+        versions = facts_of().versions | {"nvidia-cublas": "13.0"}
+        facts = facts_of(env={"LD_LIBRARY_PATH": path}, versions=versions)
+        assert worse(all_of(facts)) == ([("LD_LIBRARY_PATH", "warn")] if found else [])
+        assert facts.environment["LD_LIBRARY_PATH"] == path
+
+
+# ------------------------------------------------------------------------- what nvidia-smi says
+
+
+def test_fields_that_a_driver_does_not_know_are_left_out_or_asked_by_their_older_name():
+    unknown = ("fabric.state", "fabric.status", "clocks_event_reasons.active")
+    (first, *_) = nvidia_smi.gpus(nvidia_smi_of(unknown=unknown))
+    assert "fabric.state" not in first and first["power.limit"] == "700.00"
+    assert first["clocks_event_reasons.active"] == "0x0000000000000001"
+    assert first["remapped_rows.failure"] == "No"
+    with pytest.raises(nvidia_smi.Unavailable, match="has failed because"):
+        nvidia_smi.gpus(failing)
+
+
+def failing(_) -> str:
+    raise nvidia_smi.Unavailable("NVIDIA-SMI has failed because it couldn't communicate")
+
+
+def test_a_topology_of_few_words():
+    text = "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\n"
+    text += "GPU0\t X \tPHB\t0-63\t0\nGPU1\tPHB\t X \t0-63\t0\n"
+    found = topology.read_matrix(text)
+    assert found.links == {"GPU0": {"GPU1": "PHB"}, "GPU1": {"GPU0": "PHB"}}
+    assert found.cpus["GPU1"] == "0-63" and found.cards == {"GPU0": [], "GPU1": []}
+    with pytest.raises(ValueError, match="no table"):
+        topology.read_matrix("Failed to initialize NVML")
+
+
+def test_infiniband_ports(tmp_path):
+    port = tmp_path / "mlx5_0" / "ports" / "1"
+    port.mkdir(parents=True)
+    (port / "state").write_text("4: ACTIVE\n")
+    (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
+    assert topology.infiniband(str(tmp_path)) == [PORT | {"link_layer": ""}]
+    assert topology.infiniband(str(tmp_path / "none")) == []
+
+
+def test_flags_are_read():
+    text = "--xla_a=1 --xla_b  --xla_c= --xla_d=x,y"
+    assert variables.flags_of(text) == {"xla_a": "1", "xla_b": "true", "xla_c": "", "xla_d": "x,y"}
+
+
+# ---------------------------------------------------------------------------- several processes
+
+
+def test_processes_that_differ():
+    one = facts_of()
+    two = dataclasses.replace(one, process=1, host=one.host | {"name": "gpu02"})
+    times = [100.0, 100.004]
+    assert worse(host_checks.check_together([one, two], times)) == []
+    older = dataclasses.replace(two, versions=two.versions | {"jaxlib": "0.11.1"})
+    (finding,) = [f for f in host_checks.check_together([one, older], times) if f.status == "fail"]
+    assert finding.check == "same versions"
+    assert finding.said == "jaxlib: 0.11.2 in process 0 and 0.11.1 in process 1"
+    changed = {"XLA_FLAGS": "--xla_gpu_x=1"}
+    for fields, check, status in (
+        ({"versions": two.versions | {"driver": "580.1"}}, "same versions", "warn"),
+        ({"versions": two.versions | {"python": "3.13.0"}}, "same versions", "fail"),
+        ({"environment": changed}, "same environment", "fail"),
+        ({"environment": {"NCCL_IB_HCA": "x"}}, "same environment", "warn"),
+        ({"devices": ["NVIDIA H100 80GB HBM3"] * 8}, "same devices", "fail"),
+    ):
+        other = dataclasses.replace(two, **fields)
+        assert worse(host_checks.check_together([one, other], times)) == [(check, status)]
+    skew = worse(host_checks.check_together([one, two], [100.0, 130.0]))
+    assert skew == [("clocks of hosts", "warn")]
+    assert host_checks.check_together([one], [1.0]) == []
+
+
+def test_findings_of_processes_come_once_where_they_agree():
+    good, bad = passed("a", "fine"), failed("b", "broken", "mend it")
+    found = merged([[good, bad], [good]], ["process 0 (x)", "process 1 (y)"])
+    assert [(f.check, f.where) for f in found] == [("a", ""), ("b", "process 0 (x)")]
+
+
+# ------------------------------------------------------------------------------------- measured
+
+
+def rates(**changes: float) -> dict:
+    """Rates of eight GPUs, those of a healthy H200 times `changes`."""
+    shares = {"bf16": 0.95, "float8": 0.95, "copy": 1.0, "pinned": 1.0} | changes
+    return {
+        ("matmul bfloat16", "big"): [shares["bf16"] * H200.matmul.value] * 8,
+        ("matmul float8", "big"): [shares["float8"] * H200.float8.value] * 8,
+        ("copy", "1024 MiB"): [shares["copy"] * H200.bandwidth.value] * 8,
+        ("host to device", "256 MiB, pinned"): [shares["pinned"] * 50e9] * 8,
+    }
+
+
+def measured(found: dict) -> list[tuple[str, str]]:
+    names = [f"GPU {i}" for i in range(8)]
+    return worse(
+        [
+            *measured_checks.matmul(found, "NVIDIA H200"),
+            measured_checks.slow_gpus(found, names, True),
+            *measured_checks.transfers(found),
+        ]
+    )
+
+
+def test_rates_are_held_against_the_data_sheet_and_against_one_another():
+    assert measured(rates()) == []
+    assert measured(rates(bf16=0.8)) == [("matmul bfloat16", "warn")]
+    assert measured(rates(bf16=0.4, copy=0.5)) == [("matmul bfloat16", "fail"), ("copy", "fail")]
+    assert measured(rates(pinned=0.1)) == [("host transfers", "warn")]
+    lame = rates()
+    lame["matmul bfloat16", "big"][3] *= 0.8
+    assert measured(lame) == [("slow GPU", "warn")]
+    said = measured_checks.slow_gpus(lame, [f"GPU {i}" for i in range(8)], True).said
+    assert said == "GPU 3: matmul bfloat16 big at 80% of the median"
+    (finding,) = measured_checks.matmul(rates(), "NVIDIA RTX 5090")
+    assert finding.status == "skip"
+
+
+def test_a_slow_pair_is_named():
+    names = [f"GPU {i}" for i in range(4)]
+    links = [Link((a, b), 380e9, 380e9, 740e9) for a in range(4) for b in range(a + 1, 4)]
+    assert measured_checks.slow_pairs(links, names, True).status == "pass"
+    links[4] = Link((1, 3), 380e9, 90e9, 180e9)
+    finding = measured_checks.slow_pairs(links, names, True)
+    assert finding.status == "fail" and "GPU 1 - GPU 3 90 GB/s, median 370" in finding.said
+    assert measured_checks.slow_pairs(links, names, False).status == "skip"
+    assert measured_checks.slow_pairs([], names, True).status == "skip"
+
+
+def test_bus_bandwidth_against_nvlink():
+    def rows(seconds: float) -> list[Row]:
+        spread = Spread(seconds, seconds, seconds)
+        return [Row("all-gather", 1 << 30, 8, spread), Row("permute", 1 << 30, 8, spread)]
+
+    fast, slow = rows(0.0027), rows(0.01)
+    assert fast[0].bus == pytest.approx(7 / 8 * (1 << 30) / 0.0027)
+    assert worse(measured_checks.bus_bandwidth(fast, H200, True)) == []
+    assert worse(measured_checks.bus_bandwidth(slow, H200, True)) == [("bus bandwidth", "warn")]
+    for gpu, one_host in ((None, True), (H200, False)):
+        (finding,) = measured_checks.bus_bandwidth(slow, gpu, one_host)
+        assert finding.status == "skip"
+
+
+def test_clocks_under_load():
+    row = {"uuid": "x", "power.draw": "690.0", "clocks.current.sm": "1400", "temperature.gpu": "60"}
+    capped = row | {"clocks_event_reasons.active": "0x0000000000000004"}
+    (finding,) = measured_checks.under_load([capped, capped])
+    assert finding.said == "1400 to 1400 MHz, 60 °C at most, 2 at their power limit"
+    hot = row | {"clocks_event_reasons.active": "0x0000000000000044"}
+    assert worse(measured_checks.under_load([capped, hot])) == [("clocks under load", "fail")]
+    assert measured_checks.under_load([]) == []
+
+
+def test_a_wrong_collective_fails():
+    assert measured_checks.wrong_collectives([], 100).status == "pass"
+    assert measured_checks.wrong_collectives([], 0).status == "skip"
+    found = measured_checks.wrong_collectives(["psum over data: x"] * 5, 100)
+    assert found.status == "fail" and found.said.endswith("; and 2 more")
+    assert json.dumps(dataclasses.asdict(found))

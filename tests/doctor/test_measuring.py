@@ -1,0 +1,243 @@
+"""Collectives are verified, and figures are what they are called; on simulated devices."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jaxpar.config import ConfigError, ParallelConfig
+from jaxpar.doctor import bandwidth, compute, links, options, timing, verification
+from jaxpar.doctor.verification import COLLECTIVES
+from jaxpar.parallel.mesh import make_mesh
+
+ELEMENTS = 32
+
+
+@pytest.fixture(scope="module")
+def mesh(devices):
+    """Two axes of 2, and so both of them together."""
+    return make_mesh(ParallelConfig(data=2, sequence=1, tensor=2), devices[:4])
+
+
+def test_every_collective_is_right(mesh):
+    found = list(verification.verify(mesh, [ELEMENTS]))
+    assert [one.axes for one in found[::2]] == [("data",), ("tensor",), ("data", "tensor")]
+    assert [one.dtype for one in found[:2]] == ["float32", "bfloat16"]
+    assert all(set(COLLECTIVES) == set(one.collectives) for one in found[:4])
+    assert [one.wrong for one in found] == [[]] * 6
+
+
+def test_a_group_is_the_devices_that_differ_along_its_axes(mesh):
+    assert verification.groups(mesh, ("data",))[3] == ([1, 3], 1)
+    assert verification.groups(mesh, ("tensor",))[2] == ([2, 3], 0)
+    assert verification.groups(mesh, ("data", "tensor"))[2] == ([0, 1, 2, 3], 2)
+
+
+def wrong_way(x, axes):
+    """A permute that goes round the ring the other way."""
+    n = lax.axis_size(axes)
+    return lax.ppermute(x, axes, [((i + 1) % n, i) for i in range(n)])
+
+
+def without_the_first(x, axes):
+    return COLLECTIVES["psum"].run(jnp.where(lax.axis_index(axes) == 0, 0, x), axes)
+
+
+def next_piece(x, axes):
+    return COLLECTIVES["psum_scatter"].run(jnp.roll(x, 1, axis=0), axes)
+
+
+def one_bit(x, axes):
+    gathered = COLLECTIVES["all_gather"].run(x, axes)
+    return gathered.at[-1, -1].add(jnp.where(lax.axis_index(axes) == 1, 1, 0).astype(x.dtype))
+
+
+WRONG = [
+    ("ppermute", wrong_way, 4, "That is what device 1 has sent to place 0"),
+    ("psum", without_the_first, 4, "0 and not 1"),
+    (
+        "psum_scatter",
+        next_piece,
+        4,
+        "has 24 of 32 numbers wrong, the first in piece 0, at 0: 4 and not 1",
+    ),
+    ("all_gather", one_bit, 1, "has 1 of 512 numbers wrong, the first in piece 15, at 31: 8 and"),
+]
+
+
+@pytest.mark.parametrize(("name", "run", "devices_wrong", "said"), WRONG)
+def test_a_wrong_collective_is_found(mesh, name, run, devices_wrong, said):
+    broken = {name: dataclasses.replace(COLLECTIVES[name], run=run)}
+    *_, last = verification.verify(mesh, [ELEMENTS], broken)
+    assert last.axes == ("data", "tensor") and last.dtype == "bfloat16"
+    assert len(last.wrong) == devices_wrong
+    told = str(last.wrong[0])
+    assert told.startswith(f"{name} over data and tensor, bfloat16, 32 elements: device ")
+    assert said in told
+
+
+def test_messages_are_exact_in_bfloat16_and_no_two_alike():
+    for sender in (0, 3, 255, 256, 1000):
+        for sent in (
+            verification.message(sender, 4, 64),
+            verification.addends(sender, 3, 16, 4, 64),
+        ):
+            assert np.array_equal(sent, sent.astype(jnp.bfloat16).astype(np.float32))
+    rows = {verification.message(s, 4, 8)[p].tobytes() for s in range(300) for p in range(4)}
+    assert len(rows) == 300 * 4
+    sums = sum(verification.addends(s, s, 16, 1, 64)[0] for s in range(16))
+    assert np.array_equal(sums[:16], np.arange(16) + 1) and set(sums[16:32]) == {16}
+
+
+# ---------------------------------------------------------------------------------- bandwidth
+
+
+def test_sizes_and_bus_factors():
+    assert bandwidth.sizes(1 << 20) == [1 << 10, 1 << 14, 1 << 18, 1 << 20]
+    assert bandwidth.sizes(1 << 10) == [1 << 10]
+    factors = {kind: about.bus(8) for kind, about in bandwidth.KINDS.items()}
+    assert factors == {
+        "all-reduce": 1.75,
+        "all-gather": 0.875,
+        "reduce-scatter": 0.875,
+        "broadcast": 1.0,
+        "all-to-all": 0.875,
+        "permute": 1.0,
+    }
+
+
+def test_every_collective_is_timed(devices):
+    mesh = bandwidth.one_axis(devices[:4])
+    rows = list(bandwidth.measure(mesh, 1 << 10, 2, 10))
+    assert [(row.kind, row.size) for row in rows] == [(kind, 1 << 10) for kind in bandwidth.KINDS]
+    assert all(0 < r.call.fastest <= r.call.median <= r.call.slowest for r in rows)
+    assert rows[0].bus == pytest.approx(1.5 * 1024 / rows[0].call.median)
+
+
+def test_every_collective_is_the_gpus_own_there(devices, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    mesh = bandwidth.one_axis(devices[:4])
+    x = jax.ShapeDtypeStruct((64,), jnp.float32, sharding=bandwidth.numbers(mesh, 16).sharding)
+    for kind, about in bandwidth.KINDS.items():
+        program = bandwidth.traced(mesh, about, x, 3).lower(lowering_platforms=("cuda",))
+        own = kind.replace("-", "_").replace("broadcast", "collective_broadcast")
+        assert f"stablehlo.{own.replace('permute', 'collective_permute')}" in program.as_text()
+
+
+def test_calls_that_the_compiler_leaves_out_are_seen(devices):
+    mesh = bandwidth.one_axis(devices[:4])
+    kind = bandwidth.KINDS["permute"]
+    program = bandwidth.repeated(mesh, kind, 8, 3)
+    for other, calls in ((kind.opcodes, 4), (("all-gather",), 3)):
+        with pytest.raises(bandwidth.LeftOut):
+            bandwidth.require_calls(program, other, calls)
+    idle = dataclasses.replace(kind, run=lambda x: x)
+    with pytest.raises(bandwidth.LeftOut, match="permute: 0 calls in the program, and not 3"):
+        bandwidth.repeated(mesh, idle, 8, 3)
+
+
+# -------------------------------------------------------------------------------------- links
+
+
+@pytest.mark.parametrize("n", [2, 3, 8, 9])
+def test_every_pair_meets_once(n):
+    found = links.tournament(n)
+    pairs = [pair for each in found for pair in each]
+    assert sorted(pairs) == [(a, b) for a in range(n) for b in range(a + 1, n)]
+    for each in found:
+        met = [device for pair in each for device in pair]
+        assert len(met) == len(set(met))
+
+
+def test_many_devices_meet_within_their_process_and_the_next_one():
+    found = links.rounds(32, 8)
+    assert links.rounds(8, 4) == links.tournament(8)
+    assert len(found) == 9
+    assert {(0, 1), (8, 9), (30, 31)} <= {pair for each in found[:7] for pair in each}
+    assert found[7] == [(s + i, s + i + 8) for s in (0, 16) for i in range(8)]
+    assert found[8] == [(8 + i, 16 + i) for i in range(8)]
+    for each in found:
+        met = [device for pair in each for device in pair]
+        assert len(met) == len(set(met))
+
+
+def test_pairs_are_timed_in_each_direction(devices):
+    mesh = bandwidth.one_axis(devices[:3])
+    found = list(links.measure(mesh, 1 << 12, 2, 10, lambda own: own))
+    assert sorted(link.pair for link in found) == [(0, 1), (0, 2), (1, 2)]
+    assert all(min(link.there, link.back, link.both) > 0 for link in found)
+    one = links.again(mesh, (0, 2), 1 << 12, 2, 10, lambda own: own)
+    assert one.pair == (0, 2) and one.slowest == min(one.there, one.back, one.both / 2)
+
+
+# ------------------------------------------------------------------------------------- compute
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float8"])
+def test_each_matmul_needs_the_one_before(devices, dtype):
+    mesh = bandwidth.one_axis(devices[:2])
+    x, w = compute.operands(mesh, (64, 128, 32), dtype)
+    found = np.asarray(compute.matmuls(mesh, dtype, 3)(x, w), np.float32)
+    x, w = np.array(x, np.float32), np.asarray(w, np.float32)
+    assert x.shape == (128, 128) and w.shape == (64, 128) and not np.array_equal(x[:64], x[64:])
+    products = x[[63, 127]] * w[[31, 63]]  # of the last row of each device, with its last column
+    x[[0, 64], 0] = products.sum(1)
+    np.testing.assert_allclose(found, x, rtol=0.1 if dtype == "float8" else 1e-5, atol=1e-6)
+
+
+def test_devices_are_timed_apart(devices):
+    x = bandwidth.numbers(bandwidth.one_axis(devices[:4]), 4)
+    assert set(timing.when_ready(x)) == {device.id for device in devices[:4]}
+    spread = timing.Spread.of([3.0, 1.0, 2.0])
+    assert (spread.median, spread.fastest, spread.slowest) == (2.0, 1.0, 3.0)
+
+
+# ------------------------------------------------------------------------------- command line
+
+
+def test_devices_are_shared_out_to_axes():
+    large = lambda n: {a: s for a, s in options.default_mesh(n).items() if s > 1}  # noqa: E731
+    assert large(8) == {"data": 2, "sequence": 2, "tensor": 2}
+    assert large(6) == {"sequence": 3, "tensor": 2}
+    assert large(1) == {}
+    assert large(256) == {"tensor": 4, "sequence": 4} | dict.fromkeys(
+        ("pipeline", "replica", "data", "expert"), 2
+    )
+    assert options.mesh_for({"data": 8}, 8).data == 8
+    with pytest.raises(ConfigError, match=r"takes 4 devices, and there are 8\. Fix: use --mesh"):
+        options.mesh_for({"data": 2, "tensor": 2}, 8)
+
+
+REFUSED = [
+    (["--only", "links,speed"], "--only = 'speed': is none of versions, hardware"),
+    (["--largest", "64MB"], "must be a number with B, KiB, MiB or GiB"),
+    (["--largest", "12"], "of 1KiB or more"),
+    (["--mesh", "model=2"], "--mesh = 'model=2': must be AXIS=SIZE"),
+    (["--repeats", "0"], "must be at least 1"),
+    (["--seconds", "0"], "must be above 0"),
+    (["--cpu-devices", "-1"], "must be above 0"),
+    (["--cpu-device", "2"], "'--cpu-device': is no option of this program. Fix: use --cpu-devices"),
+    (["--json", "none/doctor.json"], "its folder none is not there"),
+    (["--train.seed", "1"], "'--train.seed': is no option of this program"),
+    (["--cluster.process-ids", "1"], "is not a field"),
+    (["links"], "is not --section.field value"),
+]
+
+
+@pytest.mark.parametrize(("args", "said"), REFUSED)
+def test_wrong_options_are_refused(args, said):
+    with pytest.raises(ConfigError) as error:
+        options.read_command(args)
+    assert said in str(error.value)
+
+
+def test_options_are_read(tmp_path):
+    file = tmp_path / "doctor.json"
+    line = f"--only links,versions --cpu-devices 4 --mesh data=4 --largest 2MiB --json {file}"
+    read = options.read_command([*line.split(), "--cluster.num-processes", "2"])
+    assert (read.only, read.largest, read.mesh) == (("versions", "links"), 2 << 20, {"data": 4})
+    assert (read.cfg.run.cpu_devices, read.cfg.cluster.num_processes) == (4, 2)
+    assert read.json == file and not file.exists()
