@@ -6,6 +6,7 @@ or any of JAX's. docs/profiling.md says how to take one and what each figure is.
 
 import dataclasses
 import json
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from jaxpar.planning.hardware import Gpu, gpu_named, gpu_of_kind
 from jaxpar.profiling import breakdown, roofline, sections, table
 from jaxpar.profiling.collective_bytes import collective_bytes
 from jaxpar.profiling.loading import OPTION, Loaded, load
-from jaxpar.profiling.memory import Memory, memory_of
+from jaxpar.profiling.memory import Memory, memory_of, of_sums
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +96,7 @@ def in_words(
     """All of it as text."""
     parts = [_head(loaded)]
     if not loaded.trace.on_gpu:
-        parts.append(f"note: {sections.CPU_NOTE}")
+        parts.append(textwrap.fill(f"note: {sections.CPU_NOTE}", 100))
     parts += [f"missing: {text}" for text in loaded.missing]
     parts.append(table.table(found, sent))
     parts.append(sections.rates(found, loaded.facts))
@@ -136,6 +137,8 @@ def main(argv: Sequence[str]) -> None:
     loaded = load(options.path, options.step)
     found = figures(loaded, gpu_of(options, loaded), options.top)
     sent, memory = sent_by(loaded), memory_of(loaded.buffers, loaded.module)
+    if memory is None and loaded.facts is not None:
+        memory = of_sums(loaded.facts.memory)
     print(in_words(loaded, found, sent, memory, options.top))
     if options.json:
         text = json.dumps(record(loaded, found, sent, memory), indent=2) + "\n"

@@ -19,7 +19,7 @@ from jaxpar.evaluation import Evaluation
 from jaxpar.goodput import Recorder, goodput, read_events
 from jaxpar.parallel.mesh import describe
 from jaxpar.processes import say
-from jaxpar.profiling.in_run import RunProfiler
+from jaxpar.profiling.in_run import RunProfiler, listening
 from jaxpar.replicas import make_replica_check, require_equal
 from jaxpar.rewinding import rewind
 from jaxpar.run import Run
@@ -175,7 +175,7 @@ def opened(run: Run, environment: list[str]) -> RunLock | None:
 def run_to_end(cfg: Config, environment: list[str]) -> int:
     """Check, open the run folder and train, watched. Returns an exit code."""
     c = cfg.cluster
-    with Watchdog(cfg.run.dir, c.hang_seconds, c.slow_seconds) as watch:
+    with listening(), Watchdog(cfg.run.dir, c.hang_seconds, c.slow_seconds) as watch:
         run = checked(cfg)
         with opened(run, environment) or contextlib.nullcontext():
             return train(run, watch)

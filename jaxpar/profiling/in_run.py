@@ -14,7 +14,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +39,32 @@ MOST_PROFILES = 20
 
 _TOPIC = "profile"
 
+#: Signals that have come, until a profile takes them. A list: an Event's lock can be held already
+#: when the handler runs.
+_signals: list[int] = []
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[None]:
+    """SIGUSR1 asks for a profile from here on; elsewhere it ends a process.
+
+    Python delivers signals to the main thread alone, so in another one it listens to nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _signals.clear()
+    earlier = signal.signal(signal.SIGUSR1, lambda number, _: _signals.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, earlier)
+
 
 class RunProfiler:
     """Told of every step by the loop, it begins and ends traces between them.
 
-    Use as a context manager around the loop, in every process.
+    Use as a context manager around the loop, in every process, within `listening`.
     """
 
     def __init__(
@@ -52,28 +73,21 @@ class RunProfiler:
         """Args:     program: the compiled step. mesh: in words. say: is told what happens."""
         self._cfg, self._dir, self._program, self._mesh = cfg, run_dir, program, mesh
         self._say, self._several = say, processes.count() > 1
-        self._signalled, self._looked = False, float("-inf")
+        self._looked = float("-inf")
         self._first, self._latest, self._taken = 0, 0, 0
         self._agreed_on = -2
         self._tracing = contextlib.ExitStack()
         self._mark: Any = None
-        self._earlier: Any = None
 
     def __enter__(self) -> "RunProfiler":
-        if threading.current_thread() is threading.main_thread():
-            self._earlier = signal.signal(signal.SIGUSR1, self._receive)
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._first:
             self._end()
         if self._agreed_on > 0:  # where the run goes back, it comes to that step again
-            processes.publish(_TOPIC, "")
-        if self._earlier is not None:
-            signal.signal(signal.SIGUSR1, self._earlier)
-
-    def _receive(self, *_: object) -> None:
-        self._signalled = True
+            with contextlib.suppress(RuntimeError):  # the run may be ending for the same reason
+                processes.publish(_TOPIC, "")
 
     def before(self, step: int, state: Any, pause: Callable[[], None], enter: Any) -> None:
         """A step is about to be taken: a trace that is complete ends, one that is due begins.
@@ -106,8 +120,8 @@ class RunProfiler:
 
     def _is_asked_for(self) -> bool:
         """Whether this process has got a request, which is then taken."""
-        if self._signalled:
-            self._signalled = False
+        if _signals:
+            _signals.clear()
             return True
         if processes.own() != 0 or time.monotonic() - self._looked < LOOK_SECONDS:
             return False
@@ -123,10 +137,14 @@ class RunProfiler:
         every = self._cfg.train.log_every
         # The last to come past the step that was agreed on may have been one behind this process.
         free = not self._first and done > self._agreed_on + 1
-        if free and self._is_asked_for():
-            self._agreed_on = -(-(done + AHEAD) // every) * every
-            processes.publish(_TOPIC, str(self._agreed_on))
-        return done % every == 0 and str(done) in processes.published(_TOPIC).values()
+        try:
+            if free and self._is_asked_for():
+                self._agreed_on = -(-(done + AHEAD) // every) * every
+                processes.publish(_TOPIC, str(self._agreed_on))
+            return done % every == 0 and str(done) in processes.published(_TOPIC).values()
+        except RuntimeError as error:  # JAX's service did not answer; it ends the run if it is gone
+            self._say(f"WARNING    no profile: {error}")
+            return False
 
     # ---------------------------------------------------------------------------------- traces
 
@@ -207,7 +225,9 @@ class RunProfiler:
         )
 
     def _fail(self, error: Exception) -> None:
-        self._say(f"WARNING    no profile of step {self._first}: {type(error).__name__}: {error}")
+        text = f"WARNING    no profile of step {self._first}: {type(error).__name__}: {error}"
+        # Said by whichever process it is: the first may have no trouble.
+        print(f"{text} ({processes.name_of(processes.own())})", flush=True)
         self._tracing.pop_all()
         shutil.rmtree(self._scratch(), ignore_errors=True)
         self._first = 0

@@ -6,11 +6,12 @@ that do not, and a block of temporaries. That block is as large as the temporari
 and somewhat more where they do not fit together without gaps.
 """
 
+import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from jaxpar.profiling.hlo import Module, shape_of
+from jaxpar.profiling.hlo import Module, arrays_of, num_bytes, shape_of
 
 _ALLOC, _FREE, _SHARE = 0, 1, 2
 
@@ -28,7 +29,8 @@ class Buffer:
 @dataclass(frozen=True)
 class Memory:
     """Bytes of one device. `live` is (instruction, bytes of temporaries) in program order; it and
-    `at_peak` are empty where the program came from the compilation cache, which drops them."""
+    `at_peak` are empty where the program came from the compilation cache, which drops them.
+    `given` are the arguments by what they are."""
 
     arguments: int
     results: int
@@ -36,6 +38,7 @@ class Memory:
     constants: int
     live: list[tuple[str, int]]
     at_peak: list[Buffer]
+    given: dict[str, int] = field(default_factory=dict)
 
     @property
     def peak(self) -> int:
@@ -64,7 +67,8 @@ def memory_of(buffers: Any, module: Module | None = None) -> Memory | None:
     for allocation in buffers.buffer_allocations:
         parts[_part_of(allocation, temporary)] += allocation.size
     live, alive = _play(events, sizes)
-    at_peak = [_buffer(sizes[number], name, module) for number, name in alive.items()]
+    place = {b.id: tuple(b.defined_at.shape_index) for b in buffers.logical_buffers}
+    at_peak = [_buffer(sizes[n], name, place[n], module) for n, name in alive.items()]
     return Memory(
         arguments=parts["arguments"],
         results=parts["results"],
@@ -72,7 +76,30 @@ def memory_of(buffers: Any, module: Module | None = None) -> Memory | None:
         constants=parts["constants"],
         live=live,
         at_peak=sorted(at_peak, key=lambda buffer: -buffer.size),
+        given=_given(module) if module is not None else {},
     )
+
+
+def of_sums(sizes: dict[str, int]) -> Memory:
+    """The sums alone: of a program's `memory_analysis()`, as profile.json has it."""
+    of = lambda name: sizes.get(f"{name}_size_in_bytes", 0)  # noqa: E731
+    results = of("output") - of("alias")
+    return Memory(of("argument"), results, of("temp"), 0, live=[], at_peak=[])
+
+
+def _given(module: Module) -> dict[str, int]:
+    """Bytes of the step's arguments by their names, entries of one tree together, largest first.
+
+    JAX names them as state.opt_state[0].mu['embed'], or batch.tokens.
+    """
+    found: Counter[str] = Counter()
+    for instruction in module.computations[module.entry]:
+        if instruction.opcode == "parameter" and instruction.scope:
+            name = re.split(r"\[\\?'", instruction.scope)[0]
+            found[name if name.startswith("state.") else name.split(".")[0]] += num_bytes(
+                instruction.type
+            )
+    return dict(found.most_common())
 
 
 def _part_of(allocation: Any, temporary: set[int]) -> str:
@@ -120,8 +147,13 @@ def _play(events: list[Any], sizes: dict[int, int]) -> tuple[list[tuple[str, int
     return live, at_peak
 
 
-def _buffer(size: int, name: str, module: Module | None) -> Buffer:
+def _buffer(size: int, name: str, place: tuple[int, ...], module: Module | None) -> Buffer:
+    """A buffer with what is known of it. Args:     place: in its instruction's result, a tuple."""
     instruction = module.instructions.get(name) if module is not None else None
     if instruction is None:
         return Buffer(size, name)
-    return Buffer(size, name, instruction.scope, shape_of(instruction.type))
+    result, flat = instruction.type, "((" not in instruction.type
+    if len(place) == 1 and flat and place[0] < len(arrays := arrays_of(result)):
+        dtype, dims = arrays[place[0]]
+        return Buffer(size, name, instruction.scope, f"{dtype}[{','.join(map(str, dims))}]")
+    return Buffer(size, name, instruction.scope, shape_of(result))

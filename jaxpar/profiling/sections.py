@@ -89,6 +89,9 @@ def memory(found: Memory | None, module: Module | None, rows: int) -> str:
         f"results beside the state {size(found.results)}",
     ]
     head = f"memory of a device as compiled: {size(found.total)}\n  " + "   ".join(parts)
+    largest = [f"{name} {size(n)}" for name, n in found.given.items() if n > found.total / 1000]
+    if largest:
+        head += "\n  of these given: " + "   ".join(largest)
     if not found.live:
         why = "the program came from the compilation cache, which does not keep when temporaries "
         return f"{head}\n  {why}live: start the run with --run.compilation-cache ''"

@@ -91,6 +91,9 @@ def test_a_cpus_profile(shown, profiled):
     assert found["devices_ms"].keys() == {"0", "1"}
     # 2 layers, 256 tokens on 2 devices: forward and backward multiply at least as the model does.
     assert found["matmuls"]["flops"] >= 0.9 * found["model"]["flops"]
+    memory = shown["memory"]
+    assert sum(memory["given"].values()) == memory["arguments"] and memory["temporaries"] > 0
+    assert memory["given"]["state.params"] == memory["given"]["state.opt_state[0].mu"]
     assert shown["missing"] == [] and shown["collective_bytes"]["bytes"] > 0
     text = shown["text"]
     assert f"{profiled}/profiles/step_00000005: steps 5 to 6 on 2 x cpu, mesh data=2" in text
