@@ -19,6 +19,7 @@ from jaxpar.config import ConfigError
 from jaxpar.planning.hardware import Gpu, gpu_named, gpu_of_kind
 from jaxpar.profiling import breakdown, roofline, sections, table
 from jaxpar.profiling.collective_bytes import collective_bytes
+from jaxpar.profiling.kernels import ATTENTION
 from jaxpar.profiling.loading import OPTION, Loaded, load
 from jaxpar.profiling.memory import Memory, memory_of, of_sums
 
@@ -73,6 +74,10 @@ def figures(loaded: Loaded, gpu: Gpu | None, top: int) -> dict[str, Any]:
         rate = flops / found["ms"]["step"] * 1e3
         share = rate / gpu.peak.value if gpu is not None else None
         found["model"] = {"flops": flops, "flops_per_second": rate, "mfu": share}
+        kernels = found["by_class"].get(ATTENTION)
+        if kernels and facts.attention_flops:
+            flops = facts.attention_flops / facts.devices
+            found["attention"] = {"flops": flops, "flops_per_second": flops / kernels["ms"] * 1e3}
     found["straggler"] = sections.straggler(found)
     return found
 

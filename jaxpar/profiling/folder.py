@@ -27,7 +27,9 @@ class Facts:
     """What the trace itself does not tell.
 
     memory is `memory_analysis()` of the step, bytes of one device; flops those of the model in a
-    step, over all devices, attention counted as causal.
+    step, over all devices, attention counted as causal. attention_flops are those of the attention
+    kernels alone, counted so: 14 H K for each pair of a query and a key, forward and backward; None
+    in models with windows.
     """
 
     first_step: int
@@ -38,6 +40,7 @@ class Facts:
     mesh: str
     tokens: int
     flops: float
+    attention_flops: float | None
     memory: dict[str, int]
     versions: dict[str, str]
 

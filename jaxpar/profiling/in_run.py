@@ -211,6 +211,8 @@ class RunProfiler:
         tokens = cfg.train.global_batch_size * cfg.data.seq_len
         memory = self._program.memory_analysis()
         sizes = {n: getattr(memory, n) for n in dir(memory) if n.endswith("_in_bytes")}
+        m, pairs = cfg.model, tokens * cfg.data.seq_len / 2
+        attention = 14 * m.num_layers * m.num_heads * m.head_dim * pairs
         return folder.Facts(
             first_step=first,
             num_steps=count,
@@ -220,6 +222,7 @@ class RunProfiler:
             mesh=self._mesh,
             tokens=tokens,
             flops=tokens * train_flops_per_token(cfg.model, cfg.data.seq_len, lora=cfg.lora),
+            attention_flops=attention if m.sliding_window is None else None,
             memory=sizes,
             versions=runtime.versions(),
         )

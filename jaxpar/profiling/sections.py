@@ -29,7 +29,8 @@ SLOW = 0.02
 
 
 def rates(profile: dict[str, Any], facts: Facts | None) -> str:
-    """FLOP/s of the model in a step, and of the matmuls while they run; "" where unknown."""
+    """FLOP/s of matmuls and of attention while they run, and of the model in a step; "" where
+    nothing is known."""
     lines, matmuls = [], profile.get("matmuls")
     if matmuls:
         share = f", {matmuls['share']:.1%} of the bfloat16 peak" if matmuls["share"] else ""
@@ -37,9 +38,13 @@ def rates(profile: dict[str, Any], facts: Facts | None) -> str:
         lines.append(
             f"  matmuls: {digits(matmuls['flops'] / 1e12)} TFLOP a step and device, {rate}"
         )
+    if attention := profile.get("attention"):
+        rate = f"{digits(attention['flops_per_second'] / 1e12)} TFLOP/s while its kernels run"
+        flops = f"{digits(attention['flops'] / 1e12)} TFLOP a step and device"
+        lines.append(f"  attention: {flops} (causal, windows of one text), {rate}")
     if profile.get("model"):
         model = profile["model"]
-        text = f"  model:   {digits(model['flops'] / 1e12)} TFLOP a step and device (causal), "
+        text = f"  model: {digits(model['flops'] / 1e12)} TFLOP a step and device (causal), "
         text += f"{digits(model['flops_per_second'] / 1e12)} TFLOP/s over the step"
         share = f", MFU {model['mfu']:.1%}" if model["mfu"] else ""
         tokens = f"; {facts.tokens:,} tokens a step" if facts else ""

@@ -132,11 +132,10 @@ def test_a_profiler_that_fails_ends_no_run(train_on, config_file, tmp_path, monk
         raise RuntimeError("another profiler is at work")
 
     monkeypatch.setattr(in_run.trace, "capture", broken)
-    args = ("--train.num-steps", "12", "--checkpoint.every", "0", "--evaluation.every", "0")
-    assert train_on(2, config_file, *args, "--profile.start", "2") == guard.EXIT_OK
+    assert train_on(2, config_file, *SHORT, "--profile.start", "2") == guard.EXIT_OK
     said = capsys.readouterr().out
     assert "WARNING    no profile of step 2: RuntimeError: another profiler is at work" in said
-    assert len(numbers_of(tmp_path / "run")) == 12
+    assert len(numbers_of(tmp_path / "run")) == 14
     assert not list((tmp_path / "run" / "profiles").rglob("process_*"))
 
 

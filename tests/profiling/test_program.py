@@ -9,7 +9,7 @@ import pytest
 from jaxpar import guard, profile
 from jaxpar.config import ConfigError
 from jaxpar.planning.hardware import H200
-from jaxpar.profiling import cpu_trace, folder, hlo, memory, trace, xspace
+from jaxpar.profiling import cpu_trace, folder, hlo, memory, sections, trace, xspace
 from jaxpar.profiling.costs import cost_of
 from tests.profiling.xspace import HOST, Event, write
 
@@ -134,6 +134,35 @@ def test_other_things_in_a_runs_profiles_are_passed_over(tmp_path):
 
 
 # ------------------------------------------------------------------------- parts of it, by hand
+
+
+def test_a_straggler():
+    compute = {"0": 100.0, "1": 100.0, "2": 112.0, "3": 100.0}
+    times = {n: {"compute": ms} for n, ms in compute.items()}
+    found = sections.straggler({"devices_ms": times})
+    assert found["device"] == "2" and found["over"] == pytest.approx(112 / 103 - 1)
+    assert found["words"] == "device 2 computes longest, 8.7% above the mean: the others wait"
+
+
+def test_a_plot_shows_the_least_of_values():
+    lines = sections.area([0, 1, 40, 80], 80)
+    assert lines == ["   █"] * 4 + ["  ██"] * 3 + [" ▁██"] and len(lines) == sections.HEIGHT
+
+
+def test_rates_of_attention_and_model():
+    profile = {
+        "matmuls": {"flops": 5e14, "flops_per_second": 7e14, "share": 0.7078},
+        "attention": {"flops": 1.2e14, "flops_per_second": 4.5e14},
+        "model": {"flops": 6e14, "flops_per_second": 5.5e14, "mfu": 0.556},
+    }
+    assert sections.rates(profile, None).splitlines() == [
+        "  matmuls: 500 TFLOP a step and device, 700 TFLOP/s while they run, "
+        "70.8% of the bfloat16 peak",
+        "  attention: 120 TFLOP a step and device (causal, windows of one text), "
+        "450 TFLOP/s while its kernels run",
+        "  model: 600 TFLOP a step and device (causal), 550 TFLOP/s over the step, MFU 55.6%",
+    ]
+
 
 HLO = """\
 HloModule jit_step, is_scheduled=true, num_partitions=2
