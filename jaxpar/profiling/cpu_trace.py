@@ -1,9 +1,9 @@
 """The instructions that a CPU ran, from a trace, and what each does.
 
 XLA marks every instruction that it runs on a host's threads with its HLO name, its device (one of
-several simulated ones) and the execution it belongs to. There are no streams: a device runs one
-instruction after another, collectives too, and waits for the others inside of these. Simulated
-devices share the host's cores, so their times are not those of devices of their own.
+several simulated ones) and the execution it belongs to. There are no streams: a device runs mostly
+one instruction after another, and waits for the others inside of its collectives. Simulated devices
+share the host's cores, so their times are not those of devices of their own.
 """
 
 import re

@@ -228,7 +228,7 @@ class RunProfiler:
         )
 
     def _fail(self, error: Exception) -> None:
-        text = f"WARNING    no profile of step {self._first}: {type(error).__name__}: {error}"
+        text = f"WARNING    profile of step {self._first} failed: {type(error).__name__}: {error}"
         # Said by whichever process it is: the first may have no trouble.
         print(f"{text} ({processes.name_of(processes.own())})", flush=True)
         self._tracing.pop_all()

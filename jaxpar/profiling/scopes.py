@@ -4,6 +4,7 @@ import re
 from typing import NamedTuple
 
 FORWARD, RECOMPUTE, BACKWARD, OUTSIDE = "forward", "recompute", "backward", "outside"
+PASSES = (FORWARD, RECOMPUTE, BACKWARD, OUTSIDE)
 
 #: What the model and the step name with `jax.named_scope`: where it happens, and what it is.
 BLOCKS = (

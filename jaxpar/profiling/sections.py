@@ -19,9 +19,9 @@ WIDTH, HEIGHT = 72, 8
 _BARS = " ▁▂▃▄▅▆▇█"
 
 CPU_NOTE = (
-    "a CPU's trace: no streams and no overlap, so all communication is exposed, and holds the wait "
-    "for the other devices; simulated devices share the cores; GPU kernels and rooflines are not "
-    "in it"
+    "a CPU's trace: instructions on the host's threads, with little overlap; communication holds "
+    "the wait for the other devices; simulated devices share the cores; GPU kernels and rooflines "
+    "are not in it"
 )
 
 #: Difference of the compute times of devices from which one is called slow.

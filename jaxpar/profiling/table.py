@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxpar.profiling.kernels import COMMUNICATION
+from jaxpar.profiling.scopes import PASSES
 
 #: Rows of the table by pass, and what is shown of a long scope or name.
 MOST_ROWS = 24
@@ -97,7 +98,7 @@ def _collectives(p: dict[str, Any], sent: dict[str, dict[str, int]]) -> str:
 
 
 def _scopes(p: dict[str, Any]) -> str:
-    """A row for each pass and scope, a column for each class but communication."""
+    """Compute by pass; then a row for each pass and scope, a column for each class of it."""
     classes = [what for what in p["by_class"] if what != COMMUNICATION]
     cells: dict[tuple[str, str], dict[str, float]] = {}
     for row in p["by_scope_ms"]:
@@ -108,8 +109,13 @@ def _scopes(p: dict[str, Any]) -> str:
     for (phase, scope), times in ordered[:MOST_ROWS]:
         each = [f"{times[what]:,.1f}" if what in times else "-" for what in classes]
         rows.append((phase, scope or "-", f"{sum(times.values()):,.1f}", *each))
-    known = f"  {p['unattributed_ms']:,.1f} ms of kernels could not be placed"
-    return aligned(rows, left=(0, 1)) + ("\n" + known if p["unattributed_ms"] >= 0.05 else "")
+    passes: dict[str, float] = {}
+    for (phase, _), times in ordered:
+        passes[phase] = passes.get(phase, 0.0) + sum(times.values())
+    shown = [f"{phase} {passes[phase]:,.1f}" for phase in PASSES if phase in passes]
+    if p["unattributed_ms"] >= 0.05:
+        shown.append(f"not placed {p['unattributed_ms']:,.1f}")
+    return "  compute by pass: " + "   ".join(shown) + "\n\n" + aligned(rows, left=(0, 1))
 
 
 def _kernels(p: dict[str, Any]) -> str:

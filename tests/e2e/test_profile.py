@@ -127,16 +127,27 @@ def test_a_cut_off_trace_is_refused(profiled, tmp_path):
         profile.main([str(cut)])
 
 
-def test_a_profiler_that_fails_ends_no_run(train_on, config_file, tmp_path, monkeypatch, capsys):
-    def broken(where):
-        raise RuntimeError("another profiler is at work")
+@pytest.mark.parametrize(
+    ("module", "name", "error"),
+    [
+        (in_run.trace, "capture", RuntimeError("another profiler is at work")),
+        (folder, "write_hlo", OSError(28, "No space left on device")),
+    ],
+)
+def test_a_profiler_that_fails_ends_no_run(
+    module, name, error, train_on, config_file, tmp_path, monkeypatch, capsys
+):
+    def broken(*_):
+        raise error
 
-    monkeypatch.setattr(in_run.trace, "capture", broken)
+    monkeypatch.setattr(module, name, broken)
     assert train_on(2, config_file, *SHORT, "--profile.start", "2") == guard.EXIT_OK
     said = capsys.readouterr().out
-    assert "WARNING    no profile of step 2: RuntimeError: another profiler is at work" in said
+    assert (
+        f"WARNING    profile of step 2 failed: {type(error).__name__}: {error} (process 0)" in said
+    )
     assert len(numbers_of(tmp_path / "run")) == 14
-    assert not list((tmp_path / "run" / "profiles").rglob("process_*"))
+    assert not list((tmp_path / "run" / "profiles").rglob(".process_*"))
 
 
 @pytest.mark.slow
