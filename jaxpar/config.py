@@ -217,6 +217,16 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """Tracing of a few steps, to RUN/profiles; RUN/profile.request and SIGUSR1 ask for it too."""
+
+    start: int = 0
+    """First step to trace, counted from 1. 0: none, unless asked for while the run goes."""
+    num_steps: int = 2
+    """Steps in a trace, 20 at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
     """The processes of a run: how they meet, and when they give one another up."""
 
@@ -250,6 +260,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
 

@@ -22,7 +22,7 @@ from jaxpar.startup import process_age
 EVENTS_FILE = "events.jsonl"
 
 #: What a process does at any moment. "step" is what a run is for.
-PARTS = ("init", "compile", "restore", "step", "data wait", "evaluation", "save wait")
+PARTS = ("init", "compile", "restore", "step", "data wait", "evaluation", "save wait", "profile")
 
 #: How the parts of a start are counted (`startup.py`); the others are "init".
 OF_STARTUP = {"compilation": "compile", "weights": "restore"}

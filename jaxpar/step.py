@@ -232,6 +232,7 @@ def _map_groups(fn: Callable, tree: Any) -> Any:
     return {"top": fn(tree["top"], dims=transformer.TOP_DIMS), "layers": done}
 
 
+@jax.named_scope("clip")
 def clip(grads: Any, norm: jax.Array, limit: float) -> Any:
     """Gradients scaled down to the global norm `limit`; 0: as they are.
 

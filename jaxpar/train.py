@@ -17,7 +17,9 @@ from jaxpar.config import ClusterConfig, Config, ConfigError, replace
 from jaxpar.config_json import to_json
 from jaxpar.evaluation import Evaluation
 from jaxpar.goodput import Recorder, goodput, read_events
+from jaxpar.parallel.mesh import describe
 from jaxpar.processes import say
+from jaxpar.profiling.in_run import RunProfiler, listening
 from jaxpar.replicas import make_replica_check, require_equal
 from jaxpar.rewinding import rewind
 from jaxpar.run import Run
@@ -80,9 +82,11 @@ def train_from(
         checkpoint.Checkpointer(cfg, say, run.loader.skipped, spent.event) as saver,
         run.metrics() as metrics,
         cli.ending_at_once(),
+        RunProfiler(cfg, run.dir, train_step.program, describe(run.mesh), say) as profiler,
     ):
         saver.prepare(state)
         for step in range(first, last):
+            profiler.before(step + 1, state, metrics.pause, phases.enter)
             phases.enter("data wait", step + 1)
             began = time.perf_counter()
             _, batch = next(batches)
@@ -171,7 +175,7 @@ def opened(run: Run, environment: list[str]) -> RunLock | None:
 def run_to_end(cfg: Config, environment: list[str]) -> int:
     """Check, open the run folder and train, watched. Returns an exit code."""
     c = cfg.cluster
-    with Watchdog(cfg.run.dir, c.hang_seconds, c.slow_seconds) as watch:
+    with listening(), Watchdog(cfg.run.dir, c.hang_seconds, c.slow_seconds) as watch:
         run = checked(cfg)
         with opened(run, environment) or contextlib.nullcontext():
             return train(run, watch)

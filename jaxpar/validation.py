@@ -57,7 +57,8 @@ def check(cfg: Config) -> None:
 def _each_rule(cfg: Config) -> None:
     check_types(cfg)
     rules = (_numbers, _places, data, _schedule, moments, _model, _float8, _attention, remat)
-    for rule in (*rules, _saving, guards, _interleaving, _turns, experts, layer_kinds, lora):
+    more = (_saving, guards, _profile, _interleaving, _turns, experts, layer_kinds, lora)
+    for rule in rules + more:
         rule(cfg)
 
 
@@ -68,14 +69,14 @@ data.prefetch model.num_layers model.d_model model.num_heads model.num_kv_heads 
 model.d_ff model.experts_per_token model.vocab_size parallel.pipeline parallel.replica
 parallel.expert parallel.sequence parallel.tensor parallel.num_microbatches parallel.row_groups
 parallel.virtual_stages checkpoint.keep evaluation.num_batches
-guard.max_skips guard.spike_window guard.spike_skip guard.loss_scale_interval
+guard.max_skips guard.spike_window guard.spike_skip guard.loss_scale_interval profile.num_steps
 cluster.connect_seconds""".split()
 
 _AT_LEAST_ZERO = """run.cpu_devices model.num_experts model.global_every train.seed
 train.z_loss optimizer.warmup_steps optimizer.weight_decay optimizer.clip_norm
 checkpoint.every checkpoint.keep_every checkpoint.save_failures_allowed evaluation.every
-guard.max_rewinds guard.recent_steps guard.replica_check_every cluster.num_processes
-cluster.hang_seconds cluster.slow_seconds""".split()
+guard.max_rewinds guard.recent_steps guard.replica_check_every profile.start
+cluster.num_processes cluster.hang_seconds cluster.slow_seconds""".split()
 
 _ABOVE_ZERO = """model.rope_theta model.norm_eps model.init_std optimizer.learning_rate
 optimizer.eps guard.spike_deviations""".split()
@@ -199,6 +200,20 @@ def _saving(cfg: Config) -> None:
     path = "checkpoint.resume"
     ok = cfg.checkpoint.resume != "must" or every > 0
     _require(ok, cfg, path, needs, some, flag(path, "auto"))
+
+
+#: A trace of a large step has hundreds of thousands of events, which fill memory until it ends.
+MOST_PROFILED_STEPS = 20
+
+
+def _profile(cfg: Config) -> None:
+    """A profile is of steps that the run takes, and of few."""
+    path, start, last = "profile.start", cfg.profile.start, cfg.train.num_steps
+    rule = f"must be a step of the run, which has train.num_steps = {last}"
+    _require(start <= last, cfg, path, rule, flag(path, last), flag("train.num_steps", start))
+    path, most = "profile.num_steps", MOST_PROFILED_STEPS
+    rule = f"must be at most {most}: traces are large, and one step is like the next"
+    _require(cfg.profile.num_steps <= most, cfg, path, rule, flag(path, most))
 
 
 def _interleaving(cfg: Config) -> None:

@@ -97,7 +97,8 @@ MISTAKES = """
 --train.num-stepz 4
     train.num_stepz = '4': is not a field of the config. Fix: use --train.num-steps.
 --num-steps 4
-    num_steps = '4': is not a field of the config. Fix: use --train.num-steps.
+    num_steps = '4': is not a field of the config. \
+Fix: use --train.num-steps or --profile.num-steps.
 --train.num-stepz
     train.num_stepz = '': is not a field of the config. Fix: use --train.num-steps.
 --train.num-steps four

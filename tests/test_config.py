@@ -87,6 +87,10 @@ run.cpu_devices=-1 | 1 | run.cpu_devices | not be negative
 checkpoint.every=-1 | 1 | checkpoint.every | not be negative
 evaluation.every=-5 | 1 | evaluation.every | not be negative
 optimizer.warmup_steps=-1 | 1 | optimizer.warmup_steps | not be negative
+profile.start=-1 | 1 | profile.start | not be negative
+profile.num_steps=0 | 1 | profile.num_steps | at least 1
+profile.num_steps=21 | 1 | profile.num_steps | at most 20
+train.num_steps=200 profile.start=201 | 1 | profile.start | a step of the run
 # rates
 optimizer.learning_rate=nan | 1 | optimizer.learning_rate | finite
 optimizer.learning_rate=inf | 1 | optimizer.learning_rate | finite

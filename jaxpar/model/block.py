@@ -178,6 +178,7 @@ def layer_in_turns(
         if turn + 1 < 2 * n:
             h, out = lax.optimization_barrier((input_of(turn + 1), out))
         partial.append(out)
-    return tuple(
-        _add_output(x, out, w, "mlp", cfg) for x, out in zip(rows, partial[n:], strict=True)
-    )
+    with jax.named_scope("feed_forward"):
+        return tuple(
+            _add_output(x, out, w, "mlp", cfg) for x, out in zip(rows, partial[n:], strict=True)
+        )

@@ -16,6 +16,7 @@ from jaxpar.model import layers
 from jaxpar.parallel.collectives import varying
 
 
+@jax.named_scope("experts")
 def feed_forward(h_BTD: jax.Array, w: dict[str, Any], m: ModelConfig) -> jax.Array:
     """Each token's experts, weighed and added: this tensor rank's part of a sum, [B, T, D].
 
@@ -37,6 +38,7 @@ def feed_forward(h_BTD: jax.Array, w: dict[str, Any], m: ModelConfig) -> jax.Arr
     return total.astype(h_BTD.dtype)
 
 
+@jax.named_scope("router")
 def route(h_BTD: jax.Array, router_DE: jax.Array, m: ModelConfig) -> jax.Array:
     """The weight of each expert for each token, float32 [B, T, E]: 0 but for the likeliest few.
 

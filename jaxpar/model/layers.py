@@ -52,6 +52,7 @@ def _rms_norm_backward(eps, saved, d_y):
 rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 
+@jax.named_scope("norm")
 def norm(x: jax.Array, parameter: jax.Array, m: ModelConfig) -> jax.Array:
     """`rms_norm`, its gain being the parameter, or 1 more (`model.norm_offset`)."""
     return rms_norm(x, parameter + 1.0 if m.norm_offset else parameter, m.norm_eps)
@@ -75,12 +76,14 @@ def _stretch(frequencies: jax.Array, s: RopeScaling) -> jax.Array:
     return frequencies * (keep + (1 - keep) / s.factor)
 
 
+@jax.named_scope("rope")
 def rope_tables(positions: jax.Array, model: ModelConfig) -> tuple[jax.Array, jax.Array]:
     """Cosine and sine of every token's angles, float32 [B, T, 1, K/2] each."""
     angles = positions[..., None, None].astype(jnp.float32) * rope_frequencies(model)
     return jnp.cos(angles), jnp.sin(angles)
 
 
+@jax.named_scope("rope")
 def rope(x_BTHK: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Turn the first half of each head's dims against the second, by the token's angles.
 
@@ -112,6 +115,7 @@ def matmul(x: jax.Array, weights: Sequence[Any], name: str) -> list[jax.Array]:
     return [x @ w for w in weights]
 
 
+@jax.named_scope("qkv")
 def project_qkv(h_BTD: jax.Array, w: dict, model: ModelConfig):
     """Queries [B, T, H, K], keys and values [B, T, G, K]: one column-parallel matmul."""
     tensor = lax.axis_size(TENSOR)
@@ -124,6 +128,7 @@ def project_qkv(h_BTD: jax.Array, w: dict, model: ModelConfig):
     return [by_head(lora.add(x, h_BTD, w, name)) for x, name in parts]
 
 
+@jax.named_scope("gate_up")
 def gate_and_up(h_BTD: jax.Array, w: dict) -> tuple[jax.Array, jax.Array]:
     """Gate and up projections, [B, T, F] each: column-parallel.
 
@@ -135,6 +140,7 @@ def gate_and_up(h_BTD: jax.Array, w: dict) -> tuple[jax.Array, jax.Array]:
     return add_bias(gate, w.get("b_gate")), add_bias(up, w.get("b_up"))
 
 
+@jax.named_scope("output")
 def to_residual(x: jax.Array, w: dict, weight: str, name: str) -> jax.Array:
     """x times `wo` or `w_down`: row-parallel, this tensor rank's part of a sum, [B, T, D].
 
@@ -152,6 +158,7 @@ def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     return jax.nn.silu(gate) * up
 
 
+@jax.named_scope("activation")
 def gated(gate: jax.Array, up: jax.Array, m: ModelConfig) -> jax.Array:
     """The feed-forward's hidden values, [B, T, F]: SwiGLU, or GeGLU (`model.activation`).
 

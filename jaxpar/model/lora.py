@@ -93,7 +93,8 @@ def add(y: jax.Array, x: jax.Array, w: Tree, name: str) -> jax.Array:
     """
     if name + A not in w:
         return y
-    return y + (x @ w[name + A].astype(x.dtype)) @ w[name + B].astype(x.dtype)
+    with jax.named_scope("adapters"):
+        return y + (x @ w[name + A].astype(x.dtype)) @ w[name + B].astype(x.dtype)
 
 
 def held_still(w: Tree) -> Tree:

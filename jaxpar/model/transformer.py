@@ -224,6 +224,7 @@ def without_scales(grads: Tree) -> Tree:
 # --------------------------------------------------------------------------- the three parts
 
 
+@jax.named_scope("embedding")
 def embed(top: Tree, batch: Batch, cfg: Config) -> jax.Array:
     """The residual stream at the first layer, on every pipeline stage.
 
@@ -275,6 +276,7 @@ def runs_of_layers(chunk: tuple, tokens: Tokens, cfg: Config) -> list[tuple[tupl
     return runs
 
 
+@jax.named_scope("loss")
 def head(top: Tree, x: jax.Array, batch: Batch, cfg: Config) -> tuple[jax.Array, jax.Array]:
     """Summed loss of a microbatch, from the last stage's residual stream.
 

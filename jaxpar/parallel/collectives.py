@@ -164,6 +164,7 @@ def sum_over_stages(x: jax.Array) -> jax.Array:
     return x if lax.axis_size(PIPELINE) == 1 else varying(psum(x, PIPELINE))
 
 
+@jax.named_scope("reduce_gradients")
 def reduce_gradients(grads: Any, specs: Any) -> Any:
     """Sum each local gradient over every axis along which its parameter is replicated.
 
@@ -182,6 +183,7 @@ def reduce_gradients(grads: Any, specs: Any) -> Any:
     return map_specs(reduce, specs, grads)
 
 
+@jax.named_scope("grad_norm")
 def global_norm(tree: Any) -> jax.Array:
     """Euclidean norm of all the arrays together, counting every replicated value once.
 

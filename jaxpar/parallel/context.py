@@ -50,6 +50,7 @@ def token_order(parallel: ParallelConfig, seq_len: int) -> np.ndarray | None:
     return np.concatenate([pieces[[r, 2 * n - 1 - r]].ravel() for r in range(n)])
 
 
+@jax.named_scope("core_attention")
 def context_attention(
     q, k, v, mask: AttentionMask, *, kind: str, backend: str, deterministic: bool = False
 ) -> jax.Array:

@@ -31,6 +31,7 @@ type Reduce = Literal["float32", "bfloat16"]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+@jax.named_scope("gather_weights")
 def gather(w: jax.Array, dim: int, dtype: Any, reduce: Reduce) -> jax.Array:
     """The whole weight, in the compute dtype, from each device's shard.
 
@@ -56,6 +57,7 @@ def _gather_backward(dim, dtype, reduce, _, grad):
 gather.defvjp(_gather_forward, _gather_backward)
 
 
+@jax.named_scope("scatter_gradients")
 def scatter(grad: jax.Array, dim: int, reduce: Reduce) -> jax.Array:
     """Each device's shard of the sum of a whole weight's local gradients.
 
@@ -78,6 +80,7 @@ def scatter(grad: jax.Array, dim: int, reduce: Reduce) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+@jax.named_scope("gather_weights")
 def gather_float8(
     w: jax.Array, scale: jax.Array, dim: int, dtype: Any, reduce: Reduce
 ) -> tuple[jax.Array, jax.Array]:
@@ -106,6 +109,7 @@ def _gather_float8_backward(dim, dtype, reduce, _, grads):
 gather_float8.defvjp(_gather_float8_forward, _gather_float8_backward)
 
 
+@jax.named_scope("float8_scales")
 def float8_scales(tree: Any, names: Sequence[str], dtype: Any) -> Any:
     """The scale of each matrix of the layers, for e4m3: a power of two from the largest magnitude.
 

@@ -39,6 +39,12 @@ class Program:
     head: Callable[..., Sums]
 
 
+@jax.named_scope("between_stages")
+def _to_stage(x: jax.Array, step: int) -> jax.Array:
+    """An activation, or a gradient, to the stage `step` places on."""
+    return shift(x, PIPELINE, step)
+
+
 def take(tree: Any, i: Any) -> Any:
     """The i-th entry along the leading dim of every array."""
     return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, 0, keepdims=False), tree)
@@ -124,7 +130,7 @@ def forward_only(program: Program, weights: Any, microbatches: Any, virtual: int
         ready = (done >= 0) & (done < plan.num_units) & (c == virtual - 1)
         sums = program.head(weights["top"], y, take(microbatches, m))
         add = lambda a, b: a + jnp.where(ready, b, 0)  # noqa: E731
-        return dict(x=shift(y, PIPELINE, 1), sums=jax.tree.map(add, carry["sums"], sums)), None
+        return dict(x=_to_stage(y, 1), sums=jax.tree.map(add, carry["sums"], sums)), None
 
     ticks = jnp.arange(plan.num_units + P - 1)
     carry: dict[str, Any] = dict(x=run.blank(), sums=run.no_loss())
@@ -212,10 +218,10 @@ def _tick(run: _Run, forwards: bool, backwards: bool, carry: dict, t: jax.Array)
         carry["ring"] = _put(run, carry["ring"], saved if run.save == "residuals" else [x], t)
         if backwards:
             carry["sums"], carry["grads"], d_head = _head(run, carry, y, t)
-        carry["x"] = shift(y, PIPELINE, 1)
+        carry["x"] = _to_stage(y, 1)
     if backwards:
         carry["grads"], dx = _backward(run, carry, d_head, t)
-        carry["g"] = shift(dx, PIPELINE, -1)
+        carry["g"] = _to_stage(dx, -1)
     return carry, None
 
 

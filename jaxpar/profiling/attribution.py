@@ -38,7 +38,7 @@ class _Schedule:
     """The instructions that launch compute kernels, in order, loop bodies as often as they run."""
 
     def __init__(self, module: Module):
-        self.entries = _expanded(module, module.entry)
+        self.entries = [i for i in module.run_order() if i.opcode in ("fusion", "custom-call")]
         self.tokens = [_token_of(i) for i in self.entries]
         self.names = frozenset(self.tokens)
         self.places: dict[str, list[int]] = defaultdict(list)
@@ -51,20 +51,6 @@ class _Schedule:
         if MOSAIC in name:
             return MOSAIC
         return name if name in self.names else classify(kernel.name)[0]
-
-
-def _expanded(module: Module, computation: str) -> list[Instruction]:
-    found: list[Instruction] = []
-    for instruction in module.computations[computation]:
-        if instruction.opcode == "while":  # once, if XLA does not know how often
-            for body in instruction.called("body"):
-                found += _expanded(module, body) * (instruction.trip_count() or 1)
-        elif instruction.opcode == "call":
-            for body in instruction.called("to_apply"):
-                found += _expanded(module, body)
-        elif instruction.opcode in ("fusion", "custom-call"):
-            found.append(instruction)
-    return found
 
 
 def _token_of(instruction: Instruction) -> str:

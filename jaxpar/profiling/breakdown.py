@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from jaxpar.profiling import hlo
+from jaxpar.profiling import cpu_trace, hlo
 from jaxpar.profiling.attribution import attribute
 from jaxpar.profiling.intervals import Interval, length, subtract, union
 from jaxpar.profiling.kernels import CLASSES, COMMUNICATION, COPY, classify, family
@@ -46,7 +46,8 @@ class Sorted:
 
 def sort_kernels(kernels: Sequence[Kernel]) -> list[Sorted]:
     """Each kernel with what it does."""
-    return [Sorted(k, *classify(k.name, k.scope, k.op)) for k in kernels]
+    known = lambda k: (k.what, k.kind) if k.what else classify(k.name, k.scope, k.op)  # noqa: E731
+    return [Sorted(k, *known(k)) for k in kernels]
 
 
 def busy_times(kernels: Sequence[Sorted]) -> tuple[list[Interval], list[Interval]]:
@@ -94,15 +95,17 @@ def between_steps(steps: Sequence[Sequence[Kernel]]) -> float | None:
     return fmean(step[0].start - end for end, step in zip(ends, steps[1:], strict=False))
 
 
-def profile(trace: Trace, hlo_text: str = "", top: int = 10) -> dict[str, Any]:
+def profile(trace: Trace, hlo_text: str | hlo.Module = "", top: int = 10) -> dict[str, Any]:
     """The figures of a trace, in milliseconds a step: means over devices and steps.
 
-    Args:     hlo_text: `compiled.as_text()` of the module; without it, kernels inside command
-        buffers have no scope. top: kernels to list, by total time.
+    Args:     hlo_text: `compiled.as_text()` of the module, or what `hlo.parse` made of it; without
+        it, kernels inside command buffers have no scope. top: kernels to list, by total time.
     Raises:   NoKernels when no step is whole.
     """
     if hlo_text:
-        trace = attribute(trace, hlo.parse(hlo_text))
+        module = hlo.parse(hlo_text) if isinstance(hlo_text, str) else hlo_text
+        trace = attribute(trace, module)
+        trace = trace if trace.on_gpu else cpu_trace.classified(trace, module)
     devices = {n: [sort_kernels(s) for s in steps] for n, steps in trace.devices.items()}
     counts = {len(steps) for steps in devices.values()}
     if counts in (set(), {0}):
@@ -117,6 +120,7 @@ def profile(trace: Trace, hlo_text: str = "", top: int = 10) -> dict[str, Any]:
         "steps": max(counts),
         "ms": {name: value / 1e6 for name, value in mean.items()},
         "worst_device_ms": {name: max(e[name] for e in each.values()) / 1e6 for name in WORST},
+        "devices_ms": {str(n): {k: v / 1e6 for k, v in e.items()} for n, e in each.items()},
         "between_steps_ms": fmean(gaps) / 1e6 if gaps else None,
         "exposed_share": mean["exposed"] / mean["step"],
         "by_class": _by_class(every),

@@ -14,7 +14,7 @@ class Instruction:
     """One line of a computation.
 
     `type` is the result's, `attributes` the text after the operands: metadata, called computations,
-    replica groups, backend config.
+    replica groups, backend config. The one operand of a parameter is its number.
     """
 
     name: str
@@ -57,6 +57,21 @@ class Module:
     def instructions(self) -> dict[str, Instruction]:
         """Every instruction by its name, which is unique in a program."""
         return {i.name: i for body in self.computations.values() for i in body}
+
+    def run_order(self, computation: str = "") -> list[Instruction]:
+        """The instructions as they run: the body of a loop as often as it turns, once if XLA does
+        not know how often; of a conditional, nothing but itself."""
+        found: list[Instruction] = []
+        for instruction in self.computations[computation or self.entry]:
+            if instruction.opcode == "while":
+                for body in instruction.called("body"):
+                    found += self.run_order(body) * (instruction.trip_count() or 1)
+            elif instruction.opcode == "call":
+                for body in instruction.called("to_apply"):
+                    found += self.run_order(body)
+            else:
+                found.append(instruction)
+        return found
 
 
 def parse(text: str) -> Module:
@@ -101,8 +116,9 @@ def _instruction(line: str) -> Instruction | None:
     if not found:
         return None
     end = _closing(line, found.end())
-    operands = tuple(re.findall(r"%([\w.\-]+)", line[found.end() : end]))
-    return Instruction(found[1], found[3], found[2], operands, line[end + 1 :])
+    inside = line[found.end() : end]
+    operands = (inside,) if found[3] == "parameter" else re.findall(r"%([\w.\-]+)", inside)
+    return Instruction(found[1], found[3], found[2], tuple(operands), line[end + 1 :])
 
 
 def _closing(text: str, start: int) -> int:
@@ -113,6 +129,12 @@ def _closing(text: str, start: int) -> int:
         if depth == 0:
             return found.start()
     return len(text)
+
+
+def arrays_of(type_text: str) -> list[tuple[str, tuple[int, ...]]]:
+    """Dtype and dims of each array of a type."""
+    found = _ARRAY.findall(type_text)
+    return [(name, tuple(int(d) for d in dims.split(",") if d)) for name, _, dims in found]
 
 
 def num_bytes(type_text: str) -> int:

@@ -4,6 +4,15 @@ import re
 from typing import NamedTuple
 
 FORWARD, RECOMPUTE, BACKWARD, OUTSIDE = "forward", "recompute", "backward", "outside"
+PASSES = (FORWARD, RECOMPUTE, BACKWARD, OUTSIDE)
+
+#: What the model and the step name with `jax.named_scope`: where it happens, and what it is.
+BLOCKS = (
+    *("embedding", "attention", "feed_forward", "experts", "loss", "optimizer"),
+    *("norm", "qkv", "rope", "core_attention", "output", "gate_up", "activation", "router"),
+    *("adapters", "clip", "grad_norm", "gather_weights", "float8_scales", "scatter_gradients"),
+    *("reduce_gradients", "between_stages"),
+)
 
 #: Parts of a name that JAX adds for its own structure, not the author's `jax.named_scope`.
 _STRUCTURE = frozenset(
@@ -15,16 +24,19 @@ _TRANSFORMED = re.compile(r"(?:jvp|transpose|vmap|pmap)\((.*)\)$")
 
 
 class Place(NamedTuple):
-    """Pass: forward, recompute (rematerialised), backward, or outside of differentiation."""
+    """Pass: forward, recompute (rematerialised), backward, or outside of differentiation. Scope:
+    the author's names."""
 
     phase: str
     scope: str
 
 
 def place_of(op_name: str) -> Place:
-    """Pass and outermost named scope of an op_name; scope "" where it stands in none.
+    """Pass and named scopes of an op_name; scope "" where it stands in none.
 
-    jit(train_step)/shard_map/transpose(jvp(jvp()))/checkpoint/attention/mul: backward, attention.
+    Of scopes in one another, those of BLOCKS count, outermost first; without any, the outermost.
+    jit(train_step)/shard_map/transpose(jvp(jvp()))/checkpoint/attention/norm/mul: backward,
+    attention/norm.
     """
     if "rematted_computation" in op_name:
         phase = RECOMPUTE
@@ -33,7 +45,9 @@ def place_of(op_name: str) -> Place:
     else:
         phase = FORWARD if "jvp(" in op_name else OUTSIDE
     parts = op_name.split("/")[:-1]  # the last is the primitive
-    return Place(phase, next(filter(None, map(_name, parts)), ""))
+    names = list(filter(None, map(_name, parts)))
+    known = list(dict.fromkeys(name for name in names if name in BLOCKS))
+    return Place(phase, "/".join(known or names[:1]))
 
 
 def _name(part: str) -> str:

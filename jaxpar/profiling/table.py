@@ -1,12 +1,13 @@
 """A breakdown as text: tables of milliseconds a step."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxpar.profiling.kernels import COMMUNICATION
+from jaxpar.profiling.scopes import PASSES
 
-#: Rows of the tables by pass and of kernels, and what is shown of a long scope or name.
-MOST_ROWS = 12
+#: Rows of the table by pass, and what is shown of a long scope or name.
+MOST_ROWS = 24
 MOST_LETTERS = 60
 MOST_OF_NAME = 50
 
@@ -23,6 +24,20 @@ def table(profile: dict[str, Any], sent: dict[str, Any] | None = None) -> str:
         parts.append(_scopes(profile))
     parts.append(_kernels(profile))
     return "\n\n".join(parts)
+
+
+def digits(value: float) -> str:
+    """A number with three digits or so: 1,924, 17.6, 0.34, 0.0012."""
+    places = 0 if value >= 100 else 1 if value >= 10 else 2
+    return f"{value:,.{places}f}" if value >= 0.1 or value == 0 else f"{value:.2g}"
+
+
+def amount(num_bytes: float) -> str:
+    """Bytes that travel, in powers of 1000 as links are measured: 22.5 GB, 4.61 kB."""
+    for power, unit in ((9, "GB"), (6, "MB"), (3, "kB")):
+        if num_bytes >= 10**power:
+            return f"{digits(num_bytes / 10**power)} {unit}"
+    return f"{num_bytes:.0f} B"
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
@@ -42,7 +57,7 @@ def _head(p: dict[str, Any]) -> str:
     ms, worst = p["ms"], p["worst_device_ms"]
     several = p["devices"] > 1
     beside = lambda name: f" ({worst[name]:,.1f})" if several else ""  # noqa: E731
-    of = f", mean of {p['devices']} GPUs (worst)" if several else ""
+    of = f", mean of {p['devices']} devices (worst)" if several else ""
     parts = [
         f"step {ms['step']:,.1f}",
         f"compute {ms['compute']:,.1f}",
@@ -60,11 +75,13 @@ def _classes(p: dict[str, Any]) -> str:
         note = f"{p['ms']['hidden']:,.1f} of it hidden" if what == COMMUNICATION else ""
         share = f"{row['ms'] / step:.1%}"
         rows.append((what, f"{row['ms']:,.1f}", share, f"{row['count']:,.0f}", note))
+    idle = p["ms"]["idle"]
+    rows.append(("idle", f"{idle:,.1f}", f"{idle / step:.1%}", "", ""))
     return aligned(rows, left=(0, 4))
 
 
 def _collectives(p: dict[str, Any], sent: dict[str, dict[str, int]]) -> str:
-    rows = [("collective", "ms", "exposed", "count", "GB sent", "GB/s")]
+    rows = [("collective", "ms", "exposed", "count", "sent", "rate")]
     for kind, row in p["communication"].items():
         size = sent[kind]["bytes"] if kind in sent else None
         rows.append(
@@ -73,15 +90,15 @@ def _collectives(p: dict[str, Any], sent: dict[str, dict[str, int]]) -> str:
                 f"{row['ms']:,.1f}",
                 f"{row['exposed_ms']:,.1f}",
                 f"{row['count']:,.0f}",
-                "-" if size is None else f"{size / 1e9:,.2f}",
-                "-" if size is None else f"{size / 1e6 / row['ms']:,.0f}",
+                "-" if size is None else amount(size),
+                "-" if size is None else f"{amount(size / row['ms'] * 1e3)}/s",
             )
         )
     return aligned(rows)
 
 
 def _scopes(p: dict[str, Any]) -> str:
-    """A row for each pass and scope, a column for each class but communication."""
+    """Compute by pass; then a row for each pass and scope, a column for each class of it."""
     classes = [what for what in p["by_class"] if what != COMMUNICATION]
     cells: dict[tuple[str, str], dict[str, float]] = {}
     for row in p["by_scope_ms"]:
@@ -92,16 +109,34 @@ def _scopes(p: dict[str, Any]) -> str:
     for (phase, scope), times in ordered[:MOST_ROWS]:
         each = [f"{times[what]:,.1f}" if what in times else "-" for what in classes]
         rows.append((phase, scope or "-", f"{sum(times.values()):,.1f}", *each))
-    known = f"  {p['unattributed_ms']:,.1f} ms of kernels could not be placed"
-    return aligned(rows, left=(0, 1)) + ("\n" + known if p["unattributed_ms"] >= 0.05 else "")
+    passes: dict[str, float] = {}
+    for (phase, _), times in ordered:
+        passes[phase] = passes.get(phase, 0.0) + sum(times.values())
+    shown = [f"{phase} {passes[phase]:,.1f}" for phase in PASSES if phase in passes]
+    if p["unattributed_ms"] >= 0.05:
+        shown.append(f"not placed {p['unattributed_ms']:,.1f}")
+    return "  compute by pass: " + "   ".join(shown) + "\n\n" + aligned(rows, left=(0, 1))
 
 
 def _kernels(p: dict[str, Any]) -> str:
-    rows = [("ms", "count", "mean us", "kernel", "result, where")]
-    for k in p["top_kernels"][:MOST_ROWS]:
+    """The kernels; with what each has to do, and the share of the roofline, where that is known."""
+    costs = [name for name in _COSTS if any(k.get(name) for k in p["top_kernels"])]
+    rows = [
+        ("ms", "count", "mean us", *(_COSTS[name][0] for name in costs), "kernel", "result, where")
+    ]
+    for k in p["top_kernels"]:
         scope = k["scope"]
         where = scope if len(scope) <= MOST_LETTERS else "..." + scope[-MOST_LETTERS:]
-        numbers = (f"{k['ms']:,.1f}", f"{k['count']:,.0f}", f"{k['mean_us']:,.1f}")
+        numbers = [f"{k['ms']:,.1f}", f"{k['count']:,.0f}", f"{k['mean_us']:,.1f}"]
+        numbers += [_COSTS[name][1](k[name]) if k.get(name) else "-" for name in costs]
         name = k["name"] if len(k["name"]) <= MOST_OF_NAME else k["name"][:MOST_OF_NAME] + "..."
         rows.append((*numbers, name, "  ".join(filter(None, (k["result"], where)))))
-    return aligned(rows, left=(3, 4))
+    return aligned(rows, left=(len(rows[0]) - 2, len(rows[0]) - 1))
+
+
+#: Of a kernel's costs (`roofline.py`): title, and how a value is written.
+_COSTS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "flops": ("GFLOP", lambda value: digits(value / 1e9)),
+    "bytes": ("MB", lambda value: digits(value / 1e6)),
+    "roofline": ("roofline", lambda value: f"{value:.0%}"),
+}

@@ -19,6 +19,8 @@ from typing import Any
 import jax
 from jax.profiler import ProfileData
 
+from jaxpar.profiling import xspace
+
 _EXECUTION = ":XLA GPU module"  # after the module's name; on the thread that launches the kernels
 _GPU = re.compile(r"/device:GPU:(\d+)$")
 _STREAM = re.compile(r"Stream #\d+")
@@ -33,7 +35,8 @@ class Kernel:
     """A kernel, copy or memset on a stream: start and end in nanoseconds.
 
     `op` is its HLO instruction and `scope` that one's op_name. Inside a command buffer (a CUDA
-    graph) the profiler knows neither: both are "" then, until `attribution` finds them.
+    graph) the profiler knows neither: both are "" then, until `attribution` finds them. Its class
+    and kind are set where the instruction tells them and the name does not: of a CPU.
     """
 
     name: str
@@ -43,6 +46,8 @@ class Kernel:
     op: str = ""
     scope: str = ""
     result: str = ""
+    what: str = ""
+    kind: str = ""
 
     @property
     def interval(self) -> tuple[int, int]:
@@ -52,10 +57,15 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Trace:
-    """The kernels of one module: of each device, of each of its executions, by start."""
+    """The kernels of one module: of each device, of each of its executions, by start.
+
+    Devices bear their numbers; where traces of several processes are joined, process:number.
+    """
 
     module: str
-    devices: dict[int, list[list[Kernel]]]
+    devices: dict[int | str, list[list[Kernel]]]
+    on_gpu: bool = True
+    device_kind: str = ""
 
 
 @contextlib.contextmanager
@@ -84,14 +94,30 @@ def read(path: str | Path, module: str = "") -> Trace:
     Args:     module: as HLO names it, jit_train_step; "": the one that the GPUs spent most time on.
     Raises:   NoKernels when there are no GPUs in it, or none that ran the module.
     """
-    planes = {plane.name: plane for plane in ProfileData.from_file(str(path)).planes}
-    gpus = {int(found[1]): planes[name] for name in planes if (found := _GPU.match(name))}
-    if not gpus:
+    planes = planes_of(path)
+    if not gpus_in(planes):
         raise NoKernels("the trace has no GPU's plane")
+    return of_gpus(planes, module)
+
+
+def planes_of(path: str | Path) -> dict[str, Any]:
+    """The planes of a trace file by name."""
+    data = ProfileData.from_serialized_xspace(xspace.read_bytes(path))
+    return {plane.name: plane for plane in data.planes}
+
+
+def gpus_in(planes: dict[str, Any]) -> dict[int, Any]:
+    """The planes of GPUs among them, by number."""
+    return {int(found[1]): planes[name] for name in planes if (found := _GPU.match(name))}
+
+
+def of_gpus(planes: dict[str, Any], module: str) -> Trace:
+    """`read`, of the planes."""
+    gpus = gpus_in(planes)
     kernels = {number: list(_launched(gpus[number])) for number in sorted(gpus)}
     module = module or _busiest(kernels)
     first_ids = _first_ids(planes.get("/host:CPU"), module)
-    devices = {}
+    devices: dict[int | str, list[list[Kernel]]] = {}
     for number, launched in kernels.items():
         own = [(launch, kernel) for launch, name, kernel in launched if name == module]
         if not own:
@@ -101,7 +127,8 @@ def read(path: str | Path, module: str = "") -> Trace:
         devices[number] = _steps(own, first_ids[number])
     if not devices:
         raise NoKernels(f"no GPU ran {module} in the trace")
-    return Trace(module, devices)
+    name = stats_of(gpus[min(gpus)]).get("gpu_device_name", "")
+    return Trace(module, devices, device_kind=str(name))
 
 
 def _launched(plane: Any) -> Iterator[tuple[int, str, Kernel]]:
@@ -111,7 +138,7 @@ def _launched(plane: Any) -> Iterator[tuple[int, str, Kernel]]:
             continue
         stream = line.name.split("(")[0]
         for event in line.events:
-            stats = _stats(event)
+            stats = stats_of(event)
             start = int(event.start_ns)
             op = str(stats.get("hlo_op", ""))
             yield (
@@ -128,7 +155,8 @@ def _launched(plane: Any) -> Iterator[tuple[int, str, Kernel]]:
             )
 
 
-def _stats(event: Any) -> dict[str, Any]:
+def stats_of(event: Any) -> dict[str, Any]:
+    """The stats of an event, or of a plane, by name."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of the binding, once a process
         return dict(event.stats)
@@ -158,7 +186,7 @@ def _first_ids(host: Any, module: str) -> dict[int, list[int]]:
             at = bisect.bisect_right(starts, event.start_ns) - 1
             if at < 0 or at in seen or event.start_ns > starts[at] + runs[at].duration_ns:
                 continue
-            stats = _stats(event)
+            stats = stats_of(event)
             if "correlation_id" in stats and "device_id" in stats:
                 found[int(stats["device_id"])].append(int(stats["correlation_id"]))
                 seen.add(at)

@@ -19,6 +19,7 @@ from jaxpar.doctor.options import read_command as read_doctor_command
 from jaxpar.evaluate import Options as EvaluateOptions
 from jaxpar.parallel.schedule import Schedule
 from jaxpar.plan import read_command as read_plan_command
+from jaxpar.profile import Options as ProfileOptions
 from jaxpar.replay import Options as ReplayOptions
 from jaxpar.sample import Options
 from jaxpar.validation import REMAT_NAMES, REMAT_POLICIES
@@ -124,6 +125,8 @@ def check_command(words: list[str]) -> None:
             tyro.cli(Options, args=args)
         case "jaxpar.replay":
             tyro.cli(ReplayOptions, args=args)
+        case "jaxpar.profile":
+            tyro.cli(ProfileOptions, args=args)
         case "jaxpar.evaluate":
             tyro.cli(EvaluateOptions, args=args)
         case "jaxpar.checkpoint":

@@ -18,7 +18,8 @@ FLOORS = {
     3: "optimizer moments skipping state adapters initial startup step data checkpoint metrics "
     "profiling guard goodput evaluation rewinding recent replicas step_guard run_lock stragglers "
     "watchdog children convert generation scoring loaded harness parity planning",
-    4: "cli run train evaluate sample verify quickstart launch plan doctor bench report replay",
+    4: "cli run train evaluate sample verify quickstart launch plan doctor bench report replay "
+    "profile",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}
 PROGRAMS = 4

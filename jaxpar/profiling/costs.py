@@ -1,0 +1,115 @@
+"""What an instruction has to do at least: its multiplications and the bytes that it moves.
+
+FLOPs are those of matrix products alone, 2 per multiplication and addition: whatever else a kernel
+computes is hidden behind its bytes. Bytes count each operand once and each result once, as if
+caches were perfect; of an operand of which a fusion takes a slice, the slice, and of a result that
+it writes into an operand in place, the piece that it writes.
+
+    time at least = max(FLOPs / peak FLOP/s, bytes / bandwidth)
+
+and the roofline share of a kernel is that time over the one it took.
+
+Source:   Williams et al. 2009, "Roofline".
+"""
+
+import json
+import math
+import re
+from dataclasses import dataclass
+
+from jaxpar.planning.hardware import Gpu
+from jaxpar.profiling.hlo import Instruction, Module, arrays_of, num_bytes
+
+#: Types in which `Gpu.peak` holds, and those in which it is twice as much.
+_HALF, _EIGHT_BITS = ("bf16", "f16"), ("f8e4m3fn", "f8e5m2", "s8")
+
+_SLICES = ("slice", "dynamic-slice", "gather")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one run of an instruction. flops is None where the text does not tell (a kernel of our
+    own, or cuDNN's attention), bytes where it lacks an operand; dtype is that of the products."""
+
+    flops: int | None
+    bytes: int | None
+    dtype: str = ""
+
+    def seconds(self, gpu: Gpu) -> float | None:
+        """The least time on a GPU; None where the FLOPs, or their dtype's peak, are unknown."""
+        if self.flops is None or self.bytes is None:
+            return None
+        peak = gpu.peak.value * (2 if self.dtype in _EIGHT_BITS else 1)
+        if self.flops and self.dtype not in _HALF + _EIGHT_BITS:
+            return None
+        return max(self.flops / peak, self.bytes / gpu.bandwidth.value)
+
+
+def cost_of(module: Module, instruction: Instruction) -> Cost:
+    """What an instruction has to do."""
+    flops: int | None = multiplications(module, instruction)
+    if flops == 0 and instruction.opcode == "custom-call":
+        flops = None
+    return Cost(flops, _bytes(module, instruction), _dtype(module, instruction))
+
+
+def multiplications(module: Module, instruction: Instruction) -> int:
+    """FLOPs of the matrix products of an instruction, or of the fusion that it is."""
+    if instruction.opcode == "fusion":
+        inside = [module.computations.get(name, []) for name in instruction.called("calls")]
+        return sum(multiplications(module, each) for body in inside for each in body)
+    dims = _contracted(instruction)
+    left = module.instructions.get(instruction.operands[0]) if instruction.operands else None
+    if dims is None or left is None:
+        return 0
+    sizes = arrays_of(left.type)[0][1]
+    result = arrays_of(instruction.type)[0][1]
+    return 2 * math.prod(result) * math.prod(sizes[dim] for dim in dims)
+
+
+def _contracted(instruction: Instruction) -> list[int] | None:
+    """Dims of the left operand over which a product sums; None for other instructions."""
+    if instruction.opcode == "dot":
+        found = instruction.attribute(r"lhs_contracting_dims=\{([\d,]*)\}")
+    elif "cublas" in instruction.attribute(r'custom_call_target="([^"]*)"'):
+        names = instruction.attribute(r'"lhs_contracting_dimensions":(\[[^\]]*\])')
+        return [int(dim) for dim in json.loads(names)] if names else None
+    else:
+        return None
+    return [int(dim) for dim in found.split(",") if dim]
+
+
+def _dtype(module: Module, instruction: Instruction) -> str:
+    """Dtype of the left operand of the products in an instruction; "" without any."""
+    if instruction.opcode == "fusion":
+        inside = [module.computations.get(name, []) for name in instruction.called("calls")]
+        return next((d for body in inside for i in body if (d := _dtype(module, i))), "")
+    left = module.instructions.get(instruction.operands[0]) if instruction.operands else None
+    if left is None or _contracted(instruction) is None:
+        return ""
+    return arrays_of(left.type)[0][0]
+
+
+def _bytes(module: Module, instruction: Instruction) -> int | None:
+    if any(name not in module.instructions for name in instruction.operands):
+        return None
+    read = [num_bytes(module.instructions[name].type) for name in instruction.operands]
+    # The last array of a library call's result is its workspace, which is not its result.
+    written = num_bytes(re.sub(r", s8\[\d+\](\{[^}]*\})?\)$", ")", instruction.type))
+    body = [i for name in instruction.called("calls") for i in module.computations.get(name, [])]
+    if instruction.opcode != "fusion" or not body:
+        return sum(read) + written
+    root = body[-1]
+    for parameter in body:
+        if parameter.opcode != "parameter":
+            continue
+        users = [i for i in body if parameter.name in i.operands]
+        at = int(parameter.operands[0])
+        sliced = [i for i in users if i.opcode in _SLICES and i.operands[0] == parameter.name]
+        if at < len(read) and users and len(sliced) == len(users):
+            read[at] = sum(num_bytes(user.type) for user in users)
+        if at < len(read) and root.opcode == "dynamic-update-slice" and users == [root]:
+            piece = module.instructions.get(root.operands[1])
+            if root.operands[0] == parameter.name and piece is not None:
+                read[at], written = 0, num_bytes(piece.type)
+    return sum(read) + written

@@ -1,0 +1,133 @@
+"""A profile as it lies on disk, read: from a run, from the folder of one profile, or a trace alone.
+
+The optimised HLO is the file beside the trace; without it, the trace's own copy of the program.
+"""
+
+import gzip
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from jaxpar.config import ConfigError
+from jaxpar.profiling import cpu_trace, folder, hlo, trace, xspace
+from jaxpar.profiling.trace import NoKernels, Trace
+
+OPTION = "RUN_OR_TRACE"
+
+_ENDINGS = (".xplane.pb", ".xplane.pb.gz")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The kernels of the step, its program, and what is known beside.
+
+    buffers is XLA's plan of memory (`memory.memory_of`); None where the trace has none. missing
+    says in words what is not there.
+    """
+
+    path: Path
+    trace: Trace
+    module: hlo.Module | None
+    hlo_text: str
+    buffers: Any
+    facts: folder.Facts | None
+    missing: tuple[str, ...]
+
+
+def load(path: str, step: int | None = None) -> Loaded:
+    """Read a profile.
+
+    Args:     path: a run folder, a profile's folder, or a file NAME.xplane.pb[.gz]. step: first
+              step of the profile of a run; None: the latest.
+    Raises:   ConfigError when there is none, or it cannot be read.
+    """
+    where = _profile_in(Path(path), step)
+    files = _traces_in(where)
+    facts = folder.read_facts(where) if where.is_dir() else None
+    text = _hlo_beside(where)
+    try:
+        programs = xspace.programs(files[0])
+        name = hlo.module_name(text) if text else ""
+        read = _read(files, name)
+        program = programs.get(read.module)
+        text = text or (program.hlo_text() if program is not None else "")
+        module = hlo.parse(text) if text else None
+    except ValueError as error:
+        fix = "trace the steps again: docs/profiling.md"
+        raise ConfigError(OPTION, path, f"cannot be read: {error}", fix) from error
+    missing = []
+    if facts is not None and len(files) < facts.processes:
+        missing.append(f"traces of {facts.processes - len(files)} of {facts.processes} processes")
+    if module is None:
+        missing.append("the step's HLO: no places in the model, no FLOPs and bytes")
+    buffers = program.buffers if program is not None else None
+    return Loaded(where, read, module, text, buffers, facts, tuple(missing))
+
+
+def _profile_in(path: Path, step: int | None) -> Path:
+    """The folder of the profile, or the file itself."""
+    if not path.exists():
+        raise ConfigError(OPTION, str(path), "is not there", "give a run's folder, or a trace")
+    profiles = folder.profiles_of(path)
+    if profiles:
+        if step is not None and step not in profiles:
+            rule = f"is the first step of no profile in {path}"
+            raise ConfigError("--step", step, rule, f"use one of {', '.join(map(str, profiles))}")
+        return profiles[max(profiles) if step is None else step]
+    if step is not None:
+        rule = f"chooses among a run's profiles, and {path} holds none"
+        raise ConfigError("--step", step, rule, "leave it out, or give a run's folder")
+    return path
+
+
+def _traces_in(where: Path) -> list[Path]:
+    """The files of the newest trace in a folder, one for each process, in their order."""
+    if where.is_file():
+        if where.name.endswith(_ENDINGS):
+            return [where]
+        fix = "give a file NAME.xplane.pb, or a folder"
+        raise ConfigError(OPTION, str(where), "is a file of another kind", fix)
+    found = [file for file in where.rglob("*") if file.name.endswith(_ENDINGS)]
+    if not found:
+        fix = "ask the run for one: --profile.start N, or make RUN/profile.request while it goes"
+        raise ConfigError(OPTION, str(where), "holds no profile", fix)
+    newest = max(found, key=lambda file: file.stat().st_mtime).parent
+    return sorted((f for f in found if f.parent == newest), key=lambda f: (len(f.name), f.name))
+
+
+def _hlo_beside(where: Path) -> str:
+    """The HLO text that was saved with the trace; "" without."""
+    if where.is_dir():
+        names = [where / folder.HLO_FILE]
+    else:
+        stem = where.name.partition(".xplane.pb")[0]
+        names = [where.with_name(stem + ending) for ending in (".hlo.txt", ".hlo.txt.gz")]
+    for name in names:
+        if name.is_file():
+            data = name.read_bytes()
+            return (gzip.decompress(data) if name.suffix == ".gz" else data).decode()
+    return ""
+
+
+def _read(files: list[Path], module: str) -> Trace:
+    """The traces of all processes as one, whose devices are then process:device."""
+    traces = {file.name.split(".")[0]: _read_one(file, module) for file in files}
+    first = next(iter(traces.values()))
+    if len(traces) == 1:
+        return first
+    joined: dict[int | str, list] = {
+        f"{name.removeprefix('process_')}:{number}": steps
+        for name, one in traces.items()
+        for number, steps in one.devices.items()
+    }
+    return replace(first, devices=joined)
+
+
+def _read_one(file: Path, module: str) -> Trace:
+    planes = trace.planes_of(file)
+    if trace.gpus_in(planes):
+        return trace.of_gpus(planes, module)
+    try:
+        return cpu_trace.read(planes.get("/host:CPU"), module)
+    except NoKernels as error:
+        raise NoKernels(f"{file}: {error}") from error

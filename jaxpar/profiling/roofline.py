@@ -1,0 +1,41 @@
+"""What the kernels of a profile reach of a GPU's peaks: added to the figures of `breakdown`."""
+
+from typing import Any
+
+from jaxpar.planning.hardware import Gpu
+from jaxpar.profiling.costs import cost_of, multiplications
+from jaxpar.profiling.hlo import Module
+from jaxpar.profiling.kernels import CLASSES, MATMUL
+
+
+def with_costs(profile: dict[str, Any], module: Module, gpu: Gpu | None) -> dict[str, Any]:
+    """The figures with FLOPs, bytes and roofline share of each top kernel, and of all matmuls.
+
+    Args:     profile: of `breakdown.profile`. gpu: whose peaks count; None: no shares.
+    """
+    rows = [row | _of_kernel(row, module, gpu) for row in profile["top_kernels"]]
+    return profile | {"top_kernels": rows, "matmuls": _of_matmuls(profile, module, gpu)}
+
+
+def _of_kernel(row: dict[str, Any], module: Module, gpu: Gpu | None) -> dict[str, Any]:
+    instruction = module.instructions.get(row["op"])
+    if instruction is None or row["class"] not in CLASSES:  # that of a collective is its kind
+        return {"flops": None, "bytes": None, "roofline": None}
+    cost = cost_of(module, instruction)
+    least = cost.seconds(gpu) if gpu is not None else None
+    share = None if least is None else least * 1e6 / row["mean_us"]
+    return {"flops": cost.flops, "bytes": cost.bytes, "roofline": share}
+
+
+def _of_matmuls(profile: dict[str, Any], module: Module, gpu: Gpu | None) -> dict[str, Any] | None:
+    """FLOPs of all matrix products of a device in a step, and FLOP/s while they run."""
+    flops = sum(multiplications(module, instruction) for instruction in module.run_order())
+    ms = profile["by_class"].get(MATMUL, {}).get("ms")
+    if not flops or not ms:
+        return None
+    rate = flops / ms * 1e3
+    return {
+        "flops": flops,
+        "flops_per_second": rate,
+        "share": rate / gpu.peak.value if gpu else None,
+    }

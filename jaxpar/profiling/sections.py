@@ -1,0 +1,179 @@
+"""What a profile shows beside the breakdown, as text: devices, rates, memory."""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from jaxpar.profiling.folder import Facts
+from jaxpar.profiling.hlo import Instruction, Module
+from jaxpar.profiling.kernels import family
+from jaxpar.profiling.memory import Memory
+from jaxpar.profiling.scopes import place_of
+from jaxpar.profiling.table import aligned, digits
+
+#: Columns and rows of the plot of memory.
+WIDTH, HEIGHT = 72, 8
+
+_BARS = " ▁▂▃▄▅▆▇█"
+
+CPU_NOTE = (
+    "a CPU's trace: instructions on the host's threads, with little overlap; communication holds "
+    "the wait for the other devices; simulated devices share the cores; GPU kernels and rooflines "
+    "are not in it"
+)
+
+#: Difference of the compute times of devices from which one is called slow.
+SLOW = 0.02
+
+
+def rates(profile: dict[str, Any], facts: Facts | None) -> str:
+    """FLOP/s of matmuls and of attention while they run, and of the model in a step; "" where
+    nothing is known."""
+    lines, matmuls = [], profile.get("matmuls")
+    if matmuls:
+        share = f", {matmuls['share']:.1%} of the bfloat16 peak" if matmuls["share"] else ""
+        rate = f"{digits(matmuls['flops_per_second'] / 1e12)} TFLOP/s while they run{share}"
+        lines.append(
+            f"  matmuls: {digits(matmuls['flops'] / 1e12)} TFLOP a step and device, {rate}"
+        )
+    if attention := profile.get("attention"):
+        rate = f"{digits(attention['flops_per_second'] / 1e12)} TFLOP/s while its kernels run"
+        flops = f"{digits(attention['flops'] / 1e12)} TFLOP a step and device"
+        lines.append(f"  attention: {flops} (causal, windows of one text), {rate}")
+    if profile.get("model"):
+        model = profile["model"]
+        text = f"  model: {digits(model['flops'] / 1e12)} TFLOP a step and device (causal), "
+        text += f"{digits(model['flops_per_second'] / 1e12)} TFLOP/s over the step"
+        share = f", MFU {model['mfu']:.1%}" if model["mfu"] else ""
+        tokens = f"; {facts.tokens:,} tokens a step" if facts else ""
+        lines.append(text + share + tokens)
+    return "\n".join(lines)
+
+
+def devices(profile: dict[str, Any]) -> str:
+    """A row for each device, and which of them the others wait for."""
+    each = profile["devices_ms"]
+    if len(each) < 2:
+        return ""
+    names = ("step", "compute", "communication", "exposed", "idle")
+    rows = [("device", *names)]
+    rows += [(n, *(f"{ms[name]:,.1f}" for name in names)) for n, ms in each.items()]
+    return aligned(rows) + "\n  " + straggler(profile)["words"]
+
+
+def straggler(profile: dict[str, Any]) -> dict[str, Any]:
+    """The device that computes longest, beside the mean of all: {device, over, words}.
+
+    All take the same time for a step, since they wait for one another in its collectives: a slow
+    one shows by more compute, and less communication, than the others have.
+    """
+    compute = {n: ms["compute"] for n, ms in profile["devices_ms"].items()}
+    mean = sum(compute.values()) / len(compute)
+    slowest = max(compute, key=lambda n: compute[n])
+    over = compute[slowest] / mean - 1 if mean else 0.0
+    if over < SLOW:
+        words = f"no straggler: compute times lie within {over:.1%} above their mean"
+    else:
+        words = f"device {slowest} computes longest, {over:.1%} above the mean: the others wait"
+    return {"device": slowest, "over": over, "words": words}
+
+
+def memory(found: Memory | None, module: Module | None, rows: int) -> str:
+    """Parts of the memory, the largest buffers at the peak, and a plot in program order."""
+    if found is None:
+        return "memory: the trace does not hold XLA's plan of it"
+    temporaries = f"temporaries {size(found.temporaries)}"
+    if found.live:
+        gaps = found.temporaries - found.peak
+        temporaries += f" (peak {size(found.peak)}, gaps {size(gaps)})"
+    parts = [
+        f"state and batch {size(found.arguments)}",
+        temporaries,
+        f"results beside the state {size(found.results)}",
+    ]
+    head = f"memory of a device as compiled: {size(found.total)}\n  " + "   ".join(parts)
+    largest = [f"{name} {size(n)}" for name, n in found.given.items() if n > found.total / 1000]
+    if largest:
+        head += "\n  of these given: " + "   ".join(largest)
+    if not found.live:
+        why = "the program came from the compilation cache, which does not keep when temporaries "
+        return f"{head}\n  {why}live: start the run with --run.compilation-cache ''"
+    return "\n\n".join([head, _buffers(found, rows), _plot(found, module)])
+
+
+def size(num_bytes: float) -> str:
+    """Bytes in the unit that suits: 87.6 GiB, 12.9 MiB, 348 B."""
+    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if num_bytes >= 1024**power:
+            return f"{digits(num_bytes / 1024**power)} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def _buffers(found: Memory, most: int) -> str:
+    """Temporaries at the peak: those of one place and shape together."""
+    sizes: Counter[tuple[str, str, str]] = Counter()
+    count: Counter[tuple[str, str, str]] = Counter()
+    for buffer in found.at_peak:
+        phase, scope = place_of(buffer.scope) if buffer.scope else ("", "")
+        key = (
+            phase or "-",
+            scope or "-",
+            buffer.result or family(buffer.instruction.replace(".", "_")),
+        )
+        sizes[key] += buffer.size
+        count[key] += 1
+    table: list[tuple[str, ...]] = [("at the peak", "of it", "count", "pass", "scope", "made as")]
+    for key, total in sizes.most_common(most):
+        table.append((size(total), f"{total / found.peak:.1%}", str(count[key]), *key))
+    return aligned(table, left=(3, 4, 5))
+
+
+def _plot(found: Memory, module: Module | None) -> str:
+    """Bytes of temporaries in program order, the most in each column."""
+    live = [now for _, now in found.live]
+    edges = [round(i * len(live) / WIDTH) for i in range(WIDTH + 1)]
+    columns = [
+        max(live[a:b] or [live[min(a, len(live) - 1)]]) for a, b in itertools.pairwise(edges)
+    ]
+    lines = area(columns, found.peak)
+    labels = [size(found.peak), *[""] * (HEIGHT - 2), "0"]
+    width = max(map(len, labels))
+    plot = [f"  {label:>{width}} |{line}" for label, line in zip(labels, lines, strict=True)]
+    below = _passes(found, module, edges) if module is not None else ""
+    plot.append(" " * (width + 4) + (below or "in program order"))
+    return "\n".join(line.rstrip() for line in plot)
+
+
+def area(values: Sequence[float], top: float) -> list[str]:
+    """A filled plot, HEIGHT lines from the top: an eighth of a line is the least that shows."""
+    eighths = [math.ceil(8 * HEIGHT * value / top) if top else 0 for value in values]
+    return [
+        "".join(_BARS[min(max(n - 8 * row, 0), 8)] for n in eighths)
+        for row in reversed(range(HEIGHT))
+    ]
+
+
+def _passes(found: Memory, module: Module, edges: Sequence[int]) -> str:
+    """Under the plot: where forward, backward and optimiser begin to be most of a column."""
+    words = [_word(module.instructions.get(name)) for name, _ in found.live]
+    marks = [" "] * (WIDTH + 12)
+    for word in ("forward", "backward", "optimizer"):
+        shares = [
+            sum(w == word for w in words[a:b]) > (b - a) / 2 for a, b in itertools.pairwise(edges)
+        ]
+        if True in shares:
+            column, text = shares.index(True), f"^{word} "
+            if all(mark == " " for mark in marks[column : column + len(text)]):
+                marks[column : column + len(text)] = text
+    return "".join(marks).rstrip()
+
+
+def _word(instruction: Instruction | None) -> str:
+    if instruction is None or not instruction.scope:
+        return ""
+    phase, scope = place_of(instruction.scope)
+    if scope.split("/")[0] == "optimizer":
+        return "optimizer"
+    return "backward" if phase == "recompute" else phase

@@ -1,0 +1,122 @@
+"""What `jax.profiler.ProfileData` does not show of a trace file: the programs that XLA put into it.
+
+The file is one protocol buffer, XSpace. Its plane /host:metadata holds, for each program that ran,
+XLA's HloProto: the instructions and where each buffer lies in memory. Below are the few fields of
+these messages that are read here; protobuf skips all others.
+
+Source:   openxla/xla, xla/tsl/profiler/protobuf/xplane.proto and xla/service/hlo.proto.
+"""
+
+import functools
+import gzip
+import re
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from google.protobuf import descriptor_pb2, descriptor_pool, message, message_factory
+
+#: Message -> its fields as name:number:type; * before the type: repeated.
+_MESSAGES = {
+    "XSpace": "planes:1:*XPlane",
+    "XPlane": "name:2:string event_metadata:4:*EventEntry stat_metadata:5:*StatEntry",
+    "EventEntry": "key:1:int64 value:2:EventMetadata",
+    "EventMetadata": "name:2:string stats:5:*Stat",
+    "StatEntry": "key:1:int64 value:2:StatMetadata",
+    "StatMetadata": "name:2:string",
+    "Stat": "metadata_id:1:int64 bytes_value:6:bytes",
+    "HloProto": "hlo_module:1:bytes buffer_assignment:3:BufferAssignment",
+    "BufferAssignment": "logical_buffers:1:*LogicalBuffer buffer_allocations:3:*Allocation "
+    "heap_simulator_traces:4:*HeapTrace",
+    "LogicalBuffer": "id:1:int64 size:2:int64 defined_at:3:Location color:4:int64",
+    "Location": "shape_index:3:*int64",
+    "Allocation": "index:1:int64 size:2:int64 is_thread_local:3:bool "
+    "is_entry_computation_parameter:5:bool maybe_live_out:7:bool color:8:int64 "
+    "assigned:9:*Assigned is_constant:12:bool",
+    "Assigned": "logical_buffer_id:1:int64 offset:2:int64 size:3:int64",
+    "HeapTrace": "events:1:*HeapEvent whole_module_simulation:2:bool",
+    "HeapEvent": "kind:1:int64 buffer_id:2:int64 instruction_name:4:string "
+    "share_with_canonical_id:5:int64",
+}
+
+_HLO_STAT = "Hlo Proto"
+
+
+class NotATrace(ValueError):
+    """A file that is no trace, or a piece of one."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program of a trace: its HloModuleProto, and the message BufferAssignment."""
+
+    hlo_module: bytes
+    buffers: Any
+
+    def hlo_text(self) -> str:
+        """As `compiled.as_text()` gives it; "" where this jaxlib cannot (it is no public API)."""
+        if not self.hlo_module:
+            return ""
+        try:
+            from jaxlib import _hlo  # type: ignore[attr-defined]
+
+            return _hlo.HloModule.from_serialized_hlo_module_proto(self.hlo_module).to_string()
+        except (ImportError, AttributeError):
+            return ""
+
+
+def read_bytes(path: str | Path) -> bytes:
+    """A trace file, which may be compressed (.gz)."""
+    data = Path(path).read_bytes()
+    return gzip.decompress(data) if Path(path).suffix == ".gz" else data
+
+
+@functools.cache
+def _classes() -> dict[str, Any]:
+    """The class of each message."""
+    field = descriptor_pb2.FieldDescriptorProto
+    file = descriptor_pb2.FileDescriptorProto(name="trace.proto", package="t", syntax="proto3")
+    for made, fields in _MESSAGES.items():
+        to = file.message_type.add(name=made)
+        for text in fields.split():
+            known, number, kind = text.split(":")
+            entry = to.field.add(name=known, number=int(number))
+            entry.label = field.LABEL_REPEATED if kind[0] == "*" else field.LABEL_OPTIONAL
+            kind = kind.removeprefix("*")
+            if kind in _MESSAGES:
+                entry.type, entry.type_name = field.TYPE_MESSAGE, f".t.{kind}"
+            else:
+                entry.type = getattr(field, f"TYPE_{kind.upper()}")
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    find = pool.FindMessageTypeByName
+    return {name: message_factory.GetMessageClass(find(f"t.{name}")) for name in _MESSAGES}
+
+
+def programs(path: str | Path) -> dict[str, Program]:
+    """The programs of a trace file by their module's name, as jit_train_step.
+
+    Raises:   NotATrace when the file cannot be read as one.
+    """
+    try:
+        space = _classes()["XSpace"].FromString(read_bytes(path))
+        found: dict[str, Program] = {}
+        for plane in space.planes:
+            if plane.name == "/host:metadata":
+                found |= _programs_of(plane)
+        return found
+    except (message.DecodeError, gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise NotATrace(f"{path} is no profiler trace, or is cut off: {error}") from error
+
+
+def _programs_of(plane: Any) -> dict[str, Program]:
+    names = {entry.key: entry.value.name for entry in plane.stat_metadata}
+    found = {}
+    for entry in plane.event_metadata:
+        for stat in entry.value.stats:
+            if names.get(stat.metadata_id) == _HLO_STAT:
+                proto = _classes()["HloProto"].FromString(stat.bytes_value)
+                name = re.sub(r"\(\d+\)$", "", entry.value.name)
+                found[name] = Program(proto.hlo_module, proto.buffer_assignment)
+    return found

@@ -1,0 +1,64 @@
+"""Every block of the model and the step is named in the program that XLA is given."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+
+from jaxpar.axes import BATCH_SPEC
+from jaxpar.batch import Batch
+from jaxpar.config import Config, replace
+from jaxpar.parallel.mesh import make_mesh
+from jaxpar.profiling.scopes import BLOCKS, place_of
+from jaxpar.state import abstract_state, state_shardings
+from jaxpar.step import make_train_step
+from jaxpar.validation import resolve
+
+SMALL = {
+    "model.num_layers": 2,
+    "model.d_model": 64,
+    "model.num_heads": 4,
+    "model.num_kv_heads": 2,
+    "model.head_dim": 16,
+    "model.d_ff": 128,
+    "model.vocab_size": 256,
+    "data.seq_len": 64,
+    "train.global_batch_size": 8,
+}
+
+DENSE = set(BLOCKS) - {"experts", "router", "adapters", "float8_scales", "between_stages"}
+
+
+def scopes_in(**changes) -> set[str]:
+    """The innermost block of every operation of the lowered step, on four devices."""
+    cfg = resolve(replace(Config(), **SMALL, **changes), 4)
+    mesh = make_mesh(cfg.parallel, jax.devices()[:4])
+    abstract = lambda a, to: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=to)  # noqa: E731
+    state = jax.tree.map(abstract, abstract_state(cfg), state_shardings(cfg, mesh))
+    shape = cfg.train.global_batch_size, cfg.data.seq_len
+    rows = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, BATCH_SPEC))
+    lowered = make_train_step(cfg, mesh, 4).lower(state, Batch(rows, rows, rows, rows))
+    names = set(re.findall(r'loc\("([^"]*/[^"]*)"\(', lowered.as_text(debug_info=True)))
+    return {place_of(name).scope.split("/")[-1] for name in names}
+
+
+@pytest.mark.parametrize(
+    ("changes", "blocks"),
+    [
+        ({"parallel.tensor": 2}, DENSE),
+        ({"model.num_experts": 4}, {"experts", "router"}),
+        (
+            {"lora.rank": 4, "model.matmul_dtype": "float8", "model.dtype": "bfloat16"},
+            {"adapters", "float8_scales"},
+        ),
+        (
+            {"parallel.pipeline": 2, "parallel.zero": 1, "parallel.num_microbatches": 2},
+            {"between_stages", "gather_weights", "scatter_gradients"},
+        ),
+        ({"parallel.layer_loop": "unroll", "parallel.row_groups": 2}, DENSE),
+    ],
+)
+def test_every_block_is_named(changes, blocks):
+    assert scopes_in(**changes) >= blocks
