@@ -150,6 +150,13 @@ def test_no_published_format_has_them():
         assert "model.attention = capped" in why_not(family, model)
 
 
+def test_sampling_needs_the_attention_and_no_rule():
+    cfg = generation.config_for_sampling(replace(BASE, **{"optimizer.name": "gone"}))
+    check(cfg)
+    with pytest.raises(ConfigError, match=r"model\.attention = 'gone'"):
+        check(replace(cfg, **{"model.attention": "gone"}))
+
+
 @pytest.mark.slow
 def test_text_from_the_cache_is_that_of_whole_passes():
     cfg = resolve(generation.config_for_sampling(replace(BASE, **ADDED)), 1)
