@@ -19,7 +19,7 @@ What is added must be
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 from jaxpar.config import ConfigError, field_types
 
@@ -34,7 +34,7 @@ def add(path: str, name: str, function: Callable[..., Any]) -> None:
     if path not in _ADDED:
         fix = f"name one of {', '.join(_ADDED)}"
         raise ConfigError("extensions.add", path, "is no field that functions can be added to", fix)
-    if name in field_types()[path].__args__:
+    if name in get_args(field_types()[path]):
         raise ConfigError(path, name, "is a name of the package's own", "choose another name")
     _ADDED[path][name] = function
 
@@ -44,7 +44,7 @@ def function(path: str, name: str) -> Callable[..., Any] | None:
 
     Raises:   ConfigError when nothing was: a config that was not checked.
     """
-    if name in field_types()[path].__args__:
+    if name in get_args(field_types()[path]):
         return None
     if name not in _ADDED[path]:
         raise ConfigError(path, name, "is unknown here", f'call extensions.add("{path}", ...)')

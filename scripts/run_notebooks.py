@@ -3,8 +3,8 @@
     python scripts/run_notebooks.py                    run all, and write their outputs into them
     python scripts/run_notebooks.py 01 04 --check      run these two, and write nothing
 
-Names are beginnings of file names. A cell that raises ends with 1 and its traceback. With --check,
-so does a cell whose committed output is missing, or a file that is not as this script writes it.
+Names are beginnings of file names. The exit code is 1 where a cell raises or takes too long; with
+--check also where an output is not committed, or a file is not as this script writes it.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import nbformat
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
+from nbclient.exceptions import CellExecutionError, CellTimeoutError
 from nbformat import NotebookNode
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "notebooks"
@@ -42,6 +42,9 @@ class OwnKernel(AsyncKernelManager):
         super().__init__(kernel_spec_manager=specs, transport="ipc", ip=where, **options)
 
 
+#: Seconds that a cell may take.
+TIMEOUT = 900.0
+
 #: What IPython colours tracebacks with.
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
@@ -63,11 +66,11 @@ def read(file: Path) -> NotebookNode:
     return notebook
 
 
-def run(notebook: NotebookNode, timeout: float = 600.0) -> NotebookNode:
+def run(notebook: NotebookNode, timeout: float = TIMEOUT) -> NotebookNode:
     """A copy of the notebook, run in a fresh kernel of this interpreter, in its folder.
 
     Args:     timeout: seconds that one cell may take.
-    Raises:   CellExecutionError, with the traceback, where a cell does.
+    Raises:   CellExecutionError, with the traceback, where a cell raises; CellTimeoutError.
     """
     done = copy.deepcopy(notebook)
     client = NotebookClient(
@@ -125,16 +128,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help="which; without, all of them")
-    parser.add_argument("--check", action="store_true", help="write nothing; compare")
+    add = parser.add_argument
+    add("names", nargs="*", metavar="NAME", help="which; without, all of them")
+    add("--check", action="store_true", help="write nothing; compare")
+    add("--timeout", type=float, default=TIMEOUT, help="seconds a cell may take (%(default)s)")
     options = parser.parse_args()
     failed = False
     for file in notebooks(options.names):
         began = time.perf_counter()
         committed = read(file)
         try:
-            fresh = run(committed)
-        except CellExecutionError as error:
+            fresh = run(committed, options.timeout)
+        except (CellExecutionError, CellTimeoutError) as error:
             print(f"{file.name}: failed\n{COLOUR.sub('', str(error))}")
             failed = True
             continue
