@@ -97,6 +97,7 @@ def own_environment(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
 
 
+@pytest.mark.timeout(1800)  # the slow ones, beside another process on two cores
 @pytest.mark.parametrize("file", [marked(file) for file in NOTEBOOKS])
 def test_it_runs_from_a_fresh_kernel(file, own_environment):
     committed = SCRIPT.read(file)
