@@ -137,7 +137,7 @@ class OptimizerConfig:
     """Update rule and learning-rate schedule."""
 
     name: Literal["adamw", "lion", "sgd"] = "adamw"
-    """Update rule, from optax."""
+    """Update rule, from optax; others are added from outside (jaxpar/extensions.py)."""
     learning_rate: float = 3e-4
     """Peak learning rate."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"

@@ -82,6 +82,8 @@ class ModelConfig:
     """Operands of a layer's projections. float8: e4m3, gradients e5m2, scaled anew every step."""
     float8_scaling: Literal["tensor", "row"] = "tensor"
     """A float8 scale per tensor, or per token; then weight gradients stay in the compute dtype."""
+    attention: Literal["softmax"] = "softmax"
+    """What attention computes; other functions are added from outside (jaxpar/extensions.py)."""
     attention_backend: Literal["auto", "reference", "cudnn", "pallas_hopper"] = "auto"
     """Attention kernel. auto picks forward and backward, as measured, and says which and why."""
     attention_deterministic: bool = False

@@ -8,6 +8,7 @@ import types
 import typing
 from typing import Any, Literal
 
+from jaxpar import extensions
 from jaxpar.config import Config, ConfigError, default_of, field_types, flag, section_of
 
 
@@ -20,8 +21,8 @@ def _check_types(node: Any, prefix: str) -> None:
     hints = _hints_of(type(node))  # type: ignore[arg-type]
     for field in dataclasses.fields(node):
         value, path, hint = getattr(node, field.name), prefix + field.name, hints[field.name]
-        if not _fits(value, hint):
-            rule = f"must be {_describe(hint)}"
+        if not _fits(value, hint) and value not in extensions.names(path):
+            rule = f"must be {_describe(hint)}{_or_added(path)}"
             raise ConfigError(path, value, rule, f"use {_example(path, value, hint)}")
         if dataclasses.is_dataclass(value):
             _check_types(value, path + ".")
@@ -43,6 +44,14 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 _KINDS = {int: "a whole number", float: "a number", str: "text", bool: "True or False"}
+
+
+def _or_added(path: str) -> str:
+    """Of a field that takes names from outside the package: that it does, and those it has."""
+    if path not in extensions.fields():
+        return ""
+    there = ", ".join(extensions.names(path)) or "none yet"
+    return f", or added with jaxpar.extensions ({there})"
 
 
 def _describe(hint: Any) -> str:

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxpar.axes import TENSOR, VOCAB_AXES
 from jaxpar.batch import Batch
-from jaxpar.config import Config, ParallelConfig
+from jaxpar.config import Config, OptimizerConfig, ParallelConfig
 from jaxpar.model import block, decode, transformer
 from jaxpar.state import state_specs
 from jaxpar.step import gather_once
@@ -31,7 +31,9 @@ def config_for_sampling(cfg: Config, tensor: int = 1) -> Config:
     parallel = ParallelConfig(data=1, tensor=tensor, zero=1, remat=remat, layer_loop="unroll")
     model = dataclasses.replace(cfg.model, matmul_dtype="compute", float8_scaling="tensor")
     run = dataclasses.replace(cfg.run, cpu_devices=0)
-    return dataclasses.replace(cfg, run=run, parallel=parallel, model=model)
+    # No rule is used, and the run's own may be one from outside the package, unknown here.
+    rule = OptimizerConfig()
+    return dataclasses.replace(cfg, run=run, parallel=parallel, model=model, optimizer=rule)
 
 
 def _seeing_as_in_training(cfg: Config) -> Config:

@@ -1,8 +1,9 @@
-"""The rules about what only some models have: experts, and layers of two kinds.
+"""The rules about what only some models have: experts, layers of two kinds, other attention.
 
 `validation.py` applies them with the others.
 """
 
+from jaxpar import extensions
 from jaxpar.config import Config, default_of, flag, require, value_of
 
 
@@ -51,3 +52,17 @@ def layer_kinds(cfg: Config) -> None:
     )
     ways = flag(path, -(-m.num_layers // (n * chunks)) * n * chunks), none
     require(chunks == 1 or m.num_layers % (n * chunks) == 0, cfg, path, rule, *ways)
+
+
+def attention_function(cfg: Config) -> None:
+    """A function of attention from outside the package, and nothing that knows only softmax."""
+    m, p = cfg.model, cfg.parallel
+    if extensions.function("model.attention", m.attention) is None:
+        return
+    softmax = flag("model.attention", "softmax")
+    path, rule = "parallel.context", f"merges softmaxes, and model.attention is {m.attention}"
+    ok = p.context != "ring" or p.sequence == 1
+    require(ok, cfg, path, rule, flag(path, "allgather"), softmax)
+    path, rule = "model.attention_backend", f"is of softmax, and model.attention is {m.attention}"
+    ok = m.attention_backend in ("auto", "reference")
+    require(ok, cfg, path, rule, flag(path, "auto"), softmax)

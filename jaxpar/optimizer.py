@@ -8,6 +8,7 @@ from typing import Any
 
 import optax
 
+from jaxpar import extensions
 from jaxpar.config import OptimizerConfig
 from jaxpar.params import decay_mask
 
@@ -37,6 +38,9 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """The optax update rule, with decoupled weight decay on the matrices among `specs`."""
     rate, mask = learning_rate(cfg, num_steps), decay_mask(specs)
+    added = extensions.function("optimizer.name", cfg.name)
+    if added is not None:
+        return added(cfg, rate, mask)
     if cfg.name == "lion":
         return optax.lion(
             rate, b1=cfg.beta1, b2=cfg.beta2, weight_decay=cfg.weight_decay, mask=mask

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpar import checkpoint, initial, runtime
+from jaxpar import checkpoint, extensions, initial, runtime
 from jaxpar.batch import Batch
 from jaxpar.config import Config, ConfigError
 from jaxpar.config_json import to_json
@@ -59,7 +59,8 @@ class Run:
             check_steps(cfg, self.first_step)
         self.origin = initial.find(cfg) if self.first_step is None else None
         self.kernels = self.attention_kernels()
-        self.attention = "; ".join(map(str, self.kernels))
+        added = f"{cfg.model.attention}, added from outside the package"
+        self.attention = "; ".join(map(str, self.kernels)) or added
         self.startup.ended("data and checks")
 
     def open_folder(self, environment: list[str]) -> None:
@@ -89,9 +90,13 @@ class Run:
     def attention_kernels(self) -> tuple[Choice, ...]:
         """The attention kernels that this run's layers will use, and why not others; for each kind.
 
+        None for a function that was added from outside the package: nothing is known of it.
+
         Raises:   ConfigError when those of `model.attention_backend` cannot serve.
         """
         m, p = self.cfg.model, self.cfg.parallel
+        if extensions.function("model.attention", m.attention):
+            return ()
         ways = p.replica * p.data * p.expert * p.num_microbatches
         shard = (self.cfg.train.global_batch_size // ways, self.cfg.data.seq_len // p.sequence)
         rows = jax.ShapeDtypeStruct(shard, "int32")
@@ -134,6 +139,8 @@ class Run:
 
         Raises:   ConfigError when they compute something else than `reference`.
         """
+        if not self.kernels:
+            return
         first_row = self.loader.host_rows(self.first_step or 0, np.zeros(1, np.int64))
         p = self.cfg.parallel
         in_text_order = p.sequence == 1 or p.context == "ulysses"

@@ -56,7 +56,8 @@ PLAIN = Family(
         Entry("layers/w_up", _LAYER + "mlp.experts.{E}.up.weight", "LEDF", "F D"),
         Entry("layers/w_down", _LAYER + "mlp.experts.{E}.down.weight", "LEFD", "D F"),
     ),
-    fields={field.name: field.name for field in dataclasses.fields(ModelConfig)},
+    fields={f.name: f.name for f in dataclasses.fields(ModelConfig) if f.name != "attention"},
+    fixed={"attention": "softmax"},
     defaults={},
     sliding=True,
 )

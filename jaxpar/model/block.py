@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpar import extensions
 from jaxpar.batch import Batch
 from jaxpar.config import Config, ModelConfig
 from jaxpar.kernels.attention import AttentionMask
@@ -103,8 +104,9 @@ def attention_heads(h: jax.Array, w: Tree, tokens: Tokens, cfg: Config) -> jax.A
     m = cfg.model
     q, k, v = queries_keys_values(h, w, tokens.rope, m)
     kind, backend = cfg.parallel.context, m.attention_backend
+    exact, function = m.attention_deterministic, extensions.function("model.attention", m.attention)
     out = context_attention(
-        q, k, v, tokens.mask, kind=kind, backend=backend, deterministic=m.attention_deterministic
+        q, k, v, tokens.mask, kind=kind, backend=backend, deterministic=exact, function=function
     )
     return out.reshape(*out.shape[:2], -1)
 

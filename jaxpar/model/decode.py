@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpar import extensions
 from jaxpar.axes import TENSOR
 from jaxpar.batch import Batch
 from jaxpar.config import Config, ModelConfig
@@ -109,18 +110,23 @@ def _layer(x, w: Tree, tokens: Tokens, held, first, cfg: Config, alone: bool):
     q, k, v = block.queries_keys_values(h, w, tokens.rope, m)
     held = _write(held[0], k, first), _write(held[1], v, first)
     if alone:
-        out = attention(q, k, v, tokens.mask, backend=m.attention_backend)[0]
+        out = _attend(q, k, v, tokens.mask, m, m.attention_backend)
     else:
         slots = jnp.arange(held[0].shape[1], dtype=jnp.int32)
         slots = jnp.broadcast_to(slots, held[0].shape[:2])
         mask = dataclasses.replace(
             tokens.mask, kv_positions=slots, q_segments=None, kv_segments=None, in_order=False
         )
-        out = attention(q, held[0], held[1], mask, backend="reference")[0]
+        out = _attend(q, held[0], held[1], mask, m, "reference")
     partial = layers.to_residual(out.reshape(*out.shape[:2], -1), w, "wo", "attn_out")
     x = block.add_to_residual(x, lax.psum(partial, TENSOR), w, "attn", cfg)
     partial = block.feed_forward(layers.norm(x, w["mlp_norm"], m), w, cfg)
     return block.add_to_residual(x, lax.psum(partial, TENSOR), w, "mlp", cfg), held
+
+
+def _attend(q, k, v, mask, m: ModelConfig, backend: str) -> jax.Array:
+    function = extensions.function("model.attention", m.attention)
+    return function(q, k, v, mask) if function else attention(q, k, v, mask, backend=backend)[0]
 
 
 def _write(held: jax.Array, new: jax.Array, first: jax.Array) -> jax.Array:

@@ -11,8 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxpar import extensions
 from jaxpar.batch import IGNORED, Batch
 from jaxpar.config import Config, ModelConfig
+from jaxpar.kernels.attention import AttentionMask
 
 type Tree = dict[str, Any]
 
@@ -153,6 +155,9 @@ def _frequency(inv: float, m: ModelConfig) -> float:
 
 
 def _attend(q, k, v, positions, segments, m: ModelConfig):
+    if function := extensions.function("model.attention", m.attention):
+        mask = AttentionMask(positions, positions, segments, segments, m.sliding_window)
+        return function(q * math.sqrt(m.head_dim / (m.query_scale_dim or m.head_dim)), k, v, mask)
     k, v = (jnp.repeat(a, m.num_heads // m.num_kv_heads, axis=2) for a in (k, v))
     back = positions[:, :, None] - positions[:, None, :]
     seen = (back >= 0) & (segments[:, :, None] == segments[:, None, :])

@@ -12,6 +12,7 @@ and a late piece and so the same amount of causal work; the loader lays it out o
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -52,21 +53,39 @@ def token_order(parallel: ParallelConfig, seq_len: int) -> np.ndarray | None:
 
 @jax.named_scope("core_attention")
 def context_attention(
-    q, k, v, mask: AttentionMask, *, kind: str, backend: str, deterministic: bool = False
+    q,
+    k,
+    v,
+    mask: AttentionMask,
+    *,
+    kind: str,
+    backend: str,
+    deterministic: bool = False,
+    function: Callable[..., jax.Array] | None = None,
 ) -> jax.Array:
     """Attention over the whole sequence, from and to each device's shard of it.
 
     Args:     q: [B, T/sequence, H/tensor, K]. k, v: [B, T/sequence, G/tensor, K].
               mask: of the local tokens. kind: parallel.context. backend, deterministic: as in
-              `attention`.
+              `attention`. function: (q, k, v, mask) -> out in place of softmax attention's
+              kernels; not with `ring`, which merges softmaxes.
     Returns:  [B, T/sequence, H/tensor, K].
     Communication: over SEQUENCE, per kind; see the module. None when the axis is 1.
     """
     kernels: dict[str, Any] = {"backend": backend, "deterministic": deterministic}
+    if kind == "ring" and lax.axis_size(SEQUENCE) > 1:
+        assert function is None, "a rule of the config"
+        return _ring(q, k, v, mask, kernels)
+    softmax = lambda q, k, v, mask: attention(q, k, v, mask, **kernels)[0]  # noqa: E731
+    attend = softmax if function is None else named_output(function)
     if lax.axis_size(SEQUENCE) == 1:
-        return attention(q, k, v, mask, **kernels)[0]
-    kinds = {"allgather": _allgather, "ring": _ring, "ulysses": _ulysses}
-    return kinds[kind](q, k, v, mask, kernels)
+        return attend(q, k, v, mask)
+    return (_allgather if kind == "allgather" else _ulysses)(q, k, v, mask, attend)
+
+
+def named_output(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """The function, its output saved under the remat name that `attention` gives it."""
+    return lambda *args: checkpoint_name(function(*args), "attn_out")
 
 
 def kernel_request(cfg: Config, mask: AttentionMask) -> tuple[Any, Any, AttentionMask]:
@@ -92,7 +111,7 @@ def kernel_request(cfg: Config, mask: AttentionMask) -> tuple[Any, Any, Attentio
     return q, k, whole
 
 
-def _allgather(q, k, v, mask: AttentionMask, kernels: dict[str, Any]) -> jax.Array:
+def _allgather(q, k, v, mask: AttentionMask, attend: Callable[..., jax.Array]) -> jax.Array:
     """`direct.gather` of k and v forward, all-gathers of the mask; `direct.scatter` backward."""
     k, v = (direct.gather(x, SEQUENCE, 1) for x in (k, v))
     mask = replace(
@@ -101,14 +120,14 @@ def _allgather(q, k, v, mask: AttentionMask, kernels: dict[str, Any]) -> jax.Arr
         kv_segments=_gather_segments(mask.kv_segments),
         in_order=False,
     )
-    return attention(q, k, v, mask, **kernels)[0]
+    return attend(q, k, v, mask)
 
 
 def _gather_segments(segments):
     return None if segments is None else all_gather(segments, SEQUENCE, dim=1)
 
 
-def _ulysses(q, k, v, mask: AttentionMask, kernels: dict[str, Any]) -> jax.Array:
+def _ulysses(q, k, v, mask: AttentionMask, attend: Callable[..., jax.Array]) -> jax.Array:
     """All-to-alls of q, k, v and out. KV heads are repeated until they divide the axis.
 
     Source:   Jacobs et al. 2023 (2309.14509).
@@ -126,7 +145,7 @@ def _ulysses(q, k, v, mask: AttentionMask, kernels: dict[str, Any]) -> jax.Array
         q_segments=segments,
         kv_segments=segments,
     )
-    out, _ = attention(q, k, v, mask, **kernels)
+    out = attend(q, k, v, mask)
     return all_to_all(out, SEQUENCE, split_dim=1, concat_dim=2)
 
 

@@ -4,6 +4,7 @@ import functools
 
 import jax
 
+from jaxpar import extensions
 from jaxpar.batch import Batch
 from jaxpar.config import Config, DataConfig, ModelConfig, ParallelConfig
 from jaxpar.kernels.attention import choose
@@ -28,6 +29,8 @@ def attention_runs_on_reference(cfg: Config, gpu: Gpu) -> bool:
     Args:     cfg: resolved.
     Raises:   ValueError when `model.attention_backend` names one that cannot serve.
     """
+    if extensions.function("model.attention", cfg.model.attention):
+        return True  # nothing is known of it: counted as what holds its scores
     p, rows = cfg.parallel, shard_of(cfg).rows
     return _chosen(cfg.model, cfg.data, (p.sequence, p.tensor, p.context), rows, gpu)
 

@@ -1,0 +1,176 @@
+"""Functions from outside the package: on a mesh they are what they are on one device."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxpar import extensions, generation, parity
+from jaxpar.config import Config, ConfigError, replace
+from jaxpar.convert.families import FAMILIES, LLAMA
+from jaxpar.convert.hf_config import why_not
+from jaxpar.convert.torch_file import PLAIN
+from jaxpar.kernels.attention.mask import allowed
+from jaxpar.optimizer import make_optimizer
+from jaxpar.parallel.mesh import axis_sizes, make_mesh
+from jaxpar.state import init_state
+from jaxpar.validation import check, resolve
+from jaxpar.verify import parse_meshes
+
+TOLERANCE = 1e-5
+
+BASE = replace(
+    parity.float32(Config()),
+    **{
+        "model.num_layers": 2,
+        "model.d_model": 16,
+        "model.num_heads": 4,
+        "model.num_kv_heads": 2,
+        "model.head_dim": 4,
+        "model.d_ff": 24,
+        "model.vocab_size": 48,
+        "model.init_std": 0.2,
+        "data.seq_len": 32,
+        "train.global_batch_size": 8,
+        "optimizer.warmup_steps": 0,
+        "optimizer.learning_rate": 1e-2,
+    },
+)
+ADDED = {"model.attention": "capped", "optimizer.name": "momentum"}
+
+
+def capped(q, k, v, mask):
+    """Softmax attention whose scores lie between -2 and 2."""
+    k, v = (jnp.repeat(a, q.shape[2] // k.shape[2], axis=2) for a in (k, v))
+    scores = 2 * jnp.tanh(jnp.einsum("bthk,bshk->bhts", q, k) / 2)
+    weights = jax.nn.softmax(scores, where=allowed(mask)[:, None], axis=-1)
+    return jnp.einsum("bhts,bshk->bthk", weights, v)
+
+
+def momentum(cfg, rate, mask):
+    return optax.chain(optax.trace(cfg.beta1), optax.scale_by_learning_rate(rate))
+
+
+@pytest.fixture(autouse=True)
+def added(monkeypatch):
+    monkeypatch.setattr(extensions, "_ADDED", {path: {} for path in extensions.fields()})
+    extensions.add("model.attention", "capped", capped)
+    extensions.add("optimizer.name", "momentum", momentum)
+
+
+@functools.cache
+def reference_of(cfg: Config) -> tuple:
+    batches = [parity.random_batch(cfg, i) for i in range(2)]
+    return batches, parity.reference_trace(cfg, batches, 2)
+
+
+@pytest.fixture(autouse=True)
+def quick_compile():
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        "sequence=2",
+        pytest.param("sequence=2,tensor=2", marks=pytest.mark.slow),
+        pytest.param("data=2,sequence=2,context=ulysses", marks=pytest.mark.slow),
+        pytest.param("pipeline=2,data=2,num_microbatches=2,zero=1", marks=pytest.mark.slow),
+    ],
+)
+def test_meshes_compute_what_one_device_does(mesh, devices):
+    cfg = replace(BASE, **ADDED)
+    parallel = parse_meshes([mesh], cfg.parallel)[mesh]
+    n = math.prod(axis_sizes(parallel))
+    on_mesh = resolve(replace(cfg, parallel=parallel), n)
+    batches, wanted = reference_of(cfg)
+    found = parity.mesh_trace(on_mesh, make_mesh(parallel, devices[:n]), batches, 2)
+    assert not parity.compare(found, wanted, TOLERANCE).mismatches()
+
+
+def test_the_functions_are_used():
+    both = reference_of(replace(BASE, **ADDED))[1].losses
+    rule_alone = reference_of(replace(BASE, **{"optimizer.name": "momentum"}))[1].losses
+    assert abs(both[0] - rule_alone[0]) > 1e-4  # attention
+    rule = make_optimizer(replace(BASE, **ADDED).optimizer, 10, {})
+    updates, _ = rule.update({"w": jnp.full(3, 2.0)}, rule.init({"w": jnp.zeros(3)}))
+    np.testing.assert_allclose(updates["w"], -2.0 * BASE.optimizer.learning_rate, rtol=1e-6)
+
+
+def test_adding_again_replaces():
+    extensions.add("model.attention", "capped", momentum)
+    assert extensions.function("model.attention", "capped") is momentum
+    assert extensions.function("model.attention", "softmax") is None
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (
+            {"optimizer.name": "momentun"},
+            r"optimizer\.name = 'momentun': must be one of adamw, lion, sgd, or added with "
+            r"jaxpar\.extensions \(momentum\)",
+        ),
+        ({"model.attention": "momentum"}, r"must be one of softmax, or .* \(capped\)"),
+        (
+            ADDED | {"parallel.context": "ring", "parallel.sequence": 2},
+            r"parallel\.context = 'ring': merges softmaxes, and model\.attention is capped",
+        ),
+        (
+            ADDED | {"model.attention_backend": "cudnn", "model.dtype": "bfloat16"},
+            r"model\.attention_backend = 'cudnn': is of softmax",
+        ),
+    ],
+)
+def test_what_cannot_be(values, said):
+    with pytest.raises(ConfigError, match=said):
+        check(replace(BASE, **{"model.head_dim": 64} | values))
+
+
+def test_names_and_fields_that_are_taken_or_unknown():
+    with pytest.raises(ConfigError, match=r"optimizer\.name = 'lion': is a name of the package"):
+        extensions.add("optimizer.name", "lion", momentum)
+    with pytest.raises(ConfigError, match=r"'train\.seed': is no field .*optimizer\.name"):
+        extensions.add("train.seed", "lucky", momentum)
+    with pytest.raises(ConfigError, match=r"model\.attention = 'gone': is unknown here"):
+        extensions.function("model.attention", "gone")
+
+
+def test_no_published_format_has_them():
+    model = replace(BASE, **ADDED).model
+    assert all(why_not(family, model) for family in (*FAMILIES, PLAIN))
+    for family in (LLAMA, PLAIN):
+        assert why_not(family, replace(BASE, **{"optimizer.name": "momentum"}).model) is None
+        assert "model.attention = capped" in why_not(family, model)
+
+
+def test_sampling_needs_the_attention_and_no_rule():
+    cfg = generation.config_for_sampling(replace(BASE, **{"optimizer.name": "gone"}))
+    check(cfg)
+    with pytest.raises(ConfigError, match=r"model\.attention = 'gone'"):
+        check(replace(cfg, **{"model.attention": "gone"}))
+
+
+@pytest.mark.slow
+def test_text_from_the_cache_is_that_of_whole_passes():
+    cfg = resolve(generation.config_for_sampling(replace(BASE, **ADDED)), 1)
+    mesh = make_mesh(cfg.parallel, jax.devices()[:1])
+    params = init_state(cfg, mesh).params
+    weights = generation.weights_for_sampling(params, cfg, mesh)
+    prompt, how = [3, 1, 4, 1, 5], generation.Sampling(temperature=0.0)
+    made = generation.generate(
+        weights, cfg, mesh, [prompt], how, max_tokens=12, vocab_size=48, stop=()
+    )
+    found = [token for new in made for token in new[0]]
+    next_logits, text = generation.make_next_logits(cfg, mesh), list(prompt)
+    for _ in range(12):
+        row = np.zeros((1, cfg.data.seq_len), np.int32)
+        row[0, : len(text)] = text
+        text.append(int(jnp.argmax(next_logits(params, row, len(text) - 1)[0])))
+    assert found == text[len(prompt) :]
