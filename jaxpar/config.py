@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from jaxpar.config_metrics import MetricsConfig as MetricsConfig
 from jaxpar.config_model import ModelConfig as ModelConfig
 from jaxpar.config_model import RopeScaling as RopeScaling
 
@@ -250,6 +251,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
 

@@ -21,6 +21,7 @@ from jaxpar.lora_rules import lora
 from jaxpar.memory_rules import REMAT_NAMES as REMAT_NAMES
 from jaxpar.memory_rules import REMAT_POLICIES as REMAT_POLICIES
 from jaxpar.memory_rules import moments, remat
+from jaxpar.metrics_rules import sinks
 from jaxpar.model_rules import experts, layer_kinds
 
 #: Seeds travel as int32.
@@ -57,7 +58,7 @@ def check(cfg: Config) -> None:
 def _each_rule(cfg: Config) -> None:
     check_types(cfg)
     rules = (_numbers, _places, data, _schedule, moments, _model, _float8, _attention, remat)
-    for rule in (*rules, _saving, guards, _interleaving, _turns, experts, layer_kinds, lora):
+    for rule in (*rules, _saving, guards, _interleaving, _turns, experts, layer_kinds, lora, sinks):
         rule(cfg)
 
 
