@@ -51,6 +51,7 @@ def table(names: Sequence[str], rows: Sequence[Sequence[Any]], *, texts: int = 1
 
     Args:     texts: columns, from the left, that are text; the others are numbers.
     """
+    label = f"table: {', '.join(names)}"
     made = e("table")
     made.append(e("thead", e("tr", *(e("th", str(n), scope="col") for n in names))))
     body = e("tbody")
@@ -62,7 +63,7 @@ def table(names: Sequence[str], rows: Sequence[Sequence[Any]], *, texts: int = 1
         ]
         body.append(e("tr", *cells))
     made.append(body)
-    return e("div", made, class_="scroll", tabindex=0, role="region", aria_label="table")
+    return e("div", made, class_="scroll", tabindex=0, role="region", aria_label=label)
 
 
 def _cell(value: Any) -> Any:

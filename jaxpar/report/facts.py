@@ -64,10 +64,11 @@ def _figures(run: RunRead) -> list[tuple[str, str, str]]:
     if "tokens_seen" in run.last:
         add("tokens", short(run.last["tokens_seen"]))
     if run.sizes.get("step_seconds"):
-        step = run.sizes["step_seconds"].quantile(0.5)
-        devices = run.last["tokens_per_second"] / run.last["tokens_per_second_per_device"]
-        rate = run.tokens_per_step / step / devices
-        add("throughput", short(rate), "tokens/s/device, median")
+        step, per_device = run.sizes["step_seconds"].quantile(0.5), "tokens_per_second_per_device"
+        if run.last.get(per_device, 0.0) > 0 and "tokens_per_second" in run.last:
+            devices = run.last["tokens_per_second"] / run.last[per_device]
+            rate = run.tokens_per_step / step / max(devices, 1.0)
+            add("throughput", short(rate), "tokens/s/device, median")
         add("step", seconds(step), "median")
     if run.sizes.get("mfu"):
         add("MFU", f"{run.sizes['mfu'].quantile(0.5):.1%}", "median, causal")
@@ -95,7 +96,7 @@ def predicted(runs: Sequence[RunRead]) -> Element | None:
         for key, (what, unit, value) in measured.items():
             if key in run.predicted:
                 then = run.predicted[key]
-                error = "" if math.isnan(value) else f"{then / value - 1:+.1%}"
+                error = f"{then / value - 1:+.1%}" if value > 0 else ""
                 was = "–" if math.isnan(value) else f"{value:.4g}"
                 rows.append([run.name, f"{what}, {unit}", f"{then:.4g}", was, error])
     if not rows:

@@ -91,7 +91,9 @@ def read_run(folder: str) -> RunRead:
         raise ConfigError("RUN", folder, what, "give the folder of a run, such as runs/quickstart")
     if not (path / "config.json").is_file() and not (path / "metrics.jsonl").is_file():
         rule = "is no run's folder: it has neither config.json nor metrics.jsonl"
-        raise ConfigError("RUN", folder, rule, "give a folder that run.dir named")
+        within = sorted(str(file.parent) for file in path.glob("*/metrics.jsonl"))[:3]
+        fix = f"use {', or '.join(within)}" if within else "give a folder that run.dir named"
+        raise ConfigError("RUN", folder, rule, fix)
     run = RunRead(folder, path, _json(path / "config.json"), _json(path / "manifest.json"))
     _read_metrics(run, found := outline(path / "metrics.jsonl"))
     events = read_events(path)
@@ -125,16 +127,16 @@ def _read_metrics(run: RunRead, found: Outline) -> None:
     run.last_half = Series(half, found.last_step, span)
     sizes: dict[str, Sizes] = defaultdict(Sizes)
     for record in found.records():
-        run.predicted |= {k: v for k, v in record.items() if k.startswith("predicted_")}
+        values = {name: v for name, v in numbers(record).items() if math.isfinite(v)}
+        run.predicted |= {k: v for k, v in values.items() if k.startswith("predicted_")}
         step = record.get("step")
         if not isinstance(step, int):
             continue
-        skipped = record.get("skipped", left_out)
+        skipped = int(values.get("skipped", left_out))
         if skipped > left_out:
             text = f"{skipped - left_out} updates left out up to step {step}"
             run.marks.append(Mark("left out", step, None, text))
         left_out = skipped
-        values = {name: v for name, v in numbers(record).items() if math.isfinite(v)}
         run.last |= values
         for name in DRAWN & values.keys():
             if name not in run.series:

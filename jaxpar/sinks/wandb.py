@@ -8,6 +8,10 @@ from typing import Any
 from jaxpar import json_lines
 from jaxpar.metric_names import tag
 
+#: Seconds that a run waits, at its start for somebody to log in, at its end for the upload; what is
+#: not sent by then stays in RUN/wandb, for `wandb sync`. W&B's own limits are none.
+PATIENCE = 60.0
+
 
 class WeightsAndBiases:
     """One W&B run for all starts of a run. WANDB_MODE=offline writes to RUN/wandb alone.
@@ -33,7 +37,12 @@ class WeightsAndBiases:
             dir=str(run_dir),
             config=dict(about),
             resume="allow",
-            settings=wandb.Settings(console="off", x_disable_meta=False),
+            settings=wandb.Settings(
+                console="off",
+                login_timeout=PATIENCE,
+                finish_timeout=PATIENCE,
+                finish_timeout_raises=True,
+            ),
         )
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -42,7 +51,7 @@ class WeightsAndBiases:
             self._run.log({tag(name): value for name, value in metrics.items()}, step=step)
 
     def close(self) -> None:
-        """Hand over what is left; online, this waits until it is sent."""
+        """Hand over what is left; online, this waits for it to be sent."""
         self._run.finish()
 
 

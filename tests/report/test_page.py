@@ -1,6 +1,7 @@
 """The report as a file: nothing in a run can become markup, nothing is loaded, all is written."""
 
 import json
+import math
 import os
 import re
 from html.parser import HTMLParser
@@ -98,6 +99,18 @@ def test_a_run_without_evaluation_speed_or_events(tmp_path):
     tags = Tags(page_of(tmp_path / "run"))
     assert [a["id"] for tag, a in tags.found if tag == "figure"] == ["loss"]
     assert "held-out" not in tags.texts
+
+
+@pytest.mark.parametrize("value", [None, math.nan, math.inf, -1.0, 0, 1e-9, 1e12])
+def test_numbers_that_nobody_expects(tmp_path, value):
+    lines = (write_run(tmp_path / "run", steps=60) / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    kept = ("step", "resumed_after_step")
+    odd = [{k: v if k in kept else value for k, v in r.items()} for r in records]
+    for name, now in (("all", odd), ("half", odd[:40] + records[40:])):
+        (tmp_path / name).mkdir()
+        write_lines(tmp_path / name / "metrics.jsonl", now)
+        assert page_of(tmp_path / name).endswith("</html>\n")
 
 
 def test_it_is_written_at_once_or_not_at_all(tmp_path, monkeypatch):

@@ -163,6 +163,12 @@ def test_what_is_no_run_is_refused(tmp_path, make, rule):
         read_run(str(tmp_path / "x"))
 
 
+def test_runs_within_a_folder_are_named(tmp_path):
+    write_run(tmp_path / "run")
+    with pytest.raises(ConfigError, match=rf"Fix: use {tmp_path}/run\."):
+        read_run(str(tmp_path))
+
+
 def test_a_damaged_config_is_named(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"config\.json.*is no JSON"):
