@@ -72,7 +72,7 @@ class RunRead:
     @property
     def tokens_per_step(self) -> float:
         """Tokens of a step; 0 where no record has them."""
-        return self.last["tokens_seen"] / self.last_step if "tokens_seen" in self.last else 0.0
+        return max(self.last.get("tokens_seen", 0.0), 0.0) / max(self.last_step, 1)
 
     @property
     def num_steps(self) -> int:
