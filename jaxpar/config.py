@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from jaxpar.config_metrics import MetricsConfig as MetricsConfig
 from jaxpar.config_model import ModelConfig as ModelConfig
 from jaxpar.config_model import RopeScaling as RopeScaling
 
@@ -261,6 +262,7 @@ class Config:
     guard: GuardConfig = field(default_factory=GuardConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
 

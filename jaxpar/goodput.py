@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 
+from jaxpar import json_lines
 from jaxpar.startup import process_age
 
 EVENTS_FILE = "events.jsonl"
@@ -132,15 +133,7 @@ class Goodput:
 
 def read_events(run_dir: Path) -> list[dict[str, Any]]:
     """The events of a run, in order. A line that was cut off by a crash is passed over."""
-    file, found = run_dir / EVENTS_FILE, []
-    for line in file.read_text("utf-8").splitlines() if file.is_file() else []:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and "event" in record:
-            found.append(record)
-    return found
+    return [record for record in json_lines.read(run_dir / EVENTS_FILE) if "event" in record]
 
 
 def goodput(events: Iterable[dict[str, Any]]) -> Goodput:

@@ -22,6 +22,7 @@ from jaxpar import guard, stragglers
 from jaxpar.config import Config
 from jaxpar.model.flops import mfu
 from jaxpar.planning.forecast import Forecast
+from jaxpar.sinks import Sinks
 
 
 class MetricsWriter:
@@ -40,14 +41,16 @@ class MetricsWriter:
         epochs: Callable[[int], dict[str, float]] | None = None,
         look: Callable[[int, dict[str, float]], None] = lambda step, values: None,
         forecast: Forecast | None = None,
+        sinks: Sinks | None = None,
     ):
         """Open metrics.jsonl, to append to it.
 
         Args:     epochs: passes over each source after so many steps, to be written with a mixture.
                   look: given every step and its numbers as they arrive; it may raise.
                   forecast: told at the start, and beside the measurement at the end.
+                  sinks: are given the records, too, and closed at the end.
         """
-        self.look, self.forecast = look, forecast
+        self.look, self.forecast, self.sinks = look, forecast, sinks
         self.epochs = epochs if cfg.data.mixture else None
         self.cfg, self.schedule = cfg, schedule
         path = run_dir / "metrics.jsonl" if jax.process_index() == 0 else Path(os.devnull)
@@ -154,8 +157,10 @@ class MetricsWriter:
         return {name: value for name, value in speed.items() if value is not None}
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append any record to metrics.jsonl."""
+        """Append any record to metrics.jsonl, and hand it to the sinks."""
         self.file.write(json.dumps(record) + "\n")
+        if self.sinks is not None:
+            self.sinks.write(record)
 
     def evaluation(self, step: int, loss: float, bits_per_byte: float | None) -> None:
         """Record and show a held-out loss; bits per byte where the text's length is known."""
@@ -172,6 +177,8 @@ class MetricsWriter:
     def __exit__(self, *_):
         self.screen.close()
         self.file.close()
+        if self.sinks is not None:
+            self.sinks.close()
 
 
 def peak_memory_gib() -> float:

@@ -4,14 +4,13 @@ Prepares the Python standard library's source as text, trains a small Llama on i
 model write. Run again, it goes on from where it stopped.
 """
 
-import json
 import math
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxpar import cli, runtime, validation
+from jaxpar import cli, json_lines, runtime, validation
 from jaxpar.data.meta import read_meta
 from jaxpar.data.prepare import PrepareOptions, prepare
 from jaxpar.data.progress import console_progress
@@ -38,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     if code:
         return code
     headline("3. What it writes")
-    sample(Options(run=str(run_dir), prompt=("import ",), max_tokens=300))
+    sample(Options(run=str(run_dir), prompt=("import ",), max_tokens=300, save=True))
     report(run_dir, data, meta.unigram_entropy, time.perf_counter() - began)
     return 0
 
@@ -50,8 +49,7 @@ def headline(text: str) -> None:
 
 def report(run_dir: Path, data: Path, unigram_entropy: float, seconds: float) -> None:
     """What came out, and where it lies."""
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    loss = [r["loss"] for r in records if "loss" in r][-1]
+    loss = [r["loss"] for r in json_lines.read(run_dir / "metrics.jsonl") if "loss" in r][-1]
     headline(f"Done in {seconds:.0f} s")
     places = {
         f"{data}/": "text as tokens",
@@ -67,6 +65,7 @@ def report(run_dir: Path, data: Path, unigram_entropy: float, seconds: float) ->
         "",
         *(f"{place:<{width}}   {what}" for place, what in places.items()),
         "",
+        f"Report:     {sys.executable} -m jaxpar.report {run_dir}",
         f"More text:  {sys.executable} -m jaxpar.sample {run_dir} --prompt 'class '",
         f"Longer:     {sys.executable} -m jaxpar.train quickstart --train.num-steps 1000 "
         "--run.dir runs/longer",

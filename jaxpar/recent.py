@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxpar import json_lines
+
 RECENT_FILE = "recent.jsonl"
 
 
@@ -21,14 +23,8 @@ def bits(value: float) -> str:
 
 def read_recent(run_dir: Path) -> dict[int, dict[str, Any]]:
     """The records by step, counted from 1. A line that was cut off by a crash is passed over."""
-    file, found = run_dir / RECENT_FILE, {}
-    for line in file.read_text("utf-8").splitlines() if file.is_file() else []:
-        try:
-            record = json.loads(line)
-            found[int(record["step"])] = record
-        except (ValueError, KeyError, TypeError):
-            continue
-    return found
+    records = json_lines.read(run_dir / RECENT_FILE)
+    return {record["step"]: record for record in records if isinstance(record.get("step"), int)}
 
 
 class Recent:

@@ -24,6 +24,7 @@ from jaxpar.parallel.context import kernel_request, token_order
 from jaxpar.parallel.mesh import describe, make_mesh
 from jaxpar.planning.forecast import forecast_here
 from jaxpar.processes import say
+from jaxpar.sinks import open_sinks, require_packages
 from jaxpar.startup import StartUp
 from jaxpar.state import TrainState
 from jaxpar.step_guard import StepGuard
@@ -37,6 +38,7 @@ class Run:
         """Raises:   ConfigError for anything that would stop the run later."""
         self.cfg = cfg = resolve(cfg, jax.device_count())
         check_host_copies(cfg, jax.default_backend())
+        require_packages(cfg)
         self.startup = StartUp()
         self.dir = run_folder(cfg)
         self.mesh = make_mesh(cfg.parallel)
@@ -70,6 +72,7 @@ class Run:
         self.dir.mkdir(parents=True, exist_ok=True)
         (self.dir / "config.json").write_text(to_json(self.cfg))
         manifest = runtime.versions() | {
+            "commit": runtime.checked_out_commit(),
             "mesh": describe(self.mesh),
             "parameters": num_params(self.cfg.model),
             "adapters": num_adapter_params(self.cfg.model, self.cfg.lora),
@@ -195,8 +198,9 @@ class Run:
         batch_of, mesh = self.loader.skipped.batch_of, describe(self.mesh)
         look = StepGuard(cfg, self.dir, first, batch_of, say, mesh).look
         schedule = learning_rate(cfg.optimizer, cfg.train.num_steps)
-        forecast = forecast_here(cfg)
-        return MetricsWriter(cfg, self.dir, first, schedule, self.loader.epochs, look, forecast)
+        epochs, forecast = self.loader.epochs, forecast_here(cfg)
+        sinks = open_sinks(cfg, self.dir, first, say)
+        return MetricsWriter(cfg, self.dir, first, schedule, epochs, look, forecast, sinks)
 
 
 def run_folder(cfg: Config) -> Path:

@@ -1,6 +1,7 @@
 """Before JAX starts: flags, simulated devices, compilation cache. Each program calls it first."""
 
 import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,16 @@ class FirstRunAlone:
             return self.program(*args)
         self.has_run = True
         return jax.block_until_ready(self.program(*jax.block_until_ready(args)))
+
+
+def checked_out_commit() -> str:
+    """The commit of the source, with "+" when files differ from it; empty outside a checkout."""
+    here = Path(__file__).resolve().parent
+    git = ["git", "-C", str(here), "describe", "--always", "--dirty=+", "--abbrev=12"]
+    try:
+        return subprocess.check_output(git, text=True, stderr=subprocess.DEVNULL).strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
 
 
 def versions() -> dict[str, str]:

@@ -6,15 +6,17 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
-from jaxpar import cli
+from jaxpar import checkpoint, cli
 from jaxpar.config import ConfigError
 from jaxpar.generation import Sampling, generate
 from jaxpar.loaded import load
 from jaxpar.model import decode
+from jaxpar.samples import write_sample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,8 @@ class Options:
     """Checkpoint to read. None: the latest."""
     tensor: int = 1
     """Devices that share each layer."""
+    save: bool = False
+    """Keep prompts and texts in RUN/samples.jsonl, for `python -m jaxpar.report`."""
     sampling: Annotated[Sampling, tyro.conf.OmitArgPrefixes] = dataclasses.field(
         default_factory=Sampling
     )
@@ -50,6 +54,9 @@ def check(options: Options) -> None:
     require(all(options.prompt), "--prompt", "", "must not be empty", '"def "')
     require(options.max_tokens > 0, "--max-tokens", options.max_tokens, "must be at least 1", "200")
     require(options.tensor > 0, "--tensor", options.tensor, "must be at least 1", "1")
+    rule = f"keeps texts in a run's folder, and {options.run} has no checkpoint"
+    runs = not options.save or bool(checkpoint.saved_steps(options.run))
+    require(runs, "--save", True, rule, "it with a run, or leave it out")
     finite = math.isfinite(how.temperature) and how.temperature >= 0
     require(finite, "--temperature", how.temperature, "must be 0 or more", "0.8")
     require(how.top_k >= 0, "--top-k", how.top_k, "must be 0 or more", "50")
@@ -100,6 +107,14 @@ def sample(options: Options) -> None:
         for text, ids in zip(options.prompt, rows, strict=True):
             print(f"--- {text}{tokenizer.decode(ids)}")
     say(f"[{count} tokens in {seconds:.2f} s, {count / seconds:,.1f} tokens/s]")
+    if options.save:
+        _save(options, [tokenizer.decode(ids) for ids in rows])
+
+
+def _save(options: Options, texts: list[str]) -> None:
+    step = options.step or checkpoint.saved_steps(options.run)[-1]
+    for prompt, text in zip(options.prompt, texts, strict=True):
+        write_sample(Path(options.run), step, prompt, text, **dataclasses.asdict(options.sampling))
 
 
 def say(text: str) -> None:

@@ -21,6 +21,7 @@ from jaxpar.lora_rules import lora
 from jaxpar.memory_rules import REMAT_NAMES as REMAT_NAMES
 from jaxpar.memory_rules import REMAT_POLICIES as REMAT_POLICIES
 from jaxpar.memory_rules import moments, remat
+from jaxpar.metrics_rules import sinks
 from jaxpar.model_rules import attention_function, experts, layer_kinds
 
 #: Seeds travel as int32.
@@ -58,7 +59,7 @@ def _each_rule(cfg: Config) -> None:
     check_types(cfg)
     rules = (_numbers, _places, data, _schedule, moments, _model, _float8, _attention, remat)
     of_models = experts, layer_kinds, attention_function, lora
-    for rule in (*rules, _saving, guards, _profile, _interleaving, _turns, *of_models):
+    for rule in (*rules, _saving, guards, _profile, sinks, _interleaving, _turns, *of_models):
         rule(cfg)
 
 

@@ -1,7 +1,7 @@
 """The table of every config field: python scripts/config_table.py [--write]
 
-Read off the dataclasses of `jaxpar/config.py` and `config_model.py`: path, type, default and the
-line under the field.
+Read off the dataclasses of `jaxpar/config.py`, `config_model.py` and `config_metrics.py`: path,
+type, default and the line under the field.
 Printed; with --write, put into docs/configuration.md between its two markers.
 """
 
@@ -12,7 +12,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from jaxpar import config, config_model
+from jaxpar import config, config_metrics, config_model
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
@@ -21,7 +21,8 @@ BEGIN, END = "<!-- config table -->\n", "<!-- /config table -->"
 
 def field_docs() -> dict[str, dict[str, str]]:
     """Of each class of the config: its own docstring under "", and the line under each field."""
-    sources = [Path(module.__file__).read_text("utf-8") for module in (config, config_model)]
+    modules = (config, config_model, config_metrics)
+    sources = [Path(module.__file__).read_text("utf-8") for module in modules]
     docs: dict[str, dict[str, str]] = {}
     for node in [node for source in sources for node in ast.parse(source).body]:
         if isinstance(node, ast.ClassDef):

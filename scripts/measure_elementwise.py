@@ -123,7 +123,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--commit", help="commit to put on the card, where there is no checkout")
     options = parser.parse_args(argv)
     environment = runtime.start(Config())
-    commit = options.commit or conditions.checked_out_commit()
+    commit = options.commit or runtime.checked_out_commit()
     card: dict[str, Any] = conditions.of_this_process(environment, commit)
     on_gpu = jax.devices()[0].platform == "gpu"
     _, peak = measured(copy_piece(COPY_BYTES if on_gpu else COPY_BYTES_CPU), options.repeats)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar import cli, config, config_model, guard, train
+from jaxpar import cli, config, config_metrics, config_model, guard, train
 from jaxpar.config import Config, ConfigError, RopeScaling, flag, leaf_paths, replace
 from jaxpar.config_json import from_json
 
@@ -261,7 +261,8 @@ def test_print_config_of_what_cannot_work_is_refused(capsys):
 
 def documentation() -> dict[str, str]:
     """The docstring under each field of the config, by leaf path."""
-    files = [Path(inspect.getsourcefile(module)) for module in (config, config_model)]
+    modules = (config, config_model, config_metrics)
+    files = [Path(inspect.getsourcefile(module)) for module in modules]
     lines: dict[tuple[str, str], str] = {}
     for node in [node for file in files for node in ast.parse(file.read_text("utf-8")).body]:
         if isinstance(node, ast.ClassDef):

@@ -160,6 +160,9 @@ data.mixture=web:1,code:0 | 1 | data.mixture | needs weights above 0, and code h
 data.mixture=web:nan | 1 | data.mixture | needs weights above 0
 data.mixture=web:1,code:2,web:3 | 1 | data.mixture | names web twice
 data.eos_id=-1 | 1 | data.eos_id | must not be negative
+metrics.wandb=a/b/c | 1 | metrics.wandb | must be PROJECT or ENTITY/PROJECT
+metrics.prometheus_port=65536 | 1 | metrics.prometheus_port | up to 65535
+metrics.prometheus_address=everywhere | 1 | metrics.prometheus_address | an IP address
 """
 BAD = [re.split(r" \| +", line) for line in BAD_CONFIGS.splitlines() if "|" in line]
 

@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
         table = Path(options.table) if options.table else tuning.default_table()
     if not on_gpu:
         _refuse_large(options.shapes)
-    commit = options.commit or conditions.checked_out_commit()
+    commit = options.commit or runtime.checked_out_commit()
     command = shlex.join([*PROGRAM.split(), *argv])
     card: dict[str, Any] = {
         "what": "attention block sizes" if options.tune else "attention",

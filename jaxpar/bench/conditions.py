@@ -34,16 +34,6 @@ def cudnn_version() -> int:
     return 0 if cuda_versions is None else cuda_versions.cudnn_get_version()
 
 
-def checked_out_commit() -> str:
-    """The commit of the source, with "+" when files differ from it; empty outside a checkout."""
-    here = Path(__file__).resolve().parent
-    git = ["git", "-C", str(here), "describe", "--always", "--dirty=+", "--abbrev=12"]
-    try:
-        return subprocess.check_output(git, text=True, stderr=subprocess.DEVNULL).strip()
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-
-
 def write_json(path: str | Path, value: Any) -> None:
     """Write a card or a table, with the folders above it."""
     path = Path(path)

@@ -106,7 +106,7 @@ def main(argv: Sequence[str]) -> int:
     """The command line."""
     options = read_command(argv)
     environment = runtime.start(Config())
-    commit = options.commit or conditions.checked_out_commit()
+    commit = options.commit or runtime.checked_out_commit()
     card = conditions.of_this_process(environment, commit) | {"what": "loss", "rows": []}
     columns = ["tokens", "vocab", "logits_gib", "chunks", "ours_gib", "plain_gib"]
     columns += ["ours_ms", "plain_ms"] if jax.devices()[0].platform == "gpu" else []

@@ -175,7 +175,7 @@ def main(argv: Sequence[str]) -> int:
     )
     run = Run(cfg)
     figures, running = measure(run, options.steps)
-    result = card(run, figures, environment, options.commit or conditions.checked_out_commit())
+    result = card(run, figures, environment, options.commit or runtime.checked_out_commit())
     print(summary(result), flush=True)
     if options.card:  # before the profiler, which may fail
         conditions.write_json(options.card, result)

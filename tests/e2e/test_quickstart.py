@@ -10,6 +10,7 @@ import pytest
 from jaxpar import checkpoint, quickstart
 from jaxpar.data.meta import read_meta
 from jaxpar.data.prepare import prepare
+from jaxpar.samples import read_samples
 
 #: A small model for a few steps.
 SMALL = """--train.num-steps 6 --optimizer.warmup-steps 1 --train.log-every 2 --data.seq-len 64
@@ -61,7 +62,9 @@ def test_quickstart_prepares_trains_writes_and_says_what_came_out(run_quickstart
     places = re.findall(rf"^({re.escape(str(tmp_path))}\S+)  +\S", text, re.MULTILINE)
     assert [Path(p).name for p in places] == ["data", "config.json", "metrics.jsonl", "checkpoints"]
     assert all(Path(place).exists() for place in places)
-    assert f"-m jaxpar.sample {run} --prompt" in text
+    assert f"-m jaxpar.sample {run} --prompt" in text and f"-m jaxpar.report {run}\n" in text
+    (kept,) = read_samples(run)
+    assert kept["prompt"] == "import " and kept["text"].rstrip() in text
     assert "-m jaxpar.train quickstart --train.num-steps 1000 --run.dir runs/longer" in text
     assert checkpoint.saved_steps(run) == [6]
 

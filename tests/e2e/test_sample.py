@@ -6,6 +6,10 @@ import sys
 
 import pytest
 
+from jaxpar import sample
+from jaxpar.config import ConfigError
+from jaxpar.samples import read_samples
+
 
 @pytest.fixture(scope="module")
 def simulated_run(tmp_path_factory, write_config):
@@ -28,7 +32,15 @@ def program(*words: str) -> subprocess.CompletedProcess[str]:
 def test_one_device_and_two_ranks_write_the_same(simulated_run):
     words = ["jaxpar.sample", str(simulated_run), "--temperature", "0", "--max-tokens", "20"]
     one = program(*words, "--prompt", "the cat ", "the dog ")
-    two = program(*words, "--prompt", "the cat ", "the dog ", "--tensor", "2")
+    two = program(*words, "--prompt", "the cat ", "the dog ", "--tensor", "2", "--save")
     assert one.stdout == two.stdout
     assert one.stdout.startswith("--- the cat ") and "--- the dog " in one.stdout
+    kept = list(read_samples(simulated_run))
+    assert [(s["step"], s["prompt"]) for s in kept] == [(30, "the cat "), (30, "the dog ")]
+    assert one.stdout == "".join(f"--- {s['prompt']}{s['text']}\n" for s in kept)
     assert "[40 tokens in " in one.stderr and "tokens/s]" in one.stderr
+
+
+def test_texts_are_kept_with_runs_only(tmp_path):
+    with pytest.raises(ConfigError, match="has no checkpoint"):
+        sample.check(sample.Options(run=str(tmp_path), save=True))

@@ -17,10 +17,12 @@ from jaxpar.convert.__main__ import read_options
 from jaxpar.data.__main__ import read_command as read_data_command
 from jaxpar.doctor.options import read_command as read_doctor_command
 from jaxpar.evaluate import Options as EvaluateOptions
+from jaxpar.metric_names import METRICS
 from jaxpar.parallel.schedule import Schedule
 from jaxpar.plan import read_command as read_plan_command
 from jaxpar.profile import Options as ProfileOptions
 from jaxpar.replay import Options as ReplayOptions
+from jaxpar.report.__main__ import Options as ReportOptions
 from jaxpar.sample import Options
 from jaxpar.validation import REMAT_NAMES, REMAT_POLICIES
 
@@ -127,6 +129,8 @@ def check_command(words: list[str]) -> None:
             tyro.cli(ReplayOptions, args=args)
         case "jaxpar.profile":
             tyro.cli(ProfileOptions, args=args)
+        case "jaxpar.report":
+            tyro.cli(ReportOptions, args=args)
         case "jaxpar.evaluate":
             tyro.cli(EvaluateOptions, args=args)
         case "jaxpar.checkpoint":
@@ -194,6 +198,13 @@ def test_the_table_of_predictions_is_up_to_date():
     spec.loader.exec_module(script)
     expected = script.BEGIN + script.table() + script.END
     assert expected in read("docs/planning.md"), "run python scripts/plan_calibration.py --write"
+
+
+def test_every_metric_is_on_its_page():
+    rows = [f"| `{n}` | {m.group} | {m.unit or '–'} | {m.meaning} |" for n, m in METRICS.items()]
+    head = "| name | group | unit | meaning |\n|---|---|---|---|\n"
+    table = head + "".join(row + "\n" for row in rows)
+    assert f"<!-- metrics -->\n{table}<!-- /metrics -->" in read("docs/monitoring.md"), table
 
 
 def test_the_map_of_the_code_names_every_module():

@@ -1,0 +1,28 @@
+"""The rules about where metrics go."""
+
+import ipaddress
+import re
+
+from jaxpar.config import Config, flag, require
+
+
+def sinks(cfg: Config) -> None:
+    """Names, ports and addresses are such."""
+    m, path = cfg.metrics, "metrics.wandb"
+    ok = m.wandb == "" or re.fullmatch(r"([\w.-]+/)?[\w.-]+", m.wandb) is not None
+    rule = "must be PROJECT or ENTITY/PROJECT, of letters, digits and . _ -, or empty"
+    require(ok, cfg, path, rule, flag(path, "jaxpar"))
+    path, rule = "metrics.prometheus_port", "must be a port, up to 65535, or 0 for none"
+    ok = 0 <= m.prometheus_port <= 65535
+    require(ok, cfg, path, rule, flag(path, 9400), flag(path, 0))
+    path, rule = "metrics.prometheus_address", "must be an IP address, or localhost"
+    ok = m.prometheus_address == "localhost" or _is_address(m.prometheus_address)
+    require(ok, cfg, path, rule, flag(path, "127.0.0.1"))
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""A run's report: one HTML file that needs nothing else, from the run's folder."""

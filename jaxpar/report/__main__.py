@@ -1,0 +1,105 @@
+"""A report of one or more runs: python -m jaxpar.report RUN [RUN ...] [--output FILE.html]
+
+One HTML file that loads nothing from anywhere: loss, speed and memory by steps and by tokens,
+restarts, checkpoints and lost time, config, environment and samples. Several runs share the charts.
+A run that is still going on can be read, too.
+"""
+
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from jaxpar import cli
+from jaxpar.config import ConfigError
+from jaxpar.report.page import page
+from jaxpar.report.runs import RunRead, read_run
+
+#: Lines beyond this number cannot be told apart.
+MOST_RUNS = 21
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Runs in one HTML file."""
+
+    runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")]
+    """Run folders."""
+    output: str | None = None
+    """File to write. None: report.html in the run's folder, or here with several runs."""
+
+
+def report(options: Options) -> tuple[Path, list[RunRead]]:
+    """Read the runs and write the file, at once or not at all.
+
+    Returns:  where it is, and what was read.
+    Raises:   ConfigError for a folder that is no run's, or a file that cannot be written.
+    """
+    names = list(dict.fromkeys(str(Path(name)) for name in options.runs))
+    if not 1 <= len(names) <= MOST_RUNS:
+        rule = f"must be 1 to {MOST_RUNS} folders, and are {len(names)}"
+        raise ConfigError("RUN", " ".join(names), rule, "use jaxpar.report runs/quickstart")
+    output = where(options.output, names)
+    runs = [read_run(name) for name in names]
+    _write(output, page(runs, datetime.now().astimezone()))
+    return output, runs
+
+
+def where(output: str | None, names: Sequence[str]) -> Path:
+    """The file to write.
+
+    Raises:   ConfigError when it cannot be one.
+    """
+    if output is None:
+        return Path(names[0], "report.html") if len(names) == 1 else Path("report.html")
+    path = Path(output)
+    if path.suffix not in (".html", ".htm"):
+        fix = f"use --output {path}/report.html" if path.is_dir() else f"use --output {path}.html"
+        raise ConfigError("--output", output, "must end in .html", fix)
+    if path.is_dir() or not path.parent.is_dir():
+        rule = (
+            "is a folder"
+            if path.is_dir()
+            else f"needs the folder {path.parent}, which is not there"
+        )
+        raise ConfigError("--output", output, rule, "name a file in a folder that is there")
+    return path
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    except OSError as error:
+        fix = "use --output with a folder that can be written"
+        raise ConfigError("--output", str(path), f"cannot be written: {error}", fix) from error
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(temporary, 0o666 & ~mask)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def main(argv: Sequence[str]) -> None:
+    """The command line."""
+    options = tyro.cli(
+        Options, args=list(argv), prog="python -m jaxpar.report", description=__doc__
+    )
+    output, runs = report(options)
+    for run in runs:
+        remark = "" if run.series else ", no metrics yet"
+        print(f"read       {run.name}: {run.last_step:,} steps{remark}")
+    print(f"report     {output}, {output.stat().st_size / 1e3:,.0f} kB; open it in a browser")
+
+
+if __name__ == "__main__":
+    cli.run_program(main)

@@ -1,0 +1,240 @@
+"""Charts as SVG that needs nothing else: lines over steps, marks on them, a histogram, a bar."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from xml.etree.ElementTree import Element
+
+from jaxpar.report.elements import e
+from jaxpar.report.scale import Scale, seconds
+
+#: The drawing, and the plot within it, in units that are about pixels.
+WIDTH, HEIGHT = 560, 270
+LEFT, RIGHT, TOP, BOTTOM = 58, 548, 16, 228
+
+#: Runs have so many colours; the next ones the same, in other dashes.
+COLOURS = 7
+
+#: Marks of one kind that lie closer are one.
+MARK_WIDTH = 5
+
+#: Points that are shown of a line at most; the line goes through all.
+MOST_DOTS = 20
+
+
+@dataclass(frozen=True)
+class Line:
+    """A run's line in a chart."""
+
+    run: int
+    points: Sequence[tuple[float, float]]
+    kind: str = "line"
+    """line, raw (faint) or dots (points and the line between them)."""
+    band: Sequence[tuple[float, float, float]] = ()
+    """(x, low, high) of what the line is the mean of."""
+
+
+@dataclass(frozen=True)
+class Tick:
+    """A mark in a chart: what happened to a run."""
+
+    run: int
+    kind: str
+    x: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Lines over one axis."""
+
+    title: str
+    about: str
+    """One sentence for those who do not see it."""
+    x: Scale
+    y: Scale
+    x_label: str
+    lines: Sequence[Line]
+    ticks: Sequence[Tick] = ()
+    attributes: tuple[tuple[str, object], ...] = ()
+    """Of the SVG, for the script."""
+
+
+def across(scale: Scale, value: float) -> float:
+    """Horizontal place of a value."""
+    return LEFT + scale.at(value) * (RIGHT - LEFT)
+
+
+def up(scale: Scale, value: float) -> float:
+    """Vertical place of a value."""
+    return BOTTOM - scale.at(value) * (BOTTOM - TOP)
+
+
+def line_chart(chart: Chart) -> Element:
+    """The chart as an SVG element."""
+    made = _drawing(chart.title, chart.about, dict(chart.attributes))
+    made.extend(_axes(chart.x, chart.y, chart.x_label))
+    for line in chart.lines:
+        colour = colour_of(line.run)
+        if line.band:
+            made.append(e("path", class_=f"band {colour}", d=_band(chart, line.band)))
+        if len(line.points) > 1:
+            kind = "line thin" if line.kind == "dots" else line.kind
+            made.append(e("path", class_=f"{kind} {colour}", d=_path(chart, line.points)))
+        if line.kind == "dots" or len(line.points) == 1:
+            made.append(_dots(chart, line, colour))
+    made.extend(_mark(chart, tick) for tick in thinned(chart.x, chart.ticks))
+    made.append(e("path", class_="cross", d=f"M{LEFT} {TOP}V{BOTTOM}"))
+    return made
+
+
+def colour_of(run: int) -> str:
+    """The class that colours a run, from 0."""
+    dashes = min(run // COLOURS, 2)
+    return f"r{run % COLOURS}" + (f" dash{dashes}" if dashes else "")
+
+
+def _drawing(
+    title: str, about: str, attributes: dict[str, object], height: int = HEIGHT
+) -> Element:
+    return e(
+        "svg",
+        e("title", title),
+        e("desc", about),
+        viewBox=f"0 0 {WIDTH} {height}",
+        role="img",
+        aria_label=f"{title}. {about}",
+        **attributes,
+    )
+
+
+def _axes(x: Scale, y: Scale, x_label: str) -> Iterable[Element]:
+    for value, text in y.ticks(6):
+        at = f"{up(y, value):.1f}"
+        yield e("path", class_="grid", d=f"M{LEFT} {at}H{RIGHT}")
+        yield e("text", text, class_="ylabel", x=LEFT - 7, y=at, dy="0.35em")
+    yield e("path", class_="axis", d=f"M{LEFT} {BOTTOM}H{RIGHT}")
+    for value, text in x.ticks(6):
+        at = f"{across(x, value):.1f}"
+        yield e("path", class_="axis", d=f"M{at} {BOTTOM}v5")
+        yield e("text", text, class_="xlabel", x=at, y=BOTTOM + 20)
+    yield e("text", x_label, class_="xname", x=RIGHT, y=HEIGHT - 4)
+
+
+def _path(chart: Chart, points: Iterable[tuple[float, float]]) -> str:
+    places = (f"{across(chart.x, x):.1f} {up(chart.y, y):.1f}" for x, y in points)
+    return "M" + "L".join(places)
+
+
+def _band(chart: Chart, band: Sequence[tuple[float, float, float]]) -> str:
+    over = [(x, high) for x, _, high in band]
+    under = [(x, low) for x, low, _ in reversed(band)]
+    return _path(chart, over + under) + "Z"
+
+
+def _dots(chart: Chart, line: Line, colour: str) -> Element:
+    every = -(-len(line.points) // MOST_DOTS)
+    dots = e("g", class_=f"dots {colour}")
+    for x, y in line.points[::-1][::every]:
+        place = {"cx": f"{across(chart.x, x):.1f}", "cy": f"{up(chart.y, y):.1f}"}
+        dots.append(e("circle", r=3, **place))
+    return dots
+
+
+# --------------------------------------------------------------------------------------- marks
+
+#: How each kind is drawn, from (0, 0) on the axis of steps; the plot is 212 high.
+_SHAPES = {
+    "restart": "M0 0V-212M-4 -205L0 -212L4 -205",
+    "rewind": "M0 0V-212M7 -212H0L4 -208M0 -212L4 -216",
+    "left out": "M-4 -3L4 -11M4 -3L-4 -11",
+    "failed": "M0 0V-8M-3 -11L3 -17M3 -11L-3 -17",
+    "saved": "M0 0V-8",
+}
+
+
+def _mark(chart: Chart, tick: Tick) -> Element:
+    place = f"translate({across(chart.x, tick.x):.1f} {BOTTOM})"
+    kind = tick.kind.replace(" ", "-")
+    shape = e("path", d=_SHAPES[tick.kind])
+    colour = colour_of(tick.run)
+    return e("g", e("title", tick.text), shape, class_=f"mark {kind} {colour}", transform=place)
+
+
+def mark_sign(kind: str) -> Element:
+    """The mark by itself, for the legend."""
+    height = 212 if kind in ("restart", "rewind") else 20
+    shape = e("path", class_=f"mark {kind.replace(' ', '-')}", d=_SHAPES[kind])
+    box = f"-10 {-height - 5} 20 24" if height == 212 else "-10 -20 20 24"
+    return e("svg", shape, viewBox=box, class_="sign", aria_hidden="true")
+
+
+def line_sign(kind: str) -> Element:
+    """A line of some kind by itself, for the legend."""
+    if kind == "band":
+        shape = e("path", class_="band", d="M0 1H28V11H0Z")
+    elif kind == "dots":
+        shape = e("g", e("circle", r=3, cx=14, cy=6), class_="dots")
+    else:
+        shape = e("path", class_="line", d="M0 6H28")
+    return e("svg", shape, viewBox="0 0 28 12", class_="swatch grey", aria_hidden="true")
+
+
+def thinned(x: Scale, ticks: Iterable[Tick]) -> list[Tick]:
+    """The marks, of which those of one run and kind that would lie on each other are one."""
+    kept: dict[tuple[int, str, int], list[Tick]] = {}
+    for tick in ticks:
+        if x.low <= tick.x <= x.high:
+            column = int(across(x, tick.x) / MARK_WIDTH)
+            kept.setdefault((tick.run, tick.kind, column), []).append(tick)
+    more = lambda ticks: f" (and {len(ticks) - 1} more here)" if len(ticks) > 1 else ""  # noqa: E731
+    return [Tick(t[0].run, t[0].kind, t[0].x, t[0].text + more(t)) for t in kept.values()]
+
+
+# ----------------------------------------------------------------------------- other drawings
+
+
+def histogram(
+    title: str, about: str, x_label: str, bars: Sequence[tuple[int, list[float], list[int]]]
+):
+    """Bars of each run, as shares of its own values, over one axis.
+
+    Args:     bars: run, edges and counts.
+    """
+    shares = [[count / (sum(counts) or 1) for count in counts] for _, _, counts in bars]
+    x = Scale(min(edges[0] for _, edges, _ in bars), max(edges[-1] for _, edges, _ in bars))
+    y = Scale(0, 105 * max(map(max, shares)))
+    made = _drawing(title, about, {})
+    made.extend(_axes(x, y, x_label))
+    for (run, edges, _), heights in zip(bars, shares, strict=True):
+        path = f"M{across(x, edges[0]):.1f} {BOTTOM}"
+        for (left, right), share in zip(pairwise(edges), heights, strict=True):
+            top = f"{up(y, 100 * share):.1f}"
+            path += f"L{across(x, left):.1f} {top}L{across(x, right):.1f} {top}"
+        path += f"L{across(x, edges[-1]):.1f} {BOTTOM}Z"
+        made.append(e("path", class_=f"filled {colour_of(run)}", d=path))
+    return made
+
+
+def share_bar(title: str, parts: Sequence[tuple[str, float]]) -> Element:
+    """One bar of parts, side by side; each says what it is.
+
+    Args:     parts: (name, seconds).
+    """
+    total = sum(spent for _, spent in parts) or 1.0
+    about = ", ".join(f"{name} {spent / total:.1%}" for name, spent in parts)
+    made, left = _drawing(title, about, {"class": "bar"}, height=40), 0.0
+    for name, spent in parts:
+        width = WIDTH * spent / total
+        text = f"{name}: {seconds(spent)}, {spent / total:.1%}"
+        place = {"x": f"{left:.1f}", "width": f"{max(width - 1, 0.5):.1f}"}
+        made.append(e("rect", e("title", text), y=0, height=40, class_=part_class(name), **place))
+        if width > 9 * len(name) + 12:
+            made.append(e("text", name, class_="part", x=f"{left + 8:.1f}", y=20, dy="0.35em"))
+        left += width
+    return made
+
+
+def part_class(name: str) -> str:
+    """The class that colours a part of a run's time."""
+    return "p-" + name.replace(" ", "-")

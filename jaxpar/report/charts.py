@@ -1,0 +1,168 @@
+"""The charts over steps and over tokens, and what runs have for each of them."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from xml.etree.ElementTree import Element
+
+from jaxpar.metric_names import METRICS
+from jaxpar.report import chart
+from jaxpar.report.chart import Chart, Line, Tick
+from jaxpar.report.elements import e, table
+from jaxpar.report.runs import RunRead
+from jaxpar.report.scale import Scale, scale_of, short
+from jaxpar.report.series import Point
+
+#: Rows of the table under a chart, for each run.
+MOST_ROWS = 12
+
+#: The two axes that a chart is drawn over.
+VIEWS = ("steps", "tokens")
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A chart of the report."""
+
+    name: str
+    """The metric; of the loss, "last half" is another."""
+    title: str
+    smooth: bool = False
+    beside: str = ""
+    """Another metric, as points."""
+    least: float = 0.2
+    log: bool = False
+    """As in `scale_of`."""
+
+
+SHOWN = (
+    Shown("loss", "Loss", smooth=True, beside="held_out_loss", least=0.0),
+    Shown("last half", "Loss, second half", smooth=True, beside="held_out_loss", least=0.0),
+    Shown("grad_norm", "Gradient norm", smooth=True, log=True),
+    Shown("learning_rate", "Learning rate"),
+    Shown("tokens_per_second_per_device", "Throughput per device"),
+    Shown("mfu", "Model FLOP utilisation (MFU)"),
+    Shown("memory_gib", "Peak memory"),
+    Shown("data_wait_seconds", "Wait for data"),
+    Shown("loss_scale", "Loss scale", log=True),
+)
+
+
+def points_of(run: RunRead, name: str) -> list[Point]:
+    """A run's values of a metric, shares as per cent, or of the loss in the "last half"."""
+    if name == "last half":
+        return run.last_half.points() if run.last_half is not None and run.last_step >= 40 else []
+    if name not in run.series:
+        return []
+    factor = 100.0 if METRICS[name].unit == "share" else 1.0
+    return [Point(p.step, *(factor * value for value in p[1:])) for p in run.series[name].points()]
+
+
+def line_charts(runs: Sequence[RunRead]) -> list[Element]:
+    """Every chart over steps and tokens for which some run has numbers."""
+    return [_figure(runs, shown) for shown in SHOWN if any(points_of(r, shown.name) for r in runs)]
+
+
+def _figure(runs: Sequence[RunRead], shown: Shown) -> Element:
+    metric = "loss" if shown.name == "last half" else shown.name
+    unit = METRICS[metric].unit.replace("share", "%")
+    head = e("h3", shown.title, e("span", f" {unit}") if unit else None)
+    figure = e("figure", head, id=shown.name.replace(" ", "-").replace("_", "-"))
+    for view in VIEWS:
+        if all(view == "steps" or run.tokens_per_step for run in runs):
+            drawn = e("div", _chart(runs, shown, view), class_=f"view by-{view}")
+            figure.append(drawn)
+    figure.append(_table(runs, shown))
+    return figure
+
+
+def _chart(runs: Sequence[RunRead], shown: Shown, view: str) -> Element:
+    lines, ticks = [], []
+    for index, run in enumerate(runs):
+        factor = 1.0 if view == "steps" else run.tokens_per_step
+        lines += _lines(index, run, shown, factor)
+        ticks += [Tick(index, m.kind, m.step * factor, f"{run.name}: {m.text}") for m in run.marks]
+    ends = [x for line in lines for x, _ in line.points]
+    if shown.name == "last half":
+        x = Scale(min(ends), max(max(ends), min(ends) + 1))
+        lines = [_from(line, x.low) for line in lines]
+    else:
+        x = Scale(0.0, max(ends))
+    y = scale_of(_heights(lines), least=shown.least, log=shown.log)
+    about = "; ".join(_sentence(run, shown) for run in runs)
+    label = "steps" if view == "steps" else "tokens"
+    script = {"data-view": view, "data-metric": shown.name, "data-low": x.low, "data-high": x.high}
+    more = tuple(script.items())
+    full = Chart(shown.title, about, x, y, label, [li for li in lines if li.points], ticks, more)
+    return chart.line_chart(full)
+
+
+def _lines(index: int, run: RunRead, shown: Shown, factor: float) -> list[Line]:
+    points = points_of(run, shown.name)
+    main = [(p.step * factor, p.smooth if shown.smooth else p.mean) for p in points]
+    band = [(p.step * factor, p.low, p.high) for p in points]
+    single = all(p.low == p.high for p in points)
+    found = []
+    if shown.smooth and single:
+        found.append(Line(index, [(p.step * factor, p.mean) for p in points], "raw"))
+    found.append(Line(index, main, "line", () if single else band))
+    if shown.beside:
+        beside = [(p.step * factor, p.mean) for p in points_of(run, shown.beside)]
+        found.append(Line(index, beside, "dots"))
+    return found
+
+
+def _from(line: Line, low: float) -> Line:
+    """The line from some place on the axis."""
+    points = [(x, y) for x, y in line.points if x >= low]
+    return Line(line.run, points, line.kind, line.band)
+
+
+def _heights(lines: Sequence[Line]) -> list[float]:
+    drawn = [y for line in lines for _, y in line.points]
+    return drawn + [y for line in lines for _, *both in line.band for y in both]
+
+
+def _sentence(run: RunRead, shown: Shown) -> str:
+    points = points_of(run, shown.name)
+    if not points:
+        return f"{run.name}: no values"
+    first, last = points[0], points[-1]
+    span = f"{short(first.mean)} at step {first.step} to {short(last.mean)} at step {last.step}"
+    return f"{run.name}: from {span}"
+
+
+def _table(runs: Sequence[RunRead], shown: Shown) -> Element:
+    """The values in words, for those who do not see the chart: some, evenly spaced."""
+    names = ["run", "step", "mean", "least", "greatest", *(["smoothed"] if shown.smooth else [])]
+    rows = []
+    for run in runs:
+        points = points_of(run, shown.name)
+        every = -(-len(points) // MOST_ROWS) or 1
+        for p in points[::-1][::every][::-1]:
+            numbers = [p.mean, p.low, p.high, *([p.smooth] if shown.smooth else [])]
+            rows.append([run.name, f"{p.step:,}", *map(short, numbers)])
+        for p in points_of(run, shown.beside)[-MOST_ROWS:] if shown.beside else ():
+            cells = [short(p.mean), short(p.low), short(p.high), "held-out"]
+            rows.append([run.name, f"{p.step:,}", *cells])
+    return e("details", e("summary", "Values"), table(names, rows))
+
+
+def hover_data(runs: Sequence[RunRead]) -> dict[str, Any]:
+    """What the script shows at the pointer: for each run and metric, the points of its line."""
+    rounded = lambda value: float(f"{value:.5g}")  # noqa: E731
+    found = []
+    for run in runs:
+        metrics = {}
+        for name, smooth in itertools.chain(
+            ((s.name, s.smooth) for s in SHOWN), [("held_out_loss", False)]
+        ):
+            points = points_of(run, name)
+            if points:
+                values = [rounded(p.smooth if smooth else p.mean) for p in points]
+                metrics[name] = {"x": [p.step for p in points], "y": values}
+        tokens = run.tokens_per_step
+        found.append({"name": run.name, "tokens_per_step": tokens, "metrics": metrics})
+    beside = {shown.name: shown.beside for shown in SHOWN if shown.beside}
+    return {"runs": found, "beside": beside}

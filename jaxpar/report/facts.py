@@ -1,0 +1,171 @@
+"""What a report says in words: key figures, predictions, config, environment, samples."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+from xml.etree.ElementTree import Element
+
+from jaxpar.bench.differences import differing
+from jaxpar.config import Config
+from jaxpar.report.chart import colour_of
+from jaxpar.report.elements import e, table
+from jaxpar.report.runs import RunRead
+from jaxpar.report.scale import seconds, short
+
+#: Entries of manifest.json that have a line in the environment, in this order.
+ENVIRONMENT = {
+    "jaxpar": "jaxpar",
+    "commit": "commit",
+    "jax": "JAX",
+    "jaxlib": "jaxlib",
+    "platform": "platform",
+    "device": "devices",
+    "processes": "processes",
+    "mesh": "mesh",
+    "parameters": "parameters",
+    "adapters": "parameters of adapters",
+    "attention": "attention",
+    "xla_flags": "XLA flags",
+    "environment": "set",
+}
+
+
+def swatch(index: int) -> Element:
+    """A run's colour, as its lines have it."""
+    line = e("path", class_=f"line {colour_of(index)}", d="M0 6H28")
+    return e("svg", line, viewBox="0 0 28 12", class_="swatch", aria_hidden="true")
+
+
+def cards(runs: Sequence[RunRead]) -> Element:
+    """The key figures of each run."""
+    made = e("div", class_="cards")
+    for index, run in enumerate(runs):
+        facts = e("dl")
+        for name, value, more in _figures(run):
+            facts.append(
+                e("div", e("dt", name), e("dd", value, e("small", more) if more else None))
+            )
+        made.append(e("section", e("h2", swatch(index), run.name), facts, class_="card"))
+    return made
+
+
+def _figures(run: RunRead) -> list[tuple[str, str, str]]:
+    """Name, value and a remark of each figure that a run has."""
+    total = f"of {run.num_steps:,}" if run.num_steps else ""
+    found = [("steps done", f"{run.last_step:,}", total)]
+    add = lambda name, value, more="": found.append((name, value, more))  # noqa: E731
+    if "loss" in run.series:
+        add("loss", f"{run.series['loss'].points()[-1].smooth:.4f}", "nats per token, smoothed")
+    if "held_out_loss" in run.series:
+        point = run.series["held_out_loss"].points()[-1]
+        add("held-out loss", f"{run.last['held_out_loss']:.4f}", f"at step {point.step:,}")
+    if "tokens_seen" in run.last:
+        add("tokens", short(run.last["tokens_seen"]))
+    if run.sizes.get("step_seconds"):
+        step, per_device = run.sizes["step_seconds"].quantile(0.5), "tokens_per_second_per_device"
+        if run.last.get(per_device, 0.0) > 0 and "tokens_per_second" in run.last:
+            devices = run.last["tokens_per_second"] / run.last[per_device]
+            rate = run.tokens_per_step / step / max(devices, 1.0)
+            add("throughput", short(rate), "tokens/s/device, median")
+        add("step", seconds(step), "median")
+    if run.sizes.get("mfu"):
+        add("MFU", f"{run.sizes['mfu'].quantile(0.5):.1%}", "median, causal")
+    if "memory_gib" in run.last:
+        add("peak memory", f"{run.last['memory_gib']:.1f} GiB")
+    if run.goodput is not None and run.goodput.total:
+        tries = "1 attempt" if run.goodput.attempts == 1 else f"{run.goodput.attempts} attempts"
+        add("goodput", f"{run.goodput.fraction:.1%}", f"of {seconds(run.goodput.total)}, {tries}")
+    if run.last.get("skipped"):
+        add("updates left out", f"{run.last['skipped']:,.0f}")
+    return found
+
+
+def predicted(runs: Sequence[RunRead]) -> Element | None:
+    """The planner's figures beside the measured ones."""
+    rows = []
+    for run in runs:
+        if not run.predicted:
+            continue
+        steps = run.sizes.get("step_seconds")
+        measured = {
+            "predicted_step_seconds": ("step", "s", steps.quantile(0.5) if steps else math.nan),
+            "predicted_memory_gib": ("peak", "GiB", run.last.get("memory_gib", math.nan)),
+        }
+        for key, (what, unit, value) in measured.items():
+            if key in run.predicted:
+                then = run.predicted[key]
+                error = f"{then / value - 1:+.1%}" if value > 0 else ""
+                was = "–" if math.isnan(value) else f"{value:.4g}"
+                rows.append([run.name, f"{what}, {unit}", f"{then:.4g}", was, error])
+    if not rows:
+        return None
+    names = ["run", "", "predicted", "measured", "error"]
+    return e("section", e("h2", "Predicted and measured"), table(names, rows, texts=2))
+
+
+def config(runs: Sequence[RunRead]) -> Element:
+    """What the runs were asked for: where they differ, or where one differs from the defaults."""
+    made = e("section", e("h2", "Config"))
+    if len(runs) > 1:
+        found = differing([run.manifest | {"config": run.config} for run in runs])
+        found = {name.removeprefix("config."): row for name, row in found.items()}
+        names = ["what differs", *(run.name for run in runs)]
+        made.append(
+            table(names, [(name, *row) for name, row in found.items()], texts=len(names))
+            if found
+            else e("p", "The runs have the same config and conditions.")
+        )
+    else:
+        rows = _changed(runs[0].config)
+        made.append(table(["field", "value", "default"], rows, texts=3))
+    for run in runs:
+        text = json.dumps(run.config, indent=2) if run.config else "There is no config.json."
+        made.append(e("details", e("summary", f"Whole config of {run.name}"), e("pre", text)))
+    return made
+
+
+def _changed(config: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Fields that are not as by default: (path, value, default)."""
+    default = _flat(dataclasses.asdict(Config()))
+    mine = _flat(config)
+    return [(k, str(v), str(default.get(k, "–"))) for k, v in mine.items() if v != default.get(k)]
+
+
+def _flat(value: Any, path: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {path: value}
+    parts = ((f"{path}.{key}" if path else key, inner) for key, inner in value.items())
+    return {k: v for name, inner in parts for k, v in _flat(inner, name).items()}
+
+
+def environment(runs: Sequence[RunRead]) -> Element:
+    """Versions, devices, flags and commit, a column for each run."""
+    rows = []
+    for key, name in ENVIRONMENT.items():
+        values = [_told(run.manifest.get(key)) for run in runs]
+        if any(values):
+            rows.append((name, *(value or "–" for value in values)))
+    names = ["", *(run.name for run in runs)]
+    shown = table(names, rows, texts=len(names)) if rows else e("p", "There is no manifest.json.")
+    return e("section", e("h2", "Environment"), shown, class_="environment")
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    if isinstance(value, int):
+        return f"{value:,}" if value else ""
+    return "" if value is None else str(value)
+
+
+def samples(runs: Sequence[RunRead]) -> Element | None:
+    """The latest texts that the models wrote."""
+    made = e("section", e("h2", "Samples"))
+    for run in runs:
+        for sample in run.samples:
+            head = e("p", f"{run.name}, step {sample['step']}", class_="note")
+            text = e("pre", e("b", str(sample["prompt"])), str(sample["text"]), class_="sample")
+            made.append(e("div", head, text))
+    return made if len(made) > 1 else None

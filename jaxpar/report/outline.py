@@ -1,0 +1,72 @@
+"""Which lines of metrics.jsonl count: those that no later attempt has taken again."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxpar import json_lines
+
+_STEP = re.compile(rb'\{"step": ?(\d+)')
+_RESUMED = re.compile(rb'\{"resumed_after_step": ?(\d+)')
+
+
+@dataclass
+class Outline:
+    """What one pass over a file finds, that lines can be left out in the next."""
+
+    path: Path
+    end: int = 0
+    """Bytes of whole lines when the pass began: a run may be writing more."""
+    count: int = 0
+    """Records of steps."""
+    last_step: int = 0
+    starts: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
+    """(byte, step) from which, and after which, an attempt wrote."""
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """The records that count, in order, one in memory at a time."""
+        if not self.path.is_file():
+            return
+        limits = self._limits()
+        with open(self.path, "rb") as file:
+            place, attempt = 0, 0
+            for line in file:
+                while attempt + 1 < len(self.starts) and place >= self.starts[attempt + 1][0]:
+                    attempt += 1
+                place += len(line)
+                if place > self.end:
+                    return
+                record = json_lines.parse(line)
+                if record is not None and record.get("step", 0) <= limits[attempt]:
+                    yield record
+
+    def _limits(self) -> list[float]:
+        """The last step of each attempt that counts: before any later one began."""
+        limits = [float("inf")]
+        for _, step in reversed(self.starts[1:]):
+            limits.append(min(limits[-1], step))
+        return limits[::-1]
+
+
+def outline(path: Path) -> Outline:
+    """Go through a metrics.jsonl, without reading its numbers."""
+    found = Outline(path)
+    if not path.is_file():
+        return found
+    before, size = 0, path.stat().st_size
+    with open(path, "rb") as file:
+        for line in file:
+            if found.end + len(line) > size or not line.endswith(b"\n"):
+                break
+            place, found.end = found.end, found.end + len(line)
+            if resumed := _RESUMED.search(line):  # also after a line that was cut off
+                found.starts.append((place, before := int(resumed[1])))
+            elif b'"held_out_loss"' not in line and (step := _STEP.match(line)):
+                number = int(step[1])
+                if number <= before:  # a start from scratch says nothing
+                    found.starts.append((place, number - 1))
+                before, found.count = number, found.count + 1
+                found.last_step = max(found.last_step, number)
+    return found

@@ -1,0 +1,60 @@
+"use strict";
+// Values at the pointer. Without this, each chart still has its axes, its marks' titles and a table.
+const data = JSON.parse(document.getElementById("data").textContent);
+const LEFT = 58, RIGHT = 548, WIDTH = 560; // of chart.py
+
+function nearest(xs, x) {
+  let low = 0, high = xs.length - 1;
+  while (high - low > 1) {
+    const middle = (low + high) >> 1;
+    if (xs[middle] < x) low = middle; else high = middle;
+  }
+  return Math.abs(xs[low] - x) <= Math.abs(xs[high] - x) ? low : high;
+}
+
+function short(value) {
+  return Math.abs(value) >= 1e4 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(4)));
+}
+
+function lines(metric, factor, x) {
+  const found = [];
+  for (const run of data.runs) {
+    const by = factor(run);
+    for (const name of [metric, data.beside[metric]]) {
+      const there = run.metrics[name];
+      if (!there) continue;
+      const at = nearest(there.x, x / by);
+      const label = (data.runs.length > 1 ? run.name + "  " : "") + (name === metric ? "" : "held-out  ");
+      found.push({ x: there.x[at] * by, text: label + short(there.y[at]) + (name === metric ? "" : " at " + short(there.x[at] * by)) });
+    }
+  }
+  return found;
+}
+
+for (const svg of document.querySelectorAll("svg[data-metric]")) {
+  const { metric, view, low, high } = svg.dataset;
+  const figure = svg.closest("figure"), cross = svg.querySelector(".cross");
+  const tip = document.createElement("div");
+  tip.className = "tip";
+  tip.hidden = true;
+  figure.append(tip);
+  const factor = (run) => (view === "tokens" ? run.tokens_per_step : 1);
+  svg.addEventListener("pointermove", (event) => {
+    const box = svg.getBoundingClientRect(), scale = WIDTH / box.width;
+    const place = ((event.clientX - box.left) * scale - LEFT) / (RIGHT - LEFT);
+    if (place < 0 || place > 1) return hide();
+    const found = lines(metric, factor, Number(low) + place * (high - low));
+    if (!found.length) return hide();
+    const x = found[0].x, at = LEFT + ((x - low) / (high - low)) * (RIGHT - LEFT);
+    cross.setAttribute("transform", `translate(${at - LEFT} 0)`);
+    cross.style.visibility = "visible";
+    tip.textContent = [`${view === "tokens" ? "token" : "step"} ${short(x)}`, ...found.map((f) => f.text)].join("\n");
+    tip.hidden = false;
+    const left = at / scale + svg.parentElement.offsetLeft + 12;
+    const turned = left + tip.offsetWidth > figure.clientWidth;
+    tip.style.left = `${Math.max(turned ? left - tip.offsetWidth - 24 : left, 0)}px`;
+    tip.style.top = `${box.top - figure.getBoundingClientRect().top + 14}px`;
+  });
+  const hide = () => { tip.hidden = true; cross.style.visibility = "hidden"; };
+  svg.addEventListener("pointerleave", hide);
+}

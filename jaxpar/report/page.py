@@ -1,0 +1,113 @@
+"""The report as one page that loads nothing: style, script and drawings are within."""
+
+import base64
+import hashlib
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from importlib import resources
+from xml.etree.ElementTree import Element
+
+import jaxpar
+from jaxpar.report import charts, facts, times
+from jaxpar.report.chart import line_sign, mark_sign
+from jaxpar.report.elements import e, html
+from jaxpar.report.runs import KINDS, RunRead
+
+#: Kinds of lines, with what they mean.
+LINES = {
+    "line": "loss and gradient norm smoothed, else means",
+    "band": "all that was recorded",
+    "dots": "held-out",
+}
+
+
+def page(runs: Sequence[RunRead], made: datetime) -> bytes:
+    """The page.
+
+    Args:     runs: at least one. made: now.
+    """
+    style, script = _asset("page.css"), _asset("page.js")
+    title = ", ".join(run.name for run in runs)
+    head = e(
+        "head",
+        e("meta", charset="utf-8"),
+        e("meta", http_equiv="Content-Security-Policy", content=_policy(style, script)),
+        e("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        e("meta", name="color-scheme", content="light dark"),
+        e("meta", name="referrer", content="no-referrer"),
+        e("title", f"{title} – training report"),
+        e("style", style),
+    )
+    # In a script element text is not escaped: no "<" means no way out of it.
+    data = json.dumps(charts.hover_data(runs)).replace("<", "\\u003c")
+    body = e(
+        "body",
+        _header(runs, made),
+        e("main", *_sections(runs)),
+        e("script", data, type="application/json", id="data"),
+        e("script", script),
+    )
+    return html(e("html", head, body, lang="en"))
+
+
+def _asset(name: str) -> str:
+    return resources.files("jaxpar.report").joinpath(name).read_text("utf-8")
+
+
+def _policy(style: str, script: str) -> str:
+    """Nothing but this style and this script; no network at all."""
+    digest = lambda text: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()  # noqa: E731
+    return (
+        f"default-src 'none'; style-src 'sha256-{digest(style)}'; "
+        f"script-src 'sha256-{digest(script)}'; base-uri 'none'; form-action 'none'"
+    )
+
+
+def _header(runs: Sequence[RunRead], made: datetime) -> Element:
+    what = "Training report" if len(runs) == 1 else f"Training report, {len(runs)} runs"
+    when = f"{made:%Y-%m-%d %H:%M} {made.tzname() or ''}".strip()
+    return e("header", e("h1", what), e("p", f"{when}, jaxpar {jaxpar.__version__}"))
+
+
+def _sections(runs: Sequence[RunRead]) -> list[Element]:
+    figures = [*charts.line_charts(runs), times.histogram(runs), times.progress(runs)]
+    shown = [figure for figure in figures if figure is not None]
+    drawn = e("section", *(_view_choice(runs) if shown else []), class_="charts")
+    if not shown:
+        drawn.append(e("p", "No step has been logged yet.", class_="empty"))
+    drawn.append(_marks(runs))
+    drawn.append(e("div", *shown, times.goodput(runs), class_="grid"))
+    rest = [facts.predicted(runs), facts.samples(runs), facts.config(runs)]
+    there = [section for section in rest if section is not None]
+    return [facts.cards(runs), drawn, *there, facts.environment(runs)]
+
+
+def _view_choice(runs: Sequence[RunRead]) -> list[Element]:
+    """Two buttons, which style alone obeys."""
+    if not all(run.tokens_per_step for run in runs):
+        return []
+    label = lambda view, checked: e(  # noqa: E731
+        "label",
+        e("input", type="radio", name="view", id=f"view-{view}", checked=checked),
+        f"by {view}",
+    )
+    choice = e("fieldset", e("legend", "Charts"), label("steps", ""), label("tokens", None))
+    choice.set("class", "choice")
+    return [choice]
+
+
+def _marks(runs: Sequence[RunRead]) -> Element:
+    """What the runs' colours and the marks in the charts mean."""
+    made = e("ul", class_="legend")
+    if len(runs) > 1:
+        for index, run in enumerate(runs):
+            made.append(e("li", facts.swatch(index), run.name))
+    for kind, meaning in LINES.items():
+        if kind != "dots" or any("held_out_loss" in run.series for run in runs):
+            made.append(e("li", line_sign(kind), meaning))
+    there = {mark.kind for run in runs for mark in run.marks}
+    for kind, meaning in KINDS.items():
+        if kind in there:
+            made.append(e("li", mark_sign(kind), meaning))
+    return made

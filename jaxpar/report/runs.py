@@ -1,0 +1,194 @@
+"""A run's folder, read for a report: its numbers in bounded memory, and what happened when."""
+
+import json
+import math
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxpar.config import ConfigError
+from jaxpar.goodput import Goodput, goodput, read_events
+from jaxpar.report.outline import Outline, outline
+from jaxpar.report.series import Series, Sizes
+from jaxpar.samples import read_samples
+from jaxpar.sinks import numbers
+
+#: Kinds of marks on the axes of steps and time, with what they mean.
+KINDS = {
+    "restart": "started again",
+    "rewind": "went back",
+    "left out": "updates left out, loss or gradient being no number",
+    "failed": "save failed",
+    "saved": "checkpoint",
+}
+
+#: The exponential mean is over this part of all values; of few, it is the values.
+SMOOTH = 1 / 50
+
+#: Metrics that are kept over the steps; of the others the last value is.
+DRAWN = frozenset(
+    """loss held_out_loss grad_norm learning_rate tokens_per_second_per_device mfu memory_gib
+    data_wait_seconds loss_scale""".split()
+)
+
+#: Samples that are shown: the latest.
+MOST_SAMPLES = 4
+
+
+class Mark(NamedTuple):
+    """Something that happened to a run."""
+
+    kind: str
+    step: int
+    hours: float | None
+    """Since the run began; None where events.jsonl does not say."""
+    text: str
+
+
+@dataclass
+class RunRead:
+    """What a report shows of a run."""
+
+    name: str
+    folder: Path
+    config: dict[str, Any]
+    manifest: dict[str, Any]
+    series: dict[str, Series] = field(default_factory=dict)
+    sizes: dict[str, Sizes] = field(default_factory=dict)
+    marks: list[Mark] = field(default_factory=list)
+    progress: list[list[tuple[float, int]]] = field(default_factory=list)
+    """Of each attempt, (hours since the run began, steps done)."""
+    last: dict[str, float] = field(default_factory=dict)
+    """The last finite value of each metric."""
+    predicted: dict[str, float] = field(default_factory=dict)
+    goodput: Goodput | None = None
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    last_step: int = 0
+    last_half: Series | None = None
+    """The loss in the second half of the steps, in finer ranges."""
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens of a step; 0 where no record has them."""
+        return max(self.last.get("tokens_seen", 0.0), 0.0) / max(self.last_step, 1)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that the run is to have; 0 where the config does not say."""
+        return int(self.config.get("train", {}).get("num_steps", 0))
+
+
+def read_run(folder: str) -> RunRead:
+    """Read the folder of a run, which may still be going on.
+
+    Raises:   ConfigError when it is none.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        what = "is a file" if path.exists() else "is not there"
+        raise ConfigError("RUN", folder, what, "give the folder of a run, such as runs/quickstart")
+    if not (path / "config.json").is_file() and not (path / "metrics.jsonl").is_file():
+        rule = "is no run's folder: it has neither config.json nor metrics.jsonl"
+        within = sorted(str(file.parent) for file in path.glob("*/metrics.jsonl"))[:3]
+        fix = f"use {', or '.join(within)}" if within else "give a folder that run.dir named"
+        raise ConfigError("RUN", folder, rule, fix)
+    run = RunRead(folder, path, _json(path / "config.json"), _json(path / "manifest.json"))
+    _read_metrics(run, found := outline(path / "metrics.jsonl"))
+    events = read_events(path)
+    if events:
+        run.goodput = goodput(events)
+        _read_events(run, events)
+    else:
+        starts = (step for _, step in found.starts[1:])
+        run.marks += [Mark("restart", step, None, f"went on from step {step}") for step in starts]
+    run.samples = list(deque(read_samples(path), MOST_SAMPLES))
+    return run
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes()) if path.is_file() else {}
+    except ValueError as error:
+        fix = "mend it, or start the run again, which writes it anew"
+        raise ConfigError("RUN", str(path), f"is no JSON: {error}", fix) from error
+    return value if isinstance(value, dict) else {}
+
+
+# ------------------------------------------------------------------------------- metrics.jsonl
+
+
+def _read_metrics(run: RunRead, found: Outline) -> None:
+    """Series, sizes, and the marks of updates that were left out."""
+    span, left_out = found.count * SMOOTH, 0
+    run.last_step = found.last_step
+    half = found.last_step // 2
+    run.last_half = Series(half, found.last_step, span)
+    sizes: dict[str, Sizes] = defaultdict(Sizes)
+    for record in found.records():
+        values = {name: v for name, v in numbers(record).items() if math.isfinite(v)}
+        run.predicted |= {k: v for k, v in values.items() if k.startswith("predicted_")}
+        step = record.get("step")
+        if not isinstance(step, int):
+            continue
+        skipped = int(values.get("skipped", left_out))
+        if skipped > left_out:
+            text = f"{skipped - left_out} updates left out up to step {step}"
+            run.marks.append(Mark("left out", step, None, text))
+        left_out = skipped
+        run.last |= values
+        for name in DRAWN & values.keys():
+            if name not in run.series:
+                run.series[name] = Series(0, found.last_step, span)
+            run.series[name].add(step, values[name])
+        for name in ("step_seconds", "mfu"):
+            sizes[name].add(values.get(name, 0.0))
+        if "loss" in values and step > half:
+            run.last_half.add(step, values["loss"])
+    run.sizes = dict(sizes)
+
+
+# ------------------------------------------------------------------------------- events.jsonl
+
+
+def _read_events(run: RunRead, events: Iterable[dict[str, Any]]) -> None:
+    """Progress and marks over time, from the ages of the attempts: no clock on the wall counts
+    but between them."""
+    born = end = 0.0
+    last: dict[str, Any] | None = None
+    gone_on = False
+    for event in events:
+        age = float(event["age"])
+        if event["event"] == "start":
+            down = 0.0 if last is None else max(event["time"] - age - last["time"], 0.0)
+            born, gone_on = end + down, False
+            run.progress.append([])
+        if not run.progress:
+            continue  # the beginning is cut off
+        end = max(end, born + age)
+        hours = (born + age) / 3600
+        if event["event"] == "from":
+            _gone_on(run, event, hours, within=gone_on)
+            gone_on = True
+        elif event["event"] == "time" and gone_on:
+            run.progress[-1].append((hours, int(event["steps"][1])))
+        elif event["event"] == "saved":
+            text = f"saved step {event['step']} in {event['seconds']:.1f} s"
+            run.marks.append(Mark("saved", int(event["step"]), hours, text))
+        elif event["event"] == "save failed":
+            text = f"step {event['step']} not saved: {event['error']}"
+            run.marks.append(Mark("failed", int(event["step"]), hours, text))
+        last = event
+
+
+def _gone_on(run: RunRead, event: dict[str, Any], hours: float, *, within: bool) -> None:
+    """An attempt goes on from a step: its first, or after a rewind."""
+    step = int(event["step"])
+    if within:
+        run.marks.append(Mark("rewind", step, hours, f"went back to step {step}"))
+        run.progress.append([])
+    elif len(run.progress) > 1:
+        text = f"attempt {event['attempt']}, from step {step}"
+        run.marks.append(Mark("restart", step, hours, text))
+    run.progress[-1].append((hours, step))

@@ -1,0 +1,144 @@
+"""The report as a file: nothing in a run can become markup, nothing is loaded, all is written."""
+
+import json
+import math
+import os
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from jaxpar.config import ConfigError
+from jaxpar.report import __main__ as program
+from jaxpar.report.__main__ import Options, main, report
+from jaxpar.samples import write_sample
+from tests.report.folders import write_lines, write_run
+
+EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&\x00"
+
+
+class Tags(HTMLParser):
+    """Elements of a page, with their attributes and texts."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.found: list[tuple[str, dict]] = []
+        self.texts: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+
+def page_of(*folders, **options) -> str:
+    path, _ = report(Options(runs=tuple(map(str, folders)), **options))
+    return path.read_text("utf-8")
+
+
+def test_a_run_on_one_page(tmp_path, capsys):
+    folder = write_run(tmp_path / "run")
+    main([str(folder)])
+    said = capsys.readouterr().out
+    assert f"read       {folder}: 200 steps" in said and f"{folder}/report.html" in said
+    text = " ".join(Tags((folder / "report.html").read_text("utf-8")).texts)
+    for part in ("held-out loss", "goodput", "abc123", "4 x H200", "f(x):", "went back"):
+        assert (part in text) == (part != "went back"), part
+    assert "train.num_steps" in text and "train.seed" not in text.partition("Whole config")[0]
+    assert "+1.2%" in text  # predicted 42.0, measured 41.5 GiB
+    assert sorted(p.name for p in folder.iterdir() if "report" in p.name) == ["report.html"]
+
+
+def test_nothing_is_loaded(tmp_path):
+    tags = Tags(page_of(write_run(tmp_path / "run"))).found
+    loading = {"src", "href", "srcset", "action", "background", "poster", "style"}
+    assert not [(tag, a) for tag, a in tags if loading & set(a) or tag in ("link", "iframe", "img")]
+    policies = [a["content"] for t, a in tags if t == "meta" and "http-equiv" in a]
+    (policy,) = policies
+    assert policy.startswith("default-src 'none'; ") and "unsafe" not in policy
+    assert not re.search(r"https?:", policy)
+
+
+def test_texts_of_a_run_stay_texts(tmp_path):
+    folder = write_run(tmp_path / "<b>run", **{"data.mixture": EVIL[:-1]})
+    manifest = json.loads((folder / "manifest.json").read_text()) | {"device": EVIL}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    write_sample(folder, 3, EVIL, "\ud800" + EVIL)
+    clean = write_run(tmp_path / "clean")
+    text = page_of(folder, output=str(tmp_path / "r.html"))
+    tags = [tag for tag, _ in Tags(text).found]
+    assert tags.count("script") == 2 and "img" not in tags and tags.count("b") == 2
+    assert Tags(page_of(clean)).found.count(("script", {})) == 1
+    assert "alert(1)" in text and "<script>alert" not in text and "\x00" not in text
+
+
+def test_runs_side_by_side_differ_where_they_do(tmp_path):
+    one = write_run(tmp_path / "one")
+    two = write_run(tmp_path / "two", seed=3, **{"optimizer.learning_rate": 1e-3})
+    text = " ".join(Tags(page_of(one, two, output=str(tmp_path / "both.html"))).texts)
+    table = text.partition("what differs")[2].partition("Whole config")[0].split()
+    assert "optimizer.learning_rate" in table and "run.dir" in table and "train.seed" not in table
+
+
+def test_runs_of_which_one_has_no_steps_and_a_run_that_just_began(tmp_path):
+    new = tmp_path / "new"
+    new.mkdir()
+    (new / "config.json").write_text("{}")
+    assert "No step has been logged yet." in page_of(new)
+    text = page_of(new, write_run(tmp_path / "old"), output=str(tmp_path / "r.html"))
+    assert 'id="loss"' in text and "No step has been logged" not in text
+
+
+def test_a_run_without_evaluation_speed_or_events(tmp_path):
+    (tmp_path / "run").mkdir()
+    write_lines(
+        tmp_path / "run" / "metrics.jsonl", [{"step": 5, "loss": None}, {"step": 6, "loss": 3.0}]
+    )
+    tags = Tags(page_of(tmp_path / "run"))
+    assert [a["id"] for tag, a in tags.found if tag == "figure"] == ["loss"]
+    assert "held-out" not in tags.texts
+
+
+@pytest.mark.parametrize("value", [None, math.nan, math.inf, -1.0, 0, 1e-9, 1e12])
+def test_numbers_that_nobody_expects(tmp_path, value):
+    lines = (write_run(tmp_path / "run", steps=60) / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    kept = ("step", "resumed_after_step")
+    odd = [{k: v if k in kept else value for k, v in r.items()} for r in records]
+    for name, now in (("all", odd), ("half", odd[:40] + records[40:])):
+        (tmp_path / name).mkdir()
+        write_lines(tmp_path / name / "metrics.jsonl", now)
+        assert page_of(tmp_path / name).endswith("</html>\n")
+
+
+def test_it_is_written_at_once_or_not_at_all(tmp_path, monkeypatch):
+    folder = write_run(tmp_path / "run")
+    page_of(folder)
+    before = (folder / "report.html").read_bytes()
+
+    def fails(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(program.os, "replace", fails)
+    with pytest.raises(OSError, match="disk full"):
+        page_of(folder)
+    assert (folder / "report.html").read_bytes() == before
+    assert not [p for p in folder.iterdir() if p.name.endswith(".tmp")]
+    assert os.stat(folder / "report.html").st_mode & 0o444  # for others than the writer, too
+
+
+@pytest.mark.parametrize(
+    ("output", "rule"),
+    [("x.txt", "must end in .html"), ("none/x.html", "which is not there"), ("d.html", "a folder")],
+)
+def test_what_cannot_be_written_is_refused_before_anything_is(tmp_path, monkeypatch, output, rule):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "d.html").mkdir()
+    folder = write_run(tmp_path / "run")
+    with pytest.raises(ConfigError, match=rule):
+        page_of(folder, output=output)
+    with pytest.raises(ConfigError, match="is not there"):
+        page_of(folder, "nonesuch", output="x.html")
+    assert not (tmp_path / "x.html").exists()
