@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import json
 import signal
 from pathlib import Path
 
@@ -32,16 +31,12 @@ def get_config():
     )
 """
 
-#: What the text repeats, twelve times a document, each document with a number of its own.
-VERSE = "the cat sat on the mat, and the dog sat on the log.\n"
-
 
 @pytest.fixture(scope="session")
 def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Forty documents of repetitive text."""
     path = tmp_path_factory.mktemp("text") / "verses.jsonl"
-    documents = [{"text": f"verse {i}\n" + VERSE * 12} for i in range(40)]
-    path.write_text("".join(json.dumps(d) + "\n" for d in documents), "utf-8")
+    ranks.write_text(path)
     return path
 
 
@@ -75,12 +70,7 @@ def config_file(write_config, tmp_path: Path) -> str:
 def write_ranks(dataset):
     """(folder) -> a config file in it; its run goes to `folder/run`."""
 
-    def write(folder: Path) -> str:
-        file = folder / "tiny.py"
-        file.write_text(ranks.CONFIG.format(run=str(folder / "run"), data=str(dataset)))
-        return str(file)
-
-    return write
+    return functools.partial(ranks.write_config, data=dataset)
 
 
 @contextlib.contextmanager
