@@ -9,8 +9,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxpar import adapters, checkpoint, runtime
-from jaxpar.config import Config, ConfigError
+from jaxpar import adapters, checkpoint, processes
+from jaxpar.config import Config, ConfigError, replace
 from jaxpar.convert.config_file import CONFIG_FILE
 from jaxpar.convert.importing import Source, open_source
 from jaxpar.convert.mesh_load import load_params
@@ -70,11 +70,21 @@ def load(folder: str, step: int | None, tensor: int, say: Callable[[str], None])
 
 def _start(tensor: int) -> None:
     """Start JAX for this machine, not for the one that a run's config was written on: reading a
-    checkpoint starts it. Without a GPU, ranks are simulated."""
-    runtime.start(Config())
-    if not gpu_is_present():
+    checkpoint starts it. Without a GPU, ranks are simulated.
+
+    Raises:   ConfigError when there are several processes, and `tensor` leaves one without devices.
+    """
+    if processes.count() == 1:  # else a program has joined them before
+        detect = "auto" if processes.others() else "none"
+        processes.join(replace(Config(), **{"cluster.detect": detect}))
+    number = processes.count()
+    if not gpu_is_present() and tensor % number == 0:
         with contextlib.suppress(RuntimeError):  # it has started, with devices of its own
-            jax.config.update("jax_num_cpu_devices", tensor)
+            jax.config.update("jax_num_cpu_devices", tensor // number)
+    if number > 1 and tensor != jax.device_count():
+        rule = f"must be all devices of the {number} processes that were started"
+        fix = f"use --tensor {jax.device_count()}, or start one process"
+        raise ConfigError("--tensor", tensor, rule, fix)
 
 
 def _is_run(folder: str) -> bool:

@@ -17,9 +17,9 @@ from typing import Any, NoReturn
 import jax
 from jax._src import distributed  # JAX offers the key-value store nowhere else
 
-from jaxpar import xla_flags
-from jaxpar.cluster import Cluster, is_loopback
-from jaxpar.config import ConfigError, flag
+from jaxpar import runtime, xla_flags
+from jaxpar.cluster import Cluster, Environment, detect, is_loopback
+from jaxpar.config import ClusterConfig, Config, ConfigError, flag, replace
 
 #: Seconds after which JAX gives up a process that has gone silent, and ends the others.
 HEARTBEAT_SECONDS = 100
@@ -46,6 +46,42 @@ class PeerFailed(Exception):
     def __init__(self, text: str, code: int):
         super().__init__(text)
         self.code = code
+
+
+def join(cfg: Config) -> tuple[Config, list[str]]:
+    """Prepare this process for JAX, as one of a run's if it is: what a program does first.
+
+    Returns:  the config, saying no longer which process this is: what a run is does not depend on
+              where a process of it ran. And what was set, as `runtime.start`.
+    Raises:   ConfigError as `cluster.detect` and `connect`.
+    """
+    found = detect(cfg, os.environ)
+    environment = runtime.start(cfg, found.num_processes if found else 1)
+    if found is None:
+        return cfg, environment
+    say(f"cluster    {connect(found, cfg.cluster.connect_seconds)}")
+    own, places = ClusterConfig(), ("detect", "coordinator", "num_processes", "process_id")
+    return replace(cfg, **{f"cluster.{name}": getattr(own, name) for name in places}), environment
+
+
+def others(env: Environment = os.environ) -> Cluster | None:
+    """`detect`, for programs that have no options to say it: half-set variables start nobody."""
+    try:
+        return detect(Config(), env)
+    except ConfigError:
+        return None
+
+
+def alone(program: str, env: Environment = os.environ) -> None:
+    """Refuse to be one of several processes, in a program that works in one.
+
+    Raises:   ConfigError naming what says that there are more.
+    """
+    found = others(env)
+    if found is not None:
+        rule = f"is one of several, and {program} works in one process"
+        fix = f"start it once: without srun or mpirun, and the variables of {found.source} unset"
+        raise ConfigError("process", f"{found.process_id} of {found.num_processes}", rule, fix)
 
 
 def connect(cluster: Cluster, seconds: int) -> str:

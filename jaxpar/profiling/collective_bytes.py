@@ -22,7 +22,7 @@ from typing import Any
 from jaxpar.profiling.hlo import Instruction, Module, num_bytes, parse
 
 #: Kind and bytes sent, of each opcode. Asynchronous ones are counted at their -start.
-_SENT = {
+SENT = {
     "all-gather": ("all-gather", lambda size, n: size * (n - 1)),
     "reduce-scatter": ("reduce-scatter", lambda size, n: size * (n - 1) // n),
     "all-reduce": ("all-reduce", lambda size, n: 2 * size * (n - 1) // n),
@@ -71,8 +71,8 @@ def _walk(
     """Add what a computation sends, and those that it calls."""
     for instruction in module.computations.get(computation, ()):
         opcode = instruction.opcode.removesuffix("-start")
-        if opcode in _SENT:
-            kind, rule = _SENT[opcode]
+        if opcode in SENT:
+            kind, rule = SENT[opcode]
             sent = rule(_size(module, instruction), group_size(instruction, module.num_devices))
             if sent:
                 counts[kind][0] += times

@@ -12,12 +12,12 @@ ROOT = Path(__file__).resolve().parents[2]
 #: Floor of each module or package directly under jaxpar/; a package's modules share its floor.
 FLOORS = {
     0: "axes config config_json config_model config_types params batch validation memory_rules "
-    "model_rules data_rules guard_rules lora_rules cluster",
-    1: "parallel kernels xla_flags runtime processes",
+    "model_rules data_rules guard_rules lora_rules layout_rules cluster",
+    1: "parallel kernels xla_flags runtime processes nccl_ras",
     2: "model",
     3: "optimizer moments skipping state adapters initial startup step data checkpoint metrics "
     "profiling guard goodput evaluation rewinding recent replicas step_guard run_lock stragglers "
-    "watchdog children convert generation scoring loaded harness parity planning",
+    "watchdog elastic children convert generation scoring loaded harness parity planning",
     4: "cli run train evaluate sample verify quickstart launch plan doctor bench report replay",
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names.split()}
