@@ -1,12 +1,15 @@
 """Another number of devices than before, or than the config was written for: what a run then does.
 
 The global batch stays, and with it the order of the data. `choose_layout` has the planner set the
-mesh for the devices that are there; `same_rows` keeps the rows of a microbatch, so that fewer
-devices accumulate over more microbatches and need no more memory for each.
+mesh for the devices that are there; `same_rows` keeps a microbatch from growing: fewer devices
+accumulate over more of them, and need no more memory for each.
 """
 
 import dataclasses
 import json
+import math
+from collections.abc import Iterable, Mapping
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -23,6 +26,9 @@ from jaxpar.validation import fill_data_axis
 
 #: The field whose value follows the devices when a run goes on.
 MICROBATCHES = "parallel.num_microbatches"
+
+#: Axes over which the rows of a batch are split, and those that cut what is held of a row.
+ROWS, CUTS = ("replica", "data", "expert"), ("sequence", "tensor")
 
 
 # ------------------------------------------------------------------------- chosen by the planner
@@ -100,7 +106,7 @@ def gpu_here() -> Gpu:
 
 
 def same_rows(cfg: Config, saved: Saved | None, num_devices: int) -> Config:
-    """The config with as many microbatches as keep the rows of each what they were.
+    """The config with as many microbatches as keep a device's part of each from growing.
 
     Only where a run goes on, and the command asks for no other number of microbatches than before.
 
@@ -113,25 +119,32 @@ def same_rows(cfg: Config, saved: Saved | None, num_devices: int) -> Config:
         return cfg  # another batch is refused, by name
     if cfg.parallel.num_microbatches != asked_before(saved):
         return cfg
-    then, now = saved.config["parallel"], fill_data_axis(cfg, num_devices).parallel
-    ways = now.replica * now.data * now.expert
-    if batch % ways:
-        rule = f"is that of {saved}, and cannot be shared by {ways} ways of replica, data, expert"
-        fix = f"use {flag('parallel.auto', 'all')}, or axes that leave fewer of them: "
-        raise ConfigError("train.global_batch_size", batch, rule, fix + flag("parallel.tensor", 2))
-    before = [then.get(name, 1) for name in ("replica", "data", "expert", "num_microbatches")]
-    most = batch // (before[0] * before[1] * before[2] * before[3])
-    whole = batch // ways
-    fits = [n for n in divisors(whole) if whole // n <= most and not (whole // n) % now.row_groups]
-    if now.virtual_stages > 1:
-        fits = [n for n in fits if n % now.pipeline == 0]
-    if not fits or fits[0] == cfg.parallel.num_microbatches:
+    then, now = saved.config["parallel"], vars(fill_data_axis(cfg, num_devices).parallel)
+    if batch % _product(now, ROWS):
+        rule = f"is that of {saved}, and {num_devices} devices cannot share its rows "
+        rule += f"{_product(now, ROWS)} ways"
+        fix = f"use {flag('parallel.auto', 'all')}, or axes that leave fewer ways: "
+        path = "train.global_batch_size"
+        raise ConfigError(path, batch, rule, fix + flag("parallel.tensor", 2))
+    rows = batch // _product(now, ROWS)
+    # What a device holds of a microbatch, in tokens: then, and now with n of them.
+    before = Fraction(batch, _product(then, (*ROWS, "num_microbatches", *CUTS)))
+    part = lambda n: Fraction(rows, n * _product(now, CUTS))  # noqa: E731
+    fits = [n for n in divisors(rows) if part(n) <= before and rows // n % now["row_groups"] == 0]
+    if now["virtual_stages"] > 1:
+        fits = [n for n in fits if n % now["pipeline"] == 0]
+    if not fits or part(fits[0]) == part(cfg.parallel.num_microbatches):
         return cfg
     processes.say(
-        f"changed    {MICROBATCHES}: {fits[0]}, not {cfg.parallel.num_microbatches}, so that a "
-        f"microbatch has {whole // fits[0]} rows on a device ({most} before); the same global batch"
+        f"changed    {MICROBATCHES}: {fits[0]}, not {cfg.parallel.num_microbatches}, so that each "
+        f"is no larger on {num_devices} devices than before; the global batch is the same"
     )
     return with_parallel(cfg, num_microbatches=fits[0])
+
+
+def _product(parallel: Mapping[str, Any], names: Iterable[str]) -> int:
+    """Of fields of `parallel`, also as an earlier version saved them."""
+    return math.prod(parallel.get(name, 1) for name in names)
 
 
 def asked_before(saved: Saved) -> int:

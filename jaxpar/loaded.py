@@ -48,7 +48,7 @@ def load(folder: str, step: int | None, tensor: int, say: Callable[[str], None])
     Args:     tensor: devices that share each layer. say: told what is read.
     Raises:   ConfigError when there is no model there, or too few devices.
     """
-    _start(tensor)
+    _start(tensor, say)
     source = None if _is_run(folder) else _published(folder, step)
     cfg = source.config if source else checkpoint.load_config(folder, step)
     cfg = config_for_sampling(cfg, tensor)
@@ -68,7 +68,7 @@ def load(folder: str, step: int | None, tensor: int, say: Callable[[str], None])
     return Loaded(cfg, mesh, weights_for_sampling(params, cfg, mesh), tokenizer, begin)
 
 
-def _start(tensor: int) -> None:
+def _start(tensor: int, say: Callable[[str], None]) -> None:
     """Start JAX for this machine, not for the one that a run's config was written on: reading a
     checkpoint starts it. Without a GPU, ranks are simulated.
 
@@ -76,7 +76,7 @@ def _start(tensor: int) -> None:
     """
     if processes.count() == 1:  # else a program has joined them before
         detect = "auto" if processes.others() else "none"
-        processes.join(replace(Config(), **{"cluster.detect": detect}))
+        processes.join(replace(Config(), **{"cluster.detect": detect}), say)
     number = processes.count()
     if not gpu_is_present() and tensor % number == 0:
         with contextlib.suppress(RuntimeError):  # it has started, with devices of its own

@@ -48,9 +48,10 @@ class PeerFailed(Exception):
         self.code = code
 
 
-def join(cfg: Config) -> tuple[Config, list[str]]:
+def join(cfg: Config, tell: Callable[[str], None] | None = None) -> tuple[Config, list[str]]:
     """Prepare this process for JAX, as one of a run's if it is: what a program does first.
 
+    Args:     tell: told of the others, once they have met; None: `say`.
     Returns:  the config, saying no longer which process this is: what a run is does not depend on
               where a process of it ran. And what was set, as `runtime.start`.
     Raises:   ConfigError as `cluster.detect` and `connect`.
@@ -59,7 +60,7 @@ def join(cfg: Config) -> tuple[Config, list[str]]:
     environment = runtime.start(cfg, found.num_processes if found else 1)
     if found is None:
         return cfg, environment
-    say(f"cluster    {connect(found, cfg.cluster.connect_seconds)}")
+    (tell or say)(f"cluster    {connect(found, cfg.cluster.connect_seconds)}")
     own, places = ClusterConfig(), ("detect", "coordinator", "num_processes", "process_id")
     return replace(cfg, **{f"cluster.{name}": getattr(own, name) for name in places}), environment
 

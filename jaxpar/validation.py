@@ -57,9 +57,9 @@ def check(cfg: Config) -> None:
 
 def _each_rule(cfg: Config) -> None:
     check_types(cfg)
-    rules = (_numbers, _places, data, _schedule, moments, _model, _float8, _attention, remat)
-    rules += (_saving, guards, _interleaving, _turns, automatic, experts, layer_kinds, lora)
-    for rule in rules:
+    first = (_numbers, _places, data, _schedule, moments, _model, _float8, _attention, remat)
+    others = (_saving, guards, _interleaving, _turns, automatic, experts, layer_kinds, lora)
+    for rule in (*first, *others):
         rule(cfg)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxpar import run, train
+from jaxpar import guard, run, train
 from jaxpar.data.prepare import PrepareOptions, prepare
 from jaxpar.parallel.mesh import make_mesh
 from tests.e2e import ranks
@@ -105,3 +105,11 @@ def train_on(only_devices):
             return train.main(args)
 
     return on
+
+
+@pytest.fixture(scope="session")
+def whole(train_on, write_ranks, tmp_path_factory) -> Path:
+    """The run of `write_ranks`, in one process on four devices. Tests must not write to it."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert train_on(4, write_ranks(folder)) == guard.EXIT_OK
+    return folder / "run"

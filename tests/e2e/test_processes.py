@@ -20,14 +20,6 @@ def config(write_ranks, tmp_path) -> str:
     return write_ranks(tmp_path)
 
 
-@pytest.fixture(scope="session")
-def whole(train_on, write_ranks, tmp_path_factory) -> Path:
-    """The run in one process on four devices, never interrupted. Tests must not write to it."""
-    folder = tmp_path_factory.mktemp("whole")
-    assert train_on(4, write_ranks(folder)) == guard.EXIT_OK
-    return folder / "run"
-
-
 def kill_at_random(launcher, run: Path, kills: int, seed: int) -> int:
     """SIGKILL so many random processes of a launched run, at any moment. Returns how many."""
     rng, done, before = random.Random(seed), 0, []

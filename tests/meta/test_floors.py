@@ -11,8 +11,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 #: Floor of each module or package directly under jaxpar/; a package's modules share its floor.
 FLOORS = {
-    0: "axes config config_json config_model config_types params batch validation memory_rules "
-    "model_rules data_rules guard_rules lora_rules layout_rules cluster",
+    0: "axes lines config config_json config_model config_types params batch validation "
+    "memory_rules model_rules data_rules guard_rules lora_rules layout_rules cluster",
     1: "parallel kernels xla_flags runtime processes nccl_ras",
     2: "model",
     3: "optimizer moments skipping state adapters initial startup step data checkpoint metrics "
