@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jaxpar import guard
 from tests.e2e import ranks
-from tests.e2e.soak_matrix import Place, train
+from tests.e2e.soak_matrix import ALWAYS, Place, train
 
 #: What a run of several processes is at, in the order of an attempt; the last two take turns.
 PHASES = ("start", "checks and restore", "compilation", "first step", "steps", "save")
@@ -113,10 +113,9 @@ class Kills:
         run = self._folder / f"run {count} {number}"
         log, rng = run.with_suffix(".log"), random.Random(100 * count + number)
         args = ("--restarts", str(kills + 1), "--", self._config, "--parallel.data", "4")
-        more = ("--run.dir", str(run), "--evaluation.every", "0", "--optimizer.schedule")
         phases: collections.Counter[str] = collections.Counter()
         with open(log, "w") as out:
-            flags = (*more, "constant", *self._flags())
+            flags = ("--run.dir", str(run), *ALWAYS, *self._flags())
             process = ranks.launch(count, 4 // count, *args, *flags, out=out)
         attempt = Attempt(process, log, run, [])
         while phases.total() < kills and attempt.started(count):

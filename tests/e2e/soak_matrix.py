@@ -29,6 +29,9 @@ DEVICES = 4
 #: A run is saved after so many steps, and goes on to so many.
 SAVED, LAST = 6, 10
 
+#: Of every run. The learning rate does not depend on the last step.
+ALWAYS = "--evaluation.every 0 --optimizer.schedule constant --optimizer.warmup-steps 2".split()
+
 #: What a pair on one mesh finds.
 SAME_BITS = "same bits"
 
@@ -56,7 +59,7 @@ PLACES = [Place(*place) for place in itertools.product(MESHES, (1, 2, 4))]
 def train(config: str, run: Path, place: Place, *more: str) -> None:
     """Run the training program to its end, in a place."""
     args = [config, *MESHES[place.mesh].split(), "--run.dir", str(run), *more]
-    args += ["--evaluation.every", "0", "--optimizer.schedule", "constant"]
+    args += ALWAYS
     if place.processes == 1:
         command = [sys.executable, "-m", "jaxpar.train", *args, "--run.cpu-devices", str(DEVICES)]
         kept = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
