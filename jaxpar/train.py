@@ -134,6 +134,7 @@ def compiled(run: Run, state: TrainState):
     lowered = step.lower(state, run.loader.batch(0))
     processes.check_same("program", lambda: lowered.as_text(), run.cfg.cluster.slow_seconds)
     program = lowered.compile()
+    processes.in_any(False)  # the devices meet from here on: nobody is still compiling
     say(f"compiled in {time.perf_counter() - began:.1f} s{memory_of(program, state)}")
     run.startup.ended("compilation")
     return runtime.FirstRunAlone(program)

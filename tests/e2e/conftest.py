@@ -113,3 +113,11 @@ def whole(train_on, write_ranks, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
     assert train_on(4, write_ranks(folder)) == guard.EXIT_OK
     return folder / "run"
+
+
+@pytest.fixture(scope="session")
+def finished(train_on, write_config, tmp_path_factory) -> Path:
+    """A run of 120 steps on two devices, saved every 40. Tests must not write to it."""
+    folder = tmp_path_factory.mktemp("finished")
+    assert train_on(2, write_config(folder)) == guard.EXIT_OK
+    return folder / "run"

@@ -99,14 +99,6 @@ def one_device(cfg):
     return make_mesh(cfg.parallel, jax.devices()[:1])
 
 
-@pytest.fixture(scope="session")
-def finished(train_on, write_config, tmp_path_factory) -> Path:
-    """A run of 120 steps on two devices, saved every 40. Tests must not write to it."""
-    folder = tmp_path_factory.mktemp("finished")
-    assert train_on(2, write_config(folder)) == guard.EXIT_OK
-    return folder / "run"
-
-
 @pytest.fixture
 def copy(finished: Path, config_file: str) -> Path:
     """A copy of the finished run, which `config_file` continues."""
