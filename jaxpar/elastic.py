@@ -45,6 +45,7 @@ def choose_layout(cfg: Config, seconds: float) -> Config:
     """
     if not cfg.parallel.auto:
         return cfg
+    jax.devices()  # JAX starts in all processes together, or not at all
 
     def plan() -> str:
         return json.dumps(_best(cfg)) if processes.own() == 0 else ""

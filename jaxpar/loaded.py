@@ -82,7 +82,7 @@ def _start(tensor: int, say: Callable[[str], None]) -> None:
         with contextlib.suppress(RuntimeError):  # it has started, with devices of its own
             jax.config.update("jax_num_cpu_devices", tensor // number)
     if number > 1 and tensor != jax.device_count():
-        rule = f"must be all devices of the {number} processes that were started"
+        rule = f"must be all {jax.device_count()} devices of the {number} processes"
         fix = f"use --tensor {jax.device_count()}, or start one process"
         raise ConfigError("--tensor", tensor, rule, fix)
 

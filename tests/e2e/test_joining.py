@@ -12,7 +12,10 @@ from tests.e2e import ranks
 
 
 def in_two(*words: str) -> list[tuple[int, str, str]]:
-    """Two processes of a program, which find each other by JAX's variables: code, out, err."""
+    """Two processes of a program, which find each other by JAX's variables: code, out, err.
+
+    Out is without gloo's own lines.
+    """
     address, started = f"127.0.0.1:{launch.free_port()}", []
     for own in range(2):
         place = {"JAX_COORDINATOR_ADDRESS": address, "JAX_PROCESS_ID": str(own)}
@@ -22,7 +25,8 @@ def in_two(*words: str) -> list[tuple[int, str, str]]:
         started.append(subprocess.Popen(command, env=env, **pipes))
     said = [process.communicate(timeout=150) for process in started]
     codes = [process.returncode for process in started]
-    return [(code, *texts) for code, texts in zip(codes, said, strict=True)]
+    own = lambda out: "".join(x for x in out.splitlines(True) if not x.startswith("[Gloo]"))  # noqa: E731
+    return [(code, own(out), err) for code, (out, err) in zip(codes, said, strict=True)]
 
 
 def test_two_processes_write_the_text_of_one(whole):
