@@ -41,6 +41,7 @@ def test_two_processes_write_the_text_of_one(whole):
     assert "cluster    jax: process 0 of 2" in err
 
 
+@pytest.mark.slow
 def test_a_benchmark_of_two_processes(write_ranks, tmp_path):
     card = tmp_path / "card.json"
     words = ["jaxpar.bench", "train", write_ranks(tmp_path), "--steps", "2", "--profile-steps", "0"]
@@ -77,9 +78,7 @@ metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
     assert found == wanted and "acc,none" in found["letters"]
 
 
-def test_what_works_in_one_process_says_so(whole):
-    for code, _, said in in_two("jaxpar.replay", str(whole), "--step", "7"):
-        assert code == 2 and "is one of several, and jaxpar.replay works in one process" in said
+def test_devices_that_would_be_left_over_are_refused(whole):
     for code, _, said in in_two("jaxpar.sample", str(whole), "--tensor", "3"):
         assert code == 2 and "--tensor = 3: must be all 2 devices of the 2 processes" in said
 
