@@ -115,12 +115,12 @@ def test_training_goes_on_from_there_and_is_resumed_without_it(
     assert int(state.step) == 0
 
 
-@pytest.mark.parametrize("origin", ["published", pytest.param("whole", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("origin", ["published", pytest.param("finished", marks=pytest.mark.slow)])
 def test_two_processes_begin_with_the_bits_that_one_does(
-    origin, request, train_on, write_ranks, flags_to_fit, tmp_path
+    origin, request, train_on, write_config, flags_to_fit, tmp_path
 ):
     folder = request.getfixturevalue(origin)
-    args = [write_ranks(tmp_path), "--run.init-from", str(folder), "--train.num-steps", "3"]
+    args = [write_config(tmp_path), "--run.init-from", str(folder), "--train.num-steps", "3"]
     args += [*(flags_to_fit if origin == "published" else []), "--evaluation.every", "0"]
     args += ["--optimizer.warmup-steps", "0"]
     assert train_on(4, *args, "--run.dir", str(tmp_path / "one")) == 0
