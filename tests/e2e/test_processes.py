@@ -146,7 +146,7 @@ def test_a_run_of_one_process_goes_on_in_four_with_the_same_bits(config, begun, 
 
 
 def test_a_clock_that_jumps_changes_no_number(config, tmp_path, whole, train_on, monkeypatch):
-    """A day ahead at step 17, back at 27. (Orbax may give up a save that is under way just then.)"""
+    """A day ahead at step 17, back at 27. (Orbax may give up a save that is under way then.)"""
     write_previous, now, ahead = MetricsWriter.write_previous, time.time, [0.0]
 
     def jumping(self, step, *measured):
