@@ -93,6 +93,7 @@ def test_a_process_that_sleeps_for_ever_is_found_out_and_the_run_goes_on(config,
     assert words[1]["step"] == 12 and words[1]["phase"] == "step"
     stacks = {i: (run / "ranks" / f"{i}.stacks.txt").read_text() for i in (0, 1)}
     assert "in fail" in stacks[1] and "train.py" in stacks[0]
+    assert " of 4  jit(" in (run / "ranks" / "collectives.txt").read_text()
     ranks.assert_same_run(run, whole)
 
 
