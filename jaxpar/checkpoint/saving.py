@@ -93,6 +93,8 @@ class Checkpointer:
         self.wait()
         if step in self.steps():
             return False
+        if self._failures:
+            self._sweep()  # once more: threads of the failed save may have been writing still
         began = time.perf_counter()
         tree = vars(snapshot(state, self._cfg))
         num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
@@ -163,9 +165,7 @@ class Checkpointer:
         with contextlib.suppress(OSError):
             self._orbax.reload()
         where = folder(self._cfg.run.dir)
-        if jax.process_index() == 0:
-            for left in where.glob(f"{step}.orbax-checkpoint-tmp*"):
-                shutil.rmtree(left, ignore_errors=True)
+        self._sweep()
         self._failures += 1
         self._record("save failed", step=step, error=str(error)[:500])
         allowed = self._cfg.checkpoint.save_failures_allowed
@@ -178,6 +178,12 @@ class Checkpointer:
         if jax.process_index() == 0:
             more = f"{self._failures} in a row, {allowed} allowed"
             integrity.warn(f"{text}\n           Training goes on without it ({more}).")
+
+    def _sweep(self) -> None:
+        """Delete what failed saves have written. There is no save under way."""
+        if jax.process_index() == 0:
+            for left in folder(self._cfg.run.dir).glob("*.orbax-checkpoint-tmp*"):
+                shutil.rmtree(left, ignore_errors=True)
 
     def steps(self) -> list[int]:
         """Steps saved or being saved, and kept; ascending. The same in every process."""
