@@ -32,12 +32,12 @@ test: lint types ## All that CI runs: lint, types, CPU tests
 .PHONY: test-all
 test-all: lint types ## The same, slow tests included
 	@echo "==> Tests and slow tests, on 16 simulated CPU devices"
-	@$(PY) -m pytest $(WORKERS) -m "not gpu and not soak"
+	@$(PY) -m pytest $(WORKERS) -m "not gpu"
 
 .PHONY: soak
-soak: install ## Hours of kills and of resumes in every mesh and number of processes
+soak: install ## Kills, and resumes in every mesh and number of processes (SOAK_JOBS=8: at a time)
 	@echo "==> Soak: processes killed and resumed, on simulated CPU devices"
-	@$(PY) -m pytest -m soak
+	@$(PY) -m tests.e2e.soak
 
 .PHONY: test-gpu
 test-gpu: install-gpu ## Tests that need an NVIDIA GPU

@@ -99,6 +99,8 @@ class LoraConfig:
 class ParallelConfig:
     """The mesh and how work is cut over it."""
 
+    auto: str = ""
+    """Of these, what the planner chooses for the devices: all, or NAME,NAME. Empty: nothing."""
     pipeline: int = 1
     """Pipeline stages (PP)."""
     replica: int = 1

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from jaxpar import cli
+from jaxpar import cli, processes
 from jaxpar.config import ConfigError
 from jaxpar.loaded import load
 
@@ -58,7 +58,7 @@ def check(options: Options) -> None:
         raise ConfigError("--output", options.output, rule, fix)
 
 
-def evaluate(options: Options, say: Callable[[str], None] = print) -> dict[str, Any]:
+def evaluate(options: Options, say: Callable[[str], None] = processes.say) -> dict[str, Any]:
     """Run the tasks; the results as the harness gives them.
 
     Raises:   ConfigError for an unknown task, and as `check` and `loaded.load`.
@@ -88,7 +88,7 @@ def evaluate(options: Options, say: Callable[[str], None] = print) -> dict[str, 
         bootstrap_iters=0,
     )
     say(lm_eval.utils.make_table(results))
-    if options.output is not None:
+    if options.output is not None and processes.own() == 0:
         text = json.dumps(results, indent=2, default=str)
         Path(options.output).write_text(text + "\n", "utf-8")
     return results

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 
 from jaxpar import json_lines
+from jaxpar.lines import Lines
 from jaxpar.startup import process_age
 
 EVENTS_FILE = "events.jsonl"
@@ -42,7 +43,7 @@ class Recorder:
         """Begin an attempt in the folder of a run, which is there."""
         path = run_dir / EVENTS_FILE if jax.process_index() == 0 else Path(os.devnull)
         attempt = 1 + sum(event.get("event") == "start" for event in read_events(run_dir))
-        self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
+        self._file = Lines(path)
         self._lock, self._attempt = threading.Lock(), attempt
         self._spent: dict[str, float] = defaultdict(float)
         self._part, self._since = "init", time.perf_counter()

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxpar import adapters, checkpoint, runtime
-from jaxpar.config import Config, ConfigError
+from jaxpar import adapters, checkpoint, processes
+from jaxpar.config import Config, ConfigError, replace
 from jaxpar.convert.config_file import CONFIG_FILE
 from jaxpar.convert.importing import Source, open_source
 from jaxpar.convert.mesh_load import load_params
@@ -48,7 +48,7 @@ def load(folder: str, step: int | None, tensor: int, say: Callable[[str], None])
     Args:     tensor: devices that share each layer. say: told what is read.
     Raises:   ConfigError when there is no model there, or too few devices.
     """
-    _start(tensor)
+    _start(tensor, say)
     source = None if _is_run(folder) else _published(folder, step)
     cfg = source.config if source else checkpoint.load_config(folder, step)
     cfg = config_for_sampling(cfg, tensor)
@@ -68,13 +68,23 @@ def load(folder: str, step: int | None, tensor: int, say: Callable[[str], None])
     return Loaded(cfg, mesh, weights_for_sampling(params, cfg, mesh), tokenizer, begin)
 
 
-def _start(tensor: int) -> None:
+def _start(tensor: int, say: Callable[[str], None]) -> None:
     """Start JAX for this machine, not for the one that a run's config was written on: reading a
-    checkpoint starts it. Without a GPU, ranks are simulated."""
-    runtime.start(Config())
-    if not gpu_is_present():
+    checkpoint starts it. Without a GPU, ranks are simulated.
+
+    Raises:   ConfigError when there are several processes, and `tensor` leaves one without devices.
+    """
+    if processes.count() == 1:  # else a program has joined them before
+        detect = "auto" if processes.others() else "none"
+        processes.join(replace(Config(), **{"cluster.detect": detect}), say)
+    number = processes.count()
+    if not gpu_is_present() and tensor % number == 0:
         with contextlib.suppress(RuntimeError):  # it has started, with devices of its own
-            jax.config.update("jax_num_cpu_devices", tensor)
+            jax.config.update("jax_num_cpu_devices", tensor // number)
+    if number > 1 and tensor != jax.device_count():
+        rule = f"must be all {jax.device_count()} devices of the {number} processes"
+        fix = f"use --tensor {jax.device_count()}, or start one process"
+        raise ConfigError("--tensor", tensor, rule, fix)
 
 
 def _is_run(folder: str) -> bool:

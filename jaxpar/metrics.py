@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import jax
 import rich.console
@@ -20,6 +20,7 @@ import rich.progress
 
 from jaxpar import guard, stragglers
 from jaxpar.config import Config
+from jaxpar.lines import Lines
 from jaxpar.model.flops import mfu
 from jaxpar.planning.forecast import Forecast
 from jaxpar.sinks import Sinks
@@ -54,7 +55,7 @@ class MetricsWriter:
         self.epochs = epochs if cfg.data.mixture else None
         self.cfg, self.schedule = cfg, schedule
         path = run_dir / "metrics.jsonl" if jax.process_index() == 0 else Path(os.devnull)
-        self.file: TextIO = open(path, "a", buffering=1)  # noqa: SIM115
+        self.file = Lines(path)
         self.screen = Screen(cfg.train.num_steps, first_step)
         self.devices = jax.device_count()
         self.device_kind = jax.devices()[0].device_kind

@@ -6,6 +6,7 @@ arrays never do. With one process, everything returns at once.
 
 import contextlib
 import hashlib
+import itertools
 import os
 import socket
 import sys
@@ -17,9 +18,9 @@ from typing import Any, NoReturn
 import jax
 from jax._src import distributed  # JAX offers the key-value store nowhere else
 
-from jaxpar import xla_flags
-from jaxpar.cluster import Cluster, is_loopback
-from jaxpar.config import ConfigError, flag
+from jaxpar import runtime, xla_flags
+from jaxpar.cluster import Cluster, Environment, detect, is_loopback
+from jaxpar.config import ClusterConfig, Config, ConfigError, flag, replace
 
 #: Seconds after which JAX gives up a process that has gone silent, and ends the others.
 HEARTBEAT_SECONDS = 100
@@ -31,6 +32,9 @@ _ROOT = "jaxpar"
 
 #: Host of each process, once they have met.
 _hosts: list[str] = []
+
+#: Numbers the questions of `in_any`.
+_questions = itertools.count()
 
 #: JAX's agreement on when to stop, once they have met.
 _stops: list[Any] = []
@@ -46,6 +50,43 @@ class PeerFailed(Exception):
     def __init__(self, text: str, code: int):
         super().__init__(text)
         self.code = code
+
+
+def join(cfg: Config, tell: Callable[[str], None] | None = None) -> tuple[Config, list[str]]:
+    """Prepare this process for JAX, as one of a run's if it is: what a program does first.
+
+    Args:     tell: told of the others, once they have met; None: `say`.
+    Returns:  the config, saying no longer which process this is: what a run is does not depend on
+              where a process of it ran. And what was set, as `runtime.start`.
+    Raises:   ConfigError as `cluster.detect` and `connect`.
+    """
+    found = detect(cfg, os.environ)
+    environment = runtime.start(cfg, found.num_processes if found else 1)
+    if found is None:
+        return cfg, environment
+    (tell or say)(f"cluster    {connect(found, cfg.cluster.connect_seconds)}")
+    own, places = ClusterConfig(), ("detect", "coordinator", "num_processes", "process_id")
+    return replace(cfg, **{f"cluster.{name}": getattr(own, name) for name in places}), environment
+
+
+def others(env: Environment = os.environ) -> Cluster | None:
+    """`detect`, for programs that have no options to say it: half-set variables start nobody."""
+    try:
+        return detect(Config(), env)
+    except ConfigError:
+        return None
+
+
+def alone(program: str, env: Environment = os.environ) -> None:
+    """Refuse to be one of several processes, in a program that works in one.
+
+    Raises:   ConfigError naming what says that there are more.
+    """
+    found = others(env)
+    if found is not None:
+        rule = f"is one of several, and {program} works in one process"
+        fix = f"start it once: without srun or mpirun, and the variables of {found.source} unset"
+        raise ConfigError("process", f"{found.process_id} of {found.num_processes}", rule, fix)
 
 
 def connect(cluster: Cluster, seconds: int) -> str:
@@ -177,6 +218,17 @@ def exchange(name: str, text: str, seconds: float) -> list[str]:
         raise PeersMissing(f"{name}: after {seconds:.0f} s, still missing: {who}") from error
     there = published(folder)
     return [there[i][1:] for i in range(count())]
+
+
+def in_any(happened: bool) -> bool:
+    """Whether something has happened in some process. All ask, in the same order, and wait for all.
+
+    However late the last one comes: over gloo, a first collective would fail after 30 s.
+    """
+    if _client() is None:
+        return happened
+    told = exchange(f"in any/{next(_questions)}", str(happened), 1e6)
+    return str(True) in told
 
 
 def publish(topic: str, text: str) -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxpar import cli, json_lines, runtime, validation
+from jaxpar import cli, json_lines, processes, runtime, validation
 from jaxpar.data.meta import read_meta
 from jaxpar.data.prepare import PrepareOptions, prepare
 from jaxpar.data.progress import console_progress
@@ -23,6 +23,7 @@ def main(argv: Sequence[str]) -> int:
     began = time.perf_counter()
     cfg = cli.parse_overrides(cli.load_config("quickstart"), argv, "jaxpar.quickstart", __doc__)
     validation.check(cfg)
+    processes.alone("jaxpar.quickstart")
     data, run_dir = Path(cfg.data.path), Path(cfg.run.dir)
     headline("1. The text: the Python standard library's source")
     if not (data / "meta.json").exists():

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxpar import json_lines
+from jaxpar.lines import FULL, Lines
 
 RECENT_FILE = "recent.jsonl"
 
@@ -48,10 +49,9 @@ class Recent:
         finite = {name: v if math.isfinite(v) else None for name, v in values.items()}
         exact = {name: bits(values[name]) for name in ("loss", "grad_norm")}
         self._lines.append(json.dumps({"step": step, **more, **finite, "bits": exact}))
+        self._file.write(self._lines[-1] + "\n")
         if len(self._lines) > 2 * self._size:
             self._rewrite()
-        else:
-            self._file.write(self._lines[-1] + "\n")
 
     def _rewrite(self) -> None:
         """The latest records alone, at once or not at all; then append to them."""
@@ -59,6 +59,11 @@ class Recent:
             return
         self._lines = self._lines[-self._size :]
         temporary = self._path.with_suffix(".tmp")
-        temporary.write_text("".join(line + "\n" for line in self._lines), encoding="utf-8")
-        temporary.replace(self._path)
-        self._file = open(self._path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
+        try:
+            temporary.write_text("".join(line + "\n" for line in self._lines), encoding="utf-8")
+            temporary.replace(self._path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            if error.errno not in FULL:
+                raise  # else the file stays longer until there is room
+        self._file = Lines(self._path)

@@ -15,7 +15,7 @@ import jax
 import tyro
 from jax.sharding import Mesh
 
-from jaxpar import checkpoint, cli, initial, runtime
+from jaxpar import checkpoint, cli, initial, processes, runtime
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config_json import from_json
 from jaxpar.data import Loader
@@ -73,6 +73,7 @@ class Replay:
 
         Raises:   ConfigError when the step has no record, or the devices do not fit the mesh.
         """
+        processes.alone("jaxpar.replay")
         self.number, folder = options.step, Path(options.run)
         self.records = read_recent(folder)
         if not self.records:

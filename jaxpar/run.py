@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpar import checkpoint, extensions, initial, runtime
+from jaxpar import checkpoint, elastic, extensions, initial, runtime
 from jaxpar.batch import Batch
 from jaxpar.config import Config, ConfigError
 from jaxpar.config_json import to_json
@@ -36,11 +36,16 @@ class Run:
 
     def __init__(self, cfg: Config):
         """Raises:   ConfigError for anything that would stop the run later."""
-        self.cfg = cfg = resolve(cfg, jax.device_count())
-        check_host_copies(cfg, jax.default_backend())
-        require_packages(cfg)
         self.startup = StartUp()
         self.dir = run_folder(cfg)
+        self.first_step = checkpoint.starting_step(cfg)
+        resumed = self.first_step is not None
+        saved = checkpoint.read_saved(self.dir, self.first_step) if resumed else None
+        used = resolve(elastic.same_rows(cfg, saved, jax.device_count()), jax.device_count())
+        self.asked = elastic.asked_otherwise(cfg, used)
+        self.cfg = cfg = used
+        check_host_copies(cfg, jax.default_backend())
+        require_packages(cfg)
         self.mesh = make_mesh(cfg.parallel)
         order = token_order(cfg.parallel, cfg.data.seq_len)
         self.loader = Loader(cfg, self.mesh, "train", order)
@@ -50,15 +55,13 @@ class Run:
             self.held_out = Loader(cfg, self.mesh, "val", order)
             splits.append(self.held_out)
         self.max_segments = max(split.max_documents for split in splits)
-        self.first_step = checkpoint.starting_step(cfg)
         self.changed: dict[str, tuple[Any, Any]] = {}
         self.loader.skipped = read_skipped(self.dir)
-        if self.first_step is not None:
-            saved = checkpoint.read_saved(cfg.run.dir, self.first_step)
+        if saved is not None:
             checkpoint.check_resumable(cfg, saved)
             self.changed = checkpoint.changed_fields(cfg, saved)
             self.loader.skipped = self.loader.skipped.and_also(saved.skipped_batches)
-            check_steps(cfg, self.first_step)
+            check_steps(cfg, saved.step)
         self.origin = initial.find(cfg) if self.first_step is None else None
         self.kernels = self.attention_kernels()
         added = f"{cfg.model.attention}, added from outside the package"

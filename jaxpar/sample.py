@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from jaxpar import checkpoint, cli
+from jaxpar import checkpoint, cli, processes
 from jaxpar.config import ConfigError
 from jaxpar.generation import Sampling, generate
 from jaxpar.loaded import load
@@ -105,9 +105,9 @@ def sample(options: Options) -> None:
     seconds, count = time.perf_counter() - began, sum(map(len, rows))
     if len(prompts) > 1:
         for text, ids in zip(options.prompt, rows, strict=True):
-            print(f"--- {text}{tokenizer.decode(ids)}")
+            write(f"--- {text}{tokenizer.decode(ids)}\n")
     say(f"[{count} tokens in {seconds:.2f} s, {count / seconds:,.1f} tokens/s]")
-    if options.save:
+    if options.save and processes.own() == 0:
         _save(options, [tokenizer.decode(ids) for ids in rows])
 
 
@@ -119,21 +119,28 @@ def _save(options: Options, texts: list[str]) -> None:
 
 def say(text: str) -> None:
     """A line beside the text, on standard error."""
-    print(text, file=sys.stderr, flush=True)
+    if processes.own() == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+def write(text: str) -> None:
+    """Some of the text. All processes have it, and the first writes it."""
+    if processes.own() == 0:
+        print(text, end="", flush=True)
 
 
 def _as_it_comes(made: Iterator[list[list[int]]], options: Options, tokenizer: Any):
     """Print the one text as it grows; its ids."""
     (prompt,), new = options.prompt, []
     shown = prompt
-    print(shown, end="", flush=True)
+    write(shown)
     for (ids,) in made:
         new.extend(ids)
         text = prompt + tokenizer.decode(new)
         if not text.endswith("\ufffd"):  # half a character: wait for the rest
-            print(text[len(shown) :], end="", flush=True)
+            write(text[len(shown) :])
             shown = text
-    print(flush=True)
+    write("\n")
     return [new]
 
 

@@ -120,7 +120,9 @@ def state_of(params: Any, cfg: Config, mesh: Mesh) -> TrainState:
     """The state at step 0 with given parameters, in running order."""
     to = state_shardings(cfg, mesh)
     opt_state = jax.jit(functools.partial(_init_opt_state, cfg), out_shardings=to.opt_state)
-    step, guard = jax.device_put((jnp.int32(0), skipping.initial(cfg)), (to.step, to.guard))
+    # Made in a program: with several processes, device_put would compare what each of them puts.
+    scalars = lambda: (jnp.int32(0), skipping.initial(cfg))  # noqa: E731
+    step, guard = jax.jit(scalars, out_shardings=(to.step, to.guard))()
     return TrainState(step, params, opt_state(params), guard)
 
 

@@ -4,7 +4,6 @@ The run folder is all there is to a run. If it holds a checkpoint, the run goes 
 """
 
 import contextlib
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +11,8 @@ from typing import Any
 
 import jax
 
-from jaxpar import checkpoint, cli, cluster, guard, processes, runtime
-from jaxpar.config import ClusterConfig, Config, ConfigError, replace
+from jaxpar import checkpoint, cli, elastic, guard, processes, runtime
+from jaxpar.config import Config, ConfigError
 from jaxpar.config_json import to_json
 from jaxpar.evaluation import Evaluation
 from jaxpar.goodput import Recorder, goodput, read_events
@@ -51,6 +50,7 @@ def train(run: Run, watch: Watchdog) -> int:
         phases = Phases(watch, spent)
         state = run.start()
         train_step = compiled(run, state)
+        watch.program = train_step.program.as_text
         spent.started(run.first_step or 0, run.startup.seconds)
         while True:
             try:
@@ -79,7 +79,7 @@ def train_from(
     replicas = make_replica_check(cfg, run.mesh)
     batches = run.loader.prefetched(first)
     with (
-        checkpoint.Checkpointer(cfg, say, run.loader.skipped, spent.event) as saver,
+        checkpoint.Checkpointer(cfg, say, run.loader.skipped, spent.event, run.asked) as saver,
         run.metrics() as metrics,
         cli.ending_at_once(),
         RunProfiler(cfg, run.dir, train_step.program, describe(run.mesh), say) as profiler,
@@ -138,6 +138,7 @@ def compiled(run: Run, state: TrainState):
     lowered = step.lower(state, run.loader.batch(0))
     processes.check_same("program", lambda: lowered.as_text(), run.cfg.cluster.slow_seconds)
     program = lowered.compile()
+    processes.in_any(False)  # the devices meet from here on: nobody is still compiling
     say(f"compiled in {time.perf_counter() - began:.1f} s{memory_of(program, state)}")
     run.startup.ended("compilation")
     return runtime.FirstRunAlone(program)
@@ -146,7 +147,8 @@ def compiled(run: Run, state: TrainState):
 def checked(cfg: Config) -> Run:
     """The run, once every process finds that it can work, and that it is the same run."""
     seconds = cfg.cluster.slow_seconds or 1e6
-    run = processes.together("checks", seconds, lambda: Run(cfg))
+    laid_out = elastic.choose_layout(cfg, seconds)
+    run = processes.together("checks", seconds, lambda: Run(laid_out))
     about = lambda: f"{to_json(run.cfg)} {run.first_step} {jax.__version__}"  # noqa: E731
     processes.check_same("config", about, seconds)
     return run
@@ -184,16 +186,7 @@ def run_to_end(cfg: Config, environment: list[str]) -> int:
 def main(argv: Sequence[str]) -> int:
     """The command line."""
     cfg = cli.read_config(argv, "jaxpar.train", __doc__)
-    found = cluster.detect(cfg, os.environ)
-    environment = runtime.start(cfg, found.num_processes if found else 1)
-    if found is not None:
-        line = processes.connect(found, cfg.cluster.connect_seconds)
-        processes.say(f"cluster    {line}")
-        # What a run is does not depend on where a process of it ran.
-        own = ClusterConfig()
-        places = ("detect", "coordinator", "num_processes", "process_id")
-        cfg = replace(cfg, **{f"cluster.{name}": getattr(own, name) for name in places})
-    return run_to_end(cfg, environment)
+    return run_to_end(*processes.join(cfg))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from jaxpar.config import value_of as _get
 from jaxpar.config_types import check_types
 from jaxpar.data_rules import data
 from jaxpar.guard_rules import guards
+from jaxpar.layout_rules import automatic
 from jaxpar.lora_rules import lora
 from jaxpar.memory_rules import REMAT_NAMES as REMAT_NAMES
 from jaxpar.memory_rules import REMAT_POLICIES as REMAT_POLICIES
@@ -41,7 +42,7 @@ def resolve(cfg: Config, num_devices: int) -> Config:
     Raises:   ConfigError: field, value, rule and fix of the first rule broken.
     """
     _each_rule(cfg)
-    cfg = _fill_data_axis(cfg, num_devices)
+    cfg = fill_data_axis(cfg, num_devices)
     _divisibility(cfg)
     return cfg
 
@@ -57,9 +58,10 @@ def check(cfg: Config) -> None:
 
 def _each_rule(cfg: Config) -> None:
     check_types(cfg)
-    rules = (_numbers, _places, data, _schedule, moments, _model, _float8, _attention, remat)
-    of_models = experts, layer_kinds, attention_function, lora
-    for rule in (*rules, _saving, guards, _profile, sinks, _interleaving, _turns, *of_models):
+    first = (_numbers, _places, data, _schedule, moments, _model, _float8, _attention, remat)
+    others = (_saving, guards, _profile, sinks, _interleaving, _turns, automatic)
+    of_models = (experts, layer_kinds, attention_function, lora)
+    for rule in first + others + of_models:
         rule(cfg)
 
 
@@ -326,8 +328,11 @@ def _largest_divisor(value: int, at_most: int) -> int:
 # ----------------------------------------------------------------------------------- devices
 
 
-def _fill_data_axis(cfg: Config, num_devices: int) -> Config:
-    """The config with `parallel.data` known, once the axes multiply to the devices."""
+def fill_data_axis(cfg: Config, num_devices: int) -> Config:
+    """The config with `parallel.data` known, once the axes multiply to the devices.
+
+    Raises:   ConfigError when they do not.
+    """
     p, smaller = cfg.parallel, _smaller_axes(cfg, num_devices)
     rest = math.prod(_get(cfg, path) for path in _OTHER_AXES)
     fewer = [flag(path, size) for path, size in smaller.items()]

@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from jaxpar import guard, parity, runtime
+from jaxpar import guard, parity, processes, runtime
 from jaxpar.axes import AXES
 from jaxpar.cli import load_config, parse_overrides, run_program
 from jaxpar.config import Config, ConfigError, ParallelConfig, RunConfig
@@ -220,6 +220,7 @@ def start_devices(run: RunConfig, simulated: int, needed: int) -> list[jax.Devic
 
     Args:     needed: CPU devices to simulate where there are no accelerators.
     """
+    processes.alone("jaxpar.verify")
     try:
         runtime.start(Config(run=dataclasses.replace(run, cpu_devices=simulated)))
         if not simulated:

@@ -2,7 +2,9 @@
 
 Each process watches itself: the loop says what it enters, and until when that must be over. When
 the time is up, every process writes its Python stacks to RUN/ranks/N.stacks.txt and its step and
-phase to RUN/ranks/N.json, and ends with 124. JAX's heartbeat does not see such hangs: a process
+phase to RUN/ranks/N.json, and ends with 124. On GPUs the one whose own time is up also asks NCCL
+which ranks have fallen behind (RUN/ranks/N.nccl.txt), and process 0 lists the collectives of a step
+in their order (RUN/ranks/collectives.txt). JAX's heartbeat does not see such hangs: a process
 that is alive and stuck still beats.
 """
 
@@ -12,11 +14,13 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from jaxpar import guard, processes
+from jaxpar import guard, nccl_ras, processes, xla_flags
+from jaxpar.profiling.collective_order import collective_order
 
 #: Seconds between two looks at whether another process has hung.
 LOOK_SECONDS = 2.0
@@ -24,8 +28,14 @@ LOOK_SECONDS = 2.0
 #: How long a process that has hung waits for the others to see it too, and write their stacks.
 TELL_SECONDS = 6.0
 
+#: How long NCCL is asked, and the step's program read, at most.
+REPORT_SECONDS = 8.0
+
 #: Beyond the limit, for the case that a C function keeps Python from running at all.
 EXTRA_SECONDS = 60.0
+
+#: Lines of NCCL's findings that are shown; the file has all.
+MOST_SHOWN = 20
 
 #: The descriptor of the process's own standard error.
 STDERR = 2
@@ -43,6 +53,8 @@ class Watchdog:
         self.run_dir = Path(run_dir).absolute()
         self._folder = self.run_dir / "ranks"
         self._limits = (hang_seconds, slow_seconds)
+        #: Gives the HLO text of the step, once that is compiled.
+        self.program: Callable[[], str] | None = None
         self._over, self._ending = threading.Event(), threading.Lock()
         self._at: tuple[str, int, float, float] = ("start", 0, 0.0, 0.0)
         self.enter("start", 0, slow=True)
@@ -88,7 +100,7 @@ class Watchdog:
             faulthandler.dump_traceback_later(backup, exit=True, file=STDERR)
             phase, step, since, until = self._at
             if now > until:
-                self._end(f"step {step}, {phase}: not over after {now - since:.0f} s")
+                self._end(f"step {step}, {phase}: not over after {now - since:.0f} s", first=True)
 
     def _watch_others(self) -> None:
         while processes.count() > 1 and not self._over.wait(LOOK_SECONDS):
@@ -99,8 +111,11 @@ class Watchdog:
             for process, text in hung.items():
                 self._end(f"{processes.name_of(process)} hangs at {text}")
 
-    def _end(self, why: str) -> None:
-        """Write the last words, give the others time for theirs, and end with 124."""
+    def _end(self, why: str, *, first: bool = False) -> None:
+        """Write the last words, give the others time for theirs, and end with 124.
+
+        Args:     first: it is this process's own time that is up.
+        """
         if not self._ending.acquire(blocking=False):
             time.sleep(3600)  # the other thread is at it, and ends them both
         phase, step, _, _ = self._at
@@ -114,7 +129,15 @@ class Watchdog:
         told = f"hang: {processes.name_of(processes.own())}: {why}; stacks in {self._folder / name}"
         print(told, file=sys.stderr, flush=True)
         threading.Thread(target=self._tell, args=(f"step {step}, {phase}",), daemon=True).start()
+        reports = [threading.Thread(target=self._collectives, daemon=True)]
+        if first and xla_flags.gpu_is_present():
+            reports.append(threading.Thread(target=self._ask_nccl, daemon=True))
+        until = time.monotonic() + REPORT_SECONDS
+        for thread in reports:
+            thread.start()
         self._over.wait(TELL_SECONDS + (processes.own() == 0))
+        for thread in reports:
+            thread.join(max(until - time.monotonic(), 0))
         os._exit(guard.EXIT_HANG)
 
     def _tell(self, where: str) -> None:
@@ -127,6 +150,26 @@ class Watchdog:
         except RuntimeError:
             pass  # the coordinator is gone: nobody is left to be told
         self._over.set()
+
+    def _ask_nccl(self) -> None:
+        """Write what NCCL says of all ranks, and show what it finds wrong."""
+        file = self._folder / f"{processes.own()}.nccl.txt"
+        try:
+            report = nccl_ras.status(REPORT_SECONDS - 1)
+        except nccl_ras.NoAnswer as error:
+            print(f"hang: {error}", file=sys.stderr, flush=True)
+            return
+        file.write_text(report)
+        found = nccl_ras.what_is_wrong(report) or ["names no rank that is behind"]
+        shown = "\n".join(f"    {line}" for line in found[:MOST_SHOWN])
+        print(f"hang: NCCL ({file}):\n{shown}", file=sys.stderr, flush=True)
+
+    def _collectives(self) -> None:
+        """Write the collectives of a step, in their order: what NCCL counts."""
+        if self.program is None or processes.own() != 0:
+            return
+        text = self.program()
+        (self._folder / "collectives.txt").write_text("\n".join(collective_order(text)) + "\n")
 
     def write(self, code: int, error: str) -> None:
         """Write this process's last words to RUN/ranks/N.json."""

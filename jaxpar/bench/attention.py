@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from jaxpar import guard, runtime
+from jaxpar import guard, processes, runtime
 from jaxpar.bench import conditions, contest, tuning
 from jaxpar.bench.options import check_repeats
 from jaxpar.bench.options import parser as make_parser
@@ -61,6 +61,7 @@ def main(argv: Sequence[str]) -> int:
     With --tune, 1 when a backend that was not refused has no block sizes that work.
     """
     options = read_command(argv)
+    processes.alone("jaxpar.bench attention")
     environment = runtime.start(Config())
     on_gpu = jax.devices()[0].platform == "gpu"
     able = capability.CAPABILITIES

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxpar import guard, runtime
+from jaxpar import guard, processes, runtime
 from jaxpar.bench import conditions
 from jaxpar.bench.options import check_repeats
 from jaxpar.bench.options import parser as make_parser
@@ -105,6 +105,7 @@ def measure(tokens: int, options: argparse.Namespace) -> dict[str, Any]:
 def main(argv: Sequence[str]) -> int:
     """The command line."""
     options = read_command(argv)
+    processes.alone("jaxpar.bench loss")
     environment = runtime.start(Config())
     commit = options.commit or runtime.checked_out_commit()
     card = conditions.of_this_process(environment, commit) | {"what": "loss", "rows": []}

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from jaxpar import cli, runtime
+from jaxpar import cli, elastic, processes, runtime
 from jaxpar.bench import conditions, profiled
 from jaxpar.bench.options import Parser
 from jaxpar.config import Config, ConfigError
@@ -166,21 +166,22 @@ def read_command(argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
 def main(argv: Sequence[str]) -> int:
     """The command line."""
     options, cfg = read_command(argv)
-    environment = runtime.start(cfg)
+    cfg, environment = processes.join(cfg)
     cfg = dataclasses.replace(
         cfg,
         checkpoint=dataclasses.replace(cfg.checkpoint, every=0, resume="auto"),
         evaluation=dataclasses.replace(cfg.evaluation, every=0),
         run=dataclasses.replace(cfg.run, dir="runs/bench"),
     )
-    run = Run(cfg)
+    run = Run(elastic.choose_layout(cfg, cfg.cluster.slow_seconds or 1e6))
     figures, running = measure(run, options.steps)
     result = card(run, figures, environment, options.commit or runtime.checked_out_commit())
-    print(summary(result), flush=True)
-    if options.card:  # before the profiler, which may fail
+    processes.say(summary(result))
+    to_card = options.card and processes.own() == 0
+    if to_card:  # before the profiler, which may fail
         conditions.write_json(options.card, result)
     result |= profiled.profile_steps(running, options.profile_steps, options.trace)
-    print(profiled.in_words(result), flush=True)
-    if options.card:
+    processes.say(profiled.in_words(result))
+    if to_card:
         conditions.write_json(options.card, result)
     return 0

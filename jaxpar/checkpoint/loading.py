@@ -5,12 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from orbax.checkpoint import v1 as ocp
 
-from jaxpar import skipping
+from jaxpar import processes, skipping
 from jaxpar.checkpoint import integrity, store
 from jaxpar.checkpoint.integrity import Damaged
 from jaxpar.checkpoint.saved import (
@@ -61,8 +59,7 @@ def restore_latest(cfg: Config, mesh: Mesh) -> tuple[TrainState, int]:
             continue
         for later, why in found.items():
             _set_aside(cfg, later, why, f"the run goes on from step {step}")
-        if jax.process_count() > 1:
-            multihost_utils.sync_global_devices("damaged checkpoints set aside")
+        processes.in_any(False)  # they are set aside before anyone writes
         return state, step
     raise none_whole(cfg.run.dir, {step: error.damage for step, error in found.items()})
 
@@ -155,10 +152,8 @@ def _agree(where: str, damage: list[str]) -> None:
 
     Raises:   Damaged, in every process, when one has found damage.
     """
-    if jax.process_count() > 1:
-        found = multihost_utils.process_allgather(np.asarray(bool(damage)))
-        if np.any(found) and not damage:
-            damage = ["another process says so"]
+    if processes.in_any(bool(damage)) and not damage:
+        damage = ["another process says so"]
     if damage:
         raise Damaged(where, damage)
 

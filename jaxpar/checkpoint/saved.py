@@ -59,6 +59,8 @@ class Saved:
     """Of each array, by name; empty for a checkpoint from before there were any."""
     skipped_batches: list[list[int]] = field(default_factory=list)
     """Windows of batches that the run leaves out, as (first, count)."""
+    asked: dict[str, Any] = field(default_factory=dict)
+    """What the command asked for where the config, which is what was used, says otherwise."""
 
     def __str__(self) -> str:
         return f"the checkpoint of step {self.step}"

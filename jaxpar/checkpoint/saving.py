@@ -4,8 +4,9 @@ import contextlib
 import dataclasses
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -51,12 +52,13 @@ class Checkpointer:
         say: Callable[[str], None] = print,
         skipped: SkippedBatches = SkippedBatches(),  # noqa: B008, a constant
         record: Callable[..., None] = lambda event, **more: None,
+        asked: Mapping[str, Any] = MappingProxyType({}),
     ):
         """Open the run's folder, making it if need be.
 
         Args:     say: told of each save that is done, with its size and speed; from a thread.
                   skipped: batches that the run leaves out. record: given the events "saved" and
-                  "save failed".
+                  "save failed". asked: as in `Saved`.
         Raises:   ConfigError when the data cannot be opened.
         """
         self._cfg, self._say, self._record = cfg, say, record
@@ -64,6 +66,7 @@ class Checkpointer:
             "config": dataclasses.asdict(cfg),
             "dataset": fingerprint(cfg),
             "skipped_batches": skipped.windows,
+            "asked": dict(asked),
             "versions": {"jaxpar": jaxpar.__version__, "jax": jax.__version__},
         }
         context = ocp.Context()

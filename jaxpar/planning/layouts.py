@@ -14,14 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxpar.config import Config, ConfigError
+from jaxpar.layout_rules import FIELDS as FIELDS
 from jaxpar.memory_rules import REMAT_POLICIES
 from jaxpar.model.remat import names_on_host
 from jaxpar.validation import resolve
-
-#: The fields that a layout sets, in the order in which they are shown.
-FIELDS = (
-    "pipeline replica data sequence tensor zero num_microbatches virtual_stages row_groups remat"
-).split()
 
 #: Virtual stages that are tried.
 VIRTUAL_STAGES = (1, 2, 3, 4)

@@ -2,14 +2,13 @@
 
 import contextlib
 import functools
-import json
 import signal
 from pathlib import Path
 
 import jax
 import pytest
 
-from jaxpar import run, train
+from jaxpar import guard, run, train
 from jaxpar.data.prepare import PrepareOptions, prepare
 from jaxpar.parallel.mesh import make_mesh
 from tests.e2e import ranks
@@ -32,16 +31,12 @@ def get_config():
     )
 """
 
-#: What the text repeats, twelve times a document, each document with a number of its own.
-VERSE = "the cat sat on the mat, and the dog sat on the log.\n"
-
 
 @pytest.fixture(scope="session")
 def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Forty documents of repetitive text."""
     path = tmp_path_factory.mktemp("text") / "verses.jsonl"
-    documents = [{"text": f"verse {i}\n" + VERSE * 12} for i in range(40)]
-    path.write_text("".join(json.dumps(d) + "\n" for d in documents), "utf-8")
+    ranks.write_text(path)
     return path
 
 
@@ -75,12 +70,7 @@ def config_file(write_config, tmp_path: Path) -> str:
 def write_ranks(dataset):
     """(folder) -> a config file in it; its run goes to `folder/run`."""
 
-    def write(folder: Path) -> str:
-        file = folder / "tiny.py"
-        file.write_text(ranks.CONFIG.format(run=str(folder / "run"), data=str(dataset)))
-        return str(file)
-
-    return write
+    return functools.partial(ranks.write_config, data=dataset)
 
 
 @contextlib.contextmanager
@@ -115,3 +105,19 @@ def train_on(only_devices):
             return train.main(args)
 
     return on
+
+
+@pytest.fixture(scope="session")
+def whole(train_on, write_ranks, tmp_path_factory) -> Path:
+    """The run of `write_ranks`, in one process on four devices. Tests must not write to it."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert train_on(4, write_ranks(folder)) == guard.EXIT_OK
+    return folder / "run"
+
+
+@pytest.fixture(scope="session")
+def finished(train_on, write_config, tmp_path_factory) -> Path:
+    """A run of 120 steps on two devices, saved every 40. Tests must not write to it."""
+    folder = tmp_path_factory.mktemp("finished")
+    assert train_on(2, write_config(folder)) == guard.EXIT_OK
+    return folder / "run"

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,9 +14,11 @@ import numpy as np
 from jaxpar import checkpoint
 from jaxpar.config import replace
 from jaxpar.config_json import from_json
+from jaxpar.data.prepare import PrepareOptions, prepare
 from jaxpar.generation import config_for_sampling
 from jaxpar.launch import reserved_port
 from jaxpar.parallel.mesh import make_mesh
+from jaxpar.recent import read_recent
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -67,26 +70,52 @@ def get_config():
 """
 
 
+#: What the text repeats, twelve times a document, each document with a number of its own.
+VERSE = "the cat sat on the mat, and the dog sat on the log.\n"
+
+
+def write_text(path: Path) -> None:
+    """Forty documents of repetitive text, as JSON lines."""
+    documents = [{"text": f"verse {i}\n" + VERSE * 12} for i in range(40)]
+    path.write_text("".join(json.dumps(d) + "\n" for d in documents), "utf-8")
+
+
+def write_config(folder: Path, data: Path | None = None) -> str:
+    """A config file in a folder, whose run goes to `folder/run`. Args: data: else made there."""
+    if data is None:
+        data = folder / "verses"
+        write_text(folder / "verses.jsonl")
+        text = (str(folder / "verses.jsonl"),)
+        prepare(PrepareOptions(input=text, output=str(data), holdout=0.2))
+    file = folder / "tiny.py"
+    file.write_text(CONFIG.format(run=str(folder / "run"), data=str(data)))
+    return str(file)
+
+
 def environment(**more: str) -> dict[str, str]:
     """For a program: no devices chosen, what this process compiles kept."""
     env = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "FAULT", "FAULT_ONCE")}
+    folder = jax.config.jax_compilation_cache_dir or env["JAX_COMPILATION_CACHE_DIR"]
     cache = {
         "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
+        "JAX_COMPILATION_CACHE_DIR": str(folder),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "PYTHONPATH": str(ROOT),
     }
     return env | cache | more
 
 
-def launch(count: int, each: int, *args: str, **env: str) -> subprocess.Popen:
-    """`jaxpar.launch` of so many processes and devices in each. Args: its own, --, the run's."""
+def launch(count: int, each: int, *args: str, out: Any = None, **env: str) -> subprocess.Popen:
+    """`jaxpar.launch` of so many processes and devices in each.
+
+    Args:     its own, --, the run's. out: an open file that it writes to; None: a pipe.
+    """
     command = [sys.executable, "-m", "jaxpar.launch", "-n", str(count)]
     command += ["--devices-per-process", str(each), *args]
     return subprocess.Popen(
         command,
         env=environment(**env),
-        stdout=subprocess.PIPE,
+        stdout=subprocess.PIPE if out is None else out,
         stderr=subprocess.STDOUT,
         text=True,
         cwd=ROOT,
@@ -142,6 +171,21 @@ def losses_of(run: Path) -> dict[int, tuple[float, float]]:
     lines = file.read_text("utf-8").splitlines() if file.exists() else []
     records = [json.loads(line) for line in lines if line.endswith("}")]
     return {r["step"]: (r["loss"], r["grad_norm"]) for r in records if "loss" in r}
+
+
+def batches_of(run: Path) -> dict[int, tuple[int, list[int]]]:
+    """Which batch each step took, and its windows in the run's sequence."""
+    return {step: (r["batch"], r["windows"]) for step, r in read_recent(run).items()}
+
+
+def assert_same_records(run: Path, whole: Path) -> None:
+    """Every loss and gradient norm, every batch, and each array of the last checkpoint, by its
+    fingerprint, is the same to the bit. Reads no array, and starts no device."""
+    assert losses_of(run) == losses_of(whole)
+    assert batches_of(run) == batches_of(whole)
+    mine, theirs = checkpoint.read_saved(run), checkpoint.read_saved(whole)
+    assert mine.step == theirs.step and mine.fingerprints
+    assert mine.fingerprints == theirs.fingerprints
 
 
 def weights_of(run: Path, step: int | None = None) -> list[np.ndarray]:

@@ -1,31 +1,75 @@
-"""A real process on a full disk: training goes on, loudly, and ends with code 1 past the budget."""
+"""A process whose disk fills up in the middle of a save: loud, within a budget, then code 1."""
 
-from jaxpar import checkpoint
-from tests.e2e.test_train import losses_of, start
+import subprocess
+import sys
+from pathlib import Path
 
-#: The training program, in which no file grows beyond 200 kB: a checkpoint's do, the others do not.
-FULL = """
-import resource, sys
-resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
-from jaxpar import cli, train
-cli.run_program(train.main)
+import pytest
+
+from jaxpar import checkpoint, guard
+from tests.e2e.test_train import environment_of_start, losses_of
+
+#: Runs a command on a file system of its own, in memory and of a given size, on a given folder, and
+#: copies what it holds in the end. Nobody else sees it, and it ends with the command.
+ON_SMALL_DISK = """
+mount -t tmpfs -o size="$1" small "$2" || exit 99
+folder=$2 copy=$3
+shift 3
+"$@"
+code=$?
+cp -r "$folder/run" "$copy"
+exit $code
 """
 
+STEPS = "--train.num-steps 60 --checkpoint.every 12 --evaluation.every 0".split()
 
-def test_a_full_disk(config_file, tmp_path):
-    flags = "--train.num-steps 60 --checkpoint.every 12 --evaluation.every 0".split()
-    good = start("-m", "jaxpar.train", config_file, *flags, "--train.num-steps", "12")
-    assert good.returncode == 0, good.stderr
-    full = start("-c", FULL, config_file, *flags, "--checkpoint.save-failures-allowed", "2")
-    assert full.returncode == 1, full.stderr
-    assert full.stderr.count("WARNING    step") == 2
-    assert "WARNING    step 24 could not be saved" in full.stderr
+
+def on_small_disk(size: int, folder: Path, copy: Path, *command: str):
+    """A program of Python's on a disk of so many bytes at `folder`."""
+    shell = ["unshare", "-rm", "sh", "-c", ON_SMALL_DISK, "sh", str(size), str(folder), str(copy)]
+    return subprocess.run(
+        [*shell, sys.executable, *command],
+        env=environment_of_start(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def may_mount(tmp_path_factory) -> None:
+    there = tmp_path_factory.mktemp("disk")
+    shell = ["unshare", "-rm", "mount", "-t", "tmpfs", "small", str(there)]
+    try:
+        done = subprocess.run(shell, capture_output=True, text=True)
+    except OSError as error:
+        pytest.skip(f"a file system cannot be mounted here: {error}")
+    if done.returncode:
+        pytest.skip(f"a file system cannot be mounted here: {done.stderr.strip()}")
+
+
+def bytes_on_disk(folder: Path) -> int:
+    """Of all files, in whole pages."""
+    return sum(-(-f.stat().st_size // 4096) * 4096 for f in folder.rglob("*") if f.is_file())
+
+
+def test_a_disk_that_fills_in_a_save(finished, train_on, config_file, tmp_path, capfd):
+    disk, run = tmp_path / "disk", tmp_path / "run"
+    disk.mkdir()
+    room = int(1.6 * bytes_on_disk(checkpoint.folder(finished) / "120"))
+    flags = [config_file, *STEPS, "--run.dir", str(disk / "run")]
+    more = ("--checkpoint.save-failures-allowed", "2")
+    full = on_small_disk(room, disk, run, "-m", "jaxpar.train", *flags, *more)
+    assert full.returncode == guard.EXIT_ERROR, full.stderr
+    for step in (24, 36):
+        assert f"WARNING    step {step} could not be saved" in full.stderr
+    assert "No space left on device" in full.stderr
     assert "error: step 48 could not be saved" in full.stderr
     assert "(failure 3 in a row)" in full.stderr
-    assert max(losses_of(tmp_path / "run")) >= 48  # it trained on meanwhile
-    where = checkpoint.folder(tmp_path / "run")
-    assert [path.name for path in where.iterdir()] == ["12"]
+    # It trained on meanwhile, and no line of its records is missing.
+    assert sorted(losses_of(run))[:48] == list(range(1, 49))
+    assert [path.name for path in checkpoint.folder(run).iterdir()] == ["12"]
 
-    roomy = start("-m", "jaxpar.train", config_file, *flags)
-    assert roomy.returncode == 0 and "restored step 12" in roomy.stdout, roomy.stderr
-    assert "2 attempts" not in roomy.stdout and "3 attempts" in roomy.stdout
+    assert train_on(1, *flags[:-2]) == guard.EXIT_OK  # with room, from the checkpoint before
+    said = capfd.readouterr().out
+    assert "restored step 12" in said and "2 attempts" in said

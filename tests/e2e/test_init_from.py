@@ -18,6 +18,7 @@ from jaxpar.params import flat
 from jaxpar.run import Run
 from jaxpar.state import init_state
 from tests.convert import tiny
+from tests.e2e import ranks
 
 #: As in the tiny config: bytes of text, and a vocabulary with room for them.
 PUBLISHED = tiny.MODELS["qwen3"] | {"vocab_size": 272, "num_hidden_layers": 2}
@@ -113,6 +114,21 @@ def test_training_goes_on_from_there_and_is_resumed_without_it(
     state = run_of([*flags_to_fit, *elsewhere, "--run.init-from", str(run_dir)], 2).start()
     assert_same(state.params, params_of(run_dir, 8))
     assert int(state.step) == 0
+
+
+@pytest.mark.parametrize("origin", ["published", pytest.param("finished", marks=pytest.mark.slow)])
+def test_two_processes_begin_with_the_bits_that_one_does(
+    origin, request, train_on, write_config, flags_to_fit, tmp_path
+):
+    folder = request.getfixturevalue(origin)
+    args = [write_config(tmp_path), "--run.init-from", str(folder), "--train.num-steps", "3"]
+    args += [*(flags_to_fit if origin == "published" else []), "--evaluation.every", "0"]
+    args += ["--optimizer.warmup-steps", "0"]
+    assert train_on(4, *args, "--run.dir", str(tmp_path / "one")) == 0
+    process = ranks.launch(2, 2, "--", *args, "--run.dir", str(tmp_path / "two"))
+    code, said = ranks.finish(process)
+    assert code == 0 and f"weights of {folder}" in said, said[-3000:]
+    ranks.assert_same_records(tmp_path / "two", tmp_path / "one")
 
 
 def test_what_cannot_be_begun_with(run_of, tmp_path):

@@ -46,13 +46,18 @@ cli.run_program(train.main)
 """
 
 
-def start(*command: str) -> subprocess.CompletedProcess:
-    """A process on one simulated device; what it compiles is kept as in this process."""
+def environment_of_start() -> dict[str, str]:
+    """For a process on one simulated device; what it compiles is kept as in this process."""
     cache = {
         "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    env = os.environ | {"PYTHONPATH": str(ROOT)} | cache
+    return os.environ | {"PYTHONPATH": str(ROOT)} | cache
+
+
+def start(*command: str) -> subprocess.CompletedProcess:
+    """A program of Python's, in such a process."""
+    env = environment_of_start()
     return subprocess.run(
         [sys.executable, *command], env=env, capture_output=True, text=True, timeout=120
     )
@@ -92,14 +97,6 @@ def state_of(run: Path, step: int | None = None):
 
 def one_device(cfg):
     return make_mesh(cfg.parallel, jax.devices()[:1])
-
-
-@pytest.fixture(scope="session")
-def finished(train_on, write_config, tmp_path_factory) -> Path:
-    """A run of 120 steps on two devices, saved every 40. Tests must not write to it."""
-    folder = tmp_path_factory.mktemp("finished")
-    assert train_on(2, write_config(folder)) == guard.EXIT_OK
-    return folder / "run"
 
 
 @pytest.fixture

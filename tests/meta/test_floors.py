@@ -11,14 +11,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 #: Floor of each module or package directly under jaxpar/; a package's modules share its floor.
 FLOORS = {
-    0: "axes config config_json config_metrics config_model config_types params batch validation "
-    "memory_rules model_rules data_rules guard_rules lora_rules metrics_rules cluster json_lines "
-    "metric_names extensions",
-    1: "parallel kernels xla_flags runtime processes",
+    0: "axes lines json_lines config config_json config_metrics config_model config_types params "
+    "batch validation memory_rules model_rules data_rules guard_rules lora_rules layout_rules "
+    "metrics_rules metric_names cluster extensions",
+    1: "parallel kernels xla_flags runtime processes nccl_ras",
     2: "model",
     3: "optimizer moments skipping state adapters initial startup step data checkpoint metrics "
     "profiling guard goodput evaluation rewinding recent replicas step_guard run_lock stragglers "
-    "watchdog children convert generation scoring loaded harness parity planning sinks samples",
+    "watchdog elastic children convert generation scoring loaded harness parity planning sinks "
+    "samples",
     4: "cli run train evaluate sample verify quickstart launch plan doctor bench report replay "
     "profile",
 }

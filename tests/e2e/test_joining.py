@@ -1,0 +1,90 @@
+"""Programs beside training as one of several processes: they join the others, or say why not."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from jaxpar import launch, processes
+from jaxpar.config import ConfigError
+from tests.e2e import ranks
+
+
+def in_two(*words: str) -> list[tuple[int, str, str]]:
+    """Two processes of a program, which find each other by JAX's variables: code, out, err.
+
+    Out is without gloo's own lines.
+    """
+    address, started = f"127.0.0.1:{launch.free_port()}", []
+    for own in range(2):
+        place = {"JAX_COORDINATOR_ADDRESS": address, "JAX_PROCESS_ID": str(own)}
+        env = ranks.environment(**place, JAX_NUM_PROCESSES="2")
+        command = [sys.executable, "-m", *words]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started.append(subprocess.Popen(command, env=env, **pipes))
+    said = [process.communicate(timeout=150) for process in started]
+    codes = [process.returncode for process in started]
+    own = lambda out: "".join(x for x in out.splitlines(True) if not x.startswith("[Gloo]"))  # noqa: E731
+    return [(code, own(out), err) for code, (out, err) in zip(codes, said, strict=True)]
+
+
+def test_two_processes_write_the_text_of_one(whole):
+    words = ["jaxpar.sample", str(whole), "--temperature", "0", "--max-tokens", "20"]
+    words += ["--tensor", "2", "--prompt", "the cat "]
+    env = ranks.environment()
+    alone = subprocess.run([sys.executable, "-m", *words], env=env, capture_output=True, text=True)
+    assert alone.returncode == 0 and alone.stdout.startswith("the cat "), alone.stderr
+    (first, out, err), (second, nothing, _) = in_two(*words)
+    assert (first, second) == (0, 0), err
+    assert (out, nothing) == (alone.stdout, "")
+    assert "cluster    jax: process 0 of 2" in err
+
+
+@pytest.mark.slow
+def test_a_benchmark_of_two_processes(write_ranks, tmp_path):
+    card = tmp_path / "card.json"
+    words = ["jaxpar.bench", "train", write_ranks(tmp_path), "--steps", "2", "--profile-steps", "0"]
+    words += ["--card", str(card), "--run.cpu-devices", "2", "--parallel.auto", "all"]
+    (first, out, err), (second, nothing, _) = in_two(*words)
+    assert (first, second) == (0, 0), err
+    result = json.loads(card.read_text())
+    assert result["processes"] == "2" and result["device"].startswith("4 x ")
+    assert "layout     " in out and "tokens/s/device" in out and nothing == ""
+
+
+@pytest.mark.slow
+def test_two_processes_score_as_one(whole, tmp_path):
+    task = """task: letters
+dataset_path: json
+dataset_kwargs: {data_files: {test: FILE}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{text}}"
+doc_to_choice: ["mat", "log"]
+doc_to_target: 0
+metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
+"""
+    documents = tmp_path / "letters.jsonl"
+    documents.write_text("".join(json.dumps({"text": t}) + "\n" for t in ("the cat", "the dog")))
+    (tmp_path / "letters.yaml").write_text(task.replace("FILE", str(documents)))
+    words = ["jaxpar.evaluate", str(whole), "--tasks", "letters", "--tensor", "2"]
+    words += ["--include-path", str(tmp_path), "--output"]
+    one, two = tmp_path / "one.json", tmp_path / "two.json"
+    command = [sys.executable, "-m", *words, str(one)]
+    subprocess.run(command, env=ranks.environment(), check=True, timeout=150)
+    assert [code for code, _, _ in in_two(*words, str(two))] == [0, 0]
+    found, wanted = (json.loads(file.read_text())["results"] for file in (two, one))
+    assert found == wanted and "acc,none" in found["letters"]
+
+
+def test_devices_that_would_be_left_over_are_refused(whole):
+    for code, _, said in in_two("jaxpar.sample", str(whole), "--tensor", "3"):
+        assert code == 2 and "--tensor = 3: must be all 2 devices of the 2 processes" in said
+
+
+def test_variables_that_are_half_set_have_started_no_others():
+    processes.alone("jaxpar.replay", {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"})
+    several = {"WORLD_SIZE": "4", "RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1234"}
+    with pytest.raises(ConfigError, match=r"process = '1 of 4': .*variables of torch unset"):
+        processes.alone("jaxpar.replay", several)
