@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
-from jaxpar import doctor, guard, launch
+from jaxpar import doctor, guard
 from jaxpar.config import ConfigError
 from jaxpar.doctor import bandwidth, progress, verification
 from tests.doctor import hosts
@@ -123,7 +123,7 @@ HURTS = {"NCCL_P2P_DISABLE": "1"}
 
 def two_processes(tmp_path, *args: str) -> dict:
     """The JSON of two processes with two devices each, of which the second one has HURTS."""
-    address, file = f"127.0.0.1:{launch.free_port()}", tmp_path / "doctor.json"
+    address, file = f"127.0.0.1:{ranks.free_port()}", tmp_path / "doctor.json"
     command = [sys.executable, "-m", "jaxpar.doctor", "--cpu-devices", "2", "--json", str(file)]
     started = []
     for own in range(2):

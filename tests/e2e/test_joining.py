@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from jaxpar import launch, processes
+from jaxpar import processes
 from jaxpar.config import ConfigError
 from tests.e2e import ranks
 
@@ -16,7 +16,7 @@ def in_two(*words: str) -> list[tuple[int, str, str]]:
 
     Out is without gloo's own lines.
     """
-    address, started = f"127.0.0.1:{launch.free_port()}", []
+    address, started = f"127.0.0.1:{ranks.free_port()}", []
     for own in range(2):
         place = {"JAX_COORDINATOR_ADDRESS": address, "JAX_PROCESS_ID": str(own)}
         env = ranks.environment(**place, JAX_NUM_PROCESSES="2")
