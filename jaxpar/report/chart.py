@@ -6,7 +6,7 @@ from itertools import pairwise
 from xml.etree.ElementTree import Element
 
 from jaxpar.report.elements import e
-from jaxpar.report.scale import Scale, seconds
+from jaxpar.report.scale import Scale, seconds, short
 
 #: The drawing, and the plot within it, in units that are about pixels.
 WIDTH, HEIGHT = 560, 270
@@ -137,7 +137,7 @@ def _dots(chart: Chart, line: Line, colour: str) -> Element:
     dots = e("g", class_=f"dots {colour}")
     for x, y in line.points[::-1][::every]:
         place = {"cx": f"{across(chart.x, x):.1f}", "cy": f"{up(chart.y, y):.1f}"}
-        dots.append(e("circle", r=3, **place))
+        dots.append(e("circle", e("title", f"{short(y)} at {short(x)}"), r=3, **place))
     return dots
 
 

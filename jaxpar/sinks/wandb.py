@@ -1,5 +1,6 @@
 """Metrics for Weights & Biases."""
 
+import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,7 +28,9 @@ class WeightsAndBiases:
         """
         import wandb
 
+        self._wandb = wandb
         entity, _, name = project.rpartition("/")
+        _wait_for_a_new_second(run_dir / "wandb")
         self._known = _last_step(run_dir)
         self._run = wandb.init(
             entity=entity or None,
@@ -53,6 +56,14 @@ class WeightsAndBiases:
     def close(self) -> None:
         """Hand over what is left; online, this waits for it to be sent."""
         self._run.finish()
+        # Its process may still hold what is to be in the file, and ours ends without exit hooks.
+        self._wandb.teardown()
+
+
+def _wait_for_a_new_second(folder: Path) -> None:
+    """W&B names a start's folder by second and id: one in the same second would be overwritten."""
+    while any(folder.glob(f"*run-{time.strftime('%Y%m%d_%H%M%S')}-*")):
+        time.sleep(0.05)
 
 
 def _id(path: Path) -> str:
