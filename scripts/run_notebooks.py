@@ -55,7 +55,9 @@ def notebooks(names: list[str]) -> list[Path]:
     unknown = [n for n in names if not any(f.name.startswith(n) for f in there)]
     if unknown:
         known = ", ".join(f.stem for f in there)
-        sys.exit(f"error: no notebook begins with {unknown[0]!r}. Fix: name some of {known}.")
+        why = f"error: no notebook begins with {unknown[0]!r}. Fix: name some of {known}."
+        print(why, file=sys.stderr)
+        sys.exit(2)
     return [f for f in there if not names or f.name.startswith(tuple(names))]
 
 

@@ -114,9 +114,11 @@ def test_a_cell_that_raises_is_a_failure(tmp_path, monkeypatch, capsys, own_envi
     assert "07_wrong.ipynb: failed" in said and "ZeroDivisionError" in said
 
 
-def test_a_name_that_is_no_notebooks():
-    with pytest.raises(SystemExit, match="no notebook begins with '99'"):
+def test_a_name_that_is_no_notebooks(capsys):
+    with pytest.raises(SystemExit) as stop:
         SCRIPT.notebooks(["99"])
+    assert stop.value.code == 2
+    assert "no notebook begins with '99'. Fix: name some of 01_" in capsys.readouterr().err
 
 
 def test_what_is_missing_is_seen():
