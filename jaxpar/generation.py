@@ -32,7 +32,7 @@ def config_for_sampling(cfg: Config, tensor: int = 1) -> Config:
     model = dataclasses.replace(cfg.model, matmul_dtype="compute", float8_scaling="tensor")
     run = dataclasses.replace(cfg.run, cpu_devices=0)
     # No rule is used, and the run's own may be one from outside the package, unknown here.
-    rule = OptimizerConfig()
+    rule = OptimizerConfig(warmup_steps=0)
     return dataclasses.replace(cfg, run=run, parallel=parallel, model=model, optimizer=rule)
 
 

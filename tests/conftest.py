@@ -2,10 +2,14 @@
 
 import os
 import re
+from pathlib import Path
 
 import pytest
 
 NUM_CPU_DEVICES = 16
+
+#: Tests that are slow without a mark in their file.
+SLOW = Path(__file__).parent / "slow.txt"
 
 
 def wants_gpu(config: pytest.Config) -> bool:
@@ -30,6 +34,21 @@ def pytest_configure(config: pytest.Config) -> None:
     # Tracing, and what it checks, is never kept.
     jax.config.update("jax_compilation_cache_dir", str(config.rootpath / ".pytest_cache" / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+def slow_tests() -> set[str]:
+    """The lines of slow.txt."""
+    lines = SLOW.read_text("utf-8").splitlines()
+    return {line for line in lines if line and not line.startswith("#")}
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of slow.txt."""
+    slow = slow_tests()
+    for item in items:
+        if not slow.isdisjoint((item.nodeid, item.nodeid.partition("[")[0])):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")
