@@ -5,10 +5,12 @@ import math
 import os
 import re
 from html.parser import HTMLParser
+from importlib import resources
 
 import pytest
 
 from jaxpar.config import ConfigError
+from jaxpar.goodput import PARTS
 from jaxpar.report import __main__ as program
 from jaxpar.report.__main__ import Options, main, report
 from jaxpar.samples import write_sample
@@ -142,3 +144,9 @@ def test_what_cannot_be_written_is_refused_before_anything_is(tmp_path, monkeypa
     with pytest.raises(ConfigError, match="is not there"):
         page_of(folder, "nonesuch", output="x.html")
     assert not (tmp_path / "x.html").exists()
+
+
+def test_every_part_of_the_time_has_a_colour():
+    css = (resources.files("jaxpar.report") / "page.css").read_text("utf-8")
+    for part in (*PARTS, "lost work", "down", "other"):
+        assert f".p-{part.replace(' ', '-')} {{ fill: #" in css, part
