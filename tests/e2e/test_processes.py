@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 import signal
 import time
@@ -130,7 +131,8 @@ def test_an_exception_in_one_process_ends_all_and_they_start_again_on_another_me
     assert code == guard.EXIT_OK, said[-3000:]
     assert "process 1 ended with code 1 at step 37: RuntimeError: a fault of this test" in said
     assert "in fail" in said  # the end of its log
-    assert "launch: starting again from checkpoint 35, restart 1 of 3" in said
+    # The save of step 35 is under way when the exception comes, and may be done in time or not.
+    assert re.search("launch: starting again from checkpoint (30|35), restart 1 of 3", said)
     found, wanted = ranks.losses_of(begun), ranks.losses_of(whole)
     assert sorted(found) == list(range(1, 41))
     np.testing.assert_allclose([found[i] for i in range(1, 41)], list(wanted.values()), rtol=1e-4)
