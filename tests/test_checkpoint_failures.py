@@ -6,10 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 from jaxpar import checkpoint, config_json
-from jaxpar.checkpoint import Checkpointer, SaveFailed
+from jaxpar.checkpoint import Checkpointer, SaveFailed, saving
 from tests.test_checkpoint import (
     assert_same_bits,
     base,
@@ -42,6 +43,30 @@ def test_saves_may_fail_within_the_budget_and_a_good_one_refills_it(setup, capfd
             assert "File too large" in told
     where = checkpoint.folder(cfg.run.dir)
     assert sorted(path.name for path in where.iterdir()) == ["3", "6"]  # nothing half-written
+
+
+@pytest.mark.parametrize("whose", ["its own", "another process"])
+def test_without_host_memory_for_the_copy_a_save_fails_in_all_processes(
+    whose, setup, monkeypatch, capfd
+):
+    cfg, mesh = setup()
+    state = random_state(cfg, mesh, 9)
+
+    def refuse(tree):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no pinned memory")
+
+    with Checkpointer(cfg) as saver:
+        with monkeypatch.context() as without:
+            if whose == "its own":
+                without.setattr(saving, "copied_to_host", refuse)
+            else:
+                without.setattr(saving.processes, "in_any", lambda happened: True)
+            assert not saver.save(state, 1, tokens_seen=0)
+        said = capfd.readouterr().err
+        assert "step 1 could not be saved" in said
+        assert ("no pinned memory" if whose == "its own" else "another process had no") in said
+        assert saver.save(state, 2, tokens_seen=0)
+    assert checkpoint.saved_steps(cfg.run.dir) == [2]
 
 
 def test_one_failure_too_many_ends_the_run(setup):

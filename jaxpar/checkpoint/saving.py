@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 import jaxpar
-from jaxpar import guard
+from jaxpar import guard, processes
 from jaxpar.checkpoint import integrity
 from jaxpar.checkpoint.saved import folder
 from jaxpar.config import Config
@@ -110,7 +110,7 @@ class Checkpointer:
         about = self._about | {"tokens_seen": int(tokens_seen)}
         about = integrity.sealed(about | {integrity.FINGERPRINTS: fingerprints(tree)})
         try:
-            tree = copied_to_host(tree)
+            tree = copied_in_all(tree)
             # Without `force`, Orbax has its own opinion on when to save.
             saving = self._orbax.save_async(step, tree, force=True, custom_metadata=about)
         except Exception as error:
@@ -232,6 +232,21 @@ def copied_to_host(tree: Any) -> Any:
     """
     to = jax.tree.map(lambda a: a.sharding.with_memory_kind("pinned_host"), tree)
     return jax.block_until_ready(jax.device_put(tree, to))
+
+
+def copied_in_all(tree: Any) -> Any:
+    """`copied_to_host`, in every process or in none: Orbax would wait for one that has no part.
+
+    Raises:   jax.errors.JaxRuntimeError as that; OSError when it is so in another process.
+    """
+    copied, error = None, None
+    try:
+        copied = copied_to_host(tree)
+    except jax.errors.JaxRuntimeError as out_of_memory:
+        error = out_of_memory
+    if processes.in_any(error is not None):
+        raise error or OSError("another process had no pinned host memory for its part")
+    return copied
 
 
 def _preservation(cfg: Config) -> Any:
