@@ -87,7 +87,7 @@ venv:
 	  "$$python" -m venv --clear $(VENV); }
 
 $(INSTALLED): pyproject.toml | venv
-	@echo "==> Installing jaxpar and its dependencies (about 1 GB; a minute or so the first time)"
+	@echo "==> Installing jaxpar and its dependencies (about 2 GB; a minute or two the first time)"
 	@$(PIP) install -e '.[test]'
 	@$(PY) -c "import jax, sys; print('    Python', sys.version.split()[0], 'with JAX', jax.__version__)"
 	@touch $@
