@@ -26,9 +26,15 @@ python="${PYTHON:-.venv/bin/python}"
 # gRPC would send the processes' own talk through a proxy.
 unset http_proxy https_proxy HTTP_PROXY HTTPS_PROXY all_proxy ALL_PROXY
 
-# If one process fails, Slurm ends the others: none waits for a dead one.
-srun --kill-on-bad-exit=1 --label "$python" -u -m jaxpar.train "$@"
-code=$?
+# If one process fails, Slurm ends the others: none waits for a dead one. srun's own code is the
+# highest of all, so that of a process which it ended; how the first one ended, it says.
+ends="$(mktemp)"
+srun --kill-on-bad-exit=1 --label "$python" -u -m jaxpar.train "$@" 2>&1 |
+  awk -v ends="$ends" '{ print; fflush() } /^srun: error: .*: tasks? / { print > ends; fflush(ends) }'
+code=${PIPESTATUS[0]}
+first="$(sed -n '1s/.*: Exited with exit code \([0-9]*\)$/\1/p' "$ends")"
+rm -f "$ends"
+code="${first:-$code}"
 
 case "$code" in
   0 | 2 | 17) ;; # done; a config that cannot work; bad numerics

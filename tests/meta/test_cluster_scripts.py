@@ -33,17 +33,19 @@ def test_shellcheck_finds_nothing():
 
 @pytest.fixture
 def submit(tmp_path):
-    """(exit code of the run, restarts so far) -> the job's exit code, and what Slurm was asked."""
+    """(srun's exit code, restarts so far, what srun says) -> the job's exit code, and what Slurm
+    was asked."""
     asked = tmp_path / "asked"
-    for name, then in {"srun": "exit $RUN_CODE", "scontrol": "exit 0"}.items():
+    srun = '[ -z "$SAYS" ] || printf "$SAYS" >&2; exit $RUN_CODE'
+    for name, then in {"srun": srun, "scontrol": "exit 0"}.items():
         file = tmp_path / name
         file.write_text(f'#!/bin/sh\necho "{name} $*" >> {asked}\n{then}\n')
         file.chmod(0o755)
 
-    def run(code: int, restarts: int = 0) -> tuple[int, list[str]]:
+    def run(code: int, restarts: int = 0, says: str = "") -> tuple[int, list[str]]:
         asked.unlink(missing_ok=True)
         own = {"RUN_CODE": str(code), "SLURM_JOB_ID": "4711", "SLURM_RESTART_COUNT": str(restarts)}
-        env = os.environ | own | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        env = os.environ | own | {"SAYS": says, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
         done = subprocess.run(["bash", str(SLURM), "llama3_8b", "--run.dir", "a b"], env=env)
         return done.returncode, asked.read_text().splitlines()
 
@@ -69,6 +71,24 @@ def test_what_slurm_starts_again(submit, code, restarts, again):
     assert asked[0].startswith("srun --kill-on-bad-exit=1 --label ")
     assert asked[0].endswith(" -u -m jaxpar.train llama3_8b --run.dir a b")
     assert asked[1:] == ["scontrol requeue 4711"] * again
+
+
+#: What srun of Slurm 22.05 says of two processes, with its own code, and the code that counts.
+ENDS = [
+    (("n2: task 1: Exited with exit code 2", "n1: task 0: Terminated"), 143, 2),
+    (("n[1-2]: tasks 0-1: Exited with exit code 17",), 17, 17),
+    (("n2: task 1: Exited with exit code 75", "n1: task 0: Killed"), 137, 75),
+    (("n2: task 1: Killed", "n1: task 0: Exited with exit code 75"), 137, 137),
+    (("Unable to connect to the controller",), 1, 1),
+]
+
+
+@pytest.mark.parametrize(("says", "code", "counts"), ENDS)
+def test_the_process_that_ends_first_counts(submit, says, code, counts):
+    lines = ["0: step 1", *(f"srun: error: {line}" for line in says)]
+    ended, asked = submit(code, says="".join(f"{line}\\n" for line in lines))
+    assert ended == counts
+    assert asked[1:] == ["scontrol requeue 4711"] * (counts not in (2, 17))
 
 
 def test_slurm_asks_for_what_the_pages_say():
