@@ -113,6 +113,8 @@ def connect(cluster: Cluster, seconds: int) -> str:
         initialization_timeout=seconds + 60,
         heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
         shutdown_timeout_seconds=30,
+        # JAX would listen on all addresses, of which another program may have the port on one.
+        coordinator_bind_address=cluster.coordinator if is_loopback(cluster.host) else None,
     )
     timer.cancel()
     # It counts the calls of one thread. Orbax 0.12 calls it too, from the thread that ends a save,

@@ -1,8 +1,11 @@
 """What processes say to one another before and beside training, in two that have met."""
 
 import json
+import socket
 import subprocess
 import sys
+
+import pytest
 
 from tests.e2e import ranks
 
@@ -62,8 +65,14 @@ def test_a_process_that_nobody_joins_says_so_and_ends():
         assert said in done.stderr and found in done.stderr and "loopback" in done.stderr
 
 
-def test_two_processes_meet_and_say_what_is_wrong():
-    address = f"127.0.0.1:{ranks.free_port()}"
+@pytest.fixture
+def address():
+    """Of a coordinator, whose port another program has on another address of this host."""
+    with socket.create_server(("127.0.0.2", 0)) as other:
+        yield f"127.0.0.1:{other.getsockname()[1]}"
+
+
+def test_two_processes_meet_and_say_what_is_wrong(address):
     started = []
     for own in range(2):
         env = ranks.environment(
