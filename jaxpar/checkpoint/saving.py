@@ -106,7 +106,6 @@ class Checkpointer:
         self._half_written.discard(step)  # it may be saved now, after a rewind
         began = time.perf_counter()
         tree = vars(snapshot(state, self._cfg))
-        num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
         about = self._about | {"tokens_seen": int(tokens_seen)}
         about = integrity.sealed(about | {integrity.FINGERPRINTS: fingerprints(tree)})
         try:
@@ -121,13 +120,19 @@ class Checkpointer:
                 self.wait()  # with others, they are to hear of it there
             return False
         held = time.perf_counter() - began
-        self._saving = step, self._thread.submit(self._finish, saving, step, began, held, num_bytes)
+        done = self._thread.submit(self._finish, saving, tree, step, began, held)
+        self._saving = step, done
         return True
 
-    def _finish(self, saving: Any, step: int, began: float, held: float, num_bytes: int) -> None:
+    def _finish(self, saving: Any, copy: Any, step: int, began: float, held: float) -> None:
         """On the thread: wait for the commit, list the files, and say how it went."""
         saving.result()
         seconds = time.perf_counter() - began
+        num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(copy))
+        # Whoever still knows of the copy: if it were there at the next save, that one's would lie
+        # around it in pinned memory, which grows and is never given back.
+        for leaf in jax.tree.leaves(copy):
+            leaf.delete()
         if jax.process_index() == 0:
             try:
                 integrity.write_file_list(folder(self._cfg.run.dir) / str(step))
