@@ -111,6 +111,16 @@ def test_large_logits_do_not_overflow(devices):
     assert_close(found, plain(0.0, *arrays))
 
 
+def test_one_pass_over_the_logits_finds_what_two_do():
+    """GPUs take one, and the tests of this file's other functions run on CPUs."""
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(8, 4096)) * 40, jnp.float32)
+    logits = logits.at[1].set(-1e30).at[2, 7].set(3e38).at[3, :4000].set(-jnp.inf)
+    found, wanted = loss._in_one_pass(logits), loss._in_two_passes(logits)
+    np.testing.assert_array_equal(found[0], wanted[0])
+    np.testing.assert_allclose(found[1], wanted[1], rtol=2e-5)
+    assert np.isnan(loss._in_one_pass(logits.at[4, 5].set(jnp.nan))[1][4])
+
+
 def test_ignored_labels_count_for_nothing(devices):
     h, head, labels = inputs()
     mesh = mesh_of(devices, MESHES["tensor and pipeline"])
