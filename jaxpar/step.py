@@ -186,8 +186,9 @@ def split_microbatches(batch: Batch, n: int) -> Batch:
 def program_of(cfg: Config, max_segments: int | None) -> Program:
     """The configured model, as the schedules run it."""
 
-    def stage(chunk, x, mb):
-        return transformer.stage(chunk, x, block.describe_tokens(mb, cfg, max_segments), cfg)
+    def stage(chunk, x, mb, beside):
+        tokens = block.describe_tokens(mb, cfg, max_segments)
+        return transformer.stage(chunk, x, tokens, cfg, beside)
 
     return Program(
         embed=functools.partial(transformer.embed, cfg=cfg),

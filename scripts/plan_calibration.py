@@ -13,14 +13,20 @@ sys.path.insert(0, str(ROOT))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from jaxpar import cli  # noqa: E402
-from jaxpar.planning.calibration import Compared, compare, conditions  # noqa: E402
+from jaxpar.config import Config  # noqa: E402
+from jaxpar.planning.calibration import (  # noqa: E402
+    Compared,
+    compare,
+    compare_compiled,
+    conditions,
+)
 
 BEGIN, END = "<!-- calibration -->\n", "<!-- /calibration -->"
 
 
 def table() -> str:
-    """The runs as a Markdown table, and the largest errors under it."""
-    compared = list(compare(lambda words: cli.read_config(words, "jaxpar.plan", None)))
+    """The runs as a Markdown table, the largest errors under it; and the compiled steps."""
+    compared = list(compare(read))
     lines = [
         "| GPUs | run | step, ms | predicted | error | peak, GiB | predicted | error |",
         "|---|---|---|---|---|---|---|---|",
@@ -29,11 +35,31 @@ def table() -> str:
     times = [abs(c.time_error) for c in compared]
     peaks = [abs(c.memory_error) for c in compared if c.memory_error is not None]
     lines.append("")
-    lines.append(
-        f"Step time: {len(times)} runs, largest error {max(times):.1%}, mean {mean(times):.1%}. "
-        f"Peak memory: {len(peaks)} runs, largest {max(peaks):.1%}, mean {mean(peaks):.1%}."
-    )
-    return "\n".join(lines) + "\n"
+    lines.append(f"Step time: {summary(times)}. Peak memory: {summary(peaks)}.")
+    return "\n".join([*lines, "", *compiled_table()]) + "\n"
+
+
+def compiled_table() -> list[str]:
+    """XLA's plans of memory beside the predictions."""
+    compiled = list(compare_compiled(read))
+    lines = ["| GPUs | compiled | XLA's plan, GiB | predicted | error |", "|---|---|---|---|---|"]
+    lines += [
+        f"| {c.gpus} | {shorter(c.run)} | {c.gib:.1f} | {c.predicted:.1f} | {c.error:+.1%} |"
+        for c in compiled
+    ]
+    return [*lines, "", f"Plans: {summary([abs(c.error) for c in compiled])}."]
+
+
+def read(words: list[str]) -> Config:
+    """A command line's config, checked."""
+    return cli.read_config(words, "jaxpar.plan", None)
+
+
+def summary(errors: list[float]) -> str:
+    """How many, the largest, the mean."""
+    if not errors:
+        return "none measured since the step was changed"
+    return f"{len(errors)} runs, largest error {max(errors):.1%}, mean {mean(errors):.1%}"
 
 
 def mean(values: list[float]) -> float:

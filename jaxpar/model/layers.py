@@ -196,7 +196,9 @@ def _lookup_backward(num_rows, tokens_BT, d_rows):
     local = tokens_BT - vocab_shard_index() * num_rows
     held = (local >= 0) & (local < num_rows)
     place = jnp.where(held, local, num_rows)  # past the end: dropped
-    zeros = jnp.zeros((num_rows, d_rows.shape[-1]), jnp.float32)
+    # A zero that waits for d_rows: XLA would make the table's zeros with the head's, at the loss.
+    zero, d_rows = lax.optimization_barrier((jnp.float32(0), d_rows))
+    zeros = jnp.broadcast_to(zero, (num_rows, d_rows.shape[-1]))
     d_table = zeros.at[place].add(d_rows.astype(jnp.float32), mode="drop")
     return d_table.astype(d_rows.dtype), None
 

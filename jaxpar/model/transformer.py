@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpar.axes import FSDP_AXES
 from jaxpar.batch import Batch
 from jaxpar.config import Config, LoraConfig, ModelConfig
 from jaxpar.kernels import float8
@@ -239,20 +240,30 @@ def embed(top: Tree, batch: Batch, cfg: Config) -> jax.Array:
     return sum_over_stages(scatter_sequence(varying(rows)))
 
 
-def stage(chunk: Any, x: jax.Array, tokens: Tokens, cfg: Config) -> jax.Array:
-    """The residual stream through one chunk of layers (a tuple of trees, or one stacked tree)."""
+def stage(
+    chunk: Any, x: jax.Array, tokens: Tokens, cfg: Config, beside: Tree
+) -> tuple[jax.Array, Tree]:
+    """The residual stream through one chunk of layers (a tuple of trees, or one stacked tree).
+
+    Args:     beside: weights for later; unrolled layers have time for their gradients.
+    Returns:  as x; beside.
+    """
     if isinstance(chunk, tuple):
         groups = cfg.parallel.row_groups
         block = rematerialize(functools.partial(_layer, cfg), cfg.parallel.remat, in_scan=False)
+        cast = functools.partial(_cast, dims=LAYER_DIMS, cfg=cfg)
         gather = functools.partial(_whole, dims=LAYER_DIMS, cfg=cfg)
         scatter = functools.partial(_scattered, dims=LAYER_DIMS, cfg=cfg)
+        sends = cfg.parallel.zero == 3 and lax.axis_size(FSDP_AXES) > 1
         rows = in_groups(x, groups)
         for alike, of_these in runs_of_layers(chunk, tokens, cfg):
             context = in_groups(of_these, groups)
-            rows = through_layers(block, gather, scatter, alike, rows, context)
-        return rows[0] if groups == 1 else jnp.concatenate(rows)
+            rows, beside = through_layers(
+                block, cast, gather, scatter, sends, alike, rows, beside, context
+            )
+        return (rows[0] if groups == 1 else jnp.concatenate(rows)), beside
     block = rematerialize(_block(cfg), cfg.parallel.remat, in_scan=True)
-    return lax.scan(lambda x, w: (block(x, w, tokens), None), x, chunk)[0]
+    return lax.scan(lambda x, w: (block(x, w, tokens), None), x, chunk)[0], beside
 
 
 def runs_of_layers(chunk: tuple, tokens: Tokens, cfg: Config) -> list[tuple[tuple, Tokens]]:
@@ -287,6 +298,9 @@ def head(top: Tree, x: jax.Array, batch: Batch, cfg: Config) -> tuple[jax.Array,
     x = layers.norm(x, top["final_norm"], cfg.model)
     h = gather_sequence(broadcast_from_last_stage(x))
     w = _whole({"head": top["head"]}, TOP_DIMS, cfg)["head"]
+    # For its transpose: the layers' backward waits until the head's gradient is cast. XLA would put
+    # the cast off to the end, and keep the gradient in float32 meanwhile.
+    h, w = lax.optimization_barrier((h, w))
     return cross_entropy(h.reshape(-1, h.shape[-1]), w, batch.labels.ravel(), cfg.train.z_loss)
 
 
@@ -298,11 +312,21 @@ def logits_at(weights: Tree, batch: Batch, tokens: Tokens, last: jax.Array, cfg:
     """
     top = weights["top"]
     chunk = jax.tree.map(lambda a: a[0], weights["layers"])
-    x = stage(chunk, embed(top, batch, cfg), tokens, cfg)
+    x, _ = stage(chunk, embed(top, batch, cfg), tokens, cfg, {})
     h = gather_sequence(layers.norm(x, top["final_norm"], cfg.model))
     row = lax.dynamic_index_in_dim(h, last, axis=1, keepdims=False)
     w = _whole({"head": top["head"]}, TOP_DIMS, cfg)["head"]
     return jnp.dot(row, w, preferred_element_type=jnp.float32)
+
+
+def _cast(w: Tree, dims: dict[str, int | None], cfg: Config) -> Tree:
+    """Shards that `_whole` gathers, in the compute dtype; the others as they are.
+
+    Not in a loop over microbatches: it is given float32 slices, and casts would come beside them.
+    """
+    if cfg.parallel.zero == 1 or cfg.parallel.num_microbatches > 1:
+        return w
+    return {n: a if dims.get(n) is None else a.astype(cfg.model.dtype) for n, a in w.items()}
 
 
 def _whole(w: Tree, dims: dict[str, int | None], cfg: Config) -> Tree:

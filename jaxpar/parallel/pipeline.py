@@ -29,13 +29,14 @@ class Program:
     """The model as a schedule sees it. `mb` is one microbatch; weights are `top` and `chunk`.
 
     embed   (top, mb) -> x. Every stage calls it together.
-    stage   (chunk, x, mb) -> x.
+    stage   (chunk, x, mb, beside) -> x, beside. The latter: weights that `head` is given, whose
+            gradients travel beside the layers' backward.
     head    (top, x, mb) -> (loss, loss to report). Every stage calls it together; reads x on the
             last stage, and sends that stage alone a gradient.
     """
 
     embed: Callable[..., jax.Array]
-    stage: Callable[..., jax.Array]
+    stage: Callable[..., tuple[jax.Array, Any]]
     head: Callable[..., Sums]
 
 
@@ -68,11 +69,13 @@ def _zeros32(tree: Any) -> Any:
     return varying(jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), tree))
 
 
-def whole_model(program: Program, weights: Any, mb: Any) -> Sums:
+def whole_model(program: Program, trained: Any, still: Any, mb: Any) -> Sums:
     """Loss of one microbatch on one stage: embed, all layers, head."""
-    x = program.embed(weights["top"], mb)
-    x = program.stage(jax.tree.map(lambda a: a[0], weights["layers"]), x, mb)
-    return program.head(weights["top"], x, mb)
+    weights = join(trained, still)
+    top, chunk = weights["top"], jax.tree.map(lambda a: a[0], weights["layers"])
+    beside = {"head": top["head"]} if "head" in trained["top"] else {}
+    x, beside = program.stage(chunk, program.embed(top, mb), mb, beside)
+    return program.head(top | beside, x, mb)
 
 
 def accumulate(program: Program, weights: Any, still: Any, microbatches: Any, scale: jax.Array):
@@ -85,7 +88,7 @@ def accumulate(program: Program, weights: Any, still: Any, microbatches: Any, sc
     """
 
     def gradients(mb):
-        sums, vjp = jax.vjp(lambda w: whole_model(program, join(w, still), mb), weights)
+        sums, vjp = jax.vjp(lambda w: whole_model(program, w, still, mb), weights)
         (grads,) = vjp(_seed(sums, scale))
         return sums, grads
 
@@ -251,7 +254,7 @@ def _vjp(stage: Callable, chunk: Any, x: jax.Array):
 
 
 def _stage(run: _Run, mb: Any, chunk: Any, x: jax.Array) -> jax.Array:
-    return run.program.stage(chunk, x, mb)
+    return run.program.stage(chunk, x, mb, {})[0]
 
 
 def _when(run: _Run, predicate: jax.Array, yes: Callable, no: Callable) -> Any:

@@ -18,64 +18,85 @@ from jax import lax
 from jaxpar.parallel.offload import fetched, in_host_memory, stored
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
 def through_layers(
     block: Callable[..., Any],
+    cast: Callable[[Any], Any],
     gather: Callable[[Any], Any],
     scatter: Callable[[Any], Any],
+    sends: bool,
     shards: tuple[Any, ...],
     x: Any,
+    beside: Any,
     context: Any,
 ) -> Any:
-    """`x` through `block(x, gather(shard), context)` for each shard.
+    """`x` through `block(x, gather(cast(shard)), context)` for each shard; and `beside`.
 
     Args:     block: one layer of whole weights; what it saves is for its remat policy to say.
-              gather: a layer's shards to its whole weights. scatter: local gradients of whole
-              weights to the gradients of the shards. shards: one tree per layer. x: any tree of
-              arrays. context: arrays that take no gradient.
-    Returns:  as x.
+              cast: a layer's shards to what is gathered of them; kept for the backward.
+              gather: these to the layer's whole weights. scatter: local gradients of whole
+              weights to the gradients of the shards. sends: whether these two send anything.
+              shards: one tree per layer. x: any tree of arrays. beside: weights that are used
+              later; their gradients are to be there when the last layer's backward ends.
+              context: arrays that take no gradient.
+    Returns:  as x; beside.
     Communication: `gather` of each layer forward and again backward, `scatter` backward.
     """
     for shard in shards:
-        x = block(x, gather(shard), context)
-    return x
+        x = block(x, gather(cast(shard)), context)
+    return x, beside
 
 
-def _forward(block, gather, scatter, shards, x, context):
+def _forward(block, cast, gather, scatter, sends, shards, x, beside, context):
     pullbacks: list[Any] = []
     for shard in shards:
         layer = lambda w, x: block(x, w, context)  # noqa: E731
         # Everything that the backward needs is kept, but the whole weights.
-        x, pullback = jax.vjp(layer, gather(shard), x, saveable_args=(False, True))
+        x, pullback = jax.vjp(layer, gather(cast(shard)), x, saveable_args=(False, True))
         # The copies of one layer to the host have the next layer's time.
         if pullbacks:
             pullbacks[-1], x = stored(pullbacks[-1], x)
         pullbacks.append(pullback)
-    return x, (shards, pullbacks)
+    return (x, beside), (shards, pullbacks)
 
 
-def _backward(block, gather, scatter, saved, g):
-    shards, pullbacks = saved
-    grads: list[Any] = [None] * len(shards)
+def _backward(block, cast, gather, scatter, sends, saved, cotangents):
+    (shards, pullbacks), (g, d_beside) = saved, cotangents
+    # XLA takes those of the forward, which wait in half the bytes of the float32 slices. Residuals
+    # they must not be: a pipeline would keep them with each microbatch.
+    shards = tuple(map(cast, shards))
+    grads: list[Any] = [d_beside]  # from the top down
     offloads = any(map(in_host_memory, jax.tree.leaves(pullbacks)))
-    g, whole = _gather_from_here(gather, shards[-1], g)
+    whole, g = _gather_from_here(gather, shards[-1], g)
     pullbacks[-1], g = fetched(pullbacks[-1], g)
     for i in reversed(range(len(shards))):
-        if offloads:  # a gradient that is put off keeps its layer's values on the device
-            g, grads[i + 1 : i + 2] = lax.optimization_barrier((g, grads[i + 1 : i + 2]))
+        if sends:  # the gather below begins when this layer's has ended: XLA would join the two
+            whole, g = lax.optimization_barrier((whole, g))
         pullbacks[i].args_res[0] = whole
         if i > 0:
-            g, whole = _gather_from_here(gather, shards[i - 1], g)
+            whole, g = _gather_from_here(gather, shards[i - 1], g)
             pullbacks[i - 1], g = fetched(pullbacks[i - 1], g)
         d_whole, g = pullbacks[i](g)
-        grads[i] = scatter(d_whole)
-    return tuple(grads), g, None
+        if sends or offloads:
+            d_whole, grads[-1], g = _in_time(d_whole, grads[-1], g)
+        grads.append(scatter(d_whole))
+    return tuple(reversed(grads[1:])), g, grads[0], None
 
 
 def _gather_from_here(gather: Callable[[Any], Any], shard: Any, g: jax.Array):
     """`gather` that cannot begin before `g` is there: the forward's whole weights are not kept."""
     shard, g = lax.optimization_barrier((shard, g))
-    return g, gather(shard)
+    return gather(shard), g
+
+
+def _in_time(d_whole: Any, above: Any, g: Any) -> Any:
+    """A layer's gradients, those of the shards above, and `g`, once all are there.
+
+    XLA would put the first off, for which all values of the layer wait, and the sums of the second
+    over the devices, which lie there in whole pieces, and are sent when there is no work left to
+    hide it.
+    """
+    return lax.optimization_barrier((d_whole, above, g))
 
 
 through_layers.defvjp(_forward, _backward)

@@ -1,7 +1,7 @@
 """Predictions beside measurements: the committed runs on H200s, and how far off each prediction is.
 
 `calibration.json` holds the runs, with the command line of each; no constant of `rates.py` is
-fitted to one of them alone.
+fitted to one of them alone. Beside them it holds XLA's own plans of the memory of compiled steps.
 """
 
 import json
@@ -12,7 +12,7 @@ from importlib import resources
 from jaxpar.config import Config
 from jaxpar.planning.communication import Cluster
 from jaxpar.planning.hardware import GIB, H200, NETWORKS
-from jaxpar.planning.ranking import predict
+from jaxpar.planning.ranking import Layout, predict
 from jaxpar.validation import resolve
 
 #: How far a prediction may be off, as a share of what was measured.
@@ -48,16 +48,32 @@ class Compared:
         return None if measured is None else self.peak_gib / measured - 1
 
 
+@dataclass(frozen=True)
+class Compiled:
+    """A step that was compiled without a GPU: XLA's plan of its memory, and the prediction."""
+
+    gpus: int
+    run: str
+    gib: float
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.gib - 1
+
+
+def _committed() -> dict:
+    return json.loads((resources.files("jaxpar.planning") / "calibration.json").read_text("utf-8"))
+
+
 def measured_runs() -> list[Run]:
     """The committed runs."""
-    text = (resources.files("jaxpar.planning") / "calibration.json").read_text("utf-8")
-    return [Run(**row) for row in json.loads(text)["rows"]]
+    return [Run(**row) for row in _committed()["rows"]]
 
 
 def conditions() -> str:
     """What all of them share."""
-    text = (resources.files("jaxpar.planning") / "calibration.json").read_text("utf-8")
-    return json.loads(text)["conditions"]
+    return _committed()["conditions"]
 
 
 def compare(read: Callable[[list[str]], Config]) -> Iterator[Compared]:
@@ -66,7 +82,17 @@ def compare(read: Callable[[list[str]], Config]) -> Iterator[Compared]:
     Args:     read: a command line's config, checked (`cli.read_config`).
     """
     for run in measured_runs():
-        cfg = resolve(read(run.run.split()), run.gpus)
-        cluster = Cluster(H200, NETWORKS["ib400"], run.gpus, H200.per_host)
-        layout = predict(cfg, cluster)
+        layout = _predicted(run.run, run.gpus, read)
         yield Compared(run, layout.time.total * 1e3, layout.memory.total / GIB)
+
+
+def compare_compiled(read: Callable[[list[str]], Config]) -> Iterator[Compiled]:
+    """Predict the memory of each compiled step. Args: as `compare`."""
+    for row in _committed()["compiled"]:
+        layout = _predicted(row["run"], row["gpus"], read)
+        yield Compiled(**row, predicted=layout.memory.total / GIB)
+
+
+def _predicted(run: str, gpus: int, read: Callable[[list[str]], Config]) -> Layout:
+    cfg = resolve(read(run.split()), gpus)
+    return predict(cfg, Cluster(H200, NETWORKS["ib400"], gpus, H200.per_host))

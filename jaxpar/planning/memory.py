@@ -1,10 +1,14 @@
 """Memory of one GPU under a layout: the state exactly, the step's temporaries by a model of them.
 
-The temporaries are largest at one of two moments. At the loss, every layer's saved values wait for
-the backward, beside the gradient of the head and a chunk of logits; the recomputation of the last
-layer has begun by then, because XLA's scheduler moves it ahead. At the end of the backward, all
-gradients are there. Each moment's buffers were read off the plans of compiled steps
-(docs/planning.md); sizes are bytes.
+The temporaries are largest at one of three moments. At the loss, every layer's saved values wait
+for the backward, beside the gradient of the head and a chunk of logits. When the backward begins,
+they are all still there, beside what the first layer of it needs. At its end, all gradients are
+there. Each moment's buffers were read off the plans of compiled steps (docs/planning.md); sizes are
+bytes.
+
+Where layers send weights and gradients (ZeRO-3), barriers hold each layer's work together
+(`parallel/prefetch.py`). Without them XLA's scheduler moves recomputation ahead, the last layer's
+before the loss, and puts gradients off.
 """
 
 import functools
@@ -28,7 +32,7 @@ class Memory:
     gathered     weights in the compute dtype: whole ones, and casts of the shards.
     gradients    of parameters.
     buffers      the residual stream's copies, keys and values gathered, the batch.
-    moment       when the peak is: "loss" or "backward".
+    moment       when the peak is: "loss", "start" or "end" of the backward.
     """
 
     weights: float
@@ -66,9 +70,9 @@ def memory_of(cfg: Config, *, on_reference: bool = False) -> Memory:
     weights, optimizer = state_bytes(cfg)
     if cfg.optimizer.offload:
         optimizer -= moment_bytes(cfg) * (shard.layers - 1) // max(shard.layers, 1)
-    at_loss = _at_loss(cfg, shard, weights, optimizer)
-    at_end = _at_end(cfg, shard, weights, optimizer)
-    peak = max(at_loss, at_end, key=lambda memory: memory.total)
+    moments = (_at_loss, _at_start, _at_end) if _sends(cfg, shard) else (_at_loss, _at_end)
+    at = (moment(cfg, shard, weights, optimizer) for moment in moments)
+    peak = max(at, key=lambda memory: memory.total)
     if not on_reference:
         return peak
     extra = _scores(cfg, shard)
@@ -76,29 +80,44 @@ def memory_of(cfg: Config, *, on_reference: bool = False) -> Memory:
 
 
 def _at_loss(cfg: Config, shard: Shard, weights: float, optimizer: float) -> Memory:
+    begun = 0.0 if _sends(cfg, shard) else _recomputed(cfg, shard)
     return Memory(
         weights=weights,
         optimizer=optimizer,
-        activations=saved_bytes(cfg, shard) + _recomputed(cfg, shard),
+        activations=saved_bytes(cfg, shard) + begun,
         logits=_loss_bytes(cfg, shard),
-        gathered=_gathered(cfg, shard),
+        gathered=_gathered(cfg, shard) + shard.width * shard.table,
         gradients=_accumulated(cfg, shard),
         buffers=_buffers(cfg, shard),
         moment="loss",
     )
 
 
-def _at_end(cfg: Config, shard: Shard, weights: float, optimizer: float) -> Memory:
-    """All gradients, beside the float32 arrays that stack the layers'.
+def _at_start(cfg: Config, shard: Shard, weights: float, optimizer: float) -> Memory:
+    """The backward of the last layer, with the weights of the next; the head's gradient is cast,
+    and on its way."""
+    return Memory(
+        weights=weights,
+        optimizer=optimizer,
+        activations=saved_bytes(cfg, shard) + _recomputed(cfg, shard),
+        logits=0.0,
+        gathered=_gathered(cfg, shard) + 2 * _sent_width(cfg, shard) * shard.matrices,
+        gradients=_accumulated(cfg, shard) + 2 * shard.width * shard.table * shard.trained,
+        buffers=_buffers(cfg, shard) + _in_a_layer(cfg, shard),
+        moment="start",
+    )
 
-    Under ZeRO-3 a layer's gradient waits whole, in the pieces in which it came: XLA sums them
-    where it stacks them, at the end. The embedding's gradient is still on its way.
-    """
-    m, p = cfg.model, cfg.parallel
+
+def _at_end(cfg: Config, shard: Shard, weights: float, optimizer: float) -> Memory:
+    """All gradients. Where layers send theirs, they are summed: float32 shards, beside two layers'
+    and the head's in 16 bits. Else whole ones beside float32 arrays that stack them."""
     layers, tables = shard.layers * shard.layer, 2 * shard.table
     own = 4 * shard.parameters / shard.fsdp
     if not shard.trained:
         local = own = 0.0
+    elif _sends(cfg, shard):
+        own = 4 * layers / shard.fsdp
+        local = _accumulated(cfg, shard) + shard.width * (2 * shard.matrices + shard.table)
     elif _accumulates(cfg):
         local = _accumulated(cfg, shard)
     else:
@@ -110,8 +129,8 @@ def _at_end(cfg: Config, shard: Shard, weights: float, optimizer: float) -> Memo
         logits=0.0,
         gathered=0.0,
         gradients=local + own,
-        buffers=_buffers(cfg, shard) + 3 * shard.tokens * shard.width * m.d_ff / p.tensor,
-        moment="backward",
+        buffers=_buffers(cfg, shard) + _in_a_layer(cfg, shard),
+        moment="end",
     )
 
 
@@ -208,28 +227,39 @@ def _accumulated(cfg: Config, shard: Shard) -> float:
     return 4 * shard.parameters / (shard.fsdp if cfg.parallel.zero == 3 else 1)
 
 
-def _gathered(cfg: Config, shard: Shard) -> float:
-    """Weights to multiply by.
+def _sends(cfg: Config, shard: Shard) -> bool:
+    """Whether each layer gathers its weights and scatters their gradients."""
+    return cfg.parallel.zero == 3 and shard.fsdp > 1
 
-    ZeRO-3: the head, and its shard cast; two layers that are whole, where there is something to
-    gather; and the float32 shards of all layers once more, which XLA slices out of their stack at
-    the start and keeps until the backward gathers them again. ZeRO-1: all.
+
+def _sent_width(cfg: Config, shard: Shard) -> int:
+    return 1 if cfg.parallel.gather_dtype == "float8" else shard.width
+
+
+def _gathered(cfg: Config, shard: Shard) -> float:
+    """Weights to multiply by, the head aside.
+
+    ZeRO-3: the shards of all layers, cast once for forward and backward; or their float32 slices,
+    and the head's shard turned, which a loop over microbatches is given. ZeRO-1: whole ones.
     """
     layers = shard.layers * shard.layer
-    head = shard.width * shard.table
     if cfg.parallel.zero == 1:
-        tables = 2 if cfg.parallel.pipeline > 1 else 1  # each tick looks tokens up again
-        return shard.width * layers + tables * head
-    width = 1 if cfg.parallel.gather_dtype == "float8" else shard.width
-    gathers = width * shard.matrices + head / shard.fsdp if shard.fsdp > 1 else 0
-    return 4 * layers / shard.fsdp + gathers + head
+        again = 1 if cfg.parallel.pipeline > 1 else 0  # each tick looks tokens up again
+        return shard.width * (layers + again * shard.table)
+    slices = 4 * (layers + shard.table)
+    return (slices if _accumulates(cfg) else shard.width * layers) / shard.fsdp
 
 
 def _loss_bytes(cfg: Config, shard: Shard) -> float:
-    """The head's gradient in float32, twice (a loop's carry and its next value), and a chunk's
-    logits in float32 with their gradient in the compute dtype."""
+    """The head's gradient in float32, and a chunk's logits in float32 with their gradient in the
+    compute dtype."""
     chunk = shard.tokens / num_chunks(shard.tokens, shard.vocab)
-    return 8 * shard.table * shard.trained + (4 + shard.width) * chunk * shard.vocab
+    return 4 * shard.table * shard.trained + (4 + shard.width) * chunk * shard.vocab
+
+
+def _in_a_layer(cfg: Config, shard: Shard) -> float:
+    """What a layer's backward makes beside its values: gradients of its widest three."""
+    return 3 * shard.tokens * shard.width * cfg.model.d_ff / cfg.parallel.tensor
 
 
 def _buffers(cfg: Config, shard: Shard) -> float:
