@@ -75,7 +75,9 @@ def test_largest_batch_and_window(capsys):
 
 
 def test_keys_and_values(capsys):
-    found = json.loads(run(capsys, "llama3_8b", "--kv-cache", "64x8192", "--json"))["inference"]
+    asked = ("llama3_8b", "--kv-cache", "64x8192", "--json")
+    found = json.loads(run(capsys, *asked))["inference"]
+    assert json.loads(run(capsys, *asked, "--model.dtype", "float16"))["inference"] == found
     one, two = found[:2]
     assert one["cache"] == 64 * 8192 * 131_072 and one["weights"] == 2 * 8_030_261_248
     assert two["cache"] == one["cache"] / 2 and two["rows"] > 2 * one["rows"]
