@@ -28,7 +28,8 @@ from jaxpar.config import (
     unknown_field,
 )
 from jaxpar.config_json import to_json
-from jaxpar.validation import check, check_types
+from jaxpar.config_types import check_types
+from jaxpar.validation import check
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 

@@ -20,7 +20,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Shape of the decoder. Llama 3 by default; Qwen3 and Mistral are other values of it."""
+    """The decoder: Llama 3's by default; Qwen3, Mistral, Mixtral, Gemma 3 are other values."""
 
     num_layers: int = 4
     """Transformer blocks."""
@@ -33,7 +33,7 @@ class ModelConfig:
     head_dim: int = 32
     """Width of one head; num_heads * head_dim need not be d_model."""
     d_ff: int = 704
-    """Width of the SwiGLU feed-forward; with experts, of each."""
+    """Width of the feed-forward; with experts, of each."""
     num_experts: int = 0
     """Experts of each feed-forward (Mixtral, Qwen3-MoE). 0: one dense feed-forward."""
     experts_per_token: int = 2

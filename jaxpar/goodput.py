@@ -125,11 +125,15 @@ class Goodput:
         """The part of it that went into steps which count."""
         return self.seconds.get("step", 0.0) / self.total if self.total else 0.0
 
+    @property
+    def tries(self) -> str:
+        """The attempts in words."""
+        return "1 attempt" if self.attempts == 1 else f"{self.attempts} attempts"
+
     def __str__(self) -> str:
         shares = sorted(self.seconds.items(), key=lambda item: -item[1])
         parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in shares if seconds >= 0.05)
-        tries = "1 attempt" if self.attempts == 1 else f"{self.attempts} attempts"
-        return f"goodput {self.fraction:.1%} of {self.total:.1f} s in {tries}: {parts}"
+        return f"goodput {self.fraction:.1%} of {self.total:.1f} s in {self.tries}: {parts}"
 
 
 def read_events(run_dir: Path) -> list[dict[str, Any]]:

@@ -119,7 +119,7 @@ def _in_slices(cfg: Config, step: jax.Array, ok: Any, trees: Sequence[Any]) -> t
     """`_update` of some rows of every array, then of the next: a layer at a time.
 
     In one loop even where there are few slices: copies to and from the host outside of one would
-    make XLA's scheduler put off the gradients on which they wait (docs/memory.md).
+    make XLA's scheduler put off the gradients on which they wait.
 
     Args:     trees: gradients, optax state, parameters and rows, of the stacked layers or of all
               the other parameters.

@@ -193,19 +193,11 @@ def _client() -> Any:
     return distributed.global_state.client
 
 
-def barrier(name: str, seconds: float) -> None:
-    """Wait until every process has come here.
-
-    Args:     name: used once in a run, and the same in every process.
-    Raises:   PeersMissing after so many seconds, naming those that have not come.
-    """
-    exchange(name, "", seconds)
-
-
 def exchange(name: str, text: str, seconds: float) -> list[str]:
     """Give a text, and get that of every process, in their order, once all have come.
 
-    Args, Raises: as `barrier`.
+    Args:     name: used once in a run, and the same in every process.
+    Raises:   PeersMissing after so many seconds, naming those that have not come.
     """
     if _client() is None:
         return [text]
@@ -251,7 +243,7 @@ def together[T](name: str, seconds: float, work: Callable[[], T]) -> T:
     """Do a thing in every process, and go on only if it went well in all of them.
 
     Raises:   what `work` raised here; or PeerFailed, with the exit code 2 when the reason is a
-              ConfigError, naming the first process in which it failed; or as `barrier`.
+              ConfigError, naming the first process in which it failed; or as `exchange`.
     """
     failure: Exception | None = None
     try:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpar import checkpoint, elastic, extensions, initial, runtime
+from jaxpar import checkpoint, elastic, extensions, initial, provenance
 from jaxpar.batch import Batch
 from jaxpar.config import Config, ConfigError
 from jaxpar.config_json import to_json
@@ -74,8 +74,8 @@ class Run:
             return
         self.dir.mkdir(parents=True, exist_ok=True)
         (self.dir / "config.json").write_text(to_json(self.cfg))
-        manifest = runtime.versions() | {
-            "commit": runtime.checked_out_commit(),
+        manifest = provenance.versions() | {
+            "commit": provenance.checked_out_commit(),
             "mesh": describe(self.mesh),
             "parameters": num_params(self.cfg.model),
             "adapters": num_adapter_params(self.cfg.model, self.cfg.lora),

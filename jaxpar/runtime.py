@@ -1,7 +1,9 @@
-"""Before JAX starts: flags, simulated devices, compilation cache. Each program calls it first."""
+"""Before JAX starts: flags, simulated devices, compilation cache. Each program calls it first.
+
+And the first run of a compiled program, which cuDNN wants to itself.
+"""
 
 import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,31 +91,3 @@ class FirstRunAlone:
             return self.program(*args)
         self.has_run = True
         return jax.block_until_ready(self.program(*jax.block_until_ready(args)))
-
-
-def checked_out_commit() -> str:
-    """The commit of the source, with "+" when files differ from it; empty outside a checkout."""
-    here = Path(__file__).resolve().parent
-    git = ["git", "-C", str(here), "describe", "--always", "--dirty=+", "--abbrev=12"]
-    try:
-        return subprocess.check_output(git, text=True, stderr=subprocess.DEVNULL).strip()
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-
-
-def versions() -> dict[str, str]:
-    """What a figure must be quoted with: versions, device, flags."""
-    import jaxlib
-
-    import jaxpar
-
-    device = jax.devices()[0]
-    return {
-        "jaxpar": jaxpar.__version__,
-        "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
-        "platform": device.client.platform_version.split("\n")[0],
-        "device": f"{jax.device_count()} x {device.device_kind}",
-        "processes": str(jax.process_count()),
-        "xla_flags": os.environ.get("XLA_FLAGS", ""),
-    }

@@ -19,8 +19,6 @@ from jaxpar.data_rules import data
 from jaxpar.guard_rules import guards
 from jaxpar.layout_rules import automatic
 from jaxpar.lora_rules import lora
-from jaxpar.memory_rules import REMAT_NAMES as REMAT_NAMES
-from jaxpar.memory_rules import REMAT_POLICIES as REMAT_POLICIES
 from jaxpar.memory_rules import moments, remat
 from jaxpar.metrics_rules import sinks
 from jaxpar.model_rules import attention_function, experts, layer_kinds
@@ -89,7 +87,6 @@ _BELOW_ONE = ("optimizer.beta1", "optimizer.beta2")
 
 def _numbers(cfg: Config) -> None:
     def require(ok: bool, path: str, rule: str, better: Any = None) -> None:
-        better = default_of(path) if better is None else better
         _require(ok, cfg, path, rule, flag(path, default_of(path) if better is None else better))
 
     for path in field_types():

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar import runtime
+from jaxpar import provenance, runtime
 from jaxpar.bench import conditions
 from jaxpar.bench.timing import Timing, interleaved
 from jaxpar.config import Config, ModelConfig
@@ -123,7 +123,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--commit", help="commit to put on the card, where there is no checkout")
     options = parser.parse_args(argv)
     environment = runtime.start(Config())
-    commit = options.commit or runtime.checked_out_commit()
+    commit = options.commit or provenance.checked_out_commit()
     card: dict[str, Any] = conditions.of_this_process(environment, commit)
     on_gpu = jax.devices()[0].platform == "gpu"
     _, peak = measured(copy_piece(COPY_BYTES if on_gpu else COPY_BYTES_CPU), options.repeats)

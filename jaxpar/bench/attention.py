@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from jaxpar import guard, processes, runtime
+from jaxpar import guard, processes, provenance, runtime
 from jaxpar.bench import conditions, contest, tuning
 from jaxpar.bench.options import check_repeats
 from jaxpar.bench.options import parser as make_parser
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
         table = Path(options.table) if options.table else tuning.default_table()
     if not on_gpu:
         _refuse_large(options.shapes)
-    commit = options.commit or runtime.checked_out_commit()
+    commit = options.commit or provenance.checked_out_commit()
     command = shlex.join([*PROGRAM.split(), *argv])
     card: dict[str, Any] = {
         "what": "attention block sizes" if options.tune else "attention",

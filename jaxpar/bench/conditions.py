@@ -5,13 +5,13 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from jaxpar import runtime
+from jaxpar import provenance
 
 
 def of_this_process(environment: list[str], commit: str) -> dict[str, Any]:
     """Versions, devices, GPU, flags and commit, as they go on a card."""
     return {
-        **runtime.versions(),
+        **provenance.versions(),
         "gpu": gpu_facts(),
         "environment": environment,
         "commit": commit,

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxpar import guard, processes, runtime
+from jaxpar import guard, processes, provenance, runtime
 from jaxpar.bench import conditions
 from jaxpar.bench.options import check_repeats
 from jaxpar.bench.options import parser as make_parser
@@ -107,7 +107,7 @@ def main(argv: Sequence[str]) -> int:
     options = read_command(argv)
     processes.alone("jaxpar.bench loss")
     environment = runtime.start(Config())
-    commit = options.commit or runtime.checked_out_commit()
+    commit = options.commit or provenance.checked_out_commit()
     card = conditions.of_this_process(environment, commit) | {"what": "loss", "rows": []}
     columns = ["tokens", "vocab", "logits_gib", "chunks", "ours_gib", "plain_gib"]
     columns += ["ours_ms", "plain_ms"] if jax.devices()[0].platform == "gpu" else []

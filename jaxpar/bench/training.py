@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from jaxpar import cli, elastic, processes, runtime
+from jaxpar import cli, elastic, processes, provenance
 from jaxpar.bench import conditions, profiled
 from jaxpar.bench.options import Parser
 from jaxpar.config import Config, ConfigError
@@ -175,7 +175,7 @@ def main(argv: Sequence[str]) -> int:
     )
     run = Run(elastic.choose_layout(cfg, cfg.cluster.slow_seconds or 1e6))
     figures, running = measure(run, options.steps)
-    result = card(run, figures, environment, options.commit or runtime.checked_out_commit())
+    result = card(run, figures, environment, options.commit or provenance.checked_out_commit())
     processes.say(summary(result))
     to_card = options.card and processes.own() == 0
     if to_card:  # before the profiler, which may fail

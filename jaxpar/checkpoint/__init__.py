@@ -1,9 +1,9 @@
 """Checkpoints: the training state on disk, written in the background, readable under any mesh.
 
-RUN/checkpoints/STEP holds {"step", "params", "opt_state"}: whole arrays, layers in the model's
-order. How the writing mesh cut and ordered them leaves no trace, so another mesh restores them as
-its own would. The config lies with them: whoever has the folder needs nothing else. What was
-written is known by its fingerprints, and every load compares them.
+RUN/checkpoints/STEP holds {"step", "params", "opt_state", "guard"}: whole arrays, layers in the
+model's order. How the writing mesh cut and ordered them leaves no trace, so another mesh restores
+them as its own would. The config lies with them: whoever has the folder needs nothing else. What
+was written is known by its fingerprints, and every load compares them.
 
     Checkpointer                             the training loop's: saves
     starting_step, restore_latest, restore   a run's: continues, or says why it cannot

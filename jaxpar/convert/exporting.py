@@ -217,7 +217,7 @@ def copy_out(export: Export, entry: Entry, stored: dict[str, Stored], progress: 
                 rule = "has numbers beyond 65,504, the largest of float16"
                 raise ConfigError(name, "float16", rule, "use --dtype bfloat16")
             progress.advance(part.nbytes)
-    arrays.compare(entry.path, found)
+    arrays.compare(entry.path, str(found))
 
 
 def _in_order(name: str) -> list[tuple[int, int | str]]:

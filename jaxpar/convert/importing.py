@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -127,17 +127,8 @@ def from_hf(
     refuse_used("RUN", run_dir)
     require_space("RUN", run_dir, 4 * num_params(source.config.model))
     cfg = source_config(source, run_dir)
-    with new_folder(run_dir) as temporary, meter(source.num_bytes) as progress:
-        chunks = {e.path: chunk_shape(e, source.sizes, PIECE) for e in source.entries}
-        about = about_import(cfg)
-        arrays = create_run(temporary, cfg, chunks, about)
-        found = {e.path: copy_in(source, e, arrays, progress) for e in source.entries}
-        seal_run(temporary, about, found)
-        say(f"read {progress.summary(source.largest)}")
-        (temporary / "config.json").write_text(to_json(cfg))
-        copy_carried(source.folder, temporary / CARRIED)
-        values = json.dumps(source.values, indent=2) + "\n"
-        (temporary / CARRIED / CONFIG_FILE).write_text(values)
+    with new_folder(run_dir) as temporary:
+        fill_run(temporary, cfg, [source], say)
         if tolerance is not None:
             published = selfcheck.published_reader(source.entries, source.sizes, source.tensors)
             run = selfcheck.run_reader(
@@ -145,6 +136,27 @@ def from_hf(
             )
             selfcheck.check_conversion(cfg.model, run, published, source.folder, tolerance, say)
     return source
+
+
+def fill_run(
+    folder: Path, cfg: Config, parts: Sequence[Source], say: Callable[[str], None]
+) -> None:
+    """Write all of a run into an empty folder: its checkpoint, config, and what came with it.
+
+    Args:     parts: the published model, and what is kept beside its parameters, if anything.
+              say: told how much was read.
+    """
+    source, about = parts[0], about_import(cfg)
+    placed = [(part, entry) for part in parts for entry in part.entries]
+    chunks = {entry.path: chunk_shape(entry, part.sizes, PIECE) for part, entry in placed}
+    arrays = create_run(folder, cfg, chunks, about)
+    with meter(sum(part.num_bytes for part in parts)) as progress:
+        found = {entry.path: copy_in(part, entry, arrays, progress) for part, entry in placed}
+        say(f"read {progress.summary(source.largest)}")
+    seal_run(folder, about, found)
+    (folder / "config.json").write_text(to_json(cfg))
+    copy_carried(source.folder, folder / CARRIED)
+    (folder / CARRIED / CONFIG_FILE).write_text(json.dumps(source.values, indent=2) + "\n")
 
 
 def source_config(source: Source, run_dir: Path) -> Config:

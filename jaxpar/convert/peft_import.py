@@ -7,28 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.config import Config, ConfigError, LoraConfig
-from jaxpar.config_json import to_json
 from jaxpar.convert import selfcheck
 from jaxpar.convert.config_file import CONFIG_FILE, Values
 from jaxpar.convert.hf_folder import Tensors, check_tensors
-from jaxpar.convert.importing import PIECE, Source, copy_in, open_source, source_config
-from jaxpar.convert.layout import chunk_shape
+from jaxpar.convert.importing import Source, fill_run, open_source, source_config
 from jaxpar.convert.merging import unmerged_reader, with_factor
-from jaxpar.convert.new_folder import CARRIED, copy_carried, new_folder, refuse_used, require_space
+from jaxpar.convert.new_folder import new_folder, refuse_used, require_space
 from jaxpar.convert.peft_folder import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
     adapter_entries,
     either,
 )
-from jaxpar.convert.progress import meter
-from jaxpar.convert.run_arrays import (
-    IMPORTED_STEP,
-    about_import,
-    create_run,
-    open_run,
-    seal_run,
-)
+from jaxpar.convert.run_arrays import IMPORTED_STEP, open_run
 from jaxpar.convert.safetensors_file import read_header
 from jaxpar.lora_rules import TARGETS
 from jaxpar.model.flops import num_adapter_params, num_params
@@ -140,17 +131,8 @@ def from_peft(
     refuse_used("RUN", run_dir)
     size = num_params(cfg.model) + num_adapter_params(cfg.model, cfg.lora)
     require_space("RUN", run_dir, 4 * size)
-    parts = [(part, entry) for part in (source, adapters) for entry in part.entries]
-    with new_folder(run_dir) as temporary, meter(source.num_bytes + adapters.num_bytes) as progress:
-        chunks = {entry.path: chunk_shape(entry, part.sizes, PIECE) for part, entry in parts}
-        about = about_import(cfg)
-        arrays = create_run(temporary, cfg, chunks, about)
-        found = {e.path: copy_in(part, e, arrays, progress) for part, e in parts}
-        seal_run(temporary, about, found)
-        say(f"read {progress.summary(source.largest)}")
-        (temporary / "config.json").write_text(to_json(cfg))
-        copy_carried(source.folder, temporary / CARRIED)
-        (temporary / CARRIED / CONFIG_FILE).write_text(json.dumps(source.values, indent=2) + "\n")
+    with new_folder(run_dir) as temporary:
+        fill_run(temporary, cfg, [source, adapters], say)
         if tolerance is not None:
             tokens = selfcheck.random_tokens(cfg.model)
             run = unmerged_reader(open_run(temporary, cfg, IMPORTED_STEP), cfg)

@@ -42,11 +42,11 @@ class RunArrays:
         """To add up a parameter's fingerprint with, box by box."""
         return Running(self.shape(path))
 
-    def compare(self, path: str, found: Running) -> None:
-        """Raises:   Damaged when a parameter, all of it read, is not what was saved."""
+    def compare(self, path: str, found: str) -> None:
+        """Raises:   Damaged when a parameter's fingerprint is not the one that was saved."""
         if path in self.expected:
             name = f"params/{path}"
-            damage = integrity.differing({name: self.expected[path]}, {name: str(found)})
+            damage = integrity.differing({name: self.expected[path]}, {name: found})
             if damage:
                 raise integrity.Damaged(self.where, damage)
 
@@ -54,10 +54,7 @@ class RunArrays:
         """Read everything, and compare. Raises as `compare`."""
         for path, array in self.by_path.items():
             if path in self.expected:
-                name, found = f"params/{path}", store.fingerprint_of(array)
-                damage = integrity.differing({name: self.expected[path]}, {name: found})
-                if damage:
-                    raise integrity.Damaged(self.where, damage)
+                self.compare(path, store.fingerprint_of(array))
 
     def chunk(self, path: str) -> tuple[int, ...]:
         """The shape of the pieces in which a parameter is stored: a read takes whole pieces."""

@@ -1,6 +1,7 @@
 """`to-torch`: a checkpoint as a plain PyTorch state_dict, which `scripts/torch_model.py` loads.
 
-The only file of jaxpar that imports torch. It writes a pickle, as torch.save does; none is read.
+It writes a pickle, as torch.save does; none is read. torch is no dependency: it is imported here,
+and where checks compute with `transformers` and PEFT.
 """
 
 import dataclasses

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import tyro
 
+from jaxpar import guard
 from jaxpar.config import ConfigError
 from jaxpar.data.convert import ConvertOptions, convert
 from jaxpar.data.inspect_tokens import InspectOptions, inspect_tokens
@@ -14,9 +15,6 @@ from jaxpar.data.prepare_chat import ChatOptions, prepare_chat
 from jaxpar.data.progress import console_progress
 
 Options = PrepareOptions | ChatOptions | ConvertOptions | InspectOptions
-
-#: As in every program of jaxpar: 1 for an error, 2 for options that cannot work.
-EXIT_ERROR, EXIT_CONFIG = 1, 2
 
 #: What a shell reports of a program that Ctrl-C ended.
 EXIT_INTERRUPTED = 130
@@ -48,13 +46,13 @@ def main(args: Sequence[str]) -> int:
         done = _run(options)
     except ConfigError as error:
         print(f"config error: {error}", file=sys.stderr)
-        return EXIT_CONFIG
+        return guard.EXIT_CONFIG
     except KeyboardInterrupt:
         print("interrupted; nothing was written", file=sys.stderr)
         return EXIT_INTERRUPTED
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
-        return EXIT_ERROR
+        return guard.EXIT_ERROR
     print(done)
     return 0
 

@@ -24,24 +24,6 @@ def max_documents(document_offsets: np.ndarray, num_tokens: int, seq_len: int) -
     return int(np.max(end - first + 1, initial=1))
 
 
-def windows(
-    tokens: np.ndarray,
-    document_offsets: np.ndarray,
-    indices: np.ndarray,
-    seq_len: int,
-    document_mask: bool,
-) -> Batch:
-    """Cut windows out of a token stream.
-
-    Args:     tokens: integers [num_tokens].
-              document_offsets: int64 [documents + 1], increasing from 0 to num_tokens.
-              indices: int64 [N], which windows, each below `num_windows`.
-    Returns:  a Batch of int32 [N, T] on the host, as `pack` makes it.
-    """
-    begins = document_begins(document_offsets, indices, seq_len) if document_mask else None
-    return pack(stretches(tokens, indices, seq_len), begins)
-
-
 def stretches(tokens: np.ndarray, indices: np.ndarray, seq_len: int) -> np.ndarray:
     """The tokens of some windows, inputs and last label: int32 [N, T + 1]."""
     starts = np.asarray(indices, np.int64) * seq_len

@@ -14,20 +14,11 @@ from jaxpar.config import ConfigError
 from jaxpar.data.documents import Source, find_sources, read_pieces
 from jaxpar.data.encode import encode_pieces
 from jaxpar.data.holdout import assign_splits
-from jaxpar.data.meta import (
-    META_FILE,
-    SPLITS,
-    TRAIN,
-    VAL,
-    Meta,
-    SplitMeta,
-    meta_to_json,
-    token_dtype,
-)
+from jaxpar.data.meta import SPLITS, TRAIN, VAL, Meta, SplitMeta
 from jaxpar.data.progress import Progress
 from jaxpar.data.readers import PIECE_CHARS, ReadOptions
 from jaxpar.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer, train_bpe
-from jaxpar.data.writer import SplitWriter, unigram_entropy, whole_folder
+from jaxpar.data.writer import SplitWriter, whole_folder, write_meta
 
 #: `--tokenizer bpe:N` trains one.
 BPE = "bpe:"
@@ -71,13 +62,10 @@ def prepare(options: PrepareOptions, progress: Progress | None = None) -> Meta:
     sources = find_sources(options.input)
     with whole_folder(options.output, options.overwrite) as folder:
         tokenizer = _make_tokenizer(options, sources, progress)
-        meta = _write_tokens(folder, options, sources, tokenizer, progress)
-        tokenizer.save(folder)
-        (folder / META_FILE).write_text(meta_to_json(meta), "utf-8")
-    return meta
+        return _write(folder, options, sources, tokenizer, progress)
 
 
-def _write_tokens(
+def _write(
     folder: Path,
     options: PrepareOptions,
     sources: Sequence[Source],
@@ -95,18 +83,7 @@ def _write_tokens(
         progress.advance(piece.position, total, num_tokens)
     splits = {split: writer.close() for split, writer in writers.items()}
     _check_documents(splits, options)
-    return Meta(
-        dtype=token_dtype(vocab_size).name,
-        vocab_size=vocab_size,
-        eos_id=eos_id,
-        eos_token=tokenizer.eos_token,
-        tokenizer=tokenizer.kind,
-        tokenizer_fingerprint=tokenizer.fingerprint,
-        unigram_entropy=unigram_entropy(writers[TRAIN].token_counts),
-        inputs=tuple(options.input),
-        holdout=options.holdout,
-        splits=splits,
-    )
+    return write_meta(folder, tokenizer, writers[TRAIN], splits, options.input, options.holdout)
 
 
 def _check(options: PrepareOptions) -> None:

@@ -10,11 +10,11 @@ from jaxpar.config import ConfigError
 from jaxpar.data.chat import ChatEncoder, checked_messages
 from jaxpar.data.documents import Source, find_sources
 from jaxpar.data.holdout import is_held_out
-from jaxpar.data.meta import META_FILE, SPLITS, TRAIN, VAL, Meta, meta_to_json, token_dtype
+from jaxpar.data.meta import SPLITS, TRAIN, VAL, Meta
 from jaxpar.data.progress import Progress
 from jaxpar.data.readers import json_records, read_jsonl
 from jaxpar.data.tokenizer import Tokenizer, open_tokenizer
-from jaxpar.data.writer import SplitWriter, unigram_entropy, whole_folder
+from jaxpar.data.writer import SplitWriter, whole_folder, write_meta
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +56,7 @@ def prepare_chat(options: ChatOptions, progress: Progress | None = None) -> Meta
     tokenizer = open_tokenizer(options.tokenizer, options.eos_token)
     encoder = ChatEncoder(options.template, tokenizer)
     with whole_folder(options.output, options.overwrite) as folder:
-        meta = _write(folder, options, sources, encoder, tokenizer, progress or Progress())
-        tokenizer.save(folder)
-        (folder / META_FILE).write_text(meta_to_json(meta), "utf-8")
-    return meta
+        return _write(folder, options, sources, encoder, tokenizer, progress or Progress())
 
 
 def _write(
@@ -87,15 +84,4 @@ def _write(
         found = sum(split.num_documents for split in splits.values())
         rule = f"leaves nothing to train on, or nothing held out, of {found} conversations"
         raise ConfigError("--holdout", options.holdout, rule, "use --holdout 0, or more data")
-    return Meta(
-        dtype=token_dtype(vocab_size).name,
-        vocab_size=vocab_size,
-        eos_id=eos_id,
-        eos_token=tokenizer.eos_token,
-        tokenizer=tokenizer.kind,
-        tokenizer_fingerprint=tokenizer.fingerprint,
-        unigram_entropy=unigram_entropy(writers[TRAIN].token_counts),
-        inputs=tuple(options.input),
-        holdout=options.holdout,
-        splits=splits,
-    )
+    return write_meta(folder, tokenizer, writers[TRAIN], splits, options.input, options.holdout)

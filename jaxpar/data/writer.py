@@ -4,7 +4,7 @@ import hashlib
 import os
 import shutil
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,12 +13,16 @@ import numpy as np
 from jaxpar.config import ConfigError
 from jaxpar.data.meta import (
     DATASET_FILES,
+    META_FILE,
+    Meta,
     SplitMeta,
     documents_file,
+    meta_to_json,
     targets_file,
     token_dtype,
     tokens_file,
 )
+from jaxpar.data.tokenizer import Tokenizer
 
 #: Tokens held back before a write: enough to make counting them by vocabulary worth its while.
 FLUSH_TOKENS = 1 << 20
@@ -113,6 +117,36 @@ class SplitWriter:
             file.write(stored)
         self._hash.update(stored)
         self._held, self._held_tokens = [], 0
+
+
+def write_meta(
+    folder: Path,
+    tokenizer: Tokenizer,
+    train: SplitWriter,
+    splits: dict[str, SplitMeta],
+    inputs: Sequence[str],
+    holdout: float,
+) -> Meta:
+    """Write the last files of a folder that was made of text: its tokenizer and meta.json.
+
+    Args:     train: of the training split, closed. inputs, holdout: as in `Meta`.
+    Returns:  what meta.json says.
+    """
+    meta = Meta(
+        dtype=token_dtype(tokenizer.vocab_size).name,
+        vocab_size=tokenizer.vocab_size,
+        eos_id=tokenizer.eos_id,
+        eos_token=tokenizer.eos_token,
+        tokenizer=tokenizer.kind,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        unigram_entropy=unigram_entropy(train.token_counts),
+        inputs=tuple(inputs),
+        holdout=holdout,
+        splits=splits,
+    )
+    tokenizer.save(folder)
+    (folder / META_FILE).write_text(meta_to_json(meta), "utf-8")
+    return meta
 
 
 def unigram_entropy(token_counts: np.ndarray) -> float:

@@ -214,17 +214,15 @@ def _copy(mesh: Mesh, size: int, repeats: int) -> Rate:
 
 def _transfers(repeats: int) -> Iterator[Rate]:
     """Between host and device, one device after the other: by numpy, and from pinned memory."""
-    host = np.ones(TRANSFER // 4, np.float32)
-    detail = f"{TRANSFER >> 20} MiB"
-    ways: dict[tuple[str, str], Callable[[jax.Device], Any]] = {
-        ("host to device", "numpy"): lambda device: _put(host, device, repeats),
-        ("device to host", "numpy"): lambda device: _get(device, repeats),
-        ("host to device", "pinned"): lambda device: _pinned(device, repeats)[0],
-        ("device to host", "pinned"): lambda device: _pinned(device, repeats)[1],
+    host, devices = np.ones(TRANSFER // 4, np.float32), jax.local_devices()
+    ways = {
+        "numpy": [(_put(host, device, repeats), _get(device, repeats)) for device in devices],
+        "pinned": [_pinned(device, repeats) for device in devices],
     }
-    for (what, memory), seconds in ways.items():
-        rates = [TRANSFER / seconds(device) for device in jax.local_devices()]
-        yield Rate(what, f"{detail}, {memory}", "bytes/s", rates)
+    for memory, seconds in ways.items():
+        for back, what in enumerate(("host to device", "device to host")):
+            rates = [TRANSFER / each[back] for each in seconds]
+            yield Rate(what, f"{TRANSFER >> 20} MiB, {memory}", "bytes/s", rates)
 
 
 def _median_of(work: Callable[[], Any], repeats: int) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxpar import processes, runtime
+from jaxpar import processes, provenance
 from jaxpar.doctor import bandwidth, compute, gpu_checks, host_checks, measured_checks, showing
 from jaxpar.doctor import links as links_of
 from jaxpar.doctor import verification as verification_of
@@ -236,5 +236,5 @@ class Examination:
     def _conditions(self) -> dict[str, Any]:
         """Those that the figures hold under."""
         when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        about = {"time": when, "commit": runtime.checked_out_commit(), "set": self.was_set}
-        return (runtime.versions() if self.works else {}) | about
+        about = {"time": when, "commit": provenance.checked_out_commit(), "set": self.was_set}
+        return (provenance.versions() if self.works else {}) | about

@@ -6,9 +6,6 @@ from typing import Literal
 
 type Status = Literal["pass", "warn", "fail", "skip"]
 
-#: From the worst to what is no finding at all.
-ORDER: tuple[Status, ...] = ("fail", "warn", "pass", "skip")
-
 
 @dataclasses.dataclass(frozen=True)
 class Finding:

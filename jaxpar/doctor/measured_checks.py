@@ -86,7 +86,8 @@ def slow_pairs(links: Sequence[Link], names: Sequence[str], judged: bool) -> Fin
         said = f"{'; '.join(told)}, median {middle / 1e9:.0f} GB/s"
         remedy = "look at these two with `nvidia-smi nvlink -s`, `-e` and `nvidia-smi topo -m`"
         return failed(check, said, remedy)
-    return passed(check, f"{len(links)} pairs, median {middle / 1e9:.0f} GB/s in one direction")
+    pairs = "1 pair" if len(links) == 1 else f"{len(links)} pairs"
+    return passed(check, f"{pairs}, median {middle / 1e9:.0f} GB/s in one direction")
 
 
 def matmul(rates: Rates, kind: str) -> list[Finding]:

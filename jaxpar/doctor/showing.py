@@ -1,5 +1,6 @@
 """An examination in words: tables for people."""
 
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -200,7 +201,7 @@ def rates(found: Rates, units: Mapping[tuple[str, str], str], kind: str) -> Grou
     gpu = gpu_of_kind(kind)
     rows = []
     for (what, detail), each in found.items():
-        middle, low = sorted(each)[len(each) // 2], min(each)
+        middle, low = statistics.median(each), min(each)
         scale, unit = (1e12, "TFLOP/s") if units[what, detail] == "FLOP/s" else (1e9, "GB/s")
         cells = [what, detail, f"{middle / scale:,.4g}", f"{low / scale:,.4g}", unit]
         rows.append((*cells, *_shares(gpu, what, middle)))

@@ -91,7 +91,7 @@ def attend(h: jax.Array, w: Tree, tokens: Tokens, cfg: Config) -> jax.Array:
 
 
 def feed_forward(h: jax.Array, w: Tree, cfg: Config) -> jax.Array:
-    """SwiGLU of normalised inputs: this tensor rank's part of a sum, the same shape."""
+    """The feed-forward of normalised inputs: this tensor rank's part of a sum, the same shape."""
     if cfg.model.num_experts:
         return experts.feed_forward(h, w, cfg.model)
     gate, up = (named(a, "gate_up") for a in layers.gate_and_up(h, w))

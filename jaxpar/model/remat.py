@@ -1,7 +1,8 @@
 """Rematerialisation: what the backward pass finds saved, by name.
 
 Policies are allow-lists of names. A block-list would keep alive the unnamed twin of every gathered
-weight. `memory_rules.REMAT_POLICIES` says which names each policy saves.
+weight. `memory_rules.REMAT_POLICIES` says which names each policy saves. H, G and F are one tensor
+rank's part.
 
     name            value                                     per token and layer, bf16 bytes
     layer_input     residual stream before attention          2 D / tensor

@@ -5,6 +5,8 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
+import jax.numpy as jnp
+
 from jaxpar.config import Config, ConfigError
 from jaxpar.model.decode import cache_bytes
 from jaxpar.model.flops import num_params
@@ -115,7 +117,7 @@ def inference_memory(cfg: Config, cluster: Cluster, rows: int, slots: int) -> li
     """For each tensor size that the model allows in a host: weights in the compute dtype, the
     cache of keys and values of `rows` sequences of `slots` tokens, and the most that would fit."""
     m = cfg.model
-    width = 2 if m.dtype == "bfloat16" else 4
+    width = jnp.dtype(m.dtype).itemsize
     found = []
     for tensor in (t for t in (1, 2, 4, 8, 16) if t <= min(cluster.per_host, cluster.num_gpus)):
         if m.num_kv_heads % tensor or m.d_ff % tensor or m.vocab_size % tensor:

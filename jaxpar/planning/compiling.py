@@ -21,7 +21,7 @@ from jaxpar import xla_flags
 from jaxpar.config import Config, ConfigError
 from jaxpar.config_json import from_json, to_json
 from jaxpar.planning.communication import Cluster
-from jaxpar.planning.hardware import GPUS, Gpu
+from jaxpar.planning.hardware import GPUS, H200_COPY_SHARE, Gpu
 
 #: The part of the plugin that compiles.
 PLUGIN = "jax_plugins.xla_cuda13"
@@ -63,7 +63,7 @@ def target_config(gpu: Gpu) -> str:
   block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535
   block_dim_limit_z: 65535
-  memory_bandwidth: {int(gpu.bandwidth.value / 0.87)}
+  memory_bandwidth: {int(gpu.bandwidth.value / H200_COPY_SHARE)}
   l2_cache_size: {gpu.l2_bytes}
   clock_rate_ghz: {gpu.clock_ghz}
   device_memory_size: {int(gpu.memory.value)}
@@ -114,7 +114,7 @@ def compile_layout(cfg: Config, cluster: Cluster, timeout: float = 1800) -> Comp
     """Compile one layout in a new process.
 
     Args:     cfg: resolved.
-    Raises:   RuntimeError with the compiler's last line when it fails.
+    Raises:   RuntimeError with the compiler's last line when it fails, or that it took too long.
     """
     job = {
         "config": json.loads(to_json(cfg)),
@@ -123,14 +123,17 @@ def compile_layout(cfg: Config, cluster: Cluster, timeout: float = 1800) -> Comp
         "per_host": cluster.per_host,
     }
     command = [sys.executable, "-m", "jaxpar.planning.compiling"]
-    done = subprocess.run(
-        command,
-        input=json.dumps(job),
-        env=_environment(cfg, cluster.gpu, os.environ),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+    try:
+        done = subprocess.run(
+            command,
+            input=json.dumps(job),
+            env=_environment(cfg, cluster.gpu, os.environ),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"was still compiling after {timeout:,.0f} s, and was ended") from None
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         raise RuntimeError(lines[-1] if lines else f"ended with code {done.returncode}")

@@ -8,11 +8,13 @@ import difflib
 from dataclasses import dataclass
 
 from jaxpar.config import ConfigError
+from jaxpar.model.flops import PEAK_FLOPS
+from jaxpar.xla_flags import ENVIRONMENT
 
 GIB = 2**30
 
-#: Share of a GPU's memory that the programs let XLA take (xla_flags.ENVIRONMENT).
-MEMORY_FRACTION = 0.92
+#: Share of a GPU's memory that the programs let XLA take.
+MEMORY_FRACTION = float(ENVIRONMENT["XLA_PYTHON_CLIENT_MEM_FRACTION"])
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ H200 = Gpu(
     device_kind="NVIDIA H200",
     compute_capability="9.0",
     memory=Figure(150_109_880_320, "XLA on an H200 with driver 580"),
-    peak=Figure(989e12, "NVIDIA H200 datasheet, dense"),
+    peak=Figure(PEAK_FLOPS["H200"], "NVIDIA H200 datasheet, dense"),
     matmul=Figure(
         698e12,
         "measured: matmul kernels of profiled steps at 700 W, 685 to 716 TFLOP/s less contention; "
@@ -94,7 +96,7 @@ H100 = Gpu(
     device_kind="NVIDIA H100 80GB HBM3",
     compute_capability="9.0",
     memory=Figure(79.2 * GIB, "estimate: 81,559 MiB by the driver, less what XLA does not see"),
-    peak=Figure(989e12, "NVIDIA H100 SXM datasheet, dense"),
+    peak=Figure(PEAK_FLOPS["H100"], "NVIDIA H100 SXM datasheet, dense"),
     matmul=Figure(698e12, _SAME_CHIP),
     float8=Figure(1230e12, _SAME_CHIP),
     bandwidth=Figure(2.91e12, "estimate: 3.35 TB/s by the datasheet, times an H200's 0.87"),
@@ -111,7 +113,7 @@ A100 = Gpu(
     device_kind="NVIDIA A100-SXM4-80GB",
     compute_capability="8.0",
     memory=Figure(79.1 * GIB, "estimate: 81,920 MiB by the driver, less what XLA does not see"),
-    peak=Figure(312e12, "NVIDIA A100 datasheet, dense"),
+    peak=Figure(PEAK_FLOPS["A100"], "NVIDIA A100 datasheet, dense"),
     matmul=Figure(250e12, "estimate: 0.8 of the peak; an A100 is less bound by power"),
     float8=None,
     bandwidth=Figure(1.77e12, "estimate: 2.04 TB/s by the datasheet, times an H200's 0.87"),
@@ -128,8 +130,8 @@ B200 = Gpu(
     device_kind="NVIDIA B200",
     compute_capability="10.0",
     memory=Figure(178 * GIB, "estimate: 183,359 MiB by the driver, less what XLA does not see"),
-    peak=Figure(2250e12, "NVIDIA B200 datasheet, dense"),
-    matmul=Figure(2250e12 * H200_MATMUL_SHARE, _SHARE),
+    peak=Figure(PEAK_FLOPS["B200"], "NVIDIA B200 datasheet, dense"),
+    matmul=Figure(PEAK_FLOPS["B200"] * H200_MATMUL_SHARE, _SHARE),
     float8=Figure(4500e12 * 0.62, _SHARE),
     bandwidth=Figure(8.0e12 * H200_COPY_SHARE, _SHARE),
     nvlink=Figure(900e9, "NVIDIA B200 datasheet: 1.8 TB/s both ways together"),

@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from jaxpar import processes, runtime
+from jaxpar import processes, provenance
 from jaxpar.config import Config
 from jaxpar.model.flops import train_flops_per_token
 from jaxpar.profiling import folder, trace
@@ -224,7 +224,7 @@ class RunProfiler:
             flops=tokens * train_flops_per_token(cfg.model, cfg.data.seq_len, lora=cfg.lora),
             attention_flops=attention if m.sliding_window is None else None,
             memory=sizes,
-            versions=runtime.versions(),
+            versions=provenance.versions(),
         )
 
     def _fail(self, error: Exception) -> None:

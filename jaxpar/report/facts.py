@@ -74,9 +74,8 @@ def _figures(run: RunRead) -> list[tuple[str, str, str]]:
         add("MFU", f"{run.sizes['mfu'].quantile(0.5):.1%}", "median, causal")
     if "memory_gib" in run.last:
         add("peak memory", f"{run.last['memory_gib']:.1f} GiB")
-    if run.goodput is not None and run.goodput.total:
-        tries = "1 attempt" if run.goodput.attempts == 1 else f"{run.goodput.attempts} attempts"
-        add("goodput", f"{run.goodput.fraction:.1%}", f"of {seconds(run.goodput.total)}, {tries}")
+    if (spent := run.goodput) is not None and spent.total:
+        add("goodput", f"{spent.fraction:.1%}", f"of {seconds(spent.total)}, {spent.tries}")
     if run.last.get("skipped"):
         add("updates left out", f"{run.last['skipped']:,.0f}")
     return found

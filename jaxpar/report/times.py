@@ -106,9 +106,8 @@ def _goodput(run: RunRead, *, several: bool) -> Element:
     assert found is not None
     rest = sorted(found.seconds.items(), key=lambda item: (item[0] != "step", -item[1]))
     parts = [(name, spent) for name, spent in rest if spent > 5e-4 * found.total]
-    tries = "1 attempt" if found.attempts == 1 else f"{found.attempts} attempts"
     text = f"{run.name}: " if several else ""
-    text += f"goodput {found.fraction:.1%} of {seconds(found.total)}, {tries}"
+    text += f"goodput {found.fraction:.1%} of {seconds(found.total)}, {found.tries}"
     items = [
         e(
             "li",

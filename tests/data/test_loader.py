@@ -14,7 +14,8 @@ from jaxpar.axes import AXES, BATCH_SPEC
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.data import Loader, TokenDataset
 from jaxpar.data.loader import window_sequence
-from jaxpar.data.packing import num_windows, windows
+from jaxpar.data.packing import num_windows
+from tests.data.windows import windows
 
 BATCH, LENGTH = 8, 16
 

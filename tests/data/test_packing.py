@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpar.batch import IGNORED
-from jaxpar.data.packing import num_windows, windows
+from jaxpar.data.packing import num_windows
+from tests.data.windows import windows
 
 FIELDS = ("tokens", "labels", "segment_ids", "positions")
 

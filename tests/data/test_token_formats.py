@@ -14,9 +14,9 @@ from jaxpar.data import Loader, TokenDataset, load_tokenizer
 from jaxpar.data.__main__ import main
 from jaxpar.data.convert import ConvertOptions, convert
 from jaxpar.data.inspect_tokens import InspectOptions, inspect_tokens
-from jaxpar.data.packing import windows
 from jaxpar.data.sources import fingerprint, open_tokens
 from jaxpar.parallel.mesh import make_mesh
+from tests.data.windows import windows
 
 #: Two documents, of the tokens 5 6 7 0 and 8 300 0, as Megatron stores them in 16 bits.
 GOLDEN_BIN = bytes.fromhex("0500 0600 0700 0000 0800 2c01 0000")

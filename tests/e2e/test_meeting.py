@@ -34,9 +34,9 @@ caught("same", lambda: processes.check_same("program", lambda: "text", 30))
 caught("differs", lambda: processes.check_same("config", lambda: f"text {own}", 30))
 if own == 0:
     began = time.monotonic()
-    caught("missing", lambda: processes.barrier("here", 1.5))
+    caught("missing", lambda: processes.exchange("here", "", 1.5))
     found["seconds"] = time.monotonic() - began
-processes.barrier("end", 30)
+processes.exchange("end", "", 30)
 print(json.dumps(found), flush=True)
 processes.part(True)
 os._exit(0)

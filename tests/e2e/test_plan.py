@@ -9,7 +9,9 @@ import pytest
 from jaxpar import cli, plan
 from jaxpar.config import Config, ConfigError
 from jaxpar.planning import compiling
+from jaxpar.planning.communication import Cluster
 from jaxpar.planning.forecast import forecast, forecast_here
+from jaxpar.planning.hardware import GPUS, NETWORKS
 from jaxpar.validation import resolve
 
 
@@ -75,7 +77,9 @@ def test_largest_batch_and_window(capsys):
 
 
 def test_keys_and_values(capsys):
-    found = json.loads(run(capsys, "llama3_8b", "--kv-cache", "64x8192", "--json"))["inference"]
+    asked = ("llama3_8b", "--kv-cache", "64x8192", "--json")
+    found = json.loads(run(capsys, *asked))["inference"]
+    assert json.loads(run(capsys, *asked, "--model.dtype", "float16"))["inference"] == found
     one, two = found[:2]
     assert one["cache"] == 64 * 8192 * 131_072 and one["weights"] == 2 * 8_030_261_248
     assert two["cache"] == one["cache"] / 2 and two["rows"] > 2 * one["rows"]
@@ -130,6 +134,12 @@ def test_help_answers():
 def test_compiling_without_the_plugin_is_refused():
     with pytest.raises(ConfigError, match=r"--compile.*CUDA plugin.*cuda13"):
         plan.main(["llama3_8b", "--compile", "1"])
+
+
+def test_a_compilation_that_takes_too_long_is_reported_and_not_waited_for():
+    cluster = Cluster(GPUS["h200"], NETWORKS["ib400"], 1, 1)
+    with pytest.raises(RuntimeError, match="still compiling after 0 s"):
+        compiling.compile_layout(resolve(Config(), 1), cluster, timeout=0.01)
 
 
 @pytest.mark.slow

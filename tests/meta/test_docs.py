@@ -17,6 +17,7 @@ from jaxpar.convert.__main__ import read_options
 from jaxpar.data.__main__ import read_command as read_data_command
 from jaxpar.doctor.options import read_command as read_doctor_command
 from jaxpar.evaluate import Options as EvaluateOptions
+from jaxpar.memory_rules import REMAT_NAMES, REMAT_POLICIES
 from jaxpar.metric_names import METRICS
 from jaxpar.parallel.schedule import Schedule
 from jaxpar.plan import read_command as read_plan_command
@@ -24,7 +25,6 @@ from jaxpar.profile import Options as ProfileOptions
 from jaxpar.replay import Options as ReplayOptions
 from jaxpar.report.__main__ import Options as ReportOptions
 from jaxpar.sample import Options
-from jaxpar.validation import REMAT_NAMES, REMAT_POLICIES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -207,12 +207,12 @@ def test_every_metric_is_on_its_page():
     assert f"<!-- metrics -->\n{table}<!-- /metrics -->" in read("docs/monitoring.md"), table
 
 
-def test_the_map_of_the_code_names_every_module():
-    there = {p.name for p in (ROOT / "jaxpar").iterdir() if p.suffix == ".py" or p.is_dir()}
-    there = {n for n in there if not n.startswith("__")}
-    text = read("README.md")
-    missing = [n for n in sorted(there) if not re.search(rf"^  {re.escape(n)}\b", text, re.M)]
-    assert not missing, f"add a line for {missing} to the map of the code in README.md"
+def test_the_map_of_the_code_names_every_module_and_script():
+    package = {p.name + "/" * p.is_dir() for p in (ROOT / "jaxpar").iterdir()}
+    scripts = {p.name for p in (ROOT / "scripts").iterdir() if p.is_file()}
+    there = {name for name in package | scripts if not name.startswith("__")}
+    missing = there - set(re.findall(r"`([\w./]+)`", read("docs/code.md")))
+    assert not missing, f"add a line for {sorted(missing)} to docs/code.md"
 
 
 def test_remat_policies_are_as_listed():

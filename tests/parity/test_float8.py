@@ -20,13 +20,14 @@ from jaxpar.axes import FSDP_AXES
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.generation import config_for_sampling
 from jaxpar.kernels import float8
+from jaxpar.memory_rules import REMAT_POLICIES
 from jaxpar.model import transformer
 from jaxpar.parallel import fsdp
 from jaxpar.parallel.collectives import varying
 from jaxpar.parallel.mesh import axis_sizes, make_mesh
 from jaxpar.state import init_state
 from jaxpar.step import make_eval_step, make_gradient_step, make_train_step, weights_of_step
-from jaxpar.validation import REMAT_POLICIES, resolve
+from jaxpar.validation import resolve
 from jaxpar.verify import parse_meshes
 
 BASE = replace(

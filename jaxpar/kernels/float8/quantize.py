@@ -37,7 +37,8 @@ def power_of_two_scale(largest: jax.Array, dtype: Any) -> jax.Array:
     """The largest power of two that keeps numbers up to `largest` in the range of `dtype`.
 
     Nothing scaled by it overflows, so nothing is ever clipped. Where `largest` is not finite, the
-    scale is NaN, and so is all that it scales: the loss shows it, and the guard stops the run.
+    scale is NaN, and so is all that it scales: the loss shows it, and the guard leaves the
+    update out.
 
     Args:     largest: float32, not negative.
     Returns:  float32, the same shape.
