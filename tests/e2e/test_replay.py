@@ -20,7 +20,9 @@ __all__ = ["spiky"]  # a fixture
 
 @pytest.fixture
 def run(spiky, tmp_path) -> Path:
-    """A run of 50 steps on two devices, in which a batch is noise."""
+    """A run on two devices, in which a batch is noise: of 20 steps, and then of 50, on whose curve
+    the learning rate goes on."""
+    assert spiky(2, "--train.num-steps", "20") == guard.EXIT_OK
     assert spiky(2, "--train.num-steps", "50") == guard.EXIT_OK
     return tmp_path / "run"
 
