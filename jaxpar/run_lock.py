@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from jaxpar.config import ConfigError
+from jaxpar.lines import FULL
 
 FILE = "lock"
 
@@ -32,11 +33,18 @@ class RunLock:
     def __init__(self, folder: Path):
         """Take the lock, making the folder if need be.
 
-        Raises:   ConfigError when another process holds it: host, pid, and since when.
+        Raises:   ConfigError when another process holds it: host, pid, and since when; or when the
+                  folder cannot be made, or written to.
         """
         self.warnings: list[str] = []
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(folder / FILE, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(folder / FILE, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            if error.errno in FULL:  # there may be room at the next start
+                raise
+            rule, fix = f"cannot be written to: {error.strerror}", "use --run.dir for another"
+            raise ConfigError("run.dir", str(folder), rule, fix) from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

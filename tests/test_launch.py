@@ -70,6 +70,8 @@ def test_a_folder_has_one_writer_and_sigkill_leaves_no_stale_lock(tmp_path):
             RunLock(run)
         assert lock.warnings == []
     RunLock(run).release()
+    with pytest.raises(ConfigError, match=r"run.dir = .*cannot be written to: Not a directory"):
+        RunLock(run / "lock" / "run")
 
 
 def test_a_file_system_without_locks_is_said_so(tmp_path, monkeypatch):
