@@ -25,6 +25,7 @@ from jaxpar import children, cli, guard, xla_flags
 from jaxpar.children import Children, Failure
 from jaxpar.cluster import LAUNCHED
 from jaxpar.config import Config, ConfigError
+from jaxpar.run_lock import made_in
 
 #: On one host, where it has no more cores: each takes a third of a GB before it computes anything.
 MOST_PROCESSES = 64
@@ -135,7 +136,8 @@ class Launcher:
         if rank == 0:
             return None
         folder = self.run_dir / "logs"
-        folder.mkdir(parents=True, exist_ok=True)
+        with made_in(self.run_dir):
+            folder.mkdir(exist_ok=True)
         return folder / f"rank-{rank}.log"
 
     def settled(self, ended: dict[int, int]) -> int | None:

@@ -7,11 +7,13 @@ system carries flock between them, as Linux's NFS does (4, and 3 with lockd) and
 after 90 s. A file system without locks is said so, and nothing guards the folder.
 """
 
+import contextlib
 import errno
 import fcntl
 import json
 import os
 import socket
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -22,6 +24,23 @@ FILE = "lock"
 
 #: What flock says where it is not offered.
 _UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+
+
+@contextlib.contextmanager
+def made_in(folder: Path) -> Iterator[None]:
+    """Make a run folder, and then something in it.
+
+    Raises:   ConfigError when one or the other cannot be; OSError when only room is missing, which
+              the next start may find.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        if error.errno in FULL:
+            raise
+        rule, fix = f"cannot be written to: {error.strerror}", "use --run.dir for another"
+        raise ConfigError("run.dir", str(folder), rule, fix) from error
 
 
 class RunLock:
@@ -37,14 +56,8 @@ class RunLock:
                   folder cannot be made, or written to.
         """
         self.warnings: list[str] = []
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
+        with made_in(folder):
             self._file = os.open(folder / FILE, os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            if error.errno in FULL:  # there may be room at the next start
-                raise
-            rule, fix = f"cannot be written to: {error.strerror}", "use --run.dir for another"
-            raise ConfigError("run.dir", str(folder), rule, fix) from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
