@@ -17,6 +17,7 @@ import tyro
 from jax.sharding import Mesh
 
 from jaxpar import checkpoint, cli, initial, processes, runtime
+from jaxpar.axes import AXES
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config_json import from_json
 from jaxpar.data import Loader
@@ -89,6 +90,7 @@ class Replay:
         taken_by = min((step for step in steps if step >= self.number), default=None)
         self.cfg = self._config(folder, taken_by)
         runtime.start(self.cfg)
+        require_devices(self.cfg)
         self.run = Run(self.cfg, lambda _: self.begin or None)
         self.cfg = self.run.cfg
         if taken_by is not None:
@@ -109,7 +111,8 @@ class Replay:
             cfg = _latest_config(folder)
         # A cache of compiled programs is code: not one that somebody's config names.
         own = {"run.compilation_cache": Config().run.compilation_cache}
-        return replace(cfg, **{"run.dir": str(folder), "checkpoint.resume": "auto"}, **own)
+        cfg = replace(cfg, **{"run.dir": str(folder), "checkpoint.resume": "auto"}, **own)
+        return in_one_process(cfg)
 
     def before(self) -> TrainState:
         """The state before the step, on the host: from the checkpoint, by the steps between.
@@ -165,6 +168,26 @@ class Replay:
         before = [self.records[i]["loss"] for i in sorted(self.records) if i < self.number]
         window = Window(g.spike_window, g.spike_deviations, [x for x in before if x is not None])
         return not math.isfinite(loss) or loss > window.limit()
+
+
+def devices_of(cfg: Config) -> int:
+    """The devices of a resolved config's mesh."""
+    return math.prod(getattr(cfg.parallel, axis) for axis in AXES)
+
+
+def in_one_process(cfg: Config) -> Config:
+    """A resolved config with all simulated devices here, also where each process had its own."""
+    return replace(cfg, **{"run.cpu_devices": devices_of(cfg) if cfg.run.cpu_devices else 0})
+
+
+def require_devices(cfg: Config) -> None:
+    """Raises:   ConfigError unless there are as many devices as the run's mesh has."""
+    needed, there = devices_of(cfg), jax.device_count()
+    if needed != there:
+        rule = f"took the step on {needed} devices, and here are {there}"
+        more = f"set CUDA_VISIBLE_DEVICES to {needed} of them"
+        fix = more if there > needed else f"start it on a host that has {needed}"
+        raise ConfigError("RUN", cfg.run.dir, rule, fix)
 
 
 def _latest_config(folder: Path) -> Config:

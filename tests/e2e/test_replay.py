@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxpar import guard, replay, step
-from jaxpar.config import ConfigError
+from jaxpar.config import Config, ConfigError, replace
 from jaxpar.recent import RECENT_FILE, bits, read_recent
 from tests.e2e.test_guards import NOISE, spiky
 from tests.e2e.test_train import files_of
@@ -82,11 +82,16 @@ def test_numerics_are_told_from_data(run, again, monkeypatch):
     assert again(45).startswith("numerics: another batch does the same to this state")
 
 
-def test_the_start_and_wrong_steps(run, again):
+def test_the_start_and_wrong_steps(run, again, only_devices):
     shutil.rmtree(run / "checkpoints")
     assert again(2) == "nothing wrong: the step repeats bit for bit"
     with pytest.raises(ConfigError, match=r"--step = 51: has no record in .* use one from 1 to 50"):
         again(51)
+    options = replay.Options(run=str(run), step=2)
+    with only_devices(1), pytest.raises(ConfigError, match="on 2 devices, and here are 1"):
+        replay.replay(options)
+    two_processes = replace(Config(), **{"run.cpu_devices": 2, "parallel.data": 4})
+    assert replay.in_one_process(two_processes).run.cpu_devices == 4
 
 
 def test_the_ring_keeps_the_latest(tmp_path):
