@@ -81,7 +81,7 @@ class Replay:
         if not self.records:
             rule = f"has no records of steps: there is no {RECENT_FILE}, or it is empty"
             raise ConfigError("RUN", options.run, rule, "give the folder of a run")
-        if self.number not in self.records:
+        if not {"batch", "windows", "mesh"} <= self.records.get(self.number, {}).keys():
             rule = f"has no record in {folder / RECENT_FILE}"
             fix = f"use one from {min(self.records)} to {max(self.records)}"
             raise ConfigError("--step", self.number, rule, fix)

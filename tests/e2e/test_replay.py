@@ -102,6 +102,9 @@ def test_the_ring_keeps_the_latest(tmp_path):
         ring.add(number, {"loss": number / 3, "grad_norm": float("inf")}, batch=number - 1)
         assert len(read_recent(tmp_path)) <= 20
     with open(tmp_path / RECENT_FILE, "a") as file:
+        file.write(
+            '{"step": 98}\n{"step": 99, "loss": "x", "grad_norm": 1, "bits": {}}\n'
+        )  # damaged
         file.write('{"step": 100, "lo')  # cut off by a crash
     found = read_recent(tmp_path)
     assert max(found) == 99 and len(found) >= 10 and found[99]["grad_norm"] is None
