@@ -174,8 +174,8 @@ def print_help(cfg: Config, prog: str, description: str) -> None:
 def run_program(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     """Run a program's main on the command line, and end with its exit code.
 
-    A ConfigError becomes one line and code 2; other exceptions are shown whole. The process ends
-    without Python's exit hooks: JAX would wait there for a peer that may be dead.
+    A ConfigError becomes one line and code 2, Ctrl-C one and 130; other exceptions are shown whole.
+    The process ends without Python's exit hooks: JAX would wait there for a peer that may be dead.
     """
     try:
         code, why = main(sys.argv[1:]) or guard.EXIT_OK, ""
@@ -195,6 +195,8 @@ def _verdict(error: BaseException) -> tuple[int, str]:
             return _say(why := f"bad numerics: {error}", guard.EXIT_NUMERICS), why
         case guard.RunError():
             return _say(why := f"error: {error}", guard.EXIT_ERROR), why
+        case KeyboardInterrupt():
+            return _say(why := "interrupted", guard.EXIT_INTERRUPTED), why
         case BrokenPipeError():
             why = "error: whatever read the output has closed it"
             return _say(why, guard.EXIT_ERROR), why

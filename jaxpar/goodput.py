@@ -6,6 +6,7 @@ between two attempts, and where that has been set back, no time has passed.
 """
 
 import json
+import math
 import os
 import threading
 import time
@@ -137,8 +138,30 @@ class Goodput:
 
 
 def read_events(run_dir: Path) -> list[dict[str, Any]]:
-    """The events of a run, in order. A line that was cut off by a crash is passed over."""
-    return [record for record in json_lines.read(run_dir / EVENTS_FILE) if "event" in record]
+    """The events of a run, in order. Passed over is a line that was cut off by a crash, or that is
+    damaged: it is a record alone, and a run goes on without."""
+    return [record for record in json_lines.read(run_dir / EVENTS_FILE) if _is_whole(record)]
+
+
+def _is_whole(event: dict[str, Any]) -> bool:
+    """Whether an event has what events of its name are read for."""
+    name, seconds, steps = event.get("event"), event.get("seconds"), event.get("steps")
+    fine = [isinstance(name, str), isinstance(event.get("attempt"), int)]
+    fine += [_is_number(event.get("age")), _is_number(event.get("time"))]
+    if name == "time":
+        fine.append(isinstance(seconds, dict) and all(map(_is_number, seconds.values())))
+        fine.append(isinstance(steps, list) and [type(step) for step in steps] == [int, int])
+    if name in ("from", "saved", "save failed"):
+        fine.append(isinstance(event.get("step"), int))
+    if name == "saved":
+        fine.append(_is_number(seconds))
+    if name == "save failed":
+        fine.append("error" in event)
+    return all(fine)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def goodput(events: Iterable[dict[str, Any]]) -> Goodput:

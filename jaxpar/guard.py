@@ -10,6 +10,9 @@ from typing import Any
 #: Exit codes that a scheduler can act on.
 EXIT_OK, EXIT_ERROR, EXIT_CONFIG, EXIT_NUMERICS, EXIT_PREEMPTED, EXIT_HANG = 0, 1, 2, 17, 75, 124
 
+#: What a shell reports of a program that Ctrl-C ended.
+EXIT_INTERRUPTED = 130
+
 
 class RunError(Exception):
     """Ends a program with code 1 and one message that says all; a traceback would add nothing."""

@@ -25,6 +25,10 @@ from jaxpar import children, cli, guard, xla_flags
 from jaxpar.children import Children, Failure
 from jaxpar.cluster import LAUNCHED
 from jaxpar.config import Config, ConfigError
+from jaxpar.run_lock import made_in
+
+#: On one host, where it has no more cores: each takes a third of a GB before it computes anything.
+MOST_PROCESSES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +63,13 @@ def read_command(argv: Sequence[str]) -> tuple[Options, list[str], Config]:
         ("--restarts", options.restarts, 0),
         ("--grace", options.grace, 0),
     ):
-        if value < least:
+        if not value >= least:  # nor is NaN
             raise ConfigError(name, value, f"must be at least {least}", f"use {name} {least}")
+    most = max(MOST_PROCESSES, os.cpu_count() or 1)
+    if options.num_processes > most:
+        rule = f"must be at most {most}: so many processes would take this host's memory"
+        fix = "use -n 8, and --devices-per-process for more simulated devices"
+        raise ConfigError("-n", options.num_processes, rule, fix)
     for name in ("coordinator", "num-processes", "process-id", "detect"):
         if any(arg.replace("_", "-").startswith(f"--cluster.{name}") for arg in rest):
             rule = "is what the launcher sets"
@@ -127,7 +136,8 @@ class Launcher:
         if rank == 0:
             return None
         folder = self.run_dir / "logs"
-        folder.mkdir(parents=True, exist_ok=True)
+        with made_in(self.run_dir):
+            folder.mkdir(exist_ok=True)
         return folder / f"rank-{rank}.log"
 
     def settled(self, ended: dict[int, int]) -> int | None:

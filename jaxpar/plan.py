@@ -8,6 +8,7 @@ GPU is used. docs/planning.md says how the predictions are made, and how far off
 import argparse
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,11 @@ such as parallel.context, hold for all layouts. Exit codes: 0 planned, 2 bad inp
 
 #: Columns that the ranking needs, also where the output is no terminal.
 LEAST_WIDTH = 118
+
+
+#: Options that ask something else than for the ranking, and options of the ranking alone.
+QUESTIONS = ("hardware", "advice", "min_gpus", "largest", "kv_cache")
+OF_THE_RANKING = ("all", "fix", "write", "compile", "tokens")
 
 
 @dataclass(frozen=True)
@@ -84,18 +90,20 @@ def read_command(argv: Sequence[str]) -> Asked:
     Raises:   ConfigError for whatever is wrong with it.
     """
     options, rest = parser().parse_known_args(argv)
-    for name, least in (("gpus", 1), ("top", 1), ("nodes", 1), ("compile", 0)):
+    for name, least, good in (("gpus", 1, 8), ("top", 1, 10), ("nodes", 1, 1), ("compile", 0, 1)):
         value, option = getattr(options, name), f"--{name}"
         if value is not None and value < least:
-            raise ConfigError(option, value, f"must be at least {least}", f"use {option} 8")
+            raise ConfigError(option, value, f"must be at least {least}", f"use {option} {good}")
     for name in ("tokens", "price"):
         value = getattr(options, name)
-        if value is not None and not value > 0:
+        if value is not None and not 0 < value < math.inf:
             fix = "use --tokens 15e12" if name == "tokens" else "use --price 2.5"
-            raise ConfigError(f"--{name}", value, "must be above 0", fix)
+            raise ConfigError(f"--{name}", value, "must be above 0, and finite", fix)
     if options.price is not None and options.tokens is None:
         rule, fix = "prices a budget of tokens, and --tokens is not given", "add --tokens 15e12"
         raise ConfigError("--price", options.price, rule, fix)
+    check_questions(options)
+    check_file(options.write)
     cluster = cluster_of(options)
     if options.config is None and (options.advice or options.hardware):
         return Asked(options, "", Config(), Config(), cluster, {})
@@ -103,6 +111,32 @@ def read_command(argv: Sequence[str]) -> Asked:
     cfg = cli.read_config([*first, *rest], "jaxpar.plan", __doc__)
     base = cli.load_config(options.config)
     return Asked(options, options.config, base, cfg, cluster, read_fixed(options.fix))
+
+
+def check_questions(options: argparse.Namespace) -> None:
+    """Raises:   ConfigError for two questions at once, or an option that the question has no use
+    for: it would be passed over without a word."""
+    asked = [name for name in QUESTIONS if getattr(options, name)]
+    others = asked[1:] + [name for name in OF_THE_RANKING if getattr(options, name)]
+    if asked and others:
+        first, other = ("--" + name.replace("_", "-") for name in (asked[0], others[0]))
+        rule = f"does not go together with {first}, which is a question of its own"
+        fix = f"leave out {other}, or {first}"
+        raise ConfigError(other, getattr(options, others[0]), rule, fix)
+
+
+def check_file(name: str | None) -> None:
+    """Raises:   ConfigError when --write's file is no .py, exists, or has no folder."""
+    if name is None:
+        return
+    path = Path(name)
+    if path.suffix != ".py":
+        raise ConfigError("--write", name, "must end in .py", f"use --write {path}.py")
+    if path.exists():
+        raise ConfigError("--write", name, "exists", "give another name, or remove it")
+    if not path.parent.is_dir():
+        rule = f"needs the folder {path.parent}, which is not there"
+        raise ConfigError("--write", name, rule, "give a folder that exists")
 
 
 def cluster_of(options: argparse.Namespace) -> Cluster:
@@ -200,20 +234,16 @@ def ranking(asked: Asked, console: Console) -> dict[str, Any]:
 def write_config(asked: Asked, layout: Layout, plan: Plan) -> str:
     """Write the layout as a config file; its path.
 
-    Raises:   ConfigError when the file is no .py, exists, or cannot be written.
+    Raises:   ConfigError when it cannot be written.
     """
     path = Path(asked.options.write)
-    if path.suffix != ".py":
-        raise ConfigError("--write", str(path), "must end in .py", f"use --write {path}.py")
-    if path.exists():
-        raise ConfigError("--write", str(path), "exists", "give another name, or remove it")
     where = showing.hardware_in_words(plan.cluster)
     said = f"{asked.name} on {where}, by python -m jaxpar.plan."
     try:
         path.write_text(override.config_file(asked.name, asked.base, layout.cfg, said))
     except OSError as error:
         rule = f"cannot be written: {error.strerror}"
-        raise ConfigError("--write", str(path), rule, "give a folder that exists") from error
+        raise ConfigError("--write", str(path), rule, "give another folder") from error
     return str(path)
 
 

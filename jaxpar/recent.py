@@ -23,9 +23,17 @@ def bits(value: float) -> str:
 
 
 def read_recent(run_dir: Path) -> dict[int, dict[str, Any]]:
-    """The records by step, counted from 1. A line that was cut off by a crash is passed over."""
+    """The records by step, counted from 1. Passed over is a line that was cut off by a crash, or
+    that is damaged: a run can go on without it."""
     records = json_lines.read(run_dir / RECENT_FILE)
-    return {record["step"]: record for record in records if isinstance(record.get("step"), int)}
+    return {record["step"]: record for record in records if _is_whole(record)}
+
+
+def _is_whole(record: dict[str, Any]) -> bool:
+    """Whether a record has what is read of it."""
+    measured = (record.get("loss", ""), record.get("grad_norm", ""))  # None: it was no number
+    numbers = all(value is None or isinstance(value, int | float) for value in measured)
+    return isinstance(record.get("step"), int) and numbers and isinstance(record.get("bits"), dict)
 
 
 class Recent:

@@ -5,6 +5,7 @@ on other devices where there are some. What comes out is compared bit by bit, wi
 with itself: was it the data, the hardware or the numerics? Nothing is written.
 """
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import tyro
 from jax.sharding import Mesh
 
 from jaxpar import checkpoint, cli, initial, processes, runtime
+from jaxpar.axes import AXES
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config_json import from_json
 from jaxpar.data import Loader
@@ -79,30 +81,38 @@ class Replay:
         if not self.records:
             rule = f"has no records of steps: there is no {RECENT_FILE}, or it is empty"
             raise ConfigError("RUN", options.run, rule, "give the folder of a run")
-        if self.number not in self.records:
+        if not {"batch", "windows", "mesh"} <= self.records.get(self.number, {}).keys():
             rule = f"has no record in {folder / RECENT_FILE}"
             fix = f"use one from {min(self.records)} to {max(self.records)}"
             raise ConfigError("--step", self.number, rule, fix)
         steps = checkpoint.saved_steps(folder)
         self.begin = max((step for step in steps if step < self.number), default=0)
-        self.cfg = self._config(folder)
+        taken_by = min((step for step in steps if step >= self.number), default=None)
+        self.cfg = self._config(folder, taken_by)
         runtime.start(self.cfg)
-        self.run = Run(self.cfg)
+        require_devices(self.cfg)
+        self.run = Run(self.cfg, lambda _: self.begin or None)
         self.cfg = self.run.cfg
+        if taken_by is not None:
+            checkpoint.check_resumable(self.cfg, checkpoint.read_saved(folder, taken_by))
         self.skipped, self.run.loader.skipped = self.run.loader.skipped, SkippedBatches()
         self.record = self.records[self.number]
         self._steps: dict[Mesh, Callable] = {}
 
-    def _config(self, folder: Path) -> Config:
-        if self.begin:
-            cfg = checkpoint.load_config(folder, self.begin)
-        elif (folder / "config.json").is_file():
-            cfg = from_json((folder / "config.json").read_text("utf-8"))
+    def _config(self, folder: Path, taken_by: int | None) -> Config:
+        """The config that the step was taken with. The checkpoint before it may have had another:
+        a run that goes on may change its learning rate, its length, its mesh.
+
+        Args:     taken_by: the first checkpoint that has the step; None: the latest start took it.
+        """
+        if taken_by is not None:
+            cfg = checkpoint.load_config(folder, taken_by)
         else:
-            raise ConfigError("RUN", str(folder), "has no config.json", "give a run's folder")
+            cfg = _latest_config(folder)
         # A cache of compiled programs is code: not one that somebody's config names.
         own = {"run.compilation_cache": Config().run.compilation_cache}
-        return replace(cfg, **{"run.dir": str(folder), "checkpoint.resume": "auto"}, **own)
+        cfg = replace(cfg, **{"run.dir": str(folder), "checkpoint.resume": "auto"}, **own)
+        return in_one_process(cfg)
 
     def before(self) -> TrainState:
         """The state before the step, on the host: from the checkpoint, by the steps between.
@@ -113,7 +123,7 @@ class Replay:
         if self.begin:
             now = checkpoint.restore(self.cfg, run.mesh, self.begin)
         else:
-            now = initial.state(self.cfg, run.mesh, initial.find(self.cfg), say)
+            now = initial.state(self.cfg, run.mesh, run.origin, say)
         step = self._step_on(run.mesh)
         for done in range(self.begin, self.number - 1):
             known = self.records.get(done + 1, {})
@@ -158,6 +168,41 @@ class Replay:
         before = [self.records[i]["loss"] for i in sorted(self.records) if i < self.number]
         window = Window(g.spike_window, g.spike_deviations, [x for x in before if x is not None])
         return not math.isfinite(loss) or loss > window.limit()
+
+
+def devices_of(cfg: Config) -> int:
+    """The devices of a resolved config's mesh."""
+    return math.prod(getattr(cfg.parallel, axis) for axis in AXES)
+
+
+def in_one_process(cfg: Config) -> Config:
+    """A resolved config with all simulated devices here, also where each process had its own."""
+    return replace(cfg, **{"run.cpu_devices": devices_of(cfg) if cfg.run.cpu_devices else 0})
+
+
+def require_devices(cfg: Config) -> None:
+    """Raises:   ConfigError unless there are as many devices as the run's mesh has."""
+    needed, there = devices_of(cfg), jax.device_count()
+    if needed != there:
+        rule = f"took the step on {needed} devices, and here are {there}"
+        more = f"set CUDA_VISIBLE_DEVICES to {needed} of them"
+        fix = more if there > needed else f"start it on a host that has {needed}"
+        raise ConfigError("RUN", cfg.run.dir, rule, fix)
+
+
+def _latest_config(folder: Path) -> Config:
+    """The config of a run's latest start.
+
+    Raises:   ConfigError when config.json is not there, or is damaged.
+    """
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ConfigError("RUN", str(folder), "has no config.json", "give a run's folder")
+    try:
+        return from_json(file.read_text("utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        rule, fix = f"is no JSON: {error}", "mend it, or replay a step that a checkpoint has"
+        raise ConfigError("RUN", str(file), rule, fix) from error
 
 
 def replay(options: Options) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,16 @@ from jaxpar.validation import resolve
 class Run:
     """A run made ready, with nothing written yet: mesh, data, where to start."""
 
-    def __init__(self, cfg: Config):
-        """Raises:   ConfigError for anything that would stop the run later."""
+    def __init__(
+        self, cfg: Config, start: Callable[[Config], int | None] = checkpoint.starting_step
+    ):
+        """
+        Args:     start: which checkpoint to go on from, None for none.
+        Raises:   ConfigError for anything that would stop the run later.
+        """
         self.startup = StartUp()
         self.dir = run_folder(cfg)
-        self.first_step = checkpoint.starting_step(cfg)
+        self.first_step = start(cfg)
         resumed = self.first_step is not None
         saved = checkpoint.read_saved(self.dir, self.first_step) if resumed else None
         used = resolve(elastic.same_rows(cfg, saved, jax.device_count()), jax.device_count())

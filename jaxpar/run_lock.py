@@ -7,20 +7,40 @@ system carries flock between them, as Linux's NFS does (4, and 3 with lockd) and
 after 90 s. A file system without locks is said so, and nothing guards the folder.
 """
 
+import contextlib
 import errno
 import fcntl
 import json
 import os
 import socket
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
 from jaxpar.config import ConfigError
+from jaxpar.lines import FULL
 
 FILE = "lock"
 
 #: What flock says where it is not offered.
 _UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+
+
+@contextlib.contextmanager
+def made_in(folder: Path) -> Iterator[None]:
+    """Make a run folder, and then something in it.
+
+    Raises:   ConfigError when one or the other cannot be; OSError when only room is missing, which
+              the next start may find.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        if error.errno in FULL:
+            raise
+        rule, fix = f"cannot be written to: {error.strerror}", "use --run.dir for another"
+        raise ConfigError("run.dir", str(folder), rule, fix) from error
 
 
 class RunLock:
@@ -32,11 +52,12 @@ class RunLock:
     def __init__(self, folder: Path):
         """Take the lock, making the folder if need be.
 
-        Raises:   ConfigError when another process holds it: host, pid, and since when.
+        Raises:   ConfigError when another process holds it: host, pid, and since when; or when the
+                  folder cannot be made, or written to.
         """
         self.warnings: list[str] = []
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(folder / FILE, os.O_RDWR | os.O_CREAT, 0o644)
+        with made_in(folder):
+            self._file = os.open(folder / FILE, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

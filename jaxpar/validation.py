@@ -23,8 +23,11 @@ from jaxpar.memory_rules import moments, remat
 from jaxpar.metrics_rules import sinks
 from jaxpar.model_rules import attention_function, experts, layer_kinds
 
-#: Seeds travel as int32.
-LARGEST_SEED = 2**31 - 1
+#: Of whole numbers: steps, seeds, sizes and tokens are int32 on the devices.
+LARGEST_INT = 2**31 - 1
+
+#: More of them take minutes to start, if they do at all.
+MOST_CPU_DEVICES = 4096
 
 #: The axes besides data.
 _OTHER_AXES = tuple(
@@ -94,6 +97,8 @@ def _numbers(cfg: Config) -> None:
             continue
         if isinstance(_get(cfg, path), float):
             require(math.isfinite(_get(cfg, path)), path, "must be finite")
+        if isinstance(_get(cfg, path), int) and path != "train.seed":
+            require(_get(cfg, path) <= LARGEST_INT, path, f"must be at most {LARGEST_INT}")
     for path in _AT_LEAST_ONE:
         require(_get(cfg, path) >= 1, path, "must be at least 1")
     for path in _AT_LEAST_ZERO:
@@ -102,12 +107,14 @@ def _numbers(cfg: Config) -> None:
         require(_get(cfg, path) > 0, path, "must be above 0")
     for path in _BELOW_ONE:
         require(0 <= _get(cfg, path) < 1, path, "must be at least 0 and below 1")
+    most, rule = MOST_CPU_DEVICES, f"must be at most {MOST_CPU_DEVICES}"
+    require(cfg.run.cpu_devices <= most, "run.cpu_devices", rule)
     data, ratio, seed = cfg.parallel.data, cfg.optimizer.min_lr_ratio, cfg.train.seed
     rule = "must be at least 1, or -1 for the devices that are left"
     require(data >= 1 or data == -1, "parallel.data", rule)
     require(0 <= ratio <= 1, "optimizer.min_lr_ratio", "must be at least 0 and at most 1")
-    rule = f"must be at most {LARGEST_SEED}"
-    require(seed <= LARGEST_SEED, "train.seed", rule, seed % (LARGEST_SEED + 1))
+    rule = f"must be at most {LARGEST_INT}"
+    require(seed <= LARGEST_INT, "train.seed", rule, seed % (LARGEST_INT + 1))
 
 
 # ----------------------------------------------------------------------- fields that go together

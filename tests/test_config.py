@@ -71,6 +71,8 @@ parallel.expert=4 run.cpu_devices=2 | 2 | parallel.expert | multiply to 4
 parallel.data=0 | 1 | parallel.data | at least 1, or -1 for the devices that are left
 parallel.data=-2 | 1 | parallel.data | at least 1, or -1
 # counts
+train.num_steps=99999999999999999999 | 1 | train.num_steps | at most 2147483647
+run.cpu_devices=100000 | 1 | run.cpu_devices | at most 4096
 train.num_steps=0 | 1 | train.num_steps | at least 1
 train.global_batch_size=-4 | 1 | train.global_batch_size | at least 1
 train.log_every=0 | 1 | train.log_every | at least 1

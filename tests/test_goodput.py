@@ -1,6 +1,7 @@
 """Where the time went: parts, lost work, time between attempts, and clocks that are set."""
 
 import json
+import math
 import time
 
 import pytest
@@ -91,7 +92,17 @@ def test_attempts_are_appended_and_a_torn_line_is_passed_over(devices, tmp_path)
     assert json.loads(first.splitlines()[-1])["reason"] == "ZeroDivisionError: oh"
     with open(tmp_path / EVENTS_FILE, "a") as file:
         file.write('{"event": "ti\n')
+        file.write('{"event": "start"}\n{"event": 5, "attempt": 1, "age": 1, "time": 1}\n')
+        whole = {"attempt": 1, "age": 1.0, "time": 1.0, "steps": [0, 1], "seconds": {"step": 1.0}}
+        for damage in (
+            {"age": math.inf},
+            {"time": "x"},
+            {"steps": [0]},
+            {"seconds": {"step": "x"}},
+        ):
+            file.write(json.dumps({"event": "time"} | whole | damage) + "\n")
     with Recorder(tmp_path):
         pass
     assert (tmp_path / EVENTS_FILE).read_text().startswith(first)
     assert [e["attempt"] for e in read_events(tmp_path) if e["event"] == "start"] == [1, 2]
+    assert goodput.goodput(read_events(tmp_path)).attempts == 2

@@ -70,6 +70,8 @@ def test_a_folder_has_one_writer_and_sigkill_leaves_no_stale_lock(tmp_path):
             RunLock(run)
         assert lock.warnings == []
     RunLock(run).release()
+    with pytest.raises(ConfigError, match=r"run.dir = .*cannot be written to: Not a directory"):
+        RunLock(run / "lock" / "run")
 
 
 def test_a_file_system_without_locks_is_said_so(tmp_path, monkeypatch):
@@ -234,6 +236,8 @@ def test_the_command_line_is_the_launchers_and_the_runs():
 REFUSED = [
     (["-n", "2"], "names no config"),
     (["-n", "0", "--", "quickstart"], "must be at least 1"),
+    (["-n", "100000", "--", "quickstart"], "must be at most"),
+    (["-n", "2", "--grace", "nan", "--", "quickstart"], "must be at least 0"),
     (["-n", "2", "--", "quickstart", "--train.num-step", "1"], "is not a field"),
     (["-n", "2", "--", "quickstart", "--cluster.process-id", "1"], "is what the launcher sets"),
 ]

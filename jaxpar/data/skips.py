@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from jaxpar.config import ConfigError
+
 #: In the run's folder, from the moment when a window is left out; checkpoints carry it, too.
 SKIPPED_FILE = "skipped_batches.json"
 
@@ -38,11 +40,20 @@ class SkippedBatches:
 
 
 def read_skipped(run_dir: Path) -> SkippedBatches:
-    """What a run's folder says is left out."""
+    """What a run's folder says is left out.
+
+    Raises:   ConfigError when the file is damaged: to pass it over would give other batches.
+    """
     file = run_dir / SKIPPED_FILE
     if not file.is_file():
         return SkippedBatches()
-    return SkippedBatches().and_also(json.loads(file.read_text("utf-8"))["windows"])
+    try:
+        return SkippedBatches().and_also(json.loads(file.read_text("utf-8"))["windows"])
+    except (ValueError, KeyError, TypeError) as error:
+        rule = f"has a {SKIPPED_FILE} that cannot be read ({error})"
+        fix = 'write {"windows": [[FIRST, COUNT], ...]} into it, as the console told, '
+        fix += "or delete it: a checkpoint from after a rewind knows them, too"
+        raise ConfigError("run.dir", str(run_dir), rule, fix) from error
 
 
 def write_skipped(run_dir: Path, skipped: SkippedBatches) -> None:

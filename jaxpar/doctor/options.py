@@ -14,6 +14,7 @@ from jaxpar import cli
 from jaxpar.axes import AXES, DATA, EXPERT, PIPELINE, REPLICA, SEQUENCE, TENSOR
 from jaxpar.bench.options import Parser, check_repeats
 from jaxpar.config import Config, ConfigError, ParallelConfig, replace
+from jaxpar.validation import MOST_CPU_DEVICES
 
 DOC = """Is this machine fit for training? python -m jaxpar.doctor [options]
 
@@ -96,6 +97,9 @@ def read_command(argv: Sequence[str]) -> Options:
         if not value > 0:
             rule, fix = "must be above 0", f"use {option} 8"
             raise ConfigError(option, getattr(asked, option[2:].replace("-", "_")), rule, fix)
+    if asked.cpu_devices > MOST_CPU_DEVICES:
+        rule = f"must be at most {MOST_CPU_DEVICES}"
+        raise ConfigError("--cpu-devices", asked.cpu_devices, rule, "use --cpu-devices 8")
     return Options(
         only=read_sections(asked.only),
         largest=None if asked.largest is None else read_size(asked.largest),

@@ -28,18 +28,18 @@ class Listing:
     """The layouts of a config: resolved configs, and how many were refused by which rule.
 
     refused    what a rule said -> how many layouts broke it.
-    examples   the same -> one error of it, with the fix.
+    examples   the same -> one error of it.
     """
 
     configs: list[Config] = field(default_factory=list)
     refused: Counter = field(default_factory=Counter)
-    examples: dict[str, str] = field(default_factory=dict)
+    examples: dict[str, ConfigError] = field(default_factory=dict)
 
     def refuse(self, error: ConfigError) -> None:
         """Count a layout that `validation` refuses."""
         reason = f"{error.field}: {_in_general(error.rule)}"
         self.refused[reason] += 1
-        self.examples.setdefault(reason, str(error))
+        self.examples.setdefault(reason, error)
 
 
 def _in_general(rule: str) -> str:

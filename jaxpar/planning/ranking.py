@@ -37,7 +37,7 @@ class Plan:
     fitting: list[Layout]
     too_large: list[Layout]
     refused: Counter
-    examples: dict[str, str]
+    examples: dict[str, ConfigError]
 
     @property
     def usable(self) -> float:
@@ -109,9 +109,12 @@ def nothing_fits(plan: Plan) -> ConfigError:
     gpus, gpu = plan.cluster.num_gpus, plan.cluster.gpu
     on = f"{gpus} x {gpu.name}"
     if not plan.too_large:
-        (reason, _), *_ = plan.refused.most_common(1) or [("no mesh", 0)]
-        why = plan.examples.get(reason, reason)
-        fix = "change what it names, or another number of GPUs"
+        why = "they cannot be shared out to axes of the sizes that are kept"
+        if plan.refused:
+            (reason, _), *_ = plan.refused.most_common(1)
+            first = plan.examples[reason]
+            why = f"{first.field} = {first.value!r} {first.rule}"
+        fix = "change what it names, or use another number of GPUs"
         return ConfigError("--gpus", gpus, f"gives no mesh that the config allows: {why}", fix)
     best = plan.too_large[0]
     short = plan.missing() / GIB

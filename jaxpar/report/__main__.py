@@ -43,7 +43,8 @@ def report(options: Options) -> tuple[Path, list[RunRead]]:
     names = list(dict.fromkeys(str(Path(name)) for name in options.runs))
     if not 1 <= len(names) <= MOST_RUNS:
         rule = f"must be 1 to {MOST_RUNS} folders, and are {len(names)}"
-        raise ConfigError("RUN", " ".join(names), rule, "use jaxpar.report runs/quickstart")
+        fix = "use python -m jaxpar.report runs/quickstart"
+        raise ConfigError("RUN", " ".join(names), rule, fix)
     output = where(options.output, names)
     runs = [read_run(name) for name in names]
     _write(output, page(runs, datetime.now().astimezone()))

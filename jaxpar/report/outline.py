@@ -8,8 +8,11 @@ from typing import Any
 
 from jaxpar import json_lines
 
-_STEP = re.compile(rb'\{"step": ?(\d+)')
-_RESUMED = re.compile(rb'\{"resumed_after_step": ?(\d+)')
+# A step is an int32: what has more digits is damaged.
+_STEP = re.compile(rb'\{"step": ?(\d{1,10})[,}]')
+_RESUMED = re.compile(rb'\{"resumed_after_step": ?(\d{1,10})[,}]')
+
+MOST_STEPS = 2**31 - 1
 
 
 @dataclass
@@ -39,7 +42,9 @@ class Outline:
                 if place > self.end:
                     return
                 record = json_lines.parse(line)
-                if record is not None and record.get("step", 0) <= limits[attempt]:
+                if record is None or not isinstance(step := record.get("step", 0), int):
+                    continue  # cut off, or damaged
+                if 0 <= step <= min(limits[attempt], MOST_STEPS):
                     yield record
 
     def _limits(self) -> list[float]:

@@ -77,7 +77,8 @@ class RunRead:
     @property
     def num_steps(self) -> int:
         """Steps that the run is to have; 0 where the config does not say."""
-        return int(self.config.get("train", {}).get("num_steps", 0))
+        found = self.config.get("train", {}).get("num_steps", 0)
+        return found if isinstance(found, int) else 0
 
 
 def read_run(folder: str) -> RunRead:
@@ -94,7 +95,15 @@ def read_run(folder: str) -> RunRead:
         within = sorted(str(file.parent) for file in path.glob("*/metrics.jsonl"))[:3]
         fix = f"use {', or '.join(within)}" if within else "give a folder that run.dir named"
         raise ConfigError("RUN", folder, rule, fix)
-    run = RunRead(folder, path, _json(path / "config.json"), _json(path / "manifest.json"))
+    config = _json(path / "config.json")
+    for name, section in config.items():
+        if not isinstance(section, dict):
+            rule, fix = (
+                f"is no config: {name} is no section",
+                "start the run again, to write it anew",
+            )
+            raise ConfigError("RUN", str(path / "config.json"), rule, fix)
+    run = RunRead(folder, path, config, _json(path / "manifest.json"))
     _read_metrics(run, found := outline(path / "metrics.jsonl"))
     events = read_events(path)
     if events:

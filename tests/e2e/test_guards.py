@@ -158,3 +158,10 @@ def test_batches_left_out_by_arithmetic():
     assert [some.batch_of(i) for i in range(6)] == [0, 1, 2, 5, 7, 8]
     assert some.and_also([(4, 2)]).windows == ((3, 4),)
     assert some.and_also(some.windows) == some
+
+
+def test_a_damaged_list_of_batches_left_out_is_named(tmp_path):
+    for text in ("{", '{"windows": 3}', "[]"):
+        (tmp_path / SKIPPED_FILE).write_text(text)
+        with pytest.raises(ConfigError, match=f"run.dir = .* has a {SKIPPED_FILE} that cannot be"):
+            read_skipped(tmp_path)

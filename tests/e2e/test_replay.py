@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxpar import guard, replay, step
-from jaxpar.config import ConfigError
+from jaxpar.config import Config, ConfigError, replace
 from jaxpar.recent import RECENT_FILE, bits, read_recent
 from tests.e2e.test_guards import NOISE, spiky
 from tests.e2e.test_train import files_of
@@ -20,7 +20,9 @@ __all__ = ["spiky"]  # a fixture
 
 @pytest.fixture
 def run(spiky, tmp_path) -> Path:
-    """A run of 50 steps on two devices, in which a batch is noise."""
+    """A run on two devices, in which a batch is noise: of 20 steps, and then of 50, on whose curve
+    the learning rate goes on."""
+    assert spiky(2, "--train.num-steps", "20") == guard.EXIT_OK
     assert spiky(2, "--train.num-steps", "50") == guard.EXIT_OK
     return tmp_path / "run"
 
@@ -80,11 +82,16 @@ def test_numerics_are_told_from_data(run, again, monkeypatch):
     assert again(45).startswith("numerics: another batch does the same to this state")
 
 
-def test_the_start_and_wrong_steps(run, again):
+def test_the_start_and_wrong_steps(run, again, only_devices):
     shutil.rmtree(run / "checkpoints")
     assert again(2) == "nothing wrong: the step repeats bit for bit"
     with pytest.raises(ConfigError, match=r"--step = 51: has no record in .* use one from 1 to 50"):
         again(51)
+    options = replay.Options(run=str(run), step=2)
+    with only_devices(1), pytest.raises(ConfigError, match="on 2 devices, and here are 1"):
+        replay.replay(options)
+    two_processes = replace(Config(), **{"run.cpu_devices": 2, "parallel.data": 4})
+    assert replay.in_one_process(two_processes).run.cpu_devices == 4
 
 
 def test_the_ring_keeps_the_latest(tmp_path):
@@ -95,6 +102,9 @@ def test_the_ring_keeps_the_latest(tmp_path):
         ring.add(number, {"loss": number / 3, "grad_norm": float("inf")}, batch=number - 1)
         assert len(read_recent(tmp_path)) <= 20
     with open(tmp_path / RECENT_FILE, "a") as file:
+        file.write(
+            '{"step": 98}\n{"step": 99, "loss": "x", "grad_norm": 1, "bits": {}}\n'
+        )  # damaged
         file.write('{"step": 100, "lo')  # cut off by a crash
     found = read_recent(tmp_path)
     assert max(found) == 99 and len(found) >= 10 and found[99]["grad_norm"] is None

@@ -85,7 +85,7 @@ def test_a_refusal_names_its_rule_and_a_fix():
     assert not listing.configs
     (reason, count), *_ = listing.refused.most_common(1)
     assert reason.startswith("model.num_kv_heads: ") and count > 0
-    assert "--parallel.tensor 2" in listing.examples[reason]
+    assert "--parallel.tensor 2" in listing.examples[reason].fix
 
 
 @pytest.mark.parametrize("n", [1, 6, 16, 360])

@@ -132,6 +132,9 @@ def test_losses_that_are_no_numbers_are_passed_over(tmp_path):
     losses = [1.0, math.nan, 2.0]
     write_lines(file, (record(s, noise, loss=x) for s, x in enumerate(losses, 1)))
     write_lines(file, [{"step": 4, "loss": math.nan, "grad_norm": math.inf}])  # as JSON's NaN
+    damaged = ("three", 10**30, -4, 1.5, None, [1])
+    write_lines(file, [{"step": step, "loss": 9.0} for step in damaged])
+    write_lines(file, [{"step": 5, "loss": "x"}, {"step": 6, "loss": [1]}, [1, 2], 5])
     points = read_run(str(tmp_path)).series["loss"].points()
     assert [(p.step, p.mean) for p in points] == [(1, 1.0), (3, 2.0)]
 
@@ -170,9 +173,10 @@ def test_runs_within_a_folder_are_named(tmp_path):
 
 
 def test_a_damaged_config_is_named(tmp_path):
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"config\.json.*is no JSON"):
-        read_run(str(tmp_path))
+    for text, rule in (("{", "is no JSON"), ('{"train": 5}', "train is no section")):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ConfigError, match=rf"config\.json.*{rule}"):
+            read_run(str(tmp_path))
 
 
 def test_round_numbers_beside_an_axis():
