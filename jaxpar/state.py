@@ -137,8 +137,8 @@ def _init_params(specs: Any, seed: int, to: Any) -> Any:
     with ThreadPoolExecutor() as pool:
 
         def start(spec: ParamSpec, to: NamedSharding, key: jax.Array) -> Future:
-            platform = next(iter(to.device_set)).platform
-            return pool.submit(_initial_values(spec, to, init_options(platform)), key)
+            device: Any = next(iter(to.device_set))
+            return pool.submit(_initial_values(spec, to, init_options(device.platform)), key)
 
         return jax.tree.map(Future.result, map_specs(start, specs, to, keys))
 
