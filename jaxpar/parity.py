@@ -23,7 +23,7 @@ from jaxpar.model import reference
 from jaxpar.model.transformer import param_specs, trained_specs
 from jaxpar.optimizer import make_optimizer
 from jaxpar.parallel.context import token_order
-from jaxpar.params import flat, initialize, join, split
+from jaxpar.params import flat, init_options, initialize, join, split
 from jaxpar.state import TrainState, init_state, to_logical
 from jaxpar.step import make_gradient_step, make_train_step
 
@@ -102,7 +102,9 @@ def reference_trace(cfg: Config, batches: Sequence[Batch], steps: int) -> Trace:
         updates, opt_state = rule.update(grads, opt_state, moved)
         return join(optax.apply_updates(moved, updates), still), opt_state
 
-    params = start = jax.jit(lambda seed: initialize(specs, seed))(cfg.train.seed)
+    make = lambda seed: initialize(specs, seed)  # noqa: E731
+    options = init_options(jax.default_backend())
+    params = start = jax.jit(make, compiler_options=dict(options))(cfg.train.seed)
     loss, grads = first = gradients(params, batches[0])
     opt_state, losses = rule.init(split(params, specs)[0]), []
     for batch in batches[:steps]:

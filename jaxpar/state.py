@@ -28,6 +28,7 @@ from jaxpar.parallel.mesh import shardings
 from jaxpar.params import (
     ParamSpec,
     abstract,
+    init_options,
     initial_values,
     leaf_keys,
     map_specs,
@@ -129,18 +130,24 @@ def state_of(params: Any, cfg: Config, mesh: Mesh) -> TrainState:
 def _init_params(specs: Any, seed: int, to: Any) -> Any:
     """`params.initialize` with a program for each array, compiled side by side.
 
-    In one program, XLA would compile the arrays' generators one after another on one core.
+    In one program, XLA would compile the arrays' generators one after another on one core. Keys
+    are made by operations that JAX keeps compiled, whichever parameters there are.
     """
-    keys = jax.jit(functools.partial(leaf_keys, specs))(seed)
+    keys = leaf_keys(specs, seed)
     with ThreadPoolExecutor() as pool:
-        start = lambda spec, to, key: pool.submit(_initial_values(spec, to), key)  # noqa: E731
+
+        def start(spec: ParamSpec, to: NamedSharding, key: jax.Array) -> Future:
+            device: Any = next(iter(to.device_set))
+            return pool.submit(_initial_values(spec, to, init_options(device.platform)), key)
+
         return jax.tree.map(Future.result, map_specs(start, specs, to, keys))
 
 
 @functools.cache
-def _initial_values(spec: ParamSpec, sharding: NamedSharding):
+def _initial_values(spec: ParamSpec, sharding: NamedSharding, options: tuple):
     """The compiled generator of one array, and of those like it."""
-    return jax.jit(functools.partial(initial_values, spec), out_shardings=sharding)
+    make = functools.partial(initial_values, spec)
+    return jax.jit(make, out_shardings=sharding, compiler_options=dict(options))
 
 
 def layer_order(cfg: Config) -> np.ndarray | None:

@@ -51,6 +51,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
+def without_optimisations():
+    """Compile without LLVM's optimisations: half of the time of a tiny model's train step.
+
+    XLA's own passes, its plan of buffers and its collectives are the same. What then runs for long
+    is slower: runs of many steps, and interpreted kernels, are compiled for real.
+    """
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+quick_compile = pytest.fixture(without_optimisations)
+quick_compile_of_module = pytest.fixture(without_optimisations, scope="module")
+
+
 @pytest.fixture(scope="session")
 def devices(request: pytest.FixtureRequest) -> list:
     """The devices to build meshes of. On a `-m gpu` run without a GPU, an error."""

@@ -20,26 +20,12 @@ from jaxpar.parallel.mesh import axis_sizes, make_mesh
 from jaxpar.state import init_state
 from jaxpar.validation import check, resolve
 from jaxpar.verify import parse_meshes
+from tests.tiny import TINY
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
 
 TOLERANCE = 1e-5
 
-BASE = replace(
-    parity.float32(Config()),
-    **{
-        "model.num_layers": 2,
-        "model.d_model": 16,
-        "model.num_heads": 4,
-        "model.num_kv_heads": 2,
-        "model.head_dim": 4,
-        "model.d_ff": 24,
-        "model.vocab_size": 48,
-        "model.init_std": 0.2,
-        "data.seq_len": 32,
-        "train.global_batch_size": 8,
-        "optimizer.warmup_steps": 0,
-        "optimizer.learning_rate": 1e-2,
-    },
-)
 ADDED = {"model.attention": "capped", "optimizer.name": "momentum"}
 
 
@@ -68,13 +54,6 @@ def reference_of(cfg: Config) -> tuple:
     return batches, parity.reference_trace(cfg, batches, 2)
 
 
-@pytest.fixture(autouse=True)
-def quick_compile():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @pytest.mark.parametrize(
     "mesh",
     [
@@ -85,7 +64,7 @@ def quick_compile():
     ],
 )
 def test_meshes_compute_what_one_device_does(mesh, devices):
-    cfg = replace(BASE, **ADDED)
+    cfg = replace(TINY, **ADDED)
     parallel = parse_meshes([mesh], cfg.parallel)[mesh]
     n = math.prod(axis_sizes(parallel))
     on_mesh = resolve(replace(cfg, parallel=parallel), n)
@@ -95,12 +74,12 @@ def test_meshes_compute_what_one_device_does(mesh, devices):
 
 
 def test_the_functions_are_used():
-    both = reference_of(replace(BASE, **ADDED))[1].losses
-    rule_alone = reference_of(replace(BASE, **{"optimizer.name": "momentum"}))[1].losses
+    both = reference_of(replace(TINY, **ADDED))[1].losses
+    rule_alone = reference_of(replace(TINY, **{"optimizer.name": "momentum"}))[1].losses
     assert abs(both[0] - rule_alone[0]) > 1e-4  # attention
-    rule = make_optimizer(replace(BASE, **ADDED).optimizer, 10, {})
+    rule = make_optimizer(replace(TINY, **ADDED).optimizer, 10, {})
     updates, _ = rule.update({"w": jnp.full(3, 2.0)}, rule.init({"w": jnp.zeros(3)}))
-    np.testing.assert_allclose(updates["w"], -2.0 * BASE.optimizer.learning_rate, rtol=1e-6)
+    np.testing.assert_allclose(updates["w"], -2.0 * TINY.optimizer.learning_rate, rtol=1e-6)
 
 
 def test_adding_again_replaces():
@@ -130,7 +109,7 @@ def test_adding_again_replaces():
 )
 def test_what_cannot_be(values, said):
     with pytest.raises(ConfigError, match=said):
-        check(replace(BASE, **{"model.head_dim": 64} | values))
+        check(replace(TINY, **{"model.head_dim": 64} | values))
 
 
 def test_names_and_fields_that_are_taken_or_unknown():
@@ -143,15 +122,15 @@ def test_names_and_fields_that_are_taken_or_unknown():
 
 
 def test_no_published_format_has_them():
-    model = replace(BASE, **ADDED).model
+    model = replace(TINY, **ADDED).model
     assert all(why_not(family, model) for family in (*FAMILIES, PLAIN))
     for family in (LLAMA, PLAIN):
-        assert why_not(family, replace(BASE, **{"optimizer.name": "momentum"}).model) is None
+        assert why_not(family, replace(TINY, **{"optimizer.name": "momentum"}).model) is None
         assert "model.attention = capped" in why_not(family, model)
 
 
 def test_sampling_needs_the_attention_and_no_rule():
-    cfg = generation.config_for_sampling(replace(BASE, **{"optimizer.name": "gone"}))
+    cfg = generation.config_for_sampling(replace(TINY, **{"optimizer.name": "gone"}))
     check(cfg)
     with pytest.raises(ConfigError, match=r"model\.attention = 'gone'"):
         check(replace(cfg, **{"model.attention": "gone"}))
@@ -159,7 +138,7 @@ def test_sampling_needs_the_attention_and_no_rule():
 
 @pytest.mark.slow
 def test_text_from_the_cache_is_that_of_whole_passes():
-    cfg = resolve(generation.config_for_sampling(replace(BASE, **ADDED)), 1)
+    cfg = resolve(generation.config_for_sampling(replace(TINY, **ADDED)), 1)
     mesh = make_mesh(cfg.parallel, jax.devices()[:1])
     params = init_state(cfg, mesh).params
     weights = generation.weights_for_sampling(params, cfg, mesh)

@@ -15,7 +15,7 @@ from jaxpar.batch import Batch
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.model.transformer import param_specs
 from jaxpar.parallel.mesh import make_mesh
-from jaxpar.params import flat, initialize
+from jaxpar.params import flat, init_options, initialize
 from jaxpar.state import (
     TrainState,
     _initial_values,
@@ -26,6 +26,8 @@ from jaxpar.state import (
 )
 from jaxpar.step import make_train_step, memory_of
 from jaxpar.validation import resolve
+
+pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
 BASE = replace(
     parity.float32(Config()),
@@ -140,9 +142,9 @@ def test_a_device_makes_its_own_shard_and_no_more(wide):
     integers on a CPU, three of a shard's size; compiled for an H200, some KB."""
     cfg, mesh = wide
     specs, to = flat(param_specs(cfg.model)), flat(state_shardings(cfg, mesh).params)
-    key = jax.ShapeDtypeStruct((2,), jnp.uint32)
+    key, options = jax.ShapeDtypeStruct((2,), jnp.uint32), init_options("cpu")
     for name, spec in specs.items():
-        memory = _initial_values(spec, to[name]).lower(key).compile().memory_analysis()
+        memory = _initial_values(spec, to[name], options).lower(key).compile().memory_analysis()
         shard = 4 * math.prod(to[name].shard_shape(spec.shape))
         assert memory.output_size_in_bytes == shard, name
         assert memory.temp_size_in_bytes < 3.1 * shard + 8192, (name, memory.temp_size_in_bytes)

@@ -27,6 +27,8 @@ from jaxpar.state import (
 from jaxpar.step import make_train_step
 from jaxpar.validation import resolve
 
+pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
+
 BASE = replace(
     parity.float32(Config()),
     **{

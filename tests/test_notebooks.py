@@ -4,7 +4,6 @@ import importlib.util
 import json
 import os
 import re
-from pathlib import Path
 
 import pytest
 
@@ -15,9 +14,6 @@ pytest.importorskip("nbclient")
 
 FOLDER = ROOT / "docs" / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-
-#: Those that take more than about ten seconds.
-SLOW = ("03", "04", "05", "06")
 
 #: The most that the folder may weigh, pictures included.
 MAX_BYTES = 1_500_000
@@ -83,11 +79,6 @@ def test_the_index_names_every_notebook_and_the_folder_is_small():
     assert sum(f.stat().st_size for f in files) < MAX_BYTES
 
 
-def marked(file: Path):
-    slow = pytest.mark.slow if file.name.startswith(SLOW) else ()
-    return pytest.param(file, marks=slow, id=file.stem)
-
-
 @pytest.fixture
 def own_environment(monkeypatch):
     """Kernels choose their devices themselves, and import this package."""
@@ -97,8 +88,8 @@ def own_environment(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
 
 
-@pytest.mark.timeout(1800)  # the slow ones, beside another process on two cores
-@pytest.mark.parametrize("file", [marked(file) for file in NOTEBOOKS])
+@pytest.mark.timeout(1800)  # beside other processes on two cores
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda f: f.stem)
 def test_it_runs_from_a_fresh_kernel(file, own_environment):
     committed = SCRIPT.read(file)
     assert SCRIPT.lacking(committed, SCRIPT.run(committed)) == []

@@ -13,6 +13,8 @@ from jaxpar.replicas import make_replica_check, require_equal
 from jaxpar.validation import resolve
 from tests.test_checkpoint import MODEL
 
+pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
+
 #: The first in CI, the others by `make test-all`.
 MESHES = {
     "replicas": {"parallel.replica": 3, "parallel.data": 2},

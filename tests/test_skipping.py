@@ -16,6 +16,8 @@ from jaxpar.step import make_train_step
 from jaxpar.validation import resolve
 from tests.test_checkpoint import MODEL
 
+pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
+
 TINY = MODEL | {
     "model.dtype": "float32",
     "data.seq_len": 8,

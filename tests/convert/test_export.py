@@ -20,6 +20,8 @@ from jaxpar.parallel.mesh import make_mesh
 from jaxpar.validation import resolve
 from tests.test_checkpoint import MODEL, write_dataset
 
+pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
+
 GEMMA = {
     "activation": "gelu",
     "post_norms": True,

@@ -30,6 +30,8 @@ from jaxpar.parallel.mesh import make_mesh
 from jaxpar.validation import resolve
 from tests.convert import tiny
 
+pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
+
 GOLDENS = Path(__file__).parent / "goldens"
 
 #: float32, largest absolute difference of any logit; the largest logits are about 3.5.
@@ -188,15 +190,7 @@ def test_a_folder_goes_straight_onto_a_mesh(name, folders, params_of, devices):
     assert np.abs(found - golden(name)[-1]).max() <= TOLERANCE
 
 
-@pytest.fixture
-def quick_compile():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.usefixtures("quick_compile")
 def test_greedy_text_is_that_of_transformers(name, folders, devices):
     """Each by its own cache; ours has all the prompts, of different lengths, in one batch."""
     cfg = resolve(config_for_sampling(checkpoint.load_config(folders(name)[1])), 1)

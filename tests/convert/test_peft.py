@@ -31,6 +31,8 @@ from tests.convert import tiny
 from tests.convert.test_goldens import TOLERANCE, plain_logits, silent
 from tests.test_checkpoint import write_dataset
 
+pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
+
 GOLDEN = Path(__file__).parent / "goldens" / "peft"
 VALUES = tiny.MODELS[tiny.ADAPTED]
 LORA = LoraConfig(rank=tiny.ADAPTERS["r"], alpha=tiny.ADAPTERS["lora_alpha"], rank_stabilized=True)

@@ -11,6 +11,8 @@ from jaxpar.kernels.attention import Choice, api, reference
 from jaxpar.parallel import context
 from jaxpar.step import make_train_step
 
+pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
+
 KERNELS = Choice("cudnn", "pallas_hopper", reason="planted")
 
 MESHES = [

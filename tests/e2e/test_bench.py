@@ -10,6 +10,8 @@ from jaxpar import bench
 from jaxpar.bench import profiled, training
 from jaxpar.config import ConfigError
 
+pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
+
 
 @pytest.fixture(scope="module")
 def a_run(only_devices, write_config, tmp_path_factory):

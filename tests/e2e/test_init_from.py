@@ -94,6 +94,7 @@ def test_adapters_start_afresh_beside_a_published_model(run_of, flags_to_fit, pu
     assert len(moments) == 2 * len(found)
 
 
+@pytest.mark.usefixtures("quick_compile")
 def test_training_goes_on_from_there_and_is_resumed_without_it(
     train_on, run_of, flags_to_fit, config, published, tmp_path, capsys
 ):

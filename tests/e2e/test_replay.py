@@ -15,6 +15,8 @@ from jaxpar.recent import RECENT_FILE, bits, read_recent
 from tests.e2e.test_guards import NOISE, spiky
 from tests.e2e.test_train import files_of
 
+pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
+
 __all__ = ["spiky"]  # a fixture
 
 

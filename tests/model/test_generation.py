@@ -15,6 +15,8 @@ from jaxpar.parallel.mesh import make_mesh
 from jaxpar.state import init_state
 from jaxpar.validation import resolve
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 BASE = replace(
     parity.float32(Config()),
     **{
@@ -50,13 +52,6 @@ MODELS = {
 
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1], [8])
 GREEDY = Sampling(temperature=0.0)
-
-
-@pytest.fixture(autouse=True)
-def quick_compile():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @functools.cache

@@ -20,6 +20,8 @@ from jaxpar.state import abstract_state, init_state, state_specs
 from jaxpar.step import make_gradient_step
 from jaxpar.validation import resolve
 
+pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
+
 #: Deep, so that what a layer keeps outweighs what one layer works with.
 DEEP = replace(
     parity.float32(Config()),
@@ -54,14 +56,6 @@ BYTES = {
 }
 
 TOKENS_AND_LAYERS = DEEP.train.global_batch_size * DEEP.data.seq_len * M.num_layers
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compile():
-    """Without LLVM's optimisations, which do not change the plan of buffers."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")

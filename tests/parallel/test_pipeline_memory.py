@@ -20,6 +20,8 @@ from jaxpar.parallel.pipeline import take
 from jaxpar.state import abstract_state, init_state, state_specs
 from jaxpar.validation import resolve
 
+pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
+
 BASE = replace(
     parity.float32(Config()),
     **{
@@ -90,14 +92,6 @@ def mesh(devices):
 
 
 MICROBATCHES = (4, 8, 16)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compile():
-    """Without LLVM's optimisations, which do not change the plan of buffers."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def use_gpipe(monkeypatch) -> None:

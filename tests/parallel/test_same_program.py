@@ -18,7 +18,7 @@ jax.config.update("jax_num_cpu_devices", 16)
 from jaxpar import parity
 from jaxpar.config import Config, replace
 from jaxpar.parallel.mesh import make_mesh
-from jaxpar.state import init_state
+from jaxpar.state import abstract_state, state_shardings
 from jaxpar.step import make_train_step
 from jaxpar.validation import resolve
 
@@ -31,7 +31,8 @@ for mesh in sys.argv[1:]:
     cfg = resolve(replace(Config(), **changes, **axes), 16)
     devices = make_mesh(cfg.parallel)
     batch = parity.place_batch(parity.random_batch(cfg), cfg, devices)
-    state = init_state(cfg, devices)
+    placed = lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+    state = jax.tree.map(placed, abstract_state(cfg), state_shardings(cfg, devices))
     text = make_train_step(cfg, devices).lower(state, batch).as_text()
     print(mesh, hashlib.sha256(text.encode()).hexdigest())
 """

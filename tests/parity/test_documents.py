@@ -7,34 +7,22 @@ as it is, bit for bit.
 
 import functools
 
-import jax
 import numpy as np
 import pytest
 
 from jaxpar import parity
 from jaxpar.batch import IGNORED, Batch
-from jaxpar.config import Config, replace
+from jaxpar.config import replace
 from jaxpar.parallel.mesh import make_mesh
 from jaxpar.state import init_state
 from jaxpar.step import make_gradient_step
 from jaxpar.validation import resolve
 from jaxpar.verify import num_devices, parse_meshes
+from tests.tiny import TINY
 
-CFG = replace(
-    parity.float32(Config()),
-    **{
-        "model.num_layers": 2,
-        "model.d_model": 16,
-        "model.num_heads": 4,
-        "model.num_kv_heads": 2,
-        "model.head_dim": 4,
-        "model.d_ff": 24,
-        "model.vocab_size": 32,
-        "model.init_std": 0.3,
-        "data.seq_len": 32,
-        "train.global_batch_size": 2,
-    },
-)
+pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
+
+CFG = replace(TINY, **{"model.vocab_size": 32, "model.init_std": 0.3, "train.global_batch_size": 2})
 
 #: The second document starts here: in the middle of a sequence shard, whatever the order.
 CUT = 13
@@ -66,7 +54,6 @@ def run(request, devices):
     n = num_devices(parallel)
     mesh = make_mesh(parallel, devices[:n])
     cfg = resolve(replace(CFG, parallel=parallel), n)
-    jax.config.update("jax_disable_most_optimizations", True)
     params = init_state(cfg, mesh).params
 
     @functools.cache
@@ -78,8 +65,7 @@ def run(request, devices):
         measured, grads = step(document_mask)(params, placed)
         return float(measured.loss), np.asarray(grads["embed"])
 
-    yield compute
-    jax.config.update("jax_disable_most_optimizations", False)
+    return compute
 
 
 @pytest.mark.parametrize("labelled", [0, 1])

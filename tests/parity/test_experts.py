@@ -3,7 +3,6 @@
 import functools
 import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,27 +14,13 @@ from jaxpar.model import experts, flops
 from jaxpar.parallel.mesh import axis_sizes, make_mesh
 from jaxpar.validation import check, resolve
 from jaxpar.verify import parse_meshes
+from tests.tiny import TINY
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
 
 TOLERANCE = 1e-5
 
-BASE = replace(
-    parity.float32(Config()),
-    **{
-        "model.num_layers": 2,
-        "model.d_model": 16,
-        "model.num_heads": 4,
-        "model.num_kv_heads": 2,
-        "model.head_dim": 4,
-        "model.d_ff": 12,
-        "model.num_experts": 4,
-        "model.vocab_size": 48,
-        "model.init_std": 0.2,
-        "data.seq_len": 32,
-        "train.global_batch_size": 8,
-        "optimizer.warmup_steps": 0,
-        "optimizer.learning_rate": 1e-2,
-    },
-)
+BASE = replace(TINY, **{"model.d_ff": 12, "model.num_experts": 4})
 
 MESHES = """
 data=2
@@ -48,13 +33,6 @@ SLOW_MESHES = """
 data=2,tensor=2,layer_loop=unroll,row_groups=2
 pipeline=2,sequence=2,tensor=2,num_microbatches=2
 """.split()
-
-
-@pytest.fixture(autouse=True)
-def quick_compile():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @functools.cache

@@ -54,13 +54,6 @@ ACROSS_MESHES = 0.053 / 8
 AGAINST_FLOAT32 = 0.2
 
 
-@pytest.fixture
-def quick_compile():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def on_mesh(item: str, devices, **fields):
     """The config for a mesh item such as "data=2,zero=1", and the mesh."""
     cfg = replace(BASE, **{name.replace("__", "."): value for name, value in fields.items()})

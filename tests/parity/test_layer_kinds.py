@@ -3,7 +3,6 @@
 import functools
 import math
 
-import jax
 import pytest
 
 from jaxpar import parity
@@ -11,26 +10,13 @@ from jaxpar.config import Config, ConfigError, replace
 from jaxpar.parallel.mesh import axis_sizes, make_mesh
 from jaxpar.validation import check, resolve
 from jaxpar.verify import parse_meshes
+from tests.tiny import TINY
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
 
 TOLERANCE = 1e-5
 
-BASE = replace(
-    parity.float32(Config()),
-    **{
-        "model.num_layers": 4,
-        "model.d_model": 16,
-        "model.num_heads": 4,
-        "model.num_kv_heads": 2,
-        "model.head_dim": 4,
-        "model.d_ff": 24,
-        "model.vocab_size": 48,
-        "model.init_std": 0.2,
-        "data.seq_len": 32,
-        "train.global_batch_size": 8,
-        "optimizer.warmup_steps": 0,
-        "parallel.layer_loop": "unroll",
-    },
-)
+BASE = replace(TINY, **{"model.num_layers": 4, "parallel.layer_loop": "unroll"})
 
 TWO_KINDS = {
     "model.global_every": 2,
@@ -60,13 +46,6 @@ CASES = [
         marks=pytest.mark.slow,
     ),
 ]
-
-
-@pytest.fixture(autouse=True)
-def quick_compile():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @functools.cache

@@ -73,13 +73,6 @@ VARIANTS = {
 }
 
 
-@pytest.fixture
-def quick_compile():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def on_mesh(item: str, devices, cfg: Config = BASE):
     """The config for a mesh item such as "data=2,zero=1", and the mesh."""
     parallel = parse_meshes([item], cfg.parallel)[item]

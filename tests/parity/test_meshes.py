@@ -18,24 +18,19 @@ from jaxpar.parallel.mesh import axis_sizes, make_mesh
 from jaxpar.state import init_state
 from jaxpar.validation import resolve
 from jaxpar.verify import parse_meshes
+from tests.tiny import TINY
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
 
 TOLERANCE = 1e-5
 
 BASE = replace(
-    parity.float32(Config()),
+    TINY,
     **{
         "model.num_layers": 4,
-        "model.d_model": 16,
         "model.num_heads": 8,
         "model.num_kv_heads": 4,
-        "model.head_dim": 4,
-        "model.d_ff": 24,
-        "model.vocab_size": 48,
-        "model.init_std": 0.2,
-        "data.seq_len": 32,
-        "train.global_batch_size": 8,
         "optimizer.warmup_steps": 2,
-        "optimizer.learning_rate": 1e-2,
         "optimizer.clip_norm": 0.5,
     },
 )
@@ -115,13 +110,6 @@ VARIANT_MESHES = {name: "data=2,sequence=2,tensor=2" for name in VARIANTS} | {
     "biases": "pipeline=2,data=2,tensor=2,num_microbatches=2,zero=1",
     "all at once": "pipeline=2,data=2,sequence=2,tensor=2,num_microbatches=2",
 }
-
-
-@pytest.fixture(autouse=True)
-def quick_compile():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @functools.cache

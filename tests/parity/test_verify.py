@@ -1,6 +1,5 @@
 """The program `python -m jaxpar.verify`: what it prints, when it fails, what it refuses."""
 
-import jax
 import numpy as np
 import pytest
 
@@ -12,13 +11,8 @@ from jaxpar.validation import resolve
 #: As little as `--shrink` and overrides leave.
 TINY = ["quickstart", "--shrink", "--model.num-layers", "2", "--model.vocab-size", "32"]
 
-
-@pytest.fixture(autouse=True)
-def quick_compile(devices):
-    """Compiled without optimisation, on the session's devices, which verify must find started."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+# Verify must find the session's devices started.
+pytestmark = pytest.mark.usefixtures("quick_compile", "devices")
 
 
 def test_meshes_agree(capsys):
