@@ -181,11 +181,19 @@ def batches_of(run: Path) -> dict[int, tuple[int, list[int]]]:
 def assert_same_records(run: Path, whole: Path) -> None:
     """Every loss and gradient norm, every batch, and each array of the last checkpoint, by its
     fingerprint, is the same to the bit. Reads no array, and starts no device."""
-    assert losses_of(run) == losses_of(whole)
-    assert batches_of(run) == batches_of(whole)
-    mine, theirs = checkpoint.read_saved(run), checkpoint.read_saved(whole)
-    assert mine.step == theirs.step and mine.fingerprints
-    assert mine.fingerprints == theirs.fingerprints
+    for what, of in {"losses": losses_of, "batches": batches_of, "arrays": arrays_of}.items():
+        found, wanted = of(run), of(whole)
+        assert found, f"no {what} of {run}"
+        others = [key for key in found | wanted if found.get(key) != wanted.get(key)]
+        first = [(key, found.get(key), wanted.get(key)) for key in others[:3]]
+        assert not others, f"{len(others)} of {len(wanted)} {what} differ: {first}"
+
+
+def arrays_of(run: Path) -> dict[str, Any]:
+    """Fingerprints of the last checkpoint's arrays, and its step."""
+    saved = checkpoint.read_saved(run)
+    assert saved.fingerprints
+    return saved.fingerprints | {"step": saved.step}
 
 
 def weights_of(run: Path, step: int | None = None) -> list[np.ndarray]:
