@@ -270,7 +270,8 @@ def _head(run: _Run, carry: dict, y: jax.Array, t: jax.Array):
 
     def loss():
         mb = take(run.microbatches, m)
-        sums, vjp = jax.vjp(lambda w, x: run.program.head(w, x, mb), top, y)
+        trained = {name: top[name] for name in carry["grads"]["top"]}
+        sums, vjp = jax.vjp(lambda w, x: run.program.head(top | w, x, mb), trained, y)
         d_top, dy = vjp(_seed(sums, run.scale))
         grads = dict(carry["grads"], top=_add32(carry["grads"]["top"], d_top))
         return jax.tree.map(jnp.add, carry["sums"], sums), grads, dy

@@ -124,14 +124,16 @@ def launch(count: int, each: int, *args: str, out: Any = None, **env: str) -> su
 
 def finish(process: subprocess.Popen, seconds: float = 200) -> tuple[int, str]:
     """A program's exit code and all that it said. Nothing of it is left running."""
-    pids = children_of(process.pid)
+    began = {pid: stat_of(pid)[START_TIME] for pid in children_of(process.pid)}
     try:
         said, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         process.kill()
         said, _ = process.communicate()
         raise AssertionError(f"still running after {seconds} s:\n{said[-3000:]}") from None
-    assert not [pid for pid in pids if alive(pid)]
+    # Numbers are used again, and soon where many threads are made.
+    left = [pid for pid, at in began.items() if alive(pid) and stat_of(pid)[START_TIME] == at]
+    assert not left, f"still running: {left}"
     return process.returncode, said
 
 
@@ -149,12 +151,21 @@ def free_port() -> int:
         return port
 
 
+#: Where a process's time of start lies in `stat_of`.
+START_TIME = slice(19, 20)
+
+
+def stat_of(pid: int) -> list[str]:
+    """What the kernel says of a process, from its state on; empty where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
 def alive(pid: int) -> bool:
     """Whether a process runs; one that has ended, and was not collected, does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    return stat_of(pid)[:1] not in ([], ["Z"])
 
 
 def wait_for(happened, seconds: float = 90) -> None:
