@@ -13,7 +13,6 @@ from jaxpar.config import ConfigError
 from jaxpar.convert.exporting import open_export, to_hf
 from jaxpar.data import load_tokenizer
 from jaxpar.generation import config_for_sampling
-from jaxpar.harness import HarnessModel
 from jaxpar.loaded import load
 from jaxpar.model import reference
 from jaxpar.parallel.mesh import make_mesh
@@ -131,6 +130,9 @@ def test_a_run_and_its_export_score_alike(trained, tasks, capsys, tmp_path):
 
 
 def test_long_texts_are_scored_by_their_latest_tokens(trained):
+    # Not above: tests for GPUs are collected with it, also where there is no lm_eval.
+    from jaxpar.harness import HarnessModel
+
     model = HarnessModel(load(str(trained), None, 1, print), 2)
     text = "the dog sat on the log.\\nthe cat sat on the mat" * 3
     ids = model.tok_encode(text)
