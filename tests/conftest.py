@@ -44,11 +44,12 @@ def slow_tests() -> set[str]:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of slow.txt."""
+    """Mark the tests of slow.txt; notebooks first: the longest file, for which all would wait."""
     slow = slow_tests()
     for item in items:
         if not slow.isdisjoint((item.nodeid, item.nodeid.partition("[")[0])):
             item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: item.path.name != "test_notebooks.py")
 
 
 def without_optimisations():
