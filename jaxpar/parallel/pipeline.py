@@ -26,7 +26,7 @@ type Sums = tuple[jax.Array, jax.Array]
 
 @dataclass(frozen=True)
 class Program:
-    """The model as a schedule sees it. `mb` is one microbatch; weights are `top` and `chunk`.
+    """The model as a schedule sees it. `mb` is one microbatch; weights: `top`, a dict, and `chunk`.
 
     embed   (top, mb) -> x. Every stage calls it together.
     stage   (chunk, x, mb, beside) -> x, beside. The latter: weights that `head` is given, whose
