@@ -72,7 +72,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("layout", choices=LAYOUTS)
     parser.add_argument("--gpus", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=20, help="logs every quarter of them (20)")
     parser.add_argument("--data", default="data/stdlib", help="folder of `jaxpar.data prepare`")
     parser.add_argument("--card", help="file to write the figures to, as JSON")
     parser.add_argument("--log", default="torchtitan.log", help="file for all that it prints")
@@ -104,7 +104,8 @@ def command(options: argparse.Namespace, folder: Path) -> list[str]:
     run += ["--model.hf_assets_path", str(folder / "tokenizer")]
     run += ["--training.dataset", "c4_test", "--training.dataset_path", str(folder / "text")]
     run += ["--training.seq_len", str(window), "--training.local_batch_size", str(rows)]
-    run += ["--training.steps", str(options.steps), "--metrics.log_freq", "5", *_COMMON]
+    every = str(max(1, options.steps // 4))
+    run += ["--training.steps", str(options.steps), "--metrics.log_freq", every, *_COMMON]
     return [sys.executable, *launch, *run, *extra.format(gpus=options.gpus).split()]
 
 
@@ -146,7 +147,7 @@ def execute(command: list[str], environment: dict[str, str], log: Path) -> tuple
 
 
 def measure(options: argparse.Namespace) -> dict:
-    """Run torchtitan; the figures of its logged steps but the first, which compiles."""
+    """Run torchtitan; the figures of its logged steps but the first two, which compile."""
     with tempfile.TemporaryDirectory() as folder:
         prepare(Path(options.data), Path(folder))
         ran = command(options, Path(folder))
