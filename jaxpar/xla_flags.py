@@ -104,8 +104,16 @@ FLAGS = (
     ),
     Flag(
         name="xla_gpu_experimental_parallel_collective_overlap_limit",
+        value="6",
+        gain="as above; with 4 a layer's gather waits for its scatters: exposed communication of "
+        "8B on 4 GPUs from 52 to 18 ms, 1,520 to 1,507 ms a step",
+        where=without_tensor,
+    ),
+    Flag(
+        name="xla_gpu_experimental_parallel_collective_overlap_limit",
         value="4",
-        gain="as above; with the default, 1, a collective is begun once the one before has ended",
+        gain="with the default, 1, a collective is begun once the one before has ended",
+        where=lambda cfg: not without_tensor(cfg),
     ),
     Flag(
         name="xla_gpu_enable_analytical_sol_latency_estimator",

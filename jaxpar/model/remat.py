@@ -57,11 +57,12 @@ def names_on_host(remat: str) -> tuple[str, ...]:
     return tuple(name.removesuffix(ON_HOST) for name in names if name.endswith(ON_HOST))
 
 
-def rematerialize(fn: Callable[..., Any], remat: str, *, in_scan: bool) -> Callable[..., Any]:
+def rematerialize(fn: Callable[..., Any], remat: str, *, apart: bool) -> Callable[..., Any]:
     """`fn`, whose backward recomputes all but the named values that `remat` saves.
 
-    Args:     fn: its first argument is the layer's input. in_scan: the call sits in a scan body,
-              where XLA cannot undo the recomputation and needs no barrier against it.
+    Args:     fn: its first argument is the layer's input. apart: the backward finds what was saved
+              in a loop's carry, so XLA cannot undo the recomputation; the barrier that would keep
+              it from doing so would only hold up fusions.
     """
     on_device = [name for name in saved_names(remat) if not name.endswith(ON_HOST)]
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -74,4 +75,4 @@ def rematerialize(fn: Callable[..., Any], remat: str, *, in_scan: bool) -> Calla
     def from_named_input(x: jax.Array, *rest: Any) -> Any:
         return fn(checkpoint_name(x, LAYER_INPUT), *rest)
 
-    return jax.checkpoint(from_named_input, policy=policy, prevent_cse=not in_scan)
+    return jax.checkpoint(from_named_input, policy=policy, prevent_cse=not apart)

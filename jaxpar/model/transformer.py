@@ -250,7 +250,8 @@ def stage(
     """
     if isinstance(chunk, tuple):
         groups = cfg.parallel.row_groups
-        block = rematerialize(functools.partial(_layer, cfg), cfg.parallel.remat, in_scan=False)
+        in_ring = cfg.parallel.pipeline > 1 and cfg.parallel.pipeline_save == "residuals"
+        block = rematerialize(functools.partial(_layer, cfg), cfg.parallel.remat, apart=in_ring)
         cast = functools.partial(_cast, dims=LAYER_DIMS, cfg=cfg)
         gather = functools.partial(_whole, dims=LAYER_DIMS, cfg=cfg)
         scatter = functools.partial(_scattered, dims=LAYER_DIMS, cfg=cfg)
@@ -262,7 +263,7 @@ def stage(
                 block, cast, gather, scatter, sends, alike, rows, beside, context
             )
         return (rows[0] if groups == 1 else jnp.concatenate(rows)), beside
-    block = rematerialize(_block(cfg), cfg.parallel.remat, in_scan=True)
+    block = rematerialize(_block(cfg), cfg.parallel.remat, apart=True)
     return lax.scan(lambda x, w: (block(x, w, tokens), None), x, chunk)[0], beside
 
 
