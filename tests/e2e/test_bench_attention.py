@@ -211,7 +211,7 @@ def test_candidates_of_our_own_kernels():
     ours = sizes[1:]
     assert len(ours) >= 2 and all(c.sizes is not None for c in ours)
     assert {c.deterministic for c in ours} == {False, True}
-    assert ours[0].row()["blocks"].keys() == {"q", "kv", "stages"}
+    assert ours[0].row()["blocks"].keys() == {"q", "kv", "stages", "heads"}
 
 
 def test_a_wrong_result_is_a_failure_and_stays_out_of_the_table(tmp_path, monkeypatch, capsys):

@@ -14,6 +14,7 @@ import numpy as np
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from jaxpar.kernels.attention import AttentionMask, pallas_hopper, reference
+from jaxpar.kernels.attention.blocks import ForwardBlocks
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
@@ -175,12 +176,14 @@ def interpreter():
             gpu_callbacks.reset_gpu_interpret_mode_state()
 
 
-def interpreted(x: Inputs, **options) -> list[jax.Array]:
-    """NAMES by the kernels, inside `interpreter`.
+def interpreted(
+    x: Inputs, forward_blocks: ForwardBlocks | None = None, **options
+) -> list[jax.Array]:
+    """NAMES by the kernels, inside `interpreter`. options: of the backward.
 
     Not under an outer jit: the interpreter's callbacks may then wait for ever for XLA's threads.
     """
-    out, lse = pallas_hopper.forward(x.q, x.k, x.v, x.mask, interpret=True)
+    out, lse = pallas_hopper.forward(x.q, x.k, x.v, x.mask, blocks=forward_blocks, interpret=True)
     rest = out, lse, x.d_out, x.d_lse
     grads = pallas_hopper.backward(x.q, x.k, x.v, x.mask, *rest, interpret=True, **options)
     return jax.block_until_ready([out, lse, *grads])

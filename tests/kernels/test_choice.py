@@ -40,7 +40,7 @@ def request(T=4096, S=None, B=4, H=32, G=8, K=128, dtype=jnp.bfloat16, **mask):
 
 def row(direction, backend, ms, kind="causal", **values):
     """A measurement at the shape of `request()`."""
-    sizes = {"q": 64, "kv": 64, "stages": 2} if backend == "pallas_hopper" else None
+    sizes = {"q": 64, "kv": 64, "stages": 2, "heads": 0} if backend == "pallas_hopper" else None
     return {
         "direction": direction,
         "backend": backend,
@@ -77,8 +77,8 @@ def measured(monkeypatch):
 def test_forward_and_backward_are_chosen_apart(measured):
     measured(
         row("forward", "cudnn", 2.0),
-        row("forward", "pallas_hopper", 1.5, blocks={"q": 128, "kv": 64, "stages": 4}),
-        row("forward", "pallas_hopper", 1.8, blocks={"q": 128, "kv": 128, "stages": 2}),
+        row("forward", "pallas_hopper", 1.5, blocks={"q": 128, "kv": 64, "stages": 4, "heads": 0}),
+        row("forward", "pallas_hopper", 1.8, blocks={"q": 128, "kv": 128, "stages": 2, "heads": 0}),
         row("backward", "cudnn", 3.0),
         row("backward", "pallas_hopper", 4.0),
     )
@@ -160,7 +160,7 @@ def test_a_deterministic_backward_serves_who_did_not_ask_if_it_is_faster(measure
 
 
 def test_a_named_backend_takes_its_measured_blocks(measured):
-    sizes = {"q": 64, "kv": 256, "stages": 1}
+    sizes = {"q": 64, "kv": 256, "stages": 1, "heads": 0}
     measured(row("backward", "cudnn", 1.0), row("backward", "pallas_hopper", 2.0, blocks=sizes))
     chosen = choose("pallas_hopper", *request(), platform=TESTED)
     assert chosen.forward == chosen.backward == "pallas_hopper"
@@ -263,10 +263,10 @@ MALFORMED = {
     "a length of true": (table(GOOD | {"T": True}), "T = True must be a whole number above 0"),
     "a time of 0": (table(GOOD | {"ms": 0}), "ms = 0 must be a number above 0"),
     "a time that is none": (table(GOOD | {"ms": float("nan")}), "ms = nan must be a number above"),
-    "no blocks": (table(GOOD | {"blocks": None}), "blocks = None must be q, kv, stages"),
-    "few blocks": (table(GOOD | {"blocks": {"q": 64}}), "blocks = .* must be q, kv, stages"),
+    "no blocks": (table(GOOD | {"blocks": None}), "blocks = None must be q, kv, stages, heads"),
+    "few blocks": (table(GOOD | {"blocks": {"q": 64}}), "blocks = .* must be q, kv, stages, heads"),
     "blocks of cudnn": (
-        table(row("forward", "cudnn", 1.0, blocks={"q": 64, "kv": 64, "stages": 1})),
+        table(row("forward", "cudnn", 1.0, blocks={"q": 64, "kv": 64, "stages": 1, "heads": 0})),
         "blocks = .* must be null for cudnn",
     ),
     "determinism in words": (table(GOOD | {"deterministic": "no"}), "deterministic = 'no' must be"),

@@ -5,10 +5,15 @@ clock for each, and calls two accesses that no barrier orders a race. It sees ne
 in registers (`pallas_hopper_mma.py`) nor additions in memory; `test_attention_gpu.py` does.
 """
 
+import math
+
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpar.kernels.attention.blocks import BackwardBlocks, ForwardBlocks
+from jaxpar.kernels.attention.pallas_hopper_mma import tile_and_lane
 from jaxpar.kernels.attention.reference import EMPTY_LSE
 from tests.kernels.cases import Case, check, inputs_of, interpreted, interpreter, reference_of
 
@@ -68,6 +73,22 @@ def test_fused_backward(case, races):
 def test_deterministic_backward(case, races):
     run(case, races, deterministic=True)
     assert len(races()) == 3, "a kernel of its own for dq"
+
+
+@pytest.mark.parametrize("at_a_time", [0, 1, 2, 3, 4, 6, 12, 24])
+def test_every_tile_of_every_lane_once(at_a_time):
+    tiles, lanes = 5, 12
+    found = [tile_and_lane(jnp.int32(n), tiles, lanes, at_a_time) for n in range(tiles * lanes)]
+    assert len({(int(tile), int(lane)) for tile, lane in found}) == len(found)
+    together = math.gcd(at_a_time, lanes)
+    first = {int(lane) for _, lane in found[: tiles * together]}
+    assert first == set(range(together)), "all tiles of these, before any of the next"
+    assert [int(tile) for tile, _ in found[:together]] == [0] * together
+
+
+def test_one_kv_head_at_a_time(races):
+    sizes = ForwardBlocks(heads=1), BackwardBlocks(heads=1)
+    run(Case(T=130, H=2, G=2, K=128), races, forward_blocks=sizes[0], blocks=sizes[1])
 
 
 @pytest.mark.slow

@@ -10,20 +10,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ForwardBlocks:
-    """q: query rows of a CTA, 64 for each consumer. kv: key rows of a step. stages: K/V buffers."""
+    """q: query rows of a CTA, 64 for each consumer. kv: key rows of a step. stages: K/V buffers.
+    heads: KV heads whose tiles are worked on at a time, which share the L2 cache; 0: all."""
 
     q: int = 128
     kv: int = 128
     stages: int = 2
+    heads: int = 0
 
 
 @dataclass(frozen=True)
 class BackwardBlocks:
-    """q: query rows of a step. kv: key rows of a CTA. stages: Q/dO buffers."""
+    """q: query rows of a step. kv: key rows of a CTA. stages: Q/dO buffers. heads: as forward."""
 
     q: int = 64
     kv: int = 128
     stages: int = 2
+    heads: int = 0
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,11 @@ def forward_candidates(head_dim: int) -> list[ForwardBlocks]:
             ForwardBlocks(kv=128, stages=2),
             ForwardBlocks(kv=64, stages=4),
         ],
-        128: [ForwardBlocks(kv=128, stages=2), ForwardBlocks(kv=64, stages=4)],
+        128: [
+            ForwardBlocks(kv=128, stages=2),
+            ForwardBlocks(kv=128, stages=2, heads=1),
+            ForwardBlocks(kv=64, stages=4),
+        ],
         256: [ForwardBlocks(kv=64, stages=2)],
     }
     return by_dim[head_dim]
@@ -54,7 +61,7 @@ def backward_candidates(head_dim: int) -> list[BackwardBlocks]:
     """As `forward_candidates`."""
     by_dim = {
         64: [BackwardBlocks(q=128, stages=2)],
-        128: [BackwardBlocks(q=64, stages=2)],
+        128: [BackwardBlocks(q=64, stages=2, heads=n) for n in (0, 1, 2)],
         256: [BackwardBlocks(q=64, stages=1)],
     }
     return by_dim[head_dim]

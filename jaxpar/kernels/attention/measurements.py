@@ -131,8 +131,9 @@ def _blocks(values: dict[str, Any], where: str) -> ForwardBlocks | BackwardBlock
         return None
     names = [field.name for field in dataclasses.fields(cls)]
     ok = isinstance(sizes, dict) and sorted(sizes) == sorted(names)
-    ok = ok and all(map(_is_count, sizes.values()))
-    _require(ok, where, "blocks", sizes, f"{', '.join(names)}, whole numbers above 0")
+    ok = ok and all(_is_count(size + (name == "heads")) for name, size in sizes.items())
+    rule = f"{', '.join(names)}, whole numbers above 0, or heads 0 for all"
+    _require(ok, where, "blocks", sizes, rule)
     return cls(**sizes)
 
 

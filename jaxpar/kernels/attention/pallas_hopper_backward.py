@@ -43,6 +43,7 @@ from jaxpar.kernels.attention.pallas_hopper_mma import (
     shape_of,
     smem,
     spread,
+    tile_and_lane,
     transposed,
     varying_as,
 )
@@ -76,7 +77,7 @@ def backward(
     Returns:  what is wanted: dk, dv [B, S, G, K]; dq float32 [B, T, H, K], still without the
               scale of the scores.
     """
-    s = shape_of(q, k, bounds, visits, blocks, interpret)
+    s = shape_of(q, k, bounds, visits, blocks, interpret, blocks.heads)
     operands = optional_operands(bounds, visits)
     names = ["q", "k", "v", "d_out", "lse", "delta", "mask"]
     tiles, made = s.S // s.kv, [name for name in want if name != "dq"]
@@ -156,9 +157,8 @@ def _kernel(s: Shape, want, names, *refs, **scratch):
 
 def _place(s: Shape) -> Place:
     """Batch row, KV head and tile of keys; the first keys are seen by most queries."""
-    work = lax.axis_index("cta")
-    tile, rest = lax.div(work, i32(s.B * s.G)), mod(work, s.B * s.G)
-    return lax.div(rest, i32(s.G)), mod(rest, s.G), tile
+    tile, lane = tile_and_lane(lax.axis_index("cta"), s.S // s.kv, s.B * s.G, s.heads)
+    return lax.div(lane, i32(s.G)), mod(lane, s.G), tile
 
 
 def _visit(s: Shape, g, place: Place, i):

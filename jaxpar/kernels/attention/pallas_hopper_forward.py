@@ -35,6 +35,7 @@ from jaxpar.kernels.attention.pallas_hopper_mma import (
     shape_of,
     smem,
     spread,
+    tile_and_lane,
     transposed,
     varying_as,
 )
@@ -52,7 +53,7 @@ def forward(q, k, v, bounds: Bounds, visits: Visits, blocks: ForwardBlocks, ctas
               queries. ctas: how many share the tiles.
     Returns:  out [B, T, H, K]; lse float32 [B, H, T], with T up to whole tiles.
     """
-    s = shape_of(q, k, bounds, visits, blocks, interpret)
+    s = shape_of(q, k, bounds, visits, blocks, interpret, blocks.heads)
     kernel = plgpu.kernel(
         functools.partial(_kernel, s, min(ctas, _work(s))),
         out_type=(
@@ -120,7 +121,7 @@ def _for_each_tile(s: Shape, ctas: int, body, visited):
         return n * ctas + jnp.where(mod(n, 2) == 1, ctas - 1 - cta, cta)
 
     def place(work):
-        tile, b_h = lax.div(work, i32(s.B * s.H)), mod(work, s.B * s.H)
+        tile, b_h = tile_and_lane(work, s.T // s.q, s.B * s.H, s.heads * s.group)
         if s.in_order:
             tile = s.T // s.q - 1 - tile  # the last queries see most
         return lax.div(b_h, i32(s.H)), mod(b_h, s.H), tile

@@ -53,6 +53,7 @@ class Shape:
     ranged: bool
     listed: bool
     interpret: bool
+    heads: int = 0
 
     @property
     def consumers(self) -> int:
@@ -70,7 +71,9 @@ class Shape:
         return LOG2E * self.K**-0.5
 
 
-def shape_of(q, k, bounds: Bounds, visits: Visits, blocks, interpret: bool) -> Shape:
+def shape_of(
+    q, k, bounds: Bounds, visits: Visits, blocks, interpret: bool, heads: int = 0
+) -> Shape:
     """The static facts of a call."""
     B, T, H, K = q.shape
     S, G = k.shape[1:3]
@@ -81,7 +84,22 @@ def shape_of(q, k, bounds: Bounds, visits: Visits, blocks, interpret: bool) -> S
         *(bounds.in_order, count(bounds.queries), count(bounds.keys)),
         *(bounds.has_low, bounds.has_segments),
         *(visits.ranges is not None, visits.order is not None, interpret),
+        heads,
     )
+
+
+def tile_and_lane(work, tiles: int, lanes: int, at_a_time: int):
+    """The tile, and the row and head, of a CTA's n-th piece of work: neighbours share a tile.
+
+    Args:     lanes: rows times heads. at_a_time: lanes whose tiles come before all other lanes';
+              what does not divide them is made smaller until it does. 0: all of them.
+    """
+    side_by_side = math.gcd(lanes, at_a_time)
+    if side_by_side == lanes:
+        return lax.div(work, i32(lanes)), mod(work, lanes)
+    these, rest = lax.div(work, i32(tiles * side_by_side)), mod(work, tiles * side_by_side)
+    lane = these * side_by_side + mod(rest, side_by_side)
+    return lax.div(rest, i32(side_by_side)), lane
 
 
 def optional_operands(bounds: Bounds, visits: Visits) -> list[Any]:
