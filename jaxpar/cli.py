@@ -5,6 +5,7 @@ Values are read here, so that whatever is wrong with one is said like any other 
 """
 
 import contextlib
+import errno
 import importlib.util
 import os
 import sys
@@ -174,7 +175,8 @@ def print_help(cfg: Config, prog: str, description: str) -> None:
 def run_program(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     """Run a program's main on the command line, and end with its exit code.
 
-    A ConfigError becomes one line and code 2, Ctrl-C one and 130; other exceptions are shown whole.
+    A ConfigError becomes one line and code 2, Ctrl-C one and 130, a full disk one and 1; other
+    exceptions are shown whole.
     The process ends without Python's exit hooks: JAX would wait there for a peer that may be dead.
     """
     try:
@@ -199,6 +201,11 @@ def _verdict(error: BaseException) -> tuple[int, str]:
             return _say(why := "interrupted", guard.EXIT_INTERRUPTED), why
         case BrokenPipeError():
             why = "error: whatever read the output has closed it"
+            return _say(why, guard.EXIT_ERROR), why
+        case OSError(errno=errno.ENOSPC | errno.EDQUOT):
+            what = f" for {error.filename}" if error.filename else ""
+            why = f"error: {error.strerror}{what}. Free space; the same command then goes on from "
+            why += "what there is"
             return _say(why, guard.EXIT_ERROR), why
         case SystemExit():
             return _code_of(error), why

@@ -32,6 +32,14 @@ from jaxpar.step_guard import StepGuard
 from jaxpar.validation import resolve
 
 
+def _write(path: Path, text: str) -> None:
+    """Write a file; an error names it, also where the disk is full."""
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 class Run:
     """A run made ready, with nothing written yet: mesh, data, where to start."""
 
@@ -79,7 +87,7 @@ class Run:
         if jax.process_index() != 0:
             return
         self.dir.mkdir(parents=True, exist_ok=True)
-        (self.dir / "config.json").write_text(to_json(self.cfg))
+        _write(self.dir / "config.json", to_json(self.cfg))
         manifest = provenance.versions() | {
             "commit": provenance.checked_out_commit(),
             "mesh": describe(self.mesh),
@@ -88,7 +96,7 @@ class Run:
             "attention": self.attention,
             "environment": environment,
         }
-        (self.dir / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
+        _write(self.dir / "manifest.json", json.dumps(manifest, indent=2) + "\n")
         print(
             f"model      {num_params(self.cfg.model):,} parameters, {self.cfg.model.dtype}"
             f"{self.trained}\n"

@@ -77,8 +77,12 @@ class RunLock:
             "pid": os.getpid(),
             "since": datetime.now(UTC).isoformat(timespec="seconds"),
         }
-        os.ftruncate(self._file, 0)
-        os.pwrite(self._file, json.dumps(about).encode() + b"\n", 0)
+        try:
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, json.dumps(about).encode() + b"\n", 0)
+        except OSError as error:
+            self.release()
+            raise OSError(error.errno, error.strerror, str(folder / FILE)) from error
 
     def release(self) -> None:
         """Let go. The file stays: to delete it would let two others lock two files."""

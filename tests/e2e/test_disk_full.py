@@ -1,5 +1,6 @@
 """A process whose disk fills up in the middle of a save: loud, within a budget, then code 1."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -73,3 +74,15 @@ def test_a_disk_that_fills_in_a_save(finished, train_on, config_file, tmp_path, 
     assert train_on(1, *flags[:-2]) == guard.EXIT_OK  # with room, from the checkpoint before
     said = capfd.readouterr().out
     assert "restored step 12" in said and "2 attempts" in said
+
+
+@pytest.mark.parametrize(("room", "file"), [(4096, "config.json"), (8192, "manifest.json")])
+def test_a_disk_that_is_full_from_the_start(config_file, tmp_path, room, file):
+    """One error, which names the file, and no traceback."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["-m", "jaxpar.train", config_file, *STEPS, "--run.dir", str(disk / "run")]
+    full = on_small_disk(room, disk, tmp_path / "run", *command)
+    assert full.returncode == guard.EXIT_ERROR, full.stderr
+    assert re.search(rf"error: No space left on device for .*{file}\. Free space", full.stderr)
+    assert "Traceback" not in full.stderr
