@@ -35,6 +35,10 @@ such as parallel.context, hold for all layouts. Exit codes: 0 planned, 2 bad inp
 LEAST_WIDTH = 118
 
 
+#: GPUs where none are named; and the most, since a plan of more takes minutes and more memory.
+DEFAULT_GPUS, MOST_GPUS = 8, 1 << 17
+
+
 #: Options that ask something else than for the ranking, and options of the ranking alone.
 QUESTIONS = ("hardware", "advice", "min_gpus", "largest", "kv_cache")
 OF_THE_RANKING = ("all", "fix", "write", "compile", "tokens")
@@ -63,7 +67,7 @@ def parser() -> Parser:
     )
     add = made.add_argument
     add("config", nargs="?", metavar="CONFIG", help=f"a .py file, or one of {cli.known_configs()}")
-    add("--gpus", type=int, default=8, help="GPUs in all (8)")
+    add("--gpus", type=int, help=f"GPUs in all ({DEFAULT_GPUS})")
     add("--gpu", default="h200", help=f"kind: {', '.join(GPUS)} (h200)")
     add("--nodes", type=int, help="hosts that they are in (as few as the GPU is sold in)")
     add("--network", default="ib400", help=f"between hosts: {', '.join(NETWORKS)} (ib400)")
@@ -94,6 +98,9 @@ def read_command(argv: Sequence[str]) -> Asked:
         value, option = getattr(options, name), f"--{name}"
         if value is not None and value < least:
             raise ConfigError(option, value, f"must be at least {least}", f"use {option} {good}")
+    if options.gpus is not None and options.gpus > MOST_GPUS:
+        fix = f"use --gpus {MOST_GPUS}, and multiply its replicas"
+        raise ConfigError("--gpus", options.gpus, f"must be at most {MOST_GPUS:,}", fix)
     for name in ("tokens", "price"):
         value = getattr(options, name)
         if value is not None and not 0 < value < math.inf:
@@ -123,6 +130,9 @@ def check_questions(options: argparse.Namespace) -> None:
         rule = f"does not go together with {first}, which is a question of its own"
         fix = f"leave out {other}, or {first}"
         raise ConfigError(other, getattr(options, others[0]), rule, fix)
+    if options.min_gpus and options.gpus is not None:
+        rule = "does not go together with --min-gpus, which is asked for their number"
+        raise ConfigError("--gpus", options.gpus, rule, "leave out --gpus, or --min-gpus")
 
 
 def check_file(name: str | None) -> None:
@@ -145,7 +155,7 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
     Raises:   ConfigError for an unknown GPU or network, or GPUs that hosts do not share evenly.
     """
     gpu, network = gpu_named(options.gpu), network_named(options.network)
-    count = options.gpus
+    count = options.gpus or DEFAULT_GPUS
     nodes = options.nodes or -(-count // gpu.per_host)
     if count % nodes:
         rule = f"must divide the GPUs, {count}, so that each host has as many"

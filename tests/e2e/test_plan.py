@@ -117,6 +117,8 @@ BAD = (
     (("llama3_8b", "--tokens", "inf"), r"--tokens = inf: must be above 0, and finite"),
     (("llama3_8b", "--write", "nowhere/new.py"), r"--write = .* needs the folder nowhere"),
     (("llama3_8b", "--min-gpus", "--write", "new.py"), r"--write = .* together with --min-gpus"),
+    (("llama3_8b", "--gpus", "100000000"), r"--gpus = 100000000: must be at most 131,072"),
+    (("llama3_8b", "--gpus", "8", "--min-gpus"), r"--gpus = 8: does not go together with --min"),
     (("llama3_8b", "--min-gpus", "--kv-cache", "1x1"), r"--kv-cache = .* with --min-gpus"),
 )
 
