@@ -14,8 +14,12 @@ from jaxpar.config import LoraConfig, ModelConfig
 from jaxpar.model.transformer import param_specs
 from jaxpar.params import count
 
-#: Dense bf16 matmul peak in FLOP/s of one device, by a part of its name. Vendor datasheets.
+#: Dense bf16 matmul peak in FLOP/s of one device, by a part of its name; the first that is in it
+#: counts. Vendor datasheets, whose figures with sparsity are twice these.
 PEAK_FLOPS = {
+    "H200 NVL": 835.5e12,
+    "H100 NVL": 835.5e12,
+    "H100 PCIe": 756.5e12,
     "H200": 989e12,
     "H100": 989e12,
     "H800": 989e12,

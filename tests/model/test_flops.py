@@ -34,3 +34,18 @@ def test_mfu_is_a_share_of_the_peak():
     share = flops.mfu(10_448, LLAMA_8B, 8192, "NVIDIA H200", causal=False)
     assert share == pytest.approx(0.612, abs=5e-4)
     assert flops.mfu(10_448, LLAMA_8B, 8192, "cpu", causal=True) is None
+
+
+@pytest.mark.parametrize(
+    ("device", "teraflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756.5),
+        ("NVIDIA H100 NVL", 835.5),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H200 NVL", 835.5),
+        ("NVIDIA A100-SXM4-80GB", 312),
+    ],
+)
+def test_the_peak_is_of_the_card_that_is_there(device, teraflops):
+    assert flops.peak_flops(device) == teraflops * 1e12
