@@ -2,6 +2,7 @@
 nothing else."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from jaxpar.parallel.mesh import make_mesh, shardings
 from jaxpar.state import abstract_state, init_state, state_specs
 from jaxpar.step import make_gradient_step
 from jaxpar.validation import resolve
+from tests.tiny import TINY
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
@@ -219,6 +221,29 @@ def test_residuals_in_host_memory_wait_in_a_ring_in_host_memory(compiled):
 def test_without_a_name_for_the_host_nothing_is_copied(compiled):
     for way in ("unroll", "stages"):
         assert not copies(compiled("attn_out", way)[0], "pinned_host")
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept"),
+    [
+        ({"pipeline": 2, "num_microbatches": 2}, {"False"}),
+        ({"pipeline": 2, "num_microbatches": 2, "pipeline_save": "inputs"}, {"True"}),
+        ({"data": 2, "num_microbatches": 2}, {"True"}),
+    ],
+    ids=["from the ring", "from a chunk's inputs", "in one iteration"],
+)
+def test_only_what_the_ring_brings_is_recomputed_without_a_barrier(fields, kept, devices):
+    """Elsewhere the forward is in the same iteration, and XLA could take its values instead."""
+    options = {f"parallel.{name}": value for name, value in fields.items()}
+    options |= {"parallel.layer_loop": "unroll", "parallel.remat": "dots"}
+    cfg = resolve(replace(TINY, **options), 2)
+    mesh = make_mesh(cfg.parallel, devices[:2])
+    abstract = lambda a, to: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=to)  # noqa: E731
+    to = shardings(mesh, state_specs(cfg).params)
+    params = jax.tree.map(abstract, abstract_state(cfg).params, to)
+    batch = parity.place_batch(parity.random_batch(cfg), cfg, mesh)
+    traced = make_gradient_step(cfg, mesh).trace(params, batch)
+    assert set(re.findall(r"prevent_cse=(\w+)", str(traced.jaxpr))) == kept
 
 
 def test_names_say_where():
