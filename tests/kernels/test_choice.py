@@ -265,6 +265,18 @@ MALFORMED = {
     "a time that is none": (table(GOOD | {"ms": float("nan")}), "ms = nan must be a number above"),
     "no blocks": (table(GOOD | {"blocks": None}), "blocks = None must be q, kv, stages, heads"),
     "few blocks": (table(GOOD | {"blocks": {"q": 64}}), "blocks = .* must be q, kv, stages, heads"),
+    "a block in words": (
+        table(GOOD | {"blocks": {"q": "64", "kv": [64], "stages": 2, "heads": 0}}),
+        "blocks = .* must be q, kv, stages, heads",
+    ),
+    "a block of 0": (
+        table(GOOD | {"blocks": {"q": 64, "kv": 0, "stages": 2, "heads": 0}}),
+        "blocks = .* must be q, kv, stages, heads",
+    ),
+    "heads below 0": (
+        table(GOOD | {"blocks": {"q": 64, "kv": 64, "stages": 2, "heads": -1}}),
+        "blocks = .* must be q, kv, stages, heads",
+    ),
     "blocks of cudnn": (
         table(row("forward", "cudnn", 1.0, blocks={"q": 64, "kv": 64, "stages": 1, "heads": 0})),
         "blocks = .* must be null for cudnn",

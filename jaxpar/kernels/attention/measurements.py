@@ -131,7 +131,7 @@ def _blocks(values: dict[str, Any], where: str) -> ForwardBlocks | BackwardBlock
         return None
     names = [field.name for field in dataclasses.fields(cls)]
     ok = isinstance(sizes, dict) and sorted(sizes) == sorted(names)
-    ok = ok and all(_is_count(size + (name == "heads")) for name, size in sizes.items())
+    ok = ok and all(_is_count(item[1]) or item == ("heads", 0) for item in sizes.items())
     rule = f"{', '.join(names)}, whole numbers above 0, or heads 0 for all"
     _require(ok, where, "blocks", sizes, rule)
     return cls(**sizes)

@@ -31,6 +31,7 @@ from jaxpar.kernels.attention.pallas_hopper_mma import (
     shape_of,
     smem,
     spread,
+    tile_and_lane,
     transposed,
     varying_as,
 )
@@ -97,8 +98,7 @@ def _kernel(s: Shape, names, *refs, **scratch):
 
 def _place(s: Shape):
     """Batch row, head and tile of queries, longest first."""
-    work = lax.axis_index("cta")
-    tile, b_h = lax.div(work, i32(s.B * s.H)), mod(work, s.B * s.H)
+    tile, b_h = tile_and_lane(lax.axis_index("cta"), s.T // s.q, s.B * s.H, s.heads)
     if s.in_order:
         tile = s.T // s.q - 1 - tile
     return lax.div(b_h, i32(s.H)), mod(b_h, s.H), tile
