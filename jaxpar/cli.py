@@ -175,8 +175,8 @@ def print_help(cfg: Config, prog: str, description: str) -> None:
 def run_program(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     """Run a program's main on the command line, and end with its exit code.
 
-    A ConfigError becomes one line and code 2, Ctrl-C one and 130, a full disk one and 1; other
-    exceptions are shown whole.
+    A ConfigError becomes one line and code 2, Ctrl-C one and 130, no room for a file one and
+    1; other exceptions are shown whole.
     The process ends without Python's exit hooks: JAX would wait there for a peer that may be dead.
     """
     try:
@@ -202,10 +202,10 @@ def _verdict(error: BaseException) -> tuple[int, str]:
         case BrokenPipeError():
             why = "error: whatever read the output has closed it"
             return _say(why, guard.EXIT_ERROR), why
-        case OSError(errno=errno.ENOSPC | errno.EDQUOT):
-            what = f" for {error.filename}" if error.filename else ""
-            why = f"error: {error.strerror}{what}. Free space; the same command then goes on from "
-            why += "what there is"
+        case OSError(errno=errno.ENOSPC | errno.EDQUOT, filename=str(file)):
+            why = (
+                f"error: {error.strerror} for {file}. Free space, and start the same command again"
+            )
             return _say(why, guard.EXIT_ERROR), why
         case SystemExit():
             return _code_of(error), why

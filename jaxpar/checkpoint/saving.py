@@ -217,7 +217,12 @@ class Checkpointer:
             self.finish()
         finally:
             self._thread.shutdown()
-            self._orbax.close()
+            try:
+                self._orbax.close()
+            except OSError as error:  # it keeps errors of its own files until now
+                if not self._last_error:  # else `finish` is raising that
+                    where = folder(self._cfg.run.dir)
+                    raise SaveFailed(f"{where} could not be written to: {error}") from error
             self._sweep()
 
     def __enter__(self) -> "Checkpointer":

@@ -86,3 +86,14 @@ def test_a_disk_that_is_full_from_the_start(config_file, tmp_path, room, file):
     assert full.returncode == guard.EXIT_ERROR, full.stderr
     assert re.search(rf"error: No space left on device for .*{file}\. Free space", full.stderr)
     assert "Traceback" not in full.stderr
+
+
+def test_a_disk_with_no_room_for_a_checkpoint_at_all(config_file, tmp_path):
+    """What Orbax could not write of its own files, too, does not hide what the save's error says."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    flags = "--train.num-steps 12 --checkpoint.every 12 --evaluation.every 0".split()
+    command = ["-m", "jaxpar.train", config_file, *flags, "--run.dir", str(disk / "run")]
+    full = on_small_disk(20480, disk, tmp_path / "run", *command)
+    assert full.returncode == guard.EXIT_ERROR, full.stderr
+    assert full.stderr.rstrip().rpartition("\n")[2].startswith("error: step 12 could not be saved")
