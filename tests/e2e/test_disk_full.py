@@ -89,7 +89,7 @@ def test_a_disk_that_is_full_from_the_start(config_file, tmp_path, room, file):
 
 
 def test_a_disk_with_no_room_for_a_checkpoint_at_all(config_file, tmp_path):
-    """What Orbax could not write of its own files, too, does not hide what the save's error says."""
+    """What Orbax could not write of its own files does not hide what the save's error says."""
     disk = tmp_path / "disk"
     disk.mkdir()
     flags = "--train.num-steps 12 --checkpoint.every 12 --evaluation.every 0".split()

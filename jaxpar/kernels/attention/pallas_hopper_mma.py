@@ -91,8 +91,9 @@ def shape_of(
 def tile_and_lane(work, tiles: int, lanes: int, at_a_time: int):
     """The tile, and the row and head, of a CTA's n-th piece of work: neighbours share a tile.
 
-    Args:     work: int32 scalar below tiles * lanes. lanes: rows times heads. at_a_time: lanes whose tiles come before all other lanes';
-              if that does not divide them, its greatest divisor that does. 0: all of them.
+    Args:     work: int32 scalar below tiles * lanes. lanes: rows times heads.
+              at_a_time: lanes whose tiles come before all other lanes'; if that does not divide
+              them, its greatest divisor that does. 0: all of them.
     Returns:  int32 scalars.
     """
     side_by_side = math.gcd(lanes, at_a_time)
