@@ -48,6 +48,13 @@ LAYOUTS: dict[str, tuple[str, int, int, str]] = {
         "--activation_checkpoint.mode none --parallelism.tensor_parallel_degree 2 "
         "--parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_parallel_schedule 1F1B",
     ),
+    "data-pipeline2": (
+        "8B",
+        8192,
+        16,
+        "--activation_checkpoint.mode none --parallelism.pipeline_parallel_degree 2 "
+        "--parallelism.pipeline_parallel_schedule Interleaved1F1B",
+    ),
     "1.5B": ("1.5B", 4096, 8, "--activation_checkpoint.mode none"),
     "1.5B-replicated": (
         "1.5B",

@@ -122,9 +122,8 @@ def _for_each_tile(s: Shape, ctas: int, body, visited):
 
     def place(work):
         tile, b_h = tile_and_lane(work, s.T // s.q, s.B * s.H, s.heads * s.group)
-        if s.in_order:
-            tile = s.T // s.q - 1 - tile  # the last queries see most
-        return lax.div(b_h, i32(s.H)), mod(b_h, s.H), tile
+        # From the last tile down: in the text's order, and in zigzag, the last queries see most.
+        return lax.div(b_h, i32(s.H)), mod(b_h, s.H), s.T // s.q - 1 - tile
 
     rounds = -(-_work(s) // ctas)
     mine = rounds - (nth(i32(rounds - 1)) >= _work(s)).astype(i32)
