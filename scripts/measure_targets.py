@@ -1,0 +1,293 @@
+"""Measure the rows of docs/targets.md on this host: python scripts/measure_targets.py [ROW ...]
+
+Each row is a run of `python -m jaxpar.bench train`; with --torchtitan PYTHON, the interpreter of an
+environment that has torchtitan, one of scripts/measure_torchtitan.py follows it. Both leave a card
+and all that they print in the folder --cards; the table comes at the end. A row that fails is told,
+the others go on, and the exit code is 1. The text is made once, by
+
+    python -m jaxpar.data prepare --input stdlib --output data/stdlib --tokenizer bpe:8192
+
+Without a GPU: --list prints the commands and what the planner predicts; --write puts them into the
+page.
+"""
+
+import argparse
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from jaxpar.cli import read_config  # noqa: E402
+from jaxpar.config import ConfigError  # noqa: E402
+from jaxpar.planning.communication import Cluster  # noqa: E402
+from jaxpar.planning.hardware import GIB, H200, NETWORKS  # noqa: E402
+from jaxpar.planning.ranking import Layout, predict  # noqa: E402
+from jaxpar.validation import resolve  # noqa: E402
+from jaxpar.xla_flags import visible_gpus  # noqa: E402
+
+PAGE = ROOT / "docs" / "targets.md"
+MARKERS = re.compile(r"(<!-- commands -->\n).*?(<!-- /commands -->)", re.DOTALL)
+
+_BFLOAT16 = "--optimizer.first-moment-dtype bfloat16 --optimizer.second-moment-dtype bfloat16"
+_FLOAT8 = "--model.matmul-dtype float8 --parallel.gather-dtype float8"
+_SAVED = "--parallel.remat attn_out,attn_lse,gate_up"
+_STAGES = "--parallel.zero 1 --parallel.remat dots --parallel.virtual-stages 4"
+_LONG = "--train.global-batch-size 1 --parallel.sequence {gpus} " + _SAVED
+
+
+@dataclass(frozen=True)
+class Row:
+    """A layout with a target.
+
+    what         in words. config: of jaxpar. options: its arguments; {gpus}: how many GPUs.
+    sequences    of a GPU in a step; None: the options say how many there are in all.
+    target       tokens/s/GPU; with `share_of`, that share of another row's rate; None: no target.
+    ways         the number of GPUs must be a multiple of it. gpus: it is always this many.
+    torchtitan   the layout of measure_torchtitan.py that it stands beside.
+    """
+
+    what: str
+    config: str
+    options: str
+    sequences: int | None
+    target: float | None = None
+    ways: int = 1
+    gpus: int | None = None
+    share_of: str = ""
+    torchtitan: str = ""
+
+    def arguments(self, gpus: int) -> list[str]:
+        """Of `jaxpar.bench train`, but for the data."""
+        words = [self.config, *self.options.format(gpus=gpus).split()]
+        if self.sequences:
+            words += ["--train.global-batch-size", str(self.sequences * gpus)]
+        return [*words, "--data.document-mask", "False"]
+
+
+_8B, _15B = "llama3_8b", "llama_1b"
+_UNTIED = "--model.tie-embeddings False --parallel.remat none"
+
+ROWS = {
+    "fsdp": Row("FSDP", _8B, "--parallel.remat none", 2, 12_000, torchtitan="fsdp"),
+    "fsdp-54gib": Row(
+        "FSDP in 54 GiB", _8B, f"{_SAVED} {_BFLOAT16}", 2, 11_000, torchtitan="fsdp-recompute"
+    ),
+    "zero1": Row("FSDP as ZeRO-1", _8B, "--parallel.remat none --parallel.zero 1", 2),
+    "fsdp-tensor2": Row(
+        "FSDP × tensor 2",
+        *(_8B, "--parallel.remat none --parallel.tensor 2 --parallel.row-groups 2", 2, 11_000, 2),
+        torchtitan="fsdp-tensor2",
+    ),
+    "data-tensor2-pipeline2": Row(
+        "data × tensor 2 × pipeline 2",
+        _8B,
+        f"{_STAGES} --parallel.tensor 2 --parallel.row-groups 2 --parallel.pipeline 2 "
+        "--parallel.num-microbatches 16",
+        *(8, 10_000, 4),
+        torchtitan="data-tensor2-pipeline2",
+    ),
+    "data-pipeline2": Row(
+        "data × pipeline 2",
+        *(_8B, f"{_STAGES} --parallel.pipeline 2 --parallel.num-microbatches 16", 8, 10_500, 2),
+        torchtitan="data-pipeline2",
+    ),
+    "pipeline4": Row(
+        "pipeline 4 × data",
+        *(_8B, f"{_STAGES} --parallel.pipeline 4 --parallel.num-microbatches 32", 8, 10_500, 4),
+    ),
+    "1.5b": Row("1.5B, one GPU", _15B, _UNTIED, 8, 70_000, gpus=1, torchtitan="1.5B"),
+    "1.5b-zero1": Row(
+        "1.5B, ZeRO-1", _15B, f"{_UNTIED} --parallel.zero 1", 8, 0.97, share_of="1.5b"
+    ),
+    "sequence": Row(
+        "sequence, T = 131,072",
+        *(_8B, f"--data.seq-len 131072 {_LONG}", None, 3_000),
+        torchtitan="sequence",
+    ),
+    "sequence-262144": Row("sequence, T = 262,144", _8B, f"--data.seq-len 262144 {_LONG}", None),
+    "float8": Row(
+        "FSDP in float8",
+        *(_8B, f"--parallel.remat none {_FLOAT8}", 2, 15_500),
+        torchtitan="fsdp-float8",
+    ),
+}
+
+
+def arguments(words: list[str]) -> argparse.Namespace:
+    """The command line."""
+    lines = (__doc__ or "").split("\n")
+    parser = argparse.ArgumentParser(
+        prog="measure_targets.py",
+        description=lines[0],
+        epilog="\n".join(lines[2:]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("rows", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)} (all that fit the GPUs)")
+    add("--gpus", type=int, help="how many GPUs (all of this host; for --list 8)")
+    add("--steps", type=int, default=10, help="steps to time (10)")
+    add("--data", default="data/stdlib", help="folder of `jaxpar.data prepare` (data/stdlib)")
+    add("--cards", default="runs/targets", help="folder for cards and logs (runs/targets)")
+    add("--torchtitan", metavar="PYTHON", help="interpreter that has torchtitan: measure it too")
+    add("--timeout", type=int, default=900, help="seconds after which a run is ended (900)")
+    add("--list", action="store_true", help="print commands and predictions, run nothing")
+    add("--write", action="store_true", help="with --list for 8 GPUs: into docs/targets.md")
+    options = parser.parse_args(words)
+    unknown = [name for name in options.rows if name not in ROWS]
+    if unknown:
+        parser.error(f"ROW = {unknown[0]!r} is not known. Fix: one of {', '.join(ROWS)}")
+    options.gpus = options.gpus or (8 if options.list else visible_gpus())
+    if options.gpus < 1:
+        parser.error("--gpus: no GPU is here. Fix: --list prints the commands")
+    if not options.list and not (Path(options.data) / "meta.json").exists():
+        fix = f"python -m jaxpar.data prepare --input stdlib --output {options.data}"
+        parser.error(f"--data = {options.data!r} holds no tokens. Fix: {fix} --tokenizer bpe:8192")
+    return options
+
+
+def chosen(options: argparse.Namespace) -> list[str]:
+    """The rows asked for, or all but those too large for an H200; what is left out is told."""
+    fit = []
+    for name in options.rows or ROWS:
+        row, gpus = ROWS[name], options.gpus
+        if gpus % row.ways:
+            print(f"{name}: needs a multiple of {row.ways} GPUs, not {gpus}: left out")
+            continue
+        try:
+            memory = predicted(row, row.gpus or gpus).memory.total
+        except ConfigError as error:
+            print(f"{name}: left out on {gpus} GPUs: {error}")
+            continue
+        if memory > H200.usable_bytes and not options.rows and not options.list:
+            print(f"{name}: {memory / GIB:.1f} GiB a GPU by the planner: left out")
+            continue
+        fit.append(name)
+    return fit
+
+
+def predicted(row: Row, gpus: int) -> Layout:
+    """What the planner says of a row on H200s of one host."""
+    cfg = resolve(read_config(row.arguments(gpus), "measure_targets", __doc__), gpus)
+    return predict(cfg, Cluster(H200, NETWORKS["ib400"], gpus, H200.per_host))
+
+
+def listing(names: list[str], gpus: int) -> str:
+    """The rows as Markdown: targets, predictions, commands."""
+    lines = [
+        "| row | target | predicted: ms, tokens/s/GPU, GiB | `python -m jaxpar.bench train` |",
+        "|---|---|---|---|",
+    ]
+    for name in names:
+        row = ROWS[name]
+        made = predicted(row, row.gpus or gpus)
+        figures = f"{made.time.total * 1e3:,.0f}, {made.time.rate:,.0f}"
+        cells = [name, _target(row), f"{figures}, {made.memory.total / GIB:.1f}"]
+        lines.append(f"| {' | '.join(cells)} | `{' '.join(row.arguments(row.gpus or gpus))}` |")
+    return "\n".join(lines) + "\n"
+
+
+def _target(row: Row) -> str:
+    if row.target is None:
+        return "-"
+    return f"{row.target:.0%} of {row.share_of}" if row.share_of else f"{row.target:,.0f}"
+
+
+def run(command: list[str], card: Path, timeout: int, gpus: int) -> dict[str, Any] | None:
+    """A program that writes a card; None when it fails, which is told."""
+    print(f"$ {shlex.join(command)}", flush=True)
+    card.unlink(missing_ok=True)  # of an earlier time
+    log = card.with_suffix(".log")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
+    given = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(visible.split(",")[:gpus])}
+    with open(log, "w") as file:
+        try:
+            code: int | str = subprocess.run(
+                command, cwd=ROOT, env=given, stdout=file, stderr=file, timeout=timeout
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = f"none after {timeout} s"
+    if code == 0 and card.exists():
+        return json.loads(card.read_text())
+    said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    print(f"failed, exit code {code}; {log}: {said[-1] if said else 'nothing printed'}", flush=True)
+    return None
+
+
+def measure(name: str, options: argparse.Namespace) -> tuple[dict | None, dict | None]:
+    """A row's card, and torchtitan's beside it; None for what failed or was not asked for."""
+    row, folder = ROWS[name], Path(options.cards).resolve()
+    gpus, data = row.gpus or options.gpus, str(Path(options.data).resolve())
+    card, steps = folder / f"{name}.json", str(options.steps)
+    command = [sys.executable, "-m", "jaxpar.bench", "train", *row.arguments(gpus)]
+    command += ["--data.path", data, "--steps", steps, "--card", str(card)]
+    ours, theirs = run(command, card, options.timeout, gpus), None
+    if options.torchtitan and row.torchtitan:
+        card = folder / f"torchtitan-{name}.json"
+        command = [options.torchtitan, "scripts/measure_torchtitan.py", row.torchtitan]
+        command += ["--gpus", str(gpus), "--steps", str(max(4, options.steps)), "--data", data]
+        command += ["--card", str(card), "--log", str(card.with_suffix(".out"))]
+        theirs = run(command, card, options.timeout, gpus)
+    return ours, theirs
+
+
+def table(found: dict[str, tuple[dict | None, dict | None]]) -> str:
+    """What was measured, as Markdown."""
+    lines = [
+        "| layout | target | tokens/s/GPU | of target | MFU (causal, full) | peak GiB "
+        "| torchtitan, GiB | ratio |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    rates = {
+        name: ours["tokens_per_second_per_device"] for name, (ours, _) in found.items() if ours
+    }
+    for name, (ours, theirs) in found.items():
+        row, rate = ROWS[name], rates.get(name)
+        cells = [row.what, _target(row), *["-"] * 6]
+        goal = row.target and row.target * (rates.get(row.share_of) or 0 if row.share_of else 1)
+        if ours and rate:
+            cells[2], cells[5] = f"{rate:,.0f}", f"{ours['peak_memory_gib']:.1f}"
+            if ours["mfu_causal"] is not None:  # the GPU's peak is known
+                cells[4] = f"{ours['mfu_causal']:.1%}, {ours['mfu_full_attention']:.1%}"
+            cells[3] = f"{rate / goal:.1%}" if goal else "-"
+        if theirs:
+            peer = theirs["tokens_per_second_per_device"]
+            cells[6] = f"{peer:,.0f}, {theirs['peak_memory_gib']:.1f}"
+            cells[7] = f"{rate / peer:.2f}" if rate else "-"
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(words: list[str]) -> int:
+    """List, or measure; the exit code."""
+    options = arguments(words)
+    names = chosen(options)
+    if options.list:
+        made = listing(names, options.gpus)
+        print(made)
+        if options.write:
+            text = PAGE.read_text("utf-8")
+            PAGE.write_text(MARKERS.sub(lambda m: m[1] + made + m[2], text), "utf-8")
+        return 0
+    Path(options.cards).mkdir(parents=True, exist_ok=True)
+    found = {}
+    for i, name in enumerate(names, 1):
+        print(f"[{i}/{len(names)}] {name}: {ROWS[name].what}", flush=True)
+        found[name] = measure(name, options)
+    print("\n" + table(found))
+    peers = [n for n in names if options.torchtitan and ROWS[n].torchtitan]
+    failed = [n for n in names if found[n][0] is None or (n in peers and found[n][1] is None)]
+    if failed:
+        print(f"failed: {', '.join(failed)}")
+    return 1 if failed or not names else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

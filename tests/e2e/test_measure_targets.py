@@ -1,0 +1,77 @@
+"""The script that measures the rows of docs/targets.md."""
+
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.ranks import environment
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def targets():
+    spec = importlib.util.spec_from_file_location("targets", ROOT / "scripts/measure_targets.py")
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def test_the_pages_commands_and_predictions_are_the_scripts(targets, capsys):
+    assert targets.main(["--list"]) == 0
+    listed = capsys.readouterr().out.strip()
+    page = (ROOT / "docs/targets.md").read_text("utf-8")
+    shown = re.search(r"<!-- commands -->\n(.*?)<!-- /commands -->", page, re.DOTALL)
+    assert shown and shown[1].strip() == listed, "run scripts/measure_targets.py --list --write"
+    assert [line.split(" | ")[0][2:] for line in listed.splitlines()[2:]] == list(targets.ROWS)
+
+
+def test_rows_are_measured_and_what_fails_is_told(
+    targets, config_file, dataset, tmp_path, monkeypatch, capsys
+):
+    row = targets.Row
+    rows = {
+        "tiny": row("tiny", config_file, "--run.cpu-devices {gpus}", 4, 1e9),
+        "again": row("again", config_file, "--run.cpu-devices 1", 4, 0.5, gpus=1, share_of="tiny"),
+        "beside": row("beside", config_file, "--run.cpu-devices 2", 4, torchtitan="fsdp"),
+        "uneven": row("uneven", config_file, "--parallel.tensor 3", 4),
+        "three": row("three", config_file, "", 4, ways=3),
+    }
+    monkeypatch.setattr(targets, "ROWS", rows)
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    cards = tmp_path / "cards"
+    where = ["--data", str(dataset), "--cards", str(cards)]
+    asked = ["--gpus", "2", "--steps", "4", "--torchtitan", sys.executable]
+    assert targets.main([*where, *asked]) == 1
+    said = capsys.readouterr().out
+    assert "three: needs a multiple of 3 GPUs, not 2: left out" in said
+    assert "uneven: left out on 2 GPUs: model.num_kv_heads = 2: must be divisible" in said
+    assert "failed: beside\n" in said and "beside.log: FileNotFoundError" in said
+    found = {name: json.loads((cards / f"{name}.json").read_text()) for name in list(rows)[:3]}
+    assert found["tiny"]["config"]["train"]["global_batch_size"] == 8
+    assert [found[name]["mesh"] for name in found] == ["data=2", "1 device", "data=2"]
+    rates = {name: card["tokens_per_second_per_device"] for name, card in found.items()}
+    lines = dict(re.findall(r"^\| (tiny|again|beside) \| (.*) \|$", said, re.M))
+    assert lines["tiny"].startswith(f"1,000,000,000 | {rates['tiny']:,.0f} | 0.0% |")
+    share = rates["again"] / (0.5 * rates["tiny"])
+    assert lines["again"].startswith(f"50% of tiny | {rates['again']:,.0f} | {share:.1%} |")
+    assert lines["beside"].endswith("| - | -")
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        (["fdsp", "--gpus", "8"], "ROW = 'fdsp' is not known. Fix: one of fsdp, "),
+        (["--data", "nowhere", "--gpus", "8"], "--data = 'nowhere' holds no tokens. Fix: python"),
+        (["--gpus", "-1"], "--gpus: no GPU is here. Fix: --list"),
+    ],
+)
+def test_refusals(targets, words, rule, capsys):
+    with pytest.raises(SystemExit) as stop:
+        targets.main(words)
+    assert stop.value.code == 2 and rule in capsys.readouterr().err
