@@ -1,4 +1,7 @@
-"""Tests run on 16 simulated CPU devices in full float32; with `-m gpu`, on the GPUs JAX finds."""
+"""Tests run on 16 simulated CPU devices in full float32; with `-m gpu`, on the GPUs JAX finds.
+
+With `-m gpu -n N`, each worker has one GPU of its own.
+"""
 
 import os
 import re
@@ -17,9 +20,23 @@ def wants_gpu(config: pytest.Config) -> bool:
     return re.search(r"(?<!not )\bgpu\b", config.getoption("markexpr")) is not None
 
 
+def gpu_of_worker(worker: str, visible: str | None, count: int) -> str:
+    """The GPU that one worker of pytest-xdist has, so that single-GPU tests run side by side.
+
+    Args:     worker: its name, such as gw3. visible: CUDA_VISIBLE_DEVICES. count: GPUs of the host.
+    """
+    gpus = visible.split(",") if visible else [str(gpu) for gpu in range(count)]
+    return gpus[int(worker.removeprefix("gw")) % len(gpus)]
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the devices before any test module can start a backend."""
     if wants_gpu(config):
+        worker = os.environ.get("PYTEST_XDIST_WORKER")
+        count = len(list(Path("/dev").glob("nvidia[0-9]*")))
+        if worker and count:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpu_of_worker(worker, visible, count)
         return
     os.environ["JAX_PLATFORMS"] = "cpu"  # for programs that tests start
     os.environ["XDG_CACHE_HOME"] = str(config.rootpath / ".pytest_cache" / "home")

@@ -5,7 +5,7 @@ import subprocess
 import tomllib
 from pathlib import Path
 
-from tests.conftest import slow_tests
+from tests.conftest import gpu_of_worker, slow_tests
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -186,3 +186,8 @@ def test_the_list_of_slow_tests_names_what_is_there():
     for line in slow_tests():
         file, _, name = line.partition("[")[0].partition("::")
         assert f"def {name}(" in (ROOT / file).read_text("utf-8"), line
+
+
+def test_each_worker_of_a_gpu_run_has_a_gpu_of_its_own():
+    assert [gpu_of_worker(f"gw{n}", None, 4) for n in range(5)] == ["0", "1", "2", "3", "0"]
+    assert [gpu_of_worker(f"gw{n}", "6,2", 8) for n in range(3)] == ["6", "2", "6"]
