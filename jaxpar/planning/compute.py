@@ -174,7 +174,10 @@ def weights_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
     micro = cfg.parallel.num_microbatches
     accumulates = micro > 1 or cfg.parallel.pipeline > 1
     sums = 10 * (own if zero3 else shard.parameters) if accumulates and shard.trained else 0.0
-    moved = once * (micro if zero3 else 1) + sums * backward_units(cfg) / shard.chunks
+    # A stage of several chunks copies the one that a unit multiplies with, forward and backward.
+    copied = 4 * shard.width * shard.layers * shard.matrices if shard.chunks > 1 else 0.0
+    moved = once * (micro if zero3 else 1)
+    moved += (sums + copied) * backward_units(cfg) / shard.chunks
     return Seconds(elementwise=moved / elementwise_rate(gpu))
 
 
