@@ -16,6 +16,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -150,6 +151,12 @@ def arguments(words: list[str]) -> argparse.Namespace:
     if not options.list and not (Path(options.data) / "meta.json").exists():
         fix = f"python -m jaxpar.data prepare --input stdlib --output {options.data}"
         parser.error(f"--data = {options.data!r} holds no tokens. Fix: {fix} --tokenizer bpe:8192")
+    if options.torchtitan:
+        found = shutil.which(options.torchtitan)
+        if not found:
+            rule = f"--torchtitan = {options.torchtitan!r} is no program"
+            parser.error(f"{rule}. Fix: the python of the environment that has torchtitan")
+        options.torchtitan = os.path.abspath(found)  # its links kept: they make the environment
     return options
 
 

@@ -68,6 +68,10 @@ def test_rows_are_measured_and_what_fails_is_told(
     [
         (["fdsp", "--gpus", "8"], "ROW = 'fdsp' is not known. Fix: one of fsdp, "),
         (["--data", "nowhere", "--gpus", "8"], "--data = 'nowhere' holds no tokens. Fix: python"),
+        (
+            ["--list", "--torchtitan", "titan"],
+            "--torchtitan = 'titan' is no program. Fix: the python",
+        ),
         (["--gpus", "-1"], "--gpus: no GPU is here. Fix: --list"),
     ],
 )
