@@ -12,11 +12,13 @@ page.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -146,6 +148,8 @@ def arguments(words: list[str]) -> argparse.Namespace:
     if unknown:
         parser.error(f"ROW = {unknown[0]!r} is not known. Fix: one of {', '.join(ROWS)}")
     options.gpus = options.gpus or (8 if options.list else visible_gpus())
+    if options.write and (not options.list or options.rows or options.gpus != 8):
+        parser.error("--write: the page has all rows for 8 GPUs. Fix: --list --write alone")
     if options.gpus < 1:
         parser.error("--gpus: no GPU is here. Fix: --list prints the commands")
     if not options.list and not (Path(options.data) / "meta.json").exists():
@@ -214,13 +218,19 @@ def run(command: list[str], card: Path, timeout: int, gpus: int) -> dict[str, An
     log = card.with_suffix(".log")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
     given = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(visible.split(",")[:gpus])}
-    with open(log, "w") as file:
+    with (
+        open(log, "w") as file,
+        subprocess.Popen(
+            command, cwd=ROOT, env=given, stdout=file, stderr=file, start_new_session=True
+        ) as process,
+    ):
         try:
-            code: int | str = subprocess.run(
-                command, cwd=ROOT, env=given, stdout=file, stderr=file, timeout=timeout
-            ).returncode
+            code: int | str = process.wait(timeout)
         except subprocess.TimeoutExpired:
             code = f"none after {timeout} s"
+        finally:  # its children too, which would keep their GPUs
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     if code == 0 and card.exists():
         return json.loads(card.read_text())
     said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]

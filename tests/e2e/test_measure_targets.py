@@ -1,9 +1,12 @@
 """The script that measures the rows of docs/targets.md."""
 
+import contextlib
 import importlib.util
 import json
 import re
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -63,6 +66,24 @@ def test_rows_are_measured_and_what_fails_is_told(
     assert lines["beside"].endswith("| - | -")
 
 
+def commands() -> Iterator[bytes]:
+    """Those of the processes that run now."""
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has just ended
+            yield file.read_bytes()
+
+
+def test_a_run_that_takes_too_long_is_ended_with_its_children(targets, tmp_path, capsys):
+    child = "import time; print('begun', flush=True); time.sleep(60)"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    began = time.monotonic()
+    assert targets.run([sys.executable, "-c", parent], tmp_path / "card.json", 3, 1) is None
+    assert time.monotonic() - began < 30
+    said = capsys.readouterr().out
+    assert "failed, exit code none after 3 s" in said and said.rstrip().endswith("card.log: begun")
+    assert not [command for command in commands() if child.encode() in command]
+
+
 @pytest.mark.parametrize(
     ("words", "rule"),
     [
@@ -72,6 +93,7 @@ def test_rows_are_measured_and_what_fails_is_told(
             ["--list", "--torchtitan", "titan"],
             "--torchtitan = 'titan' is no program. Fix: the python",
         ),
+        (["--list", "--write", "--gpus", "4"], "--write: the page has all rows for 8 GPUs. Fix: "),
         (["--gpus", "-1"], "--gpus: no GPU is here. Fix: --list"),
     ],
 )
