@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from jaxpar import cli, elastic, processes, provenance
-from jaxpar.bench import conditions, profiled
+from jaxpar.bench import conditions, power, profiled
 from jaxpar.bench.options import Parser
 from jaxpar.config import Config, ConfigError
 from jaxpar.config_json import to_json
@@ -45,18 +45,22 @@ def measure(run: Run, steps: int) -> tuple[dict[str, Any], profiled.Running]:
     train_step = compiled(run, state)
     compile_seconds = time.perf_counter() - began
     batches = run.loader.prefetched(0)
-    times, losses, waits, pending = [], [], [], None
-    for _ in range(WARM_UP + steps + 1):
-        began = time.perf_counter()
-        _, batch = next(batches)
-        waits.append(time.perf_counter() - began)
-        state, measured = train_step(state, batch)
-        if pending is None:  # the first step has been waited for
-            run.startup.ended("first step")
-        else:
-            losses.append(float(pending.loss))
-            times.append(time.perf_counter())
-        pending = measured
+    times: list[float] = []
+    losses, waits, pending = [], [], None
+    with power.watching(jax.default_backend() == "gpu") as gpus:
+        for _ in range(WARM_UP + steps + 1):
+            began = time.perf_counter()
+            _, batch = next(batches)
+            waits.append(time.perf_counter() - began)
+            state, measured = train_step(state, batch)
+            if pending is None:  # the first step has been waited for
+                run.startup.ended("first step")
+            else:
+                losses.append(float(pending.loss))
+                times.append(time.perf_counter())
+            if len(times) == WARM_UP:
+                gpus.begin()
+            pending = measured
     seconds = [b - a for a, b in itertools.pairwise(times)][WARM_UP - 1 :]
     hlo_text = train_step.program.as_text()
     figures = {
@@ -67,6 +71,7 @@ def measure(run: Run, steps: int) -> tuple[dict[str, Any], profiled.Running]:
         "start_up_seconds": run.startup.seconds,
         "loss": {"first": losses[0], "last": losses[-1]},
         "peak_memory_gib": peak_memory_gib(),
+        **gpus.card(),
         **sent_by(hlo_text),
     }
     return figures, profiled.Running(train_step, hlo_text, state, batches)
@@ -139,7 +144,8 @@ def summary(result: dict[str, Any]) -> str:
         f"data wait {result['data_wait_seconds']['median'] * 1e3:.1f} ms a step",
         profiled.sent_in_words(result),
     ]
-    return "   ".join(parts) + "\n" + "   ".join(below)
+    lines = ["   ".join(parts), "   ".join(below), power.in_words(result)]
+    return "\n".join(filter(None, lines))
 
 
 def read_command(argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:

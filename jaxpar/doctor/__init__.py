@@ -1,6 +1,6 @@
 """Is this machine fit for training? `python -m jaxpar.doctor`; docs/doctor.md explains each check.
 
-facts, nvidia_smi, topology      what is there, read and never changed
+facts, topology                  what is there, read and never changed
 verification                     is every collective's result right?
 bandwidth, links, compute        how fast are collectives, pairs of devices, matmuls?
 host_checks, gpu_checks, measured_checks, variables   pure functions from these to findings

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpar.doctor import nvidia_smi
+from jaxpar import nvidia_smi
 from jaxpar.doctor.bandwidth import DEVICES, one_axis
 from jaxpar.doctor.progress import Tell, untold
 from jaxpar.doctor.timing import Spread, when_ready

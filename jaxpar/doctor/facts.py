@@ -16,9 +16,9 @@ from typing import Any
 
 import jax
 
-from jaxpar import runtime
-from jaxpar.doctor import nvidia_smi, topology
-from jaxpar.doctor.nvidia_smi import GpuFacts
+from jaxpar import nvidia_smi, runtime
+from jaxpar.doctor import topology
+from jaxpar.nvidia_smi import GpuFacts
 
 #: Packages whose versions count, beside all of NVIDIA's; "-" where one is not installed.
 PACKAGES = tuple(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from jaxpar.doctor.facts import Facts
 from jaxpar.doctor.findings import Finding, failed, passed, skipped, warned
-from jaxpar.doctor.nvidia_smi import NOT_INSTALLED, GpuFacts, number, slowed_by
+from jaxpar.nvidia_smi import NOT_INSTALLED, GpuFacts, number, slowed_by
 from jaxpar.planning.hardware import gpu_of_kind
 
 #: MiB in use on a GPU before this program uses any, from which on somebody else is at work there.

@@ -7,7 +7,7 @@ from jaxpar.doctor import links as links_of
 from jaxpar.doctor.bandwidth import Row
 from jaxpar.doctor.findings import Finding, failed, passed, skipped, warned
 from jaxpar.doctor.links import Link
-from jaxpar.doctor.nvidia_smi import GpuFacts, at_power_limit, number, slowed_by
+from jaxpar.nvidia_smi import GpuFacts, at_power_limit, number, slowed_by
 from jaxpar.planning.hardware import Gpu, gpu_of_kind
 
 #: Shares of what a healthy GPU of the kind reaches (planning/hardware.py) below which a rate is

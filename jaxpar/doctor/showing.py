@@ -15,8 +15,8 @@ from jaxpar.doctor.facts import Facts
 from jaxpar.doctor.findings import Finding
 from jaxpar.doctor.links import Link
 from jaxpar.doctor.measured_checks import Rates, expectations
-from jaxpar.doctor.nvidia_smi import GpuFacts, number
 from jaxpar.doctor.options import SECTIONS
+from jaxpar.nvidia_smi import GpuFacts, number
 from jaxpar.planning.hardware import Gpu, gpu_of_kind
 from jaxpar.planning.showing import table
 

@@ -3,7 +3,7 @@
 import dataclasses
 from pathlib import Path
 
-from jaxpar.doctor import nvidia_smi
+from jaxpar import nvidia_smi
 from jaxpar.doctor.facts import Facts, of_the_host
 
 RECORDED = Path(__file__).with_name("recorded")

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.doctor import gpu_checks, host_checks, measured_checks, nvidia_smi, topology, variables
+from jaxpar import nvidia_smi
+from jaxpar.doctor import gpu_checks, host_checks, measured_checks, topology, variables
 from jaxpar.doctor.bandwidth import Row
 from jaxpar.doctor.facts import Facts
 from jaxpar.doctor.findings import Finding, failed, merged, passed, verdict

@@ -37,6 +37,7 @@ def test_a_card(a_run):
     assert card["config"]["train"]["seed"] == 3
     assert {"jax", "device", "xla_flags", "gpu", "config_sha256", "attention"} <= card.keys()
     assert card["compile_seconds"] > 0 and card["data_wait_seconds"]["median"] >= 0
+    assert (card["power"], card["power_missing"]) == (None, "no GPU")
     assert f"{rate:,.0f} tokens/s/device" in said
     assert not (folder / "run").exists()
 

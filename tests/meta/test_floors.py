@@ -14,7 +14,7 @@ FLOORS = {
     0: "axes lines json_lines config config_json config_metrics config_model config_types params "
     "batch validation memory_rules model_rules data_rules guard_rules lora_rules layout_rules "
     "metrics_rules metric_names cluster extensions",
-    1: "parallel kernels xla_flags runtime provenance processes nccl_ras",
+    1: "parallel kernels xla_flags runtime provenance processes nccl_ras nvidia_smi",
     2: "model",
     3: "optimizer moments skipping state adapters initial startup step data checkpoint metrics "
     "profiling guard goodput evaluation rewinding recent replicas step_guard run_lock stragglers "
