@@ -191,18 +191,19 @@ def predicted(row: Row, gpus: int) -> Layout:
 
 
 def listing(names: list[str], gpus: int) -> str:
-    """The rows as Markdown: targets, predictions, commands."""
-    lines = [
-        "| row | target | predicted: ms, tokens/s/GPU, GiB | `python -m jaxpar.bench train` |",
-        "|---|---|---|---|",
-    ]
+    """The rows as Markdown: targets and predictions, then the commands."""
+    lines = ["| row | target | ms | tokens/s/GPU | GiB |", "|---|---|---|---|---|"]
+    commands = []
     for name in names:
         row = ROWS[name]
         made = predicted(row, row.gpus or gpus)
-        figures = f"{made.time.total * 1e3:,.0f}, {made.time.rate:,.0f}"
-        cells = [name, _target(row), f"{figures}, {made.memory.total / GIB:.1f}"]
-        lines.append(f"| {' | '.join(cells)} | `{' '.join(row.arguments(row.gpus or gpus))}` |")
-    return "\n".join(lines) + "\n"
+        figures = [f"{made.time.total * 1e3:,.0f}", f"{made.time.rate:,.0f}"]
+        cells = [name, _target(row), *figures, f"{made.memory.total / GIB:.1f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+        words = " ".join(row.arguments(row.gpus or gpus))
+        alone = "CUDA_VISIBLE_DEVICES=0 " if row.gpus == 1 else ""
+        commands += [f"# {name}", f"{alone}python -m jaxpar.bench train {words}"]
+    return "\n".join([*lines, "", "```sh", *commands, "```", ""])
 
 
 def _target(row: Row) -> str:
@@ -288,10 +289,10 @@ def main(words: list[str]) -> int:
     names = chosen(options)
     if options.list:
         made = listing(names, options.gpus)
-        print(made)
         if options.write:
             text = PAGE.read_text("utf-8")
             PAGE.write_text(MARKERS.sub(lambda m: m[1] + made + m[2], text), "utf-8")
+        print(made)
         return 0
     Path(options.cards).mkdir(parents=True, exist_ok=True)
     found = {}
