@@ -28,6 +28,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import jax  # noqa: E402
+
 from jaxpar.cli import read_config  # noqa: E402
 from jaxpar.config import ConfigError  # noqa: E402
 from jaxpar.planning.communication import Cluster  # noqa: E402
@@ -35,6 +37,9 @@ from jaxpar.planning.hardware import GIB, H200, NETWORKS  # noqa: E402
 from jaxpar.planning.ranking import Layout, predict  # noqa: E402
 from jaxpar.validation import resolve  # noqa: E402
 from jaxpar.xla_flags import visible_gpus  # noqa: E402
+
+# The planner needs no GPU. This process must not take the memory of those that it measures.
+jax.config.update("jax_platforms", "cpu")
 
 PAGE = ROOT / "docs" / "targets.md"
 MARKERS = re.compile(r"(<!-- commands -->\n).*?(<!-- /commands -->)", re.DOTALL)
