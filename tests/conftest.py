@@ -32,8 +32,9 @@ def gpu_of_worker(worker: str, visible: str | None, count: int) -> str:
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the devices before any test module can start a backend."""
     if wants_gpu(config):
-        worker = os.environ.get("PYTEST_XDIST_WORKER")
-        count = len(list(Path("/dev").glob("nvidia[0-9]*")))
+        from jaxpar.xla_flags import visible_gpus
+
+        worker, count = os.environ.get("PYTEST_XDIST_WORKER"), visible_gpus()
         if worker and count:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
             os.environ["CUDA_VISIBLE_DEVICES"] = gpu_of_worker(worker, visible, count)
