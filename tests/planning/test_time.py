@@ -8,7 +8,13 @@ from jaxpar import cli
 from jaxpar.config import ConfigError, replace
 from jaxpar.planning import calibration
 from jaxpar.planning.communication import Cluster, ring_bandwidth, span, traffic_of
-from jaxpar.planning.compute import attended_pairs, layer_seconds, repeats
+from jaxpar.planning.compute import (
+    attended_pairs,
+    elementwise_rate,
+    layer_seconds,
+    repeats,
+    weights_seconds,
+)
 from jaxpar.planning.forecast import forecast
 from jaxpar.planning.hardware import GPUS, H200, NETWORKS, Figure
 from jaxpar.planning.memory import memory_of
@@ -50,6 +56,22 @@ def test_bytes_sent_are_those_that_were_counted():
     cfg = resolve(replace(BASE, **{"train.global_batch_size": 8}), 4)
     (fsdp,) = traffic_of(cfg, shard_of(cfg), cluster(4))
     assert fsdp.sent == pytest.approx(34_560_565_266, rel=1e-3)
+
+
+def test_interleaved_stages_copy_the_weights_of_their_chunk():
+    """8 bytes a weight of the layers and unit: read and written, forward and backward, in 16 bits.
+
+    Float32 sums of gradients are 10 bytes a parameter and unit, with any number of chunks.
+    """
+    moved, units = {}, {1: 4 + 1, 2: (2 * 4 + 1) / 2}
+    for virtual in units:
+        cfg = on(8, pipeline=2, zero=1, num_microbatches=4, virtual_stages=virtual)
+        shard = shard_of(cfg)
+        moved[virtual] = weights_seconds(cfg, shard, H200).total * elementwise_rate(H200)
+    weights = 16 * shard.matrices
+    assert weights == pytest.approx(16 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336))
+    sums = 10 * shard.parameters * (units[2] - units[1])
+    assert moved[2] - moved[1] == pytest.approx(8 * weights * units[2] + sums)
 
 
 def test_parts_add_up_and_mfu_follows():
