@@ -194,6 +194,8 @@ def program_of(cfg: Config, max_segments: int | None) -> Program:
         embed=functools.partial(transformer.embed, cfg=cfg),
         stage=stage,
         head=functools.partial(transformer.head, cfg=cfg),
+        opened=functools.partial(transformer.with_float32_gradients, cfg=cfg),
+        sends=transformer.stage_sends(cfg),
     )
 
 
@@ -227,10 +229,9 @@ def scatter_once(grads: Any, cfg: Config) -> Any:
 
 def _map_groups(fn: Callable, tree: Any) -> Any:
     """`fn(arrays, dims)` over the arrays outside the layers and over each layer's."""
-    layers = tree["layers"]
-    each = functools.partial(fn, dims=transformer.LAYER_DIMS)
-    done = tuple(each(w) for w in layers) if isinstance(layers, tuple) else each(layers)
-    return {"top": fn(tree["top"], dims=transformer.TOP_DIMS), "layers": done}
+    in_layers = functools.partial(fn, dims=transformer.LAYER_DIMS)
+    layers = transformer.each_tree(in_layers, tree["layers"])
+    return {"top": fn(tree["top"], dims=transformer.TOP_DIMS), "layers": layers}
 
 
 @jax.named_scope("clip")

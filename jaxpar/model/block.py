@@ -20,6 +20,7 @@ from jaxpar.model import experts, layers
 from jaxpar.model.remat import named
 from jaxpar.parallel.collectives import gather_sequence, scatter_sequence
 from jaxpar.parallel.context import context_attention
+from jaxpar.parallel.float32_gradients import for_use
 
 type Tree = dict[str, Any]
 
@@ -163,6 +164,7 @@ def layer_in_turns(
     Source:   Wang et al. 2024 (2409.15241), Domino: the split of the batch.
     """
     rows, n = list(xs), len(xs)
+    uses = [for_use(w, i) for i in range(n)]
     partial: list[jax.Array] = []
 
     def input_of(turn: int) -> jax.Array:
@@ -176,7 +178,8 @@ def layer_in_turns(
     h = input_of(0)
     for turn in range(2 * n):
         with jax.named_scope("attention" if turn < n else "feed_forward"):
-            out = attend(h, w, tokens[turn], cfg) if turn < n else feed_forward(h, w, cfg)
+            mine = uses[turn % n]
+            out = attend(h, mine, tokens[turn], cfg) if turn < n else feed_forward(h, mine, cfg)
         if turn + 1 < 2 * n:
             h, out = lax.optimization_barrier((input_of(turn + 1), out))
         partial.append(out)

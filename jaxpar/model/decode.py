@@ -84,7 +84,7 @@ def _through(weights, tokens, first, cache: Cache, cfg: Config, *, alone: bool):
     batch = Batch(tokens, tokens, jnp.ones_like(tokens), positions)
     described = block.describe_tokens(batch, cfg, max_segments=1)
     x = _embed(weights["top"], tokens, cfg.model)
-    chunk = jax.tree.map(lambda a: a[0], weights["layers"])
+    (chunk,) = weights["layers"]
     kinds = [
         of_these
         for alike, of_these in transformer.runs_of_layers(chunk, described, cfg)

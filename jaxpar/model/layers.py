@@ -19,6 +19,7 @@ from jaxpar.config import ModelConfig, RopeScaling
 from jaxpar.kernels import float8
 from jaxpar.model import lora
 from jaxpar.model.remat import NORM_SCALE
+from jaxpar.parallel.float32_gradients import is_weight
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -107,12 +108,35 @@ def add_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:
 
 def matmul(x: jax.Array, weights: Sequence[Any], name: str) -> list[jax.Array]:
     """x times each weight: in the compute dtype, or in float8 if the weights are `float8.Weight`.
+    Of a `float32_gradients.Weight`, the gradient is float32.
 
     Args:     name: remat name of x, and in float8 of the rounded x.
     """
     if isinstance(weights[0], float8.Weight):
         return float8.matmul(x, weights, name)
-    return [x @ w for w in weights]
+    return [_product(x, w.values, *w.gradients) if is_weight(w) else x @ w for w in weights]
+
+
+@jax.custom_vjp
+def _product(x, w, gradient):
+    """x @ w. The gradient for w is that of `gradient`, float32."""
+    return x @ w
+
+
+def _product_forward(x, w, _):
+    return x @ w, (x, w)
+
+
+def _product_backward(saved, d_y):
+    x, w = saved
+    d_x = lax.dot_general(d_y, w, (((d_y.ndim - 1,), (1,)), ((), ())))
+    tokens = tuple(range(x.ndim - 1))
+    summed = (tokens, tokens), ((), ())
+    d_w = lax.dot_general(x, d_y, summed, preferred_element_type=jnp.float32)
+    return d_x, None, d_w
+
+
+_product.defvjp(_product_forward, _product_backward)
 
 
 @jax.named_scope("qkv")

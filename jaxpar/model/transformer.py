@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -36,6 +37,7 @@ from jaxpar.parallel.collectives import (
     sum_over_stages,
     varying,
 )
+from jaxpar.parallel.float32_gradients import closed, of_gradients, opened, opened_again
 from jaxpar.parallel.prefetch import through_layers
 from jaxpar.params import ParamSpec, split
 
@@ -154,8 +156,8 @@ def view(params: Tree, cfg: Config) -> Tree:
     """A device's shards, arranged for computing: {"top": ..., "layers": ...}.
 
     Query, key and value projections lie side by side, so that one matmul serves them.
-    Layers are [v, ...] arrays over the device's v chunks: a tuple of one tree per layer for
-    `unroll`, one tree of [v, layers, ...] arrays for `scan`.
+    Layers are a tuple of the device's v chunks, each a tuple of one tree per layer for `unroll`,
+    one tree of [layers, ...] arrays for `scan`.
 
     Args:     params: all of them, or one of the parts that `params.split` makes with adapters.
     """
@@ -166,9 +168,8 @@ def view(params: Tree, cfg: Config) -> Tree:
     if "attn_norm" in params["layers"]:
         stacked |= _side_by_side(params["layers"])
     v = cfg.parallel.virtual_stages
-    stacked = jax.tree.map(lambda a: a.reshape(v, -1, *a.shape[1:]), stacked)
-    apart = cfg.parallel.layer_loop == "unroll"
-    return {"top": top, "layers": _apart(stacked) if apart else stacked}
+    chunks = _cut(stacked, v) if cfg.parallel.layer_loop == "scan" else _apart(stacked, v)
+    return {"top": top, "layers": chunks}
 
 
 def _adapters(w: Tree, cfg: Config) -> Tree:
@@ -192,11 +193,26 @@ def _side_by_side(w: Tree) -> Tree:
     return out
 
 
-def _apart(stacked: Tree) -> tuple[Tree, ...]:
-    """One tree per layer. `lax.split`, because its transpose is a single concatenation."""
-    n = next(iter(stacked.values())).shape[1]
-    pieces = {name: lax.split(a, [1] * n, axis=1) for name, a in stacked.items()}
-    return tuple({name: p[i].squeeze(1) for name, p in pieces.items()} for i in range(n))
+def _cut(stacked: Tree, pieces: int) -> tuple[Tree, ...]:
+    """Stacked layers in equal pieces. `lax.split`, because its transpose is one concatenation."""
+    n = next(iter(stacked.values())).shape[0] // pieces
+    cut = {name: lax.split(a, [n] * pieces) for name, a in stacked.items()}
+    return tuple({name: p[i] for name, p in cut.items()} for i in range(pieces))
+
+
+def _apart(stacked: Tree, v: int) -> tuple[tuple[Tree, ...], ...]:
+    """Stacked layers as v chunks of one tree per layer."""
+    n = next(iter(stacked.values())).shape[0]
+    each = [{name: a.squeeze(0) for name, a in w.items()} for w in _cut(stacked, n)]
+    return tuple(itertools.batched(each, n // v))
+
+
+def each_tree(fn: Callable[..., Any], layers: tuple, *rest: tuple) -> tuple:
+    """`fn` of every tree in the layers of a `view`, and of those at its place in the rest."""
+    one = lambda *chunks: (  # noqa: E731
+        tuple(map(fn, *chunks)) if isinstance(chunks[0], tuple) else fn(*chunks)
+    )
+    return tuple(map(one, layers, *rest))
 
 
 def with_scales(weights: Tree, shards: Tree, cfg: Config) -> Tree:
@@ -205,21 +221,18 @@ def with_scales(weights: Tree, shards: Tree, cfg: Config) -> Tree:
     Args:     weights: `shards` (ZeRO-3) or whole (ZeRO-1). shards: the view of this device's.
     Communication: that of `fsdp.float8_scales`: one all-reduce for all layers, and none later.
     """
-    apart = isinstance(shards["layers"], tuple)
-    one = shards["layers"][0] if apart else shards["layers"]
+    one = jax.tree.leaves(shards["layers"], is_leaf=lambda tree: isinstance(tree, dict))[0]
     if cfg.model.matmul_dtype == "compute" or all(map(lora.is_adapter, one)):
         return weights
     scales = fsdp.float8_scales(shards["layers"], tuple(PROJECTIONS), cfg.model.dtype)
     beside = lambda w, s: w | {"scales": s}  # noqa: E731
-    of = weights["layers"]
-    return weights | {"layers": tuple(map(beside, of, scales)) if apart else beside(of, scales)}
+    return weights | {"layers": each_tree(beside, weights["layers"], scales)}
 
 
 def without_scales(grads: Tree) -> Tree:
     """Gradients of a tree from `with_scales`, for the arrays of the view alone."""
     drop = lambda w: {n: g for n, g in w.items() if n != "scales"}  # noqa: E731
-    of = grads["layers"]
-    return grads | {"layers": tuple(map(drop, of)) if isinstance(of, tuple) else drop(of)}
+    return grads | {"layers": each_tree(drop, grads["layers"])}
 
 
 # --------------------------------------------------------------------------- the three parts
@@ -255,7 +268,7 @@ def stage(
         cast = functools.partial(_cast, dims=LAYER_DIMS, cfg=cfg)
         gather = functools.partial(_whole, dims=LAYER_DIMS, cfg=cfg)
         scatter = functools.partial(_scattered, dims=LAYER_DIMS, cfg=cfg)
-        sends = cfg.parallel.zero == 3 and lax.axis_size(FSDP_AXES) > 1
+        sends = _gathers(cfg)
         rows = in_groups(x, groups)
         for alike, of_these in runs_of_layers(chunk, tokens, cfg):
             context = in_groups(of_these, groups)
@@ -265,6 +278,29 @@ def stage(
         return (rows[0] if groups == 1 else jnp.concatenate(rows)), beside
     block = rematerialize(_block(cfg), cfg.parallel.remat, apart=True)
     return lax.scan(lambda x, w: (block(x, w, tokens), None), x, chunk)[0], beside
+
+
+def with_float32_gradients(chunk: Any, cfg: Config) -> Any:
+    """A chunk of `stage` for gradients that are added up over microbatches.
+
+    Matrices that are whole on the device take float32 gradients straight from their matmuls; with
+    ZeRO-3, in float8, in a loop over layers and beside adapters all stay as they are.
+    """
+    p, m = cfg.parallel, cfg.model
+    if not isinstance(chunk, tuple) or p.zero == 3 or m.matmul_dtype == "float8" or cfg.lora.rank:
+        return chunk
+    names = ("wqkv", "wo") if m.num_experts else tuple(PROJECTIONS)
+    return tuple(opened(w, names, p.row_groups) for w in chunk)
+
+
+def _gathers(cfg: Config) -> bool:
+    """Whether a layer's weights come from other devices, and its gradients go there."""
+    return cfg.parallel.zero == 3 and lax.axis_size(FSDP_AXES) > 1
+
+
+def stage_sends(cfg: Config) -> bool:
+    """Whether `stage` communicates."""
+    return _gathers(cfg) or cfg.parallel.tensor > 1 or cfg.parallel.sequence > 1
 
 
 def runs_of_layers(chunk: tuple, tokens: Tokens, cfg: Config) -> list[tuple[tuple, Tokens]]:
@@ -312,7 +348,7 @@ def logits_at(weights: Tree, batch: Batch, tokens: Tokens, last: jax.Array, cfg:
     Returns:  float32 [B, V/tensor].
     """
     top = weights["top"]
-    chunk = jax.tree.map(lambda a: a[0], weights["layers"])
+    (chunk,) = weights["layers"]
     x, _ = stage(chunk, embed(top, batch, cfg), tokens, cfg, {})
     h = gather_sequence(layers.norm(x, top["final_norm"], cfg.model))
     row = lax.dynamic_index_in_dim(h, last, axis=1, keepdims=False)
@@ -326,7 +362,7 @@ def _cast(w: Tree, dims: dict[str, int | None], cfg: Config) -> Tree:
     Not in a loop over microbatches: it is given float32 slices, and casts would come beside them.
     """
     if cfg.parallel.zero == 1 or cfg.parallel.num_microbatches > 1:
-        return w
+        return closed(w)
     return {n: a if dims.get(n) is None else a.astype(cfg.model.dtype) for n, a in w.items()}
 
 
@@ -335,7 +371,7 @@ def _whole(w: Tree, dims: dict[str, int | None], cfg: Config) -> Tree:
 
     Those with a scale beside them come as `float8.Weight`, rounded before the gather or after it.
     """
-    m, p, w = cfg.model, cfg.parallel, dict(w)
+    m, p, w = cfg.model, cfg.parallel, opened_again(w)
     scales, shards = w.pop("scales", {}), w
     if p.gather_dtype == "float8":
         w = {n: a for n, a in w.items() if n not in scales}
@@ -359,7 +395,7 @@ def _scattered(grads: Tree, dims: dict[str, int | None], cfg: Config) -> Tree:
     grads = {n: g for n, g in grads.items() if n not in still}
     if cfg.parallel.zero == 3:
         grads = fsdp.scatter_tree(grads, dims, cfg.parallel.grad_reduce)
-    return grads | still | ({"scales": None} if rounded else {})
+    return of_gradients(grads) | still | ({"scales": None} if rounded else {})
 
 
 def _layer(cfg: Config, xs: tuple, w: Tree, tokens: tuple) -> tuple[jax.Array, ...]:

@@ -113,14 +113,18 @@ gather_float8.defvjp(_gather_float8_forward, _gather_float8_backward)
 def float8_scales(tree: Any, names: Sequence[str], dtype: Any) -> Any:
     """The scale of each matrix of the layers, for e4m3: a power of two from the largest magnitude.
 
-    Args:     tree: a dict of shards, or a tuple of dicts; matrices lie in their last two dims.
+    Args:     tree: dicts of shards, in tuples; matrices lie in their last two dims.
               names: which to scale. dtype: compute dtype.
     Returns:  dicts of float32 arrays without those two dims, the same on each device of FSDP_AXES.
     Communication: one all-reduce over FSDP_AXES, of a number per matrix, for all the layers.
     """
-    largest = lambda w: {n: float8.largest(w[n].astype(dtype), (-2, -1)) for n in names}  # noqa: E731
-    local = tuple(map(largest, tree)) if isinstance(tree, tuple) else largest(tree)
-    numbers, restore = ravel_pytree(local)
+
+    def largest(w: Any) -> Any:
+        if isinstance(w, tuple):
+            return tuple(map(largest, w))
+        return {n: float8.largest(w[n].astype(dtype), (-2, -1)) for n in names}
+
+    numbers, restore = ravel_pytree(largest(tree))
     whole = restore(largest_over(numbers, FSDP_AXES))
     return jax.tree.map(lambda a: float8.power_of_two_scale(a, float8.FORWARD), whole)
 

@@ -3,13 +3,18 @@
 Both take a `Program`, weights and microbatches, and return summed losses and float32 gradients;
 with one stage the pipeline is accumulation. The pipeline's backward is placed by hand with
 `jax.vjp`, so nothing differentiates its loops and nothing is saved per tick: memory is flat in the
-number of microbatches. Stages differ only by `where` masks. A collective over PIPELINE under a
-condition that differs between stages would hang; conditions here depend on the tick alone.
+number of microbatches.
+
+Stages differ by `where` masks, and by the chunk that they are at. Where a chunk sends nothing, it
+is chosen by a branch around all that it computes: matmuls then read its weights, and add to their
+gradients, where they lie, and a stage without a unit rests. Where it sends, every stage must come
+to every collective, since XLA brings together all devices of a program for a permute: then only the
+weights are chosen, as a copy, and masks hide what a stage without a unit computes.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -18,6 +23,7 @@ from jax import lax
 
 from jaxpar.axes import PIPELINE
 from jaxpar.parallel.collectives import shift, varying
+from jaxpar.parallel.float32_gradients import added
 from jaxpar.parallel.schedule import Schedule
 from jaxpar.params import join
 
@@ -33,11 +39,15 @@ class Program:
             gradients travel beside the layers' backward.
     head    (top, x, mb) -> (loss, loss to report). Every stage calls it together; reads x on the
             last stage, and sends that stage alone a gradient.
+    opened  chunk -> chunk, for gradients that are added up: `float32_gradients.opened`.
+    sends   Whether `stage` communicates.
     """
 
     embed: Callable[..., jax.Array]
     stage: Callable[..., tuple[jax.Array, Any]]
     head: Callable[..., Sums]
+    opened: Callable[[Any], Any] = lambda chunk: chunk
+    sends: bool = True
 
 
 @jax.named_scope("between_stages")
@@ -52,17 +62,12 @@ def take(tree: Any, i: Any) -> Any:
 
 
 def _add32(total: Any, part: Any) -> Any:
-    part = _under_names_of(total, part)
-    return jax.tree.map(lambda a, b: a + b.astype(jnp.float32), total, part)
-
-
-def _under_names_of(total: Any, part: Any) -> Any:
-    """What `part` holds under the names of `total`: weights that stand still are none of them."""
+    """Sums, and what `part` holds under their names: weights that stand still are none of them."""
     if isinstance(total, tuple):
-        return tuple(map(_under_names_of, total, part))
+        return tuple(map(_add32, total, part))
     if isinstance(total, dict):
-        return {name: _under_names_of(total[name], part[name]) for name in total}
-    return part
+        return {name: _add32(total[name], part[name]) for name in total}
+    return added(total, part)
 
 
 def _zeros32(tree: Any) -> Any:
@@ -72,7 +77,7 @@ def _zeros32(tree: Any) -> Any:
 def whole_model(program: Program, trained: Any, still: Any, mb: Any) -> Sums:
     """Loss of one microbatch on one stage: embed, all layers, head."""
     weights = join(trained, still)
-    top, chunk = weights["top"], jax.tree.map(lambda a: a[0], weights["layers"])
+    top, (chunk,) = weights["top"], weights["layers"]
     beside = {"head": top["head"]} if "head" in trained["top"] else {}
     x, beside = program.stage(chunk, program.embed(top, mb), mb, beside)
     return program.head(top | beside, x, mb)
@@ -81,25 +86,26 @@ def whole_model(program: Program, trained: Any, still: Any, mb: Any) -> Sums:
 def accumulate(program: Program, weights: Any, still: Any, microbatches: Any, scale: jax.Array):
     """Loss and gradients of a model that is not cut into stages.
 
-    Args:     weights: {"top", "layers"}, varying over every axis; layers [1, ...]. still: the
-              same, of other names: weights that take no gradient; or {}. microbatches: a Batch of
-              [M, ...]. scale: the loss's cotangent, 1 / number of tokens.
+    Args:     weights: {"top", "layers"}, varying over every axis; layers a tuple of one chunk.
+              still: the same, of other names: weights that take no gradient; or {}. microbatches: a
+              Batch of [M, ...]. scale: the loss's cotangent, 1 / number of tokens.
     Returns:  (loss sums over the local tokens, gradients like `weights`; float32 when M > 1).
     """
 
-    def gradients(mb):
+    def gradients(weights, mb):
         sums, vjp = jax.vjp(lambda w: whole_model(program, w, still, mb), weights)
         (grads,) = vjp(_seed(sums, scale))
         return sums, grads
 
     if len(jax.tree.leaves(microbatches)[0]) == 1:
-        return gradients(take(microbatches, 0))
+        return gradients(weights, take(microbatches, 0))
 
     def body(carry, mb):
-        sums, grads = gradients(mb)
+        added_up = dict(weights, layers=tuple(map(program.opened, weights["layers"])))
+        sums, grads = gradients(added_up, mb)
         return (jax.tree.map(jnp.add, carry[0], sums), _add32(carry[1], grads)), None
 
-    first = jax.eval_shape(lambda: gradients(take(microbatches, 0))[0])
+    first = jax.eval_shape(lambda: gradients(weights, take(microbatches, 0))[0])
     start = _zeros_like_type(first), _zeros32(weights)
     return lax.scan(body, start, microbatches)[0]
 
@@ -127,7 +133,7 @@ def forward_only(program: Program, weights: Any, microbatches: Any, virtual: int
     run = _Run(program, weights, microbatches, plan, None, "inputs")
 
     def tick(carry, t):
-        x, y, _ = _forward(run, carry["x"], t, differentiate=False)
+        y, _ = _forward(run, carry["x"], t, None)
         done = t - (P - 1)
         m, c = plan.forward_unit(jnp.clip(done, 0, plan.num_units - 1))
         ready = (done >= 0) & (done < plan.num_units) & (c == virtual - 1)
@@ -155,11 +161,29 @@ class _Run:
     scale: Any
     save: Literal["residuals", "inputs"]
 
-    def chunk(self, c: Any) -> Any:
-        layers = self.weights["layers"]
-        if self.plan.virtual == 1:
-            return jax.tree.map(lambda a: a[0], layers)
-        return take(layers, c)
+    def in_chunk(self, unit: jax.Array, c: jax.Array, fn: Callable, idle: Callable) -> Any:
+        """`fn(weights of chunk c, at_c)`, in which `at_c(g)` is g(c) with a Python int.
+
+        Args:     c: every stage has its own. idle: called where there is no such unit; or `fn` is,
+                  if chunks send, and what comes of it is for masks to hide.
+        """
+        chunks, v = self.weights["layers"], self.plan.virtual
+        if self.program.sends:
+            at_c = lambda g: g(0) if v == 1 else lax.switch(c, [partial(g, k) for k in range(v)])  # noqa: E731
+            return fn(at_c(lambda k: chunks[k]), at_c)
+        work = [partial(fn, chunk, lambda g, k=k: g(k)) for k, chunk in enumerate(chunks)]
+        at_work = (unit >= 0) & (unit < self.plan.num_units)
+        return lax.switch(jnp.where(at_work, c, v), [*work, idle])
+
+    def opened(self, chunk: Any) -> Any:
+        """The chunk for gradients that matmuls add up, if they know where its sums lie."""
+        known = self.plan.virtual == 1 or not self.program.sends
+        return self.program.opened(chunk) if known else chunk
+
+    @property
+    def slots(self) -> int:
+        """Of the ring: the units in flight, and one for what no backward will read."""
+        return self.plan.ring_size + self.program.sends
 
     def x_aval(self) -> Any:
         return jax.eval_shape(
@@ -187,7 +211,7 @@ def one_f_one_b(
 ):
     """Loss and gradients of a model cut into stages over PIPELINE: interleaved 1F1B.
 
-    Args:     weights: {"top", "layers"}, varying over every axis; layers [v, ...], this stage's
+    Args:     weights: {"top", "layers"}, varying over every axis; layers a tuple of this stage's v
               chunks. still: as in `accumulate`. microbatches: a Batch of [M, ...]. scale: the
               loss's cotangent. save: what waits in the ring for the backward: the vjp's own
               residuals under the named remat policy, or chunk inputs, from which the chunk is run
@@ -207,7 +231,7 @@ def one_f_one_b(
         sums=run.no_loss(),
     )
     for forwards, backwards, start, stop in plan.phases():
-        tick = functools.partial(_tick, run, forwards, backwards)
+        tick = partial(_tick, run, forwards, backwards)
         carry, _ = lax.scan(tick, carry, jnp.arange(start, stop))
     return carry["sums"], carry["grads"]
 
@@ -217,8 +241,7 @@ def _tick(run: _Run, forwards: bool, backwards: bool, carry: dict, t: jax.Array)
     carry = dict(carry)
     d_head = jnp.zeros_like(carry["x"])
     if forwards:
-        x, y, saved = _forward(run, carry["x"], t, differentiate=run.save == "residuals")
-        carry["ring"] = _put(run, carry["ring"], saved if run.save == "residuals" else [x], t)
+        y, carry["ring"] = _forward(run, carry["x"], t, carry["ring"])
         if backwards:
             carry["sums"], carry["grads"], d_head = _head(run, carry, y, t)
         carry["x"] = _to_stage(y, 1)
@@ -228,10 +251,14 @@ def _tick(run: _Run, forwards: bool, backwards: bool, carry: dict, t: jax.Array)
     return carry, None
 
 
-def _forward(run: _Run, received: jax.Array, t: jax.Array, *, differentiate: bool):
-    """This stage's forward unit at tick t: its input, its output, and the vjp's residuals."""
+def _forward(run: _Run, received: jax.Array, t: jax.Array, ring: Any):
+    """This stage's forward unit at tick t: its output, and the ring with what its backward needs.
+
+    Args:     ring: None for the output alone.
+    """
     s, plan = lax.axis_index(PIPELINE), run.plan
-    m, c = plan.forward_unit(jnp.clip(t - s, 0, plan.num_units - 1))
+    i = t - s
+    m, c = plan.forward_unit(jnp.clip(i, 0, plan.num_units - 1))
     m0, c0 = plan.forward_unit(jnp.clip(t, 0, plan.num_units - 1))
     fresh = _when(
         run,
@@ -240,11 +267,15 @@ def _forward(run: _Run, received: jax.Array, t: jax.Array, *, differentiate: boo
         lambda: jnp.zeros_like(received),
     )
     x = jnp.where((s == 0) & (c == 0), fresh, received)
-    stage = functools.partial(_stage, run, take(run.microbatches, m))
-    if not differentiate:
-        return x, stage(run.chunk(c), x), None
-    y, vjp = _vjp(stage, run.chunk(c), x)
-    return x, y, jax.tree.leaves(vjp)
+    stage = partial(_stage, run, take(run.microbatches, m))
+
+    def unit(chunk: Any, _: Any):
+        if ring is None or run.save == "inputs":
+            return stage(chunk, x), ring if ring is None else _put(run, ring, [x], i)
+        y, vjp = _vjp(stage, run.opened(chunk), x)
+        return y, _put(run, ring, jax.tree.leaves(vjp), i)
+
+    return run.in_chunk(i, c, unit, lambda: (x, ring))
 
 
 def _vjp(stage: Callable, chunk: Any, x: jax.Array):
@@ -289,22 +320,21 @@ def _backward(run: _Run, carry: dict, d_head: jax.Array, t: jax.Array):
     m, c, f = plan.backward_unit(jnp.clip(i, 0, plan.num_units - 1))
     last = (s == plan.stages - 1) & (c == plan.virtual - 1)
     g = jnp.where(valid, jnp.where(last, d_head, carry["g"]), 0)
-    saved = take(carry["ring"], f % plan.ring_size)
-    x = saved[0] if run.save == "inputs" else jnp.zeros_like(g)
-    chunk = run.chunk(c)
-    _, vjp = _vjp(functools.partial(_stage, run, take(run.microbatches, m)), chunk, x)
-    if run.save == "residuals":  # the forward just traced is then dead code; XLA drops it
-        vjp = jax.tree.unflatten(jax.tree.structure(vjp), saved)
-    vjp.args_res[0] = chunk
-    d_chunk, dx = vjp(g)
-    grads = dict(carry["grads"], layers=_add_chunk(run, carry["grads"]["layers"], d_chunk, c))
-    return _embed_backward(run, grads, dx, t), dx
+    sums = carry["grads"]["layers"]
 
+    def unit(chunk: Any, at_c: Callable):
+        saved = take(carry["ring"], f % plan.ring_size)
+        x = saved[0] if run.save == "inputs" else jnp.zeros_like(g)
+        chunk = run.opened(chunk)
+        _, vjp = _vjp(partial(_stage, run, take(run.microbatches, m)), chunk, x)
+        if run.save == "residuals":  # the forward just traced is then dead code; XLA drops it
+            vjp = jax.tree.unflatten(jax.tree.structure(vjp), saved)
+        vjp.args_res[0] = chunk
+        d_chunk, dx = vjp(g)
+        return at_c(lambda k: (*sums[:k], _add32(sums[k], d_chunk), *sums[k + 1 :])), dx
 
-def _add_chunk(run: _Run, total: Any, part: Any, c: jax.Array) -> Any:
-    at = 0 if run.plan.virtual == 1 else c
-    add = lambda a, b: a.at[at].add(b.astype(jnp.float32))  # noqa: E731
-    return jax.tree.map(add, total, _under_names_of(total, part))
+    layers, dx = run.in_chunk(i, c, unit, lambda: (sums, g))
+    return _embed_backward(run, dict(carry["grads"], layers=layers), dx, t), dx
 
 
 def _embed_backward(run: _Run, grads: dict, dx: jax.Array, t: jax.Array) -> dict:
@@ -324,37 +354,39 @@ def _embed_backward(run: _Run, grads: dict, dx: jax.Array, t: jax.Array) -> dict
 
 
 def _empty_ring(run: _Run, blank: jax.Array) -> Any:
-    """Slots for the units in flight, and one more for what no backward will read."""
-    types = [jax.typeof(blank)]
-    if run.save == "residuals":
-        types = _residual_types(run, blank)
-    slots = run.plan.ring_size + 1
+    types = _residual_types(run, blank) if run.save == "residuals" else [jax.typeof(blank)]
+    return [_empty(run, aval) for aval in types]
 
-    def empty(aval: Any) -> jax.Array:
-        zeros = varying(jnp.zeros((slots, *aval.shape), aval.dtype))
-        # A residual that the remat policy saves in host memory waits there too.
-        space = aval.memory_space
-        return zeros if space == jax.memory.Space.Device else jax.device_put(zeros, space)
 
-    return [empty(aval) for aval in types]
+def _empty(run: _Run, aval: Any) -> jax.Array:
+    """[slots, ...] in the memory space of `aval`: a residual that the remat policy saves in host
+    memory waits there too.
+
+    Memory as it is found, unless a stage without a unit computes, with what it reads here: zeros
+    are tens of GB that every step would write.
+    """
+    make = jnp.zeros if run.program.sends else lax.empty
+    array = varying(make((run.slots, *aval.shape), aval.dtype))
+    space = aval.memory_space
+    return array if space == jax.memory.Space.Device else jax.device_put(array, space)
 
 
 def _residual_types(run: _Run, x: jax.Array) -> list[Any]:
     """Types of a unit's residuals. (`eval_shape` returns no memory space under shard_map.)"""
     types: list[Any] = []
-    stage = functools.partial(_stage, run, take(run.microbatches, 0))
+    stage = partial(_stage, run, take(run.microbatches, 0))
 
     def note(x: jax.Array) -> None:
-        types.extend(map(jax.typeof, jax.tree.leaves(_vjp(stage, run.chunk(0), x)[1])))
+        chunk = run.opened(run.weights["layers"][0])
+        types.extend(map(jax.typeof, jax.tree.leaves(_vjp(stage, chunk, x)[1])))
 
     jax.eval_shape(note, x)
     return types
 
 
-def _put(run: _Run, ring: Any, saved: Any, t: jax.Array) -> Any:
-    """Store this tick's forward unit; a tick without one writes to the spare slot."""
-    i = t - lax.axis_index(PIPELINE)
-    ring_size = run.plan.ring_size
-    slot = jnp.where((i >= 0) & (i < run.plan.num_units), i % ring_size, ring_size)
+def _put(run: _Run, ring: Any, saved: Any, i: jax.Array) -> Any:
+    """Store what the backward of the i-th forward unit needs; without such a unit, in the last."""
+    valid = (i >= 0) & (i < run.plan.num_units)
+    slot = jnp.where(valid, i % run.plan.ring_size, run.slots - 1)
     put = lambda r, a: lax.dynamic_update_index_in_dim(r, a, slot, 0)  # noqa: E731
     return jax.tree.map(put, ring, varying(saved))
