@@ -230,7 +230,9 @@ def one_f_one_b(
         grads=_zeros32(weights),
         sums=run.no_loss(),
     )
-    for forwards, backwards, start, stop in plan.phases():
+    # Where stages rest, one loop does it, compiled once.
+    phases = plan.phases() if program.sends else ((True, True, 0, plan.phases()[-1][-1]),)
+    for forwards, backwards, start, stop in phases:
         tick = partial(_tick, run, forwards, backwards)
         carry, _ = lax.scan(tick, carry, jnp.arange(start, stop))
     return carry["sums"], carry["grads"]
@@ -289,8 +291,9 @@ def _stage(run: _Run, mb: Any, chunk: Any, x: jax.Array) -> jax.Array:
 
 
 def _when(run: _Run, predicate: jax.Array, yes: Callable, no: Callable) -> Any:
-    """`yes()` on the ticks that need it. Without interleaving all do, so there is no branch."""
-    return yes() if run.plan.virtual == 1 else lax.cond(predicate, yes, no)
+    """`yes()` on the ticks that need it: in loops of their own and without interleaving all."""
+    every = run.plan.virtual == 1 and run.program.sends
+    return yes() if every else lax.cond(predicate, yes, no)
 
 
 def _head(run: _Run, carry: dict, y: jax.Array, t: jax.Array):
