@@ -20,7 +20,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxpar.axes import TENSOR, VOCAB_AXES
 from jaxpar.batch import Batch
 from jaxpar.config import Config, OptimizerConfig, ParallelConfig
-from jaxpar.model import block, decode, transformer
+from jaxpar.model import block, decode, transformer, views
 from jaxpar.state import state_specs
 from jaxpar.step import gather_once
 
@@ -63,7 +63,7 @@ def make_next_logits(cfg: Config, mesh: Mesh) -> Callable[[Any, np.ndarray, int]
 def _next_logits(cfg: Config, params: Any, tokens: jax.Array, last: jax.Array) -> jax.Array:
     place = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     batch = Batch(tokens, tokens, jnp.ones_like(tokens), place)
-    weights = transformer.view(params, cfg)
+    weights = views.view(params, cfg)
     described = block.describe_tokens(batch, cfg, max_segments=1)
     return transformer.logits_at(weights, batch, described, last, cfg)
 
@@ -148,7 +148,7 @@ def weights_for_sampling(params: Any, cfg: Config, mesh: Mesh) -> Any:
     """
 
     def arrange(params):
-        view = gather_once(transformer.view(params, cfg), cfg)
+        view = gather_once(views.view(params, cfg), cfg)
         return jax.tree.map(lambda a: a[None], view)
 
     specs = state_specs(cfg).params

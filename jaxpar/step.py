@@ -19,7 +19,7 @@ from jaxpar import moments, skipping
 from jaxpar.axes import BATCH_SPEC, PIPELINE, TOKEN_AXES
 from jaxpar.batch import IGNORED, Batch
 from jaxpar.config import Config
-from jaxpar.model import block, transformer
+from jaxpar.model import block, transformer, views
 from jaxpar.parallel import fsdp
 from jaxpar.parallel.collectives import global_norm, psum, reduce_gradients, varying
 from jaxpar.parallel.pipeline import Program, accumulate, forward_only, one_f_one_b
@@ -145,15 +145,15 @@ def loss_and_gradients(
     """
     num_tokens = count_labels(batch)
     moved, still = split(varying(params), transformer.param_specs(cfg.model, cfg.lora))
-    shards, unview = jax.vjp(lambda p: transformer.view(p, cfg), moved)
+    shards, unview = jax.vjp(lambda p: views.view(p, cfg), moved)
     weights = weights_of_step(shards, cfg)
     if still:
-        still = weights_of_step(transformer.view(still, cfg), cfg)
+        still = weights_of_step(views.view(still, cfg), cfg)
     program = program_of(cfg, max_segments)
     microbatches = split_microbatches(batch, cfg.parallel.num_microbatches)
     run = schedule_of(cfg)
     (_, loss_sum), grads = run(program, weights, still, microbatches, scale / num_tokens)
-    grads = transformer.without_scales(grads)
+    grads = views.without_scales(grads)
     if cfg.parallel.zero == 1:
         grads = scatter_once(grads, cfg)
     (grads,) = unview(grads)
@@ -165,7 +165,7 @@ def loss_and_gradients(
 
 def eval_step(cfg: Config, max_segments: int | None, params: Any, batch: Batch):
     """Summed loss and labelled tokens of a global batch, without gradients."""
-    weights = weights_of_step(transformer.view(varying(params), cfg), cfg)
+    weights = weights_of_step(views.view(varying(params), cfg), cfg)
     microbatches = split_microbatches(batch, cfg.parallel.num_microbatches)
     program = program_of(cfg, max_segments)
     _, loss_sum = forward_only(program, weights, microbatches, cfg.parallel.virtual_stages)
@@ -209,9 +209,9 @@ def schedule_of(cfg: Config) -> Callable:
 
 def weights_of_step(shards: Any, cfg: Config) -> Any:
     """What the model is given: shards that it gathers itself (ZeRO-3), or whole weights (ZeRO-1);
-    with what is measured once per step (`transformer.with_scales`)."""
+    with what is measured once per step (`views.with_scales`)."""
     weights = gather_once(shards, cfg) if cfg.parallel.zero == 1 else shards
-    return transformer.with_scales(weights, shards, cfg)
+    return views.with_scales(weights, shards, cfg)
 
 
 def gather_once(shards: Any, cfg: Config) -> Any:
@@ -229,9 +229,9 @@ def scatter_once(grads: Any, cfg: Config) -> Any:
 
 def _map_groups(fn: Callable, tree: Any) -> Any:
     """`fn(arrays, dims)` over the arrays outside the layers and over each layer's."""
-    in_layers = functools.partial(fn, dims=transformer.LAYER_DIMS)
-    layers = transformer.each_tree(in_layers, tree["layers"])
-    return {"top": fn(tree["top"], dims=transformer.TOP_DIMS), "layers": layers}
+    in_layers = functools.partial(fn, dims=views.LAYER_DIMS)
+    layers = views.each_tree(in_layers, tree["layers"])
+    return {"top": fn(tree["top"], dims=views.TOP_DIMS), "layers": layers}
 
 
 @jax.named_scope("clip")

@@ -33,7 +33,7 @@ _INPUTS = {"wo": 2}
 #: Matrices whose output is of size D; of the others the input is.
 _TO_RESIDUAL = ("wo", "w_down")
 
-#: `transformer.LAYER_DIMS` of adapters: where D is.
+#: `views.LAYER_DIMS` of adapters: where D is.
 VIEW_DIMS: dict[str, int | None] = {
     **{name + A: None if name in _TO_RESIDUAL else -2 for name in TARGETS.values()},
     **{name + B: -1 if name in _TO_RESIDUAL else None for name in TARGETS.values()},

@@ -362,16 +362,12 @@ def _empty_ring(run: _Run, blank: jax.Array) -> Any:
 
 
 def _empty(run: _Run, aval: Any) -> jax.Array:
-    """[slots, ...] in the memory space of `aval`: a residual that the remat policy saves in host
-    memory waits there too.
-
-    Memory as it is found, unless a stage without a unit computes, with what it reads here: zeros
-    are tens of GB that every step would write.
-    """
-    make = jnp.zeros if run.program.sends else lax.empty
-    array = varying(make((run.slots, *aval.shape), aval.dtype))
-    space = aval.memory_space
-    return array if space == jax.memory.Space.Device else jax.device_put(array, space)
+    """Slots for values like `aval`. On the device they begin as memory is found, since zeros are
+    tens of GB that every step would write; unless a stage without a unit computes with them."""
+    shape = (run.slots, *aval.shape)
+    if aval.memory_space != jax.memory.Space.Device:  # saved there by the remat policy
+        return jax.device_put(varying(jnp.zeros(shape, aval.dtype)), aval.memory_space)
+    return varying((jnp.zeros if run.program.sends else lax.empty)(shape, aval.dtype))
 
 
 def _residual_types(run: _Run, x: jax.Array) -> list[Any]:

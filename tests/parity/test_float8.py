@@ -21,7 +21,7 @@ from jaxpar.config import Config, ConfigError, replace
 from jaxpar.generation import config_for_sampling
 from jaxpar.kernels import float8
 from jaxpar.memory_rules import REMAT_POLICIES
-from jaxpar.model import transformer
+from jaxpar.model import transformer, views
 from jaxpar.parallel import fsdp
 from jaxpar.parallel.collectives import varying
 from jaxpar.parallel.mesh import axis_sizes, make_mesh
@@ -241,8 +241,9 @@ def test_scales_take_one_all_reduce_for_all_layers(devices):
     cfg, mesh = on_mesh("data=2,gather_dtype=float8,layer_loop=unroll", devices)
 
     def scales(params):
-        shards = transformer.view(varying(params), cfg)
-        return [w["scales"] for w in weights_of_step(shards, cfg)["layers"]]
+        shards = views.view(varying(params), cfg)
+        (chunk,) = weights_of_step(shards, cfg)["layers"]
+        return jax.tree.map(lambda a: a[None], [w["scales"] for w in chunk])
 
     specs = jax.tree.map(lambda s: s.partition_spec, transformer.param_specs(cfg.model))
     step = jax.shard_map(
