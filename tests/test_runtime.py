@@ -11,6 +11,7 @@ from jaxpar.config import Config, ConfigError, RunConfig, replace
 FSDP = Config()
 TENSOR = replace(FSDP, **{"parallel.tensor": 2})
 FLOAT8 = replace(FSDP, **{"model.matmul_dtype": "float8"})
+WIDE = replace(FSDP, **{"model.d_model": 4096})
 LEFT_ALONE = Config(run=RunConfig(xla_flags="none"))
 
 
@@ -42,7 +43,17 @@ def test_the_config_decides(gpu_host):
     names = lambda p: {row.name for row in xla_flags.measured_for("H200", jax.__version__, p)}  # noqa: E731
     combine = "xla_gpu_all_gather_combine_threshold_bytes"
     assert combine in names(FSDP) and combine not in names(TENSOR)
-    assert names(FLOAT8) - names(FSDP) == {"xla_gpu_enable_triton_gemm"}
+    assert FSDP.model.d_model < WIDE.model.d_model
+    for cfg in (FLOAT8, WIDE):
+        assert names(cfg) - names(FSDP) == {"xla_gpu_enable_triton_gemm"}
+    wide = replace(TENSOR, **{"model.d_model": 4096})
+    assert names(wide) == names(TENSOR)
+
+
+def test_no_flag_is_set_twice(gpu_host):
+    for cfg in (FSDP, TENSOR, FLOAT8, WIDE):
+        names = [row.name for row in xla_flags.measured_for("H200", jax.__version__, cfg)]
+        assert len(names) == len(set(names))
 
 
 def test_what_several_processes_refuse_is_set_in_one_alone(gpu_host):

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.axes import FSDP_AXES
 from jaxpar.batch import Batch
 from jaxpar.config import Config, LoraConfig, ModelConfig
 from jaxpar.kernels import float8
@@ -162,26 +161,37 @@ def stage(
     return lax.scan(lambda x, w: (block(x, w, tokens), None), x, chunk)[0], beside
 
 
-def with_float32_gradients(chunk: Any, cfg: Config) -> Any:
-    """A chunk of `stage` for gradients that are added up over microbatches.
+def matmuls_add_up(cfg: Config) -> bool:
+    """Whether matmuls add the gradients of a layer's matrices to float32 sums over microbatches.
 
-    Matrices that are whole on the device take float32 gradients straight from their matmuls; with
-    ZeRO-3, in float8, in a loop over layers and beside adapters all stay as they are.
+    For that the matrices are whole on the device, multiplied as they are, and in a chunk whose
+    sums have one place (`parallel/pipeline.py`).
     """
     p, m = cfg.parallel, cfg.model
-    if not isinstance(chunk, tuple) or p.zero == 3 or m.matmul_dtype == "float8" or cfg.lora.rank:
+    whole = p.zero == 1 and p.layer_loop == "unroll" and not cfg.lora.rank
+    one_place = p.virtual_stages == 1 or not stage_sends(cfg)
+    return whole and m.matmul_dtype == "compute" and one_place
+
+
+def with_float32_gradients(chunk: Any, cfg: Config) -> Any:
+    """A chunk of `stage` for gradients that are added up, where `matmuls_add_up`."""
+    if not matmuls_add_up(cfg):
         return chunk
-    names = ("wqkv", "wo") if m.num_experts else tuple(PROJECTIONS)
-    return tuple(opened(w, names, p.row_groups) for w in chunk)
+    names = ("wqkv", "wo") if cfg.model.num_experts else tuple(PROJECTIONS)
+    return tuple(opened(w, names, cfg.parallel.row_groups) for w in chunk)
 
 
 def _gathers(cfg: Config) -> bool:
     """Whether a layer's weights come from other devices, and its gradients go there."""
-    return cfg.parallel.zero == 3 and lax.axis_size(FSDP_AXES) > 1
+    p = cfg.parallel
+    return p.zero == 3 and p.data * p.expert * p.sequence > 1
 
 
 def stage_sends(cfg: Config) -> bool:
-    """Whether `stage` communicates."""
+    """Whether `stage` communicates.
+
+    Args:     cfg: resolved.
+    """
     return _gathers(cfg) or cfg.parallel.tensor > 1 or cfg.parallel.sequence > 1
 
 

@@ -39,7 +39,7 @@ class Program:
             gradients travel beside the layers' backward.
     head    (top, x, mb) -> (loss, loss to report). Every stage calls it together; reads x on the
             last stage, and sends that stage alone a gradient.
-    opened  chunk -> chunk, for gradients that are added up: `float32_gradients.opened`.
+    opened  chunk -> chunk, for gradients that matmuls add up, if they do: `float32_gradients`.
     sends   Whether `stage` communicates.
     """
 
@@ -175,11 +175,6 @@ class _Run:
         at_work = (unit >= 0) & (unit < self.plan.num_units)
         return lax.switch(jnp.where(at_work, c, v), [*work, idle])
 
-    def opened(self, chunk: Any) -> Any:
-        """The chunk for gradients that matmuls add up, if they know where its sums lie."""
-        known = self.plan.virtual == 1 or not self.program.sends
-        return self.program.opened(chunk) if known else chunk
-
     @property
     def slots(self) -> int:
         """Of the ring: the units in flight, and one for what no backward will read."""
@@ -274,7 +269,7 @@ def _forward(run: _Run, received: jax.Array, t: jax.Array, ring: Any):
     def unit(chunk: Any, _: Any):
         if ring is None or run.save == "inputs":
             return stage(chunk, x), ring if ring is None else _put(run, ring, [x], i)
-        y, vjp = _vjp(stage, run.opened(chunk), x)
+        y, vjp = _vjp(stage, run.program.opened(chunk), x)
         return y, _put(run, ring, jax.tree.leaves(vjp), i)
 
     return run.in_chunk(i, c, unit, lambda: (x, ring))
@@ -328,7 +323,7 @@ def _backward(run: _Run, carry: dict, d_head: jax.Array, t: jax.Array):
     def unit(chunk: Any, at_c: Callable):
         saved = take(carry["ring"], f % plan.ring_size)
         x = saved[0] if run.save == "inputs" else jnp.zeros_like(g)
-        chunk = run.opened(chunk)
+        chunk = run.program.opened(chunk)
         _, vjp = _vjp(partial(_stage, run, take(run.microbatches, m)), chunk, x)
         if run.save == "residuals":  # the forward just traced is then dead code; XLA drops it
             vjp = jax.tree.unflatten(jax.tree.structure(vjp), saved)
@@ -376,7 +371,7 @@ def _residual_types(run: _Run, x: jax.Array) -> list[Any]:
     stage = partial(_stage, run, take(run.microbatches, 0))
 
     def note(x: jax.Array) -> None:
-        chunk = run.opened(run.weights["layers"][0])
+        chunk = run.program.opened(run.weights["layers"][0])
         types.extend(map(jax.typeof, jax.tree.leaves(_vjp(stage, chunk, x)[1])))
 
     jax.eval_shape(note, x)

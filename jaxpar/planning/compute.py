@@ -6,9 +6,10 @@ from jaxpar.config import Config
 from jaxpar.memory_rules import ON_HOST
 from jaxpar.model.loss import num_chunks
 from jaxpar.model.remat import saved_names
+from jaxpar.model.transformer import matmuls_add_up, stage_sends
 from jaxpar.planning import rates
 from jaxpar.planning.hardware import Gpu
-from jaxpar.planning.memory import saved_bytes
+from jaxpar.planning.memory import slot_bytes
 from jaxpar.planning.shard import Shard, state_bytes
 
 
@@ -171,29 +172,38 @@ def weights_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
     own = shard.parameters / shard.fsdp
     travels = 8 * shard.parameters if shard.fsdp > 1 and shard.trained else 0.0
     once = 12 * own + travels
-    micro = cfg.parallel.num_microbatches
-    accumulates = micro > 1 or cfg.parallel.pipeline > 1
-    sums = 10 * (own if zero3 else shard.parameters) if accumulates and shard.trained else 0.0
-    # A stage of several chunks copies the one that a unit multiplies with, forward and backward.
-    copied = 4 * shard.width * shard.layers * shard.matrices if shard.chunks > 1 else 0.0
-    moved = once * (micro if zero3 else 1)
-    moved += (sums + copied) * backward_units(cfg) / shard.chunks
+    moved = once * (cfg.parallel.num_microbatches if zero3 else 1)
+    moved += _added_up(cfg, shard) * backward_units(cfg) / shard.chunks
     return Seconds(elementwise=moved / elementwise_rate(gpu))
 
 
+def _added_up(cfg: Config, shard: Shard) -> float:
+    """Bytes that a microbatch moves for the sums of gradients: 10 a weight, but nothing where the
+    matmuls add. A stage of several chunks that send copies the one that a unit multiplies with,
+    forward and backward."""
+    p, layers = cfg.parallel, shard.layers * shard.layer
+    copied = shard.chunks > 1 and stage_sends(cfg)
+    moved = 4 * shard.width * shard.layers * shard.matrices if copied else 0.0
+    if shard.trained and (p.num_microbatches > 1 or p.pipeline > 1):
+        summed = shard.parameters - (layers if matmuls_add_up(cfg) else 0)
+        moved += 10 * summed / (shard.fsdp if p.zero == 3 else 1)
+    return moved
+
+
 def backward_units(cfg: Config) -> int:
-    """Backward slots that a device runs in a step, idle ones included: of a chunk each."""
+    """Units that a device computes backward in a step, of a chunk each: where chunks send, those
+    of idle slots too."""
     p = cfg.parallel
-    return p.num_microbatches * p.virtual_stages + p.pipeline - 1
+    return p.num_microbatches * p.virtual_stages + (p.pipeline - 1 if stage_sends(cfg) else 0)
 
 
 def ring_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
     """Residuals copied into the pipeline's ring and out of it, each read and written."""
     if cfg.parallel.pipeline == 1:
         return Seconds()
-    slots = 2 * shard.chunks * cfg.parallel.pipeline + 1
-    unit = saved_bytes(cfg, shard) / slots
-    return Seconds(elementwise=4 * unit * backward_units(cfg) / elementwise_rate(gpu))
+    return Seconds(
+        elementwise=4 * slot_bytes(cfg, shard) * backward_units(cfg) / elementwise_rate(gpu)
+    )
 
 
 def optimizer_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> float:

@@ -18,6 +18,7 @@ from jaxpar.config import Config, ModelConfig
 from jaxpar.memory_rules import LAYER_INPUT, REMAT_NAMES
 from jaxpar.model.loss import num_chunks
 from jaxpar.model.remat import names_on_host, saved_names
+from jaxpar.model.transformer import stage_sends
 from jaxpar.planning.shard import Shard, moment_bytes, shard_of, state_bytes
 
 
@@ -139,15 +140,26 @@ def _at_end(cfg: Config, shard: Shard, weights: float, optimizer: float) -> Memo
 
 def saved_bytes(cfg: Config, shard: Shard) -> float:
     """What waits for the backward when the loss is taken: of a microbatch, or the ring's slots."""
-    p, v = cfg.parallel, shard.chunks
-    unit = shard.layers / v * shard.tokens * saved_per_token(cfg)
+    p, slot = cfg.parallel, slot_bytes(cfg, shard)
     if p.pipeline == 1:
-        return unit
-    slots = 2 * v * p.pipeline  # one more than waits: a spare one is written to and never read
-    if p.pipeline_save == "inputs":
-        entry = shard.tokens * shard.width * cfg.model.d_model / p.tensor
-        return slots * entry + unit
-    return (slots + 1) * unit  # and the unit that is being written
+        return slot
+    slots = 2 * shard.chunks * p.pipeline - 1
+    if stage_sends(cfg):
+        slots += 1  # for what no backward reads
+        if p.pipeline_save == "residuals":
+            slots += 1  # the unit that is being written
+    return slots * slot + (_unit_bytes(cfg, shard) if p.pipeline_save == "inputs" else 0)
+
+
+def slot_bytes(cfg: Config, shard: Shard) -> float:
+    """What one unit leaves for its backward: of a microbatch in one chunk."""
+    if cfg.parallel.pipeline > 1 and cfg.parallel.pipeline_save == "inputs":
+        return shard.tokens * shard.width * cfg.model.d_model / cfg.parallel.tensor
+    return _unit_bytes(cfg, shard)
+
+
+def _unit_bytes(cfg: Config, shard: Shard) -> float:
+    return shard.layers / shard.chunks * shard.tokens * saved_per_token(cfg)
 
 
 def saved_per_token(cfg: Config) -> float:

@@ -102,9 +102,10 @@ def test_saved_values_are_those_of_the_page():
     tokens = value_of(row("values saved for the backward, without a pipeline")[0], letters_of(cfg))
     per_token = saved_per_token(cfg)
     assert tokens * per_token == pytest.approx(saved_bytes(cfg, shard_of(cfg)))
-    staged = with_parallel(virtual_stages=2, **PIPELINE)
-    ring = value_of(row("the same in a pipeline")[0], letters_of(staged))
-    shard = shard_of(staged)
-    whole = shard.tokens * staged.model.num_layers * per_token
-    assert ring * whole == pytest.approx(saved_bytes(staged, shard))
+    for sends, more in (("", {"data": 2}), (" whose stages send", {"sequence": 2})):
+        staged = with_parallel(virtual_stages=2, **PIPELINE, **more)
+        ring = value_of(row(f"the same in a pipeline{sends}")[0], letters_of(staged))
+        shard = shard_of(staged)
+        whole = shard.tokens * staged.model.num_layers * saved_per_token(staged)
+        assert ring * whole == pytest.approx(saved_bytes(staged, shard))
     assert bytes_of_names(staged.model, 2)["qkv"] * 2 == bytes_of_names(staged.model, 1)["qkv"]

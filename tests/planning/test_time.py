@@ -58,20 +58,31 @@ def test_bytes_sent_are_those_that_were_counted():
     assert fsdp.sent == pytest.approx(34_560_565_266, rel=1e-3)
 
 
-def test_interleaved_stages_copy_the_weights_of_their_chunk():
+def test_interleaved_stages_that_send_copy_the_weights_of_their_chunk():
     """8 bytes a weight of the layers and unit: read and written, forward and backward, in 16 bits.
 
-    Float32 sums of gradients are 10 bytes a parameter and unit, with any number of chunks.
+    And 10 for its gradient, added to a float32 sum, which with one chunk the matmul does.
     """
     moved, units = {}, {1: 4 + 1, 2: (2 * 4 + 1) / 2}
     for virtual in units:
-        cfg = on(8, pipeline=2, zero=1, num_microbatches=4, virtual_stages=virtual)
+        cfg = on(8, pipeline=2, tensor=2, zero=1, num_microbatches=4, virtual_stages=virtual)
         shard = shard_of(cfg)
         moved[virtual] = weights_seconds(cfg, shard, H200).total * elementwise_rate(H200)
     weights = 16 * shard.matrices
-    assert weights == pytest.approx(16 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336))
-    sums = 10 * shard.parameters * (units[2] - units[1])
-    assert moved[2] - moved[1] == pytest.approx(8 * weights * units[2] + sums)
+    assert weights == pytest.approx(16 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336) / 2)
+    layers = 10 * shard.layers * shard.layer * units[2]
+    tables = 20 * shard.table * (units[2] - units[1])
+    assert moved[2] - moved[1] == pytest.approx(8 * weights * units[2] + layers + tables)
+
+
+@pytest.mark.parametrize("virtual", [1, 2, 4])
+def test_stages_that_send_nothing_move_no_weights(virtual):
+    """Embedding and head aside: 10 bytes for each of their weights and microbatch."""
+    cfg = on(8, pipeline=2, zero=1, num_microbatches=4, virtual_stages=virtual)
+    shard = shard_of(cfg)
+    once = 12 * shard.parameters / shard.fsdp + 8 * shard.parameters
+    moved = weights_seconds(cfg, shard, H200).total * elementwise_rate(H200)
+    assert moved == pytest.approx(once + 10 * 2 * shard.table * 4)
 
 
 def test_parts_add_up_and_mfu_follows():
