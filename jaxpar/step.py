@@ -21,8 +21,9 @@ from jaxpar.batch import IGNORED, Batch
 from jaxpar.config import Config
 from jaxpar.model import block, transformer, views
 from jaxpar.parallel import fsdp
+from jaxpar.parallel.accumulation import Program, accumulate
 from jaxpar.parallel.collectives import global_norm, psum, reduce_gradients, varying
-from jaxpar.parallel.pipeline import Program, accumulate, forward_only, one_f_one_b
+from jaxpar.parallel.pipeline import forward_only, one_f_one_b
 from jaxpar.params import join, partition_specs, split
 from jaxpar.state import TrainState, bytes_per_device, layers_here, state_shardings, state_specs
 

@@ -1,17 +1,18 @@
-"""Microbatches through the model: gradient accumulation, and the 1F1B pipeline.
+"""Microbatches through a model that is cut into stages over PIPELINE: interleaved 1F1B.
 
-Both take a `Program`, weights and microbatches, and return summed losses and float32 gradients;
-with one stage the pipeline is accumulation. The pipeline's backward is placed by hand with
-`jax.vjp`, so nothing differentiates its loops and nothing is saved per tick: memory is flat in the
-number of microbatches.
+Takes a `Program`, weights and microbatches, and returns summed losses and float32 gradients. The
+backward is placed by hand with `jax.vjp`, so nothing differentiates the loops and nothing is saved
+per tick: memory is flat in the number of microbatches.
 
 Stages differ by `where` masks, and by the chunk that they are at. Where a chunk sends nothing, it
 is chosen by a branch around all that it computes: matmuls then read its weights, and add to their
 gradients, where they lie, and a stage without a unit rests. Where it sends, every stage must come
-to every collective, since XLA brings together all devices of a program for a permute: then only the
-weights are chosen, as a copy, and masks hide what a stage without a unit computes.
+to every collective, since XLA brings together all devices of a program for a permute: then chunks
+lie in stacked arrays, an index chooses the weights, as a copy, and masks hide what a stage without
+a unit computes.
 """
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -22,32 +23,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.axes import PIPELINE
+from jaxpar.parallel.accumulation import (
+    Program,
+    Sums,
+    add32,
+    seed,
+    take,
+    zeros32,
+    zeros_like_type,
+)
 from jaxpar.parallel.collectives import shift, varying
-from jaxpar.parallel.float32_gradients import added
 from jaxpar.parallel.schedule import Schedule
 from jaxpar.params import join
-
-type Sums = tuple[jax.Array, jax.Array]
-
-
-@dataclass(frozen=True)
-class Program:
-    """The model as a schedule sees it. `mb` is one microbatch; weights: `top`, a dict, and `chunk`.
-
-    embed   (top, mb) -> x. Every stage calls it together.
-    stage   (chunk, x, mb, beside) -> x, beside. The latter: weights that `head` is given, whose
-            gradients travel beside the layers' backward.
-    head    (top, x, mb) -> (loss, loss to report). Every stage calls it together; reads x on the
-            last stage, and sends that stage alone a gradient.
-    opened  chunk -> chunk, for gradients that matmuls add up, if they do: `float32_gradients`.
-    sends   Whether `stage` communicates.
-    """
-
-    embed: Callable[..., jax.Array]
-    stage: Callable[..., tuple[jax.Array, Any]]
-    head: Callable[..., Sums]
-    opened: Callable[[Any], Any] = lambda chunk: chunk
-    sends: bool = True
 
 
 @jax.named_scope("between_stages")
@@ -56,88 +43,17 @@ def _to_stage(x: jax.Array, step: int) -> jax.Array:
     return shift(x, PIPELINE, step)
 
 
-def take(tree: Any, i: Any) -> Any:
-    """The i-th entry along the leading dim of every array."""
-    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, 0, keepdims=False), tree)
-
-
-def _add32(total: Any, part: Any) -> Any:
-    """Sums, and what `part` holds under their names: weights that stand still are none of them."""
-    if isinstance(total, tuple):
-        return tuple(map(_add32, total, part))
-    if isinstance(total, dict):
-        return {name: _add32(total[name], part[name]) for name in total}
-    return added(total, part)
-
-
-def _zeros32(tree: Any) -> Any:
-    return varying(jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), tree))
-
-
-def whole_model(program: Program, trained: Any, still: Any, mb: Any) -> Sums:
-    """Loss of one microbatch on one stage: embed, all layers, head."""
-    weights = join(trained, still)
-    top, (chunk,) = weights["top"], weights["layers"]
-    beside = {"head": top["head"]} if "head" in trained["top"] else {}
-    x, beside = program.stage(chunk, program.embed(top, mb), mb, beside)
-    return program.head(top | beside, x, mb)
-
-
-def accumulate(program: Program, weights: Any, still: Any, microbatches: Any, scale: jax.Array):
-    """Loss and gradients of a model that is not cut into stages.
-
-    Args:     weights: {"top", "layers"}, varying over every axis; layers a tuple of one chunk.
-              still: the same, of other names: weights that take no gradient; or {}. microbatches: a
-              Batch of [M, ...]. scale: the loss's cotangent, 1 / number of tokens.
-    Returns:  (loss sums over the local tokens, gradients like `weights`; float32 when M > 1).
-    """
-
-    def gradients(weights, mb):
-        sums, vjp = jax.vjp(lambda w: whole_model(program, w, still, mb), weights)
-        (grads,) = vjp(_seed(sums, scale))
-        return sums, grads
-
-    if len(jax.tree.leaves(microbatches)[0]) == 1:
-        return gradients(weights, take(microbatches, 0))
-
-    def body(carry, mb):
-        added_up = dict(weights, layers=tuple(map(program.opened, weights["layers"])))
-        sums, grads = gradients(added_up, mb)
-        return (jax.tree.map(jnp.add, carry[0], sums), _add32(carry[1], grads)), None
-
-    first = jax.eval_shape(lambda: gradients(weights, take(microbatches, 0))[0])
-    start = _zeros_like_type(first), _zeros32(weights)
-    return lax.scan(body, start, microbatches)[0]
-
-
-def _zeros_like_type(avals: Any) -> Any:
-    """Zeros of the same shapes, dtypes and varying axes."""
-
-    def zeros(a):
-        axes = tuple(sorted(a.manual_axis_type.varying))
-        z = jnp.zeros(a.shape, a.dtype)
-        return lax.pcast(z, axes, to="varying") if axes else z
-
-    return jax.tree.map(zeros, avals)
-
-
-def _seed(sums: Sums, scale: jax.Array) -> Sums:
-    """Cotangents of (loss, reported loss)."""
-    return jnp.ones_like(sums[0]) * scale, jnp.zeros_like(sums[1])
-
-
 def forward_only(program: Program, weights: Any, microbatches: Any, virtual: int) -> Sums:
     """Loss sums without gradients: for evaluation, with or without stages."""
-    P = lax.axis_size(PIPELINE)
-    plan = Schedule(P, virtual, len(jax.tree.leaves(microbatches)[0]))
-    run = _Run(program, weights, microbatches, plan, None, "inputs")
+    run = _run_of(program, weights, microbatches, virtual, None, "inputs")
+    plan, P = run.plan, run.plan.stages
 
     def tick(carry, t):
         y, _ = _forward(run, carry["x"], t, None)
         done = t - (P - 1)
         m, c = plan.forward_unit(jnp.clip(done, 0, plan.num_units - 1))
         ready = (done >= 0) & (done < plan.num_units) & (c == virtual - 1)
-        sums = program.head(weights["top"], y, take(microbatches, m))
+        sums = program.head(run.top, y, take(microbatches, m))
         add = lambda a, b: a + jnp.where(ready, b, 0)  # noqa: E731
         return dict(x=_to_stage(y, 1), sums=jax.tree.map(add, carry["sums"], sums)), None
 
@@ -155,43 +71,63 @@ class _Run:
     """What one step's slots share."""
 
     program: Program
-    weights: Any
+    top: Any
+    chunks: Any
+    """Weights of the stage's chunks: a tuple, or stacked (`by_index`)."""
     microbatches: Any
     plan: Schedule
     scale: Any
     save: Literal["residuals", "inputs"]
 
+    @property
+    def by_index(self) -> bool:
+        """Whether the chunks lie in stacked arrays, each of which is at an index."""
+        return self.program.sends and self.plan.virtual > 1
+
     def in_chunk(self, unit: jax.Array, c: jax.Array, fn: Callable, idle: Callable) -> Any:
-        """`fn(weights of chunk c, at_c)`, in which `at_c(g)` is g(c) with a Python int.
+        """`fn(weights of chunk c, c)`; the number as a Python int, unless it is an index.
 
         Args:     c: every stage has its own. idle: called where there is no such unit; or `fn` is,
                   if chunks send, and what comes of it is for masks to hide.
         """
-        chunks, v = self.weights["layers"], self.plan.virtual
+        if self.by_index:
+            return fn(take(self.chunks, c), c)
         if self.program.sends:
-            at_c = lambda g: g(0) if v == 1 else lax.switch(c, [partial(g, k) for k in range(v)])  # noqa: E731
-            return fn(at_c(lambda k: chunks[k]), at_c)
-        work = [partial(fn, chunk, lambda g, k=k: g(k)) for k, chunk in enumerate(chunks)]
+            return fn(self.chunks[0], 0)
+        work = [partial(fn, chunk, k) for k, chunk in enumerate(self.chunks)]
         at_work = (unit >= 0) & (unit < self.plan.num_units)
-        return lax.switch(jnp.where(at_work, c, v), [*work, idle])
+        return lax.switch(jnp.where(at_work, c, len(work)), [*work, idle])
+
+    def add_chunk(self, sums: Any, part: Any, c: Any) -> Any:
+        """Sums of all chunks like `chunks`, and a gradient of chunk c more."""
+        if self.by_index:
+            return add32(sums, part, lambda a, b: a.at[c].add(b.astype(jnp.float32)))
+        return (*sums[:c], add32(sums[c], part), *sums[c + 1 :])
 
     @property
     def slots(self) -> int:
         """Of the ring: the units in flight, and one for what no backward will read."""
         return self.plan.ring_size + self.program.sends
 
-    def x_aval(self) -> Any:
-        return jax.eval_shape(
-            lambda: self.program.embed(self.weights["top"], take(self.microbatches, 0))
-        )
-
     def blank(self) -> jax.Array:
-        aval = self.x_aval()
+        first = take(self.microbatches, 0)
+        aval = jax.eval_shape(lambda: self.program.embed(self.top, first))
         return varying(jnp.zeros(aval.shape, aval.dtype))
 
     def no_loss(self) -> Sums:
-        top, mb = self.weights["top"], take(self.microbatches, 0)
-        return _zeros_like_type(jax.eval_shape(lambda: self.program.head(top, self.blank(), mb)))
+        top, mb = self.top, take(self.microbatches, 0)
+        return zeros_like_type(jax.eval_shape(lambda: self.program.head(top, self.blank(), mb)))
+
+
+def _run_of(program, weights, microbatches, virtual, scale, save) -> _Run:
+    M = len(jax.tree.leaves(microbatches)[0])
+    plan, chunks = Schedule(lax.axis_size(PIPELINE), virtual, M), weights["layers"]
+    run = _Run(program, weights["top"], chunks, microbatches, plan, scale, save)
+    return dataclasses.replace(run, chunks=_stacked(chunks)) if run.by_index else run
+
+
+def _stacked(chunks: tuple) -> Any:
+    return jax.tree.map(lambda *arrays: jnp.stack(arrays), *chunks)
 
 
 def one_f_one_b(
@@ -215,14 +151,14 @@ def one_f_one_b(
     Communication: per tick, a permute of [B, T/(sequence*tensor), D] each way over PIPELINE;
               those of embed and head.
     """
-    plan = Schedule(lax.axis_size(PIPELINE), virtual, len(jax.tree.leaves(microbatches)[0]))
-    run = _Run(program, join(weights, still), microbatches, plan, scale, save)
-    blank = run.blank()
+    run = _run_of(program, join(weights, still), microbatches, virtual, scale, save)
+    plan, blank = run.plan, run.blank()
+    like_chunks = _stacked(weights["layers"]) if run.by_index else weights["layers"]
     carry = dict(
         x=blank,
         g=blank,
         ring=_empty_ring(run, blank),
-        grads=_zeros32(weights),
+        grads=zeros32(dict(weights, layers=like_chunks)),
         sums=run.no_loss(),
     )
     # Where stages rest, one loop does it, compiled once.
@@ -230,7 +166,10 @@ def one_f_one_b(
     for forwards, backwards, start, stop in phases:
         tick = partial(_tick, run, forwards, backwards)
         carry, _ = lax.scan(tick, carry, jnp.arange(start, stop))
-    return carry["sums"], carry["grads"]
+    grads = carry["grads"]
+    if run.by_index:
+        grads = dict(grads, layers=tuple(take(grads["layers"], k) for k in range(virtual)))
+    return carry["sums"], grads
 
 
 def _tick(run: _Run, forwards: bool, backwards: bool, carry: dict, t: jax.Array):
@@ -260,7 +199,7 @@ def _forward(run: _Run, received: jax.Array, t: jax.Array, ring: Any):
     fresh = _when(
         run,
         (c0 == 0) & (t < plan.num_units),
-        lambda: run.program.embed(run.weights["top"], take(run.microbatches, m0)),
+        lambda: run.program.embed(run.top, take(run.microbatches, m0)),
         lambda: jnp.zeros_like(received),
     )
     x = jnp.where((s == 0) & (c == 0), fresh, received)
@@ -293,7 +232,7 @@ def _when(run: _Run, predicate: jax.Array, yes: Callable, no: Callable) -> Any:
 
 def _head(run: _Run, carry: dict, y: jax.Array, t: jax.Array):
     """Loss of the microbatch that the last stage finished this tick, and its gradients."""
-    plan, top = run.plan, run.weights["top"]
+    plan, top = run.plan, run.top
     done = t - (plan.stages - 1)
     m, c = plan.forward_unit(jnp.clip(done, 0, plan.num_units - 1))
 
@@ -301,8 +240,8 @@ def _head(run: _Run, carry: dict, y: jax.Array, t: jax.Array):
         mb = take(run.microbatches, m)
         trained = {name: top[name] for name in carry["grads"]["top"]}
         sums, vjp = jax.vjp(lambda w, x: run.program.head(top | w, x, mb), trained, y)
-        d_top, dy = vjp(_seed(sums, run.scale))
-        grads = dict(carry["grads"], top=_add32(carry["grads"]["top"], d_top))
+        d_top, dy = vjp(seed(sums, run.scale))
+        grads = dict(carry["grads"], top=add32(carry["grads"]["top"], d_top))
         return jax.tree.map(jnp.add, carry["sums"], sums), grads, dy
 
     nothing = lambda: (carry["sums"], carry["grads"], jnp.zeros_like(y))  # noqa: E731
@@ -320,7 +259,7 @@ def _backward(run: _Run, carry: dict, d_head: jax.Array, t: jax.Array):
     g = jnp.where(valid, jnp.where(last, d_head, carry["g"]), 0)
     sums = carry["grads"]["layers"]
 
-    def unit(chunk: Any, at_c: Callable):
+    def unit(chunk: Any, k: Any):
         saved = take(carry["ring"], f % plan.ring_size)
         x = saved[0] if run.save == "inputs" else jnp.zeros_like(g)
         chunk = run.program.opened(chunk)
@@ -329,7 +268,7 @@ def _backward(run: _Run, carry: dict, d_head: jax.Array, t: jax.Array):
             vjp = jax.tree.unflatten(jax.tree.structure(vjp), saved)
         vjp.args_res[0] = chunk
         d_chunk, dx = vjp(g)
-        return at_c(lambda k: (*sums[:k], _add32(sums[k], d_chunk), *sums[k + 1 :])), dx
+        return run.add_chunk(sums, d_chunk, k), dx
 
     layers, dx = run.in_chunk(i, c, unit, lambda: (sums, g))
     return _embed_backward(run, dict(carry["grads"], layers=layers), dx, t), dx
@@ -337,7 +276,7 @@ def _backward(run: _Run, carry: dict, d_head: jax.Array, t: jax.Array):
 
 def _embed_backward(run: _Run, grads: dict, dx: jax.Array, t: jax.Array) -> dict:
     """Gradient of the embedding, when the first stage has finished a microbatch's first chunk."""
-    plan, top = run.plan, run.weights["top"]
+    plan, top = run.plan, run.top
     done = t - plan.first_backward - (plan.stages - 1)
     m, c, _ = plan.backward_unit(jnp.clip(done, 0, plan.num_units - 1))
 
@@ -345,7 +284,7 @@ def _embed_backward(run: _Run, grads: dict, dx: jax.Array, t: jax.Array) -> dict
         mb = take(run.microbatches, m)
         _, vjp = jax.vjp(lambda w: run.program.embed(w, mb), top)
         (d_top,) = vjp(jnp.where(lax.axis_index(PIPELINE) == 0, dx, 0))
-        return _add32(grads["top"], d_top)
+        return add32(grads["top"], d_top)
 
     finished = (done >= 0) & (done < plan.num_units) & (c == 0)
     return dict(grads, top=_when(run, finished, embed, lambda: grads["top"]))
@@ -371,7 +310,7 @@ def _residual_types(run: _Run, x: jax.Array) -> list[Any]:
     stage = partial(_stage, run, take(run.microbatches, 0))
 
     def note(x: jax.Array) -> None:
-        chunk = run.program.opened(run.weights["layers"][0])
+        chunk = take(run.chunks, 0) if run.by_index else run.program.opened(run.chunks[0])
         types.extend(map(jax.typeof, jax.tree.leaves(_vjp(stage, chunk, x)[1])))
 
     jax.eval_shape(note, x)

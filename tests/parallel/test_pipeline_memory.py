@@ -14,9 +14,9 @@ from jaxpar import parity, step
 from jaxpar.axes import BATCH_SPEC, PIPELINE
 from jaxpar.batch import Batch
 from jaxpar.config import Config, replace
+from jaxpar.parallel.accumulation import take
 from jaxpar.parallel.collectives import shift, varying
 from jaxpar.parallel.mesh import make_mesh, shardings
-from jaxpar.parallel.pipeline import take
 from jaxpar.state import abstract_state, init_state, state_specs
 from jaxpar.validation import resolve
 
