@@ -8,7 +8,8 @@ one backward per tick, every tick on all stages at once (lock-step):
     backward of unit i on stage s at tick  (v*P - 1) + i + (P - 1 - s)
 
 so three loops do all the work: forward only, both, backward only. One loop that always did both
-would double the bubble. Methods work on ints and on traced values alike.
+would double the bubble, unless a stage rests in a slot without a unit. Methods work on ints and on
+traced values alike.
 
 Source:   Narayanan et al. 2021 (2104.04473), section 2.2, made lock-step.
 """
