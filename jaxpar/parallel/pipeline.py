@@ -310,7 +310,7 @@ def _residual_types(run: _Run, x: jax.Array) -> list[Any]:
     stage = partial(_stage, run, take(run.microbatches, 0))
 
     def note(x: jax.Array) -> None:
-        chunk = take(run.chunks, 0) if run.by_index else run.program.opened(run.chunks[0])
+        chunk = run.program.opened(take(run.chunks, 0) if run.by_index else run.chunks[0])
         types.extend(map(jax.typeof, jax.tree.leaves(_vjp(stage, chunk, x)[1])))
 
     jax.eval_shape(note, x)
