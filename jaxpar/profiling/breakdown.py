@@ -3,7 +3,7 @@
 Of one device in one step, between its first kernel and its last:
 
     compute         time in which any kernel runs that is not communication
-    communication   time in which any collective, or copy to another GPU, runs
+    communication   time in which any collective, or copy to another GPU or host memory, runs
     hidden          both
     exposed         communication without compute
     idle            neither
@@ -22,7 +22,7 @@ from typing import Any
 from jaxpar.profiling import cpu_trace, hlo
 from jaxpar.profiling.attribution import attribute
 from jaxpar.profiling.intervals import Interval, length, subtract, union
-from jaxpar.profiling.kernels import CLASSES, COMMUNICATION, COPY, classify, family
+from jaxpar.profiling.kernels import CLASSES, COMMUNICATION, COPY, HOST, classify, family
 from jaxpar.profiling.scopes import place_of, shorten
 from jaxpar.profiling.trace import Kernel, NoKernels, Trace
 
@@ -176,7 +176,8 @@ def _by_scope(steps: Sequence[Sequence[Sorted]]) -> list[dict[str, Any]]:
 
 def _unattributed(steps: Sequence[Sequence[Sorted]]) -> float:
     """Milliseconds a step of kernels, copies apart, whose scope is not known."""
-    unknown = (k.ns for s in steps for k in s if not k.kernel.scope and k.what != COPY)
+    copied = lambda k: k.what == COPY or k.kind == HOST  # noqa: E731
+    unknown = (k.ns for s in steps for k in s if not k.kernel.scope and not copied(k))
     return sum(unknown) / 1e6 / len(steps)
 
 

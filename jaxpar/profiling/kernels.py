@@ -11,7 +11,8 @@ CLASSES = (MATMUL, ATTENTION, PALLAS, FUSION, COPY, OTHER, COMMUNICATION)
 
 #: Of communication. NCCL's one kernel for sends and receives serves all-to-all and permute; which
 #: it was, the HLO instruction says.
-KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "permute")
+HOST = "host"
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "permute", HOST)
 SEND_RECEIVE = "send-receive"
 
 
@@ -44,6 +45,7 @@ PATTERNS = (
     Pattern(COMMUNICATION, r"^nccl", "the rest of NCCL: Broadcast, Reduce", "other"),
     Pattern(COMMUNICATION, r"nvshmem", "NVSHMEM's own collectives", "other"),
     Pattern(COMMUNICATION, r"^Memcpy ?P2P", "a copy to another GPU", "permute"),
+    Pattern(COMMUNICATION, r"^Memcpy ?(D2H|H2D)", "a copy to host memory, or from it", HOST),
     Pattern(
         COMMUNICATION,
         r"^(psum|pmax|pmin|all[-_]reduce)\w*_fusion(_\d+)*$",
@@ -54,7 +56,7 @@ PATTERNS = (
     Pattern(ATTENTION, r"cudnn.*compute_dot_do_o|cudnn.*convert_dq", "cuDNN, around its backward"),
     Pattern(ATTENTION, r"fmha|flash_(fwd|bwd|attention)", "fused attention of older libraries"),
     Pattern(ATTENTION, MOSAIC, "Pallas, unless its name or scope says otherwise"),
-    Pattern(PALLAS, r"^quantize_both_ways", "kernels/float8: Pallas for Triton keeps the name"),
+    Pattern(PALLAS, r"^(quantize_both_ways|rms_norm)", "ours: Pallas for Triton keeps the name"),
     Pattern(MATMUL, r"^nvjet_", "cuBLAS for Hopper and later"),
     Pattern(MATMUL, r"gemm", "cuBLAS and CUTLASS kernels, and XLA's Triton ones: gemm_fusion_dot"),
     Pattern(MATMUL, r"cutlass.*(wgmma|tensorop|[sh]884|[sh]16816)", "CUTLASS without the word"),

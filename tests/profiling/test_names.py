@@ -39,7 +39,7 @@ NAMES = {
         "fusion_3853",
         "triton_softmax_5",
     ),
-    "copy": ("MemcpyD2D", "MemcpyD2H", "Memset 3", "memcpy128", "memcpy32_post", "copy_12"),
+    "copy": ("MemcpyD2D", "Memset 3", "memcpy128", "memcpy32_post", "copy_12"),
     "other": ("void cub::DeviceRadixSortOnesweepKernel<int>", "RepeatBufferKernel"),
 }
 
@@ -56,6 +56,7 @@ COLLECTIVES = {
     ),
     "send-receive": ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)",),
     "permute": ("MemcpyP2P",),
+    "host": ("MemcpyD2H", "MemcpyH2D"),
     "other": ("ncclDevKernel_Broadcast_RING_LL(ncclDevKernelArgsStorage<4096ul>)",),
 }
 
@@ -91,6 +92,7 @@ def test_pallas_kernels_outside_attention_are_told():
     assert classify("quantize_mosaic_gpu_kernel", "jit(f)/jvp(attention)/x")[0] == "pallas"
     assert classify("flash_backward_mosaic_gpu_kernel")[0] == "attention"
     assert classify("quantize_both_ways")[0] == "pallas"
+    assert classify("rms_norm_backward")[0] == "pallas"
 
 
 def test_families():
