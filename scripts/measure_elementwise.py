@@ -21,6 +21,7 @@ from jaxpar import provenance, runtime
 from jaxpar.bench import conditions
 from jaxpar.bench.timing import Timing, interleaved
 from jaxpar.config import Config, ModelConfig
+from jaxpar.kernels.norm import rms_norm, rms_norm_beside
 from jaxpar.model import layers
 
 #: Llama 3 8B (2407.21783), table 3.
@@ -75,8 +76,10 @@ def pieces(tokens: int) -> Iterator[Piece]:
     m = MODEL
     x, y = normal((1, tokens, m.d_model)), normal((1, tokens, m.d_model))
     gain = jnp.ones(m.d_model, jnp.float32)
-    norm = functools.partial(layers.rms_norm, eps=m.norm_eps)
+    norm = functools.partial(rms_norm, eps=m.norm_eps)
     yield from both("RMSNorm", norm, x, gain)
+    beside = functools.partial(rms_norm_beside, eps=m.norm_eps)
+    yield Piece("RMSNorm and residual backward", backward_of(beside), ((x, y), x, gain))
     yield Piece("residual add", jnp.add, (x, y))
     yield Piece("residual add + RMSNorm", lambda x, y, g: (x + y, norm(x + y, g)), (x, y, gain))
     tables = layers.rope_tables(jnp.arange(tokens)[None], m)

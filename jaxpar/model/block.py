@@ -73,16 +73,17 @@ def layer(x: jax.Array, w: Tree, tokens: Tokens, cfg: Config) -> jax.Array:
               what `context_attention` sends over SEQUENCE.
     """
     with jax.named_scope("attention"):
-        h = gathered_norm(x, w, "attn_norm", cfg)
+        x, h = gathered_norm(x, w, "attn_norm", cfg)
         x = named(_add_output(x, attend(h, w, tokens, cfg), w, "attn", cfg), "attn_residual")
     with jax.named_scope("feed_forward"):
-        h = gathered_norm(x, w, "mlp_norm", cfg)
+        x, h = gathered_norm(x, w, "mlp_norm", cfg)
         return _add_output(x, feed_forward(h, w, cfg), w, "mlp", cfg)
 
 
-def gathered_norm(x: jax.Array, w: Tree, name: str, cfg: Config) -> jax.Array:
-    """The normalised input of attention or feed-forward, [B, T/sequence, D]."""
-    return named(gather_sequence(layers.norm(x, w[name], cfg.model)), name)
+def gathered_norm(x: jax.Array, w: Tree, name: str, cfg: Config) -> tuple[jax.Array, jax.Array]:
+    """x, and the normalised input of attention or feed-forward, [B, T/sequence, D]."""
+    x, h = layers.norm_beside(x, w[name], cfg.model)
+    return x, named(gather_sequence(h), name)
 
 
 def attend(h: jax.Array, w: Tree, tokens: Tokens, cfg: Config) -> jax.Array:
@@ -171,9 +172,11 @@ def layer_in_turns(
         i = turn % n
         with jax.named_scope("attention" if turn < n else "feed_forward"):
             if turn < n:
-                return gathered_norm(rows[i], w, "attn_norm", cfg)
+                rows[i], h = gathered_norm(rows[i], w, "attn_norm", cfg)
+                return h
             rows[i] = named(_add_output(rows[i], partial[i], w, "attn", cfg), "attn_residual")
-            return gathered_norm(rows[i], w, "mlp_norm", cfg)
+            rows[i], h = gathered_norm(rows[i], w, "mlp_norm", cfg)
+            return h
 
     h = input_of(0)
     for turn in range(2 * n):

@@ -12,51 +12,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from jaxpar.axes import TENSOR, VOCAB_AXES
 from jaxpar.config import ModelConfig, RopeScaling
 from jaxpar.kernels import float8
+from jaxpar.kernels.norm import rms_norm, rms_norm_beside
 from jaxpar.model import lora
-from jaxpar.model.remat import NORM_SCALE
 from jaxpar.parallel.float32_gradients import is_weight
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def rms_norm(x: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
-    """Root-mean-square norm over the last dim, in float32; x's dtype out.
-
-    Its backward is written out so that it finds the scale of each row saved, whatever the remat
-    policy: four bytes a row, in place of one more pass over x.
-
-    Source:   Zhang & Sennrich 2019 (1910.07467), equation 4.
-    """
-    return _rms_norm_forward(x, gain, eps)[0]
-
-
-def _rms_norm_forward(x, gain, eps):
-    x32 = x.astype(jnp.float32)
-    scale = lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    scale = checkpoint_name(scale, NORM_SCALE)
-    return (x32 * scale * gain).astype(x.dtype), (x, gain, scale)
-
-
-def _rms_norm_backward(eps, saved, d_y):
-    x, gain, scale = saved
-    unit, d_y = x.astype(jnp.float32) * scale, d_y.astype(jnp.float32)
-    d_unit = d_y * gain
-    d_x = scale * (d_unit - unit * jnp.mean(d_unit * unit, axis=-1, keepdims=True))
-    d_gain = jnp.sum(d_y * unit, axis=tuple(range(x.ndim - 1)))
-    return d_x.astype(x.dtype), d_gain.astype(gain.dtype)
-
-
-rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 
 @jax.named_scope("norm")
 def norm(x: jax.Array, parameter: jax.Array, m: ModelConfig) -> jax.Array:
     """`rms_norm`, its gain being the parameter, or 1 more (`model.norm_offset`)."""
     return rms_norm(x, parameter + 1.0 if m.norm_offset else parameter, m.norm_eps)
+
+
+@jax.named_scope("norm")
+def norm_beside(x: jax.Array, parameter: jax.Array, m: ModelConfig) -> tuple[jax.Array, jax.Array]:
+    """x, to be used from here on in its place, and `norm` of it: their backward is one."""
+    gain = parameter + 1.0 if m.norm_offset else parameter
+    return rms_norm_beside(x, gain, m.norm_eps)
 
 
 def rope_frequencies(model: ModelConfig) -> jax.Array:

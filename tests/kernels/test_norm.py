@@ -1,0 +1,110 @@
+"""RMS norm's written-out backward, by XLA and by the kernel (interpreted), against autodiff."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpar.kernels import norm
+from jaxpar.kernels.platform import Platform, compiling_for
+
+EPS = 1e-5
+
+
+def draw(*shape: int, seed: int = 0, dtype=jnp.float32) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def plain(x, gain):
+    """x and its norm, left to autodiff."""
+    return x, x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + EPS) * gain
+
+
+def backward_arguments(rows: int, length: int, dtype) -> tuple[jax.Array, ...]:
+    """Of `by_xla`: x, gain, scale, and the gradients of the norm and of x from elsewhere."""
+    x, d_y, d_beside = (draw(2, rows // 2, length, seed=i, dtype=dtype) for i in range(3))
+    scale = jax.lax.rsqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), -1, keepdims=True) + EPS)
+    return x, 1 + 0.1 * draw(length, seed=3), scale, d_y, d_beside
+
+
+def test_gradients_are_those_of_autodiff():
+    x, gain, cotangents = draw(2, 3, 16), draw(16, seed=1), (draw(2, 3, 16), draw(2, 3, 16, seed=5))
+    beside = lambda x, gain: norm.rms_norm_beside(x, gain, EPS)  # noqa: E731
+    found, wanted = (jax.vjp(f, x, gain) for f in (beside, plain))
+    for a, b in zip(jax.tree.leaves(found[0]), wanted[0], strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+    for a, b in zip(found[1](cotangents), wanted[1](cotangents), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    alone = jax.vjp(lambda x, gain: norm.rms_norm(x, gain, EPS), x, gain)[1](cotangents[1])
+    without = wanted[1]((jnp.zeros_like(x), cotangents[1]))
+    for a, b in zip(alone, without, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_the_sum_of_both_gradients_is_rounded_once():
+    arguments = backward_arguments(8, 64, jnp.bfloat16)
+    x, gain, scale, d_y, d_beside = (a.astype(jnp.float32) for a in arguments)
+    wanted = norm.by_xla(x, gain, scale, d_y, d_beside)[0].astype(jnp.bfloat16)
+    np.testing.assert_array_equal(norm.by_xla(*arguments)[0], wanted)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("rows", "length"), [(2, 128), (32, 256), (96, 128)])
+def test_the_kernel_computes_the_same(rows, length, dtype):
+    """One program of few rows, and several programs, whose sums for the gain are added up."""
+    arguments = backward_arguments(rows, length, dtype)
+    found = norm.by_kernel(*arguments, rows=min(rows, 16), interpret=True)
+    for a, b in zip(found, norm.by_xla(*arguments), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        a, b = (np.asarray(v, np.float64) for v in (a, b))
+        # Sums in another order; in bfloat16 that is a last digit, now and then.
+        near = np.isclose(a, b, rtol=2e-6, atol=2e-6)
+        assert near.mean() > 0.999
+        np.testing.assert_allclose(a, b, rtol=2**-7, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "by"),
+    [
+        ((2, 16, 4096), jnp.bfloat16, "kernel"),
+        ((2, 16, 4096), jnp.float32, "XLA"),
+        ((2, 16, 5120), jnp.bfloat16, "XLA"),
+        ((3, 7, 4096), jnp.bfloat16, "XLA"),
+    ],
+    ids=["8B", "float32", "length", "rows"],
+)
+def test_the_kernel_is_for_gpus_and_some_shapes(shape, dtype, by):
+    x, gain = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[-1:], jnp.float32)
+
+    def kernels() -> int:
+        def gradients(x, gain, d_x, d_y):
+            beside = lambda x, gain: norm.rms_norm_beside(x, gain, EPS)  # noqa: E731
+            return jax.vjp(beside, x, gain)[1]((d_x, d_y))
+
+        return str(jax.make_jaxpr(gradients)(x, gain, x, x)).count("pallas_call")
+
+    assert kernels() == 0
+    with compiling_for(Platform("gpu", "NVIDIA H200", "9.0")):
+        assert kernels() == (by == "kernel")
+
+
+def test_the_kernel_keeps_nothing_that_the_backward_does_not_read():
+    """Of a layer that is computed again: its input alone."""
+    x = jax.ShapeDtypeStruct((2, 16, 4096), jnp.bfloat16)
+    gain = jax.ShapeDtypeStruct((4096,), jnp.float32)
+    w = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+
+    def kept() -> tuple[list[str], bool]:
+        @jax.checkpoint
+        def layer(x, gain, w):
+            x, h = norm.rms_norm_beside(x, gain, EPS)
+            return x + h @ w
+
+        backward = jax.make_jaxpr(lambda x, gain, w, dy: jax.vjp(layer, x, gain, w)[1](dy))
+        (again,) = [e for e in backward(x, gain, w, x).eqns if e.primitive.name == "remat2"]
+        return sorted(str(v.aval) for v in again.invars), "pallas_call" in str(again)
+
+    by_xla, _ = kept()
+    with compiling_for(Platform("gpu", "NVIDIA H200", "9.0")):
+        assert kept() == (by_xla, True)
+    assert sum("4096]" in name and "[2,16" in name for name in by_xla) == 2  # x, and the gradient
