@@ -32,14 +32,35 @@ REMAT_POLICIES: dict[str, tuple[str, ...]] = {
     "dots": ("qkv", "attn_out", "attn_lse", "attn_residual", "gate_up"),
     "attn_out": ("attn_out", "attn_lse"),
     "full": (),
+    "dots_offload": (
+        *(name + ON_HOST for name in ("qkv", "qk", "attn_out")),
+        "attn_lse",
+        "attn_residual" + ON_HOST,
+        "gate_up",
+    ),
     "offload": (LAYER_INPUT + ON_HOST, "attn_out" + ON_HOST, "attn_lse"),
 }
+
+
+def saved_names(remat: str) -> tuple[str, ...]:
+    """The names that `parallel.remat` saves, as it writes them."""
+    return REMAT_POLICIES.get(remat, tuple(remat.split(",")))
+
+
+def names_on_host(remat: str) -> tuple[str, ...]:
+    """The names that `parallel.remat` saves in host memory, without the mark."""
+    return tuple(without_mark(name) for name in saved_names(remat) if name.endswith(ON_HOST))
+
+
+def without_mark(name: str) -> str:
+    """A name of `saved_names`, wherever its value waits."""
+    return name.removesuffix(ON_HOST)
 
 
 def remat(cfg: Config) -> None:
     """What `parallel.remat` names is there to be saved."""
     path, names = "parallel.remat", cfg.parallel.remat.split(",")
-    plain = [name.removesuffix(ON_HOST) for name in names]
+    plain = [without_mark(name) for name in names]
     policy = next((name.strip() for name in names if name.strip() in REMAT_POLICIES), None)
     near = [m for name in plain for m in difflib.get_close_matches(name, REMAT_NAMES, n=1)]
     policies, known = ", ".join(REMAT_POLICIES), ", ".join(REMAT_NAMES)
@@ -50,7 +71,7 @@ def remat(cfg: Config) -> None:
     rule = f"saves {LAYER_INPUT} in any case; with {ON_HOST} after it, in host memory"
     on_host = [LAYER_INPUT + ON_HOST if name == LAYER_INPUT else name for name in names]
     require(LAYER_INPUT not in names, cfg, path, rule, flag(path, ",".join(dict.fromkeys(on_host))))
-    once = {name.removesuffix(ON_HOST): name for name in names}
+    once = {without_mark(name): name for name in names}
     rule = "must name each value once, on the device or in host memory"
     require(len(once) == len(names), cfg, path, rule, flag(path, ",".join(once.values())))
 

@@ -16,10 +16,11 @@ from jaxpar.config_json import to_json
 from jaxpar.data import Loader
 from jaxpar.data.skips import read_skipped
 from jaxpar.kernels.attention import AttentionMask, Choice, choose, selftest
+from jaxpar.kernels.attention.capability import xla_is_deterministic
+from jaxpar.memory_rules import names_on_host
 from jaxpar.metrics import MetricsWriter
 from jaxpar.model.block import describe_tokens
 from jaxpar.model.flops import num_adapter_params, num_params
-from jaxpar.model.remat import names_on_host
 from jaxpar.optimizer import learning_rate
 from jaxpar.parallel.context import kernel_request, token_order
 from jaxpar.parallel.mesh import describe, make_mesh
@@ -233,11 +234,11 @@ def run_folder(cfg: Config) -> Path:
 
 def check_host_copies(cfg: Config, backend: str) -> None:
     """Raises:   ConfigError for what JAX 0.11 compiles for a GPU, and cannot run (docs/LOG.md)."""
-    on_host = names_on_host(cfg.parallel.remat)
-    if backend == "gpu" and cfg.parallel.layer_loop == "unroll" and on_host:
-        rule = "fails on GPUs in XLA's own runtime when values wait in host memory, as in "
-        rule += f"parallel.remat = {cfg.parallel.remat}"
-        fix = "use --parallel.layer-loop scan, or name nothing with :host"
+    unrolled, on_host = cfg.parallel.layer_loop == "unroll", names_on_host(cfg.parallel.remat)
+    if backend == "gpu" and unrolled and on_host and xla_is_deterministic():
+        rule = "ends in an error of XLA's own runtime when XLA_FLAGS asks for deterministic kernels"
+        rule += f" and values wait in host memory, as in parallel.remat = {cfg.parallel.remat}"
+        fix = "use --parallel.layer-loop scan, leave the flag out, or name nothing with :host"
         raise ConfigError("parallel.layer_loop", "unroll", rule, fix)
 
 

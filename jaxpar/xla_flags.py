@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import jax
 
 from jaxpar.config import Config
+from jaxpar.memory_rules import names_on_host
 
 
 def always(cfg: Config) -> bool:
@@ -47,6 +48,11 @@ def wide_and_whole(cfg: Config) -> bool:
     """Matmuls of 16 bits and of 8B's size at least, over whole rows of the sequence."""
     p, m = cfg.parallel, cfg.model
     return p.tensor == p.sequence == 1 and m.d_model >= 4096 and not in_float8(cfg)
+
+
+def with_host_copies(cfg: Config) -> bool:
+    """Values wait in host memory between the forward and the backward of a layer."""
+    return bool(names_on_host(cfg.parallel.remat))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +133,13 @@ FLAGS = (
         value="false",
         gain="of the 61 to 24 ms, the last 7",
         where=without_tensor,
+    ),
+    Flag(
+        name="xla_gpu_experimental_parallel_async_compute_limit",
+        value="16",
+        gain="all of a layer's copies to or from the host at once, in place of two, beside its "
+        "computation: 6.5% slower than without copies before, 0.1% after, 8B on 2 GPUs",
+        where=with_host_copies,
     ),
     Flag(
         name="xla_gpu_collective_permute_mode",

@@ -178,8 +178,11 @@ def test_initial_values_stay_as_they_were():
 
 
 @pytest.mark.parametrize("remat", ["offload", "attn_out:host,attn_lse"])
-def test_unrolled_layers_with_values_on_the_host_are_refused_on_gpus(remat):
+def test_deterministic_kernels_and_values_on_the_host_are_refused_on_gpus(remat, monkeypatch):
     cfg = replace(Config(), **{"parallel.remat": remat, "parallel.layer_loop": "unroll"})
+    monkeypatch.setenv("XLA_FLAGS", "")
+    run.check_host_copies(cfg, "gpu")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=true")
     with pytest.raises(ConfigError, match=r"parallel\.layer_loop = .*layer-loop scan"):
         run.check_host_copies(cfg, "gpu")
     run.check_host_copies(cfg, "cpu")

@@ -1,7 +1,9 @@
 """Peaks of memory on a GPU, each measured in a process of its own: python -m pytest -m gpu.
 
 What saves memory must change nothing else. So that bits can be compared, the processes run without
-autotuning and with XLA's deterministic kernels.
+autotuning and with XLA's deterministic kernels; but for unrolled layers with values in host memory,
+which XLA's runtime does not take together with the latter. The embedding's gradient alone, a sum in
+any order, then differs from run to run.
 """
 
 import functools
@@ -45,20 +47,19 @@ BASE = replace(
 STEPS = 3
 
 #: The parent's own JAX may hold most of the GPU.
-ENVIRONMENT = {
-    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-    "XLA_FLAGS": "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0",
-    "PYTHONPATH": str(ROOT),
-}
+ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONPATH": str(ROOT)}
+
+UNTUNED = "--xla_gpu_autotune_level=0"
+DETERMINISTIC = f"{UNTUNED} --xla_gpu_deterministic_ops=true"
 
 
 @functools.cache
-def measured(**fields: Any) -> dict[str, Any]:
+def measured(flags: str = DETERMINISTIC, **fields: Any) -> dict[str, Any]:
     """Peaks in bytes, losses and digests of gradients, of some steps under the changed config."""
     child = subprocess.run(
         [sys.executable, __file__],
         input=to_json(replace(BASE, **fields)),
-        env=os.environ | ENVIRONMENT,
+        env=os.environ | ENVIRONMENT | {"XLA_FLAGS": flags},
         cwd=ROOT,
         text=True,
         capture_output=True,
@@ -74,12 +75,23 @@ def offloaded_bytes() -> int:
 
 
 def test_offloaded_activations_lower_the_peak_and_keep_every_bit():
-    """Two layers' values at most are on the device, of eight. (Unrolled layers are refused.)"""
-    layers = {"parallel.layer_loop": "scan"}
-    here, there = measured(**layers), measured(**layers, **{"parallel.remat": "offload"})
+    """Two layers' values at most are on the device, of eight."""
+    here, there = measured(), measured(**{"parallel.remat": "offload"})
     assert there["gradients"] == here["gradients"]
     assert there["losses"] == here["losses"]
     assert here["peak"] - there["peak"] > 0.6 * offloaded_bytes()
+
+
+def test_so_do_those_of_unrolled_layers():
+    """Three layers' at most: the last layer's stay."""
+    layers = {"parallel.layer_loop": "unroll"}
+    here = measured(UNTUNED, **layers)
+    there = measured(UNTUNED, **layers, **{"parallel.remat": "offload"})
+    assert here["gradients"].pop("embed") and there["gradients"].pop("embed")
+    assert there["gradients"] == here["gradients"]
+    assert there["losses"][0] == here["losses"][0]
+    assert there["losses"] == pytest.approx(here["losses"], rel=1e-4)
+    assert here["peak"] - there["peak"] > 0.5 * offloaded_bytes()
 
 
 def test_offloaded_moments_leave_the_device_and_change_nothing_else():

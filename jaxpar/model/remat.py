@@ -17,8 +17,9 @@ rank's part.
     mlp_hidden      silu(gate) * up                           2 F
 
 A name with `:host` after it is saved in pinned host memory: copied there in the forward, and back
-in the backward (`parallel/offload.py`). layer_input, a layer's only input, is saved under every
-policy, so it is named only to be saved there.
+in the backward (`parallel/offload.py`). Values of an unrolled layer whose backward comes right
+after its forward, the last one of a mesh without stages, stay on the device. layer_input, a layer's
+only input, is saved under every policy, so it is named only to be saved there.
 
 Under `model.matmul_dtype` float8 and one scale per tensor, the rounded input of a matmul goes by
 the name of the input. attn_norm, mlp_norm and mlp_hidden are then saved in its place, in half of
@@ -27,17 +28,14 @@ the bytes; attn_out beside it, which attention's own backward needs: 3 H K.
 Saved under every policy: the scale of each row of a norm, 4 bytes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxpar.kernels import float8
-from jaxpar.memory_rules import LAYER_INPUT, ON_HOST, REMAT_NAMES, REMAT_POLICIES
-
-#: Name of what every policy saves: too small to be worth the pass over memory that it takes.
-NORM_SCALE = "norm_scale"
+from jaxpar.kernels import float8, norm
+from jaxpar.memory_rules import LAYER_INPUT, ON_HOST, REMAT_NAMES, without_mark
 
 
 def named(x: jax.Array, name: str) -> jax.Array:
@@ -46,28 +44,25 @@ def named(x: jax.Array, name: str) -> jax.Array:
     return checkpoint_name(x, name)
 
 
-def saved_names(remat: str) -> tuple[str, ...]:
-    """The names that `parallel.remat` saves, as it writes them."""
-    return REMAT_POLICIES.get(remat, tuple(remat.split(",")))
+def all_on_device(names: Sequence[str]) -> tuple[str, ...]:
+    """The same values of `saved_names`, none of them in host memory."""
+    return tuple(name for name in map(without_mark, names) if name != LAYER_INPUT)
 
 
-def names_on_host(remat: str) -> tuple[str, ...]:
-    """The names that `parallel.remat` saves in host memory."""
-    names = saved_names(remat)
-    return tuple(name.removesuffix(ON_HOST) for name in names if name.endswith(ON_HOST))
+def rematerialize(
+    fn: Callable[..., Any], names: Sequence[str], *, apart: bool
+) -> Callable[..., Any]:
+    """`fn`, whose backward recomputes all but the values of these names.
 
-
-def rematerialize(fn: Callable[..., Any], remat: str, *, apart: bool) -> Callable[..., Any]:
-    """`fn`, whose backward recomputes all but the named values that `remat` saves.
-
-    Args:     fn: its first argument is the layer's input. apart: the backward finds what was saved
-              in a loop's carry, so XLA cannot undo the recomputation; the barrier that would keep
-              it from doing so would only hold up fusions.
+    Args:     fn: its first argument is the layer's input. names: as `saved_names` gives them.
+              apart: the backward finds what was saved in a loop's carry, so XLA cannot undo the
+              recomputation; the barrier that would keep it from doing so would only hold up
+              fusions.
     """
-    on_device = [name for name in saved_names(remat) if not name.endswith(ON_HOST)]
+    on_device = [name for name in names if not name.endswith(ON_HOST)]
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=(*on_device, float8.SCALE, NORM_SCALE),
-        names_which_can_be_offloaded=names_on_host(remat),
+        names_which_can_be_saved=(*on_device, float8.SCALE, norm.SCALE),
+        names_which_can_be_offloaded=tuple(without_mark(n) for n in names if n.endswith(ON_HOST)),
         offload_src="device",
         offload_dst="pinned_host",
     )

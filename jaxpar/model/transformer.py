@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -20,10 +21,11 @@ from jax import lax
 from jaxpar.batch import Batch
 from jaxpar.config import Config, LoraConfig, ModelConfig
 from jaxpar.kernels import float8
+from jaxpar.memory_rules import names_on_host, saved_names
 from jaxpar.model import layers, lora
 from jaxpar.model.block import Tokens, in_groups, layer, layer_in_turns
 from jaxpar.model.loss import cross_entropy
-from jaxpar.model.remat import rematerialize
+from jaxpar.model.remat import all_on_device, rematerialize
 from jaxpar.model.views import LAYER_DIMS, PROJECTIONS, TOP_DIMS
 from jaxpar.parallel import fsdp
 from jaxpar.parallel.collectives import (
@@ -143,9 +145,7 @@ def stage(
     Returns:  as x; beside.
     """
     if isinstance(chunk, tuple):
-        groups = cfg.parallel.row_groups
-        in_ring = cfg.parallel.pipeline > 1 and cfg.parallel.pipeline_save == "residuals"
-        block = rematerialize(functools.partial(_layer, cfg), cfg.parallel.remat, apart=in_ring)
+        groups, blocks = cfg.parallel.row_groups, iter(_blocks(cfg, len(chunk)))
         cast = functools.partial(_cast, dims=LAYER_DIMS, cfg=cfg)
         gather = functools.partial(_whole, dims=LAYER_DIMS, cfg=cfg)
         scatter = functools.partial(_scattered, dims=LAYER_DIMS, cfg=cfg)
@@ -153,11 +153,12 @@ def stage(
         rows = in_groups(x, groups)
         for alike, of_these in runs_of_layers(chunk, tokens, cfg):
             context = in_groups(of_these, groups)
+            these = tuple(itertools.islice(blocks, len(alike)))
             rows, beside = through_layers(
-                block, cast, gather, scatter, sends, alike, rows, beside, context
+                these, cast, gather, scatter, sends, alike, rows, beside, context
             )
         return (rows[0] if groups == 1 else jnp.concatenate(rows)), beside
-    block = rematerialize(_block(cfg), cfg.parallel.remat, apart=True)
+    block = rematerialize(_block(cfg), saved_names(cfg.parallel.remat), apart=True)
     return lax.scan(lambda x, w: (block(x, w, tokens), None), x, chunk)[0], beside
 
 
@@ -295,6 +296,18 @@ def _layer(cfg: Config, xs: tuple, w: Tree, tokens: tuple) -> tuple[jax.Array, .
     if len(xs) == 1:
         return (layer(xs[0], w, tokens[0], cfg),)
     return layer_in_turns(xs, w, tokens, cfg)
+
+
+def _blocks(cfg: Config, count: int) -> list[Callable[..., Any]]:
+    """The layers of a chunk, as functions of whole weights."""
+    p, layer = cfg.parallel, functools.partial(_layer, cfg)
+    names = saved_names(p.remat)
+    in_ring = p.pipeline > 1 and p.pipeline_save == "residuals"
+    blocks = [rematerialize(layer, names, apart=in_ring)] * count
+    if p.pipeline == 1 and names_on_host(p.remat):
+        # Its backward is next: its values would be fetched at once, with no work to hide it.
+        blocks[-1] = rematerialize(layer, all_on_device(names), apart=in_ring)
+    return blocks
 
 
 def _block(cfg: Config):

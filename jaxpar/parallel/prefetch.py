@@ -20,7 +20,7 @@ from jaxpar.parallel.offload import fetched, in_host_memory, stored
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
 def through_layers(
-    block: Callable[..., Any],
+    blocks: tuple[Callable[..., Any], ...],
     cast: Callable[[Any], Any],
     gather: Callable[[Any], Any],
     scatter: Callable[[Any], Any],
@@ -30,9 +30,9 @@ def through_layers(
     beside: Any,
     context: Any,
 ) -> Any:
-    """`x` through `block(x, gather(cast(shard)), context)` for each shard; and `beside`.
+    """`x` through `block(x, gather(cast(shard)), context)` of each shard's block; and `beside`.
 
-    Args:     block: one layer of whole weights; what it saves is for its remat policy to say.
+    Args:     blocks: of each layer, of whole weights; what it saves is for its policy to say.
               cast: a layer's shards to what is gathered of them; kept for the backward.
               gather: these to the layer's whole weights. scatter: local gradients of whole
               weights to the gradients of the shards. sends: whether these two send anything.
@@ -42,15 +42,15 @@ def through_layers(
     Returns:  as x; beside.
     Communication: `gather` of each layer forward and again backward, `scatter` backward.
     """
-    for shard in shards:
+    for block, shard in zip(blocks, shards, strict=True):
         x = block(x, gather(cast(shard)), context)
     return x, beside
 
 
-def _forward(block, cast, gather, scatter, sends, shards, x, beside, context):
+def _forward(blocks, cast, gather, scatter, sends, shards, x, beside, context):
     pullbacks: list[Any] = []
-    for shard in shards:
-        layer = lambda w, x: block(x, w, context)  # noqa: E731
+    for block, shard in zip(blocks, shards, strict=True):
+        layer = lambda w, x, block=block: block(x, w, context)  # noqa: E731
         # Everything that the backward needs is kept, but the whole weights.
         x, pullback = jax.vjp(layer, gather(cast(shard)), x, saveable_args=(False, True))
         # The copies of one layer to the host have the next layer's time.
@@ -60,7 +60,7 @@ def _forward(block, cast, gather, scatter, sends, shards, x, beside, context):
     return (x, beside), (shards, pullbacks)
 
 
-def _backward(block, cast, gather, scatter, sends, saved, cotangents):
+def _backward(blocks, cast, gather, scatter, sends, saved, cotangents):
     (shards, pullbacks), (g, d_beside) = saved, cotangents
     # XLA takes those of the forward, which wait in half the bytes of the float32 slices. Residuals
     # they must not be: a pipeline would keep them with each microbatch.

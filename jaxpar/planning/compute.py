@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 
 from jaxpar.config import Config
-from jaxpar.memory_rules import ON_HOST
+from jaxpar.memory_rules import saved_names, without_mark
 from jaxpar.model.loss import num_chunks
-from jaxpar.model.remat import saved_names
 from jaxpar.model.transformer import matmuls_add_up, stage_sends
 from jaxpar.planning import rates
 from jaxpar.planning.hardware import Gpu
@@ -50,7 +49,7 @@ def repeats(cfg: Config) -> set[str]:
     A value is computed again unless it is saved, on the device or the host, or whatever is made of
     it is.
     """
-    saved = {name.removesuffix(ON_HOST) for name in saved_names(cfg.parallel.remat)}
+    saved = set(map(without_mark, saved_names(cfg.parallel.remat)))
     needs = {
         "qkv": "qkv" in saved,
         "attention": {"attn_out", "attn_lse"} <= saved,

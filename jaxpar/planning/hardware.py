@@ -37,6 +37,7 @@ class Gpu:
     float8              8-bit FLOP/s likewise; None: the GPU has none.
     bandwidth           bytes/s of a copy in device memory, read and written bytes together.
     nvlink              bytes/s to the other GPUs of the host, by the datasheet.
+    host_link           bytes/s to pinned host memory, and as many back, as copied.
     attention           FLOP/s of causal attention over that of an H200 (time.py has the table).
     per_host            GPUs joined by NVLink.
     multiprocessors, l2_bytes, clock_ghz, links   for `compiling.py`.
@@ -51,6 +52,7 @@ class Gpu:
     float8: Figure | None
     bandwidth: Figure
     nvlink: Figure
+    host_link: Figure
     attention: Figure
     per_host: int = 8
     multiprocessors: int
@@ -84,6 +86,7 @@ H200 = Gpu(
     float8=Figure(1230e12, "measured: 1.5B and 8B in float8, steps of a long run (docs/LOG.md)"),
     bandwidth=Figure(4.18e12, "measured: device copy (docs/LOG.md)"),
     nvlink=Figure(450e9, "NVIDIA H200 datasheet: 900 GB/s both ways together"),
+    host_link=Figure(51.7e9, "measured: copies of 134 MB out of a step (docs/LOG.md)"),
     attention=Figure(1.0, "measured: docs/benchmarks/attention-h200.json"),
     multiprocessors=132,
     l2_bytes=62_914_560,
@@ -101,6 +104,7 @@ H100 = Gpu(
     float8=Figure(1230e12, _SAME_CHIP),
     bandwidth=Figure(2.91e12, "estimate: 3.35 TB/s by the datasheet, times an H200's 0.87"),
     nvlink=Figure(450e9, "NVIDIA H100 SXM datasheet: 900 GB/s both ways together"),
+    host_link=Figure(51.7e9, "estimate: an H200's; PCIe 5 too"),
     attention=Figure(1.0, _SAME_CHIP),
     multiprocessors=132,
     l2_bytes=52_428_800,
@@ -118,6 +122,7 @@ A100 = Gpu(
     float8=None,
     bandwidth=Figure(1.77e12, "estimate: 2.04 TB/s by the datasheet, times an H200's 0.87"),
     nvlink=Figure(300e9, "NVIDIA A100 datasheet: 600 GB/s both ways together"),
+    host_link=Figure(25.8e9, "estimate: half of an H200's; PCIe 4"),
     attention=Figure(0.35, "estimate: 0.6 of the peak, as FlashAttention-2 says (2307.08691)"),
     multiprocessors=108,
     l2_bytes=41_943_040,
@@ -135,6 +140,7 @@ B200 = Gpu(
     float8=Figure(4500e12 * 0.62, _SHARE),
     bandwidth=Figure(8.0e12 * H200_COPY_SHARE, _SHARE),
     nvlink=Figure(900e9, "NVIDIA B200 datasheet: 1.8 TB/s both ways together"),
+    host_link=Figure(51.7e9, "estimate: an H200's; PCIe 5 too"),
     attention=Figure(1.8, "estimate: cuDNN alone; its kernels there have not been measured"),
     multiprocessors=148,
     l2_bytes=132_644_864,

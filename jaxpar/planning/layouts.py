@@ -15,8 +15,7 @@ from typing import Any
 
 from jaxpar.config import Config, ConfigError
 from jaxpar.layout_rules import FIELDS as FIELDS
-from jaxpar.memory_rules import REMAT_POLICIES
-from jaxpar.model.remat import names_on_host
+from jaxpar.memory_rules import REMAT_POLICIES, names_on_host
 from jaxpar.validation import resolve
 
 #: Virtual stages that are tried.
@@ -54,7 +53,8 @@ def legal_layouts(
     """Every layout that `validation.resolve` accepts and the trainer runs on GPUs.
 
     Remat policies are independent of the other fields in `validation`, so each mesh is resolved
-    once, with the first of them.
+    once, with the first of them. Those that keep values in host memory are tried without a pipeline
+    alone: a ring there has run on no GPU.
 
     Args:     fixed: fields of `parallel` that keep a value, by name. coarse: fewer of them, for a
               first look: microbatches in powers of two, one or two virtual stages, no row groups.
@@ -67,8 +67,13 @@ def legal_layouts(
         except ConfigError as error:
             found.refuse(error)
             continue
-        found.configs += [with_parallel(legal, remat=policy) for policy in policies]
+        tried = [n for n in policies if "remat" in fixed or not _ring_on_host(legal, n)]
+        found.configs += [with_parallel(legal, remat=policy) for policy in tried]
     return found
+
+
+def _ring_on_host(cfg: Config, remat: str) -> bool:
+    return cfg.parallel.pipeline > 1 and bool(names_on_host(remat))
 
 
 def with_parallel(cfg: Config, **values: Any) -> Config:
@@ -77,13 +82,10 @@ def with_parallel(cfg: Config, **values: Any) -> Config:
 
 
 def _policies(cfg: Config, fixed: dict[str, Any]) -> list[str]:
-    """Remat policies to try; those that wait in host memory only for scanned layers, since
-    unrolled ones do not run with them (docs/LOG.md)."""
+    """Remat policies to try."""
     if "remat" in fixed:
         return [fixed["remat"]]
-    names = list(dict.fromkeys([*REMAT_POLICIES, cfg.parallel.remat]))
-    unrolled = cfg.parallel.layer_loop == "unroll"
-    return [name for name in names if not (unrolled and names_on_host(name))]
+    return list(dict.fromkeys([*REMAT_POLICIES, cfg.parallel.remat]))
 
 
 def _candidates(

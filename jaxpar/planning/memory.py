@@ -15,9 +15,8 @@ import functools
 from dataclasses import dataclass
 
 from jaxpar.config import Config, ModelConfig
-from jaxpar.memory_rules import LAYER_INPUT, REMAT_NAMES
+from jaxpar.memory_rules import LAYER_INPUT, REMAT_NAMES, names_on_host, saved_names
 from jaxpar.model.loss import num_chunks
-from jaxpar.model.remat import names_on_host, saved_names
 from jaxpar.model.transformer import stage_sends
 from jaxpar.planning.shard import Shard, moment_bytes, shard_of, state_bytes
 
@@ -168,22 +167,26 @@ def saved_per_token(cfg: Config) -> float:
     Those of docs/parallelism.md; values that wait in host memory count there.
     """
     m, p = cfg.model, cfg.parallel
-    return _saved_per_token(m, p.tensor, p.remat)
+    on_device, _ = _saved_per_token(m, p.tensor, p.remat)
+    return on_device + 8  # the scales of two norms, float32
+
+
+def on_host_per_token(cfg: Config) -> float:
+    """Bytes in host memory per token and layer under the remat policy."""
+    return _saved_per_token(cfg.model, cfg.parallel.tensor, cfg.parallel.remat)[1]
 
 
 @functools.cache
-def _saved_per_token(m: ModelConfig, tensor: int, remat: str) -> float:
+def _saved_per_token(m: ModelConfig, tensor: int, remat: str) -> tuple[float, float]:
+    """On the device, and in host memory."""
     on_host = set(names_on_host(remat))
-    saved = {name for name in saved_names(remat) if name in REMAT_NAMES}
+    here = {name for name in saved_names(remat) if name in REMAT_NAMES} | {LAYER_INPUT} - on_host
     sizes = bytes_of_names(m, tensor)
-    total = sum(sizes[name] for name in saved)
-    if {"qkv", "qk"} <= saved:
-        total -= sizes["qk"]  # before RoPE they are then of no use
+    if {"qkv", "qk"} <= here | on_host:
+        sizes["qkv"] -= sizes["qk"]  # before RoPE they are then of no use
     if m.num_experts:  # an expert's values are computed again
-        total -= sum(sizes[name] for name in saved & {"gate_up", "mlp_hidden"})
-    if LAYER_INPUT not in on_host:
-        total += sizes[LAYER_INPUT]
-    return total + 8  # the scales of two norms, float32
+        sizes["gate_up"] = sizes["mlp_hidden"] = 0.0
+    return sum(sizes[name] for name in here), sum(sizes[name] for name in on_host)
 
 
 def bytes_of_names(m: ModelConfig, tensor: int) -> dict[str, float]:
@@ -217,7 +220,7 @@ def _recomputed(cfg: Config, shard: Shard) -> float:
     not where they wait for gathers over tensor.
     """
     m, p = cfg.model, cfg.parallel
-    missing = _saved_per_token(m, p.tensor, "none") - _saved_per_token(m, p.tensor, p.remat)
+    missing = _saved_per_token(m, p.tensor, "none")[0] - _saved_per_token(m, p.tensor, p.remat)[0]
     if m.num_experts:  # of one expert, for all the tokens
         sizes = bytes_of_names(m, p.tensor)
         missing += sizes["gate_up"] + sizes["mlp_hidden"]

@@ -7,6 +7,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from jaxpar.memory_rules import names_on_host
 from jaxpar.planning.budget import Cost, Inference
 from jaxpar.planning.communication import Cluster
 from jaxpar.planning.compiling import Compiled
@@ -146,6 +147,8 @@ def caveats(plan: Plan, chosen: Sequence[Layout]) -> list[str]:
         guesses.append("measured were unrolled layers, not scanned ones")
     if cfg.model.dtype != "bfloat16":
         guesses.append("measured was bfloat16")
+    if any(names_on_host(layout.cfg.parallel.remat) for layout in chosen):
+        guesses.append("copies to host memory were measured with two GPUs of a host, unrolled")
     if any(layout.on_reference for layout in chosen):
         guesses.append("attention has no kernel here for some of these layouts")
     return [f"Estimates: {'; '.join(guesses)} (docs/planning.md)."] if guesses else []

@@ -8,6 +8,7 @@ from jaxpar.model.flops import train_flops_per_token
 from jaxpar.planning import compute, rates
 from jaxpar.planning.communication import Cluster, Traffic, traffic_of
 from jaxpar.planning.compute import Seconds
+from jaxpar.planning.memory import on_host_per_token
 from jaxpar.planning.shard import Shard, shard_of
 
 
@@ -19,7 +20,8 @@ class StepTime:
     optimizer    the update, with the norm of the gradients.
     bubble       slots of the pipeline in which there is nothing to do: they are computed all the
                  same, and masked.
-    exposed      communication with nothing beside it, by mesh axis.
+    exposed      communication with nothing beside it, by mesh axis; "host": copies of saved values
+                 to host memory and back.
     contention   matmuls slowed down by communication beside them.
     gaps         between kernels.
     traffic      what is sent, by axis.
@@ -75,6 +77,9 @@ def step_time(cfg: Config, cluster: Cluster) -> StepTime:
     bubble = stage.total * (p.pipeline - 1) / p.virtual_stages
     traffic = traffic_of(cfg, shard, cluster)
     exposed = {t.axis: _exposed(t, busy) for t in traffic}
+    if copied := on_host_per_token(cfg):
+        seconds = shard.tokens * copied / gpu.host_link.value
+        exposed["host"] = _beyond(seconds, layer) * shard.layers * p.num_microbatches
     nccl = sum(max(t.nccl - exposed[t.axis], 0.0) for t in traffic)
     tokens = cfg.train.global_batch_size * cfg.data.seq_len / cluster.num_gpus
     flops = lambda causal: _model_flops(cfg.model, cfg.lora, cfg.data.seq_len, causal)  # noqa: E731
@@ -103,6 +108,12 @@ def _model_flops(model: ModelConfig, lora: LoraConfig, seq_len: int, causal: boo
 def _exposed(traffic: Traffic, busy: Seconds) -> float:
     """Its share that is never hidden, or what is left once all that can hide it has."""
     return max(traffic.exposed * traffic.seconds, traffic.seconds - rates.HIDING * busy.total)
+
+
+def _beyond(copy: float, layer: Seconds) -> float:
+    """What a layer's copies to host memory, and those back, take beyond the time of the next one's
+    forward, a third of the layer, and backward."""
+    return max(copy - layer.total / 3, 0.0) + max(copy - layer.total * 2 / 3, 0.0)
 
 
 def _gaps(cfg: Config, shard: Shard) -> float:

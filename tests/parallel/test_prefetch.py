@@ -34,7 +34,8 @@ def arguments():
 
 def gradients(scatter, sends, shards, x, beside, context):
     """Of a loss, for the shards, x, and weights used later."""
-    layers = functools.partial(through_layers, block, lambda w: w, gather, scatter, sends)
+    blocks = (block,) * LAYERS
+    layers = functools.partial(through_layers, blocks, lambda w: w, gather, scatter, sends)
 
     def loss(shards, x, beside):
         y, beside = layers(shards, x, beside, context)

@@ -7,7 +7,12 @@ from jaxpar import cli, parity
 from jaxpar.config import Config, replace
 from jaxpar.memory_rules import REMAT_NAMES
 from jaxpar.parallel.mesh import make_mesh
-from jaxpar.planning.memory import bytes_of_names, memory_of, saved_per_token
+from jaxpar.planning.memory import (
+    bytes_of_names,
+    memory_of,
+    on_host_per_token,
+    saved_per_token,
+)
 from jaxpar.planning.shard import moment_bytes, shard_of, state_bytes
 from jaxpar.state import abstract_state, bytes_per_device, init_state, state_shardings
 from jaxpar.validation import resolve
@@ -110,6 +115,10 @@ def test_values_in_host_memory_are_not_on_the_device():
     base = replace(cli.load_config("llama3_8b"), **{"parallel.layer_loop": "scan"})
     cfg = lambda remat: resolve(replace(base, **{"parallel.remat": remat}), 8)  # noqa: E731
     assert saved_per_token(cfg("offload")) == 4 * base.model.num_heads + 8
+    # Of dots: queries and keys after RoPE in place of those before, as many bytes.
+    dots, waiting = cfg("dots"), cfg("dots_offload")
+    assert saved_per_token(dots) == saved_per_token(waiting) + on_host_per_token(waiting)
+    assert on_host_per_token(dots) == 0
     offload = replace(cfg("dots"), **{"optimizer.offload": True})
     saved = memory_of(cfg("dots")).total - memory_of(offload).total
     assert saved == pytest.approx(moment_bytes(offload) * 31 / 32, rel=1e-3)

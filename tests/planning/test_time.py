@@ -17,7 +17,7 @@ from jaxpar.planning.compute import (
 )
 from jaxpar.planning.forecast import forecast
 from jaxpar.planning.hardware import GPUS, H200, NETWORKS, Figure
-from jaxpar.planning.memory import memory_of
+from jaxpar.planning.memory import memory_of, on_host_per_token
 from jaxpar.planning.ranking import predict
 from jaxpar.planning.shard import shard_of
 from jaxpar.planning.time import step_time
@@ -91,6 +91,19 @@ def test_parts_add_up_and_mfu_follows():
     assert t.total == pytest.approx(parts + sum(t.exposed.values()) + t.contention + t.gaps)
     assert t.rate == pytest.approx(16 * 8192 / 8 / t.total)
     assert 0.3 < t.mfu < t.mfu_full < 0.8
+
+
+def test_copies_to_host_memory_hide_behind_the_next_layer():
+    """On 8 H200s all of them; where the link is slow, what a layer's time leaves over."""
+    cfg = on(8, remat="dots_offload")
+    plain, waiting = (step_time(c, cluster(8)) for c in (on(8, remat="dots"), cfg))
+    assert "host" not in plain.exposed
+    assert waiting.exposed["host"] == 0 and waiting.total == plain.total
+    link = dataclasses.replace(H200.host_link, value=1e9)
+    slow = dataclasses.replace(cluster(8), gpu=dataclasses.replace(H200, host_link=link))
+    tokens, layer = 2 * 8192, layer_seconds(cfg, shard_of(cfg), H200).total
+    copy = tokens * on_host_per_token(cfg) / 1e9
+    assert step_time(cfg, slow).exposed["host"] == pytest.approx(32 * (2 * copy - layer))
 
 
 def test_the_bubble_is_the_formulas():
