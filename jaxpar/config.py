@@ -122,8 +122,7 @@ class ParallelConfig:
     zero: Literal[1, 3] = 3
     """3: gather weights layer by layer. 1: gather all once per step (use it with a pipeline)."""
     remat: str = "dots"
-    """What the backward finds saved: none | dots | dots_offload | attn_out | full | offload, or
-    names[:host]."""
+    """Saved for the backward: none | dots | dots_offload | attn_out | full | offload, or names."""
     layer_loop: Literal["scan", "unroll"] = "scan"
     """scan compiles fastest; unroll runs fastest on GPUs."""
     pipeline_save: Literal["residuals", "inputs"] = "residuals"
