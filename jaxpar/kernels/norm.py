@@ -50,8 +50,8 @@ def _forward(x, gain, eps):
 
 
 def _backward(eps, saved, d_y):
-    d_x, d_gain = by_xla(*saved, d_y, None)
-    return d_x, d_gain
+    x, gain, scale = saved
+    return by_xla(x, gain, scale, d_y, None)
 
 
 rms_norm.defvjp(_forward, _backward)
@@ -62,8 +62,8 @@ def rms_norm_beside(x: jax.Array, gain: jax.Array, eps: float) -> tuple[jax.Arra
     """x, and `rms_norm` of it: where x goes on beside its norm, as in a residual stream.
 
     The backward adds the gradients of both in float32, and rounds their sum once. It is a Triton
-    kernel on NVIDIA GPUs for bfloat16 rows of `LENGTHS`, if `ROWS` divides their number; else it is
-    left to XLA.
+    kernel on NVIDIA GPUs since Ampere, for bfloat16 rows of `LENGTHS` if `ROWS` divides their
+    number; else it is left to XLA.
     """
     return x, _forward(x, gain, eps)[0]
 
@@ -74,15 +74,21 @@ def _beside_forward(x, gain, eps):
 
 
 def _beside_backward(eps, saved, cotangents):
-    d_beside, d_y = cotangents
-    x = saved[0]
-    rows = x.size // x.shape[-1]
-    fits = x.dtype == jnp.bfloat16 and x.shape[-1] in LENGTHS and rows % ROWS == 0
-    by = by_kernel if fits and Platform.here().name == "gpu" else by_xla
-    return by(*saved, d_y, d_beside)
+    (x, gain, scale), (d_beside, d_y) = saved, cotangents
+    by = by_kernel if _kernel_fits(x) and _kernel_runs_on(Platform.here()) else by_xla
+    return by(x, gain, scale, d_y, d_beside)
 
 
 rms_norm_beside.defvjp(_beside_forward, _beside_backward)
+
+
+def _kernel_fits(x: jax.Array) -> bool:
+    length = x.shape[-1]
+    return x.dtype == jnp.bfloat16 and length in LENGTHS and x.size // length % ROWS == 0
+
+
+def _kernel_runs_on(platform: Platform) -> bool:
+    return platform.name == "gpu" and float(platform.compute_capability) >= 8.0
 
 
 def by_xla(x, gain, scale, d_y, d_beside):
