@@ -30,14 +30,14 @@ ON_HOST = ":host"
 REMAT_POLICIES: dict[str, tuple[str, ...]] = {
     "none": REMAT_NAMES,
     "dots": ("qkv", "attn_out", "attn_lse", "attn_residual", "gate_up"),
-    "attn_out": ("attn_out", "attn_lse"),
-    "full": (),
     "dots_offload": (
         *(name + ON_HOST for name in ("qkv", "qk", "attn_out")),
         "attn_lse",
         "attn_residual" + ON_HOST,
         "gate_up",
     ),
+    "attn_out": ("attn_out", "attn_lse"),
+    "full": (),
     "offload": (LAYER_INPUT + ON_HOST, "attn_out" + ON_HOST, "attn_lse"),
 }
 

@@ -61,6 +61,8 @@ rms_norm.defvjp(_forward, _backward)
 def rms_norm_beside(x: jax.Array, gain: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
     """x, and `rms_norm` of it: where x goes on beside its norm, as in a residual stream.
 
+    Args:     as `rms_norm`.
+
     The backward adds the gradients of both in float32, and rounds their sum once. It is a Triton
     kernel on NVIDIA GPUs since Ampere, for bfloat16 rows of `LENGTHS` if `ROWS` divides their
     number; else it is left to XLA.

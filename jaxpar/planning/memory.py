@@ -176,6 +176,12 @@ def on_host_per_token(cfg: Config) -> float:
     return _saved_per_token(cfg.model, cfg.parallel.tensor, cfg.parallel.remat)[1]
 
 
+def host_bytes(cfg: Config) -> float:
+    """Bytes in host memory of one device's values, of a microbatch."""
+    shard = shard_of(cfg)
+    return shard.tokens * shard.layers * on_host_per_token(cfg)
+
+
 @functools.cache
 def _saved_per_token(m: ModelConfig, tensor: int, remat: str) -> tuple[float, float]:
     """On the device, and in host memory."""

@@ -7,13 +7,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from jaxpar.memory_rules import names_on_host
 from jaxpar.planning.budget import Cost, Inference
 from jaxpar.planning.communication import Cluster
 from jaxpar.planning.compiling import Compiled
 from jaxpar.planning.hardware import GIB, GPUS, NETWORKS, Figure, Gpu
 from jaxpar.planning.layouts import describe, values_of
-from jaxpar.planning.memory import Memory
+from jaxpar.planning.memory import Memory, host_bytes
 from jaxpar.planning.ranking import Layout, Plan
 from jaxpar.planning.time import StepTime
 
@@ -147,8 +146,9 @@ def caveats(plan: Plan, chosen: Sequence[Layout]) -> list[str]:
         guesses.append("measured were unrolled layers, not scanned ones")
     if cfg.model.dtype != "bfloat16":
         guesses.append("measured was bfloat16")
-    if any(names_on_host(layout.cfg.parallel.remat) for layout in chosen):
-        guesses.append("copies to host memory were measured with two GPUs of a host, unrolled")
+    if there := max((host_bytes(layout.cfg) for layout in chosen), default=0.0):
+        of_each = f"{there / GIB:,.1f} GiB a GPU and microbatch"
+        guesses.append(f"values in host memory ({of_each}) were measured with two GPUs of a host")
     if any(layout.on_reference for layout in chosen):
         guesses.append("attention has no kernel here for some of these layouts")
     return [f"Estimates: {'; '.join(guesses)} (docs/planning.md)."] if guesses else []
