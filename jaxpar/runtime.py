@@ -1,6 +1,6 @@
 """Before JAX starts: flags, simulated devices, compilation cache. Each program calls it first.
 
-And the first run of a compiled program, which cuDNN wants to itself.
+And what a compiled program asks of a host: memory, and its first run to itself.
 """
 
 import os
@@ -54,6 +54,27 @@ def host_memory(limit_file: str = "/sys/fs/cgroup/memory.max") -> int:
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path(limit_file).read_text().strip() if Path(limit_file).is_file() else "max"
     return there if limit == "max" else min(there, int(limit))
+
+
+def check_host_memory(program: Any, cfg: Config, in_any: Callable[[bool], bool]) -> None:
+    """That a compiled step holds no more on a host than XLA may take: its first run would end.
+
+    Args:     in_any: whether what is True here or there is so in some process; all call it.
+    Raises:   ConfigError in all processes.
+    """
+    memory, devices = program.memory_analysis(), jax.local_device_count()
+    values = memory.host_temp_size_in_bytes if memory else 0
+    moments = memory.host_argument_size_in_bytes if memory else 0
+    needed, limit = devices * (values + moments), int(os.environ.get(HOST_LIMIT, DEFAULT_LIMIT))
+    if not in_any(needed > limit << 30):
+        return
+    rule = f"leaves {needed / 2**30:.1f} GiB in the memory of a host for {devices} devices, of "
+    rule += f"which XLA may take {limit} here ({HOST_LIMIT})"
+    if values >= moments:
+        fix = "name fewer values with :host, or raise that variable"
+        raise ConfigError("parallel.remat", cfg.parallel.remat, rule, fix)
+    fix = "use --optimizer.offload False, or raise that variable"
+    raise ConfigError("optimizer.offload", cfg.optimizer.offload, rule, fix)
 
 
 #: Threads of XLA's pool for each simulated device. By itself it takes one, or the host's cores if

@@ -138,7 +138,8 @@ def compiled(run: Run, state: TrainState):
     lowered = step.lower(state, run.loader.batch(0))
     processes.check_same("program", lambda: lowered.as_text(), run.cfg.cluster.slow_seconds)
     program = lowered.compile()
-    processes.in_any(False)  # the devices meet from here on: nobody is still compiling
+    # The devices meet from here on: nobody is still compiling.
+    runtime.check_host_memory(program, run.cfg, processes.in_any)
     say(f"compiled in {time.perf_counter() - began:.1f} s{memory_of(program, state)}")
     run.startup.ended("compilation")
     return runtime.FirstRunAlone(program)

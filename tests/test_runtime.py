@@ -1,6 +1,7 @@
 """Before JAX starts, and at a program's first run."""
 
 import os
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -46,6 +47,8 @@ def test_the_config_decides(gpu_host):
     assert FSDP.model.d_model < WIDE.model.d_model
     for cfg in (FLOAT8, WIDE):
         assert names(cfg) - names(FSDP) == {"xla_gpu_enable_triton_gemm"}
+    offloading = replace(FSDP, **{"parallel.remat": "dots_offload"})
+    assert names(offloading) - names(FSDP) == {"xla_gpu_experimental_parallel_async_compute_limit"}
     wide = replace(TENSOR, **{"model.d_model": 4096})
     assert names(wide) == names(TENSOR)
 
@@ -121,3 +124,35 @@ def test_only_the_first_run_is_waited_for(monkeypatch):
     step = runtime.FirstRunAlone(program)
     assert [step(1, 2), step(3, 4)] == [3, 7]
     assert events == [("wait", (1, 2)), ("run", (1, 2)), ("wait", 3), ("run", (3, 4))]
+
+
+class Holding:
+    """A compiled program that holds so many GiB in host memory, of values and of moments."""
+
+    def __init__(self, values: float, moments: float):
+        sizes = {"host_temp_size_in_bytes": values, "host_argument_size_in_bytes": moments}
+        self.memory = SimpleNamespace(**{name: int(gib * 2**30) for name, gib in sizes.items()})
+
+    def memory_analysis(self):
+        return self.memory
+
+
+def test_a_step_that_needs_more_host_memory_than_there_is_is_refused(monkeypatch):
+    """Of all devices of this process, in the first place by what takes more."""
+    monkeypatch.setattr(jax, "local_device_count", lambda: 8)
+    monkeypatch.setenv(runtime.HOST_LIMIT, "100")
+    offloading = replace(FSDP, **{"parallel.remat": "offload", "optimizer.offload": True})
+    check = lambda *gib: runtime.check_host_memory(Holding(*gib), offloading, bool)  # noqa: E731
+    check(12.5, 0)
+    check(6, 6.5)
+    with pytest.raises(
+        ConfigError, match=r"parallel\.remat = 'offload': leaves 109\.6 GiB .* 100 "
+    ):
+        check(13.7, 0)
+    with pytest.raises(ConfigError, match=r"optimizer\.offload = True.*offload False"):
+        check(4, 9)
+    with pytest.raises(ConfigError, match="parallel"):  # it is too much on another host
+        runtime.check_host_memory(Holding(1, 0), offloading, lambda here: True)
+    monkeypatch.delenv(runtime.HOST_LIMIT)
+    with pytest.raises(ConfigError, match=r"XLA may take 64 here"):
+        check(12.5, 0)
