@@ -134,7 +134,7 @@ model.rope_scaling.low_freq_factor=0 | 1 | model.rope_scaling.low_freq_factor | 
 model.rope_scaling.original_max_position=0 | 1 | \
     model.rope_scaling.original_max_position | at least 1
 # the rest
-parallel.remat=everything | 1 | parallel.remat | one of none, dots, attn_out, full
+parallel.remat=everything | 1 | parallel.remat | one of none, dots, dots_offload, attn_out, full
 parallel.remat=qkv,atn_out | 1 | parallel.remat | names joined by commas from attn_norm
 parallel.remat=dots,qkv | 1 | parallel.remat | one of none, dots
 parallel.remat= | 1 | parallel.remat | one of none, dots
