@@ -79,7 +79,7 @@ def pieces(tokens: int) -> Iterator[Piece]:
     norm = functools.partial(rms_norm, eps=m.norm_eps)
     yield from both("RMSNorm", norm, x, gain)
     beside = functools.partial(rms_norm_beside, eps=m.norm_eps)
-    yield Piece("RMSNorm and residual backward", backward_of(beside), ((x, y), x, gain))
+    yield Piece("RMSNorm beside x backward", backward_of(beside), ((x, y), x, gain))
     yield Piece("residual add", jnp.add, (x, y))
     yield Piece("residual add + RMSNorm", lambda x, y, g: (x + y, norm(x + y, g)), (x, y, gain))
     tables = layers.rope_tables(jnp.arange(tokens)[None], m)

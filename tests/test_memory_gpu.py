@@ -82,13 +82,14 @@ def test_offloaded_activations_lower_the_peak_and_keep_every_bit():
     assert here["peak"] - there["peak"] > 0.6 * offloaded_bytes()
 
 
-def test_so_do_those_of_unrolled_layers():
+def test_offloaded_activations_of_unrolled_layers_do_so_too():
     """Three layers' at most: the last layer's stay."""
     layers = {"parallel.layer_loop": "unroll"}
     here = measured(UNTUNED, **layers)
     there = measured(UNTUNED, **layers, **{"parallel.remat": "offload"})
-    assert here["gradients"].pop("embed") and there["gradients"].pop("embed")
-    assert there["gradients"] == here["gradients"]
+    in_order = set(here["gradients"]) - {"embed"}
+    differing = {n for n in in_order if there["gradients"][n] != here["gradients"][n]}
+    assert len(in_order) > 5 and not differing
     assert there["losses"][0] == here["losses"][0]
     assert there["losses"] == pytest.approx(here["losses"], rel=1e-4)
     assert here["peak"] - there["peak"] > 0.5 * offloaded_bytes()

@@ -24,14 +24,17 @@ from jaxpar.parallel.float32_gradients import is_weight
 @jax.named_scope("norm")
 def norm(x: jax.Array, parameter: jax.Array, m: ModelConfig) -> jax.Array:
     """`rms_norm`, its gain being the parameter, or 1 more (`model.norm_offset`)."""
-    return rms_norm(x, parameter + 1.0 if m.norm_offset else parameter, m.norm_eps)
+    return rms_norm(x, _gain(parameter, m), m.norm_eps)
 
 
 @jax.named_scope("norm")
 def norm_beside(x: jax.Array, parameter: jax.Array, m: ModelConfig) -> tuple[jax.Array, jax.Array]:
     """x, to be used from here on in its place, and `norm` of it: their backward is one."""
-    gain = parameter + 1.0 if m.norm_offset else parameter
-    return rms_norm_beside(x, gain, m.norm_eps)
+    return rms_norm_beside(x, _gain(parameter, m), m.norm_eps)
+
+
+def _gain(parameter: jax.Array, m: ModelConfig) -> jax.Array:
+    return parameter + 1.0 if m.norm_offset else parameter
 
 
 def rope_frequencies(model: ModelConfig) -> jax.Array:

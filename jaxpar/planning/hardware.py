@@ -37,7 +37,7 @@ class Gpu:
     float8              8-bit FLOP/s likewise; None: the GPU has none.
     bandwidth           bytes/s of a copy in device memory, read and written bytes together.
     nvlink              bytes/s to the other GPUs of the host, by the datasheet.
-    host_link           bytes/s to pinned host memory, and as many back, as copied.
+    host_link           bytes/s to pinned host memory; back is taken to be as fast.
     attention           FLOP/s of causal attention over that of an H200 (time.py has the table).
     per_host            GPUs joined by NVLink.
     multiprocessors, l2_bytes, clock_ghz, links   for `compiling.py`.

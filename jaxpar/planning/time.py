@@ -111,8 +111,8 @@ def _exposed(traffic: Traffic, busy: Seconds) -> float:
 
 
 def _beyond(copy: float, layer: Seconds) -> float:
-    """What a layer's copies to host memory, and those back, take beyond the time of the next one's
-    forward, a third of the layer, and backward."""
+    """Seconds that a layer's copies to host memory, and those back, take beyond the time of the
+    next one's forward, a third of the layer, and backward."""
     return max(copy - layer.total / 3, 0.0) + max(copy - layer.total * 2 / 3, 0.0)
 
 

@@ -27,17 +27,15 @@ def test_the_ranking(capsys):
     for part in ("weights", "activations", "matmul", "exposed: data", "bubble", "in all"):
         assert part in said
     assert "Not allowed" in said and "The first: python -m jaxpar.train llama3_8b" in said
-    assert ("Estimates" in said) == ("values in host memory" in said) == ("_offload" in said)
 
 
 def test_values_in_host_memory_are_told(capsys):
-    said = run(
-        capsys, "llama3_8b", "--gpus", "8", "--fix", "remat=dots_offload,data=8", "--top", "1"
-    )
-    assert "exposed: host" in said
-    assert (
-        "values in host memory (14.0 GiB a GPU" in said
-    )  # 28,672 bytes of 16,384 tokens, 32 layers
+    """28,672 bytes of 16,384 tokens and 32 layers; nothing else in these plans is an estimate."""
+    plans = lambda remat: run(capsys, "llama3_8b", "--gpus", "8", "--fix", f"remat={remat},data=8")  # noqa: E731
+    there, here = plans("dots_offload"), plans("dots")
+    assert "exposed: host" in there and "exposed: host" not in here
+    assert "Estimates: values in host memory (14.0 GiB a GPU" in there
+    assert "Estimates" not in here
 
 
 def test_json_is_the_same_in_numbers(capsys):
