@@ -250,13 +250,21 @@ def logits_at(weights: Tree, batch: Batch, tokens: Tokens, last: jax.Array, cfg:
 
 
 def _cast(w: Tree, dims: dict[str, int | None], cfg: Config) -> Tree:
-    """Shards that `_whole` gathers, in the compute dtype; the others as they are.
+    """Shards that `_whole` gathers, as they travel; the others as they are.
 
     Not in a loop over microbatches: it is given float32 slices, and casts would come beside them.
     """
-    if cfg.parallel.zero == 1 or cfg.parallel.num_microbatches > 1:
+    m, p = cfg.model, cfg.parallel
+    if p.zero == 1 or p.num_microbatches > 1:
         return closed(w)
-    return {n: a if dims.get(n) is None else a.astype(cfg.model.dtype) for n, a in w.items()}
+    scales = w["scales"] if p.gather_dtype == "float8" else {}
+
+    def cast(n: str, a: jax.Array) -> jax.Array:
+        if n in scales:
+            return fsdp.rounded_shard(a, scales[n], m.dtype)
+        return a if dims.get(n) is None else a.astype(m.dtype)
+
+    return {n: cast(n, a) for n, a in w.items()}
 
 
 def _whole(w: Tree, dims: dict[str, int | None], cfg: Config) -> Tree:

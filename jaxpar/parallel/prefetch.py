@@ -49,10 +49,16 @@ def through_layers(
 
 def _forward(blocks, cast, gather, scatter, sends, shards, x, beside, context):
     pullbacks: list[Any] = []
-    for block, shard in zip(blocks, shards, strict=True):
+    whole = gather(cast(shards[0]))
+    for i, block in enumerate(blocks):
         layer = lambda w, x, block=block: block(x, w, context)  # noqa: E731
+        above = None
+        if i + 1 < len(shards):
+            shard = cast(shards[i + 1])
+            above = _gather_from_here(gather, shard, x)[0] if sends else gather(shard)
         # Everything that the backward needs is kept, but the whole weights.
-        x, pullback = jax.vjp(layer, gather(cast(shard)), x, saveable_args=(False, True))
+        x, pullback = jax.vjp(layer, whole, x, saveable_args=(False, True))
+        whole = above
         # The copies of one layer to the host have the next layer's time.
         if pullbacks:
             pullbacks[-1], x = stored(pullbacks[-1], x)
@@ -84,7 +90,11 @@ def _backward(blocks, cast, gather, scatter, sends, saved, cotangents):
 
 
 def _gather_from_here(gather: Callable[[Any], Any], shard: Any, g: jax.Array):
-    """`gather` that cannot begin before `g` is there: the forward's whole weights are not kept."""
+    """`gather` that cannot begin before `g` is there, and need not begin later.
+
+    In the backward, so that the forward's whole weights are not kept. In the forward, since XLA
+    would cast and gather 8-bit weights one by one, just before each is used.
+    """
     shard, g = lax.optimization_barrier((shard, g))
     return gather(shard), g
 

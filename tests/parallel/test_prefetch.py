@@ -80,11 +80,34 @@ def test_what_is_sent_is_there_before_the_layer_below_ends(sends):
             assert len(barrier.invars) == 3, "its gradient, these, and what goes further down"
 
 
+def test_a_forward_gather_waits_for_the_input_of_the_layer_before():
+    """No longer, so that it may begin with that layer; no less, so that two are whole at once."""
+    marked = lambda shard: jnp.exp(shard)  # noqa: E731
+    layers = functools.partial(through_layers, (block,) * LAYERS, lambda w: w, marked, scatter)
+    shards, x, beside, context = arguments()
+
+    def forward(shards, x):
+        return jax.vjp(lambda shards, x: layers(True, shards, x, beside, context), shards, x)[0]
+
+    jaxpr = jax.make_jaxpr(forward)(shards, x).jaxpr
+    gathers = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "exp"]
+    inputs = [
+        jaxpr.invars[LAYERS],
+        *(e.outvars[0] for e in jaxpr.eqns if e.primitive.name == "tanh"),
+    ]
+    assert len(gathers) == LAYERS and gathers[0].invars[0] is jaxpr.invars[0]
+    for gathered, waits_for in zip(gathers[1:], inputs, strict=False):
+        (barrier,) = [e for e in jaxpr.eqns if gathered.invars[0] in e.outvars]
+        assert barrier.primitive.name == "optimization_barrier"
+        assert any(v is waits_for for v in barrier.invars)
+
+
 def test_gathers_wait_for_the_layer_above():
     """Each but the last layer's, whose weights the backward needs at once, if sends or not."""
     found = {}
     for sends in (False, True):
         jaxpr = jax.make_jaxpr(functools.partial(gradients, scatter, sends))(*arguments()).jaxpr
         found[sends] = sum(e.primitive.name == "optimization_barrier" for e in jaxpr.eqns)
-    # One for each gather of the backward; with sends one before and one after each layer as well.
-    assert found == {False: LAYERS, True: 3 * LAYERS}
+    # One for each gather of the backward; with sends one before and one after each layer as well,
+    # and one for each gather of the forward but the first.
+    assert found == {False: LAYERS, True: 4 * LAYERS - 1}
