@@ -78,7 +78,6 @@ def pieces(tokens: int) -> Iterator[Piece]:
     gain = jnp.ones(m.d_model, jnp.float32)
     norm = functools.partial(rms_norm, eps=m.norm_eps)
     yield from both("RMSNorm", norm, x, gain)
-    beside = functools.partial(rms_norm_beside, eps=m.norm_eps)
     yield Piece("RMSNorm beside x backward", backward_of(beside), ((x, y), x, gain))
     yield Piece("residual add", jnp.add, (x, y))
     yield Piece("residual add + RMSNorm", lambda x, y, g: (x + y, norm(x + y, g)), (x, y, gain))
@@ -88,6 +87,12 @@ def pieces(tokens: int) -> Iterator[Piece]:
     yield Piece("RoPE of q and k backward", rope_backward, (q, k, tables))
     gate, up = normal((1, tokens, m.d_ff)), normal((1, tokens, m.d_ff))
     yield from both("SwiGLU", layers.swiglu, gate, up)
+
+
+def beside(x, gain):
+    """x and its norm, as a layer takes them."""
+    x, normed = rms_norm_beside(x, gain, MODEL.norm_eps)
+    return x, normed.whole()
 
 
 def rope(q, k, tables):

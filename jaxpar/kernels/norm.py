@@ -7,7 +7,9 @@ elsewhere, and adds up the gain's gradient over the rows of a program: 166 us fo
 """
 
 import functools
+from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -29,6 +31,45 @@ ROWS, WARPS = 32, 16
 LENGTHS = (4096, 8192)
 
 
+@flax.struct.dataclass
+class Normed:
+    """A norm's output as what it is computed from, for a reader that computes it on the way.
+
+    Its gradient is that of the whole array, and lies in the place of `x`; the others have none.
+    """
+
+    x: Any
+    """[..., D]."""
+    scale: Any
+    """float32 [..., 1], of each row."""
+    gain: Any
+    """[D]."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.x.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.x.dtype
+
+    def rows(self) -> "Normed":
+        """The same as one matrix."""
+        return Normed(self.x.reshape(-1, self.shape[-1]), self.scale.reshape(-1, 1), self.gain)
+
+    def whole(self) -> jax.Array:
+        """The output, in x's dtype."""
+        return _normed(self)
+
+
+@jax.custom_vjp
+def _normed(n: Normed) -> jax.Array:
+    return (n.x.astype(jnp.float32) * n.scale * n.gain).astype(n.dtype)
+
+
+_normed.defvjp(lambda n: (_normed(n), None), lambda _, d_y: (Normed(d_y, None, None),))
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def rms_norm(x: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
     """Root-mean-square norm over the last dim, in float32; x's dtype out.
@@ -46,7 +87,7 @@ def _forward(x, gain, eps):
     x32 = x.astype(jnp.float32)
     scale = lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
     scale = checkpoint_name(scale, SCALE)
-    return (x32 * scale * gain).astype(x.dtype), (x, gain, scale)
+    return Normed(x, scale, gain).whole(), (x, gain, scale)
 
 
 def _backward(eps, saved, d_y):
@@ -58,7 +99,7 @@ rms_norm.defvjp(_forward, _backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def rms_norm_beside(x: jax.Array, gain: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
+def rms_norm_beside(x: jax.Array, gain: jax.Array, eps: float) -> tuple[jax.Array, Normed]:
     """x, and `rms_norm` of it: where x goes on beside its norm, as in a residual stream.
 
     Args:     as `rms_norm`.
@@ -67,18 +108,18 @@ def rms_norm_beside(x: jax.Array, gain: jax.Array, eps: float) -> tuple[jax.Arra
     kernel on NVIDIA GPUs since Ampere, for bfloat16 rows of `LENGTHS` if `ROWS` divides their
     number; else it is left to XLA.
     """
-    return x, _forward(x, gain, eps)[0]
+    return _beside_forward(x, gain, eps)[0]
 
 
 def _beside_forward(x, gain, eps):
-    y, saved = _forward(x, gain, eps)
-    return (x, y), saved
+    _, (x, gain, scale) = _forward(x, gain, eps)
+    return (x, Normed(x, scale, gain)), (x, gain, scale)
 
 
 def _beside_backward(eps, saved, cotangents):
-    (x, gain, scale), (d_beside, d_y) = saved, cotangents
+    (x, gain, scale), (d_beside, d_normed) = saved, cotangents
     by = by_kernel if _kernel_fits(x) and _kernel_runs_on(Platform.here()) else by_xla
-    return by(x, gain, scale, d_y, d_beside)
+    return by(x, gain, scale, d_normed.x, d_beside)
 
 
 rms_norm_beside.defvjp(_beside_forward, _beside_backward)

@@ -15,7 +15,9 @@ from jax import lax
 from jaxpar import extensions
 from jaxpar.batch import Batch
 from jaxpar.config import Config, ModelConfig
+from jaxpar.kernels import float8
 from jaxpar.kernels.attention import AttentionMask
+from jaxpar.kernels.norm import Normed
 from jaxpar.model import experts, layers
 from jaxpar.model.remat import named
 from jaxpar.parallel.collectives import gather_sequence, scatter_sequence
@@ -80,28 +82,41 @@ def layer(x: jax.Array, w: Tree, tokens: Tokens, cfg: Config) -> jax.Array:
         return _add_output(x, feed_forward(h, w, cfg), w, "mlp", cfg)
 
 
-def gathered_norm(x: jax.Array, w: Tree, name: str, cfg: Config) -> tuple[jax.Array, jax.Array]:
-    """x, and the normalised input of attention or feed-forward, [B, T/sequence, D]."""
+#: After which matmul a normalised input asks whether it need be written.
+_READERS = {"attn_norm": "wqkv", "mlp_norm": "w_gate"}
+
+
+def gathered_norm(
+    x: jax.Array, w: Tree, name: str, cfg: Config
+) -> tuple[jax.Array, jax.Array | Normed]:
+    """x, and the normalised input of attention or feed-forward, [B, T/sequence, D].
+
+    Unwritten where all that reads it are matmuls in float8 on this device.
+    """
     x, h = layers.norm_beside(x, w[name], cfg.model)
-    return x, named(gather_sequence(h), name)
+    in_float8 = isinstance(w.get(_READERS[name]), float8.Weight)
+    if in_float8 and cfg.parallel.tensor == 1 and not cfg.lora.rank:
+        return x, h
+    return x, named(gather_sequence(h.whole()), name)
 
 
-def attend(h: jax.Array, w: Tree, tokens: Tokens, cfg: Config) -> jax.Array:
+def attend(h: jax.Array | Normed, w: Tree, tokens: Tokens, cfg: Config) -> jax.Array:
     """Attention of normalised inputs: this tensor rank's part of a sum, the same shape."""
     out = attention_heads(h, w, tokens, cfg)
     return layers.to_residual(out, w, "wo", "attn_out")
 
 
-def feed_forward(h: jax.Array, w: Tree, cfg: Config) -> jax.Array:
+def feed_forward(h: jax.Array | Normed, w: Tree, cfg: Config) -> jax.Array:
     """The feed-forward of normalised inputs: this tensor rank's part of a sum, the same shape."""
     if cfg.model.num_experts:
+        assert isinstance(h, jax.Array)  # experts multiply in the compute dtype
         return experts.feed_forward(h, w, cfg.model)
     gate, up = (named(a, "gate_up") for a in layers.gate_and_up(h, w))
     hidden = named(layers.gated(gate, up, cfg.model), "mlp_hidden")
     return layers.to_residual(hidden, w, "w_down", "mlp_hidden")
 
 
-def attention_heads(h: jax.Array, w: Tree, tokens: Tokens, cfg: Config) -> jax.Array:
+def attention_heads(h: jax.Array | Normed, w: Tree, tokens: Tokens, cfg: Config) -> jax.Array:
     """[B, T/sequence, D] -> the heads' outputs side by side, [B, T/sequence, H*K/tensor]."""
     m = cfg.model
     q, k, v = queries_keys_values(h, w, tokens.rope, m)
@@ -114,7 +129,7 @@ def attention_heads(h: jax.Array, w: Tree, tokens: Tokens, cfg: Config) -> jax.A
 
 
 def queries_keys_values(
-    h: jax.Array, w: Tree, rope: tuple[jax.Array, jax.Array], m: ModelConfig
+    h: jax.Array | Normed, w: Tree, rope: tuple[jax.Array, jax.Array], m: ModelConfig
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """[B, T, D] -> what attention is given, turned by position: [B, T, heads/tensor, K] each."""
     q, k, v = (named(a, "qkv") for a in layers.project_qkv(h, w, m))
@@ -139,7 +154,17 @@ def add_to_residual(x: jax.Array, out: jax.Array, w: Tree, part: str, cfg: Confi
     """x plus what attention ("attn") or feed-forward ("mlp") made, once it is summed."""
     bias, norm = _OUTPUTS[part]
     out = layers.add_bias(out, w.get(bias))
-    return x + (layers.norm(out, w[norm], cfg.model) if cfg.model.post_norms else out)
+    return x + (layers.norm(out, w[norm], cfg.model) if cfg.model.post_norms else _alone(out))
+
+
+@jax.custom_vjp
+def _alone(out: jax.Array) -> jax.Array:
+    """A matmul's result, added to x by what comes next, the norm of the sum, in the pass that reads
+    it. XLA would have the matmul add it, in x's place, and so copy x first, for the backward."""
+    return lax.optimization_barrier(out)
+
+
+_alone.defvjp(lambda out: (_alone(out), None), lambda _, g: (g,))
 
 
 # ------------------------------------------------------------------------- groups of rows, in turns
@@ -168,7 +193,7 @@ def layer_in_turns(
     uses = [for_use(w, i) for i in range(n)]
     partial: list[jax.Array] = []
 
-    def input_of(turn: int) -> jax.Array:
+    def input_of(turn: int) -> jax.Array | Normed:
         i = turn % n
         with jax.named_scope("attention" if turn < n else "feed_forward"):
             if turn < n:

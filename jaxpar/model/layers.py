@@ -16,7 +16,7 @@ from jax import lax
 from jaxpar.axes import TENSOR, VOCAB_AXES
 from jaxpar.config import ModelConfig, RopeScaling
 from jaxpar.kernels import float8
-from jaxpar.kernels.norm import rms_norm, rms_norm_beside
+from jaxpar.kernels.norm import Normed, rms_norm, rms_norm_beside
 from jaxpar.model import lora
 from jaxpar.parallel.float32_gradients import is_weight
 
@@ -28,7 +28,7 @@ def norm(x: jax.Array, parameter: jax.Array, m: ModelConfig) -> jax.Array:
 
 
 @jax.named_scope("norm")
-def norm_beside(x: jax.Array, parameter: jax.Array, m: ModelConfig) -> tuple[jax.Array, jax.Array]:
+def norm_beside(x: jax.Array, parameter: jax.Array, m: ModelConfig) -> tuple[jax.Array, Normed]:
     """x, to be used from here on in its place, and `norm` of it: their backward is one."""
     return rms_norm_beside(x, _gain(parameter, m), m.norm_eps)
 
@@ -84,11 +84,11 @@ def add_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:
     return y if bias is None else (y.astype(jnp.float32) + bias).astype(y.dtype)
 
 
-def matmul(x: jax.Array, weights: Sequence[Any], name: str) -> list[jax.Array]:
+def matmul(x: jax.Array | Normed, weights: Sequence[Any], name: str) -> list[jax.Array]:
     """x times each weight: in the compute dtype, or in float8 if the weights are `float8.Weight`.
     Of a `float32_gradients.Weight`, the gradient is float32.
 
-    Args:     name: remat name of x, and in float8 of the rounded x.
+    Args:     x: unwritten for float8 alone. name: remat name of x, and in float8 of the rounded x.
     """
     if isinstance(weights[0], float8.Weight):
         return float8.matmul(x, weights, name)
@@ -118,7 +118,7 @@ _product.defvjp(_product_forward, _product_backward)
 
 
 @jax.named_scope("qkv")
-def project_qkv(h_BTD: jax.Array, w: dict, model: ModelConfig):
+def project_qkv(h_BTD: jax.Array | Normed, w: dict, model: ModelConfig):
     """Queries [B, T, H, K], keys and values [B, T, G, K]: one column-parallel matmul."""
     tensor = lax.axis_size(TENSOR)
     heads, kv_heads = model.num_heads // tensor, model.num_kv_heads // tensor
@@ -131,7 +131,7 @@ def project_qkv(h_BTD: jax.Array, w: dict, model: ModelConfig):
 
 
 @jax.named_scope("gate_up")
-def gate_and_up(h_BTD: jax.Array, w: dict) -> tuple[jax.Array, jax.Array]:
+def gate_and_up(h_BTD: jax.Array | Normed, w: dict) -> tuple[jax.Array, jax.Array]:
     """Gate and up projections, [B, T, F] each: column-parallel.
 
     Two matmuls rather than one side by side: their gradients then need no copying together, which

@@ -85,11 +85,11 @@ def side_by_side(w: Tree, lead: tuple[int, ...], factor: float) -> Tree:
     return out | {n: factor * a for n, a in b.items()}
 
 
-def add(y: jax.Array, x: jax.Array, w: Tree, name: str) -> jax.Array:
+def add(y: jax.Array, x: Any, w: Tree, name: str) -> jax.Array:
     """y, which is x times a matrix, with what its adapter adds; y itself where it has none.
 
-    Args:     y: [..., out]. x: [..., in]. w: the layer's view, whole over FSDP_AXES.
-              name: of the matrix among the parameters.
+    Args:     y: [..., out]. x: [..., in]; not read where there is none. w: the layer's view,
+              whole over FSDP_AXES. name: of the matrix among the parameters.
     """
     if name + A not in w:
         return y

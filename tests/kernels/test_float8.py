@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxpar.kernels import float8
+from jaxpar.kernels import float8, norm
 from jaxpar.kernels.float8 import both_ways, reference
 
 FORMATS = {
@@ -234,6 +234,68 @@ def test_the_kernel_rounds_and_transposes(form, shape):
     bits = lambda a: np.asarray(a).view(np.uint8)  # noqa: E731
     np.testing.assert_array_equal(bits(q), bits(wanted))
     np.testing.assert_array_equal(bits(transposed), bits(wanted).T)
+
+
+# ------------------------------------------------------------------ a norm's output, unwritten
+
+
+def unwritten(x, gain, dtype=jnp.bfloat16):
+    """x, and its norm as `rms_norm_beside` gives it."""
+    return norm.rms_norm_beside(x.astype(dtype), gain, 1e-5)
+
+
+def test_the_kernel_rounds_a_norm_that_nobody_wrote():
+    x, gain = normal(256, 384), 1 + 0.1 * normal(384, seed=1)
+    _, normed = unwritten(x, gain)
+    wanted, scale = scaled(normed.whole(), float8.FORWARD)
+    found = both_ways._by_kernel(normed, scale, float8.FORWARD, interpret=True)
+    bits = lambda a: np.asarray(a).view(np.uint8)  # noqa: E731
+    np.testing.assert_array_equal(bits(found[0]), bits(wanted))
+    np.testing.assert_array_equal(bits(found[1]), bits(wanted).T)
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row"])
+def test_products_of_a_norm_are_those_of_the_array(scaling):
+    """Outputs and gradients, bit for bit, with tokens in several dims."""
+    x, ws, dys = example()
+    gain = 1 + 0.1 * normal(IN, seed=7)
+    apart = lambda a: a.reshape(4, -1, a.shape[-1])  # noqa: E731
+
+    def layer(x, gain, ws, written):
+        x, normed = unwritten(x, gain, jnp.float32)
+        scales = [float8.power_of_two_scale(float8.largest(w), float8.FORWARD) for w in ws]
+        pairs = zip(ws, scales, strict=True)
+        weights = [float8.quantize_weight(w, scale, scaling) for w, scale in pairs]
+        return x, float8.matmul(normed.whole() if written else normed, weights, "x")
+
+    def through(written):
+        f = functools.partial(layer, written=written)
+        results, vjp = jax.vjp(f, apart(x), gain, ws)
+        return results, vjp((apart(normal(TOKENS, IN, seed=8)), [apart(dy) for dy in dys]))
+
+    found, wanted = (jax.jit(functools.partial(through, written))() for written in (False, True))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_norm_is_not_computed_again_for_what_is_saved():
+    """Of a layer with its input and the rounded norm saved: no pass over the input for the norm."""
+    policy = jax.checkpoint_policies.save_only_these_names("x", float8.SCALE, norm.SCALE)
+    x, ws, dys = example()
+
+    @functools.partial(jax.checkpoint, policy=policy)
+    def layer(x, gain, w):
+        x, normed = unwritten(x, gain)
+        scale = float8.power_of_two_scale(float8.largest(w), float8.FORWARD)
+        weight = float8.quantize_weight(w.astype(x.dtype), scale, "tensor")
+        return float8.matmul(normed, [weight], "x")[0]
+
+    backward = lambda x, gain, w, dy: jax.vjp(layer, x, gain, w)[1](dy)  # noqa: E731
+    dy = dys[0].astype(jnp.bfloat16)
+    jaxpr = jax.make_jaxpr(backward)(x, jnp.ones(IN), ws[0], dy).jaxpr
+    (again,) = [e for e in jaxpr.eqns if e.primitive.name == "remat2"]
+    assert "f8_e4m3fn[256,128]" not in str(again) and "rsqrt" not in str(again)
+    assert "f8_e4m3fn[128,192]" in str(again)  # the weight, rounded again
 
 
 def test_the_kernel_keeps_nothing_that_the_backward_does_not_read(monkeypatch):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.kernels import float8
+from jaxpar.kernels import float8, norm
 from jaxpar.kernels.float8 import both_ways, reference
 
 pytestmark = pytest.mark.gpu
@@ -76,6 +76,18 @@ def test_the_kernel_gives_the_bits_of_xla(dtype, std):
     x = std * jax.random.normal(jax.random.key(0), (1024, 2048))
     x = (x * jnp.exp(6 * jax.random.normal(jax.random.key(1), x.shape))).astype(jnp.bfloat16)
     scale = float8.power_of_two_scale(float8.largest(x), dtype)
+    same_bits_by_kernel_and_xla(x, scale, dtype)
+
+
+def test_the_kernel_gives_the_bits_of_xla_for_a_norm():
+    x = jax.random.normal(jax.random.key(0), (1024, 2048), jnp.bfloat16)
+    gain = 1 + 0.1 * jax.random.normal(jax.random.key(1), (2048,))
+    _, normed = norm.rms_norm_beside(x, gain, 1e-5)
+    scale = float8.power_of_two_scale(float8.largest(normed.whole()), float8.FORWARD)
+    same_bits_by_kernel_and_xla(normed, scale, float8.FORWARD)
+
+
+def same_bits_by_kernel_and_xla(x, scale, dtype):
     wanted = jax.jit(both_ways._by_xla, static_argnums=2)(x, scale, dtype)
     for a, b in zip(both_ways._by_kernel(x, scale, dtype), wanted, strict=True):
         np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))

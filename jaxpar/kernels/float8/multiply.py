@@ -34,6 +34,7 @@ from jaxpar.kernels.float8.quantize import (
     power_of_two_scale,
     quantize,
 )
+from jaxpar.kernels.norm import Normed
 
 type Scaling = Literal["tensor", "row"]
 
@@ -74,10 +75,11 @@ def quantize_weight(w: jax.Array, scale: jax.Array, scaling: Scaling, outer: int
     return Weight(values, lax.stop_gradient(scale), w, scaling, outer)
 
 
-def matmul(x: jax.Array, weights: Sequence[Weight], name: str) -> list[jax.Array]:
+def matmul(x: jax.Array | Normed, weights: Sequence[Weight], name: str) -> list[jax.Array]:
     """x times each weight; x is rounded once.
 
-    Args:     x: [..., in], compute dtype. weights: of one `scaling`. name: remat name under which
+    Args:     x: [..., in], compute dtype; a norm's output may come unwritten, and with one scale
+              per tensor never is. weights: of one `scaling`. name: remat name under which
               the rounded x may be saved for the gradients of the weights ("tensor"; for "row" that
               is x itself, for the caller to name).
     Returns:  [..., out] each, compute dtype.
@@ -85,7 +87,9 @@ def matmul(x: jax.Array, weights: Sequence[Weight], name: str) -> list[jax.Array
     Source:   Micikevicius et al. 2022 (2209.05433), section 4; "row": torchao's
               `rowwise_with_gw_hp`.
     """
-    flat = x.reshape(-1, x.shape[-1])
+    if isinstance(x, Normed) and weights[0].scaling == "row":
+        x = x.whole()
+    flat = x.rows() if isinstance(x, Normed) else x.reshape(-1, x.shape[-1])
     outputs = _matmul(flat, tuple(weights), name)
     return [y.reshape(*x.shape[:-1], y.shape[-1]) for y in outputs]
 
@@ -96,7 +100,8 @@ def _matmul(x, weights, name):
 
 
 def _forward(x, weights, name):
-    scale = power_of_two_scale(largest(x, _shared(weights[0].scaling)), FORWARD)
+    values = x.whole() if isinstance(x, Normed) else x
+    scale = power_of_two_scale(largest(values, _shared(weights[0].scaling)), FORWARD)
     scale = checkpoint_name(scale, SCALE)
     if weights[0].scaling == "tensor":
         q, transposed = quantize_both_ways(x, scale, FORWARD)
@@ -105,11 +110,12 @@ def _forward(x, weights, name):
         q, kept = quantize(x, scale[:, None], FORWARD), x
     product = functools.partial(_product, dims=(1, 0), precision=OUTPUT_PRECISION, dtype=x.dtype)
     outputs = tuple(product(q, w.values, scales=(w.scale, scale)) for w in weights)
-    return outputs, (kept, scale, weights)
+    form = Normed(None, None, None) if isinstance(x, Normed) else None
+    return outputs, (kept, scale, weights, form)
 
 
 def _backward(name, saved, d_outputs):
-    kept, scale, weights = saved
+    kept, scale, weights, form = saved
     d_x, d_weights = [], []
     product = functools.partial(_product, precision=GRADIENT_PRECISION, dtype=d_outputs[0].dtype)
     for dy, w in zip(d_outputs, weights, strict=True):
@@ -125,7 +131,8 @@ def _backward(name, saved, d_outputs):
             d_w = lax.dot_general(kept, dy, (((0,), (0,)), ((), ())))
         d_x.append(product(g, w.values, dims=(1, 1), scales=(w.scale, g_scale)))
         d_weights.append(w.replace(values=None, scale=None, gradient=d_w.astype(w.gradient.dtype)))
-    return functools.reduce(jnp.add, d_x), tuple(d_weights)
+    total = functools.reduce(jnp.add, d_x)
+    return total if form is None else form.replace(x=total), tuple(d_weights)
 
 
 _matmul.defvjp(_forward, _backward)
