@@ -59,15 +59,19 @@ class Normed:
 
     def whole(self) -> jax.Array:
         """The output, in x's dtype."""
-        return _normed(self)
+        return _written(self)
+
+    def unrounded(self) -> jax.Array:
+        """The output in float32, before it is rounded to x's dtype. Not for gradients."""
+        return self.x.astype(jnp.float32) * self.scale * self.gain
 
 
 @jax.custom_vjp
-def _normed(n: Normed) -> jax.Array:
-    return (n.x.astype(jnp.float32) * n.scale * n.gain).astype(n.dtype)
+def _written(n: Normed) -> jax.Array:
+    return n.unrounded().astype(n.dtype)
 
 
-_normed.defvjp(lambda n: (_normed(n), None), lambda _, d_y: (Normed(d_y, None, None),))
+_written.defvjp(lambda n: (_written(n), None), lambda _, d_y: (Normed(d_y, None, None),))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

@@ -34,8 +34,8 @@ def quantize_both_ways(
     A Triton kernel on NVIDIA GPUs that know the dtypes (Ada, Hopper) when both sizes are multiples
     of `TILE`, else left to XLA.
 
-    Args:     x: [rows, columns], or a norm's output, unwritten. scale: float32 scalar, a power of
-              two.
+    Args:     x: [rows, columns], or a norm's output, unwritten, which is rounded from float32
+              alone. scale: float32 scalar, a power of two.
     Returns:  [rows, columns] and [columns, rows] of `dtype`.
     """
     whole_tiles = not any(n % TILE for n in x.shape)
@@ -48,7 +48,7 @@ def _kernel_runs_on(platform: Platform) -> bool:
 
 
 def _by_xla(x, scale, dtype):
-    q = quantize(x.whole() if isinstance(x, Normed) else x, scale, dtype)
+    q = quantize(x.unrounded() if isinstance(x, Normed) else x, scale, dtype)
     return q, q.T
 
 
@@ -88,7 +88,7 @@ def _kernel(scale_ref, x_ref, q_ref, transposed_ref):
 
 def _normed_kernel(scale_ref, x_ref, row_ref, gain_ref, q_ref, transposed_ref):
     normed = x_ref[...].astype(jnp.float32) * row_ref[...][:, None] * gain_ref[...][None]
-    _write(normed.astype(x_ref.dtype), scale_ref, q_ref, transposed_ref)
+    _write(normed, scale_ref, q_ref, transposed_ref)
 
 
 def _write(x, scale_ref, q_ref, transposed_ref):

@@ -100,7 +100,7 @@ def _matmul(x, weights, name):
 
 
 def _forward(x, weights, name):
-    values = x.whole() if isinstance(x, Normed) else x
+    values = x.unrounded() if isinstance(x, Normed) else x
     scale = power_of_two_scale(largest(values, _shared(weights[0].scaling)), FORWARD)
     scale = checkpoint_name(scale, SCALE)
     if weights[0].scaling == "tensor":
