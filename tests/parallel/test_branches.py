@@ -217,6 +217,14 @@ def test_each_gradient_of_a_weight_is_added_to_the_sum_by_itself():
     assert added(total, parts[0] + parts[1]) > 1
 
 
+def test_a_gradient_stands_on_the_left_of_the_sum():
+    """There XLA looks for the matmul that is to add; on the right it found the one before."""
+    jaxpr = jax.make_jaxpr(lambda t, *g: added(t, Weight(None, g)))(*[jnp.float32(0)] * 3).jaxpr
+    total, *parts = jaxpr.invars
+    first, second = (e for e in jaxpr.eqns if e.primitive.name == "add")
+    assert first.invars == [parts[0], total] and second.invars == [parts[1], *first.outvars]
+
+
 def test_opened_weights():
     """Closed, they hold no zeros, and opened again they are what they were."""
     w = {"wo": jnp.ones((2, 3), jnp.bfloat16), "attn_norm": jnp.ones(2)}
