@@ -29,9 +29,11 @@ def without_tensor(cfg: Config) -> bool:
 
 
 def with_permutes(cfg: Config) -> bool:
-    """Layers send activations, or keys and values, by permutes (`parallel/direct.py`, the ring)."""
+    """Layers send activations, or keys and values, by permutes (`parallel/direct.py`, the ring);
+    not activations of a pipeline's stages, which are all-to-alls."""
     p = cfg.parallel
-    return p.tensor > 1 or (p.sequence > 1 and p.context != "ulysses")
+    over_tensor = p.tensor > 1 and p.pipeline == 1
+    return over_tensor or (p.sequence > 1 and p.context != "ulysses")
 
 
 def in_turns(cfg: Config) -> bool:

@@ -51,6 +51,9 @@ def test_the_config_decides(gpu_host):
     assert names(offloading) - names(FSDP) == {"xla_gpu_experimental_parallel_async_compute_limit"}
     wide = replace(TENSOR, **{"model.d_model": 4096})
     assert names(wide) == names(TENSOR)
+    staged = replace(TENSOR, **{"parallel.pipeline": 2})  # all-to-alls in place of permutes
+    assert names(TENSOR) - names(staged) == {"xla_gpu_collective_permute_mode"}
+    assert names(replace(staged, **{"parallel.sequence": 2})) == names(TENSOR)
 
 
 def test_no_flag_is_set_twice(gpu_host):

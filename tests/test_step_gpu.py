@@ -57,15 +57,17 @@ def test_gradients_are_the_references_to_bfloat16(loop, mask):
 
 @pytest.mark.parametrize("save", ["residuals", "inputs"])
 @pytest.mark.parametrize("virtual", [1, 2])
-def test_gradients_of_a_pipeline_are_the_references_to_bfloat16(virtual, save):
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_gradients_of_a_pipeline_are_the_references_to_bfloat16(tensor, virtual, save):
     """Each stage in a branch of its own; the ring begins with whatever lies in memory."""
-    if jax.device_count() < 2:
-        pytest.skip("two stages need two GPUs")
+    if jax.device_count() < 2 * tensor:
+        pytest.skip(f"two stages need {2 * tensor} GPUs")
     stages = {"pipeline": 2, "virtual_stages": virtual, "num_microbatches": 4, "zero": 1}
+    stages |= {"tensor": tensor, "row_groups": tensor}
     fields = {f"parallel.{name}": value for name, value in stages.items()}
     fields |= {"parallel.pipeline_save": save, "parallel.layer_loop": "unroll"}
     cfg = replace(TINY, **{"model.num_layers": 4, "data.document_mask": False}, **fields)
-    compare_gradients(resolve(cfg, 2), jax.devices()[:2])
+    compare_gradients(resolve(cfg, 2 * tensor), jax.devices()[: 2 * tensor])
 
 
 def compare_gradients(cfg: Config, devices: list) -> None:

@@ -189,11 +189,14 @@ def _gathers(cfg: Config) -> bool:
 
 
 def stage_sends(cfg: Config) -> bool:
-    """Whether `stage` communicates.
+    """Whether all pipeline stages come to what `stage` sends.
+
+    To permutes of keys and values they must, and they do to gathers of weights. Over tensor only
+    the devices of one stage do, where there are stages (`direct.gather_within`).
 
     Args:     cfg: resolved.
     """
-    return _gathers(cfg) or cfg.parallel.tensor > 1 or cfg.parallel.sequence > 1
+    return _gathers(cfg) or cfg.parallel.sequence > 1
 
 
 def runs_of_layers(chunk: tuple, tokens: Tokens, cfg: Config) -> list[tuple[tuple, Tokens]]:

@@ -28,7 +28,7 @@ class Program:
     head    (top, x, mb) -> (loss, loss to report). Every stage calls it together; reads x on the
             last stage, and sends that stage alone a gradient.
     opened  chunk -> chunk, for gradients that matmuls add up, if they do: `float32_gradients`.
-    sends   Whether `stage` communicates.
+    sends   Whether `stage` sends anything that all pipeline stages come to.
     """
 
     embed: Callable[..., jax.Array]

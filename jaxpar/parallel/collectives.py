@@ -125,10 +125,12 @@ def gather_sequence(x: jax.Array) -> jax.Array:
 
     Args:     x: [B, T/(sequence*tensor), D], varying over every axis.
     Returns:  [B, T/sequence, D].
-    Communication: `direct.gather` over TENSOR; its transpose is `scatter_sequence`.
+    Communication: `direct.gather` over TENSOR, of a stage's devices alone where there are stages,
+              which may each be in a branch of their own; its transpose is `scatter_sequence`.
     Source:   Korthikanti et al. 2022 (2205.05198), section 4.2.2.
     """
-    return direct.gather(x, TENSOR, 1)
+    gather = direct.gather_within if lax.axis_size(PIPELINE) > 1 else direct.gather
+    return gather(x, TENSOR, 1)
 
 
 def scatter_sequence(x: jax.Array) -> jax.Array:
@@ -136,10 +138,12 @@ def scatter_sequence(x: jax.Array) -> jax.Array:
 
     Args:     x: [B, T/sequence, D], a partial sum on each rank of TENSOR.
     Returns:  [B, T/(sequence*tensor), D].
-    Communication: `direct.scatter` over TENSOR; its transpose is `gather_sequence`.
+    Communication: `direct.scatter` over TENSOR, of a stage's devices alone where there are stages;
+              its transpose is `gather_sequence`.
     Source:   Korthikanti et al. 2022 (2205.05198), section 4.2.2.
     """
-    return direct.scatter(x, TENSOR, 1)
+    scatter = direct.scatter_within if lax.axis_size(PIPELINE) > 1 else direct.scatter
+    return scatter(x, TENSOR, 1)
 
 
 def broadcast_from_last_stage(x: jax.Array) -> jax.Array:

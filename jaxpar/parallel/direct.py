@@ -4,9 +4,13 @@ An all-gather or reduce-scatter of NCCL is a kernel: it holds multiprocessors th
 beside it want, and waits for some to be free. XLA can move a permute between the GPUs of one
 process with their copy engines instead (`--xla_gpu_collective_permute_mode=peer`), at 380 GB/s on
 an H200 where NCCL, beside matmuls, gives 130. So these are n - 1 permutes, of the same bytes.
+
+XLA has all devices of the program come to a permute, whoever sends; to an all-to-all only those
+along its axis. The forms `_within` are one all-to-all, for what only some devices come to.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,16 +56,49 @@ def scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
     ).astype(x.dtype)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def gather_within(x: jax.Array, axis: str, dim: int) -> jax.Array:
+    """`gather`, to which only the devices along `axis` need come.
+
+    Communication: an all-to-all over `axis` in which everybody is sent x; its transpose is
+              `scatter_within`.
+    """
+    n = lax.axis_size(axis)
+    if n == 1:
+        return x
+    pieces = lax.all_to_all(jnp.broadcast_to(x, (n, *x.shape)), axis, 0, 0, tiled=True)
+    whole = (*x.shape[:dim], n * x.shape[dim], *x.shape[dim + 1 :])
+    return jnp.moveaxis(pieces, 0, dim).reshape(whole)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def scatter_within(x: jax.Array, axis: str, dim: int) -> jax.Array:
+    """`scatter`, to which only the devices along `axis` need come. Added up in their order.
+
+    Communication: an all-to-all of x over `axis`; its transpose is `gather_within`.
+    """
+    n = lax.axis_size(axis)
+    if n == 1:
+        return x
+    pieces = x.reshape(*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :])
+    traded = lax.all_to_all(jnp.moveaxis(pieces, dim, 0), axis, 0, 0, tiled=True)
+    return functools.reduce(jnp.add, (part.astype(jnp.float32) for part in traded)).astype(x.dtype)
+
+
 def _sends(n: int, step: int) -> list[tuple[int, int]]:
     """Everybody to the device `step` places on, round the ring."""
     return [(i, (i + step) % n) for i in range(n)]
 
 
-gather.defvjp(
-    lambda x, axis, dim: (gather(x, axis, dim), None),
-    lambda axis, dim, _, g: (scatter(g, axis, dim),),
-)
-scatter.defvjp(
-    lambda x, axis, dim: (scatter(x, axis, dim), None),
-    lambda axis, dim, _, g: (gather(g, axis, dim),),
-)
+def _transposed(forward: Any, backward: Any) -> None:
+    """Make `backward` the transpose of `forward`, of the same axis and dim."""
+    forward.defvjp(
+        lambda x, axis, dim: (forward(x, axis, dim), None),
+        lambda axis, dim, _, g: (backward(g, axis, dim),),
+    )
+
+
+_transposed(gather, scatter)
+_transposed(scatter, gather)
+_transposed(gather_within, scatter_within)
+_transposed(scatter_within, gather_within)

@@ -64,7 +64,8 @@ def of_gradients(grads: Tree) -> Tree:
 def added(total: jax.Array, part: Any) -> jax.Array:
     """A float32 sum, and a gradient more: an array, or as a `Weight` takes it."""
     for gradient in part.gradients if is_weight(part) else (part,):
-        total = total + gradient.astype(jnp.float32)
+        # In this order: of two matmuls in a sum, XLA has the one on the left add the other operand.
+        total = gradient.astype(jnp.float32) + total
     return total
 
 

@@ -4,12 +4,13 @@ Takes a `Program`, weights and microbatches, and returns summed losses and float
 backward is placed by hand with `jax.vjp`, so nothing differentiates the loops and nothing is saved
 per tick: memory is flat in the number of microbatches.
 
-Stages differ by `where` masks, and by the chunk that they are at. Where a chunk sends nothing, it
-is chosen by a branch around all that it computes: matmuls then read its weights, and add to their
-gradients, where they lie, and a stage without a unit rests. Where it sends, every stage must come
-to every collective, since XLA brings together all devices of a program for a permute: then chunks
-lie in stacked arrays, an index chooses the weights, as a copy, and masks hide what a stage without
-a unit computes.
+Stages differ by `where` masks, and by the chunk that they are at. Where a chunk sends nothing, or
+over tensor alone by all-to-alls, whose groups lie within a stage, it is chosen by a branch around
+all that it computes: matmuls then read its weights, and add to their gradients, where they lie, and
+a stage without a unit rests. Where it sends keys and values or weights, every stage must come to
+every collective, since XLA brings together all devices of a program for a permute (for weights,
+which none carries, branches were not tried): then chunks lie in stacked arrays, an index chooses
+the weights, as a copy, and masks hide what a stage without a unit computes.
 """
 
 import dataclasses

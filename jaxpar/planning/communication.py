@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from jaxpar.axes import AXES, DATA, EXPERT, PIPELINE, REPLICA, SEQUENCE, TENSOR
 from jaxpar.config import Config
+from jaxpar.model.transformer import stage_sends
 from jaxpar.planning import rates
 from jaxpar.planning.compute import repeats, tensor_messages
 from jaxpar.planning.hardware import Gpu, Network
@@ -133,9 +134,10 @@ def _sequence(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
 
 
 def _layer_units(cfg: Config, shard: Shard) -> int:
-    """Layers times microbatches of one device, idle slots of a pipeline included."""
+    """Layers times microbatches of one device; idle slots of a pipeline too, unless it rests."""
     p = cfg.parallel
-    return shard.layers * (p.num_microbatches + (p.pipeline - 1) // p.virtual_stages)
+    idle = (p.pipeline - 1) // p.virtual_stages if stage_sends(cfg) else 0
+    return shard.layers * (p.num_microbatches + idle)
 
 
 def _tensor(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:

@@ -148,6 +148,21 @@ def test_a_run_of_one_process_goes_on_in_four_with_the_same_bits(config, begun, 
     ranks.assert_same_run(begun, whole)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "each"), [(4, 1), (2, 2)])
+def test_stages_in_branches_that_send_over_tensor_give_the_bits_of_one_process(
+    config, tmp_path, train_on, processes, each
+):
+    """With a device in each process, all that goes over tensor goes from process to process."""
+    mesh = "--parallel.pipeline 2 --parallel.virtual-stages 2 --parallel.tensor 2 --parallel.zero 1"
+    words = f"{mesh} --parallel.num-microbatches 4 --model.num-layers 4 --train.num-steps 12"
+    run, one = tmp_path / "run", tmp_path / "one"
+    assert train_on(4, config, *words.split(), "--run.dir", str(one)) == guard.EXIT_OK
+    code, said = ranks.finish(ranks.launch(processes, each, "--", config, *words.split()))
+    assert code == guard.EXIT_OK, said[-3000:]
+    ranks.assert_same_records(run, one)
+
+
 def test_a_clock_that_jumps_changes_no_number(config, tmp_path, whole, train_on, monkeypatch):
     """A day ahead at step 17, back at 27. (Orbax may give up a save that is under way then.)"""
     write_previous, now, ahead = MetricsWriter.write_previous, time.time, [0.0]

@@ -1,4 +1,4 @@
-"""Chunks of a pipeline that send nothing: each stage takes the branch of its own, or rests.
+"""Chunks of a pipeline in branches: each stage takes the branch of its own, or rests.
 
 That the gradients are those of the plain model, tests/parity/test_meshes.py sees.
 """
@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxpar import parity, step
+from jaxpar.axes import AXES
 from jaxpar.batch import Batch
 from jaxpar.config import Config, replace
 from jaxpar.parallel import pipeline
@@ -49,7 +50,8 @@ BASE = replace(
     },
 )
 
-COLLECTIVES = {"ppermute", "psum_invariant", "all_gather", "all_to_all", "reduce_scatter", "psum"}
+#: Equations that name a mesh axis and send nothing.
+SILENT = {"axis_index", "pcast", "pvary"}
 
 
 def config(devices: int, **fields) -> Config:
@@ -89,39 +91,84 @@ def chosen_by_stage(jaxpr, count: int):
             yield [branch.jaxpr for branch in eqn.params["branches"]]
 
 
-def collectives(jaxpr) -> list[str]:
-    return [e.primitive.name for e in equations(jaxpr) if e.primitive.name in COLLECTIVES]
+def collectives(jaxpr) -> set[tuple[str, str]]:
+    """Names of the collectives, each with an axis that it goes over."""
+    named = ((e.primitive.name, axis) for e in equations(jaxpr) for axis in axes_named(e))
+    return {(name, axis) for name, axis in named if name not in SILENT}
 
 
-@pytest.mark.parametrize("fields", [{}, {"parallel.data": 2}, {"parallel.pipeline_save": "inputs"}])
-def test_no_collective_is_in_a_branch_that_stages_choose(fields, devices):
-    """It would wait for stages that took another one."""
-    n = 2 * fields.get("parallel.data", 1)
-    jaxpr = traced(config(n, **fields), devices[:n])
-    found = list(chosen_by_stage(jaxpr, BASE.parallel.virtual_stages + 1))
+def axes_named(eqn):
+    """Mesh axes that an equation names, in whichever parameter."""
+    for value in eqn.params.values():
+        values = value if isinstance(value, tuple) else (value,)
+        yield from (axis for axis in AXES if any(isinstance(a, str) and a == axis for a in values))
+
+
+#: A tensor axis of two devices.
+TENSOR_2 = {"parallel.tensor": 2}
+
+
+#: Matmuls in float8, whose sides are multiples of 16 on each device.
+FLOAT8 = {"model.matmul_dtype": "float8", "model.head_dim": 16, "model.d_ff": 96}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"parallel.data": 2},
+        {"parallel.pipeline_save": "inputs"},
+        TENSOR_2,
+        TENSOR_2 | {"parallel.data": 2, "parallel.row_groups": 2, "parallel.num_microbatches": 2},
+        TENSOR_2 | {"parallel.pipeline_save": "inputs", "parallel.remat": "full"},
+        TENSOR_2 | {"parallel.layer_loop": "scan"},
+        TENSOR_2 | {"model.num_experts": 4, "model.experts_per_token": 2},
+        TENSOR_2 | {"lora.rank": 2},
+        TENSOR_2 | {"model.qk_norm": True, "model.qkv_bias": True, "model.mlp_bias": True},
+        TENSOR_2 | FLOAT8,
+    ],
+    ids=lambda fields: " ".join(name.partition(".")[2] for name in fields),
+)
+def test_what_a_branch_that_stages_choose_sends_stays_within_a_stage(fields, devices):
+    """Anything else would wait for stages that took another one; so would a permute, to which XLA
+    has all devices of the program come."""
+    n = 2 * fields.get("parallel.data", 1) * fields.get("parallel.tensor", 1)
+    cfg = config(n, **fields)
+    jaxpr = traced(cfg, devices[:n])
+    within = {("all_to_all", "tensor")} if cfg.parallel.tensor > 1 else set()
+    found = list(chosen_by_stage(jaxpr, cfg.parallel.virtual_stages + 1))
     assert len(found) == 2, "one for the forward and one for the backward"
     for branches in found:
         work, idle = branches[:-1], branches[-1]
         assert all(sum(e.primitive.name == "dot_general" for e in equations(b)) for b in work)
-        assert not any(map(collectives, branches)) and not idle.eqns
-    assert "ppermute" in collectives(jaxpr), "this test would see one"
+        assert all(collectives(branch) == within for branch in work)
+        assert not idle.eqns
+    assert ("ppermute", "pipeline") in collectives(jaxpr), "this test would see one"
 
 
-@pytest.mark.parametrize(
-    "fields", [{"parallel.tensor": 2}, {"parallel.sequence": 2}, {"parallel.zero": 3}]
-)
-def test_chunks_that_send_are_not_run_in_a_branch(fields, devices):
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("fields", [{"parallel.sequence": 2}, {"parallel.zero": 3}])
+def test_chunks_that_send_further_are_not_run_in_a_branch(fields, tensor, devices):
     fields = fields | ({"parallel.data": 2} if "parallel.zero" in fields else {})
-    jaxpr = traced(config(4, **fields), devices[:4])
+    n = 4 * tensor
+    jaxpr = traced(config(n, **fields, **{"parallel.tensor": tensor}), devices[:n])
     assert not list(chosen_by_stage(jaxpr, BASE.parallel.virtual_stages + 1))
 
 
+def test_without_stages_pieces_go_over_tensor_by_permutes(devices):
+    """Copy engines move them; all devices come to them anyway."""
+    whole = {"parallel.pipeline": 1, "parallel.virtual_stages": 1, "parallel.tensor": 2}
+    found = collectives(traced(config(2, **whole), devices[:2]))
+    assert ("ppermute", "tensor") in found and ("all_to_all", "tensor") not in found
+
+
 @pytest.mark.parametrize("save", ["residuals", "inputs"])
-@pytest.mark.parametrize("virtual", [1, 2])
-def test_what_the_ring_begins_with_is_never_read(virtual, save, devices, monkeypatch):
+@pytest.mark.parametrize(("virtual", "tensor"), [(1, 1), (2, 1), (2, 2)])
+def test_what_the_ring_begins_with_is_never_read(virtual, save, tensor, devices, monkeypatch):
     """On a GPU it is whatever lies there; here it is NaN."""
-    cfg = config(2, **{"parallel.virtual_stages": virtual, "parallel.pipeline_save": save})
-    mesh = make_mesh(cfg.parallel, devices[:2])
+    fields = {"virtual_stages": virtual, "pipeline_save": save, "tensor": tensor}
+    cfg = config(2 * tensor, **{f"parallel.{name}": value for name, value in fields.items()})
+    mesh = make_mesh(cfg.parallel, devices[: 2 * tensor])
     params = init_state(cfg, mesh).params
     batch = parity.place_batch(parity.random_batch(cfg), cfg, mesh)
     _, wanted = step.make_gradient_step(cfg, mesh)(params, batch)
@@ -143,10 +190,11 @@ def test_what_the_ring_begins_with_is_never_read(virtual, save, devices, monkeyp
     ("fields", "devices_used", "loops"),
     [
         ({}, 2, 1),
-        ({"parallel.virtual_stages": 1, "parallel.tensor": 2, "parallel.row_groups": 2}, 4, 2),
+        ({"parallel.tensor": 2, "parallel.row_groups": 2}, 4, 1),
+        ({"parallel.virtual_stages": 1, "parallel.sequence": 2}, 4, 2),
         ({"parallel.pipeline": 1, "parallel.virtual_stages": 1, "parallel.data": 2}, 2, 1),
     ],
-    ids=["interleaved", "tensor, rows in turns", "accumulation"],
+    ids=["interleaved", "tensor, rows in turns", "sequence", "accumulation"],
 )
 def test_gradients_that_are_added_up_leave_the_matmul_in_float32(
     fields, devices_used, loops, devices
@@ -167,6 +215,14 @@ def test_each_gradient_of_a_weight_is_added_to_the_sum_by_itself():
     total, parts = jnp.float32(1), (jnp.float32(2.0**-24), jnp.float32(2.0**-24))
     assert added(total, Weight(None, parts)) == 1  # their sum, 2**-23, would have changed it
     assert added(total, parts[0] + parts[1]) > 1
+
+
+def test_a_gradient_stands_on_the_left_of_the_sum():
+    """There XLA looks for the matmul that is to add; on the right it found the one before."""
+    jaxpr = jax.make_jaxpr(lambda t, *g: added(t, Weight(None, g)))(*[jnp.float32(0)] * 3).jaxpr
+    total, *parts = jaxpr.invars
+    first, second = (e for e in jaxpr.eqns if e.primitive.name == "add")
+    assert first.invars == [parts[0], total] and second.invars == [parts[1], *first.outvars]
 
 
 def test_opened_weights():

@@ -124,6 +124,18 @@ CASES = {
         scattered(2),
         gathered(2),
     ),
+    "direct.gather_within": (
+        TENSOR,
+        lambda x: direct.gather_within(x, TENSOR, 1),
+        gathered(1),
+        scattered(1),
+    ),
+    "direct.scatter_within": (
+        TENSOR,
+        lambda x: direct.scatter_within(x, TENSOR, 2),
+        scattered(2),
+        gathered(2),
+    ),
     "gather_sequence": (TENSOR, collectives.gather_sequence, gathered(1), scattered(1)),
     "scatter_sequence": (TENSOR, collectives.scatter_sequence, scattered(1), gathered(1)),
     "broadcast_from_last_stage": (
@@ -140,6 +152,48 @@ CASES = {
 def test_value_and_transpose(name, devices):
     axis, fn, value, transpose = CASES[name]
     check(fn, mesh_of(devices, axis), normal(N, 2, 8, 4), value, transpose)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_both_forms_of_a_gather_bring_the_same(dim, devices):
+    mesh, x = mesh_of(devices, TENSOR), jnp.asarray(normal(N, 2, 4, 3), jnp.bfloat16)
+    forms = direct.gather, direct.gather_within
+    found = [per_device(lambda x, g=gather: g(x, TENSOR, dim), mesh, x) for gather in forms]
+    assert found[0].dtype == found[1].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(*found)
+
+
+@pytest.mark.parametrize("scatter", [direct.scatter, direct.scatter_within])
+def test_a_scatter_adds_in_float32_and_rounds_once(scatter, devices):
+    """256 + 1 + 1 + 1 is 256 in bfloat16; 259 is rounded to 260."""
+    x = np.ones((N, 2, N, 3), np.float32)
+    x[0] = 256
+    mesh = mesh_of(devices, TENSOR)
+    found = per_device(lambda x: scatter(x.astype(jnp.bfloat16), TENSOR, 1), mesh, x)
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(found, np.full((N, 2, 1, 3), 260))
+
+
+def test_a_group_gathers_and_scatters_while_others_do_something_else(devices):
+    """Each pair along TENSOR in a branch of its own: one gathers and scatters, one rests."""
+    mesh = make_mesh(ParallelConfig(data=1, pipeline=4, tensor=2), devices[:8])
+    x, size = normal(8, 2, 4, 3), 2
+
+    def both(x):
+        whole = direct.gather_within(x, TENSOR, 1)
+        return direct.scatter_within(jnp.sin(whole), TENSOR, 1)
+
+    def fn(x):
+        stage = lax.axis_index(PIPELINE)
+        return lax.switch(stage, [both, lambda x: x, lambda x: both(both(x)), lambda x: -x], x)
+
+    once = lambda x: size * np.sin(x)  # noqa: E731
+    pairs = np.split(x, 4)
+    wanted = np.concatenate([once(pairs[0]), pairs[1], once(once(pairs[2])), -pairs[3]])
+    np.testing.assert_allclose(per_device(fn, mesh, x), wanted, rtol=1e-5)
+    slope = per_device(lambda x: jax.grad(lambda x: jnp.sum(fn(x)))(x), mesh, x)
+    np.testing.assert_allclose(slope[:2], size * np.cos(pairs[0]), rtol=1e-5)
+    np.testing.assert_array_equal(slope[6:], -np.ones_like(pairs[3]))
 
 
 def test_several_axes_count_outermost_first(devices):

@@ -73,6 +73,9 @@ pipeline=2,num_microbatches=4,pipeline_save=inputs
 pipeline=4,num_microbatches=2
 pipeline=2,num_microbatches=4,virtual_stages=2
 pipeline=2,num_microbatches=2,virtual_stages=2,pipeline_save=inputs,zero=1,tensor=2
+pipeline=2,num_microbatches=2,virtual_stages=2,zero=1,data=2,tensor=2,layer_loop=unroll,row_groups=2
+pipeline=2,num_microbatches=4,virtual_stages=2,tensor=4,remat=none
+pipeline=4,num_microbatches=4,zero=1,tensor=2,layer_loop=unroll,remat=full
 pipeline=2,num_microbatches=4,zero=1,layer_loop=unroll,data=2
 pipeline=2,num_microbatches=4,sequence=2,context=ring,zero=1
 """.split()

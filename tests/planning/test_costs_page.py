@@ -46,7 +46,9 @@ def letters_of(cfg: Config) -> dict[str, float]:
     letters |= dict(A=2 * b * T / p.sequence * m.d_model)
     letters |= dict(KV=4 * b * T * m.num_kv_heads / p.tensor * m.head_dim)
     letters |= dict(Q=2 * b * T * m.num_heads / p.tensor * m.head_dim)
-    return letters | dict(u=layers * (p.num_microbatches + (p.pipeline - 1) // p.virtual_stages))
+    rests = p.sequence == 1 and p.zero == 1
+    idle = 0 if rests else (p.pipeline - 1) // p.virtual_stages
+    return letters | dict(u=layers * (p.num_microbatches + idle))
 
 
 def with_parallel(**fields: object) -> Config:
@@ -69,6 +71,7 @@ PIPELINE = dict(pipeline=4, zero=1, num_microbatches=8)
         ("sequence, `ulysses`", "sequence", dict(sequence=4, context="ulysses")),
         ("tensor, remat `none`", "tensor", dict(tensor=4, remat="none", num_microbatches=2)),
         ("tensor, remat `dots`", "tensor", dict(tensor=4, virtual_stages=2, **PIPELINE)),
+        ("tensor, remat `dots`", "tensor", dict(tensor=4, sequence=2, **PIPELINE)),
         ("tensor, remat `attn_out`", "tensor", dict(tensor=8, remat="attn_out")),
         ("pipeline", "pipeline", dict(tensor=2, virtual_stages=2, **PIPELINE)),
     ],
@@ -102,7 +105,8 @@ def test_saved_values_are_those_of_the_page():
     tokens = value_of(row("values saved for the backward, without a pipeline")[0], letters_of(cfg))
     per_token = saved_per_token(cfg)
     assert tokens * per_token == pytest.approx(saved_bytes(cfg, shard_of(cfg)))
-    for sends, more in (("", {"data": 2}), (" whose stages send", {"sequence": 2})):
+    rest = dict(data=2, tensor=2)
+    for sends, more in (("", rest), (" whose stages cannot rest", dict(sequence=2))):
         staged = with_parallel(virtual_stages=2, **PIPELINE, **more)
         ring = value_of(row(f"the same in a pipeline{sends}")[0], letters_of(staged))
         shard = shard_of(staged)

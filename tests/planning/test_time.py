@@ -36,7 +36,7 @@ def on(n: int, **fields):
 
 def test_predictions_are_within_their_bounds_of_what_was_measured():
     compared = list(calibration.compare(lambda words: cli.read_config(words, "jaxpar.plan", None)))
-    assert len(compared) >= 36 and sum(c.memory_error is not None for c in compared) >= 22
+    assert len(compared) >= 33 and sum(c.memory_error is not None for c in compared) >= 19
     for c in compared:
         assert abs(c.time_error) < calibration.TIME_BOUND, (c.run.run, c.time_error)
         if c.memory_error is not None:
@@ -46,7 +46,7 @@ def test_predictions_are_within_their_bounds_of_what_was_measured():
 def test_predicted_memory_is_within_its_bound_of_xlas_plans():
     read = lambda words: cli.read_config(words, "jaxpar.plan", None)  # noqa: E731
     compiled = list(calibration.compare_compiled(read))
-    assert len(compiled) >= 24
+    assert len(compiled) >= 26
     for c in compiled:
         assert abs(c.error) < calibration.MEMORY_BOUND, (c.run, c.error)
 
@@ -65,20 +65,21 @@ def test_interleaved_stages_that_send_copy_the_weights_of_their_chunk():
     """
     moved, units = {}, {1: 4 + 1, 2: (2 * 4 + 1) / 2}
     for virtual in units:
-        cfg = on(8, pipeline=2, tensor=2, zero=1, num_microbatches=4, virtual_stages=virtual)
+        cfg = on(8, pipeline=2, sequence=2, zero=1, num_microbatches=4, virtual_stages=virtual)
         shard = shard_of(cfg)
         moved[virtual] = weights_seconds(cfg, shard, H200).total * elementwise_rate(H200)
     weights = 16 * shard.matrices
-    assert weights == pytest.approx(16 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336) / 2)
+    assert weights == pytest.approx(16 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336))
     layers = 10 * shard.layers * shard.layer * units[2]
     tables = 20 * shard.table * (units[2] - units[1])
     assert moved[2] - moved[1] == pytest.approx(8 * weights * units[2] + layers + tables)
 
 
+@pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.parametrize("virtual", [1, 2, 4])
-def test_stages_that_send_nothing_move_no_weights(virtual):
+def test_stages_that_may_rest_move_no_weights(virtual, tensor):
     """Embedding and head aside: 10 bytes for each of their weights and microbatch."""
-    cfg = on(8, pipeline=2, zero=1, num_microbatches=4, virtual_stages=virtual)
+    cfg = on(8, pipeline=2, zero=1, num_microbatches=4, virtual_stages=virtual, tensor=tensor)
     shard = shard_of(cfg)
     once = 12 * shard.parameters / shard.fsdp + 8 * shard.parameters
     moved = weights_seconds(cfg, shard, H200).total * elementwise_rate(H200)
