@@ -219,7 +219,7 @@ def ranking(asked: Asked, console: Console) -> dict[str, Any]:
     """The plan itself, and what hangs on its first layout: cost, compilation, a config file."""
     options, cluster = asked.options, asked.cluster
     if options.compile:
-        compiling.check_can_compile(cluster, options.compile)
+        compiling.check_can_compile(asked.cfg, cluster, options.compile)
     plan = make_plan(asked.cfg, cluster, asked.fixed, coarse=options.quick)
     if not plan.fitting:
         raise nothing_fits(plan)

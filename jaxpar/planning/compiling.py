@@ -9,6 +9,7 @@ compared (docs/planning.md).
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -85,8 +86,15 @@ device_description_str: "{gpu.device_kind}"
 """
 
 
-def check_can_compile(cluster: Cluster, asked: int = 1) -> None:
-    """Raises:   ConfigError without the plugin, or for GPUs that it was not tried on."""
+def check_can_compile(cfg: Config, cluster: Cluster, asked: int = 1) -> None:
+    """Raises:   ConfigError without the plugin, for GPUs that it was not tried on, and for moments
+    in host memory: to JAX 0.11, GPUs that are not here have none."""
+    if cfg.optimizer.offload:
+        rule = (
+            "cannot be compiled without a GPU: JAX knows no host memory of GPUs that are not here"
+        )
+        fix = "leave --compile out, or plan it with --optimizer.offload False"
+        raise ConfigError("optimizer.offload", True, rule, fix)
     gpu, count = cluster.gpu, cluster.num_gpus
     if not has_plugin():
         rule = f"needs JAX's CUDA plugin ({PLUGIN}), which is not installed here"
@@ -114,7 +122,7 @@ def compile_layout(cfg: Config, cluster: Cluster, timeout: float = 1800) -> Comp
     """Compile one layout in a new process.
 
     Args:     cfg: resolved.
-    Raises:   RuntimeError with the compiler's last line when it fails, or that it took too long.
+    Raises:   RuntimeError with the compiler's error when it fails, or that it took too long.
     """
     job = {
         "config": json.loads(to_json(cfg)),
@@ -135,9 +143,15 @@ def compile_layout(cfg: Config, cluster: Cluster, timeout: float = 1800) -> Comp
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"was still compiling after {timeout:,.0f} s, and was ended") from None
     if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        raise RuntimeError(lines[-1] if lines else f"ended with code {done.returncode}")
+        raise RuntimeError(error_in(done.stderr) or f"ended with code {done.returncode}")
     return Compiled(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def error_in(printed: str) -> str:
+    """The line that says what is wrong: JAX writes of its own frames after it."""
+    lines = [line for line in printed.splitlines() if line.strip()]
+    named = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    return (named or lines or [""])[-1]
 
 
 def _environment(cfg: Config, gpu: Gpu, given: Mapping[str, str]) -> dict[str, str]:

@@ -151,6 +151,18 @@ def test_compiling_without_the_plugin_is_refused():
         plan.main(["llama3_8b", "--compile", "1"])
 
 
+def test_moments_in_host_memory_are_not_compiled_without_a_gpu():
+    with pytest.raises(ConfigError, match=r"optimizer\.offload = True.*leave --compile out"):
+        plan.main(["llama3_8b", "--compile", "1", "--optimizer.offload", "True"])
+
+
+def test_a_failed_compilation_says_what_is_wrong():
+    """JAX writes on after the error, of its frames."""
+    trace = "Traceback (most recent call last):\n  File ...\njax.errors.TypeError: no such thing\n"
+    assert compiling.error_in(trace + "-----\nFor simplicity, JAX\n") == trace.splitlines()[-1]
+    assert compiling.error_in("killed\n\n") == "killed" and compiling.error_in("") == ""
+
+
 def test_a_compilation_that_takes_too_long_is_reported_and_not_waited_for():
     cluster = Cluster(GPUS["h200"], NETWORKS["ib400"], 1, 1)
     with pytest.raises(RuntimeError, match="still compiling after 0 s"):
