@@ -53,6 +53,8 @@ def test_the_config_decides(gpu_host):
     assert names(wide) == names(TENSOR)
     staged = replace(TENSOR, **{"parallel.pipeline": 2})  # all-to-alls in place of permutes
     assert names(TENSOR) - names(staged) == {"xla_gpu_collective_permute_mode"}
+    wide = replace(staged, **{"model.d_model": 4096})  # whose matmuls add up gradients
+    assert names(wide) - names(staged) == {"xla_gpu_enable_triton_gemm"}
     assert names(replace(staged, **{"parallel.sequence": 2})) == names(TENSOR)
 
 
