@@ -116,7 +116,8 @@ def _layer_elementwise(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) 
     SwiGLU (3 F); again where they are repeated, but for what one pass with the backward makes.
     Backward: norms with the sums of gradients (6 D each), RoPE, SwiGLU (5 F), out times its
     gradient (2 H K), the query gradient's float32 zeros, sums and cast (5 H K in units of 2
-    bytes), and the three projections' gradients side by side. Over tensor, gathered pieces put in
+    bytes), and the three projections' gradients side by side. In float8 with one scale per tensor
+    nobody writes what the norms make (`gathered_norm`). Over tensor, gathered pieces put in
     their places and scattered ones added up.
     """
     m, t, width = cfg.model, cfg.parallel.tensor, shard.width
@@ -128,6 +129,8 @@ def _layer_elementwise(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) 
     again = 4 * stream + 2 * (heads + kv) + f if "elementwise" in repeated else 0.0
     again += 3 * stream if "wo" in repeated else 0.0
     extra = _quantized(cfg) if m.matmul_dtype == "float8" else 0.0
+    if m.matmul_dtype == "float8" and m.float8_scaling == "tensor" and t == 1 and not cfg.lora.rank:
+        forward -= 2 * stream
     moved = 3 * tensor_messages(repeated) * m.d_model if t > 1 else 0
     elements = forward + backward + again + moved
     return shard.tokens * (width * elements + extra) / elementwise_rate(gpu)
@@ -165,12 +168,14 @@ def head_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
 
 def weights_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
     """What a microbatch does to weights and gradients beside multiplying: casts of the shards
-    (6 bytes, forward and backward), gradients made ready to travel and summed where they arrive,
-    sums over microbatches. Under ZeRO-1 casts and travels are once per step."""
+    (6 bytes, forward and backward; 8-bit ones, 5 once a step and 4 for their scales), gradients
+    made ready to travel and summed where they arrive, sums over microbatches. Under ZeRO-1 casts
+    and travels are once per step."""
     zero3 = cfg.parallel.zero == 3
     own = shard.parameters / shard.fsdp
     travels = 8 * shard.parameters if shard.fsdp > 1 and shard.trained else 0.0
-    once = 12 * own + travels
+    rounded_once = cfg.parallel.gather_dtype == "float8" and cfg.parallel.num_microbatches == 1
+    once = (9 if rounded_once else 12) * own + travels
     moved = once * (cfg.parallel.num_microbatches if zero3 else 1)
     moved += _added_up(cfg, shard) * backward_units(cfg) / shard.chunks
     return Seconds(elementwise=moved / elementwise_rate(gpu))

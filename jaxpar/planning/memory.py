@@ -268,7 +268,7 @@ def _gathered(cfg: Config, shard: Shard) -> float:
         again = 1 if cfg.parallel.pipeline > 1 else 0  # each tick looks tokens up again
         return shard.width * (layers + again * shard.table)
     slices = 4 * (layers + shard.table)
-    return (slices if _accumulates(cfg) else shard.width * layers) / shard.fsdp
+    return (slices if _accumulates(cfg) else _sent_width(cfg, shard) * layers) / shard.fsdp
 
 
 def _loss_bytes(cfg: Config, shard: Shard) -> float:
