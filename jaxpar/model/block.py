@@ -91,11 +91,11 @@ def gathered_norm(
 ) -> tuple[jax.Array, jax.Array | Normed]:
     """x, and the normalised input of attention or feed-forward, [B, T/sequence, D].
 
-    Unwritten where all that reads it are matmuls in float8 on this device.
+    Unwritten where all that reads it are float8 matmuls on this device, with one scale per tensor.
     """
     x, h = layers.norm_beside(x, w[name], cfg.model)
-    in_float8 = isinstance(w.get(_READERS[name]), float8.Weight)
-    if in_float8 and cfg.parallel.tensor == 1 and not cfg.lora.rank:
+    rounded = isinstance(w.get(_READERS[name]), float8.Weight) and cfg.model.float8_scaling != "row"
+    if rounded and cfg.parallel.tensor == 1 and not cfg.lora.rank:
         return x, h
     return x, named(gather_sequence(h.whole()), name)
 
