@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import json
 import re
 from functools import cache
 from pathlib import Path
@@ -83,6 +84,28 @@ def test_plans_that_are_shown_are_printed(capsys):
         printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
         for part in lines.split("\n...\n"):
             assert part.strip("\n") in "\n".join(printed), command
+
+
+def test_the_table_of_cards_is_up_to_date():
+    expected = f"<!-- cards -->\n{script('benchmark_table').table()}<!-- /cards -->"
+    assert expected in read("benchmarks/README.md"), "run python scripts/benchmark_table.py --write"
+
+
+def test_figures_in_the_readme_are_those_of_their_cards():
+    text = (ROOT / "README.md").read_text("utf-8")
+    row = re.compile(r"\| ([\d,]+) \| ([\d.%]+) \| ([\d.%]+) \| ([\d.]+) \| \[card\]\((.+?)\) \|")
+    rows = row.findall(text)
+    assert len(rows) == text.count("[card](docs/benchmarks/llama")
+    for *figures, path in rows:
+        card = json.loads((ROOT / path).read_text("utf-8"))
+        rate, peak = card["tokens_per_second_per_device"], card["peak_memory_gib"]
+        shares = [f"{card[name]:.1%}" for name in ("mfu_causal", "mfu_full_attention")]
+        assert figures == [f"{rate:,.0f}", *shares, f"{peak:.1f}"], path
+    beside = re.findall(r"\[([\d,]+)\]\((docs/benchmarks/torchtitan.+?)\) \| ([\d.]+) \|", text)
+    assert len(beside) == text.count("(docs/benchmarks/torchtitan")
+    for rate, path, _ in beside:
+        theirs = json.loads((ROOT / path).read_text("utf-8"))["tokens_per_second_per_device"]
+        assert rate == f"{theirs:,.0f}", path
 
 
 @pytest.mark.slow
