@@ -20,9 +20,8 @@ from jaxpar.axes import FSDP_AXES
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.generation import config_for_sampling
 from jaxpar.kernels import float8
-from jaxpar.kernels.norm import Normed
 from jaxpar.memory_rules import REMAT_POLICIES
-from jaxpar.model import block, transformer, views
+from jaxpar.model import transformer, views
 from jaxpar.parallel import fsdp
 from jaxpar.parallel.collectives import varying
 from jaxpar.parallel.mesh import axis_sizes, make_mesh
@@ -172,34 +171,6 @@ def test_a_number_that_is_not_finite_reaches_the_loss(name, bad, devices):
     batch = parity.place_batch(parity.random_batch(cfg), cfg, mesh)
     _, measured = make_train_step(cfg, mesh)(state, batch)
     assert not np.isfinite(measured.loss) and not np.isfinite(measured.grad_norm)
-
-
-@pytest.mark.parametrize(
-    ("item", "fields", "unwritten"),
-    [
-        ("data=2", {}, True),
-        ("sequence=2,zero=1", {}, True),
-        ("data=2", {"model__float8_scaling": "row"}, False),
-        ("data=2", {"model__matmul_dtype": "compute"}, False),
-        ("tensor=2", {}, False),
-        ("data=2", {"lora__rank": 2}, False),
-    ],
-    ids=["tensor", "sequence", "row", "float32", "tensor axis", "adapters"],
-)
-def test_norms_are_unwritten_where_only_rounded_matmuls_read_them(
-    item, fields, unwritten, devices, monkeypatch
-):
-    cfg, mesh = on_mesh(item, devices, **fields)
-    seen = []
-
-    def gathered_norm(x, w, name, cfg, original=block.gathered_norm):
-        x, h = original(x, w, name, cfg)
-        seen.append((name, isinstance(h, Normed)))
-        return x, h
-
-    monkeypatch.setattr(block, "gathered_norm", gathered_norm)
-    lowered_step(cfg, mesh)
-    assert set(seen) == {("attn_norm", unwritten), ("mlp_norm", unwritten)}
 
 
 # ---------------------------------------------------------------------------------- gathers
