@@ -15,9 +15,9 @@ PAGE = CARDS / "README.md"
 MARKERS = re.compile(r"(<!-- cards -->\n).*?(<!-- /cards -->)", re.DOTALL)
 
 #: The card of torchtitan that stands beside one of ours: measured within an hour, on one host or on
-#: hosts of one kind (docs/LOG.md); a star where a day lies between the two.
+#: hosts of one kind (docs/LOG.md), but for those that are a day apart.
 BESIDE = {
-    "llama_1.5b-h200x1-none": "torchtitan-1.5b-h200x1*",
+    "llama_1.5b-h200x1-none": "torchtitan-1.5b-h200x1",
     "llama3_8b-h200x2-dots_offload": "torchtitan-8b-h200x2-fsdp-recompute",
     "llama3_8b-h200x4-none": "torchtitan-8b-h200x4-fsdp",
     "llama3_8b-h200x4-float8": "torchtitan-8b-h200x4-fsdp-float8",
@@ -25,6 +25,7 @@ BESIDE = {
     "llama3_8b-h200x4-pipeline2-dots": "torchtitan-8b-h200x4-data-pipeline2",
     "llama3_8b-h200x4-sequence4-131072": "torchtitan-8b-h200x4-sequence4-131072",
 }
+A_DAY_APART = ("llama_1.5b-h200x1-none",)
 
 HEAD = """\
 | model, window | GPUs, mesh | sequences | how | tokens/s/GPU | MFU causal, full | GiB | step, ms \
@@ -101,11 +102,9 @@ def beside(name: str, rate: float) -> tuple[str, str]:
     """torchtitan's rate with a link to its card, and ours over it."""
     if name not in BESIDE:
         return "-", "-"
-    other = BESIDE[name].rstrip("*")
-    theirs = json.loads((CARDS / f"{other}.json").read_text("utf-8"))
-    theirs = theirs["tokens_per_second_per_device"]
-    star = "*" if BESIDE[name].endswith("*") else ""
-    return f"[{theirs:,.0f}]({other}.json){star}", f"{rate / theirs:.2f}"
+    card = json.loads((CARDS / f"{BESIDE[name]}.json").read_text("utf-8"))
+    theirs, star = card["tokens_per_second_per_device"], "*" if name in A_DAY_APART else ""
+    return f"[{theirs:,.0f}]({BESIDE[name]}.json){star}", f"{rate / theirs:.2f}"
 
 
 def table() -> str:

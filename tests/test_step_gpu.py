@@ -61,7 +61,7 @@ def test_gradients_are_the_references_to_bfloat16(loop, mask):
 def test_gradients_of_a_pipeline_are_the_references_to_bfloat16(tensor, virtual, save):
     """Each stage in a branch of its own; the ring begins with whatever lies in memory."""
     if jax.device_count() < 2 * tensor:
-        pytest.skip(f"two stages need {2 * tensor} GPUs")
+        pytest.skip(f"pipeline 2 x tensor {tensor} needs {2 * tensor} GPUs")
     stages = {"pipeline": 2, "virtual_stages": virtual, "num_microbatches": 4, "zero": 1}
     stages |= {"tensor": tensor, "row_groups": tensor}
     fields = {f"parallel.{name}": value for name, value in stages.items()}

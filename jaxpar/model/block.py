@@ -15,7 +15,6 @@ from jax import lax
 from jaxpar import extensions
 from jaxpar.batch import Batch
 from jaxpar.config import Config, ModelConfig
-from jaxpar.kernels import float8
 from jaxpar.kernels.attention import AttentionMask
 from jaxpar.kernels.norm import Normed
 from jaxpar.model import experts, layers
@@ -82,20 +81,19 @@ def layer(x: jax.Array, w: Tree, tokens: Tokens, cfg: Config) -> jax.Array:
         return _add_output(x, feed_forward(h, w, cfg), w, "mlp", cfg)
 
 
-#: After which matmul a normalised input asks whether it need be written.
-_READERS = {"attn_norm": "wqkv", "mlp_norm": "w_gate"}
+def norms_stay_unwritten(cfg: Config) -> bool:
+    """Whether all that reads a layer's normalised inputs are float8 matmuls on this device, with
+    one scale per tensor: they compute them on the way."""
+    rounded = cfg.model.matmul_dtype == "float8" and cfg.model.float8_scaling == "tensor"
+    return rounded and cfg.parallel.tensor == 1 and not cfg.lora.rank
 
 
 def gathered_norm(
     x: jax.Array, w: Tree, name: str, cfg: Config
 ) -> tuple[jax.Array, jax.Array | Normed]:
-    """x, and the normalised input of attention or feed-forward, [B, T/sequence, D].
-
-    Unwritten where all that reads it are float8 matmuls on this device, with one scale per tensor.
-    """
+    """x, and the normalised input of attention or feed-forward, [B, T/sequence, D]."""
     x, h = layers.norm_beside(x, w[name], cfg.model)
-    rounded = isinstance(w.get(_READERS[name]), float8.Weight) and cfg.model.float8_scaling != "row"
-    if rounded and cfg.parallel.tensor == 1 and not cfg.lora.rank:
+    if norms_stay_unwritten(cfg):
         return x, h
     return x, named(gather_sequence(h.whole()), name)
 

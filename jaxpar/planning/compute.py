@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from jaxpar.config import Config
 from jaxpar.memory_rules import saved_names, without_mark
+from jaxpar.model.block import norms_stay_unwritten
 from jaxpar.model.loss import num_chunks
 from jaxpar.model.transformer import matmuls_add_up, stage_sends
 from jaxpar.planning import rates
@@ -117,7 +118,7 @@ def _layer_elementwise(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) 
     Backward: norms with the sums of gradients (6 D each), RoPE, SwiGLU (5 F), out times its
     gradient (2 H K), the query gradient's float32 zeros, sums and cast (5 H K in units of 2
     bytes), and the three projections' gradients side by side. In float8 with one scale per tensor
-    nobody writes what the norms make (`gathered_norm`). Over tensor, gathered pieces put in
+    nobody writes what the norms make. Over tensor, gathered pieces put in
     their places and scattered ones added up.
     """
     m, t, width = cfg.model, cfg.parallel.tensor, shard.width
@@ -129,7 +130,7 @@ def _layer_elementwise(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) 
     again = 4 * stream + 2 * (heads + kv) + f if "elementwise" in repeated else 0.0
     again += 3 * stream if "wo" in repeated else 0.0
     extra = _quantized(cfg) if m.matmul_dtype == "float8" else 0.0
-    if m.matmul_dtype == "float8" and m.float8_scaling == "tensor" and t == 1 and not cfg.lora.rank:
+    if norms_stay_unwritten(cfg):
         forward -= 2 * stream
     moved = 3 * tensor_messages(repeated) * m.d_model if t > 1 else 0
     elements = forward + backward + again + moved

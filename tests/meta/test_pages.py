@@ -101,11 +101,13 @@ def test_figures_in_the_readme_are_those_of_their_cards():
         rate, peak = card["tokens_per_second_per_device"], card["peak_memory_gib"]
         shares = [f"{card[name]:.1%}" for name in ("mfu_causal", "mfu_full_attention")]
         assert figures == [f"{rate:,.0f}", *shares, f"{peak:.1f}"], path
-    beside = re.findall(r"\[([\d,]+)\]\((docs/benchmarks/torchtitan.+?)\) \| ([\d.]+) \|", text)
+    pair = r"\| ([\d,]+) \| \[([\d,]+)\]\((docs/benchmarks/torchtitan.+?)\) \| ([\d.]+) \|"
+    beside = re.findall(pair, text)
     assert len(beside) == text.count("(docs/benchmarks/torchtitan")
-    for rate, path, _ in beside:
+    for ours, rate, path, ratio in beside:
         theirs = json.loads((ROOT / path).read_text("utf-8"))["tokens_per_second_per_device"]
         assert rate == f"{theirs:,.0f}", path
+        assert ratio == f"{int(ours.replace(',', '')) / theirs:.2f}", path
 
 
 @pytest.mark.slow
