@@ -1,18 +1,21 @@
 """The whole train step on GPUs, in bfloat16 with cuDNN: python -m pytest -m gpu."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
 import pytest
 from flax import traverse_util
 
-from jaxpar import parity
+from jaxpar import parity, step
 from jaxpar.axes import BATCH_SPEC
 from jaxpar.batch import IGNORED, Batch
 from jaxpar.config import Config, replace
 from jaxpar.model import reference
+from jaxpar.parallel import direct
 from jaxpar.parallel.mesh import make_mesh
+from jaxpar.parallel.pipeline import one_f_one_b
 from jaxpar.params import flat
 from jaxpar.state import init_state
 from jaxpar.step import make_gradient_step, make_train_step
@@ -68,6 +71,25 @@ def test_gradients_of_a_pipeline_are_the_references_to_bfloat16(tensor, virtual,
     fields |= {"parallel.pipeline_save": save, "parallel.layer_loop": "unroll"}
     cfg = replace(TINY, **{"model.num_layers": 4, "data.document_mask": False}, **fields)
     compare_gradients(resolve(cfg, 2 * tensor), jax.devices()[: 2 * tensor])
+
+
+@pytest.mark.parametrize("save", ["residuals", "inputs"])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_gradients_of_chunks_that_send_over_tensor_in_branches(groups, save, monkeypatch):
+    """What two GPUs can tell of pipeline 2 x tensor 2: one stage, its chunks in branches that the
+    devices choose as they go, with the all-to-alls over tensor that stages have."""
+    if jax.device_count() < 2:
+        pytest.skip("tensor 2 needs two GPUs")
+    fields = {"tensor": 2, "row_groups": groups, "num_microbatches": 4, "zero": 1}
+    fields = {f"parallel.{name}": value for name, value in fields.items()}
+    fields |= {"parallel.layer_loop": "unroll", "data.document_mask": False}
+    cfg = resolve(replace(TINY, **{"model.num_layers": 4}, **fields), 2)
+    cfg = replace(cfg, **{"parallel.virtual_stages": 2})  # refused of a single stage
+    in_branches = functools.partial(one_f_one_b, virtual=2, save=save)
+    monkeypatch.setattr(step, "schedule_of", lambda cfg: in_branches)
+    monkeypatch.setattr(direct, "gather", direct.gather_within)
+    monkeypatch.setattr(direct, "scatter", direct.scatter_within)
+    compare_gradients(cfg, jax.devices()[:2])
 
 
 def compare_gradients(cfg: Config, devices: list) -> None:
