@@ -82,6 +82,8 @@ class ModelConfig:
     """Operands of a layer's projections. float8: e4m3, gradients e5m2, scaled anew every step."""
     float8_scaling: Literal["tensor", "row"] = "tensor"
     """A float8 scale per tensor, or per token; then weight gradients stay in the compute dtype."""
+    logits_dtype: Literal["float32", "compute"] = "float32"
+    """What the head's matmul rounds logits to; the loss of them is taken in float32."""
     attention: Literal["softmax"] = "softmax"
     """What attention computes; other functions are added from outside (jaxpar/extensions.py)."""
     attention_backend: Literal["auto", "reference", "cudnn", "pallas_hopper"] = "auto"

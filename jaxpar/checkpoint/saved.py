@@ -18,7 +18,13 @@ from jaxpar.config_json import from_json
 from jaxpar.data.sources import fingerprint
 
 #: Fields of the model that may change once the weights are there.
-FREE_MODEL_FIELDS = {"init_std", "dtype", "attention_backend", "attention_deterministic"}
+FREE_MODEL_FIELDS = {
+    "init_std",
+    "dtype",
+    "logits_dtype",
+    "attention_backend",
+    "attention_deterministic",
+}
 
 #: The others: a new value would ask for other shapes, or run another function.
 MODEL_FIELDS = tuple(

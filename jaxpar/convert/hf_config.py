@@ -24,6 +24,7 @@ FREE_MODEL_FIELDS = {
     "dtype",
     "matmul_dtype",
     "float8_scaling",
+    "logits_dtype",
     "attention_backend",
     "attention_deterministic",
     # Of no effect without experts; with them, each has a key or one value.

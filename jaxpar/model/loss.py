@@ -6,6 +6,7 @@ computed once. Vocabulary shards exchange three numbers per token.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jax import lax
 
 from jaxpar.axes import VOCAB_AXES
 from jaxpar.batch import IGNORED
+from jaxpar.kernels import softmax
 from jaxpar.model.layers import vocab_shard_index
 from jaxpar.parallel.collectives import psum, varying
 
@@ -21,19 +23,21 @@ from jaxpar.parallel.collectives import psum, varying
 CHUNK_BYTES = 1 << 30
 
 
-def cross_entropy(h_ND, head_DV, labels_N, z_loss: float = 0.0) -> tuple[jax.Array, jax.Array]:
+def cross_entropy(
+    h_ND, head_DV, labels_N, z_loss: float = 0.0, logits_dtype: Any = jnp.float32
+) -> tuple[jax.Array, jax.Array]:
     """Summed cross entropy of this device's tokens.
 
     Args:     h_ND: normalised hidden states, the same on every rank of VOCAB_AXES though typed
               varying. head_DV: this device's columns, compute dtype. labels_N: int32, typed
               invariant over VOCAB_AXES; IGNORED for no loss. z_loss: weight of the squared
-              log-partition.
+              log-partition. logits_dtype: what logits are rounded to; all else is float32.
     Returns:  (loss + z-loss, loss), float32 scalars, sums over the labelled tokens, the same on
               every rank of VOCAB_AXES. The second carries no gradient.
     Communication: per chunk over VOCAB_AXES: all-reduces of [chunk] float32, one max and two sums.
     Source:   Shoeybi et al. 2019 (1909.08053), section 3; z-loss: 2204.02311, section 5.
     """
-    total, nll = _cross_entropy(h_ND, head_DV, labels_N, z_loss)
+    total, nll = _cross_entropy(h_ND, head_DV, labels_N, z_loss, logits_dtype)
     return total, lax.stop_gradient(nll)
 
 
@@ -43,11 +47,12 @@ def num_chunks(num_tokens: int, vocab_shard: int) -> int:
     return min(max(fewest, 1), num_tokens)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _cross_entropy(h_ND, head_DV, labels_N, z_loss):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _cross_entropy(h_ND, head_DV, labels_N, z_loss, logits_dtype):
     def body(sums, chunk):
         h, labels = chunk
-        return _add(sums, _chunk(h, labels, head_DV, z_loss)[0]), None
+        part, _ = _chunk(h, labels, head_DV, z_loss, logits_dtype)
+        return _add(sums, part), None
 
     chunks = _chunked(h_ND, labels_N, head_DV.shape[1])
     return lax.scan(body, _no_loss(labels_N), chunks)[0]
@@ -72,58 +77,33 @@ def _add(a, b):
     return jax.tree.map(jnp.add, a, b)
 
 
-def _chunk(h_ND, labels_N, head_DV, z_loss):
-    """Sums of one chunk, and the gradient of their first with respect to the local logits."""
-    logits = jnp.dot(h_ND, head_DV, preferred_element_type=jnp.float32)
+def _chunk(h_ND, labels_N, head_DV, z_loss, logits_dtype):
+    """Sums of one chunk, and a function for the gradient of the first, by the local logits."""
+    logits = jnp.dot(h_ND, head_DV, preferred_element_type=logits_dtype)
     V = head_DV.shape[1]
     local = labels_N - vocab_shard_index() * V
-    own_top, own_sum = _max_and_sum(logits)
+    own_top, own_sum = softmax.max_and_sum(logits)
     top = lax.pmax(own_top, VOCAB_AXES)
     held = (local >= 0) & (local < V)
     own_logit = jnp.take_along_axis(logits, jnp.where(held, local, 0)[:, None], axis=1)[:, 0]
-    own_logit = jnp.where(held, own_logit, 0.0)
+    own_logit = jnp.where(held, own_logit.astype(jnp.float32), 0.0)
     total, label_logit = psum((own_sum * jnp.exp(own_top - top), own_logit), VOCAB_AXES)
     lse = jnp.log(total) + top
     weight = jnp.where(labels_N == IGNORED, 0.0, 1.0)
     nll = jnp.sum((lse - label_logit) * weight)
     loss = nll + z_loss * jnp.sum(jnp.square(lse) * weight)
-    slope = 1 + 2 * z_loss * lse
-    is_label = local[:, None] == jnp.arange(V)
-    d_logits = (jnp.exp(logits - lse[:, None]) * slope[:, None] - is_label) * weight[:, None]
-    return (loss, nll), d_logits.astype(h_ND.dtype)
+    slope = (1 + 2 * z_loss * lse) * weight
+    # After the label's logit is read: the gradient may then be written in the logits' place.
+    lse, _ = lax.optimization_barrier((lse, label_logit))
+    of_rows: Any = varying((lse, slope, local, weight))
+    return (loss, nll), lambda: softmax.gradient(logits, *of_rows, dtype=h_ND.dtype)
 
 
-def _max_and_sum(logits_NV):
-    """Largest logit of each row, and the sum of exp(logit - largest)."""
-    return lax.platform_dependent(logits_NV, cuda=_in_one_pass, default=_in_two_passes)
-
-
-def _in_two_passes(logits_NV):
-    top = jnp.max(logits_NV, axis=-1)
-    return top, jnp.sum(jnp.exp(logits_NV - top[:, None]), axis=-1)
-
-
-def _in_one_pass(logits_NV):
-    """The same where reading the logits is what takes the time. CPUs take longer: no vectors.
-
-    Of two parts of a row, the sum of the one with the smaller maximum is scaled to the other's.
-    Source: Milakov and Gimelshein 2018 (1805.02867).
-    """
-
-    def join(a, b):
-        (top_a, sum_a), (top_b, sum_b) = a, b
-        scale = jnp.exp(-jnp.abs(top_a - top_b))
-        joined = jnp.where(top_a >= top_b, sum_a + scale * sum_b, scale * sum_a + sum_b)
-        return jnp.maximum(top_a, top_b), joined
-
-    lowest = jnp.finfo(logits_NV.dtype).min  # not -inf: the difference of two of them is NaN
-    return lax.reduce((logits_NV, jnp.ones_like(logits_NV)), (lowest, 0.0), join, (1,))
-
-
-def _forward(h_ND, head_DV, labels_N, z_loss):
+def _forward(h_ND, head_DV, labels_N, z_loss, logits_dtype):
     def body(carry, chunk):
         (sums, d_head), (h, labels) = carry, chunk
-        part, d_logits = _chunk(h, labels, head_DV, z_loss)
+        part, gradient = _chunk(h, labels, head_DV, z_loss, logits_dtype)
+        d_logits = gradient()
         d_h = jnp.dot(d_logits, head_DV.T)
         d_head += jnp.dot(h.T, d_logits, preferred_element_type=jnp.float32)
         return (_add(sums, part), d_head), d_h
@@ -137,7 +117,7 @@ def _forward(h_ND, head_DV, labels_N, z_loss):
     return sums, (d_h, d_head.astype(kept))
 
 
-def _backward(z_loss, saved, cotangents):
+def _backward(z_loss, logits_dtype, saved, cotangents):
     d_h, d_head = saved
     g = cotangents[0]
     return (g * d_h).astype(d_h.dtype), (g * d_head).astype(d_h.dtype), None

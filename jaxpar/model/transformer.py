@@ -234,7 +234,9 @@ def head(top: Tree, x: jax.Array, batch: Batch, cfg: Config) -> tuple[jax.Array,
     # For its transpose: the layers' backward waits until the head's gradient is cast. XLA would put
     # the cast off to the end, and keep the gradient in float32 meanwhile.
     h, w = lax.optimization_barrier((h, w))
-    return cross_entropy(h.reshape(-1, h.shape[-1]), w, batch.labels.ravel(), cfg.train.z_loss)
+    logits = jnp.float32 if cfg.model.logits_dtype == "float32" else w.dtype
+    flat = h.reshape(-1, h.shape[-1]), w, batch.labels.ravel()
+    return cross_entropy(*flat, cfg.train.z_loss, logits)
 
 
 def logits_at(weights: Tree, batch: Batch, tokens: Tokens, last: jax.Array, cfg: Config):

@@ -162,9 +162,10 @@ def head_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
     chunk = n / num_chunks(n, shard.vocab)
     share = rates.matmul_share(chunk, D, shard.vocab)
     rate = matmul_rate(cfg, gpu, float8=False) * share
-    passes = rates.LOSS_BYTES * n * shard.vocab / elementwise_rate(gpu)
+    logit = 4 if cfg.model.logits_dtype == "float32" else shard.width
+    moved = (rates.LOSS_READS * logit + shard.width) * n * shard.vocab
     flops = (4 + 2 * shard.trained) * n * D * shard.vocab
-    return Seconds(matmul=flops / rate, elementwise=passes)
+    return Seconds(matmul=flops / rate, elementwise=moved / elementwise_rate(gpu))
 
 
 def weights_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:

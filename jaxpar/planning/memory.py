@@ -272,10 +272,11 @@ def _gathered(cfg: Config, shard: Shard) -> float:
 
 
 def _loss_bytes(cfg: Config, shard: Shard) -> float:
-    """The head's gradient in float32, and a chunk's logits in float32 with their gradient in the
-    compute dtype."""
+    """The head's gradient in float32, and a chunk's logits with their gradient in the compute
+    dtype, which takes their place if it is theirs."""
     chunk = shard.tokens / num_chunks(shard.tokens, shard.vocab)
-    return 4 * shard.table * shard.trained + (4 + shard.width) * chunk * shard.vocab
+    logits = 4 if cfg.model.logits_dtype == "float32" else 0
+    return 4 * shard.table * shard.trained + (logits + shard.width) * chunk * shard.vocab
 
 
 def _in_a_layer(cfg: Config, shard: Shard) -> float:

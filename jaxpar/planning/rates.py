@@ -28,9 +28,9 @@ ATTENTION_IN_A_STEP = 0.90
 #: 0.56 to 0.81, SwiGLU 1.0: docs/LOG.md).
 ELEMENTWISE = 0.86
 
-#: Bytes moved per logit by the loss's passes: read for the largest and the sum, and again for the
-#: gradient, which is written in two bytes. (Their matmul writes them.)
-LOSS_BYTES = 10
+#: How often the loss reads its logits: for the largest and the sum, and again for the gradient,
+#: which is written in the compute dtype. (Their matmul writes the logits.)
+LOSS_READS = 2
 
 #: Share of NVLink's bandwidth that NCCL's kernels reach beside matmuls, by the ranks of a group: a
 #: matmul holds multiprocessors that they wait for. Copy engines wait for none.
