@@ -15,9 +15,10 @@ PAGE = CARDS / "README.md"
 MARKERS = re.compile(r"(<!-- cards -->\n).*?(<!-- /cards -->)", re.DOTALL)
 
 #: The card of torchtitan that stands beside one of ours: measured within an hour, on one host or on
-#: hosts of one kind (docs/LOG.md), but for those that are a day apart.
+#: hosts of one kind (docs/LOG.md), but for those of another day.
 BESIDE = {
     "llama_1.5b-h200x1-none": "torchtitan-1.5b-h200x1",
+    "llama_1.5b-h200x1-none-logits16": "torchtitan-1.5b-h200x1",
     "llama3_8b-h200x2-dots_offload": "torchtitan-8b-h200x2-fsdp-recompute",
     "llama3_8b-h200x4-none": "torchtitan-8b-h200x4-fsdp",
     "llama3_8b-h200x4-float8": "torchtitan-8b-h200x4-fsdp-float8",
@@ -25,7 +26,7 @@ BESIDE = {
     "llama3_8b-h200x4-pipeline2-dots": "torchtitan-8b-h200x4-data-pipeline2",
     "llama3_8b-h200x4-sequence4-131072": "torchtitan-8b-h200x4-sequence4-131072",
 }
-A_DAY_APART = ("llama_1.5b-h200x1-none",)
+OF_ANOTHER_DAY = ("llama_1.5b-h200x1-none", "llama_1.5b-h200x1-none-logits16")
 
 HEAD = """\
 | model, window | GPUs, mesh | sequences | how | tokens/s/GPU | MFU causal, full | GiB | step, ms \
@@ -64,6 +65,8 @@ def how(card: dict[str, Any]) -> str:
     if m.get("matmul_dtype") == "float8":
         gathers = "8-bit gathers, " if p["gather_dtype"] == "float8" else ""
         words.append(f"float8, {gathers}a scale per {m['float8_scaling']}")
+    if m.get("logits_dtype") == "compute":
+        words.append(f"logits in {m['dtype']}")
     for field, unit in (
         ("num_microbatches", "microbatches"),
         ("virtual_stages", "virtual stages"),
@@ -103,7 +106,7 @@ def beside(name: str, rate: float) -> tuple[str, str]:
     if name not in BESIDE:
         return "-", "-"
     card = json.loads((CARDS / f"{BESIDE[name]}.json").read_text("utf-8"))
-    theirs, star = card["tokens_per_second_per_device"], "*" if name in A_DAY_APART else ""
+    theirs, star = card["tokens_per_second_per_device"], "*" if name in OF_ANOTHER_DAY else ""
     return f"[{theirs:,.0f}]({BESIDE[name]}.json){star}", f"{rate / theirs:.2f}"
 
 

@@ -44,6 +44,7 @@ jax.config.update("jax_platforms", "cpu")
 PAGE = ROOT / "docs" / "targets.md"
 MARKERS = re.compile(r"(<!-- commands -->\n).*?(<!-- /commands -->)", re.DOTALL)
 
+_LOGITS = "--model.logits-dtype compute"
 _FLOAT8 = "--model.matmul-dtype float8 --parallel.gather-dtype float8"
 _SAVED = "--parallel.remat attn_out,attn_lse,gate_up"
 _STAGES = "--parallel.zero 1 --parallel.remat dots --parallel.virtual-stages 4"
@@ -80,19 +81,19 @@ class Row:
 
 
 _8B, _15B = "llama3_8b", "llama_1b"
-_UNTIED = "--model.tie-embeddings False --parallel.remat none"
+_UNTIED = f"--model.tie-embeddings False --parallel.remat none {_LOGITS}"
 
 ROWS = {
-    "fsdp": Row("FSDP", _8B, "--parallel.remat none", 2, 12_000, torchtitan="fsdp"),
+    "fsdp": Row("FSDP", _8B, f"--parallel.remat none {_LOGITS}", 2, 12_000, torchtitan="fsdp"),
     "fsdp-54gib": Row(
         "FSDP in 54 GiB",
         _8B,
-        "--parallel.remat dots_offload",
+        f"--parallel.remat dots_offload {_LOGITS}",
         2,
         11_000,
         torchtitan="fsdp-recompute",
     ),
-    "zero1": Row("FSDP as ZeRO-1", _8B, "--parallel.remat none --parallel.zero 1", 2),
+    "zero1": Row("FSDP as ZeRO-1", _8B, f"--parallel.remat none --parallel.zero 1 {_LOGITS}", 2),
     "fsdp-tensor2": Row(
         "FSDP × tensor 2",
         *(_8B, "--parallel.remat none --parallel.tensor 2 --parallel.row-groups 2", 2, 11_000, 2),
@@ -127,7 +128,7 @@ ROWS = {
     "sequence-262144": Row("sequence, T = 262,144", _8B, f"--data.seq-len 262144 {_LONG}", None),
     "float8": Row(
         "FSDP in float8",
-        *(_8B, f"--parallel.remat none {_FLOAT8}", 2, 15_500),
+        *(_8B, f"--parallel.remat none {_FLOAT8} {_LOGITS}", 2, 15_500),
         torchtitan="fsdp-float8",
     ),
 }

@@ -1,9 +1,8 @@
 """Softmax over the rows of logits: its maximum and its sum, and a cross entropy's gradient.
 
-Each is one pass over memory. For 2,048 rows of 128,256 on an H200, where XLA takes two passes for
-the maximum and the sum, and within a step 402 us for the gradient of float32 logits and 370 for
-that of bfloat16 ones, which are half the bytes, the kernels take 250 and 155 us for the maximum and
-the sum, 381 and 265 for the gradient.
+Each is one pass over memory. Both together take 632 us of a step for 2,048 rows of 128,256 float32
+logits on an H200, and 451 for bfloat16 ones. XLA takes 742 and 715, though its reduction makes one
+pass too (of pairs): the bytes are halved, its instructions are not.
 """
 
 import functools

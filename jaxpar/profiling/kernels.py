@@ -56,7 +56,11 @@ PATTERNS = (
     Pattern(ATTENTION, r"cudnn.*compute_dot_do_o|cudnn.*convert_dq", "cuDNN, around its backward"),
     Pattern(ATTENTION, r"fmha|flash_(fwd|bwd|attention)", "fused attention of older libraries"),
     Pattern(ATTENTION, MOSAIC, "Pallas, unless its name or scope says otherwise"),
-    Pattern(PALLAS, r"^(quantize_both_ways|rms_norm)", "ours: Pallas for Triton keeps the name"),
+    Pattern(
+        PALLAS,
+        r"^(quantize_both_ways|rms_norm|softmax_(sum|gradient))",
+        "ours: Pallas for Triton keeps the name",
+    ),
     Pattern(MATMUL, r"^nvjet_", "cuBLAS for Hopper and later"),
     Pattern(MATMUL, r"gemm", "cuBLAS and CUTLASS kernels, and XLA's Triton ones: gemm_fusion_dot"),
     Pattern(MATMUL, r"cutlass.*(wgmma|tensorop|[sh]884|[sh]16816)", "CUTLASS without the word"),
