@@ -12,8 +12,8 @@ from jaxpar import parity, step
 from jaxpar.axes import BATCH_SPEC
 from jaxpar.batch import IGNORED, Batch
 from jaxpar.config import Config, replace
-from jaxpar.model import reference
-from jaxpar.parallel import direct
+from jaxpar.model import block, reference
+from jaxpar.parallel import collectives, direct
 from jaxpar.parallel.mesh import make_mesh
 from jaxpar.parallel.pipeline import one_f_one_b
 from jaxpar.params import flat
@@ -87,6 +87,8 @@ def test_gradients_of_chunks_that_send_over_tensor_in_branches(groups, save, mon
     cfg = replace(cfg, **{"parallel.virtual_stages": 2})  # refused of a single stage
     in_branches = functools.partial(one_f_one_b, virtual=2, save=save)
     monkeypatch.setattr(step, "schedule_of", lambda cfg: in_branches)
+    for module in collectives, block:  # as where there are stages
+        monkeypatch.setattr(module, "sequence_apart", lambda: False)
     monkeypatch.setattr(direct, "gather", direct.gather_within)
     monkeypatch.setattr(direct, "scatter", direct.scatter_within)
     compare_gradients(cfg, jax.devices()[:2])

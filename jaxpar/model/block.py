@@ -5,6 +5,7 @@ Shape letters as in `axes.py`; B is a device's rows, H, G and F one tensor rank'
 
 import dataclasses
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.struct
@@ -13,17 +14,29 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar import extensions
+from jaxpar.axes import TENSOR
 from jaxpar.batch import Batch
 from jaxpar.config import Config, ModelConfig
 from jaxpar.kernels.attention import AttentionMask
 from jaxpar.kernels.norm import Normed
 from jaxpar.model import experts, layers
 from jaxpar.model.remat import named
-from jaxpar.parallel.collectives import gather_sequence, scatter_sequence
+from jaxpar.parallel.collectives import (
+    gather_sequence,
+    into_sequence_pieces,
+    scatter_sequence,
+    sequence_apart,
+    sequence_in_order,
+    sequence_pieces,
+    sum_of_sequence_pieces,
+)
 from jaxpar.parallel.context import context_attention
 from jaxpar.parallel.float32_gradients import for_use
 
 type Tree = dict[str, Any]
+
+#: A norm's output in pieces of the sequence: whole, or each tensor rank's shard (this one's first).
+type Pieces = tuple[jax.Array | Normed, ...]
 
 
 @flax.struct.dataclass
@@ -68,17 +81,30 @@ def _describe(
 def layer(x: jax.Array, w: Tree, tokens: Tokens, cfg: Config) -> jax.Array:
     """One pre-norm block on the local shard: attention, then feed-forward.
 
+    With two tensor ranks all matmuls take one rank's shard of the sequence at a time, so that
+    another is on its way meanwhile; attention alone has them side by side.
+
     Args:     x: [B, T/(sequence*tensor), D]. w: the layer's view, whole over FSDP_AXES.
     Returns:  the same shape.
-    Communication: two all-gathers and two reduce-scatters over TENSOR, the same in the backward;
-              what `context_attention` sends over SEQUENCE.
+    Communication: two gathers and two scatters over TENSOR (`sequence_pieces` and its transpose),
+              the same in the backward; what `context_attention` sends over SEQUENCE.
+    Source:   Wang et al. 2023 (ASPLOS, "Overlap communication with dependent computation via
+              decomposition"): a collective taken apart by the matmuls that need it.
     """
     with jax.named_scope("attention"):
-        x, h = gathered_norm(x, w, "attn_norm", cfg)
-        x = named(_add_output(x, attend(h, w, tokens, cfg), w, "attn", cfg), "attn_residual")
+        x, hs = normed_pieces(x, w, "attn_norm", cfg)
+        out = sum_of_sequence_pieces(attend(hs, w, tokens, cfg))
+        x = named(add_to_residual(x, out, w, "attn", cfg), "attn_residual")
     with jax.named_scope("feed_forward"):
-        x, h = gathered_norm(x, w, "mlp_norm", cfg)
-        return _add_output(x, feed_forward(h, w, cfg), w, "mlp", cfg)
+        x, hs = normed_pieces(x, w, "mlp_norm", cfg)
+        parts = tuple(feed_forward(h, for_use(w, i), cfg) for i, h in enumerate(hs))
+        return add_to_residual(x, sum_of_sequence_pieces(parts), w, "mlp", cfg)
+
+
+def uses_of_weights(cfg: Config) -> int:
+    """How many matmuls a layer's weight is in, forward: of groups of rows, or of pieces."""
+    groups = cfg.parallel.row_groups
+    return groups if groups > 1 or not sequence_apart() else lax.axis_size(TENSOR)
 
 
 def norms_stay_unwritten(cfg: Config) -> bool:
@@ -88,20 +114,35 @@ def norms_stay_unwritten(cfg: Config) -> bool:
     return rounded and cfg.parallel.tensor == 1 and not cfg.lora.rank
 
 
-def gathered_norm(
-    x: jax.Array, w: Tree, name: str, cfg: Config
-) -> tuple[jax.Array, jax.Array | Normed]:
-    """x, and the normalised input of attention or feed-forward, [B, T/sequence, D]."""
+def normed_pieces(x: jax.Array, w: Tree, name: str, cfg: Config) -> tuple[jax.Array, Pieces]:
+    """x, and the normalised input of attention or feed-forward, as `sequence_pieces` has it."""
+    return _normed(x, w, name, cfg, sequence_pieces)
+
+
+def gathered_norm(x: jax.Array, w: Tree, name: str, cfg: Config) -> tuple[jax.Array, Pieces]:
+    """x, and the normalised input of attention or feed-forward, [B, T/sequence, D] alone."""
+    return _normed(x, w, name, cfg, lambda h: (gather_sequence(h),))
+
+
+def _normed(
+    x: jax.Array,
+    w: Tree,
+    name: str,
+    cfg: Config,
+    gather: Callable[[jax.Array], tuple[jax.Array, ...]],
+) -> tuple[jax.Array, Pieces]:
     x, h = layers.norm_beside(x, w[name], cfg.model)
     if norms_stay_unwritten(cfg):
-        return x, h
-    return x, named(gather_sequence(h.whole()), name)
+        return x, (h,)
+    return x, tuple(named(piece, name) for piece in gather(h.whole()))
 
 
-def attend(h: jax.Array | Normed, w: Tree, tokens: Tokens, cfg: Config) -> jax.Array:
-    """Attention of normalised inputs: this tensor rank's part of a sum, the same shape."""
-    out = attention_heads(h, w, tokens, cfg)
-    return layers.to_residual(out, w, "wo", "attn_out")
+def attend(hs: Pieces, w: Tree, tokens: Tokens, cfg: Config) -> tuple[jax.Array, ...]:
+    """Attention of normalised inputs: this tensor rank's part of a sum, in as many pieces."""
+    outs = into_sequence_pieces(attention_heads(hs, w, tokens, cfg), len(hs))
+    return tuple(
+        layers.to_residual(out, for_use(w, i), "wo", "attn_out") for i, out in enumerate(outs)
+    )
 
 
 def feed_forward(h: jax.Array | Normed, w: Tree, cfg: Config) -> jax.Array:
@@ -114,10 +155,12 @@ def feed_forward(h: jax.Array | Normed, w: Tree, cfg: Config) -> jax.Array:
     return layers.to_residual(hidden, w, "w_down", "mlp_hidden")
 
 
-def attention_heads(h: jax.Array | Normed, w: Tree, tokens: Tokens, cfg: Config) -> jax.Array:
-    """[B, T/sequence, D] -> the heads' outputs side by side, [B, T/sequence, H*K/tensor]."""
+def attention_heads(hs: Pieces, w: Tree, tokens: Tokens, cfg: Config) -> jax.Array:
+    """Pieces of [B, T/sequence, D] -> the heads' outputs, [B, T/sequence, H*K/tensor]."""
     m = cfg.model
-    q, k, v = queries_keys_values(h, w, tokens.rope, m)
+    parts = [layers.project_qkv(h, for_use(w, i), m) for i, h in enumerate(hs)]
+    whole = [sequence_in_order(part) for part in zip(*parts, strict=True)]
+    q, k, v = turned(whole, w, tokens.rope, m)
     kind, backend = cfg.parallel.context, m.attention_backend
     exact, function = m.attention_deterministic, extensions.function("model.attention", m.attention)
     out = context_attention(
@@ -126,11 +169,11 @@ def attention_heads(h: jax.Array | Normed, w: Tree, tokens: Tokens, cfg: Config)
     return out.reshape(*out.shape[:2], -1)
 
 
-def queries_keys_values(
-    h: jax.Array | Normed, w: Tree, rope: tuple[jax.Array, jax.Array], m: ModelConfig
+def turned(
+    qkv: Sequence[jax.Array], w: Tree, rope: tuple[jax.Array, jax.Array], m: ModelConfig
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """[B, T, D] -> what attention is given, turned by position: [B, T, heads/tensor, K] each."""
-    q, k, v = (named(a, "qkv") for a in layers.project_qkv(h, w, m))
+    """What attention is given of projections, [B, T, heads/tensor, K]: turned by position."""
+    q, k, v = (named(a, "qkv") for a in qkv)
     if m.qk_norm:
         q, k = layers.norm(q, w["q_norm"], m), layers.norm(k, w["k_norm"], m)
     if m.query_scale_dim is not None:
@@ -191,23 +234,26 @@ def layer_in_turns(
     uses = [for_use(w, i) for i in range(n)]
     partial: list[jax.Array] = []
 
-    def input_of(turn: int) -> jax.Array | Normed:
+    def input_of(turn: int) -> Pieces:
         i = turn % n
         with jax.named_scope("attention" if turn < n else "feed_forward"):
             if turn < n:
-                rows[i], h = gathered_norm(rows[i], w, "attn_norm", cfg)
-                return h
+                rows[i], hs = gathered_norm(rows[i], w, "attn_norm", cfg)
+                return hs
             rows[i] = named(_add_output(rows[i], partial[i], w, "attn", cfg), "attn_residual")
-            rows[i], h = gathered_norm(rows[i], w, "mlp_norm", cfg)
-            return h
+            rows[i], hs = gathered_norm(rows[i], w, "mlp_norm", cfg)
+            return hs
 
-    h = input_of(0)
+    hs = input_of(0)
     for turn in range(2 * n):
         with jax.named_scope("attention" if turn < n else "feed_forward"):
             mine = uses[turn % n]
-            out = attend(h, mine, tokens[turn], cfg) if turn < n else feed_forward(h, mine, cfg)
+            if turn < n:
+                (out,) = attend(hs, mine, tokens[turn], cfg)
+            else:
+                out = feed_forward(hs[0], mine, cfg)
         if turn + 1 < 2 * n:
-            h, out = lax.optimization_barrier((input_of(turn + 1), out))
+            hs, out = lax.optimization_barrier((input_of(turn + 1), out))
         partial.append(out)
     with jax.named_scope("feed_forward"):
         return tuple(

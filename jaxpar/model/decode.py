@@ -107,7 +107,7 @@ def _embed(top: Tree, tokens: jax.Array, m: ModelConfig) -> jax.Array:
 def _layer(x, w: Tree, tokens: Tokens, held, first, cfg: Config, alone: bool):
     m = cfg.model
     h = layers.norm(x, w["attn_norm"], m)
-    q, k, v = block.queries_keys_values(h, w, tokens.rope, m)
+    q, k, v = block.turned(layers.project_qkv(h, w, m), w, tokens.rope, m)
     held = _write(held[0], k, first), _write(held[1], v, first)
     if alone:
         out = _attend(q, k, v, tokens.mask, m, m.attention_backend)

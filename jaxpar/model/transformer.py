@@ -23,7 +23,7 @@ from jaxpar.config import Config, LoraConfig, ModelConfig
 from jaxpar.kernels import float8
 from jaxpar.memory_rules import names_on_host, saved_names
 from jaxpar.model import layers, lora
-from jaxpar.model.block import Tokens, in_groups, layer, layer_in_turns
+from jaxpar.model.block import Tokens, in_groups, layer, layer_in_turns, uses_of_weights
 from jaxpar.model.loss import cross_entropy
 from jaxpar.model.remat import all_on_device, rematerialize
 from jaxpar.model.views import LAYER_DIMS, PROJECTIONS, TOP_DIMS
@@ -179,7 +179,7 @@ def with_float32_gradients(chunk: Any, cfg: Config) -> Any:
     if not matmuls_add_up(cfg):
         return chunk
     names = ("wqkv", "wo") if cfg.model.num_experts else tuple(PROJECTIONS)
-    return tuple(opened(w, names, cfg.parallel.row_groups) for w in chunk)
+    return tuple(opened(w, names, uses_of_weights(cfg)) for w in chunk)
 
 
 def _gathers(cfg: Config) -> bool:

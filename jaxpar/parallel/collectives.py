@@ -146,6 +146,46 @@ def scatter_sequence(x: jax.Array) -> jax.Array:
     return scatter(x, TENSOR, 1)
 
 
+def sequence_apart() -> bool:
+    """Whether `sequence_pieces` leaves the sequence in pieces: with two tensor ranks, of whose
+    halves matmuls are still large, and without stages, whose devices do not all come to permutes.
+    """
+    return lax.axis_size(TENSOR) == 2 and lax.axis_size(PIPELINE) == 1
+
+
+def sequence_pieces(x: jax.Array) -> tuple[jax.Array, ...]:
+    """`gather_sequence` in pieces, this rank's first: what is made of it hides that others come.
+
+    Args:     x: [B, T/(sequence*tensor), D], varying over every axis.
+    Returns:  as x, in the order of `direct.pieces`; or [B, T/sequence, D] alone.
+    Communication: `direct.pieces` over TENSOR, or that of `gather_sequence`; its transpose is
+              `sum_of_sequence_pieces`.
+    """
+    return direct.pieces(x, TENSOR) if sequence_apart() else (gather_sequence(x),)
+
+
+def sum_of_sequence_pieces(parts: tuple[jax.Array, ...]) -> jax.Array:
+    """`scatter_sequence` of pieces: while one travels, another is made.
+
+    Args:     parts: partial sums, in the order and shapes of `sequence_pieces`.
+    Returns:  [B, T/(sequence*tensor), D].
+    Communication: `direct.sum_of_pieces` over TENSOR, or that of `scatter_sequence`; its transpose
+              is `sequence_pieces`.
+    """
+    return direct.sum_of_pieces(parts, TENSOR) if sequence_apart() else scatter_sequence(parts[0])
+
+
+def sequence_in_order(parts: tuple[jax.Array, ...]) -> jax.Array:
+    """What is made of `sequence_pieces`, as [B, T/sequence, ...]; a copy, if they are several. Its
+    transpose is `into_sequence_pieces`."""
+    return parts[0] if len(parts) == 1 else direct.in_order(parts, TENSOR, 1)
+
+
+def into_sequence_pieces(x: jax.Array, count: int) -> tuple[jax.Array, ...]:
+    """[B, T/sequence, ...] in `count` pieces, as `sequence_pieces` has them."""
+    return (x,) if count == 1 else direct.apart(x, TENSOR, 1)
+
+
 def broadcast_from_last_stage(x: jax.Array) -> jax.Array:
     """The last pipeline stage's value, on every stage.
 

@@ -25,11 +25,11 @@ def test_norms_are_unwritten_where_only_rounded_matmuls_read_them(
     cfg, mesh = on_mesh(item, devices, **fields)
     seen = []
 
-    def gathered_norm(x, w, name, cfg, original=block.gathered_norm):
-        x, h = original(x, w, name, cfg)
-        seen.append((name, isinstance(h, Normed)))
-        return x, h
+    def normed_pieces(x, w, name, cfg, original=block.normed_pieces):
+        x, hs = original(x, w, name, cfg)
+        seen.extend((name, isinstance(h, Normed)) for h in hs)
+        return x, hs
 
-    monkeypatch.setattr(block, "gathered_norm", gathered_norm)
+    monkeypatch.setattr(block, "normed_pieces", normed_pieces)
     lowered_step(cfg, mesh)
     assert set(seen) == {("attn_norm", unwritten), ("mlp_norm", unwritten)}

@@ -1,0 +1,104 @@
+"""The sequence in pieces: with two tensor ranks, matmuls take one's shard at a time."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from jaxpar import parity
+from jaxpar.axes import AXES, TENSOR
+from jaxpar.batch import Batch
+from jaxpar.config import Config, ParallelConfig, replace
+from jaxpar.model import block
+from jaxpar.parallel import collectives, direct
+from jaxpar.parallel.mesh import make_mesh
+from jaxpar.validation import resolve
+from tests.parallel.test_collectives import N, mesh_of, normal, per_device
+
+B, T, D, F = 2, 32, 24, 80
+"""Rows, tokens, width and feed-forward; no two products of them, cut by ranks, are alike."""
+
+
+def test_pieces_are_this_devices_and_those_of_the_next_ones(devices):
+    x = normal(N, 2, 4)
+    found = per_device(lambda x: direct.pieces(x, TENSOR), mesh_of(devices, TENSOR), x)
+    for step, piece in enumerate(found):
+        np.testing.assert_array_equal(piece, np.roll(x, -step, axis=0))
+    back = lambda x: direct.in_order(direct.apart(x, TENSOR, 1), TENSOR, 1)  # noqa: E731
+    np.testing.assert_array_equal(per_device(back, mesh_of(devices, TENSOR), x), x)
+
+
+@pytest.mark.parametrize("sizes", [{"tensor": 2}, {"tensor": 4}, {"tensor": 2, "pipeline": 2}])
+def test_the_sequence_is_in_pieces_for_two_ranks_and_no_stages(sizes, devices):
+    """Whole or in pieces, what is made of it is the same, and so are both transposes."""
+    count = 2 if sizes == {"tensor": 2} else 1
+    parallel = ParallelConfig(**{"data": 1} | sizes)
+    mesh = make_mesh(parallel, devices[: np.prod(list(sizes.values()))])
+    x = normal(mesh.size, 2, 4, 3)
+
+    def by_pieces(x):
+        parts = collectives.sequence_pieces(x)
+        assert len(parts) == count
+        whole = collectives.sequence_in_order(tuple(map(jnp.sin, parts)))
+        return collectives.sum_of_sequence_pieces(collectives.into_sequence_pieces(whole, count))
+
+    def whole(x):
+        return collectives.scatter_sequence(jnp.sin(collectives.gather_sequence(x)))
+
+    def both(fn):
+        return lambda x, d: (fn(x), jax.vjp(fn, x)[1](d)[0])
+
+    d = normal(*x.shape, seed=1)
+    found, wanted = (per_device(both(fn), mesh, x, d) for fn in (by_pieces, whole))
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+def shapes_of(jaxpr):
+    """Shapes of all that the equations of a jaxpr make, those of its inner ones among them."""
+    for eqn in jaxpr.eqns:
+        yield from (v.aval.shape for v in eqn.outvars)
+        for value in eqn.params.values():
+            for item in value if isinstance(value, tuple | list) else (value,):
+                if hasattr(item, "eqns") or hasattr(item, "jaxpr"):
+                    yield from shapes_of(getattr(item, "jaxpr", item))
+
+
+def shapes_in_a_layer(devices, tensor: int, **fields) -> set[tuple[int, ...]]:
+    """Of a layer's forward and backward on one device."""
+    sizes = {"d_model": D, "num_heads": 4, "num_kv_heads": 4, "head_dim": 4, "d_ff": F}
+    model = {f"model.{name}": value for name, value in sizes.items()}
+    batch_size = {"data.seq_len": T, "train.global_batch_size": B, "model.num_layers": 2}
+    parallel = {"parallel.tensor": tensor, "parallel.layer_loop": "unroll"}
+    cfg = replace(parity.float32(Config()), **model, **batch_size, **parallel, **fields)
+    cfg = resolve(cfg, tensor)
+    heads = 4 // tensor * 4
+    w = {"wqkv": (D, 3 * heads), "wo": (heads, D), "attn_norm": (D,), "mlp_norm": (D,)}
+    w |= {"w_gate": (D, F // tensor), "w_up": (D, F // tensor), "w_down": (F // tensor, D)}
+
+    def run(x, w):
+        ints = jnp.zeros((B, T), jnp.int32)
+        tokens = block.describe_tokens(Batch(ints, ints, ints, ints), cfg, None)
+        layer = functools.partial(block.layer, tokens=tokens, cfg=cfg)
+        y, vjp = jax.vjp(layer, x, w)
+        return vjp(y)
+
+    mesh = make_mesh(cfg.parallel, devices[:tensor])
+    x = jax.ShapeDtypeStruct((B, T, D), jnp.float32)
+    weights = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in w.items()}
+    cut = PartitionSpec(None, AXES), PartitionSpec()
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=cut, out_specs=cut, check_vma=False)
+    return set(shapes_of(jax.make_jaxpr(mapped)(x, weights).jaxpr.eqns[0].params["jaxpr"]))
+
+
+@pytest.mark.parametrize(("tensor", "in_pieces"), [(2, True), (4, False)])
+def test_what_two_ranks_hold_of_the_sequence_is_never_side_by_side(tensor, in_pieces, devices):
+    """Neither the norms' outputs nor hidden values nor partial sums; what attention is given is."""
+    made = shapes_in_a_layer(devices, tensor)
+    assert ((B, T, D) in made) == ((B, T, F // tensor) in made) == (not in_pieces)
+    assert ((B, T // tensor, F // tensor) in made) == in_pieces
+    assert (B, T // tensor, D) in made
+    assert (B, T, 4 // tensor, 4) in made
