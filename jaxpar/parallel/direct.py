@@ -126,10 +126,12 @@ def _sends(n: int, step: int) -> list[tuple[int, int]]:
 
 def _transposed(forward: Any, backward: Any) -> None:
     """Make `backward` the transpose of `forward`, of the same axis (and dim)."""
-    forward.defvjp(
-        lambda x, *where: (forward(x, *where), None),
-        lambda *where_and_g: (backward(where_and_g[-1], *where_and_g[:-2]),),
-    )
+
+    def transpose(*arguments: Any) -> tuple[Any]:
+        *where, _, g = arguments
+        return (backward(g, *where),)
+
+    forward.defvjp(lambda x, *where: (forward(x, *where), None), transpose)
 
 
 for _forward, _backward in (
