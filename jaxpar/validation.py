@@ -284,14 +284,15 @@ def _divisions(cfg: Config) -> list[_Division]:
 
 
 def _float8_divisions(cfg: Config) -> list[_Division]:
-    """cuBLAS takes 8-bit matrices whose sides are multiples of 16. A device's tokens are one."""
+    """cuBLAS takes 8-bit matrices whose sides are multiples of 16. A device's tokens are one, or
+    those of a tensor rank, where matmuls take these one by one."""
     why, tensor = "float8 matmuls need sides of multiples of 16 on each device", "parallel.tensor"
     heads = 16 // math.gcd(16, cfg.model.head_dim)
     return [
         _Division("model.d_model", (), why, 16),
         _Division("model.d_ff", (tensor,), why, 16),
         _Division("model.num_kv_heads", (tensor,), why, heads),
-        _Division("data.seq_len", ("parallel.sequence",), why, 16),
+        _Division("data.seq_len", ("parallel.sequence", tensor), why, 16),
     ]
 
 

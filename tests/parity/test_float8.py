@@ -325,6 +325,7 @@ def learnable_batch(cfg: Config, index: int):
         ({"model.d_ff": 96, "parallel.tensor": 4}, "model.d_ff", 1),
         ({"model.num_heads": 3, "model.num_kv_heads": 3}, "model.num_kv_heads", 1),
         ({"data.seq_len": 24}, "data.seq_len", 1),
+        ({"data.seq_len": 48, "parallel.tensor": 2}, "data.seq_len", 1),
     ],
 )
 def test_what_cannot_work_is_refused_with_a_fix(fields, path, fixes):
