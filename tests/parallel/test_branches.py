@@ -109,7 +109,12 @@ TENSOR_2 = {"parallel.tensor": 2}
 
 
 #: Matmuls in float8, whose sides are multiples of 16 on each device.
-FLOAT8 = {"model.matmul_dtype": "float8", "model.head_dim": 16, "model.d_ff": 96}
+FLOAT8 = {
+    "model.matmul_dtype": "float8",
+    "model.head_dim": 16,
+    "model.d_ff": 96,
+    "data.seq_len": 32,
+}
 
 
 @pytest.mark.parametrize(
