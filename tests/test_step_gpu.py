@@ -58,6 +58,15 @@ def test_gradients_are_the_references_to_bfloat16(loop, mask):
     compare_gradients(resolve(cfg, jax.device_count()), jax.devices())
 
 
+@pytest.mark.parametrize("groups", [1, 2], ids=["pieces", "turns"])
+def test_gradients_with_tensor_are_the_references_to_bfloat16(groups):
+    if jax.device_count() < 2:
+        pytest.skip("tensor 2 needs two GPUs")
+    fields = {"tensor": 2, "row_groups": groups, "layer_loop": "unroll"}
+    cfg = replace(TINY, **{f"parallel.{name}": value for name, value in fields.items()})
+    compare_gradients(resolve(replace(cfg, **{"data.document_mask": False}), 2), jax.devices()[:2])
+
+
 @pytest.mark.parametrize("save", ["residuals", "inputs"])
 @pytest.mark.parametrize("virtual", [1, 2])
 @pytest.mark.parametrize("tensor", [1, 2])

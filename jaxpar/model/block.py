@@ -81,8 +81,8 @@ def _describe(
 def layer(x: jax.Array, w: Tree, tokens: Tokens, cfg: Config) -> jax.Array:
     """One pre-norm block on the local shard: attention, then feed-forward.
 
-    With two tensor ranks all matmuls take one rank's shard of the sequence at a time, so that
-    another is on its way meanwhile; attention alone has them side by side.
+    With tensor ranks and no stages all matmuls take one rank's shard of the sequence at a time, so
+    that another is on its way meanwhile; attention alone has them side by side.
 
     Args:     x: [B, T/(sequence*tensor), D]. w: the layer's view, whole over FSDP_AXES.
     Returns:  the same shape.

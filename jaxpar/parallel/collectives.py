@@ -147,10 +147,10 @@ def scatter_sequence(x: jax.Array) -> jax.Array:
 
 
 def sequence_apart() -> bool:
-    """Whether `sequence_pieces` leaves the sequence in pieces: with two tensor ranks, of whose
-    halves matmuls are still large, and without stages, whose devices do not all come to permutes.
+    """Whether `sequence_pieces` leaves the sequence in pieces: with tensor ranks, and without
+    stages, whose devices do not all come to permutes.
     """
-    return lax.axis_size(TENSOR) == 2 and lax.axis_size(PIPELINE) == 1
+    return lax.axis_size(TENSOR) > 1 and lax.axis_size(PIPELINE) == 1
 
 
 def sequence_pieces(x: jax.Array) -> tuple[jax.Array, ...]:

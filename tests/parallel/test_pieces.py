@@ -1,4 +1,4 @@
-"""The sequence in pieces: with two tensor ranks, matmuls take one's shard at a time."""
+"""The sequence in pieces: matmuls take one tensor rank's shard at a time."""
 
 import functools
 
@@ -32,9 +32,9 @@ def test_pieces_are_this_devices_and_those_of_the_next_ones(devices):
 
 
 @pytest.mark.parametrize("sizes", [{"tensor": 2}, {"tensor": 4}, {"tensor": 2, "pipeline": 2}])
-def test_the_sequence_is_in_pieces_for_two_ranks_and_no_stages(sizes, devices):
+def test_the_sequence_is_in_pieces_without_stages(sizes, devices):
     """Whole or in pieces, what is made of it is the same, and so are both transposes."""
-    count = 2 if sizes == {"tensor": 2} else 1
+    count = 1 if "pipeline" in sizes else sizes["tensor"]
     parallel = ParallelConfig(**{"data": 1} | sizes)
     mesh = make_mesh(parallel, devices[: np.prod(list(sizes.values()))])
     x = normal(mesh.size, 2, 4, 3)
@@ -74,7 +74,7 @@ def shapes_in_a_layer(devices, tensor: int, **fields) -> set[tuple[int, ...]]:
     batch_size = {"data.seq_len": T, "train.global_batch_size": B, "model.num_layers": 2}
     parallel = {"parallel.tensor": tensor, "parallel.layer_loop": "unroll"}
     cfg = replace(parity.float32(Config()), **model, **batch_size, **parallel, **fields)
-    cfg = resolve(cfg, tensor)
+    cfg = resolve(cfg, tensor * cfg.parallel.pipeline)
     heads = 4 // tensor * 4
     w = {"wqkv": (D, 3 * heads), "wo": (heads, D), "attn_norm": (D,), "mlp_norm": (D,)}
     w |= {"w_gate": (D, F // tensor), "w_up": (D, F // tensor), "w_down": (F // tensor, D)}
@@ -86,18 +86,19 @@ def shapes_in_a_layer(devices, tensor: int, **fields) -> set[tuple[int, ...]]:
         y, vjp = jax.vjp(layer, x, w)
         return vjp(y)
 
-    mesh = make_mesh(cfg.parallel, devices[:tensor])
-    x = jax.ShapeDtypeStruct((B, T, D), jnp.float32)
+    mesh = make_mesh(cfg.parallel, devices[: tensor * cfg.parallel.pipeline])
+    x = jax.ShapeDtypeStruct((B, T * cfg.parallel.pipeline, D), jnp.float32)  # T over all axes
     weights = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in w.items()}
     cut = PartitionSpec(None, AXES), PartitionSpec()
     mapped = jax.shard_map(run, mesh=mesh, in_specs=cut, out_specs=cut, check_vma=False)
     return set(shapes_of(jax.make_jaxpr(mapped)(x, weights).jaxpr.eqns[0].params["jaxpr"]))
 
 
-@pytest.mark.parametrize(("tensor", "in_pieces"), [(2, True), (4, False)])
-def test_what_two_ranks_hold_of_the_sequence_is_never_side_by_side(tensor, in_pieces, devices):
+@pytest.mark.parametrize(("pipeline", "tensor"), [(1, 2), (1, 4), (2, 2)])
+def test_what_ranks_hold_of_the_sequence_is_side_by_side_only_in_stages(pipeline, tensor, devices):
     """Neither the norms' outputs nor hidden values nor partial sums; what attention is given is."""
-    made = shapes_in_a_layer(devices, tensor)
+    made = shapes_in_a_layer(devices, tensor, **{"parallel.pipeline": pipeline})
+    in_pieces = pipeline == 1
     assert ((B, T, D) in made) == ((B, T, F // tensor) in made) == (not in_pieces)
     assert ((B, T // tensor, F // tensor) in made) == in_pieces
     assert (B, T // tensor, D) in made
