@@ -161,7 +161,7 @@ def loss_and_gradients(
     grads = reduce_gradients(grads, transformer.trained_specs(cfg))
     grads = skipping.unscaled(cfg, grads, scale)
     loss = psum(loss_sum, TOKEN_AXES) / num_tokens
-    return Measured(loss, global_norm(grads), num_tokens), grads
+    return Measured(loss, global_norm(views.apart(grads, cfg)), num_tokens), grads
 
 
 def eval_step(cfg: Config, max_segments: int | None, params: Any, batch: Batch):

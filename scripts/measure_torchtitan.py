@@ -79,6 +79,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("layout", choices=LAYOUTS)
     parser.add_argument("--gpus", type=int, default=8)
+    parser.add_argument("--rows", type=int, help="sequences per data-parallel rank (the layout's)")
     parser.add_argument("--steps", type=int, default=20, help="logs every quarter of them (20)")
     parser.add_argument("--data", default="data/stdlib", help="folder of `jaxpar.data prepare`")
     parser.add_argument("--card", help="file to write the figures to, as JSON")
@@ -104,6 +105,7 @@ def prepare(data: Path, folder: Path) -> None:
 def command(options: argparse.Namespace, folder: Path) -> list[str]:
     """The torchrun command of a layout."""
     flavor, window, rows, extra = LAYOUTS[options.layout]
+    rows = options.rows or rows
     launch = ["-m", "torch.distributed.run", "--nproc_per_node", str(options.gpus)]
     launch += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
     launch += ["--local-ranks-filter", "0", "--role", "rank", "--tee", "3"]

@@ -5,7 +5,7 @@ Shape letters as in `axes.py`; B is a device's rows, H, G and F one tensor rank'
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import flax.struct
@@ -14,18 +14,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar import extensions
-from jaxpar.axes import TENSOR
 from jaxpar.batch import Batch
 from jaxpar.config import Config, ModelConfig
 from jaxpar.kernels.attention import AttentionMask
 from jaxpar.kernels.norm import Normed
+from jaxpar.kernels.platform import Platform
 from jaxpar.model import experts, layers
 from jaxpar.model.remat import named
 from jaxpar.parallel.collectives import (
     gather_sequence,
     into_sequence_pieces,
     scatter_sequence,
-    sequence_apart,
     sequence_in_order,
     sequence_pieces,
     sum_of_sequence_pieces,
@@ -37,6 +36,10 @@ type Tree = dict[str, Any]
 
 #: A norm's output in pieces of the sequence: whole, or each tensor rank's shard (this one's first).
 type Pieces = tuple[jax.Array | Normed, ...]
+
+#: Of a piece, for which matmuls of pieces are faster than one gather and one matmul. Two H200s, 8
+#: layers of 8B: pieces of 4,096 tokens are 1% faster, of 2,048 4% slower (docs/LOG.md).
+FEWEST_TOKENS = 4096
 
 
 @flax.struct.dataclass
@@ -81,12 +84,12 @@ def _describe(
 def layer(x: jax.Array, w: Tree, tokens: Tokens, cfg: Config) -> jax.Array:
     """One pre-norm block on the local shard: attention, then feed-forward.
 
-    With tensor ranks and no stages all matmuls take one rank's shard of the sequence at a time, so
-    that another is on its way meanwhile; attention alone has them side by side.
+    Where `in_pieces`, all matmuls take one tensor rank's shard of the sequence at a time, so that
+    another is on its way meanwhile; attention alone has them side by side.
 
     Args:     x: [B, T/(sequence*tensor), D]. w: the layer's view, whole over FSDP_AXES.
     Returns:  the same shape.
-    Communication: two gathers and two scatters over TENSOR (`sequence_pieces` and its transpose),
+    Communication: two gathers and two scatters over TENSOR (`sequence_pieces`, its transpose),
               the same in the backward; what `context_attention` sends over SEQUENCE.
     Source:   Wang et al. 2023 (ASPLOS, "Overlap communication with dependent computation via
               decomposition"): a collective taken apart by the matmuls that need it.
@@ -101,10 +104,24 @@ def layer(x: jax.Array, w: Tree, tokens: Tokens, cfg: Config) -> jax.Array:
         return add_to_residual(x, sum_of_sequence_pieces(parts), w, "mlp", cfg)
 
 
+def in_pieces(cfg: Config, on_gpu: bool | None = None) -> bool:
+    """Whether matmuls take one tensor rank's shard of the sequence at a time: without stages and
+    turns. On GPUs of FEWEST_TOKENS or more; elsewhere, where nothing is gained or lost, of any
+    number, so that small tests take the path of large runs.
+
+    Args:     on_gpu: if not given, whether the step is traced for one.
+    """
+    p = cfg.parallel
+    if p.tensor == 1 or p.pipeline > 1 or p.row_groups > 1:
+        return False
+    on_gpu = Platform.here().name == "gpu" if on_gpu is None else on_gpu
+    rows = cfg.train.global_batch_size // (p.replica * p.data * p.expert * p.num_microbatches)
+    return not on_gpu or rows * cfg.data.seq_len // (p.sequence * p.tensor) >= FEWEST_TOKENS
+
+
 def uses_of_weights(cfg: Config) -> int:
     """How many matmuls a layer's weight is in, forward: of groups of rows, or of pieces."""
-    groups = cfg.parallel.row_groups
-    return groups if groups > 1 or not sequence_apart() else lax.axis_size(TENSOR)
+    return cfg.parallel.tensor if in_pieces(cfg) else cfg.parallel.row_groups
 
 
 def norms_stay_unwritten(cfg: Config) -> bool:
@@ -115,26 +132,13 @@ def norms_stay_unwritten(cfg: Config) -> bool:
 
 
 def normed_pieces(x: jax.Array, w: Tree, name: str, cfg: Config) -> tuple[jax.Array, Pieces]:
-    """x, and the normalised input of attention or feed-forward, as `sequence_pieces` has it."""
-    return _normed(x, w, name, cfg, sequence_pieces)
-
-
-def gathered_norm(x: jax.Array, w: Tree, name: str, cfg: Config) -> tuple[jax.Array, Pieces]:
-    """x, and the normalised input of attention or feed-forward, [B, T/sequence, D] alone."""
-    return _normed(x, w, name, cfg, lambda h: (gather_sequence(h),))
-
-
-def _normed(
-    x: jax.Array,
-    w: Tree,
-    name: str,
-    cfg: Config,
-    gather: Callable[[jax.Array], tuple[jax.Array, ...]],
-) -> tuple[jax.Array, Pieces]:
+    """x, and the normalised input of attention or feed-forward: `sequence_pieces`, or whole."""
     x, h = layers.norm_beside(x, w[name], cfg.model)
     if norms_stay_unwritten(cfg):
         return x, (h,)
-    return x, tuple(named(piece, name) for piece in gather(h.whole()))
+    whole = h.whole()
+    pieces = sequence_pieces(whole) if in_pieces(cfg) else (gather_sequence(whole),)
+    return x, tuple(named(piece, name) for piece in pieces)
 
 
 def attend(hs: Pieces, w: Tree, tokens: Tokens, cfg: Config) -> tuple[jax.Array, ...]:
@@ -238,10 +242,10 @@ def layer_in_turns(
         i = turn % n
         with jax.named_scope("attention" if turn < n else "feed_forward"):
             if turn < n:
-                rows[i], hs = gathered_norm(rows[i], w, "attn_norm", cfg)
+                rows[i], hs = normed_pieces(rows[i], w, "attn_norm", cfg)
                 return hs
             rows[i] = named(_add_output(rows[i], partial[i], w, "attn", cfg), "attn_residual")
-            rows[i], hs = gathered_norm(rows[i], w, "mlp_norm", cfg)
+            rows[i], hs = normed_pieces(rows[i], w, "mlp_norm", cfg)
             return hs
 
     hs = input_of(0)

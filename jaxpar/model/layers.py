@@ -124,10 +124,21 @@ def project_qkv(h_BTD: jax.Array | Normed, w: dict, model: ModelConfig):
     heads, kv_heads = model.num_heads // tensor, model.num_kv_heads // tensor
     (qkv,) = matmul(h_BTD, [w["wqkv"]], "attn_norm")
     qkv = add_bias(qkv, w.get("bqkv"))
+    qkv = _one_gradient(qkv)
     split = [heads * model.head_dim, (heads + kv_heads) * model.head_dim]
     parts = zip(jnp.split(qkv, split, axis=-1), ("wq", "wk", "wv"), strict=True)
     by_head = lambda x: x.reshape(*x.shape[:2], -1, model.head_dim)  # noqa: E731
     return [by_head(lora.add(x, h_BTD, w, name)) for x, name in parts]
+
+
+@jax.custom_vjp
+def _one_gradient(x: jax.Array) -> jax.Array:
+    """x, whose gradient is put together once: two matmuls read it, and XLA would put it together
+    for each, or first write RoPE's part of it for both."""
+    return x
+
+
+_one_gradient.defvjp(lambda x: (x, None), lambda _, g: (lax.optimization_barrier(g),))
 
 
 @jax.named_scope("gate_up")

@@ -5,6 +5,7 @@ value side by side and cuts the layers apart; it is linear and local, so its tra
 gradients back.
 """
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -62,25 +63,22 @@ def view(params: Tree, cfg: Config) -> Tree:
     top = {name: w for name, w in params.items() if name != "layers"}
     if "embed" in top:
         top["head"] = top["head"] if "head" in top else top["embed"].T
-    stacked = _adapters(params["layers"], cfg)
-    if "attn_norm" in params["layers"]:
-        stacked |= _side_by_side(params["layers"])
-    v = cfg.parallel.virtual_stages
+    stacked, v = params["layers"], cfg.parallel.virtual_stages
+    # Cut first: one pass that puts all of 32 layers side by side takes ten times as long.
     chunks = _cut(stacked, v) if cfg.parallel.layer_loop == "scan" else _apart(stacked, v)
-    return {"top": top, "layers": chunks}
+    return {"top": top, "layers": each_tree(functools.partial(_arranged, cfg=cfg), chunks)}
 
 
-def _adapters(w: Tree, cfg: Config) -> Tree:
-    """The layers' adapters, if there are any, as the step multiplies by them."""
-    if not cfg.lora.rank:
-        return {}
-    lead = next(iter(w.values())).shape[:1]
-    return lora.side_by_side(w, lead, factor(cfg))
+def _arranged(w: Tree, cfg: Config) -> Tree:
+    """A layer's arrays, or stacked ones, as the step multiplies by them."""
+    stacked = cfg.parallel.layer_loop == "scan"
+    lead = next(iter(w.values())).shape[:stacked]
+    adapters = lora.side_by_side(w, lead, factor(cfg)) if cfg.lora.rank else {}
+    return adapters | (_side_by_side(w, lead) if "attn_norm" in w else {})
 
 
-def _side_by_side(w: Tree) -> Tree:
-    """One layer's matrices as the step multiplies by them; leading (layer) dims pass through."""
-    lead = w["attn_norm"].shape[:-1]
+def _side_by_side(w: Tree, lead: tuple[int, ...]) -> Tree:
+    """The matrices, but for adapters; leading (layer) dims pass through."""
     flat = lambda name, *dims: w[name].reshape(*lead, *dims)  # noqa: E731
     D = w["wq"].shape[-3]
     out = {n: w[n] for n in LAYER_DIMS if n in w and not lora.is_adapter(n)}
@@ -103,6 +101,16 @@ def _apart(stacked: Tree, v: int) -> tuple[tuple[Tree, ...], ...]:
     n = next(iter(stacked.values())).shape[0]
     each = [{name: a.squeeze(0) for name, a in w.items()} for w in _cut(stacked, n)]
     return tuple(itertools.batched(each, n // v))
+
+
+def apart(tree: Tree, cfg: Config) -> Tree:
+    """A tree like the parameters', the layers cut apart where they are unrolled: what reads it in
+    pieces reads each where it was made, not all of them through one kernel that puts them in a
+    stack."""
+    layers = tree["layers"]
+    if cfg.parallel.layer_loop == "scan":
+        return tree
+    return tree | {"layers": _cut(layers, next(iter(layers.values())).shape[0])}
 
 
 def each_tree(fn: Callable[..., Any], layers: tuple, *rest: tuple) -> tuple:

@@ -7,6 +7,8 @@ it also changes the type.
 """
 
 import functools
+import itertools
+import operator
 from typing import Any
 
 import jax
@@ -146,33 +148,27 @@ def scatter_sequence(x: jax.Array) -> jax.Array:
     return scatter(x, TENSOR, 1)
 
 
-def sequence_apart() -> bool:
-    """Whether `sequence_pieces` leaves the sequence in pieces: with tensor ranks, and without
-    stages, whose devices do not all come to permutes.
-    """
-    return lax.axis_size(TENSOR) > 1 and lax.axis_size(PIPELINE) == 1
-
-
 def sequence_pieces(x: jax.Array) -> tuple[jax.Array, ...]:
     """`gather_sequence` in pieces, this rank's first: what is made of it hides that others come.
 
-    Args:     x: [B, T/(sequence*tensor), D], varying over every axis.
-    Returns:  as x, in the order of `direct.pieces`; or [B, T/sequence, D] alone.
-    Communication: `direct.pieces` over TENSOR, or that of `gather_sequence`; its transpose is
-              `sum_of_sequence_pieces`.
+    Args:     x: [B, T/(sequence*tensor), D], varying over every axis; no stages, whose devices do
+              not all come to permutes.
+    Returns:  as x, in the order of `direct.pieces`.
+    Communication: `direct.pieces` over TENSOR; its transpose is `sum_of_sequence_pieces`.
     """
-    return direct.pieces(x, TENSOR) if sequence_apart() else (gather_sequence(x),)
+    return direct.pieces(x, TENSOR)
 
 
 def sum_of_sequence_pieces(parts: tuple[jax.Array, ...]) -> jax.Array:
     """`scatter_sequence` of pieces: while one travels, another is made.
 
-    Args:     parts: partial sums, in the order and shapes of `sequence_pieces`.
+    Args:     parts: partial sums, in the order and shapes of `sequence_pieces`; or [B, T/sequence,
+              D] alone.
     Returns:  [B, T/(sequence*tensor), D].
     Communication: `direct.sum_of_pieces` over TENSOR, or that of `scatter_sequence`; its transpose
-              is `sequence_pieces`.
+              is `sequence_pieces`, or `gather_sequence`.
     """
-    return direct.sum_of_pieces(parts, TENSOR) if sequence_apart() else scatter_sequence(parts[0])
+    return scatter_sequence(parts[0]) if len(parts) == 1 else direct.sum_of_pieces(parts, TENSOR)
 
 
 def sequence_in_order(parts: tuple[jax.Array, ...]) -> jax.Array:
@@ -235,9 +231,22 @@ def global_norm(tree: Any) -> jax.Array:
     Returns:  float32 scalar, the same on every device.
     Communication: one scalar all-reduce for each distinct set of sharded axes.
     """
-    sums: dict[tuple[str, ...], jax.Array] = {}
+    # By row first, rows of the same shape added up: a scalar of each of a model's arrays would be a
+    # kernel of its own.
+    rows: dict[tuple, jax.Array] = {}
     for x in jax.tree.leaves(tree):
-        axes, square = varying_axes(x), jnp.sum(jnp.square(x.astype(jnp.float32)))
-        sums[axes] = sums[axes] + square if axes in sums else square
+        of_x = _squares_by_row(x)
+        key = varying_axes(x), of_x.shape
+        rows[key] = rows[key] + of_x if key in rows else of_x
+    sums: dict[tuple[str, ...], jax.Array] = {}
+    for (axes, _), squares in rows.items():
+        sums[axes] = sums.get(axes, jnp.float32(0)) + jnp.sum(squares)
     total = [psum(s, axes) if axes else s for axes, s in sums.items()]
     return jnp.sqrt(sum(total, jnp.float32(0)))
+
+
+def _squares_by_row(x: jax.Array) -> jax.Array:
+    """float32 [rows]: sums of squares over the last dims, of rows enough for all of a GPU."""
+    sizes = itertools.accumulate(x.shape, operator.mul)
+    rows = next((n for n in sizes if n >= 1024), 1)
+    return jnp.sum(jnp.square(x.astype(jnp.float32)).reshape(rows, -1), axis=1)

@@ -31,22 +31,20 @@ def test_pieces_are_this_devices_and_those_of_the_next_ones(devices):
     np.testing.assert_array_equal(per_device(back, mesh_of(devices, TENSOR), x), x)
 
 
-@pytest.mark.parametrize("sizes", [{"tensor": 2}, {"tensor": 4}, {"tensor": 2, "pipeline": 2}])
-def test_the_sequence_is_in_pieces_without_stages(sizes, devices):
-    """Whole or in pieces, what is made of it is the same, and so are both transposes."""
-    count = 1 if "pipeline" in sizes else sizes["tensor"]
-    parallel = ParallelConfig(**{"data": 1} | sizes)
-    mesh = make_mesh(parallel, devices[: np.prod(list(sizes.values()))])
-    x = normal(mesh.size, 2, 4, 3)
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_what_is_made_of_pieces_is_what_is_made_of_the_whole(tensor, devices):
+    """And so are both transposes."""
+    mesh = make_mesh(ParallelConfig(data=1, tensor=tensor), devices[:tensor])
+    x = normal(tensor, 2, 4, 3)
 
     def by_pieces(x):
-        parts = collectives.sequence_pieces(x)
-        assert len(parts) == count
-        whole = collectives.sequence_in_order(tuple(map(jnp.sin, parts)))
-        return collectives.sum_of_sequence_pieces(collectives.into_sequence_pieces(whole, count))
+        parts = tuple(map(jnp.sin, collectives.sequence_pieces(x)))
+        assert len(parts) == tensor
+        whole = collectives.sequence_in_order(parts)
+        return collectives.sum_of_sequence_pieces(collectives.into_sequence_pieces(whole, tensor))
 
     def whole(x):
-        return collectives.scatter_sequence(jnp.sin(collectives.gather_sequence(x)))
+        return collectives.sum_of_sequence_pieces((jnp.sin(collectives.gather_sequence(x)),))
 
     def both(fn):
         return lambda x, d: (fn(x), jax.vjp(fn, x)[1](d)[0])
@@ -55,6 +53,30 @@ def test_the_sequence_is_in_pieces_without_stages(sizes, devices):
     found, wanted = (per_device(both(fn), mesh, x, d) for fn in (by_pieces, whole))
     for a, b in zip(found, wanted, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+TOKENS = {"data.seq_len": 4096, "train.global_batch_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("fields", "on_gpu", "wanted"),
+    [
+        ({"data": 4, "tensor": 2}, True, True),
+        ({"data": 4, "tensor": 2, "num_microbatches": 4}, True, False),  # of 2,048 tokens
+        ({"data": 4, "tensor": 2, "num_microbatches": 4}, False, True),
+        ({"data": 1, "sequence": 2, "tensor": 4, "num_microbatches": 2}, True, True),
+        ({"data": 1, "sequence": 2, "tensor": 4, "num_microbatches": 4}, True, False),
+        ({"data": 2, "tensor": 2, "pipeline": 2}, False, False),
+        ({"data": 4, "tensor": 2, "row_groups": 2}, False, False),
+        ({"data": 8}, False, False),
+    ],
+)
+def test_where_matmuls_take_pieces(fields, on_gpu, wanted):
+    parallel = {f"parallel.{name}": value for name, value in fields.items()}
+    cfg = replace(Config(), **TOKENS, **parallel)
+    assert block.in_pieces(cfg, on_gpu) == wanted
+    if not on_gpu:
+        assert block.uses_of_weights(cfg) == max(fields.get("row_groups", 1), wanted and 2)
 
 
 def shapes_of(jaxpr):
