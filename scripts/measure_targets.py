@@ -96,7 +96,7 @@ ROWS = {
     "zero1": Row("FSDP as ZeRO-1", _8B, f"--parallel.remat none --parallel.zero 1 {_LOGITS}", 2),
     "fsdp-tensor2": Row(
         "FSDP × tensor 2",
-        *(_8B, "--parallel.remat none --parallel.tensor 2 --parallel.row-groups 2", 2, 11_000, 2),
+        *(_8B, f"--parallel.remat none --parallel.tensor 2 {_LOGITS}", 2, 11_000, 2),
         torchtitan="fsdp-tensor2",
     ),
     "data-tensor2-pipeline2": Row(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from jaxpar.axes import AXES, DATA, EXPERT, PIPELINE, REPLICA, SEQUENCE, TENSOR
 from jaxpar.config import Config
+from jaxpar.model.block import in_pieces
 from jaxpar.model.transformer import stage_sends
 from jaxpar.planning import rates
 from jaxpar.planning.compute import repeats, tensor_messages
@@ -150,6 +151,8 @@ def _tensor(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
     sent = moved * stream * (ranks - 1) / ranks
     seconds = sent / direct_bandwidth(ranks, here, cluster)
     how = "tensor in turns" if p.row_groups > 1 else "tensor"
+    if in_pieces(cfg, on_gpu=True):
+        how = "tensor in pieces"
     return Traffic("tensor", sent, seconds, 0.0, rates.EXPOSED[how])
 
 

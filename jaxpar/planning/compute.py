@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from jaxpar.config import Config
 from jaxpar.memory_rules import saved_names, without_mark
-from jaxpar.model.block import norms_stay_unwritten
+from jaxpar.model.block import in_pieces, norms_stay_unwritten
 from jaxpar.model.loss import num_chunks
 from jaxpar.model.transformer import matmuls_add_up, stage_sends
 from jaxpar.planning import rates
@@ -65,7 +65,7 @@ def _layer_matmuls(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) -> f
     m, t, n = cfg.model, cfg.parallel.tensor, shard.tokens
     heads, kv = m.num_heads * m.head_dim / t, m.num_kv_heads * m.head_dim / t
     experts = max(m.num_experts, 1)
-    groups = cfg.parallel.row_groups
+    parts = t if in_pieces(cfg, on_gpu=True) else cfg.parallel.row_groups
     sites = {  # name: (how many, width in, width out)
         "qkv": (1, m.d_model, heads + 2 * kv),
         "wo": (1, heads, m.d_model),
@@ -77,7 +77,7 @@ def _layer_matmuls(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) -> f
     for name, (count, wide, out) in sites.items():
         passes = 2 + shard.trained + (name in repeated or (name == "down" and m.num_experts > 0))
         flops = 2 * passes * count * n * wide * out
-        seconds += flops / rate / rates.matmul_share(n / groups, wide, out)
+        seconds += flops / rate / rates.matmul_share(n / parts, wide, out)
     return seconds
 
 
@@ -118,8 +118,7 @@ def _layer_elementwise(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) 
     Backward: norms with the sums of gradients (6 D each), RoPE, SwiGLU (5 F), out times its
     gradient (2 H K), the query gradient's float32 zeros, sums and cast (5 H K in units of 2
     bytes), and the three projections' gradients side by side. In float8 with one scale per tensor
-    nobody writes what the norms make. Over tensor, gathered pieces put in
-    their places and scattered ones added up.
+    nobody writes what the norms make. Over tensor, what `_between_ranks` says.
     """
     m, t, width = cfg.model, cfg.parallel.tensor, shard.width
     heads, kv = m.num_heads * m.head_dim / t, m.num_kv_heads * m.head_dim / t
@@ -132,9 +131,23 @@ def _layer_elementwise(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) 
     extra = _quantized(cfg) if m.matmul_dtype == "float8" else 0.0
     if norms_stay_unwritten(cfg):
         forward -= 2 * stream
-    moved = 3 * tensor_messages(repeated) * m.d_model if t > 1 else 0
-    elements = forward + backward + again + moved
+    elements = forward + backward + again + _between_ranks(cfg, repeated)
     return shard.tokens * (width * elements + extra) / elementwise_rate(gpu)
+
+
+def _between_ranks(cfg: Config, repeated: set[str]) -> float:
+    """Elements per token that a layer moves for what goes over tensor: gathered pieces put in their
+    places, by groups of rows or what all-to-alls brought twice, and scattered ones added up. Where
+    matmuls take pieces, those added up alone, queries, keys and values side by side and attention's
+    output cut, and both again in the backward."""
+    m, p, messages = cfg.model, cfg.parallel, tensor_messages(repeated)
+    if p.tensor == 1:
+        return 0.0
+    if not in_pieces(cfg, on_gpu=True):
+        return (1.5 if p.row_groups == p.pipeline == 1 else 3) * messages * m.d_model
+    heads, kv = m.num_heads * m.head_dim / p.tensor, m.num_kv_heads * m.head_dim / p.tensor
+    added = messages / 2 * (p.tensor + 1) / p.tensor * m.d_model
+    return added + 4 * (heads + 2 * kv) + 4 * heads
 
 
 def tensor_messages(repeated: set[str]) -> int:
@@ -171,8 +184,8 @@ def head_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
 def weights_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
     """What a microbatch does to weights and gradients beside multiplying: casts of the shards
     (6 bytes, forward and backward; 8-bit ones, 5 once a step and 4 for their scales), gradients
-    made ready to travel and summed where they arrive, sums over microbatches. Under ZeRO-1 casts
-    and travels are once per step."""
+    made ready to travel and summed where they arrive, sums over microbatches and over pieces. Under
+    ZeRO-1 casts and travels are once per step."""
     zero3 = cfg.parallel.zero == 3
     own = shard.parameters / shard.fsdp
     travels = 8 * shard.parameters if shard.fsdp > 1 and shard.trained else 0.0
@@ -180,7 +193,15 @@ def weights_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
     once = (9 if rounded_once else 12) * own + travels
     moved = once * (cfg.parallel.num_microbatches if zero3 else 1)
     moved += _added_up(cfg, shard) * backward_units(cfg) / shard.chunks
+    moved += _sums_of_pieces(cfg, shard) * cfg.parallel.num_microbatches
     return Seconds(elementwise=moved / elementwise_rate(gpu))
+
+
+def _sums_of_pieces(cfg: Config, shard: Shard) -> float:
+    """Bytes that a microbatch moves to add up the gradients of one weight's matmuls."""
+    if not (shard.trained and in_pieces(cfg, on_gpu=True)):
+        return 0.0
+    return 3 * shard.width * (cfg.parallel.tensor - 1) * shard.layers * shard.matrices
 
 
 def _added_up(cfg: Config, shard: Shard) -> float:

@@ -128,12 +128,13 @@ def _splits(
 ) -> Iterator[dict[str, Any]]:
     """Microbatches that divide a device's rows, ZeRO stages, virtual stages and row groups."""
     whole = int(rows) if rows == int(rows) else 1  # if not, `validation` says so
-    unrolled = cfg.parallel.layer_loop == "unroll"
+    in_stages = mesh["tensor"] > 1 and mesh["pipeline"] > 1  # without, matmuls take pieces
+    turns = in_stages and cfg.parallel.layer_loop == "unroll"
     options: dict[str, Sequence[int]] = {
         "num_microbatches": divisors(whole),
         "zero": (1, 3),
         "virtual_stages": VIRTUAL_STAGES if mesh["pipeline"] > 1 else (1,),
-        "row_groups": (1, 2) if mesh["tensor"] > 1 and unrolled else (1,),
+        "row_groups": (1, 2) if turns else (1,),
     }
     if coarse:
         options["num_microbatches"] = [d for d in divisors(whole) if d.bit_count() == 1]

@@ -45,6 +45,7 @@ EXPOSED = {
     "sequence": 0.35,
     "tensor": 1.0,
     "tensor in turns": 0.5,
+    "tensor in pieces": 0.15,
     "pipeline": 0.45,
 }
 

@@ -83,8 +83,9 @@ def test_bytes_sent(name, axis, fields):
     formula, share = row(name)
     assert value_of(formula, letters_of(cfg)) == pytest.approx(traffic.sent, rel=1e-3)
     told = [int(percent) / 100 for percent in re.findall(r"(\d+)%", share)]
-    turns = [rates.EXPOSED["tensor in turns"]] if axis == "tensor" else []
-    assert told == [rates.EXPOSED[axis], *turns]
+    ways = ("tensor in pieces", "tensor", "tensor in turns") if axis == "tensor" else (axis,)
+    assert told == [rates.EXPOSED[way] for way in ways]
+    assert traffic.exposed in told
 
 
 def test_bytes_kept():
