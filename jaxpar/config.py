@@ -116,11 +116,11 @@ class ParallelConfig:
     num_microbatches: int = 1
     """Microbatches per step: gradient accumulation, or the pipeline's microbatches."""
     row_groups: int = 1
-    """Groups of rows that take turns: tensor communication of one behind another's computation."""
+    """Groups of rows that take turns, for tensor in a pipeline: one communicates, one computes."""
     virtual_stages: int = 1
     """Stages per pipeline device, interleaved. More of them make a smaller bubble."""
     zero: Literal[1, 3] = 3
-    """3: gather weights layer by layer. 1: gather all once per step (use it with a pipeline)."""
+    """3: gather weights layer by layer. 1: all once per step (with a pipeline, or none sharded)."""
     remat: str = "dots"
     """Saved for the backward: none | dots | dots_offload | attn_out | full | offload, or names."""
     layer_loop: Literal["scan", "unroll"] = "scan"

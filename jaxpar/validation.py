@@ -36,7 +36,8 @@ _OTHER_AXES = tuple(
 
 
 def resolve(cfg: Config, num_devices: int) -> Config:
-    """The config with `parallel.data = -1` filled in, once every rule holds.
+    """The config with `parallel.data = -1` filled in, once every rule holds; and with
+    `parallel.zero` 1 where FSDP's axes have one device.
 
     Args:     num_devices: devices in the mesh, over all processes.
     Returns:  a config whose mesh axes multiply to num_devices.
@@ -45,7 +46,17 @@ def resolve(cfg: Config, num_devices: int) -> Config:
     _each_rule(cfg)
     cfg = fill_data_axis(cfg, num_devices)
     _divisibility(cfg)
-    return cfg
+    return _cast_once(cfg)
+
+
+def _cast_once(cfg: Config) -> Config:
+    """Where nothing is sharded there is nothing to gather layer by layer: as ZeRO-1, weights are
+    cast once per step, and matmuls add the gradients of microbatches up. 8-bit gathers are left:
+    they say how weights are rounded."""
+    p = cfg.parallel
+    if p.data * p.expert * p.sequence > 1 or p.gather_dtype != "compute":
+        return cfg
+    return dataclasses.replace(cfg, parallel=dataclasses.replace(p, zero=1))
 
 
 def check(cfg: Config) -> None:

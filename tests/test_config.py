@@ -347,6 +347,21 @@ def test_a_shipped_config_is_the_published_model_and_fits_its_devices(name):
         assert math.prod(axes) == number
 
 
+@pytest.mark.parametrize(
+    ("fields", "devices", "zero"),
+    [
+        ({}, 1, 1),
+        ({"parallel.tensor": 2, "parallel.replica": 2}, 4, 1),
+        ({"parallel.tensor": 2}, 4, 3),
+        ({"parallel.sequence": 4}, 4, 3),
+        ({"model.matmul_dtype": "float8", "parallel.gather_dtype": "float8"}, 1, 3),
+    ],
+)
+def test_where_nothing_is_sharded_weights_are_cast_once(fields, devices, zero):
+    cfg = replace(Config(), **{"train.global_batch_size": 16}, **fields)
+    assert cfg.parallel.zero == 3 and resolve(cfg, devices).parallel.zero == zero
+
+
 def test_the_data_axis_takes_the_devices_that_are_left():
     cfg = replace(Config(), **{"parallel.tensor": 2, "parallel.replica": 2})
     assert resolve(cfg, 16).parallel.data == 4

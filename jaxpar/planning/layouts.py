@@ -128,11 +128,12 @@ def _splits(
 ) -> Iterator[dict[str, Any]]:
     """Microbatches that divide a device's rows, ZeRO stages, virtual stages and row groups."""
     whole = int(rows) if rows == int(rows) else 1  # if not, `validation` says so
+    sharded = mesh["data"] * mesh["sequence"] * max(cfg.parallel.expert, 1) > 1
     in_stages = mesh["tensor"] > 1 and mesh["pipeline"] > 1  # without, matmuls take pieces
     turns = in_stages and cfg.parallel.layer_loop == "unroll"
     options: dict[str, Sequence[int]] = {
         "num_microbatches": divisors(whole),
-        "zero": (1, 3),
+        "zero": (1, 3) if sharded or cfg.parallel.gather_dtype != "compute" else (1,),
         "virtual_stages": VIRTUAL_STAGES if mesh["pipeline"] > 1 else (1,),
         "row_groups": (1, 2) if turns else (1,),
     }

@@ -17,7 +17,7 @@ from jaxpar.config import ParallelConfig, field_types
 from jaxpar.parallel.mesh import make_mesh
 
 ROOT = Path(__file__).resolve().parents[2]
-LAYOUTS = "choosing_a_layout.md"
+LAYOUTS, PLANNING = "choosing_a_layout.md", "planning.md"
 
 
 def read(name: str) -> str:
@@ -76,8 +76,9 @@ def test_pictures_show_what_devices_hold(drawing, axis):
 # -------------------------------------------------------------------------------------- plans
 
 
-def test_plans_that_are_shown_are_printed(capsys):
-    shown = re.findall(r"^\$ python -m jaxpar\.plan (.*)\n((?:.*\n)*?)```", read(LAYOUTS), re.M)
+@pytest.mark.parametrize("page", [LAYOUTS, PLANNING])
+def test_plans_that_are_shown_are_printed(page, capsys):
+    shown = re.findall(r"^\$ python -m jaxpar\.plan (.*)\n((?:.*\n)*?)```", read(page), re.M)
     assert shown
     for command, lines in shown:
         plan.main(command.split())

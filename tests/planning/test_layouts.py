@@ -36,6 +36,8 @@ def brute_force(cfg: Config, gpus: int) -> set[tuple]:
             continue
         rest = itertools.product((1, 3), range(1, 13), range(1, 5), (1, 2))
         for zero, micro, virtual, groups in rest:
+            if zero == 3 and f * c == 1:  # nothing is sharded
+                continue
             if groups == 2 and 1 in (t, P):  # turns hide what goes over tensor, between stages
                 continue
             values = (P, r, f, c, t, zero, micro, virtual, groups)
