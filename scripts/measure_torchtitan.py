@@ -105,7 +105,7 @@ def prepare(data: Path, folder: Path) -> None:
 def command(options: argparse.Namespace, folder: Path) -> list[str]:
     """The torchrun command of a layout."""
     flavor, window, rows, extra = LAYOUTS[options.layout]
-    rows = options.rows or rows
+    rows = rows if options.rows is None else options.rows
     launch = ["-m", "torch.distributed.run", "--nproc_per_node", str(options.gpus)]
     launch += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
     launch += ["--local-ranks-filter", "0", "--role", "rank", "--tee", "3"]

@@ -58,14 +58,19 @@ def test_gradients_are_the_references_to_bfloat16(loop, mask):
     compare_gradients(resolve(cfg, jax.device_count()), jax.devices())
 
 
-@pytest.mark.parametrize("groups", [1, 2], ids=["pieces", "turns"])
-def test_gradients_with_tensor_are_the_references_to_bfloat16(groups, monkeypatch):
-    monkeypatch.setattr(block, "FEWEST_TOKENS", 0)
+@pytest.fixture
+def two_gpus():
     if jax.device_count() < 2:
         pytest.skip("tensor 2 needs two GPUs")
+    return jax.devices()[:2]
+
+
+@pytest.mark.parametrize("groups", [1, 2], ids=["pieces", "turns"])
+def test_gradients_with_tensor_are_the_references_to_bfloat16(groups, two_gpus, monkeypatch):
+    monkeypatch.setattr(block, "FEWEST_TOKENS", 0)
     fields = {"tensor": 2, "row_groups": groups, "layer_loop": "unroll"}
     cfg = replace(TINY, **{f"parallel.{name}": value for name, value in fields.items()})
-    compare_gradients(resolve(replace(cfg, **{"data.document_mask": False}), 2), jax.devices()[:2])
+    compare_gradients(resolve(replace(cfg, **{"data.document_mask": False}), 2), two_gpus)
 
 
 @pytest.mark.parametrize("save", ["residuals", "inputs"])
@@ -85,11 +90,9 @@ def test_gradients_of_a_pipeline_are_the_references_to_bfloat16(tensor, virtual,
 
 @pytest.mark.parametrize("save", ["residuals", "inputs"])
 @pytest.mark.parametrize("groups", [1, 2])
-def test_gradients_of_chunks_that_send_over_tensor_in_branches(groups, save, monkeypatch):
+def test_gradients_of_chunks_that_send_over_tensor_in_branches(groups, save, two_gpus, monkeypatch):
     """What two GPUs can tell of pipeline 2 x tensor 2: one stage, its chunks in branches that the
     devices choose as they go, with the all-to-alls over tensor that stages have."""
-    if jax.device_count() < 2:
-        pytest.skip("tensor 2 needs two GPUs")
     fields = {"tensor": 2, "row_groups": groups, "num_microbatches": 4, "zero": 1}
     fields = {f"parallel.{name}": value for name, value in fields.items()}
     fields |= {"parallel.layer_loop": "unroll", "data.document_mask": False}
@@ -100,7 +103,7 @@ def test_gradients_of_chunks_that_send_over_tensor_in_branches(groups, save, mon
     monkeypatch.setattr(block, "in_pieces", lambda cfg: False)  # as where there are stages
     monkeypatch.setattr(direct, "gather", direct.gather_within)
     monkeypatch.setattr(direct, "scatter", direct.scatter_within)
-    compare_gradients(cfg, jax.devices()[:2])
+    compare_gradients(cfg, two_gpus)
 
 
 def compare_gradients(cfg: Config, devices: list) -> None:

@@ -109,14 +109,20 @@ def in_pieces(cfg: Config, on_gpu: bool | None = None) -> bool:
     turns. On GPUs of FEWEST_TOKENS or more; elsewhere, where nothing is gained or lost, of any
     number, so that small tests take the path of large runs.
 
-    Args:     on_gpu: if not given, whether the step is traced for one.
+    Args:     cfg: resolved. on_gpu: if not given, whether the step is traced for one.
     """
     p = cfg.parallel
     if p.tensor == 1 or p.pipeline > 1 or p.row_groups > 1:
         return False
     on_gpu = Platform.here().name == "gpu" if on_gpu is None else on_gpu
-    rows = cfg.train.global_batch_size // (p.replica * p.data * p.expert * p.num_microbatches)
-    return not on_gpu or rows * cfg.data.seq_len // (p.sequence * p.tensor) >= FEWEST_TOKENS
+    tokens = rows_on_device(cfg) * cfg.data.seq_len // (p.sequence * p.tensor)
+    return not on_gpu or tokens >= FEWEST_TOKENS
+
+
+def rows_on_device(cfg: Config) -> int:
+    """B: sequences of a microbatch on one device. cfg: resolved."""
+    p = cfg.parallel
+    return cfg.train.global_batch_size // (p.replica * p.data * p.expert * p.num_microbatches)
 
 
 def uses_of_weights(cfg: Config) -> int:

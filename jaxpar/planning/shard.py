@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from jaxpar.axes import AXES, FSDP_AXES, TENSOR
 from jaxpar.config import Config, LoraConfig, ModelConfig, OptimizerConfig
+from jaxpar.model.block import rows_on_device
 from jaxpar.model.transformer import param_specs
 from jaxpar.moments import map_moments
 from jaxpar.params import ParamSpec, is_spec
@@ -126,7 +127,7 @@ class Shard:
 def shard_of(cfg: Config) -> Shard:
     """Args:     cfg: resolved."""
     m, p = cfg.model, cfg.parallel
-    rows = cfg.train.global_batch_size // (p.replica * p.data * p.expert * p.num_microbatches)
+    rows = rows_on_device(cfg)
     layer, matrices = _of_a_layer(m, p.tensor)
     vocab = m.vocab_size // (p.tensor * p.pipeline)
     return Shard(
