@@ -1,11 +1,17 @@
 """Measure the rows of docs/targets.md on this host: python scripts/measure_targets.py [ROW ...]
 
 Each row is a run of `python -m jaxpar.bench train`; with --torchtitan PYTHON, the interpreter of an
-environment that has torchtitan, one of scripts/measure_torchtitan.py follows it. Both leave a card
-and all that they print in the folder --cards; the table comes at the end. A row that fails is told,
-the others go on, and the exit code is 1. The text is made once, by
+environment that has torchtitan, one of scripts/measure_torchtitan.py follows it; with --beside
+FOLDER, another checkout of jaxpar, that one's run comes before it. Each leaves a card and all that
+it prints in the folder --cards; the table comes at the end. A row that fails is told, the others go
+on, and the exit code is 1. The text is made once, by
 
     python -m jaxpar.data prepare --input stdlib --output data/stdlib --tokenizer bpe:8192
+
+Did a change make it faster? On one host, which a comparison needs:
+
+    git worktree add ../before main
+    python scripts/measure_targets.py fsdp float8 --beside ../before
 
 Without a GPU: --list prints the commands and what the planner predicts; --write puts them into the
 page.
@@ -49,6 +55,9 @@ _FLOAT8 = "--model.matmul-dtype float8 --parallel.gather-dtype float8"
 _SAVED = "--parallel.remat attn_out,attn_lse,gate_up"
 _STAGES = "--parallel.zero 1 --parallel.remat dots --parallel.virtual-stages 4"
 _LONG = "--train.global-batch-size 1 --parallel.sequence {gpus} " + _SAVED
+
+#: Of a row: the cards of "jaxpar", "beside" and "torchtitan" that were asked for; None: it failed.
+type Cards = dict[str, dict[str, Any] | None]
 
 
 @dataclass(frozen=True)
@@ -150,6 +159,7 @@ def arguments(words: list[str]) -> argparse.Namespace:
     add("--data", default="data/stdlib", help="folder of `jaxpar.data prepare` (data/stdlib)")
     add("--cards", default="runs/targets", help="folder for cards and logs (runs/targets)")
     add("--torchtitan", metavar="PYTHON", help="interpreter that has torchtitan: measure it too")
+    add("--beside", metavar="FOLDER", help="checkout of other code, measured just before this one")
     add("--timeout", type=int, default=900, help="seconds after which a run is ended (900)")
     add("--list", action="store_true", help="print commands and predictions, run nothing")
     add("--write", action="store_true", help="with --list for 8 GPUs: into docs/targets.md")
@@ -171,6 +181,9 @@ def arguments(words: list[str]) -> argparse.Namespace:
             rule = f"--torchtitan = {options.torchtitan!r} is no program"
             parser.error(f"{rule}. Fix: the python of the environment that has torchtitan")
         options.torchtitan = os.path.abspath(found)  # its links kept: they make the environment
+    if options.beside and not (Path(options.beside) / "jaxpar" / "bench").is_dir():
+        rule = f"--beside = {options.beside!r} holds no jaxpar/bench"
+        parser.error(f"{rule}. Fix: a checkout, as git worktree add ../before COMMIT makes it")
     return options
 
 
@@ -222,9 +235,14 @@ def _target(row: Row) -> str:
     return f"{row.target:.0%} of {row.share_of}" if row.share_of else f"{row.target:,.0f}"
 
 
-def run(command: list[str], card: Path, timeout: int, gpus: int) -> dict[str, Any] | None:
-    """A program that writes a card; None when it fails, which is told."""
-    print(f"$ {shlex.join(command)}", flush=True)
+def run(
+    command: list[str], card: Path, timeout: int, gpus: int, folder: Path = ROOT
+) -> dict[str, Any] | None:
+    """A program that writes a card; None when it fails, which is told.
+
+    folder: it is started there, and `python -m` takes the modules there.
+    """
+    print(f"{'' if folder == ROOT else f'{folder} '}$ {shlex.join(command)}", flush=True)
     card.unlink(missing_ok=True)  # of an earlier time
     log = card.with_suffix(".log")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
@@ -232,7 +250,7 @@ def run(command: list[str], card: Path, timeout: int, gpus: int) -> dict[str, An
     with (
         open(log, "w") as file,
         subprocess.Popen(
-            command, cwd=ROOT, env=given, stdout=file, stderr=file, start_new_session=True
+            command, cwd=folder, env=given, stdout=file, stderr=file, start_new_session=True
         ) as process,
     ):
         try:
@@ -249,48 +267,65 @@ def run(command: list[str], card: Path, timeout: int, gpus: int) -> dict[str, An
     return None
 
 
-def measure(name: str, options: argparse.Namespace) -> tuple[dict | None, dict | None]:
-    """A row's card, and torchtitan's beside it; None for what failed or was not asked for."""
-    row, folder = ROWS[name], Path(options.cards).resolve()
+def measure(name: str, options: argparse.Namespace) -> Cards:
+    """A row's card, and those of what is measured beside it."""
+    row, folder, found = ROWS[name], Path(options.cards).resolve(), {}
     gpus, data = row.gpus or options.gpus, str(Path(options.data).resolve())
-    card, steps = folder / f"{name}.json", str(options.steps)
-    command = [sys.executable, "-m", "jaxpar.bench", "train", *row.arguments(gpus)]
-    command += ["--data.path", data, "--steps", steps, "--card", str(card)]
-    ours, theirs = run(command, card, options.timeout, gpus), None
+
+    def ours(kind: str, code: Path) -> None:
+        card = folder / (f"{name}.json" if kind == "jaxpar" else f"{kind}-{name}.json")
+        command = [sys.executable, "-m", "jaxpar.bench", "train", *row.arguments(gpus)]
+        command += ["--data.path", data, "--steps", str(options.steps), "--card", str(card)]
+        found[kind] = run(command, card, options.timeout, gpus, code)
+
+    if options.beside:
+        ours("beside", Path(options.beside).resolve())
+    ours("jaxpar", ROOT)
     if options.torchtitan and row.torchtitan:
         card = folder / f"torchtitan-{name}.json"
         command = [options.torchtitan, "scripts/measure_torchtitan.py", row.torchtitan]
         command += ["--gpus", str(gpus), "--steps", str(max(4, options.steps)), "--data", data]
         command += ["--card", str(card), "--log", str(card.with_suffix(".out"))]
-        theirs = run(command, card, options.timeout, gpus)
-    return ours, theirs
+        found["torchtitan"] = run(command, card, options.timeout, gpus)
+    return found
 
 
-def table(found: dict[str, tuple[dict | None, dict | None]]) -> str:
+def table(found: dict[str, Cards]) -> str:
     """What was measured, as Markdown."""
-    lines = [
-        "| layout | target | tokens/s/GPU | of target | MFU (causal, full) | peak GiB "
-        "| torchtitan, GiB | ratio |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    rates = {
-        name: ours["tokens_per_second_per_device"] for name, (ours, _) in found.items() if ours
-    }
-    for name, (ours, theirs) in found.items():
+    peers = [p for p in ("beside", "torchtitan") if any(p in cards for cards in found.values())]
+    heads = ["layout", "target", "tokens/s/GPU", "of target", "MFU (causal, full)", "peak GiB"]
+    heads += [head for peer in peers for head in (f"{peer}, GiB", "ratio")]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    rates = {name: _rate(cards["jaxpar"]) for name, cards in found.items() if cards["jaxpar"]}
+    for name, cards in found.items():
         row, rate = ROWS[name], rates.get(name)
-        cells = [row.what, _target(row), *["-"] * 6]
-        goal = row.target and row.target * (rates.get(row.share_of) or 0 if row.share_of else 1)
-        if ours and rate:
-            cells[2], cells[5] = f"{rate:,.0f}", f"{ours['peak_memory_gib']:.1f}"
-            if ours["mfu_causal"] is not None:  # the GPU's peak is known
-                cells[4] = f"{ours['mfu_causal']:.1%}, {ours['mfu_full_attention']:.1%}"
-            cells[3] = f"{rate / goal:.1%}" if goal else "-"
-        if theirs:
-            peer = theirs["tokens_per_second_per_device"]
-            cells[6] = f"{peer:,.0f}, {theirs['peak_memory_gib']:.1f}"
-            cells[7] = f"{rate / peer:.2f}" if rate else "-"
+        goal = row.target and row.target * (rates.get(row.share_of, 0) if row.share_of else 1)
+        cells = [row.what, _target(row), *_figures(cards["jaxpar"], goal)]
+        for peer in peers:
+            cells += _beside(cards.get(peer), rate)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def _rate(card: dict[str, Any]) -> float:
+    return card["tokens_per_second_per_device"]
+
+
+def _figures(card: dict[str, Any] | None, goal: float | None) -> list[str]:
+    if not card:
+        return ["-"] * 4
+    share = f"{_rate(card) / goal:.1%}" if goal else "-"
+    mfu = "-"  # where the device's peak is not known
+    if card["mfu_causal"] is not None:
+        mfu = f"{card['mfu_causal']:.1%}, {card['mfu_full_attention']:.1%}"
+    return [f"{_rate(card):,.0f}", share, mfu, f"{card['peak_memory_gib']:.1f}"]
+
+
+def _beside(card: dict[str, Any] | None, rate: float | None) -> list[str]:
+    if not card:
+        return ["-"] * 2
+    ratio = f"{rate / _rate(card):.3f}" if rate else "-"
+    return [f"{_rate(card):,.0f}, {card['peak_memory_gib']:.1f}", ratio]
 
 
 def main(words: list[str]) -> int:
@@ -305,13 +340,12 @@ def main(words: list[str]) -> int:
         print(made)
         return 0
     Path(options.cards).mkdir(parents=True, exist_ok=True)
-    found = {}
+    found: dict[str, Cards] = {}
     for i, name in enumerate(names, 1):
         print(f"[{i}/{len(names)}] {name}: {ROWS[name].what}", flush=True)
         found[name] = measure(name, options)
     print("\n" + table(found))
-    peers = [n for n in names if options.torchtitan and ROWS[n].torchtitan]
-    failed = [n for n in names if found[n][0] is None or (n in peers and found[n][1] is None)]
+    failed = [name for name in names if None in found[name].values()]
     if failed:
         print(f"failed: {', '.join(failed)}")
     return 1 if failed or not names else 0

@@ -67,6 +67,33 @@ def test_rows_are_measured_and_what_fails_is_told(
     assert lines["beside"].endswith("| - | -")
 
 
+OTHER_BENCH = """
+import json, pathlib, sys
+figures = dict(tokens_per_second_per_device=1.0, peak_memory_gib=2.0, mfu_causal=None)
+pathlib.Path(sys.argv[sys.argv.index("--card") + 1]).write_text(json.dumps(figures))
+"""
+
+
+def test_another_checkout_is_measured_beside(
+    targets, config_file, dataset, tmp_path, monkeypatch, capsys
+):
+    rows = {"tiny": targets.Row("tiny", config_file, "--run.cpu-devices 1", 4)}
+    monkeypatch.setattr(targets, "ROWS", rows)
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    other, cards = tmp_path / "other", tmp_path / "cards"
+    (other / "jaxpar/bench").mkdir(parents=True)
+    for name, text in {"__init__": "", "bench/__init__": "", "bench/__main__": OTHER_BENCH}.items():
+        (other / "jaxpar" / f"{name}.py").write_text(text)
+    where = ["--data", str(dataset), "--cards", str(cards), "--beside", str(other)]
+    assert targets.main([*where, "--gpus", "1", "--steps", "4"]) == 0
+    said = capsys.readouterr().out
+    assert said.index(f"{other} $ ") < said.index("\n$ ")  # the other one's first
+    rate = json.loads((cards / "tiny.json").read_text())["tokens_per_second_per_device"]
+    assert "| beside, GiB | ratio |\n" in said
+    assert re.search(rf"^\| tiny .* \| 1, 2\.0 \| {rate:.3f} \|$", said, re.M)
+
+
 def commands() -> Iterator[bytes]:
     """Those of the processes that run now."""
     for file in Path("/proc").glob("[0-9]*/cmdline"):
@@ -100,6 +127,7 @@ def test_a_run_that_takes_too_long_is_ended_with_its_children(targets, tmp_path,
             "--torchtitan = 'titan' is no program. Fix: the python",
         ),
         (["--list", "--write", "--gpus", "4"], "--write: the page has all rows for 8 GPUs. Fix: "),
+        (["--list", "--beside", "nowhere"], "--beside = 'nowhere' holds no jaxpar/bench. Fix: a "),
         (["--gpus", "-1"], "--gpus: no GPU is here. Fix: --list"),
     ],
 )
