@@ -186,17 +186,14 @@ def split_microbatches(batch: Batch, n: int) -> Batch:
 
 def program_of(cfg: Config, max_segments: int | None) -> Program:
     """The configured model, as the schedules run it."""
-
-    def stage(chunk, x, mb, beside):
-        tokens = block.describe_tokens(mb, cfg, max_segments)
-        return transformer.stage(chunk, x, tokens, cfg, beside)
-
     return Program(
         embed=functools.partial(transformer.embed, cfg=cfg),
-        stage=stage,
+        tokens=lambda mb: block.describe_tokens(mb, cfg, max_segments),
+        stage=functools.partial(transformer.stage, cfg=cfg),
         head=functools.partial(transformer.head, cfg=cfg),
         opened=functools.partial(transformer.with_float32_gradients, cfg=cfg),
         sends=transformer.stage_sends(cfg),
+        layers_in_part=transformer.layers_in_part(cfg),
     )
 
 

@@ -137,7 +137,7 @@ def embed(top: Tree, batch: Batch, cfg: Config) -> jax.Array:
 
 
 def stage(
-    chunk: Any, x: jax.Array, tokens: Tokens, cfg: Config, beside: Tree
+    chunk: Any, x: jax.Array, tokens: Tokens, beside: Tree, cfg: Config
 ) -> tuple[jax.Array, Tree]:
     """The residual stream through one chunk of layers (a tuple of trees, or one stacked tree).
 
@@ -159,6 +159,7 @@ def stage(
             )
         return (rows[0] if groups == 1 else jnp.concatenate(rows)), beside
     block = rematerialize(_block(cfg), saved_names(cfg.parallel.remat), apart=True)
+    tokens = lax.stop_gradient(tokens)
     return lax.scan(lambda x, w: (block(x, w, tokens), None), x, chunk)[0], beside
 
 
@@ -197,6 +198,18 @@ def stage_sends(cfg: Config) -> bool:
     Args:     cfg: resolved.
     """
     return _gathers(cfg) or cfg.parallel.sequence > 1
+
+
+def layers_in_part(cfg: Config) -> int:
+    """How many layers `stage` is given at a time: one, or as many as repeat where not all are
+    alike. 0, a chunk at once: for weights gathered a layer ahead, for rows in turns, whose groups
+    meet nowhere within a chunk, and in a loop over stacked layers.
+
+    Args:     cfg: resolved.
+    """
+    p = cfg.parallel
+    at_once = stage_sends(cfg) or p.row_groups > 1 or p.layer_loop == "scan"
+    return 0 if at_once else cfg.model.global_every or 1
 
 
 def runs_of_layers(chunk: tuple, tokens: Tokens, cfg: Config) -> list[tuple[tuple, Tokens]]:
@@ -247,7 +260,7 @@ def logits_at(weights: Tree, batch: Batch, tokens: Tokens, last: jax.Array, cfg:
     """
     top = weights["top"]
     (chunk,) = weights["layers"]
-    x, _ = stage(chunk, embed(top, batch, cfg), tokens, cfg, {})
+    x, _ = stage(chunk, embed(top, batch, cfg), tokens, {}, cfg)
     h = gather_sequence(layers.norm(x, top["final_norm"], cfg.model))
     row = lax.dynamic_index_in_dim(h, last, axis=1, keepdims=False)
     w = _whole({"head": top["head"]}, TOP_DIMS, cfg)["head"]

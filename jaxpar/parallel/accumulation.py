@@ -3,6 +3,7 @@
 And what this shares with the pipeline: the model as a schedule sees it, and float32 sums.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,19 +24,33 @@ class Program:
     """The model as a schedule sees it. `mb` is one microbatch; weights: `top`, a dict, and `chunk`.
 
     embed   (top, mb) -> x. Every stage calls it together.
-    stage   (chunk, x, mb, beside) -> x, beside. The latter: weights that `head` is given, whose
+    tokens  mb -> what `stage` knows of it.
+    stage   (chunk, x, tokens, beside) -> x, beside. The latter: weights that `head` is given, whose
             gradients travel beside the layers' backward.
     head    (top, x, mb) -> (loss, loss to report). Every stage calls it together; reads x on the
             last stage, and sends that stage alone a gradient.
     opened  chunk -> chunk, for gradients that matmuls add up, if they do: `float32_gradients`.
     sends   Whether `stage` sends anything that all pipeline stages come to.
+    layers_in_part  How many layers of a chunk `stage` is given at a time, so that what one part
+            leaves behind is dealt with before the next; 0: all of a chunk.
     """
 
     embed: Callable[..., jax.Array]
+    tokens: Callable[[Any], Any]
     stage: Callable[..., tuple[jax.Array, Any]]
     head: Callable[..., Sums]
     opened: Callable[[Any], Any] = lambda chunk: chunk
     sends: bool = True
+    layers_in_part: int = 0
+
+    def parts(self, chunk: Any) -> tuple[Any, ...]:
+        """A chunk, or sums like it, in parts."""
+        n = self.layers_in_part
+        return tuple(itertools.batched(chunk, n)) if n else (chunk,)
+
+    def whole(self, parts: Any) -> Any:
+        """What `parts` has cut."""
+        return tuple(itertools.chain(*parts)) if self.layers_in_part else parts[0]
 
 
 def take(tree: Any, i: Any) -> Any:
@@ -65,12 +80,14 @@ def whole_model(program: Program, trained: Any, still: Any, mb: Any) -> Sums:
     weights = join(trained, still)
     top, (chunk,) = weights["top"], weights["layers"]
     beside = {"head": top["head"]} if "head" in trained["top"] else {}
-    x, beside = program.stage(chunk, program.embed(top, mb), mb, beside)
+    x, beside = program.stage(chunk, program.embed(top, mb), program.tokens(mb), beside)
     return program.head(top | beside, x, mb)
 
 
 def accumulate(program: Program, weights: Any, still: Any, microbatches: Any, scale: jax.Array):
     """Loss and gradients of a model that is not cut into stages.
+
+    Where layers send nothing, each adds its gradients to the sums in its own backward.
 
     Args:     weights: {"top", "layers"}, varying over every axis; layers a tuple of one chunk.
               still: the same, of other names: weights that take no gradient; or {}. microbatches: a
@@ -87,13 +104,74 @@ def accumulate(program: Program, weights: Any, still: Any, microbatches: Any, sc
         return gradients(weights, take(microbatches, 0))
 
     def body(carry, mb):
-        added_up = dict(weights, layers=tuple(map(program.opened, weights["layers"])))
-        sums, grads = gradients(added_up, mb)
-        return (jax.tree.map(jnp.add, carry[0], sums), add32(carry[1], grads)), None
+        if program.layers_in_part:
+            sums, grads = _in_parts(program, join(weights, still), carry[1], mb, scale)
+        else:
+            opened = dict(weights, layers=tuple(map(program.opened, weights["layers"])))
+            sums, grads = gradients(opened, mb)
+            grads = add32(carry[1], grads)
+        return (jax.tree.map(jnp.add, carry[0], sums), grads), None
 
     first = jax.eval_shape(lambda: gradients(weights, take(microbatches, 0))[0])
     start = zeros_like_type(first), zeros32(weights)
     return lax.scan(body, start, microbatches)[0]
+
+
+def _in_parts(program: Program, weights: Any, grads: Any, mb: Any, scale: jax.Array):
+    """One microbatch: its loss sums, and `grads` with its gradients added."""
+    top, (chunk,) = weights["top"], weights["layers"]
+    trained = {name: top[name] for name in grads["top"]}
+    x, d_embed = jax.vjp(lambda w: program.embed(top | w, mb), trained)
+    tokens = program.tokens(mb)
+    x, vjps = forward_in_parts(program, chunk, x, tokens)
+    sums, d_head = jax.vjp(lambda w, x: program.head(top | w, x, mb), trained, x)
+    d_top, g = d_head(seed(sums, scale))
+    at_top, g = lax.optimization_barrier((add32(grads["top"], d_top), g))
+    in_layers, g = add_in_parts(program, chunk, grads["layers"][0], vjps, g, tokens)
+    (d_top,) = d_embed(g)
+    return sums, dict(top=add32(at_top, d_top), layers=(in_layers,))
+
+
+def forward_in_parts(program: Program, chunk: Any, x: jax.Array, tokens: Any):
+    """A chunk of layers: its output, and the pullback of each part."""
+    vjps = []
+    for part in program.parts(chunk):
+        x, vjp = pullback(program, part, x, tokens)
+        vjps.append(vjp)
+    return x, vjps
+
+
+def pullback(program: Program, part: Any, x: jax.Array, tokens: Any):
+    """The output of a part, and its pullback, which holds all that the backward needs but weights
+    and tokens: `pulled_back` is given these again."""
+    stage = lambda part, x, tokens: program.stage(part, x, tokens, {})[0]  # noqa: E731
+    return jax.vjp(stage, program.opened(part), x, tokens, saveable_args=(False, True, False))
+
+
+def pulled_back(program: Program, part: Any, vjp: Any, g: jax.Array, tokens: Any):
+    """The gradients of a part and of its input."""
+    vjp.args_res[0], vjp.args_res[2] = program.opened(part), tokens
+    d_part, g, _ = vjp(g)
+    return d_part, g
+
+
+def add_in_parts(
+    program: Program, chunk: Any, sums: Any, vjps: list[Any], g: jax.Array, tokens: Any
+):
+    """Sums like `chunk` with its gradients added, and the gradient of its input.
+
+    A part's gradients are added before the part below begins. XLA would put those matmuls off to
+    the end of the backward, since nothing waits for them, and keep all that they read until then.
+
+    Args:     vjps: of `forward_in_parts`. g: the gradient of the output.
+    """
+    parts, sums_of = program.parts(chunk), list(program.parts(sums))
+    for i in reversed(range(len(parts))):
+        d_part, g = pulled_back(program, parts[i], vjps[i], g, tokens)
+        sums_of[i] = add32(sums_of[i], d_part)
+        if i > 0:
+            sums_of[i], g = lax.optimization_barrier((sums_of[i], g))
+    return program.whole(sums_of), g
 
 
 def zeros_like_type(avals: Any) -> Any:

@@ -28,6 +28,10 @@ from jaxpar.parallel.accumulation import (
     Program,
     Sums,
     add32,
+    add_in_parts,
+    forward_in_parts,
+    pullback,
+    pulled_back,
     seed,
     take,
     zeros32,
@@ -99,11 +103,13 @@ class _Run:
         at_work = (unit >= 0) & (unit < self.plan.num_units)
         return lax.switch(jnp.where(at_work, c, len(work)), [*work, idle])
 
-    def add_chunk(self, sums: Any, part: Any, c: Any) -> Any:
-        """Sums of all chunks like `chunks`, and a gradient of chunk c more."""
-        if self.by_index:
-            return add32(sums, part, lambda a, b: a.at[c].add(b.astype(jnp.float32)))
-        return (*sums[:c], add32(sums[c], part), *sums[c + 1 :])
+    def add_chunk(self, sums: Any, vjps: list[Any], g: jax.Array, tokens: Any, chunk: Any, c: Any):
+        """Sums of all chunks like `chunks`, and chunk c's gradients more; that of its input."""
+        if not self.by_index:
+            own, dx = add_in_parts(self.program, chunk, sums[c], vjps, g, tokens)
+            return (*sums[:c], own, *sums[c + 1 :]), dx
+        d_chunk, dx = pulled_back(self.program, chunk, vjps[0], g, tokens)
+        return add32(sums, d_chunk, lambda a, b: a.at[c].add(b.astype(jnp.float32))), dx
 
     @property
     def slots(self) -> int:
@@ -204,25 +210,21 @@ def _forward(run: _Run, received: jax.Array, t: jax.Array, ring: Any):
         lambda: jnp.zeros_like(received),
     )
     x = jnp.where((s == 0) & (c == 0), fresh, received)
-    stage = partial(_stage, run, take(run.microbatches, m))
+    tokens = run.program.tokens(take(run.microbatches, m))
 
     def unit(chunk: Any, _: Any):
         if ring is None or run.save == "inputs":
-            return stage(chunk, x), ring if ring is None else _put(run, ring, [x], i)
-        y, vjp = _vjp(stage, run.program.opened(chunk), x)
-        return y, _put(run, ring, jax.tree.leaves(vjp), i)
+            y = run.program.stage(chunk, x, tokens, {})[0]
+            return y, ring if ring is None else [_put(run, ring[0], [x], i)]
+        y, kept = x, list[Any]()
+        for part, slots in zip(run.program.parts(chunk), ring, strict=True):
+            if kept:  # XLA would write all parts' values at the end, and hold them until then
+                part, kept[-1] = lax.optimization_barrier((part, kept[-1]))
+            y, vjp = pullback(run.program, part, y, tokens)
+            kept.append(_put(run, slots, jax.tree.leaves(vjp), i))
+        return y, kept
 
     return run.in_chunk(i, c, unit, lambda: (x, ring))
-
-
-def _vjp(stage: Callable, chunk: Any, x: jax.Array):
-    """`jax.vjp` that holds everything the backward needs but the weights, which stay where they
-    are: their places in `args_res` are to be filled in before it is called."""
-    return jax.vjp(stage, chunk, x, saveable_args=(False, True))
-
-
-def _stage(run: _Run, mb: Any, chunk: Any, x: jax.Array) -> jax.Array:
-    return run.program.stage(chunk, x, mb, {})[0]
 
 
 def _when(run: _Run, predicate: jax.Array, yes: Callable, no: Callable) -> Any:
@@ -262,14 +264,13 @@ def _backward(run: _Run, carry: dict, d_head: jax.Array, t: jax.Array):
 
     def unit(chunk: Any, k: Any):
         saved = take(carry["ring"], f % plan.ring_size)
-        x = saved[0] if run.save == "inputs" else jnp.zeros_like(g)
-        chunk = run.program.opened(chunk)
-        _, vjp = _vjp(partial(_stage, run, take(run.microbatches, m)), chunk, x)
+        x = saved[0][0] if run.save == "inputs" else jnp.zeros_like(g)
+        tokens = run.program.tokens(take(run.microbatches, m))
+        _, vjps = forward_in_parts(run.program, chunk, x, tokens)
         if run.save == "residuals":  # the forward just traced is then dead code; XLA drops it
-            vjp = jax.tree.unflatten(jax.tree.structure(vjp), saved)
-        vjp.args_res[0] = chunk
-        d_chunk, dx = vjp(g)
-        return run.add_chunk(sums, d_chunk, k), dx
+            with_saved = lambda vjp, a: jax.tree.unflatten(jax.tree.structure(vjp), a)  # noqa: E731
+            vjps = list(map(with_saved, vjps, saved))
+        return run.add_chunk(sums, vjps, g, tokens, chunk, k)
 
     layers, dx = run.in_chunk(i, c, unit, lambda: (sums, g))
     return _embed_backward(run, dict(carry["grads"], layers=layers), dx, t), dx
@@ -292,8 +293,9 @@ def _embed_backward(run: _Run, grads: dict, dx: jax.Array, t: jax.Array) -> dict
 
 
 def _empty_ring(run: _Run, blank: jax.Array) -> Any:
-    types = _residual_types(run, blank) if run.save == "residuals" else [jax.typeof(blank)]
-    return [_empty(run, aval) for aval in types]
+    """Slots for the values of each part of a chunk; for its input, as those of one part."""
+    types = _residual_types(run, blank) if run.save == "residuals" else [[jax.typeof(blank)]]
+    return jax.tree.map(partial(_empty, run), types)
 
 
 def _empty(run: _Run, aval: Any) -> jax.Array:
@@ -305,14 +307,15 @@ def _empty(run: _Run, aval: Any) -> jax.Array:
     return varying((jnp.zeros if run.program.sends else lax.empty)(shape, aval.dtype))
 
 
-def _residual_types(run: _Run, x: jax.Array) -> list[Any]:
+def _residual_types(run: _Run, x: jax.Array) -> list[list[Any]]:
     """Types of a unit's residuals. (`eval_shape` returns no memory space under shard_map.)"""
-    types: list[Any] = []
-    stage = partial(_stage, run, take(run.microbatches, 0))
+    types: list[list[Any]] = []
+    tokens = run.program.tokens(take(run.microbatches, 0))
 
     def note(x: jax.Array) -> None:
-        chunk = run.program.opened(take(run.chunks, 0) if run.by_index else run.chunks[0])
-        types.extend(map(jax.typeof, jax.tree.leaves(_vjp(stage, chunk, x)[1])))
+        chunk = take(run.chunks, 0) if run.by_index else run.chunks[0]
+        for vjp in forward_in_parts(run.program, chunk, x, tokens)[1]:
+            types.append(list(map(jax.typeof, jax.tree.leaves(vjp))))
 
     jax.eval_shape(note, x)
     return types

@@ -73,7 +73,7 @@ def gpipe(program, weights, _still, microbatches, scale):
 
         def tick(x, t):
             x = jnp.where(s == 0, program.embed(w["top"], at(t)), x)
-            y, _ = program.stage(chunk, x, at(t - s), {})
+            y, _ = program.stage(chunk, x, program.tokens(at(t - s)), {})
             loss = program.head(w["top"], y, at(t - (P - 1)))
             return shift(y, PIPELINE, 1), loss
 
