@@ -202,14 +202,14 @@ def stage_sends(cfg: Config) -> bool:
 
 def layers_in_part(cfg: Config) -> int:
     """How many layers `stage` is given at a time: one, or as many as repeat where not all are
-    alike. 0, a chunk at once: for weights gathered a layer ahead, for rows in turns, whose groups
-    meet nowhere within a chunk, and in a loop over stacked layers.
+    alike. 0, a chunk at once: for weights gathered a layer ahead and values fetched a layer ahead,
+    for rows in turns, whose groups meet nowhere within a chunk, and in a loop over stacked layers.
 
     Args:     cfg: resolved.
     """
     p = cfg.parallel
-    at_once = stage_sends(cfg) or p.row_groups > 1 or p.layer_loop == "scan"
-    return 0 if at_once else cfg.model.global_every or 1
+    ahead = stage_sends(cfg) or names_on_host(p.remat)
+    return 0 if ahead or p.row_groups > 1 or p.layer_loop == "scan" else cfg.model.global_every or 1
 
 
 def runs_of_layers(chunk: tuple, tokens: Tokens, cfg: Config) -> list[tuple[tuple, Tokens]]:
