@@ -189,7 +189,9 @@ def program_of(cfg: Config, max_segments: int | None) -> Program:
     return Program(
         embed=functools.partial(transformer.embed, cfg=cfg),
         tokens=lambda mb: block.describe_tokens(mb, cfg, max_segments),
-        stage=functools.partial(transformer.stage, cfg=cfg),
+        stage=functools.partial(
+            transformer.stage, cfg=cfg, layers_of=transformer.rematerialized(cfg)
+        ),
         head=functools.partial(transformer.head, cfg=cfg),
         opened=functools.partial(transformer.with_float32_gradients, cfg=cfg),
         sends=transformer.stage_sends(cfg),

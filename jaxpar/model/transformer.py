@@ -41,6 +41,9 @@ from jaxpar.params import ParamSpec, split
 
 type Tree = dict[str, Any]
 
+#: Names that are saved -> a layer.
+type Rematerialized = Callable[[tuple[str, ...]], Callable[..., Any]]
+
 
 def param_specs(m: ModelConfig, adapters: LoraConfig | None = None) -> Tree:
     """Every parameter of the model: shape, logical axes, initial distribution.
@@ -137,15 +140,16 @@ def embed(top: Tree, batch: Batch, cfg: Config) -> jax.Array:
 
 
 def stage(
-    chunk: Any, x: jax.Array, tokens: Tokens, beside: Tree, cfg: Config
+    chunk: Any, x: jax.Array, tokens: Tokens, beside: Tree, cfg: Config, layers_of: Rematerialized
 ) -> tuple[jax.Array, Tree]:
     """The residual stream through one chunk of layers (a tuple of trees, or one stacked tree).
 
-    Args:     beside: weights for later; unrolled layers have time for their gradients.
+    Args:     beside: weights for later; unrolled layers have time for their gradients. layers_of:
+              `rematerialized`, for unrolled layers.
     Returns:  as x; beside.
     """
     if isinstance(chunk, tuple):
-        groups, blocks = cfg.parallel.row_groups, iter(_blocks(cfg, len(chunk)))
+        groups, blocks = cfg.parallel.row_groups, iter(_blocks(cfg, len(chunk), layers_of))
         cast = functools.partial(_cast, dims=LAYER_DIMS, cfg=cfg)
         gather = functools.partial(_whole, dims=LAYER_DIMS, cfg=cfg)
         scatter = functools.partial(_scattered, dims=LAYER_DIMS, cfg=cfg)
@@ -260,7 +264,7 @@ def logits_at(weights: Tree, batch: Batch, tokens: Tokens, last: jax.Array, cfg:
     """
     top = weights["top"]
     (chunk,) = weights["layers"]
-    x, _ = stage(chunk, embed(top, batch, cfg), tokens, {}, cfg)
+    x, _ = stage(chunk, embed(top, batch, cfg), tokens, {}, cfg, rematerialized(cfg))
     h = gather_sequence(layers.norm(x, top["final_norm"], cfg.model))
     row = lax.dynamic_index_in_dim(h, last, axis=1, keepdims=False)
     w = _whole({"head": top["head"]}, TOP_DIMS, cfg)["head"]
@@ -324,15 +328,21 @@ def _layer(cfg: Config, xs: tuple, w: Tree, tokens: tuple) -> tuple[jax.Array, .
     return layer_in_turns(xs, w, tokens, cfg)
 
 
-def _blocks(cfg: Config, count: int) -> list[Callable[..., Any]]:
+def rematerialized(cfg: Config) -> Rematerialized:
+    """A layer as a function of whole weights, by the names that it saves: for each the same one,
+    wherever in a step it is used, so that JAX traces it and lowers its kernels once."""
+    in_ring = cfg.parallel.pipeline > 1 and cfg.parallel.pipeline_save == "residuals"
+    layer = functools.partial(_layer, cfg)
+    return functools.cache(lambda names: rematerialize(layer, names, apart=in_ring))
+
+
+def _blocks(cfg: Config, count: int, layer_that_saves: Rematerialized) -> list[Callable[..., Any]]:
     """The layers of a chunk, as functions of whole weights."""
-    p, layer = cfg.parallel, functools.partial(_layer, cfg)
-    names = saved_names(p.remat)
-    in_ring = p.pipeline > 1 and p.pipeline_save == "residuals"
-    blocks = [rematerialize(layer, names, apart=in_ring)] * count
+    p, names = cfg.parallel, saved_names(cfg.parallel.remat)
+    blocks = [layer_that_saves(names)] * count
     if p.pipeline == 1 and names_on_host(p.remat):
         # Its backward is next: its values would be fetched at once, with no work to hide it.
-        blocks[-1] = rematerialize(layer, all_on_device(names), apart=in_ring)
+        blocks[-1] = layer_that_saves(all_on_device(names))
     return blocks
 
 
