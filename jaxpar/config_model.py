@@ -39,7 +39,8 @@ class ModelConfig:
     experts_per_token: int = 2
     """Experts that a token goes through: those that the router finds likeliest."""
     normalize_experts: bool = True
-    """The weights of a token's experts add up to 1. False: they are the router's probabilities."""
+    """The weights of a token's experts add up to 1, which takes two or more. False: they are the
+    router's probabilities."""
     vocab_size: int = 512
     """Rows of the embedding. Must cover the tokenizer's vocabulary."""
     rope_theta: float = 500_000.0

@@ -241,9 +241,11 @@ def resolve_meshes(
     """The resolved config of each mesh.
 
     Raises:   ConfigError for a mesh that was asked for and cannot be. Of the default ones, those
-              are left out, and it is said why, unless they are only too large.
+              are left out, and it is said why, unless they are only too large; what is wrong
+              with all of them alike is raised.
     """
-    configs = {}
+    configs: dict[str, Config] = {}
+    left_out: dict[str, ConfigError] = {}
     for name, parallel in meshes.items():
         needed = num_devices(parallel)
         try:
@@ -255,7 +257,11 @@ def resolve_meshes(
             if given:
                 raise
             if needed <= available:
-                print(f"left out {name}: {error}")
+                left_out[name] = error
+    if not configs and len(set(map(str, left_out.values()))) == 1:
+        raise next(iter(left_out.values()))  # of the config, whatever the mesh
+    for name, why in left_out.items():
+        print(f"left out {name}: {why}")
     if not configs:
         raise ConfigError("--mesh", None, "no default mesh fits this config", "add --shrink")
     return configs

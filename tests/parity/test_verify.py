@@ -77,6 +77,10 @@ def test_not_a_number_is_never_close():
         (["quickstart", "--mesh", "context=star"], "must be one of allgather, ring, ulysses"),
         (["quickstart", "--mesh", "data=32"], "needs 32 devices.*--devices 32"),
         (["quickstart", "--mesh", "tensor=5"], r"parallel\.tensor = 5"),
+        (
+            ["quickstart", "--model.num-experts", "4", "--model.experts-per-token", "1"],
+            "experts_per_token = 1: leaves the router no gradient.*--model.normalize-experts False",
+        ),
         (["llama3_8b", "--mesh", "data=2"], "8030261248.*add --shrink"),
         (["quickstart", "--tolerance", "2"], "must be between 0 and 1"),
         (["quickstart", "--steps", "-1"], "must not be negative"),
