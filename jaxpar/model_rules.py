@@ -41,12 +41,12 @@ def layer_kinds(cfg: Config) -> None:
     none, n = flag(every, 0), m.global_every
     path, rule = "model.local_rope_theta", f"is of the layers with a window, and {every} is 0"
     theta = m.local_rope_theta
-    no_theta = f"{flag(path)} None"
+    no_theta = flag(path, None)
     require(theta is None or n > 0, cfg, path, rule, no_theta, flag(every, 6))
     require(theta is None or theta > 0, cfg, path, "must be above 0", no_theta)
     path, dim = "model.query_scale_dim", m.query_scale_dim
     rule = "must be at least 1, or None for head_dim"
-    require(dim is None or dim >= 1, cfg, path, rule, f"{flag(path)} None")
+    require(dim is None or dim >= 1, cfg, path, rule, flag(path, None))
     if n == 0:
         return
     require(n > 1, cfg, every, "leaves no layer with a window", none, flag(every, 6))
