@@ -77,6 +77,7 @@ def main(argv: Sequence[str]) -> int:
     asked = parse_overrides(load_config(options.config), overrides, PROGRAM)
     cfg = parity.float32(asked)
     meshes = parse_meshes(options.mesh or DEFAULT_MESHES, cfg.parallel)
+    refuse_rounding(meshes, cfg.parallel)
     if options.shrink:
         cfg = parity.shrink(cfg, list(meshes.values()))
         cfg = parity.float32(parse_overrides(cfg, overrides, PROGRAM))
@@ -189,6 +190,17 @@ def parse_meshes(items: Sequence[str], parallel: ParallelConfig) -> dict[str, Pa
     """The parallel section of each mesh item: `parallel`, with every axis 1 unless named."""
     ones = dict.fromkeys((*AXES, "virtual_stages"), 1)
     return {item: dataclasses.replace(parallel, **ones | _parse_mesh(item)) for item in items}
+
+
+def refuse_rounding(meshes: dict[str, ParallelConfig], parallel: ParallelConfig) -> None:
+    """Raise ConfigError for a mesh that would round what float32 does not: `parity.float32` resets
+    such fields of the config, and what they need of the model with them."""
+    for name, mesh in meshes.items():
+        for field in ("gather_dtype", "grad_reduce"):
+            value = getattr(mesh, field)
+            if value != getattr(parallel, field):
+                rule = f"sets {field}, and verify compares in float32"
+                raise ConfigError("--mesh", name, rule, f"leave out {field}={value}")
 
 
 def _parse_mesh(text: str) -> dict[str, Any]:
