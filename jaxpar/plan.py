@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import json
 import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from jaxpar.bench.options import Parser
 from jaxpar.config import Config, ConfigError
 from jaxpar.planning import advice, budget, compiling, layouts, override, showing
 from jaxpar.planning.communication import Cluster
+from jaxpar.planning.fixed import read_fixed
 from jaxpar.planning.hardware import GIB, GPUS, NETWORKS, gpu_named, network_named
 from jaxpar.planning.ranking import Layout, Plan, make_plan, nothing_fits
 
@@ -117,7 +119,7 @@ def read_command(argv: Sequence[str]) -> Asked:
     first = [] if options.config is None else [options.config]
     cfg = cli.read_config([*first, *rest], "jaxpar.plan", __doc__)
     base = cli.load_config(options.config)
-    return Asked(options, options.config, base, cfg, cluster, read_fixed(options.fix))
+    return Asked(options, options.config, base, cfg, cluster, read_fixed(options.fix, cfg))
 
 
 def check_questions(options: argparse.Namespace) -> None:
@@ -163,24 +165,6 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
         more = f"--gpus {-(-count // nodes) * nodes}"
         raise ConfigError("--nodes", nodes, rule, f"{fix}, or {more}")
     return Cluster(gpu, network, count, count // nodes)
-
-
-def read_fixed(text: str | None) -> dict[str, Any]:
-    """--fix tensor=2,zero=3 -> {"tensor": 2, "zero": 3}.
-
-    Raises:   ConfigError for a field that a layout does not set, or a value of the wrong type.
-    """
-    fixed: dict[str, Any] = {}
-    for pair in (text or "").split(",") if text else []:
-        name, equals, value = (part.strip() for part in pair.partition("="))
-        if name not in layouts.FIELDS or not equals:
-            rule = f"must be FIELD=VALUE with a field of {', '.join(layouts.FIELDS)}"
-            raise ConfigError("--fix", pair, rule, "use --fix tensor=2,zero=3")
-        if name != "remat" and not (value.isdigit() and int(value) > 0):
-            rule, fix = f"{name} must be a whole number above 0", f"use --fix {name}=1"
-            raise ConfigError("--fix", pair, rule, fix)
-        fixed[name] = value if name == "remat" else int(value)
-    return fixed
 
 
 def main(argv: Sequence[str]) -> int:
@@ -237,7 +221,8 @@ def ranking(asked: Asked, console: Console) -> dict[str, Any]:
     console.print(f"\nThe first: {record['command']}", soft_wrap=True)
     if options.write:
         record["written"] = write_config(asked, chosen[0], plan)
-        console.print(f"written: python -m jaxpar.train {record['written']}", soft_wrap=True)
+        train = f"python -m jaxpar.train {shlex.quote(record['written'])}"
+        console.print(f"written: {train}", soft_wrap=True)
     return record
 
 
@@ -306,7 +291,7 @@ def inference(asked: Asked, console: Console) -> dict[str, Any]:
     """--kv-cache 64x8192."""
     text = asked.options.kv_cache
     rows, times, slots = text.lower().partition("x")
-    if not (times and rows.isdigit() and slots.isdigit() and int(rows) and int(slots)):
+    if not (times and rows.isdecimal() and slots.isdecimal() and int(rows) and int(slots)):
         rule = "must be sequences x tokens, both whole numbers above 0"
         raise ConfigError("--kv-cache", text, rule, "use --kv-cache 64x8192")
     found = budget.inference_memory(asked.cfg, asked.cluster, int(rows), int(slots))
