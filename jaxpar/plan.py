@@ -40,6 +40,9 @@ LEAST_WIDTH = 118
 #: GPUs where none are named; and the most: --quick takes 19 s for half as many.
 DEFAULT_GPUS, MOST_GPUS = 8, 1 << 17
 
+#: Of a budget: far beyond all text there is.
+MOST_TOKENS = 1e18
+
 
 #: Options that ask something else than for the ranking, and options of the ranking alone.
 QUESTIONS = ("hardware", "advice", "min_gpus", "largest", "kv_cache")
@@ -103,11 +106,13 @@ def read_command(argv: Sequence[str]) -> Asked:
     if options.gpus is not None and options.gpus > MOST_GPUS:
         fix = f"use --gpus {MOST_GPUS}, and multiply its replicas"
         raise ConfigError("--gpus", options.gpus, f"must be at most {MOST_GPUS:,}", fix)
-    for name in ("tokens", "price"):
-        value = getattr(options, name)
-        if value is not None and not 0 < value < math.inf:
-            fix = "use --tokens 15e12" if name == "tokens" else "use --price 2.5"
-            raise ConfigError(f"--{name}", value, "must be above 0, and finite", fix)
+    if options.tokens is not None and not 1 <= options.tokens <= MOST_TOKENS:
+        rule = f"must be at least 1, and at most {MOST_TOKENS:g}"
+        raise ConfigError("--tokens", options.tokens, rule, "use --tokens 15e12")
+    if options.price is not None and not 0 < options.price < math.inf:
+        raise ConfigError(
+            "--price", options.price, "must be above 0, and finite", "use --price 2.5"
+        )
     if options.price is not None and options.tokens is None:
         rule, fix = "prices a budget of tokens, and --tokens is not given", "add --tokens 15e12"
         raise ConfigError("--price", options.price, rule, fix)
@@ -132,9 +137,14 @@ def check_questions(options: argparse.Namespace) -> None:
         rule = f"does not go together with {first}, which is a question of its own"
         fix = f"leave out {other}, or {first}"
         raise ConfigError(other, getattr(options, others[0]), rule, fix)
-    if options.min_gpus and options.gpus is not None:
-        rule = "does not go together with --min-gpus, which is asked for their number"
-        raise ConfigError("--gpus", options.gpus, rule, "leave out --gpus, or --min-gpus")
+    for name, why in (
+        ("gpus", "is asked for their number"),
+        ("nodes", "fills hosts as the GPU is sold in"),
+    ):
+        value, option = getattr(options, name), f"--{name}"
+        if options.min_gpus and value is not None:
+            rule = f"does not go together with --min-gpus, which {why}"
+            raise ConfigError(option, value, rule, f"leave out {option}, or --min-gpus")
 
 
 def check_file(name: str | None) -> None:
@@ -187,7 +197,12 @@ def answer(asked: Asked, console: Console) -> dict[str, Any]:
     options = asked.options
     if options.hardware:
         showing.show_hardware(console)
-        return {gpu.name: dataclasses.asdict(gpu) for gpu in GPUS.values()}
+        return {
+            "gpus": {gpu.name: dataclasses.asdict(gpu) for gpu in GPUS.values()},
+            "networks": {
+                network.name: dataclasses.asdict(network) for network in NETWORKS.values()
+            },
+        }
     if options.advice:
         return {"advice": [*give_advice(asked, console)]}
     if options.min_gpus:

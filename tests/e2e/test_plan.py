@@ -124,6 +124,9 @@ def test_keys_and_values(capsys):
 def test_hardware_with_sources(capsys):
     said = run(capsys, "--hardware")
     assert "h200: NVIDIA H200" in said and "datasheet" in said and "estimate" in said
+    found = json.loads(run(capsys, "--hardware", "--json"))
+    assert found["gpus"].keys() == GPUS.keys() and found["networks"].keys() == NETWORKS.keys()
+    assert found["networks"]["ib400"]["bandwidth"]["value"] == 40e9
 
 
 def test_advice_is_of_the_numbers(capsys, monkeypatch):
@@ -150,7 +153,10 @@ BAD = (
         r"--fix = 'remat=bogus': .*use --fix remat=dots",
     ),
     (("llama3_8b", "--price", "2"), r"--price = 2.0.*add --tokens"),
-    (("llama3_8b", "--tokens", "0"), r"--tokens = 0.0: must be above 0"),
+    (("llama3_8b", "--tokens", "0"), r"--tokens = 0.0: must be at least 1"),
+    (("llama3_8b", "--tokens", "1e-300"), r"--tokens = 1e-300: must be at least 1, and at most"),
+    (("llama3_8b", "--tokens", "1e300"), r"--tokens = 1e\+300: .*at most 1e\+18"),
+    (("llama3_8b", "--price", "inf", "--tokens", "1"), r"--price = inf: must be above 0, and fin"),
     (("llama3_8b", "--kv-cache", "64"), r"--kv-cache = '64'.*64x8192"),
     (("llama3_8b", "--kv-cache", "²x3"), r"--kv-cache = '²x3': must be sequences x tokens"),
     (("llama3_8b", "--model.num-head", "2"), r"model.num_head = '2': is not a field"),
@@ -158,11 +164,15 @@ BAD = (
     (("llama3_70b", "--gpus", "4", "--quick"), r"--gpus = 4: is too few.*GiB.*--min-gpus"),
     (("llama3_8b", "--gpus", "7", "--quick"), r"--gpus = 7: gives no mesh that the.*as long\. Fix"),
     (("llama3_8b", "--fix", "tensor=3", "--quick"), r"--gpus = 8: gives no mesh.*that are kept"),
-    (("llama3_8b", "--tokens", "inf"), r"--tokens = inf: must be above 0, and finite"),
+    (("llama3_8b", "--tokens", "inf"), r"--tokens = inf: must be at least 1"),
     (("llama3_8b", "--write", "nowhere/new.py"), r"--write = .* needs the folder nowhere"),
     (("llama3_8b", "--min-gpus", "--write", "new.py"), r"--write = .* together with --min-gpus"),
     (("llama3_8b", "--gpus", "100000000"), r"--gpus = 100000000: must be at most 131,072"),
     (("llama3_8b", "--gpus", "8", "--min-gpus"), r"--gpus = 8: does not go together with --min"),
+    (
+        ("llama3_8b", "--nodes", "2", "--min-gpus"),
+        r"--nodes = 2: .* with --min.*sold in.*leave out",
+    ),
     (("llama3_8b", "--min-gpus", "--kv-cache", "1x1"), r"--kv-cache = .* with --min-gpus"),
 )
 
