@@ -25,6 +25,7 @@ from jaxpar.planning import advice, budget, compiling, layouts, override, showin
 from jaxpar.planning.communication import Cluster
 from jaxpar.planning.fixed import read_fixed
 from jaxpar.planning.hardware import GIB, GPUS, NETWORKS, gpu_named, network_named
+from jaxpar.planning.progress import on_stderr
 from jaxpar.planning.ranking import Layout, Plan, make_plan, nothing_fits
 
 EPILOG = """\
@@ -219,7 +220,7 @@ def ranking(asked: Asked, console: Console) -> dict[str, Any]:
     options, cluster = asked.options, asked.cluster
     if options.compile:
         compiling.check_can_compile(asked.cfg, cluster, options.compile)
-    plan = make_plan(asked.cfg, cluster, asked.fixed, coarse=options.quick)
+    plan = make_plan(asked.cfg, cluster, asked.fixed, coarse=options.quick, watch=on_stderr())
     if not plan.fitting:
         raise nothing_fits(plan)
     kept = plan.fitting if options.all else showing.best_of_each_mesh(plan.fitting)
@@ -276,7 +277,7 @@ def compile_first(
 
 def fewest(asked: Asked, console: Console) -> dict[str, Any]:
     """--min-gpus."""
-    count, layout = budget.fewest_gpus(asked.cfg, asked.cluster)
+    count, layout = budget.fewest_gpus(asked.cfg, asked.cluster, watch=on_stderr())
     words = layouts.describe(layout.cfg)
     console.print(
         f"{count} x {asked.cluster.gpu.name}: {words}, remat {layout.cfg.parallel.remat}, "
@@ -289,7 +290,7 @@ def largest(asked: Asked, console: Console) -> dict[str, Any]:
     """--largest batch, --largest sequence."""
     what, cluster = asked.options.largest, asked.cluster
     find = budget.largest_batch if what == "batch" else budget.longest_window
-    found = find(asked.cfg, cluster)
+    found = find(asked.cfg, cluster, on_stderr())
     if found is None:
         raise nothing_fits(make_plan(asked.cfg, cluster, coarse=True))
     size, layout = found

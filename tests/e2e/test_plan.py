@@ -1,6 +1,7 @@
 """`python -m jaxpar.plan` as its users run it."""
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 
 from jaxpar import cli, plan
 from jaxpar.config import Config, ConfigError, RopeScaling, replace
-from jaxpar.planning import compiling, override
+from jaxpar.planning import compiling, override, progress
 from jaxpar.planning.communication import Cluster
 from jaxpar.planning.forecast import forecast, forecast_here
 from jaxpar.planning.hardware import GPUS, NETWORKS
@@ -38,6 +39,18 @@ def test_values_in_host_memory_are_told(capsys):
     assert "exposed: host" in there and "exposed: host" not in here
     assert "Estimates: values in host memory (14.0 GiB a GPU" in there
     assert "Estimates" not in here
+
+
+def test_how_far_it_is_goes_to_stderr(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "EVERY", 0.0)
+    assert plan.main(["quickstart", "--gpus", "2", "--quick", "--json"]) == 0
+    said = capsys.readouterr()
+    json.loads(said.out)
+    assert re.search(r"^plan: 3 of \d+ layouts predicted$", said.err, re.M)
+    assert re.search(r"^plan: 1 combinations of mesh.* checked$", said.err, re.M)
+    monkeypatch.setattr(progress, "EVERY", 60.0)
+    assert plan.main(["quickstart", "--gpus", "2", "--quick", "--json"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_json_is_the_same_in_numbers(capsys):
