@@ -154,7 +154,9 @@ def check_file(name: str | None) -> None:
         return
     path = Path(name)
     if path.suffix != ".py":
-        raise ConfigError("--write", name, "must end in .py", f"use --write {path}.py")
+        raise ConfigError(
+            "--write", name, "must end in .py", f"use --write {shlex.quote(f'{path}.py')}"
+        )
     if path.exists():
         raise ConfigError("--write", name, "exists", "give another name, or remove it")
     if not path.parent.is_dir():

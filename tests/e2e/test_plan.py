@@ -179,6 +179,7 @@ BAD = (
     (("llama3_8b", "--fix", "tensor=3", "--quick"), r"--gpus = 8: gives no mesh.*that are kept"),
     (("llama3_8b", "--tokens", "inf"), r"--tokens = inf: must be at least 1"),
     (("llama3_8b", "--write", "nowhere/new.py"), r"--write = .* needs the folder nowhere"),
+    (("llama3_8b", "--write", "my plan"), r"must end in \.py.*use --write 'my plan\.py'"),
     (("llama3_8b", "--min-gpus", "--write", "new.py"), r"--write = .* together with --min-gpus"),
     (("llama3_8b", "--gpus", "100000000"), r"--gpus = 100000000: must be at most 131,072"),
     (("llama3_8b", "--gpus", "8", "--min-gpus"), r"--gpus = 8: does not go together with --min"),
