@@ -125,7 +125,7 @@ def _pairs(args: Sequence[str]) -> Iterator[tuple[str, str]]:
             raise unknown_field(path, "" if missing else text, flag)
         if missing:
             leaf = next(leaf for leaf in leaf_paths() if leaf.startswith(path))
-            raise ConfigError(path, "", "needs a value", f"use {flag(leaf)} {default_of(leaf)}")
+            raise ConfigError(path, "", "needs a value", f"use {flag(leaf, default_of(leaf))}")
         yield path, text
 
 

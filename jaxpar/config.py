@@ -8,6 +8,7 @@ and `python -m jaxpar.train CONFIG --help` prints these lines.
 import dataclasses
 import difflib
 import functools
+import shlex
 import types
 import typing
 from collections.abc import Callable
@@ -344,10 +345,13 @@ def unknown_field(path: str, value: Any, show: Callable[[str], str] = str) -> Co
     return ConfigError(path, value, "is not a field of the config", fix)
 
 
-def flag(path: str, value: Any = None) -> str:
-    """A field as the command line sets it: "--model.num-heads 8"; without a value, its name."""
+def flag(path: str, value: Any = ...) -> str:
+    """A field as the command line sets it: "--model.num-heads 8"; without a value, its name.
+
+    As a shell reads it: a value with spaces is quoted.
+    """
     name = "--" + path.replace("_", "-")
-    return name if value is None else f"{name} {value}"
+    return name if value is ... else f"{name} {shlex.quote(str(value))}"
 
 
 def replace(cfg: Config, **values: Any) -> Config:

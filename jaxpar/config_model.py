@@ -39,7 +39,7 @@ class ModelConfig:
     experts_per_token: int = 2
     """Experts that a token goes through: those that the router finds likeliest."""
     normalize_experts: bool = True
-    """The weights of a token's experts add up to 1. False: they are the router's probabilities."""
+    """A token's weights add up to 1; it needs two experts. False: the router's probabilities."""
     vocab_size: int = 512
     """Rows of the embedding. Must cover the tokenizer's vocabulary."""
     rope_theta: float = 500_000.0
@@ -59,7 +59,7 @@ class ModelConfig:
     mlp_bias: bool = False
     """Biases on the three feed-forward projections."""
     sliding_window: int | None = None
-    """Each query sees this many latest keys, itself included (Mistral). None: all of them."""
+    """Each query sees this many latest keys, itself included (Mistral): 2 or more. None: all."""
     global_every: int = 0
     """Every so many layers, one has no sliding window (Gemma 3: 6). 0: all layers are alike."""
     local_rope_theta: float | None = None

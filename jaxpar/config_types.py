@@ -68,7 +68,7 @@ def _example(path: str, value: Any, hint: Any) -> str:
     if section is not None:
         inner = next(p for p in field_types() if p.startswith(path + "."))
         fields = flag(inner, default_of(inner))
-        return fields if section is hint else f"{flag(path)} None, or {fields}"
+        return fields if section is hint else f"{flag(path, None)}, or {fields}"
     if typing.get_origin(hint) is Literal:
         choices = {str(choice): choice for choice in typing.get_args(hint)}
         near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
@@ -80,4 +80,4 @@ def _example(path: str, value: Any, hint: Any) -> str:
             number = math.nan
         if number.is_integer():
             return flag(path, int(number))
-    return f"{flag(path)} {default_of(path)}"
+    return flag(path, default_of(path))

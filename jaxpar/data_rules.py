@@ -49,4 +49,4 @@ def data(cfg: Config) -> None:
     require(not twice, cfg, "data.mixture", rule, flag("data.mixture", f"{twice}:1"))
     path, eos = "data.eos_id", cfg.data.eos_id
     rule = "must not be negative; None for files that need none"
-    require(eos is None or eos >= 0, cfg, path, rule, f"{flag(path)} None")
+    require(eos is None or eos >= 0, cfg, path, rule, flag(path, None))

@@ -87,4 +87,4 @@ def _flags(path: str, value: Any) -> list[str]:
     if dataclasses.is_dataclass(value):
         fields = [(f"{path}.{f.name}", getattr(value, f.name)) for f in dataclasses.fields(value)]
         return [text for name, inner in fields for text in _flags(name, inner)]
-    return [f"{flag(path)} {value}"]
+    return [flag(path, value)]

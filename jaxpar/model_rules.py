@@ -4,7 +4,7 @@
 """
 
 from jaxpar import extensions
-from jaxpar.config import Config, default_of, flag, require, value_of
+from jaxpar.config import Config, ModelConfig, default_of, flag, require, value_of
 
 
 def experts(cfg: Config) -> None:
@@ -20,10 +20,19 @@ def experts(cfg: Config) -> None:
     path, rule = "model.experts_per_token", f"must be at most model.num_experts = {m.num_experts}"
     ways = flag(path, m.num_experts), flag(count, m.experts_per_token)
     require(m.experts_per_token <= m.num_experts, cfg, path, rule, *ways)
+    # p / p is 1 whatever the router says: AdamW would make a step of the rounding noise.
+    rule = "leaves the router no gradient: model.normalize_experts makes the one weight 1"
+    ways = flag("model.normalize_experts", False), flag(path, 2)
+    require(not router_has_no_gradient(m), cfg, path, rule, *ways)
     path, rule = "model.mlp_bias", f"is of a dense feed-forward, and {count} is {m.num_experts}"
     require(not m.mlp_bias, cfg, path, rule, flag(path, False), none)
     path, rule = "model.matmul_dtype", f"does not cover experts, and {count} is {m.num_experts}"
     require(m.matmul_dtype == "compute", cfg, path, rule, flag(path, "compute"), none)
+
+
+def router_has_no_gradient(m: ModelConfig) -> bool:
+    """One expert of several, with a weight of 1. (Of one, the gradient is 0 without rounding.)"""
+    return m.num_experts > 1 and m.experts_per_token == 1 and m.normalize_experts
 
 
 def layer_kinds(cfg: Config) -> None:
@@ -32,12 +41,12 @@ def layer_kinds(cfg: Config) -> None:
     none, n = flag(every, 0), m.global_every
     path, rule = "model.local_rope_theta", f"is of the layers with a window, and {every} is 0"
     theta = m.local_rope_theta
-    no_theta = f"{flag(path)} None"
+    no_theta = flag(path, None)
     require(theta is None or n > 0, cfg, path, rule, no_theta, flag(every, 6))
     require(theta is None or theta > 0, cfg, path, "must be above 0", no_theta)
     path, dim = "model.query_scale_dim", m.query_scale_dim
     rule = "must be at least 1, or None for head_dim"
-    require(dim is None or dim >= 1, cfg, path, rule, f"{flag(path)} None")
+    require(dim is None or dim >= 1, cfg, path, rule, flag(path, None))
     if n == 0:
         return
     require(n > 1, cfg, every, "leaves no layer with a window", none, flag(every, 6))

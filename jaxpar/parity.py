@@ -280,6 +280,10 @@ def float32(cfg: Config) -> Config:
     )
 
 
+#: The least window of a shrunk model. In one of 1, queries have no gradient but rounding.
+LEAST_WINDOW = 4
+
+
 def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
     """A small model of the same kind, in sizes that all the meshes divide.
 
@@ -298,29 +302,30 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
     seq_len = up(32, every(lambda p: p.sequence * p.tensor * 2))
     shorter = seq_len / cfg.data.seq_len
     stages = every(lambda p: p.pipeline * p.virtual_stages)
+    d_ff = up(d_model * m.d_ff / m.d_model, every(lambda p: p.tensor))
+    rows = lambda p: p.replica * p.data * p.expert * p.num_microbatches * p.row_groups  # noqa: E731
     values = {
         "model.num_layers": up(2, stages * max(m.global_every, 1)),
         "model.d_model": d_model,
         "model.num_heads": heads,
         "model.num_kv_heads": kv_heads,
         "model.head_dim": head_dim,
-        "model.d_ff": up(d_model * m.d_ff / m.d_model, every(lambda p: p.tensor)),
+        "model.d_ff": d_ff,
         "model.vocab_size": up(128, every(lambda p: p.tensor * p.pipeline)),
         "model.init_std": m.init_std * math.sqrt(m.d_model / d_model),
         "data.seq_len": seq_len,
-        "train.global_batch_size": up(
-            8, every(lambda p: p.replica * p.data * p.expert * p.num_microbatches)
-        ),
+        "train.global_batch_size": up(8, every(rows)),
         "optimizer.warmup_steps": 0,
     }
     if cfg.lora.rank:
-        rank = min(cfg.lora.rank, head_dim)
+        rank = min(cfg.lora.rank, head_dim, d_model, d_ff)
         values |= {"lora.rank": rank, "lora.alpha": cfg.lora.alpha * rank / cfg.lora.rank}
     if m.num_experts:
         values["model.num_experts"] = min(m.num_experts, 8)
         values["model.experts_per_token"] = min(m.experts_per_token, 4)
     if m.sliding_window is not None:
-        values["model.sliding_window"] = up(m.sliding_window * shorter, 1)
+        least = min(m.sliding_window, LEAST_WINDOW)
+        values["model.sliding_window"] = max(round(m.sliding_window * shorter), least)
     if m.query_scale_dim is not None:
         values["model.query_scale_dim"] = up(m.query_scale_dim * head_dim / m.head_dim, 1)
     if m.rope_scaling is not None:

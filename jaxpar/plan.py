@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import json
 import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,9 @@ from jaxpar.bench.options import Parser
 from jaxpar.config import Config, ConfigError
 from jaxpar.planning import advice, budget, compiling, layouts, override, showing
 from jaxpar.planning.communication import Cluster
+from jaxpar.planning.fixed import read_fixed
 from jaxpar.planning.hardware import GIB, GPUS, NETWORKS, gpu_named, network_named
+from jaxpar.planning.progress import on_stderr
 from jaxpar.planning.ranking import Layout, Plan, make_plan, nothing_fits
 
 EPILOG = """\
@@ -37,6 +40,9 @@ LEAST_WIDTH = 118
 
 #: GPUs where none are named; and the most: --quick takes 19 s for half as many.
 DEFAULT_GPUS, MOST_GPUS = 8, 1 << 17
+
+#: Of a budget: far beyond all text there is.
+MOST_TOKENS = 1e18
 
 
 #: Options that ask something else than for the ranking, and options of the ranking alone.
@@ -101,11 +107,13 @@ def read_command(argv: Sequence[str]) -> Asked:
     if options.gpus is not None and options.gpus > MOST_GPUS:
         fix = f"use --gpus {MOST_GPUS}, and multiply its replicas"
         raise ConfigError("--gpus", options.gpus, f"must be at most {MOST_GPUS:,}", fix)
-    for name in ("tokens", "price"):
-        value = getattr(options, name)
-        if value is not None and not 0 < value < math.inf:
-            fix = "use --tokens 15e12" if name == "tokens" else "use --price 2.5"
-            raise ConfigError(f"--{name}", value, "must be above 0, and finite", fix)
+    if options.tokens is not None and not 1 <= options.tokens <= MOST_TOKENS:
+        rule = f"must be at least 1, and at most {MOST_TOKENS:g}"
+        raise ConfigError("--tokens", options.tokens, rule, "use --tokens 15e12")
+    if options.price is not None and not 0 < options.price < math.inf:
+        raise ConfigError(
+            "--price", options.price, "must be above 0, and finite", "use --price 2.5"
+        )
     if options.price is not None and options.tokens is None:
         rule, fix = "prices a budget of tokens, and --tokens is not given", "add --tokens 15e12"
         raise ConfigError("--price", options.price, rule, fix)
@@ -117,7 +125,7 @@ def read_command(argv: Sequence[str]) -> Asked:
     first = [] if options.config is None else [options.config]
     cfg = cli.read_config([*first, *rest], "jaxpar.plan", __doc__)
     base = cli.load_config(options.config)
-    return Asked(options, options.config, base, cfg, cluster, read_fixed(options.fix))
+    return Asked(options, options.config, base, cfg, cluster, read_fixed(options.fix, cfg))
 
 
 def check_questions(options: argparse.Namespace) -> None:
@@ -130,9 +138,14 @@ def check_questions(options: argparse.Namespace) -> None:
         rule = f"does not go together with {first}, which is a question of its own"
         fix = f"leave out {other}, or {first}"
         raise ConfigError(other, getattr(options, others[0]), rule, fix)
-    if options.min_gpus and options.gpus is not None:
-        rule = "does not go together with --min-gpus, which is asked for their number"
-        raise ConfigError("--gpus", options.gpus, rule, "leave out --gpus, or --min-gpus")
+    for name, why in (
+        ("gpus", "is asked for their number"),
+        ("nodes", "fills hosts as the GPU is sold in"),
+    ):
+        value, option = getattr(options, name), f"--{name}"
+        if options.min_gpus and value is not None:
+            rule = f"does not go together with --min-gpus, which {why}"
+            raise ConfigError(option, value, rule, f"leave out {option}, or --min-gpus")
 
 
 def check_file(name: str | None) -> None:
@@ -141,7 +154,9 @@ def check_file(name: str | None) -> None:
         return
     path = Path(name)
     if path.suffix != ".py":
-        raise ConfigError("--write", name, "must end in .py", f"use --write {path}.py")
+        raise ConfigError(
+            "--write", name, "must end in .py", f"use --write {shlex.quote(f'{path}.py')}"
+        )
     if path.exists():
         raise ConfigError("--write", name, "exists", "give another name, or remove it")
     if not path.parent.is_dir():
@@ -165,24 +180,6 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
     return Cluster(gpu, network, count, count // nodes)
 
 
-def read_fixed(text: str | None) -> dict[str, Any]:
-    """--fix tensor=2,zero=3 -> {"tensor": 2, "zero": 3}.
-
-    Raises:   ConfigError for a field that a layout does not set, or a value of the wrong type.
-    """
-    fixed: dict[str, Any] = {}
-    for pair in (text or "").split(",") if text else []:
-        name, equals, value = (part.strip() for part in pair.partition("="))
-        if name not in layouts.FIELDS or not equals:
-            rule = f"must be FIELD=VALUE with a field of {', '.join(layouts.FIELDS)}"
-            raise ConfigError("--fix", pair, rule, "use --fix tensor=2,zero=3")
-        if name != "remat" and not (value.isdigit() and int(value) > 0):
-            rule, fix = f"{name} must be a whole number above 0", f"use --fix {name}=1"
-            raise ConfigError("--fix", pair, rule, fix)
-        fixed[name] = value if name == "remat" else int(value)
-    return fixed
-
-
 def main(argv: Sequence[str]) -> int:
     """The command line."""
     if cli.asks_help(argv):
@@ -203,7 +200,12 @@ def answer(asked: Asked, console: Console) -> dict[str, Any]:
     options = asked.options
     if options.hardware:
         showing.show_hardware(console)
-        return {gpu.name: dataclasses.asdict(gpu) for gpu in GPUS.values()}
+        return {
+            "gpus": {gpu.name: dataclasses.asdict(gpu) for gpu in GPUS.values()},
+            "networks": {
+                network.name: dataclasses.asdict(network) for network in NETWORKS.values()
+            },
+        }
     if options.advice:
         return {"advice": [*give_advice(asked, console)]}
     if options.min_gpus:
@@ -220,7 +222,7 @@ def ranking(asked: Asked, console: Console) -> dict[str, Any]:
     options, cluster = asked.options, asked.cluster
     if options.compile:
         compiling.check_can_compile(asked.cfg, cluster, options.compile)
-    plan = make_plan(asked.cfg, cluster, asked.fixed, coarse=options.quick)
+    plan = make_plan(asked.cfg, cluster, asked.fixed, coarse=options.quick, watch=on_stderr())
     if not plan.fitting:
         raise nothing_fits(plan)
     kept = plan.fitting if options.all else showing.best_of_each_mesh(plan.fitting)
@@ -237,7 +239,8 @@ def ranking(asked: Asked, console: Console) -> dict[str, Any]:
     console.print(f"\nThe first: {record['command']}", soft_wrap=True)
     if options.write:
         record["written"] = write_config(asked, chosen[0], plan)
-        console.print(f"written: python -m jaxpar.train {record['written']}", soft_wrap=True)
+        train = f"python -m jaxpar.train {shlex.quote(record['written'])}"
+        console.print(f"written: {train}", soft_wrap=True)
     return record
 
 
@@ -276,7 +279,7 @@ def compile_first(
 
 def fewest(asked: Asked, console: Console) -> dict[str, Any]:
     """--min-gpus."""
-    count, layout = budget.fewest_gpus(asked.cfg, asked.cluster)
+    count, layout = budget.fewest_gpus(asked.cfg, asked.cluster, watch=on_stderr())
     words = layouts.describe(layout.cfg)
     console.print(
         f"{count} x {asked.cluster.gpu.name}: {words}, remat {layout.cfg.parallel.remat}, "
@@ -289,7 +292,7 @@ def largest(asked: Asked, console: Console) -> dict[str, Any]:
     """--largest batch, --largest sequence."""
     what, cluster = asked.options.largest, asked.cluster
     find = budget.largest_batch if what == "batch" else budget.longest_window
-    found = find(asked.cfg, cluster)
+    found = find(asked.cfg, cluster, on_stderr())
     if found is None:
         raise nothing_fits(make_plan(asked.cfg, cluster, coarse=True))
     size, layout = found
@@ -306,7 +309,7 @@ def inference(asked: Asked, console: Console) -> dict[str, Any]:
     """--kv-cache 64x8192."""
     text = asked.options.kv_cache
     rows, times, slots = text.lower().partition("x")
-    if not (times and rows.isdigit() and slots.isdigit() and int(rows) and int(slots)):
+    if not (times and rows.isdecimal() and slots.isdecimal() and int(rows) and int(slots)):
         rule = "must be sequences x tokens, both whole numbers above 0"
         raise ConfigError("--kv-cache", text, rule, "use --kv-cache 64x8192")
     found = budget.inference_memory(asked.cfg, asked.cluster, int(rows), int(slots))

@@ -5,6 +5,7 @@ model write. Run again, it goes on from where it stopped.
 """
 
 import math
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -59,6 +60,7 @@ def report(run_dir: Path, data: Path, unigram_entropy: float, seconds: float) ->
         f"{run_dir}/checkpoints/": "weights and optimiser state",
     }
     width = max(map(len, places))
+    python, run = shlex.quote(sys.executable), shlex.quote(str(run_dir))
     lines = [
         f"training loss at the end    {loss:.3f} nats per token ({loss / math.log(2):.2f} bits)",
         f"unigram entropy of the text {unigram_entropy:.3f}: the loss of knowing only how often "
@@ -66,9 +68,9 @@ def report(run_dir: Path, data: Path, unigram_entropy: float, seconds: float) ->
         "",
         *(f"{place:<{width}}   {what}" for place, what in places.items()),
         "",
-        f"Report:     {sys.executable} -m jaxpar.report {run_dir}",
-        f"More text:  {sys.executable} -m jaxpar.sample {run_dir} --prompt 'class '",
-        f"Longer:     {sys.executable} -m jaxpar.train quickstart --train.num-steps 1000 "
+        f"Report:     {python} -m jaxpar.report {run}",
+        f"More text:  {python} -m jaxpar.sample {run} --prompt 'class '",
+        f"Longer:     {python} -m jaxpar.train quickstart --train.num-steps 1000 "
         "--run.dir runs/longer",
     ]
     print("\n".join(lines), flush=True)

@@ -100,8 +100,8 @@ _BELOW_ONE = ("optimizer.beta1", "optimizer.beta2")
 
 
 def _numbers(cfg: Config) -> None:
-    def require(ok: bool, path: str, rule: str, better: Any = None) -> None:
-        _require(ok, cfg, path, rule, flag(path, default_of(path) if better is None else better))
+    def require(ok: bool, path: str, rule: str, better: Any = ...) -> None:
+        _require(ok, cfg, path, rule, flag(path, default_of(path) if better is ... else better))
 
     for path in field_types():
         if path.startswith("model.rope_scaling.") and cfg.model.rope_scaling is None:
@@ -149,8 +149,9 @@ def _model(cfg: Config) -> None:
     rule = "must be even, since RoPE turns pairs of numbers"
     _require(head_dim % 2 == 0, cfg, path, rule, flag(path, head_dim + 1))
     path, window = "model.sliding_window", cfg.model.sliding_window
-    rule = "must be at least 1, or None for full attention"
-    _require(window is None or window >= 1, cfg, path, rule, f"{flag(path)} None")
+    # Of a window of 1 the softmax is 1, so queries and keys would have no gradient but rounding.
+    rule = "must be at least 2, or None for full attention: a token alone has nothing to attend to"
+    _require(window is None or window >= 2, cfg, path, rule, flag(path, None))
     scaling = cfg.model.rope_scaling
     if scaling is None:
         return

@@ -77,6 +77,7 @@ def main(argv: Sequence[str]) -> int:
     asked = parse_overrides(load_config(options.config), overrides, PROGRAM)
     cfg = parity.float32(asked)
     meshes = parse_meshes(options.mesh or DEFAULT_MESHES, cfg.parallel)
+    refuse_rounding(meshes, cfg.parallel)
     if options.shrink:
         cfg = parity.shrink(cfg, list(meshes.values()))
         cfg = parity.float32(parse_overrides(cfg, overrides, PROGRAM))
@@ -191,6 +192,17 @@ def parse_meshes(items: Sequence[str], parallel: ParallelConfig) -> dict[str, Pa
     return {item: dataclasses.replace(parallel, **ones | _parse_mesh(item)) for item in items}
 
 
+def refuse_rounding(meshes: dict[str, ParallelConfig], parallel: ParallelConfig) -> None:
+    """Raise ConfigError for a mesh that would round what float32 does not: `parity.float32` resets
+    such fields of the config, and what they need of the model with them."""
+    for name, mesh in meshes.items():
+        for field in ("gather_dtype", "grad_reduce"):
+            value = getattr(mesh, field)
+            if value != getattr(parallel, field):
+                rule = f"sets {field}, and verify compares in float32"
+                raise ConfigError("--mesh", name, rule, f"leave out {field}={value}")
+
+
 def _parse_mesh(text: str) -> dict[str, Any]:
     hints, values = typing.get_type_hints(ParallelConfig), {}
     for item in text.split(","):
@@ -241,9 +253,11 @@ def resolve_meshes(
     """The resolved config of each mesh.
 
     Raises:   ConfigError for a mesh that was asked for and cannot be. Of the default ones, those
-              are left out, and it is said why, unless they are only too large.
+              are left out, and it is said why, unless they are only too large; what is wrong
+              with all of them alike is raised.
     """
-    configs = {}
+    configs: dict[str, Config] = {}
+    left_out: dict[str, ConfigError] = {}
     for name, parallel in meshes.items():
         needed = num_devices(parallel)
         try:
@@ -255,7 +269,11 @@ def resolve_meshes(
             if given:
                 raise
             if needed <= available:
-                print(f"left out {name}: {error}")
+                left_out[name] = error
+    if not configs and len(set(map(str, left_out.values()))) == 1:
+        raise next(iter(left_out.values()))  # of the config, whatever the mesh
+    for name, why in left_out.items():
+        print(f"left out {name}: {why}")
     if not configs:
         raise ConfigError("--mesh", None, "no default mesh fits this config", "add --shrink")
     return configs

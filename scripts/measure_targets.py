@@ -173,7 +173,8 @@ def arguments(words: list[str]) -> argparse.Namespace:
     if options.gpus < 1:
         parser.error("--gpus: no GPU is here. Fix: --list prints the commands")
     if not options.list and not (Path(options.data) / "meta.json").exists():
-        fix = f"python -m jaxpar.data prepare --input stdlib --output {options.data}"
+        fix = "python -m jaxpar.data prepare --input stdlib --output "
+        fix += shlex.quote(options.data)
         parser.error(f"--data = {options.data!r} holds no tokens. Fix: {fix} --tokenizer bpe:8192")
     if options.torchtitan:
         found = shutil.which(options.torchtitan)

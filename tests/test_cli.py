@@ -6,6 +6,7 @@ import json
 import os
 import re
 import resource
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -218,6 +219,7 @@ def test_a_value_takes_the_type_of_its_field(name, path, text, value):
     wanted = replace(cli.load_config(name), **{path: value})
     found = read(name, flag(path), text)
     assert found == read(name, f"{flag(path)}={text}") == wanted
+    assert read(name, *shlex.split(flag(path, value))) == wanted  # as a shell reads it
     node = found
     for key in path.split("."):
         node = getattr(node, key)

@@ -115,7 +115,11 @@ train.num_steps=100 | 1 | optimizer.warmup_steps | below train.num_steps = 100
 train.num_steps=5 optimizer.warmup_steps=7 | 1 | optimizer.warmup_steps | below
 # the model
 model.head_dim=31 | 1 | model.head_dim | even
-model.sliding_window=0 | 1 | model.sliding_window | at least 1, or None
+model.sliding_window=0 | 1 | model.sliding_window | at least 2, or None
+model.sliding_window=1 | 1 | model.sliding_window | a token alone has nothing to attend to
+model.sliding_window=3000000000 | 1 | model.sliding_window | at most 2147483647
+model.local_rope_theta=inf | 1 | model.local_rope_theta | finite
+data.eos_id=3000000000 | 1 | data.eos_id | at most 2147483647
 model.attention_backend=cudnn model.head_dim=36 | 1 | model.head_dim | multiple of 8
 model.attention_backend=cudnn model.head_dim=264 | 1 | model.head_dim | up to 256
 model.attention_backend=cudnn model.dtype=float32 | 1 | \

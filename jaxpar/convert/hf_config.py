@@ -13,6 +13,7 @@ from jaxpar.convert.config_file import Values, refuse
 from jaxpar.convert.families import FAMILIES, Family
 from jaxpar.convert.layout import Entry
 from jaxpar.model.transformer import param_specs
+from jaxpar.model_rules import router_has_no_gradient
 from jaxpar.params import flat
 
 #: Compute dtype of the model for the dtype that the weights are in.
@@ -92,7 +93,12 @@ def model_of(values: Values, family: Family) -> ModelConfig:
         fields[ours] = _field(ours, key, values)
     fields |= layer_keys.read(values, family, fields["num_layers"])
     dtype = dtype_of(values)
-    return ModelConfig(**fields, dtype=COMPUTE_DTYPES[dtype])  # type: ignore[arg-type]
+    model = ModelConfig(**fields, dtype=COMPUTE_DTYPES[dtype])  # type: ignore[arg-type]
+    if router_has_no_gradient(model):
+        rule = "gives each token one expert, with a weight of 1: its router could not be trained"
+        fix = "use a model with two or more, or without norm_topk_prob"
+        raise refuse(family.fields["experts_per_token"], 1, rule, fix)
+    return model
 
 
 def _field(ours: str, key: str, values: Values) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import tyro
 
 from jaxpar import guard
-from jaxpar.config import ConfigError
+from jaxpar.config import ConfigError, flag
 from jaxpar.data.convert import ConvertOptions, convert
 from jaxpar.data.inspect_tokens import InspectOptions, inspect_tokens
 from jaxpar.data.meta import Meta
@@ -79,7 +79,7 @@ def _summary(options: PrepareOptions | ChatOptions, meta: Meta) -> str:
         lines.append(line)
     lines += [
         f"  knowing only how often each token occurs gives loss {meta.unigram_entropy:.3f}",
-        f"train on it with: --data.path {options.output} "
+        f"train on it with: {flag('data.path', options.output)} "
         f"--model.vocab-size {-(-meta.vocab_size // 128) * 128}",
     ]
     return "\n".join(lines)

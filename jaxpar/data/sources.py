@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shlex
 from pathlib import Path
 from typing import NamedTuple
 
@@ -119,7 +120,8 @@ def find_file(path: Path, split: str, whole: bool = False) -> TokenFile:
         shards = list(path.glob("*.bin"))
         if shards:
             rule = f"holds {len(shards)} .bin files, and no {split}.bin among them"
-            fix = f"name one, or join them: python -m jaxpar.data convert --input {path}/*.bin"
+            fix = "name one, or join them: python -m jaxpar.data convert --input "
+            fix += f"{shlex.quote(str(path))}/*.bin"
             raise ConfigError("data.path", str(path), rule, fix)
     elif path.is_file() or megatron.index_of(path):
         if split != TRAIN and not whole:

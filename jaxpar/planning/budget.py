@@ -11,6 +11,7 @@ from jaxpar.config import Config, ConfigError
 from jaxpar.model.decode import cache_bytes
 from jaxpar.model.flops import num_params
 from jaxpar.planning.communication import Cluster
+from jaxpar.planning.progress import Watch, unwatched
 from jaxpar.planning.ranking import Layout, make_plan
 
 HOUR, DAY = 3600.0, 86_400.0
@@ -26,13 +27,17 @@ def counts_of_gpus(per_host: int, most: int) -> list[int]:
     return [n for n in inside if n <= most] + hosts
 
 
-def fewest_gpus(cfg: Config, cluster: Cluster, most: int = 4096) -> tuple[int, Layout]:
+def fewest_gpus(
+    cfg: Config, cluster: Cluster, most: int = 4096, watch: Watch = unwatched
+) -> tuple[int, Layout]:
     """The fewest GPUs on which some layout fits, and the fastest that does there.
 
+    Args:     watch: as of `make_plan`.
     Raises:   ConfigError when none up to `most` do.
     """
     for count in counts_of_gpus(cluster.per_host, most):
-        plan = make_plan(cfg, dataclasses.replace(cluster, num_gpus=count), coarse=True)
+        there = dataclasses.replace(cluster, num_gpus=count)
+        plan = make_plan(cfg, there, coarse=True, watch=watch)
         if plan.fitting:
             return count, plan.fitting[0]
     rule = f"does not fit {most} x {cluster.gpu.name} under any layout"
@@ -54,23 +59,27 @@ def with_length(cfg: Config, length: int) -> Config:
     return with_batch(dataclasses.replace(cfg, data=data), max(tokens // length, 1))
 
 
-def largest_batch(cfg: Config, cluster: Cluster) -> tuple[int, Layout] | None:
+def largest_batch(
+    cfg: Config, cluster: Cluster, watch: Watch = unwatched
+) -> tuple[int, Layout] | None:
     """The largest global batch that goes through in one microbatch, by powers of two per GPU; more
     microbatches make any batch of it. None when not even one sequence per GPU fits."""
     fixed = {"num_microbatches": 1, "pipeline": 1}
-    return _largest(lambda n: (with_batch(cfg, n), fixed), 1, cluster)
+    return _largest(lambda n: (with_batch(cfg, n), fixed), 1, cluster, watch)
 
 
-def longest_window(cfg: Config, cluster: Cluster) -> tuple[int, Layout] | None:
+def longest_window(
+    cfg: Config, cluster: Cluster, watch: Watch = unwatched
+) -> tuple[int, Layout] | None:
     """The longest window, doubling from the configured one, at about as many tokens a step."""
-    return _largest(lambda n: (with_length(cfg, n), {}), cfg.data.seq_len, cluster)
+    return _largest(lambda n: (with_length(cfg, n), {}), cfg.data.seq_len, cluster, watch)
 
 
-def _largest(case, start: int, cluster: Cluster) -> tuple[int, Layout] | None:
+def _largest(case, start: int, cluster: Cluster, watch: Watch) -> tuple[int, Layout] | None:
     best, n = None, start
     while n <= 2**24:
         cfg, fixed = case(n)
-        plan = make_plan(cfg, cluster, fixed, coarse=True)
+        plan = make_plan(cfg, cluster, fixed, coarse=True, watch=watch)
         if plan.fitting:
             best = (n, plan.fitting[0])
         elif best is not None or plan.too_large:

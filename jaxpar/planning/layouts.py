@@ -16,6 +16,7 @@ from typing import Any
 from jaxpar.config import Config, ConfigError
 from jaxpar.layout_rules import FIELDS as FIELDS
 from jaxpar.memory_rules import REMAT_POLICIES, names_on_host
+from jaxpar.planning.progress import Watch, unwatched
 from jaxpar.validation import resolve
 
 #: Virtual stages that are tried.
@@ -48,7 +49,12 @@ def _in_general(rule: str) -> str:
 
 
 def legal_layouts(
-    cfg: Config, num_gpus: int, fixed: dict[str, Any], *, coarse: bool = False
+    cfg: Config,
+    num_gpus: int,
+    fixed: dict[str, Any],
+    *,
+    coarse: bool = False,
+    watch: Watch = unwatched,
 ) -> Listing:
     """Every layout that `validation.resolve` accepts and the trainer runs on GPUs.
 
@@ -58,10 +64,12 @@ def legal_layouts(
 
     Args:     fixed: fields of `parallel` that keep a value, by name. coarse: fewer of them, for a
               first look: microbatches in powers of two, one or two virtual stages, no row groups.
+              watch: told how many have been looked at.
     """
     found = Listing()
     policies = _policies(cfg, fixed)
-    for values in _candidates(cfg, num_gpus, fixed, coarse):
+    for count, values in enumerate(_candidates(cfg, num_gpus, fixed, coarse)):
+        watch(count, "combinations of mesh, ZeRO stage and microbatches checked")
         try:
             legal = resolve(with_parallel(cfg, remat=policies[0], **values), num_gpus)
         except ConfigError as error:

@@ -10,6 +10,7 @@ from jaxpar.planning.hardware import GIB
 from jaxpar.planning.kernels import attention_runs_on_reference
 from jaxpar.planning.layouts import describe, legal_layouts
 from jaxpar.planning.memory import Memory, memory_of
+from jaxpar.planning.progress import Watch, unwatched
 from jaxpar.planning.time import StepTime, step_time
 
 
@@ -79,14 +80,17 @@ def make_plan(
     fixed: dict[str, Any] | None = None,
     *,
     coarse: bool = False,
+    watch: Watch = unwatched,
 ) -> Plan:
     """Every legal layout, predicted.
 
-    Args:     fixed: fields of `parallel` that keep a value, by name. coarse: as `legal_layouts`.
+    Args:     fixed: fields of `parallel` that keep a value, by name. coarse, watch: as
+              `legal_layouts`.
     """
-    listing = legal_layouts(cfg, cluster.num_gpus, fixed or {}, coarse=coarse)
+    listing = legal_layouts(cfg, cluster.num_gpus, fixed or {}, coarse=coarse, watch=watch)
     layouts: list[Layout] = []
-    for legal in listing.configs:
+    for count, legal in enumerate(listing.configs):
+        watch(count, f"of {len(listing.configs):,} layouts predicted")
         try:
             layouts.append(predict(legal, cluster))
         except ConfigError as error:

@@ -10,6 +10,7 @@ Whatever fails here is told, and the run goes on. The compiled step is the same 
 """
 
 import contextlib
+import shlex
 import shutil
 import signal
 import threading
@@ -203,7 +204,7 @@ class RunProfiler:
             size = folder.num_bytes(where) / 1e6
             self._say(
                 f"profile    of steps {first} to {last} in {where}, {size:,.1f} MB; to read it: "
-                f"python -m jaxpar.profile {self._dir} --step {first}"
+                f"python -m jaxpar.profile {shlex.quote(str(self._dir))} --step {first}"
             )
 
     def _facts(self, first: int, count: int) -> folder.Facts:

@@ -6,6 +6,7 @@ A run that is still going on can be read, too.
 """
 
 import os
+import shlex
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -60,7 +61,8 @@ def where(output: str | None, names: Sequence[str]) -> Path:
         return Path(names[0], "report.html") if len(names) == 1 else Path("report.html")
     path = Path(output)
     if path.suffix not in (".html", ".htm"):
-        fix = f"use --output {path}/report.html" if path.is_dir() else f"use --output {path}.html"
+        better = f"{path}/report.html" if path.is_dir() else f"{path}.html"
+        fix = f"use --output {shlex.quote(better)}"
         raise ConfigError("--output", output, "must end in .html", fix)
     if path.is_dir() or not path.parent.is_dir():
         rule = (

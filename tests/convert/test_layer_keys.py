@@ -107,6 +107,7 @@ def test_the_other_name_of_the_number_of_experts():
     ("name", "values", "said"),
     [
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2.*use a model with 1"),
+        ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok = 1: .*could not be trained"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers = \[0\]"),
         ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
         ("gemma3", {"hidden_activation": "gelu"}, "hidden_activation = 'gelu'"),

@@ -1,14 +1,17 @@
 """`python -m jaxpar.plan` as its users run it."""
 
 import json
+import re
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from jaxpar import cli, plan
-from jaxpar.config import Config, ConfigError
-from jaxpar.planning import compiling
+from jaxpar.config import Config, ConfigError, RopeScaling, replace
+from jaxpar.planning import compiling, override, progress
 from jaxpar.planning.communication import Cluster
 from jaxpar.planning.forecast import forecast, forecast_here
 from jaxpar.planning.hardware import GPUS, NETWORKS
@@ -36,6 +39,18 @@ def test_values_in_host_memory_are_told(capsys):
     assert "exposed: host" in there and "exposed: host" not in here
     assert "Estimates: values in host memory (14.0 GiB a GPU" in there
     assert "Estimates" not in here
+
+
+def test_how_far_it_is_goes_to_stderr(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "EVERY", 0.0)
+    assert plan.main(["quickstart", "--gpus", "2", "--quick", "--json"]) == 0
+    said = capsys.readouterr()
+    json.loads(said.out)
+    assert re.search(r"^plan: 3 of \d+ layouts predicted$", said.err, re.M)
+    assert re.search(r"^plan: 1 combinations of mesh.* checked$", said.err, re.M)
+    monkeypatch.setattr(progress, "EVERY", 60.0)
+    assert plan.main(["quickstart", "--gpus", "2", "--quick", "--json"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_json_is_the_same_in_numbers(capsys):
@@ -70,6 +85,31 @@ def test_what_is_written_is_what_was_chosen(capsys, tmp_path):
         plan.main([*words, "--write", str(tmp_path / "chosen")])
 
 
+def test_what_is_printed_works_as_written(capsys, tmp_path, monkeypatch):
+    """From a config file by a relative path, with a space in its name."""
+    monkeypatch.chdir(tmp_path)
+    own, new = Path("my config.py"), Path("there") / "the first.py"
+    new.parent.mkdir()
+    own.write_text((cli.CONFIGS / "quickstart.py").read_text())
+    words = ("--gpus", "1", "--quick", "--fix", "remat=attn_out,attn_lse,gate_up", "--json")
+    scaled = ("--model.rope-scaling.factor", "8", "--model.sliding-window", "64")
+    found = json.loads(run(capsys, str(own), *words, *scaled, "--write", str(new)))
+    _, _, _, name, *rest = shlex.split(found["command"])
+    cfg = cli.parse_overrides(cli.load_config(name), rest, "")
+    assert cfg.parallel.remat == "attn_out,attn_lse,gate_up"
+    assert cfg.model.rope_scaling == RopeScaling() and cfg.model.sliding_window == 64
+    monkeypatch.chdir("there")
+    assert cli.load_config("the first.py") == cfg
+
+
+def test_a_section_that_is_turned_off_stays_so():
+    on = replace(Config(), **{"model.rope_scaling": RopeScaling(), "model.sliding_window": 8})
+    found = override.changes(on, Config())
+    assert found == {"model.sliding_window": None, "model.rope_scaling": None}
+    _, _, _, _, *rest = override.command_line("quickstart", on, Config()).split()
+    assert cli.parse_overrides(on, rest, "") == Config()
+
+
 def test_fewest_gpus(capsys):
     found = json.loads(run(capsys, "llama3_8b", "--min-gpus", "--json"))
     assert found["gpus"] == 2  # 12 bytes for each of 8e9 parameters, and a step
@@ -97,6 +137,9 @@ def test_keys_and_values(capsys):
 def test_hardware_with_sources(capsys):
     said = run(capsys, "--hardware")
     assert "h200: NVIDIA H200" in said and "datasheet" in said and "estimate" in said
+    found = json.loads(run(capsys, "--hardware", "--json"))
+    assert found["gpus"].keys() == GPUS.keys() and found["networks"].keys() == NETWORKS.keys()
+    assert found["networks"]["ib400"]["bandwidth"]["value"] == 40e9
 
 
 def test_advice_is_of_the_numbers(capsys, monkeypatch):
@@ -114,19 +157,36 @@ BAD = (
     (("llama3_8b", "--gpus", "12", "--nodes", "5"), r"--nodes = 5: must divide.*--nodes 4"),
     (("llama3_8b", "--fix", "heads=2"), r"--fix = 'heads=2'.*tensor"),
     (("llama3_8b", "--fix", "tensor=x"), r"--fix = 'tensor=x'.*whole number"),
+    (("llama3_8b", "--fix", "tensor=²"), r"--fix = 'tensor=²': tensor must be a whole number"),
+    (("llama3_8b", "--fix", "tensor=2,3"), r"--fix = 'tensor=2,3': tensor must be a whole"),
+    (("llama3_8b", "--fix", "tensor=2,tensor=4"), r"--fix = .* names tensor twice"),
+    (("llama3_8b", "--fix", "zero=9"), r"--fix = 'zero=9': zero must be.*use --fix zero=3"),
+    (
+        ("llama3_8b", "--fix", "remat=bogus,data=8"),
+        r"--fix = 'remat=bogus': .*use --fix remat=dots",
+    ),
     (("llama3_8b", "--price", "2"), r"--price = 2.0.*add --tokens"),
-    (("llama3_8b", "--tokens", "0"), r"--tokens = 0.0: must be above 0"),
+    (("llama3_8b", "--tokens", "0"), r"--tokens = 0.0: must be at least 1"),
+    (("llama3_8b", "--tokens", "1e-300"), r"--tokens = 1e-300: must be at least 1, and at most"),
+    (("llama3_8b", "--tokens", "1e300"), r"--tokens = 1e\+300: .*at most 1e\+18"),
+    (("llama3_8b", "--price", "inf", "--tokens", "1"), r"--price = inf: must be above 0, and fin"),
     (("llama3_8b", "--kv-cache", "64"), r"--kv-cache = '64'.*64x8192"),
+    (("llama3_8b", "--kv-cache", "²x3"), r"--kv-cache = '²x3': must be sequences x tokens"),
     (("llama3_8b", "--model.num-head", "2"), r"model.num_head = '2': is not a field"),
     (("--gpus", "8"), r"CONFIG = '' : |CONFIG = ''.*missing"),
     (("llama3_70b", "--gpus", "4", "--quick"), r"--gpus = 4: is too few.*GiB.*--min-gpus"),
     (("llama3_8b", "--gpus", "7", "--quick"), r"--gpus = 7: gives no mesh that the.*as long\. Fix"),
     (("llama3_8b", "--fix", "tensor=3", "--quick"), r"--gpus = 8: gives no mesh.*that are kept"),
-    (("llama3_8b", "--tokens", "inf"), r"--tokens = inf: must be above 0, and finite"),
+    (("llama3_8b", "--tokens", "inf"), r"--tokens = inf: must be at least 1"),
     (("llama3_8b", "--write", "nowhere/new.py"), r"--write = .* needs the folder nowhere"),
+    (("llama3_8b", "--write", "my plan"), r"must end in \.py.*use --write 'my plan\.py'"),
     (("llama3_8b", "--min-gpus", "--write", "new.py"), r"--write = .* together with --min-gpus"),
     (("llama3_8b", "--gpus", "100000000"), r"--gpus = 100000000: must be at most 131,072"),
     (("llama3_8b", "--gpus", "8", "--min-gpus"), r"--gpus = 8: does not go together with --min"),
+    (
+        ("llama3_8b", "--nodes", "2", "--min-gpus"),
+        r"--nodes = 2: .* with --min.*sold in.*leave out",
+    ),
     (("llama3_8b", "--min-gpus", "--kv-cache", "1x1"), r"--kv-cache = .* with --min-gpus"),
 )
 
@@ -180,9 +240,7 @@ def test_compiling_confirms_the_prediction(capsys):
 
 
 def test_a_config_without_changes_is_itself():
-    from jaxpar.planning.override import changes
-
-    assert changes(Config(), Config()) == {}
+    assert override.changes(Config(), Config()) == {}
 
 
 def test_a_run_says_what_was_predicted_and_what_came(

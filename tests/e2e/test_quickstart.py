@@ -34,7 +34,7 @@ def run_quickstart(only_devices, monkeypatch, text_file: Path, tmp_path: Path, c
     monkeypatch.setattr(quickstart, "prepare", prepare_little)
 
     def run(*args: str):
-        places = ["--run.dir", str(tmp_path / "run"), "--data.path", str(tmp_path / "data")]
+        places = ["--run.dir", str(tmp_path / "my run"), "--data.path", str(tmp_path / "data")]
         capsys.readouterr()
         with only_devices(1):
             assert quickstart.main([*places, *SMALL, *args]) == 0
@@ -45,7 +45,7 @@ def run_quickstart(only_devices, monkeypatch, text_file: Path, tmp_path: Path, c
 
 def test_quickstart_prepares_trains_writes_and_says_what_came_out(run_quickstart, tmp_path):
     text, asked = run_quickstart()
-    data, run = tmp_path / "data", tmp_path / "run"
+    data, run = tmp_path / "data", tmp_path / "my run"
     assert [(o.input, o.tokenizer, o.output) for o in asked] == [(("stdlib",), "bytes", str(data))]
 
     parts = re.findall(r"^== (.*)$", text, re.MULTILINE)
@@ -59,10 +59,11 @@ def test_quickstart_prepares_trains_writes_and_says_what_came_out(run_quickstart
     assert f"training loss at the end    {loss:.3f} nats per token" in text
     assert f"unigram entropy of the text {entropy:.3f}: " in text
 
-    places = re.findall(rf"^({re.escape(str(tmp_path))}\S+)  +\S", text, re.MULTILINE)
+    places = re.findall(rf"^({re.escape(str(tmp_path))}.+?)  +\S", text, re.MULTILINE)
     assert [Path(p).name for p in places] == ["data", "config.json", "metrics.jsonl", "checkpoints"]
     assert all(Path(place).exists() for place in places)
-    assert f"-m jaxpar.sample {run} --prompt" in text and f"-m jaxpar.report {run}\n" in text
+    assert f"-m jaxpar.sample '{run}' --prompt" in text  # as a shell reads it
+    assert f"-m jaxpar.report '{run}'\n" in text
     (kept,) = read_samples(run)
     assert kept["prompt"] == "import " and kept["text"].rstrip() in text
     assert "-m jaxpar.train quickstart --train.num-steps 1000 --run.dir runs/longer" in text

@@ -101,6 +101,10 @@ def test_shrinking_keeps_the_experts():
         ({"model.num_experts": -1}, r"model\.num_experts = -1: must not be negative"),
         ({"model.experts_per_token": 5}, r"= 5: must be at most model\.num_experts = 4.*use --mo"),
         ({"model.experts_per_token": 0}, r"experts_per_token = 0: must be at least 1"),
+        (
+            {"model.experts_per_token": 1},
+            r"= 1: leaves the router no gradient.*normalize-experts F",
+        ),
         ({"model.num_experts": 0, "model.experts_per_token": 3}, "= 3: needs experts"),
         ({"model.num_experts": 0, "model.normalize_experts": False}, "= False: needs experts"),
         ({"model.mlp_bias": True}, r"model\.mlp_bias = True: is of a dense feed-forward"),

@@ -75,8 +75,23 @@ def test_not_a_number_is_never_close():
         (["quickstart", "--mesh", "data=0"], "data must be a whole number above 0"),
         (["quickstart", "--mesh", "data=2,data=2"], "given twice"),
         (["quickstart", "--mesh", "context=star"], "must be one of allgather, ring, ulysses"),
+        (
+            [
+                "quickstart",
+                "--mesh",
+                "data=2,gather_dtype=float8",
+                "--model.matmul-dtype",
+                "float8",
+            ],
+            "sets gather_dtype, and verify compares in float32. Fix: leave out gather_dtype=float8",
+        ),
+        (["quickstart", "--mesh", "data=2,grad_reduce=bfloat16"], "sets grad_reduce"),
         (["quickstart", "--mesh", "data=32"], "needs 32 devices.*--devices 32"),
         (["quickstart", "--mesh", "tensor=5"], r"parallel\.tensor = 5"),
+        (
+            ["quickstart", "--model.num-experts", "4", "--model.experts-per-token", "1"],
+            "experts_per_token = 1: leaves the router no gradient.*--model.normalize-experts False",
+        ),
         (["llama3_8b", "--mesh", "data=2"], "8030261248.*add --shrink"),
         (["quickstart", "--tolerance", "2"], "must be between 0 and 1"),
         (["quickstart", "--steps", "-1"], "must not be negative"),
@@ -128,3 +143,24 @@ def test_shrinking_keeps_windows_in_proportion():
     small = parity.shrink(cfg, list(verify.parse_meshes(["data=2"], cfg.parallel).values()))
     assert small.model.sliding_window * 2 == small.data.seq_len
     assert small.model.rope_scaling.original_max_position == small.data.seq_len
+
+
+@pytest.mark.parametrize(("window", "small"), [(64, 4), (2, 2)])
+def test_no_window_shrinks_to_a_token(window, small):
+    cfg = replace(Config(), **{"data.seq_len": 8192, "model.sliding_window": window})
+    meshes = verify.parse_meshes(["data=2"], cfg.parallel)
+    assert parity.shrink(cfg, list(meshes.values())).model.sliding_window == small
+
+
+@pytest.mark.parametrize(
+    ("mesh", "values"),
+    [
+        ("data=3,row_groups=2,layer_loop=unroll", {}),
+        ("data=2", {"model.d_ff": 16, "lora.rank": 8, "lora.targets": "q_proj,gate_proj"}),
+    ],
+)
+def test_a_shrunk_config_keeps_the_rules(mesh, values):
+    cfg = replace(Config(), **values)
+    (parallel,) = verify.parse_meshes([mesh], cfg.parallel).values()
+    small = parity.shrink(cfg, [parallel])
+    resolve(replace(small, parallel=parallel), verify.num_devices(parallel))

@@ -1,7 +1,9 @@
 """Requests: how processes agree on the same step without waiting for one another."""
 
 import random
+import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -84,3 +86,17 @@ def test_profiles_of_one_attempt_are_limited(monkeypatch, tmp_path):
     profiler._begin(7)
     assert "in one attempt are enough" in said[0] and profiler._first == 0
     assert not (tmp_path / "profiles").exists()
+
+
+def test_the_command_that_reads_a_profile_works_as_written(monkeypatch, tmp_path):
+    said: list[str] = []
+    run = tmp_path / "my run"
+    profiler = in_run.RunProfiler(Config(), run, None, "", said.append)
+    profiler._first = profiler._latest = 7
+    profiler._program = SimpleNamespace(as_text=str)
+    profiler._scratch().mkdir(parents=True)
+    monkeypatch.setattr(profiler, "_facts", lambda *_: None)
+    monkeypatch.setattr(in_run.folder, "write_facts", lambda *_: None)
+    profiler._keep()
+    command = said[0].partition("to read it: ")[2]
+    assert shlex.split(command)[2:] == ["jaxpar.profile", str(run), "--step", "7"]
