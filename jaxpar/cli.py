@@ -202,10 +202,9 @@ def _verdict(error: BaseException) -> tuple[int, str]:
         case BrokenPipeError():
             why = "error: whatever read the output has closed it"
             return _say(why, guard.EXIT_ERROR), why
-        case OSError(errno=errno.ENOSPC | errno.EDQUOT, filename=str(file)):
-            why = (
-                f"error: {error.strerror} for {file}. Free space, and start the same command again"
-            )
+        case OSError(errno=errno.ENOSPC | errno.EDQUOT):
+            file = f" for {error.filename}" if error.filename else ""  # a write has no name
+            why = f"error: {error.strerror}{file}. Free space, and start the same command again"
             return _say(why, guard.EXIT_ERROR), why
         case SystemExit():
             return _code_of(error), why

@@ -318,6 +318,11 @@ ENDINGS = [
     (raising(ConfigError("a.b", 1, "must", "do")), 2, "config error: a.b = 1: must. Fix: do.\n"),
     (raising(guard.BadNumerics("step 3")), 17, "bad numerics: step 3\n"),
     (raising(BrokenPipeError()), 1, "error: whatever read the output has closed it\n"),
+    (
+        raising(OSError(28, "No space left")),
+        1,
+        "error: No space left. Free space, and start the same command again\n",
+    ),
     (raising(ZeroDivisionError("x")), 1, "ZeroDivisionError: x\n"),
     (raising(KeyboardInterrupt()), 130, "interrupted\n"),
 ]

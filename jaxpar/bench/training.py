@@ -18,7 +18,7 @@ import jax
 
 from jaxpar import cli, elastic, processes, provenance
 from jaxpar.bench import conditions, power, profiled
-from jaxpar.bench.options import Parser
+from jaxpar.bench.options import Parser, check_file, check_folder
 from jaxpar.config import Config, ConfigError
 from jaxpar.config_json import to_json
 from jaxpar.metrics import peak_memory_gib
@@ -163,9 +163,11 @@ def read_command(argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
     if options.profile_steps < 0:
         fix = "use --profile-steps 2, or 0 for none"
         raise ConfigError("--profile-steps", options.profile_steps, "must be at least 0", fix)
-    if options.trace and not options.profile_steps:
+    if options.trace is not None and not options.profile_steps:
         fix = "use --profile-steps 2, or leave --trace out"
         raise ConfigError("--trace", options.trace, "is of the profiled steps: there are none", fix)
+    check_folder("--trace", options.trace)
+    check_file("--card", options.card)
     return options, cli.read_config(rest, "jaxpar.bench train", __doc__)
 
 
@@ -185,9 +187,9 @@ def main(argv: Sequence[str]) -> int:
     processes.say(summary(result))
     to_card = options.card and processes.own() == 0
     if to_card:  # before the profiler, which may fail
-        conditions.write_json(options.card, result)
+        conditions.write_json("--card", options.card, result)
     result |= profiled.profile_steps(running, options.profile_steps, options.trace)
     processes.say(profiled.in_words(result))
     if to_card:
-        conditions.write_json(options.card, result)
+        conditions.write_json("--card", options.card, result)
     return 0
