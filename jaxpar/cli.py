@@ -7,6 +7,7 @@ Values are read here, so that whatever is wrong with one is said like any other 
 import contextlib
 import errno
 import importlib.util
+import io
 import os
 import sys
 import traceback
@@ -202,6 +203,8 @@ def run_program(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     1; other exceptions are shown whole.
     The process ends without Python's exit hooks: JAX would wait there for a peer that may be dead.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")  # of a terminal that lacks a sign, a "?"
     try:
         code, why = main(sys.argv[1:]) or guard.EXIT_OK, ""
         sys.stdout.flush()

@@ -367,3 +367,14 @@ def test_a_program_ends_with_the_code_of_what_happened(main, code, message, monk
     error = capsys.readouterr().err
     assert error.endswith(message) if message else error == ""
     assert ("Traceback" in error) == message.startswith("ZeroDivisionError")
+
+
+def test_a_sign_that_the_output_lacks_ends_no_program(tmp_path):
+    program = "from jaxpar import cli; cli.run_program(lambda _: print('2 × 3 µs'))"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "2 ? 3 ?s\n", "")
