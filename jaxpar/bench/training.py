@@ -30,6 +30,8 @@ from jaxpar.train import compiled
 
 #: Steps run before the clock starts: the first ones load kernels and settle the clocks.
 WARM_UP = 3
+#: Seconds between two lines about how far it is.
+EVERY = 5.0
 
 
 def measure(run: Run, steps: int) -> tuple[dict[str, Any], profiled.Running]:
@@ -46,7 +48,7 @@ def measure(run: Run, steps: int) -> tuple[dict[str, Any], profiled.Running]:
     compile_seconds = time.perf_counter() - began
     batches = run.loader.prefetched(0)
     times: list[float] = []
-    losses, waits, pending = [], [], None
+    losses, waits, pending, told = [], [], None, time.perf_counter()
     with power.watching(jax.default_backend() == "gpu") as gpus:
         for _ in range(WARM_UP + steps + 1):
             began = time.perf_counter()
@@ -58,6 +60,7 @@ def measure(run: Run, steps: int) -> tuple[dict[str, Any], profiled.Running]:
             else:
                 losses.append(float(pending.loss))
                 times.append(time.perf_counter())
+                told = _progress(times, told, WARM_UP + steps)
             if len(times) == WARM_UP:
                 gpus.begin()
             pending = measured
@@ -75,6 +78,17 @@ def measure(run: Run, steps: int) -> tuple[dict[str, Any], profiled.Running]:
         **sent_by(hlo_text),
     }
     return figures, profiled.Running(train_step, hlo_text, state, batches)
+
+
+def _progress(times: Sequence[float], told: float, of: int) -> float:
+    """Say how far it is, when the last line is some seconds old; the time of the latest line.
+
+    The next step is already dispatched, so that the devices do not wait for the line.
+    """
+    if times[-1] - told < EVERY or len(times) < 2:
+        return told
+    processes.say(f"step {len(times)} of {of}: the last took {times[-1] - times[-2]:.3f} s")
+    return times[-1]
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float]:
@@ -168,7 +182,11 @@ def read_command(argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
         raise ConfigError("--trace", options.trace, "is of the profiled steps: there are none", fix)
     check_folder("--trace", options.trace)
     check_file("--card", options.card)
-    return options, cli.read_config(rest, "jaxpar.bench train", __doc__)
+    cfg = cli.read_config(rest, "jaxpar.bench train", __doc__)
+    if any(arg.partition("=")[0] == "--run.dir" for arg in rest):
+        fix = "leave it out; --card FILE names what is written"
+        raise ConfigError("run.dir", cfg.run.dir, "is not used: a benchmark writes no run", fix)
+    return options, cfg
 
 
 def main(argv: Sequence[str]) -> int:

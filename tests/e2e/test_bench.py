@@ -116,6 +116,15 @@ def test_a_card_goes_through_a_link_and_into_what_is_no_file(tmp_path):
     assert not Path("/dev/null").is_file()
 
 
+def test_progress_is_told_every_few_seconds(capsys):
+    told = training._progress([1.0], -10.0, 9)
+    assert told == -10.0 and capsys.readouterr().out == ""  # no step has a time yet
+    told = training._progress([1.0, 3.5], told, 9)
+    assert told == 3.5 and capsys.readouterr().out == "step 2 of 9: the last took 2.500 s\n"
+    assert training._progress([1.0, 3.5, 4.0], told, 9) == 3.5
+    assert capsys.readouterr().out == ""
+
+
 def test_the_spread():
     found = training.spread([1.0, 2.0, 3.0, 4.0, 9.0])
     assert found == {"median": 3.0, "fastest": 1.0, "slowest": 9.0, "interquartile": 2.0}
@@ -137,6 +146,8 @@ def test_hlo_that_cannot_be_read_is_said():
         (["--steps", "0"], "--steps = 0: must be at least 1"),
         (["--profile-steps", "-1"], "--profile-steps = -1: must be at least 0"),
         (["--profile-steps", "0", "--trace", "t"], "--trace = 't': is of the profiled steps"),
+        (["--run.dir", "runs/mine"], "run.dir = 'runs/mine': is not used: a benchmark writes no"),
+        (["--run.dir=runs/mine"], "run.dir = 'runs/mine': is not used"),
         (["--steps", "many"], "invalid int value"),
         (["--card", ""], "--card = '': is empty"),
         (["--card", "/"], "--card = '/': is a folder, not a file"),
