@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import json
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -199,4 +200,29 @@ def test_a_list_that_is_not_read_to_its_end_or_has_no_rows(targets, capsys):
 def test_refusals(targets, words, rule, capsys):
     with pytest.raises(SystemExit) as stop:
         targets.main(words)
+    assert stop.value.code == 2 and rule in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        ("torchtitan fsdp --data nowhere", "--data = 'nowhere' holds no tokenizer.json. Fix: "),
+        ("torchtitan fsdp --steps 0", "--steps = 0: must be at least 3. Fix: --steps 20"),
+        ("torchtitan fsdp --gpus 0", "--gpus = 0: must be at least 1. Fix: --gpus 8"),
+        ("torchtitan fsdp --data HERE --card HERE", "is no file that can be written. Fix: --card"),
+        ("torchtitan fsdp --data HERE --card=", "--card = '': is no file that can be written"),
+        ("loader --batch 0", "--batch = 0: must be at least 1. Fix: --batch 32"),
+        ("loader --seq-len -1", "--seq-len = -1: must be at least 1. Fix: --seq-len 1024"),
+        ("saves nowhere/config.json", "CONFIG.json = 'nowhere/config.json': cannot be read: "),
+        ("saves HERE/tokenizer.json", "Fix: give the config.json of a run"),
+        ("saves nowhere --saves 0", "--saves = 0: must be at least 1. Fix: --saves 5"),
+    ],
+)
+def test_refusals_of_the_other_scripts(words, rule, tmp_path, monkeypatch, capsys):
+    (tmp_path / "tokenizer.json").write_text("{}}")
+    script, *rest = words.replace("HERE", str(tmp_path)).split()
+    file = str(ROOT / f"scripts/measure_{script}.py")
+    monkeypatch.setattr(sys, "argv", [file, *rest])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(file, run_name="__main__")
     assert stop.value.code == 2 and rule in capsys.readouterr().err
