@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import hashlib
 import itertools
+import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from typing import Any
 
 import jax
 
-from jaxpar import cli, elastic, processes, provenance
+from jaxpar import cli, cluster, elastic, processes, provenance
 from jaxpar.bench import conditions, power, profiled
 from jaxpar.bench.options import Parser, check_file, check_folder
 from jaxpar.config import Config, ConfigError
@@ -180,12 +181,14 @@ def read_command(argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
     if options.trace is not None and not options.profile_steps:
         fix = "use --profile-steps 2, or leave --trace out"
         raise ConfigError("--trace", options.trace, "is of the profiled steps: there are none", fix)
-    check_folder("--trace", options.trace)
-    check_file("--card", options.card)
     cfg = cli.read_config(rest, "jaxpar.bench train", __doc__)
     if any(arg.partition("=")[0] == "--run.dir" for arg in rest):
         fix = "leave it out; --card FILE names what is written"
         raise ConfigError("run.dir", cfg.run.dir, "is not used: a benchmark writes no run", fix)
+    place = cluster.detect(cfg, os.environ)
+    if place is None or place.process_id == 0:  # the one that writes; others may be elsewhere
+        check_folder("--trace", options.trace)
+        check_file("--card", options.card)
     return options, cfg
 
 

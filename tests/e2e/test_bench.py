@@ -116,6 +116,14 @@ def test_a_card_goes_through_a_link_and_into_what_is_no_file(tmp_path):
     assert not Path("/dev/null").is_file()
 
 
+def test_a_card_is_looked_at_where_it_is_written(config_file):
+    words = [config_file, "--card", "/", "--cluster.num-processes", "2"]
+    words += ["--cluster.coordinator", "localhost:1"]
+    with pytest.raises(ConfigError, match="--card = '/': is a folder"):
+        training.read_command([*words, "--cluster.process-id", "0"])
+    assert training.read_command([*words, "--cluster.process-id", "1"])[0].card == "/"
+
+
 def test_progress_is_told_every_few_seconds(capsys):
     told = training._progress([1.0], -10.0, 9)
     assert told == -10.0 and capsys.readouterr().out == ""  # no step has a time yet
