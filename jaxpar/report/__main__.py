@@ -78,7 +78,9 @@ def _write(path: Path, content: bytes) -> None:
         if error.errno in FULL:
             raise
         fix = "use --output with a folder that can be written"
-        raise ConfigError("--output", str(path), f"cannot be written: {error}", fix) from error
+        raise ConfigError(
+            "--output", str(path), f"cannot be written: {error.strerror}", fix
+        ) from error
 
 
 def main(argv: Sequence[str]) -> None:
