@@ -7,6 +7,7 @@ Values are read here, so that whatever is wrong with one is said like any other 
 import contextlib
 import errno
 import importlib.util
+import io
 import os
 import sys
 import traceback
@@ -69,7 +70,8 @@ def load_config(name: str) -> Config:
 
     A config file is code: it is imported and its `get_config()` is called. Run only your own.
 
-    Raises:   ConfigError when there is no such file or its get_config() returns no Config.
+    Raises:   ConfigError when there is no such file, it fails, or its get_config() returns no
+              Config.
     """
     path = Path(name) if name.endswith(".py") else CONFIGS / f"{name}.py"
     if not path.is_file():
@@ -78,14 +80,36 @@ def load_config(name: str) -> Config:
     spec = importlib.util.spec_from_file_location(f"jaxpar_config_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with _told_where(name, path):
+        spec.loader.exec_module(module)
     if not hasattr(module, "get_config"):
         raise ConfigError("CONFIG", name, "has no get_config()", "see configs/quickstart.py")
-    cfg = module.get_config()
+    with _told_where(name, path):
+        cfg = module.get_config()
     if not isinstance(cfg, Config):
         rule = f"must return a Config from get_config(), not a {type(cfg).__name__}"
         raise ConfigError("CONFIG", name, rule, "see configs/quickstart.py")
     return cfg
+
+
+@contextlib.contextmanager
+def _told_where(name: str, path: Path) -> Iterator[None]:
+    """What a config file's code raises becomes a ConfigError that names the line."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        if isinstance(error, SyntaxError) and error.filename == str(path):
+            line, said = error.lineno, error.msg
+        else:
+            frames = traceback.extract_tb(error.__traceback__)
+            lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+            line, said = lines[-1] if lines else None, str(error)
+        where = f"line {line} of it" if line else "it"
+        rule = f"cannot be used: {where} fails: {type(error).__name__}: {' '.join(said.split())}"
+        fix = f"mend {where}; configs/quickstart.py is one that works"
+        raise ConfigError("CONFIG", name, rule, fix) from error
 
 
 # ------------------------------------------------------------------------------- overrides
@@ -179,6 +203,8 @@ def run_program(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     1; other exceptions are shown whole.
     The process ends without Python's exit hooks: JAX would wait there for a peer that may be dead.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")  # of a terminal that lacks a sign, a "?"
     try:
         code, why = main(sys.argv[1:]) or guard.EXIT_OK, ""
         sys.stdout.flush()
@@ -202,10 +228,9 @@ def _verdict(error: BaseException) -> tuple[int, str]:
         case BrokenPipeError():
             why = "error: whatever read the output has closed it"
             return _say(why, guard.EXIT_ERROR), why
-        case OSError(errno=errno.ENOSPC | errno.EDQUOT, filename=str(file)):
-            why = (
-                f"error: {error.strerror} for {file}. Free space, and start the same command again"
-            )
+        case OSError(errno=errno.ENOSPC | errno.EDQUOT):
+            file = f" for {error.filename}" if error.filename else ""  # a write has no name
+            why = f"error: {error.strerror}{file}. Free space, and start the same command again"
             return _say(why, guard.EXIT_ERROR), why
         case SystemExit():
             return _code_of(error), why

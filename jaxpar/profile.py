@@ -46,6 +46,9 @@ def check(options: Options) -> None:
         raise ConfigError("--top", options.top, "must be at least 1", "use --top 20")
     if options.gpu:
         gpu_named(options.gpu)
+    if options.json and Path(options.json).is_dir():
+        fix = f"use --json {Path(options.json) / 'profile.json'}"
+        raise ConfigError("--json", options.json, "is a folder, not a file", fix)
     if options.json and not Path(options.json).absolute().parent.is_dir():
         rule = f"lies in a folder that is not there: {Path(options.json).parent}"
         raise ConfigError("--json", options.json, rule, "make the folder, or name another")

@@ -206,7 +206,12 @@ def _latest_config(folder: Path) -> Config:
 
 
 def replay(options: Options) -> str:
-    """Take the step again; the verdict, in a line that is printed, too."""
+    """Take the step again; the verdict, in a line that is printed, too.
+
+    Raises:   ConfigError for a number of times that is none, and all that `Replay` finds.
+    """
+    if options.repeat < 1:
+        raise ConfigError("--repeat", options.repeat, "must be at least 1", "use --repeat 2")
     again = Replay(options)
     batch, mesh = again.record["batch"], again.run.mesh
     say(
@@ -214,7 +219,7 @@ def replay(options: Options) -> str:
         f"from step {again.begin} on mesh {describe(mesh)}"
     )
     state = again.before()
-    same = [again.take(state, mesh, batch) for _ in range(max(options.repeat, 1))]
+    same = [again.take(state, mesh, batch) for _ in range(options.repeat)]
     say(f"record      bits {again.record['bits']['loss']} on mesh {again.record['mesh']}")
     for taken in same:
         say(f"again       {taken}")

@@ -9,7 +9,6 @@ into its neighbours. A piece of less than some 0.03 ms, with few tokens, is the 
 
 import argparse
 import functools
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +16,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar import provenance, runtime
+from jaxpar import cli, provenance, runtime
 from jaxpar.bench import conditions
+from jaxpar.bench.options import check_file
 from jaxpar.bench.timing import Timing, interleaved
-from jaxpar.config import Config, ModelConfig
+from jaxpar.config import Config, ConfigError, ModelConfig
 from jaxpar.kernels.norm import rms_norm, rms_norm_beside
 from jaxpar.model import layers
 
@@ -130,6 +130,14 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--card", help="file to write the figures to, as JSON")
     parser.add_argument("--commit", help="commit to put on the card, where there is no checkout")
     options = parser.parse_args(argv)
+    for name in ("tokens", "repeats"):
+        if getattr(options, name) < 1:
+            fix = f"use --{name} {parser.get_default(name)}"
+            parser.error(f"--{name} = {getattr(options, name)}: must be at least 1. Fix: {fix}")
+    try:
+        check_file("--card", options.card)
+    except ConfigError as error:
+        parser.error(str(error))
     environment = runtime.start(Config())
     commit = options.commit or provenance.checked_out_commit()
     card: dict[str, Any] = conditions.of_this_process(environment, commit)
@@ -145,8 +153,8 @@ def main(argv: Sequence[str]) -> None:
         row = {"piece": piece.name, "ms": ms, "bytes": size, "gb_per_second": rate}
         card["rows"].append(row | {"share_of_copy": rate / peak})
     if options.card:
-        conditions.write_json(options.card, card)
+        conditions.write_json("--card", options.card, card)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    cli.run_program(main)

@@ -55,6 +55,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=9)
     args = parser.parse_args()
+    for name, value in vars(args).items():
+        if value < 1:
+            option = f"--{name.replace('_', '-')}"
+            fix = f"{option} {parser.get_default(name)}"
+            parser.error(f"{option} = {value}: must be at least 1. Fix: {fix}")
     jax.config.update("jax_platforms", "cpu")
     with tempfile.TemporaryDirectory() as folder:
         paths = make_sources(Path(folder))

@@ -48,7 +48,13 @@ def main() -> None:
     parser.add_argument("--one-on-disk", action="store_true", help="for disks that hold no two")
     parser.add_argument("--no-copy", action="store_true", help="leave out the plain copies")
     options = parser.parse_args()
-    cfg = from_json(Path(options.config).read_text())
+    if options.saves < 1:
+        parser.error(f"--saves = {options.saves}: must be at least 1. Fix: --saves 5")
+    try:
+        cfg = from_json(Path(options.config).read_text("utf-8"))
+    except (OSError, ValueError) as error:  # a ConfigError too
+        rule = f"CONFIG.json = {options.config!r}: cannot be read: {error}"
+        parser.error(f"{rule}. Fix: give the config.json of a run")
     runtime.start(cfg)
     cfg = resolve(cfg, jax.device_count())
     mesh = make_mesh(cfg.parallel)

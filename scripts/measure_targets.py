@@ -36,8 +36,10 @@ sys.path.insert(0, str(ROOT))
 
 import jax  # noqa: E402
 
-from jaxpar.cli import read_config  # noqa: E402
+from jaxpar.bench.options import check_folder  # noqa: E402
+from jaxpar.cli import read_config, run_program  # noqa: E402
 from jaxpar.config import ConfigError  # noqa: E402
+from jaxpar.guard import EXIT_INTERRUPTED  # noqa: E402
 from jaxpar.planning.communication import Cluster  # noqa: E402
 from jaxpar.planning.hardware import GIB, H200, NETWORKS  # noqa: E402
 from jaxpar.planning.ranking import Layout, predict  # noqa: E402
@@ -167,6 +169,15 @@ def arguments(words: list[str]) -> argparse.Namespace:
     unknown = [name for name in options.rows if name not in ROWS]
     if unknown:
         parser.error(f"ROW = {unknown[0]!r} is not known. Fix: one of {', '.join(ROWS)}")
+    for name in ("gpus", "steps", "timeout"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            fix = f"--{name} {parser.get_default(name) or 8}"
+            parser.error(f"--{name} = {value}: must be at least 1. Fix: {fix}")
+    try:
+        check_folder("--cards", options.cards)
+    except ConfigError as error:
+        parser.error(str(error))
     options.gpus = options.gpus or (8 if options.list else visible_gpus())
     if options.write and (not options.list or options.rows or options.gpus != 8):
         parser.error("--write: the page has all rows for 8 GPUs. Fix: --list --write alone")
@@ -241,11 +252,32 @@ def run(
 ) -> dict[str, Any] | None:
     """A program that writes a card; None when it fails, which is told.
 
+    An earlier card comes back then, and what the program has written is CARD.partial.
+
     folder: it is started there, and `python -m` takes the modules there.
     """
     print(f"{'' if folder == ROOT else f'{folder} '}$ {shlex.join(command)}", flush=True)
-    card.unlink(missing_ok=True)  # of an earlier time
-    log = card.with_suffix(".log")
+    log, earlier = card.with_suffix(".log"), card.with_suffix(".earlier")
+    if card.exists():
+        card.replace(earlier)
+    try:
+        code = exit_code(command, log, timeout, gpus, folder)
+        if code == 0 and card.exists():
+            found = json.loads(card.read_text())
+            earlier.unlink(missing_ok=True)
+            return found
+    finally:  # also when this program is ended
+        if earlier.exists():
+            if card.exists():
+                card.replace(card.with_suffix(".partial"))
+            earlier.replace(card)
+    said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    print(f"failed, exit code {code}; {log}: {said[-1] if said else 'nothing printed'}", flush=True)
+    return None
+
+
+def exit_code(command: list[str], log: Path, timeout: int, gpus: int, folder: Path) -> int | str:
+    """Run a program on some GPUs, all that it prints into `log`; how it ended."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
     given = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(visible.split(",")[:gpus])}
     with (
@@ -255,17 +287,12 @@ def run(
         ) as process,
     ):
         try:
-            code: int | str = process.wait(timeout)
+            return process.wait(timeout)
         except subprocess.TimeoutExpired:
-            code = f"none after {timeout} s"
+            return f"none after {timeout} s"
         finally:  # its children too, which would keep their GPUs
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-    if code == 0 and card.exists():
-        return json.loads(card.read_text())
-    said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    print(f"failed, exit code {code}; {log}: {said[-1] if said else 'nothing printed'}", flush=True)
-    return None
 
 
 def measure(name: str, options: argparse.Namespace) -> Cards:
@@ -333,6 +360,9 @@ def main(words: list[str]) -> int:
     """List, or measure; the exit code."""
     options = arguments(words)
     names = chosen(options)
+    if not names:
+        print(f"no row is left for {options.gpus} GPUs")
+        return 1
     if options.list:
         made = listing(names, options.gpus)
         if options.write:
@@ -342,15 +372,24 @@ def main(words: list[str]) -> int:
         return 0
     Path(options.cards).mkdir(parents=True, exist_ok=True)
     found: dict[str, Cards] = {}
-    for i, name in enumerate(names, 1):
-        print(f"[{i}/{len(names)}] {name}: {ROWS[name].what}", flush=True)
-        found[name] = measure(name, options)
-    print("\n" + table(found))
-    failed = [name for name in names if None in found[name].values()]
+    stopped = False
+    try:
+        for i, name in enumerate(names, 1):
+            print(f"[{i}/{len(names)}] {name}: {ROWS[name].what}", flush=True)
+            found[name] = measure(name, options)
+    except KeyboardInterrupt:
+        stopped = True
+    if found:
+        print("\n" + table(found))
+    failed = [name for name, cards in found.items() if None in cards.values()]
     if failed:
         print(f"failed: {', '.join(failed)}")
-    return 1 if failed or not names else 0
+    if stopped:
+        print(f"interrupted: {len(found)} of {len(names)} rows measured")
+        return EXIT_INTERRUPTED
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the child, too
+    run_program(main)

@@ -84,7 +84,24 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--data", default="data/stdlib", help="folder of `jaxpar.data prepare`")
     parser.add_argument("--card", help="file to write the figures to, as JSON")
     parser.add_argument("--log", default="torchtitan.log", help="file for all that it prints")
-    return parser.parse_args()
+    options = parser.parse_args()
+    for name, least in {"gpus": 1, "rows": 1, "steps": 3}.items():  # two compile
+        value = getattr(options, name)
+        if value is not None and value < least:
+            fix = f"--{name} {parser.get_default(name) or least}"
+            parser.error(f"--{name} = {value}: must be at least {least}. Fix: {fix}")
+    if not (Path(options.data) / "tokenizer.json").is_file():
+        fix = f"python -m jaxpar.data prepare --input stdlib --output {options.data}"
+        rule = f"--data = {options.data!r} holds no tokenizer.json"
+        parser.error(f"{rule}. Fix: {fix} --tokenizer bpe:8192")
+    for name in ("card", "log"):
+        value = getattr(options, name)
+        path = Path(value or "")  # the folder itself, which is no file
+        if value is None or not (path.is_dir() or any(p.is_file() for p in path.parents)):
+            continue
+        fix = f"--{name} torchtitan.{'json' if name == 'card' else 'log'}"
+        parser.error(f"--{name} = {value!r}: is no file that can be written. Fix: {fix}")
+    return options
 
 
 def prepare(data: Path, folder: Path) -> None:
@@ -195,8 +212,11 @@ def main() -> None:
         f"its MFU {found['mfu_full_attention']:.1%}   peak {found['peak_memory_gib']:.1f} GiB"
     )
     if options.card:
-        Path(options.card).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.card).write_text(json.dumps(found, indent=2) + "\n")
+        card = Path(options.card)
+        card.parent.mkdir(parents=True, exist_ok=True)
+        whole = card.with_name(f"{card.name}.tmp")  # an earlier card stays until this one is there
+        whole.write_text(json.dumps(found, indent=2) + "\n")
+        whole.replace(card)
 
 
 if __name__ == "__main__":

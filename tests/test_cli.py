@@ -168,6 +168,36 @@ def test_a_config_file_must_return_a_config(tmp_path):
     assert read(str(file)) == Config()
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "from jaxpar.config import Config, TrainConfig\n\n"
+            "def get_config():\n    return Config(train=TrainConfig(num_stepz=3))\n",
+            "line 4 of it fails: TypeError: TrainConfig.__init__() got an unexpected keyword",
+        ),
+        ("x = 1\nx = = 2\n", "line 2 of it fails: SyntaxError: invalid syntax"),
+        ("\nimport nonesuch\n", "line 2 of it fails: ModuleNotFoundError: No module named"),
+        ("import json\njson.loads('{')\n", "line 2 of it fails: JSONDecodeError: Expecting"),
+    ],
+)
+def test_a_config_file_that_fails_is_one_error_with_the_line(tmp_path, text, said):
+    file = tmp_path / "mine.py"
+    file.write_text(text)
+    error = refused(str(file))
+    assert error.rule.startswith(f"cannot be used: {said}") and "\n" not in str(error)
+    assert error.fix.startswith(f"mend line {said.split()[1]} of it")
+
+
+def test_a_config_files_own_config_error_is_shown_as_it_is(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from jaxpar.config import Config, replace\n\n"
+        "def get_config():\n    return replace(Config(), **{'train.num_stepz': 3})\n"
+    )
+    assert refused(str(file)).field == "train.num_stepz"
+
+
 def test_a_missing_dataset_is_refused_with_the_command_that_makes_it(tmp_path):
     data, run = tmp_path / "data", tmp_path / "run"
     error = refused("quickstart", "--data.path", str(data), "--run.dir", str(run))
@@ -320,6 +350,11 @@ ENDINGS = [
     (raising(ConfigError("a.b", 1, "must", "do")), 2, "config error: a.b = 1: must. Fix: do.\n"),
     (raising(guard.BadNumerics("step 3")), 17, "bad numerics: step 3\n"),
     (raising(BrokenPipeError()), 1, "error: whatever read the output has closed it\n"),
+    (
+        raising(OSError(28, "No space left")),
+        1,
+        "error: No space left. Free space, and start the same command again\n",
+    ),
     (raising(ZeroDivisionError("x")), 1, "ZeroDivisionError: x\n"),
     (raising(KeyboardInterrupt()), 130, "interrupted\n"),
 ]
@@ -334,3 +369,14 @@ def test_a_program_ends_with_the_code_of_what_happened(main, code, message, monk
     error = capsys.readouterr().err
     assert error.endswith(message) if message else error == ""
     assert ("Traceback" in error) == message.startswith("ZeroDivisionError")
+
+
+def test_a_sign_that_the_output_lacks_ends_no_program(tmp_path):
+    program = "from jaxpar import cli; cli.run_program(lambda _: print('2 × 3 µs'))"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "2 ? 3 ?s\n", "")

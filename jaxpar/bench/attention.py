@@ -17,7 +17,7 @@ import jax
 
 from jaxpar import guard, processes, provenance, runtime
 from jaxpar.bench import conditions, contest, tuning
-from jaxpar.bench.options import check_repeats
+from jaxpar.bench.options import check_file, check_repeats
 from jaxpar.bench.options import parser as make_parser
 from jaxpar.bench.shapes import NAMED, Shape, parse_shapes
 from jaxpar.config import Config, ConfigError
@@ -50,8 +50,12 @@ def read_command(argv: Sequence[str]) -> argparse.Namespace:
                 rule = f"{name!r} is none of {', '.join(contest.BACKENDS)}"
                 raise ConfigError("--backends", ",".join(options.backends), rule, "name those")
     check_repeats(options)
-    if options.table and not options.tune:
-        raise ConfigError("--table", options.table, "is written by --tune alone", "add --tune")
+    check_file("--card", options.card)
+    if options.table is not None:
+        if not options.tune:
+            raise ConfigError("--table", options.table, "is written by --tune alone", "add --tune")
+        check_file("--table", options.table)
+        tuning.read_table(Path(options.table))
     return options
 
 
@@ -69,6 +73,7 @@ def main(argv: Sequence[str]) -> int:
     table = None
     if options.tune:
         table = Path(options.table) if options.table else tuning.default_table()
+        tuning.own_table(table)
     if not on_gpu:
         _refuse_large(options.shapes)
     commit = options.commit or provenance.checked_out_commit()
@@ -90,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
         print(table_of(shape, options.dtype, rows), flush=True)
         card["rows"] += rows
         if options.card:  # after each shape: a long run that is stopped leaves what it has
-            conditions.write_json(options.card, card)
+            conditions.write_json("--card", options.card, card)
         if table is not None:
             print(f"{winners(rows)}\n{tuning.merge(table, rows, commit, command)}\n", flush=True)
     rows = card["rows"]

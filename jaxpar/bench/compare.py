@@ -64,7 +64,7 @@ def read_card(path: str) -> dict[str, Any]:
     except OSError as error:
         rule = f"cannot be read: {error.strerror or error}"
         raise ConfigError("cards", path, rule, "name a file that --card has written") from error
-    except ValueError as error:  # not JSON, or not UTF-8
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or too deep
         rule = f"is not JSON: {error}"
         raise ConfigError("cards", path, rule, "name a file that --card has written") from error
     if not isinstance(card, dict):

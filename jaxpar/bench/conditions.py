@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from jaxpar import provenance
+from jaxpar import guard, provenance, whole_file
 
 
 def of_this_process(environment: list[str], commit: str) -> dict[str, Any]:
@@ -34,8 +34,17 @@ def cudnn_version() -> int:
     return 0 if cuda_versions is None else cuda_versions.cudnn_get_version()
 
 
-def write_json(path: str | Path, value: Any) -> None:
-    """Write a card or a table, with the folders above it."""
+def write_json(option: str, path: str | Path, value: Any) -> None:
+    """Write a card or a table whole, with the folders above it; an earlier one stays till then.
+
+    Args:     option: the one that names the file, for the error.
+    Raises:   guard.RunError when it cannot be written.
+    """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(value, indent=2) + "\n")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        whole_file.write(path, (json.dumps(value, indent=2) + "\n").encode())
+    except OSError as error:
+        kept = ". The file that is there is as it was" if path.is_file() else ""
+        why = f"cannot be written: {error.strerror or error}{kept}"
+        raise guard.RunError(f"{option} = {str(path)!r}: {why}") from error

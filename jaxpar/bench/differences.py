@@ -24,6 +24,12 @@ ALIKE_CONFIG = ("config.data.seq_len",)
 CHOICES = ("config.model.attention_backend", "config.model.attention_deterministic")
 
 
+def one_line(value: Any) -> str:
+    """A value as text that can be printed, whatever stands in the file that it is from."""
+    text = str(value)
+    return text if text.isprintable() else ascii(text)[1:-1]
+
+
 def conditions(card: Card) -> dict[str, str]:
     """What a card says of its conditions, flat: section.field, one entry for each XLA flag."""
     found = {name: str(card[name]) for name in PLAIN if name in card}
@@ -37,7 +43,8 @@ def conditions(card: Card) -> dict[str, str]:
         name, given, value = str(item).partition("=")
         if not name.startswith("--"):  # XLA's flags are there already
             found[name] = value if given else "set"
-    return found | _flat("config", card.get("config", {}))
+    found |= _flat("config", card.get("config", {}))
+    return {one_line(name): one_line(value) for name, value in found.items()}
 
 
 def _flat(name: str, value: Any) -> dict[str, str]:

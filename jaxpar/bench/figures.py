@@ -1,11 +1,13 @@
 """The figures of several cards side by side, with their ratios to the first card's."""
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jaxpar.bench import tuning
+from jaxpar.bench.differences import one_line
 from jaxpar.profiling.kernels import CLASSES, KINDS
 from jaxpar.profiling.table import aligned
 
@@ -67,10 +69,29 @@ def at(card: Card, path: str) -> Any:
 
 
 def number_at(card: Card, path: str) -> float | None:
-    """The same, if it is a number."""
+    """The same, if it is a number that can have been measured."""
     value = at(card, path)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if is_number else None
+    return value if _is_figure(value) else None
+
+
+def _is_figure(value: Any) -> bool:
+    """Whether it is a number, finite and not below 0, but for the rounding of a difference."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value) and value > -1e-6
+    except OverflowError:  # an integer beyond all floats
+        return False
+
+
+def left_out(where: str, card: Card, paths: Sequence[str]) -> list[str]:
+    """A note on each value that stands where a figure ought to, and is none."""
+    odd = [(path, at(card, path)) for path in paths]
+    return [
+        f"note: {path} of {where} is no figure, and left out: {one_line(value)[:40]}"
+        for path, value in odd
+        if value is not None and not _is_figure(value)
+    ]
 
 
 def ratio(value: float | None, first: float | None, noise: bool = False) -> str:
@@ -103,6 +124,9 @@ def training_table(names: Sequence[str], cards: Sequence[Card]) -> tuple[str, li
         for name, within in zip(names[1:], noisy[1:], strict=True)
         if within is not None
     ]
+    paths = [figure.path for figure in TRAINING]
+    for name, card in zip(names, cards, strict=True):
+        notes += left_out(name, card, paths)
     return aligned(rows), notes
 
 
@@ -137,11 +161,13 @@ def _step_spread(card: Card) -> float | None:
 #: What makes two rows of attention cards the same measurement.
 SAME = ("kind", *"BTSHGD", "window", "documents", "dtype", "direction", "backend")
 OPTIONAL = ("blocks", "deterministic")
+#: The figures of a row.
+MEASURED = ("ms", "ms_fastest", "ms_slowest", "tflops", "times_cudnn")
 
 
 def attention_table(names: Sequence[str], cards: Sequence[Card]) -> tuple[str, list[str]]:
     """A line for each shape, direction and backend that any card has, a column for each card."""
-    tables = [{_key(row): row for row in card["rows"] if isinstance(row, dict)} for card in cards]
+    tables = [{_key(row): row for row in card["rows"] if _is_row(row)} for card in cards]
     keys = list(dict.fromkeys(key for table in tables for key in table))
     title = [f"{name} ms" for name in names] + [f"{name}/{names[0]}" for name in names[1:]]
     title += [f"{name} {what}" for what in ("TFLOP/s", "x cuDNN") for name in names]
@@ -156,13 +182,23 @@ def attention_table(names: Sequence[str], cards: Sequence[Card]) -> tuple[str, l
         for path, form in (("tflops", ".1f"), ("times_cudnn", ".2f")):
             values = [number_at(r, path) for r in found]
             cells += [MISSING if value is None else format(value, form) for value in values]
-        what = [str(row.get(name, MISSING)) for name in ("direction", "backend")]
-        if "backend" in row:
-            what[1] = tuning.words(row)
-        rows.append((_shape(row), *what, *cells))
+        what = [row["direction"], tuning.words(row)]
+        rows.append((*map(one_line, (_shape(row), *what)), *cells))
     marked = any(NOISE in cell for row in rows[1:] for cell in row)
     notes = [f"noise: {NOISE} marks differences within the spread of the repeats"] if marked else []
+    for name, card, table in zip(names, cards, tables, strict=True):
+        odd = sum(not _is_row(row) for row in card["rows"])
+        notes += [f"note: entries of {name} that are no rows, and left out: {odd}"] if odd else []
+        for row in table.values():
+            notes += left_out(f"{name}, {one_line(_shape(row))}", row, MEASURED)
     return aligned(rows, left=(0, 1, 2)), notes
+
+
+def _is_row(row: Any) -> bool:
+    """Whether it is a row of a card: a direction, a backend, and block sizes if any."""
+    if not isinstance(row, dict) or not isinstance(row.get("blocks") or {}, dict):
+        return False
+    return all(isinstance(row.get(name), str) for name in ("direction", "backend"))
 
 
 def _key(row: Card) -> str:

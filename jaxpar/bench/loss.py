@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpar import guard, processes, provenance, runtime
 from jaxpar.bench import conditions
-from jaxpar.bench.options import check_repeats
+from jaxpar.bench.options import check_file, check_repeats
 from jaxpar.bench.options import parser as make_parser
 from jaxpar.bench.timing import Timing, interleaved
 from jaxpar.config import Config, ConfigError, ParallelConfig
@@ -76,6 +76,7 @@ def read_command(argv: Sequence[str]) -> argparse.Namespace:
         rule = "must be whole numbers above 0"
         raise ConfigError("--tokens, --vocab, --d-model", said, rule, "use --tokens 8192,16384")
     check_repeats(options)
+    check_file("--card", options.card)
     options.tokens = [int(n) for n in sizes]
     return options
 
@@ -120,5 +121,5 @@ def main(argv: Sequence[str]) -> int:
         print("  ".join(text(row[name]).rjust(10) for name in columns), flush=True)
         card["rows"].append(row)
     if options.card:
-        conditions.write_json(options.card, card)
+        conditions.write_json("--card", options.card, card)
     return guard.EXIT_OK

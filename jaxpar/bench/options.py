@@ -1,6 +1,8 @@
 """What the command lines of the benchmarks share."""
 
 import argparse
+import os
+from pathlib import Path
 from typing import NoReturn
 
 from jaxpar.config import ConfigError
@@ -32,3 +34,44 @@ def check_repeats(options: argparse.Namespace) -> None:
     """Raises:   ConfigError unless --repeats is a number of times."""
     if options.repeats < 1:
         raise ConfigError("--repeats", options.repeats, "must be at least 1", "use --repeats 15")
+
+
+def check_file(option: str, path: str | None) -> None:
+    """Refuse a file that could not be written, before anything is measured for it.
+
+    Args:     path: None: it was not asked for.
+    Raises:   ConfigError, naming the option.
+    """
+    if path and Path(path).is_dir():
+        fix = f"use {option} {Path(path) / 'card.json'}"
+        raise ConfigError(option, path, "is a folder, not a file", fix)
+    _check_place(option, path, "runs/card.json")
+
+
+def check_folder(option: str, path: str | None) -> None:
+    """The same of a folder to write in.
+
+    Raises:   ConfigError, naming the option.
+    """
+    if path and Path(path).exists() and not Path(path).is_dir():
+        raise ConfigError(option, path, "is a file, not a folder", f"use {option} {path}-folder")
+    _check_place(option, path, "runs/folder")
+
+
+def _check_place(option: str, path: str | None, example: str) -> None:
+    if path is None:
+        return
+    if not path:
+        raise ConfigError(option, path, "is empty", f"use {option} {example}")
+    place = Path(path).absolute()
+    if place.exists() and not place.is_dir() and not place.is_file():
+        return  # a device or a pipe
+    above = place if place.is_dir() else place.parent
+    while not above.exists():
+        above = above.parent
+    if not above.is_dir():
+        rule = f"lies below {above}, which is a file"
+        raise ConfigError(option, path, rule, f"use {option} {example}")
+    if not os.access(above, os.W_OK | os.X_OK):
+        rule = f"would be written in {above}, where you may not write"
+        raise ConfigError(option, path, rule, f"use {option} {example}")

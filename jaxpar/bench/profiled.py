@@ -32,22 +32,40 @@ def profile_steps(running: Running, steps: int, keep: str | None = None) -> dict
     Args:     keep: folder for the trace; None: it is dropped.
     Returns:  `profile`, as `breakdown.profile` gives it; None with `profile_missing`, the reason.
     """
-    with contextlib.closing(running.batches), _folder(keep) as folder:
+    with contextlib.closing(running.batches):
         if not steps:
             return _missing("not asked for: --profile-steps 0")
         jax.block_until_ready(running.state)
-        traced = jax.process_index() == 0
-        with trace.capture(folder) if traced else contextlib.nullcontext():
-            for _, (_, batch) in zip(range(steps), running.batches, strict=False):
-                running.state, measured = running.step(running.state, batch)
-            jax.block_until_ready((running.state, measured))
-        if not traced:
+        if jax.process_index() != 0:
+            _take(running, steps)
             return _missing("the first process has it")
-        try:
+        return _traced(running, steps, keep)
+
+
+def _take(running: Running, steps: int) -> None:
+    for _, (_, batch) in zip(range(steps), running.batches, strict=False):
+        running.state, measured = running.step(running.state, batch)
+    jax.block_until_ready((running.state, measured))
+
+
+def _traced(running: Running, steps: int, keep: str | None) -> dict[str, Any]:
+    """The steps under the profiler. A profiler or a disk that fails does not end the benchmark."""
+    begun = taken = False
+    try:
+        with _folder(keep) as folder:
+            with trace.capture(folder):
+                begun = True
+                _take(running, steps)
+                taken = True
             found = trace.read(trace.newest_file(folder), hlo.module_name(running.hlo_text))
             return {"profile": breakdown.profile(found, running.hlo_text)}
-        except ValueError as error:
-            return _missing(str(error))
+    except (OSError, RuntimeError, ValueError) as error:
+        if begun and not taken:
+            raise  # of a step itself
+        if not begun:
+            _take(running, steps)  # the other processes wait in it
+        known = isinstance(error, ValueError)
+        return _missing(str(error) if known else f"the trace failed: {error}")
 
 
 def in_words(card: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import hashlib
 import itertools
+import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -16,9 +17,9 @@ from typing import Any
 
 import jax
 
-from jaxpar import cli, elastic, processes, provenance
+from jaxpar import cli, cluster, elastic, processes, provenance
 from jaxpar.bench import conditions, power, profiled
-from jaxpar.bench.options import Parser
+from jaxpar.bench.options import Parser, check_file, check_folder
 from jaxpar.config import Config, ConfigError
 from jaxpar.config_json import to_json
 from jaxpar.metrics import peak_memory_gib
@@ -30,6 +31,8 @@ from jaxpar.train import compiled
 
 #: Steps run before the clock starts: the first ones load kernels and settle the clocks.
 WARM_UP = 3
+#: Seconds between two lines about how far it is.
+EVERY = 5.0
 
 
 def measure(run: Run, steps: int) -> tuple[dict[str, Any], profiled.Running]:
@@ -46,7 +49,7 @@ def measure(run: Run, steps: int) -> tuple[dict[str, Any], profiled.Running]:
     compile_seconds = time.perf_counter() - began
     batches = run.loader.prefetched(0)
     times: list[float] = []
-    losses, waits, pending = [], [], None
+    losses, waits, pending, told = [], [], None, time.perf_counter()
     with power.watching(jax.default_backend() == "gpu") as gpus:
         for _ in range(WARM_UP + steps + 1):
             began = time.perf_counter()
@@ -58,6 +61,7 @@ def measure(run: Run, steps: int) -> tuple[dict[str, Any], profiled.Running]:
             else:
                 losses.append(float(pending.loss))
                 times.append(time.perf_counter())
+                told = _progress(times, told, WARM_UP + steps)
             if len(times) == WARM_UP:
                 gpus.begin()
             pending = measured
@@ -75,6 +79,17 @@ def measure(run: Run, steps: int) -> tuple[dict[str, Any], profiled.Running]:
         **sent_by(hlo_text),
     }
     return figures, profiled.Running(train_step, hlo_text, state, batches)
+
+
+def _progress(times: Sequence[float], told: float, of: int) -> float:
+    """Say how far it is, when the last line is some seconds old; the time of the latest line.
+
+    The next step is already dispatched, so that the devices do not wait for the line.
+    """
+    if times[-1] - told < EVERY or len(times) < 2:
+        return told
+    processes.say(f"step {len(times)} of {of}: the last took {times[-1] - times[-2]:.3f} s")
+    return times[-1]
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float]:
@@ -163,10 +178,18 @@ def read_command(argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
     if options.profile_steps < 0:
         fix = "use --profile-steps 2, or 0 for none"
         raise ConfigError("--profile-steps", options.profile_steps, "must be at least 0", fix)
-    if options.trace and not options.profile_steps:
+    if options.trace is not None and not options.profile_steps:
         fix = "use --profile-steps 2, or leave --trace out"
         raise ConfigError("--trace", options.trace, "is of the profiled steps: there are none", fix)
-    return options, cli.read_config(rest, "jaxpar.bench train", __doc__)
+    cfg = cli.read_config(rest, "jaxpar.bench train", __doc__)
+    if any(arg.partition("=")[0] == "--run.dir" for arg in rest):
+        fix = "leave it out; --card FILE names what is written"
+        raise ConfigError("run.dir", cfg.run.dir, "is not used: a benchmark writes no run", fix)
+    place = cluster.detect(cfg, os.environ)
+    if place is None or place.process_id == 0:  # the one that writes; others may be elsewhere
+        check_folder("--trace", options.trace)
+        check_file("--card", options.card)
+    return options, cfg
 
 
 def main(argv: Sequence[str]) -> int:
@@ -185,9 +208,9 @@ def main(argv: Sequence[str]) -> int:
     processes.say(summary(result))
     to_card = options.card and processes.own() == 0
     if to_card:  # before the profiler, which may fail
-        conditions.write_json(options.card, result)
+        conditions.write_json("--card", options.card, result)
     result |= profiled.profile_steps(running, options.profile_steps, options.trace)
     processes.say(profiled.in_words(result))
     if to_card:
-        conditions.write_json(options.card, result)
+        conditions.write_json("--card", options.card, result)
     return 0

@@ -160,20 +160,52 @@ def hopeless(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if "failed" in row and group(row) not in timed]
 
 
+def read_table(path: Path) -> Row | None:
+    """What a table holds; None where there is none.
+
+    Raises:   ConfigError when it is damaged.
+    """
+    try:
+        table = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise _no_table(path, f"cannot be read: {error}") from error
+    texts = ("gpu", "jax", "commit", "command")
+    whole = isinstance(table, dict) and {"gpu", "jax", "cudnn", "rows"} <= table.keys()
+    if not whole or not all(isinstance(table.get(name, ""), str) for name in texts):
+        raise _no_table(path, "is no table of measurements")
+    if not isinstance(table["rows"], list) or not all(isinstance(r, dict) for r in table["rows"]):
+        raise _no_table(path, "has rows that are none")
+    return table
+
+
+def own_table(path: Path) -> Row | None:
+    """The same, of the device at hand.
+
+    Raises:   ConfigError when it is damaged, or another GPU's.
+    """
+    table = read_table(path)
+    if table is not None and table["gpu"] != jax.devices()[0].device_kind:
+        raise _no_table(path, f"holds times of {table['gpu']!r}")
+    return table
+
+
+def _no_table(path: Path, rule: str) -> ConfigError:
+    return ConfigError("--table", str(path), rule, "leave --table out, or name a new file")
+
+
 def merge(path: Path, rows: Sequence[Row], commit: str, command: str) -> str:
     """Put the rows that were timed into a table; in one line, what was done.
 
     Rows measured under another JAX or cuDNN are dropped: a table has one set of versions. Commits
     and commands add up.
 
-    Raises:   ConfigError when the table is another GPU's.
+    Raises:   ConfigError when the table is damaged, or another GPU's.
     """
     device = jax.devices()[0].device_kind
     head = {"gpu": device, "jax": jax.__version__, "cudnn": conditions.cudnn_version()}
-    old = json.loads(path.read_text()) if path.exists() else head | {"rows": []}
-    if old["gpu"] != device:
-        fix = "leave --table out, or name a new file"
-        raise ConfigError("--table", str(path), f"holds times of {old['gpu']!r}", fix)
+    old = own_table(path) or head | {"rows": []}
     same = all(old[name] == head[name] for name in head)
     kept = old if same else {"rows": []}
     joined = lambda name, new: " && ".join(  # noqa: E731
@@ -183,7 +215,7 @@ def merge(path: Path, rows: Sequence[Row], commit: str, command: str) -> str:
     new = [_table_row(row) for row in rows if "ms" in row]
     table |= {_key(row): row for row in new}
     both = {"commit": joined("commit", commit), "command": joined("command", command)}
-    conditions.write_json(path, head | both | {"rows": list(table.values())})
+    conditions.write_json("--table", path, head | both | {"rows": list(table.values())})
     dropped = len(old["rows"]) - len(kept["rows"])
     said = f"{path}: {len(new)} rows measured, {len(table)} in all"
     return said + (f", {dropped} dropped, of another JAX or cuDNN" if dropped else "")

@@ -1,6 +1,7 @@
 """The folder that a conversion writes: it appears when it is complete, or not at all."""
 
 import contextlib
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -15,10 +16,22 @@ CARRIED = "hf"
 
 
 def refuse_used(argument: str, path: Path) -> None:
-    """Raises:   ConfigError, naming the argument, when a new folder's path is in use."""
+    """Raises:   ConfigError, naming the argument, when a path is in use, or cannot be made."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         rule = "is there already, and is not empty"
         raise ConfigError(argument, str(path), rule, "name a new folder")
+    require_place(argument, path)
+
+
+def require_place(argument: str, path: Path) -> None:
+    """Raises:   ConfigError, naming the argument, unless something can be made at a path."""
+    above = next(parent for parent in path.absolute().parents if parent.exists())
+    if not above.is_dir():
+        rule = f"cannot be created: {above} is a file"
+        raise ConfigError(argument, str(path), rule, "name a folder you may write")
+    if not os.access(above, os.W_OK | os.X_OK):
+        rule = f"cannot be created: {above} may not be written"
+        raise ConfigError(argument, str(path), rule, "name a folder you may write")
 
 
 def require_space(argument: str, path: Path, num_bytes: int) -> None:

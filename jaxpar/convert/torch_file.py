@@ -18,7 +18,7 @@ from jaxpar.convert import exporting
 from jaxpar.convert.exporting import Export
 from jaxpar.convert.families import Family
 from jaxpar.convert.layout import Entry
-from jaxpar.convert.new_folder import require_space
+from jaxpar.convert.new_folder import require_place, require_space
 from jaxpar.convert.progress import meter
 from jaxpar.convert.safetensors_file import Stored, create_file
 
@@ -85,6 +85,7 @@ def to_torch(export: Export, file: Path, say: Callable[[str], None]) -> None:
     for path in (file, about):
         if path.exists():
             raise ConfigError("FILE", str(path), "is there already", "name a new file")
+    require_place("FILE", file)
     require_space("FILE", file, 2 * export.num_bytes)
     file.absolute().parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".partial-", dir=file.absolute().parent) as folder:

@@ -68,12 +68,31 @@ def write_facts(folder: Path, facts: Facts) -> None:
 
 
 def read_facts(folder: Path) -> Facts | None:
-    """What profile.json says; None where there is none, or another version's."""
+    """What profile.json says; None where there is none, or it is damaged or another version's."""
     try:
         values: dict[str, Any] = json.loads((folder / FACTS_FILE).read_text("utf-8"))
-        return Facts(**values)
+        facts = Facts(**values)
     except (OSError, ValueError, TypeError):
         return None
+    return facts if _sound(facts) else None
+
+
+def _sound(facts: Facts) -> bool:
+    """Whether the values are of their types, and such that figures can be made of them."""
+    counts = (facts.first_step, facts.num_steps, facts.processes, facts.devices, facts.tokens)
+    flops = (facts.flops, 0 if facts.attention_flops is None else facts.attention_flops)
+    texts, tables = (facts.device_kind, facts.mesh), (facts.memory, facts.versions)
+    return (
+        all(_is_number(n, int) and n > 0 for n in counts)
+        and all(_is_number(n, int | float) and n >= 0 for n in flops)
+        and all(isinstance(text, str) for text in texts)
+        and all(isinstance(table, dict) for table in tables)
+        and all(_is_number(n, int) for n in facts.memory.values())
+    )
+
+
+def _is_number(value: Any, kind: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool) and abs(value) < 1e30
 
 
 def write_hlo(folder: Path, text: str) -> None:

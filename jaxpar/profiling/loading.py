@@ -4,6 +4,7 @@ The optimised HLO is the file beside the trace; without it, the trace's own copy
 """
 
 import gzip
+import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,10 @@ def load(path: str, step: int | None = None) -> Loaded:
     where = _profile_in(Path(path), step)
     files = _traces_in(where)
     facts = folder.read_facts(where) if where.is_dir() else None
-    text = _hlo_beside(where)
+    missing: list[str] = []
+    if facts is None and (where / folder.FACTS_FILE).is_file():
+        missing.append(f"what {folder.FACTS_FILE} says: it is damaged, or of another version")
+    text = _hlo_beside(where, missing)
     try:
         programs = xspace.programs(files[0])
         name = hlo.module_name(text) if text else ""
@@ -55,7 +59,6 @@ def load(path: str, step: int | None = None) -> Loaded:
     except ValueError as error:
         fix = "trace the steps again: docs/profiling.md"
         raise ConfigError(OPTION, path, f"cannot be read: {error}", fix) from error
-    missing = []
     if facts is not None and len(files) < facts.processes:
         missing.append(f"traces of {facts.processes - len(files)} of {facts.processes} processes")
     if module is None:
@@ -95,17 +98,23 @@ def _traces_in(where: Path) -> list[Path]:
     return sorted((f for f in found if f.parent == newest), key=lambda f: (len(f.name), f.name))
 
 
-def _hlo_beside(where: Path) -> str:
-    """The HLO text that was saved with the trace; "" without."""
+def _hlo_beside(where: Path, missing: list[str]) -> str:
+    """The HLO text that was saved with the trace; "" without. One that is damaged is `missing`."""
     if where.is_dir():
         names = [where / folder.HLO_FILE]
     else:
         stem = where.name.partition(".xplane.pb")[0]
         names = [where.with_name(stem + ending) for ending in (".hlo.txt", ".hlo.txt.gz")]
-    for name in names:
-        if name.is_file():
+    for name in filter(Path.is_file, names):
+        try:
             data = name.read_bytes()
-            return (gzip.decompress(data) if name.suffix == ".gz" else data).decode()
+            text = (gzip.decompress(data) if name.suffix == ".gz" else data).decode()
+            if hlo.module_name(text) and "\nENTRY " in text:
+                return text
+            missing.append(f"the HLO of {name.name}, which is cut off")
+        except (OSError, EOFError, zlib.error, ValueError) as error:
+            why = str(error).partition("\n")[0]
+            missing.append(f"the HLO of {name.name}, which cannot be read: {why}")
     return ""
 
 

@@ -5,9 +5,7 @@ restarts, checkpoints and lost time, config, environment and samples. Several ru
 A run that is still going on can be read, too.
 """
 
-import os
 import shlex
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -16,8 +14,9 @@ from typing import Annotated
 
 import tyro
 
-from jaxpar import cli
+from jaxpar import cli, whole_file
 from jaxpar.config import ConfigError
+from jaxpar.lines import FULL
 from jaxpar.report.page import page
 from jaxpar.report.runs import RunRead, read_run
 
@@ -76,20 +75,14 @@ def where(output: str | None, names: Sequence[str]) -> Path:
 
 def _write(path: Path, content: bytes) -> None:
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+        whole_file.write(path, content)
     except OSError as error:
+        if error.errno in FULL:
+            raise
         fix = "use --output with a folder that can be written"
-        raise ConfigError("--output", str(path), f"cannot be written: {error}", fix) from error
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+        raise ConfigError(
+            "--output", str(path), f"cannot be written: {error.strerror}", fix
+        ) from error
 
 
 def main(argv: Sequence[str]) -> None:

@@ -238,3 +238,16 @@ def test_options_that_cannot_be():
             read_options(["to-hf", "run", "dir", *words])
     with pytest.raises(SystemExit):
         read_options(["to-hf", "run", "dir", "--dtype", "int8"])
+
+
+def test_a_place_where_nothing_can_be_made_is_refused(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    for path in (file / "run", file / "a" / "b"):
+        with pytest.raises(ConfigError) as error:
+            new_folder.refuse_used("RUN", path)
+        assert str(error.value) == (
+            f"RUN = {str(path)!r}: cannot be created: {file} is a file. "
+            "Fix: name a folder you may write."
+        )
+    new_folder.refuse_used("RUN", tmp_path / "a" / "b")

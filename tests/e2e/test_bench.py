@@ -3,11 +3,13 @@
 import contextlib
 import io
 import json
+import os
+from pathlib import Path
 
 import pytest
 
-from jaxpar import bench
-from jaxpar.bench import profiled, training
+from jaxpar import bench, guard
+from jaxpar.bench import conditions, profiled, training
 from jaxpar.config import ConfigError
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
@@ -87,6 +89,50 @@ def test_profiled_steps_go_on_from_the_timed_ones(only_devices, config_file, mon
     assert figures["steps"] == 2
 
 
+def test_a_card_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monkeypatch):
+    file = tmp_path / "cards" / "a.json"
+    conditions.write_json("--card", file, {"a": 1})
+    before = file.read_text()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(guard.RunError) as error:
+        conditions.write_json("--card", file, {"a": 2})
+    assert str(error.value) == (
+        f"--card = {str(file)!r}: cannot be written: No space left on device. "
+        "The file that is there is as it was"
+    )
+    assert file.read_text() == before and list(file.parent.iterdir()) == [file]
+
+
+def test_a_card_goes_through_a_link_and_into_what_is_no_file(tmp_path):
+    file, link = tmp_path / "a.json", tmp_path / "link"
+    link.symlink_to(file)
+    conditions.write_json("--card", link, 1)
+    assert link.is_symlink() and file.read_text() == "1\n"
+    conditions.write_json("--card", "/dev/null", 1)
+    assert not Path("/dev/null").is_file()
+
+
+def test_a_card_is_looked_at_where_it_is_written(config_file):
+    words = [config_file, "--card", "/", "--cluster.num-processes", "2"]
+    words += ["--cluster.coordinator", "localhost:1"]
+    with pytest.raises(ConfigError, match="--card = '/': is a folder"):
+        training.read_command([*words, "--cluster.process-id", "0"])
+    assert training.read_command([*words, "--cluster.process-id", "1"])[0].card == "/"
+
+
+def test_progress_is_told_every_few_seconds(capsys):
+    told = training._progress([1.0], -10.0, 9)
+    assert told == -10.0 and capsys.readouterr().out == ""  # no step has a time yet
+    told = training._progress([1.0, 3.5], told, 9)
+    assert told == 3.5 and capsys.readouterr().out == "step 2 of 9: the last took 2.500 s\n"
+    assert training._progress([1.0, 3.5, 4.0], told, 9) == 3.5
+    assert capsys.readouterr().out == ""
+
+
 def test_the_spread():
     found = training.spread([1.0, 2.0, 3.0, 4.0, 9.0])
     assert found == {"median": 3.0, "fastest": 1.0, "slowest": 9.0, "interquartile": 2.0}
@@ -108,7 +154,15 @@ def test_hlo_that_cannot_be_read_is_said():
         (["--steps", "0"], "--steps = 0: must be at least 1"),
         (["--profile-steps", "-1"], "--profile-steps = -1: must be at least 0"),
         (["--profile-steps", "0", "--trace", "t"], "--trace = 't': is of the profiled steps"),
+        (["--run.dir", "runs/mine"], "run.dir = 'runs/mine': is not used: a benchmark writes no"),
+        (["--run.dir=runs/mine"], "run.dir = 'runs/mine': is not used"),
         (["--steps", "many"], "invalid int value"),
+        (["--card", ""], "--card = '': is empty"),
+        (["--card", "/"], "--card = '/': is a folder, not a file"),
+        (["--card", f"{__file__}/a/b.json"], f"lies below {__file__}, which is a file"),
+        (["--trace", ""], "--trace = '': is empty"),
+        (["--trace", __file__], "is a file, not a folder"),
+        (["--trace", f"{__file__}/a"], f"lies below {__file__}, which is a file"),
     ],
 )
 def test_bad_options(config_file, options, said):

@@ -77,6 +77,10 @@ def test_shapes_of_the_command_line():
         (["--backends", "reference,flash"], "'flash' is none of cudnn"),
         (["--repeats", "0"], "--repeats = 0: must be at least 1"),
         (["--table", "t.json"], "is written by --tune alone"),
+        (["--card", "/"], "--card = '/': is a folder, not a file"),
+        (["--tune", "--table", ""], "--table = '': is empty"),
+        (["--tune", "--table", "/"], "--table = '/': is a folder, not a file"),
+        (["--tune", "--table", __file__], "cannot be read: "),
         (["--nonsense"], "unrecognized arguments: --nonsense"),
         (["--tune"], "must be given where there is no GPU"),
     ],
@@ -205,6 +209,25 @@ def test_rows_of_other_versions_are_dropped_and_of_other_gpus_refused(tmp_path, 
         tuned(path)
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"gpu": "cpu", "jax"', "cannot be read: "),
+        ("[]", "is no table of measurements"),
+        ('{"gpu": "cpu", "jax": 1, "cudnn": 0, "rows": []}', "is no table of measurements"),
+        ('{"gpu": "cpu", "jax": "", "cudnn": 0, "rows": [1]}', "has rows that are none"),
+        ('{"gpu": "B", "jax": "", "cudnn": 0, "rows": []}', "holds times of 'B'"),
+    ],
+)
+def test_a_table_that_cannot_be_added_to_is_refused_first(text, said, tmp_path, monkeypatch):
+    path = tmp_path / "table.json"
+    path.write_text(text)
+    monkeypatch.setattr(tuning, "tune", lambda *_: pytest.fail("something was measured"))
+    with pytest.raises(ConfigError, match=said):
+        tuned(path)
+    assert path.read_text() == text
+
+
 def test_candidates_of_our_own_kernels():
     sizes = tuning.candidates(["cudnn", "pallas_hopper"], "backward", 64)
     assert sizes[0] == tuning.Candidate("backward", "cudnn")
@@ -252,9 +275,11 @@ def test_the_loss_table(tmp_path, capsys):
     assert "logits GiB" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="whole numbers above 0"):
         bench.main(["loss", "--tokens", "64,x"])
+    with pytest.raises(ConfigError, match="--card = '/': is a folder"):
+        bench.main(["loss", "--tokens", "64", "--card", "/"])
 
 
-def test_the_pieces_between_the_matmuls(tmp_path, monkeypatch):
+def test_the_pieces_between_the_matmuls(tmp_path, monkeypatch, capsys):
     path = Path(__file__).resolve().parents[2] / "scripts" / "measure_elementwise.py"
     spec = importlib.util.spec_from_file_location("measure_elementwise", path)
     script = importlib.util.module_from_spec(spec)
@@ -268,3 +293,8 @@ def test_the_pieces_between_the_matmuls(tmp_path, monkeypatch):
     assert rows["RMSNorm forward"]["bytes"] == 2 * wide + 4096 * 4
     assert rows["SwiGLU forward"]["bytes"] == 3 * ff and rows["SwiGLU backward"]["bytes"] == 5 * ff
     assert all(row["ms"] > 0 for row in rows.values())
+    for option, value in [("--tokens", "0"), ("--repeats", "0"), ("--card", str(tmp_path))]:
+        with pytest.raises(SystemExit) as stop:
+            script.main([option, value])
+        said = capsys.readouterr().err
+        assert stop.value.code == 2 and f"error: {option} = " in said and "Fix: use" in said

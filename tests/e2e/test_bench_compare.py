@@ -182,6 +182,36 @@ def test_a_new_card_beside_an_older_one(compare):
     assert row(lines, "profiled step ms") == ["1,577.5", "-", "-"]
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -5.0, 10**400, "fast", True])
+def test_what_is_no_figure_is_left_out_and_said(compare, value):
+    lines = compare(TRAIN, changed(TRAIN, tokens_per_second_per_device=value))
+    assert row(lines, "tokens/s/device") == ["10,000", "-", "-"]
+    (note,) = [line for line in lines if line.startswith("note")]
+    assert note.startswith("note: tokens_per_second_per_device of B is no figure, and left out: ")
+    assert len(note) < 120
+    lines = compare(ATTENTION, changed(ATTENTION, rows=[{**ROW, "ms": value}]))
+    assert row(lines, "causal 4,4096,32,8,128 bfloat16")[2:4] == ["1.000", "-"]
+    assert any("note: ms of B, causal 4,4096" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    "odd", [{}, [1], None, ROW | {"blocks": [64]}, ROW | {"backend": 3}, ROW | {"direction": {}}]
+)
+def test_what_is_no_row_is_left_out_and_said(compare, odd):
+    lines = compare(ATTENTION, changed(ATTENTION, rows=[odd, ROW]))
+    assert row(lines, "causal 4,4096,32,8,128 bfloat16")[2:5] == ["1.000", "1.000", "1.000~"]
+    assert "note: entries of B that are no rows, and left out: 1" in lines
+
+
+def test_text_of_a_card_cannot_break_the_lines(compare):
+    wrong = changed(TRAIN, commit="a\nb\x1b[31m", config__parallel={"r\n": "\ud800"})
+    lines = compare(TRAIN, wrong)
+    assert row(lines, "commit") == ["aaaa", r"a\nb\x1b[31m"]
+    assert row(lines, r"config.parallel.r\n") == ["-", r"\ud800"]
+    lines = compare(ATTENTION, changed(ATTENTION, rows=[ROW | {"backend": "x\ny"}]))
+    assert any(r"x\ny" in line for line in lines)
+
+
 def refusal(*files) -> str:
     """What is said of the files."""
     with pytest.raises(ConfigError) as error:

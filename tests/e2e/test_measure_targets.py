@@ -4,6 +4,9 @@ import contextlib
 import importlib.util
 import json
 import re
+import runpy
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -117,6 +120,65 @@ def test_a_run_that_takes_too_long_is_ended_with_its_children(targets, tmp_path,
     assert not left
 
 
+def test_a_card_of_an_earlier_time_stays_until_there_is_another(targets, tmp_path, capsys):
+    card, partial = tmp_path / "card.json", tmp_path / "card.partial"
+    card.write_text('{"n": 1}')
+    write = f"import pathlib, sys; pathlib.Path({str(card)!r}).write_text('{{\"n\": 2}}'); "
+    assert targets.run([sys.executable, "-c", write + "sys.exit(3)"], card, 60, 1) is None
+    assert json.loads(card.read_text()) == {"n": 1} and json.loads(partial.read_text()) == {"n": 2}
+    assert "failed, exit code 3" in capsys.readouterr().out
+    assert targets.run([sys.executable, "-c", write], card, 60, 1) == {"n": 2}
+    assert json.loads(card.read_text()) == {"n": 2} and not list(tmp_path.glob("*.earlier"))
+
+
+def test_ctrl_c_leaves_the_table_of_what_was_measured(
+    targets, dataset, tmp_path, monkeypatch, capsys
+):
+    measured = {"tokens_per_second_per_device": 1e4, "mfu_causal": None, "peak_memory_gib": 80.0}
+
+    def measure(name, _):
+        if name == "float8":
+            raise KeyboardInterrupt
+        return {"jaxpar": measured}
+
+    monkeypatch.setattr(targets, "measure", measure)
+    where = ["--data", str(dataset), "--cards", str(tmp_path)]
+    assert targets.main(["fsdp", "float8", "--gpus", "8", *where]) == 130
+    said = capsys.readouterr().out
+    assert "| FSDP | 12,000 | 10,000 |" in said and "| FSDP in float8 |" not in said
+    assert said.endswith("interrupted: 1 of 2 rows measured\n")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_run_with_its_children(number, code, dataset, tmp_path):
+    card = tmp_path / "1.5b.json"
+    card.write_text("{}")
+    command = [sys.executable, str(ROOT / "scripts/measure_targets.py"), "1.5b", "--gpus", "1"]
+    command += ["--data", str(dataset), "--cards", str(tmp_path)]
+    given = environment() | {"PYTHONUNBUFFERED": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, env=given, text=True, **pipes) as process:
+        for line in process.stdout:
+            if "jaxpar.bench train" in line:
+                break
+        while not any(str(card).encode() in c for c in commands()):
+            time.sleep(0.05)
+        process.send_signal(number)
+        said, wrong = process.communicate(timeout=60)
+    assert process.returncode == code and "Traceback" not in wrong
+    assert ("interrupted: 0 of 1 rows" in said) == (number == signal.SIGINT)
+    assert not any(str(card).encode() in c for c in commands())
+    assert card.read_text() == "{}"
+
+
+def test_a_list_that_is_not_read_to_its_end_or_has_no_rows(targets, capsys):
+    command = f"{sys.executable} scripts/measure_targets.py 1.5b --list | true"
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+    assert targets.main(["data-pipeline2", "--list", "--gpus", "3"]) == 1
+    assert capsys.readouterr().out.endswith("no row is left for 3 GPUs\n")
+
+
 @pytest.mark.parametrize(
     ("words", "rule"),
     [
@@ -128,10 +190,39 @@ def test_a_run_that_takes_too_long_is_ended_with_its_children(targets, tmp_path,
         ),
         (["--list", "--write", "--gpus", "4"], "--write: the page has all rows for 8 GPUs. Fix: "),
         (["--list", "--beside", "nowhere"], "--beside = 'nowhere' holds no jaxpar/bench. Fix: a "),
-        (["--gpus", "-1"], "--gpus: no GPU is here. Fix: --list"),
+        (["--gpus", "0", "--list"], "--gpus = 0: must be at least 1. Fix: --gpus 8"),
+        (["--steps", "0"], "--steps = 0: must be at least 1. Fix: --steps 10"),
+        (["--timeout", "-1"], "--timeout = -1: must be at least 1. Fix: --timeout 900"),
+        (["--cards", ""], "--cards = '': is empty. Fix: use --cards runs/folder"),
+        (["--cards", __file__], "is a file, not a folder"),
     ],
 )
 def test_refusals(targets, words, rule, capsys):
     with pytest.raises(SystemExit) as stop:
         targets.main(words)
+    assert stop.value.code == 2 and rule in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        ("torchtitan fsdp --data nowhere", "--data = 'nowhere' holds no tokenizer.json. Fix: "),
+        ("torchtitan fsdp --steps 0", "--steps = 0: must be at least 3. Fix: --steps 20"),
+        ("torchtitan fsdp --gpus 0", "--gpus = 0: must be at least 1. Fix: --gpus 8"),
+        ("torchtitan fsdp --data HERE --card HERE", "is no file that can be written. Fix: --card"),
+        ("torchtitan fsdp --data HERE --card=", "--card = '': is no file that can be written"),
+        ("loader --batch 0", "--batch = 0: must be at least 1. Fix: --batch 32"),
+        ("loader --seq-len -1", "--seq-len = -1: must be at least 1. Fix: --seq-len 1024"),
+        ("saves nowhere/config.json", "CONFIG.json = 'nowhere/config.json': cannot be read: "),
+        ("saves HERE/tokenizer.json", "Fix: give the config.json of a run"),
+        ("saves nowhere --saves 0", "--saves = 0: must be at least 1. Fix: --saves 5"),
+    ],
+)
+def test_refusals_of_the_other_scripts(words, rule, tmp_path, monkeypatch, capsys):
+    (tmp_path / "tokenizer.json").write_text("{}}")
+    script, *rest = words.replace("HERE", str(tmp_path)).split()
+    file = str(ROOT / f"scripts/measure_{script}.py")
+    monkeypatch.setattr(sys, "argv", [file, *rest])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(file, run_name="__main__")
     assert stop.value.code == 2 and rule in capsys.readouterr().err

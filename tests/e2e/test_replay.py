@@ -114,3 +114,8 @@ def test_the_ring_keeps_the_latest(tmp_path):
     assert jnp.float32(98 / 3) == np.uint32(int(found[98]["bits"]["loss"], 16)).view(np.float32)
     Recent(tmp_path, 10).add(100, {"loss": 1.0, "grad_norm": 1.0})
     assert max(read_recent(tmp_path)) == 100
+
+
+def test_a_number_of_times_that_is_none_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"--repeat = 0: must be at least 1. Fix: use --repeat 2"):
+        replay.replay(replay.Options(run=str(tmp_path), step=1, repeat=0))

@@ -11,9 +11,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 #: Floor of each module or package directly under jaxpar/; a package's modules share its floor.
 FLOORS = {
-    0: "axes lines json_lines config config_json config_metrics config_model config_types params "
-    "batch validation memory_rules model_rules data_rules guard_rules lora_rules layout_rules "
-    "metrics_rules metric_names cluster extensions",
+    0: "axes lines whole_file json_lines config config_json config_metrics config_model "
+    "config_types params batch validation memory_rules model_rules data_rules guard_rules "
+    "lora_rules layout_rules metrics_rules metric_names cluster extensions",
     1: "parallel kernels xla_flags runtime provenance processes nccl_ras nvidia_smi",
     2: "model",
     3: "optimizer moments skipping state adapters initial startup step data checkpoint metrics "

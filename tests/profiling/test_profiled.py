@@ -1,8 +1,10 @@
 """From the benchmark's running step to the card, with a real trace in place of the one taken."""
 
+import contextlib
 import json
 
 import jax.numpy as jnp
+import pytest
 
 from jaxpar.bench import profiled
 from jaxpar.bench.compare import comparison
@@ -34,3 +36,31 @@ def test_another_programs_trace_is_no_profile(real_trace, real_hlo, monkeypatch)
     other = real_hlo.replace("HloModule jit_train_step", "HloModule jit_other")
     entries = profiled.profile_steps(running(other), 1)
     assert entries == {"profile": None, "profile_missing": "no GPU ran jit_other in the trace"}
+
+
+@pytest.mark.parametrize("when", ["begin", "end"])
+def test_a_trace_that_cannot_be_written_leaves_the_timing(when, monkeypatch):
+    @contextlib.contextmanager
+    def full(_):
+        if when == "begin":
+            raise OSError(28, "No space left on device")
+        yield
+        raise RuntimeError("no space")
+
+    monkeypatch.setattr(profiled.trace, "capture", full)
+    run = running("HloModule jit_step")
+    entries = profiled.profile_steps(run, 3)
+    assert run.state == 3, "the steps are taken, once"
+    assert entries["profile"] is None
+    assert entries["profile_missing"].startswith("the trace failed: ")
+
+
+def test_a_step_that_fails_under_the_profiler_is_no_failure_of_the_trace(monkeypatch):
+    def broken(*_):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(profiled.trace, "capture", lambda _: contextlib.nullcontext())
+    run = running("HloModule jit_step")
+    run.step = broken
+    with pytest.raises(RuntimeError, match="out of memory"):
+        profiled.profile_steps(run, 1)

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,7 @@ def test_options(tmp_path, capsys):
     assert "is no GPU that a plan knows" in refused(str(PIECE), "--gpu", "h2000")
     where = str(tmp_path / "no" / "a.json")
     assert "lies in a folder that is not there" in refused(str(PIECE), "--json", where)
+    assert "is a folder, not a file" in refused(str(PIECE), "--json", str(tmp_path))
     with pytest.raises(SystemExit) as ended:
         profile.main(["--help"])
     assert ended.value.code == guard.EXIT_OK and "RUN_OR_TRACE" in capsys.readouterr().out
@@ -131,6 +133,41 @@ def test_other_things_in_a_runs_profiles_are_passed_over(tmp_path):
     assert list(folder.profiles_of(tmp_path)) == [12]
     (tmp_path / "profile.json").write_text('{"first_step": 3}')
     assert folder.read_facts(tmp_path) is None
+
+
+FACTS = {
+    **{"first_step": 3, "num_steps": 2, "processes": 1, "devices": 2, "device_kind": "cpu"},
+    **{"mesh": "data=2", "tokens": 64, "flops": 1e9, "attention_flops": None},
+    **{"memory": {"temp_size_in_bytes": 1}, "versions": {}},
+}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"devices": n} for n in (0, "2", True, 1.5, 10**400)),
+        *({"num_steps": None}, {"flops": "many"}, {"flops": float("nan")}, {"mesh": 3}),
+        *({"memory": [1]}, {"memory": {"temp_size_in_bytes": "1"}}, {"attention_flops": []}),
+    ],
+)
+def test_damaged_facts_are_none(wrong, tmp_path):
+    (tmp_path / "profile.json").write_text(json.dumps(FACTS))
+    assert folder.read_facts(tmp_path) == folder.Facts(**FACTS)
+    (tmp_path / "profile.json").write_text(json.dumps(FACTS | wrong))
+    assert folder.read_facts(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "data", [b"", gzip.compress(b"HloModule x\n"), b"\x1f\x8b", b"\xff\xfe", b"PK"]
+)
+def test_damaged_files_beside_a_trace_are_missing(data, tmp_path, capsys):
+    shutil.copy(PIECE, tmp_path / "process_0.xplane.pb.gz")
+    (tmp_path / "step.hlo.txt.gz").write_bytes(data)
+    (tmp_path / "profile.json").write_text(json.dumps(FACTS | {"devices": 0}))
+    profile.main([str(tmp_path)])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "missing: what profile.json says: it is damaged" in said
+    assert "missing: the HLO of step.hlo.txt.gz, which " in said
 
 
 # ------------------------------------------------------------------------- parts of it, by hand

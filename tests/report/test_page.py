@@ -11,7 +11,6 @@ import pytest
 
 from jaxpar.config import ConfigError
 from jaxpar.goodput import PARTS
-from jaxpar.report import __main__ as program
 from jaxpar.report.__main__ import Options, main, report
 from jaxpar.samples import write_sample
 from tests.report.folders import write_lines, write_run
@@ -123,8 +122,8 @@ def test_it_is_written_at_once_or_not_at_all(tmp_path, monkeypatch):
     def fails(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(program.os, "replace", fails)
-    with pytest.raises(OSError, match="disk full"):
+    monkeypatch.setattr(os, "replace", fails)
+    with pytest.raises(ConfigError, match="cannot be written: disk full"):
         page_of(folder)
     assert (folder / "report.html").read_bytes() == before
     assert not [p for p in folder.iterdir() if p.name.endswith(".tmp")]
