@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from jaxpar.config import Config, ModelConfig
 from jaxpar.memory_rules import LAYER_INPUT, REMAT_NAMES, names_on_host, saved_names
 from jaxpar.model.loss import num_chunks
-from jaxpar.model.transformer import stage_sends
+from jaxpar.model.transformer import layers_in_part, stage_sends
 from jaxpar.planning.shard import Shard, moment_bytes, shard_of, state_bytes
 
 
@@ -222,15 +222,16 @@ def bytes_of_names(m: ModelConfig, tensor: int) -> dict[str, float]:
 def _recomputed(cfg: Config, shard: Shard) -> float:
     """One layer's values that no policy saved, all of which its backward needs at once.
 
-    In a pipeline's tick, those of all the layers of a chunk, because XLA begins them together;
-    not where they wait for gathers over tensor.
+    In a pipeline's tick, those of all layers that `stage` is given at once, because XLA begins
+    them together; not where they wait for gathers over tensor.
     """
     m, p = cfg.model, cfg.parallel
     missing = _saved_per_token(m, p.tensor, "none")[0] - _saved_per_token(m, p.tensor, p.remat)[0]
     if m.num_experts:  # of one expert, for all the tokens
         sizes = bytes_of_names(m, p.tensor)
         missing += sizes["gate_up"] + sizes["mlp_hidden"]
-    layers = shard.layers / shard.chunks if p.pipeline > 1 and p.tensor == 1 else 1
+    at_once = layers_in_part(cfg) or shard.layers / shard.chunks
+    layers = at_once if p.pipeline > 1 and p.tensor == 1 else 1
     return layers * shard.tokens * max(missing, 0.0)
 
 
