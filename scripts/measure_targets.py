@@ -19,6 +19,7 @@ page.
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import re
@@ -219,6 +220,7 @@ def chosen(options: argparse.Namespace) -> list[str]:
     return fit
 
 
+@functools.cache
 def predicted(row: Row, gpus: int) -> Layout:
     """What the planner says of a row on H200s of one host."""
     cfg = resolve(read_config(row.arguments(gpus), "measure_targets", __doc__), gpus)
