@@ -24,11 +24,11 @@ class Program:
     """The model as a schedule sees it. `mb` is one microbatch; weights: `top`, a dict, and `chunk`.
 
     embed   (top, mb) -> x. Every stage calls it together.
-    tokens  mb -> what `stage` knows of it.
     stage   (chunk, x, tokens, beside) -> x, beside. The latter: weights that `head` is given, whose
             gradients travel beside the layers' backward.
     head    (top, x, mb) -> (loss, loss to report). Every stage calls it together; reads x on the
             last stage, and sends that stage alone a gradient.
+    tokens  mb -> what `stage` knows of it; if not given, mb itself.
     opened  chunk -> chunk, for gradients that matmuls add up, if they do: `float32_gradients`.
     sends   Whether `stage` sends anything that all pipeline stages come to.
     layers_in_part  How many layers of a chunk `stage` is given at a time, so that what one part
@@ -36,9 +36,9 @@ class Program:
     """
 
     embed: Callable[..., jax.Array]
-    tokens: Callable[[Any], Any]
     stage: Callable[..., tuple[jax.Array, Any]]
     head: Callable[..., Sums]
+    tokens: Callable[[Any], Any] = lambda mb: mb
     opened: Callable[[Any], Any] = lambda chunk: chunk
     sends: bool = True
     layers_in_part: int = 0

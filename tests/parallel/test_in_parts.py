@@ -133,10 +133,12 @@ def test_a_pipelines_memory_with_layers_one_by_one(devices, monkeypatch):
 @pytest.mark.parametrize(
     "fields",
     [
-        ACCUMULATED,
         ACCUMULATED | {"model.tie_embeddings": True, "parallel.remat": "full"},
-        ACCUMULATED | {"model.num_experts": 4, "model.experts_per_token": 2},
-        PIPELINE | {"parallel.remat": "full", "lora.rank": 2},
+        pytest.param(
+            ACCUMULATED | {"model.num_experts": 4, "model.experts_per_token": 2},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(PIPELINE | {"parallel.remat": "full", "lora.rank": 2}, marks=pytest.mark.slow),
         PIPELINE | {"model.sliding_window": 8, "model.global_every": 2},
     ],
 )
