@@ -158,7 +158,9 @@ def test_damaged_facts_are_none(wrong, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "data", [b"", gzip.compress(b"HloModule x\n"), b"\x1f\x8b", b"\xff\xfe", b"PK"]
+    "data",
+    [b"", gzip.compress(b"HloModule x\n"), b"\x1f\x8b", b"\xff\xfe", b"PK"],
+    ids=["empty", "cut off", "no gzip", "no text", "short"],  # gzip's bytes have the time in them
 )
 def test_damaged_files_beside_a_trace_are_missing(data, tmp_path, capsys):
     shutil.copy(PIECE, tmp_path / "process_0.xplane.pb.gz")
