@@ -118,7 +118,11 @@ def accumulate(program: Program, weights: Any, still: Any, microbatches: Any, sc
 
 
 def _in_parts(program: Program, weights: Any, grads: Any, mb: Any, scale: jax.Array):
-    """One microbatch: its loss sums, and `grads` with its gradients added."""
+    """One microbatch: its loss sums, and `grads` with its gradients added.
+
+    Args:     weights: all, those that stand still among them. grads: float32 sums of the others.
+    Communication: that of `embed` and `head`, and over TENSOR of `stage`, forward and backward.
+    """
     top, (chunk,) = weights["top"], weights["layers"]
     trained = {name: top[name] for name in grads["top"]}
     x, d_embed = jax.vjp(lambda w: program.embed(top | w, mb), trained)
@@ -149,7 +153,8 @@ def pullback(program: Program, part: Any, x: jax.Array, tokens: Any):
 
 
 def pulled_back(program: Program, part: Any, vjp: Any, g: jax.Array, tokens: Any):
-    """The gradients of a part and of its input."""
+    """The gradients of a part, float32 where `opened` makes them so, and of its input: like g,
+    [B, T/(sequence*tensor), D]."""
     vjp.args_res[0], vjp.args_res[2] = program.opened(part), tokens
     d_part, g, _ = vjp(g)
     return d_part, g
