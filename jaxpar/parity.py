@@ -23,7 +23,7 @@ from jaxpar.model import reference
 from jaxpar.model.transformer import param_specs, trained_specs
 from jaxpar.optimizer import make_optimizer
 from jaxpar.parallel.context import token_order
-from jaxpar.params import flat, init_options, initialize, join, split
+from jaxpar.params import count, flat, init_options, initialize, join, split
 from jaxpar.state import TrainState, init_state, to_logical
 from jaxpar.step import make_gradient_step, make_train_step
 
@@ -185,7 +185,7 @@ def update_errors(found: Arrays, wanted: Arrays, start: Arrays) -> dict[str, flo
 
     Means, not maxima: Adam moves an element by about lr * g / |g|, so one whose gradient g is no
     larger than the rounding of gradients goes either way, by a whole lr, on any mesh. Such elements
-    are few, and `update_tolerance` says how much they can add to the mean.
+    are few, and `update_tolerance` says how much they can add to the mean; `steady` stops them.
     """
     assert found.keys() == wanted.keys(), set(found) ^ set(wanted)
     mean = lambda a, b: np.abs(a.astype(np.float64) - b).mean()  # noqa: E731
@@ -278,6 +278,21 @@ def float32(cfg: Config) -> Config:
             "optimizer.second_moment_dtype": "float32",
         },
     )
+
+
+#: The eps of `steady`, in root mean squares of all gradients when their norm is 1.
+STEADY_EPS = 0.02
+
+
+def steady(cfg: Config) -> Config:
+    """The config with an Adam whose update is no less continuous than the model: a larger eps.
+
+    With one below the rounding error of gradients, an element whose gradient is nothing else moves
+    by up to a whole learning rate either way; and since the loss is not linear, all gradients of
+    the next step are off by what that adds to them: a hundred times what rounding did.
+    """
+    eps = STEADY_EPS / math.sqrt(count(trained_specs(cfg)))
+    return replace(cfg, **{"optimizer.eps": max(cfg.optimizer.eps, eps)})
 
 
 #: The least window of a shrunk model. In one of 1, queries have no gradient but rounding.

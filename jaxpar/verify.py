@@ -14,8 +14,9 @@ device. What must hold, `t` being --tolerance:
 The last is a mean because Adam moves an element by about lr * g / |g|, whatever the size of its
 gradient g: where g is no larger than the error d of gradients, the move is arbitrary on any mesh,
 and no useful bound holds for the largest error. With gradients spread evenly up to s, the mean of
-min(1, d / |g|) is (d / s) * (1 + ln(s / d)), and d / s is at most t. A loss is safe: it is flat
-along just those elements. What is compared is in `parity.py`.
+min(1, d / |g|) is (d / s) * (1 + ln(s / d)), and d / s is at most t. That is of one step. Of the
+next, all gradients are off by what such moves did to the loss; so Adam's eps is raised until they
+are small (`parity.steady`). What is compared is in `parity.py`.
 """
 
 import argparse
@@ -81,6 +82,7 @@ def main(argv: Sequence[str]) -> int:
     if options.shrink:
         cfg = parity.shrink(cfg, list(meshes.values()))
         cfg = parity.float32(parse_overrides(cfg, overrides, PROGRAM))
+    cfg = parity.steady(cfg)
     needed = max(map(num_devices, meshes.values())) if options.mesh else DEFAULT_DEVICES
     devices = start_devices(asked.run, options.devices or asked.run.cpu_devices, needed)
     configs = resolve_meshes(cfg, meshes, len(devices), given=bool(options.mesh))
@@ -303,7 +305,8 @@ def print_conditions(
         f"{cfg.train.global_batch_size} windows of {cfg.data.seq_len} tokens a step, random packed "
         f"documents, seed {cfg.train.seed}",
         f"float32{changed}, highest matmul precision, reference attention; tolerance "
-        f"{options.tolerance:g} (weights after: {parity.update_tolerance(options.tolerance):.1e})",
+        f"{options.tolerance:g} (weights after: {parity.update_tolerance(options.tolerance):.1e})"
+        + (f"; Adam's eps {cfg.optimizer.eps:.1e}" if cfg.optimizer.name == "adamw" else ""),
         f"{n} simulated CPU devices" if kind == "cpu" else f"{n} {kind}",
     )
     print("\n".join(lines), flush=True)

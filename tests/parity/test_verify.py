@@ -1,5 +1,6 @@
 """The program `python -m jaxpar.verify`: what it prints, when it fails, what it refuses."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -36,6 +37,23 @@ def test_a_wrong_gradient_fails_and_is_named(capsys, monkeypatch):
     assert code == 1
     assert "MISMATCH" in shown
     assert "data=2: gradient of final_norm off by 1.0e-03, allowed 1.0e-05" in shown
+
+
+def test_gradients_of_twice_the_size_fail(capsys, monkeypatch):
+    """Adam with the config's eps would not know."""
+    clip = step.clip
+    monkeypatch.setattr(step, "clip", lambda *of: jax.tree.map(lambda g: 2 * g, clip(*of)))
+    code = verify.main([*TINY, "--mesh", "data=2", "--steps", "2"])
+    shown = capsys.readouterr().out
+    assert code == 1
+    assert "after the steps off by" in shown and "gradient of" not in shown
+
+
+def test_a_larger_eps_is_kept():
+    cfg = load_config("quickstart")
+    raised = parity.steady(cfg).optimizer.eps
+    assert cfg.optimizer.eps < raised < 1e-3
+    assert parity.steady(replace(cfg, **{"optimizer.eps": 0.5})).optimizer.eps == 0.5
 
 
 def test_every_kind_of_mismatch_is_told():
