@@ -28,9 +28,30 @@ def without_tensor(cfg: Config) -> bool:
     return cfg.parallel.tensor == 1
 
 
+def with_tensor(cfg: Config) -> bool:
+    """Layers communicate for their activations."""
+    return not without_tensor(cfg)
+
+
+def gathers_of_16_bits(cfg: Config) -> bool:
+    """Layers communicate for their weights alone, which travel in the compute dtype."""
+    return without_tensor(cfg) and cfg.parallel.gather_dtype == "compute"
+
+
+def gathers_of_8_bits(cfg: Config) -> bool:
+    """Layers communicate for their weights alone, which travel in 8 bits."""
+    return without_tensor(cfg) and cfg.parallel.gather_dtype == "float8"
+
+
+def scatters_of_16_bits(cfg: Config) -> bool:
+    """Layers communicate for their weights alone, whose gradients are added up in bfloat16 (in
+    float32 they travel by all-to-alls)."""
+    return without_tensor(cfg) and cfg.parallel.grad_reduce == "bfloat16"
+
+
 def with_permutes(cfg: Config) -> bool:
-    """Layers send activations, or keys and values, by permutes (`parallel/direct.py`, the ring);
-    not activations of a pipeline's stages, which are all-to-alls."""
+    """Layers send activations, or keys and values, by permutes (in a pipeline activations go by
+    all-to-alls)."""
     p = cfg.parallel
     over_tensor = p.tensor > 1 and p.pipeline == 1
     return over_tensor or (p.sequence > 1 and p.context != "ulysses")
@@ -53,7 +74,7 @@ def wide_and_whole(cfg: Config) -> bool:
 
 
 def wide_in_stages(cfg: Config) -> bool:
-    """The same widths cut over tensor, in pipeline stages, where matmuls add up gradients."""
+    """Matmuls of 16 bits and of 8B's width, cut over tensor, in pipeline stages."""
     p, m = cfg.parallel, cfg.model
     stages = p.tensor > 1 and p.pipeline > 1 and p.sequence == 1
     return stages and m.d_model >= 4096 and not in_float8(cfg)
@@ -85,25 +106,28 @@ FLAGS = (
     Flag(
         name="xla_gpu_enable_latency_hiding_scheduler",
         value="true",
-        gain="collectives run beside matmuls: 9,768 to 9,975 tokens/s/GPU, 8B on 8 GPUs",
+        gain="collectives run beside matmuls: with it, unrolled layers gave 9,975 tokens/s/GPU, a "
+        "loop over pairs of layers without it 9,768, 8B on 8 GPUs; not measured apart",
     ),
     Flag(
         name="xla_gpu_all_gather_combine_threshold_bytes",
         value=str(512 << 20),
-        gain="one gather per layer: 10,222 to 10,481 tokens/s/GPU, 8B on 8 GPUs",
-        where=lambda cfg: without_tensor(cfg) and cfg.parallel.gather_dtype == "compute",
+        gain="one gather per layer: 10,222 to 10,481 tokens/s/GPU, 8B on 8 GPUs, with as much for "
+        "scatters",
+        where=gathers_of_16_bits,
     ),
     Flag(
         name="xla_gpu_all_gather_combine_threshold_bytes",
         value=str(256 << 20),
-        gain="as the one before, for weights of 8 bits: with 512 MiB, two layers in one gather",
-        where=lambda cfg: without_tensor(cfg) and cfg.parallel.gather_dtype == "float8",
+        gain="as the one before, for weights of 8 bits: 512 MiB puts two layers into one gather",
+        where=gathers_of_8_bits,
     ),
     Flag(
         name="xla_gpu_reduce_scatter_combine_threshold_bytes",
         value=str(128 << 20),
-        gain="one scatter per layer: 3 GiB less than with 512 MiB, 8B on 8 GPUs",
-        where=without_tensor,
+        gain="one scatter per layer in place of one per four: peak 72.5 to 70.7 GiB with another "
+        "change, as fast, 8B on 8 GPUs",
+        where=scatters_of_16_bits,
     ),
     Flag(
         name="xla_gpu_all_gather_combine_threshold_bytes",
@@ -120,27 +144,29 @@ FLAGS = (
     Flag(
         name="xla_gpu_experimental_collective_start_as_early_as_possible",
         value="true",
-        gain="with the next two, exposed communication of 8B on 4 GPUs from 61 to 24 ms a step",
+        gain="with gathers a layer ahead and a limit of 4 for the next, exposed communication of "
+        "8B on 4 GPUs from 61.5 to 30.6 ms a step",
         where=without_tensor,
     ),
     Flag(
         name="xla_gpu_experimental_parallel_collective_overlap_limit",
         value="6",
-        gain="as above; with 4 a layer's gather waits for its scatters: exposed communication of "
-        "8B on 4 GPUs from 52 to 18 ms, 1,520 to 1,507 ms a step",
+        gain="with 4 a layer's gather waits for its scatters: exposed communication of 8B on 4 "
+        "GPUs from 52 to 18 ms, 1,520 to 1,507 ms a step",
         where=without_tensor,
     ),
     Flag(
         name="xla_gpu_experimental_parallel_collective_overlap_limit",
         value="4",
-        gain="with the default, 1, a collective is begun once the one before has ended; 6 gave "
-        "1,587 ms a step where 4 gave 1,581, 8B on 4 GPUs, tensor 2",
-        where=lambda cfg: not without_tensor(cfg),
+        gain="6 gave 1,587 ms a step where 4 gave 1,581, 8B on 4 GPUs, tensor 2; with the default, "
+        "1, which was not timed, a collective is begun once the one before has ended",
+        where=with_tensor,
     ),
     Flag(
         name="xla_gpu_enable_analytical_sol_latency_estimator",
         value="false",
-        gain="of the 61 to 24 ms, the last 7",
+        gain="XLA's plainer model of costs: exposed communication of 8B on 4 GPUs from 30.6 to "
+        "23.6 ms a step",
         where=without_tensor,
     ),
     Flag(
@@ -187,7 +213,10 @@ FLAGS = (
 )
 
 #: Environment that belongs with them, on every NVIDIA GPU; a value the user has set stays.
-ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
+ENVIRONMENT = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
+
+#: The same, whether our flags are wanted or not.
+ALWAYS = {"NCCL_NVLS_ENABLE": "0"}
 
 
 def gpu_is_present() -> bool:
@@ -229,17 +258,24 @@ def apply(cfg: Config, num_processes: int = 1) -> list[str]:
 
     Args:     cfg: `parallel.data` may still be -1. Flags already in XLA_FLAGS win.
               num_processes: of the run.
-    Returns:  what was set, one "name=value" each with its reason, for the log.
+    Returns:  what was set, one "name=value" each, for the log.
     """
-    if cfg.run.xla_flags == "none" or not gpu_is_present():
+    if not gpu_is_present():
         return []
+    if cfg.run.xla_flags == "none":
+        return _set_where_unset(ALWAYS)
     given = os.environ.get("XLA_FLAGS", "")
     gpu = gpu_name()
     rows = measured_for(gpu, jax.__version__, cfg, num_processes)
     flags = [f for f in rows if f.name not in given]
     settings = [f"--{f.name}={f.value}" for f in flags]
     os.environ["XLA_FLAGS"] = " ".join([*settings, given]).strip()
-    unset = {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
-    os.environ.update(unset)
     told = settings or [f"no XLA flags: none measured on {gpu or 'this GPU'}, {jax.__version__}"]
-    return told + [f"{name}={value}" for name, value in unset.items()]
+    return told + _set_where_unset(ALWAYS | ENVIRONMENT)
+
+
+def _set_where_unset(variables: dict[str, str]) -> list[str]:
+    """Set variables of the environment that the user has not, and say so: "name=value"."""
+    unset = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(unset)
+    return [f"{name}={value}" for name, value in unset.items()]

@@ -32,8 +32,10 @@ def gpu_of_worker(worker: str, visible: str | None, count: int) -> str:
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the devices before any test module can start a backend."""
     if wants_gpu(config):
-        from jaxpar.xla_flags import visible_gpus
+        from jaxpar.xla_flags import ALWAYS, visible_gpus
 
+        for name, value in ALWAYS.items():
+            os.environ.setdefault(name, value)
         worker, count = os.environ.get("PYTEST_XDIST_WORKER"), visible_gpus()
         if worker and count:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")

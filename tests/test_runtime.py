@@ -21,7 +21,7 @@ def gpu_host(monkeypatch):
     """A host with an H200, as far as the flags can tell, and an environment of its own."""
     monkeypatch.setattr(xla_flags, "gpu_is_present", lambda: True)
     monkeypatch.setattr(xla_flags, "gpu_name", lambda: "NVIDIA H200")
-    for name in ("XLA_FLAGS", *xla_flags.ENVIRONMENT):
+    for name in ("XLA_FLAGS", *xla_flags.ENVIRONMENT, *xla_flags.ALWAYS):
         monkeypatch.delenv(name, raising=False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "environ", dict(os.environ))
@@ -35,9 +35,8 @@ def test_flags_are_set_and_told(gpu_host, cfg):
     assert rows
     assert os.environ["XLA_FLAGS"].split() == [f"--{row.name}={row.value}" for row in rows]
     assert set(os.environ["XLA_FLAGS"].split()) < set(told)
-    for name, value in xla_flags.ENVIRONMENT.items():
+    for name, value in (xla_flags.ENVIRONMENT | xla_flags.ALWAYS).items():
         assert os.environ[name] == value and f"{name}={value}" in told
-    assert os.environ["NCCL_NVLS_ENABLE"] == "0"
 
 
 def test_the_config_decides(gpu_host):
@@ -98,10 +97,12 @@ def test_the_users_own_win(gpu_host):
     assert not [item for item in told if "latency_hiding" in item or "MEM_FRACTION" in item]
 
 
-def test_none_sets_nothing(gpu_host):
+def test_none_leaves_multicast_off_and_sets_nothing_else(gpu_host):
     before = dict(os.environ)
-    assert xla_flags.apply(LEFT_ALONE) == []
-    assert os.environ == before
+    assert xla_flags.apply(LEFT_ALONE) == ["NCCL_NVLS_ENABLE=0"]
+    assert os.environ == before | {"NCCL_NVLS_ENABLE": "0"}
+    os.environ["NCCL_NVLS_ENABLE"] = "1"
+    assert xla_flags.apply(LEFT_ALONE) == [] and os.environ["NCCL_NVLS_ENABLE"] == "1"
 
 
 def test_without_a_gpu_nothing_is_set(monkeypatch):

@@ -182,22 +182,20 @@ def test_errors_that_are_quoted_are_said_so():
 # ------------------------------------------------------------------------ tables and pictures
 
 
-def test_the_table_of_fields_is_up_to_date():
-    path = ROOT / "scripts" / "config_table.py"
-    spec = importlib.util.spec_from_file_location("config_table", path)
+@pytest.mark.parametrize(
+    ("name", "page"),
+    [
+        ("config_table", "configuration.md"),
+        ("flag_table", "benchmarking.md"),
+        ("plan_calibration", "planning.md"),
+    ],
+)
+def test_tables_that_are_made_are_up_to_date(name, page):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     expected = script.BEGIN + script.table() + script.END
-    assert expected in read("docs/configuration.md"), "run python scripts/config_table.py --write"
-
-
-def test_the_table_of_predictions_is_up_to_date():
-    path = ROOT / "scripts" / "plan_calibration.py"
-    spec = importlib.util.spec_from_file_location("plan_calibration", path)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    expected = script.BEGIN + script.table() + script.END
-    assert expected in read("docs/planning.md"), "run python scripts/plan_calibration.py --write"
+    assert expected in read(f"docs/{page}"), f"run python scripts/{name}.py --write"
 
 
 def test_every_metric_is_on_its_page():
