@@ -96,9 +96,15 @@ def row(name: str, card: dict[str, Any]) -> str:
         f"{1e3 * step['median']:,.0f}",
         "-" if exposed is None else f"{exposed:,.0f}",
         *beside(name, rate),
-        card["commit"][:7],
+        commit_of(card),
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def commit_of(card: dict[str, Any]) -> str:
+    """The code's commit; "+" where it had changes that were not committed."""
+    commit = card["commit"]
+    return commit.rstrip("+")[:7] + "+" * commit.endswith("+")
 
 
 def beside(name: str, rate: float) -> tuple[str, str]:

@@ -67,14 +67,15 @@ type Cards = dict[str, dict[str, Any] | None]
 class Row:
     """A layout with a target.
 
-    what         in words. config: of jaxpar. options: its arguments; {gpus}: how many GPUs.
+    what         in words. torchtitan: the layout of measure_torchtitan.py that it stands beside.
+    config       of jaxpar. options: its arguments; {gpus}: how many GPUs.
     sequences    of a GPU in a step; None: the options say how many there are in all.
     target       tokens/s/GPU; with `share_of`, that share of another row's rate; None: no target.
     ways         the number of GPUs must be a multiple of it. gpus: it is always this many.
-    torchtitan   the layout of measure_torchtitan.py that it stands beside.
     """
 
     what: str
+    torchtitan: str
     config: str
     options: str
     sequences: int | None
@@ -82,7 +83,6 @@ class Row:
     ways: int = 1
     gpus: int | None = None
     share_of: str = ""
-    torchtitan: str = ""
 
     def arguments(self, gpus: int) -> list[str]:
         """Of `jaxpar.bench train`, but for the data."""
@@ -93,56 +93,54 @@ class Row:
 
 
 _8B, _15B = "llama3_8b", "llama_1b"
-_UNTIED = f"--model.tie-embeddings False --parallel.remat none {_LOGITS}"
+_WHOLE = "--parallel.remat none"
+_UNTIED = f"--model.tie-embeddings False {_WHOLE} {_LOGITS}"
 
 ROWS = {
-    "fsdp": Row("FSDP", _8B, f"--parallel.remat none {_LOGITS}", 2, 12_000, torchtitan="fsdp"),
+    "fsdp": Row("FSDP", "fsdp", _8B, f"{_WHOLE} {_LOGITS}", 2, 12_000),
     "fsdp-54gib": Row(
         "FSDP in 54 GiB",
-        _8B,
-        f"--parallel.remat dots_offload {_LOGITS}",
-        2,
-        11_000,
-        torchtitan="fsdp-recompute",
+        "fsdp-recompute",
+        *(_8B, f"--parallel.remat dots_offload {_LOGITS}", 2, 11_000),
     ),
-    "zero1": Row("FSDP as ZeRO-1", _8B, f"--parallel.remat none --parallel.zero 1 {_LOGITS}", 2),
+    "zero1": Row("FSDP as ZeRO-1", "fsdp-whole", _8B, f"{_WHOLE} --parallel.zero 1 {_LOGITS}", 2),
     "fsdp-tensor2": Row(
         "FSDP × tensor 2",
-        *(_8B, f"--parallel.remat none --parallel.tensor 2 {_LOGITS}", 2, 11_000, 2),
-        torchtitan="fsdp-tensor2",
+        "fsdp-tensor2",
+        *(_8B, f"{_WHOLE} --parallel.tensor 2 {_LOGITS}", 2, 11_000, 2),
     ),
     "data-tensor2-pipeline2": Row(
         "data × tensor 2 × pipeline 2",
+        "data-tensor2-pipeline2",
         _8B,
         f"{_STAGES} --parallel.tensor 2 --parallel.row-groups 2 --parallel.pipeline 2 "
         "--parallel.num-microbatches 16",
         *(8, 10_000, 4),
-        torchtitan="data-tensor2-pipeline2",
     ),
     "data-pipeline2": Row(
         "data × pipeline 2",
+        "data-pipeline2",
         *(_8B, f"{_STAGES} --parallel.pipeline 2 --parallel.num-microbatches 16", 8, 10_500, 2),
-        torchtitan="data-pipeline2",
     ),
     "pipeline4": Row(
         "pipeline 4 × data",
+        "pipeline4",
         *(_8B, f"{_STAGES} --parallel.pipeline 4 --parallel.num-microbatches 32", 8, 10_500, 4),
     ),
-    "1.5b": Row("1.5B, one GPU", _15B, _UNTIED, 8, 70_000, gpus=1, torchtitan="1.5B"),
+    "1.5b": Row("1.5B, one GPU", "1.5B", _15B, _UNTIED, 8, 70_000, gpus=1),
     "1.5b-zero1": Row(
-        "1.5B, ZeRO-1", _15B, f"{_UNTIED} --parallel.zero 1", 8, 0.97, share_of="1.5b"
+        "1.5B, ZeRO-1",
+        "1.5B-replicated",
+        *(_15B, f"{_UNTIED} --parallel.zero 1", 8, 0.97),
+        share_of="1.5b",
     ),
     "sequence": Row(
-        "sequence, T = 131,072",
-        *(_8B, f"--data.seq-len 131072 {_LONG}", None, 3_000),
-        torchtitan="sequence",
+        "sequence, T = 131,072", "sequence", _8B, f"--data.seq-len 131072 {_LONG}", None, 3_000
     ),
-    "sequence-262144": Row("sequence, T = 262,144", _8B, f"--data.seq-len 262144 {_LONG}", None),
-    "float8": Row(
-        "FSDP in float8",
-        *(_8B, f"--parallel.remat none {_FLOAT8} {_LOGITS}", 2, 15_500),
-        torchtitan="fsdp-float8",
+    "sequence-262144": Row(
+        "sequence, T = 262,144", "sequence-262144", _8B, f"--data.seq-len 262144 {_LONG}", None
     ),
+    "float8": Row("FSDP in float8", "fsdp-float8", _8B, f"{_WHOLE} {_FLOAT8} {_LOGITS}", 2, 15_500),
 }
 
 
@@ -311,7 +309,7 @@ def measure(name: str, options: argparse.Namespace) -> Cards:
     if options.beside:
         ours("beside", Path(options.beside).resolve())
     ours("jaxpar", ROOT)
-    if options.torchtitan and row.torchtitan:
+    if options.torchtitan:
         card = folder / f"torchtitan-{name}.json"
         command = [options.torchtitan, "scripts/measure_torchtitan.py", row.torchtitan]
         command += ["--gpus", str(gpus), "--steps", str(max(4, options.steps)), "--data", data]

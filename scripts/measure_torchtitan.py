@@ -2,8 +2,9 @@
 
 In an environment of its own, with GPUs:
 
-    pip install torchtitan==0.2.2 torchdata datasets==4.3.0 tyro torchao torch==2.11.0
-    python scripts/measure_torchtitan.py fsdp --gpus 8 --card runs/torchtitan-fsdp.json
+    python3.12 -m venv ../titan
+    ../titan/bin/pip install torchtitan==0.2.2 torchdata datasets==4.3.0 tyro torchao torch==2.11.0
+    ../titan/bin/python scripts/measure_torchtitan.py fsdp --gpus 8 --card runs/torchtitan-fsdp.json
 
 It trains torchtitan's own Llama 3 with torch.compile on text of Python's standard library, with a
 tokenizer of `python -m jaxpar.data prepare`, and reads its log: median tokens per second and GPU,
@@ -11,6 +12,8 @@ its MFU, peak memory. `python -m jaxpar.bench compare` takes the card.
 """
 
 import argparse
+import datetime
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -29,6 +32,7 @@ _FLOAT8 = (
     "--quantize.linear.float8.enable_fsdp_float8_all_gather "
     "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp"
 )
+_SEQUENCE = "--activation_checkpoint.mode full --parallelism.context_parallel_degree {gpus}"
 
 #: The model's flavour, its window, sequences per data-parallel rank, and torchtitan's arguments.
 LAYOUTS: dict[str, tuple[str, int, int, str]] = {
@@ -41,10 +45,16 @@ LAYOUTS: dict[str, tuple[str, int, int, str]] = {
         4,
         "--activation_checkpoint.mode none --parallelism.tensor_parallel_degree 2",
     ),
+    "fsdp-whole": (
+        "8B",
+        8192,
+        2,
+        "--activation_checkpoint.mode none --parallelism.fsdp_reshard_after_forward never",
+    ),
     "data-tensor2-pipeline2": (
         "8B",
         8192,
-        8,
+        32,
         "--activation_checkpoint.mode none --parallelism.tensor_parallel_degree 2 "
         "--parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_parallel_schedule 1F1B",
     ),
@@ -55,6 +65,13 @@ LAYOUTS: dict[str, tuple[str, int, int, str]] = {
         "--activation_checkpoint.mode none --parallelism.pipeline_parallel_degree 2 "
         "--parallelism.pipeline_parallel_schedule Interleaved1F1B",
     ),
+    "pipeline4": (
+        "8B",
+        8192,
+        32,
+        "--activation_checkpoint.mode none --parallelism.pipeline_parallel_degree 4 "
+        "--parallelism.pipeline_parallel_schedule Interleaved1F1B",
+    ),
     "1.5B": ("1.5B", 4096, 8, "--activation_checkpoint.mode none"),
     "1.5B-replicated": (
         "1.5B",
@@ -63,12 +80,8 @@ LAYOUTS: dict[str, tuple[str, int, int, str]] = {
         "--activation_checkpoint.mode none --parallelism.data_parallel_replicate_degree {gpus} "
         "--parallelism.data_parallel_shard_degree 1",
     ),
-    "sequence": (
-        "8B",
-        131072,
-        1,
-        "--activation_checkpoint.mode full --parallelism.context_parallel_degree {gpus}",
-    ),
+    "sequence": ("8B", 131072, 1, _SEQUENCE),
+    "sequence-262144": ("8B", 262144, 1, _SEQUENCE),
 }
 
 _STEP = re.compile(r"step: *(\d+).*?memory: *([\d.]+)GiB.*?tps: *([\d,]+).*?mfu: *([\d.]+)%")
@@ -198,8 +211,16 @@ def measure(options: argparse.Namespace) -> dict:
         "torchtitan": importlib.metadata.version("torchtitan"),
         "torch": importlib.metadata.version("torch"),
         "gpu": subprocess.check_output(query, text=True).splitlines()[0],
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "host": host(),
         "command": [part.replace(folder, "FOLDER") for part in ran[ran.index("--worker") + 1 :]],
     }
+
+
+def host() -> str:
+    """As on the cards of jaxpar (`jaxpar/bench/conditions.py`), which is not installed here."""
+    named = Path("/proc/sys/kernel/random/boot_id").read_text()
+    return hashlib.sha256(named.strip().encode()).hexdigest()[:8]
 
 
 def main() -> None:

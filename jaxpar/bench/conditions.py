@@ -1,6 +1,9 @@
 """What a figure depends on: the conditions on every card, and the writing of cards."""
 
+import datetime
+import hashlib
 import json
+import platform
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -9,13 +12,24 @@ from jaxpar import guard, provenance, whole_file
 
 
 def of_this_process(environment: list[str], commit: str) -> dict[str, Any]:
-    """Versions, devices, GPU, flags and commit, as they go on a card."""
+    """Versions, devices, GPU, flags, commit, time and host, as they go on a card."""
     return {
         **provenance.versions(),
         "gpu": gpu_facts(),
         "environment": environment,
         "commit": commit,
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "host": host(),
     }
+
+
+def host() -> str:
+    """The same on two cards of one host, until it is started anew; it tells nothing else."""
+    try:  # containers of one host share it, where their names differ
+        named = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        named = platform.node()
+    return hashlib.sha256(named.strip().encode()).hexdigest()[:8]
 
 
 def gpu_facts() -> str:

@@ -11,8 +11,8 @@ MISSING = "-"
 
 #: Entries of a card that are conditions as they stand.
 PLAIN = (
-    *("device", "processes", "platform", "jaxpar", "jax", "jaxlib", "cudnn", "commit", "mesh"),
-    *("attention", "steps", "repeats"),
+    *("host", "device", "processes", "platform", "jaxpar", "jax", "jaxlib", "cudnn", "commit"),
+    *("mesh", "attention", "steps", "repeats"),
 )
 #: Of a GPU's line, as nvidia-smi gives it.
 GPU = ("gpu", "driver", "power limit")

@@ -1,8 +1,11 @@
 """The script that measures the rows of docs/targets.md."""
 
 import contextlib
+import datetime
+import functools
 import importlib.util
 import json
+import math
 import re
 import runpy
 import signal
@@ -19,12 +22,17 @@ from tests.e2e.ranks import environment
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture
-def targets():
-    spec = importlib.util.spec_from_file_location("targets", ROOT / "scripts/measure_targets.py")
+def script(name: str):
+    """A script, as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"scripts/{name}.py")
     found = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(found)
     return found
+
+
+@pytest.fixture
+def targets():
+    return script("measure_targets")
 
 
 def test_the_pages_commands_and_predictions_are_the_scripts(targets, capsys):
@@ -37,16 +45,27 @@ def test_the_pages_commands_and_predictions_are_the_scripts(targets, capsys):
     assert re.findall(r"^\| (\S+) \| [\d-]", listed, re.M) == list(targets.ROWS)
 
 
+def test_torchtitan_beside_a_row_has_as_many_sequences_as_long(targets):
+    layouts = script("measure_torchtitan").LAYOUTS
+    for name, row in targets.ROWS.items():
+        gpus = row.gpus or 8
+        cfg = targets.predicted(row, gpus).cfg
+        _, window, sequences, options = layouts[row.torchtitan]
+        ways = re.findall(r"(?:tensor|pipeline|context)_parallel_degree (\S+)", options)
+        ranks = gpus // math.prod(int(n.format(gpus=gpus)) for n in ways)
+        assert (window, sequences * ranks) == (cfg.data.seq_len, cfg.train.global_batch_size), name
+
+
 def test_rows_are_measured_and_what_fails_is_told(
     targets, config_file, dataset, tmp_path, monkeypatch, capsys
 ):
-    row = targets.Row
+    row = functools.partial(targets.Row, torchtitan="fsdp", config=config_file, sequences=4)
+    one = row(what="again", options="--run.cpu-devices 1", target=0.5, gpus=1, share_of="tiny")
     rows = {
-        "tiny": row("tiny", config_file, "--run.cpu-devices {gpus}", 4, 1e9),
-        "again": row("again", config_file, "--run.cpu-devices 1", 4, 0.5, gpus=1, share_of="tiny"),
-        "beside": row("beside", config_file, "--run.cpu-devices 2", 4, torchtitan="fsdp"),
-        "uneven": row("uneven", config_file, "--parallel.tensor 3", 4),
-        "three": row("three", config_file, "", 4, ways=3),
+        "tiny": row(what="tiny", options="--run.cpu-devices {gpus}", target=1e9),
+        "again": one,
+        "uneven": row(what="uneven", options="--parallel.tensor 3"),
+        "three": row(what="three", options="", ways=3),
     }
     monkeypatch.setattr(targets, "ROWS", rows)
     for name, value in environment().items():
@@ -58,18 +77,19 @@ def test_rows_are_measured_and_what_fails_is_told(
     said = capsys.readouterr().out
     assert "three: needs a multiple of 3 GPUs, not 2: left out" in said
     assert "uneven: left out on 2 GPUs: model.num_kv_heads = 2: must be divisible" in said
-    assert "failed: beside\n" in said and re.search(
-        r"beside\.log: .* holds no tokenizer\.json", said
-    )
-    found = {name: json.loads((cards / f"{name}.json").read_text()) for name in list(rows)[:3]}
+    assert "failed: tiny, again\n" in said
+    assert re.search(r"torchtitan-tiny\.log: .* holds no tokenizer\.json", said)
+    found = {name: json.loads((cards / f"{name}.json").read_text()) for name in list(rows)[:2]}
     assert found["tiny"]["config"]["train"]["global_batch_size"] == 8
-    assert [found[name]["mesh"] for name in found] == ["data=2", "1 device", "data=2"]
+    assert [found[name]["mesh"] for name in found] == ["data=2", "1 device"]
+    assert len({found[name]["host"] for name in found}) == 1
+    assert all(datetime.datetime.fromisoformat(found[name]["time"]) for name in found)
     rates = {name: card["tokens_per_second_per_device"] for name, card in found.items()}
-    lines = dict(re.findall(r"^\| (tiny|again|beside) \| (.*) \|$", said, re.M))
+    lines = dict(re.findall(r"^\| (tiny|again) \| (.*) \|$", said, re.M))
     assert lines["tiny"].startswith(f"1,000,000,000 | {rates['tiny']:,.0f} | 0.0% |")
     share = rates["again"] / (0.5 * rates["tiny"])
     assert lines["again"].startswith(f"50% of tiny | {rates['again']:,.0f} | {share:.1%} |")
-    assert lines["beside"].endswith("| - | -")
+    assert lines["again"].endswith("| - | -")
 
 
 OTHER_BENCH = """
@@ -82,7 +102,7 @@ pathlib.Path(sys.argv[sys.argv.index("--card") + 1]).write_text(json.dumps(figur
 def test_another_checkout_is_measured_beside(
     targets, config_file, dataset, tmp_path, monkeypatch, capsys
 ):
-    rows = {"tiny": targets.Row("tiny", config_file, "--run.cpu-devices 1", 4)}
+    rows = {"tiny": targets.Row("tiny", "fsdp", config_file, "--run.cpu-devices 1", 4)}
     monkeypatch.setattr(targets, "ROWS", rows)
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
