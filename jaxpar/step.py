@@ -186,9 +186,13 @@ def split_microbatches(batch: Batch, n: int) -> Batch:
 
 def program_of(cfg: Config, max_segments: int | None) -> Program:
     """The configured model, as the schedules run it."""
+
+    def tokens(mb: Batch) -> block.Tokens:
+        return block.across_devices(block.describe_tokens(mb, cfg, max_segments), cfg)
+
     return Program(
         embed=functools.partial(transformer.embed, cfg=cfg),
-        tokens=lambda mb: block.describe_tokens(mb, cfg, max_segments),
+        tokens=tokens,
         stage=functools.partial(
             transformer.stage, cfg=cfg, layers_of=transformer.rematerialized(cfg)
         ),

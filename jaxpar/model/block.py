@@ -29,7 +29,7 @@ from jaxpar.parallel.collectives import (
     sequence_pieces,
     sum_of_sequence_pieces,
 )
-from jaxpar.parallel.context import context_attention
+from jaxpar.parallel.context import context_attention, mask_across
 from jaxpar.parallel.float32_gradients import for_use
 
 type Tree = dict[str, Any]
@@ -61,6 +61,13 @@ def describe_tokens(batch: Batch, cfg: Config, max_segments: int | None) -> Toke
     local = _describe(batch, cfg, max_segments, m.sliding_window, local_theta)
     everywhere = _describe(batch, cfg, max_segments, None, m.rope_theta)
     return dataclasses.replace(local, in_global=everywhere)
+
+
+def across_devices(tokens: Tokens, cfg: Config) -> Tokens:
+    """With what layers must know of other devices' tokens: `mask_across`, once for all of them."""
+    if tokens.in_global is not None:
+        tokens = dataclasses.replace(tokens, in_global=across_devices(tokens.in_global, cfg))
+    return dataclasses.replace(tokens, mask=mask_across(tokens.mask, cfg.parallel.context))
 
 
 def _describe(

@@ -129,8 +129,8 @@ def embed(top: Tree, batch: Batch, cfg: Config) -> jax.Array:
     """The residual stream at the first layer, on every pipeline stage.
 
     Returns:  [B, T/(sequence*tensor), D], compute dtype.
-    Communication: gather of the table (ZeRO-3); reduce-scatter over TENSOR; all-reduce over
-              PIPELINE.
+    Communication: gather of the table (ZeRO-3); over TENSOR that of `scatter_sequence`; all-reduce
+              over PIPELINE.
     """
     table = _whole({"embed": top["embed"]}, TOP_DIMS, cfg)["embed"]
     rows = layers.embedding_lookup(table, batch.tokens, table.shape[0])

@@ -66,7 +66,7 @@ def context_attention(
     """Attention over the whole sequence, from and to each device's shard of it.
 
     Args:     q: [B, T/sequence, H/tensor, K]. k, v: [B, T/sequence, G/tensor, K].
-              mask: of the local tokens. kind: parallel.context. backend, deterministic: as in
+              mask: of `mask_across`. kind: parallel.context. backend, deterministic: as in
               `attention`. function: (q, k, v, mask) -> out in place of softmax attention's
               kernels; not with `ring`, which merges softmaxes.
     Returns:  [B, T/sequence, H/tensor, K].
@@ -83,18 +83,40 @@ def context_attention(
     return (_allgather if kind == "allgather" else _ulysses)(q, k, v, mask, attend)
 
 
+def mask_across(mask: AttentionMask, kind: str) -> AttentionMask:
+    """What `context_attention` wants to know of the tokens, for all layers at once.
+
+    Args:     mask: of the local tokens, [B, T/sequence]. kind: parallel.context.
+    Returns:  that of what the kernels are given: keys of the whole sequence, under `ulysses`
+              queries too; under `ring` as it was, since it travels with the keys.
+    Communication: all-gathers over SEQUENCE of positions and segments, 4 bytes a token each.
+    """
+    if kind == "ring" or lax.axis_size(SEQUENCE) == 1:
+        return mask
+    positions = all_gather(mask.kv_positions, SEQUENCE, dim=1)
+    segments = mask.kv_segments
+    if segments is not None:
+        segments = all_gather(segments, SEQUENCE, dim=1)
+    whole = replace(mask, kv_positions=positions, kv_segments=segments)
+    if kind == "ulysses":
+        return replace(whole, q_positions=positions, q_segments=segments)
+    return replace(whole, in_order=False)
+
+
 def named_output(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """The function, its output saved under the remat name that `attention` gives it."""
     return lambda *args: checkpoint_name(function(*args), "attn_out")
 
 
 def kernel_request(cfg: Config, mask: AttentionMask) -> tuple[Any, Any, AttentionMask]:
-    """Shapes of the q, k and mask that `context_attention` hands to the kernels of one device.
+    """Shapes of the q, k and mask that `context_attention` hands to the kernels of one device, a
+    group of rows at a time.
 
     Args:     cfg: resolved. mask: of a device's tokens of a microbatch, [B, T/sequence]; shapes.
     """
     m, p = cfg.model, cfg.parallel
     B, T = mask.q_positions.shape
+    B //= p.row_groups
     S, H, G, n = T, m.num_heads // p.tensor, m.num_kv_heads // p.tensor, p.sequence
     if n > 1 and p.context == "allgather":
         S = n * T
@@ -112,19 +134,9 @@ def kernel_request(cfg: Config, mask: AttentionMask) -> tuple[Any, Any, Attentio
 
 
 def _allgather(q, k, v, mask: AttentionMask, attend: Callable[..., jax.Array]) -> jax.Array:
-    """`direct.gather` of k and v forward, all-gathers of the mask; `direct.scatter` backward."""
+    """`direct.gather` of k and v forward; `direct.scatter` backward."""
     k, v = (direct.gather(x, SEQUENCE, 1) for x in (k, v))
-    mask = replace(
-        mask,
-        kv_positions=all_gather(mask.kv_positions, SEQUENCE, dim=1),
-        kv_segments=_gather_segments(mask.kv_segments),
-        in_order=False,
-    )
     return attend(q, k, v, mask)
-
-
-def _gather_segments(segments):
-    return None if segments is None else all_gather(segments, SEQUENCE, dim=1)
 
 
 def _ulysses(q, k, v, mask: AttentionMask, attend: Callable[..., jax.Array]) -> jax.Array:
@@ -136,21 +148,11 @@ def _ulysses(q, k, v, mask: AttentionMask, attend: Callable[..., jax.Array]) -> 
     repeat = n // math.gcd(k.shape[2], n)
     k, v = (jnp.repeat(x, repeat, axis=2) for x in (k, v))
     q, k, v = (all_to_all(x, SEQUENCE, split_dim=2, concat_dim=1) for x in (q, k, v))
-    positions = all_gather(mask.q_positions, SEQUENCE, dim=1)
-    segments = _gather_segments(mask.q_segments)
-    mask = replace(
-        mask,
-        q_positions=positions,
-        kv_positions=positions,
-        q_segments=segments,
-        kv_segments=segments,
-    )
-    out = attend(q, k, v, mask)
-    return all_to_all(out, SEQUENCE, split_dim=1, concat_dim=2)
+    return all_to_all(attend(q, k, v, mask), SEQUENCE, split_dim=1, concat_dim=2)
 
 
 def _ring(q, k, v, mask: AttentionMask, kernels: dict[str, Any]) -> jax.Array:
-    """n-1 permutes of k, v and mask forward; n of these and of dk, dv backward.
+    """n-1 permutes of k, v and mask forward; as many backward, and n of dk and dv.
 
     Source:   Liu et al. 2023 (2310.01889).
     """

@@ -38,8 +38,8 @@ def gather(w: jax.Array, dim: int, dtype: Any, reduce: Reduce) -> jax.Array:
     Args:     w: float32 shard, `dim` split over FSDP_AXES. dim: counted from the end, negative.
               dtype: compute dtype. reduce: precision of the gradient's sum.
     Returns:  the weight with `dim` whole, in `dtype`.
-    Communication: all-gather over FSDP_AXES of the weight in `dtype`; in the backward a
-              reduce-scatter (`scatter`).
+    Communication: all-gather over FSDP_AXES of the weight in `dtype`; in the backward that of
+              `scatter`.
     Source:   Rajbhandari et al. 2020 (1910.02054), section 5.3.
     """
     local = jnp.moveaxis(w.astype(dtype), dim, 0)
@@ -69,11 +69,10 @@ def scatter(grad: jax.Array, dim: int, reduce: Reduce) -> jax.Array:
     Communication: over FSDP_AXES, an all-to-all of the gradient in its own dtype ("float32"), or
               a reduce-scatter in bfloat16 ("bfloat16").
     """
-    leading = jnp.moveaxis(grad, dim, 0)
-    if reduce == "bfloat16":
+    leading, ways = jnp.moveaxis(grad, dim, 0), lax.axis_size(FSDP_AXES)
+    if reduce == "bfloat16" and ways > 1:  # alone there is nothing to sum, or to round for it
         shard = psum_scatter(leading.astype(jnp.bfloat16), FSDP_AXES, dim=0)
     else:
-        ways = lax.axis_size(FSDP_AXES)
         pieces = leading.reshape(ways, -1, *leading.shape[1:])
         shard = jnp.sum(all_to_all(pieces, FSDP_AXES, 0, 0), axis=0, dtype=jnp.float32)
     return jnp.moveaxis(shard.astype(jnp.float32), 0, dim)

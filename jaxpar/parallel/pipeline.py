@@ -58,9 +58,12 @@ def forward_only(program: Program, weights: Any, microbatches: Any, virtual: int
         done = t - (P - 1)
         m, c = plan.forward_unit(jnp.clip(done, 0, plan.num_units - 1))
         ready = (done >= 0) & (done < plan.num_units) & (c == virtual - 1)
-        sums = program.head(run.top, y, take(microbatches, m))
-        add = lambda a, b: a + jnp.where(ready, b, 0)  # noqa: E731
-        return dict(x=_to_stage(y, 1), sums=jax.tree.map(add, carry["sums"], sums)), None
+
+        def with_loss():  # all stages come to it, on the same ticks
+            sums = program.head(run.top, y, take(microbatches, m))
+            return jax.tree.map(jnp.add, carry["sums"], sums)
+
+        return dict(x=_to_stage(y, 1), sums=lax.cond(ready, with_loss, lambda: carry["sums"])), None
 
     ticks = jnp.arange(plan.num_units + P - 1)
     carry: dict[str, Any] = dict(x=run.blank(), sums=run.no_loss())
@@ -300,11 +303,12 @@ def _empty_ring(run: _Run, blank: jax.Array) -> Any:
 
 def _empty(run: _Run, aval: Any) -> jax.Array:
     """Slots for values like `aval`. On the device they begin as memory is found, since zeros are
-    tens of GB that every step would write; unless a stage without a unit computes with them."""
+    tens of GB that every step would write: a stage without a unit reads the slot of its first or
+    its last, which has been written by then."""
     shape = (run.slots, *aval.shape)
     if aval.memory_space != jax.memory.Space.Device:  # saved there by the remat policy
         return jax.device_put(varying(jnp.zeros(shape, aval.dtype)), aval.memory_space)
-    return varying((jnp.zeros if run.program.sends else lax.empty)(shape, aval.dtype))
+    return varying(lax.empty(shape, aval.dtype))
 
 
 def _residual_types(run: _Run, x: jax.Array) -> list[list[Any]]:

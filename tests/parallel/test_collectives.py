@@ -21,8 +21,9 @@ from jaxpar.parallel import collectives, direct, fsdp
 from jaxpar.parallel.mesh import make_mesh, shardings
 from jaxpar.params import ParamSpec
 from jaxpar.state import abstract_state, state_specs
-from jaxpar.step import make_train_step
+from jaxpar.step import make_gradient_step, make_train_step
 from jaxpar.validation import resolve
+from tests.tiny import TINY
 
 N = 4
 """Devices along the axis under test."""
@@ -372,3 +373,28 @@ def test_over_axes_of_size_1_the_argument_itself_comes_back(devices):
         return x
 
     per_device(fn, mesh_of(devices, DATA, 1), normal(1, 2, 2))
+
+
+UNROLLED = {"parallel.data": 1, "parallel.layer_loop": "unroll"}
+
+
+@pytest.mark.parametrize("context", ["allgather", "ulysses"])
+def test_positions_and_documents_are_gathered_once_for_all_layers(context, devices):
+    def gathers(layers: int) -> int:
+        values = {"parallel.sequence": 2, "parallel.context": context, "model.num_layers": layers}
+        cfg = resolve(replace(TINY, **values, **UNROLLED), 2)
+        mesh = make_mesh(cfg.parallel, devices[:2])
+        ints = jax.ShapeDtypeStruct((cfg.train.global_batch_size, cfg.data.seq_len), jnp.int32)
+        batch = Batch(ints, ints, ints, ints)
+        text = make_gradient_step(cfg, mesh).lower(abstract_state(cfg).params, batch).as_text()
+        return len(re.findall(r"stablehlo\.all_gather.*xi32>\)? ->", text))
+
+    assert gathers(2) == gathers(4) == 2
+
+
+def test_a_gradient_that_nobody_adds_to_is_not_rounded(devices):
+    grad = jnp.full((4, 8), 1 / 3, jnp.float32)
+    alone = lambda g: fsdp.scatter(g, -1, "bfloat16")  # noqa: E731
+    for n, exact in ((1, True), (2, False)):
+        found = per_device(alone, mesh_of(devices, DATA, n), jnp.stack([grad] * n))
+        assert np.array_equal(np.asarray(found)[0], n * np.asarray(grad)[:, : 8 // n]) == exact

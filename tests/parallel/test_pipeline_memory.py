@@ -14,6 +14,8 @@ from jaxpar import parity, step
 from jaxpar.axes import BATCH_SPEC, PIPELINE
 from jaxpar.batch import Batch
 from jaxpar.config import Config, replace
+from jaxpar.model import transformer
+from jaxpar.parallel import pipeline
 from jaxpar.parallel.accumulation import take
 from jaxpar.parallel.collectives import shift, varying
 from jaxpar.parallel.mesh import make_mesh, shardings
@@ -114,14 +116,57 @@ def test_memory_of_gpipe_grows(mesh, monkeypatch):
     assert most > 2 * flat
 
 
+def loss_and_gradients(cfg: Config, mesh) -> tuple[float, parity.Arrays]:
+    """Of a random batch."""
+    batch = parity.place_batch(parity.random_batch(cfg), cfg, mesh)
+    found, grads = step.make_gradient_step(cfg, mesh)(init_state(cfg, mesh).params, batch)
+    return float(found.loss), parity.to_host(grads)
+
+
 def test_gpipe_computes_the_same(mesh, monkeypatch):
     """So that the test above compares two ways of one computation."""
-    cfg = config(4)
-    params = init_state(cfg, mesh).params
-    batch = parity.place_batch(parity.random_batch(cfg), cfg, mesh)
-    measured, grads = step.make_gradient_step(cfg, mesh)(params, batch)
+    loss, grads = loss_and_gradients(config(4), mesh)
     use_gpipe(monkeypatch)
-    measured_too, grads_too = step.make_gradient_step(cfg, mesh)(params, batch)
-    np.testing.assert_allclose(measured.loss, measured_too.loss, rtol=1e-6)
-    errors = parity.gradient_errors(parity.to_host(grads), parity.to_host(grads_too))
+    loss_too, grads_too = loss_and_gradients(config(4), mesh)
+    np.testing.assert_allclose(loss, loss_too, rtol=1e-6)
+    errors = parity.gradient_errors(grads, grads_too)
     assert parity.worst(errors)[0] < 1e-5, errors
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"parallel.sequence": 2, "parallel.virtual_stages": 2},
+        pytest.param({"parallel.data": 2, "parallel.zero": 3}, marks=pytest.mark.slow),
+    ],
+)
+def test_what_lies_in_the_ring_before_its_first_value_is_never_used(fields, devices, monkeypatch):
+    """It is memory as it was found: here it holds no numbers."""
+    cfg = resolve(replace(config(4), **fields), 4 if fields else 2)
+    mesh = make_mesh(cfg.parallel, devices[: 4 if fields else 2])
+    loss, grads = loss_and_gradients(cfg, mesh)
+
+    def nothing(shape, dtype):
+        return jnp.full(shape, jnp.nan if jnp.issubdtype(dtype, jnp.floating) else 12345, dtype)
+
+    monkeypatch.setattr(pipeline.lax, "empty", nothing)
+    loss_too, grads_too = loss_and_gradients(cfg, mesh)
+    assert loss == loss_too and not parity.differing(grads, grads_too)
+
+
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_evaluation_takes_the_head_once_for_each_microbatch(virtual, mesh, monkeypatch):
+    taken, head = [], transformer.head
+
+    def counted(top, x, batch, cfg):
+        sums = head(top, x, batch, cfg)
+        jax.debug.callback(taken.append, jax.lax.axis_index(PIPELINE))
+        return sums
+
+    monkeypatch.setattr(transformer, "head", counted)
+    cfg = config(4, **{"parallel.virtual_stages": virtual, "parallel.zero": 1})
+    batch = parity.place_batch(parity.random_batch(cfg), cfg, mesh)
+    jax.block_until_ready(step.make_eval_step(cfg, mesh)(init_state(cfg, mesh).params, batch))
+    jax.effects_barrier()
+    assert sorted(map(int, taken)) == [0] * 4 + [1] * 4
