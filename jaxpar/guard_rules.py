@@ -4,13 +4,17 @@ import math
 
 from jaxpar.config import Config, flag, require
 
+#: Of float16's loss: a larger one would be no number in float16 itself, half-way through a model.
+LARGEST_SCALE = 2.0**24
+
 
 def guards(cfg: Config) -> None:
     """Guards have what they need to act."""
     g, path = cfg.guard, "guard.loss_scale"
-    rule = "must be a power of two of at least 1, so that it rounds nothing"
-    ok = g.loss_scale >= 1 and math.frexp(g.loss_scale)[0] == 0.5
-    nearest = 2.0 ** round(math.log2(g.loss_scale)) if g.loss_scale >= 1 else 65536.0
+    rule = f"must be a power of two from 1 to {LARGEST_SCALE:.0f}: it rounds nothing, and fits"
+    in_range = 1 <= g.loss_scale <= LARGEST_SCALE
+    ok = in_range and math.frexp(g.loss_scale)[0] == 0.5
+    nearest = 2.0 ** round(math.log2(g.loss_scale)) if in_range else 65536.0
     require(ok, cfg, path, rule, flag(path, nearest))
     rule = "goes back to a checkpoint, and checkpoint.every is 0"
     ok = g.spike != "rewind" or cfg.checkpoint.every > 0

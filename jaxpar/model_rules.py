@@ -21,8 +21,13 @@ def experts(cfg: Config) -> None:
     ways = flag(path, m.num_experts), flag(count, m.experts_per_token)
     require(m.experts_per_token <= m.num_experts, cfg, path, rule, *ways)
     # p / p is 1 whatever the router says: AdamW would make a step of the rounding noise.
-    rule = "leaves the router no gradient: model.normalize_experts makes the one weight 1"
-    ways = flag("model.normalize_experts", False), flag(path, 2)
+    normed = ("model.normalize_experts makes the one weight 1", "model.normalize_experts")
+    if m.post_norms:
+        normed = ("the norm after the experts divides the one weight out", "model.post_norms")
+    rule, ways = (
+        f"leaves the router no gradient: {normed[0]}",
+        (flag(normed[1], False), flag(path, 2)),
+    )
     require(not router_has_no_gradient(m), cfg, path, rule, *ways)
     path, rule = "model.mlp_bias", f"is of a dense feed-forward, and {count} is {m.num_experts}"
     require(not m.mlp_bias, cfg, path, rule, flag(path, False), none)
@@ -31,8 +36,10 @@ def experts(cfg: Config) -> None:
 
 
 def router_has_no_gradient(m: ModelConfig) -> bool:
-    """One expert of several, with a weight of 1. (Of one, the gradient is 0 without rounding.)"""
-    return m.num_experts > 1 and m.experts_per_token == 1 and m.normalize_experts
+    """One expert of several, with a weight of 1, or one that a norm divides out again but for its
+    eps. (Of one, the gradient is 0 without rounding.)"""
+    alone = m.num_experts > 1 and m.experts_per_token == 1
+    return alone and (m.normalize_experts or m.post_norms)
 
 
 def layer_kinds(cfg: Config) -> None:

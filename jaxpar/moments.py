@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jaxpar.config import Config, OptimizerConfig
+from jaxpar.config import Config, ConfigError, OptimizerConfig
 from jaxpar.model.transformer import trained_specs
 from jaxpar.optimizer import make_optimizer
 from jaxpar.parallel.offload import Space
@@ -26,26 +26,58 @@ from jaxpar.params import ParamSpec, flat, map_specs, partition_specs
 #: optax's names for a moment, and the field of the config with the dtype it is kept in.
 FIELDS = {"mu": "first_moment_dtype", "trace": "first_moment_dtype", "nu": "second_moment_dtype"}
 
+#: The names at the root of a tree of parameters.
+ROOT = frozenset({"embed", "layers", "final_norm", "head"})
+
 
 def map_moments(fn: Callable[..., Any], opt_state: Any, *others: Any) -> Any:
-    """`fn(field, name, leaf, ...)` over the moments of an optax state; counts stay as they are.
+    """`fn(field, name, leaf, ...)` over the moments of an optax state: all that is kept by
+    parameter, whatever a rule calls it. Counts stay as they are.
 
-    Args:     fn: given the entry of FIELDS, the parameter's name ("layers/wq"), and the leaves.
+    Args:     fn: given the entry of FIELDS, None for a name that is not there; the parameter's name
+              ("layers/wq"); the leaves.
     """
 
-    def one(path, leaf, *rest):
-        at = next((i for i, key in enumerate(path) if getattr(key, "name", None) in FIELDS), None)
-        if at is None:
-            return leaf
-        name = "/".join(key.key for key in path[at + 1 :])
-        return fn(FIELDS[path[at].name], name, leaf, *rest)
+    def one(path, node, *rest):
+        if not _is_kept_by_parameter(node):
+            return node
+        names = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
+        field = FIELDS.get(names[-1]) if names else None
+        named = lambda at, *leaves: fn(field, "/".join(key.key for key in at), *leaves)  # noqa: E731
+        return jax.tree_util.tree_map_with_path(named, node, *rest)
 
-    return jax.tree_util.tree_map_with_path(one, opt_state, *others)
+    return jax.tree_util.tree_map_with_path(one, opt_state, *others, is_leaf=_is_kept_by_parameter)
+
+
+def _is_kept_by_parameter(node: Any) -> bool:
+    return isinstance(node, dict) and node.keys() <= ROOT
+
+
+def dtype_of(field: str | None, cfg: OptimizerConfig) -> str:
+    """The dtype that a moment is kept in."""
+    return "float32" if field is None else getattr(cfg, field)
 
 
 def in_kept_dtype(opt_state: Any, cfg: OptimizerConfig) -> Any:
-    """The moments in the dtypes they are kept in, rounded to the nearest."""
-    return map_moments(lambda field, _, leaf: leaf.astype(getattr(cfg, field)), opt_state)
+    """The moments in the dtypes they are kept in, rounded to the nearest.
+
+    Raises:   ConfigError for bfloat16 where the rule has no such moment.
+    """
+    fields = set[str | None]()
+
+    def kept(field: str | None, _: str, leaf: jax.Array) -> jax.Array:
+        fields.add(field)
+        return leaf.astype(dtype_of(field, cfg))
+
+    found = map_moments(kept, opt_state)
+    for field in sorted(set(FIELDS.values()) - fields):
+        if dtype_of(field, cfg) != "float32":
+            path, names = f"optimizer.{field}", (n for n, of in FIELDS.items() if of == field)
+            rule = (
+                f"is of a moment that {cfg.name} does not keep under the name {' or '.join(names)}"
+            )
+            raise ConfigError(path, dtype_of(field, cfg), rule, f"--{path} float32")
+    return found
 
 
 def update(
@@ -94,12 +126,13 @@ def _update(
     """The update of all the rows of `params` at once, if `ok`; moments on the device."""
     specs = _entries(trained_specs(cfg), params)
     rule = make_optimizer(cfg.optimizer, cfg.train.num_steps, specs)
-    exact = map_moments(lambda _, __, leaf: leaf.astype(jnp.float32), opt_state)
+    in_full = lambda field, _, leaf: leaf.astype(jnp.float32) if field else leaf  # noqa: E731
+    exact = map_moments(in_full, opt_state)
     updates, exact = rule.update(grads, exact, params)
     spec_of, row_of = flat(partition_specs(specs)), flat(rows)
 
-    def keep(field: str, name: str, leaf: jax.Array) -> jax.Array:
-        if getattr(cfg.optimizer, field) == "float32":
+    def keep(field: str | None, name: str, leaf: jax.Array) -> jax.Array:
+        if dtype_of(field, cfg.optimizer) == "float32":
             return leaf
         seed = jnp.uint32(cfg.train.seed ^ zlib.crc32(f"{field}/{name}".encode()))
         key = hashed(hashed(seed) + step.astype(jnp.uint32))

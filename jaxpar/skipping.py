@@ -15,9 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.config import Config
-
-#: The scale is never larger: it would be no number in float16 itself, half-way through a model.
-LARGEST_SCALE = 2.0**24
+from jaxpar.guard_rules import LARGEST_SCALE
 
 type Guard = dict[str, Any]
 

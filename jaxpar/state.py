@@ -207,8 +207,8 @@ def snapshot(state: TrainState, cfg: Config) -> TrainState:
 def in_configured_dtypes(state: TrainState, cfg: Config) -> TrainState:
     """The state with its moments in the dtypes that the config keeps them in; shardings stay."""
 
-    def converted(field: str, _: str, x: jax.Array) -> jax.Array:
-        dtype = jnp.dtype(getattr(cfg.optimizer, field))
+    def converted(field: str | None, _: str, x: jax.Array) -> jax.Array:
+        dtype = jnp.dtype(moments.dtype_of(field, cfg.optimizer))
         return x if x.dtype == dtype else _convert(x.sharding, dtype)(x)
 
     return dataclasses.replace(state, opt_state=moments.map_moments(converted, state.opt_state))

@@ -17,7 +17,7 @@ from jaxpar.convert.torch_file import PLAIN
 from jaxpar.kernels.attention.mask import allowed
 from jaxpar.optimizer import make_optimizer
 from jaxpar.parallel.mesh import axis_sizes, make_mesh
-from jaxpar.state import init_state
+from jaxpar.state import abstract_state, init_state
 from jaxpar.validation import check, resolve
 from jaxpar.verify import parse_meshes
 from tests.tiny import TINY
@@ -71,6 +71,26 @@ def test_meshes_compute_what_one_device_does(mesh, devices):
     batches, wanted = reference_of(cfg)
     found = parity.mesh_trace(on_mesh, make_mesh(parallel, devices[:n]), batches, 2)
     assert not parity.compare(found, wanted, TOLERANCE).mismatches()
+
+
+def root_of_sums(cfg, rate, mask):
+    return optax.chain(optax.scale_by_rss(), optax.scale_by_learning_rate(rate))
+
+
+def test_a_rule_with_a_moment_of_its_own_keeps_it_in_host_memory(devices):
+    """Adagrad's sum of squares, which the package has no name for."""
+    extensions.add("optimizer.name", "adagrad", root_of_sums)
+    cfg = replace(TINY, **{"optimizer.name": "adagrad", "parallel.layer_loop": "unroll"})
+    batches, wanted = reference_of(cfg)
+    cfg = resolve(replace(cfg, **{"optimizer.offload": True, "parallel.data": 1}), 1)
+    mesh = make_mesh(cfg.parallel, devices[:1])
+    kinds = {a.sharding.memory_kind for a in jax.tree.leaves(init_state(cfg, mesh).opt_state)}
+    assert "pinned_host" in kinds
+    found = parity.mesh_trace(cfg, mesh, batches, 2)
+    assert not parity.compare(found, wanted, TOLERANCE).mismatches()
+    said = r"optimizer\.first_moment_dtype = 'bfloat16': is of a moment that adagrad does not keep "
+    with pytest.raises(ConfigError, match=said + "under the name mu or trace"):
+        abstract_state(replace(cfg, **{"optimizer.first_moment_dtype": "bfloat16"}))
 
 
 def test_the_functions_are_used():

@@ -10,12 +10,14 @@ experts that a token does not take. The peak is that of bfloat16 whatever `model
 so that figures stay comparable.
 """
 
+import re
+
 from jaxpar.config import LoraConfig, ModelConfig
 from jaxpar.model.transformer import param_specs
 from jaxpar.params import count
 
-#: Dense bf16 matmul peak in FLOP/s of one device, by a part of its name; the first that is in it
-#: counts. Vendor datasheets, whose figures with sparsity are twice these.
+#: Dense bf16 matmul peak in FLOP/s of one device, by whole words of its name; the first that are in
+#: it count. Vendor datasheets, whose figures with sparsity are twice these.
 PEAK_FLOPS = {
     "H200 NVL": 835.5e12,
     "H100 NVL": 835.5e12,
@@ -63,7 +65,8 @@ def train_flops_per_token(
 
 def peak_flops(device_kind: str) -> float | None:
     """Peak of a device by its name, or None when it is not in the table."""
-    return next((peak for name, peak in PEAK_FLOPS.items() if name in device_kind), None)
+    words = " ".join(["", *re.split(r"[\s-]+", device_kind), ""])  # an RTX A1000 is no A100
+    return next((peak for name, peak in PEAK_FLOPS.items() if f" {name} " in words), None)
 
 
 def mfu(

@@ -45,7 +45,9 @@ def test_mfu_is_a_share_of_the_peak():
         ("NVIDIA H200", 989),
         ("NVIDIA H200 NVL", 835.5),
         ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA RTX A1000", None),
+        ("cpu", None),
     ],
 )
 def test_the_peak_is_of_the_card_that_is_there(device, teraflops):
-    assert flops.peak_flops(device) == teraflops * 1e12
+    assert flops.peak_flops(device) == (teraflops and teraflops * 1e12)

@@ -105,6 +105,11 @@ def test_shrinking_keeps_the_experts():
             {"model.experts_per_token": 1},
             r"= 1: leaves the router no gradient.*normalize-experts F",
         ),
+        (
+            {"model.experts_per_token": 1, "model.normalize_experts": False}
+            | {"model.post_norms": True},
+            r"= 1: leaves the router no gradient: the norm after.*post-norms False",
+        ),
         ({"model.num_experts": 0, "model.experts_per_token": 3}, "= 3: needs experts"),
         ({"model.num_experts": 0, "model.normalize_experts": False}, "= False: needs experts"),
         ({"model.mlp_bias": True}, r"model\.mlp_bias = True: is of a dense feed-forward"),
