@@ -80,7 +80,7 @@ def memory_of(cfg: Config, *, on_reference: bool = False) -> Memory:
 
 
 def _at_loss(cfg: Config, shard: Shard, weights: float, optimizer: float) -> Memory:
-    begun = 0.0 if _sends(cfg, shard) else _recomputed(cfg, shard)
+    begun = 0.0 if _sends(cfg, shard) else _recomputed(cfg, shard) + _put_off(cfg, shard)
     return Memory(
         weights=weights,
         optimizer=optimizer,
@@ -233,6 +233,17 @@ def _recomputed(cfg: Config, shard: Shard) -> float:
     at_once = layers_in_part(cfg) or shard.layers / shard.chunks
     layers = at_once if p.pipeline > 1 and p.tensor == 1 else 1
     return layers * shard.tokens * max(missing, 0.0)
+
+
+def _put_off(cfg: Config, shard: Shard) -> float:
+    """Gradients of a chunk's projections that wait for matmuls at its end: in stages whose rows go
+    in turns, `layers_in_part` cuts no chunk; where layers compute values again, XLA goes by them.
+    """
+    m, p = cfg.model, cfg.parallel
+    if p.pipeline == 1 or p.row_groups == 1 or _recomputed(cfg, shard):
+        return 0.0
+    sizes = bytes_of_names(m, p.tensor)
+    return shard.layers / shard.chunks * shard.tokens * (sizes["gate_up"] + sizes["qkv"])
 
 
 # ------------------------------------------------------------- weights, gradients and the loss
