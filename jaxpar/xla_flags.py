@@ -267,7 +267,8 @@ def apply(cfg: Config, num_processes: int = 1) -> list[str]:
     given = os.environ.get("XLA_FLAGS", "")
     gpu = gpu_name()
     rows = measured_for(gpu, jax.__version__, cfg, num_processes)
-    flags = [f for f in rows if f.name not in given]
+    theirs = {word.lstrip("-").partition("=")[0] for word in given.split()}
+    flags = [f for f in rows if f.name not in theirs]
     settings = [f"--{f.name}={f.value}" for f in flags]
     os.environ["XLA_FLAGS"] = " ".join([*settings, given]).strip()
     told = settings or [f"no XLA flags: none measured on {gpu or 'this GPU'}, {jax.__version__}"]

@@ -97,6 +97,11 @@ def test_the_users_own_win(gpu_host):
     assert not [item for item in told if "latency_hiding" in item or "MEM_FRACTION" in item]
 
 
+def test_a_flag_whose_name_goes_on_is_another(gpu_host):
+    os.environ["XLA_FLAGS"] = "--xla_gpu_enable_triton_gemm_any=true"
+    assert "--xla_gpu_enable_triton_gemm=false" in xla_flags.apply(WIDE)
+
+
 def test_none_leaves_multicast_off_and_sets_nothing_else(gpu_host):
     before = dict(os.environ)
     assert xla_flags.apply(LEFT_ALONE) == ["NCCL_NVLS_ENABLE=0"]
