@@ -1,10 +1,11 @@
 """Lines for which a disk has no room wait for it."""
 
 import errno
+import os
 
 import pytest
 
-from jaxpar import lines
+from jaxpar import json_lines, lines
 from jaxpar.lines import Lines
 
 
@@ -66,3 +67,33 @@ def test_what_waits_is_bounded_and_other_errors_are_raised(disk, capfd, monkeypa
     made.room, made.error = 0, errno.EBADF
     with pytest.raises(OSError, match="no room"):
         file.write("more\n")
+
+
+@pytest.mark.parametrize("before", ["", '{"step": 1}\n', '{"step": 1}\n{"step"', '{"step": 1}'])
+def test_a_line_that_was_cut_off_takes_no_other_with_it(tmp_path, before):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(before)
+    file = Lines(path)
+    assert path.read_text() == before  # a reader may be at it
+    file.write('{"step": 2}\n')
+    file.close()
+    whole = [{"step": 1}] if before else []
+    assert list(json_lines.read(path)) == [*whole, {"step": 2}]
+    assert not path.read_text().startswith("\n") and "\n\n" not in path.read_text()
+
+
+def test_a_line_that_a_full_disk_cut_off_takes_no_other_with_it(disk, monkeypatch):
+    made, file = disk
+    monkeypatch.setattr(lines, "MOST_WAITING", 20)
+    made.room = 5
+    for number in range(10):
+        file.write(f"line {number}\n")
+    made.room = 10**9
+    file.write("")
+    assert made.held == b"line \nline 8\nline 9\n"
+
+
+def test_nothing_is_read_of_what_is_no_file():
+    file = Lines(os.devnull)
+    file.write("line\n")
+    file.close()
