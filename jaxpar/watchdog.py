@@ -8,6 +8,7 @@ in their order (RUN/ranks/collectives.txt). JAX's heartbeat does not see such ha
 that is alive and stuck still beats.
 """
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -112,39 +113,48 @@ class Watchdog:
                 self._end(f"{processes.name_of(process)} hangs at {text}")
 
     def _end(self, why: str, *, first: bool = False) -> None:
-        """Write the last words, give the others time for theirs, and end with 124.
+        """Write the last words, give the others time for theirs, and end with 124 in any case.
 
         Args:     first: it is this process's own time that is up.
         """
         if not self._ending.acquire(blocking=False):
             time.sleep(3600)  # the other thread is at it, and ends them both
-        phase, step, _, _ = self._at
-        # First what needs nobody else. Those that call may wait for a process that is stopped.
-        self.write(guard.EXIT_HANG, f"hang: {why}")
-        name = f"{processes.own()}.stacks.txt"
-        with open(self._folder / name, "a") as file:
-            file.write(f"{_now()} {why}\n")
-            file.flush()
-            faulthandler.dump_traceback(file)
-        told = f"hang: {processes.name_of(processes.own())}: {why}; stacks in {self._folder / name}"
+        try:
+            phase, step, _, _ = self._at
+            # All in threads: the others may be stopped, and the folder's file system may hang.
+            _start(self._tell, f"step {step}, {phase}")
+            reports = [_start(self._say_why, why), _start(self._collectives)]
+            if first and xla_flags.gpu_is_present():
+                reports.append(_start(self._ask_nccl))
+            until = time.monotonic() + REPORT_SECONDS
+            self._over.wait(TELL_SECONDS + (processes.own() == 0))
+            for thread in reports:
+                thread.join(max(until - time.monotonic(), 0))
+        finally:
+            os._exit(guard.EXIT_HANG)
+
+    def _say_why(self, why: str) -> None:
+        """Write the last words and the stacks; to stderr, where the folder takes no file."""
+        with contextlib.suppress(OSError):
+            self.write(guard.EXIT_HANG, f"hang: {why}")
+        stacks = self._folder / f"{processes.own()}.stacks.txt"
+        where = f"in {stacks}"
+        try:
+            with open(stacks, "a") as file:
+                file.write(f"{_now()} {why}\n")
+                file.flush()
+                faulthandler.dump_traceback(file)
+        except OSError as error:
+            faulthandler.dump_traceback(STDERR)
+            where = f"above, since {stacks} cannot be written ({error.strerror})"
+        told = f"hang: {processes.name_of(processes.own())}: {why}; stacks {where}"
         print(told, file=sys.stderr, flush=True)
-        threading.Thread(target=self._tell, args=(f"step {step}, {phase}",), daemon=True).start()
-        reports = [threading.Thread(target=self._collectives, daemon=True)]
-        if first and xla_flags.gpu_is_present():
-            reports.append(threading.Thread(target=self._ask_nccl, daemon=True))
-        until = time.monotonic() + REPORT_SECONDS
-        for thread in reports:
-            thread.start()
-        self._over.wait(TELL_SECONDS + (processes.own() == 0))
-        for thread in reports:
-            thread.join(max(until - time.monotonic(), 0))
-        os._exit(guard.EXIT_HANG)
 
     def _tell(self, where: str) -> None:
         """Let the others know, and stop waiting once all have said the same."""
         try:
             processes.publish(_TOPIC, where)
-            while len(processes.published(_TOPIC)) < processes.count():
+            while processes.count() > max(len(processes.published(_TOPIC)), 1):
                 time.sleep(0.1)
             time.sleep(0.5)  # theirs are being written
         except RuntimeError:
@@ -159,7 +169,8 @@ class Watchdog:
         except nccl_ras.NoAnswer as error:
             print(f"hang: {error}", file=sys.stderr, flush=True)
             return
-        file.write_text(report)
+        with contextlib.suppress(OSError):  # what is wrong is shown all the same
+            file.write_text(report)
         found = nccl_ras.what_is_wrong(report) or ["names no rank that is behind"]
         shown = "\n".join(f"    {line}" for line in found[:MOST_SHOWN])
         print(f"hang: NCCL ({file}):\n{shown}", file=sys.stderr, flush=True)
@@ -169,7 +180,9 @@ class Watchdog:
         if self.program is None or processes.own() != 0:
             return
         text = self.program()
-        (self._folder / "collectives.txt").write_text("\n".join(collective_order(text)) + "\n")
+        order = "\n".join(collective_order(text)) + "\n"
+        with contextlib.suppress(OSError):
+            (self._folder / "collectives.txt").write_text(order)
 
     def write(self, code: int, error: str) -> None:
         """Write this process's last words to RUN/ranks/N.json."""
@@ -193,6 +206,13 @@ def last_words(code: int, error: str) -> None:
     """Write why this process ends, and where it was, if it was being watched."""
     if _current is not None and _current.run_dir.exists():
         _current.write(code, error)
+
+
+def _start(work: Callable[..., None], *args: Any) -> threading.Thread:
+    """A thread that this process does not wait for at its end."""
+    thread = threading.Thread(target=work, args=args, daemon=True)
+    thread.start()
+    return thread
 
 
 def _now() -> str:

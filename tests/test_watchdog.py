@@ -1,6 +1,7 @@
 """What is over in time is left alone; what is not leaves its stacks, and ends with 124."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -13,11 +14,12 @@ SCRIPT = """
 import sys, time
 from jaxpar.watchdog import Watchdog
 with Watchdog(sys.argv[1], 1.0, 60.0) as watch:
-    watch.enter("evaluation", 6, slow=True)
-    time.sleep(2.5)
-    for step in range(5):
-        watch.enter("step", 7 + step)
-        time.sleep(0.4)
+    if "busy" in sys.argv:
+        watch.enter("evaluation", 6, slow=True)
+        time.sleep(2.5)
+        for step in range(5):
+            watch.enter("step", 7 + step)
+            time.sleep(0.4)
     watch.enter("data", 12)
     def stuck():
         time.sleep(60)
@@ -25,10 +27,11 @@ with Watchdog(sys.argv[1], 1.0, 60.0) as watch:
 """
 
 
-def test_a_hang_ends_with_its_stacks_step_and_phase(tmp_path):
+def hang(run: Path, *before: str) -> subprocess.CompletedProcess:
+    """A process that hangs, at once or after it was busy, and writes to a run's folder."""
     began = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path)],
+        [sys.executable, "-c", SCRIPT, str(run), *before],
         env=environment(),
         capture_output=True,
         text=True,
@@ -36,12 +39,30 @@ def test_a_hang_ends_with_its_stacks_step_and_phase(tmp_path):
     )
     assert done.returncode == 124, done.stderr
     assert time.monotonic() - began < 30
+    return done
+
+
+def test_a_hang_ends_with_its_stacks_step_and_phase(tmp_path):
+    done = hang(tmp_path, "busy")
     words = json.loads((tmp_path / "ranks" / "0.json").read_text())
     assert (words["code"], words["step"], words["phase"]) == (124, 12, "data")
     assert 1 <= words["seconds_in_phase"] < 3
     stacks = (tmp_path / "ranks" / "0.stacks.txt").read_text()
     assert "in stuck" in stacks and "step 12, data: not over after" in stacks
     assert "hang: process 0: step 12, data" in done.stderr
+
+
+def test_a_hang_ends_where_the_run_folder_takes_no_file(tmp_path):
+    (tmp_path / "ranks").write_text("no folder")
+    said = hang(tmp_path).stderr
+    assert "hang: process 0: step 12, data" in said and "in stuck" in said
+    assert "0.stacks.txt cannot be written (Not a directory)" in said
+
+
+def test_a_hang_ends_where_the_run_folders_file_system_hangs_too(tmp_path):
+    (tmp_path / "ranks").mkdir()
+    os.mkfifo(tmp_path / "ranks" / "0.json")  # nobody reads of it: opening it waits for ever
+    hang(tmp_path)
 
 
 def test_what_is_not_hung_leaves_nothing(tmp_path):
