@@ -200,7 +200,7 @@ def run_program(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     """Run a program's main on the command line, and end with its exit code.
 
     A ConfigError becomes one line and code 2, Ctrl-C one and 130, no room for a file one and
-    1; other exceptions are shown whole.
+    1, and what other processes could not do one and theirs; other exceptions are shown whole.
     The process ends without Python's exit hooks: JAX would wait there for a peer that may be dead.
     """
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
@@ -234,10 +234,13 @@ def _verdict(error: BaseException) -> tuple[int, str]:
             return _say(why, guard.EXIT_ERROR), why
         case SystemExit():
             return _code_of(error), why
+    processes = sys.modules.get("jaxpar.processes")  # else it has started no JAX, and has no peers
+    if processes and isinstance(error, processes.PeerFailed | processes.PeersMissing):
+        # What another process could not do has its code: this one is not at fault.
+        code = getattr(error, "code", guard.EXIT_ERROR)
+        return _say(why := f"error: {error}", code), why
     traceback.print_exception(error)
-    # What another process could not do has its code: this one is not at fault.
-    peers = type(error).__name__ == "PeerFailed"
-    return (error.code if peers else guard.EXIT_ERROR), why  # type: ignore[attr-defined]
+    return guard.EXIT_ERROR, why
 
 
 @contextlib.contextmanager

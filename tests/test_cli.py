@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar import cli, config, config_metrics, config_model, guard, train
+from jaxpar import cli, config, config_metrics, config_model, guard, processes, train
 from jaxpar.config import Config, ConfigError, RopeScaling, flag, leaf_paths, replace
 from jaxpar.config_json import from_json
 
@@ -357,6 +357,13 @@ ENDINGS = [
     ),
     (raising(ZeroDivisionError("x")), 1, "ZeroDivisionError: x\n"),
     (raising(KeyboardInterrupt()), 130, "interrupted\n"),
+    (raising(processes.PeerFailed("process 1 differs", 2)), 2, "error: process 1 differs\n"),
+    (
+        raising(processes.PeerFailed("checks: process 1: no", 1)),
+        1,
+        "error: checks: process 1: no\n",
+    ),
+    (raising(processes.PeersMissing("checks: after 9 s")), 1, "error: checks: after 9 s\n"),
 ]
 
 
