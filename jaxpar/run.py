@@ -150,6 +150,13 @@ class Run:
         ]
         return "\n           ".join(lines)
 
+    @property
+    def content(self) -> str:
+        """What is trained on and evaluated on, by its content; where it lies does not count."""
+        splits = [self.loader, *([self.held_out] if self.held_out else [])]
+        sums = [[source.dataset.fingerprint for source in split.sources] for split in splits]
+        return json.dumps(sums)
+
     def masks(self, batch: Batch) -> tuple[AttentionMask, ...]:
         """The masks of some of the run's tokens, as its layers make them: one for each kind."""
         tokens = describe_tokens(batch, self.cfg, self.max_segments)

@@ -4,6 +4,7 @@ The run folder is all there is to a run. If it holds a checkpoint, the run goes 
 """
 
 import contextlib
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import jax
 from jaxpar import checkpoint, cli, elastic, guard, processes, runtime
 from jaxpar.config import Config, ConfigError
 from jaxpar.config_json import to_json
+from jaxpar.data.skips import SKIPPED_FILE
 from jaxpar.evaluation import Evaluation
 from jaxpar.goodput import Recorder, goodput, read_events
 from jaxpar.parallel.mesh import describe
@@ -152,6 +154,9 @@ def checked(cfg: Config) -> Run:
     run = processes.together("checks", seconds, lambda: Run(laid_out))
     about = lambda: f"{to_json(run.cfg)} {run.first_step} {jax.__version__}"  # noqa: E731
     processes.check_same("config", about, seconds)
+    processes.check_same("data set", lambda: run.content, seconds)
+    left_out = lambda: json.dumps(run.loader.skipped.windows)  # noqa: E731
+    processes.check_same(SKIPPED_FILE, left_out, seconds)
     return run
 
 

@@ -1,20 +1,24 @@
 """Programs beside training as one of several processes: they join the others, or say why not."""
 
 import json
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from jaxpar import processes
 from jaxpar.config import ConfigError
+from jaxpar.data.prepare import PrepareOptions, prepare
+from jaxpar.data.skips import SKIPPED_FILE
 from tests.e2e import ranks
 
 
-def in_two(*words: str) -> list[tuple[int, str, str]]:
+def in_two(*words: str, at: tuple[Path | None, ...] = (None, None)) -> list[tuple[int, str, str]]:
     """Two processes of a program, which find each other by JAX's variables: code, out, err.
 
-    Out is without gloo's own lines.
+    Out is without gloo's own lines. Args:     at: the folder where each of them runs.
     """
     address, started = f"127.0.0.1:{ranks.free_port()}", []
     for own in range(2):
@@ -22,7 +26,7 @@ def in_two(*words: str) -> list[tuple[int, str, str]]:
         env = ranks.environment(**place, JAX_NUM_PROCESSES="2")
         command = [sys.executable, "-m", *words]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        started.append(subprocess.Popen(command, env=env, **pipes))
+        started.append(subprocess.Popen(command, env=env, cwd=at[own], **pipes))
     said = [process.communicate(timeout=150) for process in started]
     codes = [process.returncode for process in started]
     own = lambda out: "".join(x for x in out.splitlines(True) if not x.startswith("[Gloo]"))  # noqa: E731
@@ -88,3 +92,31 @@ def test_variables_that_are_half_set_have_started_no_others():
     several = {"WORLD_SIZE": "4", "RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1234"}
     with pytest.raises(ConfigError, match=r"process = '1 of 4': .*variables of torch unset"):
         processes.alone("jaxpar.replay", several)
+
+
+@pytest.fixture
+def apart(dataset, write_ranks, tmp_path):
+    """Two hosts that share no disk: a config file, and the folder that each has for itself."""
+    config = ranks.write_config(tmp_path, Path("verses"))
+    for host in ("one", "other"):
+        shutil.copytree(dataset, tmp_path / host / "verses")
+    return config, tmp_path / "one", tmp_path / "other"
+
+
+@pytest.mark.parametrize("differs", ["data set", SKIPPED_FILE])
+def test_processes_with_other_data_at_the_same_path_are_refused(differs, apart):
+    config, one, other = apart
+    if differs == SKIPPED_FILE:
+        (other / "run").mkdir()
+        (other / "run" / SKIPPED_FILE).write_text('{"windows": [[3, 2]]}')
+    else:
+        text = other / "more.jsonl"
+        ranks.write_text(text)
+        text.write_text(text.read_text() + json.dumps({"text": ranks.VERSE * 9}) + "\n")
+        to = str(other / "verses")
+        prepare(PrepareOptions(input=(str(text),), output=to, holdout=0.2, overwrite=True))
+    words = ("jaxpar.train", config, "--run.dir", "run", "--run.cpu-devices", "1")
+    for code, _, err in in_two(*words, at=(one, other)):
+        (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
+        assert code == 2 and "Traceback" not in err, err
+        assert line.startswith("error: process 1 (") and f"has another {differs} than" in line
