@@ -14,7 +14,7 @@ from jaxpar.batch import Batch
 from jaxpar.config import Config, ConfigError
 from jaxpar.config_json import to_json
 from jaxpar.data import Loader
-from jaxpar.data.skips import read_skipped
+from jaxpar.data.skips import SKIPPED_FILE, read_skipped
 from jaxpar.kernels.attention import AttentionMask, Choice, choose, selftest
 from jaxpar.kernels.attention.capability import xla_is_deterministic
 from jaxpar.memory_rules import names_on_host
@@ -103,7 +103,7 @@ class Run:
             f"{self.trained}\n"
             f"devices    {manifest['device']}, mesh {manifest['mesh']}\n"
             f"attention  {self.attention}\n"
-            f"data       {self.data}\n"
+            f"data       {self.data}{self.left_out}\n"
             f"run        {self.dir}" + "".join(f"\nset        {item}" for item in environment),
             flush=True,
         )
@@ -149,6 +149,16 @@ class Run:
             for source in total
         ]
         return "\n           ".join(lines)
+
+    @property
+    def left_out(self) -> str:
+        """Which batches are left out, and what says so: a new run may not expect any."""
+        skipped, file = self.loader.skipped, self.dir / SKIPPED_FILE
+        if not skipped.windows:
+            return ""
+        said = file if file.is_file() else f"the checkpoint of step {self.first_step}"
+        fresh = "; the run begins anew: delete it to train on them" * (self.first_step is None)
+        return f"\nleft out   {skipped}, as {said} says{fresh}"
 
     @property
     def content(self) -> str:

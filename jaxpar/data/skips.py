@@ -17,6 +17,13 @@ class SkippedBatches:
 
     windows: tuple[tuple[int, int], ...] = ()
 
+    def __str__(self) -> str:
+        ranges = [
+            f"{first} to {first + count - 1}" if count > 1 else f"{first}"
+            for first, count in self.windows
+        ]
+        return f"batches {', '.join(ranges)}" if ranges else "no batches"
+
     def batch_of(self, step: int) -> int:
         """The batch that a step takes: its own number, past every window left out before it."""
         batch = step

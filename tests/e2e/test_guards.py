@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from jaxpar import checkpoint, guard
+from jaxpar.cli import read_config
 from jaxpar.config import ConfigError
 from jaxpar.data import Loader
 from jaxpar.data.skips import SKIPPED_FILE, SkippedBatches, read_skipped
 from jaxpar.recent import read_recent
+from jaxpar.run import Run
 from jaxpar.step_guard import Window
 from tests.e2e.test_train import losses_of, records_of, start, state_of
 
@@ -77,6 +79,25 @@ def test_a_run_that_is_resumed_sees_the_spike_that_it_would_have_seen(spiky, cap
     assert spiky(2, "--train.num-steps", "40") == guard.EXIT_OK
     assert spiky(2, "--guard.spike", "rewind") == guard.EXIT_OK
     assert "rewound to step 40; batches 45 to 46 are left out" in capfd.readouterr().out
+
+
+def test_batches_that_are_left_out_are_told_at_the_start(
+    only_devices, config_file, tmp_path, capfd
+):
+    file = tmp_path / "run" / SKIPPED_FILE
+    file.parent.mkdir()
+    file.write_text('{"windows": [[0, 1], [45, 2]]}')
+    with only_devices(2):
+        begun = Run(read_config([config_file], "jaxpar.train", ""))
+        begun.open_folder([])
+    told = f"left out   batches 0, 45 to 46, as {file} says"
+    assert f"{told}; the run begins anew: delete it to train on them\n" in capfd.readouterr().out
+    begun.first_step = 3  # it goes on
+    assert begun.left_out == f"\n{told}"
+    file.unlink()
+    assert begun.left_out.endswith("45 to 46, as the checkpoint of step 3 says")
+    begun.loader.skipped = SkippedBatches()
+    assert begun.left_out == ""
 
 
 def test_too_many_rewinds_end_the_run_with_17(spiky):
