@@ -49,7 +49,7 @@ class StopRequest:
     def __init__(self, several: bool = False):
         """Args:     several: there are other processes, and they have met."""
         self.received: str | None = None
-        self._several = several
+        self._several, self._agreed = several, False
         self._earlier: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "StopRequest":
@@ -62,8 +62,8 @@ class StopRequest:
         for number, handler in self._earlier.items():
             signal.signal(number, handler)
 
-    def after(self, done: int) -> bool:
-        """Whether to save and leave now, after `done` steps: the same in every process.
+    def due(self) -> bool:
+        """Whether to save and leave now: the same in every process, and true from then on.
 
         With several of them, it must be asked after each step.
         """
@@ -71,10 +71,9 @@ class StopRequest:
             return self.received is not None
         from jaxpar import processes  # here, since programs that start no JAX read this file
 
-        if processes.stop_after(done):
-            self.received = self.received or "SIGTERM"
-            return True
-        return False
+        if not self._agreed and processes.stop_is_agreed():
+            self._agreed, self.received = True, self.received or "SIGTERM"
+        return self._agreed
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = signal.Signals(number).name

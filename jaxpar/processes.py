@@ -39,6 +39,11 @@ _questions = itertools.count()
 #: JAX's agreement on when to stop, once they have met.
 _stops: list[Any] = []
 
+#: Numbers the questions of `stop_is_agreed`, by which JAX agrees: on the one after the latest that
+#: any process has asked, or 1. Steps would not do. A run that goes on from step 500 would not come
+#: by 1 any more after a signal during its start, and a rewind takes steps again.
+_stop_questions = itertools.count(1)
+
 
 class PeersMissing(Exception):
     """Some processes have not come to where the others wait."""
@@ -301,13 +306,13 @@ def part(well: bool) -> None:
         time.sleep(0.05)
 
 
-def stop_after(done: int) -> bool:
-    """Whether some process has got SIGTERM, and all have agreed to stop after `done` steps.
+def stop_is_agreed() -> bool:
+    """Whether some process has got SIGTERM, and all have agreed to stop at this question.
 
-    To be asked after every step, by the loop alone, in every process: the answer is the same in
-    all. It communicates only once a signal has come.
+    To be asked as often in every process, by the loop alone: the answer is the same in all, and
+    true once. It communicates only once a signal has come.
     """
-    return bool(_stops) and _stops[0].reached_sync_point(done)
+    return bool(_stops) and _stops[0].reached_sync_point(next(_stop_questions))
 
 
 def say(text: str) -> None:

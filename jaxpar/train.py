@@ -110,7 +110,7 @@ def train_from(
                 metrics.evaluation(done, *evaluate(state.params))
                 phases.enter("step", done)
             spent.done(done)
-            stopping = stop.after(done)
+            stopping = stop.due()
             if stopping or due(done, cfg.checkpoint.every, last):
                 phases.enter("save wait", done, slow=True)
                 metrics.pause()

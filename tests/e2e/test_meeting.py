@@ -97,3 +97,31 @@ def test_two_processes_meet_and_say_what_is_wrong(address):
     kind, text, _ = first["missing"]
     assert kind == "PeersMissing" and "here: after 2 s, still missing: process 1 (" in text
     assert 1 < first["seconds"] < 5
+
+
+#: A process of a run of one, which gets SIGTERM before it has taken a step.
+STOPPED = """
+import os, signal, sys, time
+from jaxpar import guard, processes
+from jaxpar.cluster import Cluster
+place = Cluster(source="flags", coordinator=sys.argv[1], num_processes=1, process_id=0)
+processes.connect(place, 60)
+with guard.StopRequest(several=True) as stop:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(3)  # JAX looks once a second
+    asked = 1
+    while not stop.due() and asked < 1000:
+        asked += 1
+        time.sleep(0.01)
+print(asked, stop.received, stop.due(), stop.due(), flush=True)
+processes.part(True)
+os._exit(0)
+"""
+
+
+def test_a_signal_during_the_start_is_heeded_after_the_first_step():
+    command = [sys.executable, "-c", STOPPED, f"127.0.0.1:{ranks.free_port()}"]
+    env = ranks.environment()
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    asked, *rest = done.stdout.splitlines()[-1].split()
+    assert int(asked) < 1000 and rest == ["SIGTERM", "True", "True"], done.stderr

@@ -141,6 +141,20 @@ def test_an_exception_in_one_process_ends_all_and_they_start_again_on_another_me
 
 
 @pytest.mark.slow
+def test_a_sigterm_during_the_start_of_a_run_that_goes_on_stops_it(config, tmp_path, begun):
+    log = tmp_path / "log"
+    with open(log, "w") as out:
+        process = ranks.launch(2, 2, "--", config, out=out)
+        ranks.wait_for(lambda: "cluster    " in log.read_text())
+        ranks.os.kill(ranks.children_of(process.pid)[1], signal.SIGTERM)
+        code, _ = ranks.finish(process)
+    said = log.read_text()
+    assert code == guard.EXIT_PREEMPTED, said[-3000:]
+    assert "restored step 30" in said and "SIGTERM: saved step 31;" in said
+    assert checkpoint.saved_steps(begun)[-1] == 31
+
+
+@pytest.mark.slow
 def test_a_run_of_one_process_goes_on_in_four_with_the_same_bits(config, begun, whole):
     code, said = ranks.finish(ranks.launch(4, 1, "--", config))
     assert code == guard.EXIT_OK, said[-3000:]
