@@ -32,12 +32,12 @@ def rewind(
     """
     g, skipped = cfg.guard, loader.skipped
     steps = checkpoint.saved_steps(cfg.run.dir)
-    if len(skipped.windows) >= g.max_rewinds:
+    if skipped.rewinds >= g.max_rewinds:
         rule = f"the run has gone back {g.max_rewinds} times, as guard.max_rewinds allows"
         raise guard.BadNumerics(f"{spike}; {rule}. Checkpoints of earlier steps are untouched.")
     last = skipped.batch_of(spike.step)
     first = max(last - g.spike_skip + 1, skipped.batch_of(steps[-1] if steps else 0))
-    loader.skipped = skipped.and_also([(first, last - first + 1)])
+    loader.skipped = skipped.after_rewind(first, last - first + 1)
     if jax.process_index() == 0:
         write_skipped(Path(cfg.run.dir), loader.skipped)
     state, step = initial_or_saved(cfg, mesh, origin, bool(steps), say)

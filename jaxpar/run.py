@@ -75,7 +75,8 @@ class Run:
         if saved is not None:
             checkpoint.check_resumable(cfg, saved)
             self.changed = checkpoint.changed_fields(cfg, saved)
-            self.loader.skipped = self.loader.skipped.and_also(saved.skipped_batches)
+            known = self.loader.skipped
+            self.loader.skipped = known.and_also(saved.skipped_batches, saved.rewinds)
             check_steps(cfg, saved.step)
         self.origin = initial.find(cfg) if self.first_step is None else None
         self.kernels = self.attention_kernels()

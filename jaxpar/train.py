@@ -4,7 +4,6 @@ The run folder is all there is to a run. If it holds a checkpoint, the run goes 
 """
 
 import contextlib
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -60,6 +59,9 @@ def train(run: Run, watch: Watchdog) -> int:
                 break
             except guard.Spike as spike:
                 found = spike.with_traceback(None)  # its frames hold the state
+            if stop.due():  # it would not come to a save, where the loss spikes again and again
+                code = stopped_without_saving(run, stop, found)
+                break
             phases.enter("restore", run.first_step or 0, slow=True)
             state, run.first_step = rewind(run.cfg, run.mesh, run.loader, run.origin, found, say)
             spent.goes_on_from(run.first_step or 0)
@@ -128,6 +130,14 @@ def train_from(
     return guard.EXIT_OK
 
 
+def stopped_without_saving(run: Run, stop: guard.StopRequest, spike: guard.Spike) -> int:
+    """Say that the run ends before it has gone back. Returns the exit code of a stop."""
+    steps = checkpoint.saved_steps(run.dir)
+    there = f"goes on from the checkpoint of step {steps[-1]}" if steps else "begins anew"
+    say(f"{stop.received}: {spike}, and nothing is saved after it; the same command {there}")
+    return guard.EXIT_PREEMPTED
+
+
 def due(done: int, every: int, last: int) -> bool:
     """Whether something that happens every so many steps, and at the end, happens now."""
     return every > 0 and (done % every == 0 or done == last)
@@ -155,8 +165,7 @@ def checked(cfg: Config) -> Run:
     about = lambda: f"{to_json(run.cfg)} {run.first_step} {jax.__version__}"  # noqa: E731
     processes.check_same("config", about, seconds)
     processes.check_same("data set", lambda: run.content, seconds)
-    left_out = lambda: json.dumps(run.loader.skipped.windows)  # noqa: E731
-    processes.check_same(SKIPPED_FILE, left_out, seconds)
+    processes.check_same(SKIPPED_FILE, lambda: repr(run.loader.skipped), seconds)
     return run
 
 

@@ -65,6 +65,8 @@ class Saved:
     """Of each array, by name; empty for a checkpoint from before there were any."""
     skipped_batches: list[list[int]] = field(default_factory=list)
     """Windows of batches that the run leaves out, as (first, count)."""
+    rewinds: int | None = None
+    """How often the run has gone back; None in a checkpoint from before that was counted."""
     asked: dict[str, Any] = field(default_factory=dict)
     """What the command asked for where the config, which is what was used, says otherwise."""
 
@@ -173,7 +175,7 @@ def read_saved(run_dir: str | Path, step: int | None = None) -> Saved:
     about = _metadata(folder(run_dir) / str(step), where)
     integrity.check_seal(where, about)
     fields = dataclasses.fields(Saved)
-    needed = {f.name for f in fields if f.default_factory is dataclasses.MISSING} - {"step"}
+    needed = {f.name for f in fields if f.default is f.default_factory} - {"step"}  # both MISSING
     if not needed <= set(about):
         if integrity.has_file_list(folder(run_dir) / str(step)):  # of ours, then
             raise integrity.Damaged(where, ["its metadata is missing"])

@@ -66,6 +66,7 @@ class Checkpointer:
             "config": dataclasses.asdict(cfg),
             "dataset": fingerprint(cfg),
             "skipped_batches": skipped.windows,
+            "rewinds": skipped.rewinds,
             "asked": dict(asked),
             "versions": {"jaxpar": jaxpar.__version__, "jax": jax.__version__},
         }

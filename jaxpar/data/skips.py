@@ -16,6 +16,8 @@ class SkippedBatches:
     """Windows of batches, as (first, count): ascending, disjoint, none empty."""
 
     windows: tuple[tuple[int, int], ...] = ()
+    rewinds: int = 0
+    """How often the run has gone back: windows that touch are one, and do not tell."""
 
     def __str__(self) -> str:
         ranges = [
@@ -33,8 +35,13 @@ class SkippedBatches:
             batch += count
         return batch
 
-    def and_also(self, windows: Iterable[Iterable[int]]) -> "SkippedBatches":
-        """With more windows left out; where they overlap, once."""
+    def and_also(
+        self, windows: Iterable[Iterable[int]], rewinds: int | None = None
+    ) -> "SkippedBatches":
+        """With more windows left out; where they overlap, once.
+
+        Args:     rewinds: that whoever says so counts; None: there is a window for each.
+        """
         batches = {b for first, count in self.windows for b in range(first, first + count)}
         batches |= {b for first, count in windows for b in range(first, first + count)}
         merged: list[list[int]] = []
@@ -43,7 +50,12 @@ class SkippedBatches:
                 merged[-1][1] += 1
             else:
                 merged.append([batch, 1])
-        return SkippedBatches(tuple((first, count) for first, count in merged))
+        counted = max(self.rewinds, len(merged) if rewinds is None else rewinds)
+        return SkippedBatches(tuple((first, count) for first, count in merged), counted)
+
+    def after_rewind(self, first: int, count: int) -> "SkippedBatches":
+        """With one more window left out, by one more rewind."""
+        return self.and_also([(first, count)], self.rewinds + 1)
 
 
 def read_skipped(run_dir: Path) -> SkippedBatches:
@@ -55,7 +67,8 @@ def read_skipped(run_dir: Path) -> SkippedBatches:
     if not file.is_file():
         return SkippedBatches()
     try:
-        return SkippedBatches().and_also(json.loads(file.read_text("utf-8"))["windows"])
+        said = json.loads(file.read_text("utf-8"))
+        return SkippedBatches().and_also(said["windows"], said.get("rewinds"))
     except (ValueError, KeyError, TypeError) as error:
         rule = f"has a {SKIPPED_FILE} that cannot be read ({error})"
         fix = 'write {"windows": [[FIRST, COUNT], ...]} into it, as the console told, '
@@ -66,5 +79,6 @@ def read_skipped(run_dir: Path) -> SkippedBatches:
 def write_skipped(run_dir: Path, skipped: SkippedBatches) -> None:
     """Write it down, at once or not at all."""
     temporary = run_dir / (SKIPPED_FILE + ".tmp")
-    temporary.write_text(json.dumps({"windows": skipped.windows}) + "\n", encoding="utf-8")
+    text = json.dumps({"windows": skipped.windows, "rewinds": skipped.rewinds}) + "\n"
+    temporary.write_text(text, encoding="utf-8")
     temporary.replace(run_dir / SKIPPED_FILE)

@@ -1,7 +1,9 @@
 """Whole runs whose numbers go wrong: updates left out, code 17, spikes told and rewound."""
 
 import dataclasses
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import chex
@@ -12,7 +14,8 @@ from jaxpar import checkpoint, guard
 from jaxpar.cli import read_config
 from jaxpar.config import ConfigError
 from jaxpar.data import Loader
-from jaxpar.data.skips import SKIPPED_FILE, SkippedBatches, read_skipped
+from jaxpar.data.skips import SKIPPED_FILE, SkippedBatches, read_skipped, write_skipped
+from jaxpar.metrics import MetricsWriter
 from jaxpar.recent import read_recent
 from jaxpar.run import Run
 from jaxpar.step_guard import Window
@@ -28,16 +31,22 @@ NOISE = 46
 
 
 @pytest.fixture
-def spiky(train_on, config_file, monkeypatch):
-    """(number of devices, more flags) -> the exit code of a run in which a batch is noise."""
+def noise() -> set[int]:
+    """The batches that are noise."""
+    return {NOISE}
+
+
+@pytest.fixture
+def spiky(train_on, config_file, monkeypatch, noise):
+    """(number of devices, more flags) -> the exit code of a run in which `noise` is noise."""
     host_rows = Loader.host_rows
 
     def noisy(self, step, rows):
         batch = host_rows(self, step, rows)
-        if self.skipped.batch_of(step) != NOISE:
+        if self.skipped.batch_of(step) not in noise:
             return batch
-        noise = np.random.default_rng(0).integers(0, 256, batch.tokens.shape, np.int32)
-        return dataclasses.replace(batch, tokens=noise, labels=noise[:, ::-1].copy())
+        tokens = np.random.default_rng(0).integers(0, 256, batch.tokens.shape, np.int32)
+        return dataclasses.replace(batch, tokens=tokens, labels=tokens[:, ::-1].copy())
 
     monkeypatch.setattr(Loader, "host_rows", noisy)
     return lambda number, *more: train_on(number, config_file, *FLAGS, *more)
@@ -60,6 +69,7 @@ def test_a_spike_is_told_and_a_rewind_leaves_its_batches_out(spiky, capfd, tmp_p
     assert "rewound to step 40; batches 45 to 46 are left out" in capfd.readouterr().out
     assert read_skipped(run).windows == ((45, 2),)
     assert checkpoint.read_saved(run).skipped_batches == [[45, 2]]
+    assert checkpoint.read_saved(run).rewinds == 1
     found = losses_of(run)
     assert sorted(found) == list(range(1, 61))
     assert {i: found[i] for i in range(1, 46)} == {i: before[i] for i in range(1, 46)}
@@ -103,6 +113,31 @@ def test_batches_that_are_left_out_are_told_at_the_start(
 def test_too_many_rewinds_end_the_run_with_17(spiky):
     with pytest.raises(guard.BadNumerics, match=r"step 47: .* is a spike.*gone back 0 times"):
         spiky(2, "--guard.spike", "rewind", "--guard.max-rewinds", "0")
+
+
+def test_a_spike_that_returns_ends_the_run_after_as_many_rewinds(spiky, noise, tmp_path):
+    noise |= set(range(NOISE, 200))  # windows that touch become one, and each rewind counts
+    with pytest.raises(guard.BadNumerics, match=r"step 46: .* is a spike.*gone back 2 times"):
+        spiky(2, "--guard.spike", "rewind", "--guard.max-rewinds", "2")
+    assert read_skipped(tmp_path / "run") == SkippedBatches(((45, 3),), 2)
+
+
+def test_a_run_that_is_told_to_stop_ends_instead_of_a_rewind(spiky, monkeypatch, tmp_path, capfd):
+    write_previous = MetricsWriter.write_previous
+
+    def stopped(self, step, *measured):
+        write_previous(self, step, *measured)
+        if step == 46:  # its loss, a spike, has not arrived
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(MetricsWriter, "write_previous", stopped)
+    assert spiky(2, "--guard.spike", "rewind") == guard.EXIT_PREEMPTED
+    said = capfd.readouterr().out
+    assert "SIGTERM: step 47: loss " in said and "rewound" not in said
+    assert (
+        "nothing is saved after it; the same command goes on from the checkpoint of step 40" in said
+    )
+    assert not (tmp_path / "run" / SKIPPED_FILE).exists()
 
 
 def test_a_rewind_needs_checkpoints(spiky):
@@ -181,8 +216,19 @@ def test_batches_left_out_by_arithmetic():
     assert some.and_also(some.windows) == some
 
 
+def test_rewinds_are_counted_and_an_older_file_has_one_for_each_window(tmp_path):
+    counted = SkippedBatches().after_rewind(3, 2).after_rewind(5, 2)
+    assert counted == SkippedBatches(((3, 4),), 2)
+    write_skipped(tmp_path, counted)
+    assert read_skipped(tmp_path) == counted
+    # A checkpoint from before the last rewind, and one of an older version, take none back.
+    assert counted.and_also([[3, 2]], 1) == counted.and_also([[3, 2]]) == counted
+    (tmp_path / SKIPPED_FILE).write_text('{"windows": [[3, 2], [9, 1]]}')
+    assert read_skipped(tmp_path).rewinds == 2
+
+
 def test_a_damaged_list_of_batches_left_out_is_named(tmp_path):
-    for text in ("{", '{"windows": 3}', "[]"):
+    for text in ("{", '{"windows": 3}', "[]", '{"windows": [], "rewinds": "x"}'):
         (tmp_path / SKIPPED_FILE).write_text(text)
         with pytest.raises(ConfigError, match=f"run.dir = .* has a {SKIPPED_FILE} that cannot be"):
             read_skipped(tmp_path)
