@@ -39,8 +39,7 @@ class RunConfig:
     cpu_devices: int = 0
     """Simulate this many CPU devices in this process. 0: use the devices that JAX finds."""
     xla_flags: Literal["auto", "none"] = "auto"
-    """auto: set the measured XLA flags for this GPU (jaxpar/xla_flags.py); none: leave them.
-    NVLink multicast is off with either, unless NCCL_NVLS_ENABLE says otherwise."""
+    """auto: set the measured XLA flags for this GPU (jaxpar/xla_flags.py); none: leave them."""
     compilation_cache: str = "~/.cache/jaxpar/xla"
     """Folder of the persistent compilation cache, used on GPUs. Empty: no cache."""
 
