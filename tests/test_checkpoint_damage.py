@@ -1,7 +1,9 @@
 """Damaged checkpoints: every flipped bit is found, the step set aside, the one before used."""
 
 import dataclasses
+import errno
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -11,11 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorstore
 from orbax.checkpoint import v1 as ocp
 
 from jaxpar import checkpoint, skipping
-from jaxpar.checkpoint import Damaged, inspection, integrity
+from jaxpar.checkpoint import Damaged, inspection, integrity, loading, store
 from jaxpar.checkpoint.__main__ import main
+from jaxpar.checkpoint.integrity import Unreadable
 from jaxpar.config import ConfigError
 from jaxpar.data.sources import fingerprint
 from tests.test_checkpoint import (
@@ -193,6 +197,77 @@ def test_readers_refuse_a_damaged_step_and_leave_it(setup, devices):
         checkpoint.restore_params(cfg.run.dir, cfg, mesh)
     checkpoint.restore_params(cfg.run.dir, cfg, mesh, 2)
     assert checkpoint.saved_steps(cfg.run.dir) == [2, 4]
+
+
+# ------------------------------------------------------------- what is no damage
+
+
+def test_a_file_that_is_too_many_is_a_warning(setup, capfd):
+    """What a file browser or a backup leaves: nobody reads it."""
+    cfg, mesh = setup()
+    saved = save(cfg, mesh, 2, 4)
+    (step_folder(cfg, 4) / ".DS_Store").touch()
+    assert checkpoint.starting_step(cfg) == 4
+    state, step = checkpoint.restore_latest(cfg, mesh)
+    assert step == 4
+    assert_same_bits(state, saved)
+    assert "WARNING" in (told := capfd.readouterr().err) and ".DS_Store" in told
+    assert main(["verify", cfg.run.dir]) == 0
+    told = capfd.readouterr().out
+    assert "step 4: note: .DS_Store is not of this checkpoint" in told and "step 4: whole" in told
+
+
+NUMBERS = ["EMFILE", "ENFILE", "ENOMEM", "ESTALE", "ETIMEDOUT", "EACCES", "EPERM", "EINTR", "EIO"]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_the_machines_own_trouble_moves_nothing(setup, monkeypatch, name):
+    """In a small file that is opened, in one that is asked for its size, and in the loader."""
+    cfg, mesh = setup()
+    save(cfg, mesh, 2, 4)
+    number = getattr(errno, name)
+
+    def trouble(*_, **__):
+        raise OSError(number, os.strerror(number), "some file")
+
+    def wrapped(*_, **__):
+        try:
+            trouble()
+        except OSError as error:
+            raise ValueError("as Orbax would say it") from error
+
+    for place, what in (
+        ((Path, "read_bytes"), trouble),
+        ((integrity, "_size"), trouble),
+        ((loading, "_load"), trouble),
+        ((loading, "_load"), wrapped),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(*place, what)
+            with pytest.raises(Unreadable, match=f"cannot be read: .*{os.strerror(number)}"):
+                checkpoint.restore_latest(cfg, mesh)
+    assert checkpoint.saved_steps(cfg.run.dir) == [2, 4]
+    assert not (Path(cfg.run.dir) / integrity.DAMAGED).exists()
+    assert checkpoint.restore_latest(cfg, mesh)[1] == 4
+
+
+def test_too_many_open_files_of_tensorstore_are_no_damage(setup, monkeypatch):
+    """Its errors are no OSErrors."""
+    cfg, mesh = setup()
+    save(cfg, mesh, 2)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def without_files(at, name):
+        spec = store.array_spec(store.array_folder(at), name)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            return tensorstore.open(spec, read=True).result()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    monkeypatch.setattr(store, "open_array", without_files)
+    with pytest.raises(Unreadable, match="cannot be read: Too many open files"):
+        main(["verify", cfg.run.dir])
 
 
 def test_a_checkpoint_of_an_earlier_version_is_loaded_with_a_warning(setup, capfd):

@@ -65,7 +65,7 @@ def verify(run_dir: str | Path, step: int | None, say: Callable[[str], None]) ->
     Memory stays at a few times the largest piece that an array is stored in.
 
     Args:     say: told the outcome of each, and everything that is wrong.
-    Raises:   ConfigError when there is no such checkpoint.
+    Raises:   ConfigError when there is no such checkpoint; Unreadable.
     """
     whole = True
     for at in _steps(run_dir, step):
@@ -74,6 +74,8 @@ def verify(run_dir: str | Path, step: int | None, say: Callable[[str], None]) ->
         found += _array_damage(folder(run_dir) / str(at), known, say)
         for text in found:
             say(f"step {at}: {text}")
+        for name in integrity.extra_files(folder(run_dir) / str(at)):
+            say(f"step {at}: note: {name} is not of this checkpoint, and is not read")
         whole &= not found
         unknown = "nothing to compare arrays with: of an earlier version"
         say(f"step {at}: {'DAMAGED' if found else 'whole' if known else unknown}")
@@ -86,19 +88,19 @@ def _array_damage(step_folder: Path, known: dict[str, str], say: Callable[[str],
     try:
         names = store.array_names(step_folder)
     except Exception as error:  # whatever is made of a damaged file
-        return [f"its arrays cannot be listed ({_first_line(error)})"]
+        return [f"its arrays cannot be listed ({_reason(step_folder, error)})"]
     found += [f"{name} is missing" for name in known if name not in names]
     for name in names:
         try:
             arrays[name] = store.open_array(step_folder, name)
         except Exception as error:
-            found.append(f"{name} cannot be opened ({_first_line(error)})")
+            found.append(f"{name} cannot be opened ({_reason(step_folder, error)})")
     with meter(sum(map(store.num_bytes, arrays.values()))) as progress:
         for name, array in arrays.items():
             try:
                 sums = store.fingerprint_of(array)
             except Exception as error:
-                found.append(f"{name} cannot be read ({_first_line(error)})")
+                found.append(f"{name} cannot be read ({_reason(step_folder, error)})")
                 continue
             found += integrity.differing(known, {name: sums}) if known else []
             progress.advance(store.num_bytes(array))
@@ -107,7 +109,9 @@ def _array_damage(step_folder: Path, known: dict[str, str], say: Callable[[str],
     return found
 
 
-def _first_line(error: Exception) -> str:
+def _reason(step_folder: Path, error: Exception) -> str:
+    """What is wrong, in one line. Raises:   Unreadable when that is this machine."""
+    integrity.refuse_trouble(str(step_folder), error)
     return (str(error) or type(error).__name__).partition("\n")[0][:200]
 
 

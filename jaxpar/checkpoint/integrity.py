@@ -10,12 +10,16 @@ Orbax notices a truncated file, and loads a flipped bit without a word. Two witn
 A load compares the fingerprints of what it has read, and before that the files.
 """
 
+import contextlib
+import errno
 import hashlib
 import json
 import os
+import re
 import shutil
+import stat
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +40,13 @@ DAMAGED = "damaged"
 #: How much of the damage a message names.
 MOST_NAMED = 8
 
+#: What the system says of a file that is gone or is none, or of a name or an offset that makes no
+#: sense, as a damaged index has them. Its other errors are about the machine.
+OF_FILES = (
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR),
+    *(errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EOVERFLOW),
+)
+
 
 class Damaged(guard.RunError):
     """A checkpoint is not what was written."""
@@ -45,6 +56,49 @@ class Damaged(guard.RunError):
         named, more = self.damage[:MOST_NAMED], len(self.damage) - MOST_NAMED
         text = "; ".join(named) + (f"; and {more} more" if more > 0 else "")
         super().__init__(f"{where} is damaged: {text}")
+
+
+class Unreadable(guard.RunError):
+    """A checkpoint cannot be read here and now, which says nothing about what was written."""
+
+
+@contextlib.contextmanager
+def reading(where: str) -> Iterator[None]:
+    """Reads of a checkpoint, in which the machine's own trouble is told from damage.
+
+    Raises:   Unreadable for it; whatever else is raised within stays as it is.
+    """
+    try:
+        yield
+    except Exception as error:
+        refuse_trouble(where, error)
+        raise
+
+
+def refuse_trouble(where: str, error: Exception) -> None:
+    """Raises:   Unreadable when an error is the machine's own trouble."""
+    trouble = _trouble(error)
+    if trouble:
+        why = f"{where} cannot be read: {trouble}"
+        raise Unreadable(f"{why}. Nothing was moved; mend that, and start again") from error
+
+
+def _trouble(error: BaseException) -> str:
+    """What an error, or one that it comes from, says of the machine; empty for nothing.
+
+    Too many open files, no rights, a stale NFS handle: another read may succeed. So may one after
+    EIO, which is also what a network's file system says when its server is late; and from a disk
+    that fails, nothing should be moved.
+    """
+    number = error.errno if isinstance(error, OSError) else None
+    if number is not None and number not in OF_FILES:
+        return str(error)
+    told = re.search(r"os_error_code='(\d+)'", str(error))  # as TensorStore ends its messages
+    if told and int(told[1]) not in OF_FILES:
+        return f"{os.strerror(int(told[1]))} ({str(error).partition(': ')[2][:200]})"
+    within = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    causes = (*within, error.__cause__, error.__context__)
+    return next(filter(None, (_trouble(cause) for cause in causes if cause is not None)), "")
 
 
 # ------------------------------------------------------------------------------ metadata
@@ -87,30 +141,63 @@ def write_file_list(step_folder: Path) -> None:
 
 def has_file_list(step_folder: Path) -> bool:
     """Whether FILES is there. A run killed between the commit and its writing leaves none."""
-    return (step_folder / FILES).is_file()
+    return _size(step_folder / FILES) is not None
 
 
 def file_damage(step_folder: Path) -> list[str]:
-    """What FILES says is missing, of another size or content, or too many; empty without one."""
-    if not has_file_list(step_folder):
-        return []
+    """What FILES says is missing, or of another size or content; empty without one.
+
+    Raises:   Unreadable when the machine cannot tell.
+    """
+    with reading(str(step_folder)):
+        if not has_file_list(step_folder):
+            return []
+        try:
+            expected = _listed(step_folder)
+        except (ValueError, KeyError, TypeError, Damaged):
+            return [f"{FILES} cannot be read"]
+        found = (_difference(step_folder / name, name, then) for name, then in expected.items())
+        return [text for text in found if text]
+
+
+def extra_files(step_folder: Path) -> list[str]:
+    """Files that FILES does not know, such as a file browser's: no damage, since none is read."""
+    with reading(str(step_folder)):
+        if not has_file_list(step_folder):
+            return []
+        try:
+            expected = _listed(step_folder)
+        except (ValueError, KeyError, TypeError, Damaged):
+            return []  # which is damage
+        return [name for name in _names(step_folder) if name not in expected]
+
+
+def _listed(step_folder: Path) -> dict[str, dict[str, Any]]:
+    """The files of a checkpoint by name, as FILES has them."""
+    content = json.loads((step_folder / FILES).read_bytes())
+    check_seal(FILES, content)
+    return dict(content["files"])
+
+
+def _difference(file: Path, name: str, then: Mapping[str, Any]) -> str:
+    """What is wrong with a file, in words; empty for nothing."""
+    size = _size(file)
+    if size is None:
+        return f"{name} is missing"
+    if size != then["bytes"]:
+        return f"{name} has {size:,} bytes, not {then['bytes']:,}"
+    return "" if _entry(file) == then else f"{name} has another content"
+
+
+def _size(file: Path) -> int | None:
+    """Bytes of a file; None when there is none. (`is_file` says so of one that cannot be asked.)"""
     try:
-        content = json.loads((step_folder / FILES).read_bytes())
-        check_seal(FILES, content)
-        expected = content["files"]
-    except (ValueError, KeyError, TypeError, Damaged):
-        return [f"{FILES} cannot be read"]
-    damage = [f"{name} is missing" for name in expected if not (step_folder / name).is_file()]
-    for name in _names(step_folder):
-        if name not in expected:
-            damage.append(f"{name} is not of this checkpoint")
-            continue
-        then, now = expected[name], _entry(step_folder / name)
-        if now["bytes"] != then["bytes"]:
-            damage.append(f"{name} has {now['bytes']:,} bytes, not {then['bytes']:,}")
-        elif now != then:
-            damage.append(f"{name} has another content")
-    return damage
+        found = file.stat()
+    except OSError as error:
+        if error.errno not in OF_FILES:
+            raise
+        return None
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 
 def _names(step_folder: Path) -> list[str]:

@@ -39,8 +39,9 @@ from jaxpar.state import (
 #: array's, if that is more.
 READ_AHEAD = 4 << 30
 
-#: What a failing load says nothing about the checkpoint with: the machine's own trouble.
-NOT_DAMAGE = (ConfigError, PermissionError, MemoryError, jax.errors.JaxRuntimeError)
+#: What a failing load says nothing about the checkpoint with: the machine's own trouble. The
+#: system's errors are told apart by `integrity.reading`.
+NOT_DAMAGE = (ConfigError, integrity.Unreadable, MemoryError, jax.errors.JaxRuntimeError)
 
 
 def restore_latest(cfg: Config, mesh: Mesh) -> tuple[TrainState, int]:
@@ -48,7 +49,8 @@ def restore_latest(cfg: Config, mesh: Mesh) -> tuple[TrainState, int]:
 
     Later ones, which are not, are set aside in RUN/damaged, loudly, by the first process.
 
-    Raises:   ConfigError as `check_resumable`; Damaged when none is whole, and all stay in place.
+    Raises:   ConfigError as `check_resumable`; Damaged when none is whole, and all stay in place;
+              Unreadable when the machine cannot tell whether one is, and all do, too.
     """
     found: dict[int, Damaged] = {}
     for step in reversed(saved_steps(cfg.run.dir)):
@@ -99,7 +101,8 @@ def restore(cfg: Config, mesh: Mesh, step: int | None = None) -> TrainState:
 def _has_guard(step_folder: Path) -> bool:
     """Whether a checkpoint has `TrainState.guard`: those of earlier versions have not."""
     try:
-        return any(name.startswith("guard/") for name in store.array_names(step_folder))
+        with integrity.reading(str(step_folder)):
+            return any(name.startswith("guard/") for name in store.array_names(step_folder))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return True  # damaged, which the load will find
 
@@ -122,14 +125,17 @@ def restore_params(run_dir: str | Path, cfg: Config, mesh: Mesh, step: int | Non
 def _load_whole(run_dir: str | Path, saved: Saved, target: Any, partial: bool = False) -> Any:
     """The arrays that `target` describes, once they have been compared with their fingerprints.
 
-    Raises:   Damaged, in every process when in one.
+    Raises:   Damaged, in every process when in one; Unreadable.
     """
     where, step_folder = f"{saved} of {run_dir}", folder(run_dir) / str(saved.step)
     first = jax.process_index() == 0
     _agree(where, integrity.file_damage(step_folder) if first else [])
+    for name in integrity.extra_files(step_folder) if first else []:
+        integrity.warn(f"{where}: {name} is not of this checkpoint, and is not read")
     loaded, damage = None, []
     try:
-        loaded = _load(step_folder, target, partial)
+        with integrity.reading(where):
+            loaded = _load(step_folder, target, partial)
     except NOT_DAMAGE:
         raise
     except Exception as error:  # whatever Orbax makes of a damaged file

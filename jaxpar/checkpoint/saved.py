@@ -80,9 +80,13 @@ def folder(run_dir: str | Path) -> Path:
 
 
 def saved_steps(run_dir: str | Path) -> list[int]:
-    """Steps of a run's finished checkpoints, ascending. Reads names only, and starts no device."""
+    """Steps of a run's finished checkpoints, ascending. Reads names only, and starts no device.
+
+    Raises:   Unreadable.
+    """
     names = ocp.path.step.standard_name_format()
-    return sorted(found.step for found in names.find_all(folder(run_dir)))
+    with integrity.reading(str(folder(run_dir))):
+        return sorted(found.step for found in names.find_all(folder(run_dir)))
 
 
 def starting_step(cfg: Config) -> int | None:
@@ -91,7 +95,7 @@ def starting_step(cfg: Config) -> int | None:
     It is the latest whose files and metadata are whole; arrays are compared when they are read.
 
     Raises:   ConfigError when resume is "never" and there is a checkpoint, or "must" and none;
-              Damaged when there are some, and none is whole.
+              Damaged when there are some, and none is whole; Unreadable.
     """
     steps, resume, where = saved_steps(cfg.run.dir), cfg.checkpoint.resume, folder(cfg.run.dir)
     if steps and resume == "never":
@@ -161,7 +165,7 @@ def read_saved(run_dir: str | Path, step: int | None = None) -> Saved:
 
     Args:     step: a saved step. None: the latest.
     Raises:   ConfigError when there is no such checkpoint, or jaxpar did not write it; Damaged
-              when what it says cannot be read, or is not what was sealed.
+              when what it says makes no sense, or is not what was sealed; Unreadable.
     """
     steps = saved_steps(run_dir)
     if not steps:
@@ -186,12 +190,15 @@ def read_saved(run_dir: str | Path, step: int | None = None) -> Saved:
 
 
 def _metadata(step_folder: Path, where: str) -> dict[str, Any]:
-    """The metadata that was saved with a checkpoint; Damaged when it cannot be read.
+    """The metadata that was saved with a checkpoint.
 
     Orbax would read what it knows of each array, too.
+
+    Raises:   Damaged when it is gone, or makes no sense; Unreadable.
     """
     try:
-        about = json.loads((step_folder / METADATA).read_bytes())
+        with integrity.reading(where):
+            about = json.loads((step_folder / METADATA).read_bytes())
     except (OSError, ValueError) as error:
         raise integrity.Damaged(where, [f"{METADATA} cannot be read ({error})"]) from error
     found = about.get("custom_metadata") if isinstance(about, dict) else None

@@ -76,7 +76,7 @@ class RunArrays:
 def open_run(run_dir: str | Path, cfg: Config, step: int) -> RunArrays:
     """The parameters of a checkpoint, adapters among them; files compared with its list of them.
 
-    Raises:   Damaged when a file is not as listed, or a parameter not there.
+    Raises:   Damaged when a file is not as listed, or a parameter not there; Unreadable.
     """
     step_folder, where = checkpoint.folder(run_dir) / str(step), f"step {step} of {run_dir}"
     damage = integrity.file_damage(step_folder)
@@ -85,7 +85,8 @@ def open_run(run_dir: str | Path, cfg: Config, step: int) -> RunArrays:
     arrays = {}
     for path in flat(param_specs(cfg.model, cfg.lora)):
         try:
-            arrays[path] = store.open_array(step_folder, f"params/{path}")
+            with integrity.reading(where):
+                arrays[path] = store.open_array(step_folder, f"params/{path}")
         except (ValueError, OSError) as error:
             raise integrity.Damaged(where, [f"it lacks params/{path}"]) from error
     known = checkpoint.read_saved(run_dir, step).fingerprints
