@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jaxpar import checkpoint, cli, elastic, guard, processes, runtime
-from jaxpar.config import Config, ConfigError
+from jaxpar.config import Config
 from jaxpar.config_json import to_json
 from jaxpar.data.skips import SKIPPED_FILE
 from jaxpar.evaluation import Evaluation
@@ -23,7 +23,7 @@ from jaxpar.profiling.in_run import RunProfiler, listening
 from jaxpar.replicas import make_replica_check, require_equal
 from jaxpar.rewinding import rewind
 from jaxpar.run import Run
-from jaxpar.run_lock import RunLock
+from jaxpar.run_lock import WAIT_SECONDS, RunLock, Taken
 from jaxpar.state import TrainState
 from jaxpar.step import make_train_step, memory_of
 from jaxpar.watchdog import Watchdog
@@ -170,32 +170,46 @@ def checked(cfg: Config) -> Run:
 
 
 def opened(run: Run, environment: list[str]) -> RunLock | None:
-    """Take the run folder and write what the run is, in process 0, which alone has the lock."""
+    """Take the run folder and write what the run is, in process 0, which alone has the lock.
+
+    Raises:   Taken; RunError when the folder is not what was checked; PeerFailed for either.
+    """
+    seconds = run.cfg.cluster.slow_seconds or 1e6
 
     def take() -> RunLock | None:
         if processes.own() != 0:
             return None
-        lock = RunLock(run.dir)
+        lock = RunLock(run.dir, min(WAIT_SECONDS, seconds / 2))  # else the watchdog ends it
         try:
             if checkpoint.starting_step(run.cfg) != run.first_step:
                 rule = "has got another checkpoint meanwhile, by a run that has just ended"
-                raise ConfigError("run.dir", run.cfg.run.dir, rule, "start again")
+                raise guard.RunError(f"run.dir {run.cfg.run.dir} {rule}. Fix: start again")
             run.open_folder([*environment, *lock.warnings])
         except BaseException:
             lock.release()
             raise
         return lock
 
-    return processes.together("run folder", run.cfg.cluster.slow_seconds or 1e6, take)
+    return processes.together("run folder", seconds, take)
 
 
 def run_to_end(cfg: Config, environment: list[str]) -> int:
-    """Check, open the run folder and train, watched. Returns an exit code."""
+    """Check, open the run folder and train, watched. Returns an exit code.
+
+    Raises:   Taken, among others: when the watchdog has left off, whose last words would lie in
+              the folder of the run that has it.
+    """
     c = cfg.cluster
     with listening(), Watchdog(cfg.run.dir, c.hang_seconds, c.slow_seconds) as watch:
         run = checked(cfg)
-        with opened(run, environment) or contextlib.nullcontext():
-            return train(run, watch)
+        try:
+            lock = opened(run, environment)
+        except (Taken, processes.PeerFailed) as error:
+            taken = error
+        else:
+            with lock or contextlib.nullcontext():
+                return train(run, watch)
+    raise taken
 
 
 def main(argv: Sequence[str]) -> int:

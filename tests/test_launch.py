@@ -9,13 +9,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from jaxpar import children, guard, launch, xla_flags
+from jaxpar import children, guard, launch, train, xla_flags
 from jaxpar.children import Failure, failure_of
 from jaxpar.config import Config, ConfigError, replace
-from jaxpar.run_lock import RunLock
+from jaxpar.run_lock import RunLock, Taken, made_in
 from tests.e2e.ranks import alive, wait_for
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -56,22 +58,66 @@ def test_a_folder_has_one_writer_and_sigkill_leaves_no_stale_lock(tmp_path):
     run = tmp_path / "run"
     holder = python(HOLDER, str(run))
     assert holder.stdout.readline() == "held\n"
-    with pytest.raises(ConfigError) as error:
-        RunLock(run)
+    told: list[str] = []
+    with pytest.raises(Taken) as error:
+        RunLock(run, 0.6, told.append)
     said = str(error.value)
     about = json.loads((run / "lock").read_text())
-    assert f"run.dir = {str(run)!r}: is being written by process {holder.pid} on" in said
-    assert f"{os.uname().nodename}, since {about['since']}" in said and "--run.dir" in said
+    assert f"run.dir {run} is being written by process {holder.pid} on" in said
+    assert f"{os.uname().nodename}, since {about['since']}, still" in said and "--run.dir" in said
+    assert len(told) == 1 and f"process {holder.pid} on" in told[0] and "Ctrl-C" in told[0]
     holder.kill()
     holder.wait()
     with RunLock(run) as lock:
         assert json.loads((run / "lock").read_text())["pid"] == os.getpid()
-        with pytest.raises(ConfigError, match=f"process {os.getpid()} on"):
-            RunLock(run)
+        with pytest.raises(Taken, match=f"process {os.getpid()} on"):
+            RunLock(run, 0, told.append)
+        assert len(told) == 1
         assert lock.warnings == []
     RunLock(run).release()
     with pytest.raises(ConfigError, match=r"run.dir = .*cannot be written to: Not a directory"):
         RunLock(run / "lock" / "run")
+
+
+def test_a_lock_is_waited_for_until_its_holder_lets_go(tmp_path):
+    """As that of an NFS host which has died: its lease ends."""
+    held, told = RunLock(tmp_path), []
+
+    def tell(line):
+        told.append(line)
+        held.release()
+
+    with RunLock(tmp_path, 60, tell):
+        assert len(told) == 1
+
+
+def test_ctrl_c_ends_the_wait_and_leaves_no_file_open(tmp_path):
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    with RunLock(tmp_path):
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(KeyboardInterrupt):
+            RunLock(tmp_path, 60, interrupt)
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize(("number", "kind"), [(116, guard.RunError), (13, ConfigError)])
+def test_what_may_pass_is_no_config_error(tmp_path, number, kind):
+    """A stale NFS handle, and missing rights."""
+    said = f"cannot be written to: {os.strerror(number)}"
+    with pytest.raises(kind, match=said), made_in(tmp_path):
+        raise OSError(number, os.strerror(number))
+
+
+def test_a_checkpoint_that_has_come_meanwhile_ends_with_code_1(tmp_path, monkeypatch):
+    """And the lock is free again, for the next start."""
+    cfg = replace(Config(), **{"run.dir": str(tmp_path)})
+    run: Any = SimpleNamespace(cfg=cfg, dir=tmp_path, first_step=None)
+    monkeypatch.setattr(train.checkpoint, "starting_step", lambda _: 7)
+    with pytest.raises(guard.RunError, match="has got another checkpoint meanwhile"):
+        train.opened(run, [])
+    RunLock(tmp_path, 0).release()
 
 
 def test_a_file_system_without_locks_is_said_so(tmp_path, monkeypatch):
