@@ -45,15 +45,16 @@ class Run:
     """A run made ready, with nothing written yet: mesh, data, where to start."""
 
     def __init__(
-        self, cfg: Config, start: Callable[[Config], int | None] = checkpoint.starting_step
+        self, cfg: Config, start: Callable[[Config], int | None] | None = checkpoint.starting_step
     ):
         """
-        Args:     start: which checkpoint to go on from, None for none.
+        Args:     start: which checkpoint to go on from, None for none. None in its place: the run
+                  folder is not looked at, whatever lies there.
         Raises:   ConfigError for anything that would stop the run later.
         """
         self.startup = StartUp()
-        self.dir = run_folder(cfg)
-        self.first_step = start(cfg)
+        self.dir = run_folder(cfg) if start else Path(cfg.run.dir)
+        self.first_step = start(cfg) if start else None
         resumed = self.first_step is not None
         saved = checkpoint.read_saved(self.dir, self.first_step) if resumed else None
         used = resolve(elastic.same_rows(cfg, saved, jax.device_count()), jax.device_count())
@@ -71,7 +72,8 @@ class Run:
             splits.append(self.held_out)
         self.max_segments = max(split.max_documents for split in splits)
         self.changed: dict[str, tuple[Any, Any]] = {}
-        self.loader.skipped = read_skipped(self.dir)
+        if start:
+            self.loader.skipped = read_skipped(self.dir)
         if saved is not None:
             checkpoint.check_resumable(cfg, saved)
             self.changed = checkpoint.changed_fields(cfg, saved)

@@ -1,7 +1,8 @@
 """Measure training speed: python -m jaxpar.bench train CONFIG [--steps N] [--card FILE] [...]
 
-Runs the training program's own step on its own data, without checkpoints or evaluation, then a few
-steps more under the profiler, and writes a card: the figures with the conditions they hold under.
+Runs the training program's own step on its own data, from fresh weights, without checkpoints or
+evaluation, then a few steps more under the profiler, and writes a card: the figures with the
+conditions they hold under.
 docs/benchmarking.md says what each figure is.
 """
 
@@ -182,9 +183,13 @@ def read_command(argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
         fix = "use --profile-steps 2, or leave --trace out"
         raise ConfigError("--trace", options.trace, "is of the profiled steps: there are none", fix)
     cfg = cli.read_config(rest, "jaxpar.bench train", __doc__)
-    if any(arg.partition("=")[0] == "--run.dir" for arg in rest):
+    given = {arg.partition("=")[0].replace("_", "-") for arg in rest}
+    if "--run.dir" in given:
         fix = "leave it out; --card FILE names what is written"
         raise ConfigError("run.dir", cfg.run.dir, "is not used: a benchmark writes no run", fix)
+    if "--run.init-from" in given:
+        rule = "is not used: a benchmark begins with fresh weights"
+        raise ConfigError("run.init_from", cfg.run.init_from, rule, "leave it out")
     place = cluster.detect(cfg, os.environ)
     if place is None or place.process_id == 0:  # the one that writes; others may be elsewhere
         check_folder("--trace", options.trace)
@@ -198,11 +203,11 @@ def main(argv: Sequence[str]) -> int:
     cfg, environment = processes.join(cfg)
     cfg = dataclasses.replace(
         cfg,
-        checkpoint=dataclasses.replace(cfg.checkpoint, every=0, resume="auto"),
+        checkpoint=dataclasses.replace(cfg.checkpoint, every=0, resume="auto"),  # on the card only
         evaluation=dataclasses.replace(cfg.evaluation, every=0),
-        run=dataclasses.replace(cfg.run, dir="runs/bench"),
+        run=dataclasses.replace(cfg.run, dir="runs/bench", init_from=""),
     )
-    run = Run(elastic.choose_layout(cfg, cfg.cluster.slow_seconds or 1e6))
+    run = Run(elastic.choose_layout(cfg, cfg.cluster.slow_seconds or 1e6), start=None)
     figures, running = measure(run, options.steps)
     result = card(run, figures, environment, options.commit or provenance.checked_out_commit())
     processes.say(summary(result))

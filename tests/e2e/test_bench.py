@@ -73,6 +73,19 @@ def test_its_losses_are_the_training_runs(only_devices, train_on, config_file, t
     assert card["loss"]["last"] == losses[bench.WARM_UP + 3 - 1]
 
 
+def test_it_looks_at_no_run(only_devices, config_file, tmp_path, monkeypatch):
+    """What lies at the run.dir of its card is neither read nor moved."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs" / "bench"
+    (folder / "checkpoints" / "10").mkdir(parents=True)
+    for name in ("skipped_batches.json", "checkpoints/10/_CHECKPOINT_METADATA"):
+        (folder / name).write_text("no JSON")
+    before = sorted(folder.rglob("*"))
+    with only_devices(1):
+        assert bench.main(["train", config_file, "--steps", "1", "--profile-steps", "0"]) == 0
+    assert sorted(folder.rglob("*")) == before
+
+
 def test_profiled_steps_go_on_from_the_timed_ones(only_devices, config_file, monkeypatch):
     """They take the next batches, and end the loader; with none asked for, none are run."""
     cfg = training.read_command([config_file])[1]
@@ -156,6 +169,7 @@ def test_hlo_that_cannot_be_read_is_said():
         (["--profile-steps", "0", "--trace", "t"], "--trace = 't': is of the profiled steps"),
         (["--run.dir", "runs/mine"], "run.dir = 'runs/mine': is not used: a benchmark writes no"),
         (["--run.dir=runs/mine"], "run.dir = 'runs/mine': is not used"),
+        (["--run.init_from", "runs/mine"], "run.init_from = 'runs/mine': is not used"),
         (["--steps", "many"], "invalid int value"),
         (["--card", ""], "--card = '': is empty"),
         (["--card", "/"], "--card = '/': is a folder, not a file"),
