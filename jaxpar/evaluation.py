@@ -7,9 +7,26 @@ import jax
 from jax.sharding import Mesh
 
 from jaxpar import runtime
-from jaxpar.config import Config
+from jaxpar.config import Config, ConfigError
 from jaxpar.data import Loader
 from jaxpar.step import make_eval_step
+
+
+def check_labels(cfg: Config, loader: Loader) -> None:
+    """See that an evaluation has something to take the loss of, before the run begins.
+
+    Args:     loader: of the held-out split.
+    Raises:   ConfigError when none of its batches has a label.
+    """
+    first, most = loader.first_labelled(), cfg.evaluation.num_batches
+    if first is not None and first < most:
+        return
+    what = ", ".join(str(source.dataset.path) for source in loader.sources)
+    rule = f"takes batches of {what} in which every token is left out of the loss"
+    fix = "use --evaluation.every 0"
+    if first is not None:
+        fix = f"use --evaluation.num-batches {first + 1}, or --evaluation.every 0"
+    raise ConfigError("evaluation.num_batches", most, rule, fix)
 
 
 class Evaluation:

@@ -15,6 +15,7 @@ from jaxpar.config import Config, ConfigError
 from jaxpar.config_json import to_json
 from jaxpar.data import Loader
 from jaxpar.data.skips import SKIPPED_FILE, read_skipped
+from jaxpar.evaluation import check_labels
 from jaxpar.kernels.attention import AttentionMask, Choice, choose, selftest
 from jaxpar.kernels.attention.capability import xla_is_deterministic
 from jaxpar.memory_rules import names_on_host
@@ -69,6 +70,7 @@ class Run:
         self.held_out = None
         if cfg.evaluation.every:
             self.held_out = Loader(cfg, self.mesh, "val", order)
+            check_labels(cfg, self.held_out)
             splits.append(self.held_out)
         self.max_segments = max(split.max_documents for split in splits)
         self.changed: dict[str, tuple[Any, Any]] = {}

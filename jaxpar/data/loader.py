@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxpar.axes import BATCH_SPEC
-from jaxpar.batch import Batch
+from jaxpar.batch import IGNORED, Batch
 from jaxpar.config import Config, ConfigError
 from jaxpar.data.meta import TRAIN
 from jaxpar.data.mixture import Mixture
@@ -128,6 +128,20 @@ class Loader:
         if self._order is None:
             return packed
         return jax.tree.map(lambda x_NT: x_NT[:, self._order], packed)
+
+    def first_labelled(self) -> int | None:
+        """The first batch with a label in it, of the first epoch; None where none has.
+
+        Of conversations, a window may hold nothing but what the user says. Read row by row, the
+        first of which will mostly do; by every process alike, whichever rows are its own.
+        """
+        batch_size = self._cfg.train.global_batch_size
+        windows = sum(self.windows_per_epoch)
+        for number in range(windows):
+            step, row = divmod(number, batch_size)
+            if (self.host_rows(step, np.array([row])).labels != IGNORED).any():
+                return step
+        return None
 
     def _windows(self, numbers: np.ndarray) -> Batch:
         """Windows of the mixed sequence, in text order within: int32 [N, T]."""

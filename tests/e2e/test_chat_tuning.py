@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -10,21 +11,24 @@ import numpy as np
 import pytest
 
 from jaxpar import cli
-from jaxpar.config import replace
+from jaxpar.config import ConfigError, replace
 from jaxpar.data.prepare_chat import ChatOptions, prepare_chat
 from jaxpar.generation import Sampling, generate
 from jaxpar.loaded import load
+from jaxpar.run import Run
 
 #: Each question is a number of its own, which nobody can guess; all have one answer.
 QUESTIONS, ANSWER = range(3000, 3400), "the log, of course."
 
 
-def write_chats(folder: Path, questions: Iterable[int], answer: str) -> Path:
-    """Conversations of a question and the answer, prepared."""
+def write_chats(
+    folder: Path, questions: Iterable[int], answer: str, asked: int = 1, holdout: float = 0.02
+) -> Path:
+    """Conversations of a question, asked so many times, and the answer, prepared."""
     lines = [
         {
             "messages": [
-                {"role": "user", "content": f"{n * n}?"},
+                {"role": "user", "content": asked * f"{n * n}?"},
                 {"role": "assistant", "content": answer},
             ]
         }
@@ -32,8 +36,30 @@ def write_chats(folder: Path, questions: Iterable[int], answer: str) -> Path:
     ]
     (folder / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     files = {"input": (str(folder / "chats.jsonl"),), "output": str(folder / "out")}
-    prepare_chat(ChatOptions(**files, tokenizer="bytes"))
+    prepare_chat(ChatOptions(**files, tokenizer="bytes", holdout=holdout))
     return folder / "out"
+
+
+def test_held_out_batches_without_a_label_are_refused_at_the_start(
+    only_devices, write_config, tmp_path
+):
+    """A user who goes on and on: the first windows hold nothing of the assistant's."""
+    config = write_config(tmp_path)
+    long = write_chats(tmp_path, range(3000, 3020), "yes", asked=200, holdout=0.5)
+    flags = ["--data.path", str(long), "--train.global-batch-size", "4"]
+
+    def made(*more: str) -> Run:
+        with only_devices(1):
+            return Run(cli.read_config([config, *flags, *more], "test", None))
+
+    with pytest.raises(ConfigError, match=r"evaluation.num_batches = 2: .* out of the loss") as no:
+        made()
+    needed = int(re.search(r"--evaluation.num-batches (\d+)", no.value.fix)[1])
+    assert needed > 2
+    made("--evaluation.num-batches", str(needed))
+    made("--evaluation.every", "0")
+    with pytest.raises(ConfigError, match=f"num-batches {needed}"):
+        made("--evaluation.num-batches", str(needed - 1))
 
 
 @pytest.fixture(scope="module")
