@@ -1,14 +1,24 @@
 """`python -m jaxpar.data inspect`: what a path holds, as the trainer would read it."""
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import tyro
 
 from jaxpar.config import ConfigError
-from jaxpar.data.meta import META_FILE, NO_TOKENIZER, SPLITS, TRAIN, read_meta, targets_file
+from jaxpar.data.meta import (
+    META_FILE,
+    NO_TOKENIZER,
+    SPLITS,
+    TRAIN,
+    documents_file,
+    read_meta,
+    targets_file,
+)
 from jaxpar.data.sources import find_file, open_tokens
 from jaxpar.data.token_file import TokenFile, scan
 from jaxpar.data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
@@ -71,20 +81,29 @@ def _splits(options: InspectOptions) -> Iterator[TokenDataset]:
 
 
 def _check_hash(dataset: TokenDataset) -> None:
-    """Raises:   ConfigError when the tokens are not those that meta.json records."""
+    """Raises:   ConfigError when tokens, targets or documents are not what meta.json records."""
     if dataset.meta is None:
         return  # Has been read in full, and has no hash to compare with.
     sizes = dataset.meta.splits[dataset.split]
-    hashes = [(dataset.file, dataset.tokens, sizes.sha256)]
+    hashes = [(dataset.file, _hash(dataset.file, dataset.tokens), sizes.sha256)]
     if dataset.targets is not None:
         marks = dataset.path / targets_file(dataset.split)
-        hashes.append((marks, dataset.targets, sizes.targets_sha256))
-    for path, stored, recorded in hashes:
-        file = TokenFile(path, "jaxpar", stored.dtype, 0, len(stored), None)
-        if (found := scan(file, again=True).sha256) != recorded:
+        hashes.append((marks, _hash(marks, dataset.targets), sizes.targets_sha256))
+    if sizes.documents_sha256:  # else older
+        offsets = np.ascontiguousarray(dataset.document_offsets, "<i8")
+        file = dataset.path / documents_file(dataset.split)
+        hashes.append((file, hashlib.sha256(offsets).hexdigest(), sizes.documents_sha256))
+    for path, found, recorded in hashes:
+        if found != recorded:
             rule = f"{path} has sha256 {found[:16]}, and {META_FILE} records {recorded[:16]}"
             fix = "copy the folder again, or prepare it again"
             raise ConfigError("data.path", str(dataset.path), rule, fix)
+
+
+def _hash(path: Path, stored: np.ndarray) -> str:
+    """Hash of a file of integers without a header."""
+    file = TokenFile(path, "jaxpar", stored.dtype, 0, len(stored), None)
+    return scan(file, again=True).sha256
 
 
 def _format(options: InspectOptions) -> str:

@@ -70,6 +70,8 @@ class SplitMeta:
     """Hash of the .bin file."""
     targets_sha256: str = ""
     """Hash of the marks of targets; empty, and not written, where every token is one."""
+    documents_sha256: str = ""
+    """Hash of the document offsets, as int64; empty, and not written, in older datasets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +105,7 @@ class Meta:
 
     @property
     def fingerprint(self) -> str:
-        """sha256 over every field, hence over the tokens and the tokenizer: the data's identity."""
+        """sha256 over every field, hence over tokens, documents and tokenizer: what the data is."""
         return hashlib.sha256(meta_to_json(self).encode()).hexdigest()
 
 
@@ -116,8 +118,9 @@ def meta_to_json(meta: Meta) -> str:
     """The text of meta.json."""
     values = dataclasses.asdict(meta)
     for split in values["splits"].values():
-        if not split["targets_sha256"]:
-            del split["targets_sha256"]  # So that older datasets keep their fingerprints.
+        for name in ("targets_sha256", "documents_sha256"):
+            if not split[name]:
+                del split[name]  # So that older datasets keep their fingerprints.
     return json.dumps(values, indent=2) + "\n"
 
 

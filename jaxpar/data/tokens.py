@@ -22,6 +22,9 @@ from jaxpar.data.meta import (
 #: Documents that tell what all of them begin with.
 LOOKED_AT = 16
 
+#: Document offsets that are compared at a time.
+AT_A_TIME = 1 << 20
+
 
 @dataclass(frozen=True, eq=False)
 class TokenDataset:
@@ -53,7 +56,8 @@ class TokenDataset:
         """Map a split of a dataset folder.
 
         Raises:   ConfigError("data.path", ...) when the folder is no dataset, the split is empty,
-                  or a file does not have the size that meta.json records.
+                  a file does not have the size that meta.json records, or a document ends before
+                  it begins.
         """
         if split not in SPLITS:
             raise ValueError(f"split {split!r} is not one of {', '.join(SPLITS)}")
@@ -139,6 +143,13 @@ def _map_offsets(folder: Path, split: str, sizes: SplitMeta) -> np.ndarray:
     if (offsets[0], offsets[-1]) != (0, sizes.num_tokens):
         ends = f"{offsets[0]:,} to {offsets[-1]:,}"
         raise _damaged(folder, f"{path} runs from {ends}, not from 0 to {sizes.num_tokens:,}")
+    for first in range(0, len(offsets), AT_A_TIME):
+        some = offsets[first : first + AT_A_TIME + 1]
+        falls = np.flatnonzero(some[1:] < some[:-1])
+        if len(falls):
+            at = first + int(falls[0])
+            rule = f"{path} falls from {offsets[at]:,} to {offsets[at + 1]:,} at document {at:,}"
+            raise _damaged(folder, rule)
     return offsets
 
 

@@ -91,13 +91,15 @@ class SplitWriter:
     def close(self) -> SplitMeta:
         """Write what is held back and the document offsets."""
         self._flush()
-        np.save(self._folder / documents_file(self._split), np.array(self._offsets, "<i8"))
+        offsets = np.array(self._offsets, "<i8")
+        np.save(self._folder / documents_file(self._split), offsets)
         return SplitMeta(
             num_tokens=self.num_tokens,
             num_documents=len(self._offsets) - 1,
             num_bytes=self.num_bytes,
             sha256=self._hash.hexdigest(),
             targets_sha256=self._targets_hash.hexdigest() if self.num_targets else "",
+            documents_sha256=hashlib.sha256(offsets).hexdigest(),
         )
 
     def _hold(self, ids: np.ndarray) -> None:

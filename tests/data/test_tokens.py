@@ -1,5 +1,7 @@
 """Opening a dataset: what is mapped, and that damage is noticed."""
 
+import dataclasses
+import hashlib
 import json
 import shutil
 
@@ -8,6 +10,8 @@ import pytest
 
 from jaxpar.config import ConfigError
 from jaxpar.data import TokenDataset
+from jaxpar.data.inspect_tokens import InspectOptions, inspect_tokens
+from jaxpar.data.meta import read_meta
 
 
 @pytest.fixture
@@ -93,6 +97,38 @@ def test_damaged_offsets(damage, copy):
         np.save(path, changed[damage])
     with pytest.raises(ConfigError, match=r"train\.documents\.npy"):
         TokenDataset.open(copy)
+
+
+@pytest.mark.parametrize("offset", [10**9, -5])
+def test_documents_that_end_before_they_begin(offset, copy):
+    """An inner offset that no token has."""
+    path = copy / "train.documents.npy"
+    offsets = np.load(path)
+    offsets[2] = offset
+    np.save(path, offsets)
+    with pytest.raises(ConfigError, match=r"train\.documents\.npy falls from .* at document \d+"):
+        TokenDataset.open(copy)
+
+
+def test_documents_are_part_of_the_identity_and_inspected(copy):
+    """A folder from before their hash was kept is read, and has the fingerprint that it had."""
+    meta = read_meta(copy)
+    moved = dataclasses.replace(meta.splits["train"], documents_sha256="0" * 64)
+    other = dataclasses.replace(meta, splits=meta.splits | {"train": moved})
+    assert other.fingerprint != meta.fingerprint
+    path = copy / "train.documents.npy"
+    offsets = np.load(path)
+    offsets[1] += 1
+    np.save(path, offsets)
+    with pytest.raises(ConfigError, match=r"train\.documents\.npy has sha256"):
+        inspect_tokens(InspectOptions(path=str(copy)))
+    values = json.loads((copy / "meta.json").read_text())
+    for split in values["splits"].values():
+        del split["documents_sha256"]
+    older = json.dumps(values, indent=2) + "\n"
+    (copy / "meta.json").write_text(older)
+    inspect_tokens(InspectOptions(path=str(copy)))
+    assert read_meta(copy).fingerprint == hashlib.sha256(older.encode()).hexdigest()
 
 
 def test_unknown_split(dataset):
