@@ -199,8 +199,9 @@ def print_help(cfg: Config, prog: str, description: str) -> None:
 def run_program(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     """Run a program's main on the command line, and end with its exit code.
 
-    A ConfigError becomes one line and code 2, Ctrl-C one and 130, no room for a file one and
-    1, and what other processes could not do one and theirs; other exceptions are shown whole.
+    A ConfigError or too long a path becomes one line and code 2, Ctrl-C one and 130, no room for a
+    file one and 1, and what other processes could not do one and theirs; other exceptions are shown
+    whole.
     The process ends without Python's exit hooks: JAX would wait there for a peer that may be dead.
     """
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
@@ -209,8 +210,16 @@ def run_program(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
         code, why = main(sys.argv[1:]) or guard.EXIT_OK, ""
         sys.stdout.flush()
     except BaseException as error:
-        code, why = _verdict(error)
+        code, why = _verdict(_of_a_long_name(error))
     _leave(code, why)
+
+
+def _of_a_long_name(error: BaseException) -> BaseException:
+    """An error; where it is that a path on the command line is too long, as a ConfigError."""
+    if not (isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG):
+        return error
+    rule, fix = "is too long for a name", "use one of 255 bytes at most"
+    return ConfigError("path", f"{str(error.filename)[:60]}...", rule, fix)
 
 
 def _verdict(error: BaseException) -> tuple[int, str]:

@@ -15,7 +15,7 @@ from jaxpar.config import Config, default_of, field_types, flag
 from jaxpar.config import require as _require
 from jaxpar.config import value_of as _get
 from jaxpar.config_types import check_types
-from jaxpar.data_rules import data
+from jaxpar.data_rules import data, shares
 from jaxpar.guard_rules import guards
 from jaxpar.layout_rules import automatic
 from jaxpar.lora_rules import lora
@@ -135,6 +135,13 @@ def _places(cfg: Config) -> None:
     for path in ("run.dir", "data.path"):
         ok = bool(_get(cfg, path).strip())
         _require(ok, cfg, path, "must name a folder", flag(path, default_of(path)))
+    sources = [("data.mixture" if cfg.data.mixture else "data.path", s.path) for s in shares(cfg)]
+    others = ("run.dir", "run.init_from", "run.compilation_cache", "data.held_out")
+    for path, name in [*sources, *((other, _get(cfg, other)) for other in others)]:
+        raw = name.encode("utf-8", "replace")
+        ok = len(raw) < 4096 and max(map(len, raw.split(b"/"))) < 256 and b"\0" not in raw
+        rule = "must be a path: 4,095 bytes at most, in each name 255, and no zero byte"
+        _require(ok, cfg, path, rule, flag(path, default_of(path)))
 
 
 def _schedule(cfg: Config) -> None:

@@ -315,8 +315,12 @@ def test_diff_of_equal_checkpoints_and_wrong_arguments(setup, tmp_path, capsys):
     shutil.copytree(cfg.run.dir, copy)
     main(["diff", cfg.run.dir, str(copy)])
     assert "0 of" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="would be compared with itself"):
-        main(["diff", cfg.run.dir])
+    for step in ([], ["--step", "2"], ["--other-step", "2"]):
+        with pytest.raises(ConfigError, match="compared with itself: both are step 2, the latest"):
+            main(["diff", cfg.run.dir, *step])
+    store.array_folder(step_folder(cfg, 2)).joinpath(store.MANIFEST).unlink()
+    with pytest.raises(Damaged, match="its arrays cannot be listed"):
+        main(["diff", cfg.run.dir, str(copy)])
     with pytest.raises(ConfigError, match=r"RUN = .* holds no checkpoint"):
         list(inspection.rows(tmp_path / "none"))
     with pytest.raises(ConfigError, match=r"--step = 7: .* use one of 2"):

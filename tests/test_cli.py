@@ -355,6 +355,12 @@ ENDINGS = [
         1,
         "error: No space left. Free space, and start the same command again\n",
     ),
+    (
+        raising(OSError(36, "File name too long", "x" * 300)),
+        2,
+        f"config error: path = '{'x' * 60}...': is too long for a name. "
+        "Fix: use one of 255 bytes at most.\n",
+    ),
     (raising(ZeroDivisionError("x")), 1, "ZeroDivisionError: x\n"),
     (raising(KeyboardInterrupt()), 130, "interrupted\n"),
     (raising(processes.PeerFailed("process 1 differs", 2)), 2, "error: process 1 differs\n"),

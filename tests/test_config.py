@@ -254,6 +254,17 @@ def test_a_value_of_the_wrong_type_is_refused(path, value, rule, fix):
         check(cli.parse_overrides(Config(), way, "test"))
 
 
+@pytest.mark.parametrize("path", ["run.dir", "run.init_from", "data.path", "data.held_out"])
+@pytest.mark.parametrize("value", ["a/" + 128 * "é", "a" + 2048 * "/a", "a\0b"])
+def test_a_path_that_no_system_takes_is_refused(path, value):
+    with pytest.raises(ConfigError, match=r"in each name 255") as caught:
+        check(replace(Config(), **{path: value}))
+    assert caught.value.field == path
+    check(replace(Config(), **{path: "a/" + 127 * "é" + 1900 * "/a"}))
+    with pytest.raises(ConfigError, match=r"data\.mixture = .* in each name 255"):
+        check(replace(Config(), **{"data.mixture": f"web:1,{value}:2"}))
+
+
 UNKNOWN = [
     ("model.num_layer", "use model.num_layers"),
     ("num_layers", "use model.num_layers"),

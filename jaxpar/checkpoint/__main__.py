@@ -10,7 +10,6 @@ import tyro
 
 from jaxpar import cli, guard
 from jaxpar.checkpoint import inspection
-from jaxpar.config import ConfigError
 
 PROGRAM = "python -m jaxpar.checkpoint"
 
@@ -53,18 +52,12 @@ type Options = Ls | Verify | Diff
 
 
 def read_options(argv: Sequence[str]) -> Options:
-    """The options of a command line.
-
-    Raises:   ConfigError when a checkpoint would be compared with itself.
-    """
+    """The options of a command line."""
     options = tyro.extras.subcommand_cli_from_dict(
         COMMANDS, prog=PROGRAM, description=__doc__, args=list(argv)
     )
     if isinstance(options, Diff):
-        options = dataclasses.replace(options, other=options.other or options.run)
-        if (options.run, options.step) == (options.other, options.other_step):
-            rule = "would be compared with itself"
-            raise ConfigError("diff", options.run, rule, "give --step or --other-step, or RUN2")
+        return dataclasses.replace(options, other=options.other or options.run)
     return options
 
 

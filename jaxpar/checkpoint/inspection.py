@@ -1,5 +1,6 @@
 """What people ask of checkpoints: which are there, are they whole, and in what two differ."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -121,9 +122,15 @@ def differences(
     """Say in which arrays two checkpoints differ, and by how much; how many do.
 
     Args:     one, other: run folder, and step or None for the latest.
+    Raises:   ConfigError when there is no such checkpoint, or both are one; Damaged or Unreadable
+              when one cannot be read.
     """
     places = [folder(run) / str(_steps(run, step)[-1]) for run, step in (one, other)]
-    names = [set(store.array_names(place)) for place in places]
+    if places[0].resolve() == places[1].resolve():
+        rule = f"would be compared with itself: both are step {places[0].name}"
+        rule += ", the latest" if None in (one[1], other[1]) else ""
+        raise ConfigError("diff", str(one[0]), rule, "give --step or --other-step, or RUN2")
+    names = [_array_names(place) for place in places]
     count = 0
     for name in sorted(names[0] | names[1]):
         missing = [str(p) for p, there in zip(places, names, strict=True) if name not in there]
@@ -135,14 +142,39 @@ def differences(
     return count
 
 
+@contextlib.contextmanager
+def _reading(place: Path, what: str) -> Iterator[None]:
+    """Raises:   Damaged that says what is wrong, for whatever is made of a damaged file; or
+    Unreadable."""
+    try:
+        yield
+    except Exception as error:
+        raise integrity.Damaged(str(place), [f"{what} ({_reason(place, error)})"]) from error
+
+
+def _array_names(place: Path) -> set[str]:
+    with _reading(place, "its arrays cannot be listed"):
+        return set(store.array_names(place))
+
+
+def _opened(place: Path, name: str) -> Any:
+    with _reading(place, f"{name} cannot be opened"):
+        return store.open_array(place, name)
+
+
+def _piece(place: Path, name: str, array: Any, box: Any) -> np.ndarray:
+    with _reading(place, f"{name} cannot be read"):
+        return np.ascontiguousarray(array[box].read().result())
+
+
 def _difference(places: list[Path], name: str) -> str | None:
     """How far apart two arrays are, piece by piece; None when every bit is the same."""
-    a, b = (store.open_array(place, name) for place in places)
+    a, b = arrays = [_opened(place, name) for place in places]
     if a.shape != b.shape or a.dtype != b.dtype:
         return f"{a.dtype.name}{list(a.shape)}, not {b.dtype.name}{list(b.shape)}"
     largest, squares, scale, count, bits = 0.0, 0.0, 0.0, 0, False
     for box in store.pieces(a):
-        x, y = (np.ascontiguousarray(array[box].read().result()) for array in (a, b))
+        x, y = (_piece(at, name, array, box) for at, array in zip(places, arrays, strict=True))
         bits |= x.tobytes() != y.tobytes()
         with np.errstate(invalid="ignore", over="ignore"):
             x, y = x.astype(np.float64), y.astype(np.float64)

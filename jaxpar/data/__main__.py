@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import tyro
 
-from jaxpar import guard
+from jaxpar import cli, guard
 from jaxpar.config import ConfigError, flag
 from jaxpar.data.convert import ConvertOptions, convert
 from jaxpar.data.inspect_tokens import InspectOptions, inspect_tokens
@@ -86,4 +86,4 @@ def _summary(options: PrepareOptions | ChatOptions, meta: Meta) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    cli.run_program(main)

@@ -12,7 +12,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin, get_type_hints
 
 import numpy as np
 
@@ -24,6 +24,9 @@ TRAIN, VAL = SPLITS = ("train", "val")
 
 #: The kind of tokenizer of tokens that were converted without one.
 NO_TOKENIZER = "none"
+
+#: How tokens may be stored.
+DTYPES = ("uint16", "uint32")
 
 META_FILE = "meta.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -146,4 +149,19 @@ def _parse(values: dict[str, Any]) -> Meta:
     if (values["format"], values["version"]) != (FORMAT, VERSION):
         raise ValueError(f"format {values['format']!r}, version {values['version']!r}")
     splits = {name: SplitMeta(**values["splits"][name]) for name in SPLITS}
-    return Meta(**(values | {"splits": splits, "inputs": tuple(values["inputs"])}))
+    meta = Meta(**(values | {"splits": splits, "inputs": tuple(values["inputs"])}))
+    _check_types(meta)
+    for split in splits.values():
+        _check_types(split)
+    if meta.dtype not in DTYPES:
+        raise ValueError(f"dtype {meta.dtype!r}")
+    return meta
+
+
+def _check_types(part: Meta | SplitMeta) -> None:
+    """Raises:   TypeError naming a field whose value is not of its type."""
+    for name, hint in get_type_hints(type(part)).items():
+        kind, value = get_origin(hint) or hint, getattr(part, name)
+        kinds = (int, float) if kind is float else (kind,)
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            raise TypeError(f"{name} {value!r}")

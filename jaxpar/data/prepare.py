@@ -23,6 +23,9 @@ from jaxpar.data.writer import SplitWriter, whole_folder, write_meta
 #: `--tokenizer bpe:N` trains one.
 BPE = "bpe:"
 
+#: Of its N: `tokenizers` sets aside memory for as many, and takes 64 bits.
+BPE_DIGITS = 8
+
 #: Text that a BPE is trained on, in characters: about 2 s for 8192 tokens on two cores.
 BPE_SAMPLE_CHARS = 10_000_000
 
@@ -113,6 +116,9 @@ def _make_tokenizer(
 ) -> Tokenizer:
     spec = options.tokenizer
     if spec.startswith(BPE) and spec.removeprefix(BPE).isdecimal():
+        if len(spec.removeprefix(BPE)) > BPE_DIGITS:
+            rule = f"is a vocabulary of more than {BPE_DIGITS} digits"
+            raise ConfigError("--tokenizer", spec[:60], rule, f"use {BPE}8192")
         progress.say(f"training a tokenizer, {spec}")
         bpe = train_bpe(_sample(sources, options), asked := int(spec.removeprefix(BPE)))
         if bpe.vocab_size < asked:

@@ -1,5 +1,6 @@
 """Opening what `data.path`, `data.mixture` and `data.held_out` name, whatever its format."""
 
+import errno
 import hashlib
 import json
 import shlex
@@ -8,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxpar import guard
 from jaxpar.config import Config, ConfigError
 from jaxpar.data import bin_file, megatron
 from jaxpar.data.documents import READERS
@@ -15,6 +17,10 @@ from jaxpar.data.meta import META_FILE, PREPARE, TRAIN, read_meta
 from jaxpar.data.token_file import TokenFile, offsets_from, scan
 from jaxpar.data.tokens import TokenDataset
 from jaxpar.data_rules import Share, shares
+
+#: What the system says of a file that the same command will not be able to read either. Others,
+#: such as a stale NFS handle, may pass.
+FOR_GOOD = (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 
 
 class Weighted(NamedTuple):
@@ -28,7 +34,8 @@ def open_sources(cfg: Config, split: str) -> list[Weighted]:
     """The sources of a split, in the config's order.
 
     Raises:   ConfigError naming field and path of one that cannot be used, and for document masking
-              of files that do not say where documents end.
+              of files that do not say where documents end; RunError for one that cannot be read
+              just now.
     """
     if split != TRAIN and cfg.data.held_out:
         named = "data.held_out", [Share(cfg.data.held_out, 1.0)]
@@ -59,6 +66,12 @@ def _open(cfg: Config, field: str, path: str, split: str, whole: bool) -> TokenD
         dataset = open_tokens(path, split, cfg.data.eos_id, whole)
     except ConfigError as error:
         raise ConfigError(field, error.value, error.rule, error.fix) from error
+    except OSError as error:
+        what = f"{error.filename or path} cannot be read: {error.strerror or error}"
+        if error.errno not in FOR_GOOD:
+            raise guard.RunError(f"{field}: {what}") from error
+        fix = "check the file and its permissions"
+        raise ConfigError(field, path, what, fix) from error
     if cfg.data.document_mask and not dataset.knows_documents:
         rule = f"{dataset.file} does not say where its documents end"
         fix = "name its end of text with --data.eos-id, or use --data.document-mask False"

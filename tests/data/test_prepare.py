@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+import shlex
 import subprocess
 import sys
 
@@ -156,6 +157,7 @@ def test_blank_documents_are_dropped(tmp_path):
         ({"tokenizer": "gpt2"}, "--tokenizer", "is neither bytes"),
         ({"tokenizer": "bpe:big"}, "--tokenizer", "is neither bytes"),
         ({"tokenizer": "bpe:100"}, "--tokenizer", "256 bytes"),
+        ({"tokenizer": f"bpe:{'9' * 20}"}, "--tokenizer", "more than 8 digits"),
         ({"eos_token": "</s>"}, "--eos-token", r"belongs to a tokenizer\.json"),
         ({"input": ("missing.txt",)}, "--input", "does not exist"),
         ({"input": ()}, "--input", "must name something"),
@@ -255,5 +257,8 @@ def test_exit_codes():
     program = [sys.executable, "-m", "jaxpar.data"]
     shown = subprocess.run([*program, "prepare", "--help"], capture_output=True, text=True)
     assert shown.returncode == 0 and "--holdout" in shown.stdout
+    piped = f"{shlex.join(program)} prepare --help | head -1"
+    shown = subprocess.run(piped, shell=True, capture_output=True, text=True)
+    assert shown.stdout.startswith("usage:") and "Traceback" not in shown.stderr
     refused = subprocess.run([*program, "prepare", "--tokens", "3"], capture_output=True, text=True)
     assert refused.returncode == 2

@@ -3,15 +3,18 @@
 import dataclasses
 import hashlib
 import json
+import os
 import shutil
 
 import numpy as np
 import pytest
 
-from jaxpar.config import ConfigError
+from jaxpar import guard
+from jaxpar.config import Config, ConfigError, replace
 from jaxpar.data import TokenDataset
 from jaxpar.data.inspect_tokens import InspectOptions, inspect_tokens
 from jaxpar.data.meta import read_meta
+from jaxpar.data.sources import open_sources
 
 
 @pytest.fixture
@@ -52,6 +55,40 @@ def test_other_meta(content, copy):
     (copy / "meta.json").write_text(content)
     with pytest.raises(ConfigError, match=r"is not the meta\.json of a version 1 dataset"):
         TokenDataset.open(copy)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("vocab_size", "257"),
+        ("vocab_size", True),
+        ("dtype", "uint12"),
+        ("eos_token", None),
+        ("num_tokens", "9"),
+        ("num_tokens", float("inf")),
+    ],
+)
+def test_values_of_another_type(name, value, copy):
+    """What somebody has written into meta.json by hand."""
+    values = json.loads((copy / "meta.json").read_text())
+    (values if name in values else values["splits"]["val"])[name] = value
+    (copy / "meta.json").write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=rf"is not the meta\.json of .*\({name} {value!r}\)"):
+        TokenDataset.open(copy)
+
+
+@pytest.mark.parametrize(("number", "kind"), [(13, ConfigError), (116, guard.RunError)])
+def test_tokens_that_cannot_be_read(number, kind, copy, monkeypatch):
+    """Missing rights are refused; what may pass, as a stale NFS handle, may be tried again."""
+
+    def fail(path, *_, **__):
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(np, "memmap", fail)
+    cfg = replace(Config(), **{"data.path": str(copy)})
+    said = rf"data\.path.*train\.bin cannot be read: {os.strerror(number)}"
+    with pytest.raises(kind, match=said):
+        open_sources(cfg, "train")
 
 
 def test_later_version(copy):
