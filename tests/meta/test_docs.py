@@ -12,6 +12,7 @@ import tyro
 
 from jaxpar import bench, cli, launch, verify
 from jaxpar.checkpoint.__main__ import read_options as read_checkpoint_options
+from jaxpar.checkpoint.saved import FREE_MODEL_FIELDS
 from jaxpar.config import ConfigError
 from jaxpar.convert.__main__ import read_options
 from jaxpar.data.__main__ import read_command as read_data_command
@@ -211,6 +212,12 @@ def test_the_map_of_the_code_names_every_module_and_script():
     there = {name for name in package | scripts if not name.startswith("__")}
     missing = there - set(re.findall(r"`([\w./]+)`", read("docs/code.md")))
     assert not missing, f"add a line for {sorted(missing)} to docs/code.md"
+
+
+def test_model_fields_that_may_change_are_as_listed():
+    row = next(line for line in read("docs/checkpoints.md").splitlines() if "every `model`" in line)
+    listed = set(re.findall(r"`(\w+)`", row.partition(" but ")[2]))
+    assert listed == FREE_MODEL_FIELDS
 
 
 def test_remat_policies_are_as_listed():
