@@ -5,6 +5,7 @@ arrays never do. With one process, everything returns at once.
 """
 
 import contextlib
+import errno
 import hashlib
 import itertools
 import os
@@ -18,7 +19,7 @@ from typing import Any, NoReturn
 import jax
 from jax._src import distributed  # JAX offers the key-value store nowhere else
 
-from jaxpar import runtime, xla_flags
+from jaxpar import guard, runtime, xla_flags
 from jaxpar.cluster import Cluster, Environment, detect, is_loopback
 from jaxpar.config import ClusterConfig, Config, ConfigError, flag, replace
 
@@ -100,9 +101,12 @@ def connect(cluster: Cluster, seconds: int) -> str:
     Args:     seconds: to wait for all of them. Then this process ends with code 1, and says why:
               JAX would abort it.
     Returns:  a line about it.
-    Raises:   ConfigError when the coordinator's address cannot be, or GPUs not be shared out.
+    Raises:   ConfigError when the coordinator's address cannot be, or GPUs not be shared out;
+              RunError when another program has its port.
     """
     devices = local_gpus(cluster)
+    if cluster.process_id == 0:
+        _check_free(cluster)
     if cluster.process_id and (cluster.num_hosts or 1) > 1:
         _check_reachable(cluster)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -165,6 +169,25 @@ def local_gpus(cluster: Cluster) -> list[int] | None:
         raise ConfigError("CUDA_VISIBLE_DEVICES", seen, rule, fix)
     each = seen // shared
     return list(range(cluster.local_id * each, (cluster.local_id + 1) * each))
+
+
+def _check_free(cluster: Cluster) -> None:
+    """Raises:   RunError when another program has the coordinator's port: JAX would crash."""
+    port = int(cluster.coordinator.rpartition(":")[2])
+    own = cluster.host if is_loopback(cluster.host) else None
+    found = socket.getaddrinfo(own, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    for family, kind, _, _, address in found:
+        try:
+            with socket.socket(family, kind) as probe:
+                # As the coordinator does: `jaxpar.launch` holds the port for it in this way.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+                probe.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                fix = "end that, or give all processes another --cluster.coordinator HOST:PORT"
+                told = f"{cluster}: another program on this host has port {port}. Fix: {fix}"
+                raise guard.RunError(told) from error
 
 
 def _check_reachable(cluster: Cluster) -> None:

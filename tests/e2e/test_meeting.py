@@ -45,13 +45,27 @@ os._exit(0)
 
 ALONE = """
 import sys
-from jaxpar import processes
+from jaxpar import cli, processes
 from jaxpar.cluster import Cluster
 place = Cluster(
     source="flags", coordinator=sys.argv[1], num_processes=2, process_id=int(sys.argv[2])
 )
-processes.connect(place, 2)
+cli.run_program(lambda _: print(processes.connect(place, 2)))
 """
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", socket.gethostname()])
+def test_a_port_that_another_program_has_is_said_so(host):
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        address = f"{host}:{other.getsockname()[1]}"
+        command = [sys.executable, "-c", ALONE, address, "0"]
+        env = ranks.environment()
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    (said,) = done.stderr.splitlines()
+    assert said.startswith("error: ") and f"has port {address.rpartition(':')[2]}. Fix: " in said
 
 
 def test_a_process_that_nobody_joins_says_so_and_ends():
