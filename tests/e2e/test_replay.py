@@ -12,12 +12,12 @@ import pytest
 from jaxpar import guard, replay, step
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.recent import RECENT_FILE, bits, read_recent
-from tests.e2e.test_guards import NOISE, spiky
+from tests.e2e.test_guards import NOISE, noise, spiky
 from tests.e2e.test_train import files_of
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
-__all__ = ["spiky"]  # a fixture
+__all__ = ["noise", "spiky"]  # fixtures
 
 
 @pytest.fixture
