@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import jax
 from jax._src import distributed  # JAX offers the key-value store nowhere else
 
-from jaxpar import guard, runtime, xla_flags
+from jaxpar import runtime, xla_flags
 from jaxpar.cluster import Cluster, Environment, detect, is_loopback
 from jaxpar.config import ClusterConfig, Config, ConfigError, flag, replace
 
@@ -48,6 +48,10 @@ _stop_questions = itertools.count(1)
 
 class PeersMissing(Exception):
     """Some processes have not come to where the others wait."""
+
+
+class PortTaken(PeersMissing):
+    """None can come, since another program has the coordinator's port."""
 
 
 class PeerFailed(Exception):
@@ -102,7 +106,7 @@ def connect(cluster: Cluster, seconds: int) -> str:
               JAX would abort it.
     Returns:  a line about it.
     Raises:   ConfigError when the coordinator's address cannot be, or GPUs not be shared out;
-              RunError when another program has its port.
+              PortTaken.
     """
     devices = local_gpus(cluster)
     if cluster.process_id == 0:
@@ -172,7 +176,7 @@ def local_gpus(cluster: Cluster) -> list[int] | None:
 
 
 def _check_free(cluster: Cluster) -> None:
-    """Raises:   RunError when another program has the coordinator's port: JAX would crash."""
+    """Raises:   PortTaken when another program listens there: JAX would crash."""
     port = int(cluster.coordinator.rpartition(":")[2])
     own = cluster.host if is_loopback(cluster.host) else None
     found = socket.getaddrinfo(own, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -187,7 +191,7 @@ def _check_free(cluster: Cluster) -> None:
             if error.errno == errno.EADDRINUSE:
                 fix = "end that, or give all processes another --cluster.coordinator HOST:PORT"
                 told = f"{cluster}: another program on this host has port {port}. Fix: {fix}"
-                raise guard.RunError(told) from error
+                raise PortTaken(told) from error
 
 
 def _check_reachable(cluster: Cluster) -> None:
