@@ -12,7 +12,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -199,3 +199,19 @@ def on_signals(act: Callable[[signal.Signals], None]) -> None:
     """Call `act` on SIGTERM and SIGINT."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _: act(signal.Signals(received)))
+
+
+@contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """SIGINT and SIGTERM wait until the end: one that came while a process is being started would
+    leave it running, unknown to its parent. For the main thread."""
+    came: list[int] = []
+    note = lambda number, _: came.append(number)  # noqa: E731
+    earlier = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
+    if came:
+        signal.raise_signal(came[0])

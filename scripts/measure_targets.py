@@ -38,6 +38,7 @@ sys.path.insert(0, str(ROOT))
 import jax  # noqa: E402
 
 from jaxpar.bench.options import check_folder  # noqa: E402
+from jaxpar.children import held_back  # noqa: E402
 from jaxpar.cli import read_config, run_program  # noqa: E402
 from jaxpar.config import ConfigError  # noqa: E402
 from jaxpar.guard import EXIT_INTERRUPTED  # noqa: E402
@@ -280,19 +281,23 @@ def exit_code(command: list[str], log: Path, timeout: int, gpus: int, folder: Pa
     """Run a program on some GPUs, all that it prints into `log`; how it ended."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
     given = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(visible.split(",")[:gpus])}
-    with (
-        open(log, "w") as file,
-        subprocess.Popen(
-            command, cwd=folder, env=given, stdout=file, stderr=file, start_new_session=True
-        ) as process,
-    ):
+    with open(log, "w") as file, contextlib.ExitStack() as afterwards:
+        with held_back():  # or else a program that has begun would go on, unknown to this one
+            process = subprocess.Popen(
+                command, cwd=folder, env=given, stdout=file, stderr=file, start_new_session=True
+            )
+            afterwards.callback(end, process)
         try:
             return process.wait(timeout)
         except subprocess.TimeoutExpired:
             return f"none after {timeout} s"
-        finally:  # its children too, which would keep their GPUs
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+
+
+def end(process: subprocess.Popen) -> None:
+    """End a program with its children, which would keep their GPUs."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def measure(name: str, options: argparse.Namespace) -> Cards:

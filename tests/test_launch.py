@@ -313,3 +313,12 @@ def test_gpus_are_shared_out(monkeypatch):
         launch.shares_of_gpus(3)
     monkeypatch.setattr(xla_flags, "gpu_is_present", lambda: False)
     assert launch.shares_of_gpus(3) == []
+
+
+def test_a_signal_during_the_start_of_a_process_waits_for_its_end():
+    done = []
+    with pytest.raises(KeyboardInterrupt), children.held_back():
+        os.kill(os.getpid(), signal.SIGINT)
+        done.append("started")
+    assert done == ["started"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -63,7 +63,9 @@ def forward_only(program: Program, weights: Any, microbatches: Any, virtual: int
             sums = program.head(run.top, y, take(microbatches, m))
             return jax.tree.map(jnp.add, carry["sums"], sums)
 
-        return dict(x=_to_stage(y, 1), sums=lax.cond(ready, with_loss, lambda: carry["sums"])), None
+        # Without stages every tick is ready, and a branch would hold up what the head gathers.
+        sums = with_loss() if P == 1 else lax.cond(ready, with_loss, lambda: carry["sums"])
+        return dict(x=_to_stage(y, 1), sums=sums), None
 
     ticks = jnp.arange(plan.num_units + P - 1)
     carry: dict[str, Any] = dict(x=run.blank(), sums=run.no_loss())
