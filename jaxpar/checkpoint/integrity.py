@@ -150,33 +150,33 @@ def file_damage(step_folder: Path) -> list[str]:
     Raises:   Unreadable when the machine cannot tell.
     """
     with reading(str(step_folder)):
-        if not has_file_list(step_folder):
-            return []
-        try:
-            expected = _listed(step_folder)
-        except (ValueError, KeyError, TypeError, Damaged):
+        expected = _listed(step_folder)
+        if expected is None:
             return [f"{FILES} cannot be read"]
         found = (_difference(step_folder / name, name, then) for name, then in expected.items())
         return [text for text in found if text]
 
 
 def extra_files(step_folder: Path) -> list[str]:
-    """Files that FILES does not know, such as a file browser's: no damage, since none is read."""
+    """Files that FILES does not know, such as a file browser's: no damage, since none is read.
+
+    Raises:   Unreadable when the machine cannot tell.
+    """
     with reading(str(step_folder)):
-        if not has_file_list(step_folder):
-            return []
-        try:
-            expected = _listed(step_folder)
-        except (ValueError, KeyError, TypeError, Damaged):
-            return []  # which is damage
-        return [name for name in _names(step_folder) if name not in expected]
+        expected = _listed(step_folder)
+        return [name for name in _names(step_folder) if name not in expected] if expected else []
 
 
-def _listed(step_folder: Path) -> dict[str, dict[str, Any]]:
-    """The files of a checkpoint by name, as FILES has them."""
-    content = json.loads((step_folder / FILES).read_bytes())
-    check_seal(FILES, content)
-    return dict(content["files"])
+def _listed(step_folder: Path) -> dict[str, dict[str, Any]] | None:
+    """The files of a checkpoint by name, as FILES has them: none without it; None when damaged."""
+    if not has_file_list(step_folder):
+        return {}
+    try:
+        content = json.loads((step_folder / FILES).read_bytes())
+        check_seal(FILES, content)
+        return dict(content["files"])
+    except (ValueError, KeyError, TypeError, Damaged):
+        return None
 
 
 def _difference(file: Path, name: str, then: Mapping[str, Any]) -> str:
