@@ -124,6 +124,8 @@ class ParallelConfig:
     """3: gather weights layer by layer. 1: all once per step (with a pipeline, or none sharded)."""
     remat: str = "dots"
     """Saved for the backward: none | dots | dots_offload | attn_out | full | offload, or names."""
+    loss_chunks: int = 0
+    """Parts of a device's tokens that the loss takes in turn: 1 is fastest. 0: of 1 GiB each."""
     layer_loop: Literal["scan", "unroll"] = "scan"
     """scan compiles fastest; unroll runs fastest on GPUs."""
     pipeline_save: Literal["residuals", "inputs"] = "residuals"

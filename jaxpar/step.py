@@ -220,9 +220,15 @@ def weights_of_step(shards: Any, cfg: Config) -> Any:
 
 def gather_once(shards: Any, cfg: Config) -> Any:
     """ZeRO-1: every weight whole and in the compute dtype, for all microbatches of the step."""
-    gather = functools.partial(
-        fsdp.gather_tree, dtype=cfg.model.dtype, reduce=cfg.parallel.grad_reduce
-    )
+
+    def gather(shards: dict, dims: dict) -> dict:
+        whole = fsdp.gather_tree(shards, dims, cfg.model.dtype, cfg.parallel.grad_reduce)
+        if cfg.model.matmul_dtype != "compute":
+            return whole
+        # Each made once: with nothing to gather, XLA would have matmuls put matrices side by side
+        # again as they read them.
+        return {name: lax.optimization_barrier(w) for name, w in whole.items()}
+
     return _map_groups(gather, shards)
 
 

@@ -26,9 +26,8 @@ SCALE = "norm_scale"
 #: Rows of a program, and the warps that work on it: the fastest of those measured.
 ROWS, WARPS = 32, 16
 
-#: Lengths of a row for which it is faster. (With 2,048 it gains nothing in a step of 1.5B, where
-#: XLA adds up two gradients of the output in the passes that the kernel replaces: docs/LOG.md.)
-LENGTHS = (4096, 8192)
+#: Lengths of a row for which it is faster.
+LENGTHS = (2048, 4096, 8192)
 
 
 @flax.struct.dataclass

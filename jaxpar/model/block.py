@@ -167,8 +167,12 @@ def feed_forward(h: jax.Array | Normed, w: Tree, cfg: Config) -> jax.Array:
     if cfg.model.num_experts:
         assert isinstance(h, jax.Array)  # experts multiply in the compute dtype
         return experts.feed_forward(h, w, cfg.model)
-    gate, up = (named(a, "gate_up") for a in layers.gate_and_up(h, w))
-    hidden = named(layers.gated(gate, up, cfg.model), "mlp_hidden")
+    if "w_gate_up" in w:
+        hidden = layers.gated_in_one(named(layers.gate_beside_up(h, w), "gate_up"))
+    else:
+        gate, up = (named(a, "gate_up") for a in layers.gate_and_up(h, w))
+        hidden = layers.gated(gate, up, cfg.model)
+    hidden = named(hidden, "mlp_hidden")
     return layers.to_residual(hidden, w, "w_down", "mlp_hidden")
 
 

@@ -145,8 +145,7 @@ _one_gradient.defvjp(lambda x: (x, None), lambda _, g: (lax.optimization_barrier
 def gate_and_up(h_BTD: jax.Array | Normed, w: dict) -> tuple[jax.Array, jax.Array]:
     """Gate and up projections, [B, T, F] each: column-parallel.
 
-    Two matmuls rather than one side by side: their gradients then need no copying together, which
-    cost more than the larger matmul gained (docs/LOG.md).
+    Two matmuls, where their weights are not one (`views.gate_and_up_are_one`).
     """
     gate, up = matmul(h_BTD, [w["w_gate"], w["w_up"]], "mlp_norm")
     gate, up = lora.add(gate, h_BTD, w, "w_gate"), lora.add(up, h_BTD, w, "w_up")
@@ -161,6 +160,13 @@ def to_residual(x: jax.Array, w: dict, weight: str, name: str) -> jax.Array:
     """
     (y,) = matmul(x, [w[weight]], name)
     return lora.add(y, x, w, weight)
+
+
+@jax.named_scope("gate_up")
+def gate_beside_up(h_BTD: jax.Array | Normed, w: dict) -> jax.Array:
+    """Both in one, [B, T, 2 F]: column-parallel, of weights side by side."""
+    (gate_up,) = matmul(h_BTD, [w["w_gate_up"]], "mlp_norm")
+    return gate_up
 
 
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -178,6 +184,30 @@ def gated(gate: jax.Array, up: jax.Array, m: ModelConfig) -> jax.Array:
     Source:   Shazeer 2020 (2002.05202), equation 5.
     """
     return jax.nn.gelu(gate, approximate=True) * up if m.activation == "gelu" else swiglu(gate, up)
+
+
+@jax.named_scope("activation")
+def gated_in_one(gate_up_BT2F: jax.Array) -> jax.Array:
+    """`gated` of what `gate_beside_up` makes: SwiGLU, [B, T, F]."""
+    return _swiglu_in_one(gate_up_BT2F)
+
+
+@jax.custom_vjp
+def _swiglu_in_one(gate_up: jax.Array) -> jax.Array:
+    """`swiglu`, whose gradient is written side by side, in one pass. Autodiff's is made in two
+    halves, which XLA then copies together (docs/LOG.md)."""
+    return swiglu(*jnp.split(gate_up, 2, axis=-1))
+
+
+def _swiglu_backward(gate_up, d_y):
+    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
+    d_y, share = d_y.astype(jnp.float32), jax.nn.sigmoid(gate)
+    halves = d_y * up * share * (1 + gate * (1 - share)), d_y * gate * share
+    # Once, for the two matmuls that read it: XLA would have either put it together on its way.
+    return (lax.optimization_barrier(jnp.concatenate(halves, axis=-1).astype(gate_up.dtype)),)
+
+
+_swiglu_in_one.defvjp(lambda gate_up: (_swiglu_in_one(gate_up), gate_up), _swiglu_backward)
 
 
 def vocab_shard_index() -> jax.Array:

@@ -24,7 +24,7 @@ CHUNK_BYTES = 1 << 30
 
 
 def cross_entropy(
-    h_ND, head_DV, labels_N, z_loss: float = 0.0, logits_dtype: Any = jnp.float32
+    h_ND, head_DV, labels_N, z_loss: float = 0.0, logits_dtype: Any = jnp.float32, chunks: int = 0
 ) -> tuple[jax.Array, jax.Array]:
     """Summed cross entropy of this device's tokens.
 
@@ -32,35 +32,36 @@ def cross_entropy(
               varying. head_DV: this device's columns, compute dtype. labels_N: int32, typed
               invariant over VOCAB_AXES; IGNORED for no loss. z_loss: weight of the squared
               log-partition. logits_dtype: what logits are rounded to; all else is float32.
+              chunks: that the tokens are taken in; 0: `num_chunks`.
     Returns:  (loss + z-loss, loss), float32 scalars, sums over the labelled tokens, the same on
               every rank of VOCAB_AXES. The second carries no gradient.
     Communication: per chunk over VOCAB_AXES: all-reduces of [chunk] float32, one max and two sums.
     Source:   Shoeybi et al. 2019 (1909.08053), section 3; z-loss: 2204.02311, section 5.
     """
-    total, nll = _cross_entropy(h_ND, head_DV, labels_N, z_loss, logits_dtype)
+    n = num_chunks(len(labels_N), head_DV.shape[1], chunks)
+    total, nll = _cross_entropy(h_ND, head_DV, labels_N, z_loss, logits_dtype, n)
     return total, lax.stop_gradient(nll)
 
 
-def num_chunks(num_tokens: int, vocab_shard: int) -> int:
-    """The fewest chunks whose float32 logits fit CHUNK_BYTES; at most one for each token."""
+def num_chunks(num_tokens: int, vocab_shard: int, wanted: int = 0) -> int:
+    """As many chunks as are wanted; 0: the fewest whose float32 logits fit CHUNK_BYTES. At most one
+    for each token."""
     fewest = -(-num_tokens * vocab_shard * 4 // CHUNK_BYTES)
-    return min(max(fewest, 1), num_tokens)
+    return min(wanted or max(fewest, 1), num_tokens)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _cross_entropy(h_ND, head_DV, labels_N, z_loss, logits_dtype):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _cross_entropy(h_ND, head_DV, labels_N, z_loss, logits_dtype, n):
     def body(sums, chunk):
         h, labels = chunk
         part, _ = _chunk(h, labels, head_DV, z_loss, logits_dtype)
         return _add(sums, part), None
 
-    chunks = _chunked(h_ND, labels_N, head_DV.shape[1])
-    return lax.scan(body, _no_loss(labels_N), chunks)[0]
+    return lax.scan(body, _no_loss(labels_N), _chunked(h_ND, labels_N, n))[0]
 
 
-def _chunked(h_ND, labels_N, vocab_shard):
+def _chunked(h_ND, labels_N, n):
     """Equal chunks; the last is filled up with tokens of no loss."""
-    n = num_chunks(len(labels_N), vocab_shard)
     missing = -len(labels_N) % n
     h = jnp.pad(h_ND, ((0, missing), (0, 0)))
     labels = jnp.pad(labels_N, (0, missing), constant_values=IGNORED)
@@ -99,25 +100,30 @@ def _chunk(h_ND, labels_N, head_DV, z_loss, logits_dtype):
     return (loss, nll), lambda: softmax.gradient(logits, *of_rows, dtype=h_ND.dtype)
 
 
-def _forward(h_ND, head_DV, labels_N, z_loss, logits_dtype):
-    def body(carry, chunk):
-        (sums, d_head), (h, labels) = carry, chunk
-        part, gradient = _chunk(h, labels, head_DV, z_loss, logits_dtype)
+def _forward(h_ND, head_DV, labels_N, z_loss, logits_dtype, n):
+    def of_chunk(h, labels, dtype):
+        sums, gradient = _chunk(h, labels, head_DV, z_loss, logits_dtype)
         d_logits = gradient()
-        d_h = jnp.dot(d_logits, head_DV.T)
-        d_head += jnp.dot(h.T, d_logits, preferred_element_type=jnp.float32)
-        return (_add(sums, part), d_head), d_h
+        d_head = jnp.dot(h.T, d_logits, preferred_element_type=dtype)
+        return sums, jnp.dot(d_logits, head_DV.T), d_head
 
-    chunks = _chunked(h_ND, labels_N, head_DV.shape[1])
-    start = _no_loss(labels_N), varying(jnp.zeros(head_DV.shape, jnp.float32))
-    (sums, d_head), d_h = lax.scan(body, start, chunks)
-    d_h = d_h.reshape(-1, h_ND.shape[-1])[: len(h_ND)]
+    def body(carry, chunk):
+        h, labels = chunk
+        sums, d_h, d_head = of_chunk(h, labels, jnp.float32)
+        return _add(carry, (sums, d_head)), d_h
+
     # Not yet divided by the number of tokens, so beyond what float16 can hold.
     kept = jnp.float32 if head_DV.dtype == jnp.float16 else head_DV.dtype
+    if n == 1:  # nothing to add up: the matmul itself writes what is kept
+        sums, d_h, d_head = of_chunk(h_ND, labels_N, kept)
+        return sums, (d_h, d_head)
+    start = _no_loss(labels_N), varying(jnp.zeros(head_DV.shape, jnp.float32))
+    (sums, d_head), d_h = lax.scan(body, start, _chunked(h_ND, labels_N, n))
+    d_h = d_h.reshape(-1, h_ND.shape[-1])[: len(h_ND)]
     return sums, (d_h, d_head.astype(kept))
 
 
-def _backward(z_loss, logits_dtype, saved, cotangents):
+def _backward(z_loss, logits_dtype, n, saved, cotangents):
     d_h, d_head = saved
     g = cotangents[0]
     return (g * d_h).astype(d_h.dtype), (g * d_head).astype(d_h.dtype), None

@@ -253,7 +253,7 @@ def head(top: Tree, x: jax.Array, batch: Batch, cfg: Config) -> tuple[jax.Array,
     h, w = lax.optimization_barrier((h, w))
     logits = jnp.float32 if cfg.model.logits_dtype == "float32" else w.dtype
     flat = h.reshape(-1, h.shape[-1]), w, batch.labels.ravel()
-    return cross_entropy(*flat, cfg.train.z_loss, logits)
+    return cross_entropy(*flat, cfg.train.z_loss, logits, cfg.parallel.loss_chunks)
 
 
 def logits_at(weights: Tree, batch: Batch, tokens: Tokens, last: jax.Array, cfg: Config):

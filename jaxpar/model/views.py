@@ -1,8 +1,8 @@
 """Parameters as a device computes with them: its shards, arranged.
 
 Parameters are stored one array per published matrix, layers stacked. `view` puts query, key and
-value side by side and cuts the layers apart; it is linear and local, so its transpose carries
-gradients back.
+value side by side, and gate and up where `gate_and_up_are_one`, and cuts the layers apart; it is
+linear and local, so its transpose carries gradients back.
 """
 
 import functools
@@ -34,6 +34,7 @@ LAYER_DIMS: dict[str, int | None] = {
     "mlp_norm": None,
     "mlp_post_norm": None,
     "router": -2,
+    "w_gate_up": -2,
     "w_gate": -2,
     "b_gate": None,
     "w_up": -2,
@@ -54,7 +55,8 @@ TOP_DIMS: dict[str, int | None] = {"embed": -1, "final_norm": None, "head": -2}
 def view(params: Tree, cfg: Config) -> Tree:
     """A device's shards, arranged for computing: {"top": ..., "layers": ...}.
 
-    Query, key and value projections lie side by side, so that one matmul serves them.
+    Query, key and value projections lie side by side, so that one matmul serves them; gate and up
+    where `gate_and_up_are_one`.
     Layers are a tuple of the device's v chunks, each a tuple of one tree per layer for `unroll`,
     one tree of [layers, ...] arrays for `scan`.
 
@@ -74,16 +76,26 @@ def _arranged(w: Tree, cfg: Config) -> Tree:
     stacked = cfg.parallel.layer_loop == "scan"
     lead = next(iter(w.values())).shape[:stacked]
     adapters = lora.side_by_side(w, lead, factor(cfg)) if cfg.lora.rank else {}
-    return adapters | (_side_by_side(w, lead) if "attn_norm" in w else {})
+    return adapters | (_side_by_side(w, lead, cfg) if "attn_norm" in w else {})
 
 
-def _side_by_side(w: Tree, lead: tuple[int, ...]) -> Tree:
+def gate_and_up_are_one(cfg: Config) -> bool:
+    """Whether one matmul serves gate and up: in the compute dtype, with the activation whose
+    gradients a kernel writes side by side, and without what belongs to one of the two."""
+    m = cfg.model
+    plain = m.matmul_dtype == "compute" and m.activation == "silu" and not m.mlp_bias
+    return plain and not m.num_experts and not cfg.lora.rank
+
+
+def _side_by_side(w: Tree, lead: tuple[int, ...], cfg: Config) -> Tree:
     """The matrices, but for adapters; leading (layer) dims pass through."""
     flat = lambda name, *dims: w[name].reshape(*lead, *dims)  # noqa: E731
     D = w["wq"].shape[-3]
     out = {n: w[n] for n in LAYER_DIMS if n in w and not lora.is_adapter(n)}
     out["wqkv"] = jnp.concatenate([flat(n, D, -1) for n in ("wq", "wk", "wv")], axis=-1)
     out["wo"] = flat("wo", -1, w["wo"].shape[-1])
+    if gate_and_up_are_one(cfg):
+        out["w_gate_up"] = jnp.concatenate([out.pop("w_gate"), out.pop("w_up")], axis=-1)
     if "bq" in w:
         out["bqkv"] = jnp.concatenate([flat(n, -1) for n in ("bq", "bk", "bv")], axis=-1)
     return out
@@ -132,7 +144,8 @@ def with_scales(weights: Tree, shards: Tree, cfg: Config) -> Tree:
     one = jax.tree.leaves(shards["layers"], is_leaf=lambda tree: isinstance(tree, dict))[0]
     if cfg.model.matmul_dtype == "compute" or all(map(lora.is_adapter, one)):
         return weights
-    scales = fsdp.float8_scales(shards["layers"], tuple(PROJECTIONS), cfg.model.dtype)
+    names = tuple(n for n in PROJECTIONS if n in one)
+    scales = fsdp.float8_scales(shards["layers"], names, cfg.model.dtype)
     beside = lambda w, s: w | {"scales": s}  # noqa: E731
     return weights | {"layers": each_tree(beside, weights["layers"], scales)}
 

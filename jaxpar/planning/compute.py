@@ -172,7 +172,7 @@ def elementwise_rate(gpu: Gpu) -> float:
 def head_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
     """The head and the loss of one microbatch, forward and backward."""
     n, D = shard.tokens, cfg.model.d_model
-    chunk = n / num_chunks(n, shard.vocab)
+    chunk = n / num_chunks(n, shard.vocab, cfg.parallel.loss_chunks)
     share = rates.matmul_share(chunk, D, shard.vocab)
     rate = matmul_rate(cfg, gpu, float8=False) * share
     logit = 4 if cfg.model.logits_dtype == "float32" else shard.width

@@ -284,11 +284,13 @@ def _gathered(cfg: Config, shard: Shard) -> float:
 
 
 def _loss_bytes(cfg: Config, shard: Shard) -> float:
-    """The head's gradient in float32, and a chunk's logits with their gradient in the compute
-    dtype, which takes their place if it is theirs."""
-    chunk = shard.tokens / num_chunks(shard.tokens, shard.vocab)
+    """The head's gradient, of several chunks in float32, and a chunk's logits with their gradient
+    in the compute dtype, which takes their place if it is theirs."""
+    n = num_chunks(shard.tokens, shard.vocab, cfg.parallel.loss_chunks)
     logits = 4 if cfg.model.logits_dtype == "float32" else 0
-    return 4 * shard.table * shard.trained + (logits + shard.width) * chunk * shard.vocab
+    of_head = 4 if n > 1 or cfg.model.dtype == "float16" else shard.width
+    chunk = (logits + shard.width) * shard.tokens / n * shard.vocab
+    return of_head * shard.table * shard.trained + chunk
 
 
 def _in_a_layer(cfg: Config, shard: Shard) -> float:

@@ -72,11 +72,12 @@ def test_the_kernel_computes_the_same(rows, length, dtype):
     ("shape", "dtype", "by"),
     [
         ((2, 16, 4096), jnp.bfloat16, "kernel"),
+        ((2, 16, 2048), jnp.bfloat16, "kernel"),
         ((2, 16, 4096), jnp.float32, "XLA"),
         ((2, 16, 5120), jnp.bfloat16, "XLA"),
         ((3, 7, 4096), jnp.bfloat16, "XLA"),
     ],
-    ids=["8B", "float32", "length", "rows"],
+    ids=["8B", "1.5B", "float32", "length", "rows"],
 )
 def test_the_kernel_is_for_gpus_and_some_shapes(shape, dtype, by):
     x, gain = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[-1:], jnp.float32)

@@ -41,11 +41,11 @@ def inputs(dtype=np.float32):
     return jnp.asarray(h, dtype), jnp.asarray(head, dtype), labels
 
 
-def on_mesh(mesh, z_loss: float, h, head, labels, cotangent=1.0, dtype=jnp.float32):
+def on_mesh(mesh, z_loss: float, h, head, labels, cotangent=1.0, dtype=jnp.float32, chunks=0):
     """((loss + z-loss, loss), gradient of h, gradient of head), all global."""
 
     def local(h, head, labels):
-        options = dict(labels_N=labels, z_loss=z_loss, logits_dtype=dtype)
+        options = dict(labels_N=labels, z_loss=z_loss, logits_dtype=dtype, chunks=chunks)
         run = functools.partial(loss.cross_entropy, **options)
         sums, vjp = jax.vjp(run, varying(h), varying(head))
         # A gradient of the second sum would add to the first's, if there were one.
@@ -104,6 +104,15 @@ def test_chunks_add_up(name, tokens, devices, monkeypatch):
     assert_close(found, plain(0.1, *arrays, cotangent=0.25))
 
 
+@pytest.mark.parametrize("chunks", [1, 5, 24, 100])
+@pytest.mark.parametrize("name", ["whole", "tensor and pipeline"])
+def test_any_number_of_chunks_that_is_asked_for(name, chunks, devices, monkeypatch):
+    arrays = inputs()
+    chunks_of(monkeypatch, 6, V if name == "whole" else V // 4)
+    found = on_mesh(mesh_of(devices, MESHES[name]), 0.1, *arrays, cotangent=0.25, chunks=chunks)
+    assert_close(found, plain(0.1, *arrays, cotangent=0.25))
+
+
 def test_large_logits_do_not_overflow(devices):
     h, head, labels = inputs()
     arrays = h * 50, head, labels
@@ -158,14 +167,17 @@ def test_bfloat16_keeps_sums_in_float32(devices):
 def test_number_of_chunks(num_tokens, vocab_shard, chunk_bytes, chunks, monkeypatch):
     monkeypatch.setattr(loss, "CHUNK_BYTES", chunk_bytes)
     assert loss.num_chunks(num_tokens, vocab_shard) == chunks
+    asked_for = [loss.num_chunks(num_tokens, vocab_shard, n) for n in (1, 3, 1000)]
+    assert asked_for == [1, 3, num_tokens]
 
 
-def temporary_bytes(mesh, tokens: int, vocab: int) -> int:
+def temporary_bytes(mesh, tokens: int, vocab: int, chunks: int = 0) -> int:
     """Of value and gradients in one compiled program."""
     h = jax.ShapeDtypeStruct((tokens, D), jnp.float32)
     head = jax.ShapeDtypeStruct((D, vocab), jnp.float32)
     labels = jax.ShapeDtypeStruct((tokens,), jnp.int32)
-    lowered = jax.jit(functools.partial(on_mesh, mesh, 0.1)).lower(h, head, labels)
+    run = functools.partial(on_mesh, mesh, 0.1, chunks=chunks)
+    lowered = jax.jit(run).lower(h, head, labels)
     return lowered.compile().memory_analysis().temp_size_in_bytes
 
 
@@ -175,6 +187,7 @@ def test_logits_are_never_whole(devices, monkeypatch):
     assert temporary_bytes(mesh, tokens, vocab) > logits, "the measure sees them when they are"
     monkeypatch.setattr(loss, "CHUNK_BYTES", logits // 16)
     assert temporary_bytes(mesh, tokens, vocab) < logits / 3
+    assert temporary_bytes(mesh, tokens, vocab, chunks=1) > logits, "unless they are asked for"
 
 
 def test_memory_does_not_grow_with_the_logits(devices, monkeypatch):
