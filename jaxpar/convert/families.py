@@ -171,6 +171,7 @@ MIXTRAL = Family(
     defaults={
         "num_key_value_heads": 8,
         "rms_norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
         "sliding_window": None,
         "num_local_experts": 8,
         "num_experts_per_tok": 2,

@@ -35,6 +35,18 @@ def test_rope_forms(values, wanted):
     assert (found["rope_theta"], found["rope_scaling"]) == wanted
 
 
+@pytest.mark.parametrize(
+    ("name", "theta"), [("llama2", 1e4), ("mistral", 1e4), ("mixtral", 1e6), ("qwen3_moe", 1e4)]
+)
+def test_a_base_that_is_left_out_is_the_familys(name, theta):
+    values = {k: v for k, v in tiny.MODELS[name].items() if k != "rope_theta"}
+    family = family_of(values)
+    assert model_of(values, family).rope_theta == theta
+    assert model_of(values | {"rope_theta": 5e5}, family).rope_theta == 5e5
+    current = {"rope_parameters": {"rope_type": "default"}}
+    assert model_of(values | current, family).rope_theta == theta
+
+
 LOCAL, FULL = "sliding_attention", "full_attention"
 TWO_ROPES = {FULL: {"rope_theta": 1e6}, LOCAL: {"rope_theta": 1e4}}
 
