@@ -64,15 +64,15 @@ class Tensors:
 
 
 def find_tensors(folder: Path) -> Tensors:
-    """Every tensor of a folder, from the headers of its files.
+    """Every tensor of a folder that holds weights, from the headers of its files.
 
     Raises:   ConfigError naming the file that is missing, truncated or a pickle, or the tensor that
               is not where the index says.
     """
     if (folder / INDEX_FILE).is_file():
-        return Tensors(_indexed(folder))
+        return Tensors(_weights_of(_indexed(folder)))
     if (folder / SINGLE_FILE).is_file():
-        return Tensors(read_header(folder / SINGLE_FILE))
+        return Tensors(_weights_of(read_header(folder / SINGLE_FILE)))
     pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
     if pickles:
         rule = "is a pickle, which runs whatever code its author put into it when it is read"
@@ -80,6 +80,11 @@ def find_tensors(folder: Path) -> Tensors:
         raise ConfigError("DIR", str(folder / pickles[0]), rule, fix)
     rule = f"holds neither {SINGLE_FILE} nor {INDEX_FILE}"
     raise ConfigError("DIR", str(folder), rule, "give a folder of a published model")
+
+
+def _weights_of(stored: dict[str, Stored]) -> dict[str, Stored]:
+    """The tensors but DERIVED ones, which may be float32 where all weights have 16 bits."""
+    return {name: where for name, where in stored.items() if not DERIVED.fullmatch(name)}
 
 
 def _indexed(folder: Path) -> dict[str, Stored]:
@@ -112,7 +117,7 @@ def check_tensors(tensors: Tensors, entries: Iterable[Entry], sizes: Sizes) -> N
 
     Raises:   ConfigError naming the first tensors that are missing, extra or of another shape.
     """
-    there = {name: s.shape for name, s in tensors.stored.items() if not DERIVED.fullmatch(name)}
+    there = {name: s.shape for name, s in tensors.stored.items()}
     wanted: dict[str, tuple[int, ...]] = {}
     for entry in entries:
         wanted |= dict.fromkeys(tensor_names(entry, sizes), tensor_shape(entry, sizes))

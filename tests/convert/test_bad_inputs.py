@@ -13,6 +13,7 @@ from jaxpar.convert import exporting, importing, new_folder, selfcheck
 from jaxpar.convert.__main__ import main, read_options
 from jaxpar.convert.hf_folder import INDEX_FILE, SINGLE_FILE
 from jaxpar.convert.mesh_load import check_model
+from jaxpar.convert.safetensors_file import DTYPES, NAMES
 from tests.convert import tiny
 
 VALUES = tiny.MODELS["llama3_2"]
@@ -156,6 +157,23 @@ def test_what_holds_no_weights_of_its_own_is_let_through(tmp_path):
 
     rewrite(folder, add)
     importing.open_source(folder)
+
+
+@pytest.mark.parametrize("code", ["BF16", "F16"])
+def test_rotary_frequencies_do_not_decide_the_dtype_of_the_weights(code, tmp_path):
+    folder = tiny.write_folder(tmp_path / "model", VALUES)
+    weights = {n: a.astype(DTYPES[code]) for n, a in tiny.tensors(VALUES).items()}
+    inv_freq = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, "f4")}
+    files = {"a.safetensors": (weights, code), "b.safetensors": (inv_freq, "F32")}
+    for file, (arrays, dtype) in files.items():
+        tiny.write_safetensors(folder / file, arrays, dtype)
+    where = {name: file for file, (arrays, _) in files.items() for name in arrays}
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": where}))
+    source = importing.open_source(folder)
+    assert source.num_bytes == sum(a.nbytes for a in weights.values())
+    assert source.config.model.dtype == "bfloat16"
+    importing.from_hf(folder, tmp_path / "run", silent, None)
+    assert DTYPES[NAMES[exporting.open_export(tmp_path / "run").dtype]] == DTYPES[code]
 
 
 def test_folders_in_use_are_left_alone(tmp_path):
