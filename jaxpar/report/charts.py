@@ -85,7 +85,9 @@ def _chart(runs: Sequence[RunRead], shown: Shown, view: str) -> Element:
         ticks += [Tick(index, m.kind, m.step * factor, f"{run.name}: {m.text}") for m in run.marks]
     ends = [x for line in lines for x, _ in line.points]
     if shown.name == "last half":
-        x = Scale(min(ends), max(max(ends), min(ends) + 1))
+        # What is drawn beside, as points, is of all steps: the loss says where the half begins.
+        first = min(x for line in lines if line.kind != "dots" for x, _ in line.points)
+        x = Scale(first, max(max(ends), first + 1))
         lines = [_from(line, x.low) for line in lines]
     else:
         x = Scale(0.0, max(ends))

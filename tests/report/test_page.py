@@ -1,8 +1,10 @@
 """The report as a file: nothing in a run can become markup, nothing is loaded, all is written."""
 
+import itertools
 import json
 import math
 import os
+import random
 import re
 from html.parser import HTMLParser
 from importlib import resources
@@ -13,7 +15,7 @@ from jaxpar.config import ConfigError
 from jaxpar.goodput import PARTS
 from jaxpar.report.__main__ import Options, main, report
 from jaxpar.samples import write_sample
-from tests.report.folders import write_lines, write_run
+from tests.report.folders import TOKENS, record, write_lines, write_run
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&\x00"
 
@@ -73,6 +75,20 @@ def test_texts_of_a_run_stay_texts(tmp_path):
     assert tags.count("script") == 2 and "img" not in tags and tags.count("b") == 2
     assert Tags(page_of(clean)).found.count(("script", {})) == 1
     assert "alert(1)" in text and "<script>alert" not in text and "\x00" not in text
+
+
+def test_the_second_half_has_an_axis_of_its_own(tmp_path):
+    folder, noise = tmp_path / "run", random.Random(0)
+    folder.mkdir()
+    held_out = lambda step: {"step": step, "held_out_loss": 2 + 8 / math.sqrt(step)}  # noqa: E731
+    records = ([record(s, noise), *([held_out(s)] if s % 20 == 0 else [])] for s in range(1, 401))
+    write_lines(folder / "metrics.jsonl", itertools.chain.from_iterable(records))
+    figures = [a for tag, a in Tags(page_of(folder)).found if "data-metric" in a]
+    of = lambda view: [a for a in figures if a["data-view"] == view]  # noqa: E731
+    for view, factor in (("steps", 1), ("tokens", TOKENS)):
+        ends = {a["data-metric"]: (a["data-low"], a["data-high"]) for a in of(view)}
+        assert tuple(map(float, ends["last half"])) == (201 * factor, 400 * factor)
+        assert tuple(map(float, ends["loss"])) == (0, 400 * factor)
 
 
 def test_runs_side_by_side_differ_where_they_do(tmp_path):
