@@ -120,7 +120,8 @@ def _hlo_beside(where: Path, missing: list[str]) -> str:
 
 def _read(files: list[Path], module: str) -> Trace:
     """The traces of all processes as one, whose devices are then process:device."""
-    traces = {file.name.split(".")[0]: _read_one(file, module) for file in files}
+    # JAX names a file by its host, whose name may hold dots, as of 10.0.0.1.xplane.pb.
+    traces = {file.name.partition(".xplane.pb")[0]: _read_one(file, module) for file in files}
     first = next(iter(traces.values()))
     if len(traces) == 1:
         return first

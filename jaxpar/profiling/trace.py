@@ -101,8 +101,15 @@ def read(path: str | Path, module: str = "") -> Trace:
 
 
 def planes_of(path: str | Path) -> dict[str, Any]:
-    """The planes of a trace file by name."""
-    data = ProfileData.from_serialized_xspace(xspace.read_bytes(path))
+    """The planes of a trace file by name.
+
+    Raises:   NotATrace when the file cannot be read as one.
+    """
+    raw = xspace.read_bytes(path)
+    try:
+        data = ProfileData.from_serialized_xspace(raw)
+    except RuntimeError as error:
+        raise xspace.not_a_trace(path, error) from error
     return {plane.name: plane for plane in data.planes}
 
 

@@ -67,9 +67,20 @@ class Program:
 
 
 def read_bytes(path: str | Path) -> bytes:
-    """A trace file, which may be compressed (.gz)."""
+    """A trace file, which may be compressed (.gz).
+
+    Raises:   NotATrace when it cannot be unpacked.
+    """
     data = Path(path).read_bytes()
-    return gzip.decompress(data) if Path(path).suffix == ".gz" else data
+    try:
+        return gzip.decompress(data) if Path(path).suffix == ".gz" else data
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise not_a_trace(path, error) from error
+
+
+def not_a_trace(path: str | Path, error: Exception) -> NotATrace:
+    """The error for a file that could not be read as a trace."""
+    return NotATrace(f"{path} is no profiler trace, or is cut off: {error}")
 
 
 @functools.cache
@@ -106,8 +117,8 @@ def programs(path: str | Path) -> dict[str, Program]:
             if plane.name == "/host:metadata":
                 found |= _programs_of(plane)
         return found
-    except (message.DecodeError, gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise NotATrace(f"{path} is no profiler trace, or is cut off: {error}") from error
+    except message.DecodeError as error:
+        raise not_a_trace(path, error) from error
 
 
 def _programs_of(plane: Any) -> dict[str, Program]:

@@ -10,7 +10,7 @@ import pytest
 from jaxpar import guard, profile
 from jaxpar.config import ConfigError
 from jaxpar.planning.hardware import H200
-from jaxpar.profiling import cpu_trace, folder, hlo, memory, sections, trace, xspace
+from jaxpar.profiling import cpu_trace, folder, hlo, loading, memory, sections, trace, xspace
 from jaxpar.profiling.costs import cost_of
 from tests.profiling.xspace import HOST, Event, write
 
@@ -101,6 +101,32 @@ def test_files_that_are_no_trace(tmp_path, change):
     packed = tmp_path / "bad.xplane.pb.gz"
     packed.write_bytes(PIECE.read_bytes()[:-500])
     assert "is no profiler trace, or is cut off" in refused(str(packed))
+
+
+def cut_off(data: bytes) -> bytes:
+    return data[:-500]
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("process_1.xplane.pb", lambda: cut_off(gzip.decompress(PIECE.read_bytes()))),
+        ("process_1.xplane.pb.gz", lambda: cut_off(PIECE.read_bytes())),
+        ("process_1.xplane.pb.gz", lambda: b"not packed"),
+    ],
+)
+def test_a_trace_of_another_process_that_is_cut_off(tmp_path, name, data):
+    first = tmp_path / "process_0.xplane.pb"
+    first.write_bytes(gzip.decompress(PIECE.read_bytes()))
+    (tmp_path / name).write_bytes(data())
+    assert f"{name} is no profiler trace, or is cut off" in refused(str(tmp_path))
+
+
+def test_every_host_counts_whatever_its_name(tmp_path):
+    for host in ("10.0.0.1", "10.0.0.2", "process_3"):
+        shutil.copy(PIECE, tmp_path / f"{host}.xplane.pb.gz")
+    devices = loading.load(str(tmp_path)).trace.devices
+    assert set(devices) == {f"{host}:{n}" for host in ("10.0.0.1", "10.0.0.2", "3") for n in (0, 1)}
 
 
 def test_a_trace_of_nothing(tmp_path):
