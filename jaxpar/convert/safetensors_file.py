@@ -76,6 +76,8 @@ def read_header(file: Path) -> dict[str, Stored]:
         header = json.loads(text)
         header.pop("__metadata__", None)
         found = {name: _stored(file, name, about, 8 + length) for name, about in header.items()}
+    except ConfigError:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         rule = f"has a damaged header ({error!r})"
         raise ConfigError(file.name, f"{size} bytes", rule, AGAIN) from error
