@@ -10,16 +10,42 @@ type Values = dict[str, Any]
 
 CONFIG_FILE = "config.json"
 
+#: Kinds of values, in words.
+KINDS = {int: "a whole number", float: "a number", dict: "an object", list: "a list of names"}
+
+#: What a key holds, where it is there and not null. Those of the families' `fields` are not here.
+HOLDS: dict[str, type] = {
+    "architectures": list,
+    "layer_types": list,
+    "max_position_embeddings": int,
+    "max_window_layers": int,
+    "rope_local_base_freq": float,
+    "rope_parameters": dict,
+    "rope_scaling": dict,
+    "rope_theta": float,
+    "sliding_window": int,
+    "sliding_window_pattern": int,
+}
+
 
 def refuse(key: str, value: Any, rule: str, fix: str) -> ConfigError:
     """The error for a key of config.json."""
     return ConfigError(f"{CONFIG_FILE} {key}", value, rule, fix)
 
 
+def check_kind(key: str, value: Any, kind: type) -> None:
+    """Raises:   ConfigError when a key has a value of another kind; null is of any."""
+    good = isinstance(value, int | float if kind is float else kind)
+    if kind is list and good:
+        good = all(isinstance(name, str) for name in value)
+    if value is not None and (not good or isinstance(value, bool)):
+        raise refuse(key, value, f"must be {KINDS[kind]}", "fetch the file again")
+
+
 def read_config_json(folder: Path) -> Values:
     """The values of a folder's config.json.
 
-    Raises:   ConfigError when there is none, or it is not JSON.
+    Raises:   ConfigError when there is none, it is not JSON, or a value is of another kind.
     """
     path = folder / CONFIG_FILE
     if not path.is_file():
@@ -33,4 +59,6 @@ def read_config_json(folder: Path) -> Values:
         raise ConfigError(CONFIG_FILE, str(path), f"is not JSON ({error})", fix) from error
     if not isinstance(values, dict):
         raise ConfigError(CONFIG_FILE, str(path), "is not a JSON object", "fetch the file again")
+    for key, kind in HOLDS.items():
+        check_kind(key, values.get(key), kind)
     return values

@@ -8,7 +8,7 @@ the layers with a window. Either is read; both are written, and readers ignore t
 from typing import Any
 
 from jaxpar.config import ModelConfig, RopeScaling
-from jaxpar.convert.config_file import Values, refuse
+from jaxpar.convert.config_file import Values, check_kind, refuse
 from jaxpar.convert.families import Family
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -37,7 +37,9 @@ def read(values: Values, family: Family, num_layers: int) -> Values:
 
 def _read_two_kinds(values: Values, rope: Values, num_layers: int) -> Values:
     """Every so many layers, one is without a window; the others have a rotary base of their own."""
-    of_all = rope if FULL not in rope else dict(rope[FULL])
+    for kind in (FULL, SLIDING):
+        check_kind(f"rope_parameters {kind}", rope.get(kind), dict)
+    of_all = dict(rope.get(FULL) or {}) if FULL in rope else rope
     theta, scaling = read_rope(of_all, values.get("rope_theta"))
     local, local_scaling = read_rope(
         dict(rope.get(SLIDING) or {}), values.get("rope_local_base_freq")
@@ -49,8 +51,11 @@ def _read_two_kinds(values: Values, rope: Values, num_layers: int) -> Values:
     kinds = values.get("layer_types")
     if kinds is not None:
         every = kinds.index(FULL) + 1 if FULL in kinds else 0
+    elif every is None or every < 1:
+        fix = "use the number of layers from one full layer to the next"
+        raise refuse("sliding_window_pattern", every, "must be 1 or more", fix)
     pattern = [FULL if every and (i + 1) % every == 0 else SLIDING for i in range(num_layers)]
-    if (kinds is not None and kinds != pattern) or not isinstance(every, int):
+    if kinds is not None and kinds != pattern:
         rule = "is no pattern that repeats"
         raise refuse("layer_types", kinds, rule, "use a model in which every Nth layer is full")
     if window is None or set(pattern) == {FULL}:
@@ -67,6 +72,7 @@ def read_rope(rope: Values, theta: Any) -> tuple[float, RopeScaling | None]:
     Args:     rope: `rope_parameters`, or the older `rope_scaling`; its `rope_type` was once `type`.
               theta: the base, where `rope` does not hold it.
     """
+    check_kind("rope_theta", rope.get("rope_theta"), float)
     theta = rope.get("rope_theta") or theta or 10_000.0
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor", 1.0) != 1.0:

@@ -41,13 +41,14 @@ _OF_TRAINING = {
 }
 
 #: Keys that are read.
-_READ = {"r", "lora_alpha", "use_rslora", "target_modules"}
+_READ = {"r", "lora_alpha", "target_modules"}
 
 #: Values that keys must have. Other ways to start change the model as well.
 _REQUIRED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
     "init_lora_weights": (True, False, "gaussian"),
+    "use_rslora": (True, False, None),
 }
 
 
@@ -83,7 +84,8 @@ def lora_of(values: Values) -> LoraConfig:
         if not isinstance(value, kind) or isinstance(value, bool) or value <= 0:
             rule = "must be a number above 0"
             raise ConfigError(f"{ADAPTER_CONFIG} {key}", value, rule, "use that of the training")
-    if not isinstance(targets, list) or not targets or not set(targets) <= set(TARGETS):
+    known = isinstance(targets, list) and all(t in [*TARGETS] for t in targets)
+    if not known or not targets:
         rule = f"must be a list of names from {', '.join(TARGETS)}"
         fix = "train adapters of these alone"
         raise ConfigError(f"{ADAPTER_CONFIG} target_modules", targets, rule, fix)

@@ -11,6 +11,7 @@ from jaxpar import checkpoint
 from jaxpar.config import ConfigError, replace
 from jaxpar.convert import exporting, importing, new_folder, selfcheck
 from jaxpar.convert.__main__ import main, read_options
+from jaxpar.convert.config_file import HOLDS
 from jaxpar.convert.hf_folder import INDEX_FILE, SINGLE_FILE
 from jaxpar.convert.mesh_load import check_model
 from jaxpar.convert.safetensors_file import DTYPES, NAMES
@@ -146,6 +147,18 @@ def test_it_is_refused_by_name(what, tmp_path):
         importing.from_hf(folder, tmp_path / "run", silent)
     assert str(error.value).count("Fix: ") == 1 and "\n" not in str(error.value)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("key", HOLDS)
+def test_values_of_another_kind_are_refused(key, tmp_path):
+    folder = tiny.write_folder(tmp_path / "model", VALUES)
+    for value in ("12", True, [[1]], *([1.5] if HOLDS[key] is int else [])):
+        configure(**{key: value})(folder)
+        with pytest.raises(ConfigError, match=f"^config.json {key} = .*: must be a") as error:
+            importing.open_source(folder)
+        assert error.value.value == value
+    configure(**{key: None})(folder)
+    importing.open_source(folder)
 
 
 def test_what_holds_no_weights_of_its_own_is_let_through(tmp_path):

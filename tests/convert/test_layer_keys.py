@@ -102,6 +102,11 @@ def test_gemmas_layers_are_read_back(fields):
         (GEMMA3, {"layer_types": [LOCAL, FULL, FULL, LOCAL]}, "layer_types.*no pattern"),
         (GEMMA3, {"rope_scaling": {"rope_type": "linear"}}, "rope_type = 'linear'"),
         (GEMMA3, {"rope_scaling": SCALED}, "layers of one kind only"),
+        (GEMMA3, {"rope_parameters": {FULL: 5}}, f"rope_parameters {FULL} = 5: must be an object"),
+        (GEMMA3, {"rope_parameters": {FULL: {}, LOCAL: [1]}}, f"{LOCAL} = .*must be an object"),
+        (GEMMA3, {"sliding_window_pattern": -1}, "sliding_window_pattern = -1: must be 1 or more"),
+        (GEMMA3, {"sliding_window_pattern": None}, "sliding_window_pattern = None: must be 1"),
+        (LLAMA, {"rope_parameters": {"rope_theta": "1e6"}}, "rope_theta = '1e6': must be a number"),
         (QWEN2, {"use_sliding_window": True, "max_window_layers": 2}, "some layers only"),
     ],
 )

@@ -215,6 +215,8 @@ BAD = {
     ),
     "no rank": ({"r": None}, r"adapter_config\.json r = None: must be a number above 0"),
     "a pattern": ({"target_modules": ".*_proj"}, r"target_modules = .*must be a list of names"),
+    "lists of names": ({"target_modules": [["q_proj"]]}, r"must be a list of names from q_proj"),
+    "a scaling in words": ({"use_rslora": "false"}, r"use_rslora = 'false': .*use True or False"),
     "the embedding": ({"target_modules": ["embed_tokens"]}, r"must be a list of names from q_proj"),
     "missing": (drop, r"layers\.1\.mlp\.up_proj\.lora_B\.weight = None: is missing"),
     "extra": (add, r"lm_head\.weight = .*belongs to no parameter"),
