@@ -17,15 +17,20 @@ CARRIED = "hf"
 
 def refuse_used(argument: str, path: Path) -> None:
     """Raises:   ConfigError, naming the argument, when a path is in use, or cannot be made."""
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    place = path.resolve()
+    if place.exists() and (not place.is_dir() or any(place.iterdir())):
         rule = "is there already, and is not empty"
         raise ConfigError(argument, str(path), rule, "name a new folder")
+    if place == Path.cwd().resolve() or place.is_mount():
+        what = "a disk's own folder" if place.is_mount() else "the folder that this runs in"
+        rule = f"is {what}, and cannot be replaced by another"
+        raise ConfigError(argument, str(path), rule, f"name a new folder in it: {path / 'new'}")
     require_place(argument, path)
 
 
 def require_place(argument: str, path: Path) -> None:
     """Raises:   ConfigError, naming the argument, unless something can be made at a path."""
-    above = next(parent for parent in path.absolute().parents if parent.exists())
+    above = next(parent for parent in path.resolve().parents if parent.exists())
     if not above.is_dir():
         rule = f"cannot be created: {above} is a file"
         raise ConfigError(argument, str(path), rule, "name a folder you may write")
@@ -39,7 +44,7 @@ def require_space(argument: str, path: Path, num_bytes: int) -> None:
 
     Weights are written through memory maps, where a full disk would end the process with a signal.
     """
-    at = next(parent for parent in path.absolute().parents if parent.exists())
+    at = next(parent for parent in path.resolve().parents if parent.exists())
     free = shutil.disk_usage(at).free
     if free < num_bytes:
         rule = f"needs {size(num_bytes)} of disk, and {size(free)} are free"
@@ -48,8 +53,12 @@ def require_space(argument: str, path: Path, num_bytes: int) -> None:
 
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder beside `folder`, renamed to it at the end; removed if anything fails."""
-    parent = folder.absolute().parent
+    """A temporary folder beside `folder`, renamed to it at the end; removed if anything fails.
+
+    Where `folder` is a link, what it points to is meant.
+    """
+    folder = folder.resolve()
+    parent = folder.parent
     parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=parent))
     try:

@@ -282,3 +282,31 @@ def test_a_place_where_nothing_can_be_made_is_refused(tmp_path):
             "Fix: name a folder you may write."
         )
     new_folder.refuse_used("RUN", tmp_path / "a" / "b")
+
+
+def test_a_folder_that_cannot_be_replaced_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for path in (Path("."), Path("../here"), tmp_path / "here"):
+        with pytest.raises(ConfigError, match=r"RUN = .*: is the folder that this runs in.*new"):
+            new_folder.refuse_used("RUN", path)
+    with pytest.raises(ConfigError, match=r"RUN = 'a/\.\./\.\.': is there already"):
+        new_folder.refuse_used("RUN", Path("a/../.."))
+    (tmp_path / "disk").mkdir()
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path / "disk")
+    with pytest.raises(ConfigError, match=r"RUN = .*: is a disk's own folder"):
+        new_folder.refuse_used("RUN", tmp_path / "disk")
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_where_a_link_points_the_folder_is_made(there, tmp_path):
+    to, link = tmp_path / "to", tmp_path / "link"
+    link.symlink_to(to)
+    if there:
+        to.mkdir()
+    new_folder.refuse_used("RUN", link)
+    with new_folder.new_folder(link) as temporary:
+        assert temporary.parent == to.parent
+        (temporary / "file").touch()
+    assert link.is_symlink() and (to / "file").is_file() and (link / "file").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "to"]
