@@ -22,6 +22,9 @@ from jaxpar.convert.new_folder import require_place, require_space
 from jaxpar.convert.progress import meter
 from jaxpar.convert.safetensors_file import Stored, create_file
 
+#: How the file's name may end.
+ENDINGS = (".pt", ".pth")
+
 _LAYER = "layers.{L}."
 
 #: The names of `scripts/torch_model.py`, for everything that a model of ours can have.
@@ -64,6 +67,19 @@ PLAIN = Family(
 )
 
 
+def check_file(file: Path) -> None:
+    """Raises:   ConfigError for a file that cannot be written: its name tells it from FILE.json."""
+    if file.suffix not in ENDINGS:
+        rule, better = f"must end in {' or '.join(ENDINGS)}", file / "model.pt"
+        if file.name and not file.is_dir():
+            better = file.with_suffix(".pt")
+        raise ConfigError("FILE", str(file), rule, f"use {better}")
+    for path in (file, file.with_suffix(".json")):
+        if path.exists():
+            raise ConfigError("FILE", str(path), "is there already", "name a new file")
+    require_place("FILE", file)
+
+
 def require_torch() -> None:
     """Raises:   ConfigError where torch is not installed."""
     if importlib.util.find_spec("torch") is None:
@@ -78,14 +94,11 @@ def to_torch(export: Export, file: Path, say: Callable[[str], None]) -> None:
     memory stays small, and disk is needed twice. Both files appear when they are complete.
 
     Args:     export: from `exporting.open_export` with PLAIN. say: told what was done.
-    Raises:   ConfigError when a file is there already, or torch is not installed.
+    Raises:   ConfigError as `check_file`, or when torch is not installed.
     """
+    check_file(file)
     require_torch()
     about = file.with_suffix(".json")
-    for path in (file, about):
-        if path.exists():
-            raise ConfigError("FILE", str(path), "is there already", "name a new file")
-    require_place("FILE", file)
     require_space("FILE", file, 2 * export.num_bytes)
     file.absolute().parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".partial-", dir=file.absolute().parent) as folder:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpar.config import ConfigError, ModelConfig
-from jaxpar.convert import exporting, importing
+from jaxpar.convert import exporting, importing, torch_file
 from jaxpar.convert.__main__ import main
 from jaxpar.convert.hf_config import why_not
 from jaxpar.convert.torch_file import PLAIN
@@ -38,6 +38,19 @@ def test_without_torch_it_says_so(tmp_path):
     with pytest.raises(ConfigError, match=r"needs torch, which is not installed"):
         main(["to-torch", str(import_tiny(tmp_path, "llama3")), str(tmp_path / "model.pt")])
     assert not (tmp_path / "model.pt").exists()
+
+
+def test_names_that_cannot_be_are_refused(tmp_path, monkeypatch):
+    export = exporting.open_export(import_tiny(tmp_path, "llama3"), family=PLAIN)
+    before = sorted(tmp_path.iterdir())
+    monkeypatch.chdir(tmp_path)
+    for name in ("x.json", "weights", "x.safetensors", "", ".", "..", "new/.."):
+        with pytest.raises(ConfigError, match=r"FILE = .*must end in \.pt or \.pth.*use .*\.pt\."):
+            torch_file.to_torch(export, Path(name), lambda _: None)
+    with pytest.raises(ConfigError, match=r"FILE = 'run/model\.pt': is there already"):
+        (tmp_path / "run" / "model.pt").touch()
+        torch_file.to_torch(export, Path("run/model.pt"), lambda _: None)
+    assert sorted(tmp_path.iterdir()) == before
 
 
 @pytest.mark.skipif(WITHOUT_TORCH, reason="torch is not installed")
