@@ -11,7 +11,7 @@ from jaxpar import checkpoint
 from jaxpar.config import Config, ConfigError, ModelConfig
 from jaxpar.convert import selfcheck, tokenizer_files
 from jaxpar.convert.config_file import CONFIG_FILE, Values, read_config_json
-from jaxpar.convert.families import Family
+from jaxpar.convert.families import FAMILIES, Family
 from jaxpar.convert.hf_config import (
     choose_family,
     config_json,
@@ -124,6 +124,9 @@ def choose(family: str | Family | None, m: ModelConfig, carried: Values) -> Fami
     elif isinstance(family, str):
         family = named_family(family)
     reason = why_not(family, m)
+    if reason is not None and family not in FAMILIES:
+        rule = f"cannot be written by to-torch ({reason})"
+        raise ConfigError("RUN", "its model", rule, "use a run of another model")
     if reason is not None:
         fix = f"use --family {choose_family(m).model_type}"
         rule = f"cannot express this model ({reason})"

@@ -159,7 +159,9 @@ def choose_family(m: ModelConfig) -> Family:
         if reasons[family.model_type] is None:
             return family
     rule = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-    fix = "export it with `to-torch`, or train a model of one of them"
+    # An attention of one's own has no name in any format.
+    fix = "export it with `to-torch`, or " if m.attention == "softmax" else ""
+    fix += "train a model of one of them"
     raise ConfigError("RUN", "its model", f"is of no published family ({rule})", fix)
 
 

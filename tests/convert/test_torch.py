@@ -26,6 +26,17 @@ def test_every_parameter_has_a_name():
     assert len({entry.name for entry in PLAIN.entries}) == len(PLAIN.entries)
 
 
+def test_a_model_that_it_cannot_write():
+    model = ModelConfig(attention="my.py:attention")
+    with pytest.raises(ConfigError, match=r"RUN = .*to-torch \(model\.attention = ") as error:
+        exporting.choose(PLAIN, model, {})
+    assert "family" not in str(error.value) and "export it" not in str(error.value)
+    with pytest.raises(ConfigError, match=r"of no published family .*Fix: train a model of one"):
+        exporting.choose(None, model, {})
+    with pytest.raises(ConfigError, match=r"of no published family .*export it with `to-torch`"):
+        exporting.choose(None, ModelConfig(out_bias=True), {})
+
+
 def import_tiny(folder: Path, name: str) -> Path:
     """A tiny model, imported."""
     published = tiny.write_folder(folder / "model", tiny.MODELS[name])
