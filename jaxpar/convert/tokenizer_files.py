@@ -15,6 +15,8 @@ from jaxpar.data.sources import tokenizer_folder
 from jaxpar.data.tokenizer import read_tokenizer_json
 from jaxpar.data.tokens import TokenDataset
 
+TOKENIZER_CONFIG = "tokenizer_config.json"
+
 
 def write(cfg: Config, folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
     """Write the tokenizer of the run's data, and generation_config.json.
@@ -36,7 +38,7 @@ def write(cfg: Config, folder: Path, say: Callable[[str], None]) -> dict[str, An
         "model_max_length": cfg.data.seq_len,
         "clean_up_tokenization_spaces": False,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(about, indent=2) + "\n")
+    (folder / TOKENIZER_CONFIG).write_text(json.dumps(about, indent=2) + "\n")
     ids: dict[str, Any] = {"bos_token_id": None, "eos_token_id": tokenizer.eos_id}
     (folder / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n")
     return ids
@@ -76,11 +78,26 @@ def tokenizer_in(folder: Path, named: str) -> Tokenizer:
     if not (folder / TOKENIZER_FILE).is_file():
         rule = f"came without a {TOKENIZER_FILE}"
         raise ConfigError("RUN", named, rule, f"put the model's into {folder}")
-    about = folder / "tokenizer_config.json"
+    try:
+        eos = _eos_token(folder)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        rule = f"came with a {TOKENIZER_CONFIG} that cannot be read ({error!r})"
+        raise ConfigError("RUN", named, rule, f"put the model's into {folder}") from error
+    try:
+        return read_tokenizer_json(folder / TOKENIZER_FILE, eos)
+    except ConfigError as error:  # it names options of the program that prepares data
+        fix = f"put the model's into {folder}, with its eos_token in {TOKENIZER_CONFIG}"
+        raise ConfigError("RUN", named, f"its {TOKENIZER_FILE} {error.rule}", fix) from error
+
+
+def _eos_token(folder: Path) -> str | None:
+    """The text of the end-of-text token that a folder names, alone or with how it is matched."""
+    about = folder / TOKENIZER_CONFIG
     eos = json.loads(about.read_text("utf-8")).get("eos_token") if about.is_file() else None
-    return read_tokenizer_json(
-        folder / TOKENIZER_FILE, eos["content"] if isinstance(eos, dict) else eos
-    )
+    eos = eos["content"] if isinstance(eos, dict) else eos
+    if not isinstance(eos, str | None):
+        raise TypeError(f"eos_token is {eos!r}")
+    return eos
 
 
 def bytes_as_json(tokenizer: Tokenizer) -> tokenizers.Tokenizer:

@@ -14,7 +14,7 @@ from jaxpar.checkpoint import Checkpointer
 from jaxpar.config import Config, ConfigError, ModelConfig
 from jaxpar.convert import exporting, importing
 from jaxpar.convert.hf_config import choose_family
-from jaxpar.convert.tokenizer_files import bytes_as_json, tokenizer_of_run
+from jaxpar.convert.tokenizer_files import bytes_as_json, tokenizer_in, tokenizer_of_run
 from jaxpar.data.tokenizer import ByteTokenizer
 from jaxpar.parallel.mesh import make_mesh
 from jaxpar.validation import resolve
@@ -122,6 +122,37 @@ def test_the_folder_is_complete(devices, tmp_path):
     (tmp_path / "again" / "hf" / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match=r"RUN = .*came without a tokenizer\.json"):
         tokenizer_of_run(tmp_path / "again", cfg)
+
+
+TEXT = ByteTokenizer().eos_token
+
+
+def with_tokenizer(folder: Path, about: bytes) -> Path:
+    """A folder with a tokenizer of bytes, and what its tokenizer_config.json says."""
+    bytes_as_json(ByteTokenizer()).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_bytes(about)
+    return folder
+
+
+@pytest.mark.parametrize("eos", [TEXT, {"content": TEXT, "lstrip": False}, None])
+def test_the_end_of_text_that_came_with_a_tokenizer(eos, tmp_path):
+    about = json.dumps({"eos_token": eos}).encode()
+    assert tokenizer_in(with_tokenizer(tmp_path, about), "runs/a").eos_id == 256
+
+
+@pytest.mark.parametrize(
+    "about",
+    [b"{", b"[]", b"5", b"\xff", *(b'{"eos_token": %s}' % v for v in (b"5", b"{}", b"[]"))],
+)
+def test_a_damaged_tokenizer_config_is_refused(about, tmp_path):
+    with pytest.raises(ConfigError, match=r"RUN = 'runs/a': .*_config\.json that cannot be read"):
+        tokenizer_in(with_tokenizer(tmp_path, about), "runs/a")
+
+
+def test_an_end_of_text_that_the_tokenizer_lacks(tmp_path):
+    folder = with_tokenizer(tmp_path, b'{"eos_token": "</nope>"}')
+    with pytest.raises(ConfigError, match=r"RUN = .*: </nope>\. Fix: put .* its eos_token in "):
+        tokenizer_in(folder, "runs/a")
 
 
 def test_bytes_survive_as_a_published_tokenizer():
