@@ -89,8 +89,9 @@ def _reset_peak() -> int:
 
 
 def _status(field: str) -> int:
-    """A field of this process's status in bytes; 0 where there is none (not Linux)."""
+    """A field of this process's status in bytes; 0 where there is none: gVisor has no peak, and
+    systems but Linux no file."""
     if not _STATUS.is_file():
         return 0
-    (line,) = (row for row in _STATUS.read_text().splitlines() if row.startswith(field))
-    return int(line.split()[1]) * 1024
+    rows = (row.split() for row in _STATUS.read_text().splitlines())
+    return next((int(row[1]) * 1024 for row in rows if row and row[0] == f"{field}:"), 0)
