@@ -93,6 +93,8 @@ def _indexed(folder: Path) -> dict[str, Stored]:
     try:
         where = json.loads(path.read_text("utf-8"))["weight_map"]
         files = sorted(set(where.values()))
+        if not all(isinstance(name, str) for name in files):
+            raise TypeError(f"{files[0]!r} is no file's name")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(INDEX_FILE, str(path), f"is damaged ({error!r})", AGAIN) from error
     found: dict[str, Stored] = {}

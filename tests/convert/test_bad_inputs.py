@@ -133,6 +133,7 @@ BAD = {
         index_of({n: f for n, f in everything_in(SINGLE_FILE).items() if n != GATE}),
         f"{GATE}.*lies in model.safetensors",
     ),
+    "index of numbers": (index_of(dict.fromkeys([GATE], 5)), f"{INDEX_FILE}.*5 is no file's name"),
     "damaged index": (lambda f: (f / INDEX_FILE).write_text("[]"), f"{INDEX_FILE}.*is damaged"),
 }
 
