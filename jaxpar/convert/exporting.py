@@ -158,9 +158,8 @@ def to_hf(
     m = export.config.model
     with new_folder(folder) as temporary:
         write_export(export, temporary, say, shard_bytes)
-        if tolerance is not None and export.config.lora.rank:
-            own = open_run(export.run, export.config, export.step)
-            check_merge(own, export.config, tolerance, say)
+        if tolerance is not None and isinstance(export.arrays, MergedArrays):
+            check_merge(export.arrays, export.config, tolerance, say)
         if tolerance is not None:
             tensors = find_tensors(temporary)
             check_tensors(tensors, export.entries, export.sizes)

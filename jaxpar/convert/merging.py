@@ -13,15 +13,22 @@ from jaxpar.model.lora import A, B, is_adapter
 
 
 class MergedArrays(RunArrays):
-    """A run's parameters, what its adapters add to each matrix added, in float32."""
+    """A run's parameters, what its adapters add to each matrix added, in float32.
+
+    `own` are the same without. What is read here is a sum, which has no fingerprint: they are
+    compared with theirs before the first.
+    """
 
     def __init__(self, arrays: RunArrays, cfg: Config):
-        arrays.compare_all()  # what is read here from now on is a sum
         super().__init__(arrays.by_path, {}, arrays.where)
+        self.own, self._compared = arrays, False
         self._factor = np.float32(factor(cfg))
 
     def read(self, path: str, box: Box) -> np.ndarray:
         """The float32 numbers of a box, for which the same part of both matrices is read."""
+        if not self._compared:
+            self.own.compare_all()
+            self._compared = True
         values = super().read(path, box)
         if path + A not in self.by_path:
             return values
@@ -50,15 +57,15 @@ def with_factor(read: selfcheck.Read, cfg: Config) -> selfcheck.Read:
 
 
 def check_merge(
-    arrays: RunArrays, cfg: Config, tolerance: float, say: Callable[[str], None]
+    merged: MergedArrays, cfg: Config, tolerance: float, say: Callable[[str], None]
 ) -> None:
     """Compare the logits of a run before and after its adapters are merged, both in float32.
 
-    Args:     arrays: the run's own. tolerance, say: as in `selfcheck.check_conversion`.
+    Args:     tolerance, say: as in `selfcheck.check_conversion`.
     Raises:   CheckFailed beyond the tolerance.
     """
     tokens = selfcheck.random_tokens(cfg.model)
-    ours = selfcheck.logits(unmerged_reader(arrays, cfg), cfg.model, tokens, cfg.lora)
-    read = selfcheck.run_reader(MergedArrays(arrays, cfg), cfg.model, "float32")
-    merged = selfcheck.logits(read, cfg.model, tokens)
-    selfcheck.compare(merged, ours, "merged adapters", tolerance, say)
+    ours = selfcheck.logits(unmerged_reader(merged.own, cfg), cfg.model, tokens, cfg.lora)
+    read = selfcheck.run_reader(merged, cfg.model, "float32")
+    found = selfcheck.logits(read, cfg.model, tokens)
+    selfcheck.compare(found, ours, "merged adapters", tolerance, say)

@@ -25,10 +25,9 @@ from jaxpar.convert.families import Family
 from jaxpar.convert.hf_folder import Tensors
 from jaxpar.convert.importing import open_source
 from jaxpar.convert.layout import Entry
-from jaxpar.convert.merging import unmerged_reader, with_factor
+from jaxpar.convert.merging import MergedArrays, unmerged_reader, with_factor
 from jaxpar.convert.new_folder import new_folder, refuse_used, require_space
 from jaxpar.convert.progress import meter
-from jaxpar.convert.run_arrays import open_run
 from jaxpar.convert.safetensors_file import DTYPES, NAMES, create_file, read_header
 from jaxpar.lora_rules import TARGETS
 from jaxpar.model.flops import num_adapter_params
@@ -99,8 +98,8 @@ def to_peft(
               tolerance: of the self-check; None for none.
     Raises:   ConfigError when the run has no adapters, or the folder is in use; CheckFailed.
     """
-    cfg = export.config
-    if not cfg.lora.rank:
+    cfg, arrays = export.config, export.arrays
+    if not isinstance(arrays, MergedArrays):
         rule = "was trained without adapters: every weight has moved"
         raise ConfigError("RUN", str(export.run), rule, "export it with `to-hf`")
     refuse_used("DIR", folder)
@@ -108,7 +107,7 @@ def to_peft(
     require_space("DIR", folder, size)
     export = dataclasses.replace(
         export,
-        arrays=open_run(export.run, cfg, export.step),
+        arrays=arrays.own,
         entries=adapter_entries(export.family, cfg),
         sizes=export.sizes | {"R": cfg.lora.rank},
     )

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 
 from jaxpar import state
 from jaxpar.adapters import merged, without
-from jaxpar.checkpoint import Checkpointer, load_config, restore_params
+from jaxpar.checkpoint import Checkpointer, integrity, load_config, restore_params, store
 from jaxpar.config import Config, ConfigError, LoraConfig, replace
 from jaxpar.convert import __main__ as convert
 from jaxpar.convert import exporting, importing, peft_folder, peft_import, selfcheck
@@ -146,6 +146,19 @@ def test_a_wrong_merge_is_found(run, tmp_path, monkeypatch):
     with pytest.raises(selfcheck.CheckFailed, match="beside merged adapters"):
         exporting.to_hf(export, tmp_path / "out", silent)
     assert not (tmp_path / "out").exists()
+
+
+def test_what_is_merged_is_compared_with_its_fingerprints_once(run, tmp_path, monkeypatch):
+    right, counted = store.fingerprint_of, []
+    monkeypatch.setattr(store, "fingerprint_of", lambda a: counted.append(a) or right(a))
+    assert convert.main(["to-peft", *options(run, tmp_path / "adapters"), "--no-check"]) == 0
+    assert not counted  # adapters are compared as they are written, and nothing else is read
+    assert convert.main(["to-hf", *options(run, tmp_path / "merged")]) == 0
+    assert len(counted) == len(exporting.open_export(run.run.dir).arrays.by_path)
+    monkeypatch.setattr(store, "fingerprint_of", lambda _: "another")
+    with pytest.raises(integrity.Damaged, match="has fingerprint another, not"):
+        exporting.to_hf(exporting.open_export(run.run.dir), tmp_path / "out", silent, None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapters", "merged"]
 
 
 def test_another_base_is_found(run, tmp_path):
