@@ -140,7 +140,7 @@ def _as_it_comes(made: Iterator[list[list[int]]], options: Options, tokenizer: A
         if not text.endswith("\ufffd"):  # half a character: wait for the rest
             write(text[len(shown) :])
             shown = text
-    write("\n")
+    write((prompt + tokenizer.decode(new))[len(shown) :] + "\n")  # what still waits never comes
     return [new]
 
 

@@ -41,6 +41,22 @@ def test_one_device_and_two_ranks_write_the_same(simulated_run):
     assert "[40 tokens in " in one.stderr and "tokens/s]" in one.stderr
 
 
+class Bytes:
+    """A tokenizer whose ids are bytes."""
+
+    def decode(self, ids) -> str:
+        return bytes(ids).decode(errors="replace")
+
+
+def test_one_text_is_shown_to_its_last_byte(capsys):
+    """Also where it ends in half a character: nothing of the last tokens is held back."""
+    ids = [*"né, ".encode(), *b"oui", 0xC3]
+    made = iter([[ids[:2]], [ids[2:5]], [ids[5:]]])  # the first ends in half of an é, too
+    options = sample.Options(run="", prompt=("> ",))
+    assert sample._as_it_comes(made, options, Bytes()) == [ids]
+    assert capsys.readouterr().out == "> né, oui\ufffd\n"
+
+
 def test_texts_are_kept_with_runs_only(tmp_path):
     with pytest.raises(ConfigError, match="has no checkpoint"):
         sample.check(sample.Options(run=str(tmp_path), save=True))
