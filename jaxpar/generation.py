@@ -223,9 +223,7 @@ def generate(
     tokens = np.zeros((len(prompts), _rounded(lengths.max())), np.int32)
     for row, ids in zip(tokens, prompts, strict=True):
         row[: len(ids)] = ids
-    # The last chunk may run over the end.
-    slots = _rounded(lengths.max() + max_tokens + CHUNK)
-    size = {"slots": slots, "vocab_size": vocab_size}
+    size = {"slots": slots_for(int(lengths.max()), max_tokens), "vocab_size": vocab_size}
     programs = make_programs(cfg, mesh, how, **size)
     rows = programs.start(weights, tokens, lengths)
     go_on = programs.ready_to_go_on(weights, rows)
@@ -245,6 +243,11 @@ def generate(
             return
         rows, tokens = go_on(weights, rows)
         new = np.asarray(tokens)
+
+
+def slots_for(longest: int, max_tokens: int) -> int:
+    """Positions of the cache in each row. Args:     longest: tokens of the longest prompt."""
+    return _rounded(longest + max_tokens + CHUNK)  # the last chunk may run over the end
 
 
 def _rounded(length: Any) -> int:

@@ -13,7 +13,7 @@ import tyro
 
 from jaxpar import checkpoint, cli, processes
 from jaxpar.config import ConfigError
-from jaxpar.generation import Sampling, generate
+from jaxpar.generation import Sampling, generate, slots_for
 from jaxpar.loaded import load
 from jaxpar.model import decode
 from jaxpar.samples import write_sample
@@ -84,10 +84,11 @@ def sample(options: Options) -> None:
     model = load(options.run, options.step, options.tensor, say)
     cfg, tokenizer = model.cfg, model.tokenizer
     prompts = [model.encode(text) for text in options.prompt]
-    slots = max(map(len, prompts)) + options.max_tokens
+    longest = max(map(len, prompts))
+    slots = slots_for(longest, options.max_tokens)
     held = decode.cache_bytes(cfg.model, len(prompts), slots, options.tensor)
     say(f"[keys and values of {len(prompts)} x {slots} tokens: {held / 2**20:,.1f} MiB a device]")
-    if slots > cfg.data.seq_len:
+    if longest + options.max_tokens > cfg.data.seq_len:
         say(f"[each token sees the {cfg.data.seq_len} before it, as in training]")
     made = generate(
         model.weights,
