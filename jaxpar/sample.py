@@ -17,6 +17,10 @@ from jaxpar.generation import Sampling, generate, slots_for
 from jaxpar.loaded import load
 from jaxpar.model import decode
 from jaxpar.samples import write_sample
+from jaxpar.validation import LARGEST_INT
+
+#: That a text may go on for: positions are exact in float32 up to here.
+MOST_TOKENS = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,19 +50,23 @@ def check(options: Options) -> None:
     """Raises:   ConfigError for an option that cannot work."""
     how = options.sampling
 
-    def require(ok: bool, name: str, value: Any, rule: str, fix: str) -> None:
+    def require(ok: bool, name: str, value: Any, rule: str, fix: Any) -> None:
         if not ok:
             raise ConfigError(name, value, rule, f"use {name} {fix}")
 
     require(bool(options.prompt), "--prompt", "", "must not be empty", '"def "')
     require(all(options.prompt), "--prompt", "", "must not be empty", '"def "')
-    require(options.max_tokens > 0, "--max-tokens", options.max_tokens, "must be at least 1", "200")
+    rule = f"must be at least 1, and at most {MOST_TOKENS:,}"
+    fine = 1 <= options.max_tokens <= MOST_TOKENS
+    require(fine, "--max-tokens", options.max_tokens, rule, "200")
     require(options.tensor > 0, "--tensor", options.tensor, "must be at least 1", "1")
     rule = f"keeps texts in a run's folder, and {options.run} has no checkpoint"
     runs = not options.save or bool(checkpoint.saved_steps(options.run))
     require(runs, "--save", True, rule, "it with a run, or leave it out")
     finite = math.isfinite(how.temperature) and how.temperature >= 0
     require(finite, "--temperature", how.temperature, "must be 0 or more", "0.8")
+    rule = f"must be 0 to {LARGEST_INT}"
+    require(0 <= how.seed <= LARGEST_INT, "--seed", how.seed, rule, how.seed % (LARGEST_INT + 1))
     require(how.top_k >= 0, "--top-k", how.top_k, "must be 0 or more", "50")
     require(0 < how.top_p <= 1, "--top-p", how.top_p, "must be above 0, and 1 at most", "0.95")
 

@@ -8,6 +8,7 @@ import pytest
 
 from jaxpar import sample
 from jaxpar.config import ConfigError
+from jaxpar.generation import Sampling
 from jaxpar.samples import read_samples
 
 
@@ -56,6 +57,20 @@ def test_one_text_is_shown_to_its_last_byte(capsys):
     options = sample.Options(run="", prompt=("> ",))
     assert sample._as_it_comes(made, options, Bytes()) == [ids]
     assert capsys.readouterr().out == "> né, oui\ufffd\n"
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"max_tokens": 0}, "--max-tokens = 0: must be at least 1, and at most 16,777,216"),
+        ({"max_tokens": 10**12}, "--max-tokens = 1000000000000: .* use --max-tokens 200"),
+        ({"sampling": Sampling(seed=-1)}, "--seed = -1: .* use --seed 2147483647"),
+        ({"sampling": Sampling(seed=10**20)}, "--seed = 1.*0: must be 0 to 2147483647"),
+    ],
+)
+def test_numbers_beyond_the_devices_are_refused(asked, said):
+    with pytest.raises(ConfigError, match=said):
+        sample.check(sample.Options(run="", **asked))
 
 
 def test_texts_are_kept_with_runs_only(tmp_path):
