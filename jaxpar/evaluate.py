@@ -47,15 +47,33 @@ def check(options: Options) -> None:
     """Raises:   ConfigError for an option that cannot work."""
     if importlib.util.find_spec("lm_eval") is None:
         raise ConfigError("lm_eval", "", "is not installed", "pip install 'jaxpar[eval]'")
-    for name, value in (("--batch-size", options.batch_size), ("--tensor", options.tensor)):
-        if value < 1:
-            raise ConfigError(name, value, "must be at least 1", f"use {name} 1")
+    for name, value, least in (
+        ("--batch-size", options.batch_size, 1),
+        ("--tensor", options.tensor, 1),
+        ("--num-fewshot", options.num_fewshot, 0),
+        ("--limit", options.limit, 1),
+    ):
+        if value is not None and value < least:
+            raise ConfigError(name, value, f"must be at least {least}", f"use {name} {least}")
     if options.include_path is not None and not Path(options.include_path).is_dir():
         fix = "give the folder that holds the tasks' YAML files"
         raise ConfigError("--include-path", options.include_path, "is not a folder", fix)
-    if options.output is not None and not Path(options.output).absolute().parent.is_dir():
+    if options.output is not None:
+        _check_output(options.output)
+
+
+def _check_output(name: str) -> None:
+    """Raises:   ConfigError for a file that could not be written, once all is scored."""
+    path = Path(name)
+    if path.is_dir():
+        fix = f"use --output {path / 'results.json'}"
+        raise ConfigError("--output", name, "is a folder, not a file", fix)
+    folder = path.absolute().parent
+    if not folder.is_dir():
         rule, fix = "lies in a folder that does not exist", "make the folder first"
-        raise ConfigError("--output", options.output, rule, fix)
+        raise ConfigError("--output", name, rule, fix)
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ConfigError("--output", name, "cannot be written", "name a file of your own")
 
 
 def evaluate(options: Options, say: Callable[[str], None] = processes.say) -> dict[str, Any]:

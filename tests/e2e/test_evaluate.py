@@ -147,7 +147,10 @@ def test_long_texts_are_scored_by_their_latest_tokens(trained):
         (["--tasks", "no_such_task"], "no_such_task: is no task of the harness|is no task"),
         (["--tasks", "choices", "--include-path", "nowhere"], "is not a folder"),
         (["--tasks", "choices", "--batch-size", "0"], "must be at least 1"),
+        (["--tasks", "choices", "--limit", "0"], "--limit = 0: must be at least 1"),
+        (["--tasks", "choices", "--num-fewshot", "-1"], "--num-fewshot = -1: must be at least 0"),
         (["--tasks", "choices", "--output", "nowhere/x.json"], "folder that does not exist"),
+        (["--tasks", "choices", "--output", "."], r"--output = '\.': is a folder, not a file"),
     ],
 )
 def test_what_cannot_be_scored(trained, flags, said):
