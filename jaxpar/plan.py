@@ -90,7 +90,7 @@ def parser() -> Parser:
     add("--kv-cache", metavar="ROWSxTOKENS", help="memory of keys and values for generation")
     add("--tokens", type=float, help="budget of tokens: days on these GPUs")
     add("--price", type=float, help="of a GPU-hour: what the budget costs")
-    add("--advice", action="store_true", help="which axes win, by model size; no CONFIG is needed")
+    add("--advice", action="store_true", help="which axes win, by model size; takes no CONFIG")
     return made
 
 
@@ -120,7 +120,8 @@ def read_command(argv: Sequence[str]) -> Asked:
     check_questions(options)
     check_file(options.write)
     cluster = cluster_of(options)
-    if options.config is None and (options.advice or options.hardware):
+    if options.advice or options.hardware:
+        check_no_config(options, rest)
         return Asked(options, "", Config(), Config(), cluster, {})
     first = [] if options.config is None else [options.config]
     cfg = cli.read_config([*first, *rest], "jaxpar.plan", __doc__)
@@ -138,14 +139,26 @@ def check_questions(options: argparse.Namespace) -> None:
         rule = f"does not go together with {first}, which is a question of its own"
         fix = f"leave out {other}, or {first}"
         raise ConfigError(other, getattr(options, others[0]), rule, fix)
-    for name, why in (
-        ("gpus", "is asked for their number"),
-        ("nodes", "fills hosts as the GPU is sold in"),
+    for question, name, why in (
+        ("min_gpus", "gpus", "is asked for their number"),
+        ("min_gpus", "nodes", "fills hosts as the GPU is sold in"),
+        ("advice", "gpus", "takes as many as each shape is trained on"),
+        ("advice", "nodes", "fills hosts as the GPU is sold in"),
     ):
         value, option = getattr(options, name), f"--{name}"
-        if options.min_gpus and value is not None:
-            rule = f"does not go together with --min-gpus, which {why}"
-            raise ConfigError(option, value, rule, f"leave out {option}, or --min-gpus")
+        if getattr(options, question) and value is not None:
+            first = "--" + question.replace("_", "-")
+            rule = f"does not go together with {first}, which {why}"
+            raise ConfigError(option, value, rule, f"leave out {option}, or {first}")
+
+
+def check_no_config(options: argparse.Namespace, rest: Sequence[str]) -> None:
+    """Raises:   ConfigError for a CONFIG or fields of one, where the question is about none."""
+    given = [*rest, *([] if options.config is None else [options.config])]
+    if given:
+        first = "--advice" if options.advice else "--hardware"
+        rule = f"says nothing to {first}, which takes no CONFIG and none of its fields"
+        raise ConfigError("command line", given[0], rule, f"leave it out, or {first}")
 
 
 def check_file(name: str | None) -> None:
