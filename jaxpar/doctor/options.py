@@ -43,6 +43,9 @@ SECTIONS = {
 #: Mesh axes in the order in which devices are shared out to them, where no mesh is given.
 SHARED_OUT = (TENSOR, SEQUENCE, DATA, PIPELINE, REPLICA, EXPERT)
 
+#: That a section may be given: a timer set to 300 years or more ends in an exception.
+MOST_SECONDS = 1e6
+
 UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
@@ -97,6 +100,9 @@ def read_command(argv: Sequence[str]) -> Options:
         if not value > 0:
             rule, fix = "must be above 0", f"use {option} 8"
             raise ConfigError(option, getattr(asked, option[2:].replace("-", "_")), rule, fix)
+    if asked.seconds > MOST_SECONDS:
+        rule, fix = f"must be at most {MOST_SECONDS:,.0f}", "use --seconds 300"
+        raise ConfigError("--seconds", asked.seconds, rule, fix)
     if asked.cpu_devices > MOST_CPU_DEVICES:
         rule = f"must be at most {MOST_CPU_DEVICES}"
         raise ConfigError("--cpu-devices", asked.cpu_devices, rule, "use --cpu-devices 8")
@@ -133,12 +139,14 @@ def read_size(text: str) -> int:
 
 def read_mesh(text: str | None) -> dict[str, int]:
     """ "data=2,tensor=4" -> {"data": 2, "tensor": 4}."""
-    found = {}
+    found: dict[str, int] = {}
     for pair in text.split(",") if text else []:
         axis, _, size = (part.strip() for part in pair.partition("="))
         if axis not in AXES or not size.isdecimal() or int(size) < 1:
             rule = f"must be AXIS=SIZE, of {', '.join(AXES)} and a whole number above 0"
             raise ConfigError("--mesh", pair, rule, "use --mesh data=2,tensor=4")
+        if axis in found:
+            raise ConfigError("--mesh", text, f"names {axis} twice", "give each axis once")
         found[axis] = int(size)
     return found
 
