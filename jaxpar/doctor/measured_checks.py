@@ -21,6 +21,9 @@ SLOW_GPU = 0.92
 #: H200s reached 0.57 to 0.60 (docs/doctor.md), without NVLink multicast.
 OF_NVLINK = 0.5
 
+#: Bytes of a message that fills NVLink.
+LARGE_MESSAGE = 64 << 20
+
 #: Collectives that move as much as the links let them; an all-to-all and a permute have patterns of
 #: their own, and the broadcast is of no use in training.
 HELD_AGAINST_NVLINK = ("all-reduce", "all-gather", "reduce-scatter")
@@ -55,7 +58,7 @@ def bus_bandwidth(rows: Sequence[Row], gpu: Gpu | None, one_host: bool) -> list[
         )
         return [skipped(check, why)]
     largest = max(row.size for row in rows)
-    if largest < 64 << 20:
+    if largest <= LARGE_MESSAGE - 4 * rows[0].devices:  # rounded down to whole numbers on each
         return [skipped(check, "no message of 64 MiB or more was sent")]
     held = [r for r in rows if r.kind in HELD_AGAINST_NVLINK and r.size == largest]
     told = [f"{r.kind} {r.bus / 1e9:.0f} GB/s" for r in held]

@@ -297,6 +297,11 @@ def test_bus_bandwidth_against_nvlink():
         return [Row("all-gather", 1 << 30, 8, spread), Row("permute", 1 << 30, 8, spread)]
 
     fast, slow = rows(0.0027), rows(0.01)
+    of_three = (1 << 22, (1 << 26) - 4)  # --largest 64MiB, in whole numbers on three devices
+    few = [Row("all-gather", size, 3, fast[0].call) for size in of_three]
+    assert worse(measured_checks.bus_bandwidth(few, H200, True)) == [("bus bandwidth", "warn")]
+    (finding,) = measured_checks.bus_bandwidth(few[:1], H200, True)
+    assert (finding.status, finding.said) == ("skip", "no message of 64 MiB or more was sent")
     assert fast[0].bus == pytest.approx(7 / 8 * (1 << 30) / 0.0027)
     assert worse(measured_checks.bus_bandwidth(fast, H200, True)) == []
     assert worse(measured_checks.bus_bandwidth(slow, H200, True)) == [("bus bandwidth", "warn")]
