@@ -121,7 +121,7 @@ def sample(options: Options) -> None:
 
 
 def _save(options: Options, texts: list[str]) -> None:
-    step = options.step or checkpoint.saved_steps(options.run)[-1]
+    step = checkpoint.saved_steps(options.run)[-1] if options.step is None else options.step
     for prompt, text in zip(options.prompt, texts, strict=True):
         write_sample(Path(options.run), step, prompt, text, **dataclasses.asdict(options.sampling))
 

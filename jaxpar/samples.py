@@ -1,5 +1,6 @@
 """RUN/samples.jsonl: texts that a run's model has written, to be shown in its report."""
 
+import contextlib
 import json
 import time
 from collections.abc import Iterator
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar import json_lines
+from jaxpar.lines import Lines
 
 SAMPLES_FILE = "samples.jsonl"
 
@@ -17,7 +19,7 @@ def write_sample(run_dir: Path, step: int, prompt: str, text: str, **how: Any) -
     Args:     step: of the checkpoint. text: what follows the prompt. how: it was drawn.
     """
     record = {"step": step, "prompt": prompt, "text": text, "time": time.time(), "sampling": how}
-    with open(run_dir / SAMPLES_FILE, "a", encoding="utf-8") as file:
+    with contextlib.closing(Lines(run_dir / SAMPLES_FILE)) as file:
         file.write(json.dumps(record) + "\n")
 
 

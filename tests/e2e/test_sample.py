@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from jaxpar import sample
+from jaxpar import checkpoint, sample
 from jaxpar.config import ConfigError
 from jaxpar.generation import Sampling
-from jaxpar.samples import read_samples
+from jaxpar.samples import SAMPLES_FILE, read_samples
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +71,15 @@ def test_one_text_is_shown_to_its_last_byte(capsys):
 def test_numbers_beyond_the_devices_are_refused(asked, said):
     with pytest.raises(ConfigError, match=said):
         sample.check(sample.Options(run="", **asked))
+
+
+def test_texts_are_kept_with_the_step_that_was_read(tmp_path, monkeypatch):
+    """That of imported weights is 0. A line that was cut off before takes none with it."""
+    monkeypatch.setattr(checkpoint, "saved_steps", lambda run: [0, 40])
+    (tmp_path / SAMPLES_FILE).write_text('{"step": 40, "prom')
+    for step in (0, None):
+        sample._save(sample.Options(run=str(tmp_path), prompt=("a",), step=step), ["b"])
+    assert [s["step"] for s in read_samples(tmp_path)] == [0, 40]
 
 
 def test_texts_are_kept_with_runs_only(tmp_path):
