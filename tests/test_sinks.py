@@ -192,12 +192,18 @@ def test_a_port_that_is_taken_ends_nothing(devices, tmp_path):
     assert len(said) == 1 and "in use" in said[0]
 
 
-def test_wandb_offline_is_one_run_over_all_starts(devices, tmp_path, monkeypatch):
+@pytest.fixture
+def offline(monkeypatch, tmp_path) -> Config:
+    """A config with W&B alone, which sends nothing."""
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(name, str(tmp_path / "own"))
-    cfg = config(**{"metrics.wandb": "somebody/jaxpar", "metrics.tensorboard": False})
+    return config(**{"metrics.wandb": "somebody/jaxpar", "metrics.tensorboard": False})
+
+
+def test_wandb_offline_is_one_run_over_all_starts(devices, tmp_path, offline):
+    cfg = offline
     folder = tmp_path / "a run"
     folder.mkdir()
     train(cfg, folder, 0, 4)
@@ -212,6 +218,15 @@ def test_wandb_offline_is_one_run_over_all_starts(devices, tmp_path, monkeypatch
     losses = [(step, values[LOSS]) for part in histories for step, values in part if LOSS in values]
     assert losses == [(1, 0.5), (2, 1.5), (3, 2.5), (4, 3.5), (5, 104.0), (6, 105.0)]
     assert any(values.get(HELD_OUT) == 7.0 for step, values in histories[1])
+
+
+def test_a_new_wandb_run_has_the_steps_that_are_taken_again(devices, tmp_path, offline):
+    """Where an earlier start had no W&B, or its id was deleted: no run of W&B's has them."""
+    train(config(**{"metrics.tensorboard": False}), tmp_path, 0, 4)
+    train(offline, tmp_path, 2, 6)
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    _, history = read_wandb(file)
+    assert [step for step, values in history if LOSS in values] == [3, 4, 5, 6]
 
 
 def read_wandb(path):

@@ -31,11 +31,12 @@ class WeightsAndBiases:
         self._wandb = wandb
         entity, _, name = project.rpartition("/")
         _wait_for_a_new_second(run_dir / "wandb")
-        self._known = _last_step(run_dir)
+        file = run_dir / "wandb" / "id"
+        self._known = _last_step(run_dir) if file.is_file() else 0  # a new one has no step
         self._run = wandb.init(
             entity=entity or None,
             project=name,
-            id=_id(run_dir / "wandb" / "id"),
+            id=_id(file),
             name=run_dir.name,
             dir=str(run_dir),
             config=dict(about),
