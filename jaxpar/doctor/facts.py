@@ -102,8 +102,10 @@ def with_devices(facts: Facts, process: int, simulated: bool) -> Facts:
     """The same with what JAX uses; starts its backend."""
     try:
         devices = jax.local_devices()
-    except RuntimeError as error:
-        text = " ".join(str(error).split())
+    except (RuntimeError, AssertionError) as error:
+        # For JAX_PLATFORMS=cuda without a GPU in sight, JAX has an assertion and no words.
+        asked = os.environ.get("JAX_PLATFORMS")
+        text = " ".join(str(error).split()) or f"there is no device of JAX_PLATFORMS={asked}"
         return dataclasses.replace(facts, process=process, backend_error=text)
     return dataclasses.replace(
         facts,

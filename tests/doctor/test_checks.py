@@ -9,7 +9,7 @@ import pytest
 from jaxpar import nvidia_smi
 from jaxpar.doctor import gpu_checks, host_checks, measured_checks, topology, variables
 from jaxpar.doctor.bandwidth import Row
-from jaxpar.doctor.facts import Facts
+from jaxpar.doctor.facts import Facts, with_devices
 from jaxpar.doctor.findings import Finding, failed, merged, passed, verdict
 from jaxpar.doctor.links import Link
 from jaxpar.doctor.timing import Spread
@@ -39,6 +39,25 @@ def test_a_healthy_host_has_nothing_to_say_against_it():
     assert said["driver"] == "580.95.05, and CUDA 13 needs 580 or newer"
     assert facts.matrix.cards["GPU5"] == ["mlx5_2"] and facts.matrix.numa["GPU5"] == "1"
     assert Facts.from_json(facts.to_json()) == facts
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError("Unable to\ninitialize"), "JAX does not start: Unable to initialize"),
+        (AssertionError(), "JAX does not start: there is no device of JAX_PLATFORMS=cuda"),
+    ],
+)
+def test_what_jax_says_as_it_fails_to_start(monkeypatch, error, said):
+    """The second is all that it says of CUDA where no GPU is in sight."""
+
+    def fail():
+        raise error
+
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    monkeypatch.setattr("jax.local_devices", fail)
+    found = host_checks.backend(with_devices(facts_of(), 0, False))
+    assert (found.status, found.said) == ("fail", said)
 
 
 BROKEN_GPUS = [
