@@ -26,7 +26,7 @@ BESIDE = {
     "llama3_8b-h200x4-pipeline2-dots": "torchtitan-8b-h200x4-data-pipeline2",
     "llama3_8b-h200x4-sequence4-131072": "torchtitan-8b-h200x4-sequence4-131072",
 }
-OF_ANOTHER_DAY = ("llama_1.5b-h200x1-none", "llama_1.5b-h200x1-none-logits16")
+OF_ANOTHER_DAY = ("llama_1.5b-h200x1-none",)
 
 HEAD = """\
 | model, window | GPUs, mesh | sequences | how | tokens/s/GPU | MFU causal, full | GiB | step, ms \
@@ -67,6 +67,8 @@ def how(card: dict[str, Any]) -> str:
         words.append(f"float8, {gathers}a scale per {m['float8_scaling']}")
     if m.get("logits_dtype") == "compute":
         words.append(f"logits in {m['dtype']}")
+    if p.get("loss_chunks"):
+        words.append(f"loss chunks {p['loss_chunks']}")
     for field, unit in (
         ("num_microbatches", "microbatches"),
         ("virtual_stages", "virtual stages"),

@@ -13,6 +13,9 @@ Did a change make it faster? On one host, which a comparison needs:
     git worktree add ../before main
     python scripts/measure_targets.py fsdp float8 --beside ../before
 
+Fields that the other checkout does not have are left out there. It must know the text, too: where
+it is too old for that, let it prepare the text, which newer code reads.
+
 Without a GPU: --list prints the commands and what the planner predicts; --write puts them into the
 page.
 """
@@ -28,7 +31,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,7 @@ from jaxpar.planning.hardware import GIB, H200, NETWORKS  # noqa: E402
 from jaxpar.planning.ranking import Layout, predict  # noqa: E402
 from jaxpar.validation import resolve  # noqa: E402
 from jaxpar.xla_flags import visible_gpus  # noqa: E402
+from scripts.target_rows import ROWS, Row  # noqa: E402
 
 # The planner needs no GPU. This process must not take the memory of those that it measures.
 jax.config.update("jax_platforms", "cpu")
@@ -54,95 +57,8 @@ jax.config.update("jax_platforms", "cpu")
 PAGE = ROOT / "docs" / "targets.md"
 MARKERS = re.compile(r"(<!-- commands -->\n).*?(<!-- /commands -->)", re.DOTALL)
 
-_LOGITS = "--model.logits-dtype compute"
-_FLOAT8 = "--model.matmul-dtype float8 --parallel.gather-dtype float8"
-_SAVED = "--parallel.remat attn_out,attn_lse,gate_up"
-_STAGES = "--parallel.zero 1 --parallel.remat dots --parallel.virtual-stages 4"
-_LONG = "--train.global-batch-size 1 --parallel.sequence {gpus} " + _SAVED
-
 #: Of a row: the cards of "jaxpar", "beside" and "torchtitan" that were asked for; None: it failed.
 type Cards = dict[str, dict[str, Any] | None]
-
-
-@dataclass(frozen=True)
-class Row:
-    """A layout with a target.
-
-    what         in words. torchtitan: the layout of measure_torchtitan.py that it stands beside.
-    config       of jaxpar. options: its arguments; {gpus}: how many GPUs.
-    sequences    of a GPU in a step; None: the options say how many there are in all.
-    target       tokens/s/GPU; with `share_of`, that share of another row's rate; None: no target.
-    ways         the number of GPUs must be a multiple of it. gpus: it is always this many.
-    """
-
-    what: str
-    torchtitan: str
-    config: str
-    options: str
-    sequences: int | None
-    target: float | None = None
-    ways: int = 1
-    gpus: int | None = None
-    share_of: str = ""
-
-    def arguments(self, gpus: int) -> list[str]:
-        """Of `jaxpar.bench train`, but for the data."""
-        words = [self.config, *self.options.format(gpus=gpus).split()]
-        if self.sequences:
-            words += ["--train.global-batch-size", str(self.sequences * gpus)]
-        return [*words, "--data.document-mask", "False"]
-
-
-_8B, _15B = "llama3_8b", "llama_1b"
-_WHOLE = "--parallel.remat none"
-_UNTIED = f"--model.tie-embeddings False {_WHOLE} {_LOGITS}"
-
-ROWS = {
-    "fsdp": Row("FSDP", "fsdp", _8B, f"{_WHOLE} {_LOGITS}", 2, 12_000),
-    "fsdp-54gib": Row(
-        "FSDP in 54 GiB",
-        "fsdp-recompute",
-        *(_8B, f"--parallel.remat dots_offload {_LOGITS}", 2, 11_000),
-    ),
-    "zero1": Row("FSDP as ZeRO-1", "fsdp-whole", _8B, f"{_WHOLE} --parallel.zero 1 {_LOGITS}", 2),
-    "fsdp-tensor2": Row(
-        "FSDP × tensor 2",
-        "fsdp-tensor2",
-        *(_8B, f"{_WHOLE} --parallel.tensor 2 {_LOGITS}", 2, 11_000, 2),
-    ),
-    "data-tensor2-pipeline2": Row(
-        "data × tensor 2 × pipeline 2",
-        "data-tensor2-pipeline2",
-        _8B,
-        f"{_STAGES} --parallel.tensor 2 --parallel.row-groups 2 --parallel.pipeline 2 "
-        "--parallel.num-microbatches 16",
-        *(8, 10_000, 4),
-    ),
-    "data-pipeline2": Row(
-        "data × pipeline 2",
-        "data-pipeline2",
-        *(_8B, f"{_STAGES} --parallel.pipeline 2 --parallel.num-microbatches 16", 8, 10_500, 2),
-    ),
-    "pipeline4": Row(
-        "pipeline 4 × data",
-        "pipeline4",
-        *(_8B, f"{_STAGES} --parallel.pipeline 4 --parallel.num-microbatches 32", 8, 10_500, 4),
-    ),
-    "1.5b": Row("1.5B, one GPU", "1.5B", _15B, _UNTIED, 8, 70_000, gpus=1),
-    "1.5b-zero1": Row(
-        "1.5B, ZeRO-1",
-        "1.5B-replicated",
-        *(_15B, f"{_UNTIED} --parallel.zero 1", 8, 0.97),
-        share_of="1.5b",
-    ),
-    "sequence": Row(
-        "sequence, T = 131,072", "sequence", _8B, f"--data.seq-len 131072 {_LONG}", None, 3_000
-    ),
-    "sequence-262144": Row(
-        "sequence, T = 262,144", "sequence-262144", _8B, f"--data.seq-len 262144 {_LONG}", None
-    ),
-    "float8": Row("FSDP in float8", "fsdp-float8", _8B, f"{_WHOLE} {_FLOAT8} {_LOGITS}", 2, 15_500),
-}
 
 
 def arguments(words: list[str]) -> argparse.Namespace:
@@ -307,7 +223,8 @@ def measure(name: str, options: argparse.Namespace) -> Cards:
 
     def ours(kind: str, code: Path) -> None:
         card = folder / (f"{name}.json" if kind == "jaxpar" else f"{kind}-{name}.json")
-        command = [sys.executable, "-m", "jaxpar.bench", "train", *row.arguments(gpus)]
+        words = row.arguments(gpus) if code == ROOT else known_to(code, row.arguments(gpus))
+        command = [sys.executable, "-m", "jaxpar.bench", "train", *words]
         command += ["--data.path", data, "--steps", str(options.steps), "--card", str(card)]
         found[kind] = run(command, card, options.timeout, gpus, code)
 
@@ -321,6 +238,20 @@ def measure(name: str, options: argparse.Namespace) -> Cards:
         command += ["--card", str(card), "--log", str(card.with_suffix(".out"))]
         found["torchtitan"] = run(command, card, options.timeout, gpus)
     return found
+
+
+def known_to(code: Path, words: list[str]) -> list[str]:
+    """The arguments of a row, but for fields that another checkout does not have; which is told."""
+    asked = [sys.executable, "-c", "from jaxpar.config import field_types as f; print(*f())"]
+    said = subprocess.run(asked, cwd=code, capture_output=True, text=True, check=False)
+    config, *pairs = words
+    kept = [config]
+    for option, value in zip(pairs[::2], pairs[1::2], strict=True):
+        if said.returncode == 0 and option[2:].replace("-", "_") not in said.stdout.split():
+            print(f"{code} has no {option}: measured without", flush=True)
+        else:
+            kept += [option, value]
+    return kept
 
 
 def table(found: dict[str, Cards]) -> str:

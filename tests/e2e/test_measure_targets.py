@@ -99,6 +99,9 @@ pathlib.Path(sys.argv[sys.argv.index("--card") + 1]).write_text(json.dumps(figur
 """
 
 
+OTHER_CONFIG = "field_types = lambda: ['train.global_batch_size', 'data.document_mask']"
+
+
 def test_another_checkout_is_measured_beside(
     targets, config_file, dataset, tmp_path, monkeypatch, capsys
 ):
@@ -108,12 +111,16 @@ def test_another_checkout_is_measured_beside(
         monkeypatch.setenv(name, value)
     other, cards = tmp_path / "other", tmp_path / "cards"
     (other / "jaxpar/bench").mkdir(parents=True)
-    for name, text in {"__init__": "", "bench/__init__": "", "bench/__main__": OTHER_BENCH}.items():
+    files = {"__init__": "", "config": OTHER_CONFIG, "bench/__init__": ""}
+    for name, text in (files | {"bench/__main__": OTHER_BENCH}).items():
         (other / "jaxpar" / f"{name}.py").write_text(text)
     where = ["--data", str(dataset), "--cards", str(cards), "--beside", str(other)]
     assert targets.main([*where, "--gpus", "1", "--steps", "4"]) == 0
     said = capsys.readouterr().out
-    assert said.index(f"{other} $ ") < said.index("\n$ ")  # the other one's first
+    theirs, ours = said.index(f"{other} $ "), said.index("\n$ ")
+    assert theirs < ours  # the other one's first
+    assert f"{other} has no --run.cpu-devices: measured without" in said
+    assert "--run.cpu-devices" not in said[theirs:ours] and "--run.cpu-devices 1" in said[ours:]
     rate = json.loads((cards / "tiny.json").read_text())["tokens_per_second_per_device"]
     assert "| beside, GiB | ratio |\n" in said
     assert re.search(rf"^\| tiny .* \| 1, 2\.0 \| {rate:.3f} \|$", said, re.M)
