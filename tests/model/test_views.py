@@ -46,8 +46,9 @@ def test_gate_lies_before_up():
         {"model.activation": "gelu"},
         {"model.mlp_bias": True},
         {"model.num_experts": 2},
+        {"parallel.row_groups": 2, "train.global_batch_size": 2},
     ],
-    ids=["float8", "gelu", "bias", "experts"],
+    ids=["float8", "gelu", "bias", "experts", "turns"],
 )
 def test_where_gate_and_up_are_two(fields):
     w = first_layer(replace(BASE, **fields))
