@@ -5,8 +5,8 @@ from dataclasses import dataclass
 _LOSS = "--model.logits-dtype compute --parallel.loss-chunks 1"
 _FLOAT8 = "--model.matmul-dtype float8 --parallel.gather-dtype float8"
 _SAVED = "--parallel.remat attn_out,attn_lse,gate_up"
-_STAGES = "--parallel.zero 1 --parallel.remat dots --parallel.virtual-stages 4"
-_LONG = "--train.global-batch-size 1 --parallel.sequence {gpus} " + _SAVED
+_STAGES = f"--parallel.zero 1 --parallel.remat dots --parallel.virtual-stages 4 {_LOSS}"
+_LONG = f"--train.global-batch-size 1 --parallel.sequence {{gpus}} {_SAVED} {_LOSS}"
 
 
 @dataclass(frozen=True)

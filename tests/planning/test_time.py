@@ -46,7 +46,7 @@ def test_predictions_are_within_their_bounds_of_what_was_measured():
 def test_predicted_memory_is_within_its_bound_of_xlas_plans():
     read = lambda words: cli.read_config(words, "jaxpar.plan", None)  # noqa: E731
     compiled = list(calibration.compare_compiled(read))
-    assert len(compiled) >= 34
+    assert len(compiled) >= 46
     for c in compiled:
         assert abs(c.error) < calibration.MEMORY_BOUND, (c.run, c.error)
 
