@@ -1,7 +1,8 @@
 """Measure the loss: python -m jaxpar.bench loss [--tokens 8192,32768] [--vocab 128256] [...]
 
 Peak memory beside inputs and results, as the compiler allots it, of the loss with its gradients:
-ours, whose logits exist a chunk at a time, against whole logits. On a GPU, also the time of each.
+ours, whose logits exist a chunk at a time, or all at once, against autodiff's. On a GPU, also the
+time of each.
 """
 
 import argparse
@@ -26,11 +27,12 @@ from jaxpar.parallel.mesh import make_mesh
 GIB = 1 << 30
 
 
-def ours(h_ND, head_DV, labels_N):
+def ours(h_ND, head_DV, labels_N, chunks: int, logits_dtype: Any):
     """Loss and gradients by `model/loss.py`, on one device."""
 
     def local(h, head, labels):
-        run = functools.partial(cross_entropy, labels_N=labels)
+        how = dict(logits_dtype=logits_dtype, chunks=chunks)
+        run = functools.partial(cross_entropy, labels_N=labels, **how)
         (total, nll), vjp = jax.vjp(run, varying(h), varying(head))
         return jax.lax.psum(total, total_axes), *vjp((jnp.ones_like(total), jnp.zeros_like(nll)))
 
@@ -68,6 +70,8 @@ def read_command(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--tokens", default="8192,16384,32768", help="how many, of each row (%(default)s)")
     add("--vocab", type=int, default=128256, help="size of the vocabulary (%(default)s)")
+    add("--chunks", type=int, default=0, help="as parallel.loss_chunks (%(default)s: of 1 GiB)")
+    add("--logits-dtype", choices=("float32", "compute"), default="float32", help="of ours")
     add("--d-model", type=int, default=4096, help="width of the hidden states (%(default)s)")
     options = parser.parse_args(argv)
     sizes = options.tokens.split(",")
@@ -75,6 +79,8 @@ def read_command(argv: Sequence[str]) -> argparse.Namespace:
         said = f"{options.tokens}, {options.vocab}, {options.d_model}"
         rule = "must be whole numbers above 0"
         raise ConfigError("--tokens, --vocab, --d-model", said, rule, "use --tokens 8192,16384")
+    if options.chunks < 0:
+        raise ConfigError("--chunks", options.chunks, "must not be negative", "use --chunks 1")
     check_repeats(options)
     check_file("--card", options.card)
     options.tokens = [int(n) for n in sizes]
@@ -87,17 +93,19 @@ def measure(tokens: int, options: argparse.Namespace) -> dict[str, Any]:
     struct = jax.ShapeDtypeStruct
     shapes = [struct((tokens, D), options.dtype), struct((D, V), options.dtype)]
     shapes.append(struct((tokens,), jnp.int32))
+    logits = jnp.float32 if options.logits_dtype == "float32" else options.dtype
+    own = functools.partial(ours, chunks=options.chunks, logits_dtype=logits)
     row: dict[str, Any] = {
         **{"tokens": tokens, "vocab": V, "d_model": D, "dtype": options.dtype},
         "logits_gib": tokens * V * 4 / GIB,
-        "chunks": num_chunks(tokens, V),
-        "ours_gib": temporary_gib(ours, shapes),
+        "chunks": num_chunks(tokens, V, options.chunks),
+        "ours_gib": temporary_gib(own, shapes),
         "plain_gib": temporary_gib(plain, shapes),
     }
     if jax.devices()[0].platform == "gpu":
         arrays = jax.block_until_ready([jnp.full(s.shape, 0.01, s.dtype) for s in shapes])
         call = lambda f: functools.partial(jax.jit(f), *arrays)  # noqa: E731
-        times = interleaved({"ours": call(ours), "plain": call(plain)}, options.repeats)
+        times = interleaved({"ours": call(own), "plain": call(plain)}, options.repeats)
         for name, found in times.items():
             row[f"{name}_ms"] = found.ms if isinstance(found, Timing) else None
     return row

@@ -273,6 +273,23 @@ def test_the_loss_table(tmp_path, capsys):
     assert rows[0]["logits_gib"] == 64 * 256 * 4 / 2**30
     assert all(row["plain_gib"] > row["logits_gib"] for row in rows)
     assert "logits GiB" in capsys.readouterr().out
+    cut = [*sizes, "--vocab", "4096", "--chunks", "16", "--card", str(file)]
+    assert bench.main(["loss", *cut]) == 0
+    assert [row["chunks"] for row in json.loads(file.read_text())["rows"]] == [16, 16]
+    at_once = [
+        *sizes,
+        "--vocab",
+        "4096",
+        "--logits-dtype",
+        "compute",
+        "--card",
+        str(tmp_path / "b"),
+    ]
+    assert bench.main(["loss", *at_once, "--chunks", "1"]) == 0
+    few, all_of_them = (json.loads((tmp_path / n).read_text())["rows"] for n in ("loss.json", "b"))
+    assert all(a["ours_gib"] < b["ours_gib"] for a, b in zip(few, all_of_them, strict=True))
+    with pytest.raises(ConfigError, match="--chunks = -1: must not be negative"):
+        bench.main(["loss", "--chunks", "-1"])
     with pytest.raises(ConfigError, match="whole numbers above 0"):
         bench.main(["loss", "--tokens", "64,x"])
     with pytest.raises(ConfigError, match="--card = '/': is a folder"):
