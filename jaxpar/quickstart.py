@@ -25,6 +25,7 @@ def main(argv: Sequence[str]) -> int:
     cfg = cli.parse_overrides(cli.load_config("quickstart"), argv, "jaxpar.quickstart", __doc__)
     validation.check(cfg)
     processes.alone("jaxpar.quickstart")
+    environment = runtime.start(cfg)  # refuses before the text is written
     data, run_dir = Path(cfg.data.path), Path(cfg.run.dir)
     headline("1. The text: the Python standard library's source")
     if not (data / "meta.json").exists():
@@ -34,7 +35,6 @@ def main(argv: Sequence[str]) -> int:
     meta = read_meta(data)
     print(f"{meta.splits['train'].num_tokens:,} tokens in {data}")
     headline(f"2. Training for {cfg.train.num_steps} steps")
-    environment = runtime.start(cfg)
     code = run_to_end(cfg, environment)
     if code:
         return code

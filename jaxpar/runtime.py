@@ -9,21 +9,26 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax._src import hardware_utils  # JAX tells nowhere else whether it sees a GPU
 
 from jaxpar import xla_flags
 from jaxpar.config import Config, ConfigError
 
 
-def start(cfg: Config, num_processes: int = 1) -> list[str]:
+def start(cfg: Config, num_processes: int = 1, *, needs_devices: bool = True) -> list[str]:
     """Prepare this process for JAX's backend, which starts at the first use of a device.
 
     Args:     num_processes: of the run; they meet afterwards (`processes.connect`).
+              needs_devices: refuse here what JAX could not start with.
     Returns:  the flags and environment that were set, for the log.
+    Raises:   ConfigError where that is so, or devices cannot be simulated any more.
     """
     run = cfg.run
     if run.cpu_devices:
         _simulate(run.cpu_devices)
         return []
+    if needs_devices:
+        _check_platforms(jax.config.jax_platforms or "")
     was_set = xla_flags.apply(cfg, num_processes)
     if xla_flags.gpu_is_present():
         was_set += _open_host_memory()
@@ -32,6 +37,15 @@ def start(cfg: Config, num_processes: int = 1) -> list[str]:
         jax.config.update("jax_compilation_cache_dir", str(folder))
         was_set.append(f"compilation cache {run.compilation_cache}")
     return was_set
+
+
+def _check_platforms(asked: str) -> None:
+    """Raises:   ConfigError for CUDA alone where no GPU is in sight: JAX passes CUDA over there,
+    and has an assertion and no words for what is left."""
+    if set(asked.split(",")) == {"cuda"} and not hardware_utils.has_visible_nvidia_gpu():
+        rule = "allows CUDA alone, and JAX sees no NVIDIA GPU here"
+        fix = "unset it, or set it to cpu; python -m jaxpar.doctor says what is here"
+        raise ConfigError("JAX_PLATFORMS", asked, rule, fix)
 
 
 #: XLA's limit on the pinned host memory of a process, 64 GB unless it is set.

@@ -64,7 +64,8 @@ def begin(options: Options) -> tuple[facts.Facts, list[str]]:
         was_set = ["NCCL_NVLS_ENABLE=0"]
     # Of the flags for 8-bit matmuls, the one that keeps the compiler from tuning them for minutes.
     flags = replace(cfg, **{"model.matmul_dtype": "float8", "run.compilation_cache": ""})
-    was_set += runtime.start(flags, place.num_processes if place else 1)
+    number = place.num_processes if place else 1
+    was_set += runtime.start(flags, number, needs_devices=False)  # that is a finding
     if place is not None:
         processes.say(f"cluster    {processes.connect(place, cfg.cluster.connect_seconds)}")
     return own, was_set
