@@ -47,7 +47,10 @@ MOST_TOKENS = 1e18
 
 #: Options that ask something else than for the ranking, and options of the ranking alone.
 QUESTIONS = ("hardware", "advice", "min_gpus", "largest", "kv_cache")
-OF_THE_RANKING = ("all", "fix", "write", "compile", "tokens")
+OF_THE_RANKING = ("all", "fix", "write", "compile", "tokens", "top")
+
+#: Layouts that the ranking shows.
+DEFAULT_TOP = 10
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ def parser() -> Parser:
     add("--nodes", type=int, help="hosts that they are in (as few as the GPU is sold in)")
     add("--network", default="ib400", help=f"between hosts: {', '.join(NETWORKS)} (ib400)")
     add("--hardware", action="store_true", help="print the GPUs and networks, with sources")
-    add("--top", type=int, default=10, help="layouts to show (10)")
+    add("--top", type=int, help=f"layouts to show ({DEFAULT_TOP})")
     add("--all", action="store_true", help="show all layouts, not the best of each mesh")
     add("--fix", metavar="FIELD=VALUE,...", help=f"keep fields: {', '.join(layouts.FIELDS)}")
     add("--quick", action="store_true", help="fewer layouts: microbatches in powers of two, ...")
@@ -118,6 +121,7 @@ def read_command(argv: Sequence[str]) -> Asked:
         rule, fix = "prices a budget of tokens, and --tokens is not given", "add --tokens 15e12"
         raise ConfigError("--price", options.price, rule, fix)
     check_questions(options)
+    check_compiled(options)
     check_file(options.write)
     cluster = cluster_of(options)
     if options.advice or options.hardware:
@@ -150,6 +154,15 @@ def check_questions(options: argparse.Namespace) -> None:
             first = "--" + question.replace("_", "-")
             rule = f"does not go together with {first}, which {why}"
             raise ConfigError(option, value, rule, f"leave out {option}, or {first}")
+
+
+def check_compiled(options: argparse.Namespace) -> None:
+    """Raises:   ConfigError for more layouts to compile than are shown."""
+    shown = options.top or DEFAULT_TOP
+    if options.compile > shown:
+        rule = f"must be at most {shown}, the layouts that are shown"
+        fix = f"use --compile {shown}, or --top {options.compile}"
+        raise ConfigError("--compile", options.compile, rule, fix)
 
 
 def check_no_config(options: argparse.Namespace, rest: Sequence[str]) -> None:
@@ -239,7 +252,7 @@ def ranking(asked: Asked, console: Console) -> dict[str, Any]:
     if not plan.fitting:
         raise nothing_fits(plan)
     kept = plan.fitting if options.all else showing.best_of_each_mesh(plan.fitting)
-    chosen = kept[: options.top]
+    chosen = kept[: options.top or DEFAULT_TOP]
     showing.show_plan(console, plan, chosen)
     record = showing.plan_record(plan, chosen)
     if options.tokens:

@@ -192,6 +192,10 @@ BAD = (
         ("llama3_8b", "--nodes", "2", "--min-gpus"),
         r"--nodes = 2: .* with --min.*sold in.*leave out",
     ),
+    (("llama3_8b", "--largest", "batch", "--top", "3"), r"--top = 3: .* with --largest, which"),
+    (("--advice", "--top", "3"), r"--top = 3: .* with --advice, which"),
+    (("llama3_8b", "--compile", "3", "--top", "1"), r"--compile = 3: .*at most 1, the.*--top 3"),
+    (("llama3_8b", "--compile", "11"), r"--compile = 11: must be at most 10, the layouts"),
     (("llama3_8b", "--min-gpus", "--kv-cache", "1x1"), r"--kv-cache = .* with --min-gpus"),
 )
 
