@@ -8,7 +8,6 @@ GPU is used. docs/planning.md says how the predictions are made, and how far off
 import argparse
 import dataclasses
 import json
-import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,6 +42,9 @@ DEFAULT_GPUS, MOST_GPUS = 8, 1 << 17
 
 #: Of a budget: far beyond all text there is.
 MOST_TOKENS = 1e18
+
+#: Of a GPU-hour, in any currency; with MOST_TOKENS the cost is still a number.
+MOST_PRICE = 1e9
 
 
 #: Options that ask something else than for the ranking, and options of the ranking alone.
@@ -113,10 +115,9 @@ def read_command(argv: Sequence[str]) -> Asked:
     if options.tokens is not None and not 1 <= options.tokens <= MOST_TOKENS:
         rule = f"must be at least 1, and at most {MOST_TOKENS:g}"
         raise ConfigError("--tokens", options.tokens, rule, "use --tokens 15e12")
-    if options.price is not None and not 0 < options.price < math.inf:
-        raise ConfigError(
-            "--price", options.price, "must be above 0, and finite", "use --price 2.5"
-        )
+    if options.price is not None and not 0 < options.price <= MOST_PRICE:
+        rule = f"must be above 0, and at most {MOST_PRICE:g}"
+        raise ConfigError("--price", options.price, rule, "use --price 2.5")
     if options.price is not None and options.tokens is None:
         rule, fix = "prices a budget of tokens, and --tokens is not given", "add --tokens 15e12"
         raise ConfigError("--price", options.price, rule, fix)
