@@ -82,6 +82,11 @@ class Sampling:
     """Seed of the draws."""
 
 
+#: A temperature below this is 0: logits divided by it could leave float32, and the likeliest token
+#: is drawn in any case.
+COLDEST = 1e-30
+
+
 def draw(logits: jax.Array, keys: jax.Array, how: Sampling, vocab_size: int) -> jax.Array:
     """One token id below vocab_size for each row of logits [B, V], with a key each.
 
@@ -90,7 +95,7 @@ def draw(logits: jax.Array, keys: jax.Array, how: Sampling, vocab_size: int) -> 
     Source:   Holtzman et al. 2020 (1904.09751), section 3.1: top_p.
     """
     logits = logits[:, :vocab_size]
-    if how.temperature == 0:
+    if how.temperature < COLDEST:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     logits = logits / how.temperature
     count = min(how.top_k or vocab_size, vocab_size)

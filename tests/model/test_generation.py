@@ -141,6 +141,14 @@ def test_temperature_top_k_and_top_p():
     assert drawn(GREEDY, logits)[0] == 1
 
 
+@pytest.mark.parametrize("temperature", [1e-42, 1e-38, 1e-30, 1e-20])
+def test_next_to_no_temperature_is_none(temperature):
+    """Of float32, the first is 0, and by the second 20 is too large to be divided."""
+    logits = [10.0, 15.0, 20.0, 3.0, 25.0]
+    found = drawn(Sampling(temperature=temperature), logits, 8)
+    np.testing.assert_array_equal(found, [0, 0, 1, 0, 0])
+
+
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_the_cache_is_as_large_as_it_is_said_to_be(tensor):
     cfg, mesh, _, weights = model("llama", tensor)
