@@ -113,6 +113,19 @@ def test_the_blocked_reference_is_the_reference(kind, monkeypatch):
     assert errors.keys() == {"out", "dq", "dk", "dv"} and max(errors.values()) < 1e-5
 
 
+def test_a_gradient_that_is_0_has_an_error():
+    """A query that sees one key alone: the exact gradient is nothing to divide by."""
+    asked = draw(make_shape("causal", 1, 1, 2, 1, 8), "float32")
+    saved, grads = contest.Kernel("reference").both([asked])
+    part, found = exactness.one_group(asked, saved[0][0], grads[0])
+    wanted = exactness.exact(part)
+    assert float(abs(wanted[1]).max()) < 1e-6
+    assert exactness.wrong(exactness.errors(found, wanted)) == ""
+    out, dq, dk, dv = found
+    assert "dq 1.0e+03" in exactness.wrong(exactness.errors((out, dq + 1, dk, dv), wanted))
+    assert "dq nan" in exactness.wrong(exactness.errors((out, dq * np.nan, dk, dv), wanted))
+
+
 def test_programs_take_turns(monkeypatch):
     order = []
     monkeypatch.setattr(timing, "_launches", lambda program: 1)
