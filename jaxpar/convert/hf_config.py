@@ -82,8 +82,7 @@ def model_of(values: Values, family: Family) -> ModelConfig:
 
     Raises:   ConfigError naming the key that is missing or that ours cannot compute.
     """
-    renamed = {key: values[other] for other, key in family.aliases.items() if other in values}
-    values = family.defaults | renamed | values
+    values = _with_defaults(values, family)
     for key, wanted in (REQUIRED | family.required).items():
         found = values.get(key, wanted)
         if found != wanted and found is not None:
@@ -99,6 +98,28 @@ def model_of(values: Values, family: Family) -> ModelConfig:
         fix = "use a model with two or more, or without norm_topk_prob"
         raise refuse(family.fields["experts_per_token"], 1, rule, fix)
     return model
+
+
+def _with_defaults(values: Values, family: Family) -> Values:
+    """With what the family means by a key that is left out, or has another name."""
+    renamed = {key: values[other] for other, key in family.aliases.items() if other in values}
+    return family.defaults | renamed | values
+
+
+def check_count(values: Values, family: Family, num_tensors: int) -> None:
+    """Each layer, and each expert of each, has a tensor at least: else their names alone might
+    fill the memory.
+
+    Raises:   ConfigError naming the key that asks for more than there are.
+    """
+    values, wanted = _with_defaults(values, family), 1
+    for ours in ("num_layers", "num_experts"):
+        key = family.fields.get(ours, "")
+        count = values.get(key)
+        wanted *= max(count, 1) if isinstance(count, int) else 1
+        if wanted > num_tensors:
+            rule = f"asks for more tensors than the {num_tensors} that the files hold"
+            raise refuse(key, count, rule, "use the config.json of these files")
 
 
 def _field(ours: str, key: str, values: Values) -> Any:

@@ -12,7 +12,13 @@ from jaxpar.config_json import to_json
 from jaxpar.convert import selfcheck
 from jaxpar.convert.config_file import CONFIG_FILE, Values, read_config_json
 from jaxpar.convert.families import Family
-from jaxpar.convert.hf_config import dtype_of, entry_table, family_of, model_of
+from jaxpar.convert.hf_config import (
+    check_count,
+    dtype_of,
+    entry_table,
+    family_of,
+    model_of,
+)
 from jaxpar.convert.hf_folder import Tensors, check_tensors, find_tensors
 from jaxpar.convert.layout import (
     Entry,
@@ -88,6 +94,7 @@ def open_source(folder: str | Path) -> Source:
     tensors = find_tensors(folder)
     # Files are often in another dtype than their config.json says, or it says none.
     values |= {"dtype": tensors.dtype(), "torch_dtype": tensors.dtype()}
+    check_count(values, family, len(tensors.stored))
     model = model_of(values, family)
     longest = values.get("max_position_embeddings") or LONGEST_WINDOW
     loop: Literal["scan", "unroll"] = "unroll" if model.global_every else "scan"

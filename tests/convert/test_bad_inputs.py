@@ -95,6 +95,10 @@ BAD = {
         ),
         "sliding_window = 4: gives a window to some layers only",
     ),
+    "layers without end": (
+        configure(num_hidden_layers=10**5),
+        "num_hidden_layers = 100000: asks for more tensors than the 20 that the files hold",
+    ),
     "pickle": (rename("pytorch_model.bin"), "pytorch_model.bin.*is a pickle.*safetensors"),
     "nothing": (rename("weights"), "holds neither model.safetensors nor"),
     "truncated": (edit_bytes(lambda b: b[:-100]), "model.safetensors = '.*truncated"),
@@ -148,6 +152,23 @@ def test_it_is_refused_by_name(what, tmp_path):
         importing.from_hf(folder, tmp_path / "run", silent)
     assert str(error.value).count("Fix: ") == 1 and "\n" not in str(error.value)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mixtral", "qwen3_moe"])
+def test_sizes_whose_names_would_fill_the_memory_are_refused(name, tmp_path):
+    """Layers are listed by kind, and tensors by layer and expert."""
+    values = tiny.MODELS[name]
+    folder = tiny.write_folder(tmp_path / "model", values)
+    importing.open_source(folder)
+    keys = [k for k in ("num_hidden_layers", "num_local_experts", "num_experts") if k in values]
+    for key in keys:
+        (folder / "config.json").write_text(json.dumps(values | {key: 10**5}))
+        with pytest.raises(ConfigError, match=f"^config.json {key} = 100000: asks for more"):
+            importing.open_source(folder)
+    together = dict.fromkeys(keys, 50 // len(keys))  # each alone is fewer than the tensors
+    (folder / "config.json").write_text(json.dumps(values | together))
+    with pytest.raises(ConfigError, match=rf"^config.json {keys[-1]} = \d+: asks for more"):
+        importing.open_source(folder)
 
 
 @pytest.mark.parametrize("key", HOLDS)
