@@ -5,6 +5,7 @@ layers, of each kind by name. Older: `rope_theta` and `rope_scaling`, and `rope_
 the layers with a window. Either is read; both are written, and readers ignore the other.
 """
 
+import sys
 from typing import Any
 
 from jaxpar.config import ModelConfig, RopeScaling
@@ -41,9 +42,9 @@ def _read_two_kinds(values: Values, rope: Values, num_layers: int) -> Values:
         check_kind(f"rope_parameters {kind}", rope.get(kind), dict)
     of_all = dict(rope.get(FULL) or {}) if FULL in rope else rope
     theta, scaling = read_rope(of_all, values.get("rope_theta"))
-    local, local_scaling = read_rope(
-        dict(rope.get(SLIDING) or {}), values.get("rope_local_base_freq")
-    )
+    of_local = dict(rope.get(SLIDING) or {})
+    key = "rope_local_base_freq"
+    local, local_scaling = read_rope(of_local, values.get(key), key)
     if scaling is not None or local_scaling is not None:
         rule = "is a RoPE scaling that jaxpar has for layers of one kind only"
         raise refuse("rope_type", "llama3", rule, "use a model with rope_type default")
@@ -66,14 +67,20 @@ def _read_two_kinds(values: Values, rope: Values, num_layers: int) -> Values:
     return alike | {"rope_theta": theta, "local_rope_theta": local, "global_every": every}
 
 
-def read_rope(rope: Values, theta: Any) -> tuple[float, RopeScaling | None]:
+def read_rope(
+    rope: Values, theta: Any, key: str = "rope_theta"
+) -> tuple[float, RopeScaling | None]:
     """Base and scaling of the rotary frequencies.
 
     Args:     rope: `rope_parameters`, or the older `rope_scaling`; its `rope_type` was once `type`.
-              theta: the base, where `rope` does not hold it.
+              theta: the base, where `rope` does not hold it. key: its name.
     """
     check_kind("rope_theta", rope.get("rope_theta"), float)
-    theta = rope.get("rope_theta") or theta or 10_000.0
+    if rope.get("rope_theta") is not None:
+        theta, key = rope["rope_theta"], "rope_theta"
+    theta = 10_000.0 if theta is None else theta
+    if not 0 < theta <= sys.float_info.max:
+        raise refuse(key, theta, "must be above 0, and finite", "fetch the file again")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         rule = "is not what jaxpar computes"

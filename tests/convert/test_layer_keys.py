@@ -107,6 +107,12 @@ def test_gemmas_layers_are_read_back(fields):
         (GEMMA3, {"sliding_window_pattern": -1}, "sliding_window_pattern = -1: must be 1 or more"),
         (GEMMA3, {"sliding_window_pattern": None}, "sliding_window_pattern = None: must be 1"),
         (LLAMA, {"rope_parameters": {"rope_theta": "1e6"}}, "rope_theta = '1e6': must be a number"),
+        (LLAMA, {"rope_theta": 0}, "rope_theta = 0: must be above 0"),
+        (LLAMA, {"rope_theta": 1.0, "rope_parameters": {"rope_theta": 0.0}}, "rope_theta = 0.0: m"),
+        (LLAMA, {"rope_theta": 10**400}, "rope_theta = 1000.*: must be above 0, and finite"),
+        (LLAMA, {"rope_theta": float("nan")}, "rope_theta = nan: must be above 0"),
+        (GEMMA3, {"rope_local_base_freq": 0}, "rope_local_base_freq = 0: must be above 0"),
+        (GEMMA3, {"rope_parameters": {LOCAL: {"rope_theta": 0}}}, "rope_theta = 0: must be above"),
         (QWEN2, {"use_sliding_window": True, "max_window_layers": 2}, "some layers only"),
     ],
 )
