@@ -28,6 +28,10 @@ def read(values: Values, family: Family, num_layers: int) -> Values:
 
     Raises:   ConfigError naming the key that ours cannot express.
     """
+    kinds = values.get("layer_types")
+    if kinds is not None and family.sliding and len(kinds) != num_layers:
+        rule = f"names {len(kinds)} layers, and num_hidden_layers is {num_layers}"
+        raise refuse("layer_types", kinds, rule, "fetch the file again")
     rope = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
     if family.two_kinds:
         return _read_two_kinds(values, rope, num_layers)

@@ -107,6 +107,13 @@ def test_gemmas_layers_are_read_back(fields):
         (GEMMA3, {"sliding_window_pattern": -1}, "sliding_window_pattern = -1: must be 1 or more"),
         (GEMMA3, {"sliding_window_pattern": None}, "sliding_window_pattern = None: must be 1"),
         (LLAMA, {"rope_parameters": {"rope_theta": "1e6"}}, "rope_theta = '1e6': must be a number"),
+        (GEMMA3, {"layer_types": [FULL] * 3}, "names 3 layers, and num_hidden_layers is 4"),
+        (
+            QWEN2,
+            {"use_sliding_window": True, "sliding_window": 8, "layer_types": [LOCAL] * 5},
+            "layer_types = .*names 5 layers",
+        ),
+        (QWEN2, {"layer_types": []}, r"layer_types = \[\]: names 0 layers"),
         (LLAMA, {"rope_theta": 0}, "rope_theta = 0: must be above 0"),
         (LLAMA, {"rope_theta": 1.0, "rope_parameters": {"rope_theta": 0.0}}, "rope_theta = 0.0: m"),
         (LLAMA, {"rope_theta": 10**400}, "rope_theta = 1000.*: must be above 0, and finite"),
