@@ -66,7 +66,9 @@ def read_adapter_config(folder: Path) -> Values:
         raise ConfigError("DIR", str(folder), rule, "give a folder that PEFT has saved") from error
     for key, value in items:
         allowed = _REQUIRED.get(key)
-        known = key in _READ | _OF_TRAINING or not value
+        # False, null and empty lists ask for nothing; layers_to_transform 0 is the first layer.
+        unset = not value and (isinstance(value, bool) or not isinstance(value, int))
+        known = key in _READ | _OF_TRAINING or unset
         if (value not in allowed) if allowed else not known:
             rule = "is not what jaxpar's adapters are"
             fix = f"use {' or '.join(map(repr, allowed))}" if allowed else "train without it"

@@ -222,6 +222,7 @@ BAD = {
     "biases": ({"bias": "all"}, r"bias = 'all': .*use 'none'"),
     "whole modules": ({"modules_to_save": ["lm_head"]}, r"modules_to_save = \['lm_head'\]"),
     "ranks of their own": ({"rank_pattern": {"q_proj": 2}}, r"rank_pattern = .*train without it"),
+    "the first layer alone": ({"layers_to_transform": 0}, r"layers_to_transform = 0: is not what"),
     "a start that moves the model": (
         {"init_lora_weights": "pissa"},
         r"init_lora_weights = 'pissa'",
@@ -252,6 +253,14 @@ def test_bad_folders_are_refused(name, base, tmp_path):
     with pytest.raises(ConfigError, match=message):
         peft_import.from_peft(tmp_path / "in", tmp_path / "run", silent, str(base))
     assert not (tmp_path / "run").exists()
+
+
+def test_what_asks_for_nothing_is_let_through(tmp_path):
+    """As PEFT writes it: an empty list of layers is all of them."""
+    values = json.loads((GOLDEN / peft_folder.ADAPTER_CONFIG).read_text())
+    values |= {"layers_to_transform": [], "use_dora": False, "rank_pattern": {}}
+    (tmp_path / peft_folder.ADAPTER_CONFIG).write_text(json.dumps(values))
+    assert peft_import.read_adapter_config(tmp_path) == values
 
 
 def test_folders_without_what_is_needed(base, tmp_path):
