@@ -172,11 +172,15 @@ def goodput(events: Iterable[dict[str, Any]]) -> Goodput:
     seconds: dict[str, float] = defaultdict(float)
     taken: list[tuple[int, int, float]] = []  # steps that count so far: first, last, seconds
     ages: dict[int, float] = {}
+    waited = waits = 0.0  # of this attempt's start, what was within the one before; and in all
     last: dict[str, Any] | None = None
     for event in events:
         attempt, age = int(event["attempt"]), float(event["age"])
         if event["event"] == "start" and last is not None:
-            seconds["down"] += max(event["time"] - age - last["time"], 0.0)
+            gap = gap_before(event, last)
+            seconds["down"] += max(gap, 0.0)
+            waited = max(-gap, 0.0)
+            waits += waited
         ages[attempt] = max(ages.get(attempt, 0.0), age)
         if event["event"] == "from":
             taken, lost = _split(taken, int(event["step"]))
@@ -184,12 +188,23 @@ def goodput(events: Iterable[dict[str, Any]]) -> Goodput:
         if event["event"] == "time":
             for part, spent in event["seconds"].items():
                 seconds[part] += spent if part != "step" else 0.0
+            if twice := min(waited, event["seconds"].get("init", 0.0)):
+                seconds["init"] -= twice
+                waited -= twice
             taken.append((*event["steps"], event["seconds"].get("step", 0.0)))
         last = event
     seconds["step"] = sum(spent for _, _, spent in taken)
     measured = sum(spent for part, spent in seconds.items() if part != "down")
-    seconds["other"] = max(sum(ages.values()) - measured, 0.0)
+    seconds["other"] = max(sum(ages.values()) - waits - measured, 0.0)
     return Goodput(dict(seconds), len(ages))
+
+
+def gap_before(start: dict[str, Any], last: dict[str, Any]) -> float:
+    """Seconds from the last event before an attempt to its birth. Below 0 where it waited for the
+    run meanwhile; 0 where it began before that event by the clock, which was set back then."""
+    if start["time"] < last["time"]:
+        return 0.0
+    return float(start["time"] - start["age"] - last["time"])
 
 
 def _split(taken: list[tuple[int, int, float]], step: int):

@@ -45,6 +45,19 @@ def test_every_second_is_accounted_for():
     assert str(found).startswith("goodput 41.0% of 210.0 s in 2 attempts: step 86.0, down 40.0")
 
 
+def test_waiting_for_an_attempt_that_still_runs_counts_once():
+    """Born at 1040, while the first runs to 1100: it waits for the run's lock, and then begins."""
+    moved = [e | {"age": e["age"] + 100} if e["attempt"] == 2 else e for e in TWO_ATTEMPTS]
+    moved[6] = spent(2, 120, 1160, [0, 0], init=110.0, restore=10.0)
+    found = goodput.goodput(moved)
+    assert found.total == pytest.approx(1200 - 990)
+    assert found.seconds["down"] == 0 and found.seconds["other"] == pytest.approx(0)
+    assert found.seconds["init"] == pytest.approx(12 + 110 - 60)
+    killed = goodput.goodput(moved[:6])  # as it waited: nothing says what the time went into
+    assert killed.total == pytest.approx(1150 - 990)
+    assert killed.seconds["init"] == 12 and killed.seconds["other"] == pytest.approx(50)
+
+
 def test_a_rewind_within_a_span_loses_its_part():
     events = [
         event("start", 1, 0, 1000),

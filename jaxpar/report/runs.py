@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxpar.config import ConfigError
-from jaxpar.goodput import Goodput, goodput, read_events
+from jaxpar.goodput import Goodput, gap_before, goodput, read_events
 from jaxpar.report.outline import Outline, outline
 from jaxpar.report.series import Series, Sizes
 from jaxpar.samples import read_samples
@@ -170,8 +170,8 @@ def _read_events(run: RunRead, events: Iterable[dict[str, Any]]) -> None:
     for event in events:
         age = float(event["age"])
         if event["event"] == "start":
-            down = 0.0 if last is None else max(event["time"] - age - last["time"], 0.0)
-            born, gone_on = end + down, False
+            born = end + (0.0 if last is None else gap_before(event, last))
+            gone_on = False
             run.progress.append([])
         if not run.progress:
             continue  # the beginning is cut off

@@ -83,6 +83,23 @@ def test_what_happened_is_marked(tmp_path):
     assert run.goodput.attempts == 2 and run.goodput.seconds["lost work"] == pytest.approx(5)
 
 
+def test_an_attempt_that_waited_for_the_one_before_goes_on_where_that_ended(tmp_path):
+    """Born 60 seconds before the first's last event: of its age, these are within the first."""
+    folder = write_run(tmp_path / "run")
+    file = folder / "events.jsonl"
+    events = [json.loads(line) for line in file.read_text().splitlines()]
+    first = next(e for e in events[::-1] if e["attempt"] == 1)
+    for event in events:
+        if event["attempt"] == 2:
+            event["age"], since = event["age"] + 100, event["age"]
+            event["time"] = first["time"] + 40 + since
+    file.write_text("".join(json.dumps(event) + "\n" for event in events))
+    run = read_run(str(folder))
+    hours = next(mark.hours for mark in run.marks if mark.kind == "restart")
+    assert hours * 3600 == pytest.approx(first["age"] - 60 + 120)
+    assert run.goodput.total == pytest.approx(first["age"] - 60 + events[-1]["age"])
+
+
 def test_a_rewind_is_no_restart(tmp_path):
     folder = write_run(tmp_path / "run")
     lines = (folder / "events.jsonl").read_text().splitlines()
