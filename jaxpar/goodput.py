@@ -6,7 +6,6 @@ between two attempts, and where that has been set back, no time has passed.
 """
 
 import json
-import math
 import os
 import threading
 import time
@@ -29,6 +28,9 @@ PARTS = ("init", "compile", "restore", "step", "data wait", "evaluation", "save 
 
 #: How the parts of a start are counted (`startup.py`); the others are "init".
 OF_STARTUP = {"compilation": "compile", "weights": "restore"}
+
+#: Beyond any time, of day too: a line with more is damaged.
+MOST_SECONDS = 1e12
 
 #: Seconds between two records of the time; a killed process loses no more of it.
 RECORD_EVERY = 30.0
@@ -150,9 +152,9 @@ def _is_whole(event: dict[str, Any]) -> bool:
     fine += [_is_number(event.get("age")), _is_number(event.get("time"))]
     if name == "time":
         fine.append(isinstance(seconds, dict) and all(map(_is_number, seconds.values())))
-        fine.append(isinstance(steps, list) and [type(step) for step in steps] == [int, int])
+        fine.append(isinstance(steps, list) and [*map(_is_step, steps)] == [True, True])
     if name in ("from", "saved", "save failed"):
-        fine.append(isinstance(event.get("step"), int))
+        fine.append(_is_step(event.get("step")))
     if name == "saved":
         fine.append(_is_number(seconds))
     if name == "save failed":
@@ -160,8 +162,12 @@ def _is_whole(event: dict[str, Any]) -> bool:
     return all(fine)
 
 
+def _is_step(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 31  # an int32
+
+
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, int | float) and abs(value) < MOST_SECONDS
 
 
 def goodput(events: Iterable[dict[str, Any]]) -> Goodput:

@@ -110,7 +110,9 @@ def test_attempts_are_appended_and_a_torn_line_is_passed_over(devices, tmp_path)
         for damage in (
             {"age": math.inf},
             {"time": "x"},
+            {"time": 10**399},
             {"steps": [0]},
+            {"steps": [0, 10**399]},
             {"seconds": {"step": "x"}},
         ):
             file.write(json.dumps({"event": "time"} | whole | damage) + "\n")

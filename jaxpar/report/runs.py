@@ -1,7 +1,6 @@
 """A run's folder, read for a report: its numbers in bounded memory, and what happened when."""
 
 import json
-import math
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -33,6 +32,10 @@ DRAWN = frozenset(
     data_wait_seconds loss_scale""".split()
 )
 
+#: Sizes of numbers that are shown, 0 beside them: of float32, in which a run measures, none is
+#: beyond, and sums and ratios of these are still numbers.
+LEAST, MOST = 1e-100, 1e100
+
 #: Samples that are shown: the latest.
 MOST_SAMPLES = 4
 
@@ -61,7 +64,7 @@ class RunRead:
     progress: list[list[tuple[float, int]]] = field(default_factory=list)
     """Of each attempt, (hours since the run began, steps done)."""
     last: dict[str, float] = field(default_factory=dict)
-    """The last finite value of each metric."""
+    """The last value of each metric that can be shown."""
     predicted: dict[str, float] = field(default_factory=dict)
     goodput: Goodput | None = None
     samples: list[dict[str, Any]] = field(default_factory=list)
@@ -136,7 +139,7 @@ def _read_metrics(run: RunRead, found: Outline) -> None:
     run.last_half = Series(half, found.last_step, span)
     sizes: dict[str, Sizes] = defaultdict(Sizes)
     for record in found.records():
-        values = {name: v for name, v in numbers(record).items() if math.isfinite(v)}
+        values = {name: v for name, v in numbers(record).items() if _can_be_shown(v)}
         run.predicted |= {k: v for k, v in values.items() if k.startswith("predicted_")}
         step = record.get("step")
         if not isinstance(step, int):
@@ -156,6 +159,10 @@ def _read_metrics(run: RunRead, found: Outline) -> None:
         if "loss" in values and step > half:
             run.last_half.add(step, values["loss"])
     run.sizes = dict(sizes)
+
+
+def _can_be_shown(value: float) -> bool:
+    return value == 0 or LEAST < abs(value) < MOST
 
 
 # ------------------------------------------------------------------------------- events.jsonl

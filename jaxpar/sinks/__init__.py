@@ -92,8 +92,15 @@ def numbers(record: Mapping[str, Any]) -> dict[str, float]:
         elif value is None:
             found[name] = math.nan
         elif isinstance(value, int | float) and name != "step":
-            found[name] = float(value)
+            found[name] = _as_float(value)
     return found
+
+
+def _as_float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # a whole number of 309 digits or more
+        return math.inf if value > 0 else -math.inf
 
 
 def open_sinks(cfg: Config, run_dir: Path, first_step: int, say: Callable[[str], None]) -> Sinks:

@@ -130,6 +130,34 @@ def test_numbers_that_nobody_expects(tmp_path, value):
         assert page_of(tmp_path / name).endswith("</html>\n")
 
 
+SHOWN = "loss mfu grad_norm learning_rate step_seconds memory_gib tokens_seen skipped".split()
+
+
+@pytest.mark.parametrize("value", [1e308, -1e308, 9e99, 5e-324, 2e-100, 10**399, -(10**399)])
+@pytest.mark.parametrize("last", [120, 200])
+def test_numbers_that_no_run_measures(tmp_path, value, last):
+    """In some lines, of both signs in turn, and in all: sums of some are no numbers."""
+    folder, file = write_run(tmp_path / "run"), tmp_path / "run" / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line in lines:
+        if line.get("step", 999) <= last:
+            sign = (-1) ** line["step"] if last < 200 else 1
+            line |= {name: sign * value for name in SHOWN if name in line}
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    paths = " ".join(attributes.get("d", "") for _, attributes in Tags(page_of(folder)).found)
+    assert paths and not re.search("nan|inf", paths)
+
+
+def test_events_of_which_some_are_damaged(tmp_path):
+    folder = write_run(tmp_path / "run")
+    file = folder / "events.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for number in (10**399, -(10**399), 1e308):
+        damages = ({"age": number}, {"time": number}, {"step": number}, {"steps": [0, number]})
+        write_lines(file, [line | d for line in lines for d in damages if d.keys() & line.keys()])
+    assert "goodput" in page_of(folder)
+
+
 def test_it_is_written_at_once_or_not_at_all(tmp_path, monkeypatch):
     folder = write_run(tmp_path / "run")
     page_of(folder)
