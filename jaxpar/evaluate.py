@@ -58,7 +58,8 @@ def check(options: Options) -> None:
     if options.include_path is not None and not Path(options.include_path).is_dir():
         fix = "give the folder that holds the tasks' YAML files"
         raise ConfigError("--include-path", options.include_path, "is not a folder", fix)
-    if options.output is not None:
+    place = processes.others()
+    if options.output is not None and (place is None or place.process_id == 0):  # which writes it
         _check_output(options.output)
 
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from jaxpar import cluster, guard, processes, runtime, xla_flags
 from jaxpar.config import replace
 from jaxpar.doctor import examination, facts, showing
-from jaxpar.doctor.options import Options, mesh_for, read_command
+from jaxpar.doctor.options import Options, check_file, mesh_for, read_command
 from jaxpar.doctor.progress import Progress
 
 __all__ = ["main", "read_command"]
@@ -54,9 +54,12 @@ def begin(options: Options) -> tuple[facts.Facts, list[str]]:
     """Join the other processes, and set what JAX reads as it starts, as training does.
 
     Returns:  this process's facts so far, and what was set in its environment.
+    Raises:   ConfigError for a --json that process 0 could not write; and as `processes.connect`.
     """
     cfg = options.cfg
     place = cluster.detect(cfg, os.environ)
+    if options.json is not None and (place is None or place.process_id == 0):
+        check_file(options.json)  # the others write nothing, and may be elsewhere
     own = facts.of_the_host(dict(os.environ))  # before anything is set here
     was_set = []
     if xla_flags.gpu_is_present():  # multicast stays off here, whatever the user has set

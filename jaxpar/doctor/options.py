@@ -112,7 +112,7 @@ def read_command(argv: Sequence[str]) -> Options:
         mesh=read_mesh(asked.mesh),
         repeats=asked.repeats,
         seconds=asked.seconds,
-        json=None if asked.json is None else read_file(asked.json),
+        json=None if asked.json is None else Path(asked.json),
         cfg=read_cluster(rest, asked.cpu_devices),
     )
 
@@ -151,15 +151,13 @@ def read_mesh(text: str | None) -> dict[str, int]:
     return found
 
 
-def read_file(text: str) -> Path:
-    """Raises:   ConfigError where it could not be written in the end."""
-    path = Path(text)
+def check_file(path: Path) -> None:
+    """Raises:   ConfigError for a --json that could not be written in the end."""
     folder = path.absolute().parent
     if path.is_dir() or not (folder.is_dir() and os.access(folder, os.W_OK)):
         what = "cannot be written to" if folder.is_dir() else "is not there"
         rule = "is a folder" if path.is_dir() else f"its folder {path.parent} {what}"
-        raise ConfigError("--json", text, rule, "use --json doctor.json")
-    return path
+        raise ConfigError("--json", str(path), rule, "use --json doctor.json")
 
 
 def read_cluster(args: Sequence[str], cpu_devices: int) -> Config:

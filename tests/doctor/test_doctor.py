@@ -83,6 +83,21 @@ def test_a_mesh_that_cannot_be_is_refused_before_anything_runs(tmp_path):
     assert not (tmp_path / "doctor.json").exists()
 
 
+def test_a_file_is_checked_by_the_process_that_writes_it(tmp_path, monkeypatch):
+    """The others may be on hosts where its folder is not there."""
+    started = []
+    monkeypatch.setattr(doctor.runtime, "start", lambda *_, **__: started.append("JAX") or [])
+    monkeypatch.setattr(doctor.processes, "connect", lambda *_: "joined")
+    asked = ["--cpu-devices", "1", "--json", str(tmp_path / "none" / "doctor.json")]
+    joined = "--cluster.coordinator 127.0.0.1:9 --cluster.num-processes 2 --cluster.process-id"
+    for alone in ([], [*joined.split(), "0"]):
+        with pytest.raises(ConfigError, match=r"--json = .*its folder .*none is not there"):
+            doctor.begin(doctor.read_command([*asked, *alone]))
+    assert not started
+    doctor.begin(doctor.read_command([*asked, *joined.split(), "1"]))
+    assert started
+
+
 def test_a_section_that_does_not_end_ends_the_program(monkeypatch, capsys):
     ended = []
     monkeypatch.setattr(os, "_exit", ended.append)

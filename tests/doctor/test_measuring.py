@@ -224,7 +224,6 @@ REFUSED = [
     (["--cpu-devices", "-1"], "must be above 0"),
     (["--cpu-devices", "100000"], "must be at most 4096"),
     (["--cpu-device", "2"], "'--cpu-device': is no option of this program. Fix: use --cpu-devices"),
-    (["--json", "none/doctor.json"], "its folder none is not there"),
     (["--train.seed", "1"], "'--train.seed': is no option of this program"),
     (["--cluster.process-ids", "1"], "is not a field"),
     (["links"], "is not --section.field value"),

@@ -156,3 +156,15 @@ def test_long_texts_are_scored_by_their_latest_tokens(trained):
 def test_what_cannot_be_scored(trained, flags, said):
     with pytest.raises(ConfigError, match=said):
         evaluate.main([str(trained), *flags])
+
+
+def test_a_file_is_checked_by_the_process_that_writes_it(monkeypatch):
+    """The others may be on hosts where its folder is not there."""
+    options = evaluate.Options(run="run", tasks=("choices",), output="nowhere/x.json")
+    for name, value in (("COORDINATOR_ADDRESS", "127.0.0.1:9"), ("NUM_PROCESSES", "2")):
+        monkeypatch.setenv(f"JAX_{name}", value)
+    monkeypatch.setenv("JAX_PROCESS_ID", "1")
+    evaluate.check(options)
+    monkeypatch.setenv("JAX_PROCESS_ID", "0")
+    with pytest.raises(ConfigError, match=r"--output = .*folder that does not exist"):
+        evaluate.check(options)
