@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax._src import hardware_utils  # JAX tells nowhere else whether it sees a GPU
 
 from jaxpar import xla_flags
 from jaxpar.config import Config, ConfigError
@@ -39,10 +38,14 @@ def start(cfg: Config, num_processes: int = 1, *, needs_devices: bool = True) ->
     return was_set
 
 
+#: Files by which JAX 0.11 sees an NVIDIA GPU; the last is that of Windows' Linux.
+NVIDIA_DEVICES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
+
+
 def _check_platforms(asked: str) -> None:
     """Raises:   ConfigError for CUDA alone where no GPU is in sight: JAX passes CUDA over there,
     and has an assertion and no words for what is left."""
-    if set(asked.split(",")) == {"cuda"} and not hardware_utils.has_visible_nvidia_gpu():
+    if set(asked.split(",")) == {"cuda"} and not any(map(os.path.exists, NVIDIA_DEVICES)):
         rule = "allows CUDA alone, and JAX sees no NVIDIA GPU here"
         fix = "unset it, or set it to cpu; python -m jaxpar.doctor says what is here"
         raise ConfigError("JAX_PLATFORMS", asked, rule, fix)
