@@ -90,6 +90,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _from_environment(wanted: str, env: Environment) -> Cluster | None:
+    env = {name: value for name, value in env.items() if value}  # an empty one is not set
     launched = _launched(env)
     if launched is not None or wanted == "none":
         return launched
@@ -115,9 +116,11 @@ def _check(c: Cluster) -> None:
         rule = f"process {c.process_id} is not one of {c.num_processes}, counted from 0"
         raise ConfigError("cluster.process_id", c.process_id, rule, "number them from 0")
     host, _, port = c.coordinator.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
-        rule = "is no host:port"
-        fix = f"use {flag('cluster.coordinator', (host or c.coordinator) + ':1234')}"
+    bare = ":" in host and not re.fullmatch(r"\[[^\[\]]+\]", host)  # of which JAX would crash
+    if bare or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        rule = "is no host:port" + ", and an IPv6 address needs brackets" * bare
+        like = f"[{host.strip('[]')}]:{port}" if bare else f"{host or c.coordinator}:1234"
+        fix = f"use {flag('cluster.coordinator', like)}"
         raise ConfigError("cluster.coordinator", c.coordinator, rule, fix)
     if (c.num_hosts or 1) > 1 and is_loopback(c.host):
         rule = f"means each host itself, and the processes are on {c.num_hosts} hosts"
@@ -174,7 +177,7 @@ def _kubeflow_jaxjob(env: Environment) -> Cluster | None:
     count = _number(env, "NUM_PROCESSES")
     return Cluster(
         source="jaxjob",
-        coordinator=f"{values[0]}:{values[1]}",
+        coordinator=_address(values[0], values[1]),
         num_processes=count,
         process_id=_number(env, "PROCESS_ID"),
         num_hosts=count,
@@ -182,19 +185,22 @@ def _kubeflow_jaxjob(env: Environment) -> Cluster | None:
 
 
 def _torch(env: Environment) -> Cluster | None:
-    """The names of torchrun, and of Kubeflow for PyTorch: PET_* counts nodes, one process each."""
-    nodes = any(name.startswith("PET_N") for name in env)
-    prefix = "PET_" if "PET_MASTER_ADDR" in env else ""
+    """The names of torchrun, and of Kubeflow for PyTorch: PET_* counts nodes, one process each.
+
+    Of a process that torchrun has started, those of torchrun: PET_* are options that it has read.
+    """
+    by_torchrun = "LOCAL_WORLD_SIZE" in env
+    nodes = not by_torchrun and bool({"PET_NNODES", "PET_NODE_RANK"} & env.keys())
+    prefix = "PET_" if nodes and "PET_MASTER_ADDR" in env else ""
     counts = ("PET_NNODES", "PET_NODE_RANK") if nodes else ("WORLD_SIZE", "RANK")
     if not nodes and not {"MASTER_ADDR", "RANK"} & env.keys():
         return None  # WORLD_SIZE alone is anybody's
     values = _whole(env, "torch", (f"{prefix}MASTER_ADDR", f"{prefix}MASTER_PORT", *counts))
     assert values is not None
     count, local = _number(env, counts[0]), _number(env, "LOCAL_WORLD_SIZE", 0)
-    local = 0 if nodes else local
     return Cluster(
         source="torch",
-        coordinator=f"{values[0]}:{values[1]}",
+        coordinator=_address(values[0], values[1]),
         num_processes=count,
         process_id=_number(env, counts[1]),
         num_hosts=count if nodes else (-(-count // local) if local else None),
@@ -209,21 +215,22 @@ def _open_mpi(env: Environment) -> Cluster | None:
     values = _whole(env, "mpi", tuple(f"OMPI_COMM_WORLD_{name}" for name in names))
     if values is None:
         return None
-    size, rank, local, local_id = (_number(env, f"OMPI_COMM_WORLD_{name}") for name in names)
+    size, rank, _, local_id = (_number(env, f"OMPI_COMM_WORLD_{name}") for name in names)
+    local = _number(env, "OMPI_COMM_WORLD_LOCAL_SIZE", least=1)
     uri, namespace = env.get("OMPI_MCA_orte_hnp_uri", ""), env.get("PMIX_NAMESPACE", "")
-    four = re.search(r"tcp6?://\[?([^,\]]+?)[,\]:]", uri)
+    four = re.search(r"tcp://([^,:]+)|tcp6://\[([^,\]]+)", uri)
     five = re.match(r"prterun-(.+)-\d+@\d+$", namespace)
     if size == local:
         host = "127.0.0.1"
     elif four or five:
-        host = (four or five).group(1)  # type: ignore[union-attr]
+        host = next(filter(None, (four or five).groups()))  # type: ignore[union-attr]
     else:
         told = f"OMPI_COMM_WORLD_SIZE={size}"
         fix = f"name process 0's host: {flag('cluster.coordinator')} HOST:1234"
         raise ConfigError("environment", told, "says no host of mpirun's", fix)
     return Cluster(
         source="mpi",
-        coordinator=f"{host}:{_port(namespace or uri.partition('.')[0] or 'mpi')}",
+        coordinator=_address(host, _port(namespace or uri.partition(".")[0] or "mpi")),
         num_processes=size,
         process_id=rank,
         num_hosts=-(-size // local),
@@ -244,7 +251,8 @@ def _slurm(env: Environment) -> Cluster | None:
     names = "JOB_ID STEP_NUM_TASKS STEP_NODELIST STEP_NUM_NODES PROCID LOCALID".split()
     values = _whole(env, "slurm", tuple(f"SLURM_{name}" for name in names))
     assert values is not None
-    count, hosts = _number(env, "SLURM_STEP_NUM_TASKS"), _number(env, "SLURM_STEP_NUM_NODES")
+    count = _number(env, "SLURM_STEP_NUM_TASKS")
+    hosts = _number(env, "SLURM_STEP_NUM_NODES", least=1)
     bound = any(name in env for name in ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK"))
     step = f"{env['SLURM_JOB_ID']}.{env.get('SLURM_STEP_ID', '0')}"
     return Cluster(
@@ -278,6 +286,11 @@ def _port(job: str) -> int:
     return FIRST_PORT + zlib.crc32(job.encode()) % PORTS
 
 
+def _address(host: str, port: object) -> str:
+    """host:port, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
 def _whole(env: Environment, source: str, names: tuple[str, ...]) -> list[str] | None:
     """The variables' values; None if none is set.
 
@@ -294,12 +307,15 @@ def _whole(env: Environment, source: str, names: tuple[str, ...]) -> list[str] |
     return [env[name] for name in names]
 
 
-def _number(env: Environment, name: str, default: int | None = None) -> int:
-    """Raises:   ConfigError for what is no number. A range of one, as torch writes it, is."""
+def _number(env: Environment, name: str, default: int | None = None, least: int = 0) -> int:
+    """Raises:   ConfigError for what is no number, or below the least. A range of one, as torch
+    writes it, is one."""
     text = env.get(name)
     if text is None and default is not None:
         return default
     low, _, high = (text or "").partition(":")
-    if not low.isdigit() or high not in ("", low):
+    if not low.isdecimal() or high not in ("", low):
         raise ConfigError(name, text, "is no whole number", "see what set it")
+    if int(low) < least:
+        raise ConfigError(name, text, f"must be at least {least}", "see what set it")
     return int(low)

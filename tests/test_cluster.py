@@ -23,6 +23,7 @@ MPI = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "3",
 }
 MPI_4 = MPI | {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911"}
+MPI_IPV6 = MPI | {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp6://[fd00::1,fd00::2]:34911"}
 MPI_5 = MPI | {"PMIX_NAMESPACE": "prterun-gpu03-2145@1"}
 TRAINER = {
     "JAX_COORDINATOR_ADDRESS": "llm-node-0-0.llm:29500",
@@ -80,6 +81,7 @@ KNOWN = [
     (SLURM | {"SLURM_GPUS_PER_TASK": "1"}, "slurm", "gpu03", 16, 11, 2, 1, 0),
     (SLURM | {"SLURM_STEP_NODELIST": "a1,b[2-3]"}, "slurm", "a1", 16, 11, 2, 8, 3),
     (MPI_4, "mpi", "10.96.0.1", 16, 11, 2, 8, 3),
+    (MPI_IPV6, "mpi", "fd00::1", 16, 11, 2, 8, 3),
     (MPI_5, "mpi", "gpu03", 16, 11, 2, 8, 3),
     (MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "16"}, "mpi", "127.0.0.1", 16, 11, 1, 16, 3),
     (TRAINER, "jax", "llm-node-0-0.llm", 4, 2, None, 1, 0),
@@ -89,6 +91,10 @@ KNOWN = [
     (PET, "torch", "llm-node-0-0.llm", 4, 2, 4, 1, 0),
     (PYTORCHJOB, "torch", "job-master-0", 4, 2, 4, 1, 0),
     (TORCHRUN, "torch", "gpu03", 16, 11, 2, 8, 3),
+    (TORCHRUN | {"MASTER_ADDR": "fd00::1"}, "torch", "fd00::1", 16, 11, 2, 8, 3),
+    # torchrun reads PET_* as its options, and leaves them to what it starts.
+    (TORCHRUN | PET, "torch", "gpu03", 16, 11, 2, 8, 3),
+    (TORCHRUN | {"PET_NPROC_PER_NODE": "8"}, "torch", "gpu03", 16, 11, 2, 8, 3),
     (LAUNCHED, "launch", "127.0.0.1", 2, 1, 1, 1, 0),
     # mpirun within a Slurm job: its daemons are the tasks that Slurm counts.
     (SLURM | DAEMONS | MPI_5, "mpi", "gpu03", 16, 11, 2, 8, 3),
@@ -111,6 +117,7 @@ def test_what_started_it_is_seen(env, source, host, count, own, hosts, local, lo
     assert (found.num_hosts, found.local_processes, found.local_id) == (hosts, local, local_id)
     assert str(found) == f"{source}: process {own} of {count}, coordinator {found.coordinator}"
     assert 1 <= int(found.coordinator.rpartition(":")[2]) < 1 << 16
+    assert found.coordinator.startswith("[") == (":" in found.host)
 
 
 ALONE = [
@@ -121,6 +128,9 @@ ALONE = [
     MPI
     | {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
     JOB | {"JAX_NUM_PROCESSES": "1", "JOB_COMPLETION_INDEX": "0"},
+    {"PET_NPROC_PER_NODE": "8"},
+    # What is set to nothing is not set.
+    *({name: ""} for name in ("NUM_PROCESSES", "RANK", "MASTER_ADDR", "SLURM_STEP_NUM_TASKS")),
 ]
 
 
@@ -144,6 +154,11 @@ WRONG = [
     ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8"}, "was not started by srun"),
     (SLURM | {"SLURM_PROCID": "16"}, "process 16 is not one of 16"),
     (SLURM | {"SLURM_PROCID": "one"}, "no whole number"),
+    (SLURM | {"SLURM_PROCID": "\u00b2"}, "no whole number"),
+    (SLURM | {"SLURM_STEP_NUM_NODES": "0"}, "must be at least 1"),
+    (MPI_4 | {"OMPI_COMM_WORLD_LOCAL_SIZE": "0"}, "must be at least 1"),
+    (TRAINER | {"JAX_COORDINATOR_ADDRESS": "host:\u00b2"}, "is no host:port"),
+    (TRAINER | {"JAX_COORDINATOR_ADDRESS": "fd00::1:29500"}, "coordinator '[fd00::1]:29500'"),
     (SLURM | TRAINER, "contradicts itself"),
     (TRAINER | JOB | {"JOB_COMPLETION_INDEX": "3"}, "contradicts itself"),
     ({"JOB_COMPLETION_INDEX": "3"}, "without JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES"),
