@@ -15,10 +15,12 @@ What is added must be
                       shards; moments shaped as the parameters, of which those called mu or trace,
                       and nu, may be kept in bfloat16. mask: where weight decay applies.
     model.attention   function(q, k, v, mask: AttentionMask) -> out. q, out: [B, T, H, K]. k, v:
-                      [B, S, G, K]. H and G: one tensor rank's heads; every position that a query
-                      may see is there. Differentiated by JAX; the reference model calls it too.
+                      [B, S, G, K]. All of one dtype. H and G: one tensor rank's heads; every
+                      position that a query may see is there. Differentiated by JAX; the reference
+                      model calls it too.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -30,14 +32,44 @@ _ADDED: dict[str, dict[str, Callable[..., Any]]] = {"optimizer.name": {}, "model
 def add(path: str, name: str, function: Callable[..., Any]) -> None:
     """Let the field `path` have the value `name`. Added again, the later function counts.
 
-    Raises:   ConfigError for a field that takes none, or a name that the package has itself.
+    Raises:   ConfigError for a field that takes none, a name that the package has itself, or what
+              is no function. What a function gives is checked when it is used.
     """
     if path not in _ADDED:
         fix = f"name one of {', '.join(_ADDED)}"
         raise ConfigError("extensions.add", path, "is no field that functions can be added to", fix)
     if name in get_args(field_types()[path]):
         raise ConfigError(path, name, "is a name of the package's own", "choose another name")
-    _ADDED[path][name] = function
+    if not callable(function):
+        fix = "give the function itself"
+        raise ConfigError(path, name, f"is added as {function!r}, which is no function", fix)
+    _ADDED[path][name] = _checked(path, name, function)
+
+
+def _checked(path: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, but for an error of one line where it gives something else than it must."""
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        made = function(*args)
+        wanted, fits = _of_rule(made) if path == "optimizer.name" else _of_attention(made, args[0])
+        if not fits:
+            told = f"{made.dtype} {made.shape}" if hasattr(made, "dtype") else type(made).__name__
+            raise ConfigError(path, name, f"gives {told}, and must give {wanted}", "return that")
+        return made
+
+    return run
+
+
+def _of_rule(made: Any) -> tuple[str, bool]:
+    """What a rule must give, and whether it is that."""
+    fits = all(callable(getattr(made, part, None)) for part in ("init", "update"))
+    return "an optax.GradientTransformation", fits
+
+
+def _of_attention(made: Any, q: Any) -> tuple[str, bool]:
+    fits = getattr(made, "shape", None) == q.shape and getattr(made, "dtype", None) == q.dtype
+    return f"out alone, as q: {q.dtype} {q.shape}", fits
 
 
 def function(path: str, name: str) -> Callable[..., Any] | None:

@@ -104,7 +104,7 @@ def test_the_functions_are_used():
 
 def test_adding_again_replaces():
     extensions.add("model.attention", "capped", momentum)
-    assert extensions.function("model.attention", "capped") is momentum
+    assert extensions.function("model.attention", "capped").__wrapped__ is momentum
     assert extensions.function("model.attention", "softmax") is None
 
 
@@ -139,6 +139,36 @@ def test_names_and_fields_that_are_taken_or_unknown():
         extensions.add("train.seed", "lucky", momentum)
     with pytest.raises(ConfigError, match=r"model\.attention = 'gone': is unknown here"):
         extensions.function("model.attention", "gone")
+
+
+def test_what_is_no_function_is_not_added():
+    said = r"optimizer\.name = 'none': is added as None, which is no function"
+    with pytest.raises(ConfigError, match=said):
+        extensions.add("optimizer.name", "none", None)
+    assert "none" not in extensions.names("optimizer.name")
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (lambda q, k, v, mask: (q, q), r"gives tuple, and must give out alone, as q: float32 \("),
+        (lambda q, k, v, mask: q[:, 1:], r"gives float32 \(.*, and must give out alone"),
+        (lambda q, k, v, mask: q.astype("bfloat16"), r"gives bfloat16 \(.*, and must give out"),
+    ],
+    ids=["pair", "shape", "dtype"],
+)
+def test_attention_that_gives_something_else(function, said):
+    extensions.add("model.attention", "capped", function)
+    cfg = replace(TINY, **{"model.attention": "capped"})
+    with pytest.raises(ConfigError, match=r"model\.attention = 'capped': " + said):
+        parity.reference_trace(cfg, [parity.random_batch(cfg, 0)], 1)
+
+
+def test_a_rule_that_gives_nothing():
+    extensions.add("optimizer.name", "momentum", lambda cfg, rate, mask: None)
+    said = r"optimizer\.name = 'momentum': gives NoneType, and must give an optax"
+    with pytest.raises(ConfigError, match=said):
+        abstract_state(replace(TINY, **{"optimizer.name": "momentum"}))
 
 
 def test_no_published_format_has_them():
