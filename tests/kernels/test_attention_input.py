@@ -134,6 +134,18 @@ REFUSALS = {
         H200,
         "mask.max_segments is not given",
     ),
+    "cudnn, wide heads before Hopper": (
+        "cudnn",
+        request(in_order=True, K=136),
+        A100,
+        "head dims above 128 need compute capability 9.0, and NVIDIA A100-SXM4-80GB has 8.0",
+    ),
+    "cudnn, documents before Hopper": (
+        "cudnn",
+        packed(in_order=True, max_segments=2),
+        A100,
+        "packed documents from compute capability 9.0 on, and NVIDIA A100-SXM4-80GB has 8.0",
+    ),
     "hopper on a CPU": ("pallas_hopper", HOPPER, CPU, "an NVIDIA GPU, and the platform is cpu"),
     "hopper on Ampere": (
         "pallas_hopper",
@@ -206,6 +218,17 @@ def test_a_gradient_of_lse_is_refused_by_a_backward_that_lacks_it(monkeypatch):
             continue
         with pytest.raises(ValueError, match=rf"'cudnn' gives no gradient .*{message}"):
             grad(q)
+
+
+def test_cudnn_before_hopper_serves_what_jax_lets_it():
+    def chosen(arguments, platform):
+        q, k, _, mask = arguments
+        return choose("auto", q, k, mask, platform=platform).forward
+
+    one, documents = {"in_order": True}, {"in_order": True, "max_segments": 2}
+    assert chosen(request(K=128, **one), A100) == chosen(request(K=136, **one), H200) == "cudnn"
+    assert chosen(packed(K=72, **documents), H200) == "cudnn"
+    assert chosen(request(K=136, **one), A100) == chosen(packed(**documents), A100) == "reference"
 
 
 def test_who_can_give_a_gradient_of_lse():

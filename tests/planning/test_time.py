@@ -159,7 +159,9 @@ def test_a_gpu_without_kernels_for_zigzag_order_is_told():
     assert not predict(cfg, cluster(8)).on_reference
     with pytest.raises(ConfigError, match=r"no attention kernel on a100.*ulysses"):
         predict(cfg, a100)
-    assert not predict(on(8, sequence=2, context="ulysses"), a100).on_reference
+    ulysses = on(8, sequence=2, context="ulysses")
+    assert predict(ulysses, a100).on_reference  # its documents
+    assert not predict(replace(ulysses, **{"data.document_mask": False}), a100).on_reference
 
 
 def test_scores_of_the_reference_count():

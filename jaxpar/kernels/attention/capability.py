@@ -29,6 +29,8 @@ class Capability:
     needs_gpu            it runs on NVIDIA GPUs only.
     dtypes               of q, k and v.
     head_dims            a range from the first of equal steps, or the sizes one by one.
+    before_hopper        less than all that, below compute capability 9.0: the largest head dim, and
+                         no packed documents.
     needs_order          only the text's own order (`AttentionMask.in_order`).
     needs_max_segments   packed documents need `AttentionMask.max_segments`.
     lse_gradient         the backward takes a cotangent of the log-sum-exp.
@@ -40,6 +42,7 @@ class Capability:
     compute_capability: str | None
     dtypes: tuple[str, ...]
     head_dims: Sequence[int] | None
+    before_hopper: int | None
     needs_order: bool
     needs_max_segments: bool
     lse_gradient: bool
@@ -53,6 +56,7 @@ CAPABILITIES: dict[str, Capability] = {
         compute_capability=None,
         dtypes=("bfloat16", "float16"),
         head_dims=range(8, 257, 8),
+        before_hopper=128,  # as JAX's own entry to these kernels has it
         needs_order=True,
         needs_max_segments=True,
         lse_gradient=False,
@@ -63,6 +67,7 @@ CAPABILITIES: dict[str, Capability] = {
         compute_capability="9.0",
         dtypes=("bfloat16", "float16"),
         head_dims=(64, 128, 256),
+        before_hopper=None,
         needs_order=False,
         needs_max_segments=False,
         lse_gradient=True,
@@ -73,6 +78,7 @@ CAPABILITIES: dict[str, Capability] = {
         compute_capability=None,
         dtypes=("bfloat16", "float16", "float32"),
         head_dims=None,
+        before_hopper=None,
         needs_order=False,
         needs_max_segments=False,
         lse_gradient=True,
@@ -174,11 +180,22 @@ def _wrong_arrays(able: Capability, request: Request) -> str | None:
         return f"it computes in {' or '.join(able.dtypes)}, and q is {request.dtype}"
     if able.head_dims is not None and request.D not in able.head_dims:
         return f"it takes head dims that are {in_words(able.head_dims)}, and this is {request.D}"
+    if able.before_hopper is not None and _is_before_hopper(request.platform):
+        there = f"and {request.platform.kind} has {request.platform.compute_capability}"
+        if able.before_hopper < request.D:
+            return f"head dims above {able.before_hopper} need compute capability 9.0, {there}"
+        if request.packed:
+            return f"it takes packed documents from compute capability 9.0 on, {there}"
     if able.needs_order and not request.in_order:
         return "it knows only the text's own order, and these positions are permuted or gathered"
     if able.needs_max_segments and request.packed and request.max_segments is None:
         return "it takes documents by offset, and mask.max_segments is not given"
     return None
+
+
+def _is_before_hopper(platform: Platform) -> bool:
+    there = platform.compute_capability
+    return platform.name == "gpu" and bool(there) and float(there) < 9.0
 
 
 def _wrong_backward(able: Capability, request: Request) -> str | None:
