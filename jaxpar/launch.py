@@ -70,13 +70,25 @@ def read_command(argv: Sequence[str]) -> tuple[Options, list[str], Config]:
         rule = f"must be at most {most}: so many processes would take this host's memory"
         fix = "use -n 8, and --devices-per-process for more simulated devices"
         raise ConfigError("-n", options.num_processes, rule, fix)
-    for name in ("coordinator", "num-processes", "process-id", "detect"):
-        if any(arg.replace("_", "-").startswith(f"--cluster.{name}") for arg in rest):
-            rule = "is what the launcher sets"
-            raise ConfigError(f"cluster.{name.replace('-', '_')}", "", rule, "leave it out")
+    _check_places(rest)
     if options.devices_per_process:
         rest += ["--run.cpu-devices", str(options.devices_per_process)]
     return options, rest, cli.read_config(rest, "jaxpar.train", None)
+
+
+def _check_places(rest: Sequence[str]) -> None:
+    """Raises:   ConfigError for what of a run's arguments is the launcher's to set, or its own."""
+    of_run = [f"--cluster.{n}" for n in ("coordinator", "num-processes", "process-id", "detect")]
+    own = ["-n", "--num-processes", "--devices-per-process", "--restarts", "--grace"]
+    for arg, following in zip(rest, [*rest[1:], ""], strict=True):
+        name, given, value = arg.partition("=")
+        name, value = name.replace("_", "-"), value if given else following
+        if name in of_run:
+            path = name.removeprefix("--").replace("-", "_")
+            raise ConfigError(path, value, "is what the launcher sets", "leave it out")
+        if name in own:
+            rule, fix = "is the launcher's own, and stands after --", f"put {name} before --"
+            raise ConfigError(name, value, rule, fix)
 
 
 class Launcher:

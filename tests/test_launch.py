@@ -285,7 +285,16 @@ REFUSED = [
     (["-n", "100000", "--", "quickstart"], "must be at most"),
     (["-n", "2", "--grace", "nan", "--", "quickstart"], "must be at least 0"),
     (["-n", "2", "--", "quickstart", "--train.num-step", "1"], "is not a field"),
-    (["-n", "2", "--", "quickstart", "--cluster.process-id", "1"], "is what the launcher sets"),
+    (
+        ["-n", "2", "--", "quickstart", "--cluster.process-id", "1"],
+        r"cluster\.process_id = '1': is what the launcher sets",
+    ),
+    (["-n", "2", "--", "quickstart", "--cluster.detect=none"], "detect = 'none': is what the laun"),
+    (["-n", "2", "--", "quickstart", "-n", "3"], "-n = '3': is the launcher's own"),
+    (
+        ["-n", "2", "--", "quickstart", "--devices_per_process", "1"],
+        "'1': is the launcher's own, and stands after --. Fix: put --devices-per-process before --",
+    ),
 ]
 
 
