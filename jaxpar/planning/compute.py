@@ -86,7 +86,7 @@ def matmul_rate(cfg: Config, gpu: Gpu, *, float8: bool) -> float:
     if float8 and gpu.float8 is not None:
         return gpu.float8.value
     # float32 is multiplied as TF32, at half the rate: an estimate.
-    return gpu.matmul.value * (1.0 if cfg.model.dtype == "bfloat16" else 0.5)
+    return gpu.matmul.value * (0.5 if cfg.model.dtype == "float32" else 1.0)
 
 
 def _layer_attention(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) -> float:

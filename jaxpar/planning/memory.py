@@ -14,6 +14,8 @@ before the loss, and puts gradients off.
 import functools
 from dataclasses import dataclass
 
+import jax.numpy as jnp
+
 from jaxpar.config import Config, ModelConfig
 from jaxpar.memory_rules import LAYER_INPUT, REMAT_NAMES, names_on_host, saved_names
 from jaxpar.model.loss import num_chunks
@@ -197,7 +199,7 @@ def _saved_per_token(m: ModelConfig, tensor: int, remat: str) -> tuple[float, fl
 
 def bytes_of_names(m: ModelConfig, tensor: int) -> dict[str, float]:
     """Bytes per token and layer of each value that can be saved, and of the layer's input."""
-    width = 2 if m.dtype == "bfloat16" else 4
+    width = jnp.dtype(m.dtype).itemsize
     heads, kv = m.num_heads * m.head_dim / tensor, m.num_kv_heads * m.head_dim / tensor
     stream, f = width * m.d_model, m.d_ff / tensor
     sizes = {

@@ -164,6 +164,15 @@ def test_a_gpu_without_kernels_for_zigzag_order_is_told():
     assert not predict(replace(ulysses, **{"data.document_mask": False}), a100).on_reference
 
 
+def test_float16_is_planned_as_bfloat16_is():
+    in_dtype = lambda dtype: replace(on(8), **{"model.dtype": dtype})  # noqa: E731
+    half, brain, full = map(in_dtype, ("float16", "bfloat16", "float32"))
+    assert memory_of(half) == memory_of(brain)
+    assert step_time(half, cluster(8)) == step_time(brain, cluster(8))
+    assert memory_of(full).activations > 1.9 * memory_of(brain).activations
+    assert step_time(full, cluster(8)).matmul > 1.9 * step_time(brain, cluster(8)).matmul
+
+
 def test_scores_of_the_reference_count():
     cfg = replace(on(8), **{"model.dtype": "float32"})
     assert predict(cfg, cluster(8)).on_reference
