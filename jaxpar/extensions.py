@@ -12,8 +12,9 @@ What is added must be
 
     optimizer.name    rule(cfg: OptimizerConfig, rate: optax.Schedule, mask) -> an optax
                       GradientTransformation, elementwise, since each device updates its own
-                      shards; moments shaped as the parameters, of which those called mu or trace,
-                      and nu, may be kept in bfloat16. mask: where weight decay applies.
+                      shards; moments shaped as the parameters, of all or of some (`optax.masked`,
+                      `optax.partition`), of which those called mu or trace, and nu, may be kept
+                      in bfloat16. mask: where weight decay applies.
     model.attention   function(q, k, v, mask: AttentionMask) -> out. q, out: [B, T, H, K]. k, v:
                       [B, S, G, K]. All of one dtype. H and G: one tensor rank's heads; every
                       position that a query may see is there. Differentiated by JAX; the reference

@@ -72,12 +72,15 @@ def _init_opt_state(cfg: Config, params: Any) -> Any:
 
 def state_specs(cfg: Config) -> TrainState:
     """The state as PartitionSpecs: moments as their parameters, everything else replicated."""
+    # In place of the moments that a rule keeps of some parameters alone.
+    is_none = lambda node: isinstance(node, optax.MaskedNode)  # noqa: E731
     opt_state = optax.tree_map_params(
         optimizer_for(cfg),
-        lambda _, spec: spec,
+        lambda moment, spec: moment if is_none(moment) else spec,
         abstract_state(cfg).opt_state,
         partition_specs(trained_specs(cfg)),
         transform_non_params=lambda _: PartitionSpec(),
+        is_leaf=is_none,
     )
     params = partition_specs(param_specs(cfg.model, cfg.lora))
     guard = jax.tree.map(lambda _: PartitionSpec(), skipping.initial(cfg))

@@ -93,6 +93,22 @@ def test_a_rule_with_a_moment_of_its_own_keeps_it_in_host_memory(devices):
         abstract_state(replace(cfg, **{"optimizer.first_moment_dtype": "bfloat16"}))
 
 
+def of_two(cfg, rate, mask):
+    """Adam for what is wide, Lion for the rest, each with moments of its own part alone."""
+    label = functools.partial(jax.tree.map, lambda p: "wide" if p.ndim > 2 else "narrow")
+    return optax.partition({"wide": optax.adam(rate), "narrow": optax.lion(rate)}, label)
+
+
+def test_a_rule_may_keep_moments_of_some_parameters(devices):
+    extensions.add("optimizer.name", "momentum", of_two)
+    cfg = replace(TINY, **{"optimizer.name": "momentum", "parallel.layer_loop": "unroll"})
+    batches = [parity.random_batch(cfg, i) for i in range(2)]
+    wanted = parity.reference_trace(cfg, batches, 2)
+    cfg = resolve(replace(cfg, **{"optimizer.offload": True, "parallel.data": 2}), 2)
+    found = parity.mesh_trace(cfg, make_mesh(cfg.parallel, devices[:2]), batches, 2)
+    assert not parity.compare(found, wanted, TOLERANCE).mismatches()
+
+
 def test_the_functions_are_used():
     both = reference_of(replace(TINY, **ADDED))[1].losses
     rule_alone = reference_of(replace(TINY, **{"optimizer.name": "momentum"}))[1].losses
