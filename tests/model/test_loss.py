@@ -1,6 +1,7 @@
 """Cross entropy over a split vocabulary, against `jax.nn.log_softmax` of whole logits."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +10,17 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from jaxpar import parity
 from jaxpar.axes import TOKEN_AXES, VOCAB_AXES
 from jaxpar.batch import IGNORED
-from jaxpar.config import ParallelConfig
+from jaxpar.config import ParallelConfig, replace
 from jaxpar.model import loss
 from jaxpar.parallel.collectives import varying
 from jaxpar.parallel.mesh import make_mesh
+from jaxpar.state import abstract_state
+from jaxpar.step import make_gradient_step
+from jaxpar.validation import resolve
+from tests.tiny import TINY
 
 N, D, V = 24, 8, 16
 """Tokens, width, vocabulary."""
@@ -111,6 +117,15 @@ def test_any_number_of_chunks_that_is_asked_for(name, chunks, devices, monkeypat
     chunks_of(monkeypatch, 6, V if name == "whole" else V // 4)
     found = on_mesh(mesh_of(devices, MESHES[name]), 0.1, *arrays, cotangent=0.25, chunks=chunks)
     assert_close(found, plain(0.1, *arrays, cotangent=0.25))
+
+
+@pytest.mark.parametrize(("chunks", "tokens"), [(0, 256), (1, 256), (4, 64)])
+def test_the_config_says_in_how_many(chunks, tokens, devices):
+    cfg = resolve(replace(TINY, **{"parallel.data": 1, "parallel.loss_chunks": chunks}), 1)
+    step = make_gradient_step(cfg, make_mesh(cfg.parallel, devices[:1]))
+    program = str(jax.make_jaxpr(step)(abstract_state(cfg).params, parity.random_batch(cfg)))
+    rows = {int(n) for n in re.findall(r"f32\[(\d+),48\]", program)}
+    assert rows == {16, tokens}, "of the head, and of logits"
 
 
 def test_large_logits_do_not_overflow(devices):

@@ -22,7 +22,8 @@ class AttentionMask:
     window        static; None: no limit.
     max_segments  static; no row holds more segments. Needed by backends that take their offsets.
     in_order      static; True promises T = S and the text's own order: positions that count up
-                  by one inside a segment, and segments whose tokens lie end to end.
+                  by one inside a segment, and segments whose tokens lie end to end, numbered
+                  from 1 on in each row (cuDNN's offsets are found by number).
     """
 
     q_positions: Any
