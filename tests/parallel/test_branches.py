@@ -13,6 +13,7 @@ from jaxpar import parity, step
 from jaxpar.axes import AXES
 from jaxpar.batch import Batch
 from jaxpar.config import Config, replace
+from jaxpar.model.views import gate_and_up_are_one
 from jaxpar.parallel import pipeline
 from jaxpar.parallel.float32_gradients import (
     Weight,
@@ -209,9 +210,10 @@ def test_gradients_that_are_added_up_leave_the_matmul_in_float32(
     jaxpr = traced(cfg, devices[:devices_used])
     D, F = cfg.model.d_model, cfg.model.d_ff // cfg.parallel.tensor
     made = [e.outvars[0].aval for e in equations(jaxpr) if e.primitive.name == "dot_general"]
-    of_weights = [out for out in made if out.shape in {(D, F), (F, D)}]
+    of_weights = [out for out in made if out.shape in {(D, F), (F, D), (D, 2 * F), (2 * F, D)}]
     layers = cfg.model.num_layers // cfg.parallel.pipeline
-    assert len(of_weights) == 3 * layers * cfg.parallel.row_groups * loops
+    matrices = 2 if gate_and_up_are_one(cfg) else 3
+    assert len(of_weights) == matrices * layers * cfg.parallel.row_groups * loops
     assert {out.dtype for out in of_weights} == {jnp.dtype(jnp.float32)}
 
 
