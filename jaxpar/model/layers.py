@@ -203,7 +203,7 @@ def _swiglu_backward(gate_up, d_y):
     gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
     d_y, share = d_y.astype(jnp.float32), jax.nn.sigmoid(gate)
     halves = d_y * up * share * (1 + gate * (1 - share)), d_y * gate * share
-    # Once, for the two matmuls that read it: XLA would have either put it together on its way.
+    # Once, for both matmuls that read it: XLA would have each put it together as it reads.
     return (lax.optimization_barrier(jnp.concatenate(halves, axis=-1).astype(gate_up.dtype)),)
 
 

@@ -1,8 +1,8 @@
-"""Cross entropy over a vocabulary split across devices; logits are never held whole.
+"""Cross entropy over a vocabulary split across devices; logits need not be held whole.
 
-The tokens are taken in chunks. While a chunk's logits exist, the gradients of the hidden states
-and of the head are computed from them, so the backward pass is a scaling and the logits are
-computed once. Vocabulary shards exchange three numbers per token.
+The tokens are taken in chunks, or at once. While a chunk's logits exist, the gradients of the
+hidden states and of the head are computed from them, so the backward pass is a scaling and the
+logits are computed once. Vocabulary shards exchange three numbers per token.
 """
 
 import functools
