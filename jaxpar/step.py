@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar import moments, skipping
-from jaxpar.axes import BATCH_SPEC, PIPELINE, TOKEN_AXES
+from jaxpar.axes import BATCH_SPEC, FSDP_AXES, PIPELINE, TOKEN_AXES
 from jaxpar.batch import IGNORED, Batch
 from jaxpar.config import Config
 from jaxpar.model import block, transformer, views
@@ -223,6 +223,8 @@ def gather_once(shards: Any, cfg: Config) -> Any:
 
     def gather(shards: dict, dims: dict) -> dict:
         whole = fsdp.gather_tree(shards, dims, cfg.model.dtype, cfg.parallel.grad_reduce)
+        if "embed" in shards and lax.axis_size(FSDP_AXES) == 1:
+            whole["embed"] = shards["embed"]  # of which the rows that are looked up are cast
         if cfg.model.matmul_dtype != "compute":
             return whole
         # Each made once: with nothing to gather, XLA would have matmuls put matrices side by side

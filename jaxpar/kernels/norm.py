@@ -73,6 +73,28 @@ def _written(n: Normed) -> jax.Array:
 _written.defvjp(lambda n: (_written(n), None), lambda _, d_y: (Normed(d_y, None, None),))
 
 
+@flax.struct.dataclass
+class Unscaled:
+    """A norm's output before its rows are scaled: `values` go through a matmul, and the product is
+    scaled where it is read, by a pass that there is anyway.
+
+    So one pass sums the residual stream and squares, and writes `values`; to write the output takes
+    a second, since a row's scale is known when the row has been read.
+
+    Source:   Graef et al. 2024 (2407.09577), FlashNorm: the scale after the matmul.
+    """
+
+    values: Any
+    """[..., D]: the norm's input times the gain."""
+    scale: Any
+    """float32 [..., 1], of each row; it has no gradient."""
+
+    def scaled(self, product: jax.Array) -> jax.Array:
+        """A product of `values`, as if it were one of the output; its dtype out."""
+        scale = lax.stop_gradient(self.scale)
+        return (product.astype(jnp.float32) * scale).astype(product.dtype)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def rms_norm(x: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
     """Root-mean-square norm over the last dim, in float32; x's dtype out.
@@ -87,10 +109,13 @@ def rms_norm(x: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
 
 
 def _forward(x, gain, eps):
-    x32 = x.astype(jnp.float32)
-    scale = lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    scale = checkpoint_name(scale, SCALE)
+    scale = _scale(x, eps)
     return Normed(x, scale, gain).whole(), (x, gain, scale)
+
+
+def _scale(x, eps):
+    mean_square = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
+    return checkpoint_name(lax.rsqrt(mean_square + eps), SCALE)
 
 
 def _backward(eps, saved, d_y):
@@ -120,12 +145,40 @@ def _beside_forward(x, gain, eps):
 
 
 def _beside_backward(eps, saved, cotangents):
-    (x, gain, scale), (d_beside, d_normed) = saved, cotangents
-    by = by_kernel if _kernel_fits(x) and _kernel_runs_on(Platform.here()) else by_xla
-    return by(x, gain, scale, d_normed.x, d_beside)
+    d_beside, d_normed = cotangents
+    return _gradients(saved, d_normed.x, d_beside, unscaled=False)
 
 
 rms_norm_beside.defvjp(_beside_forward, _beside_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def rms_norm_unscaled(x: jax.Array, gain: jax.Array, eps: float) -> tuple[jax.Array, Unscaled]:
+    """`rms_norm_beside`, the norm being left unscaled. Not for float16, whose range it may leave.
+
+    Args:     as `rms_norm`.
+    """
+    return _unscaled_forward(x, gain, eps)[0]
+
+
+def _unscaled_forward(x, gain, eps):
+    scale = _scale(x, eps)
+    values = (x.astype(jnp.float32) * gain).astype(x.dtype)
+    return (x, Unscaled(values, scale)), (x, gain, scale)
+
+
+def _unscaled_backward(eps, saved, cotangents):
+    d_beside, d_unscaled = cotangents
+    return _gradients(saved, d_unscaled.values, d_beside, unscaled=True)
+
+
+rms_norm_unscaled.defvjp(_unscaled_forward, _unscaled_backward)
+
+
+def _gradients(saved, d_y, d_beside, *, unscaled: bool):
+    x, gain, scale = saved
+    by = by_kernel if _kernel_fits(x) and _kernel_runs_on(Platform.here()) else by_xla
+    return by(x, gain, scale, d_y, d_beside, unscaled=unscaled)
 
 
 def _kernel_fits(x: jax.Array) -> bool:
@@ -137,23 +190,32 @@ def _kernel_runs_on(platform: Platform) -> bool:
     return platform.name == "gpu" and float(platform.compute_capability) >= 8.0
 
 
-def by_xla(x, gain, scale, d_y, d_beside):
+def by_xla(x, gain, scale, d_y, d_beside, *, unscaled=False):
     """The gradients of x and gain.
 
     Args:     x, d_y: [..., D]. gain: [D]. scale: float32 [..., 1]. d_beside: as x, or None for
-              none.
+              none. unscaled: d_y is the gradient of `Unscaled.values`.
     """
-    unit, d_y = x.astype(jnp.float32) * scale, d_y.astype(jnp.float32)
-    d_unit = d_y * gain
-    d_x = scale * (d_unit - unit * jnp.mean(d_unit * unit, axis=-1, keepdims=True))
+    d_x, d_gain = _of_rows(x, gain, scale, d_y, unscaled, lambda a: jnp.mean(a, -1, keepdims=True))
     if d_beside is not None:
         d_x += d_beside.astype(jnp.float32)
-    d_gain = jnp.sum(d_y * unit, axis=tuple(range(x.ndim - 1)))
+    d_gain = jnp.sum(d_gain, axis=tuple(range(x.ndim - 1)))
     return d_x.astype(x.dtype), d_gain.astype(gain.dtype)
 
 
-@functools.partial(jax.jit, static_argnames=("rows", "warps", "interpret"))
-def by_kernel(x, gain, scale, d_y, d_beside, *, rows=ROWS, warps=WARPS, interpret=False):
+def _of_rows(x, gain, scale, d_y, unscaled, mean):
+    """The gradient of x, and each row's part of the gain's; float32."""
+    x, d_values = x.astype(jnp.float32), d_y.astype(jnp.float32)
+    if not unscaled:
+        d_values *= scale
+    d_x = d_values * gain
+    return d_x - x * (scale * scale * mean(d_x * x)), d_values * x
+
+
+@functools.partial(jax.jit, static_argnames=("unscaled", "rows", "warps", "interpret"))
+def by_kernel(
+    x, gain, scale, d_y, d_beside, *, unscaled=False, rows=ROWS, warps=WARPS, interpret=False
+):
     """`by_xla`. A jit, as in `float8/both_ways.py`: a lone pallas_call would be kept."""
     n, D = x.size // x.shape[-1], x.shape[-1]
     flat = lambda a: a.reshape(n, D)  # noqa: E731
@@ -161,7 +223,7 @@ def by_kernel(x, gain, scale, d_y, d_beside, *, rows=ROWS, warps=WARPS, interpre
     out = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)  # noqa: E731
     tile = pl.BlockSpec((rows, D), lambda i: (i, 0))
     d_x, d_gain = pl.pallas_call(
-        functools.partial(_kernel, rows=rows),
+        functools.partial(_kernel, rows=rows, unscaled=unscaled),
         grid=(n // rows,),
         in_specs=[
             tile,
@@ -179,17 +241,16 @@ def by_kernel(x, gain, scale, d_y, d_beside, *, rows=ROWS, warps=WARPS, interpre
     return d_x.reshape(x.shape), jnp.sum(d_gain, axis=0).astype(gain.dtype)
 
 
-def _kernel(x_ref, gain_ref, scale_ref, d_y_ref, d_beside_ref, d_x_ref, d_gain_ref, *, rows):
-    gain = gain_ref[...]
+def _kernel(x_ref, gain_ref, scale_ref, d_y_ref, d_beside_ref, d_x_ref, d_gain_ref, **static):
+    rows, unscaled, gain = static["rows"], static["unscaled"], gain_ref[...]
+    mean = lambda a: jnp.sum(a) / a.size  # noqa: E731
     load = lambda i: (x_ref[i], d_y_ref[i], d_beside_ref[i], scale_ref[i])  # noqa: E731
 
     def row(i, carry):
         d_gain, (x, d_y, d_beside, scale) = carry
         following = load(jnp.minimum(i + 1, rows - 1))  # on its way while this row is summed
-        unit, d_y = x.astype(jnp.float32) * scale, d_y.astype(jnp.float32)
-        d_unit = d_y * gain
-        d_x = scale * (d_unit - unit * (jnp.sum(d_unit * unit) / unit.size))
+        d_x, more = _of_rows(x, gain, scale, d_y, unscaled, mean)
         d_x_ref[i] = (d_x + d_beside.astype(jnp.float32)).astype(d_x_ref.dtype)
-        return d_gain + d_y * unit, following
+        return d_gain + more, following
 
     d_gain_ref[0] = lax.fori_loop(0, rows, row, (jnp.zeros_like(gain), load(0)))[0]

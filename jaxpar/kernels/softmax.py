@@ -16,9 +16,9 @@ from jax.experimental.pallas import triton
 
 from jaxpar.kernels.platform import Platform
 
-#: Columns that a program takes at a time, and the warps that work on them: the fastest of those
-#: measured.
-BLOCK, WARPS = 2048, 4
+#: Columns that a program takes at a time, for sums and for the gradient, and the warps that work on
+#: them: the fastest of those measured.
+BLOCK, GRADIENT_BLOCK, WARPS = 2048, 4096, 4
 
 #: The kernels take rows whose length is a multiple of this: each begins at a whole vector.
 VECTOR = 16
@@ -115,18 +115,19 @@ def gradient_by_kernel(
     weight_N,
     *,
     dtype,
-    block=BLOCK,
+    block=GRADIENT_BLOCK,
     warps=WARPS,
     interpret=False,
 ):
-    """A program a block of a row."""
+    """A program a block of a row; a row's blocks are neighbours in the grid, so that what runs side
+    by side reads and writes side by side."""
     N, V = logits_NV.shape
-    of_row = pl.BlockSpec((1,), lambda i, j: (i,))
-    row = pl.BlockSpec((None, V), lambda i, j: (i, 0))
+    of_row = pl.BlockSpec((1,), lambda j, i: (i,))
+    row = pl.BlockSpec((None, V), lambda j, i: (i, 0))
     varying = jax.typeof(logits_NV).manual_axis_type
     return pl.pallas_call(
         functools.partial(_gradient_kernel, block=block),
-        grid=(N, pl.cdiv(V, block)),
+        grid=(pl.cdiv(V, block), N),
         in_specs=[row, of_row, of_row, of_row, of_row],
         out_specs=row,
         out_shape=jax.ShapeDtypeStruct((N, V), dtype, manual_axis_type=varying),
@@ -138,7 +139,7 @@ def gradient_by_kernel(
 
 
 def _gradient_kernel(logits_ref, lse_ref, slope_ref, label_ref, weight_ref, out_ref, *, block):
-    at = pl.program_id(1) * block
+    at = pl.program_id(0) * block
     logits, columns, here = _load(logits_ref, at, block)
     p = jnp.exp2((logits - lse_ref[0]) * LOG2_E)
     d = p * slope_ref[0] - jnp.where(columns == label_ref[0], weight_ref[0], 0.0)

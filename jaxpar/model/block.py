@@ -17,10 +17,11 @@ from jaxpar import extensions
 from jaxpar.batch import Batch
 from jaxpar.config import Config, ModelConfig
 from jaxpar.kernels.attention import AttentionMask
-from jaxpar.kernels.norm import Normed
+from jaxpar.kernels.norm import Normed, Unscaled
 from jaxpar.kernels.platform import Platform
 from jaxpar.model import experts, layers
 from jaxpar.model.remat import named
+from jaxpar.model.views import gate_and_up_are_one
 from jaxpar.parallel.collectives import (
     gather_sequence,
     into_sequence_pieces,
@@ -34,8 +35,11 @@ from jaxpar.parallel.float32_gradients import for_use
 
 type Tree = dict[str, Any]
 
-#: A norm's output in pieces of the sequence: whole, or each tensor rank's shard (this one's first).
-type Pieces = tuple[jax.Array | Normed, ...]
+#: A norm's output, as a matmul takes it.
+type Normalised = jax.Array | Normed | Unscaled
+
+#: In pieces of the sequence: whole, or each tensor rank's shard (this one's first).
+type Pieces = tuple[Normalised, ...]
 
 #: Of a piece, for which matmuls of pieces are faster than one gather and one matmul. Two H200s, 8
 #: layers of 8B: pieces of 4,096 tokens are 1% faster, of 2,048 4% slower (docs/LOG.md).
@@ -144,8 +148,20 @@ def norms_stay_unwritten(cfg: Config) -> bool:
     return rounded and cfg.parallel.tensor == 1 and not cfg.lora.rank
 
 
+def norms_are_scaled_later(cfg: Config) -> bool:
+    """Whether the rows of a layer's normalised inputs are scaled behind the matmuls: where these
+    are in the compute dtype and on this device alone, and all that reads their products is one
+    pass. Not in float16, whose range the unscaled products may leave."""
+    m = cfg.model
+    one_pass = gate_and_up_are_one(cfg) and not m.qkv_bias
+    return one_pass and cfg.parallel.tensor == 1 and m.dtype != "float16"
+
+
 def normed_pieces(x: jax.Array, w: Tree, name: str, cfg: Config) -> tuple[jax.Array, Pieces]:
     """x, and the normalised input of attention or feed-forward: `sequence_pieces`, or whole."""
+    if norms_are_scaled_later(cfg):
+        x, unscaled = layers.norm_unscaled(x, w[name], cfg.model)
+        return x, (Unscaled(named(unscaled.values, name), unscaled.scale),)
     x, h = layers.norm_beside(x, w[name], cfg.model)
     if norms_stay_unwritten(cfg):
         return x, (h,)
@@ -162,14 +178,16 @@ def attend(hs: Pieces, w: Tree, tokens: Tokens, cfg: Config) -> tuple[jax.Array,
     )
 
 
-def feed_forward(h: jax.Array | Normed, w: Tree, cfg: Config) -> jax.Array:
+def feed_forward(h: Normalised, w: Tree, cfg: Config) -> jax.Array:
     """The feed-forward of normalised inputs: this tensor rank's part of a sum, the same shape."""
     if cfg.model.num_experts:
         assert isinstance(h, jax.Array)  # experts multiply in the compute dtype
         return experts.feed_forward(h, w, cfg.model)
     if "w_gate_up" in w:
-        hidden = layers.gated_in_one(named(layers.gate_beside_up(h, w), "gate_up"))
+        values, scale = (h.values, h.scale) if isinstance(h, Unscaled) else (h, None)
+        hidden = layers.gated_in_one(named(layers.gate_beside_up(values, w), "gate_up"), scale)
     else:
+        assert not isinstance(h, Unscaled)  # `norms_are_scaled_later` where gate and up are one
         gate, up = (named(a, "gate_up") for a in layers.gate_and_up(h, w))
         hidden = layers.gated(gate, up, cfg.model)
     hidden = named(hidden, "mlp_hidden")

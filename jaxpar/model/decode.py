@@ -99,7 +99,7 @@ def _through(weights, tokens, first, cache: Cache, cfg: Config, *, alone: bool):
 
 
 def _embed(top: Tree, tokens: jax.Array, m: ModelConfig) -> jax.Array:
-    rows = layers.embedding_lookup(top["embed"], tokens, top["embed"].shape[0])
+    rows = layers.embedding_lookup(top["embed"], tokens, top["embed"].shape[0], m.dtype)
     x = lax.psum(rows, TENSOR)
     return x * math.sqrt(m.d_model) if m.embed_scale else x
 

@@ -16,7 +16,8 @@ from jax import lax
 from jaxpar.axes import TENSOR, VOCAB_AXES
 from jaxpar.config import ModelConfig, RopeScaling
 from jaxpar.kernels import float8
-from jaxpar.kernels.norm import Normed, rms_norm, rms_norm_beside
+from jaxpar.kernels.norm import Normed, Unscaled, rms_norm, rms_norm_beside, rms_norm_unscaled
+from jaxpar.kernels.swiglu import swiglu as swiglu_of_both
 from jaxpar.model import lora
 from jaxpar.parallel.float32_gradients import is_weight
 
@@ -31,6 +32,12 @@ def norm(x: jax.Array, parameter: jax.Array, m: ModelConfig) -> jax.Array:
 def norm_beside(x: jax.Array, parameter: jax.Array, m: ModelConfig) -> tuple[jax.Array, Normed]:
     """x, to be used from here on in its place, and `norm` of it: their backward is one."""
     return rms_norm_beside(x, _gain(parameter, m), m.norm_eps)
+
+
+@jax.named_scope("norm")
+def norm_unscaled(x: jax.Array, parameter: jax.Array, m: ModelConfig) -> tuple[jax.Array, Unscaled]:
+    """`norm_beside`, the rows of the norm to be scaled behind the matmul."""
+    return rms_norm_unscaled(x, _gain(parameter, m), m.norm_eps)
 
 
 def _gain(parameter: jax.Array, m: ModelConfig) -> jax.Array:
@@ -118,17 +125,19 @@ _product.defvjp(_product_forward, _product_backward)
 
 
 @jax.named_scope("qkv")
-def project_qkv(h_BTD: jax.Array | Normed, w: dict, model: ModelConfig):
+def project_qkv(h_BTD: jax.Array | Normed | Unscaled, w: dict, model: ModelConfig):
     """Queries [B, T, H, K], keys and values [B, T, G, K]: one column-parallel matmul."""
     tensor = lax.axis_size(TENSOR)
     heads, kv_heads = model.num_heads // tensor, model.num_kv_heads // tensor
-    (qkv,) = matmul(h_BTD, [w["wqkv"]], "attn_norm")
-    qkv = add_bias(qkv, w.get("bqkv"))
-    qkv = _one_gradient(qkv)
+    values = h_BTD.values if isinstance(h_BTD, Unscaled) else h_BTD
+    (qkv,) = matmul(values, [w["wqkv"]], "attn_norm")
+    qkv = _one_gradient(add_bias(qkv, w.get("bqkv")))
+    if isinstance(h_BTD, Unscaled):
+        qkv = h_BTD.scaled(qkv)
     split = [heads * model.head_dim, (heads + kv_heads) * model.head_dim]
     parts = zip(jnp.split(qkv, split, axis=-1), ("wq", "wk", "wv"), strict=True)
     by_head = lambda x: x.reshape(*x.shape[:2], -1, model.head_dim)  # noqa: E731
-    return [by_head(lora.add(x, h_BTD, w, name)) for x, name in parts]
+    return [by_head(lora.add(x, values, w, name)) for x, name in parts]
 
 
 @jax.custom_vjp
@@ -187,27 +196,13 @@ def gated(gate: jax.Array, up: jax.Array, m: ModelConfig) -> jax.Array:
 
 
 @jax.named_scope("activation")
-def gated_in_one(gate_up_BT2F: jax.Array) -> jax.Array:
-    """`gated` of what `gate_beside_up` makes: SwiGLU, [B, T, F]."""
-    return _swiglu_in_one(gate_up_BT2F)
+def gated_in_one(gate_up_BT2F: jax.Array, scale_BT1: jax.Array | None = None) -> jax.Array:
+    """`gated` of what `gate_beside_up` makes: SwiGLU, [B, T, F].
 
-
-@jax.custom_vjp
-def _swiglu_in_one(gate_up: jax.Array) -> jax.Array:
-    """`swiglu`, whose gradient is written side by side, in one pass. Autodiff's is made in two
-    halves, which XLA then copies together (docs/LOG.md)."""
-    return swiglu(*jnp.split(gate_up, 2, axis=-1))
-
-
-def _swiglu_backward(gate_up, d_y):
-    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
-    d_y, share = d_y.astype(jnp.float32), jax.nn.sigmoid(gate)
-    halves = d_y * up * share * (1 + gate * (1 - share)), d_y * gate * share
-    # Once, for both matmuls that read it: XLA would have each put it together as it reads.
-    return (lax.optimization_barrier(jnp.concatenate(halves, axis=-1).astype(gate_up.dtype)),)
-
-
-_swiglu_in_one.defvjp(lambda gate_up: (_swiglu_in_one(gate_up), gate_up), _swiglu_backward)
+    Args:     scale: of each row, where the matmul's input is yet to be scaled; float32, without a
+              gradient. None: it is not.
+    """
+    return swiglu_of_both(gate_up_BT2F, scale_BT1)
 
 
 def vocab_shard_index() -> jax.Array:
@@ -215,9 +210,11 @@ def vocab_shard_index() -> jax.Array:
     return lax.axis_index(VOCAB_AXES)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def embedding_lookup(table_VD: jax.Array, tokens_BT: jax.Array, num_rows: int) -> jax.Array:
-    """Rows of a vocabulary shard; zeros for tokens that another shard holds.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def embedding_lookup(
+    table_VD: jax.Array, tokens_BT: jax.Array, num_rows: int, dtype: Any
+) -> jax.Array:
+    """Rows of a vocabulary shard, cast to `dtype`; zeros for tokens that another shard holds.
 
     The gradient is added up in float32: a frequent token takes thousands of terms, which bfloat16
     would lose.
@@ -227,15 +224,17 @@ def embedding_lookup(table_VD: jax.Array, tokens_BT: jax.Array, num_rows: int) -
     """
     local = tokens_BT - vocab_shard_index() * num_rows
     held = (local >= 0) & (local < num_rows)
-    rows = table_VD[jnp.where(held, local, 0)]
+    rows = table_VD[jnp.where(held, local, 0)].astype(dtype)
     return jnp.where(held[..., None], rows, jnp.zeros_like(rows))
 
 
-def _lookup_forward(table_VD, tokens_BT, num_rows):
-    return embedding_lookup(table_VD, tokens_BT, num_rows), tokens_BT
+def _lookup_forward(table_VD, tokens_BT, num_rows, dtype):
+    rows = embedding_lookup(table_VD, tokens_BT, num_rows, dtype)
+    return rows, (tokens_BT, jnp.zeros((), table_VD.dtype))
 
 
-def _lookup_backward(num_rows, tokens_BT, d_rows):
+def _lookup_backward(num_rows, dtype, saved, d_rows):
+    tokens_BT, like_table = saved
     local = tokens_BT - vocab_shard_index() * num_rows
     held = (local >= 0) & (local < num_rows)
     place = jnp.where(held, local, num_rows)  # past the end: dropped
@@ -243,7 +242,7 @@ def _lookup_backward(num_rows, tokens_BT, d_rows):
     zero, d_rows = lax.optimization_barrier((jnp.float32(0), d_rows))
     zeros = jnp.broadcast_to(zero, (num_rows, d_rows.shape[-1]))
     d_table = zeros.at[place].add(d_rows.astype(jnp.float32), mode="drop")
-    return d_table.astype(d_rows.dtype), None
+    return d_table.astype(like_table.dtype), None
 
 
 embedding_lookup.defvjp(_lookup_forward, _lookup_backward)

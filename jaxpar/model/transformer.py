@@ -133,7 +133,7 @@ def embed(top: Tree, batch: Batch, cfg: Config) -> jax.Array:
               over PIPELINE.
     """
     table = _whole({"embed": top["embed"]}, TOP_DIMS, cfg)["embed"]
-    rows = layers.embedding_lookup(table, batch.tokens, table.shape[0])
+    rows = layers.embedding_lookup(table, batch.tokens, table.shape[0], cfg.model.dtype)
     if cfg.model.embed_scale:
         rows = rows * math.sqrt(cfg.model.d_model)
     return sum_over_stages(scatter_sequence(varying(rows)))

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from jaxpar.config import Config
 from jaxpar.memory_rules import saved_names, without_mark
-from jaxpar.model.block import in_pieces, norms_stay_unwritten
+from jaxpar.model.block import in_pieces, norms_are_scaled_later, norms_stay_unwritten
 from jaxpar.model.loss import num_chunks
 from jaxpar.model.transformer import matmuls_add_up, stage_sends
 from jaxpar.planning import rates
@@ -118,7 +118,8 @@ def _layer_elementwise(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) 
     Backward: norms with the sums of gradients (6 D each), RoPE, SwiGLU (5 F), out times its
     gradient (2 H K), the query gradient's float32 zeros, sums and cast (5 H K in units of 2
     bytes), and the three projections' gradients side by side. In float8 with one scale per tensor
-    nobody writes what the norms make. Over tensor, what `_between_ranks` says.
+    nobody writes what the norms make; where norms are scaled later, nobody reads what they take.
+    Over tensor, what `_between_ranks` says.
     """
     m, t, width = cfg.model, cfg.parallel.tensor, shard.width
     heads, kv = m.num_heads * m.head_dim / t, m.num_kv_heads * m.head_dim / t
@@ -129,7 +130,7 @@ def _layer_elementwise(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) 
     again = 4 * stream + 2 * (heads + kv) + f if "elementwise" in repeated else 0.0
     again += 3 * stream if "wo" in repeated else 0.0
     extra = _quantized(cfg) if m.matmul_dtype == "float8" else 0.0
-    if norms_stay_unwritten(cfg):
+    if norms_stay_unwritten(cfg) or norms_are_scaled_later(cfg):
         forward -= 2 * stream
     elements = forward + backward + again + _between_ranks(cfg, repeated)
     return shard.tokens * (width * elements + extra) / elementwise_rate(gpu)

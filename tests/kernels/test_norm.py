@@ -26,6 +26,12 @@ def plain(x, gain):
     return x, x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + EPS) * gain
 
 
+def behind(x, gain, w):
+    """x, and the product of its norm, the rows scaled behind the matmul."""
+    x, unscaled = norm.rms_norm_unscaled(x, gain, EPS)
+    return x, unscaled.scaled(unscaled.values @ w)
+
+
 def backward_arguments(rows: int, length: int, dtype) -> tuple[jax.Array, ...]:
     """Of `by_xla`: x, gain, scale, and the gradients of the norm and of x from elsewhere."""
     x, d_y, d_beside = (draw(2, rows // 2, length, seed=i, dtype=dtype) for i in range(3))
@@ -46,20 +52,37 @@ def test_gradients_are_those_of_autodiff():
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
-def test_the_sum_of_both_gradients_is_rounded_once():
+def test_rows_scaled_behind_the_matmul_give_the_same():
+    x, gain, w, y = draw(2, 3, 16), draw(16, seed=1), draw(16, 8, seed=2), draw(2, 3, 8, seed=3)
+
+    def wanted(x, gain, w):
+        x, h = plain(x, gain)
+        return x, h @ w
+
+    found, wanted = (jax.vjp(f, x, gain, w) for f in (behind, wanted))
+    for a, b in zip(found[0], wanted[0], strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    for a, b in zip(found[1]((x, y)), wanted[1]((x, y)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("unscaled", [False, True])
+def test_the_sum_of_both_gradients_is_rounded_once(unscaled):
     arguments = backward_arguments(8, 64, jnp.bfloat16)
     x, gain, scale, d_y, d_beside = (a.astype(jnp.float32) for a in arguments)
-    wanted = norm.by_xla(x, gain, scale, d_y, d_beside)[0].astype(jnp.bfloat16)
-    np.testing.assert_array_equal(norm.by_xla(*arguments)[0], wanted)
+    wanted = norm.by_xla(x, gain, scale, d_y, d_beside, unscaled=unscaled)[0]
+    found = norm.by_xla(*arguments, unscaled=unscaled)[0]
+    np.testing.assert_array_equal(found, wanted.astype(jnp.bfloat16))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("unscaled", [False, True], ids=["scaled", "unscaled"])
 @pytest.mark.parametrize(("rows", "length"), [(2, 128), (32, 256), (96, 128)])
-def test_the_kernel_computes_the_same(rows, length, dtype):
+def test_the_kernel_computes_the_same(rows, length, unscaled, dtype):
     """One program of few rows, and several programs, whose sums for the gain are added up."""
     arguments = backward_arguments(rows, length, dtype)
-    found = norm.by_kernel(*arguments, rows=min(rows, 16), interpret=True)
-    for a, b in zip(found, norm.by_xla(*arguments), strict=True):
+    found = norm.by_kernel(*arguments, unscaled=unscaled, rows=min(rows, 16), interpret=True)
+    for a, b in zip(found, norm.by_xla(*arguments, unscaled=unscaled), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         a, b = (np.asarray(v, np.float64) for v in (a, b))
         # Sums in another order; in bfloat16 that is a last digit, now and then.
@@ -86,11 +109,16 @@ def test_the_kernel_is_for_gpus_and_some_shapes(shape, dtype, by):
         def gradients(x, gain, d_x, d_y):
             return jax.vjp(beside, x, gain)[1]((d_x, d_y))
 
-        return str(jax.make_jaxpr(gradients)(x, gain, x, x)).count("pallas_call")
+        def gradients_unscaled(x, gain, d_x, d_y):
+            (x, u), back = jax.vjp(lambda x, g: norm.rms_norm_unscaled(x, g, EPS), x, gain)
+            return back((d_x, u.replace(values=d_y)))
+
+        texts = (str(jax.make_jaxpr(f)(x, gain, x, x)) for f in (gradients, gradients_unscaled))
+        return sum(text.count("pallas_call") for text in texts)
 
     assert kernels() == 0
     with compiling_for(Platform("gpu", "NVIDIA H200", "9.0")):
-        assert kernels() == (by == "kernel")
+        assert kernels() == 2 * (by == "kernel")
 
 
 def test_the_kernel_keeps_nothing_that_the_backward_does_not_read():
