@@ -39,6 +39,10 @@ TINY = replace(
     },
 )
 
+#: As wide as all kernels want it.
+WIDE = replace(TINY, **{"model.d_model": 2048, "model.d_ff": 1024})
+KERNELS = ("rms_norm_backward", "swiglu", "swiglu_backward", "softmax_sum", "softmax_gradient")
+
 
 def random_batch(cfg: Config, seed: int = 0) -> Batch:
     """One document per row; the last label ignored."""
@@ -51,10 +55,11 @@ def random_batch(cfg: Config, seed: int = 0) -> Batch:
     return Batch(text[:, :-1], labels, np.ones((B, T), np.int32), positions)
 
 
+@pytest.mark.parametrize("shape", [TINY, WIDE], ids=["tiny", "wide"])
 @pytest.mark.parametrize("loop", ["scan", "unroll"])
 @pytest.mark.parametrize("mask", [True, False], ids=["documents", "causal"])
-def test_gradients_are_the_references_to_bfloat16(loop, mask):
-    cfg = replace(TINY, **{"parallel.layer_loop": loop, "data.document_mask": mask})
+def test_gradients_are_the_references_to_bfloat16(loop, mask, shape):
+    cfg = replace(shape, **{"parallel.layer_loop": loop, "data.document_mask": mask})
     compare_gradients(resolve(cfg, jax.device_count()), jax.devices())
 
 
@@ -142,14 +147,23 @@ def test_the_step_learns_a_batch_by_heart():
     assert losses[-1] < 0.7 * losses[0], losses
 
 
-def test_fifty_steps_end_where_the_plain_path_ends():
+def test_a_wide_model_takes_all_kernels():
+    cfg = resolve(WIDE, jax.device_count())
+    mesh = make_mesh(cfg.parallel)
+    batch = jax.device_put(random_batch(cfg), jax.NamedSharding(mesh, BATCH_SPEC))
+    text = make_train_step(cfg, mesh).lower(init_state(cfg, mesh), batch).as_text()
+    assert not [name for name in KERNELS if f'"{name}"' not in text]
+
+
+@pytest.mark.parametrize("shape", [TINY, WIDE], ids=["tiny", "wide"])
+def test_fifty_steps_end_where_the_plain_path_ends(shape):
     """Both in bfloat16, each measured by its distance from float32 without any of it.
 
     Kernels, unrolled layers, saved residuals and a mesh against reference attention, scanned
     layers, recomputation and one device: what separates them must be rounding, so the fast path
     may not be farther from the exact weights than the plain one.
     """
-    cfg = replace(TINY, **{"train.num_steps": 50, "data.document_mask": False})
+    cfg = replace(shape, **{"train.num_steps": 50, "data.document_mask": False})
     batches = [random_batch(cfg, seed) for seed in range(10)] * 5
     fast = {"parallel.layer_loop": "unroll", "parallel.remat": "none"}
     plain = {"model.attention_backend": "reference", "parallel.remat": "full"}
