@@ -83,13 +83,13 @@ def _chunk(h_ND, labels_N, head_DV, z_loss, logits_dtype):
     logits = jnp.dot(h_ND, head_DV, preferred_element_type=logits_dtype)
     V = head_DV.shape[1]
     local = labels_N - vocab_shard_index() * V
-    own_top, own_sum = softmax.max_and_sum(logits)
-    top = lax.pmax(own_top, VOCAB_AXES)
+    own_base, own_sum = softmax.base_and_sum(logits)
+    base = lax.pmax(own_base, VOCAB_AXES)
     held = (local >= 0) & (local < V)
     own_logit = jnp.take_along_axis(logits, jnp.where(held, local, 0)[:, None], axis=1)[:, 0]
     own_logit = jnp.where(held, own_logit.astype(jnp.float32), 0.0)
-    total, label_logit = psum((own_sum * jnp.exp(own_top - top), own_logit), VOCAB_AXES)
-    lse = jnp.log(total) + top
+    total, label_logit = psum((own_sum * jnp.exp(own_base - base), own_logit), VOCAB_AXES)
+    lse = jnp.log(total) + base
     weight = jnp.where(labels_N == IGNORED, 0.0, 1.0)
     nll = jnp.sum((lse - label_logit) * weight)
     loss = nll + z_loss * jnp.sum(jnp.square(lse) * weight)

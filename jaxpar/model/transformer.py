@@ -18,13 +18,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpar.axes import FSDP_AXES
 from jaxpar.batch import Batch
 from jaxpar.config import Config, LoraConfig, ModelConfig
 from jaxpar.kernels import float8
 from jaxpar.memory_rules import names_on_host, saved_names
 from jaxpar.model import layers, lora
 from jaxpar.model.block import Tokens, in_groups, layer, layer_in_turns, uses_of_weights
-from jaxpar.model.loss import cross_entropy
+from jaxpar.model.loss import cross_entropy, num_chunks
 from jaxpar.model.remat import all_on_device, rematerialize
 from jaxpar.model.views import LAYER_DIMS, PROJECTIONS, TOP_DIMS
 from jaxpar.parallel import fsdp
@@ -248,12 +249,16 @@ def head(top: Tree, x: jax.Array, batch: Batch, cfg: Config) -> tuple[jax.Array,
     x = layers.norm(x, top["final_norm"], cfg.model)
     h = gather_sequence(broadcast_from_last_stage(x))
     w = _whole({"head": top["head"]}, TOP_DIMS, cfg)["head"]
-    # For its transpose: the layers' backward waits until the head's gradient is cast. XLA would put
-    # the cast off to the end, and keep the gradient in float32 meanwhile.
-    h, w = lax.optimization_barrier((h, w))
+    labels, chunks = batch.labels.ravel(), cfg.parallel.loss_chunks
+    chunks = num_chunks(len(labels), w.shape[1], chunks)
+    if chunks > 1 or w.dtype == jnp.float16 or lax.axis_size(FSDP_AXES) > 1:
+        # For its transpose: the layers' backward waits until the head's gradient is cast, and on
+        # its way. XLA would put the cast off to the end, and keep the gradient in float32
+        # meanwhile. One chunk's is cast by its matmul, and what reads it scales it.
+        h, w = lax.optimization_barrier((h, w))
     logits = jnp.float32 if cfg.model.logits_dtype == "float32" else w.dtype
-    flat = h.reshape(-1, h.shape[-1]), w, batch.labels.ravel()
-    return cross_entropy(*flat, cfg.train.z_loss, logits, cfg.parallel.loss_chunks)
+    flat = h.reshape(-1, h.shape[-1]), w, labels
+    return cross_entropy(*flat, cfg.train.z_loss, logits, chunks)
 
 
 def logits_at(weights: Tree, batch: Batch, tokens: Tokens, last: jax.Array, cfg: Config):

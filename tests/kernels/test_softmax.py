@@ -32,11 +32,11 @@ def of_rows(logits: jax.Array) -> tuple[jax.Array, ...]:
 )
 def test_the_kernels_compute_the_same(columns, dtype):
     logits = draw(9, columns, dtype)
-    top, total = softmax.max_and_sum_by_kernel(logits, block=BLOCK, interpret=True)
-    wanted_top, wanted_total = softmax.max_and_sum_by_xla(logits)
-    assert top.dtype == total.dtype == jnp.float32
-    np.testing.assert_array_equal(top, wanted_top)
-    np.testing.assert_allclose(total, wanted_total, rtol=2e-6)
+    base, total = softmax.sum_by_kernel(logits, block=BLOCK, interpret=True)
+    largest, wanted = softmax.sum_by_xla(logits)
+    assert base.dtype == total.dtype == jnp.float32
+    np.testing.assert_array_equal(base, logits[:, :BLOCK].astype(jnp.float32).max(axis=1))
+    np.testing.assert_allclose(total * jnp.exp(base - largest), wanted, rtol=3e-6)
     for out in {dtype, jnp.bfloat16}:
         run = dict(block=BLOCK, interpret=True)
         found = softmax.gradient_by_kernel(logits, *of_rows(logits), dtype=out, **run)
@@ -50,13 +50,19 @@ def test_the_kernels_compute_the_same(columns, dtype):
 def test_the_kernel_takes_logits_of_any_size():
     logits = np.random.default_rng(0).normal(size=(8, 1008)).astype(np.float32) * 40
     logits[1], logits[2, 7], logits[3, :1000], logits[4, 5] = -1e30, 3e38, -np.inf, np.nan
-    found = softmax.max_and_sum_by_kernel(jnp.asarray(logits), block=BLOCK, interpret=True)
-    top, total = (np.asarray(a) for a in found)
-    wanted = np.exp(logits.astype(np.float64) - logits.max(axis=1, keepdims=True)).sum(axis=1)
+    logits[5, 900], logits[6, 900] = logits[5, :256].max() + 60, logits[6, :256].max() + 100
+    found = softmax.sum_by_kernel(jnp.asarray(logits), block=BLOCK, interpret=True)
+    base, total = (np.asarray(a, np.float64) for a in found)
+    largest = logits.max(axis=1).astype(np.float64)
+    wanted = np.log(np.exp(logits.astype(np.float64) - largest[:, None]).sum(axis=1))
     rest = [0, 1, 2, 3, 5, 6, 7]
-    np.testing.assert_array_equal(top[rest], logits.max(axis=1)[rest])
-    np.testing.assert_allclose(total[rest], wanted[rest], rtol=2e-5)
-    assert np.isnan(total[4])
+    np.testing.assert_allclose(
+        np.log(total[rest]) + (base - largest)[rest], wanted[rest], atol=2e-5
+    )
+    assert np.isnan(total[4]) and (total[rest] < softmax.MOST).all()
+    # What fits goes by the first block; where it does not, the base is the largest.
+    assert base[5] == logits[5, :256].max()
+    np.testing.assert_array_equal(base[[2, 3, 6]], largest[[2, 3, 6]])
 
 
 @pytest.mark.parametrize(
@@ -75,7 +81,7 @@ def test_the_kernels_are_for_gpus_and_some_shapes(columns, dtype, by):
 
     def kernels() -> int:
         def both(logits, *rows):  # traced anew each time, so a function of its own
-            return softmax.max_and_sum(logits), softmax.gradient(logits, *rows, dtype=jnp.bfloat16)
+            return softmax.base_and_sum(logits), softmax.gradient(logits, *rows, dtype=jnp.bfloat16)
 
         return str(jax.make_jaxpr(both)(logits, *rows)).count("pallas_call")
 
