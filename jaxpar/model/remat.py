@@ -21,6 +21,9 @@ in the backward (`parallel/offload.py`). Values of an unrolled layer whose backw
 after its forward, the last one of a mesh without stages, stay on the device. layer_input, a layer's
 only input, is saved under every policy, so it is named only to be saved there.
 
+attn_norm and mlp_norm are saved before their rows are scaled, where that comes after the matmul
+(`block.norms_are_scaled_later`).
+
 Under `model.matmul_dtype` float8 and one scale per tensor, the rounded input of a matmul goes by
 the name of the input. attn_norm, mlp_norm and mlp_hidden are then saved in its place, in half of
 the bytes; attn_out beside it, which attention's own backward needs: 3 H K.
