@@ -5,7 +5,6 @@ or any of JAX's. docs/profiling.md says how to take one and what each figure is.
 """
 
 import dataclasses
-import json
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Annotated, Any
 import tyro
 
 from jaxpar import cli
+from jaxpar.bench import conditions
 from jaxpar.config import ConfigError
 from jaxpar.planning.hardware import Gpu, gpu_named, gpu_of_kind
 from jaxpar.profiling import breakdown, roofline, sections, table
@@ -149,8 +149,7 @@ def main(argv: Sequence[str]) -> None:
         memory = of_sums(loaded.facts.memory)
     print(in_words(loaded, found, sent, memory, options.top))
     if options.json:
-        text = json.dumps(record(loaded, found, sent, memory), indent=2) + "\n"
-        Path(options.json).write_text(text, "utf-8")
+        conditions.write_json("--json", options.json, record(loaded, found, sent, memory))
 
 
 if __name__ == "__main__":

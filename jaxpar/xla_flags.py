@@ -11,10 +11,11 @@ import os
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 
-from jaxpar.config import Config
+from jaxpar.config import Config, ConfigError
 from jaxpar.memory_rules import names_on_host
 
 
@@ -264,7 +265,7 @@ def apply(cfg: Config, num_processes: int = 1) -> list[str]:
         return []
     if cfg.run.xla_flags == "none":
         return _set_where_unset(ALWAYS)
-    given = os.environ.get("XLA_FLAGS", "")
+    given = _given()
     gpu = gpu_name()
     rows = measured_for(gpu, jax.__version__, cfg, num_processes)
     theirs = {word.lstrip("-").partition("=")[0] for word in given.split()}
@@ -273,6 +274,23 @@ def apply(cfg: Config, num_processes: int = 1) -> list[str]:
     os.environ["XLA_FLAGS"] = " ".join([*settings, given]).strip()
     told = settings or [f"no XLA flags: none measured on {gpu or 'this GPU'}, {jax.__version__}"]
     return told + _set_where_unset(ALWAYS | ENVIRONMENT)
+
+
+def _given() -> str:
+    """The user's flags. A variable that does not begin with a flag names a file of them for XLA,
+    which would take no file once other flags stand before it.
+
+    Raises:   ConfigError for a file that cannot be read.
+    """
+    given = os.environ.get("XLA_FLAGS", "").strip()
+    if not given or given.startswith("-"):
+        return given
+    try:
+        return " ".join(Path(given).read_text("utf-8").split())
+    except (OSError, UnicodeDecodeError) as error:
+        rule = f"names a file of flags that cannot be read: {error}"
+        fix = "write --name=value there, or unset it"
+        raise ConfigError("XLA_FLAGS", given, rule, fix) from None
 
 
 def _set_where_unset(variables: dict[str, str]) -> list[str]:

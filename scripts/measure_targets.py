@@ -99,6 +99,10 @@ def arguments(words: list[str]) -> argparse.Namespace:
         parser.error("--write: the page has all rows for 8 GPUs. Fix: --list --write alone")
     if options.gpus < 1:
         parser.error("--gpus: no GPU is here. Fix: --list prints the commands")
+    here = visible_gpus()
+    if not options.list and 0 < here < options.gpus:
+        rule = f"--gpus = {options.gpus}: only {here} can be seen (CUDA_VISIBLE_DEVICES)"
+        parser.error(f"{rule}. Fix: --gpus {here}")
     if not options.list and not (Path(options.data) / "meta.json").exists():
         fix = "python -m jaxpar.data prepare --input stdlib --output "
         fix += shlex.quote(options.data)

@@ -18,6 +18,7 @@ import importlib.metadata
 import json
 import os
 import re
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -104,7 +105,7 @@ def arguments() -> argparse.Namespace:
             fix = f"--{name} {parser.get_default(name) or least}"
             parser.error(f"--{name} = {value}: must be at least {least}. Fix: {fix}")
     if not (Path(options.data) / "tokenizer.json").is_file():
-        fix = f"python -m jaxpar.data prepare --input stdlib --output {options.data}"
+        fix = f"python -m jaxpar.data prepare --input stdlib --output {shlex.quote(options.data)}"
         rule = f"--data = {options.data!r} holds no tokenizer.json"
         parser.error(f"{rule}. Fix: {fix} --tokenizer bpe:8192")
     for name in ("card", "log"):
@@ -170,6 +171,7 @@ def worker() -> None:
 def execute(command: list[str], environment: dict[str, str], log: Path) -> tuple[int, list[str]]:
     """Run to the end, all output into `log` as it comes, its steps onto the terminal too."""
     printed = []
+    log.parent.mkdir(parents=True, exist_ok=True)
     with (
         open(log, "w", buffering=1) as file,
         subprocess.Popen(

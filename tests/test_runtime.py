@@ -97,6 +97,20 @@ def test_the_users_own_win(gpu_host):
     assert not [item for item in told if "latency_hiding" in item or "MEM_FRACTION" in item]
 
 
+def test_the_users_own_may_lie_in_a_file(gpu_host, tmp_path):
+    """XLA reads one if the variable names it, and nothing stands before the name."""
+    flags = tmp_path / "flags"
+    flags.write_text("--xla_gpu_enable_triton_gemm=true\n--xla_dump_to=x\n")
+    os.environ["XLA_FLAGS"] = str(flags)
+    told = xla_flags.apply(WIDE)
+    words = os.environ["XLA_FLAGS"].split()
+    assert words[-2:] == ["--xla_gpu_enable_triton_gemm=true", "--xla_dump_to=x"]
+    assert str(flags) not in words and "--xla_gpu_enable_triton_gemm=false" not in told
+    os.environ["XLA_FLAGS"] = str(tmp_path / "none")
+    with pytest.raises(ConfigError, match=r"XLA_FLAGS = '.*none': names a file"):
+        xla_flags.apply(WIDE)
+
+
 def test_a_flag_whose_name_goes_on_is_another(gpu_host):
     os.environ["XLA_FLAGS"] = "--xla_gpu_enable_triton_gemm_any=true"
     assert "--xla_gpu_enable_triton_gemm=false" in xla_flags.apply(WIDE)

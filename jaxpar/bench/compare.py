@@ -74,11 +74,12 @@ def read_card(path: str) -> dict[str, Any]:
 
 
 def kind_of(path: str, card: dict[str, Any]) -> str:
-    """The benchmark that has written a card: train or attention.
+    """The benchmark that has written a card: train or attention. Beside those of train come those
+    of `scripts/measure_torchtitan.py`, which hold fewer figures.
 
     Raises:   ConfigError for any other.
     """
-    if isinstance(card.get("step_seconds"), dict):
+    if isinstance(card.get("step_seconds"), dict) or "torchtitan" in card:
         return "train"
     of_attention = str(card.get("what", "")).startswith("attention")
     if of_attention and isinstance(card.get("rows"), list):

@@ -97,6 +97,7 @@ def measure(tokens: int, options: argparse.Namespace) -> dict[str, Any]:
     own = functools.partial(ours, chunks=options.chunks, logits_dtype=logits)
     row: dict[str, Any] = {
         **{"tokens": tokens, "vocab": V, "d_model": D, "dtype": options.dtype},
+        **{"logits_dtype": options.logits_dtype, "repeats": options.repeats},
         "logits_gib": tokens * V * 4 / GIB,
         "chunks": num_chunks(tokens, V, options.chunks),
         "ours_gib": temporary_gib(own, shapes),
@@ -128,6 +129,6 @@ def main(argv: Sequence[str]) -> int:
         text = lambda x: f"{x:,.2f}" if isinstance(x, float) else f"{x:,}" if x else "-"  # noqa: E731
         print("  ".join(text(row[name]).rjust(10) for name in columns), flush=True)
         card["rows"].append(row)
-    if options.card:
-        conditions.write_json("--card", options.card, card)
+        if options.card:  # after each: what fails later leaves what there is
+            conditions.write_json("--card", options.card, card)
     return guard.EXIT_OK

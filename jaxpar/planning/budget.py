@@ -62,10 +62,12 @@ def with_length(cfg: Config, length: int) -> Config:
 def largest_batch(
     cfg: Config, cluster: Cluster, watch: Watch = unwatched
 ) -> tuple[int, Layout] | None:
-    """The largest global batch that goes through in one microbatch, by powers of two per GPU; more
-    microbatches make any batch of it. None when not even one sequence per GPU fits."""
+    """The largest global batch that goes through in one microbatch, among the powers of two times
+    the odd part of the number of GPUs, which replicas must share; more microbatches make any batch
+    of it. None when not even the first fits."""
     fixed = {"num_microbatches": 1, "pipeline": 1}
-    return _largest(lambda n: (with_batch(cfg, n), fixed), 1, cluster, watch)
+    odd = cluster.num_gpus // (cluster.num_gpus & -cluster.num_gpus)
+    return _largest(lambda n: (with_batch(cfg, n), fixed), odd, cluster, watch)
 
 
 def longest_window(

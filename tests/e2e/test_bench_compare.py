@@ -173,6 +173,14 @@ def test_the_older_cards(capsys):
     assert "1.000~" in capsys.readouterr().out
 
 
+def test_torchtitans_card_beside_ours(capsys):
+    names = "llama3_8b-h200x4-none.json", "torchtitan-8b-h200x4-fsdp.json"
+    assert bench.main(["compare", *(str(BENCHMARKS / name) for name in names)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert row(lines, "tokens/s/device")[:2] == ["10,779", "10,395"]
+    assert row(lines, "step, median ms")[1] == "-"
+
+
 def test_a_new_card_beside_an_older_one(compare):
     older = changed(TRAIN)
     del older["profile"], older["collective_bytes"], older["step_seconds"]["interquartile"]

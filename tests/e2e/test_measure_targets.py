@@ -204,6 +204,13 @@ def test_a_signal_ends_the_run_with_its_children(number, code, dataset, tmp_path
     assert card.read_text() == "{}"
 
 
+def test_more_gpus_than_can_be_seen_are_refused(targets, monkeypatch, capsys):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with pytest.raises(SystemExit):
+        targets.main(["fsdp", "--gpus", "8"])
+    assert "--gpus = 8: only 2 can be seen" in capsys.readouterr().err
+
+
 def test_a_list_that_is_not_read_to_its_end_or_has_no_rows(targets, capsys):
     command = f"{sys.executable} scripts/measure_targets.py 1.5b --list | true"
     done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
