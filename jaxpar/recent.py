@@ -6,6 +6,7 @@ step the later counts. `python -m jaxpar.replay` takes a step again from it.
 
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,13 @@ def read_recent(run_dir: Path) -> dict[int, dict[str, Any]]:
     that is damaged: a run can go on without it."""
     records = json_lines.read(run_dir / RECENT_FILE)
     return {record["step"]: record for record in records if _is_whole(record)}
+
+
+def losses_judged(records: Iterable[dict[str, Any]]) -> list[float]:
+    """The losses that the next one is judged by: of steps whose numbers are numbers. Records hold
+    None for others, and the update of such a step was left out."""
+    measured = [(record.get("loss"), record.get("grad_norm")) for record in records]
+    return [loss for loss, norm in measured if loss is not None and norm is not None]
 
 
 def _is_whole(record: dict[str, Any]) -> bool:

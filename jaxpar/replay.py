@@ -26,7 +26,7 @@ from jaxpar.parallel.context import token_order
 from jaxpar.parallel.fingerprint import fingerprints
 from jaxpar.parallel.mesh import describe, make_mesh
 from jaxpar.processes import say
-from jaxpar.recent import RECENT_FILE, bits, read_recent
+from jaxpar.recent import RECENT_FILE, bits, losses_judged, read_recent
 from jaxpar.run import Run
 from jaxpar.state import TrainState, state_shardings
 from jaxpar.step import make_train_step
@@ -165,8 +165,8 @@ class Replay:
     def is_wrong(self, loss: float) -> bool:
         """Whether a loss is no number, or a spike beside those before the step."""
         g = self.cfg.guard
-        before = [self.records[i]["loss"] for i in sorted(self.records) if i < self.number]
-        window = Window(g.spike_window, g.spike_deviations, [x for x in before if x is not None])
+        before = losses_judged(self.records[i] for i in sorted(self.records) if i < self.number)
+        window = Window(g.spike_window, g.spike_deviations, before)
         return not math.isfinite(loss) or loss > window.limit()
 
 

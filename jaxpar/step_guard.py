@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 
 from jaxpar import guard
 from jaxpar.config import Config
-from jaxpar.recent import Recent, read_recent
+from jaxpar.recent import Recent, losses_judged, read_recent
 
 #: A median absolute deviation times this is the standard deviation of normal numbers.
 MAD_TO_DEVIATION = 1.4826
@@ -108,7 +108,7 @@ def _losses_before(run_dir: Path, first_step: int, count: int) -> list[float]:
     records: list[dict[str, Any]] = [
         record for step, record in sorted(read_recent(run_dir).items()) if step <= first_step
     ]
-    known = [record["loss"] for record in records if record.get("loss") is not None]
+    known = losses_judged(records)
     losses = np.full(count, np.nan, np.float32)
     losses[: len(known[-count:])] = known[-count:]
     if jax.process_count() > 1:

@@ -155,6 +155,22 @@ def damage_array(cfg, step: int) -> None:
     flip(data, 4 * data.stat().st_size)
 
 
+def test_what_is_set_aside_has_a_place_of_its_own(tmp_path):
+    def aside(why: str) -> str:
+        (tmp_path / "100").mkdir()
+        (tmp_path / "100" / "x").write_text(why)
+        return integrity.set_aside(tmp_path, tmp_path / "100", why).name
+
+    assert [aside(f"why {i}") for i in range(3)] == ["100", "100-1", "100-2"]
+    damaged = tmp_path / "damaged"
+    shutil.rmtree(damaged / "100-1")
+    (damaged / "100-1.txt").unlink()
+    assert [aside("why 3"), aside("why 4")] == ["100-1", "100-3"]
+    for name, i in (("100", 0), ("100-1", 3), ("100-2", 2), ("100-3", 4)):
+        assert (damaged / name / "x").read_text() == f"why {i}"
+        assert (damaged / f"{name}.txt").read_text() == f"why {i}\n"
+
+
 def test_a_damaged_step_is_set_aside_and_the_one_before_is_used(setup, capfd):
     cfg, mesh = setup()
     save(cfg, mesh, 2, 4)

@@ -13,6 +13,7 @@ A load compares the fingerprints of what it has read, and before that the files.
 import contextlib
 import errno
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -233,8 +234,10 @@ def set_aside(run_dir: str | Path, step_folder: Path, why: str) -> Path:
     """
     place = Path(run_dir).absolute() / DAMAGED
     place.mkdir(exist_ok=True)
-    number = sum(path.name.split("-")[0] == step_folder.name for path in place.iterdir())
-    to = place / (step_folder.name if number == 0 else f"{step_folder.name}-{number}")
+    name = step_folder.name
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(1)))
+    taken = {path.name for path in place.iterdir()}
+    to = next(place / name for name in names if not {name, f"{name}.txt"} & taken)
     shutil.move(step_folder, to)
     to.with_name(to.name + ".txt").write_text(why + "\n", encoding="utf-8")
     return to

@@ -22,7 +22,7 @@ from jaxpar.data.meta import (
     token_dtype,
 )
 from jaxpar.data.progress import Progress
-from jaxpar.data.sources import open_tokens
+from jaxpar.data.sources import check_eos_id, open_tokens
 from jaxpar.data.token_file import chunks
 from jaxpar.data.tokenizer import Tokenizer, open_tokenizer
 from jaxpar.data.tokens import TokenDataset
@@ -57,6 +57,7 @@ def convert(options: ConvertOptions, progress: Progress | None = None) -> str:
     Returns:  what was written, in one line.
     Raises:   ConfigError for an input that cannot be used, or a format that cannot hold it.
     """
+    check_eos_id(options.eos_id)
     progress = progress or Progress()
     tokenizer = open_tokenizer(options.tokenizer) if options.tokenizer is not None else None
     inputs = _opened(options.input, options.split, options, tokenizer)
@@ -164,6 +165,9 @@ def _write_files(
 ) -> None:
     num_tokens = sum(dataset.num_tokens for dataset in inputs)
     output, index = Path(options.output), b""
+    if output.name in ("", ".."):
+        fix = f"use --output {output / 'tokens'}"
+        raise ConfigError("--output", options.output, "names a folder, not files in it", fix)
     header: tuple[bytes, np.dtype]
     if options.to == "megatron":
         header = b"", megatron.token_dtype(vocab_size)

@@ -85,15 +85,27 @@ def _path_sources(name: str) -> list[Source]:
     return sources
 
 
-def _files_in(folder: Path) -> list[Path]:
-    """Files below a folder, sorted; of a saved Hugging Face dataset its shards, in order."""
+def _files_in(folder: Path, above: frozenset[Path] = frozenset()) -> list[Path]:
+    """Files below a folder, sorted, through links too; of a saved Hugging Face dataset its shards,
+    in order.
+
+    Args:     above: the folders on the way here, to which a link is a loop.
+    Raises:   ConfigError for a link to a file of a known kind that is not there.
+    """
     shards = columns.saved_shards(folder)
     if shards is not None:
         return shards
-    inside = sorted(folder.iterdir())
-    folders = {p for p in inside if p.is_dir() and not p.is_symlink()}  # A link may be a loop.
-    files = (_files_in(p) if p in folders else [p] for p in inside)
-    return [p for some in files for p in some if p.is_file()]
+    above |= {folder.resolve()}
+    files: list[Path] = []
+    for path in sorted(folder.iterdir()):
+        if path.is_dir():
+            files += [] if path.resolve() in above else _files_in(path, above)
+        elif path.is_file():
+            files.append(path)
+        elif path.is_symlink() and _reader(path):
+            fix = "put back what it names, or remove the link"
+            raise ConfigError("--input", str(path), "is a link to a file that is not there", fix)
+    return files
 
 
 def _reader(path: Path) -> Reader | None:

@@ -19,7 +19,7 @@ from jaxpar.data.meta import (
     read_meta,
     targets_file,
 )
-from jaxpar.data.sources import find_file, open_tokens
+from jaxpar.data.sources import check_eos_id, find_file, open_tokens
 from jaxpar.data.token_file import TokenFile, scan
 from jaxpar.data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
 from jaxpar.data.tokens import TokenDataset
@@ -45,6 +45,7 @@ def inspect_tokens(options: InspectOptions) -> str:
 
     Raises:   ConfigError for whatever is missing or damaged.
     """
+    check_eos_id(options.eos_id)
     datasets = list(_splits(options))
     tokenizer = _tokenizer(options)
     lines = [f"{options.path}: {_format(options)}"]

@@ -92,6 +92,8 @@ def _read_index(index: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarr
     lengths = at[HEADER.size : first].view("<i4")
     documents = at[second:needed].view("<i8")
     _check_lengths(index, lengths)
+    if not lengths.any():
+        raise _broken(index, HEADER.size, "has sequences of no token alone: empty")
     _check_documents(index, documents, num_sequences, second)
     return np.dtype(DTYPES[code]), lengths, at[first:second].view("<i8"), documents
 

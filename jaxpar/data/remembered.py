@@ -65,5 +65,5 @@ def keep(name: str, found: Found) -> None:
         with tempfile.NamedTemporaryFile(dir=folder(), suffix=".partial", delete=False) as file:
             np.savez_compressed(file, **found)
         os.replace(file.name, folder() / f"{name}.npz")
-    except OSError:
+    except (OSError, RuntimeError):  # RuntimeError: there is no home folder
         return

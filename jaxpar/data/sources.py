@@ -79,6 +79,16 @@ def _open(cfg: Config, field: str, path: str, split: str, whole: bool) -> TokenD
     return dataset
 
 
+def check_eos_id(eos_id: int | None) -> None:
+    """Refuse what is no token, of a command's `--eos-id`.
+
+    Raises:   ConfigError.
+    """
+    if eos_id is not None and not 0 <= eos_id < 2**31:
+        rule = "must be the number of a token, 0 to 2,147,483,647"
+        raise ConfigError("--eos-id", eos_id, rule, "use the token that ends a document")
+
+
 def open_tokens(
     path: str | Path,
     split: str = TRAIN,

@@ -191,8 +191,12 @@ def _replace(target: Path, staging: Path) -> None:
     # A folder can only be renamed over an empty one.
     retired = staging.with_suffix(".replaced")
     target.rename(retired)
-    staging.rename(target)
-    shutil.rmtree(retired)
+    try:
+        staging.rename(target)
+    except BaseException:
+        retired.rename(target)
+        raise
+    shutil.rmtree(retired, ignore_errors=True)
 
 
 def _check_target(target: Path, overwrite: bool) -> None:

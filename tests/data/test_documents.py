@@ -128,6 +128,18 @@ def test_a_link_to_the_folder_above_is_not_followed(texts, tmp_path):
     assert documents(tmp_path) == texts
 
 
+def test_links_to_other_places_are_followed(texts, tmp_path):
+    inside, other = tmp_path / "inside", tmp_path / "other"
+    inside.mkdir()
+    other.mkdir()
+    (other / "a.jsonl").write_bytes(jsonl(texts))
+    (inside / "linked").symlink_to(other, target_is_directory=True)
+    assert documents(inside) == texts
+    (inside / "b.jsonl").symlink_to(tmp_path / "nowhere.jsonl")
+    with pytest.raises(ConfigError, match=r"b\.jsonl.* is a link to a file that is not there"):
+        documents(inside)
+
+
 @pytest.mark.parametrize("separator", ["\n\n", "<|endoftext|>"])
 @pytest.mark.parametrize("piece_chars", [1, 7, 1 << 20])
 def test_separator(separator, piece_chars, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import json
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -206,6 +207,23 @@ def test_failure_keeps_the_old_dataset(corpus, tmp_path):
         run(out, bad, overwrite=True)
     assert read_meta(out) == first
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.jsonl", "out"]
+
+
+def test_interrupted_as_it_is_replaced(corpus, tmp_path, monkeypatch):
+    """The old dataset is back in its place, since nothing was written."""
+    out, rename = tmp_path / "out", Path.rename
+    first = run(out, corpus)
+
+    def interrupted(path, target):
+        if path.name.endswith(".partial"):
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(out, corpus, overwrite=True)
+    assert read_meta(out) == first
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
 
 
 def test_interrupted(tmp_path):

@@ -118,6 +118,14 @@ def test_what_cannot_be_recalled_is_found_again(damage, file, passes):
     assert open_tokens(file).fingerprint == wanted and passes() == ["x.bin"]
 
 
+def test_without_a_home(file, passes, monkeypatch):
+    def home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(remembered, "folder", home)
+    assert open_tokens(file).num_tokens == 50_000 and passes() == ["x.bin"]
+
+
 def test_without_a_folder_to_write_to(file, passes, tmp_path, monkeypatch):
     (tmp_path / "cache").write_text("in the way")
     for _ in range(2):

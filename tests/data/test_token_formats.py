@@ -18,6 +18,8 @@ from jaxpar.data.sources import fingerprint, open_tokens
 from jaxpar.parallel.mesh import make_mesh
 from tests.data.windows import windows
 
+NO_TOKEN = "must be the number of a token"
+
 #: Two documents, of the tokens 5 6 7 0 and 8 300 0, as Megatron stores them in 16 bits.
 GOLDEN_BIN = bytes.fromhex("0500 0600 0700 0000 0800 2c01 0000")
 GOLDEN_IDX = bytes.fromhex(
@@ -240,3 +242,17 @@ def test_convert_on_the_command_line(dataset, tmp_path, capsys):
     assert main(args) == 2
     assert "exists. Fix: add --overwrite" in capsys.readouterr().err
     assert main([*args, "--overwrite"]) == 0 and (tmp_path / "o.bin").read_bytes() == before
+
+
+def test_what_can_be_no_end_of_document_or_no_file_is_refused(tmp_path):
+    tokens = tmp_path / "x.bin"
+    np.arange(1, 100, dtype=np.uint16).tofile(tokens)
+    out = tmp_path / "out"
+    for eos in (-1, 1 << 31):
+        with pytest.raises(ConfigError, match=f"--eos-id = {eos}: {NO_TOKEN}"):
+            convert(ConvertOptions(input=(str(tokens),), output=str(out), to="jaxpar", eos_id=eos))
+        with pytest.raises(ConfigError, match=NO_TOKEN):
+            inspect_tokens(InspectOptions(path=str(tokens), eos_id=eos))
+    with pytest.raises(ConfigError, match=r"--output = '\.': names a folder"):
+        convert(ConvertOptions(input=(str(tokens),), output=".", to="megatron", eos_id=0))
+    assert not out.exists()

@@ -16,7 +16,7 @@ from jaxpar.config import ConfigError
 from jaxpar.data import Loader
 from jaxpar.data.skips import SKIPPED_FILE, SkippedBatches, read_skipped, write_skipped
 from jaxpar.metrics import MetricsWriter
-from jaxpar.recent import read_recent
+from jaxpar.recent import losses_judged, read_recent
 from jaxpar.run import Run
 from jaxpar.step_guard import Window
 from tests.e2e.test_train import losses_of, records_of, start, state_of
@@ -83,6 +83,12 @@ def test_a_spike_is_told_and_a_rewind_leaves_its_batches_out(spiky, capfd, tmp_p
     assert spiky(2, *mesh, "--train.num-steps", "70") == guard.EXIT_OK
     assert batches_of(run) == batches | {i: i + 1 for i in range(61, 71)}
     assert "is a spike" not in capfd.readouterr().out
+
+
+def test_losses_of_steps_left_out_judge_no_other():
+    """The update of a step whose gradient was no number is left out, whatever its loss."""
+    records = [{"loss": 2.0, "grad_norm": 1.0}, {"loss": 54.0, "grad_norm": None}]
+    assert losses_judged([*records, {"loss": None, "grad_norm": None}, {}]) == [2.0]
 
 
 def test_a_run_that_is_resumed_sees_the_spike_that_it_would_have_seen(spiky, capfd, tmp_path):
