@@ -215,6 +215,9 @@ def weights_of_step(shards: Any, cfg: Config) -> Any:
     """What the model is given: shards that it gathers itself (ZeRO-3), or whole weights (ZeRO-1);
     with what is measured once per step (`views.with_scales`)."""
     weights = gather_once(shards, cfg) if cfg.parallel.zero == 1 else shards
+    if cfg.parallel.zero == 1 and "embed" in shards["top"] and lax.axis_size(FSDP_AXES) == 1:
+        # As it is: of a table that nobody gathers, the rows that a step looks up are cast.
+        weights["top"]["embed"] = shards["top"]["embed"]
     return views.with_scales(weights, shards, cfg)
 
 
@@ -223,8 +226,6 @@ def gather_once(shards: Any, cfg: Config) -> Any:
 
     def gather(shards: dict, dims: dict) -> dict:
         whole = fsdp.gather_tree(shards, dims, cfg.model.dtype, cfg.parallel.grad_reduce)
-        if "embed" in shards and lax.axis_size(FSDP_AXES) == 1:
-            whole["embed"] = shards["embed"]  # of which the rows that are looked up are cast
         if cfg.model.matmul_dtype != "compute":
             return whole
         # Each made once: with nothing to gather, XLA would have matmuls put matrices side by side

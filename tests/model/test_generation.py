@@ -93,6 +93,16 @@ def test_greedy_text_is_that_of_whole_passes(name, tensor):
     assert len({tuple(row) for row in found}) == 3
 
 
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_weights_are_kept_in_the_compute_dtype(tensor):
+    cfg = replace(BASE, **{"model.dtype": "bfloat16"})
+    cfg = resolve(generation.config_for_sampling(cfg, tensor), tensor)
+    mesh = make_mesh(cfg.parallel, jax.devices()[:tensor])
+    weights = generation.weights_for_sampling(init_state(cfg, mesh).params, cfg, mesh)
+    matrices = [w for w in jax.tree.leaves(weights) if w.ndim > 2]
+    assert matrices and {str(w.dtype) for w in matrices} == {"bfloat16"}
+
+
 def test_a_row_ends_at_a_stop_token():
     whole = texts(*model("llama"), PROMPTS)
     stop = {whole[0][5]}
