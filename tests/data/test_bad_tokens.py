@@ -62,6 +62,11 @@ BAD: dict[str, tuple[dict[str, bytes], str, str]] = {
         "x",
         "0 sequences and 1 indices: empty",
     ),
+    "index: no tokens": (
+        {"x.idx": changed(LENGTHS, bytes(POINTERS - LENGTHS))},
+        "x",
+        "has sequences of no token alone: empty",
+    ),
     "index: negative length": (
         {"x.idx": changed(LENGTHS + 4, struct.pack("<i", -10))},
         "x",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxpar import bench, guard
-from jaxpar.bench import conditions, profiled, training
+from jaxpar.bench import conditions, loss, profiled, training
 from jaxpar.config import ConfigError
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
@@ -182,3 +182,20 @@ def test_hlo_that_cannot_be_read_is_said():
 def test_bad_options(config_file, options, said):
     with pytest.raises(ConfigError, match=said):
         bench.main(["train", config_file, *options])
+
+
+def test_a_card_of_the_loss_keeps_what_came_before_a_failure(tmp_path, monkeypatch):
+    """And says what logits it is of."""
+    card, measure = tmp_path / "loss.json", loss.measure
+
+    def failing(tokens, options):
+        if tokens > 64:
+            raise MemoryError
+        return measure(tokens, options)
+
+    monkeypatch.setattr(loss, "measure", failing)
+    small = ["--vocab", "64", "--d-model", "16", "--logits-dtype", "compute"]
+    with pytest.raises(MemoryError):
+        bench.main(["loss", "--tokens", "64,128", *small, "--card", str(card)])
+    (row,) = json.loads(card.read_text())["rows"]
+    assert (row["tokens"], row["logits_dtype"]) == (64, "compute")

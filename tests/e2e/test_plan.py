@@ -120,6 +120,8 @@ def test_largest_batch_and_window(capsys):
     small = ("llama_1b", "--gpus", "1")
     batch = json.loads(run(capsys, *small, "--largest", "batch", "--json"))["largest"]
     assert batch >= 16
+    three_hosts = ("llama_1b", "--gpus", "24", "--largest", "batch", "--json")
+    assert json.loads(run(capsys, *three_hosts))["largest"] % 24 == 0
     window = json.loads(run(capsys, *small, "--largest", "sequence", "--json"))["largest"]
     assert window > 32_768 and window % 4096 == 0
 
