@@ -86,6 +86,11 @@ def with_host_copies(cfg: Config) -> bool:
     return bool(names_on_host(cfg.parallel.remat))
 
 
+#: The flag of XLA that names a table of tuned kernels, and the folder below which ours are.
+TABLE = "xla_gpu_load_autotune_results_from"
+_PACKAGE = Path(__file__).parent
+
+
 @dataclass(frozen=True, kw_only=True)
 class Flag:
     """One XLA flag, where it is set, and why."""
@@ -101,6 +106,12 @@ class Flag:
     """How the versions of JAX begin that know it."""
     one_process: bool = False
     """XLA refuses it, or it does nothing, in a run of several processes."""
+
+    @property
+    def setting(self) -> str:
+        """As in XLA_FLAGS. A table is a file of this package."""
+        value = _PACKAGE / self.value if self.name == TABLE else self.value
+        return f"--{self.name}={value}"
 
 
 FLAGS = (
@@ -211,6 +222,12 @@ FLAGS = (
         "layers of 8B on 2 GPUs, tensor 2, row groups 2",
         where=wide_in_stages,
     ),
+    Flag(
+        name=TABLE,
+        value="tuned/nvidia_h200.textproto",
+        gain="matmul kernels chosen at the power limit (`jaxpar.bench matmuls`): 483.4 to 476.3 ms "
+        "a step, 1.5B on one GPU",
+    ),
 )
 
 #: Environment that belongs with them, on every NVIDIA GPU; a value the user has set stays.
@@ -254,6 +271,12 @@ def measured_for(gpu: str, jax_version: str, cfg: Config, num_processes: int = 1
     ]
 
 
+def table_of(gpu: str) -> Path | None:
+    """The table of tuned kernels that runs on a GPU (by its name) read; None: they read none."""
+    tables = [flag for flag in FLAGS if flag.name == TABLE]
+    return next((_PACKAGE / t.value for t in tables if any(n in gpu for n in t.gpus)), None)
+
+
 def apply(cfg: Config, num_processes: int = 1) -> list[str]:
     """Set the flags and environment for this host. Must run before JAX starts its backend.
 
@@ -270,7 +293,7 @@ def apply(cfg: Config, num_processes: int = 1) -> list[str]:
     rows = measured_for(gpu, jax.__version__, cfg, num_processes)
     theirs = {word.lstrip("-").partition("=")[0] for word in given.split()}
     flags = [f for f in rows if f.name not in theirs]
-    settings = [f"--{f.name}={f.value}" for f in flags]
+    settings = [flag.setting for flag in flags]
     os.environ["XLA_FLAGS"] = " ".join([*settings, given]).strip()
     told = settings or [f"no XLA flags: none measured on {gpu or 'this GPU'}, {jax.__version__}"]
     return told + _set_where_unset(ALWAYS | ENVIRONMENT)

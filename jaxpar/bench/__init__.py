@@ -1,19 +1,20 @@
-"""Measure what this machine does: python -m jaxpar.bench train | attention | loss | compare
+"""Measure what this machine does: python -m jaxpar.bench COMMAND
 
     train CONFIG   tokens per second and MFU of the training program's own step
     attention      time, TFLOP/s and error of the attention backends; --tune writes their table
+    matmuls CONFIG kernels of a step's matmuls that are best at the power limit; writes a table
     loss           peak memory of the loss, against whole logits
     compare        cards side by side, and what was different
 
-Each prints its figures and, with --card FILE, the first three write them down with the conditions
-they hold under. `python -m jaxpar.bench train --help` lists the options of one.
+Each prints its figures; with --card FILE, train, attention and loss write them down with the
+conditions they hold under. `python -m jaxpar.bench train --help` lists the options of one.
 """
 
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from jaxpar.bench import attention, compare, loss, training
+from jaxpar.bench import attention, compare, loss, matmuls, training
 from jaxpar.bench.training import WARM_UP, card, measure, summary
 from jaxpar.cli import asks_help
 from jaxpar.config import ConfigError
@@ -23,6 +24,7 @@ __all__ = ["COMMANDS", "WARM_UP", "card", "main", "measure", "read_command", "su
 COMMANDS: dict[str, ModuleType] = {
     "train": training,
     "attention": attention,
+    "matmuls": matmuls,
     "loss": loss,
     "compare": compare,
 }

@@ -159,7 +159,7 @@ def _environment(cfg: Config, gpu: Gpu, given: Mapping[str, str]) -> dict[str, s
     flags = xla_flags.measured_for(gpu.device_kind, jax.__version__, cfg)
     if cfg.run.xla_flags == "none":
         flags = []
-    settings = " ".join(f"--{flag.name}={flag.value}" for flag in flags)
+    settings = " ".join(flag.setting for flag in flags)
     path = os.pathsep.join(filter(None, sys.path))
     return {**given, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": settings, "PYTHONPATH": path}
 

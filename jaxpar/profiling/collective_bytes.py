@@ -113,10 +113,11 @@ def _sends(module: Module, computation: str) -> bool:
 
 def _size(module: Module, instruction: Instruction) -> int:
     """Bytes of the operands."""
-    unknown = [name for name in instruction.operands if name not in module.instructions]
+    types = {operand: module.type_of(operand) for operand in instruction.operands}
+    unknown = [operand for operand, found in types.items() if found is None]
     if unknown:
         raise ValueError(f"{instruction.name}: no instruction {unknown[0]} in the HLO")
-    return sum(num_bytes(module.instructions[name].type) for name in instruction.operands)
+    return sum(num_bytes(types[operand] or "") for operand in instruction.operands)
 
 
 def group_size(instruction: Instruction, num_devices: int) -> int:

@@ -59,10 +59,10 @@ def multiplications(module: Module, instruction: Instruction) -> int:
         inside = [module.computations.get(name, []) for name in instruction.called("calls")]
         return sum(multiplications(module, each) for body in inside for each in body)
     dims = _contracted(instruction)
-    left = module.instructions.get(instruction.operands[0]) if instruction.operands else None
+    left = module.type_of(instruction.operands[0]) if instruction.operands else None
     if dims is None or left is None:
         return 0
-    sizes = arrays_of(left.type)[0][1]
+    sizes = arrays_of(left)[0][1]
     result = arrays_of(instruction.type)[0][1]
     return 2 * math.prod(result) * math.prod(sizes[dim] for dim in dims)
 
@@ -84,16 +84,17 @@ def _dtype(module: Module, instruction: Instruction) -> str:
     if instruction.opcode == "fusion":
         inside = [module.computations.get(name, []) for name in instruction.called("calls")]
         return next((d for body in inside for i in body if (d := _dtype(module, i))), "")
-    left = module.instructions.get(instruction.operands[0]) if instruction.operands else None
+    left = module.type_of(instruction.operands[0]) if instruction.operands else None
     if left is None or _contracted(instruction) is None:
         return ""
-    return arrays_of(left.type)[0][0]
+    return arrays_of(left)[0][0]
 
 
 def _bytes(module: Module, instruction: Instruction) -> int | None:
-    if any(name not in module.instructions for name in instruction.operands):
+    types = [module.type_of(operand) for operand in instruction.operands]
+    if None in types:
         return None
-    read = [num_bytes(module.instructions[name].type) for name in instruction.operands]
+    read = [num_bytes(each) for each in types if each is not None]
     # The last array of a library call's result is its workspace, which is not its result.
     written = num_bytes(re.sub(r", s8\[\d+\](\{[^}]*\})?\)$", ")", instruction.type))
     body = [i for name in instruction.called("calls") for i in module.computations.get(name, [])]
@@ -109,7 +110,7 @@ def _bytes(module: Module, instruction: Instruction) -> int | None:
         if at < len(read) and users and len(sliced) == len(users):
             read[at] = sum(num_bytes(user.type) for user in users)
         if at < len(read) and root.opcode == "dynamic-update-slice" and users == [root]:
-            piece = module.instructions.get(root.operands[1])
+            piece = module.type_of(root.operands[1])
             if root.operands[0] == parameter.name and piece is not None:
-                read[at], written = 0, num_bytes(piece.type)
+                read[at], written = 0, num_bytes(piece)
     return sum(read) + written

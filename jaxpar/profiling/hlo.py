@@ -14,7 +14,8 @@ class Instruction:
     """One line of a computation.
 
     `type` is the result's, `attributes` the text after the operands: metadata, called computations,
-    replica groups, backend config. The one operand of a parameter is its number.
+    replica groups, backend config. Operands are names; of one in a tuple, name#index. The one
+    operand of a parameter is its number.
     """
 
     name: str
@@ -57,6 +58,14 @@ class Module:
     def instructions(self) -> dict[str, Instruction]:
         """Every instruction by its name, which is unique in a program."""
         return {i.name: i for body in self.computations.values() for i in body}
+
+    def type_of(self, operand: str) -> str | None:
+        """The type of an operand; None if the text lacks it."""
+        name, _, index = operand.partition("#")
+        made = self.instructions.get(name)
+        if made is None or not index:
+            return None if made is None else made.type
+        return elements_of(made.type)[int(index)]
 
     def run_order(self, computation: str = "") -> list[Instruction]:
         """The instructions as they run: the body of a loop as often as it turns, once if XLA does
@@ -117,7 +126,7 @@ def _instruction(line: str) -> Instruction | None:
         return None
     end = _closing(line, found.end())
     inside = line[found.end() : end]
-    operands = (inside,) if found[3] == "parameter" else re.findall(r"%([\w.\-]+)", inside)
+    operands = (inside,) if found[3] == "parameter" else re.findall(r"%([\w.\-]+(?:#\d+)?)", inside)
     return Instruction(found[1], found[3], found[2], tuple(operands), line[end + 1 :])
 
 
@@ -135,6 +144,18 @@ def arrays_of(type_text: str) -> list[tuple[str, tuple[int, ...]]]:
     """Dtype and dims of each array of a type."""
     found = _ARRAY.findall(type_text)
     return [(name, tuple(int(d) for d in dims.split(",") if d)) for name, _, dims in found]
+
+
+def elements_of(type_text: str) -> list[str]:
+    """The types in a tuple's type."""
+    inside, found, depth = re.sub(r"/\*.*?\*/", "", type_text[1:-1]), [""], 0
+    for letter in inside:
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and not depth:
+            found.append("")
+        else:
+            found[-1] += letter
+    return [each.strip() for each in found]
 
 
 def num_bytes(type_text: str) -> int:

@@ -1,0 +1,107 @@
+"""XLA's table of tuned kernels, and its log of all that it tried, as text.
+
+Both are protocol buffers in text, as `--xla_gpu_dump_autotune_results_to` and
+`--xla_gpu_dump_autotune_logs_to` write them, and `--xla_gpu_load_autotune_results_from` reads the
+first. A kernel is known by a fingerprint of its instruction, with shapes and layouts; by the GPU;
+and by the version of XLA and of what makes the kernel. Whatever differs is tuned anew.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+_TRIED = re.compile(
+    r'instruction_profiles \{\s*hlo_fingerprint: "(\w+)"(.*?)hlo_text: "(.*?)"\n\}', re.DOTALL
+)
+_CANDIDATE = re.compile(
+    r"config_profiles \{\s*config \{\n(.*?)\n    \}\s*run_time \{(.*?)\}", re.DOTALL
+)
+_ENTRY = re.compile(r"(?:^#.*\n)*^entries \{\n.*?^\}\n", re.DOTALL | re.MULTILINE)
+_VERSION = re.compile(r'per_backend_versions \{\s*key: "(\w+)"\s*value: "([^"]*)"')
+_CHOSEN = re.compile(
+    r"(optimal_config \{\n)(.*?)(\n    \}\n    optimal_backend_version: )\"[^\"]*\"", re.DOTALL
+)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A kernel that XLA tried: how it is made, as text, and the time of a short run, in us."""
+
+    config: str
+    us: float
+
+    @property
+    def backend(self) -> str:
+        """What makes it: CUBLASLT, TRITON, ..."""
+        return re.findall(r"backend: (\w+)", self.config)[0]
+
+    def __str__(self) -> str:
+        """In a few words: cublaslt 4, or triton 128 256 64 4 8 1 true."""
+        tuned = re.findall(r"(\w+): (\w+)", self.config)
+        left_out = ("backend", "autotune_workspace_size")
+        numbers = [value for name, value in tuned if name not in left_out]
+        name = self.backend.lower()
+        return " ".join([name, *numbers] if numbers else [name, "0"])
+
+
+@dataclass(frozen=True)
+class Tried:
+    """An instruction, the line that it is in the HLO, and what XLA tried, the fastest first."""
+
+    fingerprint: str
+    line: str
+    candidates: tuple[Candidate, ...]
+
+
+def read_log(text: str) -> tuple[Tried, ...]:
+    """Every instruction of a log that was tuned, once."""
+    found = {}
+    for fingerprint, body, line in _TRIED.findall(text):
+        tried = [Candidate(config, _us(time)) for config, time in _CANDIDATE.findall(body)]
+        fastest_first = tuple(sorted(tried, key=lambda candidate: candidate.us))
+        found[fingerprint] = Tried(fingerprint, line.replace('\\"', '"'), fastest_first)
+    return tuple(found.values())
+
+
+def _us(time: str) -> float:
+    value = {name: int(number) for name, number in re.findall(r"(\w+): (\d+)", time)}
+    return value.get("seconds", 0) * 1e6 + value.get("nanos", 0) / 1e3
+
+
+def versions(log: str) -> dict[str, str]:
+    """By backend, the version that a choice of its kernels holds for."""
+    return dict(_VERSION.findall(log))
+
+
+def entries(table: str) -> dict[str, str]:
+    """The entries of a table, as text with the comments before them, by fingerprint."""
+    return {re.findall(r'hlo_fingerprint: "(\w+)"', e)[0]: e for e in _ENTRY.findall(table)}
+
+
+def chosen(entry: str) -> Candidate:
+    """What an entry takes; without a time."""
+    found = _CHOSEN.search(entry)
+    if not found:
+        raise ValueError(f"an entry of the table without a choice: {entry[:60]!r}")
+    return Candidate(found[2], 0.0)
+
+
+def choosing(entry: str, candidate: Candidate, version: str) -> str:
+    """The entry, with another choice."""
+    take = lambda m: f'{m[1]}{candidate.config.rstrip()}{m[3]}"{version}"'  # noqa: E731
+    return _CHOSEN.sub(take, entry, count=1)
+
+
+def varied(
+    table: str, takes: Mapping[str, Candidate], version: Mapping[str, str]
+) -> dict[str, str]:
+    """The entries of a table by fingerprint, some with another choice."""
+    found = entries(table)
+    for fingerprint, candidate in takes.items():
+        found[fingerprint] = choosing(found[fingerprint], candidate, version[candidate.backend])
+    return found
+
+
+def text_of(of: Iterable[str]) -> str:
+    """A table of entries."""
+    return "".join(of)

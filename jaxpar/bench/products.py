@@ -1,0 +1,149 @@
+"""The matrix products of a compiled program, so that each can be run alone.
+
+An array is seen as it lies in memory: dims in the order of its layout, the contiguous one last. So
+a product that XLA has written with other dims first, or transposed, is the same `dot_general` of
+arrays in JAX's own order.
+"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxpar.profiling.hlo import Instruction, Module
+
+_ARRAY = re.compile(r"\b(\w+)\[([\d,]*)\](?:\{([\d,]*))?")
+#: HLO's names of dtypes, and JAX's, of the products that are known here.
+DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
+
+
+@dataclass(frozen=True)
+class Product:
+    """left and right, contracted over some dims of each; `adds`: to an array that is there.
+
+    left, right    dims in the order in which they lie in memory.
+    """
+
+    left: tuple[int, ...]
+    right: tuple[int, ...]
+    over_left: tuple[int, ...]
+    over_right: tuple[int, ...]
+    dtype: str
+    result_dtype: str
+    adds: bool = False
+
+    def __str__(self) -> str:
+        """As bfloat16[32768,2048] x bfloat16[2048,3072] over 1 and 0."""
+        sides = [",".join(map(str, dims)) for dims in (self.left, self.right)]
+        over = [",".join(map(str, dims)) for dims in (self.over_left, self.over_right)]
+        text = f"{self.dtype}[{sides[0]}] x [{sides[1]}] over {over[0]} and {over[1]}"
+        return (
+            text
+            + f" in {self.result_dtype}" * (self.result_dtype != self.dtype)
+            + (", added" if self.adds else "")
+        )
+
+    def as_json(self) -> dict[str, object]:
+        """For the process that runs it."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class _Array:
+    dtype: str
+    dims: tuple[int, ...]
+    order: tuple[int, ...]
+    """The dims from the one that varies slowest to the contiguous one."""
+
+    def laid_out(self) -> tuple[int, ...]:
+        return tuple(self.dims[dim] for dim in self.order)
+
+
+def _array(type_text: str) -> _Array:
+    """The first array of a type."""
+    found = _ARRAY.search(type_text)
+    if not found:
+        raise ValueError(f"no array in {type_text!r}")
+    dims = tuple(int(n) for n in found[2].split(",") if n)
+    minor_first = [int(n) for n in (found[3] or "").split(",") if n]
+    order = tuple(reversed(minor_first)) if minor_first else tuple(range(len(dims)))
+    return _Array(found[1], dims, order)
+
+
+def product_of(module: Module, instruction: Instruction) -> Product | None:
+    """The product that an instruction is, or the one in the fusion that it is; None if it is
+    none, or one that is not known here: of rows in batches, of 8 bits."""
+    if instruction.opcode == "fusion":
+        inside = [
+            each for name in instruction.called("calls") for each in module.computations[name]
+        ]
+        found = [product for each in inside if (product := product_of(module, each))]
+        return found[0] if len(found) == 1 else None
+    read = _contracted(instruction)
+    if read is None or len(instruction.operands) < 2:
+        return None
+    types = [module.type_of(operand) for operand in instruction.operands[:2]]
+    if None in types:
+        return None
+    sides = [_array(each) for each in types if each is not None]
+    result = _array(instruction.type)
+    if sides[0].dtype != sides[1].dtype or not {sides[0].dtype, result.dtype} <= set(DTYPES):
+        return None
+    overs = [
+        tuple(side.order.index(dim) for dim in over) for side, over in zip(sides, read, strict=True)
+    ]
+    if result.order != tuple(range(len(result.dims))):  # written the other way round
+        sides, overs = sides[::-1], overs[::-1]
+    return Product(
+        left=sides[0].laid_out(),
+        right=sides[1].laid_out(),
+        over_left=overs[0],
+        over_right=overs[1],
+        dtype=DTYPES[sides[0].dtype],
+        result_dtype=DTYPES[result.dtype],
+        adds=len(instruction.operands) > 2,
+    )
+
+
+def _contracted(instruction: Instruction) -> tuple[Sequence[int], Sequence[int]] | None:
+    """The dims of the two operands over which a product sums."""
+    if instruction.opcode == "dot":
+        if instruction.attribute(r"(lhs_batch_dims)="):
+            return None
+        dims = [instruction.attribute(rf"{s}_contracting_dims=\{{([\d,]*)\}}") for s in _SIDES]
+        return _numbers(dims[0]), _numbers(dims[1])
+    target = instruction.attribute(r'custom_call_target="([^"]*)"')
+    if target not in ("__cublas$lt$matmul", "__cublas$gemm"):
+        return None
+    numbers = instruction.attribute(r'"dot_dimension_numbers":(\{.*?\})')
+    named = json.loads(numbers)
+    if named.get("lhs_batch_dimensions"):
+        return None
+    dims = [",".join(named[f"{side}_contracting_dimensions"]) for side in _SIDES]
+    return _numbers(dims[0]), _numbers(dims[1])
+
+
+_SIDES = ("lhs", "rhs")
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(n) for n in text.split(",") if n]
+
+
+def find(module: Module, line: str) -> list[Product]:
+    """The products of a line of HLO in the program that it ended in: one for each layer.
+
+    Its name may have changed since; what it comes from, and its result, have not.
+    """
+    scope = re.findall(r'op_name="([^"]*)"', line)
+    result = _array(line.partition(" = ")[2])
+    found = []
+    for instruction in module.run_order():
+        if not scope or instruction.scope != scope[0] or "[" not in instruction.type:
+            continue
+        made = _array(instruction.type)
+        if (made.dtype, made.dims) == (result.dtype, result.dims):
+            product = product_of(module, instruction)
+            found += [product] if product is not None else []
+    return found
