@@ -16,7 +16,7 @@ _TRIED = re.compile(
 _CANDIDATE = re.compile(
     r"config_profiles \{\s*config \{\n(.*?)\n    \}\s*run_time \{(.*?)\}", re.DOTALL
 )
-_ENTRY = re.compile(r"(?:^#.*\n)*^entries \{\n.*?^\}\n", re.DOTALL | re.MULTILINE)
+_ENTRY = re.compile(r"(?:^#[^\n]*\n)*^entries \{\n.*?^\}\n", re.DOTALL | re.MULTILINE)
 _VERSION = re.compile(r'per_backend_versions \{\s*key: "(\w+)"\s*value: "([^"]*)"')
 _CHOSEN = re.compile(
     r"(optimal_config \{\n)(.*?)(\n    \}\n    optimal_backend_version: )\"[^\"]*\"", re.DOTALL

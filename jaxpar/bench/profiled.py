@@ -14,6 +14,11 @@ from jaxpar.profiling import breakdown, hlo, table, trace
 from jaxpar.state import TrainState
 
 
+#: Steps that run under the profiler first and are left out: after a pause a GPU is above its power
+#: limit for some 0.1 s, and then well below it until its clock has settled.
+SETTLE = 3
+
+
 @dataclass
 class Running:
     """A run that has begun: its step and that one's HLO text, its state, the batches to come."""
@@ -37,7 +42,7 @@ def profile_steps(running: Running, steps: int, keep: str | None = None) -> dict
             return _missing("not asked for: --profile-steps 0")
         jax.block_until_ready(running.state)
         if jax.process_index() != 0:
-            _take(running, steps)
+            _take(running, SETTLE + steps)
             return _missing("the first process has it")
         return _traced(running, steps, keep)
 
@@ -55,15 +60,16 @@ def _traced(running: Running, steps: int, keep: str | None) -> dict[str, Any]:
         with _folder(keep) as folder:
             with trace.capture(folder):
                 begun = True
-                _take(running, steps)
+                _take(running, SETTLE + steps)
                 taken = True
             found = trace.read(trace.newest_file(folder), hlo.module_name(running.hlo_text))
+            found = found.without_first(SETTLE)
             return {"profile": breakdown.profile(found, running.hlo_text)}
     except (OSError, RuntimeError, ValueError) as error:
         if begun and not taken:
             raise  # of a step itself
         if not begun:
-            _take(running, steps)  # the other processes wait in it
+            _take(running, SETTLE + steps)  # the other processes wait in it
         known = isinstance(error, ValueError)
         return _missing(str(error) if known else f"the trace failed: {error}")
 

@@ -8,6 +8,7 @@ that it launched bear too. Ids grow with time, so a step's kernels are those fro
 
 import bisect
 import contextlib
+import dataclasses
 import re
 import warnings
 from collections import Counter, defaultdict
@@ -66,6 +67,16 @@ class Trace:
     devices: dict[int | str, list[list[Kernel]]]
     on_gpu: bool = True
     device_kind: str = ""
+
+    def without_first(self, steps: int) -> "Trace":
+        """The same without a device's first executions.
+
+        Raises:   NoKernels when a device has no more than those.
+        """
+        if min(map(len, self.devices.values())) <= steps:
+            raise NoKernels(f"{self.module} ran no more than the {steps} steps that are left out")
+        rest = {device: each[steps:] for device, each in self.devices.items()}
+        return dataclasses.replace(self, devices=rest)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ def running(hlo_text):
 
 def test_from_trace_to_card(real_trace, real_hlo, monkeypatch, tmp_path):
     monkeypatch.setattr(profiled.trace, "newest_file", lambda folder: real_trace)
+    monkeypatch.setattr(profiled, "SETTLE", 0)  # the real one is of the steps alone
     run = running(real_hlo)
     entries = profiled.profile_steps(run, 3, str(tmp_path))
     assert run.state == 3 and next(run.batches, None) is None
@@ -38,6 +39,17 @@ def test_another_programs_trace_is_no_profile(real_trace, real_hlo, monkeypatch)
     assert entries == {"profile": None, "profile_missing": "no GPU ran jit_other in the trace"}
 
 
+def test_the_steps_in_which_clocks_settle_are_left_out(real_trace, real_hlo, monkeypatch):
+    monkeypatch.setattr(profiled.trace, "newest_file", lambda folder: real_trace)
+    whole = profiled.trace.read(real_trace)
+    monkeypatch.setattr(profiled, "SETTLE", 1)
+    entries = profiled.profile_steps(running(real_hlo), 2)
+    assert entries["profile"]["steps"] == len(whole.devices[0]) - 1
+    monkeypatch.setattr(profiled, "SETTLE", 3)
+    missing = profiled.profile_steps(running(real_hlo), 2)["profile_missing"]
+    assert missing == "jit_train_step ran no more than the 3 steps that are left out"
+
+
 @pytest.mark.parametrize("when", ["begin", "end"])
 def test_a_trace_that_cannot_be_written_leaves_the_timing(when, monkeypatch):
     @contextlib.contextmanager
@@ -50,7 +62,7 @@ def test_a_trace_that_cannot_be_written_leaves_the_timing(when, monkeypatch):
     monkeypatch.setattr(profiled.trace, "capture", full)
     run = running("HloModule jit_step")
     entries = profiled.profile_steps(run, 3)
-    assert run.state == 3, "the steps are taken, once"
+    assert run.state == profiled.SETTLE + 3, "the steps are taken, once"
     assert entries["profile"] is None
     assert entries["profile_missing"].startswith("the trace failed: ")
 
