@@ -13,7 +13,6 @@ from jaxpar.batch import Batch
 from jaxpar.profiling import breakdown, hlo, table, trace
 from jaxpar.state import TrainState
 
-
 #: Steps that run under the profiler first and are left out: after a pause a GPU is above its power
 #: limit for some 0.1 s, and then well below it until its clock has settled.
 SETTLE = 3
