@@ -3,8 +3,8 @@
 A CTA owns a tile of keys of one KV head and walks the queries that see it, over all heads of the
 group. Its four warpgroups never wait in a ring:
 
-    2 consumers   64 keys each: dk and dv stay in registers; the gradient of the scores, ds, goes
-                  to shared memory
+    2 consumers   64 keys each: dk and dv stay in registers, at head dim 64 v too; the gradient of
+                  the scores, ds, goes to shared memory
     1 producer    queries and output gradients
     1 for dq      dq = ds k of each visit, which the copy engine adds to float32 rows in memory
 
@@ -34,6 +34,7 @@ from jaxpar.kernels.attention.pallas_hopper_mma import (
     accumulators,
     compiler,
     f32,
+    held,
     i32,
     interpreter_scratch,
     mod,
@@ -133,7 +134,10 @@ def _scratch(s: Shape, want):
 
 
 def _kernel(s: Shape, want, names, *refs, **scratch):
-    """The registers of all warpgroups together are 512 a thread; more would never start."""
+    """The registers of all warpgroups together are 512 a thread; more would never start.
+
+    Of a consumer's 208, dk and dv take K; `_part` and `_part_of_small_heads` spend the rest.
+    """
     g, r = named(s, names, refs), Refs(**scratch)
     wg = lax.axis_index("warpgroup")
 
@@ -252,10 +256,13 @@ def _consumer(s: Shape, want, g, r, wg):
     plgpu.barrier_wait(r.k_full)
     carried = [plgpu.load(r.cols.at[i, mine], layout=ROW) for i in range(s.cols)]
     made = [name for name in want if name != "dq"]
+    part_of = _part
+    if "dq" in want and s.K == M:
+        part_of = functools.partial(_part_of_small_heads, v=held(s, r.v.at[mine]))
 
     def whole(*accs):
         acc = dict(zip(made, accs, strict=True))
-        n = _walk(s, g, r, wg, place, carried, acc, leave_ds="dq" in want)
+        n = _walk(s, g, r, wg, place, carried, acc, part_of, leave_ds="dq" in want)
         return *(acc[name][...] for name in made), n
 
     *values, n = accumulators(s, r, wg, whole, len(made))
@@ -278,7 +285,7 @@ def _until_ds_free(r, n):
     pl.when(n >= 1)(lambda: plgpu.barrier_wait(r.ds_free.at[mod(n + 1, 2)]))
 
 
-def _walk(s: Shape, g, r, wg, place: Place, carried, acc, leave_ds: bool):
+def _walk(s: Shape, g, r, wg, place: Place, carried, acc, part_of, leave_ds: bool):
     """Sum dk and dv over all visits; how many there were."""
     b, _, tile = place
     begin, whole, masked, end = query_tiles_of(s, g, b, tile)
@@ -296,7 +303,7 @@ def _walk(s: Shape, g, r, wg, place: Place, carried, acc, leave_ds: bool):
                 where = at * s.q + part.start
                 return keys_seen(s, r, carried, first, slot, part, where) if with_mask else None
 
-            ds = _part(s, r, wg, acc, slot, part, seen)
+            ds = part_of(s, r, wg, acc, slot, part, seen)
             if leave_ds:
                 if part is parts[0]:
                     pl.when(n >= 2)(lambda: plgpu.barrier_wait(r.ds_free.at[ds_slot]))
@@ -325,9 +332,6 @@ def _part(s: Shape, r, wg, acc, slot, part, seen):
     """
     mine, shape = pl.ds(wg * M, M), (M, M)
     queries, d_out = r.q.at[slot, part], r.d_out.at[slot, part]
-    column = lambda ref: spread(  # noqa: E731
-        plgpu.load(ref.at[slot, part], layout=COLUMN), shape, 1
-    )
 
     def scores(ref):
         plgpu.wgmma(ref, r.k.at[mine], transposed(queries))
@@ -338,14 +342,11 @@ def _part(s: Shape, r, wg, acc, slot, part, seen):
         if "dv" in acc:
             multiply(s, r, wg, acc["dv"], weights, d_out)
         d_weights = plgpu.wgmma_accumulator_load(ref, wait_n=1 if "dv" in acc else 0)
-        return (weights.astype(f32) * (d_weights - column(r.delta))).astype(s.dtype)
+        return (weights.astype(f32) * (d_weights - _column(r.delta, slot, part))).astype(s.dtype)
 
-    weights = jnp.exp2(pl.run_scoped(scores, plgpu.ACC(shape, f32)) * s.log2_scale - column(r.lse))
-    allowed = seen()
-    if allowed is not None:
-        weights = jnp.where(allowed, weights, 0.0)
-    # Rounded here, not kept in float32 as well: there are no registers for both, and when they
-    # run out the compiler makes every multiplication wait for the one before.
+    weights = _weights(s, r, pl.run_scoped(scores, plgpu.ACC(shape, f32)), slot, part, seen)
+    # Rounded here, not kept in float32 as well: at head dim 128 there are no registers for both,
+    # and when they run out the compiler makes every multiplication wait for the one before.
     weights = lax.optimization_barrier(weights.astype(s.dtype))
     if part.start == 0:
         plgpu.barrier_wait(r.d_out_full.at[slot])
@@ -353,3 +354,38 @@ def _part(s: Shape, r, wg, acc, slot, part, seen):
         return pl.run_scoped(gradient, plgpu.ACC(shape, f32))
     multiply(s, r, wg, acc["dv"], weights, d_out)
     return None
+
+
+def _part_of_small_heads(s: Shape, r, wg, acc, slot, part, seen, v):
+    """As `_part`, for all gradients at head dim 64, where dk and dv take half the registers of 128.
+
+    So there is room for `v`, that of these 64 keys, and for both products of the part: the second
+    runs while the first becomes weights. These are rounded for dv alone, not for ds.
+    """
+    queries, d_out = r.q.at[slot, part], r.d_out.at[slot, part]
+
+    def both(scores, d_weights):
+        plgpu.wgmma(scores, r.k.at[pl.ds(wg * M, M)], transposed(queries))
+        if part.start == 0:
+            plgpu.barrier_wait(r.d_out_full.at[slot])
+        plgpu.wgmma(d_weights, v, transposed(d_out))
+        products = plgpu.wgmma_accumulator_load(scores, wait_n=1)
+        weights = _weights(s, r, products, slot, part, seen)
+        gradient = plgpu.wgmma_accumulator_load(d_weights, wait_n=0)
+        ds = (weights * (gradient - _column(r.delta, slot, part))).astype(s.dtype)
+        multiply(s, r, wg, acc["dv"], weights.astype(s.dtype), d_out)
+        return ds
+
+    return pl.run_scoped(both, *(plgpu.ACC((M, M), f32),) * 2)
+
+
+def _weights(s: Shape, r, scores, slot, part, seen):
+    """Of a part's scores, without their scale, the weights: float32 [64 keys, 64 queries]."""
+    weights = jnp.exp2(scores * s.log2_scale - _column(r.lse, slot, part))
+    allowed = seen()
+    return weights if allowed is None else jnp.where(allowed, weights, 0.0)
+
+
+def _column(ref, slot, part):
+    """A value per query of a part, over all its keys: float32 [64 keys, 64 queries]."""
+    return spread(plgpu.load(ref.at[slot, part], layout=COLUMN), (M, M), 1)

@@ -1,8 +1,8 @@
 """What the Hopper kernels share: matrix multiplications, shared memory, operands by name.
 
 Pallas' interpreter, which checks barriers and races on a CPU, knows neither accumulators that
-live longer than one multiplication nor operands in registers. So `multiply` and
-`accumulators` do the same thing in two ways, and the kernels above them are one program in both.
+live longer than one multiplication nor operands in registers. So `multiply`, `accumulators` and
+`held` do the same thing in two ways, and the kernels above them are one program in both.
 """
 
 import math
@@ -186,6 +186,14 @@ def multiply(s: Shape, r: Refs, wg, acc, a, b) -> None:
         return ref[...]
 
     acc[...] = acc[...] + pl.run_scoped(fresh, plgpu.ACC(acc.shape, f32))
+
+
+def held(s: Shape, ref):
+    """A left operand of many multiplications, which then need not read it from shared memory.
+
+    Returns:  registers [64, k]; in the interpreter `ref` itself, which must not change meanwhile.
+    """
+    return ref if s.interpret else plgpu.load(ref, layout=TILE)
 
 
 def transposed(ref):
