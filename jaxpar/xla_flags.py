@@ -8,6 +8,7 @@ everywhere: on shared hosts it can take the GPUs out of service.
 
 import glob
 import os
+import shlex
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -109,8 +110,8 @@ class Flag:
 
     @property
     def setting(self) -> str:
-        """As in XLA_FLAGS. A table is a file of this package."""
-        value = _PACKAGE / self.value if self.name == TABLE else self.value
+        """As in XLA_FLAGS. A table is a file of this package, whose path may have spaces."""
+        value = shlex.quote(str(_PACKAGE / self.value)) if self.name == TABLE else self.value
         return f"--{self.name}={value}"
 
 
@@ -288,32 +289,32 @@ def apply(cfg: Config, num_processes: int = 1) -> list[str]:
         return []
     if cfg.run.xla_flags == "none":
         return _set_where_unset(ALWAYS)
-    given = _given()
+    theirs = given()
     gpu = gpu_name()
     rows = measured_for(gpu, jax.__version__, cfg, num_processes)
-    theirs = {word.lstrip("-").partition("=")[0] for word in given.split()}
-    flags = [f for f in rows if f.name not in theirs]
+    names = {word.lstrip("-").partition("=")[0] for word in theirs.split()}
+    flags = [f for f in rows if f.name not in names]
     settings = [flag.setting for flag in flags]
-    os.environ["XLA_FLAGS"] = " ".join([*settings, given]).strip()
+    os.environ["XLA_FLAGS"] = " ".join([*settings, theirs]).strip()
     told = settings or [f"no XLA flags: none measured on {gpu or 'this GPU'}, {jax.__version__}"]
     return told + _set_where_unset(ALWAYS | ENVIRONMENT)
 
 
-def _given() -> str:
+def given() -> str:
     """The user's flags. A variable that does not begin with a flag names a file of them for XLA,
     which would take no file once other flags stand before it.
 
     Raises:   ConfigError for a file that cannot be read.
     """
-    given = os.environ.get("XLA_FLAGS", "").strip()
-    if not given or given.startswith("-"):
-        return given
+    text = os.environ.get("XLA_FLAGS", "").strip()
+    if not text or text.startswith("-"):
+        return text
     try:
-        return " ".join(Path(given).read_text("utf-8").split())
+        return " ".join(Path(text).read_text("utf-8").split())
     except (OSError, UnicodeDecodeError) as error:
         rule = f"names a file of flags that cannot be read: {error}"
         fix = "write --name=value there, or unset it"
-        raise ConfigError("XLA_FLAGS", given, rule, fix) from None
+        raise ConfigError("XLA_FLAGS", text, rule, fix) from None
 
 
 def _set_where_unset(variables: dict[str, str]) -> list[str]:

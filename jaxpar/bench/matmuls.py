@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shlex
 import statistics
 import sys
 import tempfile
@@ -91,8 +92,8 @@ def read_command(argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
 def main(argv: Sequence[str]) -> int:
     """The command line."""
     options, cfg = read_command(argv)
-    table = Path(options.table) if options.table else default_table()
     flags = flags_of(cfg)
+    table = Path(options.table) if options.table else default_table()
     with _folder(options.keep) as folder:
         say("1 of 2: the train step, as XLA tunes it")
         found, log = matmuls_of_step(options.config, flags, folder)
@@ -137,7 +138,8 @@ def flags_of(cfg: Config) -> str:
     if not xla_flags.gpu_is_present():
         fix = "run it on a machine with an NVIDIA GPU"
         raise ConfigError("matmuls", "no GPU", "kernels are timed on one", fix)
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_LOAD}".strip()
+    given = [word for word in xla_flags.given().split() if not word.startswith(_LOAD)]
+    os.environ["XLA_FLAGS"] = " ".join([*given, _LOAD])
     xla_flags.apply(cfg)
     return os.environ["XLA_FLAGS"]
 
@@ -164,13 +166,19 @@ def _run(command: Sequence[str], flags: str, log: Path) -> None:
         raise guard.RunError(f"python -m {' '.join(command)} failed:\n{children.tail(log)}")
 
 
+def _dumping(results: Path, tried: Path) -> str:
+    """The flags that have XLA write its table and its log; a path may have spaces."""
+    paths = [shlex.quote(str(path)) for path in (results, tried)]
+    return f"{_DUMP}results_to={paths[0]} {_DUMP}logs_to={paths[1]}"
+
+
 def matmuls_of_step(config: Sequence[str], flags: str, folder: Path) -> tuple[list[Matmul], str]:
     """Compile and run the config's step once, as XLA tunes it.
 
     Returns:  its matmuls, of LEAST_US and more, that can be run alone; and XLA's log.
     """
     results, tried = folder / "step.results.txt", folder / "step.tried.txt"
-    dumped = f"{_DUMP}results_to={results} {_DUMP}logs_to={tried} --xla_dump_to={folder}/hlo"
+    dumped = f"{_dumping(results, tried)} --xla_dump_to={shlex.quote(f'{folder}/hlo')}"
     dumped += " --xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*train_step.*"
     command = ["jaxpar.bench", "train", *config, "--steps", "1", "--profile-steps", "0"]
     _run([*command, "--run.compilation-cache", ""], f"{flags} {dumped}", folder / "step.log")
@@ -199,8 +207,7 @@ def time_alone(found: Sequence[Matmul], flags: str, folder: Path, candidates: in
     tried = folder / "alone.tried.txt"
     asked.write_text(json.dumps({m.name: m.product.as_json() for m in found}))
     alone, plain = "jaxpar.bench.sustained", flags.replace(_LOAD, "")
-    dumped = f"{plain} {_DUMP}results_to={results} {_DUMP}logs_to={tried}"
-    _run([alone, str(asked)], dumped, folder / "alone.log")
+    _run([alone, str(asked)], f"{plain} {_dumping(results, tried)}", folder / "alone.log")
     log = tried.read_text()
     rivals = {m.name: _rivals_alone(m, autotuned.read_log(log)) for m in found}
     for turn in range(candidates):
@@ -212,7 +219,8 @@ def time_alone(found: Sequence[Matmul], flags: str, folder: Path, candidates: in
         entries = autotuned.varied(results.read_text(), takes, autotuned.versions(log))
         table, times = folder / f"alone.{turn}.txt", folder / f"alone.{turn}.json"
         table.write_text(autotuned.text_of(entries.values()))
-        _run([alone, str(asked), str(times)], f"{plain} {_LOAD}{table}", folder / "alone.log")
+        taking = f"{plain} {_LOAD}{shlex.quote(str(table))}"
+        _run([alone, str(asked), str(times)], taking, folder / "alone.log")
         measured = json.loads(times.read_text())
         for matmul in found:
             if matmul.name in taken:

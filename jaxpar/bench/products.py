@@ -73,7 +73,8 @@ def _array(type_text: str) -> _Array:
 
 def product_of(module: Module, instruction: Instruction) -> Product | None:
     """The product that an instruction is, or the one in the fusion that it is; None if it is
-    none, or one that is not known here: of rows in batches, of 8 bits."""
+    none, or one that is not known here: of rows in batches, of 8 bits, with its result's dims in
+    an order of their own, or with a bias."""
     if instruction.opcode == "fusion":
         inside = [
             each for name in instruction.called("calls") for each in module.computations[name]
@@ -93,8 +94,15 @@ def product_of(module: Module, instruction: Instruction) -> Product | None:
     overs = [
         tuple(side.order.index(dim) for dim in over) for side, over in zip(sides, read, strict=True)
     ]
-    if result.order != tuple(range(len(result.dims))):  # written the other way round
+    left_first, right_first = _orders(sides, read)
+    written = [dim for dim in result.order if result.dims[dim] > 1]
+    if written == right_first != left_first:
         sides, overs = sides[::-1], overs[::-1]
+    elif written != left_first:
+        return None
+    adds = len(instruction.operands) > 2
+    if adds and _dims(module.type_of(instruction.operands[2])) != result.dims:
+        return None
     return Product(
         left=sides[0].laid_out(),
         right=sides[1].laid_out(),
@@ -102,8 +110,26 @@ def product_of(module: Module, instruction: Instruction) -> Product | None:
         over_right=overs[1],
         dtype=DTYPES[sides[0].dtype],
         result_dtype=DTYPES[result.dtype],
-        adds=len(instruction.operands) > 2,
+        adds=adds,
     )
+
+
+def _orders(
+    sides: Sequence[_Array], overs: tuple[Sequence[int], Sequence[int]]
+) -> tuple[list[int], list[int]]:
+    """The result's dims, but those of 1, as they lie in memory if the product is one of arrays in
+    JAX's own order: with the left side's first, or the right one's."""
+    found, begin = [], 0
+    for side, over in zip(sides, overs, strict=True):
+        free = [dim for dim in range(len(side.dims)) if dim not in over]
+        in_memory = [dim for dim in side.order if dim in free and side.dims[dim] > 1]
+        found.append([begin + free.index(dim) for dim in in_memory])
+        begin += len(free)
+    return found[0] + found[1], found[1] + found[0]
+
+
+def _dims(type_text: str | None) -> tuple[int, ...] | None:
+    return None if type_text is None else _array(type_text).dims
 
 
 def _contracted(instruction: Instruction) -> tuple[Sequence[int], Sequence[int]] | None:
