@@ -1,12 +1,16 @@
 """Before JAX starts, and at a program's first run."""
 
 import os
+import re
+import shlex
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import pytest
 
 from jaxpar import runtime, xla_flags
+from jaxpar.bench import autotuned, matmuls
 from jaxpar.config import Config, ConfigError, RunConfig, replace
 
 FSDP = Config()
@@ -33,7 +37,10 @@ def test_flags_are_set_and_told(gpu_host, cfg):
     told = xla_flags.apply(cfg)
     rows = xla_flags.measured_for("NVIDIA H200", jax.__version__, cfg)
     assert rows
-    assert os.environ["XLA_FLAGS"].split() == [f"--{row.name}={row.value}" for row in rows]
+    plain = [f"--{row.name}={row.value}" for row in rows if row.name != xla_flags.TABLE]
+    words = os.environ["XLA_FLAGS"].split()
+    assert [word for word in words if xla_flags.TABLE not in word] == plain
+    assert len(words) == len(rows)
     assert set(os.environ["XLA_FLAGS"].split()) < set(told)
     for name, value in (xla_flags.ENVIRONMENT | xla_flags.ALWAYS).items():
         assert os.environ[name] == value and f"{name}={value}" in told
@@ -109,6 +116,55 @@ def test_the_users_own_may_lie_in_a_file(gpu_host, tmp_path):
     os.environ["XLA_FLAGS"] = str(tmp_path / "none")
     with pytest.raises(ConfigError, match=r"XLA_FLAGS = '.*none': names a file"):
         xla_flags.apply(WIDE)
+
+
+def test_a_table_of_kernels_is_a_file_of_the_package(gpu_host):
+    xla_flags.apply(FSDP)
+    (table,) = _values("xla_gpu_load_autotune_results_from")
+    assert Path(table).is_absolute() and Path(table).is_file()
+    assert Path(table) == xla_flags.table_of("NVIDIA H200")
+    assert xla_flags.table_of("NVIDIA H100") is None and xla_flags.table_of("") is None
+
+
+def _values(name: str) -> list[str]:
+    """What the variable gives a flag, as XLA reads it."""
+    words = shlex.split(os.environ["XLA_FLAGS"])
+    return [w.partition("=")[2] for w in words if w.startswith(f"--{name}=")]
+
+
+def test_the_package_may_lie_where_a_name_has_a_space(gpu_host, monkeypatch):
+    monkeypatch.setattr(xla_flags, "_PACKAGE", Path("/opt/my packages/jaxpar"))
+    xla_flags.apply(FSDP)
+    (table,) = _values(xla_flags.TABLE)
+    assert table == "/opt/my packages/jaxpar/tuned/nvidia_h200.textproto"
+
+
+@pytest.mark.parametrize("value", ["mine.textproto", ""])
+def test_the_users_own_table_or_none_wins(gpu_host, value):
+    os.environ["XLA_FLAGS"] = f"--xla_gpu_load_autotune_results_from={value}"
+    told = xla_flags.apply(FSDP)
+    assert _values(xla_flags.TABLE) == [value]
+    assert not [item for item in told if xla_flags.TABLE in item]
+
+
+@pytest.mark.parametrize("row", [row for row in xla_flags.FLAGS if row.name == xla_flags.TABLE])
+def test_a_table_that_is_shipped(row):
+    """XLA would stop at what it cannot read, and take one of two entries for a kernel."""
+    for gpu in row.gpus:
+        text = xla_flags.table_of(gpu).read_text("utf-8")
+        entries = autotuned.entries(text)
+        assert (
+            len(entries) == text.count("hlo_fingerprint") == len(re.findall("^entries", text, re.M))
+        )
+        assert text == matmuls.HEADER + autotuned.text_of(entries.values())
+        targets = {re.search('device: "(.*?)"', entry)[1] for entry in entries.values()}
+        assert len(targets) == 1  # of one GPU
+        for entry in entries.values():
+            product, times, start = entry.splitlines()[:3]
+            assert re.fullmatch(r"# \w+\[[\d,]+\] x \[[\d,]+\] over [\d,]+ and [\d,]+.*", product)
+            assert times.startswith(f"# {autotuned.chosen(entry)}: ") and start == "entries {"
+            assert re.search('optimal_backend_version: "[^"]+"', entry)
+            assert entry.count("{") == entry.count("}")
 
 
 def test_a_flag_whose_name_goes_on_is_another(gpu_host):

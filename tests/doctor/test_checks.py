@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxpar import nvidia_smi
+from jaxpar.config import Config
 from jaxpar.doctor import gpu_checks, host_checks, measured_checks, topology, variables
 from jaxpar.doctor.bandwidth import Row
 from jaxpar.doctor.facts import Facts, with_devices
@@ -151,6 +152,16 @@ def test_gpus_that_nobody_uses():
 def test_variables_that_hurt(env, check, status):
     assert worse(all_of(facts_of(env=env | {"HOME": "x"}))) == [(check, status)]
     assert worse(all_of(facts_of(env=HARMLESS))) == []
+
+
+def test_a_table_of_ones_own_kernels_does_not_hurt():
+    own = "--xla_gpu_load_autotune_results_from=runs/mine.textproto"
+    rows = host_checks.xla_flags.measured_for("NVIDIA H200", "0.11.2", Config())
+    assert any(own.startswith(f"--{row.name}=") for row in rows)  # another one was measured
+    assert worse(all_of(facts_of(env={"XLA_FLAGS": own}))) == []
+    both = f"{own} --xla_gpu_enable_latency_hiding_scheduler=false"
+    (finding,) = host_checks.flags(facts_of(env={"XLA_FLAGS": both}))
+    assert "latency_hiding" in finding.said
 
 
 def test_one_gpu_alone_is_named():
