@@ -94,9 +94,13 @@ def main(argv: Sequence[str]) -> int:
     options, cfg = read_command(argv)
     flags = flags_of(cfg)
     table = Path(options.table) if options.table else default_table()
+    check_file("--table", str(table))
     with _folder(options.keep) as folder:
         say("1 of 2: the train step, as XLA tunes it")
         found, log = matmuls_of_step(options.config, flags, folder)
+        if not found:
+            say(f"no matmul of {LEAST_US:.0f} us and more that can be run alone: nothing to choose")
+            return 0
         say(f"2 of 2: {len(found)} matmuls with up to {options.candidates} kernels each")
         time_alone(found, flags, folder, options.candidates)
         say(in_words(found))
@@ -178,11 +182,14 @@ def matmuls_of_step(config: Sequence[str], flags: str, folder: Path) -> tuple[li
     Returns:  its matmuls, of LEAST_US and more, that can be run alone; and XLA's log.
     """
     results, tried = folder / "step.results.txt", folder / "step.tried.txt"
-    dumped = f"{_dumping(results, tried)} --xla_dump_to={shlex.quote(f'{folder}/hlo')}"
+    programs = Path(tempfile.mkdtemp(prefix="hlo-", dir=folder))  # an earlier one's may be there
+    dumped = f"{_dumping(results, tried)} --xla_dump_to={shlex.quote(str(programs))}"
     dumped += " --xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*train_step.*"
     command = ["jaxpar.bench", "train", *config, "--steps", "1", "--profile-steps", "0"]
     _run([*command, "--run.compilation-cache", ""], f"{flags} {dumped}", folder / "step.log")
-    ends = sorted((folder / "hlo").glob("*after_optimizations.txt"), key=lambda f: f.stat().st_size)
+    ends = sorted(programs.glob("*after_optimizations.txt"), key=lambda file: file.stat().st_size)
+    if not (ends and tried.is_file() and results.is_file()):
+        raise guard.RunError(f"XLA left no log, or no program, of the train step in {folder}")
     log = tried.read_text()
     return joined(autotuned.read_log(log), results.read_text(), ends[-1].read_text()), log
 
@@ -202,14 +209,18 @@ def joined(log: Sequence[Tried], results: str, program: str) -> list[Matmul]:
 
 
 def time_alone(found: Sequence[Matmul], flags: str, folder: Path, candidates: int) -> None:
-    """Run each matmul alone with one kernel after another; `us` of each is filled in."""
+    """Run each product alone with one kernel after another; `us` of its matmuls is filled in."""
     asked, results = folder / "products.json", folder / "alone.results.txt"
     tried = folder / "alone.tried.txt"
-    asked.write_text(json.dumps({m.name: m.product.as_json() for m in found}))
+    programs: dict[Product, list[Matmul]] = {}
+    for matmul in found:
+        programs.setdefault(matmul.product, []).append(matmul)
+    of = {matmuls[0].name: matmuls for matmuls in programs.values()}
+    asked.write_text(json.dumps({name: of[name][0].product.as_json() for name in of}))
     alone, plain = "jaxpar.bench.sustained", flags.replace(_LOAD, "")
     _run([alone, str(asked)], f"{plain} {_dumping(results, tried)}", folder / "alone.log")
     log = tried.read_text()
-    rivals = {m.name: _rivals_alone(m, autotuned.read_log(log)) for m in found}
+    rivals = {name: _rivals_alone(name, of[name], autotuned.read_log(log)) for name in of}
     for turn in range(candidates):
         takes, taken = {}, {}
         for name, (fingerprint, those) in rivals.items():
@@ -222,21 +233,24 @@ def time_alone(found: Sequence[Matmul], flags: str, folder: Path, candidates: in
         taking = f"{plain} {_LOAD}{shlex.quote(str(table))}"
         _run([alone, str(asked), str(times)], taking, folder / "alone.log")
         measured = json.loads(times.read_text())
-        for matmul in found:
-            if matmul.name in taken:
-                took = matmul.us.setdefault(str(taken[matmul.name]), [])
-                took += measured[matmul.name]
+        for name, candidate in taken.items():
+            for matmul in of[name]:
+                if str(candidate) in map(str, matmul.rivals()):
+                    matmul.us.setdefault(str(candidate), []).extend(measured[name])
         say(f"   {turn + 1} of {candidates}")
 
 
-def _rivals_alone(matmul: Matmul, log: Sequence[Tried]) -> tuple[str, list[Candidate]]:
-    """The fingerprint of the matmul that is run alone, and those of its kernels that the step
-    could take as well."""
-    mine = [t for t in log if f"jit({matmul.name})" in t.line]
+def _rivals_alone(
+    name: str, matmuls: Sequence[Matmul], log: Sequence[Tried]
+) -> tuple[str, list[Candidate]]:
+    """The fingerprint of the product that is run alone, and those of its kernels that these
+    matmuls of the step could take as well."""
+    mine = [t for t in log if f"jit({name})" in t.line]
     if len(mine) != 1:
         return "", []
     known = {str(c) for c in mine[0].candidates}
-    return mine[0].fingerprint, [c for c in matmul.rivals() if str(c) in known]
+    rivals = {str(c): c for matmul in matmuls for c in matmul.rivals()}
+    return mine[0].fingerprint, [c for words, c in rivals.items() if words in known]
 
 
 def in_words(found: Sequence[Matmul]) -> str:

@@ -1,5 +1,6 @@
 """`python -m jaxpar.bench matmuls`: its runs, without a GPU, and what it refuses."""
 
+import dataclasses
 import json
 import os
 import re
@@ -84,6 +85,16 @@ def test_of_many_rivals_as_many_as_asked_for(tmp_path, monkeypatch):
     monkeypatch.setattr(matmuls, "_run", Alone(each, TOOK | {str(slow): 9e9}))
     matmuls.time_alone(list(each.values()), "--xla_mine=1", tmp_path, 2)
     assert list(each[LOSS].us) == [str(slow), "cublaslt_fission 4"]
+
+
+def test_a_product_that_two_matmuls_share_runs_once(tmp_path, monkeypatch):
+    """XLA's log has the second one's kernels under the first one's name alone."""
+    each = found()
+    twin = dataclasses.replace(each[QKV], us={}, own=each[QKV].tried.candidates[-1])
+    twin.tried = dataclasses.replace(twin.tried, fingerprint="2" * 32)
+    monkeypatch.setattr(matmuls, "_run", Alone(each, TOOK))
+    matmuls.time_alone([*each.values(), twin], "--xla_mine=1", tmp_path, 2)
+    assert twin.us == each[QKV].us != {}
 
 
 def test_what_is_another_matmul_alone_is_not_run(tmp_path, monkeypatch):
@@ -192,7 +203,6 @@ def test_from_config_to_table(config_file, gpu_host, tmp_path, monkeypatch, caps
         Path(given["xla_gpu_dump_autotune_results_to"]).write_text(RESULTS)
         Path(given["xla_gpu_dump_autotune_logs_to"]).write_text(LOG)
         ends = Path(given["xla_dump_to"]) / "module_1.sm_9.0_gpu_after_optimizations.txt"
-        ends.parent.mkdir()
         ends.write_text(STEP)
 
     monkeypatch.setattr(matmuls, "_run", run)
@@ -209,6 +219,24 @@ def test_from_config_to_table(config_file, gpu_host, tmp_path, monkeypatch, caps
     assert said.splitlines()[-1] == (
         f"written to {table}; take it with XLA_FLAGS=--xla_gpu_load_autotune_results_from={table}"
     )
+
+
+def test_a_step_without_large_matmuls_leaves_the_table(
+    config_file, gpu_host, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(matmuls, "matmuls_of_step", lambda *_: ([], LOG))
+    table = tmp_path / "h200.textproto"
+    assert bench.main(["matmuls", config_file, "--table", str(table)]) == 0
+    assert "nothing to choose" in capsys.readouterr().out and not table.exists()
+
+
+def test_a_step_that_xla_says_nothing_of_is_an_error(tmp_path, monkeypatch):
+    """Another program's text in the kept folder is not taken for it."""
+    (tmp_path / "hlo-earlier").mkdir()
+    (tmp_path / "hlo-earlier" / "m.after_optimizations.txt").write_text(STEP)
+    monkeypatch.setattr(matmuls, "_run", lambda *_: None)
+    with pytest.raises(guard.RunError, match="XLA left no log, or no program, of the train step"):
+        matmuls.matmuls_of_step(["quickstart"], "", tmp_path)
 
 
 def test_the_table_that_training_reads_is_the_one_that_is_written(gpu_host):
