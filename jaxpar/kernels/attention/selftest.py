@@ -38,6 +38,9 @@ _REFERENCE = Choice("reference", "reference")
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
+#: The programs run once: XLA's search for their fastest kernels takes longer than all else here.
+_QUICKLY = {"xla_gpu_autotune_level": 0}
+
 
 class WrongKernel(Exception):
     """A kernel does not compute what `reference` computes."""
@@ -105,7 +108,7 @@ def slice_of(length: int, in_order: bool) -> np.ndarray:
 
 
 def _run(choice: Choice, *arguments) -> dict[str, np.ndarray]:
-    program = jax.jit(functools.partial(_all_arrays, choice))
+    program = jax.jit(functools.partial(_all_arrays, choice), compiler_options=_QUICKLY)
     found = jax.device_get(FirstRunAlone(program)(*arguments))
     return {name: np.asarray(x, np.float64) for name, x in zip(NAMES, found, strict=True)}
 
