@@ -2,8 +2,8 @@
 
 Both are protocol buffers in text, as `--xla_gpu_dump_autotune_results_to` and
 `--xla_gpu_dump_autotune_logs_to` write them, and `--xla_gpu_load_autotune_results_from` reads the
-first. A kernel is known by a fingerprint of its instruction, with shapes and layouts; by the GPU;
-and by the version of XLA and of what makes the kernel. Whatever differs is tuned anew.
+first. A kernel is known by a fingerprint of its instruction, with shapes and layouts, by the GPU,
+and by the version of XLA; whatever differs is tuned anew. cuBLAS's kernels are places in its list.
 """
 
 import re
