@@ -1,5 +1,6 @@
 """`python -m jaxpar.data convert`: tokens from one format to another, in bounded memory."""
 
+import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -83,6 +84,7 @@ def _opened(
     for path in paths:
         try:
             dataset = open_tokens(path, split, eos_id, whole=split == VAL)
+            dataset.check_offsets()
         except ConfigError as error:
             raise ConfigError("--input", error.value, error.rule, error.fix) from error
         if marked and not dataset.knows_documents:
@@ -96,6 +98,30 @@ def _opened(
             raise ConfigError("--input", str(path), rule, "use the folder as it is")
         datasets.append(dataset)
     return datasets
+
+
+def _checked_chunks(dataset: TokenDataset) -> Iterator[np.ndarray]:
+    """All tokens in order.
+
+    Raises:   ConfigError for a token beyond the vocabulary, and at the end for tokens that do not
+              have the hash that the input's meta.json records.
+    """
+    digest = hashlib.sha256()
+    for start, chunk in chunks(dataset.tokens):
+        if (most := int(chunk.max())) >= dataset.vocab_size:
+            place = dataset.place(start + int(np.argmax(chunk)))
+            rule = f"{place} is {most}, beyond the vocabulary of {dataset.vocab_size:,}"
+            fix = "copy it again, or prepare it again"
+            raise ConfigError("--input", str(dataset.path), rule, fix)
+        if dataset.meta is not None:
+            digest.update(chunk)
+        yield chunk
+    if dataset.meta is not None:
+        recorded = dataset.meta.splits[dataset.split].sha256
+        try:
+            dataset.check_hash(dataset.file, digest.hexdigest(), recorded)
+        except ConfigError as error:
+            raise ConfigError("--input", error.value, error.rule, error.fix) from error
 
 
 def _vocab_size(inputs: Sequence[TokenDataset], tokenizer: Tokenizer | None) -> int:
@@ -145,7 +171,7 @@ def _copy(datasets: Sequence[TokenDataset], writer: SplitWriter, progress: Progr
     total = sum(dataset.tokens.nbytes for dataset in datasets)
     for dataset in datasets:
         before = writer.num_tokens
-        for _, chunk in chunks(dataset.tokens):
+        for chunk in _checked_chunks(dataset):
             writer.copy(chunk)
             itemsize = chunk.dtype.itemsize
             progress.advance(writer.num_tokens * itemsize, total, writer.num_tokens)
@@ -190,7 +216,7 @@ def _write_files(
 def _all_chunks(inputs: Sequence[TokenDataset]) -> Iterator[tuple[int, np.ndarray]]:
     written = 0
     for dataset in inputs:
-        for _, chunk in chunks(dataset.tokens):
+        for chunk in _checked_chunks(dataset):
             written += len(chunk)
             yield written, chunk
 

@@ -1,6 +1,5 @@
 """`python -m jaxpar.data inspect`: what a path holds, as the trainer would read it."""
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,6 @@ from jaxpar.data.meta import (
     NO_TOKENIZER,
     SPLITS,
     TRAIN,
-    documents_file,
     read_meta,
     targets_file,
 )
@@ -86,19 +84,11 @@ def _check_hash(dataset: TokenDataset) -> None:
     if dataset.meta is None:
         return  # Has been read in full, and has no hash to compare with.
     sizes = dataset.meta.splits[dataset.split]
-    hashes = [(dataset.file, _hash(dataset.file, dataset.tokens), sizes.sha256)]
+    dataset.check_hash(dataset.file, _hash(dataset.file, dataset.tokens), sizes.sha256)
     if dataset.targets is not None:
         marks = dataset.path / targets_file(dataset.split)
-        hashes.append((marks, _hash(marks, dataset.targets), sizes.targets_sha256))
-    if sizes.documents_sha256:  # else older
-        offsets = np.ascontiguousarray(dataset.document_offsets, "<i8")
-        file = dataset.path / documents_file(dataset.split)
-        hashes.append((file, hashlib.sha256(offsets).hexdigest(), sizes.documents_sha256))
-    for path, found, recorded in hashes:
-        if found != recorded:
-            rule = f"{path} has sha256 {found[:16]}, and {META_FILE} records {recorded[:16]}"
-            fix = "copy the folder again, or prepare it again"
-            raise ConfigError("data.path", str(dataset.path), rule, fix)
+        dataset.check_hash(marks, _hash(marks, dataset.targets), sizes.targets_sha256)
+    dataset.check_offsets()
 
 
 def _hash(path: Path, stored: np.ndarray) -> str:

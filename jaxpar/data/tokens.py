@@ -1,5 +1,6 @@
 """A split of a dataset folder, memory-mapped: opening it reads next to nothing."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,7 @@ import numpy as np
 
 from jaxpar.config import ConfigError
 from jaxpar.data.meta import (
+    META_FILE,
     PREPARE,
     SPLITS,
     TRAIN,
@@ -97,6 +99,21 @@ class TokenDataset:
         """
         num_bytes = self.meta.splits[self.split].num_bytes if self.meta else 0
         return num_bytes / self.num_tokens if num_bytes else None
+
+    def check_hash(self, file: Path, found: str, recorded: str) -> None:
+        """Raises:   ConfigError("data.path", ...) when a file's hash is not the recorded one."""
+        if found != recorded:
+            rule = f"{file} has sha256 {found[:16]}, and {META_FILE} records {recorded[:16]}"
+            fix = "copy the folder again, or prepare it again"
+            raise ConfigError("data.path", str(self.path), rule, fix)
+
+    def check_offsets(self) -> None:
+        """Raises:   ConfigError("data.path", ...) for offsets that are not what meta.json says."""
+        recorded = self.meta.splits[self.split].documents_sha256 if self.meta else ""
+        if recorded:  # else of no folder, or of an older one
+            offsets = np.ascontiguousarray(self.document_offsets, "<i8")
+            file = self.path / documents_file(self.split)
+            self.check_hash(file, hashlib.sha256(offsets).hexdigest(), recorded)
 
     def begins_with(self, ids: Sequence[int]) -> bool:
         """Whether documents do: the first ones are looked at."""

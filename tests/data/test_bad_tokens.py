@@ -265,3 +265,29 @@ def test_conversions_that_cannot_be(what, options, rule, tmp_path, capsys):
     error = " ".join(capsys.readouterr().err.split())
     assert re.search(rule, error), error
     assert [p.name for p in tmp_path.iterdir()] == ["x.bin"]
+
+
+@pytest.mark.parametrize("what", ["jaxpar", "megatron", "nanogpt", "llmc"])
+@pytest.mark.parametrize(
+    ("file", "token", "rule"),
+    [
+        ("train.bin", 7, r"train\.bin has sha256 .* and meta\.json records"),
+        ("train.bin", 60_000, r"token 5 of .*train\.bin \(byte 10\) is 60000, beyond the vocab"),
+        ("train.documents.npy", 7, r"train\.documents\.npy has sha256 .* and meta\.json records"),
+    ],
+)
+def test_a_damaged_folder_is_not_converted(what, file, token, rule, dataset, tmp_path, capsys):
+    """Damage that sizes do not tell: one error, and no output."""
+    source, out = tmp_path / "in", tmp_path / "out"
+    source.mkdir()
+    for path in dataset.iterdir():
+        (source / path.name).write_bytes(path.read_bytes())
+    if file == "train.bin":
+        np.memmap(source / file, "<u2", "r+")[5] = token
+    else:
+        np.load(source / file, mmap_mode="r+")[1] -= 1
+    options = ["--to", what, *(["--eos-id", "256"] if what == "jaxpar" else [])]
+    assert main(["convert", "--input", str(source), "--output", str(out), *options]) == 2
+    error = capsys.readouterr().err.strip()
+    assert re.search(rule, error) and "config error: --input = " in error, error
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
