@@ -47,7 +47,8 @@ class PrepareOptions:
     text_field: str = "text"
     """JSON field or Parquet column that holds the text."""
     separator: str | None = None
-    r"""Text between documents inside a .txt file, \n for a newline. None: a file is a document."""
+    r"""Text between documents inside a .txt file; \n in it is a newline, \n or \r\n in the file.
+    None: a file is a document."""
     eos_token: str | None = None
     """End-of-text token of a tokenizer.json. None: the usual names are tried."""
     overwrite: bool = False

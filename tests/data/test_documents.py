@@ -151,6 +151,18 @@ def test_separator(separator, piece_chars, tmp_path, monkeypatch):
     assert documents(path, separator=separator) == texts
 
 
+@pytest.mark.parametrize("piece_chars", [1, 2, 3, 7, 1 << 20])
+def test_newlines_of_a_separator_match_those_of_windows(piece_chars, tmp_path, monkeypatch):
+    """Both kinds, mixed too; those inside documents stay as they are."""
+    monkeypatch.setattr(readers, "PIECE_CHARS", piece_chars)
+    path = tmp_path / "all.txt"
+    path.write_bytes(b"a\r\nb\r\n\r\nc\n\nd\r\n\ne\n\r\nf\r\n.+\r\ng\r\r\nh\r\n")
+    rest = "f\r\n.+\r\ng\r\r\nh\r\n"
+    assert documents(path, separator="\n\n") == ["a\r\nb", "c", "d", "e", rest]
+    assert documents(path, separator="\n.+\n")[1:] == ["g\r\r\nh\r\n"]
+    assert documents(path, separator="\r\n\r\n") == ["a\r\nb", "c\n\nd\r\n\ne\n\r\n" + rest]
+
+
 def test_separator_that_never_comes(tmp_path, monkeypatch):
     """A separator that the file lacks must not fill the memory."""
     monkeypatch.setattr(readers, "PIECE_CHARS", 10)
