@@ -92,6 +92,8 @@ def _lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
         yield from file
         return
     try:
+        if path.stat().st_size == 0:  # gzip takes it for a whole file of nothing
+            raise EOFError("it has 0 bytes, and one of no lines has a header")
         with gzip.open(file) if kind == ".gz" else _open_zst(file, path) as lines:
             yield from lines
     except (gzip.BadGzipFile, EOFError, zlib.error, OSError) as error:

@@ -259,6 +259,19 @@ def test_truncated_zstd(damage, tmp_path):
         documents(path)
 
 
+@pytest.mark.parametrize(("suffix", "name"), [(".gz", "gzip"), (".zst", "zstd")])
+def test_a_compressed_file_of_no_bytes_is_cut_off(suffix, name, tmp_path):
+    """A download that did not begin; one that holds no lines, and an empty plain file, are fine."""
+    plain, path = tmp_path / "a.jsonl", tmp_path / f"b.jsonl{suffix}"
+    plain.touch()
+    path.write_bytes({"gzip": gzip.compress, "zstd": zstd}[name](b""))
+    assert documents(plain, path) == []
+    path.write_bytes(b"")
+    with pytest.raises(ConfigError, match=f"is not a whole {name} file .it has 0 bytes") as error:
+        documents(plain, path)
+    assert error.value.value == str(path)
+
+
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("damage", ["nonsense", "cut", "empty", "end"])
 def test_broken_arrow(stream, damage, tmp_path):
