@@ -128,7 +128,8 @@ def checked_messages(record: Any, field: str, where: str) -> list[dict[str, str]
         if role not in ROLES:
             rule = f"message {number} has role {role!r}, not one of {', '.join(ROLES)}"
             raise broken(where, rule, "rename the role, or remove the line")
-        valid_text(message.get("content"), where, f"message {number}'s content")
+        what, fix = f"message {number}'s content", "make it text, or remove the line"
+        valid_text(message.get("content"), where, what, fix)
     if not any(message["role"] == ASSISTANT for message in messages):
         raise broken(where, "has no message of the assistant to learn", "remove the line")
     return messages

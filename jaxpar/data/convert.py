@@ -45,7 +45,7 @@ class ConvertOptions:
     held_out: tuple[str, ...] = ()
     """Files of held-out tokens, for a jaxpar folder's val split."""
     eos_id: int | None = None
-    """Token that ends a document, for inputs that do not mark documents."""
+    """Token that ends a document, for inputs that do not mark documents. None: the tokenizer's."""
     tokenizer: str | None = None
     """What made the tokens: a tokenizer.json, or bytes. A jaxpar folder keeps it for `sample`."""
     overwrite: bool = False
@@ -60,8 +60,8 @@ def convert(options: ConvertOptions, progress: Progress | None = None) -> str:
     """
     check_eos_id(options.eos_id)
     progress = progress or Progress()
-    tokenizer = open_tokenizer(options.tokenizer) if options.tokenizer is not None else None
-    inputs = _opened(options.input, options.split, options, tokenizer)
+    tokenizer = _tokenizer(options)
+    inputs = _opened("--input", options.input, options.split, options, tokenizer)
     if options.to == "jaxpar":
         _write_folder(options, inputs, tokenizer, progress)
     elif options.held_out:
@@ -73,8 +73,22 @@ def convert(options: ConvertOptions, progress: Progress | None = None) -> str:
     return f"{options.output}: {num_tokens:,} tokens ({options.to})"
 
 
+def _tokenizer(options: ConvertOptions) -> Tokenizer | None:
+    if options.tokenizer is None:
+        return None
+    tokenizer = open_tokenizer(options.tokenizer, options.eos_id, "--eos-id")
+    if options.eos_id not in (None, tokenizer.eos_id):
+        rule = f"is not the end of text of --tokenizer {options.tokenizer}, {tokenizer.eos_id}"
+        raise ConfigError("--eos-id", options.eos_id, rule, "leave it out")
+    return tokenizer
+
+
 def _opened(
-    paths: Sequence[str], split: str, options: ConvertOptions, tokenizer: Tokenizer | None
+    option: str,
+    paths: Sequence[str],
+    split: str,
+    options: ConvertOptions,
+    tokenizer: Tokenizer | None,
 ) -> list[TokenDataset]:
     if not paths:
         raise ConfigError("--input", "", "must name tokens to read", "use --input data/stdlib")
@@ -86,7 +100,10 @@ def _opened(
             dataset = open_tokens(path, split, eos_id, whole=split == VAL)
             dataset.check_offsets()
         except ConfigError as error:
-            raise ConfigError("--input", error.value, error.rule, error.fix) from error
+            fix = error.fix
+            if error.rule.endswith(f"{VAL} split"):  # whose fix is for a run
+                fix = "use --split train" if option == "--input" else "name one that has tokens"
+            raise ConfigError(option, error.value, error.rule, fix) from error
         if marked and not dataset.knows_documents:
             rule = f"is needed: {dataset.file} does not say where its documents end"
             raise ConfigError("--eos-id", None, rule, "use --eos-id 50256 for GPT-2's tokens")
@@ -95,7 +112,7 @@ def _opened(
             raise ConfigError("--tokenizer", options.tokenizer, rule, "name the one that made it")
         if dataset.targets is not None:
             rule = "is chat data, and convert does not keep which tokens are targets"
-            raise ConfigError("--input", str(path), rule, "use the folder as it is")
+            raise ConfigError(option, str(path), rule, "use the folder as it is")
         datasets.append(dataset)
     return datasets
 
@@ -141,7 +158,9 @@ def _write_folder(
     if eos_id is None:
         rule = "is needed: the folder records which token ends a document"
         raise ConfigError("--eos-id", None, rule, "use --eos-id, or --tokenizer tokenizer.json")
-    held_out = _opened(options.held_out, VAL, options, tokenizer) if options.held_out else []
+    held_out: list[TokenDataset] = []
+    if options.held_out:
+        held_out = _opened("--held-out", options.held_out, VAL, options, tokenizer)
     vocab_size = max(_vocab_size([*inputs, *held_out], tokenizer), eos_id + 1)
     with whole_folder(options.output, options.overwrite) as folder:
         splits, entropy = {}, 0.0

@@ -106,7 +106,7 @@ def _format(options: InspectOptions) -> str:
 
 def _tokenizer(options: InspectOptions) -> Tokenizer | None:
     if options.tokenizer is not None:
-        return open_tokenizer(options.tokenizer)
+        return open_tokenizer(options.tokenizer, options.eos_id, "--eos-id")
     path = Path(options.path)
     if (path / META_FILE).is_file() and read_meta(path).tokenizer != NO_TOKENIZER:
         return load_tokenizer(path)

@@ -125,7 +125,7 @@ def _make_tokenizer(
         if bpe.vocab_size < asked:
             progress.say(f"the text has no more pairs to merge: {bpe.vocab_size:,} tokens")
         return bpe
-    return open_tokenizer(spec, options.eos_token)
+    return open_tokenizer(spec, options.eos_token, trains=True)
 
 
 def _sample(sources: Sequence[Source], options: PrepareOptions) -> Iterator[str]:

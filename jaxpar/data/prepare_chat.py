@@ -48,6 +48,8 @@ def prepare_chat(options: ChatOptions, progress: Progress | None = None) -> Meta
     if not 0 <= options.holdout < 1:
         rule = "must be at least 0 and below 1"
         raise ConfigError("--holdout", options.holdout, rule, "use a share such as 0.02")
+    if not options.input:
+        raise ConfigError("--input", "", "must name something to read", "name .jsonl files")
     sources = find_sources(options.input)
     for source in sources:
         if source.read is not read_jsonl:

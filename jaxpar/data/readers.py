@@ -124,11 +124,13 @@ def import_pyarrow(path: Path) -> Any:
     return pyarrow
 
 
-def valid_text(value: Any, where: str, what: str) -> str:
+def valid_text(
+    value: Any, where: str, what: str, fix: str = "remove it, or use --text-field"
+) -> str:
     """The value, if it is text that can be written as UTF-8; otherwise raises ConfigError."""
     if not isinstance(value, str):
         rule = f"{what} must be text, not {type(value).__name__}"
-        raise broken(where, rule, "remove it, or use --text-field")
+        raise broken(where, rule, fix)
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:

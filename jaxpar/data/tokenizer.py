@@ -156,10 +156,13 @@ def _checked_ids(ids: Iterable[int], vocab_size: int) -> np.ndarray:
     return checked
 
 
-def read_tokenizer_json(path: str | Path, eos_token: str | None = None) -> JsonTokenizer:
+def read_tokenizer_json(
+    path: str | Path, eos: str | int | None = None, eos_option: str = "--eos-token"
+) -> JsonTokenizer:
     """The tokenizer of a Hugging Face tokenizer.json.
 
-    Args:     eos_token: text of the end-of-text token. None: the one of `KNOWN_EOS_TOKENS` in it.
+    Args:     eos: text or id of the end-of-text token. None: the one of `KNOWN_EOS_TOKENS` in it.
+              eos_option: by which the command takes it, for errors.
     Raises:   ConfigError when it cannot be read, or the end of text is unknown or ambiguous.
     """
     try:
@@ -168,30 +171,44 @@ def read_tokenizer_json(path: str | Path, eos_token: str | None = None) -> JsonT
     except Exception as error:  # `tokenizers` raises bare Exceptions.
         fix = "give a tokenizer.json that the `tokenizers` library can read"
         raise ConfigError("--tokenizer", str(path), f"cannot be read: {error}", fix) from error
-    candidates = (eos_token,) if eos_token is not None else KNOWN_EOS_TOKENS
+    if isinstance(eos, int):
+        texts = [token for token, number in vocabulary.items() if number == eos]
+        if not texts:
+            rule = f"is no token of {path}"
+            raise ConfigError(eos_option, eos, rule, "use the number of its end of text")
+        return JsonTokenizer(json_text, texts[0])
+    candidates = (eos,) if eos is not None else KNOWN_EOS_TOKENS
     found = [token for token in candidates if token in vocabulary]
     if len(found) != 1:
         tried = ", ".join(found or candidates)
         rule = f"must hold exactly one end-of-text token, and {len(found)} were found: {tried}"
         if not found:
             rule = f"must hold an end-of-text token, and these are not in it: {tried}"
-        raise ConfigError("--tokenizer", str(path), rule, "name the right one with --eos-token")
+        raise ConfigError("--tokenizer", str(path), rule, f"name the right one with {eos_option}")
     return JsonTokenizer(json_text, found[0])
 
 
-def open_tokenizer(spec: str, eos_token: str | None = None) -> Tokenizer:
+def open_tokenizer(
+    spec: str,
+    eos: str | int | None = None,
+    eos_option: str = "--eos-token",
+    *,
+    trains: bool = False,
+) -> Tokenizer:
     """The tokenizer that an option names: `bytes`, a tokenizer.json, or the folder of one.
 
+    Args:     eos, eos_option: of a tokenizer.json, as in `read_tokenizer_json`.
+              trains: the command knows bpe:N too, for errors.
     Raises:   ConfigError("--tokenizer", ...) when it is none of these, or cannot be read.
     """
     if spec == ByteTokenizer.kind:
         return ByteTokenizer()
     path = Path(spec) / TOKENIZER_FILE if Path(spec).is_dir() else Path(spec)
     if not path.is_file():
-        rule = "is neither bytes, nor bpe:N, nor the path of a tokenizer.json"
-        fix = "use bpe:8192, or download the tokenizer.json first"
+        rule = f"is neither bytes, nor {'bpe:N, nor ' * trains}the path of a tokenizer.json"
+        fix = f"use {'bpe:8192' if trains else 'bytes'}, or download the tokenizer.json first"
         raise ConfigError("--tokenizer", spec, rule, fix)
-    return read_tokenizer_json(path, eos_token)
+    return read_tokenizer_json(path, eos, eos_option)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> JsonTokenizer:

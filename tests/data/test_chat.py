@@ -218,7 +218,7 @@ def test_a_bad_line_is_named_and_nothing_is_written(line, rule, tmp_path):
     options = {"output": str(tmp_path / "out"), "tokenizer": "bytes", "holdout": 0.0}
     with pytest.raises(ConfigError, match=rule) as error:
         prepare_chat(ChatOptions(input=(str(path),), **options))
-    assert error.value.value == f"{path}:3"
+    assert error.value.value == f"{path}:3" and "--text-field" not in str(error.value)
     assert [p.name for p in tmp_path.iterdir()] == ["bad.jsonl"]
 
 

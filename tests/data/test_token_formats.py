@@ -14,6 +14,7 @@ from jaxpar.data import Loader, TokenDataset, load_tokenizer
 from jaxpar.data.__main__ import main
 from jaxpar.data.convert import ConvertOptions, convert
 from jaxpar.data.inspect_tokens import InspectOptions, inspect_tokens
+from jaxpar.data.prepare import PrepareOptions, prepare
 from jaxpar.data.sources import fingerprint, open_tokens
 from jaxpar.parallel.mesh import make_mesh
 from tests.data.windows import windows
@@ -255,4 +256,17 @@ def test_what_can_be_no_end_of_document_or_no_file_is_refused(tmp_path):
             inspect_tokens(InspectOptions(path=str(tokens), eos_id=eos))
     with pytest.raises(ConfigError, match=r"--output = '\.': names a folder"):
         convert(ConvertOptions(input=(str(tokens),), output=".", to="megatron", eos_id=0))
+    assert not out.exists()
+
+
+def test_held_out_tokens_that_are_not_there(tmp_path, corpus):
+    """The option that is wrong, and a fix that `convert` knows, not one for a run."""
+    tokens, folder = tmp_path / "x.bin", tmp_path / "folder"
+    np.arange(1, 100, dtype=np.uint16).tofile(tokens)
+    prepare(PrepareOptions(input=(str(corpus),), output=str(folder), holdout=0))
+    out = tmp_path / "out"
+    with pytest.raises(ConfigError, match=r"--input = .* val split\. Fix: use --split train"):
+        to("llmc", out, folder, split="val")
+    with pytest.raises(ConfigError, match=r"--held-out = .* val split\. Fix: name one that has"):
+        to("jaxpar", out, tokens, held_out=(str(folder),), eos_id=0)
     assert not out.exists()

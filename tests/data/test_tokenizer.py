@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from jaxpar.config import ConfigError
-from jaxpar.data import load_tokenizer
+from jaxpar.data import TokenDataset, load_tokenizer
+from jaxpar.data.__main__ import main
+from jaxpar.data.convert import ConvertOptions, convert
+from jaxpar.data.meta import read_meta
 from jaxpar.data.prepare import PrepareOptions, prepare
 from jaxpar.data.tokenizer import ByteTokenizer, read_tokenizer_json, train_bpe
 
@@ -144,6 +147,51 @@ def test_unclear_end_of_text(special, eos_token, rule, tmp_path):
     with pytest.raises(ConfigError, match=rule) as error:
         read_tokenizer_json(path, eos_token)
     assert "--eos-token" in error.value.fix
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        (["prepare"], "--eos-token"),
+        (["prepare-chat"], "--eos-token"),
+        (["convert", "--to", "megatron"], "--eos-id"),
+        (["inspect"], "--eos-id"),
+    ],
+)
+def test_fixes_name_options_that_the_command_has(
+    command, option, corpus, dataset, tmp_path, capsys
+):
+    """Of an end of text that is not known, and of a tokenizer that is not there."""
+    path = _published(tmp_path / "tokenizer.json", ["<s>"])
+    source = str(corpus if command[0].startswith("prepare") else dataset)
+    paths = ["--input", source, "--output", str(tmp_path / "out")]
+    args = [*command, *([source] if command == ["inspect"] else paths), "--tokenizer"]
+    assert main([*args, str(path)]) == 2
+    assert f"name the right one with {option}" in " ".join(capsys.readouterr().err.split())
+    assert main([*args, "gpt2"]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "is neither bytes, nor" in error
+    assert ("bpe:8192" in error) == ("bpe:N" in error) == (command == ["prepare"])
+
+
+def test_an_end_of_text_by_its_id(tmp_path):
+    """Of a tokenizer.json without a usual one: what no name says, the number does."""
+    path = _published(tmp_path / "tokenizer.json", ["<stop>"])
+    np.array([1, 2, 4, 3, 4], "<u2").tofile(tmp_path / "x.bin")
+    names = {"input": (str(tmp_path / "x.bin"),), "to": "jaxpar", "tokenizer": str(path)}
+    out = tmp_path / "out"
+    convert(ConvertOptions(**names, output=str(out), eos_id=4))
+    assert TokenDataset.open(out).document_offsets.tolist() == [0, 3, 5]
+    assert (read_meta(out).eos_id, load_tokenizer(out).eos_token) == (4, "<stop>")
+    refused = [
+        (str(path), 5, "no token of"),
+        ("bytes", 4, "not the end of text of --tokenizer bytes, "),
+    ]
+    for spec, eos_id, rule in refused:
+        names |= {"tokenizer": spec, "output": str(tmp_path / "none"), "eos_id": eos_id}
+        with pytest.raises(ConfigError, match=f"--eos-id = {eos_id}: is {rule}"):
+            convert(ConvertOptions(**names))
+    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize("content", ["{", json.dumps({"model": {"type": "no such"}}), "\ud800"])
