@@ -23,7 +23,7 @@ from jaxpar.data.meta import (
     token_dtype,
 )
 from jaxpar.data.progress import Progress
-from jaxpar.data.sources import check_eos_id, open_tokens
+from jaxpar.data.sources import check_eos_id, check_made_by, open_tokens
 from jaxpar.data.token_file import chunks
 from jaxpar.data.tokenizer import Tokenizer, open_tokenizer
 from jaxpar.data.tokens import TokenDataset
@@ -107,9 +107,8 @@ def _opened(
         if marked and not dataset.knows_documents:
             rule = f"is needed: {dataset.file} does not say where its documents end"
             raise ConfigError("--eos-id", None, rule, "use --eos-id 50256 for GPT-2's tokens")
-        if tokenizer is not None and dataset.vocab_size > tokenizer.vocab_size:
-            rule = f"has {tokenizer.vocab_size} tokens, and {path} holds {dataset.vocab_size - 1}"
-            raise ConfigError("--tokenizer", options.tokenizer, rule, "name the one that made it")
+        if tokenizer is not None:
+            check_made_by(tokenizer, options.tokenizer or "", dataset)
         if dataset.targets is not None:
             rule = "is chat data, and convert does not keep which tokens are targets"
             raise ConfigError(option, str(path), rule, "use the folder as it is")

@@ -17,7 +17,7 @@ from jaxpar.data.meta import (
     read_meta,
     targets_file,
 )
-from jaxpar.data.sources import check_eos_id, find_file, open_tokens
+from jaxpar.data.sources import check_eos_id, check_made_by, find_file, open_tokens
 from jaxpar.data.token_file import TokenFile, scan
 from jaxpar.data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
 from jaxpar.data.tokens import TokenDataset
@@ -46,6 +46,9 @@ def inspect_tokens(options: InspectOptions) -> str:
     check_eos_id(options.eos_id)
     datasets = list(_splits(options))
     tokenizer = _tokenizer(options)
+    if tokenizer is not None:
+        for dataset in datasets:
+            check_made_by(tokenizer, options.tokenizer or options.path, dataset)
     lines = [f"{options.path}: {_format(options)}"]
     for dataset in datasets:
         label = f"{dataset.split}: " if dataset.path.is_dir() else ""

@@ -15,6 +15,7 @@ from jaxpar.data import bin_file, megatron
 from jaxpar.data.documents import READERS
 from jaxpar.data.meta import META_FILE, PREPARE, TRAIN, read_meta
 from jaxpar.data.token_file import TokenFile, offsets_from, scan
+from jaxpar.data.tokenizer import Tokenizer
 from jaxpar.data.tokens import TokenDataset
 from jaxpar.data_rules import Share, shares
 
@@ -87,6 +88,17 @@ def check_eos_id(eos_id: int | None) -> None:
     if eos_id is not None and not 0 <= eos_id < 2**31:
         rule = "must be the number of a token, 0 to 2,147,483,647"
         raise ConfigError("--eos-id", eos_id, rule, "use the token that ends a document")
+
+
+def check_made_by(tokenizer: Tokenizer, named: str, dataset: TokenDataset) -> None:
+    """Refuse a tokenizer, a command's `--tokenizer`, that cannot have made tokens.
+
+    Raises:   ConfigError.
+    """
+    if dataset.vocab_size > tokenizer.vocab_size:
+        holds = f"{dataset.path} holds ids of a vocabulary of {dataset.vocab_size:,}"
+        rule = f"has {tokenizer.vocab_size:,} tokens, and {holds}"
+        raise ConfigError("--tokenizer", named, rule, "name the one that made it")
 
 
 def open_tokens(

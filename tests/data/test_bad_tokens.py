@@ -252,7 +252,7 @@ def test_nothing_is_written_for_bad_tokens(tmp_path, monkeypatch):
         ("megatron", [], "does not say where its documents end"),
         ("jaxpar", [], "does not say where its documents end"),
         ("llmc", ["--held-out", "y"], "is of a folder, and --to is llmc"),
-        ("llmc", ["--tokenizer", "bytes"], "has 257 tokens, and .* holds 70000"),
+        ("llmc", ["--tokenizer", "bytes"], "has 257 tokens, and .* a vocabulary of 70,001"),
         ("llmc", ["--tokenizer", "none.json"], "is neither bytes, nor"),
     ],
 )

@@ -235,6 +235,18 @@ def test_inspect_compares_hashes(dataset, tmp_path):
         inspect_tokens(InspectOptions(path=str(tmp_path)))
 
 
+@pytest.mark.parametrize("token", [[70_000, 1], [1] * 99 + [70_000]])
+def test_inspect_by_a_tokenizer_that_did_not_make_the_tokens(token, tmp_path, capsys):
+    """Refused for ids that it lacks, also where the first text has none of them."""
+    path = tmp_path / "x.bin"
+    path.write_bytes(llmc(np.array(token), 20240801, 7))
+    assert main(["inspect", str(path), "--tokenizer", "bytes"]) == 2
+    error = capsys.readouterr().err.strip()
+    rule = f"has 257 tokens, and {path} holds ids of a vocabulary of 70,001"
+    assert error.startswith(f"config error: --tokenizer = 'bytes': {rule}. Fix: ")
+    assert "\n" not in error
+
+
 def test_convert_on_the_command_line(dataset, tmp_path, capsys):
     args = ["convert", "--input", str(dataset), "--output", str(tmp_path / "o.bin"), "--to", "llmc"]
     assert main(args) == 0
