@@ -20,6 +20,7 @@ from jaxpar import checkpoint, skipping
 from jaxpar.checkpoint import Damaged, inspection, integrity, loading, store
 from jaxpar.checkpoint.__main__ import main
 from jaxpar.checkpoint.integrity import Unreadable
+from jaxpar.checkpoint.saved import METADATA
 from jaxpar.config import ConfigError
 from jaxpar.data.sources import fingerprint
 from tests.test_checkpoint import (
@@ -322,6 +323,40 @@ def test_ls_verify_and_diff(setup, capsys):
     told = capsys.readouterr().out
     assert "step 2: whole" in told and "step 4: DAMAGED" in told
     assert main(["verify", cfg.run.dir, "--step", "2"]) == 0
+
+
+@pytest.mark.parametrize("place", ["stat", "file_damage", "read_saved", "half"])
+def test_ls_leaves_out_what_is_deleted_meanwhile(setup, monkeypatch, capsys, place):
+    """Whatever it was just looking at; "half": a part is gone before, and the rest after."""
+    cfg, mesh = setup()
+    save(cfg, mesh, 2, 4)
+    gone = step_folder(cfg, 2)
+    delete = lambda: shutil.rmtree(gone, ignore_errors=True)  # noqa: E731
+
+    def after_deleting(module, name: str, about: str) -> None:
+        real = getattr(module, name)
+
+        def look(*args, **kwargs):
+            if about in map(str, args):
+                delete()
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, look)
+
+    if place == "half":
+        store.array_folder(gone).joinpath(store.MANIFEST).unlink()
+        rest = iter([lambda: (gone / METADATA).unlink(), delete])
+        monkeypatch.setattr(inspection.time, "sleep", lambda _: next(rest)())
+    elif place == "stat":
+        after_deleting(Path, "is_file", str(gone / METADATA))
+    elif place == "file_damage":
+        after_deleting(integrity, place, str(gone))
+    else:
+        after_deleting(inspection, place, "2")
+    capsys.readouterr()
+    assert main(["ls", cfg.run.dir]) == 0
+    _, only = capsys.readouterr().out.splitlines()
+    assert only.split()[0] == "4" and "files as listed" in only and not gone.exists()
 
 
 def test_diff_of_equal_checkpoints_and_wrong_arguments(setup, tmp_path, capsys):

@@ -1,6 +1,9 @@
 """What people ask of checkpoints: which are there, are they whole, and in what two differ."""
 
 import contextlib
+import itertools
+import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -14,6 +17,9 @@ from jaxpar.checkpoint import integrity, store
 from jaxpar.checkpoint.saved import damage, folder, read_saved, saved_steps
 from jaxpar.config import ConfigError
 from jaxpar.convert.progress import meter, size
+
+#: How a line says that something is wrong.
+DAMAGED = "DAMAGED"
 
 
 @dataclass(frozen=True)
@@ -31,22 +37,62 @@ class Row:
         return f"{self.step:>9}  {self.date}  {size(self.num_bytes):>10}  {self.mesh}  {self.check}"
 
 
+#: Seconds after which a step with something wrong is looked at again: is it being deleted?
+SETTLE_SECONDS = 0.2
+
+
 def rows(run_dir: str | Path) -> Iterator[Row]:
-    """Every checkpoint of a run, ascending.
+    """Every checkpoint of a run, ascending; but those that the run deletes meanwhile.
 
     Raises:   ConfigError when there is none.
     """
     for step in _steps(run_dir, None):
-        at = folder(run_dir) / str(step)
-        files = [file.stat() for file in at.rglob("*") if file.is_file()]
-        date = datetime.fromtimestamp(at.stat().st_mtime).strftime("%Y-%m-%d %H:%M:%S")
-        found, mesh = damage(run_dir, step), "?"
-        if found:
-            check = f"DAMAGED: {found[0]}"
-        else:
-            saved = read_saved(run_dir, step)
-            mesh, check = _mesh(saved.config["parallel"]), _witnesses(at, len(saved.fingerprints))
-        yield Row(step, date, sum(file.st_size for file in files), mesh, check)
+        row = _row_if_kept(run_dir, step)
+        if row is not None:
+            yield row
+
+
+def _row_if_kept(run_dir: str | Path, step: int) -> Row | None:
+    """The line of a checkpoint; None when it is deleted meanwhile.
+
+    Where something is wrong, it is looked at until no more of it goes: deleting takes a while.
+    """
+    at = folder(run_dir) / str(step)
+    while True:
+        before, row, failure = _paths(at), None, None
+        try:
+            row = _row(run_dir, step)
+        except (FileNotFoundError, ConfigError) as error:
+            failure = error
+        if row is not None and not row.check.startswith(DAMAGED):
+            return row
+        time.sleep(SETTLE_SECONDS)
+        if not at.exists():
+            return None
+        if before <= _paths(at):
+            break
+    if failure is not None:
+        raise failure
+    return row
+
+
+def _row(run_dir: str | Path, step: int) -> Row:
+    """Raises:   FileNotFoundError or ConfigError when it is gone."""
+    at = folder(run_dir) / str(step)
+    files = [file.stat() for file in _paths(at) if file.is_file()]
+    date = datetime.fromtimestamp(at.stat().st_mtime).strftime("%Y-%m-%d %H:%M:%S")
+    found, mesh = damage(run_dir, step), "?"
+    if found:
+        check = f"{DAMAGED}: {found[0]}"
+    else:
+        saved = read_saved(run_dir, step)
+        mesh, check = _mesh(saved.config["parallel"]), _witnesses(at, len(saved.fingerprints))
+    return Row(step, date, sum(file.st_size for file in files), mesh, check)
+
+
+def _paths(place: Path) -> set[Path]:
+    """All that is in a folder, and in those within; what goes meanwhile is left out."""
+    return {Path(at, name) for at, *names in os.walk(place) for name in itertools.chain(*names)}
 
 
 def _mesh(parallel: dict[str, Any]) -> str:
@@ -79,7 +125,7 @@ def verify(run_dir: str | Path, step: int | None, say: Callable[[str], None]) ->
             say(f"step {at}: note: {name} is not of this checkpoint, and is not read")
         whole &= not found
         unknown = "nothing to compare arrays with: of an earlier version"
-        say(f"step {at}: {'DAMAGED' if found else 'whole' if known else unknown}")
+        say(f"step {at}: {DAMAGED if found else 'whole' if known else unknown}")
     return whole
 
 
