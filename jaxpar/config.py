@@ -203,7 +203,7 @@ class GuardConfig:
     max_rewinds: int = 3
     """Rewinds in a run. One more spike ends it with code 17."""
     recent_steps: int = 512
-    """Steps whose records RUN/recent.jsonl keeps, for `python -m jaxpar.replay`. 0: none."""
+    """Steps whose records RUN/recent.jsonl keeps, for `jaxpar.replay`; 0: what spikes need."""
     replica_check_every: int = 0
     """Compare the copies that devices hold of the state every so many steps. 0: never."""
     loss_scale: float = 65536.0

@@ -62,7 +62,8 @@ class StepGuard:
         """
         self._cfg, self._say, self._batch_of, self._mesh = cfg, say, batch_of, mesh
         g = cfg.guard
-        size = max(g.recent_steps, g.spike_window) if g.recent_steps else 0
+        wanted = g.recent_steps > 0 or g.spike != "ignore"  # a run that goes on has its window here
+        size = max(g.recent_steps, g.spike_window) if wanted else 0
         before = _losses_before(run_dir, first_step, g.spike_window)
         self._recent = Recent(run_dir, size if jax.process_index() == 0 else 0)
         self._window = Window(g.spike_window, g.spike_deviations, before)

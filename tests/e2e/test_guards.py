@@ -12,13 +12,13 @@ import pytest
 
 from jaxpar import checkpoint, guard
 from jaxpar.cli import read_config
-from jaxpar.config import ConfigError
+from jaxpar.config import Config, ConfigError, replace
 from jaxpar.data import Loader
 from jaxpar.data.skips import SKIPPED_FILE, SkippedBatches, read_skipped, write_skipped
 from jaxpar.metrics import MetricsWriter
 from jaxpar.recent import losses_judged, read_recent
 from jaxpar.run import Run
-from jaxpar.step_guard import Window
+from jaxpar.step_guard import StepGuard, Window
 from tests.e2e.test_train import losses_of, records_of, start, state_of
 
 #: A run that spikes.
@@ -91,9 +91,11 @@ def test_losses_of_steps_left_out_judge_no_other():
     assert losses_judged([*records, {"loss": None, "grad_norm": None}, {}]) == [2.0]
 
 
-def test_a_run_that_is_resumed_sees_the_spike_that_it_would_have_seen(spiky, capfd, tmp_path):
-    assert spiky(2, "--train.num-steps", "40") == guard.EXIT_OK
-    assert spiky(2, "--guard.spike", "rewind") == guard.EXIT_OK
+@pytest.mark.parametrize("records", ["512", "0"])
+def test_a_run_that_is_resumed_sees_the_spike_that_it_would_have_seen(spiky, capfd, records):
+    flags = ("--guard.recent-steps", records)
+    assert spiky(2, *flags, "--train.num-steps", "40") == guard.EXIT_OK
+    assert spiky(2, *flags, "--guard.spike", "rewind") == guard.EXIT_OK
     assert "rewound to step 40; batches 45 to 46 are left out" in capfd.readouterr().out
 
 
@@ -144,6 +146,20 @@ def test_a_run_that_is_told_to_stop_ends_instead_of_a_rewind(spiky, monkeypatch,
         "nothing is saved after it; the same command goes on from the checkpoint of step 40" in said
     )
     assert not (tmp_path / "run" / SKIPPED_FILE).exists()
+
+
+@pytest.mark.parametrize("spike, records, kept", [("tell", 0, 4), ("tell", 2, 4), ("ignore", 0, 0)])
+def test_as_many_records_are_kept_as_spikes_are_judged_by(tmp_path, spike, records, kept):
+    given = {"guard.spike": spike, "guard.recent_steps": records, "guard.spike_window": 4}
+    cfg, told = replace(Config(), **given), []
+    for first in (0, 9):  # from the start, and where it goes on
+        looking = StepGuard(cfg, tmp_path, first, lambda step: step, told.append)
+        for step in range(first, first + 9):
+            looking.look(step, {"loss": 2.0, "grad_norm": 1.0})
+        assert len(read_recent(tmp_path)) >= kept and (kept or not list(tmp_path.iterdir()))
+    resumed = StepGuard(cfg, tmp_path, 18, lambda step: step, told.append)
+    resumed.look(18, {"loss": 9.0, "grad_norm": 1.0})
+    assert len(told) == (spike == "tell") and all("step 19: loss 9.0000 is a" in t for t in told)
 
 
 def test_a_rewind_needs_checkpoints(spiky):
