@@ -199,9 +199,9 @@ def print_help(cfg: Config, prog: str, description: str) -> None:
 def run_program(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     """Run a program's main on the command line, and end with its exit code.
 
-    A ConfigError or too long a path becomes one line and code 2, Ctrl-C one and 130, no room for a
-    file one and 1, and what other processes could not do one and theirs; other exceptions are shown
-    whole.
+    A ConfigError, too long a path or a platform that is not there becomes one line and code 2,
+    Ctrl-C one and 130, no room for a file one and 1, and what other processes could not do one and
+    theirs; other exceptions are shown whole.
     The process ends without Python's exit hooks: JAX would wait there for a peer that may be dead.
     """
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
@@ -224,6 +224,8 @@ def _of_a_long_name(error: BaseException) -> BaseException:
 
 def _verdict(error: BaseException) -> tuple[int, str]:
     """Say what went wrong. Returns: the exit code that it has, and the words."""
+    if "jaxpar.runtime" in sys.modules:  # else it has started no JAX
+        error = sys.modules["jaxpar.runtime"].of_a_platform(error)
     why = f"{type(error).__name__}: {error}"
     match error:
         case ConfigError():

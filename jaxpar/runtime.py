@@ -4,6 +4,7 @@ And what a compiled program asks of a host: memory, and its first run to itself.
 """
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,19 @@ def _check_platforms(asked: str) -> None:
         rule = "allows CUDA alone, and JAX sees no NVIDIA GPU here"
         fix = "unset it, or set it to cpu; python -m jaxpar.doctor says what is here"
         raise ConfigError("JAX_PLATFORMS", asked, rule, fix)
+
+
+def of_a_platform(error: BaseException) -> BaseException:
+    """An error; where it is that JAX cannot start one of JAX_PLATFORMS, as a ConfigError."""
+    asked = jax.config.jax_platforms
+    told = re.match("Unable to initialize backend '(.*?)': (.*)", " ".join(str(error).split()))
+    if not (asked and told and isinstance(error, RuntimeError)):
+        return error
+    name, why = told[1], told[2].partition(" (set JAX_PLATFORMS")[0].rstrip(".")
+    gpu = "an NVIDIA GPU" if any(map(os.path.exists, NVIDIA_DEVICES)) else "no NVIDIA GPU"
+    rule = f"asks for {name}, which JAX cannot start ({why}); here are a CPU and {gpu}"
+    fix = "unset it, or set it to cpu; python -m jaxpar.doctor says what is here"
+    return ConfigError("JAX_PLATFORMS", asked, rule, fix)
 
 
 #: XLA's limit on the pinned host memory of a process, 64 GB unless it is set.

@@ -12,6 +12,7 @@ import pytest
 from jaxpar import runtime, xla_flags
 from jaxpar.bench import autotuned, matmuls
 from jaxpar.config import Config, ConfigError, RunConfig, replace
+from tests.test_cli import run_train
 
 FSDP = Config()
 TENSOR = replace(FSDP, **{"parallel.tensor": 2})
@@ -208,6 +209,34 @@ def test_cuda_alone_without_a_gpu_is_refused(monkeypatch, asked):
     assert runtime.start(Config()) == []
     runtime.jax.config.jax_platforms, _ = asked, seen.append("/dev/null")
     assert runtime.start(Config()) == []
+
+
+@pytest.mark.parametrize("asked", ["none", "cpu,none"])
+def test_a_platform_that_is_not_there_is_one_line(tmp_path, asked):
+    done = run_train("quickstart", cwd=tmp_path, JAX_PLATFORMS=asked)
+    assert done.returncode == 2 and done.stdout == ""
+    begins = f"config error: JAX_PLATFORMS = '{asked}': asks for none, which JAX cannot start ("
+    assert done.stderr.startswith(begins) and done.stderr.count("\n") == 1
+    assert (
+        "; here are a CPU and " in done.stderr and "Fix: unset it, or set it to cpu" in done.stderr
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_errors_than_of_a_platform_stay_as_they_are(monkeypatch):
+    told = "Unable to initialize backend 'tpu': no such thing"
+    monkeypatch.setattr(runtime.jax, "config", SimpleNamespace(jax_platforms="tpu"))
+    monkeypatch.setattr(runtime, "NVIDIA_DEVICES", ["/dev/null"])
+    assert str(runtime.of_a_platform(RuntimeError(f"{told} (set JAX_PLATFORMS='')"))) == (
+        "JAX_PLATFORMS = 'tpu': asks for tpu, which JAX cannot start (no such thing); here are a "
+        "CPU and an NVIDIA GPU. "
+        "Fix: unset it, or set it to cpu; python -m jaxpar.doctor says what is here."
+    )
+    for other in (RuntimeError("of a step"), ValueError(told)):
+        assert runtime.of_a_platform(other) is other
+    runtime.jax.config.jax_platforms = None  # nobody asked: JAX's own choice failed
+    other = RuntimeError(told)
+    assert runtime.of_a_platform(other) is other
 
 
 def test_only_the_first_run_is_waited_for(monkeypatch):
