@@ -62,8 +62,13 @@ def keep(name: str, found: Found) -> None:
     """Keep arrays and strings under an identity; where nothing can be written, do without."""
     try:
         folder().mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder(), suffix=".partial", delete=False) as file:
-            np.savez_compressed(file, **found)
-        os.replace(file.name, folder() / f"{name}.npz")
+        handle, temporary = tempfile.mkstemp(dir=folder(), suffix=".partial")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                np.savez_compressed(file, **found)
+            os.replace(temporary, folder() / f"{name}.npz")
+        except BaseException:
+            os.unlink(temporary)
+            raise
     except (OSError, RuntimeError):  # RuntimeError: there is no home folder
         return

@@ -131,3 +131,13 @@ def test_without_a_folder_to_write_to(file, passes, tmp_path, monkeypatch):
     for _ in range(2):
         assert open_tokens(file).num_tokens == 50_000
         assert passes() == ["x.bin"]
+
+
+@pytest.mark.parametrize("module, name", [(np, "savez_compressed"), (os, "replace")])
+def test_what_cannot_be_written_leaves_nothing(module, name, file, passes, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, name, full)
+    assert open_tokens(file).num_tokens == 50_000
+    assert list(remembered.folder().iterdir()) == []
