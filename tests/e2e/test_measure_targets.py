@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import json
 import math
+import os
 import re
 import runpy
 import signal
@@ -54,6 +55,20 @@ def test_torchtitan_beside_a_row_has_as_many_sequences_as_long(targets):
         ways = re.findall(r"(?:tensor|pipeline|context)_parallel_degree (\S+)", options)
         ranks = gpus // math.prod(int(n.format(gpus=gpus)) for n in ways)
         assert (window, sequences * ranks) == (cfg.data.seq_len, cfg.train.global_batch_size), name
+
+
+def test_torchtitans_log_makes_its_folder(tmp_path, monkeypatch, capsys):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    log, titan = tmp_path / "new" / "logs" / "titan.log", script("measure_torchtitan")
+    words = ["fsdp", "--data", str(tmp_path), "--log", str(log)]
+    monkeypatch.setattr(sys, "argv", ["measure_torchtitan.py", *words])
+    options = titan.arguments()
+    assert not log.parent.exists()  # asking writes nothing
+    line = "step: 5  memory: 50.1GiB(36%)  tps: 9,000  tflops: 400  mfu: 40.00%"
+    program = f"print('starting'); print({line!r})"
+    ran = titan.execute([sys.executable, "-c", program], dict(os.environ), Path(options.log))
+    assert ran == (0, ["starting\n", f"{line}\n"])
+    assert log.read_text() == f"starting\n{line}\n" and capsys.readouterr().out == f"{line}\n"
 
 
 def test_rows_are_measured_and_what_fails_is_told(

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -151,6 +152,25 @@ def test_options(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         profile.main([str(PIECE), "--tpo", "3"])
     assert ended.value.code == guard.EXIT_CONFIG
+
+
+def test_figures_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    file = tmp_path / "a.json"
+    words = [str(PIECE), "--gpu", "h200", "--json", str(file)]
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    for earlier in (None, "an earlier one"):
+        if earlier is not None:
+            file.write_text(earlier)
+        with monkeypatch.context() as patch, pytest.raises(guard.RunError) as error:
+            patch.setattr(os, "replace", full)
+            profile.main(words)
+        assert str(error.value).startswith(f"--json = {str(file)!r}: cannot be written: No space")
+        assert [path.read_text() for path in tmp_path.iterdir()] == ([earlier] if earlier else [])
+    profile.main(words)
+    assert json.loads(file.read_text())["path"] == str(PIECE)
 
 
 def test_other_things_in_a_runs_profiles_are_passed_over(tmp_path):
