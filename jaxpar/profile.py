@@ -13,8 +13,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from jaxpar import cli
-from jaxpar.bench import conditions
+from jaxpar import cli, json_file
 from jaxpar.config import ConfigError
 from jaxpar.planning.hardware import Gpu, gpu_named, gpu_of_kind
 from jaxpar.profiling import breakdown, roofline, sections, table
@@ -149,7 +148,7 @@ def main(argv: Sequence[str]) -> None:
         memory = of_sums(loaded.facts.memory)
     print(in_words(loaded, found, sent, memory, options.top))
     if options.json:
-        conditions.write_json("--json", options.json, record(loaded, found, sent, memory))
+        json_file.write("--json", options.json, record(loaded, found, sent, memory))
 
 
 if __name__ == "__main__":

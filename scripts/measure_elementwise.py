@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar import cli, provenance, runtime
+from jaxpar import cli, json_file, provenance, runtime
 from jaxpar.bench import conditions
 from jaxpar.bench.options import check_file
 from jaxpar.bench.timing import Timing, interleaved
@@ -153,7 +153,7 @@ def main(argv: Sequence[str]) -> None:
         row = {"piece": piece.name, "ms": ms, "bytes": size, "gb_per_second": rate}
         card["rows"].append(row | {"share_of_copy": rate / peak})
     if options.card:
-        conditions.write_json("--card", options.card, card)
+        json_file.write("--card", options.card, card)
 
 
 if __name__ == "__main__":

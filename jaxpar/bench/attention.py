@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from jaxpar import guard, processes, provenance, runtime
+from jaxpar import guard, json_file, processes, provenance, runtime
 from jaxpar.bench import conditions, contest, tuning
 from jaxpar.bench.options import check_file, check_repeats
 from jaxpar.bench.options import parser as make_parser
@@ -95,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
         print(table_of(shape, options.dtype, rows), flush=True)
         card["rows"] += rows
         if options.card:  # after each shape: a long run that is stopped leaves what it has
-            conditions.write_json("--card", options.card, card)
+            json_file.write("--card", options.card, card)
         if table is not None:
             print(f"{winners(rows)}\n{tuning.merge(table, rows, commit, command)}\n", flush=True)
     rows = card["rows"]

@@ -1,14 +1,13 @@
-"""What a figure depends on: the conditions on every card, and the writing of cards."""
+"""What a figure depends on: the conditions on every card."""
 
 import datetime
 import hashlib
-import json
 import platform
 import subprocess
 from pathlib import Path
 from typing import Any
 
-from jaxpar import guard, provenance, whole_file
+from jaxpar import provenance
 
 
 def of_this_process(environment: list[str], commit: str) -> dict[str, Any]:
@@ -46,19 +45,3 @@ def cudnn_version() -> int:
     from jax._src.lib import cuda_versions  # private, as all of cuDNN's bindings are
 
     return 0 if cuda_versions is None else cuda_versions.cudnn_get_version()
-
-
-def write_json(option: str, path: str | Path, value: Any) -> None:
-    """Write a card or a table whole, with the folders above it; an earlier one stays till then.
-
-    Args:     option: the one that names the file, for the error.
-    Raises:   guard.RunError when it cannot be written.
-    """
-    path = Path(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        whole_file.write(path, (json.dumps(value, indent=2) + "\n").encode())
-    except OSError as error:
-        kept = ". The file that is there is as it was" if path.is_file() else ""
-        why = f"cannot be written: {error.strerror or error}{kept}"
-        raise guard.RunError(f"{option} = {str(path)!r}: {why}") from error

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxpar import guard, processes, provenance, runtime
+from jaxpar import guard, json_file, processes, provenance, runtime
 from jaxpar.bench import conditions
 from jaxpar.bench.options import check_file, check_repeats
 from jaxpar.bench.options import parser as make_parser
@@ -130,5 +130,5 @@ def main(argv: Sequence[str]) -> int:
         print("  ".join(text(row[name]).rjust(10) for name in columns), flush=True)
         card["rows"].append(row)
         if options.card:  # after each: what fails later leaves what there is
-            conditions.write_json("--card", options.card, card)
+            json_file.write("--card", options.card, card)
     return guard.EXIT_OK

@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from jaxpar import cli, cluster, elastic, processes, provenance
+from jaxpar import cli, cluster, elastic, json_file, processes, provenance
 from jaxpar.bench import conditions, power, profiled
 from jaxpar.bench.options import Parser, check_file, check_folder
 from jaxpar.config import Config, ConfigError
@@ -213,9 +213,9 @@ def main(argv: Sequence[str]) -> int:
     processes.say(summary(result))
     to_card = options.card and processes.own() == 0
     if to_card:  # before the profiler, which may fail
-        conditions.write_json("--card", options.card, result)
+        json_file.write("--card", options.card, result)
     result |= profiled.profile_steps(running, options.profile_steps, options.trace)
     processes.say(profiled.in_words(result))
     if to_card:
-        conditions.write_json("--card", options.card, result)
+        json_file.write("--card", options.card, result)
     return 0

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 import jaxpar.kernels.attention
+from jaxpar import json_file
 from jaxpar.bench import conditions, exactness
 from jaxpar.bench.contest import Kernel, Row, Saved, conditions_of, figures, message, refusal
 from jaxpar.bench.shapes import Arrays, Shape, draw
@@ -215,7 +216,7 @@ def merge(path: Path, rows: Sequence[Row], commit: str, command: str) -> str:
     new = [_table_row(row) for row in rows if "ms" in row]
     table |= {_key(row): row for row in new}
     both = {"commit": joined("commit", commit), "command": joined("command", command)}
-    conditions.write_json("--table", path, head | both | {"rows": list(table.values())})
+    json_file.write("--table", path, head | both | {"rows": list(table.values())})
     dropped = len(old["rows"]) - len(kept["rows"])
     said = f"{path}: {len(new)} rows measured, {len(table)} in all"
     return said + (f", {dropped} dropped, of another JAX or cuDNN" if dropped else "")

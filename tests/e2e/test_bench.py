@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar import bench, guard
-from jaxpar.bench import conditions, loss, profiled, training
+from jaxpar import bench, guard, json_file
+from jaxpar.bench import loss, profiled, training
 from jaxpar.config import ConfigError
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
@@ -104,7 +104,7 @@ def test_profiled_steps_go_on_from_the_timed_ones(only_devices, config_file, mon
 
 def test_a_card_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monkeypatch):
     file = tmp_path / "cards" / "a.json"
-    conditions.write_json("--card", file, {"a": 1})
+    json_file.write("--card", file, {"a": 1})
     before = file.read_text()
 
     def full(*_):
@@ -112,7 +112,7 @@ def test_a_card_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monkeypa
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(guard.RunError) as error:
-        conditions.write_json("--card", file, {"a": 2})
+        json_file.write("--card", file, {"a": 2})
     assert str(error.value) == (
         f"--card = {str(file)!r}: cannot be written: No space left on device. "
         "The file that is there is as it was"
@@ -123,9 +123,9 @@ def test_a_card_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monkeypa
 def test_a_card_goes_through_a_link_and_into_what_is_no_file(tmp_path):
     file, link = tmp_path / "a.json", tmp_path / "link"
     link.symlink_to(file)
-    conditions.write_json("--card", link, 1)
+    json_file.write("--card", link, 1)
     assert link.is_symlink() and file.read_text() == "1\n"
-    conditions.write_json("--card", "/dev/null", 1)
+    json_file.write("--card", "/dev/null", 1)
     assert not Path("/dev/null").is_file()
 
 

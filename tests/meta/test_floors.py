@@ -19,7 +19,7 @@ FLOORS = {
     3: "optimizer moments skipping state adapters initial startup step data checkpoint metrics "
     "profiling guard goodput evaluation rewinding recent replicas step_guard run_lock stragglers "
     "watchdog elastic children convert generation scoring loaded harness parity planning sinks "
-    "samples",
+    "samples json_file",
     4: "cli run train evaluate sample verify quickstart launch plan doctor bench report replay "
     "profile",
 }
