@@ -2,8 +2,11 @@
 
 Both are protocol buffers in text, as `--xla_gpu_dump_autotune_results_to` and
 `--xla_gpu_dump_autotune_logs_to` write them, and `--xla_gpu_load_autotune_results_from` reads the
-first. A kernel is known by a fingerprint of its instruction, with shapes and layouts, by the GPU,
-and by the version of XLA; whatever differs is tuned anew. cuBLAS's kernels are places in its list.
+first. A kernel is known by a fingerprint of its instruction, with shapes and layouts, and by the
+GPU. XLA takes it where the versions of all that makes kernels are the same, or that of what makes
+this one; else it is tuned anew.
+
+Source:   openxla/xla, xla/backends/autotuner/tiered_cache.cc.
 """
 
 import re
