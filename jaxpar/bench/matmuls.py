@@ -33,6 +33,12 @@ LEAST_US = 100.0
 #: A kernel is tried whose short run took at most so much of the fastest one's.
 WITHIN = 1.25
 
+HEADER = """\
+# Kernels of matmuls that need least time at the GPU's power limit; XLA reads this when it compiles.
+# Written by python -m jaxpar.bench matmuls CONFIG, which says how they were timed.
+
+"""
+
 _DUMP, _LOAD = "--xla_gpu_dump_autotune_", "--xla_gpu_load_autotune_results_from="
 
 
@@ -284,10 +290,3 @@ def merged(earlier: str, step: str, log: str, found: Sequence[Matmul]) -> str:
             entries[m.tried.fingerprint], best, version[best.backend]
         )
     return HEADER + autotuned.text_of(dict(sorted({**table, **made}.items())).values())
-
-
-HEADER = """\
-# Kernels of matmuls that need least time at the GPU's power limit; XLA reads this when it compiles.
-# Written by python -m jaxpar.bench matmuls CONFIG, which says how they were timed.
-
-"""

@@ -6,11 +6,11 @@ arrays in JAX's own order.
 """
 
 import dataclasses
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jaxpar.profiling.costs import contracted
 from jaxpar.profiling.hlo import Instruction, Module
 
 _ARRAY = re.compile(r"\b(\w+)\[([\d,]*)\](?:\{([\d,]*))?")
@@ -81,8 +81,8 @@ def product_of(module: Module, instruction: Instruction) -> Product | None:
         ]
         found = [product for each in inside if (product := product_of(module, each))]
         return found[0] if len(found) == 1 else None
-    read = _contracted(instruction)
-    if read is None or len(instruction.operands) < 2:
+    read = contracted(instruction)
+    if read is None or _not_known_here(instruction) or len(instruction.operands) < 2:
         return None
     types = [module.type_of(operand) for operand in instruction.operands[:2]]
     if None in types:
@@ -132,29 +132,10 @@ def _dims(type_text: str | None) -> tuple[int, ...] | None:
     return None if type_text is None else _array(type_text).dims
 
 
-def _contracted(instruction: Instruction) -> tuple[Sequence[int], Sequence[int]] | None:
-    """The dims of the two operands over which a product sums."""
-    if instruction.opcode == "dot":
-        if instruction.attribute(r"(lhs_batch_dims)="):
-            return None
-        dims = [instruction.attribute(rf"{s}_contracting_dims=\{{([\d,]*)\}}") for s in _SIDES]
-        return _numbers(dims[0]), _numbers(dims[1])
-    target = instruction.attribute(r'custom_call_target="([^"]*)"')
-    if target not in ("__cublas$lt$matmul", "__cublas$gemm"):
-        return None
-    numbers = instruction.attribute(r'"dot_dimension_numbers":(\{.*?\})')
-    named = json.loads(numbers)
-    if named.get("lhs_batch_dimensions"):
-        return None
-    dims = [",".join(named[f"{side}_contracting_dimensions"]) for side in _SIDES]
-    return _numbers(dims[0]), _numbers(dims[1])
-
-
-_SIDES = ("lhs", "rhs")
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(n) for n in text.split(",") if n]
+def _not_known_here(instruction: Instruction) -> bool:
+    """Many products, one for each place of some dims; or one that scales its operands."""
+    pattern = r'lhs_batch_dims=\{\d|"lhs_batch_dimensions":\["|custom_call_target="[^"]*\$f8"'
+    return re.search(pattern, instruction.attributes) is not None
 
 
 def find(module: Module, line: str) -> list[Product]:

@@ -12,7 +12,6 @@ and the roofline share of a kernel is that time over the one it took.
 Source:   Williams et al. 2009, "Roofline".
 """
 
-import json
 import math
 import re
 from dataclasses import dataclass
@@ -58,25 +57,31 @@ def multiplications(module: Module, instruction: Instruction) -> int:
     if instruction.opcode == "fusion":
         inside = [module.computations.get(name, []) for name in instruction.called("calls")]
         return sum(multiplications(module, each) for body in inside for each in body)
-    dims = _contracted(instruction)
+    dims = contracted(instruction)
     left = module.type_of(instruction.operands[0]) if instruction.operands else None
     if dims is None or left is None:
         return 0
     sizes = arrays_of(left)[0][1]
     result = arrays_of(instruction.type)[0][1]
-    return 2 * math.prod(result) * math.prod(sizes[dim] for dim in dims)
+    return 2 * math.prod(result) * math.prod(sizes[dim] for dim in dims[0])
 
 
-def _contracted(instruction: Instruction) -> list[int] | None:
-    """Dims of the left operand over which a product sums; None for other instructions."""
+def contracted(instruction: Instruction) -> tuple[list[int], list[int]] | None:
+    """Dims of the two operands over which a product sums; None for other instructions."""
     if instruction.opcode == "dot":
-        found = instruction.attribute(r"lhs_contracting_dims=\{([\d,]*)\}")
+        pattern = r"SIDE_contracting_dims=\{([\d,]*)\}"
     elif "cublas" in instruction.attribute(r'custom_call_target="([^"]*)"'):
-        names = instruction.attribute(r'"lhs_contracting_dimensions":(\[[^\]]*\])')
-        return [int(dim) for dim in json.loads(names)] if names else None
+        pattern = r'"SIDE_contracting_dimensions":\[([^\]]*)\]'
     else:
         return None
-    return [int(dim) for dim in found.split(",") if dim]
+    left, right = (instruction.attribute(pattern.replace("SIDE", s)) for s in ("lhs", "rhs"))
+    if instruction.opcode != "dot" and not left:
+        return None
+    return _numbers(left), _numbers(right)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]
 
 
 def _dtype(module: Module, instruction: Instruction) -> str:
@@ -85,7 +90,7 @@ def _dtype(module: Module, instruction: Instruction) -> str:
         inside = [module.computations.get(name, []) for name in instruction.called("calls")]
         return next((d for body in inside for i in body if (d := _dtype(module, i))), "")
     left = module.type_of(instruction.operands[0]) if instruction.operands else None
-    if left is None or _contracted(instruction) is None:
+    if left is None or contracted(instruction) is None:
         return ""
     return arrays_of(left)[0][0]
 
