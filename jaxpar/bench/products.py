@@ -14,8 +14,9 @@ from jaxpar.profiling.costs import contracted
 from jaxpar.profiling.hlo import Instruction, Module
 
 _ARRAY = re.compile(r"\b(\w+)\[([\d,]*)\](?:\{([\d,]*))?")
-#: HLO's names of dtypes, and JAX's, of the products that are known here.
+#: HLO's names of dtypes, and JAX's, of the products that are known here; of 8 bits, as operands.
 DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
+FLOAT8 = {"f8e4m3fn": "float8_e4m3fn", "f8e5m2": "float8_e5m2"}
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class Product:
     """left and right, contracted over some dims of each; `adds`: to an array that is there.
 
     left, right    dims in the order in which they lie in memory.
+    dtype          of the left one, and of the right one if `right_dtype` is "".
+    fast           of 8 bits: added up with fewer bits than float32 has.
     """
 
     left: tuple[int, ...]
@@ -32,16 +35,19 @@ class Product:
     dtype: str
     result_dtype: str
     adds: bool = False
+    right_dtype: str = ""
+    fast: bool = False
 
     def __str__(self) -> str:
-        """As bfloat16[32768,2048] x bfloat16[2048,3072] over 1 and 0."""
+        """As bfloat16[32768,2048] x [2048,3072] over 1 and 0."""
         sides = [",".join(map(str, dims)) for dims in (self.left, self.right)]
         over = [",".join(map(str, dims)) for dims in (self.over_left, self.over_right)]
-        text = f"{self.dtype}[{sides[0]}] x [{sides[1]}] over {over[0]} and {over[1]}"
+        text = f"{self.dtype}[{sides[0]}] x {self.right_dtype}[{sides[1]}]"
         return (
-            text
+            f"{text} over {over[0]} and {over[1]}"
             + f" in {self.result_dtype}" * (self.result_dtype != self.dtype)
-            + (", added" if self.adds else "")
+            + ", added" * self.adds
+            + ", fast" * self.fast
         )
 
     def as_json(self) -> dict[str, object]:
@@ -73,8 +79,8 @@ def _array(type_text: str) -> _Array:
 
 def product_of(module: Module, instruction: Instruction) -> Product | None:
     """The product that an instruction is, or the one in the fusion that it is; None if it is
-    none, or one that is not known here: of rows in batches, of 8 bits, with its result's dims in
-    an order of their own, or with a bias."""
+    none, or one that is not known here: of rows in batches, of operands of two dtypes but for those
+    of 8 bits, with its result's dims in an order of their own, or with a bias."""
     if instruction.opcode == "fusion":
         inside = [
             each for name in instruction.called("calls") for each in module.computations[name]
@@ -82,14 +88,17 @@ def product_of(module: Module, instruction: Instruction) -> Product | None:
         found = [product for each in inside if (product := product_of(module, each))]
         return found[0] if len(found) == 1 else None
     read = contracted(instruction)
-    if read is None or _not_known_here(instruction) or len(instruction.operands) < 2:
+    if read is None or _in_batches(instruction) or len(instruction.operands) < 2:
         return None
     types = [module.type_of(operand) for operand in instruction.operands[:2]]
     if None in types:
         return None
     sides = [_array(each) for each in types if each is not None]
     result = _array(instruction.type)
-    if sides[0].dtype != sides[1].dtype or not {sides[0].dtype, result.dtype} <= set(DTYPES):
+    scaled = _is_scaled(instruction)
+    dtypes = {side.dtype for side in sides}
+    known = dtypes <= set(FLOAT8) if scaled else len(dtypes) == 1 and dtypes <= set(DTYPES)
+    if not known or result.dtype not in DTYPES:
         return None
     overs = [
         tuple(side.order.index(dim) for dim in over) for side, over in zip(sides, read, strict=True)
@@ -100,17 +109,20 @@ def product_of(module: Module, instruction: Instruction) -> Product | None:
         sides, overs = sides[::-1], overs[::-1]
     elif written != left_first:
         return None
-    adds = len(instruction.operands) > 2
+    adds = len(instruction.operands) > (4 if scaled else 2)
     if adds and _dims(module.type_of(instruction.operands[2])) != result.dims:
         return None
+    left_dtype, right_dtype = ((DTYPES | FLOAT8)[side.dtype] for side in sides)
     return Product(
         left=sides[0].laid_out(),
         right=sides[1].laid_out(),
         over_left=overs[0],
         over_right=overs[1],
-        dtype=DTYPES[sides[0].dtype],
+        dtype=left_dtype,
         result_dtype=DTYPES[result.dtype],
         adds=adds,
+        right_dtype="" if right_dtype == left_dtype else right_dtype,
+        fast=scaled and '"operand_precision":["DEFAULT","DEFAULT"]' in instruction.attributes,
     )
 
 
@@ -132,10 +144,15 @@ def _dims(type_text: str | None) -> tuple[int, ...] | None:
     return None if type_text is None else _array(type_text).dims
 
 
-def _not_known_here(instruction: Instruction) -> bool:
-    """Many products, one for each place of some dims; or one that scales its operands."""
-    pattern = r'lhs_batch_dims=\{\d|"lhs_batch_dimensions":\["|custom_call_target="[^"]*\$f8"'
+def _in_batches(instruction: Instruction) -> bool:
+    """Whether it is many products, one for each place of some dims."""
+    pattern = r'lhs_batch_dims=\{\d|"lhs_batch_dimensions":\["'
     return re.search(pattern, instruction.attributes) is not None
+
+
+def _is_scaled(instruction: Instruction) -> bool:
+    """Whether it is a product of 8 bits, with a scale for each of the two operands behind them."""
+    return re.search(r'custom_call_target="[^"]*\$f8"', instruction.attributes) is not None
 
 
 def find(module: Module, line: str) -> list[Product]:

@@ -43,6 +43,9 @@ class Normed:
     """float32 [..., 1], of each row."""
     gain: Any
     """[D]."""
+    top: Any
+    """float32 [..., 1]: the largest magnitude of each row before it is scaled, for a reader that
+    rounds: the pass that sums squares finds it."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -54,7 +57,8 @@ class Normed:
 
     def rows(self) -> "Normed":
         """The same as one matrix."""
-        return Normed(self.x.reshape(-1, self.shape[-1]), self.scale.reshape(-1, 1), self.gain)
+        x, (scale, top) = self.x, (a.reshape(-1, 1) for a in (self.scale, self.top))
+        return Normed(x.reshape(-1, x.shape[-1]), scale, self.gain, top)
 
     def whole(self) -> jax.Array:
         """The output, in x's dtype."""
@@ -62,7 +66,16 @@ class Normed:
 
     def unrounded(self) -> jax.Array:
         """The output in float32, before it is rounded to x's dtype. Not for gradients."""
-        return self.x.astype(jnp.float32) * self.scale * self.gain
+        return _normed(self.x, self.scale, self.gain)
+
+    def largest(self) -> jax.Array:
+        """The largest magnitude of `unrounded`, float32, but for its last digits: the product is
+        rounded in another order. NaN where there is one."""
+        return jnp.max(self.top * self.scale)
+
+
+def _normed(x, scale, gain):
+    return x.astype(jnp.float32) * scale * gain
 
 
 @jax.custom_vjp
@@ -70,7 +83,7 @@ def _written(n: Normed) -> jax.Array:
     return n.unrounded().astype(n.dtype)
 
 
-_written.defvjp(lambda n: (_written(n), None), lambda _, d_y: (Normed(d_y, None, None),))
+_written.defvjp(lambda n: (_written(n), None), lambda _, d_y: (Normed(d_y, None, None, None),))
 
 
 @flax.struct.dataclass
@@ -110,7 +123,7 @@ def rms_norm(x: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
 
 def _forward(x, gain, eps):
     scale = _scale(x, eps)
-    return Normed(x, scale, gain).whole(), (x, gain, scale)
+    return _normed(x, scale, gain).astype(x.dtype), (x, gain, scale)
 
 
 def _scale(x, eps):
@@ -140,8 +153,9 @@ def rms_norm_beside(x: jax.Array, gain: jax.Array, eps: float) -> tuple[jax.Arra
 
 
 def _beside_forward(x, gain, eps):
-    _, (x, gain, scale) = _forward(x, gain, eps)
-    return (x, Normed(x, scale, gain)), (x, gain, scale)
+    scale = _scale(x, eps)
+    top = jnp.max(jnp.abs(x.astype(jnp.float32) * gain), axis=-1, keepdims=True)
+    return (x, Normed(x, scale, gain, top)), (x, gain, scale)
 
 
 def _beside_backward(eps, saved, cotangents):

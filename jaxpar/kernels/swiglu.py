@@ -15,10 +15,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from jaxpar.kernels.measured import Measured
 from jaxpar.kernels.platform import Platform
 
 #: Columns of a program, of one row, and the warps that work on them, forward and backward: among
-#: the fastest of those measured, and the columns divide what is common divided over `tensor`.
+#: the fastest of those measured, and the columns divide what is common divided over `tensor`. A
+#: program that looks for its largest number waits for all its warps: 4 either way.
 COLUMNS, WARPS = 1024, (4, 8)
 
 LOG2_E = 1.4426950408889634
@@ -54,6 +56,35 @@ def _backward(saved, d_y):
 swiglu.defvjp(_forward, _backward)
 
 
+@jax.custom_vjp
+def swiglu_measured(gate_up: Measured) -> Measured:
+    """`swiglu` of rows as they are; result and gradient come with their largest magnitudes.
+
+    Args:     gate_up: [..., 2 F]; its own largest is not read.
+    """
+    values = gate_up.values
+    if _kernels_run(values):
+        return forward_by_kernel(values, None, measured=True)
+    return _measured_by_xla(forward_by_xla(values, None))
+
+
+def _forward_measured(gate_up):
+    return swiglu_measured(gate_up), gate_up.values
+
+
+def _backward_measured(gate_up, d_y):
+    if _kernels_run(gate_up):
+        return (backward_by_kernel(gate_up, None, d_y.values, measured=True),)
+    return (_measured_by_xla(backward_by_xla(gate_up, None, d_y.values)),)
+
+
+swiglu_measured.defvjp(_forward_measured, _backward_measured)
+
+
+def _measured_by_xla(x: jax.Array) -> Measured:
+    return Measured(x, jnp.max(jnp.abs(x)).astype(jnp.float32))
+
+
 def _kernels_run(gate_up: jax.Array) -> bool:
     here, F = Platform.here(), gate_up.shape[-1] // 2
     on = here.name == "gpu" and float(here.compute_capability) >= 8.0
@@ -87,63 +118,82 @@ def _gradients(gate, up, d_y):
     return d_y * up * share * (1 + gate * (1 - share)), d_y * gate * share
 
 
-@functools.partial(jax.jit, static_argnames=("columns", "warps", "interpret"))
-def forward_by_kernel(gate_up, scale, *, columns=COLUMNS, warps=WARPS[0], interpret=False):
-    """`swiglu`. A jit, as in `norm.by_kernel`."""
+_HOW = ("columns", "warps", "interpret", "measured")
 
-    def kernel(halves_ref, scale_ref, out_ref):
+
+@functools.partial(jax.jit, static_argnames=_HOW)
+def forward_by_kernel(gate_up, scale, *, measured=False, warps=WARPS[0], **how):
+    """`swiglu`, or `swiglu_measured`. A jit, as in `norm.by_kernel`."""
+
+    def kernel(halves_ref, scale_ref, out_ref, *largest_ref):
         gate, up = (_scaled(halves_ref[i], scale_ref[0]) for i in range(2))
-        out_ref[...] = _product(gate, up).astype(out_ref.dtype)
+        out_ref[...] = out = _product(gate, up).astype(out_ref.dtype)
+        _write_largest(largest_ref, [out])
 
-    row, halves, of_row = _blocks(columns)
-    halves_N2F, scale_N = _by_row(gate_up, scale)
-    N, _, F = halves_N2F.shape
-    run = _call(kernel, (N, F), row, [halves, of_row], halves_N2F, columns, warps, interpret)
-    return run(halves_N2F, scale_N).reshape(*gate_up.shape[:-1], F)
+    N, F = gate_up.size // gate_up.shape[-1], gate_up.shape[-1] // 2
+    made = _run(kernel, (N, F), [gate_up, scale], measured, warps, **how)
+    return _in_shape(made, (*gate_up.shape[:-1], F))
 
 
-@functools.partial(jax.jit, static_argnames=("columns", "warps", "interpret"))
-def backward_by_kernel(gate_up, scale, d_y, *, columns=COLUMNS, warps=WARPS[1], interpret=False):
-    """`backward_by_xla`."""
+@functools.partial(jax.jit, static_argnames=_HOW)
+def backward_by_kernel(gate_up, scale, d_y, *, measured=False, warps=None, **how):
+    """`backward_by_xla`, and its largest magnitude."""
 
-    def kernel(halves_ref, scale_ref, d_y_ref, out_ref):
+    def kernel(halves_ref, scale_ref, d_y_ref, out_ref, *largest_ref):
         gate, up = (_scaled(halves_ref[i], scale_ref[0]) for i in range(2))
-        for i, d in enumerate(_gradients(gate, up, _scaled(d_y_ref[...], scale_ref[0]))):
-            out_ref[i] = d.astype(out_ref.dtype)
+        gradients = _gradients(gate, up, _scaled(d_y_ref[...], scale_ref[0]))
+        rounded = [d.astype(out_ref.dtype) for d in gradients]
+        for i, d in enumerate(rounded):
+            out_ref[i] = d
+        _write_largest(largest_ref, rounded)
 
-    row, halves, of_row = _blocks(columns)
-    halves_N2F, scale_N = _by_row(gate_up, scale)
-    N, _, F = halves_N2F.shape
-    given = [halves, of_row, row]
-    run = _call(kernel, (N, 2, F), halves, given, halves_N2F, columns, warps, interpret)
-    return run(halves_N2F, scale_N, d_y.reshape(N, F)).reshape(gate_up.shape)
+    N, F = gate_up.size // gate_up.shape[-1], gate_up.shape[-1] // 2
+    warps = WARPS[not measured] if warps is None else warps
+    made = _run(kernel, (N, 2, F), [gate_up, scale, d_y], measured, warps, **how)
+    return _in_shape(made, gate_up.shape)
 
 
-def _blocks(columns: int):
-    """Of rows [N, F], of both halves [N, 2, F], of a number for each row [N]. A row's columns are
-    neighbours in the grid: what runs side by side reads and writes side by side."""
+def _write_largest(ref, arrays):
+    """Where it is asked for: the largest magnitude of what a program wrote, as it is rounded. Of
+    the bits as whole numbers, which have the same order; and above infinity there is NaN."""
+    if ref:
+        magnitudes = [jnp.abs(x.astype(jnp.float32)) for x in arrays]
+        bits = [lax.bitcast_convert_type(a, jnp.int32) for a in magnitudes]
+        ref[0][0] = jnp.max(functools.reduce(jnp.maximum, bits))
+
+
+def _in_shape(made, shape):
+    """What a kernel wrote, in a shape; with its largest magnitude, if there is that of programs."""
+    if len(made) == 1:
+        return made[0].reshape(shape)
+    return Measured(made[0].reshape(shape), lax.bitcast_convert_type(jnp.max(made[1]), jnp.float32))
+
+
+def _run(kernel, shape, given, measured, warps, *, columns=COLUMNS, interpret=False):
+    """What a kernel writes of rows [N, F], or of both halves [N, 2, F]; if measured, a number of
+    each program beside it.
+
+    Args:     given: gate_up; scale, or None; d_y, or nothing.
+    """
+    gate_up, scale, *rest = given
+    N, F = shape[0], shape[-1]
+    scale_N = jnp.ones_like(gate_up, jnp.float32, shape=N) if scale is None else scale.reshape(N)
+    operands = [gate_up.reshape(N, 2, F), scale_N, *(a.reshape(N, F) for a in rest)]
+    # A row's columns are neighbours in the grid: what runs side by side reads side by side.
     row = pl.BlockSpec((None, columns), lambda j, i: (i, j))
     halves = pl.BlockSpec((None, 2, columns), lambda j, i: (i, 0, j))
-    return row, halves, pl.BlockSpec((1,), lambda j, i: (i,))
-
-
-def _call(kernel, shape, out_spec, in_specs, like, columns, warps, interpret):
-    varying = jax.typeof(like).manual_axis_type
+    of_row = pl.BlockSpec((1,), lambda j, i: (i,))
+    of_program = [pl.BlockSpec((None, 1), lambda j, i: (j, i))] * measured
+    grid = (F // columns, N)
+    varying = jax.typeof(gate_up).manual_axis_type
+    out = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)  # noqa: E731
     return pl.pallas_call(
         kernel,
-        grid=(shape[-1] // columns, shape[0]),
-        in_specs=in_specs,
-        out_specs=out_spec,
-        out_shape=jax.ShapeDtypeStruct(shape, like.dtype, manual_axis_type=varying),
+        grid=grid,
+        in_specs=[halves, of_row, *[row] * len(rest)],
+        out_specs=[row if len(shape) == 2 else halves, *of_program],
+        out_shape=[out(gate_up.dtype, *shape), *[out(jnp.int32, *grid)] * measured],
         compiler_params=triton.CompilerParams(num_warps=warps, num_stages=1),
         name="swiglu" if len(shape) == 2 else "swiglu_backward",
         interpret=interpret,
-    )
-
-
-def _by_row(gate_up, scale):
-    """[N, 2, F], and float32 [N]."""
-    halves_N2F = gate_up.reshape(-1, 2, gate_up.shape[-1] // 2)
-    if scale is None:
-        scale = jnp.ones_like(halves_N2F[:, 0, 0], jnp.float32)
-    return halves_N2F, scale.reshape(-1)
+    )(*operands)

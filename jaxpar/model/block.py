@@ -154,7 +154,8 @@ def norms_are_scaled_later(cfg: Config) -> bool:
     pass. Not in float16, whose range the unscaled products may leave."""
     m = cfg.model
     one_pass = gate_and_up_are_one(cfg) and not m.qkv_bias
-    return one_pass and cfg.parallel.tensor == 1 and m.dtype != "float16"
+    plain = m.matmul_dtype == "compute" and m.dtype != "float16"
+    return one_pass and plain and cfg.parallel.tensor == 1
 
 
 def normed_pieces(x: jax.Array, w: Tree, name: str, cfg: Config) -> tuple[jax.Array, Pieces]:

@@ -16,8 +16,10 @@ from jax import lax
 from jaxpar.axes import TENSOR, VOCAB_AXES
 from jaxpar.config import ModelConfig, RopeScaling
 from jaxpar.kernels import float8
+from jaxpar.kernels.measured import Measured
 from jaxpar.kernels.norm import Normed, Unscaled, rms_norm, rms_norm_beside, rms_norm_unscaled
 from jaxpar.kernels.swiglu import swiglu as swiglu_of_both
+from jaxpar.kernels.swiglu import swiglu_measured
 from jaxpar.model import lora
 from jaxpar.parallel.float32_gradients import is_weight
 
@@ -91,14 +93,17 @@ def add_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:
     return y if bias is None else (y.astype(jnp.float32) + bias).astype(y.dtype)
 
 
-def matmul(x: jax.Array | Normed, weights: Sequence[Any], name: str) -> list[jax.Array]:
+def matmul(
+    x: jax.Array | Normed | Measured, weights: Sequence[Any], name: str, *, measured: bool = False
+) -> list[Any]:
     """x times each weight: in the compute dtype, or in float8 if the weights are `float8.Weight`.
     Of a `float32_gradients.Weight`, the gradient is float32.
 
-    Args:     x: unwritten for float8 alone. name: remat name of x, and in float8 of the rounded x.
+    Args:     x: unwritten, or measured, for float8 alone. name: remat name of x, and in float8 of
+              the rounded x. measured: in float8 alone, the outputs are, for their gradients.
     """
     if isinstance(weights[0], float8.Weight):
-        return float8.matmul(x, weights, name)
+        return float8.matmul(x, weights, name, measured=measured)
     return [_product(x, w.values, *w.gradients) if is_weight(w) else x @ w for w in weights]
 
 
@@ -162,7 +167,7 @@ def gate_and_up(h_BTD: jax.Array | Normed, w: dict) -> tuple[jax.Array, jax.Arra
 
 
 @jax.named_scope("output")
-def to_residual(x: jax.Array, w: dict, weight: str, name: str) -> jax.Array:
+def to_residual(x: jax.Array | Measured, w: dict, weight: str, name: str) -> jax.Array:
     """x times `wo` or `w_down`: row-parallel, this tensor rank's part of a sum, [B, T, D].
 
     Args:     name: remat name of x.
@@ -172,9 +177,10 @@ def to_residual(x: jax.Array, w: dict, weight: str, name: str) -> jax.Array:
 
 
 @jax.named_scope("gate_up")
-def gate_beside_up(h_BTD: jax.Array | Normed, w: dict) -> jax.Array:
-    """Both in one, [B, T, 2 F]: column-parallel, of weights side by side."""
-    (gate_up,) = matmul(h_BTD, [w["w_gate_up"]], "mlp_norm")
+def gate_beside_up(h_BTD: jax.Array | Normed, w: dict) -> jax.Array | Measured:
+    """Both in one, [B, T, 2 F]: column-parallel, of weights side by side. Measured in float8, where
+    `gated_in_one` finds its gradient's largest magnitude."""
+    (gate_up,) = matmul(h_BTD, [w["w_gate_up"]], "mlp_norm", measured=True)
     return gate_up
 
 
@@ -196,12 +202,17 @@ def gated(gate: jax.Array, up: jax.Array, m: ModelConfig) -> jax.Array:
 
 
 @jax.named_scope("activation")
-def gated_in_one(gate_up_BT2F: jax.Array, scale_BT1: jax.Array | None = None) -> jax.Array:
-    """`gated` of what `gate_beside_up` makes: SwiGLU, [B, T, F].
+def gated_in_one(
+    gate_up_BT2F: jax.Array | Measured, scale_BT1: jax.Array | None = None
+) -> jax.Array | Measured:
+    """`gated` of what `gate_beside_up` makes: SwiGLU, [B, T, F]; measured, if that is.
 
     Args:     scale: of each row, where the matmul's input is yet to be scaled; float32, without a
               gradient. None: it is not.
     """
+    if isinstance(gate_up_BT2F, Measured):
+        assert scale_BT1 is None  # float8 rounds norms from their inputs, scaled
+        return swiglu_measured(gate_up_BT2F)
     return swiglu_of_both(gate_up_BT2F, scale_BT1)
 
 

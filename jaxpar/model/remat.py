@@ -31,6 +31,7 @@ the bytes; attn_out beside it, which attention's own backward needs: 3 H K.
 Saved under every policy: the scale of each row of a norm, 4 bytes.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,12 +39,15 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxpar.kernels import float8, norm
+from jaxpar.kernels.measured import Measured
 from jaxpar.memory_rules import LAYER_INPUT, ON_HOST, REMAT_NAMES, without_mark
 
 
-def named(x: jax.Array, name: str) -> jax.Array:
-    """Let a policy save this value under its name."""
+def named[X: jax.Array | Measured](x: X, name: str) -> X:
+    """Let a policy save this value under its name; of a measured one, the array."""
     assert name in REMAT_NAMES, name
+    if isinstance(x, Measured):
+        return dataclasses.replace(x, values=checkpoint_name(x.values, name))
     return checkpoint_name(x, name)
 
 

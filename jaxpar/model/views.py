@@ -80,11 +80,13 @@ def _arranged(w: Tree, cfg: Config) -> Tree:
 
 
 def gate_and_up_are_one(cfg: Config) -> bool:
-    """Whether one matmul serves gate and up: in the compute dtype, with the activation whose
-    gradients are written side by side, and without what belongs to one of the two. Not for rows in
-    turns, where XLA would put more of the weights' gradients off, 4% of memory (docs/LOG.md)."""
+    """Whether one matmul serves gate and up: in the compute dtype, or in float8 with one scale per
+    tensor, with the activation whose gradients are written side by side, and without what belongs
+    to one of the two. Not for rows in turns, where XLA would put more of the weights' gradients
+    off, 4% of memory (docs/LOG.md)."""
     m = cfg.model
-    plain = m.matmul_dtype == "compute" and m.activation == "silu" and not m.mlp_bias
+    scaled_by_row = m.matmul_dtype == "float8" and m.float8_scaling == "row"
+    plain = not scaled_by_row and m.activation == "silu" and not m.mlp_bias
     in_turns = cfg.parallel.row_groups > 1
     return plain and not m.num_experts and not cfg.lora.rank and not in_turns
 

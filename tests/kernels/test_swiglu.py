@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxpar.kernels import swiglu
+from jaxpar.kernels.measured import Measured
 from jaxpar.kernels.platform import Platform, compiling_for
 
 
@@ -59,6 +60,55 @@ def test_the_kernels_compute_the_same(rows, F, scaled, dtype):
         found, wanted = (np.asarray(a, np.float32) for a in (found, wanted))
         rtol = 1e-5 if dtype == jnp.float32 else 2**-7
         np.testing.assert_allclose(found, wanted, rtol=rtol, atol=1e-6)
+
+
+def measured_by_kernel(gate_up, d_y, **how):
+    """Result and gradient of the kernels, with what they found to be the largest."""
+    result = swiglu.forward_by_kernel(gate_up, None, measured=True, **how)
+    return result, swiglu.backward_by_kernel(gate_up, None, d_y, measured=True, **how)
+
+
+def assert_measured(found, values):
+    """The same array, and its largest magnitude as it is rounded."""
+    assert found.dtype == values.dtype
+    same, values = (np.asarray(a, np.float32) for a in (found.values, values))
+    np.testing.assert_array_equal(same, values)
+    assert found.largest.dtype == jnp.float32 and found.largest.shape == ()
+    np.testing.assert_array_equal(found.largest, np.max(np.abs(values)))
+
+
+@pytest.mark.parametrize("bad", [None, np.nan, np.inf])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_the_kernels_measure_what_they_write(dtype, bad):
+    """Of several programs, in the first half's gradient and in the second's; NaN is the largest."""
+    how = dict(columns=128, interpret=True)
+    gate_up, _, d_y = arguments(6, 384, dtype, scaled=False)
+    gate_up = gate_up if bad is None else gate_up.at[1, 2, 200].set(bad)
+    result, gradient = measured_by_kernel(gate_up, d_y, **how)
+    assert_measured(result, swiglu.forward_by_kernel(gate_up, None, **how))
+    assert_measured(gradient, swiglu.backward_by_kernel(gate_up, None, d_y, **how))
+    assert np.isfinite(result.largest) == (bad is None)
+
+
+@pytest.mark.parametrize("half", ["gate", "up"])
+def test_the_largest_gradient_may_be_in_either_half(half):
+    how = dict(columns=128, interpret=True)
+    gate, up = (1.0, 50.0) if half == "gate" else (9.0, 1.0)
+    gate_up = jnp.concatenate([jnp.full((1, 128), gate), jnp.full((1, 128), up)], axis=-1)
+    _, gradient = measured_by_kernel(gate_up, jnp.ones((1, 128)), **how)
+    halves = [float(jnp.max(jnp.abs(a))) for a in jnp.split(gradient.values, 2, axis=-1)]
+    assert (halves[0] > halves[1]) == (half == "gate")
+    assert float(gradient.largest) == max(halves)
+
+
+def test_measured_it_is_the_same_and_so_is_its_gradient():
+    """Left to XLA. Nobody reads the largest that comes in."""
+    gate_up, _, d_y = arguments(6, 4, jnp.bfloat16, scaled=False)
+    found, vjp = jax.vjp(swiglu.swiglu_measured, Measured(gate_up, jnp.float32(np.nan)))
+    wanted, plain_vjp = jax.vjp(lambda a: swiglu.swiglu(a, None), gate_up)
+    assert_measured(found, wanted)
+    (gradient,) = vjp(Measured(d_y, jnp.float32(0)))
+    assert_measured(gradient, plain_vjp(d_y)[0])
 
 
 def test_far_from_zero_there_are_numbers():

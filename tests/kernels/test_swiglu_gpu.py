@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxpar.kernels import swiglu
-from tests.kernels.test_swiglu import arguments
+from tests.kernels.test_swiglu import arguments, assert_measured, measured_by_kernel
 
 pytestmark = pytest.mark.gpu
 
@@ -22,3 +22,13 @@ def test_the_kernels_compute_the_same(rows, F, scaled):
         found, wanted = (np.asarray(f(*given), np.float32) for f in (by_kernel, jax.jit(by_xla)))
         assert np.mean(found != wanted) < 1e-2  # the last digit
         np.testing.assert_allclose(found, wanted, rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [None, np.nan, np.inf])
+@pytest.mark.parametrize(("rows", "F"), [(70000, 1024), (4096, 14336)])
+def test_the_kernels_measure_what_they_write(rows, F, bad):
+    gate_up, _, d_y = arguments(rows, F, jax.numpy.bfloat16, scaled=False)
+    gate_up = gate_up if bad is None else gate_up.at[1, 2, 200].set(bad)
+    result, gradient = measured_by_kernel(gate_up, d_y)
+    assert_measured(result, swiglu.forward_by_kernel(gate_up, None))
+    assert_measured(gradient, swiglu.backward_by_kernel(gate_up, None, d_y))

@@ -32,8 +32,9 @@ def is_spec(leaf) -> bool:
     return hasattr(leaf, "axes")
 
 
-def test_gate_lies_before_up():
-    w = first_layer(BASE)
+@pytest.mark.parametrize("dtype", ["compute", "float8"])
+def test_gate_lies_before_up(dtype):
+    w = first_layer(replace(BASE, **{"model.matmul_dtype": dtype, "model.dtype": "bfloat16"}))
     np.testing.assert_array_equal(w["w_gate_up"][:, :32], w["stored"]["w_gate"][0])
     np.testing.assert_array_equal(w["w_gate_up"][:, 32:], w["stored"]["w_up"][0])
     assert not {"w_gate", "w_up"} & set(w)
@@ -42,13 +43,17 @@ def test_gate_lies_before_up():
 @pytest.mark.parametrize(
     "fields",
     [
-        {"model.matmul_dtype": "float8", "model.dtype": "bfloat16"},
+        {
+            "model.matmul_dtype": "float8",
+            "model.float8_scaling": "row",
+            "model.dtype": "bfloat16",
+        },
         {"model.activation": "gelu"},
         {"model.mlp_bias": True},
         {"model.num_experts": 2},
         {"parallel.row_groups": 2, "train.global_batch_size": 2},
     ],
-    ids=["float8", "gelu", "bias", "experts", "turns"],
+    ids=["float8 by row", "gelu", "bias", "experts", "turns"],
 )
 def test_where_gate_and_up_are_two(fields):
     w = first_layer(replace(BASE, **fields))

@@ -16,6 +16,7 @@ Hopper's tensor cores read 8-bit operands only with the summed dimension contigu
 activation or gradient the transposed copy is written in the pass that rounds (`both_ways.py`).
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -34,6 +35,7 @@ from jaxpar.kernels.float8.quantize import (
     power_of_two_scale,
     quantize,
 )
+from jaxpar.kernels.measured import Measured, unmeasured
 from jaxpar.kernels.norm import Normed
 
 type Scaling = Literal["tensor", "row"]
@@ -75,14 +77,21 @@ def quantize_weight(w: jax.Array, scale: jax.Array, scaling: Scaling, outer: int
     return Weight(values, lax.stop_gradient(scale), w, scaling, outer)
 
 
-def matmul(x: jax.Array | Normed, weights: Sequence[Weight], name: str) -> list[jax.Array]:
+def matmul(
+    x: jax.Array | Normed | Measured,
+    weights: Sequence[Weight],
+    name: str,
+    *,
+    measured: bool = False,
+) -> list[Any]:
     """x times each weight; x is rounded once.
 
     Args:     x: [..., in], compute dtype; a norm's output may come unwritten, and with one scale
               per tensor never is. weights: of one `scaling`. name: remat name under which
               the rounded x may be saved for the gradients of the weights ("tensor"; for "row" that
-              is x itself, for the caller to name).
-    Returns:  [..., out] each, compute dtype.
+              is x itself, for the caller to name). measured: whether the outputs' gradients come
+              with their largest magnitudes.
+    Returns:  [..., out] each, compute dtype; `Measured`, if their gradients are.
     Communication: none; with tensor parallelism each rank scales its own operands.
     Source:   Micikevicius et al. 2022 (2209.05433), section 4; "row": torchao's
               `rowwise_with_gw_hp`.
@@ -90,19 +99,19 @@ def matmul(x: jax.Array | Normed, weights: Sequence[Weight], name: str) -> list[
     if isinstance(x, Normed) and weights[0].scaling == "row":
         x = x.whole()
     flat = x.rows() if isinstance(x, Normed) else x.reshape(-1, x.shape[-1])
-    outputs = _matmul(flat, tuple(weights), name)
+    outputs = _matmul(flat, tuple(weights), name, measured)
     return [y.reshape(*x.shape[:-1], y.shape[-1]) for y in outputs]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _matmul(x, weights, name):
-    return _forward(x, weights, name)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _matmul(x, weights, name, measured):
+    return _forward(x, weights, name, measured)[0]
 
 
-def _forward(x, weights, name):
-    values = x.unrounded() if isinstance(x, Normed) else x
-    scale = power_of_two_scale(largest(values, _shared(weights[0].scaling)), FORWARD)
-    scale = checkpoint_name(scale, SCALE)
+def _forward(x, weights, name, measured):
+    form = _without_arrays(x)
+    scale = checkpoint_name(_scale_of(x, weights[0].scaling, FORWARD), SCALE)
+    x = x.values if isinstance(x, Measured) else x
     if weights[0].scaling == "tensor":
         q, transposed = quantize_both_ways(x, scale, FORWARD)
         kept = _bits(transposed, name)
@@ -110,16 +119,17 @@ def _forward(x, weights, name):
         q, kept = quantize(x, scale[:, None], FORWARD), x
     product = functools.partial(_product, dims=(1, 0), precision=OUTPUT_PRECISION, dtype=x.dtype)
     outputs = tuple(product(q, w.values, scales=(w.scale, scale)) for w in weights)
-    form = Normed(None, None, None) if isinstance(x, Normed) else None
+    outputs = tuple(map(unmeasured, outputs)) if measured else outputs
     return outputs, (kept, scale, weights, form)
 
 
-def _backward(name, saved, d_outputs):
+def _backward(name, measured, saved, d_outputs):
     kept, scale, weights, form = saved
     d_x, d_weights = [], []
     product = functools.partial(_product, precision=GRADIENT_PRECISION, dtype=d_outputs[0].dtype)
     for dy, w in zip(d_outputs, weights, strict=True):
-        g_scale = power_of_two_scale(largest(dy, _shared(w.scaling)), BACKWARD)
+        g_scale = _scale_of(dy, w.scaling, BACKWARD)
+        dy = dy.values if measured else dy
         if w.scaling == "tensor":
             g, transposed = quantize_both_ways(dy, g_scale, BACKWARD)
             x = lax.bitcast_convert_type(kept, FORWARD).reshape(w.values.shape[0], -1)
@@ -131,8 +141,7 @@ def _backward(name, saved, d_outputs):
             d_w = lax.dot_general(kept, dy, (((0,), (0,)), ((), ())))
         d_x.append(product(g, w.values, dims=(1, 1), scales=(w.scale, g_scale)))
         d_weights.append(w.replace(values=None, scale=None, gradient=d_w.astype(w.gradient.dtype)))
-    total = functools.reduce(jnp.add, d_x)
-    return total if form is None else form.replace(x=total), tuple(d_weights)
+    return _in_form(functools.reduce(jnp.add, d_x), form), tuple(d_weights)
 
 
 _matmul.defvjp(_forward, _backward)
@@ -148,9 +157,30 @@ def _bits(q: jax.Array, name: str) -> jax.Array:
     return checkpoint_name(lax.bitcast_convert_type(q, jnp.uint8).reshape(-1), name)
 
 
-def _shared(scaling: Scaling) -> int | None:
-    """The dims of [tokens, features] that share a scale: both, or the second."""
-    return None if scaling == "tensor" else 1
+def _scale_of(x: jax.Array | Normed | Measured, scaling: Scaling, dtype: Any) -> jax.Array:
+    """That of all of x, [tokens, features], or of each token."""
+    if scaling == "row":
+        assert not isinstance(x, Normed)  # `matmul` writes it
+        seen = largest(x.values if isinstance(x, Measured) else x, 1)
+    elif isinstance(x, Normed):
+        seen = x.largest()
+    else:
+        seen = x.largest if isinstance(x, Measured) else largest(x)
+    return power_of_two_scale(seen, dtype)
+
+
+def _without_arrays(x: jax.Array | Normed | Measured) -> Normed | Measured | None:
+    """What x comes as."""
+    if isinstance(x, Measured):
+        return Measured(None, None)
+    return Normed(None, None, None, None) if isinstance(x, Normed) else None
+
+
+def _in_form(d_x: jax.Array, form: Normed | Measured | None) -> Any:
+    """The gradient of what came as that."""
+    if isinstance(form, Normed):
+        return dataclasses.replace(form, x=d_x)
+    return d_x if form is None else dataclasses.replace(form, values=d_x)
 
 
 def _product(a, b, *, dims: tuple[int, int], scales: tuple, precision: Any, dtype: Any):
