@@ -1,5 +1,6 @@
 """Matrix products of a program, as they are run alone: the same numbers in the same memory."""
 
+import dataclasses
 import json
 import math
 
@@ -94,6 +95,31 @@ def test_a_library_call():
     assert the_product(X, W, gemm(plain, "%x, %w", target="mosaic_gpu")) is None
     turned = the_product(X, W, gemm("bf16[6,10]{0,1}", "%x, %w"))
     assert (turned.left, turned.right) == ((4, 10), (6, 4))
+
+
+X8, W8 = "%x = f8e4m3fn[6,4]{1,0} parameter(0)", "%w = f8e5m2[4,10]{0,1} parameter(1)"
+SCALES = ("%s = f32[] parameter(2)", "%r = f32[] parameter(3)")
+EIGHT = dict(target="__cublas$lt$matmul$f8")
+
+
+def test_a_library_call_on_8_bits():
+    """Its scales come behind what it multiplies, and behind what it adds to."""
+    call = gemm("bf16[6,10]{1,0}", "%x, %w, %s, %r", **EIGHT)
+    exact = Product(
+        *((6, 4), (10, 4), (1,), (1,), "float8_e4m3fn", "bfloat16"), right_dtype="float8_e5m2"
+    )
+    assert the_product(X8, W8, *SCALES, call) == exact
+    assert str(exact) == "float8_e4m3fn[6,4] x float8_e5m2[10,4] over 1 and 1 in bfloat16"
+    precision = '"precision_config":{"operand_precision":["DEFAULT","DEFAULT"]},"epilogue"'
+    fast = the_product(X8, W8, *SCALES, call.replace('"epilogue"', precision))
+    assert fast == dataclasses.replace(exact, fast=True) and str(fast).endswith(", fast")
+    base = "%b = bf16[6,10]{1,0} parameter(4)"
+    added = gemm("bf16[6,10]{1,0}", "%x, %w, %b, %s, %r", **EIGHT)
+    assert the_product(X8, W8, *SCALES, base, added) == dataclasses.replace(exact, adds=True)
+    alike = W8.replace("e5m2", "e4m3fn")
+    assert the_product(X8, alike, *SCALES, call) == dataclasses.replace(exact, right_dtype="")
+    assert the_product(X, W8, *SCALES, call) is None  # of 16 and 8 bits
+    assert the_product(X8, W8, *SCALES, call.replace("bf16[6,10]", "f8e4m3fn[6,10]")) is None
 
 
 def test_a_library_call_on_elements_of_tuples():
@@ -245,6 +271,24 @@ def test_a_product_of_a_compiled_program(left, right, over):
     np.testing.assert_allclose(run(each[0], *values), compiled(*values), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("fast", [False, True])
+def test_8_bits_are_multiplied_and_scaled_back(fast, adds):
+    """With the precision by which XLA tells how its sums are made."""
+    random = np.random.default_rng(0)
+    x, w = (random.integers(-4, 5, dims).astype(np.float32) for dims in ((6, 4), (10, 4)))
+    product = Product(
+        *((6, 4), (10, 4), (1,), (1,), "float8_e4m3fn", "bfloat16", adds, "float8_e5m2", fast)
+    )
+    given = [jnp.asarray(x, jnp.float8_e4m3fn), jnp.asarray(w, jnp.float8_e5m2), np.float32(4)]
+    base = [random.integers(-4, 5, (6, 10)).astype(jnp.bfloat16)] * adds
+    expected = (x @ w.T) / 4 + (base[0].astype(np.float32) if adds else 0)
+    np.testing.assert_array_equal(run(product, *given, *base).astype(np.float32), expected)
+    lowered = sustained.program_of("m_1", product.as_json()).lower(*given, *base).as_text()
+    assert ("precision = [DEFAULT, DEFAULT]" in lowered) == fast
+    assert ("precision = [HIGHEST, HIGHEST]" in lowered) == (not fast)
+
+
 def test_the_result_has_its_dtype_and_the_program_its_name():
     given = Product((8, 4), (4, 6), (1,), (0,), "bfloat16", "float32").as_json()
     program = sustained.program_of("m_abc", given)
@@ -254,14 +298,16 @@ def test_the_result_has_its_dtype_and_the_program_its_name():
 
 
 @pytest.fixture
-def two(tmp_path, monkeypatch):
-    """A file of two products, one of them added, and how often each was launched and when."""
+def three(tmp_path, monkeypatch):
+    """A file of three products, two of them added, and how often each was launched and when."""
     monkeypatch.setattr(sustained, "WARM_UP", 2e-3)
     monkeypatch.setattr(sustained, "TIMED", 4e-3)
     plain = Product((8, 4), (4, 6), (1,), (0,), "float32", "float32")
     added = Product((8, 4), (8, 6), (0,), (0,), "bfloat16", "float32", adds=True)
+    eight = Product((8, 4), (6, 4), (1,), (1,), "float8_e4m3fn", "bfloat16", True, "float8_e5m2")
     asked, launched = tmp_path / "products.json", []
-    asked.write_text(json.dumps({"m_1": plain.as_json(), "m_2": added.as_json()}))
+    named = {"m_1": plain, "m_2": added, "m_3": eight}
+    asked.write_text(json.dumps({name: product.as_json() for name, product in named.items()}))
     made = sustained.program_of
 
     def program_of(name, product):
@@ -278,24 +324,28 @@ def two(tmp_path, monkeypatch):
     return asked, launched
 
 
-def test_without_a_file_for_times_each_runs_once(two, tmp_path):
-    asked, launched = two
+def test_without_a_file_for_times_each_runs_once(three, tmp_path):
+    asked, launched = three
     assert sustained.main([str(asked)]) == 0
-    assert launched == [("m_1", [(8, 4), (4, 6)]), ("m_2", [(8, 4), (8, 6), (4, 6)])]
+    assert launched == [
+        ("m_1", [(8, 4), (4, 6)]),
+        ("m_2", [(8, 4), (8, 6), (4, 6)]),
+        ("m_3", [(8, 4), (6, 4), (), (8, 6)]),
+    ]
     assert list(tmp_path.iterdir()) == [asked]
 
 
-def test_times_of_every_round(two, tmp_path):
-    asked, launched = two
+def test_times_of_every_round(three, tmp_path):
+    asked, launched = three
     times = tmp_path / "times.json"
     assert sustained.main([str(asked), str(times)]) == 0
     found = json.loads(times.read_text())
-    assert found.keys() == {"m_1", "m_2"}
+    assert found.keys() == {"m_1", "m_2", "m_3"}
     for each in found.values():
         assert len(each) == sustained.ROUNDS and all(0 < us < 1e6 for us in each)
     names = [name for name, _ in launched]
     turns = [name for name, before in zip(names, [None, *names], strict=False) if name != before]
-    assert turns == ["m_1", "m_2"] * sustained.ROUNDS  # so that a drift is in both
+    assert turns == ["m_1", "m_2", "m_3"] * sustained.ROUNDS  # so that a drift is in both
     least = 1 + 3 + 2 + 3
     assert all(names.count(name) >= sustained.ROUNDS * least for name in found)
-    assert math.prod(launched[-1][1][2]) == 4 * 6
+    assert math.prod(launched[-1][1][3]) == 8 * 6
