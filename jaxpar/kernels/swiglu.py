@@ -8,6 +8,7 @@ Source:   Shazeer 2020 (2002.05202), equation 5.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +16,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from jaxpar.kernels.float8.quantize import largest
 from jaxpar.kernels.measured import Measured
 from jaxpar.kernels.platform import Platform
 
-#: Columns of a program, of one row, and the warps that work on them, forward and backward: among
-#: the fastest of those measured, and the columns divide what is common divided over `tensor`. A
-#: program that looks for its largest number waits for all its warps: 4 either way.
+#: Columns of a program, of one row, where F is a multiple, and the warps that work on them, forward
+#: and backward: among the fastest of those measured. A program that looks for its largest number
+#: waits for all its warps: 4 either way.
 COLUMNS, WARPS = 1024, (4, 8)
+
+#: Else the largest power of two that F is a multiple of, with as many columns to a warp; not fewer
+#: than this.
+FEWEST_COLUMNS = 256
 
 LOG2_E = 1.4426950408889634
 
@@ -35,7 +41,7 @@ def swiglu(gate_up: jax.Array, scale: jax.Array | None) -> jax.Array:
     Returns:  [..., F], the same dtype.
 
     Both directions are Triton kernels on NVIDIA GPUs since Ampere, for bfloat16 and an F that is a
-    multiple of `COLUMNS`; else they are left to XLA.
+    multiple of `FEWEST_COLUMNS`; else they are left to XLA.
     """
     by = forward_by_kernel if _kernels_run(gate_up) else forward_by_xla
     return by(gate_up, scale)
@@ -82,13 +88,13 @@ swiglu_measured.defvjp(_forward_measured, _backward_measured)
 
 
 def _measured_by_xla(x: jax.Array) -> Measured:
-    return Measured(x, jnp.max(jnp.abs(x)).astype(jnp.float32))
+    return Measured(x, largest(x))
 
 
 def _kernels_run(gate_up: jax.Array) -> bool:
     here, F = Platform.here(), gate_up.shape[-1] // 2
     on = here.name == "gpu" and float(here.compute_capability) >= 8.0
-    return on and gate_up.dtype == jnp.bfloat16 and F % COLUMNS == 0
+    return on and gate_up.dtype == jnp.bfloat16 and F % FEWEST_COLUMNS == 0
 
 
 def forward_by_xla(gate_up, scale):
@@ -169,7 +175,7 @@ def _in_shape(made, shape):
     return Measured(made[0].reshape(shape), lax.bitcast_convert_type(jnp.max(made[1]), jnp.float32))
 
 
-def _run(kernel, shape, given, measured, warps, *, columns=COLUMNS, interpret=False):
+def _run(kernel, shape, given, measured, warps, *, columns=None, interpret=False):
     """What a kernel writes of rows [N, F], or of both halves [N, 2, F]; if measured, a number of
     each program beside it.
 
@@ -177,6 +183,9 @@ def _run(kernel, shape, given, measured, warps, *, columns=COLUMNS, interpret=Fa
     """
     gate_up, scale, *rest = given
     N, F = shape[0], shape[-1]
+    if columns is None:
+        columns = math.gcd(F, COLUMNS)
+        warps = max(1, warps * columns // COLUMNS)
     scale_N = jnp.ones_like(gate_up, jnp.float32, shape=N) if scale is None else scale.reshape(N)
     operands = [gate_up.reshape(N, 2, F), scale_N, *(a.reshape(N, F) for a in rest)]
     # A row's columns are neighbours in the grid: what runs side by side reads side by side.

@@ -1,5 +1,7 @@
 """SwiGLU and its gradient, by XLA and by the kernels (interpreted), against autodiff."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -119,15 +121,26 @@ def test_far_from_zero_there_are_numbers():
     np.testing.assert_array_equal(vjp(one)[0], [[0, 3, 0, 1000]])
 
 
+@pytest.mark.parametrize(("F", "programs"), [(2048, 2), (1792, 7), (512, 1)])
+def test_a_program_takes_as_many_columns_as_divide_a_row(F, programs):
+    gate_up, _, d_y = arguments(2, F, jnp.float32, scaled=False)
+    found = swiglu.forward_by_kernel(gate_up, None, interpret=True)
+    np.testing.assert_allclose(found, swiglu.forward_by_xla(gate_up, None), rtol=1e-5, atol=1e-6)
+    run = functools.partial(swiglu.backward_by_kernel, interpret=True)
+    assert f"grid=({programs}, 2)" in str(jax.make_jaxpr(run)(gate_up, None, d_y))
+
+
 @pytest.mark.parametrize(
     ("F", "dtype", "by"),
     [
         (14336, jnp.bfloat16, "kernel"),
         (7168, jnp.bfloat16, "kernel"),
         (8192, jnp.float32, "XLA"),
+        (1792, jnp.bfloat16, "kernel"),
+        (11008, jnp.bfloat16, "kernel"),
         (8000, jnp.bfloat16, "XLA"),
     ],
-    ids=["8B", "over tensor", "float32", "columns"],
+    ids=["8B", "over tensor", "float32", "over tensor 8", "2 7B", "columns"],
 )
 def test_the_kernels_are_for_gpus_and_some_shapes(F, dtype, by):
     gate_up = jax.ShapeDtypeStruct((2, 16, 2 * F), dtype)
