@@ -162,7 +162,8 @@ def test_a_table_that_is_shipped(row):
         assert len(targets) == 1  # of one GPU
         for entry in entries.values():
             product, times, start = entry.splitlines()[:3]
-            assert re.fullmatch(r"# \w+\[[\d,]+\] x \[[\d,]+\] over [\d,]+ and [\d,]+.*", product)
+            sides = r"\w+\[[\d,]+\] x \w*\[[\d,]+\]"
+            assert re.fullmatch(rf"# {sides} over [\d,]+ and [\d,]+.*", product)
             assert times.startswith(f"# {autotuned.chosen(entry)}: ") and start == "entries {"
             assert re.search('optimal_backend_version: "[^"]+"', entry)
             assert entry.count("{") == entry.count("}")

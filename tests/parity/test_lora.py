@@ -165,7 +165,9 @@ def test_the_first_step_is_that_of_the_model_without(devices):
     assert not parity.differing(parity.to_host(base.params), parity.to_host(shared))
     found = make_eval_step(cfg, mesh)(state.params, batch)
     alone = make_eval_step(without(cfg), mesh)(base.params, batch)
-    assert float(found[0]) == float(alone[0])
+    # To float32's last digits: without adapters gate and up are one matmul, and a norm's rows are
+    # scaled behind it.
+    np.testing.assert_allclose(found[0], alone[0], rtol=5e-7)
 
 
 def test_moments_are_of_adapters_alone():
