@@ -14,6 +14,7 @@ Source:   Williams et al. 2009, "Roofline".
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxpar.planning.hardware import Gpu
@@ -23,6 +24,9 @@ from jaxpar.profiling.hlo import Instruction, Module, arrays_of, num_bytes
 _HALF, _EIGHT_BITS = ("bf16", "f16"), ("f8e4m3fn", "f8e5m2", "s8")
 
 _SLICES = ("slice", "dynamic-slice", "gather")
+
+#: What gives each number of its operand once: a slice of it reads no more of the operand.
+_ONE_BY_ONE = ("bitcast", "convert", "copy", "reshape", "transpose")
 
 
 @dataclass(frozen=True)
@@ -109,13 +113,37 @@ def _bytes(module: Module, instruction: Instruction) -> int | None:
     for parameter in body:
         if parameter.opcode != "parameter":
             continue
-        users = [i for i in body if parameter.name in i.operands]
+        users = _users(body, parameter.name)
         at = int(parameter.operands[0])
-        sliced = [i for i in users if i.opcode in _SLICES and i.operands[0] == parameter.name]
-        if at < len(read) and users and len(sliced) == len(users):
-            read[at] = sum(num_bytes(user.type) for user in users)
+        sliced = _sliced(body, parameter)
+        if at < len(read) and sliced is not None:
+            share = sliced / max(1, _count(parameter.type))
+            read[at] = round(min(1, share) * num_bytes(parameter.type))
         if at < len(read) and root.opcode == "dynamic-update-slice" and users == [root]:
             piece = module.type_of(root.operands[1])
             if root.operands[0] == parameter.name and piece is not None:
                 read[at], written = 0, num_bytes(piece)
     return sum(read) + written
+
+
+def _users(body: Sequence[Instruction], name: str) -> list[Instruction]:
+    return [i for i in body if name in i.operands]
+
+
+def _sliced(body: Sequence[Instruction], array: Instruction) -> int | None:
+    """How many numbers of an array all slices of it have; None if something reads all of it."""
+    total, users = 0, _users(body, array.name)
+    for user in users:
+        if user.opcode in _SLICES and user.operands[0] == array.name:
+            taken: int | None = _count(user.type)
+        else:
+            taken = _sliced(body, user) if user.opcode in _ONE_BY_ONE else None
+        if taken is None:
+            return None
+        total += taken
+    return total if users else None
+
+
+def _count(type_text: str) -> int:
+    """Numbers in an array's type."""
+    return sum(math.prod(dims) for _, dims in arrays_of(type_text))
