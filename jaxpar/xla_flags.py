@@ -278,6 +278,14 @@ def table_of(gpu: str) -> Path | None:
     return next((_PACKAGE / t.value for t in tables if any(n in gpu for n in t.gpus)), None)
 
 
+def alike_everywhere(settings: str) -> str:
+    """Settings, one or several, with our tables named by their place in the package."""
+    for flag in FLAGS:
+        if flag.name == TABLE:
+            settings = settings.replace(flag.setting, f"--{TABLE}={_PACKAGE.name}/{flag.value}")
+    return settings
+
+
 def apply(cfg: Config, num_processes: int = 1) -> list[str]:
     """Set the flags and environment for this host. Must run before JAX starts its backend.
 

@@ -169,6 +169,19 @@ def test_a_table_that_is_shipped(row):
             assert entry.count("{") == entry.count("}")
 
 
+@pytest.mark.parametrize("folder", ["/opt/jaxpar", "/home/a b/jaxpar"])
+def test_a_table_is_called_the_same_wherever_jaxpar_lies(folder, monkeypatch):
+    monkeypatch.setattr(xla_flags, "_PACKAGE", Path(folder))
+    (row,) = [row for row in xla_flags.FLAGS if row.name == xla_flags.TABLE]
+    settings = f"--xla_gpu_enable_triton_gemm=false {row.setting} --xla_a=/home/b"
+    found = xla_flags.alike_everywhere(settings).split()
+    assert found == [
+        "--xla_gpu_enable_triton_gemm=false",
+        "--xla_gpu_load_autotune_results_from=jaxpar/tuned/nvidia_h200.textproto",
+        "--xla_a=/home/b",
+    ]
+
+
 def test_a_flag_whose_name_goes_on_is_another(gpu_host):
     os.environ["XLA_FLAGS"] = "--xla_gpu_enable_triton_gemm_any=true"
     assert "--xla_gpu_enable_triton_gemm=false" in xla_flags.apply(WIDE)

@@ -7,15 +7,18 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from jaxpar import provenance
+from jaxpar import provenance, xla_flags
 
 
 def of_this_process(environment: list[str], commit: str) -> dict[str, Any]:
-    """Versions, devices, GPU, flags, commit, time and host, as they go on a card."""
+    """Versions, devices, GPU, flags, commit, time and host, as they go on a card: the same words
+    wherever jaxpar is installed."""
+    versions = provenance.versions()
     return {
-        **provenance.versions(),
+        **versions,
+        "xla_flags": xla_flags.alike_everywhere(versions["xla_flags"]),
         "gpu": gpu_facts(),
-        "environment": environment,
+        "environment": [xla_flags.alike_everywhere(setting) for setting in environment],
         "commit": commit,
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "host": host(),
