@@ -18,8 +18,9 @@ class Measured:
     """
 
     values: Any
+    """Of any shape."""
     largest: Any
-    """float32 scalar. NaN where the array has one."""
+    """float32 scalar. NaN where the array has one; XLA's own maximum, on CPUs, may skip it."""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -68,6 +68,10 @@ def swiglu_measured(gate_up: Measured) -> Measured:
     """`swiglu` of rows as they are; result and gradient come with their largest magnitudes.
 
     Args:     gate_up: [..., 2 F]; its own largest is not read.
+    Returns:  [..., F], the same dtype.
+
+    Kernels where `swiglu` has them, and the backward for multiples of `FEWEST_MEASURED` too. XLA's
+    backward takes a pass more over its result, for the largest.
     """
     values = gate_up.values
     if _kernels_run(values):
