@@ -3,6 +3,11 @@
 The tokens are taken in chunks, or at once. While a chunk's logits exist, the gradients of the
 hidden states and of the head are computed from them, so the backward pass is a scaling and the
 logits are computed once. Vocabulary shards exchange three numbers per token.
+
+The gradient by a row of logits is scale * (exp(logit - base), less a number at the label). The
+scale alone depends on the row's sum, and goes round the matmuls: with the hidden states into the
+head's gradient, onto the hidden states' gradient afterwards. So the pass that finds the sums can
+write the exponentials (`kernels/softmax.py`).
 """
 
 import functools
@@ -21,6 +26,10 @@ from jaxpar.parallel.collectives import psum, varying
 #: A chunk's float32 logits stay below this: 2,048 tokens of Llama 3's vocabulary on one device,
 #: with which the figures of docs/benchmarks were measured; small beside the activations.
 CHUNK_BYTES = 1 << 30
+
+#: The logarithm of the least share of a row's sum that one of a device's exponentials is counted
+#: as. A share of nothing could not be divided by; this one is lost in the label's rounding.
+LEAST_SHARE = -60.0
 
 
 def cross_entropy(
@@ -78,34 +87,63 @@ def _add(a, b):
     return jax.tree.map(jnp.add, a, b)
 
 
-def _chunk(h_ND, labels_N, head_DV, z_loss, logits_dtype):
-    """Sums of one chunk, and a function for the gradient of the first, by the local logits."""
+def _chunk(h_ND, labels_N, head_DV, z_loss, logits_dtype, with_gradient=False):
+    """Sums of one chunk, and of the first one's gradient by the local logits [N, V], in the dtype
+    of h, and float32 [N], which its rows are still to be multiplied with."""
     logits = jnp.dot(h_ND, head_DV, preferred_element_type=logits_dtype)
     V = head_DV.shape[1]
     local = labels_N - vocab_shard_index() * V
-    own_base, own_sum = softmax.base_and_sum(logits)
-    base = lax.pmax(own_base, VOCAB_AXES)
     held = (local >= 0) & (local < V)
     own_logit = jnp.take_along_axis(logits, jnp.where(held, local, 0)[:, None], axis=1)[:, 0]
     own_logit = jnp.where(held, own_logit.astype(jnp.float32), 0.0)
+    written = None
+    if with_gradient and h_ND.dtype != jnp.float16:  # which has no numbers above 65,504
+        # After the labels' logits are read: exponentials may be written in the logits' place.
+        logits, own_logit = lax.optimization_barrier((logits, own_logit))
+        written, own_base, own_sum = softmax.exponentials(logits, dtype=h_ND.dtype)
+    else:
+        own_base, own_sum = softmax.base_and_sum(logits)
+    base = lax.pmax(own_base, VOCAB_AXES)
     total, label_logit = psum((own_sum * jnp.exp(own_base - base), own_logit), VOCAB_AXES)
     lse = jnp.log(total) + base
     weight = jnp.where(labels_N == IGNORED, 0.0, 1.0)
     nll = jnp.sum((lse - label_logit) * weight)
     loss = nll + z_loss * jnp.sum(jnp.square(lse) * weight)
-    slope = (1 + 2 * z_loss * lse) * weight
-    # After the label's logit is read: the gradient may then be written in the logits' place.
-    lse, _ = lax.optimization_barrier((lse, label_logit))
-    of_rows: Any = varying((lse, slope, local, weight))
-    return (loss, nll), lambda: softmax.gradient(logits, *of_rows, dtype=h_ND.dtype)
+    if not with_gradient:
+        return (loss, nll), None
+    if written is None:
+        own_base = varying(lse)
+        written = jnp.exp(logits.astype(jnp.float32) - own_base[:, None]).astype(h_ND.dtype)
+    # p = share * exponential; less 1 / slope at the label, all times slope where there is a loss.
+    share = jnp.exp(jnp.maximum(own_base - lse, LEAST_SHARE))
+    slope = _off_zero(1 + 2 * z_loss * lse)
+    at_label = jnp.exp(own_logit - own_base) - 1 / (slope * share)
+    written = _put(written, jnp.where(held, local, V), at_label)
+    return (loss, nll), (written, weight * slope * share)
+
+
+def _off_zero(x):
+    """x, but where so small a number changes nothing beside 1, and may be divided by."""
+    return jnp.where(jnp.abs(x) < 1e-6, 1e-6, x)
+
+
+def _put(x_NV, column_N, value_N):
+    """A number into each row; none where the column is V."""
+    row, column, value = varying((jnp.arange(len(x_NV)), column_N, value_N.astype(x_NV.dtype)))
+    return x_NV.at[row, column].set(value, mode="drop", unique_indices=True)
+
+
+def _scaled(x_ND, scale_N):
+    return (x_ND * scale_N[:, None]).astype(x_ND.dtype)
 
 
 def _forward(h_ND, head_DV, labels_N, z_loss, logits_dtype, n):
     def of_chunk(h, labels, dtype):
-        sums, gradient = _chunk(h, labels, head_DV, z_loss, logits_dtype)
-        d_logits = gradient()
-        d_head = jnp.dot(h.T, d_logits, preferred_element_type=dtype)
-        return sums, jnp.dot(d_logits, head_DV.T), d_head
+        sums, gradient = _chunk(h, labels, head_DV, z_loss, logits_dtype, with_gradient=True)
+        assert gradient is not None
+        rows, scale = gradient
+        d_head = jnp.dot(_scaled(h, scale).T, rows, preferred_element_type=dtype)
+        return sums, (jnp.dot(rows, head_DV.T), scale), d_head
 
     def body(carry, chunk):
         h, labels = chunk
@@ -119,14 +157,14 @@ def _forward(h_ND, head_DV, labels_N, z_loss, logits_dtype, n):
         return sums, (d_h, d_head)
     start = _no_loss(labels_N), varying(jnp.zeros(head_DV.shape, jnp.float32))
     (sums, d_head), d_h = lax.scan(body, start, _chunked(h_ND, labels_N, n))
-    d_h = d_h.reshape(-1, h_ND.shape[-1])[: len(h_ND)]
+    d_h = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:])[: len(h_ND)], d_h)
     return sums, (d_h, d_head.astype(kept))
 
 
 def _backward(z_loss, logits_dtype, n, saved, cotangents):
-    d_h, d_head = saved
+    (d_h, scale), d_head = saved
     g = cotangents[0]
-    return (g * d_h).astype(d_h.dtype), (g * d_head).astype(d_h.dtype), None
+    return _scaled(d_h, g * scale), (g * d_head).astype(d_h.dtype), None
 
 
 _cross_entropy.defvjp(_forward, _backward)

@@ -136,6 +136,42 @@ def test_large_logits_do_not_overflow(devices):
     assert_close(found, plain(0.0, *arrays))
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("below", [30, 90, 300])
+def test_labels_on_a_shard_far_below_the_others(below, dtype, devices):
+    """All that a device has may be nothing beside what another one has."""
+    h, head, labels = inputs(dtype)
+    h, head = jnp.abs(h) + 1, head / 8
+    head = head.at[:, : V // 4].add(jnp.asarray(-below / D, dtype))
+    labels = np.where(labels == IGNORED, IGNORED, labels % (V // 4)).astype(np.int32)
+    found = on_mesh(mesh_of(devices, MESHES["tensor"]), 0.01, h, head, labels)
+    wanted = plain(0.01, h, head, labels)
+    assert_close(found[0], wanted[0], 1e-6)
+    assert_close(found[1:], wanted[1:], 2e-6 if dtype == jnp.float32 else 2e-2)
+
+
+@pytest.mark.parametrize("name", ["whole", "tensor and pipeline"])
+def test_float16_holds_the_gradient_of_a_label_without_a_chance(name, devices):
+    h, head, labels = inputs(jnp.float16)
+    arrays = h * 4, head, labels
+    found = on_mesh(mesh_of(devices, MESHES[name]), 0.0, *arrays)
+    assert all(np.isfinite(np.asarray(a, np.float32)).all() for a in jax.tree.leaves(found))
+    wanted = plain(0.0, *(jnp.asarray(a, jnp.float32) for a in arrays[:2]), labels)
+    assert_close(found[0], wanted[0], 2e-3)
+    assert_close(found[1:], wanted[1:], 5e-3)
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_z_loss_that_takes_the_gradient_of_the_logits_away(chunks, devices):
+    """1 + 2 z lse is about 0 for a token; the label's part of its gradient remains."""
+    h, head, labels = inputs()
+    lse = jax.nn.logsumexp(h @ head, axis=-1)
+    arrays = h, head, labels
+    z = float(-0.5 / lse[1])
+    found = on_mesh(mesh_of(devices, MESHES["tensor"]), z, *arrays, chunks=chunks)
+    assert_close(found, plain(z, *arrays), 5e-6)
+
+
 @pytest.mark.parametrize("name", ["whole", "tensor and pipeline"])
 def test_rounded_logits_are_all_that_is_rounded(name, devices):
     """The loss and both gradients are those of logits that were bfloat16's to begin with."""
