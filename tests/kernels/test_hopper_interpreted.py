@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpar.kernels.attention import pallas_hopper_mma
 from jaxpar.kernels.attention.blocks import BackwardBlocks, ForwardBlocks
-from jaxpar.kernels.attention.pallas_hopper_mma import tile_and_lane
+from jaxpar.kernels.attention.pallas_hopper_mma import lanes_at_a_time, tile_and_lane
 from jaxpar.kernels.attention.reference import EMPTY_LSE
 from tests.kernels.cases import Case, check, inputs_of, interpreted, interpreter, reference_of
 
@@ -86,7 +87,28 @@ def test_every_tile_of_every_lane_once(at_a_time):
     assert [int(tile) for tile, _ in found[:together]] == [0] * together
 
 
-def test_one_kv_head_at_a_time(races):
+@pytest.mark.parametrize(
+    ("tiles", "lanes", "wanted", "together"),
+    [
+        (32, 64, 0, 64),
+        (32, 64, 1, 4),  # 128 tiles for 132 multiprocessors
+        (64, 16, 1, 2),
+        (64, 16, 4, 4),
+        (256, 8, 1, 1),
+        (256, 8, 2, 2),
+        (16, 64, 1, 8),
+        (16, 6, 1, 6),  # fewer lanes than that takes
+        (44, 20, 1, 4),  # 3 do not divide them
+        (44, 7, 1, 7),
+        (1, 3, 2, 3),
+    ],
+)
+def test_lanes_that_are_worked_on_together(tiles, lanes, wanted, together):
+    assert lanes_at_a_time(tiles, lanes, wanted) == together
+
+
+def test_one_kv_head_at_a_time(races, monkeypatch):
+    monkeypatch.setattr(pallas_hopper_mma, "MULTIPROCESSORS", 1)
     sizes = ForwardBlocks(heads=1), BackwardBlocks(heads=1)
     run(Case(T=130, H=2, G=2, K=128), races, forward_blocks=sizes[0], blocks=sizes[1])
 

@@ -21,7 +21,8 @@ class ForwardBlocks:
 
 @dataclass(frozen=True)
 class BackwardBlocks:
-    """q: query rows of a step. kv: key rows of a CTA. stages: Q/dO buffers. heads: as forward."""
+    """q: query rows of a step. kv: key rows of a CTA. stages: Q/dO buffers. heads: as forward, but
+    at least as many as give each multiprocessor a tile."""
 
     q: int = 64
     kv: int = 128
@@ -60,7 +61,7 @@ def forward_candidates(head_dim: int) -> list[ForwardBlocks]:
 def backward_candidates(head_dim: int) -> list[BackwardBlocks]:
     """As `forward_candidates`."""
     by_dim = {
-        64: [BackwardBlocks(q=128, stages=2)],
+        64: [BackwardBlocks(q=128, stages=2, heads=n) for n in (1, 0)],
         128: [BackwardBlocks(q=64, stages=2, heads=n) for n in (0, 1, 2)],
         256: [BackwardBlocks(q=64, stages=1)],
     }

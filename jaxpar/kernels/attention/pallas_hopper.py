@@ -20,13 +20,12 @@ from jaxpar.kernels.attention.blocks import (
     dq_blocks,
 )
 from jaxpar.kernels.attention.mask import AttentionMask
-from jaxpar.kernels.attention.pallas_hopper_mma import LOG2E
+from jaxpar.kernels.attention.pallas_hopper_mma import LOG2E, MULTIPROCESSORS
 from jaxpar.kernels.attention.tiles import bounds_of, key_visits, padding, query_visits
 
-#: CTAs of the forward: four for each multiprocessor of an H100 or H200 module. One for each is as
-#: fast alone; but where NCCL holds some of them, those CTAs would wait for it to end, and then do
+#: CTAs of the forward: four for each multiprocessor. One for each is as fast alone; but where NCCL holds some of them, those CTAs would wait for it to end, and then do
 #: a whole share of the work while the others idle (docs/LOG.md).
-CTAS = 4 * 132
+CTAS = 4 * MULTIPROCESSORS
 
 
 def forward(

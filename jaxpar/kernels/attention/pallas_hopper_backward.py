@@ -37,6 +37,7 @@ from jaxpar.kernels.attention.pallas_hopper_mma import (
     held,
     i32,
     interpreter_scratch,
+    lanes_at_a_time,
     mod,
     multiply,
     named,
@@ -161,7 +162,9 @@ def _kernel(s: Shape, want, names, *refs, **scratch):
 
 def _place(s: Shape) -> Place:
     """Batch row, KV head and tile of keys; the first keys are seen by most queries."""
-    tile, lane = tile_and_lane(lax.axis_index("cta"), s.S // s.kv, s.B * s.G, s.heads)
+    tiles, lanes = s.S // s.kv, s.B * s.G
+    together = lanes_at_a_time(tiles, lanes, s.heads)
+    tile, lane = tile_and_lane(lax.axis_index("cta"), tiles, lanes, together)
     return lax.div(lane, i32(s.G)), mod(lane, s.G), tile
 
 

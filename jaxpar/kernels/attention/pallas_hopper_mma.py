@@ -20,6 +20,8 @@ from jaxpar.kernels.attention.tiles import Bounds, Visits, padding
 LOG2E = math.log2(math.e)
 #: Rows that one warpgroup multiplies at a time.
 M = 64
+#: Of an H100 or H200 module.
+MULTIPROCESSORS = 132
 #: Registers of an accumulator, of one value per row of it, and of one per column.
 TILE = plgpu.Layout.WGMMA
 ROW, COLUMN = TILE.reduce(1), TILE.reduce(0)
@@ -86,6 +88,17 @@ def shape_of(
         *(visits.ranges is not None, visits.order is not None, interpret),
         heads,
     )
+
+
+def lanes_at_a_time(tiles: int, lanes: int, wanted: int) -> int:
+    """How many lanes' tiles to work on before the others': as many as are wanted, but enough that
+    each multiprocessor has a tile, and a divisor of all of them. With fewer, the last lanes' long
+    tiles would begin when the rest is nearly done.
+
+    Args:     tiles: of a lane. lanes: rows times heads. wanted: 0: all.
+    """
+    fewest = max(wanted, round(MULTIPROCESSORS / tiles)) if wanted else lanes
+    return next(n for n in range(1, lanes + 1) if lanes % n == 0 and n >= min(fewest, lanes))
 
 
 def tile_and_lane(work, tiles: int, lanes: int, at_a_time: int):
