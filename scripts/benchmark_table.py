@@ -15,9 +15,9 @@ PAGE = CARDS / "README.md"
 MARKERS = re.compile(r"(<!-- cards -->\n).*?(<!-- /cards -->)", re.DOTALL)
 
 #: The card of torchtitan that stands beside one of ours: measured within an hour, on one host or on
-#: hosts of one kind (docs/LOG.md), but for those of another day.
+#: hosts of one kind (docs/LOG.md).
 BESIDE = {
-    "llama_1.5b-h200x1-none": "torchtitan-1.5b-h200x1",
+    "llama_1.5b-h100x1-none-logits16": "torchtitan-1.5b-h100x1",
     "llama_1.5b-h200x1-none-logits16": "torchtitan-1.5b-h200x1",
     "llama3_8b-h200x2-dots_offload": "torchtitan-8b-h200x2-fsdp-recompute",
     "llama3_8b-h200x4-none": "torchtitan-8b-h200x4-fsdp",
@@ -26,7 +26,6 @@ BESIDE = {
     "llama3_8b-h200x4-pipeline2-dots": "torchtitan-8b-h200x4-data-pipeline2",
     "llama3_8b-h200x4-sequence4-131072": "torchtitan-8b-h200x4-sequence4-131072",
 }
-OF_ANOTHER_DAY = ("llama_1.5b-h200x1-none",)
 
 HEAD = """\
 | model, window | GPUs, mesh | sequences | how | tokens/s/GPU | MFU causal, full | GiB | step, ms \
@@ -48,14 +47,16 @@ def gpus_of(card: dict[str, Any]) -> int:
 
 
 def mesh_of(card: dict[str, Any]) -> str:
-    """The mesh in words: FSDP is the data axis under ZeRO-3."""
+    """The mesh in words: FSDP is the data axis under ZeRO-3. GPUs are H200s unless they say so."""
+    kind = card["device"].partition("NVIDIA ")[2].split()[0]
+    gpus = f"{gpus_of(card)}" + (f" {kind}" if kind != "H200" else "")
     if card["mesh"] == "1 device":
-        return "1"
+        return gpus
     zero = card["config"]["parallel"]["zero"]
     words = {"data": "FSDP" if zero == 3 else "ZeRO-1, data", "replica": "replicas"}
     axes = [axis.split("=") for axis in card["mesh"].split()]
     names = [f"{words.get(name, name)} {size}" for name, size in axes]
-    return f"{gpus_of(card)}, {' × '.join(names)}"
+    return f"{gpus}, {' × '.join(names)}"
 
 
 def how(card: dict[str, Any]) -> str:
@@ -114,8 +115,8 @@ def beside(name: str, rate: float) -> tuple[str, str]:
     if name not in BESIDE:
         return "-", "-"
     card = json.loads((CARDS / f"{BESIDE[name]}.json").read_text("utf-8"))
-    theirs, star = card["tokens_per_second_per_device"], "*" if name in OF_ANOTHER_DAY else ""
-    return f"[{theirs:,.0f}]({BESIDE[name]}.json){star}", f"{rate / theirs:.2f}"
+    theirs = card["tokens_per_second_per_device"]
+    return f"[{theirs:,.0f}]({BESIDE[name]}.json)", f"{rate / theirs:.2f}"
 
 
 def table() -> str:

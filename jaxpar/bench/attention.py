@@ -25,6 +25,9 @@ from jaxpar.kernels.attention import capability
 
 PROGRAM = "python -m jaxpar.bench attention"
 
+#: Batches of each program, without --tune.
+REPEATS = 15
+
 SHAPES_HELP = f"""\
 any of {", ".join(NAMED)}, joined by commas; or sizes B,T,H,G,D of a causal shape, or KIND:B,T,H,G,D
 (default: all that have a name)"""
@@ -35,7 +38,8 @@ def read_command(argv: Sequence[str]) -> argparse.Namespace:
 
     Raises:   ConfigError for an unknown shape or backend.
     """
-    parser = make_parser(PROGRAM, __doc__, repeats=15)
+    told = f"{REPEATS}; with --tune {tuning.REPEATS}"
+    parser = make_parser(PROGRAM, __doc__, repeats=None, told=told)
     add = parser.add_argument
     add("--shapes", nargs="+", default=list(NAMED), metavar="SHAPE", help=SHAPES_HELP)
     add("--backends", help=f"of {','.join(contest.BACKENDS)} (default: those for this device)")
@@ -49,6 +53,8 @@ def read_command(argv: Sequence[str]) -> argparse.Namespace:
             if name not in contest.BACKENDS:
                 rule = f"{name!r} is none of {', '.join(contest.BACKENDS)}"
                 raise ConfigError("--backends", ",".join(options.backends), rule, "name those")
+    if options.repeats is None:
+        options.repeats = tuning.REPEATS if options.tune else REPEATS
     check_repeats(options)
     check_file("--card", options.card)
     if options.table is not None:

@@ -16,15 +16,16 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError("command line", self.prog, message, "see --help")
 
 
-def parser(prog: str, doc: str | None, repeats: int) -> Parser:
+def parser(prog: str, doc: str | None, repeats: int | None, told: str = "%(default)s") -> Parser:
     """A parser with the options that every timed benchmark has.
 
-    Args:     prog: as in `python -m jaxpar.bench loss`. doc: for --help. repeats: the default.
+    Args:     prog: as in `python -m jaxpar.bench loss`. doc: for --help. repeats: the default, and
+              how it is told: None, where other options decide.
     """
     made = Parser(prog=prog, description=doc, allow_abbrev=False)
     add = made.add_argument
     add("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    add("--repeats", type=int, default=repeats, help="batches timed of each program (%(default)s)")
+    add("--repeats", type=int, default=repeats, help=f"batches timed of each program ({told})")
     add("--card", help="file to write the figures to, as JSON")
     add("--commit", help="commit to put on the card, where there is no checkout")
     return made

@@ -26,19 +26,35 @@ class Timing:
     launches: int
 
 
+@dataclasses.dataclass(frozen=True)
+class Sustained:
+    """Seconds of launches whose time is not taken, and of a batch after them.
+
+    A GPU that computes without a pause comes to its power limit within some 0.1 s and lowers its
+    clock; from then on a kernel takes as long as its energy does, as in a train step.
+    """
+
+    settle: float
+    timed: float
+
+
 def interleaved[Name: Hashable](
-    programs: Mapping[Name, Callable[[], Any]], repeats: int
+    programs: Mapping[Name, Callable[[], Any]], repeats: int, sustained: Sustained | None = None
 ) -> dict[Name, Timing | Exception]:
     """The time of each program; of one that fails, its error.
 
     Each repeat runs a batch of every program once, in turn, so that a drift of the clocks meets
     all of them alike. A batch is launched back to back and waited for at its end.
+
+    Args:     sustained: how long each batch lasts, and what comes before it; None: BATCH_SECONDS,
+              and nothing.
     """
+    batch = sustained.timed if sustained else BATCH_SECONDS
     found: dict[Name, Timing | Exception] = {}
     launches: dict[Name, int] = {}
     for name, program in programs.items():
         try:
-            launches[name] = _launches(program)
+            launches[name] = _launches(program, batch)
         except Exception as error:  # whatever a kernel or its compiler raises
             found[name] = error
     times: dict[Name, list[float]] = {name: [] for name in launches}
@@ -47,6 +63,8 @@ def interleaved[Name: Hashable](
             if name in found:
                 continue
             try:
+                if sustained:
+                    _batch(programs[name], max(round(n * sustained.settle / sustained.timed), 1))
                 times[name].append(_batch(programs[name], n))
             except Exception as error:
                 found[name] = error
@@ -66,11 +84,11 @@ def _batch(program: Callable[[], Any], launches: int) -> float:
     return (time.perf_counter() - began) / launches
 
 
-def _launches(program: Callable[[], Any]) -> int:
-    """How many launches fill a batch; the program is compiled and warm afterwards."""
+def _launches(program: Callable[[], Any], batch: float) -> int:
+    """How many launches fill so many seconds; the program is compiled and warm afterwards."""
     _batch(program, 1)
     once = _batch(program, 1)
     for _ in range(WARM_UP):
         n = min(max(round(BATCH_SECONDS / once), 1), MOST_LAUNCHES)
         once = _batch(program, n)
-    return min(max(round(BATCH_SECONDS / once), 1), MOST_LAUNCHES)
+    return min(max(round(batch / once), 1), MOST_LAUNCHES)

@@ -14,12 +14,19 @@ from jaxpar import json_file
 from jaxpar.bench import conditions, exactness
 from jaxpar.bench.contest import Kernel, Row, Saved, conditions_of, figures, message, refusal
 from jaxpar.bench.shapes import Arrays, Shape, draw
-from jaxpar.bench.timing import Timing, interleaved
+from jaxpar.bench.sustained import TIMED, WARM_UP
+from jaxpar.bench.timing import Sustained, Timing, interleaved
 from jaxpar.config import ConfigError
 from jaxpar.kernels.attention import blocks, capability, measurements
 
 #: The folder of the tables, one for each kind of GPU.
 TABLES = Path(jaxpar.kernels.attention.__file__).parent / "measured"
+
+#: Candidates are timed as a step would run them.
+AT_THE_LIMIT = Sustained(settle=WARM_UP, timed=TIMED)
+
+#: Batches of each candidate, unless --repeats says how many.
+REPEATS = 3
 
 #: What a row of the table is about: a new measurement takes the place of the old one.
 SHAPE = ("kind", *"BTSHGD", "dtype", "window", "documents")
@@ -110,7 +117,7 @@ def tune(
             except Exception as error:  # whatever a kernel or its compiler raises
                 entry["failed"] = message(error)
         say(f"{shape}: {direction}, timing {len(programs)}")
-        for candidate, found in interleaved(programs, repeats).items():
+        for candidate, found in interleaved(programs, repeats, AT_THE_LIMIT).items():
             row = figures(found, flops) if isinstance(found, Timing) else {"failed": message(found)}
             entries[candidate] |= row
         rows += entries.values()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxpar import bench
-from jaxpar.bench import contest, exactness, timing, tuning
+from jaxpar.bench import attention, contest, exactness, timing, tuning
 from jaxpar.bench.shapes import DOCUMENTS, ZIGZAG, document_lengths, draw, make_shape, parse_shapes
 from jaxpar.config import ConfigError
 from jaxpar.kernels.attention import api, reference
@@ -25,6 +25,7 @@ KINDS = ("causal", "packed", "window", "zigzag")
 def short_batches(monkeypatch):
     """No time is judged here."""
     monkeypatch.setattr(timing, "BATCH_SECONDS", 1e-3)
+    monkeypatch.setattr(tuning, "AT_THE_LIMIT", timing.Sustained(settle=1e-3, timed=1e-3))
 
 
 def run(*argv: str) -> int:
@@ -128,7 +129,7 @@ def test_a_gradient_that_is_0_has_an_error():
 
 def test_programs_take_turns(monkeypatch):
     order = []
-    monkeypatch.setattr(timing, "_launches", lambda program: 1)
+    monkeypatch.setattr(timing, "_launches", lambda program, seconds: 1)
 
     def program(name):
         order.append(name)
@@ -139,6 +140,27 @@ def test_programs_take_turns(monkeypatch):
     assert "".join(order) == "abababa"
     assert found["a"].fastest <= found["a"].ms <= found["a"].slowest
     assert str(found["b"]) == "broke"
+
+
+def test_a_sustained_batch_is_timed_once_the_clocks_have_settled(monkeypatch):
+    batches = []
+
+    def batch(program, launches):
+        batches.append(launches)
+        program()
+        return 1e-3 * len(batches)
+
+    monkeypatch.setattr(timing, "_batch", batch)
+    monkeypatch.setattr(timing, "_launches", lambda program, seconds: round(seconds / 1e-3))
+    found = timing.interleaved({"a": lambda: None}, 2, timing.Sustained(settle=0.02, timed=0.04))
+    assert batches == [20, 40, 20, 40] and found["a"].launches == 40
+    assert (found["a"].fastest, found["a"].slowest) == (2, 4), "of the second and the fourth"
+
+
+def test_repeats_are_fewer_where_each_is_long():
+    assert attention.read_command([]).repeats == attention.REPEATS
+    assert attention.read_command(["--tune"]).repeats == tuning.REPEATS < attention.REPEATS
+    assert attention.read_command(["--tune", "--repeats", "9"]).repeats == 9
 
 
 @pytest.mark.slow

@@ -23,8 +23,9 @@ from jaxpar.kernels.attention.mask import AttentionMask
 from jaxpar.kernels.attention.pallas_hopper_mma import LOG2E, MULTIPROCESSORS
 from jaxpar.kernels.attention.tiles import bounds_of, key_visits, padding, query_visits
 
-#: CTAs of the forward: four for each multiprocessor. One for each is as fast alone; but where NCCL holds some of them, those CTAs would wait for it to end, and then do
-#: a whole share of the work while the others idle (docs/LOG.md).
+#: CTAs of the forward: four for each multiprocessor. One for each is as fast alone; but where NCCL
+#: holds some of them, those CTAs would wait for it to end, and then do a whole share of the work
+#: while the others idle (docs/LOG.md).
 CTAS = 4 * MULTIPROCESSORS
 
 
