@@ -41,8 +41,8 @@ soak: install ## Kills, and resumes in every mesh and number of processes (SOAK_
 
 .PHONY: test-gpu
 test-gpu: install-gpu ## Tests that need an NVIDIA GPU
-	@echo "==> GPU tests: kernels, a GPU for each worker"
-	@$(PY) -m pytest -m gpu -n $$(nvidia-smi --list-gpus | wc -l) tests/kernels
+	@echo "==> GPU tests: kernels, six workers on each GPU"
+	@$(PY) -m pytest -m gpu -n $$((6 * $$(nvidia-smi --list-gpus | wc -l))) tests/kernels
 	@echo "==> GPU tests: the others, all GPUs for each"
 	@$(PY) -m pytest -m gpu --ignore tests/kernels
 

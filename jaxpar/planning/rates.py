@@ -15,7 +15,7 @@ WIDE = 0.983
 #: Causal attention alone on an H200, TFLOP/s by head dim and T: (T, forward, backward), the faster
 #: backend of each, from kernels/attention/measured.
 ATTENTION = {
-    64: ((4096, 416, 451),),
+    64: ((4096, 416, 468),),
     128: ((4096, 556, 446), (8192, 598, 500), (32768, 614, 539)),
     256: ((4096, 562, 353),),
 }
@@ -27,10 +27,6 @@ ATTENTION_IN_A_STEP = 0.90
 #: Share of a copy's bandwidth that fused elementwise kernels reach (RMSNorm and rotary embedding
 #: 0.56 to 0.81, SwiGLU 1.0: docs/LOG.md).
 ELEMENTWISE = 0.86
-
-#: How often the loss reads its logits: for the largest and the sum, and again for the gradient,
-#: which is written in the compute dtype. (Their matmul writes the logits.)
-LOSS_READS = 2
 
 #: Share of NVLink's bandwidth that NCCL's kernels reach beside matmuls, by the ranks of a group: a
 #: matmul holds multiprocessors that they wait for. Copy engines wait for none.
