@@ -4,10 +4,10 @@ The tokens are taken in chunks, or at once. While a chunk's logits exist, the gr
 hidden states and of the head are computed from them, so the backward pass is a scaling and the
 logits are computed once. Vocabulary shards exchange three numbers per token.
 
-The gradient by a row of logits is scale * (exp(logit - base), less a number at the label). The
-scale alone depends on the row's sum, and goes round the matmuls: with the hidden states into the
-head's gradient, onto the hidden states' gradient afterwards. So the pass that finds the sums can
-write the exponentials (`kernels/softmax.py`).
+The gradient by a row of logits is scale * (exp(logit - base), less a number at the label). What
+depends on the row's sum, the scale and that number, comes after: the scale with the hidden states
+into the head's gradient, and onto their own. So the pass that finds the sums can write the
+exponentials (`kernels/softmax.py`).
 """
 
 import functools
@@ -88,8 +88,7 @@ def _add(a, b):
 
 
 def _chunk(h_ND, labels_N, head_DV, z_loss, logits_dtype, with_gradient=False):
-    """Sums of one chunk, and of the first one's gradient by the local logits [N, V], in the dtype
-    of h, and float32 [N], which its rows are still to be multiplied with."""
+    """(loss + z-loss, loss) of a chunk; and, where it is wanted, the first one's `_gradient`."""
     logits = jnp.dot(h_ND, head_DV, preferred_element_type=logits_dtype)
     V = head_DV.shape[1]
     local = labels_N - vocab_shard_index() * V
@@ -114,17 +113,22 @@ def _chunk(h_ND, labels_N, head_DV, z_loss, logits_dtype, with_gradient=False):
     if written is None:
         own_base = varying(lse)
         written = jnp.exp(logits.astype(jnp.float32) - own_base[:, None]).astype(h_ND.dtype)
-    # p = share * exponential; less 1 / slope at the label, all times slope where there is a loss.
-    share = jnp.exp(jnp.maximum(own_base - lse, LEAST_SHARE))
-    slope = _off_zero(1 + 2 * z_loss * lse)
-    at_label = jnp.exp(own_logit - own_base) - 1 / (slope * share)
-    written = _put(written, jnp.where(held, local, V), at_label)
-    return (loss, nll), (written, weight * slope * share)
+    label = jnp.where(held, local, V), own_logit
+    return (loss, nll), _gradient(written, own_base, lse, *label, weight, z_loss)
 
 
-def _off_zero(x):
-    """x, but where so small a number changes nothing beside 1, and may be divided by."""
-    return jnp.where(jnp.abs(x) < 1e-6, 1e-6, x)
+def _gradient(written_NV, base_N, lse_N, label_N, label_logit_N, weight_N, z_loss):
+    """Of a row's loss and z-loss by its local logits, weight (p (1 + 2 z lse) - 1 at the label), in
+    two factors.
+
+    Args:     written: exp(logit - base). label: a column, or V for none.
+    Returns:  [N, V], in written's place, and float32 [N].
+    """
+    share = jnp.exp(jnp.maximum(base_N - lse_N, LEAST_SHARE))  # p = share * written
+    slope = 1 + 2 * z_loss * lse_N
+    slope = jnp.where(jnp.abs(slope) < 1e-6, 1e-6, slope)  # nothing beside 1, and can be divided by
+    at_label = jnp.exp(label_logit_N - base_N) - 1 / (slope * share)
+    return _put(written_NV, label_N, at_label), weight_N * slope * share
 
 
 def _put(x_NV, column_N, value_N):
@@ -139,9 +143,9 @@ def _scaled(x_ND, scale_N):
 
 def _forward(h_ND, head_DV, labels_N, z_loss, logits_dtype, n):
     def of_chunk(h, labels, dtype):
-        sums, gradient = _chunk(h, labels, head_DV, z_loss, logits_dtype, with_gradient=True)
-        assert gradient is not None
-        rows, scale = gradient
+        sums, factors = _chunk(h, labels, head_DV, z_loss, logits_dtype, with_gradient=True)
+        assert factors is not None
+        rows, scale = factors
         d_head = jnp.dot(_scaled(h, scale).T, rows, preferred_element_type=dtype)
         return sums, (jnp.dot(rows, head_DV.T), scale), d_head
 

@@ -46,6 +46,7 @@ def forward_candidates(head_dim: int) -> list[ForwardBlocks]:
             ForwardBlocks(kv=128, stages=4),
             ForwardBlocks(kv=128, stages=3),
             ForwardBlocks(kv=128, stages=2),
+            ForwardBlocks(kv=128, stages=4, heads=1),
             ForwardBlocks(kv=64, stages=4),
         ],
         128: [
