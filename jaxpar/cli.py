@@ -8,6 +8,7 @@ import contextlib
 import errno
 import importlib.util
 import io
+import itertools
 import os
 import sys
 import traceback
@@ -135,8 +136,8 @@ def asks_help(args: Sequence[str]) -> bool:
 
 
 def _pairs(args: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(path, text) for each `--section.field text` or `--section.field=text`."""
-    rest = iter(args)
+    """(path, text) for each `--section.field text`, also with "=", and also after `--set`."""
+    rest = iter(_written_out(args))
     for arg in rest:
         name, given, text = arg.removeprefix("--").partition("=")
         path = name.replace("-", "_")
@@ -151,6 +152,29 @@ def _pairs(args: Sequence[str]) -> Iterator[tuple[str, str]]:
             leaf = next(leaf for leaf in leaf_paths() if leaf.startswith(path))
             raise ConfigError(path, "", "needs a value", f"use {flag(leaf, default_of(leaf))}")
         yield path, text
+
+
+def _written_out(args: Sequence[str]) -> Iterator[str]:
+    """The arguments, with `--set section.field=text ...` as `--section.field=text` each.
+
+    Raises:   ConfigError for anything else after --set, or nothing.
+    """
+    setting = False
+    for arg, following in itertools.zip_longest(args, args[1:], fillvalue="--"):
+        if not arg.startswith("--"):
+            if setting and "=" not in arg:
+                raise _no_setting(arg)
+            yield f"--{arg}" if setting else arg
+            continue
+        setting = arg == "--set"
+        if setting and following.startswith("--"):
+            raise _no_setting("")
+        if not setting:
+            yield arg
+
+
+def _no_setting(text: str) -> ConfigError:
+    return ConfigError("--set", text, "is not SECTION.FIELD=VALUE", "use --set train.num-steps=100")
 
 
 _WORDS = {"true": True, "false": False}
