@@ -137,7 +137,7 @@ def asks_help(args: Sequence[str]) -> bool:
 
 def _pairs(args: Sequence[str]) -> Iterator[tuple[str, str]]:
     """(path, text) for each `--section.field text`, also with "=", and also after `--set`."""
-    rest = iter(_written_out(args))
+    rest = iter(written_out(args))
     for arg in rest:
         name, given, text = arg.removeprefix("--").partition("=")
         path = name.replace("-", "_")
@@ -154,13 +154,15 @@ def _pairs(args: Sequence[str]) -> Iterator[tuple[str, str]]:
         yield path, text
 
 
-def _written_out(args: Sequence[str]) -> Iterator[str]:
+def written_out(args: Sequence[str]) -> Iterator[str]:
     """The arguments, with `--set section.field=text ...` as `--section.field=text` each.
 
     Raises:   ConfigError for anything else after --set, or nothing.
     """
     setting = False
     for arg, following in itertools.zip_longest(args, args[1:], fillvalue="--"):
+        if arg.startswith("--set="):
+            raise _no_setting(arg.removeprefix("--"))
         if not arg.startswith("--"):
             if setting and "=" not in arg:
                 raise _no_setting(arg)
@@ -205,6 +207,7 @@ def print_help(cfg: Config, prog: str, description: str) -> None:
     """Every field: its flag, type, meaning and value in `cfg`; inside a None, once that is set."""
     import tyro
 
+    description += "\n--set SECTION.FIELD=VALUE ... sets several fields."
     if cfg.model.rope_scaling is None:
         cfg = replace(cfg, **{"model.rope_scaling": RopeScaling()})
         description += "\nmodel.rope_scaling is None here; setting one of its fields turns it on."

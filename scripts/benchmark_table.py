@@ -48,7 +48,7 @@ def gpus_of(card: dict[str, Any]) -> int:
 
 def mesh_of(card: dict[str, Any]) -> str:
     """The mesh in words: FSDP is the data axis under ZeRO-3. GPUs are H200s unless they say so."""
-    kind = card["device"].partition("NVIDIA ")[2].split()[0]
+    kind = card["device"].rpartition("NVIDIA ")[2].split()[0]
     gpus = f"{gpus_of(card)}" + (f" {kind}" if kind != "H200" else "")
     if card["mesh"] == "1 device":
         return gpus

@@ -1,7 +1,7 @@
 """Tests run on 16 simulated CPU devices in full float32; with `-m gpu`, on the GPUs JAX finds.
 
 With `-m gpu -n N`, each worker has one GPU, which others may share: most of a test is compilation
-(seven workers on one H100: 134 tests in 400 s).
+(seven workers on one H100: the first 134 tests in 400 s).
 """
 
 import os

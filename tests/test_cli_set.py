@@ -3,6 +3,7 @@
 import pytest
 
 from jaxpar import cli
+from jaxpar.bench import training
 from jaxpar.config import Config, ConfigError
 
 
@@ -15,8 +16,19 @@ def test_settings_in_a_row_are_fields():
 
 @pytest.mark.parametrize(
     ("words", "value"),
-    [("--set", ""), ("--set --parallel.tensor 2", ""), ("--set train.seed 3", "train.seed")],
+    [
+        ("--set", ""),
+        ("--set --parallel.tensor 2", ""),
+        ("--set train.seed 3", "train.seed"),
+        ("--set=train.seed=3", "set=train.seed=3"),
+    ],
 )
 def test_a_setting_that_is_none_is_refused(words, value):
     with pytest.raises(ConfigError, match=f"--set = '{value}': is not SECTION.FIELD=VALUE"):
         cli.parse_overrides(Config(), words.split(), "test")
+
+
+@pytest.mark.parametrize("field", ["run.dir", "run.init_from"])
+def test_a_benchmark_refuses_what_it_does_not_use(field):
+    with pytest.raises(ConfigError, match=f"{field} = 'there': is not used"):
+        training.read_command(["quickstart", "--set", "train.seed=3", f"{field}=there"])

@@ -11,6 +11,7 @@ import jax
 #: A batch of launches lasts about this long: far above the cost of waiting for its end, and short
 #: enough that all programs meet the same clocks and temperature.
 BATCH_SECONDS = 0.03
+#: In a batch of that length.
 MOST_LAUNCHES = 1000
 #: Batches run before the clock starts.
 WARM_UP = 2
@@ -91,4 +92,5 @@ def _launches(program: Callable[[], Any], batch: float) -> int:
     for _ in range(WARM_UP):
         n = min(max(round(BATCH_SECONDS / once), 1), MOST_LAUNCHES)
         once = _batch(program, n)
-    return min(max(round(batch / once), 1), MOST_LAUNCHES)
+    most = MOST_LAUNCHES * max(batch / BATCH_SECONDS, 1)
+    return min(max(round(batch / once), 1), round(most))

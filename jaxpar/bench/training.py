@@ -183,7 +183,7 @@ def read_command(argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
         fix = "use --profile-steps 2, or leave --trace out"
         raise ConfigError("--trace", options.trace, "is of the profiled steps: there are none", fix)
     cfg = cli.read_config(rest, "jaxpar.bench train", __doc__)
-    given = {arg.partition("=")[0].replace("_", "-") for arg in rest}
+    given = {arg.partition("=")[0].replace("_", "-") for arg in cli.written_out(rest)}
     if "--run.dir" in given:
         fix = "leave it out; --card FILE names what is written"
         raise ConfigError("run.dir", cfg.run.dir, "is not used: a benchmark writes no run", fix)

@@ -223,7 +223,7 @@ def merge(path: Path, rows: Sequence[Row], commit: str, command: str) -> str:
     new = [_table_row(row) for row in rows if "ms" in row]
     table |= {_key(row): row for row in new}
     both = {"commit": joined("commit", commit), "command": joined("command", command)}
-    json_file.write("--table", path, head | both | {"rows": list(table.values())})
+    json_file.write("--table", path, kept | head | both | {"rows": list(table.values())})
     dropped = len(old["rows"]) - len(kept["rows"])
     said = f"{path}: {len(new)} rows measured, {len(table)} in all"
     return said + (f", {dropped} dropped, of another JAX or cuDNN" if dropped else "")

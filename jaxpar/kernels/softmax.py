@@ -174,6 +174,8 @@ def _exponentials_kernel(logits_ref, out_ref, base_ref, sum_ref, *, block):
     def step(i, carry):
         base, sums, (logits, here) = carry
         following = _load(logits_ref, jnp.minimum(i + 1, blocks - 1) * block, block)
+        # All warps meet here: what they wrote before is there to be scaled, and what they read
+        # ahead is read before any of them writes it.
         top = jnp.max(logits)
         leaps = top > base + LEAP
         higher = jnp.where(leaps, top, base)

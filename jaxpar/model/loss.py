@@ -121,14 +121,22 @@ def _gradient(written_NV, base_N, lse_N, label_N, label_logit_N, weight_N, z_los
     """Of a row's loss and z-loss by its local logits, weight (p (1 + 2 z lse) - 1 at the label), in
     two factors.
 
+    The label's element outweighs the others, so the second factor makes up for its rounding; the
+    others are then off by as much as theirs.
+
     Args:     written: exp(logit - base). label: a column, or V for none.
     Returns:  [N, V], in written's place, and float32 [N].
     """
     share = jnp.exp(jnp.maximum(base_N - lse_N, LEAST_SHARE))  # p = share * written
     slope = 1 + 2 * z_loss * lse_N
-    slope = jnp.where(jnp.abs(slope) < 1e-6, 1e-6, slope)  # nothing beside 1, and can be divided by
-    at_label = jnp.exp(label_logit_N - base_N) - 1 / (slope * share)
-    return _put(written_NV, label_N, at_label), weight_N * slope * share
+    least = 1e-6 if written_NV.dtype != jnp.float16 else 2e-5  # nothing beside 1, and it divides
+    slope = jnp.where(jnp.abs(slope) < least, least, slope)
+    exact = jnp.exp(label_logit_N - base_N) - 1 / (slope * share)
+    kept = jnp.finfo(written_NV.dtype)
+    rounded = lax.reduce_precision(exact, kept.nexp, kept.nmant)
+    here = (label_N < written_NV.shape[1]) & (rounded != 0)
+    made_up = jnp.where(here, exact / jnp.where(here, rounded, 1.0), 1.0)
+    return _put(written_NV, label_N, rounded), weight_N * slope * share * made_up
 
 
 def _put(x_NV, column_N, value_N):

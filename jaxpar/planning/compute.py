@@ -177,7 +177,8 @@ def head_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
     share = rates.matmul_share(chunk, D, shard.vocab)
     rate = matmul_rate(cfg, gpu, float8=False) * share
     logit = 4 if cfg.model.logits_dtype == "float32" else shard.width
-    moved = (logit + shard.width) * n * shard.vocab  # read once, the exponentials written
+    reads = 2 if cfg.model.dtype == "float16" else 1  # and the exponentials written
+    moved = (reads * logit + shard.width) * n * shard.vocab
     flops = (4 + 2 * shard.trained) * n * D * shard.vocab
     return Seconds(matmul=flops / rate, elementwise=moved / elementwise_rate(gpu))
 

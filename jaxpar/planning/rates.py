@@ -13,7 +13,7 @@ TILE = 32
 WIDE = 0.983
 
 #: Causal attention alone on an H200, TFLOP/s by head dim and T: (T, forward, backward), the faster
-#: backend of each, from kernels/attention/measured.
+#: backend of each, from kernels/attention/measured: short runs, but for the backward of 64.
 ATTENTION = {
     64: ((4096, 416, 468),),
     128: ((4096, 556, 446), (8192, 598, 500), (32768, 614, 539)),

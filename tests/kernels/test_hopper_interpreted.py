@@ -94,6 +94,8 @@ def test_every_tile_of_every_lane_once(at_a_time):
         (32, 64, 1, 4),  # 128 tiles for 132 multiprocessors
         (64, 16, 1, 2),
         (64, 16, 4, 4),
+        (96, 8, 1, 2),
+        (128, 8, 1, 1),
         (256, 8, 1, 1),
         (256, 8, 2, 2),
         (16, 64, 1, 8),

@@ -1,4 +1,8 @@
-"""The kernels over logits, interpreted, against XLA's and against NumPy."""
+"""The kernels over logits, interpreted, against XLA's and against NumPy.
+
+The interpreter gives a kernel's result an array of its own; in the logits' place it is written on
+a GPU alone (`test_softmax_gpu.py`).
+"""
 
 import jax
 import jax.numpy as jnp

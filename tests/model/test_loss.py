@@ -161,15 +161,48 @@ def test_float16_holds_the_gradient_of_a_label_without_a_chance(name, devices):
     assert_close(found[1:], wanted[1:], 5e-3)
 
 
-@pytest.mark.parametrize("chunks", [1, 3])
-def test_z_loss_that_takes_the_gradient_of_the_logits_away(chunks, devices):
-    """1 + 2 z lse is about 0 for a token; the label's part of its gradient remains."""
-    h, head, labels = inputs()
-    lse = jax.nn.logsumexp(h @ head, axis=-1)
-    arrays = h, head, labels
-    z = float(-0.5 / lse[1])
-    found = on_mesh(mesh_of(devices, MESHES["tensor"]), z, *arrays, chunks=chunks)
-    assert_close(found, plain(z, *arrays), 5e-6)
+def test_a_slope_of_nothing_leaves_the_labels_part():
+    """1 + 2 z lse is 0 for the row; the label's part of its gradient is -1."""
+    row = jnp.full((1, 4), 0.25)
+    of_row = [jnp.asarray([x], jnp.float32) for x in (4.0, 4.0)]  # base, lse
+    label, logit = jnp.asarray([2]), jnp.asarray([4.0 + np.log(0.25)], jnp.float32)
+    written, scale = in_a_mesh(
+        loss._gradient, row, *of_row, label, logit, jnp.ones(1), z_loss=-1 / 8
+    )
+    np.testing.assert_allclose(written * scale, [[0, 0, -1, 0]], atol=1e-6)
+
+
+def in_a_mesh(function, *arrays, **options):
+    """A function of local arrays, on one device."""
+    mesh, whole = make_mesh(ParallelConfig(data=1), jax.devices()[:1]), PartitionSpec()
+    local = lambda *arrays: function(*varying(arrays), **options)  # noqa: E731
+    run = jax.shard_map(local, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+    return jax.jit(run)(*arrays)
+
+
+@pytest.mark.parametrize("sure", [False, True], ids=["any label", "the likeliest"])
+def test_bfloat16_gradients_are_near_those_of_a_rounded_gradient(sure):
+    """Against float64; beside them, gradients by logits that are exact and then rounded."""
+    rng = np.random.default_rng(0)
+    h, head = (jnp.asarray(rng.normal(size=s) / 3, jnp.bfloat16) for s in ((256, 64), (64, 1024)))
+    exact = [np.asarray(a, np.float64) for a in (h, head)]
+    logits = np.asarray(jnp.asarray(exact[0] @ exact[1], jnp.bfloat16), np.float64)
+    labels = (logits.argmax(1) if sure else rng.integers(0, 1024, 256)).astype(np.int32)
+
+    def gradients(h, head):
+        run = functools.partial(loss.cross_entropy, labels_N=labels, logits_dtype=jnp.bfloat16)
+        _, vjp = jax.vjp(run, h, head)
+        return vjp((jnp.float32(1), jnp.float32(0)))
+
+    d = np.exp(logits - jax.nn.logsumexp(logits, axis=1, keepdims=True))
+    d[np.arange(256), labels] -= 1
+    rounded = np.asarray(jnp.asarray(d, jnp.bfloat16), np.float64)
+    of = lambda d: (d @ exact[1].T, exact[0].T @ d)  # noqa: E731
+    found = in_a_mesh(gradients, h, head)
+    for ours, plain, wanted in zip(found, of(rounded), of(d), strict=True):
+        plain = np.asarray(jnp.asarray(plain, jnp.bfloat16), np.float64)
+        error = lambda a, b=wanted: np.linalg.norm(a - b) / np.linalg.norm(b)  # noqa: E731
+        assert error(np.asarray(ours, np.float64)) < 1.5 * error(plain)
 
 
 @pytest.mark.parametrize("name", ["whole", "tensor and pipeline"])

@@ -22,6 +22,8 @@ LOG2E = math.log2(math.e)
 M = 64
 #: Of an H100 or H200 module.
 MULTIPROCESSORS = 132
+#: Share of them that are enough: powers of two of tiles make 128.
+NEARLY = 0.95
 #: Registers of an accumulator, of one value per row of it, and of one per column.
 TILE = plgpu.Layout.WGMMA
 ROW, COLUMN = TILE.reduce(1), TILE.reduce(0)
@@ -92,12 +94,12 @@ def shape_of(
 
 def lanes_at_a_time(tiles: int, lanes: int, wanted: int) -> int:
     """How many lanes' tiles to work on before the others': as many as are wanted, but enough that
-    each multiprocessor has a tile, and a divisor of all of them. With fewer, the last lanes' long
-    tiles would begin when the rest is nearly done.
+    nearly each multiprocessor has a tile, and a divisor of all of them. With fewer, the last lanes'
+    long tiles would begin when the rest is nearly done.
 
     Args:     tiles: of a lane. lanes: rows times heads. wanted: 0: all.
     """
-    fewest = max(wanted, round(MULTIPROCESSORS / tiles)) if wanted else lanes
+    fewest = max(wanted, math.ceil(NEARLY * MULTIPROCESSORS / tiles)) if wanted else lanes
     return next(n for n in range(1, lanes + 1) if lanes % n == 0 and n >= min(fewest, lanes))
 
 
