@@ -22,7 +22,7 @@ class ForwardBlocks:
 @dataclass(frozen=True)
 class BackwardBlocks:
     """q: query rows of a step. kv: key rows of a CTA. stages: Q/dO buffers. heads: as forward, but
-    at least as many as give each multiprocessor a tile."""
+    at least as many as give nearly each multiprocessor a tile."""
 
     q: int = 64
     kv: int = 128
