@@ -136,7 +136,9 @@ def _gradient(written_NV, base_N, lse_N, label_N, label_logit_N, weight_N, z_los
     rounded = lax.reduce_precision(exact, kept.nexp, kept.nmant)
     here = (label_N < written_NV.shape[1]) & (rounded != 0)
     made_up = jnp.where(here, exact / jnp.where(here, rounded, 1.0), 1.0)
-    return _put(written_NV, label_N, rounded), weight_N * slope * share * made_up
+    # Where it rounds to nothing, float16 may still hold it with fewer digits.
+    at_label = jnp.where(here, rounded, exact)
+    return _put(written_NV, label_N, at_label), weight_N * slope * share * made_up
 
 
 def _put(x_NV, column_N, value_N):

@@ -172,6 +172,15 @@ def test_a_slope_of_nothing_leaves_the_labels_part():
     np.testing.assert_allclose(written * scale, [[0, 0, -1, 0]], atol=1e-6)
 
 
+def test_float16_keeps_the_gradient_of_a_label_that_is_nearly_sure():
+    """1e-5 is below the numbers that float16 holds with all of its digits."""
+    row = jnp.asarray([[1.0, 0, 0, 0]], jnp.float16)
+    base = jnp.zeros(1)
+    of_label = jnp.asarray([0]), jnp.asarray([np.log1p(-1e-5)], jnp.float32), jnp.ones(1)
+    written, scale = in_a_mesh(loss._gradient, row, base, base, *of_label, z_loss=0.0)
+    np.testing.assert_allclose(written * scale, [[-1e-5, 0, 0, 0]], rtol=1e-2)
+
+
 def in_a_mesh(function, *arrays, **options):
     """A function of local arrays, on one device."""
     mesh, whole = make_mesh(ParallelConfig(data=1), jax.devices()[:1]), PartitionSpec()
