@@ -6,8 +6,8 @@ learns what the assistant says in data/chats, from `python -m jaxpar.data prepar
 training's.
 """
 
-from jaxpar.cli import load_config
 from jaxpar.config import Config, replace
+from jaxpar.config.command_line import load_config
 
 
 def get_config() -> Config:

@@ -4,8 +4,8 @@ As llama_1b_chat, but the model's weights stay as they are; adapters of rank 16 
 projection learn, at the ten times higher learning rate that they take (docs/lora.md).
 """
 
-from jaxpar.cli import load_config
 from jaxpar.config import Config, replace
+from jaxpar.config.command_line import load_config
 
 
 def get_config() -> Config:

@@ -4,113 +4,12 @@ RUN is a run or a published folder. Tasks are those of EleutherAI's lm_eval, and
 --include-path. Needs lm_eval: pip install 'jaxpar[eval]'.
 """
 
-import importlib.util
-import json
-import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any
+from collections.abc import Sequence
 
 import tyro
 
-from jaxpar import cli, processes
-from jaxpar.config import ConfigError
-from jaxpar.loaded import load
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """Score a model on tasks of the Evaluation Harness."""
-
-    run: Annotated[str, tyro.conf.Positional]
-    """Run folder, or folder of a published model."""
-    tasks: tuple[str, ...]
-    """Names of tasks."""
-    include_path: str | None = None
-    """Folder with tasks of your own, as YAML files."""
-    step: int | None = None
-    """Checkpoint to read. None: the latest."""
-    tensor: int = 1
-    """Devices that share each layer."""
-    batch_size: int = 8
-    """Texts scored at a time."""
-    num_fewshot: int | None = None
-    """Examples before each question. None: as the task says."""
-    limit: int | None = None
-    """Questions of each task at most."""
-    output: str | None = None
-    """File for all results, as JSON."""
-
-
-def check(options: Options) -> None:
-    """Raises:   ConfigError for an option that cannot work."""
-    if importlib.util.find_spec("lm_eval") is None:
-        raise ConfigError("lm_eval", "", "is not installed", "pip install 'jaxpar[eval]'")
-    for name, value, least in (
-        ("--batch-size", options.batch_size, 1),
-        ("--tensor", options.tensor, 1),
-        ("--num-fewshot", options.num_fewshot, 0),
-        ("--limit", options.limit, 1),
-    ):
-        if value is not None and value < least:
-            raise ConfigError(name, value, f"must be at least {least}", f"use {name} {least}")
-    if options.include_path is not None and not Path(options.include_path).is_dir():
-        fix = "give the folder that holds the tasks' YAML files"
-        raise ConfigError("--include-path", options.include_path, "is not a folder", fix)
-    place = processes.others()
-    if options.output is not None and (place is None or place.process_id == 0):  # which writes it
-        _check_output(options.output)
-
-
-def _check_output(name: str) -> None:
-    """Raises:   ConfigError for a file that could not be written, once all is scored."""
-    path = Path(name)
-    if path.is_dir():
-        fix = f"use --output {path / 'results.json'}"
-        raise ConfigError("--output", name, "is a folder, not a file", fix)
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        rule, fix = "lies in a folder that does not exist", "make the folder first"
-        raise ConfigError("--output", name, rule, fix)
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise ConfigError("--output", name, "cannot be written", "name a file of your own")
-
-
-def evaluate(options: Options, say: Callable[[str], None] = processes.say) -> dict[str, Any]:
-    """Run the tasks; the results as the harness gives them.
-
-    Raises:   ConfigError for an unknown task, and as `check` and `loaded.load`.
-    """
-    check(options)
-    # The harness's own programs ask a hub for nothing that is here already; neither does this.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    import lm_eval
-    import lm_eval.tasks
-    import lm_eval.utils
-
-    from jaxpar.harness import HarnessModel
-
-    known = lm_eval.tasks.TaskManager(include_path=options.include_path)
-    missing = [name for name in options.tasks if name not in known.all_tasks]
-    if missing:
-        fix = "`lm_eval ls tasks` lists them; --include-path FOLDER adds your own"
-        raise ConfigError("--tasks", ",".join(missing), "is no task of the harness", fix)
-    model = HarnessModel(load(options.run, options.step, options.tensor, say), options.batch_size)
-    results = lm_eval.simple_evaluate(
-        model=model,
-        tasks=list(options.tasks),
-        num_fewshot=options.num_fewshot,
-        limit=options.limit,
-        task_manager=known,
-        log_samples=False,
-        bootstrap_iters=0,
-    )
-    say(lm_eval.utils.make_table(results))
-    if options.output is not None and processes.own() == 0:
-        text = json.dumps(results, indent=2, default=str)
-        Path(options.output).write_text(text + "\n", "utf-8")
-    return results
+from jaxpar.inference.evaluate import Options, evaluate
+from jaxpar.runtime.program import run_program
 
 
 def main(argv: Sequence[str]) -> None:
@@ -120,4 +19,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    cli.run_program(main)
+    run_program(main)

@@ -1,8 +1,8 @@
 """The table of every config field: python scripts/config_table.py [--write]
 
-Read off the dataclasses of `jaxpar/config.py`, `config_model.py` and `config_metrics.py`: path,
-type, default and the line under the field.
-Printed; with --write, put into docs/configuration.md between its two markers.
+Read off the dataclasses of `jaxpar/config/schema.py` and `jaxpar/config/model_schema.py`: path,
+type, default and the line under the field. Printed; with --write, put into
+docs/configuration.md between its two markers.
 """
 
 import ast
@@ -12,7 +12,8 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from jaxpar import config, config_metrics, config_model
+from jaxpar import config
+from jaxpar.config import fields, model_schema, schema
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
@@ -21,7 +22,7 @@ BEGIN, END = "<!-- config table -->\n", "<!-- /config table -->"
 
 def field_docs() -> dict[str, dict[str, str]]:
     """Of each class of the config: its own docstring under "", and the line under each field."""
-    modules = (config, config_model, config_metrics)
+    modules = (schema, model_schema)
     sources = [Path(module.__file__).read_text("utf-8") for module in modules]
     docs: dict[str, dict[str, str]] = {}
     for node in [node for source in sources for node in ast.parse(source).body]:
@@ -47,7 +48,7 @@ def type_text(hint: Any) -> str:
 
 def default_text(path: str) -> str:
     """A field's default as the command line would set it."""
-    default = config.default_of(path)
+    default = fields.default_of(path)
     return f"`{default}`" if default != "" else "(empty)"
 
 
@@ -56,7 +57,7 @@ def section_table(name: str, cls: Any, docs: dict[str, dict[str, str]]) -> list[
     cell = lambda text: text.replace("|", r"\|")  # noqa: E731
     lines = []
     for field, hint in typing.get_type_hints(cls).items():
-        path, inner = f"{name}.{field}", config.section_of(hint)
+        path, inner = f"{name}.{field}", fields.section_of(hint)
         default = "`None`" if inner else default_text(path)
         row = (f"`{path}`", type_text(hint), default, docs[cls.__name__][field])
         lines.append("| " + " | ".join(map(cell, row)) + " |")

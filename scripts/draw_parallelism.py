@@ -14,9 +14,9 @@ from xml.sax.saxutils import escape
 
 import numpy as np
 
-from jaxpar.axes import AXES, BATCH_SPEC, partition_spec
 from jaxpar.config import ParallelConfig
 from jaxpar.parallel.context import token_order
+from jaxpar.sharding.axes import AXES, BATCH_SPEC, partition_spec
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "pictures"
 

@@ -1,7 +1,7 @@
 """The table of XLA flags: python scripts/flag_table.py [--write]
 
-Read off `jaxpar/xla_flags.py`. Printed; with --write, put into docs/benchmarking.md between its two
-markers.
+Read off `jaxpar/runtime/gpus/xla_flags.py`. Printed; with --write, put into docs/benchmarking.md
+between its two markers.
 """
 
 import sys
@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from jaxpar.xla_flags import FLAGS, Flag  # noqa: E402
+from jaxpar.runtime.gpus.xla_flag_table import FLAGS, Flag  # noqa: E402
 
 PAGE = ROOT / "docs" / "benchmarking.md"
 BEGIN, END = "<!-- flag table -->\n", "<!-- /flag table -->"

@@ -13,9 +13,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from jaxpar import plan  # noqa: E402
-from jaxpar.planning.hardware import GIB  # noqa: E402
+from jaxpar.planning.command import read_command  # noqa: E402
 from jaxpar.planning.layouts import describe  # noqa: E402
+from jaxpar.planning.predict.hardware import GIB  # noqa: E402
 from jaxpar.planning.ranking import Layout, make_plan  # noqa: E402
 
 PAGE = ROOT / "docs" / "choosing_a_layout.md"
@@ -68,7 +68,7 @@ TABLES = {
 
 def first_layout(command: str) -> Layout:
     """The fastest layout that fits."""
-    asked = plan.read_command(command.split())
+    asked = read_command(command.split())
     made = make_plan(asked.cfg, asked.cluster, asked.fixed, coarse=asked.options.quick)
     return made.fitting[0]
 

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxpar.cli import load_config, parse_overrides
 from jaxpar.config import Config
-from jaxpar.convert.families import LLAMA
-from jaxpar.convert.hf_config import config_json, entry_table
-from jaxpar.convert.hf_folder import create_tensors, find_tensors
-from jaxpar.convert.layout import sizes_of, tensor_names, tensor_shape
+from jaxpar.config.command_line import load_config, parse_overrides
+from jaxpar.convert.hf.config import config_json, entry_table
+from jaxpar.convert.hf.families import LLAMA
+from jaxpar.convert.hf.folder import create_tensors, find_tensors
+from jaxpar.convert.hf.tensor_layout import sizes_of, tensor_names, tensor_shape
 
 #: Random numbers that are written again and again.
 BLOCK = 1 << 22

@@ -16,13 +16,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar import cli, json_file, provenance, runtime
-from jaxpar.bench import conditions
-from jaxpar.bench.options import check_file
 from jaxpar.bench.timing import Timing, interleaved
+from jaxpar.bench.training import conditions
 from jaxpar.config import Config, ConfigError, ModelConfig
 from jaxpar.kernels.norm import rms_norm, rms_norm_beside
-from jaxpar.model import layers
+from jaxpar.model import activation
+from jaxpar.model import rope as model_rope
+from jaxpar.runtime import provenance
+from jaxpar.runtime import start as runtime
+from jaxpar.runtime.files import json_output
+from jaxpar.runtime.options import check_file
+from jaxpar.runtime.program import run_program
 
 #: Llama 3 8B (2407.21783), table 3.
 MODEL = ModelConfig(
@@ -81,12 +85,12 @@ def pieces(tokens: int) -> Iterator[Piece]:
     yield Piece("RMSNorm beside x backward", backward_of(beside), ((x, y), x, gain))
     yield Piece("residual add", jnp.add, (x, y))
     yield Piece("residual add + RMSNorm", lambda x, y, g: (x + y, norm(x + y, g)), (x, y, gain))
-    tables = layers.rope_tables(jnp.arange(tokens)[None], m)
+    tables = model_rope.rope_tables(jnp.arange(tokens)[None], m)
     q, k = (normal((1, tokens, heads, m.head_dim)) for heads in (m.num_heads, m.num_kv_heads))
     yield Piece("RoPE of q and k forward", rope, (q, k, tables))
     yield Piece("RoPE of q and k backward", rope_backward, (q, k, tables))
     gate, up = normal((1, tokens, m.d_ff)), normal((1, tokens, m.d_ff))
-    yield from both("SwiGLU", layers.swiglu, gate, up)
+    yield from both("SwiGLU", activation.swiglu, gate, up)
 
 
 def beside(x, gain):
@@ -97,7 +101,7 @@ def beside(x, gain):
 
 def rope(q, k, tables):
     """Of both, as a layer does it."""
-    return layers.rope(q, tables), layers.rope(k, tables)
+    return model_rope.rope(q, tables), model_rope.rope(k, tables)
 
 
 def rope_backward(d_q, d_k, tables):
@@ -153,8 +157,8 @@ def main(argv: Sequence[str]) -> None:
         row = {"piece": piece.name, "ms": ms, "bytes": size, "gb_per_second": rate}
         card["rows"].append(row | {"share_of_copy": rate / peak})
     if options.card:
-        json_file.write("--card", options.card, card)
+        json_output.write("--card", options.card, card)
 
 
 if __name__ == "__main__":
-    cli.run_program(main)
+    run_program(main)

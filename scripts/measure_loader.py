@@ -16,8 +16,8 @@ import numpy as np
 
 from jaxpar.config import Config, ParallelConfig, replace
 from jaxpar.data import Loader
-from jaxpar.data.convert import ConvertOptions, convert
-from jaxpar.parallel.mesh import make_mesh
+from jaxpar.data.formats.convert import ConvertOptions, convert
+from jaxpar.sharding.mesh import make_mesh
 
 NUM_TOKENS, EOS, VOCAB = 1 << 26, 0, 32_000
 

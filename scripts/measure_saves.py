@@ -15,10 +15,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from jaxpar import checkpoint, runtime, state
-from jaxpar.config_json import from_json
-from jaxpar.parallel.mesh import make_mesh
-from jaxpar.validation import resolve
+from jaxpar import checkpoint
+from jaxpar.config.serialize import from_json
+from jaxpar.config.validate import resolve
+from jaxpar.runtime import start as runtime
+from jaxpar.sharding.mesh import make_mesh
+from jaxpar.step import state
 
 
 def resident() -> float:

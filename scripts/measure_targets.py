@@ -39,16 +39,17 @@ sys.path.insert(0, str(ROOT))
 
 import jax  # noqa: E402
 
-from jaxpar.bench.options import check_folder  # noqa: E402
-from jaxpar.children import held_back  # noqa: E402
-from jaxpar.cli import read_config, run_program  # noqa: E402
 from jaxpar.config import ConfigError  # noqa: E402
-from jaxpar.guard import EXIT_INTERRUPTED  # noqa: E402
-from jaxpar.planning.communication import Cluster  # noqa: E402
-from jaxpar.planning.hardware import GIB, H200, NETWORKS  # noqa: E402
+from jaxpar.config.command_line import read_config  # noqa: E402
+from jaxpar.config.validate import resolve  # noqa: E402
+from jaxpar.planning.predict.communication import Cluster  # noqa: E402
+from jaxpar.planning.predict.hardware import GIB, H200, NETWORKS  # noqa: E402
 from jaxpar.planning.ranking import Layout, predict  # noqa: E402
-from jaxpar.validation import resolve  # noqa: E402
-from jaxpar.xla_flags import visible_gpus  # noqa: E402
+from jaxpar.runtime.exit_codes import EXIT_INTERRUPTED  # noqa: E402
+from jaxpar.runtime.gpus.visible import visible_gpus  # noqa: E402
+from jaxpar.runtime.options import check_folder  # noqa: E402
+from jaxpar.runtime.processes.children import held_back  # noqa: E402
+from jaxpar.runtime.program import run_program  # noqa: E402
 from scripts.target_rows import ROWS, Row  # noqa: E402
 
 # The planner needs no GPU. This process must not take the memory of those that it measures.
@@ -246,7 +247,7 @@ def measure(name: str, options: argparse.Namespace) -> Cards:
 
 def known_to(code: Path, words: list[str]) -> list[str]:
     """The arguments of a row, but for fields that another checkout does not have; which is told."""
-    asked = [sys.executable, "-c", "from jaxpar.config import field_types as f; print(*f())"]
+    asked = [sys.executable, "-c", "from jaxpar.config.fields import field_types as f; print(*f())"]
     said = subprocess.run(asked, cwd=code, capture_output=True, text=True, check=False)
     config, *pairs = words
     kept = [config]

@@ -220,7 +220,8 @@ def measure(options: argparse.Namespace) -> dict:
 
 
 def host() -> str:
-    """As on the cards of jaxpar (`jaxpar/bench/conditions.py`), which is not installed here."""
+    """As on the cards of jaxpar (`jaxpar/bench/training/conditions.py`), which is not installed
+    here."""
     named = Path("/proc/sys/kernel/random/boot_id").read_text()
     return hashlib.sha256(named.strip().encode()).hexdigest()[:8]
 

@@ -12,14 +12,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from jaxpar import cli  # noqa: E402
 from jaxpar.config import Config  # noqa: E402
-from jaxpar.planning.calibration import (  # noqa: E402
-    Compared,
-    compare,
-    compare_compiled,
-    conditions,
-)
+from jaxpar.config.command_line import read_config  # noqa: E402
+from jaxpar.planning.calibration import Compared, compare, compare_compiled, conditions  # noqa: E402
 
 BEGIN, END = "<!-- calibration -->\n", "<!-- /calibration -->"
 
@@ -52,7 +47,7 @@ def compiled_table() -> list[str]:
 
 def read(words: list[str]) -> Config:
     """A command line's config, checked."""
-    return cli.read_config(words, "jaxpar.plan", None)
+    return read_config(words, "jaxpar.plan", None)
 
 
 def summary(errors: list[float]) -> str:

@@ -1,12 +1,12 @@
 """The model that tests compare on meshes: as small as one with grouped queries can be cut."""
 
-from jaxpar import parity
 from jaxpar.config import Config, replace
+from jaxpar.verification import small_config
 
 #: Float32, two layers, four heads on two of keys and values; windows of 32 tokens, eight a batch.
 #: Weights are large enough, and the rate high enough, for every gradient and update to count.
 TINY = replace(
-    parity.float32(Config()),
+    small_config.float32(Config()),
     **{
         "model.num_layers": 2,
         "model.d_model": 16,

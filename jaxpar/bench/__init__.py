@@ -14,10 +14,28 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from jaxpar.bench import attention, compare, loss, matmuls, training
-from jaxpar.bench.training import WARM_UP, card, measure, summary
-from jaxpar.cli import asks_help
+from jaxpar.bench import loss
+from jaxpar.bench.attention import command as attention
+from jaxpar.bench.cards import compare
+from jaxpar.bench.matmuls import command as matmuls
+from jaxpar.bench.training import command as training
+from jaxpar.bench.training.command import WARM_UP, card, measure, summary
 from jaxpar.config import ConfigError
+from jaxpar.config.command_line import asks_help
+
+MAY_IMPORT = (
+    "config",
+    "runtime",
+    "sharding",
+    "kernels",
+    "execution",
+    "parallel",
+    "model",
+    "step",
+    "profiling",
+    "monitoring",
+    "training",
+)
 
 __all__ = ["COMMANDS", "WARM_UP", "card", "main", "measure", "read_command", "summary"]
 

@@ -1,6 +1,7 @@
 """`python -m jaxpar.bench`."""
 
-from jaxpar import bench, cli
+from jaxpar import bench
+from jaxpar.runtime.program import run_program
 
 if __name__ == "__main__":
-    cli.run_program(bench.main)
+    run_program(bench.main)

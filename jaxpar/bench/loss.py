@@ -14,15 +14,19 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxpar import guard, json_file, processes, provenance, runtime
-from jaxpar.bench import conditions
-from jaxpar.bench.options import check_file, check_repeats
-from jaxpar.bench.options import parser as make_parser
 from jaxpar.bench.timing import Timing, interleaved
+from jaxpar.bench.training import conditions
 from jaxpar.config import Config, ConfigError, ParallelConfig
-from jaxpar.model.loss import cross_entropy, num_chunks
+from jaxpar.execution.decisions import num_chunks
+from jaxpar.model.loss import cross_entropy
 from jaxpar.parallel.collectives import varying
-from jaxpar.parallel.mesh import make_mesh
+from jaxpar.runtime import exit_codes, provenance
+from jaxpar.runtime import start as runtime
+from jaxpar.runtime.files import json_output
+from jaxpar.runtime.options import check_file, check_repeats
+from jaxpar.runtime.options import parser as make_parser
+from jaxpar.runtime.processes import rendezvous
+from jaxpar.sharding.mesh import make_mesh
 
 GIB = 1 << 30
 
@@ -115,7 +119,7 @@ def measure(tokens: int, options: argparse.Namespace) -> dict[str, Any]:
 def main(argv: Sequence[str]) -> int:
     """The command line."""
     options = read_command(argv)
-    processes.alone("jaxpar.bench loss")
+    rendezvous.alone("jaxpar.bench loss")
     environment = runtime.start(Config())
     commit = options.commit or provenance.checked_out_commit()
     card = conditions.of_this_process(environment, commit) | {"what": "loss", "rows": []}
@@ -130,5 +134,5 @@ def main(argv: Sequence[str]) -> int:
         print("  ".join(text(row[name]).rjust(10) for name in columns), flush=True)
         card["rows"].append(row)
         if options.card:  # after each: what fails later leaves what there is
-            json_file.write("--card", options.card, card)
-    return guard.EXIT_OK
+            json_output.write("--card", options.card, card)
+    return exit_codes.EXIT_OK

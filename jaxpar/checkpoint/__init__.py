@@ -26,6 +26,8 @@ from jaxpar.checkpoint.saved import (
 )
 from jaxpar.checkpoint.saving import Checkpointer, SaveFailed
 
+MAY_IMPORT = ("config", "runtime", "sharding", "optimizer", "step", "data")
+
 __all__ = [
     "MODEL_FIELDS",
     "NO_DATASET",

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 import jax
 import tyro
 
-from jaxpar import cli, guard
 from jaxpar.checkpoint import inspection
+from jaxpar.runtime import exit_codes
+from jaxpar.runtime.program import run_program
 
 PROGRAM = "python -m jaxpar.checkpoint"
 
@@ -74,11 +75,11 @@ def main(argv: Sequence[str]) -> int:
                 print(row, flush=True)
         case Verify(run=run, step=step):
             if not inspection.verify(run, step, say):
-                return guard.EXIT_ERROR
+                return exit_codes.EXIT_ERROR
         case Diff():
             one, other = (options.run, options.step), (options.other, options.other_step)
             inspection.differences(one, other, say)
-    return guard.EXIT_OK
+    return exit_codes.EXIT_OK
 
 
 def say(line: str) -> None:
@@ -87,4 +88,4 @@ def say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    cli.run_program(main)
+    run_program(main)

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.axes import AXES
 from jaxpar.checkpoint import integrity, store
 from jaxpar.checkpoint.saved import damage, folder, read_saved, saved_steps
 from jaxpar.config import ConfigError
-from jaxpar.convert.progress import meter, size
+from jaxpar.runtime.progress import meter, size
+from jaxpar.sharding.axes import AXES
 
 #: How a line says that something is wrong.
 DAMAGED = "DAMAGED"

@@ -3,7 +3,7 @@
 Orbax notices a truncated file, and loads a flipped bit without a word. Two witnesses are kept:
 
     fingerprints    in the checkpoint's own metadata, so there as soon as it is: of every array,
-                    computed on the devices (`parallel/fingerprint.py`); under a seal, with all that
+                    computed on the devices (`sharding/fingerprint.py`); under a seal, with all that
                     the checkpoint says about itself
     FILES           written a moment after: every file's size, and the SHA-256 of those up to SMALL
 
@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxpar import guard
+from jaxpar.runtime import exit_codes
 
 #: The list of a checkpoint's files, beside them.
 FILES = "jaxpar_files.json"
@@ -49,7 +49,7 @@ OF_FILES = (
 )
 
 
-class Damaged(guard.RunError):
+class Damaged(exit_codes.RunError):
     """A checkpoint is not what was written."""
 
     def __init__(self, where: str, damage: Iterable[str]):
@@ -59,7 +59,7 @@ class Damaged(guard.RunError):
         super().__init__(f"{where} is damaged: {text}")
 
 
-class Unreadable(guard.RunError):
+class Unreadable(exit_codes.RunError):
     """A checkpoint cannot be read here and now, which says nothing about what was written."""
 
 

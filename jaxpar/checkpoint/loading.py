@@ -8,7 +8,6 @@ import jax
 from jax.sharding import Mesh
 from orbax.checkpoint import v1 as ocp
 
-from jaxpar import processes, skipping
 from jaxpar.checkpoint import integrity, store
 from jaxpar.checkpoint.integrity import Damaged
 from jaxpar.checkpoint.saved import (
@@ -25,9 +24,11 @@ from jaxpar.checkpoint.saved import (
     saved_steps,
 )
 from jaxpar.config import Config, ConfigError, replace
-from jaxpar.parallel.fingerprint import fingerprints
-from jaxpar.params import flat
-from jaxpar.state import (
+from jaxpar.optimizer import loss_scale
+from jaxpar.runtime.processes import peers
+from jaxpar.sharding.fingerprint import fingerprints
+from jaxpar.sharding.params import flat
+from jaxpar.step.state import (
     TrainState,
     abstract_state,
     in_configured_dtypes,
@@ -61,7 +62,7 @@ def restore_latest(cfg: Config, mesh: Mesh) -> tuple[TrainState, int]:
             continue
         for later, why in found.items():
             _set_aside(cfg, later, why, f"the run goes on from step {step}")
-        processes.in_any(False)  # they are set aside before anyone writes
+        peers.in_any(False)  # they are set aside before anyone writes
         return state, step
     raise none_whole(cfg.run.dir, {step: error.damage for step, error in found.items()})
 
@@ -89,9 +90,9 @@ def restore(cfg: Config, mesh: Mesh, step: int | None = None) -> TrainState:
     loaded = _load_whole(cfg.run.dir, saved, target)
     to = jax.tree.map(lambda a: a.sharding, scalars)
     if not known:  # from before there were any
-        loaded["guard"] = jax.device_put(skipping.initial(cfg), to)
-    elif (by_path(saved.config).get("model.dtype") == "float16") != skipping.is_scaled(cfg):
-        fresh = jax.device_put(skipping.initial(cfg), to)  # another dtype, another scale
+        loaded["guard"] = jax.device_put(loss_scale.initial(cfg), to)
+    elif (by_path(saved.config).get("model.dtype") == "float16") != loss_scale.is_scaled(cfg):
+        fresh = jax.device_put(loss_scale.initial(cfg), to)  # another dtype, another scale
         loaded["guard"] = fresh | {"skipped": loaded["guard"]["skipped"]}
     if int(loaded["step"]) != saved.step:
         raise Damaged(str(saved), [f"it holds the state of step {int(loaded['step'])}"])
@@ -158,7 +159,7 @@ def _agree(where: str, damage: list[str]) -> None:
 
     Raises:   Damaged, in every process, when one has found damage.
     """
-    if processes.in_any(bool(damage)) and not damage:
+    if peers.in_any(bool(damage)) and not damage:
         damage = ["another process says so"]
     if damage:
         raise Damaged(where, damage)

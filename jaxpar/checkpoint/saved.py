@@ -14,7 +14,7 @@ from orbax.checkpoint import v1 as ocp
 
 from jaxpar.checkpoint import integrity
 from jaxpar.config import Config, ConfigError, LoraConfig, ModelConfig
-from jaxpar.config_json import from_json
+from jaxpar.config.serialize import from_json
 from jaxpar.data.sources import fingerprint
 
 #: Fields of the model that may change once the weights are there.

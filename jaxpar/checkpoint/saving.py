@@ -15,20 +15,21 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 import jaxpar
-from jaxpar import guard, processes
 from jaxpar.checkpoint import integrity
 from jaxpar.checkpoint.saved import folder
 from jaxpar.config import Config
 from jaxpar.data.skips import SkippedBatches
 from jaxpar.data.sources import fingerprint
-from jaxpar.parallel.fingerprint import fingerprints
-from jaxpar.state import TrainState, snapshot
+from jaxpar.runtime import exit_codes
+from jaxpar.runtime.processes import peers
+from jaxpar.sharding.fingerprint import fingerprints
+from jaxpar.step.state import TrainState, snapshot
 
 #: Bytes that are on their way from the copy in host memory to the disk; or the largest array's.
 IN_FLIGHT = 4 << 30
 
 
-class SaveFailed(guard.RunError):
+class SaveFailed(exit_codes.RunError):
     """Checkpoints cannot be written."""
 
 
@@ -255,7 +256,7 @@ def copied_in_all(tree: Any) -> Any:
         copied = copied_to_host(tree)
     except jax.errors.JaxRuntimeError as out_of_memory:
         error = out_of_memory
-    if processes.in_any(error is not None):
+    if peers.in_any(error is not None):
         raise error or OSError("another process had no pinned host memory for its part")
     return copied
 

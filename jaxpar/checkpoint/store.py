@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import tensorstore
 
-from jaxpar.convert.layout import grid
-from jaxpar.parallel.fingerprint import Running
+from jaxpar.sharding.fingerprint import Running
+from jaxpar.sharding.grid import grid
 
 #: What marks the folder of a checkpoint that holds its arrays.
 MANIFEST = "manifest.ocdbt"

@@ -7,3 +7,5 @@ importing     from-hf                             exporting     to-hf
 mesh_load     a published folder onto a mesh      torch_file    to-torch
 selfcheck     the same logits?
 """
+
+MAY_IMPORT = ("config", "runtime", "sharding", "model", "step", "data", "checkpoint")

@@ -11,9 +11,13 @@ from typing import Annotated, Any, Literal
 import jax
 import tyro
 
-from jaxpar import cli, guard
 from jaxpar.config import ConfigError
-from jaxpar.convert import exporting, importing, peft_folder, peft_import, selfcheck, torch_file
+from jaxpar.convert import selfcheck, torch_file
+from jaxpar.convert.hf import exporting, importing
+from jaxpar.convert.peft import exporting as peft_folder
+from jaxpar.convert.peft import importing as peft_import
+from jaxpar.runtime import exit_codes
+from jaxpar.runtime.program import run_program
 
 PROGRAM = "python -m jaxpar.convert"
 
@@ -161,8 +165,8 @@ def main(argv: Sequence[str]) -> int:
                 to_torch(options)
     except selfcheck.CheckFailed as error:
         print(f"self-check failed: {error}", file=sys.stderr)
-        return guard.EXIT_ERROR
-    return guard.EXIT_OK
+        return exit_codes.EXIT_ERROR
+    return exit_codes.EXIT_OK
 
 
 def from_hf(options: FromHf) -> None:
@@ -213,4 +217,4 @@ def say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    cli.run_program(main)
+    run_program(main)

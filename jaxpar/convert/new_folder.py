@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxpar.config import ConfigError
-from jaxpar.convert.hf_folder import CARRIED_FILES
-from jaxpar.convert.progress import size
+from jaxpar.convert.hf.folder import CARRIED_FILES
+from jaxpar.runtime.progress import size
 
 #: Where a run keeps what came with its weights.
 CARRIED = "hf"

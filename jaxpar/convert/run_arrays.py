@@ -20,10 +20,10 @@ from jaxpar import checkpoint
 from jaxpar.checkpoint import integrity, store
 from jaxpar.checkpoint.saved import METADATA
 from jaxpar.config import Config
-from jaxpar.convert.layout import Box
-from jaxpar.model.transformer import param_specs
-from jaxpar.parallel.fingerprint import Running
-from jaxpar.params import flat, map_specs
+from jaxpar.model.parameters import param_specs
+from jaxpar.sharding.fingerprint import Running
+from jaxpar.sharding.grid import Box
+from jaxpar.sharding.params import flat, map_specs
 
 #: Steps of a checkpoint of imported weights.
 IMPORTED_STEP = 0

@@ -16,16 +16,17 @@ import jax
 import numpy as np
 
 from jaxpar.config import LoraConfig, ModelConfig
-from jaxpar.convert.hf_folder import Tensors
-from jaxpar.convert.layout import Box, Entry, Sizes, read_box
-from jaxpar.convert.progress import size
+from jaxpar.convert.hf.folder import Tensors
+from jaxpar.convert.hf.tensor_layout import Entry, Sizes, read_box
 from jaxpar.convert.run_arrays import RunArrays
 from jaxpar.convert.safetensors_file import DTYPES, NAMES
 from jaxpar.model import reference
 from jaxpar.model.flops import num_params
-from jaxpar.model.transformer import param_specs
-from jaxpar.params import flat
-from jaxpar.runtime import host_memory
+from jaxpar.model.parameters import param_specs
+from jaxpar.runtime.progress import size
+from jaxpar.runtime.start import host_memory
+from jaxpar.sharding.grid import Box
+from jaxpar.sharding.params import flat
 
 #: Random tokens that the logits are compared on, in one row.
 NUM_TOKENS = 256

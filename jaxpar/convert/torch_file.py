@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 
 from jaxpar.config import ConfigError, ModelConfig
-from jaxpar.convert import exporting
-from jaxpar.convert.exporting import Export
-from jaxpar.convert.families import Family
-from jaxpar.convert.layout import Entry
+from jaxpar.convert.hf import exporting
+from jaxpar.convert.hf.exporting import Export
+from jaxpar.convert.hf.families import Family
+from jaxpar.convert.hf.tensor_layout import Entry
 from jaxpar.convert.new_folder import require_place, require_space
-from jaxpar.convert.progress import meter
 from jaxpar.convert.safetensors_file import Stored, create_file
+from jaxpar.runtime.progress import meter
 
 #: How the file's name may end.
 ENDINGS = (".pt", ".pth")

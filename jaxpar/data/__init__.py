@@ -6,8 +6,10 @@ Formats:  megatron, bin_file -> token_file -> sources             (`inspect`, `c
 Train:    sources -> mixture -> packing -> loader                 (batch(step), a pure function)
 """
 
+from jaxpar.data.formats.tokens import TokenDataset
 from jaxpar.data.loader import Loader
 from jaxpar.data.tokenizer import Tokenizer, load_tokenizer
-from jaxpar.data.tokens import TokenDataset
+
+MAY_IMPORT = ("config", "runtime", "sharding")
 
 __all__ = ["Loader", "TokenDataset", "Tokenizer", "load_tokenizer"]

@@ -5,14 +5,15 @@ from collections.abc import Sequence
 
 import tyro
 
-from jaxpar import cli, guard
 from jaxpar.config import ConfigError, flag
-from jaxpar.data.convert import ConvertOptions, convert
-from jaxpar.data.inspect_tokens import InspectOptions, inspect_tokens
-from jaxpar.data.meta import Meta
-from jaxpar.data.prepare import PrepareOptions, prepare
-from jaxpar.data.prepare_chat import ChatOptions, prepare_chat
-from jaxpar.data.progress import console_progress
+from jaxpar.data.formats.convert import ConvertOptions, convert
+from jaxpar.data.formats.inspect import InspectOptions, inspect_tokens
+from jaxpar.data.formats.meta import Meta
+from jaxpar.data.prepare.chat_command import ChatOptions, prepare_chat
+from jaxpar.data.prepare.progress import console_progress
+from jaxpar.data.prepare.text import PrepareOptions, prepare
+from jaxpar.runtime import exit_codes
+from jaxpar.runtime.program import run_program
 
 Options = PrepareOptions | ChatOptions | ConvertOptions | InspectOptions
 
@@ -46,13 +47,13 @@ def main(args: Sequence[str]) -> int:
         done = _run(options)
     except ConfigError as error:
         print(f"config error: {error}", file=sys.stderr)
-        return guard.EXIT_CONFIG
+        return exit_codes.EXIT_CONFIG
     except KeyboardInterrupt:
         print("interrupted; nothing was written", file=sys.stderr)
         return EXIT_INTERRUPTED
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
-        return guard.EXIT_ERROR
+        return exit_codes.EXIT_ERROR
     print(done)
     return 0
 
@@ -86,4 +87,4 @@ def _summary(options: PrepareOptions | ChatOptions, meta: Meta) -> str:
 
 
 if __name__ == "__main__":
-    cli.run_program(main)
+    run_program(main)

@@ -12,15 +12,15 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxpar.axes import BATCH_SPEC
-from jaxpar.batch import IGNORED, Batch
 from jaxpar.config import Config, ConfigError
-from jaxpar.data.meta import TRAIN
+from jaxpar.data.formats.meta import TRAIN
+from jaxpar.data.formats.tokens import TokenDataset
 from jaxpar.data.mixture import Mixture
 from jaxpar.data.packing import document_begins, max_documents, num_windows, pack, stretches
 from jaxpar.data.skips import SkippedBatches
 from jaxpar.data.sources import open_sources
-from jaxpar.data.tokens import TokenDataset
+from jaxpar.sharding.axes import BATCH_SPEC
+from jaxpar.sharding.batch import IGNORED, Batch
 
 #: One of grain's shuffles (a 4-round cipher) leaves neighbours correlated: 0.4 for a million
 #: windows. Three in a row pass for random at every size tried (tests/data/test_loader.py).

@@ -8,7 +8,7 @@ Shape letters: N windows, T query positions.
 
 import numpy as np
 
-from jaxpar.batch import IGNORED, Batch
+from jaxpar.sharding.batch import IGNORED, Batch
 
 
 def num_windows(num_tokens: int, seq_len: int) -> int:

@@ -9,15 +9,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxpar import guard
 from jaxpar.config import Config, ConfigError
-from jaxpar.data import bin_file, megatron
-from jaxpar.data.documents import READERS
-from jaxpar.data.meta import META_FILE, PREPARE, TRAIN, read_meta
-from jaxpar.data.token_file import TokenFile, offsets_from, scan
+from jaxpar.config.mixture import Share, shares
+from jaxpar.data.formats import bin_file, megatron
+from jaxpar.data.formats.meta import META_FILE, PREPARE, TRAIN, read_meta
+from jaxpar.data.formats.token_file import TokenFile, offsets_from, scan
+from jaxpar.data.formats.tokens import TokenDataset
+from jaxpar.data.prepare.documents import READERS
 from jaxpar.data.tokenizer import Tokenizer
-from jaxpar.data.tokens import TokenDataset
-from jaxpar.data_rules import Share, shares
+from jaxpar.runtime import exit_codes
 
 #: What the system says of a file that the same command will not be able to read either. Others,
 #: such as a stale NFS handle, may pass.
@@ -70,7 +70,7 @@ def _open(cfg: Config, field: str, path: str, split: str, whole: bool) -> TokenD
     except OSError as error:
         what = f"{error.filename or path} cannot be read: {error.strerror or error}"
         if error.errno not in FOR_GOOD:
-            raise guard.RunError(f"{field}: {what}") from error
+            raise exit_codes.RunError(f"{field}: {what}") from error
         fix = "check the file and its permissions"
         raise ConfigError(field, path, what, fix) from error
     if cfg.data.document_mask and not dataset.knows_documents:

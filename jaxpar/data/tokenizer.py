@@ -16,7 +16,7 @@ import numpy as np
 import tokenizers
 
 from jaxpar.config import ConfigError
-from jaxpar.data.meta import META_FILE, NO_TOKENIZER, TOKENIZER_FILE, read_meta
+from jaxpar.data.formats.meta import META_FILE, NO_TOKENIZER, TOKENIZER_FILE, read_meta
 
 EOS_TOKEN = "<|endoftext|>"
 

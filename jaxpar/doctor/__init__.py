@@ -14,11 +14,16 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from jaxpar import cluster, guard, processes, runtime, xla_flags
 from jaxpar.config import replace
 from jaxpar.doctor import examination, facts, showing
 from jaxpar.doctor.options import Options, check_file, mesh_for, read_command
 from jaxpar.doctor.progress import Progress
+from jaxpar.runtime import exit_codes
+from jaxpar.runtime import start as runtime
+from jaxpar.runtime.gpus import visible
+from jaxpar.runtime.processes import detect, peers, rendezvous
+
+MAY_IMPORT = ("config", "runtime", "sharding", "kernels", "parallel", "planning", "profiling")
 
 __all__ = ["main", "read_command"]
 
@@ -31,10 +36,10 @@ def main(argv: Sequence[str]) -> int:
     options = read_command(argv)
     own, was_set = begin(options)
     width = max(Console().width, LEAST_WIDTH)
-    console = Console(highlight=False, width=width, quiet=processes.own() != 0)
+    console = Console(highlight=False, width=width, quiet=peers.own() != 0)
     progress = Progress(console, options.seconds)
     with progress.section("start"):
-        own = facts.with_devices(own, processes.own(), bool(options.cfg.run.cpu_devices))
+        own = facts.with_devices(own, peers.own(), bool(options.cfg.run.cpu_devices))
         examined = examination.Examination(options, own, was_set, progress, console.print)
     if examined.works and "collectives" in options.only:
         mesh_for(options.mesh, sum(len(f.devices) for f in examined.facts))
@@ -43,26 +48,26 @@ def main(argv: Sequence[str]) -> int:
     console.print(showing.checklist(found))
     console.print(showing.summary(found, sum(progress.seconds.values())))
     record = examined.record()
-    if options.json is not None and processes.own() == 0:
+    if options.json is not None and peers.own() == 0:
         options.json.write_text(json.dumps(record, indent=2) + "\n")
         console.print(f"written: {options.json}")
     sys.stdout.flush()
-    return guard.EXIT_ERROR if record["verdict"] == "fail" else guard.EXIT_OK
+    return exit_codes.EXIT_ERROR if record["verdict"] == "fail" else exit_codes.EXIT_OK
 
 
 def begin(options: Options) -> tuple[facts.Facts, list[str]]:
     """Join the other processes, and set what JAX reads as it starts, as training does.
 
     Returns:  this process's facts so far, and what was set in its environment.
-    Raises:   ConfigError for a --json that process 0 could not write; and as `processes.connect`.
+    Raises:   ConfigError for a --json that process 0 could not write; and as `rendezvous.connect`.
     """
     cfg = options.cfg
-    place = cluster.detect(cfg, os.environ)
+    place = detect.detect(cfg, os.environ)
     if options.json is not None and (place is None or place.process_id == 0):
         check_file(options.json)  # the others write nothing, and may be elsewhere
     own = facts.of_the_host(dict(os.environ))  # before anything is set here
     was_set = []
-    if xla_flags.gpu_is_present():  # multicast stays off here, whatever the user has set
+    if visible.gpu_is_present():  # multicast stays off here, whatever the user has set
         os.environ["NCCL_NVLS_ENABLE"] = "0"
         was_set = ["NCCL_NVLS_ENABLE=0"]
     # Of the flags for 8-bit matmuls, the one that keeps the compiler from tuning them for minutes.
@@ -70,5 +75,5 @@ def begin(options: Options) -> tuple[facts.Facts, list[str]]:
     number = place.num_processes if place else 1
     was_set += runtime.start(flags, number, needs_devices=False)  # that is a finding
     if place is not None:
-        processes.say(f"cluster    {processes.connect(place, cfg.cluster.connect_seconds)}")
+        peers.say(f"cluster    {rendezvous.connect(place, cfg.cluster.connect_seconds)}")
     return own, was_set

@@ -1,6 +1,7 @@
 """`python -m jaxpar.doctor`."""
 
-from jaxpar import cli, doctor
+from jaxpar import doctor
+from jaxpar.runtime.program import run_program
 
 if __name__ == "__main__":
-    cli.run_program(doctor.main)
+    run_program(doctor.main)

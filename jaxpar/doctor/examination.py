@@ -10,16 +10,19 @@ from typing import Any
 
 import jax
 
-from jaxpar import processes, provenance
-from jaxpar.doctor import bandwidth, compute, gpu_checks, host_checks, measured_checks, showing
-from jaxpar.doctor import links as links_of
-from jaxpar.doctor import verification as verification_of
+from jaxpar.doctor import showing
+from jaxpar.doctor.checks import gpu as gpu_checks
+from jaxpar.doctor.checks import host, measured
+from jaxpar.doctor.checks.findings import Finding, failed, merged, skipped, verdict
 from jaxpar.doctor.facts import Facts
-from jaxpar.doctor.findings import Finding, failed, merged, skipped, verdict
+from jaxpar.doctor.measure import bandwidth, compute, verification
+from jaxpar.doctor.measure import links as links_of
 from jaxpar.doctor.options import Options, mesh_for
 from jaxpar.doctor.progress import Progress
-from jaxpar.parallel.mesh import describe, make_mesh
-from jaxpar.planning.hardware import gpu_of_kind
+from jaxpar.planning.predict.hardware import gpu_of_kind
+from jaxpar.runtime import provenance
+from jaxpar.runtime.processes import peers
+from jaxpar.sharding.mesh import describe, make_mesh
 
 #: Sections that need no devices.
 LOOKING = ("versions", "hardware")
@@ -65,7 +68,7 @@ class Examination:
 
     def _exchange(self, text: str) -> list[str]:
         name = f"doctor/{next(self._exchanges)}"
-        return processes.exchange(name, text, self.options.seconds)
+        return peers.exchange(name, text, self.options.seconds)
 
     def _exchange_time(self) -> list[str]:
         """The time on every process's clock, just after all have come together."""
@@ -110,8 +113,8 @@ class Examination:
 
     def versions(self) -> Section:
         """Versions, devices, environment."""
-        found = self._merged(host_checks.check_versions)
-        found += host_checks.check_together(self.facts, self.times)
+        found = self._merged(host.check_versions)
+        found += host.check_together(self.facts, self.times)
         table = showing.versions(self.facts[0])
         variables = showing.environment(self.facts[0], self.was_set)
         return Section(None, found, [table, *variables])
@@ -122,24 +125,24 @@ class Examination:
         for facts in self.facts:
             hosts.setdefault(facts.host["name"], []).append(facts)
         by_host = [[*gpu_checks.check(f[0]), gpu_checks.used(f)] for f in hosts.values()]
-        found = merged(by_host, list(hosts)) + self._merged(host_checks.check_host)
+        found = merged(by_host, list(hosts)) + self._merged(host.check_host)
         return Section(None, found, [t for f in hosts.values() for t in showing.hardware(f[0])])
 
     def collectives(self) -> Section:
         """Every collective, on every axis."""
         if not self._several():
-            return Section([], [measured_checks.wrong_collectives([], 0)])
+            return Section([], [measured.wrong_collectives([], 0)])
         mesh = make_mesh(mesh_for(self.options.mesh, jax.device_count()))
-        large = verification_of.LARGE if self.on_gpu else verification_of.LARGE_ON_CPU
-        sizes, rows = (verification_of.SMALL, large), []
-        for one in verification_of.verify(mesh, sizes, tell=self.progress.tell):
+        large = verification.LARGE if self.on_gpu else verification.LARGE_ON_CPU
+        sizes, rows = (verification.SMALL, large), []
+        for one in verification.verify(mesh, sizes, tell=self.progress.tell):
             told = self.gathered([dataclasses.asdict(wrong) for wrong in one.wrong])
             row: dict[str, Any] = {"axes": one.axes, "dtype": one.dtype, "elements": one.elements}
             row |= {"collectives": one.collectives, "wrong": list(itertools.chain(*told))}
             rows.append(row)
-        wrong = [str(verification_of.Wrong(**w)) for row in rows for w in row["wrong"]]
+        wrong = [str(verification.Wrong(**w)) for row in rows for w in row["wrong"]]
         verified = sum(len(row["collectives"]) for row in rows) * mesh.size
-        finding = measured_checks.wrong_collectives(wrong, verified)
+        finding = measured.wrong_collectives(wrong, verified)
         record = {"mesh": describe(mesh), "rows": rows}
         return Section(record, [finding], [showing.collectives(describe(mesh), rows)])
 
@@ -153,7 +156,7 @@ class Examination:
         rows = list(bandwidth.measure(mesh, *how))
         one_host = len({facts.host["name"] for facts in self.facts}) == 1
         gpu = gpu_of_kind(self.facts[0].devices[0])
-        found = measured_checks.bus_bandwidth(rows, gpu, one_host)
+        found = measured.bus_bandwidth(rows, gpu, one_host)
         record = [
             {"kind": r.kind, "bytes": r.size, "devices": r.devices}
             | {"seconds": dataclasses.asdict(r.call)}
@@ -174,7 +177,7 @@ class Examination:
             slow = {link.pair for link in links_of.behind(links)}
             links = [links_of.again(mesh, k.pair, *how) if k.pair in slow else k for k in links]
         names = self.device_names()
-        finding = measured_checks.slow_pairs(links, names, self.on_gpu)
+        finding = measured.slow_pairs(links, names, self.on_gpu)
         record = [dataclasses.asdict(link) for link in links]
         return Section(record, [finding], showing.links(links, len(names)))
 
@@ -190,11 +193,11 @@ class Examination:
             for i, rate in enumerate(own)
         }
         kind, names = self.facts[0].devices[0], self.device_names()
-        found = measured_checks.matmul(rates, kind)
-        found += [measured_checks.slow_gpus(rates, names, self.on_gpu)]
-        found += measured_checks.transfers(rates)
+        found = measured.matmul(rates, kind)
+        found += [measured.slow_gpus(rates, names, self.on_gpu)]
+        found += measured.transfers(rates)
         loads = self.gathered(last.load)
-        by_process = [measured_checks.under_load(load) for load in loads]
+        by_process = [measured.under_load(load) for load in loads]
         found += merged(by_process, [facts.name for facts in self.facts])
         units = {(rate.what, rate.detail): rate.unit for rate in own}
         record = {

@@ -16,9 +16,10 @@ from typing import Any
 
 import jax
 
-from jaxpar import nvidia_smi, runtime
 from jaxpar.doctor import topology
-from jaxpar.nvidia_smi import GpuFacts
+from jaxpar.runtime import start as runtime
+from jaxpar.runtime.gpus import nvidia_smi
+from jaxpar.runtime.gpus.nvidia_smi import GpuFacts
 
 #: Packages whose versions count, beside all of NVIDIA's; "-" where one is not installed.
 PACKAGES = tuple(

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxpar import cli
-from jaxpar.axes import AXES, DATA, EXPERT, PIPELINE, REPLICA, SEQUENCE, TENSOR
-from jaxpar.bench.options import Parser, check_repeats
 from jaxpar.config import Config, ConfigError, ParallelConfig, replace
-from jaxpar.validation import MOST_CPU_DEVICES
+from jaxpar.config.command_line import asks_help, parse_overrides
+from jaxpar.config.rules.numbers import MOST_CPU_DEVICES
+from jaxpar.runtime.options import Parser, check_repeats
+from jaxpar.sharding.axes import AXES, DATA, EXPERT, PIPELINE, REPLICA, SEQUENCE, TENSOR
 
 DOC = """Is this machine fit for training? python -m jaxpar.doctor [options]
 
@@ -92,7 +92,7 @@ def read_command(argv: Sequence[str]) -> Options:
 
     Raises:   ConfigError for whatever is wrong with it.
     """
-    if cli.asks_help(argv):
+    if asks_help(argv):
         parser().parse_args(["--help"])
     asked, rest = parser().parse_known_args(list(argv))
     check_repeats(asked)
@@ -172,7 +172,7 @@ def read_cluster(args: Sequence[str], cpu_devices: int) -> Config:
             near = difflib.get_close_matches(name, known, n=1)
             fix = f"use {near[0]}" if near else "see --help"
             raise ConfigError("command line", name, "is no option of this program", fix)
-    asked = cli.parse_overrides(Config(), args, "python -m jaxpar.doctor")
+    asked = parse_overrides(Config(), args, "python -m jaxpar.doctor")
     return replace(asked, **{"run.cpu_devices": cpu_devices})
 
 

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 
 from rich.console import Console
 
-from jaxpar import guard, processes
+from jaxpar.runtime import exit_codes
+from jaxpar.runtime.processes import peers
 
 type Tell = Callable[[str], None]
 
@@ -54,8 +55,8 @@ class Progress:
 
     def _hung(self, name: str) -> None:
         """Say where, and end: what waits inside a collective can be ended in no other way."""
-        who = processes.name_of(processes.own())
+        who = peers.name_of(peers.own())
         remedy = "a collective that hangs: look at links, and NCCL_DEBUG=INFO; or give it --seconds"
         text = f"error: {name}: {who} is not done after {self.limit:g} s, at: {self.at}; {remedy}"
         print(text, file=sys.stderr, flush=True)
-        os._exit(guard.EXIT_HANG)
+        os._exit(exit_codes.EXIT_HANG)

@@ -9,16 +9,16 @@ from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
-from jaxpar.doctor import links as links_of
-from jaxpar.doctor.bandwidth import Row
+from jaxpar.doctor.checks.findings import Finding
+from jaxpar.doctor.checks.measured import Rates, expectations
 from jaxpar.doctor.facts import Facts
-from jaxpar.doctor.findings import Finding
-from jaxpar.doctor.links import Link
-from jaxpar.doctor.measured_checks import Rates, expectations
+from jaxpar.doctor.measure import links as links_of
+from jaxpar.doctor.measure.bandwidth import Row
+from jaxpar.doctor.measure.links import Link
 from jaxpar.doctor.options import SECTIONS
-from jaxpar.nvidia_smi import GpuFacts, number
-from jaxpar.planning.hardware import Gpu, gpu_of_kind
+from jaxpar.planning.predict.hardware import Gpu, gpu_of_kind
 from jaxpar.planning.showing import table
+from jaxpar.runtime.gpus.nvidia_smi import GpuFacts, number
 
 STYLES = {"pass": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
 

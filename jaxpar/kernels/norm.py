@@ -230,7 +230,8 @@ def _of_rows(x, gain, scale, d_y, unscaled, mean):
 def by_kernel(
     x, gain, scale, d_y, d_beside, *, unscaled=False, rows=ROWS, warps=WARPS, interpret=False
 ):
-    """`by_xla`. A jit, as in `float8/both_ways.py`: a lone pallas_call would be kept."""
+    """`by_xla`. A jit, as in `kernels/float8/quantize_transpose.py`: a lone pallas_call would be
+    kept."""
     n, D = x.size // x.shape[-1], x.shape[-1]
     flat = lambda a: a.reshape(n, D)  # noqa: E731
     varying = jax.typeof(x).manual_axis_type

@@ -16,8 +16,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from jaxpar.kernels.float8.amax import Measured
 from jaxpar.kernels.float8.quantize import largest
-from jaxpar.kernels.measured import Measured
 from jaxpar.kernels.platform import Platform
 
 #: Columns of a program, of one row, where F is a multiple, and the warps that work on them, forward

@@ -14,13 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar import extensions
-from jaxpar.axes import TENSOR
-from jaxpar.batch import Batch
-from jaxpar.config import Config, ModelConfig
+from jaxpar.config import Config, ModelConfig, registry
 from jaxpar.kernels.attention import attention
-from jaxpar.model import block, layers, transformer
-from jaxpar.model.block import Tokens
+from jaxpar.model import embedding, layer, linear, norm, token_context, transformer
+from jaxpar.model.token_context import Tokens
+from jaxpar.sharding.axes import TENSOR
+from jaxpar.sharding.batch import Batch
 
 type Tree = dict[str, Any]
 
@@ -82,7 +81,7 @@ def _through(weights, tokens, first, cache: Cache, cfg: Config, *, alone: bool):
     B, T = tokens.shape
     positions = first[:, None] + jnp.arange(T, dtype=jnp.int32)
     batch = Batch(tokens, tokens, jnp.ones_like(tokens), positions)
-    described = block.describe_tokens(batch, cfg, max_segments=1)
+    described = token_context.describe_tokens(batch, cfg, max_segments=1)
     x = _embed(weights["top"], tokens, cfg.model)
     (chunk,) = weights["layers"]
     kinds = [
@@ -94,20 +93,20 @@ def _through(weights, tokens, first, cache: Cache, cfg: Config, *, alone: bool):
     for i, (w, kind) in enumerate(zip(chunk, kinds, strict=True)):
         held = keys[i], values[i]
         x, (keys[i], values[i]) = _layer(x, w, kind, held, first, cfg, alone)
-    h = layers.norm(x, weights["top"]["final_norm"], cfg.model)
+    h = norm.norm(x, weights["top"]["final_norm"], cfg.model)
     return h, Cache(tuple(keys), tuple(values))
 
 
 def _embed(top: Tree, tokens: jax.Array, m: ModelConfig) -> jax.Array:
-    rows = layers.embedding_lookup(top["embed"], tokens, top["embed"].shape[0], m.dtype)
+    rows = embedding.embedding_lookup(top["embed"], tokens, top["embed"].shape[0], m.dtype)
     x = lax.psum(rows, TENSOR)
     return x * math.sqrt(m.d_model) if m.embed_scale else x
 
 
 def _layer(x, w: Tree, tokens: Tokens, held, first, cfg: Config, alone: bool):
     m = cfg.model
-    h = layers.norm(x, w["attn_norm"], m)
-    q, k, v = block.turned(layers.project_qkv(h, w, m), w, tokens.rope, m)
+    h = norm.norm(x, w["attn_norm"], m)
+    q, k, v = layer.turned(linear.project_qkv(h, w, m), w, tokens.rope, m)
     held = _write(held[0], k, first), _write(held[1], v, first)
     if alone:
         out = _attend(q, k, v, tokens.mask, m, m.attention_backend)
@@ -118,14 +117,14 @@ def _layer(x, w: Tree, tokens: Tokens, held, first, cfg: Config, alone: bool):
             tokens.mask, kv_positions=slots, q_segments=None, kv_segments=None, in_order=False
         )
         out = _attend(q, held[0], held[1], mask, m, "reference")
-    partial = layers.to_residual(out.reshape(*out.shape[:2], -1), w, "wo", "attn_out")
-    x = block.add_to_residual(x, lax.psum(partial, TENSOR), w, "attn", cfg)
-    partial = block.feed_forward(layers.norm(x, w["mlp_norm"], m), w, cfg)
-    return block.add_to_residual(x, lax.psum(partial, TENSOR), w, "mlp", cfg), held
+    partial = linear.to_residual(out.reshape(*out.shape[:2], -1), w, "wo", "attn_out")
+    x = layer.add_to_residual(x, lax.psum(partial, TENSOR), w, "attn", cfg)
+    partial = layer.feed_forward(norm.norm(x, w["mlp_norm"], m), w, cfg)
+    return layer.add_to_residual(x, lax.psum(partial, TENSOR), w, "mlp", cfg), held
 
 
 def _attend(q, k, v, mask, m: ModelConfig, backend: str) -> jax.Array:
-    function = extensions.function("model.attention", m.attention)
+    function = registry.function("model.attention", m.attention)
     return function(q, k, v, mask) if function else attention(q, k, v, mask, backend=backend)[0]
 
 

@@ -10,25 +10,9 @@ experts that a token does not take. The peak is that of bfloat16 whatever `model
 so that figures stay comparable.
 """
 
-import re
-
 from jaxpar.config import LoraConfig, ModelConfig
-from jaxpar.model.transformer import param_specs
-from jaxpar.params import count
-
-#: Dense bf16 matmul peak in FLOP/s of one device, by whole words of its name; the first that are in
-#: it count. Vendor datasheets, whose figures with sparsity are twice these.
-PEAK_FLOPS = {
-    "H200 NVL": 835.5e12,
-    "H100 NVL": 835.5e12,
-    "H100 PCIe": 756.5e12,
-    "H200": 989e12,
-    "H100": 989e12,
-    "H800": 989e12,
-    "A100": 312e12,
-    "B200": 2250e12,
-    "L40S": 362e12,
-}
+from jaxpar.model.parameters import param_specs
+from jaxpar.sharding.params import count
 
 
 def num_params(model: ModelConfig) -> int:
@@ -61,26 +45,3 @@ def train_flops_per_token(
     if lora is not None and lora.rank:
         matmuls = 4 * num_matmul_params(model) + 6 * num_adapter_params(model, lora)
     return matmuls + (6 if causal else 12) * attention
-
-
-def peak_flops(device_kind: str) -> float | None:
-    """Peak of a device by its name, or None when it is not in the table."""
-    words = " ".join(["", *re.split(r"[\s-]+", device_kind), ""])  # an RTX A1000 is no A100
-    return next((peak for name, peak in PEAK_FLOPS.items() if f" {name} " in words), None)
-
-
-def mfu(
-    tokens_per_second: float,
-    model: ModelConfig,
-    seq_len: int,
-    device_kind: str,
-    *,
-    causal: bool,
-    lora: LoraConfig | None = None,
-) -> float | None:
-    """Share of one device's peak, from its tokens per second; None when the peak is unknown."""
-    peak = peak_flops(device_kind)
-    if peak is None:
-        return None
-    flops = train_flops_per_token(model, seq_len, causal=causal, lora=lora)
-    return tokens_per_second * flops / peak

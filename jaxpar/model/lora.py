@@ -1,6 +1,6 @@
 """Low-rank adapters (LoRA): beside a matrix W that stays as it is, two small ones that are trained.
 
-    y = x W + factor * (x A) B         A [in, R], B [R, out], factor of `lora_rules.factor`
+    y = x W + factor * (x A) B         A [in, R], B [R, out], factor of `lora_targets.factor`
 
 A lies as the input dims of W, B as its output dims: what of W is split over FSDP_AXES or TENSOR is
 split in A or B alike, and R never. So A of a column-parallel matrix and B of a row-parallel one are
@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.config import LoraConfig
-from jaxpar.lora_rules import TARGETS
-from jaxpar.params import ParamSpec, map_specs
+from jaxpar.config.lora_targets import TARGETS
+from jaxpar.sharding.params import ParamSpec, map_specs
 
 type Tree = dict[str, Any]
 
@@ -33,7 +33,7 @@ _INPUTS = {"wo": 2}
 #: Matrices whose output is of size D; of the others the input is.
 _TO_RESIDUAL = ("wo", "w_down")
 
-#: `views.LAYER_DIMS` of adapters: where D is.
+#: `fused_weights.LAYER_DIMS` of adapters: where D is.
 VIEW_DIMS: dict[str, int | None] = {
     **{name + A: None if name in _TO_RESIDUAL else -2 for name in TARGETS.values()},
     **{name + B: -1 if name in _TO_RESIDUAL else None for name in TARGETS.values()},

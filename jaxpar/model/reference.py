@@ -11,10 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar import extensions
-from jaxpar.batch import IGNORED, Batch
-from jaxpar.config import Config, ModelConfig
+from jaxpar.config import Config, ModelConfig, registry
 from jaxpar.kernels.attention import AttentionMask
+from jaxpar.sharding.batch import IGNORED, Batch
 
 type Tree = dict[str, Any]
 
@@ -155,7 +154,7 @@ def _frequency(inv: float, m: ModelConfig) -> float:
 
 
 def _attend(q, k, v, positions, segments, m: ModelConfig):
-    if function := extensions.function("model.attention", m.attention):
+    if function := registry.function("model.attention", m.attention):
         mask = AttentionMask(positions, positions, segments, segments, m.sliding_window)
         return function(q * math.sqrt(m.head_dim / (m.query_scale_dim or m.head_dim)), k, v, mask)
     k, v = (jnp.repeat(a, m.num_heads // m.num_kv_heads, axis=2) for a in (k, v))

@@ -4,7 +4,7 @@
     stage   residual stream -> residual stream, through some of the layers
     head    residual stream and labels -> summed loss
 
-They compute with weights as `views.view` arranges them.
+They compute with weights as `fused_weights.view` arranges them.
 """
 
 import dataclasses
@@ -12,114 +12,34 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.axes import FSDP_AXES
-from jaxpar.batch import Batch
-from jaxpar.config import Config, LoraConfig, ModelConfig
-from jaxpar.kernels import float8
-from jaxpar.memory_rules import names_on_host, saved_names
-from jaxpar.model import layers, lora
-from jaxpar.model.block import Tokens, in_groups, layer, layer_in_turns, uses_of_weights
-from jaxpar.model.loss import cross_entropy, num_chunks
-from jaxpar.model.remat import all_on_device, rematerialize
-from jaxpar.model.views import LAYER_DIMS, PROJECTIONS, TOP_DIMS
-from jaxpar.parallel import fsdp
-from jaxpar.parallel.collectives import (
-    broadcast_from_last_stage,
-    gather_sequence,
-    scatter_sequence,
-    sum_over_stages,
-    varying,
-)
-from jaxpar.parallel.float32_gradients import closed, of_gradients, opened, opened_again
-from jaxpar.parallel.prefetch import through_layers
-from jaxpar.params import ParamSpec, split
-
-type Tree = dict[str, Any]
+from jaxpar.config import Config
+from jaxpar.config.remat_policies import names_on_host, saved_names
+from jaxpar.execution.decisions import gathers, matmuls_add_up, num_chunks, uses_of_weights
+from jaxpar.execution.remat import all_on_device, rematerialize
+from jaxpar.model import embedding, lora, norm
+from jaxpar.model.fused_weights import LAYER_DIMS, PROJECTIONS, TOP_DIMS
+from jaxpar.model.layer import layer
+from jaxpar.model.loss import cross_entropy
+from jaxpar.model.parameters import Tree
+from jaxpar.model.row_groups import in_groups, layer_in_turns
+from jaxpar.model.token_context import Tokens
+from jaxpar.model.weights import cast_weights, gathered_weights, scattered_gradients
+from jaxpar.parallel.collectives import varying
+from jaxpar.parallel.fsdp.prefetch import through_layers
+from jaxpar.parallel.gradient_buffers import opened
+from jaxpar.parallel.pipeline.stages import broadcast_from_last_stage, sum_over_stages
+from jaxpar.parallel.tensor.sequence import gather_sequence, scatter_sequence
+from jaxpar.sharding.axes import FSDP_AXES
+from jaxpar.sharding.batch import Batch
 
 #: Names that are saved -> a layer.
 type Rematerialized = Callable[[tuple[str, ...]], Callable[..., Any]]
-
-
-def param_specs(m: ModelConfig, adapters: LoraConfig | None = None) -> Tree:
-    """Every parameter of the model: shape, logical axes, initial distribution.
-
-    Weights start normal with `init_std`; the two matrices that write to the residual stream with
-    init_std / sqrt(2 L), so that its variance does not grow with depth (GPT-2, section 2.3).
-
-    Args:     adapters: of these (`Config.lora`) too, if there are any. None: the model alone.
-    """
-    D, H, G, K, F = m.d_model, m.num_heads, m.num_kv_heads, m.head_dim, m.d_ff
-    deep = m.init_std / math.sqrt(2 * m.num_layers)
-
-    def matrix(shape, axes, std=m.init_std):
-        return ParamSpec(shape=(m.num_layers, *shape), axes=("layer", *axes), std=std)
-
-    def vector(shape, axes, init):
-        shape, axes = (m.num_layers, *shape), ("layer", *axes)
-        return ParamSpec(shape=shape, axes=axes, init=init, decay=False)
-
-    def gain(shape, axes):
-        return vector(shape, axes, init_of_gains(m))
-
-    blocks: Tree = {
-        "attn_norm": gain((D,), ("norm",)),
-        "wq": matrix((D, H, K), ("embed", "heads", "head_dim")),
-        "wk": matrix((D, G, K), ("embed", "kv_heads", "head_dim")),
-        "wv": matrix((D, G, K), ("embed", "kv_heads", "head_dim")),
-        "wo": matrix((H, K, D), ("heads", "head_dim", "embed"), deep),
-        "mlp_norm": gain((D,), ("norm",)),
-    }
-    if m.num_experts:
-        E = m.num_experts
-        blocks["router"] = matrix((D, E), ("embed", "experts"))
-        blocks |= {n: matrix((E, D, F), ("experts", "embed", "mlp")) for n in ("w_gate", "w_up")}
-        blocks["w_down"] = matrix((E, F, D), ("experts", "mlp", "embed"), deep)
-    else:
-        blocks |= {n: matrix((D, F), ("embed", "mlp")) for n in ("w_gate", "w_up")}
-        blocks["w_down"] = matrix((F, D), ("mlp", "embed"), deep)
-    if m.qk_norm:
-        blocks |= {name: gain((K,), ("head_dim",)) for name in ("q_norm", "k_norm")}
-    if m.post_norms:
-        blocks |= {n: gain((D,), ("norm",)) for n in ("attn_post_norm", "mlp_post_norm")}
-    if m.qkv_bias:
-        blocks["bq"] = vector((H, K), ("heads", "head_dim"), "zeros")
-        blocks |= {n: vector((G, K), ("kv_heads", "head_dim"), "zeros") for n in ("bk", "bv")}
-    if m.out_bias:
-        blocks["bo"] = vector((D,), ("norm",), "zeros")
-    if m.mlp_bias:
-        blocks |= {n: vector((F,), ("mlp",), "zeros") for n in ("b_gate", "b_up")}
-        blocks["b_down"] = vector((D,), ("norm",), "zeros")
-    specs = blocks_with_top(m, blocks)
-    return lora.with_adapters(specs, adapters) if adapters and adapters.rank else specs
-
-
-def trained_specs(cfg: Config) -> Tree:
-    """Those of them that training moves: all, or the adapters."""
-    specs = param_specs(cfg.model, cfg.lora)
-    return split(specs, specs)[0]
-
-
-def init_of_gains(m: ModelConfig) -> Literal["ones", "zeros"]:
-    """How the parameters of norms start: the gain is 1."""
-    return "zeros" if m.norm_offset else "ones"
-
-
-def blocks_with_top(m: ModelConfig, blocks: Tree) -> Tree:
-    """The layers' specs, with the embedding, the final norm and (untied) the head."""
-    std = m.init_std
-    table = ParamSpec(shape=(m.vocab_size, m.d_model), axes=("vocab", "embed"), std=std)
-    norm = ParamSpec(shape=(m.d_model,), axes=("norm",), init=init_of_gains(m), decay=False)
-    specs = {"embed": table, "layers": blocks, "final_norm": norm}
-    if not m.tie_embeddings:
-        shape = (m.d_model, m.vocab_size)
-        specs["head"] = ParamSpec(shape=shape, axes=("embed", "vocab"), std=std)
-    return specs
 
 
 # --------------------------------------------------------------------------- the three parts
@@ -133,8 +53,8 @@ def embed(top: Tree, batch: Batch, cfg: Config) -> jax.Array:
     Communication: gather of the table (ZeRO-3); over TENSOR that of `scatter_sequence`; all-reduce
               over PIPELINE.
     """
-    table = _whole({"embed": top["embed"]}, TOP_DIMS, cfg)["embed"]
-    rows = layers.embedding_lookup(table, batch.tokens, table.shape[0], cfg.model.dtype)
+    table = gathered_weights({"embed": top["embed"]}, TOP_DIMS, cfg)["embed"]
+    rows = embedding.embedding_lookup(table, batch.tokens, table.shape[0], cfg.model.dtype)
     if cfg.model.embed_scale:
         rows = rows * math.sqrt(cfg.model.d_model)
     return sum_over_stages(scatter_sequence(varying(rows)))
@@ -151,10 +71,10 @@ def stage(
     """
     if isinstance(chunk, tuple):
         groups, blocks = cfg.parallel.row_groups, iter(_blocks(cfg, len(chunk), layers_of))
-        cast = functools.partial(_cast, dims=LAYER_DIMS, cfg=cfg)
-        gather = functools.partial(_whole, dims=LAYER_DIMS, cfg=cfg)
-        scatter = functools.partial(_scattered, dims=LAYER_DIMS, cfg=cfg)
-        sends = _gathers(cfg)
+        cast = functools.partial(cast_weights, dims=LAYER_DIMS, cfg=cfg)
+        gather = functools.partial(gathered_weights, dims=LAYER_DIMS, cfg=cfg)
+        scatter = functools.partial(scattered_gradients, dims=LAYER_DIMS, cfg=cfg)
+        sends = gathers(cfg)
         rows = in_groups(x, groups)
         for alike, of_these in runs_of_layers(chunk, tokens, cfg):
             context = in_groups(of_these, groups)
@@ -168,18 +88,6 @@ def stage(
     return lax.scan(lambda x, w: (block(x, w, tokens), None), x, chunk)[0], beside
 
 
-def matmuls_add_up(cfg: Config) -> bool:
-    """Whether matmuls add the gradients of a layer's matrices to float32 sums over microbatches.
-
-    For that the matrices are whole on the device, multiplied as they are, and in a chunk whose
-    sums have one place (`parallel/pipeline.py`).
-    """
-    p, m = cfg.parallel, cfg.model
-    whole = p.zero == 1 and p.layer_loop == "unroll" and not cfg.lora.rank
-    one_place = p.virtual_stages == 1 or not stage_sends(cfg)
-    return whole and m.matmul_dtype == "compute" and one_place
-
-
 def with_float32_gradients(chunk: Any, cfg: Config) -> Any:
     """A chunk of `stage` for gradients that are added up, where `matmuls_add_up`."""
     if not matmuls_add_up(cfg):
@@ -188,40 +96,11 @@ def with_float32_gradients(chunk: Any, cfg: Config) -> Any:
     return tuple(opened(w, names, uses_of_weights(cfg)) for w in chunk)
 
 
-def _gathers(cfg: Config) -> bool:
-    """Whether a layer's weights come from other devices, and its gradients go there."""
-    p = cfg.parallel
-    return p.zero == 3 and p.data * p.expert * p.sequence > 1
-
-
-def stage_sends(cfg: Config) -> bool:
-    """Whether all pipeline stages come to what `stage` sends.
-
-    To permutes of keys and values they must, and they do to gathers of weights. Over tensor only
-    the devices of one stage do, where there are stages (`direct.gather_within`).
-
-    Args:     cfg: resolved.
-    """
-    return _gathers(cfg) or cfg.parallel.sequence > 1
-
-
-def layers_in_part(cfg: Config) -> int:
-    """How many layers `stage` is given at a time: one, or as many as repeat where not all are
-    alike. 0, a chunk at once: for weights gathered a layer ahead and values fetched a layer ahead,
-    for rows in turns, whose groups meet nowhere within a chunk, and in a loop over stacked layers.
-
-    Args:     cfg: resolved.
-    """
-    p = cfg.parallel
-    ahead = stage_sends(cfg) or names_on_host(p.remat)
-    return 0 if ahead or p.row_groups > 1 or p.layer_loop == "scan" else cfg.model.global_every or 1
-
-
 def runs_of_layers(chunk: tuple, tokens: Tokens, cfg: Config) -> list[tuple[tuple, Tokens]]:
     """The layers of a chunk, cut where those with a window and those without meet.
 
-    Every chunk begins with the same kind of layer (`validation.py` sees to it), so the number of a
-    layer within its chunk says what it is.
+    Every chunk begins with the same kind of layer (`config/validate.py` sees to it), so the number
+    of a layer within its chunk says what it is.
 
     Returns:  neighbouring layers that are alike, with what they know of the tokens.
     """
@@ -246,9 +125,9 @@ def head(top: Tree, x: jax.Array, batch: Batch, cfg: Config) -> tuple[jax.Array,
     Returns:  (loss with z-loss, loss), as `cross_entropy`.
     Communication: broadcast over PIPELINE; gather over TENSOR; those of `cross_entropy`.
     """
-    x = layers.norm(x, top["final_norm"], cfg.model)
+    x = norm.norm(x, top["final_norm"], cfg.model)
     h = gather_sequence(broadcast_from_last_stage(x))
-    w = _whole({"head": top["head"]}, TOP_DIMS, cfg)["head"]
+    w = gathered_weights({"head": top["head"]}, TOP_DIMS, cfg)["head"]
     labels, chunks = batch.labels.ravel(), cfg.parallel.loss_chunks
     chunks = num_chunks(len(labels), w.shape[1], chunks)
     if chunks > 1 or w.dtype == jnp.float16 or lax.axis_size(FSDP_AXES) > 1:
@@ -270,60 +149,10 @@ def logits_at(weights: Tree, batch: Batch, tokens: Tokens, last: jax.Array, cfg:
     top = weights["top"]
     (chunk,) = weights["layers"]
     x, _ = stage(chunk, embed(top, batch, cfg), tokens, {}, cfg, rematerialized(cfg))
-    h = gather_sequence(layers.norm(x, top["final_norm"], cfg.model))
+    h = gather_sequence(norm.norm(x, top["final_norm"], cfg.model))
     row = lax.dynamic_index_in_dim(h, last, axis=1, keepdims=False)
-    w = _whole({"head": top["head"]}, TOP_DIMS, cfg)["head"]
+    w = gathered_weights({"head": top["head"]}, TOP_DIMS, cfg)["head"]
     return jnp.dot(row, w, preferred_element_type=jnp.float32)
-
-
-def _cast(w: Tree, dims: dict[str, int | None], cfg: Config) -> Tree:
-    """Shards that `_whole` gathers, as they travel; the others as they are.
-
-    Not in a loop over microbatches: it is given float32 slices, and casts would come beside them.
-    """
-    m, p = cfg.model, cfg.parallel
-    if p.zero == 1 or p.num_microbatches > 1:
-        return closed(w)
-    scales = w["scales"] if p.gather_dtype == "float8" else {}
-
-    def cast(n: str, a: jax.Array) -> jax.Array:
-        if n in scales:
-            return fsdp.rounded_shard(a, scales[n], m.dtype)
-        return a if dims.get(n) is None else a.astype(m.dtype)
-
-    return {n: cast(n, a) for n, a in w.items()}
-
-
-def _whole(w: Tree, dims: dict[str, int | None], cfg: Config) -> Tree:
-    """Weights ready to multiply by: gathered here (ZeRO-3), or once before the step (ZeRO-1).
-
-    Those with a scale beside them come as `float8.Weight`, rounded before the gather or after it.
-    """
-    m, p, w = cfg.model, cfg.parallel, opened_again(w)
-    scales, shards = w.pop("scales", {}), w
-    if p.gather_dtype == "float8":
-        w = {n: a for n, a in w.items() if n not in scales}
-    if p.zero == 3:
-        w = fsdp.gather_tree(w, dims, m.dtype, p.grad_reduce)
-    for n, scale in scales.items():
-        dim = PROJECTIONS[n]
-        if p.gather_dtype == "float8":
-            values, like = fsdp.gather_float8(shards[n], scale, dim, m.dtype, p.grad_reduce)
-            w[n] = float8.Weight(values, scale, like, m.float8_scaling, dim)
-        else:
-            w[n] = float8.quantize_weight(w[n], scale, m.float8_scaling, dim)
-    return w
-
-
-def _scattered(grads: Tree, dims: dict[str, int | None], cfg: Config) -> Tree:
-    """The transpose of `_whole`; scales have no gradient, nor what adapters lie beside."""
-    rounded = {n: g.gradient for n, g in grads.items() if isinstance(g, float8.Weight)}
-    grads = grads | rounded
-    still = {n: None for n in grads if cfg.lora.rank and not lora.is_adapter(n)}
-    grads = {n: g for n, g in grads.items() if n not in still}
-    if cfg.parallel.zero == 3:
-        grads = fsdp.scatter_tree(grads, dims, cfg.parallel.grad_reduce)
-    return of_gradients(grads) | still | ({"scales": None} if rounded else {})
 
 
 def _layer(cfg: Config, xs: tuple, w: Tree, tokens: tuple) -> tuple[jax.Array, ...]:
@@ -355,6 +184,6 @@ def _block(cfg: Config):
     """`layer` of one device's weights; gathering them is part of what is recomputed."""
 
     def block(x: jax.Array, w: Tree, tokens: Tokens) -> jax.Array:
-        return layer(x, lora.held_still(_whole(w, LAYER_DIMS, cfg)), tokens, cfg)
+        return layer(x, lora.held_still(gathered_weights(w, LAYER_DIMS, cfg)), tokens, cfg)
 
     return block

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.parallel.collectives import varying
-from jaxpar.parallel.float32_gradients import added
-from jaxpar.params import join
+from jaxpar.parallel.gradient_buffers import added
+from jaxpar.sharding.params import join
 
 type Sums = tuple[jax.Array, jax.Array]
 

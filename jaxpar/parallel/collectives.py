@@ -7,17 +7,13 @@ it also changes the type.
 """
 
 import functools
-import itertools
-import operator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.axes import AXES, PIPELINE, TENSOR, axes_of
-from jaxpar.parallel import direct
-from jaxpar.params import map_specs
+from jaxpar.sharding.axes import AXES
 
 type Axes = str | tuple[str, ...]
 
@@ -120,133 +116,3 @@ def shift(tree: Any, axis: str, step: int) -> Any:
     n = lax.axis_size(axis)
     ring = [(i, (i + step) % n) for i in range(n)]
     return tree if n == 1 else jax.tree.map(lambda x: lax.ppermute(x, axis, ring), tree)
-
-
-def gather_sequence(x: jax.Array) -> jax.Array:
-    """Collect the sequence shards held across TENSOR, before a column-parallel matmul.
-
-    Args:     x: [B, T/(sequence*tensor), D], varying over every axis.
-    Returns:  [B, T/sequence, D].
-    Communication: `direct.gather` over TENSOR, of a stage's devices alone where there are stages,
-              which may each be in a branch of their own; its transpose is `scatter_sequence`.
-    Source:   Korthikanti et al. 2022 (2205.05198), section 4.2.2.
-    """
-    gather = direct.gather_within if lax.axis_size(PIPELINE) > 1 else direct.gather
-    return gather(x, TENSOR, 1)
-
-
-def scatter_sequence(x: jax.Array) -> jax.Array:
-    """Add the partial results of a row-parallel matmul, keeping one sequence shard.
-
-    Args:     x: [B, T/sequence, D], a partial sum on each rank of TENSOR.
-    Returns:  [B, T/(sequence*tensor), D].
-    Communication: `direct.scatter` over TENSOR, of a stage's devices alone where there are stages;
-              its transpose is `gather_sequence`.
-    Source:   Korthikanti et al. 2022 (2205.05198), section 4.2.2.
-    """
-    scatter = direct.scatter_within if lax.axis_size(PIPELINE) > 1 else direct.scatter
-    return scatter(x, TENSOR, 1)
-
-
-def sequence_pieces(x: jax.Array) -> tuple[jax.Array, ...]:
-    """`gather_sequence` in pieces, this rank's first: what is made of it hides that others come.
-
-    Args:     x: [B, T/(sequence*tensor), D], varying over every axis; no stages, whose devices do
-              not all come to permutes.
-    Returns:  as x, in the order of `direct.pieces`.
-    Communication: `direct.pieces` over TENSOR; its transpose is `sum_of_sequence_pieces`.
-    """
-    return direct.pieces(x, TENSOR)
-
-
-def sum_of_sequence_pieces(parts: tuple[jax.Array, ...]) -> jax.Array:
-    """`scatter_sequence` of pieces: while one travels, another is made.
-
-    Args:     parts: partial sums, in the order and shapes of `sequence_pieces`; or [B, T/sequence,
-              D] alone.
-    Returns:  [B, T/(sequence*tensor), D].
-    Communication: `direct.sum_of_pieces` over TENSOR, or that of `scatter_sequence`; its transpose
-              is `sequence_pieces`, or `gather_sequence`.
-    """
-    return scatter_sequence(parts[0]) if len(parts) == 1 else direct.sum_of_pieces(parts, TENSOR)
-
-
-def sequence_in_order(parts: tuple[jax.Array, ...]) -> jax.Array:
-    """What is made of `sequence_pieces`, as [B, T/sequence, ...]; a copy, if they are several. Its
-    transpose is `into_sequence_pieces`."""
-    return parts[0] if len(parts) == 1 else direct.in_order(parts, TENSOR, 1)
-
-
-def into_sequence_pieces(x: jax.Array, count: int) -> tuple[jax.Array, ...]:
-    """[B, T/sequence, ...] in `count` pieces, as `sequence_pieces` has them."""
-    return (x,) if count == 1 else direct.apart(x, TENSOR, 1)
-
-
-def broadcast_from_last_stage(x: jax.Array) -> jax.Array:
-    """The last pipeline stage's value, on every stage.
-
-    Args:     x: any shape; read on the last stage only.
-    Communication: all-reduce over PIPELINE, and again in the backward (the sum of the cotangents
-              arrives on the last stage, zeros on the others).
-    """
-    n = lax.axis_size(PIPELINE)
-    if n == 1:
-        return x
-    own = jnp.where(lax.axis_index(PIPELINE) == n - 1, x, 0)
-    return varying(psum(own, PIPELINE))
-
-
-def sum_over_stages(x: jax.Array) -> jax.Array:
-    """The sum over pipeline stages, on every stage. Transpose: itself.
-
-    Communication: all-reduce over PIPELINE, forward and backward.
-    """
-    return x if lax.axis_size(PIPELINE) == 1 else varying(psum(x, PIPELINE))
-
-
-@jax.named_scope("reduce_gradients")
-def reduce_gradients(grads: Any, specs: Any) -> Any:
-    """Sum each local gradient over every axis along which its parameter is replicated.
-
-    FSDP has already summed over the axes that shard the parameter; this is the only other
-    reduction, once per step.
-
-    Args:     grads: tree of float32 local shards, varying over every axis. specs: its ParamSpecs.
-    Returns:  the same shards, invariant over the axes that were summed.
-    Communication: one all-reduce per leaf over the axes missing from its PartitionSpec.
-    """
-
-    def reduce(spec, grad):
-        sharded = axes_of(spec.partition_spec)
-        return psum(grad, tuple(axis for axis in AXES if axis not in sharded))
-
-    return map_specs(reduce, specs, grads)
-
-
-@jax.named_scope("grad_norm")
-def global_norm(tree: Any) -> jax.Array:
-    """Euclidean norm of all the arrays together, counting every replicated value once.
-
-    Args:     tree: local shards, each invariant over the axes along which it is replicated.
-    Returns:  float32 scalar, the same on every device.
-    Communication: one scalar all-reduce for each distinct set of sharded axes.
-    """
-    # By row first, rows of the same shape added up: a scalar of each of a model's arrays would be a
-    # kernel of its own.
-    rows: dict[tuple, jax.Array] = {}
-    for x in jax.tree.leaves(tree):
-        of_x = _squares_by_row(x)
-        key = varying_axes(x), of_x.shape
-        rows[key] = rows[key] + of_x if key in rows else of_x
-    sums: dict[tuple[str, ...], jax.Array] = {}
-    for (axes, _), squares in rows.items():
-        sums[axes] = sums.get(axes, jnp.float32(0)) + jnp.sum(squares)
-    total = [psum(s, axes) if axes else s for axes, s in sums.items()]
-    return jnp.sqrt(sum(total, jnp.float32(0)))
-
-
-def _squares_by_row(x: jax.Array) -> jax.Array:
-    """float32 [rows]: sums of squares over the last dims, of rows enough for all of a GPU."""
-    sizes = itertools.accumulate(x.shape, operator.mul)
-    rows = next((n for n in sizes if n >= 1024), 1)
-    return jnp.sum(jnp.square(x.astype(jnp.float32)).reshape(rows, -1), axis=1)

@@ -22,7 +22,6 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxpar.axes import SEQUENCE
 from jaxpar.config import Config, ParallelConfig
 from jaxpar.kernels.attention import (
     AttentionMask,
@@ -33,8 +32,9 @@ from jaxpar.kernels.attention import (
     choose,
     forward,
 )
-from jaxpar.parallel import direct
 from jaxpar.parallel.collectives import all_gather, all_to_all, shift
+from jaxpar.parallel.tensor import permutes
+from jaxpar.sharding.axes import SEQUENCE
 
 
 def token_order(parallel: ParallelConfig, seq_len: int) -> np.ndarray | None:
@@ -134,8 +134,8 @@ def kernel_request(cfg: Config, mask: AttentionMask) -> tuple[Any, Any, Attentio
 
 
 def _allgather(q, k, v, mask: AttentionMask, attend: Callable[..., jax.Array]) -> jax.Array:
-    """`direct.gather` of k and v forward; `direct.scatter` backward."""
-    k, v = (direct.gather(x, SEQUENCE, 1) for x in (k, v))
+    """`permutes.gather` of k and v forward; `permutes.scatter` backward."""
+    k, v = (permutes.gather(x, SEQUENCE, 1) for x in (k, v))
     return attend(q, k, v, mask)
 
 

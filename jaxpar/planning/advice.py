@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from jaxpar.config import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
 from jaxpar.model.flops import num_params
-from jaxpar.planning.communication import Cluster
+from jaxpar.planning.predict.communication import Cluster
 from jaxpar.planning.ranking import Layout, make_plan
 
 VOCABULARY = 128_256

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxpar.config import Config, ConfigError
 from jaxpar.model.decode import cache_bytes
 from jaxpar.model.flops import num_params
-from jaxpar.planning.communication import Cluster
+from jaxpar.planning.predict.communication import Cluster
 from jaxpar.planning.progress import Watch, unwatched
 from jaxpar.planning.ranking import Layout, make_plan
 

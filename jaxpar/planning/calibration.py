@@ -1,7 +1,8 @@
 """Predictions beside measurements: the committed runs on H200s, and how far off each prediction is.
 
-`calibration.json` holds the runs, with the command line of each; no constant of `rates.py` is
-fitted to one of them alone. Beside them it holds XLA's own plans of the memory of compiled steps.
+`calibration.json` holds the runs, with the command line of each; no constant of
+`planning/predict/rates.py` is fitted to one of them alone. Beside them it holds XLA's own plans of
+the memory of compiled steps.
 """
 
 import json
@@ -10,10 +11,10 @@ from dataclasses import dataclass
 from importlib import resources
 
 from jaxpar.config import Config
-from jaxpar.planning.communication import Cluster
-from jaxpar.planning.hardware import GIB, H200, NETWORKS
+from jaxpar.config.validate import resolve
+from jaxpar.planning.predict.communication import Cluster
+from jaxpar.planning.predict.hardware import GIB, H200, NETWORKS
 from jaxpar.planning.ranking import Layout, predict
-from jaxpar.validation import resolve
 
 #: How far a prediction may be off, as a share of what was measured.
 MEMORY_BOUND, TIME_BOUND = 0.05, 0.10
@@ -79,7 +80,7 @@ def conditions() -> str:
 def compare(read: Callable[[list[str]], Config]) -> Iterator[Compared]:
     """Predict each run.
 
-    Args:     read: a command line's config, checked (`cli.read_config`).
+    Args:     read: a command line's config, checked (`command_line.read_config`).
     """
     for run in measured_runs():
         layout = _predicted(run.run, run.gpus, read)

@@ -18,11 +18,11 @@ from typing import Any
 
 import jax
 
-from jaxpar import xla_flags
 from jaxpar.config import Config, ConfigError
-from jaxpar.config_json import from_json, to_json
-from jaxpar.planning.communication import Cluster
-from jaxpar.planning.hardware import GPUS, H200_COPY_SHARE, Gpu
+from jaxpar.config.serialize import from_json, to_json
+from jaxpar.planning.predict.communication import Cluster
+from jaxpar.planning.predict.hardware import GPUS, H200_COPY_SHARE, Gpu
+from jaxpar.runtime.gpus import xla_flags
 
 #: The part of the plugin that compiles.
 PLUGIN = "jax_plugins.xla_cuda13"
@@ -173,13 +173,13 @@ def compile_here(job: dict[str, Any]) -> dict[str, Any]:
     from jax.experimental import topologies
     from jax.sharding import AxisType, Mesh, NamedSharding
 
-    from jaxpar.axes import AXES, BATCH_SPEC
-    from jaxpar.batch import Batch
     from jaxpar.kernels.platform import compiling_for
-    from jaxpar.parallel.mesh import axis_sizes
-    from jaxpar.planning.kernels import SOME_DOCUMENTS, platform_of
-    from jaxpar.state import abstract_state, state_shardings
-    from jaxpar.step import make_train_step
+    from jaxpar.planning.predict.kernels import SOME_DOCUMENTS, platform_of
+    from jaxpar.sharding.axes import AXES, BATCH_SPEC
+    from jaxpar.sharding.batch import Batch
+    from jaxpar.sharding.mesh import axis_sizes
+    from jaxpar.step.state import abstract_state, state_shardings
+    from jaxpar.step.train_step import make_train_step
 
     cfg, gpu = from_json(json.dumps(job["config"])), GPUS[job["gpu"]]
     per_host = min(job["per_host"], job["gpus"])

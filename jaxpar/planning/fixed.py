@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from jaxpar.config import Config, ConfigError, flag, replace
-from jaxpar.config_types import check_types
-from jaxpar.memory_rules import remat
-from jaxpar.planning import layouts
+from jaxpar.config import Config, ConfigError, flag, layout_fields, replace
+from jaxpar.config.rules.memory import remat
+from jaxpar.config.type_check import check_types
 
 
 def read_fixed(text: str | None, cfg: Config) -> dict[str, Any]:
@@ -18,8 +17,8 @@ def read_fixed(text: str | None, cfg: Config) -> dict[str, Any]:
     fixed: dict[str, Any] = {}
     for pair in _pairs(text or ""):
         name, equals, value = (part.strip() for part in pair.partition("="))
-        if name not in layouts.FIELDS or not equals:
-            rule = f"must be FIELD=VALUE with a field of {', '.join(layouts.FIELDS)}"
+        if name not in layout_fields.FIELDS or not equals:
+            rule = f"must be FIELD=VALUE with a field of {', '.join(layout_fields.FIELDS)}"
             raise ConfigError("--fix", pair, rule, "use --fix tensor=2,zero=3")
         if name in fixed:
             raise ConfigError("--fix", text, f"names {name} twice", f"use --fix {pair}")

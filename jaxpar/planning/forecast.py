@@ -6,14 +6,15 @@ from typing import Any
 import jax
 
 from jaxpar.config import Config, ConfigError
-from jaxpar.planning.communication import Cluster
-from jaxpar.planning.hardware import GIB, NETWORKS, gpu_of_kind
+from jaxpar.planning.predict.communication import Cluster
+from jaxpar.planning.predict.hardware import GIB, NETWORKS, gpu_of_kind
 from jaxpar.planning.ranking import predict
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """The prediction for a run on GPUs that `hardware.py` knows; `assumed` names the network."""
+    """The prediction for a run on GPUs that `planning/predict/hardware.py` knows; `assumed` names
+    the network."""
 
     step_seconds: float
     memory_gib: float

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxpar.config import Config, ConfigError
-from jaxpar.layout_rules import FIELDS as FIELDS
-from jaxpar.memory_rules import REMAT_POLICIES, names_on_host
+from jaxpar.config.layout_fields import FIELDS
+from jaxpar.config.remat_policies import REMAT_POLICIES, names_on_host
+from jaxpar.config.validate import resolve
 from jaxpar.planning.progress import Watch, unwatched
-from jaxpar.validation import resolve
 
 #: Virtual stages that are tried.
 VIRTUAL_STAGES = (1, 2, 3, 4)
@@ -56,7 +56,7 @@ def legal_layouts(
     coarse: bool = False,
     watch: Watch = unwatched,
 ) -> Listing:
-    """Every layout that `validation.resolve` accepts and the trainer runs on GPUs.
+    """Every layout that `validate.resolve` accepts and the trainer runs on GPUs.
 
     Remat policies are independent of the other fields in `validation`, so each mesh is resolved
     once, with the first of them. Those that keep values in host memory are tried without a pipeline

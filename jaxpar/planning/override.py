@@ -4,7 +4,8 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from jaxpar.config import Config, flag, leaf_paths, value_of
+from jaxpar.config import Config, flag, value_of
+from jaxpar.config.fields import leaf_paths
 
 
 def changes(base: Config, chosen: Config) -> dict[str, Any]:
@@ -40,7 +41,7 @@ def config_file(name: str, base: Config, chosen: Config, said: str) -> str:
     body = "\n".join(lines)
     return f'''"""{said}"""
 
-from jaxpar.cli import load_config
+from jaxpar.runtime.program import load_config
 from jaxpar.config import Config, replace
 
 

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpar.config import Config, ConfigError
-from jaxpar.planning.communication import Cluster
-from jaxpar.planning.hardware import GIB
-from jaxpar.planning.kernels import attention_runs_on_reference
 from jaxpar.planning.layouts import describe, legal_layouts
-from jaxpar.planning.memory import Memory, memory_of
+from jaxpar.planning.predict.communication import Cluster
+from jaxpar.planning.predict.hardware import GIB
+from jaxpar.planning.predict.kernels import attention_runs_on_reference
+from jaxpar.planning.predict.memory import Memory, memory_of
+from jaxpar.planning.predict.time import StepTime, step_time
 from jaxpar.planning.progress import Watch, unwatched
-from jaxpar.planning.time import StepTime, step_time
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxpar.planning.budget import Cost, Inference
-from jaxpar.planning.communication import Cluster
 from jaxpar.planning.compiling import Compiled
-from jaxpar.planning.hardware import GIB, GPUS, NETWORKS, Figure, Gpu
 from jaxpar.planning.layouts import describe, values_of
-from jaxpar.planning.memory import Memory, host_bytes
+from jaxpar.planning.predict.communication import Cluster
+from jaxpar.planning.predict.hardware import GIB, GPUS, NETWORKS, Figure, Gpu
+from jaxpar.planning.predict.memory import Memory, host_bytes
+from jaxpar.planning.predict.time import StepTime
 from jaxpar.planning.ranking import Layout, Plan
-from jaxpar.planning.time import StepTime
 
 MEMORY_PARTS = "weights optimizer gradients activations logits gathered buffers".split()
 

@@ -17,3 +17,5 @@
 
 The rest is shared by them: HLO text, kernel names, op_names, intervals of time.
 """
+
+MAY_IMPORT = ("config", "runtime", "model", "planning")

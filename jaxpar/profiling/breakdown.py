@@ -19,12 +19,13 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from jaxpar.profiling import cpu_trace, hlo
-from jaxpar.profiling.attribution import attribute
-from jaxpar.profiling.intervals import Interval, length, subtract, union
-from jaxpar.profiling.kernels import CLASSES, COMMUNICATION, COPY, HOST, classify, family
-from jaxpar.profiling.scopes import place_of, shorten
-from jaxpar.profiling.trace import Kernel, NoKernels, Trace
+from jaxpar.profiling.hlo import text as hlo
+from jaxpar.profiling.hlo.attribution import attribute
+from jaxpar.profiling.trace import cpu_trace
+from jaxpar.profiling.trace.intervals import Interval, length, subtract, union
+from jaxpar.profiling.trace.kernels import CLASSES, COMMUNICATION, COPY, HOST, classify, family
+from jaxpar.profiling.trace.read import Kernel, NoKernels, Trace
+from jaxpar.profiling.trace.scopes import place_of, shorten
 
 #: Figures of which the worst device is told too.
 WORST = ("exposed", "idle")

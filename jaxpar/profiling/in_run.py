@@ -21,10 +21,12 @@ from typing import Any
 
 import jax
 
-from jaxpar import processes, provenance
 from jaxpar.config import Config
 from jaxpar.model.flops import train_flops_per_token
-from jaxpar.profiling import folder, trace
+from jaxpar.profiling import folder
+from jaxpar.profiling.trace import read as trace
+from jaxpar.runtime import provenance
+from jaxpar.runtime.processes import peers
 
 #: Whoever makes this file in the run folder asks for a profile.
 REQUEST_FILE = "profile.request"
@@ -73,7 +75,7 @@ class RunProfiler:
     ):
         """Args:     program: the compiled step. mesh: in words. say: is told what happens."""
         self._cfg, self._dir, self._program, self._mesh = cfg, run_dir, program, mesh
-        self._say, self._several = say, processes.count() > 1
+        self._say, self._several = say, peers.count() > 1
         self._looked = float("-inf")
         self._first, self._latest, self._taken = 0, 0, 0
         self._agreed_on = -2
@@ -88,7 +90,7 @@ class RunProfiler:
             self._end()
         if self._agreed_on > 0:  # where the run goes back, it comes to that step again
             with contextlib.suppress(RuntimeError):  # the run may be ending for the same reason
-                processes.publish(_TOPIC, "")
+                peers.publish(_TOPIC, "")
 
     def before(self, step: int, state: Any, pause: Callable[[], None], enter: Any) -> None:
         """A step is about to be taken: a trace that is complete ends, one that is due begins.
@@ -124,7 +126,7 @@ class RunProfiler:
         if _signals:
             _signals.clear()
             return True
-        if processes.own() != 0 or time.monotonic() - self._looked < LOOK_SECONDS:
+        if peers.own() != 0 or time.monotonic() - self._looked < LOOK_SECONDS:
             return False
         self._looked = time.monotonic()
         try:
@@ -141,8 +143,8 @@ class RunProfiler:
         try:
             if free and self._is_asked_for():
                 self._agreed_on = -(-(done + AHEAD) // every) * every
-                processes.publish(_TOPIC, str(self._agreed_on))
-            return done % every == 0 and str(done) in processes.published(_TOPIC).values()
+                peers.publish(_TOPIC, str(self._agreed_on))
+            return done % every == 0 and str(done) in peers.published(_TOPIC).values()
         except RuntimeError as error:  # JAX's service did not answer; it ends the run if it is gone
             self._say(f"WARNING    no profile: {error}")
             return False
@@ -151,7 +153,7 @@ class RunProfiler:
 
     def _scratch(self) -> Path:
         """Where this process's profiler writes: it names files by host, and several share one."""
-        return folder.folder_of(self._dir, self._first) / f".process_{processes.own()}"
+        return folder.folder_of(self._dir, self._first) / f".process_{peers.own()}"
 
     def _begin(self, step: int) -> None:
         if self._taken == MOST_PROFILES:
@@ -196,9 +198,9 @@ class RunProfiler:
         for file in self._scratch().rglob("*.*"):
             for ending in (".xplane.pb", ".trace.json.gz"):
                 if file.name.endswith(ending):
-                    file.replace(traces / f"process_{processes.own()}{ending}")
+                    file.replace(traces / f"process_{peers.own()}{ending}")
         shutil.rmtree(self._scratch())
-        if processes.own() == 0:
+        if peers.own() == 0:
             folder.write_hlo(where, self._program.as_text())
             folder.write_facts(where, self._facts(first, last - first + 1))
             size = folder.num_bytes(where) / 1e6
@@ -217,7 +219,7 @@ class RunProfiler:
         return folder.Facts(
             first_step=first,
             num_steps=count,
-            processes=processes.count(),
+            processes=peers.count(),
             devices=jax.device_count(),
             device_kind=jax.devices()[0].device_kind,
             mesh=self._mesh,
@@ -231,7 +233,7 @@ class RunProfiler:
     def _fail(self, error: Exception) -> None:
         text = f"WARNING    profile of step {self._first} failed: {type(error).__name__}: {error}"
         # Said by whichever process it is: the first may have no trouble.
-        print(f"{text} ({processes.name_of(processes.own())})", flush=True)
+        print(f"{text} ({peers.name_of(peers.own())})", flush=True)
         self._tracing.pop_all()
         shutil.rmtree(self._scratch(), ignore_errors=True)
         self._first = 0

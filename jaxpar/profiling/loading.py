@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.config import ConfigError
-from jaxpar.profiling import cpu_trace, folder, hlo, trace, xspace
-from jaxpar.profiling.trace import NoKernels, Trace
+from jaxpar.profiling import folder
+from jaxpar.profiling.hlo import text as hlo
+from jaxpar.profiling.trace import cpu_trace, xspace
+from jaxpar.profiling.trace import read as trace
+from jaxpar.profiling.trace.read import NoKernels, Trace
 
 OPTION = "RUN_OR_TRACE"
 

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from jaxpar.planning.hardware import Gpu
-from jaxpar.profiling.costs import cost_of, multiplications
-from jaxpar.profiling.hlo import Module
-from jaxpar.profiling.kernels import CLASSES, MATMUL
+from jaxpar.planning.predict.hardware import Gpu
+from jaxpar.profiling.hlo.costs import cost_of, multiplications
+from jaxpar.profiling.hlo.text import Module
+from jaxpar.profiling.trace.kernels import CLASSES, MATMUL
 
 
 def with_costs(profile: dict[str, Any], module: Module, gpu: Gpu | None) -> dict[str, Any]:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxpar.profiling.folder import Facts
-from jaxpar.profiling.hlo import Instruction, Module
-from jaxpar.profiling.kernels import family
-from jaxpar.profiling.memory import Memory
-from jaxpar.profiling.scopes import place_of
+from jaxpar.profiling.hlo.memory import Memory
+from jaxpar.profiling.hlo.text import Instruction, Module
 from jaxpar.profiling.table import aligned, digits
+from jaxpar.profiling.trace.kernels import family
+from jaxpar.profiling.trace.scopes import place_of
 
 #: Columns and rows of the plot of memory.
 WIDTH, HEIGHT = 72, 8

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxpar.profiling.kernels import COMMUNICATION
-from jaxpar.profiling.scopes import PASSES
+from jaxpar.profiling.trace.kernels import COMMUNICATION
+from jaxpar.profiling.trace.scopes import PASSES
 
 #: Rows of the table by pass, and what is shown of a long scope or name.
 MOST_ROWS = 24

@@ -14,11 +14,12 @@ from typing import Annotated
 
 import tyro
 
-from jaxpar import cli, whole_file
 from jaxpar.config import ConfigError
-from jaxpar.lines import FULL
 from jaxpar.report.page import page
 from jaxpar.report.runs import RunRead, read_run
+from jaxpar.runtime.files import atomic
+from jaxpar.runtime.files.append import FULL
+from jaxpar.runtime.program import run_program
 
 #: Lines beyond this number cannot be told apart.
 MOST_RUNS = 21
@@ -75,7 +76,7 @@ def where(output: str | None, names: Sequence[str]) -> Path:
 
 def _write(path: Path, content: bytes) -> None:
     try:
-        whole_file.write(path, content)
+        atomic.write(path, content)
     except OSError as error:
         if error.errno in FULL:
             raise
@@ -98,4 +99,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    cli.run_program(main)
+    run_program(main)

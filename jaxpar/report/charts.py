@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 from xml.etree.ElementTree import Element
 
-from jaxpar.metric_names import METRICS
+from jaxpar.monitoring.metric_names import METRICS
 from jaxpar.report import chart
 from jaxpar.report.chart import Chart, Line, Tick
 from jaxpar.report.elements import e, table

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 from xml.etree.ElementTree import Element
 
-from jaxpar.bench.differences import differing
+from jaxpar.bench.cards.differences import differing
 from jaxpar.config import Config
 from jaxpar.report.chart import colour_of
 from jaxpar.report.elements import e, table

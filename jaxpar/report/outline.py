@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxpar import json_lines
+from jaxpar.runtime.files import json_lines
 
 # A step is an int32: what has more digits is damaged.
 _STEP = re.compile(rb'\{"step": ?(\d{1,10})[,}]')

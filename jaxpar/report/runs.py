@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxpar.config import ConfigError
-from jaxpar.goodput import Goodput, gap_before, goodput, read_events
+from jaxpar.monitoring.goodput import Goodput, gap_before, goodput, read_events
+from jaxpar.monitoring.samples import read_samples
+from jaxpar.monitoring.sinks import numbers
 from jaxpar.report.outline import Outline, outline
 from jaxpar.report.series import Series, Sizes
-from jaxpar.samples import read_samples
-from jaxpar.sinks import numbers
 
 #: Kinds of marks on the axes of steps and time, with what they mean.
 KINDS = {

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from jaxpar.metrics import duration
+from jaxpar.monitoring.metrics import duration
 
 #: An axis of sizes above 0 whose ends differ by this factor is logarithmic.
 LOGARITHMIC = 50.0

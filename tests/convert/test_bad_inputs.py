@@ -9,11 +9,12 @@ import pytest
 
 from jaxpar import checkpoint
 from jaxpar.config import ConfigError, replace
-from jaxpar.convert import exporting, importing, new_folder, selfcheck
+from jaxpar.convert import new_folder, selfcheck
 from jaxpar.convert.__main__ import main, read_options
-from jaxpar.convert.config_file import HOLDS
-from jaxpar.convert.hf_folder import INDEX_FILE, SINGLE_FILE
-from jaxpar.convert.mesh_load import check_model
+from jaxpar.convert.hf import exporting, importing
+from jaxpar.convert.hf.config_file import HOLDS
+from jaxpar.convert.hf.folder import INDEX_FILE, SINGLE_FILE
+from jaxpar.convert.hf.mesh_load import check_model
 from jaxpar.convert.safetensors_file import DTYPES, NAMES
 from tests.convert import tiny
 

@@ -7,12 +7,12 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from jaxpar.config import Config, replace
-from jaxpar.convert import importing
-from jaxpar.convert.tokenizer_files import begin_of_prompts
+from jaxpar.convert.hf import importing
+from jaxpar.convert.hf.tokenizer import begin_of_prompts
 from jaxpar.data import load_tokenizer
-from jaxpar.data.prepare import PrepareOptions, prepare
-from jaxpar.data.prepare_chat import ChatOptions, prepare_chat
-from jaxpar.loaded import load
+from jaxpar.data.prepare.chat_command import ChatOptions, prepare_chat
+from jaxpar.data.prepare.text import PrepareOptions, prepare
+from jaxpar.inference.load import load
 from tests.convert import tiny
 
 SPECIAL = ["<|begin_of_text|>", "<|end_of_text|>"]

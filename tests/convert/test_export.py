@@ -9,16 +9,17 @@ import pytest
 import tokenizers
 from safetensors.numpy import load_file
 
-from jaxpar import config, state
+from jaxpar import config
 from jaxpar.checkpoint import Checkpointer
 from jaxpar.config import Config, ConfigError, ModelConfig
-from jaxpar.convert import exporting, importing
-from jaxpar.convert.hf_config import choose_family
-from jaxpar.convert.tokenizer_files import bytes_as_json, tokenizer_in, tokenizer_of_run
+from jaxpar.config.validate import resolve
+from jaxpar.convert.hf import exporting, importing
+from jaxpar.convert.hf.config import choose_family
+from jaxpar.convert.hf.tokenizer import bytes_as_json, tokenizer_in, tokenizer_of_run
 from jaxpar.data.tokenizer import ByteTokenizer
-from jaxpar.parallel.mesh import make_mesh
-from jaxpar.validation import resolve
-from tests.test_checkpoint import MODEL, write_dataset
+from jaxpar.sharding.mesh import make_mesh
+from jaxpar.step import state
+from tests.checkpoint.test_checkpoint import MODEL, write_dataset
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 

@@ -15,10 +15,11 @@ from safetensors.numpy import load_file
 
 from jaxpar import checkpoint
 from jaxpar.config import Config, replace
-from jaxpar.convert import exporting, importing
-from jaxpar.convert.hf_folder import INDEX_FILE
-from jaxpar.convert.mesh_load import load_params
-from jaxpar.generation import (
+from jaxpar.config.validate import resolve
+from jaxpar.convert.hf import exporting, importing
+from jaxpar.convert.hf.folder import INDEX_FILE
+from jaxpar.convert.hf.mesh_load import load_params
+from jaxpar.inference.generation import (
     Sampling,
     config_for_sampling,
     generate,
@@ -26,8 +27,7 @@ from jaxpar.generation import (
     weights_for_sampling,
 )
 from jaxpar.model import reference
-from jaxpar.parallel.mesh import make_mesh
-from jaxpar.validation import resolve
+from jaxpar.sharding.mesh import make_mesh
 from tests.convert import tiny
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")

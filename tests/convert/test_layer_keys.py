@@ -3,9 +3,9 @@
 import pytest
 
 from jaxpar.config import ConfigError, ModelConfig, RopeScaling
-from jaxpar.convert import layer_keys
-from jaxpar.convert.families import GEMMA3, LLAMA, QWEN2, QWEN3_MOE
-from jaxpar.convert.hf_config import config_json, family_of, model_of
+from jaxpar.convert.hf import layer_keys
+from jaxpar.convert.hf.config import config_json, family_of, model_of
+from jaxpar.convert.hf.families import GEMMA3, LLAMA, QWEN2, QWEN3_MOE
 from tests.convert import tiny
 
 SCALED = {

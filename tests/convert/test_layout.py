@@ -5,12 +5,13 @@ import numpy as np
 import pytest
 
 from jaxpar.config import ModelConfig
-from jaxpar.convert import layout
-from jaxpar.convert.families import FAMILIES
-from jaxpar.convert.layout import Entry
+from jaxpar.convert.hf import tensor_layout
+from jaxpar.convert.hf.families import FAMILIES
+from jaxpar.convert.hf.tensor_layout import Entry
 from jaxpar.convert.torch_file import PLAIN
+from jaxpar.sharding import grid
 
-SIZES = layout.sizes_of(
+SIZES = tensor_layout.sizes_of(
     ModelConfig(
         num_layers=2, d_model=70, d_ff=24, num_heads=4, num_kv_heads=2, head_dim=8, num_experts=2
     )
@@ -21,10 +22,10 @@ EXPERT = Entry("layers/w_up", "layer.{L}.expert.{E}.up", "LEDF", "F D")
 
 def test_what_an_entry_says():
     assert (WQ.stacked, WQ.inner) == ("L", "DHK")
-    assert layout.tensor_shape(WQ, SIZES) == (32, 70)
-    assert list(layout.tensor_names(WQ, SIZES)) == ["layer.0.q", "layer.1.q"]
+    assert tensor_layout.tensor_shape(WQ, SIZES) == (32, 70)
+    assert list(tensor_layout.tensor_names(WQ, SIZES)) == ["layer.0.q", "layer.1.q"]
     assert (EXPERT.stacked, EXPERT.inner) == ("LE", "DF")
-    assert layout.tensor_name(EXPERT, (1, 0)) == "layer.1.expert.0.up"
+    assert tensor_layout.tensor_name(EXPERT, (1, 0)) == "layer.1.expert.0.up"
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, PLAIN], ids=lambda family: family.model_type)
@@ -40,11 +41,14 @@ def test_every_entry_of_every_family_is_whole(family):
 @pytest.mark.parametrize("most", [1, 7, 70, 71, 500, 600, 10**6])
 @pytest.mark.parametrize("entry", [WQ, EXPERT])
 def test_chunks_cover_everything_once_and_are_rows_on_disk(entry, most):
-    shape, chunk = layout.shape_of(entry.ours, SIZES), layout.chunk_shape(entry, SIZES, most)
+    shape, chunk = (
+        tensor_layout.shape_of(entry.ours, SIZES),
+        tensor_layout.chunk_shape(entry, SIZES, most),
+    )
     seen = np.zeros(shape, int)
-    for box in layout.grid(shape, chunk):
+    for box in grid.grid(shape, chunk):
         seen[box] += 1
-        _, _, part = next(layout.tensors_in(entry, SIZES, box, lambda _: on_disk(entry)))
+        _, _, part = next(tensor_layout.tensors_in(entry, SIZES, box, lambda _: on_disk(entry)))
         rows = np.sort(np.unique(part // 70)), part.size
         assert rows[1] == len(rows[0]) * 70 or rows[1] <= 70
     assert (seen == 1).all() and np.prod(chunk) <= max(most, 1)
@@ -52,7 +56,7 @@ def test_chunks_cover_everything_once_and_are_rows_on_disk(entry, most):
 
 def on_disk(entry: Entry) -> np.ndarray:
     """A tensor whose numbers are their places."""
-    shape = layout.tensor_shape(entry, SIZES)
+    shape = tensor_layout.tensor_shape(entry, SIZES)
     return np.arange(np.prod(shape)).reshape(shape)
 
 
@@ -63,5 +67,5 @@ def test_tiles_copy_what_assignment_copies(shape, dtype):
     for order in ([*range(len(shape))], rng.permutation(len(shape))):
         source = rng.standard_normal(shape).astype(np.float32)
         to = np.zeros([shape[i] for i in np.argsort(order)], dtype).transpose(order)
-        layout.assign(to, source)
+        tensor_layout.assign(to, source)
         np.testing.assert_array_equal(to, source.astype(dtype))

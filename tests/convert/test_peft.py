@@ -14,22 +14,25 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxpar import state
-from jaxpar.adapters import merged, without
 from jaxpar.checkpoint import Checkpointer, integrity, load_config, restore_params, store
 from jaxpar.config import Config, ConfigError, LoraConfig, replace
-from jaxpar.convert import __main__ as convert
-from jaxpar.convert import exporting, importing, peft_folder, peft_import, selfcheck
-from jaxpar.convert.layout import as_ours, sizes_of
-from jaxpar.convert.merging import MergedArrays
-from jaxpar.convert.mesh_load import load_params
+from jaxpar.config.validate import resolve
+from jaxpar.convert import __main__, selfcheck
+from jaxpar.convert.hf import exporting, importing
+from jaxpar.convert.hf import folder as hf_folder
+from jaxpar.convert.hf.mesh_load import load_params
+from jaxpar.convert.hf.tensor_layout import as_ours, sizes_of
+from jaxpar.convert.peft import exporting as peft_folder
+from jaxpar.convert.peft import importing as peft_import
+from jaxpar.convert.peft.merging import MergedArrays
 from jaxpar.model import reference
-from jaxpar.parallel.mesh import make_mesh
-from jaxpar.params import flat
-from jaxpar.validation import resolve
+from jaxpar.sharding.mesh import make_mesh
+from jaxpar.sharding.params import flat
+from jaxpar.step import state
+from jaxpar.step.adapters import merged, without
+from tests.checkpoint.test_checkpoint import write_dataset
 from tests.convert import tiny
 from tests.convert.test_goldens import TOLERANCE, plain_logits, silent
-from tests.test_checkpoint import write_dataset
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
@@ -111,7 +114,7 @@ def test_logits_are_those_of_peft(run, devices):
 
 
 def test_the_merged_model_is_a_published_one(run, tmp_path, capsys):
-    assert convert.main(["to-hf", *options(run, tmp_path / "out"), "--dtype", "float32"]) == 0
+    assert __main__.main(["to-hf", *options(run, tmp_path / "out"), "--dtype", "float32"]) == 0
     shown = capsys.readouterr().out
     assert "beside merged adapters" in shown and "beside the published files" in shown
     source = importing.open_source(tmp_path / "out")
@@ -128,10 +131,10 @@ def test_the_merged_model_is_a_published_one(run, tmp_path, capsys):
 
 
 def test_half_precision_is_rounded_once(run, tmp_path):
-    assert convert.main(["to-hf", *options(run, tmp_path / "a"), "--dtype", "bfloat16"]) == 0
+    assert __main__.main(["to-hf", *options(run, tmp_path / "a"), "--dtype", "bfloat16"]) == 0
     flags = ["--dtype", "bfloat16", "--base", str(run.run.init_from)]
-    assert convert.main(["to-peft", *options(run, tmp_path / "b"), *flags]) == 0
-    tensors = importing.find_tensors(tmp_path / "a")
+    assert __main__.main(["to-peft", *options(run, tmp_path / "b"), *flags]) == 0
+    tensors = hf_folder.find_tensors(tmp_path / "a")
     assert tensors.dtype() == "bfloat16"
 
 
@@ -151,9 +154,9 @@ def test_a_wrong_merge_is_found(run, tmp_path, monkeypatch):
 def test_what_is_merged_is_compared_with_its_fingerprints_once(run, tmp_path, monkeypatch):
     right, counted = store.fingerprint_of, []
     monkeypatch.setattr(store, "fingerprint_of", lambda a: counted.append(a) or right(a))
-    assert convert.main(["to-peft", *options(run, tmp_path / "adapters"), "--no-check"]) == 0
+    assert __main__.main(["to-peft", *options(run, tmp_path / "adapters"), "--no-check"]) == 0
     assert not counted  # adapters are compared as they are written, and nothing else is read
-    assert convert.main(["to-hf", *options(run, tmp_path / "merged")]) == 0
+    assert __main__.main(["to-hf", *options(run, tmp_path / "merged")]) == 0
     assert len(counted) == len(exporting.open_export(run.run.dir).arrays.by_path)
     monkeypatch.setattr(store, "fingerprint_of", lambda _: "another")
     with pytest.raises(integrity.Damaged, match="has fingerprint another, not"):
@@ -179,16 +182,16 @@ def test_what_cannot_be_written(run, base, tmp_path):
     plain = importing.from_hf(base, tmp_path / "plain", silent, None)
     assert plain.config.lora.rank == 0
     with pytest.raises(ConfigError, match=r"was trained without adapters.*`to-hf`"):
-        convert.main(["to-peft", str(tmp_path / "plain"), str(tmp_path / "out")])
+        __main__.main(["to-peft", str(tmp_path / "plain"), str(tmp_path / "out")])
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "file").touch()
     with pytest.raises(ConfigError, match="is there already"):
-        convert.main(["to-peft", *options(run, tmp_path / "used")])
+        __main__.main(["to-peft", *options(run, tmp_path / "used")])
 
 
 def test_a_folder_of_peft_becomes_a_run_and_is_written_again(base, tmp_path, capsys):
     flags = ["--base", str(base)]
-    assert convert.main(["from-peft", str(GOLDEN), str(tmp_path / "run"), *flags]) == 0
+    assert __main__.main(["from-peft", str(GOLDEN), str(tmp_path / "run"), *flags]) == 0
     assert "beside the published files: largest difference 0.00e+00" in capsys.readouterr().out
     cfg = load_config(tmp_path / "run")
     assert cfg.lora == LORA
@@ -197,7 +200,7 @@ def test_a_folder_of_peft_becomes_a_run_and_is_written_again(base, tmp_path, cap
     apart = reference.scale_adapters(jax.device_get(params), cfg)
     found = plain_logits(apart, cfg, tiny.tokens(VALUES))
     assert np.abs(found - np.load(GOLDEN / "logits.npy")).max() <= TOLERANCE
-    assert convert.main(["to-peft", str(tmp_path / "run"), str(tmp_path / "out"), *flags]) == 0
+    assert __main__.main(["to-peft", str(tmp_path / "run"), str(tmp_path / "out"), *flags]) == 0
     names = peft_folder.ADAPTER_FILE
     found, wanted = (load_file(f / names) for f in (tmp_path / "out", GOLDEN))
     assert found.keys() == wanted.keys()
@@ -283,9 +286,9 @@ def test_peft_loads_and_merges_them(run, base, tmp_path, capsys):
     import torch
     import transformers
 
-    assert convert.main(["to-peft", *options(run, tmp_path / "adapters")]) == 0
+    assert __main__.main(["to-peft", *options(run, tmp_path / "adapters")]) == 0
     assert "beside peft" in capsys.readouterr().out
-    assert convert.main(["to-hf", *options(run, tmp_path / "merged"), "--dtype", "float32"]) == 0
+    assert __main__.main(["to-hf", *options(run, tmp_path / "merged"), "--dtype", "float32"]) == 0
     load = lambda folder: transformers.AutoModelForCausalLM.from_pretrained(  # noqa: E731
         folder, dtype=torch.float32, attn_implementation="eager"
     )

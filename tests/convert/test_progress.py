@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxpar.convert import progress
+from jaxpar.runtime import progress
 
 #: As gVisor writes it.
 LITTLE = "Name:\tpython\nFDSize:\t9\nVmSize:\t4000 kB\nVmRSS:\t3000 kB\nThreads:\t2\n"

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from jaxpar.config import ConfigError, ModelConfig
-from jaxpar.convert import exporting, importing, torch_file
+from jaxpar.convert import torch_file
 from jaxpar.convert.__main__ import main
-from jaxpar.convert.hf_config import why_not
+from jaxpar.convert.hf import exporting, importing
+from jaxpar.convert.hf.config import why_not
 from jaxpar.convert.torch_file import PLAIN
 from tests.convert import tiny
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.data.prepare import PrepareOptions, prepare
+from jaxpar.data.prepare.text import PrepareOptions, prepare
 
 #: Texts with non-ASCII letters, blank lines, and a forged end of text.
 TEXTS = [

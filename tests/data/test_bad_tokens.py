@@ -14,7 +14,7 @@ from jaxpar.config import Config, ConfigError, ParallelConfig, replace
 from jaxpar.data import Loader
 from jaxpar.data.__main__ import main
 from jaxpar.data.sources import open_tokens
-from jaxpar.parallel.mesh import make_mesh
+from jaxpar.sharding.mesh import make_mesh
 
 TOKENS = np.arange(1, 41, dtype="<u2")
 
@@ -235,7 +235,7 @@ def test_nothing_is_written_for_bad_tokens(tmp_path, monkeypatch):
     (tmp_path / "x.bin").write_bytes(TOKENS.tobytes())
     run = tmp_path / "run"
     args = ["quickstart", "--data.path", str(tmp_path / "x"), "--run.dir", str(run)]
-    monkeypatch.setattr(train.runtime, "start", lambda *_: [])
+    monkeypatch.setattr("jaxpar.runtime.start.start", lambda *_: [])
     with pytest.raises(ConfigError, match="sequence 3 starts at byte 9,000"):
         train.main([*args, "--train.global-batch-size", "16"])
     assert not run.exists()

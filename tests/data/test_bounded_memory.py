@@ -12,7 +12,7 @@ PROGRAM = """
 import json, resource, sys
 from pathlib import Path
 import pyarrow as pa, pyarrow.parquet as pq
-from jaxpar.data.prepare import PrepareOptions, prepare
+from jaxpar.data.prepare.text import PrepareOptions, prepare
 
 TEXT = "the quick brown fox jumps over the lazy dog\\n" * 90
 

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 import tokenizers
 
-from jaxpar.batch import IGNORED
 from jaxpar.config import Config, ConfigError, ParallelConfig, replace
 from jaxpar.data import Loader, TokenDataset, load_tokenizer
 from jaxpar.data.__main__ import main
-from jaxpar.data.chat import TEMPLATES, ChatEncoder
-from jaxpar.data.convert import ConvertOptions, convert
-from jaxpar.data.inspect_tokens import InspectOptions, inspect_tokens
-from jaxpar.data.meta import read_meta
-from jaxpar.data.prepare_chat import ChatOptions, prepare_chat
+from jaxpar.data.formats.convert import ConvertOptions, convert
+from jaxpar.data.formats.inspect import InspectOptions, inspect_tokens
+from jaxpar.data.formats.meta import read_meta
+from jaxpar.data.prepare.chat import TEMPLATES, ChatEncoder
+from jaxpar.data.prepare.chat_command import ChatOptions, prepare_chat
 from jaxpar.data.tokenizer import ByteTokenizer, JsonTokenizer, train_bpe
-from jaxpar.parallel.mesh import make_mesh
+from jaxpar.sharding.batch import IGNORED
+from jaxpar.sharding.mesh import make_mesh
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|eot_id|>"]
 SPECIAL += ["<|start_header_id|>", "<|end_header_id|>"]

@@ -9,9 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from jaxpar.config import ConfigError
-from jaxpar.data import readers
-from jaxpar.data.documents import find_sources, read_pieces
-from jaxpar.data.readers import ReadOptions
+from jaxpar.data.formats import readers
+from jaxpar.data.formats.readers import ReadOptions
+from jaxpar.data.prepare.documents import find_sources, read_pieces
 
 
 def documents(*inputs: Path | str, **options) -> list[str]:

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jaxpar.axes import AXES, BATCH_SPEC
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.data import Loader, TokenDataset
 from jaxpar.data.loader import window_sequence
 from jaxpar.data.packing import num_windows
+from jaxpar.sharding.axes import AXES, BATCH_SPEC
 from tests.data.windows import windows
 
 BATCH, LENGTH = 8, 16
@@ -225,7 +225,7 @@ PROGRAM = """
     from jaxpar.config import Config, replace
     from jaxpar.data import Loader
     from jax.sharding import Mesh
-    from jaxpar.axes import AXES
+    from jaxpar.sharding.axes import AXES
     jax.config.update("jax_num_cpu_devices", 2)
     path, process, port = sys.argv[1:]
     if port != "0":

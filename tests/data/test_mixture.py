@@ -6,16 +6,16 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar import cli
-from jaxpar.axes import BATCH_SPEC
 from jaxpar.config import Config, ConfigError, ParallelConfig, replace
-from jaxpar.config_json import from_json, to_json
+from jaxpar.config.command_line import parse_overrides
+from jaxpar.config.serialize import from_json, to_json
 from jaxpar.data import Loader
 from jaxpar.data.loader import source_seeds, window_sequence
 from jaxpar.data.mixture import BLOCK, Mixture, apportion
-from jaxpar.data.prepare import PrepareOptions, prepare
+from jaxpar.data.prepare.text import PrepareOptions, prepare
 from jaxpar.data.sources import fingerprint, tokenizer_folder
-from jaxpar.parallel.mesh import make_mesh
+from jaxpar.sharding.axes import BATCH_SPEC
+from jaxpar.sharding.mesh import make_mesh
 
 BATCH, LENGTH = 8, 16
 
@@ -199,7 +199,7 @@ def test_held_out_windows_of_a_mixture(paths, dataset):
 
 def test_a_mixture_travels_through_json_and_the_command_line(cfg):
     assert from_json(to_json(cfg)) == cfg
-    asked = cli.parse_overrides(Config(), ["--data.mixture", "a:0.7,b:0.3"], "test")
+    asked = parse_overrides(Config(), ["--data.mixture", "a:0.7,b:0.3"], "test")
     assert asked.data.mixture == "a:0.7,b:0.3"
 
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpar.batch import IGNORED
 from jaxpar.data.packing import num_windows
+from jaxpar.sharding.batch import IGNORED
 from tests.data.windows import windows
 
 FIELDS = ("tokens", "labels", "segment_ids", "positions")

@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 
 from jaxpar.config import ConfigError
-from jaxpar.data import TokenDataset, documents, encode, load_tokenizer, readers, tokenizer
+from jaxpar.data import TokenDataset, load_tokenizer, tokenizer
 from jaxpar.data.__main__ import main
-from jaxpar.data.holdout import is_held_out
-from jaxpar.data.meta import read_meta, token_dtype
-from jaxpar.data.prepare import PrepareOptions, prepare
-from jaxpar.data.writer import whole_folder
+from jaxpar.data.formats import readers
+from jaxpar.data.formats.meta import read_meta, token_dtype
+from jaxpar.data.formats.writer import whole_folder
+from jaxpar.data.prepare import documents, encode
+from jaxpar.data.prepare.holdout import is_held_out
+from jaxpar.data.prepare.text import PrepareOptions, prepare
 
 
 def run(output, *inputs, **options):
@@ -116,7 +118,7 @@ def test_no_holdout(corpus, texts, tmp_path):
 def test_stdlib(tmp_path, monkeypatch):
     """The input that needs no download."""
     sources = documents.find_sources(["stdlib"])[:60]
-    monkeypatch.setattr("jaxpar.data.prepare.find_sources", lambda inputs: sources)
+    monkeypatch.setattr("jaxpar.data.prepare.text.find_sources", lambda inputs: sources)
     meta = run(tmp_path / "out", "stdlib", tokenizer="bpe:400", holdout=0.1)
     kept = [text for s in sources if (text := s.path.read_bytes().decode()).strip()]
     stored = stored_documents(tmp_path / "out", "train") + stored_documents(tmp_path / "out", "val")

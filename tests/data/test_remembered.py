@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxpar.config import ConfigError
-from jaxpar.data import remembered, token_file
-from jaxpar.data.inspect_tokens import InspectOptions, inspect_tokens
+from jaxpar.data.formats import remembered, token_file
+from jaxpar.data.formats.inspect import InspectOptions, inspect_tokens
 from jaxpar.data.sources import open_tokens
 
 TOKENS = np.arange(1, 50_001, dtype="<u2")

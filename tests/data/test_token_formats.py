@@ -12,11 +12,11 @@ import pytest
 from jaxpar.config import Config, ConfigError, ParallelConfig, replace
 from jaxpar.data import Loader, TokenDataset, load_tokenizer
 from jaxpar.data.__main__ import main
-from jaxpar.data.convert import ConvertOptions, convert
-from jaxpar.data.inspect_tokens import InspectOptions, inspect_tokens
-from jaxpar.data.prepare import PrepareOptions, prepare
+from jaxpar.data.formats.convert import ConvertOptions, convert
+from jaxpar.data.formats.inspect import InspectOptions, inspect_tokens
+from jaxpar.data.prepare.text import PrepareOptions, prepare
 from jaxpar.data.sources import fingerprint, open_tokens
-from jaxpar.parallel.mesh import make_mesh
+from jaxpar.sharding.mesh import make_mesh
 from tests.data.windows import windows
 
 NO_TOKEN = "must be the number of a token"

@@ -9,12 +9,12 @@ import shutil
 import numpy as np
 import pytest
 
-from jaxpar import guard
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.data import TokenDataset
-from jaxpar.data.inspect_tokens import InspectOptions, inspect_tokens
-from jaxpar.data.meta import read_meta
+from jaxpar.data.formats.inspect import InspectOptions, inspect_tokens
+from jaxpar.data.formats.meta import read_meta
 from jaxpar.data.sources import open_sources
+from jaxpar.runtime import exit_codes
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_values_of_another_type(name, value, copy):
         TokenDataset.open(copy)
 
 
-@pytest.mark.parametrize(("number", "kind"), [(13, ConfigError), (116, guard.RunError)])
+@pytest.mark.parametrize(("number", "kind"), [(13, ConfigError), (116, exit_codes.RunError)])
 def test_tokens_that_cannot_be_read(number, kind, copy, monkeypatch):
     """Missing rights are refused; what may pass, as a stale NFS handle, may be tried again."""
 

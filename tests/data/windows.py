@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from jaxpar.batch import Batch
 from jaxpar.data.packing import document_begins, pack, stretches
+from jaxpar.sharding.batch import Batch
 
 
 def windows(

@@ -3,8 +3,8 @@
 import dataclasses
 from pathlib import Path
 
-from jaxpar import nvidia_smi
 from jaxpar.doctor.facts import Facts, of_the_host
+from jaxpar.runtime.gpus import nvidia_smi
 
 RECORDED = Path(__file__).with_name("recorded")
 

@@ -6,15 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar import nvidia_smi
 from jaxpar.config import Config
-from jaxpar.doctor import gpu_checks, host_checks, measured_checks, topology, variables
-from jaxpar.doctor.bandwidth import Row
+from jaxpar.doctor import topology
+from jaxpar.doctor.checks import gpu as gpu_checks
+from jaxpar.doctor.checks import host, variables
+from jaxpar.doctor.checks import measured as measured_checks
+from jaxpar.doctor.checks.findings import Finding, failed, merged, passed, verdict
 from jaxpar.doctor.facts import Facts, with_devices
-from jaxpar.doctor.findings import Finding, failed, merged, passed, verdict
-from jaxpar.doctor.links import Link
-from jaxpar.doctor.timing import Spread
-from jaxpar.planning.hardware import H200
+from jaxpar.doctor.measure.bandwidth import Row
+from jaxpar.doctor.measure.links import Link
+from jaxpar.doctor.measure.timing import Spread
+from jaxpar.planning.predict.hardware import H200
+from jaxpar.runtime.gpus import nvidia_smi
 from tests.doctor.hosts import facts_of, nvidia_smi_of
 
 PORT = {"card": "mlx5_0", "port": "1", "state": "4: ACTIVE", "rate": "400 Gb/sec (4X NDR)"}
@@ -27,7 +30,7 @@ def worse(findings: list[Finding]) -> list[tuple[str, str]]:
 
 def all_of(facts: Facts) -> list[Finding]:
     """Everything that is said of one process."""
-    checks = (host_checks.check_versions, gpu_checks.check, host_checks.check_host)
+    checks = (host.check_versions, gpu_checks.check, host.check_host)
     return [finding for check in checks for finding in check(facts)]
 
 
@@ -57,7 +60,7 @@ def test_what_jax_says_as_it_fails_to_start(monkeypatch, error, said):
 
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     monkeypatch.setattr("jax.local_devices", fail)
-    found = host_checks.backend(with_devices(facts_of(), 0, False))
+    found = host.backend(with_devices(facts_of(), 0, False))
     assert (found.status, found.said) == ("fail", said)
 
 
@@ -156,11 +159,11 @@ def test_variables_that_hurt(env, check, status):
 
 def test_a_table_of_ones_own_kernels_does_not_hurt():
     own = "--xla_gpu_load_autotune_results_from=runs/mine.textproto"
-    rows = host_checks.xla_flags.measured_for("NVIDIA H200", "0.11.2", Config())
+    rows = host.xla_flags.measured_for("NVIDIA H200", "0.11.2", Config())
     assert any(own.startswith(f"--{row.name}=") for row in rows)  # another one was measured
     assert worse(all_of(facts_of(env={"XLA_FLAGS": own}))) == []
     both = f"{own} --xla_gpu_enable_latency_hiding_scheduler=false"
-    (finding,) = host_checks.flags(facts_of(env={"XLA_FLAGS": both}))
+    (finding,) = host.flags(facts_of(env={"XLA_FLAGS": both}))
     assert "latency_hiding" in finding.said
 
 
@@ -176,7 +179,7 @@ def test_the_page_has_every_check():
     named = {name.strip() for row in rows for name in row.split(",")}
     facts = facts_of(infiniband=[PORT])
     found = [*all_of(facts), gpu_checks.used([facts])]
-    found += host_checks.check_together([facts, facts], [1.0, 1.0])
+    found += host.check_together([facts, facts], [1.0, 1.0])
     names = {finding.check for finding in found} - {"environment"}
     assert names and not names - named
 
@@ -245,9 +248,9 @@ def test_processes_that_differ():
     one = facts_of()
     two = dataclasses.replace(one, process=1, host=one.host | {"name": "gpu02"})
     times = [100.0, 100.004]
-    assert worse(host_checks.check_together([one, two], times)) == []
+    assert worse(host.check_together([one, two], times)) == []
     older = dataclasses.replace(two, versions=two.versions | {"jaxlib": "0.11.1"})
-    (finding,) = [f for f in host_checks.check_together([one, older], times) if f.status == "fail"]
+    (finding,) = [f for f in host.check_together([one, older], times) if f.status == "fail"]
     assert finding.check == "same versions"
     assert finding.said == "jaxlib: 0.11.2 in process 0 and 0.11.1 in process 1"
     changed = {"XLA_FLAGS": "--xla_gpu_x=1"}
@@ -259,10 +262,10 @@ def test_processes_that_differ():
         ({"devices": ["NVIDIA H100 80GB HBM3"] * 8}, "same devices", "fail"),
     ):
         other = dataclasses.replace(two, **fields)
-        assert worse(host_checks.check_together([one, other], times)) == [(check, status)]
-    skew = worse(host_checks.check_together([one, two], [100.0, 130.0]))
+        assert worse(host.check_together([one, other], times)) == [(check, status)]
+    skew = worse(host.check_together([one, two], [100.0, 130.0]))
     assert skew == [("clocks of hosts", "warn")]
-    assert host_checks.check_together([one], [1.0]) == []
+    assert host.check_together([one], [1.0]) == []
 
 
 def test_findings_of_processes_come_once_where_they_agree():

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
-from jaxpar import doctor, guard
+from jaxpar import doctor
 from jaxpar.config import ConfigError
-from jaxpar.doctor import bandwidth, progress, verification
+from jaxpar.doctor import progress
+from jaxpar.doctor.measure import bandwidth, verification
+from jaxpar.runtime import exit_codes
 from tests.doctor import hosts
 from tests.e2e import ranks
 
@@ -32,7 +34,7 @@ def run(tmp_path, *args: str) -> tuple[int, dict]:
 
 def test_sections_that_only_look_and_compute(tmp_path, capsys):
     code, found = run(tmp_path, "--only", "versions,hardware,compute", "--repeats", "1")
-    assert code == guard.EXIT_OK and found["verdict"] in ("pass", "warn")
+    assert code == exit_codes.EXIT_OK and found["verdict"] in ("pass", "warn")
     said = capsys.readouterr().out
     assert "16 simulated CPU devices, as asked" in said and "0 failed" in said
     (process,) = found["processes"]
@@ -57,7 +59,7 @@ def test_a_wrong_collective_makes_the_exit_code_1(tmp_path, capsys, monkeypatch)
         monkeypatch.delitem(verification.COLLECTIVES, name)
     monkeypatch.setitem(verification.COLLECTIVES, "all_gather", wrong)
     code, found = run(tmp_path, "--only", "collectives", "--mesh", "data=16")
-    assert code == guard.EXIT_ERROR and found["verdict"] == "fail"
+    assert code == exit_codes.EXIT_ERROR and found["verdict"] == "fail"
     assert len(found["collectives"]["rows"]) == 4
     assert all(len(row["wrong"]) == 16 for row in found["collectives"]["rows"])
     (finding,) = found["findings"]
@@ -72,7 +74,7 @@ def test_a_section_that_cannot_be_run_is_a_finding(tmp_path, capsys, monkeypatch
 
     monkeypatch.setattr(bandwidth, "measure", measure)
     code, found = run(tmp_path, "--only", "versions,bandwidth")
-    assert code == guard.EXIT_ERROR and found["verdict"] == "fail"
+    assert code == exit_codes.EXIT_ERROR and found["verdict"] == "fail"
     assert "NCCL operation failed" in capsys.readouterr().err
     assert "could not be run: RuntimeError" in found["findings"][-1]["said"]
 
@@ -87,7 +89,7 @@ def test_a_file_is_checked_by_the_process_that_writes_it(tmp_path, monkeypatch):
     """The others may be on hosts where its folder is not there."""
     started = []
     monkeypatch.setattr(doctor.runtime, "start", lambda *_, **__: started.append("JAX") or [])
-    monkeypatch.setattr(doctor.processes, "connect", lambda *_: "joined")
+    monkeypatch.setattr(doctor.rendezvous, "connect", lambda *_: "joined")
     asked = ["--cpu-devices", "1", "--json", str(tmp_path / "none" / "doctor.json")]
     joined = "--cluster.coordinator 127.0.0.1:9 --cluster.num-processes 2 --cluster.process-id"
     for alone in ([], [*joined.split(), "0"]):
@@ -105,7 +107,7 @@ def test_a_section_that_does_not_end_ends_the_program(monkeypatch, capsys):
     with at_work.section("links"):
         at_work.tell("0 - 1")
         ranks.wait_for(lambda: ended)
-    assert ended == [guard.EXIT_HANG]
+    assert ended == [exit_codes.EXIT_HANG]
     assert "error: links: process 0 is not done after 0.05 s, at: 0 - 1;" in capsys.readouterr().err
 
 
@@ -125,7 +127,7 @@ def test_gpus_that_jax_does_not_use_make_the_exit_code_1(tmp_path, capsys, monke
     (tmp_path / "nvidia-smi").write_text(NVIDIA_SMI.format(folder=hosts.RECORDED))
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    assert doctor.main(["--only", "versions,hardware"]) == guard.EXIT_ERROR
+    assert doctor.main(["--only", "versions,hardware"]) == exit_codes.EXIT_ERROR
     said = " ".join(capsys.readouterr().out.split())
     assert "fail devices JAX uses the CPU, and there are 8 GPUs -> unset JAX_PLATFORMS" in said
     assert "all pairs, NV18" in said and "18 x 26.6 GB/s" in said and "driver CUDA 13.0" in said

@@ -9,9 +9,10 @@ import pytest
 from jax import lax
 
 from jaxpar.config import ConfigError, ParallelConfig
-from jaxpar.doctor import bandwidth, compute, links, options, timing, verification
-from jaxpar.doctor.verification import COLLECTIVES
-from jaxpar.parallel.mesh import make_mesh
+from jaxpar.doctor import options
+from jaxpar.doctor.measure import bandwidth, compute, links, timing, verification
+from jaxpar.doctor.measure.verification import COLLECTIVES
+from jaxpar.sharding.mesh import make_mesh
 
 ELEMENTS = 32
 

@@ -8,9 +8,11 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxpar import guard, run, train
-from jaxpar.data.prepare import PrepareOptions, prepare
-from jaxpar.parallel.mesh import make_mesh
+from jaxpar import train
+from jaxpar.data.prepare.text import PrepareOptions, prepare
+from jaxpar.runtime import exit_codes
+from jaxpar.sharding.mesh import make_mesh
+from jaxpar.training import run
 from tests.e2e import ranks
 
 CONFIG = """
@@ -111,7 +113,7 @@ def train_on(only_devices):
 def whole(train_on, write_ranks, tmp_path_factory) -> Path:
     """The run of `write_ranks`, in one process on four devices. Tests must not write to it."""
     folder = tmp_path_factory.mktemp("whole")
-    assert train_on(4, write_ranks(folder)) == guard.EXIT_OK
+    assert train_on(4, write_ranks(folder)) == exit_codes.EXIT_OK
     return folder / "run"
 
 
@@ -119,5 +121,5 @@ def whole(train_on, write_ranks, tmp_path_factory) -> Path:
 def finished(train_on, write_config, tmp_path_factory) -> Path:
     """A run of 120 steps on two devices, saved every 40. Tests must not write to it."""
     folder = tmp_path_factory.mktemp("finished")
-    assert train_on(2, write_config(folder)) == guard.EXIT_OK
+    assert train_on(2, write_config(folder)) == exit_codes.EXIT_OK
     return folder / "run"

@@ -13,12 +13,12 @@ import numpy as np
 
 from jaxpar import checkpoint
 from jaxpar.config import replace
-from jaxpar.config_json import from_json
-from jaxpar.data.prepare import PrepareOptions, prepare
-from jaxpar.generation import config_for_sampling
-from jaxpar.launch import reserved_port
-from jaxpar.parallel.mesh import make_mesh
-from jaxpar.recent import read_recent
+from jaxpar.config.serialize import from_json
+from jaxpar.data.prepare.text import PrepareOptions, prepare
+from jaxpar.inference.generation import config_for_sampling
+from jaxpar.monitoring.recent_steps import read_recent
+from jaxpar.runtime.processes.launcher import reserved_port
+from jaxpar.sharding.mesh import make_mesh
 
 ROOT = Path(__file__).resolve().parents[2]
 

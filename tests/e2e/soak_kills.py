@@ -8,7 +8,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from jaxpar import guard
+from jaxpar.runtime import exit_codes
 from tests.e2e import ranks
 from tests.e2e.soak_matrix import ALWAYS, Place, train
 
@@ -126,7 +126,7 @@ class Kills:
             attempt = Attempt(process, log, run, attempt.pids)
         code, _ = ranks.finish(process, MOST_SECONDS)
         said = log.read_text("utf-8", errors="replace")
-        assert code == guard.EXIT_OK, f"code {code}: {said[-1500:]}"
+        assert code == exit_codes.EXIT_OK, f"code {code}: {said[-1500:]}"
         assert said.count("killed by SIGKILL") == kills == phases.total(), dict(phases)
         ranks.assert_same_records(run, self._whole)
         self.phases[count] += phases

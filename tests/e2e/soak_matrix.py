@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxpar import checkpoint, guard
+from jaxpar import checkpoint
+from jaxpar.runtime import exit_codes
 from tests.e2e import ranks
 
 #: Six meshes of four devices.
@@ -68,7 +69,7 @@ def train(config: str, run: Path, place: Place, *more: str) -> None:
         each = DEVICES // place.processes
         process = ranks.launch(place.processes, each, "--restarts", "0", "--", *args)
     code, said = ranks.finish(process, MOST_SECONDS)
-    assert code == guard.EXIT_OK, f"code {code}: {said[-1500:]}"
+    assert code == exit_codes.EXIT_OK, f"code {code}: {said[-1500:]}"
 
 
 class Matrix:

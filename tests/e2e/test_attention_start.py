@@ -5,11 +5,12 @@ import types
 
 import pytest
 
-from jaxpar import cli, run
 from jaxpar.config import ConfigError
+from jaxpar.config.command_line import read_config
 from jaxpar.kernels.attention import Choice, api, reference
 from jaxpar.parallel import context
-from jaxpar.step import make_train_step
+from jaxpar.step.train_step import make_train_step
+from jaxpar.training import run
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
@@ -71,7 +72,7 @@ def test_what_is_told_is_what_the_layers_ask_for(mesh, config_file, only_devices
     args = [config_file, *mesh.split(), "--model.attention-deterministic", "True"]
     with only_devices(2):
         monkeypatch.setattr(run, "choose", spy(told))
-        made = run.Run(cli.read_config(args, "test", None))
+        made = run.Run(read_config(args, "test", None))
         state = made.start()
         for module in (api, context):
             monkeypatch.setattr(module, "choose", spy(asked))
@@ -84,7 +85,7 @@ def test_right_kernels_are_told(mesh, planted, config_file, only_devices, capsys
     planted(1.0)
     with only_devices(2):
         args = [config_file, *mesh.split(), "--model.dtype", "bfloat16"]
-        run.Run(cli.read_config(args, "test", None)).test_attention()
+        run.Run(read_config(args, "test", None)).test_attention()
     line = capsys.readouterr().out
     assert line.startswith("attention self-test: out ") and " dv " in line and line.endswith(" s\n")
 
@@ -108,7 +109,7 @@ def test_wrong_kernels_stop_the_run_before_its_first_step(planted, config_file, 
 
 def test_on_a_cpu_there_is_nothing_to_test(config_file, only_devices, capsys):
     with only_devices(1):
-        run.Run(cli.read_config([config_file], "test", None)).test_attention()
+        run.Run(read_config([config_file], "test", None)).test_attention()
     assert capsys.readouterr().out.startswith("attention self-test: skipped, reference is what")
 
 

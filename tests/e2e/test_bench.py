@@ -8,9 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar import bench, guard, json_file
-from jaxpar.bench import loss, profiled, training
+from jaxpar import bench
+from jaxpar.bench import loss
+from jaxpar.bench.training import command as training
+from jaxpar.bench.training import profiled
 from jaxpar.config import ConfigError
+from jaxpar.runtime import exit_codes
+from jaxpar.runtime.files import json_output
+from jaxpar.training import run
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
@@ -91,12 +96,12 @@ def test_profiled_steps_go_on_from_the_timed_ones(only_devices, config_file, mon
     cfg = training.read_command([config_file])[1]
     seen = []
     with only_devices(1):
-        figures, running = training.measure(training.Run(cfg), 2)
+        figures, running = training.measure(run.Run(cfg), 2)
         step = running.step
         running.step = lambda state, batch: seen.append(int(state.step)) or step(state, batch)
         assert profiled.profile_steps(running, 0)["profile_missing"].startswith("not asked for")
         assert seen == [] and next(running.batches, None) is None
-        running.batches = training.Run(cfg).loader.prefetched(0)
+        running.batches = run.Run(cfg).loader.prefetched(0)
         assert profiled.profile_steps(running, 2)["profile"] is None
     first = bench.WARM_UP + 2 + 1
     assert seen == list(range(first, first + profiled.SETTLE + 2))
@@ -105,15 +110,15 @@ def test_profiled_steps_go_on_from_the_timed_ones(only_devices, config_file, mon
 
 def test_a_card_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monkeypatch):
     file = tmp_path / "cards" / "a.json"
-    json_file.write("--card", file, {"a": 1})
+    json_output.write("--card", file, {"a": 1})
     before = file.read_text()
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(guard.RunError) as error:
-        json_file.write("--card", file, {"a": 2})
+    with pytest.raises(exit_codes.RunError) as error:
+        json_output.write("--card", file, {"a": 2})
     assert str(error.value) == (
         f"--card = {str(file)!r}: cannot be written: No space left on device. "
         "The file that is there is as it was"
@@ -124,9 +129,9 @@ def test_a_card_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monkeypa
 def test_a_card_goes_through_a_link_and_into_what_is_no_file(tmp_path):
     file, link = tmp_path / "a.json", tmp_path / "link"
     link.symlink_to(file)
-    json_file.write("--card", link, 1)
+    json_output.write("--card", link, 1)
     assert link.is_symlink() and file.read_text() == "1\n"
-    json_file.write("--card", "/dev/null", 1)
+    json_output.write("--card", "/dev/null", 1)
     assert not Path("/dev/null").is_file()
 
 

@@ -9,13 +9,22 @@ import numpy as np
 import pytest
 
 from jaxpar import bench
-from jaxpar.bench import attention, contest, exactness, timing, tuning
-from jaxpar.bench.shapes import DOCUMENTS, ZIGZAG, document_lengths, draw, make_shape, parse_shapes
+from jaxpar.bench import timing
+from jaxpar.bench.attention import command as attention
+from jaxpar.bench.attention import contest, exactness, tuning
+from jaxpar.bench.attention.shapes import (
+    DOCUMENTS,
+    ZIGZAG,
+    document_lengths,
+    draw,
+    make_shape,
+    parse_shapes,
+)
 from jaxpar.config import ConfigError
 from jaxpar.kernels.attention import api, reference
-from jaxpar.kernels.attention.capability import kind_of
+from jaxpar.kernels.attention.dispatch.capability import kind_of
+from jaxpar.kernels.attention.dispatch.measurements import parse
 from jaxpar.kernels.attention.mask import allowed
-from jaxpar.kernels.attention.measurements import parse
 
 SMALL = (2, 96, 4, 2, 8)
 KINDS = ("causal", "packed", "window", "zigzag")

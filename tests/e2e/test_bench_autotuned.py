@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
-from jaxpar.bench import autotuned, matmuls
-from jaxpar.profiling import hlo
+from jaxpar.bench.matmuls import autotuned
+from jaxpar.bench.matmuls import command as matmuls
+from jaxpar.profiling.hlo import text as hlo
 from tests.e2e.tuned import (
     LOG,
     LOSS,

@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar import bench, guard, xla_flags
-from jaxpar.bench import autotuned, matmuls
+from jaxpar import bench
+from jaxpar.bench.matmuls import autotuned
+from jaxpar.bench.matmuls import command as matmuls
 from jaxpar.config import Config, ConfigError, RunConfig
+from jaxpar.runtime import exit_codes
+from jaxpar.runtime.gpus import visible, xla_flag_table, xla_flags
 from tests.e2e.tuned import LOG, LOSS, QKV, RESULTS, STEP, found
 
 # ------------------------------------------------------------------------------------- runs alone
@@ -24,8 +27,8 @@ def values_of(flags: str) -> dict[str, str]:
 
 
 class Alone:
-    """`jaxpar.bench.sustained` under XLA, as far as files and flags tell: a kernel's time is in
-    `took`; each matmul alone has a fingerprint of its own."""
+    """`jaxpar.bench.matmuls.sustained` under XLA, as far as files and flags tell: a kernel's time
+    is in `took`; each matmul alone has a fingerprint of its own."""
 
     def __init__(self, each: dict[str, matmuls.Matmul], took: dict[str, float]):
         self.prints = {m.name: f"{n}" * 32 for n, m in enumerate(each.values())}
@@ -40,7 +43,7 @@ class Alone:
     def __call__(self, command, flags: str, log: Path) -> None:
         given = values_of(flags)
         names = json.loads(Path(command[1]).read_text())
-        assert command[0] == "jaxpar.bench.sustained" and given["xla_mine"] == "1"
+        assert command[0] == "jaxpar.bench.matmuls.sustained" and given["xla_mine"] == "1"
         assert names.keys() == self.prints.keys()
         if len(command) == 2:
             assert "xla_gpu_load_autotune_results_from" not in given
@@ -110,8 +113,10 @@ def test_what_is_another_matmul_alone_is_not_run(tmp_path, monkeypatch):
 
 
 def test_a_program_that_fails_says_why(tmp_path):
-    with pytest.raises(guard.RunError, match=r"sustained .*none\.json failed:\n(.|\n)*No such"):
-        matmuls._run(["jaxpar.bench.sustained", "none.json"], "", tmp_path / "log")
+    with pytest.raises(
+        exit_codes.RunError, match=r"sustained .*none\.json failed:\n(.|\n)*No such"
+    ):
+        matmuls._run(["jaxpar.bench.matmuls.sustained", "none.json"], "", tmp_path / "log")
 
 
 # ------------------------------------------------------------------------------------ the command
@@ -120,7 +125,9 @@ def test_a_program_that_fails_says_why(tmp_path):
 @pytest.fixture
 def gpu_host(monkeypatch):
     """A host with an H200, as far as the flags can tell, and an environment of its own."""
+    monkeypatch.setattr(visible, "gpu_is_present", lambda: True)
     monkeypatch.setattr(xla_flags, "gpu_is_present", lambda: True)
+    monkeypatch.setattr(visible, "gpu_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(xla_flags, "gpu_name", lambda: "NVIDIA H200")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "environ", dict(os.environ))
@@ -160,6 +167,7 @@ def test_bad_options(config_file, runs, tmp_path, monkeypatch, options, said):
 
 
 def test_a_gpu_whose_runs_read_no_table_needs_one_named(config_file, runs, gpu_host, monkeypatch):
+    monkeypatch.setattr(visible, "gpu_name", lambda: "NVIDIA H100")
     monkeypatch.setattr(xla_flags, "gpu_name", lambda: "NVIDIA H100")
     with pytest.raises(ConfigError) as error:
         bench.main(["matmuls", config_file])
@@ -235,9 +243,11 @@ def test_a_step_that_xla_says_nothing_of_is_an_error(tmp_path, monkeypatch):
     (tmp_path / "hlo-earlier").mkdir()
     (tmp_path / "hlo-earlier" / "m.after_optimizations.txt").write_text(STEP)
     monkeypatch.setattr(matmuls, "_run", lambda *_: None)
-    with pytest.raises(guard.RunError, match="XLA left no log, or no program, of the train step"):
+    with pytest.raises(
+        exit_codes.RunError, match="XLA left no log, or no program, of the train step"
+    ):
         matmuls.matmuls_of_step(["quickstart"], "", tmp_path)
 
 
 def test_the_table_that_training_reads_is_the_one_that_is_written(gpu_host):
-    assert f"--{xla_flags.TABLE}={matmuls.default_table()}" in xla_flags.apply(Config())
+    assert f"--{xla_flag_table.TABLE}={matmuls.default_table()}" in xla_flags.apply(Config())

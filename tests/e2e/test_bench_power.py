@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from jaxpar.bench import power
+from jaxpar.bench.training import power
 
 #: Prints what nvidia-smi 580 prints for two GPUs, again and again, until it is ended.
 PROGRAM = """#!{python}

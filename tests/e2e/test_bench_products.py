@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpar.bench import products, sustained
-from jaxpar.bench.products import Product, product_of
-from jaxpar.profiling import hlo
+from jaxpar.bench.matmuls import products, sustained
+from jaxpar.bench.matmuls.products import Product, product_of
+from jaxpar.profiling.hlo import text as hlo
 
 
 def module_of(*lines: str, others: str = "") -> hlo.Module:

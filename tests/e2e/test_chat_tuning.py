@@ -10,12 +10,12 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar import cli
 from jaxpar.config import ConfigError, replace
-from jaxpar.data.prepare_chat import ChatOptions, prepare_chat
-from jaxpar.generation import Sampling, generate
-from jaxpar.loaded import load
-from jaxpar.run import Run
+from jaxpar.config.command_line import load_config, read_config
+from jaxpar.data.prepare.chat_command import ChatOptions, prepare_chat
+from jaxpar.inference.generation import Sampling, generate
+from jaxpar.inference.load import load
+from jaxpar.training.run import Run
 
 #: Each question is a number of its own, which nobody can guess; all have one answer.
 QUESTIONS, ANSWER = range(3000, 3400), "the log, of course."
@@ -50,7 +50,7 @@ def test_held_out_batches_without_a_label_are_refused_at_the_start(
 
     def made(*more: str) -> Run:
         with only_devices(1):
-            return Run(cli.read_config([config, *flags, *more], "test", None))
+            return Run(read_config([config, *flags, *more], "test", None))
 
     with pytest.raises(ConfigError, match=r"evaluation.num_batches = 2: .* out of the loss") as no:
         made()
@@ -99,7 +99,7 @@ def test_it_learns_what_the_assistant_says(train_on, write_config, chats, tmp_pa
 
 
 def test_the_config_is_that_of_the_shape_it_tunes():
-    tuned, first = (cli.load_config(name) for name in ("llama_1b_chat", "llama_1b"))
+    tuned, first = (load_config(name) for name in ("llama_1b_chat", "llama_1b"))
     assert tuned.model == first.model and tuned.parallel == first.parallel
     assert tuned.run.init_from and math.isclose(tuned.optimizer.learning_rate, 1e-5)
     assert replace(tuned, **{"data.path": first.data.path}).data == first.data

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar import checkpoint, guard
+from jaxpar import checkpoint
+from jaxpar.runtime import exit_codes
 from tests.e2e.test_train import environment_of_start, losses_of
 
 #: Runs a command on a file system of its own, in memory and of a given size, on a given folder, and
@@ -61,7 +62,7 @@ def test_a_disk_that_fills_in_a_save(finished, train_on, config_file, tmp_path, 
     flags = [config_file, *STEPS, "--run.dir", str(disk / "run")]
     more = ("--checkpoint.save-failures-allowed", "2")
     full = on_small_disk(room, disk, run, "-m", "jaxpar.train", *flags, *more)
-    assert full.returncode == guard.EXIT_ERROR, full.stderr
+    assert full.returncode == exit_codes.EXIT_ERROR, full.stderr
     for step in (24, 36):
         assert f"WARNING    step {step} could not be saved" in full.stderr
     assert "No space left on device" in full.stderr
@@ -71,7 +72,7 @@ def test_a_disk_that_fills_in_a_save(finished, train_on, config_file, tmp_path, 
     assert sorted(losses_of(run))[:48] == list(range(1, 49))
     assert [path.name for path in checkpoint.folder(run).iterdir()] == ["12"]
 
-    assert train_on(1, *flags[:-2]) == guard.EXIT_OK  # with room, from the checkpoint before
+    assert train_on(1, *flags[:-2]) == exit_codes.EXIT_OK  # with room, from the checkpoint before
     said = capfd.readouterr().out
     assert "restored step 12" in said and "2 attempts" in said
 
@@ -83,7 +84,7 @@ def test_a_disk_that_is_full_from_the_start(config_file, tmp_path, room, file):
     disk.mkdir()
     command = ["-m", "jaxpar.train", config_file, *STEPS, "--run.dir", str(disk / "run")]
     full = on_small_disk(room, disk, tmp_path / "run", *command)
-    assert full.returncode == guard.EXIT_ERROR, full.stderr
+    assert full.returncode == exit_codes.EXIT_ERROR, full.stderr
     assert re.search(rf"error: No space left on device for .*{file}\. Free space", full.stderr)
     assert "Traceback" not in full.stderr
 
@@ -95,5 +96,5 @@ def test_a_disk_with_no_room_for_a_checkpoint_at_all(config_file, tmp_path):
     flags = "--train.num-steps 12 --checkpoint.every 12 --evaluation.every 0".split()
     command = ["-m", "jaxpar.train", config_file, *flags, "--run.dir", str(disk / "run")]
     full = on_small_disk(20480, disk, tmp_path / "run", *command)
-    assert full.returncode == guard.EXIT_ERROR, full.stderr
+    assert full.returncode == exit_codes.EXIT_ERROR, full.stderr
     assert full.stderr.rstrip().rpartition("\n")[2].startswith("error: step 12 could not be saved")

@@ -7,10 +7,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jaxpar import checkpoint, cli, elastic, guard
+from jaxpar import checkpoint
 from jaxpar.config import Config, ConfigError, replace
-from jaxpar.config_json import from_json
-from jaxpar.validation import resolve
+from jaxpar.config.command_line import load_config
+from jaxpar.config.serialize import from_json
+from jaxpar.config.validate import resolve
+from jaxpar.runtime import exit_codes
+from jaxpar.training import elastic
 from tests.e2e import ranks
 
 AUTO = ("--parallel.auto", "all")
@@ -39,7 +42,7 @@ def test_a_killed_run_goes_on_with_other_devices(
 ):
     run = tmp_path / "run"
     shutil.copytree(killed.replace("tiny.py", "run"), run)
-    assert train_on(devices, write_ranks(tmp_path), *AUTO) == guard.EXIT_OK
+    assert train_on(devices, write_ranks(tmp_path), *AUTO) == exit_codes.EXIT_OK
     said = capfd.readouterr().out
     assert f"fit {devices} x cpu (planned as h200)" in said
     assert "restored step 5" in said or "restored step 10" in said  # the second may be cut short
@@ -57,7 +60,7 @@ def test_microbatches_follow_the_devices(train_on, write_ranks, tmp_path, capfd)
     flags = (config, "--evaluation.every", "0", "--optimizer.schedule", "constant")
     for devices, steps, microbatches in ((4, 11, 1), (2, 12, 2), (2, 13, 2)):
         more = ("--train.num-steps", str(steps))
-        assert train_on(devices, *flags, *more) == guard.EXIT_OK
+        assert train_on(devices, *flags, *more) == exit_codes.EXIT_OK
         assert used(run).num_microbatches == microbatches
         told = "changed    parallel.num_microbatches: 2, not 1" in capfd.readouterr().out
         assert told == (microbatches == 2)
@@ -72,7 +75,7 @@ def test_microbatches_follow_the_devices(train_on, write_ranks, tmp_path, capfd)
 
 
 def choice(only_devices, number: int, **values) -> Config:
-    cfg = replace(cli.load_config("quickstart"), **{"parallel.auto": "all"} | values)
+    cfg = replace(load_config("quickstart"), **{"parallel.auto": "all"} | values)
     with only_devices(number):
         return elastic.choose_layout(cfg, 10)
 
@@ -90,7 +93,7 @@ def test_what_is_set_is_kept(only_devices, capsys):
 
 
 def test_without_a_request_nothing_is_chosen(only_devices):
-    cfg = cli.load_config("quickstart")
+    cfg = load_config("quickstart")
     assert elastic.choose_layout(cfg, 10) is cfg
 
 

@@ -10,12 +10,13 @@ import pytest
 
 from jaxpar import checkpoint, evaluate
 from jaxpar.config import ConfigError
-from jaxpar.convert.exporting import open_export, to_hf
+from jaxpar.convert.hf.exporting import open_export, to_hf
 from jaxpar.data import load_tokenizer
-from jaxpar.generation import config_for_sampling
-from jaxpar.loaded import load
+from jaxpar.inference import evaluate as inference_evaluate
+from jaxpar.inference.generation import config_for_sampling
+from jaxpar.inference.load import load
 from jaxpar.model import reference
-from jaxpar.parallel.mesh import make_mesh
+from jaxpar.sharding.mesh import make_mesh
 
 TASK = """
 task: {name}
@@ -131,7 +132,7 @@ def test_a_run_and_its_export_score_alike(trained, tasks, capsys, tmp_path):
 
 def test_long_texts_are_scored_by_their_latest_tokens(trained):
     # Not above: tests for GPUs are collected with it, also where there is no lm_eval.
-    from jaxpar.harness import HarnessModel
+    from jaxpar.inference.lm_eval import HarnessModel
 
     model = HarnessModel(load(str(trained), None, 1, print), 2)
     text = "the dog sat on the log.\\nthe cat sat on the mat" * 3
@@ -160,11 +161,11 @@ def test_what_cannot_be_scored(trained, flags, said):
 
 def test_a_file_is_checked_by_the_process_that_writes_it(monkeypatch):
     """The others may be on hosts where its folder is not there."""
-    options = evaluate.Options(run="run", tasks=("choices",), output="nowhere/x.json")
+    options = inference_evaluate.Options(run="run", tasks=("choices",), output="nowhere/x.json")
     for name, value in (("COORDINATOR_ADDRESS", "127.0.0.1:9"), ("NUM_PROCESSES", "2")):
         monkeypatch.setenv(f"JAX_{name}", value)
     monkeypatch.setenv("JAX_PROCESS_ID", "1")
-    evaluate.check(options)
+    inference_evaluate.check(options)
     monkeypatch.setenv("JAX_PROCESS_ID", "0")
     with pytest.raises(ConfigError, match=r"--output = .*folder that does not exist"):
-        evaluate.check(options)
+        inference_evaluate.check(options)

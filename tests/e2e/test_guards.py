@@ -10,15 +10,16 @@ import chex
 import numpy as np
 import pytest
 
-from jaxpar import checkpoint, guard
-from jaxpar.cli import read_config
+from jaxpar import checkpoint
 from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config.command_line import read_config
 from jaxpar.data import Loader
 from jaxpar.data.skips import SKIPPED_FILE, SkippedBatches, read_skipped, write_skipped
-from jaxpar.metrics import MetricsWriter
-from jaxpar.recent import losses_judged, read_recent
-from jaxpar.run import Run
-from jaxpar.step_guard import StepGuard, Window
+from jaxpar.monitoring.metrics import MetricsWriter
+from jaxpar.monitoring.recent_steps import losses_judged, read_recent
+from jaxpar.runtime import exit_codes
+from jaxpar.training.run import Run
+from jaxpar.training.step_guard import StepGuard, Window
 from tests.e2e.test_train import losses_of, records_of, start, state_of
 
 #: A run that spikes.
@@ -60,12 +61,12 @@ def batches_of(run: Path) -> dict[int, int]:
 @pytest.mark.slow
 def test_a_spike_is_told_and_a_rewind_leaves_its_batches_out(spiky, capfd, tmp_path):
     run = tmp_path / "run"
-    assert spiky(2) == guard.EXIT_OK
+    assert spiky(2) == exit_codes.EXIT_OK
     assert "WARNING    step 47: loss " in capfd.readouterr().out
     before = losses_of(run)
     shutil.rmtree(run)
 
-    assert spiky(2, "--guard.spike", "rewind") == guard.EXIT_OK
+    assert spiky(2, "--guard.spike", "rewind") == exit_codes.EXIT_OK
     assert "rewound to step 40; batches 45 to 46 are left out" in capfd.readouterr().out
     assert read_skipped(run).windows == ((45, 2),)
     assert checkpoint.read_saved(run).skipped_batches == [[45, 2]]
@@ -80,7 +81,7 @@ def test_a_spike_is_told_and_a_rewind_leaves_its_batches_out(spiky, capfd, tmp_p
     # The checkpoint alone says so, on another mesh, too; and none is left out twice.
     (run / SKIPPED_FILE).unlink()
     mesh = ("--parallel.tensor", "2", "--parallel.data", "1", "--guard.spike", "rewind")
-    assert spiky(2, *mesh, "--train.num-steps", "70") == guard.EXIT_OK
+    assert spiky(2, *mesh, "--train.num-steps", "70") == exit_codes.EXIT_OK
     assert batches_of(run) == batches | {i: i + 1 for i in range(61, 71)}
     assert "is a spike" not in capfd.readouterr().out
 
@@ -94,8 +95,8 @@ def test_losses_of_steps_left_out_judge_no_other():
 @pytest.mark.parametrize("records", ["512", "0"])
 def test_a_run_that_is_resumed_sees_the_spike_that_it_would_have_seen(spiky, capfd, records):
     flags = ("--guard.recent-steps", records)
-    assert spiky(2, *flags, "--train.num-steps", "40") == guard.EXIT_OK
-    assert spiky(2, *flags, "--guard.spike", "rewind") == guard.EXIT_OK
+    assert spiky(2, *flags, "--train.num-steps", "40") == exit_codes.EXIT_OK
+    assert spiky(2, *flags, "--guard.spike", "rewind") == exit_codes.EXIT_OK
     assert "rewound to step 40; batches 45 to 46 are left out" in capfd.readouterr().out
 
 
@@ -119,13 +120,13 @@ def test_batches_that_are_left_out_are_told_at_the_start(
 
 
 def test_too_many_rewinds_end_the_run_with_17(spiky):
-    with pytest.raises(guard.BadNumerics, match=r"step 47: .* is a spike.*gone back 0 times"):
+    with pytest.raises(exit_codes.BadNumerics, match=r"step 47: .* is a spike.*gone back 0 times"):
         spiky(2, "--guard.spike", "rewind", "--guard.max-rewinds", "0")
 
 
 def test_a_spike_that_returns_ends_the_run_after_as_many_rewinds(spiky, noise, tmp_path):
     noise |= set(range(NOISE, 200))  # windows that touch become one, and each rewind counts
-    with pytest.raises(guard.BadNumerics, match=r"step 46: .* is a spike.*gone back 2 times"):
+    with pytest.raises(exit_codes.BadNumerics, match=r"step 46: .* is a spike.*gone back 2 times"):
         spiky(2, "--guard.spike", "rewind", "--guard.max-rewinds", "2")
     assert read_skipped(tmp_path / "run") == SkippedBatches(((45, 3),), 2)
 
@@ -139,7 +140,7 @@ def test_a_run_that_is_told_to_stop_ends_instead_of_a_rewind(spiky, monkeypatch,
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(MetricsWriter, "write_previous", stopped)
-    assert spiky(2, "--guard.spike", "rewind") == guard.EXIT_PREEMPTED
+    assert spiky(2, "--guard.spike", "rewind") == exit_codes.EXIT_PREEMPTED
     said = capfd.readouterr().out
     assert "SIGTERM: step 47: loss " in said and "rewound" not in said
     assert (
@@ -171,22 +172,24 @@ def test_a_rewind_needs_checkpoints(spiky):
 POISONED = """
 import dataclasses, sys
 import jax, jax.numpy as jnp
-from jaxpar import cli, step, train
+from jaxpar.runtime.program import run_program
+from jaxpar.step import train_step
+from jaxpar import train
 bad = set(map(int, sys.argv[1].split(",")))
 sys.argv[1:2] = []
-measure = step.loss_and_gradients
+measure = train_step.loss_and_gradients
 def poisoned(cfg, segments, params, batch, scale=1.0):
     measured, grads = measure(cfg, segments, params, batch, scale)
     is_bad = jnp.any(jnp.stack([NUMBER.value == b for b in bad]))
     nan = lambda x: jnp.where(is_bad, jnp.nan, x)
     return dataclasses.replace(measured, loss=nan(measured.loss)), jax.tree.map(nan, grads)
 class NUMBER: value = None
-plain = step.train_step
+plain = train_step.train_step
 def numbered(cfg, segments, state, batch):
     NUMBER.value = state.step
     return plain(cfg, segments, state, batch)
-step.loss_and_gradients, step.train_step = poisoned, numbered
-cli.run_program(train.main)
+train_step.loss_and_gradients, train_step.train_step = poisoned, numbered
+run_program(train.main)
 """
 
 
@@ -204,7 +207,7 @@ def test_bad_batches_are_left_out_and_too_many_in_a_row_end_with_17(config_file,
     assert int(state.guard["skipped"]) == 3 and int(state.opt_state[0].count) == 27
 
     stopped = start("-c", POISONED, "33,34,35", config_file, *flags, "--train.num-steps", "50")
-    assert stopped.returncode == guard.EXIT_NUMERICS == 17, stopped.stderr
+    assert stopped.returncode == exit_codes.EXIT_NUMERICS == 17, stopped.stderr
     assert "bad numerics: step 36: loss = nan" in stopped.stderr
     assert "3 updates in a row were left out, and guard.max_skips is 3" in stopped.stderr
     assert "Checkpoints of earlier steps are untouched" in stopped.stderr

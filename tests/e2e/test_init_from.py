@@ -9,14 +9,15 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar import checkpoint, cli
+from jaxpar import checkpoint
 from jaxpar.config import ConfigError
-from jaxpar.generation import config_for_sampling
+from jaxpar.config.command_line import read_config
+from jaxpar.inference.generation import config_for_sampling
 from jaxpar.model.lora import is_adapter
-from jaxpar.parallel.mesh import make_mesh
-from jaxpar.params import flat
-from jaxpar.run import Run
-from jaxpar.state import init_state
+from jaxpar.sharding.mesh import make_mesh
+from jaxpar.sharding.params import flat
+from jaxpar.step.state import init_state
+from jaxpar.training.run import Run
 from tests.convert import tiny
 from tests.e2e import ranks
 
@@ -40,7 +41,7 @@ def run_of(config, only_devices):
 
     def make(flags: list[str], devices: int = 1) -> Run:
         with only_devices(devices):
-            return Run(cli.read_config([config, *flags], "test", ""))
+            return Run(read_config([config, *flags], "test", ""))
 
     return make
 

@@ -7,18 +7,19 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar import checkpoint, cli, sample
+from jaxpar import checkpoint, sample
 from jaxpar.config import ConfigError, replace
-from jaxpar.convert import __main__ as convert
-from jaxpar.generation import config_for_sampling
-from jaxpar.loaded import load
+from jaxpar.config.command_line import load_config, read_config
+from jaxpar.convert import __main__
+from jaxpar.inference.generation import config_for_sampling
+from jaxpar.inference.load import load
 from jaxpar.model.lora import is_adapter
-from jaxpar.parallel.mesh import make_mesh
-from jaxpar.params import flat
-from jaxpar.run import Run
+from jaxpar.sharding.mesh import make_mesh
+from jaxpar.sharding.params import flat
+from jaxpar.training.run import Run
 from tests.e2e.test_chat_tuning import QUESTIONS, write_chats
 
-# Some 80 s; what adapters do on each mesh is tested in tests/parity/test_lora.py.
+# Some 80 s; what adapters do on each mesh is tested in tests/meshes/test_lora.py.
 pytestmark = pytest.mark.slow
 
 #: Of tokens that the first training has seen: adapters teach the head no others.
@@ -123,8 +124,8 @@ def test_a_run_begins_with_what_adapters_have_made_of_another(runs, train_on, ch
 
 def test_it_leaves_as_a_published_model(runs, tmp_path):
     _, _, tuned = runs
-    assert convert.main(["to-hf", str(tuned), str(tmp_path / "merged")]) == 0
-    assert convert.main(["to-peft", str(tuned), str(tmp_path / "adapters")]) == 0
+    assert __main__.main(["to-hf", str(tuned), str(tmp_path / "merged")]) == 0
+    assert __main__.main(["to-peft", str(tuned), str(tmp_path / "adapters")]) == 0
     about = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
     assert about["r"] == 8 and about["base_model_name_or_path"] is None
 
@@ -134,11 +135,11 @@ def test_other_adapters_are_not_the_same_run(runs, only_devices):
     for flag, value in {"rank": "4", "alpha": "8", "targets": "q_proj"}.items():
         given = ["--run.dir", str(tuned), "--lora.rank", "8", f"--lora.{flag}", value]
         with only_devices(1), pytest.raises(ConfigError, match=rf"lora\.{flag} = .*has"):
-            Run(cli.read_config([config, *given], "test", ""))
+            Run(read_config([config, *given], "test", ""))
 
 
 def test_the_config_is_that_of_the_shape_it_tunes():
-    tuned, every_weight = (cli.load_config(f"llama_1b_{name}") for name in ("lora_chat", "chat"))
+    tuned, every_weight = (load_config(f"llama_1b_{name}") for name in ("lora_chat", "chat"))
     assert tuned.model == every_weight.model and tuned.lora.rank
     assert tuned.run.init_from == every_weight.run.init_from
     assert replace(tuned, **{"lora.rank": 16}).data == every_weight.data

@@ -12,7 +12,7 @@ from tests.e2e import ranks
 #: Every check in one start: what each of the two processes found is its last line.
 SCRIPT = """
 import json, os, sys, time
-from jaxpar import cluster, processes
+from jaxpar.runtime.processes import detect, rendezvous, peers
 from jaxpar.config import Config, ConfigError
 found = {}
 def caught(name, work):
@@ -20,37 +20,38 @@ def caught(name, work):
         found[name] = work()
     except Exception as error:
         found[name] = [type(error).__name__, str(error), getattr(error, "code", None)]
-place = cluster.detect(Config(), os.environ)
-found["line"] = processes.connect(place, 60)
-own = processes.own()
-found["count"] = processes.count()
-caught("exchange", lambda: processes.exchange("names", f"I am {own}", 30))
+place = detect.detect(Config(), os.environ)
+found["line"] = rendezvous.connect(place, 60)
+own = peers.own()
+found["count"] = peers.count()
+caught("exchange", lambda: peers.exchange("names", f"I am {own}", 30))
 def fail_in_1():
     if own == 1:
         raise ConfigError("data.path", "x", "is not there", "copy it")
     return "fine"
-caught("together", lambda: processes.together("checks", 30, fail_in_1))
-caught("same", lambda: processes.check_same("program", lambda: "text", 30))
-caught("differs", lambda: processes.check_same("config", lambda: f"text {own}", 30))
+caught("together", lambda: peers.together("checks", 30, fail_in_1))
+caught("same", lambda: peers.check_same("program", lambda: "text", 30))
+caught("differs", lambda: peers.check_same("config", lambda: f"text {own}", 30))
 if own == 0:
     began = time.monotonic()
-    caught("missing", lambda: processes.exchange("here", "", 1.5))
+    caught("missing", lambda: peers.exchange("here", "", 1.5))
     found["seconds"] = time.monotonic() - began
-processes.exchange("end", "", 30)
+peers.exchange("end", "", 30)
 print(json.dumps(found), flush=True)
-processes.part(True)
+peers.part(True)
 os._exit(0)
 """
 
 
 ALONE = """
 import sys
-from jaxpar import cli, processes
-from jaxpar.cluster import Cluster
+from jaxpar.runtime.program import run_program
+from jaxpar.runtime.processes import rendezvous
+from jaxpar.runtime.processes.detect import Cluster
 place = Cluster(
     source="flags", coordinator=sys.argv[1], num_processes=2, process_id=int(sys.argv[2])
 )
-cli.run_program(lambda _: print(processes.connect(place, 2)))
+run_program(lambda _: print(rendezvous.connect(place, 2)))
 """
 
 
@@ -116,11 +117,12 @@ def test_two_processes_meet_and_say_what_is_wrong(address):
 #: A process of a run of one, which gets SIGTERM before it has taken a step.
 STOPPED = """
 import os, signal, sys, time
-from jaxpar import guard, processes
-from jaxpar.cluster import Cluster
+from jaxpar.runtime import signals
+from jaxpar.runtime.processes import rendezvous, peers
+from jaxpar.runtime.processes.detect import Cluster
 place = Cluster(source="flags", coordinator=sys.argv[1], num_processes=1, process_id=0)
-processes.connect(place, 60)
-with guard.StopRequest(several=True) as stop:
+rendezvous.connect(place, 60)
+with signals.StopRequest(several=True) as stop:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(3)  # JAX looks once a second
     asked = 1
@@ -128,7 +130,7 @@ with guard.StopRequest(several=True) as stop:
         asked += 1
         time.sleep(0.01)
 print(asked, stop.received, stop.due(), stop.due(), flush=True)
-processes.part(True)
+peers.part(True)
 os._exit(0)
 """
 

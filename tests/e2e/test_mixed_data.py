@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxpar import checkpoint, guard
+from jaxpar import checkpoint
 from jaxpar.config import ConfigError
-from jaxpar.data.convert import ConvertOptions, convert
+from jaxpar.data.formats.convert import ConvertOptions, convert
+from jaxpar.runtime import exit_codes
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def args(mixture: str, dataset: Path) -> list[str]:
 def finished(train_on, write_config, tmp_path_factory, args) -> Path:
     """The run on two devices. Tests must not write to it."""
     folder = tmp_path_factory.mktemp("mixed")
-    assert train_on(2, write_config(folder), *args) == guard.EXIT_OK
+    assert train_on(2, write_config(folder), *args) == exit_codes.EXIT_OK
     return folder / "run"
 
 
@@ -56,7 +57,7 @@ def test_a_run_on_a_mixture_goes_on_on_another_mesh(train_on, config_file, finis
     for step in (8, 12):
         shutil.rmtree(checkpoint.folder(run) / str(step))
     mesh = ("--parallel.tensor", "2", "--parallel.data", "1")
-    assert train_on(2, config_file, *args, *mesh) == guard.EXIT_OK
+    assert train_on(2, config_file, *args, *mesh) == exit_codes.EXIT_OK
     before, after = records_of(finished), records_of(run)[12:]
     assert [record["step"] for record in after] == list(range(5, 13))
     losses = [[record["loss"] for record in records] for records in (before[4:], after)]

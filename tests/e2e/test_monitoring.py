@@ -8,9 +8,9 @@ import urllib.request
 
 import pytest
 
-from jaxpar.metric_names import METRICS, tag
+from jaxpar.monitoring.metric_names import METRICS, tag
 from jaxpar.report.__main__ import Options, report
-from tests.test_sinks import free_port, scalars
+from tests.monitoring.test_sinks import free_port, scalars
 
 STEPS = 12
 

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar import cli, plan
+from jaxpar import plan
 from jaxpar.config import Config, ConfigError, RopeScaling, replace
+from jaxpar.config.command_line import CONFIGS, load_config, parse_overrides
+from jaxpar.config.validate import resolve
 from jaxpar.planning import compiling, override, progress
-from jaxpar.planning.communication import Cluster
 from jaxpar.planning.forecast import forecast, forecast_here
-from jaxpar.planning.hardware import GPUS, NETWORKS
-from jaxpar.validation import resolve
+from jaxpar.planning.predict.communication import Cluster
+from jaxpar.planning.predict.hardware import GPUS, NETWORKS
 
 
 def run(capsys, *words: str) -> str:
@@ -73,12 +74,12 @@ def test_what_is_written_is_what_was_chosen(capsys, tmp_path):
     file = tmp_path / "chosen.py"
     words = ("llama3_8b", "--gpus", "4", "--quick", "--fix", "tensor=2,zero=3", "--json")
     found = json.loads(run(capsys, *words, "--data.seq-len", "4096", "--write", str(file)))
-    cfg = resolve(cli.load_config(str(file)), 4)
+    cfg = resolve(load_config(str(file)), 4)
     chosen = found["layouts"][0]["parallel"]
     assert {name: getattr(cfg.parallel, name) for name in chosen} == chosen
     assert cfg.parallel.tensor == 2 and cfg.data.seq_len == 4096
     _, _, _, name, *rest = found["command"].split()
-    assert cli.parse_overrides(cli.load_config(name), rest, "") == cfg
+    assert parse_overrides(load_config(name), rest, "") == cfg
     with pytest.raises(ConfigError, match=r"--write .* exists"):
         plan.main([*words, "--write", str(file)])
     with pytest.raises(ConfigError, match=r"--write .*must end in \.py"):
@@ -90,16 +91,16 @@ def test_what_is_printed_works_as_written(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     own, new = Path("my config.py"), Path("there") / "the first.py"
     new.parent.mkdir()
-    own.write_text((cli.CONFIGS / "quickstart.py").read_text())
+    own.write_text((CONFIGS / "quickstart.py").read_text())
     words = ("--gpus", "1", "--quick", "--fix", "remat=attn_out,attn_lse,gate_up", "--json")
     scaled = ("--model.rope-scaling.factor", "8", "--model.sliding-window", "64")
     found = json.loads(run(capsys, str(own), *words, *scaled, "--write", str(new)))
     _, _, _, name, *rest = shlex.split(found["command"])
-    cfg = cli.parse_overrides(cli.load_config(name), rest, "")
+    cfg = parse_overrides(load_config(name), rest, "")
     assert cfg.parallel.remat == "attn_out,attn_lse,gate_up"
     assert cfg.model.rope_scaling == RopeScaling() and cfg.model.sliding_window == 64
     monkeypatch.chdir("there")
-    assert cli.load_config("the first.py") == cfg
+    assert load_config("the first.py") == cfg
 
 
 def test_a_section_that_is_turned_off_stays_so():
@@ -107,7 +108,7 @@ def test_a_section_that_is_turned_off_stays_so():
     found = override.changes(on, Config())
     assert found == {"model.sliding_window": None, "model.rope_scaling": None}
     _, _, _, _, *rest = override.command_line("quickstart", on, Config()).split()
-    assert cli.parse_overrides(on, rest, "") == Config()
+    assert parse_overrides(on, rest, "") == Config()
 
 
 def test_fewest_gpus(capsys):
@@ -262,8 +263,8 @@ def test_a_run_says_what_was_predicted_and_what_came(
     short = ("--train.num-steps", "3", "--optimizer.warmup-steps", "0", "--evaluation.every", "0")
     small = ("--checkpoint.every", "0", "--model.num-layers", "1")
     h200 = lambda cfg: forecast(cfg, "NVIDIA H200", 1, 1)  # noqa: E731
-    assert forecast_here(cli.load_config(config_file)) is None
-    monkeypatch.setattr("jaxpar.run.forecast_here", h200)
+    assert forecast_here(load_config(config_file)) is None
+    monkeypatch.setattr("jaxpar.training.run.forecast_here", h200)
     assert train_on(1, config_file, *short, *small) == 0
     first, last = [
         line for line in capsys.readouterr().out.splitlines() if line.startswith("predicted")

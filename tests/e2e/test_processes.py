@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxpar import checkpoint, guard
-from jaxpar.metrics import MetricsWriter
+from jaxpar import checkpoint
+from jaxpar.monitoring.metrics import MetricsWriter
+from jaxpar.runtime import exit_codes
 from tests.e2e import ranks
 
 
@@ -51,7 +52,7 @@ def test_five_kills_leave_no_trace(config, tmp_path, whole):
     process = ranks.launch(2, 2, "--restarts", "9", "--", config)
     kills = kill_at_random(process, run, 5, seed=0)
     code, said = ranks.finish(process)
-    assert code == guard.EXIT_OK, said[-3000:]
+    assert code == exit_codes.EXIT_OK, said[-3000:]
     assert kills >= 3 and said.count("killed by SIGKILL") == kills == said.count("starting again")
     ranks.assert_same_run(run, whole)
 
@@ -63,7 +64,7 @@ def test_one_sigterm_stops_all_processes_at_one_step(config, tmp_path, whole, tr
     began = time.monotonic()
     ranks.os.kill(ranks.children_of(process.pid)[1], signal.SIGTERM)
     code, said = ranks.finish(process)
-    assert code == guard.EXIT_PREEMPTED, said[-3000:]
+    assert code == exit_codes.EXIT_PREEMPTED, said[-3000:]
     assert time.monotonic() - began < 15
     (saved,) = [line for line in said.splitlines() if line.startswith("SIGTERM: saved step")]
     assert checkpoint.saved_steps(run)[-1] == int(saved.split()[3].rstrip(";")) < 40
@@ -73,7 +74,7 @@ def test_one_sigterm_stops_all_processes_at_one_step(config, tmp_path, whole, tr
     assert len(slow) > len(timed) / 2 and max(r["host_seconds_slowest"] for r in slow) > 0.25
     assert "process 1 (" in said and " is slow: 0." in said
     # The same command goes on; so does one process, with the same bits.
-    assert train_on(4, config) == guard.EXIT_OK
+    assert train_on(4, config) == exit_codes.EXIT_OK
     ranks.assert_same_run(run, whole)
 
 
@@ -87,7 +88,7 @@ def test_a_process_that_sleeps_for_ever_is_found_out_and_the_run_goes_on(config,
     limits = ("--cluster.hang-seconds", "6", "--cluster.slow-seconds", "60")
     fault = {"FAULT": "1 12 sleep", "FAULT_ONCE": str(tmp_path / "done")}
     code, said = ranks.finish(ranks.launch(2, 2, "--", config, *limits, **fault))
-    assert code == guard.EXIT_OK, said[-3000:]
+    assert code == exit_codes.EXIT_OK, said[-3000:]
     assert "ended with code 124" in said and said.count("starting again") == 1
     words = words_of(run)
     assert {0, 1} == words.keys() and {w["code"] for w in words.values()} == {124}
@@ -103,7 +104,7 @@ def test_a_stopped_process_does_not_hold_the_others(config, tmp_path):
     limits = ("--cluster.hang-seconds", "6", "--cluster.slow-seconds", "60")
     arguments = ("--restarts", "0", "--", config, *limits)
     code, said = ranks.finish(ranks.launch(2, 2, *arguments, FAULT="1 12 SIGSTOP"))
-    assert code == guard.EXIT_HANG, said[-3000:]
+    assert code == exit_codes.EXIT_HANG, said[-3000:]
     assert "hang: process 0" in said and "no new checkpoint after 0 restarts" in said
     assert words_of(tmp_path / "run").keys() == {0}  # the other could not say a thing
 
@@ -128,7 +129,7 @@ def test_an_exception_in_one_process_ends_all_and_they_start_again_on_another_me
     mesh = ("--parallel.tensor", "2", "--parallel.data", "2")
     fault = {"FAULT": "1 37 raise", "FAULT_ONCE": str(tmp_path / "done")}
     code, said = ranks.finish(ranks.launch(2, 2, "--", config, *mesh, **fault))
-    assert code == guard.EXIT_OK, said[-3000:]
+    assert code == exit_codes.EXIT_OK, said[-3000:]
     assert "process 1 ended with code 1 at step 37: RuntimeError: a fault of this test" in said
     assert "in fail" in said  # the end of its log
     # The save of step 35 is under way when the exception comes, and may be done in time or not.
@@ -149,7 +150,7 @@ def test_a_sigterm_during_the_start_of_a_run_that_goes_on_stops_it(config, tmp_p
         ranks.os.kill(ranks.children_of(process.pid)[1], signal.SIGTERM)
         code, _ = ranks.finish(process)
     said = log.read_text()
-    assert code == guard.EXIT_PREEMPTED, said[-3000:]
+    assert code == exit_codes.EXIT_PREEMPTED, said[-3000:]
     assert "restored step 30" in said and "SIGTERM: saved step 31;" in said
     assert checkpoint.saved_steps(begun)[-1] == 31
 
@@ -157,7 +158,7 @@ def test_a_sigterm_during_the_start_of_a_run_that_goes_on_stops_it(config, tmp_p
 @pytest.mark.slow
 def test_a_run_of_one_process_goes_on_in_four_with_the_same_bits(config, begun, whole):
     code, said = ranks.finish(ranks.launch(4, 1, "--", config))
-    assert code == guard.EXIT_OK, said[-3000:]
+    assert code == exit_codes.EXIT_OK, said[-3000:]
     assert "restored step 30" in said
     ranks.assert_same_run(begun, whole)
 
@@ -171,9 +172,9 @@ def test_stages_in_branches_that_send_over_tensor_give_the_bits_of_one_process(
     mesh = "--parallel.pipeline 2 --parallel.virtual-stages 2 --parallel.tensor 2 --parallel.zero 1"
     words = f"{mesh} --parallel.num-microbatches 4 --model.num-layers 4 --train.num-steps 12"
     run, one = tmp_path / "run", tmp_path / "one"
-    assert train_on(4, config, *words.split(), "--run.dir", str(one)) == guard.EXIT_OK
+    assert train_on(4, config, *words.split(), "--run.dir", str(one)) == exit_codes.EXIT_OK
     code, said = ranks.finish(ranks.launch(processes, each, "--", config, *words.split()))
-    assert code == guard.EXIT_OK, said[-3000:]
+    assert code == exit_codes.EXIT_OK, said[-3000:]
     ranks.assert_same_records(run, one)
 
 
@@ -187,5 +188,5 @@ def test_a_clock_that_jumps_changes_no_number(config, tmp_path, whole, train_on,
 
     monkeypatch.setattr(MetricsWriter, "write_previous", jumping)
     monkeypatch.setattr(time, "time", lambda: now() + ahead[0])
-    assert train_on(4, config) == guard.EXIT_OK
+    assert train_on(4, config) == exit_codes.EXIT_OK
     ranks.assert_same_records(tmp_path / "run", whole)

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar import guard, metrics, profile
+from jaxpar import profile
 from jaxpar.config import ConfigError
+from jaxpar.monitoring import metrics
 from jaxpar.profiling import folder, in_run
+from jaxpar.runtime import exit_codes
 from tests.e2e import ranks
 from tests.e2e.test_train import records_of
 
@@ -26,7 +28,7 @@ def numbers_of(run: Path) -> list[tuple[float, float]]:
 def plain(train_on, write_config, tmp_path_factory) -> Path:
     """A run without profiles."""
     where = tmp_path_factory.mktemp("plain")
-    assert train_on(2, write_config(where), *SHORT) == guard.EXIT_OK
+    assert train_on(2, write_config(where), *SHORT) == exit_codes.EXIT_OK
     return where / "run"
 
 
@@ -46,7 +48,7 @@ def profiled(train_on, write_config, tmp_path_factory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(metrics.MetricsWriter, "write_previous", signalled)
         args = (*SHORT, "--profile.start", "5", "--profile.num-steps", "2")
-        assert train_on(2, write_config(where), *args) == guard.EXIT_OK
+        assert train_on(2, write_config(where), *args) == exit_codes.EXIT_OK
     return where / "run"
 
 
@@ -141,7 +143,7 @@ def test_a_profiler_that_fails_ends_no_run(
         raise error
 
     monkeypatch.setattr(module, name, broken)
-    assert train_on(2, config_file, *SHORT, "--profile.start", "2") == guard.EXIT_OK
+    assert train_on(2, config_file, *SHORT, "--profile.start", "2") == exit_codes.EXIT_OK
     said = capsys.readouterr().out
     assert (
         f"WARNING    profile of step 2 failed: {type(error).__name__}: {error} (process 0)" in said
@@ -155,7 +157,7 @@ def test_a_signal_to_one_process_makes_all_trace_the_same_steps(write_ranks, tmp
     config = write_ranks(tmp_path)
     args = ("--", config, "--train.num-steps", "20", "--checkpoint.every", "0")
     code, said = ranks.finish(ranks.launch(2, 1, *args, FAULT="1 8 SIGUSR1"))
-    assert code == guard.EXIT_OK, said[-3000:]
+    assert code == exit_codes.EXIT_OK, said[-3000:]
     (where,) = folder.profiles_of(tmp_path / "run").values()
     assert where.name == "step_00000012"  # 8 steps done, 3 ahead, and the next
     names = {file.name for file in where.rglob("*.xplane.pb")}

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from jaxpar import checkpoint, quickstart
-from jaxpar.data.meta import read_meta
-from jaxpar.data.prepare import prepare
-from jaxpar.samples import read_samples
+from jaxpar.data.formats.meta import read_meta
+from jaxpar.data.prepare.text import prepare
+from jaxpar.monitoring.samples import read_samples
 
 #: A small model for a few steps.
 SMALL = """--train.num-steps 6 --optimizer.warmup-steps 1 --train.log-every 2 --data.seq-len 64

@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar import guard, replay, step
 from jaxpar.config import Config, ConfigError, replace
-from jaxpar.recent import RECENT_FILE, bits, read_recent
+from jaxpar.monitoring.recent_steps import RECENT_FILE, bits, read_recent
+from jaxpar.runtime import exit_codes
+from jaxpar.step import train_step
+from jaxpar.verification import replay
 from tests.e2e.test_guards import NOISE, noise, spiky
 from tests.e2e.test_train import files_of
 
@@ -24,8 +26,8 @@ __all__ = ["noise", "spiky"]  # fixtures
 def run(spiky, tmp_path) -> Path:
     """A run on two devices, in which a batch is noise: of 20 steps, and then of 50, on whose curve
     the learning rate goes on."""
-    assert spiky(2, "--train.num-steps", "20") == guard.EXIT_OK
-    assert spiky(2, "--train.num-steps", "50") == guard.EXIT_OK
+    assert spiky(2, "--train.num-steps", "20") == exit_codes.EXIT_OK
+    assert spiky(2, "--train.num-steps", "50") == exit_codes.EXIT_OK
     return tmp_path / "run"
 
 
@@ -70,7 +72,7 @@ def test_verdicts(run, again, capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_numerics_are_told_from_data(run, again, monkeypatch):
-    measure = step.loss_and_gradients
+    measure = train_step.loss_and_gradients
 
     def broken(cfg, segments, params, batch, scale=1.0):
         """No numbers, whatever the batch, as soon as the weights have grown."""
@@ -80,7 +82,7 @@ def test_numerics_are_told_from_data(run, again, monkeypatch):
     change(run, 45, float("nan"))
     lines = (run / RECENT_FILE).read_text().replace("NaN", "null")
     (run / RECENT_FILE).write_text(lines)
-    monkeypatch.setattr(step, "loss_and_gradients", broken)
+    monkeypatch.setattr(train_step, "loss_and_gradients", broken)
     assert again(45).startswith("numerics: another batch does the same to this state")
 
 
@@ -97,7 +99,7 @@ def test_the_start_and_wrong_steps(run, again, only_devices):
 
 
 def test_the_ring_keeps_the_latest(tmp_path):
-    from jaxpar.recent import Recent
+    from jaxpar.monitoring.recent_steps import Recent
 
     ring = Recent(tmp_path, 10)
     for number in range(1, 100):

@@ -6,10 +6,11 @@ import sys
 
 import pytest
 
-from jaxpar import checkpoint, sample
+from jaxpar import checkpoint
 from jaxpar.config import ConfigError
-from jaxpar.generation import Sampling
-from jaxpar.samples import SAMPLES_FILE, read_samples
+from jaxpar.inference import sample
+from jaxpar.inference.generation import Sampling
+from jaxpar.monitoring.samples import SAMPLES_FILE, read_samples
 
 
 @pytest.fixture(scope="module")

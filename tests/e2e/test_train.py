@@ -16,14 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar import checkpoint, guard, sample
+from jaxpar import checkpoint, sample
 from jaxpar.config import ConfigError, replace
-from jaxpar.config_json import from_json
+from jaxpar.config.serialize import from_json
 from jaxpar.data import load_tokenizer
-from jaxpar.data.meta import read_meta
-from jaxpar.generation import Sampling, config_for_sampling
+from jaxpar.data.formats.meta import read_meta
+from jaxpar.inference import sample as inference_sample
+from jaxpar.inference.generation import Sampling, config_for_sampling
 from jaxpar.model import reference
-from jaxpar.parallel.mesh import make_mesh
+from jaxpar.runtime import exit_codes
+from jaxpar.sharding.mesh import make_mesh
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,7 +33,9 @@ ROOT = Path(__file__).resolve().parents[2]
 #: checkpoints so far are written: SIGNAL STEP CHECKPOINTS CONFIG ...
 INTERRUPTED = """
 import os, signal, sys, time
-from jaxpar import checkpoint, cli, metrics, train
+from jaxpar import checkpoint, train
+from jaxpar.runtime.program import run_program
+from jaxpar.monitoring import metrics
 number, at, saved = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 sys.argv[1:4] = []
 write_previous = metrics.MetricsWriter.write_previous
@@ -42,7 +46,7 @@ def interrupted(self, step, *measured):
         os.kill(os.getpid(), getattr(signal, number))
     write_previous(self, step, *measured)
 metrics.MetricsWriter.write_previous = interrupted
-cli.run_program(train.main)
+run_program(train.main)
 """
 
 
@@ -113,7 +117,7 @@ def copy(finished: Path, config_file: str) -> Path:
 def test_a_run_preempted_and_then_killed_ends_as_if_nothing_had_happened(config_file, tmp_path):
     run, whole = tmp_path / "run", tmp_path / "whole"
     preempted = start("-c", INTERRUPTED, "SIGTERM", "9", "0", config_file)
-    assert preempted.returncode == guard.EXIT_PREEMPTED == 75, preempted.stderr
+    assert preempted.returncode == exit_codes.EXIT_PREEMPTED == 75, preempted.stderr
     assert "SIGTERM: saved step 10; the same command goes on from there" in preempted.stdout
     assert checkpoint.saved_steps(run) == [10]
 
@@ -146,7 +150,7 @@ def test_a_run_goes_on_on_another_mesh(train_on, config_file, copy, finished, me
     for later in checkpoint.saved_steps(copy):
         if later > step:
             shutil.rmtree(checkpoint.folder(copy) / str(later))
-    assert train_on(2, config_file, "--evaluation.every", "0", *mesh.split()) == guard.EXIT_OK
+    assert train_on(2, config_file, "--evaluation.every", "0", *mesh.split()) == exit_codes.EXIT_OK
     assert {"resumed_after_step": step} in records_of(copy)
     again = records_of(copy)[len(records_of(finished)) :]
     found, wanted = {r["step"]: r["loss"] for r in again if "loss" in r}, losses_of(finished)
@@ -159,7 +163,7 @@ def test_a_run_goes_on_on_another_mesh(train_on, config_file, copy, finished, me
 
 def test_a_finished_run_has_nothing_left_to_do(train_on, config_file, copy):
     before, state = losses_of(copy), state_of(copy)
-    assert train_on(2, config_file) == guard.EXIT_OK
+    assert train_on(2, config_file) == exit_codes.EXIT_OK
     assert losses_of(copy) == before
     assert checkpoint.saved_steps(copy) == [40, 80, 120]
     chex.assert_trees_all_equal(state_of(copy), state, strict=True)
@@ -173,7 +177,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_checkpoint(
 ):
     before = state_of(copy)
     more = ("--train.num-steps", "140", "--optimizer.learning-rate", "1e30")
-    with pytest.raises(guard.BadNumerics, match="Checkpoints of earlier steps are untouched"):
+    with pytest.raises(exit_codes.BadNumerics, match="Checkpoints of earlier steps are untouched"):
         train_on(2, config_file, *more, "--optimizer.schedule", "constant")
     assert checkpoint.saved_steps(copy) == [40, 80, 120]
     chex.assert_trees_all_equal(state_of(copy), before, strict=True)
@@ -258,10 +262,10 @@ def test_a_sample_is_a_function_of_its_seed(finished, capsys):
     def text(seed: int, step: int | None = None) -> str:
         how = Sampling(temperature=5.0, top_k=0, seed=seed)
         capsys.readouterr()
-        options = sample.Options(
+        options = inference_sample.Options(
             run=str(finished), prompt=("the ",), max_tokens=20, step=step, sampling=how
         )
-        sample.sample(options)
+        inference_sample.sample(options)
         return capsys.readouterr().out
 
     assert text(1) == text(1, step=120) != text(2)

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
-from jaxpar.kernels.attention import AttentionMask, pallas_hopper, reference
-from jaxpar.kernels.attention.blocks import ForwardBlocks
+from jaxpar.kernels.attention import AttentionMask, reference
+from jaxpar.kernels.attention.hopper import api as pallas_hopper
+from jaxpar.kernels.attention.hopper.blocks import ForwardBlocks
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 

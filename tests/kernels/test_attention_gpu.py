@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.kernels.attention import attention, choose, pallas_hopper
-from jaxpar.kernels.attention.blocks import backward_candidates, forward_candidates
+from jaxpar.kernels.attention import attention, choose
+from jaxpar.kernels.attention.hopper import api as pallas_hopper
+from jaxpar.kernels.attention.hopper.blocks import backward_candidates, forward_candidates
 from jaxpar.kernels.platform import Platform
 from tests.kernels.cases import NAMES, Case, check, errors, inputs_of, reference_of
 

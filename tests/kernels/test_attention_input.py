@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from jaxpar.kernels.attention import AttentionMask, Choice, api, attention, choose
-from jaxpar.kernels.attention.capability import (
+from jaxpar.kernels.attention.dispatch.capability import (
     CAPABILITIES,
     DETERMINISM_FLAGS,
-    Platform,
     make_request,
     refusal,
 )
+from jaxpar.kernels.platform import Platform
 
 CPU = Platform("cpu", "cpu")
 H200 = Platform("gpu", "NVIDIA H200", "9.0")

@@ -9,17 +9,17 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpar import validation
-from jaxpar.config import Config, replace
-from jaxpar.kernels import attention as package
-from jaxpar.kernels.attention import AttentionMask, choice, choose, explain, measurements
-from jaxpar.kernels.attention.blocks import (
+from jaxpar.config import Config, replace, validate
+from jaxpar.kernels import attention
+from jaxpar.kernels.attention import AttentionMask, choose, explain
+from jaxpar.kernels.attention.dispatch import choice, measurements
+from jaxpar.kernels.attention.dispatch.capability import CAPABILITIES, kind_of
+from jaxpar.kernels.attention.hopper.blocks import (
     BackwardBlocks,
     ForwardBlocks,
     default_backward,
     default_forward,
 )
-from jaxpar.kernels.attention.capability import CAPABILITIES, kind_of
 from jaxpar.kernels.platform import Platform
 
 CPU = Platform("cpu", "cpu")
@@ -294,7 +294,7 @@ def test_a_malformed_file_is_refused(name):
 
 
 def test_the_committed_files_can_be_read():
-    folder = Path(package.__file__).parent / "measured"
+    folder = Path(attention.__file__).parent / "dispatch" / "measured"
     for file in folder.glob("*.json"):
         gpu = json.loads(file.read_text("utf-8"))["gpu"]
         assert file.name == measurements.file_name(gpu)
@@ -314,7 +314,7 @@ def test_validation_agrees_with_the_table(backend):
     for head_dim in range(2, 300, 2):
         cfg = replace(Config(), **{"model.attention_backend": backend, "model.head_dim": head_dim})
         if head_dim in able:
-            validation.check(cfg)
+            validate.check(cfg)
             continue
         with pytest.raises(ValueError, match=re.escape(f"model.head_dim = {head_dim}: must be ")):
-            validation.check(cfg)
+            validate.check(cfg)

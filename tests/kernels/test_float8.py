@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxpar.kernels import float8, norm
-from jaxpar.kernels.float8 import both_ways, reference
+from jaxpar.kernels.float8 import quantize_transpose, reference
 
 FORMATS = {
     "e4m3": (float8.FORWARD, reference.E4M3, ml_dtypes.float8_e4m3fn),
@@ -230,7 +230,7 @@ def test_the_kernel_rounds_and_transposes(form, shape):
     dtype = FORMATS[form][0]
     x = normal(*shape).astype(jnp.bfloat16)
     wanted, scale = scaled(x, dtype)
-    q, transposed = both_ways._by_kernel(x, scale, dtype, interpret=True)
+    q, transposed = quantize_transpose._by_kernel(x, scale, dtype, interpret=True)
     bits = lambda a: np.asarray(a).view(np.uint8)  # noqa: E731
     np.testing.assert_array_equal(bits(q), bits(wanted))
     np.testing.assert_array_equal(bits(transposed), bits(wanted).T)
@@ -248,7 +248,7 @@ def test_the_kernel_rounds_a_norm_that_nobody_wrote():
     x, gain = normal(256, 384), 1 + 0.1 * normal(384, seed=1)
     _, normed = unwritten(x, gain)
     wanted, scale = scaled(normed.unrounded(), float8.FORWARD)
-    found = both_ways._by_kernel(normed, scale, float8.FORWARD, interpret=True)
+    found = quantize_transpose._by_kernel(normed, scale, float8.FORWARD, interpret=True)
     bits = lambda a: np.asarray(a).view(np.uint8)  # noqa: E731
     np.testing.assert_array_equal(bits(found[0]), bits(wanted))
     np.testing.assert_array_equal(bits(found[1]), bits(wanted).T)
@@ -317,9 +317,9 @@ def test_the_kernel_keeps_nothing_that_the_backward_does_not_read(monkeypatch):
         return sorted(barrier.split(" : ")[1].split(", "))
 
     by_xla = kept()
-    interpreted = functools.partial(both_ways._by_kernel, interpret=True)
-    monkeypatch.setattr(both_ways, "_kernel_runs_on", lambda _: True)
-    monkeypatch.setattr(both_ways, "_by_kernel", interpreted)
+    interpreted = functools.partial(quantize_transpose._by_kernel, interpret=True)
+    monkeypatch.setattr(quantize_transpose, "_kernel_runs_on", lambda _: True)
+    monkeypatch.setattr(quantize_transpose, "_by_kernel", interpreted)
     assert kept() == by_xla
 
 

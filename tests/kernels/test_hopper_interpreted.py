@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.kernels.attention import pallas_hopper_mma
-from jaxpar.kernels.attention.blocks import BackwardBlocks, ForwardBlocks
-from jaxpar.kernels.attention.pallas_hopper_mma import lanes_at_a_time, tile_and_lane
+from jaxpar.kernels.attention.hopper import mma
+from jaxpar.kernels.attention.hopper.blocks import BackwardBlocks, ForwardBlocks
+from jaxpar.kernels.attention.hopper.mma import lanes_at_a_time, tile_and_lane
 from jaxpar.kernels.attention.reference import EMPTY_LSE
 from tests.kernels.cases import Case, check, inputs_of, interpreted, interpreter, reference_of
 
@@ -110,7 +110,7 @@ def test_lanes_that_are_worked_on_together(tiles, lanes, wanted, together):
 
 
 def test_one_kv_head_at_a_time(races, monkeypatch):
-    monkeypatch.setattr(pallas_hopper_mma, "MULTIPROCESSORS", 1)
+    monkeypatch.setattr(mma, "MULTIPROCESSORS", 1)
     sizes = ForwardBlocks(heads=1), BackwardBlocks(heads=1)
     run(Case(T=130, H=2, G=2, K=128), races, forward_blocks=sizes[0], blocks=sizes[1])
 

@@ -12,10 +12,11 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxpar.config import ParallelConfig
-from jaxpar.kernels.attention import AttentionMask, attention, pallas_hopper
-from jaxpar.kernels.attention.blocks import backward_candidates, forward_candidates
+from jaxpar.kernels.attention import AttentionMask, attention
+from jaxpar.kernels.attention.hopper import api as pallas_hopper
+from jaxpar.kernels.attention.hopper.blocks import backward_candidates, forward_candidates
 from jaxpar.kernels.platform import Platform
-from jaxpar.parallel.mesh import make_mesh
+from jaxpar.sharding.mesh import make_mesh
 
 CAUSAL = dict(in_order=True)
 MASKS = {

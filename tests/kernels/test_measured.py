@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpar.kernels import float8
-from jaxpar.kernels.measured import Measured
+from jaxpar.kernels.float8.amax import Measured
 from tests.kernels.test_float8 import FORMATS, example, normal, relative_error, unwritten
 
 

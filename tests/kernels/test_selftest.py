@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.kernels.attention import AttentionMask, Choice, api, reference, selftest
+from jaxpar.kernels.attention import AttentionMask, Choice, api, reference
+from jaxpar.training import attention_selftest
 
 KERNELS = Choice("cudnn", "pallas_hopper")
 
@@ -16,7 +17,7 @@ def inputs(dtype=jnp.bfloat16, T=256):
     positions = np.concatenate([np.arange(T // 4), np.arange(T - T // 4)]).astype(np.int32)[None]
     segments = (1 + (np.arange(T) >= T // 4)).astype(np.int32)[None]
     mask = AttentionMask(positions, positions, segments, segments)
-    q, k, v, d_out = map(jnp.asarray, selftest.random_values(mask, 4, 16, dtype, seed=0))
+    q, k, v, d_out = map(jnp.asarray, attention_selftest.random_values(mask, 4, 16, dtype, seed=0))
     assert q.shape == d_out.shape == (1, T, 4, 16) and k.shape == v.shape == (1, T, 1, 16)
     return q, k, v, mask, d_out
 
@@ -42,7 +43,7 @@ def planted(monkeypatch):
 def test_right_kernels_pass(planted):
     planted()
     for dtype, least in ((jnp.bfloat16, 1e-4), (jnp.float32, 0)):
-        report = selftest.check(KERNELS, *inputs(dtype))
+        report = attention_selftest.check(KERNELS, *inputs(dtype))
         assert report.errors.keys() == report.bounds.keys() == {"out", "lse", "dq", "dk", "dv"}
         assert least <= report.errors["out"] < 1e-2
         assert str(report).startswith("out ") and ", dv " in str(report)
@@ -72,8 +73,8 @@ WRONG = {
 def test_a_wrong_kernel_is_named(name, planted):
     change, message = WRONG[name]
     planted(**change)
-    with pytest.raises(selftest.WrongKernel, match=message) as caught:
-        selftest.check(KERNELS, *inputs())
+    with pytest.raises(attention_selftest.WrongKernel, match=message) as caught:
+        attention_selftest.check(KERNELS, *inputs())
     assert str(caught.value).startswith(
         "forward cudnn, backward pallas_hopper disagree with reference in float32 on cpu: "
     )
@@ -85,15 +86,15 @@ def test_a_query_that_sees_one_key_is_no_false_alarm(planted):
     noise = lambda x: x + jnp.asarray(1e-3 * np.random.default_rng(0).normal(size=x.shape), x.dtype)  # noqa: E731
     planted(backward=lambda dq, dk, dv: (noise(dq), noise(dk), dv))
     q, k, v, mask, d_out = inputs()
-    report = selftest.check(KERNELS, q, k, v, mask.replace(window=1), d_out)
+    report = attention_selftest.check(KERNELS, q, k, v, mask.replace(window=1), d_out)
     assert report.errors["dq"] > 1e-3
 
 
 @pytest.mark.parametrize("in_order", [True, False])
 def test_slices(in_order):
-    assert list(selftest.slice_of(5, in_order)) == [0, 1, 2, 3, 4]
-    places = selftest.slice_of(10 * selftest.SLICE, in_order)
-    assert len(places) == selftest.SLICE and places[0] == 0
+    assert list(attention_selftest.slice_of(5, in_order)) == [0, 1, 2, 3, 4]
+    places = attention_selftest.slice_of(10 * attention_selftest.SLICE, in_order)
+    assert len(places) == attention_selftest.SLICE and places[0] == 0
     steps = np.diff(places)
     assert (steps == 1).all() if in_order else (steps != 1).sum() == 1
-    assert in_order or places[-1] == 10 * selftest.SLICE - 1
+    assert in_order or places[-1] == 10 * attention_selftest.SLICE - 1

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpar.kernels import swiglu
-from jaxpar.kernels.measured import Measured, unmeasured
+from jaxpar.kernels.float8.amax import Measured, unmeasured
 from jaxpar.kernels.platform import Platform, compiling_for
 
 

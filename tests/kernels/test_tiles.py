@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.kernels.attention import pallas_hopper_mask, tiles
+from jaxpar.kernels.attention.hopper import mask as pallas_hopper_mask
+from jaxpar.kernels.attention.hopper import tiles
+from jaxpar.kernels.attention.hopper.tiles import LAST
 from jaxpar.kernels.attention.mask import allowed
-from jaxpar.kernels.attention.tiles import LAST
 from tests.kernels.cases import Case, mask_of
 
 #: Many rows, each with a mask of its own; in a row with few documents they are long.

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from jaxpar import cli, cluster
 from jaxpar.config import Config
+from jaxpar.config.command_line import read_config
+from jaxpar.runtime.processes import detect
 
 ROOT = Path(__file__).resolve().parents[2]
 SLURM, JOBSET = ROOT / "scripts" / "slurm.sh", ROOT / "scripts" / "jobset.yaml"
@@ -203,14 +204,14 @@ def test_its_pods_find_one_another(jobset, job):
     (container,) = job["template"]["spec"]["containers"]
     env = {item["name"]: item["value"] for item in container["env"]}
     for index in range(job["completions"]):
-        found = cluster.detect(Config(), env | {"JOB_COMPLETION_INDEX": str(index)})
+        found = detect.detect(Config(), env | {"JOB_COMPLETION_INDEX": str(index)})
         assert (found.source, found.process_id) == ("kubernetes", index)
         assert found.num_processes == job["completions"] == job["parallelism"]
     name, train = jobset["metadata"]["name"], jobset["spec"]["replicatedJobs"][0]["name"]
     assert found.host == f"{name}-{train}-0-0.{name}" and job["completionMode"] == "Indexed"
     assert jobset["spec"]["network"]["publishNotReadyAddresses"]
     assert container["command"][-1] == "jaxpar.train"
-    cli.read_config(container["args"], "jaxpar.train", None)
+    read_config(container["args"], "jaxpar.train", None)
 
 
 def test_its_pods_have_no_rights_and_what_cannot_work_is_not_repeated(job):

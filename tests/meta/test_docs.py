@@ -10,22 +10,26 @@ from pathlib import Path
 import pytest
 import tyro
 
-from jaxpar import bench, cli, launch, verify
+from jaxpar import bench
 from jaxpar.checkpoint.__main__ import read_options as read_checkpoint_options
 from jaxpar.checkpoint.saved import FREE_MODEL_FIELDS
 from jaxpar.config import ConfigError
+from jaxpar.config.command_line import load_config, parse_overrides, read_config
+from jaxpar.config.remat_policies import REMAT_NAMES, REMAT_POLICIES
 from jaxpar.convert.__main__ import read_options
 from jaxpar.data.__main__ import read_command as read_data_command
 from jaxpar.doctor.options import read_command as read_doctor_command
-from jaxpar.evaluate import Options as EvaluateOptions
-from jaxpar.memory_rules import REMAT_NAMES, REMAT_POLICIES
-from jaxpar.metric_names import METRICS
-from jaxpar.parallel.schedule import Schedule
-from jaxpar.plan import read_command as read_plan_command
-from jaxpar.profile import Options as ProfileOptions
-from jaxpar.replay import Options as ReplayOptions
+from jaxpar.inference.evaluate import Options as EvaluateOptions
+from jaxpar.inference.sample import Options
+from jaxpar.monitoring.metric_names import METRICS
+from jaxpar.parallel.pipeline.schedules import Schedule
+from jaxpar.planning.command import read_command as read_plan_command
+from jaxpar.profiling.command import Options as ProfileOptions
 from jaxpar.report.__main__ import Options as ReportOptions
-from jaxpar.sample import Options
+from jaxpar.runtime.processes import launcher
+from jaxpar.verification import command as verification_command
+from jaxpar.verification import meshes
+from jaxpar.verification.replay import Options as ReplayOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -115,15 +119,15 @@ def check_command(words: list[str]) -> None:
     program, *args = (w for w in words if w not in ("--help", "--print-config"))
     match program:
         case "jaxpar.train":
-            cli.read_config(args, program, None)
+            read_config(args, program, None)
         case "jaxpar.bench":
             bench.read_command(args)
         case "jaxpar.quickstart":
-            cli.parse_overrides(cli.load_config("quickstart"), args, program)
+            parse_overrides(load_config("quickstart"), args, program)
         case "jaxpar.verify":
-            options, overrides = verify.parse_options(args)
-            cfg = cli.parse_overrides(cli.load_config(options.config), overrides, program)
-            verify.parse_meshes(options.mesh or [], cfg.parallel)
+            options, overrides = verification_command.parse_options(args)
+            cfg = parse_overrides(load_config(options.config), overrides, program)
+            meshes.parse_meshes(options.mesh or [], cfg.parallel)
         case "jaxpar.sample":
             tyro.cli(Options, args=args)
         case "jaxpar.replay":
@@ -139,7 +143,7 @@ def check_command(words: list[str]) -> None:
         case "jaxpar.convert":
             read_options(args)
         case "jaxpar.launch":
-            launch.read_command(args)
+            launcher.read_command(args)
         case "jaxpar.data":
             read_data_command(args)
         case "jaxpar.plan":

@@ -14,10 +14,10 @@ from jaxpar import checkpoint
 from jaxpar.checkpoint import Damaged, integrity
 from jaxpar.checkpoint.saved import METADATA
 from jaxpar.config import ConfigError
-from jaxpar.data.meta import documents_file
-from jaxpar.data.tokens import TokenDataset
-from tests.meta.test_floors import ROOT, package_files
-from tests.test_checkpoint import assert_same_bits, base, save, setup
+from jaxpar.data.formats.meta import documents_file
+from jaxpar.data.formats.tokens import TokenDataset
+from tests.checkpoint.test_checkpoint import assert_same_bits, base, save, setup
+from tests.meta.test_rooms import ROOT, package_files
 
 __all__ = ["base", "setup"]  # fixtures
 
@@ -98,7 +98,7 @@ def test_a_token_file_that_holds_a_pickle_is_refused(dataset_folder, tmp_path):
 @pytest.fixture
 def dataset_folder(tmp_path) -> Path:
     """A dataset of a few tokens."""
-    from jaxpar.data.prepare import PrepareOptions, prepare
+    from jaxpar.data.prepare.text import PrepareOptions, prepare
 
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on the mat\n" * 50)

@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from jaxpar import axes, plan
-from jaxpar.config import ParallelConfig, field_types
-from jaxpar.parallel.mesh import make_mesh
+from jaxpar import plan
+from jaxpar.config import ParallelConfig
+from jaxpar.config.fields import field_types
+from jaxpar.sharding import axes
+from jaxpar.sharding.mesh import make_mesh
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYOUTS, PLANNING = "choosing_a_layout.md", "planning.md"

@@ -171,7 +171,7 @@ def test_commands_are_found_in_code_only():
         "```sh\n$ A=b make -j two three X=y  # make four\ncd d && make five\n```\n"
     )
     assert make_targets_of(text) == {"one", "two", "three", "five"}
-    assert missing_programs("python -m jaxpar.NAME and `python -m jaxpar.axes`") == set()
+    assert missing_programs("python -m jaxpar.NAME and `python -m jaxpar.sharding.axes`") == set()
     assert missing_programs("`python -m jaxpar.nonesuch x`.") == {"jaxpar.nonesuch"}
 
 

@@ -58,8 +58,8 @@ def test_nothing_is_fetched_from_elsewhere(site):
 
 def test_links_to_source_files_lose_their_link_and_keep_their_words(site):
     text = (site / "contributing.html").read_text("utf-8")
-    assert "<code>jaxpar/axes.py</code>" in text
-    assert 'href="jaxpar/axes.py"' not in text
+    assert "<code>jaxpar/sharding/axes.py</code>" in text
+    assert 'href="jaxpar/sharding/axes.py"' not in text
     assert 'href="changelog.html"' in text
 
 

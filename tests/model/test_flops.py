@@ -2,9 +2,11 @@
 
 import pytest
 
-from jaxpar.cli import load_config
 from jaxpar.config import replace
+from jaxpar.config.command_line import load_config
 from jaxpar.model import flops
+from jaxpar.monitoring import mfu
+from jaxpar.runtime.gpus import peaks
 
 LLAMA_8B = load_config("llama3_8b").model
 
@@ -31,9 +33,9 @@ def test_a_tied_table_multiplies_too():
 
 def test_mfu_is_a_share_of_the_peak():
     """torchtitan's 10,448 tokens/s/GPU of this shape are 61.2% in its own convention."""
-    share = flops.mfu(10_448, LLAMA_8B, 8192, "NVIDIA H200", causal=False)
+    share = mfu.mfu(10_448, LLAMA_8B, 8192, "NVIDIA H200", causal=False)
     assert share == pytest.approx(0.612, abs=5e-4)
-    assert flops.mfu(10_448, LLAMA_8B, 8192, "cpu", causal=True) is None
+    assert mfu.mfu(10_448, LLAMA_8B, 8192, "cpu", causal=True) is None
 
 
 @pytest.mark.parametrize(
@@ -50,4 +52,4 @@ def test_mfu_is_a_share_of_the_peak():
     ],
 )
 def test_the_peak_is_of_the_card_that_is_there(device, teraflops):
-    assert flops.peak_flops(device) == (teraflops and teraflops * 1e12)
+    assert peaks.peak_flops(device) == (teraflops and teraflops * 1e12)

@@ -7,18 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar import generation, parity
 from jaxpar.config import Config, replace
-from jaxpar.generation import Sampling
+from jaxpar.config.validate import resolve
+from jaxpar.inference import generation
+from jaxpar.inference.generation import Sampling
 from jaxpar.model import decode
-from jaxpar.parallel.mesh import make_mesh
-from jaxpar.state import init_state
-from jaxpar.validation import resolve
+from jaxpar.sharding.mesh import make_mesh
+from jaxpar.step.state import init_state
+from jaxpar.verification import small_config
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 BASE = replace(
-    parity.float32(Config()),
+    small_config.float32(Config()),
     **{
         "model.num_layers": 2,
         "model.d_model": 16,

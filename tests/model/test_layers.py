@@ -9,12 +9,12 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxpar.axes import TENSOR, VOCAB_AXES
 from jaxpar.config import ModelConfig, ParallelConfig, RopeScaling
 from jaxpar.kernels.norm import rms_norm
-from jaxpar.model import layers
+from jaxpar.model import activation, embedding, linear, rope
 from jaxpar.parallel.collectives import varying
-from jaxpar.parallel.mesh import make_mesh
+from jaxpar.sharding.axes import TENSOR, VOCAB_AXES
+from jaxpar.sharding.mesh import make_mesh
 
 
 def normal(*shape, seed=0):
@@ -79,7 +79,7 @@ def published_frequencies(m: ModelConfig) -> np.ndarray:
 )
 def test_rope_frequencies(scaling):
     m = ModelConfig(head_dim=128, rope_theta=500_000.0, rope_scaling=scaling)
-    found = layers.rope_frequencies(m)
+    found = rope.rope_frequencies(m)
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, published_frequencies(m), rtol=2e-6)
 
@@ -87,7 +87,7 @@ def test_rope_frequencies(scaling):
 def test_rope_scaling_keeps_fast_stretches_slow_and_ramps_between():
     plain = ModelConfig(head_dim=128)
     scaled = ModelConfig(head_dim=128, rope_scaling=RopeScaling())
-    ratio = np.asarray(layers.rope_frequencies(plain) / layers.rope_frequencies(scaled))
+    ratio = np.asarray(rope.rope_frequencies(plain) / rope.rope_frequencies(scaled))
     assert ratio[0] == 1 and ratio[-1] == pytest.approx(8)
     assert (np.diff(ratio) > -1e-5).all() and ((ratio > 1.01) & (ratio < 7.99)).any()
 
@@ -103,10 +103,10 @@ def turned(x, positions, frequencies):
 def test_rope_turns_the_halves_against_each_other():
     m = ModelConfig(head_dim=8, rope_theta=100.0)
     x, positions = normal(2, 16, 3, 8), np.random.default_rng(0).integers(0, 500, (2, 16))
-    found = layers.rope(x, layers.rope_tables(positions, m))
+    found = rope.rope(x, rope.rope_tables(positions, m))
     wanted = turned(x.astype(np.float64), positions, published_frequencies(m))
     np.testing.assert_allclose(found, wanted, atol=2e-4)  # angles up to 500 rad, float32
-    assert layers.rope(jnp.asarray(x, jnp.bfloat16), layers.rope_tables(positions, m)).dtype == (
+    assert rope.rope(jnp.asarray(x, jnp.bfloat16), rope.rope_tables(positions, m)).dtype == (
         jnp.bfloat16
     )
 
@@ -116,7 +116,7 @@ def test_rope_scores_depend_on_distance_alone():
     q, k = normal(1, 1, 1, 8), normal(1, 1, 1, 8, seed=1)
 
     def score(q_position, k_position):
-        at = lambda x, p: layers.rope(x, layers.rope_tables(np.array([[p]]), m))  # noqa: E731
+        at = lambda x, p: rope.rope(x, rope.rope_tables(np.array([[p]]), m))  # noqa: E731
         return float(jnp.sum(at(q, q_position) * at(k, k_position)))
 
     assert score(7, 3) == pytest.approx(score(104, 100), abs=1e-4)
@@ -128,7 +128,7 @@ def test_rope_scores_depend_on_distance_alone():
 
 def test_swiglu_and_its_gradient():
     gate, up, d = normal(2, 3, 4) * 2, normal(2, 3, 4, seed=1), normal(2, 3, 4, seed=2)
-    found, vjp = jax.vjp(layers.swiglu, gate, up)
+    found, vjp = jax.vjp(activation.swiglu, gate, up)
     opened = 1 / (1 + np.exp(-gate))
     np.testing.assert_allclose(found, gate * opened * up, rtol=1e-5, atol=1e-6)
     d_gate, d_up = vjp(d)
@@ -151,7 +151,7 @@ def test_project_qkv_takes_heads_apart_in_order(bias, devices):
         b = w["bqkv"] = normal(32, seed=3)
     P = PartitionSpec
     run = jax.shard_map(
-        lambda h, w: layers.project_qkv(h, w, m), mesh=mesh, in_specs=P(), out_specs=P()
+        lambda h, w: linear.project_qkv(h, w, m), mesh=mesh, in_specs=P(), out_specs=P()
     )
     q, k, v = run(h, w)
     np.testing.assert_allclose(q, (h @ wq + b[:16]).reshape(2, 3, 4, 4), rtol=1e-5, atol=1e-5)
@@ -170,7 +170,7 @@ def lookup_on(devices, sizes: dict, table, tokens, d_rows):
     mesh = make_mesh(ParallelConfig(**{"data": 1} | sizes), devices[:n])
 
     def local(table, tokens, d_rows):
-        look_up = lambda w: layers.embedding_lookup(w, tokens, w.shape[0], w.dtype)  # noqa: E731
+        look_up = lambda w: embedding.embedding_lookup(w, tokens, w.shape[0], w.dtype)  # noqa: E731
         rows, vjp = jax.vjp(look_up, varying(table))
         (d_table,) = vjp(varying(d_rows).astype(rows.dtype))
         tokens_axes = tuple(a for a in mesh.axis_names if a not in VOCAB_AXES)

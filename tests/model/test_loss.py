@@ -10,16 +10,17 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxpar import parity
-from jaxpar.axes import TOKEN_AXES, VOCAB_AXES
-from jaxpar.batch import IGNORED
 from jaxpar.config import ParallelConfig, replace
+from jaxpar.config.validate import resolve
+from jaxpar.execution import decisions
 from jaxpar.model import loss
 from jaxpar.parallel.collectives import varying
-from jaxpar.parallel.mesh import make_mesh
-from jaxpar.state import abstract_state
-from jaxpar.step import make_gradient_step
-from jaxpar.validation import resolve
+from jaxpar.sharding.axes import TOKEN_AXES, VOCAB_AXES
+from jaxpar.sharding.batch import IGNORED
+from jaxpar.sharding.mesh import make_mesh
+from jaxpar.step.state import abstract_state
+from jaxpar.step.train_step import make_gradient_step
+from jaxpar.verification import traces
 from tests.tiny import TINY
 
 N, D, V = 24, 8, 16
@@ -89,8 +90,8 @@ def assert_close(found, wanted, tolerance=2e-6):
 
 def chunks_of(monkeypatch, tokens: int, vocab_shard: int) -> None:
     """Let a chunk hold so many tokens."""
-    monkeypatch.setattr(loss, "CHUNK_BYTES", tokens * vocab_shard * 4)
-    assert loss.num_chunks(N, vocab_shard) == -(-N // tokens)
+    monkeypatch.setattr(decisions, "CHUNK_BYTES", tokens * vocab_shard * 4)
+    assert decisions.num_chunks(N, vocab_shard) == -(-N // tokens)
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])
@@ -123,7 +124,7 @@ def test_any_number_of_chunks_that_is_asked_for(name, chunks, devices, monkeypat
 def test_the_config_says_in_how_many(chunks, tokens, devices):
     cfg = resolve(replace(TINY, **{"parallel.data": 1, "parallel.loss_chunks": chunks}), 1)
     step = make_gradient_step(cfg, make_mesh(cfg.parallel, devices[:1]))
-    program = str(jax.make_jaxpr(step)(abstract_state(cfg).params, parity.random_batch(cfg)))
+    program = str(jax.make_jaxpr(step)(abstract_state(cfg).params, traces.random_batch(cfg)))
     rows = {int(n) for n in re.findall(r"f32\[(\d+),48\]", program)}
     assert rows == {16, tokens}, "of the head, and of logits"
 
@@ -258,9 +259,9 @@ def test_bfloat16_keeps_sums_in_float32(devices):
     ],
 )
 def test_number_of_chunks(num_tokens, vocab_shard, chunk_bytes, chunks, monkeypatch):
-    monkeypatch.setattr(loss, "CHUNK_BYTES", chunk_bytes)
-    assert loss.num_chunks(num_tokens, vocab_shard) == chunks
-    asked_for = [loss.num_chunks(num_tokens, vocab_shard, n) for n in (1, 3, 1000)]
+    monkeypatch.setattr(decisions, "CHUNK_BYTES", chunk_bytes)
+    assert decisions.num_chunks(num_tokens, vocab_shard) == chunks
+    asked_for = [decisions.num_chunks(num_tokens, vocab_shard, n) for n in (1, 3, 1000)]
     assert asked_for == [1, 3, num_tokens]
 
 
@@ -278,14 +279,14 @@ def test_logits_are_never_whole(devices, monkeypatch):
     tokens, vocab = 512, 4096
     logits, mesh = tokens * vocab * 4, mesh_of(devices, {})
     assert temporary_bytes(mesh, tokens, vocab) > logits, "the measure sees them when they are"
-    monkeypatch.setattr(loss, "CHUNK_BYTES", logits // 16)
+    monkeypatch.setattr(decisions, "CHUNK_BYTES", logits // 16)
     assert temporary_bytes(mesh, tokens, vocab) < logits / 3
     assert temporary_bytes(mesh, tokens, vocab, chunks=1) > logits, "unless they are asked for"
 
 
 def test_memory_does_not_grow_with_the_logits(devices, monkeypatch):
     tokens, vocab, mesh = 512, 4096, mesh_of(devices, {})
-    monkeypatch.setattr(loss, "CHUNK_BYTES", tokens * vocab * 4 // 16)
+    monkeypatch.setattr(decisions, "CHUNK_BYTES", tokens * vocab * 4 // 16)
     few, many = (temporary_bytes(mesh, n * tokens, vocab) for n in (1, 4))
     hidden = 4 * tokens * D * 4
     assert many < few + 4 * hidden, "beside a chunk's logits, only what is as wide as the model"

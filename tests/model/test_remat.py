@@ -10,11 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from jaxpar import parity
-from jaxpar.axes import BATCH_SPEC
-from jaxpar.batch import Batch
 from jaxpar.config import Config, ConfigError, replace
-from jaxpar.memory_rules import (
+from jaxpar.config.remat_policies import (
     LAYER_INPUT,
     ON_HOST,
     REMAT_NAMES,
@@ -22,18 +19,21 @@ from jaxpar.memory_rules import (
     names_on_host,
     saved_names,
 )
-from jaxpar.model.remat import named
-from jaxpar.parallel.mesh import make_mesh, shardings
-from jaxpar.state import abstract_state, init_state, state_specs
-from jaxpar.step import make_gradient_step
-from jaxpar.validation import resolve
+from jaxpar.config.validate import resolve
+from jaxpar.execution.remat import named
+from jaxpar.sharding.axes import BATCH_SPEC
+from jaxpar.sharding.batch import Batch
+from jaxpar.sharding.mesh import make_mesh, shardings
+from jaxpar.step.state import abstract_state, init_state, state_specs
+from jaxpar.step.train_step import make_gradient_step
+from jaxpar.verification import distances, small_config, traces
 from tests.tiny import TINY
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
 #: Deep, so that what a layer keeps outweighs what one layer works with.
 DEEP = replace(
-    parity.float32(Config()),
+    small_config.float32(Config()),
     **{
         "model.num_layers": 128,
         "model.d_model": 32,
@@ -51,7 +51,7 @@ DEEP = replace(
 
 M = DEEP.model
 
-#: float32 bytes per token and layer of each name: twice the table in `jaxpar/model/remat.py`.
+#: float32 bytes per token and layer of each name: twice the table in `jaxpar/execution/remat.py`.
 BYTES = {
     "attn_norm": 4 * M.d_model,
     "qkv": 4 * (M.num_heads + 2 * M.num_kv_heads) * M.head_dim,
@@ -120,9 +120,9 @@ def gradients(mesh):
     def compute(remat: str, loop: str):
         fields = {"parallel.remat": remat, "parallel.layer_loop": loop}
         cfg = resolve(replace(base, **fields), 1)
-        batch = parity.place_batch(parity.random_batch(cfg), cfg, mesh)
+        batch = traces.place_batch(traces.random_batch(cfg), cfg, mesh)
         measured, grads = make_gradient_step(cfg, mesh)(init_state(cfg, mesh).params, batch)
-        return float(measured.loss), parity.to_host(grads)
+        return float(measured.loss), traces.to_host(grads)
 
     return functools.cache(compute)
 
@@ -133,8 +133,8 @@ def test_gradients_do_not_depend_on_it(remat, loop, gradients):
     loss, grads = gradients(remat, loop)
     wanted_loss, wanted = gradients("none", "scan")
     np.testing.assert_allclose(loss, wanted_loss, rtol=1e-6)
-    errors = parity.gradient_errors(grads, wanted)
-    assert parity.worst(errors)[0] < 5e-6, errors
+    errors = distances.gradient_errors(grads, wanted)
+    assert distances.worst(errors)[0] < 5e-6, errors
 
 
 #: Meshes and loops on which values go to host memory and back in some way of their own.
@@ -182,11 +182,11 @@ def compiled(devices):
         n = p.pipeline * p.data * p.tensor
         cfg, mesh = resolve(cfg, n), make_mesh(p, devices[:n])
         params = init_state(cfg, mesh).params
-        batch = parity.place_batch(parity.random_batch(cfg), cfg, mesh)
+        batch = traces.place_batch(traces.random_batch(cfg), cfg, mesh)
         traced = make_gradient_step(cfg, mesh).trace(params, batch)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
         measured, grads = traced.lower().compile()(params, batch)
-        return text, float(measured.loss), parity.to_host(grads)
+        return text, float(measured.loss), traces.to_host(grads)
 
     return run
 
@@ -195,7 +195,7 @@ def compiled(devices):
 def test_gradients_through_host_memory_are_the_same_bit_for_bit(kept, offloaded, way, compiled):
     text, loss, grads = compiled(offloaded, way)
     _, wanted_loss, wanted = compiled(kept, way)
-    assert loss == wanted_loss and not parity.differing(grads, wanted)
+    assert loss == wanted_loss and not distances.differing(grads, wanted)
     assert copies(text, "pinned_host") and copies(text, "device")
 
 
@@ -249,7 +249,7 @@ def test_only_what_the_ring_brings_is_recomputed_without_a_barrier(fields, kept,
     abstract = lambda a, to: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=to)  # noqa: E731
     to = shardings(mesh, state_specs(cfg).params)
     params = jax.tree.map(abstract, abstract_state(cfg).params, to)
-    batch = parity.place_batch(parity.random_batch(cfg), cfg, mesh)
+    batch = traces.place_batch(traces.random_batch(cfg), cfg, mesh)
     traced = make_gradient_step(cfg, mesh).trace(params, batch)
     assert set(re.findall(r"prevent_cse=(\w+)", str(traced.jaxpr))) == kept
 

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from jaxpar.config import Config, ModelConfig, ParallelConfig, replace
-from jaxpar.model import views
-from jaxpar.model.transformer import param_specs
-from jaxpar.validation import resolve
+from jaxpar.config.validate import resolve
+from jaxpar.model import fused_weights
+from jaxpar.model.parameters import param_specs
 
 SMALL = ModelConfig(
     num_layers=2, d_model=16, num_heads=2, num_kv_heads=2, head_dim=8, d_ff=32, vocab_size=32
@@ -25,7 +25,7 @@ def first_layer(cfg: Config) -> dict:
         *(shapes, sizes),
         is_leaf=lambda x: isinstance(x, tuple),
     )
-    return views.view(numbered, cfg)["layers"][0][0] | {"stored": numbered["layers"]}
+    return fused_weights.view(numbered, cfg)["layers"][0][0] | {"stored": numbered["layers"]}
 
 
 def is_spec(leaf) -> bool:

@@ -1,6 +1,6 @@
 """Chunks of a pipeline in branches: each stage takes the branch of its own, or rests.
 
-That the gradients are those of the plain model, tests/parity/test_meshes.py sees.
+That the gradients are those of the plain model, tests/meshes/test_meshes.py sees.
 """
 
 import jax
@@ -9,13 +9,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxpar import parity, step
-from jaxpar.axes import AXES
-from jaxpar.batch import Batch
 from jaxpar.config import Config, replace
-from jaxpar.model.views import gate_and_up_are_one
-from jaxpar.parallel import pipeline
-from jaxpar.parallel.float32_gradients import (
+from jaxpar.config.validate import resolve
+from jaxpar.execution.decisions import gate_and_up_are_one
+from jaxpar.parallel.gradient_buffers import (
     Weight,
     added,
     closed,
@@ -24,14 +21,18 @@ from jaxpar.parallel.float32_gradients import (
     opened,
     opened_again,
 )
-from jaxpar.parallel.mesh import make_mesh
-from jaxpar.state import abstract_state, init_state
-from jaxpar.validation import resolve
+from jaxpar.parallel.pipeline import runner
+from jaxpar.sharding.axes import AXES
+from jaxpar.sharding.batch import Batch
+from jaxpar.sharding.mesh import make_mesh
+from jaxpar.step import train_step
+from jaxpar.step.state import abstract_state, init_state
+from jaxpar.verification import distances, small_config, traces
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
 BASE = replace(
-    parity.float32(Config()),
+    small_config.float32(Config()),
     **{
         "model.num_layers": 4,
         "model.d_model": 16,
@@ -82,7 +83,7 @@ def traced(cfg: Config, devices):
     ints = jax.ShapeDtypeStruct(shape, jnp.int32)
     batch = Batch(ints, ints, ints, ints)
     params = abstract_state(cfg).params
-    return jax.make_jaxpr(step.make_gradient_step(cfg, mesh))(params, batch).jaxpr
+    return jax.make_jaxpr(train_step.make_gradient_step(cfg, mesh))(params, batch).jaxpr
 
 
 def chosen_by_stage(jaxpr, count: int):
@@ -176,8 +177,8 @@ def test_what_the_ring_begins_with_is_never_read(virtual, save, tensor, devices,
     cfg = config(2 * tensor, **{f"parallel.{name}": value for name, value in fields.items()})
     mesh = make_mesh(cfg.parallel, devices[: 2 * tensor])
     params = init_state(cfg, mesh).params
-    batch = parity.place_batch(parity.random_batch(cfg), cfg, mesh)
-    _, wanted = step.make_gradient_step(cfg, mesh)(params, batch)
+    batch = traces.place_batch(traces.random_batch(cfg), cfg, mesh)
+    _, wanted = train_step.make_gradient_step(cfg, mesh)(params, batch)
 
     filled = []
 
@@ -185,11 +186,11 @@ def test_what_the_ring_begins_with_is_never_read(virtual, save, tensor, devices,
         filled.append(shape)
         return jnp.full(shape, jnp.nan if jnp.issubdtype(dtype, jnp.floating) else 7, dtype)
 
-    monkeypatch.setattr(pipeline.lax, "empty", full_of_nan)
-    measured, found = step.make_gradient_step(cfg, mesh)(params, batch)
+    monkeypatch.setattr(runner.lax, "empty", full_of_nan)
+    measured, found = train_step.make_gradient_step(cfg, mesh)(params, batch)
     assert filled and {shape[0] for shape in filled} == {4 * virtual - 1}
     assert np.isfinite(measured.loss)
-    assert not parity.differing(parity.to_host(found), parity.to_host(wanted))
+    assert not distances.differing(traces.to_host(found), traces.to_host(wanted))
 
 
 @pytest.mark.parametrize(

@@ -13,16 +13,19 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpar import parity
-from jaxpar.axes import AXES, BATCH_SPEC, DATA, FSDP_AXES, PIPELINE, SEQUENCE, TENSOR
-from jaxpar.batch import Batch
 from jaxpar.config import Config, ParallelConfig, replace
-from jaxpar.parallel import collectives, direct, fsdp
-from jaxpar.parallel.mesh import make_mesh, shardings
-from jaxpar.params import ParamSpec
-from jaxpar.state import abstract_state, state_specs
-from jaxpar.step import make_gradient_step, make_train_step
-from jaxpar.validation import resolve
+from jaxpar.config.validate import resolve
+from jaxpar.parallel import collectives, gradients
+from jaxpar.parallel.fsdp import gather as fsdp
+from jaxpar.parallel.pipeline import stages
+from jaxpar.parallel.tensor import permutes, sequence
+from jaxpar.sharding.axes import AXES, BATCH_SPEC, DATA, FSDP_AXES, PIPELINE, SEQUENCE, TENSOR
+from jaxpar.sharding.batch import Batch
+from jaxpar.sharding.mesh import make_mesh, shardings
+from jaxpar.sharding.params import ParamSpec
+from jaxpar.step.state import abstract_state, state_specs
+from jaxpar.step.train_step import make_gradient_step, make_train_step
+from jaxpar.verification import small_config, traces
 from tests.tiny import TINY
 
 N = 4
@@ -118,34 +121,29 @@ CASES = {
         lambda x: np.roll(x, -1, axis=0),
         lambda d: np.roll(d, 1, axis=0),
     ),
-    "direct.gather": (SEQUENCE, lambda x: direct.gather(x, SEQUENCE, 2), gathered(2), scattered(2)),
-    "direct.scatter": (
+    "gather": (SEQUENCE, lambda x: permutes.gather(x, SEQUENCE, 2), gathered(2), scattered(2)),
+    "scatter": (
         SEQUENCE,
-        lambda x: direct.scatter(x, SEQUENCE, 2),
+        lambda x: permutes.scatter(x, SEQUENCE, 2),
         scattered(2),
         gathered(2),
     ),
-    "direct.gather_within": (
+    "gather_within": (
         TENSOR,
-        lambda x: direct.gather_within(x, TENSOR, 1),
+        lambda x: permutes.gather_within(x, TENSOR, 1),
         gathered(1),
         scattered(1),
     ),
-    "direct.scatter_within": (
+    "scatter_within": (
         TENSOR,
-        lambda x: direct.scatter_within(x, TENSOR, 2),
+        lambda x: permutes.scatter_within(x, TENSOR, 2),
         scattered(2),
         gathered(2),
     ),
-    "gather_sequence": (TENSOR, collectives.gather_sequence, gathered(1), scattered(1)),
-    "scatter_sequence": (TENSOR, collectives.scatter_sequence, scattered(1), gathered(1)),
-    "broadcast_from_last_stage": (
-        PIPELINE,
-        collectives.broadcast_from_last_stage,
-        from_last,
-        to_last,
-    ),
-    "sum_over_stages": (PIPELINE, collectives.sum_over_stages, summed, summed),
+    "gather_sequence": (TENSOR, sequence.gather_sequence, gathered(1), scattered(1)),
+    "scatter_sequence": (TENSOR, sequence.scatter_sequence, scattered(1), gathered(1)),
+    "broadcast_from_last_stage": (PIPELINE, stages.broadcast_from_last_stage, from_last, to_last),
+    "sum_over_stages": (PIPELINE, stages.sum_over_stages, summed, summed),
 }
 
 
@@ -158,13 +156,13 @@ def test_value_and_transpose(name, devices):
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_both_forms_of_a_gather_bring_the_same(dim, devices):
     mesh, x = mesh_of(devices, TENSOR), jnp.asarray(normal(N, 2, 4, 3), jnp.bfloat16)
-    forms = direct.gather, direct.gather_within
+    forms = permutes.gather, permutes.gather_within
     found = [per_device(lambda x, g=gather: g(x, TENSOR, dim), mesh, x) for gather in forms]
     assert found[0].dtype == found[1].dtype == jnp.bfloat16
     np.testing.assert_array_equal(*found)
 
 
-@pytest.mark.parametrize("scatter", [direct.scatter, direct.scatter_within])
+@pytest.mark.parametrize("scatter", [permutes.scatter, permutes.scatter_within])
 def test_a_scatter_adds_in_float32_and_rounds_once(scatter, devices):
     """256 + 1 + 1 + 1 is 256 in bfloat16; 259 is rounded to 260."""
     x = np.ones((N, 2, N, 3), np.float32)
@@ -181,8 +179,8 @@ def test_a_group_gathers_and_scatters_while_others_do_something_else(devices):
     x, size = normal(8, 2, 4, 3), 2
 
     def both(x):
-        whole = direct.gather_within(x, TENSOR, 1)
-        return direct.scatter_within(jnp.sin(whole), TENSOR, 1)
+        whole = permutes.gather_within(x, TENSOR, 1)
+        return permutes.scatter_within(jnp.sin(whole), TENSOR, 1)
 
     def fn(x):
         stage = lax.axis_index(PIPELINE)
@@ -287,8 +285,8 @@ def test_reduce_gradients_sums_over_the_axes_a_parameter_is_replicated_on(device
 
     def fn(grads):
         local = jax.tree.map(lambda a: collectives.varying(a[0, 0]), grads)
-        reduced = collectives.reduce_gradients(local, SPECS)
-        return reduced, collectives.global_norm(reduced)
+        reduced = gradients.reduce_gradients(local, SPECS)
+        return reduced, gradients.global_norm(reduced)
 
     out = {name: spec.partition_spec for name, spec in SPECS.items()}
     found, norm = in_step(fn, mesh, PartitionSpec(DATA, TENSOR), (out, PartitionSpec()))(grads)
@@ -322,7 +320,7 @@ COLLECTIVE = re.compile(
 def compiled_step(devices, **parallel) -> str:
     """Optimised HLO of the whole train step."""
     cfg = replace(
-        parity.float32(Config()),
+        small_config.float32(Config()),
         **{
             "model.num_layers": 2,
             "model.d_model": 16,
@@ -342,7 +340,7 @@ def compiled_step(devices, **parallel) -> str:
     to = NamedSharding(mesh, BATCH_SPEC)
     shape = (cfg.train.global_batch_size, cfg.data.seq_len)
     ints = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=to)
-    options = parity.QUICK_COMPILE
+    options = traces.QUICK_COMPILE
     lowered = make_train_step(cfg, mesh).lower(state, Batch(ints, ints, ints, ints))
     return lowered.compile(compiler_options=options).as_text()
 
@@ -368,8 +366,8 @@ def test_over_axes_of_size_1_the_argument_itself_comes_back(devices):
             assert collectives.psum_scatter(x, axes, 0) is x
             assert collectives.all_to_all(x, axes, 0, 1) is x
         assert collectives.shift(x, PIPELINE, 1) is x
-        assert collectives.broadcast_from_last_stage(x) is x
-        assert collectives.sum_over_stages(x) is x
+        assert stages.broadcast_from_last_stage(x) is x
+        assert stages.sum_over_stages(x) is x
         return x
 
     per_device(fn, mesh_of(devices, DATA, 1), normal(1, 2, 2))

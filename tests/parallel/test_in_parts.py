@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxpar import parity, step
-from jaxpar.batch import Batch
 from jaxpar.config import Config, replace
-from jaxpar.model import transformer
-from jaxpar.parallel.mesh import make_mesh
-from jaxpar.state import abstract_state
-from jaxpar.validation import resolve
+from jaxpar.config.validate import resolve
+from jaxpar.execution import decisions
+from jaxpar.sharding.batch import Batch
+from jaxpar.sharding.mesh import make_mesh
+from jaxpar.step import train_step
+from jaxpar.step.state import abstract_state
+from jaxpar.verification import distances, small_config, traces
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
@@ -40,11 +41,11 @@ PIPELINE = {"parallel.data": 1, "parallel.pipeline": 2}
 
 
 def config(**fields) -> Config:
-    return resolve(replace(parity.float32(Config()), **(BASE | fields)), 2)
+    return resolve(replace(small_config.float32(Config()), **(BASE | fields)), 2)
 
 
 def all_at_once(monkeypatch) -> None:
-    monkeypatch.setattr(transformer, "layers_in_part", lambda cfg: 0)
+    monkeypatch.setattr(decisions, "layers_in_part", lambda cfg: 0)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +64,7 @@ def all_at_once(monkeypatch) -> None:
     ],
 )
 def test_how_many_layers_at_a_time(fields, layers):
-    assert transformer.layers_in_part(config(**fields)) == layers
+    assert decisions.layers_in_part(config(**fields)) == layers
 
 
 def gradient_step(cfg: Config, devices):
@@ -71,7 +72,7 @@ def gradient_step(cfg: Config, devices):
     mesh = make_mesh(cfg.parallel, devices[:2])
     ints = jax.ShapeDtypeStruct((cfg.train.global_batch_size, cfg.data.seq_len), jnp.int32)
     params = abstract_state(cfg).params
-    return step.make_gradient_step(cfg, mesh), params, Batch(ints, ints, ints, ints)
+    return train_step.make_gradient_step(cfg, mesh), params, Batch(ints, ints, ints, ints)
 
 
 def equations(jaxpr):
@@ -143,8 +144,8 @@ def test_a_pipelines_memory_with_layers_one_by_one(devices, monkeypatch):
 )
 def test_the_same_gradients_as_all_layers_at_once(fields, devices, monkeypatch):
     cfg = config(**fields)
-    mesh, batches = make_mesh(cfg.parallel, devices[:2]), [parity.random_batch(cfg)]
-    found = parity.mesh_trace(cfg, mesh, batches, steps=0)
+    mesh, batches = make_mesh(cfg.parallel, devices[:2]), [traces.random_batch(cfg)]
+    found = traces.mesh_trace(cfg, mesh, batches, steps=0)
     all_at_once(monkeypatch)
-    wanted = parity.mesh_trace(cfg, mesh, batches, steps=0)
-    assert not parity.compare(found, wanted, 1e-5).mismatches()
+    wanted = traces.mesh_trace(cfg, mesh, batches, steps=0)
+    assert not distances.compare(found, wanted, 1e-5).mismatches()

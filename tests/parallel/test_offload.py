@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.parallel.offload import Space, fetched, in_host_memory, stored
+from jaxpar.parallel.host_offload import Space, fetched, in_host_memory, stored
 
 
 def traced(fn, *args) -> str:

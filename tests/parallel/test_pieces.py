@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxpar import parity
-from jaxpar.axes import AXES, TENSOR
-from jaxpar.batch import Batch
 from jaxpar.config import Config, ParallelConfig, replace
-from jaxpar.model import block
-from jaxpar.parallel import collectives, direct
-from jaxpar.parallel.mesh import make_mesh
-from jaxpar.validation import resolve
+from jaxpar.config.validate import resolve
+from jaxpar.execution import decisions
+from jaxpar.model import layer as block
+from jaxpar.model import token_context
+from jaxpar.parallel.tensor import permutes, sequence
+from jaxpar.sharding.axes import AXES, TENSOR
+from jaxpar.sharding.batch import Batch
+from jaxpar.sharding.mesh import make_mesh
+from jaxpar.verification import small_config
 from tests.parallel.test_collectives import N, mesh_of, normal, per_device
 
 B, T, D, F = 2, 32, 24, 80
@@ -24,10 +26,10 @@ B, T, D, F = 2, 32, 24, 80
 
 def test_pieces_are_this_devices_and_those_of_the_next_ones(devices):
     x = normal(N, 2, 4)
-    found = per_device(lambda x: direct.pieces(x, TENSOR), mesh_of(devices, TENSOR), x)
+    found = per_device(lambda x: permutes.pieces(x, TENSOR), mesh_of(devices, TENSOR), x)
     for step, piece in enumerate(found):
         np.testing.assert_array_equal(piece, np.roll(x, -step, axis=0))
-    back = lambda x: direct.in_order(direct.apart(x, TENSOR, 1), TENSOR, 1)  # noqa: E731
+    back = lambda x: permutes.in_order(permutes.apart(x, TENSOR, 1), TENSOR, 1)  # noqa: E731
     np.testing.assert_array_equal(per_device(back, mesh_of(devices, TENSOR), x), x)
 
 
@@ -38,13 +40,13 @@ def test_what_is_made_of_pieces_is_what_is_made_of_the_whole(tensor, devices):
     x = normal(tensor, 2, 4, 3)
 
     def by_pieces(x):
-        parts = tuple(map(jnp.sin, collectives.sequence_pieces(x)))
+        parts = tuple(map(jnp.sin, sequence.sequence_pieces(x)))
         assert len(parts) == tensor
-        whole = collectives.sequence_in_order(parts)
-        return collectives.sum_of_sequence_pieces(collectives.into_sequence_pieces(whole, tensor))
+        whole = sequence.sequence_in_order(parts)
+        return sequence.sum_of_sequence_pieces(sequence.into_sequence_pieces(whole, tensor))
 
     def whole(x):
-        return collectives.sum_of_sequence_pieces((jnp.sin(collectives.gather_sequence(x)),))
+        return sequence.sum_of_sequence_pieces((jnp.sin(sequence.gather_sequence(x)),))
 
     def both(fn):
         return lambda x, d: (fn(x), jax.vjp(fn, x)[1](d)[0])
@@ -74,9 +76,9 @@ TOKENS = {"data.seq_len": 4096, "train.global_batch_size": 16}
 def test_where_matmuls_take_pieces(fields, on_gpu, wanted):
     parallel = {f"parallel.{name}": value for name, value in fields.items()}
     cfg = replace(Config(), **TOKENS, **parallel)
-    assert block.in_pieces(cfg, on_gpu) == wanted
+    assert decisions.in_pieces(cfg, on_gpu) == wanted
     if not on_gpu:
-        assert block.uses_of_weights(cfg) == max(fields.get("row_groups", 1), wanted and 2)
+        assert decisions.uses_of_weights(cfg) == max(fields.get("row_groups", 1), wanted and 2)
 
 
 def shapes_of(jaxpr):
@@ -95,7 +97,7 @@ def shapes_in_a_layer(devices, tensor: int, **fields) -> set[tuple[int, ...]]:
     model = {f"model.{name}": value for name, value in sizes.items()}
     batch_size = {"data.seq_len": T, "train.global_batch_size": B, "model.num_layers": 2}
     parallel = {"parallel.tensor": tensor, "parallel.layer_loop": "unroll"}
-    cfg = replace(parity.float32(Config()), **model, **batch_size, **parallel, **fields)
+    cfg = replace(small_config.float32(Config()), **model, **batch_size, **parallel, **fields)
     cfg = resolve(cfg, tensor * cfg.parallel.pipeline)
     heads = 4 // tensor * 4
     w = {"wqkv": (D, 3 * heads), "wo": (heads, D), "attn_norm": (D,), "mlp_norm": (D,)}
@@ -103,7 +105,7 @@ def shapes_in_a_layer(devices, tensor: int, **fields) -> set[tuple[int, ...]]:
 
     def run(x, w):
         ints = jnp.zeros((B, T), jnp.int32)
-        tokens = block.describe_tokens(Batch(ints, ints, ints, ints), cfg, None)
+        tokens = token_context.describe_tokens(Batch(ints, ints, ints, ints), cfg, None)
         layer = functools.partial(block.layer, tokens=tokens, cfg=cfg)
         y, vjp = jax.vjp(layer, x, w)
         return vjp(y)

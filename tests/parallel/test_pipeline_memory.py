@@ -9,22 +9,23 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxpar import parity, step
-from jaxpar.axes import BATCH_SPEC, PIPELINE
-from jaxpar.batch import Batch
 from jaxpar.config import Config, replace
+from jaxpar.config.validate import resolve
 from jaxpar.model import transformer
-from jaxpar.parallel import pipeline
 from jaxpar.parallel.accumulation import take
 from jaxpar.parallel.collectives import shift, varying
-from jaxpar.parallel.mesh import make_mesh, shardings
-from jaxpar.state import abstract_state, init_state, state_specs
-from jaxpar.validation import resolve
+from jaxpar.parallel.pipeline import runner
+from jaxpar.sharding.axes import BATCH_SPEC, PIPELINE
+from jaxpar.sharding.batch import Batch
+from jaxpar.sharding.mesh import make_mesh, shardings
+from jaxpar.step import train_step
+from jaxpar.step.state import abstract_state, init_state, state_specs
+from jaxpar.verification import distances, small_config, traces
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
 BASE = replace(
-    parity.float32(Config()),
+    small_config.float32(Config()),
     **{
         "model.num_layers": 4,
         "model.d_model": 32,
@@ -59,7 +60,7 @@ def temporary_bytes(cfg: Config, mesh) -> int:
     ints = jax.ShapeDtypeStruct(
         (cfg.train.global_batch_size, cfg.data.seq_len), jnp.int32, sharding=to
     )
-    lowered = step.make_gradient_step(cfg, mesh).lower(params, Batch(ints, ints, ints, ints))
+    lowered = train_step.make_gradient_step(cfg, mesh).lower(params, Batch(ints, ints, ints, ints))
     return lowered.compile().memory_analysis().temp_size_in_bytes
 
 
@@ -96,7 +97,7 @@ MICROBATCHES = (4, 8, 16)
 
 
 def use_gpipe(monkeypatch) -> None:
-    monkeypatch.setattr(step, "schedule_of", lambda cfg: gpipe)
+    monkeypatch.setattr(train_step, "schedule_of", lambda cfg: gpipe)
 
 
 @pytest.mark.parametrize("save", ["residuals", pytest.param("inputs", marks=pytest.mark.slow)])
@@ -115,16 +116,16 @@ def test_memory_of_gpipe_grows(mesh, monkeypatch):
     assert most > 2 * flat
 
 
-def gradients(cfg: Config, mesh) -> parity.Trace:
+def gradients(cfg: Config, mesh) -> traces.Trace:
     """Of a random batch, with its loss."""
-    return parity.mesh_trace(cfg, mesh, [parity.random_batch(cfg)], steps=0)
+    return traces.mesh_trace(cfg, mesh, [traces.random_batch(cfg)], steps=0)
 
 
 def test_gpipe_computes_the_same(mesh, monkeypatch):
     """So that the test above compares two ways of one computation."""
     found = gradients(config(4), mesh)
     use_gpipe(monkeypatch)
-    assert not parity.compare(found, gradients(config(4), mesh), 1e-5).mismatches()
+    assert not distances.compare(found, gradients(config(4), mesh), 1e-5).mismatches()
 
 
 @pytest.mark.parametrize(
@@ -144,10 +145,10 @@ def test_what_lies_in_the_ring_before_its_first_value_is_never_used(fields, devi
     def nothing(shape, dtype):
         return jnp.full(shape, jnp.nan if jnp.issubdtype(dtype, jnp.floating) else 12345, dtype)
 
-    monkeypatch.setattr(pipeline.lax, "empty", nothing)
+    monkeypatch.setattr(runner.lax, "empty", nothing)
     wanted = gradients(cfg, mesh)
     assert found.loss == wanted.loss
-    assert not parity.differing(found.gradients, wanted.gradients)
+    assert not distances.differing(found.gradients, wanted.gradients)
 
 
 @pytest.mark.parametrize("virtual", [1, 2])
@@ -161,7 +162,7 @@ def test_evaluation_takes_the_head_once_for_each_microbatch(virtual, mesh, monke
 
     monkeypatch.setattr(transformer, "head", counted)
     cfg = config(4, **{"parallel.virtual_stages": virtual, "parallel.zero": 1})
-    batch = parity.place_batch(parity.random_batch(cfg), cfg, mesh)
-    jax.block_until_ready(step.make_eval_step(cfg, mesh)(init_state(cfg, mesh).params, batch))
+    batch = traces.place_batch(traces.random_batch(cfg), cfg, mesh)
+    jax.block_until_ready(train_step.make_eval_step(cfg, mesh)(init_state(cfg, mesh).params, batch))
     jax.effects_barrier()
     assert sorted(map(int, taken)) == [0] * 4 + [1] * 4

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.parallel.prefetch import through_layers
+from jaxpar.parallel.fsdp.prefetch import through_layers
 
 LAYERS = 3
 

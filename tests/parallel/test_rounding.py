@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxpar.parallel.rounding import hashed, places, random_bits, round_to_bfloat16
+from jaxpar.optimizer.stochastic_rounding import random_bits, round_to_bfloat16
+from jaxpar.sharding.hashing import hashed, places
 
 #: Keys of so many steps.
 KEYS = jax.vmap(hashed)(jnp.arange(4096, dtype=jnp.uint32))

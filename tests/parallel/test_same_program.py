@@ -15,12 +15,12 @@ import hashlib, sys
 import jax
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 16)
-from jaxpar import parity
+from jaxpar.verification import traces
 from jaxpar.config import Config, replace
-from jaxpar.parallel.mesh import make_mesh
-from jaxpar.state import abstract_state, state_shardings
-from jaxpar.step import make_train_step
-from jaxpar.validation import resolve
+from jaxpar.sharding.mesh import make_mesh
+from jaxpar.step.state import abstract_state, state_shardings
+from jaxpar.step.train_step import make_train_step
+from jaxpar.config.validate import resolve
 
 small = {"num_layers": 2, "d_model": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16,
          "d_ff": 128, "vocab_size": 256}
@@ -30,7 +30,7 @@ for mesh in sys.argv[1:]:
     axes = {f"parallel.{axis}": int(n) for axis, n in (part.split("=") for part in mesh.split(","))}
     cfg = resolve(replace(Config(), **changes, **axes), 16)
     devices = make_mesh(cfg.parallel)
-    batch = parity.place_batch(parity.random_batch(cfg), cfg, devices)
+    batch = traces.place_batch(traces.random_batch(cfg), cfg, devices)
     placed = lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
     state = jax.tree.map(placed, abstract_state(cfg), state_shardings(cfg, devices))
     text = make_train_step(cfg, devices).lower(state, batch).as_text()

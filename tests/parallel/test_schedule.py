@@ -10,7 +10,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from jaxpar.parallel.schedule import Schedule
+from jaxpar.parallel.pipeline.schedules import Schedule
 
 
 def microbatch_counts(P: int, v: int) -> list[int]:
@@ -122,7 +122,7 @@ def test_phases_hold_every_unit_and_do_no_more(plan):
 
 @every_schedule
 def test_the_head_and_the_embeddings_gradient_run_in_a_phase_that_has_them(plan):
-    """`pipeline._head` runs where both kinds do, `_embed_backward` where backwards do."""
+    """`runner._head` runs where both kinds do, `_embed_backward` where backwards do."""
     kinds = {t: (f, b) for f, b, start, stop in plan.phases() for t in range(start, stop)}
     forward, backward = ticks(forwards(plan)), ticks(backwards(plan))
     for m in range(plan.microbatches):

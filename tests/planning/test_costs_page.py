@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.cli import load_config
 from jaxpar.config import Config, replace
-from jaxpar.planning import rates
-from jaxpar.planning.communication import Cluster, traffic_of
-from jaxpar.planning.hardware import GPUS, NETWORKS
-from jaxpar.planning.memory import bytes_of_names, saved_bytes, saved_per_token
-from jaxpar.planning.shard import shard_of, state_bytes
+from jaxpar.config.command_line import load_config
+from jaxpar.planning.predict import rates
+from jaxpar.planning.predict.communication import Cluster, traffic_of
+from jaxpar.planning.predict.hardware import GPUS, NETWORKS
+from jaxpar.planning.predict.memory import bytes_of_names, saved_bytes, saved_per_token
+from jaxpar.planning.predict.shard import shard_of, state_bytes
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "parallelism.md"
 SECTION = re.search(r"^## What an axis costs\n(.*?)^## ", PAGE.read_text("utf-8"), re.M | re.S)[1]

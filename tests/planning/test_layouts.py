@@ -4,15 +4,16 @@ import itertools
 
 import pytest
 
-from jaxpar import cli, parity
 from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config.command_line import load_config
+from jaxpar.config.validate import resolve
 from jaxpar.planning.budget import counts_of_gpus
 from jaxpar.planning.layouts import describe, divisors, legal_layouts, meshes, values_of
-from jaxpar.validation import resolve
+from jaxpar.verification import small_config
 
 #: Odd numbers, so that many rules refuse something.
 SMALL = replace(
-    parity.float32(Config()),
+    small_config.float32(Config()),
     **{
         "model.num_layers": 6,
         "model.num_kv_heads": 2,
@@ -104,5 +105,5 @@ def test_counts_of_gpus_are_whole_hosts():
 
 
 def test_a_layout_in_words():
-    cfg = resolve(replace(cli.load_config("llama3_8b"), **{"parallel.tensor": 2}), 8)
+    cfg = resolve(replace(load_config("llama3_8b"), **{"parallel.tensor": 2}), 8)
     assert describe(cfg) == "data 4, tensor 2"

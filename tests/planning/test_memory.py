@@ -3,22 +3,23 @@
 import jax
 import pytest
 
-from jaxpar import cli, parity
 from jaxpar.config import Config, replace
-from jaxpar.memory_rules import REMAT_NAMES
-from jaxpar.parallel.mesh import make_mesh
-from jaxpar.planning.memory import (
+from jaxpar.config.command_line import load_config
+from jaxpar.config.remat_policies import REMAT_NAMES
+from jaxpar.config.validate import resolve
+from jaxpar.planning.predict.memory import (
     bytes_of_names,
     memory_of,
     on_host_per_token,
     saved_per_token,
 )
-from jaxpar.planning.shard import moment_bytes, shard_of, state_bytes
-from jaxpar.state import abstract_state, bytes_per_device, init_state, state_shardings
-from jaxpar.validation import resolve
+from jaxpar.planning.predict.shard import moment_bytes, shard_of, state_bytes
+from jaxpar.sharding.mesh import make_mesh
+from jaxpar.step.state import abstract_state, bytes_per_device, init_state, state_shardings
+from jaxpar.verification import small_config
 
 SMALL = replace(
-    parity.float32(Config()),
+    small_config.float32(Config()),
     **{"model.vocab_size": 64, "data.seq_len": 64, "train.global_batch_size": 16},
 )
 
@@ -92,7 +93,7 @@ def test_adapters_have_the_moments_alone(devices):
 
 
 def test_saved_values_of_8b_are_those_of_the_docs():
-    base = cli.load_config("llama3_8b")
+    base = load_config("llama3_8b")
     page = {"none": 139_392, "dots": 94_336, "attn_out": 16_512, "full": 8_192}
     for remat, expected in page.items():
         cfg = resolve(replace(base, **{"parallel.remat": remat}), 8)
@@ -103,7 +104,7 @@ def test_saved_values_of_8b_are_those_of_the_docs():
 
 
 def test_a_policy_that_saves_less_needs_less():
-    base = cli.load_config("llama3_8b")
+    base = load_config("llama3_8b")
     totals = []
     for remat in ("none", "dots", "attn_out", "full"):
         cfg = resolve(replace(base, **{"parallel.remat": remat}), 4)
@@ -112,7 +113,7 @@ def test_a_policy_that_saves_less_needs_less():
 
 
 def test_values_in_host_memory_are_not_on_the_device():
-    base = replace(cli.load_config("llama3_8b"), **{"parallel.layer_loop": "scan"})
+    base = replace(load_config("llama3_8b"), **{"parallel.layer_loop": "scan"})
     cfg = lambda remat: resolve(replace(base, **{"parallel.remat": remat}), 8)  # noqa: E731
     assert saved_per_token(cfg("offload")) == 4 * base.model.num_heads + 8
     # Of dots: queries and keys after RoPE in place of those before, as many bytes.
@@ -125,7 +126,7 @@ def test_values_in_host_memory_are_not_on_the_device():
 
 
 def test_a_pipelines_ring_is_flat_in_microbatches():
-    base = cli.load_config("llama3_8b")
+    base = load_config("llama3_8b")
 
     def ring(micro: int) -> float:
         fields = {"pipeline": 2, "data": 2, "zero": 1, "num_microbatches": micro}
@@ -137,7 +138,7 @@ def test_a_pipelines_ring_is_flat_in_microbatches():
 
 
 def test_a_shard_is_what_the_axes_leave():
-    cfg = resolve(replace(cli.load_config("llama3_8b"), **{"parallel.tensor": 2}), 8)
+    cfg = resolve(replace(load_config("llama3_8b"), **{"parallel.tensor": 2}), 8)
     shard = shard_of(cfg)
     assert (shard.rows, shard.tokens, shard.layers, shard.fsdp) == (4, 4 * 8192, 32, 4)
     assert shard.matrices == (8_030_261_248 - 2 * 128_256 * 4096 - 65 * 4096) / 32 / 2

@@ -4,26 +4,26 @@ import dataclasses
 
 import pytest
 
-from jaxpar import cli
 from jaxpar.config import ConfigError, replace
+from jaxpar.config.command_line import load_config, read_config
+from jaxpar.config.validate import resolve
 from jaxpar.planning import calibration
-from jaxpar.planning.communication import Cluster, ring_bandwidth, span, traffic_of
-from jaxpar.planning.compute import (
+from jaxpar.planning.forecast import forecast
+from jaxpar.planning.predict.communication import Cluster, ring_bandwidth, span, traffic_of
+from jaxpar.planning.predict.compute import (
     attended_pairs,
     elementwise_rate,
     layer_seconds,
     repeats,
     weights_seconds,
 )
-from jaxpar.planning.forecast import forecast
-from jaxpar.planning.hardware import GPUS, H200, NETWORKS, Figure
-from jaxpar.planning.memory import memory_of, on_host_per_token
+from jaxpar.planning.predict.hardware import GPUS, H200, NETWORKS, Figure
+from jaxpar.planning.predict.memory import memory_of, on_host_per_token
+from jaxpar.planning.predict.shard import shard_of
+from jaxpar.planning.predict.time import step_time
 from jaxpar.planning.ranking import predict
-from jaxpar.planning.shard import shard_of
-from jaxpar.planning.time import step_time
-from jaxpar.validation import resolve
 
-BASE = cli.load_config("llama3_8b")
+BASE = load_config("llama3_8b")
 
 
 def cluster(n: int, per_host: int = 8, network: str = "ib400", gpu=H200) -> Cluster:
@@ -35,7 +35,7 @@ def on(n: int, **fields):
 
 
 def test_predictions_are_within_their_bounds_of_what_was_measured():
-    compared = list(calibration.compare(lambda words: cli.read_config(words, "jaxpar.plan", None)))
+    compared = list(calibration.compare(lambda words: read_config(words, "jaxpar.plan", None)))
     assert len(compared) >= 41 and sum(c.memory_error is not None for c in compared) >= 28
     for c in compared:
         assert abs(c.time_error) < calibration.TIME_BOUND, (c.run.run, c.time_error)
@@ -44,7 +44,7 @@ def test_predictions_are_within_their_bounds_of_what_was_measured():
 
 
 def test_predicted_memory_is_within_its_bound_of_xlas_plans():
-    read = lambda words: cli.read_config(words, "jaxpar.plan", None)  # noqa: E731
+    read = lambda words: read_config(words, "jaxpar.plan", None)  # noqa: E731
     compiled = list(calibration.compare_compiled(read))
     assert len(compiled) >= 46
     for c in compiled:

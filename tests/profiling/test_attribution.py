@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from jaxpar.profiling import hlo, trace
-from jaxpar.profiling.attribution import attribute
-from jaxpar.profiling.trace import Kernel, Trace
+from jaxpar.profiling.hlo import text as hlo
+from jaxpar.profiling.hlo.attribution import attribute
+from jaxpar.profiling.trace import read as trace
+from jaxpar.profiling.trace.read import Kernel, Trace
 
 GEMM = "nvjet_sm90_tst_128x160_64x5_2x1_v_bz_NNT"
 FMHA = "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_6_kernel"

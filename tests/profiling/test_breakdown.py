@@ -2,8 +2,9 @@
 
 import pytest
 
-from jaxpar.profiling import breakdown, table, trace
-from jaxpar.profiling.trace import Kernel, NoKernels, Trace
+from jaxpar.profiling import breakdown, table
+from jaxpar.profiling.trace import read as trace
+from jaxpar.profiling.trace.read import Kernel, NoKernels, Trace
 from tests.profiling.test_names import NAMES
 
 GEMM, FUSION = NAMES["matmul"][0], NAMES["fusion"][0]

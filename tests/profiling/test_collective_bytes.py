@@ -8,8 +8,8 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.profiling.collective_bytes import collective_bytes, group_size
-from jaxpar.profiling.hlo import Instruction, parse
+from jaxpar.profiling.hlo.collective_bytes import collective_bytes, group_size
+from jaxpar.profiling.hlo.text import Instruction, parse
 
 #: Floats on one device, and bytes.
 N = 64

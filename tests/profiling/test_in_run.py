@@ -36,7 +36,7 @@ def test_all_begin_with_the_same_step(seed, monkeypatch, tmp_path):
     rng = random.Random(seed)
     count, every = rng.choice([2, 3, 5]), rng.choice([1, 3, 10])
     board = Board(count)
-    monkeypatch.setattr(in_run, "processes", board)
+    monkeypatch.setattr(in_run, "peers", board)
     cfg = replace(Config(), **{"train.log_every": every, "profile.num_steps": rng.choice([1, 2])})
     ranks = [in_run.RunProfiler(cfg, tmp_path, None, "", str) for _ in range(count)]
     begun: list[list[int]] = [[] for _ in ranks]

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
 
-from jaxpar.axes import BATCH_SPEC
-from jaxpar.batch import Batch
 from jaxpar.config import Config, replace
-from jaxpar.parallel.mesh import make_mesh
-from jaxpar.profiling.scopes import BLOCKS, place_of
-from jaxpar.state import abstract_state, state_shardings
-from jaxpar.step import make_train_step
-from jaxpar.validation import resolve
+from jaxpar.config.validate import resolve
+from jaxpar.profiling.trace.scopes import BLOCKS, place_of
+from jaxpar.sharding.axes import BATCH_SPEC
+from jaxpar.sharding.batch import Batch
+from jaxpar.sharding.mesh import make_mesh
+from jaxpar.step.state import abstract_state, state_shardings
+from jaxpar.step.train_step import make_train_step
 
 SMALL = {
     "model.num_layers": 2,

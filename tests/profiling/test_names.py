@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxpar.profiling.kernels import CLASSES, PATTERNS, classify, family
-from jaxpar.profiling.scopes import place_of, shorten
+from jaxpar.profiling.trace.kernels import CLASSES, PATTERNS, classify, family
+from jaxpar.profiling.trace.scopes import place_of, shorten
 
 NAMES = {
     "matmul": (

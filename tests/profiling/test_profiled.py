@@ -6,8 +6,8 @@ import json
 import jax.numpy as jnp
 import pytest
 
-from jaxpar.bench import profiled
-from jaxpar.bench.compare import comparison
+from jaxpar.bench.cards.compare import comparison
+from jaxpar.bench.training import profiled
 
 
 def running(hlo_text):

@@ -8,11 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar import guard, profile
+from jaxpar import profile
 from jaxpar.config import ConfigError
-from jaxpar.planning.hardware import H200
-from jaxpar.profiling import cpu_trace, folder, hlo, loading, memory, sections, trace, xspace
-from jaxpar.profiling.costs import cost_of
+from jaxpar.planning.predict.hardware import H200
+from jaxpar.profiling import folder, loading, sections
+from jaxpar.profiling.hlo import memory
+from jaxpar.profiling.hlo import text as hlo
+from jaxpar.profiling.hlo.costs import cost_of
+from jaxpar.profiling.trace import cpu_trace, xspace
+from jaxpar.profiling.trace import read as trace
+from jaxpar.runtime import exit_codes
 from tests.profiling.xspace import HOST, Event, write
 
 PIECE = Path(__file__).parent / "fsdp4.xplane.pb.gz"
@@ -148,10 +153,10 @@ def test_options(tmp_path, capsys):
     assert "is a folder, not a file" in refused(str(PIECE), "--json", str(tmp_path))
     with pytest.raises(SystemExit) as ended:
         profile.main(["--help"])
-    assert ended.value.code == guard.EXIT_OK and "RUN_OR_TRACE" in capsys.readouterr().out
+    assert ended.value.code == exit_codes.EXIT_OK and "RUN_OR_TRACE" in capsys.readouterr().out
     with pytest.raises(SystemExit) as ended:
         profile.main([str(PIECE), "--tpo", "3"])
-    assert ended.value.code == guard.EXIT_CONFIG
+    assert ended.value.code == exit_codes.EXIT_CONFIG
 
 
 def test_figures_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -164,7 +169,7 @@ def test_figures_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
     for earlier in (None, "an earlier one"):
         if earlier is not None:
             file.write_text(earlier)
-        with monkeypatch.context() as patch, pytest.raises(guard.RunError) as error:
+        with monkeypatch.context() as patch, pytest.raises(exit_codes.RunError) as error:
             patch.setattr(os, "replace", full)
             profile.main(words)
         assert str(error.value).startswith(f"--json = {str(file)!r}: cannot be written: No space")

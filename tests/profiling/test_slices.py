@@ -2,7 +2,8 @@
 
 import pytest
 
-from jaxpar.profiling import costs, hlo
+from jaxpar.profiling.hlo import costs
+from jaxpar.profiling.hlo import text as hlo
 
 
 def size_of(*body: str, result: str = "bf16[2,16]{1,0}") -> int | None:

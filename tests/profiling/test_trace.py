@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxpar.profiling import trace
+from jaxpar.profiling.trace import read as trace
 from tests.profiling.xspace import HOST, Event, launches, write
 
 MODULE = "jit_train_step"

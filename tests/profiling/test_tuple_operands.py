@@ -2,9 +2,9 @@
 
 import pytest
 
-from jaxpar.profiling import hlo
-from jaxpar.profiling.collective_bytes import collective_bytes
-from jaxpar.profiling.costs import cost_of
+from jaxpar.profiling.hlo import text as hlo
+from jaxpar.profiling.hlo.collective_bytes import collective_bytes
+from jaxpar.profiling.hlo.costs import cost_of
 
 #: As on a GPU, where a layer's values go through barriers, whose results are tuples.
 HLO = """\

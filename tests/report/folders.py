@@ -6,8 +6,8 @@ import random
 from pathlib import Path
 
 from jaxpar.config import Config, replace
-from jaxpar.config_json import to_json
-from jaxpar.samples import write_sample
+from jaxpar.config.serialize import to_json
+from jaxpar.monitoring.samples import write_sample
 
 TOKENS = 8192
 

@@ -12,9 +12,9 @@ from importlib import resources
 import pytest
 
 from jaxpar.config import ConfigError
-from jaxpar.goodput import PARTS
+from jaxpar.monitoring.goodput import PARTS
+from jaxpar.monitoring.samples import write_sample
 from jaxpar.report.__main__ import Options, main, report
-from jaxpar.samples import write_sample
 from tests.report.folders import TOKENS, record, write_lines, write_run
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&\x00"

@@ -2,7 +2,7 @@
 
 from jaxpar.kernels.attention.api import attention, backward, forward
 from jaxpar.kernels.attention.arguments import check_arguments
-from jaxpar.kernels.attention.choice import Choice, choose, explain
+from jaxpar.kernels.attention.dispatch.choice import Choice, choose, explain
 from jaxpar.kernels.attention.mask import AttentionMask
 
 __all__ = [

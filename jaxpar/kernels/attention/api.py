@@ -1,8 +1,8 @@
 """The one entry to attention: the chosen kernels behind a derivative.
 
 A backend is a module with `forward` and `backward`, in the convention of `reference.py`, and a row
-in `CAPABILITIES`; `choice.py` chooses. A request that the named backend cannot serve is an error
-that says which one can; nothing falls back silently.
+in `CAPABILITIES`; `kernels/attention/dispatch/choice.py` chooses. A request that the named backend
+cannot serve is an error that says which one can; nothing falls back silently.
 """
 
 import functools
@@ -16,8 +16,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxpar.kernels.attention import cudnn, reference
 from jaxpar.kernels.attention.arguments import check_arguments
-from jaxpar.kernels.attention.capability import CAPABILITIES
-from jaxpar.kernels.attention.choice import Choice, choose
+from jaxpar.kernels.attention.dispatch.capability import CAPABILITIES
+from jaxpar.kernels.attention.dispatch.choice import Choice, choose
 from jaxpar.kernels.attention.mask import AttentionMask
 
 
@@ -36,7 +36,7 @@ def imported_when_used(name: str) -> ModuleType:
 BACKENDS: dict[str, ModuleType] = {
     "cudnn": cudnn,
     # Mosaic's compiler takes a sixth of a program's imports, and is for GPUs.
-    "pallas_hopper": imported_when_used("jaxpar.kernels.attention.pallas_hopper"),
+    "pallas_hopper": imported_when_used("jaxpar.kernels.attention.hopper.api"),
     "reference": reference,
 }
 

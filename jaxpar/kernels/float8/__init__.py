@@ -1,6 +1,6 @@
-"""float8 matmuls: what is rounded is in `quantize.py`, what is multiplied in `multiply.py`."""
+"""float8 matmuls: what is rounded is in `quantize.py`, what is multiplied in `matmul.py`."""
 
-from jaxpar.kernels.float8.multiply import SCALE, Weight, matmul, quantize_weight
+from jaxpar.kernels.float8.matmul import SCALE, Weight, matmul, quantize_weight
 from jaxpar.kernels.float8.quantize import BACKWARD, FORWARD, largest, power_of_two_scale, quantize
 
 __all__ = [

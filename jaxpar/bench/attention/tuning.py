@@ -1,0 +1,251 @@
+"""The table of measurements that the choice of backend and block sizes is read from."""
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import jaxpar.kernels.attention.dispatch
+from jaxpar.bench.attention import exactness
+from jaxpar.bench.attention.contest import (
+    Kernel,
+    Row,
+    Saved,
+    conditions_of,
+    figures,
+    message,
+    refusal,
+)
+from jaxpar.bench.attention.shapes import Arrays, Shape, draw
+from jaxpar.bench.matmuls.sustained import TIMED, WARM_UP
+from jaxpar.bench.timing import Sustained, Timing, interleaved
+from jaxpar.bench.training import conditions
+from jaxpar.config import ConfigError
+from jaxpar.kernels.attention.dispatch import capability, measurements
+from jaxpar.kernels.attention.hopper import blocks
+from jaxpar.runtime.files import json_output
+
+#: The folder of the tables, one for each kind of GPU.
+TABLES = Path(jaxpar.kernels.attention.dispatch.__file__).parent / "measured"
+
+#: Candidates are timed as a step would run them.
+AT_THE_LIMIT = Sustained(settle=WARM_UP, timed=TIMED)
+
+#: Batches of each candidate, unless --repeats says how many.
+REPEATS = 3
+
+#: What a row of the table is about: a new measurement takes the place of the old one.
+SHAPE = ("kind", *"BTSHGD", "dtype", "window", "documents")
+KEY = ("direction", "deterministic", "backend", *SHAPE, "blocks")
+
+
+def default_table() -> Path:
+    """The table of the GPU at hand.
+
+    Raises:   ConfigError without one.
+    """
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        rule, fix = "must be given where there is no GPU", "add --table runs/table.json"
+        raise ConfigError("--table", None, rule, fix)
+    return TABLES / measurements.file_name(device.device_kind)
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A backend in one direction with the sizes to try; None: it has none to choose."""
+
+    direction: str
+    backend: str
+    sizes: Any = None
+    deterministic: bool = False
+
+    def row(self) -> Row:
+        """What it is, in a row."""
+        sizes = None if self.sizes is None else dataclasses.asdict(self.sizes)
+        return {
+            "direction": self.direction,
+            "backend": self.backend,
+            "blocks": sizes,
+            "deterministic": self.deterministic,
+        }
+
+    def kernel(self) -> Kernel:
+        """Its programs."""
+        given: Row = {} if self.sizes is None else {"blocks": self.sizes}
+        if self.direction == "forward":
+            return Kernel(self.backend, of_forward=given)
+        return Kernel(
+            self.backend,
+            of_backward=given | ({"deterministic": True} if self.deterministic else {}),
+        )
+
+
+def candidates(backends: Sequence[str], direction: str, head_dim: int) -> list[Candidate]:
+    """All that is to be tried. A backward that can be deterministic on request is tried both ways.
+
+    A head dim without block sizes gives a candidate without sizes, which the backend will refuse.
+    """
+    which = blocks.forward_candidates if direction == "forward" else blocks.backward_candidates
+    found = []
+    for backend in backends:
+        sizes: list[Any] = [None]
+        if backend in measurements.TUNED:
+            with contextlib.suppress(KeyError):
+                sizes = list(which(head_dim))
+        on_request = capability.CAPABILITIES[backend].deterministic == "on request"
+        ways = [False, True] if direction == "backward" and on_request else [False]
+        found += [Candidate(direction, backend, size, way) for way in ways for size in sizes]
+    return found
+
+
+def tune(
+    shape: Shape, backends: Sequence[str], dtype: str, repeats: int, say: Callable[[str], None]
+) -> list[Row]:
+    """A row for each direction, backend and block size: its time, or why it is passed over."""
+    asked = draw(shape, dtype)
+    wanted = exactness.exact(exactness.one_group(asked, None, None)[0])
+    saved: Saved | None = None
+    rows: list[Row] = []
+    for direction in ("forward", "backward"):
+        flops, entries = shape.useful_flops(direction), {}
+        programs: dict[Candidate, Callable] = {}
+        for candidate in candidates(backends, direction, shape.D):
+            entry = entries[candidate] = conditions_of(shape, dtype) | candidate.row()
+            refused = refusal(candidate.backend, asked, candidate.deterministic)
+            if refused:
+                entry["refused"] = refused
+                continue
+            say(f"{shape}: {direction}, trying {words(entry)}")
+            try:
+                kernel, saved = _try(candidate, asked, saved, wanted)
+                programs[candidate] = kernel.program(direction, [asked], saved)
+            except Exception as error:  # whatever a kernel or its compiler raises
+                entry["failed"] = message(error)
+        say(f"{shape}: {direction}, timing {len(programs)}")
+        for candidate, found in interleaved(programs, repeats, AT_THE_LIMIT).items():
+            row = figures(found, flops) if isinstance(found, Timing) else {"failed": message(found)}
+            entries[candidate] |= row
+        rows += entries.values()
+    return rows
+
+
+def _try(
+    candidate: Candidate, asked: Arrays, saved: Saved | None, wanted: tuple
+) -> tuple[Kernel, Saved]:
+    """Run a candidate once; its program, and the output of a forward pass that can be trusted.
+
+    Raises:   whatever the kernel does, and ValueError when its result is wrong.
+    """
+    kernel, grads = candidate.kernel(), None
+    backward = candidate.direction == "backward"
+    fresh = saved if backward and saved else jax.block_until_ready(kernel.forward([asked]))
+    if backward:
+        grads = jax.block_until_ready(kernel.backward([asked], fresh))[0]
+    found = exactness.errors(exactness.one_group(asked, fresh[0][0], grads)[1], wanted)
+    wrong = exactness.wrong(found)
+    if wrong:
+        raise ValueError(wrong)
+    return kernel, fresh
+
+
+def words(row: Row) -> str:
+    """Backend and block sizes in a few letters."""
+    sizes = [f"{name}={n}" for name, n in (row.get("blocks") or {}).items()]
+    same = ["same bits"] if row.get("deterministic") else []
+    return " ".join([row["backend"], *sizes, *same])
+
+
+def fastest(rows: Sequence[Row]) -> list[Row]:
+    """Of the rows that were timed, the fastest of each direction, deterministic or not."""
+    best: dict[tuple, Row] = {}
+    for row in rows:
+        key = row["direction"], row["deterministic"]
+        if "ms" in row and (key not in best or row["ms"] < best[key]["ms"]):
+            best[key] = row
+    return list(best.values())
+
+
+def hopeless(rows: Sequence[Row]) -> list[Row]:
+    """The rows that failed where no other block sizes of the same backend were timed."""
+    same = ("shape", "direction", "deterministic", "backend", *"BTSHGD")
+    group = lambda row: tuple(row[name] for name in same)  # noqa: E731
+    timed = {group(row) for row in rows if "ms" in row}
+    return [row for row in rows if "failed" in row and group(row) not in timed]
+
+
+def read_table(path: Path) -> Row | None:
+    """What a table holds; None where there is none.
+
+    Raises:   ConfigError when it is damaged.
+    """
+    try:
+        table = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise _no_table(path, f"cannot be read: {error}") from error
+    texts = ("gpu", "jax", "commit", "command")
+    whole = isinstance(table, dict) and {"gpu", "jax", "cudnn", "rows"} <= table.keys()
+    if not whole or not all(isinstance(table.get(name, ""), str) for name in texts):
+        raise _no_table(path, "is no table of measurements")
+    if not isinstance(table["rows"], list) or not all(isinstance(r, dict) for r in table["rows"]):
+        raise _no_table(path, "has rows that are none")
+    return table
+
+
+def own_table(path: Path) -> Row | None:
+    """The same, of the device at hand.
+
+    Raises:   ConfigError when it is damaged, or another GPU's.
+    """
+    table = read_table(path)
+    if table is not None and table["gpu"] != jax.devices()[0].device_kind:
+        raise _no_table(path, f"holds times of {table['gpu']!r}")
+    return table
+
+
+def _no_table(path: Path, rule: str) -> ConfigError:
+    return ConfigError("--table", str(path), rule, "leave --table out, or name a new file")
+
+
+def merge(path: Path, rows: Sequence[Row], commit: str, command: str) -> str:
+    """Put the rows that were timed into a table; in one line, what was done.
+
+    Rows measured under another JAX or cuDNN are dropped: a table has one set of versions. Commits
+    and commands add up.
+
+    Raises:   ConfigError when the table is damaged, or another GPU's.
+    """
+    device = jax.devices()[0].device_kind
+    head = {"gpu": device, "jax": jax.__version__, "cudnn": conditions.cudnn_version()}
+    old = own_table(path) or head | {"rows": []}
+    same = all(old[name] == head[name] for name in head)
+    kept = old if same else {"rows": []}
+    joined = lambda name, new: " && ".join(  # noqa: E731
+        dict.fromkeys([*filter(None, kept.get(name, "").split(" && ")), new])
+    )
+    table = {_key(row): row for row in kept["rows"]}
+    new = [_table_row(row) for row in rows if "ms" in row]
+    table |= {_key(row): row for row in new}
+    both = {"commit": joined("commit", commit), "command": joined("command", command)}
+    json_output.write("--table", path, kept | head | both | {"rows": list(table.values())})
+    dropped = len(old["rows"]) - len(kept["rows"])
+    said = f"{path}: {len(new)} rows measured, {len(table)} in all"
+    return said + (f", {dropped} dropped, of another JAX or cuDNN" if dropped else "")
+
+
+def _key(row: Row) -> str:
+    return json.dumps([row.get(name) for name in KEY], sort_keys=True)
+
+
+def _table_row(row: Row) -> Row:
+    """As `measurements.py` reads it: how many documents, and nothing that is not there."""
+    row = {name: row.get(name) for name in (*KEY, "ms", "tflops")}
+    row["documents"] = row["documents"] and len(row["documents"])
+    optional = ("window", "documents")
+    return {name: value for name, value in row.items() if value or name not in optional}

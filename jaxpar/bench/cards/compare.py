@@ -1,0 +1,88 @@
+"""Compare cards side by side: python -m jaxpar.bench compare A.json B.json [C.json ...]
+
+Each figure of two or more cards, with its ratio to the first card's; then the conditions in which
+they differ. Cards of `bench train` compare with each other, and those of `bench attention`.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxpar.bench.cards import differences, figures
+from jaxpar.config import ConfigError
+from jaxpar.runtime.options import Parser
+
+PROGRAM = "python -m jaxpar.bench compare"
+
+
+def read_command(argv: Sequence[str]) -> argparse.Namespace:
+    """The files to compare, unread.
+
+    Raises:   ConfigError for fewer than two.
+    """
+    parser = Parser(prog=PROGRAM, description=__doc__, allow_abbrev=False)
+    parser.add_argument("cards", nargs="+", metavar="CARD", help="files that --card has written")
+    options = parser.parse_args(argv)
+    if len(options.cards) < 2:
+        fix = f"name another: {PROGRAM} A.json B.json"
+        raise ConfigError("cards", options.cards[0], "must be two or more", fix)
+    return options
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line."""
+    paths = read_command(argv).cards
+    cards = [read_card(path) for path in paths]
+    kinds = [kind_of(path, card) for path, card in zip(paths, cards, strict=True)]
+    for path, kind in zip(paths, kinds, strict=True):
+        if kind != kinds[0]:
+            rule = f"is a card of bench {kind}, and {paths[0]} one of bench {kinds[0]}"
+            raise ConfigError("cards", path, rule, "compare cards of one kind")
+    print(comparison(paths, cards, kinds[0]), flush=True)
+    return 0
+
+
+def comparison(paths: Sequence[str], cards: Sequence[dict[str, Any]], kind: str) -> str:
+    """What the cards are, their figures, what to beware of, and the conditions that differ."""
+    names = [chr(ord("A") + n) if n < 26 else f"card{n + 1}" for n in range(len(cards))]
+    titles = [f"{name}  {path}" for name, path in zip(names, paths, strict=True)]
+    table, notes = figures.TABLES[kind](names, cards)
+    warnings = differences.warnings(names, cards, kind)
+    parts = ["\n".join(titles), table, "\n".join([*warnings, *notes])]
+    return "\n\n".join([*filter(None, parts), differences.table(names, cards)])
+
+
+def read_card(path: str) -> dict[str, Any]:
+    """A card's content.
+
+    Raises:   ConfigError when the file cannot be read, or is no JSON object.
+    """
+    try:
+        card = json.loads(Path(path).read_text("utf-8"))
+    except OSError as error:
+        rule = f"cannot be read: {error.strerror or error}"
+        raise ConfigError("cards", path, rule, "name a file that --card has written") from error
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or too deep
+        rule = f"is not JSON: {error}"
+        raise ConfigError("cards", path, rule, "name a file that --card has written") from error
+    if not isinstance(card, dict):
+        rule = f"is no card, but a JSON {type(card).__name__}"
+        raise ConfigError("cards", path, rule, "name a file that --card has written")
+    return card
+
+
+def kind_of(path: str, card: dict[str, Any]) -> str:
+    """The benchmark that has written a card: train or attention. Beside those of train come those
+    of `scripts/measure_torchtitan.py`, which hold fewer figures.
+
+    Raises:   ConfigError for any other.
+    """
+    if isinstance(card.get("step_seconds"), dict) or "torchtitan" in card:
+        return "train"
+    of_attention = str(card.get("what", "")).startswith("attention")
+    if of_attention and isinstance(card.get("rows"), list):
+        return "attention"
+    rule = "is no card of bench train or bench attention"
+    raise ConfigError("cards", path, rule, "name a file that one of them wrote with --card")

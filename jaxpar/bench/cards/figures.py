@@ -1,0 +1,227 @@
+"""The figures of several cards side by side, with their ratios to the first card's."""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxpar.bench.attention import tuning
+from jaxpar.bench.cards.differences import one_line
+from jaxpar.profiling.table import aligned
+from jaxpar.profiling.trace.kernels import CLASSES, KINDS
+
+type Card = dict[str, Any]
+
+MISSING = "-"
+#: After a ratio: the difference is no more than the spread of either measurement.
+NOISE = "~"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure of a training card: where it is, and how it is written.
+
+    `timed` are those that follow from the median step, whose spread is known.
+    """
+
+    label: str
+    path: str
+    form: str = ",.1f"
+    scale: float = 1.0
+    timed: bool = False
+
+
+TRAINING = (
+    Figure("tokens/s/device", "tokens_per_second_per_device", ",.0f", timed=True),
+    Figure("MFU, causal", "mfu_causal", ".1%", timed=True),
+    Figure("MFU, full attention", "mfu_full_attention", ".1%", timed=True),
+    Figure("step, median ms", "step_seconds/median", scale=1e3, timed=True),
+    Figure("  fastest", "step_seconds/fastest", scale=1e3),
+    Figure("  slowest", "step_seconds/slowest", scale=1e3),
+    Figure("  interquartile", "step_seconds/interquartile", scale=1e3),
+    Figure("data wait ms", "data_wait_seconds/median", scale=1e3),
+    Figure("peak GiB", "peak_memory_gib"),
+    Figure("watts a GPU", "power/watts", ",.0f"),
+    Figure("SM MHz", "power/sm_mhz", ",.0f"),
+    Figure("at the power limit", "power/at_power_limit", ".0%"),
+    Figure("compilation s", "compile_seconds"),
+    Figure("loss, first step", "loss/first", ".4f"),
+    Figure("loss, last step", "loss/last", ".4f"),
+    Figure("GB sent a step", "collective_bytes/bytes", ",.3f", 1e-9),
+    Figure("profiled step ms", "profile/ms/step"),
+    Figure("  compute", "profile/ms/compute"),
+    Figure("  communication", "profile/ms/communication"),
+    Figure("  exposed", "profile/ms/exposed"),
+    Figure("  exposed, worst device", "profile/worst_device_ms/exposed"),
+    Figure("  idle", "profile/ms/idle"),
+    *(Figure(f"kernels: {what} ms", f"profile/by_class/{what}/ms") for what in CLASSES),
+    *(Figure(f"exposed: {kind} ms", f"profile/communication/{kind}/exposed_ms") for kind in KINDS),
+)
+
+
+def at(card: Card, path: str) -> Any:
+    """What a card has at a path of keys, key/key; None where there is nothing."""
+    value: Any = card
+    for key in path.split("/"):
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def number_at(card: Card, path: str) -> float | None:
+    """The same, if it is a number that can have been measured."""
+    value = at(card, path)
+    return value if _is_figure(value) else None
+
+
+def _is_figure(value: Any) -> bool:
+    """Whether it is a number, finite and not below 0, but for the rounding of a difference."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value) and value > -1e-6
+    except OverflowError:  # an integer beyond all floats
+        return False
+
+
+def left_out(where: str, card: Card, paths: Sequence[str]) -> list[str]:
+    """A note on each value that stands where a figure ought to, and is none."""
+    odd = [(path, at(card, path)) for path in paths]
+    return [
+        f"note: {path} of {where} is no figure, and left out: {one_line(value)[:40]}"
+        for path, value in odd
+        if value is not None and not _is_figure(value)
+    ]
+
+
+def ratio(value: float | None, first: float | None, noise: bool = False) -> str:
+    """A value over the first card's, marked where the difference is within the spread."""
+    if value is None or not first:
+        return MISSING
+    return f"{value / first:.3f}" + (NOISE if noise else "")
+
+
+# ---------------------------------------------------------------------------------- training
+
+
+def training_table(names: Sequence[str], cards: Sequence[Card]) -> tuple[str, list[str]]:
+    """The figures that any of the cards has, and notes on those that do not tell them apart."""
+    first = cards[0]
+    noisy = [_step_noise(card, first) for card in cards]
+    rows = [("", names[0], *(c for n in names[1:] for c in (n, f"{n}/{names[0]}")))]
+    for figure in TRAINING:
+        values = [number_at(card, figure.path) for card in cards]
+        if not any(value is not None for value in values):
+            continue
+        texts = [_written(value, figure) for value in values]
+        cells = [texts[0]]
+        for value, text, within in zip(values[1:], texts[1:], noisy[1:], strict=True):
+            cells += [text, ratio(value, values[0], figure.timed and within is not None)]
+        rows.append((figure.label, *cells))
+    notes = [
+        f"noise: the steps of {names[0]} and {name} differ by {within[0] * 1e3:.1f} ms, within the "
+        f"spread of {within[1] * 1e3:.1f} ms between steps ({NOISE})"
+        for name, within in zip(names[1:], noisy[1:], strict=True)
+        if within is not None
+    ]
+    paths = [figure.path for figure in TRAINING]
+    for name, card in zip(names, cards, strict=True):
+        notes += left_out(name, card, paths)
+    return aligned(rows), notes
+
+
+def _written(value: float | None, figure: Figure) -> str:
+    return MISSING if value is None else format(value * figure.scale, figure.form)
+
+
+def _step_noise(card: Card, first: Card) -> tuple[float, float] | None:
+    """Difference of the median steps and the spread, in seconds; None when it is more than that.
+
+    The spread is the interquartile distance, the larger of the two; of an older card, which lacks
+    it, that between the fastest step and the slowest.
+    """
+    median, its_median = (number_at(c, "step_seconds/median") for c in (card, first))
+    spread, its_spread = (_step_spread(c) for c in (card, first))
+    if median is None or its_median is None or spread is None or its_spread is None:
+        return None
+    difference, widest = abs(median - its_median), max(spread, its_spread)
+    return (difference, widest) if difference <= widest else None
+
+
+def _step_spread(card: Card) -> float | None:
+    middle = number_at(card, "step_seconds/interquartile")
+    slowest, fastest = (number_at(card, f"step_seconds/{end}") for end in ("slowest", "fastest"))
+    if middle is None and slowest is not None and fastest is not None:
+        return slowest - fastest
+    return middle
+
+
+# --------------------------------------------------------------------------------- attention
+
+#: What makes two rows of attention cards the same measurement.
+SAME = ("kind", *"BTSHGD", "window", "documents", "dtype", "direction", "backend")
+OPTIONAL = ("blocks", "deterministic")
+#: The figures of a row.
+MEASURED = ("ms", "ms_fastest", "ms_slowest", "tflops", "times_cudnn")
+
+
+def attention_table(names: Sequence[str], cards: Sequence[Card]) -> tuple[str, list[str]]:
+    """A line for each shape, direction and backend that any card has, a column for each card."""
+    tables = [{_key(row): row for row in card["rows"] if _is_row(row)} for card in cards]
+    keys = list(dict.fromkeys(key for table in tables for key in table))
+    title = [f"{name} ms" for name in names] + [f"{name}/{names[0]}" for name in names[1:]]
+    title += [f"{name} {what}" for what in ("TFLOP/s", "x cuDNN") for name in names]
+    rows: list[Sequence[str]] = [("shape", "direction", "backend", *title)]
+    for key in keys:
+        found = [table.get(key, {}) for table in tables]
+        row = next(filter(None, found))
+        ms = [number_at(r, "ms") for r in found]
+        cells = [MISSING if value is None else f"{value:.3f}" for value in ms]
+        noise = [_row_noise(r, found[0]) for r in found]
+        cells += [ratio(v, ms[0], within) for v, within in zip(ms[1:], noise[1:], strict=True)]
+        for path, form in (("tflops", ".1f"), ("times_cudnn", ".2f")):
+            values = [number_at(r, path) for r in found]
+            cells += [MISSING if value is None else format(value, form) for value in values]
+        what = [row["direction"], tuning.words(row)]
+        rows.append((*map(one_line, (_shape(row), *what)), *cells))
+    marked = any(NOISE in cell for row in rows[1:] for cell in row)
+    notes = [f"noise: {NOISE} marks differences within the spread of the repeats"] if marked else []
+    for name, card, table in zip(names, cards, tables, strict=True):
+        odd = sum(not _is_row(row) for row in card["rows"])
+        notes += [f"note: entries of {name} that are no rows, and left out: {odd}"] if odd else []
+        for row in table.values():
+            notes += left_out(f"{name}, {one_line(_shape(row))}", row, MEASURED)
+    return aligned(rows, left=(0, 1, 2)), notes
+
+
+def _is_row(row: Any) -> bool:
+    """Whether it is a row of a card: a direction, a backend, and block sizes if any."""
+    if not isinstance(row, dict) or not isinstance(row.get("blocks") or {}, dict):
+        return False
+    return all(isinstance(row.get(name), str) for name in ("direction", "backend"))
+
+
+def _key(row: Card) -> str:
+    values = [row.get(name) for name in SAME] + [row.get(name) or None for name in OPTIONAL]
+    return json.dumps(values, sort_keys=True)
+
+
+def _shape(row: Card) -> str:
+    sizes = ",".join(str(row.get(name, "?")) for name in "BTHGD")
+    return f"{row.get('shape', row.get('kind', '?'))} {sizes} {row.get('dtype', '')}".rstrip()
+
+
+def _row_noise(row: Card, first: Card) -> bool:
+    names = ("ms", "ms_fastest", "ms_slowest")
+    values = [[number_at(r, name) for name in names] for r in (row, first)]
+    known = [[v for v in each if v is not None] for each in values]
+    if any(len(each) < len(names) for each in known):
+        return False
+    (ms, fastest, slowest), (other, its_fastest, its_slowest) = known
+    return abs(ms - other) <= max(slowest - fastest, its_slowest - its_fastest)
+
+
+TABLES: dict[str, Callable[[Sequence[str], Sequence[Card]], tuple[str, list[str]]]] = {
+    "train": training_table,
+    "attention": attention_table,
+}

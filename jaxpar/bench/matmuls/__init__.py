@@ -1,0 +1,1 @@
+"""Matmul kernels, measured and chosen."""

@@ -1,0 +1,173 @@
+"""The matrix products of a compiled program, so that each can be run alone.
+
+An array is seen as it lies in memory: dims in the order of its layout, the contiguous one last. So
+a product that XLA has written with other dims first, or transposed, is the same `dot_general` of
+arrays in JAX's own order.
+"""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxpar.profiling.hlo.costs import contracted
+from jaxpar.profiling.hlo.text import Instruction, Module
+
+_ARRAY = re.compile(r"\b(\w+)\[([\d,]*)\](?:\{([\d,]*))?")
+#: HLO's names of dtypes, and JAX's, of the products that are known here; of 8 bits, as operands.
+DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
+FLOAT8 = {"f8e4m3fn": "float8_e4m3fn", "f8e5m2": "float8_e5m2"}
+
+
+@dataclass(frozen=True)
+class Product:
+    """left and right, contracted over some dims of each; `adds`: to an array that is there.
+
+    left, right    dims in the order in which they lie in memory.
+    dtype          of the left one, and of the right one if `right_dtype` is "".
+    fast           of 8 bits: added up with fewer bits than float32 has.
+    """
+
+    left: tuple[int, ...]
+    right: tuple[int, ...]
+    over_left: tuple[int, ...]
+    over_right: tuple[int, ...]
+    dtype: str
+    result_dtype: str
+    adds: bool = False
+    right_dtype: str = ""
+    fast: bool = False
+
+    def __str__(self) -> str:
+        """As bfloat16[32768,2048] x [2048,3072] over 1 and 0."""
+        sides = [",".join(map(str, dims)) for dims in (self.left, self.right)]
+        over = [",".join(map(str, dims)) for dims in (self.over_left, self.over_right)]
+        text = f"{self.dtype}[{sides[0]}] x {self.right_dtype}[{sides[1]}]"
+        return (
+            f"{text} over {over[0]} and {over[1]}"
+            + f" in {self.result_dtype}" * (self.result_dtype != self.dtype)
+            + ", added" * self.adds
+            + ", fast" * self.fast
+        )
+
+    def as_json(self) -> dict[str, object]:
+        """For the process that runs it."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class _Array:
+    dtype: str
+    dims: tuple[int, ...]
+    order: tuple[int, ...]
+    """The dims from the one that varies slowest to the contiguous one."""
+
+    def laid_out(self) -> tuple[int, ...]:
+        return tuple(self.dims[dim] for dim in self.order)
+
+
+def _array(type_text: str) -> _Array:
+    """The first array of a type."""
+    found = _ARRAY.search(type_text)
+    if not found:
+        raise ValueError(f"no array in {type_text!r}")
+    dims = tuple(int(n) for n in found[2].split(",") if n)
+    minor_first = [int(n) for n in (found[3] or "").split(",") if n]
+    order = tuple(reversed(minor_first)) if minor_first else tuple(range(len(dims)))
+    return _Array(found[1], dims, order)
+
+
+def product_of(module: Module, instruction: Instruction) -> Product | None:
+    """The product that an instruction is, or the one in the fusion that it is; None if it is
+    none, or one that is not known here: of rows in batches, of operands of two dtypes but for those
+    of 8 bits, with its result's dims in an order of their own, or with a bias."""
+    if instruction.opcode == "fusion":
+        inside = [
+            each for name in instruction.called("calls") for each in module.computations[name]
+        ]
+        found = [product for each in inside if (product := product_of(module, each))]
+        return found[0] if len(found) == 1 else None
+    read = contracted(instruction)
+    if read is None or _in_batches(instruction) or len(instruction.operands) < 2:
+        return None
+    types = [module.type_of(operand) for operand in instruction.operands[:2]]
+    if None in types:
+        return None
+    sides = [_array(each) for each in types if each is not None]
+    result = _array(instruction.type)
+    scaled = _is_scaled(instruction)
+    dtypes = {side.dtype for side in sides}
+    known = dtypes <= set(FLOAT8) if scaled else len(dtypes) == 1 and dtypes <= set(DTYPES)
+    if not known or result.dtype not in DTYPES:
+        return None
+    overs = [
+        tuple(side.order.index(dim) for dim in over) for side, over in zip(sides, read, strict=True)
+    ]
+    left_first, right_first = _orders(sides, read)
+    written = [dim for dim in result.order if result.dims[dim] > 1]
+    if written == right_first != left_first:
+        sides, overs = sides[::-1], overs[::-1]
+    elif written != left_first:
+        return None
+    adds = len(instruction.operands) > (4 if scaled else 2)
+    if adds and _dims(module.type_of(instruction.operands[2])) != result.dims:
+        return None
+    left_dtype, right_dtype = ((DTYPES | FLOAT8)[side.dtype] for side in sides)
+    return Product(
+        left=sides[0].laid_out(),
+        right=sides[1].laid_out(),
+        over_left=overs[0],
+        over_right=overs[1],
+        dtype=left_dtype,
+        result_dtype=DTYPES[result.dtype],
+        adds=adds,
+        right_dtype="" if right_dtype == left_dtype else right_dtype,
+        fast=scaled and '"operand_precision":["DEFAULT","DEFAULT"]' in instruction.attributes,
+    )
+
+
+def _orders(
+    sides: Sequence[_Array], overs: tuple[Sequence[int], Sequence[int]]
+) -> tuple[list[int], list[int]]:
+    """The result's dims, but those of 1, as they lie in memory if the product is one of arrays in
+    JAX's own order: with the left side's first, or the right one's."""
+    found, begin = [], 0
+    for side, over in zip(sides, overs, strict=True):
+        free = [dim for dim in range(len(side.dims)) if dim not in over]
+        in_memory = [dim for dim in side.order if dim in free and side.dims[dim] > 1]
+        found.append([begin + free.index(dim) for dim in in_memory])
+        begin += len(free)
+    return found[0] + found[1], found[1] + found[0]
+
+
+def _dims(type_text: str | None) -> tuple[int, ...] | None:
+    return None if type_text is None else _array(type_text).dims
+
+
+def _in_batches(instruction: Instruction) -> bool:
+    """Whether it is many products, one for each place of some dims."""
+    pattern = r'lhs_batch_dims=\{\d|"lhs_batch_dimensions":\["'
+    return re.search(pattern, instruction.attributes) is not None
+
+
+def _is_scaled(instruction: Instruction) -> bool:
+    """Whether it is a product of 8 bits, with a scale for each of the two operands behind them."""
+    return re.search(r'custom_call_target="[^"]*\$f8"', instruction.attributes) is not None
+
+
+def find(module: Module, line: str) -> list[Product]:
+    """The products of a line of HLO in the program that it ended in: one for each layer.
+
+    Its name may have changed since; what it comes from, and its result, have not.
+    """
+    scope = re.findall(r'op_name="([^"]*)"', line)
+    result = _array(line.partition(" = ")[2])
+    found = []
+    for instruction in module.run_order():
+        if not scope or instruction.scope != scope[0] or "[" not in instruction.type:
+            continue
+        made = _array(instruction.type)
+        if (made.dtype, made.dims) == (result.dtype, result.dims):
+            product = product_of(module, instruction)
+            found += [product] if product is not None else []
+    return found

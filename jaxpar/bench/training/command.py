@@ -1,0 +1,226 @@
+"""Measure training speed: python -m jaxpar.bench train CONFIG [--steps N] [--card FILE] [...]
+
+Runs the training program's own step on its own data, from fresh weights, without checkpoints or
+evaluation, then a few steps more under the profiler, and writes a card: the figures with the
+conditions they hold under.
+docs/benchmarking.md says what each figure is.
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import itertools
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jaxpar.bench.training import conditions, power, profiled
+from jaxpar.config import Config, ConfigError
+from jaxpar.config.command_line import read_config, written_out
+from jaxpar.config.serialize import to_json
+from jaxpar.model.flops import num_params
+from jaxpar.monitoring.metrics import peak_memory_gib
+from jaxpar.monitoring.mfu import mfu
+from jaxpar.profiling.hlo.collective_bytes import collective_bytes
+from jaxpar.runtime import provenance
+from jaxpar.runtime.files import json_output
+from jaxpar.runtime.options import Parser, check_file, check_folder
+from jaxpar.runtime.processes import detect, peers, rendezvous
+from jaxpar.sharding.mesh import describe
+from jaxpar.training import elastic
+from jaxpar.training.loop import compiled
+from jaxpar.training.run import Run
+
+#: Steps run before the clock starts: the first ones load kernels and settle the clocks.
+WARM_UP = 3
+#: Seconds between two lines about how far it is.
+EVERY = 5.0
+
+
+def measure(run: Run, steps: int) -> tuple[dict[str, Any], profiled.Running]:
+    """Time the train step on consecutive batches.
+
+    Each step is waited for once the next is dispatched, as in training.
+
+    Returns:  times of a step and of waiting for its batch, compile time, in seconds; first and
+        last loss; peak memory; what the step sends. And the run, for more steps.
+    """
+    state = run.start()
+    began = time.perf_counter()
+    train_step = compiled(run, state)
+    compile_seconds = time.perf_counter() - began
+    batches = run.loader.prefetched(0)
+    times: list[float] = []
+    losses, waits, pending, told = [], [], None, time.perf_counter()
+    with power.watching(jax.default_backend() == "gpu") as gpus:
+        for _ in range(WARM_UP + steps + 1):
+            began = time.perf_counter()
+            _, batch = next(batches)
+            waits.append(time.perf_counter() - began)
+            state, measured = train_step(state, batch)
+            if pending is None:  # the first step has been waited for
+                run.startup.ended("first step")
+            else:
+                losses.append(float(pending.loss))
+                times.append(time.perf_counter())
+                told = _progress(times, told, WARM_UP + steps)
+            if len(times) == WARM_UP:
+                gpus.begin()
+            pending = measured
+    seconds = [b - a for a, b in itertools.pairwise(times)][WARM_UP - 1 :]
+    hlo_text = train_step.program.as_text()
+    figures = {
+        "step_seconds": spread(seconds),
+        "data_wait_seconds": spread(waits[WARM_UP:-1]),
+        "steps": len(seconds),
+        "compile_seconds": compile_seconds,
+        "start_up_seconds": run.startup.seconds,
+        "loss": {"first": losses[0], "last": losses[-1]},
+        "peak_memory_gib": peak_memory_gib(),
+        **gpus.card(),
+        **sent_by(hlo_text),
+    }
+    return figures, profiled.Running(train_step, hlo_text, state, batches)
+
+
+def _progress(times: Sequence[float], told: float, of: int) -> float:
+    """Say how far it is, when the last line is some seconds old; the time of the latest line.
+
+    The next step is already dispatched, so that the devices do not wait for the line.
+    """
+    if times[-1] - told < EVERY or len(times) < 2:
+        return told
+    peers.say(f"step {len(times)} of {of}: the last took {times[-1] - times[-2]:.3f} s")
+    return times[-1]
+
+
+def spread(seconds: Sequence[float]) -> dict[str, float]:
+    """Median and extremes, and the distance between the quartiles: 0 of a single value."""
+    low, high = 0.0, 0.0
+    if len(seconds) > 1:
+        low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    return {
+        "median": statistics.median(seconds),
+        "fastest": min(seconds),
+        "slowest": max(seconds),
+        "interquartile": high - low,
+    }
+
+
+def sent_by(hlo_text: str) -> dict[str, Any]:
+    """Card entries of what a device sends in a step; null, with the reason, when it is unknown."""
+    try:
+        return {"collective_bytes": collective_bytes(hlo_text).card()}
+    except ValueError as error:
+        return {"collective_bytes": None, "collective_bytes_missing": str(error)}
+
+
+def card(run: Run, measured: dict[str, Any], environment: list[str], commit: str) -> dict[str, Any]:
+    """The figures with everything they depend on."""
+    cfg, devices = run.cfg, jax.device_count()
+    tokens = cfg.train.global_batch_size * cfg.data.seq_len
+    rate = tokens / measured["step_seconds"]["median"] / devices
+    share = lambda causal: mfu(  # noqa: E731
+        rate,
+        cfg.model,
+        cfg.data.seq_len,
+        jax.devices()[0].device_kind,
+        causal=causal,
+        lora=cfg.lora,
+    )
+    return {
+        "tokens_per_second_per_device": rate,
+        "mfu_causal": share(True),
+        "mfu_full_attention": share(False),
+        **measured,
+        "parameters": num_params(cfg.model),
+        "mesh": describe(run.mesh),
+        "attention": run.attention,
+        **conditions.of_this_process(environment, commit),
+        "config_sha256": hashlib.sha256(to_json(cfg).encode()).hexdigest(),
+        "config": dataclasses.asdict(cfg),
+    }
+
+
+def summary(result: dict[str, Any]) -> str:
+    """The timing in one line, and in a second what waits and what is sent."""
+    seconds = result["step_seconds"]
+    parts = [
+        f"{result['tokens_per_second_per_device']:,.0f} tokens/s/device",
+        f"step {seconds['median'] * 1e3:.1f} ms "
+        f"({seconds['fastest'] * 1e3:.1f} to {seconds['slowest'] * 1e3:.1f}, "
+        f"interquartile {seconds['interquartile'] * 1e3:.1f})",
+        f"peak {result['peak_memory_gib']:.1f} GiB",
+        f"loss {result['loss']['first']:.4f} to {result['loss']['last']:.4f}",
+    ]
+    if result["mfu_causal"] is not None:
+        mfus = f"MFU {result['mfu_causal']:.1%} causal, {result['mfu_full_attention']:.1%} full"
+        parts.insert(1, mfus)
+    below = [
+        f"compiled in {result['compile_seconds']:.1f} s",
+        f"data wait {result['data_wait_seconds']['median'] * 1e3:.1f} ms a step",
+        profiled.sent_in_words(result),
+    ]
+    lines = ["   ".join(parts), "   ".join(below), power.in_words(result)]
+    return "\n".join(filter(None, lines))
+
+
+def read_command(argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
+    """The options of the benchmark itself, and the config with its overrides."""
+    parser = Parser(prog="python -m jaxpar.bench train", description=__doc__, allow_abbrev=False)
+    add = parser.add_argument
+    add("--steps", type=int, default=20, help="steps to time (20)")
+    add("--profile-steps", type=int, default=2, help="steps to profile afterwards (2); 0: none")
+    add("--trace", metavar="DIR", help="folder to keep the profiler's trace in")
+    add("--card", help="file to write the card to, as JSON")
+    add("--commit", help="commit to put on the card, where there is no checkout")
+    options, rest = parser.parse_known_args(argv)
+    if options.steps < 1:
+        raise ConfigError("--steps", options.steps, "must be at least 1", "use --steps 20")
+    if options.profile_steps < 0:
+        fix = "use --profile-steps 2, or 0 for none"
+        raise ConfigError("--profile-steps", options.profile_steps, "must be at least 0", fix)
+    if options.trace is not None and not options.profile_steps:
+        fix = "use --profile-steps 2, or leave --trace out"
+        raise ConfigError("--trace", options.trace, "is of the profiled steps: there are none", fix)
+    cfg = read_config(rest, "jaxpar.bench train", __doc__)
+    given = {arg.partition("=")[0].replace("_", "-") for arg in written_out(rest)}
+    if "--run.dir" in given:
+        fix = "leave it out; --card FILE names what is written"
+        raise ConfigError("run.dir", cfg.run.dir, "is not used: a benchmark writes no run", fix)
+    if "--run.init-from" in given:
+        rule = "is not used: a benchmark begins with fresh weights"
+        raise ConfigError("run.init_from", cfg.run.init_from, rule, "leave it out")
+    place = detect.detect(cfg, os.environ)
+    if place is None or place.process_id == 0:  # the one that writes; others may be elsewhere
+        check_folder("--trace", options.trace)
+        check_file("--card", options.card)
+    return options, cfg
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line."""
+    options, cfg = read_command(argv)
+    cfg, environment = rendezvous.join(cfg)
+    cfg = dataclasses.replace(
+        cfg,
+        checkpoint=dataclasses.replace(cfg.checkpoint, every=0, resume="auto"),  # on the card only
+        evaluation=dataclasses.replace(cfg.evaluation, every=0),
+        run=dataclasses.replace(cfg.run, dir="runs/bench", init_from=""),
+    )
+    run = Run(elastic.choose_layout(cfg, cfg.cluster.slow_seconds or 1e6), start=None)
+    figures, running = measure(run, options.steps)
+    result = card(run, figures, environment, options.commit or provenance.checked_out_commit())
+    peers.say(summary(result))
+    to_card = options.card and peers.own() == 0
+    if to_card:  # before the profiler, which may fail
+        json_output.write("--card", options.card, result)
+    result |= profiled.profile_steps(running, options.profile_steps, options.trace)
+    peers.say(profiled.in_words(result))
+    if to_card:
+        json_output.write("--card", options.card, result)
+    return 0

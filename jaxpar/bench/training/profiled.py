@@ -1,0 +1,106 @@
+"""Steps of a run under the profiler: where their time goes, as entries of the card."""
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxpar.profiling import breakdown, table
+from jaxpar.profiling.hlo import text as hlo
+from jaxpar.profiling.trace import read as trace
+from jaxpar.sharding.batch import Batch
+from jaxpar.step.state import TrainState
+
+#: Steps that run under the profiler first and are left out: after a pause a GPU is above its power
+#: limit for some 0.1 s, and then well below it until its clock has settled.
+SETTLE = 3
+
+
+@dataclass
+class Running:
+    """A run that has begun: its step and that one's HLO text, its state, the batches to come."""
+
+    step: Callable[[TrainState, Batch], tuple[TrainState, Any]]
+    hlo_text: str
+    state: TrainState
+    batches: Generator[tuple[int, Batch]]
+
+
+def profile_steps(running: Running, steps: int, keep: str | None = None) -> dict[str, Any]:
+    """Run more steps under the profiler; `running` goes on from there, and its batches end.
+
+    Every process runs the steps; the first traces, and sees its own devices.
+
+    Args:     keep: folder for the trace; None: it is dropped.
+    Returns:  `profile`, as `breakdown.profile` gives it; None with `profile_missing`, the reason.
+    """
+    with contextlib.closing(running.batches):
+        if not steps:
+            return _missing("not asked for: --profile-steps 0")
+        jax.block_until_ready(running.state)
+        if jax.process_index() != 0:
+            _take(running, SETTLE + steps)
+            return _missing("the first process has it")
+        return _traced(running, steps, keep)
+
+
+def _take(running: Running, steps: int) -> None:
+    for _, (_, batch) in zip(range(steps), running.batches, strict=False):
+        running.state, measured = running.step(running.state, batch)
+    jax.block_until_ready((running.state, measured))
+
+
+def _traced(running: Running, steps: int, keep: str | None) -> dict[str, Any]:
+    """The steps under the profiler. A profiler or a disk that fails does not end the benchmark."""
+    begun = taken = False
+    try:
+        with _folder(keep) as folder:
+            with trace.capture(folder):
+                begun = True
+                _take(running, SETTLE + steps)
+                taken = True
+            found = trace.read(trace.newest_file(folder), hlo.module_name(running.hlo_text))
+            found = found.without_first(SETTLE)
+            return {"profile": breakdown.profile(found, running.hlo_text)}
+    except (OSError, RuntimeError, ValueError) as error:
+        if begun and not taken:
+            raise  # of a step itself
+        if not begun:
+            _take(running, SETTLE + steps)  # the other processes wait in it
+        known = isinstance(error, ValueError)
+        return _missing(str(error) if known else f"the trace failed: {error}")
+
+
+def in_words(card: dict[str, Any]) -> str:
+    """The profile as tables, or in a line why there is none."""
+    if card["profile"] is None:
+        return f"no profile: {card['profile_missing']}"
+    return "\n" + table.table(card["profile"], card["collective_bytes"])
+
+
+def sent_in_words(card: dict[str, Any]) -> str:
+    """What a device sends in a step."""
+    sent = card["collective_bytes"]
+    if sent is None:
+        return f"bytes sent unknown: {card['collective_bytes_missing']}"
+    kinds = [f"{row['count']} {kind}" for kind, row in sent["kinds"].items()]
+    least = "at least " if sent["unknown"] else ""
+    what = f" ({', '.join(kinds)})" if kinds else ""
+    return f"sends {least}{sent['bytes'] / 1e9:,.3f} GB a step{what}"
+
+
+def _missing(why: str) -> dict[str, Any]:
+    return {"profile": None, "profile_missing": why}
+
+
+@contextlib.contextmanager
+def _folder(keep: str | None) -> Iterator[Path]:
+    if keep is not None:
+        yield Path(keep)
+        return
+    with tempfile.TemporaryDirectory(prefix="trace-") as folder:
+        yield Path(folder)

@@ -1,0 +1,11 @@
+"""The error of a config value that cannot work."""
+
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """A config value that cannot work: names the field, its value, the rule and a fix."""
+
+    def __init__(self, field: str, value: Any, rule: str, fix: str):
+        self.field, self.value, self.rule, self.fix = field, value, rule, fix
+        super().__init__(f"{field} = {value!r}: {rule}. Fix: {fix}.")

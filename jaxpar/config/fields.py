@@ -1,0 +1,115 @@
+"""Fields of a config by path: their types, values, defaults and flags."""
+
+import dataclasses
+import difflib
+import functools
+import shlex
+import types
+import typing
+from collections.abc import Callable
+from typing import Any
+
+from jaxpar.config.errors import ConfigError
+from jaxpar.config.schema import Config
+
+
+def section_of(hint: Any) -> Any:
+    """The section class in a field's type, also in `Section | None`; None for a plain value."""
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    return next((option for option in options if dataclasses.is_dataclass(option)), None)
+
+
+@functools.cache
+def field_types(cls: Any = Config, prefix: str = "") -> dict[str, Any]:
+    """The type of every field by path, sections and their fields: {"train.seed": int, ...}."""
+    found: dict[str, Any] = {}
+    for name, hint in typing.get_type_hints(cls).items():
+        found[prefix + name] = hint
+        if section_of(hint) is not None:
+            found |= field_types(section_of(hint), f"{prefix}{name}.")
+    return found
+
+
+def leaf_paths() -> list[str]:
+    """Every field that is no section, by path, those of optional sections included."""
+    return [path for path, hint in field_types().items() if section_of(hint) is None]
+
+
+@functools.cache
+def default_of(path: str) -> Any:
+    """A field's default; inside an optional section, what it is once that section is set."""
+    node: Any = Config()
+    for key in path.split("."):
+        node = _child(node, key)
+    return node
+
+
+def _child(node: Any, key: str) -> Any:
+    """A field's value; where an optional section is None, that section's defaults."""
+    section = section_of(typing.get_type_hints(type(node))[key])
+    value = getattr(node, key)
+    return section() if value is None and section is not None else value
+
+
+def value_of(cfg: "Config", path: str) -> Any:
+    """A field's value: `value_of(cfg, "model.num_layers")`."""
+    return functools.reduce(getattr, path.split("."), cfg)
+
+
+def require(ok: bool, cfg: "Config", path: str, rule: str, *ways: str) -> None:
+    """Raises:   ConfigError for the field, with `ways` out, unless `ok`."""
+    if not ok:
+        raise ConfigError(path, value_of(cfg, path), rule, "use " + ", or ".join(ways))
+
+
+def unknown_field(path: str, value: Any, show: Callable[[str], str] = str) -> ConfigError:
+    """The error for a path that names no field, with what was probably meant.
+
+    Args:     show: how the reader would write a path.
+    """
+    section, _, name = path.rpartition(".")
+    names = {known: known.rpartition(".")[2] for known in leaf_paths()}
+    beside = [known for known in names if known.startswith(section + ".")]
+    meant = [known for known in names if names[known] == name]
+    if not meant and beside:
+        near = difflib.get_close_matches(name, [names[known] for known in beside], n=1)
+        meant = [known for known in beside if names[known] in near]
+    elif not meant:
+        meant = difflib.get_close_matches(path, names, n=1)
+    if meant:
+        fix = "use " + " or ".join(map(show, meant))
+    elif beside:
+        fix = "use one of " + ", ".join(map(show, beside))
+    else:
+        sections = ", ".join(field.name for field in dataclasses.fields(Config))
+        fix = f"name it SECTION.FIELD, with a section of {sections}"
+    return ConfigError(path, value, "is not a field of the config", fix)
+
+
+def flag(path: str, value: Any = ...) -> str:
+    """A field as the command line sets it: "--model.num-heads 8"; without a value, its name.
+
+    As a shell reads it: a value with spaces is quoted.
+    """
+    name = "--" + path.replace("_", "-")
+    return name if value is ... else f"{name} {shlex.quote(str(value))}"
+
+
+def replace(cfg: Config, **values: Any) -> Config:
+    """A copy with some fields changed, named by path: `replace(cfg, **{"model.num_layers": 2})`.
+
+    Setting a field of an optional section that is None starts from that section's defaults.
+
+    Raises:   ConfigError for a path that names no field.
+    """
+    for path, value in values.items():
+        if path not in field_types():
+            raise unknown_field(path, value)
+        cfg = _replaced(cfg, path.split("."), value)
+    return cfg
+
+
+def _replaced(node: Any, keys: list[str], value: Any) -> Any:
+    if len(keys) > 1:
+        value = _replaced(_child(node, keys[0]), keys[1:], value)
+    return dataclasses.replace(node, **{keys[0]: value})

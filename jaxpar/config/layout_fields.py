@@ -1,0 +1,29 @@
+"""The fields that a layout sets, and those that a config keeps."""
+
+from typing import Any
+
+from jaxpar.config import Config, default_of
+
+#: The fields that a layout sets, in the order in which they are shown.
+FIELDS = (
+    "pipeline replica data sequence tensor zero num_microbatches virtual_stages row_groups remat"
+).split()
+
+
+#: `parallel.auto` for all of them that the config leaves at their defaults.
+ALL = "all"
+
+
+def names_of(auto: str) -> list[str]:
+    """The names in `parallel.auto`."""
+    return [name.strip() for name in auto.split(",") if name.strip()]
+
+
+def kept(cfg: Config) -> dict[str, Any]:
+    """The fields of the layout that `parallel.auto` leaves as they are, by name."""
+    names = names_of(cfg.parallel.auto)
+    values = {name: getattr(cfg.parallel, name) for name in FIELDS}
+    if ALL in names:
+        return {name: v for name, v in values.items() if v != default_of(f"parallel.{name}")}
+    free = [*names, "data"] if cfg.parallel.data == -1 else names
+    return {name: value for name, value in values.items() if name not in free}

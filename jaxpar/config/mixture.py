@@ -1,0 +1,41 @@
+"""The sources that a config trains on, and their shares."""
+
+import math
+from typing import NamedTuple
+
+from jaxpar.config import Config, ConfigError, flag
+
+
+class Share(NamedTuple):
+    """One source of a mixture."""
+
+    path: str
+    weight: float
+    """Its share of the windows, relative to the others' weights."""
+
+
+def shares(cfg: Config) -> list[Share]:
+    """The sources to train on: those of `data.mixture`, or `data.path` alone.
+
+    Raises:   ConfigError for a mixture that is not PATH:WEIGHT,PATH:WEIGHT.
+    """
+    if not cfg.data.mixture:
+        return [Share(cfg.data.path, 1.0)]
+    return [_share(cfg, part.strip()) for part in cfg.data.mixture.split(",")]
+
+
+def _share(cfg: Config, part: str) -> Share:
+    field, text = "data.mixture", cfg.data.mixture
+    path, _, weight = part.rpartition(":")
+    fix = f"use {flag(field, f'{path or cfg.data.path}:1')}"
+    try:
+        share = Share(path.strip(), float(weight))
+    except ValueError as error:
+        rule = f"must be PATH:WEIGHT,PATH:WEIGHT, and {part!r} has no weight"
+        raise ConfigError(field, text, rule, f"use {flag(field, f'{part}:1')}") from error
+    if not share.path:
+        raise ConfigError(field, text, f"must be PATH:WEIGHT, and {part!r} has no path", fix)
+    if not (math.isfinite(share.weight) and share.weight > 0):
+        rule = f"needs weights above 0, and {share.path} has {weight}"
+        raise ConfigError(field, text, rule, fix)
+    return share

@@ -1,0 +1,60 @@
+"""What a config leaves open, filled in once the devices are known."""
+
+import dataclasses
+import math
+
+from jaxpar.config import Config, flag, require, value_of
+from jaxpar.config.rules.divisibility import largest_divisor
+
+#: The axes besides data.
+_OTHER_AXES = tuple(
+    f"parallel.{axis}" for axis in "pipeline replica expert sequence tensor".split()
+)
+
+
+def cast_once(cfg: Config) -> Config:
+    """Where nothing is sharded there is nothing to gather layer by layer: as ZeRO-1, weights are
+    cast once per step, and matmuls add the gradients of microbatches up. 8-bit gathers are left:
+    they say how weights are rounded."""
+    p = cfg.parallel
+    if p.data * p.expert * p.sequence > 1 or p.gather_dtype != "compute":
+        return cfg
+    return dataclasses.replace(cfg, parallel=dataclasses.replace(p, zero=1))
+
+
+def fill_data_axis(cfg: Config, num_devices: int) -> Config:
+    """The config with `parallel.data` known, once the axes multiply to the devices.
+
+    Raises:   ConfigError when they do not.
+    """
+    p, smaller = cfg.parallel, _smaller_axes(cfg, num_devices)
+    rest = math.prod(value_of(cfg, path) for path in _OTHER_AXES)
+    fewer = [flag(path, size) for path, size in smaller.items()]
+    devices = "1 device" if num_devices == 1 else f"{num_devices} devices"
+    if p.data == -1 and not smaller:
+        return dataclasses.replace(cfg, parallel=dataclasses.replace(p, data=num_devices // rest))
+    if p.data == -1:
+        path, needed = next(iter(smaller)), rest
+        rule = f"the axes besides data multiply to {rest}, which does not divide {devices}"
+    else:
+        path, needed = "parallel.data", p.data * rest
+        there = "there is" if num_devices == 1 else "there are"
+        rule = f"the mesh axes multiply to {needed}, and {there} {devices}"
+        fewer.append(flag("parallel.data", -1))
+    ways = [" ".join(fewer)]
+    if needed > num_devices or cfg.run.cpu_devices:
+        ways.append(f"{flag('run.cpu_devices', needed)} to simulate them")
+    require(needed == num_devices, cfg, path, rule, *ways)
+    return cfg
+
+
+def _smaller_axes(cfg: Config, num_devices: int) -> dict[str, int]:
+    """The axes besides `data` that must shrink for their product to divide the devices."""
+    smaller, left = {}, num_devices
+    for path in _OTHER_AXES:
+        size = value_of(cfg, path)
+        fits = largest_divisor(left, size)
+        left //= fits
+        if fits != size:
+            smaller[path] = fits
+    return smaller

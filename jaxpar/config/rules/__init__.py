@@ -1,0 +1,1 @@
+"""The rules of a config, each with a fix; `validate.py` applies them."""

@@ -1,0 +1,98 @@
+"""The rules about what divides what: one table."""
+
+import math
+from typing import NamedTuple
+
+from jaxpar.config import Config, flag, require, value_of
+
+
+class _Division(NamedTuple):
+    """`path` must be divisible by the product of the fields `by`, times `times`."""
+
+    path: str
+    by: tuple[str, ...]
+    why: str
+    times: int = 1
+
+    def divisor(self, cfg: Config) -> int:
+        """The product; `parallel.data` counts once it is known."""
+        return self.times * math.prod(max(value_of(cfg, path), 1) for path in self.by)
+
+
+def _divisions(cfg: Config) -> list[_Division]:
+    p = cfg.parallel
+    kv_heads, tensor, pipeline = "model.num_kv_heads", "parallel.tensor", "parallel.pipeline"
+    sequence, data, expert = "parallel.sequence", "parallel.data", "parallel.expert"
+    rows = ("parallel.replica", data, expert, "parallel.num_microbatches", "parallel.row_groups")
+    cut, zigzag = p.sequence > 1, p.sequence > 1 and p.context != "ulysses"
+    halves = "in zigzag order, each half of a shard" if zigzag else "each shard of a sequence"
+    table = [
+        _Division(kv_heads, (tensor,), "each tensor rank gets as many, and their query heads"),
+        _Division("model.num_heads", (kv_heads,), "each KV head serves as many query heads"),
+        _Division("model.d_ff", (tensor,), "each tensor rank gets an equal part"),
+        _Division(
+            "model.num_layers", (pipeline, "parallel.virtual_stages"), "each stage is as deep"
+        ),
+        _Division("model.vocab_size", (tensor, pipeline), "each vocabulary shard is as large"),
+        _Division("data.seq_len", (sequence, tensor), f"{halves} is as long", 1 + zigzag),
+        _Division("model.d_model", (data, expert, sequence), "parameters are sharded on it"),
+        _Division("train.global_batch_size", rows, "each microbatch of a shard has as many rows"),
+    ]
+    if cut and p.context == "ulysses":
+        why = "ulysses trades the sequence split for one of heads"
+        table.append(_Division("model.num_heads", (tensor, sequence), why))
+    if cfg.model.matmul_dtype == "float8":
+        table += _float8_divisions(cfg)
+    if p.virtual_stages > 1:
+        why = "interleaved stages work in whole rounds"
+        table.append(_Division("parallel.num_microbatches", (pipeline,), why))
+    return table
+
+
+def _float8_divisions(cfg: Config) -> list[_Division]:
+    """cuBLAS takes 8-bit matrices whose sides are multiples of 16. A device's tokens are one, or
+    those of a tensor rank, where matmuls take these one by one."""
+    why, tensor = "float8 matmuls need sides of multiples of 16 on each device", "parallel.tensor"
+    heads = 16 // math.gcd(16, cfg.model.head_dim)
+    return [
+        _Division("model.d_model", (), why, 16),
+        _Division("model.d_ff", (tensor,), why, 16),
+        _Division("model.num_kv_heads", (tensor,), why, heads),
+        _Division("data.seq_len", ("parallel.sequence", tensor), why, 16),
+    ]
+
+
+def divisibility(cfg: Config) -> None:
+    """Every row of the table holds."""
+    table = _divisions(cfg)
+    for rule in table:
+        value, divisor = value_of(cfg, rule.path), rule.divisor(cfg)
+        if value % divisor == 0:
+            continue
+        whole = math.lcm(*(other.divisor(cfg) for other in table if other.path == rule.path))
+        factors = [path for path in rule.by if value_of(cfg, path) > 1]
+        ways = [flag(rule.path, -(-value // whole) * whole)]
+        if rule.path == "model.d_model" and factors:
+            ways = _more_replicas(cfg) + ways
+        elif rule.times == 1 and len(factors) == 1 and factors != ["parallel.data"]:
+            ways.append(flag(factors[0], largest_divisor(value, divisor)))
+        product = " * ".join(([str(rule.times)] if rule.times > 1 else []) + factors)
+        product += f" = {divisor}" if factors else ""
+        why = f"must be divisible by {product}, since {rule.why}"
+        require(False, cfg, rule.path, why, *ways)
+
+
+def _more_replicas(cfg: Config) -> list[str]:
+    """The same devices, with parameters sharded over fewer of them: a way out for `d_model`."""
+    p = cfg.parallel
+    fits = [n for n in range(1, p.data) if p.data % n == 0]
+    fits = [n for n in fits if cfg.model.d_model % (n * p.expert * p.sequence) == 0]
+    if not fits:
+        return []
+    replicas = p.replica * p.data // fits[-1]
+    return [f"{flag('parallel.data', fits[-1])} {flag('parallel.replica', replicas)}"]
+
+
+def largest_divisor(value: int, at_most: int) -> int:
+    """The largest divisor of a value up to a bound."""
+    return max(n for n in range(1, at_most + 1) if value % n == 0)

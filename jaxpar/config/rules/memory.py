@@ -1,0 +1,57 @@
+"""The rules about memory: what the backward finds saved, and how the moments are kept.
+
+`config/validate.py` applies them with the others.
+"""
+
+import difflib
+
+from jaxpar.config import Config, flag, require, value_of
+from jaxpar.config.remat_policies import (
+    LAYER_INPUT,
+    ON_HOST,
+    REMAT_NAMES,
+    REMAT_POLICIES,
+    without_mark,
+)
+
+
+def remat(cfg: Config) -> None:
+    """What `parallel.remat` names is there to be saved."""
+    path, names = "parallel.remat", cfg.parallel.remat.split(",")
+    plain = [without_mark(name) for name in names]
+    policy = next((name.strip() for name in names if name.strip() in REMAT_POLICIES), None)
+    near = [m for name in plain for m in difflib.get_close_matches(name, REMAT_NAMES, n=1)]
+    policies, known = ", ".join(REMAT_POLICIES), ", ".join(REMAT_NAMES)
+    rule = f"must be one of {policies}, or names joined by commas from {known}; {ON_HOST} after a "
+    rule += f"name saves it in host memory, {LAYER_INPUT} too"
+    ok = cfg.parallel.remat in REMAT_POLICIES or set(plain) <= {*REMAT_NAMES, LAYER_INPUT}
+    require(ok, cfg, path, rule, flag(path, policy or ",".join(near) or "dots"))
+    rule = f"saves {LAYER_INPUT} in any case; with {ON_HOST} after it, in host memory"
+    on_host = [LAYER_INPUT + ON_HOST if name == LAYER_INPUT else name for name in names]
+    require(LAYER_INPUT not in names, cfg, path, rule, flag(path, ",".join(dict.fromkeys(on_host))))
+    once = {without_mark(name): name for name in names}
+    rule = "must name each value once, on the device or in host memory"
+    require(len(once) == len(names), cfg, path, rule, flag(path, ",".join(once.values())))
+
+
+#: The longest averages that stochastic rounding to bfloat16 leaves alone (docs/numerics.md).
+LONGEST_BFLOAT16_AVERAGE = 0.999
+
+
+def moments(cfg: Config) -> None:
+    """Moments in bfloat16 are there, and their rounding stays small."""
+    o, first, second = (
+        cfg.optimizer,
+        "optimizer.first_moment_dtype",
+        "optimizer.second_moment_dtype",
+    )
+    rule = f"is of adamw, and {o.name} keeps no second moment"
+    ways = flag(second, "float32"), flag("optimizer.name", "adamw")
+    require(o.second_moment_dtype == "float32" or o.name == "adamw", cfg, second, rule, *ways)
+    # Lion's one moment decays by beta2; its beta1 weighs it against the gradient.
+    betas = {first: "optimizer.beta2" if o.name == "lion" else "optimizer.beta1"}
+    for path, beta in (betas | {second: "optimizer.beta2"}).items():
+        decay, most = value_of(cfg, beta), LONGEST_BFLOAT16_AVERAGE
+        rule = f"needs {beta} of at most {most}, not {decay}: more than 5% would be rounding noise"
+        ok = value_of(cfg, path) == "float32" or decay <= most
+        require(ok, cfg, path, rule, flag(path, "float32"), flag(beta, most))

@@ -1,0 +1,70 @@
+"""The rules about one number at a time."""
+
+import math
+from typing import Any
+
+from jaxpar.config import Config, default_of, flag, value_of
+from jaxpar.config import require as _require
+from jaxpar.config.fields import field_types
+
+#: Of whole numbers: steps, seeds, sizes and tokens are int32 on the devices.
+LARGEST_INT = 2**31 - 1
+
+
+#: More of them take minutes to start, if they do at all.
+MOST_CPU_DEVICES = 4096
+
+
+_AT_LEAST_ONE = """train.num_steps train.global_batch_size train.log_every data.seq_len
+data.prefetch model.num_layers model.d_model model.num_heads model.num_kv_heads model.head_dim
+model.d_ff model.experts_per_token model.vocab_size parallel.pipeline parallel.replica
+parallel.expert parallel.sequence parallel.tensor parallel.num_microbatches parallel.row_groups
+parallel.virtual_stages checkpoint.keep evaluation.num_batches
+guard.max_skips guard.spike_window guard.spike_skip guard.loss_scale_interval profile.num_steps
+cluster.connect_seconds""".split()
+
+
+_AT_LEAST_ZERO = """run.cpu_devices model.num_experts model.global_every train.seed
+train.z_loss optimizer.warmup_steps optimizer.weight_decay optimizer.clip_norm
+parallel.loss_chunks checkpoint.every checkpoint.keep_every
+checkpoint.save_failures_allowed evaluation.every guard.max_rewinds guard.recent_steps
+guard.replica_check_every profile.start cluster.num_processes cluster.hang_seconds
+cluster.slow_seconds""".split()
+
+
+_ABOVE_ZERO = """model.rope_theta model.norm_eps model.init_std optimizer.learning_rate
+optimizer.eps guard.spike_deviations""".split()
+
+
+_BELOW_ONE = ("optimizer.beta1", "optimizer.beta2")
+
+
+def numbers(cfg: Config) -> None:
+    """Each number lies where it must."""
+
+    def require(ok: bool, path: str, rule: str, better: Any = ...) -> None:
+        _require(ok, cfg, path, rule, flag(path, default_of(path) if better is ... else better))
+
+    for path in field_types():
+        if path.startswith("model.rope_scaling.") and cfg.model.rope_scaling is None:
+            continue
+        if isinstance(value_of(cfg, path), float):
+            require(math.isfinite(value_of(cfg, path)), path, "must be finite")
+        if isinstance(value_of(cfg, path), int) and path != "train.seed":
+            require(value_of(cfg, path) <= LARGEST_INT, path, f"must be at most {LARGEST_INT}")
+    for path in _AT_LEAST_ONE:
+        require(value_of(cfg, path) >= 1, path, "must be at least 1")
+    for path in _AT_LEAST_ZERO:
+        require(value_of(cfg, path) >= 0, path, "must not be negative", 0)
+    for path in _ABOVE_ZERO:
+        require(value_of(cfg, path) > 0, path, "must be above 0")
+    for path in _BELOW_ONE:
+        require(0 <= value_of(cfg, path) < 1, path, "must be at least 0 and below 1")
+    most, rule = MOST_CPU_DEVICES, f"must be at most {MOST_CPU_DEVICES}"
+    require(cfg.run.cpu_devices <= most, "run.cpu_devices", rule)
+    data, ratio, seed = cfg.parallel.data, cfg.optimizer.min_lr_ratio, cfg.train.seed
+    rule = "must be at least 1, or -1 for the devices that are left"
+    require(data >= 1 or data == -1, "parallel.data", rule)
+    require(0 <= ratio <= 1, "optimizer.min_lr_ratio", "must be at least 0 and at most 1")
+    rule = f"must be at most {LARGEST_INT}"
+    require(seed <= LARGEST_INT, "train.seed", rule, seed % (LARGEST_INT + 1))

@@ -1,0 +1,83 @@
+"""Are a config's values of their fields' types? The first rule of `validate.py`."""
+
+import dataclasses
+import difflib
+import functools
+import math
+import types
+import typing
+from typing import Any, Literal
+
+from jaxpar.config import Config, ConfigError, default_of, flag, registry
+from jaxpar.config.fields import field_types, section_of
+
+
+def check_types(cfg: Config) -> None:
+    """Raise ConfigError for the first field whose value is not of its type."""
+    _check_types(cfg, "")
+
+
+def _check_types(node: Any, prefix: str) -> None:
+    hints = _hints_of(type(node))  # type: ignore[arg-type]
+    for field in dataclasses.fields(node):
+        value, path, hint = getattr(node, field.name), prefix + field.name, hints[field.name]
+        if not _fits(value, hint) and value not in registry.names(path):
+            rule = f"must be {_describe(hint)}{_or_added(path)}"
+            raise ConfigError(path, value, rule, f"use {_example(path, value, hint)}")
+        if dataclasses.is_dataclass(value):
+            _check_types(value, path + ".")
+
+
+@functools.cache
+def _hints_of(section: type) -> dict[str, Any]:
+    return typing.get_type_hints(section)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    if isinstance(hint, types.UnionType):
+        return any(_fits(value, h) for h in typing.get_args(hint))
+    if typing.get_origin(hint) is Literal:
+        return any(value == a and type(value) is type(a) for a in typing.get_args(hint))
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, hint) and not (hint is int and isinstance(value, bool))
+
+
+_KINDS = {int: "a whole number", float: "a number", str: "text", bool: "True or False"}
+
+
+def _or_added(path: str) -> str:
+    """Of a field that takes names from outside the package: that it does, and those it has."""
+    if path not in registry.fields():
+        return ""
+    there = ", ".join(registry.names(path)) or "none yet"
+    return f", or added with jaxpar.config.registry ({there})"
+
+
+def _describe(hint: Any) -> str:
+    if typing.get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(str, typing.get_args(hint)))
+    if isinstance(hint, types.UnionType):
+        return " or ".join(_describe(h) for h in typing.get_args(hint))
+    return "None" if hint is type(None) else _KINDS.get(hint, f"a {hint.__name__}")
+
+
+def _example(path: str, value: Any, hint: Any) -> str:
+    """A setting of the right type: what was probably meant, or the default."""
+    section = section_of(hint)
+    if section is not None:
+        inner = next(p for p in field_types() if p.startswith(path + "."))
+        fields = flag(inner, default_of(inner))
+        return fields if section is hint else f"{flag(path, None)}, or {fields}"
+    if typing.get_origin(hint) is Literal:
+        choices = {str(choice): choice for choice in typing.get_args(hint)}
+        near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.5)
+        return flag(path, near[0] if near else default_of(path))
+    if hint in (int, float) and isinstance(value, str | float):
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        if number.is_integer():
+            return flag(path, int(number))
+    return flag(path, default_of(path))

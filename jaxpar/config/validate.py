@@ -1,0 +1,60 @@
+"""Which configs can work: every rule in one place, checked before a device or a file is touched.
+
+`check` applies the rules that need no device, `resolve` those and the ones that do. Both raise
+`ConfigError` for the first broken rule, with a fix in the words of the command line: any one of
+its alternatives, joined by ", or", makes that rule hold. The rules are small functions, one per
+concern; what must divide what is one table, `rules/divisibility.py`.
+"""
+
+from jaxpar.config import Config
+from jaxpar.config.resolve import cast_once, fill_data_axis
+from jaxpar.config.rules.data import data
+from jaxpar.config.rules.divisibility import divisibility
+from jaxpar.config.rules.guard import guards
+from jaxpar.config.rules.layout import automatic, interleaving, turns
+from jaxpar.config.rules.lora import lora
+from jaxpar.config.rules.memory import moments, remat
+from jaxpar.config.rules.metrics import sinks
+from jaxpar.config.rules.model import (
+    attention,
+    attention_function,
+    experts,
+    float8_matmuls,
+    layer_kinds,
+    model,
+)
+from jaxpar.config.rules.numbers import numbers
+from jaxpar.config.rules.run import places, profile, saving, schedule
+from jaxpar.config.type_check import check_types
+
+
+def resolve(cfg: Config, num_devices: int) -> Config:
+    """The config with `parallel.data = -1` filled in, once every rule holds; and with
+    `parallel.zero` 1 where FSDP's axes have one device.
+
+    Args:     num_devices: devices in the mesh, over all processes.
+    Returns:  a config whose mesh axes multiply to num_devices.
+    Raises:   ConfigError: field, value, rule and fix of the first rule broken.
+    """
+    _each_rule(cfg)
+    cfg = fill_data_axis(cfg, num_devices)
+    divisibility(cfg)
+    return cast_once(cfg)
+
+
+def check(cfg: Config) -> None:
+    """Every rule that needs no device, so that a program can fail before it starts one.
+
+    Raises:   ConfigError: field, value, rule and fix of the first rule broken.
+    """
+    _each_rule(cfg)
+    divisibility(cfg)
+
+
+def _each_rule(cfg: Config) -> None:
+    check_types(cfg)
+    first = (numbers, places, data, schedule, moments, model, float8_matmuls, attention, remat)
+    others = (saving, guards, profile, sinks, interleaving, turns, automatic)
+    of_models = (experts, layer_kinds, attention_function, lora)
+    for rule in first + others + of_models:
+        rule(cfg)

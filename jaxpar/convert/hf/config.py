@@ -1,0 +1,212 @@
+"""config.json of a published model: read into our `ModelConfig`, and written from one.
+
+What would make the model compute something that ours does not is refused by name; keys that change
+nothing in the function (token ids, dropout, initial values) are let through, and carried along.
+"""
+
+import dataclasses
+from typing import Any
+
+from jaxpar.config import ConfigError, ModelConfig
+from jaxpar.config.rules.model import router_has_no_gradient
+from jaxpar.convert.hf import layer_keys
+from jaxpar.convert.hf.config_file import Values, refuse
+from jaxpar.convert.hf.families import FAMILIES, Family
+from jaxpar.convert.hf.tensor_layout import Entry
+from jaxpar.model.parameters import param_specs
+from jaxpar.sharding.params import flat
+
+#: Compute dtype of the model for the dtype that the weights are in.
+COMPUTE_DTYPES = {"bfloat16": "bfloat16", "float16": "bfloat16", "float32": "float32"}
+
+#: Fields of the model that a published one says nothing about.
+FREE_MODEL_FIELDS = {
+    "init_std",
+    "dtype",
+    "matmul_dtype",
+    "float8_scaling",
+    "logits_dtype",
+    "attention_backend",
+    "attention_deterministic",
+    # Of no effect without experts; with them, each has a key or one value.
+    "experts_per_token",
+    "normalize_experts",
+}
+
+#: Keys that change what a model computes, whatever its family, and their one value that ours has.
+REQUIRED = {
+    "quantization_config": None,
+    "partial_rotary_factor": 1.0,
+    "is_encoder_decoder": False,
+    "use_qk_norm": False,
+}
+
+
+def family_of(values: Values) -> Family:
+    """The family that a config.json belongs to.
+
+    Raises:   ConfigError for an architecture without a table.
+    """
+    known = {family.architecture: family for family in FAMILIES}
+    names = values.get("architectures") or []
+    if not names:
+        names = [f.architecture for f in FAMILIES if f.model_type == values.get("model_type")]
+    if len(names) == 1 and names[0] in known:
+        return known[names[0]]
+    shown = names or values.get("model_type")
+    raise refuse(
+        "architectures",
+        shown,
+        "is no architecture that jaxpar has",
+        f"use one of {', '.join(known)}",
+    )
+
+
+def named_family(model_type: str) -> Family:
+    """The family of a `model_type`.
+
+    Raises:   ConfigError for an unknown one.
+    """
+    known = {family.model_type: family for family in FAMILIES}
+    if model_type not in known:
+        fix = f"use one of {', '.join(known)}"
+        raise ConfigError("--family", model_type, "is no family that jaxpar has", fix)
+    return known[model_type]
+
+
+# ------------------------------------------------------------------------------------ reading
+
+
+def model_of(values: Values, family: Family) -> ModelConfig:
+    """Our fields of a config.json, with the compute dtype of its weights.
+
+    Raises:   ConfigError naming the key that is missing or that ours cannot compute.
+    """
+    values = _with_defaults(values, family)
+    for key, wanted in (REQUIRED | family.required).items():
+        found = values.get(key, wanted)
+        if found != wanted and found is not None:
+            raise refuse(key, found, "is not what jaxpar computes", f"use a model with {wanted!r}")
+    fields: Values = dict(family.fixed)
+    for ours, key in family.fields.items():
+        fields[ours] = _field(ours, key, values)
+    fields |= layer_keys.read(values, family, fields["num_layers"])
+    dtype = dtype_of(values)
+    model = ModelConfig(**fields, dtype=COMPUTE_DTYPES[dtype])  # type: ignore[arg-type]
+    if router_has_no_gradient(model):
+        rule = "gives each token one expert, with a weight of 1: its router could not be trained"
+        fix = "use a model with two or more, or without norm_topk_prob"
+        raise refuse(family.fields["experts_per_token"], 1, rule, fix)
+    return model
+
+
+def _with_defaults(values: Values, family: Family) -> Values:
+    """With what the family means by a key that is left out, or has another name."""
+    renamed = {key: values[other] for other, key in family.aliases.items() if other in values}
+    return family.defaults | renamed | values
+
+
+def check_count(values: Values, family: Family, num_tensors: int) -> None:
+    """Each layer, and each expert of each, has a tensor at least: else their names alone might
+    fill the memory.
+
+    Raises:   ConfigError naming the key that asks for more than there are.
+    """
+    values, wanted = _with_defaults(values, family), 1
+    for ours in ("num_layers", "num_experts"):
+        key = family.fields.get(ours, "")
+        count = values.get(key)
+        wanted *= max(count, 1) if isinstance(count, int) else 1
+        if wanted > num_tensors:
+            rule = f"asks for more tensors than the {num_tensors} that the files hold"
+            raise refuse(key, count, rule, "use the config.json of these files")
+
+
+def _field(ours: str, key: str, values: Values) -> Any:
+    """A field's value; what old files leave out is worked out as `transformers` does."""
+    value = values.get(key)
+    if value is None and ours == "head_dim":
+        return values["hidden_size"] // max(values["num_attention_heads"], 1)
+    if value is None and ours == "num_kv_heads":
+        return values.get("num_attention_heads")
+    if value is None and ours == "tie_embeddings":
+        return False
+    default = getattr(ModelConfig(), ours)
+    kind = int if default is None else type(default)
+    good = isinstance(value, int | float) if kind is float else isinstance(value, kind)
+    if not good:
+        raise refuse(key, value, f"must be {kind.__name__}", "fetch the file again")
+    return value
+
+
+def dtype_of(values: Values) -> str:
+    """The dtype that config.json says the weights are in; float32 when it does not say."""
+    dtype = str(values.get("dtype") or values.get("torch_dtype") or "float32")
+    dtype = dtype.removeprefix("torch.")
+    if dtype not in COMPUTE_DTYPES:
+        raise refuse("dtype", dtype, "is not a dtype of weights that jaxpar reads", "use bfloat16")
+    return dtype
+
+
+# ------------------------------------------------------------------------------------ writing
+
+
+def why_not(family: Family, m: ModelConfig) -> str | None:
+    """Why a family cannot express a model, naming the field; None when it can."""
+    for name, wanted in family.fixed.items():
+        if getattr(m, name) != wanted:
+            return f"model.{name} = {getattr(m, name)}, and all of its models have {wanted}"
+    by_key: dict[str, tuple[str, Any]] = {}
+    for ours, key in family.fields.items():
+        name, value = by_key.setdefault(key, (ours, getattr(m, ours)))
+        if getattr(m, ours) != value:
+            return f"model.{ours} = {getattr(m, ours)} and model.{name} = {value}: it has one key"
+    others = FREE_MODEL_FIELDS | {*family.fields, *family.fixed, *layer_keys.fields(family)}
+    for field in dataclasses.fields(ModelConfig):
+        value = getattr(m, field.name)
+        if field.name not in others and value != field.default:
+            return f"model.{field.name} = {value}, and its models have {field.default}"
+    missing = set(flat(param_specs(m))) - {entry.path for entry in entry_table(family, m)}
+    return f"no tensor for {', '.join(sorted(missing))}" if missing else None
+
+
+def choose_family(m: ModelConfig) -> Family:
+    """The first family that can express a model.
+
+    Raises:   ConfigError, with each family's reason, when none can.
+    """
+    reasons = {family.model_type: why_not(family, m) for family in FAMILIES}
+    for family in FAMILIES:
+        if reasons[family.model_type] is None:
+            return family
+    rule = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    # An attention of one's own has no name in any format.
+    fix = "export it with `to-torch`, or " if m.attention == "softmax" else ""
+    fix += "train a model of one of them"
+    raise ConfigError("RUN", "its model", f"is of no published family ({rule})", fix)
+
+
+def config_json(m: ModelConfig, family: Family, carried: Values, dtype: str) -> Values:
+    """The config.json of a model.
+
+    Args:     carried: values to keep where a model's own fields do not decide: those of the folder
+              that it was imported from. dtype: of the weights on disk.
+    Returns:  RoPE in the current form and in the older one, which each reader ignores of the other.
+    """
+    own = {key: getattr(m, ours) for ours, key in family.fields.items()}
+    own |= {"architectures": [family.architecture], "model_type": family.model_type}
+    for ours, other in family.same_as.items():
+        if getattr(m, ours) is None:
+            own[family.fields[ours]] = getattr(m, other)
+    own |= {"dtype": dtype, "torch_dtype": dtype} | layer_keys.write(m, family) | family.required
+    own |= {other: own[key] for other, key in family.aliases.items()}
+    return carried | own
+
+
+def entry_table(family: Family, m: ModelConfig) -> list[Entry]:
+    """The family's entries for the parameters that a model has.
+
+    Dense and mixed feed-forwards have parameters of one name; the number of dimensions tells.
+    """
+    rank = {path: len(spec.shape) for path, spec in flat(param_specs(m)).items()}
+    return [entry for entry in family.entries if rank.get(entry.path) == len(entry.ours)]

@@ -1,0 +1,222 @@
+"""`to-hf`: a checkpoint of a run becomes a folder of a published family."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from jaxpar import checkpoint
+from jaxpar.config import Config, ConfigError, ModelConfig
+from jaxpar.convert import selfcheck
+from jaxpar.convert.hf import tokenizer
+from jaxpar.convert.hf.config import (
+    choose_family,
+    config_json,
+    dtype_of,
+    entry_table,
+    family_of,
+    named_family,
+    why_not,
+)
+from jaxpar.convert.hf.config_file import CONFIG_FILE, Values, read_config_json
+from jaxpar.convert.hf.families import FAMILIES, Family
+from jaxpar.convert.hf.folder import check_tensors, create_tensors, find_tensors
+from jaxpar.convert.hf.tensor_layout import (
+    Entry,
+    Sizes,
+    assign,
+    shape_of,
+    sizes_of,
+    tensor_names,
+    tensor_shape,
+    tensors_in,
+)
+from jaxpar.convert.new_folder import CARRIED, copy_carried, new_folder, refuse_used, require_space
+from jaxpar.convert.peft.merging import MergedArrays, check_merge
+from jaxpar.convert.run_arrays import RunArrays, open_run
+from jaxpar.convert.safetensors_file import DTYPES, NAMES, Stored
+from jaxpar.model.flops import num_params
+from jaxpar.runtime.progress import Meter, meter
+from jaxpar.sharding.grid import grid
+
+#: Keys of config.json that mean the same in every family, and that no field of ours gives.
+OF_ANY_FAMILY = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
+
+#: A file of weights is no larger, unless one tensor is.
+SHARD_BYTES = 5_000_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """A checkpoint, and how it is to be written down."""
+
+    run: Path
+    step: int
+    config: Config
+    family: Family
+    dtype: str
+    """Of the weights on disk."""
+    carried: Values
+    """What the run's imported config.json says; of another family, what holds in each; or empty."""
+    arrays: RunArrays
+    """The model's parameters; adapters are merged into them."""
+    entries: list[Entry]
+    sizes: Sizes
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors on disk."""
+        return DTYPES[NAMES[self.dtype]].itemsize * num_params(self.config.model)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of each tensor, layer by layer as published files have them."""
+        found: dict[str, tuple[int, ...]] = {}
+        for entry in self.entries:
+            found |= dict.fromkeys(tensor_names(entry, self.sizes), tensor_shape(entry, self.sizes))
+        return dict(sorted(found.items(), key=lambda item: _in_order(item[0])))
+
+
+def open_export(
+    run: str | Path,
+    step: int | None = None,
+    dtype: str | None = None,
+    family: str | Family | None = None,
+) -> Export:
+    """A checkpoint to export, every choice made.
+
+    Args:     step: None for the latest. dtype: None for the one that the run was imported with, or
+              the model's compute dtype. family: itself, or its `model_type`; None for the one that
+              the run was imported as, or the first that can express the model.
+    Raises:   ConfigError when there is no such checkpoint, or the family cannot express its model.
+    """
+    saved = checkpoint.read_saved(run, step)
+    cfg = checkpoint.load_config(run, saved.step)
+    kept = Path(run) / CARRIED
+    carried = read_config_json(kept) if (kept / CONFIG_FILE).is_file() else {}
+    family = choose(family, cfg.model, carried)
+    if dtype is None:
+        dtype = dtype_of(carried) if carried else cfg.model.dtype
+    arrays = open_run(run, cfg, saved.step)
+    return Export(
+        run=Path(run),
+        step=saved.step,
+        config=cfg,
+        family=family,
+        dtype=dtype,
+        carried=carried_values(carried, family),
+        arrays=MergedArrays(arrays, cfg) if cfg.lora.rank else arrays,
+        entries=entry_table(family, cfg.model),
+        sizes=sizes_of(cfg.model),
+    )
+
+
+def choose(family: str | Family | None, m: ModelConfig, carried: Values) -> Family:
+    """The family to write a model as; arguments and errors as `open_export`."""
+    if family is None:
+        family = family_of(carried) if carried else choose_family(m)
+    elif isinstance(family, str):
+        family = named_family(family)
+    reason = why_not(family, m)
+    if reason is not None and family not in FAMILIES:
+        rule = f"cannot be written by to-torch ({reason})"
+        raise ConfigError("RUN", "its model", rule, "use a run of another model")
+    if reason is not None:
+        fix = f"use --family {choose_family(m).model_type}"
+        rule = f"cannot express this model ({reason})"
+        raise ConfigError("--family", family.model_type, rule, fix)
+    return family
+
+
+def carried_values(imported: Values, family: Family) -> Values:
+    """The values of an imported config.json that are kept when the run is written as a family."""
+    if imported.get("model_type") == family.model_type:
+        return imported
+    return {key: value for key, value in imported.items() if key in OF_ANY_FAMILY}
+
+
+def to_hf(
+    export: Export,
+    folder: Path,
+    say: Callable[[str], None],
+    tolerance: float | None = selfcheck.TOLERANCE,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write the folder; it appears when it is complete, and checked.
+
+    Args:     say: told what was done. tolerance: of the self-check; None for none.
+    Raises:   ConfigError when the folder is in use; CheckFailed.
+    """
+    refuse_used("DIR", folder)
+    require_space("DIR", folder, export.num_bytes)
+    m = export.config.model
+    with new_folder(folder) as temporary:
+        write_export(export, temporary, say, shard_bytes)
+        if tolerance is not None and isinstance(export.arrays, MergedArrays):
+            check_merge(export.arrays, export.config, tolerance, say)
+        if tolerance is not None:
+            tensors = find_tensors(temporary)
+            check_tensors(tensors, export.entries, export.sizes)
+            published = selfcheck.published_reader(export.entries, export.sizes, tensors)
+            run = selfcheck.run_reader(export.arrays, m, export.dtype)
+            selfcheck.check_conversion(m, run, published, temporary, tolerance, say)
+
+
+def write_export(
+    export: Export, folder: Path, say: Callable[[str], None], shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write config, tokenizer and weights into an empty folder.
+
+    Memory stays at a few times the largest piece that the checkpoint is stored in.
+    """
+    m, family = export.config.model, export.family
+    copy_carried(export.run / CARRIED, folder)
+    carried = own_values(export.config) | export.carried
+    if not (export.run / CARRIED).is_dir():
+        carried |= tokenizer.write(export.config, folder, say)
+    values = config_json(m, family, carried, export.dtype)
+    (folder / CONFIG_FILE).write_text(json.dumps(values, indent=2) + "\n")
+    shapes = export.shapes()
+    stored = create_tensors(folder, shapes, export.dtype, shard_bytes)
+    with meter(sum(s.num_bytes for s in stored.values())) as progress:
+        for entry in export.entries:
+            copy_out(export, entry, stored, progress)
+        say(f"wrote {progress.summary(max(s.num_bytes for s in stored.values()))}")
+
+
+def own_values(cfg: Config) -> Values:
+    """What config.json says of a run beside the model's own fields, unless it was imported so."""
+    return {
+        "max_position_embeddings": cfg.data.seq_len,
+        "initializer_range": cfg.model.init_std,
+        "attention_dropout": 0.0,
+        "use_cache": True,
+    }
+
+
+def copy_out(export: Export, entry: Entry, stored: dict[str, Stored], progress: Meter) -> None:
+    """Copy one parameter, one stored piece after the other.
+
+    Raises:   ConfigError naming the tensor when a number is too large for the dtype; Damaged when
+              the parameter, now read whole, is not what was saved.
+    """
+    arrays, sizes = export.arrays, export.sizes
+    found = arrays.counted(entry.path)
+    writable = lambda name: stored[name].open("r+")  # noqa: E731
+    for box in grid(shape_of(entry.ours, sizes), arrays.chunk(entry.path)):
+        values = arrays.read(entry.path, box)
+        found.add(values, [part.start for part in box])
+        for place, name, part in tensors_in(entry, sizes, box, writable):
+            with np.errstate(over="ignore"):
+                assign(part, values[place])
+            if export.dtype == "float16" and np.isinf(part).any():
+                rule = "has numbers beyond 65,504, the largest of float16"
+                raise ConfigError(name, "float16", rule, "use --dtype bfloat16")
+            progress.advance(part.nbytes)
+    arrays.compare(entry.path, str(found))
+
+
+def _in_order(name: str) -> list[tuple[int, int | str]]:
+    """A sorting key under which layer 10 comes after layer 9."""
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in name.split(".")]

@@ -1,0 +1,252 @@
+"""The published families: a table each, read in both directions.
+
+A `Family` says how its config.json spells our fields (`config.py` reads that) and where its
+tensors go (`tensor_layout.py` explains an Entry). To add one, add a table; to support a new feature
+of a model, add its field and its parameter to the model first.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxpar.convert.hf.tensor_layout import Entry
+
+_LAYER = "model.layers.{L}."
+_ATTENTION = _LAYER + "self_attn."
+
+TOP = (
+    Entry("embed", "model.embed_tokens.weight", "VD", "V D"),
+    Entry("final_norm", "model.norm.weight", "D", "D"),
+    Entry("head", "lm_head.weight", "DV", "V D"),
+)
+ATTENTION = (
+    Entry("layers/attn_norm", _LAYER + "input_layernorm.weight", "LD", "D"),
+    Entry("layers/wq", _ATTENTION + "q_proj.weight", "LDHK", "HK D"),
+    Entry("layers/wk", _ATTENTION + "k_proj.weight", "LDGK", "GK D"),
+    Entry("layers/wv", _ATTENTION + "v_proj.weight", "LDGK", "GK D"),
+    Entry("layers/wo", _ATTENTION + "o_proj.weight", "LHKD", "D HK"),
+)
+QKV_BIAS = (
+    Entry("layers/bq", _ATTENTION + "q_proj.bias", "LHK", "HK"),
+    Entry("layers/bk", _ATTENTION + "k_proj.bias", "LGK", "GK"),
+    Entry("layers/bv", _ATTENTION + "v_proj.bias", "LGK", "GK"),
+)
+OUT_BIAS = (Entry("layers/bo", _ATTENTION + "o_proj.bias", "LD", "D"),)
+QK_NORM = (
+    Entry("layers/q_norm", _ATTENTION + "q_norm.weight", "LK", "K"),
+    Entry("layers/k_norm", _ATTENTION + "k_norm.weight", "LK", "K"),
+)
+MLP = (
+    Entry("layers/mlp_norm", _LAYER + "post_attention_layernorm.weight", "LD", "D"),
+    Entry("layers/w_gate", _LAYER + "mlp.gate_proj.weight", "LDF", "F D"),
+    Entry("layers/w_up", _LAYER + "mlp.up_proj.weight", "LDF", "F D"),
+    Entry("layers/w_down", _LAYER + "mlp.down_proj.weight", "LFD", "D F"),
+)
+MLP_BIAS = (
+    Entry("layers/b_gate", _LAYER + "mlp.gate_proj.bias", "LF", "F"),
+    Entry("layers/b_up", _LAYER + "mlp.up_proj.bias", "LF", "F"),
+    Entry("layers/b_down", _LAYER + "mlp.down_proj.bias", "LD", "D"),
+)
+MLP_NORM = MLP[:1]
+MIXTRAL_EXPERTS = (
+    Entry("layers/router", _LAYER + "block_sparse_moe.gate.weight", "LDE", "E D"),
+    Entry("layers/w_gate", _LAYER + "block_sparse_moe.experts.{E}.w1.weight", "LEDF", "F D"),
+    Entry("layers/w_up", _LAYER + "block_sparse_moe.experts.{E}.w3.weight", "LEDF", "F D"),
+    Entry("layers/w_down", _LAYER + "block_sparse_moe.experts.{E}.w2.weight", "LEFD", "D F"),
+)
+QWEN3_EXPERTS = (
+    Entry("layers/router", _LAYER + "mlp.gate.weight", "LDE", "E D"),
+    Entry("layers/w_gate", _LAYER + "mlp.experts.{E}.gate_proj.weight", "LEDF", "F D"),
+    Entry("layers/w_up", _LAYER + "mlp.experts.{E}.up_proj.weight", "LEDF", "F D"),
+    Entry("layers/w_down", _LAYER + "mlp.experts.{E}.down_proj.weight", "LEFD", "D F"),
+)
+GEMMA_NORMS = (
+    Entry("layers/attn_post_norm", _LAYER + "post_attention_layernorm.weight", "LD", "D"),
+    Entry("layers/mlp_norm", _LAYER + "pre_feedforward_layernorm.weight", "LD", "D"),
+    Entry("layers/mlp_post_norm", _LAYER + "post_feedforward_layernorm.weight", "LD", "D"),
+)
+
+#: Fields that every family spells alike.
+COMMON = {
+    "num_layers": "num_hidden_layers",
+    "d_model": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "d_ff": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "norm_eps": "rms_norm_eps",
+    "tie_embeddings": "tie_word_embeddings",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """How a published family writes a model down."""
+
+    model_type: str
+    """`model_type` of its config.json."""
+    architecture: str
+    """The class that `architectures` names."""
+    entries: tuple[Entry, ...]
+    """Every parameter that a model of it may have."""
+    fields: dict[str, str]
+    """Our fields of the model, and their keys in config.json."""
+    same_as: dict[str, str] = field(default_factory=dict)
+    """Our fields that may be None, for the value of another; config.json has that value."""
+    fixed: dict[str, Any] = field(default_factory=dict)
+    """Our fields that have one value in all of its models."""
+    defaults: dict[str, Any]
+    """What a key of config.json means when it is left out."""
+    required: dict[str, Any] = field(default_factory=dict)
+    """Keys that may have no other value, since the model would compute something else."""
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Other names of keys, which some versions of `transformers` write: {other: key}."""
+    sliding: bool = False
+    """Whether its layers may have a sliding window."""
+    two_kinds: bool = False
+    """Whether some of them may have none, and a rotary base of their own."""
+
+
+_SILU = {"hidden_act": "silu"}
+
+LLAMA = Family(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    entries=(*TOP, *ATTENTION, *QKV_BIAS, *OUT_BIAS, *MLP, *MLP_BIAS),
+    fields=COMMON
+    | {"qkv_bias": "attention_bias", "out_bias": "attention_bias", "mlp_bias": "mlp_bias"},
+    defaults={"attention_bias": False, "mlp_bias": False, "rms_norm_eps": 1e-6},
+    required=_SILU,
+)
+MISTRAL = Family(
+    model_type="mistral",
+    architecture="MistralForCausalLM",
+    entries=(*TOP, *ATTENTION, *MLP),
+    fields=COMMON,
+    defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-6, "sliding_window": 4096},
+    required=_SILU,
+    sliding=True,
+)
+QWEN2 = Family(
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    entries=(*TOP, *ATTENTION, *QKV_BIAS, *MLP),
+    fields=COMMON,
+    fixed={"qkv_bias": True},
+    defaults={
+        "num_key_value_heads": 32,
+        "rms_norm_eps": 1e-6,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    },
+    required=_SILU,
+    sliding=True,
+)
+QWEN3 = Family(
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    entries=(*TOP, *ATTENTION, *QKV_BIAS, *OUT_BIAS, *QK_NORM, *MLP),
+    fields=COMMON | {"qkv_bias": "attention_bias", "out_bias": "attention_bias"},
+    fixed={"qk_norm": True},
+    defaults={
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    },
+    required=_SILU,
+    sliding=True,
+)
+MIXTRAL = Family(
+    model_type="mixtral",
+    architecture="MixtralForCausalLM",
+    entries=(*TOP, *ATTENTION, *MLP_NORM, *MIXTRAL_EXPERTS),
+    fields=COMMON
+    | {"num_experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"},
+    fixed={"normalize_experts": True},
+    defaults={
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+        "sliding_window": None,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    required=_SILU,
+    sliding=True,
+)
+QWEN3_MOE = Family(
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    entries=(*TOP, *ATTENTION, *QKV_BIAS, *OUT_BIAS, *QK_NORM, *MLP_NORM, *QWEN3_EXPERTS),
+    fields=COMMON
+    | {
+        "d_ff": "moe_intermediate_size",
+        "num_experts": "num_experts",
+        "experts_per_token": "num_experts_per_tok",
+        "normalize_experts": "norm_topk_prob",
+        "qkv_bias": "attention_bias",
+        "out_bias": "attention_bias",
+    },
+    fixed={"qk_norm": True},
+    defaults={
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+    },
+    # Every layer has experts, and none a window.
+    required=_SILU | {"decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False},
+    aliases={"num_local_experts": "num_experts"},
+)
+GEMMA3 = Family(
+    model_type="gemma3_text",
+    architecture="Gemma3ForCausalLM",
+    entries=(*TOP, *ATTENTION, *QKV_BIAS, *OUT_BIAS, *QK_NORM, *GEMMA_NORMS, *MLP[1:]),
+    fields=COMMON
+    | {
+        "query_scale_dim": "query_pre_attn_scalar",
+        "qkv_bias": "attention_bias",
+        "out_bias": "attention_bias",
+    },
+    same_as={"query_scale_dim": "head_dim"},
+    fixed={
+        "qk_norm": True,
+        "post_norms": True,
+        "norm_offset": True,
+        "embed_scale": True,
+        "activation": "gelu",
+        "rope_scaling": None,
+    },
+    defaults={
+        "vocab_size": 262_208,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+    },
+    required={
+        "hidden_activation": "gelu_pytorch_tanh",
+        "final_logit_softcapping": None,
+        "attn_logit_softcapping": None,
+        "use_bidirectional_attention": False,
+    },
+    sliding=True,
+    two_kinds=True,
+)
+
+#: In this order, the first that can express a model is its family, unless another is asked for.
+FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, GEMMA3)

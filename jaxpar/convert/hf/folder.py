@@ -1,0 +1,179 @@
+"""A folder of a published model: its tensors, found and checked before any of them is read."""
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from jaxpar.config import ConfigError
+from jaxpar.convert.hf.tensor_layout import Entry, Sizes, tensor_names, tensor_shape
+from jaxpar.convert.safetensors_file import AGAIN, DTYPES, NAMES, Stored, create_file, read_header
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+#: What is copied along beside the weights, both ways.
+CARRIED_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+#: Files that only unpickling reads, which runs whatever code they hold.
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+
+#: Tensors that hold no weights: the rotary frequencies that files of 2023 carry along.
+DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+
+#: Names that an error lists at most.
+SHOWN = 3
+
+
+class Tensors:
+    """The tensors of a folder by name, each a memory map when it is asked for."""
+
+    def __init__(self, stored: dict[str, Stored]):
+        self.stored = stored
+
+    def open(self, name: str) -> np.ndarray:
+        """The tensor, read only."""
+        return self.stored[name].open()
+
+    def dtype(self) -> str:
+        """The dtype of all tensors, or float32, which holds every number of mixed ones."""
+        there = {stored.dtype for stored in self.stored.values()}
+        same = [name for name, code in NAMES.items() if there == {code}]
+        return same[0] if same else "float32"
+
+
+def find_tensors(folder: Path) -> Tensors:
+    """Every tensor of a folder that holds weights, from the headers of its files.
+
+    Raises:   ConfigError naming the file that is missing, truncated or a pickle, or the tensor that
+              is not where the index says.
+    """
+    if (folder / INDEX_FILE).is_file():
+        return Tensors(_weights_of(_indexed(folder)))
+    if (folder / SINGLE_FILE).is_file():
+        return Tensors(_weights_of(read_header(folder / SINGLE_FILE)))
+    pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
+    if pickles:
+        rule = "is a pickle, which runs whatever code its author put into it when it is read"
+        fix = "use the model's .safetensors files"
+        raise ConfigError("DIR", str(folder / pickles[0]), rule, fix)
+    rule = f"holds neither {SINGLE_FILE} nor {INDEX_FILE}"
+    raise ConfigError("DIR", str(folder), rule, "give a folder of a published model")
+
+
+def _weights_of(stored: dict[str, Stored]) -> dict[str, Stored]:
+    """The tensors but DERIVED ones, which may be float32 where all weights have 16 bits."""
+    return {name: where for name, where in stored.items() if not DERIVED.fullmatch(name)}
+
+
+def _indexed(folder: Path) -> dict[str, Stored]:
+    """The tensors of the files that an index names."""
+    path = folder / INDEX_FILE
+    try:
+        where = json.loads(path.read_text("utf-8"))["weight_map"]
+        files = sorted(set(where.values()))
+        if not all(isinstance(name, str) for name in files):
+            raise TypeError(f"{files[0]!r} is no file's name")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(INDEX_FILE, str(path), f"is damaged ({error!r})", AGAIN) from error
+    found: dict[str, Stored] = {}
+    for name in files:
+        file = folder / name
+        if Path(name).name != name or not file.is_file():
+            raise ConfigError(INDEX_FILE, name, "is not in the folder", "fetch that file too")
+        for tensor, stored in read_header(file).items():
+            if where.get(tensor) != name:
+                rule = f"lies in {name}, and {INDEX_FILE} says {where.get(tensor)}"
+                raise ConfigError(tensor, list(stored.shape), rule, "fetch the folder again")
+            found[tensor] = stored
+    for tensor, name in where.items():
+        if tensor not in found:
+            rule = f"is not in {name}, where {INDEX_FILE} says it is"
+            raise ConfigError(tensor, None, rule, "fetch the folder again")
+    return found
+
+
+def check_tensors(tensors: Tensors, entries: Iterable[Entry], sizes: Sizes) -> None:
+    """The folder holds the tensors of the entries, in their shapes, and no others.
+
+    Raises:   ConfigError naming the first tensors that are missing, extra or of another shape.
+    """
+    there = {name: s.shape for name, s in tensors.stored.items()}
+    wanted: dict[str, tuple[int, ...]] = {}
+    for entry in entries:
+        wanted |= dict.fromkeys(tensor_names(entry, sizes), tensor_shape(entry, sizes))
+    missing = [name for name in wanted if name not in there]
+    if missing:
+        rule = "is missing from the model's files"
+        raise ConfigError(_some(missing), None, rule, "fetch the folder again")
+    tied = "head" not in {entry.path for entry in entries}
+    extra = [name for name in there if name not in wanted]
+    if tied and extra == ["lm_head.weight"]:
+        _check_tied(tensors)
+        extra = []
+    if extra:
+        rule = "belongs to no parameter of the model that config.json describes"
+        fix = "use the config.json that was published with these files"
+        raise ConfigError(_some(extra), list(there[extra[0]]), rule, fix)
+    for name, shape in wanted.items():
+        if there[name] != shape:
+            rule = f"must be of shape {list(shape)}, by config.json"
+            raise ConfigError(name, list(there[name]), rule, "use the config.json of these files")
+
+
+def _check_tied(tensors: Tensors) -> None:
+    """A tied model's head, if the files have one, is its embedding."""
+    head, embed = tensors.open("lm_head.weight"), tensors.open("model.embed_tokens.weight")
+    if head.shape != embed.shape or not all(map(np.array_equal, head, embed)):
+        rule = "must be the embedding: config.json has tie_word_embeddings"
+        fix = "set tie_word_embeddings to false in config.json, if the head is its own"
+        raise ConfigError("lm_head.weight", list(head.shape), rule, fix)
+
+
+def _some(names: list[str]) -> str:
+    """The first names, and how many more there are."""
+    more = len(names) - SHOWN
+    return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def create_tensors(
+    folder: Path, shapes: dict[str, tuple[int, ...]], dtype: str, shard_bytes: int
+) -> dict[str, Stored]:
+    """Files with room for tensors: one, or several with an index if they exceed `shard_bytes`.
+
+    Args:     shapes: of each tensor, in the order in which they are laid out. dtype: of all.
+    """
+    item = DTYPES[NAMES[dtype]].itemsize
+    parts: list[dict[str, tuple[int, ...]]] = [{}]
+    size = total = 0
+    for name, shape in shapes.items():
+        num_bytes = int(np.prod(shape, dtype=np.int64)) * item
+        if parts[-1] and size + num_bytes > shard_bytes:
+            parts.append({})
+            size = 0
+        parts[-1][name] = shape
+        size, total = size + num_bytes, total + num_bytes
+    if len(parts) == 1:
+        return create_file(folder / SINGLE_FILE, parts[0], dtype)
+    stored: dict[str, Stored] = {}
+    for i, part in enumerate(parts, 1):
+        file = folder / f"model-{i:05d}-of-{len(parts):05d}.safetensors"
+        stored |= create_file(file, part, dtype)
+    where = {name: s.file.name for name, s in stored.items()}
+    index = {"metadata": {"total_size": total}, "weight_map": where}
+    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+    return stored

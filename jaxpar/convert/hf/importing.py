@@ -1,0 +1,172 @@
+"""`from-hf`: a folder of a published model becomes a run with one checkpoint, of step 0."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from jaxpar.config import Config, DataConfig, ParallelConfig, RunConfig
+from jaxpar.config.serialize import to_json
+from jaxpar.config.validate import check
+from jaxpar.convert import selfcheck
+from jaxpar.convert.hf.config import check_count, dtype_of, entry_table, family_of, model_of
+from jaxpar.convert.hf.config_file import CONFIG_FILE, Values, read_config_json
+from jaxpar.convert.hf.families import Family
+from jaxpar.convert.hf.folder import Tensors, check_tensors, find_tensors
+from jaxpar.convert.hf.tensor_layout import (
+    Entry,
+    Sizes,
+    chunk_shape,
+    read_box,
+    shape_of,
+    sizes_of,
+    tensors_in,
+)
+from jaxpar.convert.new_folder import CARRIED, copy_carried, new_folder, refuse_used, require_space
+from jaxpar.convert.run_arrays import (
+    IMPORTED_STEP,
+    RunArrays,
+    about_import,
+    create_run,
+    open_run,
+    seal_run,
+)
+from jaxpar.model.flops import num_params
+from jaxpar.runtime.progress import Meter, meter
+from jaxpar.sharding.fingerprint import Running
+from jaxpar.sharding.grid import grid
+
+#: Numbers that are in memory at a time: 64 MiB of float32.
+PIECE = 1 << 24
+
+#: Longest window that an imported run is given to train on; a command line may say more.
+LONGEST_WINDOW = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A published model, found and checked; nothing of it has been read but headers."""
+
+    folder: Path
+    values: Values
+    """Of its config.json, with the dtype that the tensors have."""
+    family: Family
+    config: Config
+    """The model, with the defaults of everything else."""
+    entries: list[Entry]
+    sizes: Sizes
+    tensors: Tensors
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(stored.num_bytes for stored in self.tensors.stored.values())
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest tensor."""
+        return max(stored.num_bytes for stored in self.tensors.stored.values())
+
+
+def open_source(folder: str | Path) -> Source:
+    """A folder of a published model, every tensor known to be there and in shape.
+
+    Raises:   ConfigError naming the key of config.json, the tensor or the file that is wrong.
+    """
+    folder = Path(folder)
+    values = read_config_json(folder)
+    family = family_of(values)
+    dtype_of(values)
+    tensors = find_tensors(folder)
+    # Files are often in another dtype than their config.json says, or it says none.
+    values |= {"dtype": tensors.dtype(), "torch_dtype": tensors.dtype()}
+    check_count(values, family, len(tensors.stored))
+    model = model_of(values, family)
+    longest = values.get("max_position_embeddings") or LONGEST_WINDOW
+    loop: Literal["scan", "unroll"] = "unroll" if model.global_every else "scan"
+    cfg = Config(
+        model=model,
+        data=DataConfig(seq_len=min(longest, LONGEST_WINDOW)),
+        parallel=ParallelConfig(layer_loop=loop),
+    )
+    check(cfg)
+    entries, sizes = entry_table(family, model), sizes_of(model)
+    check_tensors(tensors, entries, sizes)
+    return Source(
+        folder=folder,
+        values=values,
+        family=family,
+        config=cfg,
+        entries=entries,
+        sizes=sizes,
+        tensors=tensors,
+    )
+
+
+def from_hf(
+    folder: str | Path,
+    run_dir: str | Path,
+    say: Callable[[str], None],
+    tolerance: float | None = selfcheck.TOLERANCE,
+) -> Source:
+    """Convert a published model into a run.
+
+    Memory stays at a few times PIECE. The run appears when it is complete.
+
+    Args:     say: told what was done. tolerance: of the self-check; None for none.
+    Raises:   ConfigError as `open_source`, and when the run's folder is in use; CheckFailed.
+    """
+    source, run_dir = open_source(folder), Path(run_dir)
+    refuse_used("RUN", run_dir)
+    require_space("RUN", run_dir, 4 * num_params(source.config.model))
+    cfg = source_config(source, run_dir)
+    with new_folder(run_dir) as temporary:
+        fill_run(temporary, cfg, [source], say)
+        if tolerance is not None:
+            published = selfcheck.published_reader(source.entries, source.sizes, source.tensors)
+            run = selfcheck.run_reader(
+                open_run(temporary, cfg, IMPORTED_STEP), cfg.model, "float32"
+            )
+            selfcheck.check_conversion(cfg.model, run, published, source.folder, tolerance, say)
+    return source
+
+
+def fill_run(
+    folder: Path, cfg: Config, parts: Sequence[Source], say: Callable[[str], None]
+) -> None:
+    """Write all of a run into an empty folder: its checkpoint, config, and what came with it.
+
+    Args:     parts: the published model, and what is kept beside its parameters, if anything.
+              say: told how much was read.
+    """
+    source, about = parts[0], about_import(cfg)
+    placed = [(part, entry) for part in parts for entry in part.entries]
+    chunks = {entry.path: chunk_shape(entry, part.sizes, PIECE) for part, entry in placed}
+    arrays = create_run(folder, cfg, chunks, about)
+    with meter(sum(part.num_bytes for part in parts)) as progress:
+        found = {entry.path: copy_in(part, entry, arrays, progress) for part, entry in placed}
+        say(f"read {progress.summary(source.largest)}")
+    seal_run(folder, about, found)
+    (folder / "config.json").write_text(to_json(cfg))
+    copy_carried(source.folder, folder / CARRIED)
+    (folder / CARRIED / CONFIG_FILE).write_text(json.dumps(source.values, indent=2) + "\n")
+
+
+def source_config(source: Source, run_dir: Path) -> Config:
+    """The config of the run that a published model becomes."""
+    return dataclasses.replace(source.config, run=RunConfig(dir=str(run_dir)))
+
+
+def copy_in(source: Source, entry: Entry, arrays: RunArrays, progress: Meter) -> Running:
+    """Copy one parameter, chunk by chunk. Returns its fingerprint."""
+    found = arrays.counted(entry.path)
+    shape = shape_of(entry.ours, source.sizes)
+    for box in grid(shape, arrays.chunk(entry.path)):
+        values = read_box(entry, source.sizes, box, source.tensors.open)
+        arrays.write(entry.path, box, values)
+        found.add(values, [part.start for part in box])
+        parts = tensors_in(entry, source.sizes, box, source.tensors.open)
+        progress.advance(sum(part.nbytes for _, _, part in parts))
+    return found

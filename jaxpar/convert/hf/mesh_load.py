@@ -1,0 +1,75 @@
+"""A published folder straight onto a mesh: no checkpoint between, each host reads its part."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import flax.traverse_util
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from jaxpar.checkpoint import MODEL_FIELDS
+from jaxpar.config import Config, ConfigError, value_of
+from jaxpar.convert.hf.importing import Source
+from jaxpar.convert.hf.tensor_layout import Entry, read_box, shape_of
+from jaxpar.runtime.progress import Meter, meter
+from jaxpar.sharding.grid import Box
+from jaxpar.sharding.params import flat
+from jaxpar.step.state import TrainState, state_shardings, to_running
+
+
+def load_params(source: Source, cfg: Config, mesh: Mesh, say: Callable[[str], None]) -> Any:
+    """A published model's parameters, as `checkpoint.restore_params` gives a run's.
+
+    Memory on the host is that of one device's shard of the largest parameter.
+
+    Args:     source: from `importing.open_source`. cfg: a resolved config with the source's model;
+              fields that change no weights may differ. say: told what was read.
+    Returns:  the parameters in running order, float32, sharded as `state.state_shardings`.
+    Raises:   ConfigError naming the first field of the model that differs.
+    """
+    check_model(source, cfg)
+    to = flat(state_shardings(cfg, mesh).params)
+    shards = sum(_bytes_here(source, entry, to[entry.path]) for entry in source.entries)
+    with meter(shards) as progress:
+        arrays = {e.path: _load(source, e, to[e.path], progress) for e in source.entries}
+        say(f"read {progress.summary(source.largest)}")
+    tree = flax.traverse_util.unflatten_dict(arrays, sep="/")
+    return to_running(TrainState((), tree, ()), cfg).params
+
+
+def check_model(source: Source, cfg: Config) -> None:
+    """Raises:   ConfigError naming the first field of the model that differs from the source's."""
+    for path in MODEL_FIELDS:
+        now, there = value_of(cfg, path), value_of(source.config, path)
+        if now != there:
+            rule = f"{source.folder} has {there!r}"
+            raise ConfigError(path, now, rule, f"set it to {there!r}")
+
+
+def _load(source: Source, entry: Entry, to: NamedSharding, progress: Meter) -> jax.Array:
+    """One parameter, a shard at a time: read once, put on the devices that hold it, let go."""
+    shape = shape_of(entry.ours, source.sizes)
+    placed: list[jax.Array] = []
+    for box, devices in shards_here(shape, to):
+        values = read_box(entry, source.sizes, box, source.tensors.open)
+        placed += [jax.device_put(values, device) for device in devices]
+        jax.block_until_ready(placed)
+        progress.advance(values.nbytes)
+    return jax.make_array_from_single_device_arrays(shape, to, placed)
+
+
+def shards_here(shape: tuple[int, ...], to: NamedSharding) -> list[tuple[Box, list[jax.Device]]]:
+    """The distinct shards of an array that this process's devices hold, and which hold each."""
+    found: dict[str, tuple[Box, list[jax.Device]]] = {}
+    for device, index in to.addressable_devices_indices_map(shape).items():
+        assert index is not None
+        box = tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, shape, strict=True))
+        found.setdefault(str(box), (box, []))[1].append(device)
+    return list(found.values())
+
+
+def _bytes_here(source: Source, entry: Entry, to: NamedSharding) -> int:
+    """Bytes of those shards."""
+    shape = shape_of(entry.ours, source.sizes)
+    return sum(4 * math.prod(s.stop - s.start for s in box) for box, _ in shards_here(shape, to))

@@ -1,0 +1,124 @@
+"""The tokenizer that goes with a run's weights: read from it, and written for `transformers`."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from jaxpar.config import Config, ConfigError
+from jaxpar.convert.new_folder import CARRIED
+from jaxpar.data import Tokenizer, load_tokenizer
+from jaxpar.data.formats.meta import TOKENIZER_FILE
+from jaxpar.data.formats.tokens import TokenDataset
+from jaxpar.data.sources import tokenizer_folder
+from jaxpar.data.tokenizer import read_tokenizer_json
+
+TOKENIZER_CONFIG = "tokenizer_config.json"
+
+
+def write(cfg: Config, folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
+    """Write the tokenizer of the run's data, and generation_config.json.
+
+    Args:     say: told when the data is gone, and the folder has no tokenizer.
+    Returns:  keys of config.json: the ids of special tokens.
+    """
+    try:
+        tokenizer = load_tokenizer(tokenizer_folder(cfg))
+    except ConfigError as error:
+        say(f"no tokenizer: {error}")
+        return {"bos_token_id": None, "eos_token_id": None}
+    tokenizer.save(folder)
+    if not (folder / TOKENIZER_FILE).is_file():
+        bytes_as_json(tokenizer).save(str(folder / TOKENIZER_FILE))
+    about = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": tokenizer.eos_token,
+        "model_max_length": cfg.data.seq_len,
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / TOKENIZER_CONFIG).write_text(json.dumps(about, indent=2) + "\n")
+    ids: dict[str, Any] = {"bos_token_id": None, "eos_token_id": tokenizer.eos_id}
+    (folder / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n")
+    return ids
+
+
+def tokenizer_of_run(run_dir: str | Path, cfg: Config) -> Tokenizer:
+    """The tokenizer of a run: the one that was imported with its weights, or its data's.
+
+    Raises:   ConfigError when it is missing, or its end of text is unknown.
+    """
+    kept = Path(run_dir) / CARRIED
+    if not kept.is_dir():
+        return load_tokenizer(tokenizer_folder(cfg))
+    return tokenizer_in(kept, str(run_dir))
+
+
+def begin_of_prompts(run_dir: str | Path, cfg: Config, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Ids that stand before a prompt: what stood before the texts that the model has learnt.
+
+    Of an imported run, what its tokenizer puts there; of any other, the same if its documents begin
+    with it.
+
+    Raises:   ConfigError when the documents cannot be read.
+    """
+    if not tokenizer.begin or (Path(run_dir) / CARRIED).is_dir():
+        return tokenizer.begin
+    documents = TokenDataset.open(tokenizer_folder(cfg))
+    return tokenizer.begin if documents.begins_with(tokenizer.begin) else ()
+
+
+def tokenizer_in(folder: Path, named: str) -> Tokenizer:
+    """The tokenizer of a published folder.
+
+    Args:     named: how the user named the model, for the error.
+    Raises:   ConfigError as `tokenizer_of_run`.
+    """
+    if not (folder / TOKENIZER_FILE).is_file():
+        rule = f"came without a {TOKENIZER_FILE}"
+        raise ConfigError("RUN", named, rule, f"put the model's into {folder}")
+    try:
+        eos = _eos_token(folder)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        rule = f"came with a {TOKENIZER_CONFIG} that cannot be read ({error!r})"
+        raise ConfigError("RUN", named, rule, f"put the model's into {folder}") from error
+    try:
+        return read_tokenizer_json(folder / TOKENIZER_FILE, eos)
+    except ConfigError as error:  # it names options of the program that prepares data
+        fix = f"put the model's into {folder}, with its eos_token in {TOKENIZER_CONFIG}"
+        raise ConfigError("RUN", named, f"its {TOKENIZER_FILE} {error.rule}", fix) from error
+
+
+def _eos_token(folder: Path) -> str | None:
+    """The text of the end-of-text token that a folder names, alone or with how it is matched."""
+    about = folder / TOKENIZER_CONFIG
+    eos = json.loads(about.read_text("utf-8")).get("eos_token") if about.is_file() else None
+    eos = eos["content"] if isinstance(eos, dict) else eos
+    if not isinstance(eos, str | None):
+        raise TypeError(f"eos_token is {eos!r}")
+    return eos
+
+
+def bytes_as_json(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
+    """The tokenizer of plain bytes as a tokenizer.json: a BPE of 256 bytes that merges nothing."""
+    vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
+    found = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=False
+    )
+    found.decoder = tokenizers.decoders.ByteLevel()
+    found.add_special_tokens([tokenizer.eos_token])
+    assert found.token_to_id(tokenizer.eos_token) == tokenizer.eos_id
+    return found
+
+
+def _byte_characters() -> list[str]:
+    """The character that stands for each byte in a byte-level BPE.
+
+    Source:   Radford et al. 2019, `bytes_to_unicode` of GPT-2's encoder: printable bytes stand for
+              themselves, the others for the characters from 256 on.
+    """
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]

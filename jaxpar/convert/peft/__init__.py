@@ -1,0 +1,1 @@
+"""Adapters as PEFT writes them."""

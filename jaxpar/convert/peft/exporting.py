@@ -1,0 +1,187 @@
+"""`to-peft`: a run's adapters as a folder of PEFT, beside the model that they were trained on.
+
+    adapter_config.json          rank, alpha, which modules
+    adapter_model.safetensors    base_model.model.model.layers.{L}.self_attn.q_proj.lora_A.weight,
+                                 [R, in], lora_B.weight, [out, R], and so on
+
+Source:   https://huggingface.co/docs/peft/developer_guides/checkpoint; peft 0.21.2.
+"""
+
+import dataclasses
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxpar.checkpoint import MODEL_FIELDS, saved_steps
+from jaxpar.config import Config, ConfigError, value_of
+from jaxpar.config.lora_targets import TARGETS
+from jaxpar.convert import selfcheck
+from jaxpar.convert.hf.config_file import CONFIG_FILE
+from jaxpar.convert.hf.exporting import Export, copy_out
+from jaxpar.convert.hf.families import Family
+from jaxpar.convert.hf.folder import Tensors
+from jaxpar.convert.hf.importing import open_source
+from jaxpar.convert.hf.tensor_layout import Entry
+from jaxpar.convert.new_folder import new_folder, refuse_used, require_space
+from jaxpar.convert.peft.merging import MergedArrays, unmerged_reader, with_factor
+from jaxpar.convert.safetensors_file import DTYPES, NAMES, create_file, read_header
+from jaxpar.model.flops import num_adapter_params
+from jaxpar.model.lora import A, B, is_adapter
+from jaxpar.runtime.progress import meter
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_FILE = "adapter_model.safetensors"
+
+#: Before the name that a module has in its model.
+_PREFIX = "base_model.model."
+
+
+def adapter_entries(family: Family, cfg: Config) -> list[Entry]:
+    """Where the adapters of a run lie in PEFT's file."""
+    of_matrix = {entry.path: entry for entry in family.entries}
+    found = []
+    for target in cfg.lora.targets.split(","):
+        path = f"layers/{TARGETS[target]}"
+        entry = of_matrix[path]
+        cut = 3 if path.endswith("wo") else 2
+        inputs, outputs = entry.ours[1:cut], entry.ours[cut:]
+        module = _PREFIX + entry.name.removesuffix("weight")
+        found += [
+            Entry(path + A, f"{module}lora_A.weight", f"L{inputs}R", f"R {inputs}"),
+            Entry(path + B, f"{module}lora_B.weight", f"LR{outputs}", f"{outputs} R"),
+        ]
+    return found
+
+
+def adapter_config(family: Family, cfg: Config, base: str | None) -> dict[str, Any]:
+    """adapter_config.json; only keys that every version of PEFT knows."""
+    names = {entry.path: entry.name.split(".")[-2] for entry in family.entries}
+    alpha = cfg.lora.alpha
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "r": cfg.lora.rank,
+        "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
+        "use_rslora": cfg.lora.rank_stabilized,
+        "lora_dropout": 0.0,
+        "target_modules": [names[f"layers/{TARGETS[t]}"] for t in cfg.lora.targets.split(",")],
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+    }
+
+
+def base_of(cfg: Config) -> str | None:
+    """The published folder that a run began with; None if it began with something else."""
+    folder = cfg.run.init_from
+    return folder if folder and not saved_steps(folder) else None
+
+
+def to_peft(
+    export: Export,
+    folder: Path,
+    say: Callable[[str], None],
+    base: str | None = None,
+    tolerance: float | None = selfcheck.TOLERANCE,
+) -> None:
+    """Write the folder; it appears when it is complete, and checked.
+
+    Args:     export: of a run with adapters, in the dtype that they are written in. base: name or
+              folder of the model that PEFT is to put them on. say: told what was done.
+              tolerance: of the self-check; None for none.
+    Raises:   ConfigError when the run has no adapters, or the folder is in use; CheckFailed.
+    """
+    cfg, arrays = export.config, export.arrays
+    if not isinstance(arrays, MergedArrays):
+        rule = "was trained without adapters: every weight has moved"
+        raise ConfigError("RUN", str(export.run), rule, "export it with `to-hf`")
+    refuse_used("DIR", folder)
+    size = DTYPES[NAMES[export.dtype]].itemsize * num_adapter_params(cfg.model, cfg.lora)
+    require_space("DIR", folder, size)
+    export = dataclasses.replace(
+        export,
+        arrays=arrays.own,
+        entries=adapter_entries(export.family, cfg),
+        sizes=export.sizes | {"R": cfg.lora.rank},
+    )
+    with new_folder(folder) as temporary:
+        about = adapter_config(export.family, cfg, base)
+        (temporary / ADAPTER_CONFIG).write_text(json.dumps(about, indent=2) + "\n")
+        stored = create_file(temporary / ADAPTER_FILE, export.shapes(), export.dtype)
+        with meter(sum(s.num_bytes for s in stored.values())) as progress:
+            for entry in export.entries:
+                copy_out(export, entry, stored, progress)
+            say(f"wrote {progress.summary(max(s.num_bytes for s in stored.values()))}")
+        if tolerance is not None:
+            check(export, temporary, base, tolerance, say)
+
+
+def check(
+    export: Export,
+    folder: Path,
+    base: str | None,
+    tolerance: float,
+    say: Callable[[str], None],
+) -> None:
+    """Compare the logits of a run with those of its base and of the adapters in a folder.
+
+    The base is the published one where it is on this machine, else the run's own; and where PEFT
+    is installed, it computes them too.
+
+    Raises:   ConfigError when the base is another model; CheckFailed.
+    """
+    cfg = export.config
+    tokens = selfcheck.random_tokens(cfg.model)
+    own = unmerged_reader(export.arrays, cfg, export.dtype)
+    written = Tensors(read_header(folder / ADAPTER_FILE))
+    there = base is not None and (Path(base) / CONFIG_FILE).is_file()
+    published, what = own, "the run's own base and the written adapters"
+    if there:
+        source = open_source(str(base))
+        other = [p for p in MODEL_FIELDS if value_of(source.config, p) != value_of(cfg, p)]
+        if other:
+            rule = f"is another model than the run's: {', '.join(other)} differ"
+            raise ConfigError("--base", base, rule, "name the one that the run began with")
+        published = selfcheck.published_reader(source.entries, source.sizes, source.tensors)
+        what = f"{base} and the written adapters"
+
+    adapters = selfcheck.published_reader(export.entries, export.sizes, written)
+    read = either(adapters, published)
+    ours = selfcheck.logits(own, cfg.model, tokens, cfg.lora)
+    found = selfcheck.logits(with_factor(read, cfg), cfg.model, tokens, cfg.lora)
+    selfcheck.compare(found, ours, what, tolerance, say)
+    left_out = why_no_peft(cfg) if there else "no --base that is a folder here"
+    if left_out is None:
+        theirs = peft_logits(Path(str(base)), folder, tokens)
+        selfcheck.compare(theirs, ours, "peft", tolerance, say)
+    else:
+        say(f"not compared with peft: {left_out}")
+
+
+def either(adapters: selfcheck.Read, model: selfcheck.Read) -> selfcheck.Read:
+    """Reads the parameters of adapters in one place, and those of the model in another."""
+    return lambda path, box: (adapters if is_adapter(path) else model)(path, box)
+
+
+def why_no_peft(cfg: Config) -> str | None:
+    """Why PEFT cannot compute the logits here; None when it can."""
+    if importlib.util.find_spec("peft") is None:
+        return "peft is not installed"
+    return selfcheck.why_no_transformers(cfg.model)
+
+
+def peft_logits(base: Path, folder: Path, tokens: np.ndarray) -> np.ndarray:
+    """Logits float32 [B, T, V] of a base with the adapters of a folder, by PEFT in float32."""
+    import peft
+    import torch
+
+    model = peft.PeftModel.from_pretrained(selfcheck.transformers_model(base), folder)
+    with torch.no_grad():
+        return model.eval()(torch.from_numpy(tokens.astype(np.int64))).logits.float().numpy()

@@ -1,0 +1,160 @@
+"""`from-peft`: a published model and adapters of PEFT become a run, its checkpoint of step 0."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jaxpar.config import Config, ConfigError, LoraConfig
+from jaxpar.config.lora_targets import TARGETS
+from jaxpar.config.validate import check
+from jaxpar.convert import selfcheck
+from jaxpar.convert.hf.config_file import CONFIG_FILE, Values
+from jaxpar.convert.hf.folder import Tensors, check_tensors
+from jaxpar.convert.hf.importing import Source, fill_run, open_source, source_config
+from jaxpar.convert.new_folder import new_folder, refuse_used, require_space
+from jaxpar.convert.peft.exporting import ADAPTER_CONFIG, ADAPTER_FILE, adapter_entries, either
+from jaxpar.convert.peft.merging import unmerged_reader, with_factor
+from jaxpar.convert.run_arrays import IMPORTED_STEP, open_run
+from jaxpar.convert.safetensors_file import read_header
+from jaxpar.model.flops import num_adapter_params, num_params
+
+#: Keys of adapter_config.json that change nothing of what trained adapters compute.
+_OF_TRAINING = {
+    "auto_mapping",
+    "base_model_name_or_path",
+    "inference_mode",
+    "layers_pattern",
+    "lora_dropout",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "runtime_config",
+    "task_type",
+}
+
+#: Keys that are read.
+_READ = {"r", "lora_alpha", "target_modules"}
+
+#: Values that keys must have. Other ways to start change the model as well.
+_REQUIRED: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian"),
+    "use_rslora": (True, False, None),
+}
+
+
+def read_adapter_config(folder: Path) -> Values:
+    """The values of a folder's adapter_config.json.
+
+    Raises:   ConfigError when there is none, it is not JSON, or asks for what ours cannot express.
+    """
+    path = folder / ADAPTER_CONFIG
+    try:
+        values = json.loads(path.read_text("utf-8"))
+        items = sorted(values.items())
+    except (OSError, ValueError, AttributeError) as error:
+        rule = f"has no {ADAPTER_CONFIG} that can be read ({error})"
+        raise ConfigError("DIR", str(folder), rule, "give a folder that PEFT has saved") from error
+    for key, value in items:
+        allowed = _REQUIRED.get(key)
+        # False, null and empty lists ask for nothing; layers_to_transform 0 is the first layer.
+        unset = not value and (isinstance(value, bool) or not isinstance(value, int))
+        known = key in _READ | _OF_TRAINING or unset
+        if (value not in allowed) if allowed else not known:
+            rule = "is not what jaxpar's adapters are"
+            fix = f"use {' or '.join(map(repr, allowed))}" if allowed else "train without it"
+            raise ConfigError(f"{ADAPTER_CONFIG} {key}", value, rule, fix)
+    return values
+
+
+def lora_of(values: Values) -> LoraConfig:
+    """Our config of adapters, from PEFT's.
+
+    Raises:   ConfigError naming a key whose value ours cannot express.
+    """
+    rank, alpha, targets = (values.get(key) for key in ("r", "lora_alpha", "target_modules"))
+    for key, value, kind in (("r", rank, int), ("lora_alpha", alpha, int | float)):
+        if not isinstance(value, kind) or isinstance(value, bool) or value <= 0:
+            rule = "must be a number above 0"
+            raise ConfigError(f"{ADAPTER_CONFIG} {key}", value, rule, "use that of the training")
+    known = isinstance(targets, list) and all(t in [*TARGETS] for t in targets)
+    if not known or not targets:
+        rule = f"must be a list of names from {', '.join(TARGETS)}"
+        fix = "train adapters of these alone"
+        raise ConfigError(f"{ADAPTER_CONFIG} target_modules", targets, rule, fix)
+    return LoraConfig(
+        rank=int(rank or 0),
+        alpha=float(alpha or 0),
+        rank_stabilized=bool(values.get("use_rslora")),
+        targets=",".join(name for name in TARGETS if name in targets),
+    )
+
+
+def base_folder(values: Values, base: str | None) -> str:
+    """The published folder that adapters belong to: `base`, or what adapter_config.json names.
+
+    Raises:   ConfigError when that is no folder here.
+    """
+    named: Any = base or values.get("base_model_name_or_path")
+    if not isinstance(named, str) or not (Path(named) / CONFIG_FILE).is_file():
+        rule = "is no folder of a published model on this machine"
+        raise ConfigError("--base", named, rule, "name the folder of the model they belong to")
+    return named
+
+
+def from_peft(
+    folder: str | Path,
+    run_dir: str | Path,
+    say: Callable[[str], None],
+    base: str | None = None,
+    tolerance: float | None = selfcheck.TOLERANCE,
+) -> Config:
+    """Convert a published model and adapters into a run, which appears when it is complete.
+
+    Args:     base: folder of the model. None: what adapter_config.json names. say: told what was
+              done. tolerance: of the self-check; None for none.
+    Returns:  the run's config.
+    Raises:   ConfigError naming the key, tensor or file that is wrong, and when the run's folder is
+              in use; CheckFailed.
+    """
+    folder, run_dir = Path(folder), Path(run_dir)
+    values = read_adapter_config(folder)
+    source = open_source(base_folder(values, base))
+    cfg = dataclasses.replace(source_config(source, run_dir), lora=lora_of(values))
+    check(cfg)
+    adapters = _adapters(folder, source, cfg)
+    refuse_used("RUN", run_dir)
+    size = num_params(cfg.model) + num_adapter_params(cfg.model, cfg.lora)
+    require_space("RUN", run_dir, 4 * size)
+    with new_folder(run_dir) as temporary:
+        fill_run(temporary, cfg, [source, adapters], say)
+        if tolerance is not None:
+            tokens = selfcheck.random_tokens(cfg.model)
+            run = unmerged_reader(open_run(temporary, cfg, IMPORTED_STEP), cfg)
+            ours = selfcheck.logits(run, cfg.model, tokens, cfg.lora)
+            reader = lambda s: selfcheck.published_reader(s.entries, s.sizes, s.tensors)  # noqa: E731
+            published = with_factor(either(reader(adapters), reader(source)), cfg)
+            theirs = selfcheck.logits(published, cfg.model, tokens, cfg.lora)
+            selfcheck.compare(theirs, ours, "the published files", tolerance, say)
+    return cfg
+
+
+def _adapters(folder: Path, source: Source, cfg: Config) -> Source:
+    """The adapters of a folder, every tensor known to be there and in shape.
+
+    Raises:   ConfigError as `check_tensors`, and when the file is missing or a pickle.
+    """
+    file = folder / ADAPTER_FILE
+    if not file.is_file():
+        rule = f"has no {ADAPTER_FILE}"
+        fix = "save the adapters with PEFT's safe_serialization, its default"
+        raise ConfigError("DIR", str(folder), rule, fix)
+    tensors = Tensors(read_header(file))
+    entries = adapter_entries(source.family, cfg)
+    sizes = source.sizes | {"R": cfg.lora.rank}
+    check_tensors(tensors, entries, sizes)
+    return dataclasses.replace(source, tensors=tensors, entries=entries, sizes=sizes)

@@ -1,0 +1,1 @@
+"""Tokens on disk: ours, Megatron's, nanoGPT's, llm.c's."""

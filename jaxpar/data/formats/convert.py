@@ -1,0 +1,273 @@
+"""`python -m jaxpar.data convert`: tokens from one format to another, in bounded memory."""
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from jaxpar.config import ConfigError
+from jaxpar.data.formats import bin_file, megatron
+from jaxpar.data.formats.meta import (
+    META_FILE,
+    NO_TOKENIZER,
+    TRAIN,
+    VAL,
+    Meta,
+    SplitMeta,
+    meta_to_json,
+    token_dtype,
+)
+from jaxpar.data.formats.token_file import chunks
+from jaxpar.data.formats.tokens import TokenDataset
+from jaxpar.data.formats.writer import SplitWriter, unigram_entropy, whole_folder
+from jaxpar.data.prepare.progress import Progress
+from jaxpar.data.sources import check_eos_id, check_made_by, open_tokens
+from jaxpar.data.tokenizer import Tokenizer, open_tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions:
+    """Copy tokens, as they are, into another format; several inputs one after the other."""
+
+    input: tuple[str, ...]
+    """Whatever `data.path` can be: dataset folders, Megatron pairs, .bin files."""
+    output: str
+    """jaxpar: a folder. megatron: a prefix, to which .bin and .idx are added. Others: a file."""
+    to: Literal["jaxpar", "megatron", "nanogpt", "llmc"]
+    """Format to write."""
+    split: Literal["train", "val"] = "train"
+    """Which split of input folders is read."""
+    held_out: tuple[str, ...] = ()
+    """Files of held-out tokens, for a jaxpar folder's val split."""
+    eos_id: int | None = None
+    """Token that ends a document, for inputs that do not mark documents. None: the tokenizer's."""
+    tokenizer: str | None = None
+    """What made the tokens: a tokenizer.json, or bytes. A jaxpar folder keeps it for `sample`."""
+    overwrite: bool = False
+    """Replace what is at the output."""
+
+
+def convert(options: ConvertOptions, progress: Progress | None = None) -> str:
+    """Write the tokens of the inputs in another format.
+
+    Returns:  what was written, in one line.
+    Raises:   ConfigError for an input that cannot be used, or a format that cannot hold it.
+    """
+    check_eos_id(options.eos_id)
+    progress = progress or Progress()
+    tokenizer = _tokenizer(options)
+    inputs = _opened("--input", options.input, options.split, options, tokenizer)
+    if options.to == "jaxpar":
+        _write_folder(options, inputs, tokenizer, progress)
+    elif options.held_out:
+        rule, fix = f"is of a folder, and --to is {options.to}", "convert it on its own"
+        raise ConfigError("--held-out", options.held_out[0], rule, fix)
+    else:
+        _write_files(options, inputs, _vocab_size(inputs, tokenizer), progress)
+    num_tokens = sum(dataset.num_tokens for dataset in inputs)
+    return f"{options.output}: {num_tokens:,} tokens ({options.to})"
+
+
+def _tokenizer(options: ConvertOptions) -> Tokenizer | None:
+    if options.tokenizer is None:
+        return None
+    tokenizer = open_tokenizer(options.tokenizer, options.eos_id, "--eos-id")
+    if options.eos_id not in (None, tokenizer.eos_id):
+        rule = f"is not the end of text of --tokenizer {options.tokenizer}, {tokenizer.eos_id}"
+        raise ConfigError("--eos-id", options.eos_id, rule, "leave it out")
+    return tokenizer
+
+
+def _opened(
+    option: str,
+    paths: Sequence[str],
+    split: str,
+    options: ConvertOptions,
+    tokenizer: Tokenizer | None,
+) -> list[TokenDataset]:
+    if not paths:
+        raise ConfigError("--input", "", "must name tokens to read", "use --input data/stdlib")
+    eos_id = options.eos_id if tokenizer is None else tokenizer.eos_id
+    marked = options.to in ("jaxpar", "megatron")
+    datasets = []
+    for path in paths:
+        try:
+            dataset = open_tokens(path, split, eos_id, whole=split == VAL)
+            dataset.check_offsets()
+        except ConfigError as error:
+            fix = error.fix
+            if error.rule.endswith(f"{VAL} split"):  # whose fix is for a run
+                fix = "use --split train" if option == "--input" else "name one that has tokens"
+            raise ConfigError(option, error.value, error.rule, fix) from error
+        if marked and not dataset.knows_documents:
+            rule = f"is needed: {dataset.file} does not say where its documents end"
+            raise ConfigError("--eos-id", None, rule, "use --eos-id 50256 for GPT-2's tokens")
+        if tokenizer is not None:
+            check_made_by(tokenizer, options.tokenizer or "", dataset)
+        if dataset.targets is not None:
+            rule = "is chat data, and convert does not keep which tokens are targets"
+            raise ConfigError(option, str(path), rule, "use the folder as it is")
+        datasets.append(dataset)
+    return datasets
+
+
+def _checked_chunks(dataset: TokenDataset) -> Iterator[np.ndarray]:
+    """All tokens in order.
+
+    Raises:   ConfigError for a token beyond the vocabulary, and at the end for tokens that do not
+              have the hash that the input's meta.json records.
+    """
+    digest = hashlib.sha256()
+    for start, chunk in chunks(dataset.tokens):
+        if (most := int(chunk.max())) >= dataset.vocab_size:
+            place = dataset.place(start + int(np.argmax(chunk)))
+            rule = f"{place} is {most}, beyond the vocabulary of {dataset.vocab_size:,}"
+            fix = "copy it again, or prepare it again"
+            raise ConfigError("--input", str(dataset.path), rule, fix)
+        if dataset.meta is not None:
+            digest.update(chunk)
+        yield chunk
+    if dataset.meta is not None:
+        recorded = dataset.meta.splits[dataset.split].sha256
+        try:
+            dataset.check_hash(dataset.file, digest.hexdigest(), recorded)
+        except ConfigError as error:
+            raise ConfigError("--input", error.value, error.rule, error.fix) from error
+
+
+def _vocab_size(inputs: Sequence[TokenDataset], tokenizer: Tokenizer | None) -> int:
+    return tokenizer.vocab_size if tokenizer else max(dataset.vocab_size for dataset in inputs)
+
+
+# ------------------------------------------------------------------------- a dataset folder
+
+
+def _write_folder(
+    options: ConvertOptions,
+    inputs: Sequence[TokenDataset],
+    tokenizer: Tokenizer | None,
+    progress: Progress,
+) -> None:
+    eos_id = tokenizer.eos_id if tokenizer else options.eos_id
+    if eos_id is None:
+        rule = "is needed: the folder records which token ends a document"
+        raise ConfigError("--eos-id", None, rule, "use --eos-id, or --tokenizer tokenizer.json")
+    held_out: list[TokenDataset] = []
+    if options.held_out:
+        held_out = _opened("--held-out", options.held_out, VAL, options, tokenizer)
+    vocab_size = max(_vocab_size([*inputs, *held_out], tokenizer), eos_id + 1)
+    with whole_folder(options.output, options.overwrite) as folder:
+        splits, entropy = {}, 0.0
+        for split, datasets in ((TRAIN, inputs), (VAL, held_out)):
+            writer = SplitWriter(folder, split, vocab_size, eos_id)
+            splits[split] = _copy(datasets, writer, progress)
+            if split == TRAIN:
+                entropy = unigram_entropy(writer.token_counts)
+        meta = Meta(
+            dtype=token_dtype(vocab_size).name,
+            vocab_size=vocab_size,
+            eos_id=eos_id,
+            eos_token=tokenizer.eos_token if tokenizer else "",
+            tokenizer=tokenizer.kind if tokenizer else NO_TOKENIZER,
+            tokenizer_fingerprint=tokenizer.fingerprint if tokenizer else "",
+            unigram_entropy=entropy,
+            inputs=(*options.input, *options.held_out),
+            holdout=0.0,
+            splits=splits,
+        )
+        if tokenizer is not None:
+            tokenizer.save(folder)
+        (folder / META_FILE).write_text(meta_to_json(meta), "utf-8")
+
+
+def _copy(datasets: Sequence[TokenDataset], writer: SplitWriter, progress: Progress) -> SplitMeta:
+    total = sum(dataset.tokens.nbytes for dataset in datasets)
+    for dataset in datasets:
+        before = writer.num_tokens
+        for chunk in _checked_chunks(dataset):
+            writer.copy(chunk)
+            itemsize = chunk.dtype.itemsize
+            progress.advance(writer.num_tokens * itemsize, total, writer.num_tokens)
+        writer.end_documents(before + dataset.document_offsets[1:])
+        if dataset.meta is not None:
+            writer.num_bytes += dataset.meta.splits[dataset.split].num_bytes
+    if any(dataset.meta is None for dataset in datasets):
+        writer.num_bytes = 0  # Unknown of some, hence of all.
+    return writer.close()
+
+
+# ---------------------------------------------------------------------------- other formats
+
+
+def _write_files(
+    options: ConvertOptions, inputs: Sequence[TokenDataset], vocab_size: int, progress: Progress
+) -> None:
+    num_tokens = sum(dataset.num_tokens for dataset in inputs)
+    output, index = Path(options.output), b""
+    if output.name in ("", ".."):
+        fix = f"use --output {output / 'tokens'}"
+        raise ConfigError("--output", options.output, "names a folder, not files in it", fix)
+    header: tuple[bytes, np.dtype]
+    if options.to == "megatron":
+        header = b"", megatron.token_dtype(vocab_size)
+        index = megatron.index_bytes(header[1], _offsets(inputs))
+        files = [output.with_name(f"{output.name}.bin"), output.with_name(f"{output.name}.idx")]
+    else:
+        make = {"nanogpt": bin_file.nanogpt_header, "llmc": bin_file.llmc_header}[options.to]
+        header, files = make(vocab_size, num_tokens), [output]
+    _check_outputs(files, inputs, options.overwrite)
+    with _complete(files) as parts:
+        if index:
+            parts[1].write_bytes(index)
+        with parts[0].open("wb") as file:
+            file.write(header[0])
+            for written, chunk in _all_chunks(inputs):
+                file.write(chunk.astype(header[1]).tobytes())
+                progress.advance(written, num_tokens, written)
+
+
+def _all_chunks(inputs: Sequence[TokenDataset]) -> Iterator[tuple[int, np.ndarray]]:
+    written = 0
+    for dataset in inputs:
+        for chunk in _checked_chunks(dataset):
+            written += len(chunk)
+            yield written, chunk
+
+
+def _offsets(inputs: Sequence[TokenDataset]) -> np.ndarray:
+    parts, before = [np.zeros(1, np.int64)], 0
+    for dataset in inputs:
+        parts.append(before + dataset.document_offsets[1:])
+        before += dataset.num_tokens
+    return np.concatenate(parts)
+
+
+def _check_outputs(files: list[Path], inputs: Sequence[TokenDataset], overwrite: bool) -> None:
+    read = {dataset.file.resolve() for dataset in inputs}
+    for file in files:
+        if file.resolve() in read:
+            raise ConfigError("--output", str(file), "is an input", "name another file")
+        if file.is_dir():
+            raise ConfigError("--output", str(file), "is a folder", "name a file")
+        if file.exists() and not overwrite:
+            fix = "add --overwrite to replace it, or name another file"
+            raise ConfigError("--output", str(file), "exists", fix)
+
+
+@contextmanager
+def _complete(files: list[Path]) -> Iterator[list[Path]]:
+    """Files to write that get their names when all are whole, and vanish if the block fails."""
+    parts = [file.with_name(f".{file.name}.{os.getpid()}.partial") for file in files]
+    files[0].parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield parts
+        for part, file in zip(parts, files, strict=True):
+            part.replace(file)
+    finally:
+        for part in parts:
+            part.unlink(missing_ok=True)

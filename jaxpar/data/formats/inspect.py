@@ -1,0 +1,109 @@
+"""`python -m jaxpar.data inspect`: what a path holds, as the trainer would read it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import tyro
+
+from jaxpar.config import ConfigError
+from jaxpar.data.formats.meta import META_FILE, NO_TOKENIZER, SPLITS, TRAIN, read_meta, targets_file
+from jaxpar.data.formats.token_file import TokenFile, scan
+from jaxpar.data.formats.tokens import TokenDataset
+from jaxpar.data.sources import check_eos_id, check_made_by, find_file, open_tokens
+from jaxpar.data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
+
+#: Tokens of the first document that are shown.
+SHOWN_TOKENS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectOptions:
+    """Say what a folder or file of tokens holds, after reading all of it."""
+
+    path: Annotated[str, tyro.conf.Positional]
+    """Whatever `data.path` can be: a dataset folder, a Megatron pair, a .bin file."""
+    eos_id: int | None = None
+    """Token that ends a document in a file that does not mark documents."""
+    tokenizer: str | None = None
+    """A tokenizer.json to show the first text with, for tokens that come without one."""
+
+
+def inspect_tokens(options: InspectOptions) -> str:
+    """What a path holds, as lines of text.
+
+    Raises:   ConfigError for whatever is missing or damaged.
+    """
+    check_eos_id(options.eos_id)
+    datasets = list(_splits(options))
+    tokenizer = _tokenizer(options)
+    if tokenizer is not None:
+        for dataset in datasets:
+            check_made_by(tokenizer, options.tokenizer or options.path, dataset)
+    lines = [f"{options.path}: {_format(options)}"]
+    for dataset in datasets:
+        label = f"{dataset.split}: " if dataset.path.is_dir() else ""
+        documents = f"{dataset.num_documents:,}" if dataset.knows_documents else "unmarked"
+        lines += [
+            f"  {label}{dataset.num_tokens:,} tokens, {documents} documents",
+            f"    stored as {dataset.tokens.dtype.name}, ids below {dataset.vocab_size:,}",
+            f"    fingerprint {dataset.fingerprint[:16]}",
+        ]
+        if dataset.targets is not None:
+            lines.append(f"    chat data: {dataset.targets.mean():.1%} of the tokens are targets")
+    first = datasets[0]
+    ids = first.tokens[: min(int(first.document_offsets[1]), SHOWN_TOKENS)]
+    if tokenizer is None:
+        lines.append(f"  begins with tokens {' '.join(map(str, ids[:16].tolist()))}")
+    else:
+        lines.append(f"  begins with {tokenizer.decode(ids)!r}")
+    return "\n".join(lines)
+
+
+def _splits(options: InspectOptions) -> Iterator[TokenDataset]:
+    path = Path(options.path)
+    for split in SPLITS:
+        try:
+            dataset = open_tokens(path, split, options.eos_id, again=True)
+        except ConfigError as error:
+            if split == TRAIN or not error.rule.endswith(f"{split} split"):
+                raise
+            continue
+        _check_hash(dataset)
+        yield dataset
+
+
+def _check_hash(dataset: TokenDataset) -> None:
+    """Raises:   ConfigError when tokens, targets or documents are not what meta.json records."""
+    if dataset.meta is None:
+        return  # Has been read in full, and has no hash to compare with.
+    sizes = dataset.meta.splits[dataset.split]
+    dataset.check_hash(dataset.file, _hash(dataset.file, dataset.tokens), sizes.sha256)
+    if dataset.targets is not None:
+        marks = dataset.path / targets_file(dataset.split)
+        dataset.check_hash(marks, _hash(marks, dataset.targets), sizes.targets_sha256)
+    dataset.check_offsets()
+
+
+def _hash(path: Path, stored: np.ndarray) -> str:
+    """Hash of a file of integers without a header."""
+    file = TokenFile(path, "jaxpar", stored.dtype, 0, len(stored), None)
+    return scan(file, again=True).sha256
+
+
+def _format(options: InspectOptions) -> str:
+    if (Path(options.path) / META_FILE).is_file():
+        return "a dataset of `python -m jaxpar.data prepare`"
+    names = {"megatron": "a Megatron pair", "llmc": "llm.c", "nanogpt": "nanoGPT (no header)"}
+    return names[find_file(Path(options.path), TRAIN).format]
+
+
+def _tokenizer(options: InspectOptions) -> Tokenizer | None:
+    if options.tokenizer is not None:
+        return open_tokenizer(options.tokenizer, options.eos_id, "--eos-id")
+    path = Path(options.path)
+    if (path / META_FILE).is_file() and read_meta(path).tokenizer != NO_TOKENIZER:
+        return load_tokenizer(path)
+    return None

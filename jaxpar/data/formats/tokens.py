@@ -1,0 +1,175 @@
+"""A split of a dataset folder, memory-mapped: opening it reads next to nothing."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from jaxpar.config import ConfigError
+from jaxpar.data.formats.meta import (
+    META_FILE,
+    PREPARE,
+    SPLITS,
+    TRAIN,
+    Meta,
+    SplitMeta,
+    documents_file,
+    read_meta,
+    targets_file,
+    tokens_file,
+)
+
+#: Documents that tell what all of them begin with.
+LOOKED_AT = 16
+
+#: Document offsets that are compared at a time.
+AT_A_TIME = 1 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class TokenDataset:
+    """The tokens of one split and where its documents start."""
+
+    path: Path
+    """Folder or file, as given."""
+    split: str
+    vocab_size: int
+    """One more than the largest token id that may occur."""
+    fingerprint: str
+    """Identity of the data, wherever it lies."""
+    tokens: np.ndarray
+    """Unsigned or signed integers [num_tokens], memory-mapped."""
+    document_offsets: np.ndarray
+    """int64 [num_documents + 1]: increasing from 0 to num_tokens."""
+    file: Path
+    """Where the tokens are, and after how many bytes of header."""
+    header_bytes: int = 0
+    meta: Meta | None = None
+    """What meta.json says, in a folder that has one."""
+    targets: np.ndarray | None = None
+    """uint8 [num_tokens], memory-mapped: 1 where the loss is taken. None: everywhere."""
+    knows_documents: bool = True
+    """Whether it is known where documents end. If not, all of it is one."""
+
+    @classmethod
+    def open(cls, folder: str | Path, split: str = TRAIN) -> "TokenDataset":
+        """Map a split of a dataset folder.
+
+        Raises:   ConfigError("data.path", ...) when the folder is no dataset, the split is empty,
+                  a file does not have the size that meta.json records, or a document ends before
+                  it begins.
+        """
+        if split not in SPLITS:
+            raise ValueError(f"split {split!r} is not one of {', '.join(SPLITS)}")
+        folder = Path(folder)
+        meta = read_meta(folder)
+        sizes = meta.splits[split]
+        if sizes.num_tokens == 0:
+            fix = "prepare it with --holdout 0.02, or use --evaluation.every 0"
+            raise ConfigError("data.path", str(folder), f"has an empty {split} split", fix)
+        return cls(
+            path=folder,
+            split=split,
+            vocab_size=meta.vocab_size,
+            fingerprint=meta.fingerprint,
+            tokens=_map_tokens(folder, split, meta),
+            document_offsets=_map_offsets(folder, split, sizes),
+            file=folder / tokens_file(split),
+            meta=meta,
+            targets=_map_targets(folder, split, sizes),
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens, ends of text included."""
+        return len(self.tokens)
+
+    @property
+    def num_documents(self) -> int:
+        """Documents."""
+        return len(self.document_offsets) - 1
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """UTF-8 bytes of text per token: bits per byte = loss / log(2) / bytes_per_token.
+
+        None where nobody recorded how long the text was.
+        """
+        num_bytes = self.meta.splits[self.split].num_bytes if self.meta else 0
+        return num_bytes / self.num_tokens if num_bytes else None
+
+    def check_hash(self, file: Path, found: str, recorded: str) -> None:
+        """Raises:   ConfigError("data.path", ...) when a file's hash is not the recorded one."""
+        if found != recorded:
+            rule = f"{file} has sha256 {found[:16]}, and {META_FILE} records {recorded[:16]}"
+            fix = "copy the folder again, or prepare it again"
+            raise ConfigError("data.path", str(self.path), rule, fix)
+
+    def check_offsets(self) -> None:
+        """Raises:   ConfigError("data.path", ...) for offsets that are not what meta.json says."""
+        recorded = self.meta.splits[self.split].documents_sha256 if self.meta else ""
+        if recorded:  # else of no folder, or of an older one
+            offsets = np.ascontiguousarray(self.document_offsets, "<i8")
+            file = self.path / documents_file(self.split)
+            self.check_hash(file, hashlib.sha256(offsets).hexdigest(), recorded)
+
+    def begins_with(self, ids: Sequence[int]) -> bool:
+        """Whether documents do: the first ones are looked at."""
+        starts = self.document_offsets[:-1][:LOOKED_AT]
+        return all(self.tokens[i : i + len(ids)].tolist() == list(ids) for i in starts)
+
+    def place(self, token: int) -> str:
+        """Where a token is, for an error."""
+        at = self.header_bytes + token * self.tokens.dtype.itemsize
+        return f"token {token:,} of {self.file} (byte {at:,})"
+
+
+def _map_tokens(folder: Path, split: str, meta: Meta) -> np.ndarray:
+    path, dtype = folder / tokens_file(split), np.dtype(meta.dtype).newbyteorder("<")
+    expected = meta.splits[split].num_tokens * dtype.itemsize
+    found = path.stat().st_size if path.is_file() else None
+    if found != expected:
+        state = "is missing" if found is None else f"has {found:,} bytes"
+        raise _damaged(folder, f"{path} {state}, and meta.json records {expected:,} bytes")
+    return np.memmap(path, dtype, mode="r")
+
+
+def _map_targets(folder: Path, split: str, sizes: SplitMeta) -> np.ndarray | None:
+    if not sizes.targets_sha256:
+        return None
+    path = folder / targets_file(split)
+    found = path.stat().st_size if path.is_file() else None
+    if found != sizes.num_tokens:
+        state = "is missing" if found is None else f"has {found:,} bytes"
+        raise _damaged(folder, f"{path} {state}, and there are {sizes.num_tokens:,} tokens")
+    return np.memmap(path, np.uint8, mode="r")
+
+
+def _map_offsets(folder: Path, split: str, sizes: SplitMeta) -> np.ndarray:
+    path = folder / documents_file(split)
+    try:
+        offsets = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (FileNotFoundError, ValueError, EOFError) as error:
+        raise _damaged(folder, f"{path} cannot be read ({error})") from error
+    if offsets.shape != (sizes.num_documents + 1,) or offsets.dtype != np.int64:
+        expected = f"int64 [{sizes.num_documents + 1}]"
+        found = f"{offsets.dtype} {list(offsets.shape)}"
+        raise _damaged(folder, f"{path} holds {found}, not {expected}")
+    if (offsets[0], offsets[-1]) != (0, sizes.num_tokens):
+        ends = f"{offsets[0]:,} to {offsets[-1]:,}"
+        raise _damaged(folder, f"{path} runs from {ends}, not from 0 to {sizes.num_tokens:,}")
+    for first in range(0, len(offsets), AT_A_TIME):
+        some = offsets[first : first + AT_A_TIME + 1]
+        falls = np.flatnonzero(some[1:] < some[:-1])
+        if len(falls):
+            at = first + int(falls[0])
+            rule = f"{path} falls from {offsets[at]:,} to {offsets[at + 1]:,} at document {at:,}"
+            raise _damaged(folder, rule)
+    return offsets
+
+
+def _damaged(folder: Path, rule: str) -> ConfigError:
+    fix = f"copy the folder again, or prepare it again with `{PREPARE} {folder} --overwrite`"
+    return ConfigError("data.path", str(folder), rule, fix)

@@ -1,0 +1,214 @@
+"""Writing a dataset folder: token files in order, and nothing visible until all of it is there."""
+
+import hashlib
+import os
+import shutil
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from jaxpar.config import ConfigError
+from jaxpar.data.formats.meta import (
+    DATASET_FILES,
+    META_FILE,
+    Meta,
+    SplitMeta,
+    documents_file,
+    meta_to_json,
+    targets_file,
+    token_dtype,
+    tokens_file,
+)
+from jaxpar.data.tokenizer import Tokenizer
+
+#: Tokens held back before a write: enough to make counting them by vocabulary worth its while.
+FLUSH_TOKENS = 1 << 20
+
+
+class SplitWriter:
+    """Appends documents to one split, and counts what its `SplitMeta` needs."""
+
+    def __init__(self, folder: Path, split: str, vocab_size: int, eos_id: int):
+        self._folder, self._split, self._eos = folder, split, np.array([eos_id])
+        self._dtype = token_dtype(vocab_size)
+        self._path = folder / tokens_file(split)
+        self._path.touch()
+        self._hash, self._targets_hash = hashlib.sha256(), hashlib.sha256()
+        self._held: list[np.ndarray] = []
+        self._held_tokens = 0
+        self._offsets = array("q", [0])
+        #: UTF-8 bytes of text so far; 0 where nobody knows.
+        self.num_bytes = 0
+        self.num_tokens = 0
+        #: Tokens of conversations that the loss is taken of.
+        self.num_targets = 0
+        #: How often each token occurs, int64 [vocab_size]; complete once closed.
+        self.token_counts = np.zeros(vocab_size, np.int64)
+
+    def append(self, ids: np.ndarray, num_bytes: int, last: bool) -> None:
+        """Add a piece of a document, and after the last one the end of text.
+
+        Args:     ids: integers [tokens].
+                  num_bytes: length of its text in UTF-8.
+        """
+        self._hold(ids)
+        self.num_bytes += num_bytes
+        if last:
+            self._hold(self._eos)
+            self._offsets.append(self.num_tokens)
+
+    def copy(self, ids: np.ndarray) -> None:
+        """Add tokens, ends of text among them, as they are.
+
+        Args:     ids: integers [tokens], none negative.
+        """
+        self._hold(ids)
+
+    def append_conversation(self, ids: np.ndarray, targets: np.ndarray) -> None:
+        """Add a document of which some tokens are targets. A split has only such, or none.
+
+        Args:     ids: integers [tokens].
+                  targets: bool [tokens].
+        """
+        self._hold(ids)
+        self._offsets.append(self.num_tokens)
+        marks = targets.astype(np.uint8).tobytes()
+        with (self._folder / targets_file(self._split)).open("ab") as file:
+            file.write(marks)
+        self._targets_hash.update(marks)
+        self.num_targets += int(targets.sum())
+
+    def end_documents(self, ends: np.ndarray) -> None:
+        """Mark where copied documents end.
+
+        Args:     ends: int64, increasing: tokens of this split before each end.
+        """
+        self._offsets.frombytes(np.ascontiguousarray(ends, np.int64).tobytes())
+
+    def close(self) -> SplitMeta:
+        """Write what is held back and the document offsets."""
+        self._flush()
+        offsets = np.array(self._offsets, "<i8")
+        np.save(self._folder / documents_file(self._split), offsets)
+        return SplitMeta(
+            num_tokens=self.num_tokens,
+            num_documents=len(self._offsets) - 1,
+            num_bytes=self.num_bytes,
+            sha256=self._hash.hexdigest(),
+            targets_sha256=self._targets_hash.hexdigest() if self.num_targets else "",
+            documents_sha256=hashlib.sha256(offsets).hexdigest(),
+        )
+
+    def _hold(self, ids: np.ndarray) -> None:
+        self._held.append(ids)
+        self._held_tokens += len(ids)
+        self.num_tokens += len(ids)
+        if self._held_tokens >= FLUSH_TOKENS:
+            self._flush()
+
+    def _flush(self) -> None:
+        if not self._held:
+            return
+        tokens = np.concatenate(self._held)
+        self.token_counts += np.bincount(tokens, minlength=len(self.token_counts))
+        stored = tokens.astype(self._dtype).tobytes()
+        with self._path.open("ab") as file:
+            file.write(stored)
+        self._hash.update(stored)
+        self._held, self._held_tokens = [], 0
+
+
+def write_meta(
+    folder: Path,
+    tokenizer: Tokenizer,
+    train: SplitWriter,
+    splits: dict[str, SplitMeta],
+    inputs: Sequence[str],
+    holdout: float,
+) -> Meta:
+    """Write the last files of a folder that was made of text: its tokenizer and meta.json.
+
+    Args:     train: of the training split, closed. inputs, holdout: as in `Meta`.
+    Returns:  what meta.json says.
+    """
+    meta = Meta(
+        dtype=token_dtype(tokenizer.vocab_size).name,
+        vocab_size=tokenizer.vocab_size,
+        eos_id=tokenizer.eos_id,
+        eos_token=tokenizer.eos_token,
+        tokenizer=tokenizer.kind,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        unigram_entropy=unigram_entropy(train.token_counts),
+        inputs=tuple(inputs),
+        holdout=holdout,
+        splits=splits,
+    )
+    tokenizer.save(folder)
+    (folder / META_FILE).write_text(meta_to_json(meta), "utf-8")
+    return meta
+
+
+def unigram_entropy(token_counts: np.ndarray) -> float:
+    """Entropy of token frequencies, in nats per token.
+
+    Args:     token_counts: int64 [vocab_size], not all 0.
+    """
+    p = token_counts[token_counts > 0] / token_counts.sum()
+    return float(-np.sum(p * np.log(p)))
+
+
+@contextmanager
+def whole_folder(output: str | Path, overwrite: bool) -> Iterator[Path]:
+    """A folder to write in that becomes `output` if the block succeeds, and vanishes if not.
+
+    Args:     overwrite: replace an existing dataset. Anything but a dataset is never replaced.
+    Raises:   ConfigError("--output", ...) when the output is in the way or cannot be made.
+    """
+    target = Path(output).expanduser().resolve()
+    _check_target(target, overwrite)
+    staging = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        staging.mkdir(parents=True)
+    except OSError as error:
+        rule = f"cannot be created: {error.strerror}"
+        raise ConfigError("--output", str(output), rule, "name a folder you may write") from error
+    try:
+        yield staging
+        _check_target(target, overwrite)  # Somebody may have written it meanwhile.
+        _replace(target, staging)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def _replace(target: Path, staging: Path) -> None:
+    if not target.exists():
+        staging.rename(target)
+        return
+    # A folder can only be renamed over an empty one.
+    retired = staging.with_suffix(".replaced")
+    target.rename(retired)
+    try:
+        staging.rename(target)
+    except BaseException:
+        retired.rename(target)
+        raise
+    shutil.rmtree(retired, ignore_errors=True)
+
+
+def _check_target(target: Path, overwrite: bool) -> None:
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise ConfigError("--output", str(target), "is a file", "name a folder")
+    held = sorted(path.name for path in target.iterdir())
+    foreign = [name for name in held if name not in DATASET_FILES]
+    if foreign:
+        rule = f"holds {foreign[0]!r}, which is no part of a dataset"
+        raise ConfigError("--output", str(target), rule, "name a new or empty folder")
+    if held and not overwrite:
+        fix = "add --overwrite to replace it, or name another folder"
+        raise ConfigError("--output", str(target), "already holds a dataset", fix)

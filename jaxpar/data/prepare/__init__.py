@@ -1,0 +1,1 @@
+"""Documents and chats to tokens, once."""

@@ -1,0 +1,89 @@
+"""`python -m jaxpar.data prepare-chat`: conversations to a folder of tokens that marks targets."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from jaxpar.config import ConfigError
+from jaxpar.data.formats.meta import SPLITS, TRAIN, VAL, Meta
+from jaxpar.data.formats.readers import json_records, read_jsonl
+from jaxpar.data.formats.writer import SplitWriter, whole_folder, write_meta
+from jaxpar.data.prepare.chat import ChatEncoder, checked_messages
+from jaxpar.data.prepare.documents import Source, find_sources
+from jaxpar.data.prepare.holdout import is_held_out
+from jaxpar.data.prepare.progress import Progress
+from jaxpar.data.tokenizer import Tokenizer, open_tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    """Turn conversations into a folder of tokens; the loss is taken of what the assistant says."""
+
+    input: tuple[str, ...]
+    """Files (.jsonl, .jsonl.gz, .jsonl.zst) of a conversation a line, or folders of them."""
+    output: str
+    """Folder to write. It appears only when it is complete."""
+    tokenizer: str
+    """The model's tokenizer.json, or its folder; or bytes."""
+    template: Literal["plain", "chatml", "llama3"] = "plain"
+    """How a conversation is written out: chatml for Qwen, llama3 for Llama 3, plain for others."""
+    messages_field: str = "messages"
+    """JSON field that holds a list of {"role": ..., "content": ...}."""
+    holdout: float = 0.02
+    """Share of the conversations, chosen by their text, that is kept for evaluation."""
+    eos_token: str | None = None
+    """End-of-text token of a tokenizer.json. None: the usual names are tried."""
+    overwrite: bool = False
+    """Replace the dataset that the output folder holds."""
+
+
+def prepare_chat(options: ChatOptions, progress: Progress | None = None) -> Meta:
+    """Write a dataset folder of conversations, a document each.
+
+    Returns:  what was written, as in its meta.json.
+    Raises:   ConfigError naming an option, or the file and line that cannot be used.
+    """
+    if not 0 <= options.holdout < 1:
+        rule = "must be at least 0 and below 1"
+        raise ConfigError("--holdout", options.holdout, rule, "use a share such as 0.02")
+    if not options.input:
+        raise ConfigError("--input", "", "must name something to read", "name .jsonl files")
+    sources = find_sources(options.input)
+    for source in sources:
+        if source.read is not read_jsonl:
+            rule = "is not JSON Lines, and chat data must be"
+            raise ConfigError("--input", str(source.path), rule, "name .jsonl files")
+    tokenizer = open_tokenizer(options.tokenizer, options.eos_token)
+    encoder = ChatEncoder(options.template, tokenizer)
+    with whole_folder(options.output, options.overwrite) as folder:
+        return _write(folder, options, sources, encoder, tokenizer, progress or Progress())
+
+
+def _write(
+    folder: Path,
+    options: ChatOptions,
+    sources: Sequence[Source],
+    encoder: ChatEncoder,
+    tokenizer: Tokenizer,
+    progress: Progress,
+) -> Meta:
+    vocab_size, eos_id = tokenizer.vocab_size, tokenizer.eos_id
+    writers = {split: SplitWriter(folder, split, vocab_size, eos_id) for split in SPLITS}
+    total, before = sum(source.num_bytes for source in sources), 0
+    for source in sources:
+        with source.path.open("rb") as file:
+            for where, record in json_records(file, source.path):
+                messages = checked_messages(record, options.messages_field, where)
+                held_out = is_held_out(json.dumps(messages), options.holdout)
+                writers[VAL if held_out else TRAIN].append_conversation(*encoder.encode(messages))
+                num_tokens = sum(writer.num_tokens for writer in writers.values())
+                progress.advance(before + file.tell(), total, num_tokens)
+        before += source.num_bytes
+    splits = {split: writer.close() for split, writer in writers.items()}
+    if splits[TRAIN].num_documents == 0 or (splits[VAL].num_documents == 0 and options.holdout):
+        found = sum(split.num_documents for split in splits.values())
+        rule = f"leaves nothing to train on, or nothing held out, of {found} conversations"
+        raise ConfigError("--holdout", options.holdout, rule, "use --holdout 0, or more data")
+    return write_meta(folder, tokenizer, writers[TRAIN], splits, options.input, options.holdout)

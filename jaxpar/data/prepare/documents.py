@@ -1,0 +1,132 @@
+"""Which files hold the documents, and the documents themselves, in a fixed order."""
+
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from jaxpar.config import ConfigError
+from jaxpar.data.formats import columns, readers
+from jaxpar.data.formats.readers import Piece, ReadOptions
+
+#: The `--input` that means the Python standard library's own sources, which are always there.
+STDLIB = "stdlib"
+
+Reader = Callable[[BinaryIO, Path, ReadOptions], Iterator[Piece]]
+
+#: Reader of each kind of file, by the end of its name.
+READERS: dict[str, Reader] = {
+    ".txt": readers.read_text,
+    ".jsonl": readers.read_jsonl,
+    ".jsonl.gz": readers.read_jsonl,
+    ".jsonl.zst": readers.read_jsonl,
+    ".parquet": columns.read_parquet,
+    ".arrow": columns.read_arrow,
+}
+
+
+class Source(NamedTuple):
+    """One input file."""
+
+    path: Path
+    read: Reader
+    num_bytes: int
+    """Size of the file, compressed or not."""
+
+
+def find_sources(inputs: Sequence[str]) -> list[Source]:
+    """The files of every input, in the order given; those of a folder sorted by path.
+
+    Args:     inputs: files, folders (searched recursively), or "stdlib".
+    Raises:   ConfigError for an input that is missing, of an unknown kind, or without documents.
+    """
+    if not inputs:
+        raise ConfigError("--input", "", "must name something to read", f"use --input {STDLIB}")
+    sources: list[Source] = []
+    for name in inputs:
+        sources += _stdlib_sources() if name == STDLIB else _path_sources(name)
+    return sources
+
+
+def read_pieces(sources: Sequence[Source], options: ReadOptions) -> Iterator[Piece]:
+    """Every document of the sources, in order, as pieces of bounded length.
+
+    Returns:  pieces whose `position` counts over all the sources.
+    Raises:   ConfigError naming file and line for whatever cannot be read.
+    """
+    before = 0
+    for path, read, num_bytes in sources:
+        try:
+            with path.open("rb") as file:
+                for piece in read(file, path, options):
+                    yield piece._replace(position=before + piece.position)
+        except OSError as error:
+            rule = f"cannot be read: {error.strerror or error}"
+            fix = "check the file and its permissions"
+            raise ConfigError("--input", str(path), rule, fix) from error
+        before += num_bytes
+
+
+def _path_sources(name: str) -> list[Source]:
+    path, kinds = Path(name), ", ".join(READERS)
+    if path.is_file():
+        read = _reader(path)
+        if read is None:
+            fix = f"convert it to one of {kinds}"
+            raise ConfigError("--input", name, f"is not one of {kinds}", fix)
+        return [Source(path, read, path.stat().st_size)]
+    if not path.is_dir():
+        fix = f"give a file, a folder, or {STDLIB} for Python's own sources"
+        raise ConfigError("--input", name, "does not exist", fix)
+    files = _files_in(path)
+    sources = [Source(p, read, p.stat().st_size) for p in files if (read := _reader(p))]
+    if not sources:
+        raise ConfigError("--input", name, f"holds no {kinds} file", "name another folder")
+    return sources
+
+
+def _files_in(folder: Path, above: frozenset[Path] = frozenset()) -> list[Path]:
+    """Files below a folder, sorted, through links too; of a saved Hugging Face dataset its shards,
+    in order.
+
+    Args:     above: the folders on the way here, to which a link is a loop.
+    Raises:   ConfigError for a link to a file of a known kind that is not there.
+    """
+    shards = columns.saved_shards(folder)
+    if shards is not None:
+        return shards
+    above |= {folder.resolve()}
+    files: list[Path] = []
+    for path in sorted(folder.iterdir()):
+        if path.is_dir():
+            files += [] if path.resolve() in above else _files_in(path, above)
+        elif path.is_file():
+            files.append(path)
+        elif path.is_symlink() and _reader(path):
+            fix = "put back what it names, or remove the link"
+            raise ConfigError("--input", str(path), "is a link to a file that is not there", fix)
+    return files
+
+
+def _reader(path: Path) -> Reader | None:
+    return next((read for end, read in READERS.items() if path.name.lower().endswith(end)), None)
+
+
+def _stdlib_sources() -> list[Source]:
+    root = Path(sysconfig.get_path("stdlib"))
+    installed = {"site-packages", "dist-packages"}
+    files = (p for p in sorted(root.rglob("*.py")) if not installed & set(p.parts))
+    # Python's tests hold files in other encodings, on purpose.
+    sources = [Source(p, readers.read_text, p.stat().st_size) for p in files if _is_utf8(p)]
+    if not sources:
+        fix = "use a Python that is not zipped, or another --input"
+        raise ConfigError("--input", STDLIB, f"found no .py file below {root}", fix)
+    return sources
+
+
+def _is_utf8(path: Path) -> bool:
+    try:
+        path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True

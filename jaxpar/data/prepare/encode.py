@@ -1,0 +1,56 @@
+"""Pieces of text to token ids, on threads, in order, in bounded memory."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+
+from jaxpar.data.formats.readers import PIECE_CHARS
+from jaxpar.data.prepare.holdout import SplitPiece
+from jaxpar.data.tokenizer import Tokenizer, one_thread_per_call
+
+Encoded = tuple[SplitPiece, np.ndarray]
+
+
+def encode_pieces(
+    pieces: Iterable[SplitPiece], tokenizer: Tokenizer, workers: int
+) -> Iterator[Encoded]:
+    """The pieces with their token ids, in the order given, at most two batches per thread ahead.
+
+    Threads, not processes: encoders release the GIL, and threads neither import the caller's main
+    module again nor hang when one of them dies.
+
+    Args:     workers: number of threads.
+    Returns:  pairs of a piece and integers [tokens].
+    """
+
+    def encode(batch: list[SplitPiece]) -> list[Encoded]:
+        ids = tokenizer.encode_batch([split_piece.piece.text for split_piece in batch])
+        return list(zip(batch, ids, strict=True))
+
+    waiting: deque[Future[list[Encoded]]] = deque()
+    with one_thread_per_call():
+        pool = ThreadPoolExecutor(workers, thread_name_prefix="encode")
+        try:
+            for batch in _batches(pieces):
+                waiting.append(pool.submit(encode, batch))
+                if len(waiting) > 2 * workers:
+                    yield from waiting.popleft().result()
+            while waiting:
+                yield from waiting.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _batches(pieces: Iterable[SplitPiece]) -> Iterator[list[SplitPiece]]:
+    batch: list[SplitPiece] = []
+    num_chars = 0
+    for split_piece in pieces:
+        batch.append(split_piece)
+        num_chars += len(split_piece.piece.text)
+        if num_chars >= PIECE_CHARS:
+            yield batch
+            batch, num_chars = [], 0
+    if batch:
+        yield batch

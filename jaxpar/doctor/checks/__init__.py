@@ -1,0 +1,1 @@
+"""Pure functions from facts and figures to findings."""

@@ -1,0 +1,177 @@
+"""Is what was measured as it should be? Each check: a function from figures to findings."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+from jaxpar.doctor.checks.findings import Finding, failed, passed, skipped, warned
+from jaxpar.doctor.measure import links as links_of
+from jaxpar.doctor.measure.bandwidth import Row
+from jaxpar.doctor.measure.links import Link
+from jaxpar.planning.predict.hardware import Gpu, gpu_of_kind
+from jaxpar.runtime.gpus.nvidia_smi import GpuFacts, at_power_limit, number, slowed_by
+
+#: Shares of what a healthy GPU of the kind reaches (planning/hardware.py) below which a rate is
+#: low, or far too low. A matmul alone, for seconds, reached 0.92 to 0.98 of it (docs/LOG.md).
+LOW, FAR_TOO_LOW = 0.85, 0.6
+
+#: Share of the other GPUs' median below which one is slow.
+SLOW_GPU = 0.92
+
+#: Share of NVLink's speed by the data sheet that large collectives should reach alone; two healthy
+#: H200s reached 0.57 to 0.60 (docs/doctor.md), without NVLink multicast.
+OF_NVLINK = 0.5
+
+#: Bytes of a message that fills NVLink.
+LARGE_MESSAGE = 64 << 20
+
+#: Collectives that move as much as the links let them; an all-to-all and a permute have patterns of
+#: their own, and the broadcast is of no use in training.
+HELD_AGAINST_NVLINK = ("all-reduce", "all-gather", "reduce-scatter")
+
+#: Bytes/s to and from pinned memory below which PCIe is not what it should be: half of gen 4 x16.
+LEAST_TRANSFER = 12e9
+
+type Rates = Mapping[tuple[str, str], Sequence[float]]
+
+
+def wrong_collectives(wrong: Sequence[str], verified: int) -> Finding:
+    """Whether every result was right. Args:     verified: results looked at."""
+    if not verified:
+        return skipped("collectives", "one device")
+    if wrong:
+        more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        remedy = (
+            "do not train here: try NCCL_P2P_DISABLE=1 and other GPUs to find the part at fault"
+        )
+        return failed("collectives", "; ".join(wrong[:3]) + more, remedy)
+    return passed("collectives", f"{verified} results, all right")
+
+
+def bus_bandwidth(rows: Sequence[Row], gpu: Gpu | None, one_host: bool) -> list[Finding]:
+    """The largest messages against NVLink's speed."""
+    check = "bus bandwidth"
+    if gpu is None or not one_host or not rows:
+        why = (
+            "no data sheet of these devices"
+            if gpu is None
+            else "several hosts: no figure to expect"
+        )
+        return [skipped(check, why)]
+    largest = max(row.size for row in rows)
+    if largest <= LARGE_MESSAGE - 4 * rows[0].devices:  # rounded down to whole numbers on each
+        return [skipped(check, "no message of 64 MiB or more was sent")]
+    held = [r for r in rows if r.kind in HELD_AGAINST_NVLINK and r.size == largest]
+    told = [f"{r.kind} {r.bus / 1e9:.0f} GB/s" for r in held]
+    low = [r for r in held if r.bus < OF_NVLINK * gpu.nvlink.value]
+    said = f"{', '.join(told)} of {gpu.nvlink.value / 1e9:.0f} by the data sheet"
+    if low:
+        remedy = (
+            "look at NVLink, slow pairs and NCCL's variables above; NCCL_DEBUG=INFO tells its way"
+        )
+        return [warned(check, said, remedy)]
+    return [passed(check, said)]
+
+
+def slow_pairs(links: Sequence[Link], names: Sequence[str], judged: bool) -> Finding:
+    """Pairs clearly slower than the median.
+
+    Args:     names: of the devices. judged: the devices are real.
+    """
+    check = "links"
+    if not links:
+        return skipped(check, "one device")
+    middle = links_of.median(links)
+    if not judged:
+        return skipped(check, "simulated devices share one memory")
+    slow = links_of.behind(links)
+    if slow:
+        told = [f"{names[k.pair[0]]} - {names[k.pair[1]]} {k.slowest / 1e9:.0f} GB/s" for k in slow]
+        said = f"{'; '.join(told)}, median {middle / 1e9:.0f} GB/s"
+        remedy = "look at these two with `nvidia-smi nvlink -s`, `-e` and `nvidia-smi topo -m`"
+        return failed(check, said, remedy)
+    pairs = "1 pair" if len(links) == 1 else f"{len(links)} pairs"
+    return passed(check, f"{pairs}, median {middle / 1e9:.0f} GB/s in one direction")
+
+
+def matmul(rates: Rates, kind: str) -> list[Finding]:
+    """Matmuls and copies against what a healthy GPU of the kind reaches."""
+    gpu, found = gpu_of_kind(kind), []
+    for what, expected in expectations(gpu).items():
+        rows = {key: each for key, each in rates.items() if key[0] == what}
+        if not rows:
+            continue
+        best = max(rows, key=lambda key: statistics.median(rows[key]))
+        share = statistics.median(rows[best]) / expected
+        said = f"{best[1]}: {share:.0%} of what a healthy {kind} reaches"
+        remedy = "look at power limit, clocks, temperature, and at who else uses the GPUs"
+        if share < FAR_TOO_LOW:
+            found.append(failed(what, said, remedy))
+        elif share < LOW:
+            found.append(warned(what, said, remedy))
+        else:
+            found.append(passed(what, said))
+    if not found:
+        found = [skipped("matmul", f"no data sheet of {kind}")]
+    return found
+
+
+def expectations(gpu: Gpu | None) -> dict[str, float]:
+    """What a healthy GPU reaches, by what is measured."""
+    if gpu is None:
+        return {}
+    figures = {"matmul bfloat16": gpu.matmul, "matmul float8": gpu.float8, "copy": gpu.bandwidth}
+    return {what: figure.value for what, figure in figures.items() if figure is not None}
+
+
+def slow_gpus(rates: Rates, names: Sequence[str], judged: bool) -> Finding:
+    """A GPU that falls behind the others holds all of them up."""
+    check = "slow GPU"
+    if len(names) == 1 or not judged:
+        return skipped(check, "one device" if judged else "simulated devices share the cores")
+    slow = []
+    for (what, detail), each in rates.items():
+        middle = statistics.median(each)
+        for name, rate in zip(names, each, strict=True):
+            if what.startswith(("matmul", "copy")) and rate < SLOW_GPU * middle:
+                slow.append(f"{name}: {what} {detail} at {rate / middle:.0%} of the median")
+    if slow:
+        return warned(
+            check, "; ".join(slow), "look at its power, clocks, temperature; or replace it"
+        )
+    return passed(check, f"none: all within {1 - SLOW_GPU:.0%} of the median")
+
+
+def transfers(rates: Rates) -> list[Finding]:
+    """PCIe, which offloading and checkpoints go through."""
+    pinned = {key: each for key, each in rates.items() if key[1].endswith("pinned")}
+    if not pinned:
+        return []
+    low = [
+        f"{what} {min(r) / 1e9:.1f} GB/s"
+        for (what, _), r in pinned.items()
+        if min(r) < LEAST_TRANSFER
+    ]
+    if low:
+        remedy = "check PCIe width and generation, the IOMMU, and NUMA binding"
+        return [warned("host transfers", ", ".join(low), remedy)]
+    told = [f"{what} {statistics.median(r) / 1e9:.1f} GB/s" for (what, _), r in pinned.items()]
+    return [passed("host transfers", ", ".join(told))]
+
+
+def under_load(load: Sequence[GpuFacts]) -> list[Finding]:
+    """Clocks and heat while every GPU multiplied. Args:     load: as `LOAD_FIELDS`."""
+    check = "clocks under load"
+    if not load:
+        return []
+    bad = [(i, slowed_by(g)) for i, g in enumerate(load) if slowed_by(g)]
+    if bad:
+        said = "; ".join(f"GPU {i}: {', '.join(n for n, _ in why)}" for i, why in bad)
+        hardware = any(hard for _, why in bad for _, hard in why)
+        remedy = "see to cooling and power supply (nvidia-smi -q -d PERFORMANCE,TEMPERATURE)"
+        return [(failed if hardware else warned)(check, said, remedy)]
+    sm = [n for g in load if (n := number(g, "clocks.current.sm")) is not None]
+    heat = [n for g in load if (n := number(g, "temperature.gpu")) is not None]
+    capped = sum(map(at_power_limit, load))
+    said = f"{min(sm):.0f} to {max(sm):.0f} MHz" if sm else "not told"
+    said += f", {max(heat):.0f} °C at most" if heat else ""
+    return [passed(check, said + (f", {capped} at their power limit" if capped else ""))]

@@ -1,0 +1,1 @@
+"""What the machine's collectives, links and matmuls do."""

@@ -1,0 +1,3 @@
+"""How a config is executed: every decision for speed, on one page; remat."""
+
+MAY_IMPORT = ("config", "kernels")

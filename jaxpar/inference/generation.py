@@ -1,0 +1,263 @@
+"""Text from a model: prompts read at once, then a token at a time from cached keys and values.
+
+Rows are drawn apart: what one gets depends on its prompt, the seed and its number, not on its
+neighbours, the mesh or how many tokens are made between two looks at them.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxpar.config import Config, OptimizerConfig, ParallelConfig
+from jaxpar.model import decode, fused_weights, token_context, transformer
+from jaxpar.sharding.axes import TENSOR, VOCAB_AXES
+from jaxpar.sharding.batch import Batch
+from jaxpar.step.state import state_specs
+from jaxpar.step.train_step import gather_once
+
+
+def config_for_sampling(cfg: Config, tensor: int = 1) -> Config:
+    """The same model on a mesh of tensor ranks alone, in the compute dtype, layers apart."""
+    remat = cfg.parallel.remat
+    parallel = ParallelConfig(data=1, tensor=tensor, zero=1, remat=remat, layer_loop="unroll")
+    model = dataclasses.replace(cfg.model, matmul_dtype="compute", float8_scaling="tensor")
+    run = dataclasses.replace(cfg.run, cpu_devices=0)
+    # No rule is used, and the run's own may be one from outside the package, unknown here.
+    rule = OptimizerConfig(warmup_steps=0)
+    return dataclasses.replace(cfg, run=run, parallel=parallel, model=model, optimizer=rule)
+
+
+def _seeing_as_in_training(cfg: Config) -> Config:
+    """A token sees no more tokens than in training, however long the text grows.
+
+    (Layers that see everything, between others with a window, still do.)
+    """
+    window = min(cfg.model.sliding_window or cfg.data.seq_len, cfg.data.seq_len)
+    return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, sliding_window=window))
+
+
+def make_next_logits(cfg: Config, mesh: Mesh) -> Callable[[Any, np.ndarray, int], jax.Array]:
+    """The compiled (params, tokens int32 [1, T], last) -> logits float32 [1, V] after `last`.
+
+    Without a cache: the whole row is computed, so it is what `generate` is checked against.
+    """
+    step = jax.shard_map(
+        functools.partial(_next_logits, cfg),
+        mesh=mesh,
+        in_specs=(state_specs(cfg).params, PartitionSpec(), PartitionSpec()),
+        out_specs=PartitionSpec(None, VOCAB_AXES),
+        check_vma=False,  # the row is the same on every device, though its type varies
+    )
+    return jax.jit(step)
+
+
+def _next_logits(cfg: Config, params: Any, tokens: jax.Array, last: jax.Array) -> jax.Array:
+    place = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    batch = Batch(tokens, tokens, jnp.ones_like(tokens), place)
+    weights = fused_weights.view(params, cfg)
+    described = token_context.describe_tokens(batch, cfg, max_segments=1)
+    return transformer.logits_at(weights, batch, described, last, cfg)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is drawn."""
+
+    temperature: float = 0.8
+    """0: always the likeliest token. Higher is more random."""
+    top_k: int = 50
+    """Draw from this many likeliest tokens. 0: from all."""
+    top_p: float = 1.0
+    """Draw from the likeliest tokens that together have this probability. 1: from all."""
+    seed: int = 0
+    """Seed of the draws."""
+
+
+#: A temperature below this is 0: logits divided by it could leave float32, and the likeliest token
+#: is drawn in any case.
+COLDEST = 1e-30
+
+
+def draw(logits: jax.Array, keys: jax.Array, how: Sampling, vocab_size: int) -> jax.Array:
+    """One token id below vocab_size for each row of logits [B, V], with a key each.
+
+    `top_k` counts first, `top_p` within what it leaves, both at the temperature asked for.
+
+    Source:   Holtzman et al. 2020 (1904.09751), section 3.1: top_p.
+    """
+    logits = logits[:, :vocab_size]
+    if how.temperature < COLDEST:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    logits = logits / how.temperature
+    count = min(how.top_k or vocab_size, vocab_size)
+    likely, ids = lax.top_k(logits, count)
+    if how.top_p < 1:
+        chances = jax.nn.softmax(likely, axis=-1)
+        before = jnp.cumsum(chances, axis=-1) - chances
+        likely = jnp.where(before < how.top_p, likely, -jnp.inf)  # never without the first
+    place = jax.vmap(jax.random.categorical)(keys, likely)
+    return jnp.take_along_axis(ids, place[:, None], axis=-1)[:, 0]
+
+
+# ------------------------------------------------------------------------------ with the cache
+
+#: Tokens made on the device between two looks of the host.
+CHUNK = 16
+
+#: The cache is as long as a multiple of this, so that programs are compiled for few lengths.
+SLOTS = 128
+
+
+@flax.struct.dataclass
+class Rows:
+    """Texts in the making."""
+
+    cache: decode.Cache
+    token: jax.Array
+    """int32 [B], the latest, not yet read by the model."""
+    position: jax.Array
+    """int32 [B], that token's."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """The compiled parts of `generate`, for one shape of batch."""
+
+    start: Callable[[Any, np.ndarray, np.ndarray], Rows]
+    """(weights, tokens [B, T], lengths [B]) -> rows with their first token."""
+    go_on: Any
+    """Jitted (weights, rows) -> rows, and the CHUNK tokens that follow, int32 [B, CHUNK]."""
+    compiled: dict[tuple[int, ...], Callable] = dataclasses.field(default_factory=dict)
+
+    def ready_to_go_on(self, weights: Any, rows: Rows) -> Callable[[Any, Rows], tuple[Rows, Any]]:
+        """`go_on`, compiled for as many rows."""
+        shape = rows.token.shape
+        if shape not in self.compiled:
+            self.compiled[shape] = self.go_on.lower(weights, rows).compile()
+        return self.compiled[shape]
+
+
+def weights_for_sampling(params: Any, cfg: Config, mesh: Mesh) -> Any:
+    """The weights as the model multiplies by them, in the compute dtype: cast and arranged once.
+
+    Returns:  the `view`, each array with a leading dim over TENSOR: a device's own part.
+    """
+
+    def arrange(params):
+        view = gather_once(fused_weights.view(params, cfg), cfg)
+        return jax.tree.map(lambda a: a[None], view)
+
+    specs = state_specs(cfg).params
+    apart = jax.shard_map(
+        arrange, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec(TENSOR), check_vma=False
+    )
+    return jax.jit(apart)(params)
+
+
+@functools.lru_cache(maxsize=8)
+def make_programs(
+    cfg: Config, mesh: Mesh, how: Sampling, *, slots: int, vocab_size: int
+) -> Programs:
+    """`Programs` that fill a cache of `slots` positions."""
+    cfg = _seeing_as_in_training(cfg)
+    cache = PartitionSpec(None, None, TENSOR)
+    rows = Rows(cache, PartitionSpec(), PartitionSpec())  # type: ignore[arg-type]
+    weights, plain = PartitionSpec(TENSOR), PartitionSpec()
+    own = lambda tree: jax.tree.map(lambda a: a[0], tree)  # noqa: E731
+
+    def next_token(weights, h, position):
+        root = jax.random.key(how.seed)
+        number = jnp.arange(len(position))
+        keys = jax.vmap(lambda n, p: jax.random.fold_in(jax.random.fold_in(root, n), p))
+        return draw(decode.logits(weights, h), keys(number, position), how, vocab_size)
+
+    def start(weights, tokens, lengths):
+        weights = own(weights)
+        h, cache = decode.prompt(
+            weights, tokens, decode.empty_cache(cfg.model, len(tokens), slots), cfg
+        )
+        last = jnp.take_along_axis(h, (lengths - 1)[:, None, None], axis=1)[:, 0]
+        return Rows(cache, next_token(weights, last, lengths), lengths)
+
+    def go_on(weights, rows):
+        weights = own(weights)
+
+        def one(rows, _):
+            h, cache = decode.step(weights, rows.token[:, None], rows.position, rows.cache, cfg)
+            position = rows.position + 1
+            token = next_token(weights, h[:, 0], position)
+            return Rows(cache, token, position), token
+
+        rows, tokens = lax.scan(one, rows, length=CHUNK)
+        return rows, tokens.T
+
+    apart = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
+    return Programs(
+        jax.jit(apart(start, in_specs=(weights, plain, plain), out_specs=rows)),
+        jax.jit(apart(go_on, in_specs=(weights, rows), out_specs=(rows, plain)), donate_argnums=1),
+    )
+
+
+def generate(
+    weights: Any,
+    cfg: Config,
+    mesh: Mesh,
+    prompts: Sequence[Sequence[int]],
+    how: Sampling,
+    *,
+    max_tokens: int,
+    vocab_size: int,
+    stop: Collection[int],
+) -> Iterator[list[list[int]]]:
+    """Token ids that go on from each prompt, until a stop token or `max_tokens`.
+
+    Args:     weights: of `weights_for_sampling`. prompts: at least one token each. vocab_size: of
+              the tokenizer. stop: ids that end a row, and are not given.
+    Returns:  time and again, what each row has got since; at first nothing, once all is compiled.
+    """
+    lengths = np.array([len(ids) for ids in prompts], np.int32)
+    tokens = np.zeros((len(prompts), _rounded(lengths.max())), np.int32)
+    for row, ids in zip(tokens, prompts, strict=True):
+        row[: len(ids)] = ids
+    size = {"slots": slots_for(int(lengths.max()), max_tokens), "vocab_size": vocab_size}
+    programs = make_programs(cfg, mesh, how, **size)
+    rows = programs.start(weights, tokens, lengths)
+    go_on = programs.ready_to_go_on(weights, rows)
+    jax.block_until_ready(rows)
+    yield [[] for _ in prompts]
+    new, made = np.asarray(rows.token)[:, None], 0
+    open_rows = np.ones(len(prompts), bool)
+    while True:
+        new = new[:, : max_tokens - made]
+        made += new.shape[1]
+        yield [
+            _until_stop(ids, stop) if going else []
+            for ids, going in zip(new, open_rows, strict=True)
+        ]
+        open_rows &= ~np.isin(new, list(stop)).any(axis=1)
+        if made == max_tokens or not open_rows.any():
+            return
+        rows, tokens = go_on(weights, rows)
+        new = np.asarray(tokens)
+
+
+def slots_for(longest: int, max_tokens: int) -> int:
+    """Positions of the cache in each row. Args:     longest: tokens of the longest prompt."""
+    return _rounded(longest + max_tokens + CHUNK)  # the last chunk may run over the end
+
+
+def _rounded(length: Any) -> int:
+    return -(-int(length) // SLOTS) * SLOTS
+
+
+def _until_stop(ids: np.ndarray, stop: Collection[int]) -> list[int]:
+    return list(itertools.takewhile(lambda i: i not in stop, map(int, ids)))

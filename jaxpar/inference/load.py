@@ -1,0 +1,103 @@
+"""A model to use, from a run or a published folder: its weights on a mesh, and its tokenizer."""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxpar import checkpoint
+from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config.validate import resolve
+from jaxpar.convert.hf.config_file import CONFIG_FILE
+from jaxpar.convert.hf.importing import Source, open_source
+from jaxpar.convert.hf.mesh_load import load_params
+from jaxpar.convert.hf.tokenizer import begin_of_prompts, tokenizer_in, tokenizer_of_run
+from jaxpar.data import Tokenizer
+from jaxpar.inference.generation import config_for_sampling, weights_for_sampling
+from jaxpar.runtime.gpus.visible import gpu_is_present
+from jaxpar.runtime.processes import peers, rendezvous
+from jaxpar.sharding.mesh import make_mesh
+from jaxpar.step import adapters
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model that can write and score text."""
+
+    cfg: Config
+    """Of `config_for_sampling`."""
+    mesh: Mesh
+    weights: Any
+    """Of `weights_for_sampling`."""
+    tokenizer: Tokenizer
+    begin: tuple[int, ...]
+    """Ids that stand before a text: the tokenizer's beginning of text, if the model expects it."""
+
+    def encode(self, text: str, *, begin: bool = True) -> list[int]:
+        """Token ids of a prompt; without `begin`, of a text that goes on from another."""
+        return [*(self.begin if begin else ()), *map(int, self.tokenizer.encode(text))]
+
+
+def load(folder: str, step: int | None, tensor: int, say: Callable[[str], None]) -> Loaded:
+    """The model of a run (its latest checkpoint, or `step`) or of a published folder.
+
+    Starts JAX. Every device reads its own shards only. Adapters are merged into the weights.
+
+    Args:     tensor: devices that share each layer. say: told what is read.
+    Raises:   ConfigError when there is no model there, or too few devices.
+    """
+    _start(tensor, say)
+    source = None if _is_run(folder) else _published(folder, step)
+    cfg = source.config if source else checkpoint.load_config(folder, step)
+    cfg = config_for_sampling(cfg, tensor)
+    devices = jax.devices()
+    if len(devices) < tensor:
+        rule = f"needs as many devices, and there are {len(devices)}"
+        raise ConfigError("--tensor", tensor, rule, f"use --tensor {len(devices)}")
+    cfg = resolve(cfg, tensor)
+    mesh = make_mesh(cfg.parallel, devices[:tensor])
+    tokenizer = tokenizer_in(Path(folder), folder) if source else tokenizer_of_run(folder, cfg)
+    begin = tokenizer.begin if source else begin_of_prompts(folder, cfg, tokenizer)
+    if source:
+        params = load_params(source, cfg, mesh, say)
+    else:
+        params = checkpoint.restore_params(folder, cfg, mesh, step)
+        params, cfg = adapters.merged(params, cfg, mesh), adapters.without(cfg)
+    return Loaded(cfg, mesh, weights_for_sampling(params, cfg, mesh), tokenizer, begin)
+
+
+def _start(tensor: int, say: Callable[[str], None]) -> None:
+    """Start JAX for this machine, not for the one that a run's config was written on: reading a
+    checkpoint starts it. Without a GPU, ranks are simulated.
+
+    Raises:   ConfigError when there are several processes, and `tensor` leaves one without devices.
+    """
+    if peers.count() == 1:  # else a program has joined them before
+        detect = "auto" if rendezvous.others() else "none"
+        rendezvous.join(replace(Config(), **{"cluster.detect": detect}), say)
+    number = peers.count()
+    if not gpu_is_present() and tensor % number == 0:
+        with contextlib.suppress(RuntimeError):  # it has started, with devices of its own
+            jax.config.update("jax_num_cpu_devices", tensor // number)
+    if number > 1 and tensor != jax.device_count():
+        rule = f"must be all {jax.device_count()} devices of the {number} processes"
+        fix = f"use --tensor {jax.device_count()}, or start one process"
+        raise ConfigError("--tensor", tensor, rule, fix)
+
+
+def _is_run(folder: str) -> bool:
+    return bool(checkpoint.saved_steps(folder))
+
+
+def _published(folder: str, step: int | None) -> Source:
+    if not (Path(folder) / CONFIG_FILE).is_file():
+        rule = "is neither a run with a checkpoint nor a folder with a config.json and .safetensors"
+        raise ConfigError("RUN", folder, rule, "give the folder of one")
+    if step is not None:
+        rule = f"is of a run's checkpoint, and {folder} is a published model"
+        raise ConfigError("--step", step, rule, "leave it out")
+    return open_source(folder)

@@ -1,0 +1,162 @@
+"""Text from a run or a published folder."""
+
+import dataclasses
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from jaxpar import checkpoint
+from jaxpar.config import ConfigError
+from jaxpar.config.rules.numbers import LARGEST_INT
+from jaxpar.inference.generation import Sampling, generate, slots_for
+from jaxpar.inference.load import load
+from jaxpar.model import decode
+from jaxpar.monitoring.samples import write_sample
+from jaxpar.runtime.processes import peers
+
+#: That a text may go on for: positions are exact in float32 up to here.
+MOST_TOKENS = 1 << 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Text from a run or a published folder."""
+
+    run: Annotated[str, tyro.conf.Positional]
+    """Run folder, or folder of a published model."""
+    prompt: tuple[str, ...] = ("def ",)
+    """Texts to go on from, all at once. One is shown as it comes."""
+    max_tokens: int = 200
+    """Tokens to write at most, after each."""
+    stop: tuple[str, ...] = ()
+    """Tokens that end a text, besides the tokenizer's own end of text."""
+    step: int | None = None
+    """Checkpoint to read. None: the latest."""
+    tensor: int = 1
+    """Devices that share each layer."""
+    save: bool = False
+    """Keep prompts and texts in RUN/samples.jsonl, for `python -m jaxpar.report`."""
+    sampling: Annotated[Sampling, tyro.conf.OmitArgPrefixes] = dataclasses.field(
+        default_factory=Sampling
+    )
+
+
+def check(options: Options) -> None:
+    """Raises:   ConfigError for an option that cannot work."""
+    how = options.sampling
+
+    def require(ok: bool, name: str, value: Any, rule: str, fix: Any) -> None:
+        if not ok:
+            raise ConfigError(name, value, rule, f"use {name} {fix}")
+
+    require(bool(options.prompt), "--prompt", "", "must not be empty", '"def "')
+    require(all(options.prompt), "--prompt", "", "must not be empty", '"def "')
+    rule = f"must be at least 1, and at most {MOST_TOKENS:,}"
+    fine = 1 <= options.max_tokens <= MOST_TOKENS
+    require(fine, "--max-tokens", options.max_tokens, rule, "200")
+    require(options.tensor > 0, "--tensor", options.tensor, "must be at least 1", "1")
+    rule = f"keeps texts in a run's folder, and {options.run} has no checkpoint"
+    runs = not options.save or bool(checkpoint.saved_steps(options.run))
+    require(runs, "--save", True, rule, "it with a run, or leave it out")
+    finite = math.isfinite(how.temperature) and how.temperature >= 0
+    require(finite, "--temperature", how.temperature, "must be 0 or more", "0.8")
+    rule = f"must be 0 to {LARGEST_INT}"
+    require(0 <= how.seed <= LARGEST_INT, "--seed", how.seed, rule, how.seed % (LARGEST_INT + 1))
+    require(how.top_k >= 0, "--top-k", how.top_k, "must be 0 or more", "50")
+    require(0 < how.top_p <= 1, "--top-p", how.top_p, "must be above 0, and 1 at most", "0.95")
+
+
+def stop_ids(texts: Sequence[str], tokenizer: Any) -> set[int]:
+    """The end of text, and the tokens that `texts` stand for.
+
+    Raises:   ConfigError for a text that is not one token.
+    """
+    ids = {int(tokenizer.eos_id)}
+    for text in texts:
+        encoded = [int(i) for i in tokenizer.encode(text)]
+        if len(encoded) != 1:
+            rule = f"must be one token of the run's tokenizer, and is {len(encoded)}"
+            raise ConfigError("--stop", text, rule, "give a shorter text, or cut what is printed")
+        ids.update(encoded)
+    return ids
+
+
+def sample(options: Options) -> None:
+    """Print each prompt and what the model writes after it."""
+    check(options)
+    model = load(options.run, options.step, options.tensor, say)
+    cfg, tokenizer = model.cfg, model.tokenizer
+    prompts = [model.encode(text) for text in options.prompt]
+    longest = max(map(len, prompts))
+    slots = slots_for(longest, options.max_tokens)
+    held = decode.cache_bytes(cfg.model, len(prompts), slots, options.tensor)
+    say(f"[keys and values of {len(prompts)} x {slots} tokens: {held / 2**20:,.1f} MiB a device]")
+    if longest + options.max_tokens > cfg.data.seq_len:
+        say(f"[each token sees the {cfg.data.seq_len} before it, as in training]")
+    made = generate(
+        model.weights,
+        cfg,
+        model.mesh,
+        prompts,
+        options.sampling,
+        max_tokens=options.max_tokens,
+        vocab_size=tokenizer.vocab_size,
+        stop=stop_ids(options.stop, tokenizer),
+    )
+    next(made)  # compiled, and the prompts read
+    began = time.perf_counter()
+    rows = _as_it_comes(made, options, tokenizer) if len(prompts) == 1 else _whole(made, prompts)
+    seconds, count = time.perf_counter() - began, sum(map(len, rows))
+    if len(prompts) > 1:
+        for text, ids in zip(options.prompt, rows, strict=True):
+            write(f"--- {text}{tokenizer.decode(ids)}\n")
+    say(f"[{count} tokens in {seconds:.2f} s, {count / seconds:,.1f} tokens/s]")
+    if options.save and peers.own() == 0:
+        _save(options, [tokenizer.decode(ids) for ids in rows])
+
+
+def _save(options: Options, texts: list[str]) -> None:
+    step = checkpoint.saved_steps(options.run)[-1] if options.step is None else options.step
+    for prompt, text in zip(options.prompt, texts, strict=True):
+        write_sample(Path(options.run), step, prompt, text, **dataclasses.asdict(options.sampling))
+
+
+def say(text: str) -> None:
+    """A line beside the text, on standard error."""
+    if peers.own() == 0:
+        print(text, file=sys.stderr, flush=True)
+
+
+def write(text: str) -> None:
+    """Some of the text. All processes have it, and the first writes it."""
+    if peers.own() == 0:
+        print(text, end="", flush=True)
+
+
+def _as_it_comes(made: Iterator[list[list[int]]], options: Options, tokenizer: Any):
+    """Print the one text as it grows; its ids."""
+    (prompt,), new = options.prompt, []
+    shown = prompt
+    write(shown)
+    for (ids,) in made:
+        new.extend(ids)
+        text = prompt + tokenizer.decode(new)
+        if not text.endswith("\ufffd"):  # half a character: wait for the rest
+            write(text[len(shown) :])
+            shown = text
+    write((prompt + tokenizer.decode(new))[len(shown) :] + "\n")  # what still waits never comes
+    return [new]
+
+
+def _whole(made: Iterator[list[list[int]]], prompts: Sequence[Any]) -> list[list[int]]:
+    rows: list[list[int]] = [[] for _ in prompts]
+    for new in made:
+        for row, ids in zip(rows, new, strict=True):
+            row.extend(ids)
+    return rows

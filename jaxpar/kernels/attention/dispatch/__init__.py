@@ -1,0 +1,1 @@
+"""Which backend of attention a request gets, and why."""

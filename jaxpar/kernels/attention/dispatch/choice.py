@@ -1,0 +1,145 @@
+"""Which kernels serve a call: forward and backward apart, by measurement where there is one.
+
+All backends give the log-sum-exp alike, float32 in natural logarithm, so the forward of one goes
+with the backward of another.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxpar.kernels.attention.dispatch.capability import (
+    CAPABILITIES,
+    Request,
+    make_request,
+    refusal,
+)
+from jaxpar.kernels.attention.dispatch.measurements import TUNED, Row, fastest, measurements
+from jaxpar.kernels.attention.hopper.blocks import (
+    BackwardBlocks,
+    ForwardBlocks,
+    default_backward,
+    default_forward,
+)
+from jaxpar.kernels.attention.mask import AttentionMask
+from jaxpar.kernels.platform import Platform
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The kernels of a call; hashable, so that it can be a static argument.
+
+    forward, backward    names of backends.
+    *_blocks             sizes for a backend that has them to choose, or None.
+    deterministic        the backward gives the same bits each time.
+    reason               why these, for the log.
+    """
+
+    forward: str
+    backward: str
+    forward_blocks: ForwardBlocks | None = None
+    backward_blocks: BackwardBlocks | None = None
+    deterministic: bool = False
+    reason: str = ""
+
+    def __str__(self) -> str:
+        """In one line, for the log."""
+        both = f"forward {self.forward}, backward {self.backward}"
+        names = self.forward if self.forward == self.backward else both
+        return f"{names} ({self.reason})" if self.reason else names
+
+
+@dataclass(frozen=True)
+class _Pick:
+    """The kernel of one direction."""
+
+    backend: str
+    blocks: ForwardBlocks | BackwardBlocks | None
+    deterministic: bool  # though nobody may have asked
+    why: str
+
+
+def choose(
+    backend: str,
+    q,
+    k,
+    mask: AttentionMask,
+    *,
+    platform: Platform | None = None,
+    deterministic: bool = False,
+    need_lse_gradient: bool = False,
+) -> Choice:
+    """The kernels that will serve a call: the named backend's, or for "auto" the best that can.
+
+    Of the backends that can serve a direction, "auto" takes the one that was fastest at the
+    nearest measured shape (`measurements.fastest`). Where no measurement fits, it takes cudnn if
+    that can, else pallas_hopper, else reference; and block sizes are those of
+    `kernels/attention/hopper/blocks.py`. reference, which holds every score, is never taken where
+    another can serve.
+
+    Args:     backend: "auto" or a name. q: [B, T, H, K], k: [B, S, G, K], local; shapes will do.
+              platform: None: that of the first device. deterministic: the backward must give the
+              same bits each time. need_lse_gradient: it must take a cotangent of `lse`.
+    Raises:   ValueError for an unknown backend, or a named one that cannot serve the call, naming
+              those that can.
+    """
+    if backend != "auto" and backend not in CAPABILITIES:
+        allowed = ", ".join(["auto", *CAPABILITIES])
+        raise ValueError(f"attention backend {backend!r} is none of {allowed}")
+    platform = platform or Platform.here()
+    ask = dict(deterministic=deterministic, lse_gradient=need_lse_gradient)
+    forward, backward = (
+        _pick(backend, make_request(direction, q, k, mask, platform, **ask))
+        for direction in ("forward", "backward")
+    )
+    blocks = forward.blocks, backward.blocks
+    why = forward.why
+    if backward.why != why:
+        why = f"forward: {forward.why}; backward: {backward.why}"
+    same = deterministic or backward.deterministic
+    return Choice(forward.backend, backward.backend, *blocks, same, why)  # type: ignore[arg-type]
+
+
+def explain(backend: str, q, k, mask: AttentionMask, **options) -> str:
+    """What `choose` chooses, and why, in one line for the log."""
+    return str(choose(backend, q, k, mask, **options))
+
+
+def _pick(backend: str, request: Request) -> _Pick:
+    refused = {name: refusal(name, request) for name in CAPABILITIES}
+    able = [name for name, why in refused.items() if why is None]
+    if backend != "auto" and backend not in able:
+        can = ", ".join(able) or "none"
+        raise ValueError(f"attention backend {backend!r}: {refused[backend]}. Can serve it: {can}.")
+    named = [backend] if backend != "auto" else able
+    row = fastest(_rows(request.platform), request, named)
+    chosen = named[0] if row is None else row.backend
+    blocks = _default_blocks(chosen, request) if row is None else row.blocks
+    if backend == "auto":
+        why = [f"not {name}: {no}" for name, no in refused.items() if no is not None]
+    else:
+        why = ["as configured"]
+    same = row is not None and row.deterministic
+    return _Pick(chosen, blocks, same, "; ".join([*why, *_evidence(chosen, row, named, request)]))
+
+
+def _rows(platform: Platform) -> Sequence[Row]:
+    return measurements(platform.kind) if platform.name == "gpu" else ()
+
+
+def _default_blocks(backend: str, request: Request) -> ForwardBlocks | BackwardBlocks | None:
+    if backend not in TUNED:
+        return None
+    if request.direction == "forward":
+        return default_forward(request.D)
+    return default_backward(request.D)
+
+
+def _evidence(chosen: str, row: Row | None, rivals: list[str], request: Request) -> list[str]:
+    """What speaks for the choice, where there was one between backends or block sizes."""
+    if row is not None:
+        shape = ", ".join(f"{name} {getattr(row, name)}" for name in ("B", "T", "S", "H", "G"))
+        return [f"measured on {request.platform.kind} at {shape}"]
+    if chosen == "reference" or (chosen not in TUNED and rivals == [chosen]):
+        return []
+    where = f"{request.kind} masks of head dim {request.D}"
+    return [f"no measurement on {request.platform.kind} for {where}"]

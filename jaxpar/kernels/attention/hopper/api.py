@@ -1,0 +1,103 @@
+"""Our own attention kernels for Hopper GPUs, in Pallas (Mosaic GPU).
+
+This module brings a request to whole tiles and picks the kernels; `tiles.py` says what a mask
+becomes, `forward.py`, `backward.py` and `dq.py` compute.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.kernels.attention.hopper import backward as pallas_hopper_backward
+from jaxpar.kernels.attention.hopper import dq
+from jaxpar.kernels.attention.hopper import forward as pallas_hopper_forward
+from jaxpar.kernels.attention.hopper.blocks import (
+    BackwardBlocks,
+    ForwardBlocks,
+    default_backward,
+    default_forward,
+    dq_blocks,
+)
+from jaxpar.kernels.attention.hopper.mma import LOG2E, MULTIPROCESSORS
+from jaxpar.kernels.attention.hopper.tiles import bounds_of, key_visits, padding, query_visits
+from jaxpar.kernels.attention.mask import AttentionMask
+
+#: CTAs of the forward: four for each multiprocessor. One for each is as fast alone; but where NCCL
+#: holds some of them, those CTAs would wait for it to end, and then do a whole share of the work
+#: while the others idle (docs/LOG.md).
+CTAS = 4 * MULTIPROCESSORS
+
+
+def forward(
+    q, k, v, mask: AttentionMask, *, blocks: ForwardBlocks | None = None, interpret: bool = False
+):
+    """As `reference.forward`, for bfloat16 or float16 and head dims 64, 128 and 256."""
+    T, K = q.shape[1], q.shape[3]
+    blocks = blocks or default_forward(K)
+    more_q, more_k = padding(T, blocks.q), padding(k.shape[1], blocks.kv)
+    bounds = bounds_of(mask, more_q, more_k)
+    visits = query_visits(bounds, blocks.q, blocks.kv, k.shape[1] + more_k)
+    (q,), (k, v) = _ready(more_q, interpret, q), _ready(more_k, interpret, k, v)
+    ctas = 2 if interpret else CTAS
+    out, lse = pallas_hopper_forward.forward(q, k, v, bounds, visits, blocks, ctas, interpret)
+    return out[:, :T], lse[:, :, :T]
+
+
+def backward(
+    q,
+    k,
+    v,
+    mask: AttentionMask,
+    out,
+    lse,
+    d_out,
+    d_lse,
+    *,
+    blocks: BackwardBlocks | None = None,
+    deterministic: bool = False,
+    interpret: bool = False,
+):
+    """As `reference.backward`, for what `forward` takes.
+
+    Args:     lse, d_lse: float32 [B, H, T]; `lse` may be that of more keys than these, as in a
+              ring. deterministic: the same bits from run to run, at seven multiplications instead
+              of five; slower but on short documents. Head dim 256 is always so.
+    """
+    T, S, K = q.shape[1], k.shape[1], q.shape[3]
+    blocks, of_dq = blocks or default_backward(K), dq_blocks(K)
+    more_q, more_k = padding(T, max(blocks.q, of_dq.q)), padding(S, max(blocks.kv, of_dq.kv))
+    bounds = bounds_of(mask, more_q, more_k)
+    lse2, delta = lse * LOG2E, _delta(out, d_out) - d_lse
+    (q, d_out), (k, v) = _ready(more_q, interpret, q, d_out), _ready(more_k, interpret, k, v)
+    lse2, delta = (_padded_rows(x, more_q) for x in (lse2, delta))
+    operands = q, k, v, d_out, lse2, delta, bounds
+    visits = key_visits(bounds, blocks.q, blocks.kv, T + more_q, S + more_k)
+    run = lambda *want: pallas_hopper_backward.backward(  # noqa: E731
+        *operands, visits, blocks, want, interpret
+    )
+    if not deterministic and K < 256:
+        made = run("dq", "dk", "dv")
+        made["dq"] = (made["dq"] * K**-0.5).astype(q.dtype)
+    else:
+        made = run("dk", "dv") if K < 256 else run("dk") | run("dv")
+        rows = query_visits(bounds, of_dq.q, of_dq.kv, S + more_k)
+        made["dq"] = dq.query_gradient(*operands, rows, of_dq, interpret)
+    return made["dq"][:, :T], made["dk"][:, :S], made["dv"][:, :S]
+
+
+def _delta(out, d_out) -> jax.Array:
+    """Sum of out * d_out over the head dim, float32 [B, H, T]."""
+    product = out.astype(jnp.float32) * d_out.astype(jnp.float32)
+    return product.sum(-1).transpose(0, 2, 1)
+
+
+def _ready(to_whole_tiles: int, interpret: bool, *arrays) -> list[jax.Array]:
+    """[B, T, H, K] each, as long as the copy engine wants: a multiple of its tile of 8 rows.
+
+    It knows where an array ends. The interpreter does not, and wants whole tiles.
+    """
+    rows = to_whole_tiles if interpret else padding(arrays[0].shape[1], 8)
+    return [jnp.pad(x, ((0, 0), (0, rows), (0, 0), (0, 0))) if rows else x for x in arrays]
+
+
+def _padded_rows(x, rows: int):
+    return jnp.pad(x, ((0, 0), (0, 0), (0, rows))) if rows else x

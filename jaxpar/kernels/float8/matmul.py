@@ -1,0 +1,194 @@
+"""Matmuls of 8-bit operands with gradients of their own.
+
+Three products belong to a layer y = x w: the output, the gradient of x (dy times w transposed) and
+the gradient of w (x transposed times dy). Scales are taken from the operands of the step itself.
+
+    scaling   output           gradient of x     gradient of w
+    tensor    e4m3 x e4m3      e5m2 x e4m3       e4m3 x e5m2
+    row       e4m3 x e4m3      e5m2 x e4m3       compute dtype
+
+"tensor": one scale for each operand. "row": one for each token of x and of dy, which the output
+carries out again; the gradient of w sums over tokens, so it cannot, and stays in the compute dtype.
+A weight has one scale either way, so that one 8-bit copy serves two products. One per column would
+change only elements below some 2^-14 of the weight's largest (`quantize.py`).
+
+Hopper's tensor cores read 8-bit operands only with the summed dimension contiguous in memory. Of an
+activation or gradient the transposed copy is written in the pass that rounds
+(`quantize_transpose.py`).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxpar.kernels.float8.amax import Measured, unmeasured
+from jaxpar.kernels.float8.quantize import BACKWARD, FORWARD, largest, power_of_two_scale, quantize
+from jaxpar.kernels.float8.quantize_transpose import quantize_both_ways
+from jaxpar.kernels.norm import Normed
+
+type Scaling = Literal["tensor", "row"]
+
+#: Remat name of the scales of activations: one number each, which spares the backward a pass over
+#: the tensor. Saved under every policy.
+SCALE = "float8_scale"
+
+#: Hopper adds up 8-bit products with some 14 bits unless told to carry the sum to float32 registers
+#: every few products, which costs speed. XLA takes the fast way for DEFAULT and only then. The
+#: output takes it, gradients, with their longer sums, do not: as Transformer Engine and torchao.
+OUTPUT_PRECISION = lax.Precision.DEFAULT
+GRADIENT_PRECISION = lax.Precision.HIGHEST
+
+
+@flax.struct.dataclass
+class Weight:
+    """A weight as multiplied: `values / scale`."""
+
+    values: jax.Array
+    """e4m3 [in, out]."""
+    scale: jax.Array
+    """float32 scalar, a power of two."""
+    gradient: jax.Array
+    """[in, out] in the compute dtype. Never read: the weight's gradient is this array's, since an
+    8-bit array can only have an 8-bit gradient."""
+    scaling: Scaling = flax.struct.field(pytree_node=False)
+    """How activations and gradients are scaled in products with this weight."""
+    outer: int = flax.struct.field(pytree_node=False, default=-2)
+    """The dim that is outermost in memory where the gradient goes, -2 or -1."""
+
+
+def quantize_weight(w: jax.Array, scale: jax.Array, scaling: Scaling, outer: int = -2) -> Weight:
+    """A whole weight, rounded. Its gradient goes to w, as if nothing had been rounded.
+
+    Args:     w: [in, out], compute dtype. scale: float32 scalar. scaling, outer: as in `Weight`.
+    """
+    values = quantize(lax.stop_gradient(w), lax.stop_gradient(scale), FORWARD)
+    return Weight(values, lax.stop_gradient(scale), w, scaling, outer)
+
+
+def matmul(
+    x: jax.Array | Normed | Measured,
+    weights: Sequence[Weight],
+    name: str,
+    *,
+    measured: bool = False,
+) -> list[Any]:
+    """x times each weight; x is rounded once.
+
+    Args:     x: [..., in], compute dtype; a norm's output may come unwritten, and with one scale
+              per tensor never is. weights: of one `scaling`. name: remat name under which
+              the rounded x may be saved for the gradients of the weights ("tensor"; for "row" that
+              is x itself, for the caller to name). measured: whether the outputs' gradients come
+              with their largest magnitudes.
+    Returns:  [..., out] each, compute dtype; `Measured`, if their gradients are.
+    Communication: none; with tensor parallelism each rank scales its own operands.
+    Source:   Micikevicius et al. 2022 (2209.05433), section 4; "row": torchao's
+              `rowwise_with_gw_hp`.
+    """
+    if isinstance(x, Normed) and weights[0].scaling == "row":
+        x = x.whole()
+    flat = x.rows() if isinstance(x, Normed) else x.reshape(-1, x.shape[-1])
+    outputs = _matmul(flat, tuple(weights), name, measured)
+    return [y.reshape(*x.shape[:-1], y.shape[-1]) for y in outputs]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _matmul(x, weights, name, measured):
+    return _forward(x, weights, name, measured)[0]
+
+
+def _forward(x, weights, name, measured):
+    form = _without_arrays(x)
+    scale = checkpoint_name(_scale_of(x, weights[0].scaling, FORWARD), SCALE)
+    x = x.values if isinstance(x, Measured) else x
+    if weights[0].scaling == "tensor":
+        q, transposed = quantize_both_ways(x, scale, FORWARD)
+        kept = _bits(transposed, name)
+    else:
+        q, kept = quantize(x, scale[:, None], FORWARD), x
+    product = functools.partial(_product, dims=(1, 0), precision=OUTPUT_PRECISION, dtype=x.dtype)
+    outputs = tuple(product(q, w.values, scales=(w.scale, scale)) for w in weights)
+    outputs = tuple(map(unmeasured, outputs)) if measured else outputs
+    return outputs, (kept, scale, weights, form)
+
+
+def _backward(name, measured, saved, d_outputs):
+    kept, scale, weights, form = saved
+    d_x, d_weights = [], []
+    product = functools.partial(_product, precision=GRADIENT_PRECISION, dtype=d_outputs[0].dtype)
+    for dy, w in zip(d_outputs, weights, strict=True):
+        g_scale = _scale_of(dy, w.scaling, BACKWARD)
+        dy = dy.values if measured else dy
+        if w.scaling == "tensor":
+            g, transposed = quantize_both_ways(dy, g_scale, BACKWARD)
+            x = lax.bitcast_convert_type(kept, FORWARD).reshape(w.values.shape[0], -1)
+            operands = (x, transposed) if w.outer == -2 else (transposed, x)
+            d_w = product(*operands, dims=(1, 1), scales=(scale, g_scale))
+            d_w = d_w if w.outer == -2 else d_w.T
+        else:
+            g = quantize(dy, g_scale[:, None], BACKWARD)
+            d_w = lax.dot_general(kept, dy, (((0,), (0,)), ((), ())))
+        d_x.append(product(g, w.values, dims=(1, 1), scales=(w.scale, g_scale)))
+        d_weights.append(w.replace(values=None, scale=None, gradient=d_w.astype(w.gradient.dtype)))
+    return _in_form(functools.reduce(jnp.add, d_x), form), tuple(d_weights)
+
+
+_matmul.defvjp(_forward, _backward)
+
+
+def _bits(q: jax.Array, name: str) -> jax.Array:
+    """A rounded matrix as bits in a row, under a remat name.
+
+    Bits, since JAX rounds what `jax.checkpoint` saves once more, to its own dtype, as if e4m3 had
+    infinities (`reduce_precision`): what lies above 240 would become one. In a row, which has one
+    layout, so that XLA keeps it as it was written.
+    """
+    return checkpoint_name(lax.bitcast_convert_type(q, jnp.uint8).reshape(-1), name)
+
+
+def _scale_of(x: jax.Array | Normed | Measured, scaling: Scaling, dtype: Any) -> jax.Array:
+    """That of all of x, [tokens, features], or of each token."""
+    if scaling == "row":
+        assert not isinstance(x, Normed)  # `matmul` writes it
+        seen = largest(x.values if isinstance(x, Measured) else x, 1)
+    elif isinstance(x, Normed):
+        seen = x.largest()
+    else:
+        seen = x.largest if isinstance(x, Measured) else largest(x)
+    return power_of_two_scale(seen, dtype)
+
+
+def _without_arrays(x: jax.Array | Normed | Measured) -> Normed | Measured | None:
+    """What x comes as."""
+    if isinstance(x, Measured):
+        return Measured(None, None)
+    return Normed(None, None, None, None) if isinstance(x, Normed) else None
+
+
+def _in_form(d_x: jax.Array, form: Normed | Measured | None) -> Any:
+    """The gradient of what came as that."""
+    if isinstance(form, Normed):
+        return dataclasses.replace(form, x=d_x)
+    return d_x if form is None else dataclasses.replace(form, values=d_x)
+
+
+def _product(a, b, *, dims: tuple[int, int], scales: tuple, precision: Any, dtype: Any):
+    """The product of two scaled matrices over one dim of each, scaled back, which rounds nothing.
+
+    8-bit operands up to the dot, and one scalar that multiplies its result: this is the form that
+    XLA turns into one call of cuBLASLt. Scales of rows cost a pass, or join the next one.
+
+    Args:     scales: of the two operands; the second may be one for each row of the result.
+    """
+    contracted = (((dims[0],), (dims[1],)), ((), ()))
+    y = lax.dot_general(a, b, contracted, precision=precision, preferred_element_type=dtype)
+    first, second = scales
+    if second.ndim == 0:
+        return y * (1 / (first * second)).astype(dtype)
+    return y * (1 / first).astype(dtype) * (1 / second).astype(dtype)[:, None]

@@ -1,0 +1,53 @@
+"""Mixture of experts: a feed-forward of several SwiGLUs, of which each token takes a few.
+
+Every expert sees every token here, and a token's weight is 0 for those that it does not take. That
+is exact, and no token is ever dropped; it costs num_experts / experts_per_token times the products
+that are needed. Experts are sharded as other matrices are: over FSDP_AXES on D, over TENSOR on F.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpar.config import ModelConfig
+from jaxpar.model import activation
+from jaxpar.parallel.collectives import varying
+
+
+@jax.named_scope("experts")
+def feed_forward(h_BTD: jax.Array, w: dict[str, Any], m: ModelConfig) -> jax.Array:
+    """Each token's experts, weighed and added: this tensor rank's part of a sum, [B, T, D].
+
+    One expert's hidden values are in memory at a time; the backward computes them again.
+
+    Args:     w: router [D, E]; w_gate and w_up [E, D, F], w_down [E, F, D], compute dtype.
+    Source:   Shazeer et al. 2017 (1701.06538), equation 1.
+    """
+    weights_EBT = jnp.moveaxis(route(h_BTD, w["router"], m), -1, 0)
+
+    def expert(total: jax.Array, xs: tuple) -> tuple[jax.Array, None]:
+        gate, up, down, weight_BT = xs
+        out = activation.gated(h_BTD @ gate, h_BTD @ up, m) @ down
+        return total + weight_BT[..., None] * out.astype(jnp.float32), None
+
+    start = varying(jnp.zeros(h_BTD.shape, jnp.float32))
+    xs = w["w_gate"], w["w_up"], w["w_down"], weights_EBT
+    total, _ = lax.scan(jax.checkpoint(expert, prevent_cse=False), start, xs)
+    return total.astype(h_BTD.dtype)
+
+
+@jax.named_scope("router")
+def route(h_BTD: jax.Array, router_DE: jax.Array, m: ModelConfig) -> jax.Array:
+    """The weight of each expert for each token, float32 [B, T, E]: 0 but for the likeliest few.
+
+    The same on each rank of TENSOR, which holds whole tokens and the whole router.
+
+    Source:   Jiang et al. 2024 (2401.04088), section 2.1; without normalisation, Qwen2-MoE's.
+    """
+    logits = jnp.dot(h_BTD, router_DE, preferred_element_type=jnp.float32)
+    likely, which = lax.top_k(jax.nn.softmax(logits, axis=-1), m.experts_per_token)
+    if m.normalize_experts:
+        likely /= jnp.sum(likely, axis=-1, keepdims=True)
+    return jnp.sum(jax.nn.one_hot(which, m.num_experts) * likely[..., None], axis=-2)

@@ -1,0 +1,86 @@
+"""The model's parameters: their specs, and which are trained."""
+
+import math
+from typing import Any, Literal
+
+from jaxpar.config import Config, LoraConfig, ModelConfig
+from jaxpar.model import lora
+from jaxpar.sharding.params import ParamSpec, split
+
+type Tree = dict[str, Any]
+
+
+def param_specs(m: ModelConfig, adapters: LoraConfig | None = None) -> Tree:
+    """Every parameter of the model: shape, logical axes, initial distribution.
+
+    Weights start normal with `init_std`; the two matrices that write to the residual stream with
+    init_std / sqrt(2 L), so that its variance does not grow with depth (GPT-2, section 2.3).
+
+    Args:     adapters: of these (`Config.lora`) too, if there are any. None: the model alone.
+    """
+    D, H, G, K, F = m.d_model, m.num_heads, m.num_kv_heads, m.head_dim, m.d_ff
+    deep = m.init_std / math.sqrt(2 * m.num_layers)
+
+    def matrix(shape, axes, std=m.init_std):
+        return ParamSpec(shape=(m.num_layers, *shape), axes=("layer", *axes), std=std)
+
+    def vector(shape, axes, init):
+        shape, axes = (m.num_layers, *shape), ("layer", *axes)
+        return ParamSpec(shape=shape, axes=axes, init=init, decay=False)
+
+    def gain(shape, axes):
+        return vector(shape, axes, init_of_gains(m))
+
+    blocks: Tree = {
+        "attn_norm": gain((D,), ("norm",)),
+        "wq": matrix((D, H, K), ("embed", "heads", "head_dim")),
+        "wk": matrix((D, G, K), ("embed", "kv_heads", "head_dim")),
+        "wv": matrix((D, G, K), ("embed", "kv_heads", "head_dim")),
+        "wo": matrix((H, K, D), ("heads", "head_dim", "embed"), deep),
+        "mlp_norm": gain((D,), ("norm",)),
+    }
+    if m.num_experts:
+        E = m.num_experts
+        blocks["router"] = matrix((D, E), ("embed", "experts"))
+        blocks |= {n: matrix((E, D, F), ("experts", "embed", "mlp")) for n in ("w_gate", "w_up")}
+        blocks["w_down"] = matrix((E, F, D), ("experts", "mlp", "embed"), deep)
+    else:
+        blocks |= {n: matrix((D, F), ("embed", "mlp")) for n in ("w_gate", "w_up")}
+        blocks["w_down"] = matrix((F, D), ("mlp", "embed"), deep)
+    if m.qk_norm:
+        blocks |= {name: gain((K,), ("head_dim",)) for name in ("q_norm", "k_norm")}
+    if m.post_norms:
+        blocks |= {n: gain((D,), ("norm",)) for n in ("attn_post_norm", "mlp_post_norm")}
+    if m.qkv_bias:
+        blocks["bq"] = vector((H, K), ("heads", "head_dim"), "zeros")
+        blocks |= {n: vector((G, K), ("kv_heads", "head_dim"), "zeros") for n in ("bk", "bv")}
+    if m.out_bias:
+        blocks["bo"] = vector((D,), ("norm",), "zeros")
+    if m.mlp_bias:
+        blocks |= {n: vector((F,), ("mlp",), "zeros") for n in ("b_gate", "b_up")}
+        blocks["b_down"] = vector((D,), ("norm",), "zeros")
+    specs = blocks_with_top(m, blocks)
+    return lora.with_adapters(specs, adapters) if adapters and adapters.rank else specs
+
+
+def trained_specs(cfg: Config) -> Tree:
+    """Those of them that training moves: all, or the adapters."""
+    specs = param_specs(cfg.model, cfg.lora)
+    return split(specs, specs)[0]
+
+
+def init_of_gains(m: ModelConfig) -> Literal["ones", "zeros"]:
+    """How the parameters of norms start: the gain is 1."""
+    return "zeros" if m.norm_offset else "ones"
+
+
+def blocks_with_top(m: ModelConfig, blocks: Tree) -> Tree:
+    """The layers' specs, with the embedding, the final norm and (untied) the head."""
+    std = m.init_std
+    table = ParamSpec(shape=(m.vocab_size, m.d_model), axes=("vocab", "embed"), std=std)
+    norm = ParamSpec(shape=(m.d_model,), axes=("norm",), init=init_of_gains(m), decay=False)
+    specs = {"embed": table, "layers": blocks, "final_norm": norm}
+    if not m.tie_embeddings:
+        shape = (m.d_model, m.vocab_size)
+        specs["head"] = ParamSpec(shape=shape, axes=("embed", "vocab"), std=std)
+    return specs

@@ -1,0 +1,58 @@
+"""What the layers know of a batch's tokens: the mask and RoPE's tables."""
+
+import dataclasses
+
+import flax.struct
+import jax
+
+from jaxpar.config import Config
+from jaxpar.kernels.attention import AttentionMask
+from jaxpar.model.rope import rope_tables
+from jaxpar.parallel.context import mask_across
+from jaxpar.sharding.batch import Batch
+
+
+@flax.struct.dataclass
+class Tokens:
+    """What every layer knows of a microbatch: who attends to whom, and the rotary angles."""
+
+    mask: AttentionMask
+    rope: tuple[jax.Array, jax.Array]
+    in_global: "Tokens | None" = None
+    """The same for layers without a window, in a model where only some have one."""
+
+
+def describe_tokens(batch: Batch, cfg: Config, max_segments: int | None) -> Tokens:
+    """The mask and rotary tables of a microbatch, from its positions and segments."""
+    m = cfg.model
+    if not m.global_every:
+        return _describe(batch, cfg, max_segments, m.sliding_window, m.rope_theta)
+    local_theta = m.rope_theta if m.local_rope_theta is None else m.local_rope_theta
+    local = _describe(batch, cfg, max_segments, m.sliding_window, local_theta)
+    everywhere = _describe(batch, cfg, max_segments, None, m.rope_theta)
+    return dataclasses.replace(local, in_global=everywhere)
+
+
+def across_devices(tokens: Tokens, cfg: Config) -> Tokens:
+    """With what layers must know of other devices' tokens: `mask_across`, once for all of them."""
+    if tokens.in_global is not None:
+        tokens = dataclasses.replace(tokens, in_global=across_devices(tokens.in_global, cfg))
+    return dataclasses.replace(tokens, mask=mask_across(tokens.mask, cfg.parallel.context))
+
+
+def _describe(
+    batch: Batch, cfg: Config, max_segments: int | None, window: int | None, theta: float
+) -> Tokens:
+    segments = batch.segment_ids if cfg.data.document_mask else None
+    in_order = cfg.parallel.sequence == 1 or cfg.parallel.context == "ulysses"
+    mask = AttentionMask(
+        q_positions=batch.positions,
+        kv_positions=batch.positions,
+        q_segments=segments,
+        kv_segments=segments,
+        window=window,
+        max_segments=max_segments,
+        in_order=in_order,
+    )
+    model = dataclasses.replace(cfg.model, rope_theta=theta)
+    return Tokens(mask=mask, rope=rope_tables(batch.positions, model))

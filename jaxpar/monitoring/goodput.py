@@ -1,0 +1,223 @@
+"""Where a run's time went, over all its attempts: RUN/events.jsonl, and one fraction.
+
+Every attempt appends to the file; nothing in it is changed. Spans within an attempt are measured
+with a clock that no one sets. The clock on the wall is read only to tell how long a run was down
+between two attempts, and where that has been set back, no time has passed.
+"""
+
+import json
+import os
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxpar.monitoring.startup import process_age
+from jaxpar.runtime.files import json_lines
+from jaxpar.runtime.files.append import Lines
+
+EVENTS_FILE = "events.jsonl"
+
+#: What a process does at any moment. "step" is what a run is for.
+PARTS = ("init", "compile", "restore", "step", "data wait", "evaluation", "save wait", "profile")
+
+#: How the parts of a start are counted (`startup.py`); the others are "init".
+OF_STARTUP = {"compilation": "compile", "weights": "restore"}
+
+#: Beyond any time, of day too: a line with more is damaged.
+MOST_SECONDS = 1e12
+
+#: Seconds between two records of the time; a killed process loses no more of it.
+RECORD_EVERY = 30.0
+
+
+class Recorder:
+    """Writes the events of one attempt, from the first process; from any thread.
+
+    Use as a context manager: leaving it records how the attempt ended.
+    """
+
+    def __init__(self, run_dir: Path):
+        """Begin an attempt in the folder of a run, which is there."""
+        path = run_dir / EVENTS_FILE if jax.process_index() == 0 else Path(os.devnull)
+        attempt = 1 + sum(event.get("event") == "start" for event in read_events(run_dir))
+        self._file = Lines(path)
+        self._lock, self._attempt = threading.Lock(), attempt
+        self._spent: dict[str, float] = defaultdict(float)
+        self._part, self._since = "init", time.perf_counter()
+        self._step, self._recorded = 0, time.perf_counter()
+        age = process_age()
+        # Where the system does not tell a process's age, it begins now.
+        self._born = time.perf_counter() - age
+        self.event("start", devices=jax.device_count(), processes=jax.process_count())
+
+    def event(self, name: str, **more: Any) -> None:
+        """Append an event: its name, the attempt, the age of the process, the time of day."""
+        age = round(time.perf_counter() - self._born, 3)
+        record = {"event": name, "attempt": self._attempt, "age": age, "time": time.time()}
+        with self._lock:
+            self._file.write(json.dumps(record | more) + "\n")
+
+    def started(self, step: int, seconds: dict[str, float]) -> None:
+        """The attempt goes on from a step, after a start that took so long, part by part."""
+        for part, spent in seconds.items():
+            self._spent[OF_STARTUP.get(part, "init")] += spent
+        self._part, self._since = "step", time.perf_counter()
+        self.goes_on_from(step)
+
+    def goes_on_from(self, step: int) -> None:
+        """What follows begins after `step`: what an earlier record has beyond it is lost."""
+        self._write()
+        self._step = step
+        self.event("from", step=step)
+
+    def now(self, part: str) -> None:
+        """From now on, time counts as `part`."""
+        moment = time.perf_counter()
+        self._spent[self._part] += moment - self._since
+        self._part, self._since = part, moment
+
+    def done(self, step: int) -> None:
+        """So many steps are done."""
+        if time.perf_counter() - self._recorded > RECORD_EVERY:
+            self.record(step)
+
+    def record(self, step: int) -> None:
+        """Write down the time so far, `step` steps being done."""
+        self.now(self._part)
+        self._write(step)
+
+    def _write(self, step: int | None = None) -> None:
+        spent = {part: round(seconds, 6) for part, seconds in self._spent.items() if seconds}
+        step = self._step if step is None else step
+        if spent:
+            self.event("time", steps=[self._step, step], seconds=spent)
+        self._spent.clear()
+        self._step, self._recorded = step, time.perf_counter()
+
+    def __enter__(self) -> "Recorder":
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self.now(self._part)
+        self._write()
+        self.event("end", reason="ended" if kind is None else f"{kind.__name__}: {error}"[:500])
+        self._file.close()
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Seconds of a run by what they went to; one process's, over all attempts."""
+
+    seconds: dict[str, float]
+    """By PARTS; "lost work", steps that were taken again; "other"; "down", between attempts."""
+    attempts: int
+
+    @property
+    def total(self) -> float:
+        """From the start of the first attempt to the end of the last."""
+        return sum(self.seconds.values())
+
+    @property
+    def fraction(self) -> float:
+        """The part of it that went into steps which count."""
+        return self.seconds.get("step", 0.0) / self.total if self.total else 0.0
+
+    @property
+    def tries(self) -> str:
+        """The attempts in words."""
+        return "1 attempt" if self.attempts == 1 else f"{self.attempts} attempts"
+
+    def __str__(self) -> str:
+        shares = sorted(self.seconds.items(), key=lambda item: -item[1])
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in shares if seconds >= 0.05)
+        return f"goodput {self.fraction:.1%} of {self.total:.1f} s in {self.tries}: {parts}"
+
+
+def read_events(run_dir: Path) -> list[dict[str, Any]]:
+    """The events of a run, in order. Passed over is a line that was cut off by a crash, or that is
+    damaged: it is a record alone, and a run goes on without."""
+    return [record for record in json_lines.read(run_dir / EVENTS_FILE) if _is_whole(record)]
+
+
+def _is_whole(event: dict[str, Any]) -> bool:
+    """Whether an event has what events of its name are read for."""
+    name, seconds, steps = event.get("event"), event.get("seconds"), event.get("steps")
+    fine = [isinstance(name, str), isinstance(event.get("attempt"), int)]
+    fine += [_is_number(event.get("age")), _is_number(event.get("time"))]
+    if name == "time":
+        fine.append(isinstance(seconds, dict) and all(map(_is_number, seconds.values())))
+        fine.append(isinstance(steps, list) and [*map(_is_step, steps)] == [True, True])
+    if name in ("from", "saved", "save failed"):
+        fine.append(_is_step(event.get("step")))
+    if name == "saved":
+        fine.append(_is_number(seconds))
+    if name == "save failed":
+        fine.append("error" in event)
+    return all(fine)
+
+
+def _is_step(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 31  # an int32
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and abs(value) < MOST_SECONDS
+
+
+def goodput(events: Iterable[dict[str, Any]]) -> Goodput:
+    """Where the time of a run went.
+
+    Args:     events: of `read_events`.
+    """
+    seconds: dict[str, float] = defaultdict(float)
+    taken: list[tuple[int, int, float]] = []  # steps that count so far: first, last, seconds
+    ages: dict[int, float] = {}
+    waited = waits = 0.0  # of this attempt's start, what was within the one before; and in all
+    last: dict[str, Any] | None = None
+    for event in events:
+        attempt, age = int(event["attempt"]), float(event["age"])
+        if event["event"] == "start" and last is not None:
+            gap = gap_before(event, last)
+            seconds["down"] += max(gap, 0.0)
+            waited = max(-gap, 0.0)
+            waits += waited
+        ages[attempt] = max(ages.get(attempt, 0.0), age)
+        if event["event"] == "from":
+            taken, lost = _split(taken, int(event["step"]))
+            seconds["lost work"] += lost
+        if event["event"] == "time":
+            for part, spent in event["seconds"].items():
+                seconds[part] += spent if part != "step" else 0.0
+            if twice := min(waited, event["seconds"].get("init", 0.0)):
+                seconds["init"] -= twice
+                waited -= twice
+            taken.append((*event["steps"], event["seconds"].get("step", 0.0)))
+        last = event
+    seconds["step"] = sum(spent for _, _, spent in taken)
+    measured = sum(spent for part, spent in seconds.items() if part != "down")
+    seconds["other"] = max(sum(ages.values()) - waits - measured, 0.0)
+    return Goodput(dict(seconds), len(ages))
+
+
+def gap_before(start: dict[str, Any], last: dict[str, Any]) -> float:
+    """Seconds from the last event before an attempt to its birth. Below 0 where it waited for the
+    run meanwhile; 0 where it began before that event by the clock, which was set back then."""
+    if start["time"] < last["time"]:
+        return 0.0
+    return float(start["time"] - start["age"] - last["time"])
+
+
+def _split(taken: list[tuple[int, int, float]], step: int):
+    """The steps up to one, and the seconds of those beyond."""
+    kept, lost = [], 0.0
+    for first, last, spent in taken:
+        share = 1.0 if last <= step else max(step - first, 0) / max(last - first, 1)
+        kept.append((first, min(last, step), spent * share))
+        lost += spent * (1 - share)
+    return kept, lost

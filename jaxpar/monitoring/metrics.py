@@ -1,0 +1,272 @@
+"""What a run reports: `metrics.jsonl`, and a line on the console.
+
+A step's numbers are fetched when the next step has been dispatched, so logging never stalls the
+device; the time between two fetches is then the time of a step.
+"""
+
+import json
+import math
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import rich.console
+import rich.progress
+
+from jaxpar.config import Config
+from jaxpar.monitoring import stragglers
+from jaxpar.monitoring.mfu import mfu
+from jaxpar.monitoring.sinks import Sinks
+from jaxpar.planning.forecast import Forecast
+from jaxpar.runtime import exit_codes
+from jaxpar.runtime.files.append import Lines
+
+
+class MetricsWriter:
+    """Collects the numbers of each step and writes every `train.log_every`-th interval.
+
+    Use as a context manager. Records go to RUN/metrics.jsonl, one JSON object a line, by the first
+    process. A resumed run appends to it: of two records of one step, the later counts.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        run_dir: Path,
+        first_step: int,
+        schedule: Any,
+        epochs: Callable[[int], dict[str, float]] | None = None,
+        look: Callable[[int, dict[str, float]], None] = lambda step, values: None,
+        forecast: Forecast | None = None,
+        sinks: Sinks | None = None,
+    ):
+        """Open metrics.jsonl, to append to it.
+
+        Args:     epochs: passes over each source after so many steps, to be written with a mixture.
+                  look: given every step and its numbers as they arrive; it may raise.
+                  forecast: told at the start, and beside the measurement at the end.
+                  sinks: are given the records, too, and closed at the end.
+        """
+        self.look, self.forecast, self.sinks = look, forecast, sinks
+        self.epochs = epochs if cfg.data.mixture else None
+        self.cfg, self.schedule = cfg, schedule
+        path = run_dir / "metrics.jsonl" if jax.process_index() == 0 else Path(os.devnull)
+        self.file = Lines(path)
+        self.screen = Screen(cfg.train.num_steps, first_step)
+        self.devices = jax.device_count()
+        self.device_kind = jax.devices()[0].device_kind
+        self.pending: tuple[int, Any] | None = None
+        self.clock: float | None = None
+        self._clear()
+        if first_step:
+            self.write({"resumed_after_step": first_step})
+        if forecast is not None:
+            self.write(forecast.record())
+            self.screen.say(str(forecast))
+
+    def _clear(self) -> None:
+        self.seconds, self.steps, self.data_wait, self.device_wait = 0.0, 0, 0.0, 0.0
+
+    def write_previous(
+        self, step: int, measured: Any, data_wait: float, dispatch: float = 0.0
+    ) -> None:
+        """Hand over step `step`, just dispatched; fetch and count the one before it.
+
+        Args:     data_wait, dispatch: seconds that this step waited for its batch, and that it took
+                  to hand it to the devices, which may be a wait for them.
+        """
+        if self.clock is not None:
+            self.device_wait += dispatch
+        self.flush()
+        self.pending = (step, measured)
+        self.data_wait += data_wait
+
+    def flush(self) -> None:
+        """Wait for the pending step and count it. Raises what `look` raises."""
+        if self.pending is None:
+            return
+        step, measured = self.pending
+        self.pending = None
+        there = {name: v for name, v in vars(measured).items() if v is not None}
+        began = time.monotonic()
+        values = {name: float(v) for name, v in jax.device_get(there).items()}
+        waited = time.monotonic() - began
+        self.look(step, values)
+        now = time.perf_counter()
+        if self.clock is not None:  # the first step's time is compilation's
+            self.seconds, self.steps = self.seconds + now - self.clock, self.steps + 1
+            self.device_wait += waited
+        self.clock = now
+        if (step + 1) % self.cfg.train.log_every == 0 or step + 1 == self.cfg.train.num_steps:
+            self._write_interval(step, values)
+
+    def pause(self) -> None:
+        """Leave the time until the next step out of the step times (evaluation, saving)."""
+        self.flush()
+        self.clock = None
+
+    def _write_interval(self, step: int, values: dict[str, float]) -> None:
+        left_out = bool(exit_codes.not_finite(values))
+        # Updates that were left out count for nothing: the schedule waits for them.
+        updates = step - int(values.get("skipped", 0)) + left_out
+        record: dict[str, Any] = {
+            "step": step + 1,
+            "learning_rate": float(self.schedule(updates)),
+            **_for_record(values, self.cfg),
+        }
+        record["tokens_seen"] = (step + 1) * self._tokens_per_step()
+        if self.steps:
+            record |= self._speed()
+            record |= stragglers.compare((self.seconds - self.device_wait) / self.steps)
+        if self.epochs is not None:
+            record["epochs"] = self.epochs(step + 1)
+        record["memory_gib"] = peak_memory_gib()
+        self._clear()
+        self.write(record)
+        self.screen.step(record)
+        if remark := stragglers.remark(record):
+            self.screen.say(remark)
+        if self.forecast is not None and step + 1 == self.cfg.train.num_steps:
+            self.screen.say(self.forecast.beside(record))
+
+    def _tokens_per_step(self) -> int:
+        return self.cfg.train.global_batch_size * self.cfg.data.seq_len
+
+    def _speed(self) -> dict[str, float]:
+        seconds = self.seconds / self.steps
+        rate = self._tokens_per_step() / seconds
+        share = lambda causal: mfu(  # noqa: E731
+            rate / self.devices,
+            self.cfg.model,
+            self.cfg.data.seq_len,
+            self.device_kind,
+            causal=causal,
+            lora=self.cfg.lora,
+        )
+        speed = {
+            "step_seconds": seconds,
+            "tokens_per_second": rate,
+            "tokens_per_second_per_device": rate / self.devices,
+            "data_wait_seconds": self.data_wait / self.steps,
+            "mfu": share(True),
+            "mfu_full_attention": share(False),
+        }
+        return {name: value for name, value in speed.items() if value is not None}
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append any record to metrics.jsonl, and hand it to the sinks."""
+        self.file.write(json.dumps(record) + "\n")
+        if self.sinks is not None:
+            self.sinks.write(record)
+
+    def evaluation(self, step: int, loss: float, bits_per_byte: float | None) -> None:
+        """Record and show a held-out loss; bits per byte where the text's length is known."""
+        record, line = {"step": step, "held_out_loss": loss}, f"held-out loss {loss:.4f}"
+        if bits_per_byte is not None:
+            record["bits_per_byte"] = bits_per_byte
+            line += f"   {bits_per_byte:.4f} bits per byte"
+        self.write(record)
+        self.screen.say(line)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.screen.close()
+        self.file.close()
+        if self.sinks is not None:
+            self.sinks.close()
+
+
+def peak_memory_gib() -> float:
+    """The most memory used so far: of the fullest local device, or of the process on a CPU."""
+    stats = [d.memory_stats() or {} for d in jax.local_devices()]
+    peak = max(s.get("peak_bytes_in_use", 0) for s in stats)
+    if not peak:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return peak / 2**30
+
+
+class Screen:
+    """The console: a bar and lines on a terminal, plain lines elsewhere."""
+
+    def __init__(self, num_steps: int, first_step: int):
+        self.num_steps, self.first_step = num_steps, first_step
+        self.console = rich.console.Console(highlight=False, soft_wrap=True)
+        self.bar: rich.progress.Progress | None = None
+        if self.console.is_terminal and jax.process_index() == 0:
+            self._start_bar()
+
+    def _start_bar(self) -> None:
+        columns = (
+            rich.progress.TextColumn("step"),
+            rich.progress.MofNCompleteColumn(),
+            rich.progress.BarColumn(),
+            rich.progress.TaskProgressColumn(),
+            rich.progress.TextColumn("ETA"),
+            rich.progress.TimeRemainingColumn(),
+        )
+        self.bar = rich.progress.Progress(*columns, console=self.console, transient=True)
+        self.task = self.bar.add_task("", total=self.num_steps, completed=self.first_step)
+        self.bar.start()
+
+    def step(self, record: dict[str, Any]) -> None:
+        if self.bar is not None:
+            self.bar.update(self.task, completed=record["step"])
+        self.say(step_line(record, self.num_steps, with_eta=self.bar is None))
+
+    def say(self, text: str) -> None:
+        if jax.process_index() == 0:
+            self.console.print(text, markup=False)
+            sys.stdout.flush()
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+
+def step_line(record: dict[str, Any], num_steps: int, *, with_eta: bool) -> str:
+    """One line for people."""
+    width = len(str(num_steps))
+    parts = [
+        f"step {record['step']:>{width}}/{num_steps}",
+        f"loss {_shown(record['loss'], '.4f')}",
+        f"lr {record['learning_rate']:.2e}",
+        f"grad norm {_shown(record['grad_norm'], '.3f')}",
+    ]
+    if record.get("skipped"):
+        parts.append(f"left out {record['skipped']}")
+    if "tokens_per_second" in record:
+        parts.append(f"{record['tokens_per_second_per_device']:,.0f} tok/s/device")
+    if "mfu" in record:
+        parts.append(f"MFU {record['mfu']:.1%}")
+    parts.append(f"{record['memory_gib']:.1f} GiB")
+    if with_eta and "step_seconds" in record:
+        parts.append(f"ETA {duration((num_steps - record['step']) * record['step_seconds'])}")
+    return "   ".join(parts)
+
+
+def _for_record(values: dict[str, float], cfg: Config) -> dict[str, float | int | None]:
+    """A step's numbers as metrics.jsonl has them: null for what is no number."""
+    shown = {k: v if math.isfinite(v) else None for k, v in values.items() if k != "in_a_row"}
+    if cfg.model.dtype != "float16":
+        shown.pop("loss_scale", None)
+    return shown | ({"skipped": int(values["skipped"])} if "skipped" in values else {})
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "no number" if value is None else format(value, form)
+
+
+def duration(seconds: float) -> str:
+    """Hours and minutes, minutes and seconds, or seconds: 2h05m, 3m07s, 12s."""
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes:02d}m"
+    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"

@@ -1,0 +1,85 @@
+"""RUN/recent.jsonl: what went into each of the latest steps, and what came out, to the bit.
+
+A ring: when it holds twice `guard.recent_steps` records, the older half goes. Of two records of one
+step the later counts. `python -m jaxpar.replay` takes a step again from it.
+"""
+
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxpar.runtime.files import json_lines
+from jaxpar.runtime.files.append import FULL, Lines
+
+RECENT_FILE = "recent.jsonl"
+
+
+def bits(value: float) -> str:
+    """A float32's bits, in hexadecimal."""
+    return f"{np.float32(value).view(np.uint32).item():08x}"
+
+
+def read_recent(run_dir: Path) -> dict[int, dict[str, Any]]:
+    """The records by step, counted from 1. Passed over is a line that was cut off by a crash, or
+    that is damaged: a run can go on without it."""
+    records = json_lines.read(run_dir / RECENT_FILE)
+    return {record["step"]: record for record in records if _is_whole(record)}
+
+
+def losses_judged(records: Iterable[dict[str, Any]]) -> list[float]:
+    """The losses that the next one is judged by: of steps whose numbers are numbers. Records hold
+    None for others, and the update of such a step was left out."""
+    measured = [(record.get("loss"), record.get("grad_norm")) for record in records]
+    return [loss for loss, norm in measured if loss is not None and norm is not None]
+
+
+def _is_whole(record: dict[str, Any]) -> bool:
+    """Whether a record has what is read of it."""
+    measured = (record.get("loss", ""), record.get("grad_norm", ""))  # None: it was no number
+    numbers = all(value is None or isinstance(value, int | float) for value in measured)
+    return isinstance(record.get("step"), int) and numbers and isinstance(record.get("bits"), dict)
+
+
+class Recent:
+    """Writes the ring. One process has it; the others have none."""
+
+    def __init__(self, run_dir: Path, size: int):
+        """
+        Args:     size: records to keep at least; 0: write nothing.
+        """
+        self._path, self._size = run_dir / RECENT_FILE, size
+        self._lines = list(map(json.dumps, read_recent(run_dir).values())) if size else []
+        self._rewrite()
+
+    def add(self, step: int, values: dict[str, float], **more: Any) -> None:
+        """Append the record of a step.
+
+        Args:     step: counted from 1. values: measured. more: what went into it.
+        """
+        if not self._size:
+            return
+        finite = {name: v if math.isfinite(v) else None for name, v in values.items()}
+        exact = {name: bits(values[name]) for name in ("loss", "grad_norm")}
+        self._lines.append(json.dumps({"step": step, **more, **finite, "bits": exact}))
+        self._file.write(self._lines[-1] + "\n")
+        if len(self._lines) > 2 * self._size:
+            self._rewrite()
+
+    def _rewrite(self) -> None:
+        """The latest records alone, at once or not at all; then append to them."""
+        if not self._size:
+            return
+        self._lines = self._lines[-self._size :]
+        temporary = self._path.with_suffix(".tmp")
+        try:
+            temporary.write_text("".join(line + "\n" for line in self._lines), encoding="utf-8")
+            temporary.replace(self._path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            if error.errno not in FULL:
+                raise  # else the file stays longer until there is room
+        self._file = Lines(self._path)

@@ -1,0 +1,135 @@
+"""Where metrics go besides metrics.jsonl: TensorBoard, Weights & Biases, Prometheus.
+
+metrics.jsonl is what counts. A sink that fails is named once, in a warning, and is left alone from
+then on; training goes on.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+
+from jaxpar.config import Config, ConfigError
+from jaxpar.monitoring.sinks.prometheus import Prometheus
+from jaxpar.monitoring.sinks.tensorboard import TensorBoard
+from jaxpar.monitoring.sinks.wandb import WeightsAndBiases
+
+
+class Sink(Protocol):
+    """Takes a run's numbers, in the order of its steps."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The numbers after so many steps, by their names in metrics.jsonl; NaN for none."""
+
+    def close(self) -> None:
+        """There will be no more of them."""
+
+
+class Sinks:
+    """The sinks of a run, none of which can end it."""
+
+    def __init__(self, ways: Mapping[str, Callable[[], Sink]], say: Callable[[str], None]):
+        """Open each of them.
+
+        Args:     ways: by name, what opens a sink. say: told of each that fails.
+        """
+        self._say, self._sinks = say, dict[str, Sink]()
+        for name, way in ways.items():
+            with _Failing(self, name, "could not be opened"):
+                self._sinks[name] = way()
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Hand on a record of metrics.jsonl, if it is about a step."""
+        if "step" not in record or not self._sinks:
+            return
+        values = numbers(record)
+        for name, sink in list(self._sinks.items()):
+            with _Failing(self, name, f"failed at step {record['step']}"):
+                sink.write(record["step"], values)
+
+    def close(self) -> None:
+        """Close each that still works."""
+        for name, sink in list(self._sinks.items()):
+            with _Failing(self, name, "could not be closed"):
+                sink.close()
+        self._sinks.clear()
+
+    def failed(self, name: str, what: str, error: BaseException) -> None:
+        """Warn, and leave the sink alone from now on."""
+        self._sinks.pop(name, None)
+        reason = (str(error) or type(error).__name__).partition("\n")[0][:300]
+        self._say(f"WARNING    {name} {what}, and gets no more metrics from this start: {reason}")
+
+
+class _Failing:
+    """A context whose exceptions become a warning."""
+
+    def __init__(self, sinks: Sinks, name: str, what: str):
+        self._sinks, self._name, self._what = sinks, name, what
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        # A library that would end the process, by SystemExit, is not to; Ctrl-C is.
+        if not isinstance(error, Exception | SystemExit):
+            return False
+        self._sinks.failed(self._name, self._what, error)
+        return True
+
+
+def numbers(record: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a record, flat; NaN where it has null. Its step and texts are left out."""
+    found: dict[str, float] = {}
+    for name, value in record.items():
+        if isinstance(value, Mapping):
+            found |= {f"{name}/{inner}": v for inner, v in numbers(value).items()}
+        elif value is None:
+            found[name] = math.nan
+        elif isinstance(value, int | float) and name != "step":
+            found[name] = _as_float(value)
+    return found
+
+
+def _as_float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # a whole number of 309 digits or more
+        return math.inf if value > 0 else -math.inf
+
+
+def open_sinks(cfg: Config, run_dir: Path, first_step: int, say: Callable[[str], None]) -> Sinks:
+    """The sinks that a config asks for, in process 0; none in the others.
+
+    Args:     first_step: steps done so far: what an earlier attempt wrote beyond them is replaced.
+    """
+    m, ways = cfg.metrics, dict[str, Callable[[], Sink]]()
+    if jax.process_index() != 0:
+        return Sinks(ways, say)
+    if m.tensorboard:
+        folder = run_dir / "tensorboard"
+        ways["TensorBoard"] = functools.partial(TensorBoard, folder, first_step)
+    if m.wandb:
+        about = dataclasses.asdict(cfg)
+        ways["W&B"] = functools.partial(WeightsAndBiases, m.wandb, run_dir, about)
+    if m.prometheus_port:
+        address, port = m.prometheus_address, m.prometheus_port
+        ways["Prometheus"] = functools.partial(Prometheus, address, port, run_dir)
+    return Sinks(ways, say)
+
+
+def require_packages(cfg: Config) -> None:
+    """Raises:   ConfigError when a sink needs a package that is not installed."""
+    needs = (
+        ("metrics.wandb", cfg.metrics.wandb, "wandb", "wandb"),
+        ("metrics.prometheus_port", cfg.metrics.prometheus_port, "prometheus_client", "prometheus"),
+    )
+    for path, value, package, extra in needs:
+        if value and importlib.util.find_spec(package) is None:
+            fix = f"pip install 'jaxpar[{extra}]', or leave it out"
+            raise ConfigError(path, value, f"needs the package {package}", fix)

@@ -1,0 +1,42 @@
+"""Metrics for Prometheus: the latest numbers, over HTTP."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from jaxpar.monitoring.metric_names import METRICS
+
+
+class Prometheus:
+    """Serves the latest numbers as gauges called jaxpar_NAME, at http://ADDRESS:PORT/metrics."""
+
+    def __init__(self, address: str, port: int, run_dir: Path):
+        """Begin to serve, from a thread of its own."""
+        from prometheus_client import CollectorRegistry, Gauge, Info, start_http_server
+
+        self._gauge, self._registry = Gauge, CollectorRegistry()
+        self._gauges: dict[str, Gauge] = {}
+        about = Info("jaxpar_run", "The run that is served.", registry=self._registry)
+        about.info({"dir": str(run_dir)})
+        self._server, self._thread = start_http_server(port, address, self._registry)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Serve these from now on."""
+        for name, value in {"step": float(step), **metrics}.items():
+            base, _, source = name.partition("/")
+            gauge = self._gauge_of(base, ["source"] if source else [])
+            (gauge.labels(source) if source else gauge).set(value)
+
+    def _gauge_of(self, name: str, labels: list[str]):
+        if name not in self._gauges:
+            known = METRICS.get(name)
+            text = f"{known.meaning} [{known.unit or 'no unit'}]" if known else "finished steps"
+            self._gauges[name] = self._gauge(
+                f"jaxpar_{name}", text, labels, registry=self._registry
+            )
+        return self._gauges[name]
+
+    def close(self) -> None:
+        """Free the port."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

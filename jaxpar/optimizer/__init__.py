@@ -1,0 +1,3 @@
+"""Update rules, moments, loss scale."""
+
+MAY_IMPORT = ("config", "sharding", "parallel")

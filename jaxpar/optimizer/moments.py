@@ -1,0 +1,212 @@
+"""The optimiser's moments: the dtype and the memory they are kept in, and the update through them.
+
+An update is always computed in float32 on the device. Between steps, moments may be bfloat16
+(`optimizer.first_moment_dtype`, `second_moment_dtype`), stochastically rounded, and may lie in
+pinned host memory (`optimizer.offload`). Then a step fetches them, updates and returns them, layer
+by layer, so that at no time more than one layer's are on the device.
+"""
+
+import math
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from jaxpar.config import Config, ConfigError, OptimizerConfig
+from jaxpar.optimizer.rules import make_optimizer
+from jaxpar.optimizer.stochastic_rounding import random_bits, round_to_bfloat16
+from jaxpar.parallel.host_offload import Space
+from jaxpar.sharding.hashing import hashed, places
+from jaxpar.sharding.params import ParamSpec, flat, map_specs, partition_specs
+
+#: optax's names for a moment, and the field of the config with the dtype it is kept in.
+FIELDS = {"mu": "first_moment_dtype", "trace": "first_moment_dtype", "nu": "second_moment_dtype"}
+
+#: The names at the root of a tree of parameters.
+ROOT = frozenset({"embed", "layers", "final_norm", "head"})
+
+
+def map_moments(fn: Callable[..., Any], opt_state: Any, *others: Any) -> Any:
+    """`fn(field, name, leaf, ...)` over the moments of an optax state: all that is kept by
+    parameter, whatever a rule calls it. Counts stay as they are.
+
+    Args:     fn: given the entry of FIELDS, None for a name that is not there; the parameter's name
+              ("layers/wq"); the leaves.
+    """
+
+    def one(path, node, *rest):
+        if not _is_kept_by_parameter(node):
+            return node
+        names = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
+        field = FIELDS.get(names[-1]) if names else None
+        named = lambda at, *leaves: fn(field, "/".join(key.key for key in at), *leaves)  # noqa: E731
+        return jax.tree_util.tree_map_with_path(named, node, *rest)
+
+    return jax.tree_util.tree_map_with_path(one, opt_state, *others, is_leaf=_is_kept_by_parameter)
+
+
+def _is_kept_by_parameter(node: Any) -> bool:
+    return isinstance(node, dict) and node.keys() <= ROOT
+
+
+def dtype_of(field: str | None, cfg: OptimizerConfig) -> str:
+    """The dtype that a moment is kept in."""
+    return "float32" if field is None else getattr(cfg, field)
+
+
+def in_kept_dtype(opt_state: Any, cfg: OptimizerConfig) -> Any:
+    """The moments in the dtypes they are kept in, rounded to the nearest.
+
+    Raises:   ConfigError for bfloat16 where the rule has no such moment.
+    """
+    fields = set[str | None]()
+
+    def kept(field: str | None, _: str, leaf: jax.Array) -> jax.Array:
+        fields.add(field)
+        return leaf.astype(dtype_of(field, cfg))
+
+    found = map_moments(kept, opt_state)
+    for field in sorted(set(FIELDS.values()) - fields):
+        if dtype_of(field, cfg) != "float32":
+            path, names = f"optimizer.{field}", (n for n, of in FIELDS.items() if of == field)
+            rule = (
+                f"is of a moment that {cfg.name} does not keep under the name {' or '.join(names)}"
+            )
+            raise ConfigError(path, dtype_of(field, cfg), rule, f"--{path} float32")
+    return found
+
+
+def update(
+    cfg: Config,
+    specs: Any,
+    grads: Any,
+    opt_state: Any,
+    params: Any,
+    step: jax.Array,
+    layers: jax.Array,
+    ok: jax.Array | bool = True,
+) -> tuple[Any, Any]:
+    """One update of the parameters that are trained, on local shards.
+
+    Args:     specs: of the parameters that are trained. grads: float32, as the parameters.
+              opt_state: as kept. step: int32 scalar. layers: int32, the model's numbers of
+              this device's layers. ok: bool scalar; without it, everything is returned as it
+              was, bit for bit. The choice is part of the update's own pass over memory.
+    Returns:  (parameters, opt_state), as they were given.
+    """
+    rows = _rows(specs, params, layers)
+    trees = grads, opt_state, params, rows
+    if not cfg.optimizer.offload:
+        return _update(cfg, specs, step, ok, *trees)
+    top = [name for name in params if name != "layers"]
+    parts = [
+        _in_slices(cfg, specs, step, ok, [_entries(tree, names) for tree in trees])
+        for names in (top, ["layers"])
+        if names
+    ]
+    new, kept = zip(*parts, strict=True)
+    return _merged(params, new), _merged(opt_state, kept)
+
+
+def _rows(specs: Any, params: Any, layers: jax.Array) -> Any:
+    """Where the rows of each shard, along its first dim, lie in the model's array."""
+
+    def of(spec: ParamSpec, param: jax.Array) -> jax.Array:
+        return layers if spec.axes[0] == "layer" else places(len(param), spec.partition_spec[0])
+
+    return map_specs(of, specs, params)
+
+
+def _update(
+    cfg: Config,
+    specs: Any,
+    step: jax.Array,
+    ok: Any,
+    grads: Any,
+    opt_state: Any,
+    params: Any,
+    rows: Any,
+):
+    """The update of all the rows of `params` at once, if `ok`; moments on the device."""
+    specs = _entries(specs, params)
+    rule = make_optimizer(cfg.optimizer, cfg.train.num_steps, specs)
+    in_full = lambda field, _, leaf: leaf.astype(jnp.float32) if field else leaf  # noqa: E731
+    exact = map_moments(in_full, opt_state)
+    updates, exact = rule.update(grads, exact, params)
+    spec_of, row_of = flat(partition_specs(specs)), flat(rows)
+
+    def keep(field: str | None, name: str, leaf: jax.Array) -> jax.Array:
+        if dtype_of(field, cfg.optimizer) == "float32":
+            return leaf
+        seed = jnp.uint32(cfg.train.seed ^ zlib.crc32(f"{field}/{name}".encode()))
+        key = hashed(hashed(seed) + step.astype(jnp.uint32))
+        return round_to_bfloat16(leaf, random_bits(key, leaf.shape, spec_of[name], row_of[name]))
+
+    new = optax.apply_updates(params, updates), map_moments(keep, exact)
+    return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, (params, opt_state))
+
+
+# ------------------------------------------------------------- moments in host memory
+
+#: Slices of the arrays outside the layers at most; those are few and large.
+TOP_SLICES = 16
+
+
+def _in_slices(
+    cfg: Config, specs: Any, step: jax.Array, ok: Any, trees: Sequence[Any]
+) -> tuple[Any, Any]:
+    """`_update` of some rows of every array, then of the next: a layer at a time.
+
+    In one loop even where there are few slices: copies to and from the host outside of one would
+    make XLA's scheduler put off the gradients on which they wait.
+
+    Args:     trees: gradients, optax state, parameters and rows, of the stacked layers or of all
+              the other parameters.
+    Returns:  (parameters, optax state).
+    """
+    grads, opt_state, params, rows = trees
+    lengths = math.gcd(*map(len, jax.tree.leaves(params)))
+    most = lengths if "layers" in params else TOP_SLICES
+    slices = max(n for n in range(1, most + 1) if lengths % n == 0)
+
+    def part(a: jax.Array, i: jax.Array) -> jax.Array:
+        return lax.dynamic_slice_in_dim(a, i * (len(a) // slices), len(a) // slices)
+
+    def put(a: jax.Array, new: jax.Array, i: jax.Array) -> jax.Array:
+        return lax.dynamic_update_slice_in_dim(a, new, i * len(new), 0)
+
+    def body(i: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        here = lambda tree: jax.tree.map(lambda a: part(a, i), tree)  # noqa: E731
+        # Every slice takes the same step: counts are those from before the loop.
+        fetch = lambda _, __, ___, a: jax.device_put(part(a, i), Space.Device)  # noqa: E731
+        kept = map_moments(fetch, opt_state, carry[1])
+        new, kept = _update(cfg, specs, step, ok, here(grads), kept, here(carry[0]), here(rows))
+        back = lambda _, __, new, a: put(a, jax.device_put(new, Space.Host), i)  # noqa: E731
+        stored = map_moments(back, kept, carry[1])
+        return jax.tree.map(lambda a, b: put(a, b, i), carry[0], new), stored
+
+    return lax.fori_loop(0, slices, body, (params, opt_state))
+
+
+def _is_model(node: Any) -> bool:
+    """Whether a node is a tree of parameters, or has the same names."""
+    return isinstance(node, dict) and "layers" in node
+
+
+def _entries(tree: Any, names: Iterable[str]) -> Any:
+    """The tree with only some entries of each tree of parameters in it."""
+    pick = lambda node: {n: node[n] for n in names} if _is_model(node) else node  # noqa: E731
+    return jax.tree.map(pick, tree, is_leaf=_is_model)
+
+
+def _merged(like: Any, parts: Iterable[Any]) -> Any:
+    """The tree that `_entries` made `parts` of, with their values; counts are the first part's."""
+
+    def join(node: Any, *found: Any) -> Any:
+        return {n: v for f in found for n, v in f.items()} if _is_model(node) else found[0]
+
+    return jax.tree.map(join, like, *parts, is_leaf=_is_model)

@@ -1,0 +1,1 @@
+"""FSDP: weights gathered as they are used, gradients scattered."""

@@ -1,0 +1,60 @@
+"""Gradients reduced over the mesh, and their global norm."""
+
+import itertools
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.parallel.collectives import psum, varying_axes
+from jaxpar.sharding.axes import AXES, axes_of
+from jaxpar.sharding.params import map_specs
+
+
+@jax.named_scope("reduce_gradients")
+def reduce_gradients(grads: Any, specs: Any) -> Any:
+    """Sum each local gradient over every axis along which its parameter is replicated.
+
+    FSDP has already summed over the axes that shard the parameter; this is the only other
+    reduction, once per step.
+
+    Args:     grads: tree of float32 local shards, varying over every axis. specs: its ParamSpecs.
+    Returns:  the same shards, invariant over the axes that were summed.
+    Communication: one all-reduce per leaf over the axes missing from its PartitionSpec.
+    """
+
+    def reduce(spec, grad):
+        sharded = axes_of(spec.partition_spec)
+        return psum(grad, tuple(axis for axis in AXES if axis not in sharded))
+
+    return map_specs(reduce, specs, grads)
+
+
+@jax.named_scope("grad_norm")
+def global_norm(tree: Any) -> jax.Array:
+    """Euclidean norm of all the arrays together, counting every replicated value once.
+
+    Args:     tree: local shards, each invariant over the axes along which it is replicated.
+    Returns:  float32 scalar, the same on every device.
+    Communication: one scalar all-reduce for each distinct set of sharded axes.
+    """
+    # By row first, rows of the same shape added up: a scalar of each of a model's arrays would be a
+    # kernel of its own.
+    rows: dict[tuple, jax.Array] = {}
+    for x in jax.tree.leaves(tree):
+        of_x = _squares_by_row(x)
+        key = varying_axes(x), of_x.shape
+        rows[key] = rows[key] + of_x if key in rows else of_x
+    sums: dict[tuple[str, ...], jax.Array] = {}
+    for (axes, _), squares in rows.items():
+        sums[axes] = sums.get(axes, jnp.float32(0)) + jnp.sum(squares)
+    total = [psum(s, axes) if axes else s for axes, s in sums.items()]
+    return jnp.sqrt(sum(total, jnp.float32(0)))
+
+
+def _squares_by_row(x: jax.Array) -> jax.Array:
+    """float32 [rows]: sums of squares over the last dims, of rows enough for all of a GPU."""
+    sizes = itertools.accumulate(x.shape, operator.mul)
+    rows = next((n for n in sizes if n >= 1024), 1)
+    return jnp.sum(jnp.square(x.astype(jnp.float32)).reshape(rows, -1), axis=1)

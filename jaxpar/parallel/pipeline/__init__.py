@@ -1,0 +1,1 @@
+"""The pipeline: schedules as arithmetic, and what plays them."""

@@ -1,0 +1,360 @@
+"""The command line of `python -m jaxpar.plan`, and its answers."""
+
+import argparse
+import dataclasses
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from jaxpar.config import Config, ConfigError, layout_fields
+from jaxpar.config.command_line import known_configs, load_config, read_config
+from jaxpar.planning import advice, budget, compiling, layouts, override, showing
+from jaxpar.planning.fixed import read_fixed
+from jaxpar.planning.predict.communication import Cluster
+from jaxpar.planning.predict.hardware import GIB, GPUS, NETWORKS, gpu_named, network_named
+from jaxpar.planning.progress import on_stderr
+from jaxpar.planning.ranking import Layout, Plan, make_plan, nothing_fits
+from jaxpar.runtime.options import Parser
+
+EPILOG = """\
+Any other option is a field of the config: --data.seq-len 16384. Fields of the parallel section
+that a layout sets (see --fix) are tried in all their values, whatever the config has; the others,
+such as parallel.context, hold for all layouts. Exit codes: 0 planned, 2 bad input or nothing fits.
+"""
+
+
+#: Columns that the ranking needs, also where the output is no terminal.
+LEAST_WIDTH = 118
+
+
+#: GPUs where none are named; and the most: --quick takes 19 s for half as many.
+DEFAULT_GPUS, MOST_GPUS = 8, 1 << 17
+
+
+#: Of a budget: far beyond all text there is.
+MOST_TOKENS = 1e18
+
+
+#: Of a GPU-hour, in any currency; with MOST_TOKENS the cost is still a number.
+MOST_PRICE = 1e9
+
+
+#: Options that ask something else than for the ranking, and options of the ranking alone.
+QUESTIONS = ("hardware", "advice", "min_gpus", "largest", "kv_cache")
+
+
+OF_THE_RANKING = ("all", "fix", "write", "compile", "tokens", "top")
+
+
+#: Layouts that the ranking shows.
+DEFAULT_TOP = 10
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A command line, read and checked."""
+
+    options: argparse.Namespace
+    name: str
+    base: Config
+    cfg: Config
+    cluster: Cluster
+    fixed: dict[str, Any]
+
+
+def parser() -> Parser:
+    """The options of the program itself."""
+    made = Parser(
+        prog="python -m jaxpar.plan",
+        description=__doc__,
+        epilog=EPILOG,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = made.add_argument
+    add("config", nargs="?", metavar="CONFIG", help=f"a .py file, or one of {known_configs()}")
+    add("--gpus", type=int, help=f"GPUs in all ({DEFAULT_GPUS})")
+    add("--gpu", default="h200", help=f"kind: {', '.join(GPUS)} (h200)")
+    add("--nodes", type=int, help="hosts that they are in (as few as the GPU is sold in)")
+    add("--network", default="ib400", help=f"between hosts: {', '.join(NETWORKS)} (ib400)")
+    add("--hardware", action="store_true", help="print the GPUs and networks, with sources")
+    add("--top", type=int, help=f"layouts to show ({DEFAULT_TOP})")
+    add("--all", action="store_true", help="show all layouts, not the best of each mesh")
+    add("--fix", metavar="FIELD=VALUE,...", help=f"keep fields: {', '.join(layout_fields.FIELDS)}")
+    add("--quick", action="store_true", help="fewer layouts: microbatches in powers of two, ...")
+    add("--write", metavar="FILE", help="write the first layout as a config, FILE.py")
+    add("--json", action="store_true", help="print JSON instead of tables")
+    add("--compile", type=int, default=0, metavar="K", help="compile the first K layouts by XLA")
+    add("--min-gpus", action="store_true", help="the fewest GPUs it trains on (as --quick)")
+    add("--largest", choices=["batch", "sequence"], help="that fits these GPUs (as --quick)")
+    add("--kv-cache", metavar="ROWSxTOKENS", help="memory of keys and values for generation")
+    add("--tokens", type=float, help="budget of tokens: days on these GPUs")
+    add("--price", type=float, help="of a GPU-hour: what the budget costs")
+    add("--advice", action="store_true", help="which axes win, by model size; takes no CONFIG")
+    return made
+
+
+def read_command(argv: Sequence[str]) -> Asked:
+    """The command line, checked.
+
+    Raises:   ConfigError for whatever is wrong with it.
+    """
+    options, rest = parser().parse_known_args(argv)
+    for name, least, good in (("gpus", 1, 8), ("top", 1, 10), ("nodes", 1, 1), ("compile", 0, 1)):
+        value, option = getattr(options, name), f"--{name}"
+        if value is not None and value < least:
+            raise ConfigError(option, value, f"must be at least {least}", f"use {option} {good}")
+    if options.gpus is not None and options.gpus > MOST_GPUS:
+        fix = f"use --gpus {MOST_GPUS}, and multiply its replicas"
+        raise ConfigError("--gpus", options.gpus, f"must be at most {MOST_GPUS:,}", fix)
+    if options.tokens is not None and not 1 <= options.tokens <= MOST_TOKENS:
+        rule = f"must be at least 1, and at most {MOST_TOKENS:g}"
+        raise ConfigError("--tokens", options.tokens, rule, "use --tokens 15e12")
+    if options.price is not None and not 0 < options.price <= MOST_PRICE:
+        rule = f"must be above 0, and at most {MOST_PRICE:g}"
+        raise ConfigError("--price", options.price, rule, "use --price 2.5")
+    if options.price is not None and options.tokens is None:
+        rule, fix = "prices a budget of tokens, and --tokens is not given", "add --tokens 15e12"
+        raise ConfigError("--price", options.price, rule, fix)
+    check_questions(options)
+    check_compiled(options)
+    check_file(options.write)
+    cluster = cluster_of(options)
+    if options.advice or options.hardware:
+        check_no_config(options, rest)
+        return Asked(options, "", Config(), Config(), cluster, {})
+    first = [] if options.config is None else [options.config]
+    cfg = read_config([*first, *rest], "jaxpar.plan", __doc__)
+    base = load_config(options.config)
+    return Asked(options, options.config, base, cfg, cluster, read_fixed(options.fix, cfg))
+
+
+def check_questions(options: argparse.Namespace) -> None:
+    """Raises:   ConfigError for two questions at once, or an option that the question has no use
+    for: it would be passed over without a word."""
+    asked = [name for name in QUESTIONS if getattr(options, name)]
+    others = asked[1:] + [name for name in OF_THE_RANKING if getattr(options, name)]
+    if asked and others:
+        first, other = ("--" + name.replace("_", "-") for name in (asked[0], others[0]))
+        rule = f"does not go together with {first}, which is a question of its own"
+        fix = f"leave out {other}, or {first}"
+        raise ConfigError(other, getattr(options, others[0]), rule, fix)
+    for question, name, why in (
+        ("min_gpus", "gpus", "is asked for their number"),
+        ("min_gpus", "nodes", "fills hosts as the GPU is sold in"),
+        ("advice", "gpus", "takes as many as each shape is trained on"),
+        ("advice", "nodes", "fills hosts as the GPU is sold in"),
+    ):
+        value, option = getattr(options, name), f"--{name}"
+        if getattr(options, question) and value is not None:
+            first = "--" + question.replace("_", "-")
+            rule = f"does not go together with {first}, which {why}"
+            raise ConfigError(option, value, rule, f"leave out {option}, or {first}")
+
+
+def check_compiled(options: argparse.Namespace) -> None:
+    """Raises:   ConfigError for more layouts to compile than are shown."""
+    shown = options.top or DEFAULT_TOP
+    if options.compile > shown:
+        rule = f"must be at most {shown}, the layouts that are shown"
+        fix = f"use --compile {shown}, or --top {options.compile}"
+        raise ConfigError("--compile", options.compile, rule, fix)
+
+
+def check_no_config(options: argparse.Namespace, rest: Sequence[str]) -> None:
+    """Raises:   ConfigError for a CONFIG or fields of one, where the question is about none."""
+    given = [*rest, *([] if options.config is None else [options.config])]
+    if given:
+        first = "--advice" if options.advice else "--hardware"
+        rule = f"says nothing to {first}, which takes no CONFIG and none of its fields"
+        raise ConfigError("command line", given[0], rule, f"leave it out, or {first}")
+
+
+def check_file(name: str | None) -> None:
+    """Raises:   ConfigError when --write's file is no .py, exists, or has no folder."""
+    if name is None:
+        return
+    path = Path(name)
+    if path.suffix != ".py":
+        raise ConfigError(
+            "--write", name, "must end in .py", f"use --write {shlex.quote(f'{path}.py')}"
+        )
+    if path.exists():
+        raise ConfigError("--write", name, "exists", "give another name, or remove it")
+    if not path.parent.is_dir():
+        rule = f"needs the folder {path.parent}, which is not there"
+        raise ConfigError("--write", name, rule, "give a folder that exists")
+
+
+def cluster_of(options: argparse.Namespace) -> Cluster:
+    """The GPUs and what joins them.
+
+    Raises:   ConfigError for an unknown GPU or network, or GPUs that hosts do not share evenly.
+    """
+    gpu, network = gpu_named(options.gpu), network_named(options.network)
+    count = options.gpus or DEFAULT_GPUS
+    nodes = options.nodes or -(-count // gpu.per_host)
+    if count % nodes:
+        rule = f"must divide the GPUs, {count}, so that each host has as many"
+        fix = f"use --nodes {max(n for n in range(1, nodes + 1) if count % n == 0)}"
+        more = f"--gpus {-(-count // nodes) * nodes}"
+        raise ConfigError("--nodes", nodes, rule, f"{fix}, or {more}")
+    return Cluster(gpu, network, count, count // nodes)
+
+
+def answer(asked: Asked, console: Console) -> dict[str, Any]:
+    """Print what is asked for, and return it as a record."""
+    options = asked.options
+    if options.hardware:
+        showing.show_hardware(console)
+        return {
+            "gpus": {gpu.name: dataclasses.asdict(gpu) for gpu in GPUS.values()},
+            "networks": {
+                network.name: dataclasses.asdict(network) for network in NETWORKS.values()
+            },
+        }
+    if options.advice:
+        return {"advice": [*give_advice(asked, console)]}
+    if options.min_gpus:
+        return fewest(asked, console)
+    if options.largest:
+        return largest(asked, console)
+    if options.kv_cache:
+        return inference(asked, console)
+    return ranking(asked, console)
+
+
+def ranking(asked: Asked, console: Console) -> dict[str, Any]:
+    """The plan itself, and what hangs on its first layout: cost, compilation, a config file."""
+    options, cluster = asked.options, asked.cluster
+    if options.compile:
+        compiling.check_can_compile(asked.cfg, cluster, options.compile)
+    plan = make_plan(asked.cfg, cluster, asked.fixed, coarse=options.quick, watch=on_stderr())
+    if not plan.fitting:
+        raise nothing_fits(plan)
+    kept = plan.fitting if options.all else showing.best_of_each_mesh(plan.fitting)
+    chosen = kept[: options.top or DEFAULT_TOP]
+    showing.show_plan(console, plan, chosen)
+    record = showing.plan_record(plan, chosen)
+    if options.tokens:
+        cost = budget.cost_of(chosen[0], cluster, options.tokens, options.price)
+        showing.show_cost(console, cost)
+        record["cost"] = dataclasses.asdict(cost)
+    if options.compile:
+        record["compiled"] = compile_first(chosen[: options.compile], cluster, console)
+    record["command"] = override.command_line(asked.name, asked.base, chosen[0].cfg)
+    console.print(f"\nThe first: {record['command']}", soft_wrap=True)
+    if options.write:
+        record["written"] = write_config(asked, chosen[0], plan)
+        train = f"python -m jaxpar.train {shlex.quote(record['written'])}"
+        console.print(f"written: {train}", soft_wrap=True)
+    return record
+
+
+def write_config(asked: Asked, layout: Layout, plan: Plan) -> str:
+    """Write the layout as a config file; its path.
+
+    Raises:   ConfigError when it cannot be written.
+    """
+    path = Path(asked.options.write)
+    where = showing.hardware_in_words(plan.cluster)
+    said = f"{asked.name} on {where}, by python -m jaxpar.plan."
+    try:
+        path.write_text(override.config_file(asked.name, asked.base, layout.cfg, said))
+    except OSError as error:
+        rule = f"cannot be written: {error.strerror}"
+        raise ConfigError("--write", str(path), rule, "give another folder") from error
+    return str(path)
+
+
+def compile_first(
+    chosen: Sequence[Layout], cluster: Cluster, console: Console
+) -> list[dict[str, Any]]:
+    """Compile layouts one after another, and show XLA's peaks beside the predicted ones."""
+    pairs: list[tuple[Layout, compiling.Compiled | str]] = []
+    for layout in chosen:
+        try:
+            pairs.append((layout, compiling.compile_layout(layout.cfg, cluster)))
+        except RuntimeError as error:
+            pairs.append((layout, str(error)))
+    showing.show_compiled(console, pairs)
+    return [
+        {"error": found} if isinstance(found, str) else dataclasses.asdict(found)
+        for _, found in pairs
+    ]
+
+
+def fewest(asked: Asked, console: Console) -> dict[str, Any]:
+    """--min-gpus."""
+    count, layout = budget.fewest_gpus(asked.cfg, asked.cluster, watch=on_stderr())
+    words = layouts.describe(layout.cfg)
+    console.print(
+        f"{count} x {asked.cluster.gpu.name}: {words}, remat {layout.cfg.parallel.remat}, "
+        f"{layout.memory.total / GIB:.1f} GiB a GPU, {layout.time.rate:,.0f} tok/s/GPU"
+    )
+    return {"gpus": count, "layout": showing.layout_record(layout)}
+
+
+def largest(asked: Asked, console: Console) -> dict[str, Any]:
+    """--largest batch, --largest sequence."""
+    what, cluster = asked.options.largest, asked.cluster
+    find = budget.largest_batch if what == "batch" else budget.longest_window
+    found = find(asked.cfg, cluster, on_stderr())
+    if found is None:
+        raise nothing_fits(make_plan(asked.cfg, cluster, coarse=True))
+    size, layout = found
+    unit = "sequences in one microbatch of all GPUs" if what == "batch" else "tokens in a window"
+    console.print(
+        f"{size:,} {unit} on {showing.hardware_in_words(cluster)}: {layouts.describe(layout.cfg)}, "
+        f"remat {layout.cfg.parallel.remat}, {layout.memory.total / GIB:.1f} GiB a GPU, "
+        f"{layout.time.rate:,.0f} tok/s/GPU"
+    )
+    return {"largest": size, "of": what, "layout": showing.layout_record(layout)}
+
+
+def inference(asked: Asked, console: Console) -> dict[str, Any]:
+    """--kv-cache 64x8192."""
+    text = asked.options.kv_cache
+    rows, times, slots = text.lower().partition("x")
+    if not (times and rows.isdecimal() and slots.isdecimal() and int(rows) and int(slots)):
+        rule = "must be sequences x tokens, both whole numbers above 0"
+        raise ConfigError("--kv-cache", text, rule, "use --kv-cache 64x8192")
+    found = budget.inference_memory(asked.cfg, asked.cluster, int(rows), int(slots))
+    showing.show_inference(console, int(rows), int(slots), found)
+    return {"inference": [dataclasses.asdict(one) for one in found]}
+
+
+def give_advice(asked: Asked, console: Console):
+    """--advice: a line for each shape as it is planned; records of them."""
+    console.print(f"Fastest layouts on {asked.cluster.gpu.name}, T = 8,192 (coarse plans):")
+    for one in advice.advise(asked.cluster):
+        head = f"{one.case.name:>5} on {one.gpus:>3} GPUs, {one.case.batch:>5,} sequences: "
+        if one.best is None:
+            console.print(head + "nothing fits")
+            yield {"model": one.case.name, "gpus": one.gpus, "best": None}
+            continue
+        console.print(head + in_short(one.best), soft_wrap=True)
+        if one.runner_up is not None:
+            slower = one.best.time.rate / one.runner_up.time.rate - 1
+            other = f"{'':>36}{slower:.1%} ahead of {in_short(one.runner_up)}"
+            console.print(other, soft_wrap=True)
+        yield {
+            "model": one.case.name,
+            "parameters": one.parameters,
+            "gpus": one.gpus,
+            "best": showing.layout_record(one.best),
+            "runner_up": one.runner_up and showing.layout_record(one.runner_up),
+        }
+
+
+def in_short(layout: Layout) -> str:
+    """A layout with its rate in a line."""
+    p = layout.cfg.parallel
+    words = f"{layouts.describe(layout.cfg)}, zero {p.zero}, remat {p.remat}"
+    if p.num_microbatches > 1:
+        words += f", {p.num_microbatches} microbatches"
+    return f"{words}; {layout.time.rate:,.0f} tok/s/GPU, {layout.memory.total / GIB:.0f} GiB"

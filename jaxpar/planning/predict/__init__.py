@@ -1,0 +1,1 @@
+"""One layout's memory and time, predicted."""

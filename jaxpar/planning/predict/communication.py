@@ -1,0 +1,172 @@
+"""What one GPU sends in a step, by mesh axis, and how long that takes.
+
+Bytes are those of docs/parallelism.md. A group of devices inside a host uses NVLink; one that
+spans hosts is as fast as the slower of NVLink and the network, over which each host sends through
+as many network cards as it has GPUs in the group.
+"""
+
+import math
+from dataclasses import dataclass
+
+from jaxpar.config import Config
+from jaxpar.execution.decisions import in_pieces, stage_sends
+from jaxpar.planning.predict import rates
+from jaxpar.planning.predict.compute import repeats, tensor_messages
+from jaxpar.planning.predict.hardware import Gpu, Network
+from jaxpar.planning.predict.shard import Shard, ways
+from jaxpar.sharding.axes import AXES, DATA, EXPERT, PIPELINE, REPLICA, SEQUENCE, TENSOR
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """GPUs of one kind, in hosts of `per_host`, joined by a network."""
+
+    gpu: Gpu
+    network: Network
+    num_gpus: int
+    per_host: int
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What travels over one axis in a step.
+
+    sent       bytes that one GPU sends.
+    seconds    how long that takes by itself, of which NCCL's kernels `nccl`.
+    exposed    share that nothing hides, on NVLink.
+    """
+
+    axis: str
+    sent: float
+    seconds: float
+    nccl: float
+    exposed: float
+
+
+def traffic_of(cfg: Config, shard: Shard, cluster: Cluster) -> list[Traffic]:
+    """The axes over which something travels."""
+    found = (fn(cfg, shard, cluster) for fn in (_fsdp, _replica, _sequence, _tensor, _pipeline))
+    return [traffic for traffic in found if traffic is not None]
+
+
+def span(cfg: Config, axes: tuple[str, ...], per_host: int) -> tuple[int, int]:
+    """(ranks of a group over neighbouring mesh axes, how many of them share a host)."""
+    inner = AXES[AXES.index(axes[-1]) + 1 :]
+    stride, ranks = ways(cfg, inner), ways(cfg, axes)
+    here = max(per_host // stride, 1) if stride < per_host else 1
+    return ranks, min(ranks, here)
+
+
+def ring_bandwidth(ranks: int, here: int, cluster: Cluster) -> float:
+    """Bytes/s that a rank sends in NCCL's all-gather, reduce-scatter or all-reduce."""
+    link = cluster.gpu.nvlink.value * rates.nccl_share(ranks)
+    if here == ranks:
+        return link
+    through = here * cluster.network.bandwidth.value
+    return min(link, through) if here > 1 else cluster.network.bandwidth.value
+
+
+def direct_bandwidth(ranks: int, here: int, cluster: Cluster) -> float:
+    """Bytes/s that a rank sends piece by piece: all-to-alls and permutes. Copy engines move them
+    inside a host; of what goes to other hosts, each GPU sends its own."""
+    if here == ranks:
+        return cluster.gpu.nvlink.value * rates.COPIES
+    outside = (ranks - here) / max(ranks - 1, 1)
+    return cluster.network.bandwidth.value / outside
+
+
+def _fsdp(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
+    p = cfg.parallel
+    axes = (DATA, EXPERT, SEQUENCE)
+    ranks, here = span(cfg, axes, cluster.per_host)
+    if ranks == 1:
+        return None
+    part = (ranks - 1) / ranks
+    layers, tables = shard.layers * shard.matrices, 2 * shard.table
+    if p.zero == 3:
+        times = p.num_microbatches if p.pipeline == 1 else p.num_microbatches + p.pipeline - 1
+        width = 1 if p.gather_dtype == "float8" else shard.width
+        gathered = times * (2 * width * layers + shard.width * tables)
+        scattered = times * shard.width * (layers + tables)
+    else:
+        summed = p.num_microbatches > 1 or p.pipeline > 1
+        gathered = shard.width * (layers + tables)
+        scattered = (4 if summed else shard.width) * (layers + tables)
+    scattered *= shard.trained
+    nccl = part * gathered / ring_bandwidth(ranks, here, cluster)
+    if p.grad_reduce == "bfloat16":
+        nccl += part * scattered / ring_bandwidth(ranks, here, cluster)
+        copies = 0.0
+    else:
+        copies = part * scattered / direct_bandwidth(ranks, here, cluster)
+    sent = part * (gathered + scattered)
+    return Traffic("data", sent, nccl + copies, nccl, rates.EXPOSED["data"])
+
+
+def _replica(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
+    ranks, here = span(cfg, (REPLICA,), cluster.per_host)
+    if ranks == 1 or not shard.trained:
+        return None
+    sent = 2 * (ranks - 1) / ranks * 4 * shard.parameters / shard.fsdp
+    seconds = sent / ring_bandwidth(ranks, here, cluster)
+    return Traffic("replica", sent, seconds, seconds, rates.EXPOSED["replica"])
+
+
+def _sequence(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
+    m, p, width = cfg.model, cfg.parallel, shard.width
+    ranks, here = span(cfg, (SEQUENCE,), cluster.per_host)
+    if ranks == 1:
+        return None
+    part, length = (ranks - 1) / ranks, cfg.data.seq_len
+    kv = 2 * width * shard.rows * length * m.num_kv_heads * m.head_dim / p.tensor
+    q = width * shard.rows * length * m.num_heads * m.head_dim / p.tensor
+    units = _layer_units(cfg, shard)
+    if p.context == "allgather":
+        sent = 3 * part * kv * units
+    elif p.context == "ring":
+        again = 1 if "attention" in repeats(cfg) else 0
+        sent = ((2 + again) * (ranks - 1) / ranks + 2) * kv * units
+    else:
+        wider = ranks // math.gcd(m.num_kv_heads // p.tensor, ranks)
+        sent = 3 * part * (2 * q + wider * kv) / ranks * units
+    seconds = sent / direct_bandwidth(ranks, here, cluster)
+    return Traffic("sequence", sent, seconds, 0.0, rates.EXPOSED["sequence"])
+
+
+def _layer_units(cfg: Config, shard: Shard) -> int:
+    """Layers times microbatches of one device; idle slots of a pipeline too, unless it rests."""
+    p = cfg.parallel
+    idle = (p.pipeline - 1) // p.virtual_stages if stage_sends(cfg) else 0
+    return shard.layers * (p.num_microbatches + idle)
+
+
+def _tensor(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
+    p = cfg.parallel
+    ranks, here = span(cfg, (TENSOR,), cluster.per_host)
+    if ranks == 1:
+        return None
+    moved = tensor_messages(repeats(cfg)) * _layer_units(cfg, shard) + 4 * p.num_microbatches
+    stream = shard.width * shard.tokens * cfg.model.d_model
+    sent = moved * stream * (ranks - 1) / ranks
+    seconds = sent / direct_bandwidth(ranks, here, cluster)
+    how = "tensor in turns" if p.row_groups > 1 else "tensor"
+    if in_pieces(cfg, on_gpu=True):
+        how = "tensor in pieces"
+    return Traffic("tensor", sent, seconds, 0.0, rates.EXPOSED[how])
+
+
+def _pipeline(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
+    """Permutes between stages each tick; sums of the embedding's rows and broadcasts of the last
+    stage's output, forward and backward."""
+    p = cfg.parallel
+    ranks, here = span(cfg, (PIPELINE,), cluster.per_host)
+    if ranks == 1:
+        return None
+    stream = shard.width * shard.tokens * cfg.model.d_model / p.tensor
+    ticks = p.num_microbatches * p.virtual_stages + p.pipeline - 1
+    permuted = 2 * ticks * stream
+    reduced = 4 * p.num_microbatches * stream * 2 * (ranks - 1) / ranks
+    copies = permuted / direct_bandwidth(ranks, here, cluster)
+    nccl = reduced / ring_bandwidth(ranks, here, cluster)
+    sent = permuted + reduced
+    return Traffic("pipeline", sent, copies + nccl, nccl, rates.EXPOSED["pipeline"])

@@ -1,0 +1,247 @@
+"""Time that one GPU computes in a step: matmuls, attention, elementwise kernels, the optimiser."""
+
+from dataclasses import dataclass
+
+from jaxpar.config import Config
+from jaxpar.config.remat_policies import saved_names, without_mark
+from jaxpar.execution.decisions import (
+    in_pieces,
+    matmuls_add_up,
+    norms_are_scaled_later,
+    norms_stay_unwritten,
+    num_chunks,
+    stage_sends,
+)
+from jaxpar.planning.predict import rates
+from jaxpar.planning.predict.hardware import Gpu
+from jaxpar.planning.predict.memory import slot_bytes
+from jaxpar.planning.predict.shard import Shard, state_bytes
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Seconds by class of kernel."""
+
+    matmul: float = 0.0
+    attention: float = 0.0
+    elementwise: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.matmul + self.attention + self.elementwise
+
+    def __add__(self, other: "Seconds") -> "Seconds":
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return Seconds(*(a + b for a, b in pairs))
+
+    def times(self, n: float) -> "Seconds":
+        """n of them."""
+        return Seconds(*(n * value for value in vars(self).values()))
+
+
+def layer_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
+    """One layer, forward and backward, of one microbatch on one GPU; what remat repeats in it."""
+    repeated = repeats(cfg)
+    return Seconds(
+        matmul=_layer_matmuls(cfg, shard, gpu, repeated),
+        attention=_layer_attention(cfg, shard, gpu, repeated),
+        elementwise=_layer_elementwise(cfg, shard, gpu, repeated),
+    )
+
+
+def repeats(cfg: Config) -> set[str]:
+    """What the backward computes again: of "qkv", "attention", "wo", "gate_up", "elementwise".
+
+    A value is computed again unless it is saved, on the device or the host, or whatever is made of
+    it is.
+    """
+    saved = set(map(without_mark, saved_names(cfg.parallel.remat)))
+    needs = {
+        "qkv": "qkv" in saved,
+        "attention": {"attn_out", "attn_lse"} <= saved,
+        "wo": "attn_residual" in saved,
+        "gate_up": "gate_up" in saved and not cfg.model.num_experts,
+        "elementwise": {"attn_norm", "mlp_norm", "mlp_hidden"} <= saved,
+    }
+    return {what for what, there in needs.items() if not there}
+
+
+def _layer_matmuls(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) -> float:
+    m, t, n = cfg.model, cfg.parallel.tensor, shard.tokens
+    heads, kv = m.num_heads * m.head_dim / t, m.num_kv_heads * m.head_dim / t
+    experts = max(m.num_experts, 1)
+    parts = t if in_pieces(cfg, on_gpu=True) else cfg.parallel.row_groups
+    sites = {  # name: (how many, width in, width out)
+        "qkv": (1, m.d_model, heads + 2 * kv),
+        "wo": (1, heads, m.d_model),
+        "gate_up": (2 * experts, m.d_model, m.d_ff / t),
+        "down": (experts, m.d_ff / t, m.d_model),
+    }
+    rate = matmul_rate(cfg, gpu, float8=m.matmul_dtype == "float8")
+    seconds = 0.0
+    for name, (count, wide, out) in sites.items():
+        passes = 2 + shard.trained + (name in repeated or (name == "down" and m.num_experts > 0))
+        flops = 2 * passes * count * n * wide * out
+        seconds += flops / rate / rates.matmul_share(n / parts, wide, out)
+    return seconds
+
+
+def matmul_rate(cfg: Config, gpu: Gpu, *, float8: bool) -> float:
+    """FLOP/s of wide matmuls in the layers' operand dtype, or in the compute dtype."""
+    if float8 and gpu.float8 is not None:
+        return gpu.float8.value
+    # float32 is multiplied as TF32, at half the rate: an estimate.
+    return gpu.matmul.value * (0.5 if cfg.model.dtype == "float32" else 1.0)
+
+
+def _layer_attention(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) -> float:
+    m, p = cfg.model, cfg.parallel
+    pairs = attended_pairs(cfg) / p.sequence
+    flops = 4 * shard.rows * pairs * m.num_heads / p.tensor * m.head_dim
+    forward, backward = rates.attention_rate(m.head_dim, cfg.data.seq_len)
+    runs = 2 if "attention" in repeated else 1
+    return (runs * flops / forward + 2.5 * flops / backward) / gpu.attention.value
+
+
+def attended_pairs(cfg: Config) -> float:
+    """Query and key pairs of a window, causal, a mean over layers; documents are not known here,
+    so a window counts as one."""
+    m, length = cfg.model, cfg.data.seq_len
+    whole = length * length / 2
+    if m.sliding_window is None or m.sliding_window >= length:
+        return whole
+    window = m.sliding_window * (length - m.sliding_window / 2)
+    share = 1 / m.global_every if m.global_every else 0.0
+    return share * whole + (1 - share) * window
+
+
+def _layer_elementwise(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) -> float:
+    """Bytes that the fused kernels between matmuls move, over their bandwidth.
+
+    Forward: two norms (2 D each), two residual sums (3 D), RoPE (read and write queries and keys),
+    SwiGLU (3 F); again where they are repeated, but for what one pass with the backward makes.
+    Backward: norms with the sums of gradients (6 D each), RoPE, SwiGLU (5 F), out times its
+    gradient (2 H K), the query gradient's float32 zeros, sums and cast (5 H K in units of 2
+    bytes), and the three projections' gradients side by side. In float8 with one scale per tensor
+    nobody writes what the norms make; where norms are scaled later, nobody reads what they take.
+    Over tensor, what `_between_ranks` says.
+    """
+    m, t, width = cfg.model, cfg.parallel.tensor, shard.width
+    heads, kv = m.num_heads * m.head_dim / t, m.num_kv_heads * m.head_dim / t
+    f = m.d_ff / t * max(m.num_experts, 1)
+    stream = m.d_model * (1 + 1 / t) / 2  # norms and sums are cut over tensor, gathers are not
+    forward = 10 * stream + 2 * (heads + kv) + 3 * f
+    backward = 12 * stream + 2 * (heads + kv) + 7 * heads + 2 * (heads + 2 * kv) + 5 * f
+    again = 4 * stream + 2 * (heads + kv) + f if "elementwise" in repeated else 0.0
+    again += 3 * stream if "wo" in repeated else 0.0
+    extra = _quantized(cfg) if m.matmul_dtype == "float8" else 0.0
+    if norms_stay_unwritten(cfg) or norms_are_scaled_later(cfg):
+        forward -= 2 * stream
+    elements = forward + backward + again + _between_ranks(cfg, repeated)
+    return shard.tokens * (width * elements + extra) / elementwise_rate(gpu)
+
+
+def _between_ranks(cfg: Config, repeated: set[str]) -> float:
+    """Elements per token that a layer moves for what goes over tensor: gathered pieces put in their
+    places, by groups of rows or what all-to-alls brought twice, and scattered ones added up. Where
+    matmuls take pieces, those added up alone, queries, keys and values side by side and attention's
+    output cut, and both again in the backward."""
+    m, p, messages = cfg.model, cfg.parallel, tensor_messages(repeated)
+    if p.tensor == 1:
+        return 0.0
+    if not in_pieces(cfg, on_gpu=True):
+        return (1.5 if p.row_groups == p.pipeline == 1 else 3) * messages * m.d_model
+    heads, kv = m.num_heads * m.head_dim / p.tensor, m.num_kv_heads * m.head_dim / p.tensor
+    added = messages / 2 * (p.tensor + 1) / p.tensor * m.d_model
+    return added + 4 * (heads + 2 * kv) + 4 * heads
+
+
+def tensor_messages(repeated: set[str]) -> int:
+    """Gathers and scatters over tensor in a layer, forward and backward (docs/parallelism.md)."""
+    return 8 + 2 * ("elementwise" in repeated) + ("wo" in repeated)
+
+
+def _quantized(cfg: Config) -> float:
+    """Bytes per token that rounding to 8 bits moves: each operand read once, written twice."""
+    m, t = cfg.model, cfg.parallel.tensor
+    heads, kv = m.num_heads * m.head_dim / t, m.num_kv_heads * m.head_dim / t
+    inputs = 2 * m.d_model + heads + m.d_ff / t
+    gradients = heads + 2 * kv + 2 * m.d_model + 2 * m.d_ff / t
+    return 4 * (inputs + gradients)
+
+
+def elementwise_rate(gpu: Gpu) -> float:
+    """Bytes/s of fused elementwise kernels."""
+    return gpu.bandwidth.value * rates.ELEMENTWISE
+
+
+def head_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
+    """The head and the loss of one microbatch, forward and backward."""
+    n, D = shard.tokens, cfg.model.d_model
+    chunk = n / num_chunks(n, shard.vocab, cfg.parallel.loss_chunks)
+    share = rates.matmul_share(chunk, D, shard.vocab)
+    rate = matmul_rate(cfg, gpu, float8=False) * share
+    logit = 4 if cfg.model.logits_dtype == "float32" else shard.width
+    reads = 2 if cfg.model.dtype == "float16" else 1  # and the exponentials written
+    moved = (reads * logit + shard.width) * n * shard.vocab
+    flops = (4 + 2 * shard.trained) * n * D * shard.vocab
+    return Seconds(matmul=flops / rate, elementwise=moved / elementwise_rate(gpu))
+
+
+def weights_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
+    """What a microbatch does to weights and gradients beside multiplying: casts of the shards
+    (6 bytes, forward and backward; 8-bit ones, 5 once a step and 4 for their scales), gradients
+    made ready to travel and summed where they arrive, sums over microbatches and over pieces. Under
+    ZeRO-1 casts and travels are once per step."""
+    zero3 = cfg.parallel.zero == 3
+    own = shard.parameters / shard.fsdp
+    travels = 8 * shard.parameters if shard.fsdp > 1 and shard.trained else 0.0
+    rounded_once = cfg.parallel.gather_dtype == "float8" and cfg.parallel.num_microbatches == 1
+    once = (9 if rounded_once else 12) * own + travels
+    moved = once * (cfg.parallel.num_microbatches if zero3 else 1)
+    moved += _added_up(cfg, shard) * backward_units(cfg) / shard.chunks
+    moved += _sums_of_pieces(cfg, shard) * cfg.parallel.num_microbatches
+    return Seconds(elementwise=moved / elementwise_rate(gpu))
+
+
+def _sums_of_pieces(cfg: Config, shard: Shard) -> float:
+    """Bytes that a microbatch moves to add up the gradients of one weight's matmuls."""
+    if not (shard.trained and in_pieces(cfg, on_gpu=True)):
+        return 0.0
+    return 3 * shard.width * (cfg.parallel.tensor - 1) * shard.layers * shard.matrices
+
+
+def _added_up(cfg: Config, shard: Shard) -> float:
+    """Bytes that a microbatch moves for the sums of gradients: 10 a weight, but nothing where the
+    matmuls add. A stage of several chunks that send copies the one that a unit multiplies with,
+    forward and backward."""
+    p, layers = cfg.parallel, shard.layers * shard.layer
+    copied = shard.chunks > 1 and stage_sends(cfg)
+    moved = 4 * shard.width * shard.layers * shard.matrices if copied else 0.0
+    if shard.trained and (p.num_microbatches > 1 or p.pipeline > 1):
+        summed = shard.parameters - (layers if matmuls_add_up(cfg) else 0)
+        moved += 10 * summed / (shard.fsdp if p.zero == 3 else 1)
+    return moved
+
+
+def backward_units(cfg: Config) -> int:
+    """Units that a device computes backward in a step, of a chunk each: where chunks send, those
+    of idle slots too."""
+    p = cfg.parallel
+    return p.num_microbatches * p.virtual_stages + (p.pipeline - 1 if stage_sends(cfg) else 0)
+
+
+def ring_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
+    """Residuals copied into the pipeline's ring and out of it, each read and written."""
+    if cfg.parallel.pipeline == 1:
+        return Seconds()
+    return Seconds(
+        elementwise=4 * slot_bytes(cfg, shard) * backward_units(cfg) / elementwise_rate(gpu)
+    )
+
+
+def optimizer_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> float:
+    """The norm of the gradients, clipping and the update: 20 bytes per parameter for gradients and
+    weights, and the moments read and written, as fast as a copy."""
+    weights, moments = state_bytes(cfg)
+    return (5 * weights * shard.trained + 2 * moments) / gpu.bandwidth.value

@@ -1,0 +1,203 @@
+"""GPUs and networks as data: what a plan needs to know of them, each number with its source.
+
+Rates are per GPU and direction. "estimate" begins the source of a number that nobody of this
+project has measured: a published figure times the share of it that an H200 was measured to reach.
+"""
+
+import difflib
+from dataclasses import dataclass
+
+from jaxpar.config import ConfigError
+from jaxpar.runtime.gpus.peaks import PEAK_FLOPS
+from jaxpar.runtime.gpus.xla_flag_table import ENVIRONMENT
+
+GIB = 2**30
+
+#: Share of a GPU's memory that the programs let XLA take.
+MEMORY_FRACTION = float(ENVIRONMENT["XLA_PYTHON_CLIENT_MEM_FRACTION"])
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number, and where it is from."""
+
+    value: float
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One GPU, in the host that it is usually sold in.
+
+    device_kind         its name as JAX gives it.
+    compute_capability  for the choice of attention kernels, and of compilers.
+    memory              bytes that XLA sees on the device.
+    peak                dense bfloat16 FLOP/s, which MFU is a share of.
+    matmul              bfloat16 FLOP/s that a training step's large matmuls sustain.
+    float8              8-bit FLOP/s likewise; None: the GPU has none.
+    bandwidth           bytes/s of a copy in device memory, read and written bytes together.
+    nvlink              bytes/s to the other GPUs of the host, by the datasheet.
+    host_link           bytes/s to pinned host memory; back is taken to be as fast.
+    attention           FLOP/s of causal attention over that of an H200 (time.py has the table).
+    per_host            GPUs joined by NVLink.
+    multiprocessors, l2_bytes, clock_ghz, links   for `compiling.py`.
+    """
+
+    name: str
+    device_kind: str
+    compute_capability: str
+    memory: Figure
+    peak: Figure
+    matmul: Figure
+    float8: Figure | None
+    bandwidth: Figure
+    nvlink: Figure
+    host_link: Figure
+    attention: Figure
+    per_host: int = 8
+    multiprocessors: int
+    l2_bytes: int
+    clock_ghz: float
+    links: int
+
+    @property
+    def usable_bytes(self) -> float:
+        """What a run may take."""
+        return MEMORY_FRACTION * self.memory.value
+
+
+H200_MATMUL_SHARE = 0.706  # 698 of 989 TFLOP/s
+H200_COPY_SHARE = 0.87  # 4.18 of 4.8 TB/s
+
+_SAME_CHIP = "estimate: the H200's, whose chip and power limit (700 W) it shares"
+_SHARE = "estimate: the share of its peak that an H200 sustains"
+
+H200 = Gpu(
+    name="h200",
+    device_kind="NVIDIA H200",
+    compute_capability="9.0",
+    memory=Figure(150_109_880_320, "XLA on an H200 with driver 580"),
+    peak=Figure(PEAK_FLOPS["H200"], "NVIDIA H200 datasheet, dense"),
+    matmul=Figure(
+        698e12,
+        "measured: matmul kernels of profiled steps at 700 W, 685 to 716 TFLOP/s less contention; "
+        "alone for more than a second, 642 to 681 (docs/LOG.md)",
+    ),
+    float8=Figure(1230e12, "measured: 1.5B and 8B in float8, steps of a long run (docs/LOG.md)"),
+    bandwidth=Figure(4.18e12, "measured: device copy (docs/LOG.md)"),
+    nvlink=Figure(450e9, "NVIDIA H200 datasheet: 900 GB/s both ways together"),
+    host_link=Figure(51.7e9, "measured: copies of 134 MB out of a step (docs/LOG.md)"),
+    attention=Figure(1.0, "measured: docs/benchmarks/attention-h200.json"),
+    multiprocessors=132,
+    l2_bytes=62_914_560,
+    clock_ghz=1.98,
+    links=18,
+)
+
+H100 = Gpu(
+    name="h100",
+    device_kind="NVIDIA H100 80GB HBM3",
+    compute_capability="9.0",
+    memory=Figure(79.2 * GIB, "estimate: 81,559 MiB by the driver, less what XLA does not see"),
+    peak=Figure(PEAK_FLOPS["H100"], "NVIDIA H100 SXM datasheet, dense"),
+    matmul=Figure(698e12, _SAME_CHIP),
+    float8=Figure(1230e12, _SAME_CHIP),
+    bandwidth=Figure(2.91e12, "estimate: 3.35 TB/s by the datasheet, times an H200's 0.87"),
+    nvlink=Figure(450e9, "NVIDIA H100 SXM datasheet: 900 GB/s both ways together"),
+    host_link=Figure(51.7e9, "estimate: an H200's; PCIe 5 too"),
+    attention=Figure(1.0, _SAME_CHIP),
+    multiprocessors=132,
+    l2_bytes=52_428_800,
+    clock_ghz=1.98,
+    links=18,
+)
+
+A100 = Gpu(
+    name="a100",
+    device_kind="NVIDIA A100-SXM4-80GB",
+    compute_capability="8.0",
+    memory=Figure(79.1 * GIB, "estimate: 81,920 MiB by the driver, less what XLA does not see"),
+    peak=Figure(PEAK_FLOPS["A100"], "NVIDIA A100 datasheet, dense"),
+    matmul=Figure(250e12, "estimate: 0.8 of the peak; an A100 is less bound by power"),
+    float8=None,
+    bandwidth=Figure(1.77e12, "estimate: 2.04 TB/s by the datasheet, times an H200's 0.87"),
+    nvlink=Figure(300e9, "NVIDIA A100 datasheet: 600 GB/s both ways together"),
+    host_link=Figure(25.8e9, "estimate: half of an H200's; PCIe 4"),
+    attention=Figure(0.35, "estimate: 0.6 of the peak, as FlashAttention-2 says (2307.08691)"),
+    multiprocessors=108,
+    l2_bytes=41_943_040,
+    clock_ghz=1.41,
+    links=12,
+)
+
+B200 = Gpu(
+    name="b200",
+    device_kind="NVIDIA B200",
+    compute_capability="10.0",
+    memory=Figure(178 * GIB, "estimate: 183,359 MiB by the driver, less what XLA does not see"),
+    peak=Figure(PEAK_FLOPS["B200"], "NVIDIA B200 datasheet, dense"),
+    matmul=Figure(PEAK_FLOPS["B200"] * H200_MATMUL_SHARE, _SHARE),
+    float8=Figure(4500e12 * 0.62, _SHARE),
+    bandwidth=Figure(8.0e12 * H200_COPY_SHARE, _SHARE),
+    nvlink=Figure(900e9, "NVIDIA B200 datasheet: 1.8 TB/s both ways together"),
+    host_link=Figure(51.7e9, "estimate: an H200's; PCIe 5 too"),
+    attention=Figure(1.8, "estimate: cuDNN alone; its kernels there have not been measured"),
+    multiprocessors=148,
+    l2_bytes=132_644_864,
+    clock_ghz=1.965,
+    links=18,
+)
+
+GPUS = {gpu.name: gpu for gpu in (H200, H100, A100, B200)}
+
+
+@dataclass(frozen=True)
+class Network:
+    """What joins hosts.
+
+    bandwidth   bytes/s of one GPU to other hosts, in each direction, as sustained.
+    """
+
+    name: str
+    bandwidth: Figure
+
+
+def _line(name: str, gigabits: float) -> Network:
+    source = f"estimate: 0.8 of {gigabits:g} Gbit/s per GPU; no network was measured"
+    return Network(name, Figure(0.8 * gigabits * 1e9 / 8, source))
+
+
+NETWORKS = {
+    network.name: network
+    for network in (
+        _line("ib400", 400),
+        _line("ib200", 200),
+        _line("ib800", 800),
+        _line("roce400", 400),
+        _line("efa", 400),
+        _line("eth100", 12.5),
+    )
+}
+
+
+def gpu_named(name: str) -> Gpu:
+    """Raises:   ConfigError for a GPU that is not in the table."""
+    return _find(GPUS, name, "--gpu", "GPU")
+
+
+def network_named(name: str) -> Network:
+    """Raises:   ConfigError for a network that is not in the table."""
+    return _find(NETWORKS, name, "--network", "network")
+
+
+def _find(table: dict, name: str, option: str, what: str):
+    if name.lower() in table:
+        return table[name.lower()]
+    near = difflib.get_close_matches(name.lower(), table, n=1) or [next(iter(table))]
+    rule = f"is no {what} that a plan knows; it knows {', '.join(table)}"
+    raise ConfigError(option, name, rule, f"use {option} {near[0]}")
+
+
+def gpu_of_kind(device_kind: str) -> Gpu | None:
+    """The GPU that JAX calls by this name; None for others."""
+    return next((gpu for gpu in GPUS.values() if gpu.device_kind == device_kind), None)

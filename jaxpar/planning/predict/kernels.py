@@ -1,0 +1,59 @@
+"""Which attention kernels a layout would use on a GPU that is not here."""
+
+import functools
+
+import jax
+
+from jaxpar.config import Config, DataConfig, ModelConfig, ParallelConfig, registry
+from jaxpar.kernels.attention import choose
+from jaxpar.kernels.platform import Platform
+from jaxpar.model.token_context import describe_tokens
+from jaxpar.parallel.context import kernel_request
+from jaxpar.planning.predict.hardware import Gpu
+from jaxpar.planning.predict.shard import shard_of
+from jaxpar.sharding.batch import Batch
+
+#: Documents in a window; backends that mask by offset only need to know that there is a limit.
+SOME_DOCUMENTS = 64
+
+
+def platform_of(gpu: Gpu) -> Platform:
+    """The GPU as the choice of kernels sees it."""
+    return Platform("gpu", gpu.device_kind, gpu.compute_capability)
+
+
+def attention_runs_on_reference(cfg: Config, gpu: Gpu) -> bool:
+    """Whether a direction of attention is left to the reference, which holds its scores whole.
+
+    Args:     cfg: resolved.
+    Raises:   ValueError when `model.attention_backend` names one that cannot serve.
+    """
+    if registry.function("model.attention", cfg.model.attention):
+        return True  # nothing is known of it: counted as what holds its scores
+    p, rows = cfg.parallel, shard_of(cfg).rows
+    return _chosen(cfg.model, cfg.data, (p.sequence, p.tensor, p.context), rows, gpu)
+
+
+@functools.cache
+def _chosen(
+    model: ModelConfig, data: DataConfig, cut: tuple[int, int, str], rows: int, gpu: Gpu
+) -> bool:
+    sequence, tensor, context = cut
+    parallel = ParallelConfig(data=1, sequence=sequence, tensor=tensor, context=context)  # type: ignore[arg-type]
+    cfg = Config(model=model, data=data, parallel=parallel)
+    tokens = data.seq_len // sequence
+    shape = jax.ShapeDtypeStruct((rows, tokens), "int32")
+    describe = functools.partial(describe_tokens, cfg=cfg, max_segments=SOME_DOCUMENTS)
+    described = jax.eval_shape(describe, Batch(shape, shape, shape, shape))
+    masks = [described.mask] + ([described.in_global.mask] if described.in_global else [])
+    exact = model.attention_deterministic
+    choices = [
+        choose(
+            model.attention_backend,
+            *kernel_request(cfg, mask),
+            platform=platform_of(gpu),
+            deterministic=exact,
+        )
+        for mask in masks
+    ]
+    return any("reference" in (c.forward, c.backward) for c in choices)

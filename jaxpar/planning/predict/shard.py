@@ -1,0 +1,162 @@
+"""What one device holds and works on under a layout, counted from the parameter specs.
+
+Letters as in docs/parallelism.md: N parameters, f the ways that they are sharded, t tensor,
+P pipeline, c sequence.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.config import Config, LoraConfig, ModelConfig, OptimizerConfig
+from jaxpar.execution.decisions import rows_on_device
+from jaxpar.model.parameters import param_specs
+from jaxpar.optimizer.moments import map_moments
+from jaxpar.sharding.axes import AXES, FSDP_AXES, TENSOR
+from jaxpar.sharding.params import ParamSpec, is_spec
+from jaxpar.step.state import abstract_state, state_specs
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One array of the state: its elements, its dtype's bytes, the mesh axes it is split over."""
+
+    size: int
+    itemsize: int
+    axes: tuple[str, ...]
+
+
+def ways(cfg: Config, axes: tuple[str, ...]) -> int:
+    """The product of the sizes of mesh axes."""
+    return math.prod(getattr(cfg.parallel, axis) for axis in axes)
+
+
+def state_bytes(cfg: Config) -> tuple[int, int]:
+    """Bytes on one device of (master weights, everything else of the state: moments, counts).
+
+    Exactly those of the arrays; with `optimizer.offload`, the moments count though they lie in
+    host memory.
+    """
+    sizes = tuple(getattr(cfg.parallel, axis) for axis in AXES)
+    return _bytes_on_device(cfg.model, cfg.lora, cfg.optimizer, sizes)
+
+
+@functools.cache
+def _bytes_on_device(
+    model: ModelConfig, lora: LoraConfig, optimizer: OptimizerConfig, sizes: tuple[int, ...]
+) -> tuple[int, int]:
+    ways_of = dict(zip(AXES, sizes, strict=True))
+
+    def on_device(leaves: tuple[Leaf, ...]) -> int:
+        cut = lambda leaf: math.prod(ways_of[axis] for axis in leaf.axes)  # noqa: E731
+        return sum(leaf.size * leaf.itemsize // cut(leaf) for leaf in leaves)
+
+    weights, rest = _state_leaves(model, lora, optimizer)
+    return on_device(weights), on_device(rest)
+
+
+@functools.cache
+def _state_leaves(
+    model: ModelConfig, lora: LoraConfig, optimizer: OptimizerConfig
+) -> tuple[tuple[Leaf, ...], tuple[Leaf, ...]]:
+    cfg = Config(model=model, lora=lora, optimizer=optimizer)
+    state, specs = abstract_state(cfg), state_specs(cfg)
+
+    def leaves(arrays: Any, partitions: Any) -> tuple[Leaf, ...]:
+        is_leaf = lambda x: isinstance(x, jax.sharding.PartitionSpec)  # noqa: E731
+        pairs = zip(
+            jax.tree.leaves(arrays), jax.tree.leaves(partitions, is_leaf=is_leaf), strict=True
+        )
+        return tuple(Leaf(math.prod(a.shape), a.dtype.itemsize, _named(p)) for a, p in pairs)
+
+    return leaves(state.params, specs.params), leaves(
+        (state.step, state.opt_state, state.guard), (specs.step, specs.opt_state, specs.guard)
+    )
+
+
+def _named(spec: Any) -> tuple[str, ...]:
+    entries = [entry for entry in spec if entry is not None]
+    return tuple(a for e in entries for a in ((e,) if isinstance(e, str) else e))
+
+
+def moment_bytes(cfg: Config) -> int:
+    """Bytes of the moments of one device: what `optimizer.offload` takes to host memory."""
+    counts: list[int] = []
+    map_moments(lambda _, __, leaf: counts.append(1), abstract_state(cfg).opt_state)
+    return state_bytes(cfg)[1] if counts else 0
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Sizes of one device's work on one microbatch.
+
+    rows, tokens        of a microbatch on a device; tokens of `sequence`'s part of a window.
+    layers              of the device, over all its chunks; `chunks` of them.
+    layer, matrices     parameters of a layer, cut over tensor and whole over FSDP: all, and those
+                        that are FSDP-sharded.
+    table               parameters of the embedding table (the head has as many), cut over tensor
+                        and pipeline.
+    fsdp                ways that parameters are sharded.
+    width               bytes of an element in the compute dtype.
+    trained             whether these parameters are: with adapters (`lora.rank`) they have neither
+                        gradient nor moments, and the adapters, being small, are left out.
+    """
+
+    rows: int
+    tokens: int
+    layers: int
+    chunks: int
+    layer: int
+    matrices: int
+    table: int
+    vocab: int
+    fsdp: int
+    width: int
+    trained: bool = True
+
+    @property
+    def parameters(self) -> int:
+        """Of the device's layers, table and head, whole over FSDP."""
+        return self.layers * self.layer + 2 * self.table
+
+
+def shard_of(cfg: Config) -> Shard:
+    """Args:     cfg: resolved."""
+    m, p = cfg.model, cfg.parallel
+    rows = rows_on_device(cfg)
+    layer, matrices = _of_a_layer(m, p.tensor)
+    vocab = m.vocab_size // (p.tensor * p.pipeline)
+    return Shard(
+        rows=rows,
+        tokens=rows * cfg.data.seq_len // p.sequence,
+        layers=m.num_layers // p.pipeline,
+        chunks=p.virtual_stages,
+        layer=layer,
+        matrices=matrices,
+        table=vocab * m.d_model,
+        vocab=vocab,
+        fsdp=ways(cfg, FSDP_AXES),
+        width=jnp.dtype(m.dtype).itemsize,
+        trained=cfg.lora.rank == 0,
+    )
+
+
+@functools.cache
+def _of_a_layer(model: ModelConfig, tensor: int) -> tuple[int, int]:
+    """Parameters of one layer on one tensor rank: all, and those of its matrices."""
+    everything, matrices = 0, 0
+    for spec in jax.tree.leaves(param_specs(model)["layers"], is_leaf=is_spec):
+        size = _size(spec, tensor)
+        everything += size
+        matrices += size if "embed" in spec.axes else 0
+    return everything, matrices
+
+
+def _size(spec: ParamSpec, tensor: int) -> int:
+    """Elements of one layer's array on one tensor rank."""
+    size = math.prod(spec.shape[1:])
+    return size // tensor if TENSOR in _named(spec.partition_spec) else size

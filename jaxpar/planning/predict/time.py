@@ -1,0 +1,123 @@
+"""Time of one step under a layout, part by part."""
+
+import functools
+from dataclasses import dataclass
+
+from jaxpar.config import Config, LoraConfig, ModelConfig
+from jaxpar.model.flops import train_flops_per_token
+from jaxpar.planning.predict import compute, rates
+from jaxpar.planning.predict.communication import Cluster, Traffic, traffic_of
+from jaxpar.planning.predict.compute import Seconds
+from jaxpar.planning.predict.memory import on_host_per_token
+from jaxpar.planning.predict.shard import Shard, shard_of
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step on one GPU, and what follows from them.
+
+    matmul, attention, elementwise   kernels of the microbatches' own work.
+    optimizer    the update, with the norm of the gradients.
+    bubble       slots of the pipeline in which there is nothing to do: they are computed all the
+                 same, and masked.
+    exposed      communication with nothing beside it, by mesh axis; "host": copies of saved values
+                 to host memory and back.
+    contention   matmuls slowed down by communication beside them.
+    gaps         between kernels.
+    traffic      what is sent, by axis.
+    """
+
+    matmul: float
+    attention: float
+    elementwise: float
+    optimizer: float
+    bubble: float
+    exposed: dict[str, float]
+    contention: float
+    gaps: float
+    traffic: list[Traffic]
+    tokens_per_gpu: float
+    model_flops: float
+    model_flops_full: float
+    peak: float
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step."""
+        kernels = self.matmul + self.attention + self.elementwise + self.optimizer + self.bubble
+        return kernels + sum(self.exposed.values()) + self.contention + self.gaps
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second and GPU."""
+        return self.tokens_per_gpu / self.total
+
+    @property
+    def mfu(self) -> float:
+        """Share of the peak, attention counted as causal (`model/flops.py`)."""
+        return self.rate * self.model_flops / self.peak
+
+    @property
+    def mfu_full(self) -> float:
+        """The same, attention counted as full."""
+        return self.rate * self.model_flops_full / self.peak
+
+
+def step_time(cfg: Config, cluster: Cluster) -> StepTime:
+    """The prediction.
+
+    Args:     cfg: resolved.
+    """
+    shard, gpu, p = shard_of(cfg), cluster.gpu, cfg.parallel
+    layer = compute.layer_seconds(cfg, shard, gpu)
+    stage = layer.times(shard.layers)
+    head = compute.head_seconds(cfg, shard, gpu)
+    beside = compute.weights_seconds(cfg, shard, gpu) + compute.ring_seconds(cfg, shard, gpu)
+    busy = (stage + head).times(p.num_microbatches) + beside
+    bubble = stage.total * (p.pipeline - 1) / p.virtual_stages
+    traffic = traffic_of(cfg, shard, cluster)
+    exposed = {t.axis: _exposed(t, busy) for t in traffic}
+    if copied := on_host_per_token(cfg):
+        seconds = shard.tokens * copied / gpu.host_link.value
+        exposed["host"] = _beyond(seconds, layer) * shard.layers * p.num_microbatches
+    nccl = sum(max(t.nccl - exposed[t.axis], 0.0) for t in traffic)
+    tokens = cfg.train.global_batch_size * cfg.data.seq_len / cluster.num_gpus
+    flops = lambda causal: _model_flops(cfg.model, cfg.lora, cfg.data.seq_len, causal)  # noqa: E731
+    return StepTime(
+        matmul=busy.matmul,
+        attention=busy.attention,
+        elementwise=busy.elementwise,
+        optimizer=compute.optimizer_seconds(cfg, shard, gpu),
+        bubble=bubble,
+        exposed=exposed,
+        contention=rates.CONTENTION * nccl,
+        gaps=_gaps(cfg, shard),
+        traffic=traffic,
+        tokens_per_gpu=tokens,
+        model_flops=flops(True),
+        model_flops_full=flops(False),
+        peak=gpu.peak.value,
+    )
+
+
+@functools.cache
+def _model_flops(model: ModelConfig, lora: LoraConfig, seq_len: int, causal: bool) -> float:
+    return train_flops_per_token(model, seq_len, causal=causal, lora=lora)
+
+
+def _exposed(traffic: Traffic, busy: Seconds) -> float:
+    """Its share that is never hidden, or what is left once all that can hide it has."""
+    return max(traffic.exposed * traffic.seconds, traffic.seconds - rates.HIDING * busy.total)
+
+
+def _beyond(copy: float, layer: Seconds) -> float:
+    """Seconds that a layer's copies to host memory, and those back, take beyond the time of the
+    next one's forward, a third of the layer, and backward."""
+    return max(copy - layer.total / 3, 0.0) + max(copy - layer.total * 2 / 3, 0.0)
+
+
+def _gaps(cfg: Config, shard: Shard) -> float:
+    p = cfg.parallel
+    units = p.num_microbatches + (p.pipeline - 1) / p.virtual_stages
+    kernels = rates.KERNELS_PER_LAYER * shard.layers * units * p.row_groups
+    return rates.STEP_START + rates.GAP * kernels

@@ -1,0 +1,130 @@
+"""What `python -m jaxpar.profile` shows."""
+
+import dataclasses
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from jaxpar.config import ConfigError
+from jaxpar.planning.predict.hardware import Gpu, gpu_named, gpu_of_kind
+from jaxpar.profiling import breakdown, roofline, sections, table
+from jaxpar.profiling.hlo.collective_bytes import collective_bytes
+from jaxpar.profiling.hlo.memory import Memory
+from jaxpar.profiling.loading import OPTION, Loaded
+from jaxpar.profiling.trace.kernels import ATTENTION
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Where a step's time and memory go, from a trace."""
+
+    path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar=OPTION)]
+    """Run folder, folder of one profile, or file NAME.xplane.pb or NAME.xplane.pb.gz."""
+    step: int | None = None
+    """First step of the profile, of several in a run. None: the latest."""
+    top: int = 20
+    """Kernels to list, and groups of buffers."""
+    gpu: str = ""
+    """GPU whose peaks count, as `python -m jaxpar.plan` names it. Empty: the one in the trace."""
+    json: str = ""
+    """File to write every figure to."""
+
+
+def check(options: Options) -> None:
+    """Raises:   ConfigError for an option that cannot work."""
+    if options.top < 1:
+        raise ConfigError("--top", options.top, "must be at least 1", "use --top 20")
+    if options.gpu:
+        gpu_named(options.gpu)
+    if options.json and Path(options.json).is_dir():
+        fix = f"use --json {Path(options.json) / 'profile.json'}"
+        raise ConfigError("--json", options.json, "is a folder, not a file", fix)
+    if options.json and not Path(options.json).absolute().parent.is_dir():
+        rule = f"lies in a folder that is not there: {Path(options.json).parent}"
+        raise ConfigError("--json", options.json, rule, "make the folder, or name another")
+
+
+def gpu_of(options: Options, loaded: Loaded) -> Gpu | None:
+    """Whose peaks count; None for a GPU that is not in the table, and for CPUs."""
+    if options.gpu:
+        return gpu_named(options.gpu)
+    kind = loaded.trace.device_kind or (loaded.facts.device_kind if loaded.facts else "")
+    return gpu_of_kind(kind)
+
+
+def figures(loaded: Loaded, gpu: Gpu | None, top: int) -> dict[str, Any]:
+    """Every figure of a profile: `breakdown.profile`'s, with rates and the straggler."""
+    try:
+        found = breakdown.profile(loaded.trace, loaded.module or "", top)
+    except ValueError as error:
+        fix = "trace the steps again: docs/profiling.md"
+        raise ConfigError(OPTION, str(loaded.path), str(error), fix) from error
+    if loaded.module is not None:
+        found = roofline.with_costs(found, loaded.module, gpu)
+    facts = loaded.facts
+    if facts is not None:
+        flops = facts.flops / facts.devices
+        rate = flops / found["ms"]["step"] * 1e3
+        share = rate / gpu.peak.value if gpu is not None else None
+        found["model"] = {"flops": flops, "flops_per_second": rate, "mfu": share}
+        kernels = found["by_class"].get(ATTENTION)
+        if kernels and facts.attention_flops:
+            flops = facts.attention_flops / facts.devices
+            found["attention"] = {"flops": flops, "flops_per_second": flops / kernels["ms"] * 1e3}
+    found["straggler"] = sections.straggler(found)
+    return found
+
+
+def sent_by(loaded: Loaded) -> dict[str, Any] | None:
+    """What a device sends in a step; None where the HLO does not tell, or is not there."""
+    text = loaded.hlo_text
+    try:
+        return collective_bytes(text).card() if text else None
+    except ValueError:
+        return None
+
+
+def in_words(
+    loaded: Loaded,
+    found: dict[str, Any],
+    sent: dict[str, Any] | None,
+    memory: Memory | None,
+    top: int,
+) -> str:
+    """All of it as text."""
+    parts = [_head(loaded)]
+    if not loaded.trace.on_gpu:
+        parts.append(textwrap.fill(f"note: {sections.CPU_NOTE}", 100))
+    parts += [f"missing: {text}" for text in loaded.missing]
+    parts.append(table.table(found, sent))
+    parts.append(sections.rates(found, loaded.facts))
+    parts.append(sections.devices(found))
+    parts.append(sections.memory(memory, loaded.module, top))
+    return "\n\n".join(filter(None, parts))
+
+
+def _head(loaded: Loaded) -> str:
+    facts = loaded.facts
+    if facts is None:
+        kind = f", {loaded.trace.device_kind}" if loaded.trace.device_kind else ""
+        return f"{loaded.path}: {loaded.trace.module}{kind}"
+    last = facts.first_step + facts.num_steps - 1
+    where = f"{facts.devices} x {facts.device_kind}, mesh {facts.mesh}"
+    return f"{loaded.path}: steps {facts.first_step} to {last} on {where}"
+
+
+def record(
+    loaded: Loaded, found: dict[str, Any], sent: dict[str, Any] | None, memory: Memory | None
+) -> dict[str, Any]:
+    """All of it for --json."""
+    return {
+        "path": str(loaded.path),
+        "facts": dataclasses.asdict(loaded.facts) if loaded.facts else None,
+        "missing": list(loaded.missing),
+        "profile": found,
+        "collective_bytes": sent,
+        "memory": dataclasses.asdict(memory) if memory else None,
+    }

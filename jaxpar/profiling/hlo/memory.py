@@ -1,0 +1,159 @@
+"""What a compiled step keeps in a device's memory, moment by moment, as XLA planned it.
+
+Nothing here is measured: XLA fixes every buffer's place when it compiles. A step's memory is what
+it is given (state and batch, there all the time, with the results that take their places), results
+that do not, and a block of temporaries. That block is as large as the temporaries at their peak,
+and somewhat more where they do not fit together without gaps.
+"""
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxpar.profiling.hlo.text import Module, arrays_of, num_bytes, shape_of
+
+_ALLOC, _FREE, _SHARE = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A temporary: its bytes, the instruction that makes it, that one's op_name and result."""
+
+    size: int
+    instruction: str
+    scope: str = ""
+    result: str = ""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one device. `live` is (instruction, bytes of temporaries) in program order; it and
+    `at_peak` are empty where the program came from the compilation cache, which drops them.
+    `given` are the arguments by what they are."""
+
+    arguments: int
+    results: int
+    temporaries: int
+    constants: int
+    live: list[tuple[str, int]]
+    at_peak: list[Buffer]
+    given: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def peak(self) -> int:
+        """The most that temporaries take at once."""
+        return max((size for _, size in self.live), default=0)
+
+    @property
+    def total(self) -> int:
+        """What the step needs in all."""
+        return self.arguments + self.results + self.temporaries + self.constants
+
+
+def memory_of(buffers: Any, module: Module | None = None) -> Memory | None:
+    """The memory of a program.
+
+    Args:     buffers: `xspace.Program.buffers`. module: for the names of places and shapes.
+    Returns:  None when the trace does not have it, as of a program that is not XLA's.
+    """
+    if buffers is None or not buffers.buffer_allocations:
+        return None
+    sizes = {buffer.id: buffer.size for buffer in buffers.logical_buffers}
+    simulated = [trace for trace in buffers.heap_simulator_traces if trace.whole_module_simulation]
+    events = max((list(trace.events) for trace in simulated), key=len, default=[])
+    temporary = {event.buffer_id for event in events}
+    parts: Counter[str] = Counter()
+    for allocation in buffers.buffer_allocations:
+        parts[_part_of(allocation, temporary)] += allocation.size
+    live, alive = _play(events, sizes)
+    place = {b.id: tuple(b.defined_at.shape_index) for b in buffers.logical_buffers}
+    at_peak = [_buffer(sizes[n], name, place[n], module) for n, name in alive.items()]
+    return Memory(
+        arguments=parts["arguments"],
+        results=parts["results"],
+        temporaries=parts["temporaries"],
+        constants=parts["constants"],
+        live=live,
+        at_peak=sorted(at_peak, key=lambda buffer: -buffer.size),
+        given=_given(module) if module is not None else {},
+    )
+
+
+def of_sums(sizes: dict[str, int]) -> Memory:
+    """The sums alone: of a program's `memory_analysis()`, as profile.json has it."""
+    of = lambda name: sizes.get(f"{name}_size_in_bytes", 0)  # noqa: E731
+    results = of("output") - of("alias")
+    return Memory(of("argument"), results, of("temp"), 0, live=[], at_peak=[])
+
+
+def _given(module: Module) -> dict[str, int]:
+    """Bytes of the step's arguments by their names, entries of one tree together, largest first.
+
+    JAX names them as state.opt_state[0].mu['embed'], or batch.tokens.
+    """
+    found: Counter[str] = Counter()
+    for instruction in module.computations[module.entry]:
+        if instruction.opcode == "parameter" and instruction.scope:
+            name = re.split(r"\[\\?'", instruction.scope)[0]
+            found[name if name.startswith("state.") else name.split(".")[0]] += num_bytes(
+                instruction.type
+            )
+    return dict(found.most_common())
+
+
+def _part_of(allocation: Any, temporary: set[int]) -> str:
+    if allocation.is_entry_computation_parameter:
+        return "arguments"
+    if allocation.is_thread_local:
+        return "thread local"
+    if allocation.is_constant:
+        return "constants"
+    if any(entry.logical_buffer_id in temporary for entry in allocation.assigned):
+        return "temporaries"
+    return "results" if allocation.maybe_live_out else "temporaries"
+
+
+def _play(events: list[Any], sizes: dict[int, int]) -> tuple[list[tuple[str, int]], dict[int, str]]:
+    """Bytes alive after each event; and at the peak, each buffer with the instruction it is of.
+
+    Buffers may share a place: it is freed with the last of them.
+    """
+    shares_with: dict[int, int] = {}
+    users: Counter[int] = Counter()
+    made_by: dict[int, str] = {}
+    alive: dict[int, str] = {}
+    live, now, most, at_peak = [], 0, 0, {}
+    for event in events:
+        number = event.buffer_id
+        if event.kind == _FREE:
+            place = shares_with[number]
+            users[place] -= 1
+            if users[place] == 0:
+                now -= sizes[place]
+                del alive[place]
+        else:
+            other = event.share_with_canonical_id
+            place = shares_with.get(other, other) if event.kind == _SHARE else number
+            shares_with[number] = place
+            users[place] += 1
+            made_by.setdefault(place, event.instruction_name)
+            if users[place] == 1:
+                now += sizes[place]
+                alive[place] = made_by[place]
+        live.append((event.instruction_name, now))
+        if now > most:
+            most, at_peak = now, dict(alive)
+    return live, at_peak
+
+
+def _buffer(size: int, name: str, place: tuple[int, ...], module: Module | None) -> Buffer:
+    """A buffer with what is known of it. Args:     place: in its instruction's result, a tuple."""
+    instruction = module.instructions.get(name) if module is not None else None
+    if instruction is None:
+        return Buffer(size, name)
+    result, flat = instruction.type, "((" not in instruction.type
+    if len(place) == 1 and flat and place[0] < len(arrays := arrays_of(result)):
+        dtype, dims = arrays[place[0]]
+        return Buffer(size, name, instruction.scope, f"{dtype}[{','.join(map(str, dims))}]")
+    return Buffer(size, name, instruction.scope, shape_of(result))

@@ -1,0 +1,91 @@
+"""The instructions that a CPU ran, from a trace, and what each does.
+
+XLA marks every instruction that it runs on a host's threads with its HLO name, its device (one of
+several simulated ones) and the execution it belongs to. There are no streams: a device runs mostly
+one instruction after another, and waits for the others inside of its collectives. Simulated devices
+share the host's cores, so their times are not those of devices of their own.
+"""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from jaxpar.profiling.hlo.collective_bytes import SENT
+from jaxpar.profiling.hlo.costs import multiplications
+from jaxpar.profiling.hlo.text import Instruction, Module
+from jaxpar.profiling.trace import kernels
+from jaxpar.profiling.trace.read import Kernel, NoKernels, Trace, stats_of
+
+#: Instructions that are the time of those within them.
+_AROUND = re.compile(r"(while|call|conditional)\b")
+
+
+def read(plane: Any, module: str = "") -> Trace:
+    """The instructions of one module, of each simulated device and execution.
+
+    Args:     plane: the host's. module: as HLO names it; "": the one that took most time.
+    Raises:   NoKernels when none ran.
+    """
+    found: dict[str, dict[int, dict[int, list[Kernel]]]] = {}
+    for line in plane.lines if plane is not None else ():
+        for event in line.events:
+            if event.name.startswith("end: ") or _AROUND.match(event.name):
+                continue
+            stats = stats_of(event)
+            if "hlo_op" not in stats:
+                continue
+            devices = found.setdefault(str(stats["hlo_module"]), defaultdict(dict))
+            runs = devices[int(stats.get("device_ordinal", 0))]
+            start, op = int(event.start_ns), str(stats["hlo_op"])
+            end = start + int(event.duration_ns)
+            kernel = Kernel(op, start, end, line.name, op)
+            runs.setdefault(int(stats.get("run_id", 0)), []).append(kernel)
+    if not found:
+        raise NoKernels("the trace has no GPU's plane, and no instruction that a CPU ran")
+    module = module or _longest(found)
+    if module not in found:
+        raise NoKernels(f"no device ran {module} in the trace")
+    return Trace(module, {n: _in_order(runs) for n, runs in found[module].items()}, on_gpu=False)
+
+
+def _longest(found: dict[str, dict[int, dict[int, list[Kernel]]]]) -> str:
+    time: Counter[str] = Counter()
+    for module, devices in found.items():
+        for runs in devices.values():
+            time[module] += sum(k.end - k.start for step in runs.values() for k in step)
+    return time.most_common(1)[0][0]
+
+
+def _in_order(runs: dict[int, list[Kernel]]) -> list[list[Kernel]]:
+    steps = [sorted(step, key=lambda kernel: kernel.interval) for step in runs.values()]
+    return sorted(steps, key=lambda step: step[0].start)
+
+
+def classified(trace: Trace, module: Module) -> Trace:
+    """The trace with the class of each instruction, which its name does not tell as a GPU's do."""
+
+    def known(step: Sequence[Kernel]) -> list[Kernel]:
+        return [_with_class(kernel, module) for kernel in step]
+
+    return replace(trace, devices={n: list(map(known, s)) for n, s in trace.devices.items()})
+
+
+def _with_class(kernel: Kernel, module: Module) -> Kernel:
+    instruction = module.instructions.get(kernel.op)
+    if instruction is None:
+        return kernel
+    what, kind = _class_of(module, instruction)
+    return replace(kernel, what=what, kind=kind)
+
+
+def _class_of(module: Module, instruction: Instruction) -> tuple[str, str]:
+    opcode = instruction.opcode.removesuffix("-start").removesuffix("-done")
+    if opcode in SENT:
+        return kernels.COMMUNICATION, SENT[opcode][0]
+    if multiplications(module, instruction):
+        return kernels.MATMUL, ""
+    if opcode == "copy":
+        return kernels.COPY, ""
+    return (kernels.FUSION if opcode == "fusion" else kernels.OTHER), ""

@@ -1,0 +1,3 @@
+"""This process, its peers, its GPUs, its files."""
+
+MAY_IMPORT = ("config",)

@@ -1,0 +1,1 @@
+"""The GPUs of this host: which, how fast, with which flags of XLA."""

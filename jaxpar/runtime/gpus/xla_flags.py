@@ -1,0 +1,88 @@
+"""XLA flags as data: what is set, for which GPU, JAX and config, and what it gained when measured.
+
+They are read once, when JAX starts its backend, so `apply` comes first in a program. A flag that
+this JAX does not know would abort the process, so each row is tied to the JAX version. On a GPU or
+a JAX that no row names, nothing is set: no flag without a measurement. NVLink multicast stays off
+everywhere: on shared hosts it can take the GPUs out of service.
+"""
+
+import os
+from pathlib import Path
+
+import jax
+
+from jaxpar.config import Config, ConfigError
+from jaxpar.runtime.gpus.visible import gpu_is_present, gpu_name
+from jaxpar.runtime.gpus.xla_flag_table import ALWAYS, ENVIRONMENT, FLAGS, PACKAGE, TABLE, Flag
+
+
+def measured_for(gpu: str, jax_version: str, cfg: Config, num_processes: int = 1) -> list[Flag]:
+    """The rows for a GPU (by its name), a version of JAX, a config and a number of processes."""
+    return [
+        flag
+        for flag in FLAGS
+        if any(name in gpu for name in flag.gpus)
+        and jax_version.startswith(flag.jax)
+        and flag.where(cfg)
+        and not (flag.one_process and num_processes > 1)
+    ]
+
+
+def table_of(gpu: str) -> Path | None:
+    """The table of tuned kernels that runs on a GPU (by its name) read; None: they read none."""
+    tables = [flag for flag in FLAGS if flag.name == TABLE]
+    return next((PACKAGE / t.value for t in tables if any(n in gpu for n in t.gpus)), None)
+
+
+def alike_everywhere(settings: str) -> str:
+    """Settings, one or several, with our tables named by their place in the package."""
+    for flag in FLAGS:
+        if flag.name == TABLE:
+            settings = settings.replace(flag.setting, f"--{TABLE}={PACKAGE.name}/{flag.value}")
+    return settings
+
+
+def apply(cfg: Config, num_processes: int = 1) -> list[str]:
+    """Set the flags and environment for this host. Must run before JAX starts its backend.
+
+    Args:     cfg: `parallel.data` may still be -1. Flags already in XLA_FLAGS win.
+              num_processes: of the run.
+    Returns:  what was set, one "name=value" each, for the log.
+    """
+    if not gpu_is_present():
+        return []
+    if cfg.run.xla_flags == "none":
+        return _set_where_unset(ALWAYS)
+    theirs = given()
+    gpu = gpu_name()
+    rows = measured_for(gpu, jax.__version__, cfg, num_processes)
+    names = {word.lstrip("-").partition("=")[0] for word in theirs.split()}
+    flags = [f for f in rows if f.name not in names]
+    settings = [flag.setting for flag in flags]
+    os.environ["XLA_FLAGS"] = " ".join([*settings, theirs]).strip()
+    told = settings or [f"no XLA flags: none measured on {gpu or 'this GPU'}, {jax.__version__}"]
+    return told + _set_where_unset(ALWAYS | ENVIRONMENT)
+
+
+def given() -> str:
+    """The user's flags. A variable that does not begin with a flag names a file of them for XLA,
+    which would take no file once other flags stand before it.
+
+    Raises:   ConfigError for a file that cannot be read.
+    """
+    text = os.environ.get("XLA_FLAGS", "").strip()
+    if not text or text.startswith("-"):
+        return text
+    try:
+        return " ".join(Path(text).read_text("utf-8").split())
+    except (OSError, UnicodeDecodeError) as error:
+        rule = f"names a file of flags that cannot be read: {error}"
+        fix = "write --name=value there, or unset it"
+        raise ConfigError("XLA_FLAGS", text, rule, fix) from None
+
+
+def _set_where_unset(variables: dict[str, str]) -> list[str]:
+    """Set variables of the environment that the user has not, and say so: "name=value"."""
+    unset = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(unset)
+    return [f"{name}={value}" for name, value in unset.items()]

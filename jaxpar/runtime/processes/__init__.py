@@ -1,0 +1,1 @@
+"""The processes of a run: found, started, joined, watched, parted."""

@@ -1,0 +1,219 @@
+"""Processes of a run on this host, as their parent sees them: started, watched, ended; no orphans.
+
+Each has a process group of its own, so that a terminal's Ctrl-C reaches the parent alone, and is
+killed by the kernel when the parent dies (Linux' PR_SET_PDEATHSIG), however that happens.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxpar.runtime import exit_codes
+
+#: How often the parent looks.
+POLL_SECONDS = 0.05
+
+#: After one has failed, the others may end by themselves for so long: their own words say more.
+SETTLE_SECONDS = 1.0
+
+#: Once one has ended well, the others follow within JAX's shutdown barrier, 30 s; or have failed.
+FOLLOW_SECONDS = 60.0
+
+_PR_SET_PDEATHSIG = 1
+
+#: Signals that come from outside and say nothing about what the run was doing.
+OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Why an attempt ended."""
+
+    rank: int
+    code: int
+    """The run's exit code; 128 + number for a signal."""
+    step: int | None
+    error: str
+
+    def __str__(self) -> str:
+        where = "" if self.step is None else f" at step {self.step}"
+        return f"process {self.rank} ended with code {self.code}{where}: {self.error}"
+
+    def same_as(self, other: "Failure | None") -> bool:
+        """Whether it is another's step and error again. A signal from outside never is."""
+        if other is None or self.step is None or self.code in {128 + number for number in OUTSIDE}:
+            return False
+        # Ports and addresses differ from one time to the next.
+        plain = lambda text: re.sub(r"0x[0-9a-f]+|\d+", "#", text)  # noqa: E731
+        mine, theirs = (self.code, self.step), (other.code, other.step)
+        return mine == theirs and plain(self.error) == plain(other.error)
+
+
+def start(command: Sequence[str], env: Mapping[str, str], log: Path | None) -> subprocess.Popen:
+    """Start a process. Args: log: appended to; None: it writes where this process does."""
+    parent, libc = os.getpid(), ctypes.CDLL(None, use_errno=True)
+
+    def before_it_runs() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # died meanwhile
+            os._exit(exit_codes.EXIT_ERROR)
+
+    with contextlib.ExitStack() as stack:
+        out = None if log is None else stack.enter_context(open(log, "ab"))
+        return subprocess.Popen(
+            command,
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=None if out is None else subprocess.STDOUT,
+            process_group=0,
+            preexec_fn=before_it_runs,
+        )
+
+
+class Children:
+    """The processes of one attempt."""
+
+    def __init__(self, started: Sequence[subprocess.Popen], grace: float):
+        """Args:     grace: seconds between SIGTERM and SIGKILL for those left by a failure."""
+        self.processes, self.grace = list(started), grace
+        self.ended: dict[int, int] = {}
+        """Return codes, in the order in which they came, of those that ended by themselves."""
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to all that still run."""
+        for process in self.processes:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.send_signal(number)
+
+    def kill(self) -> None:
+        """End all, with what they may have started, and collect them."""
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def wait(self) -> dict[int, int]:
+        """Wait until all have ended; after a failure, end those left.
+
+        Returns:  the codes of those that ended by themselves, in that order.
+        """
+        try:
+            while not self._look():
+                if self._failed():
+                    self._end_the_rest()
+                    break
+                time.sleep(POLL_SECONDS)
+        finally:
+            self.kill()
+        return self.ended
+
+    def _look(self) -> bool:
+        """Note who has ended since. Returns: whether all have."""
+        for rank, process in enumerate(self.processes):
+            if rank not in self.ended and process.poll() is not None:
+                self.ended[rank] = process.returncode
+                self._last_end = time.monotonic()
+        return len(self.ended) == len(self.processes)
+
+    def _failed(self) -> bool:
+        well = {exit_codes.EXIT_OK, exit_codes.EXIT_PREEMPTED}
+        if not self.ended:
+            return False
+        late = time.monotonic() - self._last_end > FOLLOW_SECONDS
+        return late or any(code not in well for code in self.ended.values())
+
+    def _end_the_rest(self) -> None:
+        for number, seconds in ((None, SETTLE_SECONDS), (signal.SIGTERM, self.grace)):
+            if number is not None:
+                self.send(number)
+            until = time.monotonic() + seconds
+            while time.monotonic() < until:
+                if self._look():
+                    return
+                time.sleep(POLL_SECONDS)
+
+
+def failure_of(ended: Mapping[int, int], words: Mapping[int, dict[str, Any]]) -> Failure:
+    """The one failure among all that followed from it.
+
+    Args:     ended: as from `Children.wait`, with at least one that did not end well. words: last
+              words by rank, of those that left some.
+    """
+    bad = [rank for rank, code in ended.items() if code not in (0, exit_codes.EXIT_PREEMPTED)]
+    for code in (exit_codes.EXIT_CONFIG, exit_codes.EXIT_NUMERICS):
+        for rank in bad:
+            if ended[rank] == code:
+                return _failure(rank, code, words)
+    outside = [rank for rank in bad if -ended[rank] in OUTSIDE]
+    if outside:
+        return _failure(outside[0], ended[outside[0]], words)
+    spoken = sorted((words[rank]["time"], rank) for rank in bad if rank in words)
+    rank = spoken[0][1] if spoken else bad[0] if bad else next(iter(ended))
+    return _failure(rank, ended[rank], words)
+
+
+def _failure(rank: int, code: int, words: Mapping[int, dict[str, Any]]) -> Failure:
+    said = words.get(rank, {})
+    if code < 0:
+        said = {"error": f"killed by {signal.Signals(-code).name}"}
+    default = (
+        "the others did not end" if code in (0, exit_codes.EXIT_PREEMPTED) else "see its output"
+    )
+    return Failure(
+        rank=rank,
+        code=code if code >= 0 else 128 - code,
+        step=said.get("step"),
+        error=str(said.get("error", default)).partition("\n")[0],
+    )
+
+
+def last_words(run_dir: Path, since: float) -> dict[int, dict[str, Any]]:
+    """What processes have left in RUN/ranks after a moment (of `time.time`), by rank."""
+    found = {}
+    for file in (run_dir / "ranks").glob("*.json"):
+        with contextlib.suppress(OSError, ValueError):
+            words = json.loads(file.read_text())
+            if words["time"] >= since:
+                found[int(file.stem)] = words
+    return found
+
+
+def tail(log: Path, lines: int = 20) -> str:
+    """The end of a log."""
+    with contextlib.suppress(OSError), open(log, "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - (64 << 10)))
+        return "\n".join(file.read().decode("utf-8", "replace").splitlines()[-lines:])
+    return ""
+
+
+def on_signals(act: Callable[[signal.Signals], None]) -> None:
+    """Call `act` on SIGTERM and SIGINT."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda received, _: act(signal.Signals(received)))
+
+
+@contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """SIGINT and SIGTERM wait until the end: one that came while a process is being started would
+    leave it running, unknown to its parent. For the main thread."""
+    came: list[int] = []
+    note = lambda number, _: came.append(number)  # noqa: E731
+    earlier = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
+    if came:
+        signal.raise_signal(came[0])

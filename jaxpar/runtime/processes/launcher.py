@@ -1,0 +1,228 @@
+"""A run's processes on this host, started and seen through."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from jaxpar.config import Config, ConfigError
+from jaxpar.config.command_line import asks_help, read_config
+from jaxpar.runtime import exit_codes
+from jaxpar.runtime.files.run_lock import made_in
+from jaxpar.runtime.gpus import visible
+from jaxpar.runtime.processes import children
+from jaxpar.runtime.processes.children import Children, Failure
+from jaxpar.runtime.processes.detect import LAUNCHED
+
+#: On one host, where it has no more cores: each takes a third of a GB before it computes anything.
+MOST_PROCESSES = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Start a run's processes on this host. After --, as jaxpar.train: CONFIG --section.field v."""
+
+    num_processes: Annotated[int, tyro.conf.arg(aliases=["-n"])]
+    """Processes to start."""
+    devices_per_process: int = 0
+    """Simulate so many CPU devices in each. 0: GPUs if there are any, else what the config says."""
+    restarts: int = 3
+    """Times to start again without a new checkpoint in between."""
+    grace: float = 5.0
+    """Seconds for the others to end after one has failed, before they are killed."""
+
+
+def read_command(argv: Sequence[str]) -> tuple[Options, list[str], Config]:
+    """The options, the arguments for `jaxpar.train`, and the config that these ask for.
+
+    Raises:   ConfigError for either.
+    """
+    args, prog = list(argv), "python -m jaxpar.launch"
+    own, rest = (
+        (args[: args.index("--")], args[args.index("--") + 1 :]) if "--" in args else (args, [])
+    )
+    if not rest and not asks_help(own):
+        raise ConfigError("command line", "", "names no config", f"use {prog} -n 2 -- quickstart")
+    options = tyro.cli(Options, args=own, prog=prog, description=__doc__)
+    for name, value, least in (
+        ("-n", options.num_processes, 1),
+        ("--devices-per-process", options.devices_per_process, 0),
+        ("--restarts", options.restarts, 0),
+        ("--grace", options.grace, 0),
+    ):
+        if not value >= least:  # nor is NaN
+            raise ConfigError(name, value, f"must be at least {least}", f"use {name} {least}")
+    most = max(MOST_PROCESSES, os.cpu_count() or 1)
+    if options.num_processes > most:
+        rule = f"must be at most {most}: so many processes would take this host's memory"
+        fix = "use -n 8, and --devices-per-process for more simulated devices"
+        raise ConfigError("-n", options.num_processes, rule, fix)
+    _check_places(rest)
+    if options.devices_per_process:
+        rest += ["--run.cpu-devices", str(options.devices_per_process)]
+    return options, rest, read_config(rest, "jaxpar.train", None)
+
+
+def _check_places(rest: Sequence[str]) -> None:
+    """Raises:   ConfigError for what of a run's arguments is the launcher's to set, or its own."""
+    of_run = [f"--cluster.{n}" for n in ("coordinator", "num-processes", "process-id", "detect")]
+    own = ["-n", "--num-processes", "--devices-per-process", "--restarts", "--grace"]
+    for arg, following in zip(rest, [*rest[1:], ""], strict=True):
+        name, given, value = arg.partition("=")
+        name, value = name.replace("_", "-"), value if given else following
+        if name in of_run:
+            path = name.removeprefix("--").replace("-", "_")
+            raise ConfigError(path, value, "is what the launcher sets", "leave it out")
+        if name in own:
+            rule, fix = "is the launcher's own, and stands after --", f"put {name} before --"
+            raise ConfigError(name, value, rule, fix)
+
+
+class Launcher:
+    """Attempts at a run, one after another, until it has ended."""
+
+    def __init__(self, options: Options, args: list[str], cfg: Config):
+        """Raises:   ConfigError when the GPUs cannot be shared out."""
+        self.options, self.args = options, args
+        self.run_dir = Path(cfg.run.dir)
+        self.gpus = shares_of_gpus(options.num_processes) if not cfg.run.cpu_devices else []
+        self.running: Children | None = None
+        self.stopped_by: signal.Signals | None = None
+
+    def run(self) -> int:
+        """See the run through. Returns its exit code."""
+        previous: Failure | None = None
+        newest, spent, resumed = newest_checkpoint(self.run_dir), 0, False
+        while True:
+            began = time.time()
+            ended = self.attempt(resumed)
+            code = self.settled(ended)
+            if code is not None:
+                return code
+            failure = children.failure_of(ended, children.last_words(self.run_dir, began))
+            self.tell(failure)
+            saved = newest_checkpoint(self.run_dir)
+            spent = 0 if saved > newest else spent
+            final = self.final(failure, previous, spent)
+            if final:
+                return say(final, failure.code)
+            newest, spent, previous, resumed = saved, spent + 1, failure, True
+            where = f"from checkpoint {saved}" if saved >= 0 else "from the beginning"
+            say(f"starting again {where}, restart {spent} of {self.options.restarts}")
+
+    def attempt(self, resumed: bool) -> dict[int, int]:
+        """Start all processes and wait for their end. Returns: as `Children.wait`."""
+        with reserved_port() as port:
+            return self.started(f"127.0.0.1:{port}", resumed).wait()
+
+    def started(self, coordinator: str, resumed: bool) -> Children:
+        """All processes, which meet at the coordinator that the first of them is."""
+        count = self.options.num_processes
+        args = self.args + (["--checkpoint.resume", "auto"] if resumed else [])
+        command = [sys.executable, "-u", "-m", "jaxpar.train", *args]
+        started: list[subprocess.Popen] = []
+        self.running = Children(started, self.options.grace)
+        for rank in range(count):
+            place = dict(zip(LAUNCHED, (coordinator, str(count), str(rank)), strict=True))
+            env = os.environ | place | (self.gpus[rank] if self.gpus else {})
+            self.running.processes.append(children.start(command, env, self.log(rank)))
+        if self.stopped_by:
+            self.running.send(signal.SIGTERM)
+        return self.running
+
+    def log(self, rank: int) -> Path | None:
+        """Where a process writes; None: to the terminal."""
+        if rank == 0:
+            return None
+        folder = self.run_dir / "logs"
+        with made_in(self.run_dir):
+            folder.mkdir(exist_ok=True)
+        return folder / f"rank-{rank}.log"
+
+    def settled(self, ended: dict[int, int]) -> int | None:
+        """The exit code, unless there is a failure to look at."""
+        codes = set(ended.values())
+        if len(ended) == self.options.num_processes and codes == {exit_codes.EXIT_OK}:
+            return exit_codes.EXIT_OK
+        if len(ended) == self.options.num_processes and codes == {exit_codes.EXIT_PREEMPTED}:
+            return exit_codes.EXIT_PREEMPTED
+        asked = {exit_codes.EXIT_PREEMPTED, -signal.SIGTERM, -signal.SIGKILL}
+        if self.stopped_by and codes & asked:
+            # Saved; or ended during the start, before there was anything to save.
+            return say(f"stopped by {self.stopped_by.name}", exit_codes.EXIT_PREEMPTED)
+        return None
+
+    def final(self, failure: Failure, previous: Failure | None, spent: int) -> str:
+        """Why there is no other attempt; empty if there is."""
+        if self.stopped_by:
+            return f"stopped by {self.stopped_by.name}, and failed"
+        if failure.code in (exit_codes.EXIT_CONFIG, exit_codes.EXIT_NUMERICS):
+            return "it would fail again"
+        if failure.same_as(previous):
+            return f"step {failure.step} has failed twice with the same error"
+        if spent >= self.options.restarts:
+            return f"no new checkpoint after {spent} restarts"
+        return ""
+
+    def tell(self, failure: Failure) -> None:
+        """Say what failed, with the end of the log where the terminal has not shown it."""
+        log = self.log(failure.rank)
+        if log is not None and (end := children.tail(log)):
+            print(f"--- the end of {log}\n{end}\n---", file=sys.stderr)
+        say(str(failure))
+
+    def stop(self, number: signal.Signals) -> None:
+        """Pass a signal on: the first so that the run saves, the second to end it at once."""
+        if self.running is not None:
+            self.running.send(signal.SIGKILL if self.stopped_by else signal.SIGTERM)
+        self.stopped_by = number
+
+
+def say(text: str, code: int = 0) -> int:
+    """A line of the launcher's own. Returns the code."""
+    print(f"launch: {text}", file=sys.stderr, flush=True)
+    return code
+
+
+def shares_of_gpus(count: int) -> list[dict[str, str]]:
+    """The environment that gives each process its GPUs; empty where there are none.
+
+    Raises:   ConfigError when they cannot be shared out evenly.
+    """
+    if not visible.gpu_is_present():
+        return []
+    seen, name = visible.visible_gpus(), "CUDA_VISIBLE_DEVICES"
+    ids = os.environ.get(name, ",".join(map(str, range(seen)))).split(",")[:seen]
+    if seen % count or not seen:
+        rule = f"{seen} GPUs cannot be shared evenly by {count} processes"
+        fix = "use another -n, or --devices-per-process 1 for simulated devices"
+        raise ConfigError("-n", count, rule, fix)
+    each = seen // count
+    return [{name: ",".join(ids[i * each : (i + 1) * each])} for i in range(count)]
+
+
+def newest_checkpoint(run_dir: Path) -> int:
+    """Step of the newest finished checkpoint, -1 for none; by names alone, as Orbax writes them."""
+    names = [p.name for p in (run_dir / "checkpoints").glob("*") if p.name.isdigit()]
+    return max(map(int, names), default=-1)
+
+
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port of this host that nobody listens on, and that nobody else is given meanwhile.
+
+    Only bound, not listened on: the coordinator can listen, since gRPC sets SO_REUSEPORT as well.
+    """
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]

@@ -1,0 +1,3 @@
+"""Names of axes, the mesh, ParamSpec, Batch."""
+
+MAY_IMPORT = ("config",)

@@ -1,0 +1,42 @@
+"""The mesh. There is always one: a laptop is all ones."""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxpar.config import ParallelConfig
+from jaxpar.sharding.axes import AXES
+
+
+def axis_sizes(parallel: ParallelConfig) -> tuple[int, ...]:
+    """Sizes of the mesh axes in the order of `axes.AXES`; `data` must be filled in."""
+    return tuple(getattr(parallel, axis) for axis in AXES)
+
+
+def make_mesh(parallel: ParallelConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The device mesh of a resolved config.
+
+    With all devices, `jax.make_mesh` lays the innermost axes on the fastest links.
+
+    Args:     devices: take these, in this order, instead of all devices.
+    Raises:   ValueError when the axes do not multiply to the number of devices.
+    """
+    sizes = axis_sizes(parallel)
+    types = (AxisType.Auto,) * len(AXES)
+    if devices is None:
+        return jax.make_mesh(sizes, AXES, axis_types=types)
+    return Mesh(np.asarray(devices).reshape(sizes), AXES, axis_types=types)
+
+
+def shardings(mesh: Mesh, partition_specs):
+    """The tree of NamedShardings for a tree of PartitionSpecs."""
+    is_leaf = lambda node: isinstance(node, PartitionSpec)  # noqa: E731
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), partition_specs, is_leaf=is_leaf)
+
+
+def describe(mesh: Mesh) -> str:
+    """The axes larger than 1, as "data=4 tensor=2"; "1 device" when there is none."""
+    named = [f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1]
+    return " ".join(named) or "1 device"

@@ -1,0 +1,96 @@
+"""Parameters, declared once: a tree of `ParamSpec`, from which everything else is derived.
+
+Initial values, abstract arrays, shardings, counts and the decay mask all come from the same tree,
+which `model/transformer.py` builds. Trees are nested dicts of arrays.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jaxpar.sharding.axes import partition_spec
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamSpec:
+    """One parameter: its global shape, what each dimension is, and how it starts."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    """Logical axis of each dimension, a name from `axes.RULES`."""
+    init: Literal["normal", "ones", "zeros"] = "normal"
+    std: float = 0.02
+    decay: bool = True
+    """Whether weight decay applies: to matrices, not to norms and biases."""
+    trained: bool = True
+    """Whether training moves it. If not, it has neither gradient nor moments."""
+
+    def __post_init__(self):
+        if len(self.shape) != len(self.axes):
+            raise ValueError(f"shape {self.shape} and axes {self.axes} differ in length")
+
+    @property
+    def partition_spec(self) -> PartitionSpec:
+        return partition_spec(self.axes)
+
+
+def is_spec(node: Any) -> bool:
+    """Whether a tree node is a leaf of a tree of specs."""
+    return isinstance(node, ParamSpec)
+
+
+def map_specs(fn: Callable[..., Any], specs: Any, *trees: Any) -> Any:
+    """`jax.tree.map` with a ParamSpec as the leaf."""
+    return jax.tree.map(fn, specs, *trees, is_leaf=is_spec)
+
+
+def partition_specs(specs: Any) -> Any:
+    """The tree of PartitionSpecs."""
+    return map_specs(lambda spec: spec.partition_spec, specs)
+
+
+def decay_mask(specs: Any) -> Any:
+    """The tree of booleans: where weight decay applies."""
+    return map_specs(lambda spec: spec.decay, specs)
+
+
+def abstract(specs: Any) -> Any:
+    """The tree of float32 ShapeDtypeStructs, global shapes."""
+    return map_specs(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32), specs)
+
+
+def count(specs: Any) -> int:
+    """Number of parameters."""
+    return sum(math.prod(s.shape) for s in jax.tree.leaves(specs, is_leaf=is_spec))
+
+
+def flat(tree: Any) -> dict[str, Any]:
+    """Leaves by stable name: {"layers/wq": ...}."""
+    return flax.traverse_util.flatten_dict(tree, sep="/")
+
+
+def split(tree: Any, specs: Any) -> tuple[Any, Any]:
+    """A tree in two, each without the names of the other: what is trained, and what is not.
+
+    Args:     tree: as `specs`, the specs of a model themselves among others.
+    Returns:  two trees for `join`. Where everything is trained, the tree itself and {}.
+    """
+    leaves, moved = flat(tree), {name: spec.trained for name, spec in flat(specs).items()}
+    if all(moved.values()):
+        return tree, {}
+    parts = [{n: leaves[n] for n in leaves if moved[n] is which} for which in (True, False)]
+    trained, rest = (flax.traverse_util.unflatten_dict(part, sep="/") for part in parts)
+    return trained, rest
+
+
+def join(a: Any, b: Any) -> Any:
+    """Two trees of dicts and tuples as one that has the names of both."""
+    if isinstance(a, tuple):
+        return tuple(map(join, a, b)) if b else a
+    return a | b | {name: join(a[name], b[name]) for name in a.keys() & b.keys()}

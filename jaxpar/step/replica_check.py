@@ -1,0 +1,106 @@
+"""Do the devices that should hold the same numbers hold the same numbers?
+
+Parameters and moments lie on several devices: whole copies over `replica`, and what an axis does
+not cut over that axis. Each copy goes through the same operations and stays the same to the bit; a
+device that computes wrongly, or forgets, drifts off on its own, and nothing notices.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxpar.config import Config
+from jaxpar.parallel.collectives import varying
+from jaxpar.runtime.exit_codes import BadNumerics
+from jaxpar.sharding.axes import AXES, axes_of
+from jaxpar.sharding.fingerprint import local_sums, named_leaves
+from jaxpar.step.state import TrainState, state_specs
+
+
+@dataclass(frozen=True)
+class Drift:
+    """Copies of an array that differ."""
+
+    name: str
+    """Of the array."""
+    devices: tuple[Any, ...]
+    """The devices in the minority; all of them when there is none."""
+    copies: int
+
+    def __str__(self) -> str:
+        named = ", ".join(f"{d} of process {d.process_index}" for d in self.devices)
+        if len(self.devices) == self.copies:
+            return f"{self.name}: {named} differ, and none is in the minority"
+        return f"{self.name}: {named} differ{'s' if len(self.devices) == 1 else ''} from the others"
+
+
+def make_replica_check(cfg: Config, mesh: Mesh) -> Callable[[TrainState], list[Drift]]:
+    """A function of the running state: where copies differ; to be called by every process.
+
+    With `optimizer.offload`, moments are not looked at: they would have to come to the device.
+
+    Communication: one all-reduce of 8 bytes for each device and array.
+    """
+    specs = _looked_at(state_specs(cfg), cfg)
+    names = list(named_leaves(specs))
+    flat = jax.tree.leaves(specs, is_leaf=lambda node: isinstance(node, PartitionSpec))
+
+    def table(tree: Any) -> jax.Array:
+        own = [varying(local_sums(x, s)) for x, s in zip(jax.tree.leaves(tree), flat, strict=True)]
+        place = jnp.arange(mesh.size) == lax.axis_index(AXES)
+        return lax.psum(jnp.where(place[:, None, None], jnp.stack(own), 0), AXES)
+
+    program = jax.jit(jax.shard_map(table, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec()))
+
+    def check(state: TrainState) -> list[Drift]:
+        sums = np.asarray(jax.device_get(program(_looked_at(state, cfg))))
+        found = (_drifts(mesh, names[i], flat[i], sums[:, i]) for i in range(len(names)))
+        return [drift for drifts in found for drift in drifts]
+
+    return check
+
+
+def _looked_at(state: TrainState, cfg: Config) -> Any:
+    parts = {"step": state.step, "params": state.params, "guard": state.guard}
+    return parts if cfg.optimizer.offload else parts | {"opt_state": state.opt_state}
+
+
+def _drifts(mesh: Mesh, name: str, spec: PartitionSpec, sums: np.ndarray) -> list[Drift]:
+    """Where the copies of each shard of an array differ.
+
+    Args:     sums: uint32 [devices, 2], in the order of the mesh.
+    """
+    cut = [i for i, axis in enumerate(mesh.axis_names) if axis in axes_of(spec)]
+    groups: dict[tuple, list[tuple[Any, tuple]]] = defaultdict(list)
+    for place, device in np.ndenumerate(mesh.devices):
+        row = int(np.ravel_multi_index(place, mesh.devices.shape))
+        groups[tuple(place[i] for i in cut)].append((device, tuple(sums[row].tolist())))
+    found = []
+    for copies in groups.values():
+        (most, count), *_ = Counter(text for _, text in copies).most_common()
+        if count == len(copies):
+            continue
+        alone = tuple(d for d, text in copies if text != most or 2 * count <= len(copies))
+        found.append(Drift(name, alone, len(copies)))
+    return found
+
+
+def require_equal(step: int, drifts: list[Drift]) -> None:
+    """Raises:   BadNumerics that names every device and array that has drifted."""
+    if not drifts:
+        return
+    devices = {d for drift in drifts for d in drift.devices}
+    named, more = drifts[:4], len(drifts) - 4
+    text = "; ".join(map(str, named)) + (f"; and {more} more arrays" if more > 0 else "")
+    raise BadNumerics(
+        f"step {step}: copies that should be equal are not, on {len(devices)} of "
+        f"{jax.device_count()} devices. {text}. Take the device out, and go on from a checkpoint "
+        "that is older than the check before (python -m jaxpar.checkpoint ls)."
+    )

@@ -1,0 +1,255 @@
+"""The train step and the evaluation step: the one `shard_map`, around everything.
+
+Forward, backward, reduction, clipping and optimiser all run inside it on local shards, manual over
+every mesh axis, with `check_vma=True`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxpar.config import Config
+from jaxpar.execution import decisions
+from jaxpar.model import fused_weights, parameters, token_context, transformer
+from jaxpar.optimizer import loss_scale as skipping
+from jaxpar.optimizer import moments
+from jaxpar.parallel.accumulation import Program, accumulate
+from jaxpar.parallel.collectives import psum, varying
+from jaxpar.parallel.fsdp import gather as fsdp
+from jaxpar.parallel.gradients import global_norm, reduce_gradients
+from jaxpar.parallel.pipeline.runner import forward_only, one_f_one_b
+from jaxpar.sharding.axes import BATCH_SPEC, FSDP_AXES, PIPELINE, TOKEN_AXES
+from jaxpar.sharding.batch import IGNORED, Batch
+from jaxpar.sharding.params import join, partition_specs, split
+from jaxpar.step.layer_order import layers_here
+from jaxpar.step.state import TrainState, state_shardings, state_specs
+
+
+@flax.struct.dataclass
+class Measured:
+    """What a step reports: float32 scalars, the same on every device."""
+
+    loss: jax.Array
+    """Cross entropy per labelled token, nats."""
+    grad_norm: jax.Array
+    """Global norm of the gradient before clipping."""
+    num_tokens: jax.Array
+    """Labelled tokens in the batch."""
+    skipped: jax.Array | None = None
+    """Updates left out so far, this step's among them."""
+    in_a_row: jax.Array | None = None
+    """Of these, the latest without one that was made."""
+    loss_scale: jax.Array | None = None
+    """What the loss of this step was multiplied with; 1 but in float16."""
+
+
+def make_train_step(
+    cfg: Config, mesh: Mesh, max_segments: int | None = None
+) -> Callable[[TrainState, Batch], tuple[TrainState, Measured]]:
+    """The compiled train step. It takes over (donates) the state it is given.
+
+    Args:     max_segments: documents in one window at most; backends that mask by offset need it.
+    """
+    specs = state_specs(cfg)
+    step = jax.shard_map(
+        functools.partial(train_step, cfg, max_segments),
+        mesh=mesh,
+        in_specs=(specs, BATCH_SPEC),
+        out_specs=(specs, PartitionSpec()),
+    )
+    kept = state_shardings(cfg, mesh), NamedSharding(mesh, PartitionSpec())
+    return jax.jit(step, donate_argnums=0, out_shardings=kept)
+
+
+def make_eval_step(
+    cfg: Config, mesh: Mesh, max_segments: int | None = None
+) -> Callable[[Any, Batch], tuple[jax.Array, jax.Array]]:
+    """The compiled evaluation step: (params, batch) -> (summed loss, labelled tokens)."""
+    step = jax.shard_map(
+        functools.partial(eval_step, cfg, max_segments),
+        mesh=mesh,
+        in_specs=(state_specs(cfg).params, BATCH_SPEC),
+        out_specs=PartitionSpec(),
+    )
+    return jax.jit(step)
+
+
+def make_gradient_step(
+    cfg: Config, mesh: Mesh, max_segments: int | None = None
+) -> Callable[[Any, Batch], tuple[Measured, Any]]:
+    """The compiled (params, batch) -> (Measured, gradients), for checks."""
+    grads = partition_specs(parameters.trained_specs(cfg))
+    step = jax.shard_map(
+        functools.partial(loss_and_gradients, cfg, max_segments),
+        mesh=mesh,
+        in_specs=(state_specs(cfg).params, BATCH_SPEC),
+        out_specs=(PartitionSpec(), grads),
+    )
+    return jax.jit(step)
+
+
+# ------------------------------------------------- inside the shard_map, on local shards
+
+
+def train_step(
+    cfg: Config, max_segments: int | None, state: TrainState, batch: Batch
+) -> tuple[TrainState, Measured]:
+    """One optimiser step. Where loss or gradient is no number, only step and guard change."""
+    scale = state.guard["loss_scale"]
+    measured, grads = loss_and_gradients(cfg, max_segments, state.params, batch, scale)
+    ok = jnp.isfinite(measured.loss) & jnp.isfinite(measured.grad_norm)
+    with jax.named_scope("optimizer"):
+        grads = clip(grads, measured.grad_norm, cfg.optimizer.clip_norm)
+        moved, still = split(state.params, parameters.param_specs(cfg.model, cfg.lora))
+        layers = layers_here(cfg)
+        moved, opt_state = moments.update(
+            cfg,
+            parameters.trained_specs(cfg),
+            grads,
+            state.opt_state,
+            moved,
+            state.step,
+            layers,
+            ok,
+        )
+    guard = skipping.after(cfg, state.guard, ok)
+    counts = {name: guard[name].astype(jnp.float32) for name in ("skipped", "in_a_row")}
+    measured = dataclasses.replace(measured, loss_scale=scale, **counts)
+    return TrainState(state.step + 1, join(moved, still), opt_state, guard), measured
+
+
+def loss_and_gradients(
+    cfg: Config,
+    max_segments: int | None,
+    params: Any,
+    batch: Batch,
+    scale: jax.Array | float = 1.0,
+):
+    """Mean loss over the global batch, and its gradients, reduced and sharded as the parameters.
+
+    Args:     scale: what the loss is multiplied with on its way back (`optimizer/loss_scale.py`).
+    Returns:  (Measured, float32 gradients of the parameters that are trained).
+    Communication: that of the model; FSDP's scatters; one `reduce_gradients`; scalars.
+    """
+    num_tokens = count_labels(batch)
+    moved, still = split(varying(params), parameters.param_specs(cfg.model, cfg.lora))
+    shards, unview = jax.vjp(lambda p: fused_weights.view(p, cfg), moved)
+    weights = weights_of_step(shards, cfg)
+    if still:
+        still = weights_of_step(fused_weights.view(still, cfg), cfg)
+    program = program_of(cfg, max_segments)
+    microbatches = split_microbatches(batch, cfg.parallel.num_microbatches)
+    run = schedule_of(cfg)
+    (_, loss_sum), grads = run(program, weights, still, microbatches, scale / num_tokens)
+    grads = fused_weights.without_scales(grads)
+    if cfg.parallel.zero == 1:
+        grads = scatter_once(grads, cfg)
+    (grads,) = unview(grads)
+    grads = reduce_gradients(grads, parameters.trained_specs(cfg))
+    grads = skipping.unscaled(cfg, grads, scale)
+    loss = psum(loss_sum, TOKEN_AXES) / num_tokens
+    return Measured(loss, global_norm(fused_weights.apart(grads, cfg)), num_tokens), grads
+
+
+def eval_step(cfg: Config, max_segments: int | None, params: Any, batch: Batch):
+    """Summed loss and labelled tokens of a global batch, without gradients."""
+    weights = weights_of_step(fused_weights.view(varying(params), cfg), cfg)
+    microbatches = split_microbatches(batch, cfg.parallel.num_microbatches)
+    program = program_of(cfg, max_segments)
+    _, loss_sum = forward_only(program, weights, microbatches, cfg.parallel.virtual_stages)
+    return psum(loss_sum, TOKEN_AXES), count_labels(batch)
+
+
+def count_labels(batch: Batch) -> jax.Array:
+    """Labelled tokens of the global batch, float32: exact up to 2**24, 16 million."""
+    own = jnp.sum(batch.labels != IGNORED, dtype=jnp.int32)
+    return psum(own, TOKEN_AXES).astype(jnp.float32)
+
+
+def split_microbatches(batch: Batch, n: int) -> Batch:
+    """[b, t] -> [n, b/n, t]."""
+    return jax.tree.map(lambda a: a.reshape(n, -1, *a.shape[1:]), batch)
+
+
+def program_of(cfg: Config, max_segments: int | None) -> Program:
+    """The configured model, as the schedules run it."""
+
+    def tokens(mb: Batch) -> token_context.Tokens:
+        return token_context.across_devices(
+            token_context.describe_tokens(mb, cfg, max_segments), cfg
+        )
+
+    return Program(
+        embed=functools.partial(transformer.embed, cfg=cfg),
+        tokens=tokens,
+        stage=functools.partial(
+            transformer.stage, cfg=cfg, layers_of=transformer.rematerialized(cfg)
+        ),
+        head=functools.partial(transformer.head, cfg=cfg),
+        opened=functools.partial(transformer.with_float32_gradients, cfg=cfg),
+        sends=decisions.stage_sends(cfg),
+        layers_in_part=decisions.layers_in_part(cfg),
+    )
+
+
+def schedule_of(cfg: Config) -> Callable:
+    """How microbatches go through the model: accumulated, or pipelined over stages."""
+    if lax.axis_size(PIPELINE) == 1:
+        return accumulate
+    p = cfg.parallel
+    return functools.partial(one_f_one_b, virtual=p.virtual_stages, save=p.pipeline_save)
+
+
+def weights_of_step(shards: Any, cfg: Config) -> Any:
+    """What the model is given: shards that it gathers itself (ZeRO-3), or whole weights (ZeRO-1);
+    with what is measured once per step (`fused_weights.with_scales`)."""
+    weights = gather_once(shards, cfg) if cfg.parallel.zero == 1 else shards
+    if cfg.parallel.zero == 1 and "embed" in shards["top"] and lax.axis_size(FSDP_AXES) == 1:
+        # As it is: of a table that nobody gathers, the rows that a step looks up are cast.
+        weights["top"]["embed"] = shards["top"]["embed"]
+    return fused_weights.with_scales(weights, shards, cfg)
+
+
+def gather_once(shards: Any, cfg: Config) -> Any:
+    """ZeRO-1: every weight whole and in the compute dtype, for all microbatches of the step."""
+
+    def gather(shards: dict, dims: dict) -> dict:
+        whole = fsdp.gather_tree(shards, dims, cfg.model.dtype, cfg.parallel.grad_reduce)
+        if cfg.model.matmul_dtype != "compute":
+            return whole
+        # Each made once: with nothing to gather, XLA would have matmuls put matrices side by side
+        # again as they read them.
+        return {name: lax.optimization_barrier(w) for name, w in whole.items()}
+
+    return _map_groups(gather, shards)
+
+
+def scatter_once(grads: Any, cfg: Config) -> Any:
+    """ZeRO-1: the step's accumulated gradients, reduced to shards."""
+    return _map_groups(functools.partial(fsdp.scatter_tree, reduce=cfg.parallel.grad_reduce), grads)
+
+
+def _map_groups(fn: Callable, tree: Any) -> Any:
+    """`fn(arrays, dims)` over the arrays outside the layers and over each layer's."""
+    in_layers = functools.partial(fn, dims=fused_weights.LAYER_DIMS)
+    layers = fused_weights.each_tree(in_layers, tree["layers"])
+    return {"top": fn(tree["top"], dims=fused_weights.TOP_DIMS), "layers": layers}
+
+
+@jax.named_scope("clip")
+def clip(grads: Any, norm: jax.Array, limit: float) -> Any:
+    """Gradients scaled down to the global norm `limit`; 0: as they are.
+
+    Source:   Pascanu et al. 2013 (1211.5063), algorithm 1.
+    """
+    if limit == 0:
+        return grads
+    scale = jnp.minimum(1.0, limit / (norm + 1e-6))
+    return jax.tree.map(lambda g: g * scale, grads)

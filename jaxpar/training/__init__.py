@@ -1,0 +1,18 @@
+"""A run from first byte to last: start, loop, evaluation, rewind, elastic."""
+
+MAY_IMPORT = (
+    "config",
+    "runtime",
+    "sharding",
+    "kernels",
+    "parallel",
+    "model",
+    "optimizer",
+    "step",
+    "data",
+    "checkpoint",
+    "convert",
+    "planning",
+    "profiling",
+    "monitoring",
+)

@@ -1,0 +1,51 @@
+"""Held-out loss during training."""
+
+import math
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxpar.config import Config, ConfigError
+from jaxpar.data import Loader
+from jaxpar.step import compiled
+from jaxpar.step.train_step import make_eval_step
+
+
+def check_labels(cfg: Config, loader: Loader) -> None:
+    """See that an evaluation has something to take the loss of, before the run begins.
+
+    Args:     loader: of the held-out split.
+    Raises:   ConfigError when none of its batches has a label.
+    """
+    first, most = loader.first_labelled(), cfg.evaluation.num_batches
+    if first is not None and first < most:
+        return
+    what = ", ".join(str(source.dataset.path) for source in loader.sources)
+    rule = f"takes batches of {what} in which every token is left out of the loss"
+    fix = "use --evaluation.every 0"
+    if first is not None:
+        fix = f"use --evaluation.num-batches {first + 1}, or --evaluation.every 0"
+    raise ConfigError("evaluation.num_batches", most, rule, fix)
+
+
+class Evaluation:
+    """Held-out loss over the same batches each time."""
+
+    def __init__(self, cfg: Config, mesh: Mesh, loader: Loader | None, max_segments: int):
+        """
+        Args:     loader: of the held-out split; None where none is evaluated.
+        """
+        self.loader, self.num_batches = loader, cfg.evaluation.num_batches
+        if loader is not None:
+            self.step = compiled.FirstRunAlone(make_eval_step(cfg, mesh, max_segments))
+
+    def __call__(self, params: Any) -> tuple[float, float | None]:
+        """Returns:  nats per labelled token, bits per byte of text where its length is known."""
+        loader = self.loader
+        assert loader is not None
+        batches = range(self.num_batches)
+        sums = [jax.device_get(self.step(params, loader.batch(i))) for i in batches]
+        loss = sum(float(s[0]) for s in sums) / sum(float(s[1]) for s in sums)
+        ratio = loader.bytes_per_token
+        return loss, None if ratio is None else loss / math.log(2) / ratio

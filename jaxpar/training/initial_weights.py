@@ -1,0 +1,91 @@
+"""The weights that a run begins with: drawn anew, or another run's, or a published model's."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jaxpar import checkpoint
+from jaxpar.config import Config, ConfigError, LoraConfig, flag, replace, value_of
+from jaxpar.convert.hf.config_file import CONFIG_FILE
+from jaxpar.convert.hf.importing import Source, open_source
+from jaxpar.convert.hf.mesh_load import load_params
+from jaxpar.step import adapters
+from jaxpar.step.state import TrainState, init_state, state_of
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where the weights of `run.init_from` are, found and seen to fit; nothing is read yet."""
+
+    folder: Path
+    step: int | None
+    """Of a run: its latest checkpoint's."""
+    source: Source | None
+    """Of a published model."""
+    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
+    """Of a run: the adapters that its checkpoint holds."""
+
+    def __str__(self) -> str:
+        return f"{self.folder}" + ("" if self.step is None else f", step {self.step}")
+
+
+def find(cfg: Config) -> Origin | None:
+    """What `run.init_from` points to; None if it is empty.
+
+    Raises:   ConfigError when there is no model there, or another than `cfg.model`.
+    """
+    if not cfg.run.init_from:
+        return None
+    folder = Path(cfg.run.init_from)
+    steps = checkpoint.saved_steps(folder) if folder.is_dir() else []
+    if steps:
+        there = checkpoint.load_config(folder, steps[-1])
+        _require_same_model(cfg, there)
+        return Origin(folder, steps[-1], None, there.lora)
+    if not (folder / CONFIG_FILE).is_file():
+        rule = "is neither a run with a checkpoint nor a folder with a config.json and .safetensors"
+        fix = "give the folder of one, or leave run.init_from empty"
+        raise ConfigError("run.init_from", cfg.run.init_from, rule, fix)
+    source = open_source(folder)
+    _require_same_model(cfg, source.config)
+    return Origin(folder, None, source)
+
+
+def state(cfg: Config, mesh: Mesh, origin: Origin | None, say: Callable[[str], None]) -> TrainState:
+    """The state before the first step. Every device reads or makes its own shards only.
+
+    A run's adapters are merged into its weights; those of `cfg` start as in any new run.
+
+    Args:     origin: of `find`. say: told what was read.
+    """
+    if origin is None:
+        return init_state(cfg, mesh)
+    if origin.source is not None:
+        params = load_params(origin.source, cfg, mesh, say)
+    else:
+        there = replace(cfg, lora=origin.lora)
+        params = checkpoint.restore_params(origin.folder, there, mesh, origin.step)
+        params = adapters.merged(params, there, mesh)
+    return state_of(adapters.beside(params, cfg, mesh), cfg, mesh)
+
+
+def _require_same_model(cfg: Config, there: Config) -> None:
+    """Raises:   ConfigError that names every field that differs, and the flags that mend it."""
+    differing = [p for p in checkpoint.MODEL_FIELDS if value_of(cfg, p) != value_of(there, p)]
+    if not differing:
+        return
+    short = lambda path: path.removeprefix("model.")  # noqa: E731
+    told = ", ".join(f"{short(p)} {value_of(there, p)}, not {value_of(cfg, p)}" for p in differing)
+    flags = " ".join(text for p in differing for text in _flags(p, value_of(there, p)))
+    raise ConfigError("run.init_from", cfg.run.init_from, f"holds a model with {told}", flags)
+
+
+def _flags(path: str, value: Any) -> list[str]:
+    if dataclasses.is_dataclass(value):
+        fields = [(f"{path}.{f.name}", getattr(value, f.name)) for f in dataclasses.fields(value)]
+        return [text for name, inner in fields for text in _flags(name, inner)]
+    return [flag(path, value)]

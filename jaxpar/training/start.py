@@ -1,0 +1,73 @@
+"""A run checked, its folder opened, and trained to its end."""
+
+import contextlib
+
+import jax
+
+from jaxpar import checkpoint
+from jaxpar.config import Config
+from jaxpar.config.serialize import to_json
+from jaxpar.data.skips import SKIPPED_FILE
+from jaxpar.profiling.in_run import listening
+from jaxpar.runtime import exit_codes
+from jaxpar.runtime.files.run_lock import WAIT_SECONDS, RunLock, Taken
+from jaxpar.runtime.processes import peers
+from jaxpar.runtime.watchdog import Watchdog
+from jaxpar.training import elastic
+from jaxpar.training.loop import train
+from jaxpar.training.run import Run
+
+
+def checked(cfg: Config) -> Run:
+    """The run, once every process finds that it can work, and that it is the same run."""
+    seconds = cfg.cluster.slow_seconds or 1e6
+    laid_out = elastic.choose_layout(cfg, seconds)
+    run = peers.together("checks", seconds, lambda: Run(laid_out))
+    about = lambda: f"{to_json(run.cfg)} {run.first_step} {jax.__version__}"  # noqa: E731
+    peers.check_same("config", about, seconds)
+    peers.check_same("data set", lambda: run.content, seconds)
+    peers.check_same(SKIPPED_FILE, lambda: repr(run.loader.skipped), seconds)
+    return run
+
+
+def opened(run: Run, environment: list[str]) -> RunLock | None:
+    """Take the run folder and write what the run is, in process 0, which alone has the lock.
+
+    Raises:   Taken; RunError when the folder is not what was checked; PeerFailed for either.
+    """
+    seconds = run.cfg.cluster.slow_seconds or 1e6
+
+    def take() -> RunLock | None:
+        if peers.own() != 0:
+            return None
+        lock = RunLock(run.dir, min(WAIT_SECONDS, seconds / 2))  # else the watchdog ends it
+        try:
+            if checkpoint.starting_step(run.cfg) != run.first_step:
+                rule = "has got another checkpoint meanwhile, by a run that has just ended"
+                raise exit_codes.RunError(f"run.dir {run.cfg.run.dir} {rule}. Fix: start again")
+            run.open_folder([*environment, *lock.warnings])
+        except BaseException:
+            lock.release()
+            raise
+        return lock
+
+    return peers.together("run folder", seconds, take)
+
+
+def run_to_end(cfg: Config, environment: list[str]) -> int:
+    """Check, open the run folder and train, watched. Returns an exit code.
+
+    Raises:   Taken, among others: when the watchdog has left off, whose last words would lie in
+              the folder of the run that has it.
+    """
+    c = cfg.cluster
+    with listening(), Watchdog(cfg.run.dir, c.hang_seconds, c.slow_seconds) as watch:
+        run = checked(cfg)
+        try:
+            lock = opened(run, environment)
+        except (Taken, peers.PeerFailed) as error:
+            taken = error
+        else:
+            with lock or contextlib.nullcontext():
+                return train(run, watch)
+    raise taken

@@ -1,0 +1,119 @@
+"""Looks at the numbers of every step, as they arrive: no numbers, spikes; and keeps a record."""
+
+import collections
+import math
+import statistics
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxpar.config import Config
+from jaxpar.monitoring.recent_steps import Recent, losses_judged, read_recent
+from jaxpar.runtime import exit_codes
+
+#: A median absolute deviation times this is the standard deviation of normal numbers.
+MAD_TO_DEVIATION = 1.4826
+
+#: Losses may lie so close together that rounding would count as a spike: a deviation is at least
+#: this part of the median.
+LEAST_DEVIATION = 0.01
+
+
+class Window:
+    """The latest losses, and whether another one is a spike beside them."""
+
+    def __init__(self, size: int, deviations: float, losses: Iterable[float] = ()):
+        self._deviations = deviations
+        self._losses = collections.deque(losses, maxlen=size)
+
+    def limit(self) -> float:
+        """The largest loss that is no spike; infinite before half of the window is there."""
+        if len(self._losses) < (self._losses.maxlen or 0) / 2:
+            return math.inf
+        median = statistics.median(self._losses)
+        mad = statistics.median(abs(loss - median) for loss in self._losses)
+        deviation = max(MAD_TO_DEVIATION * mad, LEAST_DEVIATION * abs(median))
+        return median + self._deviations * deviation
+
+    def add(self, loss: float) -> None:
+        """Count a loss among the latest."""
+        self._losses.append(loss)
+
+
+class StepGuard:
+    """Is given each step's numbers, in order; says what is wrong, or ends the run."""
+
+    def __init__(
+        self,
+        cfg: Config,
+        run_dir: Path,
+        first_step: int,
+        batch_of: Callable[[int], int],
+        say: Callable[[str], None],
+        mesh: str = "",
+    ):
+        """
+        Args:     first_step: steps done so far. batch_of: the batch that a step takes. say: told
+                  what is wrong. mesh: for the records.
+        """
+        self._cfg, self._say, self._batch_of, self._mesh = cfg, say, batch_of, mesh
+        g = cfg.guard
+        wanted = g.recent_steps > 0 or g.spike != "ignore"  # a run that goes on has its window here
+        size = max(g.recent_steps, g.spike_window) if wanted else 0
+        before = _losses_before(run_dir, first_step, g.spike_window)
+        self._recent = Recent(run_dir, size if jax.process_index() == 0 else 0)
+        self._window = Window(g.spike_window, g.spike_deviations, before)
+
+    def look(self, step: int, values: dict[str, float]) -> None:
+        """The numbers of a step have arrived.
+
+        Args:     step: counted from 0. values: of `Measured`.
+        Raises:   BadNumerics when too many updates in a row were left out; Spike where the run is
+                  to go back.
+        """
+        number, loss = step + 1, values["loss"]
+        batch, rows = self._batch_of(step), self._cfg.train.global_batch_size
+        windows, seed = [batch * rows, (batch + 1) * rows], self._cfg.train.seed
+        self._recent.add(number, values, batch=batch, windows=windows, seed=seed, mesh=self._mesh)
+        bad = exit_codes.not_finite(values)
+        if bad:
+            self._left_out(number, bad, values)
+            return
+        limit = self._window.limit()
+        if self._cfg.guard.spike != "ignore" and loss > limit:
+            text = f"step {number}: loss {loss:.4f} is a spike, above {limit:.4f}; batch {batch}"
+            self._say(f"WARNING    {text}")
+            if self._cfg.guard.spike == "rewind":
+                raise exit_codes.Spike(step, text)
+        self._window.add(loss)
+
+    def _left_out(self, number: int, bad: list[str], values: dict[str, float]) -> None:
+        in_a_row, most = int(values.get("in_a_row", 1)), self._cfg.guard.max_skips
+        text = f"step {number}: {', '.join(bad)}: the update was left out"
+        if values.get("loss_scale", 1.0) > 1:
+            text += f", and the loss scale of {values['loss_scale']:g} halved"
+        skipped = int(values.get("skipped", 1))
+        self._say(f"WARNING    {text} ({in_a_row} in a row, {skipped} in all)")
+        if in_a_row >= most:
+            rule = f"{in_a_row} updates in a row were left out, and guard.max_skips is {most}"
+            raise exit_codes.BadNumerics(
+                f"{text}; {rule}. Checkpoints of earlier steps are untouched."
+            )
+
+
+def _losses_before(run_dir: Path, first_step: int, count: int) -> list[float]:
+    """The losses of the steps before `first_step`, as the run's records have them; so a run that
+    goes on judges the next step as one that never stopped. The same in every process."""
+    records: list[dict[str, Any]] = [
+        record for step, record in sorted(read_recent(run_dir).items()) if step <= first_step
+    ]
+    known = losses_judged(records)
+    losses = np.full(count, np.nan, np.float32)
+    losses[: len(known[-count:])] = known[-count:]
+    if jax.process_count() > 1:
+        losses = np.asarray(multihost_utils.broadcast_one_to_all(losses))
+    return [float(loss) for loss in losses if not np.isnan(loss)]

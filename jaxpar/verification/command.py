@@ -1,0 +1,151 @@
+"""The command line of `python -m jaxpar.verify`, and its devices."""
+
+import argparse
+import dataclasses
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from typing import NoReturn
+
+import jax
+
+from jaxpar.config import Config, ConfigError, RunConfig
+from jaxpar.config.command_line import load_config, parse_overrides
+from jaxpar.model.parameters import param_specs
+from jaxpar.runtime import start as runtime
+from jaxpar.runtime.processes import rendezvous
+from jaxpar.sharding.mesh import axis_sizes, make_mesh
+from jaxpar.sharding.params import count
+from jaxpar.verification import distances, traces
+from jaxpar.verification.table import Row
+
+PROGRAM = "python -m jaxpar.verify"
+
+
+#: Parameters above which a step of the plain reference takes minutes on a CPU.
+LARGEST_ON_CPU = 50_000_000
+
+
+#: Simulated devices when neither --devices nor --mesh says how many.
+DEFAULT_DEVICES = 8
+
+
+#: Without --mesh: those of these that fit the devices.
+DEFAULT_MESHES = (
+    "data=1",
+    "data=2",
+    "tensor=2",
+    "sequence=2",
+    "pipeline=2,num_microbatches=4",
+    "replica=2,data=2",
+    "data=2,tensor=2,zero=1",
+    "data=2,sequence=2,context=ring",
+    "pipeline=2,data=2,tensor=2,num_microbatches=2",
+    "data=2,sequence=2,tensor=2",
+    "pipeline=2,data=2,sequence=2,tensor=2,num_microbatches=2",
+)
+
+
+EPILOG = """\
+Any other option is a field of the config, all listed below: --model.d-model 64. Fields of the
+parallel section other than the axes hold for every mesh that does not set them itself. Exit codes:
+0 all agree, 1 a mismatch, 2 bad input."""
+
+
+def compare_meshes(
+    cfg: Config,
+    configs: dict[str, Config],
+    devices: Sequence[jax.Device],
+    steps: int,
+    tolerance: float,
+) -> Iterable[Row]:
+    """A Row for each mesh, as it is done."""
+    batches = [traces.random_batch(cfg, i) for i in range(max(steps, 1))]
+    wanted = traces.reference_trace(cfg, batches, steps)
+    options = traces.QUICK_COMPILE if devices[0].platform == "cpu" else None
+    for name, on_mesh in configs.items():
+        mesh = make_mesh(on_mesh.parallel, devices[: math.prod(axis_sizes(on_mesh.parallel))])
+        found = traces.mesh_trace(on_mesh, mesh, batches, steps, options)
+        yield Row(name, found.loss, distances.compare(found, wanted, tolerance))
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError("command line", " ".join(sys.argv[1:]), message, "see --help")
+
+
+def parse_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The program's own options, and what is left: overrides of the config."""
+    parser = _Parser(
+        prog=PROGRAM,
+        usage=f"{PROGRAM} CONFIG [--mesh AXIS=N,...] [options] [--section.field VALUE ...]",
+        description="Compare the weights, losses, gradients and optimiser steps of meshes with a "
+        "plain, unsharded reference, in float32 on random packed documents.",
+        epilog=EPILOG,
+        allow_abbrev=False,
+        add_help=False,
+    )
+    add = parser.add_argument
+    add("config", metavar="CONFIG", nargs="?", help="a name from configs/, or a .py file")
+    add("--mesh", action="append", metavar="AXIS=N,...", help=MESH_HELP)
+    add("--steps", type=int, default=5, help="optimiser steps; 0: gradients only (%(default)s)")
+    add("--shrink", action="store_true", help=SHRINK_HELP)
+    add("--tolerance", type=float, default=1e-5, help="relative error allowed (%(default)s)")
+    add("--devices", type=int, metavar="N", help=DEVICES_HELP)
+    add("-h", "--help", action="store_true", help="show this, and exit")
+    options, overrides = parser.parse_known_args(argv)
+    if options.help:
+        parser.print_help()
+        parse_overrides(load_config(options.config or "quickstart"), ["--help"], PROGRAM)
+    _check_options(options)
+    return options, overrides
+
+
+MESH_HELP = """\
+a mesh to check; give it again for more. Axes that are not named are 1. Any other field of the
+parallel section may follow: pipeline=2,num_microbatches=4,virtual_stages=2,zero=1,context=ring.
+Default: a selection that fits the devices"""
+
+
+SHRINK_HELP = """\
+first reduce the model to a small one of the same kind: same flags, same ratios of heads and widths,
+sizes that the meshes divide. Overrides come after"""
+
+
+DEVICES_HELP = """\
+simulate N CPU devices. Default: the accelerators that JAX finds, else as many CPU devices as the
+meshes need"""
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    if options.config is None:
+        raise ConfigError("CONFIG", None, "is missing", "name a file of configs/: quickstart")
+    if options.steps < 0:
+        raise ConfigError("--steps", options.steps, "must not be negative", "use 5")
+    if not 0 < options.tolerance < 1:
+        raise ConfigError("--tolerance", options.tolerance, "must be between 0 and 1", "use 1e-5")
+    if options.devices is not None and options.devices < 1:
+        raise ConfigError("--devices", options.devices, "must be at least 1", "use 8")
+
+
+def start_devices(run: RunConfig, simulated: int, needed: int) -> list[jax.Device]:
+    """Start JAX's backend: `simulated` CPU devices, or if that is 0, the accelerators there are.
+
+    Args:     needed: CPU devices to simulate where there are no accelerators.
+    """
+    rendezvous.alone("jaxpar.verify")
+    try:
+        runtime.start(Config(run=dataclasses.replace(run, cpu_devices=simulated)))
+        if not simulated:
+            jax.config.update("jax_num_cpu_devices", needed)
+    except RuntimeError:
+        pass  # a notebook has started JAX: its devices serve, and `resolve_meshes` counts them
+    return jax.devices()
+
+
+def refuse_large(cfg: Config, devices: Sequence[jax.Device]) -> None:
+    """Raise ConfigError for a model that a CPU would take too long over."""
+    size = count(param_specs(cfg.model))
+    if devices[0].platform == "cpu" and size > LARGEST_ON_CPU:
+        rule = f"a CPU takes too long over more than {LARGEST_ON_CPU} parameters"
+        raise ConfigError("number of parameters", size, rule, "add --shrink")

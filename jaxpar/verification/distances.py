@@ -1,0 +1,100 @@
+"""How far two traces of training are apart, and how far they may be."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxpar.verification.traces import Arrays, Trace
+
+
+def differing(found: Arrays, wanted: Arrays) -> list[str]:
+    """Names of the arrays that are not the same, bit for bit."""
+    assert found.keys() == wanted.keys(), set(found) ^ set(wanted)
+    return [name for name in wanted if found[name].tobytes() != wanted[name].tobytes()]
+
+
+def gradient_errors(found: Arrays, wanted: Arrays) -> dict[str, float]:
+    """Of each array: largest absolute error, relative to its largest absolute value."""
+    assert found.keys() == wanted.keys(), set(found) ^ set(wanted)
+    return {n: _ratio(np.abs(found[n] - w).max(), np.abs(w).max()) for n, w in wanted.items()}
+
+
+def update_errors(found: Arrays, wanted: Arrays, start: Arrays) -> dict[str, float]:
+    """Of each array after some steps: mean error, relative to the mean change since `start`.
+
+    Means, not maxima: Adam moves an element by about lr * g / |g|, so one whose gradient g is no
+    larger than the rounding of gradients goes either way, by a whole lr, on any mesh. Such elements
+    are few, and `update_tolerance` says how much they can add to the mean; `steady` stops them.
+    """
+    assert found.keys() == wanted.keys(), set(found) ^ set(wanted)
+    mean = lambda a, b: np.abs(a.astype(np.float64) - b).mean()  # noqa: E731
+    return {n: _ratio(mean(found[n], w), mean(w, start[n])) for n, w in wanted.items()}
+
+
+def loss_error(found: Trace, wanted: Trace) -> float:
+    """Largest relative error of any of the losses."""
+    pairs = zip([found.loss, *found.losses], [wanted.loss, *wanted.losses], strict=True)
+    return max(_ratio(abs(a - b), abs(b)) for a, b in pairs)
+
+
+def worst(errors: dict[str, float]) -> tuple[float, str]:
+    """The largest error and its name."""
+    name = max(errors, key=errors.__getitem__)
+    return errors[name], name
+
+
+def _ratio(error: float, size: float) -> float:
+    """error / size; infinite where that is no number, so that it exceeds any tolerance."""
+    if error == 0:
+        return 0.0
+    ratio = float(error) / float(size) if size > 0 else np.inf
+    return ratio if np.isfinite(ratio) else np.inf
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far a trace lies from the reference's."""
+
+    tolerance: float
+    differing: list[str]
+    """Initial parameters that are not the same, bit for bit."""
+    loss: float
+    """Largest relative error of any loss."""
+    gradient: tuple[float, str]
+    """Worst of `gradient_errors`, and the parameter."""
+    update: tuple[float, str] | None
+    """Worst of `update_errors`; None without steps."""
+
+    def mismatches(self) -> list[str]:
+        """What lies further apart than the tolerance allows, in words."""
+        t, found = self.tolerance, []
+        if self.differing:
+            found.append(f"initial weights of {', '.join(self.differing)} have other bits")
+        if self.loss > t:
+            found.append(f"loss off by {self.loss:.1e}, allowed {t:.1e}")
+        if self.gradient[0] > t:
+            error, name = self.gradient
+            found.append(f"gradient of {name} off by {error:.1e}, allowed {t:.1e}")
+        if self.update and self.update[0] > update_tolerance(t):
+            error, name = self.update
+            allowed = f"allowed {update_tolerance(t):.1e}"
+            found.append(f"{name} after the steps off by {error:.1e}, {allowed}")
+        return found
+
+
+def update_tolerance(tolerance: float) -> float:
+    """Bound on `update_errors`, given one on gradients; `verify.py` derives it."""
+    return tolerance * (1 + math.log(1 / tolerance))
+
+
+def compare(found: Trace, wanted: Trace, tolerance: float) -> Comparison:
+    """A mesh's trace against the reference's."""
+    after = update_errors(found.params, wanted.params, wanted.init) if found.losses else None
+    return Comparison(
+        tolerance=tolerance,
+        differing=differing(found.init, wanted.init),
+        loss=loss_error(found, wanted),
+        gradient=worst(gradient_errors(found.gradients, wanted.gradients)),
+        update=worst(after) if after else None,
+    )

@@ -1,0 +1,267 @@
+"""A step of a run, taken again."""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import tyro
+from jax.sharding import Mesh
+
+from jaxpar import checkpoint
+from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config.serialize import from_json
+from jaxpar.data import Loader
+from jaxpar.data.skips import SkippedBatches
+from jaxpar.monitoring.recent_steps import RECENT_FILE, bits, losses_judged, read_recent
+from jaxpar.parallel.context import token_order
+from jaxpar.runtime import start as runtime
+from jaxpar.runtime.processes import rendezvous
+from jaxpar.runtime.processes.peers import say
+from jaxpar.sharding.axes import AXES
+from jaxpar.sharding.fingerprint import fingerprints
+from jaxpar.sharding.mesh import describe, make_mesh
+from jaxpar.step.state import TrainState, state_shardings
+from jaxpar.step.train_step import make_train_step
+from jaxpar.training import initial_weights
+from jaxpar.training.run import Run
+from jaxpar.training.step_guard import Window
+
+#: Losses of one step on other devices, or another mesh, that differ by more, relative to
+#: themselves, do so by more than the order of sums.
+ROUNDING = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Take a step of a run again, and say what is wrong with it."""
+
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """Run folder."""
+    step: int
+    """The step, counted from 1 as in metrics.jsonl."""
+    repeat: int = 2
+    """Times to take it on the same devices."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a step gave."""
+
+    loss: float
+    grad_norm: float
+    state: dict[str, str]
+    """Fingerprints of the state after it."""
+
+    @property
+    def bits(self) -> dict[str, str]:
+        """Of loss and gradient norm, as the records have them."""
+        return {"loss": bits(self.loss), "grad_norm": bits(self.grad_norm)}
+
+    def __str__(self) -> str:
+        return f"loss {self.loss:.6g}, grad norm {self.grad_norm:.6g}, bits {self.bits['loss']}"
+
+
+class Replay:
+    """A run as it was before one of its steps."""
+
+    def __init__(self, options: Options):
+        """Find the record and the checkpoint.
+
+        Raises:   ConfigError when the step has no record, or the devices do not fit the mesh.
+        """
+        rendezvous.alone("jaxpar.replay")
+        self.number, folder = options.step, Path(options.run)
+        self.records = read_recent(folder)
+        if not self.records:
+            rule = f"has no records of steps: there is no {RECENT_FILE}, or it is empty"
+            raise ConfigError("RUN", options.run, rule, "give the folder of a run")
+        if not {"batch", "windows", "mesh"} <= self.records.get(self.number, {}).keys():
+            rule = f"has no record in {folder / RECENT_FILE}"
+            fix = f"use one from {min(self.records)} to {max(self.records)}"
+            raise ConfigError("--step", self.number, rule, fix)
+        steps = checkpoint.saved_steps(folder)
+        self.begin = max((step for step in steps if step < self.number), default=0)
+        taken_by = min((step for step in steps if step >= self.number), default=None)
+        self.cfg = self._config(folder, taken_by)
+        runtime.start(self.cfg)
+        require_devices(self.cfg)
+        self.run = Run(self.cfg, lambda _: self.begin or None)
+        self.cfg = self.run.cfg
+        if taken_by is not None:
+            checkpoint.check_resumable(self.cfg, checkpoint.read_saved(folder, taken_by))
+        self.skipped, self.run.loader.skipped = self.run.loader.skipped, SkippedBatches()
+        self.record = self.records[self.number]
+        self._steps: dict[Mesh, Callable] = {}
+
+    def _config(self, folder: Path, taken_by: int | None) -> Config:
+        """The config that the step was taken with. The checkpoint before it may have had another:
+        a run that goes on may change its learning rate, its length, its mesh.
+
+        Args:     taken_by: the first checkpoint that has the step; None: the latest start took it.
+        """
+        if taken_by is not None:
+            cfg = checkpoint.load_config(folder, taken_by)
+        else:
+            cfg = _latest_config(folder)
+        # A cache of compiled programs is code: not one that somebody's config names.
+        own = {"run.compilation_cache": Config().run.compilation_cache}
+        cfg = replace(cfg, **{"run.dir": str(folder), "checkpoint.resume": "auto"}, **own)
+        return in_one_process(cfg)
+
+    def before(self) -> TrainState:
+        """The state before the step, on the host: from the checkpoint, by the steps between.
+
+        Says where these differ from their records.
+        """
+        run = self.run
+        if self.begin:
+            now = checkpoint.restore(self.cfg, run.mesh, self.begin)
+        else:
+            now = initial_weights.state(self.cfg, run.mesh, run.origin, say)
+        step = self._step_on(run.mesh)
+        for done in range(self.begin, self.number - 1):
+            known = self.records.get(done + 1, {})
+            batch = known.get("batch", self.skipped.batch_of(done))
+            now, measured = step(now, run.loader.batch(batch))
+            found = {name: bits(float(getattr(measured, name))) for name in ("loss", "grad_norm")}
+            if "bits" in known and known["bits"] != found:
+                say(f"step {done + 1} on the way there gives other bits than its record")
+        return jax.device_get(now)
+
+    def take(self, state: TrainState, mesh: Mesh, batch: int) -> Taken:
+        """The step on some devices.
+
+        Args:     state: on the host. batch: the run's own, or another.
+        """
+        loader = self.run.loader if mesh is self.run.mesh else self._loader_on(mesh)
+        step = self._step_on(mesh)
+        placed = jax.device_put(state, state_shardings(self.cfg, mesh))
+        after, measured = step(placed, loader.batch(batch))
+        sums = fingerprints(vars(after))
+        return Taken(float(measured.loss), float(measured.grad_norm), sums)
+
+    def _loader_on(self, mesh: Mesh) -> Loader:
+        order = token_order(self.cfg.parallel, self.cfg.data.seq_len)
+        return Loader(self.cfg, mesh, "train", order)
+
+    def _step_on(self, mesh: Mesh) -> Callable:
+        if mesh not in self._steps:
+            self._steps[mesh] = make_train_step(self.cfg, mesh, self.run.max_segments)
+        return self._steps[mesh]
+
+    def elsewhere(self) -> Mesh | None:
+        """A mesh with every shard on another device; None where there is only one."""
+        used, there = list(self.run.mesh.devices.flat), jax.devices()
+        free = [device for device in there if device not in used]
+        others = free[: len(used)] if len(free) >= len(used) else [*used[1:], used[0]]
+        return make_mesh(self.cfg.parallel, others) if others != used else None
+
+    def is_wrong(self, loss: float) -> bool:
+        """Whether a loss is no number, or a spike beside those before the step."""
+        g = self.cfg.guard
+        before = losses_judged(self.records[i] for i in sorted(self.records) if i < self.number)
+        window = Window(g.spike_window, g.spike_deviations, before)
+        return not math.isfinite(loss) or loss > window.limit()
+
+
+def devices_of(cfg: Config) -> int:
+    """The devices of a resolved config's mesh."""
+    return math.prod(getattr(cfg.parallel, axis) for axis in AXES)
+
+
+def in_one_process(cfg: Config) -> Config:
+    """A resolved config with all simulated devices here, also where each process had its own."""
+    return replace(cfg, **{"run.cpu_devices": devices_of(cfg) if cfg.run.cpu_devices else 0})
+
+
+def require_devices(cfg: Config) -> None:
+    """Raises:   ConfigError unless there are as many devices as the run's mesh has."""
+    needed, there = devices_of(cfg), jax.device_count()
+    if needed != there:
+        rule = f"took the step on {needed} devices, and here are {there}"
+        more = f"set CUDA_VISIBLE_DEVICES to {needed} of them"
+        fix = more if there > needed else f"start it on a host that has {needed}"
+        raise ConfigError("RUN", cfg.run.dir, rule, fix)
+
+
+def _latest_config(folder: Path) -> Config:
+    """The config of a run's latest start.
+
+    Raises:   ConfigError when config.json is not there, or is damaged.
+    """
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ConfigError("RUN", str(folder), "has no config.json", "give a run's folder")
+    try:
+        return from_json(file.read_text("utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        rule, fix = f"is no JSON: {error}", "mend it, or replay a step that a checkpoint has"
+        raise ConfigError("RUN", str(file), rule, fix) from error
+
+
+def replay(options: Options) -> str:
+    """Take the step again; the verdict, in a line that is printed, too.
+
+    Raises:   ConfigError for a number of times that is none, and all that `Replay` finds.
+    """
+    if options.repeat < 1:
+        raise ConfigError("--repeat", options.repeat, "must be at least 1", "use --repeat 2")
+    again = Replay(options)
+    batch, mesh = again.record["batch"], again.run.mesh
+    say(
+        f"step {again.number}: batch {batch}, windows {again.record['windows']}, "
+        f"from step {again.begin} on mesh {describe(mesh)}"
+    )
+    state = again.before()
+    same = [again.take(state, mesh, batch) for _ in range(options.repeat)]
+    say(f"record      bits {again.record['bits']['loss']} on mesh {again.record['mesh']}")
+    for taken in same:
+        say(f"again       {taken}")
+    other_mesh = again.elsewhere()
+    other = again.take(state, other_mesh, batch) if other_mesh is not None else None
+    say(f"elsewhere   {other if other else 'not taken: there is no other device'}")
+    text = verdict(again, same, other)
+    if text == "":
+        beside = again.take(state, mesh, batch + 1)
+        say(f"next batch  {beside}")
+        first, last = again.record["windows"]
+        text = f"data: batch {batch} (windows {first} to {last - 1}) does it, and the next does not"
+        if again.is_wrong(beside.loss):
+            text = "numerics: another batch does the same to this state (look at learning rate and "
+            text += "the steps before)"
+    say(f"verdict     {text}")
+    return text
+
+
+def verdict(again: Replay, same: Sequence[Taken], other: Taken | None) -> str:
+    """What the bits say; empty when the step does the same everywhere, and is wrong."""
+    first, recorded = same[0], again.record["bits"]
+    if any((taken.bits, taken.state) != (first.bits, first.state) for taken in same):
+        exact = again.cfg.model.attention_deterministic or jax.default_backend() == "cpu"
+        doubt = "" if exact else ", or a kernel's order of sums (model.attention_deterministic)"
+        return f"hardware{doubt}: the same step gave other bits on the same devices"
+    if other is not None and not _close(first.loss, other.loss, again.cfg.model.dtype):
+        return f"hardware: other devices give loss {other.loss:.6g}, not {first.loss:.6g}"
+    loss = again.record["loss"]
+    then = math.nan if loss is None else loss
+    if recorded != first.bits:
+        if not _close(first.loss, then, again.cfg.model.dtype):
+            return f"hardware, then: it does not happen again (recorded loss {then:.6g})"
+        same_mesh = again.record["mesh"] == describe(again.run.mesh)
+        if same_mesh and not again.is_wrong(first.loss):
+            why = "other devices, versions or flags, or a kernel's order of sums"
+            return f"rounding alone: other bits than recorded, on the same mesh ({why})"
+    if again.is_wrong(first.loss):
+        return ""
+    how = "bit for bit" if recorded == first.bits else "to rounding, on another mesh"
+    return f"nothing wrong: the step repeats {how}"
+
+
+def _close(a: float, b: float, dtype: str) -> bool:
+    if not (math.isfinite(a) and math.isfinite(b)):
+        return math.isfinite(a) == math.isfinite(b)
+    return abs(a - b) <= ROUNDING[dtype] * max(abs(a), abs(b))

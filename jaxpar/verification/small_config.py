@@ -1,0 +1,94 @@
+"""A config made small and exact enough to compare."""
+
+import math
+from collections.abc import Sequence
+
+from jaxpar.config import Config, ParallelConfig, replace
+from jaxpar.model.parameters import trained_specs
+from jaxpar.sharding.params import count
+
+
+def float32(cfg: Config) -> Config:
+    """The config in float32, which only the reference attention computes everywhere."""
+    return replace(
+        cfg,
+        **{
+            "model.dtype": "float32",
+            "model.matmul_dtype": "compute",
+            "model.float8_scaling": "tensor",
+            "model.attention_backend": "reference",
+            "parallel.grad_reduce": "float32",
+            "parallel.gather_dtype": "compute",
+            "optimizer.first_moment_dtype": "float32",
+            "optimizer.second_moment_dtype": "float32",
+        },
+    )
+
+
+#: The eps of `steady`, in root mean squares of all gradients when their norm is 1.
+STEADY_EPS = 0.02
+
+
+def steady(cfg: Config) -> Config:
+    """The config with an Adam whose update is no less continuous than the model: a larger eps.
+
+    With one below the rounding error of gradients, an element whose gradient is nothing else moves
+    by up to a whole learning rate either way; and since the loss is not linear, all gradients of
+    the next step are off by what that adds to them: a hundred times what rounding did.
+    """
+    eps = STEADY_EPS / math.sqrt(count(trained_specs(cfg)))
+    return replace(cfg, **{"optimizer.eps": max(cfg.optimizer.eps, eps)})
+
+
+#: The least window of a shrunk model. In one of 1, queries have no gradient but rounding.
+LEAST_WINDOW = 4
+
+
+def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
+    """A small model of the same kind, in sizes that all the meshes divide.
+
+    Kept are all flags, the ratios of query to KV heads, of widths, and of window and RoPE scaling
+    to the sequence, and the variance of what a matrix puts out. The learning rate starts at its
+    peak, so that a few steps move the weights.
+    """
+    every = lambda ways: math.lcm(*map(ways, meshes))  # noqa: E731
+    up = lambda size, of: max(-(-round(size) // of), 1) * of  # noqa: E731
+    m, groups = cfg.model, cfg.model.num_heads // cfg.model.num_kv_heads
+    head_ways = every(lambda p: p.tensor * (p.sequence if p.context == "ulysses" else 1))
+    kv_heads = up(2, math.lcm(every(lambda p: p.tensor), head_ways // math.gcd(head_ways, groups)))
+    heads, head_dim = kv_heads * groups, 8
+    width = heads * head_dim * m.d_model / (m.num_heads * m.head_dim)
+    d_model = up(width, every(lambda p: p.data * p.expert * p.sequence))
+    seq_len = up(32, every(lambda p: p.sequence * p.tensor * 2))
+    shorter = seq_len / cfg.data.seq_len
+    stages = every(lambda p: p.pipeline * p.virtual_stages)
+    d_ff = up(d_model * m.d_ff / m.d_model, every(lambda p: p.tensor))
+    rows = lambda p: p.replica * p.data * p.expert * p.num_microbatches * p.row_groups  # noqa: E731
+    values = {
+        "model.num_layers": up(2, stages * max(m.global_every, 1)),
+        "model.d_model": d_model,
+        "model.num_heads": heads,
+        "model.num_kv_heads": kv_heads,
+        "model.head_dim": head_dim,
+        "model.d_ff": d_ff,
+        "model.vocab_size": up(128, every(lambda p: p.tensor * p.pipeline)),
+        "model.init_std": m.init_std * math.sqrt(m.d_model / d_model),
+        "data.seq_len": seq_len,
+        "train.global_batch_size": up(8, every(rows)),
+        "optimizer.warmup_steps": 0,
+    }
+    if cfg.lora.rank:
+        rank = min(cfg.lora.rank, head_dim, d_model, d_ff)
+        values |= {"lora.rank": rank, "lora.alpha": cfg.lora.alpha * rank / cfg.lora.rank}
+    if m.num_experts:
+        values["model.num_experts"] = min(m.num_experts, 8)
+        values["model.experts_per_token"] = min(m.experts_per_token, 4)
+    if m.sliding_window is not None:
+        least = min(m.sliding_window, LEAST_WINDOW)
+        values["model.sliding_window"] = max(round(m.sliding_window * shorter), least)
+    if m.query_scale_dim is not None:
+        values["model.query_scale_dim"] = up(m.query_scale_dim * head_dim / m.head_dim, 1)
+    if m.rope_scaling is not None:
+        original = up(m.rope_scaling.original_max_position * shorter, 1)
+        values["model.rope_scaling.original_max_position"] = original
+    return replace(cfg, **values)

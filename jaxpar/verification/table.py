@@ -1,0 +1,89 @@
+"""The table that `python -m jaxpar.verify` prints."""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Iterable, Sequence
+
+import jax
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from jaxpar.config import Config
+from jaxpar.model.parameters import param_specs
+from jaxpar.sharding.params import count
+from jaxpar.verification import distances
+
+COLUMNS = ("mesh", "weights at init", "loss", "worst gradient", "weights after", "verdict")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One mesh, compared."""
+
+    mesh: str
+    loss: float
+    found: distances.Comparison
+
+    def cells(self) -> tuple[str, ...]:
+        """The row as text, in the order of COLUMNS."""
+        f = self.found
+        named = lambda pair: f"{pair[0]:.1e} {pair[1]}" if pair else "-"  # noqa: E731
+        init = f"{len(f.differing)} differ" if f.differing else "same bits"
+        loss = f"{self.loss:.6f} ({f.loss:.1e})"
+        verdict = "MISMATCH" if f.mismatches() else "ok"
+        return self.mesh, init, loss, named(f.gradient), named(f.update), verdict
+
+
+def print_conditions(
+    options: argparse.Namespace, asked: Config, cfg: Config, devices: Sequence[jax.Device]
+) -> None:
+    """What is compared, and in which precision."""
+    m, kind, n = cfg.model, devices[0].device_kind, len(devices)
+    changed = f" instead of {asked.model.dtype}" if asked.model.dtype != m.dtype else ""
+    lines = (
+        f"{options.config}{', shrunk' if options.shrink else ''}: {count(param_specs(m)):,} "
+        f"parameters; {m.num_layers} layers, d_model {m.d_model}, {m.num_heads} heads on "
+        f"{m.num_kv_heads} of {m.head_dim}, d_ff {m.d_ff}, vocabulary {m.vocab_size}",
+        f"{cfg.train.global_batch_size} windows of {cfg.data.seq_len} tokens a step, random packed "
+        f"documents, seed {cfg.train.seed}",
+        f"float32{changed}, highest matmul precision, reference attention; tolerance "
+        f"{options.tolerance:g} (weights after: "
+        f"{distances.update_tolerance(options.tolerance):.1e})"
+        + (f"; Adam's eps {cfg.optimizer.eps:.1e}" if cfg.optimizer.name == "adamw" else ""),
+        f"{n} simulated CPU devices" if kind == "cpu" else f"{n} {kind}",
+    )
+    print("\n".join(lines), flush=True)
+
+
+def print_table(rows: Iterable[Row], steps: int, width: int) -> list[str]:
+    """Print the rows, in plain text each when it is done; what does not agree, in words.
+
+    Args:     width: of the longest name of a mesh.
+    """
+    columns = [f"{c} {steps} steps" if c == "weights after" else c for c in COLUMNS]
+    done = _print_rich(rows, columns) if sys.stdout.isatty() else _print_plain(rows, columns, width)
+    return [f"{row.mesh}: {what}" for row in done for what in row.found.mismatches()]
+
+
+def _print_rich(rows: Iterable[Row], columns: Sequence[str]) -> list[Row]:
+    console, table, done = Console(), Table(*columns), []
+    with console.status("compiling and running ...") as status:
+        for row in rows:
+            done.append(row)
+            status.update(f"compiling and running ... {len(done)} done, last: {row.mesh}")
+            style = "bold red" if row.found.mismatches() else None
+            table.add_row(*map(escape, row.cells()), style=style)
+    console.print(table)
+    return done
+
+
+def _print_plain(rows: Iterable[Row], columns: Sequence[str], width: int) -> list[Row]:
+    line = f"{{:<{width}}}  {{:<15}}  {{:<18}}  {{:<25}}  {{:<25}}  {{}}".format
+    print(line(*columns), flush=True)
+    done = []
+    for row in rows:
+        done.append(row)
+        print(line(*row.cells()), flush=True)
+    return done

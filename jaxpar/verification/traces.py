@@ -1,0 +1,162 @@
+"""Does a mesh compute what the plain model computes? The pieces of `verify.py` and of the tests.
+
+A `Trace` is what a few training steps did: initial weights, first gradients, the loss of each step
+and the final weights, all as logical arrays on the host. `reference_trace` makes one with
+`model/reference.py` and optax on a single device, `mesh_trace` with the train step on a mesh, and
+the functions at the end measure how far two traces lie apart. Batches are random packed documents.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+
+from jaxpar.config import Config, replace
+from jaxpar.model import reference
+from jaxpar.model.parameters import param_specs, trained_specs
+from jaxpar.optimizer.rules import make_optimizer
+from jaxpar.parallel.context import token_order
+from jaxpar.sharding.axes import BATCH_SPEC
+from jaxpar.sharding.batch import IGNORED, Batch
+from jaxpar.sharding.initial_values import init_options, initialize
+from jaxpar.sharding.params import flat, join, split
+from jaxpar.step.state import TrainState, init_state, to_logical
+from jaxpar.step.train_step import make_gradient_step, make_train_step
+
+type Arrays = dict[str, np.ndarray]
+
+#: Compiler options for simulated devices, where LLVM's optimisations take most of the time.
+QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+#: Documents that start in a window, and the share of labels dropped, in a random batch.
+DOCUMENTS, DROPPED = 4, 0.05
+
+
+def random_batch(cfg: Config, index: int = 0) -> Batch:
+    """Random tokens in packed documents of random length, on the host, in the text's own order.
+
+    A function of (train.seed, index). Labels that another document or nothing follows, and a few
+    more, are IGNORED. Without `data.document_mask` a window is one document.
+    """
+    rng = np.random.default_rng((cfg.train.seed, index))
+    B, T = cfg.train.global_batch_size, cfg.data.seq_len
+    text = rng.integers(0, cfg.model.vocab_size, (B, T + 1), dtype=np.int32)
+    starts = rng.random((B, T + 1)) < (DOCUMENTS - 1) / T
+    if not cfg.data.document_mask:
+        starts[:] = False
+    starts[:, 0] = True
+    place = np.arange(T, dtype=np.int32)
+    first = np.maximum.accumulate(np.where(starts[:, :T], place, 0), axis=1)
+    dropped = starts[:, 1:] | (rng.random((B, T)) < DROPPED)
+    return Batch(
+        tokens=text[:, :T],
+        labels=np.where(dropped, np.int32(IGNORED), text[:, 1:]),
+        segment_ids=np.cumsum(starts[:, :T], axis=1, dtype=np.int32),
+        positions=(place - first).astype(np.int32),
+    )
+
+
+def place_batch(batch: Batch, cfg: Config, mesh: Mesh) -> Batch:
+    """A host batch on the mesh, its tokens in the order that the loader gives them."""
+    order = token_order(cfg.parallel, cfg.data.seq_len)
+    sharding = NamedSharding(mesh, BATCH_SPEC)
+    put = lambda a: jax.device_put(a if order is None else a[:, order], sharding)  # noqa: E731
+    return jax.tree.map(put, batch)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a run of a few steps did, by parameter name where there are arrays."""
+
+    init: Arrays
+    loss: float
+    """Of the first batch, beside its gradients."""
+    gradients: Arrays
+    losses: list[float]
+    """Of each training step."""
+    params: Arrays
+    """After the last step."""
+
+
+def reference_trace(cfg: Config, batches: Sequence[Batch], steps: int) -> Trace:
+    """The plain model, `jax.grad` and optax on one device, one batch per step.
+
+    Args:     batches: at least one; the first gives the gradients. steps: how many to train on.
+    """
+    specs = param_specs(cfg.model, cfg.lora)
+    rule = make_optimizer(cfg.optimizer, cfg.train.num_steps, trained_specs(cfg))
+    if cfg.optimizer.clip_norm > 0:
+        rule = optax.chain(optax.clip_by_global_norm(cfg.optimizer.clip_norm), rule)
+    gradients = jax.jit(lambda params, batch: reference_gradients(params, batch, cfg))
+
+    @jax.jit
+    def update(grads, opt_state, params):
+        moved, still = split(params, specs)
+        updates, opt_state = rule.update(grads, opt_state, moved)
+        return join(optax.apply_updates(moved, updates), still), opt_state
+
+    make = lambda seed: initialize(specs, seed)  # noqa: E731
+    options = init_options(jax.default_backend())
+    params = start = jax.jit(make, compiler_options=dict(options))(cfg.train.seed)
+    loss, grads = first = gradients(params, batches[0])
+    opt_state, losses = rule.init(split(params, specs)[0]), []
+    for batch in batches[:steps]:
+        loss, grads = gradients(params, batch)
+        params, opt_state = update(grads, opt_state, params)
+        losses.append(float(loss))
+    return Trace(to_host(start), float(first[0]), to_host(first[1]), losses, to_host(params))
+
+
+def reference_gradients(params: Any, batch: Batch, cfg: Config) -> tuple[jax.Array, Any]:
+    """The plain model's reported loss (without z-loss), and its gradients (with it), of the
+    parameters that are trained."""
+    plain = replace(cfg, **{"train.z_loss": 0.0})
+    moved, still = split(params, param_specs(cfg.model, cfg.lora))
+
+    def both(moved):
+        params = join(moved, still)
+        return reference.loss(params, batch, cfg), reference.loss(params, batch, plain)
+
+    (_, reported), grads = jax.value_and_grad(both, has_aux=True)(moved)
+    return reported, grads
+
+
+def mesh_trace(
+    cfg: Config,
+    mesh: Mesh,
+    batches: Sequence[Batch],
+    steps: int,
+    compiler_options: dict[str, Any] | None = None,
+) -> Trace:
+    """The same of the train step on a mesh; `cfg` is resolved for it."""
+    state = init_state(cfg, mesh)
+    init = params = logical(state.params, cfg)
+    placed = [place_batch(batch, cfg, mesh) for batch in batches[: max(steps, 1)]]
+
+    def compiled(step, *args):
+        return step.lower(*args).compile(compiler_options=compiler_options)
+
+    gradient_step = compiled(make_gradient_step(cfg, mesh), state.params, placed[0])
+    measured, grads = gradient_step(state.params, placed[0])
+    losses = []
+    if steps:
+        step = compiled(make_train_step(cfg, mesh), state, placed[0])
+        for batch in placed:
+            state, at_step = step(state, batch)
+            losses.append(float(at_step.loss))
+        params = logical(state.params, cfg)
+    return Trace(init, float(measured.loss), logical(grads, cfg), losses, params)
+
+
+def logical(tree: Any, cfg: Config) -> Arrays:
+    """Parameters or gradients of a running state, on the host, in the model's order of layers."""
+    return to_host(to_logical(TrainState(0, tree, ()), cfg).params)
+
+
+def to_host(tree: Any) -> Arrays:
+    """A tree of arrays as numpy arrays by name."""
+    return {name: np.asarray(a) for name, a in flat(tree).items()}

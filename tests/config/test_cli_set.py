@@ -1,0 +1,34 @@
+"""`--set section.field=value ...` on a command line."""
+
+import pytest
+
+from jaxpar.bench.training import command as training
+from jaxpar.config import Config, ConfigError
+from jaxpar.config.command_line import parse_overrides
+
+
+def test_settings_in_a_row_are_fields():
+    words = "--set train.num-steps=7 model.dtype=float32 --parallel.tensor 2 --set train.seed=3"
+    cfg = parse_overrides(Config(), words.split(), "test")
+    assert (cfg.train.num_steps, cfg.model.dtype, cfg.parallel.tensor) == (7, "float32", 2)
+    assert cfg.train.seed == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        ("--set", ""),
+        ("--set --parallel.tensor 2", ""),
+        ("--set train.seed 3", "train.seed"),
+        ("--set=train.seed=3", "set=train.seed=3"),
+    ],
+)
+def test_a_setting_that_is_none_is_refused(words, value):
+    with pytest.raises(ConfigError, match=f"--set = '{value}': is not SECTION.FIELD=VALUE"):
+        parse_overrides(Config(), words.split(), "test")
+
+
+@pytest.mark.parametrize("field", ["run.dir", "run.init_from"])
+def test_a_benchmark_refuses_what_it_does_not_use(field):
+    with pytest.raises(ConfigError, match=f"{field} = 'there': is not used"):
+        training.read_command(["quickstart", "--set", "train.seed=3", f"{field}=there"])

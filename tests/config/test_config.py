@@ -1,0 +1,390 @@
+"""Configs that cannot work are refused by field, value, rule and a fix that does work."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxpar.config import (
+    Config,
+    ConfigError,
+    ModelConfig,
+    RopeScaling,
+    TrainConfig,
+    command_line,
+    default_of,
+    replace,
+)
+from jaxpar.config.fields import field_types, leaf_paths
+from jaxpar.config.serialize import from_json, to_json
+from jaxpar.config.validate import check, resolve
+from jaxpar.model.flops import num_params
+
+CONFIGS = sorted(path.stem for path in command_line.CONFIGS.glob("*.py"))
+
+#: Fields changed in the default config | devices | the field at fault | a part of its rule.
+BAD_CONFIGS = """
+# what divides what
+model.num_heads=7 | 1 | model.num_heads | divisible by model.num_kv_heads = 4
+model.num_heads=6 parallel.tensor=4 | 4 | model.num_heads | num_kv_heads = 4
+parallel.tensor=8 | 8 | model.num_kv_heads | divisible by parallel.tensor = 8
+model.num_heads=12 model.num_kv_heads=2 parallel.tensor=4 | 4 | \
+    model.num_kv_heads | parallel.tensor = 4
+model.d_ff=705 parallel.tensor=2 | 2 | model.d_ff | divisible by parallel.tensor = 2
+model.vocab_size=510 parallel.tensor=4 | 4 | model.vocab_size | parallel.tensor = 4
+model.vocab_size=514 parallel.tensor=2 parallel.pipeline=2 | 4 | \
+    model.vocab_size | parallel.tensor * parallel.pipeline = 4
+model.num_layers=5 parallel.pipeline=2 | 2 | model.num_layers | parallel.pipeline = 2
+model.num_layers=6 parallel.pipeline=2 parallel.virtual_stages=2 parallel.num_microbatches=2 | 2 | \
+    model.num_layers | parallel.virtual_stages = 4
+parallel.virtual_stages=2 | 1 | parallel.virtual_stages | parallel.pipeline is 1
+parallel.pipeline=2 parallel.virtual_stages=2 parallel.num_microbatches=1 | 2 | \
+    parallel.num_microbatches | rounds
+train.global_batch_size=7 | 2 | train.global_batch_size | parallel.data = 2
+train.global_batch_size=12 parallel.num_microbatches=2 parallel.replica=2 | 8 | \
+    train.global_batch_size | parallel.data * parallel.num_microbatches = 16
+parallel.num_microbatches=5 | 1 | train.global_batch_size | num_microbatches = 5
+data.seq_len=1023 parallel.tensor=2 | 2 | data.seq_len | parallel.tensor = 2
+data.seq_len=1004 parallel.tensor=2 parallel.sequence=2 | 4 | \
+    data.seq_len | 2 * parallel.sequence * parallel.tensor = 8
+data.seq_len=1002 parallel.sequence=2 parallel.context=ring | 2 | data.seq_len | zigzag
+data.seq_len=1001 parallel.sequence=2 parallel.context=ulysses | 2 | \
+    data.seq_len | parallel.sequence = 2
+parallel.tensor=4 parallel.sequence=4 parallel.context=ulysses | 16 | \
+    model.num_heads | = 16, since ulysses
+model.d_model=4096 train.global_batch_size=48 | 24 | model.d_model | parallel.data = 24
+model.d_model=255 | 2 | model.d_model | divisible by parallel.data = 2
+model.d_model=258 parallel.expert=2 parallel.sequence=2 | 8 | \
+    model.d_model | parallel.expert * parallel.sequence = 8
+# devices
+parallel.data=3 | 4 | parallel.data | multiply to 3, and there are 4 devices
+parallel.data=2 parallel.tensor=2 | 8 | parallel.data | multiply to 4
+parallel.data=2 parallel.replica=3 | 8 | parallel.data | multiply to 6
+parallel.tensor=3 | 1 | parallel.tensor | multiply to 3, which does not divide 1 device
+parallel.replica=3 | 8 | parallel.replica | which does not divide 8 devices
+parallel.replica=8 parallel.expert=4 | 8 | parallel.expert | multiply to 32
+parallel.expert=4 run.cpu_devices=2 | 2 | parallel.expert | multiply to 4
+parallel.data=0 | 1 | parallel.data | at least 1, or -1 for the devices that are left
+parallel.data=-2 | 1 | parallel.data | at least 1, or -1
+# counts
+train.num_steps=99999999999999999999 | 1 | train.num_steps | at most 2147483647
+run.cpu_devices=100000 | 1 | run.cpu_devices | at most 4096
+train.num_steps=0 | 1 | train.num_steps | at least 1
+train.global_batch_size=-4 | 1 | train.global_batch_size | at least 1
+train.log_every=0 | 1 | train.log_every | at least 1
+data.prefetch=0 | 1 | data.prefetch | at least 1
+model.num_layers=0 | 1 | model.num_layers | at least 1
+model.num_kv_heads=0 | 1 | model.num_kv_heads | at least 1
+parallel.tensor=0 | 1 | parallel.tensor | at least 1
+parallel.num_microbatches=-1 | 1 | parallel.num_microbatches | at least 1
+checkpoint.keep=0 | 1 | checkpoint.keep | at least 1
+evaluation.num_batches=0 | 1 | evaluation.num_batches | at least 1
+train.seed=-1 | 1 | train.seed | not be negative
+train.seed=2147483648 | 1 | train.seed | at most 2147483647
+run.cpu_devices=-1 | 1 | run.cpu_devices | not be negative
+checkpoint.every=-1 | 1 | checkpoint.every | not be negative
+evaluation.every=-5 | 1 | evaluation.every | not be negative
+optimizer.warmup_steps=-1 | 1 | optimizer.warmup_steps | not be negative
+profile.start=-1 | 1 | profile.start | not be negative
+profile.num_steps=0 | 1 | profile.num_steps | at least 1
+profile.num_steps=21 | 1 | profile.num_steps | at most 20
+train.num_steps=200 profile.start=201 | 1 | profile.start | a step of the run
+# rates
+optimizer.learning_rate=nan | 1 | optimizer.learning_rate | finite
+optimizer.learning_rate=inf | 1 | optimizer.learning_rate | finite
+optimizer.learning_rate=-3e-4 | 1 | optimizer.learning_rate | above 0
+optimizer.learning_rate=0 | 1 | optimizer.learning_rate | above 0
+optimizer.eps=0.0 | 1 | optimizer.eps | above 0
+optimizer.weight_decay=-0.1 | 1 | optimizer.weight_decay | not be negative
+optimizer.clip_norm=nan | 1 | optimizer.clip_norm | finite
+optimizer.clip_norm=-1 | 1 | optimizer.clip_norm | not be negative
+optimizer.beta1=1.0 | 1 | optimizer.beta1 | below 1
+optimizer.beta2=-0.1 | 1 | optimizer.beta2 | below 1
+optimizer.beta2=nan | 1 | optimizer.beta2 | finite
+optimizer.min_lr_ratio=1.5 | 1 | optimizer.min_lr_ratio | at most 1
+optimizer.min_lr_ratio=nan | 1 | optimizer.min_lr_ratio | finite
+train.z_loss=-inf | 1 | train.z_loss | finite
+model.norm_eps=0 | 1 | model.norm_eps | above 0
+model.rope_theta=-1 | 1 | model.rope_theta | above 0
+model.init_std=nan | 1 | model.init_std | finite
+train.num_steps=100 | 1 | optimizer.warmup_steps | below train.num_steps = 100
+train.num_steps=5 optimizer.warmup_steps=7 | 1 | optimizer.warmup_steps | below
+# the model
+model.head_dim=31 | 1 | model.head_dim | even
+model.sliding_window=0 | 1 | model.sliding_window | at least 2, or None
+model.sliding_window=1 | 1 | model.sliding_window | a token alone has nothing to attend to
+model.sliding_window=3000000000 | 1 | model.sliding_window | at most 2147483647
+model.local_rope_theta=inf | 1 | model.local_rope_theta | finite
+data.eos_id=3000000000 | 1 | data.eos_id | at most 2147483647
+model.attention_backend=cudnn model.head_dim=36 | 1 | model.head_dim | multiple of 8
+model.attention_backend=cudnn model.head_dim=264 | 1 | model.head_dim | up to 256
+model.attention_backend=cudnn model.dtype=float32 | 1 | \
+    model.attention_backend | bfloat16 or float16
+model.attention_backend=pallas_hopper model.head_dim=72 | 1 | model.head_dim | 64, 128 or 256
+model.attention_backend=pallas_hopper model.head_dim=512 | 1 | model.head_dim | 64, 128 or 256
+model.attention_backend=pallas_hopper model.head_dim=64 model.dtype=float32 | 1 | \
+    model.attention_backend | bfloat16 or float16
+model.attention_backend=cudnn parallel.sequence=2 | 2 | \
+    model.attention_backend | the text's own order
+model.rope_scaling.factor=0.5 | 1 | model.rope_scaling.factor | at least 1
+model.rope_scaling.factor=inf | 1 | model.rope_scaling.factor | finite
+model.rope_scaling.low_freq_factor=4 | 1 | \
+    model.rope_scaling.low_freq_factor | below high_freq_factor = 4.0
+model.rope_scaling.low_freq_factor=0 | 1 | model.rope_scaling.low_freq_factor | above 0
+model.rope_scaling.original_max_position=0 | 1 | \
+    model.rope_scaling.original_max_position | at least 1
+# the rest
+parallel.remat=everything | 1 | parallel.remat | one of none, dots, dots_offload, attn_out, full
+parallel.remat=qkv,atn_out | 1 | parallel.remat | names joined by commas from attn_norm
+parallel.remat=dots,qkv | 1 | parallel.remat | one of none, dots
+parallel.remat= | 1 | parallel.remat | one of none, dots
+parallel.remat=attn_ot:host | 1 | parallel.remat | :host after a name
+parallel.remat=layer_input | 1 | parallel.remat | saves layer_input in any case
+parallel.remat=attn_out,attn_out:host | 1 | parallel.remat | name each value once
+optimizer.name=lion optimizer.second_moment_dtype=bfloat16 | 1 | \
+    optimizer.second_moment_dtype | lion keeps no second moment
+optimizer.second_moment_dtype=bfloat16 optimizer.beta2=0.9999 | 1 | \
+    optimizer.second_moment_dtype | needs optimizer.beta2 of at most 0.999
+optimizer.first_moment_dtype=bfloat16 optimizer.beta1=0.9995 | 1 | \
+    optimizer.first_moment_dtype | needs optimizer.beta1 of at most 0.999
+optimizer.name=lion optimizer.first_moment_dtype=bfloat16 optimizer.beta2=0.9999 | 1 | \
+    optimizer.first_moment_dtype | needs optimizer.beta2 of at most 0.999
+checkpoint.keep_every=750 | 1 | checkpoint.keep_every | multiple of checkpoint.every = 500
+checkpoint.keep_every=750 checkpoint.every=0 | 1 | checkpoint.keep_every | checkpoint.every is 0
+checkpoint.resume=must checkpoint.every=0 | 1 | \
+    checkpoint.resume | needs checkpoints, and checkpoint.every is 0
+run.dir= | 1 | run.dir | must name a folder
+data.path= | 1 | data.path | must name a folder
+data.mixture=web | 1 | data.mixture | must be PATH:WEIGHT,PATH:WEIGHT, and 'web' has no weight
+data.mixture=web:1,code:many | 1 | data.mixture | 'code:many' has no weight
+data.mixture=web:1,:2 | 1 | data.mixture | ':2' has no path
+data.mixture=web:1,code:0 | 1 | data.mixture | needs weights above 0, and code has 0
+data.mixture=web:nan | 1 | data.mixture | needs weights above 0
+data.mixture=web:1,code:2,web:3 | 1 | data.mixture | names web twice
+data.eos_id=-1 | 1 | data.eos_id | must not be negative
+metrics.wandb=a/b/c | 1 | metrics.wandb | must be PROJECT or ENTITY/PROJECT
+metrics.prometheus_port=65536 | 1 | metrics.prometheus_port | up to 65535
+metrics.prometheus_address=everywhere | 1 | metrics.prometheus_address | an IP address
+"""
+BAD = [re.split(r" \| +", line) for line in BAD_CONFIGS.splitlines() if "|" in line]
+
+
+def changed(text: str) -> Config:
+    """The default config with `section.field=value ...`, on the way that the command line takes."""
+    return command_line.parse_overrides(Config(), ["--" + item for item in text.split()], "test")
+
+
+def fixes(error: ConfigError) -> list[list[str]]:
+    """The alternatives of a fix, each as command-line arguments."""
+    ways = [re.findall(r"--[\w.-]+ [^\s,]\S*", way) for way in error.fix.split(", or ")]
+    return [[word for setting in way for word in setting.split(" ", 1)] for way in ways]
+
+
+@pytest.mark.parametrize(("text", "devices", "field", "rule"), BAD, ids=[row[0] for row in BAD])
+def test_a_bad_config_is_refused_and_every_fix_works(text, devices, field, rule):
+    cfg = changed(text)
+    with pytest.raises(ConfigError) as caught:
+        resolve(cfg, int(devices))
+    error = caught.value
+    assert error.field == field
+    assert rule in error.rule
+    assert str(error).startswith(f"{field} = {error.value!r}: ")
+    assert "\n" not in str(error)
+    ways = fixes(error)
+    assert ways and all(ways), f"names no setting: {error.fix}"
+    for i, way in enumerate(ways):
+        broken = broken_rule(command_line.parse_overrides(cfg, way, "test"), int(devices))
+        assert broken is None or (i > 0 and broken != (error.field, error.rule)), way
+
+
+def broken_rule(cfg: Config, devices: int) -> tuple[str, str] | None:
+    """Field and rule of what is wrong with a config on so many devices; None when nothing is."""
+    try:
+        resolve(cfg, cfg.run.cpu_devices or devices)
+    except ConfigError as error:
+        return error.field, error.rule
+    return None
+
+
+#: A field, a value of the wrong type, its rule, and the setting that the fix names.
+WRONG_TYPES = [
+    ("train.num_steps", "four", "must be a whole number", "--train.num-steps 1000"),
+    ("train.num_steps", 400.0, "must be a whole number", "--train.num-steps 400"),
+    ("train.num_steps", "1e3", "must be a whole number", "--train.num-steps 1000"),
+    ("train.num_steps", True, "must be a whole number", "--train.num-steps 1000"),
+    ("train.num_steps", None, "must be a whole number", "--train.num-steps 1000"),
+    ("train.num_steps", np.int64(4), "must be a whole number", "--train.num-steps 1000"),
+    ("optimizer.learning_rate", "fast", "must be a number", "--optimizer.learning-rate 0.0003"),
+    ("optimizer.learning_rate", False, "must be a number", "--optimizer.learning-rate 0.0003"),
+    ("model.tie_embeddings", 1, "must be True or False", "--model.tie-embeddings False"),
+    ("model.tie_embeddings", "yes", "must be True or False", "--model.tie-embeddings False"),
+    ("model.dtype", "bf16", "must be one of bfloat16, float16, float32", "--model.dtype bfloat16"),
+    ("model.attention_backend", "flash", "one of auto, reference", "--model.attention-backend"),
+    ("parallel.zero", 2, "must be one of 1, 3", "--parallel.zero 3"),
+    ("parallel.zero", 1.0, "must be one of 1, 3", "--parallel.zero 1"),
+    ("parallel.zero", True, "must be one of 1, 3", "--parallel.zero 3"),
+    ("parallel.context", "all_gather", "must be one of allgather", "--parallel.context allgather"),
+    ("parallel.layer_loop", "while", "must be one of scan, unroll", "--parallel.layer-loop scan"),
+    ("optimizer.name", "adam", "must be one of adamw, lion, sgd", "--optimizer.name adamw"),
+    ("optimizer.schedule", "cos", "must be one of cosine", "--optimizer.schedule cosine"),
+    ("checkpoint.resume", "always", "must be one of auto, never", "--checkpoint.resume auto"),
+    ("model.sliding_window", 3.5, "must be a whole number or None", "--model.sliding-window None"),
+    ("run.dir", Path("runs"), "must be text", "--run.dir runs/default"),
+    ("model.rope_scaling", 8, "must be a RopeScaling or None", "--model.rope-scaling None"),
+    ("model.rope_scaling", TrainConfig(), "must be a RopeScaling or None", "--model.rope-scaling"),
+    ("model.rope_scaling.factor", "8x", "must be a number", "--model.rope-scaling.factor 8.0"),
+    ("model", TrainConfig(), "must be a ModelConfig", "--model.num-layers 4"),
+    ("train", None, "must be a TrainConfig", "--train.num-steps 1000"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "rule", "fix"), WRONG_TYPES)
+def test_a_value_of_the_wrong_type_is_refused(path, value, rule, fix):
+    with pytest.raises(ConfigError) as caught:
+        check(replace(Config(), **{path: value}))
+    assert (caught.value.field, caught.value.value) == (path, value)
+    assert rule in caught.value.rule
+    assert fix in caught.value.fix
+    if path in leaf_paths():
+        (way, *_) = fixes(caught.value)
+        check(command_line.parse_overrides(Config(), way, "test"))
+
+
+@pytest.mark.parametrize("path", ["run.dir", "run.init_from", "data.path", "data.held_out"])
+@pytest.mark.parametrize("value", ["a/" + 128 * "é", "a" + 2048 * "/a", "a\0b"])
+def test_a_path_that_no_system_takes_is_refused(path, value):
+    with pytest.raises(ConfigError, match=r"in each name 255") as caught:
+        check(replace(Config(), **{path: value}))
+    assert caught.value.field == path
+    check(replace(Config(), **{path: "a/" + 127 * "é" + 1900 * "/a"}))
+    with pytest.raises(ConfigError, match=r"data\.mixture = .* in each name 255"):
+        check(replace(Config(), **{"data.mixture": f"web:1,{value}:2"}))
+
+
+UNKNOWN = [
+    ("model.num_layer", "use model.num_layers"),
+    ("num_layers", "use model.num_layers"),
+    ("train.seq_len", "use data.seq_len"),
+    ("every", "use checkpoint.every or evaluation.every"),
+    ("trian.num_steps", "use train.num_steps"),
+    ("model.rope_scaling.facter", "use model.rope_scaling.factor"),
+    ("data.xyz", "use one of data.path, data.seq_len, data.document_mask, data.prefetch"),
+    ("xyz", "name it SECTION.FIELD, with a section of run, train, data, model, lora, parallel"),
+    ("train.num_steps.xyz", "use train.num_steps"),
+    ("", "name it"),
+]
+
+
+@pytest.mark.parametrize(("path", "fix"), UNKNOWN)
+def test_an_unknown_field_is_refused_with_what_was_meant(path, fix):
+    with pytest.raises(ConfigError, match="is not a field of the config") as caught:
+        replace(Config(), **{path: 3})
+    assert (caught.value.field, caught.value.value) == (path, 3)
+    assert caught.value.fix.startswith(fix)
+
+
+def test_an_unknown_field_in_json_is_refused_with_what_was_meant():
+    saved = json.loads(to_json(Config()))
+    saved["model"]["num_layer"] = 3
+    with pytest.raises(ConfigError) as caught:
+        from_json(json.dumps(saved))
+    fix = "remove it, or use model.num_layers"
+    assert str(caught.value) == f"model.num_layer = 3: is not a field of the config. Fix: {fix}."
+    with pytest.raises(ConfigError, match=r"^extra = \{\}: is not a field"):
+        from_json('{"extra": {}}')
+    with pytest.raises(ConfigError, match=r"^model.rope_scaling.x = 1: is not a field"):
+        from_json('{"model": {"rope_scaling": {"x": 1}}}')
+
+
+@pytest.mark.parametrize("text", ["5", "[]", '{"train": 5}', '{"model": null}'])
+def test_json_without_sections_is_refused(text):
+    with pytest.raises(ConfigError, match="must be a section with fields"):
+        from_json(text)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_json_brings_every_config_back(name):
+    cfg = command_line.load_config(name)
+    assert from_json(to_json(cfg)) == cfg
+    plain = replace(cfg, **{"model.rope_scaling": None})
+    assert from_json(to_json(plain)) == plain
+    scaled = replace(cfg, **{"model.rope_scaling": RopeScaling(factor=3.0, low_freq_factor=2.0)})
+    assert from_json(to_json(scaled)) == scaled
+    assert isinstance(from_json(to_json(scaled)).model.rope_scaling, RopeScaling)
+
+
+def test_fields_that_json_leaves_out_have_their_defaults():
+    assert from_json("{}") == Config()
+    only = replace(Config(), **{"train.seed": 7})
+    assert from_json('{"train": {"seed": 7}}') == only
+
+
+def test_replace_leaves_the_rest_alone():
+    cfg = replace(Config(), **{"model.num_layers": 2, "train.seed": 5})
+    assert (cfg.model.num_layers, cfg.train.seed) == (2, 5)
+    back = replace(cfg, **{"model": ModelConfig(), "train.seed": 0})
+    assert back == Config()
+    scaled = replace(cfg, **{"model.rope_scaling.factor": 2.0})
+    assert scaled.model.rope_scaling == RopeScaling(factor=2.0)
+    assert cfg.model.rope_scaling is None
+
+
+def test_every_field_has_a_default():
+    for path in leaf_paths():
+        assert default_of(path) is not None or "None" in str(field_types()[path])
+
+
+#: Parameters as published, and the numbers of devices that the config's first line promises.
+SHIPPED = {
+    "llama_1b": (1_235_814_400, [1, 8]),
+    "llama_1b_chat": (1_235_814_400, [1, 8]),
+    "llama_1b_lora_chat": (1_235_814_400, [1, 8]),
+    "llama3_8b": (8_030_261_248, [8, 16]),
+    "llama3_70b": (70_553_706_496, [64, 128, 512]),
+    "llama3_405b": (405_853_388_800, [384]),
+    "quickstart": (822_400, [1, 2, 4, 8, 16]),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_shipped_config_is_the_published_model_and_fits_its_devices(name):
+    cfg = command_line.load_config(name)
+    parameters, devices = SHIPPED[name]
+    assert num_params(cfg.model) == parameters
+    check(cfg)
+    for number in devices:
+        p = resolve(cfg, number).parallel
+        axes = (p.pipeline, p.replica, p.data, p.expert, p.sequence, p.tensor)
+        assert math.prod(axes) == number
+
+
+@pytest.mark.parametrize(
+    ("fields", "devices", "zero"),
+    [
+        ({}, 1, 1),
+        ({"parallel.tensor": 2, "parallel.replica": 2}, 4, 1),
+        ({"parallel.tensor": 2}, 4, 3),
+        ({"parallel.sequence": 4}, 4, 3),
+        ({"model.matmul_dtype": "float8", "parallel.gather_dtype": "float8"}, 1, 3),
+    ],
+)
+def test_where_nothing_is_sharded_weights_are_cast_once(fields, devices, zero):
+    cfg = replace(Config(), **{"train.global_batch_size": 16}, **fields)
+    assert cfg.parallel.zero == 3 and resolve(cfg, devices).parallel.zero == zero
+
+
+def test_the_data_axis_takes_the_devices_that_are_left():
+    cfg = replace(Config(), **{"parallel.tensor": 2, "parallel.replica": 2})
+    assert resolve(cfg, 16).parallel.data == 4
+    assert resolve(resolve(cfg, 16), 16) == resolve(cfg, 16)
+    with pytest.raises(ConfigError, match="there are 8 devices"):
+        resolve(resolve(cfg, 16), 8)
+
+
+def test_numbers_of_devices_do_not_matter_to_what_can_be_checked_before():
+    check(replace(Config(), **{"parallel.tensor": 4, "parallel.data": 32}))
+    with pytest.raises(ConfigError, match=r"num_microbatches = 5, since"):
+        check(replace(Config(), **{"parallel.num_microbatches": 5}))

@@ -1,0 +1,383 @@
+"""Training in float8: the same on every mesh and under every policy, and close to float32.
+
+Scales are powers of two, so a rank that scales by its own part of a tensor rounds as one that sees
+all of it, but for the smallest numbers. A sum of 8-bit products is exact in float32 at these sizes,
+in any order. Where something else is left between two meshes, it grows: a number that is moved
+across the boundary between two 8-bit numbers changes by a whole spacing.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config.remat_policies import REMAT_POLICIES
+from jaxpar.config.validate import resolve
+from jaxpar.inference.generation import config_for_sampling
+from jaxpar.kernels import float8
+from jaxpar.model import fused_weights, parameters
+from jaxpar.parallel.collectives import varying
+from jaxpar.parallel.fsdp import gather as fsdp
+from jaxpar.sharding.axes import FSDP_AXES
+from jaxpar.sharding.mesh import axis_sizes, make_mesh
+from jaxpar.step.state import init_state
+from jaxpar.step.train_step import (
+    make_eval_step,
+    make_gradient_step,
+    make_train_step,
+    weights_of_step,
+)
+from jaxpar.verification import distances, small_config, traces
+from jaxpar.verification.meshes import parse_meshes
+
+BASE = replace(
+    small_config.float32(Config()),
+    **{
+        "model.num_layers": 2,
+        "model.d_model": 64,
+        "model.num_heads": 8,
+        "model.num_kv_heads": 4,
+        "model.head_dim": 8,
+        "model.d_ff": 96,
+        "model.vocab_size": 64,
+        "model.init_std": 0.05,
+        "model.matmul_dtype": "float8",
+        "data.seq_len": 64,
+        "train.global_batch_size": 8,
+    },
+)
+
+#: Bound on a gradient's relative error between meshes: an eighth of a rounding to e5m2 (0.053).
+ACROSS_MESHES = 0.053 / 8
+
+#: Bound on a gradient's relative error against float32: a rounding or two per product.
+AGAINST_FLOAT32 = 0.2
+
+
+def on_mesh(item: str, devices, **fields):
+    """The config for a mesh item such as "data=2,zero=1", and the mesh."""
+    cfg = replace(BASE, **{name.replace("__", "."): value for name, value in fields.items()})
+    parallel = parse_meshes([item], cfg.parallel)[item]
+    n = math.prod(axis_sizes(parallel))
+    cfg = resolve(replace(cfg, parallel=parallel), n)
+    return cfg, make_mesh(parallel, devices[:n])
+
+
+def first_gradients(item: str, devices, **fields) -> traces.Trace:
+    cfg, mesh = on_mesh(item, devices, **fields)
+    return traces.mesh_trace(cfg, mesh, [traces.random_batch(cfg)], 0)
+
+
+@functools.cache
+def one_device(scaling: str, dtype: str = "float8") -> traces.Trace:
+    fields = dict(model__float8_scaling=scaling, model__matmul_dtype=dtype)
+    return first_gradients("data=1", jax.devices("cpu"), **fields)
+
+
+def relative_errors(found: traces.Arrays, wanted: traces.Arrays) -> dict[str, float]:
+    """Of each array: norm of the difference by the norm of what was wanted."""
+    assert found.keys() == wanted.keys()
+    norm = lambda a: float(np.linalg.norm(a.astype(np.float64)))  # noqa: E731
+    return {name: norm(found[name] - w) / norm(w) for name, w in wanted.items()}
+
+
+# ----------------------------------------------------------------------------------- meshes
+
+MESHES = """
+data=2
+data=2,gather_dtype=float8
+data=4,gather_dtype=float8,layer_loop=unroll
+data=2,zero=1
+data=2,zero=1,layer_loop=unroll,num_microbatches=2
+tensor=2
+sequence=2,gather_dtype=float8
+sequence=2,context=ring
+pipeline=2,num_microbatches=2
+pipeline=2,num_microbatches=4,zero=1
+pipeline=2,num_microbatches=2,pipeline_save=inputs,gather_dtype=float8,layer_loop=unroll
+pipeline=2,data=2,sequence=2,tensor=2,num_microbatches=2,gather_dtype=float8
+""".split()
+
+
+#: Those that run with every change; the others are slow tests.
+QUICK_MESHES = ("data=2", "tensor=2", "pipeline=2,num_microbatches=2")
+
+
+@pytest.mark.usefixtures("quick_compile")
+@pytest.mark.parametrize(
+    "mesh", [m if m in QUICK_MESHES else pytest.param(m, marks=pytest.mark.slow) for m in MESHES]
+)
+def test_gradients_are_those_of_one_device(mesh, devices):
+    found, wanted = first_gradients(mesh, devices), one_device("tensor")
+    assert found.loss == pytest.approx(wanted.loss, rel=1e-4)
+    error, name = distances.worst(relative_errors(found.gradients, wanted.gradients))
+    assert error < ACROSS_MESHES, name
+
+
+@pytest.mark.usefixtures("quick_compile")
+@pytest.mark.parametrize("mesh", ["data=2,gather_dtype=float8", "tensor=2", MESHES[-1]])
+def test_gradients_are_those_of_one_device_by_row(mesh, devices):
+    found = first_gradients(mesh, devices, model__float8_scaling="row")
+    wanted, exact = one_device("row"), one_device("tensor", "compute")
+    assert found.loss == pytest.approx(wanted.loss, rel=1e-4)
+    errors = relative_errors(found.gradients, wanted.gradients)
+    rounding = relative_errors(wanted.gradients, exact.gradients)
+    assert all(error < rounding[name] / 2 for name, error in errors.items()), errors
+
+
+@pytest.mark.usefixtures("quick_compile")
+def test_gradients_of_interleaved_stages_are_those_of_one_device(devices):
+    item, deep = "pipeline=2,num_microbatches=4,virtual_stages=2,zero=1", {"model__num_layers": 4}
+    found, wanted = (first_gradients(mesh, devices, **deep) for mesh in (item, "data=1"))
+    assert distances.worst(relative_errors(found.gradients, wanted.gradients))[0] < ACROSS_MESHES
+
+
+@pytest.mark.usefixtures("quick_compile")
+@pytest.mark.parametrize("remat", [*REMAT_POLICIES, "attn_norm,mlp_hidden"])
+def test_no_policy_changes_anything(remat, devices):
+    found = first_gradients("data=1,layer_loop=unroll", devices, parallel__remat=remat)
+    errors = relative_errors(found.gradients, one_device("tensor").gradients)
+    assert distances.worst(errors)[0] < ACROSS_MESHES
+
+
+@pytest.mark.usefixtures("quick_compile")
+@pytest.mark.parametrize("scaling", ["tensor", "row"])
+def test_gradients_are_near_those_of_float32(scaling):
+    found, wanted = one_device(scaling), one_device("tensor", "compute")
+    assert found.loss == pytest.approx(wanted.loss, rel=2e-3)
+    errors = relative_errors(found.gradients, wanted.gradients)
+    assert all(1e-3 < error < AGAINST_FLOAT32 for error in errors.values()), errors
+
+
+@pytest.mark.usefixtures("quick_compile")
+def test_evaluation_multiplies_as_training_does(devices):
+    cfg, mesh = on_mesh("data=2,gather_dtype=float8", devices)
+    params = init_state(cfg, mesh).params
+    batch = traces.place_batch(traces.random_batch(cfg), cfg, mesh)
+    total, count = make_eval_step(cfg, mesh)(params, batch)
+    measured, _ = make_gradient_step(cfg, mesh)(params, batch)
+    assert float(total / count) == pytest.approx(float(measured.loss), rel=1e-6)
+
+
+@pytest.mark.usefixtures("quick_compile")
+@pytest.mark.parametrize(
+    ("name", "bad"), [("wq", np.nan), ("w_down", np.inf), ("attn_norm", np.inf)]
+)
+def test_a_number_that_is_not_finite_reaches_the_loss(name, bad, devices):
+    cfg, mesh = on_mesh("data=2,gather_dtype=float8", devices)
+    state = init_state(cfg, mesh)
+    weight = state.params["layers"][name]
+    state.params["layers"][name] = weight.at[(1,) * weight.ndim].set(bad)
+    batch = traces.place_batch(traces.random_batch(cfg), cfg, mesh)
+    _, measured = make_train_step(cfg, mesh)(state, batch)
+    assert not np.isfinite(measured.loss) and not np.isfinite(measured.grad_norm)
+
+
+# ---------------------------------------------------------------------------------- gathers
+
+
+@pytest.mark.parametrize("dim", [-2, -1])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gather_in_8_bits_is_a_rounded_gather(dim, dtype, devices):
+    """Bit for bit, and so is the gradient of a shard."""
+    cfg, mesh = on_mesh("data=2,sequence=2", devices)
+    spec = PartitionSpec(*([FSDP_AXES, None] if dim == -2 else [None, FSDP_AXES]))
+    w = jax.random.normal(jax.random.key(0), (64, 96))
+    d_w = jax.random.normal(jax.random.key(1), (64, 96)).astype(dtype)
+
+    def both(shard, d_w):
+        shard, d_w = varying(shard), varying(d_w)
+        scale = fsdp.float8_scales({"w": shard}, ("w",), dtype)["w"]
+
+        def whole(shard):
+            return float8.quantize_weight(
+                fsdp.gather(shard, dim, dtype, "float32"), scale, "tensor", dim
+            )
+
+        def in_8_bits(shard):
+            values, like = fsdp.gather_float8(shard, scale, dim, dtype, "float32")
+            return float8.Weight(values, scale, like, "tensor", dim)
+
+        def rounded_before(shard):
+            return in_8_bits(fsdp.rounded_shard(shard, scale, dtype))
+
+        sent_as_it_is = rounded_before(shard).values
+        results = [jax.lax.bitcast_convert_type(sent_as_it_is, jnp.uint8)[None]]
+        for gather in (whole, in_8_bits):
+            weight, vjp = jax.vjp(gather, shard)
+            zeros = jax.tree.map(lambda a: a * 0, weight)
+            bits = jax.lax.bitcast_convert_type(weight.values, jnp.uint8)
+            results += [bits[None], vjp(zeros.replace(gradient=d_w))[0][None]]
+        return results
+
+    one = PartitionSpec(mesh.axis_names)
+    found = jax.jit(
+        jax.shard_map(both, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=one)
+    )(w, d_w)
+    np.testing.assert_array_equal(found[0], found[1])
+    np.testing.assert_array_equal(found[1], found[3])
+    np.testing.assert_array_equal(found[2], found[4])
+    scale = float8.power_of_two_scale(float8.largest(w.astype(dtype)), float8.FORWARD)
+    wanted = float8.quantize(w.astype(dtype), scale, float8.FORWARD)
+    np.testing.assert_array_equal(found[0][0], jax.lax.bitcast_convert_type(wanted, jnp.uint8))
+
+
+def lowered_step(cfg, mesh) -> str:
+    """The step's StableHLO."""
+    batch = traces.place_batch(traces.random_batch(cfg), cfg, mesh)
+    return make_gradient_step(cfg, mesh).lower(init_state(cfg, mesh).params, batch).as_text()
+
+
+def test_the_layers_weights_travel_in_8_bits(devices):
+    """And their scales in one message for all the layers."""
+    texts = {}
+    for dtype in ("compute", "float8"):
+        item = f"data=2,gather_dtype={dtype},layer_loop=unroll"
+        cfg, mesh = on_mesh(item, devices, model__num_layers=2)
+        lines = lowered_step(cfg, mesh).splitlines()
+        texts[dtype] = [line for line in lines if "all_gather" in line]
+    eight = {dtype: sum("f8E4M3FN" in line for line in lines) for dtype, lines in texts.items()}
+    # Four matrices, two layers, forward and backward; the table and the head stay in the other.
+    assert eight == {"compute": 0, "float8": 16}
+    assert len(texts["compute"]) == len(texts["float8"]) == 18
+
+
+def test_scales_take_one_all_reduce_for_all_layers(devices):
+    cfg, mesh = on_mesh("data=2,gather_dtype=float8,layer_loop=unroll", devices)
+
+    def scales(params):
+        shards = fused_weights.view(varying(params), cfg)
+        (chunk,) = weights_of_step(shards, cfg)["layers"]
+        return jax.tree.map(lambda a: a[None], [w["scales"] for w in chunk])
+
+    specs = jax.tree.map(lambda s: s.partition_spec, parameters.param_specs(cfg.model))
+    step = jax.shard_map(
+        scales, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec(mesh.axis_names)
+    )
+    text = jax.jit(step).lower(init_state(cfg, mesh).params).as_text()
+    assert text.count("stablehlo.all_reduce") == 1
+
+
+# --------------------------------------------------------------------------------- training
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scaling", ["tensor", "row"])
+def test_the_loss_curve_is_that_of_float32(scaling, devices):
+    """A text that can be learnt, 300 steps: each window of 20 steps within 0.5% on average."""
+    curves = [loss_curve(devices, scaling, dtype) for dtype in ("compute", "float8")]
+    plain, found = (np.reshape(curve, (-1, 20)).mean(axis=1) for curve in curves)
+    assert plain[-1] < 0.75 * plain[0], "nothing was learnt"
+    np.testing.assert_allclose(found, plain, rtol=5e-3)
+
+
+def loss_curve(devices, scaling: str, dtype: str, steps: int = 300) -> list[float]:
+    fields = {
+        "model__num_layers": 2,
+        "model__matmul_dtype": dtype,
+        "model__float8_scaling": scaling if dtype == "float8" else "tensor",
+        "data__document_mask": False,
+        "train__num_steps": steps,
+        "optimizer__learning_rate": 3e-3,
+        "optimizer__warmup_steps": 20,
+    }
+    cfg, mesh = on_mesh("data=1", devices, **fields)
+    state, step, losses = init_state(cfg, mesh), make_train_step(cfg, mesh), []
+    for i in range(steps):
+        batch = traces.place_batch(learnable_batch(cfg, i), cfg, mesh)
+        state, measured = step(state, batch)
+        losses.append(float(measured.loss))
+    return losses
+
+
+def learnable_batch(cfg: Config, index: int):
+    """Each token is a fixed function of the one before, three times of four; else it is random."""
+    batch = traces.random_batch(cfg, index)
+    rng = np.random.default_rng((7, index))
+    after = np.random.default_rng(7).permutation(cfg.model.vocab_size)
+    tokens = np.array(batch.tokens)
+    text = np.concatenate([tokens, tokens[:, :1]], axis=1)
+    for t in range(1, text.shape[1]):
+        kept = rng.random(len(text)) < 0.75
+        text[:, t] = np.where(kept, after[text[:, t - 1]], text[:, t])
+    return batch.replace(tokens=text[:, :-1], labels=text[:, 1:])
+
+
+# ------------------------------------------------------------------------------ configuration
+
+
+@pytest.mark.parametrize(
+    ("fields", "path", "fixes"),
+    [
+        (
+            {"model.matmul_dtype": "compute", "model.float8_scaling": "row"},
+            "model.float8_scaling",
+            2,
+        ),
+        (
+            {"model.matmul_dtype": "compute", "parallel.gather_dtype": "float8"},
+            "parallel.gather_dtype",
+            2,
+        ),
+        ({"parallel.gather_dtype": "float8", "parallel.zero": 1}, "parallel.gather_dtype", 2),
+        ({"model.d_model": 72}, "model.d_model", 1),
+        ({"model.d_ff": 104}, "model.d_ff", 1),
+        ({"model.d_ff": 96, "parallel.tensor": 4}, "model.d_ff", 1),
+        ({"model.num_heads": 3, "model.num_kv_heads": 3}, "model.num_kv_heads", 1),
+        ({"data.seq_len": 24}, "data.seq_len", 1),
+        ({"data.seq_len": 48, "parallel.tensor": 2}, "data.seq_len", 1),
+    ],
+)
+def test_what_cannot_work_is_refused_with_a_fix(fields, path, fixes):
+    with pytest.raises(ConfigError) as raised:
+        resolve(replace(BASE, **fields), 4)
+    assert raised.value.field == path
+    assert raised.value.fix.count("--") == fixes, raised.value.fix
+
+
+def test_sides_need_not_be_multiples_of_16_without_float8():
+    resolve(replace(BASE, **{"model.matmul_dtype": "compute", "model.d_ff": 104}), 1)
+
+
+def test_text_is_sampled_in_the_compute_dtype():
+    cfg = config_for_sampling(replace(BASE, **{"parallel.gather_dtype": "float8"}))
+    assert (cfg.model.matmul_dtype, cfg.parallel.gather_dtype) == ("compute", "compute")
+    resolve(cfg, 1)
+
+
+# ---------------------------------------------------------------------------------- memory
+
+DEEP = replace(
+    BASE, **{"model.num_layers": 128, "model.d_model": 32, "model.num_heads": 4, "model.d_ff": 64}
+)
+
+D, H, G, K, F = 32, 4, 4, 8, 64
+
+#: Bytes per token and layer that remat `none` saves, everything else in float32.
+SAVED = {
+    "inputs of the projections, rounded": D + H * K + D + F,
+    "queries and keys after RoPE, values": 4 * (H + 2 * G) * K,
+    "attention's output and log-sum-exp": 4 * (H * K + H),
+    "residual stream": 4 * D,
+    "gate and up": 8 * F,
+}
+
+
+@pytest.mark.usefixtures("quick_compile")
+def test_inputs_of_matmuls_are_saved_in_8_bits(devices):
+    def temporary_bytes(remat: str) -> int:
+        cfg, mesh = on_mesh("data=1", devices, parallel__remat=remat)
+        cfg = resolve(replace(DEEP, parallel=cfg.parallel), 1)
+        params = init_state(cfg, mesh).params
+        batch = traces.place_batch(traces.random_batch(cfg), cfg, mesh)
+        lowered = make_gradient_step(cfg, mesh).lower(params, batch)
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    tokens_and_layers = DEEP.train.global_batch_size * DEEP.data.seq_len * DEEP.model.num_layers
+    found = (temporary_bytes("none") - temporary_bytes("full")) / tokens_and_layers
+    assert found == pytest.approx(sum(SAVED.values()), rel=0.02)

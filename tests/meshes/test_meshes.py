@@ -1,0 +1,223 @@
+"""Mesh invariance: the same weights, loss, gradients and optimiser steps on every mesh.
+
+Each mesh is compared with the plain model of `jaxpar/model/reference.py` on packed documents. The
+models are tiny, so compiling is nearly all of the time; LLVM's optimisations are left out of it,
+except where the bits of initial weights are compared.
+"""
+
+import functools
+import math
+
+import jax
+import pytest
+
+from jaxpar.config import Config, RopeScaling, replace
+from jaxpar.config.validate import resolve
+from jaxpar.sharding.axes import AXES
+from jaxpar.sharding.mesh import axis_sizes, make_mesh
+from jaxpar.step.state import init_state
+from jaxpar.verification import distances, traces
+from jaxpar.verification.meshes import parse_meshes
+from tests.tiny import TINY
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+TOLERANCE = 1e-5
+
+BASE = replace(
+    TINY,
+    **{
+        "model.num_layers": 4,
+        "model.num_heads": 8,
+        "model.num_kv_heads": 4,
+        "optimizer.warmup_steps": 2,
+        "optimizer.clip_norm": 0.5,
+    },
+)
+
+ONE_AXIS = [f"{axis}=4" for axis in AXES]
+
+PRODUCTS = """
+data=2,tensor=2
+replica=2,data=2,expert=2
+pipeline=2,data=2,sequence=2,tensor=2
+""".split()
+
+#: Parts of what the others cover.
+SLOW_MESHES = [
+    *(f"{axis}=2" for axis in AXES),
+    *"""
+data=2,sequence=2
+pipeline=2,data=2
+pipeline=2,tensor=2
+sequence=2,tensor=2
+pipeline=2,data=2,tensor=2
+replica=2,data=2
+""".split(),
+]
+
+OTHER_FIELDS = """
+data=1
+data=1,num_microbatches=4
+data=2,num_microbatches=2,zero=1
+data=2,layer_loop=unroll
+data=2,tensor=2,layer_loop=unroll,zero=1
+data=2,tensor=2,layer_loop=unroll,row_groups=2
+tensor=2,layer_loop=unroll,row_groups=4,num_microbatches=2
+pipeline=2,num_microbatches=2,layer_loop=unroll,tensor=2,row_groups=2
+sequence=4,context=ring
+sequence=4,context=ulysses
+data=2,sequence=2,tensor=2,context=ring
+sequence=2,tensor=2,context=ulysses,zero=1
+pipeline=2,num_microbatches=4,pipeline_save=inputs
+pipeline=4,num_microbatches=2
+pipeline=2,num_microbatches=4,virtual_stages=2
+pipeline=2,num_microbatches=2,virtual_stages=2,pipeline_save=inputs,zero=1,tensor=2
+pipeline=2,num_microbatches=2,virtual_stages=2,zero=1,data=2,tensor=2,layer_loop=unroll,row_groups=2
+pipeline=2,num_microbatches=4,virtual_stages=2,tensor=4,remat=none
+pipeline=4,num_microbatches=4,zero=1,tensor=2,layer_loop=unroll,remat=full
+pipeline=2,num_microbatches=4,zero=1,layer_loop=unroll,data=2
+pipeline=2,num_microbatches=4,sequence=2,context=ring,zero=1
+""".split()
+
+VARIANTS = {
+    "tied embeddings": {"model.tie_embeddings": True},
+    "qk_norm": {"model.qk_norm": True},
+    "biases": {"model.qkv_bias": True, "model.out_bias": True, "model.mlp_bias": True},
+    "sliding window": {"model.sliding_window": 5},
+    "rope scaling": {"model.rope_scaling": RopeScaling(original_max_position=16)},
+    "z_loss": {"train.z_loss": 1e-2},
+    "one long document": {"data.document_mask": False},
+    "as many KV heads": {"model.num_heads": 4},
+    "eight layers": {"model.num_layers": 8},
+    "all at once": {
+        "model.tie_embeddings": True,
+        "model.qk_norm": True,
+        "model.qkv_bias": True,
+        "model.out_bias": True,
+        "model.mlp_bias": True,
+        "model.sliding_window": 9,
+        "model.rope_scaling": RopeScaling(original_max_position=16),
+        "train.z_loss": 1e-2,
+    },
+}
+
+#: Those in "all at once".
+SLOW_VARIANTS = {"qk_norm", "biases", "rope scaling", "z_loss"}
+
+#: Where each variant is tried: tensor, sequence and FSDP sharding at once, and a pipeline.
+VARIANT_MESHES = {name: "data=2,sequence=2,tensor=2" for name in VARIANTS} | {
+    "tied embeddings": "pipeline=2,tensor=2,num_microbatches=2",
+    # More chunks than stages: with as many, an order of layers is its own inverse.
+    "eight layers": "pipeline=2,virtual_stages=4,num_microbatches=4",
+    "biases": "pipeline=2,data=2,tensor=2,num_microbatches=2,zero=1",
+    "all at once": "pipeline=2,data=2,sequence=2,tensor=2,num_microbatches=2",
+}
+
+
+@functools.cache
+def batches_of(cfg: Config, steps: int):
+    return [traces.random_batch(cfg, i) for i in range(max(steps, 1))]
+
+
+@functools.cache
+def reference_of(cfg: Config, steps: int) -> traces.Trace:
+    return traces.reference_trace(cfg, batches_of(cfg, steps), steps)
+
+
+def compare(mesh_item: str, cfg: Config, devices, steps: int = 0) -> distances.Comparison:
+    parallel = parse_meshes([mesh_item], cfg.parallel)[mesh_item]
+    n = math.prod(axis_sizes(parallel))
+    on_mesh = resolve(replace(cfg, parallel=parallel), n)
+    mesh = make_mesh(parallel, devices[:n])
+    found = traces.mesh_trace(on_mesh, mesh, batches_of(cfg, steps), steps)
+    return distances.compare(found, reference_of(cfg, steps), TOLERANCE)
+
+
+def test_the_batch_is_packed():
+    batch = batches_of(BASE, 0)[0]
+    assert batch.segment_ids.max() >= 3
+    assert batch.positions.max() < BASE.data.seq_len - 1
+    assert (batch.labels == -1).any()
+
+
+def slow(value):
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("mesh", [*ONE_AXIS, *PRODUCTS, *OTHER_FIELDS, *map(slow, SLOW_MESHES)])
+def test_gradients(mesh, devices):
+    found = compare(mesh, BASE, devices)
+    assert not found.mismatches()
+
+
+@pytest.mark.parametrize("variant", [slow(v) if v in SLOW_VARIANTS else v for v in VARIANTS])
+def test_gradients_of_model_variants(variant, devices):
+    found = compare(VARIANT_MESHES[variant], replace(BASE, **VARIANTS[variant]), devices)
+    assert not found.mismatches()
+
+
+STEPS = 5
+
+STEP_MESHES = """
+data=2,tensor=2
+replica=2,sequence=2,num_microbatches=2
+pipeline=2,num_microbatches=4,virtual_stages=2,zero=1
+pipeline=2,data=2,sequence=2,tensor=2
+""".split()
+
+RULES = {
+    "lion": {"optimizer.name": "lion", "optimizer.learning_rate": 1e-3},
+    "sgd": {"optimizer.name": "sgd", "optimizer.learning_rate": 0.1},
+    "no clipping": {"optimizer.clip_norm": 0.0, "model.tie_embeddings": True},
+}
+
+
+def first_norm(cfg: Config) -> float:
+    """Norm of the reference's first gradient."""
+    return math.sqrt(sum((g**2).sum() for g in reference_of(cfg, STEPS).gradients.values()))
+
+
+@pytest.mark.parametrize("mesh", STEP_MESHES)
+def test_five_steps(mesh, devices):
+    assert first_norm(BASE) > 2 * BASE.optimizer.clip_norm, "nothing to clip"
+    found = compare(mesh, BASE, devices, STEPS)
+    assert found.update is not None and not found.mismatches()
+
+
+#: Half of the distance between two bfloat16 numbers, relative.
+BFLOAT16_ROUNDING = 2**-8
+
+
+def test_fifty_steps_of_the_fastest_layout(devices):
+    """What overlaps communication ends where the plain model ends, to less than a rounding.
+
+    Over fifty steps, Adam makes more of the first steps' rounding than over five.
+    """
+    fast = "data=2,tensor=2,layer_loop=unroll,row_groups=2"
+    found = compare(fast, replace(BASE, **{"train.num_steps": 60}), devices, 50)
+    assert found.gradient[0] <= TOLERANCE and not found.differing
+    assert found.loss <= BFLOAT16_ROUNDING
+    assert found.update is not None and found.update[0] <= BFLOAT16_ROUNDING
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_five_steps_of_other_rules(rule, devices):
+    found = compare("data=2,tensor=2", replace(BASE, **RULES[rule]), devices, STEPS)
+    assert found.update is not None and not found.mismatches()
+
+
+@pytest.mark.parametrize("mesh", ["data=2,sequence=2,tensor=2", "pipeline=2,tensor=2,expert=2"])
+def test_initial_weights_as_compiled_for_real(mesh, devices):
+    jax.config.update("jax_disable_most_optimizations", False)
+    jax.clear_caches()  # of generators compiled without optimisations
+    bits = [initial_weights(item, devices) for item in ("data=1", mesh)]
+    assert bits[0].keys() == bits[1].keys()
+    assert not distances.differing(*bits)
+
+
+def initial_weights(mesh_item: str, devices) -> traces.Arrays:
+    parallel = parse_meshes([mesh_item], BASE.parallel)[mesh_item]
+    n = math.prod(axis_sizes(parallel))
+    cfg = resolve(replace(BASE, parallel=parallel), n)
+    return traces.logical(init_state(cfg, make_mesh(parallel, devices[:n])).params, cfg)

@@ -1,0 +1,196 @@
+"""The program `python -m jaxpar.verify`: what it prints, when it fails, what it refuses."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpar import verify
+from jaxpar.config import Config, ConfigError, RopeScaling, replace
+from jaxpar.config.command_line import CONFIGS, load_config
+from jaxpar.config.validate import resolve
+from jaxpar.model import parameters
+from jaxpar.parallel import gradients
+from jaxpar.sharding import params
+from jaxpar.step import train_step
+from jaxpar.verification import command, distances, small_config
+from jaxpar.verification import meshes as verification_meshes
+
+#: As little as `--shrink` and overrides leave.
+TINY = ["quickstart", "--shrink", "--model.num-layers", "2", "--model.vocab-size", "32"]
+
+# Verify must find the session's devices started.
+pytestmark = pytest.mark.usefixtures("quick_compile", "devices")
+
+
+def test_meshes_agree(capsys):
+    code = verify.main([*TINY, "--mesh", "data=2,tensor=2,zero=1", "--steps", "2"])
+    shown = capsys.readouterr().out
+    assert code == 0
+    assert "float32, highest matmul precision" in shown and "2 layers" in shown
+    assert "weights after 2 steps" in shown
+    (row,) = [line for line in shown.splitlines() if line.startswith("data=2,tensor=2,zero=1")]
+    assert "same bits" in row and row.endswith("ok")
+
+
+def test_a_wrong_gradient_fails_and_is_named(capsys, monkeypatch):
+    def reduce_wrongly(grads, specs):
+        return grads | {"final_norm": grads["final_norm"] * 1.001}
+
+    right = gradients.reduce_gradients
+    monkeypatch.setattr(train_step, "reduce_gradients", lambda g, s: reduce_wrongly(right(g, s), s))
+    code = verify.main([*TINY, "--mesh", "data=2", "--steps", "0"])
+    shown = capsys.readouterr().out
+    assert code == 1
+    assert "MISMATCH" in shown
+    assert "data=2: gradient of final_norm off by 1.0e-03, allowed 1.0e-05" in shown
+
+
+def test_gradients_of_twice_the_size_fail(capsys, monkeypatch):
+    """Adam with the config's eps would not know."""
+    clip = train_step.clip
+    monkeypatch.setattr(train_step, "clip", lambda *of: jax.tree.map(lambda g: 2 * g, clip(*of)))
+    code = verify.main([*TINY, "--mesh", "data=2", "--steps", "2"])
+    shown = capsys.readouterr().out
+    assert code == 1
+    assert "after the steps off by" in shown and "gradient of" not in shown
+
+
+def test_a_larger_eps_is_kept():
+    cfg = load_config("quickstart")
+    raised = small_config.steady(cfg).optimizer.eps
+    assert cfg.optimizer.eps < raised < 1e-3
+    assert small_config.steady(replace(cfg, **{"optimizer.eps": 0.5})).optimizer.eps == 0.5
+
+
+def test_every_kind_of_mismatch_is_told():
+    wrong = distances.Comparison(
+        tolerance=1e-5,
+        differing=["embed"],
+        loss=1e-3,
+        gradient=(2e-3, "head"),
+        update=(3e-3, "layers/wq"),
+    )
+    assert [line.split()[0] for line in wrong.mismatches()] == [
+        "initial",
+        "loss",
+        "gradient",
+        "layers/wq",
+    ]
+    assert not distances.Comparison(1e-5, [], 1e-6, (9e-6, "head"), (1e-4, "head")).mismatches()
+
+
+def test_not_a_number_is_never_close():
+    nan, one = {"w": np.full(2, np.nan, np.float32)}, {"w": np.ones(2, np.float32)}
+    zero = {"w": np.zeros(2, np.float32)}
+    for found in (nan, one):
+        assert distances.gradient_errors(found, zero) == {"w": np.inf}
+    assert (
+        distances.gradient_errors(nan, one)
+        == distances.update_errors(nan, one, zero)
+        == {"w": np.inf}
+    )
+    assert distances.gradient_errors(zero, zero) == {"w": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "CONFIG"),
+        (["no_such_config"], "is no config file"),
+        (["quickstart", "--mesh", "dta=2"], "'dta=2' is no field=value.*pipeline, replica"),
+        (["quickstart", "--mesh", "data"], "is no field=value"),
+        (["quickstart", "--mesh", "data=two"], "data must be a whole number above 0"),
+        (["quickstart", "--mesh", "data=0"], "data must be a whole number above 0"),
+        (["quickstart", "--mesh", "data=2,data=2"], "given twice"),
+        (["quickstart", "--mesh", "context=star"], "must be one of allgather, ring, ulysses"),
+        (
+            [
+                "quickstart",
+                "--mesh",
+                "data=2,gather_dtype=float8",
+                "--model.matmul-dtype",
+                "float8",
+            ],
+            "sets gather_dtype, and verify compares in float32. Fix: leave out gather_dtype=float8",
+        ),
+        (["quickstart", "--mesh", "data=2,grad_reduce=bfloat16"], "sets grad_reduce"),
+        (["quickstart", "--mesh", "data=32"], "needs 32 devices.*--devices 32"),
+        (["quickstart", "--mesh", "tensor=5"], r"parallel\.tensor = 5"),
+        (
+            ["quickstart", "--model.num-experts", "4", "--model.experts-per-token", "1"],
+            "experts_per_token = 1: leaves the router no gradient.*--model.normalize-experts False",
+        ),
+        (["llama3_8b", "--mesh", "data=2"], "8030261248.*add --shrink"),
+        (["quickstart", "--tolerance", "2"], "must be between 0 and 1"),
+        (["quickstart", "--steps", "-1"], "must not be negative"),
+        (["quickstart", "--steps", "few"], "invalid int value"),
+        (["quickstart", "--devices", "0"], "must be at least 1"),
+        (["quickstart", "--model.d-modle", "8"], "is not a field"),
+    ],
+)
+def test_bad_input_is_refused(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        verify.main(arguments)
+
+
+def test_help_documents_every_option(capsys):
+    with pytest.raises(SystemExit) as stop:
+        verify.main(["--help"])
+    shown = capsys.readouterr().out
+    assert stop.value.code == 0
+    for option in ("--mesh", "--steps", "--shrink", "--tolerance", "--devices", "--model.d-model"):
+        assert option in shown
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.py")))
+def test_every_config_shrinks_to_fit_the_default_meshes(name):
+    cfg = small_config.float32(load_config(name))
+    meshes = verification_meshes.parse_meshes(command.DEFAULT_MESHES, cfg.parallel)
+    small = small_config.shrink(cfg, list(meshes.values()))
+    for parallel in meshes.values():
+        resolve(replace(small, parallel=parallel), verification_meshes.num_devices(parallel))
+    assert params.count(parameters.param_specs(small.model)) < 3_000_000
+    for ratio in (
+        lambda m: m.num_heads / m.num_kv_heads,
+        lambda m: m.d_model / (m.num_heads * m.head_dim),
+    ):
+        assert ratio(small.model) == pytest.approx(ratio(cfg.model), rel=0.05)
+    for flag in ("tie_embeddings", "qk_norm", "qkv_bias", "rope_theta", "norm_eps"):
+        assert getattr(small.model, flag) == getattr(cfg.model, flag)
+
+
+def test_shrinking_keeps_windows_in_proportion():
+    cfg = replace(
+        Config(),
+        **{
+            "data.seq_len": 8192,
+            "model.sliding_window": 4096,
+            "model.rope_scaling": RopeScaling(original_max_position=8192),
+        },
+    )
+    small = small_config.shrink(
+        cfg, list(verification_meshes.parse_meshes(["data=2"], cfg.parallel).values())
+    )
+    assert small.model.sliding_window * 2 == small.data.seq_len
+    assert small.model.rope_scaling.original_max_position == small.data.seq_len
+
+
+@pytest.mark.parametrize(("window", "small"), [(64, 4), (2, 2)])
+def test_no_window_shrinks_to_a_token(window, small):
+    cfg = replace(Config(), **{"data.seq_len": 8192, "model.sliding_window": window})
+    meshes = verification_meshes.parse_meshes(["data=2"], cfg.parallel)
+    assert small_config.shrink(cfg, list(meshes.values())).model.sliding_window == small
+
+
+@pytest.mark.parametrize(
+    ("mesh", "values"),
+    [
+        ("data=3,row_groups=2,layer_loop=unroll", {}),
+        ("data=2", {"model.d_ff": 16, "lora.rank": 8, "lora.targets": "q_proj,gate_proj"}),
+    ],
+)
+def test_a_shrunk_config_keeps_the_rules(mesh, values):
+    cfg = replace(Config(), **values)
+    (parallel,) = verification_meshes.parse_meshes([mesh], cfg.parallel).values()
+    small = small_config.shrink(cfg, [parallel])
+    resolve(replace(small, parallel=parallel), verification_meshes.num_devices(parallel))

@@ -1,0 +1,239 @@
+"""Moments in bfloat16 and in host memory: what the update computes with them, on every mesh."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpar.config import Config, replace
+from jaxpar.config.validate import resolve
+from jaxpar.model.parameters import param_specs, trained_specs
+from jaxpar.optimizer import moments
+from jaxpar.sharding.mesh import make_mesh
+from jaxpar.sharding.params import count
+from jaxpar.step.layer_order import layers_here
+from jaxpar.step.state import (
+    TrainState,
+    abstract_state,
+    bytes_per_device,
+    in_configured_dtypes,
+    init_state,
+    state_shardings,
+    state_specs,
+    to_running,
+)
+from jaxpar.step.train_step import make_train_step
+from jaxpar.verification import distances, small_config, traces
+
+pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
+
+BASE = replace(
+    small_config.float32(Config()),
+    **{
+        "model.num_layers": 4,
+        "model.d_model": 32,
+        "model.num_heads": 4,
+        "model.num_kv_heads": 2,
+        "model.head_dim": 8,
+        "model.d_ff": 64,
+        "model.vocab_size": 64,
+        "model.mlp_bias": True,
+        "model.init_std": 0.2,
+        "data.seq_len": 32,
+        "train.global_batch_size": 8,
+        "optimizer.learning_rate": 3e-3,
+        "optimizer.warmup_steps": 0,
+        "parallel.data": 1,
+    },
+)
+
+FIRST = {"optimizer.first_moment_dtype": "bfloat16"}
+BOTH = FIRST | {"optimizer.second_moment_dtype": "bfloat16"}
+OFFLOAD = {"optimizer.offload": True}
+MESHES = {
+    "one device": {},
+    "sharded": {"parallel.data": 2, "parallel.tensor": 2},
+    "stages": {
+        "parallel.pipeline": 2,
+        "parallel.virtual_stages": 2,
+        "parallel.num_microbatches": 2,
+        "parallel.zero": 1,
+    },
+}
+STEPS = 4
+
+
+def ready(devices, **fields):
+    """A resolved config and its mesh."""
+    cfg = replace(BASE, **fields)
+    p = cfg.parallel
+    n = p.pipeline * p.data * p.tensor
+    return resolve(cfg, n), make_mesh(p, devices[:n])
+
+
+@pytest.fixture(scope="module")
+def weights(devices):
+    """Fields of the config -> weights after each of some updates, logical, by name.
+
+    The updates of the train step, with random gradients that depend on the step alone.
+    """
+
+    @functools.cache
+    def run(fields: frozenset) -> list[traces.Arrays]:
+        cfg, mesh = ready(devices, **dict(fields))
+        specs, to = state_specs(cfg), state_shardings(cfg, mesh)
+
+        def update(state, grads):
+            layers = layers_here(cfg)
+            return moments.update(
+                cfg, trained_specs(cfg), grads, state.opt_state, state.params, state.step, layers
+            )
+
+        inside = jax.shard_map(
+            update,
+            mesh=mesh,
+            in_specs=(specs, specs.params),
+            out_specs=(specs.params, specs.opt_state),
+        )
+        step = jax.jit(inside, out_shardings=(to.params, to.opt_state))
+        state, after = init_state(cfg, mesh), []
+        for i in range(STEPS):
+            grads = jax.device_put(gradients(cfg, i), to.params)
+            params, opt_state = step(state, to_running(TrainState((), grads, ()), cfg).params)
+            number = jax.device_put(jnp.int32(i + 1), to.step)
+            state = TrainState(number, params, opt_state, state.guard)
+            after.append({n: a.copy() for n, a in traces.logical(params, cfg).items()})
+        return after
+
+    return lambda **fields: run(frozenset(fields.items()))
+
+
+def gradients(cfg: Config, step: int):
+    """Gradients of the whole model, whose sizes differ from element to element."""
+    rng = np.random.default_rng(step)
+    draw = lambda a: (rng.normal(size=a.shape) * 10 ** rng.normal(size=a.shape)).astype(a.dtype)  # noqa: E731
+    return jax.tree.map(draw, abstract_state(cfg).params)
+
+
+def distance(found: list[traces.Arrays], wanted: list[traces.Arrays]) -> float:
+    """Mean error of the last weights by their mean change since the first update; the worst."""
+    return distances.worst(distances.update_errors(found[-1], wanted[-1], wanted[0]))[0]
+
+
+# ------------------------------------------------------------------------------ what is kept
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "bytes_each"),
+    [
+        ("adamw", {}, 12),
+        ("adamw", FIRST, 10),
+        ("adamw", BOTH, 8),
+        ("lion", {}, 8),
+        ("lion", FIRST, 6),
+        ("sgd", FIRST, 6),
+    ],
+)
+def test_a_state_has_so_many_bytes_per_parameter(devices, name, fields, bytes_each):
+    cfg, mesh = ready(devices, **{"optimizer.name": name}, **fields)
+    state = init_state(cfg, mesh)
+    counters = 4 * sum(leaf.ndim == 0 for leaf in jax.tree.leaves(state))
+    assert bytes_per_device(state) == bytes_each * count(param_specs(cfg.model)) + counters
+    kept = jax.tree.map(lambda a: (a.shape, a.dtype), state)
+    assert kept == jax.tree.map(lambda a: (a.shape, a.dtype), abstract_state(cfg))
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])
+def test_offloaded_moments_lie_in_host_memory_before_and_after_a_step(devices, name):
+    cfg, mesh = ready(devices, **{"optimizer.name": name}, **OFFLOAD, **MESHES["sharded"])
+    state = init_state(cfg, mesh)
+    batch = traces.place_batch(traces.random_batch(cfg), cfg, mesh)
+    after, _ = make_train_step(cfg, mesh)(state, batch)
+    wanted = state_shardings(cfg, mesh)
+    for shardings in (jax.tree.map(lambda a: a.sharding, s) for s in (state, after)):
+        assert shardings == wanted
+    kinds = moments.map_moments(lambda _, __, a: a.memory_kind, wanted.opt_state)
+    named = [leaf for leaf in jax.tree.leaves(kinds) if isinstance(leaf, str)]
+    assert set(named) == {"pinned_host"}
+    assert len(named) == (2 if name == "adamw" else 1) * len(jax.tree.leaves(state.params))
+    rest = (wanted.step, wanted.params)
+    assert {leaf.memory_kind for leaf in jax.tree.leaves(rest)} == {"device"}
+
+
+# ------------------------------------------------------------------- what is computed with it
+
+NAMES = pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])
+
+
+def rounded_by(name: str) -> dict[str, str]:
+    """Every moment of an optimiser in bfloat16."""
+    return BOTH if name == "adamw" else FIRST
+
+
+@NAMES
+def test_the_first_update_does_not_see_the_rounding(weights, name):
+    """It is computed in float32, from moments of zero; what it keeps is rounded afterwards."""
+    exact, rounded = (weights(**{"optimizer.name": name}, **f) for f in ({}, rounded_by(name)))
+    assert not distances.differing(rounded[0], exact[0])
+    assert distances.differing(rounded[1], exact[1])
+
+
+@NAMES
+def test_the_next_ones_move_by_its_noise(weights, name):
+    """bfloat16 has 8 bits, so a moment is off by some 0.2%, and on average not at all."""
+    exact, rounded = (weights(**{"optimizer.name": name}, **f) for f in ({}, rounded_by(name)))
+    # Lion moves by a sign: where noise can turn it, the whole step turns.
+    assert 1e-5 < distance(rounded, exact) < (2e-2 if name == "lion" else 5e-3)
+
+
+@pytest.mark.parametrize("mesh", ["sharded", "stages"])
+@pytest.mark.parametrize("fields", [BOTH, BOTH | OFFLOAD], ids=["device", "host"])
+def test_every_mesh_rounds_alike(weights, mesh, fields):
+    """Else the distance were that of two roundings: some 1e-3, as in the test above."""
+    assert distance(weights(**fields, **MESHES[mesh]), weights(**BOTH)) < 1e-6
+
+
+def test_another_seed_rounds_otherwise(weights):
+    other = weights(**BOTH, **{"train.seed": 1})
+    start = lambda run: {n: run[-1][n] - run[0][n] for n in run[0]}  # noqa: E731
+    errors = distances.gradient_errors(start(other), start(weights(**BOTH)))
+    assert distances.worst(errors)[0] > 1e-4
+
+
+@NAMES
+@pytest.mark.parametrize("mesh", MESHES)
+def test_moments_in_host_memory_change_nothing(weights, name, mesh):
+    """Up to the order in which the compiler multiplies and adds in another loop: an ulp."""
+    fields = {"optimizer.name": name} | MESHES[mesh]
+    assert distance(weights(**OFFLOAD, **fields), weights(**fields)) < 1e-6
+
+
+def test_offloaded_moments_decay_at_their_own_rate(weights):
+    """The loop over slices counts a step once, and knows which weights decay."""
+    other = {"optimizer.beta1": 0.5, "optimizer.weight_decay": 1.0, "optimizer.schedule": "linear"}
+    found, wanted = weights(**OFFLOAD, **other), weights(**other)
+    assert distance(found, wanted) < 1e-6 < 1e-2 < distance(found, weights())
+
+
+def test_odd_sizes_are_cut_into_whole_slices(weights):
+    """Arrays outside the layers go through in equal slices, down to one where nothing divides."""
+    odd = {"model.vocab_size": 67, "model.d_model": 31}
+    assert distance(weights(**odd, **OFFLOAD), weights(**odd)) < 1e-6
+
+
+def test_conversion_keeps_shardings_and_rounds_to_the_nearest(devices):
+    for fields in ({}, OFFLOAD):
+        cfg, mesh = ready(devices, **fields, **MESHES["sharded"])
+        state = init_state(cfg, mesh)
+        third = lambda _, __, a: jax.device_put(np.full(a.shape, 1 / 3, a.dtype), a.sharding)  # noqa: E731
+        thirds = moments.map_moments(third, state.opt_state)
+        state = dataclasses.replace(state, opt_state=thirds)
+        narrow = in_configured_dtypes(state, replace(cfg, **BOTH))
+        assert jax.tree.map(lambda a: a.sharding, narrow) == state_shardings(cfg, mesh)
+        back = in_configured_dtypes(narrow, cfg)
+        (value,) = {float(jnp.max(a)) for a in jax.tree.leaves(back.opt_state[0].mu)}
+        assert value == float(jnp.bfloat16(1 / 3))
+        assert narrow.opt_state[0].nu["embed"].dtype == jnp.bfloat16

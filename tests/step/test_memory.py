@@ -1,0 +1,193 @@
+"""The state is never there twice, nor a model whole: read off the compiler's plan of memory."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config.validate import resolve
+from jaxpar.model.parameters import param_specs
+from jaxpar.sharding.axes import BATCH_SPEC
+from jaxpar.sharding.batch import Batch
+from jaxpar.sharding.initial_values import init_options, initialize
+from jaxpar.sharding.mesh import make_mesh
+from jaxpar.sharding.params import flat
+from jaxpar.step.compiled import memory_of
+from jaxpar.step.state import (
+    TrainState,
+    _initial_values,
+    abstract_state,
+    bytes_per_device,
+    init_state,
+    state_shardings,
+)
+from jaxpar.step.train_step import make_train_step
+from jaxpar.training import run
+from jaxpar.verification import distances, small_config, traces
+
+pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
+
+BASE = replace(
+    small_config.float32(Config()),
+    **{
+        "model.num_layers": 4,
+        "model.d_model": 32,
+        "model.num_heads": 4,
+        "model.num_kv_heads": 2,
+        "model.head_dim": 8,
+        "model.d_ff": 64,
+        "model.vocab_size": 64,
+        "data.seq_len": 32,
+        "train.global_batch_size": 8,
+        "parallel.data": 1,
+    },
+)
+
+BFLOAT16 = {
+    "optimizer.first_moment_dtype": "bfloat16",
+    "optimizer.second_moment_dtype": "bfloat16",
+}
+SHARDED = {"parallel.data": 2, "parallel.tensor": 2}
+STAGES = {"parallel.pipeline": 2, "parallel.num_microbatches": 2, "parallel.zero": 1}
+VIRTUAL = STAGES | {"parallel.virtual_stages": 2}
+
+
+def ready(devices, **fields):
+    """A resolved config and its mesh."""
+    cfg = replace(BASE, **fields)
+    p = cfg.parallel
+    n = p.pipeline * p.replica * p.data * p.expert * p.sequence * p.tensor
+    return resolve(cfg, n), make_mesh(p, devices[:n])
+
+
+def abstract(cfg: Config, mesh) -> TrainState:
+    """The state's arrays with their shardings."""
+    sharded = lambda a, to: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=to)  # noqa: E731
+    return jax.tree.map(sharded, abstract_state(cfg), state_shardings(cfg, mesh))
+
+
+def compiled_step(cfg: Config, mesh):
+    """The real train step, compiled for abstract arguments."""
+    shape = (cfg.train.global_batch_size, cfg.data.seq_len)
+    ints = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, BATCH_SPEC))
+    lowered = make_train_step(cfg, mesh).lower(abstract(cfg, mesh), Batch(ints, ints, ints, ints))
+    return lowered.compile(traces.QUICK_COMPILE)
+
+
+# ----------------------------------------------------------------------------- donation
+
+STEPS = {
+    "one device": {},
+    "lion": {"optimizer.name": "lion", **SHARDED},
+    "sgd": {"optimizer.name": "sgd", "parallel.layer_loop": "unroll"},
+    "bfloat16 moments": {**BFLOAT16, **SHARDED},
+    "lion, bfloat16": {"optimizer.name": "lion", "optimizer.first_moment_dtype": "bfloat16"},
+    "offloaded": {"optimizer.offload": True, **SHARDED},
+    "ZeRO-3, unrolled": {**SHARDED, "parallel.layer_loop": "unroll"},
+    "ZeRO-1": {**SHARDED, "parallel.zero": 1},
+    "replicas, sequence": {"parallel.replica": 2, "parallel.sequence": 2, "parallel.data": 2},
+    "stages": STAGES,
+    "virtual stages": VIRTUAL,
+    "virtual stages, offloaded": {**VIRTUAL, **BFLOAT16, "optimizer.offload": True},
+}
+
+
+@pytest.mark.parametrize("fields", STEPS.values(), ids=STEPS)
+def test_the_step_takes_over_every_byte_of_the_state(devices, fields):
+    cfg, mesh = ready(devices, **fields)
+    state, memory = abstract(cfg, mesh), compiled_step(cfg, mesh).memory_analysis()
+    taken_over = memory.alias_size_in_bytes + memory.host_alias_size_in_bytes
+    assert taken_over == bytes_per_device(state)
+    whole = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(state))
+    assert whole / mesh.size <= taken_over < 1.1 * whole / (mesh.size // cfg.parallel.replica)
+
+
+@pytest.mark.parametrize("fields", [SHARDED, VIRTUAL, {"optimizer.offload": True}])
+def test_after_a_step_the_old_state_is_gone(devices, fields):
+    cfg, mesh = ready(devices, **fields)
+    state = init_state(cfg, mesh)
+    batch = traces.place_batch(traces.random_batch(cfg), cfg, mesh)
+    step = make_train_step(cfg, mesh).lower(state, batch).compile(traces.QUICK_COMPILE)
+    for _ in range(2):
+        old, (state, _) = state, step(state, batch)
+        assert all(a.is_deleted() for a in jax.tree.leaves(old))
+    assert not any(a.is_deleted() for a in jax.tree.leaves(state))
+
+
+def test_a_program_that_holds_the_state_twice_is_reported(devices):
+    cfg, mesh = ready(devices)
+    state = abstract(cfg, mesh)
+    grown = lambda s: jax.tree.map(lambda a: a + 1, s)  # noqa: E731
+    given, kept = (jax.jit(grown, donate_argnums=n).lower(state).compile() for n in (0, ()))
+    assert memory_of(given, state).startswith(", ")
+    assert "WARNING" not in memory_of(given, state)
+    twice = bytes_per_device(state) / 2**30
+    assert f"\nWARNING    the step holds {twice:.3f} GiB" in memory_of(kept, state)
+
+
+# --------------------------------------------------------------- a model is never whole
+
+
+@pytest.fixture(scope="module")
+def wide(devices):
+    """A config whose arrays are large against what a program needs besides, and its mesh."""
+    sizes = {"model.d_model": 256, "model.d_ff": 1024, "model.vocab_size": 4096}
+    return ready(devices, **sizes, **STAGES, **SHARDED)
+
+
+def test_a_device_makes_its_own_shard_and_no_more(wide):
+    """Of each initial array: the program puts out a shard. Beside it, XLA keeps the generator's
+    integers on a CPU, three of a shard's size; compiled for an H200, some KB."""
+    cfg, mesh = wide
+    specs, to = flat(param_specs(cfg.model)), flat(state_shardings(cfg, mesh).params)
+    key, options = jax.ShapeDtypeStruct((2,), jnp.uint32), init_options("cpu")
+    for name, spec in specs.items():
+        memory = _initial_values(spec, to[name], options).lower(key).compile().memory_analysis()
+        shard = 4 * math.prod(to[name].shard_shape(spec.shape))
+        assert memory.output_size_in_bytes == shard, name
+        assert memory.temp_size_in_bytes < 3.1 * shard + 8192, (name, memory.temp_size_in_bytes)
+        if spec.init == "normal":
+            assert memory.temp_size_in_bytes + shard < 4 * math.prod(spec.shape), name
+
+
+def test_arrays_made_one_by_one_have_the_bits_of_the_whole(devices):
+    """`initialize`, in one program, is the definition; `init_state` compiles one for each array."""
+    cfg, mesh = ready(devices, **SHARDED, **{"model.qkv_bias": True, "model.qk_norm": True})
+    whole = jax.jit(functools.partial(initialize, param_specs(cfg.model)))(cfg.train.seed)
+    made = init_state(cfg, mesh)
+    assert not distances.differing(traces.to_host(made.params), traces.to_host(whole))
+    assert int(made.step) == 0 and not any(jnp.any(a) for a in jax.tree.leaves(made.opt_state))
+
+
+#: The first numbers of some initial arrays under seed 3, as float32 bits, of JAX 0.11.2 on a CPU.
+PINNED = {
+    "embed": [0xBC17D071, 0x3D075C49, 0xBC0425D7],
+    "layers/wq": [0x3C8E345E, 0x3D00FF31, 0xBBB73D06],
+    "layers/w_down": [0xBBF84283, 0xBBD71598, 0xBBB21017],
+    "head": [0x3C8DC7F4, 0x3B9A652B, 0xB95DB051],
+}
+
+
+def test_initial_values_stay_as_they_were():
+    """A run that is repeated years later starts from the same weights."""
+    made = flat(jax.jit(lambda: initialize(param_specs(BASE.model), 3))())
+    found = {name: np.asarray(made[name]).ravel()[:3].view(np.uint32).tolist() for name in PINNED}
+    assert found == PINNED
+
+
+@pytest.mark.parametrize("remat", ["offload", "attn_out:host,attn_lse"])
+def test_deterministic_kernels_and_values_on_the_host_are_refused_on_gpus(remat, monkeypatch):
+    cfg = replace(Config(), **{"parallel.remat": remat, "parallel.layer_loop": "unroll"})
+    monkeypatch.setenv("XLA_FLAGS", "")
+    run.check_host_copies(cfg, "gpu")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=true")
+    with pytest.raises(ConfigError, match=r"parallel\.layer_loop = .*layer-loop scan"):
+        run.check_host_copies(cfg, "gpu")
+    run.check_host_copies(cfg, "cpu")
+    run.check_host_copies(replace(cfg, **{"parallel.layer_loop": "scan"}), "gpu")
+    run.check_host_copies(replace(cfg, **{"parallel.remat": "attn_out"}), "gpu")
