@@ -17,8 +17,7 @@ from jax.sharding import PartitionSpec
 from jaxpar.bench.timing import Timing, interleaved
 from jaxpar.bench.training import conditions
 from jaxpar.config import Config, ConfigError, ParallelConfig
-from jaxpar.execution.decisions import num_chunks
-from jaxpar.model.loss import cross_entropy
+from jaxpar.model.loss import cross_entropy, num_chunks
 from jaxpar.parallel.collectives import varying
 from jaxpar.runtime import exit_codes, provenance
 from jaxpar.runtime import start as runtime

@@ -22,7 +22,7 @@ after its forward, the last one of a mesh without stages, stay on the device. la
 only input, is saved under every policy, so it is named only to be saved there.
 
 attn_norm and mlp_norm are saved before their rows are scaled, where that comes after the matmul
-(`decisions.norms_are_scaled_later`).
+(`Execution.norm`).
 
 Under `model.matmul_dtype` float8 and one scale per tensor, the rounded input of a matmul goes by
 the name of the input. attn_norm, mlp_norm and mlp_hidden are then saved in its place, in half of
@@ -40,13 +40,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxpar.config.remat_policies import LAYER_INPUT, ON_HOST, REMAT_NAMES, without_mark
 from jaxpar.kernels import float8, norm
-from jaxpar.kernels.float8.amax import Measured
+from jaxpar.kernels.float8.amax import WithAmax
 
 
-def named[X: jax.Array | Measured](x: X, name: str) -> X:
-    """Let a policy save this value under its name; of a measured one, the array."""
+def named[X: jax.Array | WithAmax](x: X, name: str) -> X:
+    """Let a policy save this value under its name; of one `WithAmax`, the array."""
     assert name in REMAT_NAMES, name
-    if isinstance(x, Measured):
+    if isinstance(x, WithAmax):
         return dataclasses.replace(x, values=checkpoint_name(x.values, name))
     return checkpoint_name(x, name)
 

@@ -18,7 +18,9 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxpar.config import Config, OptimizerConfig, ParallelConfig
-from jaxpar.model import decode, fused_weights, token_context, transformer
+from jaxpar.execution.decisions import execution_of
+from jaxpar.model import decode, fused_weights, transformer
+from jaxpar.model.attention_context import attention_context
 from jaxpar.sharding.axes import TENSOR, VOCAB_AXES
 from jaxpar.sharding.batch import Batch
 from jaxpar.step.state import state_specs
@@ -63,9 +65,9 @@ def make_next_logits(cfg: Config, mesh: Mesh) -> Callable[[Any, np.ndarray, int]
 def _next_logits(cfg: Config, params: Any, tokens: jax.Array, last: jax.Array) -> jax.Array:
     place = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     batch = Batch(tokens, tokens, jnp.ones_like(tokens), place)
-    weights = fused_weights.view(params, cfg)
-    described = token_context.describe_tokens(batch, cfg, max_segments=1)
-    return transformer.logits_at(weights, batch, described, last, cfg)
+    weights = fused_weights.view(params, execution_of(cfg))
+    described = attention_context(batch, cfg, max_segments=1)
+    return transformer.logits_at(weights, batch, described, last, execution_of(cfg))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,7 +155,7 @@ def weights_for_sampling(params: Any, cfg: Config, mesh: Mesh) -> Any:
     """
 
     def arrange(params):
-        view = gather_once(fused_weights.view(params, cfg), cfg)
+        view = gather_once(fused_weights.view(params, execution_of(cfg)), cfg)
         return jax.tree.map(lambda a: a[None], view)
 
     specs = state_specs(cfg).params

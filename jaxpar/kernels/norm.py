@@ -31,8 +31,9 @@ LENGTHS = (2048, 4096, 8192)
 
 
 @flax.struct.dataclass
-class Normed:
-    """A norm's output as what it is computed from, for a reader that computes it on the way.
+class Unmaterialised:
+    """A norm's output as what it is computed from, for a reader that computes it on the way. A
+    `float8.Operand`.
 
     Its gradient is that of the whole array, and lies in the place of `x`; the others have none.
     """
@@ -55,12 +56,12 @@ class Normed:
     def dtype(self) -> Any:
         return self.x.dtype
 
-    def rows(self) -> "Normed":
+    def rows(self) -> "Unmaterialised":
         """The same as one matrix."""
         x, (scale, top) = self.x, (a.reshape(-1, 1) for a in (self.scale, self.top))
-        return Normed(x.reshape(-1, x.shape[-1]), scale, self.gain, top)
+        return Unmaterialised(x.reshape(-1, x.shape[-1]), scale, self.gain, top)
 
-    def whole(self) -> jax.Array:
+    def written(self) -> jax.Array:
         """The output, in x's dtype."""
         return _written(self)
 
@@ -73,37 +74,49 @@ class Normed:
         rounded in another order. NaN where there is one."""
         return jnp.max(self.top * self.scale)
 
+    def readable(self) -> "Unmaterialised":
+        return self
+
+    def gradient(self, d_x: jax.Array) -> "Unmaterialised":
+        return Unmaterialised(d_x, None, None, None)
+
 
 def _normed(x, scale, gain):
     return x.astype(jnp.float32) * scale * gain
 
 
 @jax.custom_vjp
-def _written(n: Normed) -> jax.Array:
+def _written(n: Unmaterialised) -> jax.Array:
     return n.unrounded().astype(n.dtype)
 
 
-_written.defvjp(lambda n: (_written(n), None), lambda _, d_y: (Normed(d_y, None, None, None),))
+_written.defvjp(
+    lambda n: (_written(n), None), lambda _, d_y: (Unmaterialised(d_y, None, None, None),)
+)
 
 
 @flax.struct.dataclass
-class Unscaled:
-    """A norm's output before its rows are scaled: `values` go through a matmul, and the product is
-    scaled where it is read, by a pass that there is anyway.
+class NormOutput:
+    """What a matmul is given of a norm.
 
-    So one pass sums the residual stream and squares, and writes `values`; to write the output takes
-    a second, since a row's scale is known when the row has been read.
+    Its rows may be yet to be scaled: the operand goes through the matmul, and the product is scaled
+    where it is read, by a pass that there is anyway. So one pass sums the residual stream and
+    squares, and writes the operand; to write the output takes a second, since a row's scale is
+    known when the row has been read.
 
     Source:   Graef et al. 2024 (2407.09577), FlashNorm: the scale after the matmul.
     """
 
-    values: Any
-    """[..., D]: the norm's input times the gain."""
-    scale: Any
-    """float32 [..., 1], of each row; it has no gradient."""
+    operand: Any
+    """[..., D]: an array; or, for float8 alone, `Unmaterialised`."""
+    scale: Any = None
+    """float32 [..., 1]: what each row of a product is yet to be multiplied by, without a gradient.
+    None: nothing."""
 
     def scaled(self, product: jax.Array) -> jax.Array:
-        """A product of `values`, as if it were one of the output; its dtype out."""
+        """A product of the operand, as one of the norm's output; its dtype out."""
+        if self.scale is None:
+            return product
         scale = lax.stop_gradient(self.scale)
         return (product.astype(jnp.float32) * scale).astype(product.dtype)
 
@@ -140,7 +153,7 @@ rms_norm.defvjp(_forward, _backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def rms_norm_beside(x: jax.Array, gain: jax.Array, eps: float) -> tuple[jax.Array, Normed]:
+def rms_norm_beside(x: jax.Array, gain: jax.Array, eps: float) -> tuple[jax.Array, Unmaterialised]:
     """x, and `rms_norm` of it: where x goes on beside its norm, as in a residual stream.
 
     Args:     as `rms_norm`.
@@ -155,7 +168,7 @@ def rms_norm_beside(x: jax.Array, gain: jax.Array, eps: float) -> tuple[jax.Arra
 def _beside_forward(x, gain, eps):
     scale = _scale(x, eps)
     top = jnp.max(jnp.abs(x.astype(jnp.float32) * gain), axis=-1, keepdims=True)
-    return (x, Normed(x, scale, gain, top)), (x, gain, scale)
+    return (x, Unmaterialised(x, scale, gain, top)), (x, gain, scale)
 
 
 def _beside_backward(eps, saved, cotangents):
@@ -167,7 +180,7 @@ rms_norm_beside.defvjp(_beside_forward, _beside_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def rms_norm_unscaled(x: jax.Array, gain: jax.Array, eps: float) -> tuple[jax.Array, Unscaled]:
+def rms_norm_unscaled(x: jax.Array, gain: jax.Array, eps: float) -> tuple[jax.Array, NormOutput]:
     """`rms_norm_beside`, the norm being left unscaled. Not for float16, whose range it may leave.
 
     Args:     as `rms_norm`.
@@ -178,12 +191,12 @@ def rms_norm_unscaled(x: jax.Array, gain: jax.Array, eps: float) -> tuple[jax.Ar
 def _unscaled_forward(x, gain, eps):
     scale = _scale(x, eps)
     values = (x.astype(jnp.float32) * gain).astype(x.dtype)
-    return (x, Unscaled(values, scale)), (x, gain, scale)
+    return (x, NormOutput(values, scale)), (x, gain, scale)
 
 
 def _unscaled_backward(eps, saved, cotangents):
     d_beside, d_unscaled = cotangents
-    return _gradients(saved, d_unscaled.values, d_beside, unscaled=True)
+    return _gradients(saved, d_unscaled.operand, d_beside, unscaled=True)
 
 
 rms_norm_unscaled.defvjp(_unscaled_forward, _unscaled_backward)
@@ -208,7 +221,7 @@ def by_xla(x, gain, scale, d_y, d_beside, *, unscaled=False):
     """The gradients of x and gain.
 
     Args:     x, d_y: [..., D]. gain: [D]. scale: float32 [..., 1]. d_beside: as x, or None for
-              none. unscaled: d_y is the gradient of `Unscaled.values`.
+              none. unscaled: d_y is the gradient of `NormOutput.operand`, unscaled.
     """
     d_x, d_gain = _of_rows(x, gain, scale, d_y, unscaled, lambda a: jnp.mean(a, -1, keepdims=True))
     if d_beside is not None:

@@ -1,8 +1,8 @@
 """SwiGLU of gate and up that lie side by side, and its gradient, each one pass over memory.
 
-Their rows may be yet to be scaled (`norm.Unscaled`). In a step on an H200, forward and backward of
-32,768 rows of 2 x 8,192 take the kernels 367 and 646 us; XLA's passes 406 and 631 without a scale,
-451 and 679 with one.
+Their rows may be yet to be scaled (`norm.NormOutput`). In a step on an H200, forward and backward
+of 32,768 rows of 2 x 8,192 take the kernels 367 and 646 us; XLA's passes 406 and 631 without a
+scale, 451 and 679 with one.
 
 Source:   Shazeer 2020 (2002.05202), equation 5.
 """
@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from jaxpar.kernels.float8.amax import Measured
+from jaxpar.kernels.float8.amax import WithAmax
 from jaxpar.kernels.float8.quantize import largest
 from jaxpar.kernels.platform import Platform
 
@@ -33,8 +33,20 @@ FEWEST_COLUMNS, FEWEST_MEASURED = 512, 256
 LOG2_E = 1.4426950408889634
 
 
+def swiglu(gate_up: jax.Array | WithAmax, scale: jax.Array | None) -> jax.Array | WithAmax:
+    """silu(s gate) * s up, of rows [gate, up]; with its largest magnitude, if gate_up has one.
+
+    Args:     scale: as in `swiglu_scaled`. None, where gate_up has its largest magnitude: float8
+              rounds norms from their inputs, scaled.
+    """
+    if isinstance(gate_up, WithAmax):
+        assert scale is None
+        return swiglu_measured(gate_up)
+    return swiglu_scaled(gate_up, scale)
+
+
 @jax.custom_vjp
-def swiglu(gate_up: jax.Array, scale: jax.Array | None) -> jax.Array:
+def swiglu_scaled(gate_up: jax.Array, scale: jax.Array | None) -> jax.Array:
     """silu(s gate) * s up, of rows [gate, up].
 
     Args:     gate_up: [..., 2 F]. scale: float32 [..., 1], s of each row, without a gradient; None
@@ -49,7 +61,7 @@ def swiglu(gate_up: jax.Array, scale: jax.Array | None) -> jax.Array:
 
 
 def _forward(gate_up, scale):
-    return swiglu(gate_up, scale), (gate_up, scale)
+    return swiglu_scaled(gate_up, scale), (gate_up, scale)
 
 
 def _backward(saved, d_y):
@@ -60,11 +72,11 @@ def _backward(saved, d_y):
     return lax.optimization_barrier(backward_by_xla(gate_up, scale, d_y)), None
 
 
-swiglu.defvjp(_forward, _backward)
+swiglu_scaled.defvjp(_forward, _backward)
 
 
 @jax.custom_vjp
-def swiglu_measured(gate_up: Measured) -> Measured:
+def swiglu_measured(gate_up: WithAmax) -> WithAmax:
     """`swiglu` of rows as they are; result and gradient come with their largest magnitudes.
 
     Args:     gate_up: [..., 2 F]; its own largest is not read.
@@ -92,8 +104,8 @@ def _backward_measured(gate_up, d_y):
 swiglu_measured.defvjp(_forward_measured, _backward_measured)
 
 
-def _measured_by_xla(x: jax.Array) -> Measured:
-    return Measured(x, largest(x))
+def _measured_by_xla(x: jax.Array) -> WithAmax:
+    return WithAmax(x, largest(x))
 
 
 def _kernels_run(gate_up: jax.Array, fewest: int = FEWEST_COLUMNS) -> bool:
@@ -177,7 +189,7 @@ def _in_shape(made, shape):
     """What a kernel wrote, in a shape; with its largest magnitude, if there is that of programs."""
     if len(made) == 1:
         return made[0].reshape(shape)
-    return Measured(made[0].reshape(shape), lax.bitcast_convert_type(jnp.max(made[1]), jnp.float32))
+    return WithAmax(made[0].reshape(shape), lax.bitcast_convert_type(jnp.max(made[1]), jnp.float32))
 
 
 def _run(kernel, shape, given, measured, warps, *, columns=None, interpret=False):

@@ -15,9 +15,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.config import Config, ModelConfig, registry
+from jaxpar.execution.decisions import execution_of
 from jaxpar.kernels.attention import attention
-from jaxpar.model import embedding, layer, linear, norm, token_context, transformer
-from jaxpar.model.token_context import Tokens
+from jaxpar.kernels.norm import NormOutput
+from jaxpar.model import embedding, norm, transformer
+from jaxpar.model.attention import positioned, qkv
+from jaxpar.model.attention_context import AttentionContext, attention_context
+from jaxpar.model.layer import branches
+from jaxpar.model.linear import row_parallel
+from jaxpar.parallel.tensor.shards import Shards
 from jaxpar.sharding.axes import TENSOR
 from jaxpar.sharding.batch import Batch
 
@@ -81,7 +87,7 @@ def _through(weights, tokens, first, cache: Cache, cfg: Config, *, alone: bool):
     B, T = tokens.shape
     positions = first[:, None] + jnp.arange(T, dtype=jnp.int32)
     batch = Batch(tokens, tokens, jnp.ones_like(tokens), positions)
-    described = token_context.describe_tokens(batch, cfg, max_segments=1)
+    described = attention_context(batch, cfg, max_segments=1)
     x = _embed(weights["top"], tokens, cfg.model)
     (chunk,) = weights["layers"]
     kinds = [
@@ -103,24 +109,27 @@ def _embed(top: Tree, tokens: jax.Array, m: ModelConfig) -> jax.Array:
     return x * math.sqrt(m.d_model) if m.embed_scale else x
 
 
-def _layer(x, w: Tree, tokens: Tokens, held, first, cfg: Config, alone: bool):
+def _layer(x, w: Tree, context: AttentionContext, held, first, cfg: Config, alone: bool):
     m = cfg.model
-    h = norm.norm(x, w["attn_norm"], m)
-    q, k, v = layer.turned(linear.project_qkv(h, w, m), w, tokens.rope, m)
+    first_branch, second = branches(m)
+    h = NormOutput(norm.norm(x, w[first_branch.norm], m))
+    q, k, v = qkv(h, w, m)
+    q, k = positioned(q, k, w, context.rope, m)
     held = _write(held[0], k, first), _write(held[1], v, first)
     if alone:
-        out = _attend(q, k, v, tokens.mask, m, m.attention_backend)
+        out = _attend(q, k, v, context.mask, m, m.attention_backend)
     else:
         slots = jnp.arange(held[0].shape[1], dtype=jnp.int32)
         slots = jnp.broadcast_to(slots, held[0].shape[:2])
         mask = dataclasses.replace(
-            tokens.mask, kv_positions=slots, q_segments=None, kv_segments=None, in_order=False
+            context.mask, kv_positions=slots, q_segments=None, kv_segments=None, in_order=False
         )
         out = _attend(q, held[0], held[1], mask, m, "reference")
-    partial = linear.to_residual(out.reshape(*out.shape[:2], -1), w, "wo", "attn_out")
-    x = layer.add_to_residual(x, lax.psum(partial, TENSOR), w, "attn", cfg)
-    partial = layer.feed_forward(norm.norm(x, w["mlp_norm"], m), w, cfg)
-    return layer.add_to_residual(x, lax.psum(partial, TENSOR), w, "mlp", cfg), held
+    partial = row_parallel(out.reshape(*out.shape[:2], -1), w, "wo", "attn_out")
+    x = first_branch.add(x, lax.psum(partial, TENSOR), w, m)
+    whole = Shards((NormOutput(norm.norm(x, w[second.norm], m)),))
+    (partial,) = second.compute(whole, w, context, execution_of(cfg)).parts
+    return second.add(x, lax.psum(partial, TENSOR), w, m), held
 
 
 def _attend(q, k, v, mask, m: ModelConfig, backend: str) -> jax.Array:

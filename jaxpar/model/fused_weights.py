@@ -1,8 +1,8 @@
 """Parameters as a device computes with them: its shards, arranged.
 
 Parameters are stored one array per published matrix, layers stacked. `view` puts query, key and
-value side by side, and gate and up where `gate_and_up_are_one`, and cuts the layers apart; it is
-linear and local, so its transpose carries gradients back.
+value side by side, and gate and up where `Execution.fused_gate_up`, and cuts the layers apart; it
+is linear and local, so its transpose carries gradients back.
 """
 
 import functools
@@ -16,7 +16,7 @@ from jax import lax
 
 from jaxpar.config import Config
 from jaxpar.config.lora_targets import factor
-from jaxpar.execution.decisions import gate_and_up_are_one
+from jaxpar.execution.decisions import Execution
 from jaxpar.model import lora
 from jaxpar.parallel.fsdp import gather
 
@@ -53,11 +53,11 @@ LAYER_DIMS |= lora.VIEW_DIMS
 TOP_DIMS: dict[str, int | None] = {"embed": -1, "final_norm": None, "head": -2}
 
 
-def view(params: Tree, cfg: Config) -> Tree:
+def view(params: Tree, ex: Execution) -> Tree:
     """A device's shards, arranged for computing: {"top": ..., "layers": ...}.
 
     Query, key and value projections lie side by side, so that one matmul serves them; gate and up
-    where `gate_and_up_are_one`.
+    where `Execution.fused_gate_up`.
     Layers are a tuple of the device's v chunks, each a tuple of one tree per layer for `unroll`,
     one tree of [layers, ...] arrays for `scan`.
 
@@ -66,28 +66,30 @@ def view(params: Tree, cfg: Config) -> Tree:
     top = {name: w for name, w in params.items() if name != "layers"}
     if "embed" in top:
         top["head"] = top["head"] if "head" in top else top["embed"].T
+    cfg = ex.cfg
     stacked, v = params["layers"], cfg.parallel.virtual_stages
     # Cut first: one pass that puts 32 layers side by side ran at a tenth of the bandwidth.
     chunks = _cut(stacked, v) if cfg.parallel.layer_loop == "scan" else _apart(stacked, v)
-    return {"top": top, "layers": each_tree(functools.partial(_arranged, cfg=cfg), chunks)}
+    return {"top": top, "layers": each_tree(functools.partial(_arranged, ex=ex), chunks)}
 
 
-def _arranged(w: Tree, cfg: Config) -> Tree:
+def _arranged(w: Tree, ex: Execution) -> Tree:
     """A layer's arrays, or stacked ones, as the step multiplies by them."""
+    cfg = ex.cfg
     stacked = cfg.parallel.layer_loop == "scan"
     lead = next(iter(w.values())).shape[:stacked]
     adapters = lora.side_by_side(w, lead, factor(cfg)) if cfg.lora.rank else {}
-    return adapters | (_side_by_side(w, lead, cfg) if "attn_norm" in w else {})
+    return adapters | (_side_by_side(w, lead, ex) if "attn_norm" in w else {})
 
 
-def _side_by_side(w: Tree, lead: tuple[int, ...], cfg: Config) -> Tree:
+def _side_by_side(w: Tree, lead: tuple[int, ...], ex: Execution) -> Tree:
     """The matrices, but for adapters; leading (layer) dims pass through."""
     flat = lambda name, *dims: w[name].reshape(*lead, *dims)  # noqa: E731
     D = w["wq"].shape[-3]
     out = {n: w[n] for n in LAYER_DIMS if n in w and not lora.is_adapter(n)}
     out["wqkv"] = jnp.concatenate([flat(n, D, -1) for n in ("wq", "wk", "wv")], axis=-1)
     out["wo"] = flat("wo", -1, w["wo"].shape[-1])
-    if gate_and_up_are_one(cfg):
+    if ex.fused_gate_up:
         out["w_gate_up"] = jnp.concatenate([out.pop("w_gate"), out.pop("w_up")], axis=-1)
     if "bq" in w:
         out["bqkv"] = jnp.concatenate([flat(n, -1) for n in ("bq", "bk", "bv")], axis=-1)

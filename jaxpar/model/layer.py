@@ -1,148 +1,95 @@
-"""One layer of the decoder: attention and feed-forward on local shards, between residual streams.
+"""One layer of the decoder: x + attention(norm(x)), then x + feed_forward(norm(x)).
 
-Shape letters as in `sharding/axes.py`; B is a device's rows, H, G and F one tensor rank's part.
+Shape letters as in `sharding/axes.py`; B is a device's rows. How a config is executed
+(`execution/decisions.py`) shows in what values are, not here: `Shards` of the sequence, the
+`NormOutput` in them, weights that know how to multiply.
 """
 
-import math
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax import lax
 
-from jaxpar.config import Config, ModelConfig, registry
-from jaxpar.execution.decisions import (
-    in_pieces,
-    norms_are_scaled_later,
-    norms_stay_unwritten,
-)
+from jaxpar.config import ModelConfig
+from jaxpar.execution.decisions import Execution
 from jaxpar.execution.remat import named
-from jaxpar.kernels.norm import Normed, Unscaled
-from jaxpar.model import activation, linear, moe
+from jaxpar.kernels.norm import NormOutput
+from jaxpar.model import attention, feed_forward, linear, lora, moe
 from jaxpar.model import norm as model_norm
-from jaxpar.model import rope as model_rope
-from jaxpar.model.token_context import Tokens
-from jaxpar.parallel.context import context_attention
-from jaxpar.parallel.gradient_buffers import for_use
-from jaxpar.parallel.tensor.sequence import (
-    gather_sequence,
-    into_sequence_pieces,
-    scatter_sequence,
-    sequence_in_order,
-    sequence_pieces,
-    sum_of_sequence_pieces,
-)
+from jaxpar.model.attention_context import AttentionContext
+from jaxpar.parallel.tensor.shards import Shards
 
-type Tree = dict[str, Any]
-
-#: A norm's output, as a matmul takes it.
-type Normalised = jax.Array | Normed | Unscaled
-
-#: In pieces of the sequence: whole, or each tensor rank's shard (this one's first).
-type Pieces = tuple[Normalised, ...]
+type Weights = dict[str, Any]
 
 
-def layer(x: jax.Array, w: Tree, tokens: Tokens, cfg: Config) -> jax.Array:
-    """One pre-norm block on the local shard: attention, then feed-forward.
+def layer(x: jax.Array, w: Weights, context: AttentionContext, ex: Execution) -> jax.Array:
+    """The residual stream through one layer, on the local shard.
 
-    Where `in_pieces`, all matmuls take one tensor rank's shard of the sequence at a time, so that
-    another is on its way meanwhile; attention alone has them side by side.
-
-    Args:     x: [B, T/(sequence*tensor), D]. w: the layer's view, whole over FSDP_AXES.
+    Args:     x: [B, T/(sequence*tensor), D]. w: the layer's, whole over FSDP_AXES.
     Returns:  the same shape.
-    Communication: two gathers and two scatters over TENSOR (`sequence_pieces`, its transpose),
-              the same in the backward; what `context_attention` sends over SEQUENCE.
-    Source:   Wang et al. 2023 (ASPLOS, "Overlap communication with dependent computation via
-              decomposition"): a collective taken apart by the matmuls that need it.
+    Communication: that of each branch's `receive` and `send`, and the same in the backward.
     """
-    with jax.named_scope("attention"):
-        x, hs = normed_pieces(x, w, "attn_norm", cfg)
-        out = sum_of_sequence_pieces(attend(hs, w, tokens, cfg))
-        x = named(add_to_residual(x, out, w, "attn", cfg), "attn_residual")
-    with jax.named_scope("feed_forward"):
-        x, hs = normed_pieces(x, w, "mlp_norm", cfg)
-        parts = tuple(feed_forward(h, for_use(w, i), cfg) for i, h in enumerate(hs))
-        return add_to_residual(x, sum_of_sequence_pieces(parts), w, "mlp", cfg)
+    for branch in branches(ex.cfg.model):
+        with jax.named_scope(branch.name):
+            own = branch.own(w)
+            x, h = branch.enter(x, own, ex)
+            out = branch.compute(h, own, context, ex)
+            x = branch.leave(x, out, own, ex)
+    return x
 
 
-def normed_pieces(x: jax.Array, w: Tree, name: str, cfg: Config) -> tuple[jax.Array, Pieces]:
-    """x, and the normalised input of attention or feed-forward: `sequence_pieces`, or whole."""
-    if norms_are_scaled_later(cfg):
-        x, unscaled = model_norm.norm_unscaled(x, w[name], cfg.model)
-        return x, (Unscaled(named(unscaled.values, name), unscaled.scale),)
-    x, h = model_norm.norm_beside(x, w[name], cfg.model)
-    if norms_stay_unwritten(cfg):
-        return x, (h,)
-    whole = h.whole()
-    pieces = sequence_pieces(whole) if in_pieces(cfg) else (gather_sequence(whole),)
-    return x, tuple(named(piece, name) for piece in pieces)
+def gathered(h: NormOutput, w: Weights, name: str, ex: Execution) -> Shards:
+    """What dense branches `receive`: a norm's output, gathered over TENSOR."""
+    if ex.norm == "in_quantizer":  # not written; what is rounded there goes by the norm's name
+        return Shards((h,))
+    shards = Shards.gathered(h.operand, apart=ex.collective_matmul)
+    return shards.each(lambda part: dataclasses.replace(h, operand=named(part, name)))
 
 
-def attend(hs: Pieces, w: Tree, tokens: Tokens, cfg: Config) -> tuple[jax.Array, ...]:
-    """Attention of normalised inputs: this tensor rank's part of a sum, in as many pieces."""
-    outs = into_sequence_pieces(attention_heads(hs, w, tokens, cfg), len(hs))
-    return tuple(
-        linear.to_residual(out, for_use(w, i), "wo", "attn_out") for i, out in enumerate(outs)
-    )
+@dataclass(frozen=True)
+class Branch:
+    """What a layer adds to the residual stream: a function of the stream's norm.
 
+    In three steps, so that they can be scheduled otherwise than one after the other: in groups of
+    rows, one's `enter` and `leave` lie beside another's `compute` (`row_groups.py`).
+    """
 
-def feed_forward(h: Normalised, w: Tree, cfg: Config) -> jax.Array:
-    """The feed-forward of normalised inputs: this tensor rank's part of a sum, the same shape."""
-    if cfg.model.num_experts:
-        assert isinstance(h, jax.Array)  # experts multiply in the compute dtype
-        return moe.feed_forward(h, w, cfg.model)
-    if "w_gate_up" in w:
-        values, scale = (h.values, h.scale) if isinstance(h, Unscaled) else (h, None)
-        hidden = activation.gated_in_one(named(linear.gate_beside_up(values, w), "gate_up"), scale)
-    else:
-        assert not isinstance(h, Unscaled)  # `norms_are_scaled_later` where gate and up are one
-        gate, up = (named(a, "gate_up") for a in linear.gate_and_up(h, w))
-        hidden = activation.gated(gate, up, cfg.model)
-    hidden = named(hidden, "mlp_hidden")
-    return linear.to_residual(hidden, w, "w_down", "mlp_hidden")
+    name: str
+    norm: str
+    compute: Callable[[Any, Weights, AttentionContext, Execution], Any]
+    """What was received -> what is sent. No communication over TENSOR."""
+    bias: str
+    post_norm: str
+    saved_as: str | None = None
+    """Remat name of the stream behind it."""
+    weights: tuple[str, ...] = ()
+    """Its other weights; adapters go with their matrices."""
+    receive: Callable[[NormOutput, Weights, str, Execution], Any] = gathered
+    """The norm's output of this device's tokens -> that of the tokens it computes with."""
+    send: Callable[[Any], jax.Array] = Shards.summed
+    """What was made of these -> the sum for this device's tokens."""
 
+    def own(self, w: Weights) -> Weights:
+        """Of a layer's weights those of this branch: no other meets them."""
+        names = {self.norm, self.bias, self.post_norm, *self.weights}
+        return {name: a for name, a in w.items() if lora.matrix_of(name) in names}
 
-def attention_heads(hs: Pieces, w: Tree, tokens: Tokens, cfg: Config) -> jax.Array:
-    """Pieces of [B, T/sequence, D] -> the heads' outputs, [B, T/sequence, H*K/tensor]."""
-    m = cfg.model
-    parts = [linear.project_qkv(h, for_use(w, i), m) for i, h in enumerate(hs)]
-    whole = [sequence_in_order(part) for part in zip(*parts, strict=True)]
-    q, k, v = turned(whole, w, tokens.rope, m)
-    kind, backend = cfg.parallel.context, m.attention_backend
-    exact, function = m.attention_deterministic, registry.function("model.attention", m.attention)
-    out = context_attention(
-        q, k, v, tokens.mask, kind=kind, backend=backend, deterministic=exact, function=function
-    )
-    return out.reshape(*out.shape[:2], -1)
+    def enter(self, x: jax.Array, w: Weights, ex: Execution) -> tuple[jax.Array, Any]:
+        """x, to go on with in its place (the backward of both is one pass), and its norm."""
+        x, h = model_norm.norm_of_stream(x, w[self.norm], ex)
+        return x, self.receive(h, w, self.norm, ex)
 
+    def leave(self, x: jax.Array, out: Any, w: Weights, ex: Execution) -> jax.Array:
+        """x, and what the branch adds."""
+        x = self.add(x, self.send(out), w, ex.cfg.model)
+        return named(x, self.saved_as) if self.saved_as else x
 
-def turned(
-    qkv: Sequence[jax.Array], w: Tree, rope: tuple[jax.Array, jax.Array], m: ModelConfig
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What attention is given of projections, [B, T, heads/tensor, K]: turned by position."""
-    q, k, v = (named(a, "qkv") for a in qkv)
-    if m.qk_norm:
-        q, k = model_norm.norm(q, w["q_norm"], m), model_norm.norm(k, w["k_norm"], m)
-    if m.query_scale_dim is not None:
-        q = q * math.sqrt(m.head_dim / m.query_scale_dim)
-    q, k = (named(model_rope.rope(a, rope), "qk") for a in (q, k))
-    return q, k, v
-
-
-#: Of what attention and feed-forward add to the residual stream: its bias and its norm.
-_OUTPUTS = {"attn": ("bo", "attn_post_norm"), "mlp": ("b_down", "mlp_post_norm")}
-
-
-def add_output(x: jax.Array, partial: jax.Array, w: Tree, part: str, cfg: Config) -> jax.Array:
-    """The residual stream plus a row-parallel matmul's partial sums (and its bias, once)."""
-    return add_to_residual(x, scatter_sequence(partial), w, part, cfg)
-
-
-def add_to_residual(x: jax.Array, out: jax.Array, w: Tree, part: str, cfg: Config) -> jax.Array:
-    """x plus what attention ("attn") or feed-forward ("mlp") made, once it is summed."""
-    bias, norm = _OUTPUTS[part]
-    out = linear.add_bias(out, w.get(bias))
-    return x + (model_norm.norm(out, w[norm], cfg.model) if cfg.model.post_norms else _alone(out))
+    def add(self, x: jax.Array, out: jax.Array, w: Weights, m: ModelConfig) -> jax.Array:
+        out = linear.add_bias(out, w.get(self.bias))
+        return x + (model_norm.norm(out, w[self.post_norm], m) if m.post_norms else _alone(out))
 
 
 @jax.custom_vjp
@@ -153,3 +100,28 @@ def _alone(out: jax.Array) -> jax.Array:
 
 
 _alone.defvjp(lambda out: (_alone(out), None), lambda _, g: (g,))
+
+
+ATTENTION = Branch(
+    "attention",
+    norm="attn_norm",
+    compute=attention.heads,
+    weights=attention.WEIGHTS,
+    bias="bo",
+    post_norm="attn_post_norm",
+    saved_as="attn_residual",
+)
+FEED_FORWARD = Branch(
+    "feed_forward",
+    norm="mlp_norm",
+    compute=feed_forward.glu,
+    weights=feed_forward.WEIGHTS,
+    bias="b_down",
+    post_norm="mlp_post_norm",
+)
+EXPERTS = dataclasses.replace(FEED_FORWARD, compute=moe.mixture, weights=moe.WEIGHTS)
+
+
+def branches(m: ModelConfig) -> tuple[Branch, ...]:
+    """What a layer of this model adds to the residual stream, in order."""
+    return ATTENTION, EXPERTS if m.num_experts else FEED_FORWARD

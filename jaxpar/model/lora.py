@@ -75,6 +75,11 @@ def is_adapter(name: str) -> bool:
     return name.endswith((A, B))
 
 
+def matrix_of(name: str) -> str:
+    """The parameter that one of this name belongs to: of an adapter its matrix, else itself."""
+    return name.removesuffix(A).removesuffix(B)
+
+
 def side_by_side(w: Tree, lead: tuple[int, ...], factor: float) -> Tree:
     """The adapters as the step multiplies by them: matrices, B times the factor.
 

@@ -17,12 +17,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.execution.decisions import num_chunks
 from jaxpar.kernels import softmax
 from jaxpar.model.embedding import vocab_shard_index
 from jaxpar.parallel.collectives import psum, varying
 from jaxpar.sharding.axes import VOCAB_AXES
 from jaxpar.sharding.batch import IGNORED
+
+#: A chunk's float32 logits stay below this: 2,048 tokens of Llama 3's vocabulary on one device,
+#: with which the figures of docs/benchmarks were measured; small beside the activations.
+CHUNK_BYTES = 1 << 30
 
 #: The logarithm of the least share of a row's sum that one of a device's exponentials is counted
 #: as. A share of nothing could not be divided by; this one is lost in the label's rounding.
@@ -47,6 +50,13 @@ def cross_entropy(
     n = num_chunks(len(labels_N), head_DV.shape[1], chunks)
     total, nll = _cross_entropy(h_ND, head_DV, labels_N, z_loss, logits_dtype, n)
     return total, lax.stop_gradient(nll)
+
+
+def num_chunks(num_tokens: int, vocab_shard: int, wanted: int = 0) -> int:
+    """As many chunks as are wanted; 0: the fewest whose float32 logits fit CHUNK_BYTES. At most one
+    for each token."""
+    fewest = -(-num_tokens * vocab_shard * 4 // CHUNK_BYTES)
+    return min(wanted or max(fewest, 1), num_tokens)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))

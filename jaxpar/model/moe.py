@@ -12,12 +12,24 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.config import ModelConfig
-from jaxpar.model import activation
+from jaxpar.execution.decisions import Execution
+from jaxpar.kernels.norm import NormOutput
+from jaxpar.model.attention_context import AttentionContext
+from jaxpar.model.feed_forward import gated
 from jaxpar.parallel.collectives import varying
+from jaxpar.parallel.tensor.shards import Shards
+
+#: In a layer's view.
+WEIGHTS = ("router", "w_gate", "w_up", "w_down")
+
+
+def mixture(h: Shards, w: dict[str, Any], _: AttentionContext, ex: Execution) -> Shards:
+    """Each token's experts: this tensor rank's part of a sum."""
+    return h.map(_of_shard, w, ex.cfg.model)
 
 
 @jax.named_scope("experts")
-def feed_forward(h_BTD: jax.Array, w: dict[str, Any], m: ModelConfig) -> jax.Array:
+def _of_shard(h: NormOutput, w: dict[str, Any], m: ModelConfig) -> jax.Array:
     """Each token's experts, weighed and added: this tensor rank's part of a sum, [B, T, D].
 
     One expert's hidden values are in memory at a time; the backward computes them again.
@@ -25,11 +37,12 @@ def feed_forward(h_BTD: jax.Array, w: dict[str, Any], m: ModelConfig) -> jax.Arr
     Args:     w: router [D, E]; w_gate and w_up [E, D, F], w_down [E, F, D], compute dtype.
     Source:   Shazeer et al. 2017 (1701.06538), equation 1.
     """
+    h_BTD = h.operand
     weights_EBT = jnp.moveaxis(route(h_BTD, w["router"], m), -1, 0)
 
     def expert(total: jax.Array, xs: tuple) -> tuple[jax.Array, None]:
         gate, up, down, weight_BT = xs
-        out = activation.gated(h_BTD @ gate, h_BTD @ up, m) @ down
+        out = gated(h_BTD @ gate, h_BTD @ up, m) @ down
         return total + weight_BT[..., None] * out.astype(jnp.float32), None
 
     start = varying(jnp.zeros(h_BTD.shape, jnp.float32))

@@ -3,7 +3,8 @@
 import jax
 
 from jaxpar.config import ModelConfig
-from jaxpar.kernels.norm import Normed, Unscaled, rms_norm, rms_norm_beside, rms_norm_unscaled
+from jaxpar.execution.decisions import Execution
+from jaxpar.kernels.norm import NormOutput, rms_norm, rms_norm_beside, rms_norm_unscaled
 
 
 @jax.named_scope("norm")
@@ -13,15 +14,16 @@ def norm(x: jax.Array, parameter: jax.Array, m: ModelConfig) -> jax.Array:
 
 
 @jax.named_scope("norm")
-def norm_beside(x: jax.Array, parameter: jax.Array, m: ModelConfig) -> tuple[jax.Array, Normed]:
-    """x, to be used from here on in its place, and `norm` of it: their backward is one."""
-    return rms_norm_beside(x, _gain(parameter, m), m.norm_eps)
-
-
-@jax.named_scope("norm")
-def norm_unscaled(x: jax.Array, parameter: jax.Array, m: ModelConfig) -> tuple[jax.Array, Unscaled]:
-    """`norm_beside`, the rows of the norm to be scaled behind the matmul."""
-    return rms_norm_unscaled(x, _gain(parameter, m), m.norm_eps)
+def norm_of_stream(
+    x: jax.Array, parameter: jax.Array, ex: Execution
+) -> tuple[jax.Array, NormOutput]:
+    """x, to be used from here on in its place, and `norm` of it, as `Execution.norm` has matmuls
+    take it: their backward is one pass."""
+    gain, eps = _gain(parameter, ex.cfg.model), ex.cfg.model.norm_eps
+    if ex.norm == "deferred_scale":
+        return rms_norm_unscaled(x, gain, eps)
+    x, h = rms_norm_beside(x, gain, eps)
+    return x, NormOutput(h if ex.norm == "in_quantizer" else h.written())
 
 
 def _gain(parameter: jax.Array, m: ModelConfig) -> jax.Array:

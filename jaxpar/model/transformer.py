@@ -20,19 +20,18 @@ from jax import lax
 
 from jaxpar.config import Config
 from jaxpar.config.remat_policies import names_on_host, saved_names
-from jaxpar.execution.decisions import gathers, matmuls_add_up, num_chunks, uses_of_weights
+from jaxpar.execution.decisions import Execution
 from jaxpar.execution.remat import all_on_device, rematerialize
 from jaxpar.model import embedding, lora, norm
-from jaxpar.model.fused_weights import LAYER_DIMS, PROJECTIONS, TOP_DIMS
+from jaxpar.model.attention_context import AttentionContext
+from jaxpar.model.fused_weights import LAYER_DIMS, TOP_DIMS
 from jaxpar.model.layer import layer
-from jaxpar.model.loss import cross_entropy
+from jaxpar.model.loss import cross_entropy, num_chunks
 from jaxpar.model.parameters import Tree
 from jaxpar.model.row_groups import in_groups, layer_in_turns
-from jaxpar.model.token_context import Tokens
-from jaxpar.model.weights import cast_weights, gathered_weights, scattered_gradients
+from jaxpar.model.weights import gather, layer_stream
 from jaxpar.parallel.collectives import varying
 from jaxpar.parallel.fsdp.prefetch import through_layers
-from jaxpar.parallel.gradient_buffers import opened
 from jaxpar.parallel.pipeline.stages import broadcast_from_last_stage, sum_over_stages
 from jaxpar.parallel.tensor.sequence import gather_sequence, scatter_sequence
 from jaxpar.sharding.axes import FSDP_AXES
@@ -53,7 +52,7 @@ def embed(top: Tree, batch: Batch, cfg: Config) -> jax.Array:
     Communication: gather of the table (ZeRO-3); over TENSOR that of `scatter_sequence`; all-reduce
               over PIPELINE.
     """
-    table = gathered_weights({"embed": top["embed"]}, TOP_DIMS, cfg)["embed"]
+    table = gather({"embed": top["embed"]}, TOP_DIMS, cfg)["embed"]
     rows = embedding.embedding_lookup(table, batch.tokens, table.shape[0], cfg.model.dtype)
     if cfg.model.embed_scale:
         rows = rows * math.sqrt(cfg.model.d_model)
@@ -61,7 +60,12 @@ def embed(top: Tree, batch: Batch, cfg: Config) -> jax.Array:
 
 
 def stage(
-    chunk: Any, x: jax.Array, tokens: Tokens, beside: Tree, cfg: Config, layers_of: Rematerialized
+    chunk: Any,
+    x: jax.Array,
+    context: AttentionContext,
+    beside: Tree,
+    ex: Execution,
+    layers_of: Rematerialized,
 ) -> tuple[jax.Array, Tree]:
     """The residual stream through one chunk of layers (a tuple of trees, or one stacked tree).
 
@@ -69,34 +73,23 @@ def stage(
               `rematerialized`, for unrolled layers.
     Returns:  as x; beside.
     """
-    if isinstance(chunk, tuple):
-        groups, blocks = cfg.parallel.row_groups, iter(_blocks(cfg, len(chunk), layers_of))
-        cast = functools.partial(cast_weights, dims=LAYER_DIMS, cfg=cfg)
-        gather = functools.partial(gathered_weights, dims=LAYER_DIMS, cfg=cfg)
-        scatter = functools.partial(scattered_gradients, dims=LAYER_DIMS, cfg=cfg)
-        sends = gathers(cfg)
-        rows = in_groups(x, groups)
-        for alike, of_these in runs_of_layers(chunk, tokens, cfg):
-            context = in_groups(of_these, groups)
-            these = tuple(itertools.islice(blocks, len(alike)))
-            rows, beside = through_layers(
-                these, cast, gather, scatter, sends, alike, rows, beside, context
-            )
-        return (rows[0] if groups == 1 else jnp.concatenate(rows)), beside
-    block = rematerialize(_block(cfg), saved_names(cfg.parallel.remat), apart=True)
-    tokens = lax.stop_gradient(tokens)
-    return lax.scan(lambda x, w: (block(x, w, tokens), None), x, chunk)[0], beside
+    p = ex.cfg.parallel
+    if not isinstance(chunk, tuple):
+        block = rematerialize(_block(ex), saved_names(p.remat), apart=True)
+        context = lax.stop_gradient(context)
+        return lax.scan(lambda x, w: (block(x, w, context), None), x, chunk)[0], beside
+    blocks, stream = iter(_blocks(ex.cfg, len(chunk), layers_of)), layer_stream(ex)
+    rows = in_groups(x, p.row_groups)
+    for alike, of_these in runs_of_layers(chunk, context, ex.cfg):
+        these = tuple(itertools.islice(blocks, len(alike)))
+        contexts = in_groups(of_these, p.row_groups)
+        rows, beside = through_layers(these, stream, alike, rows, beside, contexts)
+    return (rows[0] if len(rows) == 1 else jnp.concatenate(rows)), beside
 
 
-def with_float32_gradients(chunk: Any, cfg: Config) -> Any:
-    """A chunk of `stage` for gradients that are added up, where `matmuls_add_up`."""
-    if not matmuls_add_up(cfg):
-        return chunk
-    names = ("wqkv", "wo") if cfg.model.num_experts else tuple(PROJECTIONS)
-    return tuple(opened(w, names, uses_of_weights(cfg)) for w in chunk)
-
-
-def runs_of_layers(chunk: tuple, tokens: Tokens, cfg: Config) -> list[tuple[tuple, Tokens]]:
+def runs_of_layers(
+    chunk: tuple, context: AttentionContext, cfg: Config
+) -> list[tuple[tuple, AttentionContext]]:
     """The layers of a chunk, cut where those with a window and those without meet.
 
     Every chunk begins with the same kind of layer (`config/validate.py` sees to it), so the number
@@ -105,15 +98,15 @@ def runs_of_layers(chunk: tuple, tokens: Tokens, cfg: Config) -> list[tuple[tupl
     Returns:  neighbouring layers that are alike, with what they know of the tokens.
     """
     if not cfg.model.global_every:
-        return [(chunk, tokens)]
-    runs: list[tuple[tuple, Tokens]] = []
+        return [(chunk, context)]
+    runs: list[tuple[tuple, AttentionContext]] = []
     for is_global, group in itertools.groupby(
         enumerate(chunk), lambda at: (at[0] + 1) % cfg.model.global_every == 0
     ):
         alike = tuple(w for _, w in group)
-        assert tokens.in_global is not None
-        local = dataclasses.replace(tokens, in_global=None)
-        runs.append((alike, tokens.in_global if is_global else local))
+        assert context.in_global is not None
+        local = dataclasses.replace(context, in_global=None)
+        runs.append((alike, context.in_global if is_global else local))
     return runs
 
 
@@ -127,7 +120,7 @@ def head(top: Tree, x: jax.Array, batch: Batch, cfg: Config) -> tuple[jax.Array,
     """
     x = norm.norm(x, top["final_norm"], cfg.model)
     h = gather_sequence(broadcast_from_last_stage(x))
-    w = gathered_weights({"head": top["head"]}, TOP_DIMS, cfg)["head"]
+    w = gather({"head": top["head"]}, TOP_DIMS, cfg)["head"]
     labels, chunks = batch.labels.ravel(), cfg.parallel.loss_chunks
     chunks = num_chunks(len(labels), w.shape[1], chunks)
     if chunks > 1 or w.dtype == jnp.float16 or lax.axis_size(FSDP_AXES) > 1:
@@ -140,33 +133,38 @@ def head(top: Tree, x: jax.Array, batch: Batch, cfg: Config) -> tuple[jax.Array,
     return cross_entropy(*flat, cfg.train.z_loss, logits, chunks)
 
 
-def logits_at(weights: Tree, batch: Batch, tokens: Tokens, last: jax.Array, cfg: Config):
+def logits_at(
+    weights: Tree, batch: Batch, context: AttentionContext, last: jax.Array, ex: Execution
+) -> jax.Array:
     """Logits of the token after position `last`, for sampling on a mesh without stages.
 
     Args:     weights: the `view`. batch: [B, T]; labels are not read. last: int32 scalar.
     Returns:  float32 [B, V/tensor].
     """
-    top = weights["top"]
+    top, cfg = weights["top"], ex.cfg
     (chunk,) = weights["layers"]
-    x, _ = stage(chunk, embed(top, batch, cfg), tokens, {}, cfg, rematerialized(cfg))
+    x, _ = stage(chunk, embed(top, batch, cfg), context, {}, ex, rematerialized(ex))
     h = gather_sequence(norm.norm(x, top["final_norm"], cfg.model))
     row = lax.dynamic_index_in_dim(h, last, axis=1, keepdims=False)
-    w = gathered_weights({"head": top["head"]}, TOP_DIMS, cfg)["head"]
+    w = gather({"head": top["head"]}, TOP_DIMS, cfg)["head"]
     return jnp.dot(row, w, preferred_element_type=jnp.float32)
 
 
-def _layer(cfg: Config, xs: tuple, w: Tree, tokens: tuple) -> tuple[jax.Array, ...]:
+def _layer(
+    ex: Execution, xs: tuple, w: Tree, contexts: tuple[AttentionContext, ...]
+) -> tuple[jax.Array, ...]:
     w = lora.held_still(w)
     if len(xs) == 1:
-        return (layer(xs[0], w, tokens[0], cfg),)
-    return layer_in_turns(xs, w, tokens, cfg)
+        return (layer(xs[0], w, contexts[0], ex),)
+    return layer_in_turns(xs, w, contexts, ex)
 
 
-def rematerialized(cfg: Config) -> Rematerialized:
+def rematerialized(ex: Execution) -> Rematerialized:
     """A layer as a function of whole weights, by the names that it saves: for each the same one,
     wherever in a step it is used, so that JAX traces it and lowers its kernels once."""
-    in_ring = cfg.parallel.pipeline > 1 and cfg.parallel.pipeline_save == "residuals"
-    layer = functools.partial(_layer, cfg)
+    p = ex.cfg.parallel
+    in_ring = p.pipeline > 1 and p.pipeline_save == "residuals"
+    layer = functools.partial(_layer, ex)
     return functools.cache(lambda names: rematerialize(layer, names, apart=in_ring))
 
 
@@ -180,10 +178,10 @@ def _blocks(cfg: Config, count: int, layer_that_saves: Rematerialized) -> list[C
     return blocks
 
 
-def _block(cfg: Config):
+def _block(ex: Execution):
     """`layer` of one device's weights; gathering them is part of what is recomputed."""
 
-    def block(x: jax.Array, w: Tree, tokens: Tokens) -> jax.Array:
-        return layer(x, lora.held_still(gathered_weights(w, LAYER_DIMS, cfg)), tokens, cfg)
+    def block(x: jax.Array, w: Tree, context: AttentionContext) -> jax.Array:
+        return layer(x, lora.held_still(gather(w, LAYER_DIMS, ex.cfg)), context, ex)
 
     return block

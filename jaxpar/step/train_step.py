@@ -16,8 +16,10 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.config import Config
-from jaxpar.execution import decisions
-from jaxpar.model import fused_weights, parameters, token_context, transformer
+from jaxpar.execution.decisions import Execution, execution_of
+from jaxpar.model import fused_weights, parameters, transformer
+from jaxpar.model.attention_context import AttentionContext, across_devices, attention_context
+from jaxpar.model.weights import with_float32_gradients
 from jaxpar.optimizer import loss_scale as skipping
 from jaxpar.optimizer import moments
 from jaxpar.parallel.accumulation import Program, accumulate
@@ -51,7 +53,7 @@ class Measured:
 
 
 def make_train_step(
-    cfg: Config, mesh: Mesh, max_segments: int | None = None
+    cfg: Config, mesh: Mesh, max_segments: int | None = None, ex: Execution | None = None
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Measured]]:
     """The compiled train step. It takes over (donates) the state it is given.
 
@@ -59,7 +61,7 @@ def make_train_step(
     """
     specs = state_specs(cfg)
     step = jax.shard_map(
-        functools.partial(train_step, cfg, max_segments),
+        functools.partial(train_step, ex or execution_of(cfg), max_segments),
         mesh=mesh,
         in_specs=(specs, BATCH_SPEC),
         out_specs=(specs, PartitionSpec()),
@@ -69,11 +71,11 @@ def make_train_step(
 
 
 def make_eval_step(
-    cfg: Config, mesh: Mesh, max_segments: int | None = None
+    cfg: Config, mesh: Mesh, max_segments: int | None = None, ex: Execution | None = None
 ) -> Callable[[Any, Batch], tuple[jax.Array, jax.Array]]:
     """The compiled evaluation step: (params, batch) -> (summed loss, labelled tokens)."""
     step = jax.shard_map(
-        functools.partial(eval_step, cfg, max_segments),
+        functools.partial(eval_step, ex or execution_of(cfg), max_segments),
         mesh=mesh,
         in_specs=(state_specs(cfg).params, BATCH_SPEC),
         out_specs=PartitionSpec(),
@@ -82,12 +84,12 @@ def make_eval_step(
 
 
 def make_gradient_step(
-    cfg: Config, mesh: Mesh, max_segments: int | None = None
+    cfg: Config, mesh: Mesh, max_segments: int | None = None, ex: Execution | None = None
 ) -> Callable[[Any, Batch], tuple[Measured, Any]]:
     """The compiled (params, batch) -> (Measured, gradients), for checks."""
     grads = partition_specs(parameters.trained_specs(cfg))
     step = jax.shard_map(
-        functools.partial(loss_and_gradients, cfg, max_segments),
+        functools.partial(loss_and_gradients, ex or execution_of(cfg), max_segments),
         mesh=mesh,
         in_specs=(state_specs(cfg).params, BATCH_SPEC),
         out_specs=(PartitionSpec(), grads),
@@ -99,11 +101,11 @@ def make_gradient_step(
 
 
 def train_step(
-    cfg: Config, max_segments: int | None, state: TrainState, batch: Batch
+    ex: Execution, max_segments: int | None, state: TrainState, batch: Batch
 ) -> tuple[TrainState, Measured]:
     """One optimiser step. Where loss or gradient is no number, only step and guard change."""
-    scale = state.guard["loss_scale"]
-    measured, grads = loss_and_gradients(cfg, max_segments, state.params, batch, scale)
+    cfg, scale = ex.cfg, state.guard["loss_scale"]
+    measured, grads = loss_and_gradients(ex, max_segments, state.params, batch, scale)
     ok = jnp.isfinite(measured.loss) & jnp.isfinite(measured.grad_norm)
     with jax.named_scope("optimizer"):
         grads = clip(grads, measured.grad_norm, cfg.optimizer.clip_norm)
@@ -126,7 +128,7 @@ def train_step(
 
 
 def loss_and_gradients(
-    cfg: Config,
+    ex: Execution,
     max_segments: int | None,
     params: Any,
     batch: Batch,
@@ -138,13 +140,13 @@ def loss_and_gradients(
     Returns:  (Measured, float32 gradients of the parameters that are trained).
     Communication: that of the model; FSDP's scatters; one `reduce_gradients`; scalars.
     """
-    num_tokens = count_labels(batch)
+    cfg, num_tokens = ex.cfg, count_labels(batch)
     moved, still = split(varying(params), parameters.param_specs(cfg.model, cfg.lora))
-    shards, unview = jax.vjp(lambda p: fused_weights.view(p, cfg), moved)
+    shards, unview = jax.vjp(lambda p: fused_weights.view(p, ex), moved)
     weights = weights_of_step(shards, cfg)
     if still:
-        still = weights_of_step(fused_weights.view(still, cfg), cfg)
-    program = program_of(cfg, max_segments)
+        still = weights_of_step(fused_weights.view(still, ex), cfg)
+    program = program_of(ex, max_segments)
     microbatches = split_microbatches(batch, cfg.parallel.num_microbatches)
     run = schedule_of(cfg)
     (_, loss_sum), grads = run(program, weights, still, microbatches, scale / num_tokens)
@@ -158,11 +160,12 @@ def loss_and_gradients(
     return Measured(loss, global_norm(fused_weights.apart(grads, cfg)), num_tokens), grads
 
 
-def eval_step(cfg: Config, max_segments: int | None, params: Any, batch: Batch):
+def eval_step(ex: Execution, max_segments: int | None, params: Any, batch: Batch):
     """Summed loss and labelled tokens of a global batch, without gradients."""
-    weights = weights_of_step(fused_weights.view(varying(params), cfg), cfg)
+    cfg = ex.cfg
+    weights = weights_of_step(fused_weights.view(varying(params), ex), cfg)
     microbatches = split_microbatches(batch, cfg.parallel.num_microbatches)
-    program = program_of(cfg, max_segments)
+    program = program_of(ex, max_segments)
     _, loss_sum = forward_only(program, weights, microbatches, cfg.parallel.virtual_stages)
     return psum(loss_sum, TOKEN_AXES), count_labels(batch)
 
@@ -178,24 +181,21 @@ def split_microbatches(batch: Batch, n: int) -> Batch:
     return jax.tree.map(lambda a: a.reshape(n, -1, *a.shape[1:]), batch)
 
 
-def program_of(cfg: Config, max_segments: int | None) -> Program:
+def program_of(ex: Execution, max_segments: int | None) -> Program:
     """The configured model, as the schedules run it."""
+    cfg = ex.cfg
 
-    def tokens(mb: Batch) -> token_context.Tokens:
-        return token_context.across_devices(
-            token_context.describe_tokens(mb, cfg, max_segments), cfg
-        )
+    def context(mb: Batch) -> AttentionContext:
+        return across_devices(attention_context(mb, cfg, max_segments), cfg)
 
     return Program(
         embed=functools.partial(transformer.embed, cfg=cfg),
-        tokens=tokens,
-        stage=functools.partial(
-            transformer.stage, cfg=cfg, layers_of=transformer.rematerialized(cfg)
-        ),
+        tokens=context,
+        stage=functools.partial(transformer.stage, ex=ex, layers_of=transformer.rematerialized(ex)),
         head=functools.partial(transformer.head, cfg=cfg),
-        opened=functools.partial(transformer.with_float32_gradients, cfg=cfg),
-        sends=decisions.stage_sends(cfg),
-        layers_in_part=decisions.layers_in_part(cfg),
+        opened=functools.partial(with_float32_gradients, ex=ex),
+        sends=ex.stage_wide_collectives,
+        layers_in_part=ex.layers_per_vjp,
     )
 
 

@@ -18,8 +18,8 @@ from jaxpar.data import Loader
 from jaxpar.data.skips import SKIPPED_FILE, read_skipped
 from jaxpar.kernels.attention import AttentionMask, Choice, choose
 from jaxpar.kernels.attention.dispatch.capability import xla_is_deterministic
+from jaxpar.model.attention_context import attention_context
 from jaxpar.model.flops import num_adapter_params, num_params
-from jaxpar.model.token_context import describe_tokens
 from jaxpar.monitoring.metrics import MetricsWriter
 from jaxpar.monitoring.sinks import open_sinks, require_packages
 from jaxpar.monitoring.startup import StartUp
@@ -176,8 +176,8 @@ class Run:
 
     def masks(self, batch: Batch) -> tuple[AttentionMask, ...]:
         """The masks of some of the run's tokens, as its layers make them: one for each kind."""
-        tokens = describe_tokens(batch, self.cfg, self.max_segments)
-        return (tokens.mask,) if tokens.in_global is None else (tokens.mask, tokens.in_global.mask)
+        known = attention_context(batch, self.cfg, self.max_segments)
+        return (known.mask,) if known.in_global is None else (known.mask, known.in_global.mask)
 
     def test_attention(self) -> None:
         """Try the attention kernels on a slice of the first batch, alone on one device.

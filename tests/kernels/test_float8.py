@@ -266,7 +266,7 @@ def test_products_of_a_norm_are_those_of_the_array(scaling):
         scales = [float8.power_of_two_scale(float8.largest(w), float8.FORWARD) for w in ws]
         pairs = zip(ws, scales, strict=True)
         weights = [float8.quantize_weight(w, scale, scaling) for w, scale in pairs]
-        return x, float8.matmul(normed.whole() if written else normed, weights, "x")
+        return x, float8.matmul(normed.written() if written else normed, weights, "x")
 
     def through(written):
         f = functools.partial(layer, written=written)

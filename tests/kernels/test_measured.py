@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpar.kernels import float8
-from jaxpar.kernels.float8.amax import Measured
+from jaxpar.kernels.float8.amax import WithAmax
 from tests.kernels.test_float8 import FORMATS, example, normal, relative_error, unwritten
 
 
@@ -40,7 +40,7 @@ def test_measured_products_are_the_same(scaling):
         scales = [float8.power_of_two_scale(float8.largest(w), float8.FORWARD) for w in ws]
         pairs = zip(ws, scales, strict=True)
         weights = [float8.quantize_weight(w, scale, scaling) for w, scale in pairs]
-        return float8.matmul(x, weights, "x", measured=measured)
+        return float8.matmul(x, weights, "x", with_amax=measured)
 
     @jax.jit
     def plain(x, ws, dys):
@@ -49,9 +49,9 @@ def test_measured_products_are_the_same(scaling):
 
     @jax.jit
     def with_largest(x, ws, dys):
-        given = Measured(x, float8.largest(x))
+        given = WithAmax(x, float8.largest(x))
         ys, vjp = jax.vjp(functools.partial(multiply, measured=True), given, ws)
-        dx, dws = vjp([Measured(dy, float8.largest(dy)) for dy in dys])
+        dx, dws = vjp([WithAmax(dy, float8.largest(dy)) for dy in dys])
         return [y.values for y in ys], dx.values, dws
 
     found, wanted = with_largest(x, ws, dys), plain(x, ws, dys)
@@ -62,7 +62,7 @@ def test_measured_products_are_the_same(scaling):
 def test_the_scale_is_of_the_largest_that_is_given():
     """Nobody looks for it: with 16 times of it, numbers are rounded 16 times as low."""
     x, ws, dys = example()
-    loud = Measured(x.at[0, 0].set(2.0**-9 * float8.largest(x)), 16 * float8.largest(x))
+    loud = WithAmax(x.at[0, 0].set(2.0**-9 * float8.largest(x)), 16 * float8.largest(x))
     scale = float8.power_of_two_scale(float8.largest(ws[0]), float8.FORWARD)
 
     def multiply(given):
@@ -70,5 +70,5 @@ def test_the_scale_is_of_the_largest_that_is_given():
 
     assert "reduce_max" not in str(jax.make_jaxpr(multiply)(loud))
     assert "reduce_max" in str(jax.make_jaxpr(multiply)(loud.values))
-    alike = multiply(Measured(loud.values, float8.largest(loud.values)))
+    alike = multiply(WithAmax(loud.values, float8.largest(loud.values)))
     assert 0 < relative_error(multiply(loud), alike) < 1e-2  # what lies below the normal numbers

@@ -18,7 +18,7 @@ def draw(*shape: int, seed: int = 0, dtype=jnp.float32) -> jax.Array:
 def beside(x, gain):
     """x and its norm, as the model takes them."""
     x, normed = norm.rms_norm_beside(x, gain, EPS)
-    return x, normed.whole()
+    return x, normed.written()
 
 
 def plain(x, gain):
@@ -29,7 +29,7 @@ def plain(x, gain):
 def behind(x, gain, w):
     """x, and the product of its norm, the rows scaled behind the matmul."""
     x, unscaled = norm.rms_norm_unscaled(x, gain, EPS)
-    return x, unscaled.scaled(unscaled.values @ w)
+    return x, unscaled.scaled(unscaled.operand @ w)
 
 
 def backward_arguments(rows: int, length: int, dtype) -> tuple[jax.Array, ...]:
@@ -111,7 +111,7 @@ def test_the_kernel_is_for_gpus_and_some_shapes(shape, dtype, by):
 
         def gradients_unscaled(x, gain, d_x, d_y):
             (x, u), back = jax.vjp(lambda x, g: norm.rms_norm_unscaled(x, g, EPS), x, gain)
-            return back((d_x, u.replace(values=d_y)))
+            return back((d_x, u.replace(operand=d_y)))
 
         texts = (str(jax.make_jaxpr(f)(x, gain, x, x)) for f in (gradients, gradients_unscaled))
         return sum(text.count("pallas_call") for text in texts)

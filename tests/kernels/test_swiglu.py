@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpar.kernels import swiglu
-from jaxpar.kernels.float8.amax import Measured, unmeasured
+from jaxpar.kernels.float8.amax import WithAmax, without_amax
 from jaxpar.kernels.platform import Platform, compiling_for
 
 
@@ -75,8 +75,8 @@ def assert_measured(found, values):
     assert found.dtype == values.dtype
     same, values = (np.asarray(a, np.float32) for a in (found.values, values))
     np.testing.assert_array_equal(same, values)
-    assert found.largest.dtype == jnp.float32 and found.largest.shape == ()
-    np.testing.assert_array_equal(found.largest, np.max(np.abs(values)))
+    assert found.amax.dtype == jnp.float32 and found.amax.shape == ()
+    np.testing.assert_array_equal(found.amax, np.max(np.abs(values)))
 
 
 @pytest.mark.parametrize("bad", [None, np.nan, np.inf])
@@ -89,7 +89,7 @@ def test_the_kernels_measure_what_they_write(dtype, bad):
     result, gradient = measured_by_kernel(gate_up, d_y, **how)
     assert_measured(result, swiglu.forward_by_kernel(gate_up, None, **how))
     assert_measured(gradient, swiglu.backward_by_kernel(gate_up, None, d_y, **how))
-    assert np.isfinite(result.largest) == (bad is None)
+    assert np.isfinite(result.amax) == (bad is None)
 
 
 @pytest.mark.parametrize("half", ["gate", "up"])
@@ -100,16 +100,16 @@ def test_the_largest_gradient_may_be_in_either_half(half):
     _, gradient = measured_by_kernel(gate_up, jnp.ones((1, 128)), **how)
     halves = [float(jnp.max(jnp.abs(a))) for a in jnp.split(gradient.values, 2, axis=-1)]
     assert (halves[0] > halves[1]) == (half == "gate")
-    assert float(gradient.largest) == max(halves)
+    assert float(gradient.amax) == max(halves)
 
 
 def test_measured_it_is_the_same_and_so_is_its_gradient():
     """Left to XLA. Nobody reads the largest that comes in."""
     gate_up, _, d_y = arguments(6, 4, jnp.bfloat16, scaled=False)
-    found, vjp = jax.vjp(swiglu.swiglu_measured, Measured(gate_up, jnp.float32(np.nan)))
+    found, vjp = jax.vjp(swiglu.swiglu_measured, WithAmax(gate_up, jnp.float32(np.nan)))
     wanted, plain_vjp = jax.vjp(lambda a: swiglu.swiglu(a, None), gate_up)
     assert_measured(found, wanted)
-    (gradient,) = vjp(Measured(d_y, jnp.float32(0)))
+    (gradient,) = vjp(WithAmax(d_y, jnp.float32(0)))
     assert_measured(gradient, plain_vjp(d_y)[0])
 
 
@@ -160,8 +160,8 @@ def test_the_kernels_are_for_gpus_and_some_shapes(F, dtype, by):
 @pytest.mark.parametrize(("F", "calls"), [(14336, 2), (11008, 1), (8000, 0)])
 def test_measured_the_backward_is_a_kernel_for_more_shapes(F, calls):
     def run(values, d_y):
-        vjp = jax.vjp(swiglu.swiglu_measured, unmeasured(values))[1]
-        return vjp(unmeasured(d_y))
+        vjp = jax.vjp(swiglu.swiglu_measured, without_amax(values))[1]
+        return vjp(without_amax(d_y))
 
     sizes = (2, 16, 2 * F), (2, 16, F)
     with compiling_for(Platform("gpu", "NVIDIA H200", "9.0")):

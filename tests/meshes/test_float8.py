@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.remat_policies import REMAT_POLICIES
 from jaxpar.config.validate import resolve
+from jaxpar.execution.decisions import execution_of
 from jaxpar.inference.generation import config_for_sampling
 from jaxpar.kernels import float8
 from jaxpar.model import fused_weights, parameters
@@ -201,7 +202,7 @@ def test_a_gather_in_8_bits_is_a_rounded_gather(dim, dtype, devices):
 
         def in_8_bits(shard):
             values, like = fsdp.gather_float8(shard, scale, dim, dtype, "float32")
-            return float8.Weight(values, scale, like, "tensor", dim)
+            return float8.Float8Weight(values, scale, like, "tensor", dim)
 
         def rounded_before(shard):
             return in_8_bits(fsdp.rounded_shard(shard, scale, dtype))
@@ -251,7 +252,7 @@ def test_scales_take_one_all_reduce_for_all_layers(devices):
     cfg, mesh = on_mesh("data=2,gather_dtype=float8,layer_loop=unroll", devices)
 
     def scales(params):
-        shards = fused_weights.view(varying(params), cfg)
+        shards = fused_weights.view(varying(params), execution_of(cfg))
         (chunk,) = weights_of_step(shards, cfg)["layers"]
         return jax.tree.map(lambda a: a[None], [w["scales"] for w in chunk])
 

@@ -1,10 +1,10 @@
 """Where a layer's norms are written as they are, unscaled, or not at all."""
 
-import jax
 import pytest
 
-from jaxpar.kernels.norm import Normed, Unscaled
-from jaxpar.model import layer, row_groups
+from jaxpar.execution.decisions import execution_of
+from jaxpar.kernels.norm import Unmaterialised
+from jaxpar.model import norm
 from tests.meshes.test_float8 import lowered_step, on_mesh
 
 COMPUTE = {"model__matmul_dtype": "compute"}
@@ -13,19 +13,19 @@ COMPUTE = {"model__matmul_dtype": "compute"}
 @pytest.mark.parametrize(
     ("item", "fields", "kind"),
     [
-        ("data=2", {}, Normed),
-        ("sequence=2,zero=1", {}, Normed),
-        ("data=2", {"model__float8_scaling": "row"}, jax.Array),
-        ("tensor=2", {}, jax.Array),
-        ("data=2", {"lora__rank": 2}, jax.Array),
-        ("data=2", COMPUTE, Unscaled),
-        ("pipeline=2,zero=1", COMPUTE | {"model__dtype": "bfloat16"}, Unscaled),
-        ("data=2", COMPUTE | {"model__dtype": "float16"}, jax.Array),
-        ("tensor=2", COMPUTE, jax.Array),
-        ("data=2", COMPUTE | {"lora__rank": 2}, jax.Array),
-        ("data=2", COMPUTE | {"model__activation": "gelu"}, jax.Array),
-        ("data=2", COMPUTE | {"model__qkv_bias": True}, jax.Array),
-        ("data=2", COMPUTE | {"model__num_experts": 4}, jax.Array),
+        ("data=2", {}, "in_quantizer"),
+        ("sequence=2,zero=1", {}, "in_quantizer"),
+        ("data=2", {"model__float8_scaling": "row"}, "written"),
+        ("tensor=2", {}, "written"),
+        ("data=2", {"lora__rank": 2}, "written"),
+        ("data=2", COMPUTE, "deferred_scale"),
+        ("pipeline=2,zero=1", COMPUTE | {"model__dtype": "bfloat16"}, "deferred_scale"),
+        ("data=2", COMPUTE | {"model__dtype": "float16"}, "written"),
+        ("tensor=2", COMPUTE, "written"),
+        ("data=2", COMPUTE | {"lora__rank": 2}, "written"),
+        ("data=2", COMPUTE | {"model__activation": "gelu"}, "written"),
+        ("data=2", COMPUTE | {"model__qkv_bias": True}, "written"),
+        ("data=2", COMPUTE | {"model__num_experts": 4}, "written"),
     ],
     ids=[
         *("float8", "float8, sequence", "float8, by row", "float8, tensor", "float8, adapters"),
@@ -37,12 +37,12 @@ def test_what_matmuls_are_given_of_a_norm(item, fields, kind, devices, monkeypat
     cfg, mesh = on_mesh(item, devices, **fields)
     seen = []
 
-    def normed_pieces(x, w, name, cfg, original=layer.normed_pieces):
-        x, hs = original(x, w, name, cfg)
-        seen.extend((name, isinstance(h, kind)) for h in hs)
-        return x, hs
+    def norm_of_stream(x, parameter, ex, original=norm.norm_of_stream):
+        x, h = original(x, parameter, ex)
+        seen.append((isinstance(h.operand, Unmaterialised), h.scale is not None))
+        return x, h
 
-    monkeypatch.setattr(layer, "normed_pieces", normed_pieces)
-    monkeypatch.setattr(row_groups, "normed_pieces", normed_pieces)
+    monkeypatch.setattr(norm, "norm_of_stream", norm_of_stream)
     lowered_step(cfg, mesh)
-    assert set(seen) == {("attn_norm", True), ("mlp_norm", True)}
+    assert execution_of(cfg).norm == kind
+    assert set(seen) == {(kind == "in_quantizer", kind == "deferred_scale")}

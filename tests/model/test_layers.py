@@ -10,8 +10,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxpar.config import ModelConfig, ParallelConfig, RopeScaling
-from jaxpar.kernels.norm import rms_norm
-from jaxpar.model import activation, embedding, linear, rope
+from jaxpar.kernels.norm import NormOutput, rms_norm
+from jaxpar.model import attention, embedding, feed_forward, rope
 from jaxpar.parallel.collectives import varying
 from jaxpar.sharding.axes import TENSOR, VOCAB_AXES
 from jaxpar.sharding.mesh import make_mesh
@@ -128,7 +128,7 @@ def test_rope_scores_depend_on_distance_alone():
 
 def test_swiglu_and_its_gradient():
     gate, up, d = normal(2, 3, 4) * 2, normal(2, 3, 4, seed=1), normal(2, 3, 4, seed=2)
-    found, vjp = jax.vjp(activation.swiglu, gate, up)
+    found, vjp = jax.vjp(lambda gate, up: feed_forward.gated(gate, up, ModelConfig()), gate, up)
     opened = 1 / (1 + np.exp(-gate))
     np.testing.assert_allclose(found, gate * opened * up, rtol=1e-5, atol=1e-6)
     d_gate, d_up = vjp(d)
@@ -151,7 +151,7 @@ def test_project_qkv_takes_heads_apart_in_order(bias, devices):
         b = w["bqkv"] = normal(32, seed=3)
     P = PartitionSpec
     run = jax.shard_map(
-        lambda h, w: linear.project_qkv(h, w, m), mesh=mesh, in_specs=P(), out_specs=P()
+        lambda h, w: attention.qkv(NormOutput(h), w, m), mesh=mesh, in_specs=P(), out_specs=P()
     )
     q, k, v = run(h, w)
     np.testing.assert_allclose(q, (h @ wq + b[:16]).reshape(2, 3, 4, 4), rtol=1e-5, atol=1e-5)

@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.config import ParallelConfig, replace
 from jaxpar.config.validate import resolve
-from jaxpar.execution import decisions
 from jaxpar.model import loss
 from jaxpar.parallel.collectives import varying
 from jaxpar.sharding.axes import TOKEN_AXES, VOCAB_AXES
@@ -90,8 +89,8 @@ def assert_close(found, wanted, tolerance=2e-6):
 
 def chunks_of(monkeypatch, tokens: int, vocab_shard: int) -> None:
     """Let a chunk hold so many tokens."""
-    monkeypatch.setattr(decisions, "CHUNK_BYTES", tokens * vocab_shard * 4)
-    assert decisions.num_chunks(N, vocab_shard) == -(-N // tokens)
+    monkeypatch.setattr(loss, "CHUNK_BYTES", tokens * vocab_shard * 4)
+    assert loss.num_chunks(N, vocab_shard) == -(-N // tokens)
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])
@@ -259,9 +258,9 @@ def test_bfloat16_keeps_sums_in_float32(devices):
     ],
 )
 def test_number_of_chunks(num_tokens, vocab_shard, chunk_bytes, chunks, monkeypatch):
-    monkeypatch.setattr(decisions, "CHUNK_BYTES", chunk_bytes)
-    assert decisions.num_chunks(num_tokens, vocab_shard) == chunks
-    asked_for = [decisions.num_chunks(num_tokens, vocab_shard, n) for n in (1, 3, 1000)]
+    monkeypatch.setattr(loss, "CHUNK_BYTES", chunk_bytes)
+    assert loss.num_chunks(num_tokens, vocab_shard) == chunks
+    asked_for = [loss.num_chunks(num_tokens, vocab_shard, n) for n in (1, 3, 1000)]
     assert asked_for == [1, 3, num_tokens]
 
 
@@ -279,14 +278,14 @@ def test_logits_are_never_whole(devices, monkeypatch):
     tokens, vocab = 512, 4096
     logits, mesh = tokens * vocab * 4, mesh_of(devices, {})
     assert temporary_bytes(mesh, tokens, vocab) > logits, "the measure sees them when they are"
-    monkeypatch.setattr(decisions, "CHUNK_BYTES", logits // 16)
+    monkeypatch.setattr(loss, "CHUNK_BYTES", logits // 16)
     assert temporary_bytes(mesh, tokens, vocab) < logits / 3
     assert temporary_bytes(mesh, tokens, vocab, chunks=1) > logits, "unless they are asked for"
 
 
 def test_memory_does_not_grow_with_the_logits(devices, monkeypatch):
     tokens, vocab, mesh = 512, 4096, mesh_of(devices, {})
-    monkeypatch.setattr(decisions, "CHUNK_BYTES", tokens * vocab * 4 // 16)
+    monkeypatch.setattr(loss, "CHUNK_BYTES", tokens * vocab * 4 // 16)
     few, many = (temporary_bytes(mesh, n * tokens, vocab) for n in (1, 4))
     hidden = 4 * tokens * D * 4
     assert many < few + 4 * hidden, "beside a chunk's logits, only what is as wide as the model"

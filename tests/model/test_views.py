@@ -6,6 +6,7 @@ import pytest
 
 from jaxpar.config import Config, ModelConfig, ParallelConfig, replace
 from jaxpar.config.validate import resolve
+from jaxpar.execution.decisions import execution_of
 from jaxpar.model import fused_weights
 from jaxpar.model.parameters import param_specs
 
@@ -25,7 +26,9 @@ def first_layer(cfg: Config) -> dict:
         *(shapes, sizes),
         is_leaf=lambda x: isinstance(x, tuple),
     )
-    return fused_weights.view(numbered, cfg)["layers"][0][0] | {"stored": numbered["layers"]}
+    return fused_weights.view(numbered, execution_of(cfg))["layers"][0][0] | {
+        "stored": numbered["layers"]
+    }
 
 
 def is_spec(leaf) -> bool:

@@ -11,15 +11,15 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.config import Config, replace
 from jaxpar.config.validate import resolve
-from jaxpar.execution.decisions import gate_and_up_are_one
+from jaxpar.execution.decisions import execution_of
 from jaxpar.parallel.gradient_buffers import (
-    Weight,
+    Float32GradientWeight,
     added,
-    closed,
+    attached,
+    detached,
     for_use,
     of_gradients,
-    opened,
-    opened_again,
+    reattached,
 )
 from jaxpar.parallel.pipeline import runner
 from jaxpar.sharding.axes import AXES
@@ -213,7 +213,7 @@ def test_gradients_that_are_added_up_leave_the_matmul_in_float32(
     made = [e.outvars[0].aval for e in equations(jaxpr) if e.primitive.name == "dot_general"]
     of_weights = [out for out in made if out.shape in {(D, F), (F, D), (D, 2 * F), (2 * F, D)}]
     layers = cfg.model.num_layers // cfg.parallel.pipeline
-    matrices = 2 if gate_and_up_are_one(cfg) else 3
+    matrices = 2 if execution_of(cfg).fused_gate_up else 3
     assert len(of_weights) == matrices * layers * cfg.parallel.row_groups * loops
     assert {out.dtype for out in of_weights} == {jnp.dtype(jnp.float32)}
 
@@ -221,13 +221,17 @@ def test_gradients_that_are_added_up_leave_the_matmul_in_float32(
 def test_each_gradient_of_a_weight_is_added_to_the_sum_by_itself():
     """Not first to those of other rows: a matmul adds what it makes to one array."""
     total, parts = jnp.float32(1), (jnp.float32(2.0**-24), jnp.float32(2.0**-24))
-    assert added(total, Weight(None, parts)) == 1  # their sum, 2**-23, would have changed it
+    assert (
+        added(total, Float32GradientWeight(None, parts)) == 1
+    )  # their sum, 2**-23, would have changed it
     assert added(total, parts[0] + parts[1]) > 1
 
 
 def test_a_gradient_stands_on_the_left_of_the_sum():
     """There XLA looks for the matmul that is to add; on the right it found the one before."""
-    jaxpr = jax.make_jaxpr(lambda t, *g: added(t, Weight(None, g)))(*[jnp.float32(0)] * 3).jaxpr
+    jaxpr = jax.make_jaxpr(lambda t, *g: added(t, Float32GradientWeight(None, g)))(
+        *[jnp.float32(0)] * 3
+    ).jaxpr
     total, *parts = jaxpr.invars
     first, second = (e for e in jaxpr.eqns if e.primitive.name == "add")
     assert first.invars == [parts[0], total] and second.invars == [parts[1], *first.outvars]
@@ -240,11 +244,11 @@ def test_opened_weights():
     mesh = make_mesh(cfg.parallel, jax.devices()[:1])
 
     def shapes(w):
-        open_ = opened(w, ("wo", "w_up"), uses=2)
-        again = opened_again(closed(open_))
+        open_ = attached(w, ("wo", "w_up"), uses=2)
+        again = reattached(detached(open_))
         assert jax.tree.map(jnp.shape, again) == jax.tree.map(jnp.shape, open_)
         assert [a.dtype for a in open_["wo"].gradients] == [jnp.float32] * 2
-        assert len(jax.tree.leaves(closed(open_))) == len(jax.tree.leaves(w)) == 2
+        assert len(jax.tree.leaves(detached(open_))) == len(jax.tree.leaves(w)) == 2
         assert len(for_use(open_, 1)["wo"].gradients) == 1
         assert of_gradients(open_)["wo"].values is None
         return w

@@ -3,6 +3,8 @@
 XLA would put off to the end what nothing waits for, and keep in memory what that reads.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -11,6 +13,7 @@ from jax import lax
 from jaxpar.config import Config, replace
 from jaxpar.config.validate import resolve
 from jaxpar.execution import decisions
+from jaxpar.execution.decisions import execution_of
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step import train_step
@@ -45,7 +48,9 @@ def config(**fields) -> Config:
 
 
 def all_at_once(monkeypatch) -> None:
-    monkeypatch.setattr(decisions, "layers_in_part", lambda cfg: 0)
+    chosen = decisions.execution_of
+    at_once = lambda cfg: dataclasses.replace(chosen(cfg), layers_per_vjp=0)  # noqa: E731
+    monkeypatch.setattr(train_step, "execution_of", at_once)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +69,7 @@ def all_at_once(monkeypatch) -> None:
     ],
 )
 def test_how_many_layers_at_a_time(fields, layers):
-    assert decisions.layers_in_part(config(**fields)) == layers
+    assert execution_of(config(**fields)).layers_per_vjp == layers
 
 
 def gradient_step(cfg: Config, devices):

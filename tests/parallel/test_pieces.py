@@ -10,10 +10,11 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.config import Config, ParallelConfig, replace
 from jaxpar.config.validate import resolve
-from jaxpar.execution import decisions
-from jaxpar.model import layer as block
-from jaxpar.model import token_context
-from jaxpar.parallel.tensor import permutes, sequence
+from jaxpar.execution.decisions import execution_of
+from jaxpar.kernels.platform import Platform
+from jaxpar.model import attention_context, layer
+from jaxpar.parallel.tensor import permutes
+from jaxpar.parallel.tensor.shards import Shards
 from jaxpar.sharding.axes import AXES, TENSOR
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.mesh import make_mesh
@@ -40,13 +41,12 @@ def test_what_is_made_of_pieces_is_what_is_made_of_the_whole(tensor, devices):
     x = normal(tensor, 2, 4, 3)
 
     def by_pieces(x):
-        parts = tuple(map(jnp.sin, sequence.sequence_pieces(x)))
-        assert len(parts) == tensor
-        whole = sequence.sequence_in_order(parts)
-        return sequence.sum_of_sequence_pieces(sequence.into_sequence_pieces(whole, tensor))
+        shards = Shards.gathered(x, apart=True).each(jnp.sin)
+        assert len(shards.parts) == tensor
+        return shards.cut(shards.in_order()).summed()
 
     def whole(x):
-        return sequence.sum_of_sequence_pieces((jnp.sin(sequence.gather_sequence(x)),))
+        return Shards.gathered(x, apart=False).each(jnp.sin).summed()
 
     def both(fn):
         return lambda x, d: (fn(x), jax.vjp(fn, x)[1](d)[0])
@@ -76,9 +76,9 @@ TOKENS = {"data.seq_len": 4096, "train.global_batch_size": 16}
 def test_where_matmuls_take_pieces(fields, on_gpu, wanted):
     parallel = {f"parallel.{name}": value for name, value in fields.items()}
     cfg = replace(Config(), **TOKENS, **parallel)
-    assert decisions.in_pieces(cfg, on_gpu) == wanted
-    if not on_gpu:
-        assert decisions.uses_of_weights(cfg) == max(fields.get("row_groups", 1), wanted and 2)
+    ex = execution_of(cfg, Platform("gpu" if on_gpu else "cpu"))
+    assert ex.collective_matmul == wanted
+    assert ex.weight_uses == (cfg.parallel.tensor if wanted else fields.get("row_groups", 1))
 
 
 def shapes_of(jaxpr):
@@ -105,9 +105,9 @@ def shapes_in_a_layer(devices, tensor: int, **fields) -> set[tuple[int, ...]]:
 
     def run(x, w):
         ints = jnp.zeros((B, T), jnp.int32)
-        tokens = token_context.describe_tokens(Batch(ints, ints, ints, ints), cfg, None)
-        layer = functools.partial(block.layer, tokens=tokens, cfg=cfg)
-        y, vjp = jax.vjp(layer, x, w)
+        context = attention_context.attention_context(Batch(ints, ints, ints, ints), cfg, None)
+        one = functools.partial(layer.layer, context=context, ex=execution_of(cfg))
+        y, vjp = jax.vjp(one, x, w)
         return vjp(y)
 
     mesh = make_mesh(cfg.parallel, devices[: tensor * cfg.parallel.pipeline])

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.parallel.fsdp.prefetch import through_layers
+from jaxpar.parallel.fsdp.prefetch import WeightStream, through_layers
 
 LAYERS = 3
 
@@ -35,7 +35,8 @@ def arguments():
 def gradients(scatter, sends, shards, x, beside, context):
     """Of a loss, for the shards, x, and weights used later."""
     blocks = (block,) * LAYERS
-    layers = functools.partial(through_layers, blocks, lambda w: w, gather, scatter, sends)
+    stream = WeightStream(lambda w: w, gather, scatter, sends)
+    layers = functools.partial(through_layers, blocks, stream)
 
     def loss(shards, x, beside):
         y, beside = layers(shards, x, beside, context)
@@ -83,11 +84,12 @@ def test_what_is_sent_is_there_before_the_layer_below_ends(sends):
 def test_a_forward_gather_waits_for_the_input_of_the_layer_before():
     """No longer, so that it may begin with that layer; no less, so that two are whole at once."""
     marked = lambda shard: jnp.exp(shard)  # noqa: E731
-    layers = functools.partial(through_layers, (block,) * LAYERS, lambda w: w, marked, scatter)
+    stream = WeightStream(lambda w: w, marked, scatter, sends=True)
+    layers = functools.partial(through_layers, (block,) * LAYERS, stream)
     shards, x, beside, context = arguments()
 
     def forward(shards, x):
-        return jax.vjp(lambda shards, x: layers(True, shards, x, beside, context), shards, x)[0]
+        return jax.vjp(lambda shards, x: layers(shards, x, beside, context), shards, x)[0]
 
     jaxpr = jax.make_jaxpr(forward)(shards, x).jaxpr
     gathers = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "exp"]

@@ -11,7 +11,7 @@ from flax import traverse_util
 from jaxpar.config import Config, replace
 from jaxpar.config.validate import resolve
 from jaxpar.execution import decisions
-from jaxpar.model import layer, reference
+from jaxpar.model import reference
 from jaxpar.parallel.pipeline.runner import one_f_one_b
 from jaxpar.parallel.tensor import permutes
 from jaxpar.sharding.axes import BATCH_SPEC
@@ -108,8 +108,9 @@ def test_gradients_of_chunks_that_send_over_tensor_in_branches(groups, save, two
     cfg = replace(cfg, **{"parallel.virtual_stages": 2})  # refused of a single stage
     in_branches = functools.partial(one_f_one_b, virtual=2, save=save)
     monkeypatch.setattr(train_step, "schedule_of", lambda cfg: in_branches)
-    monkeypatch.setattr(decisions, "in_pieces", lambda cfg: False)  # as where there are stages
-    monkeypatch.setattr(layer, "in_pieces", lambda cfg: False)  # as where there are stages
+    chosen = decisions.execution_of
+    whole = lambda cfg: dataclasses.replace(chosen(cfg), collective_matmul=False)  # noqa: E731
+    monkeypatch.setattr(train_step, "execution_of", whole)  # as where there are stages
     monkeypatch.setattr(permutes, "gather", permutes.gather_within)
     monkeypatch.setattr(permutes, "scatter", permutes.scatter_within)
     compare_gradients(cfg, two_gpus)

@@ -1,13 +1,13 @@
 """float8 matmuls: what is rounded is in `quantize.py`, what is multiplied in `matmul.py`."""
 
-from jaxpar.kernels.float8.matmul import SCALE, Weight, matmul, quantize_weight
+from jaxpar.kernels.float8.matmul import SCALE, Float8Weight, matmul, quantize_weight
 from jaxpar.kernels.float8.quantize import BACKWARD, FORWARD, largest, power_of_two_scale, quantize
 
 __all__ = [
     "BACKWARD",
     "FORWARD",
     "SCALE",
-    "Weight",
+    "Float8Weight",
     "largest",
     "matmul",
     "power_of_two_scale",

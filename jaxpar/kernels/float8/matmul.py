@@ -17,10 +17,9 @@ activation or gradient the transposed copy is written in the pass that rounds
 (`quantize_transpose.py`).
 """
 
-import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import flax.struct
 import jax
@@ -28,10 +27,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxpar.kernels.float8.amax import Measured, unmeasured
+from jaxpar.kernels.float8.amax import without_amax
 from jaxpar.kernels.float8.quantize import BACKWARD, FORWARD, largest, power_of_two_scale, quantize
 from jaxpar.kernels.float8.quantize_transpose import quantize_both_ways
-from jaxpar.kernels.norm import Normed
 
 type Scaling = Literal["tensor", "row"]
 
@@ -47,7 +45,7 @@ GRADIENT_PRECISION = lax.Precision.HIGHEST
 
 
 @flax.struct.dataclass
-class Weight:
+class Float8Weight:
     """A weight as multiplied: `values / scale`."""
 
     values: jax.Array
@@ -62,51 +60,94 @@ class Weight:
     outer: int = flax.struct.field(pytree_node=False, default=-2)
     """The dim that is outermost in memory where the gradient goes, -2 or -1."""
 
+    def products(self, x: Any, weights: Sequence[Any], name: str, *, with_amax: bool) -> list[Any]:
+        """`matmul`."""
+        return matmul(x, weights, name, with_amax=with_amax)
 
-def quantize_weight(w: jax.Array, scale: jax.Array, scaling: Scaling, outer: int = -2) -> Weight:
+
+class Operand(Protocol):
+    """What is rounded and multiplied: an array, or what comes in the place of one (`WithAmax`,
+    `norm.Unmaterialised`)."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def rows(self) -> "Operand":
+        """The same as one matrix."""
+
+    def largest(self) -> jax.Array:
+        """The largest magnitude, float32."""
+
+    def readable(self) -> Any:
+        """What `quantize_both_ways` reads: an array, or `Unmaterialised`."""
+
+    def gradient(self, d_x: jax.Array) -> "Operand":
+        """The gradient of what came as this, d_x being that of the array."""
+
+
+@flax.struct.dataclass
+class Plain:
+    """An array as an `Operand`."""
+
+    values: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    def rows(self) -> "Plain":
+        return Plain(self.values.reshape(-1, self.shape[-1]))
+
+    def largest(self) -> jax.Array:
+        return largest(self.values)
+
+    def readable(self) -> jax.Array:
+        return self.values
+
+    def gradient(self, d_x: jax.Array) -> "Plain":
+        return Plain(d_x)
+
+
+def quantize_weight(
+    w: jax.Array, scale: jax.Array, scaling: Scaling, outer: int = -2
+) -> Float8Weight:
     """A whole weight, rounded. Its gradient goes to w, as if nothing had been rounded.
 
-    Args:     w: [in, out], compute dtype. scale: float32 scalar. scaling, outer: as in `Weight`.
+    Args:     w: [in, out], compute dtype. scale: float32 scalar. scaling, outer: of the
+              `Float8Weight`.
     """
     values = quantize(lax.stop_gradient(w), lax.stop_gradient(scale), FORWARD)
-    return Weight(values, lax.stop_gradient(scale), w, scaling, outer)
+    return Float8Weight(values, lax.stop_gradient(scale), w, scaling, outer)
 
 
 def matmul(
-    x: jax.Array | Normed | Measured,
-    weights: Sequence[Weight],
-    name: str,
-    *,
-    measured: bool = False,
+    x: jax.Array | Operand, weights: Sequence[Float8Weight], name: str, *, with_amax: bool = False
 ) -> list[Any]:
     """x times each weight; x is rounded once.
 
-    Args:     x: [..., in], compute dtype; a norm's output may come unwritten, and with one scale
-              per tensor never is. weights: of one `scaling`. name: remat name under which
+    Args:     x: [..., in], compute dtype. weights: of one `scaling`. name: remat name under which
               the rounded x may be saved for the gradients of the weights ("tensor"; for "row" that
-              is x itself, for the caller to name). measured: whether the outputs' gradients come
+              is x itself, for the caller to name). with_amax: whether the outputs' gradients come
               with their largest magnitudes.
-    Returns:  [..., out] each, compute dtype; `Measured`, if their gradients are.
+    Returns:  [..., out] each, compute dtype; `WithAmax`, if their gradients are.
     Communication: none; with tensor parallelism each rank scales its own operands.
     Source:   Micikevicius et al. 2022 (2209.05433), section 4; "row": torchao's
               `rowwise_with_gw_hp`.
     """
-    if isinstance(x, Normed) and weights[0].scaling == "row":
-        x = x.whole()
-    flat = x.rows() if isinstance(x, Normed) else x.reshape(-1, x.shape[-1])
-    outputs = _matmul(flat, tuple(weights), name, measured)
+    x = Plain(x) if isinstance(x, jax.Array) else x
+    outputs = _matmul(x.rows(), tuple(weights), name, with_amax)
     return [y.reshape(*x.shape[:-1], y.shape[-1]) for y in outputs]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _matmul(x, weights, name, measured):
-    return _forward(x, weights, name, measured)[0]
+def _matmul(x, weights, name, with_amax):
+    return _forward(x, weights, name, with_amax)[0]
 
 
-def _forward(x, weights, name, measured):
-    form = _without_arrays(x)
+def _forward(x, weights, name, with_amax):
+    kind = jax.tree.map(lambda _: None, x)  # without its arrays
     scale = checkpoint_name(_scale_of(x, weights[0].scaling, FORWARD), SCALE)
-    x = x.values if isinstance(x, Measured) else x
+    x = x.readable()
     if weights[0].scaling == "tensor":
         q, transposed = quantize_both_ways(x, scale, FORWARD)
         kept = _bits(transposed, name)
@@ -114,17 +155,18 @@ def _forward(x, weights, name, measured):
         q, kept = quantize(x, scale[:, None], FORWARD), x
     product = functools.partial(_product, dims=(1, 0), precision=OUTPUT_PRECISION, dtype=x.dtype)
     outputs = tuple(product(q, w.values, scales=(w.scale, scale)) for w in weights)
-    outputs = tuple(map(unmeasured, outputs)) if measured else outputs
-    return outputs, (kept, scale, weights, form)
+    outputs = tuple(map(without_amax, outputs)) if with_amax else outputs
+    return outputs, (kept, scale, weights, kind)
 
 
-def _backward(name, measured, saved, d_outputs):
-    kept, scale, weights, form = saved
+def _backward(name, with_amax, saved, d_outputs):
+    kept, scale, weights, kind = saved
     d_x, d_weights = [], []
     product = functools.partial(_product, precision=GRADIENT_PRECISION, dtype=d_outputs[0].dtype)
     for dy, w in zip(d_outputs, weights, strict=True):
+        dy = dy if with_amax else Plain(dy)
         g_scale = _scale_of(dy, w.scaling, BACKWARD)
-        dy = dy.values if measured else dy
+        dy = dy.readable()
         if w.scaling == "tensor":
             g, transposed = quantize_both_ways(dy, g_scale, BACKWARD)
             x = lax.bitcast_convert_type(kept, FORWARD).reshape(w.values.shape[0], -1)
@@ -136,7 +178,7 @@ def _backward(name, measured, saved, d_outputs):
             d_w = lax.dot_general(kept, dy, (((0,), (0,)), ((), ())))
         d_x.append(product(g, w.values, dims=(1, 1), scales=(w.scale, g_scale)))
         d_weights.append(w.replace(values=None, scale=None, gradient=d_w.astype(w.gradient.dtype)))
-    return _in_form(functools.reduce(jnp.add, d_x), form), tuple(d_weights)
+    return kind.gradient(functools.reduce(jnp.add, d_x)), tuple(d_weights)
 
 
 _matmul.defvjp(_forward, _backward)
@@ -152,30 +194,10 @@ def _bits(q: jax.Array, name: str) -> jax.Array:
     return checkpoint_name(lax.bitcast_convert_type(q, jnp.uint8).reshape(-1), name)
 
 
-def _scale_of(x: jax.Array | Normed | Measured, scaling: Scaling, dtype: Any) -> jax.Array:
+def _scale_of(x: Operand, scaling: Scaling, dtype: Any) -> jax.Array:
     """That of all of x, [tokens, features], or of each token."""
-    if scaling == "row":
-        assert not isinstance(x, Normed)  # `matmul` writes it
-        seen = largest(x.values if isinstance(x, Measured) else x, 1)
-    elif isinstance(x, Normed):
-        seen = x.largest()
-    else:
-        seen = x.largest if isinstance(x, Measured) else largest(x)
+    seen = largest(x.readable(), 1) if scaling == "row" else x.largest()
     return power_of_two_scale(seen, dtype)
-
-
-def _without_arrays(x: jax.Array | Normed | Measured) -> Normed | Measured | None:
-    """What x comes as."""
-    if isinstance(x, Measured):
-        return Measured(None, None)
-    return Normed(None, None, None, None) if isinstance(x, Normed) else None
-
-
-def _in_form(d_x: jax.Array, form: Normed | Measured | None) -> Any:
-    """The gradient of what came as that."""
-    if isinstance(form, Normed):
-        return dataclasses.replace(form, x=d_x)
-    return d_x if form is None else dataclasses.replace(form, values=d_x)
 
 
 def _product(a, b, *, dims: tuple[int, int], scales: tuple, precision: Any, dtype: Any):

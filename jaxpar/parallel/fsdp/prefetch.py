@@ -10,6 +10,7 @@ Source:   Zhao et al. 2023 (2304.11277), section 3.3.2: backward prefetching.
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,13 +19,24 @@ from jax import lax
 from jaxpar.parallel.host_offload import fetched, in_host_memory, stored
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
+@dataclass(frozen=True)
+class WeightStream:
+    """How a layer's weights come from where they are kept, and its gradients go there."""
+
+    cast: Callable[[Any], Any]
+    """A layer's shards to what is gathered of them; kept for the backward."""
+    gather: Callable[[Any], Any]
+    """These to the layer's whole weights."""
+    scatter: Callable[[Any], Any]
+    """Local gradients of whole weights to the gradients of the shards."""
+    sends: bool
+    """Whether these two send anything."""
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def through_layers(
     blocks: tuple[Callable[..., Any], ...],
-    cast: Callable[[Any], Any],
-    gather: Callable[[Any], Any],
-    scatter: Callable[[Any], Any],
-    sends: bool,
+    stream: WeightStream,
     shards: tuple[Any, ...],
     x: Any,
     beside: Any,
@@ -33,9 +45,6 @@ def through_layers(
     """`x` through `block(x, gather(cast(shard)), context)` of each shard's block; and `beside`.
 
     Args:     blocks: of each layer, of whole weights; what it saves is for its policy to say.
-              cast: a layer's shards to what is gathered of them; kept for the backward.
-              gather: these to the layer's whole weights. scatter: local gradients of whole
-              weights to the gradients of the shards. sends: whether these two send anything.
               shards: one tree per layer. x: any tree of arrays. beside: weights that are used
               later; their gradients are to be there when the last layer's backward ends.
               context: arrays that take no gradient.
@@ -43,11 +52,12 @@ def through_layers(
     Communication: `gather` of each layer forward and again backward, `scatter` backward.
     """
     for block, shard in zip(blocks, shards, strict=True):
-        x = block(x, gather(cast(shard)), context)
+        x = block(x, stream.gather(stream.cast(shard)), context)
     return x, beside
 
 
-def _forward(blocks, cast, gather, scatter, sends, shards, x, beside, context):
+def _forward(blocks, stream, shards, x, beside, context):
+    cast, gather = stream.cast, stream.gather
     pullbacks: list[Any] = []
     whole = gather(cast(shards[0]))
     for i, block in enumerate(blocks):
@@ -55,7 +65,7 @@ def _forward(blocks, cast, gather, scatter, sends, shards, x, beside, context):
         above = None
         if i + 1 < len(shards):
             shard = cast(shards[i + 1])
-            above = _gather_from_here(gather, shard, x)[0] if sends else gather(shard)
+            above = _gather_from_here(gather, shard, x)[0] if stream.sends else gather(shard)
         # Everything that the backward needs is kept, but the whole weights.
         x, pullback = jax.vjp(layer, whole, x, saveable_args=(False, True))
         whole = above
@@ -66,11 +76,12 @@ def _forward(blocks, cast, gather, scatter, sends, shards, x, beside, context):
     return (x, beside), (shards, pullbacks)
 
 
-def _backward(blocks, cast, gather, scatter, sends, saved, cotangents):
+def _backward(blocks, stream, saved, cotangents):
+    gather, sends = stream.gather, stream.sends
     (shards, pullbacks), (g, d_beside) = saved, cotangents
     # XLA takes those of the forward, which wait in half the bytes of the float32 slices. Residuals
     # they must not be: a pipeline would keep them with each microbatch.
-    shards = tuple(map(cast, shards))
+    shards = tuple(map(stream.cast, shards))
     grads: list[Any] = [d_beside]  # from the top down
     offloads = any(map(in_host_memory, jax.tree.leaves(pullbacks)))
     whole, g = _gather_from_here(gather, shards[-1], g)
@@ -85,7 +96,7 @@ def _backward(blocks, cast, gather, scatter, sends, saved, cotangents):
         d_whole, g = pullbacks[i](g)
         if sends or offloads:
             d_whole, grads[-1], g = _in_time(d_whole, grads[-1], g)
-        grads.append(scatter(d_whole))
+        grads.append(stream.scatter(d_whole))
     return tuple(reversed(grads[1:])), g, grads[0], None
 
 

@@ -4,14 +4,8 @@ from dataclasses import dataclass
 
 from jaxpar.config import Config
 from jaxpar.config.remat_policies import saved_names, without_mark
-from jaxpar.execution.decisions import (
-    in_pieces,
-    matmuls_add_up,
-    norms_are_scaled_later,
-    norms_stay_unwritten,
-    num_chunks,
-    stage_sends,
-)
+from jaxpar.execution.decisions import on_gpus
+from jaxpar.model.loss import num_chunks
 from jaxpar.planning.predict import rates
 from jaxpar.planning.predict.hardware import Gpu
 from jaxpar.planning.predict.memory import slot_bytes
@@ -70,7 +64,7 @@ def _layer_matmuls(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) -> f
     m, t, n = cfg.model, cfg.parallel.tensor, shard.tokens
     heads, kv = m.num_heads * m.head_dim / t, m.num_kv_heads * m.head_dim / t
     experts = max(m.num_experts, 1)
-    parts = t if in_pieces(cfg, on_gpu=True) else cfg.parallel.row_groups
+    parts = t if on_gpus(cfg).collective_matmul else cfg.parallel.row_groups
     sites = {  # name: (how many, width in, width out)
         "qkv": (1, m.d_model, heads + 2 * kv),
         "wo": (1, heads, m.d_model),
@@ -135,7 +129,7 @@ def _layer_elementwise(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) 
     again = 4 * stream + 2 * (heads + kv) + f if "elementwise" in repeated else 0.0
     again += 3 * stream if "wo" in repeated else 0.0
     extra = _quantized(cfg) if m.matmul_dtype == "float8" else 0.0
-    if norms_stay_unwritten(cfg) or norms_are_scaled_later(cfg):
+    if on_gpus(cfg).norm != "written":
         forward -= 2 * stream
     elements = forward + backward + again + _between_ranks(cfg, repeated)
     return shard.tokens * (width * elements + extra) / elementwise_rate(gpu)
@@ -149,7 +143,7 @@ def _between_ranks(cfg: Config, repeated: set[str]) -> float:
     m, p, messages = cfg.model, cfg.parallel, tensor_messages(repeated)
     if p.tensor == 1:
         return 0.0
-    if not in_pieces(cfg, on_gpu=True):
+    if not on_gpus(cfg).collective_matmul:
         return (1.5 if p.row_groups == p.pipeline == 1 else 3) * messages * m.d_model
     heads, kv = m.num_heads * m.head_dim / p.tensor, m.num_kv_heads * m.head_dim / p.tensor
     added = messages / 2 * (p.tensor + 1) / p.tensor * m.d_model
@@ -206,7 +200,7 @@ def weights_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
 
 def _sums_of_pieces(cfg: Config, shard: Shard) -> float:
     """Bytes that a microbatch moves to add up the gradients of one weight's matmuls."""
-    if not (shard.trained and in_pieces(cfg, on_gpu=True)):
+    if not (shard.trained and on_gpus(cfg).collective_matmul):
         return 0.0
     return 3 * shard.width * (cfg.parallel.tensor - 1) * shard.layers * shard.matrices
 
@@ -216,10 +210,10 @@ def _added_up(cfg: Config, shard: Shard) -> float:
     matmuls add. A stage of several chunks that send copies the one that a unit multiplies with,
     forward and backward."""
     p, layers = cfg.parallel, shard.layers * shard.layer
-    copied = shard.chunks > 1 and stage_sends(cfg)
+    copied = shard.chunks > 1 and on_gpus(cfg).stage_wide_collectives
     moved = 4 * shard.width * shard.layers * shard.matrices if copied else 0.0
     if shard.trained and (p.num_microbatches > 1 or p.pipeline > 1):
-        summed = shard.parameters - (layers if matmuls_add_up(cfg) else 0)
+        summed = shard.parameters - (layers if on_gpus(cfg).float32_weight_gradients else 0)
         moved += 10 * summed / (shard.fsdp if p.zero == 3 else 1)
     return moved
 
@@ -228,7 +222,9 @@ def backward_units(cfg: Config) -> int:
     """Units that a device computes backward in a step, of a chunk each: where chunks send, those
     of idle slots too."""
     p = cfg.parallel
-    return p.num_microbatches * p.virtual_stages + (p.pipeline - 1 if stage_sends(cfg) else 0)
+    return p.num_microbatches * p.virtual_stages + (
+        p.pipeline - 1 if on_gpus(cfg).stage_wide_collectives else 0
+    )
 
 
 def ring_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:

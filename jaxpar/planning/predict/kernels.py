@@ -7,7 +7,7 @@ import jax
 from jaxpar.config import Config, DataConfig, ModelConfig, ParallelConfig, registry
 from jaxpar.kernels.attention import choose
 from jaxpar.kernels.platform import Platform
-from jaxpar.model.token_context import describe_tokens
+from jaxpar.model.attention_context import attention_context
 from jaxpar.parallel.context import kernel_request
 from jaxpar.planning.predict.hardware import Gpu
 from jaxpar.planning.predict.shard import shard_of
@@ -43,7 +43,7 @@ def _chosen(
     cfg = Config(model=model, data=data, parallel=parallel)
     tokens = data.seq_len // sequence
     shape = jax.ShapeDtypeStruct((rows, tokens), "int32")
-    describe = functools.partial(describe_tokens, cfg=cfg, max_segments=SOME_DOCUMENTS)
+    describe = functools.partial(attention_context, cfg=cfg, max_segments=SOME_DOCUMENTS)
     described = jax.eval_shape(describe, Batch(shape, shape, shape, shape))
     masks = [described.mask] + ([described.in_global.mask] if described.in_global else [])
     exact = model.attention_deterministic

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 
 from jaxpar.config import Config, ModelConfig
 from jaxpar.config.remat_policies import LAYER_INPUT, REMAT_NAMES, names_on_host, saved_names
-from jaxpar.execution.decisions import layers_in_part, num_chunks, stage_sends
+from jaxpar.execution.decisions import on_gpus
+from jaxpar.model.loss import num_chunks
 from jaxpar.planning.predict.shard import Shard, moment_bytes, shard_of, state_bytes
 
 
@@ -144,7 +145,7 @@ def saved_bytes(cfg: Config, shard: Shard) -> float:
     if p.pipeline == 1:
         return slot
     slots = 2 * shard.chunks * p.pipeline - 1
-    if stage_sends(cfg):
+    if on_gpus(cfg).stage_wide_collectives:
         slots += 1  # for what no backward reads
         if p.pipeline_save == "residuals":
             slots += 1  # the unit that is being written
@@ -231,14 +232,14 @@ def _recomputed(cfg: Config, shard: Shard) -> float:
     if m.num_experts:  # of one expert, for all the tokens
         sizes = bytes_of_names(m, p.tensor)
         missing += sizes["gate_up"] + sizes["mlp_hidden"]
-    at_once = layers_in_part(cfg) or shard.layers / shard.chunks
+    at_once = on_gpus(cfg).layers_per_vjp or shard.layers / shard.chunks
     layers = at_once if p.pipeline > 1 and p.tensor == 1 else 1
     return layers * shard.tokens * max(missing, 0.0)
 
 
 def _put_off(cfg: Config, shard: Shard) -> float:
     """Gradients of a chunk's projections that wait for matmuls at its end: in stages whose rows go
-    in turns, `layers_in_part` cuts no chunk; where layers compute values again, XLA goes by them.
+    in turns, `layers_per_vjp` cuts no chunk; where layers compute values again, XLA goes by them.
     """
     m, p = cfg.model, cfg.parallel
     if p.pipeline == 1 or p.row_groups == 1 or _recomputed(cfg, shard):

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.config import Config, LoraConfig, ModelConfig, OptimizerConfig
-from jaxpar.execution.decisions import rows_on_device
+from jaxpar.execution.decisions import rows_per_device
 from jaxpar.model.parameters import param_specs
 from jaxpar.optimizer.moments import map_moments
 from jaxpar.sharding.axes import AXES, FSDP_AXES, TENSOR
@@ -127,7 +127,7 @@ class Shard:
 def shard_of(cfg: Config) -> Shard:
     """Args:     cfg: resolved."""
     m, p = cfg.model, cfg.parallel
-    rows = rows_on_device(cfg)
+    rows = rows_per_device(cfg)
     layer, matrices = _of_a_layer(m, p.tensor)
     vocab = m.vocab_size // (p.tensor * p.pipeline)
     return Shard(

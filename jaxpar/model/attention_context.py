@@ -1,4 +1,4 @@
-"""What the layers know of a batch's tokens: the mask and RoPE's tables."""
+"""What attention knows of a microbatch: who attends to whom, and the rotary angles."""
 
 import dataclasses
 
@@ -13,16 +13,16 @@ from jaxpar.sharding.batch import Batch
 
 
 @flax.struct.dataclass
-class Tokens:
+class AttentionContext:
     """What every layer knows of a microbatch: who attends to whom, and the rotary angles."""
 
     mask: AttentionMask
     rope: tuple[jax.Array, jax.Array]
-    in_global: "Tokens | None" = None
+    in_global: "AttentionContext | None" = None
     """The same for layers without a window, in a model where only some have one."""
 
 
-def describe_tokens(batch: Batch, cfg: Config, max_segments: int | None) -> Tokens:
+def attention_context(batch: Batch, cfg: Config, max_segments: int | None) -> AttentionContext:
     """The mask and rotary tables of a microbatch, from its positions and segments."""
     m = cfg.model
     if not m.global_every:
@@ -33,16 +33,16 @@ def describe_tokens(batch: Batch, cfg: Config, max_segments: int | None) -> Toke
     return dataclasses.replace(local, in_global=everywhere)
 
 
-def across_devices(tokens: Tokens, cfg: Config) -> Tokens:
+def across_devices(context: AttentionContext, cfg: Config) -> AttentionContext:
     """With what layers must know of other devices' tokens: `mask_across`, once for all of them."""
-    if tokens.in_global is not None:
-        tokens = dataclasses.replace(tokens, in_global=across_devices(tokens.in_global, cfg))
-    return dataclasses.replace(tokens, mask=mask_across(tokens.mask, cfg.parallel.context))
+    if context.in_global is not None:
+        context = dataclasses.replace(context, in_global=across_devices(context.in_global, cfg))
+    return dataclasses.replace(context, mask=mask_across(context.mask, cfg.parallel.context))
 
 
 def _describe(
     batch: Batch, cfg: Config, max_segments: int | None, window: int | None, theta: float
-) -> Tokens:
+) -> AttentionContext:
     segments = batch.segment_ids if cfg.data.document_mask else None
     in_order = cfg.parallel.sequence == 1 or cfg.parallel.context == "ulysses"
     mask = AttentionMask(
@@ -55,4 +55,4 @@ def _describe(
         in_order=in_order,
     )
     model = dataclasses.replace(cfg.model, rope_theta=theta)
-    return Tokens(mask=mask, rope=rope_tables(batch.positions, model))
+    return AttentionContext(mask=mask, rope=rope_tables(batch.positions, model))

@@ -1,0 +1,62 @@
+"""A gated linear unit, as a layer's branch. F is one tensor rank's part of the hidden values."""
+
+from typing import Any
+
+import jax
+
+from jaxpar.config import ModelConfig
+from jaxpar.execution.decisions import Execution
+from jaxpar.execution.remat import named
+from jaxpar.kernels.float8.amax import WithAmax
+from jaxpar.kernels.norm import NormOutput
+from jaxpar.kernels.swiglu import swiglu
+from jaxpar.model import lora
+from jaxpar.model.attention_context import AttentionContext
+from jaxpar.model.linear import add_bias, products, row_parallel
+from jaxpar.parallel.tensor.shards import Shards
+
+type Weights = dict[str, Any]
+
+#: In a layer's view.
+WEIGHTS = ("w_gate_up", "w_gate", "b_gate", "w_up", "b_up", "w_down")
+
+
+def glu(h: Shards, w: Weights, _: AttentionContext, ex: Execution) -> Shards:
+    """Gate, up and down of one shard, then of the next: this tensor rank's part of a sum."""
+    return h.map(_of_shard, w, ex.cfg.model)
+
+
+def _of_shard(h: NormOutput, w: Weights, m: ModelConfig) -> jax.Array:
+    halves = [named(y, "gate_up") for y in gate_up(h, w)]
+    hidden = named(activation(halves, h, m), "mlp_hidden")
+    return row_parallel(hidden, w, "w_down", "mlp_hidden")
+
+
+@jax.named_scope("gate_up")
+def gate_up(h: NormOutput, w: Weights) -> list[Any]:
+    """Gate and up projections: one [B, T, 2 F] where their weights are one, else [B, T, F] each.
+
+    In float8 the one comes with its largest magnitude, for its gradient's."""
+    if "w_gate_up" in w:
+        return products(h.operand, [w["w_gate_up"]], "mlp_norm", with_amax=True)
+    gate, up = products(h.operand, [w["w_gate"], w["w_up"]], "mlp_norm")
+    gate, up = lora.add(gate, h.operand, w, "w_gate"), lora.add(up, h.operand, w, "w_up")
+    return [add_bias(gate, w.get("b_gate")), add_bias(up, w.get("b_up"))]
+
+
+@jax.named_scope("activation")
+def activation(halves: list[Any], h: NormOutput, m: ModelConfig) -> jax.Array | WithAmax:
+    """The hidden values, [B, T, F], of what `gate_up` makes.
+
+    Source:   Shazeer 2020 (2002.05202), equation 5.
+    """
+    if len(halves) == 1:
+        return swiglu(halves[0], h.scale)  # which scales rows as it reads them
+    gate, up = map(h.scaled, halves)
+    return gated(gate, up, m)
+
+
+def gated(gate: jax.Array, up: jax.Array, m: ModelConfig) -> jax.Array:
+    """SwiGLU, or GeGLU (`model.activation`)."""
+    act = jax.nn.gelu(gate, approximate=True) if m.activation == "gelu" else jax.nn.silu(gate)
+    return act * up
