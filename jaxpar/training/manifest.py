@@ -42,7 +42,7 @@ def write(run: Run, environment: list[str]) -> None:
         f"attention  {run.attention}",
         f"execution  {'; '.join(run.execution.in_words())}",
         f"data       {_data(run)}",
-        *_left_out(run),
+        *left_out(run),
         f"run        {run.dir}",
         *(f"set        {item}" for item in environment),
     ]
@@ -77,7 +77,7 @@ def _data(run: Run) -> str:
     return "\n           ".join(lines)
 
 
-def _left_out(run: Run) -> list[str]:
+def left_out(run: Run) -> list[str]:
     """Batches that are skipped, and what asks for it: a new run may not expect any."""
     skipped, file = run.loader.skipped, run.dir / SKIPPED_FILE
     if not skipped.windows:

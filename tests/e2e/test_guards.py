@@ -113,11 +113,11 @@ def test_batches_that_are_left_out_are_told_at_the_start(
     told = f"left out   batches 0, 45 to 46, as {file} says"
     assert f"{told}; the run begins anew: delete it to train on them\n" in capfd.readouterr().out
     begun.first_step = 3  # it goes on
-    assert begun.left_out == f"\n{told}"
+    assert manifest.left_out(begun) == [told]
     file.unlink()
-    assert begun.left_out.endswith("45 to 46, as the checkpoint of step 3 says")
+    assert manifest.left_out(begun)[0].endswith("45 to 46, as the checkpoint of step 3 says")
     begun.loader.skipped = SkippedBatches()
-    assert begun.left_out == ""
+    assert manifest.left_out(begun) == []
 
 
 def test_too_many_rewinds_end_the_run_with_17(spiky):
