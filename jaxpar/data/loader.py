@@ -27,7 +27,7 @@ from jaxpar.sharding.batch import IGNORED, Batch
 NUM_SHUFFLES = 3
 
 #: grain's shuffle counts in 32 bits and silently repeats windows beyond them.
-MAX_WINDOWS = 1 << 32
+MAX_SEQUENCES = 1 << 32
 
 
 class Loader:
@@ -256,8 +256,8 @@ def _check_fits(cfg: Config, dataset: TokenDataset) -> None:
     if count == 0:
         rule = f"needs {seq_len + 1} tokens, and {dataset.split} of {dataset.path} has {found}"
         raise ConfigError("data.seq_len", seq_len, rule, "use shorter windows or more text")
-    if count > MAX_WINDOWS:
-        rule = f"cuts {dataset.path} into {count:,} windows, above {MAX_WINDOWS:,}"
+    if count > MAX_SEQUENCES:
+        rule = f"cuts {dataset.path} into {count:,} windows, above {MAX_SEQUENCES:,}"
         raise ConfigError("data.seq_len", seq_len, rule, "use longer windows")
 
 

@@ -16,8 +16,8 @@ from rich.console import Console
 
 from jaxpar.config import replace
 from jaxpar.doctor import examination, facts, showing
-from jaxpar.doctor.options import Options, check_file, mesh_for, read_command
-from jaxpar.doctor.progress import Progress
+from jaxpar.doctor.options import DoctorOptions, check_file, mesh_for, read_command
+from jaxpar.doctor.progress import SectionProgress
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime import start as runtime
 from jaxpar.runtime.gpus import visible
@@ -28,16 +28,16 @@ MAY_IMPORT = ("config", "runtime", "sharding", "kernels", "parallel", "planning"
 __all__ = ["main", "read_command"]
 
 #: Columns that the tables need, also where the output is no terminal.
-LEAST_WIDTH = 118
+MIN_WIDTH = 118
 
 
 def main(argv: Sequence[str]) -> int:
     """The command line; the exit code."""
     options = read_command(argv)
     own, was_set = begin(options)
-    width = max(Console().width, LEAST_WIDTH)
+    width = max(Console().width, MIN_WIDTH)
     console = Console(highlight=False, width=width, quiet=peers.own() != 0)
-    progress = Progress(console, options.seconds)
+    progress = SectionProgress(console, options.seconds)
     with progress.section("start"):
         own = facts.with_devices(own, peers.own(), bool(options.cfg.run.cpu_devices))
         examined = examination.Examination(options, own, was_set, progress, console.print)
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
     return exit_codes.EXIT_ERROR if record["verdict"] == "fail" else exit_codes.EXIT_OK
 
 
-def begin(options: Options) -> tuple[facts.Facts, list[str]]:
+def begin(options: DoctorOptions) -> tuple[facts.HostFacts, list[str]]:
     """Join the other processes, and set what JAX reads as it starts, as training does.
 
     Returns:  this process's facts so far, and what was set in its environment.

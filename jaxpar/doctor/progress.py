@@ -19,7 +19,7 @@ def untold(text: str) -> None:
     """Nobody is told."""
 
 
-class Progress:
+class SectionProgress:
     """A line about the work in hand, and a limit on how long a section may take."""
 
     def __init__(self, console: Console, seconds: float):

@@ -15,7 +15,7 @@ from jaxpar.kernels.platform import Platform
 #: Of one tensor rank's shard of the sequence, for which matmuls of shards are faster than one
 #: gather and one matmul. Two H200s, 8 layers of 8B: shards of 4,096 tokens are 1% faster, of 2,048
 #: 4% slower (docs/LOG.md).
-FEWEST_TOKENS = 4096
+MIN_TOKENS_PER_RANK = 4096
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def execution_of(cfg: Config, platform: Platform | None = None) -> Execution:
     p, m = cfg.parallel, cfg.model
     platform = Platform.here() if platform is None else platform
     tokens = rows_per_device(cfg) * cfg.data.seq_len // (p.sequence * p.tensor)
-    long_enough = platform.name != "gpu" or tokens >= FEWEST_TOKENS
+    long_enough = platform.name != "gpu" or tokens >= MIN_TOKENS_PER_RANK
     apart = p.tensor > 1 and p.pipeline == 1 and p.row_groups == 1
 
     compute, per_tensor = m.matmul_dtype == "compute", m.float8_scaling == "tensor"

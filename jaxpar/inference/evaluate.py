@@ -16,7 +16,7 @@ from jaxpar.runtime.processes import peers, rendezvous
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class EvaluateOptions:
     """Score a model on tasks of the Evaluation Harness."""
 
     run: Annotated[str, tyro.conf.Positional]
@@ -39,7 +39,7 @@ class Options:
     """File for all results, as JSON."""
 
 
-def check(options: Options) -> None:
+def check(options: EvaluateOptions) -> None:
     """Raises:   ConfigError for an option that cannot work."""
     if importlib.util.find_spec("lm_eval") is None:
         raise ConfigError("lm_eval", "", "is not installed", "pip install 'jaxpar[eval]'")
@@ -73,7 +73,7 @@ def _check_output(name: str) -> None:
         raise ConfigError("--output", name, "cannot be written", "name a file of your own")
 
 
-def evaluate(options: Options, say: Callable[[str], None] = peers.say) -> dict[str, Any]:
+def evaluate(options: EvaluateOptions, say: Callable[[str], None] = peers.say) -> dict[str, Any]:
     """Run the tasks; the results as the harness gives them.
 
     Raises:   ConfigError for an unknown task, and as `check` and `loaded.load`.

@@ -86,7 +86,7 @@ class Sampling:
 
 #: A temperature below this is 0: logits divided by it could leave float32, and the likeliest token
 #: is drawn in any case.
-COLDEST = 1e-30
+MIN_TEMPERATURE = 1e-30
 
 
 def draw(logits: jax.Array, keys: jax.Array, how: Sampling, vocab_size: int) -> jax.Array:
@@ -97,7 +97,7 @@ def draw(logits: jax.Array, keys: jax.Array, how: Sampling, vocab_size: int) -> 
     Source:   Holtzman et al. 2020 (1904.09751), section 3.1: top_p.
     """
     logits = logits[:, :vocab_size]
-    if how.temperature < COLDEST:
+    if how.temperature < MIN_TEMPERATURE:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     logits = logits / how.temperature
     count = min(how.top_k or vocab_size, vocab_size)

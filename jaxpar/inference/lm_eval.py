@@ -10,10 +10,10 @@ from tqdm import tqdm
 
 from jaxpar.inference import scoring
 from jaxpar.inference.generation import Sampling, generate
-from jaxpar.inference.load import Loaded
+from jaxpar.inference.load import LoadedModel
 
 #: Tokens that `generate_until` makes at most where the task says nothing, as in the harness.
-MOST_TOKENS = 256
+MAX_TOKENS = 256
 
 
 class HarnessModel(TemplateLM):
@@ -22,7 +22,7 @@ class HarnessModel(TemplateLM):
     A text that is longer than the windows of training is scored by its latest tokens.
     """
 
-    def __init__(self, model: Loaded, batch_size: int):
+    def __init__(self, model: LoadedModel, batch_size: int):
         super().__init__()
         self.model, self.rows = model, batch_size
         self.window = model.cfg.data.seq_len
@@ -100,7 +100,7 @@ class HarnessModel(TemplateLM):
     def _write(self, context: str, how: dict[str, Any]) -> str:
         until = how.get("until") or []
         until = [until] if isinstance(until, str) else until
-        most = int(how.get("max_gen_toks", MOST_TOKENS))
+        most = int(how.get("max_gen_toks", MAX_TOKENS))
         warm = float(how.get("temperature", 0.0)) if how.get("do_sample") else 0.0
         sampling = Sampling(
             temperature=warm, top_k=int(how.get("top_k", 0)), top_p=float(how.get("top_p", 1.0))

@@ -47,7 +47,7 @@ LAYER_DIMS: dict[str, int | None] = {
 #: The matrices of a layer, which `model.matmul_dtype` is about, with their entries.
 PROJECTIONS = {n: dim for n, dim in LAYER_DIMS.items() if dim is not None and n != "router"}
 
-LAYER_DIMS |= lora.VIEW_DIMS
+LAYER_DIMS |= lora.FUSED_DIMS
 
 #: As LAYER_DIMS, for the arrays outside the layers.
 TOP_DIMS: dict[str, int | None] = {"embed": -1, "final_norm": None, "head": -2}
@@ -78,7 +78,7 @@ def _arranged(w: Tree, ex: Execution) -> Tree:
     cfg = ex.cfg
     stacked = cfg.parallel.layer_loop == "scan"
     lead = next(iter(w.values())).shape[:stacked]
-    adapters = lora.side_by_side(w, lead, factor(cfg)) if cfg.lora.rank else {}
+    adapters = lora.fuse(w, lead, factor(cfg)) if cfg.lora.rank else {}
     return adapters | (_side_by_side(w, lead, ex) if "attn_norm" in w else {})
 
 

@@ -153,7 +153,7 @@ def logits_at(
 def _layer(
     ex: Execution, xs: tuple, w: Tree, contexts: tuple[AttentionContext, ...]
 ) -> tuple[jax.Array, ...]:
-    w = lora.held_still(w)
+    w = lora.with_frozen_base(w)
     if len(xs) == 1:
         return (layer(xs[0], w, contexts[0], ex),)
     return layer_in_turns(xs, w, contexts, ex)
@@ -182,6 +182,6 @@ def _block(ex: Execution):
     """`layer` of one device's weights; gathering them is part of what is recomputed."""
 
     def block(x: jax.Array, w: Tree, context: AttentionContext) -> jax.Array:
-        return layer(x, lora.held_still(gather(w, LAYER_DIMS, ex.cfg)), context, ex)
+        return layer(x, lora.with_frozen_base(gather(w, LAYER_DIMS, ex.cfg)), context, ex)
 
     return block

@@ -85,8 +85,8 @@ def scatter(grads: Tree, dims: dict[str, int | None], cfg: Config) -> Tree:
     """The transpose of `gather`; scales have no gradient, nor what adapters lie beside."""
     rounded = {n: g.gradient for n, g in grads.items() if isinstance(g, float8.Float8Weight)}
     grads = grads | rounded
-    still = {n: None for n in grads if cfg.lora.rank and not lora.is_adapter(n)}
-    grads = {n: g for n, g in grads.items() if n not in still}
+    frozen = {n: None for n in grads if cfg.lora.rank and not lora.is_adapter(n)}
+    grads = {n: g for n, g in grads.items() if n not in frozen}
     if cfg.parallel.zero == 3:
         grads = fsdp.scatter_tree(grads, dims, cfg.parallel.grad_reduce)
-    return of_gradients(grads) | still | ({"scales": None} if rounded else {})
+    return of_gradients(grads) | frozen | ({"scales": None} if rounded else {})

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.config import Config
-from jaxpar.config.rules.guard import LARGEST_SCALE
+from jaxpar.config.rules.guard import MAX_LOSS_SCALE
 
 type Guard = dict[str, Any]
 
@@ -50,7 +50,7 @@ def after(cfg: Config, guard: Guard, ok: jax.Array) -> Guard:
     in_a_row = jnp.where(ok, 0, guard["in_a_row"] + jnp.where(excused, 0, 1))
     if is_scaled(cfg):
         grows = ok & (since + 1 >= cfg.guard.loss_scale_interval)
-        larger = jnp.minimum(scale * 2, LARGEST_SCALE)
+        larger = jnp.minimum(scale * 2, MAX_LOSS_SCALE)
         scale = jnp.where(ok, jnp.where(grows, larger, scale), jnp.maximum(scale / 2, 1.0))
         since = jnp.where(grows | ~ok, 0, since + 1)
     skipped = guard["skipped"] + jnp.where(ok, 0, 1)

@@ -20,7 +20,7 @@ type Sums = tuple[jax.Array, jax.Array]
 
 
 @dataclass(frozen=True)
-class Program:
+class StagedModel:
     """The model as a schedule sees it. `mb` is one microbatch; weights: `top`, a dict, and `chunk`.
 
     embed   (top, mb) -> x. Every stage calls it together.
@@ -75,7 +75,7 @@ def zeros32(tree: Any) -> Any:
     return varying(jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), tree))
 
 
-def whole_model(program: Program, trained: Any, still: Any, mb: Any) -> Sums:
+def whole_model(program: StagedModel, trained: Any, still: Any, mb: Any) -> Sums:
     """Loss of one microbatch on one stage: embed, all layers, head."""
     weights = join(trained, still)
     top, (chunk,) = weights["top"], weights["layers"]
@@ -84,7 +84,7 @@ def whole_model(program: Program, trained: Any, still: Any, mb: Any) -> Sums:
     return program.head(top | beside, x, mb)
 
 
-def accumulate(program: Program, weights: Any, still: Any, microbatches: Any, scale: jax.Array):
+def accumulate(program: StagedModel, weights: Any, still: Any, microbatches: Any, scale: jax.Array):
     """Loss and gradients of a model that is not cut into stages.
 
     Where layers send nothing, each adds its gradients to the sums in its own backward.
@@ -117,7 +117,7 @@ def accumulate(program: Program, weights: Any, still: Any, microbatches: Any, sc
     return lax.scan(body, start, microbatches)[0]
 
 
-def _in_parts(program: Program, weights: Any, grads: Any, mb: Any, scale: jax.Array):
+def _in_parts(program: StagedModel, weights: Any, grads: Any, mb: Any, scale: jax.Array):
     """One microbatch: its loss sums, and `grads` with its gradients added.
 
     Args:     weights: all, those that stand still among them. grads: float32 sums of the others.
@@ -136,7 +136,7 @@ def _in_parts(program: Program, weights: Any, grads: Any, mb: Any, scale: jax.Ar
     return sums, dict(top=add32(at_top, d_top), layers=(in_layers,))
 
 
-def forward_in_parts(program: Program, chunk: Any, x: jax.Array, tokens: Any):
+def forward_in_parts(program: StagedModel, chunk: Any, x: jax.Array, tokens: Any):
     """A chunk of layers: its output, and the pullback of each part."""
     vjps = []
     for part in program.parts(chunk):
@@ -145,14 +145,14 @@ def forward_in_parts(program: Program, chunk: Any, x: jax.Array, tokens: Any):
     return x, vjps
 
 
-def pullback(program: Program, part: Any, x: jax.Array, tokens: Any):
+def pullback(program: StagedModel, part: Any, x: jax.Array, tokens: Any):
     """The output of a part, and its pullback, which holds all that the backward needs but weights
     and tokens: `pulled_back` is given these again."""
     stage = lambda part, x, tokens: program.stage(part, x, tokens, {})[0]  # noqa: E731
     return jax.vjp(stage, program.opened(part), x, tokens, saveable_args=(False, True, False))
 
 
-def pulled_back(program: Program, part: Any, vjp: Any, g: jax.Array, tokens: Any):
+def pulled_back(program: StagedModel, part: Any, vjp: Any, g: jax.Array, tokens: Any):
     """The gradients of a part, float32 where `opened` makes them so, and of its input: like g,
     [B, T/(sequence*tensor), D]."""
     vjp.args_res[0], vjp.args_res[2] = program.opened(part), tokens
@@ -161,7 +161,7 @@ def pulled_back(program: Program, part: Any, vjp: Any, g: jax.Array, tokens: Any
 
 
 def add_in_parts(
-    program: Program, chunk: Any, sums: Any, vjps: list[Any], g: jax.Array, tokens: Any
+    program: StagedModel, chunk: Any, sums: Any, vjps: list[Any], g: jax.Array, tokens: Any
 ):
     """Sums like `chunk` with its gradients added, and the gradient of its input.
 

@@ -38,7 +38,7 @@ LOOK_SECONDS = 1.0
 AHEAD = 3
 
 #: Profiles that one attempt takes: a request that is made over and over must not fill the disk.
-MOST_PROFILES = 20
+MAX_PROFILES = 20
 
 _TOPIC = "profile"
 
@@ -156,8 +156,8 @@ class RunProfiler:
         return folder.folder_of(self._dir, self._first) / f".process_{peers.own()}"
 
     def _begin(self, step: int) -> None:
-        if self._taken == MOST_PROFILES:
-            self._say(f"WARNING    no profile: {MOST_PROFILES} in one attempt are enough")
+        if self._taken == MAX_PROFILES:
+            self._say(f"WARNING    no profile: {MAX_PROFILES} in one attempt are enough")
             return
         self._first, self._taken = step, self._taken + 1
         last = step + self._cfg.profile.num_steps - 1
@@ -209,14 +209,14 @@ class RunProfiler:
                 f"python -m jaxpar.profile {shlex.quote(str(self._dir))} --step {first}"
             )
 
-    def _facts(self, first: int, count: int) -> folder.Facts:
+    def _facts(self, first: int, count: int) -> folder.ProfileFacts:
         cfg = self._cfg
         tokens = cfg.train.global_batch_size * cfg.data.seq_len
         memory = self._program.memory_analysis()
         sizes = {n: getattr(memory, n) for n in dir(memory) if n.endswith("_in_bytes")}
         m, pairs = cfg.model, tokens * cfg.data.seq_len / 2
         attention = 14 * m.num_layers * m.num_heads * m.head_dim * pairs
-        return folder.Facts(
+        return folder.ProfileFacts(
             first_step=first,
             num_steps=count,
             processes=peers.count(),

@@ -37,7 +37,7 @@ REPORT_SECONDS = 8.0
 EXTRA_SECONDS = 60.0
 
 #: Lines of NCCL's findings that are shown; the file has all.
-MOST_SHOWN = 20
+MAX_LINES_SHOWN = 20
 
 #: The descriptor of the process's own standard error.
 STDERR = 2
@@ -173,7 +173,7 @@ class Watchdog:
         with contextlib.suppress(OSError):  # what is wrong is shown all the same
             file.write_text(report)
         found = nccl_ras.what_is_wrong(report) or ["names no rank that is behind"]
-        shown = "\n".join(f"    {line}" for line in found[:MOST_SHOWN])
+        shown = "\n".join(f"    {line}" for line in found[:MAX_LINES_SHOWN])
         print(f"hang: NCCL ({file}):\n{shown}", file=sys.stderr, flush=True)
 
     def _collectives(self) -> None:

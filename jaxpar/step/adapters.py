@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 from jaxpar.config import Config, LoraConfig, replace
 from jaxpar.config.lora_targets import factor
 from jaxpar.model import lora
-from jaxpar.model.parameters import param_specs, trained_specs
+from jaxpar.model.parameters import param_specs, trainable_specs
 from jaxpar.sharding.params import join, partition_specs, split
 from jaxpar.step.state import init_params
 
@@ -25,7 +25,7 @@ def beside(params: Any, cfg: Config, mesh: Mesh) -> Any:
     """
     if not cfg.lora.rank:
         return params
-    return join(params, init_params(trained_specs(cfg), cfg, mesh))
+    return join(params, init_params(trainable_specs(cfg), cfg, mesh))
 
 
 def merged(params: Any, cfg: Config, mesh: Mesh) -> Any:
@@ -40,10 +40,10 @@ def merged(params: Any, cfg: Config, mesh: Mesh) -> Any:
         return params
     whole, specs = partition_specs(param_specs(cfg.model)), param_specs(cfg.model, cfg.lora)
     local = jax.shard_map(
-        lambda still, moved: lora.merge(join(still, moved), factor(cfg)),
+        lambda frozen, trainable: lora.merge(join(frozen, trainable), factor(cfg)),
         mesh=mesh,
-        in_specs=(whole, partition_specs(trained_specs(cfg))),
+        in_specs=(whole, partition_specs(trainable_specs(cfg))),
         out_specs=whole,
     )
-    moved, still = split(params, specs)
-    return jax.jit(local, donate_argnums=0)(still, moved)
+    trainable, frozen = split(params, specs)
+    return jax.jit(local, donate_argnums=0)(frozen, trainable)

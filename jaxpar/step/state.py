@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.config import Config
-from jaxpar.model.parameters import param_specs, trained_specs
+from jaxpar.model.parameters import param_specs, trainable_specs
 from jaxpar.optimizer import loss_scale, moments
 from jaxpar.optimizer.rules import make_optimizer
 from jaxpar.sharding.initial_values import init_options, initial_values, leaf_keys
@@ -45,7 +45,7 @@ class TrainState:
 
 def optimizer_for(cfg: Config) -> optax.GradientTransformation:
     """The configured update rule for the configured model."""
-    return make_optimizer(cfg.optimizer, cfg.train.num_steps, trained_specs(cfg))
+    return make_optimizer(cfg.optimizer, cfg.train.num_steps, trainable_specs(cfg))
 
 
 def abstract_state(cfg: Config) -> TrainState:
@@ -58,8 +58,8 @@ def abstract_state(cfg: Config) -> TrainState:
 
 def _init_opt_state(cfg: Config, params: Any) -> Any:
     """The optax state of parameters that no step has changed."""
-    moved, _ = split(params, param_specs(cfg.model, cfg.lora))
-    return moments.in_kept_dtype(optimizer_for(cfg).init(moved), cfg.optimizer)
+    trainable, _ = split(params, param_specs(cfg.model, cfg.lora))
+    return moments.in_kept_dtype(optimizer_for(cfg).init(trainable), cfg.optimizer)
 
 
 def state_specs(cfg: Config) -> TrainState:
@@ -70,7 +70,7 @@ def state_specs(cfg: Config) -> TrainState:
         optimizer_for(cfg),
         lambda moment, spec: moment if is_none(moment) else spec,
         abstract_state(cfg).opt_state,
-        partition_specs(trained_specs(cfg)),
+        partition_specs(trainable_specs(cfg)),
         transform_non_params=lambda _: PartitionSpec(),
         is_leaf=is_none,
     )

@@ -22,7 +22,7 @@ from jaxpar.model.attention_context import AttentionContext, across_devices, att
 from jaxpar.model.weights import with_float32_gradients
 from jaxpar.optimizer import loss_scale as skipping
 from jaxpar.optimizer import moments
-from jaxpar.parallel.accumulation import Program, accumulate
+from jaxpar.parallel.accumulation import StagedModel, accumulate
 from jaxpar.parallel.collectives import psum, varying
 from jaxpar.parallel.fsdp import gather as fsdp
 from jaxpar.parallel.gradients import global_norm, reduce_gradients
@@ -35,7 +35,7 @@ from jaxpar.step.state import TrainState, state_shardings, state_specs
 
 
 @flax.struct.dataclass
-class Measured:
+class StepMetrics:
     """What a step reports: float32 scalars, the same on every device."""
 
     loss: jax.Array
@@ -54,7 +54,7 @@ class Measured:
 
 def make_train_step(
     cfg: Config, mesh: Mesh, max_segments: int | None = None, ex: Execution | None = None
-) -> Callable[[TrainState, Batch], tuple[TrainState, Measured]]:
+) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """The compiled train step. It takes over (donates) the state it is given.
 
     Args:     max_segments: documents in one window at most; backends that mask by offset need it.
@@ -85,9 +85,9 @@ def make_eval_step(
 
 def make_gradient_step(
     cfg: Config, mesh: Mesh, max_segments: int | None = None, ex: Execution | None = None
-) -> Callable[[Any, Batch], tuple[Measured, Any]]:
-    """The compiled (params, batch) -> (Measured, gradients), for checks."""
-    grads = partition_specs(parameters.trained_specs(cfg))
+) -> Callable[[Any, Batch], tuple[StepMetrics, Any]]:
+    """The compiled (params, batch) -> (StepMetrics, gradients), for checks."""
+    grads = partition_specs(parameters.trainable_specs(cfg))
     step = jax.shard_map(
         functools.partial(loss_and_gradients, ex or execution_of(cfg), max_segments),
         mesh=mesh,
@@ -102,7 +102,7 @@ def make_gradient_step(
 
 def train_step(
     ex: Execution, max_segments: int | None, state: TrainState, batch: Batch
-) -> tuple[TrainState, Measured]:
+) -> tuple[TrainState, StepMetrics]:
     """One optimiser step. Where loss or gradient is no number, only step and guard change."""
     cfg, scale = ex.cfg, state.guard["loss_scale"]
     measured, grads = loss_and_gradients(ex, max_segments, state.params, batch, scale)
@@ -113,7 +113,7 @@ def train_step(
         layers = layers_here(cfg)
         moved, opt_state = moments.update(
             cfg,
-            parameters.trained_specs(cfg),
+            parameters.trainable_specs(cfg),
             grads,
             state.opt_state,
             moved,
@@ -137,7 +137,7 @@ def loss_and_gradients(
     """Mean loss over the global batch, and its gradients, reduced and sharded as the parameters.
 
     Args:     scale: what the loss is multiplied with on its way back (`optimizer/loss_scale.py`).
-    Returns:  (Measured, float32 gradients of the parameters that are trained).
+    Returns:  (StepMetrics, float32 gradients of the parameters that are trained).
     Communication: that of the model; FSDP's scatters; one `reduce_gradients`; scalars.
     """
     cfg, num_tokens = ex.cfg, count_labels(batch)
@@ -154,10 +154,10 @@ def loss_and_gradients(
     if cfg.parallel.zero == 1:
         grads = scatter_once(grads, cfg)
     (grads,) = unview(grads)
-    grads = reduce_gradients(grads, parameters.trained_specs(cfg))
+    grads = reduce_gradients(grads, parameters.trainable_specs(cfg))
     grads = skipping.unscaled(cfg, grads, scale)
     loss = psum(loss_sum, TOKEN_AXES) / num_tokens
-    return Measured(loss, global_norm(fused_weights.apart(grads, cfg)), num_tokens), grads
+    return StepMetrics(loss, global_norm(fused_weights.apart(grads, cfg)), num_tokens), grads
 
 
 def eval_step(ex: Execution, max_segments: int | None, params: Any, batch: Batch):
@@ -181,14 +181,14 @@ def split_microbatches(batch: Batch, n: int) -> Batch:
     return jax.tree.map(lambda a: a.reshape(n, -1, *a.shape[1:]), batch)
 
 
-def program_of(ex: Execution, max_segments: int | None) -> Program:
+def program_of(ex: Execution, max_segments: int | None) -> StagedModel:
     """The configured model, as the schedules run it."""
     cfg = ex.cfg
 
     def context(mb: Batch) -> AttentionContext:
         return across_devices(attention_context(mb, cfg, max_segments), cfg)
 
-    return Program(
+    return StagedModel(
         embed=functools.partial(transformer.embed, cfg=cfg),
         tokens=context,
         stage=functools.partial(transformer.stage, ex=ex, layers_of=transformer.rematerialized(ex)),

@@ -20,7 +20,7 @@ from jaxpar.config.layout_fields import FIELDS, kept
 from jaxpar.config.resolve import fill_data_axis
 from jaxpar.planning.layouts import describe, divisors, with_parallel
 from jaxpar.planning.predict.communication import Cluster
-from jaxpar.planning.predict.hardware import GIB, H200, NETWORKS, Figure, Gpu, gpu_of_kind
+from jaxpar.planning.predict.hardware import GIB, H200, NETWORKS, Gpu, HardwareFigure, gpu_of_kind
 from jaxpar.planning.ranking import Layout, make_plan, nothing_fits
 from jaxpar.runtime import start as runtime
 from jaxpar.runtime.processes import peers
@@ -101,7 +101,7 @@ def gpu_here() -> Gpu:
     limit = (device.memory_stats() or {}).get("bytes_limit", 0)
     memory = limit or runtime.host_memory() / jax.local_device_count()
     name = f"{device.device_kind} (planned as {H200.name})"
-    return dataclasses.replace(H200, name=name, memory=Figure(memory, "this device"))
+    return dataclasses.replace(H200, name=name, memory=HardwareFigure(memory, "this device"))
 
 
 # --------------------------------------------------------------------- accumulation that follows

@@ -10,7 +10,7 @@ from jaxpar.config.serialize import to_json
 from jaxpar.data.skips import SKIPPED_FILE
 from jaxpar.profiling.in_run import listening
 from jaxpar.runtime import exit_codes
-from jaxpar.runtime.files.run_lock import WAIT_SECONDS, RunLock, Taken
+from jaxpar.runtime.files.run_lock import WAIT_SECONDS, RunLock, RunLocked
 from jaxpar.runtime.processes import peers
 from jaxpar.runtime.watchdog import Watchdog
 from jaxpar.training import elastic
@@ -33,7 +33,7 @@ def checked(cfg: Config) -> Run:
 def opened(run: Run, environment: list[str]) -> RunLock | None:
     """Take the run folder and write what the run is, in process 0, which alone has the lock.
 
-    Raises:   Taken; RunError when the folder is not what was checked; PeerFailed for either.
+    Raises:   RunLocked; RunError when the folder is not what was checked; PeerFailed for either.
     """
     seconds = run.cfg.cluster.slow_seconds or 1e6
 
@@ -57,7 +57,7 @@ def opened(run: Run, environment: list[str]) -> RunLock | None:
 def run_to_end(cfg: Config, environment: list[str]) -> int:
     """Check, open the run folder and train, watched. Returns an exit code.
 
-    Raises:   Taken, among others: when the watchdog has left off, whose last words would lie in
+    Raises:   RunLocked, among others: when the watchdog has left off, whose last words would lie in
               the folder of the run that has it.
     """
     c = cfg.cluster
@@ -65,7 +65,7 @@ def run_to_end(cfg: Config, environment: list[str]) -> int:
         run = checked(cfg)
         try:
             lock = opened(run, environment)
-        except (Taken, peers.PeerFailed) as error:
+        except (RunLocked, peers.PeerFailed) as error:
             taken = error
         else:
             with lock or contextlib.nullcontext():

@@ -36,7 +36,7 @@ ROUNDING = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class ReplayOptions:
     """Take a step of a run again, and say what is wrong with it."""
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
@@ -48,7 +48,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Taken:
+class ReplayedStep:
     """What a step gave."""
 
     loss: float
@@ -68,7 +68,7 @@ class Taken:
 class Replay:
     """A run as it was before one of its steps."""
 
-    def __init__(self, options: Options):
+    def __init__(self, options: ReplayOptions):
         """Find the record and the checkpoint.
 
         Raises:   ConfigError when the step has no record, or the devices do not fit the mesh.
@@ -132,7 +132,7 @@ class Replay:
                 say(f"step {done + 1} on the way there gives other bits than its record")
         return jax.device_get(now)
 
-    def take(self, state: TrainState, mesh: Mesh, batch: int) -> Taken:
+    def take(self, state: TrainState, mesh: Mesh, batch: int) -> ReplayedStep:
         """The step on some devices.
 
         Args:     state: on the host. batch: the run's own, or another.
@@ -142,7 +142,7 @@ class Replay:
         placed = jax.device_put(state, state_shardings(self.cfg, mesh))
         after, measured = step(placed, loader.batch(batch))
         sums = fingerprints(vars(after))
-        return Taken(float(measured.loss), float(measured.grad_norm), sums)
+        return ReplayedStep(float(measured.loss), float(measured.grad_norm), sums)
 
     def _loader_on(self, mesh: Mesh) -> Loader:
         order = token_order(self.cfg.parallel, self.cfg.data.seq_len)
@@ -203,7 +203,7 @@ def _latest_config(folder: Path) -> Config:
         raise ConfigError("RUN", str(file), rule, fix) from error
 
 
-def replay(options: Options) -> str:
+def replay(options: ReplayOptions) -> str:
     """Take the step again; the verdict, in a line that is printed, too.
 
     Raises:   ConfigError for a number of times that is none, and all that `Replay` finds.
@@ -237,7 +237,7 @@ def replay(options: Options) -> str:
     return text
 
 
-def verdict(again: Replay, same: Sequence[Taken], other: Taken | None) -> str:
+def verdict(again: Replay, same: Sequence[ReplayedStep], other: ReplayedStep | None) -> str:
     """What the bits say; empty when the step does the same everywhere, and is wrong."""
     first, recorded = same[0], again.record["bits"]
     if any((taken.bits, taken.state) != (first.bits, first.state) for taken in same):

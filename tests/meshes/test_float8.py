@@ -69,13 +69,13 @@ def on_mesh(item: str, devices, **fields):
     return cfg, make_mesh(parallel, devices[:n])
 
 
-def first_gradients(item: str, devices, **fields) -> traces.Trace:
+def first_gradients(item: str, devices, **fields) -> traces.TrainingTrace:
     cfg, mesh = on_mesh(item, devices, **fields)
     return traces.mesh_trace(cfg, mesh, [traces.random_batch(cfg)], 0)
 
 
 @functools.cache
-def one_device(scaling: str, dtype: str = "float8") -> traces.Trace:
+def one_device(scaling: str, dtype: str = "float8") -> traces.TrainingTrace:
     fields = dict(model__float8_scaling=scaling, model__matmul_dtype=dtype)
     return first_gradients("data=1", jax.devices("cpu"), **fields)
 

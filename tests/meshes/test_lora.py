@@ -17,7 +17,7 @@ from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.lora_targets import TARGETS
 from jaxpar.config.validate import check, resolve
 from jaxpar.model import lora, reference
-from jaxpar.model.parameters import param_specs, trained_specs
+from jaxpar.model.parameters import param_specs, trainable_specs
 from jaxpar.sharding.initial_values import initialize
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.sharding.params import count, flat, split
@@ -155,7 +155,7 @@ def test_training_moves_adapters_alone(devices):
     assert not distances.compare(found, plain, TOLERANCE).mismatches()
     moved = set(distances.differing(found.params, found.init))
     assert moved == {name for name in found.init if lora.is_adapter(name)}
-    assert moved == set(flat(trained_specs(cfg))) and len(moved) == 14
+    assert moved == set(flat(trainable_specs(cfg))) and len(moved) == 14
 
 
 @pytest.mark.usefixtures("quick_compile")
@@ -175,7 +175,7 @@ def test_the_first_step_is_that_of_the_model_without(devices):
 
 def test_moments_are_of_adapters_alone():
     cfg = resolve(BASE, 1)
-    adapters, base = count(trained_specs(cfg)), count(param_specs(cfg.model))
+    adapters, base = count(trainable_specs(cfg)), count(param_specs(cfg.model))
     size = lambda tree: sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(tree) if a.ndim)  # noqa: E731
     state = abstract_state(cfg)
     assert size(state.opt_state) == 2 * 4 * adapters
@@ -209,11 +209,11 @@ def test_no_gradient_of_the_model_is_computed_or_sent(item, devices):
 
 def test_without_adapters_nothing_changes():
     specs = param_specs(PLAIN.model, PLAIN.lora)
-    assert flat(specs) == flat(param_specs(PLAIN.model)) == flat(trained_specs(PLAIN))
-    moved, still = split(specs, specs)
-    assert moved is specs and still == {}
+    assert flat(specs) == flat(param_specs(PLAIN.model)) == flat(trainable_specs(PLAIN))
+    trainable, frozen = split(specs, specs)
+    assert trainable is specs and frozen == {}
     w, y = {"wq": jnp.ones((2, 2))}, jnp.ones(2)
-    assert lora.held_still(w) is w and lora.add(y, y, w, "wq") is y
+    assert lora.with_frozen_base(w) is w and lora.add(y, y, w, "wq") is y
 
 
 def test_merged_weights_compute_the_same(devices):
@@ -290,7 +290,7 @@ def test_every_target_is_a_parameter():
     specs = flat(param_specs(BASE.model, BASE.lora))
     for target, name in TARGETS.items():
         pair = [specs[f"layers/{name}{end}"] for end in (lora.A, lora.B)]
-        assert all(spec.trained and 3 in spec.shape for spec in pair), target
+        assert all(spec.trainable and 3 in spec.shape for spec in pair), target
         outer = math.prod(pair[0].shape[1:-1]) * math.prod(pair[1].shape[2:])
         assert outer == math.prod(specs[f"layers/{name}"].shape[1:])
     assert jnp.isclose(specs["layers/wo_lora_a"].std ** 2 * 3 * 8 * 4, 1)

@@ -41,7 +41,7 @@ WARM_UP = 3
 EVERY = 5.0
 
 
-def measure(run: Run, steps: int) -> tuple[dict[str, Any], profiled.Running]:
+def measure(run: Run, steps: int) -> tuple[dict[str, Any], profiled.StartedRun]:
     """Time the train step on consecutive batches.
 
     Each step is waited for once the next is dispatched, as in training.
@@ -84,7 +84,7 @@ def measure(run: Run, steps: int) -> tuple[dict[str, Any], profiled.Running]:
         **gpus.card(),
         **sent_by(hlo_text),
     }
-    return figures, profiled.Running(train_step, hlo_text, state, batches)
+    return figures, profiled.StartedRun(train_step, hlo_text, state, batches)
 
 
 def _progress(times: Sequence[float], told: float, of: int) -> float:

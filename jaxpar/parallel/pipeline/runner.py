@@ -1,6 +1,6 @@
 """Microbatches through a model that is cut into stages over PIPELINE: interleaved 1F1B.
 
-Takes a `Program`, weights and microbatches, and returns summed losses and float32 gradients. The
+Takes a `StagedModel`, weights and microbatches, and returns summed losses and float32 gradients. The
 backward is placed by hand with `jax.vjp`, so nothing differentiates the loops and nothing is saved
 per tick: memory is flat in the number of microbatches.
 
@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.parallel.accumulation import (
-    Program,
+    StagedModel,
     Sums,
     add32,
     add_in_parts,
@@ -48,7 +48,7 @@ def _to_stage(x: jax.Array, step: int) -> jax.Array:
     return shift(x, PIPELINE, step)
 
 
-def forward_only(program: Program, weights: Any, microbatches: Any, virtual: int) -> Sums:
+def forward_only(program: StagedModel, weights: Any, microbatches: Any, virtual: int) -> Sums:
     """Loss sums without gradients: for evaluation, with or without stages."""
     run = _run_of(program, weights, microbatches, virtual, None, "inputs")
     plan, P = run.plan, run.plan.stages
@@ -80,7 +80,7 @@ def forward_only(program: Program, weights: Any, microbatches: Any, virtual: int
 class _Run:
     """What one step's slots share."""
 
-    program: Program
+    program: StagedModel
     top: Any
     chunks: Any
     """Weights of the stage's chunks: a tuple, or stacked (`by_index`)."""
@@ -143,7 +143,7 @@ def _stacked(chunks: tuple) -> Any:
 
 
 def one_f_one_b(
-    program: Program,
+    program: StagedModel,
     weights: Any,
     still: Any,
     microbatches: Any,

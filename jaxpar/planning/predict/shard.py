@@ -102,8 +102,8 @@ class Shard:
                         and pipeline.
     fsdp                ways that parameters are sharded.
     width               bytes of an element in the compute dtype.
-    trained             whether these parameters are: with adapters (`lora.rank`) they have neither
-                        gradient nor moments, and the adapters, being small, are left out.
+    trainable           whether training updates them. With adapters (`lora.rank`) they are frozen:
+                        no gradients, no moments; the adapters themselves are too small to count.
     """
 
     rows: int
@@ -116,7 +116,7 @@ class Shard:
     vocab: int
     fsdp: int
     width: int
-    trained: bool = True
+    trainable: bool = True
 
     @property
     def parameters(self) -> int:
@@ -141,7 +141,7 @@ def shard_of(cfg: Config) -> Shard:
         vocab=vocab,
         fsdp=ways(cfg, FSDP_AXES),
         width=jnp.dtype(m.dtype).itemsize,
-        trained=cfg.lora.rank == 0,
+        trainable=cfg.lora.rank == 0,
     )
 
 
