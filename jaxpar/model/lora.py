@@ -93,8 +93,8 @@ def fuse(w: Tree, lead: tuple[int, ...], factor: float) -> Tree:
 def add(y: jax.Array, x: Any, w: Tree, name: str) -> jax.Array:
     """y, which is x times a matrix, with what its adapter adds; y itself where it has none.
 
-    Args:     y: [..., out]. x: [..., in]; not read where there is none. w: the layer's fused weights,
-              whole over FSDP_AXES. name: of the matrix among the parameters.
+    Args:     y: [..., out]. x: [..., in]; not read without an adapter. w: the layer's fused
+              weights, whole over FSDP_AXES. name: of the matrix among the parameters.
     """
     if name + A not in w:
         return y
