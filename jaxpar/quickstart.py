@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
     began = time.perf_counter()
     cfg = parse_overrides(load_config("quickstart"), argv, "jaxpar.quickstart", __doc__)
     validate.check(cfg)
-    rendezvous.alone("jaxpar.quickstart")
+    rendezvous.require_single_process("jaxpar.quickstart")
     environment = runtime.start(cfg)  # refuses before the text is written
     data, run_dir = Path(cfg.data.path), Path(cfg.run.dir)
     headline("1. The text: the Python standard library's source")

@@ -36,10 +36,10 @@ def main(argv: Sequence[str]) -> int:
     options = read_command(argv)
     own, was_set = begin(options)
     width = max(Console().width, MIN_WIDTH)
-    console = Console(highlight=False, width=width, quiet=peers.own() != 0)
+    console = Console(highlight=False, width=width, quiet=peers.rank() != 0)
     progress = SectionProgress(console, options.seconds)
     with progress.section("start"):
-        own = facts.with_devices(own, peers.own(), bool(options.cfg.run.cpu_devices))
+        own = facts.with_devices(own, peers.rank(), bool(options.cfg.run.cpu_devices))
         examined = examination.Examination(options, own, was_set, progress, console.print)
     if examined.works and "collectives" in options.only:
         mesh_for(options.mesh, sum(len(f.devices) for f in examined.facts))
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     console.print(showing.checklist(found))
     console.print(showing.summary(found, sum(progress.seconds.values())))
     record = examined.record()
-    if options.json is not None and peers.own() == 0:
+    if options.json is not None and peers.rank() == 0:
         options.json.write_text(json.dumps(record, indent=2) + "\n")
         console.print(f"written: {options.json}")
     sys.stdout.flush()
@@ -75,5 +75,5 @@ def begin(options: DoctorOptions) -> tuple[facts.HostFacts, list[str]]:
     number = place.num_processes if place else 1
     was_set += runtime.start(flags, number, needs_devices=False)  # that is a finding
     if place is not None:
-        peers.say(f"cluster    {rendezvous.connect(place, cfg.cluster.connect_seconds)}")
+        peers.log(f"cluster    {rendezvous.connect(place, cfg.cluster.connect_seconds)}")
     return own, was_set

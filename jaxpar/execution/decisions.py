@@ -48,7 +48,7 @@ class Execution:
     """A layer's weights come from other devices, and its gradients go there."""
     stage_wide_collectives: bool
     """All pipeline stages come to what a layer sends: permutes of keys and values, and gathers of
-    weights. Over tensor only the devices of one stage do (`permutes.gather_within`)."""
+    weights. Over tensor only the devices of one stage do (`permutes.all_to_all_gather`)."""
     layers_per_vjp: int
     """How many layers are differentiated at a time: one, or as many as repeat where not all are
     alike. 0, a chunk at once: for weights gathered a layer ahead and values fetched a layer ahead,

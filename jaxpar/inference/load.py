@@ -66,7 +66,7 @@ def load(folder: str, step: int | None, tensor: int, say: Callable[[str], None])
         params = load_params(source, cfg, mesh, say)
     else:
         params = checkpoint.restore_params(folder, cfg, mesh, step)
-        params, cfg = adapters.merged(params, cfg, mesh), adapters.without(cfg)
+        params, cfg = adapters.merge(params, cfg, mesh), adapters.base_config(cfg)
     return LoadedModel(cfg, mesh, weights_for_sampling(params, cfg, mesh), tokenizer, begin)
 
 
@@ -76,10 +76,10 @@ def _start(tensor: int, say: Callable[[str], None]) -> None:
 
     Raises:   ConfigError when there are several processes, and `tensor` leaves one without devices.
     """
-    if peers.count() == 1:  # else a program has joined them before
-        detect = "auto" if rendezvous.others() else "none"
+    if peers.world_size() == 1:  # else a program has joined them before
+        detect = "auto" if rendezvous.detect_peers() else "none"
         rendezvous.join(replace(Config(), **{"cluster.detect": detect}), say)
-    number = peers.count()
+    number = peers.world_size()
     if not gpu_is_present() and tensor % number == 0:
         with contextlib.suppress(RuntimeError):  # it has started, with devices of its own
             jax.config.update("jax_num_cpu_devices", tensor // number)

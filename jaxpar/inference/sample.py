@@ -117,7 +117,7 @@ def sample(options: SampleOptions) -> None:
         for text, ids in zip(options.prompt, rows, strict=True):
             write(f"--- {text}{tokenizer.decode(ids)}\n")
     say(f"[{count} tokens in {seconds:.2f} s, {count / seconds:,.1f} tokens/s]")
-    if options.save and peers.own() == 0:
+    if options.save and peers.rank() == 0:
         _save(options, [tokenizer.decode(ids) for ids in rows])
 
 
@@ -129,13 +129,13 @@ def _save(options: SampleOptions, texts: list[str]) -> None:
 
 def say(text: str) -> None:
     """A line beside the text, on standard error."""
-    if peers.own() == 0:
+    if peers.rank() == 0:
         print(text, file=sys.stderr, flush=True)
 
 
 def write(text: str) -> None:
     """Some of the text. All processes have it, and the first writes it."""
-    if peers.own() == 0:
+    if peers.rank() == 0:
         print(text, end="", flush=True)
 
 

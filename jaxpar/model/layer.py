@@ -45,7 +45,7 @@ def gathered(h: NormOutput, w: Weights, name: str, ex: Execution) -> Shards:
     """What dense branches `receive`: a norm's output, gathered over TENSOR."""
     if ex.norm == "in_quantizer":  # not written; what is rounded there goes by the norm's name
         return Shards((h,))
-    shards = Shards.gathered(h.operand, apart=ex.collective_matmul)
+    shards = Shards.gather(h.operand, in_shards=ex.collective_matmul)
     return shards.each(lambda part: dataclasses.replace(h, operand=named(part, name)))
 
 
@@ -69,7 +69,7 @@ class Branch:
     """Its other weights; adapters go with their matrices."""
     receive: Callable[[NormOutput, Weights, str, Execution], Any] = gathered
     """The norm's output of this device's tokens -> that of the tokens it computes with."""
-    send: Callable[[Any], jax.Array] = Shards.summed
+    send: Callable[[Any], jax.Array] = Shards.reduce_scatter
     """What was made of these -> the sum for this device's tokens."""
 
     def own(self, w: Weights) -> Weights:

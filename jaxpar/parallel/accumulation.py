@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.parallel.collectives import varying
-from jaxpar.parallel.gradient_buffers import added
+from jaxpar.parallel.gradient_buffers import add_gradient
 from jaxpar.sharding.params import join
 
 type Sums = tuple[jax.Array, jax.Array]
@@ -58,7 +58,7 @@ def take(tree: Any, i: Any) -> Any:
     return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, 0, keepdims=False), tree)
 
 
-def add32(total: Any, part: Any, add: Callable = added) -> Any:
+def add32(total: Any, part: Any, add: Callable = add_gradient) -> Any:
     """Sums, and what `part` holds under their names: weights that stand still are none of them.
 
     Args:     add: a sum and a gradient -> the sum.

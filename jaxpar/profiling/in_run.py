@@ -75,7 +75,7 @@ class RunProfiler:
     ):
         """Args:     program: the compiled step. mesh: in words. say: is told what happens."""
         self._cfg, self._dir, self._program, self._mesh = cfg, run_dir, program, mesh
-        self._say, self._several = say, peers.count() > 1
+        self._say, self._several = say, peers.world_size() > 1
         self._looked = float("-inf")
         self._first, self._latest, self._taken = 0, 0, 0
         self._agreed_on = -2
@@ -126,7 +126,7 @@ class RunProfiler:
         if _signals:
             _signals.clear()
             return True
-        if peers.own() != 0 or time.monotonic() - self._looked < LOOK_SECONDS:
+        if peers.rank() != 0 or time.monotonic() - self._looked < LOOK_SECONDS:
             return False
         self._looked = time.monotonic()
         try:
@@ -153,7 +153,7 @@ class RunProfiler:
 
     def _scratch(self) -> Path:
         """Where this process's profiler writes: it names files by host, and several share one."""
-        return folder.folder_of(self._dir, self._first) / f".process_{peers.own()}"
+        return folder.folder_of(self._dir, self._first) / f".process_{peers.rank()}"
 
     def _begin(self, step: int) -> None:
         if self._taken == MAX_PROFILES:
@@ -198,9 +198,9 @@ class RunProfiler:
         for file in self._scratch().rglob("*.*"):
             for ending in (".xplane.pb", ".trace.json.gz"):
                 if file.name.endswith(ending):
-                    file.replace(traces / f"process_{peers.own()}{ending}")
+                    file.replace(traces / f"process_{peers.rank()}{ending}")
         shutil.rmtree(self._scratch())
-        if peers.own() == 0:
+        if peers.rank() == 0:
             folder.write_hlo(where, self._program.as_text())
             folder.write_facts(where, self._facts(first, last - first + 1))
             size = folder.num_bytes(where) / 1e6
@@ -219,7 +219,7 @@ class RunProfiler:
         return folder.ProfileFacts(
             first_step=first,
             num_steps=count,
-            processes=peers.count(),
+            processes=peers.world_size(),
             devices=jax.device_count(),
             device_kind=jax.devices()[0].device_kind,
             mesh=self._mesh,
@@ -233,7 +233,7 @@ class RunProfiler:
     def _fail(self, error: Exception) -> None:
         text = f"WARNING    profile of step {self._first} failed: {type(error).__name__}: {error}"
         # Said by whichever process it is: the first may have no trouble.
-        print(f"{text} ({peers.name_of(peers.own())})", flush=True)
+        print(f"{text} ({peers.process_name(peers.rank())})", flush=True)
         self._tracing.pop_all()
         shutil.rmtree(self._scratch(), ignore_errors=True)
         self._first = 0

@@ -1,4 +1,4 @@
-"""Adapters on a mesh: fresh ones beside weights that were loaded, and merged into these."""
+"""Adapters on a mesh: fresh ones added to loaded weights, and merged into them."""
 
 from typing import Any
 
@@ -13,13 +13,13 @@ from jaxpar.sharding.params import join, partition_specs, split
 from jaxpar.step.state import init_params
 
 
-def without(cfg: Config) -> Config:
-    """The config of the model alone, once adapters are merged."""
+def base_config(cfg: Config) -> Config:
+    """The config of the model without adapters, once they are merged."""
     return replace(cfg, lora=LoraConfig())
 
 
-def beside(params: Any, cfg: Config, mesh: Mesh) -> Any:
-    """A model's parameters and, if the config asks for adapters, these as they start.
+def add_fresh(params: Any, cfg: Config, mesh: Mesh) -> Any:
+    """A model's parameters and, if the config has adapters, fresh ones.
 
     Args:     params: in running order, sharded as `state.state_shardings`.
     """
@@ -28,7 +28,7 @@ def beside(params: Any, cfg: Config, mesh: Mesh) -> Any:
     return join(params, init_params(trainable_specs(cfg), cfg, mesh))
 
 
-def merged(params: Any, cfg: Config, mesh: Mesh) -> Any:
+def merge(params: Any, cfg: Config, mesh: Mesh) -> Any:
     """The parameters, in place of the given ones, of the model without adapters that is the same.
 
     Args:     params: with adapters if the config has them, sharded as `state.state_shardings`.

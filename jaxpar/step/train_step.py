@@ -20,8 +20,7 @@ from jaxpar.execution.decisions import Execution, execution_of
 from jaxpar.model import fused_weights, parameters, transformer
 from jaxpar.model.attention_context import AttentionContext, across_devices, attention_context
 from jaxpar.model.weights import with_float32_gradients
-from jaxpar.optimizer import loss_scale as skipping
-from jaxpar.optimizer import moments
+from jaxpar.optimizer import loss_scale, moments
 from jaxpar.parallel.accumulation import StagedModel, accumulate
 from jaxpar.parallel.collectives import psum, varying
 from jaxpar.parallel.fsdp import gather as fsdp
@@ -121,7 +120,7 @@ def train_step(
             layers,
             ok,
         )
-    guard = skipping.after(cfg, state.guard, ok)
+    guard = loss_scale.update_guard(cfg, state.guard, ok)
     counts = {name: guard[name].astype(jnp.float32) for name in ("skipped", "in_a_row")}
     measured = dataclasses.replace(measured, loss_scale=scale, **counts)
     return TrainState(state.step + 1, join(moved, still), opt_state, guard), measured
@@ -142,10 +141,10 @@ def loss_and_gradients(
     """
     cfg, num_tokens = ex.cfg, count_labels(batch)
     moved, still = split(varying(params), parameters.param_specs(cfg.model, cfg.lora))
-    shards, unview = jax.vjp(lambda p: fused_weights.view(p, ex), moved)
+    shards, unfuse = jax.vjp(lambda p: fused_weights.fuse(p, ex), moved)
     weights = weights_of_step(shards, cfg)
     if still:
-        still = weights_of_step(fused_weights.view(still, ex), cfg)
+        still = weights_of_step(fused_weights.fuse(still, ex), cfg)
     program = program_of(ex, max_segments)
     microbatches = split_microbatches(batch, cfg.parallel.num_microbatches)
     run = schedule_of(cfg)
@@ -153,17 +152,19 @@ def loss_and_gradients(
     grads = fused_weights.without_scales(grads)
     if cfg.parallel.zero == 1:
         grads = scatter_once(grads, cfg)
-    (grads,) = unview(grads)
+    (grads,) = unfuse(grads)
     grads = reduce_gradients(grads, parameters.trainable_specs(cfg))
-    grads = skipping.unscaled(cfg, grads, scale)
+    grads = loss_scale.unscale_gradients(cfg, grads, scale)
     loss = psum(loss_sum, TOKEN_AXES) / num_tokens
-    return StepMetrics(loss, global_norm(fused_weights.apart(grads, cfg)), num_tokens), grads
+    return StepMetrics(
+        loss, global_norm(fused_weights.unstack_layers(grads, cfg)), num_tokens
+    ), grads
 
 
 def eval_step(ex: Execution, max_segments: int | None, params: Any, batch: Batch):
     """Summed loss and labelled tokens of a global batch, without gradients."""
     cfg = ex.cfg
-    weights = weights_of_step(fused_weights.view(varying(params), ex), cfg)
+    weights = weights_of_step(fused_weights.fuse(varying(params), ex), cfg)
     microbatches = split_microbatches(batch, cfg.parallel.num_microbatches)
     program = program_of(ex, max_segments)
     _, loss_sum = forward_only(program, weights, microbatches, cfg.parallel.virtual_stages)
@@ -239,7 +240,7 @@ def scatter_once(grads: Any, cfg: Config) -> Any:
 def _map_groups(fn: Callable, tree: Any) -> Any:
     """`fn(arrays, dims)` over the arrays outside the layers and over each layer's."""
     in_layers = functools.partial(fn, dims=fused_weights.LAYER_DIMS)
-    layers = fused_weights.each_tree(in_layers, tree["layers"])
+    layers = fused_weights.map_layers(in_layers, tree["layers"])
     return {"top": fn(tree["top"], dims=fused_weights.TOP_DIMS), "layers": layers}
 
 

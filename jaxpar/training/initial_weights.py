@@ -69,8 +69,8 @@ def state(cfg: Config, mesh: Mesh, origin: Origin | None, say: Callable[[str], N
     else:
         there = replace(cfg, lora=origin.lora)
         params = checkpoint.restore_params(origin.folder, there, mesh, origin.step)
-        params = adapters.merged(params, there, mesh)
-    return state_of(adapters.beside(params, cfg, mesh), cfg, mesh)
+        params = adapters.merge(params, there, mesh)
+    return state_of(adapters.add_fresh(params, cfg, mesh), cfg, mesh)
 
 
 def _require_same_model(cfg: Config, there: Config) -> None:

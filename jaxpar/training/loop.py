@@ -12,7 +12,7 @@ from jaxpar.profiling.hlo.collective_order import collective_order
 from jaxpar.profiling.in_run import RunProfiler
 from jaxpar.runtime import exit_codes, signals
 from jaxpar.runtime.processes import peers
-from jaxpar.runtime.processes.peers import say
+from jaxpar.runtime.processes.peers import log
 from jaxpar.runtime.program import ending_at_once
 from jaxpar.runtime.watchdog import Watchdog
 from jaxpar.sharding.mesh import describe
@@ -41,7 +41,7 @@ class Phases:
 def train(run: Run, watch: Watchdog) -> int:
     """Train, from the start or a checkpoint, to the end. Returns an exit code."""
     if run.first_step == run.cfg.train.num_steps:
-        say(f"done already: {run.dir}")
+        log(f"done already: {run.dir}")
         return exit_codes.EXIT_OK
     with signals.StopRequest(jax.process_count() > 1) as stop, Recorder(run.dir) as spent:
         phases = Phases(watch, spent)
@@ -59,9 +59,9 @@ def train(run: Run, watch: Watchdog) -> int:
                 code = stopped_without_saving(run, stop, found)
                 break
             phases.enter("restore", run.first_step or 0, slow=True)
-            state, run.first_step = rewind(run.cfg, run.mesh, run.loader, run.origin, found, say)
+            state, run.first_step = rewind(run.cfg, run.mesh, run.loader, run.origin, found, log)
             spent.goes_on_from(run.first_step or 0)
-    say(str(goodput(read_events(run.dir))))
+    log(str(goodput(read_events(run.dir))))
     return code
 
 
@@ -79,10 +79,10 @@ def train_from(
     replicas = make_replica_check(cfg, run.mesh)
     batches = run.loader.prefetched(first)
     with (
-        checkpoint.Checkpointer(cfg, say, run.loader.skipped, spent.event, run.asked) as saver,
+        checkpoint.Checkpointer(cfg, log, run.loader.skipped, spent.event, run.asked) as saver,
         run.metrics() as metrics,
         ending_at_once(),
-        RunProfiler(cfg, run.dir, train_step.program, describe(run.mesh), say) as profiler,
+        RunProfiler(cfg, run.dir, train_step.program, describe(run.mesh), log) as profiler,
     ):
         saver.prepare(state)
         for step in range(first, last):
@@ -96,7 +96,7 @@ def train_from(
             dispatch = time.perf_counter() - began - data_wait
             if "first step" not in run.startup.seconds:  # it has been waited for
                 run.startup.ended("first step")
-                say(str(run.startup))
+                log(str(run.startup))
             metrics.write_previous(step, measured, data_wait, dispatch)
             done = step + 1
             if due(done, cfg.guard.replica_check_every, last):
@@ -116,13 +116,13 @@ def train_from(
                 spent.record(done)
             if stopping:
                 saver.finish()
-                say(f"{stop.received}: saved step {done}; the same command goes on from there")
+                log(f"{stop.received}: saved step {done}; the same command goes on from there")
                 return exit_codes.EXIT_PREEMPTED
         metrics.flush()
         phases.enter("save wait", last, slow=True)
         spent.record(last)
     batches.close()
-    say(f"done: {run.dir}")
+    log(f"done: {run.dir}")
     return exit_codes.EXIT_OK
 
 
@@ -130,7 +130,7 @@ def stopped_without_saving(run: Run, stop: signals.StopRequest, spike: exit_code
     """Say that the run ends before it has gone back. Returns the exit code of a stop."""
     steps = checkpoint.saved_steps(run.dir)
     there = f"goes on from the checkpoint of step {steps[-1]}" if steps else "begins anew"
-    say(f"{stop.received}: {spike}, and nothing is saved after it; the same command {there}")
+    log(f"{stop.received}: {spike}, and nothing is saved after it; the same command {there}")
     return exit_codes.EXIT_PREEMPTED
 
 
@@ -147,7 +147,7 @@ def compiled(run: Run, state: TrainState):
     peers.check_same("program", lambda: lowered.as_text(), run.cfg.cluster.slow_seconds)
     program = lowered.compile()
     # The devices meet from here on: nobody is still compiling.
-    check_host_memory(program, run.cfg, peers.in_any)
-    say(f"compiled in {time.perf_counter() - began:.1f} s{memory_of(program, state)}")
+    check_host_memory(program, run.cfg, peers.any_process)
+    log(f"compiled in {time.perf_counter() - began:.1f} s{memory_of(program, state)}")
     run.startup.ended("compilation")
     return FirstRunAlone(program)

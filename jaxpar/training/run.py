@@ -27,7 +27,7 @@ from jaxpar.optimizer.schedules import learning_rate
 from jaxpar.parallel.context import kernel_request, token_order
 from jaxpar.planning.forecast import forecast_here
 from jaxpar.runtime import provenance
-from jaxpar.runtime.processes.peers import say
+from jaxpar.runtime.processes.peers import log
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.mesh import describe, make_mesh
 from jaxpar.step.state import TrainState
@@ -198,7 +198,7 @@ class Run:
     def test_kernels(self, kernels: Choice, mask: AttentionMask) -> None:
         """The same for the layers of one kind. Args and errors as `test_attention`."""
         if {kernels.forward, kernels.backward} == {"reference"}:
-            say("attention self-test: skipped, reference is what kernels are compared with")
+            log("attention self-test: skipped, reference is what kernels are compared with")
             return
         began = time.perf_counter()
         m = self.cfg.model
@@ -213,7 +213,7 @@ class Run:
             fix = "use --model.attention-backend reference, or another that serves, and report it"
             name = m.attention_backend
             raise ConfigError("model.attention_backend", name, str(error), fix) from error
-        say(f"attention self-test: {report}, {time.perf_counter() - began:.1f} s")
+        log(f"attention self-test: {report}, {time.perf_counter() - began:.1f} s")
 
     def start(self) -> TrainState:
         """The state to go on from: restored, or fresh; once attention has been tested.
@@ -224,15 +224,15 @@ class Run:
         self.startup.ended("attention self-test")
         began = time.perf_counter()
         if self.first_step is None:
-            state = initial_weights.state(self.cfg, self.mesh, self.origin, say)
+            state = initial_weights.state(self.cfg, self.mesh, self.origin, log)
             what = f"weights of {self.origin}" if self.origin else "initialised"
         else:
             state, self.first_step = checkpoint.restore_latest(self.cfg, self.mesh)
             for field, (then, now) in self.changed.items():
-                say(f"changed    {field}: {then} then, {now} now")
+                log(f"changed    {field}: {then} then, {now} now")
             what = f"restored step {self.first_step}"
         jax.block_until_ready(state)
-        say(f"{what} in {time.perf_counter() - began:.1f} s")
+        log(f"{what} in {time.perf_counter() - began:.1f} s")
         self.startup.ended("weights")
         return state
 
@@ -240,10 +240,10 @@ class Run:
         """What reports the steps from here on, and sees that their numbers are right."""
         cfg, first = self.cfg, self.first_step or 0
         batch_of, mesh = self.loader.skipped.batch_of, describe(self.mesh)
-        look = StepGuard(cfg, self.dir, first, batch_of, say, mesh).look
+        look = StepGuard(cfg, self.dir, first, batch_of, log, mesh).look
         schedule = learning_rate(cfg.optimizer, cfg.train.num_steps)
         epochs, forecast = self.loader.epochs, forecast_here(cfg)
-        sinks = open_sinks(cfg, self.dir, first, say)
+        sinks = open_sinks(cfg, self.dir, first, log)
         return MetricsWriter(cfg, self.dir, first, schedule, epochs, look, forecast, sinks)
 
 

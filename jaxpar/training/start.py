@@ -22,7 +22,7 @@ def checked(cfg: Config) -> Run:
     """The run, once every process finds that it can work, and that it is the same run."""
     seconds = cfg.cluster.slow_seconds or 1e6
     laid_out = elastic.choose_layout(cfg, seconds)
-    run = peers.together("checks", seconds, lambda: Run(laid_out))
+    run = peers.all_or_none("checks", seconds, lambda: Run(laid_out))
     about = lambda: f"{to_json(run.cfg)} {run.first_step} {jax.__version__}"  # noqa: E731
     peers.check_same("config", about, seconds)
     peers.check_same("data set", lambda: run.content, seconds)
@@ -38,7 +38,7 @@ def opened(run: Run, environment: list[str]) -> RunLock | None:
     seconds = run.cfg.cluster.slow_seconds or 1e6
 
     def take() -> RunLock | None:
-        if peers.own() != 0:
+        if peers.rank() != 0:
             return None
         lock = RunLock(run.dir, min(WAIT_SECONDS, seconds / 2))  # else the watchdog ends it
         try:
@@ -51,7 +51,7 @@ def opened(run: Run, environment: list[str]) -> RunLock | None:
             raise
         return lock
 
-    return peers.together("run folder", seconds, take)
+    return peers.all_or_none("run folder", seconds, take)
 
 
 def run_to_end(cfg: Config, environment: list[str]) -> int:

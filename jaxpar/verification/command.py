@@ -133,7 +133,7 @@ def start_devices(run: RunConfig, simulated: int, needed: int) -> list[jax.Devic
 
     Args:     needed: CPU devices to simulate where there are no accelerators.
     """
-    rendezvous.alone("jaxpar.verify")
+    rendezvous.require_single_process("jaxpar.verify")
     try:
         runtime.start(Config(run=dataclasses.replace(run, cpu_devices=simulated)))
         if not simulated:

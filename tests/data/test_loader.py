@@ -15,7 +15,7 @@ from jaxpar.data import Loader, TokenDataset
 from jaxpar.data.loader import window_sequence
 from jaxpar.data.packing import num_windows
 from jaxpar.sharding.axes import AXES, BATCH_SPEC
-from tests.data.windows import windows
+from tests.data.sequences import windows
 
 BATCH, LENGTH = 8, 16
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from jaxpar.data.packing import num_windows
 from jaxpar.sharding.batch import IGNORED
-from tests.data.windows import windows
+from tests.data.sequences import windows
 
 FIELDS = ("tokens", "labels", "segment_ids", "positions")
 

@@ -17,7 +17,7 @@ from jaxpar.data.formats.inspect import InspectOptions, inspect_tokens
 from jaxpar.data.prepare.text import PrepareOptions, prepare
 from jaxpar.data.sources import fingerprint, open_tokens
 from jaxpar.sharding.mesh import make_mesh
-from tests.data.windows import windows
+from tests.data.sequences import windows
 
 NO_TOKEN = "must be the number of a token"
 

@@ -21,7 +21,7 @@ from jaxpar.model.parameters import param_specs, trainable_specs
 from jaxpar.sharding.initial_values import initialize
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.sharding.params import count, flat, split
-from jaxpar.step.adapters import merged, without
+from jaxpar.step.adapters import base_config, merge
 from jaxpar.step.state import TrainState, abstract_state, init_state, state_shardings, to_running
 from jaxpar.step.train_step import make_eval_step, make_gradient_step, make_train_step
 from jaxpar.verification import distances, traces
@@ -163,11 +163,11 @@ def test_the_first_step_is_that_of_the_model_without(devices):
     cfg, mesh = on_mesh("data=2", devices)
     batch = traces.place_batch(traces.random_batch(cfg), cfg, mesh)
     state = init_state(cfg, mesh)
-    base = init_state(without(cfg), mesh)
+    base = init_state(base_config(cfg), mesh)
     shared = {n: a for n, a in flat(state.params).items() if not lora.is_adapter(n)}
     assert not distances.differing(traces.to_host(base.params), traces.to_host(shared))
     found = make_eval_step(cfg, mesh)(state.params, batch)
-    alone = make_eval_step(without(cfg), mesh)(base.params, batch)
+    alone = make_eval_step(base_config(cfg), mesh)(base.params, batch)
     # To float32's last digits: without adapters gate and up are one matmul, and a norm's rows are
     # scaled behind it.
     np.testing.assert_allclose(found[0], alone[0], rtol=5e-7)
@@ -192,7 +192,7 @@ def test_no_gradient_of_the_model_is_computed_or_sent(item, devices):
     """Sizes tell products apart: those of a matrix's gradient have both of its sides."""
     sizes = {"model.d_model": 48, "model.d_ff": 88, "model.vocab_size": 104}
     cfg, mesh = on_mesh(item, devices, replace(BASE, **sizes))
-    full, _ = on_mesh(item, devices, without(replace(BASE, **sizes)))
+    full, _ = on_mesh(item, devices, base_config(replace(BASE, **sizes)))
 
     def products(cfg: Config) -> set[tuple[int, ...]]:
         state, batch = abstract_state(cfg), traces.random_batch(cfg)
@@ -218,9 +218,9 @@ def test_without_adapters_nothing_changes():
 
 def test_merged_weights_compute_the_same(devices):
     cfg, mesh = on_mesh("data=2,tensor=2,sequence=2", devices)
-    params = merged(placed(trained_params(BASE), cfg, mesh), cfg, mesh)
+    params = merge(placed(trained_params(BASE), cfg, mesh), cfg, mesh)
     batch = traces.random_batch(cfg)
-    alone = without(BASE)
+    alone = base_config(BASE)
     assert float(jax.jit(lambda p: reference.loss(p, batch, alone))(jax.device_get(params))) == (
         pytest.approx(wanted(BASE)[0], rel=1e-6)
     )

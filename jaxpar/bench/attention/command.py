@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
     With --tune, 1 when a backend that was not refused has no block sizes that work.
     """
     options = read_command(argv)
-    rendezvous.alone("jaxpar.bench attention")
+    rendezvous.require_single_process("jaxpar.bench attention")
     environment = runtime.start(Config())
     on_gpu = jax.devices()[0].platform == "gpu"
     able = capability.CAPABILITIES

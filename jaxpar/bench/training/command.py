@@ -94,7 +94,7 @@ def _progress(times: Sequence[float], told: float, of: int) -> float:
     """
     if times[-1] - told < EVERY or len(times) < 2:
         return told
-    peers.say(f"step {len(times)} of {of}: the last took {times[-1] - times[-2]:.3f} s")
+    peers.log(f"step {len(times)} of {of}: the last took {times[-1] - times[-2]:.3f} s")
     return times[-1]
 
 
@@ -215,12 +215,12 @@ def main(argv: Sequence[str]) -> int:
     run = Run(elastic.choose_layout(cfg, cfg.cluster.slow_seconds or 1e6), start=None)
     figures, running = measure(run, options.steps)
     result = card(run, figures, environment, options.commit or provenance.checked_out_commit())
-    peers.say(summary(result))
-    to_card = options.card and peers.own() == 0
+    peers.log(summary(result))
+    to_card = options.card and peers.rank() == 0
     if to_card:  # before the profiler, which may fail
         json_output.write("--card", options.card, result)
     result |= profiled.profile_steps(running, options.profile_steps, options.trace)
-    peers.say(profiled.in_words(result))
+    peers.log(profiled.in_words(result))
     if to_card:
         json_output.write("--card", options.card, result)
     return 0

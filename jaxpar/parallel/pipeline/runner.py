@@ -56,8 +56,8 @@ def forward_only(program: StagedModel, weights: Any, microbatches: Any, virtual:
     def tick(carry, t):
         y, _ = _forward(run, carry["x"], t, None)
         done = t - (P - 1)
-        m, c = plan.forward_unit(jnp.clip(done, 0, plan.num_units - 1))
-        ready = (done >= 0) & (done < plan.num_units) & (c == virtual - 1)
+        m, c = plan.forward_action(jnp.clip(done, 0, plan.num_actions - 1))
+        ready = (done >= 0) & (done < plan.num_actions) & (c == virtual - 1)
 
         def with_loss():  # all stages come to it, on the same ticks
             sums = program.head(run.top, y, take(microbatches, m))
@@ -67,7 +67,7 @@ def forward_only(program: StagedModel, weights: Any, microbatches: Any, virtual:
         sums = with_loss() if P == 1 else lax.cond(ready, with_loss, lambda: carry["sums"])
         return dict(x=_to_stage(y, 1), sums=sums), None
 
-    ticks = jnp.arange(plan.num_units + P - 1)
+    ticks = jnp.arange(plan.num_actions + P - 1)
     carry: dict[str, Any] = dict(x=run.blank(), sums=run.no_loss())
     carry, _ = lax.scan(tick, carry, ticks)
     return carry["sums"]
@@ -105,7 +105,7 @@ class _Run:
         if self.program.sends:
             return fn(self.chunks[0], 0)
         work = [partial(fn, chunk, k) for k, chunk in enumerate(self.chunks)]
-        at_work = (unit >= 0) & (unit < self.plan.num_units)
+        at_work = (unit >= 0) & (unit < self.plan.num_actions)
         return lax.switch(jnp.where(at_work, c, len(work)), [*work, idle])
 
     def add_chunk(self, sums: Any, vjps: list[Any], g: jax.Array, tokens: Any, chunk: Any, c: Any):
@@ -119,7 +119,7 @@ class _Run:
     @property
     def slots(self) -> int:
         """Of the ring: the units in flight, and one for what no backward will read."""
-        return self.plan.ring_size + self.program.sends
+        return self.plan.stash_size + self.program.sends
 
     def blank(self) -> jax.Array:
         first = take(self.microbatches, 0)
@@ -206,11 +206,11 @@ def _forward(run: _Run, received: jax.Array, t: jax.Array, ring: Any):
     """
     s, plan = lax.axis_index(PIPELINE), run.plan
     i = t - s
-    m, c = plan.forward_unit(jnp.clip(i, 0, plan.num_units - 1))
-    m0, c0 = plan.forward_unit(jnp.clip(t, 0, plan.num_units - 1))
+    m, c = plan.forward_action(jnp.clip(i, 0, plan.num_actions - 1))
+    m0, c0 = plan.forward_action(jnp.clip(t, 0, plan.num_actions - 1))
     fresh = _when(
         run,
-        (c0 == 0) & (t < plan.num_units),
+        (c0 == 0) & (t < plan.num_actions),
         lambda: run.program.embed(run.top, take(run.microbatches, m0)),
         lambda: jnp.zeros_like(received),
     )
@@ -242,7 +242,7 @@ def _head(run: _Run, carry: dict, y: jax.Array, t: jax.Array):
     """Loss of the microbatch that the last stage finished this tick, and its gradients."""
     plan, top = run.plan, run.top
     done = t - (plan.stages - 1)
-    m, c = plan.forward_unit(jnp.clip(done, 0, plan.num_units - 1))
+    m, c = plan.forward_action(jnp.clip(done, 0, plan.num_actions - 1))
 
     def loss():
         mb = take(run.microbatches, m)
@@ -253,7 +253,7 @@ def _head(run: _Run, carry: dict, y: jax.Array, t: jax.Array):
         return jax.tree.map(jnp.add, carry["sums"], sums), grads, dy
 
     nothing = lambda: (carry["sums"], carry["grads"], jnp.zeros_like(y))  # noqa: E731
-    finished = (done >= 0) & (done < plan.num_units) & (c == plan.virtual - 1)
+    finished = (done >= 0) & (done < plan.num_actions) & (c == plan.virtual - 1)
     return _when(run, finished, loss, nothing)
 
 
@@ -261,14 +261,14 @@ def _backward(run: _Run, carry: dict, d_head: jax.Array, t: jax.Array):
     """This stage's backward unit at tick t: gradients added up, and the gradient of its input."""
     s, plan = lax.axis_index(PIPELINE), run.plan
     i = t - plan.first_backward - (plan.stages - 1 - s)
-    valid = (i >= 0) & (i < plan.num_units)
-    m, c, f = plan.backward_unit(jnp.clip(i, 0, plan.num_units - 1))
+    valid = (i >= 0) & (i < plan.num_actions)
+    m, c, f = plan.backward_action(jnp.clip(i, 0, plan.num_actions - 1))
     last = (s == plan.stages - 1) & (c == plan.virtual - 1)
     g = jnp.where(valid, jnp.where(last, d_head, carry["g"]), 0)
     sums = carry["grads"]["layers"]
 
     def unit(chunk: Any, k: Any):
-        saved = take(carry["ring"], f % plan.ring_size)
+        saved = take(carry["ring"], f % plan.stash_size)
         x = saved[0][0] if run.save == "inputs" else jnp.zeros_like(g)
         tokens = run.program.tokens(take(run.microbatches, m))
         _, vjps = forward_in_parts(run.program, chunk, x, tokens)
@@ -285,7 +285,7 @@ def _embed_backward(run: _Run, grads: dict, dx: jax.Array, t: jax.Array) -> dict
     """Gradient of the embedding, when the first stage has finished a microbatch's first chunk."""
     plan, top = run.plan, run.top
     done = t - plan.first_backward - (plan.stages - 1)
-    m, c, _ = plan.backward_unit(jnp.clip(done, 0, plan.num_units - 1))
+    m, c, _ = plan.backward_action(jnp.clip(done, 0, plan.num_actions - 1))
 
     def embed():
         mb = take(run.microbatches, m)
@@ -293,7 +293,7 @@ def _embed_backward(run: _Run, grads: dict, dx: jax.Array, t: jax.Array) -> dict
         (d_top,) = vjp(jnp.where(lax.axis_index(PIPELINE) == 0, dx, 0))
         return add32(grads["top"], d_top)
 
-    finished = (done >= 0) & (done < plan.num_units) & (c == 0)
+    finished = (done >= 0) & (done < plan.num_actions) & (c == 0)
     return dict(grads, top=_when(run, finished, embed, lambda: grads["top"]))
 
 
@@ -329,7 +329,7 @@ def _residual_types(run: _Run, x: jax.Array) -> list[list[Any]]:
 
 def _put(run: _Run, ring: Any, saved: Any, i: jax.Array) -> Any:
     """Store what the backward of the i-th forward unit needs; without such a unit, in the last."""
-    valid = (i >= 0) & (i < run.plan.num_units)
-    slot = jnp.where(valid, i % run.plan.ring_size, run.slots - 1)
+    valid = (i >= 0) & (i < run.plan.num_actions)
+    slot = jnp.where(valid, i % run.plan.stash_size, run.slots - 1)
     put = lambda r, a: lax.dynamic_update_index_in_dim(r, a, slot, 0)  # noqa: E731
     return jax.tree.map(put, ring, varying(saved))

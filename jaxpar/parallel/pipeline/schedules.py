@@ -26,7 +26,7 @@ class Schedule:
     microbatches: int
 
     @property
-    def num_units(self) -> int:
+    def num_actions(self) -> int:
         """Forward (or backward) units of one stage: a unit is one microbatch in one chunk."""
         return self.microbatches * self.virtual
 
@@ -36,14 +36,14 @@ class Schedule:
         return self.virtual * self.stages - 1
 
     @property
-    def ring_size(self) -> int:
+    def stash_size(self) -> int:
         """Units that may wait for their backward at once: the longest wait plus one."""
         return 2 * self.virtual * self.stages - 1
 
     def phases(self) -> tuple[tuple[bool, bool, int, int], ...]:
         """(run forwards, run backwards, first tick, past the last tick) of the three loops."""
-        both, end = self.first_backward, self.num_units + self.stages - 1
-        stop = self.num_units + self.virtual * self.stages + self.stages - 2
+        both, end = self.first_backward, self.num_actions + self.stages - 1
+        stop = self.num_actions + self.virtual * self.stages + self.stages - 2
         loops = ((True, False, 0, both), (True, True, both, end), (False, True, end, stop))
         return tuple(loop for loop in loops if loop[3] > loop[2])
 
@@ -53,16 +53,16 @@ class Schedule:
 
         v*M + P - 1, of which P - 1 are bubble: the textbook figure.
         """
-        return self.num_units + self.stages - 1
+        return self.num_actions + self.stages - 1
 
-    def forward_unit(self, i):
+    def forward_action(self, i):
         """(microbatch, chunk) of the i-th forward: P microbatches go through a chunk at a time."""
         round_, rest = i // (self.virtual * self.stages), i % (self.virtual * self.stages)
         return round_ * self.stages + rest % self.stages, rest // self.stages
 
-    def backward_unit(self, i):
+    def backward_action(self, i):
         """(microbatch, chunk, index of its forward) of the i-th backward: chunks in reverse."""
-        microbatch, chunk = self.forward_unit(i)
+        microbatch, chunk = self.forward_action(i)
         chunk = self.virtual - 1 - chunk
         round_, place = microbatch // self.stages, microbatch % self.stages
         forward = round_ * self.virtual * self.stages + chunk * self.stages + place

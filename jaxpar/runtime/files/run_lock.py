@@ -78,7 +78,7 @@ class RunLock:
         self,
         folder: Path,
         seconds: float = WAIT_SECONDS,
-        tell: Callable[[str], None] = peers.say,
+        tell: Callable[[str], None] = peers.log,
     ):
         """Take the lock, making the folder if need be.
 

@@ -15,7 +15,7 @@ from jaxpar.config import ClusterConfig, Config, ConfigError, flag, replace
 from jaxpar.runtime import start as runtime
 from jaxpar.runtime.gpus import visible
 from jaxpar.runtime.processes.detect import Environment, ProcessPlace, detect, is_loopback
-from jaxpar.runtime.processes.peers import PeersMissing, exchange, hosts, say, stops
+from jaxpar.runtime.processes.peers import PeersMissing, exchange, hosts, log, stops
 
 #: Seconds after which JAX gives up a process that has gone silent, and ends the others.
 HEARTBEAT_SECONDS = 100
@@ -28,7 +28,7 @@ class PortTaken(PeersMissing):
 def join(cfg: Config, tell: Callable[[str], None] | None = None) -> tuple[Config, list[str]]:
     """Prepare this process for JAX, as one of a run's if it is: what a program does first.
 
-    Args:     tell: told of the others, once they have met; None: `say`.
+    Args:     tell: told of the others, once they have met; None: `log`.
     Returns:  the config, saying no longer which process this is: what a run is does not depend on
               where a process of it ran. And what was set, as `runtime.start`.
     Raises:   ConfigError as `cluster.detect` and `connect`.
@@ -37,12 +37,12 @@ def join(cfg: Config, tell: Callable[[str], None] | None = None) -> tuple[Config
     environment = runtime.start(cfg, found.num_processes if found else 1)
     if found is None:
         return cfg, environment
-    (tell or say)(f"cluster    {connect(found, cfg.cluster.connect_seconds)}")
+    (tell or log)(f"cluster    {connect(found, cfg.cluster.connect_seconds)}")
     own, places = ClusterConfig(), ("detect", "coordinator", "num_processes", "process_id")
     return replace(cfg, **{f"cluster.{name}": getattr(own, name) for name in places}), environment
 
 
-def others(env: Environment = os.environ) -> ProcessPlace | None:
+def detect_peers(env: Environment = os.environ) -> ProcessPlace | None:
     """`detect`, for programs that have no options to say it: half-set variables start nobody."""
     try:
         return detect(Config(), env)
@@ -50,12 +50,12 @@ def others(env: Environment = os.environ) -> ProcessPlace | None:
         return None
 
 
-def alone(program: str, env: Environment = os.environ) -> None:
+def require_single_process(program: str, env: Environment = os.environ) -> None:
     """Refuse to be one of several processes, in a program that works in one.
 
     Raises:   ConfigError naming what says that there are more.
     """
-    found = others(env)
+    found = detect_peers(env)
     if found is not None:
         rule = f"is one of several, and {program} works in one process"
         fix = f"start it once: without srun or mpirun, and the variables of {found.source} unset"
