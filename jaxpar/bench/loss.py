@@ -118,7 +118,7 @@ def measure(tokens: int, options: argparse.Namespace) -> dict[str, Any]:
 def main(argv: Sequence[str]) -> int:
     """The command line."""
     options = read_command(argv)
-    rendezvous.alone("jaxpar.bench loss")
+    rendezvous.require_single_process("jaxpar.bench loss")
     environment = runtime.start(Config())
     commit = options.commit or provenance.checked_out_commit()
     card = conditions.of_this_process(environment, commit) | {"what": "loss", "rows": []}

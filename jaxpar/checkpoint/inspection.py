@@ -23,7 +23,7 @@ DAMAGED = "DAMAGED"
 
 
 @dataclass(frozen=True)
-class Row:
+class CheckpointRow:
     """A line of `ls`."""
 
     step: int
@@ -41,7 +41,7 @@ class Row:
 SETTLE_SECONDS = 0.2
 
 
-def rows(run_dir: str | Path) -> Iterator[Row]:
+def rows(run_dir: str | Path) -> Iterator[CheckpointRow]:
     """Every checkpoint of a run, ascending; but those that the run deletes meanwhile.
 
     Raises:   ConfigError when there is none.
@@ -52,7 +52,7 @@ def rows(run_dir: str | Path) -> Iterator[Row]:
             yield row
 
 
-def _row_if_kept(run_dir: str | Path, step: int) -> Row | None:
+def _row_if_kept(run_dir: str | Path, step: int) -> CheckpointRow | None:
     """The line of a checkpoint; None when it is deleted meanwhile.
 
     Where something is wrong, it is looked at until no more of it goes: deleting takes a while.
@@ -76,7 +76,7 @@ def _row_if_kept(run_dir: str | Path, step: int) -> Row | None:
     return row
 
 
-def _row(run_dir: str | Path, step: int) -> Row:
+def _row(run_dir: str | Path, step: int) -> CheckpointRow:
     """Raises:   FileNotFoundError or ConfigError when it is gone."""
     at = folder(run_dir) / str(step)
     files = [file.stat() for file in _paths(at) if file.is_file()]
@@ -87,7 +87,7 @@ def _row(run_dir: str | Path, step: int) -> Row:
     else:
         saved = read_saved(run_dir, step)
         mesh, check = _mesh(saved.config["parallel"]), _witnesses(at, len(saved.fingerprints))
-    return Row(step, date, sum(file.st_size for file in files), mesh, check)
+    return CheckpointRow(step, date, sum(file.st_size for file in files), mesh, check)
 
 
 def _paths(place: Path) -> set[Path]:

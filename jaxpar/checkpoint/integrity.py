@@ -39,7 +39,7 @@ FINGERPRINTS, SEAL = "fingerprints", "seal"
 DAMAGED = "damaged"
 
 #: How much of the damage a message names.
-MOST_NAMED = 8
+MAX_NAMED = 8
 
 #: What the system says of a file that is gone or is none, or of a name or an offset that makes no
 #: sense, as a damaged index has them. Its other errors are about the machine.
@@ -54,7 +54,7 @@ class Damaged(exit_codes.RunError):
 
     def __init__(self, where: str, damage: Iterable[str]):
         self.damage = list(damage)
-        named, more = self.damage[:MOST_NAMED], len(self.damage) - MOST_NAMED
+        named, more = self.damage[:MAX_NAMED], len(self.damage) - MAX_NAMED
         text = "; ".join(named) + (f"; and {more} more" if more > 0 else "")
         super().__init__(f"{where} is damaged: {text}")
 

@@ -62,7 +62,7 @@ def restore_latest(cfg: Config, mesh: Mesh) -> tuple[TrainState, int]:
             continue
         for later, why in found.items():
             _set_aside(cfg, later, why, f"the run goes on from step {step}")
-        peers.in_any(False)  # they are set aside before anyone writes
+        peers.any_process(False)  # they are set aside before anyone writes
         return state, step
     raise none_whole(cfg.run.dir, {step: error.damage for step, error in found.items()})
 
@@ -90,9 +90,9 @@ def restore(cfg: Config, mesh: Mesh, step: int | None = None) -> TrainState:
     loaded = _load_whole(cfg.run.dir, saved, target)
     to = jax.tree.map(lambda a: a.sharding, scalars)
     if not known:  # from before there were any
-        loaded["guard"] = jax.device_put(loss_scale.initial(cfg), to)
-    elif (by_path(saved.config).get("model.dtype") == "float16") != loss_scale.is_scaled(cfg):
-        fresh = jax.device_put(loss_scale.initial(cfg), to)  # another dtype, another scale
+        loaded["guard"] = jax.device_put(loss_scale.initial_guard(cfg), to)
+    elif (by_path(saved.config).get("model.dtype") == "float16") != loss_scale.scales_loss(cfg):
+        fresh = jax.device_put(loss_scale.initial_guard(cfg), to)  # another dtype, another scale
         loaded["guard"] = fresh | {"skipped": loaded["guard"]["skipped"]}
     if int(loaded["step"]) != saved.step:
         raise Damaged(str(saved), [f"it holds the state of step {int(loaded['step'])}"])
@@ -159,7 +159,7 @@ def _agree(where: str, damage: list[str]) -> None:
 
     Raises:   Damaged, in every process, when one has found damage.
     """
-    if peers.in_any(bool(damage)) and not damage:
+    if peers.any_process(bool(damage)) and not damage:
         damage = ["another process says so"]
     if damage:
         raise Damaged(where, damage)

@@ -66,7 +66,7 @@ class Checkpointer:
         self._about = {
             "config": dataclasses.asdict(cfg),
             "dataset": fingerprint(cfg),
-            "skipped_batches": skipped.windows,
+            "skipped_batches": skipped.ranges,
             "rewinds": skipped.rewinds,
             "asked": dict(asked),
             "versions": {"jaxpar": jaxpar.__version__, "jax": jax.__version__},
@@ -256,7 +256,7 @@ def copied_in_all(tree: Any) -> Any:
         copied = copied_to_host(tree)
     except jax.errors.JaxRuntimeError as out_of_memory:
         error = out_of_memory
-    if peers.in_any(error is not None):
+    if peers.any_process(error is not None):
         raise error or OSError("another process had no pinned host memory for its part")
     return copied
 

@@ -21,7 +21,7 @@ from jaxpar.checkpoint import integrity, store
 from jaxpar.checkpoint.saved import METADATA
 from jaxpar.config import Config
 from jaxpar.model.parameters import param_specs
-from jaxpar.sharding.fingerprint import Running
+from jaxpar.sharding.fingerprint import RunningFingerprint
 from jaxpar.sharding.grid import Box
 from jaxpar.sharding.params import flat, map_specs
 
@@ -38,9 +38,9 @@ class RunArrays:
         """
         self.by_path, self.expected, self.where = arrays, expected, where
 
-    def counted(self, path: str) -> Running:
+    def counted(self, path: str) -> RunningFingerprint:
         """To add up a parameter's fingerprint with, box by box."""
-        return Running(self.shape(path))
+        return RunningFingerprint(self.shape(path))
 
     def compare(self, path: str, found: str) -> None:
         """Raises:   Damaged when a parameter's fingerprint is not the one that was saved."""
@@ -133,13 +133,13 @@ def create_run(
     return RunArrays(arrays, {}, str(run_dir))
 
 
-def seal_run(run_dir: Path, about: dict[str, Any], found: dict[str, Running]) -> None:
+def seal_run(run_dir: Path, about: dict[str, Any], found: dict[str, RunningFingerprint]) -> None:
     """Put the fingerprints into a run of `create_run`, now filled, and list its files.
 
     Args:     about: as given to `create_run`. found: of every parameter, by path.
     """
     step_folder = checkpoint.folder(run_dir) / str(IMPORTED_STEP)
-    step = Running(())
+    step = RunningFingerprint(())
     step.add(np.int32(IMPORTED_STEP), ())
     sums = {"step": str(step)} | {f"params/{path}": str(sum_) for path, sum_ in found.items()}
     file = step_folder / METADATA

@@ -16,7 +16,7 @@ from jaxpar.config import Config, ConfigError
 from jaxpar.data.formats.meta import TRAIN
 from jaxpar.data.formats.tokens import TokenDataset
 from jaxpar.data.mixture import Mixture
-from jaxpar.data.packing import document_begins, max_documents, num_windows, pack, stretches
+from jaxpar.data.packing import document_begins, max_documents, num_sequences, pack, stretches
 from jaxpar.data.skips import SkippedBatches
 from jaxpar.data.sources import open_sources
 from jaxpar.sharding.axes import BATCH_SPEC
@@ -27,7 +27,7 @@ from jaxpar.sharding.batch import IGNORED, Batch
 NUM_SHUFFLES = 3
 
 #: grain's shuffle counts in 32 bits and silently repeats windows beyond them.
-MAX_WINDOWS = 1 << 32
+MAX_SEQUENCES = 1 << 32
 
 
 class Loader:
@@ -61,18 +61,18 @@ class Loader:
         self._has_targets = some and cfg.data.loss_on == "targets"
         seeds = source_seeds(cfg.train.seed if split == TRAIN else None, len(self.sources))
         self._sequences = [
-            window_sequence(count, seed)
-            for count, seed in zip(self.windows_per_epoch, seeds, strict=True)
+            sequence_order(count, seed)
+            for count, seed in zip(self.sequences_per_epoch, seeds, strict=True)
         ]
         seed = cfg.train.seed if split == TRAIN else 0
         self.skipped = SkippedBatches()
         self._mixture = Mixture([source.weight for source in self.sources], seed)
 
     @property
-    def windows_per_epoch(self) -> list[int]:
+    def sequences_per_epoch(self) -> list[int]:
         """Windows in each source."""
         seq_len = self._cfg.data.seq_len
-        return [num_windows(source.dataset.num_tokens, seq_len) for source in self.sources]
+        return [num_sequences(source.dataset.num_tokens, seq_len) for source in self.sources]
 
     @property
     def num_tokens(self) -> int:
@@ -105,7 +105,7 @@ class Loader:
         batches = self.skipped.batch_of(num_steps - 1) + 1 if num_steps else 0
         taken = self._mixture.taken(batches * self._cfg.train.global_batch_size)
         paths = [str(source.dataset.path) for source in self.sources]
-        return dict(zip(paths, (taken / self.windows_per_epoch).tolist(), strict=True))
+        return dict(zip(paths, (taken / self.sequences_per_epoch).tolist(), strict=True))
 
     def batch(self, step: int) -> Batch:
         """The global batch of a step, the same whatever the mesh and the number of processes.
@@ -124,7 +124,7 @@ class Loader:
         Returns:  a Batch of int32 [N, T] numpy arrays.
         """
         first = self.skipped.batch_of(step) * self._cfg.train.global_batch_size
-        packed = self._windows(first + np.asarray(rows, np.int64))
+        packed = self._packed_sequences(first + np.asarray(rows, np.int64))
         if self._order is None:
             return packed
         return jax.tree.map(lambda x_NT: x_NT[:, self._order], packed)
@@ -136,31 +136,31 @@ class Loader:
         first of which will mostly do; by every process alike, whichever rows are its own.
         """
         batch_size = self._cfg.train.global_batch_size
-        windows = sum(self.windows_per_epoch)
+        windows = sum(self.sequences_per_epoch)
         for number in range(windows):
             step, row = divmod(number, batch_size)
             if (self.host_rows(step, np.array([row])).labels != IGNORED).any():
                 return step
         return None
 
-    def _windows(self, numbers: np.ndarray) -> Batch:
+    def _packed_sequences(self, numbers: np.ndarray) -> Batch:
         """Windows of the mixed sequence, in text order within: int32 [N, T]."""
         if len(self.sources) == 1:
-            return pack(*self._source_windows(0, numbers))
+            return pack(*self._source_sequences(0, numbers))
         sources, before = self._mixture.places(numbers)
         shape = len(numbers), self._cfg.data.seq_len + 1
         stretch, begins = np.empty(shape, np.int32), np.zeros(shape, bool)
         ignored = np.zeros(shape, bool) if self._has_targets else None
         for source in np.unique(sources):
             at = np.flatnonzero(sources == source)
-            stretch[at], starts, spared = self._source_windows(int(source), before[at])
+            stretch[at], starts, spared = self._source_sequences(int(source), before[at])
             if starts is not None:
                 begins[at] = starts
             if ignored is not None and spared is not None:
                 ignored[at] = spared
         return pack(stretch, begins if self._cfg.data.document_mask else None, ignored)
 
-    def _source_windows(
+    def _source_sequences(
         self, source: int, numbers: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
         """A source's windows as `pack` takes them: tokens, document begins, ignored tokens."""
@@ -208,12 +208,12 @@ class Loader:
         return jax.make_array_from_callback(self._shape, self._sharding, shard)
 
 
-def window_sequence(num_windows: int, seed: int | None) -> grain.MapDataset[int]:
+def sequence_order(num_sequences: int, seed: int | None) -> grain.MapDataset[int]:
     """The endless order of windows, by random access.
 
     Args:     seed: each epoch is another permutation drawn from it. None: always in text order.
     """
-    sequence = grain.MapDataset.range(num_windows)
+    sequence = grain.MapDataset.range(num_sequences)
     if seed is not None:
         sequence = sequence.seed(seed)
         for _ in range(NUM_SHUFFLES):
@@ -252,12 +252,12 @@ def _check_fits(cfg: Config, dataset: TokenDataset) -> None:
         fix = f"use --model.vocab-size {-(-needed // 128) * 128}"
         raise ConfigError("model.vocab_size", cfg.model.vocab_size, rule, fix)
     found, seq_len = dataset.num_tokens, cfg.data.seq_len
-    count = num_windows(found, seq_len)
+    count = num_sequences(found, seq_len)
     if count == 0:
         rule = f"needs {seq_len + 1} tokens, and {dataset.split} of {dataset.path} has {found}"
         raise ConfigError("data.seq_len", seq_len, rule, "use shorter windows or more text")
-    if count > MAX_WINDOWS:
-        rule = f"cuts {dataset.path} into {count:,} windows, above {MAX_WINDOWS:,}"
+    if count > MAX_SEQUENCES:
+        rule = f"cuts {dataset.path} into {count:,} windows, above {MAX_SEQUENCES:,}"
         raise ConfigError("data.seq_len", seq_len, rule, "use longer windows")
 
 

@@ -41,9 +41,9 @@ class Mixture:
             before[here] = block * self.counts[sources[here]] + rank_of[within[here]]
         return sources, before
 
-    def taken(self, num_windows: int) -> np.ndarray:
-        """Windows that each source gives to the first num_windows: int64 [sources]."""
-        blocks, rest = divmod(num_windows, BLOCK)
+    def taken(self, num_sequences: int) -> np.ndarray:
+        """Windows that each source gives to the first num_sequences: int64 [sources]."""
+        blocks, rest = divmod(num_sequences, BLOCK)
         part = self._block(blocks)[0][:rest]
         return blocks * self.counts + np.bincount(part, minlength=len(self.counts))
 

@@ -11,14 +11,14 @@ import numpy as np
 from jaxpar.sharding.batch import IGNORED, Batch
 
 
-def num_windows(num_tokens: int, seq_len: int) -> int:
+def num_sequences(num_tokens: int, seq_len: int) -> int:
     """Whole windows in a split; the last label needs one token more than the inputs."""
     return max(0, (num_tokens - 1) // seq_len)
 
 
 def max_documents(document_offsets: np.ndarray, num_tokens: int, seq_len: int) -> int:
     """The most documents that any window of a split takes tokens from."""
-    starts = np.arange(num_windows(num_tokens, seq_len), dtype=np.int64) * seq_len
+    starts = np.arange(num_sequences(num_tokens, seq_len), dtype=np.int64) * seq_len
     first = np.searchsorted(document_offsets, starts, side="right")
     end = np.searchsorted(document_offsets, starts + seq_len, side="left")
     return int(np.max(end - first + 1, initial=1))

@@ -15,35 +15,35 @@ SKIPPED_FILE = "skipped_batches.json"
 class SkippedBatches:
     """Windows of batches, as (first, count): ascending, disjoint, none empty."""
 
-    windows: tuple[tuple[int, int], ...] = ()
+    ranges: tuple[tuple[int, int], ...] = ()
     rewinds: int = 0
     """How often the run has gone back: windows that touch are one, and do not tell."""
 
     def __str__(self) -> str:
-        ranges = [
+        texts = [
             f"{first} to {first + count - 1}" if count > 1 else f"{first}"
-            for first, count in self.windows
+            for first, count in self.ranges
         ]
-        return f"batches {', '.join(ranges)}" if ranges else "no batches"
+        return f"batches {', '.join(texts)}" if texts else "no batches"
 
     def batch_of(self, step: int) -> int:
         """The batch that a step takes: its own number, past every window left out before it."""
         batch = step
-        for first, count in self.windows:
+        for first, count in self.ranges:
             if batch < first:
                 break
             batch += count
         return batch
 
     def and_also(
-        self, windows: Iterable[Iterable[int]], rewinds: int | None = None
+        self, ranges: Iterable[Iterable[int]], rewinds: int | None = None
     ) -> "SkippedBatches":
         """With more windows left out; where they overlap, once.
 
         Args:     rewinds: that whoever says so counts; None: there is a window for each.
         """
-        batches = {b for first, count in self.windows for b in range(first, first + count)}
-        batches |= {b for first, count in windows for b in range(first, first + count)}
+        batches = {b for first, count in self.ranges for b in range(first, first + count)}
+        batches |= {b for first, count in ranges for b in range(first, first + count)}
         merged: list[list[int]] = []
         for batch in sorted(batches):
             if merged and batch == sum(merged[-1]):
@@ -79,6 +79,6 @@ def read_skipped(run_dir: Path) -> SkippedBatches:
 def write_skipped(run_dir: Path, skipped: SkippedBatches) -> None:
     """Write it down, at once or not at all."""
     temporary = run_dir / (SKIPPED_FILE + ".tmp")
-    text = json.dumps({"windows": skipped.windows, "rewinds": skipped.rewinds}) + "\n"
+    text = json.dumps({"windows": skipped.ranges, "rewinds": skipped.rewinds}) + "\n"
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(run_dir / SKIPPED_FILE)

@@ -14,11 +14,11 @@ from jaxpar.doctor import showing
 from jaxpar.doctor.checks import gpu as gpu_checks
 from jaxpar.doctor.checks import host, measured
 from jaxpar.doctor.checks.findings import Finding, failed, merged, skipped, verdict
-from jaxpar.doctor.facts import Facts
+from jaxpar.doctor.facts import HostFacts
 from jaxpar.doctor.measure import bandwidth, compute, verification
 from jaxpar.doctor.measure import links as links_of
-from jaxpar.doctor.options import Options, mesh_for
-from jaxpar.doctor.progress import Progress
+from jaxpar.doctor.options import DoctorOptions, mesh_for
+from jaxpar.doctor.progress import SectionProgress
 from jaxpar.planning.predict.hardware import gpu_of_kind
 from jaxpar.runtime import provenance
 from jaxpar.runtime.processes import peers
@@ -48,17 +48,17 @@ class Examination:
 
     def __init__(
         self,
-        options: Options,
-        own: Facts,
+        options: DoctorOptions,
+        own: HostFacts,
         was_set: list[str],
-        progress: Progress,
+        progress: SectionProgress,
         show: Callable[[Any], Any],
     ):
         """Args:     own: this process's facts, its devices among them. was_set: flags and variables
         that this program has set. show: prints a table."""
         self.options, self.was_set, self.progress, self.show = options, was_set, progress, show
         self._exchanges = itertools.count()
-        self.facts = [Facts.from_json(text) for text in self._exchange(own.to_json())]
+        self.facts = [HostFacts.from_json(text) for text in self._exchange(own.to_json())]
         self.times = [float(text) for text in self._exchange_time()]
         self.on_gpu = own.backend == "gpu"
         self.works = not any(facts.backend_error for facts in self.facts)
@@ -108,7 +108,7 @@ class Examination:
             remedy = f"look at what failed before it, then run it alone: --only {name}"
             return Section(findings=[failed(name, said, remedy)])
 
-    def _merged(self, check: Callable[[Facts], list[Finding]]) -> list[Finding]:
+    def _merged(self, check: Callable[[HostFacts], list[Finding]]) -> list[Finding]:
         return merged([check(f) for f in self.facts], [f.name for f in self.facts])
 
     def versions(self) -> Section:
@@ -121,7 +121,7 @@ class Examination:
 
     def hardware(self) -> Section:
         """GPUs, links and host."""
-        hosts: dict[str, list[Facts]] = {}
+        hosts: dict[str, list[HostFacts]] = {}
         for facts in self.facts:
             hosts.setdefault(facts.host["name"], []).append(facts)
         by_host = [[*gpu_checks.check(f[0]), gpu_checks.used(f)] for f in hosts.values()]
@@ -150,7 +150,7 @@ class Examination:
         """Every collective, at every size."""
         if not self._several():
             return Section([], [skipped("bus bandwidth", "one device")])
-        default = bandwidth.LARGEST if self.on_gpu else bandwidth.LARGEST_ON_CPU
+        default = bandwidth.MAX_BYTES if self.on_gpu else bandwidth.MAX_BYTES_ON_CPU
         mesh, o = bandwidth.one_axis(jax.devices()), self.options
         how = (o.largest or default, o.repeats, o.seconds, self.progress.tell)
         rows = list(bandwidth.measure(mesh, *how))

@@ -19,7 +19,7 @@ def untold(text: str) -> None:
     """Nobody is told."""
 
 
-class Progress:
+class SectionProgress:
     """A line about the work in hand, and a limit on how long a section may take."""
 
     def __init__(self, console: Console, seconds: float):
@@ -55,7 +55,7 @@ class Progress:
 
     def _hung(self, name: str) -> None:
         """Say where, and end: what waits inside a collective can be ended in no other way."""
-        who = peers.name_of(peers.own())
+        who = peers.process_name(peers.rank())
         remedy = "a collective that hangs: look at links, and NCCL_DEBUG=INFO; or give it --seconds"
         text = f"error: {name}: {who} is not done after {self.limit:g} s, at: {self.at}; {remedy}"
         print(text, file=sys.stderr, flush=True)

@@ -26,7 +26,7 @@ WRITTEN_BLOCK, WRITTEN_WARPS = 4096, 8
 VECTOR = 16
 
 #: No sum that `base_and_sum` gives is larger, so that some may be added up.
-MOST = 1e30
+MAX_SUM = 1e30
 
 #: No logit is this far above the base that `exponentials` gives.
 LEAP = 20.0
@@ -35,7 +35,7 @@ LOG2_E = 1.4426950408889634
 
 
 def base_and_sum(logits_NV: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A base near the largest logit of each row, and the sum of exp(logit - base), below `MOST`
+    """A base near the largest logit of each row, and the sum of exp(logit - base), below `MAX_SUM`
     where the row is of numbers: float32 [N] each.
 
     A Triton kernel on NVIDIA GPUs since Ampere, for bfloat16 and float32 rows of a multiple of
@@ -128,7 +128,7 @@ def _sum_kernel(logits_ref, base_ref, sum_ref, *, block):
     first = load(0)
     total = through_blocks(add, jnp.maximum(lowest, jnp.max(first)), first)
 
-    @pl.when(jnp.logical_not(total < MOST))  # true also where it is no number
+    @pl.when(jnp.logical_not(total < MAX_SUM))  # true also where it is no number
     def _():
         through_blocks(add_and_scale, lowest, load(0))
 

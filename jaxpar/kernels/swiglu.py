@@ -28,7 +28,7 @@ COLUMNS, WARPS = 1024, (4, 8)
 #: Else the largest power of two that F is a multiple of, with as many columns to a warp: with 512
 #: as fast; with 256 the forward takes 445 us where XLA takes 273 (16,384 rows of 2 x 11,008). A
 #: backward that measures is faster with 256 too, 450 us for 589: XLA reads its result once more.
-FEWEST_COLUMNS, FEWEST_MEASURED = 512, 256
+MIN_COLUMNS, MIN_AMAX_COLUMNS = 512, 256
 
 LOG2_E = 1.4426950408889634
 
@@ -54,7 +54,7 @@ def swiglu_scaled(gate_up: jax.Array, scale: jax.Array | None) -> jax.Array:
     Returns:  [..., F], the same dtype.
 
     Both directions are Triton kernels on NVIDIA GPUs since Ampere, for bfloat16 and an F that is a
-    multiple of `FEWEST_COLUMNS`; else they are left to XLA.
+    multiple of `MIN_COLUMNS`; else they are left to XLA.
     """
     by = forward_by_kernel if _kernels_run(gate_up) else forward_by_xla
     return by(gate_up, scale)
@@ -82,7 +82,7 @@ def swiglu_measured(gate_up: WithAmax) -> WithAmax:
     Args:     gate_up: [..., 2 F]; its own largest is not read.
     Returns:  [..., F], the same dtype.
 
-    Kernels where `swiglu` has them, and the backward for multiples of `FEWEST_MEASURED` too. XLA's
+    Kernels where `swiglu` has them, and the backward for multiples of `MIN_AMAX_COLUMNS` too. XLA's
     backward takes a pass more over its result, for the largest.
     """
     values = gate_up.values
@@ -96,7 +96,7 @@ def _forward_measured(gate_up):
 
 
 def _backward_measured(gate_up, d_y):
-    if _kernels_run(gate_up, FEWEST_MEASURED):
+    if _kernels_run(gate_up, MIN_AMAX_COLUMNS):
         return (backward_by_kernel(gate_up, None, d_y.values, measured=True),)
     return (_measured_by_xla(backward_by_xla(gate_up, None, d_y.values)),)
 
@@ -108,7 +108,7 @@ def _measured_by_xla(x: jax.Array) -> WithAmax:
     return WithAmax(x, largest(x))
 
 
-def _kernels_run(gate_up: jax.Array, fewest: int = FEWEST_COLUMNS) -> bool:
+def _kernels_run(gate_up: jax.Array, fewest: int = MIN_COLUMNS) -> bool:
     here, F = Platform.here(), gate_up.shape[-1] // 2
     on = here.name == "gpu" and float(here.compute_capability) >= 8.0
     return on and gate_up.dtype == jnp.bfloat16 and F % fewest == 0

@@ -39,26 +39,26 @@ def map_moments(fn: Callable[..., Any], opt_state: Any, *others: Any) -> Any:
     """
 
     def one(path, node, *rest):
-        if not _is_kept_by_parameter(node):
+        if not _is_per_parameter(node):
             return node
         names = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
         field = FIELDS.get(names[-1]) if names else None
         named = lambda at, *leaves: fn(field, "/".join(key.key for key in at), *leaves)  # noqa: E731
         return jax.tree_util.tree_map_with_path(named, node, *rest)
 
-    return jax.tree_util.tree_map_with_path(one, opt_state, *others, is_leaf=_is_kept_by_parameter)
+    return jax.tree_util.tree_map_with_path(one, opt_state, *others, is_leaf=_is_per_parameter)
 
 
-def _is_kept_by_parameter(node: Any) -> bool:
+def _is_per_parameter(node: Any) -> bool:
     return isinstance(node, dict) and node.keys() <= ROOT
 
 
-def dtype_of(field: str | None, cfg: OptimizerConfig) -> str:
+def storage_dtype(field: str | None, cfg: OptimizerConfig) -> str:
     """The dtype that a moment is kept in."""
     return "float32" if field is None else getattr(cfg, field)
 
 
-def in_kept_dtype(opt_state: Any, cfg: OptimizerConfig) -> Any:
+def in_storage_dtype(opt_state: Any, cfg: OptimizerConfig) -> Any:
     """The moments in the dtypes they are kept in, rounded to the nearest.
 
     Raises:   ConfigError for bfloat16 where the rule has no such moment.
@@ -67,16 +67,16 @@ def in_kept_dtype(opt_state: Any, cfg: OptimizerConfig) -> Any:
 
     def kept(field: str | None, _: str, leaf: jax.Array) -> jax.Array:
         fields.add(field)
-        return leaf.astype(dtype_of(field, cfg))
+        return leaf.astype(storage_dtype(field, cfg))
 
     found = map_moments(kept, opt_state)
     for field in sorted(set(FIELDS.values()) - fields):
-        if dtype_of(field, cfg) != "float32":
+        if storage_dtype(field, cfg) != "float32":
             path, names = f"optimizer.{field}", (n for n, of in FIELDS.items() if of == field)
             rule = (
                 f"is of a moment that {cfg.name} does not keep under the name {' or '.join(names)}"
             )
-            raise ConfigError(path, dtype_of(field, cfg), rule, f"--{path} float32")
+            raise ConfigError(path, storage_dtype(field, cfg), rule, f"--{path} float32")
     return found
 
 
@@ -140,7 +140,7 @@ def _update(
     spec_of, row_of = flat(partition_specs(specs)), flat(rows)
 
     def keep(field: str | None, name: str, leaf: jax.Array) -> jax.Array:
-        if dtype_of(field, cfg.optimizer) == "float32":
+        if storage_dtype(field, cfg.optimizer) == "float32":
             return leaf
         seed = jnp.uint32(cfg.train.seed ^ zlib.crc32(f"{field}/{name}".encode()))
         key = hashed(hashed(seed) + step.astype(jnp.uint32))

@@ -134,8 +134,8 @@ def kernel_request(cfg: Config, mask: AttentionMask) -> tuple[Any, Any, Attentio
 
 
 def _allgather(q, k, v, mask: AttentionMask, attend: Callable[..., jax.Array]) -> jax.Array:
-    """`permutes.gather` of k and v forward; `permutes.scatter` backward."""
-    k, v = (permutes.gather(x, SEQUENCE, 1) for x in (k, v))
+    """`permutes.ring_all_gather` of k and v forward; `permutes.ring_reduce_scatter` backward."""
+    k, v = (permutes.ring_all_gather(x, SEQUENCE, 1) for x in (k, v))
     return attend(q, k, v, mask)
 
 

@@ -70,7 +70,7 @@ def largest_batch(
     return _largest(lambda n: (with_batch(cfg, n), fixed), odd, cluster, watch)
 
 
-def longest_window(
+def longest_sequence(
     cfg: Config, cluster: Cluster, watch: Watch = unwatched
 ) -> tuple[int, Layout] | None:
     """The longest window, doubling from the configured one, at about as many tokens a step."""
@@ -91,7 +91,7 @@ def _largest(case, start: int, cluster: Cluster, watch: Watch) -> tuple[int, Lay
 
 
 @dataclass(frozen=True)
-class Cost:
+class TrainingCost:
     """Of training on so many tokens."""
 
     tokens: float
@@ -101,14 +101,14 @@ class Cost:
     price: float | None
 
 
-def cost_of(layout: Layout, cluster: Cluster, tokens: float, price: float | None) -> Cost:
+def cost_of(layout: Layout, cluster: Cluster, tokens: float, price: float | None) -> TrainingCost:
     """Days at the predicted rate, without evaluation, checkpoints and failures; the price of the
     GPU-hours, if one is given."""
     seconds = tokens / (layout.time.rate * cluster.num_gpus)
     hours = seconds / HOUR * cluster.num_gpus
     per_step = layout.cfg.train.global_batch_size * layout.cfg.data.seq_len
     total = None if price is None else hours * price
-    return Cost(tokens, math.ceil(tokens / per_step), seconds / DAY, hours, total)
+    return TrainingCost(tokens, math.ceil(tokens / per_step), seconds / DAY, hours, total)
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ LOOK_SECONDS = 1.0
 AHEAD = 3
 
 #: Profiles that one attempt takes: a request that is made over and over must not fill the disk.
-MOST_PROFILES = 20
+MAX_PROFILES = 20
 
 _TOPIC = "profile"
 
@@ -75,7 +75,7 @@ class RunProfiler:
     ):
         """Args:     program: the compiled step. mesh: in words. say: is told what happens."""
         self._cfg, self._dir, self._program, self._mesh = cfg, run_dir, program, mesh
-        self._say, self._several = say, peers.count() > 1
+        self._say, self._several = say, peers.world_size() > 1
         self._looked = float("-inf")
         self._first, self._latest, self._taken = 0, 0, 0
         self._agreed_on = -2
@@ -126,7 +126,7 @@ class RunProfiler:
         if _signals:
             _signals.clear()
             return True
-        if peers.own() != 0 or time.monotonic() - self._looked < LOOK_SECONDS:
+        if peers.rank() != 0 or time.monotonic() - self._looked < LOOK_SECONDS:
             return False
         self._looked = time.monotonic()
         try:
@@ -153,11 +153,11 @@ class RunProfiler:
 
     def _scratch(self) -> Path:
         """Where this process's profiler writes: it names files by host, and several share one."""
-        return folder.folder_of(self._dir, self._first) / f".process_{peers.own()}"
+        return folder.folder_of(self._dir, self._first) / f".process_{peers.rank()}"
 
     def _begin(self, step: int) -> None:
-        if self._taken == MOST_PROFILES:
-            self._say(f"WARNING    no profile: {MOST_PROFILES} in one attempt are enough")
+        if self._taken == MAX_PROFILES:
+            self._say(f"WARNING    no profile: {MAX_PROFILES} in one attempt are enough")
             return
         self._first, self._taken = step, self._taken + 1
         last = step + self._cfg.profile.num_steps - 1
@@ -198,9 +198,9 @@ class RunProfiler:
         for file in self._scratch().rglob("*.*"):
             for ending in (".xplane.pb", ".trace.json.gz"):
                 if file.name.endswith(ending):
-                    file.replace(traces / f"process_{peers.own()}{ending}")
+                    file.replace(traces / f"process_{peers.rank()}{ending}")
         shutil.rmtree(self._scratch())
-        if peers.own() == 0:
+        if peers.rank() == 0:
             folder.write_hlo(where, self._program.as_text())
             folder.write_facts(where, self._facts(first, last - first + 1))
             size = folder.num_bytes(where) / 1e6
@@ -209,17 +209,17 @@ class RunProfiler:
                 f"python -m jaxpar.profile {shlex.quote(str(self._dir))} --step {first}"
             )
 
-    def _facts(self, first: int, count: int) -> folder.Facts:
+    def _facts(self, first: int, count: int) -> folder.ProfileFacts:
         cfg = self._cfg
         tokens = cfg.train.global_batch_size * cfg.data.seq_len
         memory = self._program.memory_analysis()
         sizes = {n: getattr(memory, n) for n in dir(memory) if n.endswith("_in_bytes")}
         m, pairs = cfg.model, tokens * cfg.data.seq_len / 2
         attention = 14 * m.num_layers * m.num_heads * m.head_dim * pairs
-        return folder.Facts(
+        return folder.ProfileFacts(
             first_step=first,
             num_steps=count,
-            processes=peers.count(),
+            processes=peers.world_size(),
             devices=jax.device_count(),
             device_kind=jax.devices()[0].device_kind,
             mesh=self._mesh,
@@ -233,7 +233,7 @@ class RunProfiler:
     def _fail(self, error: Exception) -> None:
         text = f"WARNING    profile of step {self._first} failed: {type(error).__name__}: {error}"
         # Said by whichever process it is: the first may have no trouble.
-        print(f"{text} ({peers.name_of(peers.own())})", flush=True)
+        print(f"{text} ({peers.process_name(peers.rank())})", flush=True)
         self._tracing.pop_all()
         shutil.rmtree(self._scratch(), ignore_errors=True)
         self._first = 0

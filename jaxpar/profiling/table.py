@@ -7,9 +7,9 @@ from jaxpar.profiling.trace.kernels import COMMUNICATION
 from jaxpar.profiling.trace.scopes import PASSES
 
 #: Rows of the table by pass, and what is shown of a long scope or name.
-MOST_ROWS = 24
-MOST_LETTERS = 60
-MOST_OF_NAME = 50
+MAX_ROWS = 24
+MAX_SCOPE_CHARS = 60
+MAX_NAME_CHARS = 50
 
 
 def table(profile: dict[str, Any], sent: dict[str, Any] | None = None) -> str:
@@ -106,7 +106,7 @@ def _scopes(p: dict[str, Any]) -> str:
             cells.setdefault((row["pass"], row["scope"]), {})[row["class"]] = row["ms"]
     ordered = sorted(cells.items(), key=lambda item: -sum(item[1].values()))
     rows = [("pass", "scope", "ms", *classes)]
-    for (phase, scope), times in ordered[:MOST_ROWS]:
+    for (phase, scope), times in ordered[:MAX_ROWS]:
         each = [f"{times[what]:,.1f}" if what in times else "-" for what in classes]
         rows.append((phase, scope or "-", f"{sum(times.values()):,.1f}", *each))
     passes: dict[str, float] = {}
@@ -126,10 +126,10 @@ def _kernels(p: dict[str, Any]) -> str:
     ]
     for k in p["top_kernels"]:
         scope = k["scope"]
-        where = scope if len(scope) <= MOST_LETTERS else "..." + scope[-MOST_LETTERS:]
+        where = scope if len(scope) <= MAX_SCOPE_CHARS else "..." + scope[-MAX_SCOPE_CHARS:]
         numbers = [f"{k['ms']:,.1f}", f"{k['count']:,.0f}", f"{k['mean_us']:,.1f}"]
         numbers += [_COSTS[name][1](k[name]) if k.get(name) else "-" for name in costs]
-        name = k["name"] if len(k["name"]) <= MOST_OF_NAME else k["name"][:MOST_OF_NAME] + "..."
+        name = k["name"] if len(k["name"]) <= MAX_NAME_CHARS else k["name"][:MAX_NAME_CHARS] + "..."
         rows.append((*numbers, name, "  ".join(filter(None, (k["result"], where)))))
     return aligned(rows, left=(len(rows[0]) - 2, len(rows[0]) - 1))
 

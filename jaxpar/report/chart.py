@@ -19,7 +19,7 @@ COLOURS = 7
 MARK_WIDTH = 5
 
 #: Points that are shown of a line at most; the line goes through all.
-MOST_DOTS = 20
+MAX_DOTS = 20
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def _band(chart: Chart, band: Sequence[tuple[float, float, float]]) -> str:
 
 
 def _dots(chart: Chart, line: Line, colour: str) -> Element:
-    every = -(-len(line.points) // MOST_DOTS)
+    every = -(-len(line.points) // MAX_DOTS)
     dots = e("g", class_=f"dots {colour}")
     for x, y in line.points[::-1][::every]:
         place = {"cx": f"{across(chart.x, x):.1f}", "cy": f"{up(chart.y, y):.1f}"}

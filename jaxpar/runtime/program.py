@@ -85,7 +85,7 @@ def ending_at_once() -> Iterator[None]:
         yield
     except BaseException as error:
         alike = isinstance(error, exit_codes.BadNumerics | exit_codes.Spike)
-        if peers.count() == 1 or alike:
+        if peers.world_size() == 1 or alike:
             raise
         _leave(*_verdict(error))
 
@@ -103,7 +103,7 @@ def _leave(code: int, why: str) -> NoReturn:
         if not well and code != exit_codes.EXIT_CONFIG:  # what is refused writes nothing
             with contextlib.suppress(OSError):
                 watchdog.last_words(code, why)
-        peers.part(well)
+        peers.leave(well)
     os._exit(code)
 
 

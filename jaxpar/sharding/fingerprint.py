@@ -159,7 +159,7 @@ def _box_program(shape: tuple[int, ...]):
     return jax.jit(lambda x, origin: partial_sums(x, origin, shape))
 
 
-class Running:
+class RunningFingerprint:
     """The fingerprint of an array that is read or written box by box, each element once."""
 
     def __init__(self, shape: Sequence[int]):

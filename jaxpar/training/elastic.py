@@ -20,7 +20,7 @@ from jaxpar.config.layout_fields import FIELDS, kept
 from jaxpar.config.resolve import fill_data_axis
 from jaxpar.planning.layouts import describe, divisors, with_parallel
 from jaxpar.planning.predict.communication import Cluster
-from jaxpar.planning.predict.hardware import GIB, H200, NETWORKS, Figure, Gpu, gpu_of_kind
+from jaxpar.planning.predict.hardware import GIB, H200, NETWORKS, Gpu, HardwareFigure, gpu_of_kind
 from jaxpar.planning.ranking import Layout, make_plan, nothing_fits
 from jaxpar.runtime import start as runtime
 from jaxpar.runtime.processes import peers
@@ -49,11 +49,11 @@ def choose_layout(cfg: Config, seconds: float) -> Config:
     jax.devices()  # JAX starts in all processes together, or not at all
 
     def plan() -> str:
-        return json.dumps(_best(cfg)) if peers.own() == 0 else ""
+        return json.dumps(_best(cfg)) if peers.rank() == 0 else ""
 
-    own = peers.together("layout", seconds, plan)
+    own = peers.all_or_none("layout", seconds, plan)
     chosen = json.loads(peers.exchange("chosen layout", own, seconds)[0])
-    peers.say(f"layout     {chosen['reason']}")
+    peers.log(f"layout     {chosen['reason']}")
     return with_parallel(cfg, auto="", **chosen["fields"])
 
 
@@ -101,7 +101,7 @@ def gpu_here() -> Gpu:
     limit = (device.memory_stats() or {}).get("bytes_limit", 0)
     memory = limit or runtime.host_memory() / jax.local_device_count()
     name = f"{device.device_kind} (planned as {H200.name})"
-    return dataclasses.replace(H200, name=name, memory=Figure(memory, "this device"))
+    return dataclasses.replace(H200, name=name, memory=HardwareFigure(memory, "this device"))
 
 
 # --------------------------------------------------------------------- accumulation that follows
@@ -137,7 +137,7 @@ def same_rows(cfg: Config, saved: Saved | None, num_devices: int) -> Config:
         fits = [n for n in fits if n % now["pipeline"] == 0]
     if not fits or part(fits[0]) == part(cfg.parallel.num_microbatches):
         return cfg
-    peers.say(
+    peers.log(
         f"changed    {MICROBATCHES}: {fits[0]}, not {cfg.parallel.num_microbatches}, so that each "
         f"is no larger on {num_devices} devices than before; the global batch is the same"
     )

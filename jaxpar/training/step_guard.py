@@ -20,7 +20,7 @@ MAD_TO_DEVIATION = 1.4826
 
 #: Losses may lie so close together that rounding would count as a spike: a deviation is at least
 #: this part of the median.
-LEAST_DEVIATION = 0.01
+MIN_DEVIATION = 0.01
 
 
 class Window:
@@ -36,7 +36,7 @@ class Window:
             return math.inf
         median = statistics.median(self._losses)
         mad = statistics.median(abs(loss - median) for loss in self._losses)
-        deviation = max(MAD_TO_DEVIATION * mad, LEAST_DEVIATION * abs(median))
+        deviation = max(MAD_TO_DEVIATION * mad, MIN_DEVIATION * abs(median))
         return median + self._deviations * deviation
 
     def add(self, loss: float) -> None:
@@ -71,7 +71,7 @@ class StepGuard:
     def look(self, step: int, values: dict[str, float]) -> None:
         """The numbers of a step have arrived.
 
-        Args:     step: counted from 0. values: of `Measured`.
+        Args:     step: counted from 0. values: of `StepMetrics`.
         Raises:   BadNumerics when too many updates in a row were left out; Spike where the run is
                   to go back.
         """

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxpar.verification.traces import Arrays, Trace
+from jaxpar.verification.traces import Arrays, TrainingTrace
 
 
 def differing(found: Arrays, wanted: Arrays) -> list[str]:
@@ -32,7 +32,7 @@ def update_errors(found: Arrays, wanted: Arrays, start: Arrays) -> dict[str, flo
     return {n: _ratio(mean(found[n], w), mean(w, start[n])) for n, w in wanted.items()}
 
 
-def loss_error(found: Trace, wanted: Trace) -> float:
+def loss_error(found: TrainingTrace, wanted: TrainingTrace) -> float:
     """Largest relative error of any of the losses."""
     pairs = zip([found.loss, *found.losses], [wanted.loss, *wanted.losses], strict=True)
     return max(_ratio(abs(a - b), abs(b)) for a, b in pairs)
@@ -88,7 +88,7 @@ def update_tolerance(tolerance: float) -> float:
     return tolerance * (1 + math.log(1 / tolerance))
 
 
-def compare(found: Trace, wanted: Trace, tolerance: float) -> Comparison:
+def compare(found: TrainingTrace, wanted: TrainingTrace, tolerance: float) -> Comparison:
     """A mesh's trace against the reference's."""
     after = update_errors(found.params, wanted.params, wanted.init) if found.losses else None
     return Comparison(

@@ -19,7 +19,7 @@ COLUMNS = ("mesh", "weights at init", "loss", "worst gradient", "weights after",
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class MeshRow:
     """One mesh, compared."""
 
     mesh: str
@@ -57,7 +57,7 @@ def print_conditions(
     print("\n".join(lines), flush=True)
 
 
-def print_table(rows: Iterable[Row], steps: int, width: int) -> list[str]:
+def print_table(rows: Iterable[MeshRow], steps: int, width: int) -> list[str]:
     """Print the rows, in plain text each when it is done; what does not agree, in words.
 
     Args:     width: of the longest name of a mesh.
@@ -67,7 +67,7 @@ def print_table(rows: Iterable[Row], steps: int, width: int) -> list[str]:
     return [f"{row.mesh}: {what}" for row in done for what in row.found.mismatches()]
 
 
-def _print_rich(rows: Iterable[Row], columns: Sequence[str]) -> list[Row]:
+def _print_rich(rows: Iterable[MeshRow], columns: Sequence[str]) -> list[MeshRow]:
     console, table, done = Console(), Table(*columns), []
     with console.status("compiling and running ...") as status:
         for row in rows:
@@ -79,7 +79,7 @@ def _print_rich(rows: Iterable[Row], columns: Sequence[str]) -> list[Row]:
     return done
 
 
-def _print_plain(rows: Iterable[Row], columns: Sequence[str], width: int) -> list[Row]:
+def _print_plain(rows: Iterable[MeshRow], columns: Sequence[str], width: int) -> list[MeshRow]:
     line = f"{{:<{width}}}  {{:<15}}  {{:<18}}  {{:<25}}  {{:<25}}  {{}}".format
     print(line(*columns), flush=True)
     done = []

@@ -300,7 +300,7 @@ def test_a_checkpoint_of_an_earlier_version_is_loaded_with_a_warning(setup, capf
         orbax.save(3, tree, force=True, custom_metadata=about | {"tokens_seen": 0})
     restored = checkpoint.restore(cfg, mesh)
     assert "no fingerprints, being of an earlier version: not verified" in capfd.readouterr().err
-    fresh = jax.tree.map(jnp.asarray, loss_scale.initial(cfg))
+    fresh = jax.tree.map(jnp.asarray, loss_scale.initial_guard(cfg))
     assert_same_bits(dataclasses.replace(restored, guard=()), dataclasses.replace(saved, guard=()))
     assert jax.device_get(restored.guard) == jax.device_get(fresh)
     assert inspection.verify(cfg.run.dir, None, print)

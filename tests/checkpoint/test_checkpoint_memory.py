@@ -78,7 +78,9 @@ def test_moments_kept_otherwise_are_converted(setup, then, now):
     assert jax.tree.map(lambda a: a.sharding, restored) == state.state_shardings(
         changed, other_mesh
     )
-    as_kept = moments.in_kept_dtype(jax.tree.map(jnp.asarray, saved.opt_state), changed.optimizer)
+    as_kept = moments.in_storage_dtype(
+        jax.tree.map(jnp.asarray, saved.opt_state), changed.optimizer
+    )
     wanted = dataclasses.replace(saved, opt_state=jax.device_get(as_kept))
     assert_same_bits(logical(restored, changed), wanted)
 
@@ -116,7 +118,9 @@ def test_a_checkpoint_from_before_these_fields_holds_float32(setup, monkeypatch)
 
     monkeypatch.setattr(loading, "read_saved", read_old)
     changed, _ = setup(**BFLOAT16)
-    as_kept = moments.in_kept_dtype(jax.tree.map(jnp.asarray, saved.opt_state), changed.optimizer)
+    as_kept = moments.in_storage_dtype(
+        jax.tree.map(jnp.asarray, saved.opt_state), changed.optimizer
+    )
     restored = checkpoint.restore(changed, mesh)
     assert_same_bits(logical(restored, changed).opt_state, jax.device_get(as_kept))
 

@@ -10,7 +10,7 @@ from jaxpar.config import Config, ConfigError, ParallelConfig, replace
 from jaxpar.config.command_line import parse_overrides
 from jaxpar.config.serialize import from_json, to_json
 from jaxpar.data import Loader
-from jaxpar.data.loader import source_seeds, window_sequence
+from jaxpar.data.loader import sequence_order, source_seeds
 from jaxpar.data.mixture import BLOCK, Mixture, apportion
 from jaxpar.data.prepare.text import PrepareOptions, prepare
 from jaxpar.data.sources import fingerprint, tokenizer_folder
@@ -143,7 +143,7 @@ def test_sources_of_one_size_are_shuffled_apart():
     count = 20_000
     first, second = (
         np.array([sequence[i] for i in range(count)])
-        for sequence in (window_sequence(count, seed) for seed in source_seeds(0, 2))
+        for sequence in (sequence_order(count, seed) for seed in source_seeds(0, 2))
     )
     bound = 5 / np.sqrt(count)
     assert abs(np.corrcoef(first, second)[0, 1]) < bound

@@ -115,7 +115,7 @@ def test_the_programs_are_named_when_none_is_given(capsys):
 def test_the_blocked_reference_is_the_reference(kind, monkeypatch):
     monkeypatch.setattr(exactness, "ROWS", 40)
     asked = draw(make_shape(kind, *SMALL), "float32")
-    kernel = contest.Kernel("reference")
+    kernel = contest.BackendPrograms("reference")
     saved, grads = kernel.both([asked])
     part, found = exactness.one_group(asked, saved[0][0], grads[0])
     assert part.q.shape[0] == part.k.shape[2] == 1 and part.q.shape[2] == 2
@@ -126,7 +126,7 @@ def test_the_blocked_reference_is_the_reference(kind, monkeypatch):
 def test_a_gradient_that_is_0_has_an_error():
     """A query that sees one key alone: the exact gradient is nothing to divide by."""
     asked = draw(make_shape("causal", 1, 1, 2, 1, 8), "float32")
-    saved, grads = contest.Kernel("reference").both([asked])
+    saved, grads = contest.BackendPrograms("reference").both([asked])
     part, found = exactness.one_group(asked, saved[0][0], grads[0])
     wanted = exactness.exact(part)
     assert float(abs(wanted[1]).max()) < 1e-6
@@ -274,7 +274,7 @@ def test_a_table_that_cannot_be_added_to_is_refused_first(text, said, tmp_path, 
 
 def test_candidates_of_our_own_kernels():
     sizes = tuning.candidates(["cudnn", "pallas_hopper"], "backward", 64)
-    assert sizes[0] == tuning.Candidate("backward", "cudnn")
+    assert sizes[0] == tuning.TuningCandidate("backward", "cudnn")
     ours = sizes[1:]
     assert len(ours) >= 2 and all(c.sizes is not None for c in ours)
     assert {c.deterministic for c in ours} == {False, True}

@@ -161,7 +161,9 @@ def test_what_cannot_be_scored(trained, flags, said):
 
 def test_a_file_is_checked_by_the_process_that_writes_it(monkeypatch):
     """The others may be on hosts where its folder is not there."""
-    options = inference_evaluate.Options(run="run", tasks=("choices",), output="nowhere/x.json")
+    options = inference_evaluate.EvaluateOptions(
+        run="run", tasks=("choices",), output="nowhere/x.json"
+    )
     for name, value in (("COORDINATOR_ADDRESS", "127.0.0.1:9"), ("NUM_PROCESSES", "2")):
         monkeypatch.setenv(f"JAX_{name}", value)
     monkeypatch.setenv("JAX_PROCESS_ID", "1")

@@ -69,7 +69,7 @@ def test_a_spike_is_told_and_a_rewind_leaves_its_batches_out(spiky, capfd, tmp_p
 
     assert spiky(2, "--guard.spike", "rewind") == exit_codes.EXIT_OK
     assert "rewound to step 40; batches 45 to 46 are left out" in capfd.readouterr().out
-    assert read_skipped(run).windows == ((45, 2),)
+    assert read_skipped(run).ranges == ((45, 2),)
     assert checkpoint.read_saved(run).skipped_batches == [[45, 2]]
     assert checkpoint.read_saved(run).rewinds == 1
     found = losses_of(run)
@@ -238,8 +238,8 @@ def test_batches_left_out_by_arithmetic():
     assert [none.batch_of(i) for i in range(3)] == [0, 1, 2]
     some = none.and_also([[3, 2], [6, 1]])
     assert [some.batch_of(i) for i in range(6)] == [0, 1, 2, 5, 7, 8]
-    assert some.and_also([(4, 2)]).windows == ((3, 4),)
-    assert some.and_also(some.windows) == some
+    assert some.and_also([(4, 2)]).ranges == ((3, 4),)
+    assert some.and_also(some.ranges) == some
 
 
 def test_rewinds_are_counted_and_an_older_file_has_one_for_each_window(tmp_path):

@@ -38,7 +38,7 @@ def again(run, only_devices, capsys):
     def take(number: int) -> str:
         before = files_of(run)
         with only_devices(2):
-            text = replay.replay(replay.Options(run=str(run), step=number))
+            text = replay.replay(replay.ReplayOptions(run=str(run), step=number))
         assert files_of(run) == before
         return text
 
@@ -91,7 +91,7 @@ def test_the_start_and_wrong_steps(run, again, only_devices):
     assert again(2) == "nothing wrong: the step repeats bit for bit"
     with pytest.raises(ConfigError, match=r"--step = 51: has no record in .* use one from 1 to 50"):
         again(51)
-    options = replay.Options(run=str(run), step=2)
+    options = replay.ReplayOptions(run=str(run), step=2)
     with only_devices(1), pytest.raises(ConfigError, match="on 2 devices, and here are 1"):
         replay.replay(options)
     two_processes = replace(Config(), **{"run.cpu_devices": 2, "parallel.data": 4})
@@ -120,4 +120,4 @@ def test_the_ring_keeps_the_latest(tmp_path):
 
 def test_a_number_of_times_that_is_none_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"--repeat = 0: must be at least 1. Fix: use --repeat 2"):
-        replay.replay(replay.Options(run=str(tmp_path), step=1, repeat=0))
+        replay.replay(replay.ReplayOptions(run=str(tmp_path), step=1, repeat=0))

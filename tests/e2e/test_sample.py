@@ -55,7 +55,7 @@ def test_one_text_is_shown_to_its_last_byte(capsys):
     """Also where it ends in half a character: nothing of the last tokens is held back."""
     ids = [*"né, ".encode(), *b"oui", 0xC3]
     made = iter([[ids[:2]], [ids[2:5]], [ids[5:]]])  # the first ends in half of an é, too
-    options = sample.Options(run="", prompt=("> ",))
+    options = sample.SampleOptions(run="", prompt=("> ",))
     assert sample._as_it_comes(made, options, Bytes()) == [ids]
     assert capsys.readouterr().out == "> né, oui\ufffd\n"
 
@@ -71,7 +71,7 @@ def test_one_text_is_shown_to_its_last_byte(capsys):
 )
 def test_numbers_beyond_the_devices_are_refused(asked, said):
     with pytest.raises(ConfigError, match=said):
-        sample.check(sample.Options(run="", **asked))
+        sample.check(sample.SampleOptions(run="", **asked))
 
 
 def test_texts_are_kept_with_the_step_that_was_read(tmp_path, monkeypatch):
@@ -79,10 +79,10 @@ def test_texts_are_kept_with_the_step_that_was_read(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "saved_steps", lambda run: [0, 40])
     (tmp_path / SAMPLES_FILE).write_text('{"step": 40, "prom')
     for step in (0, None):
-        sample._save(sample.Options(run=str(tmp_path), prompt=("a",), step=step), ["b"])
+        sample._save(sample.SampleOptions(run=str(tmp_path), prompt=("a",), step=step), ["b"])
     assert [s["step"] for s in read_samples(tmp_path)] == [0, 40]
 
 
 def test_texts_are_kept_with_runs_only(tmp_path):
     with pytest.raises(ConfigError, match="has no checkpoint"):
-        sample.check(sample.Options(run=str(tmp_path), save=True))
+        sample.check(sample.SampleOptions(run=str(tmp_path), save=True))

@@ -262,7 +262,7 @@ def test_a_sample_is_a_function_of_its_seed(finished, capsys):
     def text(seed: int, step: int | None = None) -> str:
         how = Sampling(temperature=5.0, top_k=0, seed=seed)
         capsys.readouterr()
-        options = inference_sample.Options(
+        options = inference_sample.SampleOptions(
             run=str(finished), prompt=("the ",), max_tokens=20, step=step, sampling=how
         )
         inference_sample.sample(options)

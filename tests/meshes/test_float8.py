@@ -69,13 +69,13 @@ def on_mesh(item: str, devices, **fields):
     return cfg, make_mesh(parallel, devices[:n])
 
 
-def first_gradients(item: str, devices, **fields) -> traces.Trace:
+def first_gradients(item: str, devices, **fields) -> traces.TrainingTrace:
     cfg, mesh = on_mesh(item, devices, **fields)
     return traces.mesh_trace(cfg, mesh, [traces.random_batch(cfg)], 0)
 
 
 @functools.cache
-def one_device(scaling: str, dtype: str = "float8") -> traces.Trace:
+def one_device(scaling: str, dtype: str = "float8") -> traces.TrainingTrace:
     fields = dict(model__float8_scaling=scaling, model__matmul_dtype=dtype)
     return first_gradients("data=1", jax.devices("cpu"), **fields)
 
@@ -205,7 +205,7 @@ def test_a_gather_in_8_bits_is_a_rounded_gather(dim, dtype, devices):
             return float8.Float8Weight(values, scale, like, "tensor", dim)
 
         def rounded_before(shard):
-            return in_8_bits(fsdp.rounded_shard(shard, scale, dtype))
+            return in_8_bits(fsdp.quantize_shard(shard, scale, dtype))
 
         sent_as_it_is = rounded_before(shard).values
         results = [jax.lax.bitcast_convert_type(sent_as_it_is, jnp.uint8)[None]]
@@ -252,7 +252,7 @@ def test_scales_take_one_all_reduce_for_all_layers(devices):
     cfg, mesh = on_mesh("data=2,gather_dtype=float8,layer_loop=unroll", devices)
 
     def scales(params):
-        shards = fused_weights.view(varying(params), execution_of(cfg))
+        shards = fused_weights.fuse(varying(params), execution_of(cfg))
         (chunk,) = weights_of_step(shards, cfg)["layers"]
         return jax.tree.map(lambda a: a[None], [w["scales"] for w in chunk])
 

@@ -121,7 +121,7 @@ def batches_of(cfg: Config, steps: int):
 
 
 @functools.cache
-def reference_of(cfg: Config, steps: int) -> traces.Trace:
+def reference_of(cfg: Config, steps: int) -> traces.TrainingTrace:
     return traces.reference_trace(cfg, batches_of(cfg, steps), steps)
 
 

@@ -19,17 +19,17 @@ from jaxpar.config.remat_policies import REMAT_NAMES, REMAT_POLICIES
 from jaxpar.convert.__main__ import read_options
 from jaxpar.data.__main__ import read_command as read_data_command
 from jaxpar.doctor.options import read_command as read_doctor_command
-from jaxpar.inference.evaluate import Options as EvaluateOptions
-from jaxpar.inference.sample import Options
+from jaxpar.inference.evaluate import EvaluateOptions
+from jaxpar.inference.sample import SampleOptions
 from jaxpar.monitoring.metric_names import METRICS
 from jaxpar.parallel.pipeline.schedules import Schedule
 from jaxpar.planning.command import read_command as read_plan_command
-from jaxpar.profiling.command import Options as ProfileOptions
-from jaxpar.report.__main__ import Options as ReportOptions
+from jaxpar.profiling.command import ProfileOptions
+from jaxpar.report.__main__ import ReportOptions
 from jaxpar.runtime.processes import launcher
 from jaxpar.verification import command as verification_command
 from jaxpar.verification import meshes
-from jaxpar.verification.replay import Options as ReplayOptions
+from jaxpar.verification.replay import ReplayOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -129,7 +129,7 @@ def check_command(words: list[str]) -> None:
             cfg = parse_overrides(load_config(options.config), overrides, program)
             meshes.parse_meshes(options.mesh or [], cfg.parallel)
         case "jaxpar.sample":
-            tyro.cli(Options, args=args)
+            tyro.cli(SampleOptions, args=args)
         case "jaxpar.replay":
             tyro.cli(ReplayOptions, args=args)
         case "jaxpar.profile":

@@ -10,7 +10,7 @@ import pytest
 
 from jaxpar.config import Config, replace
 from jaxpar.config.validate import resolve
-from jaxpar.model.parameters import param_specs, trained_specs
+from jaxpar.model.parameters import param_specs, trainable_specs
 from jaxpar.optimizer import moments
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.sharding.params import count
@@ -89,7 +89,7 @@ def weights(devices):
         def update(state, grads):
             layers = layers_here(cfg)
             return moments.update(
-                cfg, trained_specs(cfg), grads, state.opt_state, state.params, state.step, layers
+                cfg, trainable_specs(cfg), grads, state.opt_state, state.params, state.step, layers
             )
 
         inside = jax.shard_map(

@@ -14,12 +14,12 @@ from jaxpar.config.validate import resolve
 from jaxpar.execution.decisions import execution_of
 from jaxpar.parallel.gradient_buffers import (
     Float32GradientWeight,
-    added,
-    attached,
-    detached,
-    for_use,
-    of_gradients,
-    reattached,
+    add_gradient,
+    attach_buffers,
+    buffers_of_use,
+    detach_buffers,
+    only_gradients,
+    reattach_buffers,
 )
 from jaxpar.parallel.pipeline import runner
 from jaxpar.sharding.axes import AXES
@@ -222,14 +222,14 @@ def test_each_gradient_of_a_weight_is_added_to_the_sum_by_itself():
     """Not first to those of other rows: a matmul adds what it makes to one array."""
     total, parts = jnp.float32(1), (jnp.float32(2.0**-24), jnp.float32(2.0**-24))
     assert (
-        added(total, Float32GradientWeight(None, parts)) == 1
+        add_gradient(total, Float32GradientWeight(None, parts)) == 1
     )  # their sum, 2**-23, would have changed it
-    assert added(total, parts[0] + parts[1]) > 1
+    assert add_gradient(total, parts[0] + parts[1]) > 1
 
 
 def test_a_gradient_stands_on_the_left_of_the_sum():
     """There XLA looks for the matmul that is to add; on the right it found the one before."""
-    jaxpr = jax.make_jaxpr(lambda t, *g: added(t, Float32GradientWeight(None, g)))(
+    jaxpr = jax.make_jaxpr(lambda t, *g: add_gradient(t, Float32GradientWeight(None, g)))(
         *[jnp.float32(0)] * 3
     ).jaxpr
     total, *parts = jaxpr.invars
@@ -244,13 +244,13 @@ def test_opened_weights():
     mesh = make_mesh(cfg.parallel, jax.devices()[:1])
 
     def shapes(w):
-        open_ = attached(w, ("wo", "w_up"), uses=2)
-        again = reattached(detached(open_))
+        open_ = attach_buffers(w, ("wo", "w_up"), uses=2)
+        again = reattach_buffers(detach_buffers(open_))
         assert jax.tree.map(jnp.shape, again) == jax.tree.map(jnp.shape, open_)
         assert [a.dtype for a in open_["wo"].gradients] == [jnp.float32] * 2
-        assert len(jax.tree.leaves(detached(open_))) == len(jax.tree.leaves(w)) == 2
-        assert len(for_use(open_, 1)["wo"].gradients) == 1
-        assert of_gradients(open_)["wo"].values is None
+        assert len(jax.tree.leaves(detach_buffers(open_))) == len(jax.tree.leaves(w)) == 2
+        assert len(buffers_of_use(open_, 1)["wo"].gradients) == 1
+        assert only_gradients(open_)["wo"].values is None
         return w
 
     one = PartitionSpec()

@@ -116,7 +116,7 @@ def test_memory_of_gpipe_grows(mesh, monkeypatch):
     assert most > 2 * flat
 
 
-def gradients(cfg: Config, mesh) -> traces.Trace:
+def gradients(cfg: Config, mesh) -> traces.TrainingTrace:
     """Of a random batch, with its loss."""
     return traces.mesh_trace(cfg, mesh, [traces.random_batch(cfg)], steps=0)
 

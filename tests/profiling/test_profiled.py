@@ -13,7 +13,7 @@ from jaxpar.bench.training import profiled
 def running(hlo_text):
     """A step that counts, on batches that are numbers."""
     batches = ((n, jnp.float32(n)) for n in range(100))
-    return profiled.Running(lambda s, b: (s + 1, b), hlo_text, jnp.zeros(()), batches)
+    return profiled.StartedRun(lambda s, b: (s + 1, b), hlo_text, jnp.zeros(()), batches)
 
 
 def test_from_trace_to_card(real_trace, real_hlo, monkeypatch, tmp_path):

@@ -203,7 +203,7 @@ FACTS = {
 )
 def test_damaged_facts_are_none(wrong, tmp_path):
     (tmp_path / "profile.json").write_text(json.dumps(FACTS))
-    assert folder.read_facts(tmp_path) == folder.Facts(**FACTS)
+    assert folder.read_facts(tmp_path) == folder.ProfileFacts(**FACTS)
     (tmp_path / "profile.json").write_text(json.dumps(FACTS | wrong))
     assert folder.read_facts(tmp_path) is None
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jaxpar.report.__main__ import Options, report
+from jaxpar.report.__main__ import ReportOptions, report
 from tests.report.chromium import Chromium
 from tests.report.folders import write_run
 
@@ -23,7 +23,7 @@ def page(tmp_path_factory):
     write_run(folder / "first")
     write_run(folder / "second", seed=1, **{"optimizer.learning_rate": 1e-3})
     runs = (str(folder / "first"), str(folder / "second"))
-    report(Options(runs=runs, output=str(folder / "report.html")))
+    report(ReportOptions(runs=runs, output=str(folder / "report.html")))
     return folder / "report.html"
 
 

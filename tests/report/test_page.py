@@ -14,7 +14,7 @@ import pytest
 from jaxpar.config import ConfigError
 from jaxpar.monitoring.goodput import PARTS
 from jaxpar.monitoring.samples import write_sample
-from jaxpar.report.__main__ import Options, main, report
+from jaxpar.report.__main__ import ReportOptions, main, report
 from tests.report.folders import TOKENS, record, write_lines, write_run
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&\x00"
@@ -37,7 +37,7 @@ class Tags(HTMLParser):
 
 
 def page_of(*folders, **options) -> str:
-    path, _ = report(Options(runs=tuple(map(str, folders)), **options))
+    path, _ = report(ReportOptions(runs=tuple(map(str, folders)), **options))
     return path.read_text("utf-8")
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.runtime import exit_codes
-from jaxpar.runtime.files.run_lock import RunLock, Taken, made_in
+from jaxpar.runtime.files.run_lock import RunLock, RunLocked, made_in
 from jaxpar.runtime.gpus import visible
 from jaxpar.runtime.gpus import xla_flags as gpus_xla_flags
 from jaxpar.runtime.processes import children
@@ -64,7 +64,7 @@ def test_a_folder_has_one_writer_and_sigkill_leaves_no_stale_lock(tmp_path):
     holder = python(HOLDER, str(run))
     assert holder.stdout.readline() == "held\n"
     told: list[str] = []
-    with pytest.raises(Taken) as error:
+    with pytest.raises(RunLocked) as error:
         RunLock(run, 0.6, told.append)
     said = str(error.value)
     about = json.loads((run / "lock").read_text())
@@ -75,7 +75,7 @@ def test_a_folder_has_one_writer_and_sigkill_leaves_no_stale_lock(tmp_path):
     holder.wait()
     with RunLock(run) as lock:
         assert json.loads((run / "lock").read_text())["pid"] == os.getpid()
-        with pytest.raises(Taken, match=f"process {os.getpid()} on"):
+        with pytest.raises(RunLocked, match=f"process {os.getpid()} on"):
             RunLock(run, 0, told.append)
         assert len(told) == 1
         assert lock.warnings == []
@@ -219,7 +219,7 @@ class Attempts(processes_launcher.Launcher):
     """A launcher whose attempts end as a test says: (codes, newest checkpoint then)."""
 
     def __init__(self, attempts, run_dir: Path, restarts: int = 2):
-        options = processes_launcher.Options(num_processes=2, restarts=restarts)
+        options = processes_launcher.LaunchOptions(num_processes=2, restarts=restarts)
         super().__init__(options, [], replace(Config(), **{"run.dir": str(run_dir)}))
         self.left = list(attempts)
 

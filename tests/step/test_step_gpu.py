@@ -111,8 +111,8 @@ def test_gradients_of_chunks_that_send_over_tensor_in_branches(groups, save, two
     chosen = decisions.execution_of
     whole = lambda cfg: dataclasses.replace(chosen(cfg), collective_matmul=False)  # noqa: E731
     monkeypatch.setattr(train_step, "execution_of", whole)  # as where there are stages
-    monkeypatch.setattr(permutes, "gather", permutes.gather_within)
-    monkeypatch.setattr(permutes, "scatter", permutes.scatter_within)
+    monkeypatch.setattr(permutes, "ring_all_gather", permutes.gather_within)
+    monkeypatch.setattr(permutes, "ring_reduce_scatter", permutes.scatter_within)
     compare_gradients(cfg, two_gpus)
 
 

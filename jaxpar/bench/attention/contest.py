@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.bench.attention import exactness
-from jaxpar.bench.attention.shapes import Arrays, Shape, draw
+from jaxpar.bench.attention.shapes import Arrays, AttentionShape, draw
 from jaxpar.bench.timing import Timing, interleaved
 from jaxpar.kernels.attention import api
 from jaxpar.kernels.attention.dispatch import capability
@@ -24,7 +24,7 @@ type Row = dict[str, Any]
 type Saved = list[tuple[jax.Array, jax.Array]]
 
 
-class Kernel:
+class BackendPrograms:
     """A backend as three programs over lists of requests, which run one after another.
 
     Args:     of_forward, of_backward: more arguments of the backend's own functions.
@@ -63,7 +63,7 @@ class Contender:
     """A backend on one shape: what it computed, or why it did not."""
 
     backend: str
-    kernel: Kernel | None = None
+    kernel: BackendPrograms | None = None
     refused: str = ""
     failed: dict[str, str] = dataclasses.field(default_factory=dict)
     saved: Saved | None = None
@@ -103,7 +103,7 @@ def prepare(backend: str, asked: Arrays, yard: list[Arrays], wanted: tuple) -> C
         return found
     grads = None
     try:
-        found.kernel = Kernel(backend)
+        found.kernel = BackendPrograms(backend)
         found.saved = jax.block_until_ready(found.kernel.forward([asked]))
     except Exception as error:  # whatever a kernel or its compiler raises
         found.failed = dict.fromkeys(DIRECTIONS, message(error))
@@ -122,7 +122,11 @@ def prepare(backend: str, asked: Arrays, yard: list[Arrays], wanted: tuple) -> C
 
 
 def measure(
-    shape: Shape, backends: Sequence[str], dtype: str, repeats: int, say: Callable[[str], None]
+    shape: AttentionShape,
+    backends: Sequence[str],
+    dtype: str,
+    repeats: int,
+    say: Callable[[str], None],
 ) -> list[Row]:
     """A row for each direction and backend.
 
@@ -155,7 +159,7 @@ def measure(
     return rows
 
 
-def conditions_of(shape: Shape, dtype: str) -> Row:
+def conditions_of(shape: AttentionShape, dtype: str) -> Row:
     """What a row says of its shape."""
     row: Row = {"shape": shape.name, "kind": shape.kind, **shape.size, "dtype": dtype}
     if shape.documents:

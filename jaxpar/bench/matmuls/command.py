@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from jaxpar.bench.matmuls import autotuned, products
-from jaxpar.bench.matmuls.autotuned import Candidate, Tried
+from jaxpar.bench.matmuls.autotuned import AutotunedKernel, Tried
 from jaxpar.bench.matmuls.products import Product
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.command_line import read_config
@@ -33,7 +33,7 @@ from jaxpar.runtime.options import Parser, check_file, check_folder
 from jaxpar.runtime.processes import children
 
 #: Matmuls that are shorter, us, are left to XLA: together they are little, and their times uneven.
-LEAST_US = 100.0
+MIN_US = 100.0
 #: A kernel is tried whose short run took at most so much of the fastest one's.
 WITHIN = 1.25
 
@@ -52,7 +52,7 @@ class Matmul:
 
     tried: Tried
     product: Product
-    own: Candidate
+    own: AutotunedKernel
     """What XLA took."""
     times: int = 1
     """How often it is in a step."""
@@ -64,18 +64,18 @@ class Matmul:
         """Of the program that runs it alone."""
         return f"m_{self.tried.fingerprint}"
 
-    def rivals(self) -> list[Candidate]:
+    def rivals(self) -> list[AutotunedKernel]:
         """What XLA took, and what was nearly as fast in a short run."""
         fastest = self.tried.candidates[0].us
         near = [c for c in self.tried.candidates if c.us <= WITHIN * fastest]
         return [self.own, *(c for c in near if str(c) != str(self.own))]
 
-    def best(self) -> Candidate:
+    def best(self) -> AutotunedKernel:
         """The one with the least time at the power limit."""
         by_words = {str(c): c for c in self.rivals()}
         return by_words[min(self.us, key=lambda words: statistics.mean(self.us[words]))]
 
-    def time_of(self, candidate: Candidate) -> float | None:
+    def time_of(self, candidate: AutotunedKernel) -> float | None:
         """Its time at the power limit, us; None if it was not run."""
         times = self.us.get(str(candidate))
         return statistics.mean(times) if times else None
@@ -109,7 +109,7 @@ def main(argv: Sequence[str]) -> int:
         say("1 of 2: the train step, as XLA tunes it")
         found, log = matmuls_of_step(options.config, flags, folder)
         if not found:
-            say(f"no matmul of {LEAST_US:.0f} us and more that can be run alone: nothing to choose")
+            say(f"no matmul of {MIN_US:.0f} us and more that can be run alone: nothing to choose")
             return 0
         say(f"2 of 2: {len(found)} matmuls with up to {options.candidates} kernels each")
         time_alone(found, flags, folder, options.candidates)
@@ -209,7 +209,7 @@ def joined(log: Sequence[Tried], results: str, program: str) -> list[Matmul]:
     module, entries = hlo.parse(program), autotuned.entries(results)
     found = []
     for tried in log:
-        if len(tried.candidates) < 2 or tried.candidates[0].us < LEAST_US:
+        if len(tried.candidates) < 2 or tried.candidates[0].us < MIN_US:
             continue
         same = products.find(module, tried.line)
         if same and tried.fingerprint in entries:
@@ -252,7 +252,7 @@ def time_alone(found: Sequence[Matmul], flags: str, folder: Path, candidates: in
 
 def _rivals_alone(
     name: str, matmuls: Sequence[Matmul], log: Sequence[Tried]
-) -> tuple[str, list[Candidate]]:
+) -> tuple[str, list[AutotunedKernel]]:
     """The fingerprint of the product that is run alone, and those of its kernels that these
     matmuls of the step could take as well."""
     mine = [t for t in log if f"jit({name})" in t.line]

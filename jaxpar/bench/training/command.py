@@ -41,7 +41,7 @@ WARM_UP = 3
 EVERY = 5.0
 
 
-def measure(run: Run, steps: int) -> tuple[dict[str, Any], profiled.Running]:
+def measure(run: Run, steps: int) -> tuple[dict[str, Any], profiled.StartedRun]:
     """Time the train step on consecutive batches.
 
     Each step is waited for once the next is dispatched, as in training.
@@ -84,7 +84,7 @@ def measure(run: Run, steps: int) -> tuple[dict[str, Any], profiled.Running]:
         **gpus.card(),
         **sent_by(hlo_text),
     }
-    return figures, profiled.Running(train_step, hlo_text, state, batches)
+    return figures, profiled.StartedRun(train_step, hlo_text, state, batches)
 
 
 def _progress(times: Sequence[float], told: float, of: int) -> float:
@@ -94,7 +94,7 @@ def _progress(times: Sequence[float], told: float, of: int) -> float:
     """
     if times[-1] - told < EVERY or len(times) < 2:
         return told
-    peers.say(f"step {len(times)} of {of}: the last took {times[-1] - times[-2]:.3f} s")
+    peers.log(f"step {len(times)} of {of}: the last took {times[-1] - times[-2]:.3f} s")
     return times[-1]
 
 
@@ -215,12 +215,12 @@ def main(argv: Sequence[str]) -> int:
     run = Run(elastic.choose_layout(cfg, cfg.cluster.slow_seconds or 1e6), in_folder=False)
     figures, running = measure(run, options.steps)
     result = card(run, figures, environment, options.commit or provenance.checked_out_commit())
-    peers.say(summary(result))
-    to_card = options.card and peers.own() == 0
+    peers.log(summary(result))
+    to_card = options.card and peers.rank() == 0
     if to_card:  # before the profiler, which may fail
         json_output.write("--card", options.card, result)
     result |= profiled.profile_steps(running, options.profile_steps, options.trace)
-    peers.say(profiled.in_words(result))
+    peers.log(profiled.in_words(result))
     if to_card:
         json_output.write("--card", options.card, result)
     return 0

@@ -12,7 +12,7 @@ from jaxpar.config.validate import check
 from jaxpar.convert import selfcheck
 from jaxpar.convert.hf.config_file import CONFIG_FILE, Values
 from jaxpar.convert.hf.folder import Tensors, check_tensors
-from jaxpar.convert.hf.importing import Source, fill_run, open_source, source_config
+from jaxpar.convert.hf.importing import PublishedModel, fill_run, open_source, source_config
 from jaxpar.convert.new_folder import new_folder, refuse_used, require_space
 from jaxpar.convert.peft.exporting import ADAPTER_CONFIG, ADAPTER_FILE, adapter_entries, either
 from jaxpar.convert.peft.merging import unmerged_reader, with_factor
@@ -143,7 +143,7 @@ def from_peft(
     return cfg
 
 
-def _adapters(folder: Path, source: Source, cfg: Config) -> Source:
+def _adapters(folder: Path, source: PublishedModel, cfg: Config) -> PublishedModel:
     """The adapters of a folder, every tensor known to be there and in shape.
 
     Raises:   ConfigError as `check_tensors`, and when the file is missing or a pickle.

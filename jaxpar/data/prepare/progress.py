@@ -12,7 +12,7 @@ from rich.console import Console
 LOG_EVERY = 10.0
 
 
-class Progress:
+class PreparationProgress:
     """Says nothing; the others are kinds of it."""
 
     def say(self, line: str) -> None:
@@ -22,7 +22,7 @@ class Progress:
         """Input bytes read, of how many, and tokens written."""
 
 
-class LogProgress(Progress):
+class LogProgress(PreparationProgress):
     """A plain line on stderr every `LOG_EVERY` seconds."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class LogProgress(Progress):
             self.say(f"read {position / 1e6:,.0f} of {total / 1e6:,.0f} MB, {num_tokens:,} tokens")
 
 
-class BarProgress(Progress):
+class BarProgress(PreparationProgress):
     """A bar on the terminal."""
 
     def __init__(self, bar: rich.progress.Progress) -> None:
@@ -57,7 +57,7 @@ class BarProgress(Progress):
 
 
 @contextmanager
-def console_progress() -> Iterator[Progress]:
+def console_progress() -> Iterator[PreparationProgress]:
     """A bar if stderr is a terminal, lines otherwise."""
     console = Console(stderr=True)
     if not console.is_terminal:

@@ -27,7 +27,7 @@ DEVICES = "devices"
 SMALLEST, FACTOR = 1 << 10, 16
 
 #: Bytes of the largest message, unless it is given.
-LARGEST, LARGEST_ON_CPU = 1 << 30, 1 << 18
+MAX_BYTES, MAX_BYTES_ON_CPU = 1 << 30, 1 << 18
 
 #: Calls in a program, of messages up to so many bytes.
 CALLS = ((1 << 16, 50), (1 << 24, 20), (1 << 62, 5))
@@ -90,7 +90,7 @@ KINDS: dict[str, Kind] = {
 
 
 @dataclass(frozen=True)
-class Row:
+class BandwidthRow:
     """One collective at one size.
 
     size     bytes, as nccl-tests counts them.
@@ -190,7 +190,7 @@ def numbers(mesh: Mesh, elements: int) -> jax.Array:
 
 def measure(
     mesh: Mesh, largest: int, repeats: int, patience: float, tell: Tell = untold
-) -> Iterator[Row]:
+) -> Iterator[BandwidthRow]:
     """Every collective at every size, one by one.
 
     Args:     mesh: of one axis. largest: bytes. repeats, patience: as in `time_calls`. tell: gets
@@ -205,4 +205,4 @@ def measure(
             elements, calls = whole // n if about.shards else whole, calls_for(size)
             program = repeated(mesh, about, elements, calls)
             timed = time_calls(program, numbers(mesh, elements), calls, repeats, patience)
-            yield Row(kind, 4 * whole, n, timed.whole)
+            yield BandwidthRow(kind, 4 * whole, n, timed.whole)

@@ -135,10 +135,9 @@ def matmul(
               `rowwise_with_gw_hp`.
     """
     x = Plain(x) if isinstance(x, jax.Array) else x
-    if weights[0].scaling == "row" and not isinstance(x.readable(), jax.Array):
-        x = Plain(
-            x.readable().written()
-        )  # only a pass over the array finds a scale for each of its rows
+    read: Any = x.readable()
+    if weights[0].scaling == "row" and not isinstance(read, jax.Array):
+        x = Plain(read.written())  # the scale of each row takes a pass over the array
     outputs = _matmul(x.rows(), tuple(weights), name, with_amax)
     return [y.reshape(*x.shape[:-1], y.shape[-1]) for y in outputs]
 

@@ -91,7 +91,7 @@ def _fsdp(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
         summed = p.num_microbatches > 1 or p.pipeline > 1
         gathered = shard.width * (layers + tables)
         scattered = (4 if summed else shard.width) * (layers + tables)
-    scattered *= shard.trained
+    scattered *= shard.trainable
     nccl = part * gathered / ring_bandwidth(ranks, here, cluster)
     if p.grad_reduce == "bfloat16":
         nccl += part * scattered / ring_bandwidth(ranks, here, cluster)
@@ -104,7 +104,7 @@ def _fsdp(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
 
 def _replica(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
     ranks, here = span(cfg, (REPLICA,), cluster.per_host)
-    if ranks == 1 or not shard.trained:
+    if ranks == 1 or not shard.trainable:
         return None
     sent = 2 * (ranks - 1) / ranks * 4 * shard.parameters / shard.fsdp
     seconds = sent / ring_bandwidth(ranks, here, cluster)

@@ -30,7 +30,7 @@ _ONE_BY_ONE = ("bitcast", "convert", "copy", "reshape", "transpose")
 
 
 @dataclass(frozen=True)
-class Cost:
+class InstructionCost:
     """Of one run of an instruction. flops is None where the text does not tell (a kernel of our
     own, or cuDNN's attention), bytes where it lacks an operand; dtype is that of the products."""
 
@@ -48,12 +48,12 @@ class Cost:
         return max(self.flops / peak, self.bytes / gpu.bandwidth.value)
 
 
-def cost_of(module: Module, instruction: Instruction) -> Cost:
+def cost_of(module: Module, instruction: Instruction) -> InstructionCost:
     """What an instruction has to do."""
     flops: int | None = multiplications(module, instruction)
     if flops == 0 and instruction.opcode == "custom-call":
         flops = None
-    return Cost(flops, _bytes(module, instruction), _dtype(module, instruction))
+    return InstructionCost(flops, _bytes(module, instruction), _dtype(module, instruction))
 
 
 def multiplications(module: Module, instruction: Instruction) -> int:

@@ -61,7 +61,7 @@ def made_in(folder: Path) -> Iterator[None]:
         raise ConfigError("run.dir", str(folder), rule, fix) from error
 
 
-class Taken(RunError):
+class RunLocked(RunError):
     """Another process writes the run folder, and has not let go of it in time.
 
     No ConfigError: the same command may succeed a moment later, so that a launcher may try again.
@@ -78,14 +78,14 @@ class RunLock:
         self,
         folder: Path,
         seconds: float = WAIT_SECONDS,
-        tell: Callable[[str], None] = peers.say,
+        tell: Callable[[str], None] = peers.log,
     ):
         """Take the lock, making the folder if need be.
 
         Args:     seconds: to wait while another process holds it. tell: told so, once: host, pid
                   and since when.
-        Raises:   Taken when it still does; ConfigError when the folder cannot be made, or written
-                  to.
+        Raises:   RunLocked when it still does; ConfigError when the folder cannot be made or
+                  written to.
         """
         self.warnings: list[str] = []
         with made_in(folder):
@@ -113,7 +113,7 @@ class RunLock:
             raise OSError(error.errno, error.strerror, str(folder / FILE)) from error
 
     def _take(self, folder: Path, seconds: float, tell: Callable[[str], None]) -> None:
-        """Lock the open file. Args as `__init__`. Raises:   Taken, or OSError."""
+        """Lock the open file. Args as `__init__`. Raises:   RunLocked, or OSError."""
         until, told = time.monotonic() + seconds, False
         while True:
             with contextlib.suppress(BlockingIOError):
@@ -122,7 +122,7 @@ class RunLock:
             taken = f"run.dir {folder} is being written by {_holder(self._file)}"
             if time.monotonic() >= until:
                 after = f", still after {seconds:.0f} s" if told else ""
-                raise Taken(f"{taken}{after}. Fix: stop that run, or use a new --run.dir")
+                raise RunLocked(f"{taken}{after}. Fix: stop that run, or use a new --run.dir")
             if not told:
                 tell(f"waiting    {taken}; for {seconds:.0f} s at most, or until Ctrl-C")
                 told = True

@@ -24,11 +24,11 @@ from jaxpar.runtime.processes.children import Children, Failure
 from jaxpar.runtime.processes.detect import LAUNCHED
 
 #: On one host, where it has no more cores: each takes a third of a GB before it computes anything.
-MOST_PROCESSES = 64
+MAX_PROCESSES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class LaunchOptions:
     """Start a run's processes on this host. After --, as jaxpar.train: CONFIG --section.field v."""
 
     num_processes: Annotated[int, tyro.conf.arg(aliases=["-n"])]
@@ -41,7 +41,7 @@ class Options:
     """Seconds for the others to end after one has failed, before they are killed."""
 
 
-def read_command(argv: Sequence[str]) -> tuple[Options, list[str], Config]:
+def read_command(argv: Sequence[str]) -> tuple[LaunchOptions, list[str], Config]:
     """The options, the arguments for `jaxpar.train`, and the config that these ask for.
 
     Raises:   ConfigError for either.
@@ -52,7 +52,7 @@ def read_command(argv: Sequence[str]) -> tuple[Options, list[str], Config]:
     )
     if not rest and not asks_help(own):
         raise ConfigError("command line", "", "names no config", f"use {prog} -n 2 -- quickstart")
-    options = tyro.cli(Options, args=own, prog=prog, description=__doc__)
+    options = tyro.cli(LaunchOptions, args=own, prog=prog, description=__doc__)
     for name, value, least in (
         ("-n", options.num_processes, 1),
         ("--devices-per-process", options.devices_per_process, 0),
@@ -61,7 +61,7 @@ def read_command(argv: Sequence[str]) -> tuple[Options, list[str], Config]:
     ):
         if not value >= least:  # nor is NaN
             raise ConfigError(name, value, f"must be at least {least}", f"use {name} {least}")
-    most = max(MOST_PROCESSES, os.cpu_count() or 1)
+    most = max(MAX_PROCESSES, os.cpu_count() or 1)
     if options.num_processes > most:
         rule = f"must be at most {most}: so many processes would take this host's memory"
         fix = "use -n 8, and --devices-per-process for more simulated devices"
@@ -90,7 +90,7 @@ def _check_places(rest: Sequence[str]) -> None:
 class Launcher:
     """Attempts at a run, one after another, until it has ended."""
 
-    def __init__(self, options: Options, args: list[str], cfg: Config):
+    def __init__(self, options: LaunchOptions, args: list[str], cfg: Config):
         """Raises:   ConfigError when the GPUs cannot be shared out."""
         self.options, self.args = options, args
         self.run_dir = Path(cfg.run.dir)

@@ -24,13 +24,13 @@ _ROOT = "jaxpar"
 #: Host of each process, once they have met.
 hosts: list[str] = []
 
-#: Numbers the questions of `in_any`.
+#: Numbers the questions of `any_process`.
 _questions = itertools.count()
 
 #: JAX's agreement on when to stop, once they have met.
 stops: list[Any] = []
 
-#: Numbers the questions of `stop_is_agreed`, by which JAX agrees: on the one after the latest that
+#: Numbers the questions of `agreed_to_stop`, by which JAX agrees: on the one after the latest that
 #: any process has asked, or 1. Steps would not do. A run that goes on from step 500 would not come
 #: by 1 any more after a signal during its start, and a rewind takes steps again.
 _stop_questions = itertools.count(1)
@@ -48,17 +48,17 @@ class PeerFailed(Exception):
         self.code = code
 
 
-def count() -> int:
+def world_size() -> int:
     """Processes in this run; starts no backend."""
     return distributed.global_state.num_processes if _client() is not None else 1
 
 
-def own() -> int:
+def rank() -> int:
     """This process's number; starts no backend."""
     return distributed.global_state.process_id if _client() is not None else 0
 
 
-def name_of(process: int) -> str:
+def process_name(process: int) -> str:
     """A process as messages name it: "process 3 (gpu07)"."""
     return f"process {process}" + (f" ({hosts[process]})" if process < len(hosts) else "")
 
@@ -76,19 +76,19 @@ def exchange(name: str, text: str, seconds: float) -> list[str]:
     if _client() is None:
         return [text]
     folder = f"{_ROOT}/{name}"
-    _client().key_value_set(f"{folder}/{own()}", f"={text}")
+    _client().key_value_set(f"{folder}/{rank()}", f"={text}")
     try:
         _client().wait_at_barrier(f"{folder}/all", int(1000 * seconds))
     except RuntimeError as error:
         there = published(folder)
-        missing = [name_of(i) for i in range(count()) if i not in there]
+        missing = [process_name(i) for i in range(world_size()) if i not in there]
         who = ", ".join(missing) or "nobody now"
         raise PeersMissing(f"{name}: after {seconds:.0f} s, still missing: {who}") from error
     there = published(folder)
-    return [there[i][1:] for i in range(count())]
+    return [there[i][1:] for i in range(world_size())]
 
 
-def in_any(happened: bool) -> bool:
+def any_process(happened: bool) -> bool:
     """Whether something has happened in some process. All ask, in the same order, and wait for all.
 
     However late the last one comes: over gloo, a first collective would fail after 30 s.
@@ -102,7 +102,7 @@ def in_any(happened: bool) -> bool:
 def publish(topic: str, text: str) -> None:
     """Leave a text for the others to read, in place of this process's last on the topic."""
     if _client() is not None:
-        _client().key_value_set(f"{_ROOT}/{topic}/{own()}", text, allow_overwrite=True)
+        _client().key_value_set(f"{_ROOT}/{topic}/{rank()}", text, allow_overwrite=True)
 
 
 def published(topic: str) -> dict[int, str]:
@@ -113,7 +113,7 @@ def published(topic: str) -> dict[int, str]:
     return {int(k.rpartition("/")[2]): v for k, v in _client().key_value_dir_get(f"{topic}/")}
 
 
-def together[T](name: str, seconds: float, work: Callable[[], T]) -> T:
+def all_or_none[T](name: str, seconds: float, work: Callable[[], T]) -> T:
     """Do a thing in every process, and go on only if it went well in all of them.
 
     Raises:   what `work` raised here; or PeerFailed, with the exit code 2 when the reason is a
@@ -131,7 +131,7 @@ def together[T](name: str, seconds: float, work: Callable[[], T]) -> T:
     for process, text in enumerate(told):
         status, _, reason = text.partition(" ")
         if status != "0":
-            raise PeerFailed(f"{name}: {name_of(process)}: {reason}", int(status))
+            raise PeerFailed(f"{name}: {process_name(process)}: {reason}", int(status))
     return result
 
 
@@ -141,17 +141,17 @@ def check_same(what: str, text: Callable[[], str], seconds: float) -> None:
     Args:     text: makes what is compared; it is not called when there is one process.
     Raises:   PeerFailed naming the first process that differs from process 0.
     """
-    if count() == 1:
+    if world_size() == 1:
         return
     digests = exchange(what, hashlib.sha256(text().encode()).hexdigest(), seconds)
     for process, digest in enumerate(digests):
         if digest != digests[0]:
-            name, first = name_of(process), name_of(0)
+            name, first = process_name(process), process_name(0)
             rule = f"{name} has another {what} than {first}"
             raise PeerFailed(f"{rule}: start all with the same command, code and data", 2)
 
 
-def part(well: bool) -> None:
+def leave(well: bool) -> None:
     """Leave the others, before this process ends.
 
     Args:     well: the run has ended in every process alike: all wait for all, for 30 s at most.
@@ -167,15 +167,15 @@ def part(well: bool) -> None:
     with contextlib.suppress(RuntimeError):
         publish("parted", "")
     until = time.monotonic() + LINGER_SECONDS
-    while own() == 0 and time.monotonic() < until:
+    while rank() == 0 and time.monotonic() < until:
         with contextlib.suppress(RuntimeError):
-            if len(published("parted")) == count():
+            if len(published("parted")) == world_size():
                 time.sleep(0.1)  # they have said so, and go
                 return
         time.sleep(0.05)
 
 
-def stop_is_agreed() -> bool:
+def agreed_to_stop() -> bool:
     """Whether some process has got SIGTERM, and all have agreed to stop at this question.
 
     To be asked as often in every process, by the loop alone: the answer is the same in all, and
@@ -184,7 +184,7 @@ def stop_is_agreed() -> bool:
     return bool(stops) and stops[0].reached_sync_point(next(_stop_questions))
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     """Print from the first process only."""
-    if own() == 0:
+    if rank() == 0:
         print(text, flush=True)

@@ -168,4 +168,4 @@ def test_at_scale_1_an_overflow_counts(devices):
 
 def test_the_scalars_are_of_the_state(devices):
     cfg = replace(Config(), **TINY)
-    assert set(loss_scale.initial(cfg)) == set(state.abstract_state(cfg).guard)
+    assert set(loss_scale.initial_guard(cfg)) == set(state.abstract_state(cfg).guard)

@@ -1,4 +1,4 @@
-"""The arrangement of a device's shards: what lies side by side, and where it does not."""
+"""The fused weight layout: which matrices are concatenated, and when."""
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ BASE = Config(model=SMALL, parallel=ParallelConfig(layer_loop="unroll"))
 
 
 def first_layer(cfg: Config) -> dict:
-    """Of the view of numbered parameters."""
+    """The first layer of numbered parameters, fused."""
     cfg = resolve(cfg, 1)
     shapes = jax.tree.map(lambda s: s.shape, param_specs(cfg.model, cfg.lora), is_leaf=is_spec)
     sizes = jax.tree.map(np.prod, shapes, is_leaf=lambda x: isinstance(x, tuple))
@@ -26,7 +26,7 @@ def first_layer(cfg: Config) -> dict:
         *(shapes, sizes),
         is_leaf=lambda x: isinstance(x, tuple),
     )
-    return fused_weights.view(numbered, execution_of(cfg))["layers"][0][0] | {
+    return fused_weights.fuse(numbered, execution_of(cfg))["layers"][0][0] | {
         "stored": numbered["layers"]
     }
 

@@ -56,7 +56,7 @@ def test_lines_wait_and_come_whole_and_in_order(disk, capfd):
 
 def test_what_waits_is_bounded_and_other_errors_are_raised(disk, capfd, monkeypatch):
     made, file = disk
-    monkeypatch.setattr(append, "MOST_WAITING", 20)
+    monkeypatch.setattr(append, "MAX_WAITING_BYTES", 20)
     made.room = 0
     for number in range(10):
         file.write(f"line {number}\n")
@@ -84,7 +84,7 @@ def test_a_line_that_was_cut_off_takes_no_other_with_it(tmp_path, before):
 
 def test_a_line_that_a_full_disk_cut_off_takes_no_other_with_it(disk, monkeypatch):
     made, file = disk
-    monkeypatch.setattr(append, "MOST_WAITING", 20)
+    monkeypatch.setattr(append, "MAX_WAITING_BYTES", 20)
     made.room = 5
     for number in range(10):
         file.write(f"line {number}\n")

@@ -6,7 +6,7 @@ from jaxpar.data.packing import document_begins, pack, stretches
 from jaxpar.sharding.batch import Batch
 
 
-def windows(
+def cut_sequences(
     tokens: np.ndarray,
     document_offsets: np.ndarray,
     indices: np.ndarray,
@@ -17,7 +17,7 @@ def windows(
 
     Args:     tokens: integers [num_tokens].
               document_offsets: int64 [documents + 1], increasing from 0 to num_tokens.
-              indices: int64 [N], which windows, each below `num_windows`.
+              indices: int64 [N], which windows, each below `num_sequences`.
     Returns:  a Batch of int32 [N, T] on the host, as `pack` makes it.
     """
     begins = document_begins(document_offsets, indices, seq_len) if document_mask else None

@@ -1,4 +1,4 @@
-"""The sequence in pieces: matmuls take one tensor rank's shard at a time."""
+"""Collective matmuls: they take one tensor rank's shard of the sequence at a time."""
 
 import functools
 
@@ -25,34 +25,34 @@ B, T, D, F = 2, 32, 24, 80
 """Rows, tokens, width and feed-forward; no two products of them, cut by ranks, are alike."""
 
 
-def test_pieces_are_this_devices_and_those_of_the_next_ones(devices):
+def test_shards_come_in_ring_order(devices):
     x = normal(N, 2, 4)
-    found = per_device(lambda x: permutes.pieces(x, TENSOR), mesh_of(devices, TENSOR), x)
-    for step, piece in enumerate(found):
-        np.testing.assert_array_equal(piece, np.roll(x, -step, axis=0))
-    back = lambda x: permutes.in_order(permutes.apart(x, TENSOR, 1), TENSOR, 1)  # noqa: E731
+    found = per_device(lambda x: permutes.gather_shards(x, TENSOR), mesh_of(devices, TENSOR), x)
+    for step, shard in enumerate(found):
+        np.testing.assert_array_equal(shard, np.roll(x, -step, axis=0))
+    back = lambda x: permutes.concatenate_shards(permutes.split_shards(x, TENSOR, 1), TENSOR, 1)  # noqa: E731
     np.testing.assert_array_equal(per_device(back, mesh_of(devices, TENSOR), x), x)
 
 
 @pytest.mark.parametrize("tensor", [2, 4])
-def test_what_is_made_of_pieces_is_what_is_made_of_the_whole(tensor, devices):
+def test_what_is_computed_of_shards_is_what_is_computed_of_the_whole(tensor, devices):
     """And so are both transposes."""
     mesh = make_mesh(ParallelConfig(data=1, tensor=tensor), devices[:tensor])
     x = normal(tensor, 2, 4, 3)
 
-    def by_pieces(x):
-        shards = Shards.gathered(x, apart=True).each(jnp.sin)
+    def by_shards(x):
+        shards = Shards.gather(x, in_shards=True).each(jnp.sin)
         assert len(shards.parts) == tensor
-        return shards.cut(shards.in_order()).summed()
+        return shards.split(shards.in_order()).reduce_scatter()
 
     def whole(x):
-        return Shards.gathered(x, apart=False).each(jnp.sin).summed()
+        return Shards.gather(x, in_shards=False).each(jnp.sin).reduce_scatter()
 
     def both(fn):
         return lambda x, d: (fn(x), jax.vjp(fn, x)[1](d)[0])
 
     d = normal(*x.shape, seed=1)
-    found, wanted = (per_device(both(fn), mesh, x, d) for fn in (by_pieces, whole))
+    found, wanted = (per_device(both(fn), mesh, x, d) for fn in (by_shards, whole))
     for a, b in zip(found, wanted, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
