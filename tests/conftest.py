@@ -44,8 +44,14 @@ def pytest_configure(config: pytest.Config) -> None:
             os.environ["CUDA_VISIBLE_DEVICES"] = gpu_of_worker(worker, visible, count)
             # Workers share its memory: none takes most of it at once.
             os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-        return
-    os.environ["JAX_PLATFORMS"] = "cpu"  # for programs that tests start
+    else:
+        simulate_devices(config)
+    config.pluginmanager.import_plugin("tests.runs")  # imports JAX
+
+
+def simulate_devices(config: pytest.Config) -> None:
+    """Give this process, and programs that tests start, CPU devices only."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XDG_CACHE_HOME"] = str(config.rootpath / ".pytest_cache" / "home")
     import jax
 

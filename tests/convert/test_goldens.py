@@ -1,6 +1,6 @@
 """Published models: the logits of `transformers`, and the same bits after a round trip.
 
-The goldens are `transformers`' own logits of the same weights, from scripts/make_hf_goldens.py.
+The goldens are `transformers`' own logits of the same weights, from goldens/make_hf_goldens.py.
 """
 
 import functools

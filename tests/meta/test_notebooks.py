@@ -24,7 +24,7 @@ MACHINE_PATH = re.compile(HOME_PATH.pattern + r"|(?<![\w.~*}$/-])/(?:tmp|usr|opt
 
 def load_script():
     spec = importlib.util.spec_from_file_location(
-        "run_notebooks", ROOT / "scripts" / "run_notebooks.py"
+        "run_notebooks", ROOT / "scripts" / "docs" / "run_notebooks.py"
     )
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
@@ -65,7 +65,7 @@ def problems(notebook) -> list[str]:
 def test_committed_outputs(file):
     notebook = SCRIPT.read(file)
     assert problems(notebook) == []
-    assert SCRIPT.tidy(notebook) == notebook, "run python scripts/run_notebooks.py"
+    assert SCRIPT.tidy(notebook) == notebook, "run python scripts/docs/run_notebooks.py"
     prose = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
     assert broken_links(file, prose) == []
     assert prose.startswith("# ") and "You will see" in prose
