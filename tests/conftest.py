@@ -6,14 +6,10 @@ With `-m gpu -n N`, each worker has one GPU, which others may share: most of a t
 
 import os
 import re
-from pathlib import Path
 
 import pytest
 
 NUM_CPU_DEVICES = 16
-
-#: Tests that are slow without a mark in their file.
-SLOW = Path(__file__).parent / "slow.txt"
 
 
 def wants_gpu(config: pytest.Config) -> bool:
@@ -66,19 +62,8 @@ def simulate_devices(config: pytest.Config) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
-def slow_tests() -> set[str]:
-    """The lines of slow.txt."""
-    lines = SLOW.read_text("utf-8").splitlines()
-    return {line for line in lines if line and not line.startswith("#")}
-
-
-@pytest.hookimpl(tryfirst=True)  # before `-m` looks at marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of slow.txt; notebooks first: the longest file, for which all would wait."""
-    slow = slow_tests()
-    for item in items:
-        if not slow.isdisjoint((item.nodeid, item.nodeid.partition("[")[0])):
-            item.add_marker(pytest.mark.slow)
+    """Put notebooks first: the longest file, for which all would wait."""
     items.sort(key=lambda item: item.path.name != "test_notebooks.py")
 
 

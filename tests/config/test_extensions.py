@@ -55,13 +55,14 @@ def reference_of(cfg: Config) -> tuple:
     return batches, traces.reference_trace(cfg, batches, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh",
     [
         "sequence=2",
-        pytest.param("sequence=2,tensor=2", marks=pytest.mark.slow),
-        pytest.param("data=2,sequence=2,context=ulysses", marks=pytest.mark.slow),
-        pytest.param("pipeline=2,data=2,num_microbatches=2,zero=1", marks=pytest.mark.slow),
+        "sequence=2,tensor=2",
+        "data=2,sequence=2,context=ulysses",
+        "pipeline=2,data=2,num_microbatches=2,zero=1",
     ],
 )
 def test_meshes_compute_what_one_device_does(mesh, devices):

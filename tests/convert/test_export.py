@@ -20,6 +20,7 @@ from jaxpar.data.tokenizer import ByteTokenizer
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step import state
 from tests.checkpoint.test_checkpoint import MODEL, write_dataset
+from tests.slow import slow_but
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
@@ -63,7 +64,7 @@ def save_run(folder: Path, devices, steps=(3,), **values) -> tuple[Config, list]
     return cfg, saved
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", slow_but(["one device"], MESHES))
 def test_any_meshs_checkpoint(name, devices, tmp_path):
     cfg, (params,) = save_run(tmp_path, devices, **MESHES[name])
     export, said = exporting.open_export(cfg.run.dir, dtype="float32"), []

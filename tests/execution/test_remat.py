@@ -27,6 +27,7 @@ from jaxpar.sharding.mesh import make_mesh, shardings
 from jaxpar.step.state import abstract_state, init_state, state_specs
 from jaxpar.step.train_step import make_gradient_step
 from jaxpar.verification import distances, small_config, traces
+from tests.slow import slow, slow_but
 from tests.tiny import TINY
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
@@ -162,8 +163,10 @@ PAIRS = [("attn_out", "offload"), ("dots", "qkv:host,attn_out,attn_lse:host,attn
 
 OFFLOADS = [
     ("attn_out", "offload", "scan"),
-    *((*PAIRS[1], way) for way in WAYS),
-    *(pytest.param(*PAIRS[0], way, marks=pytest.mark.slow) for way in WAYS if way != "scan"),
+    *slow_but(
+        [(*PAIRS[1], way) for way in ("sharded", "stages")], [(*PAIRS[1], way) for way in WAYS]
+    ),
+    *(slow(*PAIRS[0], way) for way in WAYS if way != "scan"),
 ]
 
 

@@ -17,14 +17,15 @@ from jaxpar.kernels.attention.hopper.blocks import BackwardBlocks, ForwardBlocks
 from jaxpar.kernels.attention.hopper.mma import lanes_at_a_time, tile_and_lane
 from jaxpar.kernels.attention.reference import EMPTY_LSE
 from tests.kernels.cases import Case, check, inputs_of, interpreted, interpreter, reference_of
+from tests.slow import slow
 
 CASES = [
     Case(T=1, H=1, K=128),
-    Case(B=2, T=200, dtype="float16"),
-    Case(T=300, K=128),
-    Case(T=300, H=1, documents=7),
+    slow(Case(B=2, T=200, dtype="float16")),
+    slow(Case(T=300, K=128)),
+    slow(Case(T=300, H=1, documents=7)),
     Case(T=260, H=1, window=70),
-    Case("permuted", T=300, S=140, H=1, K=128),
+    slow(Case("permuted", T=300, S=140, H=1, K=128)),
     Case("zigzag", T=256, S=512, H=1, K=128),
     Case("late", T=320, S=130),
 ]

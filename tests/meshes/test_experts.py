@@ -14,6 +14,7 @@ from jaxpar.model import flops, moe
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.verification import distances, small_config, traces
 from jaxpar.verification.meshes import parse_meshes
+from tests.slow import slow
 from tests.tiny import TINY
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -22,14 +23,14 @@ TOLERANCE = 1e-5
 
 BASE = replace(TINY, **{"model.d_ff": 12, "model.num_experts": 4})
 
-MESHES = """
-data=2
+QUICK_MESHES = """
 tensor=2
 pipeline=2,num_microbatches=2,zero=1
 expert=2,sequence=2,layer_loop=unroll
 """.split()
 
 SLOW_MESHES = """
+data=2
 data=2,tensor=2,layer_loop=unroll,row_groups=2
 pipeline=2,sequence=2,tensor=2,num_microbatches=2
 """.split()
@@ -50,10 +51,7 @@ def compare(mesh_item: str, cfg: Config, devices, steps: int = 0) -> distances.C
     return distances.compare(found, wanted, TOLERANCE)
 
 
-SLOW = [pytest.param(mesh, marks=pytest.mark.slow) for mesh in SLOW_MESHES]
-
-
-@pytest.mark.parametrize("mesh", [*MESHES, *SLOW])
+@pytest.mark.parametrize("mesh", [*QUICK_MESHES, *map(slow, SLOW_MESHES)])
 def test_gradients(mesh, devices):
     found = compare(mesh, BASE, devices)
     assert not found.mismatches()

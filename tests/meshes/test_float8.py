@@ -35,6 +35,7 @@ from jaxpar.step.train_step import (
 )
 from jaxpar.verification import distances, small_config, traces
 from jaxpar.verification.meshes import parse_meshes
+from tests.slow import slow, slow_but
 
 BASE = replace(
     small_config.float32(Config()),
@@ -106,13 +107,11 @@ pipeline=2,data=2,sequence=2,tensor=2,num_microbatches=2,gather_dtype=float8
 
 
 #: Those that run with every change; the others are slow tests.
-QUICK_MESHES = ("data=2", "tensor=2", "pipeline=2,num_microbatches=2")
+QUICK_MESHES = ["tensor=2"]
 
 
 @pytest.mark.usefixtures("quick_compile")
-@pytest.mark.parametrize(
-    "mesh", [m if m in QUICK_MESHES else pytest.param(m, marks=pytest.mark.slow) for m in MESHES]
-)
+@pytest.mark.parametrize("mesh", slow_but(QUICK_MESHES, MESHES))
 def test_gradients_are_those_of_one_device(mesh, devices):
     found, wanted = first_gradients(mesh, devices), one_device("tensor")
     assert found.loss == pytest.approx(wanted.loss, rel=1e-4)
@@ -121,7 +120,7 @@ def test_gradients_are_those_of_one_device(mesh, devices):
 
 
 @pytest.mark.usefixtures("quick_compile")
-@pytest.mark.parametrize("mesh", ["data=2,gather_dtype=float8", "tensor=2", MESHES[-1]])
+@pytest.mark.parametrize("mesh", [slow(MESHES[1]), "tensor=2", MESHES[-1]])
 def test_gradients_are_those_of_one_device_by_row(mesh, devices):
     found = first_gradients(mesh, devices, model__float8_scaling="row")
     wanted, exact = one_device("row"), one_device("tensor", "compute")
@@ -131,6 +130,7 @@ def test_gradients_are_those_of_one_device_by_row(mesh, devices):
     assert all(error < rounding[name] / 2 for name, error in errors.items()), errors
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
 def test_gradients_of_interleaved_stages_are_those_of_one_device(devices):
     item, deep = "pipeline=2,num_microbatches=4,virtual_stages=2,zero=1", {"model__num_layers": 4}

@@ -17,6 +17,7 @@ from jaxpar.config import ParallelConfig
 from jaxpar.config.fields import field_types
 from jaxpar.sharding import axes
 from jaxpar.sharding.mesh import make_mesh
+from tests.slow import slow
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYOUTS, PLANNING = "choosing_a_layout.md", "planning.md"
@@ -78,7 +79,7 @@ def test_pictures_show_what_devices_hold(drawing, axis):
 # -------------------------------------------------------------------------------------- plans
 
 
-@pytest.mark.parametrize("page", [LAYOUTS, PLANNING])
+@pytest.mark.parametrize("page", [LAYOUTS, slow(PLANNING)])
 def test_plans_that_are_shown_are_printed(page, capsys):
     shown = re.findall(r"^\$ python -m jaxpar\.plan (.*)\n((?:.*\n)*?)```", read(page), re.M)
     assert shown

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ from jaxpar.step.state import (
 )
 from jaxpar.step.train_step import make_train_step
 from jaxpar.verification import distances, small_config, traces
+from tests.slow import slow, slow_but
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
@@ -146,7 +148,7 @@ def test_a_state_has_so_many_bytes_per_parameter(devices, name, fields, bytes_ea
     assert kept == jax.tree.map(lambda a: (a.shape, a.dtype), abstract_state(cfg))
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])
+@pytest.mark.parametrize("name", ["adamw", slow("lion"), slow("sgd")])
 def test_offloaded_moments_lie_in_host_memory_before_and_after_a_step(devices, name):
     cfg, mesh = ready(devices, **{"optimizer.name": name}, **OFFLOAD, **MESHES["sharded"])
     state = init_state(cfg, mesh)
@@ -189,8 +191,18 @@ def test_the_next_ones_move_by_its_noise(weights, name):
     assert 1e-5 < distance(rounded, exact) < (2e-2 if name == "lion" else 5e-3)
 
 
-@pytest.mark.parametrize("mesh", ["sharded", "stages"])
-@pytest.mark.parametrize("fields", [BOTH, BOTH | OFFLOAD], ids=["device", "host"])
+@pytest.mark.parametrize(
+    ("mesh", "fields"),
+    [
+        slow("sharded", BOTH),
+        ("stages", BOTH),
+        ("sharded", BOTH | OFFLOAD),
+        slow("stages", BOTH | OFFLOAD),
+    ],
+    ids=lambda value: (
+        None if isinstance(value, str) else "host" if "optimizer.offload" in value else "device"
+    ),
+)
 def test_every_mesh_rounds_alike(weights, mesh, fields):
     """Else the distance were that of two roundings: some 1e-3, as in the test above."""
     assert distance(weights(**fields, **MESHES[mesh]), weights(**BOTH)) < 1e-6
@@ -203,8 +215,13 @@ def test_another_seed_rounds_otherwise(weights):
     assert distances.worst(errors)[0] > 1e-4
 
 
-@NAMES
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    ("mesh", "name"),
+    slow_but(
+        [("one device", "lion"), ("sharded", "sgd"), ("stages", "adamw")],
+        itertools.product(MESHES, ["adamw", "lion", "sgd"]),
+    ),
+)
 def test_moments_in_host_memory_change_nothing(weights, name, mesh):
     """Up to the order in which the compiler multiplies and adds in another loop: an ulp."""
     fields = {"optimizer.name": name} | MESHES[mesh]

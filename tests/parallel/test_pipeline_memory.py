@@ -107,6 +107,7 @@ def test_memory_is_flat_in_microbatches(save, mesh):
     assert max(sizes) < 1.01 * min(sizes), sizes
 
 
+@pytest.mark.slow
 def test_memory_of_gpipe_grows(mesh, monkeypatch):
     flat = temporary_bytes(config(16), mesh)
     use_gpipe(monkeypatch)
@@ -121,6 +122,7 @@ def gradients(cfg: Config, mesh) -> traces.Trace:
     return traces.mesh_trace(cfg, mesh, [traces.random_batch(cfg)], steps=0)
 
 
+@pytest.mark.slow
 def test_gpipe_computes_the_same(mesh, monkeypatch):
     """So that the test above compares two ways of one computation."""
     found = gradients(config(4), mesh)

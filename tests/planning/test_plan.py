@@ -256,6 +256,7 @@ def test_a_config_without_changes_is_itself():
     assert override.changes(Config(), Config()) == {}
 
 
+@pytest.mark.slow
 def test_a_run_says_what_was_predicted_and_what_came(
     train_on, config_file, tmp_path, capsys, monkeypatch
 ):

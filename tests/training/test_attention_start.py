@@ -11,6 +11,7 @@ from jaxpar.kernels.attention import Choice, api, reference
 from jaxpar.parallel import context
 from jaxpar.step.train_step import make_train_step
 from jaxpar.training import run
+from tests.slow import slow_but
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
@@ -29,6 +30,7 @@ MESHES = [
     "--parallel.data 2 --model.global-every 2 --model.sliding-window 8 "
     "--parallel.layer-loop unroll",
 ]
+QUICK_MESHES = [MESHES[2], MESHES[3], MESHES[5], MESHES[7], MESHES[9]]
 
 
 @pytest.fixture
@@ -58,7 +60,7 @@ def shapes(q, k, mask) -> tuple:
     return q.shape, k.shape, str(q.dtype), *of_mask, mask.window, mask.max_segments, mask.in_order
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", slow_but(QUICK_MESHES, MESHES))
 def test_what_is_told_is_what_the_layers_ask_for(mesh, config_file, only_devices, monkeypatch):
     asked, told = set(), set()
 

@@ -36,7 +36,8 @@ def killed(write_ranks, tmp_path_factory):
     return config
 
 
-@pytest.mark.parametrize("devices", [2, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [2, 8])
 def test_a_killed_run_goes_on_with_other_devices(
     devices, killed, whole, train_on, write_ranks, tmp_path, capfd
 ):

@@ -92,6 +92,7 @@ def test_losses_of_steps_left_out_judge_no_other():
     assert losses_judged([*records, {"loss": None, "grad_norm": None}, {}]) == [2.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("records", ["512", "0"])
 def test_a_run_that_is_resumed_sees_the_spike_that_it_would_have_seen(spiky, capfd, records):
     flags = ("--guard.recent-steps", records)
