@@ -125,9 +125,10 @@ def test_another_checkout_is_measured_beside(
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
     other, cards = tmp_path / "other", tmp_path / "cards"
-    (other / "jaxpar/bench").mkdir(parents=True)
-    files = {"__init__": "", "config": OTHER_CONFIG, "bench/__init__": ""}
-    for name, text in (files | {"bench/__main__": OTHER_BENCH}).items():
+    for folder in ("bench", "config"):
+        (other / "jaxpar" / folder).mkdir(parents=True)
+    files = {"__init__": "", "config/__init__": "", "config/fields": OTHER_CONFIG}
+    for name, text in (files | {"bench/__init__": "", "bench/__main__": OTHER_BENCH}).items():
         (other / "jaxpar" / f"{name}.py").write_text(text)
     where = ["--data", str(dataset), "--cards", str(cards), "--beside", str(other)]
     assert targets.main([*where, "--gpus", "1", "--steps", "4"]) == 0
