@@ -68,16 +68,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def without_optimisations():
-    """Compile without LLVM's optimisations: half of the time of a tiny model's train step.
+    """Compile without LLVM's optimisations, and make initial weights by one program for all meshes
+    (tests/weights.py): a third of the time of a tiny model's train step.
 
     XLA's own passes, its plan of buffers and its collectives are the same. What then runs for long
     is slower: runs of many steps, and interpreted kernels, are compiled for real.
     """
     import jax
 
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    from jaxpar.step import state
+    from tests import weights
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state, "init_params", weights.init_params)
+        jax.config.update("jax_disable_most_optimizations", True)
+        yield
+        jax.config.update("jax_disable_most_optimizations", False)
 
 
 quick_compile = pytest.fixture(without_optimisations)

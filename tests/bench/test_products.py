@@ -210,7 +210,7 @@ def sides(draw):
     return [[n for _, n in side] for side in (left, right)], overs, orders
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(drawn=sides(), adds=st.booleans())
 def test_alone_it_makes_what_the_line_means(drawn, adds):
     """Bytes of the operands in, bytes of the result out, whatever the layouts; or it is not known.

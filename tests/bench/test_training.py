@@ -68,9 +68,10 @@ def test_what_the_step_sends(a_run):
 
 def test_its_losses_are_the_training_runs(only_devices, train_on, config_file, tmp_path):
     file = tmp_path / "card.json"
+    short = ["--train.num-steps", "20"]
     with only_devices(2):
-        bench.main(["train", config_file, "--steps", "3", "--card", str(file)])
-    train_on(2, config_file, "--train.num-steps", "120", "--evaluation.every", "0")
+        bench.main(["train", config_file, "--steps", "3", "--card", str(file), *short])
+    train_on(2, config_file, *short, "--evaluation.every", "0")
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     losses = [json.loads(line)["loss"] for line in lines]
     card = json.loads(file.read_text())

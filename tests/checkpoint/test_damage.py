@@ -38,6 +38,8 @@ from tests.checkpoint.test_checkpoint import (
 
 __all__ = ["base", "setup"]  # fixtures
 
+pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
+
 MESHES = {"data": DATA_2, "tensor": TENSOR_2, "virtual stages": VIRTUAL}
 
 

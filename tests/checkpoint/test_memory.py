@@ -19,7 +19,6 @@ from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step import state
 from tests.checkpoint.test_checkpoint import (
     DATA_2,
-    MODEL,
     TENSOR_2,
     VIRTUAL,
     assert_same_bits,
@@ -28,6 +27,10 @@ from tests.checkpoint.test_checkpoint import (
     save,
     write_dataset,
 )
+from tests.slow import slow
+from tests.tiny import STATE
+
+pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
 FIRST = {"optimizer.first_moment_dtype": "bfloat16"}
 BFLOAT16 = FIRST | {"optimizer.second_moment_dtype": "bfloat16"}
@@ -38,7 +41,7 @@ OFFLOAD = {"optimizer.offload": True}
 def setup(tmp_path, devices):
     """(fields of the config) -> (the resolved config of a tiny run, its mesh)."""
     data = write_dataset(tmp_path / "data")
-    base = config.replace(Config(), **MODEL, **{"run.dir": str(tmp_path / "run")})
+    base = config.replace(Config(), **STATE, **{"run.dir": str(tmp_path / "run")})
     base = config.replace(base, **{"data.path": data})
 
     def make(**values):
@@ -49,7 +52,7 @@ def setup(tmp_path, devices):
     return make
 
 
-@pytest.mark.parametrize("fields", [BFLOAT16, OFFLOAD, OFFLOAD | BFLOAT16 | VIRTUAL])
+@pytest.mark.parametrize("fields", [slow(BFLOAT16), slow(OFFLOAD), OFFLOAD | BFLOAT16 | VIRTUAL])
 def test_a_round_trip_keeps_every_bit_and_its_place(setup, fields):
     cfg, mesh = setup(**fields)
     saved = save(cfg, mesh, 3)
@@ -62,10 +65,10 @@ def test_a_round_trip_keeps_every_bit_and_its_place(setup, fields):
     ("then", "now"),
     [
         ({}, BFLOAT16),
-        (BFLOAT16, {}),
-        (FIRST, OFFLOAD),
-        (OFFLOAD | BFLOAT16, FIRST),
-        ({}, OFFLOAD | VIRTUAL),
+        slow(BFLOAT16, {}),
+        slow(FIRST, OFFLOAD),
+        slow(OFFLOAD | BFLOAT16, FIRST),
+        slow({}, OFFLOAD | VIRTUAL),
         (OFFLOAD | VIRTUAL | BFLOAT16, TENSOR_2),
     ],
 )
@@ -121,7 +124,7 @@ def test_a_checkpoint_from_before_these_fields_holds_float32(setup, monkeypatch)
     assert_same_bits(logical(restored, changed).opt_state, jax.device_get(as_kept))
 
 
-@pytest.mark.parametrize("more", [{}, VIRTUAL], ids=["", "virtual stages"])
+@pytest.mark.parametrize("more", [{}, slow(VIRTUAL)], ids=["", "virtual stages"])
 def test_donating_offloaded_moments_right_after_save_leaves_the_save_alone(setup, more):
     check_donation(*setup(**{"model.vocab_size": 65536}, **OFFLOAD, **more))
 

@@ -101,6 +101,7 @@ def of_two(cfg, rate, mask):
     return optax.partition({"wide": optax.adam(rate), "narrow": optax.lion(rate)}, label)
 
 
+@pytest.mark.slow
 def test_a_rule_may_keep_moments_of_some_parameters(devices):
     registry.add("optimizer.name", "momentum", of_two)
     cfg = replace(TINY, **{"optimizer.name": "momentum", "parallel.layer_loop": "unroll"})

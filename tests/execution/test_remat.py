@@ -2,6 +2,7 @@
 nothing else."""
 
 import functools
+import itertools
 import re
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config import ConfigError, replace
 from jaxpar.config.remat_policies import (
     LAYER_INPUT,
     ON_HOST,
@@ -26,27 +27,21 @@ from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.mesh import make_mesh, shardings
 from jaxpar.step.state import abstract_state, init_state, state_specs
 from jaxpar.step.train_step import make_gradient_step
-from jaxpar.verification import distances, small_config, traces
+from jaxpar.verification import distances, traces
 from tests.slow import slow, slow_but
-from tests.tiny import TINY
+from tests.tiny import SMALL, TINY
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
 #: Deep, so that what a layer keeps outweighs what one layer works with.
 DEEP = replace(
-    small_config.float32(Config()),
+    SMALL,
     **{
         "model.num_layers": 128,
-        "model.d_model": 32,
-        "model.num_heads": 4,
         "model.num_kv_heads": 4,
-        "model.head_dim": 8,
-        "model.d_ff": 64,
-        "model.vocab_size": 64,
         "model.init_std": 0.2,
         "data.seq_len": 64,
         "train.global_batch_size": 2,
-        "parallel.data": 1,
     },
 )
 
@@ -96,7 +91,9 @@ def test_policies_fall_in_memory(temporary_bytes):
     assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 4, sizes
 
 
-@pytest.mark.parametrize("remat", ["none", "dots", *REMAT_NAMES])
+@pytest.mark.parametrize(
+    "remat", slow_but(["none", "dots", "attn_lse", "qk"], ["none", "dots", *REMAT_NAMES])
+)
 def test_what_is_saved_costs_its_bytes(remat, temporary_bytes):
     """The slack: buffers are packed, so one as small as attn_lse can lie in another's gap."""
     extra = (temporary_bytes(remat) - temporary_bytes("full")) / TOKENS_AND_LAYERS
@@ -128,8 +125,13 @@ def gradients(mesh):
     return functools.cache(compute)
 
 
-@pytest.mark.parametrize("loop", ["scan", "unroll"])
-@pytest.mark.parametrize("remat", ["dots", "attn_out", "full", "qk,mlp_hidden"])
+@pytest.mark.parametrize(
+    ("remat", "loop"),
+    slow_but(
+        [("dots", "unroll"), ("full", "scan"), ("qk,mlp_hidden", "scan")],
+        itertools.product(["dots", "attn_out", "full", "qk,mlp_hidden"], ["scan", "unroll"]),
+    ),
+)
 def test_gradients_do_not_depend_on_it(remat, loop, gradients):
     loss, grads = gradients(remat, loop)
     wanted_loss, wanted = gradients("none", "scan")

@@ -1,6 +1,7 @@
 """Text by the cache against text by whole forward passes, row by row and mesh by mesh."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from jaxpar.model import decode
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.state import init_state
 from jaxpar.verification import small_config
+from tests.slow import slow_but
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -85,8 +87,10 @@ def greedy_by_whole_passes(name: str, prompt: tuple[int, ...], count: int) -> li
     return text[len(prompt) :]
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    slow_but([("llama", 1), ("gemma", 2), ("experts", 1)], itertools.product(MODELS, (1, 2))),
+)
 def test_greedy_text_is_that_of_whole_passes(name, tensor):
     """Prompts of different lengths in one batch: each row is as if it were alone."""
     found = texts(*model(name, tensor), PROMPTS)

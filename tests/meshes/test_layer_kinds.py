@@ -10,6 +10,7 @@ from jaxpar.config.validate import check, resolve
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.verification import distances, small_config, traces
 from jaxpar.verification.meshes import parse_meshes
+from tests import weights
 from tests.slow import slow
 from tests.tiny import TINY
 
@@ -51,7 +52,7 @@ CASES = [
 @functools.cache
 def reference_of(cfg: Config) -> tuple:
     batch = traces.random_batch(cfg, 0)
-    return [batch], traces.reference_trace(cfg, [batch], 0)
+    return batch, weights.plain_gradients(cfg, batch)
 
 
 @pytest.mark.parametrize(("mesh", "values"), CASES)
@@ -61,8 +62,8 @@ def test_gradients(mesh, values, devices):
     n = math.prod(axis_sizes(parallel))
     on_mesh = resolve(replace(cfg, parallel=parallel), n)
     plain = replace(cfg, **{"parallel.row_groups": 1})
-    batches, wanted = reference_of(plain)
-    found = traces.mesh_trace(on_mesh, make_mesh(parallel, devices[:n]), batches, 0)
+    batch, wanted = reference_of(plain)
+    found = weights.first_gradients(on_mesh, make_mesh(parallel, devices[:n]), batch)
     assert not distances.compare(found, wanted, TOLERANCE).mismatches()
 
 

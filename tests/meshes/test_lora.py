@@ -183,7 +183,8 @@ def test_moments_are_of_adapters_alone():
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers")  # they have no shardings here
 @pytest.mark.parametrize(
-    "item", ["data=2", "data=2,layer_loop=unroll", "pipeline=2,num_microbatches=2,data=2"]
+    "item",
+    [slow("data=2"), "data=2,layer_loop=unroll", slow("pipeline=2,num_microbatches=2,data=2")],
 )
 def test_no_gradient_of_the_model_is_computed_or_sent(item, devices):
     """Sizes tell products apart: those of a matrix's gradient have both of its sides."""

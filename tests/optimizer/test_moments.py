@@ -27,28 +27,19 @@ from jaxpar.step.state import (
     to_running,
 )
 from jaxpar.step.train_step import make_train_step
-from jaxpar.verification import distances, small_config, traces
+from jaxpar.verification import distances, traces
 from tests.slow import slow, slow_but
+from tests.tiny import SMALL
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
 BASE = replace(
-    small_config.float32(Config()),
+    SMALL,
     **{
-        "model.num_layers": 4,
-        "model.d_model": 32,
-        "model.num_heads": 4,
-        "model.num_kv_heads": 2,
-        "model.head_dim": 8,
-        "model.d_ff": 64,
-        "model.vocab_size": 64,
         "model.mlp_bias": True,
         "model.init_std": 0.2,
-        "data.seq_len": 32,
-        "train.global_batch_size": 8,
         "optimizer.learning_rate": 3e-3,
         "optimizer.warmup_steps": 0,
-        "parallel.data": 1,
     },
 )
 
@@ -131,12 +122,12 @@ def distance(found: list[traces.Arrays], wanted: list[traces.Arrays]) -> float:
 @pytest.mark.parametrize(
     ("name", "fields", "bytes_each"),
     [
-        ("adamw", {}, 12),
+        slow("adamw", {}, 12),
         ("adamw", FIRST, 10),
-        ("adamw", BOTH, 8),
-        ("lion", {}, 8),
+        slow("adamw", BOTH, 8),
+        slow("lion", {}, 8),
         ("lion", FIRST, 6),
-        ("sgd", FIRST, 6),
+        slow("sgd", FIRST, 6),
     ],
 )
 def test_a_state_has_so_many_bytes_per_parameter(devices, name, fields, bytes_each):
@@ -167,7 +158,7 @@ def test_offloaded_moments_lie_in_host_memory_before_and_after_a_step(devices, n
 
 # ------------------------------------------------------------------- what is computed with it
 
-NAMES = pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])
+NAMES = pytest.mark.parametrize("name", ["adamw", slow("lion"), slow("sgd")])
 
 
 def rounded_by(name: str) -> dict[str, str]:
@@ -218,7 +209,7 @@ def test_another_seed_rounds_otherwise(weights):
 @pytest.mark.parametrize(
     ("mesh", "name"),
     slow_but(
-        [("one device", "lion"), ("sharded", "sgd"), ("stages", "adamw")],
+        [("sharded", "lion"), ("stages", "adamw")],
         itertools.product(MESHES, ["adamw", "lion", "sgd"]),
     ),
 )
@@ -235,6 +226,7 @@ def test_offloaded_moments_decay_at_their_own_rate(weights):
     assert distance(found, wanted) < 1e-6 < 1e-2 < distance(found, weights())
 
 
+@pytest.mark.slow
 def test_odd_sizes_are_cut_into_whole_slices(weights):
     """Arrays outside the layers go through in equal slices, down to one where nothing divides."""
     odd = {"model.vocab_size": 67, "model.d_model": 31}

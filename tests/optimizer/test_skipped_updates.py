@@ -15,12 +15,12 @@ from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step import state
 from jaxpar.step.train_step import make_train_step
-from tests.checkpoint.test_checkpoint import MODEL
 from tests.slow import slow
+from tests.tiny import STATE
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
-TINY = MODEL | {
+TINY = STATE | {
     "model.dtype": "float32",
     "data.seq_len": 8,
     "train.global_batch_size": 4,

@@ -19,6 +19,8 @@ from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step import train_step
 from jaxpar.step.state import abstract_state
 from jaxpar.verification import distances, small_config, traces
+from tests import weights
+from tests.slow import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
@@ -139,18 +141,15 @@ def test_a_pipelines_memory_with_layers_one_by_one(devices, monkeypatch):
     "fields",
     [
         ACCUMULATED | {"model.tie_embeddings": True, "parallel.remat": "full"},
-        pytest.param(
-            ACCUMULATED | {"model.num_experts": 4, "model.experts_per_token": 2},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(PIPELINE | {"parallel.remat": "full", "lora.rank": 2}, marks=pytest.mark.slow),
+        slow(ACCUMULATED | {"model.num_experts": 4, "model.experts_per_token": 2}),
+        slow(PIPELINE | {"parallel.remat": "full", "lora.rank": 2}),
         PIPELINE | {"model.sliding_window": 8, "model.global_every": 2},
     ],
 )
 def test_the_same_gradients_as_all_layers_at_once(fields, devices, monkeypatch):
     cfg = config(**fields)
-    mesh, batches = make_mesh(cfg.parallel, devices[:2]), [traces.random_batch(cfg)]
-    found = traces.mesh_trace(cfg, mesh, batches, steps=0)
+    mesh, batch = make_mesh(cfg.parallel, devices[:2]), traces.random_batch(cfg)
+    found = weights.first_gradients(cfg, mesh, batch)
     all_at_once(monkeypatch)
-    wanted = traces.mesh_trace(cfg, mesh, batches, steps=0)
+    wanted = weights.first_gradients(cfg, mesh, batch)
     assert not distances.compare(found, wanted, 1e-5).mismatches()

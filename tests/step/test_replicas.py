@@ -12,8 +12,8 @@ from jaxpar.runtime import exit_codes
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step import state
 from jaxpar.step.replica_check import make_replica_check, require_equal
-from tests.checkpoint.test_checkpoint import MODEL
 from tests.slow import slow_but
+from tests.tiny import STATE
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
@@ -42,7 +42,7 @@ def flipped(x: jax.Array, device: jax.Device, bit: int) -> jax.Array:
 
 @pytest.mark.parametrize("mesh_name", slow_but(["replicas"], MESHES))
 def test_a_device_that_has_drifted_is_named(devices, mesh_name):
-    cfg = replace(Config(), **MODEL, **MESHES[mesh_name], **{"train.global_batch_size": 24})
+    cfg = replace(Config(), **STATE, **MESHES[mesh_name], **{"train.global_batch_size": 24})
     p = cfg.parallel
     n = p.pipeline * p.replica * p.data * p.tensor
     cfg = resolve(cfg, n)
@@ -66,7 +66,7 @@ def test_a_device_that_has_drifted_is_named(devices, mesh_name):
 
 def test_shards_are_compared_with_their_own_copies(devices):
     """And of two copies that differ, neither is accused."""
-    cfg = replace(Config(), **MODEL, **{"parallel.replica": 2, "parallel.data": 2})
+    cfg = replace(Config(), **STATE, **{"parallel.replica": 2, "parallel.data": 2})
     cfg = resolve(cfg, 4)
     mesh = make_mesh(cfg.parallel, devices[:4])
     now = state.init_state(cfg, mesh)
@@ -82,7 +82,7 @@ def test_shards_are_compared_with_their_own_copies(devices):
 
 @pytest.mark.slow
 def test_with_offloading_the_parameters_are_compared(devices):
-    cfg = replace(Config(), **MODEL, **{"parallel.data": 4, "optimizer.offload": True})
+    cfg = replace(Config(), **STATE, **{"parallel.data": 4, "optimizer.offload": True})
     cfg = resolve(cfg, 4)
     mesh = make_mesh(cfg.parallel, devices[:4])
     now = state.init_state(cfg, mesh)

@@ -1,9 +1,11 @@
 """Whole runs whose numbers go wrong: updates left out, code 17, spikes told and rewound."""
 
+import contextlib
 import dataclasses
 import os
 import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import chex
@@ -37,9 +39,9 @@ def noise() -> set[int]:
     return {NOISE}
 
 
-@pytest.fixture
-def spiky(train_on, config_file, monkeypatch, noise):
-    """(number of devices, more flags) -> the exit code of a run in which `noise` is noise."""
+@contextlib.contextmanager
+def noisy_batches(noise: set[int]) -> Iterator[None]:
+    """The loader gives noise for these batches."""
     host_rows = Loader.host_rows
 
     def noisy(self, step, rows):
@@ -49,8 +51,16 @@ def spiky(train_on, config_file, monkeypatch, noise):
         tokens = np.random.default_rng(0).integers(0, 256, batch.tokens.shape, np.int32)
         return dataclasses.replace(batch, tokens=tokens, labels=tokens[:, ::-1].copy())
 
-    monkeypatch.setattr(Loader, "host_rows", noisy)
-    return lambda number, *more: train_on(number, config_file, *FLAGS, *more)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Loader, "host_rows", noisy)
+        yield
+
+
+@pytest.fixture
+def spiky(train_on, config_file, noise):
+    """(number of devices, more flags) -> the exit code of a run in which `noise` is noise."""
+    with noisy_batches(noise):
+        yield lambda number, *more: train_on(number, config_file, *FLAGS, *more)
 
 
 def batches_of(run: Path) -> dict[int, int]:
