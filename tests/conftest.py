@@ -11,6 +11,23 @@ import pytest
 
 NUM_CPU_DEVICES = 16
 
+#: The files that take longest.
+LONGEST = (
+    "meta/test_notebooks.py",
+    "meshes/test_meshes.py",
+    "e2e/test_processes.py",
+    "convert/test_goldens.py",
+    "meshes/test_float8.py",
+    "convert/test_peft.py",
+    "kernels/test_hopper_lowering.py",
+    "verification/test_replay.py",
+    "optimizer/test_moments.py",
+    "checkpoint/test_damage.py",
+    "execution/test_remat.py",
+    "inference/test_sample.py",
+    "e2e/test_train.py",
+)
+
 
 def wants_gpu(config: pytest.Config) -> bool:
     """Whether this run selects the `gpu` tests: `-m gpu`, but not `-m "not gpu"`."""
@@ -63,8 +80,9 @@ def simulate_devices(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put notebooks first: the longest file, for which all would wait."""
-    items.sort(key=lambda item: item.path.name != "test_notebooks.py")
+    """Put the longest files first, for which all would wait."""
+    place = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get("/".join(item.path.parts[-2:]), len(place)))
 
 
 def without_optimisations():

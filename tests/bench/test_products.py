@@ -213,10 +213,19 @@ def sides(draw):
 @settings(max_examples=40, deadline=None)
 @given(drawn=sides(), adds=st.booleans())
 def test_alone_it_makes_what_the_line_means(drawn, adds):
-    """Bytes of the operands in, bytes of the result out, whatever the layouts; or it is not known.
+    """Bytes of the operands in, bytes of the result out, whatever the layouts; or not known."""
+    check_alone(drawn, adds)
 
-    Small whole numbers: float32 is exact.
-    """
+
+@pytest.mark.slow
+@settings(max_examples=150, deadline=None)
+@given(drawn=sides(), adds=st.booleans())
+def test_more_of_them(drawn, adds):
+    check_alone(drawn, adds)
+
+
+def check_alone(drawn, adds: bool) -> None:
+    """One product: small whole numbers, of which float32 is exact."""
     dims, overs, orders = drawn
     random = np.random.default_rng(0)
     values = [random.integers(-999, 1000, size).astype(np.float32) for size in dims]
