@@ -106,7 +106,7 @@ class ToPeft:
 
 @dataclass(frozen=True, kw_only=True)
 class ToTorch:
-    """Make a PyTorch state_dict of a checkpoint; scripts/torch_model.py loads it."""
+    """Make a PyTorch state_dict of a checkpoint; jaxpar/convert/torch_model.py loads it."""
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run folder."""

@@ -1,4 +1,4 @@
-"""`to-torch`: a checkpoint as a plain PyTorch state_dict, which `scripts/torch_model.py` loads.
+"""`to-torch`: a checkpoint as a plain PyTorch state_dict, which `torch_model.py` loads.
 
 It writes a pickle, as torch.save does; none is read. torch is no dependency: it is imported here,
 and where checks compute with `transformers` and PEFT.
@@ -27,7 +27,7 @@ ENDINGS = (".pt", ".pth")
 
 _LAYER = "layers.{L}."
 
-#: The names of `scripts/torch_model.py`, for everything that a model of ours can have.
+#: The names of `torch_model.py`, for everything that a model of ours can have.
 PLAIN = Family(
     model_type="plain",
     architecture="Decoder",

@@ -55,13 +55,14 @@ def reference_of(cfg: Config) -> tuple:
     return batches, traces.reference_trace(cfg, batches, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh",
     [
         "sequence=2",
-        pytest.param("sequence=2,tensor=2", marks=pytest.mark.slow),
-        pytest.param("data=2,sequence=2,context=ulysses", marks=pytest.mark.slow),
-        pytest.param("pipeline=2,data=2,num_microbatches=2,zero=1", marks=pytest.mark.slow),
+        "sequence=2,tensor=2",
+        "data=2,sequence=2,context=ulysses",
+        "pipeline=2,data=2,num_microbatches=2,zero=1",
     ],
 )
 def test_meshes_compute_what_one_device_does(mesh, devices):
@@ -100,6 +101,7 @@ def of_two(cfg, rate, mask):
     return optax.partition({"wide": optax.adam(rate), "narrow": optax.lion(rate)}, label)
 
 
+@pytest.mark.slow
 def test_a_rule_may_keep_moments_of_some_parameters(devices):
     registry.add("optimizer.name", "momentum", of_two)
     cfg = replace(TINY, **{"optimizer.name": "momentum", "parallel.layer_loop": "unroll"})

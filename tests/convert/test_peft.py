@@ -1,6 +1,6 @@
 """Adapters out: PEFT's folder, and merged into the model's.
 
-The golden folder and logits are PEFT's own, of the same adapters, by scripts/make_peft_goldens.py.
+The golden folder and logits are PEFT's own, of the same adapters, by goldens/make_peft_goldens.py.
 """
 
 import dataclasses

@@ -15,8 +15,8 @@ from jaxpar.config import ConfigError
 from jaxpar.doctor import progress
 from jaxpar.doctor.measure import bandwidth, verification
 from jaxpar.runtime import exit_codes
+from tests import ranks
 from tests.doctor import hosts
-from tests.e2e import ranks
 
 #: What the JSON holds at its top, and of which type.
 TOP = {

@@ -31,7 +31,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.e2e import ranks, soak_kills, soak_matrix
+from tests import ranks
+from tests.e2e import soak_kills, soak_matrix
 
 
 @dataclass(frozen=True)

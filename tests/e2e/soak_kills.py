@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from jaxpar.runtime import exit_codes
-from tests.e2e import ranks
+from tests import ranks
 from tests.e2e.soak_matrix import ALWAYS, Place, train
 
 #: What a run of several processes is at, in the order of an attempt; the last two take turns.

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxpar import checkpoint
 from jaxpar.runtime import exit_codes
-from tests.e2e import ranks
+from tests import ranks
 
 #: Six meshes of four devices.
 MESHES = {

@@ -12,7 +12,7 @@ from jaxpar.config import ConfigError
 from jaxpar.data.prepare.text import PrepareOptions, prepare
 from jaxpar.data.skips import SKIPPED_FILE
 from jaxpar.runtime.processes import rendezvous
-from tests.e2e import ranks
+from tests import ranks
 
 
 def in_two(*words: str, at: tuple[Path | None, ...] = (None, None)) -> list[tuple[int, str, str]]:

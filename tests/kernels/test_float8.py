@@ -10,6 +10,7 @@ import pytest
 
 from jaxpar.kernels import float8, norm
 from jaxpar.kernels.float8 import quantize_transpose, reference
+from tests.slow import slow
 
 FORMATS = {
     "e4m3": (float8.FORWARD, reference.E4M3, ml_dtypes.float8_e4m3fn),
@@ -42,7 +43,7 @@ def relative_error(found, wanted) -> float:
 
 
 @pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("std", [1e-12, 1.0, 1e6])
+@pytest.mark.parametrize("std", [1e-12, slow(1.0), slow(1e6)])
 def test_rounding_is_the_reference_bit_for_bit(form, std):
     dtype, plain, _ = FORMATS[form]
     x = normal(64, 64, std=std) * jnp.exp(6 * normal(64, 64, seed=1))  # subnormals, too
@@ -124,8 +125,9 @@ def example(rows_apart: float = 0.0):
     return x, ws, [dy * apart for dy in dys]
 
 
-@pytest.mark.parametrize("outer", [-2, -1])
-@pytest.mark.parametrize("scaling", ["tensor", "row"])
+@pytest.mark.parametrize(
+    ("scaling", "outer"), [("tensor", -2), ("row", -1), slow("tensor", -1), slow("row", -2)]
+)
 def test_products_are_the_references(scaling, outer):
     x, ws, dys = example(rows_apart=2.0)
     ys, dx, dws = jax.jit(run, static_argnums=(3, 4))(x, ws, dys, scaling, outer)

@@ -10,6 +10,7 @@ import pytest
 from jaxpar.kernels import swiglu
 from jaxpar.kernels.float8.amax import WithAmax, without_amax
 from jaxpar.kernels.platform import Platform, compiling_for
+from tests.slow import slow
 
 
 def draw(*shape: int, seed: int = 0, dtype=jnp.float32) -> jax.Array:
@@ -44,10 +45,21 @@ def test_the_gradient_is_that_of_autodiff(scaled, dtype):
         np.testing.assert_allclose(np.asarray(a, np.float32), b, rtol=rtol, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("scaled", [False, True], ids=["as they are", "scaled"])
-@pytest.mark.parametrize(("rows", "F"), [(2, 128), (6, 384)])
+@pytest.mark.parametrize(
+    ("rows", "F", "scaled", "dtype"),
+    [
+        (2, 128, False, "float32"),
+        (6, 384, True, "bfloat16"),
+        slow(2, 128, False, "bfloat16"),
+        slow(2, 128, True, "float32"),
+        slow(2, 128, True, "bfloat16"),
+        slow(6, 384, False, "float32"),
+        slow(6, 384, False, "bfloat16"),
+        slow(6, 384, True, "float32"),
+    ],
+)
 def test_the_kernels_compute_the_same(rows, F, scaled, dtype):
+    dtype = jnp.dtype(dtype)
     gate_up, scale, d_y = arguments(rows, F, dtype, scaled)
     how = dict(columns=128, interpret=True)
     pairs = (
@@ -121,7 +133,7 @@ def test_far_from_zero_there_are_numbers():
     np.testing.assert_array_equal(vjp(one)[0], [[0, 3, 0, 1000]])
 
 
-@pytest.mark.parametrize(("F", "programs"), [(2048, 2), (1792, 7), (512, 1)])
+@pytest.mark.parametrize(("F", "programs"), [slow(2048, 2), (1792, 7), slow(512, 1)])
 def test_a_program_takes_as_many_columns_as_divide_a_row(F, programs):
     gate_up, _, d_y = arguments(2, F, jnp.float32, scaled=False)
     found = swiglu.forward_by_kernel(gate_up, None, interpret=True)

@@ -18,6 +18,7 @@ from jaxpar.step.state import init_state
 from jaxpar.step.train_step import make_gradient_step
 from jaxpar.verification import traces
 from jaxpar.verification.meshes import num_devices, parse_meshes
+from tests.slow import slow_but
 from tests.tiny import TINY
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
@@ -85,6 +86,7 @@ def test_a_loss_does_not_depend_on_another_document(labelled, run):
     assert run(changed)[0] == loss
 
 
+@pytest.mark.parametrize("run", slow_but(["sequence=2,context=ring"], MESHES), indirect=True)
 def test_without_document_mask_both_cross(run):
     loss, gradient = run(two_documents(1), document_mask=False)
     assert all(np.abs(half).max() > 1e-3 for half in np.split(gradient, 2))

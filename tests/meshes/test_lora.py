@@ -28,6 +28,7 @@ from jaxpar.verification import distances, traces
 from jaxpar.verification.meshes import parse_meshes
 from tests.meshes.test_meshes import BASE as PLAIN
 from tests.meshes.test_meshes import TOLERANCE
+from tests.slow import slow, slow_but
 
 BASE = replace(PLAIN, **{"lora.rank": 3, "lora.alpha": 6.0})
 
@@ -47,7 +48,7 @@ pipeline=2,data=2,sequence=2,tensor=2,num_microbatches=2
 """.split()
 
 #: Those that run with every change; the others are slow tests.
-QUICK_MESHES = (MESHES[5], MESHES[9], MESHES[11])
+QUICK_MESHES = [MESHES[11]]
 
 VARIANTS = {
     "attention, rank stabilized": (
@@ -123,9 +124,7 @@ def compare(cfg: Config, item: str, devices) -> None:
 
 
 @pytest.mark.usefixtures("quick_compile")
-@pytest.mark.parametrize(
-    "mesh", [m if m in QUICK_MESHES else pytest.param(m, marks=pytest.mark.slow) for m in MESHES]
-)
+@pytest.mark.parametrize("mesh", slow_but(QUICK_MESHES, MESHES))
 def test_gradients_are_those_of_the_plain_model(mesh, devices):
     compare(BASE, mesh, devices)
 
@@ -139,9 +138,7 @@ def test_gradients_of_variants(variant, devices):
 
 
 @pytest.mark.usefixtures("quick_compile")
-@pytest.mark.parametrize(
-    "remat", ["full", *(pytest.param(r, marks=pytest.mark.slow) for r in ("none", "qkv,gate_up"))]
-)
+@pytest.mark.parametrize("remat", ["full", slow("none"), slow("qkv,gate_up")])
 def test_remat_policies(remat, devices):
     compare(replace(BASE, **{"parallel.remat": remat}), "data=2", devices)
 
@@ -186,7 +183,8 @@ def test_moments_are_of_adapters_alone():
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers")  # they have no shardings here
 @pytest.mark.parametrize(
-    "item", ["data=2", "data=2,layer_loop=unroll", "pipeline=2,num_microbatches=2,data=2"]
+    "item",
+    [slow("data=2"), "data=2,layer_loop=unroll", slow("pipeline=2,num_microbatches=2,data=2")],
 )
 def test_no_gradient_of_the_model_is_computed_or_sent(item, devices):
     """Sizes tell products apart: those of a matrix's gradient have both of its sides."""
@@ -228,7 +226,7 @@ def test_merged_weights_compute_the_same(devices):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
-@pytest.mark.parametrize("loop", [pytest.param("scan", marks=pytest.mark.slow), "unroll"])
+@pytest.mark.parametrize("loop", ["scan", "unroll"])
 def test_float8_is_of_the_model_and_adapters_are_exact(loop, devices):
     """Rounding of the matrices and of what flows back through them is all that differs."""
     sizes = {"model.d_model": 64, "model.head_dim": 16, "model.d_ff": 96, "model.init_std": 0.05}

@@ -94,7 +94,7 @@ def test_a_line_that_nothing_reads_is_seen():
     assert unread(block) == ["pip install x", "python scripts/none.py"]
     (block,) = shell_blocks("<!-- needs: GPU -->\n```sh\nnvidia-smi\n```\n")
     assert block == ("needs", "GPU", "nvidia-smi\n")
-    assert not read(["python", "scripts/config_table.py", "--wrote"])
+    assert not read(["python", "scripts/docs/config_table.py", "--wrote"])
 
 
 def script_of(page: Path, how: str) -> str:

@@ -196,11 +196,11 @@ def test_errors_that_are_quoted_are_said_so():
     ],
 )
 def test_tables_that_are_made_are_up_to_date(name, page):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / "docs" / f"{name}.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     expected = script.BEGIN + script.table() + script.END
-    assert expected in read(f"docs/{page}"), f"run python scripts/{name}.py --write"
+    assert expected in read(f"docs/{page}"), f"run python scripts/docs/{name}.py --write"
 
 
 def test_every_metric_is_on_its_page():
@@ -212,7 +212,12 @@ def test_every_metric_is_on_its_page():
 
 def test_the_map_of_the_code_names_every_module_and_script():
     package = {p.name + "/" * p.is_dir() for p in (ROOT / "jaxpar").iterdir()}
-    scripts = {p.name for p in (ROOT / "scripts").iterdir() if p.is_file()}
+    folder = ROOT / "scripts"
+    scripts = {
+        str(p.relative_to(folder))
+        for p in folder.rglob("*")
+        if p.is_file() and "__pycache__" not in p.parts
+    }
     there = {name for name in package | scripts if not name.startswith("__")}
     missing = there - set(re.findall(r"`([\w./]+)`", read("docs/code.md")))
     assert not missing, f"add a line for {sorted(missing)} to docs/code.md"

@@ -17,6 +17,7 @@ from jaxpar.config import ParallelConfig
 from jaxpar.config.fields import field_types
 from jaxpar.sharding import axes
 from jaxpar.sharding.mesh import make_mesh
+from tests.slow import slow
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYOUTS, PLANNING = "choosing_a_layout.md", "planning.md"
@@ -29,7 +30,7 @@ def read(name: str) -> str:
 
 def script(name: str):
     """A script, as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / "docs" / f"{name}.py")
     found = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(found)
     return found
@@ -53,7 +54,7 @@ def drawing():
 def test_pictures_are_up_to_date_and_shown(drawing):
     for name, text in drawing.files().items():
         there = (drawing.FOLDER / name).read_text("utf-8")
-        assert there == text, "run python scripts/draw_parallelism.py --write"
+        assert there == text, "run python scripts/docs/draw_parallelism.py --write"
         assert f"](pictures/{name})" in read("parallelism.md")
 
 
@@ -78,7 +79,7 @@ def test_pictures_show_what_devices_hold(drawing, axis):
 # -------------------------------------------------------------------------------------- plans
 
 
-@pytest.mark.parametrize("page", [LAYOUTS, PLANNING])
+@pytest.mark.parametrize("page", [LAYOUTS, slow(PLANNING)])
 def test_plans_that_are_shown_are_printed(page, capsys):
     shown = re.findall(r"^\$ python -m jaxpar\.plan (.*)\n((?:.*\n)*?)```", read(page), re.M)
     assert shown
@@ -91,7 +92,9 @@ def test_plans_that_are_shown_are_printed(page, capsys):
 
 def test_the_table_of_cards_is_up_to_date():
     expected = f"<!-- cards -->\n{script('benchmark_table').table()}<!-- /cards -->"
-    assert expected in read("benchmarks/README.md"), "run python scripts/benchmark_table.py --write"
+    assert expected in read("benchmarks/README.md"), (
+        "run python scripts/docs/benchmark_table.py --write"
+    )
 
 
 def test_figures_in_the_readme_are_those_of_their_cards():
@@ -118,7 +121,7 @@ def test_figures_in_the_readme_are_those_of_their_cards():
 def test_tables_of_layouts_are_up_to_date(name):
     tables = script("layout_tables")
     expected = f"<!-- layouts: {name} -->\n{tables.table(name)}<!-- /layouts -->"
-    assert expected in read(LAYOUTS), "run python scripts/layout_tables.py --write"
+    assert expected in read(LAYOUTS), "run python scripts/docs/layout_tables.py --write"
     assert list(tables.TABLES) == re.findall(r"<!-- layouts: (\w+) -->", read(LAYOUTS))
 
 

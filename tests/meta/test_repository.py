@@ -5,7 +5,7 @@ import subprocess
 import tomllib
 from pathlib import Path
 
-from tests.conftest import gpu_of_worker, slow_tests
+from tests.conftest import gpu_of_worker
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -180,12 +180,6 @@ def test_a_home_folder_is_told_from_a_url():
     assert HOME_PATH.search(f"cd {own}")
     assert HOME_PATH.search(f'"{own}"')
     assert not HOME_PATH.search(f"https://x.org{own} docs{own}")
-
-
-def test_the_list_of_slow_tests_names_what_is_there():
-    for line in slow_tests():
-        file, _, name = line.partition("[")[0].partition("::")
-        assert f"def {name}(" in (ROOT / file).read_text("utf-8"), line
 
 
 def test_each_worker_of_a_gpu_run_has_a_gpu_of_its_own():

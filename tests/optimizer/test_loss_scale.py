@@ -15,11 +15,12 @@ from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step import state
 from jaxpar.step.train_step import make_train_step
-from tests.checkpoint.test_checkpoint import MODEL
+from tests.slow import slow
+from tests.tiny import STATE
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
-TINY = MODEL | {
+TINY = STATE | {
     "model.dtype": "float32",
     "data.seq_len": 8,
     "train.global_batch_size": 4,
@@ -93,12 +94,13 @@ def raw(tree):
     return [np.asarray(a).tobytes() for a in jax.tree.leaves(tree)]
 
 
-OTHERS = [("fsdp", "sgd"), ("fsdp", "lion in bfloat16"), ("tensor", "adamw")]
 CASES = [
     ("fsdp", "adamw"),
-    ("fsdp", "offloaded"),
-    ("pipeline", "adamw"),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS),
+    slow("fsdp", "offloaded"),
+    slow("pipeline", "adamw"),
+    slow("fsdp", "sgd"),
+    slow("fsdp", "lion in bfloat16"),
+    slow("tensor", "adamw"),
 ]
 
 
@@ -136,7 +138,7 @@ def test_the_choice_costs_no_pass_over_memory(devices):
 FLOAT16 = {"model.dtype": "float16", "guard.loss_scale_interval": 2}
 
 
-@pytest.mark.parametrize("mesh", ["fsdp", pytest.param("pipeline", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mesh", ["fsdp", slow("pipeline")])
 def test_float16_learns_as_float32_does(devices, mesh):
     found = {}
     for dtype in ("float16", "float32"):

@@ -23,7 +23,7 @@ from jaxpar.runtime.processes import children
 from jaxpar.runtime.processes import launcher as processes_launcher
 from jaxpar.runtime.processes.children import Failure, failure_of
 from jaxpar.training import loop, start
-from tests.e2e.ranks import alive, wait_for
+from tests.ranks import alive, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -12,11 +12,11 @@ from jaxpar.runtime import exit_codes
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step import state
 from jaxpar.step.replica_check import make_replica_check, require_equal
-from tests.checkpoint.test_checkpoint import MODEL
+from tests.slow import slow_but
+from tests.tiny import STATE
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
-#: The first in CI, the others by `make test-all`.
 MESHES = {
     "replicas": {"parallel.replica": 3, "parallel.data": 2},
     "tensor": {"parallel.tensor": 2, "parallel.data": 4},
@@ -40,14 +40,9 @@ def flipped(x: jax.Array, device: jax.Device, bit: int) -> jax.Array:
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
 
 
-def slow_but_the_first(names):
-    first, *others = names
-    return [first, *(pytest.param(name, marks=pytest.mark.slow) for name in others)]
-
-
-@pytest.mark.parametrize("mesh_name", slow_but_the_first(MESHES))
+@pytest.mark.parametrize("mesh_name", slow_but(["replicas"], MESHES))
 def test_a_device_that_has_drifted_is_named(devices, mesh_name):
-    cfg = replace(Config(), **MODEL, **MESHES[mesh_name], **{"train.global_batch_size": 24})
+    cfg = replace(Config(), **STATE, **MESHES[mesh_name], **{"train.global_batch_size": 24})
     p = cfg.parallel
     n = p.pipeline * p.replica * p.data * p.tensor
     cfg = resolve(cfg, n)
@@ -71,7 +66,7 @@ def test_a_device_that_has_drifted_is_named(devices, mesh_name):
 
 def test_shards_are_compared_with_their_own_copies(devices):
     """And of two copies that differ, neither is accused."""
-    cfg = replace(Config(), **MODEL, **{"parallel.replica": 2, "parallel.data": 2})
+    cfg = replace(Config(), **STATE, **{"parallel.replica": 2, "parallel.data": 2})
     cfg = resolve(cfg, 4)
     mesh = make_mesh(cfg.parallel, devices[:4])
     now = state.init_state(cfg, mesh)
@@ -85,8 +80,9 @@ def test_shards_are_compared_with_their_own_copies(devices):
     assert "none is in the minority" in str(drift)
 
 
+@pytest.mark.slow
 def test_with_offloading_the_parameters_are_compared(devices):
-    cfg = replace(Config(), **MODEL, **{"parallel.data": 4, "optimizer.offload": True})
+    cfg = replace(Config(), **STATE, **{"parallel.data": 4, "optimizer.offload": True})
     cfg = resolve(cfg, 4)
     mesh = make_mesh(cfg.parallel, devices[:4])
     now = state.init_state(cfg, mesh)
