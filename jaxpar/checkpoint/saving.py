@@ -66,7 +66,7 @@ class Checkpointer:
         self._about = {
             "config": dataclasses.asdict(cfg),
             "dataset": fingerprint(cfg),
-            "skipped_batches": skipped.windows,
+            "skipped_batches": skipped.ranges,
             "rewinds": skipped.rewinds,
             "asked": dict(asked),
             "versions": {"jaxpar": jaxpar.__version__, "jax": jax.__version__},

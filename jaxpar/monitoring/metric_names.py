@@ -17,7 +17,7 @@ METRICS = {
     "loss": Metric("training", "nats per token", "cross entropy of the step, over labelled tokens"),
     "grad_norm": Metric("training", "", "global norm of the gradient, before clipping"),
     "learning_rate": Metric("training", "", "of the step's update"),
-    "skipped": Metric("training", "updates", "left out so far, loss or gradient being no number"),
+    "skipped": Metric("training", "updates", "skipped so far, for a non-finite loss or gradient"),
     "loss_scale": Metric("training", "", "what the loss was multiplied with; float16 alone"),
     "num_tokens": Metric("training", "tokens", "labelled tokens of the step"),
     "tokens_seen": Metric("training", "tokens", "of all steps so far, padding included"),

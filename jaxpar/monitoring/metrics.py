@@ -252,7 +252,7 @@ def step_line(record: dict[str, Any], num_steps: int, *, with_eta: bool) -> str:
 
 
 def _for_record(values: dict[str, float], cfg: Config) -> dict[str, float | int | None]:
-    """A step's numbers as metrics.jsonl has them: null for what is no number."""
+    """A step's numbers as metrics.jsonl has them: null for non-finite values."""
     shown = {k: v if math.isfinite(v) else None for k, v in values.items() if k != "in_a_row"}
     if cfg.model.dtype != "float16":
         shown.pop("loss_scale", None)
@@ -260,7 +260,7 @@ def _for_record(values: dict[str, float], cfg: Config) -> dict[str, float | int 
 
 
 def _shown(value: float | None, form: str) -> str:
-    return "no number" if value is None else format(value, form)
+    return "non-finite" if value is None else format(value, form)
 
 
 def duration(seconds: float) -> str:

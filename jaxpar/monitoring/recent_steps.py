@@ -31,7 +31,7 @@ def read_recent(run_dir: Path) -> dict[int, dict[str, Any]]:
 
 
 def losses_judged(records: Iterable[dict[str, Any]]) -> list[float]:
-    """The losses that the next one is judged by: of steps whose numbers are numbers. Records hold
+    """The losses that the next one is judged by: of steps whose values are finite. Records hold
     None for others, and the update of such a step was left out."""
     measured = [(record.get("loss"), record.get("grad_norm")) for record in records]
     return [loss for loss, norm in measured if loss is not None and norm is not None]
@@ -39,7 +39,7 @@ def losses_judged(records: Iterable[dict[str, Any]]) -> list[float]:
 
 def _is_whole(record: dict[str, Any]) -> bool:
     """Whether a record has what is read of it."""
-    measured = (record.get("loss", ""), record.get("grad_norm", ""))  # None: it was no number
+    measured = (record.get("loss", ""), record.get("grad_norm", ""))  # None: non-finite
     numbers = all(value is None or isinstance(value, int | float) for value in measured)
     return isinstance(record.get("step"), int) and numbers and isinstance(record.get("bits"), dict)
 

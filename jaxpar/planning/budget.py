@@ -1,4 +1,4 @@
-"""Questions beside the ranking: the fewest GPUs, the largest batch or window, the cache of keys
+"""Questions beside the ranking: the fewest GPUs, the largest batch or sequence, the cache of keys
 and values, days and cost."""
 
 import dataclasses
@@ -53,7 +53,7 @@ def with_batch(cfg: Config, rows: int) -> Config:
 
 
 def with_length(cfg: Config, length: int) -> Config:
-    """The config with windows of `length`, and about as many tokens in a step."""
+    """The config with sequences of `length`, and about as many tokens in a step."""
     tokens = cfg.train.global_batch_size * cfg.data.seq_len
     data = dataclasses.replace(cfg.data, seq_len=length)
     return with_batch(dataclasses.replace(cfg, data=data), max(tokens // length, 1))
@@ -70,10 +70,10 @@ def largest_batch(
     return _largest(lambda n: (with_batch(cfg, n), fixed), odd, cluster, watch)
 
 
-def longest_window(
+def longest_sequence(
     cfg: Config, cluster: Cluster, watch: Watch = unwatched
 ) -> tuple[int, Layout] | None:
-    """The longest window, doubling from the configured one, at about as many tokens a step."""
+    """The longest sequence, doubling from the configured one, at about as many tokens a step."""
     return _largest(lambda n: (with_length(cfg, n), {}), cfg.data.seq_len, cluster, watch)
 
 

@@ -302,12 +302,12 @@ def fewest(asked: Asked, console: Console) -> dict[str, Any]:
 def largest(asked: Asked, console: Console) -> dict[str, Any]:
     """--largest batch, --largest sequence."""
     what, cluster = asked.options.largest, asked.cluster
-    find = budget.largest_batch if what == "batch" else budget.longest_window
+    find = budget.largest_batch if what == "batch" else budget.longest_sequence
     found = find(asked.cfg, cluster, on_stderr())
     if found is None:
         raise nothing_fits(make_plan(asked.cfg, cluster, coarse=True))
     size, layout = found
-    unit = "sequences in one microbatch of all GPUs" if what == "batch" else "tokens in a window"
+    unit = "sequences in one microbatch of all GPUs" if what == "batch" else "tokens in a sequence"
     console.print(
         f"{size:,} {unit} on {showing.hardware_in_words(cluster)}: {layouts.describe(layout.cfg)}, "
         f"remat {layout.cfg.parallel.remat}, {layout.memory.total / GIB:.1f} GiB a GPU, "

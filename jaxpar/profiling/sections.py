@@ -41,7 +41,7 @@ def rates(profile: dict[str, Any], facts: ProfileFacts | None) -> str:
     if attention := profile.get("attention"):
         rate = f"{digits(attention['flops_per_second'] / 1e12)} TFLOP/s while its kernels run"
         flops = f"{digits(attention['flops'] / 1e12)} TFLOP a step and device"
-        lines.append(f"  attention: {flops} (causal, windows of one text), {rate}")
+        lines.append(f"  attention: {flops} (causal, sequences of one text), {rate}")
     if profile.get("model"):
         model = profile["model"]
         text = f"  model: {digits(model['flops'] / 1e12)} TFLOP a step and device (causal), "

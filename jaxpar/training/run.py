@@ -161,7 +161,7 @@ class Run:
     def left_out(self) -> str:
         """Which batches are left out, and what says so: a new run may not expect any."""
         skipped, file = self.loader.skipped, self.dir / SKIPPED_FILE
-        if not skipped.windows:
+        if not skipped.ranges:
             return ""
         said = file if file.is_file() else f"the checkpoint of step {self.first_step}"
         fresh = "; the run begins anew: delete it to train on them" * (self.first_step is None)

@@ -1,4 +1,4 @@
-"""Looks at the numbers of every step, as they arrive: no numbers, spikes; and keeps a record."""
+"""Checks every step's metrics for non-finite values and loss spikes, and records them."""
 
 import collections
 import math

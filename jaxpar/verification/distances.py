@@ -45,7 +45,7 @@ def worst(errors: dict[str, float]) -> tuple[float, str]:
 
 
 def _ratio(error: float, size: float) -> float:
-    """error / size; infinite where that is no number, so that it exceeds any tolerance."""
+    """error / size; infinite if that is not finite, so that it exceeds any tolerance."""
     if error == 0:
         return 0.0
     ratio = float(error) / float(size) if size > 0 else np.inf

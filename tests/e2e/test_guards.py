@@ -68,7 +68,7 @@ def test_a_spike_is_told_and_a_rewind_leaves_its_batches_out(spiky, capfd, tmp_p
 
     assert spiky(2, "--guard.spike", "rewind") == exit_codes.EXIT_OK
     assert "rewound to step 40; batches 45 to 46 are left out" in capfd.readouterr().out
-    assert read_skipped(run).windows == ((45, 2),)
+    assert read_skipped(run).ranges == ((45, 2),)
     assert checkpoint.read_saved(run).skipped_batches == [[45, 2]]
     assert checkpoint.read_saved(run).rewinds == 1
     found = losses_of(run)
@@ -87,7 +87,7 @@ def test_a_spike_is_told_and_a_rewind_leaves_its_batches_out(spiky, capfd, tmp_p
 
 
 def test_losses_of_steps_left_out_judge_no_other():
-    """The update of a step whose gradient was no number is left out, whatever its loss."""
+    """The update of a step with a non-finite gradient is skipped, whatever its loss."""
     records = [{"loss": 2.0, "grad_norm": 1.0}, {"loss": 54.0, "grad_norm": None}]
     assert losses_judged([*records, {"loss": None, "grad_norm": None}, {}]) == [2.0]
 
@@ -168,7 +168,7 @@ def test_a_rewind_needs_checkpoints(spiky):
         spiky(2, "--guard.spike", "rewind", "--checkpoint.every", "0")
 
 
-#: Training in which the given steps' batches make the loss no number.
+#: Training in which the given steps' batches make the loss non-finite.
 POISONED = """
 import dataclasses, sys
 import jax, jax.numpy as jnp
@@ -237,8 +237,8 @@ def test_batches_left_out_by_arithmetic():
     assert [none.batch_of(i) for i in range(3)] == [0, 1, 2]
     some = none.and_also([[3, 2], [6, 1]])
     assert [some.batch_of(i) for i in range(6)] == [0, 1, 2, 5, 7, 8]
-    assert some.and_also([(4, 2)]).windows == ((3, 4),)
-    assert some.and_also(some.windows) == some
+    assert some.and_also([(4, 2)]).ranges == ((3, 4),)
+    assert some.and_also(some.ranges) == some
 
 
 def test_rewinds_are_counted_and_an_older_file_has_one_for_each_window(tmp_path):

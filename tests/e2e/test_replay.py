@@ -57,10 +57,10 @@ def change(run: Path, number: int, loss: float) -> None:
 def test_verdicts(run, again, capsys, monkeypatch):
     assert again(25) == "nothing wrong: the step repeats bit for bit"
     told = capsys.readouterr().out
-    assert "step 25: batch 24, windows [192, 200], from step 20 on mesh data=2" in told
+    assert "step 25: batch 24, sequences [192, 200], from step 20 on mesh data=2" in told
     assert "elsewhere   loss" in told
 
-    assert again(NOISE + 1).startswith(f"data: batch {NOISE} (windows 368 to 375) does it")
+    assert again(NOISE + 1).startswith(f"data: batch {NOISE} (sequences 368 to 375) does it")
 
     change(run, 26, 7.5)  # as if a device had computed wrongly once
     assert again(26).startswith("hardware, then: it does not happen again (recorded loss 7.5")

@@ -1,6 +1,6 @@
 """Nothing crosses from one packed document into another: not a bit of it.
 
-Two documents share a window and no token. With the labels of only one, the gradient of the
+Two documents share a sequence and no token. With the labels of only one, the gradient of the
 embedding rows that only the other one uses must be 0.0, and other tokens there must leave the loss
 as it is, bit for bit.
 """

@@ -54,7 +54,7 @@ def plain(shards, x, beside, context):
     return jax.grad(loss, (0, 1, 2))(shards, x, beside)
 
 
-@pytest.mark.parametrize("sends", [False, True])
+@pytest.mark.parametrize("communicates", [False, True])
 def test_gradients_are_those_of_autodiff(communicates):
     doubled = lambda d_whole: 2.0 * d_whole  # noqa: E731, the transpose of `gather`
     found = gradients(doubled, communicates, *arguments())
@@ -65,7 +65,7 @@ def users_of(jaxpr, var):
     return [eqn for eqn in jaxpr.eqns if any(v is var for v in eqn.invars)]
 
 
-@pytest.mark.parametrize("sends", [False, True])
+@pytest.mark.parametrize("communicates", [False, True])
 def test_what_is_sent_is_there_before_the_layer_below_ends(communicates):
     """XLA may put off what nothing waits for: with sends, the next layer's gradient waits."""
     made = functools.partial(gradients, scatter, communicates)

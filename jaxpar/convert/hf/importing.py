@@ -41,7 +41,7 @@ from jaxpar.sharding.grid import grid
 #: Numbers that are in memory at a time: 64 MiB of float32.
 PIECE = 1 << 24
 
-#: Longest window that an imported run is given to train on; a command line may say more.
+#: Longest training sequence of an imported run by default; a command line may ask for more.
 MAX_SEQ_LEN = 4096
 
 

@@ -98,8 +98,8 @@ def _layer_attention(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) ->
 
 
 def attended_pairs(cfg: Config) -> float:
-    """Query and key pairs of a window, causal, a mean over layers; documents are not known here,
-    so a window counts as one."""
+    """Query and key pairs of a sequence, causal, a mean over layers; documents are not known here,
+    so a sequence counts as one."""
     m, length = cfg.model, cfg.data.seq_len
     whole = length * length / 2
     if m.sliding_window is None or m.sliding_window >= length:
