@@ -70,7 +70,7 @@ class DataConfig:
     prefetch: int = 2
     """Batches prepared ahead of the step, in the background."""
     mixture: str = ""
-    """Sources in place of path, PATH:WEIGHT,PATH:WEIGHT, by share of sequences. Empty: only path."""
+    """Sources instead of path, PATH:WEIGHT,PATH:WEIGHT, by share of sequences. Empty: only path."""
     held_out: str = ""
     """Tokens to evaluate on. Empty: the held-out splits of what is trained on."""
     eos_id: int | None = None
