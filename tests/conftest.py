@@ -76,8 +76,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name != "test_notebooks.py")
 
 
-def without_optimisations():
-    """Compile without LLVM's optimisations: half of the time of a tiny model's train step.
+def without_optimizations():
+    """Compile without LLVM's optimizations: half of the time of a tiny model's train step.
 
     XLA's own passes, its plan of buffers and its collectives are the same. What then runs for long
     is slower: runs of many steps, and interpreted kernels, are compiled for real.
@@ -89,8 +89,8 @@ def without_optimisations():
     jax.config.update("jax_disable_most_optimizations", False)
 
 
-quick_compile = pytest.fixture(without_optimisations)
-quick_compile_of_module = pytest.fixture(without_optimisations, scope="module")
+quick_compile = pytest.fixture(without_optimizations)
+quick_compile_of_module = pytest.fixture(without_optimizations, scope="module")
 
 
 @pytest.fixture(scope="session")

@@ -46,9 +46,9 @@ class TrainConfig:
     """Length of the run and size of a step."""
 
     num_steps: int = 1000
-    """Optimiser steps in the whole run, resumed parts included."""
+    """Optimizer steps in the whole run, resumed parts included."""
     global_batch_size: int = 32
-    """Sequences per optimiser step, over all devices and microbatches."""
+    """Sequences per optimizer step, over all devices and microbatches."""
     seed: int = 0
     """Seeds the initial weights and the order of the data."""
     log_every: int = 10

@@ -22,7 +22,7 @@ from jaxpar.data.sources import open_sources
 from jaxpar.sharding.axes import BATCH_SPEC
 from jaxpar.sharding.batch import IGNORED, Batch
 
-#: One of grain's shuffles (a 4-round cipher) leaves neighbours correlated: 0.4 for a million
+#: One of grain's shuffles (a 4-round cipher) leaves neighbors correlated: 0.4 for a million
 #: sequences. Three in a row pass for random at every size tried (tests/data/test_loader.py).
 NUM_SHUFFLES = 3
 
@@ -129,7 +129,7 @@ class Loader:
             return packed
         return jax.tree.map(lambda x_NT: x_NT[:, self._order], packed)
 
-    def first_labelled(self) -> int | None:
+    def first_labeled(self) -> int | None:
         """The first batch with a label in it, of the first epoch; None where none has.
 
         Of conversations, a sequence may hold nothing but what the user says. Read row by row, the

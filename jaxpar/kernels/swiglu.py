@@ -205,7 +205,7 @@ def _run(kernel, shape, given, measured, warps, *, columns=None, interpret=False
         warps = max(1, warps * columns // COLUMNS)
     scale_N = jnp.ones_like(gate_up, jnp.float32, shape=N) if scale is None else scale.reshape(N)
     operands = [gate_up.reshape(N, 2, F), scale_N, *(a.reshape(N, F) for a in rest)]
-    # A row's columns are neighbours in the grid: what runs side by side reads side by side.
+    # A row's columns are neighbors in the grid: what runs side by side reads side by side.
     row = pl.BlockSpec((None, columns), lambda j, i: (i, j))
     halves = pl.BlockSpec((None, 2, columns), lambda j, i: (i, 0, j))
     of_row = pl.BlockSpec((1,), lambda j, i: (i,))

@@ -1,4 +1,4 @@
-"""The optimiser's moments: the dtype and the memory they are kept in, and the update through them.
+"""The optimizer's moments: the dtype and the memory they are kept in, and the update through them.
 
 An update is always computed in float32 on the device. Between steps, moments may be bfloat16
 (`optimizer.first_moment_dtype`, `second_moment_dtype`), stochastically rounded, and may lie in
@@ -20,7 +20,7 @@ from jaxpar.config import Config, ConfigError, OptimizerConfig
 from jaxpar.optimizer.rules import make_optimizer
 from jaxpar.optimizer.stochastic_rounding import random_bits, round_to_bfloat16
 from jaxpar.parallel.host_offload import Space
-from jaxpar.sharding.hashing import hashed, places
+from jaxpar.sharding.hashing import hash_uint32, places
 from jaxpar.sharding.params import ParamSpec, flat, map_specs, partition_specs
 
 #: optax's names for a moment, and the field of the config with the dtype it is kept in.
@@ -143,7 +143,7 @@ def _update(
         if storage_dtype(field, cfg.optimizer) == "float32":
             return leaf
         seed = jnp.uint32(cfg.train.seed ^ zlib.crc32(f"{field}/{name}".encode()))
-        key = hashed(hashed(seed) + step.astype(jnp.uint32))
+        key = hash_uint32(hash_uint32(seed) + step.astype(jnp.uint32))
         return round_to_bfloat16(leaf, random_bits(key, leaf.shape, spec_of[name], row_of[name]))
 
     new = optax.apply_updates(params, updates), map_moments(keep, exact)

@@ -11,7 +11,7 @@ type Watch = Callable[[int, str], None]
 EVERY = 5.0
 
 
-def unwatched(count: int, what: str) -> None:
+def no_report(count: int, what: str) -> None:
     """Tells nobody."""
 
 

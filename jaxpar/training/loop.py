@@ -13,7 +13,7 @@ from jaxpar.profiling.in_run import RunProfiler
 from jaxpar.runtime import exit_codes, signals
 from jaxpar.runtime.processes import peers
 from jaxpar.runtime.processes.peers import log
-from jaxpar.runtime.program import ending_at_once
+from jaxpar.runtime.program import exit_on_failure
 from jaxpar.runtime.watchdog import Watchdog
 from jaxpar.sharding.mesh import describe
 from jaxpar.step.compiled import FirstRunAlone, check_host_memory, memory_of
@@ -81,7 +81,7 @@ def train_from(
     with (
         checkpoint.Checkpointer(cfg, log, run.loader.skipped, spent.event, run.asked) as saver,
         run.metrics() as metrics,
-        ending_at_once(),
+        exit_on_failure(),
         RunProfiler(cfg, run.dir, train_step.program, describe(run.mesh), log) as profiler,
     ):
         saver.prepare(state)

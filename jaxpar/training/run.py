@@ -61,7 +61,7 @@ class Run:
         resumed = self.first_step is not None
         saved = checkpoint.read_saved(self.dir, self.first_step) if resumed else None
         used = resolve(elastic.same_rows(cfg, saved, jax.device_count()), jax.device_count())
-        self.asked = elastic.asked_otherwise(cfg, used)
+        self.asked = elastic.changed_by_layout(cfg, used)
         self.cfg = cfg = used
         check_host_copies(cfg, jax.default_backend())
         require_packages(cfg)

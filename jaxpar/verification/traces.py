@@ -29,7 +29,7 @@ from jaxpar.step.train_step import make_gradient_step, make_train_step
 
 type Arrays = dict[str, np.ndarray]
 
-#: Compiler options for simulated devices, where LLVM's optimisations take most of the time.
+#: Compiler options for simulated devices, where LLVM's optimizations take most of the time.
 QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 #: Documents that start in a sequence, and the share of labels dropped, in a random batch.

@@ -100,7 +100,7 @@ def test_epochs_are_different_permutations(count):
 
 @pytest.mark.parametrize("count", [300_000, 1_000_003, 10_000_000, 1_000_000_000])
 def test_order_is_random_enough(count):
-    """Neighbours in the order are not neighbours in the text, and each stretch covers it all.
+    """Neighbors in the order are not neighbors in the text, and each stretch covers it all.
 
     With one of grain's shuffles instead of several, every case of this fails.
     """

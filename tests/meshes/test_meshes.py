@@ -1,7 +1,7 @@
-"""Mesh invariance: the same weights, loss, gradients and optimiser steps on every mesh.
+"""Mesh invariance: the same weights, loss, gradients and optimizer steps on every mesh.
 
 Each mesh is compared with the plain model of `jaxpar/model/reference.py` on packed documents. The
-models are tiny, so compiling is nearly all of the time; LLVM's optimisations are left out of it,
+models are tiny, so compiling is nearly all of the time; LLVM's optimizations are left out of it,
 except where the bits of initial weights are compared.
 """
 
@@ -210,10 +210,10 @@ def test_five_steps_of_other_rules(rule, devices):
 @pytest.mark.parametrize("mesh", ["data=2,sequence=2,tensor=2", "pipeline=2,tensor=2,expert=2"])
 def test_initial_weights_as_compiled_for_real(mesh, devices):
     jax.config.update("jax_disable_most_optimizations", False)
-    jax.clear_caches()  # of generators compiled without optimisations
+    jax.clear_caches()  # of generators compiled without optimizations
     bits = [initial_weights(item, devices) for item in ("data=1", mesh)]
     assert bits[0].keys() == bits[1].keys()
-    assert not distances.differing(*bits)
+    assert not distances.differing_arrays(*bits)
 
 
 def initial_weights(mesh_item: str, devices) -> traces.Arrays:

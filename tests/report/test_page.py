@@ -189,7 +189,7 @@ def test_what_cannot_be_written_is_refused_before_anything_is(tmp_path, monkeypa
     assert not (tmp_path / "x.html").exists()
 
 
-def test_every_part_of_the_time_has_a_colour():
+def test_every_part_of_the_time_has_a_color():
     css = (resources.files("jaxpar.report") / "page.css").read_text("utf-8")
     for part in (*PARTS, "lost work", "down", "other"):
         assert f".p-{part.replace(' ', '-')} {{ fill: #" in css, part

@@ -160,7 +160,7 @@ def test_arrays_made_one_by_one_have_the_bits_of_the_whole(devices):
     cfg, mesh = ready(devices, **SHARDED, **{"model.qkv_bias": True, "model.qk_norm": True})
     whole = jax.jit(functools.partial(initialize, param_specs(cfg.model)))(cfg.train.seed)
     made = init_state(cfg, mesh)
-    assert not distances.differing(traces.to_host(made.params), traces.to_host(whole))
+    assert not distances.differing_arrays(traces.to_host(made.params), traces.to_host(whole))
     assert int(made.step) == 0 and not any(jnp.any(a) for a in jax.tree.leaves(made.opt_state))
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpar.doctor.progress import Tell, untold
+from jaxpar.doctor.progress import Tell, no_report
 from jaxpar.parallel import collectives
 from jaxpar.parallel.collectives import varying
 from jaxpar.parallel.tensor import permutes
@@ -164,7 +164,7 @@ def verify(
     mesh: Mesh,
     elements: Iterable[int],
     collectives: Mapping[str, Collective] = COLLECTIVES,
-    tell: Tell = untold,
+    tell: Tell = no_report,
 ) -> Iterator[Verified]:
     """Run every collective, and compare this process's results with what they should be.
 

@@ -67,7 +67,7 @@ class Float8Weight:
 
 class Operand(Protocol):
     """What is rounded and multiplied: an array, or what comes in the place of one (`WithAmax`,
-    `norm.Unmaterialised`)."""
+    `norm.Unmaterialized`)."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -79,7 +79,7 @@ class Operand(Protocol):
         """The largest magnitude, float32."""
 
     def readable(self) -> Any:
-        """What `quantize_both_ways` reads: an array, or `Unmaterialised`."""
+        """What `quantize_both_ways` reads: an array, or `Unmaterialized`."""
 
     def gradient(self, d_x: jax.Array) -> "Operand":
         """The gradient of what came as this, d_x being that of the array."""

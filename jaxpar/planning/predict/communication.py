@@ -50,7 +50,7 @@ def traffic_of(cfg: Config, shard: Shard, cluster: Cluster) -> list[Traffic]:
 
 
 def span(cfg: Config, axes: tuple[str, ...], per_host: int) -> tuple[int, int]:
-    """(ranks of a group over neighbouring mesh axes, how many of them share a host)."""
+    """(ranks of a group over neighboring mesh axes, how many of them share a host)."""
     inner = AXES[AXES.index(axes[-1]) + 1 :]
     stride, ranks = ways(cfg, inner), ways(cfg, axes)
     here = max(per_host // stride, 1) if stride < per_host else 1

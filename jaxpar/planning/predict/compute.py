@@ -1,4 +1,4 @@
-"""Time that one GPU computes in a step: matmuls, attention, elementwise kernels, the optimiser."""
+"""Time that one GPU computes in a step: matmuls, attention, elementwise kernels, the optimizer."""
 
 from dataclasses import dataclass
 

@@ -80,11 +80,11 @@ def exchange(name: str, text: str, seconds: float) -> list[str]:
     try:
         _client().wait_at_barrier(f"{folder}/all", int(1000 * seconds))
     except RuntimeError as error:
-        there = published(folder)
+        there = read_published(folder)
         missing = [process_name(i) for i in range(world_size()) if i not in there]
         who = ", ".join(missing) or "nobody now"
         raise PeersMissing(f"{name}: after {seconds:.0f} s, still missing: {who}") from error
-    there = published(folder)
+    there = read_published(folder)
     return [there[i][1:] for i in range(world_size())]
 
 
@@ -105,7 +105,7 @@ def publish(topic: str, text: str) -> None:
         _client().key_value_set(f"{_ROOT}/{topic}/{rank()}", text, allow_overwrite=True)
 
 
-def published(topic: str) -> dict[int, str]:
+def read_published(topic: str) -> dict[int, str]:
     """What processes have left on a topic so far."""
     if _client() is None:
         return {}
@@ -169,7 +169,7 @@ def leave(well: bool) -> None:
     until = time.monotonic() + LINGER_SECONDS
     while rank() == 0 and time.monotonic() < until:
         with contextlib.suppress(RuntimeError):
-            if len(published("parted")) == world_size():
+            if len(read_published("parted")) == world_size():
                 time.sleep(0.1)  # they have said so, and go
                 return
         time.sleep(0.05)

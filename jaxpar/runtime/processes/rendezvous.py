@@ -25,7 +25,7 @@ class PortTaken(PeersMissing):
     """None can come, since another program has the coordinator's port."""
 
 
-def join(cfg: Config, tell: Callable[[str], None] | None = None) -> tuple[Config, list[str]]:
+def join(cfg: Config, report: Callable[[str], None] | None = None) -> tuple[Config, list[str]]:
     """Prepare this process for JAX, as one of a run's if it is: what a program does first.
 
     Args:     tell: told of the others, once they have met; None: `log`.
@@ -37,7 +37,7 @@ def join(cfg: Config, tell: Callable[[str], None] | None = None) -> tuple[Config
     environment = runtime.start(cfg, found.num_processes if found else 1)
     if found is None:
         return cfg, environment
-    (tell or log)(f"cluster    {connect(found, cfg.cluster.connect_seconds)}")
+    (report or log)(f"cluster    {connect(found, cfg.cluster.connect_seconds)}")
     own, places = ClusterConfig(), ("detect", "coordinator", "num_processes", "process_id")
     return replace(cfg, **{f"cluster.{name}": getattr(own, name) for name in places}), environment
 
