@@ -16,7 +16,7 @@ type Tell = Callable[[str], None]
 
 
 def no_report(text: str) -> None:
-    """Nobody is told."""
+    """Report nothing."""
 
 
 class SectionProgress:

@@ -1,7 +1,7 @@
-"""RUN/recent.jsonl: what went into each of the latest steps, and what came out, to the bit.
+"""RUN/recent.jsonl, the flight recorder: inputs and results of the latest steps, to the bit.
 
-A ring: when it holds twice `guard.recent_steps` records, the older half goes. Of two records of one
-step the later counts. `python -m jaxpar.replay` takes a step again from it.
+When it holds twice `guard.recent_steps` records, the older half is dropped. Of two records of one
+step, the later counts. `python -m jaxpar.replay` repeats a step from it.
 """
 
 import json
@@ -31,8 +31,8 @@ def read_recent(run_dir: Path) -> dict[int, dict[str, Any]]:
 
 
 def losses_judged(records: Iterable[dict[str, Any]]) -> list[float]:
-    """The losses that the next one is judged by: of steps whose values are finite. Records hold
-    None for others, and the update of such a step was left out."""
+    """The losses with which the next one is compared: those of steps with finite values. Records
+    hold None for non-finite values, and the update of such a step was skipped."""
     measured = [(record.get("loss"), record.get("grad_norm")) for record in records]
     return [loss for loss, norm in measured if loss is not None and norm is not None]
 
@@ -45,7 +45,7 @@ def _is_whole(record: dict[str, Any]) -> bool:
 
 
 class Recent:
-    """Writes the ring. One process has it; the others have none."""
+    """Writes the records."""
 
     def __init__(self, run_dir: Path, size: int):
         """

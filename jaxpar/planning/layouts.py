@@ -64,7 +64,7 @@ def legal_layouts(
 
     Args:     fixed: fields of `parallel` that keep a value, by name. coarse: fewer of them, for a
               first look: microbatches in powers of two, one or two virtual stages, no row groups.
-              watch: told how many have been looked at.
+              watch: called with how many have been examined.
     """
     found = Listing()
     policies = _policies(cfg, fixed)

@@ -4,7 +4,7 @@ import sys
 import time
 from collections.abc import Callable
 
-#: Told how many of something there are so far: (3000, "of 8,000 layouts predicted").
+#: Called with how many of something there are so far: (3000, "of 8,000 layouts predicted").
 type Watch = Callable[[int, str], None]
 
 #: Seconds between two lines, and before the first.
@@ -12,7 +12,7 @@ EVERY = 5.0
 
 
 def no_report(count: int, what: str) -> None:
-    """Tells nobody."""
+    """Report nothing."""
 
 
 def on_stderr() -> Watch:

@@ -6,7 +6,7 @@ without waiting for one another. A process publishes a step that is `AHEAD` of i
 multiple of `train.log_every`, and all look there for such steps. Nobody can be past it: a process
 fetches each step's loss when it has dispatched the next, so none is two steps ahead of another.
 
-Whatever fails here is told, and the run goes on. The compiled step is the same with and without.
+Failures here are logged, and the run continues. The compiled step is the same with and without.
 """
 
 import contextlib
@@ -65,7 +65,7 @@ def profile_on_signal() -> Iterator[None]:
 
 
 class RunProfiler:
-    """Told of every step by the loop, it begins and ends traces between them.
+    """Begins and ends traces between steps; the loop calls it at every step.
 
     Use as a context manager around the loop, in every process, within `profile_on_signal`.
     """
@@ -73,7 +73,7 @@ class RunProfiler:
     def __init__(
         self, cfg: Config, run_dir: Path, program: Any, mesh: str, log: Callable[[str], None]
     ):
-        """Args:     program: the compiled step. mesh: in words. say: is told what happens."""
+        """Args:     program: the compiled step. mesh: in words. log: called with what happens."""
         self._cfg, self._dir, self._program, self._mesh = cfg, run_dir, program, mesh
         self._log, self._several = log, peers.world_size() > 1
         self._looked = float("-inf")

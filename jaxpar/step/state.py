@@ -38,7 +38,7 @@ class TrainState:
     params: Any
     """float32 master weights, as `parameters.param_specs`."""
     opt_state: Any
-    """optax state; moments are shaped and sharded as the parameters that are trained."""
+    """optax state; moments are shaped and sharded as the trainable parameters."""
     guard: Any = ()
     """Scalars of `loss_scale.initial_guard`."""
 

@@ -115,7 +115,7 @@ def reference_trace(cfg: Config, batches: Sequence[Batch], steps: int) -> Traini
 
 def reference_gradients(params: Any, batch: Batch, cfg: Config) -> tuple[jax.Array, Any]:
     """The plain model's reported loss (without z-loss), and its gradients (with it), of the
-    parameters that are trained."""
+    trainable parameters."""
     plain = replace(cfg, **{"train.z_loss": 0.0})
     trainable, frozen = split(params, param_specs(cfg.model, cfg.lora))
 

@@ -1,4 +1,4 @@
-"""Adapters alone are trained, on every mesh as in the plain model, and cost nothing else.
+"""Only adapters are trained, on every mesh as in the plain model, and cost nothing else.
 
 An adapter's second matrix starts at 0, and with it the first one's gradient: gradients are compared
 where both are random, training where it starts.

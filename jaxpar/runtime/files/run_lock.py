@@ -82,8 +82,8 @@ class RunLock:
     ):
         """Take the lock, making the folder if need be.
 
-        Args:     seconds: to wait while another process holds it. tell: told so, once: host, pid
-                  and since when.
+        Args:     seconds: to wait while another process holds it. report: called once, with the
+                  host, the process id and since when.
         Raises:   RunLocked when it still does; ConfigError when the folder cannot be made or
                   written to.
         """
