@@ -85,8 +85,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place.get("/".join(item.path.parts[-2:]), len(place)))
 
 
-def without_optimisations():
-    """Compile without LLVM's optimisations, and make initial weights by one program for all meshes
+def without_optimizations():
+    """Compile without LLVM's optimizations, and make initial weights by one program for all meshes
     (tests/weights.py): a third of the time of a tiny model's train step.
 
     XLA's own passes, its plan of buffers and its collectives are the same. What then runs for long
@@ -104,8 +104,8 @@ def without_optimisations():
         jax.config.update("jax_disable_most_optimizations", False)
 
 
-quick_compile = pytest.fixture(without_optimisations)
-quick_compile_of_module = pytest.fixture(without_optimisations, scope="module")
+quick_compile = pytest.fixture(without_optimizations)
+quick_compile_of_module = pytest.fixture(without_optimizations, scope="module")
 
 
 @pytest.fixture(scope="session")

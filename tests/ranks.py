@@ -17,7 +17,7 @@ from jaxpar.config.serialize import from_json
 from jaxpar.data.prepare.text import PrepareOptions, prepare
 from jaxpar.inference.generation import config_for_sampling
 from jaxpar.monitoring.recent_steps import read_recent
-from jaxpar.runtime.processes.launcher import reserved_port
+from jaxpar.runtime.processes.launcher import reserve_port
 from jaxpar.sharding.mesh import make_mesh
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -147,7 +147,7 @@ def children_of(pid: int) -> list[int]:
 
 def free_port() -> int:
     """A port of this host that nobody listens on."""
-    with reserved_port() as port:
+    with reserve_port() as port:
         return port
 
 

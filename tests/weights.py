@@ -37,18 +37,18 @@ def init_params(specs: Any, cfg: Config, mesh: Mesh) -> Any:
     return state.to_running(state.TrainState((), placed, ()), cfg).params
 
 
-def first_gradients(cfg: Config, mesh: Mesh, batch: Batch) -> traces.Trace:
+def first_gradients(cfg: Config, mesh: Mesh, batch: Batch) -> traces.TrainingTrace:
     """Loss and gradients of a batch at the initial weights, without a step."""
     params = init_params(param_specs(cfg.model, cfg.lora), cfg, mesh)
     measured, grads = make_gradient_step(cfg, mesh)(params, traces.place_batch(batch, cfg, mesh))
     init = traces.logical(params, cfg)
-    return traces.Trace(init, float(measured.loss), traces.logical(grads, cfg), [], init)
+    return traces.TrainingTrace(init, float(measured.loss), traces.logical(grads, cfg), [], init)
 
 
-def plain_gradients(cfg: Config, batch: Batch) -> traces.Trace:
+def plain_gradients(cfg: Config, batch: Batch) -> traces.TrainingTrace:
     """The same of the plain model on one device."""
     params = values_of(tuple(flat(param_specs(cfg.model, cfg.lora)).items()), cfg.train.seed)
     gradients = jax.jit(lambda p, b: traces.reference_gradients(p, b, cfg))
     loss, grads = gradients(params, batch)
     init = traces.to_host(params)
-    return traces.Trace(init, float(loss), traces.to_host(grads), [], init)
+    return traces.TrainingTrace(init, float(loss), traces.to_host(grads), [], init)

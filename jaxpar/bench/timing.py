@@ -39,7 +39,7 @@ class Sustained:
     timed: float
 
 
-def interleaved[Name: Hashable](
+def time_interleaved[Name: Hashable](
     programs: Mapping[Name, Callable[[], Any]], repeats: int, sustained: Sustained | None = None
 ) -> dict[Name, Timing | Exception]:
     """The time of each program; of one that fails, its error.

@@ -106,30 +106,30 @@ def _witnesses(step_folder: Path, arrays: int) -> str:
     return f"{files}, {arrays} arrays with fingerprints" if arrays else "no fingerprints"
 
 
-def verify(run_dir: str | Path, step: int | None, say: Callable[[str], None]) -> bool:
+def verify(run_dir: str | Path, step: int | None, log: Callable[[str], None]) -> bool:
     """Read every byte of a run's checkpoints, or of one, and compare; whether all are whole.
 
     Memory stays at a few times the largest piece that an array is stored in.
 
-    Args:     say: told the outcome of each, and everything that is wrong.
+    Args:     log: called with the outcome of each, and everything that is wrong.
     Raises:   ConfigError when there is no such checkpoint; Unreadable.
     """
     whole = True
     for at in _steps(run_dir, step):
         found = damage(run_dir, at)
         known = {} if found else read_saved(run_dir, at).fingerprints
-        found += _array_damage(folder(run_dir) / str(at), known, say)
+        found += _array_damage(folder(run_dir) / str(at), known, log)
         for text in found:
-            say(f"step {at}: {text}")
+            log(f"step {at}: {text}")
         for name in integrity.extra_files(folder(run_dir) / str(at)):
-            say(f"step {at}: note: {name} is not of this checkpoint, and is not read")
+            log(f"step {at}: note: {name} is not of this checkpoint, and is not read")
         whole &= not found
         unknown = "nothing to compare arrays with: of an earlier version"
-        say(f"step {at}: {DAMAGED if found else 'whole' if known else unknown}")
+        log(f"step {at}: {DAMAGED if found else 'whole' if known else unknown}")
     return whole
 
 
-def _array_damage(step_folder: Path, known: dict[str, str], say: Callable[[str], None]) -> list:
+def _array_damage(step_folder: Path, known: dict[str, str], log: Callable[[str], None]) -> list:
     """What is wrong with the arrays: all are read, also those without fingerprints."""
     found, arrays = [], {}
     try:
@@ -149,10 +149,10 @@ def _array_damage(step_folder: Path, known: dict[str, str], say: Callable[[str],
             except Exception as error:
                 found.append(f"{name} cannot be read ({_reason(step_folder, error)})")
                 continue
-            found += integrity.differing(known, {name: sums}) if known else []
+            found += integrity.describe_differences(known, {name: sums}) if known else []
             progress.advance(store.num_bytes(array))
         largest = max(map(store.num_bytes, arrays.values()), default=0)
-        say(f"{step_folder}: read {progress.summary(largest)}")
+        log(f"{step_folder}: read {progress.summary(largest)}")
     return found
 
 
@@ -163,7 +163,7 @@ def _reason(step_folder: Path, error: Exception) -> str:
 
 
 def differences(
-    one: tuple[str, int | None], other: tuple[str, int | None], say: Callable[[str], None]
+    one: tuple[str, int | None], other: tuple[str, int | None], log: Callable[[str], None]
 ) -> int:
     """Say in which arrays two checkpoints differ, and by how much; how many do.
 
@@ -183,8 +183,8 @@ def differences(
         text = f"is not in {missing[0]}" if missing else _difference(places, name)
         count += text is not None
         if text is not None:
-            say(f"{name:<40} {text}")
-    say(f"{count} of {len(names[0] | names[1])} arrays differ: {places[0]}, {places[1]}")
+            log(f"{name:<40} {text}")
+    log(f"{count} of {len(names[0] | names[1])} arrays differ: {places[0]}, {places[1]}")
     return count
 
 

@@ -64,7 +64,7 @@ class Unreadable(exit_codes.RunError):
 
 
 @contextlib.contextmanager
-def reading(where: str) -> Iterator[None]:
+def reading_checkpoint(where: str) -> Iterator[None]:
     """Reads of a checkpoint, in which the machine's own trouble is told from damage.
 
     Raises:   Unreadable for it; whatever else is raised within stays as it is.
@@ -105,7 +105,7 @@ def _trouble(error: BaseException) -> str:
 # ------------------------------------------------------------------------------ metadata
 
 
-def sealed(about: dict[str, Any]) -> dict[str, Any]:
+def seal(about: dict[str, Any]) -> dict[str, Any]:
     """What a checkpoint says about itself, with a digest of it."""
     return about | {SEAL: _digest(about)}
 
@@ -131,7 +131,7 @@ def write_file_list(step_folder: Path) -> None:
     temporary = step_folder / (FILES + ".tmp")
     try:
         with open(temporary, "w", encoding="utf-8") as file:
-            file.write(json.dumps(sealed(content), indent=1, sort_keys=True) + "\n")
+            file.write(json.dumps(seal(content), indent=1, sort_keys=True) + "\n")
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(step_folder / FILES)
@@ -150,7 +150,7 @@ def file_damage(step_folder: Path) -> list[str]:
 
     Raises:   Unreadable when the machine cannot tell.
     """
-    with reading(str(step_folder)):
+    with reading_checkpoint(str(step_folder)):
         expected = _listed(step_folder)
         if expected is None:
             return [f"{FILES} cannot be read"]
@@ -163,7 +163,7 @@ def extra_files(step_folder: Path) -> list[str]:
 
     Raises:   Unreadable when the machine cannot tell.
     """
-    with reading(str(step_folder)):
+    with reading_checkpoint(str(step_folder)):
         expected = _listed(step_folder)
         return [name for name in _names(step_folder) if name not in expected] if expected else []
 
@@ -218,7 +218,7 @@ def _entry(file: Path) -> dict[str, Any]:
 # -------------------------------------------------------------------------------- arrays
 
 
-def differing(expected: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
+def describe_differences(expected: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
     """What is wrong with arrays, in words; of those expected, `found` may be a part."""
     wrong = [f"{name} is not the array that was saved" for name in found if name not in expected]
     for name, sums in found.items():

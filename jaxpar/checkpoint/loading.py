@@ -41,7 +41,7 @@ from jaxpar.step.state import (
 READ_AHEAD = 4 << 30
 
 #: What a failing load says nothing about the checkpoint with: the machine's own trouble. The
-#: system's errors are told apart by `integrity.reading`.
+#: system's errors are told apart by `integrity.reading_checkpoint`.
 NOT_DAMAGE = (ConfigError, integrity.Unreadable, MemoryError, jax.errors.JaxRuntimeError)
 
 
@@ -102,7 +102,7 @@ def restore(cfg: Config, mesh: Mesh, step: int | None = None) -> TrainState:
 def _has_guard(step_folder: Path) -> bool:
     """Whether a checkpoint has `TrainState.guard`: those of earlier versions have not."""
     try:
-        with integrity.reading(str(step_folder)):
+        with integrity.reading_checkpoint(str(step_folder)):
             return any(name.startswith("guard/") for name in store.array_names(step_folder))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return True  # damaged, which the load will find
@@ -135,7 +135,7 @@ def _load_whole(run_dir: str | Path, saved: Saved, target: Any, partial: bool = 
         integrity.warn(f"{where}: {name} is not of this checkpoint, and is not read")
     loaded, damage = None, []
     try:
-        with integrity.reading(where):
+        with integrity.reading_checkpoint(where):
             loaded = _load(step_folder, target, partial)
     except NOT_DAMAGE:
         raise
@@ -147,7 +147,7 @@ def _load_whole(run_dir: str | Path, saved: Saved, target: Any, partial: bool = 
     missing = [name for name, leaf in leaves.items() if not isinstance(leaf, jax.Array)]
     _agree(where, damage + ([f"it lacks {', '.join(missing)}"] if missing else []))
     if saved.fingerprints:
-        damage = integrity.differing(saved.fingerprints, fingerprints(loaded))
+        damage = integrity.describe_differences(saved.fingerprints, fingerprints(loaded))
     elif first:
         integrity.warn(f"{where} has no fingerprints, being of an earlier version: not verified")
     _agree(where, damage)

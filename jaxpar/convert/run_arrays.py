@@ -46,7 +46,7 @@ class RunArrays:
         """Raises:   Damaged when a parameter's fingerprint is not the one that was saved."""
         if path in self.expected:
             name = f"params/{path}"
-            damage = integrity.differing({name: self.expected[path]}, {name: found})
+            damage = integrity.describe_differences({name: self.expected[path]}, {name: found})
             if damage:
                 raise integrity.Damaged(self.where, damage)
 
@@ -85,7 +85,7 @@ def open_run(run_dir: str | Path, cfg: Config, step: int) -> RunArrays:
     arrays = {}
     for path in flat(param_specs(cfg.model, cfg.lora)):
         try:
-            with integrity.reading(where):
+            with integrity.reading_checkpoint(where):
                 arrays[path] = store.open_array(step_folder, f"params/{path}")
         except (ValueError, OSError) as error:
             raise integrity.Damaged(where, [f"it lacks params/{path}"]) from error
@@ -144,7 +144,7 @@ def seal_run(run_dir: Path, about: dict[str, Any], found: dict[str, RunningFinge
     sums = {"step": str(step)} | {f"params/{path}": str(sum_) for path, sum_ in found.items()}
     file = step_folder / METADATA
     metadata = json.loads(file.read_text())
-    metadata["custom_metadata"] = integrity.sealed(about | {integrity.FINGERPRINTS: sums})
+    metadata["custom_metadata"] = integrity.seal(about | {integrity.FINGERPRINTS: sums})
     file.write_text(json.dumps(metadata))
     integrity.write_file_list(step_folder)
 

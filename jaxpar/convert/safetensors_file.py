@@ -89,7 +89,7 @@ def _stored(file: Path, name: str, about: dict[str, Any], first: int) -> Stored:
     begin, end = about["data_offsets"]
     if about["dtype"] not in DTYPES:
         rule = f"of {file.name} must be one of {', '.join(DTYPES)}"
-        fix = "use the weights as published, not a quantised copy"
+        fix = "use the weights as published, not a quantized copy"
         raise ConfigError(name, about["dtype"], rule, fix)
     stored = Stored(file, about["dtype"], tuple(map(int, about["shape"])), first + int(begin))
     if stored.num_bytes != end - begin or begin < 0 or min(stored.shape, default=0) < 0:

@@ -22,11 +22,11 @@ from jaxpar.data.sources import open_sources
 from jaxpar.sharding.axes import BATCH_SPEC
 from jaxpar.sharding.batch import IGNORED, Batch
 
-#: One of grain's shuffles (a 4-round cipher) leaves neighbours correlated: 0.4 for a million
-#: windows. Three in a row pass for random at every size tried (tests/data/test_loader.py).
+#: One of grain's shuffles (a 4-round cipher) leaves neighbors correlated: 0.4 for a million
+#: sequences. Three in a row pass for random at every size tried (tests/data/test_loader.py).
 NUM_SHUFFLES = 3
 
-#: grain's shuffle counts in 32 bits and silently repeats windows beyond them.
+#: grain's shuffle counts in 32 bits and silently repeats sequences beyond them.
 MAX_SEQUENCES = 1 << 32
 
 
@@ -34,9 +34,9 @@ class Loader:
     """Random access to the batches of one split.
 
     Step s takes batch s, or a later one if batches before it are left out (`skipped`). Row r of
-    batch s is window number s * global_batch_size + r of an endless sequence: for "train"
-    the windows in a new random order each epoch, for "val" in text order, over and over. Several
-    sources take turns by weight (`mixture.py`), each going through such a sequence of its own.
+    batch s is sequence number s * global_batch_size + r of an endless stream: for "train"
+    the sequences come in a new random order each epoch, for "val" in text order, again and again.
+    Several sources are mixed by weight (`mixture.py`), each with an endless stream of its own.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Loader:
 
         Args:     order: int [T], a permutation of range(T) that places tokens along the sequence
                   axis: column t holds text position order[t]. None: the text's order.
-        Raises:   ConfigError for a missing or damaged source, one without a whole window, or one
+        Raises:   ConfigError for a missing or damaged source, one without a whole sequence, or one
                   with more tokens in the vocabulary than the model.
         """
         self.sources = open_sources(cfg, split)
@@ -70,7 +70,7 @@ class Loader:
 
     @property
     def sequences_per_epoch(self) -> list[int]:
-        """Windows in each source."""
+        """Sequences in each source."""
         seq_len = self._cfg.data.seq_len
         return [num_sequences(source.dataset.num_tokens, seq_len) for source in self.sources]
 
@@ -90,7 +90,7 @@ class Loader:
 
     @property
     def max_documents(self) -> int:
-        """No window holds more segments than this; rounded up to a power of two."""
+        """No sequence holds more segments than this; rounded up to a power of two."""
         if not self._cfg.data.document_mask:
             return 1
         seq_len = self._cfg.data.seq_len
@@ -129,22 +129,21 @@ class Loader:
             return packed
         return jax.tree.map(lambda x_NT: x_NT[:, self._order], packed)
 
-    def first_labelled(self) -> int | None:
+    def first_labeled(self) -> int | None:
         """The first batch with a label in it, of the first epoch; None where none has.
 
-        Of conversations, a window may hold nothing but what the user says. Read row by row, the
+        Of conversations, a sequence may hold nothing but what the user says. Read row by row, the
         first of which will mostly do; by every process alike, whichever rows are its own.
         """
         batch_size = self._cfg.train.global_batch_size
-        windows = sum(self.sequences_per_epoch)
-        for number in range(windows):
+        for number in range(sum(self.sequences_per_epoch)):
             step, row = divmod(number, batch_size)
             if (self.host_rows(step, np.array([row])).labels != IGNORED).any():
                 return step
         return None
 
     def _packed_sequences(self, numbers: np.ndarray) -> Batch:
-        """Windows of the mixed sequence, in text order within: int32 [N, T]."""
+        """Sequences of the mixed stream, each in text order: int32 [N, T]."""
         if len(self.sources) == 1:
             return pack(*self._source_sequences(0, numbers))
         sources, before = self._mixture.places(numbers)
@@ -163,7 +162,7 @@ class Loader:
     def _source_sequences(
         self, source: int, numbers: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
-        """A source's windows as `pack` takes them: tokens, document begins, ignored tokens."""
+        """A source's sequences as `pack` takes them: tokens, document begins, ignored tokens."""
         sequence, dataset = self._sequences[source], self.sources[source].dataset
         indices = np.array([sequence[int(number)] for number in numbers], np.int64)
         data, begins, ignored = self._cfg.data, None, None
@@ -209,7 +208,7 @@ class Loader:
 
 
 def sequence_order(num_sequences: int, seed: int | None) -> grain.MapDataset[int]:
-    """The endless order of windows, by random access.
+    """The endless order of sequences, by random access.
 
     Args:     seed: each epoch is another permutation drawn from it. None: always in text order.
     """
@@ -255,10 +254,10 @@ def _check_fits(cfg: Config, dataset: TokenDataset) -> None:
     count = num_sequences(found, seq_len)
     if count == 0:
         rule = f"needs {seq_len + 1} tokens, and {dataset.split} of {dataset.path} has {found}"
-        raise ConfigError("data.seq_len", seq_len, rule, "use shorter windows or more text")
+        raise ConfigError("data.seq_len", seq_len, rule, "use shorter sequences or more text")
     if count > MAX_SEQUENCES:
-        rule = f"cuts {dataset.path} into {count:,} windows, above {MAX_SEQUENCES:,}"
-        raise ConfigError("data.seq_len", seq_len, rule, "use longer windows")
+        rule = f"cuts {dataset.path} into {count:,} sequences, above {MAX_SEQUENCES:,}"
+        raise ConfigError("data.seq_len", seq_len, rule, "use longer sequences")
 
 
 def _check_tokens(stretch: np.ndarray, indices: np.ndarray, dataset: TokenDataset) -> None:

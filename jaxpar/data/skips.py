@@ -7,17 +7,17 @@ from pathlib import Path
 
 from jaxpar.config import ConfigError
 
-#: In the run's folder, from the moment when a window is left out; checkpoints carry it, too.
+#: In the run's folder, from the moment when batches are left out; checkpoints carry it, too.
 SKIPPED_FILE = "skipped_batches.json"
 
 
 @dataclass(frozen=True)
 class SkippedBatches:
-    """Windows of batches, as (first, count): ascending, disjoint, none empty."""
+    """Ranges of batches, as (first, count): ascending, disjoint, none empty."""
 
     ranges: tuple[tuple[int, int], ...] = ()
     rewinds: int = 0
-    """How often the run has gone back: windows that touch are one, and do not tell."""
+    """How often the run has gone back; `ranges` do not tell, since adjacent ones are merged."""
 
     def __str__(self) -> str:
         texts = [
@@ -27,7 +27,7 @@ class SkippedBatches:
         return f"batches {', '.join(texts)}" if texts else "no batches"
 
     def batch_of(self, step: int) -> int:
-        """The batch that a step takes: its own number, past every window left out before it."""
+        """The batch that a step takes: its own number, past every range left out before it."""
         batch = step
         for first, count in self.ranges:
             if batch < first:
@@ -38,9 +38,9 @@ class SkippedBatches:
     def and_also(
         self, ranges: Iterable[Iterable[int]], rewinds: int | None = None
     ) -> "SkippedBatches":
-        """With more windows left out; where they overlap, once.
+        """With more ranges left out; where they overlap, once.
 
-        Args:     rewinds: that whoever says so counts; None: there is a window for each.
+        Args:     rewinds: how many led to these ranges. None: one for each range.
         """
         batches = {b for first, count in self.ranges for b in range(first, first + count)}
         batches |= {b for first, count in ranges for b in range(first, first + count)}
@@ -54,7 +54,7 @@ class SkippedBatches:
         return SkippedBatches(tuple((first, count) for first, count in merged), counted)
 
     def after_rewind(self, first: int, count: int) -> "SkippedBatches":
-        """With one more window left out, by one more rewind."""
+        """With one more range left out, by one more rewind."""
         return self.and_also([(first, count)], self.rewinds + 1)
 
 

@@ -13,7 +13,7 @@ import jax
 from jaxpar.doctor import showing
 from jaxpar.doctor.checks import gpu as gpu_checks
 from jaxpar.doctor.checks import host, measured
-from jaxpar.doctor.checks.findings import Finding, failed, merged, skipped, verdict
+from jaxpar.doctor.checks.findings import Finding, failed, merge_findings, skipped, verdict
 from jaxpar.doctor.facts import HostFacts
 from jaxpar.doctor.measure import bandwidth, compute, verification
 from jaxpar.doctor.measure import links as links_of
@@ -109,7 +109,7 @@ class Examination:
             return Section(findings=[failed(name, said, remedy)])
 
     def _merged(self, check: Callable[[HostFacts], list[Finding]]) -> list[Finding]:
-        return merged([check(f) for f in self.facts], [f.name for f in self.facts])
+        return merge_findings([check(f) for f in self.facts], [f.name for f in self.facts])
 
     def versions(self) -> Section:
         """Versions, devices, environment."""
@@ -125,7 +125,7 @@ class Examination:
         for facts in self.facts:
             hosts.setdefault(facts.host["name"], []).append(facts)
         by_host = [[*gpu_checks.check(f[0]), gpu_checks.used(f)] for f in hosts.values()]
-        found = merged(by_host, list(hosts)) + self._merged(host.check_host)
+        found = merge_findings(by_host, list(hosts)) + self._merged(host.check_host)
         return Section(None, found, [t for f in hosts.values() for t in showing.hardware(f[0])])
 
     def collectives(self) -> Section:
@@ -185,7 +185,7 @@ class Examination:
         """Matmuls and copies."""
         own = list(compute.measure(self.options.repeats, self.progress.tell))
         self.progress.tell("matmuls for a while")
-        last = compute.lasting(own[0])
+        last = compute.multiply_sustained(own[0])
         own.append(last.rate)
         of_all = self.gathered([dataclasses.asdict(rate) for rate in own])
         rates = {
@@ -198,7 +198,7 @@ class Examination:
         found += measured.transfers(rates)
         loads = self.gathered(last.load)
         by_process = [measured.under_load(load) for load in loads]
-        found += merged(by_process, [facts.name for facts in self.facts])
+        found += merge_findings(by_process, [facts.name for facts in self.facts])
         units = {(rate.what, rate.detail): rate.unit for rate in own}
         record = {
             "rates": [{"what": w, "detail": d, "unit": units[w, d], "devices": r}

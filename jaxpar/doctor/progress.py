@@ -15,8 +15,8 @@ from jaxpar.runtime.processes import peers
 type Tell = Callable[[str], None]
 
 
-def untold(text: str) -> None:
-    """Nobody is told."""
+def no_report(text: str) -> None:
+    """Report nothing."""
 
 
 class SectionProgress:
@@ -27,7 +27,7 @@ class SectionProgress:
         self.console, self.limit = console, seconds
         self.seconds: dict[str, float] = {}
         self.at = ""
-        self._show: Tell = untold
+        self._show: Tell = no_report
 
     def tell(self, text: str) -> None:
         """A new piece of work begins."""
@@ -50,7 +50,7 @@ class SectionProgress:
                 yield
         finally:
             timer.cancel()
-            self._show = untold
+            self._show = no_report
             self.seconds[name] = round(time.monotonic() - began, 2)
 
     def _hung(self, name: str) -> None:

@@ -73,7 +73,7 @@ def _check_output(name: str) -> None:
         raise ConfigError("--output", name, "cannot be written", "name a file of your own")
 
 
-def evaluate(options: EvaluateOptions, say: Callable[[str], None] = peers.log) -> dict[str, Any]:
+def evaluate(options: EvaluateOptions, log: Callable[[str], None] = peers.log) -> dict[str, Any]:
     """Run the tasks; the results as the harness gives them.
 
     Raises:   ConfigError for an unknown task, and as `check` and `loaded.load`.
@@ -92,7 +92,7 @@ def evaluate(options: EvaluateOptions, say: Callable[[str], None] = peers.log) -
     if missing:
         fix = "`lm_eval ls tasks` lists them; --include-path FOLDER adds your own"
         raise ConfigError("--tasks", ",".join(missing), "is no task of the harness", fix)
-    model = HarnessModel(load(options.run, options.step, options.tensor, say), options.batch_size)
+    model = HarnessModel(load(options.run, options.step, options.tensor, log), options.batch_size)
     results = lm_eval.simple_evaluate(
         model=model,
         tasks=list(options.tasks),
@@ -102,7 +102,7 @@ def evaluate(options: EvaluateOptions, say: Callable[[str], None] = peers.log) -
         log_samples=False,
         bootstrap_iters=0,
     )
-    say(lm_eval.utils.make_table(results))
+    log(lm_eval.utils.make_table(results))
     if options.output is not None and peers.rank() == 0:
         text = json.dumps(results, indent=2, default=str)
         Path(options.output).write_text(text + "\n", "utf-8")

@@ -1,7 +1,7 @@
 """Text from a model: prompts read at once, then a token at a time from cached keys and values.
 
 Rows are drawn apart: what one gets depends on its prompt, the seed and its number, not on its
-neighbours, the mesh or how many tokens are made between two looks at them.
+neighbors, the mesh or how many tokens are made between two looks at them.
 """
 
 import dataclasses

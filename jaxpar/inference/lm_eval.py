@@ -19,7 +19,7 @@ MAX_TOKENS = 256
 class HarnessModel(TemplateLM):
     """Scores and writes with a model of ours.
 
-    A text that is longer than the windows of training is scored by its latest tokens.
+    A text that is longer than the training sequences is scored by its latest tokens.
     """
 
     def __init__(self, model: LoadedModel, batch_size: int):

@@ -42,15 +42,15 @@ class LoadedModel:
         return [*(self.begin if begin else ()), *map(int, self.tokenizer.encode(text))]
 
 
-def load(folder: str, step: int | None, tensor: int, say: Callable[[str], None]) -> LoadedModel:
+def load(folder: str, step: int | None, tensor: int, log: Callable[[str], None]) -> LoadedModel:
     """The model of a run (its latest checkpoint, or `step`) or of a published folder.
 
     Starts JAX. Every device reads its own shards only. Adapters are merged into the weights.
 
-    Args:     tensor: devices that share each layer. say: told what is read.
+    Args:     tensor: devices that share each layer. log: called with what is read.
     Raises:   ConfigError when there is no model there, or too few devices.
     """
-    _start(tensor, say)
+    _start(tensor, log)
     source = None if _is_run(folder) else _published(folder, step)
     cfg = source.config if source else checkpoint.load_config(folder, step)
     cfg = config_for_sampling(cfg, tensor)
@@ -63,14 +63,14 @@ def load(folder: str, step: int | None, tensor: int, say: Callable[[str], None])
     tokenizer = tokenizer_in(Path(folder), folder) if source else tokenizer_of_run(folder, cfg)
     begin = tokenizer.begin if source else begin_of_prompts(folder, cfg, tokenizer)
     if source:
-        params = load_params(source, cfg, mesh, say)
+        params = load_params(source, cfg, mesh, log)
     else:
         params = checkpoint.restore_params(folder, cfg, mesh, step)
         params, cfg = adapters.merge(params, cfg, mesh), adapters.base_config(cfg)
     return LoadedModel(cfg, mesh, weights_for_sampling(params, cfg, mesh), tokenizer, begin)
 
 
-def _start(tensor: int, say: Callable[[str], None]) -> None:
+def _start(tensor: int, log: Callable[[str], None]) -> None:
     """Start JAX for this machine, not for the one that a run's config was written on: reading a
     checkpoint starts it. Without a GPU, ranks are simulated.
 
@@ -78,7 +78,7 @@ def _start(tensor: int, say: Callable[[str], None]) -> None:
     """
     if peers.world_size() == 1:  # else a program has joined them before
         detect = "auto" if rendezvous.detect_peers() else "none"
-        rendezvous.join(replace(Config(), **{"cluster.detect": detect}), say)
+        rendezvous.join(replace(Config(), **{"cluster.detect": detect}), log)
     number = peers.world_size()
     if not gpu_is_present() and tensor % number == 0:
         with contextlib.suppress(RuntimeError):  # it has started, with devices of its own

@@ -90,15 +90,15 @@ def stop_ids(texts: Sequence[str], tokenizer: Any) -> set[int]:
 def sample(options: SampleOptions) -> None:
     """Print each prompt and what the model writes after it."""
     check(options)
-    model = load(options.run, options.step, options.tensor, say)
+    model = load(options.run, options.step, options.tensor, log)
     cfg, tokenizer = model.cfg, model.tokenizer
     prompts = [model.encode(text) for text in options.prompt]
     longest = max(map(len, prompts))
     slots = slots_for(longest, options.max_tokens)
     held = decode.cache_bytes(cfg.model, len(prompts), slots, options.tensor)
-    say(f"[keys and values of {len(prompts)} x {slots} tokens: {held / 2**20:,.1f} MiB a device]")
+    log(f"[keys and values of {len(prompts)} x {slots} tokens: {held / 2**20:,.1f} MiB a device]")
     if longest + options.max_tokens > cfg.data.seq_len:
-        say(f"[each token sees the {cfg.data.seq_len} before it, as in training]")
+        log(f"[each token sees the {cfg.data.seq_len} before it, as in training]")
     made = generate(
         model.weights,
         cfg,
@@ -116,7 +116,7 @@ def sample(options: SampleOptions) -> None:
     if len(prompts) > 1:
         for text, ids in zip(options.prompt, rows, strict=True):
             write(f"--- {text}{tokenizer.decode(ids)}\n")
-    say(f"[{count} tokens in {seconds:.2f} s, {count / seconds:,.1f} tokens/s]")
+    log(f"[{count} tokens in {seconds:.2f} s, {count / seconds:,.1f} tokens/s]")
     if options.save and peers.rank() == 0:
         _save(options, [tokenizer.decode(ids) for ids in rows])
 
@@ -127,7 +127,7 @@ def _save(options: SampleOptions, texts: list[str]) -> None:
         write_sample(Path(options.run), step, prompt, text, **dataclasses.asdict(options.sampling))
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     """A line beside the text, on standard error."""
     if peers.rank() == 0:
         print(text, file=sys.stderr, flush=True)

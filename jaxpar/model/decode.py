@@ -56,7 +56,7 @@ def prompt(weights: Tree, tokens: jax.Array, cache: Cache, cfg: Config) -> tuple
 
     Args:     weights: fused, in the compute dtype, one tree per layer. tokens: int32 [B, T],
               padded behind. cache: of at least T slots.
-    Returns:  the last layer's output, normalised, [B, T, D]; the cache.
+    Returns:  the last layer's output, normalized, [B, T, D]; the cache.
     Communication: two all-reduces over TENSOR a layer, and one for the embedding.
     """
     return _through(weights, tokens, jnp.zeros(len(tokens), jnp.int32), cache, cfg, alone=True)

@@ -37,12 +37,12 @@ def cross_entropy(
 ) -> tuple[jax.Array, jax.Array]:
     """Summed cross entropy of this device's tokens.
 
-    Args:     h_ND: normalised hidden states, the same on every rank of VOCAB_AXES though typed
+    Args:     h_ND: normalized hidden states, the same on every rank of VOCAB_AXES though typed
               varying. head_DV: this device's columns, compute dtype. labels_N: int32, typed
               invariant over VOCAB_AXES; IGNORED for no loss. z_loss: weight of the squared
               log-partition. logits_dtype: what logits are rounded to; all else is float32.
               chunks: that the tokens are taken in; 0: `num_chunks`.
-    Returns:  (loss + z-loss, loss), float32 scalars, sums over the labelled tokens, the same on
+    Returns:  (loss + z-loss, loss), float32 scalars, sums over the labeled tokens, the same on
               every rank of VOCAB_AXES. The second carries no gradient.
     Communication: per chunk over VOCAB_AXES: all-reduces of [chunk] float32, one max and two sums.
     Source:   Shoeybi et al. 2019 (1909.08053), section 3; z-loss: 2204.02311, section 5.

@@ -1,4 +1,4 @@
-"""The model's parameters: their specs, and which are trained."""
+"""The model's parameters: their specs, and which are trainable."""
 
 import math
 from typing import Any, Literal

@@ -95,7 +95,7 @@ def runs_of_layers(
     Every chunk begins with the same kind of layer (`config/validate.py` sees to it), so the number
     of a layer within its chunk says what it is.
 
-    Returns:  neighbouring layers that are alike, with what they know of the tokens.
+    Returns:  neighboring layers that are alike, with what they know of the tokens.
     """
     if not cfg.model.global_every:
         return [(chunk, context)]

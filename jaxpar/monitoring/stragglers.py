@@ -26,7 +26,7 @@ def compare(host_seconds: float) -> dict[str, Any]:
     peers.publish(_TOPIC, json.dumps(host_seconds))
     if peers.rank() != 0:
         return {}
-    times = {i: json.loads(text) for i, text in peers.published(_TOPIC).items()}
+    times = {i: json.loads(text) for i, text in peers.read_published(_TOPIC).items()}
     if len(times) < peers.world_size():
         return {}  # somebody has not come to its first yet
     slowest = max(times, key=lambda i: times[i])

@@ -1,11 +1,11 @@
-"""Updates left out because the loss or the gradient is no number, and float16's loss scale.
+"""Dynamic loss scaling for float16, and updates skipped because of a non-finite loss or gradient.
 
-Both live in the training state (`TrainState.guard`), so that a run that goes on, on any mesh, goes
-on with them. All of it is a handful of scalars, the same on every device.
+Both are kept in the training state (`TrainState.guard`), so that a resumed run continues with them
+on any mesh. They are a few scalars, the same on every device.
 
-In float16 gradients are small enough to vanish and large enough to overflow. The loss is multiplied
-by a power of two before the backward, and the gradients are divided by it in float32, both exactly.
-An overflow halves the scale and leaves the update out; a stretch without one doubles it.
+In float16, gradients are small enough to underflow and large enough to overflow. The loss is
+multiplied by a power of two before the backward, and the gradients are divided by it in float32;
+both are exact. An overflow halves the scale and skips the update; a stretch without one doubles it.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ type Guard = dict[str, Any]
 def initial_guard(cfg: Config) -> Guard:
     """The scalars before the first step, numpy."""
     return {
-        "skipped": np.int32(0),  # updates left out so far
+        "skipped": np.int32(0),  # updates skipped so far
         "in_a_row": np.int32(0),  # the latest of them, without overflows of a scale above 1
         "loss_scale": np.float32(cfg.guard.loss_scale if scales_loss(cfg) else 1.0),
         "since_change": np.int32(0),  # steps since the scale was changed

@@ -38,7 +38,7 @@ from jaxpar.sharding.axes import SEQUENCE
 
 
 def token_order(parallel: ParallelConfig, seq_len: int) -> np.ndarray | None:
-    """Where each place of a window takes its token from, int64 [T]; None for the text's order.
+    """Where each place of a sequence takes its token from, int64 [T]; None for the text's order.
 
     Zigzag: of 2n equal pieces, device r of n holds pieces r and 2n-1-r.
 

@@ -307,7 +307,7 @@ def largest(asked: Asked, console: Console) -> dict[str, Any]:
     if found is None:
         raise nothing_fits(make_plan(asked.cfg, cluster, coarse=True))
     size, layout = found
-    unit = "sequences in one microbatch of all GPUs" if what == "batch" else "tokens in a window"
+    unit = "sequences in one microbatch of all GPUs" if what == "batch" else "tokens in a sequence"
     console.print(
         f"{size:,} {unit} on {showing.hardware_in_words(cluster)}: {layouts.describe(layout.cfg)}, "
         f"remat {layout.cfg.parallel.remat}, {layout.memory.total / GIB:.1f} GiB a GPU, "

@@ -158,7 +158,7 @@ def error_in(printed: str) -> str:
 
 def _environment(cfg: Config, gpu: Gpu, given: Mapping[str, str]) -> dict[str, str]:
     """That of a run on the GPU: its flags, and this process's packages; devices on the CPU."""
-    flags = xla_flags.measured_for(gpu.device_kind, jax.__version__, cfg)
+    flags = xla_flags.matching_rows(gpu.device_kind, jax.__version__, cfg)
     if cfg.run.xla_flags == "none":
         flags = []
     settings = " ".join(flag.setting for flag in flags)

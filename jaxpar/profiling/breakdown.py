@@ -106,7 +106,7 @@ def profile(trace: KernelTrace, hlo_text: str | hlo.Module = "", top: int = 10) 
     if hlo_text:
         module = hlo.parse(hlo_text) if isinstance(hlo_text, str) else hlo_text
         trace = attribute(trace, module)
-        trace = trace if trace.on_gpu else cpu_trace.classified(trace, module)
+        trace = trace if trace.on_gpu else cpu_trace.classify_instructions(trace, module)
     devices = {n: [sort_kernels(s) for s in steps] for n, steps in trace.devices.items()}
     counts = {len(steps) for steps in devices.values()}
     if counts in (set(), {0}):

@@ -1,7 +1,7 @@
 """Where a run's profiles lie, and what is in one: RUN/profiles/step_00000100, by its first step.
 
     profile.json       what was traced, on what, and the compiler's figures of its memory
-    step.hlo.txt.gz    the optimised HLO of the step
+    step.hlo.txt.gz    the optimized HLO of the step
     plugins/profile/step_00000100/process_N.xplane.pb       a trace from each process
     plugins/profile/step_00000100/process_N.trace.json.gz   the same for Perfetto
 

@@ -1,6 +1,6 @@
 """A profile as it lies on disk, read: from a run, from the folder of one profile, or a trace alone.
 
-The optimised HLO is the file beside the trace; without it, the trace's own copy of the program.
+The optimized HLO is the file beside the trace; without it, the trace's own copy of the program.
 """
 
 import gzip

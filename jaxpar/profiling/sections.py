@@ -9,7 +9,7 @@ from typing import Any
 from jaxpar.profiling.folder import ProfileFacts
 from jaxpar.profiling.hlo.memory import ProgramMemory
 from jaxpar.profiling.hlo.text import Instruction, Module
-from jaxpar.profiling.table import aligned, digits
+from jaxpar.profiling.table import align_columns, digits
 from jaxpar.profiling.trace.kernels import family
 from jaxpar.profiling.trace.scopes import place_of
 
@@ -41,7 +41,7 @@ def rates(profile: dict[str, Any], facts: ProfileFacts | None) -> str:
     if attention := profile.get("attention"):
         rate = f"{digits(attention['flops_per_second'] / 1e12)} TFLOP/s while its kernels run"
         flops = f"{digits(attention['flops'] / 1e12)} TFLOP a step and device"
-        lines.append(f"  attention: {flops} (causal, windows of one text), {rate}")
+        lines.append(f"  attention: {flops} (causal, sequences of one text), {rate}")
     if profile.get("model"):
         model = profile["model"]
         text = f"  model: {digits(model['flops'] / 1e12)} TFLOP a step and device (causal), "
@@ -60,7 +60,7 @@ def devices(profile: dict[str, Any]) -> str:
     names = ("step", "compute", "communication", "exposed", "idle")
     rows = [("device", *names)]
     rows += [(n, *(f"{ms[name]:,.1f}" for name in names)) for n, ms in each.items()]
-    return aligned(rows) + "\n  " + straggler(profile)["words"]
+    return align_columns(rows) + "\n  " + straggler(profile)["words"]
 
 
 def straggler(profile: dict[str, Any]) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def _buffers(found: ProgramMemory, most: int) -> str:
     table: list[tuple[str, ...]] = [("at the peak", "of it", "count", "pass", "scope", "made as")]
     for key, total in sizes.most_common(most):
         table.append((size(total), f"{total / found.peak:.1%}", str(count[key]), *key))
-    return aligned(table, left=(3, 4, 5))
+    return align_columns(table, left=(3, 4, 5))
 
 
 def _plot(found: ProgramMemory, module: Module | None) -> str:
@@ -156,7 +156,7 @@ def area(values: Sequence[float], top: float) -> list[str]:
 
 
 def _passes(found: ProgramMemory, module: Module, edges: Sequence[int]) -> str:
-    """Under the plot: where forward, backward and optimiser begin to be most of a column."""
+    """Under the plot: where forward, backward and optimizer begin to be most of a column."""
     words = [_word(module.instructions.get(name)) for name, _ in found.live]
     marks = [" "] * (WIDTH + 12)
     for word in ("forward", "backward", "optimizer"):

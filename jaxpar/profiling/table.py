@@ -40,7 +40,7 @@ def amount(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
-def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
+def align_columns(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
     """Rows of cells in columns, indented; those in `left` to the left, others to the right."""
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
     lines = []
@@ -77,7 +77,7 @@ def _classes(p: dict[str, Any]) -> str:
         rows.append((what, f"{row['ms']:,.1f}", share, f"{row['count']:,.0f}", note))
     idle = p["ms"]["idle"]
     rows.append(("idle", f"{idle:,.1f}", f"{idle / step:.1%}", "", ""))
-    return aligned(rows, left=(0, 4))
+    return align_columns(rows, left=(0, 4))
 
 
 def _collectives(p: dict[str, Any], sent: dict[str, dict[str, int]]) -> str:
@@ -94,7 +94,7 @@ def _collectives(p: dict[str, Any], sent: dict[str, dict[str, int]]) -> str:
                 "-" if size is None else f"{amount(size / row['ms'] * 1e3)}/s",
             )
         )
-    return aligned(rows)
+    return align_columns(rows)
 
 
 def _scopes(p: dict[str, Any]) -> str:
@@ -115,7 +115,7 @@ def _scopes(p: dict[str, Any]) -> str:
     shown = [f"{phase} {passes[phase]:,.1f}" for phase in PASSES if phase in passes]
     if p["unattributed_ms"] >= 0.05:
         shown.append(f"not placed {p['unattributed_ms']:,.1f}")
-    return "  compute by pass: " + "   ".join(shown) + "\n\n" + aligned(rows, left=(0, 1))
+    return "  compute by pass: " + "   ".join(shown) + "\n\n" + align_columns(rows, left=(0, 1))
 
 
 def _kernels(p: dict[str, Any]) -> str:
@@ -131,7 +131,7 @@ def _kernels(p: dict[str, Any]) -> str:
         numbers += [_COSTS[name][1](k[name]) if k.get(name) else "-" for name in costs]
         name = k["name"] if len(k["name"]) <= MAX_NAME_CHARS else k["name"][:MAX_NAME_CHARS] + "..."
         rows.append((*numbers, name, "  ".join(filter(None, (k["result"], where)))))
-    return aligned(rows, left=(len(rows[0]) - 2, len(rows[0]) - 1))
+    return align_columns(rows, left=(len(rows[0]) - 2, len(rows[0]) - 1))
 
 
 #: Of a kernel's costs (`roofline.py`): title, and how a value is written.

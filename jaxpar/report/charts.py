@@ -42,7 +42,7 @@ SHOWN = (
     Shown("grad_norm", "Gradient norm", smooth=True, log=True),
     Shown("learning_rate", "Learning rate"),
     Shown("tokens_per_second_per_device", "Throughput per device"),
-    Shown("mfu", "Model FLOP utilisation (MFU)"),
+    Shown("mfu", "Model FLOP utilization (MFU)"),
     Shown("memory_gib", "Peak memory"),
     Shown("data_wait_seconds", "Wait for data"),
     Shown("loss_scale", "Loss scale", log=True),

@@ -18,7 +18,7 @@ from jaxpar.report.series import Series, Sizes
 KINDS = {
     "restart": "started again",
     "rewind": "went back",
-    "left out": "updates left out, loss or gradient being no number",
+    "left out": "updates skipped for a non-finite loss or gradient",
     "failed": "save failed",
     "saved": "checkpoint",
 }

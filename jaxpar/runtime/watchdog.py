@@ -107,7 +107,7 @@ class Watchdog:
     def _watch_others(self) -> None:
         while peers.world_size() > 1 and not self._over.wait(LOOK_SECONDS):
             try:
-                hung = peers.published(_TOPIC)
+                hung = peers.read_published(_TOPIC)
             except RuntimeError:
                 return  # the coordinator is gone, and JAX ends this process
             for process, text in hung.items():
@@ -124,7 +124,7 @@ class Watchdog:
             phase, step, _, _ = self._at
             # All in threads: the others may be stopped, and the folder's file system may hang.
             _start(self._tell, f"step {step}, {phase}")
-            reports = [_start(self._say_why, why), _start(self._collectives)]
+            reports = [_start(self._log_why, why), _start(self._collectives)]
             if first and visible.gpu_is_present():
                 reports.append(_start(self._ask_nccl))
             until = time.monotonic() + REPORT_SECONDS
@@ -134,7 +134,7 @@ class Watchdog:
         finally:
             os._exit(exit_codes.EXIT_HANG)
 
-    def _say_why(self, why: str) -> None:
+    def _log_why(self, why: str) -> None:
         """Write the last words and the stacks; to stderr, where the folder takes no file."""
         with contextlib.suppress(OSError):
             self.write(exit_codes.EXIT_HANG, f"hang: {why}")
@@ -155,7 +155,7 @@ class Watchdog:
         """Let the others know, and stop waiting once all have said the same."""
         try:
             peers.publish(_TOPIC, where)
-            while peers.world_size() > max(len(peers.published(_TOPIC)), 1):
+            while peers.world_size() > max(len(peers.read_published(_TOPIC)), 1):
                 time.sleep(0.1)
             time.sleep(0.5)  # theirs are being written
         except RuntimeError:

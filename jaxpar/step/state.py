@@ -1,7 +1,7 @@
 """The training state: step, parameters, moments; how it starts and how it is sharded.
 
 Arrays are logical and global, under stable names, so a checkpoint means the same on every mesh.
-One thing depends on the mesh: with virtual stages, a device's chunks are not neighbouring layers,
+One thing depends on the mesh: with virtual stages, a device's chunks are not neighboring layers,
 so the running state holds the layers in another order. `to_logical` and `to_running` convert.
 """
 
@@ -34,11 +34,11 @@ class TrainState:
     """Everything a step changes. `step` is also the position in the data."""
 
     step: Any
-    """int32 scalar: optimiser steps taken."""
+    """int32 scalar: optimizer steps taken."""
     params: Any
     """float32 master weights, as `parameters.param_specs`."""
     opt_state: Any
-    """optax state; moments are shaped and sharded as the parameters that are trained."""
+    """optax state; moments are shaped and sharded as the trainable parameters."""
     guard: Any = ()
     """Scalars of `loss_scale.initial_guard`."""
 

@@ -10,7 +10,7 @@ from jaxpar.monitoring.goodput import Recorder
 from jaxpar.profiling.in_run import RunProfiler
 from jaxpar.runtime import signals
 from jaxpar.runtime.processes.peers import log
-from jaxpar.runtime.program import ending_at_once
+from jaxpar.runtime.program import exit_on_failure
 from jaxpar.runtime.watchdog import Watchdog
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.mesh import describe
@@ -59,7 +59,7 @@ class BetweenSteps:
         with contextlib.ExitStack() as stack:
             self.saver = stack.enter_context(saver)
             self.metrics = stack.enter_context(run.metrics())
-            stack.enter_context(ending_at_once())
+            stack.enter_context(exit_on_failure())
             self.profiler = stack.enter_context(profiler)
             self.open = stack.pop_all()
         return self

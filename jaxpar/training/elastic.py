@@ -16,7 +16,7 @@ import jax
 
 from jaxpar.checkpoint import Saved
 from jaxpar.config import Config, ConfigError, flag
-from jaxpar.config.layout_fields import FIELDS, kept
+from jaxpar.config.layout_fields import FIELDS, fixed_layout_fields
 from jaxpar.config.resolve import fill_data_axis
 from jaxpar.planning.layouts import describe, divisors, with_parallel
 from jaxpar.planning.predict.communication import Cluster
@@ -60,7 +60,7 @@ def choose_layout(cfg: Config, seconds: float) -> Config:
 def _best(cfg: Config) -> dict[str, Any]:
     """Fields of the first of the layouts that fit these devices, and the reason in words."""
     here = Cluster(gpu_here(), NETWORKS["ib400"], jax.device_count(), jax.local_device_count())
-    fixed = kept(cfg)
+    fixed = fixed_layout_fields(cfg)
     plan = make_plan(cfg, here, fixed, coarse=True)
     if not plan.fitting:
         error = nothing_fits(plan)
@@ -155,7 +155,7 @@ def asked_before(saved: Saved) -> int:
     return int(saved.asked.get(MICROBATCHES, used))
 
 
-def asked_otherwise(asked: Config, used: Config) -> dict[str, Any]:
+def changed_by_layout(asked: Config, used: Config) -> dict[str, Any]:
     """What a checkpoint is to know of the command, where the run does something else."""
     value = asked.parallel.num_microbatches
     return {} if value == used.parallel.num_microbatches else {MICROBATCHES: value}

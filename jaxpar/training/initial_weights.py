@@ -55,17 +55,17 @@ def find(cfg: Config) -> Origin | None:
     return Origin(folder, None, source)
 
 
-def state(cfg: Config, mesh: Mesh, origin: Origin | None, say: Callable[[str], None]) -> TrainState:
+def state(cfg: Config, mesh: Mesh, origin: Origin | None, log: Callable[[str], None]) -> TrainState:
     """The state before the first step. Every device reads or makes its own shards only.
 
     A run's adapters are merged into its weights; those of `cfg` start as in any new run.
 
-    Args:     origin: of `find`. say: told what was read.
+    Args:     origin: of `find`. log: called with what was read.
     """
     if origin is None:
         return init_state(cfg, mesh)
     if origin.source is not None:
-        params = load_params(origin.source, cfg, mesh, say)
+        params = load_params(origin.source, cfg, mesh, log)
     else:
         there = replace(cfg, lora=origin.lora)
         params = checkpoint.restore_params(origin.folder, there, mesh, origin.step)

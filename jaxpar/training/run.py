@@ -52,7 +52,7 @@ class Run:
         self.first_step = start(cfg) if in_folder else None
         saved = self._saved()
         self.cfg = resolve(elastic.same_rows(cfg, saved, jax.device_count()), jax.device_count())
-        self.asked = elastic.asked_otherwise(cfg, self.cfg)
+        self.asked = elastic.changed_by_layout(cfg, self.cfg)
         check_host_copies(self.cfg, jax.default_backend())
         require_packages(self.cfg)
         self.execution = execution_of(self.cfg)

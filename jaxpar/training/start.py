@@ -8,7 +8,7 @@ from jaxpar import checkpoint
 from jaxpar.config import Config
 from jaxpar.config.serialize import to_json
 from jaxpar.data.skips import SKIPPED_FILE
-from jaxpar.profiling.in_run import listening
+from jaxpar.profiling.in_run import profile_on_signal
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.files.run_lock import WAIT_SECONDS, RunLock, RunLocked
 from jaxpar.runtime.processes import peers
@@ -61,7 +61,7 @@ def run_to_end(cfg: Config, environment: list[str]) -> int:
               the folder of the run that has it.
     """
     c = cfg.cluster
-    with listening(), Watchdog(cfg.run.dir, c.hang_seconds, c.slow_seconds) as watch:
+    with profile_on_signal(), Watchdog(cfg.run.dir, c.hang_seconds, c.slow_seconds) as watch:
         run = checked(cfg)
         try:
             lock = opened(run, environment)

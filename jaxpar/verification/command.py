@@ -79,7 +79,7 @@ def parse_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = _Parser(
         prog=PROGRAM,
         usage=f"{PROGRAM} CONFIG [--mesh AXIS=N,...] [options] [--section.field VALUE ...]",
-        description="Compare the weights, losses, gradients and optimiser steps of meshes with a "
+        description="Compare the weights, losses, gradients and optimizer steps of meshes with a "
         "plain, unsharded reference, in float32 on random packed documents.",
         epilog=EPILOG,
         allow_abbrev=False,
@@ -88,7 +88,7 @@ def parse_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     add = parser.add_argument
     add("config", metavar="CONFIG", nargs="?", help="a name from configs/, or a .py file")
     add("--mesh", action="append", metavar="AXIS=N,...", help=MESH_HELP)
-    add("--steps", type=int, default=5, help="optimiser steps; 0: gradients only (%(default)s)")
+    add("--steps", type=int, default=5, help="optimizer steps; 0: gradients only (%(default)s)")
     add("--shrink", action="store_true", help=SHRINK_HELP)
     add("--tolerance", type=float, default=1e-5, help="relative error allowed (%(default)s)")
     add("--devices", type=int, metavar="N", help=DEVICES_HELP)

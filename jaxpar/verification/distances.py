@@ -8,7 +8,7 @@ import numpy as np
 from jaxpar.verification.traces import Arrays, TrainingTrace
 
 
-def differing(found: Arrays, wanted: Arrays) -> list[str]:
+def differing_arrays(found: Arrays, wanted: Arrays) -> list[str]:
     """Names of the arrays that are not the same, bit for bit."""
     assert found.keys() == wanted.keys(), set(found) ^ set(wanted)
     return [name for name in wanted if found[name].tobytes() != wanted[name].tobytes()]
@@ -45,7 +45,7 @@ def worst(errors: dict[str, float]) -> tuple[float, str]:
 
 
 def _ratio(error: float, size: float) -> float:
-    """error / size; infinite where that is no number, so that it exceeds any tolerance."""
+    """error / size; infinite if that is not finite, so that it exceeds any tolerance."""
     if error == 0:
         return 0.0
     ratio = float(error) / float(size) if size > 0 else np.inf
@@ -93,7 +93,7 @@ def compare(found: TrainingTrace, wanted: TrainingTrace, tolerance: float) -> Co
     after = update_errors(found.params, wanted.params, wanted.init) if found.losses else None
     return Comparison(
         tolerance=tolerance,
-        differing=differing(found.init, wanted.init),
+        differing=differing_arrays(found.init, wanted.init),
         loss=loss_error(found, wanted),
         gradient=worst(gradient_errors(found.gradients, wanted.gradients)),
         update=worst(after) if after else None,

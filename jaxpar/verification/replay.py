@@ -161,7 +161,7 @@ class Replay:
         return make_mesh(self.cfg.parallel, others) if others != used else None
 
     def is_wrong(self, loss: float) -> bool:
-        """Whether a loss is no number, or a spike beside those before the step."""
+        """Whether a loss is non-finite, or a spike compared with those before the step."""
         g = self.cfg.guard
         before = losses_judged(self.records[i] for i in sorted(self.records) if i < self.number)
         window = Window(g.spike_window, g.spike_deviations, before)
@@ -213,7 +213,7 @@ def replay(options: ReplayOptions) -> str:
     again = Replay(options)
     batch, mesh = again.record["batch"], again.run.mesh
     log(
-        f"step {again.number}: batch {batch}, windows {again.record['windows']}, "
+        f"step {again.number}: batch {batch}, sequences {again.record['windows']}, "
         f"from step {again.begin} on mesh {describe(mesh)}"
     )
     state = again.before()
@@ -229,7 +229,9 @@ def replay(options: ReplayOptions) -> str:
         beside = again.take(state, mesh, batch + 1)
         log(f"next batch  {beside}")
         first, last = again.record["windows"]
-        text = f"data: batch {batch} (windows {first} to {last - 1}) does it, and the next does not"
+        text = (
+            f"data: batch {batch} (sequences {first} to {last - 1}) does it, and the next does not"
+        )
         if again.is_wrong(beside.loss):
             text = "numerics: another batch does the same to this state (look at learning rate and "
             text += "the steps before)"

@@ -46,8 +46,8 @@ def print_conditions(
         f"{options.config}{', shrunk' if options.shrink else ''}: {count(param_specs(m)):,} "
         f"parameters; {m.num_layers} layers, d_model {m.d_model}, {m.num_heads} heads on "
         f"{m.num_kv_heads} of {m.head_dim}, d_ff {m.d_ff}, vocabulary {m.vocab_size}",
-        f"{cfg.train.global_batch_size} windows of {cfg.data.seq_len} tokens a step, random packed "
-        f"documents, seed {cfg.train.seed}",
+        f"{cfg.train.global_batch_size} sequences of {cfg.data.seq_len} tokens a step, random "
+        f"packed documents, seed {cfg.train.seed}",
         f"float32{changed}, highest matmul precision, reference attention; tolerance "
         f"{options.tolerance:g} (weights after: "
         f"{distances.update_tolerance(options.tolerance):.1e})"

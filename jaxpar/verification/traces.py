@@ -29,10 +29,10 @@ from jaxpar.step.train_step import make_gradient_step, make_train_step
 
 type Arrays = dict[str, np.ndarray]
 
-#: Compiler options for simulated devices, where LLVM's optimisations take most of the time.
+#: Compiler options for simulated devices, where LLVM's optimizations take most of the time.
 QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
-#: Documents that start in a window, and the share of labels dropped, in a random batch.
+#: Documents that start in a sequence, and the share of labels dropped, in a random batch.
 DOCUMENTS, DROPPED = 4, 0.05
 
 
@@ -40,7 +40,7 @@ def random_batch(cfg: Config, index: int = 0) -> Batch:
     """Random tokens in packed documents of random length, on the host, in the text's own order.
 
     A function of (train.seed, index). Labels that another document or nothing follows, and a few
-    more, are IGNORED. Without `data.document_mask` a window is one document.
+    more, are IGNORED. Without `data.document_mask` a sequence is one document.
     """
     rng = np.random.default_rng((cfg.train.seed, index))
     B, T = cfg.train.global_batch_size, cfg.data.seq_len
@@ -115,7 +115,7 @@ def reference_trace(cfg: Config, batches: Sequence[Batch], steps: int) -> Traini
 
 def reference_gradients(params: Any, batch: Batch, cfg: Config) -> tuple[jax.Array, Any]:
     """The plain model's reported loss (without z-loss), and its gradients (with it), of the
-    parameters that are trained."""
+    trainable parameters."""
     plain = replace(cfg, **{"train.z_loss": 0.0})
     trainable, frozen = split(params, param_specs(cfg.model, cfg.lora))
 

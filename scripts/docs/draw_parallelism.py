@@ -205,18 +205,18 @@ def tip(x: float, y: float, way: int) -> str:
 def message(found: Message, y: float) -> list[str]:
     """Arrows between the devices, and what they carry."""
     out = []
-    centres = [LEFT + PANEL / 2 + device * (PANEL + GAP) for device in range(WAYS)]
-    for left, right in itertools.pairwise(centres):
+    centers = [LEFT + PANEL / 2 + device * (PANEL + GAP) for device in range(WAYS)]
+    for left, right in itertools.pairwise(centers):
         out.append(f'<path class="line" d="M{left + 8:g} {y:g}H{right - 8:g}"/>')
         out += [tip(right - 5, y, 1)] if found.to in ("all", "next") else []
         out += [tip(left + 5, y, -1)] if found.to in ("all", "back") else []
-    out += [f'<circle class="tip" cx="{x:g}" cy="{y:g}" r="2.6"/>' for x in centres]
-    out.append(words((centres[0] + centres[-1]) / 2, y + 18, found.text, "small", "middle"))
+    out += [f'<circle class="tip" cx="{x:g}" cy="{y:g}" r="2.6"/>' for x in centers]
+    out.append(words((centers[0] + centers[-1]) / 2, y + 18, found.text, "small", "middle"))
     return out
 
 
 def legend(y: float, entries: Sequence[tuple[str, str]]) -> list[str]:
-    """What the colours mean."""
+    """What the colors mean."""
     out, x = [], float(LEFT)
     for name, text in entries:
         out += [*cells(x, y - 10, [[name]], 11), words(x + 17, y, text, "small")]
@@ -225,7 +225,7 @@ def legend(y: float, entries: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def legend_of(picture: Picture) -> list[tuple[str, str]]:
-    """The colours that a picture has."""
+    """The colors that a picture has."""
     entries = [("held", "held"), ("none", "not there")]
     if picture.stream:
         return [*entries, ("moment", "gathered inside a block")]
@@ -268,7 +268,7 @@ def draw(picture: Picture) -> str:
 
 
 def draw_mesh() -> str:
-    """Sixteen devices in two hosts, by their place on three axes: the innermost are neighbours."""
+    """Sixteen devices in two hosts, by their place on three axes: the innermost are neighbors."""
     sizes = {"pipeline": 2, "data": 2, "tensor": 4}
     devices = np.arange(16).reshape([sizes.get(axis, 1) for axis in AXES])
     title = "pipeline = 2, data = 2, tensor = 4 over two hosts of eight GPUs"

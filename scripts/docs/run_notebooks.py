@@ -45,7 +45,7 @@ class OwnKernel(AsyncKernelManager):
 #: Seconds that a cell may take.
 TIMEOUT = 900.0
 
-#: What IPython colours tracebacks with.
+#: What IPython colors tracebacks with.
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
 
@@ -99,7 +99,7 @@ def tidy(notebook: NotebookNode) -> NotebookNode:
 
 
 def _joined(outputs: list[NotebookNode]) -> list[NotebookNode]:
-    """Neighbouring pieces of one stream as one: how they are cut depends on timing."""
+    """Neighboring pieces of one stream as one: how they are cut depends on timing."""
     joined: list[NotebookNode] = []
     for output in outputs:
         last = joined[-1] if joined else None

@@ -4,7 +4,7 @@ Norm, SwiGLU, rotary embedding and residual add, forward and backward, at the si
 on one device. For each: the time, the bytes that must move (every input read and every output
 written once), the rate, and its share of the rate of a large copy in the same process. A piece
 near 1 is as fast as a kernel of ours could make it by itself; what is left to gain is in fusing it
-into its neighbours. A piece of less than some 0.03 ms, with few tokens, is the time of its launch.
+into its neighbors. A piece of less than some 0.03 ms, with few tokens, is the time of its launch.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.bench.timing import Timing, interleaved
+from jaxpar.bench.timing import Timing, time_interleaved
 from jaxpar.bench.training import conditions
 from jaxpar.config import Config, ConfigError, ModelConfig
 from jaxpar.kernels.norm import rms_norm, rms_norm_beside
@@ -118,7 +118,7 @@ def copy_piece(num_bytes: int) -> Piece:
 def measured(piece: Piece, repeats: int) -> tuple[float, float]:
     """Milliseconds, and GB/s of what must move."""
     program = functools.partial(jax.jit(piece.program), *piece.arguments)
-    found = interleaved({piece.name: program}, repeats)[piece.name]
+    found = time_interleaved({piece.name: program}, repeats)[piece.name]
     if not isinstance(found, Timing):
         raise found
     return found.ms, piece.bytes_moved() / found.ms / 1e6

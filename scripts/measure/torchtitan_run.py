@@ -35,7 +35,7 @@ _FLOAT8 = (
 )
 _SEQUENCE = "--activation_checkpoint.mode full --parallelism.context_parallel_degree {gpus}"
 
-#: The model's flavour, its window, sequences per data-parallel rank, and torchtitan's arguments.
+#: The model's flavor, its window, sequences per data-parallel rank, and torchtitan's arguments.
 LAYOUTS: dict[str, tuple[str, int, int, str]] = {
     "fsdp": ("8B", 8192, 2, "--activation_checkpoint.mode none"),
     "fsdp-recompute": ("8B", 8192, 2, "--activation_checkpoint.mode selective"),

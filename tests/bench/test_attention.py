@@ -24,7 +24,7 @@ from jaxpar.config import ConfigError
 from jaxpar.kernels.attention import api, reference
 from jaxpar.kernels.attention.dispatch.capability import kind_of
 from jaxpar.kernels.attention.dispatch.measurements import parse
-from jaxpar.kernels.attention.mask import allowed
+from jaxpar.kernels.attention.mask import dense_mask
 from tests.slow import slow_but
 
 SMALL = (2, 96, 4, 2, 8)
@@ -49,7 +49,7 @@ def run(*argv: str) -> int:
 @pytest.mark.parametrize("kind", KINDS)
 def test_pairs_are_counted_as_the_mask_leaves_them(kind):
     shape = make_shape(kind, *SMALL)
-    pairs = int(np.asarray(allowed(shape.mask())).sum())
+    pairs = int(np.asarray(dense_mask(shape.mask())).sum())
     assert shape.seen() == pairs
     assert shape.useful_flops("forward") == 4 * 4 * 8 * pairs
     assert shape.useful_flops("both") == 3.5 * shape.useful_flops("forward")
@@ -146,7 +146,7 @@ def test_programs_take_turns(monkeypatch):
         if name == "b" and len(order) > 4:
             raise RuntimeError("broke")
 
-    found = timing.interleaved({n: lambda n=n: program(n) for n in "ab"}, 4)
+    found = timing.time_interleaved({n: lambda n=n: program(n) for n in "ab"}, 4)
     assert "".join(order) == "abababa"
     assert found["a"].fastest <= found["a"].ms <= found["a"].slowest
     assert str(found["b"]) == "broke"
@@ -162,7 +162,9 @@ def test_a_sustained_batch_is_timed_once_the_clocks_have_settled(monkeypatch):
 
     monkeypatch.setattr(timing, "_batch", batch)
     monkeypatch.setattr(timing, "_launches", lambda program, seconds: round(seconds / 1e-3))
-    found = timing.interleaved({"a": lambda: None}, 2, timing.Sustained(settle=0.02, timed=0.04))
+    found = timing.time_interleaved(
+        {"a": lambda: None}, 2, timing.Sustained(settle=0.02, timed=0.04)
+    )
     assert batches == [20, 40, 20, 40] and found["a"].launches == 40
     assert (found["a"].fastest, found["a"].slowest) == (2, 4), "of the second and the fourth"
 

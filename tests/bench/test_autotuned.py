@@ -63,24 +63,24 @@ def test_entries_and_their_comments_go_around_unchanged():
 
 def test_a_choice_is_read_and_put_in_anothers_place():
     entry = autotuned.entries(RESULTS)[QKV]
-    assert str(autotuned.chosen(entry)) == "cublaslt_fission 6"
+    assert str(autotuned.choice_of(entry)) == "cublaslt_fission 6"
     other = of_the_log()[QKV].candidates[1]
-    made = autotuned.choosing(entry, other, "v9")
-    assert autotuned.chosen(made).config.split() == other.config.split()
+    made = autotuned.with_choice(entry, other, "v9")
+    assert autotuned.choice_of(made).config.split() == other.config.split()
     assert made.count("optimal_backend_version") == 1 and '_version: "v9"' in made
     assert "CUBLASLT" not in made and made.count("{") == made.count("}")
-    own = autotuned.chosen(entry)
-    assert autotuned.choosing(made, own, "13.0.0") == entry  # and all else is as it was
+    own = autotuned.choice_of(entry)
+    assert autotuned.with_choice(made, own, "13.0.0") == entry  # and all else is as it was
     with pytest.raises(ValueError, match="without a choice: 'entries"):
-        autotuned.chosen("entries {\n}\n")
+        autotuned.choice_of("entries {\n}\n")
 
 
 def test_a_table_with_other_choices():
     takes = {LOSS: of_the_log()[LOSS].candidates[2]}
-    made = autotuned.varied(RESULTS, takes, autotuned.versions(LOG))
+    made = autotuned.vary_choices(RESULTS, takes, autotuned.versions(LOG))
     before = autotuned.entries(RESULTS)
     assert list(made) == [QKV, LOSS] and made[QKV] == before[QKV]
-    assert str(autotuned.chosen(made[LOSS])) == "triton 16 8 16 1 2 1 1"
+    assert str(autotuned.choice_of(made[LOSS])) == "triton 16 8 16 1 2 1 1"
     assert f'optimal_backend_version: "{TRITON}"' in made[LOSS]
     assert autotuned.entries(autotuned.text_of(made.values())) == made
 
@@ -156,7 +156,7 @@ def test_a_table_keeps_the_entries_of_other_matmuls():
     entries = autotuned.entries(text)
     assert list(entries) == [other, QKV, LOSS]
     assert entries[other] == theirs and "stale" not in text
-    assert str(autotuned.chosen(entries[QKV])) == "triton 256 128 64 4 8 1 true 1"
+    assert str(autotuned.choice_of(entries[QKV])) == "triton 256 128 64 4 8 1 true 1"
     assert f'optimal_backend_version: "{TRITON}"' in entries[QKV]
     assert entries[QKV].splitlines()[:3] == [
         "# bfloat16[32768,2048] x [2048,3072] over 1 and 0",

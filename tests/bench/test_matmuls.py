@@ -52,7 +52,7 @@ class Alone:
             Path(given["xla_gpu_dump_autotune_logs_to"]).write_text(self.log)
             return
         table = autotuned.entries(Path(given["xla_gpu_load_autotune_results_from"]).read_text())
-        taken = {name: str(autotuned.chosen(table[self.prints[name]])) for name in names}
+        taken = {name: str(autotuned.choice_of(table[self.prints[name]])) for name in names}
         self.tables.append(taken)
         times = {name: [self.took[words], self.took[words] + 2] for name, words in taken.items()}
         Path(command[2]).write_text(json.dumps(times))
@@ -218,7 +218,7 @@ def test_from_config_to_table(config_file, gpu_host, tmp_path, monkeypatch, caps
     command = ["matmuls", config_file, "--candidates", "2", "--keep", str(kept)]
     assert bench.main([*command, "--table", str(table), "--train.seed", "3"]) == 0
     entries = autotuned.entries(table.read_text())
-    chosen = {f: str(autotuned.chosen(entry)) for f, entry in entries.items()}
+    chosen = {f: str(autotuned.choice_of(entry)) for f, entry in entries.items()}
     assert chosen == {
         **{"0" * 32: "cublaslt_fission 4", LOSS: "cublaslt_fission 0"},
         QKV: "triton 256 128 64 4 8 1 true 1",

@@ -38,7 +38,7 @@ def install(tmp_path, monkeypatch):
 
 def watched(seconds: float, warm_up: float = 0.0) -> dict:
     """The card's entry of so many seconds."""
-    with power.watching(True) as watch:
+    with power.watch_power(True) as watch:
         time.sleep(warm_up)
         watch.begin()
         time.sleep(seconds)
@@ -79,7 +79,7 @@ def test_nothing_seen_and_why(install, text, reason):
 def test_without_nvidia_smi_or_a_gpu(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert watched(0.0) == {"power": None, "power_missing": "nvidia-smi is not installed"}
-    with power.watching(False) as watch:
+    with power.watch_power(False) as watch:
         watch.begin()
     assert watch.card() == {"power": None, "power_missing": "no GPU"}
 

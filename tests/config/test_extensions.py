@@ -15,7 +15,7 @@ from jaxpar.convert.hf.config import why_not
 from jaxpar.convert.hf.families import FAMILIES, LLAMA
 from jaxpar.convert.torch_file import PLAIN
 from jaxpar.inference import generation
-from jaxpar.kernels.attention.mask import allowed
+from jaxpar.kernels.attention.mask import dense_mask
 from jaxpar.optimizer.rules import make_optimizer
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.step.state import abstract_state, init_state
@@ -34,7 +34,7 @@ def capped(q, k, v, mask):
     """Softmax attention whose scores lie between -2 and 2."""
     k, v = (jnp.repeat(a, q.shape[2] // k.shape[2], axis=2) for a in (k, v))
     scores = 2 * jnp.tanh(jnp.einsum("bthk,bshk->bhts", q, k) / 2)
-    weights = jax.nn.softmax(scores, where=allowed(mask)[:, None], axis=-1)
+    weights = jax.nn.softmax(scores, where=dense_mask(mask)[:, None], axis=-1)
     return jnp.einsum("bhts,bshk->bthk", weights, v)
 
 

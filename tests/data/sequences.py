@@ -1,4 +1,4 @@
-"""Windows of a token stream, as `Loader` makes them of one source."""
+"""Sequences of a token stream, as `Loader` makes them of one source."""
 
 import numpy as np
 
@@ -13,11 +13,11 @@ def cut_sequences(
     seq_len: int,
     document_mask: bool,
 ) -> Batch:
-    """Cut windows out of a token stream.
+    """Cut sequences out of a token stream.
 
     Args:     tokens: integers [num_tokens].
               document_offsets: int64 [documents + 1], increasing from 0 to num_tokens.
-              indices: int64 [N], which windows, each below `num_sequences`.
+              indices: int64 [N], which sequences, each below `num_sequences`.
     Returns:  a Batch of int32 [N, T] on the host, as `pack` makes it.
     """
     begins = document_begins(document_offsets, indices, seq_len) if document_mask else None

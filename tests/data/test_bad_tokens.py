@@ -1,4 +1,4 @@
-"""Damaged, mislabelled and impossible tokens: each is one error that names file and place."""
+"""Damaged, mislabeled and impossible tokens: each is one error that names file and place."""
 
 import re
 import struct

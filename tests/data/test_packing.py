@@ -1,4 +1,4 @@
-"""Windows against a slow loop that says what they mean."""
+"""Sequences against a slow loop that says what they mean."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ FIELDS = ("tokens", "labels", "segment_ids", "positions")
 def slow_sequence(
     documents: list[list[int]], index: int, seq_len: int, document_mask: bool
 ) -> list:
-    """One window, token by token: (token, label, segment, position) of each place."""
+    """One sequence, token by token: (token, label, segment, position) of each place."""
     stream = [(token, number) for number, doc in enumerate(documents) for token in doc]
     places, segment, position = [], 1, 0
     for t in range(index * seq_len, (index + 1) * seq_len):
@@ -31,7 +31,7 @@ def slow_sequence(
 
 @st.composite
 def corpora(draw):
-    """Documents of 1 to 12 tokens, a window length, and some windows in any order."""
+    """Documents of 1 to 12 tokens, a sequence length, and some sequences in any order."""
     lengths = draw(st.lists(st.integers(1, 12), min_size=2, max_size=20))
     token = iter(range(sum(lengths)))
     documents = [[next(token) for _ in range(length)] for length in lengths]
@@ -43,7 +43,7 @@ def corpora(draw):
 @settings(max_examples=300, deadline=None)
 @given(corpora(), st.booleans())
 def test_against_the_loop(corpus, document_mask):
-    """All four arrays, for every shape of documents and windows."""
+    """All four arrays, for every shape of documents and sequences."""
     documents, seq_len, indices = corpus
     tokens = np.array([token for doc in documents for token in doc], np.uint16)
     offsets = np.cumsum([0] + [len(doc) for doc in documents])
@@ -56,7 +56,7 @@ def test_against_the_loop(corpus, document_mask):
 
 
 def test_by_hand():
-    """Documents of 3, 4 and 2 tokens, the last of each its end, in windows of 4."""
+    """Documents of 3, 4 and 2 tokens, the last of each its end, in sequences of 4."""
     tokens = np.array([1, 2, 0, 3, 4, 5, 0, 6, 0], np.uint16)
     batch = cut_sequences(tokens, np.array([0, 3, 7, 9]), np.array([0, 1]), 4, True)
     np.testing.assert_array_equal(batch.tokens, [[1, 2, 0, 3], [4, 5, 0, 6]])

@@ -63,7 +63,7 @@ def one_device():
 
 
 def config(path: Path | str, **values) -> Config:
-    """Short windows of a source."""
+    """Short sequences of a source."""
     base = {"data.path": str(path), "data.seq_len": 16, "train.global_batch_size": 4}
     return replace(Config(), **base | values)
 

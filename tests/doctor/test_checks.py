@@ -11,7 +11,7 @@ from jaxpar.doctor import topology
 from jaxpar.doctor.checks import gpu as gpu_checks
 from jaxpar.doctor.checks import host, variables
 from jaxpar.doctor.checks import measured as measured_checks
-from jaxpar.doctor.checks.findings import Finding, failed, merged, passed, verdict
+from jaxpar.doctor.checks.findings import Finding, failed, merge_findings, passed, verdict
 from jaxpar.doctor.facts import HostFacts, with_devices
 from jaxpar.doctor.measure.bandwidth import BandwidthRow
 from jaxpar.doctor.measure.links import Link
@@ -270,7 +270,7 @@ def test_processes_that_differ():
 
 def test_findings_of_processes_come_once_where_they_agree():
     good, bad = passed("a", "fine"), failed("b", "broken", "mend it")
-    found = merged([[good, bad], [good]], ["process 0 (x)", "process 1 (y)"])
+    found = merge_findings([[good, bad], [good]], ["process 0 (x)", "process 1 (y)"])
     assert [(f.check, f.where) for f in found] == [("a", ""), ("b", "process 0 (x)")]
 
 

@@ -18,7 +18,7 @@ PHASES = ("start", "checks and restore", "compilation", "first step", "steps", "
 #: What process 0 has said when a phase begins.
 SAYS = {
     "checks and restore": "cluster    launch: process 0",
-    "compilation": ("restored step ", "initialised in "),
+    "compilation": ("restored step ", "initialized in "),
     "first step": "compiled in ",
     "steps": "first step done after ",
 }

@@ -118,7 +118,7 @@ def test_a_row_ends_at_a_stop_token():
     assert len(found[0]) <= 5
 
 
-def test_draws_do_not_depend_on_the_neighbours_or_the_mesh():
+def test_draws_do_not_depend_on_the_neighbors_or_the_mesh():
     how = Sampling(temperature=1.0, top_k=20, top_p=0.9, seed=3)
     together = texts(*model("llama"), PROMPTS, how)
     assert texts(*model("llama"), PROMPTS[:1], how) == together[:1]

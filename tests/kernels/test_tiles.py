@@ -12,7 +12,7 @@ import pytest
 from jaxpar.kernels.attention.hopper import mask as pallas_hopper_mask
 from jaxpar.kernels.attention.hopper import tiles
 from jaxpar.kernels.attention.hopper.tiles import LAST
-from jaxpar.kernels.attention.mask import allowed
+from jaxpar.kernels.attention.mask import dense_mask
 from tests.kernels.cases import Case, mask_of
 from tests.slow import slow_but
 
@@ -124,7 +124,7 @@ def test_visits(case, blocks):
     bounds, by_query, by_key = plan(mask, q, k)
     T_padded, S_padded = T + tiles.padding(T, q), S + tiles.padding(S, k)
     seen = spelt_out(bounds, T_padded, S_padded)
-    np.testing.assert_array_equal(seen[:, :T, :S], allowed(mask))
+    np.testing.assert_array_equal(seen[:, :T, :S], dense_mask(mask))
     assert not seen[:, :T, S:].any(), "a padded key is seen"
     tiled = seen.reshape(ROWS, T_padded // q, q, S_padded // k, k).transpose(0, 1, 3, 2, 4)
     tiled = tiled.reshape(*tiled.shape[:3], -1)

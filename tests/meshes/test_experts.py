@@ -65,7 +65,7 @@ def test_gradients(mesh, devices):
 
 
 @pytest.mark.slow
-def test_gradients_without_normalisation(devices):
+def test_gradients_without_normalization(devices):
     other = {"model.normalize_experts": False, "model.experts_per_token": 3, "model.num_layers": 1}
     found = compare("tensor=2", replace(BASE, **other), devices)
     assert not found.mismatches()

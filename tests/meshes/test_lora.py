@@ -1,4 +1,4 @@
-"""Adapters alone are trained, on every mesh as in the plain model, and cost nothing else.
+"""Only adapters are trained, on every mesh as in the plain model, and cost nothing else.
 
 An adapter's second matrix starts at 0, and with it the first one's gradient: gradients are compared
 where both are random, training where it starts.
@@ -150,7 +150,7 @@ def test_training_moves_adapters_alone(devices):
     plain = traces.reference_trace(BASE, batches, 3)
     found = traces.mesh_trace(cfg, mesh, batches, 3)
     assert not distances.compare(found, plain, TOLERANCE).mismatches()
-    moved = set(distances.differing(found.params, found.init))
+    moved = set(distances.differing_arrays(found.params, found.init))
     assert moved == {name for name in found.init if lora.is_adapter(name)}
     assert moved == set(flat(trainable_specs(cfg))) and len(moved) == 14
 
@@ -162,7 +162,7 @@ def test_the_first_step_is_that_of_the_model_without(devices):
     state = init_state(cfg, mesh)
     base = init_state(base_config(cfg), mesh)
     shared = {n: a for n, a in flat(state.params).items() if not lora.is_adapter(n)}
-    assert not distances.differing(traces.to_host(base.params), traces.to_host(shared))
+    assert not distances.differing_arrays(traces.to_host(base.params), traces.to_host(shared))
     found = make_eval_step(cfg, mesh)(state.params, batch)
     alone = make_eval_step(base_config(cfg), mesh)(base.params, batch)
     # To float32's last digits: without adapters gate and up are one matmul, and a norm's rows are

@@ -1,7 +1,7 @@
-"""Mesh invariance: the same weights, loss, gradients and optimiser steps on every mesh.
+"""Mesh invariance: the same weights, loss, gradients and optimizer steps on every mesh.
 
 Each mesh is compared with the plain model of `jaxpar/model/reference.py` on packed documents. The
-models are tiny, so compiling is nearly all of the time; LLVM's optimisations are left out of it.
+models are tiny, so compiling is nearly all of the time; LLVM's optimizations are left out of it.
 """
 
 import functools

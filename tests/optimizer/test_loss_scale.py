@@ -1,4 +1,4 @@
-"""Updates whose loss or gradient is no number are left out, on every mesh; float16's loss scale."""
+"""Updates with a non-finite loss or gradient are skipped, on every mesh; float16's loss scale."""
 
 import dataclasses
 import itertools
@@ -49,7 +49,7 @@ OPTIMIZERS = {
     "offloaded": {"optimizer.offload": True},
 }
 
-#: A token whose embedding is no number, and that only a bad batch holds.
+#: A token whose embedding is NaN, and that only a bad batch holds.
 POISON = 31
 
 

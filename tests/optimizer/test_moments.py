@@ -162,7 +162,7 @@ NAMES = pytest.mark.parametrize("name", ["adamw", slow("lion"), slow("sgd")])
 
 
 def rounded_by(name: str) -> dict[str, str]:
-    """Every moment of an optimiser in bfloat16."""
+    """Every moment of an optimizer in bfloat16."""
     return BOTH if name == "adamw" else FIRST
 
 
@@ -170,8 +170,8 @@ def rounded_by(name: str) -> dict[str, str]:
 def test_the_first_update_does_not_see_the_rounding(weights, name):
     """It is computed in float32, from moments of zero; what it keeps is rounded afterwards."""
     exact, rounded = (weights(**{"optimizer.name": name}, **f) for f in ({}, rounded_by(name)))
-    assert not distances.differing(rounded[0], exact[0])
-    assert distances.differing(rounded[1], exact[1])
+    assert not distances.differing_arrays(rounded[0], exact[0])
+    assert distances.differing_arrays(rounded[1], exact[1])
 
 
 @NAMES

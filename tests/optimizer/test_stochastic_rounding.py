@@ -1,4 +1,4 @@
-"""Stochastic rounding: to a neighbour, without bias, and by an element's place alone."""
+"""Stochastic rounding: to a neighbor, without bias, and by an element's place alone."""
 
 import jax
 import jax.numpy as jnp
@@ -7,10 +7,10 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxpar.optimizer.stochastic_rounding import random_bits, round_to_bfloat16
-from jaxpar.sharding.hashing import hashed, places
+from jaxpar.sharding.hashing import hash_uint32, places
 
 #: Keys of so many steps.
-KEYS = jax.vmap(hashed)(jnp.arange(4096, dtype=jnp.uint32))
+KEYS = jax.vmap(hash_uint32)(jnp.arange(4096, dtype=jnp.uint32))
 
 
 def rounded(values, keys=KEYS) -> np.ndarray:
@@ -24,7 +24,7 @@ def rounded(values, keys=KEYS) -> np.ndarray:
 VALUES = np.array([1.0001, 1.003, -1.0077, 3.14159, 2.7e-5, -1e-30, 123456.7, 0.1], np.float32)
 
 
-def test_a_value_goes_to_one_of_its_neighbours_and_on_average_nowhere():
+def test_a_value_goes_to_one_of_its_neighbors_and_on_average_nowhere():
     found = rounded(VALUES)
     low = np.abs(VALUES.view(np.uint32) >> 16 << 16).astype(np.uint32).view(np.float32)
     high = ((VALUES.view(np.uint32) >> 16 << 16) + (1 << 16)).astype(np.uint32).view(np.float32)
@@ -73,7 +73,7 @@ def test_a_slow_average_moves_and_rounding_to_the_nearest_stands_still():
     ],
 )
 def test_the_mesh_has_no_say_in_the_numbers(spec, devices):
-    shape, key = (8, 16, 4), hashed(jnp.uint32(7))
+    shape, key = (8, 16, 4), hash_uint32(jnp.uint32(7))
     mesh = jax.make_mesh((2, 4), ("a", "b"), (AxisType.Auto,) * 2, devices=devices[:8])
     spec = PartitionSpec(*spec, *(None,) * (3 - len(spec)))
 
@@ -87,14 +87,14 @@ def test_the_mesh_has_no_say_in_the_numbers(spec, devices):
 
 
 def test_rows_of_another_order_keep_their_numbers():
-    key, spec = hashed(jnp.uint32(7)), PartitionSpec(None, None)
+    key, spec = hash_uint32(jnp.uint32(7)), PartitionSpec(None, None)
     whole = random_bits(key, (8, 3), spec, jnp.arange(8))
     order = jnp.array([3, 0, 7])
     np.testing.assert_array_equal(random_bits(key, (3, 3), spec, order), whole[order])
 
 
 def test_numbers_look_random():
-    """Each bit as often set as not, whatever bit of a neighbour is set; no number twice as often as
+    """Each bit as often set as not, whatever bit of a neighbor is set; no number twice as often as
     chance has it."""
     bits = np.asarray(random_bits(KEYS[3], (512, 512), PartitionSpec(None, None), jnp.arange(512)))
     unpacked = (bits[..., None] >> np.arange(32)) & 1

@@ -325,7 +325,7 @@ COLLECTIVE = re.compile(
 
 
 def compiled_step(devices, **parallel) -> str:
-    """Optimised HLO of the whole train step."""
+    """Optimized HLO of the whole train step."""
     cfg = replace(
         small_config.float32(Config()),
         **{

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.parallel.host_offload import Space, fetched, in_host_memory, stored
+from jaxpar.parallel.host_offload import Space, fetch_from_host, in_host_memory, store_to_host
 
 
 def traced(fn, *args) -> str:
@@ -16,7 +16,7 @@ def to_host(x):
     return jax.device_put(x, Space.Host)
 
 
-@pytest.mark.parametrize("order", [stored, fetched])
+@pytest.mark.parametrize("order", [store_to_host, fetch_from_host])
 def test_without_a_value_in_host_memory_there_is_no_barrier(order):
     text = traced(lambda a, b: order({"a": a, "n": None}, (b,)), 1.0, 2.0)
     assert "barrier" not in text and "device_put" not in text
@@ -24,7 +24,7 @@ def test_without_a_value_in_host_memory_there_is_no_barrier(order):
 
 def test_storing_comes_before_what_is_given_on():
     """The barrier takes the value in host memory and `x`; the rest of the tree goes round it."""
-    text = traced(lambda a, b, x: stored((to_host(a), b), x), 1.0, 2.0, jnp.zeros(3))
+    text = traced(lambda a, b, x: store_to_host((to_host(a), b), x), 1.0, 2.0, jnp.zeros(3))
     (barrier,) = [line for line in text.splitlines() if "barrier" in line]
     assert barrier.count("f32<host>[]") == 1 and barrier.count("f32[3]") == 1
     assert barrier.count("f32[]") == 0
@@ -32,7 +32,7 @@ def test_storing_comes_before_what_is_given_on():
 
 def test_fetching_comes_after_what_it_waits_for_and_leaves_nothing_behind():
     def fetch(a, b, x):
-        saved, x = fetched({"a": to_host(a), "b": b}, x)
+        saved, x = fetch_from_host({"a": to_host(a), "b": b}, x)
         assert not any(map(in_host_memory, jax.tree.leaves((saved, x))))
         return saved, x
 

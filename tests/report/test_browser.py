@@ -62,8 +62,8 @@ def test_it_is_drawn_without_complaint_or_request(browser, page, width, dark):
     assert pixels.shape[1] == width
     paper = np.median(pixels, axis=(0, 1))
     assert (paper.max() < 60) if dark else (paper.min() > 230)
-    colourful = np.ptp(pixels.astype(int), axis=2) > 60
-    assert 0.002 < colourful.mean() < 0.5  # lines, on paper
+    colorful = np.ptp(pixels.astype(int), axis=2) > 60
+    assert 0.002 < colorful.mean() < 0.5  # lines, on paper
 
 
 def test_the_pointer_shows_values(browser, page):

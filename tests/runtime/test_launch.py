@@ -16,7 +16,7 @@ import pytest
 
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.runtime import exit_codes
-from jaxpar.runtime.files.run_lock import RunLock, RunLocked, made_in
+from jaxpar.runtime.files.run_lock import RunLock, RunLocked, create_in
 from jaxpar.runtime.gpus import visible
 from jaxpar.runtime.gpus import xla_flags as gpus_xla_flags
 from jaxpar.runtime.processes import children
@@ -36,7 +36,7 @@ def python(code: str, *args: str) -> subprocess.Popen:
 
 def test_a_reserved_port_is_nobody_elses_but_the_coordinators():
     with contextlib.ExitStack() as held:
-        ports = [held.enter_context(processes_launcher.reserved_port()) for _ in range(200)]
+        ports = [held.enter_context(processes_launcher.reserve_port()) for _ in range(200)]
         assert len(set(ports)) == len(ports)
         taken, like_grpc = (held.enter_context(socket.socket()) for _ in range(2))
         with pytest.raises(OSError):
@@ -111,7 +111,7 @@ def test_ctrl_c_ends_the_wait_and_leaves_no_file_open(tmp_path):
 def test_what_may_pass_is_no_config_error(tmp_path, number, kind):
     """A stale NFS handle, and missing rights."""
     said = f"cannot be written to: {os.strerror(number)}"
-    with pytest.raises(kind, match=said), made_in(tmp_path):
+    with pytest.raises(kind, match=said), create_in(tmp_path):
         raise OSError(number, os.strerror(number))
 
 

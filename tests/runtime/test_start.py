@@ -42,7 +42,7 @@ def gpu_host(monkeypatch):
 @pytest.mark.parametrize("cfg", [FSDP, TENSOR, FLOAT8])
 def test_flags_are_set_and_told(gpu_host, cfg):
     told = xla_flags.apply(cfg)
-    rows = xla_flags.measured_for("NVIDIA H200", jax.__version__, cfg)
+    rows = xla_flags.matching_rows("NVIDIA H200", jax.__version__, cfg)
     assert rows
     plain = [f"--{row.name}={row.value}" for row in rows if row.name != xla_flag_table.TABLE]
     words = os.environ["XLA_FLAGS"].split()
@@ -54,7 +54,7 @@ def test_flags_are_set_and_told(gpu_host, cfg):
 
 
 def test_the_config_decides(gpu_host):
-    names = lambda p: {row.name for row in xla_flags.measured_for("H200", jax.__version__, p)}  # noqa: E731
+    names = lambda p: {row.name for row in xla_flags.matching_rows("H200", jax.__version__, p)}  # noqa: E731
     combine = "xla_gpu_all_gather_combine_threshold_bytes"
     assert combine in names(FSDP) and combine not in names(TENSOR)
     assert FSDP.model.d_model < WIDE.model.d_model
@@ -73,13 +73,13 @@ def test_the_config_decides(gpu_host):
 
 def test_no_flag_is_set_twice(gpu_host):
     for cfg in (FSDP, TENSOR, FLOAT8, WIDE):
-        names = [row.name for row in xla_flags.measured_for("H200", jax.__version__, cfg)]
+        names = [row.name for row in xla_flags.matching_rows("H200", jax.__version__, cfg)]
         assert len(names) == len(set(names))
 
 
 def test_what_several_processes_refuse_is_set_in_one_alone(gpu_host):
     name = "xla_gpu_collective_permute_mode"  # XLA refuses its value `peer` across processes
-    rows = lambda n: {r.name for r in xla_flags.measured_for("H200", jax.__version__, TENSOR, n)}  # noqa: E731
+    rows = lambda n: {r.name for r in xla_flags.matching_rows("H200", jax.__version__, TENSOR, n)}  # noqa: E731
     assert name in rows(1)
     assert rows(1) - rows(2) == {name}
     xla_flags.apply(TENSOR, 2)
@@ -88,7 +88,7 @@ def test_what_several_processes_refuse_is_set_in_one_alone(gpu_host):
 
 @pytest.mark.parametrize("gpu, version", [("NVIDIA A100", jax.__version__), ("H200", "0.12.0")])
 def test_nothing_that_was_not_measured(gpu_host, monkeypatch, gpu, version):
-    assert xla_flags.measured_for(gpu, version, FSDP) == []
+    assert xla_flags.matching_rows(gpu, version, FSDP) == []
     monkeypatch.setattr(visible, "gpu_name", lambda: gpu)
     monkeypatch.setattr(xla_flags, "gpu_name", lambda: gpu)
     monkeypatch.setattr(jax, "__version__", version)
@@ -174,7 +174,7 @@ def test_a_table_that_is_shipped(row):
             product, times, start = entry.splitlines()[:3]
             sides = r"\w+\[[\d,]+\] x \w*\[[\d,]+\]"
             assert re.fullmatch(rf"# {sides} over [\d,]+ and [\d,]+.*", product)
-            assert times.startswith(f"# {autotuned.chosen(entry)}: ") and start == "entries {"
+            assert times.startswith(f"# {autotuned.choice_of(entry)}: ") and start == "entries {"
             assert re.search('optimal_backend_version: "[^"]+"', entry)
             assert entry.count("{") == entry.count("}")
 

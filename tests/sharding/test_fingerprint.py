@@ -7,9 +7,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar.config import ParallelConfig
-from jaxpar.sharding.fingerprint import Running, fingerprints
+from jaxpar.sharding.fingerprint import RunningFingerprint, fingerprints
 from jaxpar.sharding.grid import grid
-from jaxpar.sharding.hashing import hashed
+from jaxpar.sharding.hashing import hash_uint32
 from jaxpar.sharding.mesh import make_mesh
 
 VALUES = np.random.default_rng(0).normal(size=(8, 12)).astype(np.float32)
@@ -31,7 +31,7 @@ def test_any_cut_has_the_same_fingerprint(dtype, devices):
 
 @pytest.mark.parametrize("chunk", [(3, 5), (8, 1)])
 def test_boxes_that_are_read_one_by_one_add_up_to_it(chunk):
-    running = Running(VALUES.shape)
+    running = RunningFingerprint(VALUES.shape)
     for box in reversed(list(grid(VALUES.shape, chunk))):
         running.add(VALUES[box], [part.start for part in box])
     assert str(running) == of(VALUES)
@@ -59,7 +59,7 @@ def test_names_are_those_of_the_tree():
 def test_the_hash_is_one_to_one():
     x = jnp.arange(2**16, dtype=jnp.uint32)
     assert (
-        len(np.unique(np.asarray(hashed(x))))
-        == len(np.unique(np.asarray(hashed(x << 16))))
+        len(np.unique(np.asarray(hash_uint32(x))))
+        == len(np.unique(np.asarray(hash_uint32(x << 16))))
         == 2**16
     )

@@ -34,7 +34,7 @@ def on_mesh(mesh_item: str, devices):
 def by_one_program(devices) -> traces.Arrays:
     """`initialize` on one device: the definition."""
     cfg, _ = ready(devices, **{"model.qkv_bias": True, "model.qk_norm": True})
-    jax.clear_caches()  # of generators compiled without optimisations
+    jax.clear_caches()  # of generators compiled without optimizations
     make = functools.partial(initialize, param_specs(cfg.model))
     return traces.to_host(jax.jit(make)(cfg.train.seed))
 
@@ -50,7 +50,7 @@ def by_one_program(devices) -> traces.Arrays:
 )
 def test_every_mesh_has_the_bits_of_one_program(mesh, devices, by_one_program):
     cfg, made = on_mesh(mesh, devices)
-    assert not distances.differing(traces.logical(made.params, cfg), by_one_program)
+    assert not distances.differing_arrays(traces.logical(made.params, cfg), by_one_program)
     assert int(made.step) == 0 and not any(jnp.any(a) for a in jax.tree.leaves(made.opt_state))
 
 

@@ -16,7 +16,7 @@ SPECS = {
     "embed": ParamSpec(shape=(6, 4), axes=("vocab", "embed"), std=0.5),
     "layers": {
         "norm": ParamSpec(shape=(2, 4), axes=("layer", "norm"), init="ones", decay=False),
-        "w": ParamSpec(shape=(2, 4, 8), axes=("layer", "embed", "mlp"), trained=False),
+        "w": ParamSpec(shape=(2, 4, 8), axes=("layer", "embed", "mlp"), trainable=False),
     },
 }
 

@@ -98,7 +98,7 @@ def test_a_spike_is_told_and_a_rewind_leaves_its_batches_out(spiky, capfd, tmp_p
 
 
 def test_losses_of_steps_left_out_judge_no_other():
-    """The update of a step whose gradient was no number is left out, whatever its loss."""
+    """The update of a step with a non-finite gradient is skipped, whatever its loss."""
     records = [{"loss": 2.0, "grad_norm": 1.0}, {"loss": 54.0, "grad_norm": None}]
     assert losses_judged([*records, {"loss": None, "grad_norm": None}, {}]) == [2.0]
 
@@ -180,7 +180,7 @@ def test_a_rewind_needs_checkpoints(spiky):
         spiky(2, "--guard.spike", "rewind", "--checkpoint.every", "0")
 
 
-#: Training in which the given steps' batches make the loss no number.
+#: Training in which the given steps' batches make the loss non-finite.
 POISONED = """
 import dataclasses, sys
 import jax, jax.numpy as jnp

@@ -98,10 +98,10 @@ def main(argv: Sequence[str]) -> int:
     }
     run = tuning.tune if options.tune else contest.measure
     for number, shape in enumerate(options.shapes, start=1):
-        say = lambda text, n=number: print(  # noqa: E731
+        log = lambda text, n=number: print(  # noqa: E731
             f"[{n}/{len(options.shapes)}] {text}", file=sys.stderr, flush=True
         )
-        rows = run(shape, backends, options.dtype, options.repeats, say)
+        rows = run(shape, backends, options.dtype, options.repeats, log)
         print(table_of(shape, options.dtype, rows), flush=True)
         card["rows"] += rows
         if options.card:  # after each shape: a long run that is stopped leaves what it has

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxpar.bench.attention import exactness
 from jaxpar.bench.attention.shapes import Arrays, AttentionShape, draw
-from jaxpar.bench.timing import Timing, interleaved
+from jaxpar.bench.timing import Timing, time_interleaved
 from jaxpar.kernels.attention import api
 from jaxpar.kernels.attention.dispatch import capability
 from jaxpar.kernels.platform import Platform
@@ -126,7 +126,7 @@ def measure(
     backends: Sequence[str],
     dtype: str,
     repeats: int,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> list[Row]:
     """A row for each direction and backend.
 
@@ -136,23 +136,23 @@ def measure(
     asked = draw(shape, dtype)
     yard = [draw(one, dtype, seed) for seed, one in enumerate(alone, start=1)]
     jax.block_until_ready((asked, yard))
-    say(f"{shape}: float32 reference")
+    log(f"{shape}: float32 reference")
     wanted = exactness.exact(exactness.one_group(asked, None, None)[0])
     contenders = []
     for backend in backends:
-        say(f"{shape}: compiling {backend}")
+        log(f"{shape}: compiling {backend}")
         contenders.append(prepare(backend, asked, yard, wanted))
     rows = []
     for direction in DIRECTIONS:
         able = [c for c in contenders if c.takes_part(direction)]
-        say(f"{shape}: timing {direction}, {', '.join(c.backend for c in able) or 'nothing'}")
+        log(f"{shape}: timing {direction}, {', '.join(c.backend for c in able) or 'nothing'}")
         programs: dict[tuple[str, bool], Callable] = {}
         for c in able:
             assert c.kernel is not None
             programs[c.backend, False] = c.kernel.program(direction, [asked], c.saved)
             if yard and not c.yard_failed:
                 programs[c.backend, True] = c.kernel.program(direction, yard, c.saved_yard)
-        times = interleaved(programs, repeats)
+        times = time_interleaved(programs, repeats)
         flops = shape.useful_flops(direction), sum(s.useful_flops(direction) for s in alone)
         start = conditions_of(shape, dtype) | {"direction": direction}
         rows += [start | row_of(c, direction, times, flops, what) for c in contenders]

@@ -77,6 +77,6 @@ def errors(part: tuple, wanted: tuple) -> dict[str, float]:
 
 
 def wrong(found: dict[str, float]) -> str:
-    """Which errors are too large, or no numbers, in words; empty when none is."""
+    """Which errors are too large or NaN, in words; empty when none is."""
     large = [f"{name} {e:.1e}" for name, e in found.items() if not e <= MAX_ERROR]
     return f"wrong result: relative error of {', '.join(large)}" if large else ""

@@ -22,7 +22,7 @@ from jaxpar.bench.attention.contest import (
 )
 from jaxpar.bench.attention.shapes import Arrays, AttentionShape, draw
 from jaxpar.bench.matmuls.sustained import TIMED, WARM_UP
-from jaxpar.bench.timing import Sustained, Timing, interleaved
+from jaxpar.bench.timing import Sustained, Timing, time_interleaved
 from jaxpar.bench.training import conditions
 from jaxpar.config import ConfigError
 from jaxpar.kernels.attention.dispatch import capability, measurements
@@ -108,7 +108,7 @@ def tune(
     backends: Sequence[str],
     dtype: str,
     repeats: int,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> list[Row]:
     """A row for each direction, backend and block size: its time, or why it is passed over."""
     asked = draw(shape, dtype)
@@ -124,14 +124,14 @@ def tune(
             if refused:
                 entry["refused"] = refused
                 continue
-            say(f"{shape}: {direction}, trying {words(entry)}")
+            log(f"{shape}: {direction}, trying {words(entry)}")
             try:
                 kernel, saved = _try(candidate, asked, saved, wanted)
                 programs[candidate] = kernel.program(direction, [asked], saved)
             except Exception as error:  # whatever a kernel or its compiler raises
                 entry["failed"] = message(error)
-        say(f"{shape}: {direction}, timing {len(programs)}")
-        for candidate, found in interleaved(programs, repeats, AT_THE_LIMIT).items():
+        log(f"{shape}: {direction}, timing {len(programs)}")
+        for candidate, found in time_interleaved(programs, repeats, AT_THE_LIMIT).items():
             row = figures(found, flops) if isinstance(found, Timing) else {"failed": message(found)}
             entries[candidate] |= row
         rows += entries.values()

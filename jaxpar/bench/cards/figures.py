@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxpar.bench.attention import tuning
 from jaxpar.bench.cards.differences import one_line
-from jaxpar.profiling.table import aligned
+from jaxpar.profiling.table import align_columns
 from jaxpar.profiling.trace.kernels import CLASSES, KINDS
 
 type Card = dict[str, Any]
@@ -130,7 +130,7 @@ def training_table(names: Sequence[str], cards: Sequence[Card]) -> tuple[str, li
     paths = [figure.path for figure in TRAINING]
     for name, card in zip(names, cards, strict=True):
         notes += left_out(name, card, paths)
-    return aligned(rows), notes
+    return align_columns(rows), notes
 
 
 def _written(value: float | None, figure: CardFigure) -> str:
@@ -194,7 +194,7 @@ def attention_table(names: Sequence[str], cards: Sequence[Card]) -> tuple[str, l
         notes += [f"note: entries of {name} that are no rows, and left out: {odd}"] if odd else []
         for row in table.values():
             notes += left_out(f"{name}, {one_line(_shape(row))}", row, MEASURED)
-    return aligned(rows, left=(0, 1, 2)), notes
+    return align_columns(rows, left=(0, 1, 2)), notes
 
 
 def _is_row(row: Any) -> bool:

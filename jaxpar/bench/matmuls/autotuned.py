@@ -81,7 +81,7 @@ def entries(table: str) -> dict[str, str]:
     return {re.findall(r'hlo_fingerprint: "(\w+)"', e)[0]: e for e in _ENTRY.findall(table)}
 
 
-def chosen(entry: str) -> AutotunedKernel:
+def choice_of(entry: str) -> AutotunedKernel:
     """What an entry takes; without a time."""
     found = _CHOSEN.search(entry)
     if not found:
@@ -89,19 +89,19 @@ def chosen(entry: str) -> AutotunedKernel:
     return AutotunedKernel(found[2], 0.0)
 
 
-def choosing(entry: str, candidate: AutotunedKernel, version: str) -> str:
+def with_choice(entry: str, candidate: AutotunedKernel, version: str) -> str:
     """The entry, with another choice."""
     take = lambda m: f'{m[1]}{candidate.config.rstrip()}{m[3]}"{version}"'  # noqa: E731
     return _CHOSEN.sub(take, entry, count=1)
 
 
-def varied(
+def vary_choices(
     table: str, takes: Mapping[str, AutotunedKernel], version: Mapping[str, str]
 ) -> dict[str, str]:
     """The entries of a table by fingerprint, some with another choice."""
     found = entries(table)
     for fingerprint, candidate in takes.items():
-        found[fingerprint] = choosing(found[fingerprint], candidate, version[candidate.backend])
+        found[fingerprint] = with_choice(found[fingerprint], candidate, version[candidate.backend])
     return found
 
 

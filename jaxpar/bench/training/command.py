@@ -20,7 +20,7 @@ import jax
 
 from jaxpar.bench.training import conditions, power, profiled
 from jaxpar.config import Config, ConfigError
-from jaxpar.config.command_line import read_config, written_out
+from jaxpar.config.command_line import expand_set_options, read_config
 from jaxpar.config.serialize import to_json
 from jaxpar.model.flops import num_params
 from jaxpar.monitoring.metrics import peak_memory_gib
@@ -56,7 +56,7 @@ def measure(run: Run, steps: int) -> tuple[dict[str, Any], profiled.StartedRun]:
     batches = run.loader.prefetched(0)
     times: list[float] = []
     losses, waits, pending, told = [], [], None, time.perf_counter()
-    with power.watching(jax.default_backend() == "gpu") as gpus:
+    with power.watch_power(jax.default_backend() == "gpu") as gpus:
         for _ in range(WARM_UP + steps + 1):
             began = time.perf_counter()
             _, batch = next(batches)
@@ -188,7 +188,7 @@ def read_command(argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
         fix = "use --profile-steps 2, or leave --trace out"
         raise ConfigError("--trace", options.trace, "is of the profiled steps: there are none", fix)
     cfg = read_config(rest, "jaxpar.bench train", __doc__)
-    given = {arg.partition("=")[0].replace("_", "-") for arg in written_out(rest)}
+    given = {arg.partition("=")[0].replace("_", "-") for arg in expand_set_options(rest)}
     if "--run.dir" in given:
         fix = "leave it out; --card FILE names what is written"
         raise ConfigError("run.dir", cfg.run.dir, "is not used: a benchmark writes no run", fix)

@@ -4,7 +4,7 @@ import math
 
 from jaxpar.config import Config, flag, require
 
-#: Of float16's loss: a larger one would be no number in float16 itself, half-way through a model.
+#: Of float16's loss: a larger one would itself overflow float16, half-way through a model.
 MAX_LOSS_SCALE = 2.0**24
 
 

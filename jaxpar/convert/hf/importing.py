@@ -41,7 +41,7 @@ from jaxpar.sharding.grid import grid
 #: Numbers that are in memory at a time: 64 MiB of float32.
 PIECE = 1 << 24
 
-#: Longest window that an imported run is given to train on; a command line may say more.
+#: Longest training sequence of an imported run by default; a command line may ask for more.
 MAX_SEQ_LEN = 4096
 
 
@@ -108,14 +108,14 @@ def open_source(folder: str | Path) -> PublishedModel:
 def from_hf(
     folder: str | Path,
     run_dir: str | Path,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     tolerance: float | None = selfcheck.TOLERANCE,
 ) -> PublishedModel:
     """Convert a published model into a run.
 
     Memory stays at a few times PIECE. The run appears when it is complete.
 
-    Args:     say: told what was done. tolerance: of the self-check; None for none.
+    Args:     log: called with what was done. tolerance: of the self-check; None for none.
     Raises:   ConfigError as `open_source`, and when the run's folder is in use; CheckFailed.
     """
     source, run_dir = open_source(folder), Path(run_dir)
@@ -123,23 +123,23 @@ def from_hf(
     require_space("RUN", run_dir, 4 * num_params(source.config.model))
     cfg = source_config(source, run_dir)
     with new_folder(run_dir) as temporary:
-        fill_run(temporary, cfg, [source], say)
+        fill_run(temporary, cfg, [source], log)
         if tolerance is not None:
             published = selfcheck.published_reader(source.entries, source.sizes, source.tensors)
             run = selfcheck.run_reader(
                 open_run(temporary, cfg, IMPORTED_STEP), cfg.model, "float32"
             )
-            selfcheck.check_conversion(cfg.model, run, published, source.folder, tolerance, say)
+            selfcheck.check_conversion(cfg.model, run, published, source.folder, tolerance, log)
     return source
 
 
 def fill_run(
-    folder: Path, cfg: Config, parts: Sequence[PublishedModel], say: Callable[[str], None]
+    folder: Path, cfg: Config, parts: Sequence[PublishedModel], log: Callable[[str], None]
 ) -> None:
     """Write all of a run into an empty folder: its checkpoint, config, and what came with it.
 
     Args:     parts: the published model, and what is kept beside its parameters, if anything.
-              say: told how much was read.
+              log: called with how much was read.
     """
     source, about = parts[0], about_import(cfg)
     placed = [(part, entry) for part in parts for entry in part.entries]
@@ -147,7 +147,7 @@ def fill_run(
     arrays = create_run(folder, cfg, chunks, about)
     with meter(sum(part.num_bytes for part in parts)) as progress:
         found = {entry.path: copy_in(part, entry, arrays, progress) for part, entry in placed}
-        say(f"read {progress.summary(source.largest)}")
+        log(f"read {progress.summary(source.largest)}")
     seal_run(folder, about, found)
     (folder / "config.json").write_text(to_json(cfg))
     copy_carried(source.folder, folder / CARRIED)

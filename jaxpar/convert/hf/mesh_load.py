@@ -18,13 +18,13 @@ from jaxpar.sharding.params import flat
 from jaxpar.step.state import TrainState, state_shardings, to_running
 
 
-def load_params(source: PublishedModel, cfg: Config, mesh: Mesh, say: Callable[[str], None]) -> Any:
+def load_params(source: PublishedModel, cfg: Config, mesh: Mesh, log: Callable[[str], None]) -> Any:
     """A published model's parameters, as `checkpoint.restore_params` gives a run's.
 
     Memory on the host is that of one device's shard of the largest parameter.
 
     Args:     source: from `importing.open_source`. cfg: a resolved config with the source's model;
-              fields that change no weights may differ. say: told what was read.
+              fields that change no weights may differ. log: called with what was read.
     Returns:  the parameters in running order, float32, sharded as `state.state_shardings`.
     Raises:   ConfigError naming the first field of the model that differs.
     """
@@ -33,7 +33,7 @@ def load_params(source: PublishedModel, cfg: Config, mesh: Mesh, say: Callable[[
     shards = sum(_bytes_here(source, entry, to[entry.path]) for entry in source.entries)
     with meter(shards) as progress:
         arrays = {e.path: _load(source, e, to[e.path], progress) for e in source.entries}
-        say(f"read {progress.summary(source.largest)}")
+        log(f"read {progress.summary(source.largest)}")
     tree = flax.traverse_util.unflatten_dict(arrays, sep="/")
     return to_running(TrainState((), tree, ()), cfg).params
 

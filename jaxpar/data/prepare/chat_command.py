@@ -10,7 +10,7 @@ from jaxpar.config import ConfigError
 from jaxpar.data.formats.meta import SPLITS, TRAIN, VAL, Meta
 from jaxpar.data.formats.readers import json_records, read_jsonl
 from jaxpar.data.formats.writer import SplitWriter, whole_folder, write_meta
-from jaxpar.data.prepare.chat import ChatEncoder, checked_messages
+from jaxpar.data.prepare.chat import ChatEncoder, check_messages
 from jaxpar.data.prepare.documents import InputFile, find_sources
 from jaxpar.data.prepare.holdout import is_held_out
 from jaxpar.data.prepare.progress import PreparationProgress
@@ -77,7 +77,7 @@ def _write(
     for source in sources:
         with source.path.open("rb") as file:
             for where, record in json_records(file, source.path):
-                messages = checked_messages(record, options.messages_field, where)
+                messages = check_messages(record, options.messages_field, where)
                 held_out = is_held_out(json.dumps(messages), options.holdout)
                 writers[VAL if held_out else TRAIN].append_conversation(*encoder.encode(messages))
                 num_tokens = sum(writer.num_tokens for writer in writers.values())

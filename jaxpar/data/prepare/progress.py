@@ -15,7 +15,7 @@ LOG_EVERY = 10.0
 class PreparationProgress:
     """Says nothing; the others are kinds of it."""
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         """A step has begun."""
 
     def advance(self, position: int, total: int, num_tokens: int) -> None:
@@ -28,7 +28,7 @@ class LogProgress(PreparationProgress):
     def __init__(self) -> None:
         self._next = time.monotonic() + LOG_EVERY
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         """Print the line."""
         print(line, file=sys.stderr, flush=True)
 
@@ -36,7 +36,7 @@ class LogProgress(PreparationProgress):
         """Print a line when one is due."""
         if time.monotonic() >= self._next:
             self._next += LOG_EVERY
-            self.say(f"read {position / 1e6:,.0f} of {total / 1e6:,.0f} MB, {num_tokens:,} tokens")
+            self.log(f"read {position / 1e6:,.0f} of {total / 1e6:,.0f} MB, {num_tokens:,} tokens")
 
 
 class BarProgress(PreparationProgress):
@@ -46,7 +46,7 @@ class BarProgress(PreparationProgress):
         self._bar = bar
         self._task = bar.add_task("", total=None, tokens="")
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         """Print the line above the bar."""
         self._bar.console.print(line, highlight=False, markup=False)
 

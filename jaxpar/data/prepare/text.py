@@ -79,7 +79,7 @@ def _write(
     vocab_size, eos_id = tokenizer.vocab_size, tokenizer.eos_id
     writers = {split: SplitWriter(folder, split, vocab_size, eos_id) for split in SPLITS}
     total = sum(source.num_bytes for source in sources)
-    progress.say(f"encoding {total / 1e6:,.1f} MB of input on {options.workers} threads")
+    progress.log(f"encoding {total / 1e6:,.1f} MB of input on {options.workers} threads")
     pieces = assign_splits(read_pieces(sources, _read_options(options)), options.holdout)
     for (split, piece), ids in encode_pieces(pieces, tokenizer, options.workers):
         writers[split].append(ids, len(piece.text.encode("utf-8")), piece.last)
@@ -120,10 +120,10 @@ def _make_tokenizer(
         if len(spec.removeprefix(BPE)) > BPE_DIGITS:
             rule = f"is a vocabulary of more than {BPE_DIGITS} digits"
             raise ConfigError("--tokenizer", spec[:60], rule, f"use {BPE}8192")
-        progress.say(f"training a tokenizer, {spec}")
+        progress.log(f"training a tokenizer, {spec}")
         bpe = train_bpe(_sample(sources, options), asked := int(spec.removeprefix(BPE)))
         if bpe.vocab_size < asked:
-            progress.say(f"the text has no more pairs to merge: {bpe.vocab_size:,} tokens")
+            progress.log(f"the text has no more pairs to merge: {bpe.vocab_size:,} tokens")
         return bpe
     return open_tokenizer(spec, options.eos_token, trains=True)
 

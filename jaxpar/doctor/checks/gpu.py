@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from jaxpar.doctor.checks.findings import Finding, failed, passed, skipped, warned
 from jaxpar.doctor.facts import HostFacts
 from jaxpar.planning.predict.hardware import gpu_of_kind
-from jaxpar.runtime.gpus.nvidia_smi import NOT_INSTALLED, GpuFacts, number, slowed_by
+from jaxpar.runtime.gpus.nvidia_smi import NOT_INSTALLED, GpuFacts, number, throttle_reasons
 
 #: MiB in use on a GPU before this program uses any, from which on somebody else is at work there.
 IN_USE_MIB = 1024
@@ -45,10 +45,10 @@ def power_limit(facts: HostFacts) -> Finding:
 def clocks(facts: HostFacts) -> Finding:
     """Slowed down although nothing runs: by heat, the host's power supply, or a fault."""
     check = "clocks at rest"
-    bad = _where(facts.gpus, lambda g: ", ".join(name for name, _ in slowed_by(g)))
+    bad = _where(facts.gpus, lambda g: ", ".join(name for name, _ in throttle_reasons(g)))
     told = "; ".join(bad)
     remedy = "see to cooling and power supply (nvidia-smi -q -d PERFORMANCE,TEMPERATURE)"
-    if any(hardware for gpu in facts.gpus for _, hardware in slowed_by(gpu)):
+    if any(hardware for gpu in facts.gpus for _, hardware in throttle_reasons(gpu)):
         return failed(check, told, remedy)
     if bad:
         return warned(check, told, remedy)

@@ -94,7 +94,7 @@ def flags(facts: HostFacts) -> list[Finding]:
     """XLA_FLAGS against those that the project has measured on this GPU, and known slow ones."""
     given = variables.flags_of(facts.environment.get("XLA_FLAGS", ""))
     gpu = facts.gpus[0].get("name", "") if facts.gpus else ""
-    rows = xla_flags.measured_for(gpu, facts.versions.get("jax", ""), Config())
+    rows = xla_flags.matching_rows(gpu, facts.versions.get("jax", ""), Config())
     found = []
     for row in rows:
         if row.name == xla_flag_table.TABLE:

@@ -8,7 +8,7 @@ from jaxpar.doctor.measure import links as links_of
 from jaxpar.doctor.measure.bandwidth import BandwidthRow
 from jaxpar.doctor.measure.links import Link
 from jaxpar.planning.predict.hardware import Gpu, gpu_of_kind
-from jaxpar.runtime.gpus.nvidia_smi import GpuFacts, at_power_limit, number, slowed_by
+from jaxpar.runtime.gpus.nvidia_smi import GpuFacts, at_power_limit, number, throttle_reasons
 
 #: Shares of what a healthy GPU of the kind reaches (planning/hardware.py) below which a rate is
 #: low, or far too low. A matmul alone, for seconds, reached 0.92 to 0.98 of it (docs/LOG.md).
@@ -163,7 +163,7 @@ def under_load(load: Sequence[GpuFacts]) -> list[Finding]:
     check = "clocks under load"
     if not load:
         return []
-    bad = [(i, slowed_by(g)) for i, g in enumerate(load) if slowed_by(g)]
+    bad = [(i, throttle_reasons(g)) for i, g in enumerate(load) if throttle_reasons(g)]
     if bad:
         said = "; ".join(f"GPU {i}: {', '.join(n for n, _ in why)}" for i, why in bad)
         hardware = any(hard for _, why in bad for _, hard in why)

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from jaxpar.parallel.host_offload import fetched, in_host_memory, stored
+from jaxpar.parallel.host_offload import fetch_from_host, in_host_memory, store_to_host
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def _forward(blocks, stream, shards, x, passthrough, context):
         whole = above
         # The copies of one layer to the host have the next layer's time.
         if pullbacks:
-            pullbacks[-1], x = stored(pullbacks[-1], x)
+            pullbacks[-1], x = store_to_host(pullbacks[-1], x)
         pullbacks.append(pullback)
     return (x, passthrough), (shards, pullbacks)
 
@@ -85,7 +85,7 @@ def _backward(blocks, stream, saved, cotangents):
     grads: list[Any] = [d_passthrough]  # from the top down
     offloads = any(map(in_host_memory, jax.tree.leaves(pullbacks)))
     whole, g = _gather_from_here(gather, shards[-1], g)
-    pullbacks[-1], g = fetched(pullbacks[-1], g)
+    pullbacks[-1], g = fetch_from_host(pullbacks[-1], g)
     for i in reversed(range(len(shards))):
         if (
             communicates
@@ -94,7 +94,7 @@ def _backward(blocks, stream, saved, cotangents):
         pullbacks[i].args_res[0] = whole
         if i > 0:
             whole, g = _gather_from_here(gather, shards[i - 1], g)
-            pullbacks[i - 1], g = fetched(pullbacks[i - 1], g)
+            pullbacks[i - 1], g = fetch_from_host(pullbacks[i - 1], g)
         d_whole, g = pullbacks[i](g)
         if communicates or offloads:
             d_whole, grads[-1], g = _in_time(d_whole, grads[-1], g)

@@ -94,7 +94,7 @@ def moment_bytes(cfg: Config) -> int:
 class Shard:
     """Sizes of one device's work on one microbatch.
 
-    rows, tokens        of a microbatch on a device; tokens of `sequence`'s part of a sequence.
+    rows, tokens        of a microbatch on a device; tokens of one shard of a sequence.
     layers              of the device, over all its chunks; `chunks` of them.
     layer, matrices     parameters of a layer, cut over tensor and whole over FSDP: all, and those
                         that are FSDP-sharded.

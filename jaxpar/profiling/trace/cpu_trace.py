@@ -65,7 +65,7 @@ def _in_order(runs: dict[int, list[ProfiledKernel]]) -> list[list[ProfiledKernel
     return sorted(steps, key=lambda step: step[0].start)
 
 
-def classified(trace: KernelTrace, module: Module) -> KernelTrace:
+def classify_instructions(trace: KernelTrace, module: Module) -> KernelTrace:
     """The trace with the class of each instruction, which its name does not tell as a GPU's do."""
 
     def known(step: Sequence[ProfiledKernel]) -> list[ProfiledKernel]:

@@ -17,7 +17,7 @@ import tyro
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.command_line import asks_help, read_config
 from jaxpar.runtime import exit_codes
-from jaxpar.runtime.files.run_lock import made_in
+from jaxpar.runtime.files.run_lock import create_in
 from jaxpar.runtime.gpus import visible
 from jaxpar.runtime.processes import children
 from jaxpar.runtime.processes.children import Children, Failure
@@ -114,14 +114,14 @@ class Launcher:
             spent = 0 if saved > newest else spent
             final = self.final(failure, previous, spent)
             if final:
-                return say(final, failure.code)
+                return report(final, failure.code)
             newest, spent, previous, resumed = saved, spent + 1, failure, True
             where = f"from checkpoint {saved}" if saved >= 0 else "from the beginning"
-            say(f"starting again {where}, restart {spent} of {self.options.restarts}")
+            report(f"starting again {where}, restart {spent} of {self.options.restarts}")
 
     def attempt(self, resumed: bool) -> dict[int, int]:
         """Start all processes and wait for their end. Returns: as `Children.wait`."""
-        with reserved_port() as port:
+        with reserve_port() as port:
             return self.started(f"127.0.0.1:{port}", resumed).wait()
 
     def started(self, coordinator: str, resumed: bool) -> Children:
@@ -144,7 +144,7 @@ class Launcher:
         if rank == 0:
             return None
         folder = self.run_dir / "logs"
-        with made_in(self.run_dir):
+        with create_in(self.run_dir):
             folder.mkdir(exist_ok=True)
         return folder / f"rank-{rank}.log"
 
@@ -158,7 +158,7 @@ class Launcher:
         asked = {exit_codes.EXIT_PREEMPTED, -signal.SIGTERM, -signal.SIGKILL}
         if self.stopped_by and codes & asked:
             # Saved; or ended during the start, before there was anything to save.
-            return say(f"stopped by {self.stopped_by.name}", exit_codes.EXIT_PREEMPTED)
+            return report(f"stopped by {self.stopped_by.name}", exit_codes.EXIT_PREEMPTED)
         return None
 
     def final(self, failure: Failure, previous: Failure | None, spent: int) -> str:
@@ -178,7 +178,7 @@ class Launcher:
         log = self.log(failure.rank)
         if log is not None and (end := children.tail(log)):
             print(f"--- the end of {log}\n{end}\n---", file=sys.stderr)
-        say(str(failure))
+        report(str(failure))
 
     def stop(self, number: signal.Signals) -> None:
         """Pass a signal on: the first so that the run saves, the second to end it at once."""
@@ -187,7 +187,7 @@ class Launcher:
         self.stopped_by = number
 
 
-def say(text: str, code: int = 0) -> int:
+def report(text: str, code: int = 0) -> int:
     """A line of the launcher's own. Returns the code."""
     print(f"launch: {text}", file=sys.stderr, flush=True)
     return code
@@ -217,7 +217,7 @@ def newest_checkpoint(run_dir: Path) -> int:
 
 
 @contextlib.contextmanager
-def reserved_port() -> Iterator[int]:
+def reserve_port() -> Iterator[int]:
     """A port of this host that nobody listens on, and that nobody else is given meanwhile.
 
     Only bound, not listened on: the coordinator can listen, since gRPC sets SO_REUSEPORT as well.

@@ -25,25 +25,25 @@ class PortTaken(PeersMissing):
     """None can come, since another program has the coordinator's port."""
 
 
-def join(cfg: Config, tell: Callable[[str], None] | None = None) -> tuple[Config, list[str]]:
+def join(cfg: Config, report: Callable[[str], None] | None = None) -> tuple[Config, list[str]]:
     """Prepare this process for JAX, as one of a run's if it is: what a program does first.
 
-    Args:     tell: told of the others, once they have met; None: `log`.
-    Returns:  the config, saying no longer which process this is: what a run is does not depend on
-              where a process of it ran. And what was set, as `runtime.start`.
+    Args:     report: called with a line about the peers, once all have joined. None: `log`.
+    Returns:  the config without the fields that say which process this is, since a run's identity
+              does not depend on where its processes ran; and what was set, as `runtime.start`.
     Raises:   ConfigError as `cluster.detect` and `connect`.
     """
     found = detect(cfg, os.environ)
     environment = runtime.start(cfg, found.num_processes if found else 1)
     if found is None:
         return cfg, environment
-    (tell or log)(f"cluster    {connect(found, cfg.cluster.connect_seconds)}")
+    (report or log)(f"cluster    {connect(found, cfg.cluster.connect_seconds)}")
     own, places = ClusterConfig(), ("detect", "coordinator", "num_processes", "process_id")
     return replace(cfg, **{f"cluster.{name}": getattr(own, name) for name in places}), environment
 
 
 def detect_peers(env: Environment = os.environ) -> ProcessPlace | None:
-    """`detect`, for programs that have no options to say it: half-set variables start nobody."""
+    """`detect` for programs without cluster options; None where variables are only half set."""
     try:
         return detect(Config(), env)
     except ConfigError:
@@ -51,9 +51,9 @@ def detect_peers(env: Environment = os.environ) -> ProcessPlace | None:
 
 
 def require_single_process(program: str, env: Environment = os.environ) -> None:
-    """Refuse to be one of several processes, in a program that works in one.
+    """Refuse to run as one of several processes.
 
-    Raises:   ConfigError naming what says that there are more.
+    Raises:   ConfigError naming the variables that say that there are more.
     """
     found = detect_peers(env)
     if found is not None:

@@ -104,7 +104,7 @@ def lanes_at_a_time(tiles: int, lanes: int, wanted: int) -> int:
 
 
 def tile_and_lane(work, tiles: int, lanes: int, at_a_time: int):
-    """The tile, and the row and head, of a CTA's n-th piece of work: neighbours share a tile.
+    """The tile, and the row and head, of a CTA's n-th piece of work: neighbors share a tile.
 
     Args:     work: int32 scalar below tiles * lanes. lanes: rows times heads.
               at_a_time: lanes whose tiles come before all other lanes'; if that does not divide
