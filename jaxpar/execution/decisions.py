@@ -14,7 +14,7 @@ from jaxpar.kernels.platform import Platform
 
 #: Of one tensor rank's shard of the sequence, for which matmuls of shards are faster than one
 #: gather and one matmul. Two H200s, 8 layers of 8B: shards of 4,096 tokens are 1% faster, of 2,048
-#: 4% slower (docs/LOG.md).
+#: 4% slower (docs/experiments/tensor_parallelism.md#collective-matmul).
 FEWEST_TOKENS = 4096
 
 
@@ -39,7 +39,7 @@ class Execution:
     """One matmul serves gate and up: in the compute dtype, or in float8 with one scale per tensor,
     with the activation whose gradients are written side by side, and without what belongs to one of
     the two. Not for rows in turns, where XLA would put more of the weights' gradients off, 4% of
-    memory (docs/LOG.md)."""
+    memory (docs/experiments/one_gpu.md#gate-and-up-in-one-matmul)."""
     float32_weight_gradients: bool
     """Matmuls add the gradients of a layer's matrices to float32 sums over microbatches: where the
     matrices are whole on the device, multiplied as they are, and in a chunk whose sums have one
