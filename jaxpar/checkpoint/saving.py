@@ -132,7 +132,8 @@ class Checkpointer:
         seconds = time.perf_counter() - began
         num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(copy))
         # At once, whoever still refers to the copy: the next save's has its place then. Without
-        # this, resident memory grew from 100 to 167 GB over 24 saves of 64 GB (docs/LOG.md).
+        # this, resident memory grew from 100 to 167 GB over 24 saves of 64 GB
+        # (docs/experiments/checkpoints.md#copy-given-back).
         for leaf in jax.tree.leaves(copy):
             leaf.delete()
         if jax.process_index() == 0:

@@ -179,8 +179,9 @@ class Loader:
 
         The thread works on the host alone. Batches go to the devices from the caller's thread, and
         asynchronously: a transfer from elsewhere, at the moment when cuDNN captures its kernels,
-        can make that fail (docs/LOG.md). An exception in the thread is raised here, at its step.
-        Closing the generator, or dropping it, ends the thread after the batch in hand.
+        can make that fail (docs/experiments/attention.md#cudnn-graph-capture). An exception in the
+        thread is raised here, at its step. Closing the generator, or dropping it, ends the thread
+        after the batch in hand.
         """
         depth = self._cfg.data.prefetch
         pool = ThreadPoolExecutor(1, thread_name_prefix=f"{self.split}-batches")

@@ -36,7 +36,7 @@ class FirstRunAlone:
     """A compiled program whose first run has the devices to itself.
 
     cuDNN captures its kernels then, which a transfer under way, or beginning, can make fail
-    (docs/LOG.md). Later runs are dispatched as ever.
+    (docs/experiments/attention.md#cudnn-graph-capture). Later runs are dispatched as ever.
     """
 
     def __init__(self, program: Any):

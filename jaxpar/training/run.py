@@ -163,7 +163,9 @@ def run_folder(cfg: Config) -> Path:
 
 
 def check_host_copies(cfg: Config, backend: str) -> None:
-    """Raises:   ConfigError for what JAX 0.11 compiles for a GPU, and cannot run (docs/LOG.md)."""
+    """Raises:   ConfigError for what JAX 0.11 compiles for a GPU, and cannot run
+    (docs/experiments/memory.md#values-in-host-memory).
+    """
     unrolled, on_host = cfg.parallel.layer_loop == "unroll", names_on_host(cfg.parallel.remat)
     if backend == "gpu" and unrolled and on_host and xla_is_deterministic():
         rule = "ends in an error of XLA's own runtime when XLA_FLAGS asks for deterministic kernels"

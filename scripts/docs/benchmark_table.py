@@ -15,7 +15,7 @@ PAGE = CARDS / "README.md"
 MARKERS = re.compile(r"(<!-- cards -->\n).*?(<!-- /cards -->)", re.DOTALL)
 
 #: The card of torchtitan that stands beside one of ours: measured within an hour, on one host or on
-#: hosts of one kind (docs/LOG.md).
+#: hosts of one kind (docs/experiments/torchtitan.md).
 BESIDE = {
     "llama_1.5b-h100x1-none-logits16": "torchtitan-1.5b-h100x1",
     "llama_1.5b-h200x1-none-logits16": "torchtitan-1.5b-h200x1",

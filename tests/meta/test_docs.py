@@ -33,8 +33,8 @@ from jaxpar.verification.replay import ReplayOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 
-#: Pages whose commands must work today; those of LOG.md and CHANGELOG.md are history.
-PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").glob("*.md") if p.name != "LOG.md")]
+#: Pages whose commands must work today; those of the experiments and CHANGELOG.md are history.
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 EXCERPT = re.compile(r"<!-- excerpt: (\S+) (\S+) -->\n```python\n(.*?)```", re.DOTALL)
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)

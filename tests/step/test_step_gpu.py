@@ -128,7 +128,8 @@ def compare_gradients(cfg: Config, devices: list) -> None:
     want, grads = flat(jax.device_get(want)), traces.logical(grads, cfg)
     for path, expected in want.items():
         # With every matmul accumulated in float32, bfloat16 costs 6e-3 to 1.1e-2 here; one that
-        # accumulated in bfloat16 would cost 2.2e-2 (docs/LOG.md).
+        # accumulated in bfloat16 would cost 2.2e-2
+        # (docs/experiments/correctness.md#bfloat16-matmuls-on-cpus).
         error = relative_error(grads[path], expected)
         assert error < 2e-2, (path, error)
 

@@ -11,7 +11,8 @@ from jaxpar.planning.predict.hardware import Gpu, gpu_of_kind
 from jaxpar.runtime.gpus.nvidia_smi import GpuFacts, at_power_limit, number, throttle_reasons
 
 #: Shares of what a healthy GPU of the kind reaches (planning/hardware.py) below which a rate is
-#: low, or far too low. A matmul alone, for seconds, reached 0.92 to 0.98 of it (docs/LOG.md).
+#: low, or far too low. A matmul alone, for seconds, reached 0.92 to 0.98 of it
+#: (docs/experiments/matmuls.md#power-limit).
 LOW, FAR_TOO_LOW = 0.85, 0.6
 
 #: Share of the other GPUs' median below which one is slow.

@@ -81,14 +81,23 @@ H200 = Gpu(
     matmul=HardwareFigure(
         698e12,
         "measured: matmul kernels of profiled steps at 700 W, 685 to 716 TFLOP/s less contention; "
-        "alone for more than a second, 642 to 681 (docs/LOG.md)",
+        "alone for more than a second, 642 to 681 (docs/experiments/matmuls.md#power-limit)",
     ),
     float8=HardwareFigure(
-        1230e12, "measured: 1.5B and 8B in float8, steps of a long run (docs/LOG.md)"
+        1230e12,
+        "measured: 1.5B and 8B in float8, steps of a long run "
+        "(docs/experiments/float8.md#8b-in-float8)",
     ),
-    bandwidth=HardwareFigure(4.18e12, "measured: device copy (docs/LOG.md)"),
+    bandwidth=HardwareFigure(
+        4.18e12,
+        "measured: device copy (docs/experiments/elementwise.md#bandwidth-of-elementwise-kernels)",
+    ),
     nvlink=HardwareFigure(450e9, "NVIDIA H200 datasheet: 900 GB/s both ways together"),
-    host_link=HardwareFigure(51.7e9, "measured: copies of 134 MB out of a step (docs/LOG.md)"),
+    host_link=HardwareFigure(
+        51.7e9,
+        "measured: copies of 134 MB out of a step "
+        "(docs/experiments/memory.md#values-in-host-memory)",
+    ),
     attention=HardwareFigure(1.0, "measured: docs/benchmarks/attention-h200.json"),
     multiprocessors=132,
     l2_bytes=62_914_560,
