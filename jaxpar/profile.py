@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import tyro
 
+from jaxpar.config.command_line import as_called
 from jaxpar.profiling.command import Options, check, figures, gpu_of, in_words, record, sent_by
 from jaxpar.profiling.hlo.memory import memory_of, of_sums
 from jaxpar.profiling.loading import load
@@ -17,8 +18,8 @@ from jaxpar.runtime.program import run_program
 
 def main(argv: Sequence[str]) -> None:
     """The command line."""
-    prog = "python -m jaxpar.profile"
-    options = tyro.cli(Options, args=list(argv), prog=prog, description=__doc__)
+    prog, doc = as_called("python -m jaxpar.profile"), as_called(__doc__ or "")
+    options = tyro.cli(Options, args=list(argv), prog=prog, description=doc)
     check(options)
     loaded = load(options.path, options.step)
     found = figures(loaded, gpu_of(options, loaded), options.top)

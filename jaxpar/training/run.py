@@ -103,6 +103,7 @@ class Run:
             "adapters": num_adapter_params(self.cfg.model, self.cfg.lora),
             "attention": self.attention,
             "environment": environment,
+            "asked": self.asked,
         }
         _write(self.dir / "manifest.json", json.dumps(manifest, indent=2) + "\n")
         print(
