@@ -6,7 +6,6 @@ Values are read here, so that whatever is wrong with one is a config error like 
 
 import itertools
 import re
-import shlex
 import sys
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,8 +39,7 @@ def read_config(argv: Sequence[str], prog: str, doc: str | None) -> Config:
     base = load_config(name) if name else Config()
     if asks_help(args):
         about = f"{as_called(doc or '').strip()}\n\n{ABOUT_CONFIG.format(known=known_configs())}"
-        shown = f"{program} {shlex.quote(name) if name else 'CONFIG'}"
-        print_help(base, shown, about, topic_of(args), PRINT_CONFIG)
+        print_help(base, f"{program} CONFIG", about, topic_of(args), PRINT_CONFIG)
         sys.exit(0)
     print_config = "--print-config" in args
     cfg = parse_overrides(base, [arg for arg in args if arg != "--print-config"], program)
