@@ -19,7 +19,7 @@ OUTSIDE = """(() => {
   }).map((text) => text.textContent);
 })()"""
 
-PICTURES = sorted((ROOT / "docs" / "pictures").glob("*.svg"))
+PICTURES = sorted(p for f in ("pictures", "images") for p in (ROOT / "docs" / f).glob("*.svg"))
 
 
 @pytest.fixture(scope="module")
