@@ -25,7 +25,7 @@ STYLE = """
 """
 
 #: Sizes in pixels: the chart, where bars begin, a bar of torchtitan, a row and a bar.
-WIDTH, LEFT, UNIT, ROW, BAR, TOP = 780, 256, 290, 46, 15, 70
+WIDTH, LEFT, UNIT, ROW, BAR, TOP = 700, 242, 250, 46, 15, 70
 
 
 def label(card: dict[str, Any]) -> tuple[str, str]:
