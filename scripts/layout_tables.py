@@ -111,7 +111,7 @@ def measured(name: str) -> str:
     card = json.loads((CARDS / f"{name}.json").read_text("utf-8"))
     rate, p = card["tokens_per_second_per_device"], card["config"]["parallel"]
     link = f"[{rate:,.0f}](benchmarks/{name}.json)"
-    return f"{link}: {mesh_of(card)}, remat {p['remat'].replace(',', ', ')}"
+    return f"{link} on {mesh_of(card, named=True)}, remat {p['remat'].replace(',', ', ')}"
 
 
 def table(name: str) -> str:
