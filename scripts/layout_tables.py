@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from benchmark_table import CARDS, mesh_of  # noqa: E402
