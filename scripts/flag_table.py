@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from jaxpar.runtime.gpus.xla_flag_table import FLAGS, Flag  # noqa: E402
+from jaxpar.execution.xla_flag_table import FLAGS, Flag  # noqa: E402
 
 PAGE = ROOT / "docs" / "benchmarking.md"
 BEGIN, END = "<!-- flag table -->\n", "<!-- /flag table -->"

@@ -33,8 +33,8 @@ def gpu_of_worker(worker: str, visible: str | None, count: int) -> str:
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the devices before any test module can start a backend."""
     if wants_gpu(config):
+        from jaxpar.execution.xla_flag_table import ALWAYS
         from jaxpar.runtime.gpus.visible import visible_gpus
-        from jaxpar.runtime.gpus.xla_flag_table import ALWAYS
 
         for name, value in ALWAYS.items():
             os.environ.setdefault(name, value)

@@ -23,7 +23,16 @@ from jaxpar.runtime import start as runtime
 from jaxpar.runtime.gpus import visible
 from jaxpar.runtime.processes import detect, peers, rendezvous
 
-MAY_IMPORT = ("config", "runtime", "sharding", "kernels", "parallel", "planning", "profiling")
+MAY_IMPORT = (
+    "config",
+    "runtime",
+    "sharding",
+    "kernels",
+    "execution",
+    "parallel",
+    "planning",
+    "profiling",
+)
 
 __all__ = ["main", "read_command"]
 

@@ -4,6 +4,7 @@ MAY_IMPORT = (
     "config",
     "runtime",
     "sharding",
+    "execution",
     "model",
     "step",
     "data",

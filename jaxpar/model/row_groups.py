@@ -1,4 +1,4 @@
-"""A layer's branches on groups of rows that take turns: one communicates, another computes.
+"""A layer on several groups of rows: one group communicates while another computes.
 
 Source:   Wang et al. 2024 (2409.15241), Domino: the split of the batch.
 """
@@ -12,46 +12,47 @@ from jax import lax
 
 from jaxpar.execution.decisions import Execution
 from jaxpar.model.attention_context import AttentionContext
-from jaxpar.model.layer import Branch, Weights, branches
+from jaxpar.model.layer import Weights, branches_with_weights
 from jaxpar.parallel.gradient_buffers import for_use
 
 
-def layer_in_turns(
+def layer_of_row_groups(
     xs: tuple[jax.Array, ...], w: Weights, contexts: tuple[AttentionContext, ...], ex: Execution
 ) -> tuple[jax.Array, ...]:
-    """`layer` on groups of rows, one's communication over TENSOR beside another's computation.
+    """`layer` on groups of rows: the communication of one over TENSOR overlaps another's matmuls.
 
-    All groups take their turn in a branch, then all in the next. What a turn needs must be there
-    when the turn before it ends, so it is on its way meanwhile; the backward runs the turns, and
-    the same rule, in reverse.
+    All groups pass through one branch, then all through the next. A barrier makes what a turn
+    receives arrive by the end of the turn before, so it travels meanwhile. The backward runs the
+    turns, under the same rule, in reverse.
 
     Args:     xs: [B/groups, T/(sequence*tensor), D] each. contexts: of each.
     Returns:  as xs.
     """
     rows, outs, groups = list(xs), list[Any](), range(len(xs))
-    turns = list(itertools.product(branches(ex.cfg.model), groups))
+    turns = list(itertools.product(branches_with_weights(w, ex.cfg.model), groups))
 
-    def finish(branch: Branch, i: int) -> None:
+    def finish(k: int) -> None:
+        (branch, vectors, _), i = turns[k]
         with jax.named_scope(branch.name):
-            rows[i] = branch.leave(rows[i], outs.pop(0), branch.own(w), ex)
+            rows[i] = branch.add(rows[i], branch.send(outs.pop(0)), vectors, ex.cfg.model)
 
     def start(k: int) -> Any:
-        branch, i = turns[k]
+        (branch, vectors, matrices), i = turns[k]
         if k >= len(groups):
-            finish(turns[k - len(groups)][0], i)
+            finish(k - len(groups))
         with jax.named_scope(branch.name):
-            rows[i], h = branch.enter(rows[i], branch.own(w), ex)
-            return h
+            rows[i], h = branch.normalize(rows[i], vectors, ex)
+            return branch.receive(h, matrices, branch.norm, ex)
 
     h = start(0)
-    for k, (branch, i) in enumerate(turns):
+    for k, ((branch, _, matrices), i) in enumerate(turns):
         with jax.named_scope(branch.name):
-            out = branch.compute(h, for_use(branch.own(w), i), contexts[i], ex)
+            out = branch.compute(h, for_use(matrices, i), contexts[i], ex)
         if k + 1 < len(turns):
             h, out = lax.optimization_barrier((start(k + 1), out))
         outs.append(out)
-    for i in groups:
-        finish(branch, i)
+    for k in range(len(turns) - len(groups), len(turns)):
+        finish(k)
     return tuple(rows)
 
 

@@ -28,7 +28,7 @@ from jaxpar.model.fused_weights import LAYER_DIMS, TOP_DIMS
 from jaxpar.model.layer import layer
 from jaxpar.model.loss import cross_entropy, num_chunks
 from jaxpar.model.parameters import Tree
-from jaxpar.model.row_groups import in_groups, layer_in_turns
+from jaxpar.model.row_groups import in_groups, layer_of_row_groups
 from jaxpar.model.weights import gather, layer_stream
 from jaxpar.parallel.collectives import varying
 from jaxpar.parallel.fsdp.prefetch import through_layers
@@ -156,7 +156,7 @@ def _layer(
     w = lora.held_still(w)
     if len(xs) == 1:
         return (layer(xs[0], w, contexts[0], ex),)
-    return layer_in_turns(xs, w, contexts, ex)
+    return layer_of_row_groups(xs, w, contexts, ex)
 
 
 def rematerialized(ex: Execution) -> Rematerialized:

@@ -1,3 +1,3 @@
 """This process, its peers, its GPUs, its files."""
 
-MAY_IMPORT = ("config",)
+MAY_IMPORT = ("config", "execution")

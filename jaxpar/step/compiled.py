@@ -39,7 +39,7 @@ class FirstRunAlone:
     (docs/LOG.md). Later runs are dispatched as ever.
     """
 
-    def __init__(self, program: Callable[..., Any]):
+    def __init__(self, program: Any):
         self.program, self.has_run = program, False
 
     def __call__(self, *args: Any) -> Any:

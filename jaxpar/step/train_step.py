@@ -22,11 +22,12 @@ from jaxpar.model.attention_context import AttentionContext, across_devices, att
 from jaxpar.model.weights import with_float32_gradients
 from jaxpar.optimizer import loss_scale as skipping
 from jaxpar.optimizer import moments
-from jaxpar.parallel.accumulation import Program, accumulate
+from jaxpar.parallel.accumulation import accumulate
 from jaxpar.parallel.collectives import psum, varying
 from jaxpar.parallel.fsdp import gather as fsdp
 from jaxpar.parallel.gradients import global_norm, reduce_gradients
 from jaxpar.parallel.pipeline.runner import forward_only, one_f_one_b
+from jaxpar.parallel.staged_model import StagedModel
 from jaxpar.sharding.axes import BATCH_SPEC, FSDP_AXES, PIPELINE, TOKEN_AXES
 from jaxpar.sharding.batch import IGNORED, Batch
 from jaxpar.sharding.params import join, partition_specs, split
@@ -146,10 +147,10 @@ def loss_and_gradients(
     weights = weights_of_step(shards, cfg)
     if still:
         still = weights_of_step(fused_weights.view(still, ex), cfg)
-    program = program_of(ex, max_segments)
+    model = staged_model(ex, max_segments)
     microbatches = split_microbatches(batch, cfg.parallel.num_microbatches)
     run = schedule_of(cfg)
-    (_, loss_sum), grads = run(program, weights, still, microbatches, scale / num_tokens)
+    (_, loss_sum), grads = run(model, weights, still, microbatches, scale / num_tokens)
     grads = fused_weights.without_scales(grads)
     if cfg.parallel.zero == 1:
         grads = scatter_once(grads, cfg)
@@ -165,8 +166,8 @@ def eval_step(ex: Execution, max_segments: int | None, params: Any, batch: Batch
     cfg = ex.cfg
     weights = weights_of_step(fused_weights.view(varying(params), ex), cfg)
     microbatches = split_microbatches(batch, cfg.parallel.num_microbatches)
-    program = program_of(ex, max_segments)
-    _, loss_sum = forward_only(program, weights, microbatches, cfg.parallel.virtual_stages)
+    model = staged_model(ex, max_segments)
+    _, loss_sum = forward_only(model, weights, microbatches, cfg.parallel.virtual_stages)
     return psum(loss_sum, TOKEN_AXES), count_labels(batch)
 
 
@@ -181,21 +182,21 @@ def split_microbatches(batch: Batch, n: int) -> Batch:
     return jax.tree.map(lambda a: a.reshape(n, -1, *a.shape[1:]), batch)
 
 
-def program_of(ex: Execution, max_segments: int | None) -> Program:
-    """The configured model, as the schedules run it."""
+def staged_model(ex: Execution, max_segments: int | None) -> StagedModel:
+    """The configured model, as schedules of microbatches run it."""
     cfg = ex.cfg
 
     def context(mb: Batch) -> AttentionContext:
         return across_devices(attention_context(mb, cfg, max_segments), cfg)
 
-    return Program(
+    return StagedModel(
         embed=functools.partial(transformer.embed, cfg=cfg),
-        tokens=context,
+        context=context,
         stage=functools.partial(transformer.stage, ex=ex, layers_of=transformer.rematerialized(ex)),
         head=functools.partial(transformer.head, cfg=cfg),
-        opened=functools.partial(with_float32_gradients, ex=ex),
-        sends=ex.stage_wide_collectives,
-        layers_in_part=ex.layers_per_vjp,
+        attach=functools.partial(with_float32_gradients, ex=ex),
+        stage_wide_collectives=ex.stage_wide_collectives,
+        layers_per_vjp=ex.layers_per_vjp,
     )
 
 

@@ -5,6 +5,7 @@ MAY_IMPORT = (
     "runtime",
     "sharding",
     "kernels",
+    "execution",
     "parallel",
     "model",
     "optimizer",

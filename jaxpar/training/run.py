@@ -1,4 +1,4 @@
-"""A run made ready: mesh, data, attention's kernels, where to start. Nothing is written yet."""
+"""A run made ready to train: its config resolved, its mesh, data and kernels, where it starts."""
 
 import json
 import time
@@ -7,216 +7,120 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxpar import checkpoint
-from jaxpar.config import Config, ConfigError, registry
+from jaxpar.config import Config, ConfigError
 from jaxpar.config.remat_policies import names_on_host
-from jaxpar.config.serialize import to_json
 from jaxpar.config.validate import resolve
 from jaxpar.data import Loader
-from jaxpar.data.skips import SKIPPED_FILE, read_skipped
-from jaxpar.kernels.attention import AttentionMask, Choice, choose
+from jaxpar.data.skips import read_skipped
+from jaxpar.execution.decisions import execution_of
 from jaxpar.kernels.attention.dispatch.capability import xla_is_deterministic
-from jaxpar.model.attention_context import attention_context
-from jaxpar.model.flops import num_adapter_params, num_params
 from jaxpar.monitoring.metrics import MetricsWriter
 from jaxpar.monitoring.sinks import open_sinks, require_packages
 from jaxpar.monitoring.startup import StartUp
 from jaxpar.optimizer.schedules import learning_rate
-from jaxpar.parallel.context import kernel_request, token_order
+from jaxpar.parallel.context import token_order
 from jaxpar.planning.forecast import forecast_here
-from jaxpar.runtime import provenance
 from jaxpar.runtime.processes.peers import say
-from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.mesh import describe, make_mesh
 from jaxpar.step.state import TrainState
-from jaxpar.training import attention_selftest, elastic, initial_weights
+from jaxpar.training import elastic, initial_weights
+from jaxpar.training.attention_kernels import choose_kernels, test_kernels
 from jaxpar.training.evaluation import check_labels
 from jaxpar.training.step_guard import StepGuard
 
 
-def _write(path: Path, text: str) -> None:
-    """Write a file; an error names it, also where the disk is full."""
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
-
-
 class Run:
-    """A run made ready, with nothing written yet: mesh, data, where to start."""
+    """A run made ready. Making one checks everything that can be checked, and writes nothing."""
 
     def __init__(
-        self, cfg: Config, start: Callable[[Config], int | None] | None = checkpoint.starting_step
+        self,
+        cfg: Config,
+        start: Callable[[Config], int | None] = checkpoint.starting_step,
+        *,
+        in_folder: bool = True,
     ):
         """
-        Args:     start: which checkpoint to go on from, None for none. None in its place: the run
-                  folder is not looked at, whatever lies there.
+        Args:     cfg: checked; resolved here. start: the step of the checkpoint to resume from,
+                  None to begin anew. in_folder: False for a run that neither reads nor writes its
+                  folder, and begins anew.
         Raises:   ConfigError for anything that would stop the run later.
         """
         self.startup = StartUp()
-        self.dir = run_folder(cfg) if start else Path(cfg.run.dir)
-        self.first_step = start(cfg) if start else None
-        resumed = self.first_step is not None
-        saved = checkpoint.read_saved(self.dir, self.first_step) if resumed else None
-        used = resolve(elastic.same_rows(cfg, saved, jax.device_count()), jax.device_count())
-        self.asked = elastic.asked_otherwise(cfg, used)
-        self.cfg = cfg = used
-        check_host_copies(cfg, jax.default_backend())
-        require_packages(cfg)
-        self.mesh = make_mesh(cfg.parallel)
-        order = token_order(cfg.parallel, cfg.data.seq_len)
-        self.loader = Loader(cfg, self.mesh, "train", order)
-        splits = [self.loader]
-        self.held_out = None
-        if cfg.evaluation.every:
-            self.held_out = Loader(cfg, self.mesh, "val", order)
-            check_labels(cfg, self.held_out)
-            splits.append(self.held_out)
-        self.max_segments = max(split.max_documents for split in splits)
-        self.changed: dict[str, tuple[Any, Any]] = {}
-        if start:
+        self.dir = run_folder(cfg) if in_folder else Path(cfg.run.dir)
+        self.first_step = start(cfg) if in_folder else None
+        saved = self._saved()
+        self.cfg = resolve(elastic.same_rows(cfg, saved, jax.device_count()), jax.device_count())
+        self.asked = elastic.asked_otherwise(cfg, self.cfg)
+        check_host_copies(self.cfg, jax.default_backend())
+        require_packages(self.cfg)
+        self.execution = execution_of(self.cfg)
+        self.mesh = make_mesh(self.cfg.parallel)
+        self.loader, self.held_out = self._loaders()
+        self.max_segments = max(split.max_documents for split in self._splits())
+        if in_folder:
             self.loader.skipped = read_skipped(self.dir)
-        if saved is not None:
-            checkpoint.check_resumable(cfg, saved)
-            self.changed = checkpoint.changed_fields(cfg, saved)
-            known = self.loader.skipped
-            self.loader.skipped = known.and_also(saved.skipped_batches, saved.rewinds)
-            check_steps(cfg, saved.step)
-        self.origin = initial_weights.find(cfg) if self.first_step is None else None
-        self.kernels = self.attention_kernels()
-        added = f"{cfg.model.attention}, added from outside the package"
-        self.attention = "; ".join(map(str, self.kernels)) or added
+        self.changed = self._resume_from(saved)
+        self.origin = initial_weights.find(self.cfg) if self.first_step is None else None
+        self.kernels = choose_kernels(self.cfg, self.max_segments)
         self.startup.ended("data and checks")
 
-    def open_folder(self, environment: list[str]) -> None:
-        """Make the run folder and write what the run is: config.json and manifest.json."""
-        if jax.process_index() != 0:
-            return
-        self.dir.mkdir(parents=True, exist_ok=True)
-        _write(self.dir / "config.json", to_json(self.cfg))
-        manifest = provenance.versions() | {
-            "commit": provenance.checked_out_commit(),
-            "mesh": describe(self.mesh),
-            "parameters": num_params(self.cfg.model),
-            "adapters": num_adapter_params(self.cfg.model, self.cfg.lora),
-            "attention": self.attention,
-            "environment": environment,
-        }
-        _write(self.dir / "manifest.json", json.dumps(manifest, indent=2) + "\n")
-        print(
-            f"model      {num_params(self.cfg.model):,} parameters, {self.cfg.model.dtype}"
-            f"{self.trained}\n"
-            f"devices    {manifest['device']}, mesh {manifest['mesh']}\n"
-            f"attention  {self.attention}\n"
-            f"data       {self.data}{self.left_out}\n"
-            f"run        {self.dir}" + "".join(f"\nset        {item}" for item in environment),
-            flush=True,
-        )
+    def _saved(self) -> Any:
+        """What the checkpoint to resume from says of its run; None without one."""
+        if self.first_step is None:
+            return None
+        return checkpoint.read_saved(self.dir, self.first_step)
 
-    def attention_kernels(self) -> tuple[Choice, ...]:
-        """The attention kernels that this run's layers will use, and why not others; for each kind.
+    def _loaders(self) -> tuple[Loader, Loader | None]:
+        """The training data, and the held-out data if there are evaluations."""
+        order = token_order(self.cfg.parallel, self.cfg.data.seq_len)
+        loader = Loader(self.cfg, self.mesh, "train", order)
+        if not self.cfg.evaluation.every:
+            return loader, None
+        held_out = Loader(self.cfg, self.mesh, "val", order)
+        check_labels(self.cfg, held_out)
+        return loader, held_out
 
-        None for a function that was added from outside the package: nothing is known of it.
+    def _splits(self) -> list[Loader]:
+        return [self.loader, *([self.held_out] if self.held_out else [])]
 
-        Raises:   ConfigError when those of `model.attention_backend` cannot serve.
+    def _resume_from(self, saved: Any) -> dict[str, tuple[Any, Any]]:
+        """Check that the checkpoint fits, and skip the batches that its run skipped.
+
+        Returns:  config fields that have changed since: their values then and now.
         """
-        m, p = self.cfg.model, self.cfg.parallel
-        if registry.function("model.attention", m.attention):
-            return ()
-        ways = p.replica * p.data * p.expert * p.num_microbatches
-        shard = (self.cfg.train.global_batch_size // ways, self.cfg.data.seq_len // p.sequence)
-        rows = jax.ShapeDtypeStruct(shard, "int32")
-        masks = jax.eval_shape(self.masks, Batch(rows, rows, rows, rows))
-        requests = [kernel_request(self.cfg, mask) for mask in masks]
-        name, exact = m.attention_backend, m.attention_deterministic
-        try:
-            return tuple(choose(name, *request, deterministic=exact) for request in requests)
-        except ValueError as error:
-            fix = "use --model.attention-backend auto"
-            raise ConfigError("model.attention_backend", name, str(error), fix) from error
+        if saved is None:
+            return {}
+        checkpoint.check_resumable(self.cfg, saved)
+        changed = checkpoint.changed_fields(self.cfg, saved)
+        known = self.loader.skipped
+        self.loader.skipped = known.and_also(saved.skipped_batches, saved.rewinds)
+        check_steps(self.cfg, saved.step)
+        return changed
 
     @property
-    def trained(self) -> str:
-        """What is trained, where that is not the model itself."""
-        size, lora = num_adapter_params(self.cfg.model, self.cfg.lora), self.cfg.lora
-        text = f"\ntrained    {size:,} parameters of adapters, rank {lora.rank} on {lora.targets}"
-        return text if size else ""
-
-    @property
-    def data(self) -> str:
-        """What is trained on, and how often by the end: a line for each source."""
-        epochs, total = self.loader.epochs(self.cfg.train.num_steps), self.loader.sources
-        share = sum(source.weight for source in total)
-        lines = [
-            f"{source.dataset.path}, {source.dataset.num_tokens:,} tokens"
-            + (f", {source.weight / share:.2%} of the windows" if len(total) > 1 else "")
-            + f", {epochs[str(source.dataset.path)]:.3g} epochs"
-            for source in total
-        ]
-        return "\n           ".join(lines)
-
-    @property
-    def left_out(self) -> str:
-        """Which batches are left out, and what says so: a new run may not expect any."""
-        skipped, file = self.loader.skipped, self.dir / SKIPPED_FILE
-        if not skipped.windows:
-            return ""
-        said = file if file.is_file() else f"the checkpoint of step {self.first_step}"
-        fresh = "; the run begins anew: delete it to train on them" * (self.first_step is None)
-        return f"\nleft out   {skipped}, as {said} says{fresh}"
+    def attention(self) -> str:
+        """The attention kernels in words."""
+        registered = f"{self.cfg.model.attention}, added from outside the package"
+        return "; ".join(map(str, self.kernels)) or registered
 
     @property
     def content(self) -> str:
-        """What is trained on and evaluated on, by its content; where it lies does not count."""
-        splits = [self.loader, *([self.held_out] if self.held_out else [])]
-        sums = [[source.dataset.fingerprint for source in split.sources] for split in splits]
+        """Fingerprints of the data sets, which do not depend on where they are stored."""
+        sums = [[s.dataset.fingerprint for s in split.sources] for split in self._splits()]
         return json.dumps(sums)
 
-    def masks(self, batch: Batch) -> tuple[AttentionMask, ...]:
-        """The masks of some of the run's tokens, as its layers make them: one for each kind."""
-        known = attention_context(batch, self.cfg, self.max_segments)
-        return (known.mask,) if known.in_global is None else (known.mask, known.in_global.mask)
-
     def test_attention(self) -> None:
-        """Try the attention kernels on a slice of the first batch, alone on one device.
+        """Compare the attention kernels with `reference` on the run's next batch.
 
-        Raises:   ConfigError when they compute something else than `reference`.
+        Raises:   ConfigError when they disagree.
         """
-        if not self.kernels:
-            return
-        first_row = self.loader.host_rows(self.first_step or 0, np.zeros(1, np.int64))
-        p = self.cfg.parallel
-        in_text_order = p.sequence == 1 or p.context == "ulysses"
-        length = self.cfg.data.seq_len // (1 if in_text_order else p.sequence)
-        places = attention_selftest.slice_of(length, in_text_order)
-        masks = jax.jit(self.masks)(jax.tree.map(lambda x: x[:, places], first_row))
-        for kernels, mask in zip(self.kernels, masks, strict=True):
-            self.test_kernels(kernels, mask)
-
-    def test_kernels(self, kernels: Choice, mask: AttentionMask) -> None:
-        """The same for the layers of one kind. Args and errors as `test_attention`."""
-        if {kernels.forward, kernels.backward} == {"reference"}:
-            say("attention self-test: skipped, reference is what kernels are compared with")
-            return
-        began = time.perf_counter()
-        m = self.cfg.model
-        group = m.num_heads // m.num_kv_heads
-        values = attention_selftest.random_values(
-            mask, group, m.head_dim, m.dtype, self.cfg.train.seed
-        )
-        q, k, v, d_out, mask = jax.device_put((*values, mask), jax.local_devices()[0])
-        try:
-            report = attention_selftest.check(kernels, q, k, v, mask, d_out)
-        except attention_selftest.WrongKernel as error:
-            fix = "use --model.attention-backend reference, or another that serves, and report it"
-            name = m.attention_backend
-            raise ConfigError("model.attention_backend", name, str(error), fix) from error
-        say(f"attention self-test: {report}, {time.perf_counter() - began:.1f} s")
+        step = self.first_step or 0
+        test_kernels(self.kernels, self.cfg, self.loader, self.max_segments, step, say)
 
     def start(self) -> TrainState:
-        """The state to go on from: restored, or fresh; once attention has been tested.
+        """The state to train from: restored, or initialized, after a test of attention.
 
         Raises:   ConfigError as `test_attention`.
         """
@@ -237,7 +141,7 @@ class Run:
         return state
 
     def metrics(self) -> MetricsWriter:
-        """What reports the steps from here on, and sees that their numbers are right."""
+        """The writer of the run's metrics, which also checks each step's loss and gradients."""
         cfg, first = self.cfg, self.first_step or 0
         batch_of, mesh = self.loader.skipped.batch_of, describe(self.mesh)
         look = StepGuard(cfg, self.dir, first, batch_of, say, mesh).look
@@ -250,7 +154,7 @@ class Run:
 def run_folder(cfg: Config) -> Path:
     """The run folder, which need not exist yet.
 
-    Raises:   ConfigError when something else bears its name.
+    Raises:   ConfigError when a file has its name.
     """
     folder = Path(cfg.run.dir)
     if folder.exists() and not folder.is_dir():

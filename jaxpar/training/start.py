@@ -13,7 +13,7 @@ from jaxpar.runtime import exit_codes
 from jaxpar.runtime.files.run_lock import WAIT_SECONDS, RunLock, Taken
 from jaxpar.runtime.processes import peers
 from jaxpar.runtime.watchdog import Watchdog
-from jaxpar.training import elastic
+from jaxpar.training import elastic, manifest
 from jaxpar.training.loop import train
 from jaxpar.training.run import Run
 
@@ -45,7 +45,7 @@ def opened(run: Run, environment: list[str]) -> RunLock | None:
             if checkpoint.starting_step(run.cfg) != run.first_step:
                 rule = "has got another checkpoint meanwhile, by a run that has just ended"
                 raise exit_codes.RunError(f"run.dir {run.cfg.run.dir} {rule}. Fix: start again")
-            run.open_folder([*environment, *lock.warnings])
+            manifest.write(run, [*environment, *lock.warnings])
         except BaseException:
             lock.release()
             raise

@@ -13,8 +13,9 @@ from jaxpar import bench
 from jaxpar.bench.matmuls import autotuned
 from jaxpar.bench.matmuls import command as matmuls
 from jaxpar.config import Config, ConfigError, RunConfig
+from jaxpar.execution import xla_flag_table
 from jaxpar.runtime import exit_codes
-from jaxpar.runtime.gpus import visible, xla_flag_table, xla_flags
+from jaxpar.runtime.gpus import visible, xla_flags
 from tests.e2e.tuned import LOG, LOSS, QKV, RESULTS, STEP, found
 
 # ------------------------------------------------------------------------------------- runs alone

@@ -18,6 +18,7 @@ from jaxpar.data.skips import SKIPPED_FILE, SkippedBatches, read_skipped, write_
 from jaxpar.monitoring.metrics import MetricsWriter
 from jaxpar.monitoring.recent_steps import losses_judged, read_recent
 from jaxpar.runtime import exit_codes
+from jaxpar.training import manifest
 from jaxpar.training.run import Run
 from jaxpar.training.step_guard import StepGuard, Window
 from tests.e2e.test_train import losses_of, records_of, start, state_of
@@ -108,15 +109,15 @@ def test_batches_that_are_left_out_are_told_at_the_start(
     file.write_text('{"windows": [[0, 1], [45, 2]]}')
     with only_devices(2):
         begun = Run(read_config([config_file], "jaxpar.train", ""))
-        begun.open_folder([])
+        manifest.write(begun, [])
     told = f"left out   batches 0, 45 to 46, as {file} says"
     assert f"{told}; the run begins anew: delete it to train on them\n" in capfd.readouterr().out
     begun.first_step = 3  # it goes on
-    assert begun.left_out == f"\n{told}"
+    assert manifest.left_out(begun) == [told]
     file.unlink()
-    assert begun.left_out.endswith("45 to 46, as the checkpoint of step 3 says")
+    assert manifest.left_out(begun)[0].endswith("45 to 46, as the checkpoint of step 3 says")
     begun.loader.skipped = SkippedBatches()
-    assert begun.left_out == ""
+    assert manifest.left_out(begun) == []
 
 
 def test_too_many_rewinds_end_the_run_with_17(spiky):

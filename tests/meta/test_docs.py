@@ -246,10 +246,10 @@ def picture(stages: int, virtual: int, microbatches: int) -> str:
     lines = ["tick       " + "".join(f"{t:>{width}}" for t in range(end))]
     for s in range(stages):
         rows = {"F": ["."] * end, "B": ["."] * end}
-        for i in range(plan.num_units):
-            rows["F"][i + s] = unit(*plan.forward_unit(i))
+        for i in range(plan.num_actions):
+            rows["F"][i + s] = unit(*plan.forward_action(i))
             tick = plan.first_backward + i + (stages - 1 - s)
-            rows["B"][tick] = unit(*plan.backward_unit(i)[:2])
+            rows["B"][tick] = unit(*plan.backward_action(i)[:2])
         for slot, cells in rows.items():
             name = f"stage {s} {slot}" if slot == "F" else f"        {slot}"
             lines.append(f"{name}  " + "".join(f"{c:>{width}}" for c in cells))

@@ -12,9 +12,9 @@ from jax import lax
 from jaxpar.config import Config, replace
 from jaxpar.config.validate import resolve
 from jaxpar.model import transformer
-from jaxpar.parallel.accumulation import take
 from jaxpar.parallel.collectives import shift, varying
 from jaxpar.parallel.pipeline import runner
+from jaxpar.parallel.staged_model import take
 from jaxpar.sharding.axes import BATCH_SPEC, PIPELINE
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.mesh import make_mesh, shardings

@@ -28,8 +28,8 @@ def forwards(plan: Schedule) -> list[tuple[int, int, int, int, int]]:
     return [
         (s, i, i + s, m, c * plan.stages + s)
         for s in range(plan.stages)
-        for i in range(plan.num_units)
-        for m, c in [plan.forward_unit(i)]
+        for i in range(plan.num_actions)
+        for m, c in [plan.forward_action(i)]
     ]
 
 
@@ -39,8 +39,8 @@ def backwards(plan: Schedule) -> list[tuple[int, int, int, int, int]]:
     return [
         (s, f, plan.first_backward + j + (P - 1 - s), m, c * P + s)
         for s in range(P)
-        for j in range(plan.num_units)
-        for m, c, f in [plan.backward_unit(j)]
+        for j in range(plan.num_actions)
+        for m, c, f in [plan.backward_action(j)]
     ]
 
 
@@ -91,7 +91,7 @@ def test_a_backward_names_its_own_forward(plan):
         assert units[s, f] == (m, g)
 
 
-def clobbered(plan: Schedule, ring_size: int) -> int:
+def clobbered(plan: Schedule, stash_size: int) -> int:
     """Entries of the ring that are overwritten before, or in the tick in which, they are read.
 
     In one tick the forward writes before the backward reads.
@@ -99,15 +99,15 @@ def clobbered(plan: Schedule, ring_size: int) -> int:
     written = {(s, i): tick for s, i, tick, _, _ in forwards(plan)}
     never = 10**9
     return sum(
-        written.get((s, f + ring_size), never) <= read for s, f, read, _, _ in backwards(plan)
+        written.get((s, f + stash_size), never) <= read for s, f, read, _, _ in backwards(plan)
     )
 
 
 @every_schedule
 def test_the_ring_is_just_large_enough(plan):
-    assert clobbered(plan, plan.ring_size) == 0
-    if plan.num_units >= plan.ring_size > 1:
-        assert clobbered(plan, plan.ring_size - 1) > 0
+    assert clobbered(plan, plan.stash_size) == 0
+    if plan.num_actions >= plan.stash_size > 1:
+        assert clobbered(plan, plan.stash_size - 1) > 0
 
 
 @every_schedule
@@ -139,7 +139,7 @@ def test_duration_and_bubble(plan):
         (f * share + b * (1 - share)) * (stop - start) for f, b, start, stop in plan.phases()
     )
     assert took == plan.duration == v * M + P - 1
-    bubble = 1 - Fraction(plan.num_units, plan.duration)
+    bubble = 1 - Fraction(plan.num_actions, plan.duration)
     assert bubble == Fraction(P - 1, v * M + P - 1)
     assert plan.phases()[-1][3] == v * M + v * P + P - 2
 
@@ -149,13 +149,13 @@ def test_figure():
     plan = Schedule(stages=2, virtual=2, microbatches=4)
     forward = [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1)]
     backward = [(0, 1), (1, 1), (0, 0), (1, 0), (2, 1), (3, 1), (2, 0), (3, 0)]
-    assert [plan.forward_unit(i) for i in range(8)] == forward
-    assert [plan.backward_unit(i)[:2] for i in range(8)] == backward
+    assert [plan.forward_action(i) for i in range(8)] == forward
+    assert [plan.backward_action(i)[:2] for i in range(8)] == backward
     assert plan.phases() == ((True, False, 0, 3), (True, True, 3, 9), (False, True, 9, 12))
 
 
 def test_arrays_count_as_numbers_do():
     plan = Schedule(stages=3, virtual=2, microbatches=6)
-    i = np.arange(plan.num_units)
-    for unit in (plan.forward_unit, plan.backward_unit):
+    i = np.arange(plan.num_actions)
+    for unit in (plan.forward_action, plan.backward_action):
         assert np.array_equal(np.stack(unit(i), 1), [unit(int(n)) for n in i])

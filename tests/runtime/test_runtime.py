@@ -12,8 +12,9 @@ import pytest
 from jaxpar.bench.matmuls import autotuned
 from jaxpar.bench.matmuls import command as matmuls
 from jaxpar.config import Config, ConfigError, RunConfig, replace
+from jaxpar.execution import xla_flag_table
 from jaxpar.runtime import start as runtime
-from jaxpar.runtime.gpus import visible, xla_flag_table, xla_flags
+from jaxpar.runtime.gpus import visible, xla_flags
 from jaxpar.step import compiled
 from tests.config.test_cli import run_train
 
@@ -144,7 +145,7 @@ def test_the_package_may_lie_where_a_name_has_a_space(gpu_host, monkeypatch):
     monkeypatch.setattr(xla_flags, "PACKAGE", Path("/opt/my packages/jaxpar"))
     xla_flags.apply(FSDP)
     (table,) = _values(xla_flag_table.TABLE)
-    assert table == "/opt/my packages/jaxpar/runtime/gpus/tuned/nvidia_h200.textproto"
+    assert table == "/opt/my packages/jaxpar/execution/tuned/nvidia_h200.textproto"
 
 
 @pytest.mark.parametrize("value", ["mine.textproto", ""])
@@ -187,7 +188,7 @@ def test_a_table_is_called_the_same_wherever_jaxpar_lies(folder, tmp_path, monke
     found = xla_flags.alike_everywhere(settings).split()
     assert found == [
         "--xla_gpu_enable_triton_gemm=false",
-        "--xla_gpu_load_autotune_results_from=jaxpar/runtime/gpus/tuned/nvidia_h200.textproto",
+        "--xla_gpu_load_autotune_results_from=jaxpar/execution/tuned/nvidia_h200.textproto",
         "--xla_a=b",
     ]
 

@@ -75,7 +75,7 @@ def two_gpus():
 
 @pytest.mark.parametrize("groups", [1, 2], ids=["pieces", "turns"])
 def test_gradients_with_tensor_are_the_references_to_bfloat16(groups, two_gpus, monkeypatch):
-    monkeypatch.setattr(decisions, "FEWEST_TOKENS", 0)
+    monkeypatch.setattr(decisions, "MIN_SHARD_TOKENS", 0)
     fields = {"tensor": 2, "row_groups": groups, "layer_loop": "unroll"}
     cfg = replace(TINY, **{f"parallel.{name}": value for name, value in fields.items()})
     compare_gradients(resolve(replace(cfg, **{"data.document_mask": False}), 2), two_gpus)

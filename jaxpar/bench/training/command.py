@@ -212,7 +212,7 @@ def main(argv: Sequence[str]) -> int:
         evaluation=dataclasses.replace(cfg.evaluation, every=0),
         run=dataclasses.replace(cfg.run, dir="runs/bench", init_from=""),
     )
-    run = Run(elastic.choose_layout(cfg, cfg.cluster.slow_seconds or 1e6), start=None)
+    run = Run(elastic.choose_layout(cfg, cfg.cluster.slow_seconds or 1e6), in_folder=False)
     figures, running = measure(run, options.steps)
     result = card(run, figures, environment, options.commit or provenance.checked_out_commit())
     peers.say(summary(result))

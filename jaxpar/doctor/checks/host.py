@@ -7,7 +7,8 @@ from jaxpar.config import Config
 from jaxpar.doctor.checks import variables
 from jaxpar.doctor.checks.findings import Finding, failed, passed, skipped, warned
 from jaxpar.doctor.facts import Facts
-from jaxpar.runtime.gpus import xla_flag_table, xla_flags
+from jaxpar.execution import xla_flag_table
+from jaxpar.runtime.gpus import xla_flags
 
 #: Oldest driver for each major version of CUDA.
 #: Source: NVIDIA, CUDA Compatibility, "Minor Version Compatibility", table 1.

@@ -135,6 +135,10 @@ def matmul(
               `rowwise_with_gw_hp`.
     """
     x = Plain(x) if isinstance(x, jax.Array) else x
+    if weights[0].scaling == "row" and not isinstance(x.readable(), jax.Array):
+        x = Plain(
+            x.readable().written()
+        )  # only a pass over the array finds a scale for each of its rows
     outputs = _matmul(x.rows(), tuple(weights), name, with_amax)
     return [y.reshape(*x.shape[:-1], y.shape[-1]) for y in outputs]
 

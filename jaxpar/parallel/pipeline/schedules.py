@@ -1,15 +1,15 @@
-"""Arithmetic of the interleaved 1F1B pipeline, in plain numbers.
+"""The interleaved 1F1B schedule of a pipeline, as arithmetic.
 
 P stages (devices along PIPELINE), v chunks of layers on each, M microbatches. Chunk c of stage s
-is the c*P + s-th part of the model. Each stage runs its units in the same order, one forward and
-one backward per tick, every tick on all stages at once (lock-step):
+is the (c*P + s)-th part of the model. An action is one microbatch in one chunk, forward or
+backward. All stages run their actions in the same order, one forward and one backward per tick, in
+lock-step:
 
-    forward  of unit i on stage s at tick  i + s
-    backward of unit i on stage s at tick  (v*P - 1) + i + (P - 1 - s)
+    forward  of action i on stage s at tick  i + s
+    backward of action i on stage s at tick  (v*P - 1) + i + (P - 1 - s)
 
-so three loops do all the work: forward only, both, backward only. One loop that always did both
-would double the bubble, unless a stage rests in a slot without a unit. Methods work on ints and on
-traced values alike.
+Three loops do all the work: forward only, both, backward only. One loop that always does both would
+double the bubble, unless stages rest in idle slots. Methods take ints and traced values alike.
 
 Source:   Narayanan et al. 2021 (2104.04473), section 2.2, made lock-step.
 """
@@ -26,8 +26,8 @@ class Schedule:
     microbatches: int
 
     @property
-    def num_units(self) -> int:
-        """Forward (or backward) units of one stage: a unit is one microbatch in one chunk."""
+    def num_actions(self) -> int:
+        """Forward (or backward) actions of one stage."""
         return self.microbatches * self.virtual
 
     @property
@@ -36,33 +36,33 @@ class Schedule:
         return self.virtual * self.stages - 1
 
     @property
-    def ring_size(self) -> int:
-        """Units that may wait for their backward at once: the longest wait plus one."""
+    def stash_size(self) -> int:
+        """Actions that may wait for their backward at once: the longest wait plus one."""
         return 2 * self.virtual * self.stages - 1
 
     def phases(self) -> tuple[tuple[bool, bool, int, int], ...]:
         """(run forwards, run backwards, first tick, past the last tick) of the three loops."""
-        both, end = self.first_backward, self.num_units + self.stages - 1
-        stop = self.num_units + self.virtual * self.stages + self.stages - 2
+        both, end = self.first_backward, self.num_actions + self.stages - 1
+        stop = self.num_actions + self.virtual * self.stages + self.stages - 2
         loops = ((True, False, 0, both), (True, True, both, end), (False, True, end, stop))
         return tuple(loop for loop in loops if loop[3] > loop[2])
 
     @property
     def duration(self) -> int:
-        """Length of a step in units of one chunk's forward plus backward.
+        """Length of a step, in times of one chunk's forward plus backward.
 
         v*M + P - 1, of which P - 1 are bubble: the textbook figure.
         """
-        return self.num_units + self.stages - 1
+        return self.num_actions + self.stages - 1
 
-    def forward_unit(self, i):
+    def forward_action(self, i):
         """(microbatch, chunk) of the i-th forward: P microbatches go through a chunk at a time."""
         round_, rest = i // (self.virtual * self.stages), i % (self.virtual * self.stages)
         return round_ * self.stages + rest % self.stages, rest // self.stages
 
-    def backward_unit(self, i):
+    def backward_action(self, i):
         """(microbatch, chunk, index of its forward) of the i-th backward: chunks in reverse."""
-        microbatch, chunk = self.forward_unit(i)
+        microbatch, chunk = self.forward_action(i)
         chunk = self.virtual - 1 - chunk
         round_, place = microbatch // self.stages, microbatch % self.stages
         forward = round_ * self.virtual * self.stages + chunk * self.stages + place

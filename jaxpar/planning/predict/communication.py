@@ -9,7 +9,6 @@ import math
 from dataclasses import dataclass
 
 from jaxpar.config import Config
-from jaxpar.execution.decisions import on_gpus
 from jaxpar.planning.predict import rates
 from jaxpar.planning.predict.compute import repeats, tensor_messages
 from jaxpar.planning.predict.hardware import Gpu, Network
@@ -136,7 +135,7 @@ def _sequence(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
 def _layer_units(cfg: Config, shard: Shard) -> int:
     """Layers times microbatches of one device; idle slots of a pipeline too, unless it rests."""
     p = cfg.parallel
-    idle = (p.pipeline - 1) // p.virtual_stages if on_gpus(cfg).stage_wide_collectives else 0
+    idle = (p.pipeline - 1) // p.virtual_stages if shard.execution.stage_wide_collectives else 0
     return shard.layers * (p.num_microbatches + idle)
 
 
@@ -150,7 +149,7 @@ def _tensor(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
     sent = moved * stream * (ranks - 1) / ranks
     seconds = sent / direct_bandwidth(ranks, here, cluster)
     how = "tensor in turns" if p.row_groups > 1 else "tensor"
-    if on_gpus(cfg).collective_matmul:
+    if shard.execution.collective_matmul:
         how = "tensor in pieces"
     return Traffic("tensor", sent, seconds, 0.0, rates.EXPOSED[how])
 

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from jaxpar.config import Config
 from jaxpar.config.remat_policies import saved_names, without_mark
-from jaxpar.execution.decisions import on_gpus
 from jaxpar.model.loss import num_chunks
 from jaxpar.planning.predict import rates
 from jaxpar.planning.predict.hardware import Gpu
@@ -64,7 +63,7 @@ def _layer_matmuls(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) -> f
     m, t, n = cfg.model, cfg.parallel.tensor, shard.tokens
     heads, kv = m.num_heads * m.head_dim / t, m.num_kv_heads * m.head_dim / t
     experts = max(m.num_experts, 1)
-    parts = t if on_gpus(cfg).collective_matmul else cfg.parallel.row_groups
+    parts = t if shard.execution.collective_matmul else cfg.parallel.row_groups
     sites = {  # name: (how many, width in, width out)
         "qkv": (1, m.d_model, heads + 2 * kv),
         "wo": (1, heads, m.d_model),
@@ -129,13 +128,13 @@ def _layer_elementwise(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) 
     again = 4 * stream + 2 * (heads + kv) + f if "elementwise" in repeated else 0.0
     again += 3 * stream if "wo" in repeated else 0.0
     extra = _quantized(cfg) if m.matmul_dtype == "float8" else 0.0
-    if on_gpus(cfg).norm != "written":
+    if shard.execution.norm != "written":
         forward -= 2 * stream
-    elements = forward + backward + again + _between_ranks(cfg, repeated)
+    elements = forward + backward + again + _between_ranks(cfg, shard, repeated)
     return shard.tokens * (width * elements + extra) / elementwise_rate(gpu)
 
 
-def _between_ranks(cfg: Config, repeated: set[str]) -> float:
+def _between_ranks(cfg: Config, shard: Shard, repeated: set[str]) -> float:
     """Elements per token that a layer moves for what goes over tensor: gathered pieces put in their
     places, by groups of rows or what all-to-alls brought twice, and scattered ones added up. Where
     matmuls take pieces, those added up alone, queries, keys and values side by side and attention's
@@ -143,7 +142,7 @@ def _between_ranks(cfg: Config, repeated: set[str]) -> float:
     m, p, messages = cfg.model, cfg.parallel, tensor_messages(repeated)
     if p.tensor == 1:
         return 0.0
-    if not on_gpus(cfg).collective_matmul:
+    if not shard.execution.collective_matmul:
         return (1.5 if p.row_groups == p.pipeline == 1 else 3) * messages * m.d_model
     heads, kv = m.num_heads * m.head_dim / p.tensor, m.num_kv_heads * m.head_dim / p.tensor
     added = messages / 2 * (p.tensor + 1) / p.tensor * m.d_model
@@ -193,14 +192,14 @@ def weights_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
     rounded_once = cfg.parallel.gather_dtype == "float8" and cfg.parallel.num_microbatches == 1
     once = (9 if rounded_once else 12) * own + travels
     moved = once * (cfg.parallel.num_microbatches if zero3 else 1)
-    moved += _added_up(cfg, shard) * backward_units(cfg) / shard.chunks
+    moved += _added_up(cfg, shard) * backward_units(cfg, shard) / shard.chunks
     moved += _sums_of_pieces(cfg, shard) * cfg.parallel.num_microbatches
     return Seconds(elementwise=moved / elementwise_rate(gpu))
 
 
 def _sums_of_pieces(cfg: Config, shard: Shard) -> float:
     """Bytes that a microbatch moves to add up the gradients of one weight's matmuls."""
-    if not (shard.trained and on_gpus(cfg).collective_matmul):
+    if not (shard.trained and shard.execution.collective_matmul):
         return 0.0
     return 3 * shard.width * (cfg.parallel.tensor - 1) * shard.layers * shard.matrices
 
@@ -210,20 +209,20 @@ def _added_up(cfg: Config, shard: Shard) -> float:
     matmuls add. A stage of several chunks that send copies the one that a unit multiplies with,
     forward and backward."""
     p, layers = cfg.parallel, shard.layers * shard.layer
-    copied = shard.chunks > 1 and on_gpus(cfg).stage_wide_collectives
+    copied = shard.chunks > 1 and shard.execution.stage_wide_collectives
     moved = 4 * shard.width * shard.layers * shard.matrices if copied else 0.0
     if shard.trained and (p.num_microbatches > 1 or p.pipeline > 1):
-        summed = shard.parameters - (layers if on_gpus(cfg).float32_weight_gradients else 0)
+        summed = shard.parameters - (layers if shard.execution.float32_weight_gradients else 0)
         moved += 10 * summed / (shard.fsdp if p.zero == 3 else 1)
     return moved
 
 
-def backward_units(cfg: Config) -> int:
+def backward_units(cfg: Config, shard: Shard) -> int:
     """Units that a device computes backward in a step, of a chunk each: where chunks send, those
     of idle slots too."""
     p = cfg.parallel
     return p.num_microbatches * p.virtual_stages + (
-        p.pipeline - 1 if on_gpus(cfg).stage_wide_collectives else 0
+        p.pipeline - 1 if shard.execution.stage_wide_collectives else 0
     )
 
 
@@ -232,7 +231,7 @@ def ring_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
     if cfg.parallel.pipeline == 1:
         return Seconds()
     return Seconds(
-        elementwise=4 * slot_bytes(cfg, shard) * backward_units(cfg) / elementwise_rate(gpu)
+        elementwise=4 * slot_bytes(cfg, shard) * backward_units(cfg, shard) / elementwise_rate(gpu)
     )
 
 

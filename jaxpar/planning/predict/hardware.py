@@ -8,8 +8,8 @@ import difflib
 from dataclasses import dataclass
 
 from jaxpar.config import ConfigError
+from jaxpar.execution.xla_flag_table import ENVIRONMENT
 from jaxpar.runtime.gpus.peaks import PEAK_FLOPS
-from jaxpar.runtime.gpus.xla_flag_table import ENVIRONMENT
 
 GIB = 2**30
 

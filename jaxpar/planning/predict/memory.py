@@ -18,7 +18,6 @@ import jax.numpy as jnp
 
 from jaxpar.config import Config, ModelConfig
 from jaxpar.config.remat_policies import LAYER_INPUT, REMAT_NAMES, names_on_host, saved_names
-from jaxpar.execution.decisions import on_gpus
 from jaxpar.model.loss import num_chunks
 from jaxpar.planning.predict.shard import Shard, moment_bytes, shard_of, state_bytes
 
@@ -145,7 +144,7 @@ def saved_bytes(cfg: Config, shard: Shard) -> float:
     if p.pipeline == 1:
         return slot
     slots = 2 * shard.chunks * p.pipeline - 1
-    if on_gpus(cfg).stage_wide_collectives:
+    if shard.execution.stage_wide_collectives:
         slots += 1  # for what no backward reads
         if p.pipeline_save == "residuals":
             slots += 1  # the unit that is being written
@@ -232,7 +231,7 @@ def _recomputed(cfg: Config, shard: Shard) -> float:
     if m.num_experts:  # of one expert, for all the tokens
         sizes = bytes_of_names(m, p.tensor)
         missing += sizes["gate_up"] + sizes["mlp_hidden"]
-    at_once = on_gpus(cfg).layers_per_vjp or shard.layers / shard.chunks
+    at_once = shard.execution.layers_per_vjp or shard.layers / shard.chunks
     layers = at_once if p.pipeline > 1 and p.tensor == 1 else 1
     return layers * shard.tokens * max(missing, 0.0)
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.config import Config, LoraConfig, ModelConfig, OptimizerConfig
-from jaxpar.execution.decisions import rows_per_device
+from jaxpar.execution.decisions import Execution, on_gpus, rows_per_device
 from jaxpar.model.parameters import param_specs
 from jaxpar.optimizer.moments import map_moments
 from jaxpar.sharding.axes import AXES, FSDP_AXES, TENSOR
@@ -102,6 +102,7 @@ class Shard:
                         and pipeline.
     fsdp                ways that parameters are sharded.
     width               bytes of an element in the compute dtype.
+    execution           how the config is executed on GPUs.
     trained             whether these parameters are: with adapters (`lora.rank`) they have neither
                         gradient nor moments, and the adapters, being small, are left out.
     """
@@ -116,6 +117,7 @@ class Shard:
     vocab: int
     fsdp: int
     width: int
+    execution: Execution
     trained: bool = True
 
     @property
@@ -141,6 +143,7 @@ def shard_of(cfg: Config) -> Shard:
         vocab=vocab,
         fsdp=ways(cfg, FSDP_AXES),
         width=jnp.dtype(m.dtype).itemsize,
+        execution=on_gpus(cfg),
         trained=cfg.lora.rank == 0,
     )
 

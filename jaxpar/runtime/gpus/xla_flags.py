@@ -12,18 +12,20 @@ from pathlib import Path
 import jax
 
 from jaxpar.config import Config, ConfigError
+from jaxpar.execution.decisions import on_gpus
+from jaxpar.execution.xla_flag_table import ALWAYS, ENVIRONMENT, FLAGS, PACKAGE, TABLE, Flag
 from jaxpar.runtime.gpus.visible import gpu_is_present, gpu_name
-from jaxpar.runtime.gpus.xla_flag_table import ALWAYS, ENVIRONMENT, FLAGS, PACKAGE, TABLE, Flag
 
 
 def measured_for(gpu: str, jax_version: str, cfg: Config, num_processes: int = 1) -> list[Flag]:
     """The rows for a GPU (by its name), a version of JAX, a config and a number of processes."""
+    ex = on_gpus(cfg)
     return [
         flag
         for flag in FLAGS
         if any(name in gpu for name in flag.gpus)
         and jax_version.startswith(flag.jax)
-        and flag.where(cfg)
+        and flag.where(ex)
         and not (flag.one_process and num_processes > 1)
     ]
 

@@ -1,86 +1,85 @@
-"""XLA flags as data: what is set, for which GPU, JAX and config, and what it gained."""
+"""XLA flags as data: which are set, for which GPU, JAX version and `Execution`, and their gain."""
 
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxpar.config import Config
-from jaxpar.config.remat_policies import names_on_host
+from jaxpar.execution.decisions import Execution
 
 
-def always(cfg: Config) -> bool:
-    """Any mesh, one device included."""
+def always(ex: Execution) -> bool:
+    """Every mesh, a single device included."""
     return True
 
 
-def without_tensor(cfg: Config) -> bool:
-    """Layers communicate for their weights alone."""
-    return cfg.parallel.tensor == 1
+def without_tensor(ex: Execution) -> bool:
+    """Layers communicate only for their weights."""
+    return ex.cfg.parallel.tensor == 1
 
 
-def with_tensor(cfg: Config) -> bool:
+def with_tensor(ex: Execution) -> bool:
     """Layers communicate for their activations."""
-    return not without_tensor(cfg)
+    return not without_tensor(ex)
 
 
-def gathers_of_16_bits(cfg: Config) -> bool:
-    """Layers communicate for their weights alone, which travel in the compute dtype."""
-    return without_tensor(cfg) and cfg.parallel.gather_dtype == "compute"
+def gathers_of_16_bits(ex: Execution) -> bool:
+    """Layers communicate only for their weights, which travel in the compute dtype."""
+    return without_tensor(ex) and ex.cfg.parallel.gather_dtype == "compute"
 
 
-def gathers_of_8_bits(cfg: Config) -> bool:
-    """Layers communicate for their weights alone, which travel in 8 bits."""
-    return without_tensor(cfg) and cfg.parallel.gather_dtype == "float8"
+def gathers_of_8_bits(ex: Execution) -> bool:
+    """Layers communicate only for their weights, which travel in 8 bits."""
+    return without_tensor(ex) and ex.cfg.parallel.gather_dtype == "float8"
 
 
-def scatters_of_16_bits(cfg: Config) -> bool:
-    """Layers communicate for their weights alone, whose gradients are added up in bfloat16 (in
-    float32 they travel by all-to-alls)."""
-    return without_tensor(cfg) and cfg.parallel.grad_reduce == "bfloat16"
+def scatters_of_16_bits(ex: Execution) -> bool:
+    """Layers communicate only for their weights, whose gradients are summed in bfloat16 (float32
+    gradients travel by all-to-all)."""
+    return without_tensor(ex) and ex.cfg.parallel.grad_reduce == "bfloat16"
 
 
-def with_permutes(cfg: Config) -> bool:
-    """Layers send activations, or keys and values, by permutes (in a pipeline activations go by
-    all-to-alls)."""
-    p = cfg.parallel
+def with_permutes(ex: Execution) -> bool:
+    """Layers send activations, or keys and values, by permutes (in a pipeline, activations travel
+    by all-to-all)."""
+    p = ex.cfg.parallel
     over_tensor = p.tensor > 1 and p.pipeline == 1
     return over_tensor or (p.sequence > 1 and p.context != "ulysses")
 
 
-def in_turns(cfg: Config) -> bool:
-    """Layers hide the communication of some rows behind the computation of others."""
-    return cfg.parallel.tensor > 1 and cfg.parallel.row_groups > 1
+def in_row_groups(ex: Execution) -> bool:
+    """One group of rows communicates while another computes."""
+    return ex.row_groups_overlap
 
 
-def in_float8(cfg: Config) -> bool:
-    """Matmuls in 8 bits."""
-    return cfg.model.matmul_dtype == "float8"
+def in_float8(ex: Execution) -> bool:
+    """8-bit matmuls."""
+    return ex.cfg.model.matmul_dtype == "float8"
 
 
-def wide_and_whole(cfg: Config) -> bool:
-    """Matmuls of 16 bits and of 8B's size at least, over whole rows of the sequence."""
-    p, m = cfg.parallel, cfg.model
-    return p.tensor == p.sequence == 1 and m.d_model >= 4096 and not in_float8(cfg)
+def wide_and_whole(ex: Execution) -> bool:
+    """16-bit matmuls at least as wide as those of 8B, over complete sequences."""
+    p, m = ex.cfg.parallel, ex.cfg.model
+    return p.tensor == p.sequence == 1 and m.d_model >= 4096 and not in_float8(ex)
 
 
-def wide_in_stages(cfg: Config) -> bool:
-    """Matmuls of 16 bits and of 8B's width, cut over tensor, in pipeline stages."""
-    p, m = cfg.parallel, cfg.model
+def wide_in_stages(ex: Execution) -> bool:
+    """16-bit matmuls at least as wide as those of 8B, split over tensor, in pipeline stages."""
+    p, m = ex.cfg.parallel, ex.cfg.model
     stages = p.tensor > 1 and p.pipeline > 1 and p.sequence == 1
-    return stages and m.d_model >= 4096 and not in_float8(cfg)
+    return stages and m.d_model >= 4096 and not in_float8(ex)
 
 
-def with_host_copies(cfg: Config) -> bool:
-    """Values wait in host memory between the forward and the backward of a layer."""
-    return bool(names_on_host(cfg.parallel.remat))
+def with_host_copies(ex: Execution) -> bool:
+    """Activations wait in host memory between a layer's forward and backward."""
+    return ex.activations_on_host
 
 
 #: The flag of XLA that names a table of tuned kernels, and the folder below which ours are.
 TABLE = "xla_gpu_load_autotune_results_from"
 
 
-PACKAGE = Path(__file__).parents[2]
+PACKAGE = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +90,7 @@ class Flag:
     value: str
     gain: str
     """What was measured with it, and without. docs/LOG.md has the conditions."""
-    where: Callable[[Config], bool] = always
+    where: Callable[[Execution], bool] = always
     gpus: tuple[str, ...] = ("H200",)
     """Parts of the names of the GPUs that it was measured on."""
     jax: str = "0.11."
@@ -136,14 +135,14 @@ FLAGS = (
     Flag(
         name="xla_gpu_all_gather_combine_threshold_bytes",
         value="0",
-        gain="no group's gather waits for another's: 9,491 to 9,846 with the next and turns",
-        where=in_turns,
+        gain="no group's gather waits for another's: 9,491 to 9,846 with the next flag and groups",
+        where=in_row_groups,
     ),
     Flag(
         name="xla_gpu_reduce_scatter_combine_threshold_bytes",
         value="0",
-        gain="with the last and turns, 9,491 to 9,846 tokens/s/GPU, 8B on 4 GPUs, tensor 2",
-        where=in_turns,
+        gain="with the last flag and groups, 9,491 to 9,846 tokens/s/GPU, 8B on 4 GPUs, tensor 2",
+        where=in_row_groups,
     ),
     Flag(
         name="xla_gpu_experimental_collective_start_as_early_as_possible",
@@ -216,7 +215,7 @@ FLAGS = (
     ),
     Flag(
         name=TABLE,
-        value="runtime/gpus/tuned/nvidia_h200.textproto",
+        value="execution/tuned/nvidia_h200.textproto",
         gain="matmul kernels chosen at the power limit (`jaxpar.bench matmuls`): 483.4 to 476.3 ms "
         "a step, 1.5B on one GPU; 427.7 to 424.4, 8 layers of 8B",
     ),

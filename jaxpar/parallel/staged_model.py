@@ -1,0 +1,88 @@
+"""The model as a schedule of microbatches sees it, with or without pipeline stages."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpar.parallel.collectives import varying
+from jaxpar.parallel.gradient_buffers import added
+
+#: (loss, loss to report), summed over tokens.
+type Sums = tuple[jax.Array, jax.Array]
+
+
+@dataclass(frozen=True)
+class StagedModel:
+    """Three functions of local shards. `mb` is one microbatch.
+
+    embed    (top, mb) -> x. All stages call it together.
+    stage    (chunk, x, context, passthrough) -> (x, passthrough). The latter: weights for `head`,
+             whose gradients travel during the layers' backward.
+    head     (top, x, mb) -> `Sums`. All stages call it together; it reads x on the last stage, and
+             sends a gradient to that stage alone.
+    context  mb -> what `stage` knows of its tokens.
+    attach   chunk -> chunk with float32 gradient buffers, where matmuls sum weight gradients
+             (`gradient_buffers.py`).
+    """
+
+    embed: Callable[..., jax.Array]
+    stage: Callable[..., tuple[jax.Array, Any]]
+    head: Callable[..., Sums]
+    context: Callable[[Any], Any] = lambda mb: mb
+    attach: Callable[[Any], Any] = lambda chunk: chunk
+    stage_wide_collectives: bool = True
+    """As `Execution.stage_wide_collectives`."""
+    layers_per_vjp: int = 0
+    """As `Execution.layers_per_vjp`."""
+
+    def segments(self, chunk: Any) -> tuple[Any, ...]:
+        """A chunk of layers, or sums like it, split into what one VJP differentiates."""
+        n = self.layers_per_vjp
+        return tuple(itertools.batched(chunk, n)) if n else (chunk,)
+
+    def joined(self, segments: Any) -> Any:
+        """The inverse of `segments`."""
+        return tuple(itertools.chain(*segments)) if self.layers_per_vjp else segments[0]
+
+
+def take(tree: Any, i: Any) -> Any:
+    """The i-th entry along the leading dim of every array."""
+    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, 0, keepdims=False), tree)
+
+
+def add_gradients(total: Any, part: Any, add: Callable = added) -> Any:
+    """Float32 sums plus the gradients of the same names; frozen weights have no sum.
+
+    Args:     add: (sum, gradient) -> sum.
+    """
+    if isinstance(total, tuple):
+        return tuple(add_gradients(a, b, add) for a, b in zip(total, part, strict=True))
+    if isinstance(total, dict):
+        return {name: add_gradients(total[name], part[name], add) for name in total}
+    return add(total, part)
+
+
+def float32_zeros(tree: Any) -> Any:
+    """Float32 zeros of the same shapes, varying over every axis."""
+    return varying(jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), tree))
+
+
+def zeros_like_type(avals: Any) -> Any:
+    """Zeros of the same shapes, dtypes and varying axes."""
+
+    def zeros(a):
+        axes = tuple(sorted(a.manual_axis_type.varying))
+        z = jnp.zeros(a.shape, a.dtype)
+        return lax.pcast(z, axes, to="varying") if axes else z
+
+    return jax.tree.map(zeros, avals)
+
+
+def seed(sums: Sums, scale: jax.Array) -> Sums:
+    """The cotangents of `Sums`: only the first is differentiated."""
+    return jnp.ones_like(sums[0]) * scale, jnp.zeros_like(sums[1])

@@ -1,0 +1,130 @@
+"""What a run does between train steps: batches, metrics, checks, evaluation, checkpoints."""
+
+import contextlib
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from jaxpar import checkpoint
+from jaxpar.monitoring.goodput import Recorder
+from jaxpar.profiling.in_run import RunProfiler
+from jaxpar.runtime import signals
+from jaxpar.runtime.processes.peers import say
+from jaxpar.runtime.program import ending_at_once
+from jaxpar.runtime.watchdog import Watchdog
+from jaxpar.sharding.batch import Batch
+from jaxpar.sharding.mesh import describe
+from jaxpar.step.replica_check import make_replica_check, require_equal
+from jaxpar.step.state import TrainState
+from jaxpar.step.train_step import Measured
+from jaxpar.training.evaluation import Evaluation
+from jaxpar.training.run import Run
+
+
+@dataclass(frozen=True)
+class Phases:
+    """What the loop is doing, for the watchdog (how long at most) and for goodput (how long)."""
+
+    watch: Watchdog
+    spent: Recorder
+
+    def enter(self, part: str, step: int, *, slow: bool = False) -> None:
+        """A part of `goodput` begins, of a step. Args:     slow: as in `Watchdog.enter`."""
+        self.spent.now(part)
+        self.watch.enter(part, step, slow=slow)
+
+
+class BetweenSteps:
+    """Everything around `state, metrics = train_step(state, batch)`. A context manager.
+
+    Steps are counted from 1: `done` is how many have been taken. Whatever takes time of its own is
+    left out of the step times (`MetricsWriter.pause`).
+    """
+
+    def __init__(self, run: Run, program: Any, stop: signals.StopRequest, phases: Phases):
+        """Args:     program: the compiled train step, for profiles."""
+        self.run, self.stop, self.phases = run, stop, phases
+        self.last = run.cfg.train.num_steps
+        self.first = run.first_step or 0
+        self.program = program
+
+    def __enter__(self) -> "BetweenSteps":
+        run, cfg = self.run, self.run.cfg
+        self.evaluation = Evaluation(cfg, run.mesh, run.held_out, run.max_segments)
+        self.replicas = make_replica_check(cfg, run.mesh)
+        self.batches = run.loader.prefetched(self.first)
+        event = self.phases.spent.event
+        saver = checkpoint.Checkpointer(cfg, say, run.loader.skipped, event, run.asked)
+        profiler = RunProfiler(cfg, run.dir, self.program, describe(run.mesh), say)
+        with contextlib.ExitStack() as stack:
+            self.saver = stack.enter_context(saver)
+            self.metrics = stack.enter_context(run.metrics())
+            stack.enter_context(ending_at_once())
+            self.profiler = stack.enter_context(profiler)
+            self.open = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self.open.__exit__(*error)
+
+    def batch_for(self, step: int, state: TrainState) -> Batch:
+        """The batch of step + 1; profiles begin and end before it."""
+        self.profiler.before(step + 1, state, self.metrics.pause, self.phases.enter)
+        self.phases.enter("data wait", step + 1)
+        began = time.perf_counter()
+        _, batch = next(self.batches)
+        self.began = time.perf_counter()
+        self.data_wait = self.began - began
+        self.phases.enter("step", step + 1, slow=step == self.first)
+        return batch
+
+    def report(self, step: int, measured: Measured) -> None:
+        """Write the metrics of the step before, whose values have arrived by now."""
+        dispatch = time.perf_counter() - self.began
+        startup = self.run.startup
+        if "first step" not in startup.seconds:  # its dispatch has waited for it
+            startup.ended("first step")
+            say(str(startup))
+        self.metrics.write_previous(step, measured, self.data_wait, dispatch)
+
+    def check_replicas(self, done: int, state: TrainState) -> None:
+        """Where it is due, see that replicas hold the same weights, bit for bit."""
+        if self._due(done, self.run.cfg.guard.replica_check_every):
+            self.metrics.pause()
+            require_equal(done, self.replicas(state))
+
+    def evaluate(self, done: int, state: TrainState) -> None:
+        """Where it is due, the held-out loss."""
+        if self._due(done, self.run.cfg.evaluation.every):
+            self.phases.enter("evaluation", done, slow=True)
+            self.metrics.pause()
+            self.metrics.evaluation(done, *self.evaluation(state.params))
+            self.phases.enter("step", done)
+
+    def save(self, done: int, state: TrainState) -> bool:
+        """Where it is due, or the run has been asked to stop, a checkpoint.
+
+        Returns:  whether the run stops here; the checkpoint is then complete.
+        """
+        cfg, spent = self.run.cfg, self.phases.spent
+        spent.done(done)
+        stopping = self.stop.due()
+        if stopping or self._due(done, cfg.checkpoint.every):
+            self.phases.enter("save wait", done, slow=True)
+            self.metrics.pause()
+            self.saver.save(state, done, done * cfg.train.global_batch_size * cfg.data.seq_len)
+            spent.record(done)
+        if stopping:
+            self.saver.finish()
+            say(f"{self.stop.received}: saved step {done}; the same command goes on from there")
+        return stopping
+
+    def finish(self) -> None:
+        """After the last step: its metrics, and the wait for its checkpoint."""
+        self.metrics.flush()
+        self.phases.enter("save wait", self.last, slow=True)
+        self.phases.spent.record(self.last)
+
+    def _due(self, done: int, every: int) -> bool:
+        """Whether something that happens every so many steps, and at the end, happens now."""
+        return every > 0 and (done % every == 0 or done == self.last)

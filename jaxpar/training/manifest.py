@@ -1,0 +1,87 @@
+"""What a run records when it starts: config.json, manifest.json, and its first printed lines."""
+
+import json
+from pathlib import Path
+
+import jax
+
+from jaxpar.config.serialize import to_json
+from jaxpar.data.skips import SKIPPED_FILE
+from jaxpar.model.flops import num_adapter_params, num_params
+from jaxpar.runtime import provenance
+from jaxpar.sharding.mesh import describe
+from jaxpar.training.run import Run
+
+
+def write(run: Run, environment: list[str]) -> None:
+    """Make the run folder, write config.json and manifest.json, and print what the run is.
+
+    Process 0 alone does it.
+
+    Args:     environment: flags and variables that were set, "name=value" each.
+    Raises:   OSError that names the file, on a full disk too.
+    """
+    if jax.process_index() != 0:
+        return
+    run.dir.mkdir(parents=True, exist_ok=True)
+    _write(run.dir / "config.json", to_json(run.cfg))
+    manifest = provenance.versions() | {
+        "commit": provenance.checked_out_commit(),
+        "mesh": describe(run.mesh),
+        "parameters": num_params(run.cfg.model),
+        "adapters": num_adapter_params(run.cfg.model, run.cfg.lora),
+        "attention": run.attention,
+        "execution": list(run.execution.in_words()),
+        "environment": environment,
+    }
+    _write(run.dir / "manifest.json", json.dumps(manifest, indent=2) + "\n")
+    lines = [
+        f"model      {num_params(run.cfg.model):,} parameters, {run.cfg.model.dtype}",
+        *_trained(run),
+        f"devices    {manifest['device']}, mesh {manifest['mesh']}",
+        f"attention  {run.attention}",
+        f"execution  {'; '.join(run.execution.in_words())}",
+        f"data       {_data(run)}",
+        *left_out(run),
+        f"run        {run.dir}",
+        *(f"set        {item}" for item in environment),
+    ]
+    print("\n".join(lines), flush=True)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _trained(run: Run) -> list[str]:
+    """What is trained, unless it is the model itself."""
+    size, lora = num_adapter_params(run.cfg.model, run.cfg.lora), run.cfg.lora
+    if not size:
+        return []
+    return [f"trained    {size:,} parameters of adapters, rank {lora.rank} on {lora.targets}"]
+
+
+def _data(run: Run) -> str:
+    """The sources and the epochs they will have been read by the end: a line for each."""
+    sources, epochs = run.loader.sources, run.loader.epochs(run.cfg.train.num_steps)
+    total = sum(source.weight for source in sources)
+    lines = [
+        f"{source.dataset.path}, {source.dataset.num_tokens:,} tokens"
+        + (f", {source.weight / total:.2%} of the windows" if len(sources) > 1 else "")
+        + f", {epochs[str(source.dataset.path)]:.3g} epochs"
+        for source in sources
+    ]
+    return "\n           ".join(lines)
+
+
+def left_out(run: Run) -> list[str]:
+    """Batches that are skipped, and what asks for it: a new run may not expect any."""
+    skipped, file = run.loader.skipped, run.dir / SKIPPED_FILE
+    if not skipped.windows:
+        return []
+    source = file if file.is_file() else f"the checkpoint of step {run.first_step}"
+    fresh = "; the run begins anew: delete it to train on them" * (run.first_step is None)
+    return [f"left out   {skipped}, as {source} says{fresh}"]

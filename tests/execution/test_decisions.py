@@ -1,0 +1,134 @@
+"""How configs are executed: one table, config -> Execution."""
+
+import pytest
+
+from jaxpar.config import Config, replace
+from jaxpar.config.validate import resolve
+from jaxpar.execution import decisions
+from jaxpar.execution.decisions import execution_of, on_gpus
+from jaxpar.kernels.platform import Platform
+
+GPU, CPU = Platform("gpu"), Platform("cpu")
+
+#: What a plain FSDP run on 8 devices decides; the table names what differs from it.
+FSDP = {
+    "collective_matmul": False,
+    "norm": "deferred_scale",
+    "fused_gate_up": True,
+    "float32_weight_gradients": False,
+    "gathers_per_layer": True,
+    "stage_wide_collectives": True,
+    "layers_per_vjp": 0,
+}
+
+WRITTEN = {"norm": "written"}
+SEPARATE = {"fused_gate_up": False, "norm": "written"}
+WHOLE = {"gathers_per_layer": False, "stage_wide_collectives": False, "layers_per_vjp": 1}
+SUMMED = {"float32_weight_gradients": True}
+
+#: Fields of the config -> decisions that differ.
+TABLE = [
+    ("", {}),
+    ("parallel.data=1 parallel.replica=8", WHOLE | SUMMED),
+    # What matmuls receive of a norm, and whether gate and up are one.
+    ("model.dtype=float16", WRITTEN),
+    ("model.qkv_bias=True", WRITTEN),
+    ("model.mlp_bias=True", SEPARATE),
+    ("model.activation=gelu", SEPARATE),
+    ("model.num_experts=4", SEPARATE),
+    ("lora.rank=4", SEPARATE),
+    ("model.matmul_dtype=float8", {"norm": "in_quantizer"}),
+    ("model.matmul_dtype=float8 model.float8_scaling=row", SEPARATE),
+    ("model.matmul_dtype=float8 parallel.data=4 parallel.tensor=2 parallel.row_groups=2", SEPARATE),
+    # Collective matmuls, from 4,096 tokens a shard on GPUs.
+    ("parallel.data=4 parallel.tensor=2 data.seq_len=8192", WRITTEN | {"collective_matmul": True}),
+    ("parallel.data=4 parallel.tensor=2 data.seq_len=4096", WRITTEN),
+    ("parallel.data=4 parallel.tensor=2 data.seq_len=8192 parallel.row_groups=2", SEPARATE),
+    ("parallel.data=2 parallel.tensor=2 parallel.pipeline=2 data.seq_len=8192", WRITTEN),
+    # Float32 sums of gradients, in complete matrices.
+    ("parallel.zero=1", WHOLE | SUMMED),
+    ("parallel.zero=1 parallel.layer_loop=scan", WHOLE | {"layers_per_vjp": 0}),
+    ("parallel.zero=1 lora.rank=4", WHOLE | SEPARATE),
+    ("parallel.zero=1 model.matmul_dtype=float8", WHOLE | {"norm": "in_quantizer"}),
+    (
+        "parallel.zero=1 parallel.data=4 parallel.sequence=2",
+        SUMMED | {"gathers_per_layer": False},
+    ),
+    (
+        "parallel.zero=1 parallel.data=2 parallel.sequence=2 parallel.pipeline=2 "
+        "parallel.virtual_stages=2",
+        {"gathers_per_layer": False},
+    ),
+    (
+        "parallel.zero=1 parallel.data=4 parallel.pipeline=2 parallel.virtual_stages=2",
+        WHOLE | SUMMED,
+    ),
+    # Layers differentiated at a time.
+    (
+        "parallel.zero=1 model.global_every=2 model.sliding_window=16",
+        WHOLE | SUMMED | {"layers_per_vjp": 2},
+    ),
+    ("parallel.zero=1 parallel.remat=dots_offload", WHOLE | SUMMED | {"layers_per_vjp": 0}),
+]
+
+
+def config(words: str) -> Config:
+    """8 devices, two sequences of a microbatch on each; layers unrolled."""
+    fields = dict(word.split("=") for word in words.split())
+    typed = {name: int(v) if v.isdigit() else v == "True" if v in ("True", "False") else v
+             for name, v in fields.items()}  # fmt: skip
+    defaults = {"parallel.data": 8, "parallel.layer_loop": "unroll", "model.num_layers": 4}
+    cfg = replace(Config(), **defaults | typed)
+    p = cfg.parallel
+    microbatches = 2 if p.pipeline > 1 else 1
+    rows = p.replica * p.data * p.expert * microbatches * (2 if p.row_groups > 1 else 1)
+    more = {"parallel.num_microbatches": microbatches, "train.global_batch_size": rows}
+    return resolve(replace(cfg, **more), 8)
+
+
+@pytest.mark.parametrize(("words", "differs"), TABLE, ids=[words or "fsdp" for words, _ in TABLE])
+def test_a_config_is_executed_as_the_table_says(words, differs):
+    ex = on_gpus(config(words))
+    assert {name: getattr(ex, name) for name in FSDP} == FSDP | differs
+    assert ex == execution_of(ex.cfg, GPU)
+
+
+def test_every_decision_takes_every_value():
+    for name in FSDP:
+        values = {FSDP[name], *(differs[name] for _, differs in TABLE if name in differs)}
+        options = {"norm": 3, "layers_per_vjp": 3}.get(name, 2)
+        assert len(values) == options, name
+
+
+def test_small_tests_on_cpus_take_collective_matmuls_too():
+    cfg = config("parallel.data=4 parallel.tensor=2 data.seq_len=64")
+    assert execution_of(cfg, CPU).collective_matmul and not on_gpus(cfg).collective_matmul
+    assert execution_of(cfg, CPU).weight_uses == 2 and on_gpus(cfg).weight_uses == 1
+
+
+def test_in_words():
+    words = list(on_gpus(config("parallel.data=4 parallel.tensor=2 data.seq_len=8192")).in_words())
+    assert words == [
+        "tensor overlap: collective matmuls",
+        "norms: written before the matmul",
+        "gate and up: one matmul",
+        "weights: gathered per layer, one layer ahead",
+        "backward: a chunk at a time",
+    ]
+    piped = config(
+        "parallel.zero=1 parallel.data=4 parallel.pipeline=2 parallel.remat=dots_offload"
+    )
+    assert list(on_gpus(piped).in_words())[2:] == [
+        "float32 gradient sums: by the matmuls",
+        "idle pipeline slots: skipped",
+        "activations: some in host memory",
+        "backward: a chunk at a time",
+    ]
+
+
+def test_no_decision_needs_devices(monkeypatch):
+    def started():
+        raise AssertionError("started a backend")
+
+    monkeypatch.setattr(decisions.Platform, "here", staticmethod(started))
+    on_gpus(Config())  # `parallel.data` is -1 until the devices are known
