@@ -97,7 +97,7 @@ def test_bytes_kept():
     own = 4 * shard.parameters / shard.fsdp
     assert kept("gradients at the end of the step, float32") == pytest.approx(own, rel=1e-3)
     whole = 2 * shard.parameters
-    assert kept("whole weights in bfloat16, ZeRO-1") == pytest.approx(whole, rel=1e-3)
+    assert kept("gathered weights in bfloat16, ZeRO-1") == pytest.approx(whole, rel=1e-3)
     assert kept("the head's gradient, float32") == 4 * shard.table
 
 
