@@ -3,10 +3,10 @@
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --quiet --disable-pip-version-check
-# Two processes, a file's tests in one of them: its compiled programs are shared; more processes
-# would compile the same programs again. Files come in their order, not the longest lists of tests
-# first: those of few and long tests would be left for the end, and one process would wait.
-WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
+# A process for each core, a file's tests in one of them: its compiled programs are shared. Files
+# come in the order of tests/conftest.py, the longest first: none is left for the end, when the
+# other processes have nothing to do.
+WORKERS := -n logical --maxprocesses 16 --dist loadfile --no-loadscope-reorder
 INSTALLED := $(VENV)/.installed
 INSTALLED_GPU := $(VENV)/.installed-gpu
 

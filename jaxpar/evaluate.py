@@ -8,14 +8,14 @@ from collections.abc import Sequence
 
 import tyro
 
-from jaxpar.inference.evaluate import Options, evaluate
+from jaxpar.inference.evaluate import EvaluateOptions, evaluate
 from jaxpar.runtime.program import run_program
 
 
 def main(argv: Sequence[str]) -> None:
     """The command line."""
     prog = "python -m jaxpar.evaluate"
-    evaluate(tyro.cli(Options, args=list(argv), prog=prog, description=__doc__))
+    evaluate(tyro.cli(EvaluateOptions, args=list(argv), prog=prog, description=__doc__))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import jax
 from rich.console import Console
 
 from jaxpar.config.command_line import asks_help
-from jaxpar.planning.command import LEAST_WIDTH, answer, parser, read_command
+from jaxpar.planning.command import MIN_WIDTH, answer, parser, read_command
 from jaxpar.runtime.program import run_program
 
 
@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
     asked = read_command(argv)
     # Shapes alone are computed, so a GPU that is in use is left alone.
     jax.config.update("jax_platforms", "cpu")
-    width = max(Console().width, LEAST_WIDTH)
+    width = max(Console().width, MIN_WIDTH)
     console = Console(highlight=False, width=width, quiet=asked.options.json)
     record = answer(asked, console)
     if asked.options.json:

@@ -8,7 +8,15 @@ from collections.abc import Sequence
 
 import tyro
 
-from jaxpar.profiling.command import Options, check, figures, gpu_of, in_words, record, sent_by
+from jaxpar.profiling.command import (
+    ProfileOptions,
+    check,
+    figures,
+    gpu_of,
+    in_words,
+    record,
+    sent_by,
+)
 from jaxpar.profiling.hlo.memory import memory_of, of_sums
 from jaxpar.profiling.loading import load
 from jaxpar.runtime.files import json_output
@@ -18,7 +26,7 @@ from jaxpar.runtime.program import run_program
 def main(argv: Sequence[str]) -> None:
     """The command line."""
     prog = "python -m jaxpar.profile"
-    options = tyro.cli(Options, args=list(argv), prog=prog, description=__doc__)
+    options = tyro.cli(ProfileOptions, args=list(argv), prog=prog, description=__doc__)
     check(options)
     loaded = load(options.path, options.step)
     found = figures(loaded, gpu_of(options, loaded), options.top)

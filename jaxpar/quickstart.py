@@ -13,7 +13,7 @@ from jaxpar.config.command_line import load_config, parse_overrides
 from jaxpar.data.formats.meta import read_meta
 from jaxpar.data.prepare.progress import console_progress
 from jaxpar.data.prepare.text import PrepareOptions, prepare
-from jaxpar.inference.sample import Options, sample
+from jaxpar.inference.sample import SampleOptions, sample
 from jaxpar.runtime import start as runtime
 from jaxpar.runtime.processes import rendezvous
 from jaxpar.runtime.program import run_program
@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
     began = time.perf_counter()
     cfg = parse_overrides(load_config("quickstart"), argv, "jaxpar.quickstart", __doc__)
     validate.check(cfg)
-    rendezvous.alone("jaxpar.quickstart")
+    rendezvous.require_single_process("jaxpar.quickstart")
     environment = runtime.start(cfg)  # refuses before the text is written
     data, run_dir = Path(cfg.data.path), Path(cfg.run.dir)
     headline("1. The text: the Python standard library's source")
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     if code:
         return code
     headline("3. What it writes")
-    sample(Options(run=str(run_dir), prompt=("import ",), max_tokens=300, save=True))
+    sample(SampleOptions(run=str(run_dir), prompt=("import ",), max_tokens=300, save=True))
     report(run_dir, data, meta.unigram_entropy, time.perf_counter() - began)
     return 0
 

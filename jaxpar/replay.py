@@ -10,12 +10,16 @@ from collections.abc import Sequence
 import tyro
 
 from jaxpar.runtime.program import run_program
-from jaxpar.verification.replay import Options, replay
+from jaxpar.verification.replay import ReplayOptions, replay
 
 
 def main(argv: Sequence[str]) -> None:
     """The command line."""
-    replay(tyro.cli(Options, args=list(argv), prog="python -m jaxpar.replay", description=__doc__))
+    replay(
+        tyro.cli(
+            ReplayOptions, args=list(argv), prog="python -m jaxpar.replay", description=__doc__
+        )
+    )
 
 
 if __name__ == "__main__":

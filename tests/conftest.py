@@ -6,14 +6,27 @@ With `-m gpu -n N`, each worker has one GPU, which others may share: most of a t
 
 import os
 import re
-from pathlib import Path
 
 import pytest
 
 NUM_CPU_DEVICES = 16
 
-#: Tests that are slow without a mark in their file.
-SLOW = Path(__file__).parent / "slow.txt"
+#: The files that take longest.
+LONGEST = (
+    "meta/test_notebooks.py",
+    "meshes/test_meshes.py",
+    "e2e/test_processes.py",
+    "convert/test_goldens.py",
+    "meshes/test_float8.py",
+    "convert/test_peft.py",
+    "kernels/test_hopper_lowering.py",
+    "verification/test_replay.py",
+    "optimizer/test_moments.py",
+    "checkpoint/test_damage.py",
+    "execution/test_remat.py",
+    "inference/test_sample.py",
+    "e2e/test_train.py",
+)
 
 
 def wants_gpu(config: pytest.Config) -> bool:
@@ -44,8 +57,14 @@ def pytest_configure(config: pytest.Config) -> None:
             os.environ["CUDA_VISIBLE_DEVICES"] = gpu_of_worker(worker, visible, count)
             # Workers share its memory: none takes most of it at once.
             os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-        return
-    os.environ["JAX_PLATFORMS"] = "cpu"  # for programs that tests start
+    else:
+        simulate_devices(config)
+    config.pluginmanager.import_plugin("tests.runs")  # imports JAX
+
+
+def simulate_devices(config: pytest.Config) -> None:
+    """Give this process, and programs that tests start, CPU devices only."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XDG_CACHE_HOME"] = str(config.rootpath / ".pytest_cache" / "home")
     import jax
 
@@ -60,37 +79,33 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
-def slow_tests() -> set[str]:
-    """The lines of slow.txt."""
-    lines = SLOW.read_text("utf-8").splitlines()
-    return {line for line in lines if line and not line.startswith("#")}
-
-
-@pytest.hookimpl(tryfirst=True)  # before `-m` looks at marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of slow.txt; notebooks first: the longest file, for which all would wait."""
-    slow = slow_tests()
-    for item in items:
-        if not slow.isdisjoint((item.nodeid, item.nodeid.partition("[")[0])):
-            item.add_marker(pytest.mark.slow)
-    items.sort(key=lambda item: item.path.name != "test_notebooks.py")
+    """Put the longest files first, for which all would wait."""
+    place = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get("/".join(item.path.parts[-2:]), len(place)))
 
 
-def without_optimisations():
-    """Compile without LLVM's optimisations: half of the time of a tiny model's train step.
+def without_optimizations():
+    """Compile without LLVM's optimizations, and make initial weights by one program for all meshes
+    (tests/weights.py): a third of the time of a tiny model's train step.
 
     XLA's own passes, its plan of buffers and its collectives are the same. What then runs for long
     is slower: runs of many steps, and interpreted kernels, are compiled for real.
     """
     import jax
 
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    from jaxpar.step import state
+    from tests import weights
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state, "init_params", weights.init_params)
+        jax.config.update("jax_disable_most_optimizations", True)
+        yield
+        jax.config.update("jax_disable_most_optimizations", False)
 
 
-quick_compile = pytest.fixture(without_optimisations)
-quick_compile_of_module = pytest.fixture(without_optimisations, scope="module")
+quick_compile = pytest.fixture(without_optimizations)
+quick_compile_of_module = pytest.fixture(without_optimizations, scope="module")
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,6 @@ MAY_IMPORT = (
     "runtime",
     "sharding",
     "kernels",
-    "execution",
     "parallel",
     "model",
     "step",

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxpar.bench.timing import Timing, interleaved
+from jaxpar.bench.timing import Timing, time_interleaved
 from jaxpar.bench.training import conditions
 from jaxpar.config import Config, ConfigError, ParallelConfig
 from jaxpar.model.loss import cross_entropy, num_chunks
@@ -109,7 +109,7 @@ def measure(tokens: int, options: argparse.Namespace) -> dict[str, Any]:
     if jax.devices()[0].platform == "gpu":
         arrays = jax.block_until_ready([jnp.full(s.shape, 0.01, s.dtype) for s in shapes])
         call = lambda f: functools.partial(jax.jit(f), *arrays)  # noqa: E731
-        times = interleaved({"ours": call(own), "plain": call(plain)}, options.repeats)
+        times = time_interleaved({"ours": call(own), "plain": call(plain)}, options.repeats)
         for name, found in times.items():
             row[f"{name}_ms"] = found.ms if isinstance(found, Timing) else None
     return row
@@ -118,7 +118,7 @@ def measure(tokens: int, options: argparse.Namespace) -> dict[str, Any]:
 def main(argv: Sequence[str]) -> int:
     """The command line."""
     options = read_command(argv)
-    rendezvous.alone("jaxpar.bench loss")
+    rendezvous.require_single_process("jaxpar.bench loss")
     environment = runtime.start(Config())
     commit = options.commit or provenance.checked_out_commit()
     card = conditions.of_this_process(environment, commit) | {"what": "loss", "rows": []}

@@ -12,7 +12,7 @@ import jax
 #: enough that all programs meet the same clocks and temperature.
 BATCH_SECONDS = 0.03
 #: In a batch of that length.
-MOST_LAUNCHES = 1000
+MAX_LAUNCHES = 1000
 #: Batches run before the clock starts.
 WARM_UP = 2
 
@@ -39,7 +39,7 @@ class Sustained:
     timed: float
 
 
-def interleaved[Name: Hashable](
+def time_interleaved[Name: Hashable](
     programs: Mapping[Name, Callable[[], Any]], repeats: int, sustained: Sustained | None = None
 ) -> dict[Name, Timing | Exception]:
     """The time of each program; of one that fails, its error.
@@ -90,7 +90,7 @@ def _launches(program: Callable[[], Any], batch: float) -> int:
     _batch(program, 1)
     once = _batch(program, 1)
     for _ in range(WARM_UP):
-        n = min(max(round(BATCH_SECONDS / once), 1), MOST_LAUNCHES)
+        n = min(max(round(BATCH_SECONDS / once), 1), MAX_LAUNCHES)
         once = _batch(program, n)
-    most = MOST_LAUNCHES * max(batch / BATCH_SECONDS, 1)
+    most = MAX_LAUNCHES * max(batch / BATCH_SECONDS, 1)
     return min(max(round(batch / once), 1), round(most))

@@ -74,15 +74,15 @@ def main(argv: Sequence[str]) -> int:
                     print(f"{'step':>9}  {'date':<19}  {'bytes':>10}  mesh  check")
                 print(row, flush=True)
         case Verify(run=run, step=step):
-            if not inspection.verify(run, step, say):
+            if not inspection.verify(run, step, log):
                 return exit_codes.EXIT_ERROR
         case Diff():
             one, other = (options.run, options.step), (options.other, options.other_step)
-            inspection.differences(one, other, say)
+            inspection.differences(one, other, log)
     return exit_codes.EXIT_OK
 
 
-def say(line: str) -> None:
+def log(line: str) -> None:
     """Tell the person at the console."""
     print(line, flush=True)
 

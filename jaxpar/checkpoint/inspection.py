@@ -23,7 +23,7 @@ DAMAGED = "DAMAGED"
 
 
 @dataclass(frozen=True)
-class Row:
+class CheckpointRow:
     """A line of `ls`."""
 
     step: int
@@ -41,7 +41,7 @@ class Row:
 SETTLE_SECONDS = 0.2
 
 
-def rows(run_dir: str | Path) -> Iterator[Row]:
+def rows(run_dir: str | Path) -> Iterator[CheckpointRow]:
     """Every checkpoint of a run, ascending; but those that the run deletes meanwhile.
 
     Raises:   ConfigError when there is none.
@@ -52,7 +52,7 @@ def rows(run_dir: str | Path) -> Iterator[Row]:
             yield row
 
 
-def _row_if_kept(run_dir: str | Path, step: int) -> Row | None:
+def _row_if_kept(run_dir: str | Path, step: int) -> CheckpointRow | None:
     """The line of a checkpoint; None when it is deleted meanwhile.
 
     Where something is wrong, it is looked at until no more of it goes: deleting takes a while.
@@ -76,7 +76,7 @@ def _row_if_kept(run_dir: str | Path, step: int) -> Row | None:
     return row
 
 
-def _row(run_dir: str | Path, step: int) -> Row:
+def _row(run_dir: str | Path, step: int) -> CheckpointRow:
     """Raises:   FileNotFoundError or ConfigError when it is gone."""
     at = folder(run_dir) / str(step)
     files = [file.stat() for file in _paths(at) if file.is_file()]
@@ -87,7 +87,7 @@ def _row(run_dir: str | Path, step: int) -> Row:
     else:
         saved = read_saved(run_dir, step)
         mesh, check = _mesh(saved.config["parallel"]), _witnesses(at, len(saved.fingerprints))
-    return Row(step, date, sum(file.st_size for file in files), mesh, check)
+    return CheckpointRow(step, date, sum(file.st_size for file in files), mesh, check)
 
 
 def _paths(place: Path) -> set[Path]:
@@ -106,30 +106,30 @@ def _witnesses(step_folder: Path, arrays: int) -> str:
     return f"{files}, {arrays} arrays with fingerprints" if arrays else "no fingerprints"
 
 
-def verify(run_dir: str | Path, step: int | None, say: Callable[[str], None]) -> bool:
+def verify(run_dir: str | Path, step: int | None, log: Callable[[str], None]) -> bool:
     """Read every byte of a run's checkpoints, or of one, and compare; whether all are whole.
 
     Memory stays at a few times the largest piece that an array is stored in.
 
-    Args:     say: told the outcome of each, and everything that is wrong.
+    Args:     log: called with the outcome of each, and everything that is wrong.
     Raises:   ConfigError when there is no such checkpoint; Unreadable.
     """
     whole = True
     for at in _steps(run_dir, step):
         found = damage(run_dir, at)
         known = {} if found else read_saved(run_dir, at).fingerprints
-        found += _array_damage(folder(run_dir) / str(at), known, say)
+        found += _array_damage(folder(run_dir) / str(at), known, log)
         for text in found:
-            say(f"step {at}: {text}")
+            log(f"step {at}: {text}")
         for name in integrity.extra_files(folder(run_dir) / str(at)):
-            say(f"step {at}: note: {name} is not of this checkpoint, and is not read")
+            log(f"step {at}: note: {name} is not of this checkpoint, and is not read")
         whole &= not found
         unknown = "nothing to compare arrays with: of an earlier version"
-        say(f"step {at}: {DAMAGED if found else 'whole' if known else unknown}")
+        log(f"step {at}: {DAMAGED if found else 'whole' if known else unknown}")
     return whole
 
 
-def _array_damage(step_folder: Path, known: dict[str, str], say: Callable[[str], None]) -> list:
+def _array_damage(step_folder: Path, known: dict[str, str], log: Callable[[str], None]) -> list:
     """What is wrong with the arrays: all are read, also those without fingerprints."""
     found, arrays = [], {}
     try:
@@ -149,10 +149,10 @@ def _array_damage(step_folder: Path, known: dict[str, str], say: Callable[[str],
             except Exception as error:
                 found.append(f"{name} cannot be read ({_reason(step_folder, error)})")
                 continue
-            found += integrity.differing(known, {name: sums}) if known else []
+            found += integrity.describe_differences(known, {name: sums}) if known else []
             progress.advance(store.num_bytes(array))
         largest = max(map(store.num_bytes, arrays.values()), default=0)
-        say(f"{step_folder}: read {progress.summary(largest)}")
+        log(f"{step_folder}: read {progress.summary(largest)}")
     return found
 
 
@@ -163,7 +163,7 @@ def _reason(step_folder: Path, error: Exception) -> str:
 
 
 def differences(
-    one: tuple[str, int | None], other: tuple[str, int | None], say: Callable[[str], None]
+    one: tuple[str, int | None], other: tuple[str, int | None], log: Callable[[str], None]
 ) -> int:
     """Say in which arrays two checkpoints differ, and by how much; how many do.
 
@@ -183,8 +183,8 @@ def differences(
         text = f"is not in {missing[0]}" if missing else _difference(places, name)
         count += text is not None
         if text is not None:
-            say(f"{name:<40} {text}")
-    say(f"{count} of {len(names[0] | names[1])} arrays differ: {places[0]}, {places[1]}")
+            log(f"{name:<40} {text}")
+    log(f"{count} of {len(names[0] | names[1])} arrays differ: {places[0]}, {places[1]}")
     return count
 
 

@@ -39,7 +39,7 @@ FINGERPRINTS, SEAL = "fingerprints", "seal"
 DAMAGED = "damaged"
 
 #: How much of the damage a message names.
-MOST_NAMED = 8
+MAX_NAMED = 8
 
 #: What the system says of a file that is gone or is none, or of a name or an offset that makes no
 #: sense, as a damaged index has them. Its other errors are about the machine.
@@ -54,7 +54,7 @@ class Damaged(exit_codes.RunError):
 
     def __init__(self, where: str, damage: Iterable[str]):
         self.damage = list(damage)
-        named, more = self.damage[:MOST_NAMED], len(self.damage) - MOST_NAMED
+        named, more = self.damage[:MAX_NAMED], len(self.damage) - MAX_NAMED
         text = "; ".join(named) + (f"; and {more} more" if more > 0 else "")
         super().__init__(f"{where} is damaged: {text}")
 
@@ -64,7 +64,7 @@ class Unreadable(exit_codes.RunError):
 
 
 @contextlib.contextmanager
-def reading(where: str) -> Iterator[None]:
+def reading_checkpoint(where: str) -> Iterator[None]:
     """Reads of a checkpoint, in which the machine's own trouble is told from damage.
 
     Raises:   Unreadable for it; whatever else is raised within stays as it is.
@@ -105,7 +105,7 @@ def _trouble(error: BaseException) -> str:
 # ------------------------------------------------------------------------------ metadata
 
 
-def sealed(about: dict[str, Any]) -> dict[str, Any]:
+def seal(about: dict[str, Any]) -> dict[str, Any]:
     """What a checkpoint says about itself, with a digest of it."""
     return about | {SEAL: _digest(about)}
 
@@ -131,7 +131,7 @@ def write_file_list(step_folder: Path) -> None:
     temporary = step_folder / (FILES + ".tmp")
     try:
         with open(temporary, "w", encoding="utf-8") as file:
-            file.write(json.dumps(sealed(content), indent=1, sort_keys=True) + "\n")
+            file.write(json.dumps(seal(content), indent=1, sort_keys=True) + "\n")
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(step_folder / FILES)
@@ -150,7 +150,7 @@ def file_damage(step_folder: Path) -> list[str]:
 
     Raises:   Unreadable when the machine cannot tell.
     """
-    with reading(str(step_folder)):
+    with reading_checkpoint(str(step_folder)):
         expected = _listed(step_folder)
         if expected is None:
             return [f"{FILES} cannot be read"]
@@ -163,7 +163,7 @@ def extra_files(step_folder: Path) -> list[str]:
 
     Raises:   Unreadable when the machine cannot tell.
     """
-    with reading(str(step_folder)):
+    with reading_checkpoint(str(step_folder)):
         expected = _listed(step_folder)
         return [name for name in _names(step_folder) if name not in expected] if expected else []
 
@@ -218,7 +218,7 @@ def _entry(file: Path) -> dict[str, Any]:
 # -------------------------------------------------------------------------------- arrays
 
 
-def differing(expected: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
+def describe_differences(expected: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
     """What is wrong with arrays, in words; of those expected, `found` may be a part."""
     wrong = [f"{name} is not the array that was saved" for name in found if name not in expected]
     for name, sums in found.items():

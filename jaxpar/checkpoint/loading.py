@@ -41,7 +41,7 @@ from jaxpar.step.state import (
 READ_AHEAD = 4 << 30
 
 #: What a failing load says nothing about the checkpoint with: the machine's own trouble. The
-#: system's errors are told apart by `integrity.reading`.
+#: system's errors are told apart by `integrity.reading_checkpoint`.
 NOT_DAMAGE = (ConfigError, integrity.Unreadable, MemoryError, jax.errors.JaxRuntimeError)
 
 
@@ -62,7 +62,7 @@ def restore_latest(cfg: Config, mesh: Mesh) -> tuple[TrainState, int]:
             continue
         for later, why in found.items():
             _set_aside(cfg, later, why, f"the run goes on from step {step}")
-        peers.in_any(False)  # they are set aside before anyone writes
+        peers.any_process(False)  # they are set aside before anyone writes
         return state, step
     raise none_whole(cfg.run.dir, {step: error.damage for step, error in found.items()})
 
@@ -90,9 +90,9 @@ def restore(cfg: Config, mesh: Mesh, step: int | None = None) -> TrainState:
     loaded = _load_whole(cfg.run.dir, saved, target)
     to = jax.tree.map(lambda a: a.sharding, scalars)
     if not known:  # from before there were any
-        loaded["guard"] = jax.device_put(loss_scale.initial(cfg), to)
-    elif (by_path(saved.config).get("model.dtype") == "float16") != loss_scale.is_scaled(cfg):
-        fresh = jax.device_put(loss_scale.initial(cfg), to)  # another dtype, another scale
+        loaded["guard"] = jax.device_put(loss_scale.initial_guard(cfg), to)
+    elif (by_path(saved.config).get("model.dtype") == "float16") != loss_scale.scales_loss(cfg):
+        fresh = jax.device_put(loss_scale.initial_guard(cfg), to)  # another dtype, another scale
         loaded["guard"] = fresh | {"skipped": loaded["guard"]["skipped"]}
     if int(loaded["step"]) != saved.step:
         raise Damaged(str(saved), [f"it holds the state of step {int(loaded['step'])}"])
@@ -102,7 +102,7 @@ def restore(cfg: Config, mesh: Mesh, step: int | None = None) -> TrainState:
 def _has_guard(step_folder: Path) -> bool:
     """Whether a checkpoint has `TrainState.guard`: those of earlier versions have not."""
     try:
-        with integrity.reading(str(step_folder)):
+        with integrity.reading_checkpoint(str(step_folder)):
             return any(name.startswith("guard/") for name in store.array_names(step_folder))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return True  # damaged, which the load will find
@@ -135,7 +135,7 @@ def _load_whole(run_dir: str | Path, saved: Saved, target: Any, partial: bool = 
         integrity.warn(f"{where}: {name} is not of this checkpoint, and is not read")
     loaded, damage = None, []
     try:
-        with integrity.reading(where):
+        with integrity.reading_checkpoint(where):
             loaded = _load(step_folder, target, partial)
     except NOT_DAMAGE:
         raise
@@ -147,7 +147,7 @@ def _load_whole(run_dir: str | Path, saved: Saved, target: Any, partial: bool = 
     missing = [name for name, leaf in leaves.items() if not isinstance(leaf, jax.Array)]
     _agree(where, damage + ([f"it lacks {', '.join(missing)}"] if missing else []))
     if saved.fingerprints:
-        damage = integrity.differing(saved.fingerprints, fingerprints(loaded))
+        damage = integrity.describe_differences(saved.fingerprints, fingerprints(loaded))
     elif first:
         integrity.warn(f"{where} has no fingerprints, being of an earlier version: not verified")
     _agree(where, damage)
@@ -159,7 +159,7 @@ def _agree(where: str, damage: list[str]) -> None:
 
     Raises:   Damaged, in every process, when one has found damage.
     """
-    if peers.in_any(bool(damage)) and not damage:
+    if peers.any_process(bool(damage)) and not damage:
         damage = ["another process says so"]
     if damage:
         raise Damaged(where, damage)

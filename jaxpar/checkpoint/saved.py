@@ -52,7 +52,7 @@ class Saved:
     """What a checkpoint says about itself."""
 
     step: int
-    """Optimiser steps taken."""
+    """Optimizer steps taken."""
     tokens_seen: int
     """Tokens trained on so far."""
     config: dict[str, Any]
@@ -85,7 +85,7 @@ def saved_steps(run_dir: str | Path) -> list[int]:
     Raises:   Unreadable.
     """
     names = ocp.path.step.standard_name_format()
-    with integrity.reading(str(folder(run_dir))):
+    with integrity.reading_checkpoint(str(folder(run_dir))):
         return sorted(found.step for found in names.find_all(folder(run_dir)))
 
 
@@ -132,12 +132,12 @@ def none_whole(run_dir: str | Path, found: dict[int, list[str]]) -> integrity.Da
 
 
 def check_resumable(cfg: Config, saved: Saved) -> None:
-    """Refuse another model, optimiser or order of the data; the mesh and all else may change.
+    """Refuse another model, optimizer or order of the data; the mesh and all else may change.
 
     Raises:   ConfigError naming the first field that differs, or that the checkpoint is imported.
     """
     if saved.dataset == NO_DATASET:
-        rule = f"holds imported weights in {saved}, and no optimiser's state to resume"
+        rule = f"holds imported weights in {saved}, and no optimizer's state to resume"
         raise ConfigError("run.dir", cfg.run.dir, rule, "use a new run.dir")
     fixed = MODEL_FIELDS + LORA_FIELDS + RUN_FIELDS
     check_fields(cfg, saved, fixed, "use a new run.dir, or set it back")
@@ -197,7 +197,7 @@ def _metadata(step_folder: Path, where: str) -> dict[str, Any]:
     Raises:   Damaged when it is gone, or makes no sense; Unreadable.
     """
     try:
-        with integrity.reading(where):
+        with integrity.reading_checkpoint(where):
             about = json.loads((step_folder / METADATA).read_bytes())
     except (OSError, ValueError) as error:
         raise integrity.Damaged(where, [f"{METADATA} cannot be read ({error})"]) from error

@@ -50,23 +50,23 @@ class Checkpointer:
     def __init__(
         self,
         cfg: Config,
-        say: Callable[[str], None] = print,
+        log: Callable[[str], None] = print,
         skipped: SkippedBatches = SkippedBatches(),  # noqa: B008, a constant
         record: Callable[..., None] = lambda event, **more: None,
         asked: Mapping[str, Any] = MappingProxyType({}),
     ):
         """Open the run's folder, making it if need be.
 
-        Args:     say: told of each save that is done, with its size and speed; from a thread.
-                  skipped: batches that the run leaves out. record: given the events "saved" and
+        Args:     log: called from a thread after each save, with its size and speed. skipped:
+                  batches that the run leaves out. record: given the events "saved" and
                   "save failed". asked: as in `Saved`.
         Raises:   ConfigError when the data cannot be opened.
         """
-        self._cfg, self._say, self._record = cfg, say, record
+        self._cfg, self._log, self._record = cfg, log, record
         self._about = {
             "config": dataclasses.asdict(cfg),
             "dataset": fingerprint(cfg),
-            "skipped_batches": skipped.windows,
+            "skipped_batches": skipped.ranges,
             "rewinds": skipped.rewinds,
             "asked": dict(asked),
             "versions": {"jaxpar": jaxpar.__version__, "jax": jax.__version__},
@@ -97,7 +97,7 @@ class Checkpointer:
     def save(self, state: TrainState, step: int, tokens_seen: int) -> bool:
         """Start saving; training may go on, and donate the state, as soon as this returns.
 
-        Args:     state: the running state, sharded as `state.state_shardings`. step: optimiser
+        Args:     state: the running state, sharded as `state.state_shardings`. step: optimizer
                   steps taken. tokens_seen: tokens trained on, counted on the host.
         Returns:  whether a save of this step has begun: not if there is one, or it failed at once.
         Raises:   SaveFailed when more than the allowed number have failed in a row.
@@ -109,7 +109,7 @@ class Checkpointer:
         began = time.perf_counter()
         tree = vars(snapshot(state, self._cfg))
         about = self._about | {"tokens_seen": int(tokens_seen)}
-        about = integrity.sealed(about | {integrity.FINGERPRINTS: fingerprints(tree)})
+        about = integrity.seal(about | {integrity.FINGERPRINTS: fingerprints(tree)})
         try:
             tree = copied_in_all(tree)
             # Without `force`, Orbax has its own opinion on when to save.
@@ -132,7 +132,8 @@ class Checkpointer:
         seconds = time.perf_counter() - began
         num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(copy))
         # At once, whoever still refers to the copy: the next save's has its place then. Without
-        # this, resident memory grew from 100 to 167 GB over 24 saves of 64 GB (docs/LOG.md).
+        # this, resident memory grew from 100 to 167 GB over 24 saves of 64 GB
+        # (docs/experiments/checkpoints.md#copy-given-back).
         for leaf in jax.tree.leaves(copy):
             leaf.delete()
         if jax.process_index() == 0:
@@ -143,7 +144,7 @@ class Checkpointer:
         rate = num_bytes / 1e9 / seconds
         size = f"{num_bytes / 1e9:.3f} GB in {seconds:.1f} s, {rate:.2f} GB/s"
         self._record("saved", step=step, bytes=num_bytes, seconds=seconds, loop_waited=held)
-        self._say(f"saved step {step}: {size}; the loop waited {held:.2f} s")
+        self._log(f"saved step {step}: {size}; the loop waited {held:.2f} s")
 
     def wait(self) -> None:
         """Wait for the save under way, if any.
@@ -256,7 +257,7 @@ def copied_in_all(tree: Any) -> Any:
         copied = copied_to_host(tree)
     except jax.errors.JaxRuntimeError as out_of_memory:
         error = out_of_memory
-    if peers.in_any(error is not None):
+    if peers.any_process(error is not None):
         raise error or OSError("another process had no pinned host memory for its part")
     return copied
 

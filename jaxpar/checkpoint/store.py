@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tensorstore
 
-from jaxpar.sharding.fingerprint import Running
+from jaxpar.sharding.fingerprint import RunningFingerprint
 from jaxpar.sharding.grid import grid
 
 #: What marks the folder of a checkpoint that holds its arrays.
@@ -72,7 +72,7 @@ def pieces(array: Any):
 
 def fingerprint_of(array: Any) -> str:
     """An array's fingerprint, read piece by piece."""
-    running = Running(array.shape)
+    running = RunningFingerprint(array.shape)
     for box in pieces(array):
         running.add(np.asarray(array[box].read().result()), [part.start for part in box])
     return str(running)

@@ -121,7 +121,7 @@ def asks_help(args: Sequence[str]) -> bool:
 
 def _pairs(args: Sequence[str]) -> Iterator[tuple[str, str]]:
     """(path, text) for each `--section.field text`, also with "=", and also after `--set`."""
-    rest = iter(written_out(args))
+    rest = iter(expand_set_options(args))
     for arg in rest:
         name, given, text = arg.removeprefix("--").partition("=")
         path = name.replace("-", "_")
@@ -138,7 +138,7 @@ def _pairs(args: Sequence[str]) -> Iterator[tuple[str, str]]:
         yield path, text
 
 
-def written_out(args: Sequence[str]) -> Iterator[str]:
+def expand_set_options(args: Sequence[str]) -> Iterator[str]:
     """The arguments, with `--set section.field=text ...` as `--section.field=text` each.
 
     Raises:   ConfigError for anything else after --set, or nothing.

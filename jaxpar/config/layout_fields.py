@@ -19,7 +19,7 @@ def names_of(auto: str) -> list[str]:
     return [name.strip() for name in auto.split(",") if name.strip()]
 
 
-def kept(cfg: Config) -> dict[str, Any]:
+def fixed_layout_fields(cfg: Config) -> dict[str, Any]:
     """The fields of the layout that `parallel.auto` leaves as they are, by name."""
     names = names_of(cfg.parallel.auto)
     values = {name: getattr(cfg.parallel, name) for name in FIELDS}

@@ -11,7 +11,7 @@ class Share(NamedTuple):
 
     path: str
     weight: float
-    """Its share of the windows, relative to the others' weights."""
+    """Its share of the sequences, relative to the others' weights."""
 
 
 def shares(cfg: Config) -> list[Share]:

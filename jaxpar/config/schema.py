@@ -46,9 +46,9 @@ class TrainConfig:
     """Length of the run and size of a step."""
 
     num_steps: int = 1000
-    """Optimiser steps in the whole run, resumed parts included."""
+    """Optimizer steps in the whole run, resumed parts included."""
     global_batch_size: int = 32
-    """Sequences per optimiser step, over all devices and microbatches."""
+    """Sequences per optimizer step, over all devices and microbatches."""
     seed: int = 0
     """Seeds the initial weights and the order of the data."""
     log_every: int = 10
@@ -59,18 +59,18 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Which tokens, in which windows."""
+    """Which tokens, in which sequences."""
 
     path: str = "data/stdlib"
     """Folder written by `python -m jaxpar.data prepare`, or Megatron, nanoGPT or llm.c tokens."""
     seq_len: int = 1024
-    """Tokens in one training window."""
+    """Tokens in one training sequence."""
     document_mask: bool = True
-    """Attention stays inside a document and positions restart with it. False: one causal window."""
+    """Attention and positions stay inside a document. False: each sequence is one causal text."""
     prefetch: int = 2
     """Batches prepared ahead of the step, in the background."""
     mixture: str = ""
-    """Sources in place of path, by share of windows: PATH:WEIGHT,PATH:WEIGHT. Empty: path alone."""
+    """Sources instead of path, PATH:WEIGHT,PATH:WEIGHT, by share of sequences. Empty: only path."""
     held_out: str = ""
     """Tokens to evaluate on. Empty: the held-out splits of what is trained on."""
     eos_id: int | None = None
@@ -188,7 +188,7 @@ class GuardConfig:
     """What happens when numbers go wrong."""
 
     max_skips: int = 3
-    """Updates left out in a row, loss or gradient being no number, that end the run: code 17."""
+    """Updates skipped in a row, for a non-finite loss or gradient, that end the run: code 17."""
     spike: Literal["ignore", "tell", "rewind"] = "tell"
     """At a loss spike: tell it, or go back to the last checkpoint and leave out its batches."""
     spike_deviations: float = 10.0

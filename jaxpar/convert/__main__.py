@@ -106,7 +106,7 @@ class ToPeft:
 
 @dataclass(frozen=True, kw_only=True)
 class ToTorch:
-    """Make a PyTorch state_dict of a checkpoint; scripts/torch_model.py loads it."""
+    """Make a PyTorch state_dict of a checkpoint; jaxpar/convert/torch_model.py loads it."""
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run folder."""
@@ -173,15 +173,15 @@ def from_hf(options: FromHf) -> None:
     """`from-hf`."""
     run, checking = Path(options.run), options.checking
     tolerance = checking.tolerance if checking.check else None
-    source = importing.from_hf(options.folder, run, say, tolerance)
-    say(f"{run}: {source.family.architecture}, the checkpoint of step 0")
+    source = importing.from_hf(options.folder, run, log, tolerance)
+    log(f"{run}: {source.family.architecture}, the checkpoint of step 0")
 
 
 def from_peft(options: FromPeft) -> None:
     """`from-peft`."""
     tolerance = options.checking.tolerance if options.checking.check else None
-    cfg = peft_import.from_peft(options.folder, options.run, say, options.base, tolerance)
-    say(f"{options.run}: with adapters of rank {cfg.lora.rank}, the checkpoint of step 0")
+    cfg = peft_import.from_peft(options.folder, options.run, log, options.base, tolerance)
+    log(f"{options.run}: with adapters of rank {cfg.lora.rank}, the checkpoint of step 0")
 
 
 def to_hf(options: ToHf) -> None:
@@ -190,8 +190,8 @@ def to_hf(options: ToHf) -> None:
     checking = options.checking
     tolerance = checking.tolerance if checking.check else None
     shard_bytes = int(options.shard_gb * 1e9)
-    exporting.to_hf(export, Path(options.folder), say, tolerance, shard_bytes)
-    say(f"{options.folder}: {export.family.architecture} in {export.dtype}, of step {export.step}")
+    exporting.to_hf(export, Path(options.folder), log, tolerance, shard_bytes)
+    log(f"{options.folder}: {export.family.architecture} in {export.dtype}, of step {export.step}")
 
 
 def to_peft(options: ToPeft) -> None:
@@ -199,19 +199,19 @@ def to_peft(options: ToPeft) -> None:
     export = exporting.open_export(options.run, options.step, options.dtype, options.family)
     base, checking = options.base or peft_folder.base_of(export.config), options.checking
     tolerance = checking.tolerance if checking.check else None
-    peft_folder.to_peft(export, Path(options.folder), say, base, tolerance)
-    say(f"{options.folder}: adapters of rank {export.config.lora.rank}, of step {export.step}")
+    peft_folder.to_peft(export, Path(options.folder), log, base, tolerance)
+    log(f"{options.folder}: adapters of rank {export.config.lora.rank}, of step {export.step}")
 
 
 def to_torch(options: ToTorch) -> None:
     """`to-torch`."""
     torch_file.require_torch()
     export = exporting.open_export(options.run, options.step, options.dtype, torch_file.PLAIN)
-    torch_file.to_torch(export, Path(options.file), say)
-    say(f"{options.file}: {export.dtype}, of step {export.step}")
+    torch_file.to_torch(export, Path(options.file), log)
+    log(f"{options.file}: {export.dtype}, of step {export.step}")
 
 
-def say(line: str) -> None:
+def log(line: str) -> None:
     """Tell the person at the console."""
     print(line, flush=True)
 

@@ -21,7 +21,7 @@ from jaxpar.checkpoint import integrity, store
 from jaxpar.checkpoint.saved import METADATA
 from jaxpar.config import Config
 from jaxpar.model.parameters import param_specs
-from jaxpar.sharding.fingerprint import Running
+from jaxpar.sharding.fingerprint import RunningFingerprint
 from jaxpar.sharding.grid import Box
 from jaxpar.sharding.params import flat, map_specs
 
@@ -38,15 +38,15 @@ class RunArrays:
         """
         self.by_path, self.expected, self.where = arrays, expected, where
 
-    def counted(self, path: str) -> Running:
+    def counted(self, path: str) -> RunningFingerprint:
         """To add up a parameter's fingerprint with, box by box."""
-        return Running(self.shape(path))
+        return RunningFingerprint(self.shape(path))
 
     def compare(self, path: str, found: str) -> None:
         """Raises:   Damaged when a parameter's fingerprint is not the one that was saved."""
         if path in self.expected:
             name = f"params/{path}"
-            damage = integrity.differing({name: self.expected[path]}, {name: found})
+            damage = integrity.describe_differences({name: self.expected[path]}, {name: found})
             if damage:
                 raise integrity.Damaged(self.where, damage)
 
@@ -85,7 +85,7 @@ def open_run(run_dir: str | Path, cfg: Config, step: int) -> RunArrays:
     arrays = {}
     for path in flat(param_specs(cfg.model, cfg.lora)):
         try:
-            with integrity.reading(where):
+            with integrity.reading_checkpoint(where):
                 arrays[path] = store.open_array(step_folder, f"params/{path}")
         except (ValueError, OSError) as error:
             raise integrity.Damaged(where, [f"it lacks params/{path}"]) from error
@@ -133,18 +133,18 @@ def create_run(
     return RunArrays(arrays, {}, str(run_dir))
 
 
-def seal_run(run_dir: Path, about: dict[str, Any], found: dict[str, Running]) -> None:
+def seal_run(run_dir: Path, about: dict[str, Any], found: dict[str, RunningFingerprint]) -> None:
     """Put the fingerprints into a run of `create_run`, now filled, and list its files.
 
     Args:     about: as given to `create_run`. found: of every parameter, by path.
     """
     step_folder = checkpoint.folder(run_dir) / str(IMPORTED_STEP)
-    step = Running(())
+    step = RunningFingerprint(())
     step.add(np.int32(IMPORTED_STEP), ())
     sums = {"step": str(step)} | {f"params/{path}": str(sum_) for path, sum_ in found.items()}
     file = step_folder / METADATA
     metadata = json.loads(file.read_text())
-    metadata["custom_metadata"] = integrity.sealed(about | {integrity.FINGERPRINTS: sums})
+    metadata["custom_metadata"] = integrity.seal(about | {integrity.FINGERPRINTS: sums})
     file.write_text(json.dumps(metadata))
     integrity.write_file_list(step_folder)
 

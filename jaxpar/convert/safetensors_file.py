@@ -33,7 +33,7 @@ DTYPES: dict[str, np.dtype] = {
 NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 #: The format's own limit on a header.
-LARGEST_HEADER = 100_000_000
+MAX_HEADER_BYTES = 100_000_000
 
 AGAIN = "fetch the file again"
 
@@ -68,7 +68,7 @@ def read_header(file: Path) -> dict[str, Stored]:
     size = file.stat().st_size
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
-        if size < 8 or length > min(size - 8, LARGEST_HEADER):
+        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
             rule = "is no safetensors file, or a truncated one"
             raise ConfigError(file.name, f"{size} bytes", rule, AGAIN)
         text = opened.read(length)
@@ -89,7 +89,7 @@ def _stored(file: Path, name: str, about: dict[str, Any], first: int) -> Stored:
     begin, end = about["data_offsets"]
     if about["dtype"] not in DTYPES:
         rule = f"of {file.name} must be one of {', '.join(DTYPES)}"
-        fix = "use the weights as published, not a quantised copy"
+        fix = "use the weights as published, not a quantized copy"
         raise ConfigError(name, about["dtype"], rule, fix)
     stored = Stored(file, about["dtype"], tuple(map(int, about["shape"])), first + int(begin))
     if stored.num_bytes != end - begin or begin < 0 or min(stored.shape, default=0) < 0:

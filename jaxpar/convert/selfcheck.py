@@ -48,24 +48,24 @@ def check_conversion(
     published: Read,
     folder: Path,
     tolerance: float,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> None:
     """Compare the logits of a run, of a published folder, and of `transformers` on the folder.
 
     Args:     run, published: the parameters of each side. folder: the published side's.
               tolerance: largest difference allowed, relative to the largest logit.
-              say: told each largest difference, or why there is none.
+              log: called with each largest difference, or why there is none.
     Raises:   CheckFailed beyond the tolerance, or when a logit is not finite.
     """
     tokens = random_tokens(m)
     ours = logits(run, m, tokens)
-    compare(logits(published, m, tokens), ours, "the published files", tolerance, say)
+    compare(logits(published, m, tokens), ours, "the published files", tolerance, log)
     left_out = why_no_transformers(m)
     if left_out is None:
         theirs = transformers_logits(folder, tokens)
-        compare(theirs, ours, "transformers", tolerance, say)
+        compare(theirs, ours, "transformers", tolerance, log)
     else:
-        say(f"not compared with transformers: {left_out}")
+        log(f"not compared with transformers: {left_out}")
 
 
 def random_tokens(m: ModelConfig) -> np.ndarray:
@@ -78,7 +78,7 @@ def compare(
     ours: np.ndarray,
     what: str,
     tolerance: float,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> None:
     """Say the largest difference. Raises CheckFailed beyond the tolerance."""
     largest = float(np.abs(ours).max())
@@ -89,7 +89,7 @@ def compare(
     )
     if not (math.isfinite(largest) and error <= tolerance * largest):
         raise CheckFailed(f"{line}, allowed {tolerance * largest:.2e}: nothing was kept")
-    say(line)
+    log(line)
 
 
 # ------------------------------------------------------------------------------- our own logits

@@ -1,4 +1,4 @@
-"""`to-torch`: a checkpoint as a plain PyTorch state_dict, which `scripts/torch_model.py` loads.
+"""`to-torch`: a checkpoint as a plain PyTorch state_dict, which `torch_model.py` loads.
 
 It writes a pickle, as torch.save does; none is read. torch is no dependency: it is imported here,
 and where checks compute with `transformers` and PEFT.
@@ -27,7 +27,7 @@ ENDINGS = (".pt", ".pth")
 
 _LAYER = "layers.{L}."
 
-#: The names of `scripts/torch_model.py`, for everything that a model of ours can have.
+#: The names of `torch_model.py`, for everything that a model of ours can have.
 PLAIN = Family(
     model_type="plain",
     architecture="Decoder",
@@ -87,13 +87,13 @@ def require_torch() -> None:
         raise ConfigError("to-torch", None, "needs torch, which is not installed", fix)
 
 
-def to_torch(export: Export, file: Path, say: Callable[[str], None]) -> None:
+def to_torch(export: Export, file: Path, log: Callable[[str], None]) -> None:
     """Write FILE.pt, a dict of tensors by name, and FILE.json, the model's fields.
 
     Weights are laid out in a temporary file, which torch.save then reads through a memory map, so
     memory stays small, and disk is needed twice. Both files appear when they are complete.
 
-    Args:     export: from `exporting.open_export` with PLAIN. say: told what was done.
+    Args:     export: from `exporting.open_export` with PLAIN. log: called with what was done.
     Raises:   ConfigError as `check_file`, or when torch is not installed.
     """
     check_file(file)
@@ -107,7 +107,7 @@ def to_torch(export: Export, file: Path, say: Callable[[str], None]) -> None:
             for entry in export.entries:
                 exporting.copy_out(export, entry, stored, progress)
             save(stored, Path(folder) / file.name)
-            say(f"wrote {progress.summary(max(s.num_bytes for s in stored.values()))}")
+            log(f"wrote {progress.summary(max(s.num_bytes for s in stored.values()))}")
         fields = dataclasses.asdict(export.config.model)
         (Path(folder) / about.name).write_text(json.dumps(fields, indent=2) + "\n")
         (Path(folder) / about.name).rename(about)

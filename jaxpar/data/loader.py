@@ -16,27 +16,27 @@ from jaxpar.config import Config, ConfigError
 from jaxpar.data.formats.meta import TRAIN
 from jaxpar.data.formats.tokens import TokenDataset
 from jaxpar.data.mixture import Mixture
-from jaxpar.data.packing import document_begins, max_documents, num_windows, pack, stretches
+from jaxpar.data.packing import document_begins, max_documents, num_sequences, pack, stretches
 from jaxpar.data.skips import SkippedBatches
 from jaxpar.data.sources import open_sources
 from jaxpar.sharding.axes import BATCH_SPEC
 from jaxpar.sharding.batch import IGNORED, Batch
 
-#: One of grain's shuffles (a 4-round cipher) leaves neighbours correlated: 0.4 for a million
-#: windows. Three in a row pass for random at every size tried (tests/data/test_loader.py).
+#: One of grain's shuffles (a 4-round cipher) leaves neighbors correlated: 0.4 for a million
+#: sequences. Three in a row pass for random at every size tried (tests/data/test_loader.py).
 NUM_SHUFFLES = 3
 
-#: grain's shuffle counts in 32 bits and silently repeats windows beyond them.
-MAX_WINDOWS = 1 << 32
+#: grain's shuffle counts in 32 bits and silently repeats sequences beyond them.
+MAX_SEQUENCES = 1 << 32
 
 
 class Loader:
     """Random access to the batches of one split.
 
     Step s takes batch s, or a later one if batches before it are left out (`skipped`). Row r of
-    batch s is window number s * global_batch_size + r of an endless sequence: for "train"
-    the windows in a new random order each epoch, for "val" in text order, over and over. Several
-    sources take turns by weight (`mixture.py`), each going through such a sequence of its own.
+    batch s is sequence number s * global_batch_size + r of an endless stream: for "train"
+    the sequences come in a new random order each epoch, for "val" in text order, again and again.
+    Several sources are mixed by weight (`mixture.py`), each with an endless stream of its own.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Loader:
 
         Args:     order: int [T], a permutation of range(T) that places tokens along the sequence
                   axis: column t holds text position order[t]. None: the text's order.
-        Raises:   ConfigError for a missing or damaged source, one without a whole window, or one
+        Raises:   ConfigError for a missing or damaged source, one without a whole sequence, or one
                   with more tokens in the vocabulary than the model.
         """
         self.sources = open_sources(cfg, split)
@@ -61,18 +61,18 @@ class Loader:
         self._has_targets = some and cfg.data.loss_on == "targets"
         seeds = source_seeds(cfg.train.seed if split == TRAIN else None, len(self.sources))
         self._sequences = [
-            window_sequence(count, seed)
-            for count, seed in zip(self.windows_per_epoch, seeds, strict=True)
+            sequence_order(count, seed)
+            for count, seed in zip(self.sequences_per_epoch, seeds, strict=True)
         ]
         seed = cfg.train.seed if split == TRAIN else 0
         self.skipped = SkippedBatches()
         self._mixture = Mixture([source.weight for source in self.sources], seed)
 
     @property
-    def windows_per_epoch(self) -> list[int]:
-        """Windows in each source."""
+    def sequences_per_epoch(self) -> list[int]:
+        """Sequences in each source."""
         seq_len = self._cfg.data.seq_len
-        return [num_windows(source.dataset.num_tokens, seq_len) for source in self.sources]
+        return [num_sequences(source.dataset.num_tokens, seq_len) for source in self.sources]
 
     @property
     def num_tokens(self) -> int:
@@ -90,7 +90,7 @@ class Loader:
 
     @property
     def max_documents(self) -> int:
-        """No window holds more segments than this; rounded up to a power of two."""
+        """No sequence holds more segments than this; rounded up to a power of two."""
         if not self._cfg.data.document_mask:
             return 1
         seq_len = self._cfg.data.seq_len
@@ -105,7 +105,7 @@ class Loader:
         batches = self.skipped.batch_of(num_steps - 1) + 1 if num_steps else 0
         taken = self._mixture.taken(batches * self._cfg.train.global_batch_size)
         paths = [str(source.dataset.path) for source in self.sources]
-        return dict(zip(paths, (taken / self.windows_per_epoch).tolist(), strict=True))
+        return dict(zip(paths, (taken / self.sequences_per_epoch).tolist(), strict=True))
 
     def batch(self, step: int) -> Batch:
         """The global batch of a step, the same whatever the mesh and the number of processes.
@@ -124,46 +124,45 @@ class Loader:
         Returns:  a Batch of int32 [N, T] numpy arrays.
         """
         first = self.skipped.batch_of(step) * self._cfg.train.global_batch_size
-        packed = self._windows(first + np.asarray(rows, np.int64))
+        packed = self._packed_sequences(first + np.asarray(rows, np.int64))
         if self._order is None:
             return packed
         return jax.tree.map(lambda x_NT: x_NT[:, self._order], packed)
 
-    def first_labelled(self) -> int | None:
+    def first_labeled(self) -> int | None:
         """The first batch with a label in it, of the first epoch; None where none has.
 
-        Of conversations, a window may hold nothing but what the user says. Read row by row, the
+        Of conversations, a sequence may hold nothing but what the user says. Read row by row, the
         first of which will mostly do; by every process alike, whichever rows are its own.
         """
         batch_size = self._cfg.train.global_batch_size
-        windows = sum(self.windows_per_epoch)
-        for number in range(windows):
+        for number in range(sum(self.sequences_per_epoch)):
             step, row = divmod(number, batch_size)
             if (self.host_rows(step, np.array([row])).labels != IGNORED).any():
                 return step
         return None
 
-    def _windows(self, numbers: np.ndarray) -> Batch:
-        """Windows of the mixed sequence, in text order within: int32 [N, T]."""
+    def _packed_sequences(self, numbers: np.ndarray) -> Batch:
+        """Sequences of the mixed stream, each in text order: int32 [N, T]."""
         if len(self.sources) == 1:
-            return pack(*self._source_windows(0, numbers))
+            return pack(*self._source_sequences(0, numbers))
         sources, before = self._mixture.places(numbers)
         shape = len(numbers), self._cfg.data.seq_len + 1
         stretch, begins = np.empty(shape, np.int32), np.zeros(shape, bool)
         ignored = np.zeros(shape, bool) if self._has_targets else None
         for source in np.unique(sources):
             at = np.flatnonzero(sources == source)
-            stretch[at], starts, spared = self._source_windows(int(source), before[at])
+            stretch[at], starts, spared = self._source_sequences(int(source), before[at])
             if starts is not None:
                 begins[at] = starts
             if ignored is not None and spared is not None:
                 ignored[at] = spared
         return pack(stretch, begins if self._cfg.data.document_mask else None, ignored)
 
-    def _source_windows(
+    def _source_sequences(
         self, source: int, numbers: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
-        """A source's windows as `pack` takes them: tokens, document begins, ignored tokens."""
+        """A source's sequences as `pack` takes them: tokens, document begins, ignored tokens."""
         sequence, dataset = self._sequences[source], self.sources[source].dataset
         indices = np.array([sequence[int(number)] for number in numbers], np.int64)
         data, begins, ignored = self._cfg.data, None, None
@@ -180,8 +179,9 @@ class Loader:
 
         The thread works on the host alone. Batches go to the devices from the caller's thread, and
         asynchronously: a transfer from elsewhere, at the moment when cuDNN captures its kernels,
-        can make that fail (docs/LOG.md). An exception in the thread is raised here, at its step.
-        Closing the generator, or dropping it, ends the thread after the batch in hand.
+        can make that fail (docs/experiments/attention.md#cudnn-graph-capture). An exception in the
+        thread is raised here, at its step. Closing the generator, or dropping it, ends the thread
+        after the batch in hand.
         """
         depth = self._cfg.data.prefetch
         pool = ThreadPoolExecutor(1, thread_name_prefix=f"{self.split}-batches")
@@ -208,12 +208,12 @@ class Loader:
         return jax.make_array_from_callback(self._shape, self._sharding, shard)
 
 
-def window_sequence(num_windows: int, seed: int | None) -> grain.MapDataset[int]:
-    """The endless order of windows, by random access.
+def sequence_order(num_sequences: int, seed: int | None) -> grain.MapDataset[int]:
+    """The endless order of sequences, by random access.
 
     Args:     seed: each epoch is another permutation drawn from it. None: always in text order.
     """
-    sequence = grain.MapDataset.range(num_windows)
+    sequence = grain.MapDataset.range(num_sequences)
     if seed is not None:
         sequence = sequence.seed(seed)
         for _ in range(NUM_SHUFFLES):
@@ -252,13 +252,13 @@ def _check_fits(cfg: Config, dataset: TokenDataset) -> None:
         fix = f"use --model.vocab-size {-(-needed // 128) * 128}"
         raise ConfigError("model.vocab_size", cfg.model.vocab_size, rule, fix)
     found, seq_len = dataset.num_tokens, cfg.data.seq_len
-    count = num_windows(found, seq_len)
+    count = num_sequences(found, seq_len)
     if count == 0:
         rule = f"needs {seq_len + 1} tokens, and {dataset.split} of {dataset.path} has {found}"
-        raise ConfigError("data.seq_len", seq_len, rule, "use shorter windows or more text")
-    if count > MAX_WINDOWS:
-        rule = f"cuts {dataset.path} into {count:,} windows, above {MAX_WINDOWS:,}"
-        raise ConfigError("data.seq_len", seq_len, rule, "use longer windows")
+        raise ConfigError("data.seq_len", seq_len, rule, "use shorter sequences or more text")
+    if count > MAX_SEQUENCES:
+        rule = f"cuts {dataset.path} into {count:,} sequences, above {MAX_SEQUENCES:,}"
+        raise ConfigError("data.seq_len", seq_len, rule, "use longer sequences")
 
 
 def _check_tokens(stretch: np.ndarray, indices: np.ndarray, dataset: TokenDataset) -> None:

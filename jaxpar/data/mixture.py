@@ -1,8 +1,8 @@
-"""Which source each window comes from: weighted, in random order, by arithmetic alone.
+"""Which source each sequence comes from: weighted, in random order, by arithmetic alone.
 
-The endless sequence of windows is cut into blocks of `BLOCK`. Each block takes the same number of
-windows from each source, in an order of its own, so that window n's source, and how many of that
-source's windows came before it, need no other block.
+The endless stream of sequences is cut into blocks of `BLOCK`. Each block takes the same number of
+sequences from each source, in an order of its own. So the source of sequence n, and how many of
+that source's sequences came before it, need no other block.
 
 grain's own mixing rounds weights to a hundredth of the smallest, and its order is periodic: two
 equal weights alternate, and every other row of each batch would be the same source's.
@@ -13,24 +13,24 @@ from collections.abc import Sequence
 
 import numpy as np
 
-#: Windows in a block: weights are exact to 1 / BLOCK of the whole.
+#: Sequences in a block: weights are exact to 1 / BLOCK of the whole.
 BLOCK = 1 << 16
 
 
 class Mixture:
-    """The order in which windows are taken from several sources."""
+    """The order in which sequences are taken from several sources."""
 
     def __init__(self, weights: Sequence[float], seed: int):
-        """Each source gets a share of each block by its weight, and at least one window."""
+        """Each source gets a share of each block by its weight, and at least one sequence."""
         self.counts = apportion(weights, BLOCK)
         self._seed = seed
         self._block = functools.lru_cache(maxsize=4)(self._make_block)
 
     def places(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Where windows of the mixed sequence come from.
+        """Where sequences of the mixed stream come from.
 
         Args:     numbers: int64 [N].
-        Returns:  sources, int64 [N]; how many windows each source gave before, int64 [N].
+        Returns:  sources, int64 [N]; how many sequences each source gave before, int64 [N].
         """
         blocks, within = np.divmod(numbers, BLOCK)
         sources, before = np.empty_like(numbers), np.empty_like(numbers)
@@ -41,9 +41,9 @@ class Mixture:
             before[here] = block * self.counts[sources[here]] + rank_of[within[here]]
         return sources, before
 
-    def taken(self, num_windows: int) -> np.ndarray:
-        """Windows that each source gives to the first num_windows: int64 [sources]."""
-        blocks, rest = divmod(num_windows, BLOCK)
+    def taken(self, num_sequences: int) -> np.ndarray:
+        """Sequences that each source gives to the first num_sequences: int64 [sources]."""
+        blocks, rest = divmod(num_sequences, BLOCK)
         part = self._block(blocks)[0][:rest]
         return blocks * self.counts + np.bincount(part, minlength=len(self.counts))
 

@@ -1,9 +1,9 @@
-"""Windows of packed documents: tokens, labels, segments and positions, by arithmetic alone.
+"""Sequences of packed documents: tokens, labels, segments and positions, by arithmetic alone.
 
-Window i is tokens[i*T : i*T + T + 1]: T inputs, and the same shifted by one as labels. Documents
-follow each other without padding, and one that a window cuts goes on in the next.
+Sequence i is tokens[i*T : i*T + T + 1]: T inputs, and the same shifted by one as labels. Documents
+follow each other without padding, and one that a sequence cuts continues in the next.
 
-Shape letters: N windows, T query positions.
+Shape letters: N sequences, T query positions.
 """
 
 import numpy as np
@@ -11,21 +11,21 @@ import numpy as np
 from jaxpar.sharding.batch import IGNORED, Batch
 
 
-def num_windows(num_tokens: int, seq_len: int) -> int:
-    """Whole windows in a split; the last label needs one token more than the inputs."""
+def num_sequences(num_tokens: int, seq_len: int) -> int:
+    """Whole sequences in a split; the last label needs one token more than the inputs."""
     return max(0, (num_tokens - 1) // seq_len)
 
 
 def max_documents(document_offsets: np.ndarray, num_tokens: int, seq_len: int) -> int:
-    """The most documents that any window of a split takes tokens from."""
-    starts = np.arange(num_windows(num_tokens, seq_len), dtype=np.int64) * seq_len
+    """The most documents that any sequence of a split takes tokens from."""
+    starts = np.arange(num_sequences(num_tokens, seq_len), dtype=np.int64) * seq_len
     first = np.searchsorted(document_offsets, starts, side="right")
     end = np.searchsorted(document_offsets, starts + seq_len, side="left")
     return int(np.max(end - first + 1, initial=1))
 
 
 def stretches(tokens: np.ndarray, indices: np.ndarray, seq_len: int) -> np.ndarray:
-    """The tokens of some windows, inputs and last label: int32 [N, T + 1]."""
+    """The tokens of some sequences, inputs and last label: int32 [N, T + 1]."""
     starts = np.asarray(indices, np.int64) * seq_len
     return np.stack([tokens[start : start + seq_len + 1] for start in starts]).astype(np.int32)
 
@@ -35,9 +35,9 @@ def pack(
 ) -> Batch:
     """Stretches of tokens as a batch.
 
-    With begins, segments are numbered from 1 within the window, positions restart with each
-    document (and with the window), and the label across a document's end, the first token of an
-    unrelated document, is IGNORED. Without, a window is one causal text.
+    With begins, segments are numbered from 1 within the sequence, positions restart with each
+    document (and with the sequence), and the label across a document's end, the first token of an
+    unrelated document, is IGNORED. Without, a sequence is one causal text.
 
     Args:     stretch: int32 [N, T + 1].
               begins: bool [N, T + 1], where, after the first token, a document begins.
@@ -60,9 +60,9 @@ def pack(
 
 
 def document_begins(document_offsets: np.ndarray, indices: np.ndarray, seq_len: int) -> np.ndarray:
-    """Where in some windows, after the first token, a document begins: bool [N, T + 1].
+    """Where in some sequences, after the first token, a document begins: bool [N, T + 1].
 
-    Looks up each window's two ends, then writes one flag per document between them; looking up
+    Looks up each sequence's two ends, then writes one flag per document between them; looking up
     every token would cost a binary search each.
     """
     starts, length = np.asarray(indices, np.int64) * seq_len, seq_len + 1

@@ -7,43 +7,43 @@ from pathlib import Path
 
 from jaxpar.config import ConfigError
 
-#: In the run's folder, from the moment when a window is left out; checkpoints carry it, too.
+#: In the run's folder, from the moment when batches are left out; checkpoints carry it, too.
 SKIPPED_FILE = "skipped_batches.json"
 
 
 @dataclass(frozen=True)
 class SkippedBatches:
-    """Windows of batches, as (first, count): ascending, disjoint, none empty."""
+    """Ranges of batches, as (first, count): ascending, disjoint, none empty."""
 
-    windows: tuple[tuple[int, int], ...] = ()
+    ranges: tuple[tuple[int, int], ...] = ()
     rewinds: int = 0
-    """How often the run has gone back: windows that touch are one, and do not tell."""
+    """How often the run has gone back; `ranges` do not tell, since adjacent ones are merged."""
 
     def __str__(self) -> str:
-        ranges = [
+        texts = [
             f"{first} to {first + count - 1}" if count > 1 else f"{first}"
-            for first, count in self.windows
+            for first, count in self.ranges
         ]
-        return f"batches {', '.join(ranges)}" if ranges else "no batches"
+        return f"batches {', '.join(texts)}" if texts else "no batches"
 
     def batch_of(self, step: int) -> int:
-        """The batch that a step takes: its own number, past every window left out before it."""
+        """The batch that a step takes: its own number, past every range left out before it."""
         batch = step
-        for first, count in self.windows:
+        for first, count in self.ranges:
             if batch < first:
                 break
             batch += count
         return batch
 
     def and_also(
-        self, windows: Iterable[Iterable[int]], rewinds: int | None = None
+        self, ranges: Iterable[Iterable[int]], rewinds: int | None = None
     ) -> "SkippedBatches":
-        """With more windows left out; where they overlap, once.
+        """With more ranges left out; where they overlap, once.
 
-        Args:     rewinds: that whoever says so counts; None: there is a window for each.
+        Args:     rewinds: how many led to these ranges. None: one for each range.
         """
-        batches = {b for first, count in self.windows for b in range(first, first + count)}
-        batches |= {b for first, count in windows for b in range(first, first + count)}
+        batches = {b for first, count in self.ranges for b in range(first, first + count)}
+        batches |= {b for first, count in ranges for b in range(first, first + count)}
         merged: list[list[int]] = []
         for batch in sorted(batches):
             if merged and batch == sum(merged[-1]):
@@ -54,7 +54,7 @@ class SkippedBatches:
         return SkippedBatches(tuple((first, count) for first, count in merged), counted)
 
     def after_rewind(self, first: int, count: int) -> "SkippedBatches":
-        """With one more window left out, by one more rewind."""
+        """With one more range left out, by one more rewind."""
         return self.and_also([(first, count)], self.rewinds + 1)
 
 
@@ -79,6 +79,6 @@ def read_skipped(run_dir: Path) -> SkippedBatches:
 def write_skipped(run_dir: Path, skipped: SkippedBatches) -> None:
     """Write it down, at once or not at all."""
     temporary = run_dir / (SKIPPED_FILE + ".tmp")
-    text = json.dumps({"windows": skipped.windows, "rewinds": skipped.rewinds}) + "\n"
+    text = json.dumps({"windows": skipped.ranges, "rewinds": skipped.rewinds}) + "\n"
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(run_dir / SKIPPED_FILE)

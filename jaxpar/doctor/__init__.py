@@ -16,8 +16,8 @@ from rich.console import Console
 
 from jaxpar.config import replace
 from jaxpar.doctor import examination, facts, showing
-from jaxpar.doctor.options import Options, check_file, mesh_for, read_command
-from jaxpar.doctor.progress import Progress
+from jaxpar.doctor.options import DoctorOptions, check_file, mesh_for, read_command
+from jaxpar.doctor.progress import SectionProgress
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime import start as runtime
 from jaxpar.runtime.gpus import visible
@@ -37,18 +37,18 @@ MAY_IMPORT = (
 __all__ = ["main", "read_command"]
 
 #: Columns that the tables need, also where the output is no terminal.
-LEAST_WIDTH = 118
+MIN_WIDTH = 118
 
 
 def main(argv: Sequence[str]) -> int:
     """The command line; the exit code."""
     options = read_command(argv)
     own, was_set = begin(options)
-    width = max(Console().width, LEAST_WIDTH)
-    console = Console(highlight=False, width=width, quiet=peers.own() != 0)
-    progress = Progress(console, options.seconds)
+    width = max(Console().width, MIN_WIDTH)
+    console = Console(highlight=False, width=width, quiet=peers.rank() != 0)
+    progress = SectionProgress(console, options.seconds)
     with progress.section("start"):
-        own = facts.with_devices(own, peers.own(), bool(options.cfg.run.cpu_devices))
+        own = facts.with_devices(own, peers.rank(), bool(options.cfg.run.cpu_devices))
         examined = examination.Examination(options, own, was_set, progress, console.print)
     if examined.works and "collectives" in options.only:
         mesh_for(options.mesh, sum(len(f.devices) for f in examined.facts))
@@ -57,14 +57,14 @@ def main(argv: Sequence[str]) -> int:
     console.print(showing.checklist(found))
     console.print(showing.summary(found, sum(progress.seconds.values())))
     record = examined.record()
-    if options.json is not None and peers.own() == 0:
+    if options.json is not None and peers.rank() == 0:
         options.json.write_text(json.dumps(record, indent=2) + "\n")
         console.print(f"written: {options.json}")
     sys.stdout.flush()
     return exit_codes.EXIT_ERROR if record["verdict"] == "fail" else exit_codes.EXIT_OK
 
 
-def begin(options: Options) -> tuple[facts.Facts, list[str]]:
+def begin(options: DoctorOptions) -> tuple[facts.HostFacts, list[str]]:
     """Join the other processes, and set what JAX reads as it starts, as training does.
 
     Returns:  this process's facts so far, and what was set in its environment.
@@ -84,5 +84,5 @@ def begin(options: Options) -> tuple[facts.Facts, list[str]]:
     number = place.num_processes if place else 1
     was_set += runtime.start(flags, number, needs_devices=False)  # that is a finding
     if place is not None:
-        peers.say(f"cluster    {rendezvous.connect(place, cfg.cluster.connect_seconds)}")
+        peers.log(f"cluster    {rendezvous.connect(place, cfg.cluster.connect_seconds)}")
     return own, was_set

@@ -13,12 +13,12 @@ import jax
 from jaxpar.doctor import showing
 from jaxpar.doctor.checks import gpu as gpu_checks
 from jaxpar.doctor.checks import host, measured
-from jaxpar.doctor.checks.findings import Finding, failed, merged, skipped, verdict
-from jaxpar.doctor.facts import Facts
+from jaxpar.doctor.checks.findings import Finding, failed, merge_findings, skipped, verdict
+from jaxpar.doctor.facts import HostFacts
 from jaxpar.doctor.measure import bandwidth, compute, verification
 from jaxpar.doctor.measure import links as links_of
-from jaxpar.doctor.options import Options, mesh_for
-from jaxpar.doctor.progress import Progress
+from jaxpar.doctor.options import DoctorOptions, mesh_for
+from jaxpar.doctor.progress import SectionProgress
 from jaxpar.planning.predict.hardware import gpu_of_kind
 from jaxpar.runtime import provenance
 from jaxpar.runtime.processes import peers
@@ -48,17 +48,17 @@ class Examination:
 
     def __init__(
         self,
-        options: Options,
-        own: Facts,
+        options: DoctorOptions,
+        own: HostFacts,
         was_set: list[str],
-        progress: Progress,
+        progress: SectionProgress,
         show: Callable[[Any], Any],
     ):
         """Args:     own: this process's facts, its devices among them. was_set: flags and variables
         that this program has set. show: prints a table."""
         self.options, self.was_set, self.progress, self.show = options, was_set, progress, show
         self._exchanges = itertools.count()
-        self.facts = [Facts.from_json(text) for text in self._exchange(own.to_json())]
+        self.facts = [HostFacts.from_json(text) for text in self._exchange(own.to_json())]
         self.times = [float(text) for text in self._exchange_time()]
         self.on_gpu = own.backend == "gpu"
         self.works = not any(facts.backend_error for facts in self.facts)
@@ -108,8 +108,8 @@ class Examination:
             remedy = f"look at what failed before it, then run it alone: --only {name}"
             return Section(findings=[failed(name, said, remedy)])
 
-    def _merged(self, check: Callable[[Facts], list[Finding]]) -> list[Finding]:
-        return merged([check(f) for f in self.facts], [f.name for f in self.facts])
+    def _merged(self, check: Callable[[HostFacts], list[Finding]]) -> list[Finding]:
+        return merge_findings([check(f) for f in self.facts], [f.name for f in self.facts])
 
     def versions(self) -> Section:
         """Versions, devices, environment."""
@@ -121,11 +121,11 @@ class Examination:
 
     def hardware(self) -> Section:
         """GPUs, links and host."""
-        hosts: dict[str, list[Facts]] = {}
+        hosts: dict[str, list[HostFacts]] = {}
         for facts in self.facts:
             hosts.setdefault(facts.host["name"], []).append(facts)
         by_host = [[*gpu_checks.check(f[0]), gpu_checks.used(f)] for f in hosts.values()]
-        found = merged(by_host, list(hosts)) + self._merged(host.check_host)
+        found = merge_findings(by_host, list(hosts)) + self._merged(host.check_host)
         return Section(None, found, [t for f in hosts.values() for t in showing.hardware(f[0])])
 
     def collectives(self) -> Section:
@@ -150,7 +150,7 @@ class Examination:
         """Every collective, at every size."""
         if not self._several():
             return Section([], [skipped("bus bandwidth", "one device")])
-        default = bandwidth.LARGEST if self.on_gpu else bandwidth.LARGEST_ON_CPU
+        default = bandwidth.MAX_BYTES if self.on_gpu else bandwidth.MAX_BYTES_ON_CPU
         mesh, o = bandwidth.one_axis(jax.devices()), self.options
         how = (o.largest or default, o.repeats, o.seconds, self.progress.tell)
         rows = list(bandwidth.measure(mesh, *how))
@@ -185,7 +185,7 @@ class Examination:
         """Matmuls and copies."""
         own = list(compute.measure(self.options.repeats, self.progress.tell))
         self.progress.tell("matmuls for a while")
-        last = compute.lasting(own[0])
+        last = compute.multiply_sustained(own[0])
         own.append(last.rate)
         of_all = self.gathered([dataclasses.asdict(rate) for rate in own])
         rates = {
@@ -198,7 +198,7 @@ class Examination:
         found += measured.transfers(rates)
         loads = self.gathered(last.load)
         by_process = [measured.under_load(load) for load in loads]
-        found += merged(by_process, [facts.name for facts in self.facts])
+        found += merge_findings(by_process, [facts.name for facts in self.facts])
         units = {(rate.what, rate.detail): rate.unit for rate in own}
         record = {
             "rates": [{"what": w, "detail": d, "unit": units[w, d], "devices": r}

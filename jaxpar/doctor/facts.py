@@ -32,7 +32,7 @@ VARIABLES = ("NCCL_", "XLA_", "JAX_", "CUDA_", "TF_CPP_", "LD_LIBRARY_PATH", "LD
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Facts:
+class HostFacts:
     """One process and its host.
 
     versions      of Python, packages and libraries.
@@ -71,13 +71,13 @@ class Facts:
         return json.dumps(dataclasses.asdict(self))
 
     @staticmethod
-    def from_json(text: str) -> "Facts":
+    def from_json(text: str) -> "HostFacts":
         """The other way."""
         read = json.loads(text)
-        return Facts(**read | {"matrix": topology.Matrix(**read["matrix"])})
+        return HostFacts(**read | {"matrix": topology.Matrix(**read["matrix"])})
 
 
-def of_the_host(environment: Mapping[str, str], ask: nvidia_smi.Run = nvidia_smi.run) -> Facts:
+def of_the_host(environment: Mapping[str, str], ask: nvidia_smi.Run = nvidia_smi.run) -> HostFacts:
     """All that can be found out before JAX starts.
 
     Args:     environment: `os.environ`, as the user has set it.
@@ -89,7 +89,7 @@ def of_the_host(environment: Mapping[str, str], ask: nvidia_smi.Run = nvidia_smi
         found["nvlinks"] = topology.read_nvlinks(ask(["nvlink", "-s"]))
     except (nvidia_smi.Unavailable, ValueError) as error:
         found["driver_error"] = str(error)
-    return Facts(
+    return HostFacts(
         process=0,
         versions=_versions() | _of_driver(found.get("gpus", []), ask),
         environment={k: v for k, v in sorted(environment.items()) if k.startswith(VARIABLES)},
@@ -99,7 +99,7 @@ def of_the_host(environment: Mapping[str, str], ask: nvidia_smi.Run = nvidia_smi
     )
 
 
-def with_devices(facts: Facts, process: int, simulated: bool) -> Facts:
+def with_devices(facts: HostFacts, process: int, simulated: bool) -> HostFacts:
     """The same with what JAX uses; starts its backend."""
     try:
         devices = jax.local_devices()

@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxpar.config import Config, ConfigError, ParallelConfig, replace
 from jaxpar.config.command_line import asks_help, parse_overrides
-from jaxpar.config.rules.numbers import MOST_CPU_DEVICES
+from jaxpar.config.rules.numbers import MAX_CPU_DEVICES
 from jaxpar.runtime.options import Parser, check_repeats
 from jaxpar.sharding.axes import AXES, DATA, EXPERT, PIPELINE, REPLICA, SEQUENCE, TENSOR
 
@@ -44,13 +44,13 @@ SECTIONS = {
 SHARED_OUT = (TENSOR, SEQUENCE, DATA, PIPELINE, REPLICA, EXPERT)
 
 #: That a section may be given: a timer set to 300 years or more ends in an exception.
-MOST_SECONDS = 1e6
+MAX_SECONDS = 1e6
 
 UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
+class DoctorOptions:
     """What is asked for.
 
     largest   bytes of the largest message; None: as the devices are.
@@ -87,7 +87,7 @@ def parser() -> Parser:
     return made
 
 
-def read_command(argv: Sequence[str]) -> Options:
+def read_command(argv: Sequence[str]) -> DoctorOptions:
     """The command line, checked.
 
     Raises:   ConfigError for whatever is wrong with it.
@@ -100,13 +100,13 @@ def read_command(argv: Sequence[str]) -> Options:
         if not value > 0:
             rule, fix = "must be above 0", f"use {option} 8"
             raise ConfigError(option, getattr(asked, option[2:].replace("-", "_")), rule, fix)
-    if asked.seconds > MOST_SECONDS:
-        rule, fix = f"must be at most {MOST_SECONDS:,.0f}", "use --seconds 300"
+    if asked.seconds > MAX_SECONDS:
+        rule, fix = f"must be at most {MAX_SECONDS:,.0f}", "use --seconds 300"
         raise ConfigError("--seconds", asked.seconds, rule, fix)
-    if asked.cpu_devices > MOST_CPU_DEVICES:
-        rule = f"must be at most {MOST_CPU_DEVICES}"
+    if asked.cpu_devices > MAX_CPU_DEVICES:
+        rule = f"must be at most {MAX_CPU_DEVICES}"
         raise ConfigError("--cpu-devices", asked.cpu_devices, rule, "use --cpu-devices 8")
-    return Options(
+    return DoctorOptions(
         only=read_sections(asked.only),
         largest=None if asked.largest is None else read_size(asked.largest),
         mesh=read_mesh(asked.mesh),

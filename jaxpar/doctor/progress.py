@@ -15,11 +15,11 @@ from jaxpar.runtime.processes import peers
 type Tell = Callable[[str], None]
 
 
-def untold(text: str) -> None:
-    """Nobody is told."""
+def no_report(text: str) -> None:
+    """Report nothing."""
 
 
-class Progress:
+class SectionProgress:
     """A line about the work in hand, and a limit on how long a section may take."""
 
     def __init__(self, console: Console, seconds: float):
@@ -27,7 +27,7 @@ class Progress:
         self.console, self.limit = console, seconds
         self.seconds: dict[str, float] = {}
         self.at = ""
-        self._show: Tell = untold
+        self._show: Tell = no_report
 
     def tell(self, text: str) -> None:
         """A new piece of work begins."""
@@ -50,12 +50,12 @@ class Progress:
                 yield
         finally:
             timer.cancel()
-            self._show = untold
+            self._show = no_report
             self.seconds[name] = round(time.monotonic() - began, 2)
 
     def _hung(self, name: str) -> None:
         """Say where, and end: what waits inside a collective can be ended in no other way."""
-        who = peers.name_of(peers.own())
+        who = peers.process_name(peers.rank())
         remedy = "a collective that hangs: look at links, and NCCL_DEBUG=INFO; or give it --seconds"
         text = f"error: {name}: {who} is not done after {self.limit:g} s, at: {self.at}; {remedy}"
         print(text, file=sys.stderr, flush=True)

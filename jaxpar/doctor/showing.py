@@ -11,9 +11,9 @@ from rich.table import Table
 
 from jaxpar.doctor.checks.findings import Finding
 from jaxpar.doctor.checks.measured import Rates, expectations
-from jaxpar.doctor.facts import Facts
+from jaxpar.doctor.facts import HostFacts
 from jaxpar.doctor.measure import links as links_of
-from jaxpar.doctor.measure.bandwidth import Row
+from jaxpar.doctor.measure.bandwidth import BandwidthRow
 from jaxpar.doctor.measure.links import Link
 from jaxpar.doctor.options import SECTIONS
 from jaxpar.planning.predict.hardware import Gpu, gpu_of_kind
@@ -46,7 +46,7 @@ def heading(section: str, seconds: float) -> str:
     return f"\n[bold]{section}[/bold]: {SECTIONS[section]} ({seconds:.1f} s)"
 
 
-def versions(facts: Facts) -> str:
+def versions(facts: HostFacts) -> str:
     """The main ones in a paragraph."""
     there = [f"{n} {facts.versions[n]}" for n in MAIN_VERSIONS if facts.versions.get(n, "-") != "-"]
     missing = [name for name in OPTIONAL if facts.versions.get(name) == "-"]
@@ -54,13 +54,13 @@ def versions(facts: Facts) -> str:
     return text + (f"\n  not installed: {', '.join(missing)} (optional)" if missing else "")
 
 
-def environment(facts: Facts, was_set: Sequence[str]) -> list[str]:
+def environment(facts: HostFacts, was_set: Sequence[str]) -> list[str]:
     """The variables that the user has set, and what this program has, one a line."""
     given = [f"  {name}={value}" for name, value in facts.environment.items()]
     return [escape(line) for line in (*given, *(f"  set here: {item}" for item in was_set))]
 
 
-def hardware(facts: Facts) -> list[Any]:
+def hardware(facts: HostFacts) -> list[Any]:
     """A host: its GPUs and itself."""
     host = facts.host
     shm = "no /dev/shm" if host["shm"] is None else f"/dev/shm {host['shm'] / 2**30:.1f} GiB"
@@ -77,7 +77,7 @@ def hardware(facts: Facts) -> list[Any]:
     return shown
 
 
-def _gpu_cells(facts: Facts, gpu: GpuFacts) -> list[str]:
+def _gpu_cells(facts: HostFacts, gpu: GpuFacts) -> list[str]:
     index = gpu.get("index", "?")
     links = facts.nvlinks.get(index, [])
     up = [speed for speed in links if speed is not None]
@@ -117,7 +117,7 @@ def collectives(mesh: str, rows: Sequence[Mapping[str, Any]]) -> Group:
     return titled(f"mesh {mesh}; {dtypes}, pieces of {sizes} numbers", ["over", *columns], lines)
 
 
-def bandwidth(rows: Sequence[Row]) -> list[Group]:
+def bandwidth(rows: Sequence[BandwidthRow]) -> list[Group]:
     """Time, bus bandwidth and algorithm bandwidth by size: a column for each collective."""
     kinds = list(dict.fromkeys(row.kind for row in rows))
     at = {(row.kind, row.size): row for row in rows}
@@ -150,7 +150,7 @@ def _steps(sizes: Sequence[int]) -> list[list[int]]:
     return steps
 
 
-def _time(row: Row) -> str:
+def _time(row: BandwidthRow) -> str:
     return f"{row.call.median * 1e6:,.1f} +{row.call.slowest / row.call.median - 1:.0%}"
 
 

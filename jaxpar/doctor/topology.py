@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-#: Colours and underlines, which `nvidia-smi topo -m` writes whatever reads it.
+#: Colors and underlines, which `nvidia-smi topo -m` writes whatever reads it.
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
 

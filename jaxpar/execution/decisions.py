@@ -15,7 +15,7 @@ from jaxpar.kernels.platform import Platform
 
 #: Tokens in one tensor rank's shard of the sequence from which collective matmuls are faster than
 #: one gather and one matmul. 8 layers of 8B on two H200s: 1% faster with shards of 4,096 tokens, 4%
-#: slower with 2,048 (docs/LOG.md).
+#: slower with 2,048 (docs/experiments/tensor_parallelism.md#collective-matmul).
 MIN_SHARD_TOKENS = 4096
 
 type Norm = Literal["written", "deferred_scale", "in_quantizer"]
@@ -45,7 +45,7 @@ class Execution:
 
     For SwiGLU without biases, experts or adapters, in the compute dtype or in float8 with one scale
     per tensor. Not with row groups, where XLA would delay more weight gradients and hold 4% more
-    memory (docs/LOG.md)."""
+    memory (docs/experiments/one_gpu.md#gate-and-up-in-one-matmul)."""
     float32_weight_gradients: bool
     """Matmuls add the gradients of a layer's matrices to float32 sums over microbatches.
 

@@ -1,4 +1,4 @@
-"""Rematerialisation: what the backward pass finds saved, by name.
+"""Rematerialization: what the backward pass finds saved, by name.
 
 Policies are allow-lists of names. A block-list would keep alive the unnamed twin of every gathered
 weight. `remat_policies.REMAT_POLICIES` says which names each policy saves. H, G and F are one
@@ -6,13 +6,13 @@ tensor rank's part.
 
     name            value                                     per token and layer, bf16 bytes
     layer_input     residual stream before attention          2 D / tensor
-    attn_norm       normalised input of attention, gathered   2 D
+    attn_norm       normalized input of attention, gathered   2 D
     qkv             projections, before norm and RoPE         2 (H + 2G) K
     qk              queries and keys after RoPE               2 (H + G) K
     attn_out        attention output                          2 H K
     attn_lse        its log-sum-exp, float32                  4 H
     attn_residual   residual stream after attention           2 D / tensor
-    mlp_norm        normalised input of the MLP, gathered     2 D
+    mlp_norm        normalized input of the MLP, gathered     2 D
     gate_up         gate and up projections                   4 F
     mlp_hidden      silu(gate) * up                           2 F
 

@@ -89,7 +89,7 @@ class Flag:
     name: str
     value: str
     gain: str
-    """What was measured with it, and without. docs/LOG.md has the conditions."""
+    """What was measured with it, and without. docs/experiments/README.md has the conditions."""
     where: Callable[[Execution], bool] = always
     gpus: tuple[str, ...] = ("H200",)
     """Parts of the names of the GPUs that it was measured on."""

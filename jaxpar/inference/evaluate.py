@@ -16,7 +16,7 @@ from jaxpar.runtime.processes import peers, rendezvous
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class EvaluateOptions:
     """Score a model on tasks of the Evaluation Harness."""
 
     run: Annotated[str, tyro.conf.Positional]
@@ -39,7 +39,7 @@ class Options:
     """File for all results, as JSON."""
 
 
-def check(options: Options) -> None:
+def check(options: EvaluateOptions) -> None:
     """Raises:   ConfigError for an option that cannot work."""
     if importlib.util.find_spec("lm_eval") is None:
         raise ConfigError("lm_eval", "", "is not installed", "pip install 'jaxpar[eval]'")
@@ -54,7 +54,7 @@ def check(options: Options) -> None:
     if options.include_path is not None and not Path(options.include_path).is_dir():
         fix = "give the folder that holds the tasks' YAML files"
         raise ConfigError("--include-path", options.include_path, "is not a folder", fix)
-    place = rendezvous.others()
+    place = rendezvous.detect_peers()
     if options.output is not None and (place is None or place.process_id == 0):  # which writes it
         _check_output(options.output)
 
@@ -73,7 +73,7 @@ def _check_output(name: str) -> None:
         raise ConfigError("--output", name, "cannot be written", "name a file of your own")
 
 
-def evaluate(options: Options, say: Callable[[str], None] = peers.say) -> dict[str, Any]:
+def evaluate(options: EvaluateOptions, log: Callable[[str], None] = peers.log) -> dict[str, Any]:
     """Run the tasks; the results as the harness gives them.
 
     Raises:   ConfigError for an unknown task, and as `check` and `loaded.load`.
@@ -92,7 +92,7 @@ def evaluate(options: Options, say: Callable[[str], None] = peers.say) -> dict[s
     if missing:
         fix = "`lm_eval ls tasks` lists them; --include-path FOLDER adds your own"
         raise ConfigError("--tasks", ",".join(missing), "is no task of the harness", fix)
-    model = HarnessModel(load(options.run, options.step, options.tensor, say), options.batch_size)
+    model = HarnessModel(load(options.run, options.step, options.tensor, log), options.batch_size)
     results = lm_eval.simple_evaluate(
         model=model,
         tasks=list(options.tasks),
@@ -102,8 +102,8 @@ def evaluate(options: Options, say: Callable[[str], None] = peers.say) -> dict[s
         log_samples=False,
         bootstrap_iters=0,
     )
-    say(lm_eval.utils.make_table(results))
-    if options.output is not None and peers.own() == 0:
+    log(lm_eval.utils.make_table(results))
+    if options.output is not None and peers.rank() == 0:
         text = json.dumps(results, indent=2, default=str)
         Path(options.output).write_text(text + "\n", "utf-8")
     return results

@@ -1,7 +1,7 @@
 """Text from a model: prompts read at once, then a token at a time from cached keys and values.
 
 Rows are drawn apart: what one gets depends on its prompt, the seed and its number, not on its
-neighbours, the mesh or how many tokens are made between two looks at them.
+neighbors, the mesh or how many tokens are made between two looks at them.
 """
 
 import dataclasses
@@ -65,7 +65,7 @@ def make_next_logits(cfg: Config, mesh: Mesh) -> Callable[[Any, np.ndarray, int]
 def _next_logits(cfg: Config, params: Any, tokens: jax.Array, last: jax.Array) -> jax.Array:
     place = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     batch = Batch(tokens, tokens, jnp.ones_like(tokens), place)
-    weights = fused_weights.view(params, execution_of(cfg))
+    weights = fused_weights.fuse(params, execution_of(cfg))
     described = attention_context(batch, cfg, max_segments=1)
     return transformer.logits_at(weights, batch, described, last, execution_of(cfg))
 
@@ -86,7 +86,7 @@ class Sampling:
 
 #: A temperature below this is 0: logits divided by it could leave float32, and the likeliest token
 #: is drawn in any case.
-COLDEST = 1e-30
+MIN_TEMPERATURE = 1e-30
 
 
 def draw(logits: jax.Array, keys: jax.Array, how: Sampling, vocab_size: int) -> jax.Array:
@@ -97,7 +97,7 @@ def draw(logits: jax.Array, keys: jax.Array, how: Sampling, vocab_size: int) -> 
     Source:   Holtzman et al. 2020 (1904.09751), section 3.1: top_p.
     """
     logits = logits[:, :vocab_size]
-    if how.temperature < COLDEST:
+    if how.temperature < MIN_TEMPERATURE:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     logits = logits / how.temperature
     count = min(how.top_k or vocab_size, vocab_size)
@@ -149,20 +149,20 @@ class Programs:
 
 
 def weights_for_sampling(params: Any, cfg: Config, mesh: Mesh) -> Any:
-    """The weights as the model multiplies by them, in the compute dtype: cast and arranged once.
+    """The weights in the fused layout and the compute dtype: fused, gathered and cast once.
 
-    Returns:  the `view`, each array with a leading dim over TENSOR: a device's own part.
+    Returns:  the fused weights, each array with a leading dim over TENSOR: a device's own part.
     """
 
-    def arrange(params):
-        view = gather_once(fused_weights.view(params, execution_of(cfg)), cfg)
-        return jax.tree.map(lambda a: a[None], view)
+    def fuse(params):
+        weights = gather_once(fused_weights.fuse(params, execution_of(cfg)), cfg)
+        return jax.tree.map(lambda a: a[None], weights)
 
     specs = state_specs(cfg).params
-    apart = jax.shard_map(
-        arrange, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec(TENSOR), check_vma=False
+    fused = jax.shard_map(
+        fuse, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec(TENSOR), check_vma=False
     )
-    return jax.jit(apart)(params)
+    return jax.jit(fused)(params)
 
 
 @functools.lru_cache(maxsize=8)

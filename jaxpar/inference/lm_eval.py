@@ -10,22 +10,22 @@ from tqdm import tqdm
 
 from jaxpar.inference import scoring
 from jaxpar.inference.generation import Sampling, generate
-from jaxpar.inference.load import Loaded
+from jaxpar.inference.load import LoadedModel
 
 #: Tokens that `generate_until` makes at most where the task says nothing, as in the harness.
-MOST_TOKENS = 256
+MAX_TOKENS = 256
 
 
 class HarnessModel(TemplateLM):
     """Scores and writes with a model of ours.
 
-    A text that is longer than the windows of training is scored by its latest tokens.
+    A text that is longer than the training sequences is scored by its latest tokens.
     """
 
-    def __init__(self, model: Loaded, batch_size: int):
+    def __init__(self, model: LoadedModel, batch_size: int):
         super().__init__()
         self.model, self.rows = model, batch_size
-        self.window = model.cfg.data.seq_len
+        self.seq_len = model.cfg.data.seq_len
         self.scores = scoring.make_scores(model.cfg, model.mesh)
 
     @property
@@ -47,7 +47,7 @@ class HarnessModel(TemplateLM):
         texts = [
             (context + continuation, len(continuation)) for _, context, continuation in requests
         ]
-        texts = [(ids[-self.window - 1 :], min(n, self.window)) for ids, n in texts]
+        texts = [(ids[-self.seq_len - 1 :], min(n, self.seq_len)) for ids, n in texts]
         found: list[Any] = [None] * len(texts)
         longest_first = sorted(range(len(texts)), key=lambda i: -len(texts[i][0]))
         with tqdm(total=len(texts), desc="Scoring", disable=disable_tqdm) as progress:
@@ -78,7 +78,7 @@ class HarnessModel(TemplateLM):
             rolling = get_rolling_token_windows(
                 token_list=self.tok_encode(request.args[0], add_special_tokens=False),
                 prefix_token=self.prefix_token_id,
-                max_seq_len=self.window,
+                max_seq_len=self.seq_len,
                 context_len=1,
             )
             for context, continuation in map(make_disjoint_window, rolling):
@@ -100,13 +100,13 @@ class HarnessModel(TemplateLM):
     def _write(self, context: str, how: dict[str, Any]) -> str:
         until = how.get("until") or []
         until = [until] if isinstance(until, str) else until
-        most = int(how.get("max_gen_toks", MOST_TOKENS))
+        most = int(how.get("max_gen_toks", MAX_TOKENS))
         warm = float(how.get("temperature", 0.0)) if how.get("do_sample") else 0.0
         sampling = Sampling(
             temperature=warm, top_k=int(how.get("top_k", 0)), top_p=float(how.get("top_p", 1.0))
         )
         # What is written pushes the start of the prompt out of sight, token by token.
-        prompt = self.tok_encode(context)[-self.window :] or [self.eot_token_id]
+        prompt = self.tok_encode(context)[-self.seq_len :] or [self.eot_token_id]
         m, ids = self.model, []
         for (new,) in generate(
             m.weights,

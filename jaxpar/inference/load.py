@@ -13,7 +13,7 @@ from jaxpar import checkpoint
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.validate import resolve
 from jaxpar.convert.hf.config_file import CONFIG_FILE
-from jaxpar.convert.hf.importing import Source, open_source
+from jaxpar.convert.hf.importing import PublishedModel, open_source
 from jaxpar.convert.hf.mesh_load import load_params
 from jaxpar.convert.hf.tokenizer import begin_of_prompts, tokenizer_in, tokenizer_of_run
 from jaxpar.data import Tokenizer
@@ -25,7 +25,7 @@ from jaxpar.step import adapters
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedModel:
     """A model that can write and score text."""
 
     cfg: Config
@@ -42,15 +42,15 @@ class Loaded:
         return [*(self.begin if begin else ()), *map(int, self.tokenizer.encode(text))]
 
 
-def load(folder: str, step: int | None, tensor: int, say: Callable[[str], None]) -> Loaded:
+def load(folder: str, step: int | None, tensor: int, log: Callable[[str], None]) -> LoadedModel:
     """The model of a run (its latest checkpoint, or `step`) or of a published folder.
 
     Starts JAX. Every device reads its own shards only. Adapters are merged into the weights.
 
-    Args:     tensor: devices that share each layer. say: told what is read.
+    Args:     tensor: devices that share each layer. log: called with what is read.
     Raises:   ConfigError when there is no model there, or too few devices.
     """
-    _start(tensor, say)
+    _start(tensor, log)
     source = None if _is_run(folder) else _published(folder, step)
     cfg = source.config if source else checkpoint.load_config(folder, step)
     cfg = config_for_sampling(cfg, tensor)
@@ -63,23 +63,23 @@ def load(folder: str, step: int | None, tensor: int, say: Callable[[str], None])
     tokenizer = tokenizer_in(Path(folder), folder) if source else tokenizer_of_run(folder, cfg)
     begin = tokenizer.begin if source else begin_of_prompts(folder, cfg, tokenizer)
     if source:
-        params = load_params(source, cfg, mesh, say)
+        params = load_params(source, cfg, mesh, log)
     else:
         params = checkpoint.restore_params(folder, cfg, mesh, step)
-        params, cfg = adapters.merged(params, cfg, mesh), adapters.without(cfg)
-    return Loaded(cfg, mesh, weights_for_sampling(params, cfg, mesh), tokenizer, begin)
+        params, cfg = adapters.merge(params, cfg, mesh), adapters.base_config(cfg)
+    return LoadedModel(cfg, mesh, weights_for_sampling(params, cfg, mesh), tokenizer, begin)
 
 
-def _start(tensor: int, say: Callable[[str], None]) -> None:
+def _start(tensor: int, log: Callable[[str], None]) -> None:
     """Start JAX for this machine, not for the one that a run's config was written on: reading a
     checkpoint starts it. Without a GPU, ranks are simulated.
 
     Raises:   ConfigError when there are several processes, and `tensor` leaves one without devices.
     """
-    if peers.count() == 1:  # else a program has joined them before
-        detect = "auto" if rendezvous.others() else "none"
-        rendezvous.join(replace(Config(), **{"cluster.detect": detect}), say)
-    number = peers.count()
+    if peers.world_size() == 1:  # else a program has joined them before
+        detect = "auto" if rendezvous.detect_peers() else "none"
+        rendezvous.join(replace(Config(), **{"cluster.detect": detect}), log)
+    number = peers.world_size()
     if not gpu_is_present() and tensor % number == 0:
         with contextlib.suppress(RuntimeError):  # it has started, with devices of its own
             jax.config.update("jax_num_cpu_devices", tensor // number)
@@ -93,7 +93,7 @@ def _is_run(folder: str) -> bool:
     return bool(checkpoint.saved_steps(folder))
 
 
-def _published(folder: str, step: int | None) -> Source:
+def _published(folder: str, step: int | None) -> PublishedModel:
     if not (Path(folder) / CONFIG_FILE).is_file():
         rule = "is neither a run with a checkpoint nor a folder with a config.json and .safetensors"
         raise ConfigError("RUN", folder, rule, "give the folder of one")

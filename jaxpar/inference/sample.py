@@ -13,7 +13,7 @@ import tyro
 
 from jaxpar import checkpoint
 from jaxpar.config import ConfigError
-from jaxpar.config.rules.numbers import LARGEST_INT
+from jaxpar.config.rules.numbers import MAX_INT
 from jaxpar.inference.generation import Sampling, generate, slots_for
 from jaxpar.inference.load import load
 from jaxpar.model import decode
@@ -21,11 +21,11 @@ from jaxpar.monitoring.samples import write_sample
 from jaxpar.runtime.processes import peers
 
 #: That a text may go on for: positions are exact in float32 up to here.
-MOST_TOKENS = 1 << 24
+MAX_TOKENS = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class SampleOptions:
     """Text from a run or a published folder."""
 
     run: Annotated[str, tyro.conf.Positional]
@@ -47,7 +47,7 @@ class Options:
     )
 
 
-def check(options: Options) -> None:
+def check(options: SampleOptions) -> None:
     """Raises:   ConfigError for an option that cannot work."""
     how = options.sampling
 
@@ -57,8 +57,8 @@ def check(options: Options) -> None:
 
     require(bool(options.prompt), "--prompt", "", "must not be empty", '"def "')
     require(all(options.prompt), "--prompt", "", "must not be empty", '"def "')
-    rule = f"must be at least 1, and at most {MOST_TOKENS:,}"
-    fine = 1 <= options.max_tokens <= MOST_TOKENS
+    rule = f"must be at least 1, and at most {MAX_TOKENS:,}"
+    fine = 1 <= options.max_tokens <= MAX_TOKENS
     require(fine, "--max-tokens", options.max_tokens, rule, "200")
     require(options.tensor > 0, "--tensor", options.tensor, "must be at least 1", "1")
     rule = f"keeps texts in a run's folder, and {options.run} has no checkpoint"
@@ -66,8 +66,8 @@ def check(options: Options) -> None:
     require(runs, "--save", True, rule, "it with a run, or leave it out")
     finite = math.isfinite(how.temperature) and how.temperature >= 0
     require(finite, "--temperature", how.temperature, "must be 0 or more", "0.8")
-    rule = f"must be 0 to {LARGEST_INT}"
-    require(0 <= how.seed <= LARGEST_INT, "--seed", how.seed, rule, how.seed % (LARGEST_INT + 1))
+    rule = f"must be 0 to {MAX_INT}"
+    require(0 <= how.seed <= MAX_INT, "--seed", how.seed, rule, how.seed % (MAX_INT + 1))
     require(how.top_k >= 0, "--top-k", how.top_k, "must be 0 or more", "50")
     require(0 < how.top_p <= 1, "--top-p", how.top_p, "must be above 0, and 1 at most", "0.95")
 
@@ -87,18 +87,18 @@ def stop_ids(texts: Sequence[str], tokenizer: Any) -> set[int]:
     return ids
 
 
-def sample(options: Options) -> None:
+def sample(options: SampleOptions) -> None:
     """Print each prompt and what the model writes after it."""
     check(options)
-    model = load(options.run, options.step, options.tensor, say)
+    model = load(options.run, options.step, options.tensor, log)
     cfg, tokenizer = model.cfg, model.tokenizer
     prompts = [model.encode(text) for text in options.prompt]
     longest = max(map(len, prompts))
     slots = slots_for(longest, options.max_tokens)
     held = decode.cache_bytes(cfg.model, len(prompts), slots, options.tensor)
-    say(f"[keys and values of {len(prompts)} x {slots} tokens: {held / 2**20:,.1f} MiB a device]")
+    log(f"[keys and values of {len(prompts)} x {slots} tokens: {held / 2**20:,.1f} MiB a device]")
     if longest + options.max_tokens > cfg.data.seq_len:
-        say(f"[each token sees the {cfg.data.seq_len} before it, as in training]")
+        log(f"[each token sees the {cfg.data.seq_len} before it, as in training]")
     made = generate(
         model.weights,
         cfg,
@@ -116,30 +116,30 @@ def sample(options: Options) -> None:
     if len(prompts) > 1:
         for text, ids in zip(options.prompt, rows, strict=True):
             write(f"--- {text}{tokenizer.decode(ids)}\n")
-    say(f"[{count} tokens in {seconds:.2f} s, {count / seconds:,.1f} tokens/s]")
-    if options.save and peers.own() == 0:
+    log(f"[{count} tokens in {seconds:.2f} s, {count / seconds:,.1f} tokens/s]")
+    if options.save and peers.rank() == 0:
         _save(options, [tokenizer.decode(ids) for ids in rows])
 
 
-def _save(options: Options, texts: list[str]) -> None:
+def _save(options: SampleOptions, texts: list[str]) -> None:
     step = checkpoint.saved_steps(options.run)[-1] if options.step is None else options.step
     for prompt, text in zip(options.prompt, texts, strict=True):
         write_sample(Path(options.run), step, prompt, text, **dataclasses.asdict(options.sampling))
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     """A line beside the text, on standard error."""
-    if peers.own() == 0:
+    if peers.rank() == 0:
         print(text, file=sys.stderr, flush=True)
 
 
 def write(text: str) -> None:
     """Some of the text. All processes have it, and the first writes it."""
-    if peers.own() == 0:
+    if peers.rank() == 0:
         print(text, end="", flush=True)
 
 
-def _as_it_comes(made: Iterator[list[list[int]]], options: Options, tokenizer: Any):
+def _as_it_comes(made: Iterator[list[list[int]]], options: SampleOptions, tokenizer: Any):
     """Print the one text as it grows; its ids."""
     (prompt,), new = options.prompt, []
     shown = prompt

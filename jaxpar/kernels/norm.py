@@ -31,7 +31,7 @@ LENGTHS = (2048, 4096, 8192)
 
 
 @flax.struct.dataclass
-class Unmaterialised:
+class Unmaterialized:
     """A norm's output as what it is computed from, for a reader that computes it on the way. A
     `float8.Operand`.
 
@@ -56,10 +56,10 @@ class Unmaterialised:
     def dtype(self) -> Any:
         return self.x.dtype
 
-    def rows(self) -> "Unmaterialised":
+    def rows(self) -> "Unmaterialized":
         """The same as one matrix."""
         x, (scale, top) = self.x, (a.reshape(-1, 1) for a in (self.scale, self.top))
-        return Unmaterialised(x.reshape(-1, x.shape[-1]), scale, self.gain, top)
+        return Unmaterialized(x.reshape(-1, x.shape[-1]), scale, self.gain, top)
 
     def written(self) -> jax.Array:
         """The output, in x's dtype."""
@@ -69,16 +69,16 @@ class Unmaterialised:
         """The output in float32, before it is rounded to x's dtype. Not for gradients."""
         return _normed(self.x, self.scale, self.gain)
 
-    def largest(self) -> jax.Array:
+    def max_magnitude(self) -> jax.Array:
         """The largest magnitude of `unrounded`, float32, but for its last digits: the product is
         rounded in another order. NaN where there is one."""
         return jnp.max(self.top * self.scale)
 
-    def readable(self) -> "Unmaterialised":
+    def readable(self) -> "Unmaterialized":
         return self
 
-    def gradient(self, d_x: jax.Array) -> "Unmaterialised":
-        return Unmaterialised(d_x, None, None, None)
+    def gradient(self, d_x: jax.Array) -> "Unmaterialized":
+        return Unmaterialized(d_x, None, None, None)
 
 
 def _normed(x, scale, gain):
@@ -86,12 +86,12 @@ def _normed(x, scale, gain):
 
 
 @jax.custom_vjp
-def _written(n: Unmaterialised) -> jax.Array:
+def _written(n: Unmaterialized) -> jax.Array:
     return n.unrounded().astype(n.dtype)
 
 
 _written.defvjp(
-    lambda n: (_written(n), None), lambda _, d_y: (Unmaterialised(d_y, None, None, None),)
+    lambda n: (_written(n), None), lambda _, d_y: (Unmaterialized(d_y, None, None, None),)
 )
 
 
@@ -108,7 +108,7 @@ class NormOutput:
     """
 
     operand: Any
-    """[..., D]: an array; or, for float8 alone, `Unmaterialised`."""
+    """[..., D]: an array; or, for float8 alone, `Unmaterialized`."""
     scale: Any = None
     """float32 [..., 1]: what each row of a product is yet to be multiplied by, without a gradient.
     None: nothing."""
@@ -153,7 +153,7 @@ rms_norm.defvjp(_forward, _backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def rms_norm_beside(x: jax.Array, gain: jax.Array, eps: float) -> tuple[jax.Array, Unmaterialised]:
+def rms_norm_beside(x: jax.Array, gain: jax.Array, eps: float) -> tuple[jax.Array, Unmaterialized]:
     """x, and `rms_norm` of it: where x goes on beside its norm, as in a residual stream.
 
     Args:     as `rms_norm`.
@@ -168,7 +168,7 @@ def rms_norm_beside(x: jax.Array, gain: jax.Array, eps: float) -> tuple[jax.Arra
 def _beside_forward(x, gain, eps):
     scale = _scale(x, eps)
     top = jnp.max(jnp.abs(x.astype(jnp.float32) * gain), axis=-1, keepdims=True)
-    return (x, Unmaterialised(x, scale, gain, top)), (x, gain, scale)
+    return (x, Unmaterialized(x, scale, gain, top)), (x, gain, scale)
 
 
 def _beside_backward(eps, saved, cotangents):

@@ -26,7 +26,7 @@ WRITTEN_BLOCK, WRITTEN_WARPS = 4096, 8
 VECTOR = 16
 
 #: No sum that `base_and_sum` gives is larger, so that some may be added up.
-MOST = 1e30
+MAX_SUM = 1e30
 
 #: No logit is this far above the base that `exponentials` gives.
 LEAP = 20.0
@@ -35,7 +35,7 @@ LOG2_E = 1.4426950408889634
 
 
 def base_and_sum(logits_NV: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A base near the largest logit of each row, and the sum of exp(logit - base), below `MOST`
+    """A base near the largest logit of each row, and the sum of exp(logit - base), below `MAX_SUM`
     where the row is of numbers: float32 [N] each.
 
     A Triton kernel on NVIDIA GPUs since Ampere, for bfloat16 and float32 rows of a multiple of
@@ -104,7 +104,7 @@ def sum_by_kernel(logits_NV, *, block=BLOCK, warps=WARPS, interpret=False):
 def _sum_kernel(logits_ref, base_ref, sum_ref, *, block):
     blocks = pl.cdiv(logits_ref.shape[0], block)
     load = lambda i: _load(logits_ref, i * block, block)[0]  # noqa: E731
-    lowest = jnp.float32(jnp.finfo(jnp.float32).min)  # not -inf: it less itself is no number
+    lowest = jnp.float32(jnp.finfo(jnp.float32).min)  # not -inf: -inf - -inf is NaN
 
     def through_blocks(add, base, first):
         def step(i, carry):
@@ -128,7 +128,7 @@ def _sum_kernel(logits_ref, base_ref, sum_ref, *, block):
     first = load(0)
     total = through_blocks(add, jnp.maximum(lowest, jnp.max(first)), first)
 
-    @pl.when(jnp.logical_not(total < MOST))  # true also where it is no number
+    @pl.when(jnp.logical_not(total < MAX_SUM))  # true for NaN, too
     def _():
         through_blocks(add_and_scale, lowest, load(0))
 
@@ -160,7 +160,7 @@ def exponentials_by_kernel(
 
 def _exponentials_kernel(logits_ref, out_ref, base_ref, sum_ref, *, block):
     blocks = pl.cdiv(logits_ref.shape[0], block)
-    lowest = jnp.float32(jnp.finfo(jnp.float32).min)  # not -inf: it less itself is no number
+    lowest = jnp.float32(jnp.finfo(jnp.float32).min)  # not -inf: -inf - -inf is NaN
 
     def scale_written(end, factor):
         """The blocks before `end`."""

@@ -41,7 +41,7 @@ def heads(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Sh
         function=registry.function("model.attention", m.attention),
     )
     side_by_side = out.reshape(*out.shape[:2], -1)
-    return h.cut(side_by_side).map(row_parallel, w, "wo", "attn_out")
+    return h.split(side_by_side).map(row_parallel, w, "wo", "attn_out")
 
 
 @jax.named_scope("qkv")

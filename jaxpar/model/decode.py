@@ -54,9 +54,9 @@ def empty_cache(m: ModelConfig, rows: int, slots: int) -> Cache:
 def prompt(weights: Tree, tokens: jax.Array, cache: Cache, cfg: Config) -> tuple[jax.Array, Cache]:
     """Read prompts into an empty cache.
 
-    Args:     weights: the `view` in the compute dtype, one tree per layer. tokens: int32 [B, T],
+    Args:     weights: fused, in the compute dtype, one tree per layer. tokens: int32 [B, T],
               padded behind. cache: of at least T slots.
-    Returns:  the last layer's output, normalised, [B, T, D]; the cache.
+    Returns:  the last layer's output, normalized, [B, T, D]; the cache.
     Communication: two all-reduces over TENSOR a layer, and one for the embedding.
     """
     return _through(weights, tokens, jnp.zeros(len(tokens), jnp.int32), cache, cfg, alone=True)

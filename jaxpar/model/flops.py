@@ -36,7 +36,7 @@ def num_matmul_params(model: ModelConfig) -> int:
 def train_flops_per_token(
     model: ModelConfig, seq_len: int, *, causal: bool = True, lora: LoraConfig | None = None
 ) -> float:
-    """FLOPs of forward and backward per token of a window of seq_len.
+    """FLOPs of forward and backward per token of a sequence of seq_len.
 
     With adapters (`lora`) the model's own matrices have no gradient: 4 N and 6 N of the adapters.
     """

@@ -48,7 +48,7 @@ def gathered(h: NormOutput, _: Weights, name: str, ex: Execution) -> Shards:
     """
     if ex.norm == "in_quantizer":  # never written; the quantizer names what it rounds
         return Shards((h,))
-    shards = Shards.gathered(h.operand, apart=ex.collective_matmul)
+    shards = Shards.gather(h.operand, in_shards=ex.collective_matmul)
     return shards.each(lambda part: dataclasses.replace(h, operand=named(part, name)))
 
 
@@ -72,7 +72,7 @@ class Branch:
     """Names of the weights that `receive` and `compute` use, without adapters."""
     receive: Callable[[NormOutput, Weights, str, Execution], Any] = gathered
     """The norm's output for this device's tokens -> that for the tokens it computes with."""
-    send: Callable[[Any], jax.Array] = Shards.summed
+    send: Callable[[Any], jax.Array] = Shards.reduce_scatter
     """What was computed of these -> the sum for this device's tokens."""
 
     def split(self, w: Weights) -> tuple[Weights, Weights]:

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA): beside a matrix W that stays as it is, two small ones that are trained.
+"""Low-rank adapters (LoRA): two small trainable matrices next to each frozen matrix W.
 
     y = x W + factor * (x A) B         A [in, R], B [R, out], factor of `lora_targets.factor`
 
@@ -30,22 +30,22 @@ A, B = "_lora_a", "_lora_b"
 #: Input dims of matrices that have more than one.
 _INPUTS = {"wo": 2}
 
-#: Matrices whose output is of size D; of the others the input is.
-_TO_RESIDUAL = ("wo", "w_down")
+#: Matrices whose output has size D. The input of the others has.
+_ROW_PARALLEL = ("wo", "w_down")
 
 #: `fused_weights.LAYER_DIMS` of adapters: where D is.
-VIEW_DIMS: dict[str, int | None] = {
-    **{name + A: None if name in _TO_RESIDUAL else -2 for name in TARGETS.values()},
-    **{name + B: -1 if name in _TO_RESIDUAL else None for name in TARGETS.values()},
+FUSED_DIMS: dict[str, int | None] = {
+    **{name + A: None if name in _ROW_PARALLEL else -2 for name in TARGETS.values()},
+    **{name + B: -1 if name in _ROW_PARALLEL else None for name in TARGETS.values()},
 }
 
 
 def with_adapters(specs: Tree, lora: LoraConfig) -> Tree:
-    """The specs of a model with adapters, which alone are trained.
+    """The specs of a model with adapters. Only the adapters are trainable.
 
     A starts normal, with the variance of PEFT's uniform distribution, 1 / (3 in); B at 0.
     """
-    specs = map_specs(lambda spec: dataclasses.replace(spec, trained=False), specs)
+    specs = map_specs(lambda spec: dataclasses.replace(spec, trainable=False), specs)
     blocks = dict(specs["layers"])
     for target in lora.targets.split(","):
         name = TARGETS[target]
@@ -71,7 +71,7 @@ def _pair(name: str, of: ParamSpec, rank: int) -> dict[str, ParamSpec]:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter, or an array of the view, is of an adapter."""
+    """Whether a parameter, or an array of the fused layout, belongs to an adapter."""
     return name.endswith((A, B))
 
 
@@ -80,8 +80,8 @@ def matrix_of(name: str) -> str:
     return name.removesuffix(A).removesuffix(B)
 
 
-def side_by_side(w: Tree, lead: tuple[int, ...], factor: float) -> Tree:
-    """The adapters as the step multiplies by them: matrices, B times the factor.
+def fuse(w: Tree, lead: tuple[int, ...], factor: float) -> Tree:
+    """Adapters in the fused layout: as matrices, with B times the factor.
 
     Args:     w: the layers' parameters. lead: their leading dims.
     """
@@ -93,8 +93,8 @@ def side_by_side(w: Tree, lead: tuple[int, ...], factor: float) -> Tree:
 def add(y: jax.Array, x: Any, w: Tree, name: str) -> jax.Array:
     """y, which is x times a matrix, with what its adapter adds; y itself where it has none.
 
-    Args:     y: [..., out]. x: [..., in]; not read where there is none. w: the layer's view,
-              whole over FSDP_AXES. name: of the matrix among the parameters.
+    Args:     y: [..., out]. x: [..., in]; not read without an adapter. w: the layer's fused
+              weights, whole over FSDP_AXES. name: of the matrix among the parameters.
     """
     if name + A not in w:
         return y
@@ -102,8 +102,8 @@ def add(y: jax.Array, x: Any, w: Tree, name: str) -> jax.Array:
         return y + (x @ w[name + A].astype(x.dtype)) @ w[name + B].astype(x.dtype)
 
 
-def held_still(w: Tree) -> Tree:
-    """A layer's view in which only adapters are differentiated; without any, as it is."""
+def with_frozen_base(w: Tree) -> Tree:
+    """A layer's weights, with gradients stopped at all but its adapters."""
     if not any(map(is_adapter, w)):
         return w
     return {n: a if is_adapter(n) else lax.stop_gradient(a) for n, a in w.items()}

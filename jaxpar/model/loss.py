@@ -29,7 +29,7 @@ CHUNK_BYTES = 1 << 30
 
 #: The logarithm of the least share of a row's sum that one of a device's exponentials is counted
 #: as. A share of nothing could not be divided by; this one is lost in the label's rounding.
-LEAST_SHARE = -60.0
+MIN_LOG_SHARE = -60.0
 
 
 def cross_entropy(
@@ -37,12 +37,12 @@ def cross_entropy(
 ) -> tuple[jax.Array, jax.Array]:
     """Summed cross entropy of this device's tokens.
 
-    Args:     h_ND: normalised hidden states, the same on every rank of VOCAB_AXES though typed
+    Args:     h_ND: normalized hidden states, the same on every rank of VOCAB_AXES though typed
               varying. head_DV: this device's columns, compute dtype. labels_N: int32, typed
               invariant over VOCAB_AXES; IGNORED for no loss. z_loss: weight of the squared
               log-partition. logits_dtype: what logits are rounded to; all else is float32.
               chunks: that the tokens are taken in; 0: `num_chunks`.
-    Returns:  (loss + z-loss, loss), float32 scalars, sums over the labelled tokens, the same on
+    Returns:  (loss + z-loss, loss), float32 scalars, sums over the labeled tokens, the same on
               every rank of VOCAB_AXES. The second carries no gradient.
     Communication: per chunk over VOCAB_AXES: all-reduces of [chunk] float32, one max and two sums.
     Source:   Shoeybi et al. 2019 (1909.08053), section 3; z-loss: 2204.02311, section 5.
@@ -127,7 +127,7 @@ def _gradient(written_NV, base_N, lse_N, label_N, label_logit_N, weight_N, z_los
     Args:     written: exp(logit - base). label: a column, or V for none.
     Returns:  [N, V], in written's place, and float32 [N].
     """
-    share = jnp.exp(jnp.maximum(base_N - lse_N, LEAST_SHARE))  # p = share * written
+    share = jnp.exp(jnp.maximum(base_N - lse_N, MIN_LOG_SHARE))  # p = share * written
     slope = 1 + 2 * z_loss * lse_N
     least = 1e-6 if written_NV.dtype != jnp.float16 else 2e-5  # nothing beside 1, and it divides
     slope = jnp.where(jnp.abs(slope) < least, least, slope)

@@ -1,4 +1,4 @@
-"""The model's parameters: their specs, and which are trained."""
+"""The model's parameters: their specs, and which are trainable."""
 
 import math
 from typing import Any, Literal
@@ -63,8 +63,8 @@ def param_specs(m: ModelConfig, adapters: LoraConfig | None = None) -> Tree:
     return lora.with_adapters(specs, adapters) if adapters and adapters.rank else specs
 
 
-def trained_specs(cfg: Config) -> Tree:
-    """Those of them that training moves: all, or the adapters."""
+def trainable_specs(cfg: Config) -> Tree:
+    """The specs of the parameters that training updates: all, or only the adapters."""
     specs = param_specs(cfg.model, cfg.lora)
     return split(specs, specs)[0]
 

@@ -19,7 +19,7 @@ type Tree = dict[str, Any]
 
 
 def loss(params: Tree, batch: Batch, cfg: Config) -> jax.Array:
-    """Mean cross entropy (with z-loss) over the labelled tokens of a batch, float32.
+    """Mean cross entropy (with z-loss) over the labeled tokens of a batch, float32.
 
     Args:     params: the logical parameters. batch: [B, T] in the text's own order.
     """

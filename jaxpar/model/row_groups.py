@@ -13,7 +13,7 @@ from jax import lax
 from jaxpar.execution.decisions import Execution
 from jaxpar.model.attention_context import AttentionContext
 from jaxpar.model.layer import Weights, branches_with_weights
-from jaxpar.parallel.gradient_buffers import for_use
+from jaxpar.parallel.gradient_buffers import buffers_of_use
 
 
 def layer_of_row_groups(
@@ -47,7 +47,7 @@ def layer_of_row_groups(
     h = start(0)
     for k, ((branch, _, matrices), i) in enumerate(turns):
         with jax.named_scope(branch.name):
-            out = branch.compute(h, for_use(matrices, i), contexts[i], ex)
+            out = branch.compute(h, buffers_of_use(matrices, i), contexts[i], ex)
         if k + 1 < len(turns):
             h, out = lax.optimization_barrier((start(k + 1), out))
         outs.append(out)

@@ -4,7 +4,7 @@
     stage   residual stream -> residual stream, through some of the layers
     head    residual stream and labels -> summed loss
 
-They compute with weights as `fused_weights.view` arranges them.
+Weights are in the fused layout of `fused_weights.fuse`.
 """
 
 import dataclasses
@@ -63,28 +63,28 @@ def stage(
     chunk: Any,
     x: jax.Array,
     context: AttentionContext,
-    beside: Tree,
+    passthrough: Tree,
     ex: Execution,
     layers_of: Rematerialized,
 ) -> tuple[jax.Array, Tree]:
     """The residual stream through one chunk of layers (a tuple of trees, or one stacked tree).
 
-    Args:     beside: weights for later; unrolled layers have time for their gradients. layers_of:
-              `rematerialized`, for unrolled layers.
-    Returns:  as x; beside.
+    Args:     passthrough: weights that are used after the layers; unrolled layers leave time for
+              their gradients. layers_of: `rematerialized`, for unrolled layers.
+    Returns:  (x, passthrough).
     """
     p = ex.cfg.parallel
     if not isinstance(chunk, tuple):
         block = rematerialize(_block(ex), saved_names(p.remat), apart=True)
         context = lax.stop_gradient(context)
-        return lax.scan(lambda x, w: (block(x, w, context), None), x, chunk)[0], beside
+        return lax.scan(lambda x, w: (block(x, w, context), None), x, chunk)[0], passthrough
     blocks, stream = iter(_blocks(ex.cfg, len(chunk), layers_of)), layer_stream(ex)
     rows = in_groups(x, p.row_groups)
     for alike, of_these in runs_of_layers(chunk, context, ex.cfg):
         these = tuple(itertools.islice(blocks, len(alike)))
         contexts = in_groups(of_these, p.row_groups)
-        rows, beside = through_layers(these, stream, alike, rows, beside, contexts)
-    return (rows[0] if len(rows) == 1 else jnp.concatenate(rows)), beside
+        rows, passthrough = through_layers(these, stream, alike, rows, passthrough, contexts)
+    return (rows[0] if len(rows) == 1 else jnp.concatenate(rows)), passthrough
 
 
 def runs_of_layers(
@@ -95,7 +95,7 @@ def runs_of_layers(
     Every chunk begins with the same kind of layer (`config/validate.py` sees to it), so the number
     of a layer within its chunk says what it is.
 
-    Returns:  neighbouring layers that are alike, with what they know of the tokens.
+    Returns:  neighboring layers that are alike, with what they know of the tokens.
     """
     if not cfg.model.global_every:
         return [(chunk, context)]
@@ -138,7 +138,7 @@ def logits_at(
 ) -> jax.Array:
     """Logits of the token after position `last`, for sampling on a mesh without stages.
 
-    Args:     weights: the `view`. batch: [B, T]; labels are not read. last: int32 scalar.
+    Args:     weights: in the fused layout. batch: [B, T]; labels are not read. last: int32 scalar.
     Returns:  float32 [B, V/tensor].
     """
     top, cfg = weights["top"], ex.cfg
@@ -153,7 +153,7 @@ def logits_at(
 def _layer(
     ex: Execution, xs: tuple, w: Tree, contexts: tuple[AttentionContext, ...]
 ) -> tuple[jax.Array, ...]:
-    w = lora.held_still(w)
+    w = lora.with_frozen_base(w)
     if len(xs) == 1:
         return (layer(xs[0], w, contexts[0], ex),)
     return layer_of_row_groups(xs, w, contexts, ex)
@@ -182,6 +182,6 @@ def _block(ex: Execution):
     """`layer` of one device's weights; gathering them is part of what is recomputed."""
 
     def block(x: jax.Array, w: Tree, context: AttentionContext) -> jax.Array:
-        return layer(x, lora.held_still(gather(w, LAYER_DIMS, ex.cfg)), context, ex)
+        return layer(x, lora.with_frozen_base(gather(w, LAYER_DIMS, ex.cfg)), context, ex)
 
     return block

@@ -19,7 +19,12 @@ from jaxpar.model import lora
 from jaxpar.model.fused_weights import LAYER_DIMS, PROJECTIONS
 from jaxpar.parallel.fsdp import gather as fsdp
 from jaxpar.parallel.fsdp.prefetch import WeightStream
-from jaxpar.parallel.gradient_buffers import attached, detached, of_gradients, reattached
+from jaxpar.parallel.gradient_buffers import (
+    attach_buffers,
+    detach_buffers,
+    only_gradients,
+    reattach_buffers,
+)
 
 type Tree = dict[str, Any]
 
@@ -30,7 +35,7 @@ def layer_stream(ex: Execution) -> WeightStream:
         cast=functools.partial(cast, dims=LAYER_DIMS, cfg=ex.cfg),
         gather=functools.partial(gather, dims=LAYER_DIMS, cfg=ex.cfg),
         scatter=functools.partial(scatter, dims=LAYER_DIMS, cfg=ex.cfg),
-        sends=ex.gathers_per_layer,
+        communicates=ex.gathers_per_layer,
     )
 
 
@@ -39,7 +44,7 @@ def with_float32_gradients(chunk: Any, ex: Execution) -> Any:
     if not ex.float32_weight_gradients:
         return chunk
     names = ("wqkv", "wo") if ex.cfg.model.num_experts else tuple(PROJECTIONS)
-    return tuple(attached(w, names, ex.weight_uses) for w in chunk)
+    return tuple(attach_buffers(w, names, ex.weight_uses) for w in chunk)
 
 
 def cast(w: Tree, dims: dict[str, int | None], cfg: Config) -> Tree:
@@ -49,12 +54,12 @@ def cast(w: Tree, dims: dict[str, int | None], cfg: Config) -> Tree:
     """
     m, p = cfg.model, cfg.parallel
     if p.zero == 1 or p.num_microbatches > 1:
-        return detached(w)
+        return detach_buffers(w)
     scales = w["scales"] if p.gather_dtype == "float8" else {}
 
     def cast_one(n: str, a: jax.Array) -> jax.Array:
         if n in scales:
-            return fsdp.rounded_shard(a, scales[n], m.dtype)
+            return fsdp.quantize_shard(a, scales[n], m.dtype)
         return a if dims.get(n) is None else a.astype(m.dtype)
 
     return {n: cast_one(n, a) for n, a in w.items()}
@@ -65,7 +70,7 @@ def gather(w: Tree, dims: dict[str, int | None], cfg: Config) -> Tree:
 
     Those with a scale beside them come as `Float8Weight`, rounded before the gather or after it.
     """
-    m, p, w = cfg.model, cfg.parallel, reattached(w)
+    m, p, w = cfg.model, cfg.parallel, reattach_buffers(w)
     scales, shards = w.pop("scales", {}), w
     if p.gather_dtype == "float8":
         w = {n: a for n, a in w.items() if n not in scales}
@@ -85,8 +90,8 @@ def scatter(grads: Tree, dims: dict[str, int | None], cfg: Config) -> Tree:
     """The transpose of `gather`; scales have no gradient, nor what adapters lie beside."""
     rounded = {n: g.gradient for n, g in grads.items() if isinstance(g, float8.Float8Weight)}
     grads = grads | rounded
-    still = {n: None for n in grads if cfg.lora.rank and not lora.is_adapter(n)}
-    grads = {n: g for n, g in grads.items() if n not in still}
+    frozen = {n: None for n in grads if cfg.lora.rank and not lora.is_adapter(n)}
+    grads = {n: g for n, g in grads.items() if n not in frozen}
     if cfg.parallel.zero == 3:
         grads = fsdp.scatter_tree(grads, dims, cfg.parallel.grad_reduce)
-    return of_gradients(grads) | still | ({"scales": None} if rounded else {})
+    return only_gradients(grads) | frozen | ({"scales": None} if rounded else {})

@@ -30,7 +30,7 @@ PARTS = ("init", "compile", "restore", "step", "data wait", "evaluation", "save 
 OF_STARTUP = {"compilation": "compile", "weights": "restore"}
 
 #: Beyond any time, of day too: a line with more is damaged.
-MOST_SECONDS = 1e12
+MAX_SECONDS = 1e12
 
 #: Seconds between two records of the time; a killed process loses no more of it.
 RECORD_EVERY = 30.0
@@ -167,7 +167,7 @@ def _is_step(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and abs(value) < MOST_SECONDS
+    return isinstance(value, int | float) and abs(value) < MAX_SECONDS
 
 
 def goodput(events: Iterable[dict[str, Any]]) -> Goodput:

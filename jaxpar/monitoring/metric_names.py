@@ -14,12 +14,12 @@ class Metric(NamedTuple):
 
 #: By name in metrics.jsonl, in the order of docs/monitoring.md.
 METRICS = {
-    "loss": Metric("training", "nats per token", "cross entropy of the step, over labelled tokens"),
+    "loss": Metric("training", "nats per token", "cross entropy of the step, over labeled tokens"),
     "grad_norm": Metric("training", "", "global norm of the gradient, before clipping"),
     "learning_rate": Metric("training", "", "of the step's update"),
-    "skipped": Metric("training", "updates", "left out so far, loss or gradient being no number"),
+    "skipped": Metric("training", "updates", "skipped so far, for a non-finite loss or gradient"),
     "loss_scale": Metric("training", "", "what the loss was multiplied with; float16 alone"),
-    "num_tokens": Metric("training", "tokens", "labelled tokens of the step"),
+    "num_tokens": Metric("training", "tokens", "labeled tokens of the step"),
     "tokens_seen": Metric("training", "tokens", "of all steps so far, padding included"),
     "epochs": Metric("training", "passes", "over each source so far; mixtures alone"),
     "held_out_loss": Metric("evaluation", "nats per token", "cross entropy of held-out text"),

@@ -67,7 +67,7 @@ class MetricsWriter:
             self.write({"resumed_after_step": first_step})
         if forecast is not None:
             self.write(forecast.record())
-            self.screen.say(str(forecast))
+            self.screen.log(str(forecast))
 
     def _clear(self) -> None:
         self.seconds, self.steps, self.data_wait, self.device_wait = 0.0, 0, 0.0, 0.0
@@ -130,9 +130,9 @@ class MetricsWriter:
         self.write(record)
         self.screen.step(record)
         if remark := stragglers.remark(record):
-            self.screen.say(remark)
+            self.screen.log(remark)
         if self.forecast is not None and step + 1 == self.cfg.train.num_steps:
-            self.screen.say(self.forecast.beside(record))
+            self.screen.log(self.forecast.beside(record))
 
     def _tokens_per_step(self) -> int:
         return self.cfg.train.global_batch_size * self.cfg.data.seq_len
@@ -171,7 +171,7 @@ class MetricsWriter:
             record["bits_per_byte"] = bits_per_byte
             line += f"   {bits_per_byte:.4f} bits per byte"
         self.write(record)
-        self.screen.say(line)
+        self.screen.log(line)
 
     def __enter__(self):
         return self
@@ -218,9 +218,9 @@ class Screen:
     def step(self, record: dict[str, Any]) -> None:
         if self.bar is not None:
             self.bar.update(self.task, completed=record["step"])
-        self.say(step_line(record, self.num_steps, with_eta=self.bar is None))
+        self.log(step_line(record, self.num_steps, with_eta=self.bar is None))
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         if jax.process_index() == 0:
             self.console.print(text, markup=False)
             sys.stdout.flush()
@@ -252,7 +252,7 @@ def step_line(record: dict[str, Any], num_steps: int, *, with_eta: bool) -> str:
 
 
 def _for_record(values: dict[str, float], cfg: Config) -> dict[str, float | int | None]:
-    """A step's numbers as metrics.jsonl has them: null for what is no number."""
+    """A step's numbers as metrics.jsonl has them: null for non-finite values."""
     shown = {k: v if math.isfinite(v) else None for k, v in values.items() if k != "in_a_row"}
     if cfg.model.dtype != "float16":
         shown.pop("loss_scale", None)
@@ -260,7 +260,7 @@ def _for_record(values: dict[str, float], cfg: Config) -> dict[str, float | int 
 
 
 def _shown(value: float | None, form: str) -> str:
-    return "no number" if value is None else format(value, form)
+    return "non-finite" if value is None else format(value, form)
 
 
 def duration(seconds: float) -> str:

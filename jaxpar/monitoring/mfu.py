@@ -1,4 +1,4 @@
-"""Model FLOPs utilisation."""
+"""Model FLOPs utilization."""
 
 from jaxpar.config import LoraConfig, ModelConfig
 from jaxpar.model.flops import train_flops_per_token

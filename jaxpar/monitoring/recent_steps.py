@@ -1,7 +1,7 @@
-"""RUN/recent.jsonl: what went into each of the latest steps, and what came out, to the bit.
+"""RUN/recent.jsonl, the flight recorder: inputs and results of the latest steps, to the bit.
 
-A ring: when it holds twice `guard.recent_steps` records, the older half goes. Of two records of one
-step the later counts. `python -m jaxpar.replay` takes a step again from it.
+When it holds twice `guard.recent_steps` records, the older half is dropped. Of two records of one
+step, the later counts. `python -m jaxpar.replay` repeats a step from it.
 """
 
 import json
@@ -31,21 +31,21 @@ def read_recent(run_dir: Path) -> dict[int, dict[str, Any]]:
 
 
 def losses_judged(records: Iterable[dict[str, Any]]) -> list[float]:
-    """The losses that the next one is judged by: of steps whose numbers are numbers. Records hold
-    None for others, and the update of such a step was left out."""
+    """The losses with which the next one is compared: those of steps with finite values. Records
+    hold None for non-finite values, and the update of such a step was skipped."""
     measured = [(record.get("loss"), record.get("grad_norm")) for record in records]
     return [loss for loss, norm in measured if loss is not None and norm is not None]
 
 
 def _is_whole(record: dict[str, Any]) -> bool:
     """Whether a record has what is read of it."""
-    measured = (record.get("loss", ""), record.get("grad_norm", ""))  # None: it was no number
+    measured = (record.get("loss", ""), record.get("grad_norm", ""))  # None: non-finite
     numbers = all(value is None or isinstance(value, int | float) for value in measured)
     return isinstance(record.get("step"), int) and numbers and isinstance(record.get("bits"), dict)
 
 
-class Recent:
-    """Writes the ring. One process has it; the others have none."""
+class RecentSteps:
+    """Writes the records."""
 
     def __init__(self, run_dir: Path, size: int):
         """

@@ -21,19 +21,19 @@ def compare(host_seconds: float) -> dict[str, Any]:
     Returns:  in process 0, for the record of the interval; else, and with one process, nothing. Of
               a process that has not come as far, it is the interval before.
     """
-    if peers.count() == 1:
+    if peers.world_size() == 1:
         return {}
     peers.publish(_TOPIC, json.dumps(host_seconds))
-    if peers.own() != 0:
+    if peers.rank() != 0:
         return {}
-    times = {i: json.loads(text) for i, text in peers.published(_TOPIC).items()}
-    if len(times) < peers.count():
+    times = {i: json.loads(text) for i, text in peers.read_published(_TOPIC).items()}
+    if len(times) < peers.world_size():
         return {}  # somebody has not come to its first yet
     slowest = max(times, key=lambda i: times[i])
     return {
         "host_seconds_median": statistics.median_low(times.values()),
         "host_seconds_slowest": times[slowest],
-        "slowest": peers.name_of(slowest),
+        "slowest": peers.process_name(slowest),
     }
 
 

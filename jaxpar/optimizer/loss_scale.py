@@ -1,11 +1,11 @@
-"""Updates left out because the loss or the gradient is no number, and float16's loss scale.
+"""Dynamic loss scaling for float16, and updates skipped because of a non-finite loss or gradient.
 
-Both live in the training state (`TrainState.guard`), so that a run that goes on, on any mesh, goes
-on with them. All of it is a handful of scalars, the same on every device.
+Both are kept in the training state (`TrainState.guard`), so that a resumed run continues with them
+on any mesh. They are a few scalars, the same on every device.
 
-In float16 gradients are small enough to vanish and large enough to overflow. The loss is multiplied
-by a power of two before the backward, and the gradients are divided by it in float32, both exactly.
-An overflow halves the scale and leaves the update out; a stretch without one doubles it.
+In float16, gradients are small enough to underflow and large enough to overflow. The loss is
+multiplied by a power of two before the backward, and the gradients are divided by it in float32;
+both are exact. An overflow halves the scale and skips the update; a stretch without one doubles it.
 """
 
 from typing import Any
@@ -15,42 +15,42 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.config import Config
-from jaxpar.config.rules.guard import LARGEST_SCALE
+from jaxpar.config.rules.guard import MAX_LOSS_SCALE
 
 type Guard = dict[str, Any]
 
 
-def initial(cfg: Config) -> Guard:
+def initial_guard(cfg: Config) -> Guard:
     """The scalars before the first step, numpy."""
     return {
-        "skipped": np.int32(0),  # updates left out so far
+        "skipped": np.int32(0),  # updates skipped so far
         "in_a_row": np.int32(0),  # the latest of them, without overflows of a scale above 1
-        "loss_scale": np.float32(cfg.guard.loss_scale if is_scaled(cfg) else 1.0),
+        "loss_scale": np.float32(cfg.guard.loss_scale if scales_loss(cfg) else 1.0),
         "since_change": np.int32(0),  # steps since the scale was changed
     }
 
 
-def is_scaled(cfg: Config) -> bool:
+def scales_loss(cfg: Config) -> bool:
     """Whether the loss is scaled: in float16, whose exponents are few."""
     return cfg.model.dtype == "float16"
 
 
-def unscaled(cfg: Config, grads: Any, scale: jax.Array | float) -> Any:
+def unscale_gradients(cfg: Config, grads: Any, scale: jax.Array | float) -> Any:
     """Gradients of the loss, from those of the loss times `scale`."""
-    return jax.tree.map(lambda g: g / scale, grads) if is_scaled(cfg) else grads
+    return jax.tree.map(lambda g: g / scale, grads) if scales_loss(cfg) else grads
 
 
-def after(cfg: Config, guard: Guard, ok: jax.Array) -> Guard:
+def update_guard(cfg: Config, guard: Guard, ok: jax.Array) -> Guard:
     """The scalars after a step.
 
     Args:     ok: bool scalar, whether the update was made.
     """
     scale, since = guard["loss_scale"], guard["since_change"]
-    excused = ~ok & (scale > 1) if is_scaled(cfg) else jnp.zeros_like(ok)
+    excused = ~ok & (scale > 1) if scales_loss(cfg) else jnp.zeros_like(ok)
     in_a_row = jnp.where(ok, 0, guard["in_a_row"] + jnp.where(excused, 0, 1))
-    if is_scaled(cfg):
+    if scales_loss(cfg):
         grows = ok & (since + 1 >= cfg.guard.loss_scale_interval)
-        larger = jnp.minimum(scale * 2, LARGEST_SCALE)
+        larger = jnp.minimum(scale * 2, MAX_LOSS_SCALE)
         scale = jnp.where(ok, jnp.where(grows, larger, scale), jnp.maximum(scale / 2, 1.0))
         since = jnp.where(grows | ~ok, 0, since + 1)
     skipped = guard["skipped"] + jnp.where(ok, 0, 1)

@@ -1,9 +1,9 @@
-"""The optimiser's moments: the dtype and the memory they are kept in, and the update through them.
+"""The optimizer's moments: their storage dtype and memory, and the update through them.
 
-An update is always computed in float32 on the device. Between steps, moments may be bfloat16
-(`optimizer.first_moment_dtype`, `second_moment_dtype`), stochastically rounded, and may lie in
-pinned host memory (`optimizer.offload`). Then a step fetches them, updates and returns them, layer
-by layer, so that at no time more than one layer's are on the device.
+An update is always computed in float32 on the device. Between steps, moments may be stored as
+stochastically rounded bfloat16 (`optimizer.first_moment_dtype`, `second_moment_dtype`), and in
+pinned host memory (`optimizer.offload`). A step then fetches, updates and returns them layer by
+layer, so that only one layer's moments are on the device at a time.
 """
 
 import math
@@ -20,10 +20,10 @@ from jaxpar.config import Config, ConfigError, OptimizerConfig
 from jaxpar.optimizer.rules import make_optimizer
 from jaxpar.optimizer.stochastic_rounding import random_bits, round_to_bfloat16
 from jaxpar.parallel.host_offload import Space
-from jaxpar.sharding.hashing import hashed, places
+from jaxpar.sharding.hashing import hash_uint32, places
 from jaxpar.sharding.params import ParamSpec, flat, map_specs, partition_specs
 
-#: optax's names for a moment, and the field of the config with the dtype it is kept in.
+#: optax's names for a moment, and the config field of its storage dtype.
 FIELDS = {"mu": "first_moment_dtype", "trace": "first_moment_dtype", "nu": "second_moment_dtype"}
 
 #: The names at the root of a tree of parameters.
@@ -39,44 +39,44 @@ def map_moments(fn: Callable[..., Any], opt_state: Any, *others: Any) -> Any:
     """
 
     def one(path, node, *rest):
-        if not _is_kept_by_parameter(node):
+        if not _is_per_parameter(node):
             return node
         names = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
         field = FIELDS.get(names[-1]) if names else None
         named = lambda at, *leaves: fn(field, "/".join(key.key for key in at), *leaves)  # noqa: E731
         return jax.tree_util.tree_map_with_path(named, node, *rest)
 
-    return jax.tree_util.tree_map_with_path(one, opt_state, *others, is_leaf=_is_kept_by_parameter)
+    return jax.tree_util.tree_map_with_path(one, opt_state, *others, is_leaf=_is_per_parameter)
 
 
-def _is_kept_by_parameter(node: Any) -> bool:
+def _is_per_parameter(node: Any) -> bool:
     return isinstance(node, dict) and node.keys() <= ROOT
 
 
-def dtype_of(field: str | None, cfg: OptimizerConfig) -> str:
-    """The dtype that a moment is kept in."""
+def storage_dtype(field: str | None, cfg: OptimizerConfig) -> str:
+    """The dtype in which a moment is stored."""
     return "float32" if field is None else getattr(cfg, field)
 
 
-def in_kept_dtype(opt_state: Any, cfg: OptimizerConfig) -> Any:
-    """The moments in the dtypes they are kept in, rounded to the nearest.
+def in_storage_dtype(opt_state: Any, cfg: OptimizerConfig) -> Any:
+    """The moments in their storage dtypes, rounded to the nearest.
 
     Raises:   ConfigError for bfloat16 where the rule has no such moment.
     """
     fields = set[str | None]()
 
-    def kept(field: str | None, _: str, leaf: jax.Array) -> jax.Array:
+    def store(field: str | None, _: str, leaf: jax.Array) -> jax.Array:
         fields.add(field)
-        return leaf.astype(dtype_of(field, cfg))
+        return leaf.astype(storage_dtype(field, cfg))
 
-    found = map_moments(kept, opt_state)
+    found = map_moments(store, opt_state)
     for field in sorted(set(FIELDS.values()) - fields):
-        if dtype_of(field, cfg) != "float32":
+        if storage_dtype(field, cfg) != "float32":
             path, names = f"optimizer.{field}", (n for n, of in FIELDS.items() if of == field)
             rule = (
                 f"is of a moment that {cfg.name} does not keep under the name {' or '.join(names)}"
             )
-            raise ConfigError(path, dtype_of(field, cfg), rule, f"--{path} float32")
+            raise ConfigError(path, storage_dtype(field, cfg), rule, f"--{path} float32")
     return found
 
 
@@ -90,10 +90,10 @@ def update(
     layers: jax.Array,
     ok: jax.Array | bool = True,
 ) -> tuple[Any, Any]:
-    """One update of the parameters that are trained, on local shards.
+    """One update of the trainable parameters, on local shards.
 
-    Args:     specs: of the parameters that are trained. grads: float32, as the parameters.
-              opt_state: as kept. step: int32 scalar. layers: int32, the model's numbers of
+    Args:     specs: of the trainable parameters. grads: float32, as the parameters.
+              opt_state: as stored. step: int32 scalar. layers: int32, the model's numbers of
               this device's layers. ok: bool scalar; without it, everything is returned as it
               was, bit for bit. The choice is part of the update's own pass over memory.
     Returns:  (parameters, opt_state), as they were given.
@@ -140,10 +140,10 @@ def _update(
     spec_of, row_of = flat(partition_specs(specs)), flat(rows)
 
     def keep(field: str | None, name: str, leaf: jax.Array) -> jax.Array:
-        if dtype_of(field, cfg.optimizer) == "float32":
+        if storage_dtype(field, cfg.optimizer) == "float32":
             return leaf
         seed = jnp.uint32(cfg.train.seed ^ zlib.crc32(f"{field}/{name}".encode()))
-        key = hashed(hashed(seed) + step.astype(jnp.uint32))
+        key = hash_uint32(hash_uint32(seed) + step.astype(jnp.uint32))
         return round_to_bfloat16(leaf, random_bits(key, leaf.shape, spec_of[name], row_of[name]))
 
     new = optax.apply_updates(params, updates), map_moments(keep, exact)

@@ -38,7 +38,7 @@ from jaxpar.sharding.axes import SEQUENCE
 
 
 def token_order(parallel: ParallelConfig, seq_len: int) -> np.ndarray | None:
-    """Where each place of a window takes its token from, int64 [T]; None for the text's order.
+    """Where each place of a sequence takes its token from, int64 [T]; None for the text's order.
 
     Zigzag: of 2n equal pieces, device r of n holds pieces r and 2n-1-r.
 
@@ -134,8 +134,8 @@ def kernel_request(cfg: Config, mask: AttentionMask) -> tuple[Any, Any, Attentio
 
 
 def _allgather(q, k, v, mask: AttentionMask, attend: Callable[..., jax.Array]) -> jax.Array:
-    """`permutes.gather` of k and v forward; `permutes.scatter` backward."""
-    k, v = (permutes.gather(x, SEQUENCE, 1) for x in (k, v))
+    """`permutes.ring_all_gather` of k and v forward; `permutes.ring_reduce_scatter` backward."""
+    k, v = (permutes.ring_all_gather(x, SEQUENCE, 1) for x in (k, v))
     return attend(q, k, v, mask)
 
 

@@ -20,7 +20,7 @@ def in_host_memory(x: Any) -> bool:
     return jax.typeof(x).memory_space == Space.Host
 
 
-def stored(saved: Any, x: Any) -> tuple[Any, Any]:
+def store_to_host(saved: Any, x: Any) -> tuple[Any, Any]:
     """`saved` and `x`; `x` is not there before those of `saved` for host memory have arrived.
 
     Args:     saved: a tree, of a layer before. x: a tree on the device.
@@ -32,7 +32,7 @@ def stored(saved: Any, x: Any) -> tuple[Any, Any]:
     return restore(there), x
 
 
-def fetched(saved: Any, after: Any) -> tuple[Any, Any]:
+def fetch_from_host(saved: Any, after: Any) -> tuple[Any, Any]:
     """`saved`, all on the device, copied from when `after` is there; and `after`.
 
     The copies that the values' own users would make then have nothing to do.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.parallel.collectives import varying
-from jaxpar.parallel.gradient_buffers import added
+from jaxpar.parallel.gradient_buffers import add_gradient
 
 #: (loss, loss to report), summed over tokens.
 type Sums = tuple[jax.Array, jax.Array]
@@ -55,7 +55,7 @@ def take(tree: Any, i: Any) -> Any:
     return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, 0, keepdims=False), tree)
 
 
-def add_gradients(total: Any, part: Any, add: Callable = added) -> Any:
+def add_gradients(total: Any, part: Any, add: Callable = add_gradient) -> Any:
     """Float32 sums plus the gradients of the same names; frozen weights have no sum.
 
     Args:     add: (sum, gradient) -> sum.

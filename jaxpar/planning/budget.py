@@ -1,4 +1,4 @@
-"""Questions beside the ranking: the fewest GPUs, the largest batch or window, the cache of keys
+"""Questions beside the ranking: the fewest GPUs, the largest batch or sequence, the cache of keys
 and values, days and cost."""
 
 import dataclasses
@@ -11,7 +11,7 @@ from jaxpar.config import Config, ConfigError
 from jaxpar.model.decode import cache_bytes
 from jaxpar.model.flops import num_params
 from jaxpar.planning.predict.communication import Cluster
-from jaxpar.planning.progress import Watch, unwatched
+from jaxpar.planning.progress import Watch, no_report
 from jaxpar.planning.ranking import Layout, make_plan
 
 HOUR, DAY = 3600.0, 86_400.0
@@ -28,7 +28,7 @@ def counts_of_gpus(per_host: int, most: int) -> list[int]:
 
 
 def fewest_gpus(
-    cfg: Config, cluster: Cluster, most: int = 4096, watch: Watch = unwatched
+    cfg: Config, cluster: Cluster, most: int = 4096, watch: Watch = no_report
 ) -> tuple[int, Layout]:
     """The fewest GPUs on which some layout fits, and the fastest that does there.
 
@@ -53,14 +53,14 @@ def with_batch(cfg: Config, rows: int) -> Config:
 
 
 def with_length(cfg: Config, length: int) -> Config:
-    """The config with windows of `length`, and about as many tokens in a step."""
+    """The config with sequences of `length`, and about as many tokens in a step."""
     tokens = cfg.train.global_batch_size * cfg.data.seq_len
     data = dataclasses.replace(cfg.data, seq_len=length)
     return with_batch(dataclasses.replace(cfg, data=data), max(tokens // length, 1))
 
 
 def largest_batch(
-    cfg: Config, cluster: Cluster, watch: Watch = unwatched
+    cfg: Config, cluster: Cluster, watch: Watch = no_report
 ) -> tuple[int, Layout] | None:
     """The largest global batch that goes through in one microbatch, among the powers of two times
     the odd part of the number of GPUs, which replicas must share; more microbatches make any batch
@@ -70,10 +70,10 @@ def largest_batch(
     return _largest(lambda n: (with_batch(cfg, n), fixed), odd, cluster, watch)
 
 
-def longest_window(
-    cfg: Config, cluster: Cluster, watch: Watch = unwatched
+def longest_sequence(
+    cfg: Config, cluster: Cluster, watch: Watch = no_report
 ) -> tuple[int, Layout] | None:
-    """The longest window, doubling from the configured one, at about as many tokens a step."""
+    """The longest sequence, doubling from the configured one, at about as many tokens a step."""
     return _largest(lambda n: (with_length(cfg, n), {}), cfg.data.seq_len, cluster, watch)
 
 
@@ -91,7 +91,7 @@ def _largest(case, start: int, cluster: Cluster, watch: Watch) -> tuple[int, Lay
 
 
 @dataclass(frozen=True)
-class Cost:
+class TrainingCost:
     """Of training on so many tokens."""
 
     tokens: float
@@ -101,14 +101,14 @@ class Cost:
     price: float | None
 
 
-def cost_of(layout: Layout, cluster: Cluster, tokens: float, price: float | None) -> Cost:
+def cost_of(layout: Layout, cluster: Cluster, tokens: float, price: float | None) -> TrainingCost:
     """Days at the predicted rate, without evaluation, checkpoints and failures; the price of the
     GPU-hours, if one is given."""
     seconds = tokens / (layout.time.rate * cluster.num_gpus)
     hours = seconds / HOUR * cluster.num_gpus
     per_step = layout.cfg.train.global_batch_size * layout.cfg.data.seq_len
     total = None if price is None else hours * price
-    return Cost(tokens, math.ceil(tokens / per_step), seconds / DAY, hours, total)
+    return TrainingCost(tokens, math.ceil(tokens / per_step), seconds / DAY, hours, total)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ MEMORY_BOUND, TIME_BOUND = 0.05, 0.10
 
 
 @dataclass(frozen=True)
-class Run:
+class MeasuredRun:
     """One measured run. `source` says where the figures are from; peak_gib may be unknown."""
 
     gpus: int
@@ -35,7 +35,7 @@ class Run:
 class Compared:
     """A run beside its prediction; errors are shares of what was measured."""
 
-    run: Run
+    run: MeasuredRun
     step_ms: float
     peak_gib: float
 
@@ -50,7 +50,7 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class Compiled:
+class CompiledRun:
     """A step that was compiled without a GPU: XLA's plan of its memory, and the prediction."""
 
     gpus: int
@@ -67,9 +67,9 @@ def _committed() -> dict:
     return json.loads((resources.files("jaxpar.planning") / "calibration.json").read_text("utf-8"))
 
 
-def measured_runs() -> list[Run]:
+def measured_runs() -> list[MeasuredRun]:
     """The committed runs."""
-    return [Run(**row) for row in _committed()["rows"]]
+    return [MeasuredRun(**row) for row in _committed()["rows"]]
 
 
 def conditions() -> str:
@@ -87,11 +87,11 @@ def compare(read: Callable[[list[str]], Config]) -> Iterator[Compared]:
         yield Compared(run, layout.time.total * 1e3, layout.memory.total / GIB)
 
 
-def compare_compiled(read: Callable[[list[str]], Config]) -> Iterator[Compiled]:
+def compare_compiled(read: Callable[[list[str]], Config]) -> Iterator[CompiledRun]:
     """Predict the memory of each compiled step. Args: as `compare`."""
     for row in _committed()["compiled"]:
         layout = _predicted(row["run"], row["gpus"], read)
-        yield Compiled(**row, predicted=layout.memory.total / GIB)
+        yield CompiledRun(**row, predicted=layout.memory.total / GIB)
 
 
 def _predicted(run: str, gpus: int, read: Callable[[list[str]], Config]) -> Layout:

@@ -28,19 +28,19 @@ such as parallel.context, hold for all layouts. Exit codes: 0 planned, 2 bad inp
 
 
 #: Columns that the ranking needs, also where the output is no terminal.
-LEAST_WIDTH = 118
+MIN_WIDTH = 118
 
 
 #: GPUs where none are named; and the most: --quick takes 19 s for half as many.
-DEFAULT_GPUS, MOST_GPUS = 8, 1 << 17
+DEFAULT_GPUS, MAX_GPUS = 8, 1 << 17
 
 
 #: Of a budget: far beyond all text there is.
-MOST_TOKENS = 1e18
+MAX_TOKENS = 1e18
 
 
 #: Of a GPU-hour, in any currency; with MOST_TOKENS the cost is still a number.
-MOST_PRICE = 1e9
+MAX_PRICE = 1e9
 
 
 #: Options that ask something else than for the ranking, and options of the ranking alone.
@@ -108,14 +108,14 @@ def read_command(argv: Sequence[str]) -> Asked:
         value, option = getattr(options, name), f"--{name}"
         if value is not None and value < least:
             raise ConfigError(option, value, f"must be at least {least}", f"use {option} {good}")
-    if options.gpus is not None and options.gpus > MOST_GPUS:
-        fix = f"use --gpus {MOST_GPUS}, and multiply its replicas"
-        raise ConfigError("--gpus", options.gpus, f"must be at most {MOST_GPUS:,}", fix)
-    if options.tokens is not None and not 1 <= options.tokens <= MOST_TOKENS:
-        rule = f"must be at least 1, and at most {MOST_TOKENS:g}"
+    if options.gpus is not None and options.gpus > MAX_GPUS:
+        fix = f"use --gpus {MAX_GPUS}, and multiply its replicas"
+        raise ConfigError("--gpus", options.gpus, f"must be at most {MAX_GPUS:,}", fix)
+    if options.tokens is not None and not 1 <= options.tokens <= MAX_TOKENS:
+        rule = f"must be at least 1, and at most {MAX_TOKENS:g}"
         raise ConfigError("--tokens", options.tokens, rule, "use --tokens 15e12")
-    if options.price is not None and not 0 < options.price <= MOST_PRICE:
-        rule = f"must be above 0, and at most {MOST_PRICE:g}"
+    if options.price is not None and not 0 < options.price <= MAX_PRICE:
+        rule = f"must be above 0, and at most {MAX_PRICE:g}"
         raise ConfigError("--price", options.price, rule, "use --price 2.5")
     if options.price is not None and options.tokens is None:
         rule, fix = "prices a budget of tokens, and --tokens is not given", "add --tokens 15e12"
@@ -275,7 +275,7 @@ def compile_first(
     chosen: Sequence[Layout], cluster: Cluster, console: Console
 ) -> list[dict[str, Any]]:
     """Compile layouts one after another, and show XLA's peaks beside the predicted ones."""
-    pairs: list[tuple[Layout, compiling.Compiled | str]] = []
+    pairs: list[tuple[Layout, compiling.CompiledMemory | str]] = []
     for layout in chosen:
         try:
             pairs.append((layout, compiling.compile_layout(layout.cfg, cluster)))
@@ -302,12 +302,12 @@ def fewest(asked: Asked, console: Console) -> dict[str, Any]:
 def largest(asked: Asked, console: Console) -> dict[str, Any]:
     """--largest batch, --largest sequence."""
     what, cluster = asked.options.largest, asked.cluster
-    find = budget.largest_batch if what == "batch" else budget.longest_window
+    find = budget.largest_batch if what == "batch" else budget.longest_sequence
     found = find(asked.cfg, cluster, on_stderr())
     if found is None:
         raise nothing_fits(make_plan(asked.cfg, cluster, coarse=True))
     size, layout = found
-    unit = "sequences in one microbatch of all GPUs" if what == "batch" else "tokens in a window"
+    unit = "sequences in one microbatch of all GPUs" if what == "batch" else "tokens in a sequence"
     console.print(
         f"{size:,} {unit} on {showing.hardware_in_words(cluster)}: {layouts.describe(layout.cfg)}, "
         f"remat {layout.cfg.parallel.remat}, {layout.memory.total / GIB:.1f} GiB a GPU, "

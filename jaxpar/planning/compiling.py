@@ -31,11 +31,11 @@ PLUGIN = "jax_plugins.xla_cuda13"
 COMPILES_FOR = ("h200", "h100")
 
 #: Most GPUs of a topology that were tried.
-MOST_GPUS = 512
+MAX_COMPILED_GPUS = 512
 
 
 @dataclass(frozen=True)
-class Compiled:
+class CompiledMemory:
     """What XLA's memory_analysis() says of a step on one GPU, bytes; and how long it took, s."""
 
     arguments: int
@@ -105,9 +105,11 @@ def check_can_compile(cfg: Config, cluster: Cluster, asked: int = 1) -> None:
         raise ConfigError(
             "--compile", gpu.name, rule, f"use --gpu {COMPILES_FOR[0]}, or leave it out"
         )
-    if count > MOST_GPUS:
-        rule = f"was tried on topologies of up to {MOST_GPUS} GPUs, not {count}"
-        raise ConfigError("--compile", count, rule, f"use --gpus {MOST_GPUS}, or leave it out")
+    if count > MAX_COMPILED_GPUS:
+        rule = f"was tried on topologies of up to {MAX_COMPILED_GPUS} GPUs, not {count}"
+        raise ConfigError(
+            "--compile", count, rule, f"use --gpus {MAX_COMPILED_GPUS}, or leave it out"
+        )
 
 
 def has_plugin() -> bool:
@@ -118,7 +120,7 @@ def has_plugin() -> bool:
         return False
 
 
-def compile_layout(cfg: Config, cluster: Cluster, timeout: float = 1800) -> Compiled:
+def compile_layout(cfg: Config, cluster: Cluster, timeout: float = 1800) -> CompiledMemory:
     """Compile one layout in a new process.
 
     Args:     cfg: resolved.
@@ -144,7 +146,7 @@ def compile_layout(cfg: Config, cluster: Cluster, timeout: float = 1800) -> Comp
         raise RuntimeError(f"was still compiling after {timeout:,.0f} s, and was ended") from None
     if done.returncode:
         raise RuntimeError(error_in(done.stderr) or f"ended with code {done.returncode}")
-    return Compiled(**json.loads(done.stdout.splitlines()[-1]))
+    return CompiledMemory(**json.loads(done.stdout.splitlines()[-1]))
 
 
 def error_in(printed: str) -> str:
@@ -156,7 +158,7 @@ def error_in(printed: str) -> str:
 
 def _environment(cfg: Config, gpu: Gpu, given: Mapping[str, str]) -> dict[str, str]:
     """That of a run on the GPU: its flags, and this process's packages; devices on the CPU."""
-    flags = xla_flags.measured_for(gpu.device_kind, jax.__version__, cfg)
+    flags = xla_flags.matching_rows(gpu.device_kind, jax.__version__, cfg)
     if cfg.run.xla_flags == "none":
         flags = []
     settings = " ".join(flag.setting for flag in flags)

@@ -17,7 +17,7 @@ from jaxpar.config import Config, ConfigError
 from jaxpar.config.layout_fields import FIELDS
 from jaxpar.config.remat_policies import REMAT_POLICIES, names_on_host
 from jaxpar.config.validate import resolve
-from jaxpar.planning.progress import Watch, unwatched
+from jaxpar.planning.progress import Watch, no_report
 
 #: Virtual stages that are tried.
 VIRTUAL_STAGES = (1, 2, 3, 4)
@@ -54,7 +54,7 @@ def legal_layouts(
     fixed: dict[str, Any],
     *,
     coarse: bool = False,
-    watch: Watch = unwatched,
+    watch: Watch = no_report,
 ) -> Listing:
     """Every layout that `validate.resolve` accepts and the trainer runs on GPUs.
 
@@ -64,7 +64,7 @@ def legal_layouts(
 
     Args:     fixed: fields of `parallel` that keep a value, by name. coarse: fewer of them, for a
               first look: microbatches in powers of two, one or two virtual stages, no row groups.
-              watch: told how many have been looked at.
+              watch: called with how many have been examined.
     """
     found = Listing()
     policies = _policies(cfg, fixed)

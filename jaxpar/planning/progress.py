@@ -4,15 +4,15 @@ import sys
 import time
 from collections.abc import Callable
 
-#: Told how many of something there are so far: (3000, "of 8,000 layouts predicted").
+#: Called with how many of something there are so far: (3000, "of 8,000 layouts predicted").
 type Watch = Callable[[int, str], None]
 
 #: Seconds between two lines, and before the first.
 EVERY = 5.0
 
 
-def unwatched(count: int, what: str) -> None:
-    """Tells nobody."""
+def no_report(count: int, what: str) -> None:
+    """Report nothing."""
 
 
 def on_stderr() -> Watch:

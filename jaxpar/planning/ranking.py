@@ -9,9 +9,9 @@ from jaxpar.planning.layouts import describe, legal_layouts
 from jaxpar.planning.predict.communication import Cluster
 from jaxpar.planning.predict.hardware import GIB
 from jaxpar.planning.predict.kernels import attention_runs_on_reference
-from jaxpar.planning.predict.memory import Memory, memory_of
+from jaxpar.planning.predict.memory import MemoryForecast, memory_of
 from jaxpar.planning.predict.time import StepTime, step_time
-from jaxpar.planning.progress import Watch, unwatched
+from jaxpar.planning.progress import Watch, no_report
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Layout:
     """One layout, predicted. `on_reference`: its attention has no kernel on this GPU."""
 
     cfg: Config
-    memory: Memory
+    memory: MemoryForecast
     time: StepTime
     on_reference: bool = False
 
@@ -80,7 +80,7 @@ def make_plan(
     fixed: dict[str, Any] | None = None,
     *,
     coarse: bool = False,
-    watch: Watch = unwatched,
+    watch: Watch = no_report,
 ) -> Plan:
     """Every legal layout, predicted.
 

@@ -7,12 +7,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from jaxpar.planning.budget import Cost, Inference
-from jaxpar.planning.compiling import Compiled
+from jaxpar.planning.budget import Inference, TrainingCost
+from jaxpar.planning.compiling import CompiledMemory
 from jaxpar.planning.layouts import describe, values_of
 from jaxpar.planning.predict.communication import Cluster
-from jaxpar.planning.predict.hardware import GIB, GPUS, NETWORKS, Figure, Gpu
-from jaxpar.planning.predict.memory import Memory, host_bytes
+from jaxpar.planning.predict.hardware import GIB, GPUS, NETWORKS, Gpu, HardwareFigure
+from jaxpar.planning.predict.memory import MemoryForecast, host_bytes
 from jaxpar.planning.predict.time import StepTime
 from jaxpar.planning.ranking import Layout, Plan
 
@@ -157,7 +157,7 @@ def caveats(plan: Plan, chosen: Sequence[Layout]) -> list[str]:
 # ------------------------------------------------------------------------------- other answers
 
 
-def show_cost(console: Console, cost: Cost) -> None:
+def show_cost(console: Console, cost: TrainingCost) -> None:
     """Days, GPU-hours and price of a budget of tokens."""
     text = f"{cost.tokens:,.0f} tokens: {cost.steps:,} steps, {cost.days:,.1f} days, "
     text += f"{cost.gpu_hours:,.0f} GPU-hours"
@@ -181,7 +181,7 @@ def show_inference(console: Console, rows: int, slots: int, found: Sequence[Infe
     console.print(table(title, ["", "weights", "cache", "sequences that fit"], cells))
 
 
-def show_compiled(console: Console, pairs: Sequence[tuple[Layout, Compiled | str]]) -> None:
+def show_compiled(console: Console, pairs: Sequence[tuple[Layout, CompiledMemory | str]]) -> None:
     """Peaks that XLA plans for, beside the predicted ones."""
     rows = []
     for i, (layout, compiled) in enumerate(pairs, 1):
@@ -214,7 +214,7 @@ def _figures(gpu: Gpu) -> list[tuple[str, str, str]]:
     scales = {"memory": (GIB, "GiB"), "bandwidth": (1e12, "TB/s"), "nvlink": (1e9, "GB/s")}
     rows = []
     for name, value in vars(gpu).items():
-        if isinstance(value, Figure):
+        if isinstance(value, HardwareFigure):
             scale, unit = scales.get(name, (1e12, "TFLOP/s") if value.value > 1e3 else (1, "x"))
             rows.append((name, f"{value.value / scale:,.4g} {unit}", value.source))
     return rows
@@ -253,6 +253,6 @@ def layout_record(layout: Layout) -> dict[str, Any]:
     }
 
 
-def _memory_record(memory: Memory) -> dict[str, Any]:
+def _memory_record(memory: MemoryForecast) -> dict[str, Any]:
     parts = {name: getattr(memory, name) for name in MEMORY_PARTS}
     return parts | {"in all": memory.total, "peak_at": memory.moment}

@@ -1,4 +1,4 @@
-"""Where the time of a compiled step goes: reading profiler traces and optimised HLO. The modules:
+"""Where the time of a compiled step goes: reading profiler traces and optimized HLO. The modules:
 
     in_run              traces of a run that goes on, and requests for them
     folder              what is in the folder of such a profile

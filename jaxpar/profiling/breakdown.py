@@ -24,7 +24,7 @@ from jaxpar.profiling.hlo.attribution import attribute
 from jaxpar.profiling.trace import cpu_trace
 from jaxpar.profiling.trace.intervals import Interval, length, subtract, union
 from jaxpar.profiling.trace.kernels import CLASSES, COMMUNICATION, COPY, HOST, classify, family
-from jaxpar.profiling.trace.read import Kernel, NoKernels, Trace
+from jaxpar.profiling.trace.read import KernelTrace, NoKernels, ProfiledKernel
 from jaxpar.profiling.trace.scopes import place_of, shorten
 
 #: Figures of which the worst device is told too.
@@ -35,7 +35,7 @@ WORST = ("exposed", "idle")
 class Sorted:
     """A kernel with its class and, for communication, its kind."""
 
-    kernel: Kernel
+    kernel: ProfiledKernel
     what: str
     kind: str
 
@@ -45,7 +45,7 @@ class Sorted:
         return self.kernel.end - self.kernel.start
 
 
-def sort_kernels(kernels: Sequence[Kernel]) -> list[Sorted]:
+def sort_kernels(kernels: Sequence[ProfiledKernel]) -> list[Sorted]:
     """Each kernel with what it does."""
     known = lambda k: (k.what, k.kind) if k.what else classify(k.name, k.scope, k.op)  # noqa: E731
     return [Sorted(k, *known(k)) for k in kernels]
@@ -88,7 +88,7 @@ def exposed_by_kind(kernels: Sequence[Sorted]) -> dict[str, int]:
     return dict(found)
 
 
-def between_steps(steps: Sequence[Sequence[Kernel]]) -> float | None:
+def between_steps(steps: Sequence[Sequence[ProfiledKernel]]) -> float | None:
     """Mean nanoseconds from a device's last kernel of a step to its first of the next."""
     if len(steps) < 2:
         return None
@@ -96,7 +96,7 @@ def between_steps(steps: Sequence[Sequence[Kernel]]) -> float | None:
     return fmean(step[0].start - end for end, step in zip(ends, steps[1:], strict=False))
 
 
-def profile(trace: Trace, hlo_text: str | hlo.Module = "", top: int = 10) -> dict[str, Any]:
+def profile(trace: KernelTrace, hlo_text: str | hlo.Module = "", top: int = 10) -> dict[str, Any]:
     """The figures of a trace, in milliseconds a step: means over devices and steps.
 
     Args:     hlo_text: `compiled.as_text()` of the module, or what `hlo.parse` made of it; without
@@ -106,7 +106,7 @@ def profile(trace: Trace, hlo_text: str | hlo.Module = "", top: int = 10) -> dic
     if hlo_text:
         module = hlo.parse(hlo_text) if isinstance(hlo_text, str) else hlo_text
         trace = attribute(trace, module)
-        trace = trace if trace.on_gpu else cpu_trace.classified(trace, module)
+        trace = trace if trace.on_gpu else cpu_trace.classify_instructions(trace, module)
     devices = {n: [sort_kernels(s) for s in steps] for n, steps in trace.devices.items()}
     counts = {len(steps) for steps in devices.values()}
     if counts in (set(), {0}):

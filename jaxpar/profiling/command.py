@@ -12,13 +12,13 @@ from jaxpar.config import ConfigError
 from jaxpar.planning.predict.hardware import Gpu, gpu_named, gpu_of_kind
 from jaxpar.profiling import breakdown, roofline, sections, table
 from jaxpar.profiling.hlo.collective_bytes import collective_bytes
-from jaxpar.profiling.hlo.memory import Memory
-from jaxpar.profiling.loading import OPTION, Loaded
+from jaxpar.profiling.hlo.memory import ProgramMemory
+from jaxpar.profiling.loading import OPTION, LoadedProfile
 from jaxpar.profiling.trace.kernels import ATTENTION
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class ProfileOptions:
     """Where a step's time and memory go, from a trace."""
 
     path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar=OPTION)]
@@ -33,7 +33,7 @@ class Options:
     """File to write every figure to."""
 
 
-def check(options: Options) -> None:
+def check(options: ProfileOptions) -> None:
     """Raises:   ConfigError for an option that cannot work."""
     if options.top < 1:
         raise ConfigError("--top", options.top, "must be at least 1", "use --top 20")
@@ -47,7 +47,7 @@ def check(options: Options) -> None:
         raise ConfigError("--json", options.json, rule, "make the folder, or name another")
 
 
-def gpu_of(options: Options, loaded: Loaded) -> Gpu | None:
+def gpu_of(options: ProfileOptions, loaded: LoadedProfile) -> Gpu | None:
     """Whose peaks count; None for a GPU that is not in the table, and for CPUs."""
     if options.gpu:
         return gpu_named(options.gpu)
@@ -55,7 +55,7 @@ def gpu_of(options: Options, loaded: Loaded) -> Gpu | None:
     return gpu_of_kind(kind)
 
 
-def figures(loaded: Loaded, gpu: Gpu | None, top: int) -> dict[str, Any]:
+def figures(loaded: LoadedProfile, gpu: Gpu | None, top: int) -> dict[str, Any]:
     """Every figure of a profile: `breakdown.profile`'s, with rates and the straggler."""
     try:
         found = breakdown.profile(loaded.trace, loaded.module or "", top)
@@ -78,7 +78,7 @@ def figures(loaded: Loaded, gpu: Gpu | None, top: int) -> dict[str, Any]:
     return found
 
 
-def sent_by(loaded: Loaded) -> dict[str, Any] | None:
+def sent_by(loaded: LoadedProfile) -> dict[str, Any] | None:
     """What a device sends in a step; None where the HLO does not tell, or is not there."""
     text = loaded.hlo_text
     try:
@@ -88,10 +88,10 @@ def sent_by(loaded: Loaded) -> dict[str, Any] | None:
 
 
 def in_words(
-    loaded: Loaded,
+    loaded: LoadedProfile,
     found: dict[str, Any],
     sent: dict[str, Any] | None,
-    memory: Memory | None,
+    memory: ProgramMemory | None,
     top: int,
 ) -> str:
     """All of it as text."""
@@ -106,7 +106,7 @@ def in_words(
     return "\n\n".join(filter(None, parts))
 
 
-def _head(loaded: Loaded) -> str:
+def _head(loaded: LoadedProfile) -> str:
     facts = loaded.facts
     if facts is None:
         kind = f", {loaded.trace.device_kind}" if loaded.trace.device_kind else ""
@@ -117,7 +117,10 @@ def _head(loaded: Loaded) -> str:
 
 
 def record(
-    loaded: Loaded, found: dict[str, Any], sent: dict[str, Any] | None, memory: Memory | None
+    loaded: LoadedProfile,
+    found: dict[str, Any],
+    sent: dict[str, Any] | None,
+    memory: ProgramMemory | None,
 ) -> dict[str, Any]:
     """All of it for --json."""
     return {

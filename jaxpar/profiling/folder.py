@@ -1,7 +1,7 @@
 """Where a run's profiles lie, and what is in one: RUN/profiles/step_00000100, by its first step.
 
     profile.json       what was traced, on what, and the compiler's figures of its memory
-    step.hlo.txt.gz    the optimised HLO of the step
+    step.hlo.txt.gz    the optimized HLO of the step
     plugins/profile/step_00000100/process_N.xplane.pb       a trace from each process
     plugins/profile/step_00000100/process_N.trace.json.gz   the same for Perfetto
 
@@ -23,7 +23,7 @@ _NAME = re.compile(r"step_(\d{8,})")
 
 
 @dataclass(frozen=True)
-class Facts:
+class ProfileFacts:
     """What the trace itself does not tell.
 
     memory is `memory_analysis()` of the step, bytes of one device; flops those of the model in a
@@ -61,23 +61,23 @@ def trace_folder(folder: Path) -> Path:
     return folder / "plugins" / "profile" / folder.name
 
 
-def write_facts(folder: Path, facts: Facts) -> None:
+def write_facts(folder: Path, facts: ProfileFacts) -> None:
     """Write profile.json."""
     text = json.dumps(dataclasses.asdict(facts), indent=2) + "\n"
     (folder / FACTS_FILE).write_text(text, "utf-8")
 
 
-def read_facts(folder: Path) -> Facts | None:
+def read_facts(folder: Path) -> ProfileFacts | None:
     """What profile.json says; None where there is none, or it is damaged or another version's."""
     try:
         values: dict[str, Any] = json.loads((folder / FACTS_FILE).read_text("utf-8"))
-        facts = Facts(**values)
+        facts = ProfileFacts(**values)
     except (OSError, ValueError, TypeError):
         return None
     return facts if _sound(facts) else None
 
 
-def _sound(facts: Facts) -> bool:
+def _sound(facts: ProfileFacts) -> bool:
     """Whether the values are of their types, and such that figures can be made of them."""
     counts = (facts.first_step, facts.num_steps, facts.processes, facts.devices, facts.tokens)
     flops = (facts.flops, 0 if facts.attention_flops is None else facts.attention_flops)

@@ -6,7 +6,7 @@ without waiting for one another. A process publishes a step that is `AHEAD` of i
 multiple of `train.log_every`, and all look there for such steps. Nobody can be past it: a process
 fetches each step's loss when it has dispatched the next, so none is two steps ahead of another.
 
-Whatever fails here is told, and the run goes on. The compiled step is the same with and without.
+Failures here are logged, and the run continues. The compiled step is the same with and without.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ LOOK_SECONDS = 1.0
 AHEAD = 3
 
 #: Profiles that one attempt takes: a request that is made over and over must not fill the disk.
-MOST_PROFILES = 20
+MAX_PROFILES = 20
 
 _TOPIC = "profile"
 
@@ -48,7 +48,7 @@ _signals: list[int] = []
 
 
 @contextlib.contextmanager
-def listening() -> Iterator[None]:
+def profile_on_signal() -> Iterator[None]:
     """SIGUSR1 asks for a profile from here on; elsewhere it ends a process.
 
     Python delivers signals to the main thread alone, so in another one it listens to nothing.
@@ -65,17 +65,17 @@ def listening() -> Iterator[None]:
 
 
 class RunProfiler:
-    """Told of every step by the loop, it begins and ends traces between them.
+    """Begins and ends traces between steps; the loop calls it at every step.
 
-    Use as a context manager around the loop, in every process, within `listening`.
+    Use as a context manager around the loop, in every process, within `profile_on_signal`.
     """
 
     def __init__(
-        self, cfg: Config, run_dir: Path, program: Any, mesh: str, say: Callable[[str], None]
+        self, cfg: Config, run_dir: Path, program: Any, mesh: str, log: Callable[[str], None]
     ):
-        """Args:     program: the compiled step. mesh: in words. say: is told what happens."""
+        """Args:     program: the compiled step. mesh: in words. log: called with what happens."""
         self._cfg, self._dir, self._program, self._mesh = cfg, run_dir, program, mesh
-        self._say, self._several = say, peers.count() > 1
+        self._log, self._several = log, peers.world_size() > 1
         self._looked = float("-inf")
         self._first, self._latest, self._taken = 0, 0, 0
         self._agreed_on = -2
@@ -108,7 +108,7 @@ class RunProfiler:
         if ends:
             self._end()
         if begins and self._first:
-            self._say(f"profile    asked for at step {step}, during another: left out")
+            self._log(f"profile    asked for at step {step}, during another: left out")
         elif begins:
             self._begin(step)
         self._latest = step
@@ -126,7 +126,7 @@ class RunProfiler:
         if _signals:
             _signals.clear()
             return True
-        if peers.own() != 0 or time.monotonic() - self._looked < LOOK_SECONDS:
+        if peers.rank() != 0 or time.monotonic() - self._looked < LOOK_SECONDS:
             return False
         self._looked = time.monotonic()
         try:
@@ -144,20 +144,20 @@ class RunProfiler:
             if free and self._is_asked_for():
                 self._agreed_on = -(-(done + AHEAD) // every) * every
                 peers.publish(_TOPIC, str(self._agreed_on))
-            return done % every == 0 and str(done) in peers.published(_TOPIC).values()
+            return done % every == 0 and str(done) in peers.read_published(_TOPIC).values()
         except RuntimeError as error:  # JAX's service did not answer; it ends the run if it is gone
-            self._say(f"WARNING    no profile: {error}")
+            self._log(f"WARNING    no profile: {error}")
             return False
 
     # ---------------------------------------------------------------------------------- traces
 
     def _scratch(self) -> Path:
         """Where this process's profiler writes: it names files by host, and several share one."""
-        return folder.folder_of(self._dir, self._first) / f".process_{peers.own()}"
+        return folder.folder_of(self._dir, self._first) / f".process_{peers.rank()}"
 
     def _begin(self, step: int) -> None:
-        if self._taken == MOST_PROFILES:
-            self._say(f"WARNING    no profile: {MOST_PROFILES} in one attempt are enough")
+        if self._taken == MAX_PROFILES:
+            self._log(f"WARNING    no profile: {MAX_PROFILES} in one attempt are enough")
             return
         self._first, self._taken = step, self._taken + 1
         last = step + self._cfg.profile.num_steps - 1
@@ -165,7 +165,7 @@ class RunProfiler:
             shutil.rmtree(self._scratch(), ignore_errors=True)
             self._scratch().mkdir(parents=True)
             self._tracing.enter_context(trace.capture(self._scratch()))
-            self._say(f"profile    of steps {step} to {last} begins")
+            self._log(f"profile    of steps {step} to {last} begins")
         except Exception as error:  # a run never ends over its profile
             self._fail(error)
 
@@ -198,28 +198,28 @@ class RunProfiler:
         for file in self._scratch().rglob("*.*"):
             for ending in (".xplane.pb", ".trace.json.gz"):
                 if file.name.endswith(ending):
-                    file.replace(traces / f"process_{peers.own()}{ending}")
+                    file.replace(traces / f"process_{peers.rank()}{ending}")
         shutil.rmtree(self._scratch())
-        if peers.own() == 0:
+        if peers.rank() == 0:
             folder.write_hlo(where, self._program.as_text())
             folder.write_facts(where, self._facts(first, last - first + 1))
             size = folder.num_bytes(where) / 1e6
-            self._say(
+            self._log(
                 f"profile    of steps {first} to {last} in {where}, {size:,.1f} MB; to read it: "
                 f"python -m jaxpar.profile {shlex.quote(str(self._dir))} --step {first}"
             )
 
-    def _facts(self, first: int, count: int) -> folder.Facts:
+    def _facts(self, first: int, count: int) -> folder.ProfileFacts:
         cfg = self._cfg
         tokens = cfg.train.global_batch_size * cfg.data.seq_len
         memory = self._program.memory_analysis()
         sizes = {n: getattr(memory, n) for n in dir(memory) if n.endswith("_in_bytes")}
         m, pairs = cfg.model, tokens * cfg.data.seq_len / 2
         attention = 14 * m.num_layers * m.num_heads * m.head_dim * pairs
-        return folder.Facts(
+        return folder.ProfileFacts(
             first_step=first,
             num_steps=count,
-            processes=peers.count(),
+            processes=peers.world_size(),
             devices=jax.device_count(),
             device_kind=jax.devices()[0].device_kind,
             mesh=self._mesh,
@@ -233,7 +233,7 @@ class RunProfiler:
     def _fail(self, error: Exception) -> None:
         text = f"WARNING    profile of step {self._first} failed: {type(error).__name__}: {error}"
         # Said by whichever process it is: the first may have no trouble.
-        print(f"{text} ({peers.name_of(peers.own())})", flush=True)
+        print(f"{text} ({peers.process_name(peers.rank())})", flush=True)
         self._tracing.pop_all()
         shutil.rmtree(self._scratch(), ignore_errors=True)
         self._first = 0

@@ -1,6 +1,6 @@
 """A profile as it lies on disk, read: from a run, from the folder of one profile, or a trace alone.
 
-The optimised HLO is the file beside the trace; without it, the trace's own copy of the program.
+The optimized HLO is the file beside the trace; without it, the trace's own copy of the program.
 """
 
 import gzip
@@ -14,7 +14,7 @@ from jaxpar.profiling import folder
 from jaxpar.profiling.hlo import text as hlo
 from jaxpar.profiling.trace import cpu_trace, xspace
 from jaxpar.profiling.trace import read as trace
-from jaxpar.profiling.trace.read import NoKernels, Trace
+from jaxpar.profiling.trace.read import KernelTrace, NoKernels
 
 OPTION = "RUN_OR_TRACE"
 
@@ -22,7 +22,7 @@ _ENDINGS = (".xplane.pb", ".xplane.pb.gz")
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedProfile:
     """The kernels of the step, its program, and what is known beside.
 
     buffers is XLA's plan of memory (`memory.memory_of`); None where the trace has none. missing
@@ -30,15 +30,15 @@ class Loaded:
     """
 
     path: Path
-    trace: Trace
+    trace: KernelTrace
     module: hlo.Module | None
     hlo_text: str
     buffers: Any
-    facts: folder.Facts | None
+    facts: folder.ProfileFacts | None
     missing: tuple[str, ...]
 
 
-def load(path: str, step: int | None = None) -> Loaded:
+def load(path: str, step: int | None = None) -> LoadedProfile:
     """Read a profile.
 
     Args:     path: a run folder, a profile's folder, or a file NAME.xplane.pb[.gz]. step: first
@@ -67,7 +67,7 @@ def load(path: str, step: int | None = None) -> Loaded:
     if module is None:
         missing.append("the step's HLO: no places in the model, no FLOPs and bytes")
     buffers = program.buffers if program is not None else None
-    return Loaded(where, read, module, text, buffers, facts, tuple(missing))
+    return LoadedProfile(where, read, module, text, buffers, facts, tuple(missing))
 
 
 def _profile_in(path: Path, step: int | None) -> Path:
@@ -121,7 +121,7 @@ def _hlo_beside(where: Path, missing: list[str]) -> str:
     return ""
 
 
-def _read(files: list[Path], module: str) -> Trace:
+def _read(files: list[Path], module: str) -> KernelTrace:
     """The traces of all processes as one, whose devices are then process:device."""
     # JAX names a file by its host, whose name may hold dots, as of 10.0.0.1.xplane.pb.
     traces = {file.name.partition(".xplane.pb")[0]: _read_one(file, module) for file in files}
@@ -136,7 +136,7 @@ def _read(files: list[Path], module: str) -> Trace:
     return replace(first, devices=joined)
 
 
-def _read_one(file: Path, module: str) -> Trace:
+def _read_one(file: Path, module: str) -> KernelTrace:
     planes = trace.planes_of(file)
     if trace.gpus_in(planes):
         return trace.of_gpus(planes, module)

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from jaxpar.profiling.folder import Facts
-from jaxpar.profiling.hlo.memory import Memory
+from jaxpar.profiling.folder import ProfileFacts
+from jaxpar.profiling.hlo.memory import ProgramMemory
 from jaxpar.profiling.hlo.text import Instruction, Module
-from jaxpar.profiling.table import aligned, digits
+from jaxpar.profiling.table import align_columns, digits
 from jaxpar.profiling.trace.kernels import family
 from jaxpar.profiling.trace.scopes import place_of
 
@@ -28,7 +28,7 @@ CPU_NOTE = (
 SLOW = 0.02
 
 
-def rates(profile: dict[str, Any], facts: Facts | None) -> str:
+def rates(profile: dict[str, Any], facts: ProfileFacts | None) -> str:
     """FLOP/s of matmuls and of attention while they run, and of the model in a step; "" where
     nothing is known."""
     lines, matmuls = [], profile.get("matmuls")
@@ -41,7 +41,7 @@ def rates(profile: dict[str, Any], facts: Facts | None) -> str:
     if attention := profile.get("attention"):
         rate = f"{digits(attention['flops_per_second'] / 1e12)} TFLOP/s while its kernels run"
         flops = f"{digits(attention['flops'] / 1e12)} TFLOP a step and device"
-        lines.append(f"  attention: {flops} (causal, windows of one text), {rate}")
+        lines.append(f"  attention: {flops} (causal, sequences of one text), {rate}")
     if profile.get("model"):
         model = profile["model"]
         text = f"  model: {digits(model['flops'] / 1e12)} TFLOP a step and device (causal), "
@@ -60,7 +60,7 @@ def devices(profile: dict[str, Any]) -> str:
     names = ("step", "compute", "communication", "exposed", "idle")
     rows = [("device", *names)]
     rows += [(n, *(f"{ms[name]:,.1f}" for name in names)) for n, ms in each.items()]
-    return aligned(rows) + "\n  " + straggler(profile)["words"]
+    return align_columns(rows) + "\n  " + straggler(profile)["words"]
 
 
 def straggler(profile: dict[str, Any]) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def straggler(profile: dict[str, Any]) -> dict[str, Any]:
     return {"device": slowest, "over": over, "words": words}
 
 
-def memory(found: Memory | None, module: Module | None, rows: int) -> str:
+def memory(found: ProgramMemory | None, module: Module | None, rows: int) -> str:
     """Parts of the memory, the largest buffers at the peak, and a plot in program order."""
     if found is None:
         return "memory: the trace does not hold XLA's plan of it"
@@ -111,7 +111,7 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
-def _buffers(found: Memory, most: int) -> str:
+def _buffers(found: ProgramMemory, most: int) -> str:
     """Temporaries at the peak: those of one place and shape together."""
     sizes: Counter[tuple[str, str, str]] = Counter()
     count: Counter[tuple[str, str, str]] = Counter()
@@ -127,10 +127,10 @@ def _buffers(found: Memory, most: int) -> str:
     table: list[tuple[str, ...]] = [("at the peak", "of it", "count", "pass", "scope", "made as")]
     for key, total in sizes.most_common(most):
         table.append((size(total), f"{total / found.peak:.1%}", str(count[key]), *key))
-    return aligned(table, left=(3, 4, 5))
+    return align_columns(table, left=(3, 4, 5))
 
 
-def _plot(found: Memory, module: Module | None) -> str:
+def _plot(found: ProgramMemory, module: Module | None) -> str:
     """Bytes of temporaries in program order, the most in each column."""
     live = [now for _, now in found.live]
     edges = [round(i * len(live) / WIDTH) for i in range(WIDTH + 1)]
@@ -155,8 +155,8 @@ def area(values: Sequence[float], top: float) -> list[str]:
     ]
 
 
-def _passes(found: Memory, module: Module, edges: Sequence[int]) -> str:
-    """Under the plot: where forward, backward and optimiser begin to be most of a column."""
+def _passes(found: ProgramMemory, module: Module, edges: Sequence[int]) -> str:
+    """Under the plot: where forward, backward and optimizer begin to be most of a column."""
     words = [_word(module.instructions.get(name)) for name, _ in found.live]
     marks = [" "] * (WIDTH + 12)
     for word in ("forward", "backward", "optimizer"):

@@ -7,9 +7,9 @@ from jaxpar.profiling.trace.kernels import COMMUNICATION
 from jaxpar.profiling.trace.scopes import PASSES
 
 #: Rows of the table by pass, and what is shown of a long scope or name.
-MOST_ROWS = 24
-MOST_LETTERS = 60
-MOST_OF_NAME = 50
+MAX_ROWS = 24
+MAX_SCOPE_CHARS = 60
+MAX_NAME_CHARS = 50
 
 
 def table(profile: dict[str, Any], sent: dict[str, Any] | None = None) -> str:
@@ -40,7 +40,7 @@ def amount(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
-def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
+def align_columns(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
     """Rows of cells in columns, indented; those in `left` to the left, others to the right."""
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
     lines = []
@@ -77,7 +77,7 @@ def _classes(p: dict[str, Any]) -> str:
         rows.append((what, f"{row['ms']:,.1f}", share, f"{row['count']:,.0f}", note))
     idle = p["ms"]["idle"]
     rows.append(("idle", f"{idle:,.1f}", f"{idle / step:.1%}", "", ""))
-    return aligned(rows, left=(0, 4))
+    return align_columns(rows, left=(0, 4))
 
 
 def _collectives(p: dict[str, Any], sent: dict[str, dict[str, int]]) -> str:
@@ -94,7 +94,7 @@ def _collectives(p: dict[str, Any], sent: dict[str, dict[str, int]]) -> str:
                 "-" if size is None else f"{amount(size / row['ms'] * 1e3)}/s",
             )
         )
-    return aligned(rows)
+    return align_columns(rows)
 
 
 def _scopes(p: dict[str, Any]) -> str:
@@ -106,7 +106,7 @@ def _scopes(p: dict[str, Any]) -> str:
             cells.setdefault((row["pass"], row["scope"]), {})[row["class"]] = row["ms"]
     ordered = sorted(cells.items(), key=lambda item: -sum(item[1].values()))
     rows = [("pass", "scope", "ms", *classes)]
-    for (phase, scope), times in ordered[:MOST_ROWS]:
+    for (phase, scope), times in ordered[:MAX_ROWS]:
         each = [f"{times[what]:,.1f}" if what in times else "-" for what in classes]
         rows.append((phase, scope or "-", f"{sum(times.values()):,.1f}", *each))
     passes: dict[str, float] = {}
@@ -115,7 +115,7 @@ def _scopes(p: dict[str, Any]) -> str:
     shown = [f"{phase} {passes[phase]:,.1f}" for phase in PASSES if phase in passes]
     if p["unattributed_ms"] >= 0.05:
         shown.append(f"not placed {p['unattributed_ms']:,.1f}")
-    return "  compute by pass: " + "   ".join(shown) + "\n\n" + aligned(rows, left=(0, 1))
+    return "  compute by pass: " + "   ".join(shown) + "\n\n" + align_columns(rows, left=(0, 1))
 
 
 def _kernels(p: dict[str, Any]) -> str:
@@ -126,12 +126,12 @@ def _kernels(p: dict[str, Any]) -> str:
     ]
     for k in p["top_kernels"]:
         scope = k["scope"]
-        where = scope if len(scope) <= MOST_LETTERS else "..." + scope[-MOST_LETTERS:]
+        where = scope if len(scope) <= MAX_SCOPE_CHARS else "..." + scope[-MAX_SCOPE_CHARS:]
         numbers = [f"{k['ms']:,.1f}", f"{k['count']:,.0f}", f"{k['mean_us']:,.1f}"]
         numbers += [_COSTS[name][1](k[name]) if k.get(name) else "-" for name in costs]
-        name = k["name"] if len(k["name"]) <= MOST_OF_NAME else k["name"][:MOST_OF_NAME] + "..."
+        name = k["name"] if len(k["name"]) <= MAX_NAME_CHARS else k["name"][:MAX_NAME_CHARS] + "..."
         rows.append((*numbers, name, "  ".join(filter(None, (k["result"], where)))))
-    return aligned(rows, left=(len(rows[0]) - 2, len(rows[0]) - 1))
+    return align_columns(rows, left=(len(rows[0]) - 2, len(rows[0]) - 1))
 
 
 #: Of a kernel's costs (`roofline.py`): title, and how a value is written.

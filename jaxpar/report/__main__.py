@@ -22,11 +22,11 @@ from jaxpar.runtime.files.append import FULL
 from jaxpar.runtime.program import run_program
 
 #: Lines beyond this number cannot be told apart.
-MOST_RUNS = 21
+MAX_RUNS = 21
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class ReportOptions:
     """Runs in one HTML file."""
 
     runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")]
@@ -35,15 +35,15 @@ class Options:
     """File to write. None: report.html in the run's folder, or here with several runs."""
 
 
-def report(options: Options) -> tuple[Path, list[RunRead]]:
+def report(options: ReportOptions) -> tuple[Path, list[RunRead]]:
     """Read the runs and write the file, at once or not at all.
 
     Returns:  where it is, and what was read.
     Raises:   ConfigError for a folder that is no run's, or a file that cannot be written.
     """
     names = list(dict.fromkeys(str(Path(name)) for name in options.runs))
-    if not 1 <= len(names) <= MOST_RUNS:
-        rule = f"must be 1 to {MOST_RUNS} folders, and are {len(names)}"
+    if not 1 <= len(names) <= MAX_RUNS:
+        rule = f"must be 1 to {MAX_RUNS} folders, and are {len(names)}"
         fix = "use python -m jaxpar.report runs/quickstart"
         raise ConfigError("RUN", " ".join(names), rule, fix)
     output = where(options.output, names)
@@ -89,7 +89,7 @@ def _write(path: Path, content: bytes) -> None:
 def main(argv: Sequence[str]) -> None:
     """The command line."""
     options = tyro.cli(
-        Options, args=list(argv), prog="python -m jaxpar.report", description=__doc__
+        ReportOptions, args=list(argv), prog="python -m jaxpar.report", description=__doc__
     )
     output, runs = report(options)
     for run in runs:

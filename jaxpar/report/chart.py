@@ -12,14 +12,14 @@ from jaxpar.report.scale import Scale, seconds, short
 WIDTH, HEIGHT = 560, 270
 LEFT, RIGHT, TOP, BOTTOM = 58, 548, 16, 228
 
-#: Runs have so many colours; the next ones the same, in other dashes.
+#: Runs have so many colors; the next ones the same, in other dashes.
 COLOURS = 7
 
 #: Marks of one kind that lie closer are one.
 MARK_WIDTH = 5
 
 #: Points that are shown of a line at most; the line goes through all.
-MOST_DOTS = 20
+MAX_DOTS = 20
 
 
 @dataclass(frozen=True)
@@ -75,21 +75,21 @@ def line_chart(chart: Chart) -> Element:
     made = _drawing(chart.title, chart.about, dict(chart.attributes))
     made.extend(_axes(chart.x, chart.y, chart.x_label))
     for line in chart.lines:
-        colour = colour_of(line.run)
+        color = color_of(line.run)
         if line.band:
-            made.append(e("path", class_=f"band {colour}", d=_band(chart, line.band)))
+            made.append(e("path", class_=f"band {color}", d=_band(chart, line.band)))
         if len(line.points) > 1:
             kind = "line thin" if line.kind == "dots" else line.kind
-            made.append(e("path", class_=f"{kind} {colour}", d=_path(chart, line.points)))
+            made.append(e("path", class_=f"{kind} {color}", d=_path(chart, line.points)))
         if line.kind == "dots" or len(line.points) == 1:
-            made.append(_dots(chart, line, colour))
+            made.append(_dots(chart, line, color))
     made.extend(_mark(chart, tick) for tick in thinned(chart.x, chart.ticks))
     made.append(e("path", class_="cross", d=f"M{LEFT} {TOP}V{BOTTOM}"))
     return made
 
 
-def colour_of(run: int) -> str:
-    """The class that colours a run, from 0."""
+def color_of(run: int) -> str:
+    """The class that colors a run, from 0."""
     dashes = min(run // COLOURS, 2)
     return f"r{run % COLOURS}" + (f" dash{dashes}" if dashes else "")
 
@@ -132,9 +132,9 @@ def _band(chart: Chart, band: Sequence[tuple[float, float, float]]) -> str:
     return _path(chart, over + under) + "Z"
 
 
-def _dots(chart: Chart, line: Line, colour: str) -> Element:
-    every = -(-len(line.points) // MOST_DOTS)
-    dots = e("g", class_=f"dots {colour}")
+def _dots(chart: Chart, line: Line, color: str) -> Element:
+    every = -(-len(line.points) // MAX_DOTS)
+    dots = e("g", class_=f"dots {color}")
     for x, y in line.points[::-1][::every]:
         place = {"cx": f"{across(chart.x, x):.1f}", "cy": f"{up(chart.y, y):.1f}"}
         dots.append(e("circle", e("title", f"{short(y)} at {short(x)}"), r=3, **place))
@@ -157,8 +157,8 @@ def _mark(chart: Chart, tick: Tick) -> Element:
     place = f"translate({across(chart.x, tick.x):.1f} {BOTTOM})"
     kind = tick.kind.replace(" ", "-")
     shape = e("path", d=_SHAPES[tick.kind])
-    colour = colour_of(tick.run)
-    return e("g", e("title", tick.text), shape, class_=f"mark {kind} {colour}", transform=place)
+    color = color_of(tick.run)
+    return e("g", e("title", tick.text), shape, class_=f"mark {kind} {color}", transform=place)
 
 
 def mark_sign(kind: str) -> Element:
@@ -177,7 +177,7 @@ def line_sign(kind: str) -> Element:
         shape = e("g", e("circle", r=3, cx=14, cy=6), class_="dots")
     else:
         shape = e("path", class_="line", d="M0 6H28")
-    return e("svg", shape, viewBox="0 0 28 12", class_="swatch grey", aria_hidden="true")
+    return e("svg", shape, viewBox="0 0 28 12", class_="swatch gray", aria_hidden="true")
 
 
 def thinned(x: Scale, ticks: Iterable[Tick]) -> list[Tick]:
@@ -212,7 +212,7 @@ def histogram(
             top = f"{up(y, 100 * share):.1f}"
             path += f"L{across(x, left):.1f} {top}L{across(x, right):.1f} {top}"
         path += f"L{across(x, edges[-1]):.1f} {BOTTOM}Z"
-        made.append(e("path", class_=f"filled {colour_of(run)}", d=path))
+        made.append(e("path", class_=f"filled {color_of(run)}", d=path))
     return made
 
 
@@ -236,5 +236,5 @@ def share_bar(title: str, parts: Sequence[tuple[str, float]]) -> Element:
 
 
 def part_class(name: str) -> str:
-    """The class that colours a part of a run's time."""
+    """The class that colors a part of a run's time."""
     return "p-" + name.replace(" ", "-")

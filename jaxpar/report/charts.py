@@ -15,7 +15,7 @@ from jaxpar.report.scale import Scale, scale_of, short
 from jaxpar.report.series import Point
 
 #: Rows of the table under a chart, for each run.
-MOST_ROWS = 12
+MAX_ROWS = 12
 
 #: The two axes that a chart is drawn over.
 VIEWS = ("steps", "tokens")
@@ -42,7 +42,7 @@ SHOWN = (
     Shown("grad_norm", "Gradient norm", smooth=True, log=True),
     Shown("learning_rate", "Learning rate"),
     Shown("tokens_per_second_per_device", "Throughput per device"),
-    Shown("mfu", "Model FLOP utilisation (MFU)"),
+    Shown("mfu", "Model FLOP utilization (MFU)"),
     Shown("memory_gib", "Peak memory"),
     Shown("data_wait_seconds", "Wait for data"),
     Shown("loss_scale", "Loss scale", log=True),
@@ -141,11 +141,11 @@ def _table(runs: Sequence[RunRead], shown: Shown) -> Element:
     rows = []
     for run in runs:
         points = points_of(run, shown.name)
-        every = -(-len(points) // MOST_ROWS) or 1
+        every = -(-len(points) // MAX_ROWS) or 1
         for p in points[::-1][::every][::-1]:
             numbers = [p.mean, p.low, p.high, *([p.smooth] if shown.smooth else [])]
             rows.append([run.name, f"{p.step:,}", *map(short, numbers)])
-        for p in points_of(run, shown.beside)[-MOST_ROWS:] if shown.beside else ():
+        for p in points_of(run, shown.beside)[-MAX_ROWS:] if shown.beside else ():
             cells = [short(p.mean), short(p.low), short(p.high), "held-out"]
             rows.append([run.name, f"{p.step:,}", *cells])
     return e("details", e("summary", "Values"), table(names, rows))

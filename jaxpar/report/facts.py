@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 from xml.etree.ElementTree import Element
 
-from jaxpar.bench.cards.differences import differing
+from jaxpar.bench.cards.differences import differing_conditions
 from jaxpar.config import Config
-from jaxpar.report.chart import colour_of
+from jaxpar.report.chart import color_of
 from jaxpar.report.elements import e, table
 from jaxpar.report.runs import RunRead
 from jaxpar.report.scale import seconds, short
@@ -33,8 +33,8 @@ ENVIRONMENT = {
 
 
 def swatch(index: int) -> Element:
-    """A run's colour, as its lines have it."""
-    line = e("path", class_=f"line {colour_of(index)}", d="M0 6H28")
+    """A run's color, as its lines have it."""
+    line = e("path", class_=f"line {color_of(index)}", d="M0 6H28")
     return e("svg", line, viewBox="0 0 28 12", class_="swatch", aria_hidden="true")
 
 
@@ -108,7 +108,7 @@ def config(runs: Sequence[RunRead]) -> Element:
     """What the runs were asked for: where they differ, or where one differs from the defaults."""
     made = e("section", e("h2", "Config"))
     if len(runs) > 1:
-        found = differing([run.manifest | {"config": run.config} for run in runs])
+        found = differing_conditions([run.manifest | {"config": run.config} for run in runs])
         found = {name.removeprefix("config."): row for name, row in found.items()}
         names = ["what differs", *(run.name for run in runs)]
         made.append(

@@ -12,7 +12,7 @@ from jaxpar.runtime.files import json_lines
 _STEP = re.compile(rb'\{"step": ?(\d{1,10})[,}]')
 _RESUMED = re.compile(rb'\{"resumed_after_step": ?(\d{1,10})[,}]')
 
-MOST_STEPS = 2**31 - 1
+MAX_STEPS = 2**31 - 1
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Outline:
                 record = json_lines.parse(line)
                 if record is None or not isinstance(step := record.get("step", 0), int):
                     continue  # cut off, or damaged
-                if 0 <= step <= min(limits[attempt], MOST_STEPS):
+                if 0 <= step <= min(limits[attempt], MAX_STEPS):
                     yield record
 
     def _limits(self) -> list[float]:

@@ -98,7 +98,7 @@ def _view_choice(runs: Sequence[RunRead]) -> list[Element]:
 
 
 def _marks(runs: Sequence[RunRead]) -> Element:
-    """What the runs' colours and the marks in the charts mean."""
+    """What the runs' colors and the marks in the charts mean."""
     made = e("ul", class_="legend")
     if len(runs) > 1:
         for index, run in enumerate(runs):

@@ -18,7 +18,7 @@ from jaxpar.report.series import Series, Sizes
 KINDS = {
     "restart": "started again",
     "rewind": "went back",
-    "left out": "updates left out, loss or gradient being no number",
+    "left out": "updates skipped for a non-finite loss or gradient",
     "failed": "save failed",
     "saved": "checkpoint",
 }
@@ -34,10 +34,10 @@ DRAWN = frozenset(
 
 #: Sizes of numbers that are shown, 0 beside them: of float32, in which a run measures, none is
 #: beyond, and sums and ratios of these are still numbers.
-LEAST, MOST = 1e-100, 1e100
+MIN_MAGNITUDE, MAX_MAGNITUDE = 1e-100, 1e100
 
 #: Samples that are shown: the latest.
-MOST_SAMPLES = 4
+MAX_SAMPLES = 4
 
 
 class Mark(NamedTuple):
@@ -115,7 +115,7 @@ def read_run(folder: str) -> RunRead:
     else:
         starts = (step for _, step in found.starts[1:])
         run.marks += [Mark("restart", step, None, f"went on from step {step}") for step in starts]
-    run.samples = list(deque(read_samples(path), MOST_SAMPLES))
+    run.samples = list(deque(read_samples(path), MAX_SAMPLES))
     return run
 
 
@@ -162,7 +162,7 @@ def _read_metrics(run: RunRead, found: Outline) -> None:
 
 
 def _can_be_shown(value: float) -> bool:
-    return value == 0 or LEAST < abs(value) < MOST
+    return value == 0 or MIN_MAGNITUDE < abs(value) < MAX_MAGNITUDE
 
 
 # ------------------------------------------------------------------------------- events.jsonl

@@ -14,7 +14,7 @@ from jaxpar.report.scale import Scale, scale_of, seconds
 BARS = 40
 
 #: Points of a line of progress, at most, and checkpoints in its table.
-MOST_POINTS, MOST_SAVES = 400, 12
+MAX_POINTS, MAX_SAVES = 400, 12
 
 
 def histogram(runs: Sequence[RunRead]) -> Element | None:
@@ -83,11 +83,11 @@ def _counted(run: RunRead) -> str:
 def _important(run: RunRead) -> list[Any]:
     """Marks for the table: all but the checkpoints, and the latest of those."""
     rest = [mark for mark in run.marks if mark.kind != "saved"]
-    return rest[-50:] + [mark for mark in run.marks if mark.kind == "saved"][-MOST_SAVES:]
+    return rest[-50:] + [mark for mark in run.marks if mark.kind == "saved"][-MAX_SAVES:]
 
 
 def _thinned(points: list[tuple[float, int]]) -> list[tuple[float, float]]:
-    every = -(-len(points) // MOST_POINTS) or 1
+    every = -(-len(points) // MAX_POINTS) or 1
     kept = [*points[::every], points[-1]] if (len(points) - 1) % every else points[::every]
     return [(x, float(y)) for x, y in kept]
 

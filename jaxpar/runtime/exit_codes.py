@@ -26,5 +26,5 @@ class Spike(Exception):
 
 
 def not_finite(values: dict[str, float]) -> list[str]:
-    """Each value that is infinite or not a number, as "loss = nan"."""
+    """Each non-finite value, as "loss = nan"."""
     return [f"{name} = {value}" for name, value in values.items() if not math.isfinite(value)]

@@ -46,20 +46,20 @@ def _verdict(error: BaseException) -> tuple[int, str]:
     why = f"{type(error).__name__}: {error}"
     match error:
         case ConfigError():
-            return _say(why := f"config error: {error}", exit_codes.EXIT_CONFIG), why
+            return _report(why := f"config error: {error}", exit_codes.EXIT_CONFIG), why
         case exit_codes.BadNumerics():
-            return _say(why := f"bad numerics: {error}", exit_codes.EXIT_NUMERICS), why
+            return _report(why := f"bad numerics: {error}", exit_codes.EXIT_NUMERICS), why
         case exit_codes.RunError():
-            return _say(why := f"error: {error}", exit_codes.EXIT_ERROR), why
+            return _report(why := f"error: {error}", exit_codes.EXIT_ERROR), why
         case KeyboardInterrupt():
-            return _say(why := "interrupted", exit_codes.EXIT_INTERRUPTED), why
+            return _report(why := "interrupted", exit_codes.EXIT_INTERRUPTED), why
         case BrokenPipeError():
             why = "error: whatever read the output has closed it"
-            return _say(why, exit_codes.EXIT_ERROR), why
+            return _report(why, exit_codes.EXIT_ERROR), why
         case OSError(errno=errno.ENOSPC | errno.EDQUOT):
             file = f" for {error.filename}" if error.filename else ""  # a write has no name
             why = f"error: {error.strerror}{file}. Free space, and start the same command again"
-            return _say(why, exit_codes.EXIT_ERROR), why
+            return _report(why, exit_codes.EXIT_ERROR), why
         case SystemExit():
             return _code_of(error), why
     # Without the module it has started no JAX, and has no peers.
@@ -67,13 +67,13 @@ def _verdict(error: BaseException) -> tuple[int, str]:
     if processes and isinstance(error, processes.PeerFailed | processes.PeersMissing):
         # What another process could not do has its code: this one is not at fault.
         code = getattr(error, "code", exit_codes.EXIT_ERROR)
-        return _say(why := f"error: {error}", code), why
+        return _report(why := f"error: {error}", code), why
     traceback.print_exception(error)
     return exit_codes.EXIT_ERROR, why
 
 
 @contextlib.contextmanager
-def ending_at_once() -> Iterator[None]:
+def exit_on_failure() -> Iterator[None]:
     """With several processes, an exception within ends this one here, and nothing is tidied up.
 
     A save under way, say, would be waited for, and would wait for a process that is dead. Bad
@@ -85,7 +85,7 @@ def ending_at_once() -> Iterator[None]:
         yield
     except BaseException as error:
         alike = isinstance(error, exit_codes.BadNumerics | exit_codes.Spike)
-        if peers.count() == 1 or alike:
+        if peers.world_size() == 1 or alike:
             raise
         _leave(*_verdict(error))
 
@@ -103,11 +103,11 @@ def _leave(code: int, why: str) -> NoReturn:
         if not well and code != exit_codes.EXIT_CONFIG:  # what is refused writes nothing
             with contextlib.suppress(OSError):
                 watchdog.last_words(code, why)
-        peers.part(well)
+        peers.leave(well)
     os._exit(code)
 
 
-def _say(text: str, code: int) -> int:
+def _report(text: str, code: int) -> int:
     print(text, file=sys.stderr)
     return code
 
@@ -116,4 +116,4 @@ def _code_of(stop: SystemExit) -> int:
     """As Python would end: None is success, text is printed and is an error."""
     if stop.code is None or isinstance(stop.code, int):
         return stop.code or exit_codes.EXIT_OK
-    return _say(str(stop.code), exit_codes.EXIT_ERROR)
+    return _report(str(stop.code), exit_codes.EXIT_ERROR)

@@ -44,7 +44,7 @@ class StopRequest:
         # Here, since programs that start no JAX read this file.
         from jaxpar.runtime.processes import peers
 
-        if not self._agreed and peers.stop_is_agreed():
+        if not self._agreed and peers.agreed_to_stop():
             self._agreed, self.received = True, self.received or "SIGTERM"
         return self._agreed
 

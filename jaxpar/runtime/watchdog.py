@@ -37,7 +37,7 @@ REPORT_SECONDS = 8.0
 EXTRA_SECONDS = 60.0
 
 #: Lines of NCCL's findings that are shown; the file has all.
-MOST_SHOWN = 20
+MAX_LINES_SHOWN = 20
 
 #: The descriptor of the process's own standard error.
 STDERR = 2
@@ -105,13 +105,13 @@ class Watchdog:
                 self._end(f"step {step}, {phase}: not over after {now - since:.0f} s", first=True)
 
     def _watch_others(self) -> None:
-        while peers.count() > 1 and not self._over.wait(LOOK_SECONDS):
+        while peers.world_size() > 1 and not self._over.wait(LOOK_SECONDS):
             try:
-                hung = peers.published(_TOPIC)
+                hung = peers.read_published(_TOPIC)
             except RuntimeError:
                 return  # the coordinator is gone, and JAX ends this process
             for process, text in hung.items():
-                self._end(f"{peers.name_of(process)} hangs at {text}")
+                self._end(f"{peers.process_name(process)} hangs at {text}")
 
     def _end(self, why: str, *, first: bool = False) -> None:
         """Write the last words, give the others time for theirs, and end with 124 in any case.
@@ -124,21 +124,21 @@ class Watchdog:
             phase, step, _, _ = self._at
             # All in threads: the others may be stopped, and the folder's file system may hang.
             _start(self._tell, f"step {step}, {phase}")
-            reports = [_start(self._say_why, why), _start(self._collectives)]
+            reports = [_start(self._log_why, why), _start(self._collectives)]
             if first and visible.gpu_is_present():
                 reports.append(_start(self._ask_nccl))
             until = time.monotonic() + REPORT_SECONDS
-            self._over.wait(TELL_SECONDS + (peers.own() == 0))
+            self._over.wait(TELL_SECONDS + (peers.rank() == 0))
             for thread in reports:
                 thread.join(max(until - time.monotonic(), 0))
         finally:
             os._exit(exit_codes.EXIT_HANG)
 
-    def _say_why(self, why: str) -> None:
+    def _log_why(self, why: str) -> None:
         """Write the last words and the stacks; to stderr, where the folder takes no file."""
         with contextlib.suppress(OSError):
             self.write(exit_codes.EXIT_HANG, f"hang: {why}")
-        stacks = self._folder / f"{peers.own()}.stacks.txt"
+        stacks = self._folder / f"{peers.rank()}.stacks.txt"
         where = f"in {stacks}"
         try:
             with open(stacks, "a") as file:
@@ -148,14 +148,14 @@ class Watchdog:
         except OSError as error:
             faulthandler.dump_traceback(STDERR)
             where = f"above, since {stacks} cannot be written ({error.strerror})"
-        told = f"hang: {peers.name_of(peers.own())}: {why}; stacks {where}"
+        told = f"hang: {peers.process_name(peers.rank())}: {why}; stacks {where}"
         print(told, file=sys.stderr, flush=True)
 
     def _tell(self, where: str) -> None:
         """Let the others know, and stop waiting once all have said the same."""
         try:
             peers.publish(_TOPIC, where)
-            while peers.count() > max(len(peers.published(_TOPIC)), 1):
+            while peers.world_size() > max(len(peers.read_published(_TOPIC)), 1):
                 time.sleep(0.1)
             time.sleep(0.5)  # theirs are being written
         except RuntimeError:
@@ -164,7 +164,7 @@ class Watchdog:
 
     def _ask_nccl(self) -> None:
         """Write what NCCL says of all ranks, and show what it finds wrong."""
-        file = self._folder / f"{peers.own()}.nccl.txt"
+        file = self._folder / f"{peers.rank()}.nccl.txt"
         try:
             report = nccl_ras.status(REPORT_SECONDS - 1)
         except nccl_ras.NoAnswer as error:
@@ -173,12 +173,12 @@ class Watchdog:
         with contextlib.suppress(OSError):  # what is wrong is shown all the same
             file.write_text(report)
         found = nccl_ras.what_is_wrong(report) or ["names no rank that is behind"]
-        shown = "\n".join(f"    {line}" for line in found[:MOST_SHOWN])
+        shown = "\n".join(f"    {line}" for line in found[:MAX_LINES_SHOWN])
         print(f"hang: NCCL ({file}):\n{shown}", file=sys.stderr, flush=True)
 
     def _collectives(self) -> None:
         """Write the collectives of a step, in their order: what NCCL counts."""
-        if self.report is None or peers.own() != 0:
+        if self.report is None or peers.rank() != 0:
             return
         order = "\n".join(self.report()) + "\n"
         with contextlib.suppress(OSError):
@@ -188,7 +188,7 @@ class Watchdog:
         """Write this process's last words to RUN/ranks/N.json."""
         phase, step, since, _ = self._at
         words = {
-            "process": peers.name_of(peers.own()),
+            "process": peers.process_name(peers.rank()),
             "pid": os.getpid(),
             "time": time.time(),
             "code": code,
@@ -198,7 +198,7 @@ class Watchdog:
             "seconds_in_phase": round(time.monotonic() - since, 3),
         }
         self._folder.mkdir(parents=True, exist_ok=True)
-        own = self._folder / f"{peers.own()}.json"
+        own = self._folder / f"{peers.rank()}.json"
         own.write_text(json.dumps(words) + "\n")
 
 

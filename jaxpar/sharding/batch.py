@@ -10,12 +10,12 @@ IGNORED = -1
 
 @flax.struct.dataclass
 class Batch:
-    """One global batch of packed windows, each array int32 [B, T], sharded by `axes.BATCH_SPEC`.
+    """One global batch of packed sequences, each array int32 [B, T], sharded by `axes.BATCH_SPEC`.
 
     tokens       the input tokens.
     labels       the token that follows each input token in the text, or IGNORED.
-    segment_ids  number of the document within the window, from 1; all 1 without document masking.
-    positions    position within the document (RoPE, causality); within the window without masking.
+    segment_ids  number of the document within the sequence, from 1; all 1 without document masking.
+    positions    position within the document (RoPE, causality); without masking, in the sequence.
     """
 
     tokens: Any

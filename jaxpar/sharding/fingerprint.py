@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar.sharding.axes import axes_of
-from jaxpar.sharding.hashing import hashed
+from jaxpar.sharding.hashing import hash_uint32
 
 #: Separates the second sum from the first, and the rows from the columns.
 _GOLDEN = 0x9E3779B9
@@ -44,10 +44,10 @@ def partial_sums(x: jax.Array, origin: Sequence[Any], shape: Sequence[int]) -> j
         column += lax.broadcast_in_dim(place, x.shape, (dim,))
         stride *= shape[dim]
     # Rows are hashed apart: a place counted in one number would not fit 32 bits.
-    row = hashed(_places(x.shape[0], origin[0]) + jnp.uint32(_GOLDEN))
-    place = hashed(column ^ lax.broadcast_in_dim(row, x.shape, (0,)))
-    first = hashed(_bits(x) ^ place)
-    second = hashed(first + jnp.uint32(_GOLDEN))
+    row = hash_uint32(_places(x.shape[0], origin[0]) + jnp.uint32(_GOLDEN))
+    place = hash_uint32(column ^ lax.broadcast_in_dim(row, x.shape, (0,)))
+    first = hash_uint32(_bits(x) ^ place)
+    second = hash_uint32(first + jnp.uint32(_GOLDEN))
     return jnp.stack([jnp.sum(first, dtype=jnp.uint32), jnp.sum(second, dtype=jnp.uint32)])
 
 
@@ -159,7 +159,7 @@ def _box_program(shape: tuple[int, ...]):
     return jax.jit(lambda x, origin: partial_sums(x, origin, shape))
 
 
-class Running:
+class RunningFingerprint:
     """The fingerprint of an array that is read or written box by box, each element once."""
 
     def __init__(self, shape: Sequence[int]):

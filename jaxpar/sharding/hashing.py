@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def hashed(x: jax.Array) -> jax.Array:
+def hash_uint32(x: jax.Array) -> jax.Array:
     """uint32 to uint32, one to one, each bit of the result depending on all of `x`.
 
     Source:   C. Wellons, hash-prospector: `lowbias32`.

@@ -49,7 +49,7 @@ def init_options(platform: str) -> tuple[tuple[str, int], ...]:
 
     For a CPU, LLVM's highest level takes up to five times as long as the one below it, and both
     make the same bits, no sooner: with 2 CPU cores and JAX 0.11.2, a tiny model's weights took 8
-    CPU seconds instead of 3. Where JAX is told to optimise less than that, nothing is asked for.
+    CPU seconds instead of 3. Where JAX is told to optimize less than that, nothing is asked for.
     """
     if platform != "cpu" or jax.config.read("jax_disable_most_optimizations"):
         return ()

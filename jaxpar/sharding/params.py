@@ -28,8 +28,8 @@ class ParamSpec:
     std: float = 0.02
     decay: bool = True
     """Whether weight decay applies: to matrices, not to norms and biases."""
-    trained: bool = True
-    """Whether training moves it. If not, it has neither gradient nor moments."""
+    trainable: bool = True
+    """Whether training updates it. A frozen parameter has neither gradient nor moments."""
 
     def __post_init__(self):
         if len(self.shape) != len(self.axes):
@@ -76,17 +76,17 @@ def flat(tree: Any) -> dict[str, Any]:
 
 
 def split(tree: Any, specs: Any) -> tuple[Any, Any]:
-    """A tree in two, each without the names of the other: what is trained, and what is not.
+    """Partition a tree into its trainable and its frozen leaves.
 
-    Args:     tree: as `specs`, the specs of a model themselves among others.
-    Returns:  two trees for `join`. Where everything is trained, the tree itself and {}.
+    Args:     tree: of the same structure as `specs`; it may be `specs`.
+    Returns:  (trainable, frozen), for `join`. If everything is trainable, the tree itself and {}.
     """
-    leaves, moved = flat(tree), {name: spec.trained for name, spec in flat(specs).items()}
-    if all(moved.values()):
+    leaves, is_trainable = flat(tree), {name: spec.trainable for name, spec in flat(specs).items()}
+    if all(is_trainable.values()):
         return tree, {}
-    parts = [{n: leaves[n] for n in leaves if moved[n] is which} for which in (True, False)]
-    trained, rest = (flax.traverse_util.unflatten_dict(part, sep="/") for part in parts)
-    return trained, rest
+    parts = [{n: leaves[n] for n in leaves if is_trainable[n] is which} for which in (True, False)]
+    trainable, frozen = (flax.traverse_util.unflatten_dict(part, sep="/") for part in parts)
+    return trainable, frozen
 
 
 def join(a: Any, b: Any) -> Any:

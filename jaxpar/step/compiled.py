@@ -11,7 +11,7 @@ from jaxpar.runtime.start import DEFAULT_LIMIT, HOST_LIMIT
 from jaxpar.step.state import TrainState, bytes_per_device
 
 
-def check_host_memory(program: Any, cfg: Config, in_any: Callable[[bool], bool]) -> None:
+def check_host_memory(program: Any, cfg: Config, any_process: Callable[[bool], bool]) -> None:
     """That a compiled step holds no more on a host than XLA may take: its first run would end.
 
     Args:     in_any: whether what is True here or there is so in some process; all call it.
@@ -21,7 +21,7 @@ def check_host_memory(program: Any, cfg: Config, in_any: Callable[[bool], bool])
     values = memory.host_temp_size_in_bytes if memory else 0
     moments = memory.host_argument_size_in_bytes if memory else 0
     needed, limit = devices * (values + moments), int(os.environ.get(HOST_LIMIT, DEFAULT_LIMIT))
-    if not in_any(needed > limit << 30):
+    if not any_process(needed > limit << 30):
         return
     rule = f"leaves {needed / 2**30:.1f} GiB in the memory of a host for {devices} devices, of "
     rule += f"which XLA may take {limit} here ({HOST_LIMIT})"
@@ -36,7 +36,7 @@ class FirstRunAlone:
     """A compiled program whose first run has the devices to itself.
 
     cuDNN captures its kernels then, which a transfer under way, or beginning, can make fail
-    (docs/LOG.md). Later runs are dispatched as ever.
+    (docs/experiments/attention.md#cudnn-graph-capture). Later runs are dispatched as ever.
     """
 
     def __init__(self, program: Any):

@@ -1,7 +1,7 @@
 """The training state: step, parameters, moments; how it starts and how it is sharded.
 
 Arrays are logical and global, under stable names, so a checkpoint means the same on every mesh.
-One thing depends on the mesh: with virtual stages, a device's chunks are not neighbouring layers,
+One thing depends on the mesh: with virtual stages, a device's chunks are not neighboring layers,
 so the running state holds the layers in another order. `to_logical` and `to_running` convert.
 """
 
@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.config import Config
-from jaxpar.model.parameters import param_specs, trained_specs
+from jaxpar.model.parameters import param_specs, trainable_specs
 from jaxpar.optimizer import loss_scale, moments
 from jaxpar.optimizer.rules import make_optimizer
 from jaxpar.sharding.initial_values import init_options, initial_values, leaf_keys
@@ -34,32 +34,34 @@ class TrainState:
     """Everything a step changes. `step` is also the position in the data."""
 
     step: Any
-    """int32 scalar: optimiser steps taken."""
+    """int32 scalar: optimizer steps taken."""
     params: Any
     """float32 master weights, as `parameters.param_specs`."""
     opt_state: Any
-    """optax state; moments are shaped and sharded as the parameters that are trained."""
+    """optax state; moments are shaped and sharded as the trainable parameters."""
     guard: Any = ()
-    """Scalars of `loss_scale.initial`."""
+    """Scalars of `loss_scale.initial_guard`."""
 
 
 def optimizer_for(cfg: Config) -> optax.GradientTransformation:
     """The configured update rule for the configured model."""
-    return make_optimizer(cfg.optimizer, cfg.train.num_steps, trained_specs(cfg))
+    return make_optimizer(cfg.optimizer, cfg.train.num_steps, trainable_specs(cfg))
 
 
 def abstract_state(cfg: Config) -> TrainState:
     """The state's global shapes and dtypes; allocates nothing."""
     params = abstract(param_specs(cfg.model, cfg.lora))
     opt_state = jax.eval_shape(functools.partial(_init_opt_state, cfg), params)
-    guard = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), loss_scale.initial(cfg))
+    guard = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), loss_scale.initial_guard(cfg)
+    )
     return TrainState(jax.ShapeDtypeStruct((), jnp.int32), params, opt_state, guard)
 
 
 def _init_opt_state(cfg: Config, params: Any) -> Any:
     """The optax state of parameters that no step has changed."""
-    moved, _ = split(params, param_specs(cfg.model, cfg.lora))
-    return moments.in_kept_dtype(optimizer_for(cfg).init(moved), cfg.optimizer)
+    trainable, _ = split(params, param_specs(cfg.model, cfg.lora))
+    return moments.in_storage_dtype(optimizer_for(cfg).init(trainable), cfg.optimizer)
 
 
 def state_specs(cfg: Config) -> TrainState:
@@ -70,12 +72,12 @@ def state_specs(cfg: Config) -> TrainState:
         optimizer_for(cfg),
         lambda moment, spec: moment if is_none(moment) else spec,
         abstract_state(cfg).opt_state,
-        partition_specs(trained_specs(cfg)),
+        partition_specs(trainable_specs(cfg)),
         transform_non_params=lambda _: PartitionSpec(),
         is_leaf=is_none,
     )
     params = partition_specs(param_specs(cfg.model, cfg.lora))
-    guard = jax.tree.map(lambda _: PartitionSpec(), loss_scale.initial(cfg))
+    guard = jax.tree.map(lambda _: PartitionSpec(), loss_scale.initial_guard(cfg))
     return TrainState(PartitionSpec(), params, opt_state, guard)
 
 
@@ -117,7 +119,7 @@ def state_of(params: Any, cfg: Config, mesh: Mesh) -> TrainState:
     to = state_shardings(cfg, mesh)
     opt_state = jax.jit(functools.partial(_init_opt_state, cfg), out_shardings=to.opt_state)
     # Made in a program: with several processes, device_put would compare what each of them puts.
-    scalars = lambda: (jnp.int32(0), loss_scale.initial(cfg))  # noqa: E731
+    scalars = lambda: (jnp.int32(0), loss_scale.initial_guard(cfg))  # noqa: E731
     step, guard = jax.jit(scalars, out_shardings=(to.step, to.guard))()
     return TrainState(step, params, opt_state(params), guard)
 
@@ -187,7 +189,7 @@ def in_configured_dtypes(state: TrainState, cfg: Config) -> TrainState:
     """The state with its moments in the dtypes that the config keeps them in; shardings stay."""
 
     def converted(field: str | None, _: str, x: jax.Array) -> jax.Array:
-        dtype = jnp.dtype(moments.dtype_of(field, cfg.optimizer))
+        dtype = jnp.dtype(moments.storage_dtype(field, cfg.optimizer))
         return x if x.dtype == dtype else _convert(x.sharding, dtype)(x)
 
     return dataclasses.replace(state, opt_state=moments.map_moments(converted, state.opt_state))

@@ -1,6 +1,6 @@
 """The train step and the evaluation step: the one `shard_map`, around everything.
 
-Forward, backward, reduction, clipping and optimiser all run inside it on local shards, manual over
+Forward, backward, reduction, clipping and optimizer all run inside it on local shards, manual over
 every mesh axis, with `check_vma=True`.
 """
 
@@ -20,8 +20,7 @@ from jaxpar.execution.decisions import Execution, execution_of
 from jaxpar.model import fused_weights, parameters, transformer
 from jaxpar.model.attention_context import AttentionContext, across_devices, attention_context
 from jaxpar.model.weights import with_float32_gradients
-from jaxpar.optimizer import loss_scale as skipping
-from jaxpar.optimizer import moments
+from jaxpar.optimizer import loss_scale, moments
 from jaxpar.parallel.accumulation import accumulate
 from jaxpar.parallel.collectives import psum, varying
 from jaxpar.parallel.fsdp import gather as fsdp
@@ -36,7 +35,7 @@ from jaxpar.step.state import TrainState, state_shardings, state_specs
 
 
 @flax.struct.dataclass
-class Measured:
+class StepMetrics:
     """What a step reports: float32 scalars, the same on every device."""
 
     loss: jax.Array
@@ -55,7 +54,7 @@ class Measured:
 
 def make_train_step(
     cfg: Config, mesh: Mesh, max_segments: int | None = None, ex: Execution | None = None
-) -> Callable[[TrainState, Batch], tuple[TrainState, Measured]]:
+) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """The compiled train step. It takes over (donates) the state it is given.
 
     Args:     max_segments: documents in one window at most; backends that mask by offset need it.
@@ -86,9 +85,9 @@ def make_eval_step(
 
 def make_gradient_step(
     cfg: Config, mesh: Mesh, max_segments: int | None = None, ex: Execution | None = None
-) -> Callable[[Any, Batch], tuple[Measured, Any]]:
-    """The compiled (params, batch) -> (Measured, gradients), for checks."""
-    grads = partition_specs(parameters.trained_specs(cfg))
+) -> Callable[[Any, Batch], tuple[StepMetrics, Any]]:
+    """The compiled (params, batch) -> (StepMetrics, gradients), for checks."""
+    grads = partition_specs(parameters.trainable_specs(cfg))
     step = jax.shard_map(
         functools.partial(loss_and_gradients, ex or execution_of(cfg), max_segments),
         mesh=mesh,
@@ -103,29 +102,22 @@ def make_gradient_step(
 
 def train_step(
     ex: Execution, max_segments: int | None, state: TrainState, batch: Batch
-) -> tuple[TrainState, Measured]:
-    """One optimiser step. Where loss or gradient is no number, only step and guard change."""
+) -> tuple[TrainState, StepMetrics]:
+    """One optimizer step. If loss or gradient is non-finite, only the step and the guard change."""
     cfg, scale = ex.cfg, state.guard["loss_scale"]
-    measured, grads = loss_and_gradients(ex, max_segments, state.params, batch, scale)
-    ok = jnp.isfinite(measured.loss) & jnp.isfinite(measured.grad_norm)
+    metrics, grads = loss_and_gradients(ex, max_segments, state.params, batch, scale)
+    ok = jnp.isfinite(metrics.loss) & jnp.isfinite(metrics.grad_norm)
+    trainable, frozen = split(state.params, parameters.param_specs(cfg.model, cfg.lora))
     with jax.named_scope("optimizer"):
-        grads = clip(grads, measured.grad_norm, cfg.optimizer.clip_norm)
-        moved, still = split(state.params, parameters.param_specs(cfg.model, cfg.lora))
-        layers = layers_here(cfg)
-        moved, opt_state = moments.update(
-            cfg,
-            parameters.trained_specs(cfg),
-            grads,
-            state.opt_state,
-            moved,
-            state.step,
-            layers,
-            ok,
+        grads = clip(grads, metrics.grad_norm, cfg.optimizer.clip_norm)
+        specs, layers = parameters.trainable_specs(cfg), layers_here(cfg)
+        trainable, opt_state = moments.update(
+            cfg, specs, grads, state.opt_state, trainable, state.step, layers, ok
         )
-    guard = skipping.after(cfg, state.guard, ok)
+    guard = loss_scale.update_guard(cfg, state.guard, ok)
     counts = {name: guard[name].astype(jnp.float32) for name in ("skipped", "in_a_row")}
-    measured = dataclasses.replace(measured, loss_scale=scale, **counts)
-    return TrainState(state.step + 1, join(moved, still), opt_state, guard), measured
+    metrics = dataclasses.replace(metrics, loss_scale=scale, **counts)
+    return TrainState(state.step + 1, join(trainable, frozen), opt_state, guard), metrics
 
 
 def loss_and_gradients(
@@ -134,37 +126,38 @@ def loss_and_gradients(
     params: Any,
     batch: Batch,
     scale: jax.Array | float = 1.0,
-):
-    """Mean loss over the global batch, and its gradients, reduced and sharded as the parameters.
+) -> tuple[StepMetrics, Any]:
+    """Mean loss over the global batch, and its gradients, reduced and sharded like the parameters.
 
-    Args:     scale: what the loss is multiplied with on its way back (`optimizer/loss_scale.py`).
-    Returns:  (Measured, float32 gradients of the parameters that are trained).
+    Args:     scale: the factor of the loss in its backward (`optimizer/loss_scale.py`).
+    Returns:  (StepMetrics, float32 gradients of the trainable parameters).
     Communication: that of the model; FSDP's scatters; one `reduce_gradients`; scalars.
     """
     cfg, num_tokens = ex.cfg, count_labels(batch)
-    moved, still = split(varying(params), parameters.param_specs(cfg.model, cfg.lora))
-    shards, unview = jax.vjp(lambda p: fused_weights.view(p, ex), moved)
+    trainable, frozen = split(varying(params), parameters.param_specs(cfg.model, cfg.lora))
+    shards, unfuse = jax.vjp(lambda p: fused_weights.fuse(p, ex), trainable)
     weights = weights_of_step(shards, cfg)
-    if still:
-        still = weights_of_step(fused_weights.view(still, ex), cfg)
+    if frozen:
+        frozen = weights_of_step(fused_weights.fuse(frozen, ex), cfg)
     model = staged_model(ex, max_segments)
     microbatches = split_microbatches(batch, cfg.parallel.num_microbatches)
     run = schedule_of(cfg)
-    (_, loss_sum), grads = run(model, weights, still, microbatches, scale / num_tokens)
+    (_, loss_sum), grads = run(model, weights, frozen, microbatches, scale / num_tokens)
     grads = fused_weights.without_scales(grads)
     if cfg.parallel.zero == 1:
         grads = scatter_once(grads, cfg)
-    (grads,) = unview(grads)
-    grads = reduce_gradients(grads, parameters.trained_specs(cfg))
-    grads = skipping.unscaled(cfg, grads, scale)
+    (grads,) = unfuse(grads)
+    grads = reduce_gradients(grads, parameters.trainable_specs(cfg))
+    grads = loss_scale.unscale_gradients(cfg, grads, scale)
     loss = psum(loss_sum, TOKEN_AXES) / num_tokens
-    return Measured(loss, global_norm(fused_weights.apart(grads, cfg)), num_tokens), grads
+    norm = global_norm(fused_weights.unstack_layers(grads, cfg))
+    return StepMetrics(loss, norm, num_tokens), grads
 
 
 def eval_step(ex: Execution, max_segments: int | None, params: Any, batch: Batch):
     """Summed loss and labelled tokens of a global batch, without gradients."""
     cfg = ex.cfg
-    weights = weights_of_step(fused_weights.view(varying(params), ex), cfg)
+    weights = weights_of_step(fused_weights.fuse(varying(params), ex), cfg)
     microbatches = split_microbatches(batch, cfg.parallel.num_microbatches)
     model = staged_model(ex, max_segments)
     _, loss_sum = forward_only(model, weights, microbatches, cfg.parallel.virtual_stages)
@@ -240,7 +233,7 @@ def scatter_once(grads: Any, cfg: Config) -> Any:
 def _map_groups(fn: Callable, tree: Any) -> Any:
     """`fn(arrays, dims)` over the arrays outside the layers and over each layer's."""
     in_layers = functools.partial(fn, dims=fused_weights.LAYER_DIMS)
-    layers = fused_weights.each_tree(in_layers, tree["layers"])
+    layers = fused_weights.map_layers(in_layers, tree["layers"])
     return {"top": fn(tree["top"], dims=fused_weights.TOP_DIMS), "layers": layers}
 
 

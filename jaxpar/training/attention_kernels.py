@@ -55,11 +55,11 @@ def test_kernels(
     loader: Loader,
     max_segments: int,
     step: int,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> None:
     """Compare the kernels with `reference` on a slice of the run's next batch, on one device.
 
-    Args:     kernels: of `choose_kernels`. step: steps taken so far. say: prints a line.
+    Args:     kernels: of `choose_kernels`. step: steps taken so far. log: prints a line.
     Raises:   ConfigError when they disagree.
     """
     if not kernels:
@@ -72,14 +72,14 @@ def test_kernels(
     describe = jax.jit(functools.partial(masks_of, cfg=cfg, max_segments=max_segments))
     masks = describe(jax.tree.map(lambda x: x[:, places], first_row))
     for choice, mask in zip(kernels, masks, strict=True):
-        _test_choice(choice, mask, cfg, say)
+        _test_choice(choice, mask, cfg, log)
 
 
 def _test_choice(
-    choice: Choice, mask: AttentionMask, cfg: Config, say: Callable[[str], None]
+    choice: Choice, mask: AttentionMask, cfg: Config, log: Callable[[str], None]
 ) -> None:
     if {choice.forward, choice.backward} == {"reference"}:
-        say("attention self-test: skipped, reference is what kernels are compared with")
+        log("attention self-test: skipped, reference is what kernels are compared with")
         return
     began, m = time.perf_counter(), cfg.model
     group = m.num_heads // m.num_kv_heads
@@ -91,4 +91,4 @@ def _test_choice(
         fix = "use --model.attention-backend reference, or another that serves, and report it"
         name = m.attention_backend
         raise ConfigError("model.attention_backend", name, str(error), fix) from error
-    say(f"attention self-test: {report}, {time.perf_counter() - began:.1f} s")
+    log(f"attention self-test: {report}, {time.perf_counter() - began:.1f} s")

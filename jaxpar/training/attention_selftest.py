@@ -32,7 +32,7 @@ LSE_BOUND = 1e-3
 #: The least root mean square that an error is relative to: that of dq over 1024 causal tokens, when
 #: q, k, v and d_out have 1. A query that sees one key has a gradient of 0, and an error relative to
 #: that would be rounding over nothing.
-LEAST_RMS = 0.1
+MIN_RMS = 0.1
 
 _REFERENCE = Choice("reference", "reference")
 
@@ -124,7 +124,7 @@ def _relative(found, wanted) -> float:
 
     def of_block(tokens: slice):
         off, whole = found[:, tokens] - wanted[:, tokens], wanted[:, tokens]
-        return np.linalg.norm(off) / max(np.linalg.norm(whole), LEAST_RMS * whole.size**0.5)
+        return np.linalg.norm(off) / max(np.linalg.norm(whole), MIN_RMS * whole.size**0.5)
 
     starts = range(0, wanted.shape[1], BLOCK)
     return float(np.max([of_block(slice(start, start + BLOCK)) for start in starts]))

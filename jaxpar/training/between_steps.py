@@ -9,14 +9,14 @@ from jaxpar import checkpoint
 from jaxpar.monitoring.goodput import Recorder
 from jaxpar.profiling.in_run import RunProfiler
 from jaxpar.runtime import signals
-from jaxpar.runtime.processes.peers import say
-from jaxpar.runtime.program import ending_at_once
+from jaxpar.runtime.processes.peers import log
+from jaxpar.runtime.program import exit_on_failure
 from jaxpar.runtime.watchdog import Watchdog
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.mesh import describe
 from jaxpar.step.replica_check import make_replica_check, require_equal
 from jaxpar.step.state import TrainState
-from jaxpar.step.train_step import Measured
+from jaxpar.step.train_step import StepMetrics
 from jaxpar.training.evaluation import Evaluation
 from jaxpar.training.run import Run
 
@@ -54,12 +54,12 @@ class BetweenSteps:
         self.replicas = make_replica_check(cfg, run.mesh)
         self.batches = run.loader.prefetched(self.first)
         event = self.phases.spent.event
-        saver = checkpoint.Checkpointer(cfg, say, run.loader.skipped, event, run.asked)
-        profiler = RunProfiler(cfg, run.dir, self.program, describe(run.mesh), say)
+        saver = checkpoint.Checkpointer(cfg, log, run.loader.skipped, event, run.asked)
+        profiler = RunProfiler(cfg, run.dir, self.program, describe(run.mesh), log)
         with contextlib.ExitStack() as stack:
             self.saver = stack.enter_context(saver)
             self.metrics = stack.enter_context(run.metrics())
-            stack.enter_context(ending_at_once())
+            stack.enter_context(exit_on_failure())
             self.profiler = stack.enter_context(profiler)
             self.open = stack.pop_all()
         return self
@@ -78,14 +78,14 @@ class BetweenSteps:
         self.phases.enter("step", step + 1, slow=step == self.first)
         return batch
 
-    def report(self, step: int, measured: Measured) -> None:
+    def report(self, step: int, metrics: StepMetrics) -> None:
         """Write the metrics of the step before, whose values have arrived by now."""
         dispatch = time.perf_counter() - self.began
         startup = self.run.startup
         if "first step" not in startup.seconds:  # its dispatch has waited for it
             startup.ended("first step")
-            say(str(startup))
-        self.metrics.write_previous(step, measured, self.data_wait, dispatch)
+            log(str(startup))
+        self.metrics.write_previous(step, metrics, self.data_wait, dispatch)
 
     def check_replicas(self, done: int, state: TrainState) -> None:
         """Where it is due, see that replicas hold the same weights, bit for bit."""
@@ -116,7 +116,7 @@ class BetweenSteps:
             spent.record(done)
         if stopping:
             self.saver.finish()
-            say(f"{self.stop.received}: saved step {done}; the same command goes on from there")
+            log(f"{self.stop.received}: saved step {done}; the same command goes on from there")
         return stopping
 
     def finish(self) -> None:

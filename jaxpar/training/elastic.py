@@ -16,11 +16,11 @@ import jax
 
 from jaxpar.checkpoint import Saved
 from jaxpar.config import Config, ConfigError, flag
-from jaxpar.config.layout_fields import FIELDS, kept
+from jaxpar.config.layout_fields import FIELDS, fixed_layout_fields
 from jaxpar.config.resolve import fill_data_axis
 from jaxpar.planning.layouts import describe, divisors, with_parallel
 from jaxpar.planning.predict.communication import Cluster
-from jaxpar.planning.predict.hardware import GIB, H200, NETWORKS, Figure, Gpu, gpu_of_kind
+from jaxpar.planning.predict.hardware import GIB, H200, NETWORKS, Gpu, HardwareFigure, gpu_of_kind
 from jaxpar.planning.ranking import Layout, make_plan, nothing_fits
 from jaxpar.runtime import start as runtime
 from jaxpar.runtime.processes import peers
@@ -49,18 +49,18 @@ def choose_layout(cfg: Config, seconds: float) -> Config:
     jax.devices()  # JAX starts in all processes together, or not at all
 
     def plan() -> str:
-        return json.dumps(_best(cfg)) if peers.own() == 0 else ""
+        return json.dumps(_best(cfg)) if peers.rank() == 0 else ""
 
-    own = peers.together("layout", seconds, plan)
+    own = peers.all_or_none("layout", seconds, plan)
     chosen = json.loads(peers.exchange("chosen layout", own, seconds)[0])
-    peers.say(f"layout     {chosen['reason']}")
+    peers.log(f"layout     {chosen['reason']}")
     return with_parallel(cfg, auto="", **chosen["fields"])
 
 
 def _best(cfg: Config) -> dict[str, Any]:
     """Fields of the first of the layouts that fit these devices, and the reason in words."""
     here = Cluster(gpu_here(), NETWORKS["ib400"], jax.device_count(), jax.local_device_count())
-    fixed = kept(cfg)
+    fixed = fixed_layout_fields(cfg)
     plan = make_plan(cfg, here, fixed, coarse=True)
     if not plan.fitting:
         error = nothing_fits(plan)
@@ -101,7 +101,7 @@ def gpu_here() -> Gpu:
     limit = (device.memory_stats() or {}).get("bytes_limit", 0)
     memory = limit or runtime.host_memory() / jax.local_device_count()
     name = f"{device.device_kind} (planned as {H200.name})"
-    return dataclasses.replace(H200, name=name, memory=Figure(memory, "this device"))
+    return dataclasses.replace(H200, name=name, memory=HardwareFigure(memory, "this device"))
 
 
 # --------------------------------------------------------------------- accumulation that follows
@@ -137,7 +137,7 @@ def same_rows(cfg: Config, saved: Saved | None, num_devices: int) -> Config:
         fits = [n for n in fits if n % now["pipeline"] == 0]
     if not fits or part(fits[0]) == part(cfg.parallel.num_microbatches):
         return cfg
-    peers.say(
+    peers.log(
         f"changed    {MICROBATCHES}: {fits[0]}, not {cfg.parallel.num_microbatches}, so that each "
         f"is no larger on {num_devices} devices than before; the global batch is the same"
     )
@@ -155,7 +155,7 @@ def asked_before(saved: Saved) -> int:
     return int(saved.asked.get(MICROBATCHES, used))
 
 
-def asked_otherwise(asked: Config, used: Config) -> dict[str, Any]:
+def changed_by_layout(asked: Config, used: Config) -> dict[str, Any]:
     """What a checkpoint is to know of the command, where the run does something else."""
     value = asked.parallel.num_microbatches
     return {} if value == used.parallel.num_microbatches else {MICROBATCHES: value}

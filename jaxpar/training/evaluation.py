@@ -18,7 +18,7 @@ def check_labels(cfg: Config, loader: Loader) -> None:
     Args:     loader: of the held-out split.
     Raises:   ConfigError when none of its batches has a label.
     """
-    first, most = loader.first_labelled(), cfg.evaluation.num_batches
+    first, most = loader.first_labeled(), cfg.evaluation.num_batches
     if first is not None and first < most:
         return
     what = ", ".join(str(source.dataset.path) for source in loader.sources)
@@ -41,7 +41,7 @@ class Evaluation:
             self.step = compiled.FirstRunAlone(make_eval_step(cfg, mesh, max_segments))
 
     def __call__(self, params: Any) -> tuple[float, float | None]:
-        """Returns:  nats per labelled token, bits per byte of text where its length is known."""
+        """Returns:  nats per labeled token, bits per byte of text where its length is known."""
         loader = self.loader
         assert loader is not None
         batches = range(self.num_batches)

@@ -21,7 +21,7 @@ def report(run_dir: Path, data: Path, unigram_entropy: float, seconds: float) ->
         f"{data}/": "text as tokens",
         f"{run_dir}/config.json": "every setting of the run",
         f"{run_dir}/metrics.jsonl": "loss, learning rate, speed by step",
-        f"{run_dir}/checkpoints/": "weights and optimiser state",
+        f"{run_dir}/checkpoints/": "weights and optimizer state",
     }
     width = max(map(len, places))
     python, run = shlex.quote(sys.executable), shlex.quote(str(run_dir))

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jaxpar import checkpoint
 from jaxpar.config import Config, ConfigError, LoraConfig, flag, replace, value_of
 from jaxpar.convert.hf.config_file import CONFIG_FILE
-from jaxpar.convert.hf.importing import Source, open_source
+from jaxpar.convert.hf.importing import PublishedModel, open_source
 from jaxpar.convert.hf.mesh_load import load_params
 from jaxpar.step import adapters
 from jaxpar.step.state import TrainState, init_state, state_of
@@ -24,7 +24,7 @@ class Origin:
     folder: Path
     step: int | None
     """Of a run: its latest checkpoint's."""
-    source: Source | None
+    source: PublishedModel | None
     """Of a published model."""
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     """Of a run: the adapters that its checkpoint holds."""
@@ -55,22 +55,22 @@ def find(cfg: Config) -> Origin | None:
     return Origin(folder, None, source)
 
 
-def state(cfg: Config, mesh: Mesh, origin: Origin | None, say: Callable[[str], None]) -> TrainState:
+def state(cfg: Config, mesh: Mesh, origin: Origin | None, log: Callable[[str], None]) -> TrainState:
     """The state before the first step. Every device reads or makes its own shards only.
 
     A run's adapters are merged into its weights; those of `cfg` start as in any new run.
 
-    Args:     origin: of `find`. say: told what was read.
+    Args:     origin: of `find`. log: called with what was read.
     """
     if origin is None:
         return init_state(cfg, mesh)
     if origin.source is not None:
-        params = load_params(origin.source, cfg, mesh, say)
+        params = load_params(origin.source, cfg, mesh, log)
     else:
         there = replace(cfg, lora=origin.lora)
         params = checkpoint.restore_params(origin.folder, there, mesh, origin.step)
-        params = adapters.merged(params, there, mesh)
-    return state_of(adapters.beside(params, cfg, mesh), cfg, mesh)
+        params = adapters.merge(params, there, mesh)
+    return state_of(adapters.add_fresh(params, cfg, mesh), cfg, mesh)
 
 
 def _require_same_model(cfg: Config, there: Config) -> None:

@@ -10,7 +10,7 @@ from jaxpar.monitoring.goodput import Recorder, goodput, read_events
 from jaxpar.profiling.hlo.collective_order import collective_order
 from jaxpar.runtime import exit_codes, signals
 from jaxpar.runtime.processes import peers
-from jaxpar.runtime.processes.peers import say
+from jaxpar.runtime.processes.peers import log
 from jaxpar.runtime.watchdog import Watchdog
 from jaxpar.step.compiled import FirstRunAlone, check_host_memory, memory_of
 from jaxpar.step.state import TrainState
@@ -23,7 +23,7 @@ from jaxpar.training.run import Run
 def train(run: Run, watch: Watchdog) -> int:
     """Train to the last step, from the start or a checkpoint. Returns an exit code."""
     if run.first_step == run.cfg.train.num_steps:
-        say(f"done already: {run.dir}")
+        log(f"done already: {run.dir}")
         return exit_codes.EXIT_OK
     with signals.StopRequest(jax.process_count() > 1) as stop, Recorder(run.dir) as spent:
         phases = Phases(watch, spent)
@@ -41,9 +41,9 @@ def train(run: Run, watch: Watchdog) -> int:
                 code = stopped_without_saving(run, stop, found)
                 break
             phases.enter("restore", run.first_step or 0, slow=True)
-            state, run.first_step = rewind(run.cfg, run.mesh, run.loader, run.origin, found, say)
+            state, run.first_step = rewind(run.cfg, run.mesh, run.loader, run.origin, found, log)
             spent.goes_on_from(run.first_step or 0)
-    say(str(goodput(read_events(run.dir))))
+    log(str(goodput(read_events(run.dir))))
     return code
 
 
@@ -66,7 +66,7 @@ def steps(
                 return exit_codes.EXIT_PREEMPTED
         between.finish()
     between.batches.close()
-    say(f"done: {run.dir}")
+    log(f"done: {run.dir}")
     return exit_codes.EXIT_OK
 
 
@@ -74,7 +74,7 @@ def stopped_without_saving(run: Run, stop: signals.StopRequest, spike: exit_code
     """Say that the run ends before it has gone back. Returns the exit code of a stop."""
     saved = checkpoint.saved_steps(run.dir)
     there = f"goes on from the checkpoint of step {saved[-1]}" if saved else "begins anew"
-    say(f"{stop.received}: {spike}, and nothing is saved after it; the same command {there}")
+    log(f"{stop.received}: {spike}, and nothing is saved after it; the same command {there}")
     return exit_codes.EXIT_PREEMPTED
 
 
@@ -86,7 +86,7 @@ def compiled(run: Run, state: TrainState) -> FirstRunAlone:
     peers.check_same("program", lambda: lowered.as_text(), run.cfg.cluster.slow_seconds)
     program = lowered.compile()
     # The devices meet from here on: nobody is still compiling.
-    check_host_memory(program, run.cfg, peers.in_any)
-    say(f"compiled in {time.perf_counter() - began:.1f} s{memory_of(program, state)}")
+    check_host_memory(program, run.cfg, peers.any_process)
+    log(f"compiled in {time.perf_counter() - began:.1f} s{memory_of(program, state)}")
     run.startup.ended("compilation")
     return FirstRunAlone(program)

@@ -80,7 +80,7 @@ def _data(run: Run) -> str:
 def left_out(run: Run) -> list[str]:
     """Batches that are skipped, and what asks for it: a new run may not expect any."""
     skipped, file = run.loader.skipped, run.dir / SKIPPED_FILE
-    if not skipped.windows:
+    if not skipped.ranges:
         return []
     source = file if file.is_file() else f"the checkpoint of step {run.first_step}"
     fresh = "; the run begins anew: delete it to train on them" * (run.first_step is None)

@@ -21,7 +21,7 @@ def rewind(
     loader: Loader,
     origin: initial_weights.Origin | None,
     spike: exit_codes.Spike,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> tuple[TrainState, int | None]:
     """The state of the last checkpoint, or of the start.
 
@@ -44,8 +44,8 @@ def rewind(
     loader.skipped = skipped.after_rewind(first, last - first + 1)
     if jax.process_index() == 0:
         write_skipped(Path(cfg.run.dir), loader.skipped)
-    state, step = initial_or_saved(cfg, mesh, origin, bool(steps), say)
-    say(f"rewound to step {step or 0}; batches {first} to {last} are left out")
+    state, step = initial_or_saved(cfg, mesh, origin, bool(steps), log)
+    log(f"rewound to step {step or 0}; batches {first} to {last} are left out")
     return jax.block_until_ready(state), step
 
 
@@ -54,9 +54,9 @@ def initial_or_saved(
     mesh: Mesh,
     origin: initial_weights.Origin | None,
     saved: bool,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> tuple[TrainState, int | None]:
     """The latest whole checkpoint's state and its step; the initial one's and None without any."""
     if saved:
         return checkpoint.restore_latest(cfg, mesh)
-    return initial_weights.state(cfg, mesh, origin, say), None
+    return initial_weights.state(cfg, mesh, origin, log), None

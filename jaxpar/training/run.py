@@ -22,7 +22,7 @@ from jaxpar.monitoring.startup import StartUp
 from jaxpar.optimizer.schedules import learning_rate
 from jaxpar.parallel.context import token_order
 from jaxpar.planning.forecast import forecast_here
-from jaxpar.runtime.processes.peers import say
+from jaxpar.runtime.processes.peers import log
 from jaxpar.sharding.mesh import describe, make_mesh
 from jaxpar.step.state import TrainState
 from jaxpar.training import elastic, initial_weights
@@ -52,7 +52,7 @@ class Run:
         self.first_step = start(cfg) if in_folder else None
         saved = self._saved()
         self.cfg = resolve(elastic.same_rows(cfg, saved, jax.device_count()), jax.device_count())
-        self.asked = elastic.asked_otherwise(cfg, self.cfg)
+        self.asked = elastic.changed_by_layout(cfg, self.cfg)
         check_host_copies(self.cfg, jax.default_backend())
         require_packages(self.cfg)
         self.execution = execution_of(self.cfg)
@@ -117,7 +117,7 @@ class Run:
         Raises:   ConfigError when they disagree.
         """
         step = self.first_step or 0
-        test_kernels(self.kernels, self.cfg, self.loader, self.max_segments, step, say)
+        test_kernels(self.kernels, self.cfg, self.loader, self.max_segments, step, log)
 
     def start(self) -> TrainState:
         """The state to train from: restored, or initialized, after a test of attention.
@@ -128,15 +128,15 @@ class Run:
         self.startup.ended("attention self-test")
         began = time.perf_counter()
         if self.first_step is None:
-            state = initial_weights.state(self.cfg, self.mesh, self.origin, say)
-            what = f"weights of {self.origin}" if self.origin else "initialised"
+            state = initial_weights.state(self.cfg, self.mesh, self.origin, log)
+            what = f"weights of {self.origin}" if self.origin else "initialized"
         else:
             state, self.first_step = checkpoint.restore_latest(self.cfg, self.mesh)
             for field, (then, now) in self.changed.items():
-                say(f"changed    {field}: {then} then, {now} now")
+                log(f"changed    {field}: {then} then, {now} now")
             what = f"restored step {self.first_step}"
         jax.block_until_ready(state)
-        say(f"{what} in {time.perf_counter() - began:.1f} s")
+        log(f"{what} in {time.perf_counter() - began:.1f} s")
         self.startup.ended("weights")
         return state
 
@@ -144,10 +144,10 @@ class Run:
         """The writer of the run's metrics, which also checks each step's loss and gradients."""
         cfg, first = self.cfg, self.first_step or 0
         batch_of, mesh = self.loader.skipped.batch_of, describe(self.mesh)
-        look = StepGuard(cfg, self.dir, first, batch_of, say, mesh).look
+        look = StepGuard(cfg, self.dir, first, batch_of, log, mesh).look
         schedule = learning_rate(cfg.optimizer, cfg.train.num_steps)
         epochs, forecast = self.loader.epochs, forecast_here(cfg)
-        sinks = open_sinks(cfg, self.dir, first, say)
+        sinks = open_sinks(cfg, self.dir, first, log)
         return MetricsWriter(cfg, self.dir, first, schedule, epochs, look, forecast, sinks)
 
 
@@ -163,7 +163,9 @@ def run_folder(cfg: Config) -> Path:
 
 
 def check_host_copies(cfg: Config, backend: str) -> None:
-    """Raises:   ConfigError for what JAX 0.11 compiles for a GPU, and cannot run (docs/LOG.md)."""
+    """Raises:   ConfigError for what JAX 0.11 compiles for a GPU, and cannot run
+    (docs/experiments/memory.md#values-in-host-memory).
+    """
     unrolled, on_host = cfg.parallel.layer_loop == "unroll", names_on_host(cfg.parallel.remat)
     if backend == "gpu" and unrolled and on_host and xla_is_deterministic():
         rule = "ends in an error of XLA's own runtime when XLA_FLAGS asks for deterministic kernels"

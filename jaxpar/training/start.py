@@ -8,9 +8,9 @@ from jaxpar import checkpoint
 from jaxpar.config import Config
 from jaxpar.config.serialize import to_json
 from jaxpar.data.skips import SKIPPED_FILE
-from jaxpar.profiling.in_run import listening
+from jaxpar.profiling.in_run import profile_on_signal
 from jaxpar.runtime import exit_codes
-from jaxpar.runtime.files.run_lock import WAIT_SECONDS, RunLock, Taken
+from jaxpar.runtime.files.run_lock import WAIT_SECONDS, RunLock, RunLocked
 from jaxpar.runtime.processes import peers
 from jaxpar.runtime.watchdog import Watchdog
 from jaxpar.training import elastic, manifest
@@ -22,7 +22,7 @@ def checked(cfg: Config) -> Run:
     """The run, once every process finds that it can work, and that it is the same run."""
     seconds = cfg.cluster.slow_seconds or 1e6
     laid_out = elastic.choose_layout(cfg, seconds)
-    run = peers.together("checks", seconds, lambda: Run(laid_out))
+    run = peers.all_or_none("checks", seconds, lambda: Run(laid_out))
     about = lambda: f"{to_json(run.cfg)} {run.first_step} {jax.__version__}"  # noqa: E731
     peers.check_same("config", about, seconds)
     peers.check_same("data set", lambda: run.content, seconds)
@@ -33,12 +33,12 @@ def checked(cfg: Config) -> Run:
 def opened(run: Run, environment: list[str]) -> RunLock | None:
     """Take the run folder and write what the run is, in process 0, which alone has the lock.
 
-    Raises:   Taken; RunError when the folder is not what was checked; PeerFailed for either.
+    Raises:   RunLocked; RunError when the folder is not what was checked; PeerFailed for either.
     """
     seconds = run.cfg.cluster.slow_seconds or 1e6
 
     def take() -> RunLock | None:
-        if peers.own() != 0:
+        if peers.rank() != 0:
             return None
         lock = RunLock(run.dir, min(WAIT_SECONDS, seconds / 2))  # else the watchdog ends it
         try:
@@ -51,21 +51,21 @@ def opened(run: Run, environment: list[str]) -> RunLock | None:
             raise
         return lock
 
-    return peers.together("run folder", seconds, take)
+    return peers.all_or_none("run folder", seconds, take)
 
 
 def run_to_end(cfg: Config, environment: list[str]) -> int:
     """Check, open the run folder and train, watched. Returns an exit code.
 
-    Raises:   Taken, among others: when the watchdog has left off, whose last words would lie in
+    Raises:   RunLocked, among others: when the watchdog has left off, whose last words would lie in
               the folder of the run that has it.
     """
     c = cfg.cluster
-    with listening(), Watchdog(cfg.run.dir, c.hang_seconds, c.slow_seconds) as watch:
+    with profile_on_signal(), Watchdog(cfg.run.dir, c.hang_seconds, c.slow_seconds) as watch:
         run = checked(cfg)
         try:
             lock = opened(run, environment)
-        except (Taken, peers.PeerFailed) as error:
+        except (RunLocked, peers.PeerFailed) as error:
             taken = error
         else:
             with lock or contextlib.nullcontext():

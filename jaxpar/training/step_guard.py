@@ -1,4 +1,4 @@
-"""Looks at the numbers of every step, as they arrive: no numbers, spikes; and keeps a record."""
+"""Checks every step's metrics for non-finite values and loss spikes, and records them."""
 
 import collections
 import math
@@ -12,7 +12,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxpar.config import Config
-from jaxpar.monitoring.recent_steps import Recent, losses_judged, read_recent
+from jaxpar.monitoring.recent_steps import RecentSteps, losses_judged, read_recent
 from jaxpar.runtime import exit_codes
 
 #: A median absolute deviation times this is the standard deviation of normal numbers.
@@ -20,7 +20,7 @@ MAD_TO_DEVIATION = 1.4826
 
 #: Losses may lie so close together that rounding would count as a spike: a deviation is at least
 #: this part of the median.
-LEAST_DEVIATION = 0.01
+MIN_DEVIATION = 0.01
 
 
 class Window:
@@ -36,7 +36,7 @@ class Window:
             return math.inf
         median = statistics.median(self._losses)
         mad = statistics.median(abs(loss - median) for loss in self._losses)
-        deviation = max(MAD_TO_DEVIATION * mad, LEAST_DEVIATION * abs(median))
+        deviation = max(MAD_TO_DEVIATION * mad, MIN_DEVIATION * abs(median))
         return median + self._deviations * deviation
 
     def add(self, loss: float) -> None:
@@ -53,25 +53,25 @@ class StepGuard:
         run_dir: Path,
         first_step: int,
         batch_of: Callable[[int], int],
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         mesh: str = "",
     ):
         """
-        Args:     first_step: steps done so far. batch_of: the batch that a step takes. say: told
-                  what is wrong. mesh: for the records.
+        Args:     first_step: steps done so far. batch_of: the batch that a step takes. log:
+                  called with what is wrong. mesh: for the records.
         """
-        self._cfg, self._say, self._batch_of, self._mesh = cfg, say, batch_of, mesh
+        self._cfg, self._log, self._batch_of, self._mesh = cfg, log, batch_of, mesh
         g = cfg.guard
         wanted = g.recent_steps > 0 or g.spike != "ignore"  # a run that goes on has its window here
         size = max(g.recent_steps, g.spike_window) if wanted else 0
         before = _losses_before(run_dir, first_step, g.spike_window)
-        self._recent = Recent(run_dir, size if jax.process_index() == 0 else 0)
+        self._recent = RecentSteps(run_dir, size if jax.process_index() == 0 else 0)
         self._window = Window(g.spike_window, g.spike_deviations, before)
 
     def look(self, step: int, values: dict[str, float]) -> None:
         """The numbers of a step have arrived.
 
-        Args:     step: counted from 0. values: of `Measured`.
+        Args:     step: counted from 0. values: of `StepMetrics`.
         Raises:   BadNumerics when too many updates in a row were left out; Spike where the run is
                   to go back.
         """
@@ -86,7 +86,7 @@ class StepGuard:
         limit = self._window.limit()
         if self._cfg.guard.spike != "ignore" and loss > limit:
             text = f"step {number}: loss {loss:.4f} is a spike, above {limit:.4f}; batch {batch}"
-            self._say(f"WARNING    {text}")
+            self._log(f"WARNING    {text}")
             if self._cfg.guard.spike == "rewind":
                 raise exit_codes.Spike(step, text)
         self._window.add(loss)
@@ -97,7 +97,7 @@ class StepGuard:
         if values.get("loss_scale", 1.0) > 1:
             text += f", and the loss scale of {values['loss_scale']:g} halved"
         skipped = int(values.get("skipped", 1))
-        self._say(f"WARNING    {text} ({in_a_row} in a row, {skipped} in all)")
+        self._log(f"WARNING    {text} ({in_a_row} in a row, {skipped} in all)")
         if in_a_row >= most:
             rule = f"{in_a_row} updates in a row were left out, and guard.max_skips is {most}"
             raise exit_codes.BadNumerics(

@@ -17,13 +17,13 @@ from jaxpar.runtime.processes import rendezvous
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.sharding.params import count
 from jaxpar.verification import distances, traces
-from jaxpar.verification.table import Row
+from jaxpar.verification.table import MeshRow
 
 PROGRAM = "python -m jaxpar.verify"
 
 
 #: Parameters above which a step of the plain reference takes minutes on a CPU.
-LARGEST_ON_CPU = 50_000_000
+MAX_PARAMS_ON_CPU = 50_000_000
 
 
 #: Simulated devices when neither --devices nor --mesh says how many.
@@ -58,15 +58,15 @@ def compare_meshes(
     devices: Sequence[jax.Device],
     steps: int,
     tolerance: float,
-) -> Iterable[Row]:
-    """A Row for each mesh, as it is done."""
+) -> Iterable[MeshRow]:
+    """A row for each mesh, as it is done."""
     batches = [traces.random_batch(cfg, i) for i in range(max(steps, 1))]
     wanted = traces.reference_trace(cfg, batches, steps)
     options = traces.QUICK_COMPILE if devices[0].platform == "cpu" else None
     for name, on_mesh in configs.items():
         mesh = make_mesh(on_mesh.parallel, devices[: math.prod(axis_sizes(on_mesh.parallel))])
         found = traces.mesh_trace(on_mesh, mesh, batches, steps, options)
-        yield Row(name, found.loss, distances.compare(found, wanted, tolerance))
+        yield MeshRow(name, found.loss, distances.compare(found, wanted, tolerance))
 
 
 class _Parser(argparse.ArgumentParser):
@@ -79,7 +79,7 @@ def parse_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = _Parser(
         prog=PROGRAM,
         usage=f"{PROGRAM} CONFIG [--mesh AXIS=N,...] [options] [--section.field VALUE ...]",
-        description="Compare the weights, losses, gradients and optimiser steps of meshes with a "
+        description="Compare the weights, losses, gradients and optimizer steps of meshes with a "
         "plain, unsharded reference, in float32 on random packed documents.",
         epilog=EPILOG,
         allow_abbrev=False,
@@ -88,7 +88,7 @@ def parse_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     add = parser.add_argument
     add("config", metavar="CONFIG", nargs="?", help="a name from configs/, or a .py file")
     add("--mesh", action="append", metavar="AXIS=N,...", help=MESH_HELP)
-    add("--steps", type=int, default=5, help="optimiser steps; 0: gradients only (%(default)s)")
+    add("--steps", type=int, default=5, help="optimizer steps; 0: gradients only (%(default)s)")
     add("--shrink", action="store_true", help=SHRINK_HELP)
     add("--tolerance", type=float, default=1e-5, help="relative error allowed (%(default)s)")
     add("--devices", type=int, metavar="N", help=DEVICES_HELP)
@@ -133,7 +133,7 @@ def start_devices(run: RunConfig, simulated: int, needed: int) -> list[jax.Devic
 
     Args:     needed: CPU devices to simulate where there are no accelerators.
     """
-    rendezvous.alone("jaxpar.verify")
+    rendezvous.require_single_process("jaxpar.verify")
     try:
         runtime.start(Config(run=dataclasses.replace(run, cpu_devices=simulated)))
         if not simulated:
@@ -146,6 +146,6 @@ def start_devices(run: RunConfig, simulated: int, needed: int) -> list[jax.Devic
 def refuse_large(cfg: Config, devices: Sequence[jax.Device]) -> None:
     """Raise ConfigError for a model that a CPU would take too long over."""
     size = count(param_specs(cfg.model))
-    if devices[0].platform == "cpu" and size > LARGEST_ON_CPU:
-        rule = f"a CPU takes too long over more than {LARGEST_ON_CPU} parameters"
+    if devices[0].platform == "cpu" and size > MAX_PARAMS_ON_CPU:
+        rule = f"a CPU takes too long over more than {MAX_PARAMS_ON_CPU} parameters"
         raise ConfigError("number of parameters", size, rule, "add --shrink")

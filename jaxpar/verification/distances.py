@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxpar.verification.traces import Arrays, Trace
+from jaxpar.verification.traces import Arrays, TrainingTrace
 
 
-def differing(found: Arrays, wanted: Arrays) -> list[str]:
+def differing_arrays(found: Arrays, wanted: Arrays) -> list[str]:
     """Names of the arrays that are not the same, bit for bit."""
     assert found.keys() == wanted.keys(), set(found) ^ set(wanted)
     return [name for name in wanted if found[name].tobytes() != wanted[name].tobytes()]
@@ -32,7 +32,7 @@ def update_errors(found: Arrays, wanted: Arrays, start: Arrays) -> dict[str, flo
     return {n: _ratio(mean(found[n], w), mean(w, start[n])) for n, w in wanted.items()}
 
 
-def loss_error(found: Trace, wanted: Trace) -> float:
+def loss_error(found: TrainingTrace, wanted: TrainingTrace) -> float:
     """Largest relative error of any of the losses."""
     pairs = zip([found.loss, *found.losses], [wanted.loss, *wanted.losses], strict=True)
     return max(_ratio(abs(a - b), abs(b)) for a, b in pairs)
@@ -45,7 +45,7 @@ def worst(errors: dict[str, float]) -> tuple[float, str]:
 
 
 def _ratio(error: float, size: float) -> float:
-    """error / size; infinite where that is no number, so that it exceeds any tolerance."""
+    """error / size; infinite if that is not finite, so that it exceeds any tolerance."""
     if error == 0:
         return 0.0
     ratio = float(error) / float(size) if size > 0 else np.inf
@@ -88,12 +88,12 @@ def update_tolerance(tolerance: float) -> float:
     return tolerance * (1 + math.log(1 / tolerance))
 
 
-def compare(found: Trace, wanted: Trace, tolerance: float) -> Comparison:
+def compare(found: TrainingTrace, wanted: TrainingTrace, tolerance: float) -> Comparison:
     """A mesh's trace against the reference's."""
     after = update_errors(found.params, wanted.params, wanted.init) if found.losses else None
     return Comparison(
         tolerance=tolerance,
-        differing=differing(found.init, wanted.init),
+        differing=differing_arrays(found.init, wanted.init),
         loss=loss_error(found, wanted),
         gradient=worst(gradient_errors(found.gradients, wanted.gradients)),
         update=worst(after) if after else None,

@@ -20,7 +20,7 @@ from jaxpar.monitoring.recent_steps import RECENT_FILE, bits, losses_judged, rea
 from jaxpar.parallel.context import token_order
 from jaxpar.runtime import start as runtime
 from jaxpar.runtime.processes import rendezvous
-from jaxpar.runtime.processes.peers import say
+from jaxpar.runtime.processes.peers import log
 from jaxpar.sharding.axes import AXES
 from jaxpar.sharding.fingerprint import fingerprints
 from jaxpar.sharding.mesh import describe, make_mesh
@@ -36,7 +36,7 @@ ROUNDING = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class ReplayOptions:
     """Take a step of a run again, and say what is wrong with it."""
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
@@ -48,7 +48,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Taken:
+class ReplayedStep:
     """What a step gave."""
 
     loss: float
@@ -68,12 +68,12 @@ class Taken:
 class Replay:
     """A run as it was before one of its steps."""
 
-    def __init__(self, options: Options):
+    def __init__(self, options: ReplayOptions):
         """Find the record and the checkpoint.
 
         Raises:   ConfigError when the step has no record, or the devices do not fit the mesh.
         """
-        rendezvous.alone("jaxpar.replay")
+        rendezvous.require_single_process("jaxpar.replay")
         self.number, folder = options.step, Path(options.run)
         self.records = read_recent(folder)
         if not self.records:
@@ -121,7 +121,7 @@ class Replay:
         if self.begin:
             now = checkpoint.restore(self.cfg, run.mesh, self.begin)
         else:
-            now = initial_weights.state(self.cfg, run.mesh, run.origin, say)
+            now = initial_weights.state(self.cfg, run.mesh, run.origin, log)
         step = self._step_on(run.mesh)
         for done in range(self.begin, self.number - 1):
             known = self.records.get(done + 1, {})
@@ -129,10 +129,10 @@ class Replay:
             now, measured = step(now, run.loader.batch(batch))
             found = {name: bits(float(getattr(measured, name))) for name in ("loss", "grad_norm")}
             if "bits" in known and known["bits"] != found:
-                say(f"step {done + 1} on the way there gives other bits than its record")
+                log(f"step {done + 1} on the way there gives other bits than its record")
         return jax.device_get(now)
 
-    def take(self, state: TrainState, mesh: Mesh, batch: int) -> Taken:
+    def take(self, state: TrainState, mesh: Mesh, batch: int) -> ReplayedStep:
         """The step on some devices.
 
         Args:     state: on the host. batch: the run's own, or another.
@@ -142,7 +142,7 @@ class Replay:
         placed = jax.device_put(state, state_shardings(self.cfg, mesh))
         after, measured = step(placed, loader.batch(batch))
         sums = fingerprints(vars(after))
-        return Taken(float(measured.loss), float(measured.grad_norm), sums)
+        return ReplayedStep(float(measured.loss), float(measured.grad_norm), sums)
 
     def _loader_on(self, mesh: Mesh) -> Loader:
         order = token_order(self.cfg.parallel, self.cfg.data.seq_len)
@@ -161,7 +161,7 @@ class Replay:
         return make_mesh(self.cfg.parallel, others) if others != used else None
 
     def is_wrong(self, loss: float) -> bool:
-        """Whether a loss is no number, or a spike beside those before the step."""
+        """Whether a loss is non-finite, or a spike compared with those before the step."""
         g = self.cfg.guard
         before = losses_judged(self.records[i] for i in sorted(self.records) if i < self.number)
         window = Window(g.spike_window, g.spike_deviations, before)
@@ -203,7 +203,7 @@ def _latest_config(folder: Path) -> Config:
         raise ConfigError("RUN", str(file), rule, fix) from error
 
 
-def replay(options: Options) -> str:
+def replay(options: ReplayOptions) -> str:
     """Take the step again; the verdict, in a line that is printed, too.
 
     Raises:   ConfigError for a number of times that is none, and all that `Replay` finds.
@@ -212,32 +212,34 @@ def replay(options: Options) -> str:
         raise ConfigError("--repeat", options.repeat, "must be at least 1", "use --repeat 2")
     again = Replay(options)
     batch, mesh = again.record["batch"], again.run.mesh
-    say(
-        f"step {again.number}: batch {batch}, windows {again.record['windows']}, "
+    log(
+        f"step {again.number}: batch {batch}, sequences {again.record['windows']}, "
         f"from step {again.begin} on mesh {describe(mesh)}"
     )
     state = again.before()
     same = [again.take(state, mesh, batch) for _ in range(options.repeat)]
-    say(f"record      bits {again.record['bits']['loss']} on mesh {again.record['mesh']}")
+    log(f"record      bits {again.record['bits']['loss']} on mesh {again.record['mesh']}")
     for taken in same:
-        say(f"again       {taken}")
+        log(f"again       {taken}")
     other_mesh = again.elsewhere()
     other = again.take(state, other_mesh, batch) if other_mesh is not None else None
-    say(f"elsewhere   {other if other else 'not taken: there is no other device'}")
+    log(f"elsewhere   {other if other else 'not taken: there is no other device'}")
     text = verdict(again, same, other)
     if text == "":
         beside = again.take(state, mesh, batch + 1)
-        say(f"next batch  {beside}")
+        log(f"next batch  {beside}")
         first, last = again.record["windows"]
-        text = f"data: batch {batch} (windows {first} to {last - 1}) does it, and the next does not"
+        text = (
+            f"data: batch {batch} (sequences {first} to {last - 1}) does it, and the next does not"
+        )
         if again.is_wrong(beside.loss):
             text = "numerics: another batch does the same to this state (look at learning rate and "
             text += "the steps before)"
-    say(f"verdict     {text}")
+    log(f"verdict     {text}")
     return text
 
 
-def verdict(again: Replay, same: Sequence[Taken], other: Taken | None) -> str:
+def verdict(again: Replay, same: Sequence[ReplayedStep], other: ReplayedStep | None) -> str:
     """What the bits say; empty when the step does the same everywhere, and is wrong."""
     first, recorded = same[0], again.record["bits"]
     if any((taken.bits, taken.state) != (first.bits, first.state) for taken in same):

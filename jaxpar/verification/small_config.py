@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from jaxpar.config import Config, ParallelConfig, replace
-from jaxpar.model.parameters import trained_specs
+from jaxpar.model.parameters import trainable_specs
 from jaxpar.sharding.params import count
 
 
@@ -36,12 +36,12 @@ def steady(cfg: Config) -> Config:
     by up to a whole learning rate either way; and since the loss is not linear, all gradients of
     the next step are off by what that adds to them: a hundred times what rounding did.
     """
-    eps = STEADY_EPS / math.sqrt(count(trained_specs(cfg)))
+    eps = STEADY_EPS / math.sqrt(count(trainable_specs(cfg)))
     return replace(cfg, **{"optimizer.eps": max(cfg.optimizer.eps, eps)})
 
 
 #: The least window of a shrunk model. In one of 1, queries have no gradient but rounding.
-LEAST_WINDOW = 4
+MIN_SLIDING_WINDOW = 4
 
 
 def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
@@ -84,7 +84,7 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
         values["model.num_experts"] = min(m.num_experts, 8)
         values["model.experts_per_token"] = min(m.experts_per_token, 4)
     if m.sliding_window is not None:
-        least = min(m.sliding_window, LEAST_WINDOW)
+        least = min(m.sliding_window, MIN_SLIDING_WINDOW)
         values["model.sliding_window"] = max(round(m.sliding_window * shorter), least)
     if m.query_scale_dim is not None:
         values["model.query_scale_dim"] = up(m.query_scale_dim * head_dim / m.head_dim, 1)

@@ -19,7 +19,7 @@ COLUMNS = ("mesh", "weights at init", "loss", "worst gradient", "weights after",
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class MeshRow:
     """One mesh, compared."""
 
     mesh: str
@@ -46,8 +46,8 @@ def print_conditions(
         f"{options.config}{', shrunk' if options.shrink else ''}: {count(param_specs(m)):,} "
         f"parameters; {m.num_layers} layers, d_model {m.d_model}, {m.num_heads} heads on "
         f"{m.num_kv_heads} of {m.head_dim}, d_ff {m.d_ff}, vocabulary {m.vocab_size}",
-        f"{cfg.train.global_batch_size} windows of {cfg.data.seq_len} tokens a step, random packed "
-        f"documents, seed {cfg.train.seed}",
+        f"{cfg.train.global_batch_size} sequences of {cfg.data.seq_len} tokens a step, random "
+        f"packed documents, seed {cfg.train.seed}",
         f"float32{changed}, highest matmul precision, reference attention; tolerance "
         f"{options.tolerance:g} (weights after: "
         f"{distances.update_tolerance(options.tolerance):.1e})"
@@ -57,7 +57,7 @@ def print_conditions(
     print("\n".join(lines), flush=True)
 
 
-def print_table(rows: Iterable[Row], steps: int, width: int) -> list[str]:
+def print_table(rows: Iterable[MeshRow], steps: int, width: int) -> list[str]:
     """Print the rows, in plain text each when it is done; what does not agree, in words.
 
     Args:     width: of the longest name of a mesh.
@@ -67,7 +67,7 @@ def print_table(rows: Iterable[Row], steps: int, width: int) -> list[str]:
     return [f"{row.mesh}: {what}" for row in done for what in row.found.mismatches()]
 
 
-def _print_rich(rows: Iterable[Row], columns: Sequence[str]) -> list[Row]:
+def _print_rich(rows: Iterable[MeshRow], columns: Sequence[str]) -> list[MeshRow]:
     console, table, done = Console(), Table(*columns), []
     with console.status("compiling and running ...") as status:
         for row in rows:
@@ -79,7 +79,7 @@ def _print_rich(rows: Iterable[Row], columns: Sequence[str]) -> list[Row]:
     return done
 
 
-def _print_plain(rows: Iterable[Row], columns: Sequence[str], width: int) -> list[Row]:
+def _print_plain(rows: Iterable[MeshRow], columns: Sequence[str], width: int) -> list[MeshRow]:
     line = f"{{:<{width}}}  {{:<15}}  {{:<18}}  {{:<25}}  {{:<25}}  {{}}".format
     print(line(*columns), flush=True)
     done = []

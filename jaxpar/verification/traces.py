@@ -1,9 +1,9 @@
 """Does a mesh compute what the plain model computes? The pieces of `verify.py` and of the tests.
 
-A `Trace` is what a few training steps did: initial weights, first gradients, the loss of each step
-and the final weights, all as logical arrays on the host. `reference_trace` makes one with
-`model/reference.py` and optax on a single device, `mesh_trace` with the train step on a mesh, and
-the functions at the end measure how far two traces lie apart. Batches are random packed documents.
+A `TrainingTrace` is what a few training steps did: initial weights, first gradients, the loss of
+each step and the final weights, all as logical arrays on the host. `reference_trace` makes one with
+`model/reference.py` and optax on a single device, `mesh_trace` with the train step on a mesh.
+Batches are random packed documents.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxpar.config import Config, replace
 from jaxpar.model import reference
-from jaxpar.model.parameters import param_specs, trained_specs
+from jaxpar.model.parameters import param_specs, trainable_specs
 from jaxpar.optimizer.rules import make_optimizer
 from jaxpar.parallel.context import token_order
 from jaxpar.sharding.axes import BATCH_SPEC
@@ -29,10 +29,10 @@ from jaxpar.step.train_step import make_gradient_step, make_train_step
 
 type Arrays = dict[str, np.ndarray]
 
-#: Compiler options for simulated devices, where LLVM's optimisations take most of the time.
+#: Compiler options for simulated devices, where LLVM's optimizations take most of the time.
 QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
-#: Documents that start in a window, and the share of labels dropped, in a random batch.
+#: Documents that start in a sequence, and the share of labels dropped, in a random batch.
 DOCUMENTS, DROPPED = 4, 0.05
 
 
@@ -40,7 +40,7 @@ def random_batch(cfg: Config, index: int = 0) -> Batch:
     """Random tokens in packed documents of random length, on the host, in the text's own order.
 
     A function of (train.seed, index). Labels that another document or nothing follows, and a few
-    more, are IGNORED. Without `data.document_mask` a window is one document.
+    more, are IGNORED. Without `data.document_mask` a sequence is one document.
     """
     rng = np.random.default_rng((cfg.train.seed, index))
     B, T = cfg.train.global_batch_size, cfg.data.seq_len
@@ -69,7 +69,7 @@ def place_batch(batch: Batch, cfg: Config, mesh: Mesh) -> Batch:
 
 
 @dataclass(frozen=True)
-class Trace:
+class TrainingTrace:
     """What a run of a few steps did, by parameter name where there are arrays."""
 
     init: Arrays
@@ -82,22 +82,22 @@ class Trace:
     """After the last step."""
 
 
-def reference_trace(cfg: Config, batches: Sequence[Batch], steps: int) -> Trace:
+def reference_trace(cfg: Config, batches: Sequence[Batch], steps: int) -> TrainingTrace:
     """The plain model, `jax.grad` and optax on one device, one batch per step.
 
     Args:     batches: at least one; the first gives the gradients. steps: how many to train on.
     """
     specs = param_specs(cfg.model, cfg.lora)
-    rule = make_optimizer(cfg.optimizer, cfg.train.num_steps, trained_specs(cfg))
+    rule = make_optimizer(cfg.optimizer, cfg.train.num_steps, trainable_specs(cfg))
     if cfg.optimizer.clip_norm > 0:
         rule = optax.chain(optax.clip_by_global_norm(cfg.optimizer.clip_norm), rule)
     gradients = jax.jit(lambda params, batch: reference_gradients(params, batch, cfg))
 
     @jax.jit
     def update(grads, opt_state, params):
-        moved, still = split(params, specs)
-        updates, opt_state = rule.update(grads, opt_state, moved)
-        return join(optax.apply_updates(moved, updates), still), opt_state
+        trainable, frozen = split(params, specs)
+        updates, opt_state = rule.update(grads, opt_state, trainable)
+        return join(optax.apply_updates(trainable, updates), frozen), opt_state
 
     make = lambda seed: initialize(specs, seed)  # noqa: E731
     options = init_options(jax.default_backend())
@@ -108,20 +108,22 @@ def reference_trace(cfg: Config, batches: Sequence[Batch], steps: int) -> Trace:
         loss, grads = gradients(params, batch)
         params, opt_state = update(grads, opt_state, params)
         losses.append(float(loss))
-    return Trace(to_host(start), float(first[0]), to_host(first[1]), losses, to_host(params))
+    return TrainingTrace(
+        to_host(start), float(first[0]), to_host(first[1]), losses, to_host(params)
+    )
 
 
 def reference_gradients(params: Any, batch: Batch, cfg: Config) -> tuple[jax.Array, Any]:
     """The plain model's reported loss (without z-loss), and its gradients (with it), of the
-    parameters that are trained."""
+    trainable parameters."""
     plain = replace(cfg, **{"train.z_loss": 0.0})
-    moved, still = split(params, param_specs(cfg.model, cfg.lora))
+    trainable, frozen = split(params, param_specs(cfg.model, cfg.lora))
 
-    def both(moved):
-        params = join(moved, still)
+    def both(trainable):
+        params = join(trainable, frozen)
         return reference.loss(params, batch, cfg), reference.loss(params, batch, plain)
 
-    (_, reported), grads = jax.value_and_grad(both, has_aux=True)(moved)
+    (_, reported), grads = jax.value_and_grad(both, has_aux=True)(trainable)
     return reported, grads
 
 
@@ -131,7 +133,7 @@ def mesh_trace(
     batches: Sequence[Batch],
     steps: int,
     compiler_options: dict[str, Any] | None = None,
-) -> Trace:
+) -> TrainingTrace:
     """The same of the train step on a mesh; `cfg` is resolved for it."""
     state = init_state(cfg, mesh)
     init = params = logical(state.params, cfg)
@@ -149,7 +151,7 @@ def mesh_trace(
             state, at_step = step(state, batch)
             losses.append(float(at_step.loss))
         params = logical(state.params, cfg)
-    return Trace(init, float(measured.loss), logical(grads, cfg), losses, params)
+    return TrainingTrace(init, float(measured.loss), logical(grads, cfg), losses, params)
 
 
 def logical(tree: Any, cfg: Config) -> Arrays:

@@ -21,16 +21,11 @@ from jaxpar.config.validate import resolve
 from jaxpar.data.formats.meta import META_FILE, SPLITS, Meta, SplitMeta, meta_to_json
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step import state
+from tests.slow import slow
+from tests.tiny import STATE
 
-MODEL = {
-    "model.num_layers": 4,
-    "model.d_model": 16,
-    "model.num_heads": 4,
-    "model.num_kv_heads": 2,
-    "model.head_dim": 4,
-    "model.d_ff": 24,
-    "model.vocab_size": 32,
-}
+pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
+
 DATA_2 = {"parallel.data": 2}
 TENSOR_2 = {"parallel.tensor": 2, "parallel.data": 1}
 VIRTUAL = {
@@ -67,7 +62,7 @@ def base(tmp_path: Path) -> Config:
     """A tiny run in a folder of its own."""
     data = write_dataset(tmp_path / "data")
     places = {"run.dir": str(tmp_path / "run"), "data.path": data}
-    return config.replace(Config(), **MODEL, **places)
+    return config.replace(Config(), **STATE, **places)
 
 
 @pytest.fixture
@@ -112,7 +107,7 @@ def save(cfg: Config, mesh, *steps: int) -> state.TrainState:
     return last
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "lion", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", slow("lion"), slow("sgd")])
 def test_a_round_trip_keeps_every_bit(setup, optimizer):
     cfg, mesh = setup(**{"optimizer.name": optimizer})
     saved = save(cfg, mesh, 3)
@@ -121,7 +116,7 @@ def test_a_round_trip_keeps_every_bit(setup, optimizer):
     assert jax.tree.map(lambda a: a.sharding, restored) == state.state_shardings(cfg, mesh)
 
 
-@pytest.mark.parametrize("other", [TENSOR_2, VIRTUAL], ids=["tensor", "virtual stages"])
+@pytest.mark.parametrize("other", [slow(TENSOR_2), VIRTUAL], ids=["tensor", "virtual stages"])
 def test_another_mesh_reads_the_same_logical_arrays_and_back(setup, tmp_path, other):
     first, first_mesh = setup()
     expected = logical(save(first, first_mesh, 5), first)

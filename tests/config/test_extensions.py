@@ -15,7 +15,7 @@ from jaxpar.convert.hf.config import why_not
 from jaxpar.convert.hf.families import FAMILIES, LLAMA
 from jaxpar.convert.torch_file import PLAIN
 from jaxpar.inference import generation
-from jaxpar.kernels.attention.mask import allowed
+from jaxpar.kernels.attention.mask import dense_mask
 from jaxpar.optimizer.rules import make_optimizer
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.step.state import abstract_state, init_state
@@ -34,7 +34,7 @@ def capped(q, k, v, mask):
     """Softmax attention whose scores lie between -2 and 2."""
     k, v = (jnp.repeat(a, q.shape[2] // k.shape[2], axis=2) for a in (k, v))
     scores = 2 * jnp.tanh(jnp.einsum("bthk,bshk->bhts", q, k) / 2)
-    weights = jax.nn.softmax(scores, where=allowed(mask)[:, None], axis=-1)
+    weights = jax.nn.softmax(scores, where=dense_mask(mask)[:, None], axis=-1)
     return jnp.einsum("bhts,bshk->bthk", weights, v)
 
 
@@ -55,13 +55,14 @@ def reference_of(cfg: Config) -> tuple:
     return batches, traces.reference_trace(cfg, batches, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh",
     [
         "sequence=2",
-        pytest.param("sequence=2,tensor=2", marks=pytest.mark.slow),
-        pytest.param("data=2,sequence=2,context=ulysses", marks=pytest.mark.slow),
-        pytest.param("pipeline=2,data=2,num_microbatches=2,zero=1", marks=pytest.mark.slow),
+        "sequence=2,tensor=2",
+        "data=2,sequence=2,context=ulysses",
+        "pipeline=2,data=2,num_microbatches=2,zero=1",
     ],
 )
 def test_meshes_compute_what_one_device_does(mesh, devices):
@@ -100,6 +101,7 @@ def of_two(cfg, rate, mask):
     return optax.partition({"wide": optax.adam(rate), "narrow": optax.lion(rate)}, label)
 
 
+@pytest.mark.slow
 def test_a_rule_may_keep_moments_of_some_parameters(devices):
     registry.add("optimizer.name", "momentum", of_two)
     cfg = replace(TINY, **{"optimizer.name": "momentum", "parallel.layer_loop": "unroll"})

@@ -84,7 +84,7 @@ BAD = {
     "rope type": (configure(rope_parameters=ROPE | {"rope_type": "yarn"}), "rope_type = 'yarn'"),
     "rope factor": (configure(rope_parameters=ROPE | {"factor": None}), "factor = None"),
     "activation": (configure(hidden_act="gelu"), "hidden_act = 'gelu'.*'silu'"),
-    "quantised": (configure(quantization_config={"bits": 4}), "quantization_config"),
+    "quantized": (configure(quantization_config={"bits": 4}), "quantization_config"),
     "weights' dtype": (configure(torch_dtype="int8"), "dtype = 'int8'"),
     "odd head": (configure(head_dim=15), r"model\.head_dim = 15: must be even"),
     "some layers slide": (

@@ -19,7 +19,9 @@ from jaxpar.convert.hf.tokenizer import bytes_as_json, tokenizer_in, tokenizer_o
 from jaxpar.data.tokenizer import ByteTokenizer
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step import state
-from tests.checkpoint.test_checkpoint import MODEL, write_dataset
+from tests.checkpoint.test_checkpoint import write_dataset
+from tests.slow import slow_but
+from tests.tiny import STATE
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
@@ -50,7 +52,7 @@ def silent(_: str) -> None:
 def save_run(folder: Path, devices, steps=(3,), **values) -> tuple[Config, list]:
     """A run whose weights are its initial ones, saved at some steps; its config and weights."""
     places = {"run.dir": str(folder / "run"), "data.path": write_dataset(folder / "data")}
-    cfg = config.replace(Config(), **({"parallel.data": 1} | MODEL | places | values))
+    cfg = config.replace(Config(), **({"parallel.data": 1} | STATE | places | values))
     n = cfg.parallel.pipeline * cfg.parallel.data * cfg.parallel.tensor
     cfg, mesh = resolve(cfg, n), make_mesh(cfg.parallel, devices[:n])
     saved = []
@@ -63,7 +65,7 @@ def save_run(folder: Path, devices, steps=(3,), **values) -> tuple[Config, list]
     return cfg, saved
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", slow_but(["one device"], MESHES))
 def test_any_meshs_checkpoint(name, devices, tmp_path):
     cfg, (params,) = save_run(tmp_path, devices, **MESHES[name])
     export, said = exporting.open_export(cfg.run.dir, dtype="float32"), []

@@ -1,6 +1,6 @@
 """Published models: the logits of `transformers`, and the same bits after a round trip.
 
-The goldens are `transformers`' own logits of the same weights, from scripts/make_hf_goldens.py.
+The goldens are `transformers`' own logits of the same weights, from goldens/make_hf_goldens.py.
 """
 
 import functools
@@ -29,6 +29,7 @@ from jaxpar.inference.generation import (
 from jaxpar.model import reference
 from jaxpar.sharding.mesh import make_mesh
 from tests.convert import tiny
+from tests.slow import slow, slow_but
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
@@ -129,7 +130,7 @@ def test_another_family_keeps_what_holds_in_each(folders, tmp_path):
     assert importing.open_source(tmp_path / "out").config.model.sliding_window is None
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", slow("float16")])
 def test_round_trip_of_half_precision_in_several_files(dtype, tmp_path):
     values = tiny.MODELS["qwen3"] | {"torch_dtype": dtype}
     kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float16)
@@ -171,7 +172,7 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", slow_but(["gemma3", "mixtral"], MESHES))
 def test_a_folder_goes_straight_onto_a_mesh(name, folders, params_of, devices):
     folder, run = folders(name)
     source, said = importing.open_source(folder), []
@@ -190,7 +191,7 @@ def test_a_folder_goes_straight_onto_a_mesh(name, folders, params_of, devices):
     assert np.abs(found - golden(name)[-1]).max() <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_but(["llama3_1", "gemma3", "mixtral"], MODELS))
 def test_greedy_text_is_that_of_transformers(name, folders, devices):
     """Each by its own cache; ours has all the prompts, of different lengths, in one batch."""
     cfg = resolve(config_for_sampling(checkpoint.load_config(folders(name)[1])), 1)

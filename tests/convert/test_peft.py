@@ -1,6 +1,6 @@
 """Adapters out: PEFT's folder, and merged into the model's.
 
-The golden folder and logits are PEFT's own, of the same adapters, by scripts/make_peft_goldens.py.
+The golden folder and logits are PEFT's own, of the same adapters, by goldens/make_peft_goldens.py.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from jaxpar.model import reference
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.sharding.params import flat
 from jaxpar.step import state
-from jaxpar.step.adapters import merged, without
+from jaxpar.step.adapters import base_config, merge
 from tests.checkpoint.test_checkpoint import write_dataset
 from tests.convert import tiny
 from tests.convert.test_goldens import TOLERANCE, plain_logits, silent
@@ -109,7 +109,7 @@ def test_logits_are_those_of_peft(run, devices):
     params = restore_params(run.run.dir, cfg, mesh)
     apart = plain_logits(reference.scale_adapters(jax.device_get(params), cfg), cfg, tokens)
     assert np.abs(apart - wanted).max() <= TOLERANCE
-    alone = plain_logits(jax.device_get(merged(params, cfg, mesh)), without(cfg), tokens)
+    alone = plain_logits(jax.device_get(merge(params, cfg, mesh)), base_config(cfg), tokens)
     assert np.abs(alone - wanted).max() <= TOLERANCE
 
 

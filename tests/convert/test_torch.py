@@ -15,7 +15,6 @@ from jaxpar.convert.hf.config import why_not
 from jaxpar.convert.torch_file import PLAIN
 from tests.convert import tiny
 
-ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_TORCH = importlib.util.find_spec("torch") is None
 
 
@@ -70,9 +69,8 @@ def test_names_that_cannot_be_are_refused(tmp_path, monkeypatch):
 def test_torch_computes_the_same_logits(name, tmp_path):
     import torch
 
-    spec = importlib.util.spec_from_file_location("torch_model", ROOT / "scripts/torch_model.py")
-    torch_model = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(torch_model)
+    from jaxpar.convert import torch_model
+
     run, file = import_tiny(tmp_path, name), tmp_path / "model.pt"
     assert main(["to-torch", str(run), str(file)]) == 0
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "model.json", "model.pt", "run"]

@@ -1,6 +1,6 @@
 """Tiny models of each family, as published: config.json by hand, weights from NumPy's generator.
 
-`scripts/make_hf_goldens.py` writes the same folders, with `transformers` beside it, in another
+`goldens/make_hf_goldens.py` writes the same folders, with `transformers` beside it, in another
 environment: only NumPy and the standard library are used here.
 """
 

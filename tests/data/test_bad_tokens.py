@@ -1,4 +1,4 @@
-"""Damaged, mislabelled and impossible tokens: each is one error that names file and place."""
+"""Damaged, mislabeled and impossible tokens: each is one error that names file and place."""
 
 import re
 import struct
@@ -225,7 +225,7 @@ def test_a_token_beyond_the_vocabulary_in_a_prepared_folder(token, dataset, tmp_
     loader = loader_of(config(tmp_path))
     rule = rf"token {at:,} of .*train\.bin \(byte {2 * at:,}\) is 60000, beyond the vocabulary of"
     with pytest.raises(ConfigError, match=rule):
-        for step in range(loader.windows_per_epoch[0] // 2 + 1):
+        for step in range(loader.sequences_per_epoch[0] // 2 + 1):
             loader.host_rows(step, np.arange(2))
 
 

@@ -168,7 +168,7 @@ def test_chat_mixes_with_text(chat, dataset):
         window = loader._sequences[source][int(rank)]
         there = alone[path]
         there._sequences = [range(10**6)]
-        want = there._windows(np.array([window]))
+        want = there._packed_sequences(np.array([window]))
         for name in ("tokens", "labels", "segment_ids", "positions"):
             np.testing.assert_array_equal(getattr(row, name), getattr(want, name))
 

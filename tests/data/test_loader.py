@@ -12,10 +12,10 @@ from jax.sharding import Mesh
 
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.data import Loader, TokenDataset
-from jaxpar.data.loader import window_sequence
-from jaxpar.data.packing import num_windows
+from jaxpar.data.loader import sequence_order
+from jaxpar.data.packing import num_sequences
 from jaxpar.sharding.axes import AXES, BATCH_SPEC
-from tests.data.windows import windows
+from tests.data.sequences import cut_sequences
 
 BATCH, LENGTH = 8, 16
 
@@ -36,7 +36,7 @@ def make_mesh(**sizes: int) -> Mesh:
 
 @pytest.fixture
 def cfg(dataset) -> Config:
-    """Reads the shared byte dataset in short windows."""
+    """Reads the shared byte dataset in short sequences."""
     values = {"data.path": str(dataset), "data.seq_len": LENGTH, "train.global_batch_size": BATCH}
     return replace(Config(), **values)
 
@@ -66,12 +66,12 @@ def test_same_batch_on_every_mesh(sizes, split, cfg):
 
 @pytest.mark.parametrize("document_mask", [True, False])
 def test_rows_are_the_windows_of_the_sequence(document_mask, cfg, dataset):
-    """Row r of step s is window number s * B + r of the order that the seed draws."""
+    """Row r of step s is sequence number s * B + r of the order that the seed draws."""
     cfg = replace(cfg, **{"data.document_mask": document_mask})
     tokens = TokenDataset.open(dataset)
-    order = window_sequence(num_windows(tokens.num_tokens, LENGTH), cfg.train.seed)
+    order = sequence_order(num_sequences(tokens.num_tokens, LENGTH), cfg.train.seed)
     indices = np.array([order[5 * BATCH + r] for r in range(BATCH)])
-    expected = windows(tokens.tokens, tokens.document_offsets, indices, LENGTH, document_mask)
+    expected = cut_sequences(tokens.tokens, tokens.document_offsets, indices, LENGTH, document_mask)
     assert_same(Loader(cfg, make_mesh(data=4)).batch(5), expected)
 
 
@@ -90,22 +90,22 @@ def test_pure_in_seed_and_step(cfg):
 
 @pytest.mark.parametrize("count", [1, 2, 37, 1000])
 def test_epochs_are_different_permutations(count):
-    """Each epoch shows every window once, in an order of its own."""
-    order = window_sequence(count, seed=0)
+    """Each epoch shows every sequence once, in an order of its own."""
+    order = sequence_order(count, seed=0)
     epochs = [tuple(order[e * count + i] for i in range(count)) for e in range(4)]
     assert all(sorted(epoch) == list(range(count)) for epoch in epochs)
     assert count <= 2 or len(set(epochs)) == 4
-    assert count <= 2 or epochs[0] != tuple(window_sequence(count, seed=1)[i] for i in range(count))
+    assert count <= 2 or epochs[0] != tuple(sequence_order(count, seed=1)[i] for i in range(count))
 
 
 @pytest.mark.parametrize("count", [300_000, 1_000_003, 10_000_000, 1_000_000_000])
 def test_order_is_random_enough(count):
-    """Neighbours in the order are not neighbours in the text, and each stretch covers it all.
+    """Neighbors in the order are not neighbors in the text, and each stretch covers it all.
 
     With one of grain's shuffles instead of several, every case of this fails.
     """
     drawn = 10_000
-    order = window_sequence(count, seed=0)
+    order = sequence_order(count, seed=0)
     x = np.array([order[i] for i in range(drawn + 1)]) / count
     expected = drawn / 64
     pairs = np.histogram2d(x[:-1], x[1:], 8, [(0, 1), (0, 1)])[0]
@@ -114,15 +114,15 @@ def test_order_is_random_enough(count):
 
 
 def test_held_out_batches_are_in_text_order_and_wrap_around(cfg, dataset):
-    """Window i, modulo the split, whatever the seed."""
+    """Sequence i, modulo the split, whatever the seed."""
     cfg = replace(cfg, **{"train.seed": 7})
     loader, opened = Loader(cfg, make_mesh(), "val"), TokenDataset.open(dataset, "val")
-    (count,) = loader.windows_per_epoch
+    (count,) = loader.sequences_per_epoch
     assert count == (opened.num_tokens - 1) // LENGTH
-    step = count // BATCH  # The batch that holds the last window, or the first of the next round.
+    step = count // BATCH  # The batch that holds the last sequence, or the first of the next round.
     for s in (0, step):
         indices = np.arange(s * BATCH, (s + 1) * BATCH) % count
-        expected = windows(opened.tokens, opened.document_offsets, indices, LENGTH, True)
+        expected = cut_sequences(opened.tokens, opened.document_offsets, indices, LENGTH, True)
         assert_same(loader.batch(s), expected)
 
 
@@ -152,7 +152,7 @@ def test_each_process_reads_its_rows(cfg):
 
 
 def test_refusals(cfg):
-    """Vocabulary, window length, missing data: field and numbers."""
+    """Vocabulary, sequence length, missing data: field and numbers."""
     for path, value, rule in [
         ("model.vocab_size", 256, "must cover the 257 tokens"),
         ("data.seq_len", 10**6, "needs 1000001 tokens, and train of"),

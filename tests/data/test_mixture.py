@@ -10,7 +10,7 @@ from jaxpar.config import Config, ConfigError, ParallelConfig, replace
 from jaxpar.config.command_line import parse_overrides
 from jaxpar.config.serialize import from_json, to_json
 from jaxpar.data import Loader
-from jaxpar.data.loader import source_seeds, window_sequence
+from jaxpar.data.loader import sequence_order, source_seeds
 from jaxpar.data.mixture import BLOCK, Mixture, apportion
 from jaxpar.data.prepare.text import PrepareOptions, prepare
 from jaxpar.data.sources import fingerprint, tokenizer_folder
@@ -22,7 +22,7 @@ BATCH, LENGTH = 8, 16
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory) -> list[str]:
-    """Three files whose tokens say which source and which window they are of: (source, window)."""
+    """Three files whose tokens say of which source and sequence they are: (source, sequence)."""
     folder, found = tmp_path_factory.mktemp("mixed"), []
     for source, count in enumerate([200, 50, 1000]):
         tokens = np.full(count * LENGTH + 1, source, "<u2")
@@ -50,7 +50,7 @@ def mesh_of(number: int, **axes: int):
 
 
 def seen(loader: Loader, steps) -> np.ndarray:
-    """(source, window) of every row of some steps: [rows, 2]."""
+    """(source, sequence) of every row of some steps: [rows, 2]."""
     rows = [loader.host_rows(step, np.arange(BATCH)).tokens for step in steps]
     tokens = np.concatenate(rows)
     return np.stack([tokens[:, 0], tokens[:, 1] - 10], axis=1)
@@ -103,7 +103,7 @@ def test_a_row_depends_on_nothing_but_seed_and_step(cfg):
 
 
 def test_far_steps_cost_no_more_and_agree_with_near_ones():
-    """Across the edge of a block, and 10^15 windows away."""
+    """Across the edge of a block, and 10^15 sequences away."""
     mixture = Mixture([3, 1], seed=7)
     numbers = np.arange(BLOCK - 50, BLOCK + 50)
     sources, before = mixture.places(numbers)
@@ -132,7 +132,7 @@ def test_the_order_of_sources_is_random():
 
 
 def test_the_order_never_changes():
-    """The first windows, written down: another version of NumPy must not reorder old runs."""
+    """The first sequences, written down: another version of NumPy must not reorder old runs."""
     sources, before = Mixture([2, 1, 1], seed=3).places(np.arange(12))
     assert sources.tolist() == [0, 0, 0, 0, 0, 1, 0, 1, 0, 0, 0, 0]
     assert before.tolist() == [0, 1, 2, 3, 4, 0, 5, 1, 6, 7, 8, 9]
@@ -143,7 +143,7 @@ def test_sources_of_one_size_are_shuffled_apart():
     count = 20_000
     first, second = (
         np.array([sequence[i] for i in range(count)])
-        for sequence in (window_sequence(count, seed) for seed in source_seeds(0, 2))
+        for sequence in (sequence_order(count, seed) for seed in source_seeds(0, 2))
     )
     bound = 5 / np.sqrt(count)
     assert abs(np.corrcoef(first, second)[0, 1]) < bound

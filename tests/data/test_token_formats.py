@@ -17,7 +17,7 @@ from jaxpar.data.formats.inspect import InspectOptions, inspect_tokens
 from jaxpar.data.prepare.text import PrepareOptions, prepare
 from jaxpar.data.sources import fingerprint, open_tokens
 from jaxpar.sharding.mesh import make_mesh
-from tests.data.windows import windows
+from tests.data.sequences import cut_sequences
 
 NO_TOKEN = "must be the number of a token"
 
@@ -63,7 +63,7 @@ def one_device():
 
 
 def config(path: Path | str, **values) -> Config:
-    """Short windows of a source."""
+    """Short sequences of a source."""
     base = {"data.path": str(path), "data.seq_len": 16, "train.global_batch_size": 4}
     return replace(Config(), **base | values)
 
@@ -187,7 +187,7 @@ def test_a_folder_of_two_files_has_two_splits(dataset, tmp_path):
     apart = config(dataset, **{"data.held_out": str(tmp_path / "val.bin"), "data.eos_id": 256})
     for loader in (opened, Loader(apart, mesh, "val")):
         batch = loader.host_rows(0, np.arange(4))
-        want = windows(expected.tokens, expected.document_offsets, np.arange(4), 16, True)
+        want = cut_sequences(expected.tokens, expected.document_offsets, np.arange(4), 16, True)
         np.testing.assert_array_equal(batch.labels, want.labels)
 
 

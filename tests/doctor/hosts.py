@@ -3,7 +3,7 @@
 import dataclasses
 from pathlib import Path
 
-from jaxpar.doctor.facts import Facts, of_the_host
+from jaxpar.doctor.facts import HostFacts, of_the_host
 from jaxpar.runtime.gpus import nvidia_smi
 
 RECORDED = Path(__file__).with_name("recorded")
@@ -43,7 +43,7 @@ def only(text: str, fields: list[str]) -> str:
     return "\n".join(", ".join(row[i] for i in where) for row in rows)
 
 
-def facts_of(*changes: tuple[str, str], env: dict[str, str] | None = None, **fields) -> Facts:
+def facts_of(*changes: tuple[str, str], env: dict[str, str] | None = None, **fields) -> HostFacts:
     """Facts of a process on the host, with JAX on its GPUs. Args:     fields: in place of found."""
     found = of_the_host(env or {}, nvidia_smi_of(*changes))
     versions = {"python": "3.12.1", "jaxpar": "0.1.0", "jax": "0.11.2", "jaxlib": "0.11.2"}

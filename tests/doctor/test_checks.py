@@ -11,9 +11,9 @@ from jaxpar.doctor import topology
 from jaxpar.doctor.checks import gpu as gpu_checks
 from jaxpar.doctor.checks import host, variables
 from jaxpar.doctor.checks import measured as measured_checks
-from jaxpar.doctor.checks.findings import Finding, failed, merged, passed, verdict
-from jaxpar.doctor.facts import Facts, with_devices
-from jaxpar.doctor.measure.bandwidth import Row
+from jaxpar.doctor.checks.findings import Finding, failed, merge_findings, passed, verdict
+from jaxpar.doctor.facts import HostFacts, with_devices
+from jaxpar.doctor.measure.bandwidth import BandwidthRow
 from jaxpar.doctor.measure.links import Link
 from jaxpar.doctor.measure.timing import Spread
 from jaxpar.planning.predict.hardware import H200
@@ -28,7 +28,7 @@ def worse(findings: list[Finding]) -> list[tuple[str, str]]:
     return [(f.check, f.status) for f in findings if f.status in ("warn", "fail")]
 
 
-def all_of(facts: Facts) -> list[Finding]:
+def all_of(facts: HostFacts) -> list[Finding]:
     """Everything that is said of one process."""
     checks = (host.check_versions, gpu_checks.check, host.check_host)
     return [finding for check in checks for finding in check(facts)]
@@ -42,7 +42,7 @@ def test_a_healthy_host_has_nothing_to_say_against_it():
     assert said["NVLink"] == "all pairs, NV18" and said["power limit"] == "the default, 700 W"
     assert said["driver"] == "580.95.05, and CUDA 13 needs 580 or newer"
     assert facts.matrix.cards["GPU5"] == ["mlx5_2"] and facts.matrix.numa["GPU5"] == "1"
-    assert Facts.from_json(facts.to_json()) == facts
+    assert HostFacts.from_json(facts.to_json()) == facts
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_processes_that_differ():
 
 def test_findings_of_processes_come_once_where_they_agree():
     good, bad = passed("a", "fine"), failed("b", "broken", "mend it")
-    found = merged([[good, bad], [good]], ["process 0 (x)", "process 1 (y)"])
+    found = merge_findings([[good, bad], [good]], ["process 0 (x)", "process 1 (y)"])
     assert [(f.check, f.where) for f in found] == [("a", ""), ("b", "process 0 (x)")]
 
 
@@ -325,13 +325,16 @@ def test_a_slow_pair_is_named():
 
 
 def test_bus_bandwidth_against_nvlink():
-    def rows(seconds: float) -> list[Row]:
+    def rows(seconds: float) -> list[BandwidthRow]:
         spread = Spread(seconds, seconds, seconds)
-        return [Row("all-gather", 1 << 30, 8, spread), Row("permute", 1 << 30, 8, spread)]
+        return [
+            BandwidthRow("all-gather", 1 << 30, 8, spread),
+            BandwidthRow("permute", 1 << 30, 8, spread),
+        ]
 
     fast, slow = rows(0.0027), rows(0.01)
     of_three = (1 << 22, (1 << 26) - 4)  # --largest 64MiB, in whole numbers on three devices
-    few = [Row("all-gather", size, 3, fast[0].call) for size in of_three]
+    few = [BandwidthRow("all-gather", size, 3, fast[0].call) for size in of_three]
     assert worse(measured_checks.bus_bandwidth(few, H200, True)) == [("bus bandwidth", "warn")]
     (finding,) = measured_checks.bus_bandwidth(few[:1], H200, True)
     assert (finding.status, finding.said) == ("skip", "no message of 64 MiB or more was sent")

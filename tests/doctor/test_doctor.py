@@ -15,8 +15,8 @@ from jaxpar.config import ConfigError
 from jaxpar.doctor import progress
 from jaxpar.doctor.measure import bandwidth, verification
 from jaxpar.runtime import exit_codes
+from tests import ranks
 from tests.doctor import hosts
-from tests.e2e import ranks
 
 #: What the JSON holds at its top, and of which type.
 TOP = {
@@ -103,7 +103,7 @@ def test_a_file_is_checked_by_the_process_that_writes_it(tmp_path, monkeypatch):
 def test_a_section_that_does_not_end_ends_the_program(monkeypatch, capsys):
     ended = []
     monkeypatch.setattr(os, "_exit", ended.append)
-    at_work = progress.Progress(Console(quiet=True), 0.05)
+    at_work = progress.SectionProgress(Console(quiet=True), 0.05)
     with at_work.section("links"):
         at_work.tell("0 - 1")
         ranks.wait_for(lambda: ended)

@@ -123,7 +123,7 @@ def test_every_collective_is_the_gpus_own_there(devices, monkeypatch):
     mesh = bandwidth.one_axis(devices[:4])
     x = jax.ShapeDtypeStruct((64,), jnp.float32, sharding=bandwidth.numbers(mesh, 16).sharding)
     for kind, about in bandwidth.KINDS.items():
-        program = bandwidth.traced(mesh, about, x, 3).lower(lowering_platforms=("cuda",))
+        program = bandwidth.trace_repeated(mesh, about, x, 3).lower(lowering_platforms=("cuda",))
         own = kind.replace("-", "_").replace("broadcast", "collective_broadcast")
         assert f"stablehlo.{own.replace('permute', 'collective_permute')}" in program.as_text()
 
@@ -131,13 +131,13 @@ def test_every_collective_is_the_gpus_own_there(devices, monkeypatch):
 def test_calls_that_the_compiler_leaves_out_are_seen(devices):
     mesh = bandwidth.one_axis(devices[:4])
     kind = bandwidth.KINDS["permute"]
-    program = bandwidth.repeated(mesh, kind, 8, 3)
+    program = bandwidth.compile_repeated(mesh, kind, 8, 3)
     for other, calls in ((kind.opcodes, 4), (("all-gather",), 3)):
         with pytest.raises(bandwidth.LeftOut):
             bandwidth.require_calls(program, other, calls)
     idle = dataclasses.replace(kind, run=lambda x: x)
     with pytest.raises(bandwidth.LeftOut, match="permute: 0 calls in the program, and not 3"):
-        bandwidth.repeated(mesh, idle, 8, 3)
+        bandwidth.compile_repeated(mesh, idle, 8, 3)
 
 
 # -------------------------------------------------------------------------------------- links

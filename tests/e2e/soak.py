@@ -31,7 +31,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.e2e import ranks, soak_kills, soak_matrix
+from tests import ranks
+from tests.e2e import soak_kills, soak_matrix
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Table:
         self.failed: list[str] = []
         self.seconds: dict[str, list[float]] = collections.defaultdict(list)
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """A line, to the file and to the terminal."""
         with self._lock, open(self._file, "a", encoding="utf-8") as file:
             file.write(text + "\n")
@@ -86,7 +87,7 @@ class Table:
             self.failed.append(name)
         seconds = time.monotonic() - began
         self.seconds[kind].append(seconds)
-        self.say("\t".join((name, outcome, f"{seconds:.1f}", found.replace("\n", " | "))))
+        self.log("\t".join((name, outcome, f"{seconds:.1f}", found.replace("\n", " | "))))
         return found if outcome == "ok" else None
 
 
@@ -114,7 +115,7 @@ def matrix(settings: Settings, table: Table, folder: Path) -> None:
     found = in_parallel(table, settings.jobs, "pair", todo)
     same = [text for text in found if text == soak_matrix.SAME_BITS]
     furthest = max((float(text.split()[-1]) for text in found if text not in same), default=0.0)
-    table.say(
+    table.log(
         f"# {len(found)} of {len(pairs)} pairs go on: {len(same)} on their mesh with the same bits,"
         f" {len(found) - len(same)} on others with losses within {furthest:.1e} of theirs"
     )
@@ -134,7 +135,7 @@ def kills(settings: Settings, table: Table, folder: Path) -> None:
     in_parallel(table, settings.jobs, "killed run", todo)
     for count, phases in sorted(trials.phases.items()):
         told = ", ".join(f"{phase} {phases[phase]}" for phase in soak_kills.PHASES)
-        table.say(f"# {sum(phases.values())} kills with {count} processes: {told}")
+        table.log(f"# {sum(phases.values())} kills with {count} processes: {told}")
 
 
 PARTS = {"kills": kills, "matrix": matrix}
@@ -156,9 +157,9 @@ def main(argv: Sequence[str]) -> int:
             PARTS[name](settings, table, base / name)
         for kind, seconds in table.seconds.items():
             median, longest = statistics.median(seconds), max(seconds)
-            table.say(f"# {kind}: {len(seconds)}, median {median:.1f} s, longest {longest:.1f} s")
+            table.log(f"# {kind}: {len(seconds)}, median {median:.1f} s, longest {longest:.1f} s")
         took = f"{time.monotonic() - began:.0f} s, {settings.jobs} at a time"
-        table.say(f"# {len(table.failed)} failed, in {took}")
+        table.log(f"# {len(table.failed)} failed, in {took}")
     return 1 if table.failed else 0
 
 

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from jaxpar.runtime import exit_codes
-from tests.e2e import ranks
+from tests import ranks
 from tests.e2e.soak_matrix import ALWAYS, Place, train
 
 #: What a run of several processes is at, in the order of an attempt; the last two take turns.
@@ -18,7 +18,7 @@ PHASES = ("start", "checks and restore", "compilation", "first step", "steps", "
 #: What process 0 has said when a phase begins.
 SAYS = {
     "checks and restore": "cluster    launch: process 0",
-    "compilation": ("restored step ", "initialised in "),
+    "compilation": ("restored step ", "initialized in "),
     "first step": "compiled in ",
     "steps": "first step done after ",
 }
@@ -26,7 +26,7 @@ SAYS = {
 #: The longest that is waited within a phase, in seconds; a save is short.
 WITHIN = {"start": 3.0, "steps": 1.5, "save": 0.05}
 
-MOST_SECONDS = 900.0
+MAX_SECONDS = 900.0
 
 
 def phase_of(said: str, run: Path) -> str:
@@ -73,7 +73,7 @@ class Attempt:
 
     def kill_in(self, wanted: str, rng: random.Random) -> str | None:
         """SIGKILL a random process, in a phase or one after it. Returns the phase; None: over."""
-        rank, until = PHASES.index(wanted), time.monotonic() + MOST_SECONDS
+        rank, until = PHASES.index(wanted), time.monotonic() + MAX_SECONDS
         while not self.is_over() and time.monotonic() < until:
             at = self.phase()
             if at == wanted or PHASES.index(at) > rank:
@@ -122,9 +122,9 @@ class Kills:
             at = attempt.kill_in(rng.choice(PHASES), rng)
             if at is not None:
                 phases[at] += 1
-            ranks.wait_for(attempt.is_over, MOST_SECONDS)
+            ranks.wait_for(attempt.is_over, MAX_SECONDS)
             attempt = Attempt(process, log, run, attempt.pids)
-        code, _ = ranks.finish(process, MOST_SECONDS)
+        code, _ = ranks.finish(process, MAX_SECONDS)
         said = log.read_text("utf-8", errors="replace")
         assert code == exit_codes.EXIT_OK, f"code {code}: {said[-1500:]}"
         assert said.count("killed by SIGKILL") == kills == phases.total(), dict(phases)

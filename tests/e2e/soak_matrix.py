@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxpar import checkpoint
 from jaxpar.runtime import exit_codes
-from tests.e2e import ranks
+from tests import ranks
 
 #: Six meshes of four devices.
 MESHES = {
@@ -40,7 +40,7 @@ SAME_BITS = "same bits"
 ROUNDING = 1e-5
 
 #: A trial is over by then, or hangs.
-MOST_SECONDS = 400.0
+MAX_SECONDS = 400.0
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def train(config: str, run: Path, place: Place, *more: str) -> None:
     else:
         each = DEVICES // place.processes
         process = ranks.launch(place.processes, each, "--restarts", "0", "--", *args)
-    code, said = ranks.finish(process, MOST_SECONDS)
+    code, said = ranks.finish(process, MAX_SECONDS)
     assert code == exit_codes.EXIT_OK, f"code {code}: {said[-1500:]}"
 
 

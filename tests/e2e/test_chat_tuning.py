@@ -43,7 +43,7 @@ def write_chats(
 def test_held_out_batches_without_a_label_are_refused_at_the_start(
     only_devices, write_config, tmp_path
 ):
-    """A user who goes on and on: the first windows hold nothing of the assistant's."""
+    """A user who goes on and on: the first sequences hold nothing of the assistant's."""
     config = write_config(tmp_path)
     long = write_chats(tmp_path, range(3000, 3020), "yes", asked=200, holdout=0.5)
     flags = ["--data.path", str(long), "--train.global-batch-size", "4"]

@@ -12,7 +12,7 @@ from jaxpar.config import ConfigError
 from jaxpar.data.prepare.text import PrepareOptions, prepare
 from jaxpar.data.skips import SKIPPED_FILE
 from jaxpar.runtime.processes import rendezvous
-from tests.e2e import ranks
+from tests import ranks
 
 
 def in_two(*words: str, at: tuple[Path | None, ...] = (None, None)) -> list[tuple[int, str, str]]:
@@ -88,10 +88,10 @@ def test_devices_that_would_be_left_over_are_refused(whole):
 
 
 def test_variables_that_are_half_set_have_started_no_others():
-    rendezvous.alone("jaxpar.replay", {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"})
+    rendezvous.require_single_process("jaxpar.replay", {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"})
     several = {"WORLD_SIZE": "4", "RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1234"}
     with pytest.raises(ConfigError, match=r"process = '1 of 4': .*variables of torch unset"):
-        rendezvous.alone("jaxpar.replay", several)
+        rendezvous.require_single_process("jaxpar.replay", several)
 
 
 @pytest.fixture

@@ -51,6 +51,7 @@ def test_epochs_of_each_source_are_reported(finished, mixture):
     assert 1.2 < epochs[-1, 0] / epochs[-1, 1] < 8  # 3 over many steps
 
 
+@pytest.mark.slow
 def test_a_run_on_a_mixture_goes_on_on_another_mesh(train_on, config_file, finished, args):
     run = Path(config_file).parent / "run"
     shutil.copytree(finished, run)

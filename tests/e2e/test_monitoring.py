@@ -9,7 +9,7 @@ import urllib.request
 import pytest
 
 from jaxpar.monitoring.metric_names import METRICS, tag
-from jaxpar.report.__main__ import Options, report
+from jaxpar.report.__main__ import ReportOptions, report
 from tests.monitoring.test_sinks import free_port, scalars
 
 STEPS = 12
@@ -68,7 +68,7 @@ def test_tensorboard_has_what_the_records_have(watched):
 
 def test_its_report(watched):
     run, _ = watched
-    path, (read,) = report(Options(runs=(str(run),)))
+    path, (read,) = report(ReportOptions(runs=(str(run),)))
     assert read.last_step == STEPS and len(read.series["loss"].points()) == STEPS
     assert [(mark.kind, mark.step) for mark in read.marks] == [("saved", 6), ("saved", 12)]
     text = path.read_text("utf-8")

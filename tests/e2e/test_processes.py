@@ -14,7 +14,7 @@ import pytest
 from jaxpar import checkpoint
 from jaxpar.monitoring.metrics import MetricsWriter
 from jaxpar.runtime import exit_codes
-from tests.e2e import ranks
+from tests import ranks
 
 
 @pytest.fixture

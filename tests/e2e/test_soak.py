@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from tests.e2e import ranks, soak_kills
+from tests import ranks
+from tests.e2e import soak_kills
 
 
 @pytest.mark.slow

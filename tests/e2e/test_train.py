@@ -26,6 +26,7 @@ from jaxpar.inference.generation import Sampling, config_for_sampling
 from jaxpar.model import reference
 from jaxpar.runtime import exit_codes
 from jaxpar.sharding.mesh import make_mesh
+from tests.slow import slow
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -140,12 +141,14 @@ def test_a_run_preempted_and_then_killed_ends_as_if_nothing_had_happened(config_
 
 
 MOVES = [
-    ("--parallel.tensor 2 --parallel.data 1", 40),
-    ("--parallel.pipeline 2 --parallel.zero 1 --parallel.num-microbatches 2", 80),
+    pytest.param("--parallel.tensor 2 --parallel.data 1", 40, id="tensor"),
+    slow(
+        "--parallel.pipeline 2 --parallel.zero 1 --parallel.num-microbatches 2", 80, id="pipeline"
+    ),
 ]
 
 
-@pytest.mark.parametrize(("mesh", "step"), MOVES, ids=["tensor", "pipeline"])
+@pytest.mark.parametrize(("mesh", "step"), MOVES)
 def test_a_run_goes_on_on_another_mesh(train_on, config_file, copy, finished, mesh, step):
     for later in checkpoint.saved_steps(copy):
         if later > step:
@@ -262,7 +265,7 @@ def test_a_sample_is_a_function_of_its_seed(finished, capsys):
     def text(seed: int, step: int | None = None) -> str:
         how = Sampling(temperature=5.0, top_k=0, seed=seed)
         capsys.readouterr()
-        options = inference_sample.Options(
+        options = inference_sample.SampleOptions(
             run=str(finished), prompt=("the ",), max_tokens=20, step=step, sampling=how
         )
         inference_sample.sample(options)

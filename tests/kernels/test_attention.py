@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jaxpar.kernels.attention import AttentionMask, Choice, attention, backward, forward
-from jaxpar.kernels.attention.mask import allowed
+from jaxpar.kernels.attention.mask import dense_mask
 from jaxpar.kernels.attention.reference import EMPTY_LSE
 
 SEEDS = range(4)
@@ -113,7 +113,7 @@ def assert_close(found, wanted, tolerance):
 @pytest.mark.parametrize(("shape", "seed"), CASES)
 def test_mask(shape, seed):
     mask = random_case(shape, seed).mask
-    np.testing.assert_array_equal(allowed(mask), spelt_out(mask))
+    np.testing.assert_array_equal(dense_mask(mask), spelt_out(mask))
 
 
 def test_the_random_masks_hide_and_show():

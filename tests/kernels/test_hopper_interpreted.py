@@ -17,20 +17,21 @@ from jaxpar.kernels.attention.hopper.blocks import BackwardBlocks, ForwardBlocks
 from jaxpar.kernels.attention.hopper.mma import lanes_at_a_time, tile_and_lane
 from jaxpar.kernels.attention.reference import EMPTY_LSE
 from tests.kernels.cases import Case, check, inputs_of, interpreted, interpreter, reference_of
+from tests.slow import slow
 
 CASES = [
     Case(T=1, H=1, K=128),
-    Case(B=2, T=200, dtype="float16"),
-    Case(T=300, K=128),
-    Case(T=300, H=1, documents=7),
-    Case(T=260, H=1, window=70),
-    Case("permuted", T=300, S=140, H=1, K=128),
-    Case("zigzag", T=256, S=512, H=1, K=128),
+    slow(Case(B=2, T=200, dtype="float16")),
+    slow(Case(T=300, K=128)),
+    slow(Case(T=300, H=1, documents=7)),
+    slow(Case(T=260, H=1, window=70)),
+    slow(Case("permuted", T=300, S=140, H=1, K=128)),
+    slow(Case("zigzag", T=256, S=512, H=1, K=128)),
     Case("late", T=320, S=130),
 ]
 
 DETERMINISTIC = [
-    Case(T=300, K=128),
+    slow(Case(T=300, K=128)),
     Case("permuted", T=200, S=310, documents=5, window=60),
 ]
 
@@ -109,6 +110,7 @@ def test_lanes_that_are_worked_on_together(tiles, lanes, wanted, together):
     assert lanes_at_a_time(tiles, lanes, wanted) == together
 
 
+@pytest.mark.slow
 def test_one_kv_head_at_a_time(races, monkeypatch):
     monkeypatch.setattr(mma, "MULTIPROCESSORS", 1)
     sizes = ForwardBlocks(heads=1), BackwardBlocks(heads=1)

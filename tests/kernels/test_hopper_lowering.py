@@ -5,6 +5,7 @@ results under `shard_map`. It computes nothing: arrays are shapes alone.
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from jaxpar.kernels.attention.hopper import api as pallas_hopper
 from jaxpar.kernels.attention.hopper.blocks import backward_candidates, forward_candidates
 from jaxpar.kernels.platform import Platform
 from jaxpar.sharding.mesh import make_mesh
+from tests.slow import slow, slow_but
 
 CAUSAL = dict(in_order=True)
 MASKS = {
@@ -28,7 +30,13 @@ MASKS = {
     "packed window general": dict(packed=True, window=1024),
 }
 
-#: (B, T, S, H, G, K), mask
+#: (B, T, S, H, G, K), mask. Each width of a head, each kind of mask, and sizes that divide nothing.
+QUICK = [
+    ((4, 4096, 4096, 32, 8, 128), "causal"),
+    ((8, 4096, 4096, 32, 8, 64), "window"),
+    ((4, 4096, 4096, 16, 8, 256), "packed"),
+    ((3, 1000, 700, 6, 6, 128), "packed window general"),
+]
 PRODUCTION = [
     *(((4, 4096, 4096, 32, 8, 128), mask) for mask in MASKS),
     ((2, 8192, 8192, 32, 8, 128), "causal"),
@@ -84,20 +92,25 @@ def check(results, like) -> None:
     assert [(y.shape, y.dtype) for y in results] == [(y.shape, y.dtype) for y in like]
 
 
-@pytest.mark.parametrize(("shape", "mask"), PRODUCTION, ids=str)
+@pytest.mark.parametrize(("shape", "mask"), slow_but(QUICK, PRODUCTION), ids=str)
 def test_production(shape, mask):
     x = shapes_of(shape, mask)
     lower_forward(x)
     lower_backward(x)
 
 
-@pytest.mark.parametrize("mask", ["causal", "packed", "packed window general"])
-@pytest.mark.parametrize("K", [64, 128])  # at 256 every backward is
+@pytest.mark.parametrize(
+    ("K", "mask"),  # at 256 every backward is
+    slow_but(
+        [(64, "packed window general"), (128, "causal")],
+        itertools.product([64, 128], ["causal", "packed", "packed window general"]),
+    ),
+)
 def test_deterministic(K, mask):
     lower_backward(shapes_of((2, 4096, 4096, 32, 8, K), mask), deterministic=True)
 
 
-@pytest.mark.parametrize("K", [64, 128, 256])
+@pytest.mark.parametrize("K", slow_but([128], [64, 128, 256]))
 def test_float16(K):
     x = shapes_of((2, 4096, 4096, 16, 8, K), "packed", jnp.float16)
     lower_forward(x)
@@ -105,19 +118,19 @@ def test_float16(K):
 
 
 def every_size(candidates) -> list:
-    """(K, blocks)."""
-    return [(K, blocks) for K in (64, 128, 256) for blocks in candidates(K)]
+    """(K, blocks, mask). Slow but for one K, where every bound of a mask must fit, too."""
+    sizes = [(K, blocks) for K in (64, 128, 256) for blocks in candidates(K)]
+    cases = [(*size, mask) for size in sizes for mask in ("causal", "packed window general")]
+    return slow_but([c for c in cases if c[0] == 128 and c[2] != "causal"], cases)
 
 
-@pytest.mark.parametrize("mask", ["causal", "packed window general"])
-@pytest.mark.parametrize(("K", "blocks"), every_size(forward_candidates), ids=str)
+@pytest.mark.parametrize(("K", "blocks", "mask"), every_size(forward_candidates), ids=str)
 def test_forward_blocks(K, blocks, mask):
     """What the tuner tries, with every bound of a mask too: shared memory must hold it all."""
     lower_forward(shapes_of((2, 4096, 4096, 16, 8, K), mask), blocks=blocks)
 
 
-@pytest.mark.parametrize("mask", ["causal", "packed window general"])
-@pytest.mark.parametrize(("K", "blocks"), every_size(backward_candidates), ids=str)
+@pytest.mark.parametrize(("K", "blocks", "mask"), every_size(backward_candidates), ids=str)
 def test_backward_blocks(K, blocks, mask):
     for deterministic in (False, True):
         x = shapes_of((2, 4096, 4096, 16, 8, K), mask)
@@ -131,9 +144,18 @@ def hopper(monkeypatch):
     monkeypatch.setattr(Platform, "here", staticmethod(lambda: here))
 
 
-@pytest.mark.parametrize("mask", ["causal", "packed window general"])
 @pytest.mark.parametrize(
-    ("K", "deterministic"), [(64, False), (128, True), (128, False), (256, False)]
+    ("K", "deterministic", "mask"),
+    [
+        (128, True, "causal"),
+        (64, False, "packed window general"),
+        slow(64, False, "causal"),
+        slow(128, True, "packed window general"),
+        slow(128, False, "causal"),
+        slow(128, False, "packed window general"),
+        slow(256, False, "causal"),
+        slow(256, False, "packed window general"),
+    ],
 )
 def test_under_shard_map(K, deterministic, mask, devices, hopper):
     """Results vary over the axes that q, k and v do: rows and heads; the mask, over rows alone."""

@@ -7,6 +7,7 @@ import pytest
 
 from jaxpar.kernels import norm
 from jaxpar.kernels.platform import Platform, compiling_for
+from tests.slow import slow_but
 
 EPS = 1e-5
 
@@ -75,11 +76,21 @@ def test_the_sum_of_both_gradients_is_rounded_once(unscaled):
     np.testing.assert_array_equal(found, wanted.astype(jnp.bfloat16))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("unscaled", [False, True], ids=["scaled", "unscaled"])
-@pytest.mark.parametrize(("rows", "length"), [(2, 128), (32, 256), (96, 128)])
+@pytest.mark.parametrize(
+    ("rows", "length", "unscaled", "dtype"),
+    slow_but(
+        [(2, 128, True, "float32"), (32, 256, False, "bfloat16"), (96, 128, False, "float32")],
+        [
+            (*size, unscaled, dtype)
+            for size in [(2, 128), (32, 256), (96, 128)]
+            for unscaled in (False, True)
+            for dtype in ("float32", "bfloat16")
+        ],
+    ),
+)
 def test_the_kernel_computes_the_same(rows, length, unscaled, dtype):
     """One program of few rows, and several programs, whose sums for the gain are added up."""
+    dtype = jnp.dtype(dtype)
     arguments = backward_arguments(rows, length, dtype)
     found = norm.by_kernel(*arguments, unscaled=unscaled, rows=min(rows, 16), interpret=True)
     for a, b in zip(found, norm.by_xla(*arguments, unscaled=unscaled), strict=True):

@@ -10,6 +10,7 @@ import pytest
 from jaxpar.kernels import swiglu
 from jaxpar.kernels.float8.amax import WithAmax, without_amax
 from jaxpar.kernels.platform import Platform, compiling_for
+from tests.slow import slow
 
 
 def draw(*shape: int, seed: int = 0, dtype=jnp.float32) -> jax.Array:
@@ -44,10 +45,21 @@ def test_the_gradient_is_that_of_autodiff(scaled, dtype):
         np.testing.assert_allclose(np.asarray(a, np.float32), b, rtol=rtol, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("scaled", [False, True], ids=["as they are", "scaled"])
-@pytest.mark.parametrize(("rows", "F"), [(2, 128), (6, 384)])
+@pytest.mark.parametrize(
+    ("rows", "F", "scaled", "dtype"),
+    [
+        (2, 128, False, "float32"),
+        (6, 384, True, "bfloat16"),
+        slow(2, 128, False, "bfloat16"),
+        slow(2, 128, True, "float32"),
+        slow(2, 128, True, "bfloat16"),
+        slow(6, 384, False, "float32"),
+        slow(6, 384, False, "bfloat16"),
+        slow(6, 384, True, "float32"),
+    ],
+)
 def test_the_kernels_compute_the_same(rows, F, scaled, dtype):
+    dtype = jnp.dtype(dtype)
     gate_up, scale, d_y = arguments(rows, F, dtype, scaled)
     how = dict(columns=128, interpret=True)
     pairs = (
@@ -66,8 +78,8 @@ def test_the_kernels_compute_the_same(rows, F, scaled, dtype):
 
 def measured_by_kernel(gate_up, d_y, **how):
     """Result and gradient of the kernels, with what they found to be the largest."""
-    result = swiglu.forward_by_kernel(gate_up, None, measured=True, **how)
-    return result, swiglu.backward_by_kernel(gate_up, None, d_y, measured=True, **how)
+    result = swiglu.forward_by_kernel(gate_up, None, with_amax=True, **how)
+    return result, swiglu.backward_by_kernel(gate_up, None, d_y, with_amax=True, **how)
 
 
 def assert_measured(found, values):
@@ -106,7 +118,7 @@ def test_the_largest_gradient_may_be_in_either_half(half):
 def test_measured_it_is_the_same_and_so_is_its_gradient():
     """Left to XLA. Nobody reads the largest that comes in."""
     gate_up, _, d_y = arguments(6, 4, jnp.bfloat16, scaled=False)
-    found, vjp = jax.vjp(swiglu.swiglu_measured, WithAmax(gate_up, jnp.float32(np.nan)))
+    found, vjp = jax.vjp(swiglu.swiglu_with_amax, WithAmax(gate_up, jnp.float32(np.nan)))
     wanted, plain_vjp = jax.vjp(lambda a: swiglu.swiglu(a, None), gate_up)
     assert_measured(found, wanted)
     (gradient,) = vjp(WithAmax(d_y, jnp.float32(0)))
@@ -121,7 +133,7 @@ def test_far_from_zero_there_are_numbers():
     np.testing.assert_array_equal(vjp(one)[0], [[0, 3, 0, 1000]])
 
 
-@pytest.mark.parametrize(("F", "programs"), [(2048, 2), (1792, 7), (512, 1)])
+@pytest.mark.parametrize(("F", "programs"), [slow(2048, 2), (1792, 7), slow(512, 1)])
 def test_a_program_takes_as_many_columns_as_divide_a_row(F, programs):
     gate_up, _, d_y = arguments(2, F, jnp.float32, scaled=False)
     found = swiglu.forward_by_kernel(gate_up, None, interpret=True)
@@ -160,7 +172,7 @@ def test_the_kernels_are_for_gpus_and_some_shapes(F, dtype, by):
 @pytest.mark.parametrize(("F", "calls"), [(14336, 2), (11008, 1), (8000, 0)])
 def test_measured_the_backward_is_a_kernel_for_more_shapes(F, calls):
     def run(values, d_y):
-        vjp = jax.vjp(swiglu.swiglu_measured, without_amax(values))[1]
+        vjp = jax.vjp(swiglu.swiglu_with_amax, without_amax(values))[1]
         return vjp(without_amax(d_y))
 
     sizes = (2, 16, 2 * F), (2, 16, F)

@@ -14,6 +14,8 @@ from jaxpar.model import flops, moe
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.verification import distances, small_config, traces
 from jaxpar.verification.meshes import parse_meshes
+from tests import weights
+from tests.slow import slow
 from tests.tiny import TINY
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -22,14 +24,14 @@ TOLERANCE = 1e-5
 
 BASE = replace(TINY, **{"model.d_ff": 12, "model.num_experts": 4})
 
-MESHES = """
-data=2
+QUICK_MESHES = """
 tensor=2
 pipeline=2,num_microbatches=2,zero=1
 expert=2,sequence=2,layer_loop=unroll
 """.split()
 
 SLOW_MESHES = """
+data=2
 data=2,tensor=2,layer_loop=unroll,row_groups=2
 pipeline=2,sequence=2,tensor=2,num_microbatches=2
 """.split()
@@ -38,6 +40,8 @@ pipeline=2,sequence=2,tensor=2,num_microbatches=2
 @functools.cache
 def reference_of(cfg: Config, steps: int):
     batches = [traces.random_batch(cfg, i) for i in range(max(steps, 1))]
+    if not steps:
+        return batches, weights.plain_gradients(cfg, batches[0])
     return batches, traces.reference_trace(cfg, batches, steps)
 
 
@@ -46,21 +50,22 @@ def compare(mesh_item: str, cfg: Config, devices, steps: int = 0) -> distances.C
     n = math.prod(axis_sizes(parallel))
     on_mesh = resolve(replace(cfg, parallel=parallel), n)
     batches, wanted = reference_of(cfg, steps)
-    found = traces.mesh_trace(on_mesh, make_mesh(parallel, devices[:n]), batches, steps)
+    mesh = make_mesh(parallel, devices[:n])
+    if steps:
+        found = traces.mesh_trace(on_mesh, mesh, batches, steps)
+    else:
+        found = weights.first_gradients(on_mesh, mesh, batches[0])
     return distances.compare(found, wanted, TOLERANCE)
 
 
-SLOW = [pytest.param(mesh, marks=pytest.mark.slow) for mesh in SLOW_MESHES]
-
-
-@pytest.mark.parametrize("mesh", [*MESHES, *SLOW])
+@pytest.mark.parametrize("mesh", [*QUICK_MESHES, *map(slow, SLOW_MESHES)])
 def test_gradients(mesh, devices):
     found = compare(mesh, BASE, devices)
     assert not found.mismatches()
 
 
 @pytest.mark.slow
-def test_gradients_without_normalisation(devices):
+def test_gradients_without_normalization(devices):
     other = {"model.normalize_experts": False, "model.experts_per_token": 3, "model.num_layers": 1}
     found = compare("tensor=2", replace(BASE, **other), devices)
     assert not found.mismatches()

@@ -26,7 +26,7 @@ from jaxpar.parallel.collectives import varying
 from jaxpar.parallel.fsdp import gather as fsdp
 from jaxpar.sharding.axes import FSDP_AXES
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
-from jaxpar.step.state import init_state
+from jaxpar.step.state import abstract_state, init_state
 from jaxpar.step.train_step import (
     make_eval_step,
     make_gradient_step,
@@ -35,6 +35,8 @@ from jaxpar.step.train_step import (
 )
 from jaxpar.verification import distances, small_config, traces
 from jaxpar.verification.meshes import parse_meshes
+from tests import weights
+from tests.slow import slow, slow_but
 
 BASE = replace(
     small_config.float32(Config()),
@@ -69,13 +71,13 @@ def on_mesh(item: str, devices, **fields):
     return cfg, make_mesh(parallel, devices[:n])
 
 
-def first_gradients(item: str, devices, **fields) -> traces.Trace:
+def first_gradients(item: str, devices, **fields) -> traces.TrainingTrace:
     cfg, mesh = on_mesh(item, devices, **fields)
-    return traces.mesh_trace(cfg, mesh, [traces.random_batch(cfg)], 0)
+    return weights.first_gradients(cfg, mesh, traces.random_batch(cfg))
 
 
 @functools.cache
-def one_device(scaling: str, dtype: str = "float8") -> traces.Trace:
+def one_device(scaling: str, dtype: str = "float8") -> traces.TrainingTrace:
     fields = dict(model__float8_scaling=scaling, model__matmul_dtype=dtype)
     return first_gradients("data=1", jax.devices("cpu"), **fields)
 
@@ -106,13 +108,11 @@ pipeline=2,data=2,sequence=2,tensor=2,num_microbatches=2,gather_dtype=float8
 
 
 #: Those that run with every change; the others are slow tests.
-QUICK_MESHES = ("data=2", "tensor=2", "pipeline=2,num_microbatches=2")
+QUICK_MESHES = ["tensor=2"]
 
 
 @pytest.mark.usefixtures("quick_compile")
-@pytest.mark.parametrize(
-    "mesh", [m if m in QUICK_MESHES else pytest.param(m, marks=pytest.mark.slow) for m in MESHES]
-)
+@pytest.mark.parametrize("mesh", slow_but(QUICK_MESHES, MESHES))
 def test_gradients_are_those_of_one_device(mesh, devices):
     found, wanted = first_gradients(mesh, devices), one_device("tensor")
     assert found.loss == pytest.approx(wanted.loss, rel=1e-4)
@@ -121,7 +121,7 @@ def test_gradients_are_those_of_one_device(mesh, devices):
 
 
 @pytest.mark.usefixtures("quick_compile")
-@pytest.mark.parametrize("mesh", ["data=2,gather_dtype=float8", "tensor=2", MESHES[-1]])
+@pytest.mark.parametrize("mesh", [slow(MESHES[1]), "tensor=2", MESHES[-1]])
 def test_gradients_are_those_of_one_device_by_row(mesh, devices):
     found = first_gradients(mesh, devices, model__float8_scaling="row")
     wanted, exact = one_device("row"), one_device("tensor", "compute")
@@ -131,6 +131,7 @@ def test_gradients_are_those_of_one_device_by_row(mesh, devices):
     assert all(error < rounding[name] / 2 for name, error in errors.items()), errors
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
 def test_gradients_of_interleaved_stages_are_those_of_one_device(devices):
     item, deep = "pipeline=2,num_microbatches=4,virtual_stages=2,zero=1", {"model__num_layers": 4}
@@ -139,7 +140,10 @@ def test_gradients_of_interleaved_stages_are_those_of_one_device(devices):
 
 
 @pytest.mark.usefixtures("quick_compile")
-@pytest.mark.parametrize("remat", [*REMAT_POLICIES, "attn_norm,mlp_hidden"])
+@pytest.mark.parametrize(
+    "remat",
+    slow_but(["full", "dots_offload"], [*REMAT_POLICIES, "attn_norm,mlp_hidden"]),
+)
 def test_no_policy_changes_anything(remat, devices):
     found = first_gradients("data=1,layer_loop=unroll", devices, parallel__remat=remat)
     errors = relative_errors(found.gradients, one_device("tensor").gradients)
@@ -165,17 +169,24 @@ def test_evaluation_multiplies_as_training_does(devices):
     assert float(total / count) == pytest.approx(float(measured.loss), rel=1e-6)
 
 
+@pytest.fixture(scope="module")
+def train_step(devices):
+    """A config with gathers in 8 bits, its mesh, and its step, compiled once."""
+    cfg, mesh = on_mesh("data=2,gather_dtype=float8", devices)
+    return cfg, mesh, make_train_step(cfg, mesh)
+
+
 @pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize(
     ("name", "bad"), [("wq", np.nan), ("w_down", np.inf), ("attn_norm", np.inf)]
 )
-def test_a_number_that_is_not_finite_reaches_the_loss(name, bad, devices):
-    cfg, mesh = on_mesh("data=2,gather_dtype=float8", devices)
+def test_a_number_that_is_not_finite_reaches_the_loss(name, bad, train_step, devices):
+    cfg, mesh, step = train_step
     state = init_state(cfg, mesh)
     weight = state.params["layers"][name]
     state.params["layers"][name] = weight.at[(1,) * weight.ndim].set(bad)
     batch = traces.place_batch(traces.random_batch(cfg), cfg, mesh)
-    _, measured = make_train_step(cfg, mesh)(state, batch)
+    _, measured = step(state, batch)
     assert not np.isfinite(measured.loss) and not np.isfinite(measured.grad_norm)
 
 
@@ -205,7 +216,7 @@ def test_a_gather_in_8_bits_is_a_rounded_gather(dim, dtype, devices):
             return float8.Float8Weight(values, scale, like, "tensor", dim)
 
         def rounded_before(shard):
-            return in_8_bits(fsdp.rounded_shard(shard, scale, dtype))
+            return in_8_bits(fsdp.quantize_shard(shard, scale, dtype))
 
         sent_as_it_is = rounded_before(shard).values
         results = [jax.lax.bitcast_convert_type(sent_as_it_is, jnp.uint8)[None]]
@@ -223,7 +234,7 @@ def test_a_gather_in_8_bits_is_a_rounded_gather(dim, dtype, devices):
     np.testing.assert_array_equal(found[0], found[1])
     np.testing.assert_array_equal(found[1], found[3])
     np.testing.assert_array_equal(found[2], found[4])
-    scale = float8.power_of_two_scale(float8.largest(w.astype(dtype)), float8.FORWARD)
+    scale = float8.power_of_two_scale(float8.max_magnitude(w.astype(dtype)), float8.FORWARD)
     wanted = float8.quantize(w.astype(dtype), scale, float8.FORWARD)
     np.testing.assert_array_equal(found[0][0], jax.lax.bitcast_convert_type(wanted, jnp.uint8))
 
@@ -231,7 +242,7 @@ def test_a_gather_in_8_bits_is_a_rounded_gather(dim, dtype, devices):
 def lowered_step(cfg, mesh) -> str:
     """The step's StableHLO."""
     batch = traces.place_batch(traces.random_batch(cfg), cfg, mesh)
-    return make_gradient_step(cfg, mesh).lower(init_state(cfg, mesh).params, batch).as_text()
+    return make_gradient_step(cfg, mesh).lower(abstract_state(cfg).params, batch).as_text()
 
 
 def test_the_layers_weights_travel_in_8_bits(devices):
@@ -252,7 +263,7 @@ def test_scales_take_one_all_reduce_for_all_layers(devices):
     cfg, mesh = on_mesh("data=2,gather_dtype=float8,layer_loop=unroll", devices)
 
     def scales(params):
-        shards = fused_weights.view(varying(params), execution_of(cfg))
+        shards = fused_weights.fuse(varying(params), execution_of(cfg))
         (chunk,) = weights_of_step(shards, cfg)["layers"]
         return jax.tree.map(lambda a: a[None], [w["scales"] for w in chunk])
 
@@ -260,7 +271,7 @@ def test_scales_take_one_all_reduce_for_all_layers(devices):
     step = jax.shard_map(
         scales, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec(mesh.axis_names)
     )
-    text = jax.jit(step).lower(init_state(cfg, mesh).params).as_text()
+    text = jax.jit(step).lower(abstract_state(cfg).params).as_text()
     assert text.count("stablehlo.all_reduce") == 1
 
 
@@ -374,7 +385,7 @@ def test_inputs_of_matmuls_are_saved_in_8_bits(devices):
     def temporary_bytes(remat: str) -> int:
         cfg, mesh = on_mesh("data=1", devices, parallel__remat=remat)
         cfg = resolve(replace(DEEP, parallel=cfg.parallel), 1)
-        params = init_state(cfg, mesh).params
+        params = abstract_state(cfg).params
         batch = traces.place_batch(traces.random_batch(cfg), cfg, mesh)
         lowered = make_gradient_step(cfg, mesh).lower(params, batch)
         return lowered.compile().memory_analysis().temp_size_in_bytes

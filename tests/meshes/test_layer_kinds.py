@@ -10,6 +10,8 @@ from jaxpar.config.validate import check, resolve
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.verification import distances, small_config, traces
 from jaxpar.verification.meshes import parse_meshes
+from tests import weights
+from tests.slow import slow
 from tests.tiny import TINY
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -35,15 +37,14 @@ GEMMA = TWO_KINDS | {
 }
 
 CASES = [
-    ("data=2", TWO_KINDS | {"model.num_layers": 3}),
+    slow("data=2", TWO_KINDS | {"model.num_layers": 3}),
     ("pipeline=2,num_microbatches=2,zero=1", TWO_KINDS),
-    ("data=2,tensor=2", GEMMA | {"model.num_layers": 2}),
-    pytest.param("sequence=2,tensor=2", GEMMA | {"model.num_experts": 2}, marks=pytest.mark.slow),
-    pytest.param("data=2,tensor=2,row_groups=2", GEMMA, marks=pytest.mark.slow),
-    pytest.param(
+    slow("data=2,tensor=2", GEMMA | {"model.num_layers": 2}),
+    slow("sequence=2,tensor=2", GEMMA | {"model.num_experts": 2}),
+    slow("data=2,tensor=2,row_groups=2", GEMMA),
+    slow(
         "tensor=2,layer_loop=scan",
         GEMMA | {"model.global_every": 0, "model.local_rope_theta": None},
-        marks=pytest.mark.slow,
     ),
 ]
 
@@ -51,7 +52,7 @@ CASES = [
 @functools.cache
 def reference_of(cfg: Config) -> tuple:
     batch = traces.random_batch(cfg, 0)
-    return [batch], traces.reference_trace(cfg, [batch], 0)
+    return batch, weights.plain_gradients(cfg, batch)
 
 
 @pytest.mark.parametrize(("mesh", "values"), CASES)
@@ -61,8 +62,8 @@ def test_gradients(mesh, values, devices):
     n = math.prod(axis_sizes(parallel))
     on_mesh = resolve(replace(cfg, parallel=parallel), n)
     plain = replace(cfg, **{"parallel.row_groups": 1})
-    batches, wanted = reference_of(plain)
-    found = traces.mesh_trace(on_mesh, make_mesh(parallel, devices[:n]), batches, 0)
+    batch, wanted = reference_of(plain)
+    found = weights.first_gradients(on_mesh, make_mesh(parallel, devices[:n]), batch)
     assert not distances.compare(found, wanted, TOLERANCE).mismatches()
 
 

@@ -1,4 +1,4 @@
-"""Adapters alone are trained, on every mesh as in the plain model, and cost nothing else.
+"""Only adapters are trained, on every mesh as in the plain model, and cost nothing else.
 
 An adapter's second matrix starts at 0, and with it the first one's gradient: gradients are compared
 where both are random, training where it starts.
@@ -17,17 +17,18 @@ from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.lora_targets import TARGETS
 from jaxpar.config.validate import check, resolve
 from jaxpar.model import lora, reference
-from jaxpar.model.parameters import param_specs, trained_specs
+from jaxpar.model.parameters import param_specs, trainable_specs
 from jaxpar.sharding.initial_values import initialize
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.sharding.params import count, flat, split
-from jaxpar.step.adapters import merged, without
+from jaxpar.step.adapters import base_config, merge
 from jaxpar.step.state import TrainState, abstract_state, init_state, state_shardings, to_running
 from jaxpar.step.train_step import make_eval_step, make_gradient_step, make_train_step
 from jaxpar.verification import distances, traces
 from jaxpar.verification.meshes import parse_meshes
 from tests.meshes.test_meshes import BASE as PLAIN
 from tests.meshes.test_meshes import TOLERANCE
+from tests.slow import slow, slow_but
 
 BASE = replace(PLAIN, **{"lora.rank": 3, "lora.alpha": 6.0})
 
@@ -47,7 +48,7 @@ pipeline=2,data=2,sequence=2,tensor=2,num_microbatches=2
 """.split()
 
 #: Those that run with every change; the others are slow tests.
-QUICK_MESHES = (MESHES[5], MESHES[9], MESHES[11])
+QUICK_MESHES = [MESHES[11]]
 
 VARIANTS = {
     "attention, rank stabilized": (
@@ -123,9 +124,7 @@ def compare(cfg: Config, item: str, devices) -> None:
 
 
 @pytest.mark.usefixtures("quick_compile")
-@pytest.mark.parametrize(
-    "mesh", [m if m in QUICK_MESHES else pytest.param(m, marks=pytest.mark.slow) for m in MESHES]
-)
+@pytest.mark.parametrize("mesh", slow_but(QUICK_MESHES, MESHES))
 def test_gradients_are_those_of_the_plain_model(mesh, devices):
     compare(BASE, mesh, devices)
 
@@ -139,9 +138,7 @@ def test_gradients_of_variants(variant, devices):
 
 
 @pytest.mark.usefixtures("quick_compile")
-@pytest.mark.parametrize(
-    "remat", ["full", *(pytest.param(r, marks=pytest.mark.slow) for r in ("none", "qkv,gate_up"))]
-)
+@pytest.mark.parametrize("remat", ["full", slow("none"), slow("qkv,gate_up")])
 def test_remat_policies(remat, devices):
     compare(replace(BASE, **{"parallel.remat": remat}), "data=2", devices)
 
@@ -153,9 +150,9 @@ def test_training_moves_adapters_alone(devices):
     plain = traces.reference_trace(BASE, batches, 3)
     found = traces.mesh_trace(cfg, mesh, batches, 3)
     assert not distances.compare(found, plain, TOLERANCE).mismatches()
-    moved = set(distances.differing(found.params, found.init))
+    moved = set(distances.differing_arrays(found.params, found.init))
     assert moved == {name for name in found.init if lora.is_adapter(name)}
-    assert moved == set(flat(trained_specs(cfg))) and len(moved) == 14
+    assert moved == set(flat(trainable_specs(cfg))) and len(moved) == 14
 
 
 @pytest.mark.usefixtures("quick_compile")
@@ -163,11 +160,11 @@ def test_the_first_step_is_that_of_the_model_without(devices):
     cfg, mesh = on_mesh("data=2", devices)
     batch = traces.place_batch(traces.random_batch(cfg), cfg, mesh)
     state = init_state(cfg, mesh)
-    base = init_state(without(cfg), mesh)
+    base = init_state(base_config(cfg), mesh)
     shared = {n: a for n, a in flat(state.params).items() if not lora.is_adapter(n)}
-    assert not distances.differing(traces.to_host(base.params), traces.to_host(shared))
+    assert not distances.differing_arrays(traces.to_host(base.params), traces.to_host(shared))
     found = make_eval_step(cfg, mesh)(state.params, batch)
-    alone = make_eval_step(without(cfg), mesh)(base.params, batch)
+    alone = make_eval_step(base_config(cfg), mesh)(base.params, batch)
     # To float32's last digits: without adapters gate and up are one matmul, and a norm's rows are
     # scaled behind it.
     np.testing.assert_allclose(found[0], alone[0], rtol=5e-7)
@@ -175,7 +172,7 @@ def test_the_first_step_is_that_of_the_model_without(devices):
 
 def test_moments_are_of_adapters_alone():
     cfg = resolve(BASE, 1)
-    adapters, base = count(trained_specs(cfg)), count(param_specs(cfg.model))
+    adapters, base = count(trainable_specs(cfg)), count(param_specs(cfg.model))
     size = lambda tree: sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(tree) if a.ndim)  # noqa: E731
     state = abstract_state(cfg)
     assert size(state.opt_state) == 2 * 4 * adapters
@@ -186,13 +183,14 @@ def test_moments_are_of_adapters_alone():
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers")  # they have no shardings here
 @pytest.mark.parametrize(
-    "item", ["data=2", "data=2,layer_loop=unroll", "pipeline=2,num_microbatches=2,data=2"]
+    "item",
+    [slow("data=2"), "data=2,layer_loop=unroll", slow("pipeline=2,num_microbatches=2,data=2")],
 )
 def test_no_gradient_of_the_model_is_computed_or_sent(item, devices):
     """Sizes tell products apart: those of a matrix's gradient have both of its sides."""
     sizes = {"model.d_model": 48, "model.d_ff": 88, "model.vocab_size": 104}
     cfg, mesh = on_mesh(item, devices, replace(BASE, **sizes))
-    full, _ = on_mesh(item, devices, without(replace(BASE, **sizes)))
+    full, _ = on_mesh(item, devices, base_config(replace(BASE, **sizes)))
 
     def products(cfg: Config) -> set[tuple[int, ...]]:
         state, batch = abstract_state(cfg), traces.random_batch(cfg)
@@ -209,18 +207,18 @@ def test_no_gradient_of_the_model_is_computed_or_sent(item, devices):
 
 def test_without_adapters_nothing_changes():
     specs = param_specs(PLAIN.model, PLAIN.lora)
-    assert flat(specs) == flat(param_specs(PLAIN.model)) == flat(trained_specs(PLAIN))
-    moved, still = split(specs, specs)
-    assert moved is specs and still == {}
+    assert flat(specs) == flat(param_specs(PLAIN.model)) == flat(trainable_specs(PLAIN))
+    trainable, frozen = split(specs, specs)
+    assert trainable is specs and frozen == {}
     w, y = {"wq": jnp.ones((2, 2))}, jnp.ones(2)
-    assert lora.held_still(w) is w and lora.add(y, y, w, "wq") is y
+    assert lora.with_frozen_base(w) is w and lora.add(y, y, w, "wq") is y
 
 
 def test_merged_weights_compute_the_same(devices):
     cfg, mesh = on_mesh("data=2,tensor=2,sequence=2", devices)
-    params = merged(placed(trained_params(BASE), cfg, mesh), cfg, mesh)
+    params = merge(placed(trained_params(BASE), cfg, mesh), cfg, mesh)
     batch = traces.random_batch(cfg)
-    alone = without(BASE)
+    alone = base_config(BASE)
     assert float(jax.jit(lambda p: reference.loss(p, batch, alone))(jax.device_get(params))) == (
         pytest.approx(wanted(BASE)[0], rel=1e-6)
     )
@@ -228,7 +226,7 @@ def test_merged_weights_compute_the_same(devices):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
-@pytest.mark.parametrize("loop", [pytest.param("scan", marks=pytest.mark.slow), "unroll"])
+@pytest.mark.parametrize("loop", ["scan", "unroll"])
 def test_float8_is_of_the_model_and_adapters_are_exact(loop, devices):
     """Rounding of the matrices and of what flows back through them is all that differs."""
     sizes = {"model.d_model": 64, "model.head_dim": 16, "model.d_ff": 96, "model.init_std": 0.05}
@@ -290,7 +288,7 @@ def test_every_target_is_a_parameter():
     specs = flat(param_specs(BASE.model, BASE.lora))
     for target, name in TARGETS.items():
         pair = [specs[f"layers/{name}{end}"] for end in (lora.A, lora.B)]
-        assert all(spec.trained and 3 in spec.shape for spec in pair), target
+        assert all(spec.trainable and 3 in spec.shape for spec in pair), target
         outer = math.prod(pair[0].shape[1:-1]) * math.prod(pair[1].shape[2:])
         assert outer == math.prod(specs[f"layers/{name}"].shape[1:])
     assert jnp.isclose(specs["layers/wo_lora_a"].std ** 2 * 3 * 8 * 4, 1)

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxpar.execution.decisions import execution_of
-from jaxpar.kernels.norm import Unmaterialised
+from jaxpar.kernels.norm import Unmaterialized
 from jaxpar.model import norm
 from tests.meshes.test_float8 import lowered_step, on_mesh
 
@@ -39,7 +39,7 @@ def test_what_matmuls_are_given_of_a_norm(item, fields, kind, devices, monkeypat
 
     def norm_of_stream(x, parameter, ex, original=norm.norm_of_stream):
         x, h = original(x, parameter, ex)
-        seen.append((isinstance(h.operand, Unmaterialised), h.scale is not None))
+        seen.append((isinstance(h.operand, Unmaterialized), h.scale is not None))
         return x, h
 
     monkeypatch.setattr(norm, "norm_of_stream", norm_of_stream)

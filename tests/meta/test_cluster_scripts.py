@@ -18,7 +18,8 @@ from jaxpar.config.command_line import read_config
 from jaxpar.runtime.processes import detect
 
 ROOT = Path(__file__).resolve().parents[2]
-SLURM, JOBSET = ROOT / "scripts" / "slurm.sh", ROOT / "scripts" / "jobset.yaml"
+DEPLOY = ROOT / "scripts" / "deploy"
+SLURM, JOBSET = DEPLOY / "slurm.sh", DEPLOY / "jobset.yaml"
 
 # ----------------------------------------------------------------------------------- Slurm
 

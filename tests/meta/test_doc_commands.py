@@ -17,11 +17,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-#: LOG.md and CHANGELOG.md are history.
+#: The experiments and CHANGELOG.md are history.
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
-    *sorted(p for p in (ROOT / "docs").rglob("*.md") if p.name != "LOG.md"),
+    *sorted(p for p in (ROOT / "docs").rglob("*.md") if p.parent.name != "experiments"),
 ]
 
 #: What a block may need that no test has.
@@ -94,7 +94,7 @@ def test_a_line_that_nothing_reads_is_seen():
     assert unread(block) == ["pip install x", "python scripts/none.py"]
     (block,) = shell_blocks("<!-- needs: GPU -->\n```sh\nnvidia-smi\n```\n")
     assert block == ("needs", "GPU", "nvidia-smi\n")
-    assert not read(["python", "scripts/config_table.py", "--wrote"])
+    assert not read(["python", "scripts/docs/config_table.py", "--wrote"])
 
 
 def script_of(page: Path, how: str) -> str:

@@ -19,22 +19,22 @@ from jaxpar.config.remat_policies import REMAT_NAMES, REMAT_POLICIES
 from jaxpar.convert.__main__ import read_options
 from jaxpar.data.__main__ import read_command as read_data_command
 from jaxpar.doctor.options import read_command as read_doctor_command
-from jaxpar.inference.evaluate import Options as EvaluateOptions
-from jaxpar.inference.sample import Options
+from jaxpar.inference.evaluate import EvaluateOptions
+from jaxpar.inference.sample import SampleOptions
 from jaxpar.monitoring.metric_names import METRICS
 from jaxpar.parallel.pipeline.schedules import Schedule
 from jaxpar.planning.command import read_command as read_plan_command
-from jaxpar.profiling.command import Options as ProfileOptions
-from jaxpar.report.__main__ import Options as ReportOptions
+from jaxpar.profiling.command import ProfileOptions
+from jaxpar.report.__main__ import ReportOptions
 from jaxpar.runtime.processes import launcher
 from jaxpar.verification import command as verification_command
 from jaxpar.verification import meshes
-from jaxpar.verification.replay import Options as ReplayOptions
+from jaxpar.verification.replay import ReplayOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 
-#: Pages whose commands must work today; those of LOG.md and CHANGELOG.md are history.
-PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").glob("*.md") if p.name != "LOG.md")]
+#: Pages whose commands must work today; those of the experiments and CHANGELOG.md are history.
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 EXCERPT = re.compile(r"<!-- excerpt: (\S+) (\S+) -->\n```python\n(.*?)```", re.DOTALL)
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -129,7 +129,7 @@ def check_command(words: list[str]) -> None:
             cfg = parse_overrides(load_config(options.config), overrides, program)
             meshes.parse_meshes(options.mesh or [], cfg.parallel)
         case "jaxpar.sample":
-            tyro.cli(Options, args=args)
+            tyro.cli(SampleOptions, args=args)
         case "jaxpar.replay":
             tyro.cli(ReplayOptions, args=args)
         case "jaxpar.profile":
@@ -196,11 +196,11 @@ def test_errors_that_are_quoted_are_said_so():
     ],
 )
 def test_tables_that_are_made_are_up_to_date(name, page):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / "docs" / f"{name}.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     expected = script.BEGIN + script.table() + script.END
-    assert expected in read(f"docs/{page}"), f"run python scripts/{name}.py --write"
+    assert expected in read(f"docs/{page}"), f"run python scripts/docs/{name}.py --write"
 
 
 def test_every_metric_is_on_its_page():
@@ -212,7 +212,12 @@ def test_every_metric_is_on_its_page():
 
 def test_the_map_of_the_code_names_every_module_and_script():
     package = {p.name + "/" * p.is_dir() for p in (ROOT / "jaxpar").iterdir()}
-    scripts = {p.name for p in (ROOT / "scripts").iterdir() if p.is_file()}
+    folder = ROOT / "scripts"
+    scripts = {
+        str(p.relative_to(folder))
+        for p in folder.rglob("*")
+        if p.is_file() and "__pycache__" not in p.parts
+    }
     there = {name for name in package | scripts if not name.startswith("__")}
     missing = there - set(re.findall(r"`([\w./]+)`", read("docs/code.md")))
     assert not missing, f"add a line for {sorted(missing)} to docs/code.md"

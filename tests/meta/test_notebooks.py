@@ -8,12 +8,16 @@ import re
 import pytest
 
 from tests.meta.test_repository import HOME_PATH, ROOT, broken_links
+from tests.slow import slow_but
 
 nbformat = pytest.importorskip("nbformat")  # `jaxpar[notebooks]`, with what runs them
 pytest.importorskip("nbclient")
 
 FOLDER = ROOT / "docs" / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+
+#: Those that `make test` runs, too.
+QUICK = [file for file in NOTEBOOKS if file.stem[:2] in ("01",)]
 
 #: The most that the folder may weigh, pictures included.
 MAX_BYTES = 1_500_000
@@ -24,7 +28,7 @@ MACHINE_PATH = re.compile(HOME_PATH.pattern + r"|(?<![\w.~*}$/-])/(?:tmp|usr|opt
 
 def load_script():
     spec = importlib.util.spec_from_file_location(
-        "run_notebooks", ROOT / "scripts" / "run_notebooks.py"
+        "run_notebooks", ROOT / "scripts" / "docs" / "run_notebooks.py"
     )
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
@@ -65,7 +69,7 @@ def problems(notebook) -> list[str]:
 def test_committed_outputs(file):
     notebook = SCRIPT.read(file)
     assert problems(notebook) == []
-    assert SCRIPT.tidy(notebook) == notebook, "run python scripts/run_notebooks.py"
+    assert SCRIPT.tidy(notebook) == notebook, "run python scripts/docs/run_notebooks.py"
     prose = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
     assert broken_links(file, prose) == []
     assert prose.startswith("# ") and "You will see" in prose
@@ -89,7 +93,7 @@ def own_environment(monkeypatch):
 
 
 @pytest.mark.timeout(1800)  # beside other processes on two cores
-@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda f: f.stem)
+@pytest.mark.parametrize("file", slow_but(QUICK, NOTEBOOKS), ids=lambda f: f.stem)
 def test_it_runs_from_a_fresh_kernel(file, own_environment):
     committed = SCRIPT.read(file)
     assert SCRIPT.lacking(committed, SCRIPT.run(committed)) == []

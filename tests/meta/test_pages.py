@@ -17,6 +17,7 @@ from jaxpar.config import ParallelConfig
 from jaxpar.config.fields import field_types
 from jaxpar.sharding import axes
 from jaxpar.sharding.mesh import make_mesh
+from tests.slow import slow
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYOUTS, PLANNING = "choosing_a_layout.md", "planning.md"
@@ -29,7 +30,7 @@ def read(name: str) -> str:
 
 def script(name: str):
     """A script, as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / "docs" / f"{name}.py")
     found = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(found)
     return found
@@ -38,7 +39,10 @@ def script(name: str):
 def test_every_page_is_named_in_the_readme():
     text = (ROOT / "README.md").read_text("utf-8")
     pages = {str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md")}
-    assert not {page for page in pages - {"docs/index.md"} if f"]({page})" not in text}
+    # Single experiments are named in docs/experiments/README.md (test_experiments.py).
+    single = {page for page in pages if re.match(r"docs/experiments/(?!README)", page)}
+    pages -= single | {"docs/index.md"}
+    assert not {page for page in pages if f"]({page})" not in text}
 
 
 # ----------------------------------------------------------------------------------- pictures
@@ -53,7 +57,7 @@ def drawing():
 def test_pictures_are_up_to_date_and_shown(drawing):
     for name, text in drawing.files().items():
         there = (drawing.FOLDER / name).read_text("utf-8")
-        assert there == text, "run python scripts/draw_parallelism.py --write"
+        assert there == text, "run python scripts/docs/draw_parallelism.py --write"
         assert f"](pictures/{name})" in read("parallelism.md")
 
 
@@ -78,7 +82,7 @@ def test_pictures_show_what_devices_hold(drawing, axis):
 # -------------------------------------------------------------------------------------- plans
 
 
-@pytest.mark.parametrize("page", [LAYOUTS, PLANNING])
+@pytest.mark.parametrize("page", [LAYOUTS, slow(PLANNING)])
 def test_plans_that_are_shown_are_printed(page, capsys):
     shown = re.findall(r"^\$ python -m jaxpar\.plan (.*)\n((?:.*\n)*?)```", read(page), re.M)
     assert shown
@@ -91,7 +95,9 @@ def test_plans_that_are_shown_are_printed(page, capsys):
 
 def test_the_table_of_cards_is_up_to_date():
     expected = f"<!-- cards -->\n{script('benchmark_table').table()}<!-- /cards -->"
-    assert expected in read("benchmarks/README.md"), "run python scripts/benchmark_table.py --write"
+    assert expected in read("benchmarks/README.md"), (
+        "run python scripts/docs/benchmark_table.py --write"
+    )
 
 
 def test_figures_in_the_readme_are_those_of_their_cards():
@@ -118,7 +124,7 @@ def test_figures_in_the_readme_are_those_of_their_cards():
 def test_tables_of_layouts_are_up_to_date(name):
     tables = script("layout_tables")
     expected = f"<!-- layouts: {name} -->\n{tables.table(name)}<!-- /layouts -->"
-    assert expected in read(LAYOUTS), "run python scripts/layout_tables.py --write"
+    assert expected in read(LAYOUTS), "run python scripts/docs/layout_tables.py --write"
     assert list(tables.TABLES) == re.findall(r"<!-- layouts: (\w+) -->", read(LAYOUTS))
 
 
@@ -136,7 +142,8 @@ def test_flags_in_running_text_are_of_the_config():
     sections = {path.partition(".")[0] for path in field_types()}
     unknown = []
     for page in (ROOT / "docs").rglob("*.md"):
-        if page.name in ("LOG.md", "coming_from.md"):  # the past, and others' flags
+        if page.parent.name == "experiments" or page.name == "coming_from.md":
+            # The past, and others' flags.
             continue
         text = re.sub(r"^\$ .*\n.*|^config error: .*", "", page.read_text("utf-8"), flags=re.M)
         for flag in re.findall(r"--([a-z]+\.[a-z0-9_.-]*[a-z0-9])", text):

@@ -5,12 +5,12 @@ import subprocess
 import tomllib
 from pathlib import Path
 
-from tests.conftest import gpu_of_worker, slow_tests
+from tests.conftest import gpu_of_worker
 
 ROOT = Path(__file__).resolve().parents[2]
 
-#: Pages about the past, whose commands are history.
-HISTORY = {"CHANGELOG.md", "LOG.md"}
+#: Pages about the past, whose commands are history: files and folders.
+HISTORY = {"CHANGELOG.md", "experiments"}
 
 LINK = re.compile(r"\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)|(?:src|href)=\"([^\"]+)\"")
 FENCE = re.compile(r"^( *)(```|~~~)[^\n]*\n(.*?)^\1\2", re.DOTALL | re.MULTILINE)
@@ -47,7 +47,7 @@ def tracked_files() -> list[Path]:
 def pages(history: bool) -> list[Path]:
     """Every Markdown page, with or without those about the past."""
     found = [f for f in tracked_files() if f.suffix == ".md"]
-    return [f for f in found if history or f.name not in HISTORY]
+    return [f for f in found if history or not HISTORY & {f.name, f.parent.name}]
 
 
 def code_of(text: str) -> str:
@@ -180,12 +180,6 @@ def test_a_home_folder_is_told_from_a_url():
     assert HOME_PATH.search(f"cd {own}")
     assert HOME_PATH.search(f'"{own}"')
     assert not HOME_PATH.search(f"https://x.org{own} docs{own}")
-
-
-def test_the_list_of_slow_tests_names_what_is_there():
-    for line in slow_tests():
-        file, _, name = line.partition("[")[0].partition("::")
-        assert f"def {name}(" in (ROOT / file).read_text("utf-8"), line
 
 
 def test_each_worker_of_a_gpu_run_has_a_gpu_of_its_own():

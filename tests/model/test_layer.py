@@ -30,7 +30,7 @@ SMALL = {
 def weights_of_a_layer(cfg: Config) -> dict:
     """Their names and shapes."""
     specs, ex = parameters.param_specs(cfg.model, cfg.lora), execution_of(cfg)
-    return jax.eval_shape(lambda: fused_weights.view(initialize(specs, 0), ex))["layers"][0][0]
+    return jax.eval_shape(lambda: fused_weights.fuse(initialize(specs, 0), ex))["layers"][0][0]
 
 
 @pytest.mark.parametrize("fields", KINDS.values(), ids=KINDS)

@@ -1,6 +1,7 @@
 """Cross entropy over a split vocabulary, against `jax.nn.log_softmax` of whole logits."""
 
 import functools
+import itertools
 import re
 
 import jax
@@ -20,6 +21,7 @@ from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.state import abstract_state
 from jaxpar.step.train_step import make_gradient_step
 from jaxpar.verification import traces
+from tests.slow import slow_but
 from tests.tiny import TINY
 
 N, D, V = 24, 8, 16
@@ -93,16 +95,26 @@ def chunks_of(monkeypatch, tokens: int, vocab_shard: int) -> None:
     assert loss.num_chunks(N, vocab_shard) == -(-N // tokens)
 
 
-@pytest.mark.parametrize("z_loss", [0.0, 0.1])
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize(
+    ("name", "z_loss"),
+    slow_but(
+        [("whole", 0.0), *((name, 0.1) for name in MESHES if name != "whole")],
+        itertools.product(MESHES, (0.0, 0.1)),
+    ),
+)
 def test_value_and_gradients(name, z_loss, devices):
     arrays = inputs()
     found = on_mesh(mesh_of(devices, MESHES[name]), z_loss, *arrays)
     assert_close(found, plain(z_loss, *arrays))
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 6, 12])
-@pytest.mark.parametrize("name", ["whole", "tensor and pipeline"])
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    slow_but(
+        [("whole", 5), ("tensor and pipeline", 1)],
+        itertools.product(["whole", "tensor and pipeline"], [1, 5, 6, 12]),
+    ),
+)
 def test_chunks_add_up(name, tokens, devices, monkeypatch):
     arrays = inputs()
     chunks_of(monkeypatch, tokens, V if name == "whole" else V // 4)
@@ -110,8 +122,13 @@ def test_chunks_add_up(name, tokens, devices, monkeypatch):
     assert_close(found, plain(0.1, *arrays, cotangent=0.25))
 
 
-@pytest.mark.parametrize("chunks", [1, 5, 24, 100])
-@pytest.mark.parametrize("name", ["whole", "tensor and pipeline"])
+@pytest.mark.parametrize(
+    ("name", "chunks"),
+    slow_but(
+        [("whole", 100), ("tensor and pipeline", 5)],
+        itertools.product(["whole", "tensor and pipeline"], [1, 5, 24, 100]),
+    ),
+)
 def test_any_number_of_chunks_that_is_asked_for(name, chunks, devices, monkeypatch):
     arrays = inputs()
     chunks_of(monkeypatch, 6, V if name == "whole" else V // 4)
@@ -136,10 +153,16 @@ def test_large_logits_do_not_overflow(devices):
     assert_close(found, plain(0.0, *arrays))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("below", [30, 90, 300])
+@pytest.mark.parametrize(
+    ("below", "dtype"),
+    slow_but(
+        [(90, "float32"), (300, "bfloat16")],
+        itertools.product([30, 90, 300], ["float32", "bfloat16"]),
+    ),
+)
 def test_labels_on_a_shard_far_below_the_others(below, dtype, devices):
     """All that a device has may be nothing beside what another one has."""
+    dtype = jnp.dtype(dtype)
     h, head, labels = inputs(dtype)
     h, head = jnp.abs(h) + 1, head / 8
     head = head.at[:, : V // 4].add(jnp.asarray(-below / D, dtype))

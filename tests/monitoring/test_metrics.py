@@ -80,7 +80,7 @@ def test_a_loss_that_is_no_number_is_null_in_the_records(bad, devices, tmp_path,
     (record,) = records_of(tmp_path)
     assert record["loss"] is None and record["skipped"] == 2
     assert record["learning_rate"] == 4.0  # one update was left out before this one
-    assert "loss no number" in capsys.readouterr().out
+    assert "loss non-finite" in capsys.readouterr().out
 
 
 def test_a_resumed_run_says_so_and_appends(devices, tmp_path):

@@ -121,22 +121,27 @@ CASES = {
         lambda x: np.roll(x, -1, axis=0),
         lambda d: np.roll(d, 1, axis=0),
     ),
-    "gather": (SEQUENCE, lambda x: permutes.gather(x, SEQUENCE, 2), gathered(2), scattered(2)),
+    "gather": (
+        SEQUENCE,
+        lambda x: permutes.ring_all_gather(x, SEQUENCE, 2),
+        gathered(2),
+        scattered(2),
+    ),
     "scatter": (
         SEQUENCE,
-        lambda x: permutes.scatter(x, SEQUENCE, 2),
+        lambda x: permutes.ring_reduce_scatter(x, SEQUENCE, 2),
         scattered(2),
         gathered(2),
     ),
     "gather_within": (
         TENSOR,
-        lambda x: permutes.gather_within(x, TENSOR, 1),
+        lambda x: permutes.all_to_all_gather(x, TENSOR, 1),
         gathered(1),
         scattered(1),
     ),
     "scatter_within": (
         TENSOR,
-        lambda x: permutes.scatter_within(x, TENSOR, 2),
+        lambda x: permutes.all_to_all_reduce_scatter(x, TENSOR, 2),
         scattered(2),
         gathered(2),
     ),
@@ -156,13 +161,15 @@ def test_value_and_transpose(name, devices):
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_both_forms_of_a_gather_bring_the_same(dim, devices):
     mesh, x = mesh_of(devices, TENSOR), jnp.asarray(normal(N, 2, 4, 3), jnp.bfloat16)
-    forms = permutes.gather, permutes.gather_within
+    forms = permutes.ring_all_gather, permutes.all_to_all_gather
     found = [per_device(lambda x, g=gather: g(x, TENSOR, dim), mesh, x) for gather in forms]
     assert found[0].dtype == found[1].dtype == jnp.bfloat16
     np.testing.assert_array_equal(*found)
 
 
-@pytest.mark.parametrize("scatter", [permutes.scatter, permutes.scatter_within])
+@pytest.mark.parametrize(
+    "scatter", [permutes.ring_reduce_scatter, permutes.all_to_all_reduce_scatter]
+)
 def test_a_scatter_adds_in_float32_and_rounds_once(scatter, devices):
     """256 + 1 + 1 + 1 is 256 in bfloat16; 259 is rounded to 260."""
     x = np.ones((N, 2, N, 3), np.float32)
@@ -179,8 +186,8 @@ def test_a_group_gathers_and_scatters_while_others_do_something_else(devices):
     x, size = normal(8, 2, 4, 3), 2
 
     def both(x):
-        whole = permutes.gather_within(x, TENSOR, 1)
-        return permutes.scatter_within(jnp.sin(whole), TENSOR, 1)
+        whole = permutes.all_to_all_gather(x, TENSOR, 1)
+        return permutes.all_to_all_reduce_scatter(jnp.sin(whole), TENSOR, 1)
 
     def fn(x):
         stage = lax.axis_index(PIPELINE)
@@ -318,7 +325,7 @@ COLLECTIVE = re.compile(
 
 
 def compiled_step(devices, **parallel) -> str:
-    """Optimised HLO of the whole train step."""
+    """Optimized HLO of the whole train step."""
     cfg = replace(
         small_config.float32(Config()),
         **{

@@ -32,10 +32,10 @@ def arguments():
     return shards, draw(2, 4), draw(4, 5), draw(2, 4)
 
 
-def gradients(scatter, sends, shards, x, beside, context):
+def gradients(scatter, communicates, shards, x, beside, context):
     """Of a loss, for the shards, x, and weights used later."""
     blocks = (block,) * LAYERS
-    stream = WeightStream(lambda w: w, gather, scatter, sends)
+    stream = WeightStream(lambda w: w, gather, scatter, communicates)
     layers = functools.partial(through_layers, blocks, stream)
 
     def loss(shards, x, beside):
@@ -54,10 +54,10 @@ def plain(shards, x, beside, context):
     return jax.grad(loss, (0, 1, 2))(shards, x, beside)
 
 
-@pytest.mark.parametrize("sends", [False, True])
-def test_gradients_are_those_of_autodiff(sends):
+@pytest.mark.parametrize("communicates", [False, True])
+def test_gradients_are_those_of_autodiff(communicates):
     doubled = lambda d_whole: 2.0 * d_whole  # noqa: E731, the transpose of `gather`
-    found = gradients(doubled, sends, *arguments())
+    found = gradients(doubled, communicates, *arguments())
     chex.assert_trees_all_close(found, plain(*arguments()), rtol=1e-5)
 
 
@@ -65,16 +65,16 @@ def users_of(jaxpr, var):
     return [eqn for eqn in jaxpr.eqns if any(v is var for v in eqn.invars)]
 
 
-@pytest.mark.parametrize("sends", [False, True])
-def test_what_is_sent_is_there_before_the_layer_below_ends(sends):
+@pytest.mark.parametrize("communicates", [False, True])
+def test_what_is_sent_is_there_before_the_layer_below_ends(communicates):
     """XLA may put off what nothing waits for: with sends, the next layer's gradient waits."""
-    made = functools.partial(gradients, scatter, sends)
+    made = functools.partial(gradients, scatter, communicates)
     jaxpr = jax.make_jaxpr(made)(*arguments()).jaxpr
     sums = [eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive.name == "sin"]  # top layer first
     assert len(sums) == LAYERS
     for above, below in zip(sums, [*sums[1:], None], strict=True):
         waits = [e for e in users_of(jaxpr, above) if e.primitive.name == "optimization_barrier"]
-        assert len(waits) == (1 if sends and below is not None else 0)
+        assert len(waits) == (1 if communicates and below is not None else 0)
         for barrier in waits:
             (scattered,) = [e for e in jaxpr.eqns if below in e.outvars]
             assert scattered.invars[0] in barrier.outvars, "the layer below is let go by this one"
@@ -84,7 +84,7 @@ def test_what_is_sent_is_there_before_the_layer_below_ends(sends):
 def test_a_forward_gather_waits_for_the_input_of_the_layer_before():
     """No longer, so that it may begin with that layer; no less, so that two are whole at once."""
     marked = lambda shard: jnp.exp(shard)  # noqa: E731
-    stream = WeightStream(lambda w: w, marked, scatter, sends=True)
+    stream = WeightStream(lambda w: w, marked, scatter, communicates=True)
     layers = functools.partial(through_layers, (block,) * LAYERS, stream)
     shards, x, beside, context = arguments()
 
@@ -107,9 +107,11 @@ def test_a_forward_gather_waits_for_the_input_of_the_layer_before():
 def test_gathers_wait_for_the_layer_above():
     """Each but the last layer's, whose weights the backward needs at once, if sends or not."""
     found = {}
-    for sends in (False, True):
-        jaxpr = jax.make_jaxpr(functools.partial(gradients, scatter, sends))(*arguments()).jaxpr
-        found[sends] = sum(e.primitive.name == "optimization_barrier" for e in jaxpr.eqns)
+    for communicates in (False, True):
+        jaxpr = jax.make_jaxpr(functools.partial(gradients, scatter, communicates))(
+            *arguments()
+        ).jaxpr
+        found[communicates] = sum(e.primitive.name == "optimization_barrier" for e in jaxpr.eqns)
     # One for each gather of the backward; with sends one before and one after each layer as well,
     # and one for each gather of the forward but the first.
     assert found == {False: LAYERS, True: 4 * LAYERS - 1}

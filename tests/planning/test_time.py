@@ -17,7 +17,7 @@ from jaxpar.planning.predict.compute import (
     repeats,
     weights_seconds,
 )
-from jaxpar.planning.predict.hardware import GPUS, H200, NETWORKS, Figure
+from jaxpar.planning.predict.hardware import GPUS, H200, NETWORKS, HardwareFigure
 from jaxpar.planning.predict.memory import memory_of, on_host_per_token
 from jaxpar.planning.predict.shard import shard_of
 from jaxpar.planning.predict.time import step_time
@@ -194,7 +194,7 @@ def test_forecast_of_a_run():
 
 def test_every_number_has_a_source():
     for gpu in GPUS.values():
-        figures = [v for v in vars(gpu).values() if isinstance(v, Figure)]
+        figures = [v for v in vars(gpu).values() if isinstance(v, HardwareFigure)]
         assert len(figures) >= 6 and all(f.value > 0 and f.source for f in figures)
         assert gpu.matmul.value < gpu.peak.value and dataclasses.is_dataclass(gpu)
     assert all(n.bandwidth.source.startswith("estimate") for n in NETWORKS.values())

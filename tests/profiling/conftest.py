@@ -2,7 +2,7 @@
 
 Two backward layers of Llama 3 8B, T=8192, under FSDP, on two of four H200s, in two steps: cut from
 a trace of JAX 0.11.2 with all kernels between two instructions of the schedule, and the host's
-events that launched them; with those instructions of the optimised HLO.
+events that launched them; with those instructions of the optimized HLO.
 """
 
 import gzip

@@ -7,7 +7,7 @@ import pytest
 from jaxpar.profiling.hlo import text as hlo
 from jaxpar.profiling.hlo.attribution import attribute
 from jaxpar.profiling.trace import read as trace
-from jaxpar.profiling.trace.read import Kernel, Trace
+from jaxpar.profiling.trace.read import KernelTrace, ProfiledKernel
 
 GEMM = "nvjet_sm90_tst_128x160_64x5_2x1_v_bz_NNT"
 FMHA = "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_6_kernel"
@@ -37,8 +37,10 @@ metadata={op_name="jit(step)/transpose(jvp(attention))/sdpa"}
 
 def scopes_of(*names):
     """The scopes that kernels of one stream get, by their last two parts."""
-    kernels = [Kernel(name, 10 * n, 10 * n + 5, "Stream #1") for n, name in enumerate(names)]
-    (done,) = attribute(Trace("jit_step", {0: [kernels]}), hlo.parse(HLO)).devices[0]
+    kernels = [
+        ProfiledKernel(name, 10 * n, 10 * n + 5, "Stream #1") for n, name in enumerate(names)
+    ]
+    (done,) = attribute(KernelTrace("jit_step", {0: [kernels]}), hlo.parse(HLO)).devices[0]
     return ["/".join(k.scope.split("/")[1:]) for k in done]
 
 
@@ -65,8 +67,8 @@ metadata={op_name="jit(step)/jvp(mlp)/pallas_call"}, backend_config={grid_x = 2 
 name = "quantize_both_ways", num_warps = 8 : i32}
   ROOT %loop_add_fusion.4"""
     text = HLO.replace("  ROOT %loop_add_fusion.4", call)
-    kernels = [Kernel("quantize_both_ways", 0, 5, "Stream #1")]
-    (done,) = attribute(Trace("jit_step", {0: [kernels]}), hlo.parse(text)).devices[0]
+    kernels = [ProfiledKernel("quantize_both_ways", 0, 5, "Stream #1")]
+    (done,) = attribute(KernelTrace("jit_step", {0: [kernels]}), hlo.parse(text)).devices[0]
     assert done[0].scope == "jit(step)/jvp(mlp)/pallas_call"
 
 
@@ -77,9 +79,9 @@ def test_what_is_not_in_the_schedule_stays_unknown():
 def test_what_the_profiler_names_is_an_anchor():
     """Of three equal kernels, one is known: the others are told by it."""
     add = "loop_add_fusion_3"
-    kernels = [Kernel(add, 10 * n, 10 * n + 5, "Stream #1") for n in range(3)]
+    kernels = [ProfiledKernel(add, 10 * n, 10 * n + 5, "Stream #1") for n in range(3)]
     kernels[1] = replace(kernels[1], op="loop_add_fusion.4")
-    (done,) = attribute(Trace("jit_step", {0: [kernels]}), hlo.parse(HLO)).devices[0]
+    (done,) = attribute(KernelTrace("jit_step", {0: [kernels]}), hlo.parse(HLO)).devices[0]
     assert done[1].scope == "jit(step)/last/add" and done[1].result == "f32[2]"
     assert done[0].scope and not done[2].scope
 
@@ -106,7 +108,7 @@ def test_the_real_piece(real_trace, real_hlo):
     assert checked == 36
 
 
-def _computes(kernel: Kernel) -> bool:
+def _computes(kernel: ProfiledKernel) -> bool:
     return not kernel.name.startswith("nccl")
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from jaxpar.profiling import breakdown, table
 from jaxpar.profiling.trace import read as trace
-from jaxpar.profiling.trace.read import Kernel, NoKernels, Trace
+from jaxpar.profiling.trace.read import KernelTrace, NoKernels, ProfiledKernel
 from tests.profiling.test_names import NAMES
 
 GEMM, FUSION = NAMES["matmul"][0], NAMES["fusion"][0]
@@ -14,7 +14,7 @@ SCATTER = "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage
 
 def step_of(*pieces):
     """Kernels from (name, start, end)."""
-    return [Kernel(name, start, end) for name, start, end in pieces]
+    return [ProfiledKernel(name, start, end) for name, start, end in pieces]
 
 
 def figures(*pieces):
@@ -67,7 +67,7 @@ def test_means_over_steps_and_devices_and_the_worst():
     ms = 1_000_000
     quick = step_of((GEMM, 0, 10 * ms), (GATHER, 10 * ms, 12 * ms))
     slow = step_of((GEMM, 20 * ms, 30 * ms), (GATHER, 30 * ms, 36 * ms))
-    both = Trace("m", {0: [quick, slow], 1: [slow, slow]})
+    both = KernelTrace("m", {0: [quick, slow], 1: [slow, slow]})
     found = breakdown.profile(both)
     assert (found["devices"], found["steps"]) == (2, 2)
     assert found["ms"]["step"] == pytest.approx((12 + 16 + 16 + 16) / 4)
@@ -91,7 +91,7 @@ def test_the_time_between_steps():
 def test_without_a_step_there_is_no_profile():
     for devices in ({}, {0: []}):
         with pytest.raises(NoKernels, match="no step of m"):
-            breakdown.profile(Trace("m", devices))
+            breakdown.profile(KernelTrace("m", devices))
 
 
 def test_the_real_piece(real_trace, real_hlo):
@@ -130,6 +130,6 @@ def test_the_table(real_trace, real_hlo):
 
 
 def test_the_table_of_one_device_without_communication():
-    text = table.table(breakdown.profile(Trace("m", {0: [step_of((GEMM, 0, 5_000_000))]})))
+    text = table.table(breakdown.profile(KernelTrace("m", {0: [step_of((GEMM, 0, 5_000_000))]})))
     assert "mean of" not in text and "collective" not in text and "between" not in text
     assert "step 5.0   compute 5.0" in text

@@ -82,7 +82,7 @@ def test_requests_are_looked_for_once_a_second(monkeypatch, tmp_path):
 def test_profiles_of_one_attempt_are_limited(monkeypatch, tmp_path):
     said: list[str] = []
     profiler = in_run.RunProfiler(Config(), Path(tmp_path), None, "", said.append)
-    profiler._taken = in_run.MOST_PROFILES
+    profiler._taken = in_run.MAX_PROFILES
     profiler._begin(7)
     assert "in one attempt are enough" in said[0] and profiler._first == 0
     assert not (tmp_path / "profiles").exists()

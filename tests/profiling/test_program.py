@@ -203,7 +203,7 @@ FACTS = {
 )
 def test_damaged_facts_are_none(wrong, tmp_path):
     (tmp_path / "profile.json").write_text(json.dumps(FACTS))
-    assert folder.read_facts(tmp_path) == folder.Facts(**FACTS)
+    assert folder.read_facts(tmp_path) == folder.ProfileFacts(**FACTS)
     (tmp_path / "profile.json").write_text(json.dumps(FACTS | wrong))
     assert folder.read_facts(tmp_path) is None
 
@@ -332,7 +332,7 @@ def test_a_cpus_instructions(tmp_path):
     names = {n: [[k.name for k in step] for step in steps] for n, steps in found.devices.items()}
     first = ["fusion.3", "all-reduce.1", "fusion.1", "copy.1"]
     assert names == {0: [first, ["fusion.3"]], 1: [["fusion.3"]]}
-    known = cpu_trace.classified(found, hlo.parse(HLO)).devices[0][0]
+    known = cpu_trace.classify_instructions(found, hlo.parse(HLO)).devices[0][0]
     classes = [("matmul", ""), ("communication", "all-reduce"), ("fusion", ""), ("copy", "")]
     assert [(k.what, k.kind) for k in known] == classes
     with pytest.raises(trace.NoKernels, match="no device ran jit_third"):

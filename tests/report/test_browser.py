@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from jaxpar.report.__main__ import Options, report
+from jaxpar.report.__main__ import ReportOptions, report
 from tests.report.chromium import Chromium
 from tests.report.folders import write_run
 
@@ -23,7 +23,7 @@ def page(tmp_path_factory):
     write_run(folder / "first")
     write_run(folder / "second", seed=1, **{"optimizer.learning_rate": 1e-3})
     runs = (str(folder / "first"), str(folder / "second"))
-    report(Options(runs=runs, output=str(folder / "report.html")))
+    report(ReportOptions(runs=runs, output=str(folder / "report.html")))
     return folder / "report.html"
 
 
@@ -62,8 +62,8 @@ def test_it_is_drawn_without_complaint_or_request(browser, page, width, dark):
     assert pixels.shape[1] == width
     paper = np.median(pixels, axis=(0, 1))
     assert (paper.max() < 60) if dark else (paper.min() > 230)
-    colourful = np.ptp(pixels.astype(int), axis=2) > 60
-    assert 0.002 < colourful.mean() < 0.5  # lines, on paper
+    colorful = np.ptp(pixels.astype(int), axis=2) > 60
+    assert 0.002 < colorful.mean() < 0.5  # lines, on paper
 
 
 def test_the_pointer_shows_values(browser, page):

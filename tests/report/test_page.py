@@ -14,7 +14,7 @@ import pytest
 from jaxpar.config import ConfigError
 from jaxpar.monitoring.goodput import PARTS
 from jaxpar.monitoring.samples import write_sample
-from jaxpar.report.__main__ import Options, main, report
+from jaxpar.report.__main__ import ReportOptions, main, report
 from tests.report.folders import TOKENS, record, write_lines, write_run
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&\x00"
@@ -37,7 +37,7 @@ class Tags(HTMLParser):
 
 
 def page_of(*folders, **options) -> str:
-    path, _ = report(Options(runs=tuple(map(str, folders)), **options))
+    path, _ = report(ReportOptions(runs=tuple(map(str, folders)), **options))
     return path.read_text("utf-8")
 
 
@@ -136,7 +136,7 @@ SHOWN = "loss mfu grad_norm learning_rate step_seconds memory_gib tokens_seen sk
 @pytest.mark.parametrize("value", [1e308, -1e308, 9e99, 5e-324, 2e-100, 10**399, -(10**399)])
 @pytest.mark.parametrize("last", [120, 200])
 def test_numbers_that_no_run_measures(tmp_path, value, last):
-    """In some lines, of both signs in turn, and in all: sums of some are no numbers."""
+    """In some lines, of both signs in turn, and in all: sums of some are not finite."""
     folder, file = write_run(tmp_path / "run"), tmp_path / "run" / "metrics.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     for line in lines:
@@ -189,7 +189,7 @@ def test_what_cannot_be_written_is_refused_before_anything_is(tmp_path, monkeypa
     assert not (tmp_path / "x.html").exists()
 
 
-def test_every_part_of_the_time_has_a_colour():
+def test_every_part_of_the_time_has_a_color():
     css = (resources.files("jaxpar.report") / "page.css").read_text("utf-8")
     for part in (*PARTS, "lost work", "down", "other"):
         assert f".p-{part.replace(' ', '-')} {{ fill: #" in css, part

@@ -16,14 +16,14 @@ import pytest
 
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.runtime import exit_codes
-from jaxpar.runtime.files.run_lock import RunLock, Taken, made_in
+from jaxpar.runtime.files.run_lock import RunLock, RunLocked, create_in
 from jaxpar.runtime.gpus import visible
 from jaxpar.runtime.gpus import xla_flags as gpus_xla_flags
 from jaxpar.runtime.processes import children
 from jaxpar.runtime.processes import launcher as processes_launcher
 from jaxpar.runtime.processes.children import Failure, failure_of
 from jaxpar.training import loop, start
-from tests.e2e.ranks import alive, wait_for
+from tests.ranks import alive, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,7 +36,7 @@ def python(code: str, *args: str) -> subprocess.Popen:
 
 def test_a_reserved_port_is_nobody_elses_but_the_coordinators():
     with contextlib.ExitStack() as held:
-        ports = [held.enter_context(processes_launcher.reserved_port()) for _ in range(200)]
+        ports = [held.enter_context(processes_launcher.reserve_port()) for _ in range(200)]
         assert len(set(ports)) == len(ports)
         taken, like_grpc = (held.enter_context(socket.socket()) for _ in range(2))
         with pytest.raises(OSError):
@@ -64,7 +64,7 @@ def test_a_folder_has_one_writer_and_sigkill_leaves_no_stale_lock(tmp_path):
     holder = python(HOLDER, str(run))
     assert holder.stdout.readline() == "held\n"
     told: list[str] = []
-    with pytest.raises(Taken) as error:
+    with pytest.raises(RunLocked) as error:
         RunLock(run, 0.6, told.append)
     said = str(error.value)
     about = json.loads((run / "lock").read_text())
@@ -75,7 +75,7 @@ def test_a_folder_has_one_writer_and_sigkill_leaves_no_stale_lock(tmp_path):
     holder.wait()
     with RunLock(run) as lock:
         assert json.loads((run / "lock").read_text())["pid"] == os.getpid()
-        with pytest.raises(Taken, match=f"process {os.getpid()} on"):
+        with pytest.raises(RunLocked, match=f"process {os.getpid()} on"):
             RunLock(run, 0, told.append)
         assert len(told) == 1
         assert lock.warnings == []
@@ -111,7 +111,7 @@ def test_ctrl_c_ends_the_wait_and_leaves_no_file_open(tmp_path):
 def test_what_may_pass_is_no_config_error(tmp_path, number, kind):
     """A stale NFS handle, and missing rights."""
     said = f"cannot be written to: {os.strerror(number)}"
-    with pytest.raises(kind, match=said), made_in(tmp_path):
+    with pytest.raises(kind, match=said), create_in(tmp_path):
         raise OSError(number, os.strerror(number))
 
 
@@ -219,7 +219,7 @@ class Attempts(processes_launcher.Launcher):
     """A launcher whose attempts end as a test says: (codes, newest checkpoint then)."""
 
     def __init__(self, attempts, run_dir: Path, restarts: int = 2):
-        options = processes_launcher.Options(num_processes=2, restarts=restarts)
+        options = processes_launcher.LaunchOptions(num_processes=2, restarts=restarts)
         super().__init__(options, [], replace(Config(), **{"run.dir": str(run_dir)}))
         self.left = list(attempts)
 

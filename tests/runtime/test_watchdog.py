@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from jaxpar.runtime.watchdog import Watchdog
-from tests.e2e.ranks import environment
+from tests.ranks import environment
 
 SCRIPT = """
 import sys, time

@@ -1,26 +1,18 @@
-"""The state is never there twice, nor a model whole: read off the compiler's plan of memory."""
-
-import functools
-import math
+"""The state is never there twice: read off the compiler's plan of memory."""
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.validate import resolve
-from jaxpar.model.parameters import param_specs
 from jaxpar.sharding.axes import BATCH_SPEC
 from jaxpar.sharding.batch import Batch
-from jaxpar.sharding.initial_values import init_options, initialize
 from jaxpar.sharding.mesh import make_mesh
-from jaxpar.sharding.params import flat
 from jaxpar.step.compiled import memory_of
 from jaxpar.step.state import (
     TrainState,
-    _initial_values,
     abstract_state,
     bytes_per_device,
     init_state,
@@ -28,25 +20,13 @@ from jaxpar.step.state import (
 )
 from jaxpar.step.train_step import make_train_step
 from jaxpar.training import run
-from jaxpar.verification import distances, small_config, traces
+from jaxpar.verification import traces
+from tests.slow import slow, slow_but
+from tests.tiny import SMALL
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
-BASE = replace(
-    small_config.float32(Config()),
-    **{
-        "model.num_layers": 4,
-        "model.d_model": 32,
-        "model.num_heads": 4,
-        "model.num_kv_heads": 2,
-        "model.head_dim": 8,
-        "model.d_ff": 64,
-        "model.vocab_size": 64,
-        "data.seq_len": 32,
-        "train.global_batch_size": 8,
-        "parallel.data": 1,
-    },
-)
+BASE = SMALL
 
 BFLOAT16 = {
     "optimizer.first_moment_dtype": "bfloat16",
@@ -97,9 +77,9 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("fields", STEPS.values(), ids=STEPS)
-def test_the_step_takes_over_every_byte_of_the_state(devices, fields):
-    cfg, mesh = ready(devices, **fields)
+@pytest.mark.parametrize("name", slow_but(["ZeRO-3, unrolled", "virtual stages, offloaded"], STEPS))
+def test_the_step_takes_over_every_byte_of_the_state(devices, name):
+    cfg, mesh = ready(devices, **STEPS[name])
     state, memory = abstract(cfg, mesh), compiled_step(cfg, mesh).memory_analysis()
     taken_over = memory.alias_size_in_bytes + memory.host_alias_size_in_bytes
     assert taken_over == bytes_per_device(state)
@@ -107,7 +87,7 @@ def test_the_step_takes_over_every_byte_of_the_state(devices, fields):
     assert whole / mesh.size <= taken_over < 1.1 * whole / (mesh.size // cfg.parallel.replica)
 
 
-@pytest.mark.parametrize("fields", [SHARDED, VIRTUAL, {"optimizer.offload": True}])
+@pytest.mark.parametrize("fields", [slow(SHARDED), VIRTUAL, {"optimizer.offload": True}])
 def test_after_a_step_the_old_state_is_gone(devices, fields):
     cfg, mesh = ready(devices, **fields)
     state = init_state(cfg, mesh)
@@ -128,56 +108,6 @@ def test_a_program_that_holds_the_state_twice_is_reported(devices):
     assert "WARNING" not in memory_of(given, state)
     twice = bytes_per_device(state) / 2**30
     assert f"\nWARNING    the step holds {twice:.3f} GiB" in memory_of(kept, state)
-
-
-# --------------------------------------------------------------- a model is never whole
-
-
-@pytest.fixture(scope="module")
-def wide(devices):
-    """A config whose arrays are large against what a program needs besides, and its mesh."""
-    sizes = {"model.d_model": 256, "model.d_ff": 1024, "model.vocab_size": 4096}
-    return ready(devices, **sizes, **STAGES, **SHARDED)
-
-
-def test_a_device_makes_its_own_shard_and_no_more(wide):
-    """Of each initial array: the program puts out a shard. Beside it, XLA keeps the generator's
-    integers on a CPU, three of a shard's size; compiled for an H200, some KB."""
-    cfg, mesh = wide
-    specs, to = flat(param_specs(cfg.model)), flat(state_shardings(cfg, mesh).params)
-    key, options = jax.ShapeDtypeStruct((2,), jnp.uint32), init_options("cpu")
-    for name, spec in specs.items():
-        memory = _initial_values(spec, to[name], options).lower(key).compile().memory_analysis()
-        shard = 4 * math.prod(to[name].shard_shape(spec.shape))
-        assert memory.output_size_in_bytes == shard, name
-        assert memory.temp_size_in_bytes < 3.1 * shard + 8192, (name, memory.temp_size_in_bytes)
-        if spec.init == "normal":
-            assert memory.temp_size_in_bytes + shard < 4 * math.prod(spec.shape), name
-
-
-def test_arrays_made_one_by_one_have_the_bits_of_the_whole(devices):
-    """`initialize`, in one program, is the definition; `init_state` compiles one for each array."""
-    cfg, mesh = ready(devices, **SHARDED, **{"model.qkv_bias": True, "model.qk_norm": True})
-    whole = jax.jit(functools.partial(initialize, param_specs(cfg.model)))(cfg.train.seed)
-    made = init_state(cfg, mesh)
-    assert not distances.differing(traces.to_host(made.params), traces.to_host(whole))
-    assert int(made.step) == 0 and not any(jnp.any(a) for a in jax.tree.leaves(made.opt_state))
-
-
-#: The first numbers of some initial arrays under seed 3, as float32 bits, of JAX 0.11.2 on a CPU.
-PINNED = {
-    "embed": [0xBC17D071, 0x3D075C49, 0xBC0425D7],
-    "layers/wq": [0x3C8E345E, 0x3D00FF31, 0xBBB73D06],
-    "layers/w_down": [0xBBF84283, 0xBBD71598, 0xBBB21017],
-    "head": [0x3C8DC7F4, 0x3B9A652B, 0xB95DB051],
-}
-
-
-def test_initial_values_stay_as_they_were():
-    """A run that is repeated years later starts from the same weights."""
-    made = flat(jax.jit(lambda: initialize(param_specs(BASE.model), 3))())
-    found = {name: np.asarray(made[name]).ravel()[:3].view(np.uint32).tolist() for name in PINNED}
-    assert found == PINNED
 
 
 @pytest.mark.parametrize("remat", ["offload", "attn_out:host,attn_lse"])

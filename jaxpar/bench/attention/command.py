@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from jaxpar.bench.attention import contest, tuning
-from jaxpar.bench.attention.shapes import NAMED, Shape, parse_shapes
+from jaxpar.bench.attention.shapes import NAMED, AttentionShape, parse_shapes
 from jaxpar.bench.training import conditions
 from jaxpar.config import Config, ConfigError
 from jaxpar.kernels.attention.dispatch import capability
@@ -38,7 +38,7 @@ any of {", ".join(NAMED)}, joined by commas; or sizes B,T,H,G,D of a causal shap
 
 
 def read_command(argv: Sequence[str]) -> argparse.Namespace:
-    """The options, checked: shapes as `Shape`s, backends as a list or None.
+    """The options, checked: shapes as `AttentionShape`s, backends as a list or None.
 
     Raises:   ConfigError for an unknown shape or backend.
     """
@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
     With --tune, 1 when a backend that was not refused has no block sizes that work.
     """
     options = read_command(argv)
-    rendezvous.alone("jaxpar.bench attention")
+    rendezvous.require_single_process("jaxpar.bench attention")
     environment = runtime.start(Config())
     on_gpu = jax.devices()[0].platform == "gpu"
     able = capability.CAPABILITIES
@@ -98,10 +98,10 @@ def main(argv: Sequence[str]) -> int:
     }
     run = tuning.tune if options.tune else contest.measure
     for number, shape in enumerate(options.shapes, start=1):
-        say = lambda text, n=number: print(  # noqa: E731
+        log = lambda text, n=number: print(  # noqa: E731
             f"[{n}/{len(options.shapes)}] {text}", file=sys.stderr, flush=True
         )
-        rows = run(shape, backends, options.dtype, options.repeats, say)
+        rows = run(shape, backends, options.dtype, options.repeats, log)
         print(table_of(shape, options.dtype, rows), flush=True)
         card["rows"] += rows
         if options.card:  # after each shape: a long run that is stopped leaves what it has
@@ -115,7 +115,7 @@ def main(argv: Sequence[str]) -> int:
     return exit_codes.EXIT_ERROR if failed else exit_codes.EXIT_OK
 
 
-def _refuse_large(shapes: Sequence[Shape]) -> None:
+def _refuse_large(shapes: Sequence[AttentionShape]) -> None:
     """Without a GPU there is the reference, which holds every score.
 
     Raises:   ConfigError for a shape that would take minutes and gigabytes.
@@ -132,7 +132,7 @@ COLUMNS = ("direction", "backend", "ms", "TFLOP/s", "x cuDNN", "yardstick", "err
 WIDTHS = (9, 32, 9, 8, 8, 9, 8)
 
 
-def table_of(shape: Shape, dtype: str, rows: Sequence[contest.Row]) -> str:
+def table_of(shape: AttentionShape, dtype: str, rows: Sequence[contest.Row]) -> str:
     """The rows of a shape, aligned, under a line that says what it is."""
     what = shape.yardstick()[0] if any("yardstick" in row for row in rows) else ""
     extra = f", window {shape.window}" if shape.window else ""

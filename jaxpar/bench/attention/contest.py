@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.bench.attention import exactness
-from jaxpar.bench.attention.shapes import Arrays, Shape, draw
-from jaxpar.bench.timing import Timing, interleaved
+from jaxpar.bench.attention.shapes import Arrays, AttentionShape, draw
+from jaxpar.bench.timing import Timing, time_interleaved
 from jaxpar.kernels.attention import api
 from jaxpar.kernels.attention.dispatch import capability
 from jaxpar.kernels.platform import Platform
@@ -24,7 +24,7 @@ type Row = dict[str, Any]
 type Saved = list[tuple[jax.Array, jax.Array]]
 
 
-class Kernel:
+class BackendPrograms:
     """A backend as three programs over lists of requests, which run one after another.
 
     Args:     of_forward, of_backward: more arguments of the backend's own functions.
@@ -63,7 +63,7 @@ class Contender:
     """A backend on one shape: what it computed, or why it did not."""
 
     backend: str
-    kernel: Kernel | None = None
+    kernel: BackendPrograms | None = None
     refused: str = ""
     failed: dict[str, str] = dataclasses.field(default_factory=dict)
     saved: Saved | None = None
@@ -103,7 +103,7 @@ def prepare(backend: str, asked: Arrays, yard: list[Arrays], wanted: tuple) -> C
         return found
     grads = None
     try:
-        found.kernel = Kernel(backend)
+        found.kernel = BackendPrograms(backend)
         found.saved = jax.block_until_ready(found.kernel.forward([asked]))
     except Exception as error:  # whatever a kernel or its compiler raises
         found.failed = dict.fromkeys(DIRECTIONS, message(error))
@@ -122,7 +122,11 @@ def prepare(backend: str, asked: Arrays, yard: list[Arrays], wanted: tuple) -> C
 
 
 def measure(
-    shape: Shape, backends: Sequence[str], dtype: str, repeats: int, say: Callable[[str], None]
+    shape: AttentionShape,
+    backends: Sequence[str],
+    dtype: str,
+    repeats: int,
+    log: Callable[[str], None],
 ) -> list[Row]:
     """A row for each direction and backend.
 
@@ -132,30 +136,30 @@ def measure(
     asked = draw(shape, dtype)
     yard = [draw(one, dtype, seed) for seed, one in enumerate(alone, start=1)]
     jax.block_until_ready((asked, yard))
-    say(f"{shape}: float32 reference")
+    log(f"{shape}: float32 reference")
     wanted = exactness.exact(exactness.one_group(asked, None, None)[0])
     contenders = []
     for backend in backends:
-        say(f"{shape}: compiling {backend}")
+        log(f"{shape}: compiling {backend}")
         contenders.append(prepare(backend, asked, yard, wanted))
     rows = []
     for direction in DIRECTIONS:
         able = [c for c in contenders if c.takes_part(direction)]
-        say(f"{shape}: timing {direction}, {', '.join(c.backend for c in able) or 'nothing'}")
+        log(f"{shape}: timing {direction}, {', '.join(c.backend for c in able) or 'nothing'}")
         programs: dict[tuple[str, bool], Callable] = {}
         for c in able:
             assert c.kernel is not None
             programs[c.backend, False] = c.kernel.program(direction, [asked], c.saved)
             if yard and not c.yard_failed:
                 programs[c.backend, True] = c.kernel.program(direction, yard, c.saved_yard)
-        times = interleaved(programs, repeats)
+        times = time_interleaved(programs, repeats)
         flops = shape.useful_flops(direction), sum(s.useful_flops(direction) for s in alone)
         start = conditions_of(shape, dtype) | {"direction": direction}
         rows += [start | row_of(c, direction, times, flops, what) for c in contenders]
     return rows
 
 
-def conditions_of(shape: Shape, dtype: str) -> Row:
+def conditions_of(shape: AttentionShape, dtype: str) -> Row:
     """What a row says of its shape."""
     row: Row = {"shape": shape.name, "kind": shape.kind, **shape.size, "dtype": dtype}
     if shape.documents:

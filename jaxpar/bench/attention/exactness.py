@@ -11,11 +11,11 @@ from jaxpar.kernels.attention import reference
 #: Query rows whose scores are held at once.
 ROWS = 256
 #: A relative error above this means that something else was computed: bfloat16 gives 4e-3.
-LARGEST_ERROR = 2e-2
+MAX_ERROR = 2e-2
 #: The least root mean square that an error is relative to, values being standard normal: where each
 #: query sees one key alone, dq and dk are 0 but for rounding. That of dq over 1,024 tokens is 0.1,
 #: and falls no faster than the square root of their number rises.
-LEAST_RMS = 1e-3
+MIN_RMS = 1e-3
 
 
 def one_group(asked: Arrays, out, grads) -> tuple[Arrays, tuple]:
@@ -66,7 +66,7 @@ def _block(q, k, v, mask, d_out):
 def relative_l2(found, wanted) -> jax.Array:
     """|found - wanted| / |wanted| over all elements, in float32; see LEAST_RMS."""
     found = found.astype(jnp.float32)
-    whole = jnp.maximum(jnp.linalg.norm(wanted.ravel()), LEAST_RMS * wanted.size**0.5)
+    whole = jnp.maximum(jnp.linalg.norm(wanted.ravel()), MIN_RMS * wanted.size**0.5)
     return jnp.linalg.norm((found - wanted).ravel()) / whole
 
 
@@ -77,6 +77,6 @@ def errors(part: tuple, wanted: tuple) -> dict[str, float]:
 
 
 def wrong(found: dict[str, float]) -> str:
-    """Which errors are too large, or no numbers, in words; empty when none is."""
-    large = [f"{name} {e:.1e}" for name, e in found.items() if not e <= LARGEST_ERROR]
+    """Which errors are too large or NaN, in words; empty when none is."""
+    large = [f"{name} {e:.1e}" for name, e in found.items() if not e <= MAX_ERROR]
     return f"wrong result: relative error of {', '.join(large)}" if large else ""

@@ -39,7 +39,7 @@ NAMED: dict[str, list[tuple[int, int, int, int, int]]] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class AttentionShape:
     """One request of attention: T queries against S keys, in H query and G KV heads of D dims."""
 
     name: str
@@ -108,7 +108,7 @@ class Shape:
             in_order=order is None,
         )
 
-    def yardstick(self) -> tuple[str, list["Shape"]]:
+    def yardstick(self) -> tuple[str, list["AttentionShape"]]:
         """Causal requests at whose rate the mask's work would ideally run; none for the others."""
         plain = dataclasses.replace(self, name="causal", documents=(), window=None)
         if self.documents:
@@ -127,7 +127,7 @@ class Arrays(NamedTuple):
     d_out: jax.Array
 
 
-def draw(shape: Shape, dtype: str, seed: int = 0) -> Arrays:
+def draw(shape: AttentionShape, dtype: str, seed: int = 0) -> Arrays:
     """Normal values from a seed."""
     keys = jax.random.split(jax.random.key(seed), 4)
     queries, others = (shape.B, shape.T, shape.H, shape.D), (shape.B, shape.S, shape.G, shape.D)
@@ -144,7 +144,7 @@ def document_lengths(total: int) -> tuple[int, ...]:
     return tuple(int(n) for n in np.diff([0, *cuts, total]))
 
 
-def make_shape(word: str, B: int, T: int, H: int, G: int, D: int) -> Shape:
+def make_shape(word: str, B: int, T: int, H: int, G: int, D: int) -> AttentionShape:
     """The shape of a word of NAMED, of any size.
 
     Raises:   ConfigError for sizes that do not fit.
@@ -156,7 +156,7 @@ def make_shape(word: str, B: int, T: int, H: int, G: int, D: int) -> Shape:
     if word != "causal" and T % (2 * DOCUMENTS):
         rule = f"T of {word} must be a multiple of {2 * DOCUMENTS}"
         raise ConfigError("--shapes", said, rule, f"use T={max(T // 32, 1) * 32}")
-    shape = Shape(word, B, T, T, H, G, D)
+    shape = AttentionShape(word, B, T, T, H, G, D)
     if word == "packed":
         return dataclasses.replace(shape, documents=document_lengths(T))
     if word == "window":
@@ -164,7 +164,7 @@ def make_shape(word: str, B: int, T: int, H: int, G: int, D: int) -> Shape:
     return dataclasses.replace(shape, T=T // ZIGZAG) if word == "zigzag" else shape
 
 
-def parse_shapes(items: Sequence[str]) -> list[Shape]:
+def parse_shapes(items: Sequence[str]) -> list[AttentionShape]:
     """The shapes of `causal,window`, `1,4096,32,8,128` (causal) and `window:1,4096,32,8,128`.
 
     Raises:   ConfigError for a word that is not known and sizes that do not fit.

@@ -12,7 +12,7 @@ import jax
 import jaxpar.kernels.attention.dispatch
 from jaxpar.bench.attention import exactness
 from jaxpar.bench.attention.contest import (
-    Kernel,
+    BackendPrograms,
     Row,
     Saved,
     conditions_of,
@@ -20,9 +20,9 @@ from jaxpar.bench.attention.contest import (
     message,
     refusal,
 )
-from jaxpar.bench.attention.shapes import Arrays, Shape, draw
+from jaxpar.bench.attention.shapes import Arrays, AttentionShape, draw
 from jaxpar.bench.matmuls.sustained import TIMED, WARM_UP
-from jaxpar.bench.timing import Sustained, Timing, interleaved
+from jaxpar.bench.timing import Sustained, Timing, time_interleaved
 from jaxpar.bench.training import conditions
 from jaxpar.config import ConfigError
 from jaxpar.kernels.attention.dispatch import capability, measurements
@@ -56,7 +56,7 @@ def default_table() -> Path:
 
 
 @dataclasses.dataclass(frozen=True)
-class Candidate:
+class TuningCandidate:
     """A backend in one direction with the sizes to try; None: it has none to choose."""
 
     direction: str
@@ -74,18 +74,18 @@ class Candidate:
             "deterministic": self.deterministic,
         }
 
-    def kernel(self) -> Kernel:
+    def kernel(self) -> BackendPrograms:
         """Its programs."""
         given: Row = {} if self.sizes is None else {"blocks": self.sizes}
         if self.direction == "forward":
-            return Kernel(self.backend, of_forward=given)
-        return Kernel(
+            return BackendPrograms(self.backend, of_forward=given)
+        return BackendPrograms(
             self.backend,
             of_backward=given | ({"deterministic": True} if self.deterministic else {}),
         )
 
 
-def candidates(backends: Sequence[str], direction: str, head_dim: int) -> list[Candidate]:
+def candidates(backends: Sequence[str], direction: str, head_dim: int) -> list[TuningCandidate]:
     """All that is to be tried. A backward that can be deterministic on request is tried both ways.
 
     A head dim without block sizes gives a candidate without sizes, which the backend will refuse.
@@ -99,12 +99,16 @@ def candidates(backends: Sequence[str], direction: str, head_dim: int) -> list[C
                 sizes = list(which(head_dim))
         on_request = capability.CAPABILITIES[backend].deterministic == "on request"
         ways = [False, True] if direction == "backward" and on_request else [False]
-        found += [Candidate(direction, backend, size, way) for way in ways for size in sizes]
+        found += [TuningCandidate(direction, backend, size, way) for way in ways for size in sizes]
     return found
 
 
 def tune(
-    shape: Shape, backends: Sequence[str], dtype: str, repeats: int, say: Callable[[str], None]
+    shape: AttentionShape,
+    backends: Sequence[str],
+    dtype: str,
+    repeats: int,
+    log: Callable[[str], None],
 ) -> list[Row]:
     """A row for each direction, backend and block size: its time, or why it is passed over."""
     asked = draw(shape, dtype)
@@ -113,21 +117,21 @@ def tune(
     rows: list[Row] = []
     for direction in ("forward", "backward"):
         flops, entries = shape.useful_flops(direction), {}
-        programs: dict[Candidate, Callable] = {}
+        programs: dict[TuningCandidate, Callable] = {}
         for candidate in candidates(backends, direction, shape.D):
             entry = entries[candidate] = conditions_of(shape, dtype) | candidate.row()
             refused = refusal(candidate.backend, asked, candidate.deterministic)
             if refused:
                 entry["refused"] = refused
                 continue
-            say(f"{shape}: {direction}, trying {words(entry)}")
+            log(f"{shape}: {direction}, trying {words(entry)}")
             try:
                 kernel, saved = _try(candidate, asked, saved, wanted)
                 programs[candidate] = kernel.program(direction, [asked], saved)
             except Exception as error:  # whatever a kernel or its compiler raises
                 entry["failed"] = message(error)
-        say(f"{shape}: {direction}, timing {len(programs)}")
-        for candidate, found in interleaved(programs, repeats, AT_THE_LIMIT).items():
+        log(f"{shape}: {direction}, timing {len(programs)}")
+        for candidate, found in time_interleaved(programs, repeats, AT_THE_LIMIT).items():
             row = figures(found, flops) if isinstance(found, Timing) else {"failed": message(found)}
             entries[candidate] |= row
         rows += entries.values()
@@ -135,8 +139,8 @@ def tune(
 
 
 def _try(
-    candidate: Candidate, asked: Arrays, saved: Saved | None, wanted: tuple
-) -> tuple[Kernel, Saved]:
+    candidate: TuningCandidate, asked: Arrays, saved: Saved | None, wanted: tuple
+) -> tuple[BackendPrograms, Saved]:
     """Run a candidate once; its program, and the output of a forward pass that can be trusted.
 
     Raises:   whatever the kernel does, and ValueError when its result is wrong.

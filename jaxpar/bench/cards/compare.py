@@ -75,7 +75,7 @@ def read_card(path: str) -> dict[str, Any]:
 
 def kind_of(path: str, card: dict[str, Any]) -> str:
     """The benchmark that has written a card: train or attention. Beside those of train come those
-    of `scripts/measure_torchtitan.py`, which hold fewer figures.
+    of `scripts/measure/torchtitan_run.py`, which hold fewer figures.
 
     Raises:   ConfigError for any other.
     """

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from jaxpar.profiling.table import aligned
+from jaxpar.profiling.table import align_columns
 
 type Card = dict[str, Any]
 
@@ -53,7 +53,7 @@ def _flat(name: str, value: Any) -> dict[str, str]:
     return {k: v for key in value for k, v in _flat(f"{name}.{key}", value[key]).items()}
 
 
-def differing(cards: Sequence[Card]) -> dict[str, list[str]]:
+def differing_conditions(cards: Sequence[Card]) -> dict[str, list[str]]:
     """Each condition in which the cards differ, with its value on each; "-" where it is missing."""
     each = [conditions(card) for card in cards]
     names = dict.fromkeys(name for found in each for name in found)
@@ -63,11 +63,11 @@ def differing(cards: Sequence[Card]) -> dict[str, list[str]]:
 
 def table(names: Sequence[str], cards: Sequence[Card]) -> str:
     """The conditions that differ, a column for each card."""
-    found = differing(cards)
+    found = differing_conditions(cards)
     if not found:
         return "The conditions are the same."
     rows = [("conditions that differ", *names), *((name, *row) for name, row in found.items())]
-    return aligned(rows, left=range(len(names) + 1))
+    return align_columns(rows, left=range(len(names) + 1))
 
 
 def warnings(names: Sequence[str], cards: Sequence[Card], kind: str) -> list[str]:
@@ -76,7 +76,7 @@ def warnings(names: Sequence[str], cards: Sequence[Card], kind: str) -> list[str
     Args:     kind: "train" or "attention"; rows of the latter are matched by their shapes.
     """
     lines = []
-    for name, values in differing(cards).items():
+    for name, values in differing_conditions(cards).items():
         model = name.startswith("config.model.") and name not in CHOICES
         shape = kind == "train" and (model or name in ALIKE_CONFIG)
         told = [f"{v} in {n}" for n, v in zip(names, values, strict=True) if v != MISSING]

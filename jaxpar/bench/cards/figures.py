@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxpar.bench.attention import tuning
 from jaxpar.bench.cards.differences import one_line
-from jaxpar.profiling.table import aligned
+from jaxpar.profiling.table import align_columns
 from jaxpar.profiling.trace.kernels import CLASSES, KINDS
 
 type Card = dict[str, Any]
@@ -19,7 +19,7 @@ NOISE = "~"
 
 
 @dataclass(frozen=True)
-class Figure:
+class CardFigure:
     """A figure of a training card: where it is, and how it is written.
 
     `timed` are those that follow from the median step, whose spread is known.
@@ -33,30 +33,33 @@ class Figure:
 
 
 TRAINING = (
-    Figure("tokens/s/device", "tokens_per_second_per_device", ",.0f", timed=True),
-    Figure("MFU, causal", "mfu_causal", ".1%", timed=True),
-    Figure("MFU, full attention", "mfu_full_attention", ".1%", timed=True),
-    Figure("step, median ms", "step_seconds/median", scale=1e3, timed=True),
-    Figure("  fastest", "step_seconds/fastest", scale=1e3),
-    Figure("  slowest", "step_seconds/slowest", scale=1e3),
-    Figure("  interquartile", "step_seconds/interquartile", scale=1e3),
-    Figure("data wait ms", "data_wait_seconds/median", scale=1e3),
-    Figure("peak GiB", "peak_memory_gib"),
-    Figure("watts a GPU", "power/watts", ",.0f"),
-    Figure("SM MHz", "power/sm_mhz", ",.0f"),
-    Figure("at the power limit", "power/at_power_limit", ".0%"),
-    Figure("compilation s", "compile_seconds"),
-    Figure("loss, first step", "loss/first", ".4f"),
-    Figure("loss, last step", "loss/last", ".4f"),
-    Figure("GB sent a step", "collective_bytes/bytes", ",.3f", 1e-9),
-    Figure("profiled step ms", "profile/ms/step"),
-    Figure("  compute", "profile/ms/compute"),
-    Figure("  communication", "profile/ms/communication"),
-    Figure("  exposed", "profile/ms/exposed"),
-    Figure("  exposed, worst device", "profile/worst_device_ms/exposed"),
-    Figure("  idle", "profile/ms/idle"),
-    *(Figure(f"kernels: {what} ms", f"profile/by_class/{what}/ms") for what in CLASSES),
-    *(Figure(f"exposed: {kind} ms", f"profile/communication/{kind}/exposed_ms") for kind in KINDS),
+    CardFigure("tokens/s/device", "tokens_per_second_per_device", ",.0f", timed=True),
+    CardFigure("MFU, causal", "mfu_causal", ".1%", timed=True),
+    CardFigure("MFU, full attention", "mfu_full_attention", ".1%", timed=True),
+    CardFigure("step, median ms", "step_seconds/median", scale=1e3, timed=True),
+    CardFigure("  fastest", "step_seconds/fastest", scale=1e3),
+    CardFigure("  slowest", "step_seconds/slowest", scale=1e3),
+    CardFigure("  interquartile", "step_seconds/interquartile", scale=1e3),
+    CardFigure("data wait ms", "data_wait_seconds/median", scale=1e3),
+    CardFigure("peak GiB", "peak_memory_gib"),
+    CardFigure("watts a GPU", "power/watts", ",.0f"),
+    CardFigure("SM MHz", "power/sm_mhz", ",.0f"),
+    CardFigure("at the power limit", "power/at_power_limit", ".0%"),
+    CardFigure("compilation s", "compile_seconds"),
+    CardFigure("loss, first step", "loss/first", ".4f"),
+    CardFigure("loss, last step", "loss/last", ".4f"),
+    CardFigure("GB sent a step", "collective_bytes/bytes", ",.3f", 1e-9),
+    CardFigure("profiled step ms", "profile/ms/step"),
+    CardFigure("  compute", "profile/ms/compute"),
+    CardFigure("  communication", "profile/ms/communication"),
+    CardFigure("  exposed", "profile/ms/exposed"),
+    CardFigure("  exposed, worst device", "profile/worst_device_ms/exposed"),
+    CardFigure("  idle", "profile/ms/idle"),
+    *(CardFigure(f"kernels: {what} ms", f"profile/by_class/{what}/ms") for what in CLASSES),
+    *(
+        CardFigure(f"exposed: {kind} ms", f"profile/communication/{kind}/exposed_ms")
+        for kind in KINDS
+    ),
 )
 
 
@@ -127,10 +130,10 @@ def training_table(names: Sequence[str], cards: Sequence[Card]) -> tuple[str, li
     paths = [figure.path for figure in TRAINING]
     for name, card in zip(names, cards, strict=True):
         notes += left_out(name, card, paths)
-    return aligned(rows), notes
+    return align_columns(rows), notes
 
 
-def _written(value: float | None, figure: Figure) -> str:
+def _written(value: float | None, figure: CardFigure) -> str:
     return MISSING if value is None else format(value * figure.scale, figure.form)
 
 
@@ -191,7 +194,7 @@ def attention_table(names: Sequence[str], cards: Sequence[Card]) -> tuple[str, l
         notes += [f"note: entries of {name} that are no rows, and left out: {odd}"] if odd else []
         for row in table.values():
             notes += left_out(f"{name}, {one_line(_shape(row))}", row, MEASURED)
-    return aligned(rows, left=(0, 1, 2)), notes
+    return align_columns(rows, left=(0, 1, 2)), notes
 
 
 def _is_row(row: Any) -> bool:

@@ -27,7 +27,7 @@ _CHOSEN = re.compile(
 
 
 @dataclass(frozen=True)
-class Candidate:
+class AutotunedKernel:
     """A kernel that XLA tried: how it is made, as text, and the time of a short run, in us."""
 
     config: str
@@ -53,14 +53,14 @@ class Tried:
 
     fingerprint: str
     line: str
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[AutotunedKernel, ...]
 
 
 def read_log(text: str) -> tuple[Tried, ...]:
     """Every instruction of a log that was tuned, once."""
     found = {}
     for fingerprint, body, line in _TRIED.findall(text):
-        tried = [Candidate(config, _us(time)) for config, time in _CANDIDATE.findall(body)]
+        tried = [AutotunedKernel(config, _us(time)) for config, time in _CANDIDATE.findall(body)]
         fastest_first = tuple(sorted(tried, key=lambda candidate: candidate.us))
         found[fingerprint] = Tried(fingerprint, line.replace('\\"', '"'), fastest_first)
     return tuple(found.values())
@@ -81,27 +81,27 @@ def entries(table: str) -> dict[str, str]:
     return {re.findall(r'hlo_fingerprint: "(\w+)"', e)[0]: e for e in _ENTRY.findall(table)}
 
 
-def chosen(entry: str) -> Candidate:
+def choice_of(entry: str) -> AutotunedKernel:
     """What an entry takes; without a time."""
     found = _CHOSEN.search(entry)
     if not found:
         raise ValueError(f"an entry of the table without a choice: {entry[:60]!r}")
-    return Candidate(found[2], 0.0)
+    return AutotunedKernel(found[2], 0.0)
 
 
-def choosing(entry: str, candidate: Candidate, version: str) -> str:
+def with_choice(entry: str, candidate: AutotunedKernel, version: str) -> str:
     """The entry, with another choice."""
     take = lambda m: f'{m[1]}{candidate.config.rstrip()}{m[3]}"{version}"'  # noqa: E731
     return _CHOSEN.sub(take, entry, count=1)
 
 
-def varied(
-    table: str, takes: Mapping[str, Candidate], version: Mapping[str, str]
+def vary_choices(
+    table: str, takes: Mapping[str, AutotunedKernel], version: Mapping[str, str]
 ) -> dict[str, str]:
     """The entries of a table by fingerprint, some with another choice."""
     found = entries(table)
     for fingerprint, candidate in takes.items():
-        found[fingerprint] = choosing(found[fingerprint], candidate, version[candidate.backend])
+        found[fingerprint] = with_choice(found[fingerprint], candidate, version[candidate.backend])
     return found
 
 

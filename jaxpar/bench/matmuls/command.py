@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from jaxpar.bench.matmuls import autotuned, products
-from jaxpar.bench.matmuls.autotuned import Candidate, Tried
+from jaxpar.bench.matmuls.autotuned import AutotunedKernel, Tried
 from jaxpar.bench.matmuls.products import Product
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.command_line import read_config
@@ -33,7 +33,7 @@ from jaxpar.runtime.options import Parser, check_file, check_folder
 from jaxpar.runtime.processes import children
 
 #: Matmuls that are shorter, us, are left to XLA: together they are little, and their times uneven.
-LEAST_US = 100.0
+MIN_US = 100.0
 #: A kernel is tried whose short run took at most so much of the fastest one's.
 WITHIN = 1.25
 
@@ -52,7 +52,7 @@ class Matmul:
 
     tried: Tried
     product: Product
-    own: Candidate
+    own: AutotunedKernel
     """What XLA took."""
     times: int = 1
     """How often it is in a step."""
@@ -64,18 +64,18 @@ class Matmul:
         """Of the program that runs it alone."""
         return f"m_{self.tried.fingerprint}"
 
-    def rivals(self) -> list[Candidate]:
+    def rivals(self) -> list[AutotunedKernel]:
         """What XLA took, and what was nearly as fast in a short run."""
         fastest = self.tried.candidates[0].us
         near = [c for c in self.tried.candidates if c.us <= WITHIN * fastest]
         return [self.own, *(c for c in near if str(c) != str(self.own))]
 
-    def best(self) -> Candidate:
+    def best(self) -> AutotunedKernel:
         """The one with the least time at the power limit."""
         by_words = {str(c): c for c in self.rivals()}
         return by_words[min(self.us, key=lambda words: statistics.mean(self.us[words]))]
 
-    def time_of(self, candidate: Candidate) -> float | None:
+    def time_of(self, candidate: AutotunedKernel) -> float | None:
         """Its time at the power limit, us; None if it was not run."""
         times = self.us.get(str(candidate))
         return statistics.mean(times) if times else None
@@ -106,14 +106,16 @@ def main(argv: Sequence[str]) -> int:
     table = Path(options.table) if options.table else default_table()
     check_file("--table", str(table))
     with _folder(options.keep) as folder:
-        say("1 of 2: the train step, as XLA tunes it")
+        print_line("1 of 2: the train step, as XLA tunes it")
         found, log = matmuls_of_step(options.config, flags, folder)
         if not found:
-            say(f"no matmul of {LEAST_US:.0f} us and more that can be run alone: nothing to choose")
+            print_line(
+                f"no matmul of {MIN_US:.0f} us and more that can be run alone: nothing to choose"
+            )
             return 0
-        say(f"2 of 2: {len(found)} matmuls with up to {options.candidates} kernels each")
+        print_line(f"2 of 2: {len(found)} matmuls with up to {options.candidates} kernels each")
         time_alone(found, flags, folder, options.candidates)
-        say(in_words(found))
+        print_line(in_words(found))
         earlier = table.read_text() if table.is_file() else ""
         step = (folder / "step.results.txt").read_text()
         try:
@@ -122,11 +124,11 @@ def main(argv: Sequence[str]) -> int:
         except OSError as error:
             raise exit_codes.RunError(f"{table}: cannot be written: {error.strerror}") from error
     take = "" if not options.table else f"; take it with XLA_FLAGS={_LOAD}{table}"
-    say(f"written to {table}{take}")
+    print_line(f"written to {table}{take}")
     return 0
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     """A line about how far it is, or what was found."""
     print(line, flush=True)
 
@@ -152,7 +154,7 @@ def flags_of(cfg: Config) -> str:
     if not visible.gpu_is_present():
         fix = "run it on a machine with an NVIDIA GPU"
         raise ConfigError("matmuls", "no GPU", "kernels are timed on one", fix)
-    given = [word for word in xla_flags.given().split() if not word.startswith(_LOAD)]
+    given = [word for word in xla_flags.user_flags().split() if not word.startswith(_LOAD)]
     os.environ["XLA_FLAGS"] = " ".join([*given, _LOAD])
     xla_flags.apply(cfg)
     return os.environ["XLA_FLAGS"]
@@ -209,11 +211,11 @@ def joined(log: Sequence[Tried], results: str, program: str) -> list[Matmul]:
     module, entries = hlo.parse(program), autotuned.entries(results)
     found = []
     for tried in log:
-        if len(tried.candidates) < 2 or tried.candidates[0].us < LEAST_US:
+        if len(tried.candidates) < 2 or tried.candidates[0].us < MIN_US:
             continue
         same = products.find(module, tried.line)
         if same and tried.fingerprint in entries:
-            own = autotuned.chosen(entries[tried.fingerprint])
+            own = autotuned.choice_of(entries[tried.fingerprint])
             found.append(Matmul(tried, same[0], own, len(same)))
     return sorted(found, key=lambda matmul: -matmul.times * matmul.tried.candidates[0].us)
 
@@ -237,7 +239,7 @@ def time_alone(found: Sequence[Matmul], flags: str, folder: Path, candidates: in
             if those:
                 taken[name] = those[turn % min(len(those), candidates)]
                 takes[fingerprint] = taken[name]
-        entries = autotuned.varied(results.read_text(), takes, autotuned.versions(log))
+        entries = autotuned.vary_choices(results.read_text(), takes, autotuned.versions(log))
         table, times = folder / f"alone.{turn}.txt", folder / f"alone.{turn}.json"
         table.write_text(autotuned.text_of(entries.values()))
         taking = f"{plain} {_LOAD}{shlex.quote(str(table))}"
@@ -247,12 +249,12 @@ def time_alone(found: Sequence[Matmul], flags: str, folder: Path, candidates: in
             for matmul in of[name]:
                 if str(candidate) in map(str, matmul.rivals()):
                     matmul.us.setdefault(str(candidate), []).extend(measured[name])
-        say(f"   {turn + 1} of {candidates}")
+        print_line(f"   {turn + 1} of {candidates}")
 
 
 def _rivals_alone(
     name: str, matmuls: Sequence[Matmul], log: Sequence[Tried]
-) -> tuple[str, list[Candidate]]:
+) -> tuple[str, list[AutotunedKernel]]:
     """The fingerprint of the product that is run alone, and those of its kernels that these
     matmuls of the step could take as well."""
     mine = [t for t in log if f"jit({name})" in t.line]
@@ -290,7 +292,7 @@ def merged(earlier: str, step: str, log: str, found: Sequence[Matmul]) -> str:
         best, own = m.best(), m.time_of(m.own)
         beside = "" if own is None else f", XLA's choice {m.own}: {own:,.0f}"
         words = f"# {m.product}\n# {best}: {m.time_of(best):,.0f} us{beside}\n"
-        made[m.tried.fingerprint] = words + autotuned.choosing(
+        made[m.tried.fingerprint] = words + autotuned.with_choice(
             entries[m.tried.fingerprint], best, version[best.backend]
         )
     return HEADER + autotuned.text_of(dict(sorted({**table, **made}.items())).values())

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxpar.profiling.hlo.costs import contracted
+from jaxpar.profiling.hlo.costs import contracted_dims
 from jaxpar.profiling.hlo.text import Instruction, Module
 
 _ARRAY = re.compile(r"\b(\w+)\[([\d,]*)\](?:\{([\d,]*))?")
@@ -87,7 +87,7 @@ def product_of(module: Module, instruction: Instruction) -> Product | None:
         ]
         found = [product for each in inside if (product := product_of(module, each))]
         return found[0] if len(found) == 1 else None
-    read = contracted(instruction)
+    read = contracted_dims(instruction)
     if read is None or _in_batches(instruction) or len(instruction.operands) < 2:
         return None
     types = [module.type_of(operand) for operand in instruction.operands[:2]]

@@ -20,7 +20,7 @@ import jax
 
 from jaxpar.bench.training import conditions, power, profiled
 from jaxpar.config import Config, ConfigError
-from jaxpar.config.command_line import read_config, written_out
+from jaxpar.config.command_line import expand_set_options, read_config
 from jaxpar.config.serialize import to_json
 from jaxpar.model.flops import num_params
 from jaxpar.monitoring.metrics import peak_memory_gib
@@ -41,7 +41,7 @@ WARM_UP = 3
 EVERY = 5.0
 
 
-def measure(run: Run, steps: int) -> tuple[dict[str, Any], profiled.Running]:
+def measure(run: Run, steps: int) -> tuple[dict[str, Any], profiled.StartedRun]:
     """Time the train step on consecutive batches.
 
     Each step is waited for once the next is dispatched, as in training.
@@ -56,7 +56,7 @@ def measure(run: Run, steps: int) -> tuple[dict[str, Any], profiled.Running]:
     batches = run.loader.prefetched(0)
     times: list[float] = []
     losses, waits, pending, told = [], [], None, time.perf_counter()
-    with power.watching(jax.default_backend() == "gpu") as gpus:
+    with power.watch_power(jax.default_backend() == "gpu") as gpus:
         for _ in range(WARM_UP + steps + 1):
             began = time.perf_counter()
             _, batch = next(batches)
@@ -84,7 +84,7 @@ def measure(run: Run, steps: int) -> tuple[dict[str, Any], profiled.Running]:
         **gpus.card(),
         **sent_by(hlo_text),
     }
-    return figures, profiled.Running(train_step, hlo_text, state, batches)
+    return figures, profiled.StartedRun(train_step, hlo_text, state, batches)
 
 
 def _progress(times: Sequence[float], told: float, of: int) -> float:
@@ -94,7 +94,7 @@ def _progress(times: Sequence[float], told: float, of: int) -> float:
     """
     if times[-1] - told < EVERY or len(times) < 2:
         return told
-    peers.say(f"step {len(times)} of {of}: the last took {times[-1] - times[-2]:.3f} s")
+    peers.log(f"step {len(times)} of {of}: the last took {times[-1] - times[-2]:.3f} s")
     return times[-1]
 
 
@@ -188,7 +188,7 @@ def read_command(argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
         fix = "use --profile-steps 2, or leave --trace out"
         raise ConfigError("--trace", options.trace, "is of the profiled steps: there are none", fix)
     cfg = read_config(rest, "jaxpar.bench train", __doc__)
-    given = {arg.partition("=")[0].replace("_", "-") for arg in written_out(rest)}
+    given = {arg.partition("=")[0].replace("_", "-") for arg in expand_set_options(rest)}
     if "--run.dir" in given:
         fix = "leave it out; --card FILE names what is written"
         raise ConfigError("run.dir", cfg.run.dir, "is not used: a benchmark writes no run", fix)
@@ -215,12 +215,12 @@ def main(argv: Sequence[str]) -> int:
     run = Run(elastic.choose_layout(cfg, cfg.cluster.slow_seconds or 1e6), in_folder=False)
     figures, running = measure(run, options.steps)
     result = card(run, figures, environment, options.commit or provenance.checked_out_commit())
-    peers.say(summary(result))
-    to_card = options.card and peers.own() == 0
+    peers.log(summary(result))
+    to_card = options.card and peers.rank() == 0
     if to_card:  # before the profiler, which may fail
         json_output.write("--card", options.card, result)
     result |= profiled.profile_steps(running, options.profile_steps, options.trace)
-    peers.say(profiled.in_words(result))
+    peers.log(profiled.in_words(result))
     if to_card:
         json_output.write("--card", options.card, result)
     return 0

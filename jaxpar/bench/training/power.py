@@ -56,7 +56,7 @@ class Watch:
 
 
 @contextlib.contextmanager
-def watching(on_gpu: bool) -> Iterator[Watch]:
+def watch_power(on_gpu: bool) -> Iterator[Watch]:
     """Look at this process's GPUs from here to the end of the block; then there is a card.
 
     Args:     on_gpu: whether there are any.

@@ -21,7 +21,7 @@ SETTLE = 3
 
 
 @dataclass
-class Running:
+class StartedRun:
     """A run that has begun: its step and that one's HLO text, its state, the batches to come."""
 
     step: Callable[[TrainState, Batch], tuple[TrainState, Any]]
@@ -30,7 +30,7 @@ class Running:
     batches: Generator[tuple[int, Batch]]
 
 
-def profile_steps(running: Running, steps: int, keep: str | None = None) -> dict[str, Any]:
+def profile_steps(running: StartedRun, steps: int, keep: str | None = None) -> dict[str, Any]:
     """Run more steps under the profiler; `running` goes on from there, and its batches end.
 
     Every process runs the steps; the first traces, and sees its own devices.
@@ -48,13 +48,13 @@ def profile_steps(running: Running, steps: int, keep: str | None = None) -> dict
         return _traced(running, steps, keep)
 
 
-def _take(running: Running, steps: int) -> None:
+def _take(running: StartedRun, steps: int) -> None:
     for _, (_, batch) in zip(range(steps), running.batches, strict=False):
         running.state, measured = running.step(running.state, batch)
     jax.block_until_ready((running.state, measured))
 
 
-def _traced(running: Running, steps: int, keep: str | None) -> dict[str, Any]:
+def _traced(running: StartedRun, steps: int, keep: str | None) -> dict[str, Any]:
     """The steps under the profiler. A profiler or a disk that fails does not end the benchmark."""
     begun = taken = False
     try:

@@ -4,15 +4,15 @@ import math
 
 from jaxpar.config import Config, flag, require
 
-#: Of float16's loss: a larger one would be no number in float16 itself, half-way through a model.
-LARGEST_SCALE = 2.0**24
+#: Of float16's loss: a larger one would itself overflow float16, half-way through a model.
+MAX_LOSS_SCALE = 2.0**24
 
 
 def guards(cfg: Config) -> None:
     """Guards have what they need to act."""
     g, path = cfg.guard, "guard.loss_scale"
-    rule = f"must be a power of two from 1 to {LARGEST_SCALE:.0f}: it rounds nothing, and fits"
-    in_range = 1 <= g.loss_scale <= LARGEST_SCALE
+    rule = f"must be a power of two from 1 to {MAX_LOSS_SCALE:.0f}: it rounds nothing, and fits"
+    in_range = 1 <= g.loss_scale <= MAX_LOSS_SCALE
     ok = in_range and math.frexp(g.loss_scale)[0] == 0.5
     nearest = 2.0 ** round(math.log2(g.loss_scale)) if in_range else 65536.0
     require(ok, cfg, path, rule, flag(path, nearest))

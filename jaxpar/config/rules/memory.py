@@ -35,7 +35,7 @@ def remat(cfg: Config) -> None:
 
 
 #: The longest averages that stochastic rounding to bfloat16 leaves alone (docs/numerics.md).
-LONGEST_BFLOAT16_AVERAGE = 0.999
+MAX_BFLOAT16_DECAY = 0.999
 
 
 def moments(cfg: Config) -> None:
@@ -51,7 +51,7 @@ def moments(cfg: Config) -> None:
     # Lion's one moment decays by beta2; its beta1 weighs it against the gradient.
     betas = {first: "optimizer.beta2" if o.name == "lion" else "optimizer.beta1"}
     for path, beta in (betas | {second: "optimizer.beta2"}).items():
-        decay, most = value_of(cfg, beta), LONGEST_BFLOAT16_AVERAGE
+        decay, most = value_of(cfg, beta), MAX_BFLOAT16_DECAY
         rule = f"needs {beta} of at most {most}, not {decay}: more than 5% would be rounding noise"
         ok = value_of(cfg, path) == "float32" or decay <= most
         require(ok, cfg, path, rule, flag(path, "float32"), flag(beta, most))

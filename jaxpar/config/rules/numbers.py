@@ -8,11 +8,11 @@ from jaxpar.config import require as _require
 from jaxpar.config.fields import field_types
 
 #: Of whole numbers: steps, seeds, sizes and tokens are int32 on the devices.
-LARGEST_INT = 2**31 - 1
+MAX_INT = 2**31 - 1
 
 
 #: More of them take minutes to start, if they do at all.
-MOST_CPU_DEVICES = 4096
+MAX_CPU_DEVICES = 4096
 
 
 _AT_LEAST_ONE = """train.num_steps train.global_batch_size train.log_every data.seq_len
@@ -51,7 +51,7 @@ def numbers(cfg: Config) -> None:
         if isinstance(value_of(cfg, path), float):
             require(math.isfinite(value_of(cfg, path)), path, "must be finite")
         if isinstance(value_of(cfg, path), int) and path != "train.seed":
-            require(value_of(cfg, path) <= LARGEST_INT, path, f"must be at most {LARGEST_INT}")
+            require(value_of(cfg, path) <= MAX_INT, path, f"must be at most {MAX_INT}")
     for path in _AT_LEAST_ONE:
         require(value_of(cfg, path) >= 1, path, "must be at least 1")
     for path in _AT_LEAST_ZERO:
@@ -60,11 +60,11 @@ def numbers(cfg: Config) -> None:
         require(value_of(cfg, path) > 0, path, "must be above 0")
     for path in _BELOW_ONE:
         require(0 <= value_of(cfg, path) < 1, path, "must be at least 0 and below 1")
-    most, rule = MOST_CPU_DEVICES, f"must be at most {MOST_CPU_DEVICES}"
+    most, rule = MAX_CPU_DEVICES, f"must be at most {MAX_CPU_DEVICES}"
     require(cfg.run.cpu_devices <= most, "run.cpu_devices", rule)
     data, ratio, seed = cfg.parallel.data, cfg.optimizer.min_lr_ratio, cfg.train.seed
     rule = "must be at least 1, or -1 for the devices that are left"
     require(data >= 1 or data == -1, "parallel.data", rule)
     require(0 <= ratio <= 1, "optimizer.min_lr_ratio", "must be at least 0 and at most 1")
-    rule = f"must be at most {LARGEST_INT}"
-    require(seed <= LARGEST_INT, "train.seed", rule, seed % (LARGEST_INT + 1))
+    rule = f"must be at most {MAX_INT}"
+    require(seed <= MAX_INT, "train.seed", rule, seed % (MAX_INT + 1))

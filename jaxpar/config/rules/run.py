@@ -46,7 +46,7 @@ def saving(cfg: Config) -> None:
 
 
 #: A trace of a large step has hundreds of thousands of events, which fill memory until it ends.
-MOST_PROFILED_STEPS = 20
+MAX_PROFILED_STEPS = 20
 
 
 def profile(cfg: Config) -> None:
@@ -54,6 +54,6 @@ def profile(cfg: Config) -> None:
     path, start, last = "profile.start", cfg.profile.start, cfg.train.num_steps
     rule = f"must be a step of the run, which has train.num_steps = {last}"
     require(start <= last, cfg, path, rule, flag(path, last), flag("train.num_steps", start))
-    path, most = "profile.num_steps", MOST_PROFILED_STEPS
+    path, most = "profile.num_steps", MAX_PROFILED_STEPS
     rule = f"must be at most {most}: traces are large, and one step is like the next"
     require(cfg.profile.num_steps <= most, cfg, path, rule, flag(path, most))

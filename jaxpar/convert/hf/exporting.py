@@ -139,32 +139,32 @@ def carried_values(imported: Values, family: Family) -> Values:
 def to_hf(
     export: Export,
     folder: Path,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     tolerance: float | None = selfcheck.TOLERANCE,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write the folder; it appears when it is complete, and checked.
 
-    Args:     say: told what was done. tolerance: of the self-check; None for none.
+    Args:     log: called with what was done. tolerance: of the self-check; None for none.
     Raises:   ConfigError when the folder is in use; CheckFailed.
     """
     refuse_used("DIR", folder)
     require_space("DIR", folder, export.num_bytes)
     m = export.config.model
     with new_folder(folder) as temporary:
-        write_export(export, temporary, say, shard_bytes)
+        write_export(export, temporary, log, shard_bytes)
         if tolerance is not None and isinstance(export.arrays, MergedArrays):
-            check_merge(export.arrays, export.config, tolerance, say)
+            check_merge(export.arrays, export.config, tolerance, log)
         if tolerance is not None:
             tensors = find_tensors(temporary)
             check_tensors(tensors, export.entries, export.sizes)
             published = selfcheck.published_reader(export.entries, export.sizes, tensors)
             run = selfcheck.run_reader(export.arrays, m, export.dtype)
-            selfcheck.check_conversion(m, run, published, temporary, tolerance, say)
+            selfcheck.check_conversion(m, run, published, temporary, tolerance, log)
 
 
 def write_export(
-    export: Export, folder: Path, say: Callable[[str], None], shard_bytes: int = SHARD_BYTES
+    export: Export, folder: Path, log: Callable[[str], None], shard_bytes: int = SHARD_BYTES
 ) -> None:
     """Write config, tokenizer and weights into an empty folder.
 
@@ -174,7 +174,7 @@ def write_export(
     copy_carried(export.run / CARRIED, folder)
     carried = own_values(export.config) | export.carried
     if not (export.run / CARRIED).is_dir():
-        carried |= tokenizer.write(export.config, folder, say)
+        carried |= tokenizer.write(export.config, folder, log)
     values = config_json(m, family, carried, export.dtype)
     (folder / CONFIG_FILE).write_text(json.dumps(values, indent=2) + "\n")
     shapes = export.shapes()
@@ -182,7 +182,7 @@ def write_export(
     with meter(sum(s.num_bytes for s in stored.values())) as progress:
         for entry in export.entries:
             copy_out(export, entry, stored, progress)
-        say(f"wrote {progress.summary(max(s.num_bytes for s in stored.values()))}")
+        log(f"wrote {progress.summary(max(s.num_bytes for s in stored.values()))}")
 
 
 def own_values(cfg: Config) -> Values:

@@ -35,18 +35,18 @@ from jaxpar.convert.run_arrays import (
 )
 from jaxpar.model.flops import num_params
 from jaxpar.runtime.progress import Meter, meter
-from jaxpar.sharding.fingerprint import Running
+from jaxpar.sharding.fingerprint import RunningFingerprint
 from jaxpar.sharding.grid import grid
 
 #: Numbers that are in memory at a time: 64 MiB of float32.
 PIECE = 1 << 24
 
-#: Longest window that an imported run is given to train on; a command line may say more.
-LONGEST_WINDOW = 4096
+#: Longest training sequence of an imported run by default; a command line may ask for more.
+MAX_SEQ_LEN = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class PublishedModel:
     """A published model, found and checked; nothing of it has been read but headers."""
 
     folder: Path
@@ -70,7 +70,7 @@ class Source:
         return max(stored.num_bytes for stored in self.tensors.stored.values())
 
 
-def open_source(folder: str | Path) -> Source:
+def open_source(folder: str | Path) -> PublishedModel:
     """A folder of a published model, every tensor known to be there and in shape.
 
     Raises:   ConfigError naming the key of config.json, the tensor or the file that is wrong.
@@ -84,17 +84,17 @@ def open_source(folder: str | Path) -> Source:
     values |= {"dtype": tensors.dtype(), "torch_dtype": tensors.dtype()}
     check_count(values, family, len(tensors.stored))
     model = model_of(values, family)
-    longest = values.get("max_position_embeddings") or LONGEST_WINDOW
+    longest = values.get("max_position_embeddings") or MAX_SEQ_LEN
     loop: Literal["scan", "unroll"] = "unroll" if model.global_every else "scan"
     cfg = Config(
         model=model,
-        data=DataConfig(seq_len=min(longest, LONGEST_WINDOW)),
+        data=DataConfig(seq_len=min(longest, MAX_SEQ_LEN)),
         parallel=ParallelConfig(layer_loop=loop),
     )
     check(cfg)
     entries, sizes = entry_table(family, model), sizes_of(model)
     check_tensors(tensors, entries, sizes)
-    return Source(
+    return PublishedModel(
         folder=folder,
         values=values,
         family=family,
@@ -108,14 +108,14 @@ def open_source(folder: str | Path) -> Source:
 def from_hf(
     folder: str | Path,
     run_dir: str | Path,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     tolerance: float | None = selfcheck.TOLERANCE,
-) -> Source:
+) -> PublishedModel:
     """Convert a published model into a run.
 
     Memory stays at a few times PIECE. The run appears when it is complete.
 
-    Args:     say: told what was done. tolerance: of the self-check; None for none.
+    Args:     log: called with what was done. tolerance: of the self-check; None for none.
     Raises:   ConfigError as `open_source`, and when the run's folder is in use; CheckFailed.
     """
     source, run_dir = open_source(folder), Path(run_dir)
@@ -123,23 +123,23 @@ def from_hf(
     require_space("RUN", run_dir, 4 * num_params(source.config.model))
     cfg = source_config(source, run_dir)
     with new_folder(run_dir) as temporary:
-        fill_run(temporary, cfg, [source], say)
+        fill_run(temporary, cfg, [source], log)
         if tolerance is not None:
             published = selfcheck.published_reader(source.entries, source.sizes, source.tensors)
             run = selfcheck.run_reader(
                 open_run(temporary, cfg, IMPORTED_STEP), cfg.model, "float32"
             )
-            selfcheck.check_conversion(cfg.model, run, published, source.folder, tolerance, say)
+            selfcheck.check_conversion(cfg.model, run, published, source.folder, tolerance, log)
     return source
 
 
 def fill_run(
-    folder: Path, cfg: Config, parts: Sequence[Source], say: Callable[[str], None]
+    folder: Path, cfg: Config, parts: Sequence[PublishedModel], log: Callable[[str], None]
 ) -> None:
     """Write all of a run into an empty folder: its checkpoint, config, and what came with it.
 
     Args:     parts: the published model, and what is kept beside its parameters, if anything.
-              say: told how much was read.
+              log: called with how much was read.
     """
     source, about = parts[0], about_import(cfg)
     placed = [(part, entry) for part in parts for entry in part.entries]
@@ -147,19 +147,21 @@ def fill_run(
     arrays = create_run(folder, cfg, chunks, about)
     with meter(sum(part.num_bytes for part in parts)) as progress:
         found = {entry.path: copy_in(part, entry, arrays, progress) for part, entry in placed}
-        say(f"read {progress.summary(source.largest)}")
+        log(f"read {progress.summary(source.largest)}")
     seal_run(folder, about, found)
     (folder / "config.json").write_text(to_json(cfg))
     copy_carried(source.folder, folder / CARRIED)
     (folder / CARRIED / CONFIG_FILE).write_text(json.dumps(source.values, indent=2) + "\n")
 
 
-def source_config(source: Source, run_dir: Path) -> Config:
+def source_config(source: PublishedModel, run_dir: Path) -> Config:
     """The config of the run that a published model becomes."""
     return dataclasses.replace(source.config, run=RunConfig(dir=str(run_dir)))
 
 
-def copy_in(source: Source, entry: Entry, arrays: RunArrays, progress: Meter) -> Running:
+def copy_in(
+    source: PublishedModel, entry: Entry, arrays: RunArrays, progress: Meter
+) -> RunningFingerprint:
     """Copy one parameter, chunk by chunk. Returns its fingerprint."""
     found = arrays.counted(entry.path)
     shape = shape_of(entry.ours, source.sizes)

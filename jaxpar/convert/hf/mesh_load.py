@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxpar.checkpoint import MODEL_FIELDS
 from jaxpar.config import Config, ConfigError, value_of
-from jaxpar.convert.hf.importing import Source
+from jaxpar.convert.hf.importing import PublishedModel
 from jaxpar.convert.hf.tensor_layout import Entry, read_box, shape_of
 from jaxpar.runtime.progress import Meter, meter
 from jaxpar.sharding.grid import Box
@@ -18,13 +18,13 @@ from jaxpar.sharding.params import flat
 from jaxpar.step.state import TrainState, state_shardings, to_running
 
 
-def load_params(source: Source, cfg: Config, mesh: Mesh, say: Callable[[str], None]) -> Any:
+def load_params(source: PublishedModel, cfg: Config, mesh: Mesh, log: Callable[[str], None]) -> Any:
     """A published model's parameters, as `checkpoint.restore_params` gives a run's.
 
     Memory on the host is that of one device's shard of the largest parameter.
 
     Args:     source: from `importing.open_source`. cfg: a resolved config with the source's model;
-              fields that change no weights may differ. say: told what was read.
+              fields that change no weights may differ. log: called with what was read.
     Returns:  the parameters in running order, float32, sharded as `state.state_shardings`.
     Raises:   ConfigError naming the first field of the model that differs.
     """
@@ -33,12 +33,12 @@ def load_params(source: Source, cfg: Config, mesh: Mesh, say: Callable[[str], No
     shards = sum(_bytes_here(source, entry, to[entry.path]) for entry in source.entries)
     with meter(shards) as progress:
         arrays = {e.path: _load(source, e, to[e.path], progress) for e in source.entries}
-        say(f"read {progress.summary(source.largest)}")
+        log(f"read {progress.summary(source.largest)}")
     tree = flax.traverse_util.unflatten_dict(arrays, sep="/")
     return to_running(TrainState((), tree, ()), cfg).params
 
 
-def check_model(source: Source, cfg: Config) -> None:
+def check_model(source: PublishedModel, cfg: Config) -> None:
     """Raises:   ConfigError naming the first field of the model that differs from the source's."""
     for path in MODEL_FIELDS:
         now, there = value_of(cfg, path), value_of(source.config, path)
@@ -47,7 +47,7 @@ def check_model(source: Source, cfg: Config) -> None:
             raise ConfigError(path, now, rule, f"set it to {there!r}")
 
 
-def _load(source: Source, entry: Entry, to: NamedSharding, progress: Meter) -> jax.Array:
+def _load(source: PublishedModel, entry: Entry, to: NamedSharding, progress: Meter) -> jax.Array:
     """One parameter, a shard at a time: read once, put on the devices that hold it, let go."""
     shape = shape_of(entry.ours, source.sizes)
     placed: list[jax.Array] = []
@@ -69,7 +69,7 @@ def shards_here(shape: tuple[int, ...], to: NamedSharding) -> list[tuple[Box, li
     return list(found.values())
 
 
-def _bytes_here(source: Source, entry: Entry, to: NamedSharding) -> int:
+def _bytes_here(source: PublishedModel, entry: Entry, to: NamedSharding) -> int:
     """Bytes of those shards."""
     shape = shape_of(entry.ours, source.sizes)
     return sum(4 * math.prod(s.stop - s.start for s in box) for box, _ in shards_here(shape, to))

@@ -18,16 +18,16 @@ from jaxpar.data.tokenizer import read_tokenizer_json
 TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
-def write(cfg: Config, folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
+def write(cfg: Config, folder: Path, log: Callable[[str], None]) -> dict[str, Any]:
     """Write the tokenizer of the run's data, and generation_config.json.
 
-    Args:     say: told when the data is gone, and the folder has no tokenizer.
+    Args:     log: called when the data is gone, and the folder has no tokenizer.
     Returns:  keys of config.json: the ids of special tokens.
     """
     try:
         tokenizer = load_tokenizer(tokenizer_folder(cfg))
     except ConfigError as error:
-        say(f"no tokenizer: {error}")
+        log(f"no tokenizer: {error}")
         return {"bos_token_id": None, "eos_token_id": None}
     tokenizer.save(folder)
     if not (folder / TOKENIZER_FILE).is_file():

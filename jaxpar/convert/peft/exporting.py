@@ -87,14 +87,14 @@ def base_of(cfg: Config) -> str | None:
 def to_peft(
     export: Export,
     folder: Path,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     base: str | None = None,
     tolerance: float | None = selfcheck.TOLERANCE,
 ) -> None:
     """Write the folder; it appears when it is complete, and checked.
 
     Args:     export: of a run with adapters, in the dtype that they are written in. base: name or
-              folder of the model that PEFT is to put them on. say: told what was done.
+              folder of the model that PEFT is to put them on. log: called with what was done.
               tolerance: of the self-check; None for none.
     Raises:   ConfigError when the run has no adapters, or the folder is in use; CheckFailed.
     """
@@ -118,9 +118,9 @@ def to_peft(
         with meter(sum(s.num_bytes for s in stored.values())) as progress:
             for entry in export.entries:
                 copy_out(export, entry, stored, progress)
-            say(f"wrote {progress.summary(max(s.num_bytes for s in stored.values()))}")
+            log(f"wrote {progress.summary(max(s.num_bytes for s in stored.values()))}")
         if tolerance is not None:
-            check(export, temporary, base, tolerance, say)
+            check(export, temporary, base, tolerance, log)
 
 
 def check(
@@ -128,7 +128,7 @@ def check(
     folder: Path,
     base: str | None,
     tolerance: float,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> None:
     """Compare the logits of a run with those of its base and of the adapters in a folder.
 
@@ -156,13 +156,13 @@ def check(
     read = either(adapters, published)
     ours = selfcheck.logits(own, cfg.model, tokens, cfg.lora)
     found = selfcheck.logits(with_factor(read, cfg), cfg.model, tokens, cfg.lora)
-    selfcheck.compare(found, ours, what, tolerance, say)
+    selfcheck.compare(found, ours, what, tolerance, log)
     left_out = why_no_peft(cfg) if there else "no --base that is a folder here"
     if left_out is None:
         theirs = peft_logits(Path(str(base)), folder, tokens)
-        selfcheck.compare(theirs, ours, "peft", tolerance, say)
+        selfcheck.compare(theirs, ours, "peft", tolerance, log)
     else:
-        say(f"not compared with peft: {left_out}")
+        log(f"not compared with peft: {left_out}")
 
 
 def either(adapters: selfcheck.Read, model: selfcheck.Read) -> selfcheck.Read:

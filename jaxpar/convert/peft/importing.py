@@ -12,7 +12,7 @@ from jaxpar.config.validate import check
 from jaxpar.convert import selfcheck
 from jaxpar.convert.hf.config_file import CONFIG_FILE, Values
 from jaxpar.convert.hf.folder import Tensors, check_tensors
-from jaxpar.convert.hf.importing import Source, fill_run, open_source, source_config
+from jaxpar.convert.hf.importing import PublishedModel, fill_run, open_source, source_config
 from jaxpar.convert.new_folder import new_folder, refuse_used, require_space
 from jaxpar.convert.peft.exporting import ADAPTER_CONFIG, ADAPTER_FILE, adapter_entries, either
 from jaxpar.convert.peft.merging import unmerged_reader, with_factor
@@ -109,14 +109,14 @@ def base_folder(values: Values, base: str | None) -> str:
 def from_peft(
     folder: str | Path,
     run_dir: str | Path,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     base: str | None = None,
     tolerance: float | None = selfcheck.TOLERANCE,
 ) -> Config:
     """Convert a published model and adapters into a run, which appears when it is complete.
 
-    Args:     base: folder of the model. None: what adapter_config.json names. say: told what was
-              done. tolerance: of the self-check; None for none.
+    Args:     base: folder of the model. None: what adapter_config.json names. log: called with
+              what was done. tolerance: of the self-check; None for none.
     Returns:  the run's config.
     Raises:   ConfigError naming the key, tensor or file that is wrong, and when the run's folder is
               in use; CheckFailed.
@@ -131,7 +131,7 @@ def from_peft(
     size = num_params(cfg.model) + num_adapter_params(cfg.model, cfg.lora)
     require_space("RUN", run_dir, 4 * size)
     with new_folder(run_dir) as temporary:
-        fill_run(temporary, cfg, [source, adapters], say)
+        fill_run(temporary, cfg, [source, adapters], log)
         if tolerance is not None:
             tokens = selfcheck.random_tokens(cfg.model)
             run = unmerged_reader(open_run(temporary, cfg, IMPORTED_STEP), cfg)
@@ -139,11 +139,11 @@ def from_peft(
             reader = lambda s: selfcheck.published_reader(s.entries, s.sizes, s.tensors)  # noqa: E731
             published = with_factor(either(reader(adapters), reader(source)), cfg)
             theirs = selfcheck.logits(published, cfg.model, tokens, cfg.lora)
-            selfcheck.compare(theirs, ours, "the published files", tolerance, say)
+            selfcheck.compare(theirs, ours, "the published files", tolerance, log)
     return cfg
 
 
-def _adapters(folder: Path, source: Source, cfg: Config) -> Source:
+def _adapters(folder: Path, source: PublishedModel, cfg: Config) -> PublishedModel:
     """The adapters of a folder, every tensor known to be there and in shape.
 
     Raises:   ConfigError as `check_tensors`, and when the file is missing or a pickle.

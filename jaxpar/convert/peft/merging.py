@@ -57,15 +57,15 @@ def with_factor(read: selfcheck.Read, cfg: Config) -> selfcheck.Read:
 
 
 def check_merge(
-    merged: MergedArrays, cfg: Config, tolerance: float, say: Callable[[str], None]
+    merged: MergedArrays, cfg: Config, tolerance: float, log: Callable[[str], None]
 ) -> None:
     """Compare the logits of a run before and after its adapters are merged, both in float32.
 
-    Args:     tolerance, say: as in `selfcheck.check_conversion`.
+    Args:     tolerance, log: as in `selfcheck.check_conversion`.
     Raises:   CheckFailed beyond the tolerance.
     """
     tokens = selfcheck.random_tokens(cfg.model)
     ours = selfcheck.logits(unmerged_reader(merged.own, cfg), cfg.model, tokens, cfg.lora)
     read = selfcheck.run_reader(merged, cfg.model, "float32")
     found = selfcheck.logits(read, cfg.model, tokens)
-    selfcheck.compare(found, ours, "merged adapters", tolerance, say)
+    selfcheck.compare(found, ours, "merged adapters", tolerance, log)

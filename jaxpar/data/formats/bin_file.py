@@ -23,7 +23,7 @@ LLMC = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
 DATES, VERSIONS = range(2024_01_01, 2030_01_01), range(1, 100)
 
 #: The count in llm.c's header is an int32.
-MOST_LLMC_TOKENS = 2**31 - 1
+MAX_LLMC_TOKENS = 2**31 - 1
 
 #: How Megatron's preprocessing ends the names of its files.
 MEGATRON_NAMES = ("_document.bin", "_sentence.bin")
@@ -79,8 +79,8 @@ def llmc_header(vocab_size: int, num_tokens: int) -> tuple[bytes, np.dtype]:
 
     Raises:   ConfigError("--to", ...) when there are more tokens than it can record.
     """
-    if num_tokens > MOST_LLMC_TOKENS:
-        rule = f"holds at most {MOST_LLMC_TOKENS:,} tokens a file, and there are {num_tokens:,}"
+    if num_tokens > MAX_LLMC_TOKENS:
+        rule = f"holds at most {MAX_LLMC_TOKENS:,} tokens a file, and there are {num_tokens:,}"
         raise ConfigError("--to", "llmc", rule, "convert fewer inputs at a time")
     magic = 20240520 if vocab_size <= 1 << 16 else 20240801
     version, name = LLMC[magic]

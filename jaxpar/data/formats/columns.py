@@ -10,9 +10,9 @@ from jaxpar.data.formats.readers import (
     READ_BYTES,
     Piece,
     ReadOptions,
-    broken,
     cut,
     import_pyarrow,
+    input_error,
     valid_text,
 )
 
@@ -67,7 +67,7 @@ def _check_stream_end(file: BinaryIO, path: Path) -> None:
     file.seek(max(0, size - len(STREAM_END)))
     if file.read() != STREAM_END:
         rule = "is not readable Arrow (no end of stream: cut off, or still being written)"
-        raise broken(f"{path}, byte {size:,}", rule, "copy or write it again")
+        raise input_error(f"{path}, byte {size:,}", rule, "copy or write it again")
 
 
 def _rows(
@@ -87,13 +87,13 @@ def _rows(
                 yield from cut([text], tell)
     except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
         where, reason = f"{path}, after row {row}", " ".join(str(error).split())
-        raise broken(where, f"is not readable {kind} ({reason})", "write it again") from error
+        raise input_error(where, f"is not readable {kind} ({reason})", "write it again") from error
 
 
 def _check_column(columns: Sequence[str], path: Path, field: str) -> None:
     if field not in columns:
         rule = f"has no column {field!r}, only {', '.join(columns)}"
-        raise broken(str(path), rule, "name the column of text with --text-field")
+        raise input_error(str(path), rule, "name the column of text with --text-field")
 
 
 def saved_shards(folder: Path) -> list[Path] | None:
@@ -107,7 +107,7 @@ def saved_shards(folder: Path) -> list[Path] | None:
         splits = sorted(inner.parent.name for inner in folder.glob(f"*/{STATE_FILE}"))
         rule = f"is a dataset of splits: {', '.join(splits)}"
         split = splits[0] if splits and "train" not in splits else "train"
-        raise broken(str(folder), rule, f"name one, such as {folder / split}")
+        raise input_error(str(folder), rule, f"name one, such as {folder / split}")
     state = folder / STATE_FILE
     if not state.is_file():
         return None
@@ -116,8 +116,10 @@ def saved_shards(folder: Path) -> list[Path] | None:
         shards = [folder / name for name in names]
     except (ValueError, KeyError, TypeError) as error:
         rule = f"is not what `datasets.save_to_disk` writes ({error!r})"
-        raise broken(str(state), rule, "save the dataset again") from error
+        raise input_error(str(state), rule, "save the dataset again") from error
     for shard in shards:
         if not shard.is_file():
-            raise broken(str(shard), f"is missing, and {state} names it", "copy the folder again")
+            raise input_error(
+                str(shard), f"is missing, and {state} names it", "copy the folder again"
+            )
     return shards

@@ -25,7 +25,7 @@ from jaxpar.data.formats.meta import (
 from jaxpar.data.formats.token_file import chunks
 from jaxpar.data.formats.tokens import TokenDataset
 from jaxpar.data.formats.writer import SplitWriter, unigram_entropy, whole_folder
-from jaxpar.data.prepare.progress import Progress
+from jaxpar.data.prepare.progress import PreparationProgress
 from jaxpar.data.sources import check_eos_id, check_made_by, open_tokens
 from jaxpar.data.tokenizer import Tokenizer, open_tokenizer
 
@@ -52,14 +52,14 @@ class ConvertOptions:
     """Replace what is at the output."""
 
 
-def convert(options: ConvertOptions, progress: Progress | None = None) -> str:
+def convert(options: ConvertOptions, progress: PreparationProgress | None = None) -> str:
     """Write the tokens of the inputs in another format.
 
     Returns:  what was written, in one line.
     Raises:   ConfigError for an input that cannot be used, or a format that cannot hold it.
     """
     check_eos_id(options.eos_id)
-    progress = progress or Progress()
+    progress = progress or PreparationProgress()
     tokenizer = _tokenizer(options)
     inputs = _opened("--input", options.input, options.split, options, tokenizer)
     if options.to == "jaxpar":
@@ -151,7 +151,7 @@ def _write_folder(
     options: ConvertOptions,
     inputs: Sequence[TokenDataset],
     tokenizer: Tokenizer | None,
-    progress: Progress,
+    progress: PreparationProgress,
 ) -> None:
     eos_id = tokenizer.eos_id if tokenizer else options.eos_id
     if eos_id is None:
@@ -185,7 +185,9 @@ def _write_folder(
         (folder / META_FILE).write_text(meta_to_json(meta), "utf-8")
 
 
-def _copy(datasets: Sequence[TokenDataset], writer: SplitWriter, progress: Progress) -> SplitMeta:
+def _copy(
+    datasets: Sequence[TokenDataset], writer: SplitWriter, progress: PreparationProgress
+) -> SplitMeta:
     total = sum(dataset.tokens.nbytes for dataset in datasets)
     for dataset in datasets:
         before = writer.num_tokens
@@ -205,7 +207,10 @@ def _copy(datasets: Sequence[TokenDataset], writer: SplitWriter, progress: Progr
 
 
 def _write_files(
-    options: ConvertOptions, inputs: Sequence[TokenDataset], vocab_size: int, progress: Progress
+    options: ConvertOptions,
+    inputs: Sequence[TokenDataset],
+    vocab_size: int,
+    progress: PreparationProgress,
 ) -> None:
     num_tokens = sum(dataset.num_tokens for dataset in inputs)
     output, index = Path(options.output), b""

@@ -34,7 +34,7 @@ DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 WIDE_VOCABULARY = 65500
 
 #: A sequence's length is an int32.
-LONGEST_SEQUENCE = 2**31 - 1
+MAX_DOCUMENT_TOKENS = 2**31 - 1
 
 
 def index_of(path: Path) -> Path | None:
@@ -136,8 +136,8 @@ def index_bytes(dtype: np.dtype, document_offsets: np.ndarray) -> bytes:
     """
     code = next(code for code, name in DTYPES.items() if np.dtype(name) == dtype)
     lengths = np.diff(document_offsets)
-    if lengths.max(initial=0) > LONGEST_SEQUENCE:
-        rule = f"holds a document of {lengths.max():,} tokens, above {LONGEST_SEQUENCE:,}"
+    if lengths.max(initial=0) > MAX_DOCUMENT_TOKENS:
+        rule = f"holds a document of {lengths.max():,} tokens, above {MAX_DOCUMENT_TOKENS:,}"
         raise ConfigError("--to", "megatron", rule, "use --to jaxpar")
     parts = [
         HEADER.pack(MAGIC, VERSION, code, len(lengths), len(lengths) + 1),

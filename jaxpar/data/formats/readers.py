@@ -59,7 +59,7 @@ def read_text(file: BinaryIO, path: Path, options: ReadOptions) -> Iterator[Piec
                 yield from cut([document], file.tell)
     except UnicodeDecodeError as error:
         line = _first_line_not_utf8(path)
-        raise broken(f"{path}:{line}", "is not UTF-8", "convert the file to UTF-8") from error
+        raise input_error(f"{path}:{line}", "is not UTF-8", "convert the file to UTF-8") from error
 
 
 def read_jsonl(file: BinaryIO, path: Path, options: ReadOptions) -> Iterator[Piece]:
@@ -68,7 +68,7 @@ def read_jsonl(file: BinaryIO, path: Path, options: ReadOptions) -> Iterator[Pie
     for where, record in json_records(file, path):
         if not isinstance(record, dict) or field not in record:
             rule = f"is not a JSON object with the field {field!r}"
-            raise broken(where, rule, "name the field of text with --text-field")
+            raise input_error(where, rule, "name the field of text with --text-field")
         yield from cut([valid_text(record[field], where, f"field {field!r}")], file.tell)
 
 
@@ -82,7 +82,7 @@ def json_records(file: BinaryIO, path: Path) -> Iterator[tuple[str, Any]]:
             record = json.loads(line.decode("utf-8"))
         except (ValueError, RecursionError) as error:
             fix = "repair or remove the line"
-            raise broken(where, f"is not a line of JSON ({error})", fix) from error
+            raise input_error(where, f"is not a line of JSON ({error})", fix) from error
         yield where, record
 
 
@@ -99,7 +99,7 @@ def _lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
     except (gzip.BadGzipFile, EOFError, zlib.error, OSError) as error:
         name = "gzip" if kind == ".gz" else "zstd"
         rule = f"is not a whole {name} file ({error})"
-        raise broken(str(path), rule, "download or compress it again") from error
+        raise input_error(str(path), rule, "download or compress it again") from error
 
 
 def _open_zst(file: BinaryIO, path: Path) -> BinaryIO:
@@ -120,7 +120,7 @@ def import_pyarrow(path: Path) -> Any:
         import pyarrow.parquet
     except ModuleNotFoundError as error:
         fix = "pip install 'jaxpar[parquet]'"
-        raise broken(str(path), "needs pyarrow, which is not installed", fix) from error
+        raise input_error(str(path), "needs pyarrow, which is not installed", fix) from error
     return pyarrow
 
 
@@ -130,12 +130,14 @@ def valid_text(
     """The value, if it is text that can be written as UTF-8; otherwise raises ConfigError."""
     if not isinstance(value, str):
         rule = f"{what} must be text, not {type(value).__name__}"
-        raise broken(where, rule, fix)
+        raise input_error(where, rule, fix)
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
         # JSON can spell half of a surrogate pair, which is no character.
-        raise broken(where, f"{what} is not Unicode ({error})", "repair or remove it") from error
+        raise input_error(
+            where, f"{what} is not Unicode ({error})", "repair or remove it"
+        ) from error
     return value
 
 
@@ -150,7 +152,7 @@ def _separated(chunks: Iterable[str], separator: str, path: Path) -> Iterator[st
         if len(rest) > MAX_SEPARATED_CHARS:
             rule = f"no {separator!r} within {MAX_SEPARATED_CHARS:,} characters"
             fix = "use a --separator that the file holds, or none"
-            raise broken(str(path), rule, fix)
+            raise input_error(str(path), rule, fix)
     yield rest
 
 
@@ -178,6 +180,6 @@ def _first_line_not_utf8(path: Path) -> int:
     raise AssertionError(f"{path} changed while it was read")
 
 
-def broken(where: str, rule: str, fix: str) -> ConfigError:
+def input_error(where: str, rule: str, fix: str) -> ConfigError:
     """The error for a place in an input file."""
     return ConfigError("--input", where, rule, fix)

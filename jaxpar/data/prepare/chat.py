@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxpar.config import ConfigError
-from jaxpar.data.formats.readers import broken, valid_text
+from jaxpar.data.formats.readers import input_error, valid_text
 from jaxpar.data.tokenizer import Tokenizer
 
 ROLES = ("system", "user", "assistant")
@@ -87,7 +87,7 @@ class ChatEncoder:
         return found
 
     def encode(self, messages: list[dict[str, str]]) -> Conversation:
-        """The tokens of messages that `checked_messages` has let through."""
+        """The tokens of messages that `check_messages` has let through."""
         pieces = list(self._pieces(messages))
         texts = [piece for piece, _ in pieces if not isinstance(piece, Special)]
         encoded = iter(self._tokenizer.encode_batch(texts))
@@ -113,7 +113,7 @@ class ChatEncoder:
             yield from ((piece, False) for piece in template.tail)
 
 
-def checked_messages(record: Any, field: str, where: str) -> list[dict[str, str]]:
+def check_messages(record: Any, field: str, where: str) -> list[dict[str, str]]:
     """The messages of a line of chat data.
 
     Raises:   ConfigError naming the line, for anything but a list of {"role", "content"} of text
@@ -122,14 +122,14 @@ def checked_messages(record: Any, field: str, where: str) -> list[dict[str, str]
     messages = record.get(field) if isinstance(record, dict) else None
     if not isinstance(messages, list) or not messages:
         rule = f"is not a JSON object with a list of messages in {field!r}"
-        raise broken(where, rule, "name the field of messages with --messages-field")
+        raise input_error(where, rule, "name the field of messages with --messages-field")
     for number, message in enumerate(messages, start=1):
         role = message.get("role") if isinstance(message, dict) else None
         if role not in ROLES:
             rule = f"message {number} has role {role!r}, not one of {', '.join(ROLES)}"
-            raise broken(where, rule, "rename the role, or remove the line")
+            raise input_error(where, rule, "rename the role, or remove the line")
         what, fix = f"message {number}'s content", "make it text, or remove the line"
         valid_text(message.get("content"), where, what, fix)
     if not any(message["role"] == ASSISTANT for message in messages):
-        raise broken(where, "has no message of the assistant to learn", "remove the line")
+        raise input_error(where, "has no message of the assistant to learn", "remove the line")
     return messages

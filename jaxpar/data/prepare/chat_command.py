@@ -10,10 +10,10 @@ from jaxpar.config import ConfigError
 from jaxpar.data.formats.meta import SPLITS, TRAIN, VAL, Meta
 from jaxpar.data.formats.readers import json_records, read_jsonl
 from jaxpar.data.formats.writer import SplitWriter, whole_folder, write_meta
-from jaxpar.data.prepare.chat import ChatEncoder, checked_messages
-from jaxpar.data.prepare.documents import Source, find_sources
+from jaxpar.data.prepare.chat import ChatEncoder, check_messages
+from jaxpar.data.prepare.documents import InputFile, find_sources
 from jaxpar.data.prepare.holdout import is_held_out
-from jaxpar.data.prepare.progress import Progress
+from jaxpar.data.prepare.progress import PreparationProgress
 from jaxpar.data.tokenizer import Tokenizer, open_tokenizer
 
 
@@ -39,7 +39,7 @@ class ChatOptions:
     """Replace the dataset that the output folder holds."""
 
 
-def prepare_chat(options: ChatOptions, progress: Progress | None = None) -> Meta:
+def prepare_chat(options: ChatOptions, progress: PreparationProgress | None = None) -> Meta:
     """Write a dataset folder of conversations, a document each.
 
     Returns:  what was written, as in its meta.json.
@@ -58,16 +58,18 @@ def prepare_chat(options: ChatOptions, progress: Progress | None = None) -> Meta
     tokenizer = open_tokenizer(options.tokenizer, options.eos_token)
     encoder = ChatEncoder(options.template, tokenizer)
     with whole_folder(options.output, options.overwrite) as folder:
-        return _write(folder, options, sources, encoder, tokenizer, progress or Progress())
+        return _write(
+            folder, options, sources, encoder, tokenizer, progress or PreparationProgress()
+        )
 
 
 def _write(
     folder: Path,
     options: ChatOptions,
-    sources: Sequence[Source],
+    sources: Sequence[InputFile],
     encoder: ChatEncoder,
     tokenizer: Tokenizer,
-    progress: Progress,
+    progress: PreparationProgress,
 ) -> Meta:
     vocab_size, eos_id = tokenizer.vocab_size, tokenizer.eos_id
     writers = {split: SplitWriter(folder, split, vocab_size, eos_id) for split in SPLITS}
@@ -75,7 +77,7 @@ def _write(
     for source in sources:
         with source.path.open("rb") as file:
             for where, record in json_records(file, source.path):
-                messages = checked_messages(record, options.messages_field, where)
+                messages = check_messages(record, options.messages_field, where)
                 held_out = is_held_out(json.dumps(messages), options.holdout)
                 writers[VAL if held_out else TRAIN].append_conversation(*encoder.encode(messages))
                 num_tokens = sum(writer.num_tokens for writer in writers.values())

@@ -25,7 +25,7 @@ READERS: dict[str, Reader] = {
 }
 
 
-class Source(NamedTuple):
+class InputFile(NamedTuple):
     """One input file."""
 
     path: Path
@@ -34,7 +34,7 @@ class Source(NamedTuple):
     """Size of the file, compressed or not."""
 
 
-def find_sources(inputs: Sequence[str]) -> list[Source]:
+def find_sources(inputs: Sequence[str]) -> list[InputFile]:
     """The files of every input, in the order given; those of a folder sorted by path.
 
     Args:     inputs: files, folders (searched recursively), or "stdlib".
@@ -42,13 +42,13 @@ def find_sources(inputs: Sequence[str]) -> list[Source]:
     """
     if not inputs:
         raise ConfigError("--input", "", "must name something to read", f"use --input {STDLIB}")
-    sources: list[Source] = []
+    sources: list[InputFile] = []
     for name in inputs:
         sources += _stdlib_sources() if name == STDLIB else _path_sources(name)
     return sources
 
 
-def read_pieces(sources: Sequence[Source], options: ReadOptions) -> Iterator[Piece]:
+def read_pieces(sources: Sequence[InputFile], options: ReadOptions) -> Iterator[Piece]:
     """Every document of the sources, in order, as pieces of bounded length.
 
     Returns:  pieces whose `position` counts over all the sources.
@@ -67,19 +67,19 @@ def read_pieces(sources: Sequence[Source], options: ReadOptions) -> Iterator[Pie
         before += num_bytes
 
 
-def _path_sources(name: str) -> list[Source]:
+def _path_sources(name: str) -> list[InputFile]:
     path, kinds = Path(name), ", ".join(READERS)
     if path.is_file():
         read = _reader(path)
         if read is None:
             fix = f"convert it to one of {kinds}"
             raise ConfigError("--input", name, f"is not one of {kinds}", fix)
-        return [Source(path, read, path.stat().st_size)]
+        return [InputFile(path, read, path.stat().st_size)]
     if not path.is_dir():
         fix = f"give a file, a folder, or {STDLIB} for Python's own sources"
         raise ConfigError("--input", name, "does not exist", fix)
     files = _files_in(path)
-    sources = [Source(p, read, p.stat().st_size) for p in files if (read := _reader(p))]
+    sources = [InputFile(p, read, p.stat().st_size) for p in files if (read := _reader(p))]
     if not sources:
         raise ConfigError("--input", name, f"holds no {kinds} file", "name another folder")
     return sources
@@ -112,12 +112,12 @@ def _reader(path: Path) -> Reader | None:
     return next((read for end, read in READERS.items() if path.name.lower().endswith(end)), None)
 
 
-def _stdlib_sources() -> list[Source]:
+def _stdlib_sources() -> list[InputFile]:
     root = Path(sysconfig.get_path("stdlib"))
     installed = {"site-packages", "dist-packages"}
     files = (p for p in sorted(root.rglob("*.py")) if not installed & set(p.parts))
     # Python's tests hold files in other encodings, on purpose.
-    sources = [Source(p, readers.read_text, p.stat().st_size) for p in files if _is_utf8(p)]
+    sources = [InputFile(p, readers.read_text, p.stat().st_size) for p in files if _is_utf8(p)]
     if not sources:
         fix = "use a Python that is not zipped, or another --input"
         raise ConfigError("--input", STDLIB, f"found no .py file below {root}", fix)

@@ -12,23 +12,23 @@ from rich.console import Console
 LOG_EVERY = 10.0
 
 
-class Progress:
+class PreparationProgress:
     """Says nothing; the others are kinds of it."""
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         """A step has begun."""
 
     def advance(self, position: int, total: int, num_tokens: int) -> None:
         """Input bytes read, of how many, and tokens written."""
 
 
-class LogProgress(Progress):
+class LogProgress(PreparationProgress):
     """A plain line on stderr every `LOG_EVERY` seconds."""
 
     def __init__(self) -> None:
         self._next = time.monotonic() + LOG_EVERY
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         """Print the line."""
         print(line, file=sys.stderr, flush=True)
 
@@ -36,17 +36,17 @@ class LogProgress(Progress):
         """Print a line when one is due."""
         if time.monotonic() >= self._next:
             self._next += LOG_EVERY
-            self.say(f"read {position / 1e6:,.0f} of {total / 1e6:,.0f} MB, {num_tokens:,} tokens")
+            self.log(f"read {position / 1e6:,.0f} of {total / 1e6:,.0f} MB, {num_tokens:,} tokens")
 
 
-class BarProgress(Progress):
+class BarProgress(PreparationProgress):
     """A bar on the terminal."""
 
     def __init__(self, bar: rich.progress.Progress) -> None:
         self._bar = bar
         self._task = bar.add_task("", total=None, tokens="")
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         """Print the line above the bar."""
         self._bar.console.print(line, highlight=False, markup=False)
 
@@ -57,7 +57,7 @@ class BarProgress(Progress):
 
 
 @contextmanager
-def console_progress() -> Iterator[Progress]:
+def console_progress() -> Iterator[PreparationProgress]:
     """A bar if stderr is a terminal, lines otherwise."""
     console = Console(stderr=True)
     if not console.is_terminal:

@@ -14,10 +14,10 @@ from jaxpar.config import ConfigError
 from jaxpar.data.formats.meta import SPLITS, TRAIN, VAL, Meta, SplitMeta
 from jaxpar.data.formats.readers import PIECE_CHARS, ReadOptions
 from jaxpar.data.formats.writer import SplitWriter, whole_folder, write_meta
-from jaxpar.data.prepare.documents import Source, find_sources, read_pieces
+from jaxpar.data.prepare.documents import InputFile, find_sources, read_pieces
 from jaxpar.data.prepare.encode import encode_pieces
 from jaxpar.data.prepare.holdout import assign_splits
-from jaxpar.data.prepare.progress import Progress
+from jaxpar.data.prepare.progress import PreparationProgress
 from jaxpar.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer, train_bpe
 
 #: `--tokenizer bpe:N` trains one.
@@ -55,14 +55,14 @@ class PrepareOptions:
     """Replace the dataset that the output folder holds."""
 
 
-def prepare(options: PrepareOptions, progress: Progress | None = None) -> Meta:
+def prepare(options: PrepareOptions, progress: PreparationProgress | None = None) -> Meta:
     """Write a dataset folder.
 
     Returns:  what was written, as in its meta.json.
     Raises:   ConfigError naming an option, or the file and line that cannot be read.
     """
     _check(options)
-    progress = progress or Progress()
+    progress = progress or PreparationProgress()
     sources = find_sources(options.input)
     with whole_folder(options.output, options.overwrite) as folder:
         tokenizer = _make_tokenizer(options, sources, progress)
@@ -72,14 +72,14 @@ def prepare(options: PrepareOptions, progress: Progress | None = None) -> Meta:
 def _write(
     folder: Path,
     options: PrepareOptions,
-    sources: Sequence[Source],
+    sources: Sequence[InputFile],
     tokenizer: Tokenizer,
-    progress: Progress,
+    progress: PreparationProgress,
 ) -> Meta:
     vocab_size, eos_id = tokenizer.vocab_size, tokenizer.eos_id
     writers = {split: SplitWriter(folder, split, vocab_size, eos_id) for split in SPLITS}
     total = sum(source.num_bytes for source in sources)
-    progress.say(f"encoding {total / 1e6:,.1f} MB of input on {options.workers} threads")
+    progress.log(f"encoding {total / 1e6:,.1f} MB of input on {options.workers} threads")
     pieces = assign_splits(read_pieces(sources, _read_options(options)), options.holdout)
     for (split, piece), ids in encode_pieces(pieces, tokenizer, options.workers):
         writers[split].append(ids, len(piece.text.encode("utf-8")), piece.last)
@@ -113,22 +113,22 @@ def _read_options(options: PrepareOptions) -> ReadOptions:
 
 
 def _make_tokenizer(
-    options: PrepareOptions, sources: Sequence[Source], progress: Progress
+    options: PrepareOptions, sources: Sequence[InputFile], progress: PreparationProgress
 ) -> Tokenizer:
     spec = options.tokenizer
     if spec.startswith(BPE) and spec.removeprefix(BPE).isdecimal():
         if len(spec.removeprefix(BPE)) > BPE_DIGITS:
             rule = f"is a vocabulary of more than {BPE_DIGITS} digits"
             raise ConfigError("--tokenizer", spec[:60], rule, f"use {BPE}8192")
-        progress.say(f"training a tokenizer, {spec}")
+        progress.log(f"training a tokenizer, {spec}")
         bpe = train_bpe(_sample(sources, options), asked := int(spec.removeprefix(BPE)))
         if bpe.vocab_size < asked:
-            progress.say(f"the text has no more pairs to merge: {bpe.vocab_size:,} tokens")
+            progress.log(f"the text has no more pairs to merge: {bpe.vocab_size:,} tokens")
         return bpe
     return open_tokenizer(spec, options.eos_token, trains=True)
 
 
-def _sample(sources: Sequence[Source], options: PrepareOptions) -> Iterator[str]:
+def _sample(sources: Sequence[InputFile], options: PrepareOptions) -> Iterator[str]:
     """Training text of files in a shuffled but fixed order, from each as even a share as fits."""
     order = list(sources)
     random.Random(0).shuffle(order)
@@ -137,7 +137,7 @@ def _sample(sources: Sequence[Source], options: PrepareOptions) -> Iterator[str]
     return _up_to(BPE_SAMPLE_CHARS, itertools.chain.from_iterable(shares))
 
 
-def _training_texts(source: Source, options: PrepareOptions) -> Iterator[str]:
+def _training_texts(source: InputFile, options: PrepareOptions) -> Iterator[str]:
     pieces = assign_splits(read_pieces([source], _read_options(options)), options.holdout)
     return (piece.text for split, piece in pieces if split == TRAIN)
 

@@ -50,7 +50,7 @@ def verdict(found: Iterable[Finding]) -> Status:
     return next((status for status in ("fail", "warn") if status in there), "pass")
 
 
-def merged(by_process: Sequence[Sequence[Finding]], names: Sequence[str]) -> list[Finding]:
+def merge_findings(by_process: Sequence[Sequence[Finding]], names: Sequence[str]) -> list[Finding]:
     """The findings of all processes, those that read the same in all of them once.
 
     Args:     by_process: of each process. names: of the processes, in the same order.

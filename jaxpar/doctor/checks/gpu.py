@@ -4,9 +4,9 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 from jaxpar.doctor.checks.findings import Finding, failed, passed, skipped, warned
-from jaxpar.doctor.facts import Facts
+from jaxpar.doctor.facts import HostFacts
 from jaxpar.planning.predict.hardware import gpu_of_kind
-from jaxpar.runtime.gpus.nvidia_smi import NOT_INSTALLED, GpuFacts, number, slowed_by
+from jaxpar.runtime.gpus.nvidia_smi import NOT_INSTALLED, GpuFacts, number, throttle_reasons
 
 #: MiB in use on a GPU before this program uses any, from which on somebody else is at work there.
 IN_USE_MIB = 1024
@@ -26,7 +26,7 @@ def _where(gpus: Iterable[GpuFacts], tell: Callable[[GpuFacts], str | None]) -> 
     return [f"GPU {','.join(indices)}: {text}" for text, indices in told.items()]
 
 
-def power_limit(facts: Facts) -> Finding:
+def power_limit(facts: HostFacts) -> Finding:
     """Below the default, every matmul is slower."""
     check = "power limit"
 
@@ -42,13 +42,13 @@ def power_limit(facts: Facts) -> Finding:
     return passed(check, f"the default, {' and '.join(sorted(limits))}" if limits else "not told")
 
 
-def clocks(facts: Facts) -> Finding:
+def clocks(facts: HostFacts) -> Finding:
     """Slowed down although nothing runs: by heat, the host's power supply, or a fault."""
     check = "clocks at rest"
-    bad = _where(facts.gpus, lambda g: ", ".join(name for name, _ in slowed_by(g)))
+    bad = _where(facts.gpus, lambda g: ", ".join(name for name, _ in throttle_reasons(g)))
     told = "; ".join(bad)
     remedy = "see to cooling and power supply (nvidia-smi -q -d PERFORMANCE,TEMPERATURE)"
-    if any(hardware for gpu in facts.gpus for _, hardware in slowed_by(gpu)):
+    if any(hardware for gpu in facts.gpus for _, hardware in throttle_reasons(gpu)):
         return failed(check, told, remedy)
     if bad:
         return warned(check, told, remedy)
@@ -56,7 +56,7 @@ def clocks(facts: Facts) -> Finding:
     return passed(check, f"not held down, {max(heat):.0f} °C at most" if heat else "not held down")
 
 
-def ecc(facts: Facts) -> Finding:
+def ecc(facts: HostFacts) -> Finding:
     """Memory errors, and whether they are seen at all."""
     check, fields = "ECC", "ecc.errors.{}.total"
     volatile = lambda g: number(g, fields.format("uncorrected.volatile"))  # noqa: E731
@@ -75,7 +75,7 @@ def ecc(facts: Facts) -> Finding:
     return passed(check, "no errors")
 
 
-def remapped_rows(facts: Facts) -> Finding:
+def remapped_rows(facts: HostFacts) -> Finding:
     """Rows of memory that were replaced, or could not be."""
     check, at = "remapped rows", "remapped_rows"
     bad = _where(facts.gpus, lambda g: "failed" if g.get(f"{at}.failure") == "Yes" else None)
@@ -93,7 +93,7 @@ def remapped_rows(facts: Facts) -> Finding:
     return passed(check, "none after uncorrectable errors")
 
 
-def persistence(facts: Facts) -> Finding:
+def persistence(facts: HostFacts) -> Finding:
     """Off, the driver unloads between programs: slow starts, and lost settings."""
     off = [g["index"] for g in facts.gpus if g.get("persistence_mode") == "Disabled"]
     if off:
@@ -102,7 +102,7 @@ def persistence(facts: Facts) -> Finding:
     return passed("persistence mode", "on")
 
 
-def mig(facts: Facts) -> Finding:
+def mig(facts: HostFacts) -> Finding:
     """A slice of a GPU has part of its memory and no NVLink."""
     on = [g["index"] for g in facts.gpus if g.get("mig.mode.current") == "Enabled"]
     if on:
@@ -111,7 +111,7 @@ def mig(facts: Facts) -> Finding:
     return passed("MIG", "off")
 
 
-def in_use(facts: Facts) -> Finding:
+def in_use(facts: HostFacts) -> Finding:
     """Memory that was taken before this program took any."""
     used = lambda g: number(g, "memory.used")  # noqa: E731
     busy = _where(
@@ -123,7 +123,7 @@ def in_use(facts: Facts) -> Finding:
     return passed("GPUs free", "nobody else uses them")
 
 
-def pcie(facts: Facts) -> Finding:
+def pcie(facts: HostFacts) -> Finding:
     """Fewer lanes than the GPU has: a bad slot or riser."""
 
     def tell(gpu: GpuFacts) -> str | None:
@@ -140,7 +140,7 @@ def pcie(facts: Facts) -> Finding:
     return passed("PCIe", " and ".join(sorted(widths)) or "not told")
 
 
-def nvlink(facts: Facts) -> Finding:
+def nvlink(facts: HostFacts) -> Finding:
     """Pairs that NVLink does not join, and links that are down."""
     check = "NVLink"
     if len(facts.gpus) < 2:
@@ -178,7 +178,7 @@ def nvlink(facts: Facts) -> Finding:
     return passed(check, f"all pairs, {' and '.join(ways)}")
 
 
-def fabric(facts: Facts) -> Finding:
+def fabric(facts: HostFacts) -> Finding:
     """GPUs behind NVSwitch can do nothing before Fabric Manager has registered them."""
     check = "NVSwitch fabric"
     known = [g for g in facts.gpus if g.get("fabric.state", "")[:1].isalpha()]
@@ -197,12 +197,12 @@ def fabric(facts: Facts) -> Finding:
 
 
 #: Checks of hosts that have GPUs, in the order of the checklist.
-CHECKS: tuple[Callable[[Facts], Finding], ...] = (
+CHECKS: tuple[Callable[[HostFacts], Finding], ...] = (
     nvlink, fabric, power_limit, clocks, ecc, remapped_rows, pcie, persistence, mig, in_use,
 )  # fmt: skip
 
 
-def check(facts: Facts) -> list[Finding]:
+def check(facts: HostFacts) -> list[Finding]:
     """What there is to say of a host's GPUs."""
     if facts.gpus:
         return [one(facts) for one in CHECKS]
@@ -214,7 +214,7 @@ def check(facts: Facts) -> list[Finding]:
     return [skipped("GPUs", facts.driver_error or "none in this host")]
 
 
-def used(processes: Sequence[Facts]) -> Finding:
+def used(processes: Sequence[HostFacts]) -> Finding:
     """GPUs that no process uses. Args:     processes: all of one host."""
     check, gpus = "GPUs used", len(processes[0].gpus)
     taken = sum(len(facts.devices) for facts in processes if facts.backend == "gpu")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from jaxpar.config import Config
 from jaxpar.doctor.checks import variables
 from jaxpar.doctor.checks.findings import Finding, failed, passed, skipped, warned
-from jaxpar.doctor.facts import Facts
+from jaxpar.doctor.facts import HostFacts
 from jaxpar.execution import xla_flag_table
 from jaxpar.runtime.gpus import xla_flags
 
@@ -16,10 +16,10 @@ OLDEST_DRIVER = {"12": 525, "13": 580}
 
 #: Bytes of /dev/shm below which NCCL's and data loaders' shared memory may not fit; a container
 #: has 64 MiB unless told otherwise.
-LEAST_SHM = 1 << 30
+MIN_SHM_BYTES = 1 << 30
 
 #: Files that a process may open, below which many hosts, shards and checkpoints meet the limit.
-LEAST_OPEN_FILES = 1024
+MIN_OPEN_FILES = 1024
 
 #: Seconds between clocks of hosts from which logs and metrics of several hosts cannot be put
 #: in order.
@@ -29,7 +29,7 @@ CLOCK_SKEW = 1.0
 SAME_CODE = ("jaxpar", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin")
 
 
-def driver(facts: Facts) -> Finding:
+def driver(facts: HostFacts) -> Finding:
     """Is the driver new enough for the CUDA that JAX's plugin is built for?"""
     check, version = "driver", facts.versions.get("driver", "")
     major = next((m for m in OLDEST_DRIVER if _plugin(facts, m) != "-"), None)
@@ -42,7 +42,7 @@ def driver(facts: Facts) -> Finding:
     return passed(check, said)
 
 
-def plugin(facts: Facts) -> Finding:
+def plugin(facts: HostFacts) -> Finding:
     """JAX refuses a plugin of another version than jaxlib's, and goes on with the CPU."""
     check, lib = "CUDA plugin", facts.versions.get("jaxlib", "-")
     found = {m: v for m in OLDEST_DRIVER if (v := _plugin(facts, m)) != "-"}
@@ -54,11 +54,11 @@ def plugin(facts: Facts) -> Finding:
     return passed(check, said)
 
 
-def _plugin(facts: Facts, major: str) -> str:
+def _plugin(facts: HostFacts, major: str) -> str:
     return facts.versions.get(f"jax-cuda{major}-plugin", "-")
 
 
-def backend(facts: Facts) -> Finding:
+def backend(facts: HostFacts) -> Finding:
     """Does JAX use the GPUs that are there?"""
     check = "devices"
     if facts.backend_error:
@@ -78,7 +78,7 @@ def backend(facts: Facts) -> Finding:
     return passed(check, f"{many} ({facts.backend})")
 
 
-def libraries(facts: Facts) -> Finding:
+def libraries(facts: HostFacts) -> Finding:
     """Other copies of CUDA's libraries come before those that JAX was installed with."""
     check, folders = "LD_LIBRARY_PATH", facts.host["cuda_in_path"]
     if not folders:
@@ -90,11 +90,11 @@ def libraries(facts: Facts) -> Finding:
     return warned(check, said, remedy)
 
 
-def flags(facts: Facts) -> list[Finding]:
+def flags(facts: HostFacts) -> list[Finding]:
     """XLA_FLAGS against those that the project has measured on this GPU, and known slow ones."""
     given = variables.flags_of(facts.environment.get("XLA_FLAGS", ""))
     gpu = facts.gpus[0].get("name", "") if facts.gpus else ""
-    rows = xla_flags.measured_for(gpu, facts.versions.get("jax", ""), Config())
+    rows = xla_flags.matching_rows(gpu, facts.versions.get("jax", ""), Config())
     found = []
     for row in rows:
         if row.name == xla_flag_table.TABLE:
@@ -108,24 +108,24 @@ def flags(facts: Facts) -> list[Finding]:
     return found
 
 
-def environment(facts: Facts) -> list[Finding]:
+def environment(facts: HostFacts) -> list[Finding]:
     """Variables that hurt; one line that says so where there is none."""
     found = [*variables.check(facts.environment), *flags(facts)]
     return found or [passed("environment", "nothing that hurts")]
 
 
-def shared_memory(facts: Facts) -> Finding:
+def shared_memory(facts: HostFacts) -> Finding:
     """/dev/shm, through which processes of a host talk."""
     check, size = "/dev/shm", facts.host["shm"]
     if size is None:
         return skipped(check, "not there")
-    if size < LEAST_SHM:
+    if size < MIN_SHM_BYTES:
         remedy = "give containers more: docker run --shm-size=16g; a memory volume in Kubernetes"
         return warned(check, f"{size >> 20} MiB", remedy)
     return passed(check, f"{size / 2**30:.0f} GiB")
 
 
-def locked_memory(facts: Facts) -> Finding:
+def locked_memory(facts: HostFacts) -> Finding:
     """InfiniBand registers memory, which must be locked."""
     check, limit = "locked memory", facts.host["locked_memory"]
     if limit is None:
@@ -136,15 +136,15 @@ def locked_memory(facts: Facts) -> Finding:
     return failed(check, f"{limit >> 20} MiB, and InfiniBand registers more than that", remedy)
 
 
-def open_files(facts: Facts) -> Finding:
+def open_files(facts: HostFacts) -> Finding:
     """Sockets, shards of data and of checkpoints are files."""
     limit = facts.host["open_files"]
-    if limit is not None and limit < LEAST_OPEN_FILES:
+    if limit is not None and limit < MIN_OPEN_FILES:
         return warned("open files", f"{limit} at most", "ulimit -n 65536")
     return passed("open files", "unlimited" if limit is None else f"{limit:,}")
 
 
-def cores(facts: Facts) -> Finding:
+def cores(facts: HostFacts) -> Finding:
     """Each GPU is fed by threads of its own."""
     have, used = facts.host["cores"], len(facts.devices) if facts.backend == "gpu" else 0
     said = f"{have:g} cores for {used} GPUs" if used else f"{have:g} cores"
@@ -154,7 +154,7 @@ def cores(facts: Facts) -> Finding:
     return passed("CPU cores", said)
 
 
-def infiniband(facts: Facts) -> Finding:
+def infiniband(facts: HostFacts) -> Finding:
     """Ports that are down."""
     check = "InfiniBand"
     if not facts.infiniband:
@@ -171,18 +171,18 @@ def infiniband(facts: Facts) -> Finding:
 
 
 #: Which process's checks these are, by section of the report.
-VERSIONS: tuple[Callable[[Facts], Finding], ...] = (backend, driver, plugin, libraries)
-HOST: tuple[Callable[[Facts], Finding], ...] = (
+VERSIONS: tuple[Callable[[HostFacts], Finding], ...] = (backend, driver, plugin, libraries)
+HOST: tuple[Callable[[HostFacts], Finding], ...] = (
     shared_memory, locked_memory, open_files, cores, infiniband,
 )  # fmt: skip
 
 
-def check_versions(facts: Facts) -> list[Finding]:
+def check_versions(facts: HostFacts) -> list[Finding]:
     """What there is to say of what is installed and set."""
     return [*(one(facts) for one in VERSIONS), *environment(facts)]
 
 
-def check_host(facts: Facts) -> list[Finding]:
+def check_host(facts: HostFacts) -> list[Finding]:
     """What there is to say of a host, its GPUs apart."""
     return [one(facts) for one in HOST]
 
@@ -190,7 +190,7 @@ def check_host(facts: Facts) -> list[Finding]:
 # ------------------------------------------------------------------------------- all together
 
 
-def same_versions(all_facts: Sequence[Facts]) -> Finding:
+def same_versions(all_facts: Sequence[HostFacts]) -> Finding:
     """Other code compiles other programs, which wait for one another for ever."""
     check, first = "same versions", all_facts[0]
     if len(all_facts) == 1:
@@ -205,14 +205,14 @@ def same_versions(all_facts: Sequence[Facts]) -> Finding:
     return passed(check, f"in all {len(all_facts)} processes")
 
 
-def same_environment(all_facts: Sequence[Facts]) -> Finding:
+def same_environment(all_facts: Sequence[HostFacts]) -> Finding:
     """XLA's and JAX's variables change the program; NCCL's, how it is carried out."""
     check, ours = "same environment", ("XLA_FLAGS", "JAX_", "NCCL_")
     if len(all_facts) == 1:
         return skipped(check, "one process")
     own = ("JAX_PROCESS_ID", "JAX_COORDINATOR_ADDRESS")
 
-    def named(facts: Facts) -> dict[str, str]:
+    def named(facts: HostFacts) -> dict[str, str]:
         there = facts.environment.items()
         return {k: v for k, v in there if k.startswith(ours) and k not in own}
 
@@ -225,7 +225,7 @@ def same_environment(all_facts: Sequence[Facts]) -> Finding:
     return passed(check, f"in all {len(all_facts)} processes")
 
 
-def same_gpus(all_facts: Sequence[Facts]) -> Finding:
+def same_gpus(all_facts: Sequence[HostFacts]) -> Finding:
     """A mesh is as fast as its slowest GPU."""
     kinds = {f"{len(facts.devices)} x {next(iter(facts.devices), '-')}" for facts in all_facts}
     if len(all_facts) == 1:
@@ -253,7 +253,7 @@ def clock_skew(times: Sequence[float], names: Sequence[str], hosts: Sequence[str
 
 
 def differing(
-    all_facts: Sequence[Facts], values: Callable[[Facts], dict[str, str]]
+    all_facts: Sequence[HostFacts], values: Callable[[HostFacts], dict[str, str]]
 ) -> dict[str, str]:
     """By name, what is not the same in all processes, in words."""
     names = list(dict.fromkeys(itertools.chain.from_iterable(map(values, all_facts))))
@@ -268,7 +268,7 @@ def differing(
     return told
 
 
-def check_together(all_facts: Sequence[Facts], times: Sequence[float]) -> list[Finding]:
+def check_together(all_facts: Sequence[HostFacts], times: Sequence[float]) -> list[Finding]:
     """What there is to say of all processes as one run."""
     if len(all_facts) == 1:
         return []

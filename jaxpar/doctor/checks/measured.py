@@ -5,13 +5,14 @@ from collections.abc import Mapping, Sequence
 
 from jaxpar.doctor.checks.findings import Finding, failed, passed, skipped, warned
 from jaxpar.doctor.measure import links as links_of
-from jaxpar.doctor.measure.bandwidth import Row
+from jaxpar.doctor.measure.bandwidth import BandwidthRow
 from jaxpar.doctor.measure.links import Link
 from jaxpar.planning.predict.hardware import Gpu, gpu_of_kind
-from jaxpar.runtime.gpus.nvidia_smi import GpuFacts, at_power_limit, number, slowed_by
+from jaxpar.runtime.gpus.nvidia_smi import GpuFacts, at_power_limit, number, throttle_reasons
 
 #: Shares of what a healthy GPU of the kind reaches (planning/hardware.py) below which a rate is
-#: low, or far too low. A matmul alone, for seconds, reached 0.92 to 0.98 of it (docs/LOG.md).
+#: low, or far too low. A matmul alone, for seconds, reached 0.92 to 0.98 of it
+#: (docs/experiments/matmuls.md#power-limit).
 LOW, FAR_TOO_LOW = 0.85, 0.6
 
 #: Share of the other GPUs' median below which one is slow.
@@ -29,7 +30,7 @@ LARGE_MESSAGE = 64 << 20
 HELD_AGAINST_NVLINK = ("all-reduce", "all-gather", "reduce-scatter")
 
 #: Bytes/s to and from pinned memory below which PCIe is not what it should be: half of gen 4 x16.
-LEAST_TRANSFER = 12e9
+MIN_TRANSFER_RATE = 12e9
 
 type Rates = Mapping[tuple[str, str], Sequence[float]]
 
@@ -47,7 +48,7 @@ def wrong_collectives(wrong: Sequence[str], verified: int) -> Finding:
     return passed("collectives", f"{verified} results, all right")
 
 
-def bus_bandwidth(rows: Sequence[Row], gpu: Gpu | None, one_host: bool) -> list[Finding]:
+def bus_bandwidth(rows: Sequence[BandwidthRow], gpu: Gpu | None, one_host: bool) -> list[Finding]:
     """The largest messages against NVLink's speed."""
     check = "bus bandwidth"
     if gpu is None or not one_host or not rows:
@@ -149,7 +150,7 @@ def transfers(rates: Rates) -> list[Finding]:
     low = [
         f"{what} {min(r) / 1e9:.1f} GB/s"
         for (what, _), r in pinned.items()
-        if min(r) < LEAST_TRANSFER
+        if min(r) < MIN_TRANSFER_RATE
     ]
     if low:
         remedy = "check PCIe width and generation, the IOMMU, and NUMA binding"
@@ -163,7 +164,7 @@ def under_load(load: Sequence[GpuFacts]) -> list[Finding]:
     check = "clocks under load"
     if not load:
         return []
-    bad = [(i, slowed_by(g)) for i, g in enumerate(load) if slowed_by(g)]
+    bad = [(i, throttle_reasons(g)) for i, g in enumerate(load) if throttle_reasons(g)]
     if bad:
         said = "; ".join(f"GPU {i}: {', '.join(n for n, _ in why)}" for i, why in bad)
         hardware = any(hard for _, why in bad for _, hard in why)

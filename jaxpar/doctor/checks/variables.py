@@ -75,7 +75,7 @@ SLOW_FLAGS = (
     ("xla_dump_to", r".+", "XLA writes every program to disk"),
     ("xla_gpu_autotune_level", r"0", "matmuls are not tuned"),
     ("xla_gpu_deterministic_ops", r"true|1", "slower kernels, for the same bits each time"),
-    ("xla_backend_optimization_level", r"0", "XLA does not optimise"),
+    ("xla_backend_optimization_level", r"0", "XLA does not optimize"),
     ("xla_gpu_enable_command_buffer", r"", "every kernel is launched by itself"),
 )
 

@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.doctor.measure.timing import Spread, time_calls
-from jaxpar.doctor.progress import Tell, untold
+from jaxpar.doctor.progress import Tell, no_report
 from jaxpar.profiling.hlo.collective_bytes import collective_bytes
 
 #: The only axis of the mesh here.
@@ -27,7 +27,7 @@ DEVICES = "devices"
 SMALLEST, FACTOR = 1 << 10, 16
 
 #: Bytes of the largest message, unless it is given.
-LARGEST, LARGEST_ON_CPU = 1 << 30, 1 << 18
+MAX_BYTES, MAX_BYTES_ON_CPU = 1 << 30, 1 << 18
 
 #: Calls in a program, of messages up to so many bytes.
 CALLS = ((1 << 16, 50), (1 << 24, 20), (1 << 62, 5))
@@ -90,7 +90,7 @@ KINDS: dict[str, Kind] = {
 
 
 @dataclass(frozen=True)
-class Row:
+class BandwidthRow:
     """One collective at one size.
 
     size     bytes, as nccl-tests counts them.
@@ -137,7 +137,9 @@ def calls_for(size: int) -> int:
     return next(calls for most, calls in CALLS if size <= most)
 
 
-def repeated(mesh: Mesh, kind: Kind, elements: int, calls: int) -> Callable[[jax.Array], jax.Array]:
+def compile_repeated(
+    mesh: Mesh, kind: Kind, elements: int, calls: int
+) -> Callable[[jax.Array], jax.Array]:
     """A compiled program of so many calls, one after the other.
 
     Args:     elements: of the operand of each device.
@@ -146,12 +148,12 @@ def repeated(mesh: Mesh, kind: Kind, elements: int, calls: int) -> Callable[[jax
     """
     sharding = NamedSharding(mesh, PartitionSpec(DEVICES))
     x = jax.ShapeDtypeStruct((mesh.size * elements,), jnp.float32, sharding=sharding)
-    program = traced(mesh, kind, x, calls).lower().compile()
+    program = trace_repeated(mesh, kind, x, calls).lower().compile()
     require_calls(program, kind.opcodes, calls)
     return program
 
 
-def traced(mesh: Mesh, kind: Kind, x: jax.ShapeDtypeStruct, calls: int):
+def trace_repeated(mesh: Mesh, kind: Kind, x: jax.ShapeDtypeStruct, calls: int):
     """The same, not compiled yet."""
 
     def call(x: jax.Array) -> jax.Array:
@@ -189,8 +191,8 @@ def numbers(mesh: Mesh, elements: int) -> jax.Array:
 
 
 def measure(
-    mesh: Mesh, largest: int, repeats: int, patience: float, tell: Tell = untold
-) -> Iterator[Row]:
+    mesh: Mesh, largest: int, repeats: int, patience: float, tell: Tell = no_report
+) -> Iterator[BandwidthRow]:
     """Every collective at every size, one by one.
 
     Args:     mesh: of one axis. largest: bytes. repeats, patience: as in `time_calls`. tell: gets
@@ -203,6 +205,6 @@ def measure(
             tell(f"{kind} of {size:,} bytes")
             whole = max(size // 4 // n, 1) * n
             elements, calls = whole // n if about.shards else whole, calls_for(size)
-            program = repeated(mesh, about, elements, calls)
+            program = compile_repeated(mesh, about, elements, calls)
             timed = time_calls(program, numbers(mesh, elements), calls, repeats, patience)
-            yield Row(kind, 4 * whole, n, timed.whole)
+            yield BandwidthRow(kind, 4 * whole, n, timed.whole)

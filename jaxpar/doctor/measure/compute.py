@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.doctor.measure.bandwidth import DEVICES, one_axis
 from jaxpar.doctor.measure.timing import Spread, when_ready
-from jaxpar.doctor.progress import Tell, untold
+from jaxpar.doctor.progress import Tell, no_report
 from jaxpar.kernels.float8.quantize import FORWARD
 from jaxpar.runtime.gpus import nvidia_smi
 
@@ -64,7 +64,7 @@ class Rate:
         return statistics.median(self.devices)
 
 
-def measure(repeats: int, tell: Tell = untold) -> Iterator[Rate]:
+def measure(repeats: int, tell: Tell = no_report) -> Iterator[Rate]:
     """Every rate, one by one. Args:     tell: gets each piece of work."""
     mesh, on_gpu = one_axis(jax.local_devices()), jax.default_backend() == "gpu"
     kinds = ["bfloat16" if on_gpu else "float32"]
@@ -161,7 +161,7 @@ class Lasting:
     load: list[nvidia_smi.GpuFacts]
 
 
-def lasting(first: Rate) -> Lasting:
+def multiply_sustained(first: Rate) -> Lasting:
     """Multiply for a while, and look at the GPUs then.
 
     Args:     first: the rate of the first shape, by which it is known how often to multiply.

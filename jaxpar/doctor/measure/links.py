@@ -16,9 +16,9 @@ import jax
 from jax import lax
 from jax.sharding import Mesh
 
-from jaxpar.doctor.measure.bandwidth import DEVICES, KINDS, numbers, repeated
+from jaxpar.doctor.measure.bandwidth import DEVICES, KINDS, compile_repeated, numbers
 from jaxpar.doctor.measure.timing import time_calls
-from jaxpar.doctor.progress import Tell, untold
+from jaxpar.doctor.progress import Tell, no_report
 
 type Pair = tuple[int, int]
 
@@ -55,7 +55,7 @@ class Link:
 def rounds(devices: int, per_process: int) -> list[list[Pair]]:
     """Pairs, those of a round without a device in common.
 
-    Args:     per_process: devices of each process, which are neighbours.
+    Args:     per_process: devices of each process, which are neighbors.
     """
     if devices <= ALL_PAIRS:
         return tournament(devices)
@@ -90,7 +90,7 @@ def measure(
     repeats: int,
     patience: float,
     gather: Callable[[dict[str, float]], dict[str, float]],
-    tell: Tell = untold,
+    tell: Tell = no_report,
 ) -> Iterator[Link]:
     """The links of each round.
 
@@ -136,7 +136,9 @@ def _seconds(mesh, sends, message, repeats, patience, gather) -> dict[int, float
     calls = CALLS if jax.default_backend() == "gpu" else CALLS_ON_CPU
     elements = message // 4
     send = lambda x: lax.ppermute(x, DEVICES, sends)  # noqa: E731
-    program = repeated(mesh, dataclasses.replace(KINDS["permute"], run=send), elements, calls)
+    program = compile_repeated(
+        mesh, dataclasses.replace(KINDS["permute"], run=send), elements, calls
+    )
     timed = time_calls(program, numbers(mesh, elements), calls, repeats, patience)
     place = {device.id: i for i, device in enumerate(mesh.devices.flat)}
     own = {str(place[d]): spread.median for d, spread in timed.devices.items()}

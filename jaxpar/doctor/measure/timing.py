@@ -19,7 +19,7 @@ from jaxpar.runtime.processes import peers
 
 #: A batch of launches lasts about this long, far above the cost of waiting for its end.
 BATCH_SECONDS = 0.02
-MOST_LAUNCHES = 50
+MAX_LAUNCHES = 50
 
 _agreements = itertools.count()
 
@@ -67,7 +67,7 @@ def time_calls(
     began = time.perf_counter()
     x = jax.block_until_ready(program(x))
     once = max(time.perf_counter() - began, 1e-7)
-    wanted = min(max(round(BATCH_SECONDS / once), 1), MOST_LAUNCHES)
+    wanted = min(max(round(BATCH_SECONDS / once), 1), MAX_LAUNCHES)
     if jax.default_backend() == "cpu":
         wanted = 1  # of two collectives in flight, each may hold the threads that the other needs
     launches = int(agreed(str(wanted), patience))

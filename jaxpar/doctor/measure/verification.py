@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpar.doctor.progress import Tell, untold
+from jaxpar.doctor.progress import Tell, no_report
 from jaxpar.parallel import collectives
 from jaxpar.parallel.collectives import varying
 from jaxpar.parallel.tensor import permutes
@@ -71,7 +71,7 @@ def _own_piece(members: Sequence[np.ndarray], place: int) -> np.ndarray:
 #: Every collective that the model and the step use.
 COLLECTIVES: dict[str, Collective] = {
     "psum": Collective(collectives.psum, lambda m, _: np.sum(m, axis=0), sums=True),
-    "pmax": Collective(collectives.largest_over, lambda m, _: np.max(m, axis=0)),
+    "pmax": Collective(collectives.pmax, lambda m, _: np.max(m, axis=0)),
     "all_gather": Collective(
         lambda x, axes: collectives.all_gather(x, axes, 0), lambda m, _: np.concatenate(m)
     ),
@@ -85,12 +85,15 @@ COLLECTIVES: dict[str, Collective] = {
     "ppermute": Collective(_shift, lambda m, place: m[place - 1]),
     "broadcast": Collective(_broadcast, lambda m, _: m[-1]),
     "direct.gather": Collective(
-        lambda x, axes: permutes.gather(x, axes[0], 0),
+        lambda x, axes: permutes.ring_all_gather(x, axes[0], 0),
         lambda m, _: np.concatenate(m),
         one_axis=True,
     ),
     "direct.scatter": Collective(
-        lambda x, axes: permutes.scatter(x, axes[0], 0), _own_piece, sums=True, one_axis=True
+        lambda x, axes: permutes.ring_reduce_scatter(x, axes[0], 0),
+        _own_piece,
+        sums=True,
+        one_axis=True,
     ),
 }
 
@@ -161,7 +164,7 @@ def verify(
     mesh: Mesh,
     elements: Iterable[int],
     collectives: Mapping[str, Collective] = COLLECTIVES,
-    tell: Tell = untold,
+    tell: Tell = no_report,
 ) -> Iterator[Verified]:
     """Run every collective, and compare this process's results with what they should be.
 

@@ -35,7 +35,7 @@ class AttentionMask:
     in_order: bool = flax.struct.field(pytree_node=False, default=False)
 
 
-def allowed(mask: AttentionMask) -> jax.Array:
+def dense_mask(mask: AttentionMask) -> jax.Array:
     """The mask spelt out: bool [B, T, S]."""
     back = mask.q_positions[:, :, None] - mask.kv_positions[:, None, :]
     seen = back >= 0

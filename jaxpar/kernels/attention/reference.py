@@ -6,7 +6,7 @@ Scores are held whole, so memory grows with T * S. Every other backend agrees wi
 import jax
 import jax.numpy as jnp
 
-from jaxpar.kernels.attention.mask import AttentionMask, allowed
+from jaxpar.kernels.attention.mask import AttentionMask, dense_mask
 
 #: The log-sum-exp of a row that sees no key; finite, so that merging two such rows gives no NaN.
 EMPTY_LSE = -1e30
@@ -61,5 +61,5 @@ def _scores(q, k, mask: AttentionMask) -> tuple[jax.Array, jax.Array]:
     B, T, H, K = q.shape
     q_BTGRK = q.reshape(B, T, k.shape[2], -1, K)
     scores = jnp.einsum("btgrk,bsgk->bgrts", q_BTGRK, k, preferred_element_type=jnp.float32)
-    seen = allowed(mask)[:, None, None]
+    seen = dense_mask(mask)[:, None, None]
     return jnp.where(seen, scores * K**-0.5, EMPTY_LSE), seen

@@ -28,7 +28,13 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxpar.kernels.float8.amax import without_amax
-from jaxpar.kernels.float8.quantize import BACKWARD, FORWARD, largest, power_of_two_scale, quantize
+from jaxpar.kernels.float8.quantize import (
+    BACKWARD,
+    FORWARD,
+    max_magnitude,
+    power_of_two_scale,
+    quantize,
+)
 from jaxpar.kernels.float8.quantize_transpose import quantize_both_ways
 
 type Scaling = Literal["tensor", "row"]
@@ -67,7 +73,7 @@ class Float8Weight:
 
 class Operand(Protocol):
     """What is rounded and multiplied: an array, or what comes in the place of one (`WithAmax`,
-    `norm.Unmaterialised`)."""
+    `norm.Unmaterialized`)."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -75,11 +81,11 @@ class Operand(Protocol):
     def rows(self) -> "Operand":
         """The same as one matrix."""
 
-    def largest(self) -> jax.Array:
+    def max_magnitude(self) -> jax.Array:
         """The largest magnitude, float32."""
 
     def readable(self) -> Any:
-        """What `quantize_both_ways` reads: an array, or `Unmaterialised`."""
+        """What `quantize_both_ways` reads: an array, or `Unmaterialized`."""
 
     def gradient(self, d_x: jax.Array) -> "Operand":
         """The gradient of what came as this, d_x being that of the array."""
@@ -98,8 +104,8 @@ class Plain:
     def rows(self) -> "Plain":
         return Plain(self.values.reshape(-1, self.shape[-1]))
 
-    def largest(self) -> jax.Array:
-        return largest(self.values)
+    def max_magnitude(self) -> jax.Array:
+        return max_magnitude(self.values)
 
     def readable(self) -> jax.Array:
         return self.values
@@ -135,10 +141,9 @@ def matmul(
               `rowwise_with_gw_hp`.
     """
     x = Plain(x) if isinstance(x, jax.Array) else x
-    if weights[0].scaling == "row" and not isinstance(x.readable(), jax.Array):
-        x = Plain(
-            x.readable().written()
-        )  # only a pass over the array finds a scale for each of its rows
+    read: Any = x.readable()
+    if weights[0].scaling == "row" and not isinstance(read, jax.Array):
+        x = Plain(read.written())  # the scale of each row takes a pass over the array
     outputs = _matmul(x.rows(), tuple(weights), name, with_amax)
     return [y.reshape(*x.shape[:-1], y.shape[-1]) for y in outputs]
 
@@ -200,7 +205,7 @@ def _bits(q: jax.Array, name: str) -> jax.Array:
 
 def _scale_of(x: Operand, scaling: Scaling, dtype: Any) -> jax.Array:
     """That of all of x, [tokens, features], or of each token."""
-    seen = largest(x.readable(), 1) if scaling == "row" else x.largest()
+    seen = max_magnitude(x.readable(), 1) if scaling == "row" else x.max_magnitude()
     return power_of_two_scale(seen, dtype)
 
 

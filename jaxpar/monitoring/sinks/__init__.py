@@ -33,12 +33,12 @@ class Sink(Protocol):
 class Sinks:
     """The sinks of a run, none of which can end it."""
 
-    def __init__(self, ways: Mapping[str, Callable[[], Sink]], say: Callable[[str], None]):
+    def __init__(self, ways: Mapping[str, Callable[[], Sink]], log: Callable[[str], None]):
         """Open each of them.
 
-        Args:     ways: by name, what opens a sink. say: told of each that fails.
+        Args:     ways: by name, what opens a sink. log: called for each that fails.
         """
-        self._say, self._sinks = say, dict[str, Sink]()
+        self._log, self._sinks = log, dict[str, Sink]()
         for name, way in ways.items():
             with _Failing(self, name, "could not be opened"):
                 self._sinks[name] = way()
@@ -63,7 +63,7 @@ class Sinks:
         """Warn, and leave the sink alone from now on."""
         self._sinks.pop(name, None)
         reason = (str(error) or type(error).__name__).partition("\n")[0][:300]
-        self._say(f"WARNING    {name} {what}, and gets no more metrics from this start: {reason}")
+        self._log(f"WARNING    {name} {what}, and gets no more metrics from this start: {reason}")
 
 
 class _Failing:
@@ -103,14 +103,14 @@ def _as_float(value: float) -> float:
         return math.inf if value > 0 else -math.inf
 
 
-def open_sinks(cfg: Config, run_dir: Path, first_step: int, say: Callable[[str], None]) -> Sinks:
+def open_sinks(cfg: Config, run_dir: Path, first_step: int, log: Callable[[str], None]) -> Sinks:
     """The sinks that a config asks for, in process 0; none in the others.
 
     Args:     first_step: steps done so far: what an earlier attempt wrote beyond them is replaced.
     """
     m, ways = cfg.metrics, dict[str, Callable[[], Sink]]()
     if jax.process_index() != 0:
-        return Sinks(ways, say)
+        return Sinks(ways, log)
     if m.tensorboard:
         folder = run_dir / "tensorboard"
         ways["TensorBoard"] = functools.partial(TensorBoard, folder, first_step)
@@ -120,7 +120,7 @@ def open_sinks(cfg: Config, run_dir: Path, first_step: int, say: Callable[[str],
     if m.prometheus_port:
         address, port = m.prometheus_address, m.prometheus_port
         ways["Prometheus"] = functools.partial(Prometheus, address, port, run_dir)
-    return Sinks(ways, say)
+    return Sinks(ways, log)
 
 
 def require_packages(cfg: Config) -> None:

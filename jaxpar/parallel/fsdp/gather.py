@@ -18,7 +18,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from jaxpar.kernels import float8
-from jaxpar.parallel.collectives import all_gather, all_to_all, largest_over, psum_scatter, varying
+from jaxpar.parallel.collectives import all_gather, all_to_all, pmax, psum_scatter, varying
 from jaxpar.sharding.axes import FSDP_AXES
 
 type Reduce = Literal["float32", "bfloat16"]
@@ -73,7 +73,7 @@ def scatter(grad: jax.Array, dim: int, reduce: Reduce) -> jax.Array:
 
 
 @jax.named_scope("gather_weights")
-def rounded_shard(w: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
+def quantize_shard(w: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
     """e4m3, w * scale: what `gather_float8` sends of a float32 shard."""
     return float8.quantize(w.astype(dtype), scale, float8.FORWARD)
 
@@ -85,13 +85,13 @@ def gather_float8(
 ) -> tuple[jax.Array, jax.Array]:
     """The whole weight in 8 bits: the bits of a gathered weight rounded, at half the bytes.
 
-    Args:     w, dim, dtype, reduce: as in `gather`; w may be rounded already (`rounded_shard`).
+    Args:     w, dim, dtype, reduce: as in `gather`; w may be rounded already (`quantize_shard`).
               scale: float32 scalar, the same on every device of FSDP_AXES.
     Returns:  e4m3, w * scale with `dim` whole; and an array of its shape in `dtype`, never to be
               read, whose gradient is the whole weight's.
     Communication: as `gather`, with a byte per element forward.
     """
-    local = w if w.dtype == float8.FORWARD else rounded_shard(w, scale, dtype)
+    local = w if w.dtype == float8.FORWARD else quantize_shard(w, scale, dtype)
     whole = all_gather(jnp.moveaxis(local, dim, 0), FSDP_AXES, dim=0)
     values = jnp.moveaxis(whole, 0, dim)
     return values, varying(jnp.zeros(values.shape, dtype))
@@ -121,10 +121,10 @@ def float8_scales(tree: Any, names: Sequence[str], dtype: Any) -> Any:
     def largest(w: Any) -> Any:
         if isinstance(w, tuple):
             return tuple(map(largest, w))
-        return {n: float8.largest(w[n].astype(dtype), (-2, -1)) for n in names}
+        return {n: float8.max_magnitude(w[n].astype(dtype), (-2, -1)) for n in names}
 
     numbers, restore = ravel_pytree(largest(tree))
-    whole = restore(largest_over(numbers, FSDP_AXES))
+    whole = restore(pmax(numbers, FSDP_AXES))
     return jax.tree.map(lambda a: float8.power_of_two_scale(a, float8.FORWARD), whole)
 
 

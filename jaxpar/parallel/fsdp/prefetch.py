@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from jaxpar.parallel.host_offload import fetched, in_host_memory, stored
+from jaxpar.parallel.host_offload import fetch_from_host, in_host_memory, store_to_host
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class WeightStream:
     """These to the layer's whole weights."""
     scatter: Callable[[Any], Any]
     """Local gradients of whole weights to the gradients of the shards."""
-    sends: bool
-    """Whether these two send anything."""
+    communicates: bool
+    """Whether `gather` and `scatter` communicate."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -39,24 +39,24 @@ def through_layers(
     stream: WeightStream,
     shards: tuple[Any, ...],
     x: Any,
-    beside: Any,
+    passthrough: Any,
     context: Any,
 ) -> Any:
-    """`x` through `block(x, gather(cast(shard)), context)` of each shard's block; and `beside`.
+    """`x` through each layer's block: `block(x, gather(cast(shard)), context)`.
 
-    Args:     blocks: of each layer, of whole weights; what it saves is for its policy to say.
-              shards: one tree per layer. x: any tree of arrays. beside: weights that are used
-              later; their gradients are to be there when the last layer's backward ends.
-              context: arrays that take no gradient.
-    Returns:  as x; beside.
+    Args:     blocks: one function of whole weights per layer; its remat policy decides what it
+              saves. shards: one tree per layer. x: any tree of arrays. passthrough: weights that
+              are used after the layers, returned as they are, so that their gradients are complete
+              when the last layer's backward ends. context: arrays without gradients.
+    Returns:  (x, passthrough).
     Communication: `gather` of each layer forward and again backward, `scatter` backward.
     """
     for block, shard in zip(blocks, shards, strict=True):
         x = block(x, stream.gather(stream.cast(shard)), context)
-    return x, beside
+    return x, passthrough
 
 
-def _forward(blocks, stream, shards, x, beside, context):
+def _forward(blocks, stream, shards, x, passthrough, context):
     cast, gather = stream.cast, stream.gather
     pullbacks: list[Any] = []
     whole = gather(cast(shards[0]))
@@ -65,36 +65,38 @@ def _forward(blocks, stream, shards, x, beside, context):
         above = None
         if i + 1 < len(shards):
             shard = cast(shards[i + 1])
-            above = _gather_from_here(gather, shard, x)[0] if stream.sends else gather(shard)
+            above = _gather_from_here(gather, shard, x)[0] if stream.communicates else gather(shard)
         # Everything that the backward needs is kept, but the whole weights.
         x, pullback = jax.vjp(layer, whole, x, saveable_args=(False, True))
         whole = above
         # The copies of one layer to the host have the next layer's time.
         if pullbacks:
-            pullbacks[-1], x = stored(pullbacks[-1], x)
+            pullbacks[-1], x = store_to_host(pullbacks[-1], x)
         pullbacks.append(pullback)
-    return (x, beside), (shards, pullbacks)
+    return (x, passthrough), (shards, pullbacks)
 
 
 def _backward(blocks, stream, saved, cotangents):
-    gather, sends = stream.gather, stream.sends
-    (shards, pullbacks), (g, d_beside) = saved, cotangents
+    gather, communicates = stream.gather, stream.communicates
+    (shards, pullbacks), (g, d_passthrough) = saved, cotangents
     # XLA takes those of the forward, which wait in half the bytes of the float32 slices. Residuals
     # they must not be: a pipeline would keep them with each microbatch.
     shards = tuple(map(stream.cast, shards))
-    grads: list[Any] = [d_beside]  # from the top down
+    grads: list[Any] = [d_passthrough]  # from the top down
     offloads = any(map(in_host_memory, jax.tree.leaves(pullbacks)))
     whole, g = _gather_from_here(gather, shards[-1], g)
-    pullbacks[-1], g = fetched(pullbacks[-1], g)
+    pullbacks[-1], g = fetch_from_host(pullbacks[-1], g)
     for i in reversed(range(len(shards))):
-        if sends:  # the gather below begins when this layer's has ended: XLA would join the two
+        if (
+            communicates
+        ):  # the gather below begins when this layer's has ended: XLA would join the two
             whole, g = lax.optimization_barrier((whole, g))
         pullbacks[i].args_res[0] = whole
         if i > 0:
             whole, g = _gather_from_here(gather, shards[i - 1], g)
-            pullbacks[i - 1], g = fetched(pullbacks[i - 1], g)
+            pullbacks[i - 1], g = fetch_from_host(pullbacks[i - 1], g)
         d_whole, g = pullbacks[i](g)
-        if sends or offloads:
+        if communicates or offloads:
             d_whole, grads[-1], g = _in_time(d_whole, grads[-1], g)
         grads.append(stream.scatter(d_whole))
     return tuple(reversed(grads[1:])), g, grads[0], None

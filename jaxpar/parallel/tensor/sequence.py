@@ -1,4 +1,4 @@
-"""Collectives of a sequence that is cut over the tensor axis."""
+"""Collectives of a sequence that is sharded over the tensor axis."""
 
 import jax
 from jax import lax
@@ -12,11 +12,12 @@ def gather_sequence(x: jax.Array) -> jax.Array:
 
     Args:     x: [B, T/(sequence*tensor), D], varying over every axis.
     Returns:  [B, T/sequence, D].
-    Communication: `permutes.gather` over TENSOR, of a stage's devices alone where there are stages,
-              which may each be in a branch of their own; its transpose is `scatter_sequence`.
+    Communication: `permutes.ring_all_gather` over TENSOR; with pipeline stages, which may each run
+              a branch of their own, `all_to_all_gather`. Its transpose is `scatter_sequence`.
     Source:   Korthikanti et al. 2022 (2205.05198), section 4.2.2.
     """
-    gather = permutes.gather_within if lax.axis_size(PIPELINE) > 1 else permutes.gather
+    staged = lax.axis_size(PIPELINE) > 1
+    gather = permutes.all_to_all_gather if staged else permutes.ring_all_gather
     return gather(x, TENSOR, 1)
 
 
@@ -25,10 +26,10 @@ def scatter_sequence(x: jax.Array) -> jax.Array:
 
     Args:     x: [B, T/sequence, D], a partial sum on each rank of TENSOR.
     Returns:  [B, T/(sequence*tensor), D].
-    Communication: `permutes.scatter` over TENSOR, of a stage's devices alone where there are
-                   stages;
-              its transpose is `gather_sequence`.
+    Communication: `permutes.ring_reduce_scatter` over TENSOR; with pipeline stages,
+              `all_to_all_reduce_scatter`. Its transpose is `gather_sequence`.
     Source:   Korthikanti et al. 2022 (2205.05198), section 4.2.2.
     """
-    scatter = permutes.scatter_within if lax.axis_size(PIPELINE) > 1 else permutes.scatter
+    staged = lax.axis_size(PIPELINE) > 1
+    scatter = permutes.all_to_all_reduce_scatter if staged else permutes.ring_reduce_scatter
     return scatter(x, TENSOR, 1)

@@ -49,7 +49,7 @@ def traffic_of(cfg: Config, shard: Shard, cluster: Cluster) -> list[Traffic]:
 
 
 def span(cfg: Config, axes: tuple[str, ...], per_host: int) -> tuple[int, int]:
-    """(ranks of a group over neighbouring mesh axes, how many of them share a host)."""
+    """(ranks of a group over neighboring mesh axes, how many of them share a host)."""
     inner = AXES[AXES.index(axes[-1]) + 1 :]
     stride, ranks = ways(cfg, inner), ways(cfg, axes)
     here = max(per_host // stride, 1) if stride < per_host else 1
@@ -91,7 +91,7 @@ def _fsdp(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
         summed = p.num_microbatches > 1 or p.pipeline > 1
         gathered = shard.width * (layers + tables)
         scattered = (4 if summed else shard.width) * (layers + tables)
-    scattered *= shard.trained
+    scattered *= shard.trainable
     nccl = part * gathered / ring_bandwidth(ranks, here, cluster)
     if p.grad_reduce == "bfloat16":
         nccl += part * scattered / ring_bandwidth(ranks, here, cluster)
@@ -104,7 +104,7 @@ def _fsdp(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
 
 def _replica(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
     ranks, here = span(cfg, (REPLICA,), cluster.per_host)
-    if ranks == 1 or not shard.trained:
+    if ranks == 1 or not shard.trainable:
         return None
     sent = 2 * (ranks - 1) / ranks * 4 * shard.parameters / shard.fsdp
     seconds = sent / ring_bandwidth(ranks, here, cluster)
@@ -148,9 +148,9 @@ def _tensor(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
     stream = shard.width * shard.tokens * cfg.model.d_model
     sent = moved * stream * (ranks - 1) / ranks
     seconds = sent / direct_bandwidth(ranks, here, cluster)
-    how = "tensor in turns" if p.row_groups > 1 else "tensor"
+    how = "tensor in row groups" if p.row_groups > 1 else "tensor"
     if shard.execution.collective_matmul:
-        how = "tensor in pieces"
+        how = "tensor in shards"
     return Traffic("tensor", sent, seconds, 0.0, rates.EXPOSED[how])
 
 

@@ -1,4 +1,4 @@
-"""Time that one GPU computes in a step: matmuls, attention, elementwise kernels, the optimiser."""
+"""Time that one GPU computes in a step: matmuls, attention, elementwise kernels, the optimizer."""
 
 from dataclasses import dataclass
 
@@ -73,7 +73,7 @@ def _layer_matmuls(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) -> f
     rate = matmul_rate(cfg, gpu, float8=m.matmul_dtype == "float8")
     seconds = 0.0
     for name, (count, wide, out) in sites.items():
-        passes = 2 + shard.trained + (name in repeated or (name == "down" and m.num_experts > 0))
+        passes = 2 + shard.trainable + (name in repeated or (name == "down" and m.num_experts > 0))
         flops = 2 * passes * count * n * wide * out
         seconds += flops / rate / rates.matmul_share(n / parts, wide, out)
     return seconds
@@ -97,8 +97,8 @@ def _layer_attention(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) ->
 
 
 def attended_pairs(cfg: Config) -> float:
-    """Query and key pairs of a window, causal, a mean over layers; documents are not known here,
-    so a window counts as one."""
+    """Query and key pairs of a sequence, causal, a mean over layers; documents are not known here,
+    so a sequence counts as one."""
     m, length = cfg.model, cfg.data.seq_len
     whole = length * length / 2
     if m.sliding_window is None or m.sliding_window >= length:
@@ -177,7 +177,7 @@ def head_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
     logit = 4 if cfg.model.logits_dtype == "float32" else shard.width
     reads = 2 if cfg.model.dtype == "float16" else 1  # and the exponentials written
     moved = (reads * logit + shard.width) * n * shard.vocab
-    flops = (4 + 2 * shard.trained) * n * D * shard.vocab
+    flops = (4 + 2 * shard.trainable) * n * D * shard.vocab
     return Seconds(matmul=flops / rate, elementwise=moved / elementwise_rate(gpu))
 
 
@@ -188,18 +188,18 @@ def weights_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
     ZeRO-1 casts and travels are once per step."""
     zero3 = cfg.parallel.zero == 3
     own = shard.parameters / shard.fsdp
-    travels = 8 * shard.parameters if shard.fsdp > 1 and shard.trained else 0.0
+    travels = 8 * shard.parameters if shard.fsdp > 1 and shard.trainable else 0.0
     rounded_once = cfg.parallel.gather_dtype == "float8" and cfg.parallel.num_microbatches == 1
     once = (9 if rounded_once else 12) * own + travels
     moved = once * (cfg.parallel.num_microbatches if zero3 else 1)
-    moved += _added_up(cfg, shard) * backward_units(cfg, shard) / shard.chunks
-    moved += _sums_of_pieces(cfg, shard) * cfg.parallel.num_microbatches
+    moved += _added_up(cfg, shard) * backward_actions(cfg, shard) / shard.chunks
+    moved += _sums_of_shards(cfg, shard) * cfg.parallel.num_microbatches
     return Seconds(elementwise=moved / elementwise_rate(gpu))
 
 
-def _sums_of_pieces(cfg: Config, shard: Shard) -> float:
+def _sums_of_shards(cfg: Config, shard: Shard) -> float:
     """Bytes that a microbatch moves to add up the gradients of one weight's matmuls."""
-    if not (shard.trained and shard.execution.collective_matmul):
+    if not (shard.trainable and shard.execution.collective_matmul):
         return 0.0
     return 3 * shard.width * (cfg.parallel.tensor - 1) * shard.layers * shard.matrices
 
@@ -211,13 +211,13 @@ def _added_up(cfg: Config, shard: Shard) -> float:
     p, layers = cfg.parallel, shard.layers * shard.layer
     copied = shard.chunks > 1 and shard.execution.stage_wide_collectives
     moved = 4 * shard.width * shard.layers * shard.matrices if copied else 0.0
-    if shard.trained and (p.num_microbatches > 1 or p.pipeline > 1):
+    if shard.trainable and (p.num_microbatches > 1 or p.pipeline > 1):
         summed = shard.parameters - (layers if shard.execution.float32_weight_gradients else 0)
         moved += 10 * summed / (shard.fsdp if p.zero == 3 else 1)
     return moved
 
 
-def backward_units(cfg: Config, shard: Shard) -> int:
+def backward_actions(cfg: Config, shard: Shard) -> int:
     """Units that a device computes backward in a step, of a chunk each: where chunks send, those
     of idle slots too."""
     p = cfg.parallel
@@ -226,12 +226,15 @@ def backward_units(cfg: Config, shard: Shard) -> int:
     )
 
 
-def ring_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
+def stash_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
     """Residuals copied into the pipeline's ring and out of it, each read and written."""
     if cfg.parallel.pipeline == 1:
         return Seconds()
     return Seconds(
-        elementwise=4 * slot_bytes(cfg, shard) * backward_units(cfg, shard) / elementwise_rate(gpu)
+        elementwise=4
+        * slot_bytes(cfg, shard)
+        * backward_actions(cfg, shard)
+        / elementwise_rate(gpu)
     )
 
 
@@ -239,4 +242,4 @@ def optimizer_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> float:
     """The norm of the gradients, clipping and the update: 20 bytes per parameter for gradients and
     weights, and the moments read and written, as fast as a copy."""
     weights, moments = state_bytes(cfg)
-    return (5 * weights * shard.trained + 2 * moments) / gpu.bandwidth.value
+    return (5 * weights * shard.trainable + 2 * moments) / gpu.bandwidth.value

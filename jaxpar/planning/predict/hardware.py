@@ -18,7 +18,7 @@ MEMORY_FRACTION = float(ENVIRONMENT["XLA_PYTHON_CLIENT_MEM_FRACTION"])
 
 
 @dataclass(frozen=True)
-class Figure:
+class HardwareFigure:
     """A number, and where it is from."""
 
     value: float
@@ -46,14 +46,14 @@ class Gpu:
     name: str
     device_kind: str
     compute_capability: str
-    memory: Figure
-    peak: Figure
-    matmul: Figure
-    float8: Figure | None
-    bandwidth: Figure
-    nvlink: Figure
-    host_link: Figure
-    attention: Figure
+    memory: HardwareFigure
+    peak: HardwareFigure
+    matmul: HardwareFigure
+    float8: HardwareFigure | None
+    bandwidth: HardwareFigure
+    nvlink: HardwareFigure
+    host_link: HardwareFigure
+    attention: HardwareFigure
     per_host: int = 8
     multiprocessors: int
     l2_bytes: int
@@ -76,18 +76,29 @@ H200 = Gpu(
     name="h200",
     device_kind="NVIDIA H200",
     compute_capability="9.0",
-    memory=Figure(150_109_880_320, "XLA on an H200 with driver 580"),
-    peak=Figure(PEAK_FLOPS["H200"], "NVIDIA H200 datasheet, dense"),
-    matmul=Figure(
+    memory=HardwareFigure(150_109_880_320, "XLA on an H200 with driver 580"),
+    peak=HardwareFigure(PEAK_FLOPS["H200"], "NVIDIA H200 datasheet, dense"),
+    matmul=HardwareFigure(
         698e12,
         "measured: matmul kernels of profiled steps at 700 W, 685 to 716 TFLOP/s less contention; "
-        "alone for more than a second, 642 to 681 (docs/LOG.md)",
+        "alone for more than a second, 642 to 681 (docs/experiments/matmuls.md#power-limit)",
     ),
-    float8=Figure(1230e12, "measured: 1.5B and 8B in float8, steps of a long run (docs/LOG.md)"),
-    bandwidth=Figure(4.18e12, "measured: device copy (docs/LOG.md)"),
-    nvlink=Figure(450e9, "NVIDIA H200 datasheet: 900 GB/s both ways together"),
-    host_link=Figure(51.7e9, "measured: copies of 134 MB out of a step (docs/LOG.md)"),
-    attention=Figure(1.0, "measured: docs/benchmarks/attention-h200.json"),
+    float8=HardwareFigure(
+        1230e12,
+        "measured: 1.5B and 8B in float8, steps of a long run "
+        "(docs/experiments/float8.md#8b-in-float8)",
+    ),
+    bandwidth=HardwareFigure(
+        4.18e12,
+        "measured: device copy (docs/experiments/elementwise.md#bandwidth-of-elementwise-kernels)",
+    ),
+    nvlink=HardwareFigure(450e9, "NVIDIA H200 datasheet: 900 GB/s both ways together"),
+    host_link=HardwareFigure(
+        51.7e9,
+        "measured: copies of 134 MB out of a step "
+        "(docs/experiments/memory.md#values-in-host-memory)",
+    ),
+    attention=HardwareFigure(1.0, "measured: docs/benchmarks/attention-h200.json"),
     multiprocessors=132,
     l2_bytes=62_914_560,
     clock_ghz=1.98,
@@ -98,14 +109,16 @@ H100 = Gpu(
     name="h100",
     device_kind="NVIDIA H100 80GB HBM3",
     compute_capability="9.0",
-    memory=Figure(79.2 * GIB, "estimate: 81,559 MiB by the driver, less what XLA does not see"),
-    peak=Figure(PEAK_FLOPS["H100"], "NVIDIA H100 SXM datasheet, dense"),
-    matmul=Figure(698e12, _SAME_CHIP),
-    float8=Figure(1230e12, _SAME_CHIP),
-    bandwidth=Figure(2.91e12, "estimate: 3.35 TB/s by the datasheet, times an H200's 0.87"),
-    nvlink=Figure(450e9, "NVIDIA H100 SXM datasheet: 900 GB/s both ways together"),
-    host_link=Figure(51.7e9, "estimate: an H200's; PCIe 5 too"),
-    attention=Figure(1.0, _SAME_CHIP),
+    memory=HardwareFigure(
+        79.2 * GIB, "estimate: 81,559 MiB by the driver, less what XLA does not see"
+    ),
+    peak=HardwareFigure(PEAK_FLOPS["H100"], "NVIDIA H100 SXM datasheet, dense"),
+    matmul=HardwareFigure(698e12, _SAME_CHIP),
+    float8=HardwareFigure(1230e12, _SAME_CHIP),
+    bandwidth=HardwareFigure(2.91e12, "estimate: 3.35 TB/s by the datasheet, times an H200's 0.87"),
+    nvlink=HardwareFigure(450e9, "NVIDIA H100 SXM datasheet: 900 GB/s both ways together"),
+    host_link=HardwareFigure(51.7e9, "estimate: an H200's; PCIe 5 too"),
+    attention=HardwareFigure(1.0, _SAME_CHIP),
     multiprocessors=132,
     l2_bytes=52_428_800,
     clock_ghz=1.98,
@@ -116,14 +129,18 @@ A100 = Gpu(
     name="a100",
     device_kind="NVIDIA A100-SXM4-80GB",
     compute_capability="8.0",
-    memory=Figure(79.1 * GIB, "estimate: 81,920 MiB by the driver, less what XLA does not see"),
-    peak=Figure(PEAK_FLOPS["A100"], "NVIDIA A100 datasheet, dense"),
-    matmul=Figure(250e12, "estimate: 0.8 of the peak; an A100 is less bound by power"),
+    memory=HardwareFigure(
+        79.1 * GIB, "estimate: 81,920 MiB by the driver, less what XLA does not see"
+    ),
+    peak=HardwareFigure(PEAK_FLOPS["A100"], "NVIDIA A100 datasheet, dense"),
+    matmul=HardwareFigure(250e12, "estimate: 0.8 of the peak; an A100 is less bound by power"),
     float8=None,
-    bandwidth=Figure(1.77e12, "estimate: 2.04 TB/s by the datasheet, times an H200's 0.87"),
-    nvlink=Figure(300e9, "NVIDIA A100 datasheet: 600 GB/s both ways together"),
-    host_link=Figure(25.8e9, "estimate: half of an H200's; PCIe 4"),
-    attention=Figure(0.35, "estimate: 0.6 of the peak, as FlashAttention-2 says (2307.08691)"),
+    bandwidth=HardwareFigure(1.77e12, "estimate: 2.04 TB/s by the datasheet, times an H200's 0.87"),
+    nvlink=HardwareFigure(300e9, "NVIDIA A100 datasheet: 600 GB/s both ways together"),
+    host_link=HardwareFigure(25.8e9, "estimate: half of an H200's; PCIe 4"),
+    attention=HardwareFigure(
+        0.35, "estimate: 0.6 of the peak, as FlashAttention-2 says (2307.08691)"
+    ),
     multiprocessors=108,
     l2_bytes=41_943_040,
     clock_ghz=1.41,
@@ -134,14 +151,18 @@ B200 = Gpu(
     name="b200",
     device_kind="NVIDIA B200",
     compute_capability="10.0",
-    memory=Figure(178 * GIB, "estimate: 183,359 MiB by the driver, less what XLA does not see"),
-    peak=Figure(PEAK_FLOPS["B200"], "NVIDIA B200 datasheet, dense"),
-    matmul=Figure(PEAK_FLOPS["B200"] * H200_MATMUL_SHARE, _SHARE),
-    float8=Figure(4500e12 * 0.62, _SHARE),
-    bandwidth=Figure(8.0e12 * H200_COPY_SHARE, _SHARE),
-    nvlink=Figure(900e9, "NVIDIA B200 datasheet: 1.8 TB/s both ways together"),
-    host_link=Figure(51.7e9, "estimate: an H200's; PCIe 5 too"),
-    attention=Figure(1.8, "estimate: cuDNN alone; its kernels there have not been measured"),
+    memory=HardwareFigure(
+        178 * GIB, "estimate: 183,359 MiB by the driver, less what XLA does not see"
+    ),
+    peak=HardwareFigure(PEAK_FLOPS["B200"], "NVIDIA B200 datasheet, dense"),
+    matmul=HardwareFigure(PEAK_FLOPS["B200"] * H200_MATMUL_SHARE, _SHARE),
+    float8=HardwareFigure(4500e12 * 0.62, _SHARE),
+    bandwidth=HardwareFigure(8.0e12 * H200_COPY_SHARE, _SHARE),
+    nvlink=HardwareFigure(900e9, "NVIDIA B200 datasheet: 1.8 TB/s both ways together"),
+    host_link=HardwareFigure(51.7e9, "estimate: an H200's; PCIe 5 too"),
+    attention=HardwareFigure(
+        1.8, "estimate: cuDNN alone; its kernels there have not been measured"
+    ),
     multiprocessors=148,
     l2_bytes=132_644_864,
     clock_ghz=1.965,
@@ -159,12 +180,12 @@ class Network:
     """
 
     name: str
-    bandwidth: Figure
+    bandwidth: HardwareFigure
 
 
 def _line(name: str, gigabits: float) -> Network:
     source = f"estimate: 0.8 of {gigabits:g} Gbit/s per GPU; no network was measured"
-    return Network(name, Figure(0.8 * gigabits * 1e9 / 8, source))
+    return Network(name, HardwareFigure(0.8 * gigabits * 1e9 / 8, source))
 
 
 NETWORKS = {

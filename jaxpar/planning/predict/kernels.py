@@ -13,7 +13,7 @@ from jaxpar.planning.predict.hardware import Gpu
 from jaxpar.planning.predict.shard import shard_of
 from jaxpar.sharding.batch import Batch
 
-#: Documents in a window; backends that mask by offset only need to know that there is a limit.
+#: Documents in a sequence; backends that mask by offset only need to know that there is a limit.
 SOME_DOCUMENTS = 64
 
 

@@ -23,7 +23,7 @@ from jaxpar.planning.predict.shard import Shard, moment_bytes, shard_of, state_b
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryForecast:
     """Bytes on one GPU at the peak.
 
     weights      float32 master weights.
@@ -61,7 +61,7 @@ class Memory:
         return self.state + self.temporary
 
 
-def memory_of(cfg: Config, *, on_reference: bool = False) -> Memory:
+def memory_of(cfg: Config, *, on_reference: bool = False) -> MemoryForecast:
     """The prediction for one GPU.
 
     Args:     cfg: resolved. on_reference: attention runs on the reference backend, which holds
@@ -77,12 +77,12 @@ def memory_of(cfg: Config, *, on_reference: bool = False) -> Memory:
     if not on_reference:
         return peak
     extra = _scores(cfg, shard)
-    return Memory(**{**vars(peak), "buffers": peak.buffers + extra})
+    return MemoryForecast(**{**vars(peak), "buffers": peak.buffers + extra})
 
 
-def _at_loss(cfg: Config, shard: Shard, weights: float, optimizer: float) -> Memory:
+def _at_loss(cfg: Config, shard: Shard, weights: float, optimizer: float) -> MemoryForecast:
     begun = 0.0 if _sends(cfg, shard) else _recomputed(cfg, shard) + _put_off(cfg, shard)
-    return Memory(
+    return MemoryForecast(
         weights=weights,
         optimizer=optimizer,
         activations=saved_bytes(cfg, shard) + begun,
@@ -94,27 +94,27 @@ def _at_loss(cfg: Config, shard: Shard, weights: float, optimizer: float) -> Mem
     )
 
 
-def _at_start(cfg: Config, shard: Shard, weights: float, optimizer: float) -> Memory:
+def _at_start(cfg: Config, shard: Shard, weights: float, optimizer: float) -> MemoryForecast:
     """The backward of the last layer, with the weights of the next; the head's gradient is cast,
     and on its way."""
-    return Memory(
+    return MemoryForecast(
         weights=weights,
         optimizer=optimizer,
         activations=saved_bytes(cfg, shard) + _recomputed(cfg, shard),
         logits=0.0,
         gathered=_gathered(cfg, shard) + 2 * _sent_width(cfg, shard) * shard.matrices,
-        gradients=_accumulated(cfg, shard) + 2 * shard.width * shard.table * shard.trained,
+        gradients=_accumulated(cfg, shard) + 2 * shard.width * shard.table * shard.trainable,
         buffers=_buffers(cfg, shard) + _in_a_layer(cfg, shard),
         moment="start",
     )
 
 
-def _at_end(cfg: Config, shard: Shard, weights: float, optimizer: float) -> Memory:
+def _at_end(cfg: Config, shard: Shard, weights: float, optimizer: float) -> MemoryForecast:
     """All gradients. Where layers send theirs, they are summed: float32 shards, beside two layers'
     and the head's in 16 bits. Else whole ones beside float32 arrays that stack them."""
     layers, tables = shard.layers * shard.layer, 2 * shard.table
     own = 4 * shard.parameters / shard.fsdp
-    if not shard.trained:
+    if not shard.trainable:
         local = own = 0.0
     elif _sends(cfg, shard):
         own = 4 * layers / shard.fsdp
@@ -123,7 +123,7 @@ def _at_end(cfg: Config, shard: Shard, weights: float, optimizer: float) -> Memo
         local = _accumulated(cfg, shard)
     else:
         local = shard.width * (layers + tables) if shard.fsdp > 1 else 0
-    return Memory(
+    return MemoryForecast(
         weights=weights,
         optimizer=optimizer,
         activations=shard.tokens * saved_per_token(cfg) + _recomputed(cfg, shard),
@@ -256,7 +256,7 @@ def _accumulates(cfg: Config) -> bool:
 
 def _accumulated(cfg: Config, shard: Shard) -> float:
     """Float32 sums over microbatches: of shards under ZeRO-3, of whole gradients under ZeRO-1."""
-    if not _accumulates(cfg) or not shard.trained:
+    if not _accumulates(cfg) or not shard.trainable:
         return 0.0
     return 4 * shard.parameters / (shard.fsdp if cfg.parallel.zero == 3 else 1)
 
@@ -291,7 +291,7 @@ def _loss_bytes(cfg: Config, shard: Shard) -> float:
     logits = 4 if cfg.model.logits_dtype == "float32" else 0
     of_head = 4 if n > 1 or cfg.model.dtype == "float16" else shard.width
     chunk = (logits + shard.width) * shard.tokens / n * shard.vocab
-    return of_head * shard.table * shard.trained + chunk
+    return of_head * shard.table * shard.trainable + chunk
 
 
 def _in_a_layer(cfg: Config, shard: Shard) -> float:

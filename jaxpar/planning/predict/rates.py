@@ -25,7 +25,7 @@ ATTENTION = {
 ATTENTION_IN_A_STEP = 0.90
 
 #: Share of a copy's bandwidth that fused elementwise kernels reach (RMSNorm and rotary embedding
-#: 0.56 to 0.81, SwiGLU 1.0: docs/LOG.md).
+#: 0.56 to 0.81, SwiGLU 1.0: docs/experiments/elementwise.md#bandwidth-of-elementwise-kernels).
 ELEMENTWISE = 0.86
 
 #: Share of NVLink's bandwidth that NCCL's kernels reach beside matmuls, by the ranks of a group: a
@@ -40,8 +40,8 @@ EXPOSED = {
     "replica": 0.35,
     "sequence": 0.35,
     "tensor": 1.0,
-    "tensor in turns": 0.5,
-    "tensor in pieces": 0.15,
+    "tensor in row groups": 0.5,
+    "tensor in shards": 0.15,
     "pipeline": 0.45,
 }
 

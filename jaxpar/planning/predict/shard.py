@@ -94,7 +94,7 @@ def moment_bytes(cfg: Config) -> int:
 class Shard:
     """Sizes of one device's work on one microbatch.
 
-    rows, tokens        of a microbatch on a device; tokens of `sequence`'s part of a window.
+    rows, tokens        of a microbatch on a device; tokens of one shard of a sequence.
     layers              of the device, over all its chunks; `chunks` of them.
     layer, matrices     parameters of a layer, cut over tensor and whole over FSDP: all, and those
                         that are FSDP-sharded.
@@ -103,8 +103,8 @@ class Shard:
     fsdp                ways that parameters are sharded.
     width               bytes of an element in the compute dtype.
     execution           how the config is executed on GPUs.
-    trained             whether these parameters are: with adapters (`lora.rank`) they have neither
-                        gradient nor moments, and the adapters, being small, are left out.
+    trainable           whether training updates them. With adapters (`lora.rank`) they are frozen:
+                        no gradients, no moments; the adapters themselves are too small to count.
     """
 
     rows: int
@@ -118,7 +118,7 @@ class Shard:
     fsdp: int
     width: int
     execution: Execution
-    trained: bool = True
+    trainable: bool = True
 
     @property
     def parameters(self) -> int:
@@ -144,7 +144,7 @@ def shard_of(cfg: Config) -> Shard:
         fsdp=ways(cfg, FSDP_AXES),
         width=jnp.dtype(m.dtype).itemsize,
         execution=on_gpus(cfg),
-        trained=cfg.lora.rank == 0,
+        trainable=cfg.lora.rank == 0,
     )
 
 

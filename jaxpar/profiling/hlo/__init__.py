@@ -1,1 +1,1 @@
-"""Optimised HLO, read."""
+"""Optimized HLO, read."""

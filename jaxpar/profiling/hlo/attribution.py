@@ -15,16 +15,16 @@ from dataclasses import replace
 
 from jaxpar.profiling.hlo.text import Instruction, Module, shape_of
 from jaxpar.profiling.trace.kernels import ATTENTION, MATMUL, MOSAIC, classify, family
-from jaxpar.profiling.trace.read import Kernel, Trace
+from jaxpar.profiling.trace.read import KernelTrace, ProfiledKernel
 
 #: Beyond this many pairs to compare, an unanchored stretch stays unknown: minutes, not seconds.
-MOST_PAIRS = 50_000_000
+MAX_PAIRS = 50_000_000
 
 #: What a library call computes, by its target in HLO.
 _TARGETS = (("cublas", MATMUL), ("fmha", ATTENTION), (MOSAIC, MOSAIC))
 
 
-def attribute(trace: Trace, module: Module) -> Trace:
+def attribute(trace: KernelTrace, module: Module) -> KernelTrace:
     """The trace with instruction, op_name and result shape of the kernels, where they are found."""
     schedule = _Schedule(module)
     known: dict[tuple, list[Instruction | None]] = {}
@@ -45,7 +45,7 @@ class _Schedule:
         for place, instruction in enumerate(self.entries):
             self.places[instruction.name].append(place)
 
-    def token(self, kernel: Kernel) -> str:
+    def token(self, kernel: ProfiledKernel) -> str:
         """What a kernel and its instruction have in common."""
         name = family(kernel.name)
         if MOSAIC in name:
@@ -63,11 +63,11 @@ def _token_of(instruction: Instruction) -> str:
 
 
 def _complete(
-    step: list[Kernel],
+    step: list[ProfiledKernel],
     schedule: _Schedule,
     module: Module,
     known: dict[tuple, list[Instruction | None]],
-) -> list[Kernel]:
+) -> list[ProfiledKernel]:
     """A step's kernels with what can be found of each."""
     main = Counter(k.stream for k in step if not k.op).most_common(1)
     stream = main[0][0] if main else ""
@@ -92,14 +92,14 @@ def _complete(
     return done
 
 
-def _match(kernels: Sequence[Kernel], schedule: _Schedule) -> list[Instruction | None]:
+def _match(kernels: Sequence[ProfiledKernel], schedule: _Schedule) -> list[Instruction | None]:
     """The instruction of each kernel of one stream; None where it is not found."""
     tokens = [schedule.token(k) for k in kernels]
     place: dict[int, int] = _anchors(kernels, schedule)
     edges = [(-1, -1), *sorted(place.items()), (len(kernels), len(schedule.entries))]
     for (a, i), (b, j) in itertools.pairwise(edges):
         ours, theirs = tokens[a + 1 : b], schedule.tokens[i + 1 : j]
-        if not ours or not theirs or len(ours) * len(theirs) > MOST_PAIRS:
+        if not ours or not theirs or len(ours) * len(theirs) > MAX_PAIRS:
             continue
         matcher = difflib.SequenceMatcher(None, ours, theirs, autojunk=False)
         for first, other, size in matcher.get_matching_blocks():
@@ -114,7 +114,7 @@ def _match(kernels: Sequence[Kernel], schedule: _Schedule) -> list[Instruction |
     return [entries[place[at]] if at in place else None for at in range(len(kernels))]
 
 
-def _anchors(kernels: Sequence[Kernel], schedule: _Schedule) -> dict[int, int]:
+def _anchors(kernels: Sequence[ProfiledKernel], schedule: _Schedule) -> dict[int, int]:
     """Place in the schedule of the kernels whose instruction the profiler names.
 
     Of an instruction in a loop, the nth kernel is the nth turn's. Only what ascends is kept.

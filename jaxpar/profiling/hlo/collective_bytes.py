@@ -1,4 +1,4 @@
-"""What a compiled step sends: the collectives of its optimised HLO, counted with their bytes.
+"""What a compiled step sends: the collectives of its optimized HLO, counted with their bytes.
 
 Bytes are those that one device sends in a step, of n in its group, with S bytes of operands there:
 

@@ -30,7 +30,7 @@ _ONE_BY_ONE = ("bitcast", "convert", "copy", "reshape", "transpose")
 
 
 @dataclass(frozen=True)
-class Cost:
+class InstructionCost:
     """Of one run of an instruction. flops is None where the text does not tell (a kernel of our
     own, or cuDNN's attention), bytes where it lacks an operand; dtype is that of the products."""
 
@@ -48,12 +48,12 @@ class Cost:
         return max(self.flops / peak, self.bytes / gpu.bandwidth.value)
 
 
-def cost_of(module: Module, instruction: Instruction) -> Cost:
+def cost_of(module: Module, instruction: Instruction) -> InstructionCost:
     """What an instruction has to do."""
     flops: int | None = multiplications(module, instruction)
     if flops == 0 and instruction.opcode == "custom-call":
         flops = None
-    return Cost(flops, _bytes(module, instruction), _dtype(module, instruction))
+    return InstructionCost(flops, _bytes(module, instruction), _dtype(module, instruction))
 
 
 def multiplications(module: Module, instruction: Instruction) -> int:
@@ -61,7 +61,7 @@ def multiplications(module: Module, instruction: Instruction) -> int:
     if instruction.opcode == "fusion":
         inside = [module.computations.get(name, []) for name in instruction.called("calls")]
         return sum(multiplications(module, each) for body in inside for each in body)
-    dims = contracted(instruction)
+    dims = contracted_dims(instruction)
     left = module.type_of(instruction.operands[0]) if instruction.operands else None
     if dims is None or left is None:
         return 0
@@ -70,7 +70,7 @@ def multiplications(module: Module, instruction: Instruction) -> int:
     return 2 * math.prod(result) * math.prod(sizes[dim] for dim in dims[0])
 
 
-def contracted(instruction: Instruction) -> tuple[list[int], list[int]] | None:
+def contracted_dims(instruction: Instruction) -> tuple[list[int], list[int]] | None:
     """Dims of the two operands over which a product sums; None for other instructions."""
     if instruction.opcode == "dot":
         pattern = r"SIDE_contracting_dims=\{([\d,]*)\}"
@@ -94,7 +94,7 @@ def _dtype(module: Module, instruction: Instruction) -> str:
         inside = [module.computations.get(name, []) for name in instruction.called("calls")]
         return next((d for body in inside for i in body if (d := _dtype(module, i))), "")
     left = module.type_of(instruction.operands[0]) if instruction.operands else None
-    if left is None or contracted(instruction) is None:
+    if left is None or contracted_dims(instruction) is None:
         return ""
     return arrays_of(left)[0][0]
 

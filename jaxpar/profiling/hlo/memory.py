@@ -27,7 +27,7 @@ class Buffer:
 
 
 @dataclass(frozen=True)
-class Memory:
+class ProgramMemory:
     """Bytes of one device. `live` is (instruction, bytes of temporaries) in program order; it and
     `at_peak` are empty where the program came from the compilation cache, which drops them.
     `given` are the arguments by what they are."""
@@ -51,10 +51,10 @@ class Memory:
         return self.arguments + self.results + self.temporaries + self.constants
 
 
-def memory_of(buffers: Any, module: Module | None = None) -> Memory | None:
+def memory_of(buffers: Any, module: Module | None = None) -> ProgramMemory | None:
     """The memory of a program.
 
-    Args:     buffers: `xspace.Program.buffers`. module: for the names of places and shapes.
+    Args:     buffers: `xspace.TracedProgram.buffers`. module: for the names of places and shapes.
     Returns:  None when the trace does not have it, as of a program that is not XLA's.
     """
     if buffers is None or not buffers.buffer_allocations:
@@ -69,7 +69,7 @@ def memory_of(buffers: Any, module: Module | None = None) -> Memory | None:
     live, alive = _play(events, sizes)
     place = {b.id: tuple(b.defined_at.shape_index) for b in buffers.logical_buffers}
     at_peak = [_buffer(sizes[n], name, place[n], module) for n, name in alive.items()]
-    return Memory(
+    return ProgramMemory(
         arguments=parts["arguments"],
         results=parts["results"],
         temporaries=parts["temporaries"],
@@ -80,11 +80,11 @@ def memory_of(buffers: Any, module: Module | None = None) -> Memory | None:
     )
 
 
-def of_sums(sizes: dict[str, int]) -> Memory:
+def of_sums(sizes: dict[str, int]) -> ProgramMemory:
     """The sums alone: of a program's `memory_analysis()`, as profile.json has it."""
     of = lambda name: sizes.get(f"{name}_size_in_bytes", 0)  # noqa: E731
     results = of("output") - of("alias")
-    return Memory(of("argument"), results, of("temp"), 0, live=[], at_peak=[])
+    return ProgramMemory(of("argument"), results, of("temp"), 0, live=[], at_peak=[])
 
 
 def _given(module: Module) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""The optimised HLO text of a compiled program, read as far as profiling needs it."""
+"""The optimized HLO text of a compiled program, read as far as profiling needs it."""
 
 import functools
 import re

@@ -16,19 +16,19 @@ from jaxpar.profiling.hlo.collective_bytes import SENT
 from jaxpar.profiling.hlo.costs import multiplications
 from jaxpar.profiling.hlo.text import Instruction, Module
 from jaxpar.profiling.trace import kernels
-from jaxpar.profiling.trace.read import Kernel, NoKernels, Trace, stats_of
+from jaxpar.profiling.trace.read import KernelTrace, NoKernels, ProfiledKernel, stats_of
 
 #: Instructions that are the time of those within them.
 _AROUND = re.compile(r"(while|call|conditional)\b")
 
 
-def read(plane: Any, module: str = "") -> Trace:
+def read(plane: Any, module: str = "") -> KernelTrace:
     """The instructions of one module, of each simulated device and execution.
 
     Args:     plane: the host's. module: as HLO names it; "": the one that took most time.
     Raises:   NoKernels when none ran.
     """
-    found: dict[str, dict[int, dict[int, list[Kernel]]]] = {}
+    found: dict[str, dict[int, dict[int, list[ProfiledKernel]]]] = {}
     for line in plane.lines if plane is not None else ():
         for event in line.events:
             if event.name.startswith("end: ") or _AROUND.match(event.name):
@@ -40,17 +40,19 @@ def read(plane: Any, module: str = "") -> Trace:
             runs = devices[int(stats.get("device_ordinal", 0))]
             start, op = int(event.start_ns), str(stats["hlo_op"])
             end = start + int(event.duration_ns)
-            kernel = Kernel(op, start, end, line.name, op)
+            kernel = ProfiledKernel(op, start, end, line.name, op)
             runs.setdefault(int(stats.get("run_id", 0)), []).append(kernel)
     if not found:
         raise NoKernels("the trace has no GPU's plane, and no instruction that a CPU ran")
     module = module or _longest(found)
     if module not in found:
         raise NoKernels(f"no device ran {module} in the trace")
-    return Trace(module, {n: _in_order(runs) for n, runs in found[module].items()}, on_gpu=False)
+    return KernelTrace(
+        module, {n: _in_order(runs) for n, runs in found[module].items()}, on_gpu=False
+    )
 
 
-def _longest(found: dict[str, dict[int, dict[int, list[Kernel]]]]) -> str:
+def _longest(found: dict[str, dict[int, dict[int, list[ProfiledKernel]]]]) -> str:
     time: Counter[str] = Counter()
     for module, devices in found.items():
         for runs in devices.values():
@@ -58,21 +60,21 @@ def _longest(found: dict[str, dict[int, dict[int, list[Kernel]]]]) -> str:
     return time.most_common(1)[0][0]
 
 
-def _in_order(runs: dict[int, list[Kernel]]) -> list[list[Kernel]]:
+def _in_order(runs: dict[int, list[ProfiledKernel]]) -> list[list[ProfiledKernel]]:
     steps = [sorted(step, key=lambda kernel: kernel.interval) for step in runs.values()]
     return sorted(steps, key=lambda step: step[0].start)
 
 
-def classified(trace: Trace, module: Module) -> Trace:
+def classify_instructions(trace: KernelTrace, module: Module) -> KernelTrace:
     """The trace with the class of each instruction, which its name does not tell as a GPU's do."""
 
-    def known(step: Sequence[Kernel]) -> list[Kernel]:
+    def known(step: Sequence[ProfiledKernel]) -> list[ProfiledKernel]:
         return [_with_class(kernel, module) for kernel in step]
 
     return replace(trace, devices={n: list(map(known, s)) for n, s in trace.devices.items()})
 
 
-def _with_class(kernel: Kernel, module: Module) -> Kernel:
+def _with_class(kernel: ProfiledKernel, module: Module) -> ProfiledKernel:
     instruction = module.instructions.get(kernel.op)
     if instruction is None:
         return kernel

@@ -32,7 +32,7 @@ class NoKernels(ValueError):
 
 
 @dataclass(frozen=True)
-class Kernel:
+class ProfiledKernel:
     """A kernel, copy or memset on a stream: start and end in nanoseconds.
 
     `op` is its HLO instruction and `scope` that one's op_name. Inside a command buffer (a CUDA
@@ -57,18 +57,18 @@ class Kernel:
 
 
 @dataclass(frozen=True)
-class Trace:
+class KernelTrace:
     """The kernels of one module: of each device, of each of its executions, by start.
 
     Devices bear their numbers; where traces of several processes are joined, process:number.
     """
 
     module: str
-    devices: dict[int | str, list[list[Kernel]]]
+    devices: dict[int | str, list[list[ProfiledKernel]]]
     on_gpu: bool = True
     device_kind: str = ""
 
-    def without_first(self, steps: int) -> "Trace":
+    def without_first(self, steps: int) -> "KernelTrace":
         """The same without a device's first executions.
 
         Raises:   NoKernels when a device has no more than those.
@@ -99,7 +99,7 @@ def newest_file(folder: str | Path) -> Path:
     return files[-1]
 
 
-def read(path: str | Path, module: str = "") -> Trace:
+def read(path: str | Path, module: str = "") -> KernelTrace:
     """The kernels of a trace file.
 
     Args:     module: as HLO names it, jit_train_step; "": the one that the GPUs spent most time on.
@@ -129,13 +129,13 @@ def gpus_in(planes: dict[str, Any]) -> dict[int, Any]:
     return {int(found[1]): planes[name] for name in planes if (found := _GPU.match(name))}
 
 
-def of_gpus(planes: dict[str, Any], module: str) -> Trace:
+def of_gpus(planes: dict[str, Any], module: str) -> KernelTrace:
     """`read`, of the planes."""
     gpus = gpus_in(planes)
     kernels = {number: list(_launched(gpus[number])) for number in sorted(gpus)}
     module = module or _busiest(kernels)
     first_ids = _first_ids(planes.get("/host:CPU"), module)
-    devices: dict[int | str, list[list[Kernel]]] = {}
+    devices: dict[int | str, list[list[ProfiledKernel]]] = {}
     for number, launched in kernels.items():
         own = [(launch, kernel) for launch, name, kernel in launched if name == module]
         if not own:
@@ -146,10 +146,10 @@ def of_gpus(planes: dict[str, Any], module: str) -> Trace:
     if not devices:
         raise NoKernels(f"no GPU ran {module} in the trace")
     name = stats_of(gpus[min(gpus)]).get("gpu_device_name", "")
-    return Trace(module, devices, device_kind=str(name))
+    return KernelTrace(module, devices, device_kind=str(name))
 
 
-def _launched(plane: Any) -> Iterator[tuple[int, str, Kernel]]:
+def _launched(plane: Any) -> Iterator[tuple[int, str, ProfiledKernel]]:
     """Correlation id, module and kernel of each event on a stream of a device's plane."""
     for line in plane.lines:
         if not _STREAM.match(line.name):
@@ -162,7 +162,7 @@ def _launched(plane: Any) -> Iterator[tuple[int, str, Kernel]]:
             yield (
                 int(stats.get("correlation_id", 0)),
                 str(stats.get("hlo_module", "")),
-                Kernel(
+                ProfiledKernel(
                     event.name,
                     start,
                     start + int(event.duration_ns),
@@ -180,7 +180,7 @@ def stats_of(event: Any) -> dict[str, Any]:
         return dict(event.stats)
 
 
-def _busiest(kernels: dict[int, list[tuple[int, str, Kernel]]]) -> str:
+def _busiest(kernels: dict[int, list[tuple[int, str, ProfiledKernel]]]) -> str:
     """The module with the most device time. Copies that no module asked for have none."""
     time: Counter[str] = Counter()
     for launched in kernels.values():
@@ -211,9 +211,11 @@ def _first_ids(host: Any, module: str) -> dict[int, list[int]]:
     return {device: sorted(ids) for device, ids in found.items()}
 
 
-def _steps(own: list[tuple[int, Kernel]], first_ids: list[int]) -> list[list[Kernel]]:
+def _steps(
+    own: list[tuple[int, ProfiledKernel]], first_ids: list[int]
+) -> list[list[ProfiledKernel]]:
     """The kernels of each execution. Those launched before the trace's first are left out."""
-    steps: list[list[Kernel]] = [[] for _ in first_ids]
+    steps: list[list[ProfiledKernel]] = [[] for _ in first_ids]
     for launch, kernel in own:
         at = bisect.bisect_right(first_ids, launch) - 1
         if at >= 0:

@@ -24,7 +24,7 @@ _TRANSFORMED = re.compile(r"(?:jvp|transpose|vmap|pmap)\((.*)\)$")
 
 
 class Place(NamedTuple):
-    """Pass: forward, recompute (rematerialised), backward, or outside of differentiation. Scope:
+    """Pass: forward, recompute (rematerialized), backward, or outside of differentiation. Scope:
     the author's names."""
 
     phase: str

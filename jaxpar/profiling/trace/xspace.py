@@ -48,7 +48,7 @@ class NotATrace(ValueError):
 
 
 @dataclass(frozen=True)
-class Program:
+class TracedProgram:
     """A program of a trace: its HloModuleProto, and the message BufferAssignment."""
 
     hlo_module: bytes
@@ -105,14 +105,14 @@ def _classes() -> dict[str, Any]:
     return {name: message_factory.GetMessageClass(find(f"t.{name}")) for name in _MESSAGES}
 
 
-def programs(path: str | Path) -> dict[str, Program]:
+def programs(path: str | Path) -> dict[str, TracedProgram]:
     """The programs of a trace file by their module's name, as jit_train_step.
 
     Raises:   NotATrace when the file cannot be read as one.
     """
     try:
         space = _classes()["XSpace"].FromString(read_bytes(path))
-        found: dict[str, Program] = {}
+        found: dict[str, TracedProgram] = {}
         for plane in space.planes:
             if plane.name == "/host:metadata":
                 found |= _programs_of(plane)
@@ -121,7 +121,7 @@ def programs(path: str | Path) -> dict[str, Program]:
         raise not_a_trace(path, error) from error
 
 
-def _programs_of(plane: Any) -> dict[str, Program]:
+def _programs_of(plane: Any) -> dict[str, TracedProgram]:
     names = {entry.key: entry.value.name for entry in plane.stat_metadata}
     found = {}
     for entry in plane.event_metadata:
@@ -129,5 +129,5 @@ def _programs_of(plane: Any) -> dict[str, Program]:
             if names.get(stat.metadata_id) == _HLO_STAT:
                 proto = _classes()["HloProto"].FromString(stat.bytes_value)
                 name = re.sub(r"\(\d+\)$", "", entry.value.name)
-                found[name] = Program(proto.hlo_module, proto.buffer_assignment)
+                found[name] = TracedProgram(proto.hlo_module, proto.buffer_assignment)
     return found

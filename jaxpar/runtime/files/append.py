@@ -10,7 +10,7 @@ from pathlib import Path
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 #: Bytes that wait in memory for room; beyond them the oldest lines are lost.
-MOST_WAITING = 8 << 20
+MAX_WAITING_BYTES = 8 << 20
 
 
 class Lines:
@@ -34,8 +34,8 @@ class Lines:
         Raises:   OSError, but for those of FULL.
         """
         self._waiting += text.encode()
-        if len(self._waiting) > MOST_WAITING:
-            latest = self._waiting[-MOST_WAITING:].partition(b"\n")[2]
+        if len(self._waiting) > MAX_WAITING_BYTES:
+            latest = self._waiting[-MAX_WAITING_BYTES:].partition(b"\n")[2]
             self._waiting = b"\n" + latest if self._cut else latest
             self._warn("has no room, and its oldest lines are lost")
         try:

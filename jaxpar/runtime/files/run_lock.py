@@ -43,7 +43,7 @@ _UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
 
 @contextlib.contextmanager
-def made_in(folder: Path) -> Iterator[None]:
+def create_in(folder: Path) -> Iterator[None]:
     """Make a run folder, and then something in it.
 
     Raises:   ConfigError when one or the other cannot be; OSError when only room is missing, which
@@ -61,7 +61,7 @@ def made_in(folder: Path) -> Iterator[None]:
         raise ConfigError("run.dir", str(folder), rule, fix) from error
 
 
-class Taken(RunError):
+class RunLocked(RunError):
     """Another process writes the run folder, and has not let go of it in time.
 
     No ConfigError: the same command may succeed a moment later, so that a launcher may try again.
@@ -78,20 +78,20 @@ class RunLock:
         self,
         folder: Path,
         seconds: float = WAIT_SECONDS,
-        tell: Callable[[str], None] = peers.say,
+        report: Callable[[str], None] = peers.log,
     ):
         """Take the lock, making the folder if need be.
 
-        Args:     seconds: to wait while another process holds it. tell: told so, once: host, pid
-                  and since when.
-        Raises:   Taken when it still does; ConfigError when the folder cannot be made, or written
-                  to.
+        Args:     seconds: to wait while another process holds it. report: called once, with the
+                  host, the process id and since when.
+        Raises:   RunLocked when it still does; ConfigError when the folder cannot be made or
+                  written to.
         """
         self.warnings: list[str] = []
-        with made_in(folder):
+        with create_in(folder):
             self._file = os.open(folder / FILE, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            self._take(folder, seconds, tell)
+            self._take(folder, seconds, report)
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
                 self.release()
@@ -112,8 +112,8 @@ class RunLock:
             self.release()
             raise OSError(error.errno, error.strerror, str(folder / FILE)) from error
 
-    def _take(self, folder: Path, seconds: float, tell: Callable[[str], None]) -> None:
-        """Lock the open file. Args as `__init__`. Raises:   Taken, or OSError."""
+    def _take(self, folder: Path, seconds: float, report: Callable[[str], None]) -> None:
+        """Lock the open file. Args as `__init__`. Raises:   RunLocked, or OSError."""
         until, told = time.monotonic() + seconds, False
         while True:
             with contextlib.suppress(BlockingIOError):
@@ -122,9 +122,9 @@ class RunLock:
             taken = f"run.dir {folder} is being written by {_holder(self._file)}"
             if time.monotonic() >= until:
                 after = f", still after {seconds:.0f} s" if told else ""
-                raise Taken(f"{taken}{after}. Fix: stop that run, or use a new --run.dir")
+                raise RunLocked(f"{taken}{after}. Fix: stop that run, or use a new --run.dir")
             if not told:
-                tell(f"waiting    {taken}; for {seconds:.0f} s at most, or until Ctrl-C")
+                report(f"waiting    {taken}; for {seconds:.0f} s at most, or until Ctrl-C")
                 told = True
             time.sleep(POLL_SECONDS)
 

@@ -25,7 +25,7 @@ PROTOCOL = 2
 SECTIONS = ("Errors", "Warnings")
 
 #: A report of thousands of ranks is cut off here.
-MOST_BYTES = 4 << 20
+MAX_REPLY_BYTES = 4 << 20
 
 
 class NoAnswer(Exception):
@@ -65,7 +65,7 @@ def _ask(link: socket.socket, line: str, expected: str, until: float) -> None:
 def _read(link: socket.socket, until: float, *, to_the_end: bool = False) -> str:
     """A line, or all that comes to the end; of the latter, what there is when time is up."""
     found = b""
-    while len(found) < MOST_BYTES and (to_the_end or not found.endswith(b"\n")):
+    while len(found) < MAX_REPLY_BYTES and (to_the_end or not found.endswith(b"\n")):
         link.settimeout(max(until - time.monotonic(), 0.01))
         try:
             more = link.recv(65536)

@@ -42,7 +42,7 @@ REASONS = {
 }
 POWER_CAP = 0x04
 
-#: Seconds that a query may take: with persistence mode off, it initialises every GPU.
+#: Seconds that a query may take: with persistence mode off, it initializes every GPU.
 PATIENCE = 60
 
 
@@ -122,7 +122,7 @@ def number(gpu: GpuFacts, field: str) -> float | None:
         return None
 
 
-def slowed_by(gpu: GpuFacts) -> list[tuple[str, bool]]:
+def throttle_reasons(gpu: GpuFacts) -> list[tuple[str, bool]]:
     """Why a GPU's clocks are held down: names, and whether by the hardware."""
     return [why for bit, why in REASONS.items() if bit & _active(gpu)]
 

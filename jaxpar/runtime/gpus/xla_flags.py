@@ -17,7 +17,7 @@ from jaxpar.execution.xla_flag_table import ALWAYS, ENVIRONMENT, FLAGS, PACKAGE,
 from jaxpar.runtime.gpus.visible import gpu_is_present, gpu_name
 
 
-def measured_for(gpu: str, jax_version: str, cfg: Config, num_processes: int = 1) -> list[Flag]:
+def matching_rows(gpu: str, jax_version: str, cfg: Config, num_processes: int = 1) -> list[Flag]:
     """The rows for a GPU (by its name), a version of JAX, a config and a number of processes."""
     ex = on_gpus(cfg)
     return [
@@ -55,9 +55,9 @@ def apply(cfg: Config, num_processes: int = 1) -> list[str]:
         return []
     if cfg.run.xla_flags == "none":
         return _set_where_unset(ALWAYS)
-    theirs = given()
+    theirs = user_flags()
     gpu = gpu_name()
-    rows = measured_for(gpu, jax.__version__, cfg, num_processes)
+    rows = matching_rows(gpu, jax.__version__, cfg, num_processes)
     names = {word.lstrip("-").partition("=")[0] for word in theirs.split()}
     flags = [f for f in rows if f.name not in names]
     settings = [flag.setting for flag in flags]
@@ -66,7 +66,7 @@ def apply(cfg: Config, num_processes: int = 1) -> list[str]:
     return told + _set_where_unset(ALWAYS | ENVIRONMENT)
 
 
-def given() -> str:
+def user_flags() -> str:
     """The user's flags. A variable that does not begin with a flag names a file of them for XLA,
     which would take no file once other flags stand before it.
 

@@ -22,7 +22,7 @@ FIRST_PORT, PORTS = 12_000, 16_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cluster:
+class ProcessPlace:
     """One process among those of a run."""
 
     source: str
@@ -48,7 +48,7 @@ class Cluster:
         return self.coordinator.rpartition(":")[0].strip("[]")
 
 
-def detect(cfg: Config, env: Environment) -> Cluster | None:
+def detect(cfg: Config, env: Environment) -> ProcessPlace | None:
     """This process's place in its run; None for a run of one process.
 
     Args:     cfg: the section `cluster`. env: `os.environ`.
@@ -65,7 +65,7 @@ def detect(cfg: Config, env: Environment) -> Cluster | None:
         if not c.coordinator:
             fix = f"give process 0's host and a free port: {flag('cluster.coordinator')} host:1234"
             raise ConfigError("cluster.coordinator", "", "is needed with num_processes", fix)
-        found: Cluster | None = Cluster(
+        found: ProcessPlace | None = ProcessPlace(
             source="flags",
             coordinator=c.coordinator,
             num_processes=c.num_processes,
@@ -89,7 +89,7 @@ def is_loopback(host: str) -> bool:
         return host.partition(".")[0] == "localhost"
 
 
-def _from_environment(wanted: str, env: Environment) -> Cluster | None:
+def _from_environment(wanted: str, env: Environment) -> ProcessPlace | None:
     env = {name: value for name, value in env.items() if value}  # an empty one is not set
     launched = _launched(env)
     if launched is not None or wanted == "none":
@@ -110,7 +110,7 @@ def _from_environment(wanted: str, env: Environment) -> Cluster | None:
     return found[0] if found else None
 
 
-def _check(c: Cluster) -> None:
+def _check(c: ProcessPlace) -> None:
     """Raises:   ConfigError for a place, or an address, that cannot be."""
     if not 0 <= c.process_id < c.num_processes:
         rule = f"process {c.process_id} is not one of {c.num_processes}, counted from 0"
@@ -131,12 +131,12 @@ def _check(c: Cluster) -> None:
 # ------------------------------------------------------------------------- one for each source
 
 
-def _launched(env: Environment) -> Cluster | None:
+def _launched(env: Environment) -> ProcessPlace | None:
     values = _whole(env, "launch", LAUNCHED)
     if values is None:
         return None
     coordinator, count, own = values
-    return Cluster(
+    return ProcessPlace(
         source="launch",
         coordinator=coordinator,
         num_processes=_number(env, LAUNCHED[1]),
@@ -145,7 +145,7 @@ def _launched(env: Environment) -> Cluster | None:
     )
 
 
-def _jax(env: Environment) -> Cluster | None:
+def _jax(env: Environment) -> ProcessPlace | None:
     """JAX's own names, which Kubeflow's Trainer sets; in an indexed Job, the index is the id."""
     indexed = "JOB_COMPLETION_INDEX" in env
     own = "JOB_COMPLETION_INDEX" if indexed and "JAX_PROCESS_ID" not in env else "JAX_PROCESS_ID"
@@ -157,7 +157,7 @@ def _jax(env: Environment) -> Cluster | None:
     if indexed and _number(env, "JOB_COMPLETION_INDEX") != process_id:
         told = f"JAX_PROCESS_ID={process_id} JOB_COMPLETION_INDEX={env['JOB_COMPLETION_INDEX']}"
         raise ConfigError("environment", told, "contradicts itself", "leave JAX_PROCESS_ID unset")
-    return Cluster(
+    return ProcessPlace(
         source="kubernetes" if indexed else "jax",
         coordinator=values[0],
         num_processes=_number(env, "JAX_NUM_PROCESSES"),
@@ -167,7 +167,7 @@ def _jax(env: Environment) -> Cluster | None:
     )
 
 
-def _kubeflow_jaxjob(env: Environment) -> Cluster | None:
+def _kubeflow_jaxjob(env: Environment) -> ProcessPlace | None:
     """The names of Kubeflow's older JAXJob."""
     names = ("COORDINATOR_ADDRESS", "COORDINATOR_PORT", "NUM_PROCESSES", "PROCESS_ID")
     if not {"NUM_PROCESSES", "PROCESS_ID"} & env.keys():
@@ -175,7 +175,7 @@ def _kubeflow_jaxjob(env: Environment) -> Cluster | None:
     values = _whole(env, "jaxjob", names)
     assert values is not None
     count = _number(env, "NUM_PROCESSES")
-    return Cluster(
+    return ProcessPlace(
         source="jaxjob",
         coordinator=_address(values[0], values[1]),
         num_processes=count,
@@ -184,7 +184,7 @@ def _kubeflow_jaxjob(env: Environment) -> Cluster | None:
     )
 
 
-def _torch(env: Environment) -> Cluster | None:
+def _torch(env: Environment) -> ProcessPlace | None:
     """The names of torchrun, and of Kubeflow for PyTorch: PET_* counts nodes, one process each.
 
     Of a process that torchrun has started, those of torchrun: PET_* are options that it has read.
@@ -198,7 +198,7 @@ def _torch(env: Environment) -> Cluster | None:
     values = _whole(env, "torch", (f"{prefix}MASTER_ADDR", f"{prefix}MASTER_PORT", *counts))
     assert values is not None
     count, local = _number(env, counts[0]), _number(env, "LOCAL_WORLD_SIZE", 0)
-    return Cluster(
+    return ProcessPlace(
         source="torch",
         coordinator=_address(values[0], values[1]),
         num_processes=count,
@@ -209,7 +209,7 @@ def _torch(env: Environment) -> Cluster | None:
     )
 
 
-def _open_mpi(env: Environment) -> Cluster | None:
+def _open_mpi(env: Environment) -> ProcessPlace | None:
     """Open MPI 4 (ORTE) and 5 (PRRTE); process 0 is taken to run where mpirun does."""
     names = ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK")
     values = _whole(env, "mpi", tuple(f"OMPI_COMM_WORLD_{name}" for name in names))
@@ -228,7 +228,7 @@ def _open_mpi(env: Environment) -> Cluster | None:
         told = f"OMPI_COMM_WORLD_SIZE={size}"
         fix = f"name process 0's host: {flag('cluster.coordinator')} HOST:1234"
         raise ConfigError("environment", told, "says no host of mpirun's", fix)
-    return Cluster(
+    return ProcessPlace(
         source="mpi",
         coordinator=_address(host, _port(namespace or uri.partition(".")[0] or "mpi")),
         num_processes=size,
@@ -239,7 +239,7 @@ def _open_mpi(env: Environment) -> Cluster | None:
     )
 
 
-def _slurm(env: Environment) -> Cluster | None:
+def _slurm(env: Environment) -> ProcessPlace | None:
     """A task of srun."""
     if "SLURM_STEP_NUM_TASKS" not in env:
         tasks = env.get("SLURM_NTASKS", "1")
@@ -255,7 +255,7 @@ def _slurm(env: Environment) -> Cluster | None:
     hosts = _number(env, "SLURM_STEP_NUM_NODES", least=1)
     bound = any(name in env for name in ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK"))
     step = f"{env['SLURM_JOB_ID']}.{env.get('SLURM_STEP_ID', '0')}"
-    return Cluster(
+    return ProcessPlace(
         source="slurm",
         coordinator=f"{first_host(env['SLURM_STEP_NODELIST'])}:{_port(step)}",
         num_processes=count,
@@ -267,7 +267,7 @@ def _slurm(env: Environment) -> Cluster | None:
 
 
 #: In the order in which they are preferred when several agree.
-SOURCES: dict[str, Callable[[Environment], Cluster | None]] = {
+SOURCES: dict[str, Callable[[Environment], ProcessPlace | None]] = {
     "jax": _jax,
     "jaxjob": _kubeflow_jaxjob,
     "torch": _torch,

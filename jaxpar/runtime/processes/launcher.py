@@ -17,18 +17,18 @@ import tyro
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.command_line import asks_help, read_config
 from jaxpar.runtime import exit_codes
-from jaxpar.runtime.files.run_lock import made_in
+from jaxpar.runtime.files.run_lock import create_in
 from jaxpar.runtime.gpus import visible
 from jaxpar.runtime.processes import children
 from jaxpar.runtime.processes.children import Children, Failure
 from jaxpar.runtime.processes.detect import LAUNCHED
 
 #: On one host, where it has no more cores: each takes a third of a GB before it computes anything.
-MOST_PROCESSES = 64
+MAX_PROCESSES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class LaunchOptions:
     """Start a run's processes on this host. After --, as jaxpar.train: CONFIG --section.field v."""
 
     num_processes: Annotated[int, tyro.conf.arg(aliases=["-n"])]
@@ -41,7 +41,7 @@ class Options:
     """Seconds for the others to end after one has failed, before they are killed."""
 
 
-def read_command(argv: Sequence[str]) -> tuple[Options, list[str], Config]:
+def read_command(argv: Sequence[str]) -> tuple[LaunchOptions, list[str], Config]:
     """The options, the arguments for `jaxpar.train`, and the config that these ask for.
 
     Raises:   ConfigError for either.
@@ -52,7 +52,7 @@ def read_command(argv: Sequence[str]) -> tuple[Options, list[str], Config]:
     )
     if not rest and not asks_help(own):
         raise ConfigError("command line", "", "names no config", f"use {prog} -n 2 -- quickstart")
-    options = tyro.cli(Options, args=own, prog=prog, description=__doc__)
+    options = tyro.cli(LaunchOptions, args=own, prog=prog, description=__doc__)
     for name, value, least in (
         ("-n", options.num_processes, 1),
         ("--devices-per-process", options.devices_per_process, 0),
@@ -61,7 +61,7 @@ def read_command(argv: Sequence[str]) -> tuple[Options, list[str], Config]:
     ):
         if not value >= least:  # nor is NaN
             raise ConfigError(name, value, f"must be at least {least}", f"use {name} {least}")
-    most = max(MOST_PROCESSES, os.cpu_count() or 1)
+    most = max(MAX_PROCESSES, os.cpu_count() or 1)
     if options.num_processes > most:
         rule = f"must be at most {most}: so many processes would take this host's memory"
         fix = "use -n 8, and --devices-per-process for more simulated devices"
@@ -90,7 +90,7 @@ def _check_places(rest: Sequence[str]) -> None:
 class Launcher:
     """Attempts at a run, one after another, until it has ended."""
 
-    def __init__(self, options: Options, args: list[str], cfg: Config):
+    def __init__(self, options: LaunchOptions, args: list[str], cfg: Config):
         """Raises:   ConfigError when the GPUs cannot be shared out."""
         self.options, self.args = options, args
         self.run_dir = Path(cfg.run.dir)
@@ -114,14 +114,14 @@ class Launcher:
             spent = 0 if saved > newest else spent
             final = self.final(failure, previous, spent)
             if final:
-                return say(final, failure.code)
+                return report(final, failure.code)
             newest, spent, previous, resumed = saved, spent + 1, failure, True
             where = f"from checkpoint {saved}" if saved >= 0 else "from the beginning"
-            say(f"starting again {where}, restart {spent} of {self.options.restarts}")
+            report(f"starting again {where}, restart {spent} of {self.options.restarts}")
 
     def attempt(self, resumed: bool) -> dict[int, int]:
         """Start all processes and wait for their end. Returns: as `Children.wait`."""
-        with reserved_port() as port:
+        with reserve_port() as port:
             return self.started(f"127.0.0.1:{port}", resumed).wait()
 
     def started(self, coordinator: str, resumed: bool) -> Children:
@@ -144,7 +144,7 @@ class Launcher:
         if rank == 0:
             return None
         folder = self.run_dir / "logs"
-        with made_in(self.run_dir):
+        with create_in(self.run_dir):
             folder.mkdir(exist_ok=True)
         return folder / f"rank-{rank}.log"
 
@@ -158,7 +158,7 @@ class Launcher:
         asked = {exit_codes.EXIT_PREEMPTED, -signal.SIGTERM, -signal.SIGKILL}
         if self.stopped_by and codes & asked:
             # Saved; or ended during the start, before there was anything to save.
-            return say(f"stopped by {self.stopped_by.name}", exit_codes.EXIT_PREEMPTED)
+            return report(f"stopped by {self.stopped_by.name}", exit_codes.EXIT_PREEMPTED)
         return None
 
     def final(self, failure: Failure, previous: Failure | None, spent: int) -> str:
@@ -178,7 +178,7 @@ class Launcher:
         log = self.log(failure.rank)
         if log is not None and (end := children.tail(log)):
             print(f"--- the end of {log}\n{end}\n---", file=sys.stderr)
-        say(str(failure))
+        report(str(failure))
 
     def stop(self, number: signal.Signals) -> None:
         """Pass a signal on: the first so that the run saves, the second to end it at once."""
@@ -187,7 +187,7 @@ class Launcher:
         self.stopped_by = number
 
 
-def say(text: str, code: int = 0) -> int:
+def report(text: str, code: int = 0) -> int:
     """A line of the launcher's own. Returns the code."""
     print(f"launch: {text}", file=sys.stderr, flush=True)
     return code
@@ -217,7 +217,7 @@ def newest_checkpoint(run_dir: Path) -> int:
 
 
 @contextlib.contextmanager
-def reserved_port() -> Iterator[int]:
+def reserve_port() -> Iterator[int]:
     """A port of this host that nobody listens on, and that nobody else is given meanwhile.
 
     Only bound, not listened on: the coordinator can listen, since gRPC sets SO_REUSEPORT as well.

@@ -1,7 +1,7 @@
-"""The processes of a run at work: they meet, wait for one another with a limit, and part.
+"""The processes of a run: who they are, and how they agree, wait for one another and shut down.
 
-What goes between them here is a few bytes, by JAX's coordination service, which process 0 hosts;
-arrays never do. With one process, everything returns at once.
+They exchange a few bytes through JAX's coordination service, which process 0 hosts; never arrays.
+With one process, every function returns at once.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from jax._src import distributed  # JAX offers the key-value store nowhere else
 
 from jaxpar.config import ConfigError
 
-#: How long process 0, whose end ends the others, waits after a failure for them to end first.
+#: How long process 0 waits after a failure for the others to exit first: its exit ends them.
 LINGER_SECONDS = 2.0
 
 _ROOT = "jaxpar"
@@ -24,42 +24,42 @@ _ROOT = "jaxpar"
 #: Host of each process, once they have met.
 hosts: list[str] = []
 
-#: Numbers the questions of `in_any`.
+#: Numbers the calls of `any_process`.
 _questions = itertools.count()
 
 #: JAX's agreement on when to stop, once they have met.
 stops: list[Any] = []
 
-#: Numbers the questions of `stop_is_agreed`, by which JAX agrees: on the one after the latest that
-#: any process has asked, or 1. Steps would not do. A run that goes on from step 500 would not come
-#: by 1 any more after a signal during its start, and a rewind takes steps again.
+#: Numbers the calls of `agreed_to_stop`. JAX agrees on the one after the latest of any process, or
+#: on 1. Step numbers would not do: a run resumed at step 500 never reaches 1 after a signal during
+#: its start, and a rewind repeats steps.
 _stop_questions = itertools.count(1)
 
 
 class PeersMissing(Exception):
-    """Some processes have not come to where the others wait."""
+    """Some processes have not arrived where the others wait."""
 
 
 class PeerFailed(Exception):
-    """Another process could not go on, and has said why."""
+    """Another process failed, and has reported why."""
 
     def __init__(self, text: str, code: int):
         super().__init__(text)
         self.code = code
 
 
-def count() -> int:
-    """Processes in this run; starts no backend."""
+def world_size() -> int:
+    """The number of processes in this run. Starts no backend."""
     return distributed.global_state.num_processes if _client() is not None else 1
 
 
-def own() -> int:
-    """This process's number; starts no backend."""
+def rank() -> int:
+    """The number of this process, from 0. Starts no backend."""
     return distributed.global_state.process_id if _client() is not None else 0
 
 
-def name_of(process: int) -> str:
-    """A process as messages name it: "process 3 (gpu07)"."""
+def process_name(process: int) -> str:
+    """The name of a process in messages: "process 3 (gpu07)"."""
     return f"process {process}" + (f" ({hosts[process]})" if process < len(hosts) else "")
 
 
@@ -68,56 +68,56 @@ def _client() -> Any:
 
 
 def exchange(name: str, text: str, seconds: float) -> list[str]:
-    """Give a text, and get that of every process, in their order, once all have come.
+    """All-gather a text: returns that of every process, by rank, once all have called.
 
-    Args:     name: used once in a run, and the same in every process.
-    Raises:   PeersMissing after so many seconds, naming those that have not come.
+    Args:     name: the same in every process, and used once in a run.
+    Raises:   PeersMissing after `seconds`, naming the processes that have not called.
     """
     if _client() is None:
         return [text]
     folder = f"{_ROOT}/{name}"
-    _client().key_value_set(f"{folder}/{own()}", f"={text}")
+    _client().key_value_set(f"{folder}/{rank()}", f"={text}")
     try:
         _client().wait_at_barrier(f"{folder}/all", int(1000 * seconds))
     except RuntimeError as error:
-        there = published(folder)
-        missing = [name_of(i) for i in range(count()) if i not in there]
+        there = read_published(folder)
+        missing = [process_name(i) for i in range(world_size()) if i not in there]
         who = ", ".join(missing) or "nobody now"
         raise PeersMissing(f"{name}: after {seconds:.0f} s, still missing: {who}") from error
-    there = published(folder)
-    return [there[i][1:] for i in range(count())]
+    there = read_published(folder)
+    return [there[i][1:] for i in range(world_size())]
 
 
-def in_any(happened: bool) -> bool:
-    """Whether something has happened in some process. All ask, in the same order, and wait for all.
+def any_process(happened: bool) -> bool:
+    """Whether `happened` is true in any process. All call it, in the same order, and wait for all.
 
-    However late the last one comes: over gloo, a first collective would fail after 30 s.
+    It waits however late the last one is; over gloo, a first collective would fail after 30 s.
     """
     if _client() is None:
         return happened
-    told = exchange(f"in any/{next(_questions)}", str(happened), 1e6)
-    return str(True) in told
+    answers = exchange(f"in any/{next(_questions)}", str(happened), 1e6)
+    return str(True) in answers
 
 
 def publish(topic: str, text: str) -> None:
-    """Leave a text for the others to read, in place of this process's last on the topic."""
+    """Publish a text for the others to read; replaces this process's last on the topic."""
     if _client() is not None:
-        _client().key_value_set(f"{_ROOT}/{topic}/{own()}", text, allow_overwrite=True)
+        _client().key_value_set(f"{_ROOT}/{topic}/{rank()}", text, allow_overwrite=True)
 
 
-def published(topic: str) -> dict[int, str]:
-    """What processes have left on a topic so far."""
+def read_published(topic: str) -> dict[int, str]:
+    """The texts that processes have published on a topic so far, by rank."""
     if _client() is None:
         return {}
     topic = topic if topic.startswith(f"{_ROOT}/") else f"{_ROOT}/{topic}"
     return {int(k.rpartition("/")[2]): v for k, v in _client().key_value_dir_get(f"{topic}/")}
 
 
-def together[T](name: str, seconds: float, work: Callable[[], T]) -> T:
-    """Do a thing in every process, and go on only if it went well in all of them.
+def all_or_none[T](name: str, seconds: float, work: Callable[[], T]) -> T:
+    """Run `work` in every process, and return only if it succeeded in all of them.
 
-    Raises:   what `work` raised here; or PeerFailed, with the exit code 2 when the reason is a
-              ConfigError, naming the first process in which it failed; or as `exchange`.
+    Raises:   what `work` raised here; or PeerFailed, naming the first process in which it failed,
+              with exit code 2 for a ConfigError; or as `exchange`.
     """
     failure: Exception | None = None
     try:
@@ -125,37 +125,37 @@ def together[T](name: str, seconds: float, work: Callable[[], T]) -> T:
     except Exception as error:
         failure = error
     code = 0 if failure is None else 2 if isinstance(failure, ConfigError) else 1
-    told = exchange(name, f"{code} {failure or ''}", seconds)
+    outcomes = exchange(name, f"{code} {failure or ''}", seconds)
     if failure is not None:
         raise failure
-    for process, text in enumerate(told):
+    for process, text in enumerate(outcomes):
         status, _, reason = text.partition(" ")
         if status != "0":
-            raise PeerFailed(f"{name}: {name_of(process)}: {reason}", int(status))
+            raise PeerFailed(f"{name}: {process_name(process)}: {reason}", int(status))
     return result
 
 
 def check_same(what: str, text: Callable[[], str], seconds: float) -> None:
-    """See that every process of the run has the same: two that differ would wait for ever.
+    """Check that every process has the same value: two that differ would wait forever.
 
-    Args:     text: makes what is compared; it is not called when there is one process.
+    Args:     text: returns the value to compare; not called in a run of one process.
     Raises:   PeerFailed naming the first process that differs from process 0.
     """
-    if count() == 1:
+    if world_size() == 1:
         return
     digests = exchange(what, hashlib.sha256(text().encode()).hexdigest(), seconds)
     for process, digest in enumerate(digests):
         if digest != digests[0]:
-            name, first = name_of(process), name_of(0)
+            name, first = process_name(process), process_name(0)
             rule = f"{name} has another {what} than {first}"
             raise PeerFailed(f"{rule}: start all with the same command, code and data", 2)
 
 
-def part(well: bool) -> None:
-    """Leave the others, before this process ends.
+def leave(well: bool) -> None:
+    """Leave the run, before this process exits.
 
-    Args:     well: the run has ended in every process alike: all wait for all, for 30 s at most.
-              Otherwise nobody is waited for, but that process 0 lets the others end before it.
+    Args:     well: the run has ended alike in every process: they wait for one another, 30 s at
+              most. Otherwise nobody waits, except that process 0 lets the others exit first.
     """
     if _client() is None:
         return
@@ -167,24 +167,24 @@ def part(well: bool) -> None:
     with contextlib.suppress(RuntimeError):
         publish("parted", "")
     until = time.monotonic() + LINGER_SECONDS
-    while own() == 0 and time.monotonic() < until:
+    while rank() == 0 and time.monotonic() < until:
         with contextlib.suppress(RuntimeError):
-            if len(published("parted")) == count():
-                time.sleep(0.1)  # they have said so, and go
+            if len(read_published("parted")) == world_size():
+                time.sleep(0.1)  # they have reported it, and exit
                 return
         time.sleep(0.05)
 
 
-def stop_is_agreed() -> bool:
-    """Whether some process has got SIGTERM, and all have agreed to stop at this question.
+def agreed_to_stop() -> bool:
+    """Whether some process has received SIGTERM, and all have agreed to stop at this call.
 
-    To be asked as often in every process, by the loop alone: the answer is the same in all, and
-    true once. It communicates only once a signal has come.
+    Only the train loop calls it, equally often in every process: the answer is the same in all, and
+    true once. It communicates only after a signal has arrived.
     """
     return bool(stops) and stops[0].reached_sync_point(next(_stop_questions))
 
 
-def say(text: str) -> None:
-    """Print from the first process only."""
-    if own() == 0:
+def log(text: str) -> None:
+    """Print, in process 0 only."""
+    if rank() == 0:
         print(text, flush=True)

@@ -14,8 +14,8 @@ from jax._src import distributed  # JAX offers the key-value store nowhere else
 from jaxpar.config import ClusterConfig, Config, ConfigError, flag, replace
 from jaxpar.runtime import start as runtime
 from jaxpar.runtime.gpus import visible
-from jaxpar.runtime.processes.detect import Cluster, Environment, detect, is_loopback
-from jaxpar.runtime.processes.peers import PeersMissing, exchange, hosts, say, stops
+from jaxpar.runtime.processes.detect import Environment, ProcessPlace, detect, is_loopback
+from jaxpar.runtime.processes.peers import PeersMissing, exchange, hosts, log, stops
 
 #: Seconds after which JAX gives up a process that has gone silent, and ends the others.
 HEARTBEAT_SECONDS = 100
@@ -25,44 +25,44 @@ class PortTaken(PeersMissing):
     """None can come, since another program has the coordinator's port."""
 
 
-def join(cfg: Config, tell: Callable[[str], None] | None = None) -> tuple[Config, list[str]]:
+def join(cfg: Config, report: Callable[[str], None] | None = None) -> tuple[Config, list[str]]:
     """Prepare this process for JAX, as one of a run's if it is: what a program does first.
 
-    Args:     tell: told of the others, once they have met; None: `say`.
-    Returns:  the config, saying no longer which process this is: what a run is does not depend on
-              where a process of it ran. And what was set, as `runtime.start`.
+    Args:     report: called with a line about the peers, once all have joined. None: `log`.
+    Returns:  the config without the fields that say which process this is, since a run's identity
+              does not depend on where its processes ran; and what was set, as `runtime.start`.
     Raises:   ConfigError as `cluster.detect` and `connect`.
     """
     found = detect(cfg, os.environ)
     environment = runtime.start(cfg, found.num_processes if found else 1)
     if found is None:
         return cfg, environment
-    (tell or say)(f"cluster    {connect(found, cfg.cluster.connect_seconds)}")
+    (report or log)(f"cluster    {connect(found, cfg.cluster.connect_seconds)}")
     own, places = ClusterConfig(), ("detect", "coordinator", "num_processes", "process_id")
     return replace(cfg, **{f"cluster.{name}": getattr(own, name) for name in places}), environment
 
 
-def others(env: Environment = os.environ) -> Cluster | None:
-    """`detect`, for programs that have no options to say it: half-set variables start nobody."""
+def detect_peers(env: Environment = os.environ) -> ProcessPlace | None:
+    """`detect` for programs without cluster options; None where variables are only half set."""
     try:
         return detect(Config(), env)
     except ConfigError:
         return None
 
 
-def alone(program: str, env: Environment = os.environ) -> None:
-    """Refuse to be one of several processes, in a program that works in one.
+def require_single_process(program: str, env: Environment = os.environ) -> None:
+    """Refuse to run as one of several processes.
 
-    Raises:   ConfigError naming what says that there are more.
+    Raises:   ConfigError naming the variables that say that there are more.
     """
-    found = others(env)
+    found = detect_peers(env)
     if found is not None:
         rule = f"is one of several, and {program} works in one process"
         fix = f"start it once: without srun or mpirun, and the variables of {found.source} unset"
         raise ConfigError("process", f"{found.process_id} of {found.num_processes}", rule, fix)
 
 
-def connect(cluster: Cluster, seconds: int) -> str:
+def connect(cluster: ProcessPlace, seconds: int) -> str:
     """Meet the other processes. Comes before JAX's backend starts, and after its flags are set.
 
     Args:     seconds: to wait for all of them. Then this process ends with code 1, and says why:
@@ -104,7 +104,7 @@ def connect(cluster: Cluster, seconds: int) -> str:
     return f"{cluster}{many}{seen}"
 
 
-def _give_up(cluster: Cluster, seconds: int) -> NoReturn:
+def _give_up(cluster: ProcessPlace, seconds: int) -> NoReturn:
     """Say that the others have not come, and end."""
     port = int(cluster.coordinator.rpartition(":")[2])
     answer = "answers, so others are missing"
@@ -119,7 +119,7 @@ def _give_up(cluster: Cluster, seconds: int) -> NoReturn:
     os._exit(1)
 
 
-def local_gpus(cluster: Cluster) -> list[int] | None:
+def local_gpus(cluster: ProcessPlace) -> list[int] | None:
     """This process's share of the GPUs it can see; None for all of them.
 
     Raises:   ConfigError when they cannot be shared out evenly.
@@ -138,7 +138,7 @@ def local_gpus(cluster: Cluster) -> list[int] | None:
     return list(range(cluster.local_id * each, (cluster.local_id + 1) * each))
 
 
-def _check_free(cluster: Cluster) -> None:
+def _check_free(cluster: ProcessPlace) -> None:
     """Raises:   PortTaken when another program listens there: JAX would crash."""
     port = int(cluster.coordinator.rpartition(":")[2])
     own = cluster.host if is_loopback(cluster.host) else None
@@ -157,7 +157,7 @@ def _check_free(cluster: Cluster) -> None:
                 raise PortTaken(told) from error
 
 
-def _check_reachable(cluster: Cluster) -> None:
+def _check_reachable(cluster: ProcessPlace) -> None:
     """Raises:   ConfigError when the coordinator's name is unknown, or means this host."""
     path, fix = "cluster.coordinator", f"use another name of its: {flag('cluster.coordinator')}"
     try:

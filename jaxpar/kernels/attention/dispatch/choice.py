@@ -13,7 +13,7 @@ from jaxpar.kernels.attention.dispatch.capability import (
     make_request,
     refusal,
 )
-from jaxpar.kernels.attention.dispatch.measurements import TUNED, Row, fastest, measurements
+from jaxpar.kernels.attention.dispatch.measurements import TUNED, Measurement, fastest, measurements
 from jaxpar.kernels.attention.hopper.blocks import (
     BackwardBlocks,
     ForwardBlocks,
@@ -122,7 +122,7 @@ def _pick(backend: str, request: Request) -> _Pick:
     return _Pick(chosen, blocks, same, "; ".join([*why, *_evidence(chosen, row, named, request)]))
 
 
-def _rows(platform: Platform) -> Sequence[Row]:
+def _rows(platform: Platform) -> Sequence[Measurement]:
     return measurements(platform.kind) if platform.name == "gpu" else ()
 
 
@@ -134,7 +134,9 @@ def _default_blocks(backend: str, request: Request) -> ForwardBlocks | BackwardB
     return default_backward(request.D)
 
 
-def _evidence(chosen: str, row: Row | None, rivals: list[str], request: Request) -> list[str]:
+def _evidence(
+    chosen: str, row: Measurement | None, rivals: list[str], request: Request
+) -> list[str]:
     """What speaks for the choice, where there was one between backends or block sizes."""
     if row is not None:
         shape = ", ".join(f"{name} {getattr(row, name)}" for name in ("B", "T", "S", "H", "G"))

@@ -32,7 +32,7 @@ _CHOICES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class Measurement:
     """One measurement. `ms` decides; `tflops` is for the reader.
 
     deterministic       of a backward: the same bits each time.
@@ -63,7 +63,7 @@ class Row:
 
 
 @functools.cache
-def measurements(gpu: str) -> tuple[Row, ...]:
+def measurements(gpu: str) -> tuple[Measurement, ...]:
     """The rows for a kind of GPU, by the name JAX gives it; none if nobody measured it.
 
     Raises:   ValueError for a file that is not as this module says.
@@ -78,7 +78,7 @@ def file_name(gpu: str) -> str:
     return gpu.lower().replace(" ", "_") + ".json"
 
 
-def parse(text: str, name: str, gpu: str) -> tuple[Row, ...]:
+def parse(text: str, name: str, gpu: str) -> tuple[Measurement, ...]:
     """The rows of a file's text.
 
     Args:     name: of the file, for errors. gpu: what its "gpu" must be.
@@ -101,9 +101,9 @@ def _require(ok: bool, where: str, field: str, value: Any, allowed: str) -> None
         raise ValueError(f"{where}: {field} = {value!r} must be {allowed}")
 
 
-def _row(values: Any, where: str) -> Row:
+def _row(values: Any, where: str) -> Measurement:
     _require(isinstance(values, dict), where, "row", values, "an object")
-    fields = {field.name: field for field in dataclasses.fields(Row)}
+    fields = {field.name: field for field in dataclasses.fields(Measurement)}
     for name in values:
         _require(name in fields, where, name, values[name], f"left out: know {', '.join(fields)}")
     for name, field in fields.items():
@@ -121,7 +121,7 @@ def _row(values: Any, where: str) -> Row:
         _require(ok, where, name, value, "a whole number above 0, or null")
     same = values.get("deterministic", False)
     _require(isinstance(same, bool), where, "deterministic", same, "true or false")
-    return Row(**values | {"blocks": _blocks(values, where)})
+    return Measurement(**values | {"blocks": _blocks(values, where)})
 
 
 def _blocks(values: dict[str, Any], where: str) -> ForwardBlocks | BackwardBlocks | None:
@@ -146,7 +146,9 @@ def _is_positive(value: Any) -> bool:
     return number and math.isfinite(value) and value > 0
 
 
-def fastest(rows: Sequence[Row], request: Request, able: Sequence[str]) -> Row | None:
+def fastest(
+    rows: Sequence[Measurement], request: Request, able: Sequence[str]
+) -> Measurement | None:
     """The fastest of the able backends at the measured shape that is nearest to a request.
 
     A shape counts if every able backend but reference was measured at it, in the request's
@@ -160,7 +162,7 @@ def fastest(rows: Sequence[Row], request: Request, able: Sequence[str]) -> Row |
     """
     rivals = set(able) - {"reference"}
     wanted = _comparable(request)
-    by_shape: dict[tuple[int, ...], list[Row]] = {}
+    by_shape: dict[tuple[int, ...], list[Measurement]] = {}
     for row in rows:
         serves = row.deterministic or not request.deterministic or row.direction == "forward"
         if _comparable(row) == wanted and row.backend in rivals and serves:
@@ -172,12 +174,12 @@ def fastest(rows: Sequence[Row], request: Request, able: Sequence[str]) -> Row |
     return min(nearest, key=lambda row: row.ms)
 
 
-def _comparable(of: Row | Request) -> tuple:
+def _comparable(of: Measurement | Request) -> tuple:
     """What must be equal for a measurement to speak for a request."""
     return of.direction, of.kind, of.D
 
 
-def _distance(row: Row, request: Request) -> tuple[float, float, float]:
+def _distance(row: Measurement, request: Request) -> tuple[float, float, float]:
     def apart(a: float, b: float) -> float:
         return abs(math.log2(a / b))
 

@@ -23,7 +23,7 @@ from jaxpar.kernels.attention.mask import AttentionMask
 
 #: CTAs of the forward: four for each multiprocessor. One for each is as fast alone; but where NCCL
 #: holds some of them, those CTAs would wait for it to end, and then do a whole share of the work
-#: while the others idle (docs/LOG.md).
+#: while the others idle (docs/experiments/attention.md#persistent-ctas).
 CTAS = 4 * MULTIPROCESSORS
 
 

@@ -28,9 +28,9 @@ from jaxpar.kernels.attention.hopper.mask import keys_seen, query_tiles_of
 from jaxpar.kernels.attention.hopper.mma import (
     COLUMN,
     ROW,
+    KernelShape,
     M,
     Refs,
-    Shape,
     accumulators,
     compiler,
     f32,
@@ -107,7 +107,7 @@ def backward(
     return grads
 
 
-def _scratch(s: Shape, want):
+def _scratch(s: KernelShape, want):
     barrier, n, dk = plgpu.Barrier, s.stages, "dk" in want
     scratch = dict(
         k=smem((s.kv, s.K), s.dtype),
@@ -134,7 +134,7 @@ def _scratch(s: Shape, want):
     return scratch | interpreter_scratch(s, CONSUMERS, M)
 
 
-def _kernel(s: Shape, want, names, *refs, **scratch):
+def _kernel(s: KernelShape, want, names, *refs, **scratch):
     """The registers of all warpgroups together are 512 a thread; more would never start.
 
     Of a consumer's 208, dk and dv take K; `_part` and `_part_of_small_heads` spend the rest.
@@ -160,7 +160,7 @@ def _kernel(s: Shape, want, names, *refs, **scratch):
             _add_dq(s, g, r)
 
 
-def _place(s: Shape) -> Place:
+def _place(s: KernelShape) -> Place:
     """Batch row, KV head and tile of keys; the first keys are seen by most queries."""
     tiles, lanes = s.S // s.kv, s.B * s.G
     together = lanes_at_a_time(tiles, lanes, s.heads)
@@ -168,7 +168,7 @@ def _place(s: Shape) -> Place:
     return lax.div(lane, i32(s.G)), mod(lane, s.G), tile
 
 
-def _visit(s: Shape, g, place: Place, i):
+def _visit(s: KernelShape, g, place: Place, i):
     """The tile of queries, and the head, of visit i."""
     b, kv_head, tile = place
     at = lax.div(i, i32(s.group))
@@ -176,7 +176,7 @@ def _visit(s: Shape, g, place: Place, i):
     return (g.order[b, tile, at] if s.listed else at), head
 
 
-def _producer(s: Shape, want, g, r):
+def _producer(s: KernelShape, want, g, r):
     """Load keys and values, and the queries of each visit once a buffer is free."""
     b, kv_head, tile = place = _place(s)
     begin, _, _, end = query_tiles_of(s, g, b, tile)
@@ -198,7 +198,7 @@ def _producer(s: Shape, want, g, r):
         lax.fori_loop(last, end, lambda i, _: free(i), None)
 
 
-def _load(s: Shape, want, g, r, place: Place, slot, i):
+def _load(s: KernelShape, want, g, r, place: Place, slot, i):
     """Queries, output gradients, and what belongs to their rows, of visit i."""
     b = place[0]
     at, h = _visit(s, g, place, i)
@@ -213,7 +213,7 @@ def _load(s: Shape, want, g, r, place: Place, slot, i):
         plgpu.copy_gmem_to_smem(g.delta.at[b, h, queries], r.delta.at[slot], d_out_full)
 
 
-def _add_dq(s: Shape, g, r):
+def _add_dq(s: KernelShape, g, r):
     """dq += ds k of each visit, in two parts of 64 x 64, for fewer registers.
 
     They are the halves of a visit's 128 queries, or of the columns where a visit has 64.
@@ -252,7 +252,7 @@ def _add_dq(s: Shape, g, r):
     plgpu.wait_smem_to_gmem(0)
 
 
-def _consumer(s: Shape, want, g, r, wg):
+def _consumer(s: KernelShape, want, g, r, wg):
     """dk and dv of 64 keys."""
     b, kv_head, tile = place = _place(s)
     mine = pl.ds(wg * M, M)
@@ -288,7 +288,7 @@ def _until_ds_free(r, n):
     pl.when(n >= 1)(lambda: plgpu.barrier_wait(r.ds_free.at[mod(n + 1, 2)]))
 
 
-def _walk(s: Shape, g, r, wg, place: Place, carried, acc, part_of, leave_ds: bool):
+def _walk(s: KernelShape, g, r, wg, place: Place, carried, acc, part_of, leave_ds: bool):
     """Sum dk and dv over all visits; how many there were."""
     b, _, tile = place
     begin, whole, masked, end = query_tiles_of(s, g, b, tile)
@@ -328,7 +328,7 @@ def _walk(s: Shape, g, r, wg, place: Place, carried, acc, part_of, leave_ds: boo
     return end - begin
 
 
-def _part(s: Shape, r, wg, acc, slot, part, seen):
+def _part(s: KernelShape, r, wg, acc, slot, part, seen):
     """64 keys by 64 queries: dv += weights d_out; ds, in the compute dtype, if dk is wanted.
 
     Everything is transposed: rows are keys, so that dk and dv need no other face of ds.
@@ -359,7 +359,7 @@ def _part(s: Shape, r, wg, acc, slot, part, seen):
     return None
 
 
-def _part_of_small_heads(s: Shape, r, wg, acc, slot, part, seen, v):
+def _part_of_small_heads(s: KernelShape, r, wg, acc, slot, part, seen, v):
     """As `_part`, for all gradients at head dim 64, where dk and dv take half the registers of 128.
 
     So there is room for `v`, that of these 64 keys, and for both products of the part: the second
@@ -382,7 +382,7 @@ def _part_of_small_heads(s: Shape, r, wg, acc, slot, part, seen, v):
     return pl.run_scoped(both, *(plgpu.ACC((M, M), f32),) * 2)
 
 
-def _weights(s: Shape, r, scores, slot, part, seen):
+def _weights(s: KernelShape, r, scores, slot, part, seen):
     """Of a part's scores, without their scale, the weights: float32 [64 keys, 64 queries]."""
     weights = jnp.exp2(scores * s.log2_scale - _column(r.lse, slot, part))
     allowed = seen()

@@ -16,9 +16,9 @@ from jaxpar.kernels.attention.hopper.blocks import DqBlocks
 from jaxpar.kernels.attention.hopper.mask import key_tiles_of, seen_by_queries
 from jaxpar.kernels.attention.hopper.mma import (
     ROW,
+    KernelShape,
     M,
     Refs,
-    Shape,
     accumulators,
     compiler,
     f32,
@@ -61,7 +61,7 @@ def query_gradient(
     return varying_as(dq, q)
 
 
-def _scratch(s: Shape):
+def _scratch(s: KernelShape):
     barrier, n = plgpu.Barrier, s.stages
     scratch = dict(
         q=smem((s.q, s.K), s.dtype),
@@ -81,7 +81,7 @@ def _scratch(s: Shape):
     return scratch | interpreter_scratch(s, s.consumers, s.kv)
 
 
-def _kernel(s: Shape, names, *refs, **scratch):
+def _kernel(s: KernelShape, names, *refs, **scratch):
     g, r = named(s, names, refs), Refs(**scratch)
     wg = lax.axis_index("warpgroup")
 
@@ -96,7 +96,7 @@ def _kernel(s: Shape, names, *refs, **scratch):
         _producer(s, g, r)
 
 
-def _place(s: Shape):
+def _place(s: KernelShape):
     """Batch row, head and tile of queries, longest first."""
     tile, b_h = tile_and_lane(lax.axis_index("cta"), s.T // s.q, s.B * s.H, s.heads)
     if s.in_order:
@@ -104,7 +104,7 @@ def _place(s: Shape):
     return lax.div(b_h, i32(s.H)), mod(b_h, s.H), tile
 
 
-def _producer(s: Shape, g, r):
+def _producer(s: KernelShape, g, r):
     b, h, tile = _place(s)
     begin, _, _, end = key_tiles_of(s, g, b, tile)
     queries, kv_head = pl.ds(tile * s.q, s.q), lax.div(h, i32(s.group))
@@ -131,7 +131,7 @@ def _producer(s: Shape, g, r):
         lax.fori_loop(last, end, lambda i, _: free(i), None)
 
 
-def _consumer(s: Shape, g, r, wg):
+def _consumer(s: KernelShape, g, r, wg):
     """dq of 64 queries."""
     b, h, tile = _place(s)
     begin, whole, masked, end = key_tiles_of(s, g, b, tile)

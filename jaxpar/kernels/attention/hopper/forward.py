@@ -20,9 +20,9 @@ from jaxpar.kernels.attention.hopper.mask import key_tiles_of, seen_by_queries
 from jaxpar.kernels.attention.hopper.mma import (
     LOG2E,
     ROW,
+    KernelShape,
     M,
     Refs,
-    Shape,
     accumulators,
     compiler,
     f32,
@@ -71,11 +71,11 @@ def forward(q, k, v, bounds: Bounds, visits: Visits, blocks: ForwardBlocks, ctas
     return varying_as(out, q), varying_as(lse, q)
 
 
-def _work(s: Shape) -> int:
+def _work(s: KernelShape) -> int:
     return s.T // s.q * s.B * s.H
 
 
-def _scratch(s: Shape):
+def _scratch(s: KernelShape):
     barrier, n = plgpu.Barrier, s.stages
     scratch = dict(
         q=smem((s.q, s.K), s.dtype),
@@ -98,19 +98,19 @@ def _scratch(s: Shape):
     return scratch | interpreter_scratch(s, s.consumers, s.kv)
 
 
-def _out_over_queries(s: Shape) -> bool:
+def _out_over_queries(s: KernelShape) -> bool:
     """At head dim 256 shared memory has no room for both. Then the next queries load later."""
     return s.K == 256
 
 
-def _kernel(s: Shape, ctas: int, *refs, **scratch):
+def _kernel(s: KernelShape, ctas: int, *refs, **scratch):
     g, r = named(s, ["q", "k", "v", "mask", "out", "lse"], refs), Refs(**scratch)
     wg = lax.axis_index("warpgroup")
     pl.when(wg == s.consumers)(lambda: _producer(s, ctas, g, r))
     pl.when(wg < s.consumers)(lambda: _consumer(s, ctas, g, r, wg))
 
 
-def _for_each_tile(s: Shape, ctas: int, body, visited):
+def _for_each_tile(s: KernelShape, ctas: int, body, visited):
     """`body(n, place, visited) -> visited` for each of this CTA's tiles.
 
     Longest first, and back and forth over the CTAs, so that none has the longest of every round.
@@ -130,7 +130,7 @@ def _for_each_tile(s: Shape, ctas: int, body, visited):
     return lax.fori_loop(0, mine, lambda n, x: body(n, place(nth(n)), x), visited)
 
 
-def _producer(s: Shape, ctas: int, g, r):
+def _producer(s: KernelShape, ctas: int, g, r):
     plgpu.set_max_registers(24, action="decrease")
 
     def tile_body(n, place, visited):
@@ -161,7 +161,7 @@ def _producer(s: Shape, ctas: int, g, r):
         lax.fori_loop(jnp.maximum(visited - s.stages, 0), visited, see, None)
 
 
-def _load(s: Shape, g, r, b, kv_head, tile, count):
+def _load(s: KernelShape, g, r, b, kv_head, tile, count):
     """K and V of the visit `count`, once its buffers are free."""
     slot, keys = mod(count, s.stages), pl.ds(tile * s.kv, s.kv)
     pl.when(count >= s.stages)(lambda: plgpu.barrier_wait(r.k_free.at[slot]))
@@ -172,13 +172,13 @@ def _load(s: Shape, g, r, b, kv_head, tile, count):
     plgpu.copy_gmem_to_smem(g.v.at[b, keys, kv_head], r.v.at[slot], r.v_full.at[slot])
 
 
-def _consumer(s: Shape, ctas: int, g, r, wg):
+def _consumer(s: KernelShape, ctas: int, g, r, wg):
     plgpu.set_max_registers(240, action="increase")
     _for_each_tile(s, ctas, functools.partial(_tile, s, g, r, wg), i32(0))
     plgpu.wait_smem_to_gmem(0)
 
 
-def _tile(s: Shape, g, r, wg, n, place, visited):
+def _tile(s: KernelShape, g, r, wg, n, place, visited):
     """Output and log-sum-exp of 64 queries."""
     del n
     b, h, tile = place
@@ -209,7 +209,7 @@ def _tile(s: Shape, g, r, wg, n, place, visited):
     return visited + ranges[3] - ranges[0]
 
 
-def _softmax(s: Shape, scores, top, total, seen):
+def _softmax(s: KernelShape, scores, top, total, seen):
     """Weights of a tile, what the ones before are to be multiplied with, and the new statistics.
 
     Maxima are kept in base 2, so that scaling and subtraction are one instruction.
@@ -222,7 +222,7 @@ def _softmax(s: Shape, scores, top, total, seen):
     return weights, shrink, new_top, total * shrink + weights.sum(axis=1)
 
 
-def _visit_all(s: Shape, r, wg, acc, visited, ranges, seen):
+def _visit_all(s: KernelShape, r, wg, acc, visited, ranges, seen):
     """Sum the weighted values of every visit into `acc`; the running maximum and total."""
     begin, whole, masked, end = ranges
     slot_of = lambda i: mod(visited + i - begin, s.stages)  # noqa: E731
@@ -261,7 +261,7 @@ def _visit_all(s: Shape, r, wg, acc, visited, ranges, seen):
     return top, total
 
 
-def _scores(s: Shape, r, wg, slot, beside=None):
+def _scores(s: KernelShape, r, wg, slot, beside=None):
     """Products of 64 queries and a tile of keys, float32 [M, kv]; `beside` begins another."""
     plgpu.barrier_wait(r.k_full.at[slot])
 
@@ -274,7 +274,7 @@ def _scores(s: Shape, r, wg, slot, beside=None):
     return pl.run_scoped(product, plgpu.ACC((M, s.kv), f32))
 
 
-def _allowed(s: Shape, r, seen, slot, i, with_mask: bool):
+def _allowed(s: KernelShape, r, seen, slot, i, with_mask: bool):
     """The mask of a tile, if it needs one; its keys are no longer needed."""
     allowed = seen(slot, i) if with_mask else None
     if with_mask and s.cols:

@@ -7,10 +7,19 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.kernels.attention.hopper.mma import COLUMN, M, Refs, Shape, cdiv, i32, iota, spread
+from jaxpar.kernels.attention.hopper.mma import (
+    COLUMN,
+    KernelShape,
+    M,
+    Refs,
+    cdiv,
+    i32,
+    iota,
+    spread,
+)
 
 
-def key_tiles_of(s: Shape, g: Refs, b, tile):
+def key_tiles_of(s: KernelShape, g: Refs, b, tile):
     """Visits of a tile of queries: four places, int32.
 
     Visits are masked from the first, whole from the second, masked again from the third; the
@@ -23,7 +32,7 @@ def key_tiles_of(s: Shape, g: Refs, b, tile):
     return i32(0), i32(0), jnp.minimum(lax.div(first + 1, i32(s.kv)), end), end
 
 
-def query_tiles_of(s: Shape, g: Refs, b, tile):
+def query_tiles_of(s: KernelShape, g: Refs, b, tile):
     """As `key_tiles_of`, of a tile of keys; one visit for each head of the group."""
     if s.ranged:
         return tuple(g.ranges[b, tile, i] * s.group for i in range(4))
@@ -32,7 +41,7 @@ def query_tiles_of(s: Shape, g: Refs, b, tile):
     return begin, jnp.minimum(cdiv(first + s.kv - 1, s.q) * s.group, end), end, end
 
 
-def seen_by_queries(s: Shape, r: Refs, rows, first, slot, key_tile):
+def seen_by_queries(s: KernelShape, r: Refs, rows, first, slot, key_tile):
     """bool [M queries, kv keys].
 
     Args:     rows: what the queries carry, one value per row each. first: the first query's index.
@@ -55,7 +64,7 @@ def seen_by_queries(s: Shape, r: Refs, rows, first, slot, key_tile):
     return seen
 
 
-def keys_seen(s: Shape, r: Refs, carried, first, slot, part, first_query):
+def keys_seen(s: KernelShape, r: Refs, carried, first, slot, part, first_query):
     """bool [M keys, M queries].
 
     Args:     carried: what the keys carry, one value per row each. first: the first key's index.

@@ -31,7 +31,7 @@ f32, i32 = jnp.float32, jnp.int32
 
 
 @dataclass(frozen=True)
-class Shape:
+class KernelShape:
     """What a kernel is compiled for. `rows` and `cols` count the mask's bounds.
 
     T and S are whole tiles. Operands [B, T, H, K] may end before: past their end, TMA reads zeros
@@ -77,12 +77,12 @@ class Shape:
 
 def shape_of(
     q, k, bounds: Bounds, visits: Visits, blocks, interpret: bool, heads: int = 0
-) -> Shape:
+) -> KernelShape:
     """The static facts of a call."""
     B, T, H, K = q.shape
     S, G = k.shape[1:3]
     count = lambda x: 0 if x is None else x.shape[1]  # noqa: E731
-    return Shape(
+    return KernelShape(
         *(B, T + padding(T, blocks.q), S + padding(S, blocks.kv), H, G, K, q.dtype),
         *(blocks.q, blocks.kv, blocks.stages),
         *(bounds.in_order, count(bounds.queries), count(bounds.keys)),
@@ -104,7 +104,7 @@ def lanes_at_a_time(tiles: int, lanes: int, wanted: int) -> int:
 
 
 def tile_and_lane(work, tiles: int, lanes: int, at_a_time: int):
-    """The tile, and the row and head, of a CTA's n-th piece of work: neighbours share a tile.
+    """The tile, and the row and head, of a CTA's n-th piece of work: neighbors share a tile.
 
     Args:     work: int32 scalar below tiles * lanes. lanes: rows times heads.
               at_a_time: lanes whose tiles come before all other lanes'; if that does not divide
@@ -135,7 +135,7 @@ class Refs:
         raise AttributeError(f"this kernel has no {name}")
 
 
-def named(s: Shape, names: list[str], refs) -> Refs:
+def named(s: KernelShape, names: list[str], refs) -> Refs:
     """The kernel's operands by name: `names`, with the mask's, where there are any, at "mask"."""
     mask = dict(rows=s.rows, cols=s.cols, ranges=s.ranged, order=s.listed)
     at = names.index("mask")
@@ -166,7 +166,7 @@ def smem(shape, dtype):
     return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
 
 
-def accumulators(s: Shape, r: Refs, wg, body, count: int):
+def accumulators(s: KernelShape, r: Refs, wg, body, count: int):
     """`body(*accumulators)` with `count` zeroed float32 accumulators [M, K]."""
     if not s.interpret:
         return pl.run_scoped(body, *(plgpu.ACC((M, s.K), f32),) * count)
@@ -176,7 +176,7 @@ def accumulators(s: Shape, r: Refs, wg, body, count: int):
     return body(*accs)
 
 
-def interpreter_scratch(s: Shape, consumers: int, columns: int) -> dict[str, Any]:
+def interpreter_scratch(s: KernelShape, consumers: int, columns: int) -> dict[str, Any]:
     """Shared memory in the place of registers."""
     if not s.interpret:
         return {}
@@ -184,7 +184,7 @@ def interpreter_scratch(s: Shape, consumers: int, columns: int) -> dict[str, Any
     return dict(acc=plgpu.SMEM((2, consumers, M, s.K), f32), a=a)
 
 
-def multiply(s: Shape, r: Refs, wg, acc, a, b) -> None:
+def multiply(s: KernelShape, r: Refs, wg, acc, a, b) -> None:
     """acc += a @ b, begun; reading `acc` or `plgpu.wgmma_wait` ends it.
 
     Args:     a: [64, k] in registers. b: [k, n] in shared memory.
@@ -203,7 +203,7 @@ def multiply(s: Shape, r: Refs, wg, acc, a, b) -> None:
     acc[...] = acc[...] + pl.run_scoped(fresh, plgpu.ACC(acc.shape, f32))
 
 
-def held(s: Shape, ref):
+def held(s: KernelShape, ref):
     """A left operand of many multiplications, which then need not read it from shared memory.
 
     Returns:  registers [64, k]; in the interpreter `ref` itself, which must not change meanwhile.

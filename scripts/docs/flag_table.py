@@ -1,0 +1,47 @@
+"""The table of XLA flags: python scripts/docs/flag_table.py [--write]
+
+Read off `jaxpar/runtime/gpus/xla_flags.py`. Printed; with --write, put into docs/benchmarking.md
+between its two markers.
+"""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from jaxpar.execution.xla_flag_table import FLAGS, Flag  # noqa: E402
+
+PAGE = ROOT / "docs" / "benchmarking.md"
+BEGIN, END = "<!-- flag table -->\n", "<!-- /flag table -->"
+
+
+def where(flag: Flag) -> str:
+    """The layouts it is set for, in words, and what else must hold."""
+    words = " ".join((flag.where.__doc__ or "").split()).rstrip(".")
+    return f"{words}; in one process" if flag.one_process else words
+
+
+def table() -> str:
+    """All rows as Markdown."""
+    lines = ["| `--xla_gpu_…` | value | GPU, JAX | where | measured |", "|---|---|---|---|---|"]
+    for flag in FLAGS:
+        name = flag.name.removeprefix("xla_gpu_")
+        known = f"{', '.join(flag.gpus)}, {flag.jax}x"
+        lines.append(f"| `{name}` | {flag.value} | {known} | {where(flag)} | {flag.gain} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Print the table, or write it into the page."""
+    if sys.argv[1:] not in ([], ["--write"]):
+        sys.exit(__doc__)
+    if not sys.argv[1:]:
+        print(table(), end="")
+        return
+    before, _, rest = PAGE.read_text("utf-8").partition(BEGIN)
+    PAGE.write_text(before + BEGIN + table() + END + rest.partition(END)[2], "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Pages of the site that lie outside docs/: a hook of MkDocs, named in mkdocs.yml.
+
+CONTRIBUTING.md and CHANGELOG.md become pages, and links between them and those in docs/ are
+turned. Links to files that are no pages, such as source files, lose their link and keep their text.
+"""
+
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[2]
+
+#: Files at the root of the repository, and the pages that they become.
+PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+
+LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|`[^`]*`)+)\]\((?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)")
+
+
+def from_root(text: str) -> str:
+    """A page of the repository's root, its links as they must be beside the pages of docs/."""
+
+    def turned(found: re.Match) -> str:
+        words, path, anchor = found[1], found[2], found[3] or ""
+        page = PAGES.get(path, path.removeprefix("docs/"))
+        is_page = path in PAGES or (path.startswith("docs/") and (ROOT / path).is_file())
+        return f"[{words}]({page}{anchor})" if is_page else words
+
+    return LINK.sub(turned, text)
+
+
+def to_root(text: str) -> str:
+    """A page of docs/, its links to those of the root as they must be beside it."""
+    for name, page in PAGES.items():
+        text = text.replace(f"](../{name}", f"]({page}")
+    return text
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """MkDocs has listed the files of docs/."""
+    for name, page in PAGES.items():
+        text = from_root((ROOT / name).read_text("utf-8"))
+        files.append(File.generated(config, page, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """MkDocs has read a page."""
+    return to_root(markdown)

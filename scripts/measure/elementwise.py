@@ -1,0 +1,164 @@
+"""What XLA makes of the memory-bound pieces: python scripts/measure/elementwise.py [--tokens N]
+
+Norm, SwiGLU, rotary embedding and residual add, forward and backward, at the sizes of Llama 3 8B
+on one device. For each: the time, the bytes that must move (every input read and every output
+written once), the rate, and its share of the rate of a large copy in the same process. A piece
+near 1 is as fast as a kernel of ours could make it by itself; what is left to gain is in fusing it
+into its neighbors. A piece of less than some 0.03 ms, with few tokens, is the time of its launch.
+"""
+
+import argparse
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.bench.timing import Timing, time_interleaved
+from jaxpar.bench.training import conditions
+from jaxpar.config import Config, ConfigError, ModelConfig
+from jaxpar.kernels.norm import rms_norm, rms_norm_beside
+from jaxpar.model import linear
+from jaxpar.model import rope as model_rope
+from jaxpar.runtime import provenance
+from jaxpar.runtime import start as runtime
+from jaxpar.runtime.files import json_output
+from jaxpar.runtime.options import check_file
+from jaxpar.runtime.program import run_program
+
+#: Llama 3 8B (2407.21783), table 3.
+MODEL = ModelConfig(
+    num_layers=32,
+    d_model=4096,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    d_ff=14336,
+    vocab_size=128256,
+    rope_theta=500_000.0,
+)
+#: Bytes that the copy reads, far beyond the caches; it writes as many. On a CPU, the other.
+COPY_BYTES, COPY_BYTES_CPU = 4 << 30, 64 << 20
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A program of one piece of the model, its arguments, and what it must move."""
+
+    name: str
+    program: Callable[..., Any]
+    arguments: tuple
+
+    def bytes_moved(self) -> int:
+        """Every argument read once and every result written once."""
+        results = jax.eval_shape(self.program, *self.arguments)
+        sized = jax.tree.leaves((self.arguments, results))
+        return sum(x.size * x.dtype.itemsize for x in sized)
+
+
+def backward_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    """(cotangent, *arguments) -> gradients, the forward pass's values computed anew."""
+    return lambda ct, *arguments: jax.vjp(function, *arguments)[1](ct)
+
+
+def both(name: str, function: Callable[..., Any], *arguments) -> Iterator[Piece]:
+    """A piece forward and backward."""
+    yield Piece(f"{name} forward", function, arguments)
+    cotangent = normal(jax.eval_shape(function, *arguments).shape)
+    yield Piece(f"{name} backward", backward_of(function), (cotangent, *arguments))
+
+
+def normal(shape: tuple[int, ...]) -> jax.Array:
+    """bfloat16 values."""
+    return jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)
+
+
+def pieces(tokens: int) -> Iterator[Piece]:
+    """All that is measured, one at a time: their arguments together would be large."""
+    m = MODEL
+    x, y = normal((1, tokens, m.d_model)), normal((1, tokens, m.d_model))
+    gain = jnp.ones(m.d_model, jnp.float32)
+    norm = functools.partial(rms_norm, eps=m.norm_eps)
+    yield from both("RMSNorm", norm, x, gain)
+    yield Piece("RMSNorm beside x backward", backward_of(beside), ((x, y), x, gain))
+    yield Piece("residual add", jnp.add, (x, y))
+    yield Piece("residual add + RMSNorm", lambda x, y, g: (x + y, norm(x + y, g)), (x, y, gain))
+    tables = model_rope.rope_tables(jnp.arange(tokens)[None], m)
+    q, k = (normal((1, tokens, heads, m.head_dim)) for heads in (m.num_heads, m.num_kv_heads))
+    yield Piece("RoPE of q and k forward", rope, (q, k, tables))
+    yield Piece("RoPE of q and k backward", rope_backward, (q, k, tables))
+    gate, up = normal((1, tokens, m.d_ff)), normal((1, tokens, m.d_ff))
+    yield from both("SwiGLU", linear.swiglu, gate, up)
+
+
+def beside(x, gain):
+    """x and its norm, as a layer takes them."""
+    x, normed = rms_norm_beside(x, gain, MODEL.norm_eps)
+    return x, normed.whole()
+
+
+def rope(q, k, tables):
+    """Of both, as a layer does it."""
+    return model_rope.rope(q, tables), model_rope.rope(k, tables)
+
+
+def rope_backward(d_q, d_k, tables):
+    """Linear, so it needs no values of the forward pass; the tables get no gradient."""
+    return jax.vjp(lambda q, k: rope(q, k, tables), d_q, d_k)[1]((d_q, d_k))
+
+
+def copy_piece(num_bytes: int) -> Piece:
+    """A copy; the addition of a traced 0 keeps XLA from returning its argument."""
+    big = jnp.zeros(num_bytes // 4, jnp.int32)
+    return Piece("copy", lambda x, nothing: x + nothing, (big, jnp.int32(0)))
+
+
+def measured(piece: Piece, repeats: int) -> tuple[float, float]:
+    """Milliseconds, and GB/s of what must move."""
+    program = functools.partial(jax.jit(piece.program), *piece.arguments)
+    found = time_interleaved({piece.name: program}, repeats)[piece.name]
+    if not isinstance(found, Timing):
+        raise found
+    return found.ms, piece.bytes_moved() / found.ms / 1e6
+
+
+def main(argv: Sequence[str]) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokens", type=int, default=16384, help="on the device (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=15, help="batches timed (%(default)s)")
+    parser.add_argument("--card", help="file to write the figures to, as JSON")
+    parser.add_argument("--commit", help="commit to put on the card, where there is no checkout")
+    options = parser.parse_args(argv)
+    for name in ("tokens", "repeats"):
+        if getattr(options, name) < 1:
+            fix = f"use --{name} {parser.get_default(name)}"
+            parser.error(f"--{name} = {getattr(options, name)}: must be at least 1. Fix: {fix}")
+    try:
+        check_file("--card", options.card)
+    except ConfigError as error:
+        parser.error(str(error))
+    environment = runtime.start(Config())
+    commit = options.commit or provenance.checked_out_commit()
+    card: dict[str, Any] = conditions.of_this_process(environment, commit)
+    on_gpu = jax.devices()[0].platform == "gpu"
+    _, peak = measured(copy_piece(COPY_BYTES if on_gpu else COPY_BYTES_CPU), options.repeats)
+    card |= {"tokens": options.tokens, "copy_gb_per_second": peak, "rows": []}
+    print(f"{card['device']}, {options.tokens:,} tokens, bfloat16; a copy moves {peak:,.0f} GB/s")
+    print(f"{'':26}{'ms':>9}{'MB':>9}{'GB/s':>9}{'of copy':>9}")
+    for piece in pieces(options.tokens):
+        ms, rate = measured(piece, options.repeats)
+        size = piece.bytes_moved()
+        print(f"{piece.name:26}{ms:9.4f}{size / 1e6:9.1f}{rate:9.0f}{rate / peak:9.2f}", flush=True)
+        row = {"piece": piece.name, "ms": ms, "bytes": size, "gb_per_second": rate}
+        card["rows"].append(row | {"share_of_copy": rate / peak})
+    if options.card:
+        json_output.write("--card", options.card, card)
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,90 @@
+"""The layouts of docs/targets.md that have a target, for `targets.py`."""
+
+from dataclasses import dataclass
+
+_LOSS = "--model.logits-dtype compute --parallel.loss-chunks 1"
+_FLOAT8 = "--model.matmul-dtype float8 --parallel.gather-dtype float8"
+_SAVED = "--parallel.remat attn_out,attn_lse,gate_up"
+_STAGES = f"--parallel.zero 1 --parallel.remat dots --parallel.virtual-stages 4 {_LOSS}"
+_LONG = f"--train.global-batch-size 1 --parallel.sequence {{gpus}} {_SAVED} {_LOSS}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A layout with a target.
+
+    what         in words. torchtitan: the layout of torchtitan_run.py that it stands beside.
+    config       of jaxpar. options: its arguments; {gpus}: how many GPUs.
+    sequences    of a GPU in a step; None: the options say how many there are in all.
+    target       tokens/s/GPU; with `share_of`, that share of another row's rate; None: no target.
+    ways         the number of GPUs must be a multiple of it. gpus: it is always this many.
+    """
+
+    what: str
+    torchtitan: str
+    config: str
+    options: str
+    sequences: int | None
+    target: float | None = None
+    ways: int = 1
+    gpus: int | None = None
+    share_of: str = ""
+
+    def arguments(self, gpus: int) -> list[str]:
+        """Of `jaxpar.bench train`, but for the data."""
+        words = [self.config, *self.options.format(gpus=gpus).split()]
+        if self.sequences:
+            words += ["--train.global-batch-size", str(self.sequences * gpus)]
+        return [*words, "--data.document-mask", "False"]
+
+
+_8B, _15B = "llama3_8b", "llama_1b"
+_WHOLE = "--parallel.remat none"
+_UNTIED = f"--model.tie-embeddings False {_WHOLE} {_LOSS}"
+
+ROWS = {
+    "fsdp": Row("FSDP", "fsdp", _8B, f"{_WHOLE} {_LOSS}", 2, 12_000),
+    "fsdp-54gib": Row(
+        "FSDP in 54 GiB",
+        "fsdp-recompute",
+        *(_8B, f"--parallel.remat dots_offload {_LOSS}", 2, 11_000),
+    ),
+    "zero1": Row("FSDP as ZeRO-1", "fsdp-whole", _8B, f"{_WHOLE} --parallel.zero 1 {_LOSS}", 2),
+    "fsdp-tensor2": Row(
+        "FSDP × tensor 2",
+        "fsdp-tensor2",
+        *(_8B, f"{_WHOLE} --parallel.tensor 2 {_LOSS}", 2, 11_000, 2),
+    ),
+    "data-tensor2-pipeline2": Row(
+        "data × tensor 2 × pipeline 2",
+        "data-tensor2-pipeline2",
+        _8B,
+        f"{_STAGES} --parallel.tensor 2 --parallel.row-groups 2 --parallel.pipeline 2 "
+        "--parallel.num-microbatches 16",
+        *(8, 10_000, 4),
+    ),
+    "data-pipeline2": Row(
+        "data × pipeline 2",
+        "data-pipeline2",
+        *(_8B, f"{_STAGES} --parallel.pipeline 2 --parallel.num-microbatches 16", 8, 10_500, 2),
+    ),
+    "pipeline4": Row(
+        "pipeline 4 × data",
+        "pipeline4",
+        *(_8B, f"{_STAGES} --parallel.pipeline 4 --parallel.num-microbatches 32", 8, 10_500, 4),
+    ),
+    "1.5b": Row("1.5B, one GPU", "1.5B", _15B, _UNTIED, 8, 70_000, gpus=1),
+    "1.5b-zero1": Row(
+        "1.5B, ZeRO-1",
+        "1.5B-replicated",
+        *(_15B, f"{_UNTIED} --parallel.zero 1", 8, 0.97),
+        share_of="1.5b",
+    ),
+    "sequence": Row(
+        "sequence, T = 131,072", "sequence", _8B, f"--data.seq-len 131072 {_LONG}", None, 3_000
+    ),
+    "sequence-262144": Row(
+        "sequence, T = 262,144", "sequence-262144", _8B, f"--data.seq-len 262144 {_LONG}", None
+    ),
+    "float8": Row("FSDP in float8", "fsdp-float8", _8B, f"{_WHOLE} {_FLOAT8} {_LOSS}", 2, 15_500),
+}

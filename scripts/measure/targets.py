@@ -1,0 +1,336 @@
+"""Measure the rows of docs/targets.md on this host: python scripts/measure/targets.py [ROW ...]
+
+Each row is a run of `python -m jaxpar.bench train`; with --torchtitan PYTHON, the interpreter of an
+environment that has torchtitan, one of scripts/measure/torchtitan_run.py follows it; with --beside
+FOLDER, another checkout of jaxpar, that one's run comes before it. Each leaves a card and all that
+it prints in the folder --cards; the table comes at the end. A row that fails is told, the others go
+on, and the exit code is 1. The text is made once, by
+
+    python -m jaxpar.data prepare --input stdlib --output data/stdlib --tokenizer bpe:8192
+
+Did a change make it faster? On one host, which a comparison needs:
+
+    git worktree add ../before main
+    python scripts/measure/targets.py fsdp float8 --beside ../before
+
+Fields that the other checkout does not have are left out there. It must know the text, too: where
+it is too old for that, let it prepare the text, which newer code reads.
+
+Without a GPU: --list prints the commands and what the planner predicts; --write puts them into the
+page.
+"""
+
+import argparse
+import contextlib
+import functools
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import jax  # noqa: E402
+
+from jaxpar.config import ConfigError  # noqa: E402
+from jaxpar.config.command_line import read_config  # noqa: E402
+from jaxpar.config.validate import resolve  # noqa: E402
+from jaxpar.planning.predict.communication import Cluster  # noqa: E402
+from jaxpar.planning.predict.hardware import GIB, H200, NETWORKS  # noqa: E402
+from jaxpar.planning.ranking import Layout, predict  # noqa: E402
+from jaxpar.runtime.exit_codes import EXIT_INTERRUPTED  # noqa: E402
+from jaxpar.runtime.gpus.visible import visible_gpus  # noqa: E402
+from jaxpar.runtime.options import check_folder  # noqa: E402
+from jaxpar.runtime.processes.children import held_back  # noqa: E402
+from jaxpar.runtime.program import run_program  # noqa: E402
+from scripts.measure.target_rows import ROWS, Row  # noqa: E402
+
+# The planner needs no GPU. This process must not take the memory of those that it measures.
+jax.config.update("jax_platforms", "cpu")
+
+PAGE = ROOT / "docs" / "targets.md"
+MARKERS = re.compile(r"(<!-- commands -->\n).*?(<!-- /commands -->)", re.DOTALL)
+
+#: Of a row: the cards of "jaxpar", "beside" and "torchtitan" that were asked for; None: it failed.
+type Cards = dict[str, dict[str, Any] | None]
+
+
+def arguments(words: list[str]) -> argparse.Namespace:
+    """The command line."""
+    lines = (__doc__ or "").split("\n")
+    parser = argparse.ArgumentParser(
+        prog="targets.py",
+        description=lines[0],
+        epilog="\n".join(lines[2:]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("rows", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)} (all that fit the GPUs)")
+    add("--gpus", type=int, help="how many GPUs (all of this host; for --list 8)")
+    add("--steps", type=int, default=10, help="steps to time (10)")
+    add("--data", default="data/stdlib", help="folder of `jaxpar.data prepare` (data/stdlib)")
+    add("--cards", default="runs/targets", help="folder for cards and logs (runs/targets)")
+    add("--torchtitan", metavar="PYTHON", help="interpreter that has torchtitan: measure it too")
+    add("--beside", metavar="FOLDER", help="checkout of other code, measured just before this one")
+    add("--timeout", type=int, default=900, help="seconds after which a run is ended (900)")
+    add("--list", action="store_true", help="print commands and predictions, run nothing")
+    add("--write", action="store_true", help="with --list for 8 GPUs: into docs/targets.md")
+    options = parser.parse_args(words)
+    unknown = [name for name in options.rows if name not in ROWS]
+    if unknown:
+        parser.error(f"ROW = {unknown[0]!r} is not known. Fix: one of {', '.join(ROWS)}")
+    for name in ("gpus", "steps", "timeout"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            fix = f"--{name} {parser.get_default(name) or 8}"
+            parser.error(f"--{name} = {value}: must be at least 1. Fix: {fix}")
+    try:
+        check_folder("--cards", options.cards)
+    except ConfigError as error:
+        parser.error(str(error))
+    options.gpus = options.gpus or (8 if options.list else visible_gpus())
+    if options.write and (not options.list or options.rows or options.gpus != 8):
+        parser.error("--write: the page has all rows for 8 GPUs. Fix: --list --write alone")
+    if options.gpus < 1:
+        parser.error("--gpus: no GPU is here. Fix: --list prints the commands")
+    here = visible_gpus()
+    if not options.list and 0 < here < options.gpus:
+        rule = f"--gpus = {options.gpus}: only {here} can be seen (CUDA_VISIBLE_DEVICES)"
+        parser.error(f"{rule}. Fix: --gpus {here}")
+    if not options.list and not (Path(options.data) / "meta.json").exists():
+        fix = "python -m jaxpar.data prepare --input stdlib --output "
+        fix += shlex.quote(options.data)
+        parser.error(f"--data = {options.data!r} holds no tokens. Fix: {fix} --tokenizer bpe:8192")
+    if options.torchtitan:
+        found = shutil.which(options.torchtitan)
+        if not found:
+            rule = f"--torchtitan = {options.torchtitan!r} is no program"
+            parser.error(f"{rule}. Fix: the python of the environment that has torchtitan")
+        options.torchtitan = os.path.abspath(found)  # its links kept: they make the environment
+    if options.beside and not (Path(options.beside) / "jaxpar" / "bench").is_dir():
+        rule = f"--beside = {options.beside!r} holds no jaxpar/bench"
+        parser.error(f"{rule}. Fix: a checkout, as git worktree add ../before COMMIT makes it")
+    return options
+
+
+def chosen(options: argparse.Namespace) -> list[str]:
+    """The rows asked for, or all but those too large for an H200; what is left out is told."""
+    fit = []
+    for name in options.rows or ROWS:
+        row, gpus = ROWS[name], options.gpus
+        if gpus % row.ways:
+            print(f"{name}: needs a multiple of {row.ways} GPUs, not {gpus}: left out")
+            continue
+        try:
+            memory = predicted(row, row.gpus or gpus).memory.total
+        except ConfigError as error:
+            print(f"{name}: left out on {gpus} GPUs: {error}")
+            continue
+        if memory > H200.usable_bytes and not options.rows and not options.list:
+            print(f"{name}: {memory / GIB:.1f} GiB a GPU by the planner: left out")
+            continue
+        fit.append(name)
+    return fit
+
+
+@functools.cache
+def predicted(row: Row, gpus: int) -> Layout:
+    """What the planner says of a row on H200s of one host."""
+    cfg = resolve(read_config(row.arguments(gpus), "targets", __doc__), gpus)
+    return predict(cfg, Cluster(H200, NETWORKS["ib400"], gpus, H200.per_host))
+
+
+def listing(names: list[str], gpus: int) -> str:
+    """The rows as Markdown: targets and predictions, then the commands."""
+    lines = ["| row | target | ms | tokens/s/GPU | GiB |", "|---|---|---|---|---|"]
+    commands = []
+    for name in names:
+        row = ROWS[name]
+        made = predicted(row, row.gpus or gpus)
+        figures = [f"{made.time.total * 1e3:,.0f}", f"{made.time.rate:,.0f}"]
+        cells = [name, _target(row), *figures, f"{made.memory.total / GIB:.1f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+        words = " ".join(row.arguments(row.gpus or gpus))
+        alone = "CUDA_VISIBLE_DEVICES=0 " if row.gpus == 1 else ""
+        commands += [f"# {name}", f"{alone}python -m jaxpar.bench train {words}"]
+    return "\n".join([*lines, "", "```sh", *commands, "```", ""])
+
+
+def _target(row: Row) -> str:
+    if row.target is None:
+        return "-"
+    return f"{row.target:.0%} of {row.share_of}" if row.share_of else f"{row.target:,.0f}"
+
+
+def run(
+    command: list[str], card: Path, timeout: int, gpus: int, folder: Path = ROOT
+) -> dict[str, Any] | None:
+    """A program that writes a card; None when it fails, which is told.
+
+    An earlier card comes back then, and what the program has written is CARD.partial.
+
+    folder: it is started there, and `python -m` takes the modules there.
+    """
+    print(f"{'' if folder == ROOT else f'{folder} '}$ {shlex.join(command)}", flush=True)
+    log, earlier = card.with_suffix(".log"), card.with_suffix(".earlier")
+    if card.exists():
+        card.replace(earlier)
+    try:
+        code = exit_code(command, log, timeout, gpus, folder)
+        if code == 0 and card.exists():
+            found = json.loads(card.read_text())
+            earlier.unlink(missing_ok=True)
+            return found
+    finally:  # also when this program is ended
+        if earlier.exists():
+            if card.exists():
+                card.replace(card.with_suffix(".partial"))
+            earlier.replace(card)
+    said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    print(f"failed, exit code {code}; {log}: {said[-1] if said else 'nothing printed'}", flush=True)
+    return None
+
+
+def exit_code(command: list[str], log: Path, timeout: int, gpus: int, folder: Path) -> int | str:
+    """Run a program on some GPUs, all that it prints into `log`; how it ended."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
+    given = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(visible.split(",")[:gpus])}
+    with open(log, "w") as file, contextlib.ExitStack() as afterwards:
+        with held_back():  # or else a program that has begun would go on, unknown to this one
+            process = subprocess.Popen(
+                command, cwd=folder, env=given, stdout=file, stderr=file, start_new_session=True
+            )
+            afterwards.callback(end, process)
+        try:
+            return process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return f"none after {timeout} s"
+
+
+def end(process: subprocess.Popen) -> None:
+    """End a program with its children, which would keep their GPUs."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def measure(name: str, options: argparse.Namespace) -> Cards:
+    """A row's card, and those of what is measured beside it."""
+    row, folder, found = ROWS[name], Path(options.cards).resolve(), {}
+    gpus, data = row.gpus or options.gpus, str(Path(options.data).resolve())
+
+    def ours(kind: str, code: Path) -> None:
+        card = folder / (f"{name}.json" if kind == "jaxpar" else f"{kind}-{name}.json")
+        words = row.arguments(gpus) if code == ROOT else known_to(code, row.arguments(gpus))
+        command = [sys.executable, "-m", "jaxpar.bench", "train", *words]
+        command += ["--data.path", data, "--steps", str(options.steps), "--card", str(card)]
+        found[kind] = run(command, card, options.timeout, gpus, code)
+
+    if options.beside:
+        ours("beside", Path(options.beside).resolve())
+    ours("jaxpar", ROOT)
+    if options.torchtitan:
+        card = folder / f"torchtitan-{name}.json"
+        command = [options.torchtitan, "scripts/measure/torchtitan_run.py", row.torchtitan]
+        command += ["--gpus", str(gpus), "--steps", str(max(4, options.steps)), "--data", data]
+        command += ["--card", str(card), "--log", str(card.with_suffix(".out"))]
+        found["torchtitan"] = run(command, card, options.timeout, gpus)
+    return found
+
+
+def known_to(code: Path, words: list[str]) -> list[str]:
+    """The arguments of a row, but for fields that another checkout does not have; which is told."""
+    asked = [sys.executable, "-c", "from jaxpar.config.fields import field_types as f; print(*f())"]
+    said = subprocess.run(asked, cwd=code, capture_output=True, text=True, check=False)
+    config, *pairs = words
+    kept = [config]
+    for option, value in zip(pairs[::2], pairs[1::2], strict=True):
+        if said.returncode == 0 and option[2:].replace("-", "_") not in said.stdout.split():
+            print(f"{code} has no {option}: measured without", flush=True)
+        else:
+            kept += [option, value]
+    return kept
+
+
+def table(found: dict[str, Cards]) -> str:
+    """What was measured, as Markdown."""
+    peers = [p for p in ("beside", "torchtitan") if any(p in cards for cards in found.values())]
+    heads = ["layout", "target", "tokens/s/GPU", "of target", "MFU (causal, full)", "peak GiB"]
+    heads += [head for peer in peers for head in (f"{peer}, GiB", "ratio")]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    rates = {name: _rate(cards["jaxpar"]) for name, cards in found.items() if cards["jaxpar"]}
+    for name, cards in found.items():
+        row, rate = ROWS[name], rates.get(name)
+        goal = row.target and row.target * (rates.get(row.share_of, 0) if row.share_of else 1)
+        cells = [row.what, _target(row), *_figures(cards["jaxpar"], goal)]
+        for peer in peers:
+            cells += _beside(cards.get(peer), rate)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _rate(card: dict[str, Any]) -> float:
+    return card["tokens_per_second_per_device"]
+
+
+def _figures(card: dict[str, Any] | None, goal: float | None) -> list[str]:
+    if not card:
+        return ["-"] * 4
+    share = f"{_rate(card) / goal:.1%}" if goal else "-"
+    mfu = "-"  # where the device's peak is not known
+    if card["mfu_causal"] is not None:
+        mfu = f"{card['mfu_causal']:.1%}, {card['mfu_full_attention']:.1%}"
+    return [f"{_rate(card):,.0f}", share, mfu, f"{card['peak_memory_gib']:.1f}"]
+
+
+def _beside(card: dict[str, Any] | None, rate: float | None) -> list[str]:
+    if not card:
+        return ["-"] * 2
+    ratio = f"{rate / _rate(card):.3f}" if rate else "-"
+    return [f"{_rate(card):,.0f}, {card['peak_memory_gib']:.1f}", ratio]
+
+
+def main(words: list[str]) -> int:
+    """List, or measure; the exit code."""
+    options = arguments(words)
+    names = chosen(options)
+    if not names:
+        print(f"no row is left for {options.gpus} GPUs")
+        return 1
+    if options.list:
+        made = listing(names, options.gpus)
+        if options.write:
+            text = PAGE.read_text("utf-8")
+            PAGE.write_text(MARKERS.sub(lambda m: m[1] + made + m[2], text), "utf-8")
+        print(made)
+        return 0
+    Path(options.cards).mkdir(parents=True, exist_ok=True)
+    found: dict[str, Cards] = {}
+    stopped = False
+    try:
+        for i, name in enumerate(names, 1):
+            print(f"[{i}/{len(names)}] {name}: {ROWS[name].what}", flush=True)
+            found[name] = measure(name, options)
+    except KeyboardInterrupt:
+        stopped = True
+    if found:
+        print("\n" + table(found))
+    failed = [name for name, cards in found.items() if None in cards.values()]
+    if failed:
+        print(f"failed: {', '.join(failed)}")
+    if stopped:
+        print(f"interrupted: {len(found)} of {len(names)} rows measured")
+        return EXIT_INTERRUPTED
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the child, too
+    run_program(main)

@@ -1,0 +1,250 @@
+"""Measure torchtitan on this host, beside jaxpar: python scripts/measure/torchtitan_run.py LAYOUT
+
+In an environment of its own, with GPUs:
+
+    python3.12 -m venv ../titan
+    ../titan/bin/pip install torchtitan==0.2.2 torchdata datasets==4.3.0 tyro torchao torch==2.11.0
+    ../titan/bin/python scripts/measure/torchtitan_run.py fsdp --gpus 8 --card runs/titan-fsdp.json
+
+It trains torchtitan's own Llama 3 with torch.compile on text of Python's standard library, with a
+tokenizer of `python -m jaxpar.data prepare`, and reads its log: median tokens per second and GPU,
+its MFU, peak memory. `python -m jaxpar.bench compare` takes the card.
+"""
+
+import argparse
+import datetime
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+_COMMON = "--compile.enable --checkpoint.no-enable --metrics.disable_color_printing".split()
+_FLOAT8 = (
+    "--model.converters quantize.linear.float8 "
+    "--quantize.linear.float8.enable_fsdp_float8_all_gather "
+    "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp"
+)
+_SEQUENCE = "--activation_checkpoint.mode full --parallelism.context_parallel_degree {gpus}"
+
+#: The model's flavor, its window, sequences per data-parallel rank, and torchtitan's arguments.
+LAYOUTS: dict[str, tuple[str, int, int, str]] = {
+    "fsdp": ("8B", 8192, 2, "--activation_checkpoint.mode none"),
+    "fsdp-recompute": ("8B", 8192, 2, "--activation_checkpoint.mode selective"),
+    "fsdp-float8": ("8B", 8192, 2, f"--activation_checkpoint.mode none {_FLOAT8}"),
+    "fsdp-tensor2": (
+        "8B",
+        8192,
+        4,
+        "--activation_checkpoint.mode none --parallelism.tensor_parallel_degree 2",
+    ),
+    "fsdp-whole": (
+        "8B",
+        8192,
+        2,
+        "--activation_checkpoint.mode none --parallelism.fsdp_reshard_after_forward never",
+    ),
+    "data-tensor2-pipeline2": (
+        "8B",
+        8192,
+        32,
+        "--activation_checkpoint.mode none --parallelism.tensor_parallel_degree 2 "
+        "--parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_parallel_schedule 1F1B",
+    ),
+    "data-pipeline2": (
+        "8B",
+        8192,
+        16,
+        "--activation_checkpoint.mode none --parallelism.pipeline_parallel_degree 2 "
+        "--parallelism.pipeline_parallel_schedule Interleaved1F1B",
+    ),
+    "pipeline4": (
+        "8B",
+        8192,
+        32,
+        "--activation_checkpoint.mode none --parallelism.pipeline_parallel_degree 4 "
+        "--parallelism.pipeline_parallel_schedule Interleaved1F1B",
+    ),
+    "1.5B": ("1.5B", 4096, 8, "--activation_checkpoint.mode none"),
+    "1.5B-replicated": (
+        "1.5B",
+        4096,
+        8,
+        "--activation_checkpoint.mode none --parallelism.data_parallel_replicate_degree {gpus} "
+        "--parallelism.data_parallel_shard_degree 1",
+    ),
+    "sequence": ("8B", 131072, 1, _SEQUENCE),
+    "sequence-262144": ("8B", 262144, 1, _SEQUENCE),
+}
+
+_STEP = re.compile(r"step: *(\d+).*?memory: *([\d.]+)GiB.*?tps: *([\d,]+).*?mfu: *([\d.]+)%")
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("layout", choices=LAYOUTS)
+    parser.add_argument("--gpus", type=int, default=8)
+    parser.add_argument("--rows", type=int, help="sequences per data-parallel rank (the layout's)")
+    parser.add_argument("--steps", type=int, default=20, help="logs every quarter of them (20)")
+    parser.add_argument("--data", default="data/stdlib", help="folder of `jaxpar.data prepare`")
+    parser.add_argument("--card", help="file to write the figures to, as JSON")
+    parser.add_argument("--log", default="torchtitan.log", help="file for all that it prints")
+    options = parser.parse_args()
+    for name, least in {"gpus": 1, "rows": 1, "steps": 3}.items():  # two compile
+        value = getattr(options, name)
+        if value is not None and value < least:
+            fix = f"--{name} {parser.get_default(name) or least}"
+            parser.error(f"--{name} = {value}: must be at least {least}. Fix: {fix}")
+    if not (Path(options.data) / "tokenizer.json").is_file():
+        fix = f"python -m jaxpar.data prepare --input stdlib --output {shlex.quote(options.data)}"
+        rule = f"--data = {options.data!r} holds no tokenizer.json"
+        parser.error(f"{rule}. Fix: {fix} --tokenizer bpe:8192")
+    for name in ("card", "log"):
+        value = getattr(options, name)
+        path = Path(value or "")  # the folder itself, which is no file
+        if value is None or not (path.is_dir() or any(p.is_file() for p in path.parents)):
+            continue
+        fix = f"--{name} torchtitan.{'json' if name == 'card' else 'log'}"
+        parser.error(f"--{name} = {value!r}: is no file that can be written. Fix: {fix}")
+    return options
+
+
+def prepare(data: Path, folder: Path) -> None:
+    """What torchtitan reads: a folder of JSON lines, and a Hugging Face tokenizer."""
+    texts, tokenizer = folder / "text", folder / "tokenizer"
+    texts.mkdir()
+    tokenizer.mkdir()
+    shutil.copy(data / "tokenizer.json", tokenizer)
+    special = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps(special))
+    sources = sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py"))
+    with open(texts / "data.json", "w") as file:
+        for source in sources:
+            text = source.read_text(errors="ignore")
+            file.write(json.dumps({"text": text}) + "\n")
+
+
+def command(options: argparse.Namespace, folder: Path) -> list[str]:
+    """The torchrun command of a layout."""
+    flavor, window, rows, extra = LAYOUTS[options.layout]
+    rows = rows if options.rows is None else options.rows
+    launch = ["-m", "torch.distributed.run", "--nproc_per_node", str(options.gpus)]
+    launch += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
+    launch += ["--local-ranks-filter", "0", "--role", "rank", "--tee", "3"]
+    run = [__file__, "--worker", "--model.name", "llama3", "--model.flavor", flavor]
+    run += ["--model.hf_assets_path", str(folder / "tokenizer")]
+    run += ["--training.dataset", "c4_test", "--training.dataset_path", str(folder / "text")]
+    run += ["--training.seq_len", str(window), "--training.local_batch_size", str(rows)]
+    every = str(max(1, options.steps // 4))
+    run += ["--training.steps", str(options.steps), "--metrics.log_freq", every, *_COMMON]
+    return [sys.executable, *launch, *run, *extra.format(gpus=options.gpus).split()]
+
+
+def worker() -> None:
+    """One rank: torchtitan, with the 1.5B shape of our benchmarks among its models."""
+    sys.argv.remove("--worker")  # first: torchtitan reads the arguments when it is imported
+    from torchtitan.models import llama3
+    from torchtitan.models.llama3.model.args import TransformerModelArgs
+    from torchtitan.train import Trainer, main
+
+    llama3.llama3_args["1.5B"] = TransformerModelArgs(
+        dim=2048,
+        n_layers=16,
+        n_heads=32,
+        n_kv_heads=8,
+        ffn_dim_multiplier=1.5,
+        multiple_of=1024,
+        rope_theta=500000,
+    )
+    main(Trainer)
+
+
+def execute(command: list[str], environment: dict[str, str], log: Path) -> tuple[int, list[str]]:
+    """Run to the end, all output into `log` as it comes, its steps onto the terminal too."""
+    printed = []
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        open(log, "w", buffering=1) as file,
+        subprocess.Popen(
+            command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        ) as process,
+    ):
+        assert process.stdout is not None
+        for line in process.stdout:
+            file.write(line)
+            printed.append(line)
+            if _STEP.search(line):
+                print(line.rstrip(), flush=True)
+    return process.returncode, printed
+
+
+def measure(options: argparse.Namespace) -> dict:
+    """Run torchtitan; the figures of its logged steps but the first two, which compile."""
+    with tempfile.TemporaryDirectory() as folder:
+        prepare(Path(options.data), Path(folder))
+        ran = command(options, Path(folder))
+        environment = os.environ | {
+            "NCCL_NVLS_ENABLE": "0",
+            "HF_HUB_OFFLINE": "1",
+            "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        }
+        status, printed = execute(ran, environment, Path(options.log))
+    steps = [m.groups() for m in map(_STEP.search, printed) if m]
+    if status or len(steps) < 3:
+        errors = [line for line in printed if "Error" in line]
+        sys.exit("\n".join(errors[:20]) + f"\ntorchtitan: exit code {status}; see {options.log}")
+    rates = [float(rate.replace(",", "")) for _, _, rate, _ in steps[2:]]
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,power.limit", "--format=csv,noheader"]
+    return {
+        "tokens_per_second_per_device": statistics.median(rates),
+        "mfu_full_attention": statistics.median(float(m) for *_, m in steps[2:]) / 100,
+        "peak_memory_gib": max(float(memory) for _, memory, _, _ in steps),
+        "layout": options.layout,
+        "gpus": options.gpus,
+        "torchtitan": importlib.metadata.version("torchtitan"),
+        "torch": importlib.metadata.version("torch"),
+        "gpu": subprocess.check_output(query, text=True).splitlines()[0],
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "host": host(),
+        "command": [part.replace(folder, "FOLDER") for part in ran[ran.index("--worker") + 1 :]],
+    }
+
+
+def host() -> str:
+    """As on the cards of jaxpar (`jaxpar/bench/training/conditions.py`), which is not installed
+    here."""
+    named = Path("/proc/sys/kernel/random/boot_id").read_text()
+    return hashlib.sha256(named.strip().encode()).hexdigest()[:8]
+
+
+def main() -> None:
+    """Measure, print, write the card."""
+    options = arguments()
+    found = measure(options)
+    print(
+        f"torchtitan {options.layout} on {options.gpus} GPUs: "
+        f"{found['tokens_per_second_per_device']:,.0f} tokens/s/GPU   "
+        f"its MFU {found['mfu_full_attention']:.1%}   peak {found['peak_memory_gib']:.1f} GiB"
+    )
+    if options.card:
+        card = Path(options.card)
+        card.parent.mkdir(parents=True, exist_ok=True)
+        whole = card.with_name(f"{card.name}.tmp")  # an earlier card stays until this one is there
+        whole.write_text(json.dumps(found, indent=2) + "\n")
+        whole.replace(card)
+
+
+if __name__ == "__main__":
+    if "--worker" in sys.argv:
+        worker()
+    else:
+        main()

@@ -1,0 +1,208 @@
+"""The benchmark: its card says what was measured, and under what conditions."""
+
+import contextlib
+import io
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from jaxpar import bench
+from jaxpar.bench import loss
+from jaxpar.bench.training import command as training
+from jaxpar.bench.training import profiled
+from jaxpar.config import ConfigError
+from jaxpar.runtime import exit_codes
+from jaxpar.runtime.files import json_output
+from jaxpar.training import run
+
+pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
+
+
+@pytest.fixture(scope="module")
+def a_run(only_devices, write_config, tmp_path_factory):
+    """Exit code, card, folder and console of a run on two devices, with its trace kept."""
+    folder = tmp_path_factory.mktemp("bench")
+    file, config = folder / "cards" / "tiny.json", write_config(folder)
+    command = ["train", config, "--steps", "4", "--card", str(file), "--commit", "abc"]
+    with only_devices(2), contextlib.redirect_stdout(io.StringIO()) as said:
+        code = bench.main([*command, "--trace", str(folder / "trace"), "--train.seed", "3"])
+    return code, json.loads(file.read_text()), folder, said.getvalue()
+
+
+def test_a_card(a_run):
+    code, card, folder, said = a_run
+    assert code == 0
+    seconds = card["step_seconds"]
+    assert card["steps"] == 4
+    assert 0 < seconds["fastest"] <= seconds["median"] <= seconds["slowest"]
+    assert 0 <= seconds["interquartile"] <= seconds["slowest"] - seconds["fastest"]
+    rate = 8 * 32 / seconds["median"] / 2
+    assert card["tokens_per_second_per_device"] == pytest.approx(rate)
+    assert card["mesh"] == "data=2" and card["commit"] == "abc"
+    assert card["config"]["train"]["seed"] == 3
+    assert {"jax", "device", "xla_flags", "gpu", "config_sha256", "attention"} <= card.keys()
+    assert card["compile_seconds"] > 0 and card["data_wait_seconds"]["median"] >= 0
+    assert (card["power"], card["power_missing"]) == (None, "no GPU")
+    assert f"{rate:,.0f} tokens/s/device" in said
+    assert not (folder / "run").exists()
+
+
+def test_without_a_gpu_there_is_no_profile_and_it_says_why(a_run):
+    _, card, folder, said = a_run
+    assert card["profile"] is None
+    assert card["profile_missing"] == "the trace has no GPU's plane"
+    assert said.splitlines()[-1] == "no profile: the trace has no GPU's plane"
+    assert list((folder / "trace").rglob("*.xplane.pb"))
+
+
+def test_what_the_step_sends(a_run):
+    """FSDP over two devices: weights are gathered, gradients scattered."""
+    _, card, _, said = a_run
+    sent = card["collective_bytes"]
+    assert sent["unknown"] == [] and sent["kinds"]["all-gather"]["count"] > 0
+    assert sent["bytes"] == sum(row["bytes"] for row in sent["kinds"].values())
+    assert f"sends {sent['bytes'] / 1e9:,.3f} GB a step (" in said
+
+
+def test_its_losses_are_the_training_runs(only_devices, train_on, config_file, tmp_path):
+    file = tmp_path / "card.json"
+    short = ["--train.num-steps", "20"]
+    with only_devices(2):
+        bench.main(["train", config_file, "--steps", "3", "--card", str(file), *short])
+    train_on(2, config_file, *short, "--evaluation.every", "0")
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["loss"] for line in lines]
+    card = json.loads(file.read_text())
+    assert card["loss"]["first"] == losses[0]
+    assert card["loss"]["last"] == losses[bench.WARM_UP + 3 - 1]
+
+
+def test_it_looks_at_no_run(only_devices, config_file, tmp_path, monkeypatch):
+    """What lies at the run.dir of its card is neither read nor moved."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs" / "bench"
+    (folder / "checkpoints" / "10").mkdir(parents=True)
+    for name in ("skipped_batches.json", "checkpoints/10/_CHECKPOINT_METADATA"):
+        (folder / name).write_text("no JSON")
+    before = sorted(folder.rglob("*"))
+    with only_devices(1):
+        assert bench.main(["train", config_file, "--steps", "1", "--profile-steps", "0"]) == 0
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_profiled_steps_go_on_from_the_timed_ones(only_devices, config_file, monkeypatch):
+    """They take the next batches, and end the loader; with none asked for, none are run."""
+    cfg = training.read_command([config_file])[1]
+    seen = []
+    with only_devices(1):
+        figures, running = training.measure(run.Run(cfg), 2)
+        step = running.step
+        running.step = lambda state, batch: seen.append(int(state.step)) or step(state, batch)
+        assert profiled.profile_steps(running, 0)["profile_missing"].startswith("not asked for")
+        assert seen == [] and next(running.batches, None) is None
+        running.batches = run.Run(cfg).loader.prefetched(0)
+        assert profiled.profile_steps(running, 2)["profile"] is None
+    first = bench.WARM_UP + 2 + 1
+    assert seen == list(range(first, first + profiled.SETTLE + 2))
+    assert figures["steps"] == 2
+
+
+def test_a_card_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monkeypatch):
+    file = tmp_path / "cards" / "a.json"
+    json_output.write("--card", file, {"a": 1})
+    before = file.read_text()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(exit_codes.RunError) as error:
+        json_output.write("--card", file, {"a": 2})
+    assert str(error.value) == (
+        f"--card = {str(file)!r}: cannot be written: No space left on device. "
+        "The file that is there is as it was"
+    )
+    assert file.read_text() == before and list(file.parent.iterdir()) == [file]
+
+
+def test_a_card_goes_through_a_link_and_into_what_is_no_file(tmp_path):
+    file, link = tmp_path / "a.json", tmp_path / "link"
+    link.symlink_to(file)
+    json_output.write("--card", link, 1)
+    assert link.is_symlink() and file.read_text() == "1\n"
+    json_output.write("--card", "/dev/null", 1)
+    assert not Path("/dev/null").is_file()
+
+
+def test_a_card_is_looked_at_where_it_is_written(config_file):
+    words = [config_file, "--card", "/", "--cluster.num-processes", "2"]
+    words += ["--cluster.coordinator", "localhost:1"]
+    with pytest.raises(ConfigError, match="--card = '/': is a folder"):
+        training.read_command([*words, "--cluster.process-id", "0"])
+    assert training.read_command([*words, "--cluster.process-id", "1"])[0].card == "/"
+
+
+def test_progress_is_told_every_few_seconds(capsys):
+    told = training._progress([1.0], -10.0, 9)
+    assert told == -10.0 and capsys.readouterr().out == ""  # no step has a time yet
+    told = training._progress([1.0, 3.5], told, 9)
+    assert told == 3.5 and capsys.readouterr().out == "step 2 of 9: the last took 2.500 s\n"
+    assert training._progress([1.0, 3.5, 4.0], told, 9) == 3.5
+    assert capsys.readouterr().out == ""
+
+
+def test_the_spread():
+    found = training.spread([1.0, 2.0, 3.0, 4.0, 9.0])
+    assert found == {"median": 3.0, "fastest": 1.0, "slowest": 9.0, "interquartile": 2.0}
+    assert training.spread([1.0])["interquartile"] == 0
+
+
+def test_hlo_that_cannot_be_read_is_said():
+    card = training.sent_by("no module")
+    assert card["collective_bytes"] is None
+    assert profiled.sent_in_words(card).startswith("bytes sent unknown: not the text")
+    sent = {"bytes": 2 * 10**9, "kinds": {"permute": {"count": 3, "bytes": 2 * 10**9}}}
+    card = {"collective_bytes": sent | {"unknown": ["while.1: how often"]}}
+    assert profiled.sent_in_words(card) == "sends at least 2.000 GB a step (3 permute)"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--steps", "0"], "--steps = 0: must be at least 1"),
+        (["--profile-steps", "-1"], "--profile-steps = -1: must be at least 0"),
+        (["--profile-steps", "0", "--trace", "t"], "--trace = 't': is of the profiled steps"),
+        (["--run.dir", "runs/mine"], "run.dir = 'runs/mine': is not used: a benchmark writes no"),
+        (["--run.dir=runs/mine"], "run.dir = 'runs/mine': is not used"),
+        (["--run.init_from", "runs/mine"], "run.init_from = 'runs/mine': is not used"),
+        (["--steps", "many"], "invalid int value"),
+        (["--card", ""], "--card = '': is empty"),
+        (["--card", "/"], "--card = '/': is a folder, not a file"),
+        (["--card", f"{__file__}/a/b.json"], f"lies below {__file__}, which is a file"),
+        (["--trace", ""], "--trace = '': is empty"),
+        (["--trace", __file__], "is a file, not a folder"),
+        (["--trace", f"{__file__}/a"], f"lies below {__file__}, which is a file"),
+    ],
+)
+def test_bad_options(config_file, options, said):
+    with pytest.raises(ConfigError, match=said):
+        bench.main(["train", config_file, *options])
+
+
+def test_a_card_of_the_loss_keeps_what_came_before_a_failure(tmp_path, monkeypatch):
+    """And says what logits it is of."""
+    card, measure = tmp_path / "loss.json", loss.measure
+
+    def failing(tokens, options):
+        if tokens > 64:
+            raise MemoryError
+        return measure(tokens, options)
+
+    monkeypatch.setattr(loss, "measure", failing)
+    small = ["--vocab", "64", "--d-model", "16", "--logits-dtype", "compute"]
+    with pytest.raises(MemoryError):
+        bench.main(["loss", "--tokens", "64,128", *small, "--card", str(card)])
+    (row,) = json.loads(card.read_text())["rows"]
+    assert (row["tokens"], row["logits_dtype"]) == (64, "compute")

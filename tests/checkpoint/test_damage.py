@@ -1,0 +1,393 @@
+"""Damaged checkpoints: every flipped bit is found, the step set aside, the one before used."""
+
+import dataclasses
+import errno
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tensorstore
+from orbax.checkpoint import v1 as ocp
+
+from jaxpar import checkpoint
+from jaxpar.checkpoint import Damaged, inspection, integrity, loading, store
+from jaxpar.checkpoint.__main__ import main
+from jaxpar.checkpoint.integrity import Unreadable
+from jaxpar.checkpoint.saved import METADATA
+from jaxpar.config import ConfigError
+from jaxpar.data.sources import fingerprint
+from jaxpar.optimizer import loss_scale
+from tests.checkpoint.test_checkpoint import (
+    DATA_2,
+    TENSOR_2,
+    VIRTUAL,
+    assert_same_bits,
+    base,
+    logical,
+    random_state,
+    save,
+    setup,
+)
+
+__all__ = ["base", "setup"]  # fixtures
+
+pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
+
+MESHES = {"data": DATA_2, "tensor": TENSOR_2, "virtual stages": VIRTUAL}
+
+
+def step_folder(cfg, step: int) -> Path:
+    return checkpoint.folder(cfg.run.dir) / str(step)
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def flip(file: Path, bit: int) -> None:
+    """Flip one bit of a file, in place; twice, and it is as it was."""
+    with open(file, "r+b") as opened:
+        opened.seek(bit // 8)
+        (byte,) = opened.read(1)
+        opened.seek(bit // 8)
+        opened.write(bytes([byte ^ 1 << bit % 8]))
+
+
+def random_bits(folder: Path, count: int, seed: int) -> list[tuple[Path, int]]:
+    """Places in the files of a checkpoint, every byte as likely as another."""
+    files = files_of(folder)
+    ends = np.cumsum([file.stat().st_size for file in files])
+    places = []
+    for bit in np.random.default_rng(seed).integers(8 * ends[-1], size=count):
+        file = int(np.searchsorted(ends, bit // 8, side="right"))
+        before = 0 if file == 0 else int(ends[file - 1])
+        places.append((files[file], int(bit) - 8 * before))
+    return places
+
+
+def test_fingerprints_do_not_depend_on_the_mesh(setup):
+    found = []
+    for mesh in MESHES.values():
+        cfg, on = setup(**mesh)
+        save(cfg, on, 3)
+        found.append(checkpoint.read_saved(cfg.run.dir).fingerprints)
+        shutil.rmtree(cfg.run.dir)
+    assert found[0] == found[1] == found[2]
+    assert {"step", "params/layers/wq", "opt_state/0/mu/layers/wq"} <= found[0].keys()
+
+
+def test_each_of_100_flipped_bits_is_found(setup):
+    cfg, mesh = setup(**VIRTUAL)
+    save(cfg, mesh, 3)
+    reader, other = setup(**TENSOR_2)
+    missed = []
+    for file, bit in random_bits(step_folder(cfg, 3), 100, seed=0):
+        flip(file, bit)
+        try:
+            checkpoint.restore(reader, other)
+            missed.append((file.name, bit))
+        except Damaged:
+            pass
+        flip(file, bit)
+    assert missed == []
+    checkpoint.restore(reader, other)  # and whole again
+
+
+# What Orbax was reading beside the array that failed is dropped, and says so at length.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("count", [20, pytest.param(100, marks=pytest.mark.slow)])
+def test_fingerprints_alone_let_no_wrong_number_through(setup, count):
+    """Without the list of files, a flip is found, or what is loaded is what was saved."""
+    cfg, mesh = setup()
+    saved = save(cfg, mesh, 3)
+    folder = step_folder(cfg, 3)
+    (folder / integrity.FILES).unlink()
+    found = 0
+    for file, bit in random_bits(folder, count, seed=1):
+        flip(file, bit)
+        try:
+            assert_same_bits(checkpoint.restore(cfg, mesh), saved)
+        except (Damaged, ConfigError):  # the latter where jaxpar's own key is gone
+            found += 1
+        flip(file, bit)
+    assert found > count / 2
+
+
+def test_swapped_elements_are_found(setup):
+    cfg, mesh = setup()
+    save(cfg, mesh, 3)
+    folder = step_folder(cfg, 3)
+    (folder / integrity.FILES).unlink()
+    data = max(files_of(folder), key=lambda file: file.stat().st_size)
+    raw = bytearray(data.read_bytes())
+    at = len(raw) // 2 // 4 * 4
+    raw[at : at + 4], raw[at + 4 : at + 8] = raw[at + 4 : at + 8], raw[at : at + 4]
+    data.write_bytes(raw)
+    with pytest.raises(Damaged):
+        checkpoint.restore(cfg, mesh)
+
+
+@pytest.mark.parametrize("how", ["truncate", "delete"])
+def test_a_truncated_or_missing_file_is_found(setup, how):
+    """The marker files too, which Orbax does not miss."""
+    cfg, mesh = setup()
+    saved = save(cfg, mesh, 3)
+    folder = step_folder(cfg, 3)
+    kept = folder.parent.parent / "kept"
+    shutil.copytree(folder, kept)
+    for file in files_of(folder):
+        if how == "delete":
+            file.unlink()
+        else:
+            os.truncate(file, file.stat().st_size // 2)
+        if (how, file.name) == ("delete", integrity.FILES):
+            assert_same_bits(checkpoint.restore(cfg, mesh), saved)  # the arrays tell
+        else:
+            with pytest.raises(Damaged):
+                checkpoint.restore(cfg, mesh)
+        shutil.copy2(kept / file.relative_to(folder), file)
+
+
+def damage_array(cfg, step: int) -> None:
+    """Flip a bit in the middle of the largest file."""
+    data = max(files_of(step_folder(cfg, step)), key=lambda file: file.stat().st_size)
+    flip(data, 4 * data.stat().st_size)
+
+
+def test_what_is_set_aside_has_a_place_of_its_own(tmp_path):
+    def aside(why: str) -> str:
+        (tmp_path / "100").mkdir()
+        (tmp_path / "100" / "x").write_text(why)
+        return integrity.set_aside(tmp_path, tmp_path / "100", why).name
+
+    assert [aside(f"why {i}") for i in range(3)] == ["100", "100-1", "100-2"]
+    damaged = tmp_path / "damaged"
+    shutil.rmtree(damaged / "100-1")
+    (damaged / "100-1.txt").unlink()
+    assert [aside("why 3"), aside("why 4")] == ["100-1", "100-3"]
+    for name, i in (("100", 0), ("100-1", 3), ("100-2", 2), ("100-3", 4)):
+        assert (damaged / name / "x").read_text() == f"why {i}"
+        assert (damaged / f"{name}.txt").read_text() == f"why {i}\n"
+
+
+def test_a_damaged_step_is_set_aside_and_the_one_before_is_used(setup, capfd):
+    cfg, mesh = setup()
+    save(cfg, mesh, 2, 4)
+    expected = logical(checkpoint.restore(cfg, mesh, 2), cfg)
+    (step_folder(cfg, 4) / integrity.FILES).unlink()
+    damage_array(cfg, 4)
+    assert checkpoint.starting_step(cfg) == 4  # that reads no array
+    reader, other = setup(**TENSOR_2)
+    state, step = checkpoint.restore_latest(reader, other)
+    assert step == 2
+    assert_same_bits(logical(state, reader), expected)
+    assert checkpoint.saved_steps(cfg.run.dir) == [2]
+    told = capfd.readouterr().err
+    assert "WARNING" in told and "step 4" in told and "has fingerprint" in told
+    aside = Path(cfg.run.dir) / integrity.DAMAGED
+    assert files_of(aside / "4") and "has fingerprint" in (aside / "4.txt").read_text()
+    save(cfg, mesh, 4)  # the same step again, and damaged again
+    damage_array(cfg, 4)
+    assert checkpoint.starting_step(cfg) == 2  # its list of files tells
+    checkpoint.restore_latest(cfg, mesh)
+    assert sorted(p.name for p in aside.iterdir()) == ["4", "4-1", "4-1.txt", "4.txt"]
+
+
+def test_without_a_whole_one_the_damage_is_named_and_nothing_is_moved(setup):
+    cfg, mesh = setup()
+    save(cfg, mesh, 2, 4)
+    for step in (2, 4):
+        damage_array(cfg, step)
+    for attempt in (checkpoint.starting_step, lambda cfg: checkpoint.restore_latest(cfg, mesh)):
+        with pytest.raises(Damaged, match=r"every checkpoint of .* step 2: .*; step 4: "):
+            attempt(cfg)
+    assert checkpoint.saved_steps(cfg.run.dir) == [2, 4]
+
+
+def test_readers_refuse_a_damaged_step_and_leave_it(setup, devices):
+    cfg, mesh = setup()
+    save(cfg, mesh, 2, 4)
+    damage_array(cfg, 4)
+    with pytest.raises(Damaged, match=r"step 4 of .* is damaged"):
+        checkpoint.restore_params(cfg.run.dir, cfg, mesh)
+    checkpoint.restore_params(cfg.run.dir, cfg, mesh, 2)
+    assert checkpoint.saved_steps(cfg.run.dir) == [2, 4]
+
+
+# ------------------------------------------------------------- what is no damage
+
+
+def test_a_file_that_is_too_many_is_a_warning(setup, capfd):
+    """What a file browser or a backup leaves: nobody reads it."""
+    cfg, mesh = setup()
+    saved = save(cfg, mesh, 2, 4)
+    (step_folder(cfg, 4) / ".DS_Store").touch()
+    assert checkpoint.starting_step(cfg) == 4
+    state, step = checkpoint.restore_latest(cfg, mesh)
+    assert step == 4
+    assert_same_bits(state, saved)
+    assert "WARNING" in (told := capfd.readouterr().err) and ".DS_Store" in told
+    assert main(["verify", cfg.run.dir]) == 0
+    told = capfd.readouterr().out
+    assert "step 4: note: .DS_Store is not of this checkpoint" in told and "step 4: whole" in told
+
+
+NUMBERS = ["EMFILE", "ENFILE", "ENOMEM", "ESTALE", "ETIMEDOUT", "EACCES", "EPERM", "EINTR", "EIO"]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_the_machines_own_trouble_moves_nothing(setup, monkeypatch, name):
+    """In a small file that is opened, in one that is asked for its size, and in the loader."""
+    cfg, mesh = setup()
+    save(cfg, mesh, 2, 4)
+    number = getattr(errno, name)
+
+    def trouble(*_, **__):
+        raise OSError(number, os.strerror(number), "some file")
+
+    def wrapped(*_, **__):
+        try:
+            trouble()
+        except OSError as error:
+            raise ValueError("as Orbax would say it") from error
+
+    for place, what in (
+        ((Path, "read_bytes"), trouble),
+        ((integrity, "_size"), trouble),
+        ((loading, "_load"), trouble),
+        ((loading, "_load"), wrapped),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(*place, what)
+            with pytest.raises(Unreadable, match=f"cannot be read: .*{os.strerror(number)}"):
+                checkpoint.restore_latest(cfg, mesh)
+    assert checkpoint.saved_steps(cfg.run.dir) == [2, 4]
+    assert not (Path(cfg.run.dir) / integrity.DAMAGED).exists()
+    assert checkpoint.restore_latest(cfg, mesh)[1] == 4
+
+
+def test_too_many_open_files_of_tensorstore_are_no_damage(setup, monkeypatch):
+    """Its errors are no OSErrors."""
+    cfg, mesh = setup()
+    save(cfg, mesh, 2)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def without_files(at, name):
+        spec = store.array_spec(store.array_folder(at), name)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            return tensorstore.open(spec, read=True).result()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    monkeypatch.setattr(store, "open_array", without_files)
+    with pytest.raises(Unreadable, match="cannot be read: Too many open files"):
+        main(["verify", cfg.run.dir])
+
+
+def test_a_checkpoint_of_an_earlier_version_is_loaded_with_a_warning(setup, capfd):
+    """Without fingerprints, without a list of files, without the state's guard."""
+    cfg, mesh = setup()
+    saved = random_state(cfg, mesh, 3)
+    about = {"config": dataclasses.asdict(cfg), "dataset": fingerprint(cfg), "versions": {}}
+    tree = {name: part for name, part in vars(saved).items() if name != "guard"}
+    with ocp.training.Checkpointer(checkpoint.folder(cfg.run.dir)) as orbax:
+        orbax.save(3, tree, force=True, custom_metadata=about | {"tokens_seen": 0})
+    restored = checkpoint.restore(cfg, mesh)
+    assert "no fingerprints, being of an earlier version: not verified" in capfd.readouterr().err
+    fresh = jax.tree.map(jnp.asarray, loss_scale.initial_guard(cfg))
+    assert_same_bits(dataclasses.replace(restored, guard=()), dataclasses.replace(saved, guard=()))
+    assert jax.device_get(restored.guard) == jax.device_get(fresh)
+    assert inspection.verify(cfg.run.dir, None, print)
+
+
+# ------------------------------------------------------------------------------- the program
+
+
+def test_ls_verify_and_diff(setup, capsys):
+    cfg, mesh = setup()
+    save(cfg, mesh, 2, 4)
+    assert main(["verify", cfg.run.dir]) == 0
+    assert "step 2: whole" in capsys.readouterr().out
+    assert main(["diff", cfg.run.dir, "--step", "2"]) == 0
+    told = capsys.readouterr().out
+    assert "params/layers/wq" in told and "1,024 of 1,024 differ" in told
+    (step_folder(cfg, 4) / integrity.FILES).unlink()
+    damage_array(cfg, 4)
+    main(["ls", cfg.run.dir])
+    _, two, four = capsys.readouterr().out.splitlines()
+    assert "data=2" in two and "files as listed" in two and "no list of files" in four
+    assert main(["verify", cfg.run.dir]) == 1
+    told = capsys.readouterr().out
+    assert "step 2: whole" in told and "step 4: DAMAGED" in told
+    assert main(["verify", cfg.run.dir, "--step", "2"]) == 0
+
+
+@pytest.mark.parametrize("place", ["stat", "file_damage", "read_saved", "half"])
+def test_ls_leaves_out_what_is_deleted_meanwhile(setup, monkeypatch, capsys, place):
+    """Whatever it was just looking at; "half": a part is gone before, and the rest after."""
+    cfg, mesh = setup()
+    save(cfg, mesh, 2, 4)
+    gone = step_folder(cfg, 2)
+    delete = lambda: shutil.rmtree(gone, ignore_errors=True)  # noqa: E731
+
+    def after_deleting(module, name: str, about: str) -> None:
+        real = getattr(module, name)
+
+        def look(*args, **kwargs):
+            if about in map(str, args):
+                delete()
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, look)
+
+    if place == "half":
+        store.array_folder(gone).joinpath(store.MANIFEST).unlink()
+        rest = iter([lambda: (gone / METADATA).unlink(), delete])
+        monkeypatch.setattr(inspection.time, "sleep", lambda _: next(rest)())
+    elif place == "stat":
+        after_deleting(Path, "is_file", str(gone / METADATA))
+    elif place == "file_damage":
+        after_deleting(integrity, place, str(gone))
+    else:
+        after_deleting(inspection, place, "2")
+    capsys.readouterr()
+    assert main(["ls", cfg.run.dir]) == 0
+    _, only = capsys.readouterr().out.splitlines()
+    assert only.split()[0] == "4" and "files as listed" in only and not gone.exists()
+
+
+def test_diff_of_equal_checkpoints_and_wrong_arguments(setup, tmp_path, capsys):
+    cfg, mesh = setup()
+    save(cfg, mesh, 2)
+    copy = tmp_path / "copy"
+    shutil.copytree(cfg.run.dir, copy)
+    main(["diff", cfg.run.dir, str(copy)])
+    assert "0 of" in capsys.readouterr().out
+    for step in ([], ["--step", "2"], ["--other-step", "2"]):
+        with pytest.raises(ConfigError, match="compared with itself: both are step 2, the latest"):
+            main(["diff", cfg.run.dir, *step])
+    store.array_folder(step_folder(cfg, 2)).joinpath(store.MANIFEST).unlink()
+    with pytest.raises(Damaged, match="its arrays cannot be listed"):
+        main(["diff", cfg.run.dir, str(copy)])
+    with pytest.raises(ConfigError, match=r"RUN = .* holds no checkpoint"):
+        list(inspection.rows(tmp_path / "none"))
+    with pytest.raises(ConfigError, match=r"--step = 7: .* use one of 2"):
+        main(["verify", cfg.run.dir, "--step", "7"])
+
+
+def test_damage_ends_a_program_with_code_1_and_one_line(setup):
+    cfg, mesh = setup()
+    save(cfg, mesh, 2)
+    damage_array(cfg, 2)
+    command = [sys.executable, "-m", "jaxpar.checkpoint", "verify", cfg.run.dir]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and "DAMAGED" in done.stdout, done.stderr
+    assert "Traceback" not in done.stderr

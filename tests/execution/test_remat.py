@@ -1,0 +1,279 @@
+"""What each remat policy keeps, read off the compiler's plan of buffers, and that it changes
+nothing else."""
+
+import functools
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from jaxpar.config import ConfigError, replace
+from jaxpar.config.remat_policies import (
+    LAYER_INPUT,
+    ON_HOST,
+    REMAT_NAMES,
+    REMAT_POLICIES,
+    names_on_host,
+    saved_names,
+)
+from jaxpar.config.validate import resolve
+from jaxpar.execution.remat import named
+from jaxpar.sharding.axes import BATCH_SPEC
+from jaxpar.sharding.batch import Batch
+from jaxpar.sharding.mesh import make_mesh, shardings
+from jaxpar.step.state import abstract_state, init_state, state_specs
+from jaxpar.step.train_step import make_gradient_step
+from jaxpar.verification import distances, traces
+from tests.slow import slow, slow_but
+from tests.tiny import SMALL, TINY
+
+pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
+
+#: Deep, so that what a layer keeps outweighs what one layer works with.
+DEEP = replace(
+    SMALL,
+    **{
+        "model.num_layers": 128,
+        "model.num_kv_heads": 4,
+        "model.init_std": 0.2,
+        "data.seq_len": 64,
+        "train.global_batch_size": 2,
+    },
+)
+
+M = DEEP.model
+
+#: float32 bytes per token and layer of each name: twice the table in `jaxpar/execution/remat.py`.
+BYTES = {
+    "attn_norm": 4 * M.d_model,
+    "qkv": 4 * (M.num_heads + 2 * M.num_kv_heads) * M.head_dim,
+    "qk": 4 * (M.num_heads + M.num_kv_heads) * M.head_dim,
+    "attn_out": 4 * M.num_heads * M.head_dim,
+    "attn_lse": 4 * M.num_heads,
+    "attn_residual": 4 * M.d_model,
+    "mlp_norm": 4 * M.d_model,
+    "gate_up": 4 * 2 * M.d_ff,
+    "mlp_hidden": 4 * M.d_ff,
+}
+
+TOKENS_AND_LAYERS = DEEP.train.global_batch_size * DEEP.data.seq_len * M.num_layers
+
+
+@pytest.fixture(scope="module")
+def mesh(devices):
+    return make_mesh(DEEP.parallel, devices[:1])
+
+
+@pytest.fixture(scope="module")
+def temporary_bytes(mesh):
+    """remat -> temporary bytes of the compiled gradient step."""
+    abstract = lambda a, to: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=to)  # noqa: E731
+
+    @functools.cache
+    def measure(remat: str) -> int:
+        cfg = resolve(replace(DEEP, **{"parallel.remat": remat}), 1)
+        to = shardings(mesh, state_specs(cfg).params)
+        params = jax.tree.map(abstract, abstract_state(cfg).params, to)
+        shape = (cfg.train.global_batch_size, cfg.data.seq_len)
+        ints = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, BATCH_SPEC))
+        lowered = make_gradient_step(cfg, mesh).lower(params, Batch(ints, ints, ints, ints))
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    return measure
+
+
+def test_policies_fall_in_memory(temporary_bytes):
+    sizes = [temporary_bytes(policy) for policy in ("none", "dots", "attn_out", "full")]
+    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 4, sizes
+
+
+@pytest.mark.parametrize(
+    "remat", slow_but(["none", "dots", "attn_lse", "qk"], ["none", "dots", *REMAT_NAMES])
+)
+def test_what_is_saved_costs_its_bytes(remat, temporary_bytes):
+    """The slack: buffers are packed, so one as small as attn_lse can lie in another's gap."""
+    extra = (temporary_bytes(remat) - temporary_bytes("full")) / TOKENS_AND_LAYERS
+    names = saved_names(remat)
+    expected = sum(BYTES[name] for name in names)
+    if {"qkv", "qk"} <= set(names):
+        expected -= BYTES["qk"]  # queries and keys before RoPE are then of no use
+    assert 0 < extra == pytest.approx(expected, rel=0.05, abs=BYTES["attn_lse"])
+
+
+def test_a_policy_is_its_list_of_names(temporary_bytes):
+    assert temporary_bytes("attn_lse,attn_out") == temporary_bytes("attn_out")
+    assert saved_names("attn_lse,qk") == ("attn_lse", "qk")
+
+
+@pytest.fixture(scope="module")
+def gradients(mesh):
+    """(remat, layer_loop) -> loss and gradients of a small model that has every kind of value."""
+    small = {"model.num_layers": 3, "model.num_kv_heads": 2, "model.qk_norm": True}
+    base = replace(DEEP, **small)
+
+    def compute(remat: str, loop: str):
+        fields = {"parallel.remat": remat, "parallel.layer_loop": loop}
+        cfg = resolve(replace(base, **fields), 1)
+        batch = traces.place_batch(traces.random_batch(cfg), cfg, mesh)
+        measured, grads = make_gradient_step(cfg, mesh)(init_state(cfg, mesh).params, batch)
+        return float(measured.loss), traces.to_host(grads)
+
+    return functools.cache(compute)
+
+
+@pytest.mark.parametrize(
+    ("remat", "loop"),
+    slow_but(
+        [("dots", "unroll"), ("full", "scan"), ("qk,mlp_hidden", "scan")],
+        itertools.product(["dots", "attn_out", "full", "qk,mlp_hidden"], ["scan", "unroll"]),
+    ),
+)
+def test_gradients_do_not_depend_on_it(remat, loop, gradients):
+    loss, grads = gradients(remat, loop)
+    wanted_loss, wanted = gradients("none", "scan")
+    np.testing.assert_allclose(loss, wanted_loss, rtol=1e-6)
+    errors = distances.gradient_errors(grads, wanted)
+    assert distances.worst(errors)[0] < 5e-6, errors
+
+
+#: Meshes and loops on which values go to host memory and back in some way of their own.
+WAYS = {
+    "scan": {"parallel.layer_loop": "scan"},
+    "unroll": {"parallel.layer_loop": "unroll"},
+    "sharded": {"parallel.layer_loop": "unroll", "parallel.data": 2, "parallel.tensor": 2},
+    "accumulated": {"parallel.layer_loop": "unroll", "parallel.num_microbatches": 2},
+    "stages": {
+        "parallel.pipeline": 2,
+        "parallel.num_microbatches": 2,
+        "parallel.zero": 1,
+        "parallel.layer_loop": "unroll",
+    },
+    "stages again": {
+        "parallel.pipeline": 2,
+        "parallel.num_microbatches": 2,
+        "parallel.virtual_stages": 2,
+        "parallel.pipeline_save": "inputs",
+    },
+}
+
+#: On the device, and the same values in host memory.
+PAIRS = [("attn_out", "offload"), ("dots", "qkv:host,attn_out,attn_lse:host,attn_residual,gate_up")]
+
+OFFLOADS = [
+    ("attn_out", "offload", "scan"),
+    *slow_but(
+        [(*PAIRS[1], way) for way in ("sharded", "stages")], [(*PAIRS[1], way) for way in WAYS]
+    ),
+    *(slow(*PAIRS[0], way) for way in WAYS if way != "scan"),
+]
+
+
+@pytest.fixture(scope="module")
+def compiled(devices):
+    """(remat, a key of WAYS) -> program for CUDA, loss and gradients here, of a small model.
+
+    A CPU's host memory is its own: programs for it have no copies.
+    """
+
+    @functools.cache
+    def run(remat: str, way: str):
+        layers = {"model.num_layers": 4, "model.num_kv_heads": 2, "parallel.remat": remat}
+        cfg = replace(DEEP, **layers, **WAYS[way], **{"train.global_batch_size": 4})
+        p = cfg.parallel
+        n = p.pipeline * p.data * p.tensor
+        cfg, mesh = resolve(cfg, n), make_mesh(p, devices[:n])
+        params = init_state(cfg, mesh).params
+        batch = traces.place_batch(traces.random_batch(cfg), cfg, mesh)
+        traced = make_gradient_step(cfg, mesh).trace(params, batch)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        measured, grads = traced.lower().compile()(params, batch)
+        return text, float(measured.loss), traces.to_host(grads)
+
+    return run
+
+
+@pytest.mark.parametrize(("kept", "offloaded", "way"), OFFLOADS)
+def test_gradients_through_host_memory_are_the_same_bit_for_bit(kept, offloaded, way, compiled):
+    text, loss, grads = compiled(offloaded, way)
+    _, wanted_loss, wanted = compiled(kept, way)
+    assert loss == wanted_loss and not distances.differing_arrays(grads, wanted)
+    assert copies(text, "pinned_host") and copies(text, "device")
+
+
+def copies(text: str, where: str) -> int:
+    """Copies to a memory in a lowered program."""
+    return text.count(f'_xla_buffer_placement = "{where}"')
+
+
+@pytest.mark.parametrize(
+    ("remat", "way", "values"),
+    [("offload", "unroll", 2 * 3), ("offload", "scan", 2), ("qk:host", "unroll", 2 * 3)],
+)
+def test_each_named_value_is_copied_once_each_way(remat, way, values, compiled):
+    """Layers apart, but for the last one of four, whose backward is next; or one body for all. qk
+    is queries and keys. A copy back that the backward began a layer ahead is there twice; the
+    second finds the value on the device (`fetched`)."""
+    text = compiled(remat, way)[0]
+    assert copies(text, "pinned_host") == values
+    assert copies(text, "device") == values * (2 if way == "unroll" else 1)
+
+
+def test_residuals_in_host_memory_wait_in_a_ring_in_host_memory(compiled):
+    """Beside each layer's copies, one for each ring of zeros that they are put into: of two layers'
+    two values, in three slots. On the device the ring has the same place, and no copy."""
+    text = compiled("offload", "stages")[0]
+    rings = [line for line in text.splitlines() if 'placement = "pinned_host"' in line]
+    slots = [line for line in rings if "tensor<3x" in line]
+    assert len(slots) == 4, rings
+
+
+def test_without_a_name_for_the_host_nothing_is_copied(compiled):
+    for way in ("unroll", "stages"):
+        assert not copies(compiled("attn_out", way)[0], "pinned_host")
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept"),
+    [
+        ({"pipeline": 2, "num_microbatches": 2}, {"False"}),
+        ({"pipeline": 2, "num_microbatches": 2, "pipeline_save": "inputs"}, {"True"}),
+        ({"data": 2, "num_microbatches": 2}, {"True"}),
+    ],
+    ids=["from the ring", "from a chunk's inputs", "in one iteration"],
+)
+def test_only_what_the_ring_brings_is_recomputed_without_a_barrier(fields, kept, devices):
+    """Elsewhere the forward is in the same iteration, and XLA could take its values instead."""
+    options = {f"parallel.{name}": value for name, value in fields.items()}
+    options |= {"parallel.layer_loop": "unroll", "parallel.remat": "dots"}
+    cfg = resolve(replace(TINY, **options), 2)
+    mesh = make_mesh(cfg.parallel, devices[:2])
+    abstract = lambda a, to: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=to)  # noqa: E731
+    to = shardings(mesh, state_specs(cfg).params)
+    params = jax.tree.map(abstract, abstract_state(cfg).params, to)
+    batch = traces.place_batch(traces.random_batch(cfg), cfg, mesh)
+    traced = make_gradient_step(cfg, mesh).trace(params, batch)
+    assert set(re.findall(r"prevent_cse=(\w+)", str(traced.jaxpr))) == kept
+
+
+def test_names_say_where():
+    assert names_on_host("offload") == ("layer_input", "attn_out")
+    assert names_on_host("gate_up,qk:host") == ("qk",)
+    assert names_on_host("dots") == ()
+
+
+def test_unknown_names_are_refused():
+    for remat in ("everything", "qkv,atn_out", "attn_out,", ""):
+        with pytest.raises(ConfigError, match=r"parallel\.remat.*must be one of none, dots"):
+            resolve(replace(DEEP, **{"parallel.remat": remat}), 1)
+    with pytest.raises(AssertionError, match="atn_out"):
+        named(jnp.zeros(1), "atn_out")
+
+
+def test_every_policy_saves_known_names():
+    assert set(BYTES) == set(REMAT_NAMES)
+    for names in REMAT_POLICIES.values():
+        assert {name.removesuffix(ON_HOST) for name in names} <= {*REMAT_NAMES, LAYER_INPUT}

@@ -1,0 +1,173 @@
+"""Our scores through EleutherAI's Evaluation Harness, on a tiny task, against the plain model."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpar import checkpoint, evaluate
+from jaxpar.config import ConfigError
+from jaxpar.convert.hf.exporting import open_export, to_hf
+from jaxpar.data import load_tokenizer
+from jaxpar.inference import evaluate as inference_evaluate
+from jaxpar.inference.generation import config_for_sampling
+from jaxpar.inference.load import load
+from jaxpar.model import reference
+from jaxpar.sharding.mesh import make_mesh
+
+TASK = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+target_delimiter: ""
+"""
+
+CHOICES = """
+output_type: multiple_choice
+doc_to_text: "{{text}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{answer}}"
+metric_list: [{metric: acc}]
+"""
+
+WRITING = """
+output_type: generate_until
+doc_to_text: "{{text}}"
+doc_to_target: "{{written}}"
+generation_kwargs: {until: [".", ","], max_gen_toks: 24}
+metric_list: [{metric: exact_match, ignore_punctuation: false}]
+"""
+
+WHOLE = """
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{start}}"
+metric_list: [{metric: bits_per_byte}]
+"""
+
+VERSE = "the cat sat on the mat, and the dog sat on the log.\n"
+QUESTIONS = [
+    ("the cat sat on the", [" dog", " mat"], 1, " mat"),
+    ("the cat sat on the mat, and the dog sat on the", [" log.", " cat,"], 0, " log"),
+    ("the cat sat on the mat, and the", [" dog sat", " cat sat"], 0, " dog sat on the log"),
+]
+DOCUMENTS = [
+    {
+        "start": text[:20],  # within a window
+        "text": VERSE + text,
+        "choices": choices,
+        "answer": answer,
+        "written": written,
+    }
+    for text, choices, answer, written in QUESTIONS
+]
+
+
+@pytest.fixture(scope="module")
+def trained(train_on, write_config, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("evaluated")
+    quick = ["--evaluation.every", "0", "--checkpoint.every", "100", "--train.num-steps", "100"]
+    assert train_on(1, write_config(folder), *quick) == 0
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tasks")
+    data = folder / "data.json"
+    data.write_text("".join(json.dumps(d) + "\n" for d in DOCUMENTS))
+    for name, kind in {"choices": CHOICES, "writing": WRITING, "whole": WHOLE}.items():
+        (folder / f"{name}.yaml").write_text(TASK.format(name=name, data=data) + kind)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def no_hub(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+def results(model: Path, tasks: Path, capsys, *flags: str) -> dict:
+    output = tasks / "results.json"
+    names = ["choices", "writing", "whole"]
+    args = ["--tasks", *names, "--include-path", str(tasks), "--output", str(output), *flags]
+    evaluate.main([str(model), *args])
+    assert "|choices|" in capsys.readouterr().out
+    return json.loads(output.read_text())["results"]
+
+
+def log_probabilities(run: Path, text: str) -> np.ndarray:
+    """Of each byte of a text after the end of a text, by the plain model."""
+    cfg = config_for_sampling(checkpoint.load_config(run))
+    mesh = make_mesh(cfg.parallel, jax.devices()[:1])
+    params = checkpoint.restore_params(run, cfg, mesh)
+    tokenizer = load_tokenizer(cfg.data.path)
+    ids = jnp.asarray([[tokenizer.eos_id, *tokenizer.encode(text)]])
+    place, ones = jnp.arange(ids.shape[1])[None], jnp.ones_like(ids)
+    scores = jax.nn.log_softmax(reference.logits_of(params, ids, place, ones, cfg.model))
+    return np.asarray(jnp.take_along_axis(scores[0, :-1], ids[0, 1:, None], axis=-1)[:, 0])
+
+
+@pytest.mark.slow
+def test_a_run_and_its_export_score_alike(trained, tasks, capsys, tmp_path):
+    of_run = results(trained, tasks, capsys)
+    assert of_run["choices"]["acc,none"] == 1.0
+    assert of_run["writing"]["exact_match,none"] == 1.0
+    texts = [document["start"] for document in DOCUMENTS]
+    nats = -sum(log_probabilities(trained, text).sum() for text in texts)
+    wanted = nats / np.log(2) / sum(map(len, texts))
+    assert of_run["whole"]["bits_per_byte,none"] == pytest.approx(wanted, rel=1e-4)
+
+    to_hf(open_export(trained), tmp_path / "export", print, tolerance=None)
+    of_export = results(tmp_path / "export", tasks, capsys, "--tensor", "2", "--batch-size", "2")
+    for task, scores in of_run.items():
+        for metric, value in scores.items():
+            if isinstance(value, float):
+                assert of_export[task][metric] == pytest.approx(value, rel=1e-4), (task, metric)
+
+
+def test_long_texts_are_scored_by_their_latest_tokens(trained):
+    # Not above: tests for GPUs are collected with it, also where there is no lm_eval.
+    from jaxpar.inference.lm_eval import HarnessModel
+
+    model = HarnessModel(load(str(trained), None, 1, print), 2)
+    text = "the dog sat on the log.\\nthe cat sat on the mat" * 3
+    ids = model.tok_encode(text)
+    ((score, _),) = model._loglikelihood_tokens([(None, ids[:-4], ids[-4:])])
+    ((short, _),) = model._loglikelihood_tokens([(None, ids[-33:-4], ids[-4:])])
+    assert len(ids) > 33 and score == pytest.approx(short, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--tasks", "no_such_task"], "no_such_task: is no task of the harness|is no task"),
+        (["--tasks", "choices", "--include-path", "nowhere"], "is not a folder"),
+        (["--tasks", "choices", "--batch-size", "0"], "must be at least 1"),
+        (["--tasks", "choices", "--limit", "0"], "--limit = 0: must be at least 1"),
+        (["--tasks", "choices", "--num-fewshot", "-1"], "--num-fewshot = -1: must be at least 0"),
+        (["--tasks", "choices", "--output", "nowhere/x.json"], "folder that does not exist"),
+        (["--tasks", "choices", "--output", "."], r"--output = '\.': is a folder, not a file"),
+    ],
+)
+def test_what_cannot_be_scored(trained, flags, said):
+    with pytest.raises(ConfigError, match=said):
+        evaluate.main([str(trained), *flags])
+
+
+def test_a_file_is_checked_by_the_process_that_writes_it(monkeypatch):
+    """The others may be on hosts where its folder is not there."""
+    options = inference_evaluate.EvaluateOptions(
+        run="run", tasks=("choices",), output="nowhere/x.json"
+    )
+    for name, value in (("COORDINATOR_ADDRESS", "127.0.0.1:9"), ("NUM_PROCESSES", "2")):
+        monkeypatch.setenv(f"JAX_{name}", value)
+    monkeypatch.setenv("JAX_PROCESS_ID", "1")
+    inference_evaluate.check(options)
+    monkeypatch.setenv("JAX_PROCESS_ID", "0")
+    with pytest.raises(ConfigError, match=r"--output = .*folder that does not exist"):
+        inference_evaluate.check(options)

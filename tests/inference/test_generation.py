@@ -1,0 +1,173 @@
+"""Text by the cache against text by whole forward passes, row by row and mesh by mesh."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpar.config import Config, replace
+from jaxpar.config.validate import resolve
+from jaxpar.inference import generation
+from jaxpar.inference.generation import Sampling
+from jaxpar.model import decode
+from jaxpar.sharding.mesh import make_mesh
+from jaxpar.step.state import init_state
+from jaxpar.verification import small_config
+from tests.slow import slow_but
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+BASE = replace(
+    small_config.float32(Config()),
+    **{
+        "model.num_layers": 2,
+        "model.d_model": 16,
+        "model.num_heads": 4,
+        "model.num_kv_heads": 2,
+        "model.head_dim": 8,
+        "model.d_ff": 24,
+        "model.vocab_size": 64,
+        "model.init_std": 0.4,
+        "data.seq_len": 64,
+        "train.global_batch_size": 1,
+    },
+)
+
+MODELS = {
+    "llama": {},
+    "window and biases": {"model.sliding_window": 5, "model.qkv_bias": True, "model.qk_norm": True},
+    "gemma": {
+        "model.global_every": 2,
+        "model.sliding_window": 5,
+        "model.local_rope_theta": 100.0,
+        "model.activation": "gelu",
+        "model.post_norms": True,
+        "model.norm_offset": True,
+        "model.embed_scale": True,
+        "model.query_scale_dim": 6,
+        "model.tie_embeddings": True,
+    },
+    "experts": {"model.num_experts": 4, "model.experts_per_token": 2},
+}
+
+PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1], [8])
+GREEDY = Sampling(temperature=0.0)
+
+
+@functools.cache
+def model(name: str, tensor: int = 1):
+    cfg = resolve(generation.config_for_sampling(replace(BASE, **MODELS[name]), tensor), tensor)
+    mesh = make_mesh(cfg.parallel, jax.devices()[:tensor])
+    params = init_state(cfg, mesh).params
+    return cfg, mesh, params, generation.weights_for_sampling(params, cfg, mesh)
+
+
+def texts(cfg, mesh, _, weights, prompts, how=GREEDY, max_tokens=24, stop=()):
+    rows = [[] for _ in prompts]
+    for new in generation.generate(
+        weights, cfg, mesh, prompts, how, max_tokens=max_tokens, vocab_size=60, stop=stop
+    ):
+        for row, ids in zip(rows, new, strict=True):
+            row.extend(ids)
+    return rows
+
+
+@functools.cache
+def greedy_by_whole_passes(name: str, prompt: tuple[int, ...], count: int) -> list[int]:
+    cfg, mesh, params, _ = model(name)
+    next_logits = generation.make_next_logits(cfg, mesh)
+    text = list(prompt)
+    for _ in range(count):
+        row = np.zeros((1, cfg.data.seq_len), np.int32)
+        row[0, : len(text)] = text
+        text.append(int(jnp.argmax(next_logits(params, row, len(text) - 1)[0, :60])))
+    return text[len(prompt) :]
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    slow_but([("llama", 1), ("gemma", 2), ("experts", 1)], itertools.product(MODELS, (1, 2))),
+)
+def test_greedy_text_is_that_of_whole_passes(name, tensor):
+    """Prompts of different lengths in one batch: each row is as if it were alone."""
+    found = texts(*model(name, tensor), PROMPTS)
+    assert found == [greedy_by_whole_passes(name, tuple(ids), 24) for ids in PROMPTS]
+    assert len({tuple(row) for row in found}) == 3
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_weights_are_kept_in_the_compute_dtype(tensor):
+    cfg = replace(BASE, **{"model.dtype": "bfloat16"})
+    cfg = resolve(generation.config_for_sampling(cfg, tensor), tensor)
+    mesh = make_mesh(cfg.parallel, jax.devices()[:tensor])
+    weights = generation.weights_for_sampling(init_state(cfg, mesh).params, cfg, mesh)
+    matrices = [w for w in jax.tree.leaves(weights) if w.ndim > 2]
+    assert matrices and {str(w.dtype) for w in matrices} == {"bfloat16"}
+
+
+def test_a_row_ends_at_a_stop_token():
+    whole = texts(*model("llama"), PROMPTS)
+    stop = {whole[0][5]}
+    found = texts(*model("llama"), PROMPTS, stop=stop)
+    for row, ids in zip(found, whole, strict=True):
+        place = next((i for i, token in enumerate(ids) if token in stop), len(ids))
+        assert row == ids[:place]
+    assert len(found[0]) <= 5
+
+
+def test_draws_do_not_depend_on_the_neighbors_or_the_mesh():
+    how = Sampling(temperature=1.0, top_k=20, top_p=0.9, seed=3)
+    together = texts(*model("llama"), PROMPTS, how)
+    assert texts(*model("llama"), PROMPTS[:1], how) == together[:1]
+    assert texts(*model("llama", 2), PROMPTS, how) == together
+    other = texts(*model("llama"), PROMPTS, Sampling(temperature=1.0, seed=4))
+    assert other != together
+
+
+@pytest.mark.parametrize("count", [1, 16, 17, 33])
+def test_as_many_tokens_as_asked_for(count):
+    long = texts(*model("llama"), PROMPTS, max_tokens=33)
+    assert texts(*model("llama"), PROMPTS, max_tokens=count) == [row[:count] for row in long]
+
+
+def drawn(how: Sampling, logits, n=4000) -> np.ndarray:
+    """How often each token is drawn."""
+    rows = jnp.broadcast_to(jnp.asarray(logits), (n, len(logits)))
+    keys = jax.random.split(jax.random.key(0), n)
+    ids = generation.draw(rows, keys, how, len(logits) - 1)
+    return np.bincount(ids, minlength=len(logits)) / n
+
+
+def test_temperature_top_k_and_top_p():
+    """The last token is beyond the tokenizer's vocabulary, and never drawn."""
+    chances = np.array([0.4, 0.3, 0.2, 0.1])
+    logits = [*np.log(chances), 5.0]
+    close = functools.partial(np.testing.assert_allclose, atol=0.03)
+    close(drawn(Sampling(temperature=1.0, top_k=0), logits), [*chances, 0])
+    close(drawn(Sampling(temperature=1.0, top_k=2), logits), [4 / 7, 3 / 7, 0, 0, 0])
+    nucleus = Sampling(temperature=1.0, top_k=0, top_p=0.65)
+    close(drawn(nucleus, logits), [4 / 7, 3 / 7, 0, 0, 0])
+    close(drawn(Sampling(temperature=1.0, top_k=0, top_p=1e-9), logits), [1, 0, 0, 0, 0])
+    cold = chances**2 / (chances**2).sum()
+    close(drawn(Sampling(temperature=0.5, top_k=0), logits), [*cold, 0])
+    assert drawn(GREEDY, logits)[0] == 1
+
+
+@pytest.mark.parametrize("temperature", [1e-42, 1e-38, 1e-30, 1e-20])
+def test_next_to_no_temperature_is_none(temperature):
+    """Of float32, the first is 0, and by the second 20 is too large to be divided."""
+    logits = [10.0, 15.0, 20.0, 3.0, 25.0]
+    found = drawn(Sampling(temperature=temperature), logits, 8)
+    np.testing.assert_array_equal(found, [0, 0, 1, 0, 0])
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_the_cache_is_as_large_as_it_is_said_to_be(tensor):
+    cfg, mesh, _, weights = model("llama", tensor)
+    programs = generation.make_programs(cfg, mesh, GREEDY, slots=128, vocab_size=60)
+    rows = programs.start(weights, np.ones((3, 128), np.int32), np.full(3, 5, np.int32))
+    held = sum(a.addressable_shards[0].data.nbytes for a in jax.tree.leaves(rows.cache))
+    assert held == decode.cache_bytes(cfg.model, 3, 128, tensor)

@@ -1,0 +1,63 @@
+"""The fused weight layout: which matrices are concatenated, and when."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpar.config import Config, ModelConfig, ParallelConfig, replace
+from jaxpar.config.validate import resolve
+from jaxpar.execution.decisions import execution_of
+from jaxpar.model import fused_weights
+from jaxpar.model.parameters import param_specs
+
+SMALL = ModelConfig(
+    num_layers=2, d_model=16, num_heads=2, num_kv_heads=2, head_dim=8, d_ff=32, vocab_size=32
+)
+BASE = Config(model=SMALL, parallel=ParallelConfig(layer_loop="unroll"))
+
+
+def first_layer(cfg: Config) -> dict:
+    """The first layer of numbered parameters, fused."""
+    cfg = resolve(cfg, 1)
+    shapes = jax.tree.map(lambda s: s.shape, param_specs(cfg.model, cfg.lora), is_leaf=is_spec)
+    sizes = jax.tree.map(np.prod, shapes, is_leaf=lambda x: isinstance(x, tuple))
+    numbered = jax.tree.map(
+        lambda shape, n: np.arange(n, dtype=np.float32).reshape(shape),
+        *(shapes, sizes),
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+    return fused_weights.fuse(numbered, execution_of(cfg))["layers"][0][0] | {
+        "stored": numbered["layers"]
+    }
+
+
+def is_spec(leaf) -> bool:
+    return hasattr(leaf, "axes")
+
+
+@pytest.mark.parametrize("dtype", ["compute", "float8"])
+def test_gate_lies_before_up(dtype):
+    w = first_layer(replace(BASE, **{"model.matmul_dtype": dtype, "model.dtype": "bfloat16"}))
+    np.testing.assert_array_equal(w["w_gate_up"][:, :32], w["stored"]["w_gate"][0])
+    np.testing.assert_array_equal(w["w_gate_up"][:, 32:], w["stored"]["w_up"][0])
+    assert not {"w_gate", "w_up"} & set(w)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {
+            "model.matmul_dtype": "float8",
+            "model.float8_scaling": "row",
+            "model.dtype": "bfloat16",
+        },
+        {"model.activation": "gelu"},
+        {"model.mlp_bias": True},
+        {"model.num_experts": 2},
+        {"parallel.row_groups": 2, "train.global_batch_size": 2},
+    ],
+    ids=["float8 by row", "gelu", "bias", "experts", "turns"],
+)
+def test_where_gate_and_up_are_two(fields):
+    w = first_layer(replace(BASE, **fields))
+    assert {"w_gate", "w_up"} <= set(w) and "w_gate_up" not in w

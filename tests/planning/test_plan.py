@@ -1,0 +1,277 @@
+"""`python -m jaxpar.plan` as its users run it."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxpar import plan
+from jaxpar.config import Config, ConfigError, RopeScaling, replace
+from jaxpar.config.command_line import CONFIGS, load_config, parse_overrides
+from jaxpar.config.validate import resolve
+from jaxpar.planning import compiling, override, progress
+from jaxpar.planning.forecast import forecast, forecast_here
+from jaxpar.planning.predict.communication import Cluster
+from jaxpar.planning.predict.hardware import GPUS, NETWORKS
+
+
+def run(capsys, *words: str) -> str:
+    """What a command line prints."""
+    assert plan.main(words) == 0
+    return capsys.readouterr().out
+
+
+def test_the_ranking(capsys):
+    said = run(capsys, "llama3_8b", "--gpus", "4", "--quick", "--top", "3")
+    assert "fit 128.6 GiB a GPU" in said and "1. data 4" in said and "4. " not in said
+    for part in ("weights", "activations", "matmul", "exposed: data", "bubble", "in all"):
+        assert part in said
+    assert "Not allowed" in said and "The first: python -m jaxpar.train llama3_8b" in said
+
+
+def test_values_in_host_memory_are_told(capsys):
+    """28,672 bytes of 16,384 tokens and 32 layers; nothing else in these plans is an estimate."""
+    plans = lambda remat: run(capsys, "llama3_8b", "--gpus", "8", "--fix", f"remat={remat},data=8")  # noqa: E731
+    there, here = plans("dots_offload"), plans("dots")
+    assert "exposed: host" in there and "exposed: host" not in here
+    assert "Estimates: values in host memory (14.0 GiB a GPU" in there
+    assert "Estimates" not in here
+
+
+def test_how_far_it_is_goes_to_stderr(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "EVERY", 0.0)
+    assert plan.main(["quickstart", "--gpus", "2", "--quick", "--json"]) == 0
+    said = capsys.readouterr()
+    json.loads(said.out)
+    assert re.search(r"^plan: 3 of \d+ layouts predicted$", said.err, re.M)
+    assert re.search(r"^plan: 1 combinations of mesh.* checked$", said.err, re.M)
+    monkeypatch.setattr(progress, "EVERY", 60.0)
+    assert plan.main(["quickstart", "--gpus", "2", "--quick", "--json"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_json_is_the_same_in_numbers(capsys):
+    words = ("llama3_8b", "--gpus", "16", "--gpu", "b200", "--quick", "--json", "--tokens", "1e12")
+    found = json.loads(run(capsys, *words, "--price", "4"))
+    best = found["layouts"][0]
+    rates = [layout["tokens_per_second_per_gpu"] for layout in found["layouts"]]
+    assert rates == sorted(rates, reverse=True)
+    seconds, memory = best["seconds"], best["memory_bytes"]
+    assert seconds["in all"] == pytest.approx(sum(v for k, v in seconds.items() if k != "in all"))
+    assert memory["in all"] <= found["usable_bytes"]
+    cost = found["cost"]
+    assert cost["gpu_hours"] == pytest.approx(1e12 / rates[0] / 3600)
+    assert cost["price"] == pytest.approx(4 * cost["gpu_hours"])
+    assert cost["days"] == pytest.approx(cost["gpu_hours"] / 24 / 16)
+    assert len(found["caveats"]) == 1 and "b200" in found["caveats"][0]
+
+
+def test_what_is_written_is_what_was_chosen(capsys, tmp_path):
+    file = tmp_path / "chosen.py"
+    words = ("llama3_8b", "--gpus", "4", "--quick", "--fix", "tensor=2,zero=3", "--json")
+    found = json.loads(run(capsys, *words, "--data.seq-len", "4096", "--write", str(file)))
+    cfg = resolve(load_config(str(file)), 4)
+    chosen = found["layouts"][0]["parallel"]
+    assert {name: getattr(cfg.parallel, name) for name in chosen} == chosen
+    assert cfg.parallel.tensor == 2 and cfg.data.seq_len == 4096
+    _, _, _, name, *rest = found["command"].split()
+    assert parse_overrides(load_config(name), rest, "") == cfg
+    with pytest.raises(ConfigError, match=r"--write .* exists"):
+        plan.main([*words, "--write", str(file)])
+    with pytest.raises(ConfigError, match=r"--write .*must end in \.py"):
+        plan.main([*words, "--write", str(tmp_path / "chosen")])
+
+
+def test_what_is_printed_works_as_written(capsys, tmp_path, monkeypatch):
+    """From a config file by a relative path, with a space in its name."""
+    monkeypatch.chdir(tmp_path)
+    own, new = Path("my config.py"), Path("there") / "the first.py"
+    new.parent.mkdir()
+    own.write_text((CONFIGS / "quickstart.py").read_text())
+    words = ("--gpus", "1", "--quick", "--fix", "remat=attn_out,attn_lse,gate_up", "--json")
+    scaled = ("--model.rope-scaling.factor", "8", "--model.sliding-window", "64")
+    found = json.loads(run(capsys, str(own), *words, *scaled, "--write", str(new)))
+    _, _, _, name, *rest = shlex.split(found["command"])
+    cfg = parse_overrides(load_config(name), rest, "")
+    assert cfg.parallel.remat == "attn_out,attn_lse,gate_up"
+    assert cfg.model.rope_scaling == RopeScaling() and cfg.model.sliding_window == 64
+    monkeypatch.chdir("there")
+    assert load_config("the first.py") == cfg
+
+
+def test_a_section_that_is_turned_off_stays_so():
+    on = replace(Config(), **{"model.rope_scaling": RopeScaling(), "model.sliding_window": 8})
+    found = override.changes(on, Config())
+    assert found == {"model.sliding_window": None, "model.rope_scaling": None}
+    _, _, _, _, *rest = override.command_line("quickstart", on, Config()).split()
+    assert parse_overrides(on, rest, "") == Config()
+
+
+def test_fewest_gpus(capsys):
+    found = json.loads(run(capsys, "llama3_8b", "--min-gpus", "--json"))
+    assert found["gpus"] == 2  # 12 bytes for each of 8e9 parameters, and a step
+    assert "2 x h200" in run(capsys, "llama3_8b", "--min-gpus")
+
+
+def test_largest_batch_and_window(capsys):
+    small = ("llama_1b", "--gpus", "1")
+    batch = json.loads(run(capsys, *small, "--largest", "batch", "--json"))["largest"]
+    assert batch >= 16
+    three_hosts = ("llama_1b", "--gpus", "24", "--largest", "batch", "--json")
+    assert json.loads(run(capsys, *three_hosts))["largest"] % 24 == 0
+    window = json.loads(run(capsys, *small, "--largest", "sequence", "--json"))["largest"]
+    assert window > 32_768 and window % 4096 == 0
+
+
+def test_keys_and_values(capsys):
+    asked = ("llama3_8b", "--kv-cache", "64x8192", "--json")
+    found = json.loads(run(capsys, *asked))["inference"]
+    assert json.loads(run(capsys, *asked, "--model.dtype", "float16"))["inference"] == found
+    one, two = found[:2]
+    assert one["cache"] == 64 * 8192 * 131_072 and one["weights"] == 2 * 8_030_261_248
+    assert two["cache"] == one["cache"] / 2 and two["rows"] > 2 * one["rows"]
+    assert "sequences that fit" in run(capsys, "llama3_8b", "--kv-cache", "64x8192")
+
+
+def test_hardware_with_sources(capsys):
+    said = run(capsys, "--hardware")
+    assert "h200: NVIDIA H200" in said and "datasheet" in said and "estimate" in said
+    found = json.loads(run(capsys, "--hardware", "--json"))
+    assert found["gpus"].keys() == GPUS.keys() and found["networks"].keys() == NETWORKS.keys()
+    assert found["networks"]["ib400"]["bandwidth"]["value"] == 40e9
+
+
+def test_advice_is_of_the_numbers(capsys, monkeypatch):
+    from jaxpar.planning import advice
+
+    monkeypatch.setattr(advice, "CASES", advice.CASES[:1])
+    said = run(capsys, "--advice")
+    assert "0.5B on   8 GPUs" in said and "ahead of" in said
+
+
+BAD = (
+    (("llama3_8b", "--gpu", "h20"), r"--gpu = 'h20'.*h200, h100, a100, b200.*use --gpu h200"),
+    (("llama3_8b", "--network", "carrier"), r"--network = 'carrier'.*ib400"),
+    (("llama3_8b", "--gpus", "0"), r"--gpus = 0: must be at least 1"),
+    (("llama3_8b", "--gpus", "12", "--nodes", "5"), r"--nodes = 5: must divide.*--nodes 4"),
+    (("llama3_8b", "--fix", "heads=2"), r"--fix = 'heads=2'.*tensor"),
+    (("llama3_8b", "--fix", "tensor=x"), r"--fix = 'tensor=x'.*whole number"),
+    (("llama3_8b", "--fix", "tensor=²"), r"--fix = 'tensor=²': tensor must be a whole number"),
+    (("llama3_8b", "--fix", "tensor=2,3"), r"--fix = 'tensor=2,3': tensor must be a whole"),
+    (("llama3_8b", "--fix", "tensor=2,tensor=4"), r"--fix = .* names tensor twice"),
+    (("llama3_8b", "--fix", "zero=9"), r"--fix = 'zero=9': zero must be.*use --fix zero=3"),
+    (
+        ("llama3_8b", "--fix", "remat=bogus,data=8"),
+        r"--fix = 'remat=bogus': .*use --fix remat=dots",
+    ),
+    (("llama3_8b", "--price", "2"), r"--price = 2.0.*add --tokens"),
+    (("llama3_8b", "--tokens", "0"), r"--tokens = 0.0: must be at least 1"),
+    (("llama3_8b", "--tokens", "1e-300"), r"--tokens = 1e-300: must be at least 1, and at most"),
+    (("llama3_8b", "--tokens", "1e300"), r"--tokens = 1e\+300: .*at most 1e\+18"),
+    (("llama3_8b", "--price", "inf", "--tokens", "1"), r"--price = inf: must be above 0, and at m"),
+    (("llama3_8b", "--price", "1e308", "--tokens", "1e18"), r"--price = 1e\+308: .* most 1e\+09"),
+    (("llama3_8b", "--kv-cache", "64"), r"--kv-cache = '64'.*64x8192"),
+    (("llama3_8b", "--kv-cache", "²x3"), r"--kv-cache = '²x3': must be sequences x tokens"),
+    (("llama3_8b", "--model.num-head", "2"), r"model.num_head = '2': is not a field"),
+    (("--gpus", "8"), r"CONFIG = '' : |CONFIG = ''.*missing"),
+    (("llama3_70b", "--gpus", "4", "--quick"), r"--gpus = 4: is too few.*GiB.*--min-gpus"),
+    (("llama3_8b", "--gpus", "7", "--quick"), r"--gpus = 7: gives no mesh that the.*as long\. Fix"),
+    (("llama3_8b", "--fix", "tensor=3", "--quick"), r"--gpus = 8: gives no mesh.*that are kept"),
+    (("llama3_8b", "--tokens", "inf"), r"--tokens = inf: must be at least 1"),
+    (("llama3_8b", "--write", "nowhere/new.py"), r"--write = .* needs the folder nowhere"),
+    (("llama3_8b", "--write", "my plan"), r"must end in \.py.*use --write 'my plan\.py'"),
+    (("--advice", "--gpus", "1"), r"--gpus = 1: .* with --advice.*each shape.*leave out --gpus"),
+    (("--advice", "--nodes", "2"), r"--nodes = 2: .* with --advice.*sold in"),
+    (("--advice", "--data.seq-len=512"), r"= '--data.seq-len=512': says nothing to --advice"),
+    (("--hardware", "--nonsense", "3"), r"'--nonsense': says nothing to --hardware.*leave it out"),
+    (("llama3_8b", "--hardware"), r"'llama3_8b': says nothing to --hardware, which takes no CONF"),
+    (("llama3_8b", "--min-gpus", "--write", "new.py"), r"--write = .* together with --min-gpus"),
+    (("llama3_8b", "--gpus", "100000000"), r"--gpus = 100000000: must be at most 131,072"),
+    (("llama3_8b", "--gpus", "8", "--min-gpus"), r"--gpus = 8: does not go together with --min"),
+    (
+        ("llama3_8b", "--nodes", "2", "--min-gpus"),
+        r"--nodes = 2: .* with --min.*sold in.*leave out",
+    ),
+    (("llama3_8b", "--largest", "batch", "--top", "3"), r"--top = 3: .* with --largest, which"),
+    (("--advice", "--top", "3"), r"--top = 3: .* with --advice, which"),
+    (("llama3_8b", "--compile", "3", "--top", "1"), r"--compile = 3: .*at most 1, the.*--top 3"),
+    (("llama3_8b", "--compile", "11"), r"--compile = 11: must be at most 10, the layouts"),
+    (("llama3_8b", "--min-gpus", "--kv-cache", "1x1"), r"--kv-cache = .* with --min-gpus"),
+)
+
+
+@pytest.mark.parametrize(("words", "said"), BAD, ids=lambda value: str(value)[:40])
+def test_bad_input_is_said(words, said):
+    with pytest.raises(ConfigError, match=said):
+        plan.main(words)
+
+
+def test_help_answers():
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxpar.plan", "--help"], capture_output=True, text=True
+    )
+    assert done.returncode == 0
+    assert "--gpus" in done.stdout and "--kv-cache" in done.stdout and "--compile" in done.stdout
+
+
+@pytest.mark.skipif(compiling.has_plugin(), reason="the CUDA plugin is here")
+def test_compiling_without_the_plugin_is_refused():
+    with pytest.raises(ConfigError, match=r"--compile.*CUDA plugin.*cuda13"):
+        plan.main(["llama3_8b", "--compile", "1"])
+
+
+def test_moments_in_host_memory_are_not_compiled_without_a_gpu():
+    with pytest.raises(ConfigError, match=r"optimizer\.offload = True.*leave --compile out"):
+        plan.main(["llama3_8b", "--compile", "1", "--optimizer.offload", "True"])
+
+
+def test_a_failed_compilation_says_what_is_wrong():
+    """JAX writes on after the error, of its frames."""
+    trace = "Traceback (most recent call last):\n  File ...\njax.errors.TypeError: no such thing\n"
+    assert compiling.error_in(trace + "-----\nFor simplicity, JAX\n") == trace.splitlines()[-1]
+    assert compiling.error_in("killed\n\n") == "killed" and compiling.error_in("") == ""
+
+
+def test_a_compilation_that_takes_too_long_is_reported_and_not_waited_for():
+    cluster = Cluster(GPUS["h200"], NETWORKS["ib400"], 1, 1)
+    with pytest.raises(RuntimeError, match="still compiling after 0 s"):
+        compiling.compile_layout(resolve(Config(), 1), cluster, timeout=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not compiling.has_plugin(), reason="needs JAX's CUDA plugin")
+def test_compiling_confirms_the_prediction(capsys):
+    words = ("llama_1b", "--gpus", "1", "--model.num-layers", "4", "--compile", "1", "--json")
+    found = json.loads(run(capsys, *words))
+    predicted = found["layouts"][0]["memory_bytes"]["in all"]
+    compiled = found["compiled"][0]
+    assert compiled["arguments"] + compiled["temporary"] == pytest.approx(predicted, rel=0.1)
+
+
+def test_a_config_without_changes_is_itself():
+    assert override.changes(Config(), Config()) == {}
+
+
+@pytest.mark.slow
+def test_a_run_says_what_was_predicted_and_what_came(
+    train_on, config_file, tmp_path, capsys, monkeypatch
+):
+    """On a GPU that is none: the prediction for one of the same name stands in."""
+    short = ("--train.num-steps", "3", "--optimizer.warmup-steps", "0", "--evaluation.every", "0")
+    small = ("--checkpoint.every", "0", "--model.num-layers", "1")
+    h200 = lambda cfg: forecast(cfg, "NVIDIA H200", 1, 1)  # noqa: E731
+    assert forecast_here(load_config(config_file)) is None
+    monkeypatch.setattr("jaxpar.training.run.forecast_here", h200)
+    assert train_on(1, config_file, *short, *small) == 0
+    first, last = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("predicted")
+    ]
+    assert "GiB peak" in first and "and measured: peak" in last and "step" in last
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    told = [json.loads(line) for line in lines]
+    assert set(told[0]) == {"predicted_step_seconds", "predicted_memory_gib"}
+    assert [record["step"] for record in told[1:]] == [1, 2, 3]

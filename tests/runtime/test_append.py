@@ -1,0 +1,99 @@
+"""Lines for which a disk has no room wait for it."""
+
+import errno
+import os
+
+import pytest
+
+from jaxpar.runtime.files import append, json_lines
+from jaxpar.runtime.files.append import Lines
+
+
+class Disk:
+    """A file on a disk that has room for so many bytes."""
+
+    def __init__(self):
+        self.room, self.held, self.error = 10**9, b"", errno.ENOSPC
+
+    def write(self, data: bytes) -> int:
+        if not self.room:
+            raise OSError(self.error, "no room")
+        taken = data[: self.room]
+        self.held, self.room = self.held + taken, self.room - len(taken)
+        return len(taken)
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def disk(tmp_path, monkeypatch):
+    """A disk, and the file on it."""
+    made = Disk()
+    file = Lines(tmp_path / "lines")
+    monkeypatch.setattr(file, "_file", made)
+    return made, file
+
+
+def test_lines_wait_and_come_whole_and_in_order(disk, capfd):
+    made, file = disk
+    file.write("one\n")
+    made.room = 2
+    for text in ("two\n", "three\n"):
+        file.write(text)
+    assert made.held == b"one\ntw"
+    told = capfd.readouterr().err
+    assert told.count("WARNING") == 1 and "its lines wait" in told
+    made.room = 10**9
+    file.write("four\n")
+    assert made.held == b"one\ntwo\nthree\nfour\n"
+    made.room = 0
+    file.write("five\n")
+    assert "its lines wait" in capfd.readouterr().err  # told again
+    file.close()
+    assert "lacks its last 1 lines" in capfd.readouterr().err
+
+
+def test_what_waits_is_bounded_and_other_errors_are_raised(disk, capfd, monkeypatch):
+    made, file = disk
+    monkeypatch.setattr(append, "MAX_WAITING_BYTES", 20)
+    made.room = 0
+    for number in range(10):
+        file.write(f"line {number}\n")
+    made.room = 10**9
+    file.write("")
+    assert made.held == b"line 8\nline 9\n"
+    assert "its oldest lines are lost" in capfd.readouterr().err
+    made.room, made.error = 0, errno.EBADF
+    with pytest.raises(OSError, match="no room"):
+        file.write("more\n")
+
+
+@pytest.mark.parametrize("before", ["", '{"step": 1}\n', '{"step": 1}\n{"step"', '{"step": 1}'])
+def test_a_line_that_was_cut_off_takes_no_other_with_it(tmp_path, before):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(before)
+    file = Lines(path)
+    assert path.read_text() == before  # a reader may be at it
+    file.write('{"step": 2}\n')
+    file.close()
+    whole = [{"step": 1}] if before else []
+    assert list(json_lines.read(path)) == [*whole, {"step": 2}]
+    assert not path.read_text().startswith("\n") and "\n\n" not in path.read_text()
+
+
+def test_a_line_that_a_full_disk_cut_off_takes_no_other_with_it(disk, monkeypatch):
+    made, file = disk
+    monkeypatch.setattr(append, "MAX_WAITING_BYTES", 20)
+    made.room = 5
+    for number in range(10):
+        file.write(f"line {number}\n")
+    made.room = 10**9
+    file.write("")
+    assert made.held == b"line \nline 8\nline 9\n"
+
+
+def test_nothing_is_read_of_what_is_no_file():
+    file = Lines(os.devnull)
+    file.write("line\n")
+    file.close()

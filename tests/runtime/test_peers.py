@@ -1,0 +1,143 @@
+"""What processes say to one another before and beside training, in two that have met."""
+
+import json
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from tests import ranks
+
+#: Every check in one start: what each of the two processes found is its last line.
+SCRIPT = """
+import json, os, sys, time
+from jaxpar.runtime.processes import detect, rendezvous, peers
+from jaxpar.config import Config, ConfigError
+found = {}
+def caught(name, work):
+    try:
+        found[name] = work()
+    except Exception as error:
+        found[name] = [type(error).__name__, str(error), getattr(error, "code", None)]
+place = detect.detect(Config(), os.environ)
+found["line"] = rendezvous.connect(place, 60)
+own = peers.own()
+found["count"] = peers.count()
+caught("exchange", lambda: peers.exchange("names", f"I am {own}", 30))
+def fail_in_1():
+    if own == 1:
+        raise ConfigError("data.path", "x", "is not there", "copy it")
+    return "fine"
+caught("together", lambda: peers.together("checks", 30, fail_in_1))
+caught("same", lambda: peers.check_same("program", lambda: "text", 30))
+caught("differs", lambda: peers.check_same("config", lambda: f"text {own}", 30))
+if own == 0:
+    began = time.monotonic()
+    caught("missing", lambda: peers.exchange("here", "", 1.5))
+    found["seconds"] = time.monotonic() - began
+peers.exchange("end", "", 30)
+print(json.dumps(found), flush=True)
+peers.part(True)
+os._exit(0)
+"""
+
+
+ALONE = """
+import sys
+from jaxpar.runtime.program import run_program
+from jaxpar.runtime.processes import rendezvous
+from jaxpar.runtime.processes.detect import Cluster
+place = Cluster(
+    source="flags", coordinator=sys.argv[1], num_processes=2, process_id=int(sys.argv[2])
+)
+run_program(lambda _: print(rendezvous.connect(place, 2)))
+"""
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", socket.gethostname()])
+def test_a_port_that_another_program_has_is_said_so(host):
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        address = f"{host}:{other.getsockname()[1]}"
+        command = [sys.executable, "-c", ALONE, address, "0"]
+        env = ranks.environment()
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    (said,) = done.stderr.splitlines()
+    assert said.startswith("error: ") and f"has port {address.rpartition(':')[2]}. Fix: " in said
+
+
+def test_a_process_that_nobody_joins_says_so_and_ends():
+    address = f"127.0.0.1:{ranks.free_port()}"
+    for own, found in ((0, "answers, so others are missing"), (1, "does not answer (")):
+        command = [sys.executable, "-c", ALONE, address, str(own)]
+        env = ranks.environment()
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 1, done.stderr
+        said = f"error: flags: process {own} of 2, coordinator {address}: the processes have not"
+        assert said in done.stderr and found in done.stderr and "loopback" in done.stderr
+
+
+@pytest.fixture
+def address():
+    """Of a coordinator, whose port another program has on another address of this host."""
+    with socket.create_server(("127.0.0.2", 0)) as other:
+        yield f"127.0.0.1:{other.getsockname()[1]}"
+
+
+def test_two_processes_meet_and_say_what_is_wrong(address):
+    started = []
+    for own in range(2):
+        env = ranks.environment(
+            JAX_COORDINATOR_ADDRESS=address, JAX_NUM_PROCESSES="2", JAX_PROCESS_ID=str(own)
+        )
+        command = [sys.executable, "-c", SCRIPT]
+        started.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
+    said = [process.communicate(timeout=100)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0]
+    first, second = (json.loads(text.splitlines()[-1]) for text in said)
+    assert first["line"] == f"jax: process 0 of 2, coordinator {address}"
+    assert first["count"] == second["count"] == 2
+    assert first["exchange"] == second["exchange"] == ["I am 0", "I am 1"]
+    kind, text, code = first["together"]
+    assert (kind, code) == ("PeerFailed", 2)
+    assert text.startswith("checks: process 1 (") and "data.path = 'x': is not there" in text
+    assert second["together"][0] == "ConfigError"
+    assert first["same"] is second["same"] is None
+    for found in (first, second):
+        assert found["differs"][0] == "PeerFailed" and found["differs"][2] == 2
+        assert "process 1 (" in found["differs"][1] and "another config than" in found["differs"][1]
+    kind, text, _ = first["missing"]
+    assert kind == "PeersMissing" and "here: after 2 s, still missing: process 1 (" in text
+    assert 1 < first["seconds"] < 5
+
+
+#: A process of a run of one, which gets SIGTERM before it has taken a step.
+STOPPED = """
+import os, signal, sys, time
+from jaxpar.runtime import signals
+from jaxpar.runtime.processes import rendezvous, peers
+from jaxpar.runtime.processes.detect import Cluster
+place = Cluster(source="flags", coordinator=sys.argv[1], num_processes=1, process_id=0)
+rendezvous.connect(place, 60)
+with signals.StopRequest(several=True) as stop:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(3)  # JAX looks once a second
+    asked = 1
+    while not stop.due() and asked < 1000:
+        asked += 1
+        time.sleep(0.01)
+print(asked, stop.received, stop.due(), stop.due(), flush=True)
+peers.part(True)
+os._exit(0)
+"""
+
+
+def test_a_signal_during_the_start_is_heeded_after_the_first_step():
+    command = [sys.executable, "-c", STOPPED, f"127.0.0.1:{ranks.free_port()}"]
+    env = ranks.environment()
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    asked, *rest = done.stdout.splitlines()[-1].split()
+    assert int(asked) < 1000 and rest == ["SIGTERM", "True", "True"], done.stderr

@@ -1,0 +1,54 @@
+"""Initial weights of small models, made once for all meshes, and the gradients there.
+
+`init_params` compiles a generator for each array and mesh: up to half of the time of a test that
+takes one gradient of a tiny model. Here, one program for a model makes the same bits on one device;
+that every mesh does is what tests/sharding/test_initial_values.py is for.
+"""
+
+import functools
+from typing import Any
+
+import flax.traverse_util
+import jax
+from jax.sharding import Mesh
+
+from jaxpar.config import Config
+from jaxpar.model.parameters import param_specs
+from jaxpar.sharding.batch import Batch
+from jaxpar.sharding.initial_values import initialize
+from jaxpar.sharding.mesh import shardings
+from jaxpar.sharding.params import ParamSpec, flat, partition_specs
+from jaxpar.step import state
+from jaxpar.step.train_step import make_gradient_step
+from jaxpar.verification import traces
+
+
+@functools.cache
+def values_of(specs: tuple[tuple[str, ParamSpec], ...], seed: int) -> Any:
+    """The initial values of a tree of specs, on the host."""
+    tree = flax.traverse_util.unflatten_dict(dict(specs), sep="/")
+    return jax.device_get(jax.jit(functools.partial(initialize, tree))(seed))
+
+
+def init_params(specs: Any, cfg: Config, mesh: Mesh) -> Any:
+    """What `jaxpar.step.state.init_params` gives, without a program for each array and mesh."""
+    values = values_of(tuple(flat(specs).items()), cfg.train.seed)
+    placed = jax.device_put(values, shardings(mesh, partition_specs(specs)))
+    return state.to_running(state.TrainState((), placed, ()), cfg).params
+
+
+def first_gradients(cfg: Config, mesh: Mesh, batch: Batch) -> traces.TrainingTrace:
+    """Loss and gradients of a batch at the initial weights, without a step."""
+    params = init_params(param_specs(cfg.model, cfg.lora), cfg, mesh)
+    measured, grads = make_gradient_step(cfg, mesh)(params, traces.place_batch(batch, cfg, mesh))
+    init = traces.logical(params, cfg)
+    return traces.TrainingTrace(init, float(measured.loss), traces.logical(grads, cfg), [], init)
+
+
+def plain_gradients(cfg: Config, batch: Batch) -> traces.TrainingTrace:
+    """The same of the plain model on one device."""
+    params = values_of(tuple(flat(param_specs(cfg.model, cfg.lora)).items()), cfg.train.seed)
+    gradients = jax.jit(lambda p, b: traces.reference_gradients(p, b, cfg))
+    loss, grads = gradients(params, batch)
+    init = traces.to_host(params)
+    return traces.TrainingTrace(init, float(loss), traces.to_host(grads), [], init)
