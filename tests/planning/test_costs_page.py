@@ -97,7 +97,7 @@ def test_bytes_kept():
     own = 4 * shard.parameters / shard.fsdp
     assert kept("gradients at the end of the step, float32") == pytest.approx(own, rel=1e-3)
     whole = 2 * shard.parameters
-    assert kept("whole weights in bfloat16, ZeRO-1") == pytest.approx(whole, rel=1e-3)
+    assert kept("gathered weights in bfloat16, ZeRO-1") == pytest.approx(whole, rel=1e-3)
     assert kept("the head's gradient, float32") == 4 * shard.table
 
 
@@ -107,7 +107,7 @@ def test_saved_values_are_those_of_the_page():
     per_token = saved_per_token(cfg)
     assert tokens * per_token == pytest.approx(saved_bytes(cfg, shard_of(cfg)))
     rest = dict(data=2, tensor=2)
-    for sends, more in (("", rest), (" whose stages cannot rest", dict(sequence=2))):
+    for sends, more in (("", rest), (" with masks", dict(sequence=2))):
         staged = with_parallel(virtual_stages=2, **PIPELINE, **more)
         ring = value_of(row(f"the same in a pipeline{sends}")[0], letters_of(staged))
         shard = shard_of(staged)
