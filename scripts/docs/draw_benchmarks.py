@@ -1,4 +1,4 @@
-"""The bar chart of jaxpar and torchtitan: python scripts/docs/draw_benchmarks.py [--write | --check]
+"""A bar chart of jaxpar and torchtitan: python scripts/docs/draw_benchmarks.py [--write | --check]
 
 Drawn from the cards of docs/benchmarks into docs/images/torchtitan.svg. Printed; with --check, the
 exit code is 1 where the file differs.

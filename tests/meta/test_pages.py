@@ -18,7 +18,6 @@ from jaxpar.config import ParallelConfig
 from jaxpar.config.fields import field_types
 from jaxpar.sharding import axes
 from jaxpar.sharding.mesh import make_mesh
-from tests.slow import slow
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYOUTS, PLANNING = "choosing_a_layout.md", "planning.md"
