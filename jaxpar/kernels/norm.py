@@ -69,7 +69,7 @@ class Unmaterialized:
         """The output in float32, before it is rounded to x's dtype. Not for gradients."""
         return _normed(self.x, self.scale, self.gain)
 
-    def largest(self) -> jax.Array:
+    def max_magnitude(self) -> jax.Array:
         """The largest magnitude of `unrounded`, float32, but for its last digits: the product is
         rounded in another order. NaN where there is one."""
         return jnp.max(self.top * self.scale)

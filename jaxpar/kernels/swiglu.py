@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from jaxpar.kernels.float8.amax import WithAmax
-from jaxpar.kernels.float8.quantize import largest
+from jaxpar.kernels.float8.quantize import max_magnitude
 from jaxpar.kernels.platform import Platform
 
 #: Columns of a program, of one row, where F is a multiple, and the warps that work on them, forward
@@ -41,7 +41,7 @@ def swiglu(gate_up: jax.Array | WithAmax, scale: jax.Array | None) -> jax.Array 
     """
     if isinstance(gate_up, WithAmax):
         assert scale is None
-        return swiglu_measured(gate_up)
+        return swiglu_with_amax(gate_up)
     return swiglu_scaled(gate_up, scale)
 
 
@@ -76,7 +76,7 @@ swiglu_scaled.defvjp(_forward, _backward)
 
 
 @jax.custom_vjp
-def swiglu_measured(gate_up: WithAmax) -> WithAmax:
+def swiglu_with_amax(gate_up: WithAmax) -> WithAmax:
     """`swiglu` of rows as they are; result and gradient come with their largest magnitudes.
 
     Args:     gate_up: [..., 2 F]; its own largest is not read.
@@ -87,25 +87,25 @@ def swiglu_measured(gate_up: WithAmax) -> WithAmax:
     """
     values = gate_up.values
     if _kernels_run(values):
-        return forward_by_kernel(values, None, measured=True)
-    return _measured_by_xla(forward_by_xla(values, None))
+        return forward_by_kernel(values, None, with_amax=True)
+    return _with_amax_by_xla(forward_by_xla(values, None))
 
 
-def _forward_measured(gate_up):
-    return swiglu_measured(gate_up), gate_up.values
+def _forward_with_amax(gate_up):
+    return swiglu_with_amax(gate_up), gate_up.values
 
 
-def _backward_measured(gate_up, d_y):
+def _backward_with_amax(gate_up, d_y):
     if _kernels_run(gate_up, MIN_AMAX_COLUMNS):
-        return (backward_by_kernel(gate_up, None, d_y.values, measured=True),)
-    return (_measured_by_xla(backward_by_xla(gate_up, None, d_y.values)),)
+        return (backward_by_kernel(gate_up, None, d_y.values, with_amax=True),)
+    return (_with_amax_by_xla(backward_by_xla(gate_up, None, d_y.values)),)
 
 
-swiglu_measured.defvjp(_forward_measured, _backward_measured)
+swiglu_with_amax.defvjp(_forward_with_amax, _backward_with_amax)
 
 
-def _measured_by_xla(x: jax.Array) -> WithAmax:
-    return WithAmax(x, largest(x))
+def _with_amax_by_xla(x: jax.Array) -> WithAmax:
+    return WithAmax(x, max_magnitude(x))
 
 
 def _kernels_run(gate_up: jax.Array, fewest: int = MIN_COLUMNS) -> bool:
@@ -141,12 +141,12 @@ def _gradients(gate, up, d_y):
     return d_y * up * share * (1 + gate * (1 - share)), d_y * gate * share
 
 
-_HOW = ("columns", "warps", "interpret", "measured")
+_HOW = ("columns", "warps", "interpret", "with_amax")
 
 
 @functools.partial(jax.jit, static_argnames=_HOW)
-def forward_by_kernel(gate_up, scale, *, measured=False, warps=WARPS[0], **how):
-    """`swiglu`, or `swiglu_measured`. A jit, as in `norm.by_kernel`."""
+def forward_by_kernel(gate_up, scale, *, with_amax=False, warps=WARPS[0], **how):
+    """`swiglu`, or `swiglu_with_amax`. A jit, as in `norm.by_kernel`."""
 
     def kernel(halves_ref, scale_ref, out_ref, *largest_ref):
         gate, up = (_scaled(halves_ref[i], scale_ref[0]) for i in range(2))
@@ -154,12 +154,12 @@ def forward_by_kernel(gate_up, scale, *, measured=False, warps=WARPS[0], **how):
         _write_largest(largest_ref, [out])
 
     N, F = gate_up.size // gate_up.shape[-1], gate_up.shape[-1] // 2
-    made = _run(kernel, (N, F), [gate_up, scale], measured, warps, **how)
+    made = _run(kernel, (N, F), [gate_up, scale], with_amax, warps, **how)
     return _in_shape(made, (*gate_up.shape[:-1], F))
 
 
 @functools.partial(jax.jit, static_argnames=_HOW)
-def backward_by_kernel(gate_up, scale, d_y, *, measured=False, warps=None, **how):
+def backward_by_kernel(gate_up, scale, d_y, *, with_amax=False, warps=None, **how):
     """`backward_by_xla`, and its largest magnitude."""
 
     def kernel(halves_ref, scale_ref, d_y_ref, out_ref, *largest_ref):
@@ -171,8 +171,8 @@ def backward_by_kernel(gate_up, scale, d_y, *, measured=False, warps=None, **how
         _write_largest(largest_ref, rounded)
 
     N, F = gate_up.size // gate_up.shape[-1], gate_up.shape[-1] // 2
-    warps = WARPS[not measured] if warps is None else warps
-    made = _run(kernel, (N, 2, F), [gate_up, scale, d_y], measured, warps, **how)
+    warps = WARPS[not with_amax] if warps is None else warps
+    made = _run(kernel, (N, 2, F), [gate_up, scale, d_y], with_amax, warps, **how)
     return _in_shape(made, gate_up.shape)
 
 
@@ -192,8 +192,8 @@ def _in_shape(made, shape):
     return WithAmax(made[0].reshape(shape), lax.bitcast_convert_type(jnp.max(made[1]), jnp.float32))
 
 
-def _run(kernel, shape, given, measured, warps, *, columns=None, interpret=False):
-    """What a kernel writes of rows [N, F], or of both halves [N, 2, F]; if measured, a number of
+def _run(kernel, shape, given, with_amax, warps, *, columns=None, interpret=False):
+    """What a kernel writes of rows [N, F], or of both halves [N, 2, F]; with the amax, a number of
     each program beside it.
 
     Args:     given: gate_up; scale, or None; d_y, or nothing.
@@ -209,7 +209,7 @@ def _run(kernel, shape, given, measured, warps, *, columns=None, interpret=False
     row = pl.BlockSpec((None, columns), lambda j, i: (i, j))
     halves = pl.BlockSpec((None, 2, columns), lambda j, i: (i, 0, j))
     of_row = pl.BlockSpec((1,), lambda j, i: (i,))
-    of_program = [pl.BlockSpec((None, 1), lambda j, i: (j, i))] * measured
+    of_program = [pl.BlockSpec((None, 1), lambda j, i: (j, i))] * with_amax
     grid = (F // columns, N)
     varying = jax.typeof(gate_up).manual_axis_type
     out = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying)  # noqa: E731
@@ -218,7 +218,7 @@ def _run(kernel, shape, given, measured, warps, *, columns=None, interpret=False
         grid=grid,
         in_specs=[halves, of_row, *[row] * len(rest)],
         out_specs=[row if len(shape) == 2 else halves, *of_program],
-        out_shape=[out(gate_up.dtype, *shape), *[out(jnp.int32, *grid)] * measured],
+        out_shape=[out(gate_up.dtype, *shape), *[out(jnp.int32, *grid)] * with_amax],
         compiler_params=triton.CompilerParams(num_warps=warps, num_stages=1),
         name="swiglu" if len(shape) == 2 else "swiglu_backward",
         interpret=interpret,

@@ -44,7 +44,7 @@ def _is_whole(record: dict[str, Any]) -> bool:
     return isinstance(record.get("step"), int) and numbers and isinstance(record.get("bits"), dict)
 
 
-class Recent:
+class RecentSteps:
     """Writes the records."""
 
     def __init__(self, run_dir: Path, size: int):

@@ -106,7 +106,7 @@ def all_to_all(x: jax.Array, axes: Axes, split_dim: int, concat_dim: int) -> jax
     return lax.all_to_all(x, axes, split_dim, concat_dim, tiled=True)
 
 
-def largest_over(x: jax.Array, axes: Axes) -> jax.Array:
+def pmax(x: jax.Array, axes: Axes) -> jax.Array:
     """Elementwise maximum over `axes`. Not differentiable."""
     return x if lax.axis_size(axes) == 1 else varying(lax.pmax(x, axes))
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxpar.config import Config
-from jaxpar.monitoring.recent_steps import Recent, losses_judged, read_recent
+from jaxpar.monitoring.recent_steps import RecentSteps, losses_judged, read_recent
 from jaxpar.runtime import exit_codes
 
 #: A median absolute deviation times this is the standard deviation of normal numbers.
@@ -65,7 +65,7 @@ class StepGuard:
         wanted = g.recent_steps > 0 or g.spike != "ignore"  # a run that goes on has its window here
         size = max(g.recent_steps, g.spike_window) if wanted else 0
         before = _losses_before(run_dir, first_step, g.spike_window)
-        self._recent = Recent(run_dir, size if jax.process_index() == 0 else 0)
+        self._recent = RecentSteps(run_dir, size if jax.process_index() == 0 else 0)
         self._window = Window(g.spike_window, g.spike_deviations, before)
 
     def look(self, step: int, values: dict[str, float]) -> None:

@@ -99,9 +99,9 @@ def test_the_start_and_wrong_steps(run, again, only_devices):
 
 
 def test_the_ring_keeps_the_latest(tmp_path):
-    from jaxpar.monitoring.recent_steps import Recent
+    from jaxpar.monitoring.recent_steps import RecentSteps
 
-    ring = Recent(tmp_path, 10)
+    ring = RecentSteps(tmp_path, 10)
     for number in range(1, 100):
         ring.add(number, {"loss": number / 3, "grad_norm": float("inf")}, batch=number - 1)
         assert len(read_recent(tmp_path)) <= 20
@@ -114,7 +114,7 @@ def test_the_ring_keeps_the_latest(tmp_path):
     assert max(found) == 99 and len(found) >= 10 and found[99]["grad_norm"] is None
     assert found[99]["loss"] == 33.0 and found[98]["batch"] == 97
     assert jnp.float32(98 / 3) == np.uint32(int(found[98]["bits"]["loss"], 16)).view(np.float32)
-    Recent(tmp_path, 10).add(100, {"loss": 1.0, "grad_norm": 1.0})
+    RecentSteps(tmp_path, 10).add(100, {"loss": 1.0, "grad_norm": 1.0})
     assert max(read_recent(tmp_path)) == 100
 
 

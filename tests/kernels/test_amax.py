@@ -17,7 +17,7 @@ def test_a_norms_largest_is_found_by_its_rows(std):
     """But for its last digits: what is scaled by it stays in the range of the dtype."""
     x, gain = normal(256, 384, std=std), 1 + 0.1 * normal(384, seed=1)
     _, normed = unwritten(x, gain, jnp.float32)
-    found, wanted = normed.largest(), float8.largest(normed.unrounded())
+    found, wanted = normed.max_magnitude(), float8.max_magnitude(normed.unrounded())
     np.testing.assert_allclose(found, wanted, rtol=2**-21)
     for dtype, _, _ in FORMATS.values():
         room = float(jnp.finfo(dtype).max) / wanted  # brings the largest to the edge of the range
@@ -26,32 +26,32 @@ def test_a_norms_largest_is_found_by_its_rows(std):
             assert np.isfinite(np.asarray(edge.astype(dtype), np.float32)).all()
 
 
-def test_a_norm_of_what_is_no_number_is_measured_so():
+def test_the_amax_of_a_norm_of_nan_is_nan():
     _, normed = unwritten(normal(8, 16).at[3, 4].set(jnp.nan), jnp.ones(16))
-    assert np.isnan(normed.largest())
+    assert np.isnan(normed.max_magnitude())
 
 
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
-def test_measured_products_are_the_same(scaling):
+def test_products_with_amax_are_the_same(scaling):
     """Bit for bit, whether x or the outputs' gradients come with their largest, or not."""
     x, ws, dys = example(rows_apart=2.0)
 
-    def multiply(x, ws, measured):
-        scales = [float8.power_of_two_scale(float8.largest(w), float8.FORWARD) for w in ws]
+    def multiply(x, ws, with_amax):
+        scales = [float8.power_of_two_scale(float8.max_magnitude(w), float8.FORWARD) for w in ws]
         pairs = zip(ws, scales, strict=True)
         weights = [float8.quantize_weight(w, scale, scaling) for w, scale in pairs]
-        return float8.matmul(x, weights, "x", with_amax=measured)
+        return float8.matmul(x, weights, "x", with_amax=with_amax)
 
     @jax.jit
     def plain(x, ws, dys):
-        ys, vjp = jax.vjp(functools.partial(multiply, measured=False), x, ws)
+        ys, vjp = jax.vjp(functools.partial(multiply, with_amax=False), x, ws)
         return ys, *vjp(dys)
 
     @jax.jit
     def with_largest(x, ws, dys):
-        given = WithAmax(x, float8.largest(x))
-        ys, vjp = jax.vjp(functools.partial(multiply, measured=True), given, ws)
-        dx, dws = vjp([WithAmax(dy, float8.largest(dy)) for dy in dys])
+        given = WithAmax(x, float8.max_magnitude(x))
+        ys, vjp = jax.vjp(functools.partial(multiply, with_amax=True), given, ws)
+        dx, dws = vjp([WithAmax(dy, float8.max_magnitude(dy)) for dy in dys])
         return [y.values for y in ys], dx.values, dws
 
     found, wanted = with_largest(x, ws, dys), plain(x, ws, dys)
@@ -62,13 +62,13 @@ def test_measured_products_are_the_same(scaling):
 def test_the_scale_is_of_the_largest_that_is_given():
     """Nobody looks for it: with 16 times of it, numbers are rounded 16 times as low."""
     x, ws, dys = example()
-    loud = WithAmax(x.at[0, 0].set(2.0**-9 * float8.largest(x)), 16 * float8.largest(x))
-    scale = float8.power_of_two_scale(float8.largest(ws[0]), float8.FORWARD)
+    loud = WithAmax(x.at[0, 0].set(2.0**-9 * float8.max_magnitude(x)), 16 * float8.max_magnitude(x))
+    scale = float8.power_of_two_scale(float8.max_magnitude(ws[0]), float8.FORWARD)
 
     def multiply(given):
         return float8.matmul(given, [float8.quantize_weight(ws[0], scale, "tensor")], "x")[0]
 
     assert "reduce_max" not in str(jax.make_jaxpr(multiply)(loud))
     assert "reduce_max" in str(jax.make_jaxpr(multiply)(loud.values))
-    alike = multiply(WithAmax(loud.values, float8.largest(loud.values)))
+    alike = multiply(WithAmax(loud.values, float8.max_magnitude(loud.values)))
     assert 0 < relative_error(multiply(loud), alike) < 1e-2  # what lies below the normal numbers

@@ -28,7 +28,7 @@ def normal(*shape: int, seed: int = 0, std: float = 1.0) -> jax.Array:
 
 
 def scaled(x: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
-    scale = float8.power_of_two_scale(float8.largest(x), dtype)
+    scale = float8.power_of_two_scale(float8.max_magnitude(x), dtype)
     return float8.quantize(x, scale, dtype), scale
 
 
@@ -68,10 +68,12 @@ def test_error_is_at_most_half_a_spacing(form):
 def test_the_scale_is_the_largest_power_of_two_that_fits(form):
     dtype = FORMATS[form][0]
     top = float(jnp.finfo(dtype).max)
-    largest = np.geomspace(1e-20, 1e30, 999).astype(np.float32)
-    scale = np.asarray(float8.power_of_two_scale(largest, dtype), np.float64)
+    max_magnitude = np.geomspace(1e-20, 1e30, 999).astype(np.float32)
+    scale = np.asarray(float8.power_of_two_scale(max_magnitude, dtype), np.float64)
     assert (np.frexp(scale)[0] == 0.5).all()
-    assert (largest * scale <= top * (1 + 1e-6)).all() and (largest * scale * 2 > top).all()
+    assert (max_magnitude * scale <= top * (1 + 1e-6)).all() and (
+        max_magnitude * scale * 2 > top
+    ).all()
     edges = np.array([top, top * 4, np.nextafter(np.float32(top), np.float32(np.inf))], np.float32)
     np.testing.assert_array_equal(float8.power_of_two_scale(edges, dtype), [1, 0.25, 0.5])
 
@@ -89,7 +91,7 @@ def test_rounding_does_not_depend_on_the_scale(form):
     dtype, (_, smallest, _), _ = FORMATS[form]
     x = normal(4096)
     x = jnp.where(jnp.abs(x) < 2.0**-7, 1.0, x)
-    scale = float8.power_of_two_scale(float8.largest(x), dtype)
+    scale = float8.power_of_two_scale(float8.max_magnitude(x), dtype)
     # As far as the smallest number stays above the subnormal ones.
     room = int(np.log2(float(scale) * 2.0**-7)) - smallest
     wanted = float8.quantize(x, scale, dtype).astype(jnp.float32) / scale
@@ -108,7 +110,7 @@ def run(x, ws, dys, scaling: str, outer: int = -2):
     """Outputs, gradient of x and gradients of the weights."""
 
     def multiply(x, ws):
-        scales = [float8.power_of_two_scale(float8.largest(w), float8.FORWARD) for w in ws]
+        scales = [float8.power_of_two_scale(float8.max_magnitude(w), float8.FORWARD) for w in ws]
         pairs = zip(ws, scales, strict=True)
         weights = [float8.quantize_weight(w, scale, scaling, outer) for w, scale in pairs]
         return float8.matmul(x, weights, "x")
@@ -162,7 +164,7 @@ def test_no_element_is_further_off_than_its_terms_allow(scaling):
     (y, _), _, _ = run(x, ws, dys, scaling)
     relative, floor = (1 + 2**-4) ** 2 - 1, 2.0**-18
     terms = jnp.abs(x) @ jnp.abs(ws[0])
-    tiny = floor * IN * float8.largest(x) * float8.largest(ws[0])
+    tiny = floor * IN * float8.max_magnitude(x) * float8.max_magnitude(ws[0])
     assert (jnp.abs(y - x @ ws[0]) <= relative * terms + 2 * tiny).all()
 
 
@@ -265,7 +267,7 @@ def test_products_of_a_norm_are_those_of_the_array(scaling):
 
     def layer(x, gain, ws, written):
         x, normed = unwritten(x, gain, jnp.float32)
-        scales = [float8.power_of_two_scale(float8.largest(w), float8.FORWARD) for w in ws]
+        scales = [float8.power_of_two_scale(float8.max_magnitude(w), float8.FORWARD) for w in ws]
         pairs = zip(ws, scales, strict=True)
         weights = [float8.quantize_weight(w, scale, scaling) for w, scale in pairs]
         return x, float8.matmul(normed.written() if written else normed, weights, "x")
@@ -288,7 +290,7 @@ def test_a_norm_is_not_computed_again_for_what_is_saved():
     @functools.partial(jax.checkpoint, policy=policy)
     def layer(x, gain, w):
         x, normed = unwritten(x, gain)
-        scale = float8.power_of_two_scale(float8.largest(w), float8.FORWARD)
+        scale = float8.power_of_two_scale(float8.max_magnitude(w), float8.FORWARD)
         weight = float8.quantize_weight(w.astype(x.dtype), scale, "tensor")
         return float8.matmul(normed, [weight], "x")[0]
 
@@ -309,7 +311,7 @@ def test_the_kernel_keeps_nothing_that_the_backward_does_not_read(monkeypatch):
     def kept() -> list[str]:
         @functools.partial(jax.checkpoint, policy=policy)
         def layer(a, b, w):
-            scale = float8.power_of_two_scale(float8.largest(w), float8.FORWARD)
+            scale = float8.power_of_two_scale(float8.max_magnitude(w), float8.FORWARD)
             x = jax.ad_checkpoint.checkpoint_name(a * b, "x")
             return float8.matmul(x, [float8.quantize_weight(w, scale, "tensor")], "x")[0]
 

@@ -17,7 +17,7 @@ def products(x, w, dy, scaling: str):
     """Output, gradient of x and gradient of w."""
 
     def multiply(x, w):
-        scale = float8.power_of_two_scale(float8.largest(w), float8.FORWARD)
+        scale = float8.power_of_two_scale(float8.max_magnitude(w), float8.FORWARD)
         return float8.matmul(x, [float8.quantize_weight(w, scale, scaling)], "x")[0]
 
     y, vjp = jax.vjp(multiply, x, w)
@@ -75,7 +75,7 @@ def test_the_kernel_gives_the_bits_of_xla(dtype, std):
     """Subnormals, the largest numbers and the smallest among them."""
     x = std * jax.random.normal(jax.random.key(0), (1024, 2048))
     x = (x * jnp.exp(6 * jax.random.normal(jax.random.key(1), x.shape))).astype(jnp.bfloat16)
-    scale = float8.power_of_two_scale(float8.largest(x), dtype)
+    scale = float8.power_of_two_scale(float8.max_magnitude(x), dtype)
     same_bits_by_kernel_and_xla(x, scale, dtype)
 
 
@@ -83,7 +83,7 @@ def test_the_kernel_gives_the_bits_of_xla_for_a_norm():
     x = jax.random.normal(jax.random.key(0), (1024, 2048), jnp.bfloat16)
     gain = 1 + 0.1 * jax.random.normal(jax.random.key(1), (2048,))
     _, normed = norm.rms_norm_beside(x, gain, 1e-5)
-    scale = float8.power_of_two_scale(float8.largest(normed.unrounded()), float8.FORWARD)
+    scale = float8.power_of_two_scale(float8.max_magnitude(normed.unrounded()), float8.FORWARD)
     same_bits_by_kernel_and_xla(normed, scale, float8.FORWARD)
 
 

@@ -20,5 +20,5 @@ def test_the_kernel_computes_the_same(rows, length, unscaled):
     d_x, wanted_d_x = (np.asarray(a[0], np.float32) for a in (found, wanted))
     assert np.mean(d_x != wanted_d_x) < 1e-4  # the last digit, where a sum's order decides
     np.testing.assert_allclose(d_x, wanted_d_x, rtol=2**-7, atol=1e-6)
-    largest = np.abs(wanted[1]).max()
-    np.testing.assert_allclose(found[1], wanted[1], rtol=0, atol=1e-6 * largest)
+    max_magnitude = np.abs(wanted[1]).max()
+    np.testing.assert_allclose(found[1], wanted[1], rtol=0, atol=1e-6 * max_magnitude)

@@ -66,8 +66,8 @@ def test_the_kernels_compute_the_same(rows, F, scaled, dtype):
 
 def measured_by_kernel(gate_up, d_y, **how):
     """Result and gradient of the kernels, with what they found to be the largest."""
-    result = swiglu.forward_by_kernel(gate_up, None, measured=True, **how)
-    return result, swiglu.backward_by_kernel(gate_up, None, d_y, measured=True, **how)
+    result = swiglu.forward_by_kernel(gate_up, None, with_amax=True, **how)
+    return result, swiglu.backward_by_kernel(gate_up, None, d_y, with_amax=True, **how)
 
 
 def assert_measured(found, values):
@@ -106,7 +106,7 @@ def test_the_largest_gradient_may_be_in_either_half(half):
 def test_measured_it_is_the_same_and_so_is_its_gradient():
     """Left to XLA. Nobody reads the largest that comes in."""
     gate_up, _, d_y = arguments(6, 4, jnp.bfloat16, scaled=False)
-    found, vjp = jax.vjp(swiglu.swiglu_measured, WithAmax(gate_up, jnp.float32(np.nan)))
+    found, vjp = jax.vjp(swiglu.swiglu_with_amax, WithAmax(gate_up, jnp.float32(np.nan)))
     wanted, plain_vjp = jax.vjp(lambda a: swiglu.swiglu(a, None), gate_up)
     assert_measured(found, wanted)
     (gradient,) = vjp(WithAmax(d_y, jnp.float32(0)))
@@ -160,7 +160,7 @@ def test_the_kernels_are_for_gpus_and_some_shapes(F, dtype, by):
 @pytest.mark.parametrize(("F", "calls"), [(14336, 2), (11008, 1), (8000, 0)])
 def test_measured_the_backward_is_a_kernel_for_more_shapes(F, calls):
     def run(values, d_y):
-        vjp = jax.vjp(swiglu.swiglu_measured, without_amax(values))[1]
+        vjp = jax.vjp(swiglu.swiglu_with_amax, without_amax(values))[1]
         return vjp(without_amax(d_y))
 
     sizes = (2, 16, 2 * F), (2, 16, F)

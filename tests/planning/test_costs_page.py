@@ -83,7 +83,7 @@ def test_bytes_sent(name, axis, fields):
     formula, share = row(name)
     assert value_of(formula, letters_of(cfg)) == pytest.approx(traffic.sent, rel=1e-3)
     told = [int(percent) / 100 for percent in re.findall(r"(\d+)%", share)]
-    ways = ("tensor in pieces", "tensor", "tensor in turns") if axis == "tensor" else (axis,)
+    ways = ("tensor in shards", "tensor", "tensor in row groups") if axis == "tensor" else (axis,)
     assert told == [rates.EXPOSED[way] for way in ways]
     assert traffic.exposed in told
 

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.kernels.float8 import largest, power_of_two_scale, quantize
+from jaxpar.kernels.float8 import max_magnitude, power_of_two_scale, quantize
 from jaxpar.kernels.float8.matmul import GRADIENT_PRECISION, OUTPUT_PRECISION
 
 ROUNDS = 2
@@ -63,7 +63,7 @@ def _random(dims: tuple[int, ...], dtype: str) -> jax.Array:
     if not dtype.startswith("float8"):
         return jax.random.normal(jax.random.key(len(dims)), dims, jnp.dtype(dtype))
     x = jax.random.normal(jax.random.key(len(dims)), dims, jnp.bfloat16)
-    return quantize(x, power_of_two_scale(largest(x), dtype), dtype)
+    return quantize(x, power_of_two_scale(max_magnitude(x), dtype), dtype)
 
 
 def _launches(program, product: dict[str, Any]) -> Callable[[int], float]:

@@ -71,7 +71,7 @@ def _own_piece(members: Sequence[np.ndarray], place: int) -> np.ndarray:
 #: Every collective that the model and the step use.
 COLLECTIVES: dict[str, Collective] = {
     "psum": Collective(collectives.psum, lambda m, _: np.sum(m, axis=0), sums=True),
-    "pmax": Collective(collectives.largest_over, lambda m, _: np.max(m, axis=0)),
+    "pmax": Collective(collectives.pmax, lambda m, _: np.max(m, axis=0)),
     "all_gather": Collective(
         lambda x, axes: collectives.all_gather(x, axes, 0), lambda m, _: np.concatenate(m)
     ),

@@ -1,15 +1,21 @@
 """float8 matmuls: what is rounded is in `quantize.py`, what is multiplied in `matmul.py`."""
 
 from jaxpar.kernels.float8.matmul import SCALE, Float8Weight, matmul, quantize_weight
-from jaxpar.kernels.float8.quantize import BACKWARD, FORWARD, largest, power_of_two_scale, quantize
+from jaxpar.kernels.float8.quantize import (
+    BACKWARD,
+    FORWARD,
+    max_magnitude,
+    power_of_two_scale,
+    quantize,
+)
 
 __all__ = [
     "BACKWARD",
     "FORWARD",
     "SCALE",
     "Float8Weight",
-    "largest",
     "matmul",
+    "max_magnitude",
     "power_of_two_scale",
     "quantize",
     "quantize_weight",

@@ -28,7 +28,13 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxpar.kernels.float8.amax import without_amax
-from jaxpar.kernels.float8.quantize import BACKWARD, FORWARD, largest, power_of_two_scale, quantize
+from jaxpar.kernels.float8.quantize import (
+    BACKWARD,
+    FORWARD,
+    max_magnitude,
+    power_of_two_scale,
+    quantize,
+)
 from jaxpar.kernels.float8.quantize_transpose import quantize_both_ways
 
 type Scaling = Literal["tensor", "row"]
@@ -75,7 +81,7 @@ class Operand(Protocol):
     def rows(self) -> "Operand":
         """The same as one matrix."""
 
-    def largest(self) -> jax.Array:
+    def max_magnitude(self) -> jax.Array:
         """The largest magnitude, float32."""
 
     def readable(self) -> Any:
@@ -98,8 +104,8 @@ class Plain:
     def rows(self) -> "Plain":
         return Plain(self.values.reshape(-1, self.shape[-1]))
 
-    def largest(self) -> jax.Array:
-        return largest(self.values)
+    def max_magnitude(self) -> jax.Array:
+        return max_magnitude(self.values)
 
     def readable(self) -> jax.Array:
         return self.values
@@ -196,7 +202,7 @@ def _bits(q: jax.Array, name: str) -> jax.Array:
 
 def _scale_of(x: Operand, scaling: Scaling, dtype: Any) -> jax.Array:
     """That of all of x, [tokens, features], or of each token."""
-    seen = largest(x.readable(), 1) if scaling == "row" else x.largest()
+    seen = max_magnitude(x.readable(), 1) if scaling == "row" else x.max_magnitude()
     return power_of_two_scale(seen, dtype)
 
 

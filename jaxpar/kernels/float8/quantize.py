@@ -28,25 +28,24 @@ _SMALLEST = 2.0**-100
 _EXPONENT = np.uint32(0xFF800000)
 
 
-def largest(x: jax.Array, dims: int | tuple[int, ...] | None = None) -> jax.Array:
+def max_magnitude(x: jax.Array, dims: int | tuple[int, ...] | None = None) -> jax.Array:
     """Largest magnitude, float32, over some dims or all. NaN where there is one."""
     return jnp.max(jnp.abs(x), axis=dims).astype(jnp.float32)
 
 
-def power_of_two_scale(largest: jax.Array, dtype: Any) -> jax.Array:
-    """The largest power of two that keeps numbers up to `largest` in the range of `dtype`.
+def power_of_two_scale(max_magnitude: jax.Array, dtype: Any) -> jax.Array:
+    """The largest power of two that keeps numbers up to `max_magnitude` in the range of `dtype`.
 
-    Nothing scaled by it overflows, so nothing is ever clipped. Where `largest` is not finite, the
-    scale is NaN, and so is all that it scales: the loss shows it, and the guard leaves the
-    update out.
+    Nothing scaled by it overflows, so nothing is clipped. Where `max_magnitude` is not finite, the
+    scale is NaN, and so is all that it scales: the loss shows it, and the guard skips the update.
 
     Args:     largest: float32, not negative.
     Returns:  float32, the same shape.
     """
-    room = float(jnp.finfo(dtype).max) / jnp.maximum(largest, _SMALLEST)
+    room = float(jnp.finfo(dtype).max) / jnp.maximum(max_magnitude, _SMALLEST)
     bits = lax.bitcast_convert_type(room, jnp.uint32) & _EXPONENT
     power = lax.bitcast_convert_type(bits, jnp.float32)
-    return jnp.where(jnp.isfinite(largest), power, jnp.nan)
+    return jnp.where(jnp.isfinite(max_magnitude), power, jnp.nan)
 
 
 def quantize(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:

@@ -17,8 +17,8 @@ def round_to_float8(x: jax.Array, form: Format, dim: int | None = None) -> jax.A
     mantissa, smallest, top = form
     x = x.astype(jnp.float32)
     others = tuple(d for d in range(x.ndim) if d != dim) if dim is not None else None
-    largest = jnp.max(jnp.abs(x), axis=others, keepdims=True)
-    scale = 2.0 ** jnp.floor(jnp.log2(top / jnp.where(largest > 0, largest, 1.0)))
+    max_magnitude = jnp.max(jnp.abs(x), axis=others, keepdims=True)
+    scale = 2.0 ** jnp.floor(jnp.log2(top / jnp.where(max_magnitude > 0, max_magnitude, 1.0)))
     scaled = x * scale
     exponent = jnp.floor(jnp.log2(jnp.where(scaled == 0, 1.0, jnp.abs(scaled))))
     spacing = 2.0 ** (jnp.maximum(exponent, smallest) - mantissa)

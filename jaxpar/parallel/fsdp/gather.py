@@ -18,7 +18,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from jaxpar.kernels import float8
-from jaxpar.parallel.collectives import all_gather, all_to_all, largest_over, psum_scatter, varying
+from jaxpar.parallel.collectives import all_gather, all_to_all, pmax, psum_scatter, varying
 from jaxpar.sharding.axes import FSDP_AXES
 
 type Reduce = Literal["float32", "bfloat16"]
@@ -121,10 +121,10 @@ def float8_scales(tree: Any, names: Sequence[str], dtype: Any) -> Any:
     def largest(w: Any) -> Any:
         if isinstance(w, tuple):
             return tuple(map(largest, w))
-        return {n: float8.largest(w[n].astype(dtype), (-2, -1)) for n in names}
+        return {n: float8.max_magnitude(w[n].astype(dtype), (-2, -1)) for n in names}
 
     numbers, restore = ravel_pytree(largest(tree))
-    whole = restore(largest_over(numbers, FSDP_AXES))
+    whole = restore(pmax(numbers, FSDP_AXES))
     return jax.tree.map(lambda a: float8.power_of_two_scale(a, float8.FORWARD), whole)
 
 

@@ -1,15 +1,15 @@
 """Arithmetic of the interleaved 1F1B pipeline, in plain numbers.
 
 P stages (devices along PIPELINE), v chunks of layers on each, M microbatches. Chunk c of stage s
-is the c*P + s-th part of the model. Each stage runs its units in the same order, one forward and
-one backward per tick, every tick on all stages at once (lock-step):
+is the c*P + s-th part of the model. An action is one microbatch in one chunk. Each stage runs its
+actions in the same order, one forward and one backward per tick, all stages in lock-step:
 
-    forward  of unit i on stage s at tick  i + s
-    backward of unit i on stage s at tick  (v*P - 1) + i + (P - 1 - s)
+    forward  of action i on stage s at tick  i + s
+    backward of action i on stage s at tick  (v*P - 1) + i + (P - 1 - s)
 
 so three loops do all the work: forward only, both, backward only. One loop that always did both
-would double the bubble, unless a stage rests in a slot without a unit. Methods work on ints and on
-traced values alike.
+would double the bubble, unless a stage idles in a tick without an action. Methods work on ints and
+on traced values alike.
 
 Source:   Narayanan et al. 2021 (2104.04473), section 2.2, made lock-step.
 """
@@ -27,7 +27,7 @@ class Schedule:
 
     @property
     def num_actions(self) -> int:
-        """Forward (or backward) units of one stage: a unit is one microbatch in one chunk."""
+        """Forward (or backward) actions of one stage: a microbatch in a chunk is one."""
         return self.microbatches * self.virtual
 
     @property
@@ -37,7 +37,7 @@ class Schedule:
 
     @property
     def stash_size(self) -> int:
-        """Units that may wait for their backward at once: the longest wait plus one."""
+        """Actions in flight: at most so many activations are stashed for their backward."""
         return 2 * self.virtual * self.stages - 1
 
     def phases(self) -> tuple[tuple[bool, bool, int, int], ...]:
@@ -49,7 +49,7 @@ class Schedule:
 
     @property
     def duration(self) -> int:
-        """Length of a step in units of one chunk's forward plus backward.
+        """Length of a step, in the time of one chunk's forward plus backward.
 
         v*M + P - 1, of which P - 1 are bubble: the textbook figure.
         """

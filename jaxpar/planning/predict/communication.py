@@ -149,9 +149,9 @@ def _tensor(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
     stream = shard.width * shard.tokens * cfg.model.d_model
     sent = moved * stream * (ranks - 1) / ranks
     seconds = sent / direct_bandwidth(ranks, here, cluster)
-    how = "tensor in turns" if p.row_groups > 1 else "tensor"
+    how = "tensor in row groups" if p.row_groups > 1 else "tensor"
     if on_gpus(cfg).collective_matmul:
-        how = "tensor in pieces"
+        how = "tensor in shards"
     return Traffic("tensor", sent, seconds, 0.0, rates.EXPOSED[how])
 
 

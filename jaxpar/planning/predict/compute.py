@@ -193,12 +193,12 @@ def weights_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
     rounded_once = cfg.parallel.gather_dtype == "float8" and cfg.parallel.num_microbatches == 1
     once = (9 if rounded_once else 12) * own + travels
     moved = once * (cfg.parallel.num_microbatches if zero3 else 1)
-    moved += _added_up(cfg, shard) * backward_units(cfg) / shard.chunks
-    moved += _sums_of_pieces(cfg, shard) * cfg.parallel.num_microbatches
+    moved += _added_up(cfg, shard) * backward_actions(cfg) / shard.chunks
+    moved += _sums_of_shards(cfg, shard) * cfg.parallel.num_microbatches
     return Seconds(elementwise=moved / elementwise_rate(gpu))
 
 
-def _sums_of_pieces(cfg: Config, shard: Shard) -> float:
+def _sums_of_shards(cfg: Config, shard: Shard) -> float:
     """Bytes that a microbatch moves to add up the gradients of one weight's matmuls."""
     if not (shard.trainable and on_gpus(cfg).collective_matmul):
         return 0.0
@@ -218,7 +218,7 @@ def _added_up(cfg: Config, shard: Shard) -> float:
     return moved
 
 
-def backward_units(cfg: Config) -> int:
+def backward_actions(cfg: Config) -> int:
     """Units that a device computes backward in a step, of a chunk each: where chunks send, those
     of idle slots too."""
     p = cfg.parallel
@@ -227,12 +227,12 @@ def backward_units(cfg: Config) -> int:
     )
 
 
-def ring_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
+def stash_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
     """Residuals copied into the pipeline's ring and out of it, each read and written."""
     if cfg.parallel.pipeline == 1:
         return Seconds()
     return Seconds(
-        elementwise=4 * slot_bytes(cfg, shard) * backward_units(cfg) / elementwise_rate(gpu)
+        elementwise=4 * slot_bytes(cfg, shard) * backward_actions(cfg) / elementwise_rate(gpu)
     )
 
 

@@ -40,8 +40,8 @@ EXPOSED = {
     "replica": 0.35,
     "sequence": 0.35,
     "tensor": 1.0,
-    "tensor in turns": 0.5,
-    "tensor in pieces": 0.15,
+    "tensor in row groups": 0.5,
+    "tensor in shards": 0.15,
     "pipeline": 0.45,
 }
 

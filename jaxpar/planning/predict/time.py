@@ -72,7 +72,7 @@ def step_time(cfg: Config, cluster: Cluster) -> StepTime:
     layer = compute.layer_seconds(cfg, shard, gpu)
     stage = layer.times(shard.layers)
     head = compute.head_seconds(cfg, shard, gpu)
-    beside = compute.weights_seconds(cfg, shard, gpu) + compute.ring_seconds(cfg, shard, gpu)
+    beside = compute.weights_seconds(cfg, shard, gpu) + compute.stash_seconds(cfg, shard, gpu)
     busy = (stage + head).times(p.num_microbatches) + beside
     bubble = stage.total * (p.pipeline - 1) / p.virtual_stages
     traffic = traffic_of(cfg, shard, cluster)
