@@ -36,9 +36,8 @@ def max_magnitude(x: jax.Array, dims: int | tuple[int, ...] | None = None) -> ja
 def power_of_two_scale(max_magnitude: jax.Array, dtype: Any) -> jax.Array:
     """The largest power of two that keeps numbers up to `max_magnitude` in the range of `dtype`.
 
-    Nothing scaled by it overflows, so nothing is ever clipped. Where it is not finite, the
-    scale is NaN, and so is all that it scales: the loss shows it, and the guard leaves the
-    update out.
+    Nothing scaled by it overflows, so nothing is clipped. Where `max_magnitude` is not finite, the
+    scale is NaN, and so is all that it scales: the loss shows it, and the guard skips the update.
 
     Args:     max_magnitude: float32, not negative.
     Returns:  float32, the same shape.
