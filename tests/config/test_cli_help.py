@@ -67,9 +67,7 @@ def test_help_shows_one_section(section, capsys):
 
 
 def test_help_of_an_unknown_section_is_refused():
-    with pytest.raises(
-        ConfigError, match=r"is not a section .* Fix: use --help model"
-    ):
+    with pytest.raises(ConfigError, match=r"is not a section .* Fix: use --help model"):
         train.main(["quickstart", "--help", "modle"])
     with pytest.raises(ConfigError, match=f"use one of {', '.join(SECTIONS)}, all"):
         train.main(["--help", "nonesuch"])
