@@ -37,6 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 EXCERPT = re.compile(r"<!-- excerpt: (\S+) (\S+) -->\n```python\n(.*?)```", re.DOTALL)
+COMMAND = re.compile(r"python -m jaxpar\.(\S*.*)|^(?:python -m )?jaxpar ([a-z].*)")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
@@ -90,7 +91,7 @@ def test_the_tour_quotes_code_only_as_excerpts():
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """Words of each `python -m jaxpar...` in a page's code, from the module's name on.
+    """Words of each `python -m jaxpar.NAME` or `jaxpar NAME` in a page's code, from the module on.
 
     Left out are those with placeholders (CONFIG, ...), those shown to fail, after a `$ `, messages
     that name a program, and bare mentions of one.
@@ -99,8 +100,8 @@ def commands(text: str) -> Iterator[list[str]]:
     blocks = [re.sub(r"^(config error|bad numerics): .*", "", code, flags=re.M) for code in blocks]
     inline = re.findall(r"(?<!`)`([^`\n]+)`(?!`)", BLOCK.sub("", text))
     for line in "\n".join(blocks + inline).splitlines():
-        found = None if line.startswith("$ ") else re.search(r"python -m (jaxpar\S*.*)", line)
-        words = shlex.split(found.group(1), comments=True) if found else []
+        found = None if line.startswith("$ ") else COMMAND.search(line)
+        words = shlex.split(f"jaxpar.{found[1] or found[2]}", comments=True) if found else []
         placeholder = any(w.split(".")[-1].isupper() or "..." in w for w in words)
         mention = words[1:] in (
             [],
@@ -171,6 +172,9 @@ def test_a_wrong_command_is_seen():
         check_command(words)
     with pytest.raises(SystemExit):
         check_command(["jaxpar.sample", "runs/quickstart", "--promt", "x"])
+    assert list(commands("`jaxpar plan llama3_8b --gpus 8`")) == [
+        ["jaxpar.plan", "llama3_8b", "--gpus", "8"]
+    ]
 
 
 def test_errors_that_are_quoted_are_said_so():
