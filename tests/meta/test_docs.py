@@ -191,6 +191,14 @@ def test_errors_that_are_quoted_are_said_so():
 # ------------------------------------------------------------------------ tables and pictures
 
 
+def script_of(name: str):
+    """A script of scripts/docs, as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / "docs" / f"{name}.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
+
+
 @pytest.mark.parametrize(
     ("name", "page"),
     [
@@ -200,9 +208,7 @@ def test_errors_that_are_quoted_are_said_so():
     ],
 )
 def test_tables_that_are_made_are_up_to_date(name, page):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / "docs" / f"{name}.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = script_of(name)
     expected = script.BEGIN + script.table() + script.END
     assert expected in read(f"docs/{page}"), f"run python scripts/docs/{name}.py --write"
 
@@ -214,17 +220,12 @@ def test_every_metric_is_on_its_page():
     assert f"<!-- metrics -->\n{table}<!-- /metrics -->" in read("docs/monitoring.md"), table
 
 
-def test_the_map_of_the_code_names_every_module_and_script():
-    package = {p.name + "/" * p.is_dir() for p in (ROOT / "jaxpar").iterdir()}
-    folder = ROOT / "scripts"
-    scripts = {
-        str(p.relative_to(folder))
-        for p in folder.rglob("*")
-        if p.is_file() and "__pycache__" not in p.parts
-    }
-    there = {name for name in package | scripts if not name.startswith("__")}
-    missing = there - set(re.findall(r"`([\w./]+)`", read("docs/code.md")))
-    assert not missing, f"add a line for {sorted(missing)} to docs/code.md"
+def test_the_map_of_the_code_is_up_to_date():
+    written = script_of("code_map").page()
+    assert read("docs/code.md") == written, "run python scripts/docs/code_map.py --write"
+    scripts = (f for f in (ROOT / "scripts").rglob("*") if f.is_file() and f.suffix != ".pyc")
+    missing = {str(f.relative_to(ROOT / "scripts")) for f in scripts}
+    assert not missing - set(re.findall(r"`([\w./]+)`", written))
 
 
 def test_model_fields_that_may_change_are_as_listed():
