@@ -8,6 +8,7 @@ docs/checkpoints.md lists the fields that may change then.
 from collections.abc import Sequence
 
 from jaxpar.config.command_line import read_config
+from jaxpar.execution.decisions import explain
 from jaxpar.runtime.processes import rendezvous
 from jaxpar.runtime.program import run_program
 from jaxpar.training.first_run import prepare_quickstart
@@ -16,7 +17,7 @@ from jaxpar.training.start import run_to_end
 
 def main(argv: Sequence[str]) -> int:
     """The command line."""
-    cfg, environment = rendezvous.join(read_config(argv, "jaxpar.train", __doc__))
+    cfg, environment = rendezvous.join(read_config(argv, "jaxpar.train", __doc__, explain))
     prepare_quickstart(cfg)
     return run_to_end(cfg, environment)
 

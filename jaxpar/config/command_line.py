@@ -21,13 +21,19 @@ from jaxpar.config.type_check import check_types
 from jaxpar.config.validate import check
 
 
-def read_config(argv: Sequence[str], prog: str, doc: str | None) -> Config:
+def read_config(
+    argv: Sequence[str],
+    prog: str,
+    doc: str | None,
+    explain: Callable[[Config], str] | None = None,
+) -> Config:
     """The config that a command line `CONFIG [--section.field value ...]` asks for, checked.
 
     `--help` shows how to call the program, `--help SECTION` fields of the config, with CONFIG's
     values when it is given; `--print-config` prints the config as JSON; all of them exit.
 
-    Args:     prog: the program's module, such as "jaxpar.train".
+    Args:     prog: the program's module, such as "jaxpar.train". explain: what --print-config says
+              about the config, printed to standard error, so that the JSON can be piped.
     Raises:   ConfigError for an unknown config or field, and all that `validate.check` finds.
     """
     args, program = list(argv), as_called(f"python -m {prog}")
@@ -45,7 +51,9 @@ def read_config(argv: Sequence[str], prog: str, doc: str | None) -> Config:
     cfg = parse_overrides(base, [arg for arg in args if arg != "--print-config"], program)
     check(cfg)
     if print_config:
-        print(to_json(cfg), end="")
+        print(to_json(cfg), end="", flush=True)
+        if explain:
+            print(explain(cfg), file=sys.stderr)
         sys.exit(0)
     return cfg
 

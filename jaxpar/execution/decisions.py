@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxpar.config import Config, ModelConfig
+from jaxpar.config import Config, ModelConfig, replace
 from jaxpar.config.remat_policies import names_on_host
 from jaxpar.kernels.platform import Platform
 
@@ -128,6 +128,14 @@ def execution_of(cfg: Config, platform: Platform | None = None) -> Execution:
         stage_wide_collectives=stage_wide,
         layers_per_vjp=_layers_per_vjp(cfg, stage_wide),
     )
+
+
+def explain(cfg: Config) -> str:
+    """How `cfg` is executed on GPUs, in one line for people."""
+    known = cfg.parallel.data > 0
+    ex = on_gpus(cfg if known else replace(cfg, **{"parallel.data": 2}))
+    when = "" if known else " (with parallel.data 2)"
+    return f"execution on GPUs{when}: {'; '.join(ex.in_words())}"
 
 
 def on_gpus(cfg: Config) -> Execution:

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "jaxpar"
 HEAD = (
     "# Map of the code\n\n"
     "Written by `python scripts/docs/code_map.py --write` from the docstrings.\n\n"
-    "- A folder directly under `jaxpar/` is a **room**. Its `__init__.py` has one sentence about it "
+    "- A folder directly under `jaxpar/` is a **room**. Its `__init__.py` has a sentence about it "
     "and names, in `MAY_IMPORT`, the rooms that it may import; `tests/meta/test_rooms.py` checks "
     "every import.\n"
     "- A file in the root of `jaxpar/` is a **door**: a program, `python -m jaxpar.NAME` or "
@@ -27,7 +27,7 @@ HEAD = (
 BESIDE = (
     "\n## Around the package\n\n| folder | what |\n|---|---|\n"
     "| `configs/` | configs: Python files with a `get_config()` |\n"
-    "| `tests/` | a folder for each room; `meshes/` compares every mesh with the plain model, `e2e/` "
+    "| `tests/` | a folder for each room; `meshes/` compares meshes with the plain model, `e2e/` "
     "runs programs, `meta/` checks rooms and pages |\n"
     "| `docs/`, `mkdocs.yml` | the pages; `make docs` builds the site |\n"
 )

@@ -1,7 +1,10 @@
 """How configs are executed: one table, config -> Execution."""
 
+import json
+
 import pytest
 
+from jaxpar import train
 from jaxpar.config import Config, replace
 from jaxpar.config.validate import resolve
 from jaxpar.execution import decisions
@@ -124,6 +127,15 @@ def test_in_words():
         "activations: some in host memory",
         "backward: a chunk at a time",
     ]
+
+
+def test_print_config_explains_the_execution(capsys):
+    with pytest.raises(SystemExit) as ended:
+        train.main(["llama3_8b", "--parallel.tensor", "2", "--print-config"])
+    printed = capsys.readouterr()
+    assert ended.value.code == 0 and json.loads(printed.out)["parallel"]["tensor"] == 2
+    assert printed.err.startswith("execution on GPUs (with parallel.data 2): tensor overlap: ")
+    assert "norms: written before the matmul" in printed.err
 
 
 def test_no_decision_needs_devices(monkeypatch):
