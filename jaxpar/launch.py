@@ -16,7 +16,7 @@ from jaxpar.runtime.program import run_program
 
 def main(argv: Sequence[str]) -> int:
     """The command line."""
-    launcher = Launcher(*read_command(argv))
+    launcher = Launcher(*read_command(argv, __doc__))
     children.on_signals(launcher.stop)
     return launcher.run()
 

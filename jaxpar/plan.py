@@ -19,7 +19,7 @@ from jaxpar.runtime.program import run_program
 def main(argv: Sequence[str]) -> int:
     """The command line."""
     if asks_help(argv):
-        parser().parse_args(["--help"])
+        parser(__doc__).parse_args(["--help"])
     asked = read_command(argv)
     # Shapes alone are computed, so a GPU that is in use is left alone.
     jax.config.update("jax_platforms", "cpu")

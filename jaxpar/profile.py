@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import tyro
 
+from jaxpar.config.command_line import as_called
 from jaxpar.profiling.command import (
     ProfileOptions,
     check,
@@ -25,8 +26,8 @@ from jaxpar.runtime.program import run_program
 
 def main(argv: Sequence[str]) -> None:
     """The command line."""
-    prog = "python -m jaxpar.profile"
-    options = tyro.cli(ProfileOptions, args=list(argv), prog=prog, description=__doc__)
+    prog, doc = as_called("python -m jaxpar.profile"), as_called(__doc__ or "")
+    options = tyro.cli(ProfileOptions, args=list(argv), prog=prog, description=doc)
     check(options)
     loaded = load(options.path, options.step)
     found = figures(loaded, gpu_of(options, loaded), options.top)

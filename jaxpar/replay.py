@@ -9,17 +9,15 @@ from collections.abc import Sequence
 
 import tyro
 
+from jaxpar.config.command_line import as_called
 from jaxpar.runtime.program import run_program
 from jaxpar.verification.replay import ReplayOptions, replay
 
 
 def main(argv: Sequence[str]) -> None:
     """The command line."""
-    replay(
-        tyro.cli(
-            ReplayOptions, args=list(argv), prog="python -m jaxpar.replay", description=__doc__
-        )
-    )
+    prog, doc = as_called("python -m jaxpar.replay"), as_called(__doc__ or "")
+    replay(tyro.cli(ReplayOptions, args=list(argv), prog=prog, description=doc))
 
 
 if __name__ == "__main__":

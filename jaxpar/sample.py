@@ -4,17 +4,15 @@ from collections.abc import Sequence
 
 import tyro
 
+from jaxpar.config.command_line import as_called
 from jaxpar.inference.sample import SampleOptions, sample
 from jaxpar.runtime.program import run_program
 
 
 def main(argv: Sequence[str]) -> None:
     """The command line."""
-    sample(
-        tyro.cli(
-            SampleOptions, args=list(argv), prog="python -m jaxpar.sample", description=__doc__
-        )
-    )
+    prog, doc = as_called("python -m jaxpar.sample"), as_called(__doc__ or "")
+    sample(tyro.cli(SampleOptions, args=list(argv), prog=prog, description=doc))
 
 
 if __name__ == "__main__":

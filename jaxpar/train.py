@@ -1,6 +1,8 @@
-"""Train a model: python -m jaxpar.train CONFIG [--section.field value ...]
+"""Train a model:  python -m jaxpar.train CONFIG [--section.field value ...]
+Resume a run:   python -m jaxpar.train RUN_DIR [--section.field value ...]
 
-The run folder is all there is to a run. If it holds a checkpoint, the run goes on from there.
+A run is saved in its folder, `run.dir`. If the folder holds a checkpoint, the run resumes from it;
+docs/checkpoints.md lists the fields that may change then.
 """
 
 from collections.abc import Sequence
@@ -8,13 +10,15 @@ from collections.abc import Sequence
 from jaxpar.config.command_line import read_config
 from jaxpar.runtime.processes import rendezvous
 from jaxpar.runtime.program import run_program
+from jaxpar.training.first_run import prepare_quickstart
 from jaxpar.training.start import run_to_end
 
 
 def main(argv: Sequence[str]) -> int:
     """The command line."""
-    cfg = read_config(argv, "jaxpar.train", __doc__)
-    return run_to_end(*rendezvous.join(cfg))
+    cfg, environment = rendezvous.join(read_config(argv, "jaxpar.train", __doc__))
+    prepare_quickstart(cfg)
+    return run_to_end(cfg, environment)
 
 
 if __name__ == "__main__":

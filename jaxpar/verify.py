@@ -23,7 +23,8 @@ from collections.abc import Sequence
 
 import jax
 
-from jaxpar.config.command_line import load_config, parse_overrides
+from jaxpar.config.command_line import parse_overrides
+from jaxpar.config.config_file import load_config
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.program import run_program
 from jaxpar.verification import small_config

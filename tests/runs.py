@@ -14,6 +14,7 @@ from jaxpar.runtime import exit_codes
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.training import run
 from tests import ranks
+from tests.weights import as_programs_do
 
 CONFIG = """
 from jaxpar.config import *
@@ -113,7 +114,8 @@ def train_on(only_devices):
 def whole(train_on, write_ranks, tmp_path_factory) -> Path:
     """The run of `write_ranks`, in one process on four devices. Tests must not write to it."""
     folder = tmp_path_factory.mktemp("whole")
-    assert train_on(4, write_ranks(folder)) == exit_codes.EXIT_OK
+    with as_programs_do():
+        assert train_on(4, write_ranks(folder)) == exit_codes.EXIT_OK
     return folder / "run"
 
 
@@ -121,5 +123,6 @@ def whole(train_on, write_ranks, tmp_path_factory) -> Path:
 def finished(train_on, write_config, tmp_path_factory) -> Path:
     """A run of 120 steps on two devices, saved every 40. Tests must not write to it."""
     folder = tmp_path_factory.mktemp("finished")
-    assert train_on(2, write_config(folder)) == exit_codes.EXIT_OK
+    with as_programs_do():
+        assert train_on(2, write_config(folder)) == exit_codes.EXIT_OK
     return folder / "run"

@@ -5,7 +5,9 @@ takes one gradient of a tiny model. Here, one program for a model makes the same
 that every mesh does is what tests/sharding/test_initial_values.py is for.
 """
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import flax.traverse_util
@@ -21,6 +23,22 @@ from jaxpar.sharding.params import ParamSpec, flat, partition_specs
 from jaxpar.step import state
 from jaxpar.step.train_step import make_gradient_step
 from jaxpar.verification import traces
+
+#: The package's own.
+INIT_PARAMS = state.init_params
+
+
+@contextlib.contextmanager
+def as_programs_do() -> Iterator[None]:
+    """Compile, and make weights, as in programs that tests start: their bits are the same."""
+    made, quick = state.init_params, jax.config.read("jax_disable_most_optimizations")
+    state.init_params = INIT_PARAMS
+    jax.config.update("jax_disable_most_optimizations", False)
+    try:
+        yield
+    finally:
+        state.init_params = made
+        jax.config.update("jax_disable_most_optimizations", quick)
 
 
 @functools.cache

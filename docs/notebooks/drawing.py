@@ -6,7 +6,9 @@ import jax
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.patches import Rectangle
+from matplotlib.ticker import NullLocator
 
 plt.rcParams |= {
     "figure.dpi": 110,
@@ -41,6 +43,12 @@ def bare(axes: Axes, width: float, height: float, title: str = "") -> None:
     """Axes of given extent without ticks; y grows downward."""
     axes.set(xlim=(0, width), ylim=(height, 0), xticks=[], yticks=[], title=title)
     axes.spines[:].set_visible(False)
+
+
+def plain_ticks(axis: Axis, values: Sequence[float]) -> None:
+    """Ticks of a logarithmic axis at these values only, written without powers of ten."""
+    axis.set_ticks(values, [f"{value:,g}" if value < 1 else f"{value:,.0f}" for value in values])
+    axis.set_minor_locator(NullLocator())
 
 
 # ------------------------------------------------------------------------------------- shards

@@ -21,7 +21,7 @@ from jaxpar.bench.matmuls import command as matmuls
 from jaxpar.bench.training import command as training
 from jaxpar.bench.training.command import WARM_UP, card, measure, summary
 from jaxpar.config import ConfigError
-from jaxpar.config.command_line import asks_help
+from jaxpar.config.command_line import as_called, asks_help
 
 MAY_IMPORT = (
     "config",
@@ -50,7 +50,7 @@ COMMANDS: dict[str, ModuleType] = {
 def main(argv: Sequence[str]) -> int:
     """The command line; the exit code."""
     if not argv or (argv[0] not in COMMANDS and asks_help(argv)):
-        print(__doc__)
+        print(as_called(__doc__ or ""))
         return 0
     return _command(argv).main(argv[1:])
 

@@ -1,7 +1,7 @@
 """`python -m jaxpar.bench`."""
 
-from jaxpar import bench
+from jaxpar.bench import main
 from jaxpar.runtime.program import run_program
 
 if __name__ == "__main__":
-    run_program(bench.main)
+    run_program(main)

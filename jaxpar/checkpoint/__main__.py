@@ -9,6 +9,7 @@ import jax
 import tyro
 
 from jaxpar.checkpoint import inspection
+from jaxpar.config.command_line import as_called
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.program import run_program
 
@@ -54,8 +55,9 @@ type Options = Ls | Verify | Diff
 
 def read_options(argv: Sequence[str]) -> Options:
     """The options of a command line."""
+    prog, doc = as_called(PROGRAM), as_called(__doc__ or "")
     options = tyro.extras.subcommand_cli_from_dict(
-        COMMANDS, prog=PROGRAM, description=__doc__, args=list(argv)
+        COMMANDS, prog=prog, description=doc, args=list(argv)
     )
     if isinstance(options, Diff):
         return dataclasses.replace(options, other=options.other or options.run)

@@ -1,46 +1,48 @@
-"""A config from the command line: a file, then typed overrides of any field.
+"""A config from the command line: its name, file or run, then typed overrides of any field.
 
-Values are read here, so that whatever is wrong with one is said like any other config error, and
-`None` and the fields of an optional section can be given; tyro writes the help.
+Values are read here, so that whatever is wrong with one is a config error like any other, and
+`None` and the fields of an optional section can be given.
 """
 
-import contextlib
-import importlib.util
 import itertools
+import re
 import sys
-import traceback
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from jaxpar.config import Config, ConfigError, RopeScaling, default_of, flag, replace
+from jaxpar.config import Config, ConfigError, default_of, flag, replace
+from jaxpar.config.config_file import known_configs, load_config
 from jaxpar.config.fields import field_types, leaf_paths, unknown_field
+from jaxpar.config.help import asks_help, print_help, topic_of
 from jaxpar.config.serialize import to_json
 from jaxpar.config.type_check import check_types
 from jaxpar.config.validate import check
-
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
 def read_config(argv: Sequence[str], prog: str, doc: str | None) -> Config:
     """The config that a command line `CONFIG [--section.field value ...]` asks for, checked.
 
-    `--help` documents every field, with CONFIG's values when it is given; `--print-config` prints
-    the config as JSON; both exit.
+    `--help` shows how to call the program, `--help SECTION` fields of the config, with CONFIG's
+    values when it is given; `--print-config` prints the config as JSON; all of them exit.
 
+    Args:     prog: the program's module, such as "jaxpar.train".
     Raises:   ConfigError for an unknown config or field, and all that `validate.check` finds.
     """
-    args, program = list(argv), f"python -m {prog}"
+    args, program = list(argv), as_called(f"python -m {prog}")
     name = args.pop(0) if args and not args[0].startswith("-") else None
     if name is None and not asks_help(args):
-        fix = f"start with a .py file or one of {known_configs()}: {program} quickstart"
+        known = f"{known_configs()}, a .py file, or the folder of a run"
+        fix = f"start with one of {known}: {program} quickstart"
         raise ConfigError("CONFIG", args[0] if args else "", "is missing", fix)
+    base = load_config(name) if name else Config()
+    if asks_help(args):
+        about = f"{as_called(doc or '').strip()}\n\n{ABOUT_CONFIG.format(known=known_configs())}"
+        print_help(base, f"{program} CONFIG", about, topic_of(args), PRINT_CONFIG)
+        sys.exit(0)
     print_config = "--print-config" in args
-    args = [arg for arg in args if arg != "--print-config"]
-    doc = f"{doc}\nCONFIG is a .py file, or one of {known_configs()}. --print-config shows it."
-    cfg = parse_overrides(load_config(name) if name else Config(), args, f"{program} CONFIG", doc)
+    cfg = parse_overrides(base, [arg for arg in args if arg != "--print-config"], program)
     check(cfg)
     if print_config:
         print(to_json(cfg), end="")
@@ -48,75 +50,39 @@ def read_config(argv: Sequence[str], prog: str, doc: str | None) -> Config:
     return cfg
 
 
-def known_configs() -> str:
-    """Names of the configs that come with the repository."""
-    return ", ".join(sorted(path.stem for path in CONFIGS.glob("*.py")))
+#: What CONFIG may be, for --help.
+ABOUT_CONFIG = """\
+CONFIG is one of
+  {known},
+a .py file with a get_config(), or the folder of a run, to start it again with its latest config."""
+
+#: A line of --help.
+PRINT_CONFIG = "--print-config                  print the config as JSON and exit"
 
 
-def load_config(name: str) -> Config:
-    """The config of `configs/NAME.py`, or of the Python file at a path.
+def as_called(text: str) -> str:
+    """A text that names programs as `python -m jaxpar.NAME`, with the words that are in use.
 
-    A config file is code: it is imported and its `get_config()` is called. Run only your own.
-
-    Raises:   ConfigError when there is no such file, it fails, or its get_config() returns no
-              Config.
+    The command `jaxpar` (jaxpar/__main__.py) leaves them in sys.argv[0], such as "jaxpar train".
     """
-    path = Path(name) if name.endswith(".py") else CONFIGS / f"{name}.py"
-    if not path.is_file():
-        fix = f"give a .py file, or one of {known_configs()}"
-        raise ConfigError("CONFIG", name, "is no config file", fix)
-    spec = importlib.util.spec_from_file_location(f"jaxpar_config_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    with _told_where(name, path):
-        spec.loader.exec_module(module)
-    if not hasattr(module, "get_config"):
-        raise ConfigError("CONFIG", name, "has no get_config()", "see configs/quickstart.py")
-    with _told_where(name, path):
-        cfg = module.get_config()
-    if not isinstance(cfg, Config):
-        rule = f"must return a Config from get_config(), not a {type(cfg).__name__}"
-        raise ConfigError("CONFIG", name, rule, "see configs/quickstart.py")
-    return cfg
-
-
-@contextlib.contextmanager
-def _told_where(name: str, path: Path) -> Iterator[None]:
-    """What a config file's code raises becomes a ConfigError that names the line."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except Exception as error:
-        if isinstance(error, SyntaxError) and error.filename == str(path):
-            line, said = error.lineno, error.msg
-        else:
-            frames = traceback.extract_tb(error.__traceback__)
-            lines = [frame.lineno for frame in frames if frame.filename == str(path)]
-            line, said = lines[-1] if lines else None, str(error)
-        where = f"line {line} of it" if line else "it"
-        rule = f"cannot be used: {where} fails: {type(error).__name__}: {' '.join(said.split())}"
-        fix = f"mend {where}; configs/quickstart.py is one that works"
-        raise ConfigError("CONFIG", name, rule, fix) from error
+    called = sys.argv[0].rpartition(" ")[0]
+    if called not in ("jaxpar", "python -m jaxpar"):
+        return text
+    return re.sub(r"python -m jaxpar\.(\w+)\b(?!\.\w)", rf"{called} \1", text)
 
 
 def parse_overrides(cfg: Config, args: Sequence[str], prog: str, description: str = "") -> Config:
-    """The config with `--section.field value` applied; `--help` documents every field and exits.
+    """The config with `--section.field value` applied; `--help [SECTION]` prints help and exits.
 
     Raises:   ConfigError for an unknown field, a value that is missing or of the wrong type.
     """
     if asks_help(args):
-        print_help(cfg, prog, description)
+        print_help(cfg, prog, as_called(description).strip(), topic_of(args))
         sys.exit(0)
     for path, text in _pairs(args):
         cfg = replace(cfg, **{path: _read(text, field_types()[path])})
         check_types(cfg)
     return cfg
-
-
-def asks_help(args: Sequence[str]) -> bool:
-    """Whether a command line holds --help."""
-    return "--help" in args or "-h" in args
 
 
 def _pairs(args: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -186,23 +152,3 @@ def _read(text: str, hint: Any) -> Any:
         except (KeyError, ValueError):
             continue
     return text
-
-
-def print_help(cfg: Config, prog: str, description: str) -> None:
-    """Every field: its flag, type, meaning and value in `cfg`; inside a None, once that is set."""
-    import tyro
-
-    description += "\n--set SECTION.FIELD=VALUE ... sets several fields."
-    if cfg.model.rope_scaling is None:
-        cfg = replace(cfg, **{"model.rope_scaling": RopeScaling()})
-        description += "\nmodel.rope_scaling is None here; setting one of its fields turns it on."
-    else:
-        description += "\n--model.rope-scaling None turns it off."
-    tyro.cli(
-        Config,
-        default=cfg,
-        args=["--help"],
-        prog=prog,
-        description=description,
-        config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff),
-    )

@@ -1,8 +1,11 @@
 """Fields of a config by path: their types, values, defaults and flags."""
 
+import ast
 import dataclasses
 import difflib
 import functools
+import inspect
+import itertools
 import shlex
 import types
 import typing
@@ -49,6 +52,22 @@ def _child(node: Any, key: str) -> Any:
     section = section_of(typing.get_type_hints(type(node))[key])
     value = getattr(node, key)
     return section() if value is None and section is not None else value
+
+
+@functools.cache
+def meanings(section: Any) -> dict[str, str]:
+    """The line under each field of a section's class, by the field's name."""
+    (node,) = ast.parse(inspect.getsource(section)).body
+    assert isinstance(node, ast.ClassDef)
+    found = {}
+    for field, below in itertools.pairwise(node.body):
+        match field, below:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)),
+                ast.Expr(value=ast.Constant(value=str(text))),
+            ):
+                found[name] = " ".join(text.split())
+    return found
 
 
 def value_of(cfg: "Config", path: str) -> Any:

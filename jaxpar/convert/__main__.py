@@ -12,6 +12,7 @@ import jax
 import tyro
 
 from jaxpar.config import ConfigError
+from jaxpar.config.command_line import as_called
 from jaxpar.convert import selfcheck, torch_file
 from jaxpar.convert.hf import exporting, importing
 from jaxpar.convert.peft import exporting as peft_folder
@@ -134,8 +135,9 @@ def read_options(argv: Sequence[str]) -> Options:
 
     Raises:   ConfigError for a value that cannot work.
     """
+    prog, doc = as_called(PROGRAM), as_called(__doc__ or "")
     options = tyro.extras.subcommand_cli_from_dict(
-        COMMANDS, prog=PROGRAM, description=__doc__, args=list(argv)
+        COMMANDS, prog=prog, description=doc, args=list(argv)
     )
     tolerance = getattr(options, "checking", Checking()).tolerance
     if not 0 < tolerance < 1:

@@ -5,7 +5,6 @@ and where checks compute with `transformers` and PEFT.
 """
 
 import dataclasses
-import importlib.util
 import json
 import tempfile
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxpar.config import ConfigError, ModelConfig
+from jaxpar.config.packages import require_package
 from jaxpar.convert.hf import exporting
 from jaxpar.convert.hf.exporting import Export
 from jaxpar.convert.hf.families import Family
@@ -82,9 +82,7 @@ def check_file(file: Path) -> None:
 
 def require_torch() -> None:
     """Raises:   ConfigError where torch is not installed."""
-    if importlib.util.find_spec("torch") is None:
-        fix = "pip install torch, or use `to-hf`, which needs none"
-        raise ConfigError("to-torch", None, "needs torch, which is not installed", fix)
+    require_package("torch", "to-torch", None, "use `to-hf`, which needs none")
 
 
 def to_torch(export: Export, file: Path, log: Callable[[str], None]) -> None:

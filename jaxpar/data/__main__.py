@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import tyro
 
 from jaxpar.config import ConfigError, flag
+from jaxpar.config.command_line import as_called
 from jaxpar.data.formats.convert import ConvertOptions, convert
 from jaxpar.data.formats.inspect import InspectOptions, inspect_tokens
 from jaxpar.data.formats.meta import Meta
@@ -30,7 +31,7 @@ def read_command(args: Sequence[str]) -> Options:
             "convert": ConvertOptions,
             "inspect": InspectOptions,
         },
-        prog="python -m jaxpar.data",
+        prog=as_called("python -m jaxpar.data"),
         description="Datasets of tokens, for `data.path`.",
         args=list(args),
         config=(tyro.conf.FlagCreatePairsOff,),

@@ -70,10 +70,9 @@ class DoctorOptions:
 def parser() -> Parser:
     """The options of the program itself."""
     made = Parser(
-        prog="python -m jaxpar.doctor",
-        description=DOC + "\nsections:\n" + "\n".join(f"  {n:12} {t}" for n, t in SECTIONS.items()),
+        "python -m jaxpar.doctor",
+        DOC + "\nsections:\n" + "\n".join(f"  {n:12} {t}" for n, t in SECTIONS.items()),
         epilog=EPILOG,
-        allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = made.add_argument

@@ -1,6 +1,5 @@
 """A model scored on tasks of the Evaluation Harness."""
 
-import importlib.util
 import json
 import os
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import Annotated, Any
 import tyro
 
 from jaxpar.config import ConfigError
+from jaxpar.config.packages import require_package
 from jaxpar.inference.load import load
 from jaxpar.runtime.processes import peers, rendezvous
 
@@ -41,8 +41,7 @@ class EvaluateOptions:
 
 def check(options: EvaluateOptions) -> None:
     """Raises:   ConfigError for an option that cannot work."""
-    if importlib.util.find_spec("lm_eval") is None:
-        raise ConfigError("lm_eval", "", "is not installed", "pip install 'jaxpar[eval]'")
+    require_package("lm-eval", "--tasks", ",".join(options.tasks))
     for name, value, least in (
         ("--batch-size", options.batch_size, 1),
         ("--tensor", options.tensor, 1),

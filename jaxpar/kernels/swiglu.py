@@ -193,7 +193,7 @@ def _in_shape(made, shape):
 
 
 def _run(kernel, shape, given, with_amax, warps, *, columns=None, interpret=False):
-    """What a kernel writes of rows [N, F], or of both halves [N, 2, F]; with_amax, a number of
+    """What a kernel writes of rows [N, F], or of both halves [N, 2, F]; with the amax, a number of
     each program beside it.
 
     Args:     given: gate_up; scale, or None; d_y, or nothing.

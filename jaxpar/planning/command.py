@@ -11,7 +11,8 @@ from typing import Any
 from rich.console import Console
 
 from jaxpar.config import Config, ConfigError, layout_fields
-from jaxpar.config.command_line import known_configs, load_config, read_config
+from jaxpar.config.command_line import read_config
+from jaxpar.config.config_file import known_configs, load_config
 from jaxpar.planning import advice, budget, compiling, layouts, override, showing
 from jaxpar.planning.fixed import read_fixed
 from jaxpar.planning.predict.communication import Cluster
@@ -66,17 +67,19 @@ class Asked:
     fixed: dict[str, Any]
 
 
-def parser() -> Parser:
-    """The options of the program itself."""
+def parser(doc: str | None = None) -> Parser:
+    """The options of the program itself.
+
+    Args:     doc: the text of --help.
+    """
     made = Parser(
-        prog="python -m jaxpar.plan",
-        description=__doc__,
+        "python -m jaxpar.plan",
+        doc,
         epilog=EPILOG,
-        allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = made.add_argument
-    add("config", nargs="?", metavar="CONFIG", help=f"a .py file, or one of {known_configs()}")
+    add("config", nargs="?", metavar="CONFIG", help=f"{known_configs()}, a .py file, or a run")
     add("--gpus", type=int, help=f"GPUs in all ({DEFAULT_GPUS})")
     add("--gpu", default="h200", help=f"kind: {', '.join(GPUS)} (h200)")
     add("--nodes", type=int, help="hosts that they are in (as few as the GPU is sold in)")

@@ -1,6 +1,6 @@
 """A layout's train step, compiled for GPUs that are not here: XLA's own plan of its memory.
 
-Needs the CUDA plugin of JAX, `pip install -e '.[cuda13]'`, and no GPU. Each layout is compiled in
+Needs the CUDA plugin of JAX, `pip install 'jax[cuda13]'`, and no GPU. Each layout is compiled in
 a process of its own, since XLA reads its flags once. Without a GPU XLA cannot time kernels, so the
 choice of some matmul kernels differs; the memory was the same to 0.1 GiB in the runs that were
 compared (docs/planning.md).
@@ -98,8 +98,8 @@ def check_can_compile(cfg: Config, cluster: Cluster, asked: int = 1) -> None:
     gpu, count = cluster.gpu, cluster.num_gpus
     if not has_plugin():
         rule = f"needs JAX's CUDA plugin ({PLUGIN}), which is not installed here"
-        fix = "run pip install -e '.[cuda13]' in this environment (no GPU is needed), or leave it"
-        raise ConfigError("--compile", asked, rule, f"{fix} out")
+        fix = "run pip install 'jax[cuda13]' (no GPU is needed), or leave --compile out"
+        raise ConfigError("--compile", asked, rule, fix)
     if gpu.name not in COMPILES_FOR:
         rule = f"compiles for {' and '.join(COMPILES_FOR)}, whose target descriptions were tried"
         raise ConfigError(

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.config import Config, flag, value_of
+from jaxpar.config.config_file import known_configs
 from jaxpar.config.fields import leaf_paths
 
 
@@ -35,14 +36,14 @@ def config_file(name: str, base: Config, chosen: Config, said: str) -> str:
 
     Args:     said: one line on where the layout is from.
     """
-    # A file is found from wherever the new one is used.
-    source = str(Path(name).resolve()) if name.endswith(".py") else name
+    # A file, or a run, is found from wherever the new one is used.
+    source = name if name in known_configs().split(", ") else str(Path(name).resolve())
     lines = [f'            "{path}": {value!r},' for path, value in changes(base, chosen).items()]
     body = "\n".join(lines)
     return f'''"""{said}"""
 
-from jaxpar.runtime.program import load_config
 from jaxpar.config import Config, replace
+from jaxpar.config.config_file import load_config
 
 
 def get_config() -> Config:

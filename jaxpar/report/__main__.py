@@ -15,6 +15,7 @@ from typing import Annotated
 import tyro
 
 from jaxpar.config import ConfigError
+from jaxpar.config.command_line import as_called
 from jaxpar.report.page import page
 from jaxpar.report.runs import RunRead, read_run
 from jaxpar.runtime.files import atomic
@@ -88,9 +89,8 @@ def _write(path: Path, content: bytes) -> None:
 
 def main(argv: Sequence[str]) -> None:
     """The command line."""
-    options = tyro.cli(
-        ReportOptions, args=list(argv), prog="python -m jaxpar.report", description=__doc__
-    )
+    prog, doc = as_called("python -m jaxpar.report"), as_called(__doc__ or "")
+    options = tyro.cli(ReportOptions, args=list(argv), prog=prog, description=doc)
     output, runs = report(options)
     for run in runs:
         remark = "" if run.series else ", no metrics yet"

@@ -3,13 +3,21 @@
 import argparse
 import os
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from jaxpar.config import ConfigError
+from jaxpar.config.command_line import as_called
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are config errors, in one line."""
+    """A parser whose errors are config errors, in one line.
+
+    It names programs as they are called: `python -m jaxpar.bench`, or `jaxpar bench`.
+    """
+
+    def __init__(self, prog: str, description: str | None, **more: Any):
+        text = as_called(description or "")
+        super().__init__(prog=as_called(prog), description=text, allow_abbrev=False, **more)
 
     def error(self, message: str) -> NoReturn:
         """Raises:   ConfigError, always."""
@@ -22,7 +30,7 @@ def parser(prog: str, doc: str | None, repeats: int | None, told: str = "%(defau
     Args:     prog: as in `python -m jaxpar.bench loss`. doc: for --help. repeats: the default, and
               how it is told: None, where other options decide.
     """
-    made = Parser(prog=prog, description=doc, allow_abbrev=False)
+    made = Parser(prog, doc)
     add = made.add_argument
     add("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     add("--repeats", type=int, default=repeats, help=f"batches timed of each program ({told})")

@@ -1,11 +1,49 @@
-"""What `python -m jaxpar.quickstart` says between its parts, and at its end."""
+"""The first run: the text it trains on, and what `python -m jaxpar.quickstart` prints."""
 
 import math
 import shlex
 import sys
 from pathlib import Path
 
+import jax
+
+from jaxpar.config import Config
+from jaxpar.config.config_file import load_config
+from jaxpar.config.validate import resolve
+from jaxpar.data.formats.meta import META_FILE
+from jaxpar.data.prepare.progress import console_progress
+from jaxpar.data.prepare.text import PrepareOptions, prepare
 from jaxpar.runtime.files import json_lines
+from jaxpar.runtime.processes import peers
+
+
+def prepare_text(folder: str) -> None:
+    """Write the text of the first run, the Python standard library's source, unless it is there."""
+    if (Path(folder) / META_FILE).exists():
+        return
+    options = PrepareOptions(input=("stdlib",), output=folder, tokenizer="bytes")
+    with console_progress() as progress:
+        prepare(options, progress)
+
+
+def prepare_quickstart(cfg: Config) -> None:
+    """Prepare the text of the config `quickstart`, in process 0; other data is left alone.
+
+    So `python -m jaxpar.train quickstart` needs no other command first.
+
+    Raises:   ConfigError when the config cannot work on these devices: nothing is written then.
+    """
+    if cfg.data.mixture or cfg.data.path != load_config("quickstart").data.path:
+        return
+
+    def work() -> None:
+        if peers.rank() == 0 and not (Path(cfg.data.path) / META_FILE).exists():
+            if not cfg.parallel.auto:
+                resolve(cfg, jax.device_count())
+            peers.log(f"text       the Python standard library's source, to {cfg.data.path}")
+            prepare_text(cfg.data.path)
+
+    peers.all_or_none("text", cfg.cluster.slow_seconds or 1e6, work)
 
 
 def headline(text: str) -> None:

@@ -33,6 +33,7 @@ def write(run: Run, environment: list[str]) -> None:
         "attention": run.attention,
         "execution": list(run.execution.in_words()),
         "environment": environment,
+        "asked": run.asked,
     }
     _write(run.dir / "manifest.json", json.dumps(manifest, indent=2) + "\n")
     lines = [

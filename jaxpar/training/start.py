@@ -23,6 +23,8 @@ def checked(cfg: Config) -> Run:
     seconds = cfg.cluster.slow_seconds or 1e6
     laid_out = elastic.choose_layout(cfg, seconds)
     run = peers.all_or_none("checks", seconds, lambda: Run(laid_out))
+    if cfg.parallel.auto:
+        run.asked["parallel.auto"] = cfg.parallel.auto
     about = lambda: f"{to_json(run.cfg)} {run.first_step} {jax.__version__}"  # noqa: E731
     peers.check_same("config", about, seconds)
     peers.check_same("data set", lambda: run.content, seconds)

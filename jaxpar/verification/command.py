@@ -10,7 +10,9 @@ from typing import NoReturn
 import jax
 
 from jaxpar.config import Config, ConfigError, RunConfig
-from jaxpar.config.command_line import load_config, parse_overrides
+from jaxpar.config.command_line import as_called
+from jaxpar.config.config_file import load_config
+from jaxpar.config.help import asks_help, print_help, topic_of
 from jaxpar.model.parameters import param_specs
 from jaxpar.runtime import start as runtime
 from jaxpar.runtime.processes import rendezvous
@@ -47,9 +49,9 @@ DEFAULT_MESHES = (
 
 
 EPILOG = """\
-Any other option is a field of the config, all listed below: --model.d-model 64. Fields of the
-parallel section other than the axes hold for every mesh that does not set them itself. Exit codes:
-0 all agree, 1 a mismatch, 2 bad input."""
+Any other option sets a field of the config: --model.d-model 64. Fields of the parallel section
+other than the axes hold for every mesh that does not set them itself. Exit codes: 0 all agree, 1 a
+mismatch, 2 bad input."""
 
 
 def compare_meshes(
@@ -75,10 +77,13 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The program's own options, and what is left: overrides of the config."""
+    """The program's own options, and what is left: overrides of the config.
+
+    `--help` shows them, with a summary of the config; `--help SECTION` shows fields of the config.
+    """
     parser = _Parser(
-        prog=PROGRAM,
-        usage=f"{PROGRAM} CONFIG [--mesh AXIS=N,...] [options] [--section.field VALUE ...]",
+        prog=as_called(PROGRAM),
+        usage=f"{as_called(PROGRAM)} CONFIG [--mesh AXIS=N,...] [options] [--section.field V ...]",
         description="Compare the weights, losses, gradients and optimizer steps of meshes with a "
         "plain, unsharded reference, in float32 on random packed documents.",
         epilog=EPILOG,
@@ -86,17 +91,20 @@ def parse_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         add_help=False,
     )
     add = parser.add_argument
-    add("config", metavar="CONFIG", nargs="?", help="a name from configs/, or a .py file")
+    add("config", metavar="CONFIG", nargs="?", help="a config's name, a .py file or a run's folder")
     add("--mesh", action="append", metavar="AXIS=N,...", help=MESH_HELP)
     add("--steps", type=int, default=5, help="optimizer steps; 0: gradients only (%(default)s)")
     add("--shrink", action="store_true", help=SHRINK_HELP)
     add("--tolerance", type=float, default=1e-5, help="relative error allowed (%(default)s)")
     add("--devices", type=int, metavar="N", help=DEVICES_HELP)
-    add("-h", "--help", action="store_true", help="show this, and exit")
+    if asks_help(argv):
+        topic = topic_of(argv)
+        if not topic:
+            print(parser.format_help())
+        first = argv[0] if not argv[0].startswith("-") else "quickstart"
+        print_help(load_config(first), "", "", topic)
+        sys.exit(0)
     options, overrides = parser.parse_known_args(argv)
-    if options.help:
-        parser.print_help()
-        parse_overrides(load_config(options.config or "quickstart"), ["--help"], PROGRAM)
     _check_options(options)
     return options, overrides
 
@@ -119,7 +127,7 @@ meshes need"""
 
 def _check_options(options: argparse.Namespace) -> None:
     if options.config is None:
-        raise ConfigError("CONFIG", None, "is missing", "name a file of configs/: quickstart")
+        raise ConfigError("CONFIG", None, "is missing", "start with a config, such as quickstart")
     if options.steps < 0:
         raise ConfigError("--steps", options.steps, "must not be negative", "use 5")
     if not 0 < options.tolerance < 1:

@@ -1,20 +1,21 @@
-"""The table of docs/benchmarks/README.md: python scripts/docs/benchmark_table.py [--write]
+"""The benchmark tables: python scripts/docs/benchmark_table.py [--write | --check]
 
-Read off the cards beside it, of jaxpar and of torchtitan. Printed; with --write, put into the page.
+Read off the cards of docs/benchmarks, of jaxpar and of torchtitan. Printed; with --write, put into
+docs/benchmarks/README.md and README.md; with --check, compared, and the exit code is 1 where a
+page differs.
 """
 
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-CARDS = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
-PAGE = CARDS / "README.md"
-MARKERS = re.compile(r"(<!-- cards -->\n).*?(<!-- /cards -->)", re.DOTALL)
+ROOT = Path(__file__).resolve().parents[2]
+CARDS = ROOT / "docs" / "benchmarks"
 
-#: The card of torchtitan that stands beside one of ours: measured within an hour, on one host or on
+#: The card of torchtitan to compare with one of ours: measured within an hour, on one host or on
 #: hosts of one kind (docs/experiments/torchtitan.md).
 BESIDE = {
     "llama_1.5b-h100x1-none-logits16": "torchtitan-1.5b-h100x1",
@@ -27,9 +28,18 @@ BESIDE = {
     "llama3_8b-h200x4-sequence4-131072": "torchtitan-8b-h200x4-sequence4-131072",
 }
 
+#: Those of the README.
+FEW = [
+    "llama_1.5b-h100x1-none-logits16",
+    "llama3_8b-h200x4-none",
+    "llama3_8b-h200x4-float8",
+    "llama3_8b-h200x4-tensor2-none",
+    "llama3_8b-h200x4-sequence4-131072",
+]
+
 HEAD = """\
-| model, window | GPUs, mesh | sequences | how | tokens/s/GPU | MFU causal, full | GiB | step, ms \
-| exposed, ms | torchtitan | ratio | commit |
+| model, sequence length | GPUs, mesh | sequences | options | tokens/s/GPU | MFU causal, full \
+| GiB | step, ms | exposed, ms | torchtitan | ratio | commit |
 |---|---|---|---|---|---|---|---|---|---|---|---|
 """
 
@@ -46,10 +56,10 @@ def gpus_of(card: dict[str, Any]) -> int:
     return int(card["device"].split()[0]) if card["mesh"] != "1 device" else 1
 
 
-def mesh_of(card: dict[str, Any]) -> str:
-    """The mesh in words: FSDP is the data axis under ZeRO-3. GPUs are H200s unless they say so."""
+def mesh_of(card: dict[str, Any], named: bool = False) -> str:
+    """The mesh in words: FSDP is the data axis under ZeRO-3. named: say H200, too."""
     kind = card["device"].rpartition("NVIDIA ")[2].split()[0]
-    gpus = f"{gpus_of(card)}" + (f" {kind}" if kind != "H200" else "")
+    gpus = f"{gpus_of(card)}" + (f" {kind}" if named or kind != "H200" else "")
     if card["mesh"] == "1 device":
         return gpus
     zero = card["config"]["parallel"]["zero"]
@@ -63,7 +73,7 @@ def how(card: dict[str, Any]) -> str:
     """What is saved, and all that is not as usual."""
     p, m, data = (card["config"][part] for part in ("parallel", "model", "data"))
     words = [f"remat `{p['remat']}`"]
-    if m.get("matmul_dtype") == "float8":
+    if is_float8(card):
         gathers = "8-bit gathers, " if p["gather_dtype"] == "float8" else ""
         words.append(f"float8, {gathers}a scale per {m['float8_scaling']}")
     if m.get("logits_dtype") == "compute":
@@ -82,14 +92,19 @@ def how(card: dict[str, Any]) -> str:
     return ", ".join(words)
 
 
+def model_of(card: dict[str, Any]) -> str:
+    """Parameters and the length of a sequence."""
+    c = card["config"]
+    cut = " (8 layers of 8B)" if c["model"]["num_layers"] == 8 else ""
+    return f"{card['parameters'] / 1e9:.1f}B{cut}, {c['data']['seq_len']:,}"
+
+
 def row(name: str, card: dict[str, Any]) -> str:
     """One card."""
     c, rate, step = card["config"], card["tokens_per_second_per_device"], card["step_seconds"]
-    layers = c["model"]["num_layers"]
-    model = f"{card['parameters'] / 1e9:.1f}B" + (" (8 layers of 8B)" if layers == 8 else "")
     exposed = card["profile"]["ms"]["exposed"] if "profile" in card else None
     cells = [
-        f"{model}, {c['data']['seq_len']:,}",
+        model_of(card),
         mesh_of(card),
         f"{c['train']['global_batch_size']}",
         how(card),
@@ -124,16 +139,108 @@ def table() -> str:
     return HEAD + "".join(f"{row(name, card)}\n" for name, card in cards())
 
 
-def main(argv: list[str]) -> None:
-    """The command line."""
-    if argv not in ([], ["--write"]):
+# ------------------------------------------------------------------------- jaxpar and torchtitan
+
+
+def pairs() -> list[tuple[str, dict[str, Any], str, dict[str, Any]]]:
+    """(name, card) of ours and of torchtitan, in the order of BESIDE."""
+    read = lambda name: json.loads((CARDS / f"{name}.json").read_text("utf-8"))  # noqa: E731
+    return [(ours, read(ours), theirs, read(theirs)) for ours, theirs in BESIDE.items()]
+
+
+def is_float8(card: dict[str, Any]) -> bool:
+    """Whether its matmuls are in 8 bits."""
+    return card["config"]["model"].get("matmul_dtype") == "float8"
+
+
+def recomputed(theirs: dict[str, Any]) -> str:
+    """What torchtitan recomputes: its activation checkpointing."""
+    words = theirs["command"]
+    return words[words.index("--activation_checkpoint.mode") + 1]
+
+
+def versus(few: bool = False) -> str:
+    """Ours over torchtitan's, as Markdown. few: the rows of the README, with fewer columns."""
+    folder = "docs/benchmarks/" if few else ""
+    head = ["model, sequence length", "GPUs, mesh"] + (
+        [] if few else ["sequences", "options of jaxpar"]
+    )
+    head += ["jaxpar, tokens/s/GPU", "torchtitan", "ratio"]
+    head += ["MFU causal, full", "GiB: jaxpar, torchtitan"]
+    head += [] if few else ["torchtitan recomputes"]
+    lines = [head, ["---"] * len(head)]
+    for name, card, other, theirs in pairs():
+        if few and name not in FEW:
+            continue
+        rate, peer = (each["tokens_per_second_per_device"] for each in (card, theirs))
+        float8 = ", float8" if few and is_float8(card) else ""
+        more = [] if few else [f"{card['config']['train']['global_batch_size']}", how(card)]
+        cells = [model_of(card), mesh_of(card, named=few) + float8, *more]
+        cells += [f"[{rate:,.0f}]({folder}{name}.json)", f"[{peer:,.0f}]({folder}{other}.json)"]
+        cells += [
+            f"{rate / peer:.2f}",
+            f"{card['mfu_causal']:.1%}, {card['mfu_full_attention']:.1%}",
+        ]
+        cells += [f"{card['peak_memory_gib']:.1f}, {theirs['peak_memory_gib']:.1f}"]
+        lines.append(cells + ([] if few else [recomputed(theirs)]))
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def attention() -> str:
+    """Our Hopper kernels and cuDNN's, of the one card, as Markdown."""
+    found = json.loads((CARDS / "attention-h200.json").read_text("utf-8"))["rows"]
+    ours = [row for row in found if row["backend"] == "pallas_hopper"]
+    shapes = {tuple(row[k] for k in ("kind", *"BTSHGD")): {} for row in ours}
+    for row in ours:
+        shapes[tuple(row[k] for k in ("kind", *"BTSHGD"))][row["direction"]] = row
+    lines = ["| mask | B, T, H, G, D | forward | backward | both |", "|---|---|---|---|---|"]
+    for (kind, b, t, s, *rest), rows in shapes.items():
+        if t != s:
+            continue  # cuDNN has no such mask
+        sizes = ", ".join(map(str, (b, t, *rest)))
+        cells = [
+            f"{rows[way]['tflops']:.0f}, {rows[way]['times_cudnn']:.2f} ×"
+            for way in ("forward", "backward", "both")
+        ]
+        lines.append(f"| {kind} | {sizes} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+# -------------------------------------------------------------------------------------- pages
+
+#: Of each page, what stands between `<!-- NAME -->` and `<!-- /NAME -->`.
+BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
+    "docs/benchmarks/README.md": {"torchtitan": versus, "cards": table, "attention": attention},
+    "README.md": {"benchmarks": lambda: versus(few=True)},
+}
+
+
+def filled(page: str) -> str:
+    """A page with its tables as the cards have them."""
+    text = (ROOT / page).read_text("utf-8")
+    for name, make in BLOCKS[page].items():
+        made = f"<!-- {name} -->\n{make()}<!-- /{name} -->"
+        text, count = re.subn(
+            rf"<!-- {name} -->\n.*?<!-- /{name} -->", lambda _, made=made: made, text, flags=re.S
+        )
+        assert count == 1, f"{page} has no place for {name}"
+    return text
+
+
+def main(argv: list[str]) -> int:
+    """The command line. Returns an exit code."""
+    if argv not in ([], ["--write"], ["--check"]):
         sys.exit(__doc__)
-    made = table()
-    print(made, end="")
-    if argv:
-        text = PAGE.read_text("utf-8")
-        PAGE.write_text(MARKERS.sub(lambda found: found[1] + made + found[2], text), "utf-8")
+    differ = [page for page in BLOCKS if filled(page) != (ROOT / page).read_text("utf-8")]
+    if argv == ["--write"]:
+        for page in differ:
+            (ROOT / page).write_text(filled(page), "utf-8")
+    elif not argv:
+        print("\n".join(make() for blocks in BLOCKS.values() for make in blocks.values()))
+    for page in differ if argv else []:
+        print(f"{page}: {'written' if argv == ['--write'] else 'differs from the cards'}")
+    return int(bool(differ) and argv == ["--check"])
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

@@ -5,7 +5,7 @@ type, default and the line under the field. Printed; with --write, put into
 docs/configuration.md between its two markers.
 """
 
-import ast
+import inspect
 import sys
 import types
 import typing
@@ -13,28 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar import config
-from jaxpar.config import fields, model_schema, schema
+from jaxpar.config import fields
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "configuration.md"
 BEGIN, END = "<!-- config table -->\n", "<!-- /config table -->"
-
-
-def field_docs() -> dict[str, dict[str, str]]:
-    """Of each class of the config: its own docstring under "", and the line under each field."""
-    modules = (schema, model_schema)
-    sources = [Path(module.__file__).read_text("utf-8") for module in modules]
-    docs: dict[str, dict[str, str]] = {}
-    for node in [node for source in sources for node in ast.parse(source).body]:
-        if isinstance(node, ast.ClassDef):
-            found = docs[node.name] = {"": ast.get_docstring(node) or ""}
-            for field, below in zip(node.body, node.body[1:], strict=False):
-                match field, below:
-                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
-                        value=ast.Constant(value=str(text))
-                    ):
-                        found[name] = " ".join(text.split())
-    return docs
 
 
 def type_text(hint: Any) -> str:
@@ -52,27 +35,27 @@ def default_text(path: str) -> str:
     return f"`{default}`" if default != "" else "(empty)"
 
 
-def section_table(name: str, cls: Any, docs: dict[str, dict[str, str]]) -> list[str]:
+def section_table(name: str, cls: Any) -> list[str]:
     """Lines of one section's table; a section inside it follows as rows with longer paths."""
     cell = lambda text: text.replace("|", r"\|")  # noqa: E731
     lines = []
     for field, hint in typing.get_type_hints(cls).items():
         path, inner = f"{name}.{field}", fields.section_of(hint)
         default = "`None`" if inner else default_text(path)
-        row = (f"`{path}`", type_text(hint), default, docs[cls.__name__][field])
+        row = (f"`{path}`", type_text(hint), default, fields.meanings(cls)[field])
         lines.append("| " + " | ".join(map(cell, row)) + " |")
         if inner is not None:
-            lines += section_table(path, inner, docs)
+            lines += section_table(path, inner)
     return lines
 
 
 def table() -> str:
     """All sections as Markdown."""
-    docs, parts = field_docs(), []
+    parts = []
     for name, cls in typing.get_type_hints(config.Config).items():
         head = ["| field | type | default | meaning |", "|---|---|---|---|"]
-        lines = [f"### {name}", "", docs[cls.__name__][""], "", *head]
-        parts.append("\n".join(lines + section_table(name, cls, docs)) + "\n")
+        lines = [f"### {name}", "", inspect.getdoc(cls) or "", "", *head]
+        parts.append("\n".join(lines + section_table(name, cls)) + "\n")
     return "\n".join(parts)
 
 

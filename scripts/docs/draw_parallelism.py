@@ -178,14 +178,14 @@ def panel(picture: Picture, device: int) -> list[str]:
     out = [f'<rect class="panel" x="{x}" y="{TOP}" width="{PANEL}" height="176" rx="6"/>']
     name = "stage" if picture.axis == "pipeline" else "device"
     out.append(words(x + 10, TOP + 19, f"{name} {device}"))
-    rows = "microbatches" if picture.axis == "pipeline" else "tokens: rows × positions"
+    rows = "microbatches" if picture.axis == "pipeline" else "rows × positions"
     out.append(words(x + 10, TOP + 40, rows, "small"))
     tokens = [
         [token_class(picture, device, row, position) for position in range(POSITIONS)]
         for row in range(ROWS)
     ]
     out += cells(x + 10, TOP + 47, tokens, CELL)
-    out.append(words(x + 10, TOP + 119, f"weights: {LAYERS} layers of D × F", "small"))
+    out.append(words(x + 10, TOP + 119, "weights, by layer", "small"))
     kept = held_weights(picture.axis, device)
     for layer in range(LAYERS):
         whole = "moment" if layer == picture.gathered else "none"

@@ -1,17 +1,20 @@
 """The tables of docs/choosing_a_layout.md: python scripts/docs/layout_tables.py [--write]
 
-Each row is the first layout of a plan; its options are in the row. On a CPU, two minutes for all.
-Printed; with --write, put into the page between the markers of each table.
+Each row is the first layout of a plan, with the options of that plan and the nearest card of
+docs/benchmarks. On a CPU, three minutes for all. Printed; with --write, put into the page.
 """
 
+import json
 import os
 import re
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from benchmark_table import CARDS, mesh_of  # noqa: E402
 
 from jaxpar.planning.command import read_command  # noqa: E402
 from jaxpar.planning.layouts import describe  # noqa: E402
@@ -20,47 +23,75 @@ from jaxpar.planning.ranking import Layout, make_plan  # noqa: E402
 
 PAGE = ROOT / "docs" / "choosing_a_layout.md"
 
-#: Of each table: what all of its plans have in common, and (what a row asks, options).
+#: Of each table: the options that all of its plans share, and (row, options, the nearest card).
 TABLES = {
     "sizes": (
         "--quick",
         [
-            ("Llama 3.2 1B", "llama_1b --gpus 8 --train.global-batch-size 64"),
-            ("Llama 3 8B", "llama3_8b --gpus 8 --train.global-batch-size 64"),
-            ("Llama 3 70B", "llama3_70b --gpus 64"),
-            ("Llama 3.1 405B", "llama3_405b --gpus 384"),
+            (
+                "1B on 1 GPU",
+                "llama_1b --gpus 1 --train.global-batch-size 16",
+                "llama_1.5b-h200x1-none",
+            ),
+            (
+                "1B on 8 GPUs",
+                "llama_1b --gpus 8 --train.global-batch-size 64",
+                "llama_1.5b-h200x4-zero1-none",
+            ),
+            (
+                "8B on 2 GPUs",
+                "llama3_8b --gpus 2 --train.global-batch-size 16",
+                "llama3_8b-h200x2-none-logits16",
+            ),
+            (
+                "8B on 8 GPUs",
+                "llama3_8b --gpus 8 --train.global-batch-size 64",
+                "llama3_8b-h200x4-none-limit6",
+            ),
+            (
+                "8B on 8 GPUs of 80 GB",
+                "llama3_8b --gpus 8 --gpu h100 --train.global-batch-size 64",
+                "",
+            ),
+            ("8B on 64 GPUs", "llama3_8b --gpus 64 --train.global-batch-size 512", ""),
+            ("70B on 64 GPUs", "llama3_70b --gpus 64", ""),
+            ("405B on 384 GPUs", "llama3_405b --gpus 384", ""),
         ],
     ),
     "host": (
         "llama3_8b --gpus 8 --train.global-batch-size 64",
         [
-            ("anything", ""),
-            ("ZeRO-3", "--fix zero=3"),
-            ("everything recomputed", "--fix remat=full"),
-            ("context parallelism", "--fix sequence=8"),
-            ("a pipeline", "--fix pipeline=2"),
-            ("tensor parallelism", "--fix tensor=2"),
-            ("tensor over the host", "--fix tensor=8"),
+            ("the fastest", "", ""),
+            ("ZeRO-3", "--fix zero=3", "llama3_8b-h200x4-dots"),
+            ("full recomputation", "--fix remat=full", ""),
+            ("context parallelism", "--fix sequence=8", ""),
+            ("pipeline", "--fix pipeline=2", "llama3_8b-h200x4-pipeline2-dots"),
+            ("tensor over 2 GPUs", "--fix tensor=2", "llama3_8b-h200x4-tensor2-none"),
+            ("tensor over 8 GPUs", "--fix tensor=8", ""),
         ],
     ),
     "shapes": (
         "llama3_8b --gpus 8 --quick",
         [
-            ("8 rows a GPU", "--train.global-batch-size 64"),
-            ("a row a GPU", "--train.global-batch-size 8"),
-            ("half a row a GPU", "--train.global-batch-size 4"),
-            ("one row in all", "--train.global-batch-size 1"),
-            ("windows of 131,072", "--data.seq-len 131072 --train.global-batch-size 8"),
-            ("80 GB a GPU", "--gpu h100 --train.global-batch-size 64"),
+            ("8 sequences per GPU", "--train.global-batch-size 64", ""),
+            ("1 sequence per GPU", "--train.global-batch-size 8", ""),
+            ("1 sequence per 2 GPUs", "--train.global-batch-size 4", ""),
+            ("1 sequence in all", "--train.global-batch-size 1", ""),
+            (
+                "sequences of 131,072",
+                "--data.seq-len 131072 --train.global-batch-size 8",
+                "llama3_8b-h200x4-sequence4-131072",
+            ),
+            ("GPUs of 80 GB", "--gpu h100 --train.global-batch-size 64", ""),
         ],
     ),
     "hosts": (
         "llama3_70b --gpus 64 --quick",
         [
-            ("anything", ""),
-            ("no pipeline", "--fix pipeline=1"),
-            ("tensor over the host", "--fix tensor=8"),
-            ("80 GB a GPU", "--gpu h100"),
+            ("the fastest", "", ""),
+            ("no pipeline", "--fix pipeline=1", ""),
+            ("tensor over the host", "--fix tensor=8", ""),
+            ("GPUs of 80 GB", "--gpu h100", ""),
         ],
     ),
 }
@@ -73,28 +104,39 @@ def first_layout(command: str) -> Layout:
     return made.fitting[0]
 
 
+def measured(name: str) -> str:
+    """The rate of a card, with what it was measured on."""
+    if not name:
+        return ""
+    card = json.loads((CARDS / f"{name}.json").read_text("utf-8"))
+    rate, p = card["tokens_per_second_per_device"], card["config"]["parallel"]
+    link = f"[{rate:,.0f}](benchmarks/{name}.json)"
+    return f"{link} on {mesh_of(card, named=True)}, remat {p['remat'].replace(',', ', ')}"
+
+
 def table(name: str) -> str:
     """A table as Markdown, under the command that its rows add to."""
     program, (common, rows) = "python -m jaxpar.plan ", TABLES[name]
-    beside = "beside the first | " if any("--fix" in options for _, options in rows) else ""
-    lines = [
-        f"Options beside `{common if common.startswith('--') else program + common}`:",
-        "",
-        f"| | mesh | ZeRO | remat | M | GiB | tokens/s/GPU | MFU | {beside}options |",
-        "|---" * (10 if beside else 9) + "|",
-    ]
+    versus = any("--fix" in options for _, options, _ in rows)
+    cards = any(card for *_, card in rows)
+    head = ["", "mesh", "ZeRO", "remat", "M", "GiB", "tokens/s/GPU", "MFU"]
+    head += ["vs. fastest"] * versus + ["nearest card"] * cards + ["options"]
+    added = f"Each row adds its options to `{program}CONFIG {common}`:"
+    if not common.startswith("--"):
+        added = f"Each row adds its options to `{program}{common}`:"
+    lines = [added, "", "| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     best = None
-    for what, options in rows:
+    for what, options, card in rows:
         words = sorted([common, options], key=lambda text: text.startswith("--"))  # CONFIG first
         layout = first_layout(" ".join(words))
         best = best or layout.time.rate
         p = layout.cfg.parallel
-        fixed = "--fix" in options
-        versus = f"{layout.time.rate / best - 1:+.0%}" if fixed else ""
         cells = [what, describe(layout.cfg), str(p.zero), p.remat, str(p.num_microbatches)]
         cells += [f"{layout.memory.total / GIB:.0f}", f"{layout.time.rate:,.0f}"]
-        cells += [f"{layout.time.mfu:.1%}", *([versus] if beside else [])]
-        cells += [f"`{options}`" if options else ""]
+        cells += [f"{layout.time.mfu:.1%}"]
+        if versus:
+            cells += [f"{layout.time.rate / best - 1:+.0%}" if "--fix" in options else ""]
+        cells += [measured(card)] * cards + [f"`{options}`" if options else ""]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

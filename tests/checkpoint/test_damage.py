@@ -35,6 +35,7 @@ from tests.checkpoint.test_checkpoint import (
     save,
     setup,
 )
+from tests.slow import slow, slow_but
 
 __all__ = ["base", "setup"]  # fixtures
 
@@ -102,7 +103,7 @@ def test_each_of_100_flipped_bits_is_found(setup):
 
 # What Orbax was reading beside the array that failed is dropped, and says so at length.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("count", [20, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [20, slow(100)])
 def test_fingerprints_alone_let_no_wrong_number_through(setup, count):
     """Without the list of files, a flip is found, or what is loaded is what was saved."""
     cfg, mesh = setup()
@@ -242,7 +243,7 @@ def test_a_file_that_is_too_many_is_a_warning(setup, capfd):
 NUMBERS = ["EMFILE", "ENFILE", "ENOMEM", "ESTALE", "ETIMEDOUT", "EACCES", "EPERM", "EINTR", "EIO"]
 
 
-@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("name", slow_but(["EMFILE", "ESTALE"], NUMBERS))
 def test_the_machines_own_trouble_moves_nothing(setup, monkeypatch, name):
     """In a small file that is opened, in one that is asked for its size, and in the loader."""
     cfg, mesh = setup()

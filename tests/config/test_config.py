@@ -15,6 +15,7 @@ from jaxpar.config import (
     RopeScaling,
     TrainConfig,
     command_line,
+    config_file,
     default_of,
     replace,
 )
@@ -23,7 +24,7 @@ from jaxpar.config.serialize import from_json, to_json
 from jaxpar.config.validate import check, resolve
 from jaxpar.model.flops import num_params
 
-CONFIGS = sorted(path.stem for path in command_line.CONFIGS.glob("*.py"))
+CONFIGS = sorted(path.stem for path in config_file.CONFIGS.glob("*.py"))
 
 #: Fields changed in the default config | devices | the field at fault | a part of its rule.
 BAD_CONFIGS = """

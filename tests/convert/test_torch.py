@@ -14,6 +14,7 @@ from jaxpar.convert.hf import exporting, importing
 from jaxpar.convert.hf.config import why_not
 from jaxpar.convert.torch_file import PLAIN
 from tests.convert import tiny
+from tests.slow import slow_but
 
 WITHOUT_TORCH = importlib.util.find_spec("torch") is None
 
@@ -65,7 +66,7 @@ def test_names_that_cannot_be_are_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(WITHOUT_TORCH, reason="torch is not installed")
-@pytest.mark.parametrize("name", tiny.MODELS)
+@pytest.mark.parametrize("name", slow_but(["llama3_1", "gemma3", "qwen3_moe"], tiny.MODELS))
 def test_torch_computes_the_same_logits(name, tmp_path):
     import torch
 

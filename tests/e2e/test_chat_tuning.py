@@ -67,6 +67,7 @@ def chats(tmp_path_factory) -> Path:
     return write_chats(tmp_path_factory.mktemp("chats"), QUESTIONS, ANSWER)
 
 
+@pytest.mark.usefixtures("quick_compile")
 def test_it_learns_what_the_assistant_says(train_on, write_config, chats, tmp_path):
     config, quick = write_config(tmp_path), ["--evaluation.every", "0"]
     first = ["--train.num-steps", "20", "--checkpoint.every", "20"]

@@ -10,6 +10,7 @@ import pytest
 from jaxpar import checkpoint
 from jaxpar.runtime import exit_codes
 from tests.e2e.test_train import environment_of_start, losses_of
+from tests.slow import slow
 
 #: Runs a command on a file system of its own, in memory and of a given size, on a given folder, and
 #: copies what it holds in the end. Nobody else sees it, and it ends with the command.
@@ -77,7 +78,7 @@ def test_a_disk_that_fills_in_a_save(finished, train_on, config_file, tmp_path, 
     assert "restored step 12" in said and "2 attempts" in said
 
 
-@pytest.mark.parametrize(("room", "file"), [(4096, "config.json"), (8192, "manifest.json")])
+@pytest.mark.parametrize(("room", "file"), [(4096, "config.json"), slow(8192, "manifest.json")])
 def test_a_disk_that_is_full_from_the_start(config_file, tmp_path, room, file):
     """One error, which names the file, and no traceback."""
     disk = tmp_path / "disk"

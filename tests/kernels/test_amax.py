@@ -27,13 +27,13 @@ def test_a_norms_largest_is_found_by_its_rows(std):
             assert np.isfinite(np.asarray(edge.astype(dtype), np.float32)).all()
 
 
-def test_a_norm_of_what_is_no_number_is_measured_so():
+def test_the_amax_of_a_norm_of_nan_is_nan():
     _, normed = unwritten(normal(8, 16).at[3, 4].set(jnp.nan), jnp.ones(16))
     assert np.isnan(normed.max_magnitude())
 
 
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
-def test_measured_products_are_the_same(scaling):
+def test_products_with_amax_are_the_same(scaling):
     """Bit for bit, whether x or the outputs' gradients come with their largest, or not."""
     x, ws, dys = example(rows_apart=2.0)
 

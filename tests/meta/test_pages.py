@@ -1,8 +1,9 @@
 """What single pages say is what the code has: pictures, letters, fields, messages."""
 
 import ast
+import contextlib
 import importlib.util
-import json
+import io
 import re
 from functools import cache
 from pathlib import Path
@@ -17,7 +18,6 @@ from jaxpar.config import ParallelConfig
 from jaxpar.config.fields import field_types
 from jaxpar.sharding import axes
 from jaxpar.sharding.mesh import make_mesh
-from tests.slow import slow
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYOUTS, PLANNING = "choosing_a_layout.md", "planning.md"
@@ -37,12 +37,17 @@ def script(name: str):
 
 
 def test_every_page_is_named_in_the_readme():
+    """A folder's pages are named in its own README, which is in the first one."""
     text = (ROOT / "README.md").read_text("utf-8")
-    pages = {str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md")}
-    # Single experiments are named in docs/experiments/README.md (test_experiments.py).
-    single = {page for page in pages if re.match(r"docs/experiments/(?!README)", page)}
-    pages -= single | {"docs/index.md"}
-    assert not {page for page in pages if f"]({page})" not in text}
+    assert len(text.splitlines()) <= 120
+    for page in (ROOT / "docs").rglob("*.md"):
+        folder = page.parent / "README.md"
+        if page == ROOT / "docs" / "index.md":
+            continue
+        if page.parent == ROOT / "docs" or page == folder or not folder.is_file():
+            assert f"]({page.relative_to(ROOT)})" in text
+        else:
+            assert f"]({page.name})" in folder.read_text("utf-8"), page
 
 
 # ----------------------------------------------------------------------------------- pictures
@@ -82,41 +87,58 @@ def test_pictures_show_what_devices_hold(drawing, axis):
 # -------------------------------------------------------------------------------------- plans
 
 
-@pytest.mark.parametrize("page", [LAYOUTS, slow(PLANNING)])
-def test_plans_that_are_shown_are_printed(page, capsys):
+@cache
+def planned(command: str) -> str:
+    """What a plan prints."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        plan.main(command.split())
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("page", [LAYOUTS, PLANNING])
+def test_plans_that_are_shown_are_printed(page):
     shown = re.findall(r"^\$ python -m jaxpar\.plan (.*)\n((?:.*\n)*?)```", read(page), re.M)
     assert shown
     for command, lines in shown:
-        plan.main(command.split())
-        printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+        printed = [line.rstrip() for line in planned(command).splitlines()]
         for part in lines.split("\n...\n"):
             assert part.strip("\n") in "\n".join(printed), command
 
 
-def test_the_table_of_cards_is_up_to_date():
-    expected = f"<!-- cards -->\n{script('benchmark_table').table()}<!-- /cards -->"
-    assert expected in read("benchmarks/README.md"), (
-        "run python scripts/docs/benchmark_table.py --write"
-    )
+def test_the_picture_of_a_plan_is_what_it_prints():
+    picture = script("draw_plan")
+    there = picture.FILE.read_text("utf-8")
+    made = picture.draw(planned(picture.COMMAND))
+    assert made == there, "run python scripts/docs/draw_plan.py --write"
 
 
-def test_figures_in_the_readme_are_those_of_their_cards():
-    text = (ROOT / "README.md").read_text("utf-8")
-    row = re.compile(r"\| ([\d,]+) \| ([\d.%]+) \| ([\d.%]+) \| ([\d.]+) \| \[card\]\((.+?)\) \|")
-    rows = row.findall(text)
-    assert len(rows) == text.count("[card](docs/benchmarks/llama")
-    for *figures, path in rows:
-        card = json.loads((ROOT / path).read_text("utf-8"))
-        rate, peak = card["tokens_per_second_per_device"], card["peak_memory_gib"]
-        shares = [f"{card[name]:.1%}" for name in ("mfu_causal", "mfu_full_attention")]
-        assert figures == [f"{rate:,.0f}", *shares, f"{peak:.1f}"], path
-    pair = r"\| ([\d,]+) \| \[([\d,]+)\]\((docs/benchmarks/torchtitan.+?)\) \| ([\d.]+) \|"
-    beside = re.findall(pair, text)
-    assert len(beside) == text.count("(docs/benchmarks/torchtitan")
-    for ours, rate, path, ratio in beside:
-        theirs = json.loads((ROOT / path).read_text("utf-8"))["tokens_per_second_per_device"]
-        assert rate == f"{theirs:,.0f}", path
-        assert ratio == f"{int(ours.replace(',', '')) / theirs:.2f}", path
+def test_benchmark_tables_are_up_to_date():
+    tables = script("benchmark_table")
+    for page in tables.BLOCKS:
+        there = (ROOT / page).read_text("utf-8")
+        assert tables.filled(page) == there, "run python scripts/docs/benchmark_table.py --write"
+
+
+def test_the_chart_of_benchmarks_is_up_to_date_and_shown():
+    chart = script("draw_benchmarks")
+    there = chart.FILE.read_text("utf-8")
+    assert chart.draw() == there, "run python scripts/docs/draw_benchmarks.py --write"
+    for page in ("README.md", "docs/benchmarks/README.md"):
+        assert f"images/{chart.FILE.name})" in (ROOT / page).read_text("utf-8")
+
+
+def test_a_figure_that_is_not_of_its_card_is_seen(tmp_path, monkeypatch, capsys):
+    tables = script("benchmark_table")
+    page = (ROOT / "README.md").read_text("utf-8")
+    (tmp_path / "README.md").write_text(page.replace("| 1.13 |", "| 1.14 |"), "utf-8")
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    monkeypatch.setattr(tables, "BLOCKS", {"README.md": tables.BLOCKS["README.md"]})
+    assert tables.main(["--check"]) == 1
+    assert "README.md: differs from the cards" in capsys.readouterr().out
+    assert tables.main(["--write"]) == 0
+    assert (tmp_path / "README.md").read_text("utf-8") == page
+    assert tables.main(["--check"]) == 0
 
 
 @pytest.mark.slow

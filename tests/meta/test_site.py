@@ -5,12 +5,14 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 
 from tests.meta.test_repository import links_of, text_of_pages
+from tests.report.chromium import Chromium
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,6 +43,36 @@ def test_every_page_is_there_and_found_by_search(site):
     found = {entry["location"].partition("#")[0] for entry in index}
     assert {str(page) for page in pages} <= found
     assert any("zigzag" in entry["text"].lower() for entry in index)
+
+
+def search_from_disk(browser: Chromium, site: Path, words: str) -> list[str]:
+    """Type words into the search of the site's first page, opened as a file. Returns: the links."""
+    browser.open(site / "index.html", 1280)
+    browser.value(
+        "(box => {box.focus(); box.value = " + json.dumps(words) + ";"
+        "box.dispatchEvent(new KeyboardEvent('keyup', {bubbles: true}))})"
+        "(document.querySelector('input.md-search__input'))"
+    )
+    answer, until = (
+        "document.querySelector('.md-search-result__meta').textContent",
+        time.monotonic() + 60,
+    )
+    while not re.search(r"\bmatching document", browser.value(answer)):
+        assert time.monotonic() < until, "no answer"
+        time.sleep(0.1)
+    found = "[...document.querySelectorAll('.md-search-result__link')].map(a => a.href)"
+    return browser.value(found)
+
+
+def test_search_works_from_disk(site, tmp_path):
+    with Chromium(tmp_path) as browser:
+        links = search_from_disk(browser, site, "zigzag")
+        assert browser.complaints() == []
+        assert {urlsplit(address).scheme for address in browser.requests()} <= {"file", "data"}
+        assert search_from_disk(browser, site, "zzyzzyva") == []
+    pages = {Path(urlsplit(link).path).relative_to(site) for link in links}
+    assert Path("parallelism.html") in pages
+    assert all("zigzag" in (site / page).read_text("utf-8").lower() for page in pages)
 
 
 def docs_pages() -> list[Path]:

@@ -138,12 +138,14 @@ def test_ctrl_c_is_not_a_failure(tmp_path):
 
 @pytest.mark.parametrize(
     ("field", "value", "package"),
-    [("wandb", "p", "wandb"), ("prometheus_port", 9400, "prometheus_client")],
+    [("wandb", "p", "wandb"), ("prometheus_port", 9400, "prometheus-client")],
 )
 def test_a_package_that_is_missing_is_named_before_the_start(monkeypatch, field, value, package):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     require_packages(config())
-    with pytest.raises(ConfigError, match=rf"metrics\.{field} = .*package {package}\. Fix: pip"):
+    with pytest.raises(
+        ConfigError, match=rf"metrics\.{field} = .*needs {package}, .*pip install {package}"
+    ):
         require_packages(config(**{f"metrics.{field}": value}))
 
 

@@ -28,6 +28,7 @@ from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step import train_step
 from jaxpar.step.state import abstract_state, init_state
 from jaxpar.verification import distances, small_config, traces
+from tests.slow import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
@@ -122,16 +123,16 @@ FLOAT8 = {
 @pytest.mark.parametrize(
     "fields",
     [
-        {},
-        {"parallel.data": 2},
+        slow({}),
+        slow({"parallel.data": 2}),
         {"parallel.pipeline_save": "inputs"},
-        TENSOR_2,
+        slow(TENSOR_2),
         TENSOR_2 | {"parallel.data": 2, "parallel.row_groups": 2, "parallel.num_microbatches": 2},
         TENSOR_2 | {"parallel.pipeline_save": "inputs", "parallel.remat": "full"},
         TENSOR_2 | {"parallel.layer_loop": "scan"},
-        TENSOR_2 | {"model.num_experts": 4, "model.experts_per_token": 2},
-        TENSOR_2 | {"lora.rank": 2},
-        TENSOR_2 | {"model.qk_norm": True, "model.qkv_bias": True, "model.mlp_bias": True},
+        slow(TENSOR_2 | {"model.num_experts": 4, "model.experts_per_token": 2}),
+        slow(TENSOR_2 | {"lora.rank": 2}),
+        slow(TENSOR_2 | {"model.qk_norm": True, "model.qkv_bias": True, "model.mlp_bias": True}),
         TENSOR_2 | FLOAT8,
     ],
     ids=lambda fields: " ".join(name.partition(".")[2] for name in fields),

@@ -11,7 +11,8 @@ import pytest
 
 from jaxpar import plan
 from jaxpar.config import Config, ConfigError, RopeScaling, replace
-from jaxpar.config.command_line import CONFIGS, load_config, parse_overrides
+from jaxpar.config.command_line import parse_overrides
+from jaxpar.config.config_file import CONFIGS, load_config
 from jaxpar.config.validate import resolve
 from jaxpar.planning import compiling, override, progress
 from jaxpar.planning.forecast import forecast, forecast_here

@@ -15,6 +15,7 @@ from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.state import abstract_state, state_shardings
 from jaxpar.step.train_step import make_train_step
+from tests.slow import slow
 
 SMALL = {
     "model.num_layers": 2,
@@ -47,7 +48,7 @@ def scopes_in(**changes) -> set[str]:
 @pytest.mark.parametrize(
     ("changes", "blocks"),
     [
-        ({"parallel.tensor": 2}, DENSE),
+        slow({"parallel.tensor": 2}, DENSE),
         ({"model.num_experts": 4}, {"experts", "router"}),
         (
             {"lora.rank": 4, "model.matmul_dtype": "float8", "model.dtype": "bfloat16"},

@@ -25,6 +25,8 @@ from jaxpar.training.run import Run
 from jaxpar.training.step_guard import StepGuard, Window
 from tests.e2e.test_train import losses_of, records_of, start, state_of
 
+pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
+
 #: A run that spikes.
 FLAGS = """--train.num-steps 60 --train.log-every 1 --checkpoint.every 20 --evaluation.every 0
 --guard.spike-window 16 --guard.spike-deviations 8 --guard.spike-skip 2

@@ -6,7 +6,7 @@ import pytest
 
 from jaxpar import verify
 from jaxpar.config import Config, ConfigError, RopeScaling, replace
-from jaxpar.config.command_line import CONFIGS, load_config
+from jaxpar.config.config_file import CONFIGS, load_config
 from jaxpar.config.validate import resolve
 from jaxpar.model import parameters
 from jaxpar.parallel import gradients

@@ -22,7 +22,7 @@ def read_command(argv: Sequence[str]) -> argparse.Namespace:
 
     Raises:   ConfigError for fewer than two.
     """
-    parser = Parser(prog=PROGRAM, description=__doc__, allow_abbrev=False)
+    parser = Parser(PROGRAM, __doc__)
     parser.add_argument("cards", nargs="+", metavar="CARD", help="files that --card has written")
     options = parser.parse_args(argv)
     if len(options.cards) < 2:

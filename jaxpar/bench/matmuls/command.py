@@ -83,7 +83,7 @@ class Matmul:
 
 def read_command(argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
     """The options of the benchmark itself, and the config with its overrides."""
-    parser = Parser(prog="python -m jaxpar.bench matmuls", description=__doc__, allow_abbrev=False)
+    parser = Parser("python -m jaxpar.bench matmuls", __doc__)
     add = parser.add_argument
     add("--candidates", type=int, default=8, help="kernels to try of each matmul, at most (8)")
     add("--table", help="table to write into (the one that training on this GPU reads)")

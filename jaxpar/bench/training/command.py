@@ -171,7 +171,7 @@ def summary(result: dict[str, Any]) -> str:
 
 def read_command(argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
     """The options of the benchmark itself, and the config with its overrides."""
-    parser = Parser(prog="python -m jaxpar.bench train", description=__doc__, allow_abbrev=False)
+    parser = Parser("python -m jaxpar.bench train", __doc__)
     add = parser.add_argument
     add("--steps", type=int, default=20, help="steps to time (20)")
     add("--profile-steps", type=int, default=2, help="steps to profile afterwards (2); 0: none")

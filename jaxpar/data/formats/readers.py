@@ -119,7 +119,7 @@ def import_pyarrow(path: Path) -> Any:
         import pyarrow.ipc
         import pyarrow.parquet
     except ModuleNotFoundError as error:
-        fix = "pip install 'jaxpar[parquet]'"
+        fix = "run pip install pyarrow"
         raise input_error(str(path), "needs pyarrow, which is not installed", fix) from error
     return pyarrow
 

@@ -69,7 +69,7 @@ def backend(facts: HostFacts) -> Finding:
         return passed(check, f"{len(facts.devices)} simulated CPU devices, as asked")
     there = len(facts.gpus) or facts.host["gpu_files"]
     if there and facts.backend != "gpu":
-        remedy = "pip install -e '.[cuda13]'"
+        remedy = "pip install 'jax[cuda13]'"
         if _plugin(facts, "12") != "-" or _plugin(facts, "13") != "-":
             remedy = "see what JAX said as it started, and the lines on driver and plugin"
         if "cpu" in facts.environment.get("JAX_PLATFORMS", ""):

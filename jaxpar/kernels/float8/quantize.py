@@ -36,11 +36,10 @@ def max_magnitude(x: jax.Array, dims: int | tuple[int, ...] | None = None) -> ja
 def power_of_two_scale(max_magnitude: jax.Array, dtype: Any) -> jax.Array:
     """The largest power of two that keeps numbers up to `max_magnitude` in the range of `dtype`.
 
-    Nothing scaled by it overflows, so nothing is ever clipped. Where `max_magnitude` is not finite, the
-    scale is NaN, and so is all that it scales: the loss shows it, and the guard leaves the
-    update out.
+    Nothing scaled by it overflows, so nothing is clipped. Where `max_magnitude` is not finite, the
+    scale is NaN, and so is all that it scales: the loss shows it, and the guard skips the update.
 
-    Args:     largest: float32, not negative.
+    Args:     max_magnitude: float32, not negative.
     Returns:  float32, the same shape.
     """
     room = float(jnp.finfo(dtype).max) / jnp.maximum(max_magnitude, _SMALLEST)

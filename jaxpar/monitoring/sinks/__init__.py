@@ -6,7 +6,6 @@ then on; training goes on.
 
 import dataclasses
 import functools
-import importlib.util
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,7 +13,8 @@ from typing import Any, Protocol
 
 import jax
 
-from jaxpar.config import Config, ConfigError
+from jaxpar.config import Config
+from jaxpar.config.packages import require_package
 from jaxpar.monitoring.sinks.prometheus import Prometheus
 from jaxpar.monitoring.sinks.tensorboard import TensorBoard
 from jaxpar.monitoring.sinks.wandb import WeightsAndBiases
@@ -126,10 +126,9 @@ def open_sinks(cfg: Config, run_dir: Path, first_step: int, log: Callable[[str],
 def require_packages(cfg: Config) -> None:
     """Raises:   ConfigError when a sink needs a package that is not installed."""
     needs = (
-        ("metrics.wandb", cfg.metrics.wandb, "wandb", "wandb"),
-        ("metrics.prometheus_port", cfg.metrics.prometheus_port, "prometheus_client", "prometheus"),
+        ("metrics.wandb", cfg.metrics.wandb, "wandb"),
+        ("metrics.prometheus_port", cfg.metrics.prometheus_port, "prometheus-client"),
     )
-    for path, value, package, extra in needs:
-        if value and importlib.util.find_spec(package) is None:
-            fix = f"pip install 'jaxpar[{extra}]', or leave it out"
-            raise ConfigError(path, value, f"needs the package {package}", fix)
+    for path, value, package in needs:
+        if value:
+            require_package(package, path, value, "leave it out")

@@ -15,7 +15,7 @@ from typing import Annotated
 import tyro
 
 from jaxpar.config import Config, ConfigError
-from jaxpar.config.command_line import asks_help, read_config
+from jaxpar.config.command_line import as_called, asks_help, read_config
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.files.run_lock import create_in
 from jaxpar.runtime.gpus import visible
@@ -41,18 +41,21 @@ class LaunchOptions:
     """Seconds for the others to end after one has failed, before they are killed."""
 
 
-def read_command(argv: Sequence[str]) -> tuple[LaunchOptions, list[str], Config]:
+def read_command(
+    argv: Sequence[str], doc: str | None = None
+) -> tuple[LaunchOptions, list[str], Config]:
     """The options, the arguments for `jaxpar.train`, and the config that these ask for.
 
+    Args:     doc: the text of --help.
     Raises:   ConfigError for either.
     """
-    args, prog = list(argv), "python -m jaxpar.launch"
+    args, prog = list(argv), as_called("python -m jaxpar.launch")
     own, rest = (
         (args[: args.index("--")], args[args.index("--") + 1 :]) if "--" in args else (args, [])
     )
     if not rest and not asks_help(own):
         raise ConfigError("command line", "", "names no config", f"use {prog} -n 2 -- quickstart")
-    options = tyro.cli(LaunchOptions, args=own, prog=prog, description=__doc__)
+    options = tyro.cli(LaunchOptions, args=own, prog=prog, description=as_called(doc or ""))
     for name, value, least in (
         ("-n", options.num_processes, 1),
         ("--devices-per-process", options.devices_per_process, 0),

@@ -1,0 +1,105 @@
+"""A bar chart of jaxpar and torchtitan: python scripts/docs/draw_benchmarks.py [--write | --check]
+
+Drawn from the cards of docs/benchmarks into docs/images/torchtitan.svg. Printed; with --check, the
+exit code is 1 where the file differs.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from benchmark_table import gpus_of, is_float8, mesh_of, pairs  # noqa: E402
+
+FILE = ROOT / "docs" / "images" / "torchtitan.svg"
+
+STYLE = """
+  .ground{fill:#fcfcfd;stroke:#d5d9e0} .ours{fill:#3f63c9} .theirs{fill:#b9c0cc}
+  .axis{stroke:#4a5362;stroke-width:1} text{font-family:system-ui,-apple-system,"Segoe UI",
+  sans-serif;font-size:12px;fill:#20262f} .title{font-size:14px;font-weight:600}
+  .small{font-size:11px;fill:#4a5362}
+  @media (prefers-color-scheme:dark){ .ground{fill:#1b2028;stroke:#39414e} .ours{fill:#6f8fe8}
+  .theirs{fill:#5b6575} .axis{stroke:#b6beca} text{fill:#e8ebf0} .small{fill:#b6beca} }
+"""
+
+#: Sizes in pixels: the chart, where bars begin, a bar of torchtitan, a row and a bar.
+WIDTH, LEFT, UNIT, ROW, BAR, TOP = 700, 242, 250, 46, 15, 70
+
+
+def label(card: dict[str, Any]) -> tuple[str, str]:
+    """A row's two lines: the model, and where and how it was trained."""
+    length = card["config"]["data"]["seq_len"]
+    size = f"{card['parameters'] / 1e9:.1f}".removesuffix(".0")
+    _, _, mesh = mesh_of(card, named=True).partition(", ")
+    kind = card["device"].rpartition("NVIDIA ")[2].split()[0]
+    offload = ", offload" if card["config"]["parallel"]["remat"] == "dots_offload" else ""
+    first = f"{size}B, {length:,} tokens" + (", float8" if is_float8(card) else "") + offload
+    return first, f"{gpus_of(card)} × {kind}" + (f", {mesh}" if mesh else "")
+
+
+def words(x: float, y: float, text: str, name: str = "", anchor: str = "start") -> str:
+    """A line of text."""
+    style = f' class="{name}"' if name else ""
+    return f'<text{style} x="{x:g}" y="{y:g}" text-anchor="{anchor}">{text}</text>'
+
+
+def bars(y: float, ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    """One comparison: a bar each; torchtitan's has the same length in every row."""
+    rate, peer = (each["tokens_per_second_per_device"] for each in (ours, theirs))
+    first, second = label(ours)
+    long = UNIT * rate / peer
+    return [
+        words(LEFT - 12, y + 12, first, "", "end"),
+        words(LEFT - 12, y + 28, second, "small", "end"),
+        f'<rect class="ours" x="{LEFT}" y="{y}" width="{long:.1f}" height="{BAR}"/>',
+        words(LEFT + long + 8, y + 12, f"{rate:,.0f} · {rate / peer:.2f} ×"),
+        f'<rect class="theirs" x="{LEFT}" y="{y + BAR + 1}" width="{UNIT}" height="{BAR}"/>',
+        words(LEFT + UNIT + 8, y + BAR + 13, f"{peer:,.0f}", "small"),
+    ]
+
+
+def draw() -> str:
+    """The file."""
+    rows = pairs()
+    height = TOP + ROW * len(rows) + 14
+    title = "Training throughput: jaxpar and torchtitan 0.2.2 on the same kind of GPU"
+    under = "Tokens per second per GPU; bars relative to torchtitan's"
+    body = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+        f'width="{WIDTH}" height="{height}" role="img" aria-label="{title}">',
+        f"<title>{title}</title>",
+        f"<style>{STYLE}</style>",
+        f'<rect class="ground" x="1" y="1" width="{WIDTH - 2}" height="{height - 2}" rx="8"/>',
+        words(20, 28, title, "title"),
+        words(20, 48, under, "small"),
+        f'<rect class="ours" x="{LEFT + UNIT + 28}" y="38" width="11" height="11"/>',
+        words(LEFT + UNIT + 45, 48, "jaxpar", "small"),
+        f'<rect class="theirs" x="{LEFT + UNIT + 96}" y="38" width="11" height="11"/>',
+        words(LEFT + UNIT + 113, 48, "torchtitan", "small"),
+    ]
+    for i, (_, ours, _, theirs) in enumerate(rows):
+        body += bars(TOP + ROW * i, ours, theirs)
+    end = TOP + ROW * len(rows) - 8
+    body.append(f'<path class="axis" d="M{LEFT} {TOP - 6}V{end}"/>')
+    return "\n".join([*body, "</svg>"]) + "\n"
+
+
+def main(argv: list[str]) -> int:
+    """The command line. Returns an exit code."""
+    if argv not in ([], ["--write"], ["--check"]):
+        sys.exit(__doc__)
+    made = draw()
+    if argv == ["--write"]:
+        FILE.write_text(made, "utf-8")
+    elif not argv:
+        print(made, end="")
+    differs = argv == ["--check"] and FILE.read_text("utf-8") != made
+    if differs:
+        print(f"{FILE.relative_to(ROOT)} differs from the cards")
+    return int(differs)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

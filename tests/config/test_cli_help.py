@@ -1,0 +1,87 @@
+"""`--help`: one page, one section, or every field."""
+
+import ast
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from jaxpar import config, train
+from jaxpar.config import ConfigError, flag, model_schema, schema
+from jaxpar.config.config_file import known_configs, load_config
+from jaxpar.config.fields import field_types, leaf_paths
+from jaxpar.config.help import SECTIONS
+
+
+def documentation() -> dict[str, str]:
+    """The docstring of each section, and the one under each field, by section and leaf path."""
+    modules = (schema, model_schema)
+    files = [Path(inspect.getsourcefile(module)) for module in modules]
+    lines: dict[tuple[str, str], str] = {}
+    for node in [node for file in files for node in ast.parse(file.read_text("utf-8")).body]:
+        if isinstance(node, ast.ClassDef):
+            lines[node.name, ""] = ast.get_docstring(node)
+            for field, line in zip(node.body, node.body[1:], strict=False):
+                if isinstance(field, ast.AnnAssign) and isinstance(line, ast.Expr):
+                    lines[node.name, field.target.id] = ast.literal_eval(line.value)
+    found = {}
+    for path in leaf_paths():
+        section, _, name = path.rpartition(".")
+        found[path] = lines[type(config.default_of(section)).__name__, name]
+    for name in SECTIONS:
+        found[name] = lines[type(config.default_of(name)).__name__, ""]
+    return found
+
+
+def help_of(capsys, *args: str) -> str:
+    """What a command line with --help prints."""
+    with pytest.raises(SystemExit) as stop:
+        train.main(args)
+    assert stop.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["", "quickstart", "llama_1b"])
+def test_help_is_one_page_that_names_the_rest(name, capsys):
+    shown = help_of(capsys, *[name] * bool(name), "--help")
+    lines = shown.splitlines()
+    assert len(lines) <= 80 and max(map(len, lines)) <= 100
+    assert lines[0].startswith("usage: python -m jaxpar.train CONFIG ")
+    for section in SECTIONS:
+        assert re.search(rf"^  {section} +\S", shown, re.MULTILINE), section
+    assert f"--help all                      show all {len(leaf_paths())} fields" in shown
+    for text in (*known_configs().split(", "), "--print-config", "--help SECTION", "--set "):
+        assert text in shown
+    num_steps = load_config(name).train.num_steps if name else 1000
+    assert f"(default: {num_steps})" in shown
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_help_shows_one_section(section, capsys):
+    shown = help_of(capsys, "llama_1b", "--help", section)
+    found = re.findall(r"^  --([\w.-]+)", shown, re.MULTILINE)
+    fields = {path for path in field_types() if path.startswith(f"{section}.")}
+    assert {name.replace("-", "_") for name in found} == fields
+    assert documentation()[section] in " ".join(shown.split())
+
+
+def test_help_of_an_unknown_section_is_refused():
+    with pytest.raises(ConfigError, match=r"is not a section .* Fix: use --help model"):
+        train.main(["quickstart", "--help", "modle"])
+    with pytest.raises(ConfigError, match=f"use one of {', '.join(SECTIONS)}, all"):
+        train.main(["--help", "nonesuch"])
+
+
+@pytest.mark.parametrize("args", [["--help"], ["quickstart", "-h"], ["llama_1b", "--help"]])
+def test_help_documents_every_field(args, capsys):
+    text = " ".join(help_of(capsys, *args, "all").split())
+    missing = [path for path in leaf_paths() if flag(path) + " " not in text]
+    assert not missing
+    undocumented = [path for path, line in documentation().items() if line not in text]
+    assert not undocumented
+    if args[0] == "llama_1b":
+        assert (
+            "--model.rope-scaling.factor FLOAT How many times the context grows. (default: 32.0)"
+            in text
+        )
