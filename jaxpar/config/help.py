@@ -106,7 +106,7 @@ def _add(group: Any, cfg: Config, paths: Sequence[str]) -> None:
     """Add fields to a group of options, with their meanings and their values in a config."""
     for path in paths:
         section, _, name = path.rpartition(".")
-        section_class: type = type(default_of(section))
+        section_class: Any = type(default_of(section))
         text = meanings(section_class)[name]
         if section_of(field_types()[path]) is None:
             value = str(_value(cfg, path)) or "empty"

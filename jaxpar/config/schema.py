@@ -1,8 +1,8 @@
 """The configuration: frozen dataclasses, one section per part of the system that reads it.
 
 A config is made by `configs/NAME.py`'s `get_config()`, changed on the command line
-(`runtime/program.py`), checked once by `validate.py`, and saved as JSON with the run. Every field
-is documented here, and `python -m jaxpar.train CONFIG --help` prints these lines.
+(`command_line.py`), checked once by `validate.py`, and saved as JSON with the run. Every field
+is documented here, and `python -m jaxpar.train --help SECTION` prints these lines.
 """
 
 from dataclasses import dataclass, field

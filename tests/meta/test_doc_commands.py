@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import pytest
 
+from jaxpar.__main__ import COMMANDS
+
 ROOT = Path(__file__).resolve().parents[2]
 
 #: The experiments and CHANGELOG.md are history.
@@ -64,6 +66,8 @@ def read(words: list[str]) -> bool:
             return set(trials) <= {"matrix", "kills"}
         case ["python", "-m", program, *_]:
             return program.startswith("jaxpar.")  # its options: test_docs.py
+        case ["jaxpar", command, *_]:
+            return command in COMMANDS  # its options: test_docs.py
         case ["python", script, *options] if script.startswith("scripts/"):
             path = ROOT / script
             source = path.read_text("utf-8") if path.is_file() else ""
@@ -95,6 +99,7 @@ def test_a_line_that_nothing_reads_is_seen():
     (block,) = shell_blocks("<!-- needs: GPU -->\n```sh\nnvidia-smi\n```\n")
     assert block == ("needs", "GPU", "nvidia-smi\n")
     assert not read(["python", "scripts/docs/config_table.py", "--wrote"])
+    assert read(["jaxpar", "plan", "llama3_8b"]) and not read(["jaxpar", "plam", "llama3_8b"])
 
 
 def script_of(page: Path, how: str) -> str:
@@ -112,6 +117,9 @@ def run_page(page: Path, how: str, folder: Path) -> str:
     python = folder / "bin" / "python"
     python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
     python.chmod(0o755)
+    command = folder / "bin" / "jaxpar"
+    command.write_text('#!/bin/sh\nexec python -m jaxpar "$@"\n')
+    command.chmod(0o755)
     env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
     env |= {"PATH": f"{folder / 'bin'}:{env['PATH']}", "PYTHONPATH": str(ROOT)}
     ended = subprocess.run(

@@ -37,6 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 EXCERPT = re.compile(r"<!-- excerpt: (\S+) (\S+) -->\n```python\n(.*?)```", re.DOTALL)
+COMMAND = re.compile(r"python -m jaxpar\.(\S*.*)|^(?:python -m )?jaxpar ([a-z].*)")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
@@ -90,7 +91,7 @@ def test_the_tour_quotes_code_only_as_excerpts():
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """Words of each `python -m jaxpar...` in a page's code, from the module's name on.
+    """Words of each `python -m jaxpar.NAME` or `jaxpar NAME` in a page's code, from the module on.
 
     Left out are those with placeholders (CONFIG, ...), those shown to fail, after a `$ `, messages
     that name a program, and bare mentions of one.
@@ -99,8 +100,8 @@ def commands(text: str) -> Iterator[list[str]]:
     blocks = [re.sub(r"^(config error|bad numerics): .*", "", code, flags=re.M) for code in blocks]
     inline = re.findall(r"(?<!`)`([^`\n]+)`(?!`)", BLOCK.sub("", text))
     for line in "\n".join(blocks + inline).splitlines():
-        found = None if line.startswith("$ ") else re.search(r"python -m (jaxpar\S*.*)", line)
-        words = shlex.split(found.group(1), comments=True) if found else []
+        found = None if line.startswith("$ ") else COMMAND.search(line)
+        words = shlex.split(f"jaxpar.{found[1] or found[2]}", comments=True) if found else []
         placeholder = any(w.split(".")[-1].isupper() or "..." in w for w in words)
         mention = words[1:] in (
             [],
@@ -171,6 +172,9 @@ def test_a_wrong_command_is_seen():
         check_command(words)
     with pytest.raises(SystemExit):
         check_command(["jaxpar.sample", "runs/quickstart", "--promt", "x"])
+    assert list(commands("`jaxpar plan llama3_8b --gpus 8`")) == [
+        ["jaxpar.plan", "llama3_8b", "--gpus", "8"]
+    ]
 
 
 def test_errors_that_are_quoted_are_said_so():
@@ -187,6 +191,14 @@ def test_errors_that_are_quoted_are_said_so():
 # ------------------------------------------------------------------------ tables and pictures
 
 
+def script_of(name: str):
+    """A script of scripts/docs, as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / "docs" / f"{name}.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
+
+
 @pytest.mark.parametrize(
     ("name", "page"),
     [
@@ -196,9 +208,7 @@ def test_errors_that_are_quoted_are_said_so():
     ],
 )
 def test_tables_that_are_made_are_up_to_date(name, page):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / "docs" / f"{name}.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = script_of(name)
     expected = script.BEGIN + script.table() + script.END
     assert expected in read(f"docs/{page}"), f"run python scripts/docs/{name}.py --write"
 
@@ -210,17 +220,12 @@ def test_every_metric_is_on_its_page():
     assert f"<!-- metrics -->\n{table}<!-- /metrics -->" in read("docs/monitoring.md"), table
 
 
-def test_the_map_of_the_code_names_every_module_and_script():
-    package = {p.name + "/" * p.is_dir() for p in (ROOT / "jaxpar").iterdir()}
-    folder = ROOT / "scripts"
-    scripts = {
-        str(p.relative_to(folder))
-        for p in folder.rglob("*")
-        if p.is_file() and "__pycache__" not in p.parts
-    }
-    there = {name for name in package | scripts if not name.startswith("__")}
-    missing = there - set(re.findall(r"`([\w./]+)`", read("docs/code.md")))
-    assert not missing, f"add a line for {sorted(missing)} to docs/code.md"
+def test_the_map_of_the_code_is_up_to_date():
+    written = script_of("code_map").page()
+    assert read("docs/code.md") == written, "run python scripts/docs/code_map.py --write"
+    scripts = (f for f in (ROOT / "scripts").rglob("*") if f.is_file() and f.suffix != ".pyc")
+    missing = {str(f.relative_to(ROOT / "scripts")) for f in scripts}
+    assert not missing - set(re.findall(r"`([\w./]+)`", written))
 
 
 def test_model_fields_that_may_change_are_as_listed():

@@ -96,7 +96,7 @@ def test_not_a_number_is_never_close():
     ("arguments", "message"),
     [
         ([], "CONFIG"),
-        (["no_such_config"], "is no config file"),
+        (["no_such_config"], "is not a config"),
         (["quickstart", "--mesh", "dta=2"], "'dta=2' is no field=value.*pipeline, replica"),
         (["quickstart", "--mesh", "data"], "is no field=value"),
         (["quickstart", "--mesh", "data=two"], "data must be a whole number above 0"),

@@ -1,0 +1,92 @@
+"""The map of the code, docs/code.md: python scripts/docs/code_map.py [--write]
+
+Read off the docstrings of rooms, files and scripts, and from each room's MAY_IMPORT. Printed; with
+--write, written to the page.
+"""
+
+import ast
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "code.md"
+PACKAGE = ROOT / "jaxpar"
+
+HEAD = (
+    "# Map of the code\n\n"
+    "Written by `python scripts/docs/code_map.py --write` from the docstrings.\n\n"
+    "- A folder directly under `jaxpar/` is a **room**. Its `__init__.py` has one sentence about it "
+    "and names, in `MAY_IMPORT`, the rooms that it may import; `tests/meta/test_rooms.py` checks "
+    "every import.\n"
+    "- A file in the root of `jaxpar/` is a **door**: a program, `python -m jaxpar.NAME` or "
+    "`jaxpar NAME`.\n"
+    "- Rooms are listed from the top down: each imports only rooms below it.\n\n"
+    "[The tour](tour.md) follows one training step through these files.\n"
+)
+
+BESIDE = (
+    "\n## Around the package\n\n| folder | what |\n|---|---|\n"
+    "| `configs/` | configs: Python files with a `get_config()` |\n"
+    "| `tests/` | a folder for each room; `meshes/` compares every mesh with the plain model, `e2e/` "
+    "runs programs, `meta/` checks rooms and pages |\n"
+    "| `docs/`, `mkdocs.yml` | the pages; `make docs` builds the site |\n"
+)
+
+
+def sentence(file: Path) -> str:
+    """The first sentence of a file's docstring, without its period."""
+    text = ast.get_docstring(ast.parse(file.read_text("utf-8"))) or ""
+    first = " ".join(text.split("\n\n")[0].split()).replace("|", "\\|")
+    return first.partition(": python ")[0].removesuffix(".")
+
+
+def may_import(room: Path) -> tuple[str, ...]:
+    """The rooms that a room may import."""
+    for node in ast.parse((room / "__init__.py").read_text("utf-8")).body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id="MAY_IMPORT")]):
+                return ast.literal_eval(node.value)
+    raise ValueError(f"{room} has no MAY_IMPORT")
+
+
+def from_the_top(rooms: dict[str, tuple[str, ...]]) -> list[str]:
+    """Rooms in an order in which each comes before those that it imports."""
+    level: dict[str, int] = {}
+    while len(level) < len(rooms):
+        for name, below in rooms.items():
+            if name not in level and all(room in level for room in below):
+                level[name] = 1 + max((level[room] for room in below), default=0)
+    return sorted(rooms, key=lambda name: (-level[name], name))
+
+
+def table(head: str, rows: list[tuple[str, str]]) -> str:
+    """A table of files."""
+    return f"\n| {head} | what |\n|---|---|\n" + "".join(f"| `{a}` | {b} |\n" for a, b in rows)
+
+
+def page() -> str:
+    """The page."""
+    doors = [(f.name, sentence(f)) for f in sorted(PACKAGE.glob("*.py")) if f.stem != "__init__"]
+    parts = [HEAD, "\n## Doors\n", table("in `jaxpar/`", doors)]
+    rooms = {p.name: may_import(p) for p in PACKAGE.iterdir() if (p / "__init__.py").is_file()}
+    for name in from_the_top(rooms):
+        folder = PACKAGE / name
+        allowed = ", ".join(f"`{room}/`" for room in rooms[name]) or "no other room"
+        parts.append(f"\n## `{name}/`\n\n{sentence(folder / '__init__.py')}. ")
+        parts.append(f"May import {allowed}.\n")
+        files = (f for f in sorted(folder.rglob("*.py")) if f.stem != "__init__")
+        rows = [(str(f.relative_to(folder)), sentence(f)) for f in files]
+        parts.append(table(f"in `{name}/`", rows))
+    scripts = sorted(f for f in (ROOT / "scripts").rglob("*.py"))
+    rows = [(str(f.relative_to(ROOT / "scripts")), sentence(f)) for f in scripts]
+    others = [("find_python.sh", "Finds the Python that make uses"),
+              ("deploy/slurm.sh", "A run on a Slurm cluster"),
+              ("deploy/jobset.yaml", "A run on Kubernetes")]  # fmt: skip
+    return "".join(parts) + BESIDE + table("in `scripts/`", rows + others)
+
+
+if __name__ == "__main__":
+    if "--write" in sys.argv:
+        PAGE.write_text(page(), "utf-8")
+    else:
+        print(page(), end="")
