@@ -39,6 +39,8 @@ GOLDENS = Path(__file__).parent / "goldens"
 TOLERANCE = 1e-5
 
 MODELS = list(tiny.MODELS)
+#: One of each kind: stretched RoPE, biases, windows, tied, two kinds of layers, experts.
+QUICK = ["llama3_1", "llama_biases", "mistral", "qwen2_5", "gemma3", "mixtral", "qwen3_moe"]
 
 
 def silent(_: str) -> None:
@@ -85,7 +87,7 @@ def plain_logits(params, cfg: Config, tokens: np.ndarray) -> np.ndarray:
     return np.asarray(run(params))[0]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_but(QUICK, MODELS))
 def test_logits_are_those_of_transformers(name, folders, params_of):
     cfg, params = params_of(folders(name)[1])
     tokens = tiny.tokens(tiny.MODELS[name])

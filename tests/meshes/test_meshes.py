@@ -37,7 +37,6 @@ BASE = replace(
 #: Every axis and every field, in few programs.
 MESHES = """
 data=1
-tensor=4
 replica=2,data=2,expert=2
 pipeline=2,data=2,sequence=2,tensor=2
 data=2,num_microbatches=2,zero=1
@@ -53,7 +52,7 @@ pipeline=4,num_microbatches=4,zero=1,tensor=2,layer_loop=unroll,remat=full
 #: Parts of what the others cover.
 SLOW_MESHES = [
     *(f"{axis}=2" for axis in AXES),
-    *(f"{axis}=4" for axis in AXES if axis != "tensor"),
+    *(f"{axis}=4" for axis in AXES),
     *"""
 data=2,sequence=2
 data=2,tensor=2

@@ -263,11 +263,14 @@ def test_refusals(targets, words, rule, capsys):
 @pytest.mark.parametrize(
     ("words", "rule"),
     [
-        ("torchtitan fsdp --data nowhere", "--data = 'nowhere' holds no tokenizer.json. Fix: "),
-        ("torchtitan fsdp --steps 0", "--steps = 0: must be at least 3. Fix: --steps 20"),
-        ("torchtitan fsdp --gpus 0", "--gpus = 0: must be at least 1. Fix: --gpus 8"),
-        ("torchtitan fsdp --data HERE --card HERE", "is no file that can be written. Fix: --card"),
-        ("torchtitan fsdp --data HERE --card=", "--card = '': is no file that can be written"),
+        ("torchtitan_run fsdp --data nowhere", "--data = 'nowhere' holds no tokenizer.json. Fix: "),
+        ("torchtitan_run fsdp --steps 0", "--steps = 0: must be at least 3. Fix: --steps 20"),
+        ("torchtitan_run fsdp --gpus 0", "--gpus = 0: must be at least 1. Fix: --gpus 8"),
+        (
+            "torchtitan_run fsdp --data HERE --card HERE",
+            "is no file that can be written. Fix: --card",
+        ),
+        ("torchtitan_run fsdp --data HERE --card=", "--card = '': is no file that can be written"),
         ("loader --batch 0", "--batch = 0: must be at least 1. Fix: --batch 32"),
         ("loader --seq-len -1", "--seq-len = -1: must be at least 1. Fix: --seq-len 1024"),
         ("saves nowhere/config.json", "CONFIG.json = 'nowhere/config.json': cannot be read: "),
