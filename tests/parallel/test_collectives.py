@@ -90,6 +90,11 @@ def to_last(d):
     return np.concatenate([np.zeros_like(d[:-1]), d.sum(0)[None]])
 
 
+def of(axis: str, fn, dim: int):
+    """A collective of `permutes` over an axis, as a case."""
+    return axis, lambda x: fn(x, axis, dim)
+
+
 CASES = {
     "all_gather": (
         TENSOR,
@@ -121,27 +126,15 @@ CASES = {
         lambda x: np.roll(x, -1, axis=0),
         lambda d: np.roll(d, 1, axis=0),
     ),
-    "gather": (
-        SEQUENCE,
-        lambda x: permutes.ring_all_gather(x, SEQUENCE, 2),
-        gathered(2),
-        scattered(2),
-    ),
-    "scatter": (
-        SEQUENCE,
-        lambda x: permutes.ring_reduce_scatter(x, SEQUENCE, 2),
+    "ring all-gather": (*of(SEQUENCE, permutes.ring_all_gather, 2), gathered(2), scattered(2)),
+    "ring reduce-scatter": (
+        *of(SEQUENCE, permutes.ring_reduce_scatter, 2),
         scattered(2),
         gathered(2),
     ),
-    "gather_within": (
-        TENSOR,
-        lambda x: permutes.all_to_all_gather(x, TENSOR, 1),
-        gathered(1),
-        scattered(1),
-    ),
-    "scatter_within": (
-        TENSOR,
-        lambda x: permutes.all_to_all_reduce_scatter(x, TENSOR, 2),
+    "gather by all-to-all": (*of(TENSOR, permutes.all_to_all_gather, 1), gathered(1), scattered(1)),
+    "reduce-scatter by all-to-all": (
+        *of(TENSOR, permutes.all_to_all_reduce_scatter, 2),
         scattered(2),
         gathered(2),
     ),
