@@ -39,7 +39,7 @@ def fail(kind):
         os.kill(os.getpid(), getattr(signal, kind))
 
 def install(rank, step, kind):
-    from jaxpar import metrics
+    from jaxpar.monitoring import metrics
     write_previous = metrics.MetricsWriter.write_previous
     once = os.environ.get("FAULT_ONCE", "")
     def faulty(self, at, *measured):

@@ -20,7 +20,7 @@ from jaxpar.bench.timing import Timing, time_interleaved
 from jaxpar.bench.training import conditions
 from jaxpar.config import Config, ConfigError, ModelConfig
 from jaxpar.kernels.norm import rms_norm, rms_norm_beside
-from jaxpar.model import linear
+from jaxpar.model import feed_forward
 from jaxpar.model import rope as model_rope
 from jaxpar.runtime import provenance
 from jaxpar.runtime import start as runtime
@@ -90,13 +90,18 @@ def pieces(tokens: int) -> Iterator[Piece]:
     yield Piece("RoPE of q and k forward", rope, (q, k, tables))
     yield Piece("RoPE of q and k backward", rope_backward, (q, k, tables))
     gate, up = normal((1, tokens, m.d_ff)), normal((1, tokens, m.d_ff))
-    yield from both("SwiGLU", linear.swiglu, gate, up)
+    yield from both("SwiGLU", swiglu, gate, up)
+
+
+def swiglu(gate, up):
+    """The activation, as a layer computes it."""
+    return feed_forward.gated(gate, up, MODEL)
 
 
 def beside(x, gain):
     """x and its norm, as a layer takes them."""
     x, normed = rms_norm_beside(x, gain, MODEL.norm_eps)
-    return x, normed.whole()
+    return x, normed.written()
 
 
 def rope(q, k, tables):

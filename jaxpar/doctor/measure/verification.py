@@ -85,12 +85,12 @@ COLLECTIVES: dict[str, Collective] = {
     "ppermute": Collective(_shift, lambda m, place: m[place - 1]),
     "broadcast": Collective(_broadcast, lambda m, _: m[-1]),
     "direct.gather": Collective(
-        lambda x, axes: permutes.ring_all_gather(x, axes[0], 0),
+        lambda x, axes: permutes.permute_all_gather(x, axes[0], 0),
         lambda m, _: np.concatenate(m),
         one_axis=True,
     ),
     "direct.scatter": Collective(
-        lambda x, axes: permutes.ring_reduce_scatter(x, axes[0], 0),
+        lambda x, axes: permutes.permute_reduce_scatter(x, axes[0], 0),
         _own_piece,
         sums=True,
         one_axis=True,
