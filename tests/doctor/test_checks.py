@@ -159,7 +159,7 @@ def test_variables_that_hurt(env, check, status):
 
 def test_a_table_of_ones_own_kernels_does_not_hurt():
     own = "--xla_gpu_load_autotune_results_from=runs/mine.textproto"
-    rows = host.xla_flags.measured_for("NVIDIA H200", "0.11.2", Config())
+    rows = host.xla_flags.matching_rows("NVIDIA H200", "0.11.2", Config())
     assert any(own.startswith(f"--{row.name}=") for row in rows)  # another one was measured
     assert worse(all_of(facts_of(env={"XLA_FLAGS": own}))) == []
     both = f"{own} --xla_gpu_enable_latency_hiding_scheduler=false"

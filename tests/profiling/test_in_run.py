@@ -16,18 +16,18 @@ class Board:
 
     def __init__(self, count: int):
         self.texts: dict[int, str] = {}
-        self.rank, self.number = 0, count
+        self.current, self.size = 0, count
 
-    def count(self):
-        return self.number
+    def world_size(self):
+        return self.size
 
-    def own(self):
-        return self.rank
+    def rank(self):
+        return self.current
 
     def publish(self, topic, text):
-        self.texts[self.rank] = text
+        self.texts[self.current] = text
 
-    def published(self, topic):
+    def read_published(self, topic):
         return dict(self.texts)
 
 
@@ -54,7 +54,7 @@ def test_all_begin_with_the_same_step(seed, monkeypatch, tmp_path):
     while min(steps) < 90:
         # Nobody is more than a step ahead of the slowest: it fetches a loss that all have made.
         rank = rng.choice([r for r in range(count) if steps[r] <= min(steps) + 1])
-        board.rank = rank
+        board.current = rank
         if rank in waiting or (rank, steps[rank]) in asked:
             waiting.discard(rank)
             in_run._signals.append(10)

@@ -248,7 +248,7 @@ def test_rates_of_attention_and_model():
     assert sections.rates(profile, None).splitlines() == [
         "  matmuls: 500 TFLOP a step and device, 700 TFLOP/s while they run, "
         "70.8% of the bfloat16 peak",
-        "  attention: 120 TFLOP a step and device (causal, windows of one text), "
+        "  attention: 120 TFLOP a step and device (causal, sequences of one text), "
         "450 TFLOP/s while its kernels run",
         "  model: 600 TFLOP a step and device (causal), 550 TFLOP/s over the step, MFU 55.6%",
     ]

@@ -22,14 +22,14 @@ def caught(name, work):
         found[name] = [type(error).__name__, str(error), getattr(error, "code", None)]
 place = detect.detect(Config(), os.environ)
 found["line"] = rendezvous.connect(place, 60)
-own = peers.own()
-found["count"] = peers.count()
+own = peers.rank()
+found["count"] = peers.world_size()
 caught("exchange", lambda: peers.exchange("names", f"I am {own}", 30))
 def fail_in_1():
     if own == 1:
         raise ConfigError("data.path", "x", "is not there", "copy it")
     return "fine"
-caught("together", lambda: peers.together("checks", 30, fail_in_1))
+caught("together", lambda: peers.all_or_none("checks", 30, fail_in_1))
 caught("same", lambda: peers.check_same("program", lambda: "text", 30))
 caught("differs", lambda: peers.check_same("config", lambda: f"text {own}", 30))
 if own == 0:
@@ -38,7 +38,7 @@ if own == 0:
     found["seconds"] = time.monotonic() - began
 peers.exchange("end", "", 30)
 print(json.dumps(found), flush=True)
-peers.part(True)
+peers.leave(True)
 os._exit(0)
 """
 
@@ -47,8 +47,8 @@ ALONE = """
 import sys
 from jaxpar.runtime.program import run_program
 from jaxpar.runtime.processes import rendezvous
-from jaxpar.runtime.processes.detect import Cluster
-place = Cluster(
+from jaxpar.runtime.processes.detect import ProcessPlace
+place = ProcessPlace(
     source="flags", coordinator=sys.argv[1], num_processes=2, process_id=int(sys.argv[2])
 )
 run_program(lambda _: print(rendezvous.connect(place, 2)))
@@ -119,8 +119,8 @@ STOPPED = """
 import os, signal, sys, time
 from jaxpar.runtime import signals
 from jaxpar.runtime.processes import rendezvous, peers
-from jaxpar.runtime.processes.detect import Cluster
-place = Cluster(source="flags", coordinator=sys.argv[1], num_processes=1, process_id=0)
+from jaxpar.runtime.processes.detect import ProcessPlace
+place = ProcessPlace(source="flags", coordinator=sys.argv[1], num_processes=1, process_id=0)
 rendezvous.connect(place, 60)
 with signals.StopRequest(several=True) as stop:
     os.kill(os.getpid(), signal.SIGTERM)
@@ -130,7 +130,7 @@ with signals.StopRequest(several=True) as stop:
         asked += 1
         time.sleep(0.01)
 print(asked, stop.received, stop.due(), stop.due(), flush=True)
-peers.part(True)
+peers.leave(True)
 os._exit(0)
 """
 
