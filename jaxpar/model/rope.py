@@ -19,7 +19,7 @@ def rope_frequencies(model: ModelConfig) -> jax.Array:
 
 
 def _stretch(frequencies: jax.Array, s: RopeScaling) -> jax.Array:
-    """Apply Llama 3.1's scaling: divide low frequencies by `factor`, keep high ones, blend."""
+    """Apply Llama 3.1's scaling: divide low frequencies by `factor`, with a ramp to high ones."""
     turns = s.original_max_position * frequencies / (2 * math.pi)
     ramp = (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
     keep = jnp.clip(ramp, 0.0, 1.0)
