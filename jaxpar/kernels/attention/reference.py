@@ -57,7 +57,7 @@ def backward(q, k, v, mask: AttentionMask, out, lse, d_out, d_lse):
 
 
 def _scores(q, k, mask: AttentionMask) -> tuple[jax.Array, jax.Array]:
-    """Return scaled, masked scores, float32 [B, G, H/G, T, S], and the mask, bool [B, 1, 1, T, S]."""
+    """Return masked scores, float32 [B, G, H/G, T, S], and the mask, bool [B, 1, 1, T, S]."""
     B, T, H, K = q.shape
     q_BTGRK = q.reshape(B, T, k.shape[2], -1, K)
     scores = jnp.einsum("btgrk,bsgk->bgrts", q_BTGRK, k, preferred_element_type=jnp.float32)
