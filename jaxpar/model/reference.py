@@ -66,7 +66,7 @@ def embed(rows: jax.Array, m: ModelConfig) -> jax.Array:
 
 
 def of_layer(m: ModelConfig, i: int) -> ModelConfig:
-    """Return the model config of layer i alone, with the window and rotary base of its kind."""
+    """Return the model config for only layer i, with the window and rotary base of its kind."""
     if m.global_every == 0:
         return m
     alike = dataclasses.replace(m, global_every=0, local_rope_theta=None)

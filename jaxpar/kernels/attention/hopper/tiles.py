@@ -64,7 +64,7 @@ def padding(length: int, block: int) -> int:
 
 
 def bounds_of(mask: AttentionMask, pad_q: int, pad_k: int) -> Bounds:
-    """Convert a mask to bounds. The results of padded queries are unused; padded keys are masked."""
+    """Convert a mask to bounds. Padded queries have unused results, and padded keys are masked."""
     if mask.in_order:
         low = _low_in_order(mask)
         queries = None if low is None else _pad(low, pad_q, mode="edge")[:, None]
