@@ -4,10 +4,11 @@ Tokens are processed in chunks or all at once. The gradients of the hidden state
 computed while a chunk's logits exist. The logits are therefore computed only once, and the backward
 pass only scales. Vocabulary shards exchange three values per token.
 
-The gradient with respect to a row of logits is scale * exp(logit - base), with a value subtracted
-at the label. The scale and that value depend on the row's sum, and are applied later: the scale to
-the hidden states in the head's gradient, and to the gradient of the hidden states. So a single
-pass can compute the sums and write the exponentials (`kernels/softmax.py`).
+The gradient with respect to a row of logits is scale * exp(logit - base), where a value is
+subtracted from the exponential at the label. The scale and that value depend on the row's sum and
+are applied later. In the head's gradient, the scale is applied to the hidden states; the gradient
+of the hidden states is scaled itself. So a single pass can compute the sums and write the
+exponentials (`kernels/softmax.py`).
 """
 
 import functools

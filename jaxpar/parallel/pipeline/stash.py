@@ -22,7 +22,7 @@ def empty(types: Any, num_slots: int) -> Any:
     """Create slots for values of these types.
 
     Slots on the device are uninitialized, because zeros would be tens of GB to write in every step.
-    An idle stage reads the slot of its first or last action, which is written before.
+    An idle stage reads the slot of its first or last action, which has been written by then.
     """
     return jax.tree.map(partial(_empty, num_slots), types)
 
