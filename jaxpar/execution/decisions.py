@@ -1,8 +1,9 @@
-"""How a config is executed: every decision made for speed, on one page.
+"""How a config is executed: every performance decision on one page.
 
 No field of `Execution` changes what is computed. The train step, the planner, the table of XLA
-flags and the run's manifest read the same value. Decisions that depend on the size of an array live
-where the array is: `model/loss.num_chunks`, and which kernel computes a norm or a SwiGLU.
+flags and the run's manifest all read the same `Execution`. Decisions that depend on the size of an
+array are made next to that array: `model/loss.num_chunks`, and the choice of kernel for a norm or a
+SwiGLU.
 """
 
 from collections.abc import Iterator
@@ -13,9 +14,10 @@ from jaxpar.config import Config, ModelConfig, replace
 from jaxpar.config.remat_policies import names_on_host
 from jaxpar.kernels.platform import Platform
 
-#: Tokens in one tensor rank's shard of the sequence from which collective matmuls are faster than
-#: one gather and one matmul. 8 layers of 8B on two H200s: 1% faster with shards of 4,096 tokens, 4%
-#: slower with 2,048 (docs/experiments/tensor_parallelism.md#collective-matmul).
+#: Minimum number of tokens in a tensor rank's sequence shard for collective matmuls, which are
+#: slower than one gather and one matmul on shorter shards. 8 layers of 8B on two H200s: 1% faster
+#: with 4,096 tokens, 4% slower with 2,048
+#: (docs/experiments/tensor_parallelism.md#collective-matmul).
 MIN_SHARD_TOKENS = 4096
 
 type Norm = Literal["written", "deferred_scale", "in_quantizer"]
@@ -23,63 +25,65 @@ type Norm = Literal["written", "deferred_scale", "in_quantizer"]
 
 @dataclass(frozen=True)
 class Execution:
-    """How a resolved config is executed on a platform; `execution_of` makes it."""
+    """How a resolved config is executed on a platform. Create one with `execution_of`."""
 
     cfg: Config
     collective_matmul: bool
-    """Matmuls take one tensor rank's shard of the sequence at a time while the next one travels.
+    """Matmuls multiply one tensor rank's shard of the sequence while the next shard is in transit.
 
-    Without pipeline stages and row groups. On GPUs, from MIN_SHARD_TOKENS; elsewhere, where it
-    costs nothing, always, so that small tests take the path of large runs."""
+    Not used with pipeline stages or row groups. GPUs use it from MIN_SHARD_TOKENS on. Other
+    platforms always use it, because it costs nothing there and small tests then run the same code
+    as large runs."""
     norm: Norm
-    """What matmuls receive of a norm.
+    """The form in which matmuls receive a norm.
 
-    written         its output.
-    deferred_scale  its output before the scale of each row, which is applied after the matmul: for
-                    matmuls in the compute dtype, on unsplit sequences, where one pass reads all
-                    products. Not in float16, whose range unscaled products may exceed.
-    in_quantizer    its input. The quantizer of float8 matmuls with one scale per tensor computes
-                    the norm as it rounds, so the norm's output is never written."""
+    written         The output of the norm.
+    deferred_scale  The output without the scale of each row, which is applied after the matmul.
+                    Used for matmuls in the compute dtype on unsplit sequences, where one pass reads
+                    all products. Not used in float16, whose range unscaled products may exceed.
+    in_quantizer    The input of the norm. The quantizer of float8 matmuls with one scale per tensor
+                    computes the norm as it rounds, so the norm's output is never written."""
     fused_gate_up: bool
-    """One matmul computes gate and up projections.
+    """One matmul computes the gate and up projections.
 
-    For SwiGLU without biases, experts or adapters, in the compute dtype or in float8 with one scale
-    per tensor. Not with row groups, where XLA would delay more weight gradients and hold 4% more
-    memory (docs/experiments/one_gpu.md#gate-and-up-in-one-matmul)."""
+    Used for SwiGLU without biases, experts or adapters, in the compute dtype or in float8 with one
+    scale per tensor. Not used with row groups, where XLA would delay more weight gradients and need
+    4% more memory (docs/experiments/one_gpu.md#gate-and-up-in-one-matmul)."""
     float32_weight_gradients: bool
-    """Matmuls add the gradients of a layer's matrices to float32 sums over microbatches.
+    """Matmuls accumulate the gradients of a layer's matrices in float32 over microbatches.
 
-    Where the matrices are complete on the device (ZeRO-1), in the compute dtype, and each chunk's
-    sums have one place (`parallel/pipeline/chunks.py`)."""
+    Used in the compute dtype if each device holds complete matrices (ZeRO-1) and each chunk's sums
+    have a fixed location (`parallel/pipeline/chunks.py`)."""
     gathers_per_layer: bool
     """Each layer gathers its weights and scatters their gradients (ZeRO-3)."""
     stage_wide_collectives: bool
-    """Layers contain collectives that devices of all pipeline stages must enter: permutes of keys
-    and values, and gathers of weights. Collectives over tensor stay within a stage."""
+    """Layers contain collectives that the devices of all pipeline stages must enter: permutes of
+    keys and values, and gathers of weights. Collectives over tensor stay within a stage."""
     layers_per_vjp: int
-    """Layers differentiated at a time: one, or one period of a model whose kinds of layers repeat.
+    """Number of layers differentiated at a time.
 
-    0: a whole chunk at once. For weights gathered and activations fetched one layer ahead, for row
-    groups, and for a loop over stacked layers."""
+    One layer, or one period of a model whose layer kinds repeat. 0 means a complete chunk at once:
+    if weights are gathered or activations fetched one layer ahead, with row groups, and for a loop
+    over stacked layers."""
 
     @property
     def weight_uses(self) -> int:
-        """Matmuls per weight in a layer's forward: one for each row group or sequence shard."""
+        """Matmuls per weight in a layer's forward: one per row group or sequence shard."""
         p = self.cfg.parallel
         return p.tensor if self.collective_matmul else p.row_groups
 
     @property
     def row_groups_overlap(self) -> bool:
-        """The communication of one row group over tensor overlaps another's computation."""
+        """Whether one row group's communication over tensor overlaps another's computation."""
         return self.cfg.parallel.tensor > 1 and self.cfg.parallel.row_groups > 1
 
     @property
     def activations_on_host(self) -> bool:
-        """Some activations wait in host memory between a layer's forward and backward."""
+        """Whether some activations are in host memory between a layer's forward and backward."""
         return bool(names_on_host(self.cfg.parallel.remat))
 
     def in_words(self) -> Iterator[str]:
-        """One phrase for each decision that this config leaves open, for people."""
+        """Yield one readable phrase for each decision that this config leaves open."""
         p = self.cfg.parallel
         if p.tensor > 1:
             overlap = "row groups" if self.row_groups_overlap else "none"
@@ -89,7 +93,7 @@ class Execution:
         if self.gathers_per_layer:
             yield "weights: gathered per layer, one layer ahead"
         if p.num_microbatches > 1 or p.pipeline > 1:
-            how = "by the matmuls" if self.float32_weight_gradients else "after them"
+            how = "in the matmuls" if self.float32_weight_gradients else "in a separate pass"
             yield f"float32 gradient sums: {how}"
         if p.pipeline > 1:
             idle = "masked" if self.stage_wide_collectives else "skipped"
@@ -108,10 +112,11 @@ _NORM_IN_WORDS: dict[Norm, str] = {
 
 
 def execution_of(cfg: Config, platform: Platform | None = None) -> Execution:
-    """How `cfg` is executed.
+    """Return how `cfg` is executed.
 
-    Args:     cfg: resolved; decisions for `parallel.data` of -1 hold for some number of devices.
-              platform: this process's, by default, which starts JAX's backend.
+    Args:     cfg: a resolved config. With `parallel.data` of -1, the decisions hold only for some
+              numbers of devices. platform: defaults to this process's platform, which starts JAX's
+              backend.
     """
     p = cfg.parallel
     platform = Platform.here() if platform is None else platform
@@ -139,7 +144,7 @@ def explain(cfg: Config) -> str:
 
 
 def on_gpus(cfg: Config) -> Execution:
-    """How `cfg` is executed on GPUs; starts no backend."""
+    """Return how `cfg` is executed on GPUs, without starting a backend."""
     return execution_of(cfg, Platform("gpu"))
 
 
@@ -183,6 +188,6 @@ def _layers_per_vjp(cfg: Config, stage_wide: bool) -> int:
 
 
 def rows_per_device(cfg: Config) -> int:
-    """B: sequences of a microbatch on one device. cfg: resolved."""
+    """Return B, the number of sequences of a microbatch on one device, for a resolved config."""
     p = cfg.parallel
     return cfg.train.global_batch_size // (p.replica * p.data * p.expert * p.num_microbatches)

@@ -1,7 +1,7 @@
-"""Rematerialization: what the backward pass finds saved, by name.
+"""Rematerialization: which named values are saved for the backward pass.
 
-Policies are allow-lists of names. A block-list would keep alive the unnamed twin of every gathered
-weight. `remat_policies.REMAT_POLICIES` says which names each policy saves. H, G and F are one
+Policies are allow-lists of names. A block-list would keep alive the unnamed copy of every gathered
+weight. `remat_policies.REMAT_POLICIES` lists the names that each policy saves. H, G and F count one
 tensor rank's part.
 
     name            value                                     per token and layer, bf16 bytes
@@ -16,19 +16,19 @@ tensor rank's part.
     gate_up         gate and up projections                   4 F
     mlp_hidden      silu(gate) * up                           2 F
 
-A name with `:host` after it is saved in pinned host memory: copied there in the forward, and back
-in the backward (`parallel/host_offload.py`). Values of an unrolled layer whose backward comes right
-after its forward, the last one of a mesh without stages, stay on the device. layer_input, a layer's
-only input, is saved under every policy, so it is named only to be saved there.
+A name with the suffix `:host` is saved in pinned host memory: copied there in the forward, and back
+in the backward (`parallel/host_offload.py`). On a mesh without stages, the last unrolled layer
+keeps its values on the device, because its backward comes right after its forward. layer_input, a
+layer's only input, is saved under every policy; it has a name so that it can be saved on the host.
 
-attn_norm and mlp_norm are saved before their rows are scaled, where that comes after the matmul
-(`Execution.norm`).
+With `Execution.norm` of deferred_scale, attn_norm and mlp_norm are saved before their rows are
+scaled.
 
-Under `model.matmul_dtype` float8 and one scale per tensor, the rounded input of a matmul goes by
-the name of the input. attn_norm, mlp_norm and mlp_hidden are then saved in its place, in half of
-the bytes; attn_out beside it, which attention's own backward needs: 3 H K.
+With `model.matmul_dtype` float8 and one scale per tensor, the rounded input of a matmul has the
+name of the input. attn_norm, mlp_norm and mlp_hidden are then saved in rounded form, which takes
+half the bytes. attn_out is saved in both forms, because attention's own backward needs it: 3 H K.
 
-Saved under every policy: the scale of each row of a norm, 4 bytes.
+Every policy also saves the scale of each row of a norm, 4 bytes.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ from jaxpar.kernels.float8.amax import WithAmax
 
 
 def named[X: jax.Array | WithAmax](x: X, name: str) -> X:
-    """Let a policy save this value under its name; of one `WithAmax`, the array."""
+    """Name a value so that a policy can save it. For a `WithAmax`, name its array."""
     assert name in REMAT_NAMES, name
     if isinstance(x, WithAmax):
         return dataclasses.replace(x, values=checkpoint_name(x.values, name))
@@ -52,19 +52,19 @@ def named[X: jax.Array | WithAmax](x: X, name: str) -> X:
 
 
 def all_on_device(names: Sequence[str]) -> tuple[str, ...]:
-    """The same values of `saved_names`, none of them in host memory."""
+    """Return the names of `saved_names` with every value on the device instead of on the host."""
     return tuple(name for name in map(without_mark, names) if name != LAYER_INPUT)
 
 
 def rematerialize(
     fn: Callable[..., Any], names: Sequence[str], *, apart: bool
 ) -> Callable[..., Any]:
-    """`fn`, whose backward recomputes all but the values of these names.
+    """Return `fn` with a backward that recomputes everything except the named values.
 
-    Args:     fn: its first argument is the layer's input. names: as `saved_names` gives them.
-              apart: the backward finds what was saved in a loop's carry, so XLA cannot undo the
-              recomputation; the barrier that would keep it from doing so would only hold up
-              fusions.
+    Args:     fn: its first argument is the layer's input. names: as returned by `saved_names`.
+              apart: whether the backward reads the saved values from a loop's carry. XLA then
+              cannot undo the recomputation, and the barrier that prevents this elsewhere would only
+              block fusions.
     """
     on_device = [name for name in names if not name.endswith(ON_HOST)]
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(

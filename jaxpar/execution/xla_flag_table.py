@@ -1,4 +1,4 @@
-"""XLA flags as data: which are set, for which GPU, JAX version and `Execution`, and their gain."""
+"""XLA flags as data: the GPU, JAX version and `Execution` they are set for, and their gain."""
 
 import shlex
 from collections.abc import Callable
@@ -9,46 +9,47 @@ from jaxpar.execution.decisions import Execution
 
 
 def always(ex: Execution) -> bool:
-    """Every mesh, a single device included."""
+    """All meshes, including a single device."""
     return True
 
 
 def without_tensor(ex: Execution) -> bool:
-    """Layers communicate only for their weights."""
+    """Layers communicate only weights and their gradients."""
     return ex.cfg.parallel.tensor == 1
 
 
 def with_tensor(ex: Execution) -> bool:
-    """Layers communicate for their activations."""
+    """Layers communicate activations."""
     return not without_tensor(ex)
 
 
 def gathers_of_16_bits(ex: Execution) -> bool:
-    """Layers communicate only for their weights, which travel in the compute dtype."""
+    """Layers communicate only weights and their gradients; weights are gathered in the compute
+    dtype."""
     return without_tensor(ex) and ex.cfg.parallel.gather_dtype == "compute"
 
 
 def gathers_of_8_bits(ex: Execution) -> bool:
-    """Layers communicate only for their weights, which travel in 8 bits."""
+    """Layers communicate only weights and their gradients; weights are gathered in 8 bits."""
     return without_tensor(ex) and ex.cfg.parallel.gather_dtype == "float8"
 
 
 def scatters_of_16_bits(ex: Execution) -> bool:
-    """Layers communicate only for their weights, whose gradients are summed in bfloat16 (float32
-    gradients travel by all-to-all)."""
+    """Layers communicate only weights and their gradients; gradients are summed in bfloat16
+    (float32 sums use all-to-alls)."""
     return without_tensor(ex) and ex.cfg.parallel.grad_reduce == "bfloat16"
 
 
 def with_permutes(ex: Execution) -> bool:
-    """Layers send activations, or keys and values, by permutes (in a pipeline, activations travel
-    by all-to-all)."""
+    """Layers send activations, or keys and values, by permutes (pipelines send activations by
+    all-to-alls)."""
     p = ex.cfg.parallel
     over_tensor = p.tensor > 1 and p.pipeline == 1
     return over_tensor or (p.sequence > 1 and p.context != "ulysses")
 
 
 def in_row_groups(ex: Execution) -> bool:
-    """One group of rows communicates while another computes."""
+    """One row group communicates while another computes."""
     return ex.row_groups_overlap
 
 
@@ -58,7 +59,7 @@ def in_float8(ex: Execution) -> bool:
 
 
 def wide_and_whole(ex: Execution) -> bool:
-    """16-bit matmuls at least as wide as those of 8B, over complete sequences."""
+    """16-bit matmuls at least as wide as those of 8B, on unsplit sequences."""
     p, m = ex.cfg.parallel, ex.cfg.model
     return p.tensor == p.sequence == 1 and m.d_model >= 4096 and not in_float8(ex)
 
@@ -71,11 +72,11 @@ def wide_in_stages(ex: Execution) -> bool:
 
 
 def with_host_copies(ex: Execution) -> bool:
-    """Activations wait in host memory between a layer's forward and backward."""
+    """Some activations are in host memory between a layer's forward and backward."""
     return ex.activations_on_host
 
 
-#: The flag of XLA that names a table of tuned kernels, and the folder below which ours are.
+#: The XLA flag that names a file of tuned kernels. Paths are relative to PACKAGE.
 TABLE = "xla_gpu_load_autotune_results_from"
 
 
@@ -84,23 +85,23 @@ PACKAGE = Path(__file__).parents[1]
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """One XLA flag, where it is set, and why."""
+    """One XLA flag, with the conditions under which it is set and the reason."""
 
     name: str
     value: str
     gain: str
-    """What was measured with it, and without. docs/experiments/README.md has the conditions."""
+    """Measurements without the flag and with it. Conditions: docs/experiments/README.md."""
     where: Callable[[Execution], bool] = always
     gpus: tuple[str, ...] = ("H200",)
-    """Parts of the names of the GPUs that it was measured on."""
+    """Substrings of the names of the GPUs on which the flag was measured."""
     jax: str = "0.11."
-    """How the versions of JAX begin that know it."""
+    """Prefix of the JAX versions that support the flag."""
     one_process: bool = False
-    """XLA refuses it, or it does nothing, in a run of several processes."""
+    """XLA rejects or ignores the flag in runs of several processes."""
 
     @property
     def setting(self) -> str:
-        """As in XLA_FLAGS. A table is a file of this package, whose path may have spaces."""
+        """The flag as written in XLA_FLAGS. A table's path is quoted, since it may have spaces."""
         value = shlex.quote(str(PACKAGE / self.value)) if self.name == TABLE else self.value
         return f"--{self.name}={value}"
 
@@ -109,80 +110,83 @@ FLAGS = (
     Flag(
         name="xla_gpu_enable_latency_hiding_scheduler",
         value="true",
-        gain="collectives run beside matmuls: with it, unrolled layers gave 9,975 tokens/s/GPU, a "
-        "loop over pairs of layers without it 9,768, 8B on 8 GPUs; not measured apart",
+        gain="collectives overlap matmuls: 9,975 tokens/s/GPU with it and unrolled layers, 9,768 "
+        "without it in a loop over pairs of layers, 8B on 8 GPUs; not measured separately",
     ),
     Flag(
         name="xla_gpu_all_gather_combine_threshold_bytes",
         value=str(512 << 20),
-        gain="one gather per layer: 10,222 to 10,481 tokens/s/GPU, 8B on 8 GPUs, with as much for "
-        "scatters",
+        gain="one gather per layer: 10,222 to 10,481 tokens/s/GPU, 8B on 8 GPUs, with the same "
+        "threshold for scatters",
         where=gathers_of_16_bits,
     ),
     Flag(
         name="xla_gpu_all_gather_combine_threshold_bytes",
         value=str(256 << 20),
-        gain="as the one before, for weights of 8 bits: 512 MiB puts two layers into one gather",
+        gain="one gather per layer for 8-bit weights: 512 MiB would combine two layers into one "
+        "gather",
         where=gathers_of_8_bits,
     ),
     Flag(
         name="xla_gpu_reduce_scatter_combine_threshold_bytes",
         value=str(128 << 20),
-        gain="one scatter per layer in place of one per four: peak 72.5 to 70.7 GiB with another "
-        "change, as fast, 8B on 8 GPUs",
+        gain="one scatter per layer instead of one per four layers: peak memory 72.5 to 70.7 GiB "
+        "together with another change, at the same speed, 8B on 8 GPUs",
         where=scatters_of_16_bits,
     ),
     Flag(
         name="xla_gpu_all_gather_combine_threshold_bytes",
         value="0",
-        gain="no group's gather waits for another's: 9,491 to 9,846 with the next flag and groups",
+        gain="no row group's gather waits for another's: 9,491 to 9,846 tokens/s/GPU together with "
+        "the next flag and row groups",
         where=in_row_groups,
     ),
     Flag(
         name="xla_gpu_reduce_scatter_combine_threshold_bytes",
         value="0",
-        gain="with the last flag and groups, 9,491 to 9,846 tokens/s/GPU, 8B on 4 GPUs, tensor 2",
+        gain="together with the previous flag and row groups: 9,491 to 9,846 tokens/s/GPU, 8B on 4 "
+        "GPUs, tensor 2",
         where=in_row_groups,
     ),
     Flag(
         name="xla_gpu_experimental_collective_start_as_early_as_possible",
         value="true",
-        gain="with gathers a layer ahead and a limit of 4 for the next, exposed communication of "
-        "8B on 4 GPUs from 61.5 to 30.6 ms a step",
+        gain="together with gathers one layer ahead and a limit of 4 in the next flag: exposed "
+        "communication 61.5 to 30.6 ms per step, 8B on 4 GPUs",
         where=without_tensor,
     ),
     Flag(
         name="xla_gpu_experimental_parallel_collective_overlap_limit",
         value="6",
-        gain="with 4 a layer's gather waits for its scatters: exposed communication of 8B on 4 "
-        "GPUs from 52 to 18 ms, 1,520 to 1,507 ms a step",
+        gain="with a limit of 4, a layer's gather waits for its scatters: exposed communication 52 "
+        "to 18 ms, 1,520 to 1,507 ms per step, 8B on 4 GPUs",
         where=without_tensor,
     ),
     Flag(
         name="xla_gpu_experimental_parallel_collective_overlap_limit",
         value="4",
-        gain="6 gave 1,587 ms a step where 4 gave 1,581, 8B on 4 GPUs, tensor 2; with the default, "
-        "1, which was not timed, a collective is begun once the one before has ended",
+        gain="4 takes 1,581 ms per step and 6 takes 1,587, 8B on 4 GPUs, tensor 2; with the "
+        "default of 1, which was not timed, collectives do not overlap each other",
         where=with_tensor,
     ),
     Flag(
         name="xla_gpu_enable_analytical_sol_latency_estimator",
         value="false",
-        gain="XLA's plainer model of costs: exposed communication of 8B on 4 GPUs from 30.6 to "
-        "23.6 ms a step",
+        gain="XLA's simpler cost model: exposed communication 30.6 to 23.6 ms per step, 8B on 4 "
+        "GPUs",
         where=without_tensor,
     ),
     Flag(
         name="xla_gpu_experimental_parallel_async_compute_limit",
         value="16",
-        gain="all of a layer's copies to or from the host at once, in place of two, beside its "
-        "computation: 6.5% slower than without copies before, 0.1% after, 8B on 2 GPUs",
+        gain="all of a layer's host copies overlap its computation, instead of two at a time: the "
+        "slowdown compared with no copies falls from 6.5% to 0.1%, 8B on 2 GPUs",
         where=with_host_copies,
     ),
     Flag(
         name="xla_gpu_collective_permute_mode",
         value="peer",
-        gain="copy engines in place of NCCL's kernels, in one process: 33,534 to 35,193 "
+        gain="copy engines instead of NCCL kernels, in one process: 33,534 to 35,193 "
         "tokens/s/GPU, 8 layers of 8B on 4 GPUs, tensor 2; 18,498 to 18,587 with sequence 2",
         where=with_permutes,
         one_process=True,
@@ -190,41 +194,42 @@ FLAGS = (
     Flag(
         name="xla_gpu_use_memcpy_local_p2p",
         value="true",
-        gain="the same for all-to-alls: 459.8 to 456.7 ms a step, 8 layers of 8B on 4 GPUs, FSDP",
+        gain="copy engines for all-to-alls: 459.8 to 456.7 ms per step, 8 layers of 8B on 4 GPUs, "
+        "FSDP",
     ),
     Flag(
         name="xla_gpu_enable_triton_gemm",
         value="false",
-        gain="compilation in 13 s (8 layers), where tuning Triton's 8-bit matmuls took over 90 s",
+        gain="compilation takes 13 s (8 layers); tuning Triton's 8-bit matmuls took over 90 s",
         where=in_float8,
     ),
     Flag(
         name="xla_gpu_enable_triton_gemm",
         value="false",
-        gain="1,516 to 1,500 ms a step, 8B on 2 GPUs, FSDP, and 6,192 to 6,169, pipeline 2: cuBLAS "
-        "also adds what comes next; with D = 2,048 it is 1.4% slower",
+        gain="1,516 to 1,500 ms per step, 8B on 2 GPUs, FSDP, and 6,192 to 6,169 with pipeline 2: "
+        "cuBLAS also fuses the addition that follows; 1.4% slower at D = 2,048",
         where=wide_and_whole,
     ),
     Flag(
         name="xla_gpu_enable_triton_gemm",
         value="false",
-        gain="cuBLAS adds all of a layer's gradients up in place, by XLA's plan; with Triton half "
-        "of them take passes of their own. Alone it changes nothing: 423.8 and 422.7 ms a step, 16 "
-        "layers of 8B on 2 GPUs, tensor 2, row groups 2",
+        gain="cuBLAS accumulates all of a layer's gradients in place in XLA's compiled program; "
+        "with Triton, half of them take separate passes. By itself it has no effect: 423.8 and "
+        "422.7 ms per step, 16 layers of 8B on 2 GPUs, tensor 2, row groups 2",
         where=wide_in_stages,
     ),
     Flag(
         name=TABLE,
         value="execution/tuned/nvidia_h200.textproto",
         gain="matmul kernels chosen at the power limit (`jaxpar.bench matmuls`): 483.4 to 476.3 ms "
-        "a step, 1.5B on one GPU; 427.7 to 424.4, 8 layers of 8B",
+        "per step, 1.5B on one GPU; 427.7 to 424.4, 8 layers of 8B",
     ),
 )
 
 
-#: Environment that belongs with them, on every NVIDIA GPU; a value the user has set stays.
+#: Environment variables set together with the flags on every NVIDIA GPU, unless the user set them.
 ENVIRONMENT = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
 
 
-#: The same, whether our flags are wanted or not.
+#: Environment variables set even if the flags are turned off.
 ALWAYS = {"NCCL_NVLS_ENABLE": "0"}

@@ -1,3 +1,3 @@
-"""Kernels: each has an API, a readable reference, and backends for particular hardware."""
+"""Kernels, each with an API, a readable reference, and backends for specific hardware."""
 
 MAY_IMPORT = ()

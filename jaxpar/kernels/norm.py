@@ -1,9 +1,9 @@
-"""Root-mean-square norm, and its backward in one pass over memory.
+"""RMSNorm, with a backward in one pass over memory.
 
 XLA reads the input and the output's gradient twice, once for a row's mean and once for the
-gradients. The kernel keeps a row in registers in between, adds the gradient that the input has from
-elsewhere, and adds up the gain's gradient over the rows of a program: 166 us for 16,384 rows of
-4,096 on an H200, XLA's two passes 213, where the memory's bandwidth allows 129.
+gradients. The kernel keeps a row in registers, adds the gradient of the residual stream, and sums
+the gain's gradient over the rows of a program. For 16,384 rows of 4,096 on an H200, it takes 166 us
+and XLA's two passes take 213 us; the memory bandwidth allows 129 us.
 """
 
 import functools
@@ -19,23 +19,23 @@ from jax.experimental.pallas import triton
 
 from jaxpar.kernels.platform import Platform
 
-#: Name of what every remat policy saves: a row's scale, too small to be worth the pass over memory
-#: that it takes.
+#: Remat name of the scale of each row, which every policy saves: it is small, and computing it
+#: needs a pass over memory.
 SCALE = "norm_scale"
 
-#: Rows of a program, and the warps that work on it: the fastest of those measured.
+#: Rows and warps per program: the fastest configuration measured.
 ROWS, WARPS = 32, 16
 
-#: Lengths of a row for which it is faster.
+#: Row lengths for which the kernel is faster than XLA.
 LENGTHS = (2048, 4096, 8192)
 
 
 @flax.struct.dataclass
 class Unmaterialized:
-    """A norm's output as what it is computed from, for a reader that computes it on the way. A
-    `float8.Operand`.
+    """An unmaterialized norm: the inputs of a norm, for a reader that computes the output itself.
 
-    Its gradient is that of the whole array, and lies in the place of `x`; the others have none.
+    This is a `float8.Operand`. In its gradient, `x` is the gradient of the output array, and the
+    other fields are None.
     """
 
     x: Any
@@ -45,8 +45,8 @@ class Unmaterialized:
     gain: Any
     """[D]."""
     top: Any
-    """float32 [..., 1]: the largest magnitude of each row before it is scaled, for a reader that
-    rounds: the pass that sums squares finds it."""
+    """float32 [..., 1]: the largest magnitude of each row before scaling, for a reader that rounds.
+    The pass that sums squares computes it."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -57,21 +57,23 @@ class Unmaterialized:
         return self.x.dtype
 
     def rows(self) -> "Unmaterialized":
-        """The same as one matrix."""
+        """Reshape to a matrix."""
         x, (scale, top) = self.x, (a.reshape(-1, 1) for a in (self.scale, self.top))
         return Unmaterialized(x.reshape(-1, x.shape[-1]), scale, self.gain, top)
 
     def written(self) -> jax.Array:
-        """The output, in x's dtype."""
+        """Materialize the output, in x's dtype."""
         return _written(self)
 
     def unrounded(self) -> jax.Array:
-        """The output in float32, before it is rounded to x's dtype. Not for gradients."""
+        """Compute the output in float32, before rounding to x's dtype. Not differentiable."""
         return _normed(self.x, self.scale, self.gain)
 
     def max_magnitude(self) -> jax.Array:
-        """The largest magnitude of `unrounded`, float32, but for its last digits: the product is
-        rounded in another order. NaN where there is one."""
+        """Compute the largest magnitude of `unrounded`, float32. NaN if there is a NaN.
+
+        The last digits may differ, because the product is rounded in another order.
+        """
         return jnp.max(self.top * self.scale)
 
     def readable(self) -> "Unmaterialized":
@@ -97,24 +99,24 @@ _written.defvjp(
 
 @flax.struct.dataclass
 class NormOutput:
-    """What a matmul is given of a norm.
+    """A norm in the form in which matmuls receive it.
 
-    Its rows may be yet to be scaled: the operand goes through the matmul, and the product is scaled
-    where it is read, by a pass that there is anyway. So one pass sums the residual stream and
-    squares, and writes the operand; to write the output takes a second, since a row's scale is
-    known when the row has been read.
+    The scale of each row may be deferred: the matmul multiplies the unscaled operand, and an
+    existing pass that reads the product scales its rows. A single pass can then add to the residual
+    stream, sum squares and write the operand. Writing the scaled output needs a second pass, since
+    a row's scale is known only after the complete row has been read.
 
     Source:   Graef et al. 2024 (2407.09577), FlashNorm: the scale after the matmul.
     """
 
     operand: Any
-    """[..., D]: an array; or, for float8 alone, `Unmaterialized`."""
+    """[..., D]: an array, or for float8 `Unmaterialized`."""
     scale: Any = None
-    """float32 [..., 1]: what each row of a product is yet to be multiplied by, without a gradient.
-    None: nothing."""
+    """float32 [..., 1]: the deferred scale of each row of a product, without a gradient. None if
+    the operand is scaled."""
 
     def scaled(self, product: jax.Array) -> jax.Array:
-        """A product of the operand, as one of the norm's output; its dtype out."""
+        """Apply the deferred scale to a product of the operand. Returns the product's dtype."""
         if self.scale is None:
             return product
         scale = lax.stop_gradient(self.scale)
@@ -123,10 +125,10 @@ class NormOutput:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def rms_norm(x: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
-    """Root-mean-square norm over the last dim, in float32; x's dtype out.
+    """Apply RMSNorm over the last dim, in float32. Returns x's dtype.
 
-    Its backward is written out so that it finds the scale of each row saved, whatever the remat
-    policy: four bytes a row, in place of one more pass over x.
+    The custom backward reads the scale of each row, which every remat policy saves: four bytes per
+    row instead of another pass over x.
 
     Args:     x: [..., D]. gain: [D].
     Source:   Zhang & Sennrich 2019 (1910.07467), equation 4.
@@ -154,13 +156,13 @@ rms_norm.defvjp(_forward, _backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def rms_norm_beside(x: jax.Array, gain: jax.Array, eps: float) -> tuple[jax.Array, Unmaterialized]:
-    """x, and `rms_norm` of it: where x goes on beside its norm, as in a residual stream.
+    """Return x and `rms_norm` of x, for an x that is also used elsewhere, as in a residual stream.
 
     Args:     as `rms_norm`.
 
-    The backward adds the gradients of both in float32, and rounds their sum once. It is a Triton
-    kernel on NVIDIA GPUs since Ampere, for bfloat16 rows of `LENGTHS` if `ROWS` divides their
-    number; else it is left to XLA.
+    The backward adds the gradients of both in float32 and rounds the sum once. It is a Triton
+    kernel on NVIDIA GPUs since Ampere, for bfloat16 rows of `LENGTHS` if `ROWS` divides the number
+    of rows. Otherwise XLA compiles it.
     """
     return _beside_forward(x, gain, eps)[0]
 
@@ -181,7 +183,7 @@ rms_norm_beside.defvjp(_beside_forward, _beside_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def rms_norm_unscaled(x: jax.Array, gain: jax.Array, eps: float) -> tuple[jax.Array, NormOutput]:
-    """`rms_norm_beside`, the norm being left unscaled. Not for float16, whose range it may leave.
+    """`rms_norm_beside` with a deferred scale. Not for float16, whose range values may exceed.
 
     Args:     as `rms_norm`.
     """
@@ -218,10 +220,10 @@ def _kernel_runs_on(platform: Platform) -> bool:
 
 
 def by_xla(x, gain, scale, d_y, d_beside, *, unscaled=False):
-    """The gradients of x and gain.
+    """Compute the gradients of x and gain.
 
-    Args:     x, d_y: [..., D]. gain: [D]. scale: float32 [..., 1]. d_beside: as x, or None for
-              none. unscaled: d_y is the gradient of `NormOutput.operand`, unscaled.
+    Args:     x, d_y: [..., D]. gain: [D]. scale: float32 [..., 1]. d_beside: other gradient of x,
+              or None. unscaled: d_y is the gradient of an unscaled `NormOutput.operand`.
     """
     d_x, d_gain = _of_rows(x, gain, scale, d_y, unscaled, lambda a: jnp.mean(a, -1, keepdims=True))
     if d_beside is not None:
@@ -231,7 +233,7 @@ def by_xla(x, gain, scale, d_y, d_beside, *, unscaled=False):
 
 
 def _of_rows(x, gain, scale, d_y, unscaled, mean):
-    """The gradient of x, and each row's part of the gain's; float32."""
+    """Compute the gradient of x and each row's contribution to the gain's, in float32."""
     x, d_values = x.astype(jnp.float32), d_y.astype(jnp.float32)
     if not unscaled:
         d_values *= scale
@@ -243,8 +245,8 @@ def _of_rows(x, gain, scale, d_y, unscaled, mean):
 def by_kernel(
     x, gain, scale, d_y, d_beside, *, unscaled=False, rows=ROWS, warps=WARPS, interpret=False
 ):
-    """`by_xla`. A jit, as in `kernels/float8/quantize_transpose.py`: a lone pallas_call would be
-    kept."""
+    """`by_xla` as a kernel. Inside a jit for the reason in `kernels/float8/quantize_transpose.py`:
+    JAX would keep a bare pallas_call."""
     n, D = x.size // x.shape[-1], x.shape[-1]
     flat = lambda a: a.reshape(n, D)  # noqa: E731
     varying = jax.typeof(x).manual_axis_type
@@ -276,7 +278,7 @@ def _kernel(x_ref, gain_ref, scale_ref, d_y_ref, d_beside_ref, d_x_ref, d_gain_r
 
     def row(i, carry):
         d_gain, (x, d_y, d_beside, scale) = carry
-        following = load(jnp.minimum(i + 1, rows - 1))  # on its way while this row is summed
+        following = load(jnp.minimum(i + 1, rows - 1))  # in transit while this row is summed
         d_x, more = _of_rows(x, gain, scale, d_y, unscaled, mean)
         d_x_ref[i] = (d_x + d_beside.astype(jnp.float32)).astype(d_x_ref.dtype)
         return d_gain + more, following

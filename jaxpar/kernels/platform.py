@@ -1,4 +1,4 @@
-"""What the kernels run on."""
+"""The platform that kernels run on."""
 
 import contextlib
 import contextvars
@@ -10,11 +10,11 @@ import jax
 
 @dataclass(frozen=True)
 class Platform:
-    """What the kernels run on.
+    """The platform that kernels run on.
 
     name                 "gpu" or "cpu".
-    kind                 the device's name, such as "NVIDIA H200".
-    compute_capability   of an NVIDIA GPU, such as "9.0"; empty elsewhere.
+    kind                 Name of the device, such as "NVIDIA H200".
+    compute_capability   Of an NVIDIA GPU, such as "9.0"; otherwise empty.
     """
 
     name: str
@@ -23,7 +23,7 @@ class Platform:
 
     @staticmethod
     def here() -> "Platform":
-        """That of the first device, or what is compiled for (`compiling_for`)."""
+        """Return the platform of the first device, or of the enclosing `compiling_for`."""
         if (assumed := _ASSUMED.get()) is not None:
             return assumed
         device = jax.devices()[0]
@@ -36,7 +36,7 @@ _ASSUMED: contextvars.ContextVar[Platform | None] = contextvars.ContextVar("plat
 
 @contextlib.contextmanager
 def compiling_for(platform: Platform) -> Iterator[None]:
-    """Kernels traced meanwhile are those for `platform`, which need not be here."""
+    """Trace kernels for `platform` in this context, even if no such device is present."""
     token = _ASSUMED.set(platform)
     try:
         yield

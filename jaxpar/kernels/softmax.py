@@ -1,9 +1,9 @@
-"""Softmax over the rows of logits: exponentials, and what each row's add up to, in one pass.
+"""Softmax over the rows of logits: exponentials and the sum of each row, in one pass.
 
-A cross entropy's gradient is a row of exponentials, less a number at the label, times another one.
-`model/loss.py` multiplies what comes before and after with that, so that the exponentials can be
-written before the row's sum is known. For 32,768 rows of 128,256 bfloat16 logits the pass takes
-4.6 ms of a step on an H200; a sum first and the gradient then took 5.9.
+The gradient of a cross entropy is a row of exponentials, with a value subtracted at the label,
+times a factor. `model/loss.py` applies that factor to the other operands, so the exponentials can
+be written before the row's sum is known. For 32,768 rows of 128,256 bfloat16 logits, the pass takes
+4.6 ms of a step on an H200. Computing first the sums and then the gradient took 5.9 ms.
 """
 
 import functools
@@ -17,41 +17,43 @@ from jax.experimental.pallas import triton
 
 from jaxpar.kernels.platform import Platform
 
-#: Columns that a program takes at a time, for sums and for exponentials, and the warps that work on
-#: them: the fastest of those measured.
+#: Columns per block and warps per program, for sums and for exponentials: the fastest
+#: configurations measured.
 BLOCK, WARPS = 2048, 4
 WRITTEN_BLOCK, WRITTEN_WARPS = 4096, 8
 
-#: The kernels take rows whose length is a multiple of this: each begins at a whole vector.
+#: The kernels need row lengths that are multiples of this, so that each row starts at a vector.
 VECTOR = 16
 
-#: No sum that `base_and_sum` gives is larger, so that some may be added up.
+#: Upper limit of the sums of `base_and_sum`, so that several can be added.
 MAX_SUM = 1e30
 
-#: No logit is this far above the base that `exponentials` gives.
+#: Maximum distance of a logit above the base of `exponentials`.
 LEAP = 20.0
 
 LOG2_E = 1.4426950408889634
 
 
 def base_and_sum(logits_NV: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A base near the largest logit of each row, and the sum of exp(logit - base), below `MAX_SUM`
-    where the row is of numbers: float32 [N] each.
+    """Compute a base near the largest logit of each row, and the sum of exp(logit - base).
 
-    A Triton kernel on NVIDIA GPUs since Ampere, for bfloat16 and float32 rows of a multiple of
-    `VECTOR`; else left to XLA.
+    The sum is below `MAX_SUM` if the row is finite. Uses a Triton kernel on NVIDIA GPUs since
+    Ampere, for bfloat16 and float32 rows whose length is a multiple of `VECTOR`; otherwise XLA.
+
+    Returns:  float32 [N] each.
     """
     by = sum_by_kernel if _kernel_runs(logits_NV) else sum_by_xla
     return by(logits_NV)
 
 
 def exponentials(logits_NV, *, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """exp(logit - base), in the logits' place if their dtype is its, with the base and the sum.
+    """Compute exp(logit - base) for each row, its base, and the sum of the exponentials.
 
-    The base of a row is at most its largest logit, and at most `LEAP` below it, where the row is of
-    numbers. A kernel where `base_and_sum` is one.
+    If the row is finite, the base is at most the largest logit, and at most `LEAP` below it. Uses a
+    kernel under the conditions of `base_and_sum`. The kernel overwrites the logits if the dtypes
+    are equal.
 
-    Args:     dtype: of the exponentials; with float32's range.
+    Args:     dtype: of the exponentials; must have the range of float32.
     Returns:  [N, V] of `dtype`, and float32 [N] each.
     """
     by = exponentials_by_kernel if _kernel_runs(logits_NV) else exponentials_by_xla
@@ -65,23 +67,25 @@ def _kernel_runs(logits_NV: jax.Array) -> bool:
 
 
 def sum_by_xla(logits_NV):
-    """`base_and_sum`, two passes; the base is the largest."""
+    """`base_and_sum` in two passes. The base is the largest logit."""
     logits_NV = logits_NV.astype(jnp.float32)
     top = jnp.max(logits_NV, axis=-1)
     return top, jnp.sum(jnp.exp(logits_NV - top[:, None]), axis=-1)
 
 
 def exponentials_by_xla(logits_NV, *, dtype):
-    """`exponentials`, three passes; the base is the largest."""
+    """`exponentials` in three passes. The base is the largest logit."""
     base, total = sum_by_xla(logits_NV)
     return jnp.exp(logits_NV.astype(jnp.float32) - base[:, None]).astype(dtype), base, total
 
 
 @functools.partial(jax.jit, static_argnames=("block", "warps", "interpret"))
 def sum_by_kernel(logits_NV, *, block=BLOCK, warps=WARPS, interpret=False):
-    """`base_and_sum`, one pass. A program a row: its base is the largest of the first block, so
-    that no block waits for its maximum. Where a later one is so far above that the sum is too
-    large, the row is taken again, the sum so far being scaled at each new maximum.
+    """`base_and_sum` in one pass, with one program per row.
+
+    The base is the largest logit of the first block, so later blocks need not wait for a maximum.
+    If a later logit is so much larger that the sum exceeds `MAX_SUM`, the row is read again, and
+    the sum is rescaled at each new maximum.
 
     Source:   Milakov and Gimelshein 2018 (1805.02867): the maximum and the sum in one pass.
     """
@@ -109,7 +113,7 @@ def _sum_kernel(logits_ref, base_ref, sum_ref, *, block):
     def through_blocks(add, base, first):
         def step(i, carry):
             base, sums, logits = carry
-            following = load(jnp.minimum(i + 1, blocks - 1))  # on its way while this one is added
+            following = load(jnp.minimum(i + 1, blocks - 1))  # in transit while this one is added
             return *add(base, sums, logits), following
 
         start = base, jnp.zeros((block,), jnp.float32), first
@@ -137,8 +141,11 @@ def _sum_kernel(logits_ref, base_ref, sum_ref, *, block):
 def exponentials_by_kernel(
     logits_NV, *, dtype, block=WRITTEN_BLOCK, warps=WRITTEN_WARPS, interpret=False
 ):
-    """`exponentials`, one pass. A program a row: its base is the largest of the first block, unless
-    a later one lies more than `LEAP` above. Then what is written is scaled to that one's largest.
+    """`exponentials` in one pass, with one program per row.
+
+    The base is the largest logit of the first block. If the largest logit of a later block is more
+    than `LEAP` above the base, it becomes the new base, and the exponentials written so far are
+    rescaled.
     """
     N, V = logits_NV.shape
     of_row = pl.BlockSpec((1,), lambda i: (i,))
@@ -163,7 +170,7 @@ def _exponentials_kernel(logits_ref, out_ref, base_ref, sum_ref, *, block):
     lowest = jnp.float32(jnp.finfo(jnp.float32).min)  # not -inf: -inf - -inf is NaN
 
     def scale_written(end, factor):
-        """The blocks before `end`."""
+        """Scale the blocks before `end`."""
 
         def scale(i, _):
             values, here = _load(out_ref, i * block, block)
@@ -174,8 +181,8 @@ def _exponentials_kernel(logits_ref, out_ref, base_ref, sum_ref, *, block):
     def step(i, carry):
         base, sums, (logits, here) = carry
         following = _load(logits_ref, jnp.minimum(i + 1, blocks - 1) * block, block)
-        # All warps meet here: what they wrote before is there to be scaled, and what they read
-        # ahead is read before any of them writes it.
+        # The maximum synchronizes all warps: earlier writes are visible to the rescaling, and reads
+        # ahead are complete before any warp overwrites these values.
         top = jnp.max(logits)
         leaps = top > base + LEAP
         higher = jnp.where(leaps, top, base)
@@ -196,7 +203,7 @@ def _exp(x):
 
 
 def _load(ref, at, block: int):
-    """A block of a row in float32, -inf past its end; which of it there are."""
+    """Load a block of a row in float32, with -inf past its end, and the mask of valid columns."""
     here = lax.broadcasted_iota(jnp.int32, (block,), 0) + at < ref.shape[0]
     values = triton.load(ref.at[pl.ds(at, block)], mask=here, other=-jnp.inf)
     return values.astype(jnp.float32), here

@@ -1,8 +1,8 @@
-"""SwiGLU of gate and up that lie side by side, and its gradient, each one pass over memory.
+"""SwiGLU of a fused gate-up projection, and its gradient, each in one pass over memory.
 
-Their rows may be yet to be scaled (`norm.NormOutput`). In a step on an H200, forward and backward
-of 32,768 rows of 2 x 8,192 take the kernels 367 and 646 us; XLA's passes 406 and 631 without a
-scale, 451 and 679 with one.
+The scale of the rows may be deferred (`norm.NormOutput`). In a step on an H200, forward and
+backward of 32,768 rows of 2 x 8,192 take 367 and 646 us with the kernels. XLA takes 406 and 631 us
+without a scale, 451 and 679 with one.
 
 Source:   Shazeer 2020 (2002.05202), equation 5.
 """
@@ -20,24 +20,25 @@ from jaxpar.kernels.float8.amax import WithAmax
 from jaxpar.kernels.float8.quantize import max_magnitude
 from jaxpar.kernels.platform import Platform
 
-#: Columns of a program, of one row, where F is a multiple, and the warps that work on them, forward
-#: and backward: among the fastest of those measured. A program that looks for its largest number
-#: waits for all its warps: 4 either way.
+#: Columns of one row per program if F is a multiple, and warps per program in the forward and the
+#: backward: among the fastest configurations measured. A program that computes its largest
+#: magnitude waits for all its warps, so it has 4 in both directions.
 COLUMNS, WARPS = 1024, (4, 8)
 
-#: Else the largest power of two that F is a multiple of, with as many columns to a warp: with 512
-#: as fast; with 256 the forward takes 445 us where XLA takes 273 (16,384 rows of 2 x 11,008). A
-#: backward that measures is faster with 256 too, 450 us for 589: XLA reads its result once more.
+#: Minimum columns per program. For other F, programs have the largest power of two that divides F,
+#: with the same number of columns per warp. 512 columns are as fast; with 256, the forward takes
+#: 445 us and XLA 273 (16,384 rows of 2 x 11,008). A backward that computes the largest magnitude is
+#: faster with 256 too, 450 us instead of 589, because XLA reads the result again.
 MIN_COLUMNS, MIN_AMAX_COLUMNS = 512, 256
 
 LOG2_E = 1.4426950408889634
 
 
 def swiglu(gate_up: jax.Array | WithAmax, scale: jax.Array | None) -> jax.Array | WithAmax:
-    """silu(s gate) * s up, of rows [gate, up]; with its largest magnitude, if gate_up has one.
+    """Compute silu(s gate) * s up of rows [gate, up]. A `WithAmax` gives a `WithAmax`.
 
-    Args:     scale: as in `swiglu_scaled`. None, where gate_up has its largest magnitude: float8
-              rounds norms from their inputs, scaled.
+    Args:     scale: as in `swiglu_scaled`. None if gate_up is a `WithAmax`, because float8 matmuls
+              do not defer scales.
     """
     if isinstance(gate_up, WithAmax):
         assert scale is None
@@ -47,14 +48,14 @@ def swiglu(gate_up: jax.Array | WithAmax, scale: jax.Array | None) -> jax.Array 
 
 @jax.custom_vjp
 def swiglu_scaled(gate_up: jax.Array, scale: jax.Array | None) -> jax.Array:
-    """silu(s gate) * s up, of rows [gate, up].
+    """Compute silu(s gate) * s up of rows [gate, up].
 
     Args:     gate_up: [..., 2 F]. scale: float32 [..., 1], s of each row, without a gradient; None
-              for 1.
+              means 1.
     Returns:  [..., F], the same dtype.
 
-    Both directions are Triton kernels on NVIDIA GPUs since Ampere, for bfloat16 and an F that is a
-    multiple of `MIN_COLUMNS`; else they are left to XLA.
+    Both directions use Triton kernels on NVIDIA GPUs since Ampere, for bfloat16 and an F that is a
+    multiple of `MIN_COLUMNS`; otherwise XLA.
     """
     by = forward_by_kernel if _kernels_run(gate_up) else forward_by_xla
     return by(gate_up, scale)
@@ -68,7 +69,7 @@ def _backward(saved, d_y):
     gate_up, scale = saved
     if _kernels_run(gate_up):
         return backward_by_kernel(gate_up, scale, d_y), None
-    # Once, for both matmuls that read it: XLA would have each put it together as it reads.
+    # Materialize it once for both matmuls that read it. XLA would repeat the concatenation in each.
     return lax.optimization_barrier(backward_by_xla(gate_up, scale, d_y)), None
 
 
@@ -77,13 +78,14 @@ swiglu_scaled.defvjp(_forward, _backward)
 
 @jax.custom_vjp
 def swiglu_with_amax(gate_up: WithAmax) -> WithAmax:
-    """`swiglu` of rows as they are; result and gradient come with their largest magnitudes.
+    """`swiglu` without a scale, where result and gradient are `WithAmax`.
 
-    Args:     gate_up: [..., 2 F]; its own largest is not read.
+    Args:     gate_up: [..., 2 F]; its largest magnitude is not read.
     Returns:  [..., F], the same dtype.
 
-    Kernels where `swiglu` has them, and the backward for multiples of `MIN_AMAX_COLUMNS` too. XLA's
-    backward takes a pass more over its result, for the largest.
+    Uses the kernels under the conditions of `swiglu_scaled`, and the backward kernel also for
+    multiples of `MIN_AMAX_COLUMNS`. XLA's backward needs another pass over its result for the
+    largest magnitude.
     """
     values = gate_up.values
     if _kernels_run(values):
@@ -115,13 +117,13 @@ def _kernels_run(gate_up: jax.Array, fewest: int = MIN_COLUMNS) -> bool:
 
 
 def forward_by_xla(gate_up, scale):
-    """`swiglu`."""
+    """`swiglu_scaled`, compiled by XLA."""
     gate, up = jnp.split(_scaled(gate_up, scale), 2, axis=-1)
     return _product(gate, up).astype(gate_up.dtype)
 
 
 def backward_by_xla(gate_up, scale, d_y):
-    """The gradient of gate_up, written side by side."""
+    """Compute the gradient of gate_up, compiled by XLA."""
     gate, up = jnp.split(_scaled(gate_up, scale), 2, axis=-1)
     halves = _gradients(gate, up, _scaled(d_y, scale))
     return jnp.concatenate(halves, axis=-1).astype(gate_up.dtype)
@@ -146,7 +148,7 @@ _HOW = ("columns", "warps", "interpret", "with_amax")
 
 @functools.partial(jax.jit, static_argnames=_HOW)
 def forward_by_kernel(gate_up, scale, *, with_amax=False, warps=WARPS[0], **how):
-    """`swiglu`, or `swiglu_with_amax`. A jit, as in `norm.by_kernel`."""
+    """`swiglu_scaled` or `swiglu_with_amax` as a kernel. Inside a jit, as in `norm.by_kernel`."""
 
     def kernel(halves_ref, scale_ref, out_ref, *largest_ref):
         gate, up = (_scaled(halves_ref[i], scale_ref[0]) for i in range(2))
@@ -160,7 +162,7 @@ def forward_by_kernel(gate_up, scale, *, with_amax=False, warps=WARPS[0], **how)
 
 @functools.partial(jax.jit, static_argnames=_HOW)
 def backward_by_kernel(gate_up, scale, d_y, *, with_amax=False, warps=None, **how):
-    """`backward_by_xla`, and its largest magnitude."""
+    """`backward_by_xla` as a kernel, with the largest magnitude if `with_amax`."""
 
     def kernel(halves_ref, scale_ref, d_y_ref, out_ref, *largest_ref):
         gate, up = (_scaled(halves_ref[i], scale_ref[0]) for i in range(2))
@@ -177,8 +179,10 @@ def backward_by_kernel(gate_up, scale, d_y, *, with_amax=False, warps=None, **ho
 
 
 def _write_largest(ref, arrays):
-    """Where it is asked for: the largest magnitude of what a program wrote, as it is rounded. Of
-    the bits as whole numbers, which have the same order; and above infinity there is NaN."""
+    """Write the largest magnitude of a program's rounded results, if requested.
+
+    The maximum is that of the bits as integers, which have the same order; NaN is above infinity.
+    """
     if ref:
         magnitudes = [jnp.abs(x.astype(jnp.float32)) for x in arrays]
         bits = [lax.bitcast_convert_type(a, jnp.int32) for a in magnitudes]
@@ -186,17 +190,18 @@ def _write_largest(ref, arrays):
 
 
 def _in_shape(made, shape):
-    """What a kernel wrote, in a shape; with its largest magnitude, if there is that of programs."""
+    """Reshape a kernel's result. If programs wrote largest magnitudes, return a `WithAmax`."""
     if len(made) == 1:
         return made[0].reshape(shape)
     return WithAmax(made[0].reshape(shape), lax.bitcast_convert_type(jnp.max(made[1]), jnp.float32))
 
 
 def _run(kernel, shape, given, with_amax, warps, *, columns=None, interpret=False):
-    """What a kernel writes of rows [N, F], or of both halves [N, 2, F]; with the amax, a number of
-    each program beside it.
+    """Run a kernel that writes rows [N, F] or both halves [N, 2, F].
 
-    Args:     given: gate_up; scale, or None; d_y, or nothing.
+    With `with_amax`, each program also writes its largest magnitude.
+
+    Args:     given: gate_up; scale or None; for the backward, d_y.
     """
     gate_up, scale, *rest = given
     N, F = shape[0], shape[-1]
@@ -205,7 +210,7 @@ def _run(kernel, shape, given, with_amax, warps, *, columns=None, interpret=Fals
         warps = max(1, warps * columns // COLUMNS)
     scale_N = jnp.ones_like(gate_up, jnp.float32, shape=N) if scale is None else scale.reshape(N)
     operands = [gate_up.reshape(N, 2, F), scale_N, *(a.reshape(N, F) for a in rest)]
-    # A row's columns are neighbors in the grid: what runs side by side reads side by side.
+    # Programs of neighboring columns are neighbors in the grid, so they read neighboring memory.
     row = pl.BlockSpec((None, columns), lambda j, i: (i, j))
     halves = pl.BlockSpec((None, 2, columns), lambda j, i: (i, 0, j))
     of_row = pl.BlockSpec((1,), lambda j, i: (i,))

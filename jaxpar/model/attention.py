@@ -1,4 +1,4 @@
-"""Grouped-query attention, as a layer's branch. H and G are one tensor rank's part of the heads."""
+"""Grouped-query attention, as a branch of a layer. H and G count one tensor rank's heads."""
 
 import math
 from typing import Any
@@ -21,14 +21,14 @@ from jaxpar.sharding.axes import TENSOR
 
 type Weights = dict[str, Any]
 
-#: In a layer's view; wq, wk and wv are there for their adapters.
+#: Names in the fused weight layout. wq, wk and wv are listed for their adapters.
 WEIGHTS = ("wq", "wk", "wv", "wqkv", "bqkv", "q_norm", "k_norm", "wo")
 
 
 def heads(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Shards:
-    """This tensor rank's heads, and its part of the sum that they are projected to.
+    """Compute this tensor rank's heads and their partial sum of the output projection.
 
-    Communication: what `context_attention` sends over SEQUENCE.
+    Communication: that of `context_attention` over SEQUENCE.
     """
     m = ex.cfg.model
     q, k, v = (named(a, "qkv") for a in h.map(qkv, w, m).in_order())
@@ -46,7 +46,7 @@ def heads(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Sh
 
 @jax.named_scope("qkv")
 def qkv(h: NormOutput, w: Weights, m: ModelConfig) -> list[jax.Array]:
-    """Queries [B, T, H, K], keys and values [B, T, G, K]: one column-parallel matmul."""
+    """Compute queries [B, T, H, K], keys and values [B, T, G, K] by one column-parallel matmul."""
     tensor = lax.axis_size(TENSOR)
     H, G, K = m.num_heads // tensor, m.num_kv_heads // tensor, m.head_dim
     (y,) = products(h.operand, [w["wqkv"]], "attn_norm")
@@ -58,8 +58,10 @@ def qkv(h: NormOutput, w: Weights, m: ModelConfig) -> list[jax.Array]:
 
 @jax.custom_vjp
 def _one_gradient(x: jax.Array) -> jax.Array:
-    """x, whose gradient is put together once: two matmuls read it, and XLA would put it together
-    for each, or first write RoPE's part of it for both."""
+    """Return x, and materialize its gradient once.
+
+    Two matmuls read the gradient. XLA would concatenate it for each, or write RoPE's part first.
+    """
     return x
 
 
@@ -69,7 +71,7 @@ _one_gradient.defvjp(lambda x: (x, None), lambda _, g: (lax.optimization_barrier
 def positioned(
     q: jax.Array, k: jax.Array, w: Weights, rope: tuple[jax.Array, jax.Array], m: ModelConfig
 ) -> tuple[jax.Array, jax.Array]:
-    """Queries and keys as attention is given them, [B, T, heads, K]: head norms, then RoPE."""
+    """Apply head norms, then RoPE, to queries and keys, [B, T, heads, K]."""
     if m.qk_norm:
         q, k = norm.norm(q, w["q_norm"], m), norm.norm(k, w["k_norm"], m)
     if m.query_scale_dim is not None:

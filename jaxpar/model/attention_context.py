@@ -1,4 +1,4 @@
-"""What attention knows of a microbatch: who attends to whom, and the rotary angles."""
+"""The attention context of a microbatch: its attention mask and rotary tables."""
 
 import dataclasses
 
@@ -14,16 +14,16 @@ from jaxpar.sharding.batch import Batch
 
 @flax.struct.dataclass
 class AttentionContext:
-    """What every layer knows of a microbatch: who attends to whom, and the rotary angles."""
+    """The attention mask and rotary tables of a microbatch, shared by all layers."""
 
     mask: AttentionMask
     rope: tuple[jax.Array, jax.Array]
     in_global: "AttentionContext | None" = None
-    """The same for layers without a window, in a model where only some have one."""
+    """The context of layers without a window, in models where only some layers have one."""
 
 
 def attention_context(batch: Batch, cfg: Config, max_segments: int | None) -> AttentionContext:
-    """The mask and rotary tables of a microbatch, from its positions and segments."""
+    """Compute the mask and rotary tables of a microbatch from its positions and segments."""
     m = cfg.model
     if not m.global_every:
         return _describe(batch, cfg, max_segments, m.sliding_window, m.rope_theta)
@@ -34,7 +34,7 @@ def attention_context(batch: Batch, cfg: Config, max_segments: int | None) -> At
 
 
 def across_devices(context: AttentionContext, cfg: Config) -> AttentionContext:
-    """With what layers must know of other devices' tokens: `mask_across`, once for all of them."""
+    """Extend a context to other devices' tokens by `mask_across`, once for all layers."""
     if context.in_global is not None:
         context = dataclasses.replace(context, in_global=across_devices(context.in_global, cfg))
     return dataclasses.replace(context, mask=mask_across(context.mask, cfg.parallel.context))

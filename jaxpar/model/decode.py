@@ -1,8 +1,9 @@
-"""The decoder with a cache of keys and values: whole prompts first, then a token at a time.
+"""The decoder with a KV cache: complete prompts first, then one token at a time.
 
-On a mesh of tensor ranks alone. The residual stream is whole on each of them, not cut along the
-sequence as in training: there may be one token. A row's key of position s lies in slot s, so what a
-slot holds before its token came (padding after a shorter prompt) is hidden by being in the future.
+Runs on a mesh with only the tensor axis. Each rank holds the complete residual stream, not a shard
+of the sequence as in training, because a step may have a single token. The key at position s of a
+row is in slot s of the cache. A slot that is not yet written, or holds padding after a shorter
+prompt, is in the future of all queries, so the causal mask hides it.
 """
 
 import dataclasses
@@ -32,32 +33,32 @@ type Tree = dict[str, Any]
 
 @flax.struct.dataclass
 class Cache:
-    """Keys and values of each layer, [B, S, G/tensor, K] in the compute dtype."""
+    """The keys and values of each layer, [B, S, G/tensor, K] in the compute dtype."""
 
     keys: tuple[jax.Array, ...]
     values: tuple[jax.Array, ...]
 
 
 def cache_bytes(m: ModelConfig, rows: int, slots: int, tensor: int = 1) -> int:
-    """Bytes of the cache on one device: keys and values, 2 L B S G K / tensor numbers."""
+    """Return the bytes of the cache on one device: keys and values, 2 L B S G K / tensor values."""
     numbers = 2 * m.num_layers * rows * slots * m.num_kv_heads * m.head_dim // tensor
     return numbers * jnp.dtype(m.dtype).itemsize
 
 
 def empty_cache(m: ModelConfig, rows: int, slots: int) -> Cache:
-    """This device's part of a cache of zeros."""
+    """Return this device's shard of a cache of zeros."""
     shape = (rows, slots, m.num_kv_heads // lax.axis_size(TENSOR), m.head_dim)
     zeros = lambda: tuple(jnp.zeros(shape, m.dtype) for _ in range(m.num_layers))  # noqa: E731
     return Cache(zeros(), zeros())
 
 
 def prompt(weights: Tree, tokens: jax.Array, cache: Cache, cfg: Config) -> tuple[jax.Array, Cache]:
-    """Read prompts into an empty cache.
+    """Run the decoder on prompts and write their keys and values into an empty cache.
 
     Args:     weights: fused, in the compute dtype, one tree per layer. tokens: int32 [B, T],
-              padded behind. cache: of at least T slots.
-    Returns:  the last layer's output, normalized, [B, T, D]; the cache.
-    Communication: two all-reduces over TENSOR a layer, and one for the embedding.
+              padded at the end. cache: with at least T slots.
+    Returns:  (the last layer's output after the final norm, [B, T, D]; the cache).
+    Communication: two all-reduces over TENSOR per layer, and one for the embedding.
     """
     return _through(weights, tokens, jnp.zeros(len(tokens), jnp.int32), cache, cfg, alone=True)
 
@@ -65,16 +66,17 @@ def prompt(weights: Tree, tokens: jax.Array, cache: Cache, cfg: Config) -> tuple
 def step(
     weights: Tree, tokens: jax.Array, position: jax.Array, cache: Cache, cfg: Config
 ) -> tuple[jax.Array, Cache]:
-    """One token more in each row.
+    """Run the decoder on one more token of each row.
 
-    Args:     tokens: int32 [B, 1]. position: int32 [B], theirs. weights, cache: as in `prompt`.
+    Args:     tokens: int32 [B, 1]. position: int32 [B], of the tokens. weights, cache: as in
+              `prompt`.
     Returns, Communication: as `prompt`, with T = 1.
     """
     return _through(weights, tokens, position, cache, cfg, alone=False)
 
 
 def logits(weights: Tree, h: jax.Array) -> jax.Array:
-    """[B, D] -> float32 [B, V], whole on each device.
+    """Compute logits: [B, D] -> float32 [B, V], complete on each device.
 
     Communication: an all-gather over TENSOR.
     """
@@ -83,7 +85,7 @@ def logits(weights: Tree, h: jax.Array) -> jax.Array:
 
 
 def _through(weights, tokens, first, cache: Cache, cfg: Config, *, alone: bool):
-    """`alone`: the new tokens see each other and nothing else, so the cache need not be read."""
+    """Run all layers. `alone`: new tokens see only each other, so the cache is not read."""
     B, T = tokens.shape
     positions = first[:, None] + jnp.arange(T, dtype=jnp.int32)
     batch = Batch(tokens, tokens, jnp.ones_like(tokens), positions)
@@ -138,6 +140,6 @@ def _attend(q, k, v, mask, m: ModelConfig, backend: str) -> jax.Array:
 
 
 def _write(held: jax.Array, new: jax.Array, first: jax.Array) -> jax.Array:
-    """[B, T, G, K] into the slots from each row's `first` on."""
+    """Write [B, T, G, K] into the slots that start at each row's `first`."""
     put = lambda row, part, at: lax.dynamic_update_slice_in_dim(row, part, at, 0)  # noqa: E731
     return jax.vmap(put)(held, new, first)

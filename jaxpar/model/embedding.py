@@ -1,4 +1,4 @@
-"""The embedding, its vocabulary cut over the mesh."""
+"""The embedding lookup, with the vocabulary sharded over the mesh."""
 
 import functools
 from typing import Any
@@ -11,7 +11,7 @@ from jaxpar.sharding.axes import VOCAB_AXES
 
 
 def vocab_shard_index() -> jax.Array:
-    """Which shard of the vocabulary this device holds."""
+    """Return the index of this device's shard of the vocabulary."""
     return lax.axis_index(VOCAB_AXES)
 
 
@@ -19,12 +19,12 @@ def vocab_shard_index() -> jax.Array:
 def embedding_lookup(
     table_VD: jax.Array, tokens_BT: jax.Array, num_rows: int, dtype: Any
 ) -> jax.Array:
-    """Rows of a vocabulary shard, cast to `dtype`; zeros for tokens that another shard holds.
+    """Look up rows of a vocabulary shard. Tokens of other shards give zeros.
 
-    The gradient is added up in float32: a frequent token takes thousands of terms, which bfloat16
-    would lose.
+    The gradient is accumulated in float32. A frequent token adds thousands of terms, which bfloat16
+    would round away.
 
-    Args:     table_VD: this device's rows. num_rows: V, static.
+    Args:     table_VD: this device's rows. num_rows: V, static. dtype: of the result.
     Returns:  [B, T, D], to be summed over VOCAB_AXES.
     """
     local = tokens_BT - vocab_shard_index() * num_rows
@@ -43,7 +43,8 @@ def _lookup_backward(num_rows, dtype, saved, d_rows):
     local = tokens_BT - vocab_shard_index() * num_rows
     held = (local >= 0) & (local < num_rows)
     place = jnp.where(held, local, num_rows)  # past the end: dropped
-    # A zero that waits for d_rows: XLA would make the table's zeros with the head's, at the loss.
+    # A zero that depends on d_rows. Otherwise XLA would allocate the table's zeros early, together
+    # with the head's at the loss.
     zero, d_rows = lax.optimization_barrier((jnp.float32(0), d_rows))
     zeros = jnp.broadcast_to(zero, (num_rows, d_rows.shape[-1]))
     d_table = zeros.at[place].add(d_rows.astype(jnp.float32), mode="drop")

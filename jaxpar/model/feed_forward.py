@@ -1,4 +1,4 @@
-"""A gated linear unit, as a layer's branch. F is one tensor rank's part of the hidden values."""
+"""A gated linear unit (GLU), as a branch of a layer. F counts one tensor rank's hidden units."""
 
 from typing import Any
 
@@ -17,12 +17,12 @@ from jaxpar.parallel.tensor.shards import Shards
 
 type Weights = dict[str, Any]
 
-#: In a layer's view.
+#: Names in the fused weight layout.
 WEIGHTS = ("w_gate_up", "w_gate", "b_gate", "w_up", "b_up", "w_down")
 
 
 def glu(h: Shards, w: Weights, _: AttentionContext, ex: Execution) -> Shards:
-    """Gate, up and down of one shard, then of the next: this tensor rank's part of a sum."""
+    """Apply the GLU to each shard of the sequence. The result is this tensor rank's partial sum."""
     return h.map(_of_shard, w, ex.cfg.model)
 
 
@@ -34,9 +34,9 @@ def _of_shard(h: NormOutput, w: Weights, m: ModelConfig) -> jax.Array:
 
 @jax.named_scope("gate_up")
 def gate_up(h: NormOutput, w: Weights) -> list[Any]:
-    """Gate and up projections: one [B, T, 2 F] where their weights are one, else [B, T, F] each.
+    """Compute the gate and up projections: [B, T, 2 F] with fused weights, else [B, T, F] each.
 
-    In float8 the one comes with its largest magnitude, for its gradient's."""
+    In float8, the fused projection is a `WithAmax`, so that its gradient is one too."""
     if "w_gate_up" in w:
         return products(h.operand, [w["w_gate_up"]], "mlp_norm", with_amax=True)
     gate, up = products(h.operand, [w["w_gate"], w["w_up"]], "mlp_norm")
@@ -46,17 +46,17 @@ def gate_up(h: NormOutput, w: Weights) -> list[Any]:
 
 @jax.named_scope("activation")
 def activation(halves: list[Any], h: NormOutput, m: ModelConfig) -> jax.Array | WithAmax:
-    """The hidden values, [B, T, F], of what `gate_up` makes.
+    """Compute the hidden values, [B, T, F], from the result of `gate_up`.
 
     Source:   Shazeer 2020 (2002.05202), equation 5.
     """
     if len(halves) == 1:
-        return swiglu(halves[0], h.scale)  # which scales rows as it reads them
+        return swiglu(halves[0], h.scale)  # scales rows as it reads them
     gate, up = map(h.scaled, halves)
     return gated(gate, up, m)
 
 
 def gated(gate: jax.Array, up: jax.Array, m: ModelConfig) -> jax.Array:
-    """SwiGLU, or GeGLU (`model.activation`)."""
+    """Compute SwiGLU or GeGLU, depending on `model.activation`."""
     act = jax.nn.gelu(gate, approximate=True) if m.activation == "gelu" else jax.nn.silu(gate)
     return act * up

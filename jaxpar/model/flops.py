@@ -1,13 +1,14 @@
-"""Model FLOPs and hardware peaks: what a tokens-per-second figure is worth.
+"""Model FLOPs, for model FLOPs utilization (MFU).
 
-Two conventions are in use for the attention term, so both are given. Neither counts recomputation.
+There are two conventions for the attention term, and both are supported. Neither counts
+recomputation.
 
-    causal   6 N + 6 L H K T per token: what a causal model needs (Megatron).
-    full     6 N + 12 L H K T: as if every token saw every other (torchtitan's MFU column).
+    causal   6 N + 6 L H K T per token: the FLOPs of a causal model (Megatron).
+    full     6 N + 12 L H K T: as if every token attended to every other (torchtitan's MFU column).
 
-N counts the parameters that multiply: all but the embedding table, which is looked up, and but the
-experts that a token does not take. The peak is that of bfloat16 whatever `model.matmul_dtype` is,
-so that figures stay comparable.
+N counts the parameters used in matmuls: all except the embedding table, which is looked up, and the
+experts to which a token is not routed. The peak for MFU is that of bfloat16 for any
+`model.matmul_dtype`, so that figures stay comparable.
 """
 
 from jaxpar.config import LoraConfig, ModelConfig
@@ -16,17 +17,17 @@ from jaxpar.sharding.params import count
 
 
 def num_params(model: ModelConfig) -> int:
-    """All parameters of the model, adapters left out."""
+    """Return the number of parameters of the model, without adapters."""
     return count(param_specs(model))
 
 
 def num_adapter_params(model: ModelConfig, lora: LoraConfig) -> int:
-    """Those of adapters; 0 where there are none."""
+    """Return the number of parameters of adapters; 0 without adapters."""
     return count(param_specs(model, lora)) - num_params(model)
 
 
 def num_matmul_params(model: ModelConfig) -> int:
-    """Parameters that multiply for a token. A tied table is used as the head, so it counts."""
+    """Return the number of parameters used in matmuls for a token. A tied table counts (head)."""
     table = model.vocab_size * model.d_model
     others = max(model.num_experts - model.experts_per_token, 0) * model.num_layers
     not_taken = others * 3 * model.d_model * model.d_ff
@@ -36,9 +37,9 @@ def num_matmul_params(model: ModelConfig) -> int:
 def train_flops_per_token(
     model: ModelConfig, seq_len: int, *, causal: bool = True, lora: LoraConfig | None = None
 ) -> float:
-    """FLOPs of forward and backward per token of a sequence of seq_len.
+    """Return the FLOPs of forward and backward per token of a sequence of seq_len.
 
-    With adapters (`lora`) the model's own matrices have no gradient: 4 N and 6 N of the adapters.
+    With adapters (`lora`), the base matrices have no gradients: they count 4 N, and adapters 6 N.
     """
     attention = model.num_layers * model.num_heads * model.head_dim * seq_len
     matmuls = 6 * num_matmul_params(model)

@@ -1,8 +1,8 @@
 """The fused weight layout: a device's shards of the parameters, as matmuls read them.
 
-Parameters are stored one array per published matrix, layers stacked. `fuse` concatenates query, key
-and value projections, concatenates gate and up where `Execution.fused_gate_up`, and unstacks the
-layers. It is linear and local, so its transpose carries gradients back.
+Parameters are stored as one array per published matrix, with layers stacked. `fuse` concatenates
+the query, key and value projections, concatenates gate and up if `Execution.fused_gate_up`, and
+unstacks the layers. It is linear and local, so its transpose converts gradients back.
 """
 
 import functools
@@ -22,7 +22,7 @@ from jaxpar.parallel.fsdp import gather
 
 type Tree = dict[str, Any]
 
-#: Dimension, from the end, over which each of a layer's fused arrays is FSDP-sharded; None: not.
+#: FSDP-sharded dimension of each fused array of a layer, counted from the end. None: not sharded.
 LAYER_DIMS: dict[str, int | None] = {
     "attn_norm": None,
     "attn_post_norm": None,
@@ -44,30 +44,30 @@ LAYER_DIMS: dict[str, int | None] = {
     "b_down": None,
 }
 
-#: The matrices of a layer, which `model.matmul_dtype` is about, with their entries.
+#: The matrices of a layer that `model.matmul_dtype` applies to, with their entries of LAYER_DIMS.
 PROJECTIONS = {n: dim for n, dim in LAYER_DIMS.items() if dim is not None and n != "router"}
 
 LAYER_DIMS |= lora.FUSED_DIMS
 
-#: As LAYER_DIMS, for the arrays outside the layers.
+#: The same as LAYER_DIMS, for the arrays outside the layers.
 TOP_DIMS: dict[str, int | None] = {"embed": -1, "final_norm": None, "head": -2}
 
 
 def fuse(params: Tree, ex: Execution) -> Tree:
-    """A device's shards in the fused layout: {"top": ..., "layers": ...}.
+    """Convert a device's shards to the fused layout, {"top": ..., "layers": ...}.
 
-    One matmul serves the query, key and value projections; another serves gate and up, where
-    `Execution.fused_gate_up`. Layers are a tuple of the device's v chunks: for `unroll`, each chunk
-    is a tuple of one tree per layer; for `scan`, one tree of [layers, ...] arrays.
+    One matmul then computes the query, key and value projections, and one computes gate and up if
+    `Execution.fused_gate_up`. "layers" is a tuple of the device's v chunks: for `unroll`, each
+    chunk is a tuple of one tree per layer; for `scan`, one tree of [layers, ...] arrays.
 
-    Args:     params: all parameters, or the trainable or the frozen ones of `params.split`.
+    Args:     params: all parameters, or the trainable or frozen ones of `params.split`.
     """
     top = {name: w for name, w in params.items() if name != "layers"}
     if "embed" in top:
         top["head"] = top["head"] if "head" in top else top["embed"].T
     cfg = ex.cfg
     stacked, v = params["layers"], cfg.parallel.virtual_stages
-    # Unstack first: one pass that concatenates 32 layers ran at a tenth of the bandwidth.
+    # Unstack first: a single pass that concatenates 32 layers reached a tenth of the bandwidth.
     chunks = (
         _split_layers(stacked, v) if cfg.parallel.layer_loop == "scan" else _unstack(stacked, v)
     )
@@ -75,7 +75,7 @@ def fuse(params: Tree, ex: Execution) -> Tree:
 
 
 def _fuse_layer(w: Tree, ex: Execution) -> Tree:
-    """One layer's arrays, or stacked ones, in the fused layout."""
+    """Convert one layer's arrays, or stacked ones, to the fused layout."""
     cfg = ex.cfg
     stacked = cfg.parallel.layer_loop == "scan"
     lead = next(iter(w.values())).shape[:stacked]
@@ -84,7 +84,7 @@ def _fuse_layer(w: Tree, ex: Execution) -> Tree:
 
 
 def _fuse_projections(w: Tree, lead: tuple[int, ...], ex: Execution) -> Tree:
-    """The fused arrays except adapters; leading (layer) dims pass through."""
+    """Return the fused arrays except adapters. Leading (layer) dims are unchanged."""
     flat = lambda name, *dims: w[name].reshape(*lead, *dims)  # noqa: E731
     D = w["wq"].shape[-3]
     out = {n: w[n] for n in LAYER_DIMS if n in w and not lora.is_adapter(n)}
@@ -98,24 +98,24 @@ def _fuse_projections(w: Tree, lead: tuple[int, ...], ex: Execution) -> Tree:
 
 
 def _split_layers(stacked: Tree, n: int) -> tuple[Tree, ...]:
-    """Stacked layers in n equal groups, by `lax.split`: its transpose is one concatenation."""
+    """Split stacked layers into n groups by `lax.split`, whose transpose concatenates once."""
     size = next(iter(stacked.values())).shape[0] // n
     groups = {name: lax.split(a, [size] * n) for name, a in stacked.items()}
     return tuple({name: group[i] for name, group in groups.items()} for i in range(n))
 
 
 def _unstack(stacked: Tree, v: int) -> tuple[tuple[Tree, ...], ...]:
-    """Stacked layers as v chunks of one tree per layer."""
+    """Convert stacked layers to v chunks of one tree per layer."""
     n = next(iter(stacked.values())).shape[0]
     each = [{name: a.squeeze(0) for name, a in w.items()} for w in _split_layers(stacked, n)]
     return tuple(itertools.batched(each, n // v))
 
 
 def unstack_layers(tree: Tree, cfg: Config) -> Tree:
-    """A tree like the parameters', with the layers unstacked where they are unrolled.
+    """Unstack the layers of a tree like the parameters, if layers are unrolled.
 
-    Whoever reads it layer by layer then reads each where it was computed, and XLA needs no kernel
-    that stacks them first.
+    Code that reads the tree layer by layer then reads each layer's arrays directly, and XLA needs
+    no kernel that stacks them first.
     """
     layers = tree["layers"]
     if cfg.parallel.layer_loop == "scan":
@@ -124,7 +124,7 @@ def unstack_layers(tree: Tree, cfg: Config) -> Tree:
 
 
 def map_layers(fn: Callable[..., Any], layers: tuple, *rest: tuple) -> tuple:
-    """`fn` of each tree in fused layers, and of the trees at its place in `rest`."""
+    """Apply `fn` to each tree in fused layers and the corresponding trees in `rest`."""
 
     def in_chunk(chunk: Any, *others: Any) -> Any:
         unstacked = isinstance(chunk, tuple)
@@ -134,9 +134,9 @@ def map_layers(fn: Callable[..., Any], layers: tuple, *rest: tuple) -> tuple:
 
 
 def with_scales(weights: Tree, shards: Tree, cfg: Config) -> Tree:
-    """The weights of a step; in float8, with the scales of each layer's matrices.
+    """In float8, add the scales of each layer's matrices to the weights of a step.
 
-    Args:     weights: `shards` (ZeRO-3) or gathered (ZeRO-1). shards: this device's, fused.
+    Args:     weights: `shards` (ZeRO-3) or gathered weights (ZeRO-1). shards: this device's, fused.
     Communication: `fsdp.float8_scales`: one all-reduce for all layers.
     """
     one = jax.tree.leaves(shards["layers"], is_leaf=lambda tree: isinstance(tree, dict))[0]
@@ -149,6 +149,6 @@ def with_scales(weights: Tree, shards: Tree, cfg: Config) -> Tree:
 
 
 def without_scales(grads: Tree) -> Tree:
-    """Gradients of a tree from `with_scales`, without those of the scales."""
+    """Remove the scales' entries from gradients of a tree from `with_scales`."""
     drop = lambda w: {n: g for n, g in w.items() if n != "scales"}  # noqa: E731
     return grads | {"layers": map_layers(drop, grads["layers"])}

@@ -1,8 +1,9 @@
 """One layer of the decoder: x + attention(norm(x)), then x + feed_forward(norm(x)).
 
-Each term is a `Branch`: normalize, receive, compute, send. How a config is executed shows in the
-values that pass through, not in these lines: `Shards` of the sequence, the `NormOutput` in them,
-weights that know how to multiply. Shape letters as in `sharding/axes.py`; B is a device's rows.
+Each term is a `Branch` with the steps normalize, receive, compute and send. This code is the same
+for every `Execution`. Differences are in the types of the values: `Shards` of the sequence, whose
+parts are `NormOutput`s, and weights that implement their own matmul. Shape letters are those of
+`sharding/axes.py`; B counts a device's rows.
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ type Weights = dict[str, Any]
 
 
 def layer(x: jax.Array, w: Weights, context: AttentionContext, ex: Execution) -> jax.Array:
-    """The residual stream through one layer, on the local shard.
+    """Apply one layer to the local shard of the residual stream.
 
     Args:     x: [B, T/(sequence*tensor), D]. w: the layer's weights, complete over FSDP_AXES.
     Returns:  like x.
@@ -42,11 +43,11 @@ def layer(x: jax.Array, w: Weights, context: AttentionContext, ex: Execution) ->
 
 
 def gathered(h: NormOutput, _: Weights, name: str, ex: Execution) -> Shards:
-    """What dense branches `receive`: a norm's output, gathered over TENSOR.
+    """Gather a norm's output over TENSOR: the `receive` of dense branches.
 
-    Args:     name: remat name of what is gathered.
+    Args:     name: remat name of the gathered value.
     """
-    if ex.norm == "in_quantizer":  # never written; the quantizer names what it rounds
+    if ex.norm == "in_quantizer":  # unmaterialized; the quantizer names the rounded values
         return Shards((h,))
     shards = Shards.gather(h.operand, in_shards=ex.collective_matmul)
     return shards.each(lambda part: dataclasses.replace(h, operand=named(part, name)))
@@ -56,27 +57,27 @@ def gathered(h: NormOutput, _: Weights, name: str, ex: Execution) -> Shards:
 class Branch:
     """One term of the residual stream, as a function of the stream's norm.
 
-    Its steps are separate functions so that they can be scheduled otherwise: with row groups, the
+    The steps are separate functions so that they can be scheduled differently: with row groups, the
     `receive` and `send` of one group overlap the `compute` of another (`row_groups.py`).
     """
 
     name: str
     norm: str
     compute: Callable[[Any, Weights, AttentionContext, Execution], Any]
-    """What was received -> what is sent. No communication over TENSOR."""
+    """Result of `receive` -> input of `send`. No communication over TENSOR."""
     bias: str
     post_norm: str
     saved_as: str | None = None
-    """Remat name of the stream after it."""
+    """Remat name of the residual stream after the branch."""
     weights: tuple[str, ...] = ()
     """Names of the weights that `receive` and `compute` use, without adapters."""
     receive: Callable[[NormOutput, Weights, str, Execution], Any] = gathered
-    """The norm's output for this device's tokens -> that for the tokens it computes with."""
+    """The norm of this device's tokens -> the norm of the tokens that `compute` processes."""
     send: Callable[[Any], jax.Array] = Shards.reduce_scatter
-    """What was computed of these -> the sum for this device's tokens."""
+    """Result of `compute` -> the sum for this device's tokens."""
 
     def split(self, w: Weights) -> tuple[Weights, Weights]:
-        """Of a layer's weights, this branch's: (norms and bias, matrices with their adapters)."""
+        """Select this branch's weights: (norms and bias, matrices with their adapters)."""
         around = {self.norm, self.bias, self.post_norm}
         vectors = {name: a for name, a in w.items() if name in around}
         matrices = {name: a for name, a in w.items() if lora.matrix_of(name) in self.weights}
@@ -85,11 +86,11 @@ class Branch:
     def normalize(
         self, x: jax.Array, vectors: Weights, ex: Execution
     ) -> tuple[jax.Array, NormOutput]:
-        """x, to be used in its place (one pass computes the backward of both), and its norm."""
+        """Return x and its norm. Use the returned x, so that one pass computes both gradients."""
         return norm_of_stream(x, vectors[self.norm], ex)
 
     def add(self, x: jax.Array, out: jax.Array, vectors: Weights, m: ModelConfig) -> jax.Array:
-        """x plus the branch's output with its bias, or the norm of that (`model.post_norms`)."""
+        """Add the branch's output and its bias to x, after a norm if `model.post_norms`."""
         out = linear.add_bias(out, vectors.get(self.bias))
         x = x + (norm(out, vectors[self.post_norm], m) if m.post_norms else _added_by_norm(out))
         return named(x, self.saved_as) if self.saved_as else x
@@ -97,9 +98,9 @@ class Branch:
 
 @jax.custom_vjp
 def _added_by_norm(out: jax.Array) -> jax.Array:
-    """A matmul's result, which the next norm adds to the stream in the pass that reads both.
+    """Keep a matmul's result separate, so that the pass of the next norm adds it to the stream.
 
-    XLA would have the matmul add to x in place, and so copy x first for the backward."""
+    XLA would let the matmul add to x in place, and would first copy x for the backward."""
     return lax.optimization_barrier(out)
 
 
@@ -127,12 +128,12 @@ EXPERTS = dataclasses.replace(FEED_FORWARD, compute=moe.mixture, weights=moe.WEI
 
 
 def branches(m: ModelConfig) -> tuple[Branch, ...]:
-    """The branches of a layer of this model, in order."""
+    """Return the branches of a layer of this model, in order."""
     return ATTENTION, EXPERTS if m.num_experts else FEED_FORWARD
 
 
 def branches_with_weights(w: Weights, m: ModelConfig) -> list[tuple[Branch, Weights, Weights]]:
-    """Each branch with its vectors and matrices (`Branch.split`).
+    """Return each branch with its vectors and matrices (`Branch.split`).
 
     Raises:   ValueError for a weight that no branch names, which would silently have no effect.
     """

@@ -1,6 +1,6 @@
-"""The matmuls of a layer, for any kind of weight: plain, float8, or with a float32 gradient.
+"""The matmuls of a layer, for all kinds of weights: plain, float8, or with float32 gradients.
 
-Pure functions of local shards; shape letters as in `sharding/axes.py`.
+Pure functions of local shards. Shape letters are those of `sharding/axes.py`.
 """
 
 from collections.abc import Sequence
@@ -14,19 +14,22 @@ from jaxpar.model import lora
 
 
 def add_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:
-    """y plus a float32 bias, if there is one; y's dtype out.
+    """Add a float32 bias to y, if there is one. Returns y's dtype.
 
-    Added in float32, so that the bias's gradient, a sum over all tokens, is a float32 sum.
+    The addition is in float32, so that the gradient of the bias is summed over tokens in float32.
     """
     return y if bias is None else (y.astype(jnp.float32) + bias).astype(y.dtype)
 
 
 def products(x: Any, weights: Sequence[Any], name: str, *, with_amax: bool = False) -> list[Any]:
-    """x times each weight: arrays here, in the compute dtype; `Float8Weight` and
-    `Float32GradientWeight` make their own.
+    """Compute x times each weight.
 
-    Args:     x: an array; of float8, any operand. name: remat name of x, and in float8 of the
-              rounded x. with_amax: in float8 alone, the products are, for their gradients.
+    Arrays are multiplied here, in the compute dtype. `Float8Weight` and `Float32GradientWeight`
+    implement their own products.
+
+    Args:     x: an array, or for float8 any `Operand`. name: remat name of x, in float8 of the
+              rounded x. with_amax: in float8, return the products as `WithAmax`, so that their
+              gradients are too.
     """
     if isinstance(weights[0], jax.Array):
         return [x @ w for w in weights]
@@ -35,7 +38,7 @@ def products(x: Any, weights: Sequence[Any], name: str, *, with_amax: bool = Fal
 
 @jax.named_scope("output")
 def row_parallel(x: jax.Array | WithAmax, w: dict, weight: str, name: str) -> jax.Array:
-    """x times `wo` or `w_down`: this tensor rank's part of a sum, [B, T, D].
+    """Compute x times `wo` or `w_down`: this tensor rank's partial sum, [B, T, D].
 
     Args:     name: remat name of x.
     """

@@ -2,10 +2,11 @@
 
     y = x W + factor * (x A) B         A [in, R], B [R, out], factor of `lora_targets.factor`
 
-A lies as the input dims of W, B as its output dims: what of W is split over FSDP_AXES or TENSOR is
-split in A or B alike, and R never. So A of a column-parallel matrix and B of a row-parallel one are
-whole over TENSOR, and what they make is summed or scattered with the product that it is added to:
-adapters send no activations. B starts at 0, and the model with it as it was.
+A is sharded like the input dims of W, and B like its output dims, over FSDP_AXES and TENSOR. R is
+never sharded. So A of a column-parallel matrix and B of a row-parallel one are complete over
+TENSOR. The adapter's output is added to the product with W before that is summed or scattered, so
+adapters need no communication of activations. B starts at 0, so training starts from the base
+model.
 
 Source:   Hu et al. 2021 (2106.09685), section 4.1.
 """
@@ -24,16 +25,16 @@ from jaxpar.sharding.params import ParamSpec, map_specs
 
 type Tree = dict[str, Any]
 
-#: After the name of a matrix: its adapter's two.
+#: Suffixes of the names of an adapter's two matrices.
 A, B = "_lora_a", "_lora_b"
 
-#: Input dims of matrices that have more than one.
+#: Number of input dims of the matrices that have more than one.
 _INPUTS = {"wo": 2}
 
-#: Matrices whose output has size D. The input of the others has.
+#: Matrices with output of size D. The others have input of size D.
 _ROW_PARALLEL = ("wo", "w_down")
 
-#: `fused_weights.LAYER_DIMS` of adapters: where D is.
+#: `fused_weights.LAYER_DIMS` of adapters: the dimension of size D.
 FUSED_DIMS: dict[str, int | None] = {
     **{name + A: None if name in _ROW_PARALLEL else -2 for name in TARGETS.values()},
     **{name + B: -1 if name in _ROW_PARALLEL else None for name in TARGETS.values()},
@@ -41,9 +42,10 @@ FUSED_DIMS: dict[str, int | None] = {
 
 
 def with_adapters(specs: Tree, lora: LoraConfig) -> Tree:
-    """The specs of a model with adapters. Only the adapters are trainable.
+    """Add adapters to a model's specs. Only the adapters are trainable.
 
-    A starts normal, with the variance of PEFT's uniform distribution, 1 / (3 in); B at 0.
+    A is initialized from a normal distribution with the variance of PEFT's uniform distribution,
+    1 / (3 in), and B with 0.
     """
     specs = map_specs(lambda spec: dataclasses.replace(spec, trainable=False), specs)
     blocks = dict(specs["layers"])
@@ -54,7 +56,7 @@ def with_adapters(specs: Tree, lora: LoraConfig) -> Tree:
 
 
 def _pair(name: str, of: ParamSpec, rank: int) -> dict[str, ParamSpec]:
-    """The two matrices of an adapter, for the stacked layers' spec of the matrix beside it."""
+    """Return the specs of an adapter's two matrices, from the spec of the stacked base matrix."""
     cut = 1 + _INPUTS.get(name, 1)
     fan_in = math.prod(of.shape[1:cut])
     a = ParamSpec(
@@ -71,17 +73,17 @@ def _pair(name: str, of: ParamSpec, rank: int) -> dict[str, ParamSpec]:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter, or an array of the fused layout, belongs to an adapter."""
+    """Return whether a parameter, or an array of the fused layout, belongs to an adapter."""
     return name.endswith((A, B))
 
 
 def matrix_of(name: str) -> str:
-    """The parameter that one of this name belongs to: of an adapter its matrix, else itself."""
+    """Return the name of an adapter's base matrix. Other names are unchanged."""
     return name.removesuffix(A).removesuffix(B)
 
 
 def fuse(w: Tree, lead: tuple[int, ...], factor: float) -> Tree:
-    """Adapters in the fused layout: as matrices, with B times the factor.
+    """Convert adapters to the fused layout: reshape them to matrices and scale B by the factor.
 
     Args:     w: the layers' parameters. lead: their leading dims.
     """
@@ -91,10 +93,10 @@ def fuse(w: Tree, lead: tuple[int, ...], factor: float) -> Tree:
 
 
 def add(y: jax.Array, x: Any, w: Tree, name: str) -> jax.Array:
-    """y, which is x times a matrix, with what its adapter adds; y itself where it has none.
+    """Add an adapter's output to y, the product of x and a matrix. Without an adapter, return y.
 
     Args:     y: [..., out]. x: [..., in]; not read without an adapter. w: the layer's fused
-              weights, whole over FSDP_AXES. name: of the matrix among the parameters.
+              weights, complete over FSDP_AXES. name: parameter name of the matrix.
     """
     if name + A not in w:
         return y
@@ -103,16 +105,16 @@ def add(y: jax.Array, x: Any, w: Tree, name: str) -> jax.Array:
 
 
 def with_frozen_base(w: Tree) -> Tree:
-    """A layer's weights, with gradients stopped at all but its adapters."""
+    """Stop gradients at all weights of a layer except its adapters."""
     if not any(map(is_adapter, w)):
         return w
     return {n: a if is_adapter(n) else lax.stop_gradient(a) for n, a in w.items()}
 
 
 def merge(params: Tree, factor: float) -> Tree:
-    """The parameters of the model without adapters that computes the same.
+    """Merge adapters into the base matrices: return parameters of an equivalent model.
 
-    Args:     params: float32, of `with_adapters`: whole arrays, or one device's shards of them.
+    Args:     params: float32, with adapters: global arrays, or one device's shards of them.
     """
     blocks = params["layers"]
     merged = {name: w for name, w in blocks.items() if not is_adapter(name)}

@@ -1,12 +1,13 @@
-"""Cross entropy over a vocabulary split across devices; logits need not be held whole.
+"""Cross entropy over a sharded vocabulary, without storing all logits at once.
 
-The tokens are taken in chunks, or at once. While a chunk's logits exist, the gradients of the
-hidden states and of the head are computed from them, so the backward pass is a scaling and the
-logits are computed once. Vocabulary shards exchange three numbers per token.
+Tokens are processed in chunks or all at once. The gradients of the hidden states and the head are
+computed while a chunk's logits exist. The logits are therefore computed only once, and the backward
+pass only scales. Vocabulary shards exchange three values per token.
 
-The gradient by a row of logits is scale * (exp(logit - base), less a number at the label). What
-depends on the row's sum, the scale and that number, comes after: the scale with the hidden states
-into the head's gradient, and onto their own. So the pass that finds the sums can write the
+The gradient with respect to a row of logits is scale * exp(logit - base), where a value is
+subtracted from the exponential at the label. The scale and that value depend on the row's sum and
+are applied later. In the head's gradient, the scale is applied to the hidden states; the gradient
+of the hidden states is scaled itself. So a single pass can compute the sums and write the
 exponentials (`kernels/softmax.py`).
 """
 
@@ -23,27 +24,27 @@ from jaxpar.parallel.collectives import psum, varying
 from jaxpar.sharding.axes import VOCAB_AXES
 from jaxpar.sharding.batch import IGNORED
 
-#: A chunk's float32 logits stay below this: 2,048 tokens of Llama 3's vocabulary on one device,
-#: with which the figures of docs/benchmarks were measured; small beside the activations.
+#: Maximum bytes of a chunk's float32 logits: 2,048 tokens of Llama 3's vocabulary on one device.
+#: The figures of docs/benchmarks use this limit. It is small compared with the activations.
 CHUNK_BYTES = 1 << 30
 
-#: The logarithm of the least share of a row's sum that one of a device's exponentials is counted
-#: as. A share of nothing could not be divided by; this one is lost in the label's rounding.
+#: Minimum of the logarithm of exp(base) / sum for a row of a device's logits. It avoids a division
+#: by zero, and is below the rounding of the label's value.
 MIN_LOG_SHARE = -60.0
 
 
 def cross_entropy(
     h_ND, head_DV, labels_N, z_loss: float = 0.0, logits_dtype: Any = jnp.float32, chunks: int = 0
 ) -> tuple[jax.Array, jax.Array]:
-    """Summed cross entropy of this device's tokens.
+    """Compute the summed cross entropy of this device's tokens.
 
-    Args:     h_ND: normalized hidden states, the same on every rank of VOCAB_AXES though typed
-              varying. head_DV: this device's columns, compute dtype. labels_N: int32, typed
-              invariant over VOCAB_AXES; IGNORED for no loss. z_loss: weight of the squared
-              log-partition. logits_dtype: what logits are rounded to; all else is float32.
-              chunks: that the tokens are taken in; 0: `num_chunks`.
+    Args:     h_ND: normalized hidden states, the same on every rank of VOCAB_AXES but typed as
+              varying. head_DV: this device's columns, compute dtype. labels_N: int32, typed as
+              invariant over VOCAB_AXES; IGNORED for tokens without loss. z_loss: weight of the
+              squared log-partition function. logits_dtype: dtype to which logits are rounded; all
+              else is float32. chunks: number of chunks; 0 chooses it (`num_chunks`).
     Returns:  (loss + z-loss, loss), float32 scalars, sums over the labeled tokens, the same on
-              every rank of VOCAB_AXES. The second carries no gradient.
+              every rank of VOCAB_AXES. The second has no gradient.
     Communication: per chunk over VOCAB_AXES: all-reduces of [chunk] float32, one max and two sums.
     Source:   Shoeybi et al. 2019 (1909.08053), section 3; z-loss: 2204.02311, section 5.
     """
@@ -53,8 +54,10 @@ def cross_entropy(
 
 
 def num_chunks(num_tokens: int, vocab_shard: int, wanted: int = 0) -> int:
-    """As many chunks as are wanted; 0: the fewest whose float32 logits fit CHUNK_BYTES. At most one
-    for each token."""
+    """Return the number of chunks: `wanted`, but at most one per token.
+
+    0 means the fewest chunks whose float32 logits fit in CHUNK_BYTES.
+    """
     fewest = -(-num_tokens * vocab_shard * 4 // CHUNK_BYTES)
     return min(wanted or max(fewest, 1), num_tokens)
 
@@ -70,7 +73,7 @@ def _cross_entropy(h_ND, head_DV, labels_N, z_loss, logits_dtype, n):
 
 
 def _chunked(h_ND, labels_N, n):
-    """Equal chunks; the last is filled up with tokens of no loss."""
+    """Split tokens into equal chunks. The last is padded with tokens without loss."""
     missing = -len(labels_N) % n
     h = jnp.pad(h_ND, ((0, missing), (0, 0)))
     labels = jnp.pad(labels_N, (0, missing), constant_values=IGNORED)
@@ -78,7 +81,7 @@ def _chunked(h_ND, labels_N, n):
 
 
 def _no_loss(labels_N):
-    """Zero sums, typed as the loss is: varying with the labels, but not over the vocabulary."""
+    """Return zero sums with the type of the loss: invariant over VOCAB_AXES, like the labels."""
     zero = jnp.sum(jnp.zeros_like(labels_N, jnp.float32))
     return zero, zero
 
@@ -88,7 +91,7 @@ def _add(a, b):
 
 
 def _chunk(h_ND, labels_N, head_DV, z_loss, logits_dtype, with_gradient=False):
-    """(loss + z-loss, loss) of a chunk; and, where it is wanted, the first one's `_gradient`."""
+    """Compute (loss + z-loss, loss) of a chunk and, if requested, `_gradient` of the first."""
     logits = jnp.dot(h_ND, head_DV, preferred_element_type=logits_dtype)
     V = head_DV.shape[1]
     local = labels_N - vocab_shard_index() * V
@@ -96,8 +99,8 @@ def _chunk(h_ND, labels_N, head_DV, z_loss, logits_dtype, with_gradient=False):
     own_logit = jnp.take_along_axis(logits, jnp.where(held, local, 0)[:, None], axis=1)[:, 0]
     own_logit = jnp.where(held, own_logit.astype(jnp.float32), 0.0)
     written = None
-    if with_gradient and h_ND.dtype != jnp.float16:  # which has no numbers above 65,504
-        # After the labels' logits are read: exponentials may be written in the logits' place.
+    if with_gradient and h_ND.dtype != jnp.float16:  # float16 overflows above 65,504
+        # Read the labels' logits first: the exponentials may overwrite the logits.
         logits, own_logit = lax.optimization_barrier((logits, own_logit))
         written, own_base, own_sum = softmax.exponentials(logits, dtype=h_ND.dtype)
     else:
@@ -118,31 +121,31 @@ def _chunk(h_ND, labels_N, head_DV, z_loss, logits_dtype, with_gradient=False):
 
 
 def _gradient(written_NV, base_N, lse_N, label_N, label_logit_N, weight_N, z_loss):
-    """Of a row's loss and z-loss by its local logits, weight (p (1 + 2 z lse) - 1 at the label), in
-    two factors.
+    """Compute the gradient of loss and z-loss by the local logits, as a product of two factors.
 
-    The label's element outweighs the others, so the second factor makes up for its rounding; the
-    others are then off by as much as theirs.
+    The gradient is weight (p (1 + 2 z lse) - 1 at the label). The label's element is much larger
+    than the others, so the second factor corrects its rounding. This adds a relative error of one
+    rounding to the others.
 
     Args:     written: exp(logit - base). label: a column, or V for none.
-    Returns:  [N, V], in written's place, and float32 [N].
+    Returns:  [N, V], which reuses the memory of `written`, and float32 [N].
     """
     share = jnp.exp(jnp.maximum(base_N - lse_N, MIN_LOG_SHARE))  # p = share * written
     slope = 1 + 2 * z_loss * lse_N
-    least = 1e-6 if written_NV.dtype != jnp.float16 else 2e-5  # nothing beside 1, and it divides
+    least = 1e-6 if written_NV.dtype != jnp.float16 else 2e-5  # negligible, but not zero
     slope = jnp.where(jnp.abs(slope) < least, least, slope)
     exact = jnp.exp(label_logit_N - base_N) - 1 / (slope * share)
     kept = jnp.finfo(written_NV.dtype)
     rounded = lax.reduce_precision(exact, kept.nexp, kept.nmant)
     here = (label_N < written_NV.shape[1]) & (rounded != 0)
     made_up = jnp.where(here, exact / jnp.where(here, rounded, 1.0), 1.0)
-    # Where it rounds to nothing, float16 may still hold it with fewer digits.
+    # If it rounds to zero, float16 may still represent it with fewer digits.
     at_label = jnp.where(here, rounded, exact)
     return _put(written_NV, label_N, at_label), weight_N * slope * share * made_up
 
 
 def _put(x_NV, column_N, value_N):
-    """A number into each row; none where the column is V."""
+    """Set one element of each row; none if the column is V."""
     row, column, value = varying((jnp.arange(len(x_NV)), column_N, value_N.astype(x_NV.dtype)))
     return x_NV.at[row, column].set(value, mode="drop", unique_indices=True)
 
@@ -164,9 +167,9 @@ def _forward(h_ND, head_DV, labels_N, z_loss, logits_dtype, n):
         sums, d_h, d_head = of_chunk(h, labels, jnp.float32)
         return _add(carry, (sums, d_head)), d_h
 
-    # Not yet divided by the number of tokens, so beyond what float16 can hold.
+    # Not yet divided by the number of tokens, so the values may exceed the range of float16.
     kept = jnp.float32 if head_DV.dtype == jnp.float16 else head_DV.dtype
-    if n == 1:  # nothing to add up: the matmul itself writes what is kept
+    if n == 1:  # nothing to accumulate: the matmul writes the result in its final dtype
         sums, d_h, d_head = of_chunk(h_ND, labels_N, kept)
         return sums, (d_h, d_head)
     start = _no_loss(labels_N), varying(jnp.zeros(head_DV.shape, jnp.float32))

@@ -1,8 +1,9 @@
-"""Mixture of experts: a feed-forward of several SwiGLUs, of which each token takes a few.
+"""Mixture of experts: a feed-forward layer of several SwiGLUs, with a few active per token.
 
-Every expert sees every token here, and a token's weight is 0 for those that it does not take. That
-is exact, and no token is ever dropped; it costs num_experts / experts_per_token times the products
-that are needed. Experts are sharded as other matrices are: over FSDP_AXES on D, over TENSOR on F.
+Every expert processes every token, and a token's weight is 0 for the experts to which it is not
+routed. The result is exact and no tokens are dropped, at a cost of num_experts / experts_per_token
+times the necessary matmul FLOPs. Experts are sharded like other matrices: over FSDP_AXES on D, over
+TENSOR on F.
 """
 
 from typing import Any
@@ -19,20 +20,20 @@ from jaxpar.model.feed_forward import gated
 from jaxpar.parallel.collectives import varying
 from jaxpar.parallel.tensor.shards import Shards
 
-#: In a layer's view.
+#: Names in the fused weight layout.
 WEIGHTS = ("router", "w_gate", "w_up", "w_down")
 
 
 def mixture(h: Shards, w: dict[str, Any], _: AttentionContext, ex: Execution) -> Shards:
-    """Each token's experts: this tensor rank's part of a sum."""
+    """Apply the experts to each shard of the sequence. The result is a partial sum over TENSOR."""
     return h.map(_of_shard, w, ex.cfg.model)
 
 
 @jax.named_scope("experts")
 def _of_shard(h: NormOutput, w: dict[str, Any], m: ModelConfig) -> jax.Array:
-    """Each token's experts, weighed and added: this tensor rank's part of a sum, [B, T, D].
+    """Compute the weighted sum of each token's experts: this rank's partial sum, [B, T, D].
 
-    One expert's hidden values are in memory at a time; the backward computes them again.
+    Only one expert's hidden values are in memory at a time. The backward recomputes them.
 
     Args:     w: router [D, E]; w_gate and w_up [E, D, F], w_down [E, F, D], compute dtype.
     Source:   Shazeer et al. 2017 (1701.06538), equation 1.
@@ -53,11 +54,11 @@ def _of_shard(h: NormOutput, w: dict[str, Any], m: ModelConfig) -> jax.Array:
 
 @jax.named_scope("router")
 def route(h_BTD: jax.Array, router_DE: jax.Array, m: ModelConfig) -> jax.Array:
-    """The weight of each expert for each token, float32 [B, T, E]: 0 but for the likeliest few.
+    """Compute the weight of each expert for each token, float32 [B, T, E]: 0 except for the top k.
 
-    The same on each rank of TENSOR, which holds whole tokens and the whole router.
+    The result is the same on each rank of TENSOR, which has complete tokens and the full router.
 
-    Source:   Jiang et al. 2024 (2401.04088), section 2.1; without normalisation, Qwen2-MoE's.
+    Source:   Jiang et al. 2024 (2401.04088), section 2.1; Qwen2-MoE for weights not normalized.
     """
     logits = jnp.dot(h_BTD, router_DE, preferred_element_type=jnp.float32)
     likely, which = lax.top_k(jax.nn.softmax(logits, axis=-1), m.experts_per_token)

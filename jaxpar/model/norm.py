@@ -1,4 +1,4 @@
-"""The norms of a layer."""
+"""The RMSNorms of a layer."""
 
 import jax
 
@@ -9,7 +9,7 @@ from jaxpar.kernels.norm import NormOutput, rms_norm, rms_norm_beside, rms_norm_
 
 @jax.named_scope("norm")
 def norm(x: jax.Array, parameter: jax.Array, m: ModelConfig) -> jax.Array:
-    """`rms_norm`, its gain being the parameter, or 1 more (`model.norm_offset`)."""
+    """Apply `rms_norm`. The gain is the parameter, plus 1 if `model.norm_offset`."""
     return rms_norm(x, _gain(parameter, m), m.norm_eps)
 
 
@@ -17,8 +17,10 @@ def norm(x: jax.Array, parameter: jax.Array, m: ModelConfig) -> jax.Array:
 def norm_of_stream(
     x: jax.Array, parameter: jax.Array, ex: Execution
 ) -> tuple[jax.Array, NormOutput]:
-    """x, to be used from here on in its place, and `norm` of it, as `Execution.norm` has matmuls
-    take it: their backward is one pass."""
+    """Return x and its `norm`, in the form in which matmuls receive it (`Execution.norm`).
+
+    Use the returned x from here on, so that one pass computes both gradients.
+    """
     gain, eps = _gain(parameter, ex.cfg.model), ex.cfg.model.norm_eps
     if ex.norm == "deferred_scale":
         return rms_norm_unscaled(x, gain, eps)

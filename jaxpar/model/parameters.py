@@ -11,12 +11,13 @@ type Tree = dict[str, Any]
 
 
 def param_specs(m: ModelConfig, adapters: LoraConfig | None = None) -> Tree:
-    """Every parameter of the model: shape, logical axes, initial distribution.
+    """Return the specs of the model's parameters: shapes, logical axes, initial distributions.
 
-    Weights start normal with `init_std`; the two matrices that write to the residual stream with
-    init_std / sqrt(2 L), so that its variance does not grow with depth (GPT-2, section 2.3).
+    Weights are initialized from a normal distribution with standard deviation `init_std`. The two
+    matrices that write to the residual stream use init_std / sqrt(2 L), so that its variance does
+    not grow with depth (GPT-2, section 2.3).
 
-    Args:     adapters: of these (`Config.lora`) too, if there are any. None: the model alone.
+    Args:     adapters: `Config.lora`, to include adapters if it has any; None for the base model.
     """
     D, H, G, K, F = m.d_model, m.num_heads, m.num_kv_heads, m.head_dim, m.d_ff
     deep = m.init_std / math.sqrt(2 * m.num_layers)
@@ -64,18 +65,18 @@ def param_specs(m: ModelConfig, adapters: LoraConfig | None = None) -> Tree:
 
 
 def trainable_specs(cfg: Config) -> Tree:
-    """The specs of the parameters that training updates: all, or only the adapters."""
+    """Return the specs of the parameters that training updates: all, or only the adapters."""
     specs = param_specs(cfg.model, cfg.lora)
     return split(specs, specs)[0]
 
 
 def init_of_gains(m: ModelConfig) -> Literal["ones", "zeros"]:
-    """How the parameters of norms start: the gain is 1."""
+    """Return the initialization of the norms' parameters, such that the gain is 1."""
     return "zeros" if m.norm_offset else "ones"
 
 
 def blocks_with_top(m: ModelConfig, blocks: Tree) -> Tree:
-    """The layers' specs, with the embedding, the final norm and (untied) the head."""
+    """Add the embedding, the final norm and (if untied) the head to the layers' specs."""
     std = m.init_std
     table = ParamSpec(shape=(m.vocab_size, m.d_model), axes=("vocab", "embed"), std=std)
     norm = ParamSpec(shape=(m.d_model,), axes=("norm",), init=init_of_gains(m), decay=False)

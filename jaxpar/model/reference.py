@@ -1,7 +1,7 @@
-"""The model once more: plain jax.numpy, one device, nothing sharded, nothing saved, no kernels.
+"""A reference model in plain jax.numpy: one device, no sharding, no rematerialization, no kernels.
 
-What every mesh is compared with (`python -m jaxpar.verify`, and the tests). It shares only the
-parameter names with `transformer.py`, on purpose: written twice, a mistake shows.
+`python -m jaxpar.verify` and the tests compare every mesh with it. It deliberately shares only the
+parameter names with `transformer.py`, so that a mistake in one of them shows as a difference.
 """
 
 import dataclasses
@@ -19,9 +19,9 @@ type Tree = dict[str, Any]
 
 
 def loss(params: Tree, batch: Batch, cfg: Config) -> jax.Array:
-    """Mean cross entropy (with z-loss) over the labeled tokens of a batch, float32.
+    """Compute the mean cross entropy (with z-loss) over the labeled tokens of a batch, float32.
 
-    Args:     params: the logical parameters. batch: [B, T] in the text's own order.
+    Args:     params: the logical parameters. batch: [B, T] in text order.
     """
     params = scale_adapters(params, cfg)
     logits = logits_of(params, batch.tokens, batch.positions, _segments(batch, cfg), cfg.model)
@@ -33,7 +33,7 @@ def loss(params: Tree, batch: Batch, cfg: Config) -> jax.Array:
 
 
 def scale_adapters(params: Tree, cfg: Config) -> Tree:
-    """The parameters with `lora.alpha` in the second matrix of each adapter, as `block` has it."""
+    """Scale the second matrix of each adapter by `lora.alpha`, as `block` expects."""
     r = max(cfg.lora.rank, 1)
     scale = cfg.lora.alpha / (r**0.5 if cfg.lora.rank_stabilized else r)
     scaled = {n: w * scale if n.endswith("_lora_b") else w for n, w in params["layers"].items()}
@@ -46,7 +46,7 @@ def _segments(batch: Batch, cfg: Config) -> jax.Array:
 
 
 def logits_of(params: Tree, tokens, positions, segments, m: ModelConfig) -> jax.Array:
-    """Logits float32 [B, T, V]; int32 [B, T] tokens, positions and segments."""
+    """Compute logits, float32 [B, T, V], from int32 [B, T] tokens, positions and segments."""
     x = embed(params["embed"][tokens], m)
     for i in range(m.num_layers):
         w = jax.tree.map(lambda a, i=i: a[i], params["layers"])
@@ -55,18 +55,18 @@ def logits_of(params: Tree, tokens, positions, segments, m: ModelConfig) -> jax.
 
 
 def output(x: jax.Array, top: Tree, m: ModelConfig) -> jax.Array:
-    """Logits of the last residual stream; `top` holds what lies outside the layers."""
+    """Compute logits from the last residual stream. `top` has the parameters outside the layers."""
     head = top["head"] if "head" in top else top["embed"].T
     return _norm(x, top["final_norm"], m) @ head
 
 
 def embed(rows: jax.Array, m: ModelConfig) -> jax.Array:
-    """The first residual stream, from the tokens' rows of the embedding."""
+    """Compute the first residual stream from the tokens' rows of the embedding."""
     return rows * m.d_model**0.5 if m.embed_scale else rows
 
 
 def of_layer(m: ModelConfig, i: int) -> ModelConfig:
-    """The model as its layer i has it: window and rotary base of its kind, and no other kinds."""
+    """Return the model config for only layer i, with the window and rotary base of its kind."""
     if m.global_every == 0:
         return m
     alike = dataclasses.replace(m, global_every=0, local_rope_theta=None)
@@ -76,7 +76,7 @@ def of_layer(m: ModelConfig, i: int) -> ModelConfig:
 
 
 def block(x: jax.Array, w: Tree, positions, segments, m: ModelConfig) -> jax.Array:
-    """The residual stream [B, T, D] through one layer, whose parameters are `w`."""
+    """Apply one layer with the parameters `w` to the residual stream [B, T, D]."""
     h = _norm(x, w["attn_norm"], m)
     q, k, v = (_times(h, w, "w" + n) + w.get("b" + n, 0.0) for n in ("q", "k", "v"))
     if m.qk_norm:
@@ -90,7 +90,7 @@ def block(x: jax.Array, w: Tree, positions, segments, m: ModelConfig) -> jax.Arr
 
 
 def _times(x, w: Tree, name: str):
-    """x times a matrix, and times the two of its adapter if it has one."""
+    """Compute x times a matrix, plus x times the product of its adapter's two if it has one."""
     y = jnp.tensordot(x, w[name], 2 if name == "wo" else 1)
     if name + "_lora_a" not in w:
         return y
@@ -112,7 +112,7 @@ def _activation(x, m: ModelConfig):
 
 
 def _experts(h, w: Tree, m: ModelConfig):
-    """All experts of all tokens; the weights of those below the k-th likeliest are 0."""
+    """Apply all experts to all tokens. Experts below the k-th most likely have weight 0."""
     chance = jax.nn.softmax(h @ w["router"], axis=-1)
     least = jnp.sort(chance, axis=-1)[..., -m.experts_per_token, None]
     chance = jnp.where(chance >= least, chance, 0.0)
@@ -138,7 +138,7 @@ def _rotate(x, positions, m: ModelConfig):
 
 
 def _frequency(inv: float, m: ModelConfig) -> float:
-    """Llama 3.1's scaling, by wavelength, as its authors' code states it."""
+    """Apply Llama 3.1's scaling by wavelength, written as in its authors' code."""
     s = m.rope_scaling
     if s is None:
         return inv

@@ -1,6 +1,6 @@
-"""A layer on several groups of rows: one group communicates while another computes.
+"""A layer on several row groups: one group communicates while another computes.
 
-Source:   Wang et al. 2024 (2409.15241), Domino: the split of the batch.
+Source:   Wang et al. 2024 (2409.15241), Domino: the batch split.
 """
 
 import itertools
@@ -19,13 +19,13 @@ from jaxpar.parallel.gradient_buffers import buffers_of_use
 def layer_of_row_groups(
     xs: tuple[jax.Array, ...], w: Weights, contexts: tuple[AttentionContext, ...], ex: Execution
 ) -> tuple[jax.Array, ...]:
-    """`layer` on groups of rows: the communication of one over TENSOR overlaps another's matmuls.
+    """Apply `layer` to row groups. One's communication over TENSOR overlaps another's matmuls.
 
-    All groups pass through one branch, then all through the next. A barrier makes what a turn
-    receives arrive by the end of the turn before, so it travels meanwhile. The backward runs the
-    turns, under the same rule, in reverse.
+    All groups pass through one branch, then all through the next. A turn is one group in one
+    branch. A barrier makes each turn receive its input by the end of the previous turn, so that
+    the communication overlaps that turn. The backward runs the turns in reverse, in the same way.
 
-    Args:     xs: [B/groups, T/(sequence*tensor), D] each. contexts: of each.
+    Args:     xs: [B/groups, T/(sequence*tensor), D] each. contexts: one per group.
     Returns:  as xs.
     """
     rows, outs, groups = list(xs), list[Any](), range(len(xs))
@@ -57,6 +57,6 @@ def layer_of_row_groups(
 
 
 def in_groups(tree: Any, groups: int) -> tuple[Any, ...]:
-    """Arrays of [B, ...], cut into groups of rows."""
+    """Split arrays of [B, ...] into row groups."""
     cut = lambda i: jax.tree.map(lambda a: jnp.split(a, groups)[i], tree)  # noqa: E731
     return tuple(cut(i) for i in range(groups)) if groups > 1 else (tree,)

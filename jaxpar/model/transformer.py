@@ -1,6 +1,6 @@
-"""The decoder, dense or with experts: its parameters, and three parts as functions of local shards.
+"""The decoder, dense or with experts: three parts as functions of local shards.
 
-    embed   tokens -> residual stream, the vocabulary split over VOCAB_AXES
+    embed   tokens -> residual stream, with the vocabulary sharded over VOCAB_AXES
     stage   residual stream -> residual stream, through some of the layers
     head    residual stream and labels -> summed loss
 
@@ -37,7 +37,7 @@ from jaxpar.parallel.tensor.sequence import gather_sequence, scatter_sequence
 from jaxpar.sharding.axes import FSDP_AXES
 from jaxpar.sharding.batch import Batch
 
-#: Names that are saved -> a layer.
+#: Names of saved values -> a layer function that saves them.
 type Rematerialized = Callable[[tuple[str, ...]], Callable[..., Any]]
 
 
@@ -46,11 +46,11 @@ type Rematerialized = Callable[[tuple[str, ...]], Callable[..., Any]]
 
 @jax.named_scope("embedding")
 def embed(top: Tree, batch: Batch, cfg: Config) -> jax.Array:
-    """The residual stream at the first layer, on every pipeline stage.
+    """Compute the residual stream before the first layer, on every pipeline stage.
 
     Returns:  [B, T/(sequence*tensor), D], compute dtype.
-    Communication: gather of the table (ZeRO-3); over TENSOR that of `scatter_sequence`; all-reduce
-              over PIPELINE.
+    Communication: gather of the table (ZeRO-3); `scatter_sequence` over TENSOR; all-reduce over
+              PIPELINE.
     """
     table = gather({"embed": top["embed"]}, TOP_DIMS, cfg)["embed"]
     rows = embedding.embedding_lookup(table, batch.tokens, table.shape[0], cfg.model.dtype)
@@ -67,10 +67,11 @@ def stage(
     ex: Execution,
     layers_of: Rematerialized,
 ) -> tuple[jax.Array, Tree]:
-    """The residual stream through one chunk of layers (a tuple of trees, or one stacked tree).
+    """Apply one chunk of layers (a tuple of trees, or one stacked tree) to the residual stream.
 
-    Args:     passthrough: weights that are used after the layers; unrolled layers leave time for
-              their gradients. layers_of: `rematerialized`, for unrolled layers.
+    Args:     passthrough: weights that are used after the layers. The backward of unrolled layers
+              overlaps the communication of their gradients. layers_of: the result of
+              `rematerialized`, for unrolled layers.
     Returns:  (x, passthrough).
     """
     p = ex.cfg.parallel
@@ -90,12 +91,12 @@ def stage(
 def runs_of_layers(
     chunk: tuple, context: AttentionContext, cfg: Config
 ) -> list[tuple[tuple, AttentionContext]]:
-    """The layers of a chunk, cut where those with a window and those without meet.
+    """Split a chunk into runs of layers with a window and runs of layers without one.
 
-    Every chunk begins with the same kind of layer (`config/validate.py` sees to it), so the number
-    of a layer within its chunk says what it is.
+    Every chunk begins with the same kind of layer (`config/validate.py` checks this), so the index
+    of a layer within its chunk determines its kind.
 
-    Returns:  neighboring layers that are alike, with what they know of the tokens.
+    Returns:  runs of consecutive layers of one kind, each with its attention context.
     """
     if not cfg.model.global_every:
         return [(chunk, context)]
@@ -112,11 +113,11 @@ def runs_of_layers(
 
 @jax.named_scope("loss")
 def head(top: Tree, x: jax.Array, batch: Batch, cfg: Config) -> tuple[jax.Array, jax.Array]:
-    """Summed loss of a microbatch, from the last stage's residual stream.
+    """Compute the summed loss of a microbatch from the last stage's residual stream.
 
     Args:     x: [B, T/(sequence*tensor), D], read on the last pipeline stage.
     Returns:  (loss with z-loss, loss), as `cross_entropy`.
-    Communication: broadcast over PIPELINE; gather over TENSOR; those of `cross_entropy`.
+    Communication: broadcast over PIPELINE; gather over TENSOR; that of `cross_entropy`.
     """
     x = norm.norm(x, top["final_norm"], cfg.model)
     h = gather_sequence(broadcast_from_last_stage(x))
@@ -124,9 +125,9 @@ def head(top: Tree, x: jax.Array, batch: Batch, cfg: Config) -> tuple[jax.Array,
     labels, chunks = batch.labels.ravel(), cfg.parallel.loss_chunks
     chunks = num_chunks(len(labels), w.shape[1], chunks)
     if chunks > 1 or w.dtype == jnp.float16 or lax.axis_size(FSDP_AXES) > 1:
-        # For its transpose: the layers' backward waits until the head's gradient is cast, and on
-        # its way. XLA would put the cast off to the end, and keep the gradient in float32
-        # meanwhile. One chunk's is cast by its matmul, and what reads it scales it.
+        # The barrier is for its transpose: the layers' backward waits until the head's gradient is
+        # cast and its communication has started. XLA would delay the cast to the end and keep the
+        # gradient in float32 until then. With one chunk, the matmul casts the gradient.
         h, w = lax.optimization_barrier((h, w))
     logits = jnp.float32 if cfg.model.logits_dtype == "float32" else w.dtype
     flat = h.reshape(-1, h.shape[-1]), w, labels
@@ -136,7 +137,7 @@ def head(top: Tree, x: jax.Array, batch: Batch, cfg: Config) -> tuple[jax.Array,
 def logits_at(
     weights: Tree, batch: Batch, context: AttentionContext, last: jax.Array, ex: Execution
 ) -> jax.Array:
-    """Logits of the token after position `last`, for sampling on a mesh without stages.
+    """Compute logits of the token after position `last`, for sampling on a mesh without stages.
 
     Args:     weights: in the fused layout. batch: [B, T]; labels are not read. last: int32 scalar.
     Returns:  float32 [B, V/tensor].
@@ -160,8 +161,11 @@ def _layer(
 
 
 def rematerialized(ex: Execution) -> Rematerialized:
-    """A layer as a function of whole weights, by the names that it saves: for each the same one,
-    wherever in a step it is used, so that JAX traces it and lowers its kernels once."""
+    """Return a function from names of saved values to a layer that saves these values.
+
+    The layer is a function of complete weights. For the same names it is the same function
+    everywhere in a step, so JAX traces it and lowers its kernels only once.
+    """
     p = ex.cfg.parallel
     in_ring = p.pipeline > 1 and p.pipeline_save == "residuals"
     layer = functools.partial(_layer, ex)
@@ -169,17 +173,18 @@ def rematerialized(ex: Execution) -> Rematerialized:
 
 
 def _blocks(cfg: Config, count: int, layer_that_saves: Rematerialized) -> list[Callable[..., Any]]:
-    """The layers of a chunk, as functions of whole weights."""
+    """Return the layers of a chunk as functions of complete weights."""
     p, names = cfg.parallel, saved_names(cfg.parallel.remat)
     blocks = [layer_that_saves(names)] * count
     if p.pipeline == 1 and names_on_host(p.remat):
-        # Its backward is next: its values would be fetched at once, with no work to hide it.
+        # The last layer's backward comes right after its forward: with no work in between to hide
+        # the copies, its values stay on the device.
         blocks[-1] = layer_that_saves(all_on_device(names))
     return blocks
 
 
 def _block(ex: Execution):
-    """`layer` of one device's weights; gathering them is part of what is recomputed."""
+    """Return `layer` as a function of weight shards. The backward gathers the weights again."""
 
     def block(x: jax.Array, w: Tree, context: AttentionContext) -> jax.Array:
         return layer(x, lora.with_frozen_base(gather(w, LAYER_DIMS, ex.cfg)), context, ex)

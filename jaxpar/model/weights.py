@@ -1,10 +1,11 @@
-"""A layer's weights on their way: shards, what is gathered of them, what is multiplied by.
+"""How a layer gathers its weights and scatters their gradients.
 
-    cast      shards -> what travels: the compute dtype, or 8 bits
-    gather    that -> arrays, `Float8Weight`s or `Float32GradientWeight`s, whole over FSDP_AXES
+    cast      shards -> shards in the compute dtype or in 8 bits, as they are sent
+    gather    the result -> arrays, `Float8Weight`s or `Float32GradientWeight`s, complete over
+              FSDP_AXES
     scatter   gradients of these -> gradients of the shards
 
-`WeightStream` is the three together, as `parallel/fsdp/prefetch.py` runs them a layer ahead.
+`WeightStream` combines the three. `parallel/fsdp/prefetch.py` runs them one layer ahead.
 """
 
 import functools
@@ -30,7 +31,7 @@ type Tree = dict[str, Any]
 
 
 def layer_stream(ex: Execution) -> WeightStream:
-    """How a layer's weights come and its gradients go."""
+    """Return the functions that gather a layer's weights and scatter their gradients."""
     return WeightStream(
         cast=functools.partial(cast, dims=LAYER_DIMS, cfg=ex.cfg),
         gather=functools.partial(gather, dims=LAYER_DIMS, cfg=ex.cfg),
@@ -40,7 +41,7 @@ def layer_stream(ex: Execution) -> WeightStream:
 
 
 def with_float32_gradients(chunk: Any, ex: Execution) -> Any:
-    """A chunk of layers for gradients that matmuls add up, where they do."""
+    """Attach float32 gradient buffers to a chunk if matmuls accumulate weight gradients."""
     if not ex.float32_weight_gradients:
         return chunk
     names = ("wqkv", "wo") if ex.cfg.model.num_experts else tuple(PROJECTIONS)
@@ -48,9 +49,10 @@ def with_float32_gradients(chunk: Any, ex: Execution) -> Any:
 
 
 def cast(w: Tree, dims: dict[str, int | None], cfg: Config) -> Tree:
-    """Shards that `gather` gathers, as they travel; the others as they are.
+    """Cast the shards that `gather` gathers to the dtype in which they are sent.
 
-    Not in a loop over microbatches: it is given float32 slices, and casts would come beside them.
+    In a loop over microbatches, nothing is cast. The loop receives float32 slices, and casts would
+    take memory in addition to them.
     """
     m, p = cfg.model, cfg.parallel
     if p.zero == 1 or p.num_microbatches > 1:
@@ -66,9 +68,10 @@ def cast(w: Tree, dims: dict[str, int | None], cfg: Config) -> Tree:
 
 
 def gather(w: Tree, dims: dict[str, int | None], cfg: Config) -> Tree:
-    """Weights ready to multiply by: gathered here (ZeRO-3), or once before the step (ZeRO-1).
+    """Return weights that are ready for matmuls, gathering them if ZeRO-3.
 
-    Those with a scale beside them come as `Float8Weight`, rounded before the gather or after it.
+    With ZeRO-1, they are gathered once before the step. Weights with a scale become
+    `Float8Weight`s, rounded before or after the gather.
     """
     m, p, w = cfg.model, cfg.parallel, reattach_buffers(w)
     scales, shards = w.pop("scales", {}), w
@@ -87,7 +90,7 @@ def gather(w: Tree, dims: dict[str, int | None], cfg: Config) -> Tree:
 
 
 def scatter(grads: Tree, dims: dict[str, int | None], cfg: Config) -> Tree:
-    """The transpose of `gather`; scales have no gradient, nor what adapters lie beside."""
+    """Compute the transpose of `gather`. Scales and adapters' base weights have no gradients."""
     rounded = {n: g.gradient for n, g in grads.items() if isinstance(g, float8.Float8Weight)}
     grads = grads | rounded
     frozen = {n: None for n in grads if cfg.lora.rank and not lora.is_adapter(n)}

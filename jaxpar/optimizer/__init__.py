@@ -1,3 +1,3 @@
-"""Update rules, moments, loss scale."""
+"""Update rules, learning-rate schedules, moments and loss scaling."""
 
 MAY_IMPORT = ("config", "sharding", "parallel")

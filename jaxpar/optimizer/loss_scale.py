@@ -1,11 +1,12 @@
 """Dynamic loss scaling for float16, and updates skipped because of a non-finite loss or gradient.
 
-Both are kept in the training state (`TrainState.guard`), so that a resumed run continues with them
-on any mesh. They are a few scalars, the same on every device.
+Both are part of the training state (`TrainState.guard`), so a run can resume with them on any mesh.
+They are a few scalars, the same on every device.
 
 In float16, gradients are small enough to underflow and large enough to overflow. The loss is
 multiplied by a power of two before the backward, and the gradients are divided by it in float32;
-both are exact. An overflow halves the scale and skips the update; a stretch without one doubles it.
+both are exact. An overflow halves the scale and skips the update. After
+`guard.loss_scale_interval` steps without an overflow, the scale doubles.
 """
 
 from typing import Any
@@ -21,27 +22,27 @@ type Guard = dict[str, Any]
 
 
 def initial_guard(cfg: Config) -> Guard:
-    """The scalars before the first step, numpy."""
+    """Return the scalars before the first step, as numpy scalars."""
     return {
-        "skipped": np.int32(0),  # updates skipped so far
-        "in_a_row": np.int32(0),  # the latest of them, without overflows of a scale above 1
+        "skipped": np.int32(0),  # number of updates skipped so far
+        "in_a_row": np.int32(0),  # skipped since the last update, without overflows at a scale > 1
         "loss_scale": np.float32(cfg.guard.loss_scale if scales_loss(cfg) else 1.0),
-        "since_change": np.int32(0),  # steps since the scale was changed
+        "since_change": np.int32(0),  # number of steps since the scale changed
     }
 
 
 def scales_loss(cfg: Config) -> bool:
-    """Whether the loss is scaled: in float16, whose exponents are few."""
+    """Return whether the loss is scaled: only in float16, which has a small range of exponents."""
     return cfg.model.dtype == "float16"
 
 
 def unscale_gradients(cfg: Config, grads: Any, scale: jax.Array | float) -> Any:
-    """Gradients of the loss, from those of the loss times `scale`."""
+    """Convert gradients of the loss times `scale` to gradients of the loss."""
     return jax.tree.map(lambda g: g / scale, grads) if scales_loss(cfg) else grads
 
 
 def update_guard(cfg: Config, guard: Guard, ok: jax.Array) -> Guard:
-    """The scalars after a step.
+    """Return the scalars after a step.
 
     Args:     ok: bool scalar, whether the update was made.
     """

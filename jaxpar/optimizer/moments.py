@@ -1,4 +1,4 @@
-"""The optimizer's moments: their storage dtype and memory, and the update through them.
+"""The optimizer's moments: their storage dtype and memory space, and the update that uses them.
 
 An update is always computed in float32 on the device. Between steps, moments may be stored as
 stochastically rounded bfloat16 (`optimizer.first_moment_dtype`, `second_moment_dtype`), and in
@@ -23,7 +23,7 @@ from jaxpar.parallel.host_offload import Space
 from jaxpar.sharding.hashing import hash_uint32, places
 from jaxpar.sharding.params import ParamSpec, flat, map_specs, partition_specs
 
-#: optax's names for a moment, and the config field of its storage dtype.
+#: optax's names of moments, each with the config field of its storage dtype.
 FIELDS = {"mu": "first_moment_dtype", "trace": "first_moment_dtype", "nu": "second_moment_dtype"}
 
 #: The names at the root of a tree of parameters.
@@ -31,11 +31,13 @@ ROOT = frozenset({"embed", "layers", "final_norm", "head"})
 
 
 def map_moments(fn: Callable[..., Any], opt_state: Any, *others: Any) -> Any:
-    """`fn(field, name, leaf, ...)` over the moments of an optax state: all that is kept by
-    parameter, whatever a rule calls it. Counts stay as they are.
+    """Apply `fn(field, name, leaf, ...)` to the moments of an optax state.
 
-    Args:     fn: given the entry of FIELDS, None for a name that is not there; the parameter's name
-              ("layers/wq"); the leaves.
+    Moments are all trees that have the structure of the parameters, whatever the rule calls them.
+    Counts are unchanged.
+
+    Args:     fn: a function of the moment's entry in FIELDS (None if it has none), the parameter's
+              name, such as "layers/wq", and the leaves.
     """
 
     def one(path, node, *rest):
@@ -54,14 +56,14 @@ def _is_per_parameter(node: Any) -> bool:
 
 
 def storage_dtype(field: str | None, cfg: OptimizerConfig) -> str:
-    """The dtype in which a moment is stored."""
+    """Return the dtype in which a moment is stored."""
     return "float32" if field is None else getattr(cfg, field)
 
 
 def in_storage_dtype(opt_state: Any, cfg: OptimizerConfig) -> Any:
-    """The moments in their storage dtypes, rounded to the nearest.
+    """Convert moments to their storage dtypes, rounding to nearest.
 
-    Raises:   ConfigError for bfloat16 where the rule has no such moment.
+    Raises:   ConfigError if the config stores a moment in bfloat16 that the rule does not have.
     """
     fields = set[str | None]()
 
@@ -73,9 +75,7 @@ def in_storage_dtype(opt_state: Any, cfg: OptimizerConfig) -> Any:
     for field in sorted(set(FIELDS.values()) - fields):
         if storage_dtype(field, cfg) != "float32":
             path, names = f"optimizer.{field}", (n for n, of in FIELDS.items() if of == field)
-            rule = (
-                f"is of a moment that {cfg.name} does not keep under the name {' or '.join(names)}"
-            )
+            rule = f"has no effect, because {cfg.name} has no moment named {' or '.join(names)}"
             raise ConfigError(path, storage_dtype(field, cfg), rule, f"--{path} float32")
     return found
 
@@ -90,13 +90,14 @@ def update(
     layers: jax.Array,
     ok: jax.Array | bool = True,
 ) -> tuple[Any, Any]:
-    """One update of the trainable parameters, on local shards.
+    """Update the trainable parameters once, on local shards.
 
-    Args:     specs: of the trainable parameters. grads: float32, as the parameters.
-              opt_state: as stored. step: int32 scalar. layers: int32, the model's numbers of
-              this device's layers. ok: bool scalar; without it, everything is returned as it
-              was, bit for bit. The choice is part of the update's own pass over memory.
-    Returns:  (parameters, opt_state), as they were given.
+    Args:     specs: of the trainable parameters. grads: float32, with the structure of the
+              parameters. opt_state: with moments as stored. step: int32 scalar. layers: int32, the
+              logical indices of this device's layers. ok: bool scalar; if False, parameters and
+              state are returned unchanged, bit for bit. The selection needs no extra pass over
+              memory.
+    Returns:  (parameters, opt_state), in the dtypes and memory spaces of the inputs.
     """
     rows = _rows(specs, params, layers)
     trees = grads, opt_state, params, rows
@@ -113,7 +114,7 @@ def update(
 
 
 def _rows(specs: Any, params: Any, layers: jax.Array) -> Any:
-    """Where the rows of each shard, along its first dim, lie in the model's array."""
+    """Return the index, in the logical array, of each row of each shard along its first dim."""
 
     def of(spec: ParamSpec, param: jax.Array) -> jax.Array:
         return layers if spec.axes[0] == "layer" else places(len(param), spec.partition_spec[0])
@@ -131,7 +132,7 @@ def _update(
     params: Any,
     rows: Any,
 ):
-    """The update of all the rows of `params` at once, if `ok`; moments on the device."""
+    """Update all rows of `params` at once, if `ok`, with moments on the device."""
     specs = _entries(specs, params)
     rule = make_optimizer(cfg.optimizer, cfg.train.num_steps, specs)
     in_full = lambda field, _, leaf: leaf.astype(jnp.float32) if field else leaf  # noqa: E731
@@ -152,20 +153,20 @@ def _update(
 
 # ------------------------------------------------------------- moments in host memory
 
-#: Slices of the arrays outside the layers at most; those are few and large.
+#: Maximum number of slices of the arrays outside the layers, which are few and large.
 TOP_SLICES = 16
 
 
 def _in_slices(
     cfg: Config, specs: Any, step: jax.Array, ok: Any, trees: Sequence[Any]
 ) -> tuple[Any, Any]:
-    """`_update` of some rows of every array, then of the next: a layer at a time.
+    """Apply `_update` slice by slice: stacked layers one layer at a time.
 
-    In one loop even where there are few slices: copies to and from the host outside of one would
-    make XLA's scheduler put off the gradients on which they wait.
+    The loop is kept even for a few slices. With host copies outside a loop, XLA's scheduler would
+    delay the gradients that the copies wait for.
 
     Args:     trees: gradients, optax state, parameters and rows, of the stacked layers or of all
-              the other parameters.
+              other parameters.
     Returns:  (parameters, optax state).
     """
     grads, opt_state, params, rows = trees
@@ -181,7 +182,7 @@ def _in_slices(
 
     def body(i: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
         here = lambda tree: jax.tree.map(lambda a: part(a, i), tree)  # noqa: E731
-        # Every slice takes the same step: counts are those from before the loop.
+        # Every slice belongs to the same step, so counts come from before the loop.
         fetch = lambda _, __, ___, a: jax.device_put(part(a, i), Space.Device)  # noqa: E731
         kept = map_moments(fetch, opt_state, carry[1])
         new, kept = _update(cfg, specs, step, ok, here(grads), kept, here(carry[0]), here(rows))
@@ -193,18 +194,18 @@ def _in_slices(
 
 
 def _is_model(node: Any) -> bool:
-    """Whether a node is a tree of parameters, or has the same names."""
+    """Return whether a node is a tree of parameters, or a tree with the same names."""
     return isinstance(node, dict) and "layers" in node
 
 
 def _entries(tree: Any, names: Iterable[str]) -> Any:
-    """The tree with only some entries of each tree of parameters in it."""
+    """Keep only some entries of each tree of parameters within a tree."""
     pick = lambda node: {n: node[n] for n in names} if _is_model(node) else node  # noqa: E731
     return jax.tree.map(pick, tree, is_leaf=_is_model)
 
 
 def _merged(like: Any, parts: Iterable[Any]) -> Any:
-    """The tree that `_entries` made `parts` of, with their values; counts are the first part's."""
+    """Undo `_entries`: merge `parts` into one tree like `like`, with the first part's counts."""
 
     def join(node: Any, *found: Any) -> Any:
         return {n: v for f in found for n, v in f.items()} if _is_model(node) else found[0]

@@ -1,7 +1,7 @@
-"""Update rule and learning-rate schedule: optax transformations, on each device's local shards.
+"""Update rules: optax transformations on each device's local shards.
 
-Every rule here is elementwise, so it needs no communication; the one global number, the norm of
-the gradient, is ours to sum (`step/train_step.py`).
+Every rule here is elementwise, so it needs no communication. Gradient clipping, which needs the
+global norm, happens before the update (`step/train_step.py`).
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from jaxpar.sharding.params import decay_mask
 def make_optimizer(
     cfg: OptimizerConfig, num_steps: int, specs: Any
 ) -> optax.GradientTransformation:
-    """The optax update rule, with decoupled weight decay on the matrices among `specs`."""
+    """Return the optax update rule, with decoupled weight decay on the matrices in `specs`."""
     rate, mask = learning_rate(cfg, num_steps), decay_mask(specs)
     added = registry.function("optimizer.name", cfg.name)
     if added is not None:

@@ -1,4 +1,4 @@
-"""Learning rates over a run."""
+"""Learning-rate schedules."""
 
 import optax
 
@@ -6,7 +6,7 @@ from jaxpar.config import OptimizerConfig
 
 
 def learning_rate(cfg: OptimizerConfig, num_steps: int) -> optax.Schedule:
-    """Learning rate of each step: linear warm-up from 0, then the configured shape."""
+    """Return the learning rate of each step: linear warmup, then the configured shape."""
     peak, floor = cfg.learning_rate, cfg.learning_rate * cfg.min_lr_ratio
     after = max(num_steps - cfg.warmup_steps, 1)
     stable = after - max(after // 5, 1)
@@ -18,8 +18,8 @@ def learning_rate(cfg: OptimizerConfig, num_steps: int) -> optax.Schedule:
     }
     if cfg.warmup_steps == 0:
         return shapes[cfg.schedule]
-    # Step i of the warm-up runs at (i + 1) / warmup_steps of the peak: step 0 is not wasted.
-    # (Past its end a linear schedule stays at the peak, so one step of warm-up is the peak too.)
+    # Step i of the warmup uses (i + 1) / warmup_steps of the peak, so step 0 is not wasted.
+    # (After its end a linear schedule stays at the peak, so a warmup of one step is at the peak.)
     first = peak / cfg.warmup_steps
     warmup = optax.linear_schedule(first, peak, max(cfg.warmup_steps - 1, 1))
     return optax.join_schedules([warmup, shapes[cfg.schedule]], [cfg.warmup_steps])

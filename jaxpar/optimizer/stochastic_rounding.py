@@ -1,9 +1,9 @@
 """Stochastic rounding to bfloat16 of sharded arrays: the same bits on every mesh.
 
-A value between two neighbors goes to either, the nearer one more often, so that the mean is the
-value. Rounding to the nearest would drop every change below half the distance; a slow average then
-stands still. The random numbers are a hash of a key and of an element's place in the whole array,
-so neither the mesh nor a restart has a say in them.
+A value between two bfloat16 neighbors is rounded to one of them at random, so that the expected
+result is the value. Rounding to nearest would drop every change below half the distance between
+neighbors, so a slowly changing average would never change. The random numbers are a hash of a key
+and of an element's index in the global array, so they do not depend on the mesh or on restarts.
 """
 
 import jax
@@ -17,10 +17,13 @@ from jaxpar.sharding.hashing import hash_uint32, places
 def random_bits(
     key: jax.Array, shape: tuple[int, ...], spec: PartitionSpec, rows: jax.Array
 ) -> jax.Array:
-    """A random number for each element of some rows of a shard, by its place in the whole array.
+    """Return a random number for each element of some rows of a shard.
 
-    Args:     key: uint32 scalar. shape: of those rows, the first dim counting them. spec: how the
-              whole array is cut. rows: int32, their places in the first dim of the whole array.
+    The numbers depend only on the key and on the elements' indices in the global array.
+
+    Args:     key: uint32 scalar. shape: shape of the rows; the first dim counts them. spec: the
+              sharding of the global array. rows: int32, the rows' indices in the first dim of the
+              global array.
     Returns:  uint32, `shape`.
     """
     column, stride = jnp.zeros(shape, jnp.uint32), 1
@@ -33,13 +36,13 @@ def random_bits(
 
 
 def round_to_bfloat16(x: jax.Array, bits: jax.Array) -> jax.Array:
-    """Float32 to one of its two bfloat16 neighbors, the upper with the odds of its nearness.
+    """Round float32 values to one of their two bfloat16 neighbors, the nearer one more often.
 
-    Args:     x: float32. bits: uint32 of its shape; the lower 16 bits of each are used.
-    Returns:  bfloat16. What bfloat16 can hold stays as it is, infinities and NaN too.
+    Args:     x: float32. bits: uint32, x's shape; only the lower 16 bits are used.
+    Returns:  bfloat16. Values that bfloat16 represents exactly, infinities and NaN are unchanged.
     """
     raw = lax.bitcast_convert_type(x, jnp.uint32)
-    # bfloat16 is float32 without the lower 16 bits: a carry out of them is the step up.
+    # bfloat16 is float32 without the lower 16 bits; a carry out of these rounds up.
     upper = (raw + (bits & jnp.uint32(0xFFFF))) >> 16
     rounded = lax.bitcast_convert_type(upper.astype(jnp.uint16), jnp.bfloat16)
     return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))

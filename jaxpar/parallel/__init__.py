@@ -1,3 +1,3 @@
-"""Arrays on many devices: mesh, collectives, FSDP, context parallelism, the pipeline schedule."""
+"""Parallelism over the axes of the mesh: collectives, FSDP, tensor, context and pipeline."""
 
 MAY_IMPORT = ("config", "sharding", "kernels")

@@ -1,4 +1,4 @@
-"""Gradient accumulation: microbatches through a model without pipeline stages."""
+"""Gradient accumulation over microbatches, for a model without pipeline stages."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ from jaxpar.sharding.params import join
 
 
 def whole_model(model: StagedModel, trainable: Any, frozen: Any, mb: Any) -> Sums:
-    """Loss of one microbatch on one stage: embed, all layers, head."""
+    """Compute the loss of one microbatch on a single stage: embed, all layers, head."""
     weights = join(trainable, frozen)
     top, (chunk,) = weights["top"], weights["layers"]
     passthrough = {"head": top["head"]} if "head" in trainable["top"] else {}
@@ -31,11 +31,11 @@ def whole_model(model: StagedModel, trainable: Any, frozen: Any, mb: Any) -> Sum
 def accumulate(
     model: StagedModel, trainable: Any, frozen: Any, microbatches: Any, scale: jax.Array
 ) -> tuple[Sums, Any]:
-    """Loss and gradients, summed over microbatches.
+    """Compute loss and gradients, summed over microbatches.
 
-    Args:     trainable: {"top", "layers"}, varying over every axis; layers a tuple of one chunk.
-              frozen: the same of other names, weights without gradients; or {}. microbatches: a
-              Batch of [M, ...]. scale: the loss's cotangent, 1 / number of tokens.
+    Args:     trainable: {"top", "layers"}, varying over every axis; layers is a tuple of one chunk.
+              frozen: a tree of the same structure with the weights that have no gradients, or {}.
+              microbatches: a Batch of [M, ...]. scale: the loss's cotangent, 1 / number of tokens.
     Returns:  (loss sums over the local tokens, gradients like `trainable`; float32 when M > 1).
     Communication: that of `model`.
     """
@@ -63,12 +63,12 @@ def accumulate(
 
 
 def _in_segments(model: StagedModel, weights: Any, grads: Any, mb: Any, scale: jax.Array):
-    """One microbatch: its loss sums, and `grads` plus its gradients.
+    """Compute one microbatch: return its loss sums, and `grads` plus its gradients.
 
     Each segment of layers adds its gradients in its own backward.
 
-    Args:     weights: trainable and frozen. grads: float32 sums of the trainable ones.
-    Communication: that of `embed` and `head`, and over TENSOR of `stage`, forward and backward.
+    Args:     weights: trainable and frozen weights. grads: float32 sums for the trainable weights.
+    Communication: that of `embed`, `head` and `stage`, forward and backward.
     """
     top, (chunk,) = weights["top"], weights["layers"]
     trainable = {name: top[name] for name in grads["top"]}

@@ -1,9 +1,8 @@
-"""Every collective that the model and the step may use, with its transpose in the docstring.
+"""The collectives that the model and the step use. Docstrings name the transpose of each.
 
-All of them run inside the one `shard_map`, under `check_vma=True`: the type of a value says over
-which axes it varies, so a forgotten reduction is an error when the step is traced. A collective
-over an axis of size 1 returns its input here, once and for all; `psum` alone always runs, because
-it also changes the type.
+All of them run inside one `shard_map` with `check_vma=True`: the type of a value includes the axes
+over which it varies, so a missing reduction is an error when the step is traced. A collective over
+an axis of size 1 returns its input. Only `psum` always runs, because it also changes the type.
 """
 
 import functools
@@ -19,20 +18,20 @@ type Axes = str | tuple[str, ...]
 
 
 def varying_axes(x: jax.Array) -> tuple[str, ...]:
-    """Mesh axes over which a value may differ between devices, read off its type.
+    """Return the mesh axes over which a value may differ between devices, according to its type.
 
-    In the order of AXES: the type holds a set, whose order Python changes from process to process,
-    and with it the compiled program.
+    Axes are in the order of AXES. The type holds a set, whose order differs between processes; that
+    order would make the compiled programs differ too.
     """
     axes = jax.typeof(x).manual_axis_type.varying
     return tuple(axis for axis in AXES if axis in axes)
 
 
 def varying(tree: Any) -> Any:
-    """The same values, typed as varying over every mesh axis. Moves nothing.
+    """Cast values to the type that varies over every mesh axis. Moves no data.
 
-    Its transpose is a psum, so it belongs outside whatever is differentiated: autodiff then puts
-    no hidden reduction inside a loop.
+    The transpose is a psum, so call this outside the differentiated function; otherwise autodiff
+    would add hidden reductions inside loops.
     """
 
     def cast(x: jax.Array) -> jax.Array:
@@ -43,24 +42,24 @@ def varying(tree: Any) -> Any:
 
 
 def over_gloo() -> bool:
-    """Whether collectives run in gloo: several processes, on CPUs.
+    """Return whether collectives use gloo, which several processes on CPUs do.
 
-    Its sums come in another order than those within one process, and its reduce-scatter in
-    jaxlib 0.11 can return wrong values (jax #40830). Sums are then taken here, in the order of the
-    devices, as one process takes them: the same bits however devices are shared out.
+    Gloo sums in a different order than a single process, and its reduce-scatter in jaxlib 0.11 can
+    return wrong values (jax #40830). The collectives of this module then sum in the order of the
+    devices, as a single process does, so results are equal bit for bit for any number of processes.
     """
     return jax.default_backend() == "cpu" and jax.process_count() > 1
 
 
 def psum(tree: Any, axes: Axes) -> Any:
-    """Sum over `axes`: the same on all of them, and typed so."""
+    """Sum over `axes`. The result's type is invariant over them."""
     n = lax.axis_size(axes)
-    if n < 3 or not over_gloo():  # two numbers have one sum
+    if n < 3 or not over_gloo():  # the order of two terms does not matter
         return lax.psum(tree, axes)
 
     def ordered(x: jax.Array) -> jax.Array:
         own = jnp.arange(n, dtype=jnp.int32) == lax.axis_index(axes)
-        # Adding zeros is exact. The barriers keep XLA from fusing what an all-reduce keeps apart.
+        # Adding zeros is exact. The barriers prevent fusions that an all-reduce would not allow.
         x = lax.optimization_barrier(x)
         pieces = lax.psum(jnp.where(own.reshape(n, *[1] * x.ndim), x, jnp.zeros_like(x)), axes)
         return lax.optimization_barrier(functools.reduce(jnp.add, list(pieces)))
@@ -77,7 +76,7 @@ def all_gather(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _gather(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
-    """`all_gather` whose transpose is the `psum_scatter` of this file."""
+    """`all_gather` with the `psum_scatter` of this module as its transpose."""
     return lax.all_gather(x, axes, axis=dim, tiled=True)
 
 
@@ -88,7 +87,7 @@ _gather.defvjp(
 
 
 def psum_scatter(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
-    """Sum over `axes`, each device keeping its shard of `dim`. Transpose: `all_gather`."""
+    """Sum over `axes` and return this device's shard of `dim`. Transpose: `all_gather`."""
     n = lax.axis_size(axes)
     if n == 1:
         return x
@@ -100,19 +99,19 @@ def psum_scatter(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
 
 
 def all_to_all(x: jax.Array, axes: Axes, split_dim: int, concat_dim: int) -> jax.Array:
-    """Trade a split of `concat_dim` for one of `split_dim`. Transpose: the dims swapped."""
+    """Reshard over `axes` from `concat_dim` to `split_dim`. Transpose: the dims swapped."""
     if lax.axis_size(axes) == 1:
         return x
     return lax.all_to_all(x, axes, split_dim, concat_dim, tiled=True)
 
 
 def pmax(x: jax.Array, axes: Axes) -> jax.Array:
-    """Elementwise maximum over `axes`. Not differentiable."""
+    """Compute the elementwise maximum over `axes`. Not differentiable."""
     return x if lax.axis_size(axes) == 1 else varying(lax.pmax(x, axes))
 
 
 def shift(tree: Any, axis: str, step: int) -> Any:
-    """Send to the device `step` places on along `axis`, round the ring. Transpose: `-step`."""
+    """Send to the device `step` places further along `axis`, cyclically. Transpose: `-step`."""
     n = lax.axis_size(axis)
     ring = [(i, (i + step) % n) for i in range(n)]
     return tree if n == 1 else jax.tree.map(lambda x: lax.ppermute(x, axis, ring), tree)

@@ -1,13 +1,15 @@
-"""Context parallelism: attention when one sequence is cut over the SEQUENCE axis.
+"""Context parallelism: attention over a sequence that is sharded over the SEQUENCE axis.
 
-Three ways to cross it, each causal, grouped-query and document-aware, chosen by
-`parallel.context`. The first two want the tokens in zigzag order, which gives each device an early
-and a late piece and so the same amount of causal work; the loader lays it out once and
-`positions` carry it. They work in any order.
+`parallel.context` chooses between three algorithms. All support causal masks, grouped queries and
+packed documents.
 
-    allgather   every device collects all keys and values. Fewest launches; the default on NVLink.
-    ring        keys and values travel round the ring. Memory stays at one shard.
-    ulysses     an all-to-all trades the sequence split for a split of heads. Text order.
+    allgather   Each device gathers all keys and values. Fewest launches; the default on NVLink.
+    ring        Keys and values travel around the ring. Each device holds one shard of them.
+    ulysses     All-to-alls reshard from the sequence to heads. Tokens are in text order.
+
+allgather and ring are correct for any order of tokens. The loader uses zigzag order for them, which
+gives each device an early and a late part of the sequence and thus the same amount of causal work.
+`positions` hold the order.
 """
 
 import functools
@@ -38,10 +40,11 @@ from jaxpar.sharding.axes import SEQUENCE
 
 
 def token_order(parallel: ParallelConfig, seq_len: int) -> np.ndarray | None:
-    """Where each place of a sequence takes its token from, int64 [T]; None for the text's order.
+    """Return the order in which a sequence's tokens are stored.
 
-    Zigzag: of 2n equal pieces, device r of n holds pieces r and 2n-1-r.
+    In zigzag order, device r of n holds pieces r and 2n-1-r of 2n equal pieces.
 
+    Returns:  int64 [T], the token's index in the text for each place; None for text order.
     Source:   Llama 3 (2407.21783), section 3.3.2.
     """
     n = parallel.sequence
@@ -63,14 +66,14 @@ def context_attention(
     deterministic: bool = False,
     function: Callable[..., jax.Array] | None = None,
 ) -> jax.Array:
-    """Attention over the whole sequence, from and to each device's shard of it.
+    """Compute attention over the complete sequence, given each device's shard of it.
 
     Args:     q: [B, T/sequence, H/tensor, K]. k, v: [B, T/sequence, G/tensor, K].
-              mask: of `mask_across`. kind: parallel.context. backend, deterministic: as in
-              `attention`. function: (q, k, v, mask) -> out in place of softmax attention's
-              kernels; not with `ring`, which merges softmaxes.
+              mask: returned by `mask_across`. kind: parallel.context. backend, deterministic: as in
+              `attention`. function: (q, k, v, mask) -> out, used instead of the kernels of softmax
+              attention; not with `ring`, which merges softmaxes.
     Returns:  [B, T/sequence, H/tensor, K].
-    Communication: over SEQUENCE, per kind; see the module. None when the axis is 1.
+    Communication: over SEQUENCE, depending on kind; see the module. None if its size is 1.
     """
     kernels: dict[str, Any] = {"backend": backend, "deterministic": deterministic}
     if kind == "ring" and lax.axis_size(SEQUENCE) > 1:
@@ -84,12 +87,12 @@ def context_attention(
 
 
 def mask_across(mask: AttentionMask, kind: str) -> AttentionMask:
-    """What `context_attention` wants to know of the tokens, for all layers at once.
+    """Return the mask that `context_attention` needs, once for all layers.
 
     Args:     mask: of the local tokens, [B, T/sequence]. kind: parallel.context.
-    Returns:  that of what the kernels are given: keys of the whole sequence, under `ulysses`
-              queries too; under `ring` as it was, since it travels with the keys.
-    Communication: all-gathers over SEQUENCE of positions and segments, 4 bytes a token each.
+    Returns:  the mask of the kernels' inputs: with the keys of the complete sequence, and under
+              `ulysses` its queries too. Unchanged under `ring`, where it travels with the keys.
+    Communication: all-gathers over SEQUENCE of positions and segments, 4 bytes per token each.
     """
     if kind == "ring" or lax.axis_size(SEQUENCE) == 1:
         return mask
@@ -104,13 +107,14 @@ def mask_across(mask: AttentionMask, kind: str) -> AttentionMask:
 
 
 def named_output(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """The function, its output saved under the remat name that `attention` gives it."""
+    """Wrap an attention function so that its output has the same remat name as `attention`'s."""
     return lambda *args: checkpoint_name(function(*args), "attn_out")
 
 
 def kernel_request(cfg: Config, mask: AttentionMask) -> tuple[Any, Any, AttentionMask]:
-    """Shapes of the q, k and mask that `context_attention` hands to the kernels of one device, a
-    group of rows at a time.
+    """Return the q, k and mask that `context_attention` passes to one device's kernels, as shapes.
+
+    With row groups, these are the shapes of one row group.
 
     Args:     cfg: resolved. mask: of a device's tokens of a microbatch, [B, T/sequence]; shapes.
     """
@@ -134,13 +138,13 @@ def kernel_request(cfg: Config, mask: AttentionMask) -> tuple[Any, Any, Attentio
 
 
 def _allgather(q, k, v, mask: AttentionMask, attend: Callable[..., jax.Array]) -> jax.Array:
-    """`permutes.ring_all_gather` of k and v forward; `permutes.ring_reduce_scatter` backward."""
+    """Gather k and v by permutes; their gradients are reduce-scattered by permutes."""
     k, v = (permutes.ring_all_gather(x, SEQUENCE, 1) for x in (k, v))
     return attend(q, k, v, mask)
 
 
 def _ulysses(q, k, v, mask: AttentionMask, attend: Callable[..., jax.Array]) -> jax.Array:
-    """All-to-alls of q, k, v and out. KV heads are repeated until they divide the axis.
+    """Attend with all-to-alls of q, k, v and out. KV heads are repeated to divide the axis.
 
     Source:   Jacobs et al. 2023 (2309.14509).
     """
@@ -152,7 +156,7 @@ def _ulysses(q, k, v, mask: AttentionMask, attend: Callable[..., jax.Array]) -> 
 
 
 def _ring(q, k, v, mask: AttentionMask, kernels: dict[str, Any]) -> jax.Array:
-    """n-1 permutes of k, v and mask forward; as many backward, and n of dk and dv.
+    """Attend with n-1 permutes of k, v and mask forward; as many backward, and n of dk and dv.
 
     Source:   Liu et al. 2023 (2310.01889).
     """
@@ -187,7 +191,7 @@ def _ring_forward(q, k, v, mask, choice: Choice):
 
 
 def _merge(out_a, lse_a, out_b, lse_b):
-    """Two softmaxes over disjoint keys, made one. Float32."""
+    """Merge the results of two softmaxes over disjoint keys. Float32."""
     lse = jnp.logaddexp(lse_a, lse_b)
     share = lambda part: jnp.exp(part - lse).transpose(0, 2, 1)[..., None]  # noqa: E731
     return out_a * share(lse_a) + out_b * share(lse_b), lse

@@ -1,4 +1,4 @@
-"""Gradients reduced over the mesh, and their global norm."""
+"""Reduction of gradients over the mesh, and their global norm."""
 
 import itertools
 import operator
@@ -16,11 +16,11 @@ from jaxpar.sharding.params import map_specs
 def reduce_gradients(grads: Any, specs: Any) -> Any:
     """Sum each local gradient over every axis along which its parameter is replicated.
 
-    FSDP has already summed over the axes that shard the parameter; this is the only other
+    FSDP has already summed over the axes that shard the parameter. This is the only other
     reduction, once per step.
 
     Args:     grads: tree of float32 local shards, varying over every axis. specs: its ParamSpecs.
-    Returns:  the same shards, invariant over the axes that were summed.
+    Returns:  the summed shards, invariant over the axes of the sums.
     Communication: one all-reduce per leaf over the axes missing from its PartitionSpec.
     """
 
@@ -33,14 +33,14 @@ def reduce_gradients(grads: Any, specs: Any) -> Any:
 
 @jax.named_scope("grad_norm")
 def global_norm(tree: Any) -> jax.Array:
-    """Euclidean norm of all the arrays together, counting every replicated value once.
+    """Compute the Euclidean norm of all arrays together, counting replicated values once.
 
     Args:     tree: local shards, each invariant over the axes along which it is replicated.
     Returns:  float32 scalar, the same on every device.
     Communication: one scalar all-reduce for each distinct set of sharded axes.
     """
-    # By row first, rows of the same shape added up: a scalar of each of a model's arrays would be a
-    # kernel of its own.
+    # Sum by row first, and add up rows of the same shape: reducing each array to a scalar would
+    # take one kernel per array.
     rows: dict[tuple, jax.Array] = {}
     for x in jax.tree.leaves(tree):
         of_x = _squares_by_row(x)
@@ -54,7 +54,7 @@ def global_norm(tree: Any) -> jax.Array:
 
 
 def _squares_by_row(x: jax.Array) -> jax.Array:
-    """float32 [rows]: sums of squares over the last dims, of rows enough for all of a GPU."""
+    """Sum squares over the last dims: float32 [rows], with enough rows to occupy a GPU."""
     sizes = itertools.accumulate(x.shape, operator.mul)
     rows = next((n for n in sizes if n >= 1024), 1)
     return jnp.sum(jnp.square(x.astype(jnp.float32)).reshape(rows, -1), axis=1)

@@ -1,10 +1,10 @@
-"""Values that wait in host memory between a layer's forward and its backward.
+"""Timing of copies for values that are in host memory between a layer's forward and backward.
 
-`execution/remat.py` says which; JAX copies them to the host where they are made, and back where
-they are used. What is left to do is when. XLA's scheduler knows no reason to hurry a copy out, so
-the value would stay on the device meanwhile, and it may not begin a copy back before the layer's
-own backward: too late to hide. The barriers here give it both reasons. None is there without a
-value in host memory.
+The remat policy selects the values (`execution/remat.py`). JAX copies them to the host after they
+are computed, and back before they are used. The barriers here control when the copies happen.
+Without them, XLA's scheduler would delay the copies to the host, so the values would stay on the
+device, and would start the copies back only in the layer's own backward, too late to hide them. No
+barrier is added if no value is in host memory.
 """
 
 from typing import Any
@@ -16,14 +16,14 @@ Space = jax.memory.Space
 
 
 def in_host_memory(x: Any) -> bool:
-    """Whether an array's type says that it lies in host memory."""
+    """Return whether an array is in host memory, according to its type."""
     return jax.typeof(x).memory_space == Space.Host
 
 
 def store_to_host(saved: Any, x: Any) -> tuple[Any, Any]:
-    """`saved` and `x`; `x` is not there before those of `saved` for host memory have arrived.
+    """Return `saved` and `x`, where `x` waits until the host arrays of `saved` have been copied.
 
-    Args:     saved: a tree, of a layer before. x: a tree on the device.
+    Args:     saved: a tree of values that an earlier layer saved. x: a tree on the device.
     """
     there, restore = _in_host_memory(saved)
     if not there:
@@ -33,9 +33,9 @@ def store_to_host(saved: Any, x: Any) -> tuple[Any, Any]:
 
 
 def fetch_from_host(saved: Any, after: Any) -> tuple[Any, Any]:
-    """`saved`, all on the device, copied from when `after` is there; and `after`.
+    """Copy `saved` to the device once `after` is computed. Return both.
 
-    The copies that the values' own users would make then have nothing to do.
+    The copies that JAX inserts where the values are used then have nothing to do.
     """
     there, restore = _in_host_memory(saved)
     if not there:
@@ -45,7 +45,7 @@ def fetch_from_host(saved: Any, after: Any) -> tuple[Any, Any]:
 
 
 def _in_host_memory(tree: Any):
-    """The leaves in host memory, and how to put others in their places."""
+    """Return the leaves in host memory, and a function that replaces them in the tree."""
     leaves, structure = jax.tree.flatten(tree)
     places = [i for i, leaf in enumerate(leaves) if in_host_memory(leaf)]
 

@@ -1,4 +1,4 @@
-"""The model as a schedule of microbatches sees it, with or without pipeline stages."""
+"""The interface between the model and the schedules of microbatches."""
 
 import itertools
 from collections.abc import Callable
@@ -12,21 +12,21 @@ from jax import lax
 from jaxpar.parallel.collectives import varying
 from jaxpar.parallel.gradient_buffers import add_gradient
 
-#: (loss, loss to report), summed over tokens.
+#: (loss to differentiate, loss to report), summed over tokens.
 type Sums = tuple[jax.Array, jax.Array]
 
 
 @dataclass(frozen=True)
 class StagedModel:
-    """Three functions of local shards. `mb` is one microbatch.
+    """A model as functions of local shards. `mb` is one microbatch.
 
     embed    (top, mb) -> x. All stages call it together.
-    stage    (chunk, x, context, passthrough) -> (x, passthrough). The latter: weights for `head`,
-             whose gradients travel during the layers' backward.
-    head     (top, x, mb) -> `Sums`. All stages call it together; it reads x on the last stage, and
-             sends a gradient to that stage alone.
-    context  mb -> what `stage` knows of its tokens.
-    attach   chunk -> chunk with float32 gradient buffers, where matmuls sum weight gradients
+    stage    (chunk, x, context, passthrough) -> (x, passthrough). `passthrough` holds weights for
+             `head`, whose gradients are sent during the layers' backward.
+    head     (top, x, mb) -> `Sums`. All stages call it together. It reads x only on the last stage,
+             and only that stage receives a gradient.
+    context  mb -> the attention context of its tokens, which `stage` reads.
+    attach   chunk -> chunk with float32 gradient buffers, if matmuls accumulate weight gradients
              (`gradient_buffers.py`).
     """
 
@@ -41,22 +41,22 @@ class StagedModel:
     """As `Execution.layers_per_vjp`."""
 
     def segments(self, chunk: Any) -> tuple[Any, ...]:
-        """A chunk of layers, or sums like it, split into what one VJP differentiates."""
+        """Split a chunk of layers, or sums like it, into the parts that one VJP differentiates."""
         n = self.layers_per_vjp
         return tuple(itertools.batched(chunk, n)) if n else (chunk,)
 
     def joined(self, segments: Any) -> Any:
-        """The inverse of `segments`."""
+        """Undo `segments`."""
         return tuple(itertools.chain(*segments)) if self.layers_per_vjp else segments[0]
 
 
 def take(tree: Any, i: Any) -> Any:
-    """The i-th entry along the leading dim of every array."""
+    """Take the i-th entry along the leading dim of every array."""
     return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, 0, keepdims=False), tree)
 
 
 def add_gradients(total: Any, part: Any, add: Callable = add_gradient) -> Any:
-    """Float32 sums plus the gradients of the same names; frozen weights have no sum.
+    """Add gradients to the float32 sums of the same names. Frozen weights have no sum.
 
     Args:     add: (sum, gradient) -> sum.
     """
@@ -68,12 +68,12 @@ def add_gradients(total: Any, part: Any, add: Callable = add_gradient) -> Any:
 
 
 def float32_zeros(tree: Any) -> Any:
-    """Float32 zeros of the same shapes, varying over every axis."""
+    """Return float32 zeros of the same shapes, varying over every axis."""
     return varying(jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), tree))
 
 
 def zeros_like_type(avals: Any) -> Any:
-    """Zeros of the same shapes, dtypes and varying axes."""
+    """Return zeros of the same shapes, dtypes and varying axes."""
 
     def zeros(a):
         axes = tuple(sorted(a.manual_axis_type.varying))
@@ -84,5 +84,5 @@ def zeros_like_type(avals: Any) -> Any:
 
 
 def seed(sums: Sums, scale: jax.Array) -> Sums:
-    """The cotangents of `Sums`: only the first is differentiated."""
+    """Return the cotangents of `Sums`, of which only the first is differentiated."""
     return jnp.ones_like(sums[0]) * scale, jnp.zeros_like(sums[1])

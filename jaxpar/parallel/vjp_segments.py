@@ -1,7 +1,7 @@
-"""A chunk of layers differentiated segment by segment, each adding its gradients before the next.
+"""Differentiate a chunk of layers segment by segment, adding each one's gradients before the next.
 
-Nothing waits for the matmuls of weight gradients, so XLA would delay those of a whole chunk to the
-end of its backward, and hold all that they read until then.
+Nothing else in the backward reads weight gradients, so XLA would delay all their matmuls to the end
+of a chunk's backward, and keep all of their inputs in memory until then.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from jaxpar.parallel.staged_model import StagedModel, add_gradients
 
 
 def forward(model: StagedModel, chunk: Any, x: jax.Array, context: Any) -> tuple[Any, list[Any]]:
-    """A chunk's output, and the pullback of each of its segments."""
+    """Compute a chunk's output and the pullback of each of its segments."""
     vjps = []
     for segment in model.segments(chunk):
         x, vjp = pullback(model, segment, x, context)
@@ -22,16 +22,21 @@ def forward(model: StagedModel, chunk: Any, x: jax.Array, context: Any) -> tuple
 
 
 def pullback(model: StagedModel, segment: Any, x: jax.Array, context: Any) -> tuple[Any, Any]:
-    """A segment's output, and its pullback without weights and context: `pull_back` supplies these
-    again, so that the pullback holds nothing that lives elsewhere."""
+    """Compute a segment's output and its pullback.
+
+    The pullback does not store the weights and the context, which exist anyway; `pull_back` passes
+    them in again.
+    """
     stage = lambda segment, x, context: model.stage(segment, x, context, {})[0]  # noqa: E731
     return jax.vjp(stage, model.attach(segment), x, context, saveable_args=(False, True, False))
 
 
 def pull_back(model: StagedModel, segment: Any, vjp: Any, g: jax.Array, context: Any):
-    """The gradients of a segment (float32 where `attach` makes them so), and of its input.
+    """Compute the gradients of a segment's weights and of its input.
 
-    Args:     g: of its output, [B, T/(sequence*tensor), D].
+    Weight gradients are float32 if `attach` adds float32 buffers.
+
+    Args:     g: gradient of the segment's output, [B, T/(sequence*tensor), D].
     """
     vjp.args_res[0], vjp.args_res[2] = model.attach(segment), context
     d_segment, g, _ = vjp(g)
@@ -41,9 +46,10 @@ def pull_back(model: StagedModel, segment: Any, vjp: Any, g: jax.Array, context:
 def backward(
     model: StagedModel, chunk: Any, sums: Any, vjps: list[Any], g: jax.Array, context: Any
 ) -> tuple[Any, jax.Array]:
-    """Sums like `chunk` with its gradients added, and the gradient of its input.
+    """Add a chunk's gradients to the sums. Return the sums and the gradient of the chunk's input.
 
-    Args:     vjps: of `forward`. g: the gradient of the output.
+    Args:     sums: with the structure of `chunk`. vjps: as returned by `forward`. g: gradient of
+              the chunk's output.
     """
     segments, sums_of = model.segments(chunk), list(model.segments(sums))
     for i in reversed(range(len(segments))):

@@ -1,3 +1,3 @@
-"""The one shard_map: state, train step, evaluation step."""
+"""The training state, and the train and evaluation steps, each one `shard_map`."""
 
 MAY_IMPORT = ("config", "runtime", "sharding", "execution", "parallel", "model", "optimizer")

@@ -1,4 +1,4 @@
-"""Adapters on a mesh: fresh ones added to loaded weights, and merged into them."""
+"""LoRA adapters on a mesh: add new adapters to loaded weights, and merge adapters into them."""
 
 from typing import Any
 
@@ -14,12 +14,12 @@ from jaxpar.step.state import init_params
 
 
 def base_config(cfg: Config) -> Config:
-    """The config of the model without adapters, once they are merged."""
+    """Return the config of the model after its adapters are merged."""
     return replace(cfg, lora=LoraConfig())
 
 
 def add_fresh(params: Any, cfg: Config, mesh: Mesh) -> Any:
-    """A model's parameters and, if the config has adapters, fresh ones.
+    """Return a model's parameters with newly initialized adapters, if the config has adapters.
 
     Args:     params: in running order, sharded as `state.state_shardings`.
     """
@@ -29,12 +29,13 @@ def add_fresh(params: Any, cfg: Config, mesh: Mesh) -> Any:
 
 
 def merge(params: Any, cfg: Config, mesh: Mesh) -> Any:
-    """The parameters, in place of the given ones, of the model without adapters that is the same.
+    """Merge adapters into the weights: an equivalent model without adapters.
 
     Args:     params: with adapters if the config has them, sharded as `state.state_shardings`.
-    Returns:  as `state_shardings(without(cfg), mesh).params`.
-    Communication: none: what a device holds of a matrix is the product of what it holds of the
-              adapter's two.
+              Their memory is donated.
+    Returns:  parameters sharded as `state_shardings(base_config(cfg), mesh).params`.
+    Communication: none. A device's shard of a matrix is updated by the product of its shards of the
+              adapter's two matrices.
     """
     if not cfg.lora.rank:
         return params

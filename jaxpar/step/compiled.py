@@ -1,4 +1,4 @@
-"""A compiled step: what it needs in memory, and its first run."""
+"""A compiled step: its memory requirements and its first run."""
 
 import os
 from collections.abc import Callable
@@ -12,10 +12,13 @@ from jaxpar.step.state import TrainState, bytes_per_device
 
 
 def check_host_memory(program: Any, cfg: Config, any_process: Callable[[bool], bool]) -> None:
-    """That a compiled step holds no more on a host than XLA may take: its first run would end.
+    """Check that a compiled step fits in the host memory that XLA may use.
 
-    Args:     in_any: whether what is True here or there is so in some process; all call it.
-    Raises:   ConfigError in all processes.
+    A step that does not fit would fail in its first run.
+
+    Args:     any_process: returns whether its argument is True in any process. A collective: all
+              processes call it.
+    Raises:   ConfigError in all processes, if the step does not fit in one of them.
     """
     memory, devices = program.memory_analysis(), jax.local_device_count()
     values = memory.host_temp_size_in_bytes if memory else 0
@@ -23,20 +26,20 @@ def check_host_memory(program: Any, cfg: Config, any_process: Callable[[bool], b
     needed, limit = devices * (values + moments), int(os.environ.get(HOST_LIMIT, DEFAULT_LIMIT))
     if not any_process(needed > limit << 30):
         return
-    rule = f"leaves {needed / 2**30:.1f} GiB in the memory of a host for {devices} devices, of "
-    rule += f"which XLA may take {limit} here ({HOST_LIMIT})"
+    rule = f"needs {needed / 2**30:.1f} GiB of host memory for {devices} devices, but XLA may use "
+    rule += f"only {limit} GiB here ({HOST_LIMIT})"
     if values >= moments:
-        fix = "name fewer values with :host, or raise that variable"
+        fix = f"name fewer values with :host, or increase {HOST_LIMIT}"
         raise ConfigError("parallel.remat", cfg.parallel.remat, rule, fix)
-    fix = "use --optimizer.offload False, or raise that variable"
+    fix = f"use --optimizer.offload False, or increase {HOST_LIMIT}"
     raise ConfigError("optimizer.offload", cfg.optimizer.offload, rule, fix)
 
 
 class FirstRunAlone:
-    """A compiled program whose first run has the devices to itself.
+    """A compiled program whose first run does not overlap other work on the devices.
 
-    cuDNN captures its kernels then, which a transfer under way, or beginning, can make fail
-    (docs/experiments/attention.md#cudnn-graph-capture). Later runs are dispatched as ever.
+    cuDNN captures its kernels in the first run, and a concurrent transfer can make the capture fail
+    (docs/experiments/attention.md#cudnn-graph-capture). Later runs are dispatched asynchronously.
     """
 
     def __init__(self, program: Any):
@@ -50,9 +53,10 @@ class FirstRunAlone:
 
 
 def memory_of(program: Any, state: TrainState) -> str:
-    """What a compiled step needs beside the state, for the log; where the compiler says so.
+    """Describe the memory that a compiled step needs in addition to the state, for the log.
 
-    The state itself is there once if the step takes over all of it; a warning says if not.
+    Empty if the compiler gives no memory analysis. If the step cannot reuse all of the state's
+    memory for the new state, the text includes a warning.
     """
     memory = program.memory_analysis()
     if memory is None:
@@ -62,5 +66,5 @@ def memory_of(program: Any, state: TrainState) -> str:
         text += f", {memory.host_temp_size_in_bytes / 2**30:.1f} GiB in host memory"
     twice = bytes_per_device(state) - memory.alias_size_in_bytes - memory.host_alias_size_in_bytes
     if twice > 0:
-        text += f"\nWARNING    the step holds {twice / 2**30:.3f} GiB of the state twice"
+        text += f"\nWARNING    the step keeps two copies of {twice / 2**30:.3f} GiB of the state"
     return text

@@ -1,4 +1,4 @@
-"""The order in which a mesh keeps the model's layers."""
+"""The order in which a mesh stores the model's layers."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jaxpar.sharding.axes import PIPELINE
 
 
 def layer_order(cfg: Config) -> np.ndarray | None:
-    """Which logical layer each place of the running state holds; None for the logical order."""
+    """Return the logical layer stored at each index of the running state; None if unchanged."""
     P, v = cfg.parallel.pipeline, cfg.parallel.virtual_stages
     if v == 1:
         return None
@@ -19,7 +19,7 @@ def layer_order(cfg: Config) -> np.ndarray | None:
 
 
 def layers_here(cfg: Config) -> jax.Array:
-    """Inside the step: the model's numbers of the layers that this device holds, int32."""
+    """Return the logical indices of this device's layers, int32. Called inside the step."""
     per_stage, order = cfg.model.num_layers // cfg.parallel.pipeline, layer_order(cfg)
     places = jnp.arange(per_stage, dtype=jnp.int32) + lax.axis_index(PIPELINE) * per_stage
     return places if order is None else jnp.asarray(order, jnp.int32)[places]

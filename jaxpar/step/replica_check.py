@@ -1,8 +1,9 @@
-"""Do the devices that should hold the same numbers hold the same numbers?
+"""Check that all copies of the training state are equal.
 
-Parameters and moments lie on several devices: whole copies over `replica`, and what an axis does
-not cut over that axis. Each copy goes through the same operations and stays the same to the bit; a
-device that computes wrongly, or forgets, drifts off on its own, and nothing notices.
+Several devices hold copies of the same parameters and moments: over `replica`, and over every axis
+that does not shard an array. Each copy goes through the same operations, so all copies stay equal
+bit for bit. A device that computes or stores a wrong value makes its copies drift, which nothing
+else detects.
 """
 
 from collections import Counter, defaultdict
@@ -26,25 +27,26 @@ from jaxpar.step.state import TrainState, state_specs
 
 @dataclass(frozen=True)
 class Drift:
-    """Copies of an array that differ."""
+    """An array whose copies differ."""
 
     name: str
-    """Of the array."""
+    """Name of the array."""
     devices: tuple[Any, ...]
-    """The devices in the minority; all of them when there is none."""
+    """The devices whose copies are in the minority, or all devices if there is no majority."""
     copies: int
 
     def __str__(self) -> str:
         named = ", ".join(f"{d} of process {d.process_index}" for d in self.devices)
         if len(self.devices) == self.copies:
-            return f"{self.name}: {named} differ, and none is in the minority"
+            return f"{self.name}: {named} differ, with no majority"
         return f"{self.name}: {named} differ{'s' if len(self.devices) == 1 else ''} from the others"
 
 
 def make_replica_check(cfg: Config, mesh: Mesh) -> Callable[[TrainState], list[Drift]]:
-    """A function of the running state: where copies differ; to be called by every process.
+    """Return a function that finds copies that differ in the running state.
 
-    With `optimizer.offload`, moments are not looked at: they would have to come to the device.
+    Every process must call the function. With `optimizer.offload`, it does not check the moments,
+    which would have to be copied to the device.
 
     Communication: one all-reduce of 8 bytes for each device and array.
     """
@@ -73,9 +75,9 @@ def _looked_at(state: TrainState, cfg: Config) -> Any:
 
 
 def _drifts(mesh: Mesh, name: str, spec: PartitionSpec, sums: np.ndarray) -> list[Drift]:
-    """Where the copies of each shard of an array differ.
+    """Find the shards of an array whose copies differ.
 
-    Args:     sums: uint32 [devices, 2], in the order of the mesh.
+    Args:     sums: uint32 [devices, 2], in mesh order.
     """
     cut = [i for i, axis in enumerate(mesh.axis_names) if axis in axes_of(spec)]
     groups: dict[tuple, list[tuple[Any, tuple]]] = defaultdict(list)
@@ -93,14 +95,17 @@ def _drifts(mesh: Mesh, name: str, spec: PartitionSpec, sums: np.ndarray) -> lis
 
 
 def require_equal(step: int, drifts: list[Drift]) -> None:
-    """Raises:   BadNumerics that names every device and array that has drifted."""
+    """Raise an error if copies have drifted.
+
+    Raises:   BadNumerics, naming the devices and arrays that have drifted.
+    """
     if not drifts:
         return
     devices = {d for drift in drifts for d in drift.devices}
     named, more = drifts[:4], len(drifts) - 4
     text = "; ".join(map(str, named)) + (f"; and {more} more arrays" if more > 0 else "")
     raise BadNumerics(
-        f"step {step}: copies that should be equal are not, on {len(devices)} of "
-        f"{jax.device_count()} devices. {text}. Take the device out, and go on from a checkpoint "
-        "that is older than the check before (python -m jaxpar.checkpoint ls)."
+        f"step {step}: copies that should be equal differ on {len(devices)} of "
+        f"{jax.device_count()} devices. {text}. Remove the faulty device and resume from a "
+        "checkpoint older than the previous check (python -m jaxpar.checkpoint ls)."
     )

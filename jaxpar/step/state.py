@@ -1,8 +1,9 @@
-"""The training state: step, parameters, moments; how it starts and how it is sharded.
+"""The training state (step, parameters, moments), its initialization and its sharding.
 
-Arrays are logical and global, under stable names, so a checkpoint means the same on every mesh.
-One thing depends on the mesh: with virtual stages, a device's chunks are not neighboring layers,
-so the running state holds the layers in another order. `to_logical` and `to_running` convert.
+Arrays are logical and global and have stable names, so a checkpoint means the same on every mesh.
+Only the order of layers depends on the mesh: with virtual stages, a device's chunks are not
+neighboring layers, so the running state stores the layers in a different order. `to_logical` and
+`to_running` convert between the two.
 """
 
 import dataclasses
@@ -31,25 +32,25 @@ from jaxpar.step.layer_order import layer_order
 
 @flax.struct.dataclass
 class TrainState:
-    """Everything a step changes. `step` is also the position in the data."""
+    """Everything that a step changes. `step` is also the position in the data."""
 
     step: Any
-    """int32 scalar: optimizer steps taken."""
+    """int32 scalar: number of optimizer steps taken."""
     params: Any
-    """float32 master weights, as `parameters.param_specs`."""
+    """float32 master weights, with the structure of `parameters.param_specs`."""
     opt_state: Any
-    """optax state; moments are shaped and sharded as the trainable parameters."""
+    """optax state. Moments have the shapes and shardings of the trainable parameters."""
     guard: Any = ()
     """Scalars of `loss_scale.initial_guard`."""
 
 
 def optimizer_for(cfg: Config) -> optax.GradientTransformation:
-    """The configured update rule for the configured model."""
+    """Return the configured update rule for the configured model."""
     return make_optimizer(cfg.optimizer, cfg.train.num_steps, trainable_specs(cfg))
 
 
 def abstract_state(cfg: Config) -> TrainState:
-    """The state's global shapes and dtypes; allocates nothing."""
+    """Return the state's global shapes and dtypes without allocating arrays."""
     params = abstract(param_specs(cfg.model, cfg.lora))
     opt_state = jax.eval_shape(functools.partial(_init_opt_state, cfg), params)
     guard = jax.tree.map(
@@ -59,14 +60,14 @@ def abstract_state(cfg: Config) -> TrainState:
 
 
 def _init_opt_state(cfg: Config, params: Any) -> Any:
-    """The optax state of parameters that no step has changed."""
+    """Return the initial optax state for the given parameters."""
     trainable, _ = split(params, param_specs(cfg.model, cfg.lora))
     return moments.in_storage_dtype(optimizer_for(cfg).init(trainable), cfg.optimizer)
 
 
 def state_specs(cfg: Config) -> TrainState:
-    """The state as PartitionSpecs: moments as their parameters, everything else replicated."""
-    # In place of the moments that a rule keeps of some parameters alone.
+    """Return the state's PartitionSpecs: moments as their parameters, other leaves replicated."""
+    # optax has a MaskedNode for each parameter of which a rule keeps no moment.
     is_none = lambda node: isinstance(node, optax.MaskedNode)  # noqa: E731
     opt_state = optax.tree_map_params(
         optimizer_for(cfg),
@@ -82,7 +83,7 @@ def state_specs(cfg: Config) -> TrainState:
 
 
 def state_shardings(cfg: Config, mesh: Mesh) -> TrainState:
-    """The state as NamedShardings; with `optimizer.offload`, moments are in host memory."""
+    """Return the state's NamedShardings. With `optimizer.offload`, moments are in host memory."""
     tree = shardings(mesh, state_specs(cfg))
     if not cfg.optimizer.offload:
         return tree
@@ -91,44 +92,49 @@ def state_shardings(cfg: Config, mesh: Mesh) -> TrainState:
 
 
 def bytes_per_device(state: TrainState) -> int:
-    """Bytes of one device's shards of a state, or of its abstract arrays with shardings; those in
-    host memory count too."""
+    """Return the bytes of one device's shards of a state, including those in host memory.
+
+    Args:     state: arrays, or abstract arrays with shardings.
+    """
     shard = lambda a: math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize  # noqa: E731
     return sum(map(shard, jax.tree.leaves(state)))
 
 
 def init_state(cfg: Config, mesh: Mesh) -> TrainState:
-    """A fresh state, each device making only its own shards.
+    """Return the initial state. Each device creates only its own shards.
 
-    Parameters depend on (train.seed, path) alone: the same bits on every mesh.
+    Parameters depend only on (train.seed, path), so they are equal bit for bit on every mesh.
     """
     params = init_params(param_specs(cfg.model, cfg.lora), cfg, mesh)
     return state_of(params, cfg, mesh)
 
 
 def init_params(specs: Any, cfg: Config, mesh: Mesh) -> Any:
-    """Fresh parameters in running order: all of a model's, or those of its `specs` that are asked
-    for, which are the same then."""
+    """Return initial parameters in running order.
+
+    Args:     specs: those of all of a model's parameters, or of some. A parameter's values do not
+              depend on which others are initialized with it.
+    """
     to = shardings(mesh, partition_specs(specs))
     params = _init_params(specs, cfg.train.seed, to)
     return to_running(TrainState((), params, ()), cfg).params
 
 
 def state_of(params: Any, cfg: Config, mesh: Mesh) -> TrainState:
-    """The state at step 0 with given parameters, in running order."""
+    """Return the state at step 0 with the given parameters, in running order."""
     to = state_shardings(cfg, mesh)
     opt_state = jax.jit(functools.partial(_init_opt_state, cfg), out_shardings=to.opt_state)
-    # Made in a program: with several processes, device_put would compare what each of them puts.
+    # Created by a program: device_put would compare the values across processes.
     scalars = lambda: (jnp.int32(0), loss_scale.initial_guard(cfg))  # noqa: E731
     step, guard = jax.jit(scalars, out_shardings=(to.step, to.guard))()
     return TrainState(step, params, opt_state(params), guard)
 
 
 def _init_params(specs: Any, seed: int, to: Any) -> Any:
-    """`initial_values.initialize` with a program for each array, compiled side by side.
+    """`initial_values.initialize` with one program per array, compiled in parallel.
 
-    In one program, XLA would compile the arrays' generators one after another on one core. Keys
-    are made by operations that JAX keeps compiled, whichever parameters there are.
+    In a single program, XLA would compile the arrays' generators sequentially on one core. The
+    operations that create the keys do not depend on the parameters, so JAX compiles them once.
     """
     keys = leaf_keys(specs, seed)
     with ThreadPoolExecutor() as pool:
@@ -142,25 +148,25 @@ def _init_params(specs: Any, seed: int, to: Any) -> Any:
 
 @functools.cache
 def _initial_values(spec: ParamSpec, sharding: NamedSharding, options: tuple):
-    """The compiled generator of one array, and of those like it."""
+    """Return the compiled generator of arrays with this spec."""
     make = functools.partial(initial_values, spec)
     return jax.jit(make, out_shardings=sharding, compiler_options=dict(options))
 
 
 def to_running(state: TrainState, cfg: Config) -> TrainState:
-    """The state in the order the mesh runs it, from the logical order."""
+    """Convert a state from the model's layer order to the order in which the mesh runs layers."""
     order = layer_order(cfg)
     return state if order is None else _reorder(state, order)
 
 
 def to_logical(state: TrainState, cfg: Config) -> TrainState:
-    """The state in the order of the model, for a checkpoint."""
+    """Convert a state from the mesh's layer order to the model's, for a checkpoint."""
     order = layer_order(cfg)
     return state if order is None else _reorder(state, np.argsort(order))
 
 
 def _reorder(state: TrainState, order: np.ndarray) -> TrainState:
-    """Take the layers of parameters and moments in another order; shardings stay."""
+    """Reorder the layers of parameters and moments, keeping their shardings."""
 
     def is_layer(path) -> bool:
         return any(getattr(key, "key", None) == "layers" for key in path)
@@ -172,10 +178,10 @@ def _reorder(state: TrainState, order: np.ndarray) -> TrainState:
 
 
 def snapshot(state: TrainState, cfg: Config) -> TrainState:
-    """`to_logical`, whose arrays in host memory are its own.
+    """`to_logical`, with copies of the arrays that are in host memory.
 
-    What reads an array there reads it in place, so the step that is given `state` could not
-    overwrite it, or would overwrite what is being read. One on the device is copied by its reader.
+    A reader reads host arrays in place, so a step that donates `state` could overwrite them during
+    the read. Readers copy device arrays themselves.
     """
 
     def own(new: jax.Array, old: jax.Array) -> jax.Array:
@@ -186,7 +192,7 @@ def snapshot(state: TrainState, cfg: Config) -> TrainState:
 
 
 def in_configured_dtypes(state: TrainState, cfg: Config) -> TrainState:
-    """The state with its moments in the dtypes that the config keeps them in; shardings stay."""
+    """Convert the moments to the dtypes of the config, keeping their shardings."""
 
     def converted(field: str | None, _: str, x: jax.Array) -> jax.Array:
         dtype = jnp.dtype(moments.storage_dtype(field, cfg.optimizer))
@@ -197,10 +203,13 @@ def in_configured_dtypes(state: TrainState, cfg: Config) -> TrainState:
 
 @functools.cache
 def _convert(sharding: Any, dtype: Any):
-    """The compiled conversion of an array, by way of the device; to its own dtype, a copy."""
+    """Return the compiled dtype conversion of an array, computed on the device.
+
+    Converting an array to its own dtype copies it.
+    """
 
     def convert(x: jax.Array) -> jax.Array:
-        # Without the barrier, XLA would make a copy within host memory out of it.
+        # Without the barrier, XLA would turn this into a copy within host memory.
         on_device = lax.optimization_barrier(jax.device_put(x, jax.memory.Space.Device))
         return on_device.astype(dtype)
 
@@ -209,8 +218,8 @@ def _convert(sharding: Any, dtype: Any):
 
 @functools.cache
 def _take(sharding: Any, ndim: int):
-    """The compiled reordering of one layer-stacked array, on the device."""
-    del ndim  # part of the cache's key, as one sharding may serve arrays of several ranks
+    """Return the compiled reordering of a layer-stacked array, computed on the device."""
+    del ndim  # part of the cache key: arrays of several ranks may have the same sharding
 
     def take(x: jax.Array, order: jax.Array) -> jax.Array:
         return jnp.take(jax.device_put(x, jax.memory.Space.Device), order, axis=0)

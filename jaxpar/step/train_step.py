@@ -1,4 +1,4 @@
-"""The train step and the evaluation step: the one `shard_map`, around everything.
+"""The train step and the evaluation step: one `shard_map` around everything.
 
 Forward, backward, reduction, clipping and optimizer all run inside it on local shards, manual over
 every mesh axis, with `check_vma=True`.
@@ -36,28 +36,29 @@ from jaxpar.step.state import TrainState, state_shardings, state_specs
 
 @flax.struct.dataclass
 class StepMetrics:
-    """What a step reports: float32 scalars, the same on every device."""
+    """The metrics of a step: float32 scalars, the same on every device."""
 
     loss: jax.Array
-    """Cross entropy per labelled token, nats."""
+    """Cross entropy per labeled token, in nats."""
     grad_norm: jax.Array
     """Global norm of the gradient before clipping."""
     num_tokens: jax.Array
-    """Labelled tokens in the batch."""
+    """Number of labeled tokens in the batch."""
     skipped: jax.Array | None = None
-    """Updates left out so far, this step's among them."""
+    """Number of updates skipped so far, including this step's."""
     in_a_row: jax.Array | None = None
-    """Of these, the latest without one that was made."""
+    """Number of updates skipped since the last one that was made."""
     loss_scale: jax.Array | None = None
-    """What the loss of this step was multiplied with; 1 but in float16."""
+    """Factor by which the loss of this step was multiplied. 1 except in float16."""
 
 
 def make_train_step(
     cfg: Config, mesh: Mesh, max_segments: int | None = None, ex: Execution | None = None
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
-    """The compiled train step. It takes over (donates) the state it is given.
+    """Return the jitted train step, which donates the state that it is given.
 
-    Args:     max_segments: documents in one window at most; backends that mask by offset need it.
+    Args:     max_segments: maximum number of documents in a sequence. Attention backends that
+              locate documents by offset need it.
     """
     specs = state_specs(cfg)
     step = jax.shard_map(
@@ -73,7 +74,7 @@ def make_train_step(
 def make_eval_step(
     cfg: Config, mesh: Mesh, max_segments: int | None = None, ex: Execution | None = None
 ) -> Callable[[Any, Batch], tuple[jax.Array, jax.Array]]:
-    """The compiled evaluation step: (params, batch) -> (summed loss, labelled tokens)."""
+    """Return the jitted evaluation step: (params, batch) -> (summed loss, labeled tokens)."""
     step = jax.shard_map(
         functools.partial(eval_step, ex or execution_of(cfg), max_segments),
         mesh=mesh,
@@ -86,7 +87,7 @@ def make_eval_step(
 def make_gradient_step(
     cfg: Config, mesh: Mesh, max_segments: int | None = None, ex: Execution | None = None
 ) -> Callable[[Any, Batch], tuple[StepMetrics, Any]]:
-    """The compiled (params, batch) -> (StepMetrics, gradients), for checks."""
+    """Return a jitted function (params, batch) -> (StepMetrics, gradients), for checks."""
     grads = partition_specs(parameters.trainable_specs(cfg))
     step = jax.shard_map(
         functools.partial(loss_and_gradients, ex or execution_of(cfg), max_segments),
@@ -103,7 +104,7 @@ def make_gradient_step(
 def train_step(
     ex: Execution, max_segments: int | None, state: TrainState, batch: Batch
 ) -> tuple[TrainState, StepMetrics]:
-    """One optimizer step. If loss or gradient is non-finite, only the step and the guard change."""
+    """Take one optimizer step. If loss or gradients are non-finite, only step and guard change."""
     cfg, scale = ex.cfg, state.guard["loss_scale"]
     metrics, grads = loss_and_gradients(ex, max_segments, state.params, batch, scale)
     ok = jnp.isfinite(metrics.loss) & jnp.isfinite(metrics.grad_norm)
@@ -127,11 +128,11 @@ def loss_and_gradients(
     batch: Batch,
     scale: jax.Array | float = 1.0,
 ) -> tuple[StepMetrics, Any]:
-    """Mean loss over the global batch, and its gradients, reduced and sharded like the parameters.
+    """Compute the mean loss over the global batch and its gradients, sharded like the parameters.
 
-    Args:     scale: the factor of the loss in its backward (`optimizer/loss_scale.py`).
+    Args:     scale: factor of the loss in its backward (`optimizer/loss_scale.py`).
     Returns:  (StepMetrics, float32 gradients of the trainable parameters).
-    Communication: that of the model; FSDP's scatters; one `reduce_gradients`; scalars.
+    Communication: the model's; FSDP's scatters; one `reduce_gradients`; scalars.
     """
     cfg, num_tokens = ex.cfg, count_labels(batch)
     trainable, frozen = split(varying(params), parameters.param_specs(cfg.model, cfg.lora))
@@ -155,7 +156,7 @@ def loss_and_gradients(
 
 
 def eval_step(ex: Execution, max_segments: int | None, params: Any, batch: Batch):
-    """Summed loss and labelled tokens of a global batch, without gradients."""
+    """Compute the summed loss and the number of labeled tokens of a global batch."""
     cfg = ex.cfg
     weights = weights_of_step(fused_weights.fuse(varying(params), ex), cfg)
     microbatches = split_microbatches(batch, cfg.parallel.num_microbatches)
@@ -165,18 +166,18 @@ def eval_step(ex: Execution, max_segments: int | None, params: Any, batch: Batch
 
 
 def count_labels(batch: Batch) -> jax.Array:
-    """Labelled tokens of the global batch, float32: exact up to 2**24, 16 million."""
+    """Count the labeled tokens of the global batch, float32: exact up to 2**24, 16 million."""
     own = jnp.sum(batch.labels != IGNORED, dtype=jnp.int32)
     return psum(own, TOKEN_AXES).astype(jnp.float32)
 
 
 def split_microbatches(batch: Batch, n: int) -> Batch:
-    """[b, t] -> [n, b/n, t]."""
+    """Reshape a batch from [b, t] to [n, b/n, t]."""
     return jax.tree.map(lambda a: a.reshape(n, -1, *a.shape[1:]), batch)
 
 
 def staged_model(ex: Execution, max_segments: int | None) -> StagedModel:
-    """The configured model, as schedules of microbatches run it."""
+    """Return the configured model in the form that the schedules of microbatches run."""
     cfg = ex.cfg
 
     def context(mb: Batch) -> AttentionContext:
@@ -194,7 +195,7 @@ def staged_model(ex: Execution, max_segments: int | None) -> StagedModel:
 
 
 def schedule_of(cfg: Config) -> Callable:
-    """How microbatches go through the model: accumulated, or pipelined over stages."""
+    """Return the schedule of microbatches: gradient accumulation, or a pipeline over stages."""
     if lax.axis_size(PIPELINE) == 1:
         return accumulate
     p = cfg.parallel
@@ -202,36 +203,38 @@ def schedule_of(cfg: Config) -> Callable:
 
 
 def weights_of_step(shards: Any, cfg: Config) -> Any:
-    """What the model is given: shards that it gathers itself (ZeRO-3), or whole weights (ZeRO-1);
-    with what is measured once per step (`fused_weights.with_scales`)."""
+    """Return the weights that the model receives, with scales (`fused_weights.with_scales`).
+
+    With ZeRO-3 these are shards, which the model gathers; with ZeRO-1, complete weights.
+    """
     weights = gather_once(shards, cfg) if cfg.parallel.zero == 1 else shards
     if cfg.parallel.zero == 1 and "embed" in shards["top"] and lax.axis_size(FSDP_AXES) == 1:
-        # As it is: of a table that nobody gathers, the rows that a step looks up are cast.
+        # Keep float32: without a gather, only the rows that a step looks up need to be cast.
         weights["top"]["embed"] = shards["top"]["embed"]
     return fused_weights.with_scales(weights, shards, cfg)
 
 
 def gather_once(shards: Any, cfg: Config) -> Any:
-    """ZeRO-1: every weight whole and in the compute dtype, for all microbatches of the step."""
+    """Gather every weight in the compute dtype once, for all microbatches of a step (ZeRO-1)."""
 
     def gather(shards: dict, dims: dict) -> dict:
         whole = fsdp.gather_tree(shards, dims, cfg.model.dtype, cfg.parallel.grad_reduce)
         if cfg.model.matmul_dtype != "compute":
             return whole
-        # Each made once: with nothing to gather, XLA would have matmuls put matrices side by side
-        # again as they read them.
+        # Materialize each weight once. If there is nothing to gather, XLA would repeat the
+        # concatenation of the fused matrices in every matmul that reads them.
         return {name: lax.optimization_barrier(w) for name, w in whole.items()}
 
     return _map_groups(gather, shards)
 
 
 def scatter_once(grads: Any, cfg: Config) -> Any:
-    """ZeRO-1: the step's accumulated gradients, reduced to shards."""
+    """Reduce the step's accumulated gradients to shards (ZeRO-1)."""
     return _map_groups(functools.partial(fsdp.scatter_tree, reduce=cfg.parallel.grad_reduce), grads)
 
 
 def _map_groups(fn: Callable, tree: Any) -> Any:
-    """`fn(arrays, dims)` over the arrays outside the layers and over each layer's."""
+    """Apply `fn(arrays, dims)` to the arrays outside the layers and to those of each layer."""
     in_layers = functools.partial(fn, dims=fused_weights.LAYER_DIMS)
     layers = fused_weights.map_layers(in_layers, tree["layers"])
     return {"top": fn(tree["top"], dims=fused_weights.TOP_DIMS), "layers": layers}
@@ -239,7 +242,7 @@ def _map_groups(fn: Callable, tree: Any) -> Any:
 
 @jax.named_scope("clip")
 def clip(grads: Any, norm: jax.Array, limit: float) -> Any:
-    """Gradients scaled down to the global norm `limit`; 0: as they are.
+    """Scale gradients down to the global norm `limit`. 0 disables clipping.
 
     Source:   Pascanu et al. 2013 (1211.5063), algorithm 1.
     """

@@ -90,8 +90,8 @@ def test_a_rule_with_a_moment_of_its_own_keeps_it_in_host_memory(devices):
     assert "pinned_host" in kinds
     found = traces.mesh_trace(cfg, mesh, batches, 2)
     assert not distances.compare(found, wanted, TOLERANCE).mismatches()
-    said = r"optimizer\.first_moment_dtype = 'bfloat16': is of a moment that adagrad does not keep "
-    with pytest.raises(ConfigError, match=said + "under the name mu or trace"):
+    said = r"optimizer\.first_moment_dtype = 'bfloat16': has no effect, because adagrad has no "
+    with pytest.raises(ConfigError, match=said + "moment named mu or trace"):
         abstract_state(replace(cfg, **{"optimizer.first_moment_dtype": "bfloat16"}))
 
 

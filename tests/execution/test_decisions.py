@@ -122,7 +122,7 @@ def test_in_words():
         "parallel.zero=1 parallel.data=4 parallel.pipeline=2 parallel.remat=dots_offload"
     )
     assert list(on_gpus(piped).in_words())[2:] == [
-        "float32 gradient sums: by the matmuls",
+        "float32 gradient sums: in the matmuls",
         "idle pipeline slots: skipped",
         "activations: some in host memory",
         "backward: a chunk at a time",

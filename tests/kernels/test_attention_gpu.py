@@ -81,7 +81,7 @@ def _run(backend: str, deterministic: bool, q, k, v, mask, d_out, d_lse):
 
 
 def run(backend: str, x, deterministic: bool = False) -> list[np.ndarray]:
-    """NAMES. cuDNN gives no gradient of the log-sum-exp, so neither may "auto"."""
+    """NAMES. cuDNN has no gradient of the log-sum-exp, so neither may "auto"."""
     arrays = x.q, x.k, x.v, x.mask, x.d_out, x.d_lse
     return [np.asarray(y) for y in _run(backend, deterministic, *arrays)]
 
@@ -173,7 +173,7 @@ def test_the_gradient_of_the_log_sum_exp_alone(K, hopper):
 
 def test_cudnn_refuses_the_gradient_of_the_log_sum_exp():
     x = inputs_of(Case(T=128))
-    with pytest.raises(ValueError, match="gives no gradient of the log-sum-exp"):
+    with pytest.raises(ValueError, match="does not compute the gradient of the log-sum-exp"):
         jax.grad(lambda q: attention(q, x.k, x.v, x.mask, backend="cudnn")[1].sum())(x.q)
 
 

@@ -51,10 +51,10 @@ INT8, INT64 = (np.zeros((2, 8), dtype) for dtype in (np.int8, np.int64))
 BAD = {
     "q of three dimensions": (changed(q=array(8, 4, 8)), r"q.shape = \(8, 4, 8\) .*\[B, T, H, K\]"),
     "k of three dimensions": (changed(k=array(8, 2, 8)), r"k.shape = \(8, 2, 8\) .*\[B, S, G, K\]"),
-    "no queries": (request(T=0), r"q.shape = \(2, 0, 4, 8\) .*without a dimension of 0"),
-    "no keys": (request(S=0), r"k.shape = \(2, 0, 2, 8\) .*without a dimension of 0"),
-    "no rows": (request(B=0), r"q.shape = \(0, 8, 4, 8\) .*without a dimension of 0"),
-    "no KV heads": (request(G=0), r"k.shape = \(2, 8, 0, 8\) .*without a dimension of 0"),
+    "no queries": (request(T=0), r"q.shape = \(2, 0, 4, 8\) .*without dimensions of size 0"),
+    "no keys": (request(S=0), r"k.shape = \(2, 0, 2, 8\) .*without dimensions of size 0"),
+    "no rows": (request(B=0), r"q.shape = \(0, 8, 4, 8\) .*without dimensions of size 0"),
+    "no KV heads": (request(G=0), r"k.shape = \(2, 8, 0, 8\) .*without dimensions of size 0"),
     "float64": (
         request(dtype=np.float64),
         "q.dtype = float64 must be one of bfloat16, float16, float32",
@@ -64,13 +64,13 @@ BAD = {
     "mixed v": (changed(v=array(2, 8, 2, 8, dtype=jnp.float32)), "v.dtype = float32 .*q, bfloat16"),
     "fewer values than keys": (
         changed(v=array(2, 4, 2, 8)),
-        r"v.shape = \(2, 4, 2, 8\) .*that of k",
+        r"v.shape = \(2, 4, 2, 8\) .*shape of k",
     ),
-    "another batch": (changed(q=array(1, 8, 4, 8)), r"k.shape = \(2, 8, 2, 8\) .*batch of q, 1"),
-    "another head dim": (changed(q=array(2, 8, 4, 4)), r"k.shape = .* must be .*head dim of q, 4"),
+    "another batch": (changed(q=array(1, 8, 4, 8)), r"k.shape = \(2, 8, 2, 8\) .*batch size, 1"),
+    "another head dim": (changed(q=array(2, 8, 4, 4)), r"k.shape = .* must be .*head dim, 4"),
     "heads that do not group": (
         changed(q=array(2, 8, 3, 8)),
-        r"q.shape = \(2, 8, 3, 8\) .*divisible by the 2 KV heads, and it has 3",
+        r"q.shape = \(2, 8, 3, 8\) .*divisible by the 2 KV heads, not 3",
     ),
     "short positions": (
         changed(q_positions=np.zeros((2, 5), np.int32)),
@@ -84,7 +84,7 @@ BAD = {
         changed(kv_segments=np.ones((1, 8), np.int32)),
         r"mask.kv_segments.shape = \(1, 8\) must be \(2, 8\)",
     ),
-    "one-sided segments": (changed(kv_segments=None), "mask = q_segments alone must be given both"),
+    "one-sided segments": (changed(kv_segments=None), "segments = only q_segments must be both"),
     "long positions": (changed(q_positions=INT64), "mask.q_positions.dtype = int64 must be int32"),
     "short segments": (changed(q_segments=INT8), "mask.q_segments.dtype = int8 must be int32"),
     "no window": (request(window=0), "mask.window = 0 must be a whole number of at least 1"),
@@ -124,15 +124,15 @@ REFUSALS = {
         "cudnn",
         request(in_order=True, K=12),
         H200,
-        "multiples of 8 up to 256, and this is 12",
+        "multiples of 8 up to 256, and q has head dim 12",
     ),
-    "cudnn, wide heads": ("cudnn", request(in_order=True, K=264), H200, "up to 256.* is 264"),
-    "cudnn, other orders": ("cudnn", request(), H200, "only the text's own order"),
+    "cudnn, wide heads": ("cudnn", request(in_order=True, K=264), H200, "up to 256.* head dim 264"),
+    "cudnn, other orders": ("cudnn", request(), H200, "only tokens in text order"),
     "cudnn, documents without a bound": (
         "cudnn",
         packed(in_order=True),
         H200,
-        "mask.max_segments is not given",
+        "mask.max_segments, which is not set",
     ),
     "cudnn, wide heads before Hopper": (
         "cudnn",
@@ -144,7 +144,7 @@ REFUSALS = {
         "cudnn",
         packed(in_order=True, max_segments=2),
         A100,
-        "packed documents from compute capability 9.0 on, and NVIDIA A100-SXM4-80GB has 8.0",
+        "packed documents need compute capability 9.0, and NVIDIA A100-SXM4-80GB has 8.0",
     ),
     "hopper on a CPU": ("pallas_hopper", HOPPER, CPU, "an NVIDIA GPU, and the platform is cpu"),
     "hopper on Ampere": (
@@ -158,7 +158,7 @@ REFUSALS = {
         "pallas_hopper",
         request(K=72),
         H200,
-        "head dims that are 64, 128 or 256, and this is 72",
+        "head dims must be 64, 128 or 256, and q has head dim 72",
     ),
 }
 
@@ -166,7 +166,7 @@ REFUSALS = {
 @pytest.mark.parametrize("name", REFUSALS)
 def test_a_backend_refuses_and_names_who_can(name):
     backend, (q, k, _, mask), platform, why = REFUSALS[name]
-    with pytest.raises(ValueError, match=rf"'{backend}': .*{why}.*Can serve it: .*reference"):
+    with pytest.raises(ValueError, match=rf"'{backend}': .*{why}.*Backends that can: .*reference"):
         choose(backend, q, k, mask, platform=platform)
     chosen = choose("auto", q, k, mask, platform=platform)
     assert backend not in (chosen.forward, chosen.backward)
@@ -194,7 +194,7 @@ def test_a_table_row_for_every_module():
 def test_an_unknown_backend_is_refused():
     q, k, v, mask = request()
     with pytest.raises(
-        ValueError, match="'flash' is none of auto, cudnn, pallas_hopper, reference"
+        ValueError, match="'flash': must be one of auto, cudnn, pallas_hopper, reference"
     ):
         jax.eval_shape(lambda: attention(q, k, v, mask, backend="flash"))
 
@@ -216,7 +216,7 @@ def test_a_gradient_of_lse_is_refused_by_a_backward_that_lacks_it(monkeypatch):
         if message is None:
             assert jnp.isfinite(grad(q)).all()
             continue
-        with pytest.raises(ValueError, match=rf"'cudnn' gives no gradient .*{message}"):
+        with pytest.raises(ValueError, match=rf"'cudnn' does not compute .*{message}"):
             grad(q)
 
 
@@ -233,7 +233,7 @@ def test_cudnn_before_hopper_serves_what_jax_lets_it():
 
 def test_who_can_give_a_gradient_of_lse():
     q, k, _, mask = request(K=64, in_order=True)
-    with pytest.raises(ValueError, match="'cudnn': it gives no gradient of the log-sum-exp"):
+    with pytest.raises(ValueError, match="'cudnn': it has no gradient of the log-sum-exp"):
         choose("cudnn", q, k, mask, platform=H200, need_lse_gradient=True)
     choice = choose("auto", q, k, mask, platform=A100, need_lse_gradient=True)
     assert (choice.forward, choice.backward) == ("cudnn", "reference")

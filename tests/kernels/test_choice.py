@@ -179,7 +179,7 @@ def test_general_masks_have_one_kernel(measured):
     measured(hopper, row("backward", "pallas_hopper", 1.0, kind="general"))
     chosen = choose("auto", *general, platform=TESTED)
     assert chosen.forward == chosen.backward == "pallas_hopper"
-    assert "not cudnn: it knows only the text's own order" in chosen.reason
+    assert "not cudnn: it supports only tokens in text order" in chosen.reason
 
 
 # ------------------------------------------------------------------------------- by heuristic
@@ -246,7 +246,7 @@ def without(name):
 GOOD = row("forward", "pallas_hopper", 1.0)
 
 MALFORMED = {
-    "no JSON": ("{", "h.json: is no JSON"),
+    "no JSON": ("{", "h.json: is not valid JSON"),
     "a list": ("[]", r"h.json: file = \[\] must be an object"),
     "another GPU": (table(gpu="NVIDIA H100"), "gpu = 'NVIDIA H100' must be 'NVIDIA Tested'"),
     "no commit": (table(commit=None), "h.json: commit = None must be given, as str"),
@@ -256,7 +256,7 @@ MALFORMED = {
     ),
     "a row that is none": (table(GOOD, 7), r"rows\[1\]: row = 7 must be an object"),
     "no time": (table(without("ms")), r"rows\[0\]: ms = None must be given"),
-    "an unknown field": (table(GOOD | {"mss": 3}), "mss = 3 must be left out: know direction"),
+    "an unknown field": (table(GOOD | {"mss": 3}), "mss = 3 must be omitted; known: direction"),
     "an unknown backend": (table(GOOD | {"backend": "flash"}), "backend = 'flash' must be one of"),
     "an unknown kind": (table(GOOD | {"kind": "full"}), "kind = 'full' must be one of causal"),
     "no length": (table(GOOD | {"T": 0}), "T = 0 must be a whole number above 0"),

@@ -1,8 +1,9 @@
-"""The one entry to attention: the chosen kernels behind a derivative.
+"""The attention API: a differentiable function that runs the chosen kernels.
 
-A backend is a module with `forward` and `backward`, in the convention of `reference.py`, and a row
-in `CAPABILITIES`; `kernels/attention/dispatch/choice.py` chooses. A request that the named backend
-cannot serve is an error that says which one can; nothing falls back silently.
+A backend is a module with the functions `forward` and `backward`, with the signatures of those in
+`reference.py`, and a row in `CAPABILITIES`. `kernels/attention/dispatch/choice.py` chooses the
+backend. If a named backend does not support a request, the call raises an error that lists those
+that do. There is no silent fallback.
 """
 
 import functools
@@ -22,7 +23,7 @@ from jaxpar.kernels.attention.mask import AttentionMask
 
 
 def imported_when_used(name: str) -> ModuleType:
-    """A module whose import waits for the first look into it."""
+    """Return a module that is imported on the first access to one of its attributes."""
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.find_spec(name)
@@ -35,7 +36,7 @@ def imported_when_used(name: str) -> ModuleType:
 
 BACKENDS: dict[str, ModuleType] = {
     "cudnn": cudnn,
-    # Mosaic's compiler takes a sixth of a program's imports, and is for GPUs.
+    # Mosaic's compiler takes a sixth of a program's import time, and only GPUs need it.
     "pallas_hopper": imported_when_used("jaxpar.kernels.attention.hopper.api"),
     "reference": reference,
 }
@@ -50,15 +51,15 @@ def attention(
     backend: str = "auto",
     deterministic: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Masked softmax attention with grouped queries.
+    """Compute masked softmax attention with grouped queries.
 
     Args:     q: [B, T, H, K]. k, v: [B, S, G, K], H a multiple of G, all of one dtype. Local
-              shards or whole. mask: who sees whom. backend: "auto", or a name in BACKENDS.
-              deterministic: the backward gives the same bits each time.
+              shards or global arrays. mask: the keys that each query attends to. backend: "auto",
+              or a name in BACKENDS. deterministic: make the backward reproducible bit for bit.
     Returns:  out [B, T, H, K] in q's dtype, and the natural log-sum-exp, float32 [B, H, T].
               `out` is saved under the remat name "attn_out" and `lse` under "attn_lse".
-    Raises:   ValueError for arguments that do not fit, a backend that cannot serve them, or a
-              gradient of `lse` when the chosen backward cannot give it.
+    Raises:   ValueError for invalid arguments, a backend that does not support them, or a gradient
+              of `lse` if the chosen backward does not compute it.
     """
     check_arguments(q, k, v, mask)
     choice = choose(backend, q, k, mask, deterministic=deterministic)
@@ -69,13 +70,13 @@ def attention(
 
 
 def forward(q, k, v, mask: AttentionMask, choice: Choice) -> tuple[jax.Array, jax.Array]:
-    """`attention` without a derivative, for schedules that place the backward themselves."""
+    """`attention` without a derivative, for callers that call `backward` themselves."""
     options = {} if choice.forward_blocks is None else {"blocks": choice.forward_blocks}
     return BACKENDS[choice.forward].forward(q, k, v, mask, **options)
 
 
 def backward(q, k, v, mask: AttentionMask, out, lse, d_out, d_lse, choice: Choice):
-    """dq, dk, dv of `forward`, given the output and log-sum-exp over all keys of each query."""
+    """Compute dq, dk and dv of `forward`, given the output and log-sum-exp over all keys."""
     options: dict[str, Any] = {}
     if choice.backward_blocks is not None:
         options["blocks"] = choice.backward_blocks
@@ -115,8 +116,8 @@ def _raise_on_gradient(backend, _, d_lse):
     able = [name for name, can in CAPABILITIES.items() if can.lse_gradient]
     named = " or ".join(f'backend="{name}"' for name in able)
     raise ValueError(
-        f"attention backend {backend!r} gives no gradient of the log-sum-exp: pass {named}, or "
-        "put jax.lax.stop_gradient on it"
+        f"attention backend {backend!r} does not compute the gradient of the log-sum-exp: pass "
+        f"{named}, or apply jax.lax.stop_gradient to the log-sum-exp"
     )
 
 

@@ -1,4 +1,4 @@
-"""What `attention` may be given: every rule says which argument, its value, and what is allowed."""
+"""Checks of the arguments of `attention`. Errors name the argument, its value and valid values."""
 
 from typing import Any, NoReturn
 
@@ -10,7 +10,10 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def check_arguments(q, k, v, mask: AttentionMask) -> None:
-    """Raises:   ValueError for the first argument that does not fit; shapes and dtypes only."""
+    """Check the shapes and dtypes of attention's arguments.
+
+    Raises:   ValueError for the first invalid argument.
+    """
     _check_arrays(q, k, v)
     _check_heads(q, k)
     _check_mask(q, k, mask)
@@ -24,32 +27,32 @@ def _check_arrays(q, k, v) -> None:
     letters = {"q": "[B, T, H, K]", "k": "[B, S, G, K]", "v": "[B, S, G, K]"}
     for (name, shape), array in zip(letters.items(), (q, k, v), strict=True):
         if array.ndim != 4:
-            _refuse(f"{name}.shape", array.shape, f"of four dimensions, {shape}")
+            _refuse(f"{name}.shape", array.shape, f"four-dimensional, {shape}")
         if 0 in array.shape:
-            _refuse(f"{name}.shape", array.shape, f"{shape} without a dimension of 0")
+            _refuse(f"{name}.shape", array.shape, f"{shape} without dimensions of size 0")
         dtype = jnp.dtype(array.dtype).name
         if dtype not in DTYPES:
             _refuse(f"{name}.dtype", dtype, f"one of {', '.join(DTYPES)}")
         if dtype != jnp.dtype(q.dtype).name:
-            _refuse(f"{name}.dtype", dtype, f"that of q, {jnp.dtype(q.dtype).name}")
+            _refuse(f"{name}.dtype", dtype, f"the dtype of q, {jnp.dtype(q.dtype).name}")
     if k.shape != v.shape:
-        _refuse("v.shape", v.shape, f"that of k, {k.shape}")
+        _refuse("v.shape", v.shape, f"the shape of k, {k.shape}")
 
 
 def _check_heads(q, k) -> None:
     if q.shape[0] != k.shape[0]:
-        _refuse("k.shape", k.shape, f"of the batch of q, {q.shape[0]}")
+        _refuse("k.shape", k.shape, f"a shape with q's batch size, {q.shape[0]}")
     if q.shape[3] != k.shape[3]:
-        _refuse("k.shape", k.shape, f"of the head dim of q, {q.shape[3]}")
+        _refuse("k.shape", k.shape, f"a shape with q's head dim, {q.shape[3]}")
     if q.shape[2] % k.shape[2]:
-        allowed = f"of a number of heads divisible by the {k.shape[2]} KV heads"
-        _refuse("q.shape", q.shape, f"{allowed}, and it has {q.shape[2]}")
+        allowed = f"a shape with a number of heads divisible by the {k.shape[2]} KV heads"
+        _refuse("q.shape", q.shape, f"{allowed}, not {q.shape[2]}")
 
 
 def _check_mask(q, k, mask: AttentionMask) -> None:
     if (mask.q_segments is None) != (mask.kv_segments is None):
         given = "kv_segments" if mask.q_segments is None else "q_segments"
-        _refuse("mask", f"{given} alone", "given both q_segments and kv_segments, or none")
+        _refuse("mask segments", f"only {given}", "both q_segments and kv_segments, or neither")
     wanted = {"q": q.shape[:2], "kv": k.shape[:2]}
     for side, shape in wanted.items():
         for what in ("positions", "segments"):
@@ -68,4 +71,4 @@ def _check_mask(q, k, mask: AttentionMask) -> None:
             _refuse(f"mask.{name}", value, "a whole number of at least 1, or None")
     if mask.in_order and q.shape[1] != k.shape[1]:
         lengths = f"True for {q.shape[1]} queries and {k.shape[1]} keys"
-        _refuse("mask.in_order", lengths, "False where their numbers differ")
+        _refuse("mask.in_order", lengths, "False, because the lengths differ")

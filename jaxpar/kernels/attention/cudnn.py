@@ -1,8 +1,8 @@
 """Attention by cuDNN's fused kernels, with a float32 log-sum-exp and packed documents.
 
-The public entry of `jax.nn` rounds the log-sum-exp to bfloat16 and drops its cotangent, so this
-module binds JAX's own cuDNN primitives (private: pinned by the JAX bound in pyproject.toml, and
-run by the `gpu` tests). A boolean mask would become a dense T x S bias; documents are passed as
+The public function of `jax.nn` rounds the log-sum-exp to bfloat16 and drops its cotangent, so this
+module calls JAX's private cuDNN primitives. (The JAX version is bounded in pyproject.toml, and the
+`gpu` tests run them.) A boolean mask would become a dense T x S bias, so documents are passed as
 offsets instead.
 """
 
@@ -16,7 +16,7 @@ from jaxpar.kernels.attention.mask import AttentionMask
 
 
 def forward(q, k, v, mask: AttentionMask) -> tuple[jax.Array, jax.Array]:
-    """As `reference.forward`, for bfloat16 or float16 in the text's own order."""
+    """`reference.forward` for bfloat16 or float16, with tokens in text order."""
     segments, params = _request(q, k, mask)
     fused.check_cudnn_version()
     unused = jnp.zeros(0, q.dtype)
@@ -27,7 +27,7 @@ def forward(q, k, v, mask: AttentionMask) -> tuple[jax.Array, jax.Array]:
 
 
 def backward(q, k, v, mask: AttentionMask, out, lse, d_out, d_lse):
-    """As `reference.backward`; `d_lse` is not read: `api.attention` refuses its gradient."""
+    """`reference.backward`, except that `d_lse` is not read: `api.attention` raises an error."""
     del d_lse
     segments, params = _request(q, k, mask)
     unused = jnp.zeros(0, q.dtype)
@@ -71,10 +71,11 @@ class _Whole:
 
 
 class _Packed:
-    """Documents by length and offset; cuDNN numbers them through the whole batch.
+    """Documents given by length and offset, which cuDNN numbers consecutively over the batch.
 
-    Its statistics are [B * max_segments, H, T], a row per document, counted from the document's
-    first token; ours are [B, H, T], so each token's place is (document, position).
+    cuDNN's statistics are [B * max_segments, H, T], with one row per document that starts at the
+    document's first token. Ours are [B, H, T], so a token's index in cuDNN's is (document,
+    position).
     """
 
     def __init__(self, dtype, mask: AttentionMask):

@@ -1,4 +1,4 @@
-"""Which keys a query may see, said once for all backends."""
+"""The attention mask: which keys a query attends to, in one form for all backends."""
 
 from typing import Any
 
@@ -9,21 +9,21 @@ import jax.numpy as jnp
 
 @flax.struct.dataclass
 class AttentionMask:
-    """Causal attention inside documents, at any positions, optionally in a sliding window.
+    """Causal attention within documents, at any positions, with an optional sliding window.
 
-    A query sees a key when both are in the same segment, the key's position is not after the
-    query's, and less than `window` before it. Positions may be in any order (zigzag), and query
-    and key lengths may differ.
+    A query attends to a key if both are in the same segment, the key's position is not after the
+    query's, and it is less than `window` before it. Positions may be in any order (zigzag), and
+    query and key lengths may differ.
 
     q_positions   int32 [B, T].
     kv_positions  int32 [B, S].
-    q_segments    int32 [B, T], or None: one segment.
+    q_segments    int32 [B, T], or None for a single segment.
     kv_segments   int32 [B, S], or None.
-    window        static; None: no limit.
-    max_segments  static; no row holds more segments. Needed by backends that take their offsets.
-    in_order      static; True promises T = S and the text's own order: positions that count up
-                  by one inside a segment, and segments whose tokens lie end to end, numbered
-                  from 1 on in each row (cuDNN's offsets are found by number).
+    window        Static. None means no limit.
+    max_segments  Static. Maximum number of segments in a row, for backends that use offsets.
+    in_order      Static. True promises T = S and text order: positions increase by one within a
+                  segment, and segments are contiguous and numbered from 1 in each row (cuDNN's
+                  offsets are computed from these numbers).
     """
 
     q_positions: Any
@@ -36,7 +36,7 @@ class AttentionMask:
 
 
 def dense_mask(mask: AttentionMask) -> jax.Array:
-    """The mask spelt out: bool [B, T, S]."""
+    """Expand a mask to a dense array: bool [B, T, S]."""
     back = mask.q_positions[:, :, None] - mask.kv_positions[:, None, :]
     seen = back >= 0
     if mask.window is not None:

@@ -1,6 +1,6 @@
-"""Attention written out in jax.numpy: the readable oracle, and the backend of CPUs.
+"""Attention in plain jax.numpy: the readable reference, and the backend for CPUs.
 
-Scores are held whole, so memory grows with T * S. Every other backend agrees with this one.
+All scores are in memory at once, so memory grows with T * S. Other backends are tested against it.
 """
 
 import jax
@@ -8,15 +8,15 @@ import jax.numpy as jnp
 
 from jaxpar.kernels.attention.mask import AttentionMask, dense_mask
 
-#: The log-sum-exp of a row that sees no key; finite, so that merging two such rows gives no NaN.
+#: The log-sum-exp of a row without visible keys. Finite, so that merging two such rows has no NaN.
 EMPTY_LSE = -1e30
 
 
 def forward(q, k, v, mask: AttentionMask) -> tuple[jax.Array, jax.Array]:
-    """Softmax attention and the log-sum-exp of its scores.
+    """Compute softmax attention and the log-sum-exp of its scores.
 
     Args:     q: [B, T, H, K]. k, v: [B, S, G, K], H a multiple of G. Any float dtype.
-    Returns:  out [B, T, H, K] in q's dtype (0 in a row that sees no key);
+    Returns:  out [B, T, H, K] in q's dtype (0 in a row without visible keys);
               lse float32 [B, H, T], natural logarithm (EMPTY_LSE in such a row).
     """
     scores, seen = _scores(q, k, mask)
@@ -31,10 +31,10 @@ def forward(q, k, v, mask: AttentionMask) -> tuple[jax.Array, jax.Array]:
 
 
 def backward(q, k, v, mask: AttentionMask, out, lse, d_out, d_lse):
-    """Gradients of attention, from the saved output and log-sum-exp.
+    """Compute the gradients of attention from the saved output and log-sum-exp.
 
-    With `out` and `lse` of *all* keys, the result is the part that these keys contribute: so a
-    ring over key shards adds up.
+    If `out` and `lse` are those of *all* keys, the result is the contribution of the keys in `k`,
+    so that ring attention can sum over key shards.
 
     Args:     out, d_out: [B, T, H, K]. lse, d_lse: float32 [B, H, T].
     Returns:  dq, dk, dv in the shapes and dtypes of q, k, v.
@@ -57,7 +57,7 @@ def backward(q, k, v, mask: AttentionMask, out, lse, d_out, d_lse):
 
 
 def _scores(q, k, mask: AttentionMask) -> tuple[jax.Array, jax.Array]:
-    """Scaled scores float32 [B, G, H/G, T, S], very low where masked; and bool [B, 1, 1, T, S]."""
+    """Return masked scores, float32 [B, G, H/G, T, S], and the mask, bool [B, 1, 1, T, S]."""
     B, T, H, K = q.shape
     q_BTGRK = q.reshape(B, T, k.shape[2], -1, K)
     scores = jnp.einsum("btgrk,bsgk->bgrts", q_BTGRK, k, preferred_element_type=jnp.float32)

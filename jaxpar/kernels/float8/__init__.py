@@ -1,4 +1,4 @@
-"""float8 matmuls: what is rounded is in `quantize.py`, what is multiplied in `matmul.py`."""
+"""float8 matmuls. Rounding is in `quantize.py`, multiplication in `matmul.py`."""
 
 from jaxpar.kernels.float8.matmul import SCALE, Float8Weight, matmul, quantize_weight
 from jaxpar.kernels.float8.quantize import (

@@ -1,19 +1,20 @@
-"""Matmuls of 8-bit operands with gradients of their own.
+"""Matmuls of 8-bit operands, with custom gradients.
 
-Three products belong to a layer y = x w: the output, the gradient of x (dy times w transposed) and
-the gradient of w (x transposed times dy). Scales are taken from the operands of the step itself.
+A layer y = x w has three products: the output, the gradient of x (dy times w transposed) and the
+gradient of w (x transposed times dy). Scales are computed from the operands of the same step.
 
     scaling   output           gradient of x     gradient of w
     tensor    e4m3 x e4m3      e5m2 x e4m3       e4m3 x e5m2
     row       e4m3 x e4m3      e5m2 x e4m3       compute dtype
 
-"tensor": one scale for each operand. "row": one for each token of x and of dy, which the output
-carries out again; the gradient of w sums over tokens, so it cannot, and stays in the compute dtype.
-A weight has one scale either way, so that one 8-bit copy serves two products. One per column would
-change only elements below some 2^-14 of the weight's largest (`quantize.py`).
+With "tensor", each operand has one scale. With "row", x and dy have one scale per token, which is
+divided out of the product. This is not possible for the gradient of w, which sums over tokens, so
+it is computed in the compute dtype. A weight has one scale in both cases, so that one 8-bit copy
+serves two products. One scale per column would change only elements below about 2^-14 of the
+weight's largest (`quantize.py`).
 
-Hopper's tensor cores read 8-bit operands only with the summed dimension contiguous in memory. Of an
-activation or gradient the transposed copy is written in the pass that rounds
+Hopper's tensor cores read 8-bit operands only with the contracted dimension contiguous in memory.
+The pass that rounds an activation or gradient therefore also writes its transpose
 (`quantize_transpose.py`).
 """
 
@@ -39,56 +40,55 @@ from jaxpar.kernels.float8.quantize_transpose import quantize_both_ways
 
 type Scaling = Literal["tensor", "row"]
 
-#: Remat name of the scales of activations: one number each, which spares the backward a pass over
-#: the tensor. Saved under every policy.
+#: Remat name of the scales of activations. A scale is a single value and saves the backward a pass
+#: over the tensor, so every policy saves it.
 SCALE = "float8_scale"
 
-#: Hopper adds up 8-bit products with some 14 bits unless told to carry the sum to float32 registers
-#: every few products, which costs speed. XLA takes the fast way for DEFAULT and only then. The
-#: output takes it, gradients, with their longer sums, do not: as Transformer Engine and torchao.
+#: Hopper accumulates 8-bit products with about 14 bits, unless sums are moved to float32 registers
+#: every few products, which is slower. XLA uses fast accumulation only for DEFAULT. As in
+#: Transformer Engine and torchao, the output uses it, and gradients, with longer sums, do not.
 OUTPUT_PRECISION = lax.Precision.DEFAULT
 GRADIENT_PRECISION = lax.Precision.HIGHEST
 
 
 @flax.struct.dataclass
 class Float8Weight:
-    """A weight as multiplied: `values / scale`."""
+    """A quantized weight, `values / scale`."""
 
     values: jax.Array
     """e4m3 [in, out]."""
     scale: jax.Array
     """float32 scalar, a power of two."""
     gradient: jax.Array
-    """[in, out] in the compute dtype. Never read: the weight's gradient is this array's, since an
-    8-bit array can only have an 8-bit gradient."""
+    """[in, out] in the compute dtype. Never read. Its gradient is the gradient of the weight, since
+    the gradient of an 8-bit array would have 8 bits."""
     scaling: Scaling = flax.struct.field(pytree_node=False)
-    """How activations and gradients are scaled in products with this weight."""
+    """Scaling of activations and gradients in products with this weight."""
     outer: int = flax.struct.field(pytree_node=False, default=-2)
-    """The dim that is outermost in memory where the gradient goes, -2 or -1."""
+    """The outermost dim in memory of the gradient's destination, -2 or -1."""
 
     def products(self, x: Any, weights: Sequence[Any], name: str, *, with_amax: bool) -> list[Any]:
-        """`matmul`."""
+        """Call `matmul`."""
         return matmul(x, weights, name, with_amax=with_amax)
 
 
 class Operand(Protocol):
-    """What is rounded and multiplied: an array, or what comes in the place of one (`WithAmax`,
-    `norm.Unmaterialized`)."""
+    """An operand to round and multiply: an array (`Plain`), `WithAmax` or `norm.Unmaterialized`."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
 
     def rows(self) -> "Operand":
-        """The same as one matrix."""
+        """Reshape to a matrix."""
 
     def max_magnitude(self) -> jax.Array:
-        """The largest magnitude, float32."""
+        """Return the largest magnitude, float32."""
 
     def readable(self) -> Any:
-        """What `quantize_both_ways` reads: an array, or `Unmaterialized`."""
+        """Return the input of `quantize_both_ways`: an array, or `Unmaterialized`."""
 
     def gradient(self, d_x: jax.Array) -> "Operand":
-        """The gradient of what came as this, d_x being that of the array."""
+        """Return the gradient of this operand, given the gradient d_x of the array."""
 
 
 @flax.struct.dataclass
@@ -117,9 +117,9 @@ class Plain:
 def quantize_weight(
     w: jax.Array, scale: jax.Array, scaling: Scaling, outer: int = -2
 ) -> Float8Weight:
-    """A whole weight, rounded. Its gradient goes to w, as if nothing had been rounded.
+    """Round a complete weight. Its gradient is that of w, as if w were not rounded.
 
-    Args:     w: [in, out], compute dtype. scale: float32 scalar. scaling, outer: of the
+    Args:     w: [in, out], compute dtype. scale: float32 scalar. scaling, outer: as in
               `Float8Weight`.
     """
     values = quantize(lax.stop_gradient(w), lax.stop_gradient(scale), FORWARD)
@@ -129,13 +129,13 @@ def quantize_weight(
 def matmul(
     x: jax.Array | Operand, weights: Sequence[Float8Weight], name: str, *, with_amax: bool = False
 ) -> list[Any]:
-    """x times each weight; x is rounded once.
+    """Compute x times each weight, rounding x once.
 
-    Args:     x: [..., in], compute dtype. weights: of one `scaling`. name: remat name under which
-              the rounded x may be saved for the gradients of the weights ("tensor"; for "row" that
-              is x itself, for the caller to name). with_amax: whether the outputs' gradients come
-              with their largest magnitudes.
-    Returns:  [..., out] each, compute dtype; `WithAmax`, if their gradients are.
+    Args:     x: [..., in], compute dtype. weights: all with the same `scaling`. name: remat name of
+              the rounded x, which the gradients of the weights read with "tensor". With "row" they
+              read x itself, which the caller names. with_amax: return the outputs as `WithAmax`, so
+              that their gradients are too.
+    Returns:  [..., out] each, compute dtype.
     Communication: none; with tensor parallelism each rank scales its own operands.
     Source:   Micikevicius et al. 2022 (2209.05433), section 4; "row": torchao's
               `rowwise_with_gw_hp`.
@@ -143,7 +143,7 @@ def matmul(
     x = Plain(x) if isinstance(x, jax.Array) else x
     read: Any = x.readable()
     if weights[0].scaling == "row" and not isinstance(read, jax.Array):
-        x = Plain(read.written())  # the scale of each row takes a pass over the array
+        x = Plain(read.written())  # computing the scale of each row needs a pass over the array
     outputs = _matmul(x.rows(), tuple(weights), name, with_amax)
     return [y.reshape(*x.shape[:-1], y.shape[-1]) for y in outputs]
 
@@ -194,28 +194,28 @@ _matmul.defvjp(_forward, _backward)
 
 
 def _bits(q: jax.Array, name: str) -> jax.Array:
-    """A rounded matrix as bits in a row, under a remat name.
+    """Flatten a rounded matrix to uint8 and give it a remat name.
 
-    Bits, since JAX rounds what `jax.checkpoint` saves once more, to its own dtype, as if e4m3 had
-    infinities (`reduce_precision`): what lies above 240 would become one. In a row, which has one
-    layout, so that XLA keeps it as it was written.
+    uint8, because JAX applies `reduce_precision` to float values that `jax.checkpoint` saves, as if
+    e4m3 had infinities: values above 240 would become infinite. Flat, because a one-dimensional
+    array has only one layout, so XLA stores it as written.
     """
     return checkpoint_name(lax.bitcast_convert_type(q, jnp.uint8).reshape(-1), name)
 
 
 def _scale_of(x: Operand, scaling: Scaling, dtype: Any) -> jax.Array:
-    """That of all of x, [tokens, features], or of each token."""
+    """Compute the scale of x, [tokens, features], or of each token."""
     seen = max_magnitude(x.readable(), 1) if scaling == "row" else x.max_magnitude()
     return power_of_two_scale(seen, dtype)
 
 
 def _product(a, b, *, dims: tuple[int, int], scales: tuple, precision: Any, dtype: Any):
-    """The product of two scaled matrices over one dim of each, scaled back, which rounds nothing.
+    """Multiply two scaled matrices over one dim of each and divide out the scales, which is exact.
 
-    8-bit operands up to the dot, and one scalar that multiplies its result: this is the form that
-    XLA turns into one call of cuBLASLt. Scales of rows cost a pass, or join the next one.
+    XLA compiles a dot of 8-bit operands, with a scalar that multiplies its result, to one call of
+    cuBLASLt. Scales of rows need a separate pass, or are fused into the next one.
 
-    Args:     scales: of the two operands; the second may be one for each row of the result.
+    Args:     scales: of the two operands. The second may have one scale per row of the result.
     """
     contracted = (((dims[0],), (dims[1],)), ((), ()))
     y = lax.dot_general(a, b, contracted, precision=precision, preferred_element_type=dtype)

@@ -1,11 +1,11 @@
-"""Numbers of 8 bits: a tensor times a power of two, rounded to e4m3 or e5m2.
+"""Quantization to 8 bits: a tensor times a power of two, rounded to e4m3 or e5m2.
 
-e4m3 has 3 bits of mantissa and reaches from 2^-6 to 448, e5m2 has 2 and reaches from 2^-14 to
-57,344; below, three and two more powers of two are left with fewer bits. The scale brings a
-tensor's largest magnitude to the top of that range. It is a power of two, so that scaling rounds
-nothing, here or where a product is scaled back: one rounding is left, to the nearest, and it is
-the same whatever the scale, except for numbers below some 2^-14 (e4m3) or 2^-29
-(e5m2) of the largest.
+e4m3 has 3 bits of mantissa and a range from 2^-6 to 448. e5m2 has 2 bits and a range from 2^-14 to
+57,344. Subnormal numbers add three and two powers of two with fewer bits. The scale moves a
+tensor's largest magnitude to the top of the range. Scales are powers of two, so scaling is exact,
+both here and where products are scaled back. The only rounding is the one to 8 bits, to nearest. It
+does not depend on the scale, except for numbers below about 2^-14 (e4m3) or 2^-29 (e5m2) of the
+largest.
 """
 
 from typing import Any
@@ -15,29 +15,29 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-#: Activations and weights, where precision counts.
+#: The dtype of activations and weights, which need precision.
 FORWARD = jnp.float8_e4m3fn
 
-#: Gradients, where range counts.
+#: The dtype of gradients, which need range.
 BACKWARD = jnp.float8_e5m2
 
-#: Largest magnitudes below this are scaled as if they were it: all zeros have a scale too.
+#: Lower limit of largest magnitudes, so that the scale of all zeros is finite.
 _SMALLEST = 2.0**-100
 
-#: Sign and exponent of a float32.
+#: Bits of the sign and exponent of a float32.
 _EXPONENT = np.uint32(0xFF800000)
 
 
 def max_magnitude(x: jax.Array, dims: int | tuple[int, ...] | None = None) -> jax.Array:
-    """Largest magnitude, float32, over some dims or all. NaN where there is one."""
+    """Compute the largest magnitude, float32, over some dims or all. NaN if there is a NaN."""
     return jnp.max(jnp.abs(x), axis=dims).astype(jnp.float32)
 
 
 def power_of_two_scale(max_magnitude: jax.Array, dtype: Any) -> jax.Array:
-    """The largest power of two that keeps numbers up to `max_magnitude` in the range of `dtype`.
+    """Compute the largest power of two that scales `max_magnitude` into the range of `dtype`.
 
-    Nothing scaled by it overflows, so nothing is clipped. Where `max_magnitude` is not finite, the
-    scale is NaN, and so is all that it scales: the loss shows it, and the guard skips the update.
+    Scaled values cannot overflow, so they are not clipped. If `max_magnitude` is non-finite, the
+    scale is NaN, and so are all scaled values. The loss is then NaN too, and the update is skipped.
 
     Args:     max_magnitude: float32, not negative.
     Returns:  float32, the same shape.
@@ -49,8 +49,8 @@ def power_of_two_scale(max_magnitude: jax.Array, dtype: Any) -> jax.Array:
 
 
 def quantize(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
-    """x * scale, rounded to the nearest number of `dtype`.
+    """Round x * scale to nearest in `dtype`.
 
-    Args:     scale: float32 powers of two, of a shape that broadcasts to x's.
+    Args:     scale: float32 powers of two, with a shape that broadcasts to x's.
     """
     return (x.astype(jnp.float32) * scale).astype(dtype)

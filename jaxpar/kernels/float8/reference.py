@@ -1,6 +1,6 @@
-"""The same products in plain float32 arithmetic, without an 8-bit type: the readable oracle.
+"""The float8 products in plain float32 arithmetic, without 8-bit dtypes: the readable reference.
 
-Rounding is written out: to a multiple of the spacing that e4m3 or e5m2 has at that magnitude.
+Rounding is explicit: to a multiple of the spacing of e4m3 or e5m2 at that magnitude.
 """
 
 import jax
@@ -13,7 +13,7 @@ type Format = tuple[int, int, float]
 
 
 def round_to_float8(x: jax.Array, form: Format, dim: int | None = None) -> jax.Array:
-    """x as 8 bits hold it, scaled by one power of two, or one for each slice along `dim`."""
+    """Round x to 8 bits, scaled by one power of two, or by one for each slice along `dim`."""
     mantissa, smallest, top = form
     x = x.astype(jnp.float32)
     others = tuple(d for d in range(x.ndim) if d != dim) if dim is not None else None
@@ -26,7 +26,7 @@ def round_to_float8(x: jax.Array, form: Format, dim: int | None = None) -> jax.A
 
 
 def products(x: jax.Array, w: jax.Array, dy: jax.Array, scaling: str):
-    """Output, gradient of x and gradient of w of y = x w, float32.
+    """Compute the output, the gradient of x and the gradient of w of y = x w, float32.
 
     Args:     x: [tokens, in]. w: [in, out]. dy: [tokens, out].
     """

@@ -1,1 +1,1 @@
-"""FSDP: weights gathered as they are used, gradients scattered."""
+"""FSDP: gather weights before their use, and scatter their gradients."""

@@ -1,11 +1,11 @@
-"""Fully sharded parameters (ZeRO): gather a weight before its use, scatter its gradient after.
+"""Fully sharded parameters (ZeRO): gather a weight before its use, scatter its gradient after it.
 
-The float32 master shard is cast to the compute dtype *before* the gather, which halves the bytes;
-autodiff would then also reduce the gradient in the compute dtype, so the gather has its own
-backward, which sums in float32 (`parallel.grad_reduce` chooses).
+The float32 master shard is cast to the compute dtype *before* the gather, which halves the bytes.
+Autodiff would then also reduce the gradient in the compute dtype, so the gather has a custom
+backward, which sums in float32 by default (`parallel.grad_reduce`).
 
-Gathers run on the leading dimension, where a collective's pieces lie end to end in memory; the
-move there happens on the small shard, and the move back is a view that the matmul absorbs.
+Gathers use the leading dimension, in which the shards are contiguous in memory. The transpose to
+the leading dimension reads only the small shard. The matmul absorbs the transpose back.
 """
 
 import functools
@@ -27,11 +27,11 @@ type Reduce = Literal["float32", "bfloat16"]
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 @jax.named_scope("gather_weights")
 def gather(w: jax.Array, dim: int, dtype: Any, reduce: Reduce) -> jax.Array:
-    """The whole weight, in the compute dtype, from each device's shard.
+    """Gather a complete weight, in the compute dtype, from the devices' shards.
 
-    Args:     w: float32 shard, `dim` split over FSDP_AXES. dim: counted from the end, negative.
+    Args:     w: float32 shard, `dim` split over FSDP_AXES. dim: negative, counted from the end.
               dtype: compute dtype. reduce: precision of the gradient's sum.
-    Returns:  the weight with `dim` whole, in `dtype`.
+    Returns:  the weight with complete `dim`, in `dtype`.
     Communication: all-gather over FSDP_AXES of the weight in `dtype`; in the backward that of
               `scatter`.
     Source:   Rajbhandari et al. 2020 (1910.02054), section 5.3.
@@ -53,18 +53,18 @@ gather.defvjp(_gather_forward, _gather_backward)
 
 @jax.named_scope("scatter_gradients")
 def scatter(grad: jax.Array, dim: int, reduce: Reduce) -> jax.Array:
-    """Each device's shard of the sum of a whole weight's local gradients.
+    """Sum the devices' local gradients of a complete weight and return this device's shard.
 
-    In float32, the pieces travel in the dtype in which the matmul made them and are added up in
-    float32 where they arrive: half the bytes of a float32 reduce-scatter, and the same sum.
+    With "float32", gradients are sent in the dtype of the matmul that computed them and summed in
+    float32 by the receiver: half the bytes of a float32 reduce-scatter, and the same sum.
 
-    Args:     grad: local gradient of the whole weight. dim: negative, as in `gather`.
+    Args:     grad: local gradient of the complete weight. dim: negative, as in `gather`.
     Returns:  float32 shard, `dim` split over FSDP_AXES.
     Communication: over FSDP_AXES, an all-to-all of the gradient in its own dtype ("float32"), or
               a reduce-scatter in bfloat16 ("bfloat16").
     """
     leading, ways = jnp.moveaxis(grad, dim, 0), lax.axis_size(FSDP_AXES)
-    if reduce == "bfloat16" and ways > 1:  # alone there is nothing to sum, or to round for it
+    if reduce == "bfloat16" and ways > 1:  # a single device has nothing to sum, so does not round
         shard = psum_scatter(leading.astype(jnp.bfloat16), FSDP_AXES, dim=0)
     else:
         pieces = leading.reshape(ways, -1, *leading.shape[1:])
@@ -74,7 +74,7 @@ def scatter(grad: jax.Array, dim: int, reduce: Reduce) -> jax.Array:
 
 @jax.named_scope("gather_weights")
 def quantize_shard(w: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
-    """e4m3, w * scale: what `gather_float8` sends of a float32 shard."""
+    """Round w * scale to e4m3: the form in which `gather_float8` sends a float32 shard."""
     return float8.quantize(w.astype(dtype), scale, float8.FORWARD)
 
 
@@ -83,13 +83,13 @@ def quantize_shard(w: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
 def gather_float8(
     w: jax.Array, scale: jax.Array, dim: int, dtype: Any, reduce: Reduce
 ) -> tuple[jax.Array, jax.Array]:
-    """The whole weight in 8 bits: the bits of a gathered weight rounded, at half the bytes.
+    """Gather a complete weight in 8 bits: the same bits as rounding after `gather`, half the bytes.
 
     Args:     w, dim, dtype, reduce: as in `gather`; w may be rounded already (`quantize_shard`).
               scale: float32 scalar, the same on every device of FSDP_AXES.
-    Returns:  e4m3, w * scale with `dim` whole; and an array of its shape in `dtype`, never to be
-              read, whose gradient is the whole weight's.
-    Communication: as `gather`, with a byte per element forward.
+    Returns:  (w * scale in e4m3 with complete `dim`, an array of the same shape in `dtype`). The
+              second is never read; its gradient is the gradient of the complete weight.
+    Communication: as `gather`, with one byte per element in the forward.
     """
     local = w if w.dtype == float8.FORWARD else quantize_shard(w, scale, dtype)
     whole = all_gather(jnp.moveaxis(local, dim, 0), FSDP_AXES, dim=0)
@@ -110,12 +110,12 @@ gather_float8.defvjp(_gather_float8_forward, _gather_float8_backward)
 
 @jax.named_scope("float8_scales")
 def float8_scales(tree: Any, names: Sequence[str], dtype: Any) -> Any:
-    """The scale of each matrix of the layers, for e4m3: a power of two from the largest magnitude.
+    """Compute the e4m3 scale of each matrix: a power of two, from its largest magnitude.
 
-    Args:     tree: dicts of shards, in tuples; matrices lie in their last two dims.
-              names: which to scale. dtype: compute dtype.
+    Args:     tree: tuples of dicts of shards; the last two dims of an array are a matrix.
+              names: the arrays to scale. dtype: compute dtype.
     Returns:  dicts of float32 arrays without those two dims, the same on each device of FSDP_AXES.
-    Communication: one all-reduce over FSDP_AXES, of a number per matrix, for all the layers.
+    Communication: one all-reduce over FSDP_AXES for all layers, of one value per matrix.
     """
 
     def largest(w: Any) -> Any:
@@ -129,7 +129,7 @@ def float8_scales(tree: Any, names: Sequence[str], dtype: Any) -> Any:
 
 
 def gather_tree(tree: dict, dims: dict, dtype: Any, reduce: Reduce) -> dict:
-    """`gather` every array of a flat dict whose entry in `dims` is not None; leave the others."""
+    """`gather` every array of a flat dict whose entry in `dims` is not None; keep the others."""
     return {
         name: w if dims[name] is None else gather(w, dims[name], dtype, reduce)
         for name, w in tree.items()
@@ -137,9 +137,9 @@ def gather_tree(tree: dict, dims: dict, dtype: Any, reduce: Reduce) -> dict:
 
 
 def scatter_tree(grads: dict, dims: dict, reduce: Reduce) -> dict:
-    """The transpose of `gather_tree`, for gradients of arrays that were gathered beforehand.
+    """Compute the transpose of `gather_tree`, for gradients of arrays that were gathered earlier.
 
-    Arrays that are not sharded are left alone: `gradients.reduce_gradients` sums them.
+    Arrays that are not sharded are unchanged; `gradients.reduce_gradients` sums them.
     """
     return {
         name: g if dims[name] is None else scatter(g, dims[name], reduce)

@@ -1,9 +1,9 @@
-"""Layers in a row whose weights are gathered one layer ahead, in both directions.
+"""Layers whose weights are gathered one layer ahead, in the forward and in the backward.
 
-Autodiff gathers a layer's weights again inside its recomputation, which may begin no sooner than
-the gradient that comes down to it: too late for the gather to hide. Here the backward is written
-out, and a gather may begin as soon as the layer *above* begins its backward. At most two layers'
-weights are whole at once.
+Autodiff gathers a layer's weights again as part of its recomputation, which cannot start before
+the gradient of the layer's output arrives. That is too late to hide the gather. The custom backward
+here starts a gather as soon as the layer *above* starts its backward. At most two layers have
+complete weights at a time.
 
 Source:   Zhao et al. 2023 (2304.11277), section 3.3.2: backward prefetching.
 """
@@ -21,14 +21,14 @@ from jaxpar.parallel.host_offload import fetch_from_host, in_host_memory, store_
 
 @dataclass(frozen=True)
 class WeightStream:
-    """How a layer's weights come from where they are kept, and its gradients go there."""
+    """The functions that gather a layer's weights and scatter their gradients."""
 
     cast: Callable[[Any], Any]
-    """A layer's shards to what is gathered of them; kept for the backward."""
+    """Convert a layer's shards to the dtype in which they are gathered."""
     gather: Callable[[Any], Any]
-    """These to the layer's whole weights."""
+    """Gather the layer's complete weights from the result of `cast`."""
     scatter: Callable[[Any], Any]
-    """Local gradients of whole weights to the gradients of the shards."""
+    """Reduce local gradients of complete weights to gradients of the shards."""
     communicates: bool
     """Whether `gather` and `scatter` communicate."""
 
@@ -42,14 +42,15 @@ def through_layers(
     passthrough: Any,
     context: Any,
 ) -> Any:
-    """`x` through each layer's block: `block(x, gather(cast(shard)), context)`.
+    """Apply each layer's block to `x`: `block(x, gather(cast(shard)), context)`.
 
-    Args:     blocks: one function of whole weights per layer; its remat policy decides what it
+    Args:     blocks: one function of complete weights per layer; its remat policy decides what it
               saves. shards: one tree per layer. x: any tree of arrays. passthrough: weights that
-              are used after the layers, returned as they are, so that their gradients are complete
+              are used after the layers, returned unchanged, so that their gradients are complete
               when the last layer's backward ends. context: arrays without gradients.
     Returns:  (x, passthrough).
-    Communication: `gather` of each layer forward and again backward, `scatter` backward.
+    Communication: for each layer, `gather` in the forward and in the backward, and `scatter` in the
+              backward.
     """
     for block, shard in zip(blocks, shards, strict=True):
         x = block(x, stream.gather(stream.cast(shard)), context)
@@ -66,10 +67,10 @@ def _forward(blocks, stream, shards, x, passthrough, context):
         if i + 1 < len(shards):
             shard = cast(shards[i + 1])
             above = _gather_from_here(gather, shard, x)[0] if stream.communicates else gather(shard)
-        # Everything that the backward needs is kept, but the whole weights.
+        # Save everything that the backward needs, except the complete weights.
         x, pullback = jax.vjp(layer, whole, x, saveable_args=(False, True))
         whole = above
-        # The copies of one layer to the host have the next layer's time.
+        # One layer's copies to the host overlap the next layer.
         if pullbacks:
             pullbacks[-1], x = store_to_host(pullbacks[-1], x)
         pullbacks.append(pullback)
@@ -79,8 +80,8 @@ def _forward(blocks, stream, shards, x, passthrough, context):
 def _backward(blocks, stream, saved, cotangents):
     gather, communicates = stream.gather, stream.communicates
     (shards, pullbacks), (g, d_passthrough) = saved, cotangents
-    # XLA takes those of the forward, which wait in half the bytes of the float32 slices. Residuals
-    # they must not be: a pipeline would keep them with each microbatch.
+    # XLA reuses the casts of the forward, which take half the bytes of the float32 slices. They
+    # must not be residuals: a pipeline would store them with each microbatch.
     shards = tuple(map(stream.cast, shards))
     grads: list[Any] = [d_passthrough]  # from the top down
     offloads = any(map(in_host_memory, jax.tree.leaves(pullbacks)))
@@ -89,7 +90,7 @@ def _backward(blocks, stream, saved, cotangents):
     for i in reversed(range(len(shards))):
         if (
             communicates
-        ):  # the gather below begins when this layer's has ended: XLA would join the two
+        ):  # start the gather below after this layer's gather: XLA would combine the two
             whole, g = lax.optimization_barrier((whole, g))
         pullbacks[i].args_res[0] = whole
         if i > 0:
@@ -103,21 +104,21 @@ def _backward(blocks, stream, saved, cotangents):
 
 
 def _gather_from_here(gather: Callable[[Any], Any], shard: Any, g: jax.Array):
-    """`gather` that cannot begin before `g` is there, and need not begin later.
+    """`gather` that can start as soon as `g` is computed, but not earlier.
 
-    In the backward, so that the forward's whole weights are not kept. In the forward, since XLA
-    would cast and gather 8-bit weights one by one, just before each is used.
+    In the backward, this keeps XLA from reusing the forward's complete weights. In the forward, it
+    keeps XLA from casting and gathering 8-bit weights one by one, just before their use.
     """
     shard, g = lax.optimization_barrier((shard, g))
     return gather(shard), g
 
 
 def _in_time(d_whole: Any, above: Any, g: Any) -> Any:
-    """A layer's gradients, those of the shards above, and `g`, once all are there.
+    """Return a layer's gradients, those of the shards above, and `g`, once all are computed.
 
-    XLA would put the first off, for which all values of the layer wait, and the sums of the second
-    over the devices, which lie there in whole pieces, and are sent when there is no work left to
-    hide it.
+    XLA would delay the layer's gradients, and all values of the layer would stay in memory for
+    them. It would also delay the sums over devices of the gradients above: these would occupy
+    memory unreduced and be sent when no computation is left to hide the communication.
     """
     return lax.optimization_barrier((d_whole, above, g))
 

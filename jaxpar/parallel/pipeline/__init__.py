@@ -1,1 +1,1 @@
-"""The pipeline: schedules as arithmetic, and what plays them."""
+"""Pipeline parallelism: schedules, and the loops that run them."""

@@ -1,16 +1,17 @@
-"""How a pipeline stage reaches the chunk of layers that its next action computes.
+"""How a pipeline stage selects the chunk of layers for its next action.
 
-All stages execute one program, but at each tick each may be at another of its chunks, or idle.
+All stages execute one program, but at each tick every stage may run a different chunk or be idle.
 
-    BranchedChunks  a branch for each chunk, and one for idle slots. Matmuls read weights, and add
-                    to gradients, where they lie, and idle stages rest. For layers without
-                    stage-wide collectives: those over tensor run within a stage.
-    IndexedChunks   stacked arrays; an index copies the weights of one chunk out. All stages enter
-                    every collective, as stage-wide permutes require; what an idle stage computes
-                    is masked. (Gathers of weights could use branches; not tried.)
-    SingleChunk     as IndexedChunks, for stages of one chunk.
+    BranchedChunks  One branch per chunk, and one for idle slots. Matmuls read weights and update
+                    gradient sums in place, and idle stages compute nothing. For layers without
+                    stage-wide collectives; collectives over tensor stay within a stage.
+    IndexedChunks   Stacked arrays, from which an index copies the weights of one chunk. All stages
+                    enter every collective, as stage-wide permutes require, and the results of idle
+                    stages are masked. (Gathers of weights could use branches; not tried.)
+    SingleChunk     Like IndexedChunks, for stages of one chunk.
 
-The protocol: `run` an action in its chunk, `backward` adds a chunk's gradients to its sums.
+In the `Chunks` protocol, `run` runs an action in its chunk, and `backward` adds a chunk's gradients
+to the sums.
 """
 
 from collections.abc import Callable
@@ -35,28 +36,28 @@ class Chunks(Protocol):
         """The weights of some chunk, for shapes."""
 
     def run(self, i: jax.Array, c: jax.Array, fn: Callable, idle: Callable) -> Any:
-        """`fn(weights of chunk c, c)`, for the i-th action of this stage.
+        """Return `fn(weights of chunk c, c)` for the i-th action of this stage.
 
-        Args:     i: outside [0, num_actions) in an idle slot. c: of every stage its own; `fn` gets
-                  it as a Python int where it is known. idle: called in idle slots; or `fn` is, and
-                  masks hide its result.
+        Args:     i: outside [0, num_actions) in an idle slot. c: may differ between stages; `fn`
+                  receives a Python int if the value is static. idle: called in idle slots, unless
+                  `fn` is called there and its result masked.
         """
 
     def backward(
         self, sums: Any, vjps: list[Any], g: jax.Array, context: Any, chunk: Any, c: Any
     ) -> tuple[Any, jax.Array]:
-        """Sums of all chunks with chunk c's gradients added, and the gradient of its input."""
+        """Add chunk c's gradients to the sums. Return the sums and the gradient of its input."""
 
     def sums_like(self, weights: tuple) -> Any:
-        """Arrays of the shapes of gradient sums, from a tuple of trainable chunks."""
+        """Return arrays with the shapes of the gradient sums, from a tuple of trainable chunks."""
 
     def unstacked(self, sums: Any, virtual: int) -> tuple:
-        """Gradient sums, as a tuple of chunks."""
+        """Convert gradient sums to a tuple of chunks."""
 
 
 @dataclass(frozen=True)
 class SingleChunk:
-    """A stage of one chunk, which is computed at every tick."""
+    """The single chunk of a stage, computed at every tick."""
 
     model: StagedModel
     weights: tuple
@@ -81,7 +82,7 @@ class SingleChunk:
 
 @dataclass(frozen=True)
 class BranchedChunks(SingleChunk):
-    """A branch around all that a chunk computes, and one for idle slots."""
+    """One branch per chunk around everything that it computes, and one for idle slots."""
 
     schedule: Schedule
 
@@ -93,7 +94,7 @@ class BranchedChunks(SingleChunk):
 
 @dataclass(frozen=True)
 class IndexedChunks:
-    """Chunks in stacked arrays [v, ...], at a traced index."""
+    """Chunks in stacked arrays [v, ...], selected by a traced index."""
 
     model: StagedModel
     stacked: Any
@@ -118,7 +119,7 @@ class IndexedChunks:
 
 
 def chunks_of(model: StagedModel, weights: tuple, schedule: Schedule) -> Chunks:
-    """The way that this model's layers allow."""
+    """Return the implementation of `Chunks` that this model's layers allow."""
     if not model.stage_wide_collectives:
         return BranchedChunks(model, weights, schedule)
     if schedule.virtual > 1:
@@ -127,5 +128,5 @@ def chunks_of(model: StagedModel, weights: tuple, schedule: Schedule) -> Chunks:
 
 
 def stacked(weights: tuple) -> Any:
-    """Chunks in arrays with a leading dim over them."""
+    """Stack chunks along a new leading dim."""
     return jax.tree.map(lambda *arrays: jnp.stack(arrays), *weights)

@@ -1,12 +1,12 @@
-"""Microbatches through a model that is split into stages over PIPELINE: interleaved 1F1B.
+"""Interleaved 1F1B: run microbatches through a model that is split into stages over PIPELINE.
 
-Takes a `StagedModel`, weights and microbatches; returns summed losses and float32 gradients. The
-backward is placed by hand with `jax.vjp`: nothing differentiates the loops over ticks, and nothing
-is saved per tick, so memory does not grow with the number of microbatches.
+Takes a `StagedModel`, weights and microbatches, and returns summed losses and float32 gradients.
+The schedule calls each backward explicitly with `jax.vjp`. The loops over ticks are not
+differentiated and save nothing per tick, so memory does not grow with the number of microbatches.
 
-An action is one microbatch in one chunk of layers, forward or backward (`schedules.py`). At a tick
-every stage has a forward and a backward slot; stages differ by `where` masks and by the chunk that
-they are at (`chunks.py`).
+An action is one microbatch in one chunk of layers, forward or backward (`schedules.py`). At each
+tick, every stage has a forward and a backward slot. Stages differ in their `where` masks and in the
+chunk that they run (`chunks.py`).
 """
 
 from collections.abc import Callable
@@ -38,12 +38,12 @@ from jaxpar.sharding.params import join
 
 @jax.named_scope("between_stages")
 def _to_stage(x: jax.Array, step: int) -> jax.Array:
-    """An activation, or a gradient, to the stage `step` further."""
+    """Send an activation or a gradient to the stage `step` places further along."""
     return shift(x, PIPELINE, step)
 
 
 def forward_only(model: StagedModel, weights: Any, microbatches: Any, virtual: int) -> Sums:
-    """Loss sums without gradients, for evaluation, with or without stages."""
+    """Compute loss sums without gradients, for evaluation, with or without stages."""
     step = _step_of(model, weights, microbatches, virtual, None, "inputs")
     schedule, P = step.schedule, step.schedule.stages
 
@@ -53,11 +53,11 @@ def forward_only(model: StagedModel, weights: Any, microbatches: Any, virtual: i
         m, c = schedule.forward_action(jnp.clip(done, 0, schedule.num_actions - 1))
         ready = (done >= 0) & (done < schedule.num_actions) & (c == virtual - 1)
 
-        def with_loss():  # all stages call it, on the same ticks
+        def with_loss():  # all stages call it at the same ticks
             sums = model.head(step.top, y, take(microbatches, m))
             return jax.tree.map(jnp.add, carry["sums"], sums)
 
-        # Without stages every tick is ready, and a branch would hold up what the head gathers.
+        # Without stages, every tick is ready, and a branch would delay the head's gathers.
         sums = with_loss() if P == 1 else lax.cond(ready, with_loss, lambda: carry["sums"])
         return dict(x=_to_stage(y, 1), sums=sums), None
 
@@ -72,7 +72,7 @@ def forward_only(model: StagedModel, weights: Any, microbatches: Any, virtual: i
 
 @dataclass(frozen=True)
 class _Step:
-    """What the ticks of one step share."""
+    """The values that the ticks of a step share."""
 
     model: StagedModel
     top: Any
@@ -84,17 +84,17 @@ class _Step:
 
     @property
     def num_slots(self) -> int:
-        """Slots of the stash: the actions in flight, and one for what idle stages compute."""
+        """Number of stash slots: the actions in flight, and one for the results of idle stages."""
         return self.schedule.stash_size + (1 if self.model.stage_wide_collectives else 0)
 
     def blank(self) -> jax.Array:
-        """Zeros like the residual stream."""
+        """Return zeros like the residual stream."""
         first = take(self.microbatches, 0)
         aval = jax.eval_shape(lambda: self.model.embed(self.top, first))
         return varying(jnp.zeros(aval.shape, aval.dtype))
 
     def no_loss(self) -> Sums:
-        """Zeros like the loss sums."""
+        """Return zeros like the loss sums."""
         top, mb = self.top, take(self.microbatches, 0)
         return zeros_like_type(jax.eval_shape(lambda: self.model.head(top, self.blank(), mb)))
 
@@ -116,15 +116,16 @@ def one_f_one_b(
     virtual: int,
     save: Literal["residuals", "inputs"],
 ) -> tuple[Sums, Any]:
-    """Loss and gradients of a model split into stages over PIPELINE: interleaved 1F1B.
+    """Compute loss and gradients of a model split into stages over PIPELINE, by interleaved 1F1B.
 
-    Args:     trainable: {"top", "layers"}, varying over every axis; layers a tuple of this stage's
-              v chunks. frozen: as in `accumulate`. microbatches: a Batch of [M, ...]. scale: the
-              loss's cotangent. save: what the stash holds for the backward: the residuals of the
-              vjp under the named remat policy, or chunk inputs, from which chunks run again.
+    Args:     trainable: {"top", "layers"}, varying over every axis; layers is a tuple of this
+              stage's v chunks. frozen: as in `accumulate`. microbatches: a Batch of [M, ...].
+              scale: the loss's cotangent. save: what the stash stores for the backward: the
+              residuals of the VJP under the remat policy, or the inputs of chunks, whose forward
+              then runs again.
     Returns:  (loss sums over the local tokens, float32 gradients like `trainable`).
-    Communication: per tick, a permute of [B, T/(sequence*tensor), D] each way over PIPELINE;
-              that of embed and head.
+    Communication: per tick, a permute of [B, T/(sequence*tensor), D] in each direction over
+              PIPELINE; that of the embedding, the layers and the head.
     """
     step = _step_of(model, join(trainable, frozen), microbatches, virtual, scale, save)
     schedule, blank = step.schedule, step.blank()
@@ -137,7 +138,7 @@ def one_f_one_b(
         sums=step.no_loss(),
     )
     phases = schedule.phases()
-    if not model.stage_wide_collectives:  # idle stages rest: one loop, compiled once
+    if not model.stage_wide_collectives:  # idle stages skip work: one loop, compiled once
         phases = ((True, True, 0, phases[-1][-1]),)
     for forwards, backwards, start, stop in phases:
         tick = partial(_tick, step, forwards, backwards)
@@ -147,7 +148,7 @@ def one_f_one_b(
 
 
 def _tick(step: _Step, forwards: bool, backwards: bool, carry: dict, t: jax.Array):
-    """One forward and one backward slot. Both permutes are used a tick later: time to overlap."""
+    """Run one forward and one backward slot. The next tick reads the permutes, so they overlap."""
     carry = dict(carry)
     d_head = jnp.zeros_like(carry["x"])
     if forwards:
@@ -162,9 +163,9 @@ def _tick(step: _Step, forwards: bool, backwards: bool, carry: dict, t: jax.Arra
 
 
 def _forward(step: _Step, received: jax.Array, t: jax.Array, saved: Any):
-    """This stage's forward at tick t: its output, and the stash with what its backward needs.
+    """Run this stage's forward at tick t. Return its output and the updated stash.
 
-    Args:     saved: the stash; None for the output alone.
+    Args:     saved: the stash, or None if there is no backward.
     """
     s, schedule, model = lax.axis_index(PIPELINE), step.schedule, step.model
     i = t - s
@@ -185,7 +186,7 @@ def _forward(step: _Step, received: jax.Array, t: jax.Array, saved: Any):
             return y, saved if saved is None else [_put(step, saved[0], [x], i)]
         y, written = x, list[Any]()
         for segment, slots in zip(model.segments(chunk), saved, strict=True):
-            if written:  # XLA would write all segments' values at the end, and hold them till then
+            if written:  # XLA would keep all segments' values until the end and write them there
                 segment, written[-1] = lax.optimization_barrier((segment, written[-1]))
             y, vjp = vjp_segments.pullback(model, segment, y, context)
             written.append(_put(step, slots, jax.tree.leaves(vjp), i))
@@ -199,13 +200,16 @@ def _put(step: _Step, slots: Any, values: Any, i: jax.Array) -> Any:
 
 
 def _when(step: _Step, predicate: jax.Array, yes: Callable, no: Callable) -> Any:
-    """`yes()` on the ticks that need it. Without interleaving, in loops of their own: on all."""
+    """Return `yes()` at the ticks that need it, else `no()`.
+
+    Without interleaving, stage-wide loops contain only ticks that need it.
+    """
     every = step.schedule.virtual == 1 and step.model.stage_wide_collectives
     return yes() if every else lax.cond(predicate, yes, no)
 
 
 def _head(step: _Step, carry: dict, y: jax.Array, t: jax.Array):
-    """Loss of the microbatch that the last stage finished at this tick, and its gradients."""
+    """Compute loss and gradients of the microbatch that the last stage finished at this tick."""
     schedule, top = step.schedule, step.top
     done = t - (schedule.stages - 1)
     m, c = schedule.forward_action(jnp.clip(done, 0, schedule.num_actions - 1))
@@ -224,7 +228,7 @@ def _head(step: _Step, carry: dict, y: jax.Array, t: jax.Array):
 
 
 def _backward(step: _Step, carry: dict, d_head: jax.Array, t: jax.Array):
-    """This stage's backward at tick t: gradients added to their sums, and its input's gradient."""
+    """Run this stage's backward at tick t. Return gradient sums and the gradient of its input."""
     s, schedule, model = lax.axis_index(PIPELINE), step.schedule, step.model
     i = t - schedule.first_backward - (schedule.stages - 1 - s)
     valid = (i >= 0) & (i < schedule.num_actions)
@@ -238,7 +242,7 @@ def _backward(step: _Step, carry: dict, d_head: jax.Array, t: jax.Array):
         x = saved[0][0] if step.save == "inputs" else jnp.zeros_like(g)
         context = model.context(take(step.microbatches, m))
         _, vjps = vjp_segments.forward(model, chunk, x, context)
-        if step.save == "residuals":  # the forward just traced is then dead code; XLA drops it
+        if step.save == "residuals":  # the forward traced above is dead code that XLA removes
             with_saved = lambda vjp, a: jax.tree.unflatten(jax.tree.structure(vjp), a)  # noqa: E731
             vjps = list(map(with_saved, vjps, saved))
         return step.chunks.backward(sums, vjps, g, context, chunk, k)
@@ -248,7 +252,7 @@ def _backward(step: _Step, carry: dict, d_head: jax.Array, t: jax.Array):
 
 
 def _embed_backward(step: _Step, grads: dict, dx: jax.Array, t: jax.Array) -> dict:
-    """The embedding's gradient, when the first stage has finished a microbatch's first chunk."""
+    """Add the embedding's gradient once the first stage has finished a microbatch's first chunk."""
     schedule, top = step.schedule, step.top
     done = t - schedule.first_backward - (schedule.stages - 1)
     m, c, _ = schedule.backward_action(jnp.clip(done, 0, schedule.num_actions - 1))
@@ -264,7 +268,7 @@ def _embed_backward(step: _Step, grads: dict, dx: jax.Array, t: jax.Array) -> di
 
 
 def _empty_stash(step: _Step, blank: jax.Array) -> Any:
-    """Slots for the residuals of each segment of a chunk, or for its input, as of one segment."""
+    """Create slots for the residuals of each segment of a chunk, or for the chunk's input."""
     if step.save == "inputs":
         return stash.empty([[jax.typeof(blank)]], step.num_slots)
     context = step.model.context(take(step.microbatches, 0))

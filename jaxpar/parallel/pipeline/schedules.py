@@ -1,17 +1,17 @@
 """The interleaved 1F1B schedule of a pipeline, as arithmetic.
 
-P stages (devices along PIPELINE), v chunks of layers on each, M microbatches. Chunk c of stage s
-is the (c*P + s)-th part of the model. An action is one microbatch in one chunk, forward or
-backward. All stages run their actions in the same order, one forward and one backward per tick, in
-lock-step:
+There are P stages (devices along PIPELINE), v chunks of layers per stage, and M microbatches. Chunk
+c of stage s is the (c*P + s)-th part of the model. An action is one microbatch in one chunk,
+forward or backward. All stages run their actions in the same order and in lockstep, one forward and
+one backward per tick:
 
     forward  of action i on stage s at tick  i + s
     backward of action i on stage s at tick  (v*P - 1) + i + (P - 1 - s)
 
-Three loops do all the work: forward only, both, backward only. One loop that always does both would
-double the bubble, unless stages rest in idle slots. Methods take ints and traced values alike.
+Three loops run the ticks: forward only, both, backward only. A single loop that always does both
+would double the bubble, unless idle stages skip their work. Methods accept ints and traced values.
 
-Source:   Narayanan et al. 2021 (2104.04473), section 2.2, made lock-step.
+Source:   Narayanan et al. 2021 (2104.04473), section 2.2, in lockstep.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Schedule:
-    """When each stage runs what."""
+    """Which action each stage runs at each tick."""
 
     stages: int
     virtual: int
@@ -27,7 +27,7 @@ class Schedule:
 
     @property
     def num_actions(self) -> int:
-        """Forward (or backward) actions of one stage."""
+        """Number of forward (or backward) actions of one stage."""
         return self.microbatches * self.virtual
 
     @property
@@ -37,11 +37,11 @@ class Schedule:
 
     @property
     def stash_size(self) -> int:
-        """Actions that may wait for their backward at once: the longest wait plus one."""
+        """Maximum number of actions that wait for their backward: the longest wait plus one."""
         return 2 * self.virtual * self.stages - 1
 
     def phases(self) -> tuple[tuple[bool, bool, int, int], ...]:
-        """(run forwards, run backwards, first tick, past the last tick) of the three loops."""
+        """Return (run forwards, run backwards, first tick, end tick) of each of the three loops."""
         both, end = self.first_backward, self.num_actions + self.stages - 1
         stop = self.num_actions + self.virtual * self.stages + self.stages - 2
         loops = ((True, False, 0, both), (True, True, both, end), (False, True, end, stop))
@@ -49,19 +49,22 @@ class Schedule:
 
     @property
     def duration(self) -> int:
-        """Length of a step, in times of one chunk's forward plus backward.
+        """Length of a step, in units of one chunk's forward plus backward.
 
-        v*M + P - 1, of which P - 1 are bubble: the textbook figure.
+        v*M + P - 1, of which P - 1 are the bubble.
         """
         return self.num_actions + self.stages - 1
 
     def forward_action(self, i):
-        """(microbatch, chunk) of the i-th forward: P microbatches go through a chunk at a time."""
+        """Return (microbatch, chunk) of the i-th forward. Chunks change every P microbatches."""
         round_, rest = i // (self.virtual * self.stages), i % (self.virtual * self.stages)
         return round_ * self.stages + rest % self.stages, rest // self.stages
 
     def backward_action(self, i):
-        """(microbatch, chunk, index of its forward) of the i-th backward: chunks in reverse."""
+        """Return (microbatch, chunk, index of its forward) of the i-th backward.
+
+        Chunks are in reverse order.
+        """
         microbatch, chunk = self.forward_action(i)
         chunk = self.virtual - 1 - chunk
         round_, place = microbatch // self.stages, microbatch % self.stages

@@ -1,4 +1,4 @@
-"""Collectives between the stages of the pipeline."""
+"""Collectives over the pipeline stages."""
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +9,11 @@ from jaxpar.sharding.axes import PIPELINE
 
 
 def broadcast_from_last_stage(x: jax.Array) -> jax.Array:
-    """The last pipeline stage's value, on every stage.
+    """Broadcast the last pipeline stage's value to every stage.
 
     Args:     x: any shape; read on the last stage only.
-    Communication: all-reduce over PIPELINE, and again in the backward (the sum of the cotangents
-              arrives on the last stage, zeros on the others).
+    Communication: all-reduce over PIPELINE, and again in the backward, where the last stage
+              receives the sum of the cotangents and the others zeros.
     """
     n = lax.axis_size(PIPELINE)
     if n == 1:
@@ -23,7 +23,7 @@ def broadcast_from_last_stage(x: jax.Array) -> jax.Array:
 
 
 def sum_over_stages(x: jax.Array) -> jax.Array:
-    """The sum over pipeline stages, on every stage. Transpose: itself.
+    """Sum over pipeline stages, with the result on every stage. Transpose: itself.
 
     Communication: all-reduce over PIPELINE, forward and backward.
     """

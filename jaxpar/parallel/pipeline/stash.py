@@ -1,8 +1,8 @@
-"""The activation stash: what forwards leave for the backwards of the microbatches in flight.
+"""The activation stash: values saved by forwards for the backwards of microbatches in flight.
 
-A ring of slots for each array: under `residuals`, those of each segment's pullback; under `inputs`,
-the chunk's input, from which the backward computes the chunk again. The i-th forward writes slot
-i mod `Schedule.stash_size`.
+Each array has a ring of slots. With `residuals`, the arrays are the residuals of each segment's
+pullback. With `inputs`, the stash holds the chunk's input, and the backward recomputes the chunk.
+The i-th forward writes slot i mod `Schedule.stash_size`.
 """
 
 from collections.abc import Callable
@@ -19,9 +19,9 @@ from jaxpar.parallel.staged_model import take
 
 
 def empty(types: Any, num_slots: int) -> Any:
-    """Slots for values of these types.
+    """Create slots for values of these types.
 
-    Slots on the device start as memory is found: zeros would be tens of GB that every step writes.
+    Slots on the device are uninitialized, because zeros would be tens of GB to write in every step.
     An idle stage reads the slot of its first or last action, which has been written by then.
     """
     return jax.tree.map(partial(_empty, num_slots), types)
@@ -29,14 +29,15 @@ def empty(types: Any, num_slots: int) -> Any:
 
 def _empty(num_slots: int, aval: Any) -> jax.Array:
     shape = (num_slots, *aval.shape)
-    if aval.memory_space != jax.memory.Space.Device:  # saved there by the remat policy
+    if aval.memory_space != jax.memory.Space.Device:  # the remat policy saves it on the host
         return jax.device_put(varying(jnp.zeros(shape, aval.dtype)), aval.memory_space)
     return varying(lax.empty(shape, aval.dtype))
 
 
 def residual_types(vjps_of: Callable[[jax.Array], list[Any]], x: jax.Array) -> list[list[Any]]:
-    """Types of the residuals of each pullback. (`eval_shape` returns no memory space under
-    shard_map.)
+    """Return the types of each pullback's residuals.
+
+    (The result of `eval_shape` would have no memory spaces under `shard_map`.)
 
     Args:     vjps_of: a chunk's input -> the pullbacks of its segments.
     """
@@ -51,7 +52,7 @@ def residual_types(vjps_of: Callable[[jax.Array], list[Any]], x: jax.Array) -> l
 
 
 def put(stash: Any, values: Any, i: jax.Array, schedule: Schedule, num_slots: int) -> Any:
-    """The stash with the values of the i-th forward; those of an idle slot go to the last slot."""
+    """Write the values of the i-th forward. Those of idle stages go to the last slot."""
     valid = (i >= 0) & (i < schedule.num_actions)
     slot = jnp.where(valid, i % schedule.stash_size, num_slots - 1)
     write = lambda r, a: lax.dynamic_update_index_in_dim(r, a, slot, 0)  # noqa: E731
@@ -59,5 +60,5 @@ def put(stash: Any, values: Any, i: jax.Array, schedule: Schedule, num_slots: in
 
 
 def get(stash: Any, forward: jax.Array, schedule: Schedule) -> Any:
-    """The values of a forward, by its number."""
+    """Read the values of a forward, given its index."""
     return take(stash, forward % schedule.stash_size)

@@ -1,1 +1,1 @@
-"""The tensor axis: a sequence that is cut over it, collectives by permutes."""
+"""The tensor axis: sequences sharded over it, and collectives built from permutes."""

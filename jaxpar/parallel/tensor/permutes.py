@@ -1,14 +1,15 @@
-"""All-gather and reduce-scatter of activations as permutes, each straight to its destination.
+"""All-gather and reduce-scatter of activations by permutes that send directly to their targets.
 
-NCCL's all-gather and reduce-scatter are kernels: they hold multiprocessors that concurrent matmuls
-want, and wait until some are free. XLA can move a permute between the GPUs of one process with
-their copy engines instead (`--xla_gpu_collective_permute_mode=peer`), at 380 GB/s on an H200, where
-NCCL reaches 130 next to matmuls. So each collective here is n - 1 permutes of the same bytes.
-A collective matmul does not need the shards concatenated: `gather_shards` returns them one by one,
-so that a device can begin with its own.
+NCCL's all-gather and reduce-scatter are kernels: they occupy multiprocessors that concurrent
+matmuls need, and wait until some are free. Between the GPUs of one process, XLA can run a permute
+on copy engines instead (`--xla_gpu_collective_permute_mode=peer`). On an H200 these reach 380 GB/s,
+while NCCL reaches 130 next to matmuls. Each collective here consists of n - 1 permutes, one to each
+other device, and moves the same number of bytes. A collective matmul does not need the shards
+concatenated: `gather_shards` returns them separately, so a device can start with its own shard.
 
-A permute synchronizes all devices of the program, whoever sends; an all-to-all only those along its
-axis. `all_to_all_gather` and `all_to_all_reduce_scatter` serve code that only some devices reach.
+A permute synchronizes all devices of the program, whichever devices send. An all-to-all
+synchronizes only those along its axis. `all_to_all_gather` and `all_to_all_reduce_scatter` are for
+code that only some devices reach.
 """
 
 import functools
@@ -20,7 +21,7 @@ from jax import lax
 
 
 def ring_all_gather(x: jax.Array, axis: str, dim: int) -> jax.Array:
-    """All-gather: the shards of `dim` held across `axis`, concatenated.
+    """All-gather by direct permutes: concatenate the shards of `dim` held across `axis`.
 
     Args:     x: varying over every axis, `dim` of size d.
     Returns:  `dim` of size d * n.
@@ -30,7 +31,7 @@ def ring_all_gather(x: jax.Array, axis: str, dim: int) -> jax.Array:
 
 
 def ring_reduce_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
-    """Reduce-scatter: the sum of x over `axis`, each device keeping its shard of `dim`.
+    """Reduce-scatter by direct permutes: sum x over `axis` and keep this device's shard of `dim`.
 
     Args:     x: varying over every axis, `dim` of size d * n.
     Returns:  `dim` of size d, x's dtype.
@@ -41,9 +42,10 @@ def ring_reduce_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def gather_shards(x: jax.Array, axis: str) -> tuple[jax.Array, ...]:
-    """The shards held across `axis` in ring order: this device's first, then the next one's.
+    """Gather the shards held across `axis` as separate arrays.
 
     Args:     x: varying over every axis.
+    Returns:  the shards in cyclic order of devices, starting with this device's.
     Communication: n - 1 permutes of x over `axis`; its transpose is `reduce_shards`.
     """
     n = lax.axis_size(axis)
@@ -52,12 +54,12 @@ def gather_shards(x: jax.Array, axis: str) -> tuple[jax.Array, ...]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def reduce_shards(parts: tuple[jax.Array, ...], axis: str) -> jax.Array:
-    """The sum over `axis` of each device's contribution to this one's shard.
+    """Sum the contributions of all devices along `axis` to this device's shard.
 
-    Contributions travel in their own dtype and are summed in float32, in one pass.
+    Contributions are sent in their own dtype and summed in float32, in one pass.
 
-    Args:     parts: in ring order: the contribution to this device's shard, then to the next one's.
-    Returns:  as one of them.
+    Args:     parts: contributions to each device's shard, in cyclic order, this device's first.
+    Returns:  an array of the shape and dtype of one part.
     Communication: n - 1 permutes of a part over `axis`; its transpose is `gather_shards`.
     """
     n = lax.axis_size(axis)
@@ -70,11 +72,14 @@ def reduce_shards(parts: tuple[jax.Array, ...], axis: str) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def concatenate_shards(parts: tuple[jax.Array, ...], axis: str, dim: int) -> jax.Array:
-    """Arrays in ring order, concatenated in the order of devices. Transpose: `split_shards`."""
+    """Concatenate arrays in the order of devices. Transpose: `split_shards`.
+
+    Args:     parts: one array per device, in cyclic order, starting with this device's.
+    """
     n, size = lax.axis_size(axis), parts[0].shape[dim]
     if n == 1:
         return parts[0]
-    # A slice of the shards laid out twice. XLA makes one copy of it.
+    # Slice the shards out of two consecutive copies. XLA makes a single copy of this.
     round_trip = jnp.concatenate([*parts, *parts[:-1]], axis=dim)
     first = (n - lax.axis_index(axis)) % n * size
     return lax.dynamic_slice_in_dim(round_trip, first, n * size, dim)
@@ -82,7 +87,10 @@ def concatenate_shards(parts: tuple[jax.Array, ...], axis: str, dim: int) -> jax
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def split_shards(x: jax.Array, axis: str, dim: int) -> tuple[jax.Array, ...]:
-    """`dim` split into one shard per device, in ring order. Transpose: `concatenate_shards`."""
+    """Split `dim` into one shard per device. Transpose: `concatenate_shards`.
+
+    Returns:  the shards in cyclic order of devices, starting with this device's.
+    """
     n, rank = lax.axis_size(axis), lax.axis_index(axis)
     if n == 1:
         return (x,)
@@ -93,7 +101,7 @@ def split_shards(x: jax.Array, axis: str, dim: int) -> tuple[jax.Array, ...]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def all_to_all_gather(x: jax.Array, axis: str, dim: int) -> jax.Array:
-    """`ring_all_gather` that synchronizes only the devices along `axis`.
+    """All-gather that synchronizes only the devices along `axis`.
 
     Communication: an all-to-all over `axis` that sends x to every device; its transpose is
               `all_to_all_reduce_scatter`.
@@ -108,7 +116,7 @@ def all_to_all_gather(x: jax.Array, axis: str, dim: int) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def all_to_all_reduce_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
-    """`ring_reduce_scatter` that synchronizes only the devices along `axis`, summed in their order.
+    """Reduce-scatter that synchronizes only the devices along `axis` and sums in their order.
 
     Communication: an all-to-all of x over `axis`; its transpose is `all_to_all_gather`.
     """
@@ -123,12 +131,12 @@ def all_to_all_reduce_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
 
 
 def _ring(n: int, step: int) -> list[tuple[int, int]]:
-    """The permutation that sends every device's value `step` places further along the ring."""
+    """Return the permutation that sends each device's value directly to device i + step mod n."""
     return [(i, (i + step) % n) for i in range(n)]
 
 
 def _transposed(forward: Any, backward: Any) -> None:
-    """Make `backward` the transpose of `forward`, of the same axis (and dim)."""
+    """Make `backward` the transpose of `forward`, with the same axis (and dim)."""
 
     def transpose(*arguments: Any) -> tuple[Any]:
         *where, _, g = arguments

@@ -1,4 +1,4 @@
-"""Collectives of a sequence that is sharded over the tensor axis."""
+"""Collectives for a sequence that is sharded over the tensor axis."""
 
 import jax
 from jax import lax
@@ -8,12 +8,13 @@ from jaxpar.sharding.axes import PIPELINE, TENSOR
 
 
 def gather_sequence(x: jax.Array) -> jax.Array:
-    """Collect the sequence shards held across TENSOR, before a column-parallel matmul.
+    """Gather the sequence shards held across TENSOR, before a column-parallel matmul.
 
     Args:     x: [B, T/(sequence*tensor), D], varying over every axis.
     Returns:  [B, T/sequence, D].
-    Communication: `permutes.ring_all_gather` over TENSOR; with pipeline stages, which may each run
-              a branch of their own, `all_to_all_gather`. Its transpose is `scatter_sequence`.
+    Communication: an all-gather over TENSOR, `permutes.ring_all_gather`; with pipeline stages,
+              which may run different branches, `permutes.all_to_all_gather`. The transpose is
+              `scatter_sequence`.
     Source:   Korthikanti et al. 2022 (2205.05198), section 4.2.2.
     """
     staged = lax.axis_size(PIPELINE) > 1
@@ -22,12 +23,12 @@ def gather_sequence(x: jax.Array) -> jax.Array:
 
 
 def scatter_sequence(x: jax.Array) -> jax.Array:
-    """Add the partial results of a row-parallel matmul, keeping one sequence shard.
+    """Sum the partial results of a row-parallel matmul and keep this rank's sequence shard.
 
     Args:     x: [B, T/sequence, D], a partial sum on each rank of TENSOR.
     Returns:  [B, T/(sequence*tensor), D].
-    Communication: `permutes.ring_reduce_scatter` over TENSOR; with pipeline stages,
-              `all_to_all_reduce_scatter`. Its transpose is `gather_sequence`.
+    Communication: a reduce-scatter over TENSOR, `permutes.ring_reduce_scatter`; with pipeline
+              stages, `permutes.all_to_all_reduce_scatter`. The transpose is `gather_sequence`.
     Source:   Korthikanti et al. 2022 (2205.05198), section 4.2.2.
     """
     staged = lax.axis_size(PIPELINE) > 1

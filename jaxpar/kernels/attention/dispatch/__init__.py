@@ -1,1 +1,1 @@
-"""Which backend of attention a request gets, and why."""
+"""The choice of an attention backend."""

@@ -1,7 +1,7 @@
-"""What each attention backend can do: one declared table, and the refusals that follow from it.
+"""The capabilities of each attention backend, and the reasons for which it refuses a request.
 
-A backend serves a request only if every column of its row in `CAPABILITIES` allows it. The columns
-are the truth about what a kernel computes exactly; a new backend starts by declaring them.
+A backend serves a request only if every field of its row in `CAPABILITIES` allows it. Start a new
+backend by declaring its capabilities here.
 """
 
 import os
@@ -17,25 +17,25 @@ from jaxpar.kernels.platform import Platform
 type Direction = Literal["forward", "backward"]
 type Kind = Literal["causal", "window", "packed", "general"]
 
-#: XLA flags under which cuDNN's attention backward adds in one order.
+#: XLA flags that make cuDNN's attention backward deterministic.
 DETERMINISM_FLAGS = ("--xla_gpu_deterministic_ops", "--xla_gpu_exclude_nondeterministic_ops")
 
 
 @dataclass(frozen=True)
 class Capability:
-    """What a backend computes exactly; None stands for no limit.
+    """The requests that a backend supports. None means no limit.
 
-    compute_capability   the one NVIDIA compute capability that it is written for.
-    needs_gpu            it runs on NVIDIA GPUs only.
-    dtypes               of q, k and v.
-    head_dims            a range from the first of equal steps, or the sizes one by one.
-    before_hopper        less than all that, below compute capability 9.0: the largest head dim, and
-                         no packed documents.
-    needs_order          only the text's own order (`AttentionMask.in_order`).
-    needs_max_segments   packed documents need `AttentionMask.max_segments`.
-    lse_gradient         the backward takes a cotangent of the log-sum-exp.
-    deterministic        the backward gives the same bits each time: always, on request, or only
-                         under one of DETERMINISM_FLAGS.
+    compute_capability   The only NVIDIA compute capability that it supports.
+    needs_gpu            It runs only on NVIDIA GPUs.
+    dtypes               Dtypes of q, k and v.
+    head_dims            A range of multiples, or a tuple of sizes.
+    before_hopper        Largest head dim below compute capability 9.0, where packed documents are
+                         not supported either.
+    needs_order          Only tokens in text order (`AttentionMask.in_order`).
+    needs_max_segments   Packed documents need `AttentionMask.max_segments`.
+    lse_gradient         The backward accepts a cotangent of the log-sum-exp.
+    deterministic        When the backward is reproducible bit for bit: always, on request, or only
+                         with one of DETERMINISM_FLAGS.
     """
 
     needs_gpu: bool
@@ -49,14 +49,14 @@ class Capability:
     deterministic: Literal["always", "on request", "by XLA flag"]
 
 
-#: In the order of preference where nothing is measured (`choice.py`).
+#: The backends, in order of preference for shapes without measurements (`choice.py`).
 CAPABILITIES: dict[str, Capability] = {
     "cudnn": Capability(
         needs_gpu=True,
         compute_capability=None,
         dtypes=("bfloat16", "float16"),
         head_dims=range(8, 257, 8),
-        before_hopper=128,  # as JAX's own entry to these kernels has it
+        before_hopper=128,  # the limit in JAX's own function for these kernels
         needs_order=True,
         needs_max_segments=True,
         lse_gradient=False,
@@ -89,12 +89,12 @@ CAPABILITIES: dict[str, Capability] = {
 
 @dataclass(frozen=True)
 class Request:
-    """One direction of one call: its shape, what its mask knows, and what is asked of it.
+    """One direction of one call: its shapes, its mask, and its requirements.
 
-    kind            of mask: general (any positions), packed (documents in order), window (one
-                    document, sliding window), causal.
-    deterministic   the backward must give the same bits each time.
-    lse_gradient    the backward must take a cotangent of the log-sum-exp.
+    kind            Kind of mask: general (any positions), packed (documents in text order), window
+                    (one document, sliding window) or causal.
+    deterministic   The backward must be reproducible bit for bit.
+    lse_gradient    The backward must accept a cotangent of the log-sum-exp.
     """
 
     direction: Direction
@@ -124,7 +124,7 @@ def make_request(
     deterministic: bool = False,
     lse_gradient: bool = False,
 ) -> Request:
-    """The request that a call makes of a backend; arrays or their shapes will do."""
+    """Return the request for one direction of a call. q and k are arrays or their shapes."""
     B, T, H, D = q.shape
     return Request(
         direction=direction,
@@ -146,7 +146,7 @@ def make_request(
 
 
 def kind_of(mask: AttentionMask) -> Kind:
-    """The kind of mask that measurements are kept by."""
+    """Return the kind of a mask, by which measurements are classified."""
     if not mask.in_order:
         return "general"
     if mask.q_segments is not None:
@@ -155,7 +155,7 @@ def kind_of(mask: AttentionMask) -> Kind:
 
 
 def refusal(backend: str, request: Request) -> str | None:
-    """Why a backend cannot serve a request, every reason; None when it can."""
+    """Return all reasons why a backend cannot serve a request, or None if it can."""
     able = CAPABILITIES[backend]
     reasons = [_wrong_device(able, request.platform), _wrong_arrays(able, request)]
     if request.direction == "backward":
@@ -177,19 +177,19 @@ def _wrong_device(able: Capability, platform: Platform) -> str | None:
 
 def _wrong_arrays(able: Capability, request: Request) -> str | None:
     if request.dtype not in able.dtypes:
-        return f"it computes in {' or '.join(able.dtypes)}, and q is {request.dtype}"
+        return f"it supports {' or '.join(able.dtypes)}, and q is {request.dtype}"
     if able.head_dims is not None and request.D not in able.head_dims:
-        return f"it takes head dims that are {in_words(able.head_dims)}, and this is {request.D}"
+        return f"head dims must be {in_words(able.head_dims)}, and q has head dim {request.D}"
     if able.before_hopper is not None and _is_before_hopper(request.platform):
         there = f"and {request.platform.kind} has {request.platform.compute_capability}"
         if able.before_hopper < request.D:
             return f"head dims above {able.before_hopper} need compute capability 9.0, {there}"
         if request.packed:
-            return f"it takes packed documents from compute capability 9.0 on, {there}"
+            return f"packed documents need compute capability 9.0, {there}"
     if able.needs_order and not request.in_order:
-        return "it knows only the text's own order, and these positions are permuted or gathered"
+        return "it supports only tokens in text order, and these are permuted or gathered"
     if able.needs_max_segments and request.packed and request.max_segments is None:
-        return "it takes documents by offset, and mask.max_segments is not given"
+        return "packed documents need mask.max_segments, which is not set"
     return None
 
 
@@ -200,7 +200,7 @@ def _is_before_hopper(platform: Platform) -> bool:
 
 def _wrong_backward(able: Capability, request: Request) -> str | None:
     if request.lse_gradient and not able.lse_gradient:
-        return "it gives no gradient of the log-sum-exp"
+        return "it has no gradient of the log-sum-exp"
     by_flag = able.deterministic == "by XLA flag"
     if request.deterministic and by_flag and not xla_is_deterministic():
         return f"its backward is deterministic only with {DETERMINISM_FLAGS[0]}=true in XLA_FLAGS"
@@ -208,7 +208,7 @@ def _wrong_backward(able: Capability, request: Request) -> str | None:
 
 
 def in_words(head_dims: Sequence[int]) -> str:
-    """ "multiples of 8 up to 256", or "64, 128 or 256"."""
+    """Format head dims as "multiples of 8 up to 256", or "64, 128 or 256"."""
     if isinstance(head_dims, range):
         return f"multiples of {head_dims.step} up to {head_dims[-1]}"
     *most, last = map(str, head_dims)
@@ -216,7 +216,7 @@ def in_words(head_dims: Sequence[int]) -> str:
 
 
 def xla_is_deterministic() -> bool:
-    """Whether XLA_FLAGS asks for deterministic kernels; of a flag given twice, the last counts."""
+    """Return whether XLA_FLAGS requests deterministic kernels. The last of repeated flags wins."""
     given = {}
     for word in os.environ.get("XLA_FLAGS", "").split():
         name, equals, value = word.partition("=")

@@ -1,7 +1,7 @@
-"""Which kernels serve a call: forward and backward apart, by measurement where there is one.
+"""The choice of kernels for a call, by measurements if there are any.
 
-All backends give the log-sum-exp alike, float32 in natural logarithm, so the forward of one goes
-with the backward of another.
+Forward and backward are chosen separately. All backends return the same log-sum-exp, float32 in
+natural logarithm, so the forward of one works with the backward of another.
 """
 
 from collections.abc import Sequence
@@ -26,12 +26,12 @@ from jaxpar.kernels.platform import Platform
 
 @dataclass(frozen=True)
 class Choice:
-    """The kernels of a call; hashable, so that it can be a static argument.
+    """The kernels of a call. Hashable, so it can be a static argument.
 
-    forward, backward    names of backends.
-    *_blocks             sizes for a backend that has them to choose, or None.
-    deterministic        the backward gives the same bits each time.
-    reason               why these, for the log.
+    forward, backward    Names of backends.
+    *_blocks             Block sizes of a backend that is tunable, or None.
+    deterministic        The backward is reproducible bit for bit.
+    reason               Reasons for the choice, for the log.
     """
 
     forward: str
@@ -42,7 +42,7 @@ class Choice:
     reason: str = ""
 
     def __str__(self) -> str:
-        """In one line, for the log."""
+        """Describe the choice in one line, for the log."""
         both = f"forward {self.forward}, backward {self.backward}"
         names = self.forward if self.forward == self.backward else both
         return f"{names} ({self.reason})" if self.reason else names
@@ -50,11 +50,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class _Pick:
-    """The kernel of one direction."""
+    """The chosen kernel of one direction."""
 
     backend: str
     blocks: ForwardBlocks | BackwardBlocks | None
-    deterministic: bool  # though nobody may have asked
+    deterministic: bool  # even if not requested
     why: str
 
 
@@ -68,23 +68,24 @@ def choose(
     deterministic: bool = False,
     need_lse_gradient: bool = False,
 ) -> Choice:
-    """The kernels that will serve a call: the named backend's, or for "auto" the best that can.
+    """Choose the kernels for a call: those of the named backend, or with "auto" the fastest.
 
-    Of the backends that can serve a direction, "auto" takes the one that was fastest at the
-    nearest measured shape (`measurements.fastest`). Where no measurement fits, it takes cudnn if
-    that can, else pallas_hopper, else reference; and block sizes are those of
-    `kernels/attention/hopper/blocks.py`. reference, which holds every score, is never taken where
-    another can serve.
+    Of the backends that support a direction, "auto" takes the one that was fastest at the nearest
+    measured shape (`measurements.fastest`). Without a suitable measurement, it takes the first of
+    cudnn, pallas_hopper and reference that supports the call, with the default block sizes of
+    `kernels/attention/hopper/blocks.py`. reference stores all scores, so it is chosen only if no
+    other backend supports the call.
 
-    Args:     backend: "auto" or a name. q: [B, T, H, K], k: [B, S, G, K], local; shapes will do.
-              platform: None: that of the first device. deterministic: the backward must give the
-              same bits each time. need_lse_gradient: it must take a cotangent of `lse`.
-    Raises:   ValueError for an unknown backend, or a named one that cannot serve the call, naming
-              those that can.
+    Args:     backend: "auto" or a name. q: [B, T, H, K], k: [B, S, G, K], local arrays or their
+              shapes. platform: defaults to that of the first device. deterministic: require a
+              backward that is reproducible bit for bit. need_lse_gradient: require a backward that
+              accepts a cotangent of `lse`.
+    Raises:   ValueError for an unknown backend, or for a named one that does not support the call,
+              naming those that do.
     """
     if backend != "auto" and backend not in CAPABILITIES:
         allowed = ", ".join(["auto", *CAPABILITIES])
-        raise ValueError(f"attention backend {backend!r} is none of {allowed}")
+        raise ValueError(f"attention backend {backend!r}: must be one of {allowed}")
     platform = platform or Platform.here()
     ask = dict(deterministic=deterministic, lse_gradient=need_lse_gradient)
     forward, backward = (
@@ -100,7 +101,7 @@ def choose(
 
 
 def explain(backend: str, q, k, mask: AttentionMask, **options) -> str:
-    """What `choose` chooses, and why, in one line for the log."""
+    """Describe the choice of `choose` and its reasons in one line, for the log."""
     return str(choose(backend, q, k, mask, **options))
 
 
@@ -109,7 +110,9 @@ def _pick(backend: str, request: Request) -> _Pick:
     able = [name for name, why in refused.items() if why is None]
     if backend != "auto" and backend not in able:
         can = ", ".join(able) or "none"
-        raise ValueError(f"attention backend {backend!r}: {refused[backend]}. Can serve it: {can}.")
+        raise ValueError(
+            f"attention backend {backend!r}: {refused[backend]}. Backends that can: {can}."
+        )
     named = [backend] if backend != "auto" else able
     row = fastest(_rows(request.platform), request, named)
     chosen = named[0] if row is None else row.backend
@@ -137,7 +140,7 @@ def _default_blocks(backend: str, request: Request) -> ForwardBlocks | BackwardB
 def _evidence(
     chosen: str, row: Measurement | None, rivals: list[str], request: Request
 ) -> list[str]:
-    """What speaks for the choice, where there was one between backends or block sizes."""
+    """Return the evidence for a choice, if there was one between backends or block sizes."""
     if row is not None:
         shape = ", ".join(f"{name} {getattr(row, name)}" for name in ("B", "T", "S", "H", "G"))
         return [f"measured on {request.platform.kind} at {shape}"]

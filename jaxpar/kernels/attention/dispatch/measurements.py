@@ -1,7 +1,7 @@
-"""The committed measurements that `auto` chooses by: one JSON file per kind of GPU in `measured/`.
+"""The committed measurements that `auto` uses for its choice: one JSON file per GPU in `measured/`.
 
-A file says what it was measured with ("gpu", "jax", "cudnn", "commit", "command", and any other
-conditions) and holds "rows": one per direction, backend, shape and block sizes.
+A file records its conditions ("gpu", "jax", "cudnn", "commit", "command" and others) and "rows":
+one per direction, backend, shape and block sizes.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from jaxpar.kernels.attention.hopper.blocks import BackwardBlocks, ForwardBlocks
 #: The class of block sizes of each direction.
 BLOCKS: dict[str, type] = {"forward": ForwardBlocks, "backward": BackwardBlocks}
 
-#: Backends with block sizes to choose.
+#: Backends with tunable block sizes.
 TUNED = ("pallas_hopper",)
 
 _CONDITIONS = {"gpu": str, "jax": str, "cudnn": int, "commit": str, "command": str, "rows": list}
@@ -33,10 +33,10 @@ _CHOICES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One measurement. `ms` decides; `tflops` is for the reader.
+    """One measurement. Choices compare `ms`; `tflops` is informative.
 
-    deterministic       of a backward: the same bits each time.
-    window, documents   what the mask was, where it had one; told, not compared.
+    deterministic       Whether a backward is reproducible bit for bit.
+    window, documents   Details of the mask, for information only.
     """
 
     direction: str
@@ -58,15 +58,15 @@ class Measurement:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """What makes two measurements comparable, besides direction, kind and D."""
+        """The sizes that comparable measurements share, in addition to direction, kind and D."""
         return self.B, self.T, self.S, self.H, self.G
 
 
 @functools.cache
 def measurements(gpu: str) -> tuple[Measurement, ...]:
-    """The rows for a kind of GPU, by the name JAX gives it; none if nobody measured it.
+    """Return the rows for a GPU, given its name in JAX. Empty if there are no measurements.
 
-    Raises:   ValueError for a file that is not as this module says.
+    Raises:   ValueError for a malformed file.
     """
     folder = resources.files("jaxpar.kernels.attention.dispatch") / "measured"
     file = folder / file_name(gpu)
@@ -74,20 +74,20 @@ def measurements(gpu: str) -> tuple[Measurement, ...]:
 
 
 def file_name(gpu: str) -> str:
-    """ "NVIDIA H200" -> "nvidia_h200.json"."""
+    """Return the file name for a GPU: "NVIDIA H200" -> "nvidia_h200.json"."""
     return gpu.lower().replace(" ", "_") + ".json"
 
 
 def parse(text: str, name: str, gpu: str) -> tuple[Measurement, ...]:
-    """The rows of a file's text.
+    """Parse the rows of a file's text.
 
-    Args:     name: of the file, for errors. gpu: what its "gpu" must be.
-    Raises:   ValueError naming file, row, field, value and what is allowed.
+    Args:     name: the file's name, for errors. gpu: the required value of "gpu".
+    Raises:   ValueError naming the file, row, field, value and valid values.
     """
     try:
         table = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{name}: is no JSON: {error}") from error
+        raise ValueError(f"{name}: is not valid JSON: {error}") from error
     _require(isinstance(table, dict), name, "file", table, "an object")
     for key, kind in _CONDITIONS.items():
         found = table.get(key)
@@ -105,7 +105,7 @@ def _row(values: Any, where: str) -> Measurement:
     _require(isinstance(values, dict), where, "row", values, "an object")
     fields = {field.name: field for field in dataclasses.fields(Measurement)}
     for name in values:
-        _require(name in fields, where, name, values[name], f"left out: know {', '.join(fields)}")
+        _require(name in fields, where, name, values[name], f"omitted; known: {', '.join(fields)}")
     for name, field in fields.items():
         given = name in values or field.default is not dataclasses.MISSING
         _require(given, where, name, None, "given")
@@ -149,16 +149,16 @@ def _is_positive(value: Any) -> bool:
 def fastest(
     rows: Sequence[Measurement], request: Request, able: Sequence[str]
 ) -> Measurement | None:
-    """The fastest of the able backends at the measured shape that is nearest to a request.
+    """Return the fastest of the able backends at the measured shape that is nearest to a request.
 
-    A shape counts if every able backend but reference was measured at it, in the request's
-    direction, kind of mask and head dim: so a backend never wins because its rival is missing. A
-    deterministic backward also serves who does not ask for one: on short documents it is faster.
-    The nearest has the least distance, in powers of two, of T x S; among equals, of the query
-    heads per KV head; then of batch x query heads. There is no limit to the distance. The dtype
-    is not compared: both that are measured have 16 bits.
+    A shape counts if every able backend except reference was measured at it, with the request's
+    direction, kind of mask and head dim, so a backend never wins because another was not measured.
+    A deterministic backward is also considered if it was not requested, because it is faster on
+    short documents. The nearest shape has the smallest distance, in powers of two, of T x S; among
+    equals, of the query heads per KV head; then of batch x query heads. There is no limit on the
+    distance. Dtypes are not compared, because both measured ones have 16 bits.
 
-    Returns:  a row, or None when no shape counts.
+    Returns:  a row, or None if no shape counts.
     """
     rivals = set(able) - {"reference"}
     wanted = _comparable(request)
@@ -175,7 +175,7 @@ def fastest(
 
 
 def _comparable(of: Measurement | Request) -> tuple:
-    """What must be equal for a measurement to speak for a request."""
+    """Return the values in which a measurement must agree with a request."""
     return of.direction, of.kind, of.D
 
 

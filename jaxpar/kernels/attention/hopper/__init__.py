@@ -1,1 +1,1 @@
-"""Attention for Hopper GPUs, in Pallas."""
+"""Attention kernels for Hopper GPUs, in Pallas."""

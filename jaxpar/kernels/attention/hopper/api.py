@@ -1,7 +1,7 @@
-"""Our own attention kernels for Hopper GPUs, in Pallas (Mosaic GPU).
+"""Attention kernels for Hopper GPUs, in Pallas (Mosaic GPU).
 
-This module brings a request to whole tiles and picks the kernels; `tiles.py` says what a mask
-becomes, `forward.py`, `backward.py` and `dq.py` compute.
+This module pads inputs to full tiles and selects the kernels. `tiles.py` converts masks to lists of
+tiles. The kernels are in `forward.py`, `backward.py` and `dq.py`.
 """
 
 import jax
@@ -21,16 +21,17 @@ from jaxpar.kernels.attention.hopper.mma import LOG2E, MULTIPROCESSORS
 from jaxpar.kernels.attention.hopper.tiles import bounds_of, key_visits, padding, query_visits
 from jaxpar.kernels.attention.mask import AttentionMask
 
-#: CTAs of the forward: four for each multiprocessor. One for each is as fast alone; but where NCCL
-#: holds some of them, those CTAs would wait for it to end, and then do a whole share of the work
-#: while the others idle (docs/experiments/attention.md#persistent-ctas).
+#: Number of CTAs of the forward: four per multiprocessor. One per multiprocessor is as fast without
+#: communication. But if NCCL occupies some multiprocessors, their CTAs would wait until it ends and
+#: then do a full share of the work while the others idle
+#: (docs/experiments/attention.md#persistent-ctas).
 CTAS = 4 * MULTIPROCESSORS
 
 
 def forward(
     q, k, v, mask: AttentionMask, *, blocks: ForwardBlocks | None = None, interpret: bool = False
 ):
-    """As `reference.forward`, for bfloat16 or float16 and head dims 64, 128 and 256."""
+    """`reference.forward` for bfloat16 or float16, and head dims 64, 128 and 256."""
     T, K = q.shape[1], q.shape[3]
     blocks = blocks or default_forward(K)
     more_q, more_k = padding(T, blocks.q), padding(k.shape[1], blocks.kv)
@@ -56,11 +57,12 @@ def backward(
     deterministic: bool = False,
     interpret: bool = False,
 ):
-    """As `reference.backward`, for what `forward` takes.
+    """`reference.backward` for the inputs that `forward` supports.
 
-    Args:     lse, d_lse: float32 [B, H, T]; `lse` may be that of more keys than these, as in a
-              ring. deterministic: the same bits from run to run, at seven multiplications instead
-              of five; slower but on short documents. Head dim 256 is always so.
+    Args:     lse, d_lse: float32 [B, H, T]. `lse` may include keys that are not in `k`, as in ring
+              attention. deterministic: compute a result that is reproducible bit for bit, with
+              seven multiplications instead of five. This is slower except on short documents. Head
+              dim 256 is always deterministic.
     """
     T, S, K = q.shape[1], k.shape[1], q.shape[3]
     blocks, of_dq = blocks or default_backward(K), dq_blocks(K)
@@ -85,15 +87,15 @@ def backward(
 
 
 def _delta(out, d_out) -> jax.Array:
-    """Sum of out * d_out over the head dim, float32 [B, H, T]."""
+    """Compute the sum of out * d_out over the head dim, float32 [B, H, T]."""
     product = out.astype(jnp.float32) * d_out.astype(jnp.float32)
     return product.sum(-1).transpose(0, 2, 1)
 
 
 def _ready(to_whole_tiles: int, interpret: bool, *arrays) -> list[jax.Array]:
-    """[B, T, H, K] each, as long as the copy engine wants: a multiple of its tile of 8 rows.
+    """Pad arrays of [B, T, H, K] to a multiple of 8 rows, the tile size of the copy engine (TMA).
 
-    It knows where an array ends. The interpreter does not, and wants whole tiles.
+    TMA handles the end of an array. The interpreter does not, so it needs full tiles.
     """
     rows = to_whole_tiles if interpret else padding(arrays[0].shape[1], 8)
     return [jnp.pad(x, ((0, 0), (0, rows), (0, 0), (0, 0))) if rows else x for x in arrays]

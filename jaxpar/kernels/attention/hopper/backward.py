@@ -1,15 +1,15 @@
-"""Attention backward on Hopper, fused: five matrix multiplications in one pass over the scores.
+"""The fused attention backward on Hopper: five matrix multiplications in one pass over the scores.
 
-A CTA owns a tile of keys of one KV head and walks the queries that see it, over all heads of the
-group. Its four warpgroups never wait in a ring:
+A CTA owns a tile of keys of one KV head and iterates over the queries that attend to it, over all
+heads of the group. It has four warpgroups, without circular waits:
 
-    2 consumers   64 keys each: dk and dv stay in registers, at head dim 64 v too; the gradient of
-                  the scores, ds, goes to shared memory
-    1 producer    queries and output gradients
-    1 for dq      dq = ds k of each visit, which the copy engine adds to float32 rows in memory
+    2 consumers   64 keys each. dk and dv stay in registers, and at head dim 64 v too. The gradient
+                  of the scores, ds, is written to shared memory.
+    1 producer    Loads queries and output gradients.
+    1 for dq      Computes dq = ds k of each visit, which TMA adds to float32 rows in memory.
 
-That sum has no order: dq may differ in its last bits from run to run. Without "dq" among the
-results the kernel is deterministic; `dq.py` then makes dq.
+The order of these additions is not fixed, so the last bits of dq may differ from run to run.
+Without "dq" among the results, the kernel is deterministic, and `dq.py` computes dq.
 
 Source:   Dao 2023 (2307.08691), section 3.1.2; Shah et al. 2024 (2407.08608), section 3.1.
 """
@@ -53,7 +53,7 @@ from jaxpar.kernels.attention.hopper.tiles import Bounds, Visits
 
 type Place = tuple[Any, Any, Any]
 
-#: Warpgroups that own 64 keys each.
+#: Number of warpgroups that own 64 keys each.
 CONSUMERS = 2
 
 
@@ -70,13 +70,13 @@ def backward(
     want: tuple[str, ...],
     interpret: bool,
 ) -> dict[str, jax.Array]:
-    """The kernel.
+    """Call the kernel.
 
     Args:     q, d_out: [B, T, H, K]. k, v: [B, S, G, K]. lse2, delta: the log-sum-exp in base 2,
-              and the sum of out * d_out, float32 [B, H, T up to whole tiles].
+              and the sum of out * d_out, float32 [B, H, T padded to full tiles].
               visits: by tile of keys.
-              want: "dk", "dv" or both; or with both, "dq" too.
-    Returns:  what is wanted: dk, dv [B, S, G, K]; dq float32 [B, T, H, K], still without the
+              want: "dk", "dv" or both; with both, optionally "dq".
+    Returns:  the requested gradients: dk, dv [B, S, G, K]; dq float32 [B, T, H, K], without the
               scale of the scores.
     """
     s = shape_of(q, k, bounds, visits, blocks, interpret, blocks.heads)
@@ -84,7 +84,7 @@ def backward(
     names = ["q", "k", "v", "d_out", "lse", "delta", "mask"]
     tiles, made = s.S // s.kv, [name for name in want if name != "dq"]
     if "dq" in want:
-        # A zero that waits for d_out: XLA would make the zeros of all layers in one go, up front.
+        # A zero that depends on d_out. Otherwise XLA would allocate all layers' zeros at the start.
         zero, d_out = lax.optimization_barrier((f32(0), d_out))
         zeros = jnp.broadcast_to(zero, (tiles, *q.shape) if interpret else q.shape)
         dq = jax.new_ref(zeros)
@@ -135,9 +135,11 @@ def _scratch(s: KernelShape, want):
 
 
 def _kernel(s: KernelShape, want, names, *refs, **scratch):
-    """The registers of all warpgroups together are 512 a thread; more would never start.
+    """Run the role of this warpgroup.
 
-    Of a consumer's 208, dk and dv take K; `_part` and `_part_of_small_heads` spend the rest.
+    The registers per thread of all warpgroups may add up to at most 512; with more, the kernel
+    never starts. Of a consumer's 208, dk and dv use K. `_part` and `_part_of_small_heads` use the
+    rest.
     """
     g, r = named(s, names, refs), Refs(**scratch)
     wg = lax.axis_index("warpgroup")
@@ -161,7 +163,7 @@ def _kernel(s: KernelShape, want, names, *refs, **scratch):
 
 
 def _place(s: KernelShape) -> Place:
-    """Batch row, KV head and tile of keys; the first keys are seen by most queries."""
+    """Return batch row, KV head and tile of keys. The first tiles have the most queries."""
     tiles, lanes = s.S // s.kv, s.B * s.G
     together = lanes_at_a_time(tiles, lanes, s.heads)
     tile, lane = tile_and_lane(lax.axis_index("cta"), tiles, lanes, together)
@@ -169,7 +171,7 @@ def _place(s: KernelShape) -> Place:
 
 
 def _visit(s: KernelShape, g, place: Place, i):
-    """The tile of queries, and the head, of visit i."""
+    """Return the tile of queries and the head of visit i."""
     b, kv_head, tile = place
     at = lax.div(i, i32(s.group))
     head = kv_head * s.group + i - at * s.group
@@ -177,7 +179,7 @@ def _visit(s: KernelShape, g, place: Place, i):
 
 
 def _producer(s: KernelShape, want, g, r):
-    """Load keys and values, and the queries of each visit once a buffer is free."""
+    """Load keys and values, then the queries of each visit as soon as a buffer is free."""
     b, kv_head, tile = place = _place(s)
     begin, _, _, end = query_tiles_of(s, g, b, tile)
     keys = pl.ds(tile * s.kv, s.kv)
@@ -193,13 +195,13 @@ def _producer(s: KernelShape, want, g, r):
         _load(s, want, g, r, place, mod(i - begin, s.stages), i)
 
     lax.fori_loop(begin, end, load, None)
-    if s.interpret:  # which wants every phase of a barrier to be seen
+    if s.interpret:  # the interpreter requires a wait for every phase of a barrier
         last = jnp.maximum(end - s.stages, begin)
         lax.fori_loop(last, end, lambda i, _: free(i), None)
 
 
 def _load(s: KernelShape, want, g, r, place: Place, slot, i):
-    """Queries, output gradients, and what belongs to their rows, of visit i."""
+    """Load the queries of visit i, their output gradients, and the values of their rows."""
     b = place[0]
     at, h = _visit(s, g, place, i)
     queries = pl.ds(at * s.q, s.q)
@@ -214,9 +216,9 @@ def _load(s: KernelShape, want, g, r, place: Place, slot, i):
 
 
 def _add_dq(s: KernelShape, g, r):
-    """dq += ds k of each visit, in two parts of 64 x 64, for fewer registers.
+    """Add ds k of each visit to dq, in two parts of 64 x 64 to save registers.
 
-    They are the halves of a visit's 128 queries, or of the columns where a visit has 64.
+    The parts are halves of a visit's 128 queries, or halves of the columns if a visit has 64.
     """
     b, _, tile = place = _place(s)
     begin, _, _, end = query_tiles_of(s, g, b, tile)
@@ -244,7 +246,7 @@ def _add_dq(s: KernelShape, g, r):
         at, h = _visit(s, g, place, i)
         for n, half in enumerate(halves):
             where = (pl.ds(at * s.q + n * M, M), h) if s.q > M else (pl.ds(at * s.q, M), h, half)
-            # The interpreter cannot add in memory: there each tile of keys has its own rows.
+            # The interpreter cannot add in memory, so each tile of keys has its own rows there.
             target = g.dq.at[(tile, b, *where) if s.interpret else (b, *where)]
             plgpu.copy_smem_to_gmem(r.dq.at[n], target, reduction_op=None if s.interpret else "add")
 
@@ -253,7 +255,7 @@ def _add_dq(s: KernelShape, g, r):
 
 
 def _consumer(s: KernelShape, want, g, r, wg):
-    """dk and dv of 64 keys."""
+    """Compute dk and dv of 64 keys."""
     b, kv_head, tile = place = _place(s)
     mine = pl.ds(wg * M, M)
     plgpu.barrier_wait(r.k_full)
@@ -283,13 +285,13 @@ def _consumer(s: KernelShape, want, g, r, wg):
 
 
 def _until_ds_free(r, n):
-    """Wait for the last two: until then dq is multiplied with all of k."""
+    """Wait for the last two visits of the dq warpgroup, which reads all of k until then."""
     pl.when(n >= 2)(lambda: plgpu.barrier_wait(r.ds_free.at[mod(n, 2)]))
     pl.when(n >= 1)(lambda: plgpu.barrier_wait(r.ds_free.at[mod(n + 1, 2)]))
 
 
 def _walk(s: KernelShape, g, r, wg, place: Place, carried, acc, part_of, leave_ds: bool):
-    """Sum dk and dv over all visits; how many there were."""
+    """Sum dk and dv over all visits. Return the number of visits."""
     b, _, tile = place
     begin, whole, masked, end = query_tiles_of(s, g, b, tile)
     mine, first = pl.ds(wg * M, M), tile * s.kv + wg * M
@@ -317,7 +319,7 @@ def _walk(s: KernelShape, g, r, wg, place: Place, carried, acc, part_of, leave_d
             if "dk" in acc:
                 multiply(s, r, wg, acc["dk"], ds, r.q.at[slot, part])
         if not leave_ds:
-            plgpu.commit_smem()  # what the queries carry is read before TMA writes there again
+            plgpu.commit_smem()  # the queries' bounds are read before TMA overwrites them
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(r.free.at[slot])
 
@@ -329,9 +331,9 @@ def _walk(s: KernelShape, g, r, wg, place: Place, carried, acc, part_of, leave_d
 
 
 def _part(s: KernelShape, r, wg, acc, slot, part, seen):
-    """64 keys by 64 queries: dv += weights d_out; ds, in the compute dtype, if dk is wanted.
+    """Process 64 keys by 64 queries: add weights d_out to dv, and return ds if dk is requested.
 
-    Everything is transposed: rows are keys, so that dk and dv need no other face of ds.
+    Rows are keys, so that dk and dv need no transpose of ds. ds is in the compute dtype.
     """
     mine, shape = pl.ds(wg * M, M), (M, M)
     queries, d_out = r.q.at[slot, part], r.d_out.at[slot, part]
@@ -348,8 +350,8 @@ def _part(s: KernelShape, r, wg, acc, slot, part, seen):
         return (weights.astype(f32) * (d_weights - _column(r.delta, slot, part))).astype(s.dtype)
 
     weights = _weights(s, r, pl.run_scoped(scores, plgpu.ACC(shape, f32)), slot, part, seen)
-    # Rounded here, not kept in float32 as well: at head dim 128 there are no registers for both,
-    # and when they run out the compiler makes every multiplication wait for the one before.
+    # Round here and do not keep the float32 weights: at head dim 128 there are not enough registers
+    # for both, and without enough registers the compiler serializes all multiplications.
     weights = lax.optimization_barrier(weights.astype(s.dtype))
     if part.start == 0:
         plgpu.barrier_wait(r.d_out_full.at[slot])
@@ -360,10 +362,11 @@ def _part(s: KernelShape, r, wg, acc, slot, part, seen):
 
 
 def _part_of_small_heads(s: KernelShape, r, wg, acc, slot, part, seen, v):
-    """As `_part`, for all gradients at head dim 64, where dk and dv take half the registers of 128.
+    """`_part` for all gradients at head dim 64, where dk and dv need half the registers of 128.
 
-    So there is room for `v`, that of these 64 keys, and for both products of the part: the second
-    runs while the first becomes weights. These are rounded for dv alone, not for ds.
+    This leaves registers for `v` of these 64 keys and for both products of the part: the second
+    product runs while the weights are computed from the first. Weights are rounded for dv, but not
+    for ds.
     """
     queries, d_out = r.q.at[slot, part], r.d_out.at[slot, part]
 
@@ -383,12 +386,12 @@ def _part_of_small_heads(s: KernelShape, r, wg, acc, slot, part, seen, v):
 
 
 def _weights(s: KernelShape, r, scores, slot, part, seen):
-    """Of a part's scores, without their scale, the weights: float32 [64 keys, 64 queries]."""
+    """Compute the weights from a part's unscaled scores: float32 [64 keys, 64 queries]."""
     weights = jnp.exp2(scores * s.log2_scale - _column(r.lse, slot, part))
     allowed = seen()
     return weights if allowed is None else jnp.where(allowed, weights, 0.0)
 
 
 def _column(ref, slot, part):
-    """A value per query of a part, over all its keys: float32 [64 keys, 64 queries]."""
+    """Broadcast a value per query of a part over its keys: float32 [64 keys, 64 queries]."""
     return spread(plgpu.load(ref.at[slot, part], layout=COLUMN), (M, M), 1)

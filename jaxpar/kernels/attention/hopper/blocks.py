@@ -1,8 +1,8 @@
-"""Block sizes of our own kernels: what may be tuned, and the heuristic for what was not.
+"""Block sizes of the Hopper kernels: the tunable sizes and their defaults.
 
-A block is (rows of queries) x (rows of keys) handled by one CTA of two consumer warpgroups and
-one producer. Tuned sizes come from the table of measurements
-(`kernels/attention/dispatch/choice.py`); anything not measured uses `default_forward` and
+A block is (rows of queries) x (rows of keys) processed by one CTA, which has two consumer
+warpgroups and a producer. Tuned sizes come from the table of measurements
+(`kernels/attention/dispatch/choice.py`). Shapes without a measurement use `default_forward` and
 `default_backward`.
 """
 
@@ -11,8 +11,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ForwardBlocks:
-    """q: query rows of a CTA, 64 for each consumer. kv: key rows of a step. stages: K/V buffers.
-    heads: KV heads whose tiles are worked on at a time, which share the L2 cache; 0: all."""
+    """Block sizes of the forward.
+
+    q: query rows per CTA, 64 per consumer. kv: key rows per step. stages: number of K/V buffers.
+    heads: number of KV heads whose tiles are processed at a time and share the L2 cache; 0: all.
+    """
 
     q: int = 128
     kv: int = 128
@@ -22,8 +25,11 @@ class ForwardBlocks:
 
 @dataclass(frozen=True)
 class BackwardBlocks:
-    """q: query rows of a step. kv: key rows of a CTA. stages: Q/dO buffers. heads: as forward, but
-    at least as many as give nearly each multiprocessor a tile."""
+    """Block sizes of the backward.
+
+    q: query rows per step. kv: key rows per CTA. stages: number of Q/dO buffers. heads: as in the
+    forward, but increased until nearly every multiprocessor has a tile.
+    """
 
     q: int = 64
     kv: int = 128
@@ -33,7 +39,10 @@ class BackwardBlocks:
 
 @dataclass(frozen=True)
 class DqBlocks:
-    """q: query rows of a CTA. kv: key rows of a step. stages: K/V buffers."""
+    """Block sizes of the dq kernel.
+
+    q: query rows per CTA. kv: key rows per step. stages: number of K/V buffers.
+    """
 
     q: int = 128
     kv: int = 64
@@ -41,7 +50,7 @@ class DqBlocks:
 
 
 def forward_candidates(head_dim: int) -> list[ForwardBlocks]:
-    """What the tuner tries for a head dim; the heuristic's choice first."""
+    """Return the block sizes that the tuner tries for a head dim, starting with the default."""
     by_dim = {
         64: [
             ForwardBlocks(kv=128, stages=4),
@@ -61,7 +70,7 @@ def forward_candidates(head_dim: int) -> list[ForwardBlocks]:
 
 
 def backward_candidates(head_dim: int) -> list[BackwardBlocks]:
-    """As `forward_candidates`."""
+    """Return the block sizes that the tuner tries for a head dim, starting with the default."""
     by_dim = {
         64: [BackwardBlocks(q=128, stages=2, heads=n) for n in (1, 0)],
         128: [BackwardBlocks(q=64, stages=2, heads=n) for n in (0, 1, 2)],
@@ -71,15 +80,18 @@ def backward_candidates(head_dim: int) -> list[BackwardBlocks]:
 
 
 def default_forward(head_dim: int) -> ForwardBlocks:
-    """The sizes for a shape that nobody measured."""
+    """Return the block sizes for shapes without a measurement."""
     return forward_candidates(head_dim)[0]
 
 
 def default_backward(head_dim: int) -> BackwardBlocks:
-    """As `default_forward`."""
+    """Return the block sizes for shapes without a measurement."""
     return backward_candidates(head_dim)[0]
 
 
 def dq_blocks(head_dim: int) -> DqBlocks:
-    """Of the kernel for dq alone; not tuned. Shared memory holds one buffer at head dim 256."""
+    """Return the block sizes of the dq kernel, which are not tuned.
+
+    At head dim 256, shared memory has room for only one buffer.
+    """
     return DqBlocks(stages=1 if head_dim == 256 else 2)

@@ -1,7 +1,7 @@
-"""dq alone, on Hopper: each CTA sums its own queries' gradient, in one order, in registers.
+"""The dq kernel for Hopper: each CTA sums its queries' gradient in registers, in a fixed order.
 
-With it the backward takes seven matrix multiplications instead of five, and gives the same bits
-from run to run. Head dim 256 always comes here: its dk and dv leave no registers for a third.
+With this kernel, the backward needs seven matrix multiplications instead of five, and is
+reproducible bit for bit. Head dim 256 always uses it, because dk and dv leave no registers for dq.
 """
 
 import functools
@@ -41,7 +41,7 @@ from jaxpar.kernels.attention.hopper.tiles import Bounds, Visits
 def query_gradient(
     q, k, v, d_out, lse2, delta, bounds: Bounds, visits: Visits, blocks: DqBlocks, interpret: bool
 ) -> jax.Array:
-    """The kernel. As `backward.backward`; visits: by tile of queries.
+    """Call the kernel. Arguments are as in `backward.backward`, but visits are by tile of queries.
 
     Returns:  dq [B, T, H, K] in q's dtype.
     """
@@ -97,7 +97,7 @@ def _kernel(s: KernelShape, names, *refs, **scratch):
 
 
 def _place(s: KernelShape):
-    """Batch row, head and tile of queries, longest first."""
+    """Return batch row, head and tile of queries, longest first."""
     tile, b_h = tile_and_lane(lax.axis_index("cta"), s.T // s.q, s.B * s.H, s.heads)
     if s.in_order:
         tile = s.T // s.q - 1 - tile
@@ -126,13 +126,13 @@ def _producer(s: KernelShape, g, r):
             plgpu.copy_gmem_to_smem(g.cols.at[b, :, keys], r.cols.at[slot], r.k_full.at[slot])
 
     lax.fori_loop(begin, end, load, None)
-    if s.interpret:  # which wants every phase of a barrier to be seen
+    if s.interpret:  # the interpreter requires a wait for every phase of a barrier
         last = jnp.maximum(end - s.stages, begin)
         lax.fori_loop(last, end, lambda i, _: free(i), None)
 
 
 def _consumer(s: KernelShape, g, r, wg):
-    """dq of 64 queries."""
+    """Compute dq of 64 queries."""
     b, h, tile = _place(s)
     begin, whole, masked, end = key_tiles_of(s, g, b, tile)
     mine, first = pl.ds(wg * M, M), tile * s.q + wg * M
@@ -158,7 +158,7 @@ def _consumer(s: KernelShape, g, r, wg):
                 seen = seen_by_queries(s, r, rows, first, slot, i)
                 weights = jnp.where(seen, weights, 0.0)
             if with_mask and s.cols:
-                plgpu.commit_smem()  # read before TMA writes there again
+                plgpu.commit_smem()  # the bounds are read before TMA overwrites them
             d_weights = product(r.d_out, r.v.at[slot])
             ds = weights * (d_weights - spread(delta, scores.shape, 0))
             multiply(s, r, wg, acc, ds.astype(s.dtype), r.k.at[slot])

@@ -1,8 +1,8 @@
-"""Attention forward on Hopper: one producer of K and V tiles, two consumers on wgmma.
+"""The attention forward on Hopper: one producer of K and V tiles, and two consumers on wgmma.
 
-A CTA takes a few tiles of queries, one after another, longest first. Each consumer has 64 of the
-queries. It begins the scores of a tile of keys together with the values of the tile before; while
-it computes a softmax, the other has the tensor cores.
+A CTA processes a few tiles of queries sequentially, longest first. Each consumer has 64 of the
+queries. It starts the scores of one tile of keys together with the product of the previous tile's
+values. While it computes a softmax, the other consumer uses the tensor cores.
 
 Source:   Shah et al. 2024 (2407.08608), FlashAttention-3: the two roles, and the overlap.
 """
@@ -42,16 +42,16 @@ from jaxpar.kernels.attention.hopper.mma import (
 from jaxpar.kernels.attention.hopper.tiles import Bounds, Visits
 from jaxpar.kernels.attention.reference import EMPTY_LSE
 
-#: Where the running maximum starts: finite, so that a row that sees nothing gives no NaN.
+#: Initial value of the running maximum. Finite, so that a row without visible keys is not NaN.
 LOWEST = -1e30
 
 
 def forward(q, k, v, bounds: Bounds, visits: Visits, blocks: ForwardBlocks, ctas: int, interpret):
-    """The kernel.
+    """Call the kernel.
 
-    Args:     q: [B, T, H, K]. k, v: [B, S, G, K]. bounds: of whole tiles. visits: by tile of
-              queries. ctas: how many share the tiles.
-    Returns:  out [B, T, H, K]; lse float32 [B, H, T], with T up to whole tiles.
+    Args:     q: [B, T, H, K]. k, v: [B, S, G, K]. bounds: padded to full tiles. visits: by tile of
+              queries. ctas: number of CTAs that share the tiles.
+    Returns:  out [B, T, H, K]; lse float32 [B, H, T padded to full tiles].
     """
     s = shape_of(q, k, bounds, visits, blocks, interpret, blocks.heads)
     kernel = plgpu.kernel(
@@ -99,7 +99,10 @@ def _scratch(s: KernelShape):
 
 
 def _out_over_queries(s: KernelShape) -> bool:
-    """At head dim 256 shared memory has no room for both. Then the next queries load later."""
+    """Return whether the output reuses the queries' shared memory, which delays the next queries.
+
+    At head dim 256, shared memory has no room for both.
+    """
     return s.K == 256
 
 
@@ -111,9 +114,10 @@ def _kernel(s: KernelShape, ctas: int, *refs, **scratch):
 
 
 def _for_each_tile(s: KernelShape, ctas: int, body, visited):
-    """`body(n, place, visited) -> visited` for each of this CTA's tiles.
+    """Call `body(n, place, visited) -> visited` for each of this CTA's tiles.
 
-    Longest first, and back and forth over the CTAs, so that none has the longest of every round.
+    Tiles are ordered longest first and assigned to CTAs in alternating directions, so that no CTA
+    has the longest tile of every round.
     """
     cta = lax.axis_index("cta")
 
@@ -122,7 +126,7 @@ def _for_each_tile(s: KernelShape, ctas: int, body, visited):
 
     def place(work):
         tile, b_h = tile_and_lane(work, s.T // s.q, s.B * s.H, s.heads * s.group)
-        # From the last tile down: in the text's order, and in zigzag, the last queries see most.
+        # Start with the last tile: in text order and in zigzag, the last queries have most keys.
         return lax.div(b_h, i32(s.H)), mod(b_h, s.H), s.T // s.q - 1 - tile
 
     rounds = -(-_work(s) // ctas)
@@ -151,7 +155,7 @@ def _producer(s: KernelShape, ctas: int, g, r):
         return visited + end - begin
 
     visited = _for_each_tile(s, ctas, tile_body, i32(0))
-    if s.interpret:  # which wants every phase of a barrier to be seen
+    if s.interpret:  # the interpreter requires a wait for every phase of a barrier
         plgpu.barrier_wait(r.q_free)
 
         def see(i, _):
@@ -162,7 +166,7 @@ def _producer(s: KernelShape, ctas: int, g, r):
 
 
 def _load(s: KernelShape, g, r, b, kv_head, tile, count):
-    """K and V of the visit `count`, once its buffers are free."""
+    """Load K and V of the visit `count` once its buffers are free."""
     slot, keys = mod(count, s.stages), pl.ds(tile * s.kv, s.kv)
     pl.when(count >= s.stages)(lambda: plgpu.barrier_wait(r.k_free.at[slot]))
     plgpu.copy_gmem_to_smem(g.k.at[b, keys, kv_head], r.k.at[slot], r.k_full.at[slot])
@@ -179,7 +183,7 @@ def _consumer(s: KernelShape, ctas: int, g, r, wg):
 
 
 def _tile(s: KernelShape, g, r, wg, n, place, visited):
-    """Output and log-sum-exp of 64 queries."""
+    """Compute the output and log-sum-exp of 64 queries."""
     del n
     b, h, tile = place
     ranges = key_tiles_of(s, g, b, tile)
@@ -187,7 +191,7 @@ def _tile(s: KernelShape, g, r, wg, n, place, visited):
     first, mine = tile * s.q + wg * M, pl.ds(wg * M, M)
     rows = [plgpu.load(r.rows.at[i, mine], layout=ROW) for i in range(s.rows)]
     if s.rows:
-        plgpu.commit_smem()  # read before TMA writes there again
+        plgpu.commit_smem()  # the bounds are read before TMA overwrites them
     seen = functools.partial(seen_by_queries, s, r, rows, first)
 
     def whole(acc):
@@ -210,9 +214,9 @@ def _tile(s: KernelShape, g, r, wg, n, place, visited):
 
 
 def _softmax(s: KernelShape, scores, top, total, seen):
-    """Weights of a tile, what the ones before are to be multiplied with, and the new statistics.
+    """Return the weights of a tile, the factor to rescale previous ones, and the new statistics.
 
-    Maxima are kept in base 2, so that scaling and subtraction are one instruction.
+    Maxima are in base 2, so that scaling and subtraction are one instruction.
     """
     if seen is not None:
         scores = jnp.where(seen, scores, -jnp.inf)
@@ -223,7 +227,7 @@ def _softmax(s: KernelShape, scores, top, total, seen):
 
 
 def _visit_all(s: KernelShape, r, wg, acc, visited, ranges, seen):
-    """Sum the weighted values of every visit into `acc`; the running maximum and total."""
+    """Add the weighted values of every visit to `acc`. Return the running maximum and total."""
     begin, whole, masked, end = ranges
     slot_of = lambda i: mod(visited + i - begin, s.stages)  # noqa: E731
 
@@ -237,7 +241,7 @@ def _visit_all(s: KernelShape, r, wg, acc, visited, ranges, seen):
         allowed = _allowed(s, r, seen, slot_of(i), i, with_mask)
         weights, shrink, top, total = _softmax(s, scores, top, total, allowed)
         plgpu.wgmma_wait(0)
-        # Only now: the registers of the weights before are read until their product is done.
+        # Only now, because the product reads the registers of the previous weights until it ends.
         weights = lax.optimization_barrier(weights).astype(s.dtype)
         plgpu.barrier_arrive(r.v_free.at[slot_of(i - 1)])
         acc[...] = acc[...] * spread(shrink, (M, s.K), 0)
@@ -262,7 +266,7 @@ def _visit_all(s: KernelShape, r, wg, acc, visited, ranges, seen):
 
 
 def _scores(s: KernelShape, r, wg, slot, beside=None):
-    """Products of 64 queries and a tile of keys, float32 [M, kv]; `beside` begins another."""
+    """Multiply 64 queries by a tile of keys, float32 [M, kv]. `beside` starts another product."""
     plgpu.barrier_wait(r.k_full.at[slot])
 
     def product(ref):
@@ -275,9 +279,9 @@ def _scores(s: KernelShape, r, wg, slot, beside=None):
 
 
 def _allowed(s: KernelShape, r, seen, slot, i, with_mask: bool):
-    """The mask of a tile, if it needs one; its keys are no longer needed."""
+    """Compute the mask of a tile if it needs one, and release the buffer of its keys."""
     allowed = seen(slot, i) if with_mask else None
     if with_mask and s.cols:
-        plgpu.commit_smem()  # read before TMA writes there again
+        plgpu.commit_smem()  # the bounds are read before TMA overwrites them
     plgpu.barrier_arrive(r.k_free.at[slot])
     return allowed

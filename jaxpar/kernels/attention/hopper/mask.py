@@ -1,6 +1,6 @@
-"""The mask inside the Hopper kernels: which tiles to visit, and who sees whom in one.
+"""The mask inside the Hopper kernels: the tiles to visit, and the mask within a tile.
 
-`g` are a kernel's operands in memory, `r` its shared memory. See `tiles.py` for the rule.
+`g` are a kernel's operands in global memory, and `r` its shared memory. `tiles.py` has the rule.
 """
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -20,12 +20,12 @@ from jaxpar.kernels.attention.hopper.mma import (
 
 
 def key_tiles_of(s: KernelShape, g: Refs, b, tile):
-    """Visits of a tile of queries: four places, int32.
+    """Return the visits of a tile of queries as four int32 indices.
 
-    Visits are masked from the first, whole from the second, masked again from the third; the
-    fourth is the end.
+    Visits from the first index are masked, from the second unmasked, and from the third masked
+    again. The fourth index is the end.
     """
-    if s.ranged:  # + 0: read bare, a number keeps the mesh axes' type, and loops refuse it
+    if s.ranged:  # + 0: otherwise the values keep the type of the mesh axes, which loops reject
         return tuple(g.ranges[b, tile, i] + 0 for i in range(4))
     first = tile * s.q
     end = jnp.minimum(cdiv(first + s.q, s.kv), s.S // s.kv)
@@ -33,7 +33,7 @@ def key_tiles_of(s: KernelShape, g: Refs, b, tile):
 
 
 def query_tiles_of(s: KernelShape, g: Refs, b, tile):
-    """As `key_tiles_of`, of a tile of keys; one visit for each head of the group."""
+    """Return the visits of a tile of keys, as `key_tiles_of`. Each head of the group is a visit."""
     if s.ranged:
         return tuple(g.ranges[b, tile, i] * s.group for i in range(4))
     first, end = tile * s.kv, i32(s.T // s.q * s.group)
@@ -42,10 +42,10 @@ def query_tiles_of(s: KernelShape, g: Refs, b, tile):
 
 
 def seen_by_queries(s: KernelShape, r: Refs, rows, first, slot, key_tile):
-    """bool [M queries, kv keys].
+    """Compute the mask of a tile: bool [M queries, kv keys].
 
-    Args:     rows: what the queries carry, one value per row each. first: the first query's index.
-              slot: the buffer of what the keys carry.
+    Args:     rows: the queries' bounds, with one value per row. first: index of the first query.
+              slot: buffer of the keys' bounds.
     """
     shape, rows = (M, s.kv), iter(rows)
     column = lambda which: spread(  # noqa: E731
@@ -65,10 +65,10 @@ def seen_by_queries(s: KernelShape, r: Refs, rows, first, slot, key_tile):
 
 
 def keys_seen(s: KernelShape, r: Refs, carried, first, slot, part, first_query):
-    """bool [M keys, M queries].
+    """Compute the mask of a tile: bool [M keys, M queries].
 
-    Args:     carried: what the keys carry, one value per row each. first: the first key's index.
-              slot, part: where in shared memory is what the queries carry.
+    Args:     carried: the keys' bounds, with one value per row. first: index of the first key.
+              slot, part: location of the queries' bounds in shared memory.
     """
     shape, bound = (M, M), iter(range(s.rows))
     column = lambda: spread(  # noqa: E731

@@ -1,8 +1,8 @@
-"""What the Hopper kernels share: matrix multiplications, shared memory, operands by name.
+"""Common functions of the Hopper kernels: matrix multiplications, shared memory, named operands.
 
-Pallas' interpreter, which checks barriers and races on a CPU, knows neither accumulators that
-live longer than one multiplication nor operands in registers. So `multiply`, `accumulators` and
-`held` do the same thing in two ways, and the kernels above them are one program in both.
+Pallas' interpreter, which checks barriers and races on a CPU, does not support accumulators that
+live longer than one multiplication, or operands in registers. `multiply`, `accumulators` and `held`
+therefore have two implementations, and the kernels that call them have one.
 """
 
 import math
@@ -18,13 +18,13 @@ from jax import lax
 from jaxpar.kernels.attention.hopper.tiles import Bounds, Visits, padding
 
 LOG2E = math.log2(math.e)
-#: Rows that one warpgroup multiplies at a time.
+#: Number of rows that one warpgroup multiplies at a time.
 M = 64
-#: Of an H100 or H200 module.
+#: Number of multiprocessors of an H100 or H200 module.
 MULTIPROCESSORS = 132
-#: Share of them that are enough: powers of two of tiles make 128.
+#: Fraction of the multiprocessors that tiles should occupy. It allows 128 tiles, a power of two.
 NEARLY = 0.95
-#: Registers of an accumulator, of one value per row of it, and of one per column.
+#: Register layouts of an accumulator, of one value per row, and of one value per column.
 TILE = plgpu.Layout.WGMMA
 ROW, COLUMN = TILE.reduce(1), TILE.reduce(0)
 f32, i32 = jnp.float32, jnp.int32
@@ -32,11 +32,11 @@ f32, i32 = jnp.float32, jnp.int32
 
 @dataclass(frozen=True)
 class KernelShape:
-    """What a kernel is compiled for. `rows` and `cols` count the mask's bounds.
+    """The static parameters of a kernel. `rows` and `cols` count the mask's bounds.
 
-    T and S are whole tiles. Operands [B, T, H, K] may end before: past their end, TMA reads zeros
-    and writes nothing. (Only interpreted must they be whole.) One row of numbers, though, is
-    copied without regard to where it ends: what is [B, H, T] must be whole.
+    T and S are multiples of the tile sizes. Operands [B, T, H, K] may be shorter: past their end,
+    TMA reads zeros and writes nothing. (The interpreter needs full tiles.) Operands [B, H, T] must
+    be padded to full tiles, because copies of single rows do not check for the end.
     """
 
     B: int
@@ -61,24 +61,24 @@ class KernelShape:
 
     @property
     def consumers(self) -> int:
-        """Warpgroups of a kernel whose consumers share the queries of a tile."""
+        """Number of consumer warpgroups, in kernels whose consumers share a tile's queries."""
         return self.q // M
 
     @property
     def group(self) -> int:
-        """Query heads of a KV head."""
+        """Number of query heads per KV head."""
         return self.H // self.G
 
     @property
     def log2_scale(self) -> float:
-        """From a product of query and key to the exponent of 2."""
+        """Factor from a product of query and key to an exponent of 2."""
         return LOG2E * self.K**-0.5
 
 
 def shape_of(
     q, k, bounds: Bounds, visits: Visits, blocks, interpret: bool, heads: int = 0
 ) -> KernelShape:
-    """The static facts of a call."""
+    """Return the static parameters of a call."""
     B, T, H, K = q.shape
     S, G = k.shape[1:3]
     count = lambda x: 0 if x is None else x.shape[1]  # noqa: E731
@@ -93,22 +93,24 @@ def shape_of(
 
 
 def lanes_at_a_time(tiles: int, lanes: int, wanted: int) -> int:
-    """How many lanes' tiles to work on before the others': as many as are wanted, but enough that
-    nearly each multiprocessor has a tile, and a divisor of all of them. With fewer, the last lanes'
-    long tiles would begin when the rest is nearly done.
+    """Return the number of lanes whose tiles are processed together, before those of other lanes.
 
-    Args:     tiles: of a lane. lanes: rows times heads. wanted: 0: all.
+    It is the smallest divisor of `lanes` that is at least `wanted` and gives nearly every
+    multiprocessor a tile. With fewer lanes, the long tiles of the last lanes would start when the
+    others are nearly done.
+
+    Args:     tiles: tiles per lane. lanes: rows times heads. wanted: 0 means all lanes.
     """
     fewest = max(wanted, math.ceil(NEARLY * MULTIPROCESSORS / tiles)) if wanted else lanes
     return next(n for n in range(1, lanes + 1) if lanes % n == 0 and n >= min(fewest, lanes))
 
 
 def tile_and_lane(work, tiles: int, lanes: int, at_a_time: int):
-    """The tile, and the row and head, of a CTA's n-th piece of work: neighbors share a tile.
+    """Return the tile and the lane (row and head) of a work item. Neighbors share a tile.
 
     Args:     work: int32 scalar below tiles * lanes. lanes: rows times heads.
-              at_a_time: lanes whose tiles come before all other lanes'; if that does not divide
-              them, its greatest divisor that does. 0: all of them.
+              at_a_time: number of lanes whose tiles come before those of all other lanes, rounded
+              down to a common divisor with `lanes`. 0 means all lanes.
     Returns:  int32 scalars.
     """
     side_by_side = math.gcd(lanes, at_a_time)
@@ -120,7 +122,7 @@ def tile_and_lane(work, tiles: int, lanes: int, at_a_time: int):
 
 
 def optional_operands(bounds: Bounds, visits: Visits) -> list[Any]:
-    """Of the mask, what there is; `named` takes it up."""
+    """Return the operands of the mask that are present, in the order that `named` expects."""
     every = (bounds.queries, bounds.keys, visits.ranges, visits.order)
     return [x for x in every if x is not None]
 
@@ -136,7 +138,7 @@ class Refs:
 
 
 def named(s: KernelShape, names: list[str], refs) -> Refs:
-    """The kernel's operands by name: `names`, with the mask's, where there are any, at "mask"."""
+    """Name the kernel's operands. The mask's operands, if any, replace "mask" in `names`."""
     mask = dict(rows=s.rows, cols=s.cols, ranges=s.ranged, order=s.listed)
     at = names.index("mask")
     names = names[:at] + [name for name, there in mask.items() if there] + names[at + 1 :]
@@ -144,30 +146,30 @@ def named(s: KernelShape, names: list[str], refs) -> Refs:
 
 
 def compiler() -> plgpu.CompilerParams:
-    """`approx_math`: exp2 by the special function unit."""
+    """Return compiler parameters with `approx_math`: exp2 on the special function unit."""
     return plgpu.CompilerParams(approx_math=True)
 
 
 def varying_as(x, other):
-    """`x`, typed as varying over the same mesh axes as `other`.
+    """Cast `x` to a type that varies over the same mesh axes as `other`.
 
-    A kernel's results and a new reference are typed as the same on every device, whatever they
-    come from; under `shard_map` that would be wrong.
+    The results of a kernel, and new references, have types that are invariant over all mesh axes,
+    which is wrong under `shard_map`.
     """
     axes = jax.typeof(other).manual_axis_type.varying - jax.typeof(x).manual_axis_type.varying
     return lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
 
 
 def smem(shape, dtype):
-    """Shared memory in the 128-byte swizzle that TMA writes and wgmma reads."""
-    # type: the two are abstract in name only.
+    """Return shared memory in the 128-byte swizzle that TMA writes and wgmma reads."""
+    # Type checkers consider both transforms abstract, but they can be instantiated.
     tiling = plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize))  # type: ignore[abstract]
     swizzle = plgpu.SwizzleTransform(128)  # type: ignore[abstract]
     return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
 
 
 def accumulators(s: KernelShape, r: Refs, wg, body, count: int):
-    """`body(*accumulators)` with `count` zeroed float32 accumulators [M, K]."""
+    """Call `body(*accumulators)` with `count` zeroed float32 accumulators [M, K]."""
     if not s.interpret:
         return pl.run_scoped(body, *(plgpu.ACC((M, s.K), f32),) * count)
     accs = [r.acc.at[i, wg] for i in range(count)]
@@ -177,7 +179,7 @@ def accumulators(s: KernelShape, r: Refs, wg, body, count: int):
 
 
 def interpreter_scratch(s: KernelShape, consumers: int, columns: int) -> dict[str, Any]:
-    """Shared memory in the place of registers."""
+    """Return shared memory that replaces registers in the interpreter."""
     if not s.interpret:
         return {}
     a = smem((consumers, M, columns), s.dtype)
@@ -185,7 +187,7 @@ def interpreter_scratch(s: KernelShape, consumers: int, columns: int) -> dict[st
 
 
 def multiply(s: KernelShape, r: Refs, wg, acc, a, b) -> None:
-    """acc += a @ b, begun; reading `acc` or `plgpu.wgmma_wait` ends it.
+    """Start acc += a @ b. Reading `acc` or calling `plgpu.wgmma_wait` waits for it.
 
     Args:     a: [64, k] in registers. b: [k, n] in shared memory.
     """
@@ -204,33 +206,33 @@ def multiply(s: KernelShape, r: Refs, wg, acc, a, b) -> None:
 
 
 def held(s: KernelShape, ref):
-    """A left operand of many multiplications, which then need not read it from shared memory.
+    """Load a left operand of many multiplications into registers.
 
-    Returns:  registers [64, k]; in the interpreter `ref` itself, which must not change meanwhile.
+    Returns:  registers [64, k]; in the interpreter `ref` itself, which must not change during use.
     """
     return ref if s.interpret else plgpu.load(ref, layout=TILE)
 
 
 def transposed(ref):
-    """A tile's other face; costs nothing."""
+    """Transpose a tile at no cost."""
     return ref.transpose((1, 0))
 
 
 def spread(vector, shape, axis: int):
-    """A value per row (axis 0) or per column (axis 1) over a whole tile."""
+    """Broadcast a value per row (axis 0) or per column (axis 1) over a tile."""
     return lax.broadcast_in_dim(vector, shape, [axis])
 
 
 def iota(shape, axis: int):
-    """Row or column numbers of a tile."""
+    """Return the row or column indices of a tile."""
     return plgpu.broadcasted_iota(i32, shape, axis, layout=TILE)
 
 
 def cdiv(a, b: int):
-    """Ceiling division of int32."""
+    """Divide an int32, rounding up."""
     return lax.div(a + (b - 1), i32(b))
 
 
 def mod(a, n: int):
-    """Remainder of a non-negative int32."""
+    """Return the remainder of a non-negative int32."""
     return lax.rem(a, i32(n))

@@ -1,14 +1,14 @@
-"""Which tiles of the score matrix a mask leaves, for kernels that skip the others.
+"""The tiles of the score matrix that a mask allows, for kernels that skip the others.
 
-A tile is (rows of queries) x (rows of keys). A tile that no query sees into is never visited; one
-that every query sees whole needs no masking; only the others compare. What a kernel compares is
-one rule for every mask, by bounds that each query carries:
+A tile is (rows of queries) x (rows of keys). Kernels do not visit a tile in which everything is
+masked, and apply no mask to a tile in which nothing is masked. In the other tiles, they compare
+bounds that each query has, with one rule for all masks:
 
     low <= place of the key <= high, and the same segment
 
-In the text's own order a key's place is its index, `high` is the query's index, and `low` is the
-start of its document or window; so tiles to visit lie in a row, and the segments are not needed.
-Otherwise places are positions, and the tiles to visit are listed.
+In text order, a key's place is its index, `high` is the query's index, and `low` is the start of
+its document or window. The tiles to visit are then consecutive, and segments are not needed. In
+other orders, places are positions, and the tiles to visit are listed.
 """
 
 from typing import Any
@@ -26,10 +26,11 @@ FIRST = jnp.iinfo(jnp.int32).min
 
 @flax.struct.dataclass
 class Bounds:
-    """What each query and key carries, padded to whole tiles. Static: which of it there is.
+    """The bounds of each query and key, padded to full tiles. Which bounds exist is static.
 
-    queries   int32 [B, R, T]: high (unless in order), low (if `has_low`), segment (if listed).
-    keys      int32 [B, C, S], or None in order: place, segment.
+    queries   int32 [B, R, T]: high (unless in order), low (if `has_low`), segment (if
+              `has_segments`).
+    keys      int32 [B, C, S]: place, segment (if `has_segments`). None in order.
     """
 
     queries: Any
@@ -40,7 +41,7 @@ class Bounds:
 
     @property
     def causal_alone(self) -> bool:
-        """Nothing to load: index against index."""
+        """Whether the mask is only causal, in order, so that kernels load no bounds."""
         return self.in_order and not self.has_low
 
 
@@ -48,9 +49,9 @@ class Bounds:
 class Visits:
     """The tiles to visit for each tile of the outer loop (of queries, or of keys).
 
-    ranges   int32 [B, outer, 4], or None (causal alone: the kernel computes them). Visits
-             [r0, r1) need the mask, [r1, r2) do not, [r2, r3) do. At least one visit.
-    order    int32 [B, outer, inner]: the inner tile of each visit; None: visit i is of tile i.
+    ranges   int32 [B, outer, 4]. Visits [r0, r1) need the mask, [r1, r2) do not, [r2, r3) do. There
+             is at least one visit. None if `causal_alone`: the kernel computes them.
+    order    int32 [B, outer, inner]: the inner tile of each visit. None: visit i is tile i.
     """
 
     ranges: Any
@@ -58,12 +59,12 @@ class Visits:
 
 
 def padding(length: int, block: int) -> int:
-    """Rows to add to reach whole tiles."""
+    """Return the number of rows to add to fill the last tile."""
     return -length % block
 
 
 def bounds_of(mask: AttentionMask, pad_q: int, pad_k: int) -> Bounds:
-    """The mask as bounds. Padded queries see nothing that counts, padded keys are never seen."""
+    """Convert a mask to bounds. Padded queries have unused results, and padded keys are masked."""
     if mask.in_order:
         low = _low_in_order(mask)
         queries = None if low is None else _pad(low, pad_q, mode="edge")[:, None]
@@ -85,7 +86,7 @@ def _pad(x, n: int, **how):
 
 
 def _low_in_order(mask: AttentionMask) -> jax.Array | None:
-    """The first key that each query may see, int32 [B, T]; None: the first of all."""
+    """Return the first visible key of each query, int32 [B, T], or None if it is always key 0."""
     index = lax.broadcasted_iota(jnp.int32, mask.q_positions.shape, 1)
     low = None
     if mask.q_segments is not None:
@@ -98,7 +99,7 @@ def _low_in_order(mask: AttentionMask) -> jax.Array | None:
 
 
 def query_visits(bounds: Bounds, q: int, k: int, num_keys: int) -> Visits:
-    """For each tile of q queries, the tiles of k keys to visit. `num_keys` is padded."""
+    """Return the tiles of k keys to visit for each tile of q queries. `num_keys` is padded."""
     if bounds.causal_alone:
         return Visits(None, None)
     if not bounds.in_order:
@@ -111,7 +112,7 @@ def query_visits(bounds: Bounds, q: int, k: int, num_keys: int) -> Visits:
 
 
 def key_visits(bounds: Bounds, q: int, k: int, num_queries: int, num_keys: int) -> Visits:
-    """For each tile of k keys, the tiles of q queries to visit."""
+    """Return the tiles of q queries to visit for each tile of k keys."""
     if bounds.causal_alone:
         return Visits(None, None)
     if not bounds.in_order:
@@ -139,7 +140,7 @@ def _extremes(x, block: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _kinds(bounds: Bounds, q: int, k: int) -> tuple[jax.Array, jax.Array]:
-    """Which tiles need the mask and which are seen whole, bool [B, T/q, S/k] each."""
+    """Return the tiles that need the mask and those that do not, bool [B, T/q, S/k] each."""
     rows, cols = iter(bounds.queries.swapaxes(0, 1)), iter(bounds.keys.swapaxes(0, 1))
     outer = lambda x, block: tuple(y[:, :, None] for y in _extremes(x, block))  # noqa: E731
     inner = lambda x, block: tuple(y[:, None] for y in _extremes(x, block))  # noqa: E731
@@ -158,7 +159,7 @@ def _kinds(bounds: Bounds, q: int, k: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _listed(partial, full) -> Visits:
-    """Tiles with a mask first, then whole ones. Where there is none, the first, masked."""
+    """List masked tiles first, then unmasked ones. If there are none, list the first, masked."""
     none = ~(partial | full).any(-1, keepdims=True)
     index = lax.broadcasted_iota(jnp.int32, partial.shape, 2)
     partial = partial | (none & (index == 0))
