@@ -80,7 +80,7 @@ def test_a_spike_is_told_and_a_rewind_leaves_its_batches_out(spiky, capfd, tmp_p
     shutil.rmtree(run)
 
     assert spiky(2, "--guard.spike", "rewind") == exit_codes.EXIT_OK
-    assert "rewound to step 40; batches 45 to 46 are left out" in capfd.readouterr().out
+    assert "rewound to step 40; batches 45 to 46 are skipped" in capfd.readouterr().out
     assert read_skipped(run).ranges == ((45, 2),)
     assert checkpoint.read_saved(run).skipped_batches == [[45, 2]]
     assert checkpoint.read_saved(run).rewinds == 1
@@ -111,7 +111,7 @@ def test_a_run_that_is_resumed_sees_the_spike_that_it_would_have_seen(spiky, cap
     flags = ("--guard.recent-steps", records)
     assert spiky(2, *flags, "--train.num-steps", "40") == exit_codes.EXIT_OK
     assert spiky(2, *flags, "--guard.spike", "rewind") == exit_codes.EXIT_OK
-    assert "rewound to step 40; batches 45 to 46 are left out" in capfd.readouterr().out
+    assert "rewound to step 40; batches 45 to 46 are skipped" in capfd.readouterr().out
 
 
 def test_batches_that_are_left_out_are_told_at_the_start(
@@ -157,9 +157,7 @@ def test_a_run_that_is_told_to_stop_ends_instead_of_a_rewind(spiky, monkeypatch,
     assert spiky(2, "--guard.spike", "rewind") == exit_codes.EXIT_PREEMPTED
     said = capfd.readouterr().out
     assert "SIGTERM: step 47: loss " in said and "rewound" not in said
-    assert (
-        "nothing is saved after it; the same command goes on from the checkpoint of step 40" in said
-    )
+    assert "stopped without saving; the same command resumes from the checkpoint of step 40" in said
     assert not (tmp_path / "run" / SKIPPED_FILE).exists()
 
 
