@@ -123,8 +123,8 @@ def test_batches_that_are_left_out_are_told_at_the_start(
     with only_devices(2):
         begun = Run(read_config([config_file], "jaxpar.train", ""))
         manifest.write(begun, [])
-    told = f"left out   batches 0, 45 to 46, as {file} says"
-    assert f"{told}; the run begins anew: delete it to train on them\n" in capfd.readouterr().out
+    line = f"skipped    batches 0, 45 to 46, listed in {file}; this run starts from scratch"
+    assert f"{line}: delete the file to train on them\n" in capfd.readouterr().out
     begun.first_step = 3  # it goes on
     assert manifest.left_out(begun) == [told]
     file.unlink()
@@ -134,13 +134,13 @@ def test_batches_that_are_left_out_are_told_at_the_start(
 
 
 def test_too_many_rewinds_end_the_run_with_17(spiky):
-    with pytest.raises(exit_codes.BadNumerics, match=r"step 47: .* is a spike.*gone back 0 times"):
+    with pytest.raises(exit_codes.BadNumerics, match=r"step 47: .* is a spike.*rewound 0 times"):
         spiky(2, "--guard.spike", "rewind", "--guard.max-rewinds", "0")
 
 
 def test_a_spike_that_returns_ends_the_run_after_as_many_rewinds(spiky, noise, tmp_path):
     noise |= set(range(NOISE, 200))  # windows that touch become one, and each rewind counts
-    with pytest.raises(exit_codes.BadNumerics, match=r"step 46: .* is a spike.*gone back 2 times"):
+    with pytest.raises(exit_codes.BadNumerics, match=r"step 46: .* is a spike.*rewound 2 times"):
         spiky(2, "--guard.spike", "rewind", "--guard.max-rewinds", "2")
     assert read_skipped(tmp_path / "run") == SkippedBatches(((45, 3),), 2)
 
@@ -210,8 +210,8 @@ def test_bad_batches_are_left_out_and_too_many_in_a_row_end_with_17(config_file,
     flags = "--train.num-steps 30 --checkpoint.every 10 --evaluation.every 0".split()
     fine = start("-c", POISONED, "5,6,15", config_file, *flags)
     assert fine.returncode == 0, fine.stderr
-    assert "WARNING    step 6: loss = nan: the update was left out" in fine.stdout
-    assert "(2 in a row, 2 in all)" in fine.stdout and "(1 in a row, 3 in all)" in fine.stdout
+    assert "WARNING    step 6: loss = nan: the update was skipped" in fine.stdout
+    assert "(2 in a row, 2 in total)" in fine.stdout and "(1 in a row, 3 in total)" in fine.stdout
     records = {r["step"]: r for r in records_of(run) if "loss" in r}
     assert records[6]["loss"] is None and records[30]["skipped"] == 3
     assert records[8]["learning_rate"] == pytest.approx(6e-3)  # the schedule waited
