@@ -123,12 +123,13 @@ def test_batches_that_are_left_out_are_told_at_the_start(
     with only_devices(2):
         begun = Run(read_config([config_file], "jaxpar.train", ""))
         manifest.write(begun, [])
-    line = f"skipped    batches 0, 45 to 46, listed in {file}; this run starts from scratch"
-    assert f"{line}: delete the file to train on them\n" in capfd.readouterr().out
-    begun.first_step = 3  # it goes on
-    assert manifest.left_out(begun) == [told]
+    line = f"skipped    batches 0, 45 to 46, listed in {file}"
+    fresh = "; this run starts from scratch: delete the file to train on them\n"
+    assert line + fresh in capfd.readouterr().out
+    begun.first_step = 3  # it resumes
+    assert manifest.left_out(begun) == [line]
     file.unlink()
-    assert manifest.left_out(begun)[0].endswith("45 to 46, as the checkpoint of step 3 says")
+    assert manifest.left_out(begun)[0].endswith("45 to 46, listed in the checkpoint of step 3")
     begun.loader.skipped = SkippedBatches()
     assert manifest.left_out(begun) == []
 
