@@ -244,9 +244,9 @@ def test_exports_that_cannot_be(tmp_path):
     rewrite(folder, lambda arrays: arrays.update(big))
     importing.from_hf(folder, run, silent, None)
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(ConfigError, match=r"step = 7: is no checkpoint of .*use one of 0"):
+    with pytest.raises(ConfigError, match=r"step = 7: is not a checkpoint of .*use one of 0"):
         exporting.open_export(run, 7)
-    with pytest.raises(ConfigError, match="holds no finished checkpoint"):
+    with pytest.raises(ConfigError, match="contains no finished checkpoint"):
         exporting.open_export(folder)
     with pytest.raises(ConfigError, match="--family = 'gpt2': is no family"):
         exporting.open_export(run, family="gpt2")
@@ -276,7 +276,7 @@ def test_an_imported_run_is_not_resumed(tmp_path):
     folder, run = tiny.write_folder(tmp_path / "model", VALUES), tmp_path / "run"
     importing.from_hf(folder, run, silent, None)
     cfg = checkpoint.load_config(run)
-    with pytest.raises(ConfigError, match=r"run\.dir.*holds imported weights"):
+    with pytest.raises(ConfigError, match=r"run\.dir.*contains imported weights"):
         checkpoint.check_resumable(cfg, checkpoint.read_saved(run))
     source = importing.open_source(folder)
     with pytest.raises(ConfigError, match=r"model\.d_ff = 64: .* has 56.*set it to 56"):
