@@ -177,7 +177,7 @@ def differences(
     if places[0].resolve() == places[1].resolve():
         rule = f"would be compared with itself: both are step {places[0].name}"
         rule += ", the latest" if None in (one[1], other[1]) else ""
-        raise ConfigError("diff", str(one[0]), rule, "give --step or --other-step, or RUN2")
+        raise ConfigError("diff", str(one[0]), rule, "use --step or --other-step, or RUN2")
     names = [_array_names(place) for place in places]
     count = 0
     for name in sorted(names[0] | names[1]):

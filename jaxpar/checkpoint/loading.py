@@ -95,7 +95,7 @@ def restore(cfg: Config, mesh: Mesh, step: int | None = None) -> TrainState:
         fresh = jax.device_put(loss_scale.initial_guard(cfg), to)  # another dtype, another scale
         loaded["guard"] = fresh | {"skipped": loaded["guard"]["skipped"]}
     if int(loaded["step"]) != saved.step:
-        raise Damaged(str(saved), [f"it holds the state of step {int(loaded['step'])}"])
+        raise Damaged(str(saved), [f"it contains the state of step {int(loaded['step'])}"])
     return to_running(in_configured_dtypes(TrainState(**loaded), cfg), cfg)
 
 

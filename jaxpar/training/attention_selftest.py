@@ -61,7 +61,7 @@ class Report:
 def check(choice: Choice, q, k, v, mask: AttentionMask, d_out) -> Report:
     """Compare the chosen kernels, forward and backward, with `reference` in float32.
 
-    Blocks until the result is there. No other program runs on the device meanwhile
+    Blocks until the result is ready. No other program runs on the device meanwhile
     (`FirstRunAlone`).
 
     Args:     q, d_out: [B, T, H, K]; k, v: [B, S, G, K], all on one device.

@@ -80,9 +80,13 @@ def _require_same_model(cfg: Config, there: Config) -> None:
     if not differing:
         return
     short = lambda path: path.removeprefix("model.")  # noqa: E731
-    told = ", ".join(f"{short(p)} {value_of(there, p)}, not {value_of(cfg, p)}" for p in differing)
+    differences = ", ".join(
+        f"{short(p)} {value_of(there, p)}, not {value_of(cfg, p)}" for p in differing
+    )
     flags = " ".join(text for p in differing for text in _flags(p, value_of(there, p)))
-    raise ConfigError("run.init_from", cfg.run.init_from, f"holds a model with {told}", flags)
+    raise ConfigError(
+        "run.init_from", cfg.run.init_from, f"contains a model with {differences}", flags
+    )
 
 
 def _flags(path: str, value: Any) -> list[str]:
