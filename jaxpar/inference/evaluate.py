@@ -19,7 +19,7 @@ from jaxpar.runtime.processes import peers, rendezvous
 class EvaluateOptions:
     """Score a model on tasks of the Evaluation Harness."""
 
-    run: Annotated[str, tyro.conf.Positional]
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run folder, or folder of a published model."""
     tasks: tuple[str, ...]
     """Names of the tasks."""

@@ -28,7 +28,7 @@ MAX_TOKENS = 1 << 24
 class SampleOptions:
     """Generate text with the model of a run or of a published folder."""
 
-    run: Annotated[str, tyro.conf.Positional]
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run folder, or folder of a published model."""
     prompt: tuple[str, ...] = ("def ",)
     """Texts to continue, as one batch. A single text is printed as it is generated."""
