@@ -57,7 +57,7 @@ class WeightsAndBiases:
     def close(self) -> None:
         """Finish the run. Online, this waits for the upload."""
         self._run.finish()
-        # W&B's process may still hold data for the file, and ours ends without exit hooks.
+        # W&B's process may still hold data for the file, and this one ends without exit hooks.
         self._wandb.teardown()
 
 
