@@ -1,13 +1,13 @@
 """Checkpoints: the training state on disk, written in the background, readable under any mesh.
 
-RUN/checkpoints/STEP holds {"step", "params", "opt_state", "guard"}: whole arrays, layers in the
-model's order. How the writing mesh cut and ordered them leaves no trace, so another mesh restores
-them as its own would. The config lies with them: whoever has the folder needs nothing else. What
-was written is known by its fingerprints, and every load compares them.
+RUN/checkpoints/STEP holds {"step", "params", "opt_state", "guard"}: unsharded arrays, with layers
+in the model's order. They do not depend on the mesh that wrote them, so any other mesh can restore
+them. The folder also holds the config, so it is self-contained. Every array has a fingerprint,
+which every load verifies.
 
-    Checkpointer                             the training loop's: saves
-    starting_step, restore_latest, restore   a run's: continues, or says why it cannot
-    load_config, restore_params              everybody else's: reads a model
+    Checkpointer                             for the training loop: saves
+    starting_step, restore_latest, restore   for a run: resumes, or explains why it cannot
+    load_config, restore_params              for all other programs: reads a model
 """
 
 from jaxpar.checkpoint.integrity import Damaged

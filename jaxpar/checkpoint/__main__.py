@@ -1,4 +1,4 @@
-"""A run's checkpoints: python -m jaxpar.checkpoint ls RUN, verify RUN, diff RUN [RUN2]."""
+"""Inspect a run's checkpoints: python -m jaxpar.checkpoint ls RUN, verify RUN, diff RUN [RUN2]."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ PROGRAM = "python -m jaxpar.checkpoint"
 
 @dataclass(frozen=True, kw_only=True)
 class Ls:
-    """List the checkpoints of a run: step, date, bytes, mesh, and whether files are as listed."""
+    """List the checkpoints of a run: step, date, bytes, mesh, and the result of checking files."""
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run folder."""
@@ -26,26 +26,26 @@ class Ls:
 
 @dataclass(frozen=True, kw_only=True)
 class Verify:
-    """Read everything and compare it with what was written. Exit code 1 on any damage."""
+    """Verify all files and arrays of a run's checkpoints. Exit code 1 on any damage."""
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run folder."""
     step: int | None = None
-    """One checkpoint. None: all of them."""
+    """Checkpoint to verify. None: all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Diff:
-    """Say in which arrays two checkpoints differ, and by how much. Exit code 0 either way."""
+    """Show which arrays differ between two checkpoints, and by how much. Always exit code 0."""
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run folder."""
     other: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN2")] = ""
-    """Another run's folder. Empty: the same run's."""
+    """Folder of another run. Empty: the same run."""
     step: int | None = None
-    """Checkpoint of the first. None: the latest."""
+    """Checkpoint of RUN. None: the latest."""
     other_step: int | None = None
-    """Checkpoint of the other. None: the latest."""
+    """Checkpoint of RUN2. None: the latest."""
 
 
 COMMANDS: dict[str, Callable[..., Any]] = {"ls": Ls, "verify": Verify, "diff": Diff}
@@ -54,7 +54,7 @@ type Options = Ls | Verify | Diff
 
 
 def read_options(argv: Sequence[str]) -> Options:
-    """The options of a command line."""
+    """Parse a command line."""
     prog, doc = as_called(PROGRAM), as_called(__doc__ or "")
     options = tyro.extras.subcommand_cli_from_dict(
         COMMANDS, prog=prog, description=doc, args=list(argv)
@@ -65,9 +65,9 @@ def read_options(argv: Sequence[str]) -> Options:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line; the exit code."""
+    """Run the command line. Returns the exit code."""
     options = read_options(argv)
-    # It is reading; a GPU would have no part in it.
+    # These commands only read files; they need no GPU.
     jax.config.update("jax_platforms", "cpu")
     match options:
         case Ls(run=run):
@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def log(line: str) -> None:
-    """Tell the person at the console."""
+    """Print a line at once."""
     print(line, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""What people ask of checkpoints: which are there, are they whole, and in what two differ."""
+"""Inspects checkpoints: lists them, verifies them, and compares two of them."""
 
 import contextlib
 import itertools
@@ -18,31 +18,31 @@ from jaxpar.config import ConfigError
 from jaxpar.runtime.progress import meter, size
 from jaxpar.sharding.axes import AXES
 
-#: How a line says that something is wrong.
+#: Marks a damaged checkpoint in the output.
 DAMAGED = "DAMAGED"
 
 
 @dataclass(frozen=True)
 class CheckpointRow:
-    """A line of `ls`."""
+    """One line of `ls`."""
 
     step: int
     date: str
     num_bytes: int
     mesh: str
     check: str
-    """What is wrong without reading an array, or what it can be compared with."""
+    """The damage found without reading arrays, or what was verified."""
 
     def __str__(self) -> str:
         return f"{self.step:>9}  {self.date}  {size(self.num_bytes):>10}  {self.mesh}  {self.check}"
 
 
-#: Seconds after which a step with something wrong is looked at again: is it being deleted?
+#: Seconds to wait before a damaged step is checked again: it may be in the middle of deletion.
 SETTLE_SECONDS = 0.2
 
 
 def rows(run_dir: str | Path) -> Iterator[CheckpointRow]:
-    """Every checkpoint of a run, ascending; but those that the run deletes meanwhile.
+    """Yield every checkpoint of a run, ascending, except those that the run deletes meanwhile.
 
     Raises:   ConfigError when there is none.
     """
@@ -53,9 +53,9 @@ def rows(run_dir: str | Path) -> Iterator[CheckpointRow]:
 
 
 def _row_if_kept(run_dir: str | Path, step: int) -> CheckpointRow | None:
-    """The line of a checkpoint; None when it is deleted meanwhile.
+    """Return the line of a checkpoint; None if it is deleted meanwhile.
 
-    Where something is wrong, it is looked at until no more of it goes: deleting takes a while.
+    A damaged checkpoint is checked again until no more of its files disappear: deletion takes time.
     """
     at = folder(run_dir) / str(step)
     while True:
@@ -91,27 +91,28 @@ def _row(run_dir: str | Path, step: int) -> CheckpointRow:
 
 
 def _paths(place: Path) -> set[Path]:
-    """All that is in a folder, and in those within; what goes meanwhile is left out."""
+    """Return all paths below a folder, except those deleted meanwhile."""
     return {Path(at, name) for at, *names in os.walk(place) for name in itertools.chain(*names)}
 
 
 def _mesh(parallel: dict[str, Any]) -> str:
-    """The mesh that wrote a checkpoint, as `mesh.describe` tells it."""
+    """Describe the mesh that wrote a checkpoint, as `mesh.describe` does."""
     named = [f"{axis}={parallel.get(axis, 1)}" for axis in AXES if parallel.get(axis, 1) != 1]
     return " ".join(named) or "1 device"
 
 
 def _witnesses(step_folder: Path, arrays: int) -> str:
-    files = "files as listed" if integrity.has_file_list(step_folder) else "no list of files"
+    files = "files verified" if integrity.has_file_list(step_folder) else "no file list"
     return f"{files}, {arrays} arrays with fingerprints" if arrays else "no fingerprints"
 
 
 def verify(run_dir: str | Path, step: int | None, log: Callable[[str], None]) -> bool:
-    """Read every byte of a run's checkpoints, or of one, and compare; whether all are whole.
+    """Read and verify every byte of a run's checkpoints, or of one of them.
 
-    Memory stays at a few times the largest piece that an array is stored in.
+    Needs memory for a few of the largest chunks in which arrays are stored.
 
-    Args:     log: called with the outcome of each, and everything that is wrong.
+    Args:     log: called with the result of each checkpoint, and with all damage.
+    Returns:  whether all are intact.
     Raises:   ConfigError when there is no such checkpoint; Unreadable.
     """
     whole = True
@@ -122,19 +123,19 @@ def verify(run_dir: str | Path, step: int | None, log: Callable[[str], None]) ->
         for text in found:
             log(f"step {at}: {text}")
         for name in integrity.extra_files(folder(run_dir) / str(at)):
-            log(f"step {at}: note: {name} is not of this checkpoint, and is not read")
+            log(f"step {at}: note: {name} does not belong to this checkpoint, and is ignored")
         whole &= not found
-        unknown = "nothing to compare arrays with: of an earlier version"
-        log(f"step {at}: {DAMAGED if found else 'whole' if known else unknown}")
+        unknown = "arrays not verified: an older version wrote it, without fingerprints"
+        log(f"step {at}: {DAMAGED if found else 'intact' if known else unknown}")
     return whole
 
 
 def _array_damage(step_folder: Path, known: dict[str, str], log: Callable[[str], None]) -> list:
-    """What is wrong with the arrays: all are read, also those without fingerprints."""
+    """Return what is wrong with the arrays. Reads all, including those without fingerprints."""
     found, arrays = [], {}
     try:
         names = store.array_names(step_folder)
-    except Exception as error:  # whatever is made of a damaged file
+    except Exception as error:  # a damaged file can raise any error
         return [f"its arrays cannot be listed ({_reason(step_folder, error)})"]
     found += [f"{name} is missing" for name in known if name not in names]
     for name in names:
@@ -157,7 +158,7 @@ def _array_damage(step_folder: Path, known: dict[str, str], log: Callable[[str],
 
 
 def _reason(step_folder: Path, error: Exception) -> str:
-    """What is wrong, in one line. Raises:   Unreadable when that is this machine."""
+    """Summarize an error in one line. Raises:   Unreadable for an error of the machine."""
     integrity.refuse_trouble(str(step_folder), error)
     return (str(error) or type(error).__name__).partition("\n")[0][:200]
 
@@ -165,17 +166,18 @@ def _reason(step_folder: Path, error: Exception) -> str:
 def differences(
     one: tuple[str, int | None], other: tuple[str, int | None], log: Callable[[str], None]
 ) -> int:
-    """Say in which arrays two checkpoints differ, and by how much; how many do.
+    """Log which arrays differ between two checkpoints, and by how much.
 
     Args:     one, other: run folder, and step or None for the latest.
-    Raises:   ConfigError when there is no such checkpoint, or both are one; Damaged or Unreadable
-              when one cannot be read.
+    Returns:  the number of arrays that differ.
+    Raises:   ConfigError when there is no such checkpoint, or both are the same; Damaged or
+              Unreadable when one cannot be read.
     """
     places = [folder(run) / str(_steps(run, step)[-1]) for run, step in (one, other)]
     if places[0].resolve() == places[1].resolve():
         rule = f"would be compared with itself: both are step {places[0].name}"
         rule += ", the latest" if None in (one[1], other[1]) else ""
-        raise ConfigError("diff", str(one[0]), rule, "give --step or --other-step, or RUN2")
+        raise ConfigError("diff", str(one[0]), rule, "use --step or --other-step, or RUN2")
     names = [_array_names(place) for place in places]
     count = 0
     for name in sorted(names[0] | names[1]):
@@ -190,8 +192,7 @@ def differences(
 
 @contextlib.contextmanager
 def _reading(place: Path, what: str) -> Iterator[None]:
-    """Raises:   Damaged that says what is wrong, for whatever is made of a damaged file; or
-    Unreadable."""
+    """Convert errors of reading. Raises:   Damaged with a description; or Unreadable."""
     try:
         yield
     except Exception as error:
@@ -214,7 +215,7 @@ def _piece(place: Path, name: str, array: Any, box: Any) -> np.ndarray:
 
 
 def _difference(places: list[Path], name: str) -> str | None:
-    """How far apart two arrays are, piece by piece; None when every bit is the same."""
+    """Describe the difference of two arrays, read chunk by chunk; None if all bits are equal."""
     a, b = arrays = [_opened(place, name) for place in places]
     if a.shape != b.shape or a.dtype != b.dtype:
         return f"{a.dtype.name}{list(a.shape)}, not {b.dtype.name}{list(b.shape)}"
@@ -232,20 +233,20 @@ def _difference(places: list[Path], name: str) -> str | None:
         return None
     total = int(np.prod(a.shape, dtype=np.int64))
     relative = (squares / scale) ** 0.5 if scale else float("inf")
-    return f"{count:,} of {total:,} differ, by {largest:.3g} at most, {relative:.3g} of the norm"
+    return f"{count:,} of {total:,} differ, by at most {largest:.3g}; {relative:.3g} of the norm"
 
 
 def _steps(run_dir: str | Path, step: int | None) -> list[int]:
-    """The steps to look at.
+    """Return the steps to inspect.
 
     Raises:   ConfigError when there is none, or not this one.
     """
     steps = saved_steps(run_dir) if Path(run_dir).is_dir() else []
     if not steps:
-        raise ConfigError("RUN", str(run_dir), "holds no checkpoint", "give the folder of a run")
+        raise ConfigError("RUN", str(run_dir), "contains no checkpoint", "use the folder of a run")
     if step is None:
         return steps
     if step not in steps:
         held = ", ".join(map(str, steps))
-        raise ConfigError("--step", step, f"is no checkpoint of {run_dir}", f"use one of {held}")
+        raise ConfigError("--step", step, f"is not a checkpoint of {run_dir}", f"use one of {held}")
     return [step]

@@ -1,13 +1,15 @@
-"""Is a checkpoint what was written? Fingerprints of its arrays, and a list of its files.
+"""Integrity of checkpoints: fingerprints of the arrays, and a list of the files.
 
-Orbax notices a truncated file, and loads a flipped bit without a word. Two witnesses are kept:
+Orbax detects a truncated file, but loads a flipped bit without an error. Each checkpoint therefore
+carries two records:
 
-    fingerprints    in the checkpoint's own metadata, so there as soon as it is: of every array,
-                    computed on the devices (`sharding/fingerprint.py`); under a seal, with all that
-                    the checkpoint says about itself
-    FILES           written a moment after: every file's size, and the SHA-256 of those up to SMALL
+    fingerprints    of every array, computed on the devices (`sharding/fingerprint.py`). Part of the
+                    checkpoint's metadata, so they exist as soon as it does; the metadata is sealed
+                    with a digest
+    FILES           the size of every file, and the SHA-256 of those up to SMALL. Written just after
+                    the checkpoint is complete
 
-A load compares the fingerprints of what it has read, and before that the files.
+A load first verifies the files, then the fingerprints of the arrays it has read.
 """
 
 import contextlib
@@ -26,23 +28,23 @@ from typing import Any
 
 from jaxpar.runtime import exit_codes
 
-#: The list of a checkpoint's files, beside them.
+#: The list of a checkpoint's files, in the same folder.
 FILES = "jaxpar_files.json"
 
-#: Larger files are told by their size alone: what is in them are arrays, which have fingerprints.
+#: Larger files are verified only by size: they contain arrays, which have fingerprints.
 SMALL = 64 << 20
 
 #: Keys of a checkpoint's metadata.
 FINGERPRINTS, SEAL = "fingerprints", "seal"
 
-#: Folder of a run with the checkpoints that were found damaged.
+#: Folder of a run for damaged checkpoints.
 DAMAGED = "damaged"
 
-#: How much of the damage a message names.
+#: Maximum number of damaged items in a message.
 MAX_NAMED = 8
 
-#: What the system says of a file that is gone or is none, or of a name or an offset that makes no
-#: sense, as a damaged index has them. Its other errors are about the machine.
+#: Errors of the system that indicate damage: a missing file, or an invalid name or offset, as from
+#: a damaged index. All other errors are errors of the machine.
 OF_FILES = (
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR),
     *(errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EOVERFLOW),
@@ -50,7 +52,7 @@ OF_FILES = (
 
 
 class Damaged(exit_codes.RunError):
-    """A checkpoint is not what was written."""
+    """A checkpoint differs from what was written."""
 
     def __init__(self, where: str, damage: Iterable[str]):
         self.damage = list(damage)
@@ -60,14 +62,14 @@ class Damaged(exit_codes.RunError):
 
 
 class Unreadable(exit_codes.RunError):
-    """A checkpoint cannot be read here and now, which says nothing about what was written."""
+    """A checkpoint cannot be read now because of the machine; it may be intact."""
 
 
 @contextlib.contextmanager
 def reading_checkpoint(where: str) -> Iterator[None]:
-    """Reads of a checkpoint, in which the machine's own trouble is told from damage.
+    """Separate errors of the machine from damage while reading a checkpoint.
 
-    Raises:   Unreadable for it; whatever else is raised within stays as it is.
+    Raises:   Unreadable for an error of the machine; all other exceptions pass through.
     """
     try:
         yield
@@ -77,26 +79,26 @@ def reading_checkpoint(where: str) -> Iterator[None]:
 
 
 def refuse_trouble(where: str, error: Exception) -> None:
-    """Raises:   Unreadable when an error is the machine's own trouble."""
+    """Raises:   Unreadable for an error of the machine."""
     trouble = _trouble(error)
     if trouble:
         why = f"{where} cannot be read: {trouble}"
-        raise Unreadable(f"{why}. Nothing was moved; mend that, and start again") from error
+        raise Unreadable(f"{why}. Nothing was moved. Fix the cause, and start again") from error
 
 
 def _trouble(error: BaseException) -> str:
-    """What an error, or one that it comes from, says of the machine; empty for nothing.
+    """Describe the machine's error behind an exception or its causes; empty if there is none.
 
-    Too many open files, no rights, a stale NFS handle: another read may succeed. So may one after
-    EIO, which is also what a network's file system says when its server is late; and from a disk
-    that fails, nothing should be moved.
+    After too many open files, missing permissions or a stale NFS handle, another read may succeed.
+    So it may after EIO, which a network file system also returns while its server is late. From a
+    failing disk, nothing should be moved.
     """
     number = error.errno if isinstance(error, OSError) else None
     if number is not None and number not in OF_FILES:
         return str(error)
-    told = re.search(r"os_error_code='(\d+)'", str(error))  # as TensorStore ends its messages
-    if told and int(told[1]) not in OF_FILES:
-        return f"{os.strerror(int(told[1]))} ({str(error).partition(': ')[2][:200]})"
+    code = re.search(r"os_error_code='(\d+)'", str(error))  # at the end of TensorStore's messages
+    if code and int(code[1]) not in OF_FILES:
+        return f"{os.strerror(int(code[1]))} ({str(error).partition(': ')[2][:200]})"
     within = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
     causes = (*within, error.__cause__, error.__context__)
     return next(filter(None, (_trouble(cause) for cause in causes if cause is not None)), "")
@@ -106,16 +108,16 @@ def _trouble(error: BaseException) -> str:
 
 
 def seal(about: dict[str, Any]) -> dict[str, Any]:
-    """What a checkpoint says about itself, with a digest of it."""
+    """Return the metadata of a checkpoint, with a digest of it."""
     return about | {SEAL: _digest(about)}
 
 
 def check_seal(where: str, about: Mapping[str, Any]) -> None:
-    """Raises:   Damaged when the metadata is not what was sealed. Without a seal: nothing."""
+    """Raises:   Damaged when the metadata does not match its digest, if it has one."""
     if SEAL in about:
         rest = {key: value for key, value in about.items() if key != SEAL}
         if about[SEAL] != _digest(rest):
-            raise Damaged(where, ["its metadata is not what was sealed"])
+            raise Damaged(where, ["its metadata does not match its digest"])
 
 
 def _digest(about: Any) -> str:
@@ -126,7 +128,7 @@ def _digest(about: Any) -> str:
 
 
 def write_file_list(step_folder: Path) -> None:
-    """Write FILES, at once or not at all."""
+    """Write FILES, atomically."""
     content = {"files": {name: _entry(step_folder / name) for name in _names(step_folder)}}
     temporary = step_folder / (FILES + ".tmp")
     try:
@@ -141,14 +143,16 @@ def write_file_list(step_folder: Path) -> None:
 
 
 def has_file_list(step_folder: Path) -> bool:
-    """Whether FILES is there. A run killed between the commit and its writing leaves none."""
+    """Whether FILES exists. It does not if the run was killed just after the commit."""
     return _size(step_folder / FILES) is not None
 
 
 def file_damage(step_folder: Path) -> list[str]:
-    """What FILES says is missing, or of another size or content; empty without one.
+    """Return which files are missing, or differ from FILES in size or content.
 
-    Raises:   Unreadable when the machine cannot tell.
+    Empty without FILES.
+
+    Raises:   Unreadable for an error of the machine.
     """
     with reading_checkpoint(str(step_folder)):
         expected = _listed(step_folder)
@@ -159,9 +163,9 @@ def file_damage(step_folder: Path) -> list[str]:
 
 
 def extra_files(step_folder: Path) -> list[str]:
-    """Files that FILES does not know, such as a file browser's: no damage, since none is read.
+    """Return files that are not in FILES, such as a file browser's. They are ignored: no damage.
 
-    Raises:   Unreadable when the machine cannot tell.
+    Raises:   Unreadable for an error of the machine.
     """
     with reading_checkpoint(str(step_folder)):
         expected = _listed(step_folder)
@@ -169,7 +173,7 @@ def extra_files(step_folder: Path) -> list[str]:
 
 
 def _listed(step_folder: Path) -> dict[str, dict[str, Any]] | None:
-    """The files of a checkpoint by name, as FILES has them: none without it; None when damaged."""
+    """Read FILES: entries by file name. Empty without FILES; None when it is damaged."""
     if not has_file_list(step_folder):
         return {}
     try:
@@ -181,17 +185,17 @@ def _listed(step_folder: Path) -> dict[str, dict[str, Any]] | None:
 
 
 def _difference(file: Path, name: str, then: Mapping[str, Any]) -> str:
-    """What is wrong with a file, in words; empty for nothing."""
+    """Describe the damage of a file; empty if it is intact."""
     size = _size(file)
     if size is None:
         return f"{name} is missing"
     if size != then["bytes"]:
         return f"{name} has {size:,} bytes, not {then['bytes']:,}"
-    return "" if _entry(file) == then else f"{name} has another content"
+    return "" if _entry(file) == then else f"{name} has different content"
 
 
 def _size(file: Path) -> int | None:
-    """Bytes of a file; None when there is none. (`is_file` says so of one that cannot be asked.)"""
+    """Return the size of a file; None if it is missing. (`is_file` would hide other errors.)"""
     try:
         found = file.stat()
     except OSError as error:
@@ -219,8 +223,8 @@ def _entry(file: Path) -> dict[str, Any]:
 
 
 def describe_differences(expected: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
-    """What is wrong with arrays, in words; of those expected, `found` may be a part."""
-    wrong = [f"{name} is not the array that was saved" for name in found if name not in expected]
+    """Describe the arrays in `found` that differ from the expected fingerprints."""
+    wrong = [f"{name} has no saved fingerprint" for name in found if name not in expected]
     for name, sums in found.items():
         if name in expected and sums != expected[name]:
             wrong.append(f"{name} has fingerprint {sums}, not {expected[name]}")
@@ -228,9 +232,9 @@ def describe_differences(expected: Mapping[str, str], found: Mapping[str, str]) 
 
 
 def set_aside(run_dir: str | Path, step_folder: Path, why: str) -> Path:
-    """Move a damaged checkpoint out of the way, to RUN/damaged; nothing is deleted.
+    """Move a damaged checkpoint to RUN/damaged. Nothing is deleted.
 
-    Returns:  where it is now, with the reason in a file beside it.
+    Returns:  its new path. A file next to it contains the reason.
     """
     place = Path(run_dir).absolute() / DAMAGED
     place.mkdir(exist_ok=True)
@@ -244,5 +248,5 @@ def set_aside(run_dir: str | Path, step_folder: Path, why: str) -> Path:
 
 
 def warn(text: str) -> None:
-    """A line that nobody overlooks, on standard error."""
+    """Print a warning to standard error."""
     print(f"WARNING    {text}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Loading: the arrays of a checkpoint onto any mesh, compared with what was written."""
+"""Loads the arrays of a checkpoint onto any mesh, and verifies their fingerprints."""
 
 import dataclasses
 from pathlib import Path
@@ -36,22 +36,22 @@ from jaxpar.step.state import (
     to_running,
 )
 
-#: Bytes read from disk at a time, and kept on the host until they are on a device; or the largest
-#: array's, if that is more.
+#: Bytes that are read ahead and kept on the host until they are on a device, in addition to those
+#: of the largest array.
 READ_AHEAD = 4 << 30
 
-#: What a failing load says nothing about the checkpoint with: the machine's own trouble. The
-#: system's errors are told apart by `integrity.reading_checkpoint`.
+#: Errors of a load that do not indicate damage. `integrity.reading_checkpoint` classifies errors
+#: of the operating system.
 NOT_DAMAGE = (ConfigError, integrity.Unreadable, MemoryError, jax.errors.JaxRuntimeError)
 
 
 def restore_latest(cfg: Config, mesh: Mesh) -> tuple[TrainState, int]:
-    """The state of the run's latest checkpoint that is whole, and its step.
+    """Restore the run's latest intact checkpoint. Returns the state and its step.
 
-    Later ones, which are not, are set aside in RUN/damaged, loudly, by the first process.
+    Process 0 moves later, damaged checkpoints to RUN/damaged, with a warning.
 
-    Raises:   ConfigError as `check_resumable`; Damaged when none is whole, and all stay in place;
-              Unreadable when the machine cannot tell whether one is, and all do, too.
+    Raises:   ConfigError as `check_resumable`; Damaged when none is intact; Unreadable for an error
+              of the machine. In both cases, all checkpoints stay in place.
     """
     found: dict[int, Damaged] = {}
     for step in reversed(saved_steps(cfg.run.dir)):
@@ -61,8 +61,8 @@ def restore_latest(cfg: Config, mesh: Mesh) -> tuple[TrainState, int]:
             found[step] = error
             continue
         for later, why in found.items():
-            _set_aside(cfg, later, why, f"the run goes on from step {step}")
-        peers.any_process(False)  # they are set aside before anyone writes
+            _set_aside(cfg, later, why, f"the run resumes from step {step}")
+        peers.any_process(False)  # they are moved before any process writes
         return state, step
     raise none_whole(cfg.run.dir, {step: error.damage for step, error in found.items()})
 
@@ -70,17 +70,17 @@ def restore_latest(cfg: Config, mesh: Mesh) -> tuple[TrainState, int]:
 def _set_aside(cfg: Config, step: int, why: Damaged, instead: str) -> None:
     if jax.process_index() == 0:
         place = integrity.set_aside(cfg.run.dir, folder(cfg.run.dir) / str(step), str(why))
-        integrity.warn(f"{why}\n           It is now {place}, and {instead}.")
+        integrity.warn(f"{why}\n           It was moved to {place}; {instead}.")
 
 
 def restore(cfg: Config, mesh: Mesh, step: int | None = None) -> TrainState:
-    """The run's state, for this config and mesh, whatever mesh it was saved from.
+    """Restore the run's state onto this mesh, from a checkpoint of any mesh.
 
     Args:     step: a saved step. None: the latest.
-    Returns:  the running state, sharded as `state.state_shardings(cfg, mesh)`; moments that were
-              kept in another dtype are converted, to bfloat16 by rounding to the nearest.
+    Returns:  the running state, sharded as `state.state_shardings(cfg, mesh)`. Moments saved in
+              another dtype are converted, to bfloat16 by rounding to nearest.
     Raises:   ConfigError as `check_resumable`, before an array is read, and for a missing step;
-              Damaged when any array is not what was saved.
+              Damaged when any array differs from what was saved.
     """
     saved = read_saved(cfg.run.dir, step)
     check_resumable(cfg, saved)
@@ -89,33 +89,33 @@ def restore(cfg: Config, mesh: Mesh, step: int | None = None) -> TrainState:
     scalars = target["guard"] if known else target.pop("guard")
     loaded = _load_whole(cfg.run.dir, saved, target)
     to = jax.tree.map(lambda a: a.sharding, scalars)
-    if not known:  # from before there were any
+    if not known:  # an earlier version saved no guard
         loaded["guard"] = jax.device_put(loss_scale.initial_guard(cfg), to)
     elif (by_path(saved.config).get("model.dtype") == "float16") != loss_scale.scales_loss(cfg):
         fresh = jax.device_put(loss_scale.initial_guard(cfg), to)  # another dtype, another scale
         loaded["guard"] = fresh | {"skipped": loaded["guard"]["skipped"]}
     if int(loaded["step"]) != saved.step:
-        raise Damaged(str(saved), [f"it holds the state of step {int(loaded['step'])}"])
+        raise Damaged(str(saved), [f"it contains the state of step {int(loaded['step'])}"])
     return to_running(in_configured_dtypes(TrainState(**loaded), cfg), cfg)
 
 
 def _has_guard(step_folder: Path) -> bool:
-    """Whether a checkpoint has `TrainState.guard`: those of earlier versions have not."""
+    """Whether a checkpoint has `TrainState.guard`; those of earlier versions do not."""
     try:
         with integrity.reading_checkpoint(str(step_folder)):
             return any(name.startswith("guard/") for name in store.array_names(step_folder))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return True  # damaged, which the load will find
+        return True  # damaged, as the load will report
 
 
 def restore_params(run_dir: str | Path, cfg: Config, mesh: Mesh, step: int | None = None) -> Any:
-    """Only the parameters, for sampling or evaluation; nothing else is read from disk, or compared.
+    """Restore only the parameters, for sampling or evaluation. Nothing else is read or verified.
 
     Args:     cfg: `load_config(run_dir)` with the parallel section of `mesh`.
               step: a saved step. None: the latest.
     Returns:  the parameters in running order, float32, sharded as `state.state_shardings`.
     Raises:   ConfigError when the model differs from the checkpoint's, before an array is read;
-              Damaged when the checkpoint lacks a parameter, or one is not what was saved.
+              Damaged when a parameter is missing, or differs from what was saved.
     """
     saved = read_saved(run_dir, step)
     check_fields(cfg, saved, MODEL_FIELDS + LORA_FIELDS, "set it back")
@@ -124,49 +124,49 @@ def restore_params(run_dir: str | Path, cfg: Config, mesh: Mesh, step: int | Non
 
 
 def _load_whole(run_dir: str | Path, saved: Saved, target: Any, partial: bool = False) -> Any:
-    """The arrays that `target` describes, once they have been compared with their fingerprints.
+    """Load the arrays that `target` describes, and verify their fingerprints.
 
-    Raises:   Damaged, in every process when in one; Unreadable.
+    Raises:   Damaged, in all processes if in one; Unreadable.
     """
     where, step_folder = f"{saved} of {run_dir}", folder(run_dir) / str(saved.step)
     first = jax.process_index() == 0
     _agree(where, integrity.file_damage(step_folder) if first else [])
     for name in integrity.extra_files(step_folder) if first else []:
-        integrity.warn(f"{where}: {name} is not of this checkpoint, and is not read")
+        integrity.warn(f"{where}: {name} does not belong to this checkpoint, and is ignored")
     loaded, damage = None, []
     try:
         with integrity.reading_checkpoint(where):
             loaded = _load(step_folder, target, partial)
     except NOT_DAMAGE:
         raise
-    except Exception as error:  # whatever Orbax makes of a damaged file
+    except Exception as error:  # Orbax can raise any error on a damaged file
         reason = (str(error) or type(error).__name__).partition("\n")[0][:300]
         damage = [f"it cannot be read ({reason})"]
-    # What the checkpoint lacks comes back as it was asked for: abstract, without a word.
+    # For an array missing in the checkpoint, Orbax returns the abstract array without an error.
     leaves = flat(loaded) if partial and not damage else {}
     missing = [name for name, leaf in leaves.items() if not isinstance(leaf, jax.Array)]
-    _agree(where, damage + ([f"it lacks {', '.join(missing)}"] if missing else []))
+    _agree(where, damage + ([f"it does not contain {', '.join(missing)}"] if missing else []))
     if saved.fingerprints:
         damage = integrity.describe_differences(saved.fingerprints, fingerprints(loaded))
     elif first:
-        integrity.warn(f"{where} has no fingerprints, being of an earlier version: not verified")
+        integrity.warn(f"{where} is not verified: an older version wrote it, without fingerprints")
     _agree(where, damage)
     return loaded
 
 
 def _agree(where: str, damage: list[str]) -> None:
-    """Go on together, before anything that needs all processes.
+    """Agree among all processes whether the checkpoint is damaged.
 
-    Raises:   Damaged, in every process, when one has found damage.
+    Raises:   Damaged in all processes, if one has found damage.
     """
     if peers.any_process(bool(damage)) and not damage:
-        damage = ["another process says so"]
+        damage = ["another process reports it"]
     if damage:
         raise Damaged(where, damage)
 
 
 def _target(cfg: Config, mesh: Mesh) -> TrainState:
-    """The state to load: shapes, dtypes and shardings. Also rebuilds optax's named tuples."""
+    """Describe the state to load: shapes, dtypes and shardings, in optax's named tuples."""
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         abstract_state(cfg),
@@ -175,17 +175,17 @@ def _target(cfg: Config, mesh: Mesh) -> TrainState:
 
 
 def _with_saved_dtypes(cfg: Config, saved: Saved) -> Config:
-    """The config with the moments' dtypes of a checkpoint. (Orbax would convert without a word.)"""
+    """Return the config with the saved dtypes of the moments. (Orbax would convert silently.)"""
     then = by_path(dataclasses.asdict(Config())) | by_path(saved.config)
     return replace(cfg, **{path: then[path] for path in MOMENT_DTYPES})
 
 
 def _load(step_folder: Path, target: Any, partial: bool) -> Any:
-    """The arrays that `target` describes; without `partial`, the checkpoint must hold no others."""
+    """Load the arrays that `target` describes. Without `partial`, there must be no others."""
     context = ocp.Context()
     context.pytree.loading.partial_load = partial
-    # Orbax would read all the shards of this process at once. It refuses a read beyond its limit,
-    # and none is larger than an array.
+    # By default, Orbax reads all shards of this process at once. It refuses a single read above the
+    # limit, and no read is larger than an array.
     largest = max(a.size * a.dtype.itemsize for a in jax.tree.leaves(target))
     context.memory.read_concurrent_bytes = READ_AHEAD + largest
     with context:

@@ -1,6 +1,6 @@
-"""What a run's folder holds, and what a checkpoint says about itself; whether a run may go on.
+"""Metadata of a run's checkpoints: which exist, what they contain, whether a run may resume.
 
-Reads names and small files only, so that a program can decide before it writes anything.
+Reads only names and small files, so that a program can decide before it writes anything.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from jaxpar.config import Config, ConfigError, LoraConfig, ModelConfig
 from jaxpar.config.serialize import from_json
 from jaxpar.data.sources import fingerprint
 
-#: Fields of the model that may change once the weights are there.
+#: Fields of the model that may change when a run resumes.
 FREE_MODEL_FIELDS = {
     "init_std",
     "dtype",
@@ -26,30 +26,30 @@ FREE_MODEL_FIELDS = {
     "attention_deterministic",
 }
 
-#: The others: a new value would ask for other shapes, or run another function.
+#: All other fields: a new value would change shapes, or the function of the model.
 MODEL_FIELDS = tuple(
     f"model.{f.name}" for f in dataclasses.fields(ModelConfig) if f.name not in FREE_MODEL_FIELDS
 )
 
-#: What the adapters are, if there are any: as the model's fields.
+#: Fields of the adapters, which may not change either.
 LORA_FIELDS = tuple(f"lora.{f.name}" for f in dataclasses.fields(LoraConfig))
 
-#: How the moments are kept. They are converted when a run goes on with other ones.
+#: Storage dtypes of the moments, which are converted when a run resumes with other ones.
 MOMENT_DTYPES = ("optimizer.first_moment_dtype", "optimizer.second_moment_dtype")
 
-#: What a run may not change half-way: the moments' meaning, and the order of the data.
+#: Fields that may not change during a run: the meaning of the moments, and the order of the data.
 RUN_FIELDS = ("optimizer.name", "train.seed", "train.global_batch_size", "data.seq_len")
 
-#: In place of a dataset's fingerprint, in a checkpoint of imported weights (`jaxpar.convert`).
+#: Stands for the dataset's fingerprint in a checkpoint of imported weights (`jaxpar.convert`).
 NO_DATASET = ""
 
-#: Where Orbax keeps what is saved beside the arrays.
+#: Orbax's file for the metadata of a checkpoint.
 METADATA = "_CHECKPOINT_METADATA"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """What a checkpoint says about itself."""
+    """The metadata of a checkpoint."""
 
     step: int
     """Optimizer steps taken."""
@@ -58,29 +58,31 @@ class Saved:
     config: dict[str, Any]
     """The resolved config, by section and field."""
     dataset: str
-    """Fingerprint of the dataset; NO_DATASET for imported weights, which come without moments."""
+    """Fingerprint of the dataset; NO_DATASET for imported weights, which have no moments."""
     versions: dict[str, str]
-    """Of jaxpar and jax."""
+    """Versions of jaxpar and jax."""
     fingerprints: dict[str, str] = field(default_factory=dict)
-    """Of each array, by name; empty for a checkpoint from before there were any."""
+    """Fingerprint of each array, by name; empty if an earlier version saved none."""
     skipped_batches: list[list[int]] = field(default_factory=list)
-    """Windows of batches that the run leaves out, as (first, count)."""
+    """Ranges of batches that the run skips, as (first, count)."""
     rewinds: int | None = None
-    """How often the run has gone back; None in a checkpoint from before that was counted."""
+    """Number of rewinds so far; None if an earlier version did not count them."""
     asked: dict[str, Any] = field(default_factory=dict)
-    """What the command asked for where the config, which is what was used, says otherwise."""
+    """Values of the command that differ from the config, which holds the values in use."""
 
     def __str__(self) -> str:
         return f"the checkpoint of step {self.step}"
 
 
 def folder(run_dir: str | Path) -> Path:
-    """Where a run's checkpoints lie. Absolute: Orbax refuses a relative path, at the first save."""
+    """Return the absolute folder of a run's checkpoints. (Orbax cannot save to relative paths.)"""
     return Path(run_dir).absolute() / "checkpoints"
 
 
 def saved_steps(run_dir: str | Path) -> list[int]:
-    """Steps of a run's finished checkpoints, ascending. Reads names only, and starts no device.
+    """Return the steps of a run's finished checkpoints, ascending.
+
+    Reads only names, and starts no device.
 
     Raises:   Unreadable.
     """
@@ -90,20 +92,21 @@ def saved_steps(run_dir: str | Path) -> list[int]:
 
 
 def starting_step(cfg: Config) -> int | None:
-    """The step that a run continues from, by `checkpoint.resume`; None to start afresh.
+    """Return the step that a run resumes from, by `checkpoint.resume`; None to start from scratch.
 
-    It is the latest whose files and metadata are whole; arrays are compared when they are read.
+    This is the latest step whose files and metadata are intact. Arrays are verified when they are
+    read.
 
-    Raises:   ConfigError when resume is "never" and there is a checkpoint, or "must" and none;
-              Damaged when there are some, and none is whole; Unreadable.
+    Raises:   ConfigError when resume is "never" and there is a checkpoint, or "must" and there is
+              none; Damaged when all checkpoints are damaged; Unreadable.
     """
     steps, resume, where = saved_steps(cfg.run.dir), cfg.checkpoint.resume, folder(cfg.run.dir)
     if steps and resume == "never":
-        rule = f"and {where} holds the checkpoint of step {steps[-1]}"
+        rule = f"but {where} contains the checkpoint of step {steps[-1]}"
         fix = "use a new run.dir, or --checkpoint.resume auto to continue that run"
         raise ConfigError("checkpoint.resume", resume, rule, fix)
     if not steps and resume == "must":
-        rule = f"and {where} holds no finished checkpoint"
+        rule = f"but {where} contains no finished checkpoint"
         fix = "set run.dir to the run to continue, or --checkpoint.resume auto to start one"
         raise ConfigError("checkpoint.resume", resume, rule, fix)
     for step in reversed(steps):
@@ -115,7 +118,7 @@ def starting_step(cfg: Config) -> int | None:
 
 
 def damage(run_dir: str | Path, step: int) -> list[str]:
-    """What is wrong with a checkpoint, its arrays apart: files, and what it says about itself."""
+    """Return what is wrong with the files and metadata of a checkpoint. Reads no arrays."""
     found = integrity.file_damage(folder(run_dir) / str(step))
     try:
         read_saved(run_dir, step)
@@ -125,19 +128,21 @@ def damage(run_dir: str | Path, step: int) -> list[str]:
 
 
 def none_whole(run_dir: str | Path, found: dict[int, list[str]]) -> integrity.Damaged:
-    """The error that no checkpoint of a run can be used. They are left where they are: without
-    them, the same command would begin anew."""
+    """Make the error for a run whose checkpoints are all damaged.
+
+    They stay in place: without them, the same command would start over.
+    """
     what = [f"step {step}: {text}" for step, texts in sorted(found.items()) for text in texts]
     return integrity.Damaged(f"every checkpoint of {run_dir}", what)
 
 
 def check_resumable(cfg: Config, saved: Saved) -> None:
-    """Refuse another model, optimizer or order of the data; the mesh and all else may change.
+    """Refuse another model, optimizer or order of the data. The mesh and all else may change.
 
-    Raises:   ConfigError naming the first field that differs, or that the checkpoint is imported.
+    Raises:   ConfigError that names the first field that differs; also for imported weights.
     """
     if saved.dataset == NO_DATASET:
-        rule = f"holds imported weights in {saved}, and no optimizer's state to resume"
+        rule = f"contains imported weights in {saved}, without an optimizer state to resume"
         raise ConfigError("run.dir", cfg.run.dir, rule, "use a new run.dir")
     fixed = MODEL_FIELDS + LORA_FIELDS + RUN_FIELDS
     check_fields(cfg, saved, fixed, "use a new run.dir, or set it back")
@@ -151,7 +156,7 @@ def check_resumable(cfg: Config, saved: Saved) -> None:
 
 
 def changed_fields(cfg: Config, saved: Saved) -> dict[str, tuple[Any, Any]]:
-    """Every field that differs from the saved run's: {"parallel.data": (then, now)}.
+    """Return every field that differs from the saved run's: {"parallel.data": (then, now)}.
 
     A field that the writing version did not have counts as its default.
     """
@@ -161,27 +166,27 @@ def changed_fields(cfg: Config, saved: Saved) -> dict[str, tuple[Any, Any]]:
 
 
 def read_saved(run_dir: str | Path, step: int | None = None) -> Saved:
-    """What a checkpoint says about itself; reads no array.
+    """Read the metadata of a checkpoint; reads no array.
 
     Args:     step: a saved step. None: the latest.
     Raises:   ConfigError when there is no such checkpoint, or jaxpar did not write it; Damaged
-              when what it says makes no sense, or is not what was sealed; Unreadable.
+              when the metadata is invalid, or does not match its digest; Unreadable.
     """
     steps = saved_steps(run_dir)
     if not steps:
-        fix = "give the folder of a run that has saved one"
-        raise ConfigError("run.dir", str(run_dir), "holds no finished checkpoint", fix)
+        fix = "use the folder of a run that has saved one"
+        raise ConfigError("run.dir", str(run_dir), "contains no finished checkpoint", fix)
     step = steps[-1] if step is None else step
     if step not in steps:
         held = ", ".join(map(str, steps))
-        raise ConfigError("step", step, f"is no checkpoint of {run_dir}", f"use one of {held}")
+        raise ConfigError("step", step, f"is not a checkpoint of {run_dir}", f"use one of {held}")
     where = f"the checkpoint of step {step} of {run_dir}"
     about = _metadata(folder(run_dir) / str(step), where)
     integrity.check_seal(where, about)
     fields = dataclasses.fields(Saved)
     needed = {f.name for f in fields if f.default is f.default_factory} - {"step"}  # both MISSING
     if not needed <= set(about):
-        if integrity.has_file_list(folder(run_dir) / str(step)):  # of ours, then
+        if integrity.has_file_list(folder(run_dir) / str(step)):  # then jaxpar wrote it
             raise integrity.Damaged(where, ["its metadata is missing"])
         rule = f"the checkpoint of step {step} was not written by jaxpar"
         raise ConfigError("run.dir", str(run_dir), rule, "use a run of jaxpar")
@@ -190,11 +195,9 @@ def read_saved(run_dir: str | Path, step: int | None = None) -> Saved:
 
 
 def _metadata(step_folder: Path, where: str) -> dict[str, Any]:
-    """The metadata that was saved with a checkpoint.
+    """Read the custom metadata of a checkpoint. (Orbax would also read that of each array.)
 
-    Orbax would read what it knows of each array, too.
-
-    Raises:   Damaged when it is gone, or makes no sense; Unreadable.
+    Raises:   Damaged when it is missing or invalid; Unreadable.
     """
     try:
         with integrity.reading_checkpoint(where):
@@ -206,16 +209,16 @@ def _metadata(step_folder: Path, where: str) -> dict[str, Any]:
 
 
 def load_config(run_dir: str | Path, step: int | None = None) -> Config:
-    """The resolved config of a saved run. Its mesh is the one that wrote it: set your own.
+    """Load the resolved config of a saved run. Its mesh is that of the run; set your own.
 
     Args:     step: a saved step. None: the latest.
-    Raises:   ConfigError as `read_saved`, or when this version lacks one of the config's fields.
+    Raises:   ConfigError as `read_saved`, or when this version does not know a field.
     """
     return from_json(json.dumps(read_saved(run_dir, step).config))
 
 
 def check_fields(cfg: Config, saved: Saved, paths: Iterable[str], fix: str) -> None:
-    """Raises:   ConfigError naming the first of some fields that differs from the saved run's."""
+    """Raises:   ConfigError for the first of the fields that differs from the saved run's."""
     changed = changed_fields(cfg, saved)
     for path in paths:
         if path in changed:
@@ -224,5 +227,5 @@ def check_fields(cfg: Config, saved: Saved, paths: Iterable[str], fix: str) -> N
 
 
 def by_path(config: dict[str, Any]) -> dict[str, Any]:
-    """{"section.field": value} from a config as JSON."""
+    """Flatten a config in JSON form to {"section.field": value}."""
     return {f"{name}.{key}": v for name, section in config.items() for key, v in section.items()}

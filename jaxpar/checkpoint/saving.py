@@ -1,4 +1,4 @@
-"""Saving: in the background, with fingerprints; a save that fails does not stop a run at once."""
+"""Saves checkpoints in the background, with fingerprints. A run survives a few failed saves."""
 
 import contextlib
 import dataclasses
@@ -25,7 +25,7 @@ from jaxpar.runtime.processes import peers
 from jaxpar.sharding.fingerprint import fingerprints
 from jaxpar.step.state import TrainState, snapshot
 
-#: Bytes that are on their way from the copy in host memory to the disk; or the largest array's.
+#: Bytes in flight from the copy in host memory to the disk, unless one array is larger.
 IN_FLIGHT = 4 << 30
 
 
@@ -34,17 +34,18 @@ class SaveFailed(exit_codes.RunError):
 
 
 class Checkpointer:
-    """Saves the state in the background, and deletes what `checkpoint.keep*` does not keep.
+    """Saves the state in the background, and deletes checkpoints according to `checkpoint.keep*`.
 
-    The loop waits for a copy of the state in pinned host memory, which copy engines make; files are
-    written from it. That memory stays taken from one save to the next.
+    The loop waits until the copy engines have copied the state to pinned host memory; files are
+    written from this copy. The memory stays allocated between saves.
 
-    Use as a context manager: leaving it waits for the last save. When to save is the caller's to
-    decide. Every process makes one and makes the same calls on it. It owns the run's folder, and
-    sweeps away what killed saves left there.
+    Use as a context manager: on exit, it waits for the last save. The caller decides when to save.
+    Every process makes one and makes the same calls on it. It owns the run's folder, and removes
+    the remains of killed saves.
 
-    Up to `checkpoint.save_failures_allowed` saves in a row may fail, each with a warning; the next
-    is due when it is due. What a failed save has written is deleted: it may have filled the disk.
+    Up to `checkpoint.save_failures_allowed` saves in a row may fail, each with a warning; there is
+    no extra attempt before the next regular save. The files of a failed save are deleted, because
+    they may have filled the disk.
     """
 
     def __init__(
@@ -55,10 +56,10 @@ class Checkpointer:
         record: Callable[..., None] = lambda event, **more: None,
         asked: Mapping[str, Any] = MappingProxyType({}),
     ):
-        """Open the run's folder, making it if need be.
+        """Open the run's folder, creating it if necessary.
 
         Args:     log: called from a thread after each save, with its size and speed. skipped:
-                  batches that the run leaves out. record: given the events "saved" and
+                  batches that the run skips. record: called with the events "saved" and
                   "save failed". asked: as in `Saved`.
         Raises:   ConfigError when the data cannot be opened.
         """
@@ -74,9 +75,9 @@ class Checkpointer:
         context = ocp.Context()
         # Weights hardly compress: zstd made them 8% smaller and saves six to ten times slower.
         context.array.saving.use_compression = False
-        # In the background, a folder that cannot be made shows as a save that hangs for 5 minutes.
+        # If a folder cannot be created in the background, the save hangs for 5 minutes.
         context.async_options.create_directories_asynchronously = False
-        # Orbax would copy all to ordinary host memory before it returns, at 2 GB/s.
+        # By default, Orbax copies everything to pageable host memory before it returns, at 2 GB/s.
         context.memory.is_prioritized_key_fn = lambda path: False
         context.memory.transfer_concurrent_bytes = IN_FLIGHT
         self._orbax = ocp.training.Checkpointer(
@@ -91,16 +92,17 @@ class Checkpointer:
         self._half_written: set[int] = set()
 
     def prepare(self, state: TrainState) -> None:
-        """Compile what a save needs, so that the first holds up the loop no longer than others."""
+        """Compile what a save needs, so that the first save delays the loop no more than others."""
         fingerprints(vars(state))
 
     def save(self, state: TrainState, step: int, tokens_seen: int) -> bool:
-        """Start saving; training may go on, and donate the state, as soon as this returns.
+        """Start saving. Training may continue, and donate the state, as soon as this returns.
 
         Args:     state: the running state, sharded as `state.state_shardings`. step: optimizer
                   steps taken. tokens_seen: tokens trained on, counted on the host.
-        Returns:  whether a save of this step has begun: not if there is one, or it failed at once.
-        Raises:   SaveFailed when more than the allowed number have failed in a row.
+        Returns:  whether a save has begun: not if the step is saved already, or if the save failed
+                  immediately.
+        Raises:   SaveFailed when more saves in a row have failed than allowed.
         """
         self.wait()
         if step in self.steps():
@@ -112,14 +114,14 @@ class Checkpointer:
         about = integrity.seal(about | {integrity.FINGERPRINTS: fingerprints(tree)})
         try:
             tree = copied_in_all(tree)
-            # Without `force`, Orbax has its own opinion on when to save.
+            # Without `force`, Orbax would decide whether to save.
             saving = self._orbax.save_async(step, tree, force=True, custom_metadata=about)
         except Exception as error:
             failed: Future[None] = Future()
             failed.set_exception(error)
             self._saving = step, failed
             if jax.process_count() == 1:
-                self.wait()  # with others, they are to hear of it there
+                self.wait()  # several processes exchange the failure in `wait`
             return False
         held = time.perf_counter() - began
         done = self._thread.submit(self._finish, saving, tree, step, began, held)
@@ -127,29 +129,29 @@ class Checkpointer:
         return True
 
     def _finish(self, saving: Any, copy: Any, step: int, began: float, held: float) -> None:
-        """On the thread: wait for the commit, list the files, and say how it went."""
+        """On the thread: wait for the commit, write the list of files, and log the result."""
         saving.result()
         seconds = time.perf_counter() - began
         num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(copy))
-        # At once, whoever still refers to the copy: the next save's has its place then. Without
-        # this, resident memory grew from 100 to 167 GB over 24 saves of 64 GB
+        # Free the copy now, even if something still refers to it, so that the next save can reuse
+        # its memory. Without this, resident memory grew from 100 to 167 GB over 24 saves of 64 GB
         # (docs/experiments/checkpoints.md#copy-given-back).
         for leaf in jax.tree.leaves(copy):
             leaf.delete()
         if jax.process_index() == 0:
             try:
                 integrity.write_file_list(folder(self._cfg.run.dir) / str(step))
-            except OSError as error:  # the checkpoint itself is whole, fingerprints and all
-                integrity.warn(f"the files of step {step} could not be listed: {error}")
+            except OSError as error:  # the checkpoint itself is complete, with fingerprints
+                integrity.warn(f"the file list of step {step} could not be written: {error}")
         rate = num_bytes / 1e9 / seconds
         size = f"{num_bytes / 1e9:.3f} GB in {seconds:.1f} s, {rate:.2f} GB/s"
         self._record("saved", step=step, bytes=num_bytes, seconds=seconds, loop_waited=held)
         self._log(f"saved step {step}: {size}; the loop waited {held:.2f} s")
 
     def wait(self) -> None:
-        """Wait for the save under way, if any.
+        """Wait for the current save, if any.
 
-        Raises:   SaveFailed when it failed, and one too many in a row.
+        Raises:   SaveFailed when it failed, and more in a row have failed than allowed.
         """
         if self._saving is None:
             return
@@ -158,7 +160,7 @@ class Checkpointer:
         if jax.process_count() > 1:
             failed = multihost_utils.process_allgather(np.asarray(error is not None))
             if error is None and np.any(failed):
-                error = OSError("another process could not write its part")
+                error = OSError("another process could not write its shards")
         if error is not None:
             self._count(step, error)
         else:
@@ -168,17 +170,17 @@ class Checkpointer:
     def finish(self) -> None:
         """Wait for the last save.
 
-        Raises:   SaveFailed when it failed, however many may.
+        Raises:   SaveFailed when it failed, regardless of the number of failures allowed.
         """
         self.wait()
         if self._last_error:
             raise SaveFailed(self._last_error)
 
     def _count(self, step: int, error: BaseException) -> None:
-        """Clean up after a failed save, and warn; or raise, if it was one too many."""
-        # Orbax reports a failure once to each thread that asks, and the thread here has asked for
-        # itself: the next save would hear of it again. It has also forgotten, not deleted, the
-        # checkpoints that this one was to replace.
+        """Clean up after a failed save. Warn, or raise if there are too many failures in a row."""
+        # Orbax reports a failure once to each thread that waits. Only the background thread has
+        # waited so far, so wait here, or the next save would raise it again. Orbax has also dropped
+        # the checkpoints that this one would have replaced, without deleting them: reload.
         with contextlib.suppress(Exception):
             self._orbax.wait()
         with contextlib.suppress(OSError):
@@ -191,18 +193,18 @@ class Checkpointer:
         allowed = self._cfg.checkpoint.save_failures_allowed
         reason = (str(error) or type(error).__name__).partition("\n")[0][:500]
         text = f"step {step} could not be saved in {where}: {reason}"
-        self._last_error = f"{text}. Free space or mend the folder; the same command goes on from "
-        self._last_error += "the checkpoint before"
+        self._last_error = f"{text}. Free space or fix the folder; the same command resumes from "
+        self._last_error += "the previous checkpoint"
         if self._failures > allowed:
             raise SaveFailed(f"{self._last_error} (failure {self._failures} in a row)") from error
         if jax.process_index() == 0:
             more = f"{self._failures} in a row, {allowed} allowed"
-            integrity.warn(f"{text}\n           Training goes on without it ({more}).")
+            integrity.warn(f"{text}\n           Training continues without it ({more}).")
 
     def _sweep(self) -> None:
-        """Delete what failed saves have written, now and again: they may be writing still.
+        """Delete the files of failed saves. Called repeatedly, because they may still be writing.
 
-        The first array that cannot be written ends a save. Others are on their way even then.
+        A save fails at the first array that cannot be written, while others are in flight.
         """
         if jax.process_index() != 0:
             return
@@ -211,19 +213,19 @@ class Checkpointer:
                 shutil.rmtree(left, ignore_errors=True)
 
     def steps(self) -> list[int]:
-        """Steps saved or being saved, and kept; ascending. The same in every process."""
+        """Return the steps saved or being saved, ascending. The same in every process."""
         return [saved.step for saved in self._orbax.checkpoints]
 
     def close(self) -> None:
-        """Wait for the save under way, raising as `finish`, and let go of the folder."""
+        """Wait for the current save, raising as `finish`, and release the folder."""
         try:
             self.finish()
         finally:
             self._thread.shutdown()
             try:
                 self._orbax.close()
-            except OSError as error:  # it keeps errors of its own files until now
-                if not self._last_error:  # else `finish` is raising that
+            except OSError as error:  # Orbax reports errors of its own files only now
+                if not self._last_error:  # otherwise `finish` raises that one
                     where = folder(self._cfg.run.dir)
                     raise SaveFailed(f"{where} could not be written to: {error}") from error
             self._sweep()
@@ -233,24 +235,26 @@ class Checkpointer:
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         with contextlib.ExitStack() as stack:
-            if error is not None:  # that is what the caller must hear of
+            if error is not None:  # do not replace the caller's exception
                 stack.enter_context(contextlib.suppress(SaveFailed))
             self.close()
 
 
 def copied_to_host(tree: Any) -> Any:
-    """The arrays in pinned host memory, sharded as they are; complete when this returns.
+    """Copy the arrays to pinned host memory, with the same sharding. Blocks until done.
 
-    Raises:   jax.errors.JaxRuntimeError when that memory cannot be had.
+    Raises:   jax.errors.JaxRuntimeError when the memory cannot be allocated.
     """
     to = jax.tree.map(lambda a: a.sharding.with_memory_kind("pinned_host"), tree)
     return jax.block_until_ready(jax.device_put(tree, to))
 
 
 def copied_in_all(tree: Any) -> Any:
-    """`copied_to_host`, in every process or in none: Orbax would wait for one that has no part.
+    """Call `copied_to_host`, and fail in all processes if it fails in one.
 
-    Raises:   jax.errors.JaxRuntimeError as that; OSError when it is so in another process.
+    Otherwise Orbax would wait for the process that failed.
+
+    Raises:   jax.errors.JaxRuntimeError as `copied_to_host`; OSError if another process failed.
     """
     copied, error = None, None
     try:
@@ -258,12 +262,12 @@ def copied_in_all(tree: Any) -> Any:
     except jax.errors.JaxRuntimeError as out_of_memory:
         error = out_of_memory
     if peers.any_process(error is not None):
-        raise error or OSError("another process had no pinned host memory for its part")
+        raise error or OSError("another process had no pinned host memory for its shards")
     return copied
 
 
 def _preservation(cfg: Config) -> Any:
-    """Which checkpoints stay. (Orbax's default is all of them.)"""
+    """Return the policy that selects the checkpoints to keep. (Orbax keeps all by default.)"""
     policies, keep_every = ocp.training.preservation_policies, cfg.checkpoint.keep_every
     multiples = [policies.EveryNSteps(keep_every)] if keep_every else []
     return policies.AnyPreservationPolicy([policies.LatestN(cfg.checkpoint.keep), *multiples])

@@ -1,8 +1,8 @@
-"""The arrays of a checkpoint one by one, by name, without Orbax: to read or write them in pieces.
+"""Access to single arrays of a checkpoint by name, chunk by chunk, without Orbax.
 
-Orbax keeps zarr3 arrays in a key-value store of TensorStore; "params/layers/wq" lies under
-"params.layers.wq". Orbax reads whole shards; with TensorStore itself no more than a box is ever in
-memory.
+Orbax stores zarr3 arrays in a key-value store of TensorStore: "params/layers/wq" under the key
+"params.layers.wq". Orbax reads full shards. Used directly, TensorStore keeps no more than one chunk
+in memory.
 """
 
 import json
@@ -16,15 +16,15 @@ import tensorstore
 from jaxpar.sharding.fingerprint import RunningFingerprint
 from jaxpar.sharding.grid import grid
 
-#: What marks the folder of a checkpoint that holds its arrays.
+#: The file that marks the folder of a checkpoint's arrays.
 MANIFEST = "manifest.ocdbt"
 
-#: What Orbax calls the kinds of leaves that are stored as arrays.
+#: Orbax's names of the kinds of leaves that are stored as arrays.
 ARRAYS = ("jax.Array", "np.ndarray", "scalar")
 
 
 def array_folder(step_folder: Path) -> Path:
-    """The folder of a checkpoint that holds its arrays.
+    """Return the folder of a checkpoint's arrays.
 
     Raises:   FileNotFoundError when there is none.
     """
@@ -35,9 +35,9 @@ def array_folder(step_folder: Path) -> Path:
 
 
 def array_spec(store: Path, name: str) -> dict[str, Any]:
-    """What TensorStore opens an array with.
+    """Return the TensorStore spec of an array.
 
-    Args:     store: of `array_folder`. name: as in `fingerprint.named_leaves`.
+    Args:     store: from `array_folder`. name: as in `fingerprint.named_leaves`.
     """
     path = name.replace("/", ".")
     base = {"driver": "ocdbt", "base": f"file://{store}/", "path": f"{path}/"}
@@ -45,15 +45,15 @@ def array_spec(store: Path, name: str) -> dict[str, Any]:
 
 
 def open_array(step_folder: Path, name: str) -> Any:
-    """An array of a checkpoint, to read.
+    """Open an array of a checkpoint for reading.
 
-    Raises:   ValueError when it is not there, or what describes it is damaged.
+    Raises:   ValueError when it is missing, or its metadata is damaged.
     """
     return tensorstore.open(array_spec(array_folder(step_folder), name), read=True).result()
 
 
 def array_names(step_folder: Path) -> list[str]:
-    """The names of all arrays, as Orbax lists them beside what has none, such as empty states."""
+    """Return the names of all arrays. Orbax's list also has entries without one: empty states."""
     tree = json.loads((array_folder(step_folder) / "_METADATA").read_text())["tree_metadata"]
     arrays = (node for node in tree.values() if node["value_metadata"]["value_type"] in ARRAYS)
     keys = ([str(key["key"]) for key in node["key_metadata"]] for node in arrays)
@@ -61,17 +61,17 @@ def array_names(step_folder: Path) -> list[str]:
 
 
 def num_bytes(array: Any) -> int:
-    """Bytes of an array, as it is in memory."""
+    """Return the size of an array in memory, in bytes."""
     return math.prod(array.shape) * array.dtype.numpy_dtype.itemsize
 
 
 def pieces(array: Any):
-    """The boxes in which an array is stored: a read takes whole ones."""
+    """Return the index boxes of an array's chunks. A read loads complete chunks."""
     return grid(tuple(array.shape), tuple(array.chunk_layout.read_chunk.shape or array.shape))
 
 
 def fingerprint_of(array: Any) -> str:
-    """An array's fingerprint, read piece by piece."""
+    """Compute an array's fingerprint, reading it chunk by chunk."""
     running = RunningFingerprint(array.shape)
     for box in pieces(array):
         running.add(np.asarray(array[box].read().result()), [part.start for part in box])

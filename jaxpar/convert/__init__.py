@@ -1,11 +1,12 @@
-"""Published models in and out: `python -m jaxpar.convert`; a folder straight onto a mesh.
+"""Imports and exports published models (`python -m jaxpar.convert`), and loads them onto a mesh.
 
-layout        the language of the tables          families      a table for each family
-hf_config     config.json: our fields             layer_keys    config.json: RoPE and windows
-hf_folder     tensors, found and checked          run_arrays    a checkpoint, box by box
-importing     from-hf                             exporting     to-hf
-mesh_load     a published folder onto a mesh      torch_file    to-torch
-selfcheck     the same logits?
+hf/families       a table for each family         hf/tensor_layout  the notation of the tables
+hf/config         config.json to ModelConfig      hf/layer_keys     config.json: RoPE and windows
+hf/folder         finds and checks tensors        run_arrays        a checkpoint, box by box
+hf/importing      from-hf                         hf/exporting      to-hf
+peft/importing    from-peft                       peft/exporting    to-peft
+hf/mesh_load      a published folder to a mesh    torch_file        to-torch
+selfcheck         compares logits
 """
 
 MAY_IMPORT = ("config", "runtime", "sharding", "model", "step", "data", "checkpoint")

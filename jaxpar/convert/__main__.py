@@ -1,4 +1,4 @@
-"""Models in and out: python -m jaxpar.convert from-hf, from-peft DIR RUN; to-hf, ... RUN OUT."""
+"""Convert models: python -m jaxpar.convert from-hf, from-peft DIR RUN; to-hf, ... RUN OUT."""
 
 import dataclasses
 import math
@@ -27,17 +27,17 @@ type Dtype = Literal["bfloat16", "float16", "float32"]
 
 @dataclass(frozen=True, kw_only=True)
 class Checking:
-    """What happens after the conversion, before its result appears."""
+    """The check after the conversion, before the result appears."""
 
     check: bool = True
-    """Compare logits with what was converted, and with `transformers` where it is installed."""
+    """Compare logits with those of the input, and with `transformers` if it is installed."""
     tolerance: float = selfcheck.TOLERANCE
-    """Largest difference of logits that passes, relative to the largest logit."""
+    """Maximum difference of logits, relative to the largest logit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FromHf:
-    """Make a run of a published model: its checkpoint of step 0."""
+    """Convert a published model to a run with a checkpoint of step 0."""
 
     folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """Folder with config.json and .safetensors files."""
@@ -50,14 +50,14 @@ class FromHf:
 
 @dataclass(frozen=True, kw_only=True)
 class FromPeft:
-    """Make a run of a published model and adapters of PEFT: its checkpoint of step 0."""
+    """Convert a published model with PEFT adapters to a run with a checkpoint of step 0."""
 
     folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """Folder with adapter_config.json and adapter_model.safetensors."""
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run folder to write; it must be new."""
     base: str | None = None
-    """Folder of the model that they belong to. None: the one that adapter_config.json names."""
+    """Folder of the adapters' base model. None: the one that adapter_config.json names."""
     checking: Annotated[Checking, tyro.conf.OmitArgPrefixes] = dataclasses.field(
         default_factory=Checking
     )
@@ -65,7 +65,7 @@ class FromPeft:
 
 @dataclass(frozen=True, kw_only=True)
 class ToHf:
-    """Make a published model's folder of a checkpoint."""
+    """Convert a checkpoint to the folder of a published model."""
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run folder."""
@@ -74,11 +74,11 @@ class ToHf:
     step: int | None = None
     """Checkpoint to read. None: the latest."""
     dtype: Dtype | None = None
-    """Of the weights. None: that of the imported model, or the run's compute dtype."""
+    """Dtype of the weights. None: that of the imported model, or the run's compute dtype."""
     family: str | None = None
-    """model_type of config.json. None: the imported one, or the first that fits the model."""
+    """model_type of config.json. None: that of the imported model, or the first that fits."""
     shard_gb: float = exporting.SHARD_BYTES / 1e9
-    """Largest file of weights, in GB; more of them come with an index."""
+    """Maximum size of a weights file, in GB. Larger models have several files and an index."""
     checking: Annotated[Checking, tyro.conf.OmitArgPrefixes] = dataclasses.field(
         default_factory=Checking
     )
@@ -86,20 +86,20 @@ class ToHf:
 
 @dataclass(frozen=True, kw_only=True)
 class ToPeft:
-    """Make PEFT's folder of a run's adapters, without the model that they belong to."""
+    """Convert a run's adapters to a PEFT folder, without their base model."""
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Run folder, of a run with lora.rank."""
+    """Folder of a run with lora.rank."""
     folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """Folder to write; it must be new."""
     base: str | None = None
-    """Name or folder of the model to put them on. None: the published folder of run.init_from."""
+    """Name or folder of the base model. None: the published folder in run.init_from."""
     step: int | None = None
     """Checkpoint to read. None: the latest."""
     dtype: Dtype = "float32"
-    """Of the adapters."""
+    """Dtype of the adapters."""
     family: str | None = None
-    """As in `to-hf`: modules are named as its models have them."""
+    """As in `to-hf`; it determines the names of the modules."""
     checking: Annotated[Checking, tyro.conf.OmitArgPrefixes] = dataclasses.field(
         default_factory=Checking
     )
@@ -107,16 +107,16 @@ class ToPeft:
 
 @dataclass(frozen=True, kw_only=True)
 class ToTorch:
-    """Make a PyTorch state_dict of a checkpoint; jaxpar/convert/torch_model.py loads it."""
+    """Convert a checkpoint to a PyTorch state_dict, which jaxpar/convert/torch_model.py loads."""
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run folder."""
     file: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE.pt")]
-    """File to write, with the model's fields in a .json beside it; both must be new."""
+    """File to write, along with a .json file of the model's fields; both must be new."""
     step: int | None = None
     """Checkpoint to read. None: the latest."""
     dtype: Dtype | None = None
-    """Of the weights. None: that of the imported model, or the run's compute dtype."""
+    """Dtype of the weights. None: that of the imported model, or the run's compute dtype."""
 
 
 COMMANDS: dict[str, Callable[..., Any]] = {
@@ -131,9 +131,9 @@ type Options = FromHf | FromPeft | ToHf | ToPeft | ToTorch
 
 
 def read_options(argv: Sequence[str]) -> Options:
-    """The options of a command line.
+    """Parse a command line.
 
-    Raises:   ConfigError for a value that cannot work.
+    Raises:   ConfigError for an invalid value.
     """
     prog, doc = as_called(PROGRAM), as_called(__doc__ or "")
     options = tyro.extras.subcommand_cli_from_dict(
@@ -149,9 +149,9 @@ def read_options(argv: Sequence[str]) -> Options:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Convert, check, and say so; the exit code."""
+    """Convert, check, and report. Returns the exit code."""
     options = read_options(argv)
-    # A conversion is reading and writing; a GPU would have no part in it.
+    # A conversion only reads and writes files; it needs no GPU.
     jax.config.update("jax_platforms", "cpu")
     try:
         match options:
@@ -172,7 +172,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def from_hf(options: FromHf) -> None:
-    """`from-hf`."""
+    """Run `from-hf`."""
     run, checking = Path(options.run), options.checking
     tolerance = checking.tolerance if checking.check else None
     source = importing.from_hf(options.folder, run, log, tolerance)
@@ -180,14 +180,14 @@ def from_hf(options: FromHf) -> None:
 
 
 def from_peft(options: FromPeft) -> None:
-    """`from-peft`."""
+    """Run `from-peft`."""
     tolerance = options.checking.tolerance if options.checking.check else None
     cfg = peft_import.from_peft(options.folder, options.run, log, options.base, tolerance)
     log(f"{options.run}: with adapters of rank {cfg.lora.rank}, the checkpoint of step 0")
 
 
 def to_hf(options: ToHf) -> None:
-    """`to-hf`."""
+    """Run `to-hf`."""
     export = exporting.open_export(options.run, options.step, options.dtype, options.family)
     checking = options.checking
     tolerance = checking.tolerance if checking.check else None
@@ -197,7 +197,7 @@ def to_hf(options: ToHf) -> None:
 
 
 def to_peft(options: ToPeft) -> None:
-    """`to-peft`."""
+    """Run `to-peft`."""
     export = exporting.open_export(options.run, options.step, options.dtype, options.family)
     base, checking = options.base or peft_folder.base_of(export.config), options.checking
     tolerance = checking.tolerance if checking.check else None
@@ -206,7 +206,7 @@ def to_peft(options: ToPeft) -> None:
 
 
 def to_torch(options: ToTorch) -> None:
-    """`to-torch`."""
+    """Run `to-torch`."""
     torch_file.require_torch()
     export = exporting.open_export(options.run, options.step, options.dtype, torch_file.PLAIN)
     torch_file.to_torch(export, Path(options.file), log)
@@ -214,7 +214,7 @@ def to_torch(options: ToTorch) -> None:
 
 
 def log(line: str) -> None:
-    """Tell the person at the console."""
+    """Print a line at once."""
     print(line, flush=True)
 
 

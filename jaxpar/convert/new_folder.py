@@ -1,4 +1,4 @@
-"""The folder that a conversion writes: it appears when it is complete, or not at all."""
+"""The output folder of a conversion: it appears only when it is complete."""
 
 import contextlib
 import os
@@ -11,61 +11,63 @@ from jaxpar.config import ConfigError
 from jaxpar.convert.hf.folder import CARRIED_FILES
 from jaxpar.runtime.progress import size
 
-#: Where a run keeps what came with its weights.
+#: Folder of a run for the files that came with its weights.
 CARRIED = "hf"
 
 
 def refuse_used(argument: str, path: Path) -> None:
-    """Raises:   ConfigError, naming the argument, when a path is in use, or cannot be made."""
+    """Raises:   ConfigError for `argument` when a path is in use, or cannot be created."""
     place = path.resolve()
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
-        rule = "is there already, and is not empty"
-        raise ConfigError(argument, str(path), rule, "name a new folder")
+        rule = "already exists, and is not empty"
+        raise ConfigError(argument, str(path), rule, "use a new folder")
     if place == Path.cwd().resolve() or place.is_mount():
-        what = "a disk's own folder" if place.is_mount() else "the folder that this runs in"
-        rule = f"is {what}, and cannot be replaced by another"
-        raise ConfigError(argument, str(path), rule, f"name a new folder in it: {path / 'new'}")
+        what = "a mount point" if place.is_mount() else "the current directory"
+        rule = f"is {what}, which cannot be replaced"
+        raise ConfigError(argument, str(path), rule, f"use a new folder in it: {path / 'new'}")
     require_place(argument, path)
 
 
 def require_place(argument: str, path: Path) -> None:
-    """Raises:   ConfigError, naming the argument, unless something can be made at a path."""
+    """Raises:   ConfigError for `argument` unless a file or folder can be created at a path."""
     above = next(parent for parent in path.resolve().parents if parent.exists())
     if not above.is_dir():
         rule = f"cannot be created: {above} is a file"
-        raise ConfigError(argument, str(path), rule, "name a folder you may write")
+        raise ConfigError(argument, str(path), rule, "use a folder that you can write to")
     if not os.access(above, os.W_OK | os.X_OK):
-        rule = f"cannot be created: {above} may not be written"
-        raise ConfigError(argument, str(path), rule, "name a folder you may write")
+        rule = f"cannot be created: {above} is not writable"
+        raise ConfigError(argument, str(path), rule, "use a folder that you can write to")
 
 
 def require_space(argument: str, path: Path, num_bytes: int) -> None:
-    """Raises:   ConfigError, naming the argument, when the disk has no room for what comes there.
+    """Check that the disk has room for the output.
 
     Weights are written through memory maps, where a full disk would end the process with a signal.
+
+    Raises:   ConfigError for `argument` when it does not.
     """
     at = next(parent for parent in path.resolve().parents if parent.exists())
     free = shutil.disk_usage(at).free
     if free < num_bytes:
-        rule = f"needs {size(num_bytes)} of disk, and {size(free)} are free"
-        raise ConfigError(argument, str(path), rule, "make room, or name another folder")
+        rule = f"needs {size(num_bytes)} of disk space, but {size(free)} are free"
+        raise ConfigError(argument, str(path), rule, "free space, or use another folder")
 
 
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder beside `folder`, renamed to it at the end; removed if anything fails.
+    """Make a temporary folder next to `folder`; rename it at the end, or remove it on failure.
 
-    Where `folder` is a link, what it points to is meant.
+    Follows `folder` if it is a link.
     """
     folder = folder.resolve()
     parent = folder.parent
     parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=parent))
     try:
-        temporary.chmod(0o755)  # mkdtemp's own mode is for secrets
+        temporary.chmod(0o755)  # mkdtemp makes it private
         yield temporary
         if folder.exists():
-            folder.rmdir()  # empty: it was looked at before
+            folder.rmdir()  # empty, as checked before
         temporary.rename(folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -73,7 +75,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def copy_carried(folder: Path, to: Path) -> None:
-    """Copy what comes with weights: config, tokenizer, generation settings."""
+    """Copy the files that come with weights: config, tokenizer, generation settings."""
     to.mkdir(exist_ok=True)
     for name in CARRIED_FILES:
         if (folder / name).is_file():

@@ -1,7 +1,7 @@
-"""The parameters of a checkpoint, a box at a time: read from any run, and written into a new one.
+"""The parameters of a checkpoint, box by box: read from any run, or written into a new one.
 
-No more than a box is ever in memory (`checkpoint/store.py`). What is read or written adds up to the
-fingerprints that a checkpoint has of its arrays.
+Only one box is in memory at a time (`checkpoint/store.py`). The fingerprints of arrays are computed
+while their boxes are read or written.
 """
 
 import dataclasses
@@ -25,25 +25,25 @@ from jaxpar.sharding.fingerprint import RunningFingerprint
 from jaxpar.sharding.grid import Box
 from jaxpar.sharding.params import flat, map_specs
 
-#: Steps of a checkpoint of imported weights.
+#: The step of a checkpoint of imported weights.
 IMPORTED_STEP = 0
 
 
 class RunArrays:
-    """The parameters of a checkpoint by path, to be read or written box by box."""
+    """The parameters of a checkpoint by path, for reading or writing box by box."""
 
     def __init__(self, arrays: dict[str, Any], expected: dict[str, str], where: str):
         """
-        Args:     expected: fingerprints by path, as far as they are known. where: for messages.
+        Args:     expected: the known fingerprints, by path. where: for messages.
         """
         self.by_path, self.expected, self.where = arrays, expected, where
 
     def counted(self, path: str) -> RunningFingerprint:
-        """To add up a parameter's fingerprint with, box by box."""
+        """Start a fingerprint of a parameter, to be updated box by box."""
         return RunningFingerprint(self.shape(path))
 
     def compare(self, path: str, found: str) -> None:
-        """Raises:   Damaged when a parameter's fingerprint is not the one that was saved."""
+        """Raises:   Damaged when a parameter's fingerprint differs from the saved one."""
         if path in self.expected:
             name = f"params/{path}"
             damage = integrity.describe_differences({name: self.expected[path]}, {name: found})
@@ -51,32 +51,33 @@ class RunArrays:
                 raise integrity.Damaged(self.where, damage)
 
     def compare_all(self) -> None:
-        """Read everything, and compare. Raises as `compare`."""
+        """Read and verify all parameters. Raises as `compare`."""
         for path, array in self.by_path.items():
             if path in self.expected:
                 self.compare(path, store.fingerprint_of(array))
 
     def chunk(self, path: str) -> tuple[int, ...]:
-        """The shape of the pieces in which a parameter is stored: a read takes whole pieces."""
+        """Return the shape of a parameter's chunks. A read loads complete chunks."""
         return tuple(self.by_path[path].chunk_layout.read_chunk.shape)
 
     def shape(self, path: str) -> tuple[int, ...]:
-        """The shape of a parameter."""
+        """Return the shape of a parameter."""
         return tuple(self.by_path[path].shape)
 
     def read(self, path: str, box: Box) -> np.ndarray:
-        """The float32 numbers of a box."""
+        """Read the float32 values of a box."""
         return self.by_path[path][box].read().result()
 
     def write(self, path: str, box: Box, values: np.ndarray) -> None:
-        """Put numbers into a box, on disk when this returns."""
+        """Write the values of a box. They are on disk when this returns."""
         self.by_path[path][box].write(values).result()
 
 
 def open_run(run_dir: str | Path, cfg: Config, step: int) -> RunArrays:
-    """The parameters of a checkpoint, adapters among them; files compared with its list of them.
+    """Open the parameters of a checkpoint, including adapters, and verify its files.
 
-    Raises:   Damaged when a file is not as listed, or a parameter not there; Unreadable.
+    Raises:   Damaged when a file differs from its entry in the list, or a parameter is missing;
+              Unreadable.
     """
     step_folder, where = checkpoint.folder(run_dir) / str(step), f"step {step} of {run_dir}"
     damage = integrity.file_damage(step_folder)
@@ -88,10 +89,10 @@ def open_run(run_dir: str | Path, cfg: Config, step: int) -> RunArrays:
             with integrity.reading_checkpoint(where):
                 arrays[path] = store.open_array(step_folder, f"params/{path}")
         except (ValueError, OSError) as error:
-            raise integrity.Damaged(where, [f"it lacks params/{path}"]) from error
+            raise integrity.Damaged(where, [f"it does not contain params/{path}"]) from error
     known = checkpoint.read_saved(run_dir, step).fingerprints
     if not known:
-        integrity.warn(f"{where} has no fingerprints, being of an earlier version: not verified")
+        integrity.warn(f"{where} is not verified: an older version wrote it, without fingerprints")
     expected = {name.removeprefix("params/"): text for name, text in known.items()}
     return RunArrays(arrays, expected, where)
 
@@ -99,12 +100,12 @@ def open_run(run_dir: str | Path, cfg: Config, step: int) -> RunArrays:
 def create_run(
     run_dir: Path, cfg: Config, chunks: dict[str, tuple[int, ...]], about: dict[str, Any]
 ) -> RunArrays:
-    """A run with one checkpoint of parameters alone, to be filled.
+    """Create a run with one checkpoint that holds only parameters, whose values come later.
 
-    Orbax writes the checkpoint, with a single number in place of each array, so that all that it
-    keeps beside them is its own; then each array gets its shape and chunks.
+    Orbax writes the checkpoint and its metadata with a single number for each array. Then each
+    array gets its shape and chunks.
 
-    Args:     chunks: shape of the pieces of each parameter, by path.
+    Args:     chunks: shape of the chunks of each parameter, by path.
               about: fields of `checkpoint.Saved`.
     """
     specs = param_specs(cfg.model, cfg.lora)
@@ -126,7 +127,7 @@ def create_run(
             "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunks[path]}},
             "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
         }
-        # Orbax takes a chunk that is not stored for a damaged one, zeros or not.
+        # Orbax treats a missing chunk as damage, even if all its values are the fill value.
         spec = store.array_spec(folder, f"params/{path}")
         spec |= {"metadata": metadata, "store_data_equal_to_fill_value": True}
         arrays[path] = tensorstore.open(spec, create=True, delete_existing=True).result()
@@ -134,9 +135,9 @@ def create_run(
 
 
 def seal_run(run_dir: Path, about: dict[str, Any], found: dict[str, RunningFingerprint]) -> None:
-    """Put the fingerprints into a run of `create_run`, now filled, and list its files.
+    """Add the fingerprints and the file list to a run of `create_run`, after it is filled.
 
-    Args:     about: as given to `create_run`. found: of every parameter, by path.
+    Args:     about: as given to `create_run`. found: fingerprint of every parameter, by path.
     """
     step_folder = checkpoint.folder(run_dir) / str(IMPORTED_STEP)
     step = RunningFingerprint(())
@@ -150,7 +151,7 @@ def seal_run(run_dir: Path, about: dict[str, Any], found: dict[str, RunningFinge
 
 
 def about_import(cfg: Config) -> dict[str, Any]:
-    """What a checkpoint of imported weights says about itself: no data, and nothing trained."""
+    """Make the metadata for a checkpoint of imported weights: no data, and no training."""
     return {
         "config": dataclasses.asdict(cfg),
         "dataset": checkpoint.NO_DATASET,
@@ -160,7 +161,7 @@ def about_import(cfg: Config) -> dict[str, Any]:
 
 
 def _tell_shapes(folder: Path, shapes: dict[str, tuple], chunks: dict[str, tuple]) -> None:
-    """Put the arrays' shapes where Orbax has noted those of the single numbers."""
+    """Write the arrays' shapes into Orbax's metadata, in place of those of the single numbers."""
     names = {".".join(["params", *path.split("/")]): path for path in shapes}
     for file in (folder / "array_metadatas").iterdir():
         notes = json.loads(file.read_text())

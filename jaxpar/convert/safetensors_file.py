@@ -1,12 +1,12 @@
-"""The safetensors format: a JSON header, then numbers. Read and written through memory maps.
+"""The safetensors format: a JSON header, then the values. Files are read and written memory-mapped.
 
     8 bytes   length of the header, little-endian
     header    {"name": {"dtype": "BF16", "shape": [...], "data_offsets": [begin, end]}, ...}
-    the rest  row-major numbers, little-endian, without holes
+    the rest  row-major values, little-endian, without holes
 
-A header is checked against the length of its file before anything else happens, so a truncated
-download is known before a number is read. Only pages that are touched are read, and an open map is
-let go as soon as its part is done: memory is that of a part, whatever the size of the file.
+The header is first checked against the length of the file, so a truncated download is detected
+before any value is read. Only the pages in use are in memory, and a map is closed as soon as its
+part is done, so memory does not depend on the size of the file.
 
 Source:   https://huggingface.co/docs/safetensors, section "Format".
 """
@@ -22,54 +22,54 @@ import numpy as np
 
 from jaxpar.config import ConfigError
 
-#: The dtypes of weights that are read and written, by their names in the format.
+#: The supported dtypes, by their names in the format.
 DTYPES: dict[str, np.dtype] = {
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 
-#: The same names by ours.
+#: The names of dtypes in the format, by their names in JAX.
 NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
-#: The format's own limit on a header.
+#: The format's limit on the size of a header.
 MAX_HEADER_BYTES = 100_000_000
 
-AGAIN = "fetch the file again"
+AGAIN = "download the file again"
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor lies."""
+    """The location of a tensor in a file."""
 
     file: Path
     dtype: str
-    """As in the format: "BF16"."""
+    """Its name in the format: "BF16"."""
     shape: tuple[int, ...]
     offset: int
-    """Of its first byte, from the beginning of the file."""
+    """Position of its first byte in the file."""
 
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
     def open(self, mode: Any = "r") -> np.ndarray:
-        """The tensor as a memory map; mode "r+" to write."""
+        """Open the tensor as a memory map; mode "r+" to write."""
         dtype = DTYPES[self.dtype]
         return np.memmap(self.file, dtype, mode, self.offset, self.shape)
 
 
 def read_header(file: Path) -> dict[str, Stored]:
-    """Where each tensor of a file lies.
+    """Read the locations of all tensors in a file.
 
-    Raises:   ConfigError naming the file when it is truncated or no safetensors file, and naming
-              the tensor when its dtype is not one of DTYPES.
+    Raises:   ConfigError that names the file when it is truncated or not a safetensors file, or the
+              tensor when its dtype is not one of DTYPES.
     """
     size = file.stat().st_size
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-            rule = "is no safetensors file, or a truncated one"
+            rule = "is not a safetensors file, or is truncated"
             raise ConfigError(file.name, f"{size} bytes", rule, AGAIN)
         text = opened.read(length)
     try:
@@ -98,25 +98,25 @@ def _stored(file: Path, name: str, about: dict[str, Any], first: int) -> Stored:
 
 
 def _check_extent(file: Path, size: int, first: int, tensors: list[Stored]) -> None:
-    """Tensors lie end to end, from the header to the end of the file."""
+    """Check that tensors are contiguous from the header to the end of the file."""
     at = first
     for stored in sorted(tensors, key=lambda s: (s.offset, s.num_bytes)):
         if stored.offset != at:
             raise ConfigError(file.name, f"{size} bytes", "has a hole or an overlap", AGAIN)
         at += stored.num_bytes
     if at != size:
-        rule = f"must be {at} bytes long, by its own header: it is truncated or damaged"
+        rule = f"must be {at} bytes long according to its header: it is truncated or damaged"
         raise ConfigError(file.name, f"{size} bytes", rule, AGAIN)
 
 
 def create_file(file: Path, shapes: dict[str, tuple[int, ...]], dtype: str) -> dict[str, Stored]:
-    """A file with a header and room for tensors, to be filled through `Stored.open("r+")`.
+    """Create a file with a header and space for tensors, to be filled by `Stored.open("r+")`.
 
     Args:     dtype: one of NAMES.
-    Returns:  where each tensor lies.
+    Returns:  the location of each tensor.
     """
     name_of, begin = NAMES[dtype], 0
-    # `transformers` of earlier years refuses a file that does not say who reads it.
+    # Older versions of `transformers` refuse a file without this metadata.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for name, shape in shapes.items():
         end = begin + math.prod(shape) * DTYPES[name_of].itemsize

@@ -1,8 +1,8 @@
-"""Is what a conversion wrote the same model? Its logits, beside those of what it was made from.
+"""Checks that a conversion kept the model, by comparing logits of its input and output.
 
-Both sides are read again from disk and computed layer by layer with the plain model
-(`model/reference.py`), in float32, so that one layer of each is in memory at a time. Where
-`transformers` is installed, it computes the published side too, with its own code.
+Both sides are read from disk and computed layer by layer with the plain model
+(`model/reference.py`) in float32, so only one layer of each is in memory at a time. If
+`transformers` is installed, it also computes the logits of the published side.
 """
 
 import functools
@@ -28,10 +28,10 @@ from jaxpar.runtime.start import host_memory
 from jaxpar.sharding.grid import Box
 from jaxpar.sharding.params import flat
 
-#: Random tokens that the logits are compared on, in one row.
+#: Number of random tokens, in one row, for which the logits are compared.
 NUM_TOKENS = 256
 
-#: Largest difference that passes, relative to the largest logit: some hundred roundings of float32.
+#: Maximum difference relative to the largest logit: several hundred roundings of float32.
 TOLERANCE = 1e-4
 
 #: Reads a box of a parameter, float32.
@@ -52,10 +52,10 @@ def check_conversion(
 ) -> None:
     """Compare the logits of a run, of a published folder, and of `transformers` on the folder.
 
-    Args:     run, published: the parameters of each side. folder: the published side's.
-              tolerance: largest difference allowed, relative to the largest logit.
-              log: called with each largest difference, or why there is none.
-    Raises:   CheckFailed beyond the tolerance, or when a logit is not finite.
+    Args:     run, published: the parameters of each side. folder: the published folder.
+              tolerance: maximum difference, relative to the largest logit.
+              log: called with the largest difference, or the reason why there is none.
+    Raises:   CheckFailed when the difference exceeds the tolerance, or a logit is non-finite.
     """
     tokens = random_tokens(m)
     ours = logits(run, m, tokens)
@@ -69,7 +69,7 @@ def check_conversion(
 
 
 def random_tokens(m: ModelConfig) -> np.ndarray:
-    """What logits are compared on, int32 [1, NUM_TOKENS]."""
+    """Make the tokens for the comparison, int32 [1, NUM_TOKENS]."""
     return np.random.default_rng(0).integers(0, m.vocab_size, (1, NUM_TOKENS), dtype=np.int32)
 
 
@@ -80,15 +80,15 @@ def compare(
     tolerance: float,
     log: Callable[[str], None],
 ) -> None:
-    """Say the largest difference. Raises CheckFailed beyond the tolerance."""
+    """Log the largest difference. Raises:   CheckFailed beyond the tolerance."""
     largest = float(np.abs(ours).max())
     error = float(np.abs(found - ours).max())
     line = (
-        f"logits of {ours.shape[1]} tokens beside {what}: largest difference {error:.2e}, "
-        f"largest logit {largest:.2e}"
+        f"logits of {ours.shape[1]} tokens compared with {what}: "
+        f"largest difference {error:.2e}, largest logit {largest:.2e}"
     )
     if not (math.isfinite(largest) and error <= tolerance * largest):
-        raise CheckFailed(f"{line}, allowed {tolerance * largest:.2e}: nothing was kept")
+        raise CheckFailed(f"{line}, allowed {tolerance * largest:.2e}; the output was discarded")
     log(line)
 
 
@@ -98,9 +98,9 @@ def compare(
 def logits(
     read: Read, m: ModelConfig, tokens: np.ndarray, adapters: LoraConfig | None = None
 ) -> np.ndarray:
-    """Logits float32 [B, T, V] of int32 tokens [B, T], a layer in memory at a time.
+    """Compute logits float32 [B, T, V] of int32 tokens [B, T], with one layer in memory at a time.
 
-    Args:     adapters: that `read` has too, their factor in the second matrix.
+    Args:     adapters: adapters that `read` also has, with their factor in the second matrix.
     """
     shapes = {path: spec.shape for path, spec in flat(param_specs(m, adapters)).items()}
     names = [path.removeprefix("layers/") for path in shapes if path.startswith("layers/")]
@@ -127,21 +127,21 @@ def logits(
 
 @functools.cache
 def _block(m: ModelConfig) -> Callable:
-    """The plain model's layer, compiled: called once for each layer of each side."""
+    """Compile a layer of the plain model. It is called once for each layer of each side."""
     return jax.jit(lambda x, w, place, segments: reference.block(x, w, place, segments, m))
 
 
 def published_reader(entries: list[Entry], sizes: Sizes, tensors: Tensors) -> Read:
-    """Reads a published folder as our parameters."""
+    """Make a function that reads a published folder as jaxpar's parameters."""
     by_path = {entry.path: entry for entry in entries}
     return lambda path, box: read_box(by_path[path], sizes, box, tensors.open)
 
 
 def run_reader(arrays: RunArrays, m: ModelConfig, dtype: str) -> Read:
-    """Reads a run's parameters, rounded to the dtype that they are exported in.
+    """Make a function that reads a run's parameters, rounded to the dtype of the export.
 
-    Training writes pieces that span all layers, and a read takes whole pieces. Such parameters are
-    kept once they are read, where they fit into half of the host's memory.
+    Training writes chunks that span all layers, and a read loads complete chunks. Such parameters
+    are cached after the first read if they fit into half of the host's memory.
     """
     kept: dict[str, np.ndarray] = {}
     fits = 4 * num_params(m) < host_memory() / 2
@@ -162,18 +162,18 @@ def run_reader(arrays: RunArrays, m: ModelConfig, dtype: str) -> Read:
 
 
 def why_no_transformers(m: ModelConfig) -> str | None:
-    """Why `transformers` cannot compute the logits here; None when it can."""
+    """Return why `transformers` cannot compute the logits here; None if it can."""
     for name in ("torch", "transformers"):
         if importlib.util.find_spec(name) is None:
             return f"{name} is not installed"
     needed, there = 5 * num_params(m), host_memory()
     if needed > there:
-        return f"it needs the whole model in memory, {size(needed)} of {size(there)}"
+        return f"it needs the full model in memory, {size(needed)} of {size(there)}"
     return None
 
 
 def transformers_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
-    """Logits float32 [B, T, V] of a published folder, by `transformers` in float32."""
+    """Compute logits float32 [B, T, V] of a published folder with `transformers` in float32."""
     import torch
 
     model = transformers_model(folder)
@@ -182,7 +182,7 @@ def transformers_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
 
 
 def transformers_model(folder: Path) -> Any:
-    """The model of a published folder, by `transformers` in float32."""
+    """Load the model of a published folder with `transformers` in float32."""
     import torch
     import transformers
 

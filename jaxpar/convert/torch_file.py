@@ -1,7 +1,7 @@
-"""`to-torch`: a checkpoint as a plain PyTorch state_dict, which `torch_model.py` loads.
+"""`to-torch`: exports a checkpoint as a plain PyTorch state_dict, which `torch_model.py` loads.
 
-It writes a pickle, as torch.save does; none is read. torch is no dependency: it is imported here,
-and where checks compute with `transformers` and PEFT.
+torch.save writes a pickle; jaxpar reads none. torch is an optional package: it is imported only
+here, and by the checks that use `transformers` and PEFT.
 """
 
 import dataclasses
@@ -22,12 +22,12 @@ from jaxpar.convert.new_folder import require_place, require_space
 from jaxpar.convert.safetensors_file import Stored, create_file
 from jaxpar.runtime.progress import meter
 
-#: How the file's name may end.
+#: Allowed suffixes of the file's name.
 ENDINGS = (".pt", ".pth")
 
 _LAYER = "layers.{L}."
 
-#: The names of `torch_model.py`, for everything that a model of ours can have.
+#: The names in `torch_model.py`, for all parameters that a model can have.
 PLAIN = Family(
     model_type="plain",
     architecture="Decoder",
@@ -68,7 +68,7 @@ PLAIN = Family(
 
 
 def check_file(file: Path) -> None:
-    """Raises:   ConfigError for a file that cannot be written: its name tells it from FILE.json."""
+    """Raises:   ConfigError for a file that cannot be written, or has another suffix."""
     if file.suffix not in ENDINGS:
         rule, better = f"must end in {' or '.join(ENDINGS)}", file / "model.pt"
         if file.name and not file.is_dir():
@@ -76,22 +76,22 @@ def check_file(file: Path) -> None:
         raise ConfigError("FILE", str(file), rule, f"use {better}")
     for path in (file, file.with_suffix(".json")):
         if path.exists():
-            raise ConfigError("FILE", str(path), "is there already", "name a new file")
+            raise ConfigError("FILE", str(path), "already exists", "use a new file")
     require_place("FILE", file)
 
 
 def require_torch() -> None:
-    """Raises:   ConfigError where torch is not installed."""
-    require_package("torch", "to-torch", None, "use `to-hf`, which needs none")
+    """Raises:   ConfigError when torch is not installed."""
+    require_package("torch", "to-torch", None, "use `to-hf`, which does not need it")
 
 
 def to_torch(export: Export, file: Path, log: Callable[[str], None]) -> None:
     """Write FILE.pt, a dict of tensors by name, and FILE.json, the model's fields.
 
-    Weights are laid out in a temporary file, which torch.save then reads through a memory map, so
-    memory stays small, and disk is needed twice. Both files appear when they are complete.
+    The weights are first written to a temporary file, which torch.save reads through a memory map.
+    This needs little memory, but twice the disk space. Both files appear when they are complete.
 
-    Args:     export: from `exporting.open_export` with PLAIN. log: called with what was done.
+    Args:     export: from `exporting.open_export` with PLAIN. log: called with each result.
     Raises:   ConfigError as `check_file`, or when torch is not installed.
     """
     check_file(file)
@@ -113,13 +113,13 @@ def to_torch(export: Export, file: Path, log: Callable[[str], None]) -> None:
 
 
 def save(stored: dict[str, Stored], file: Path) -> None:
-    """`torch.save` of tensors that lie in a file."""
+    """Save tensors of a file with `torch.save`."""
     import torch
 
     kinds = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
     def tensor(at: Stored) -> torch.Tensor:
-        # NumPy has no bfloat16 that torch knows: the bytes go over, and then their meaning.
+        # torch does not know NumPy's bfloat16: pass the bytes, and view them as the dtype.
         raw = np.memmap(at.file, np.uint8, "r+", at.offset, (at.num_bytes,))
         return torch.from_numpy(raw).view(kinds[at.dtype]).reshape(at.shape)
 

@@ -4,7 +4,7 @@
     model = load("FILE.pt")                 # float32; .to(torch.bfloat16) or .cuda() as you like
     logits = model(torch.tensor([[1, 2, 3]]))
 
-Needs torch alone: copy this file to where it is used. FILE.json, beside FILE.pt, holds the fields.
+This file needs only torch, so you can copy it anywhere. FILE.json, next to FILE.pt, has the fields.
 """
 
 import json
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 
 def load(file: str | Path) -> "Decoder":
-    """The model of a file, in float32; only tensors are unpickled."""
+    """Load the model of a file, in float32. Only tensors are unpickled."""
     m = SimpleNamespace(**json.loads(Path(file).with_suffix(".json").read_text()))
     with torch.device("meta"):
         model = Decoder(m)
@@ -51,14 +51,14 @@ def frequencies(m: SimpleNamespace, theta: float) -> Tensor:
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """RoPE: the first half of each head's dims turned against the second; x is [B, T, H, K]."""
+    """Apply RoPE: rotate the first half of each head's dims against the second; x [B, T, H, K]."""
     a, b = x.float().chunk(2, -1)
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
 
 class FeedForward(nn.Module):
-    """SwiGLU, or GeGLU."""
+    """The feed-forward: SwiGLU or GeGLU."""
 
     def __init__(self, m: SimpleNamespace):
         super().__init__()
@@ -71,7 +71,7 @@ class FeedForward(nn.Module):
 
 
 class Experts(nn.Module):
-    """Several of them, of which each token takes the likeliest few."""
+    """Mixture of experts: each token uses the experts with the highest router probabilities."""
 
     def __init__(self, m: SimpleNamespace):
         super().__init__()
@@ -115,7 +115,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Tokens [B, T] to logits [B, T, V]."""
+    """The model: tokens [B, T] to logits [B, T, V]."""
 
     def __init__(self, m: SimpleNamespace):
         super().__init__()

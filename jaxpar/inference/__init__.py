@@ -1,4 +1,4 @@
-"""Text from a model; scores of lm_eval."""
+"""Generates text with a model, and scores it on tasks of lm_eval."""
 
 MAY_IMPORT = (
     "config",

@@ -1,4 +1,4 @@
-"""A model scored on tasks of the Evaluation Harness."""
+"""Scores a model on tasks of the Evaluation Harness."""
 
 import json
 import os
@@ -19,24 +19,24 @@ from jaxpar.runtime.processes import peers, rendezvous
 class EvaluateOptions:
     """Score a model on tasks of the Evaluation Harness."""
 
-    run: Annotated[str, tyro.conf.Positional]
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run folder, or folder of a published model."""
     tasks: tuple[str, ...]
-    """Names of tasks."""
+    """Names of the tasks."""
     include_path: str | None = None
-    """Folder with tasks of your own, as YAML files."""
+    """Folder with your own tasks, as YAML files."""
     step: int | None = None
     """Checkpoint to read. None: the latest."""
     tensor: int = 1
-    """Devices that share each layer."""
+    """Tensor-parallel devices."""
     batch_size: int = 8
-    """Texts scored at a time."""
+    """Texts in a batch."""
     num_fewshot: int | None = None
-    """Examples before each question. None: as the task says."""
+    """Examples before each question. None: the task's default."""
     limit: int | None = None
-    """Questions of each task at most."""
+    """Maximum number of questions per task. None: all."""
     output: str | None = None
-    """File for all results, as JSON."""
+    """JSON file for all results."""
 
 
 def check(options: EvaluateOptions) -> None:
@@ -51,7 +51,7 @@ def check(options: EvaluateOptions) -> None:
         if value is not None and value < least:
             raise ConfigError(name, value, f"must be at least {least}", f"use {name} {least}")
     if options.include_path is not None and not Path(options.include_path).is_dir():
-        fix = "give the folder that holds the tasks' YAML files"
+        fix = "use the folder with the tasks' YAML files"
         raise ConfigError("--include-path", options.include_path, "is not a folder", fix)
     place = rendezvous.detect_peers()
     if options.output is not None and (place is None or place.process_id == 0):  # which writes it
@@ -59,26 +59,25 @@ def check(options: EvaluateOptions) -> None:
 
 
 def _check_output(name: str) -> None:
-    """Raises:   ConfigError for a file that could not be written, once all is scored."""
+    """Raises:   ConfigError for a file that could not be written at the end."""
     path = Path(name)
     if path.is_dir():
         fix = f"use --output {path / 'results.json'}"
         raise ConfigError("--output", name, "is a folder, not a file", fix)
     folder = path.absolute().parent
     if not folder.is_dir():
-        rule, fix = "lies in a folder that does not exist", "make the folder first"
+        rule, fix = "is in a folder that does not exist", "create the folder first"
         raise ConfigError("--output", name, rule, fix)
     if not os.access(path if path.exists() else folder, os.W_OK):
-        raise ConfigError("--output", name, "cannot be written", "name a file of your own")
+        raise ConfigError("--output", name, "cannot be written", "use a file that you can write to")
 
 
 def evaluate(options: EvaluateOptions, log: Callable[[str], None] = peers.log) -> dict[str, Any]:
-    """Run the tasks; the results as the harness gives them.
+    """Run the tasks. Returns the results of the harness.
 
-    Raises:   ConfigError for an unknown task, and as `check` and `loaded.load`.
+    Raises:   ConfigError for an unknown task, and as `check` and `load`.
     """
     check(options)
-    # The harness's own programs ask a hub for nothing that is here already; neither does this.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     import lm_eval
     import lm_eval.tasks
@@ -90,7 +89,7 @@ def evaluate(options: EvaluateOptions, log: Callable[[str], None] = peers.log) -
     missing = [name for name in options.tasks if name not in known.all_tasks]
     if missing:
         fix = "`lm_eval ls tasks` lists them; --include-path FOLDER adds your own"
-        raise ConfigError("--tasks", ",".join(missing), "is no task of the harness", fix)
+        raise ConfigError("--tasks", ",".join(missing), "is not a task of the harness", fix)
     model = HarnessModel(load(options.run, options.step, options.tensor, log), options.batch_size)
     results = lm_eval.simple_evaluate(
         model=model,

@@ -1,7 +1,7 @@
-"""Text from a model: prompts read at once, then a token at a time from cached keys and values.
+"""Text generation: prefill of the prompts, then token by token with a cache of keys and values.
 
-Rows are drawn apart: what one gets depends on its prompt, the seed and its number, not on its
-neighbors, the mesh or how many tokens are made between two looks at them.
+Rows are sampled independently: a row depends on its prompt, the seed and its index, not on the
+other rows, the mesh or CHUNK.
 """
 
 import dataclasses
@@ -28,29 +28,29 @@ from jaxpar.step.train_step import gather_once
 
 
 def config_for_sampling(cfg: Config, tensor: int = 1) -> Config:
-    """The same model on a mesh of tensor ranks alone, in the compute dtype, layers apart."""
+    """Return a config of the same model in the compute dtype, on a mesh with only tensor ranks."""
     remat = cfg.parallel.remat
     parallel = ParallelConfig(data=1, tensor=tensor, zero=1, remat=remat, layer_loop="unroll")
     model = dataclasses.replace(cfg.model, matmul_dtype="compute", float8_scaling="tensor")
     run = dataclasses.replace(cfg.run, cpu_devices=0)
-    # No rule is used, and the run's own may be one from outside the package, unknown here.
+    # No optimizer is used, and the run's own may be registered outside the package, unknown here.
     rule = OptimizerConfig(warmup_steps=0)
     return dataclasses.replace(cfg, run=run, parallel=parallel, model=model, optimizer=rule)
 
 
 def _seeing_as_in_training(cfg: Config) -> Config:
-    """A token sees no more tokens than in training, however long the text grows.
+    """Return a config in which a token attends to no more tokens than in training.
 
-    (Layers that see everything, between others with a window, still do.)
+    Global layers between layers with a sliding window still attend to all tokens.
     """
     window = min(cfg.model.sliding_window or cfg.data.seq_len, cfg.data.seq_len)
     return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, sliding_window=window))
 
 
 def make_next_logits(cfg: Config, mesh: Mesh) -> Callable[[Any, np.ndarray, int], jax.Array]:
-    """The compiled (params, tokens int32 [1, T], last) -> logits float32 [1, V] after `last`.
+    """Make the compiled (params, tokens int32 [1, T], last) -> logits float32 [1, V] after `last`.
 
-    Without a cache: the whole row is computed, so it is what `generate` is checked against.
+    Computes the full row, without a cache. `generate` is tested against it.
     """
     step = jax.shard_map(
         functools.partial(_next_logits, cfg),
@@ -72,27 +72,27 @@ def _next_logits(cfg: Config, params: Any, tokens: jax.Array, last: jax.Array) -
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is drawn."""
+    """How the next token is sampled."""
 
     temperature: float = 0.8
-    """0: always the likeliest token. Higher is more random."""
+    """Sampling temperature. Higher is more random; 0 always takes the most likely token."""
     top_k: int = 50
-    """Draw from this many likeliest tokens. 0: from all."""
+    """Sample from the most likely tokens, at most this many. 0: from all."""
     top_p: float = 1.0
-    """Draw from the likeliest tokens that together have this probability. 1: from all."""
+    """Sample from the most likely tokens whose probabilities sum to this value. 1: from all."""
     seed: int = 0
-    """Seed of the draws."""
+    """Random seed."""
 
 
-#: A temperature below this is 0: logits divided by it could leave float32, and the likeliest token
-#: is drawn in any case.
+#: A temperature below this counts as 0: logits divided by it could overflow float32, and the most
+#: likely token would be sampled in any case.
 MIN_TEMPERATURE = 1e-30
 
 
 def draw(logits: jax.Array, keys: jax.Array, how: Sampling, vocab_size: int) -> jax.Array:
-    """One token id below vocab_size for each row of logits [B, V], with a key each.
+    """Sample a token id below vocab_size for each row of logits [B, V], with one key per row.
 
-    `top_k` counts first, `top_p` within what it leaves, both at the temperature asked for.
+    Applies the temperature, then `top_k`, then `top_p` to the remaining tokens.
 
     Source:   Holtzman et al. 2020 (1904.09751), section 3.1: top_p.
     """
@@ -105,29 +105,29 @@ def draw(logits: jax.Array, keys: jax.Array, how: Sampling, vocab_size: int) -> 
     if how.top_p < 1:
         chances = jax.nn.softmax(likely, axis=-1)
         before = jnp.cumsum(chances, axis=-1) - chances
-        likely = jnp.where(before < how.top_p, likely, -jnp.inf)  # never without the first
+        likely = jnp.where(before < how.top_p, likely, -jnp.inf)  # always keeps the first
     place = jax.vmap(jax.random.categorical)(keys, likely)
     return jnp.take_along_axis(ids, place[:, None], axis=-1)[:, 0]
 
 
 # ------------------------------------------------------------------------------ with the cache
 
-#: Tokens made on the device between two looks of the host.
+#: Tokens that the device generates before the host reads them.
 CHUNK = 16
 
-#: The cache is as long as a multiple of this, so that programs are compiled for few lengths.
+#: The length of the cache is a multiple of this, so that programs are compiled for few lengths.
 SLOTS = 128
 
 
 @flax.struct.dataclass
 class Rows:
-    """Texts in the making."""
+    """The state of a batch of texts during generation."""
 
     cache: decode.Cache
     token: jax.Array
-    """int32 [B], the latest, not yet read by the model."""
+    """int32 [B], the latest tokens, not yet read by the model."""
     position: jax.Array
-    """int32 [B], that token's."""
+    """int32 [B], the positions of these tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,11 +137,11 @@ class Programs:
     start: Callable[[Any, np.ndarray, np.ndarray], Rows]
     """(weights, tokens [B, T], lengths [B]) -> rows with their first token."""
     go_on: Any
-    """Jitted (weights, rows) -> rows, and the CHUNK tokens that follow, int32 [B, CHUNK]."""
+    """Jitted (weights, rows) -> rows and the next CHUNK tokens, int32 [B, CHUNK]."""
     compiled: dict[tuple[int, ...], Callable] = dataclasses.field(default_factory=dict)
 
     def ready_to_go_on(self, weights: Any, rows: Rows) -> Callable[[Any, Rows], tuple[Rows, Any]]:
-        """`go_on`, compiled for as many rows."""
+        """Return `go_on`, compiled for this number of rows."""
         shape = rows.token.shape
         if shape not in self.compiled:
             self.compiled[shape] = self.go_on.lower(weights, rows).compile()
@@ -149,9 +149,9 @@ class Programs:
 
 
 def weights_for_sampling(params: Any, cfg: Config, mesh: Mesh) -> Any:
-    """The weights in the fused layout and the compute dtype: fused, gathered and cast once.
+    """Convert the weights to the fused layout and the compute dtype, and gather them, once.
 
-    Returns:  the fused weights, each array with a leading dim over TENSOR: a device's own part.
+    Returns:  the fused weights; each array has a leading dim over TENSOR, one entry per device.
     """
 
     def fuse(params):
@@ -169,7 +169,7 @@ def weights_for_sampling(params: Any, cfg: Config, mesh: Mesh) -> Any:
 def make_programs(
     cfg: Config, mesh: Mesh, how: Sampling, *, slots: int, vocab_size: int
 ) -> Programs:
-    """`Programs` that fill a cache of `slots` positions."""
+    """Make the `Programs` for a cache of `slots` positions."""
     cfg = _seeing_as_in_training(cfg)
     cache = PartitionSpec(None, None, TENSOR)
     rows = Rows(cache, PartitionSpec(), PartitionSpec())  # type: ignore[arg-type]
@@ -220,11 +220,12 @@ def generate(
     vocab_size: int,
     stop: Collection[int],
 ) -> Iterator[list[list[int]]]:
-    """Token ids that go on from each prompt, until a stop token or `max_tokens`.
+    """Generate token ids after each prompt, until a stop token or `max_tokens`.
 
-    Args:     weights: of `weights_for_sampling`. prompts: at least one token each. vocab_size: of
-              the tokenizer. stop: ids that end a row, and are not given.
-    Returns:  time and again, what each row has got since; at first nothing, once all is compiled.
+    Args:     weights: from `weights_for_sampling`. prompts: at least one token each. vocab_size: of
+              the tokenizer. stop: ids that end a row; they are not returned.
+    Returns:  an iterator over the new tokens of each row. Its first item, empty, comes when
+              everything is compiled.
     """
     lengths = np.array([len(ids) for ids in prompts], np.int32)
     tokens = np.zeros((len(prompts), _rounded(lengths.max())), np.int32)
@@ -253,8 +254,8 @@ def generate(
 
 
 def slots_for(longest: int, max_tokens: int) -> int:
-    """Positions of the cache in each row. Args:     longest: tokens of the longest prompt."""
-    return _rounded(longest + max_tokens + CHUNK)  # the last chunk may run over the end
+    """Return the length of the cache. Args:     longest: tokens in the longest prompt."""
+    return _rounded(longest + max_tokens + CHUNK)  # the last chunk may exceed max_tokens
 
 
 def _rounded(length: Any) -> int:

@@ -1,4 +1,4 @@
-"""A loaded model as EleutherAI's Evaluation Harness asks for one (`lm_eval`, an extra package)."""
+"""Adapts a loaded model to EleutherAI's Evaluation Harness (`lm_eval`, an optional package)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,14 +12,14 @@ from jaxpar.inference import scoring
 from jaxpar.inference.generation import Sampling, generate
 from jaxpar.inference.load import LoadedModel
 
-#: Tokens that `generate_until` makes at most where the task says nothing, as in the harness.
+#: Default maximum of tokens in `generate_until`, as in the harness.
 MAX_TOKENS = 256
 
 
 class HarnessModel(TemplateLM):
-    """Scores and writes with a model of ours.
+    """Scores and generates text with a jaxpar model.
 
-    A text that is longer than the training sequences is scored by its latest tokens.
+    If a text is longer than the training sequences, only its last tokens are used.
     """
 
     def __init__(self, model: LoadedModel, batch_size: int):
@@ -30,20 +30,20 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The end of text."""
+        """The id of the end of text."""
         return int(self.model.tokenizer.eos_id)
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text without context: its beginning, or the end of another."""
+        """The id before a text without context: beginning of text, or else end of text."""
         return self.model.begin[-1] if self.model.begin else self.eot_token_id
 
     def tok_encode(self, string: str, add_special_tokens: Any = None, **_: Any) -> list[int]:
-        """Token ids, after a beginning of text if the model expects one and it is not refused."""
+        """Encode a text, with a beginning of text if the model expects it, unless disabled."""
         return self.model.encode(string, begin=add_special_tokens is not False)
 
     def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = False, **_: Any) -> Any:
-        """(log probability, whether greedy decoding would give it) of each continuation."""
+        """Return (log probability, whether greedy decoding gives it) for each continuation."""
         texts = [
             (context + continuation, len(continuation)) for _, context, continuation in requests
         ]
@@ -59,7 +59,7 @@ class HarnessModel(TemplateLM):
         return found
 
     def _score(self, texts: Sequence[tuple[list[int], int]]) -> list[tuple[float, bool]]:
-        """The same for one batch of (tokens, how many of them to score)."""
+        """Do the same for one batch of (tokens, number of tokens to score)."""
         positions = -(-max(len(ids) - 1 for ids, _ in texts) // scoring.POSITIONS)
         tokens = np.zeros((self.rows, positions * scoring.POSITIONS + 1), np.int32)
         for row, (ids, _) in zip(tokens, texts, strict=False):
@@ -72,7 +72,7 @@ class HarnessModel(TemplateLM):
         ]
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        """Log probability of whole texts, each token scored once."""
+        """Return the log probability of each full text; every token is scored once."""
         windows, owners = [], []
         for number, request in enumerate(requests):
             rolling = get_rolling_token_windows(
@@ -90,7 +90,7 @@ class HarnessModel(TemplateLM):
         return totals.tolist()
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-        """Text after each context, up to the first of its stop texts."""
+        """Generate text after each context, up to the first of its stop strings."""
         done = []
         for request in tqdm(requests, desc="Writing", disable=disable_tqdm):
             context, how = request.args
@@ -105,7 +105,7 @@ class HarnessModel(TemplateLM):
         sampling = Sampling(
             temperature=warm, top_k=int(how.get("top_k", 0)), top_p=float(how.get("top_p", 1.0))
         )
-        # What is written pushes the start of the prompt out of sight, token by token.
+        # As the text grows, the sliding window leaves out the start of the prompt.
         prompt = self.tok_encode(context)[-self.seq_len :] or [self.eot_token_id]
         m, ids = self.model, []
         for (new,) in generate(

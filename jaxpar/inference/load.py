@@ -1,4 +1,4 @@
-"""A model to use, from a run or a published folder: its weights on a mesh, and its tokenizer."""
+"""Loads a model from a run or a published folder: its weights on a mesh, and its tokenizer."""
 
 import contextlib
 from collections.abc import Callable
@@ -26,29 +26,29 @@ from jaxpar.step import adapters
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model that can write and score text."""
+    """A model that can generate and score text."""
 
     cfg: Config
-    """Of `config_for_sampling`."""
+    """From `config_for_sampling`."""
     mesh: Mesh
     weights: Any
-    """Of `weights_for_sampling`."""
+    """From `weights_for_sampling`."""
     tokenizer: Tokenizer
     begin: tuple[int, ...]
-    """Ids that stand before a text: the tokenizer's beginning of text, if the model expects it."""
+    """Ids to put before a text: the tokenizer's beginning of text, if the model expects it."""
 
     def encode(self, text: str, *, begin: bool = True) -> list[int]:
-        """Token ids of a prompt; without `begin`, of a text that goes on from another."""
+        """Encode a prompt; without `begin`, a text that continues another."""
         return [*(self.begin if begin else ()), *map(int, self.tokenizer.encode(text))]
 
 
 def load(folder: str, step: int | None, tensor: int, log: Callable[[str], None]) -> LoadedModel:
-    """The model of a run (its latest checkpoint, or `step`) or of a published folder.
+    """Load the model of a run (its latest checkpoint, or `step`) or of a published folder.
 
-    Starts JAX. Every device reads its own shards only. Adapters are merged into the weights.
+    Starts JAX. Each device reads only its own shards. Adapters are merged into the weights.
 
-    Args:     tensor: devices that share each layer. log: called with what is read.
-    Raises:   ConfigError when there is no model there, or too few devices.
+    Args:     tensor: number of tensor-parallel devices. log: called with what is read.
+    Raises:   ConfigError when the folder contains no model, or there are too few devices.
     """
     _start(tensor, log)
     source = None if _is_run(folder) else _published(folder, step)
@@ -56,7 +56,7 @@ def load(folder: str, step: int | None, tensor: int, log: Callable[[str], None])
     cfg = config_for_sampling(cfg, tensor)
     devices = jax.devices()
     if len(devices) < tensor:
-        rule = f"needs as many devices, and there are {len(devices)}"
+        rule = f"needs {tensor} devices, but there are {len(devices)}"
         raise ConfigError("--tensor", tensor, rule, f"use --tensor {len(devices)}")
     cfg = resolve(cfg, tensor)
     mesh = make_mesh(cfg.parallel, devices[:tensor])
@@ -71,17 +71,18 @@ def load(folder: str, step: int | None, tensor: int, log: Callable[[str], None])
 
 
 def _start(tensor: int, log: Callable[[str], None]) -> None:
-    """Start JAX for this machine, not for the one that a run's config was written on: reading a
-    checkpoint starts it. Without a GPU, ranks are simulated.
+    """Start JAX for this machine before a checkpoint is read, rather than for the run's machine.
 
-    Raises:   ConfigError when there are several processes, and `tensor` leaves one without devices.
+    Without a GPU, devices are simulated.
+
+    Raises:   ConfigError when several processes do not use all their devices.
     """
-    if peers.world_size() == 1:  # else a program has joined them before
+    if peers.world_size() == 1:  # otherwise the program has already joined the others
         detect = "auto" if rendezvous.detect_peers() else "none"
         rendezvous.join(replace(Config(), **{"cluster.detect": detect}), log)
     number = peers.world_size()
     if not gpu_is_present() and tensor % number == 0:
-        with contextlib.suppress(RuntimeError):  # it has started, with devices of its own
+        with contextlib.suppress(RuntimeError):  # JAX is already running: use its devices
             jax.config.update("jax_num_cpu_devices", tensor // number)
     if number > 1 and tensor != jax.device_count():
         rule = f"must be all {jax.device_count()} devices of the {number} processes"
@@ -96,8 +97,8 @@ def _is_run(folder: str) -> bool:
 def _published(folder: str, step: int | None) -> PublishedModel:
     if not (Path(folder) / CONFIG_FILE).is_file():
         rule = "is neither a run with a checkpoint nor a folder with a config.json and .safetensors"
-        raise ConfigError("RUN", folder, rule, "give the folder of one")
+        raise ConfigError("RUN", folder, rule, "use such a folder")
     if step is not None:
-        rule = f"is of a run's checkpoint, and {folder} is a published model"
-        raise ConfigError("--step", step, rule, "leave it out")
+        rule = f"selects a run's checkpoint, but {folder} is a published model"
+        raise ConfigError("--step", step, rule, "remove the option")
     return open_source(folder)

@@ -1,4 +1,4 @@
-"""Text from a run or a published folder."""
+"""Generates text with the model of a run or of a published folder."""
 
 import dataclasses
 import math
@@ -20,28 +20,28 @@ from jaxpar.model import decode
 from jaxpar.monitoring.samples import write_sample
 from jaxpar.runtime.processes import peers
 
-#: That a text may go on for: positions are exact in float32 up to here.
+#: Maximum length of a text: positions are exact in float32 up to here.
 MAX_TOKENS = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleOptions:
-    """Text from a run or a published folder."""
+    """Generate text with the model of a run or of a published folder."""
 
-    run: Annotated[str, tyro.conf.Positional]
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run folder, or folder of a published model."""
     prompt: tuple[str, ...] = ("def ",)
-    """Texts to go on from, all at once. One is shown as it comes."""
+    """Texts to continue, as one batch. A single text is printed as it is generated."""
     max_tokens: int = 200
-    """Tokens to write at most, after each."""
+    """Maximum number of tokens to generate for each prompt."""
     stop: tuple[str, ...] = ()
-    """Tokens that end a text, besides the tokenizer's own end of text."""
+    """Tokens that end a text, in addition to the tokenizer's end of text."""
     step: int | None = None
     """Checkpoint to read. None: the latest."""
     tensor: int = 1
-    """Devices that share each layer."""
+    """Tensor-parallel devices."""
     save: bool = False
-    """Keep prompts and texts in RUN/samples.jsonl, for `python -m jaxpar.report`."""
+    """Append prompts and texts to RUN/samples.jsonl, for `python -m jaxpar.report`."""
     sampling: Annotated[Sampling, tyro.conf.OmitArgPrefixes] = dataclasses.field(
         default_factory=Sampling
     )
@@ -61,34 +61,34 @@ def check(options: SampleOptions) -> None:
     fine = 1 <= options.max_tokens <= MAX_TOKENS
     require(fine, "--max-tokens", options.max_tokens, rule, "200")
     require(options.tensor > 0, "--tensor", options.tensor, "must be at least 1", "1")
-    rule = f"keeps texts in a run's folder, and {options.run} has no checkpoint"
+    rule = f"stores texts in a run's folder, but {options.run} has no checkpoint"
     runs = not options.save or bool(checkpoint.saved_steps(options.run))
-    require(runs, "--save", True, rule, "it with a run, or leave it out")
+    require(runs, "--save", True, rule, "only with a run")
     finite = math.isfinite(how.temperature) and how.temperature >= 0
     require(finite, "--temperature", how.temperature, "must be 0 or more", "0.8")
     rule = f"must be 0 to {MAX_INT}"
     require(0 <= how.seed <= MAX_INT, "--seed", how.seed, rule, how.seed % (MAX_INT + 1))
     require(how.top_k >= 0, "--top-k", how.top_k, "must be 0 or more", "50")
-    require(0 < how.top_p <= 1, "--top-p", how.top_p, "must be above 0, and 1 at most", "0.95")
+    require(0 < how.top_p <= 1, "--top-p", how.top_p, "must be above 0 and at most 1", "0.95")
 
 
 def stop_ids(texts: Sequence[str], tokenizer: Any) -> set[int]:
-    """The end of text, and the tokens that `texts` stand for.
+    """Return the ids of the end of text and of `texts`.
 
-    Raises:   ConfigError for a text that is not one token.
+    Raises:   ConfigError for a text that is not a single token.
     """
     ids = {int(tokenizer.eos_id)}
     for text in texts:
         encoded = [int(i) for i in tokenizer.encode(text)]
         if len(encoded) != 1:
-            rule = f"must be one token of the run's tokenizer, and is {len(encoded)}"
-            raise ConfigError("--stop", text, rule, "give a shorter text, or cut what is printed")
+            rule = f"must be one token of the run's tokenizer, not {len(encoded)}"
+            raise ConfigError("--stop", text, rule, "use a shorter text, or truncate the output")
         ids.update(encoded)
     return ids
 
 
 def sample(options: SampleOptions) -> None:
-    """Print each prompt and what the model writes after it."""
+    """Print each prompt, followed by the text that the model generates."""
     check(options)
     model = load(options.run, options.step, options.tensor, log)
     cfg, tokenizer = model.cfg, model.tokenizer
@@ -96,9 +96,9 @@ def sample(options: SampleOptions) -> None:
     longest = max(map(len, prompts))
     slots = slots_for(longest, options.max_tokens)
     held = decode.cache_bytes(cfg.model, len(prompts), slots, options.tensor)
-    log(f"[keys and values of {len(prompts)} x {slots} tokens: {held / 2**20:,.1f} MiB a device]")
+    log(f"[KV cache of {len(prompts)} x {slots} tokens: {held / 2**20:,.1f} MiB per device]")
     if longest + options.max_tokens > cfg.data.seq_len:
-        log(f"[each token sees the {cfg.data.seq_len} before it, as in training]")
+        log(f"[each token attends to the last {cfg.data.seq_len}, as in training]")
     made = generate(
         model.weights,
         cfg,
@@ -109,7 +109,7 @@ def sample(options: SampleOptions) -> None:
         vocab_size=tokenizer.vocab_size,
         stop=stop_ids(options.stop, tokenizer),
     )
-    next(made)  # compiled, and the prompts read
+    next(made)  # compiles the programs, and reads the prompts
     began = time.perf_counter()
     rows = _as_it_comes(made, options, tokenizer) if len(prompts) == 1 else _whole(made, prompts)
     seconds, count = time.perf_counter() - began, sum(map(len, rows))
@@ -128,19 +128,19 @@ def _save(options: SampleOptions, texts: list[str]) -> None:
 
 
 def log(text: str) -> None:
-    """A line beside the text, on standard error."""
+    """Print a line to standard error, in process 0."""
     if peers.rank() == 0:
         print(text, file=sys.stderr, flush=True)
 
 
 def write(text: str) -> None:
-    """Some of the text. All processes have it, and the first writes it."""
+    """Print a part of the text, in process 0. All processes have the same text."""
     if peers.rank() == 0:
         print(text, end="", flush=True)
 
 
 def _as_it_comes(made: Iterator[list[list[int]]], options: SampleOptions, tokenizer: Any):
-    """Print the one text as it grows; its ids."""
+    """Print the text as it is generated. Returns its ids."""
     (prompt,), new = options.prompt, []
     shown = prompt
     write(shown)
@@ -150,7 +150,7 @@ def _as_it_comes(made: Iterator[list[list[int]]], options: SampleOptions, tokeni
         if not text.endswith("\ufffd"):  # half a character: wait for the rest
             write(text[len(shown) :])
             shown = text
-    write((prompt + tokenizer.decode(new))[len(shown) :] + "\n")  # what still waits never comes
+    write((prompt + tokenizer.decode(new))[len(shown) :] + "\n")  # no rest follows
     return [new]
 
 

@@ -1,4 +1,4 @@
-"""How likely a model finds texts: the logarithm of each token's probability after those before."""
+"""Scores texts: the log probability of each token, given the tokens before it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,24 +12,24 @@ from jaxpar.config import Config
 from jaxpar.model import decode
 from jaxpar.sharding.axes import TENSOR
 
-#: Positions whose logits are in memory at a time, in each row.
+#: Positions per row whose logits are in memory at the same time.
 POSITIONS = 128
 
 type Scores = Callable[[Any, Any], tuple[jax.Array, jax.Array]]
 
 
 def make_scores(cfg: Config, mesh: Mesh) -> Scores:
-    """The compiled (weights, tokens int32 [B, T]) -> scores of tokens 1 to T - 1.
+    """Make the compiled (weights, tokens int32 [B, T]) -> scores of tokens 1 to T - 1.
 
-    Weights are those of `generation.weights_for_sampling`; T - 1 is a multiple of POSITIONS, and
-    rows are padded behind. The scores: log probabilities in nats, float32 [B, T - 1], and whether
-    each token is the likeliest in its place.
+    The weights come from `generation.weights_for_sampling`. T - 1 is a multiple of POSITIONS; rows
+    are padded at the end. The scores are log probabilities in nats, float32 [B, T - 1], and whether
+    each token is the most likely one at its position.
     """
 
     def scores(weights: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         weights = jax.tree.map(lambda a: a[0], weights)
         read, wanted = tokens[:, :-1], tokens[:, 1:]
-        # Nothing reads the cache afterwards, so that none is made.
+        # Nothing reads the cache afterwards, so XLA does not compute it.
         cache = decode.empty_cache(cfg.model, *read.shape)
         h, _ = decode.prompt(weights, read, cache, cfg)
         return _in_pieces(weights, h, wanted)

@@ -1,3 +1,3 @@
-"""What a run writes down while it runs."""
+"""Metrics, goodput, and the other records that a run writes."""
 
 MAY_IMPORT = ("config", "runtime", "model", "planning")

@@ -1,8 +1,8 @@
-"""Where a run's time went, over all its attempts: RUN/events.jsonl, and one fraction.
+"""Goodput: where a run's time went, over all its attempts, recorded in RUN/events.jsonl.
 
-Every attempt appends to the file; nothing in it is changed. Spans within an attempt are measured
-with a clock that no one sets. The clock on the wall is read only to tell how long a run was down
-between two attempts, and where that has been set back, no time has passed.
+Every attempt appends to the file; no line is changed. Time within an attempt is measured with a
+monotonic clock. The wall clock is only used for the time between two attempts; if it was set back
+in between, that time counts as 0.
 """
 
 import json
@@ -23,27 +23,27 @@ from jaxpar.runtime.files.append import Lines
 
 EVENTS_FILE = "events.jsonl"
 
-#: What a process does at any moment. "step" is what a run is for.
+#: What a process does at any moment. Only "step" counts as goodput.
 PARTS = ("init", "compile", "restore", "step", "data wait", "evaluation", "save wait", "profile")
 
-#: How the parts of a start are counted (`startup.py`); the others are "init".
+#: The part that each phase of the start-up (`startup.py`) counts as; all others count as "init".
 OF_STARTUP = {"compilation": "compile", "weights": "restore"}
 
-#: Beyond any time, of day too: a line with more is damaged.
+#: Larger than any duration or time of day: a line with a larger value is damaged.
 MAX_SECONDS = 1e12
 
-#: Seconds between two records of the time; a killed process loses no more of it.
+#: Seconds between two records of the time: the most that a killed process loses.
 RECORD_EVERY = 30.0
 
 
 class Recorder:
-    """Writes the events of one attempt, from the first process; from any thread.
+    """Writes the events of one attempt, in process 0. Events may come from any thread.
 
-    Use as a context manager: leaving it records how the attempt ended.
+    Use as a context manager: on exit, it records how the attempt ended.
     """
 
     def __init__(self, run_dir: Path):
-        """Begin an attempt in the folder of a run, which is there."""
+        """Start an attempt in a run's folder, which must exist."""
         path = run_dir / EVENTS_FILE if jax.process_index() == 0 else Path(os.devnull)
         attempt = 1 + sum(event.get("event") == "start" for event in read_events(run_dir))
         self._file = Lines(path)
@@ -52,7 +52,7 @@ class Recorder:
         self._part, self._since = "init", time.perf_counter()
         self._step, self._recorded = 0, time.perf_counter()
         age = process_age()
-        # Where the system does not tell a process's age, it begins now.
+        # If the system does not report the age of the process, the attempt starts now.
         self._born = time.perf_counter() - age
         self.event("start", devices=jax.device_count(), processes=jax.process_count())
 
@@ -64,31 +64,31 @@ class Recorder:
             self._file.write(json.dumps(record | more) + "\n")
 
     def started(self, step: int, seconds: dict[str, float]) -> None:
-        """The attempt goes on from a step, after a start that took so long, part by part."""
+        """Record that training starts from `step`, after a start-up of `seconds` by phase."""
         for part, spent in seconds.items():
             self._spent[OF_STARTUP.get(part, "init")] += spent
         self._part, self._since = "step", time.perf_counter()
         self.goes_on_from(step)
 
     def goes_on_from(self, step: int) -> None:
-        """What follows begins after `step`: what an earlier record has beyond it is lost."""
+        """Record that training continues after `step`; earlier records beyond it are lost work."""
         self._write()
         self._step = step
         self.event("from", step=step)
 
     def now(self, part: str) -> None:
-        """From now on, time counts as `part`."""
+        """Count time as `part` from now on."""
         moment = time.perf_counter()
         self._spent[self._part] += moment - self._since
         self._part, self._since = part, moment
 
     def done(self, step: int) -> None:
-        """So many steps are done."""
+        """Note that `step` steps are done; record the time if it is due."""
         if time.perf_counter() - self._recorded > RECORD_EVERY:
             self.record(step)
 
     def record(self, step: int) -> None:
-        """Write down the time so far, `step` steps being done."""
+        """Record the time so far, after `step` steps."""
         self.now(self._part)
         self._write(step)
 
@@ -112,25 +112,25 @@ class Recorder:
 
 @dataclass(frozen=True)
 class Goodput:
-    """Seconds of a run by what they went to; one process's, over all attempts."""
+    """The time of a run in process 0, over all attempts, by what it was spent on."""
 
     seconds: dict[str, float]
-    """By PARTS; "lost work", steps that were taken again; "other"; "down", between attempts."""
+    """By PARTS; "lost work": repeated steps; "down": between attempts; and "other"."""
     attempts: int
 
     @property
     def total(self) -> float:
-        """From the start of the first attempt to the end of the last."""
+        """Seconds from the start of the first attempt to the end of the last."""
         return sum(self.seconds.values())
 
     @property
     def fraction(self) -> float:
-        """The part of it that went into steps which count."""
+        """The share of the total that went into steps that count."""
         return self.seconds.get("step", 0.0) / self.total if self.total else 0.0
 
     @property
     def tries(self) -> str:
-        """The attempts in words."""
+        """The number of attempts, in words."""
         return "1 attempt" if self.attempts == 1 else f"{self.attempts} attempts"
 
     def __str__(self) -> str:
@@ -140,13 +140,15 @@ class Goodput:
 
 
 def read_events(run_dir: Path) -> list[dict[str, Any]]:
-    """The events of a run, in order. Passed over is a line that was cut off by a crash, or that is
-    damaged: it is a record alone, and a run goes on without."""
+    """Read the events of a run, in order.
+
+    Skips lines that are damaged or were cut off by a crash: nothing else depends on them.
+    """
     return [record for record in json_lines.read(run_dir / EVENTS_FILE) if _is_whole(record)]
 
 
 def _is_whole(event: dict[str, Any]) -> bool:
-    """Whether an event has what events of its name are read for."""
+    """Whether an event has all fields that are read of events of its name."""
     name, seconds, steps = event.get("event"), event.get("seconds"), event.get("steps")
     fine = [isinstance(name, str), isinstance(event.get("attempt"), int)]
     fine += [_is_number(event.get("age")), _is_number(event.get("time"))]
@@ -171,14 +173,14 @@ def _is_number(value: Any) -> bool:
 
 
 def goodput(events: Iterable[dict[str, Any]]) -> Goodput:
-    """Where the time of a run went.
+    """Compute where the time of a run went.
 
-    Args:     events: of `read_events`.
+    Args:     events: from `read_events`.
     """
     seconds: dict[str, float] = defaultdict(float)
     taken: list[tuple[int, int, float]] = []  # steps that count so far: first, last, seconds
     ages: dict[int, float] = {}
-    waited = waits = 0.0  # of this attempt's start, what was within the one before; and in all
+    waited = waits = 0.0  # overlap of this attempt's start with the previous attempt; the total
     last: dict[str, Any] | None = None
     for event in events:
         attempt, age = int(event["attempt"]), float(event["age"])
@@ -206,15 +208,18 @@ def goodput(events: Iterable[dict[str, Any]]) -> Goodput:
 
 
 def gap_before(start: dict[str, Any], last: dict[str, Any]) -> float:
-    """Seconds from the last event before an attempt to its birth. Below 0 where it waited for the
-    run meanwhile; 0 where it began before that event by the clock, which was set back then."""
+    """Return the seconds from the last event before an attempt to the start of its process.
+
+    Negative if the process waited for the previous attempt to end. 0 if the event comes later by
+    the wall clock, which was then set back.
+    """
     if start["time"] < last["time"]:
         return 0.0
     return float(start["time"] - start["age"] - last["time"])
 
 
 def _split(taken: list[tuple[int, int, float]], step: int):
-    """The steps up to one, and the seconds of those beyond."""
+    """Split at a step: return the records up to it, and the seconds spent beyond it."""
     kept, lost = [], 0.0
     for first, last, spent in taken:
         share = 1.0 if last <= step else max(step - first, 0) / max(last - first, 1)

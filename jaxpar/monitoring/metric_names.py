@@ -1,13 +1,13 @@
-"""What a run measures: every number of metrics.jsonl, with its unit and its meaning."""
+"""The metrics of a run: each value in metrics.jsonl, with its unit and meaning."""
 
 from typing import NamedTuple
 
 
 class Metric(NamedTuple):
-    """A number that a run writes down."""
+    """A value in metrics.jsonl."""
 
     group: str
-    """The tab that it is under in TensorBoard and W&B."""
+    """Its tab in TensorBoard and W&B."""
     unit: str
     meaning: str
 
@@ -16,30 +16,30 @@ class Metric(NamedTuple):
 METRICS = {
     "loss": Metric("training", "nats per token", "cross entropy of the step, over labeled tokens"),
     "grad_norm": Metric("training", "", "global norm of the gradient, before clipping"),
-    "learning_rate": Metric("training", "", "of the step's update"),
+    "learning_rate": Metric("training", "", "used for the step's update"),
     "skipped": Metric("training", "updates", "skipped so far, for a non-finite loss or gradient"),
-    "loss_scale": Metric("training", "", "what the loss was multiplied with; float16 alone"),
-    "num_tokens": Metric("training", "tokens", "labeled tokens of the step"),
-    "tokens_seen": Metric("training", "tokens", "of all steps so far, padding included"),
-    "epochs": Metric("training", "passes", "over each source so far; mixtures alone"),
+    "loss_scale": Metric("training", "", "factor of the loss; float16 only"),
+    "num_tokens": Metric("training", "tokens", "labeled tokens in the step"),
+    "tokens_seen": Metric("training", "tokens", "in all steps so far, including padding"),
+    "epochs": Metric("training", "passes", "over each source so far; mixtures only"),
     "held_out_loss": Metric("evaluation", "nats per token", "cross entropy of held-out text"),
-    "bits_per_byte": Metric("evaluation", "bits per byte", "the same by bytes of text, if known"),
-    "step_seconds": Metric("speed", "s", "a step, mean since the last record; pauses left out"),
-    "tokens_per_second": Metric("speed", "tokens/s", "of all devices"),
-    "tokens_per_second_per_device": Metric("speed", "tokens/s", "of one device"),
+    "bits_per_byte": Metric("evaluation", "bits per byte", "the same per byte of text, if known"),
+    "step_seconds": Metric("speed", "s", "mean step time since the last record, without pauses"),
+    "tokens_per_second": Metric("speed", "tokens/s", "all devices together"),
+    "tokens_per_second_per_device": Metric("speed", "tokens/s", "per device"),
     "mfu": Metric("speed", "share", "of the device's peak FLOP/s, attention counted as causal"),
     "mfu_full_attention": Metric("speed", "share", "the same, attention counted as full"),
-    "data_wait_seconds": Metric("speed", "s", "a step's wait for its batch, mean"),
-    "host_seconds_median": Metric("speed", "s", "a step, of the middle process without devices"),
-    "host_seconds_slowest": Metric("speed", "s", "the same, of the slowest process"),
-    "memory_gib": Metric("memory", "GiB", "peak so far, fullest device; on CPUs the process"),
+    "data_wait_seconds": Metric("speed", "s", "mean wait of a step for its batch"),
+    "host_seconds_median": Metric("speed", "s", "host time per step, in the median process"),
+    "host_seconds_slowest": Metric("speed", "s", "the same, in the slowest process"),
+    "memory_gib": Metric("memory", "GiB", "peak so far: fullest device, or the process on CPUs"),
 }
 
 
 def tag(name: str) -> str:
-    """A metric's name in TensorBoard and W&B: GROUP/NAME.
+    """Return a metric's name in TensorBoard and W&B: GROUP/NAME.
 
-    Args:     name: in metrics.jsonl; "epochs/SOURCE" for one of a mixture's.
+    Args:     name: in metrics.jsonl; "epochs/SOURCE" for a source of a mixture.
     """
     known = METRICS.get(name.partition("/")[0])
     return f"{known.group if known else 'other'}/{name}"

@@ -1,7 +1,7 @@
-"""What a run reports: `metrics.jsonl`, and a line on the console.
+"""Writes a run's metrics: to `metrics.jsonl`, and as lines on the console.
 
-A step's numbers are fetched when the next step has been dispatched, so logging never stalls the
-device; the time between two fetches is then the time of a step.
+The metrics of a step are fetched after the next step has been dispatched, so logging never stalls
+the device. The time between two fetches is the step time.
 """
 
 import json
@@ -28,10 +28,10 @@ from jaxpar.runtime.files.append import Lines
 
 
 class MetricsWriter:
-    """Collects the numbers of each step and writes every `train.log_every`-th interval.
+    """Collects the metrics of each step, and writes a record every `train.log_every` steps.
 
-    Use as a context manager. Records go to RUN/metrics.jsonl, one JSON object a line, by the first
-    process. A resumed run appends to it: of two records of one step, the later counts.
+    Use as a context manager. Process 0 writes RUN/metrics.jsonl, with one JSON object per line. A
+    resumed run appends to it: if a step has two records, the later one counts.
     """
 
     def __init__(
@@ -45,12 +45,12 @@ class MetricsWriter:
         forecast: Forecast | None = None,
         sinks: Sinks | None = None,
     ):
-        """Open metrics.jsonl, to append to it.
+        """Open metrics.jsonl for appending.
 
-        Args:     epochs: passes over each source after so many steps, to be written with a mixture.
-                  look: given every step and its numbers as they arrive; it may raise.
-                  forecast: told at the start, and beside the measurement at the end.
-                  sinks: are given the records, too, and closed at the end.
+        Args:     epochs: returns the passes over each source after a step; recorded for mixtures.
+                  look: called with every step and its metrics as they arrive; it may raise.
+                  forecast: logged at the start, and compared with the measurement at the end.
+                  sinks: receive all records; closed at the end.
         """
         self.look, self.forecast, self.sinks = look, forecast, sinks
         self.epochs = epochs if cfg.data.mixture else None
@@ -75,10 +75,10 @@ class MetricsWriter:
     def write_previous(
         self, step: int, measured: Any, data_wait: float, dispatch: float = 0.0
     ) -> None:
-        """Hand over step `step`, just dispatched; fetch and count the one before it.
+        """Take the metrics of a step just dispatched; fetch and count the step before it.
 
-        Args:     data_wait, dispatch: seconds that this step waited for its batch, and that it took
-                  to hand it to the devices, which may be a wait for them.
+        Args:     data_wait, dispatch: seconds that this step waited for its batch, and that its
+                  dispatch took, which may include waiting for the devices.
         """
         if self.clock is not None:
             self.device_wait += dispatch
@@ -98,7 +98,7 @@ class MetricsWriter:
         waited = time.monotonic() - began
         self.look(step, values)
         now = time.perf_counter()
-        if self.clock is not None:  # the first step's time is compilation's
+        if self.clock is not None:  # the time of the first step is not a step time
             self.seconds, self.steps = self.seconds + now - self.clock, self.steps + 1
             self.device_wait += waited
         self.clock = now
@@ -106,13 +106,13 @@ class MetricsWriter:
             self._write_interval(step, values)
 
     def pause(self) -> None:
-        """Leave the time until the next step out of the step times (evaluation, saving)."""
+        """Exclude the time until the next step from the step times (evaluation, saving)."""
         self.flush()
         self.clock = None
 
     def _write_interval(self, step: int, values: dict[str, float]) -> None:
         left_out = bool(exit_codes.not_finite(values))
-        # Updates that were left out count for nothing: the schedule waits for them.
+        # Skipped updates do not advance the schedule.
         updates = step - int(values.get("skipped", 0)) + left_out
         record: dict[str, Any] = {
             "step": step + 1,
@@ -159,13 +159,13 @@ class MetricsWriter:
         return {name: value for name, value in speed.items() if value is not None}
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append any record to metrics.jsonl, and hand it to the sinks."""
+        """Append a record to metrics.jsonl, and pass it to the sinks."""
         self.file.write(json.dumps(record) + "\n")
         if self.sinks is not None:
             self.sinks.write(record)
 
     def evaluation(self, step: int, loss: float, bits_per_byte: float | None) -> None:
-        """Record and show a held-out loss; bits per byte where the text's length is known."""
+        """Record and print a held-out loss, and bits per byte if the text's length is known."""
         record, line = {"step": step, "held_out_loss": loss}, f"held-out loss {loss:.4f}"
         if bits_per_byte is not None:
             record["bits_per_byte"] = bits_per_byte
@@ -184,7 +184,7 @@ class MetricsWriter:
 
 
 def peak_memory_gib() -> float:
-    """The most memory used so far: of the fullest local device, or of the process on a CPU."""
+    """Return the peak memory so far: of the fullest local device, or of the process on a CPU."""
     stats = [d.memory_stats() or {} for d in jax.local_devices()]
     peak = max(s.get("peak_bytes_in_use", 0) for s in stats)
     if not peak:
@@ -193,7 +193,7 @@ def peak_memory_gib() -> float:
 
 
 class Screen:
-    """The console: a bar and lines on a terminal, plain lines elsewhere."""
+    """The console output: a progress bar and lines on a terminal, plain lines elsewhere."""
 
     def __init__(self, num_steps: int, first_step: int):
         self.num_steps, self.first_step = num_steps, first_step
@@ -231,7 +231,7 @@ class Screen:
 
 
 def step_line(record: dict[str, Any], num_steps: int, *, with_eta: bool) -> str:
-    """One line for people."""
+    """Format a record as one line for the console."""
     width = len(str(num_steps))
     parts = [
         f"step {record['step']:>{width}}/{num_steps}",
@@ -240,7 +240,7 @@ def step_line(record: dict[str, Any], num_steps: int, *, with_eta: bool) -> str:
         f"grad norm {_shown(record['grad_norm'], '.3f')}",
     ]
     if record.get("skipped"):
-        parts.append(f"left out {record['skipped']}")
+        parts.append(f"skipped {record['skipped']}")
     if "tokens_per_second" in record:
         parts.append(f"{record['tokens_per_second_per_device']:,.0f} tok/s/device")
     if "mfu" in record:
@@ -252,7 +252,7 @@ def step_line(record: dict[str, Any], num_steps: int, *, with_eta: bool) -> str:
 
 
 def _for_record(values: dict[str, float], cfg: Config) -> dict[str, float | int | None]:
-    """A step's numbers as metrics.jsonl has them: null for non-finite values."""
+    """Return a step's metrics as in metrics.jsonl, with null for non-finite values."""
     shown = {k: v if math.isfinite(v) else None for k, v in values.items() if k != "in_a_row"}
     if cfg.model.dtype != "float16":
         shown.pop("loss_scale", None)
@@ -264,7 +264,7 @@ def _shown(value: float | None, form: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Hours and minutes, minutes and seconds, or seconds: 2h05m, 3m07s, 12s."""
+    """Format seconds as hours and minutes, minutes and seconds, or seconds: 2h05m, 3m07s, 12s."""
     minutes, rest = divmod(math.ceil(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:

@@ -14,7 +14,10 @@ def mfu(
     causal: bool,
     lora: LoraConfig | None = None,
 ) -> float | None:
-    """Share of one device's peak, from its tokens per second; None when the peak is unknown."""
+    """Compute the share of a device's peak FLOP/s from its tokens per second.
+
+    Returns:  None when the peak is unknown.
+    """
     peak = peak_flops(device_kind)
     if peak is None:
         return None

@@ -1,7 +1,8 @@
-"""RUN/recent.jsonl, the flight recorder: inputs and results of the latest steps, to the bit.
+"""The flight recorder, RUN/recent.jsonl: inputs and exact results of the latest steps.
 
-When it holds twice `guard.recent_steps` records, the older half is dropped. Of two records of one
-step, the later counts. `python -m jaxpar.replay` repeats a step from it.
+When the file holds more than twice `guard.recent_steps` records, the older ones are dropped. If a
+step has two records, the later one counts. `python -m jaxpar.replay` repeats a step from its
+record.
 """
 
 import json
@@ -19,37 +20,41 @@ RECENT_FILE = "recent.jsonl"
 
 
 def bits(value: float) -> str:
-    """A float32's bits, in hexadecimal."""
+    """Return the bits of a float32, in hexadecimal."""
     return f"{np.float32(value).view(np.uint32).item():08x}"
 
 
 def read_recent(run_dir: Path) -> dict[int, dict[str, Any]]:
-    """The records by step, counted from 1. Passed over is a line that was cut off by a crash, or
-    that is damaged: a run can go on without it."""
+    """Read the records by step, counted from 1.
+
+    Skips lines that are damaged or were cut off by a crash: a run can resume without them.
+    """
     records = json_lines.read(run_dir / RECENT_FILE)
     return {record["step"]: record for record in records if _is_whole(record)}
 
 
 def losses_judged(records: Iterable[dict[str, Any]]) -> list[float]:
-    """The losses with which the next one is compared: those of steps with finite values. Records
-    hold None for non-finite values, and the update of such a step was skipped."""
+    """Return the losses that the next loss is compared with: those of steps with finite values.
+
+    Records hold None for non-finite values; the update of such a step was skipped.
+    """
     measured = [(record.get("loss"), record.get("grad_norm")) for record in records]
     return [loss for loss, norm in measured if loss is not None and norm is not None]
 
 
 def _is_whole(record: dict[str, Any]) -> bool:
-    """Whether a record has what is read of it."""
+    """Whether a record has all fields that are read of it."""
     measured = (record.get("loss", ""), record.get("grad_norm", ""))  # None: non-finite
     numbers = all(value is None or isinstance(value, int | float) for value in measured)
     return isinstance(record.get("step"), int) and numbers and isinstance(record.get("bits"), dict)
 
 
 class RecentSteps:
-    """Writes the records."""
+    """Writes the records of the flight recorder."""
 
     def __init__(self, run_dir: Path, size: int):
         """
-        Args:     size: records to keep at least; 0: write nothing.
+        Args:     size: minimum number of records to keep; 0: write nothing.
         """
         self._path, self._size = run_dir / RECENT_FILE, size
         self._lines = list(map(json.dumps, read_recent(run_dir).values())) if size else []
@@ -58,7 +63,7 @@ class RecentSteps:
     def add(self, step: int, values: dict[str, float], **more: Any) -> None:
         """Append the record of a step.
 
-        Args:     step: counted from 1. values: measured. more: what went into it.
+        Args:     step: counted from 1. values: its metrics. more: its inputs.
         """
         if not self._size:
             return
@@ -70,7 +75,7 @@ class RecentSteps:
             self._rewrite()
 
     def _rewrite(self) -> None:
-        """The latest records alone, at once or not at all; then append to them."""
+        """Replace the file atomically by its latest records, and open it for appending."""
         if not self._size:
             return
         self._lines = self._lines[-self._size :]
@@ -81,5 +86,5 @@ class RecentSteps:
         except OSError as error:
             temporary.unlink(missing_ok=True)
             if error.errno not in FULL:
-                raise  # else the file stays longer until there is room
+                raise  # on a full disk, the longer file stays until there is room
         self._file = Lines(self._path)

@@ -1,4 +1,4 @@
-"""RUN/samples.jsonl: texts that a run's model has written, to be shown in its report."""
+"""RUN/samples.jsonl: texts that a run's model has generated, shown in its report."""
 
 import contextlib
 import json
@@ -14,9 +14,9 @@ SAMPLES_FILE = "samples.jsonl"
 
 
 def write_sample(run_dir: Path, step: int, prompt: str, text: str, **how: Any) -> None:
-    """Append a text.
+    """Append a generated text.
 
-    Args:     step: of the checkpoint. text: what follows the prompt. how: it was drawn.
+    Args:     step: of the checkpoint. text: the text after the prompt. how: the sampling options.
     """
     record = {"step": step, "prompt": prompt, "text": text, "time": time.time(), "sampling": how}
     with contextlib.closing(Lines(run_dir / SAMPLES_FILE)) as file:
@@ -24,6 +24,6 @@ def write_sample(run_dir: Path, step: int, prompt: str, text: str, **how: Any) -
 
 
 def read_samples(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """The texts, in the order in which they were written."""
+    """Read the texts, in the order in which they were written."""
     needed = {"step", "prompt", "text"}
     return (record for record in json_lines.read(run_dir / SAMPLES_FILE) if needed <= set(record))

@@ -1,13 +1,13 @@
-"""How long a run took to the end of its first step, part by part."""
+"""The time from the start of a run to the end of its first step, by phase."""
 
 import os
 import time
 
 
 class StartUp:
-    """The parts of a start, in the order in which they ended.
+    """The phases of the start-up, in the order in which they ended.
 
-    The first one is what came before: Python, imports, and JAX's devices.
+    The first phase covers everything before: Python, imports, and JAX's devices.
     """
 
     def __init__(self) -> None:
@@ -15,7 +15,7 @@ class StartUp:
         self._last = time.perf_counter()
 
     def ended(self, part: str) -> None:
-        """Count the time since the last part ended as `part`."""
+        """Count the time since the end of the last phase as `part`."""
         now = time.perf_counter()
         self.seconds[part] = self.seconds.get(part, 0.0) + now - self._last
         self._last = now
@@ -26,7 +26,7 @@ class StartUp:
 
 
 def process_age() -> float:
-    """Seconds since this process was started; 0 where the system does not say (not Linux)."""
+    """Return the seconds since this process started; 0 if the system does not report it."""
     try:
         with open("/proc/self/stat") as file:
             started = int(file.read().rpartition(")")[2].split()[19])

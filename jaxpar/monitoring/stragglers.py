@@ -1,8 +1,8 @@
-"""Which process holds the others up.
+"""Finds the process that slows down all others.
 
-Every process waits for the slowest in each step, so their step times are the same. What differs is
-how long the host itself takes: data, Python, all but dispatching and waiting for the devices. There
-a slow host shows; a slow GPU, while its host is quick, does not.
+In each step, every process waits for the slowest one, so step times are equal. Host times differ:
+data loading and Python, without dispatch and waiting for the devices. They reveal a slow host, but
+not a slow GPU.
 """
 
 import json
@@ -15,11 +15,11 @@ _TOPIC = "timing"
 
 
 def compare(host_seconds: float) -> dict[str, Any]:
-    """Tell the others this process's time per step, and compare; once per logged interval.
+    """Publish this process's host time per step, and compare; once per logged interval.
 
-    Args:     host_seconds: of one step, without dispatching and the wait for the devices.
-    Returns:  in process 0, for the record of the interval; else, and with one process, nothing. Of
-              a process that has not come as far, it is the interval before.
+    Args:     host_seconds: of one step, without dispatch and waiting for the devices.
+    Returns:  in process 0 of several, fields for the record of the interval; otherwise empty. A
+              process that lags behind counts with its previous interval.
     """
     if peers.world_size() == 1:
         return {}
@@ -28,7 +28,7 @@ def compare(host_seconds: float) -> dict[str, Any]:
         return {}
     times = {i: json.loads(text) for i, text in peers.read_published(_TOPIC).items()}
     if len(times) < peers.world_size():
-        return {}  # somebody has not come to its first yet
+        return {}  # some process has not reached its first interval yet
     slowest = max(times, key=lambda i: times[i])
     return {
         "host_seconds_median": statistics.median_low(times.values()),
@@ -38,10 +38,8 @@ def compare(host_seconds: float) -> dict[str, Any]:
 
 
 def remark(record: dict[str, Any]) -> str | None:
-    """A line about a process that takes a fifth of the step for itself, twice the median's time."""
+    """Warn of a process whose host time exceeds a fifth of the step and twice the median."""
     slow, usual = record.get("host_seconds_slowest", 0.0), record.get("host_seconds_median", 0.0)
     if slow < 0.2 * record.get("step_seconds", float("inf")) or slow < 2 * usual:
         return None
-    return (
-        f"{record['slowest']} is slow: {slow:.3f} s a step without its devices, others {usual:.3f}"
-    )
+    return f"{record['slowest']} is slow: {slow:.3f} s of host time per step, median {usual:.3f} s"

@@ -1,4 +1,4 @@
-"""A run from first byte to last: start, loop, evaluation, rewind, elastic."""
+"""A training run: start-up checks, training loop, evaluation, rewind, elastic resume."""
 
 MAY_IMPORT = (
     "config",

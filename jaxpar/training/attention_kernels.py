@@ -1,4 +1,4 @@
-"""The attention kernels of a run: which its layers use, and a test of them before it starts."""
+"""Selects a run's attention kernels, and tests them before the first step."""
 
 import functools
 import time
@@ -17,7 +17,7 @@ from jaxpar.training import attention_selftest
 
 
 def masks_of(batch: Batch, cfg: Config, max_segments: int) -> tuple[AttentionMask, ...]:
-    """The attention masks of a batch: one for each kind of layer (global ones last)."""
+    """Return the attention masks of a batch: one for each kind of layer, global layers last."""
     context = attention_context(batch, cfg, max_segments)
     if context.in_global is None:
         return (context.mask,)
@@ -25,11 +25,11 @@ def masks_of(batch: Batch, cfg: Config, max_segments: int) -> tuple[AttentionMas
 
 
 def choose_kernels(cfg: Config, max_segments: int) -> tuple[Choice, ...]:
-    """The kernels that the layers will use, with the reasons: one choice for each kind of layer.
+    """Choose the attention kernels and give the reasons: one choice for each kind of layer.
 
     Empty for an attention function registered by the user, whose kernels are unknown.
 
-    Args:     cfg: resolved. max_segments: documents in a sequence at most.
+    Args:     cfg: resolved. max_segments: maximum number of documents in a sequence.
     Raises:   ConfigError when `model.attention_backend` cannot compute this attention.
     """
     m, p = cfg.model, cfg.parallel
@@ -59,7 +59,7 @@ def test_kernels(
 ) -> None:
     """Compare the kernels with `reference` on a slice of the run's next batch, on one device.
 
-    Args:     kernels: of `choose_kernels`. step: steps taken so far. log: prints a line.
+    Args:     kernels: from `choose_kernels`. step: steps taken so far. log: prints a line.
     Raises:   ConfigError when they disagree.
     """
     if not kernels:
@@ -79,7 +79,7 @@ def _test_choice(
     choice: Choice, mask: AttentionMask, cfg: Config, log: Callable[[str], None]
 ) -> None:
     if {choice.forward, choice.backward} == {"reference"}:
-        log("attention self-test: skipped, reference is what kernels are compared with")
+        log("attention self-test: skipped, the kernels are the reference")
         return
     began, m = time.perf_counter(), cfg.model
     group = m.num_heads // m.num_kv_heads
@@ -88,7 +88,7 @@ def _test_choice(
     try:
         report = attention_selftest.check(choice, q, k, v, mask, d_out)
     except attention_selftest.WrongKernel as error:
-        fix = "use --model.attention-backend reference, or another that serves, and report it"
+        fix = "use --model.attention-backend reference or another backend, and report the bug"
         name = m.attention_backend
         raise ConfigError("model.attention_backend", name, str(error), fix) from error
     log(f"attention self-test: {report}, {time.perf_counter() - began:.1f} s")

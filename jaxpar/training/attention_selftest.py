@@ -1,8 +1,8 @@
-"""Do the chosen kernels compute attention on this very device? Asked once, before the first step.
+"""Tests the chosen attention kernels on this device once, before the first step.
 
-A kernel that is wrong for a shape, a driver or a version gives no error: the loss falls, only less.
-So a small slice of the run's own masks goes through the chosen kernels and through `reference` in
-float32.
+A kernel that is wrong for a shape, a driver or a version raises no error: the loss still falls, but
+less. The test therefore runs a small slice with the run's own masks through the chosen kernels, and
+through `reference` in float32.
 """
 
 import functools
@@ -17,38 +17,38 @@ from jaxpar.kernels.attention.dispatch.choice import Choice
 from jaxpar.kernels.attention.mask import AttentionMask
 from jaxpar.step.compiled import FirstRunAlone
 
-#: Tokens of a slice: several blocks of any kernel, and scores of 4 MB a head.
+#: Tokens in the slice: several blocks of any kernel, with 4 MB of scores per head.
 SLICE = 1024
 
-#: Tokens in a block; out and gradients are compared block by block, by relative L2 norm.
+#: Tokens in a block. Output and gradients are compared block by block, by relative L2 norm.
 BLOCK = 64
 
-#: How far off each may be: five times what rounding to bfloat16 gives.
+#: Maximum relative error of a block: five times the error of rounding to bfloat16.
 BOUND = 2e-2
 
-#: The log-sum-exp is float32 in every backend: the largest difference, absolute.
+#: Maximum absolute error of the log-sum-exp, which is float32 in every backend.
 LSE_BOUND = 1e-3
 
-#: The least root mean square that an error is relative to: that of dq over 1024 causal tokens, when
-#: q, k, v and d_out have 1. A query that sees one key has a gradient of 0, and an error relative to
-#: that would be rounding over nothing.
+#: Errors are relative to at least this root mean square: that of dq over 1024 causal tokens when q,
+#: k, v and d_out have 1. The gradient of a query that attends to one key is 0; relative to that,
+#: any rounding error would be infinite.
 MIN_RMS = 0.1
 
 _REFERENCE = Choice("reference", "reference")
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
-#: The programs run once: XLA's search for their fastest kernels takes longer than all else here.
+#: The programs run once. Autotuning them would take longer than the rest of the test.
 _QUICKLY = {"xla_gpu_autotune_level": 0}
 
 
 class WrongKernel(Exception):
-    """A kernel does not compute what `reference` computes."""
+    """A kernel disagrees with `reference`."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """Errors and their bounds, by array."""
+    """The error of each array, and its bound."""
 
     errors: dict[str, float]
     bounds: dict[str, float]
@@ -61,10 +61,11 @@ class Report:
 def check(choice: Choice, q, k, v, mask: AttentionMask, d_out) -> Report:
     """Compare the chosen kernels, forward and backward, with `reference` in float32.
 
-    Runs to its end, and alone on its device (`FirstRunAlone`), before it returns.
+    Blocks until the result is ready. No other program runs on the device meanwhile
+    (`FirstRunAlone`).
 
     Args:     q, d_out: [B, T, H, K]; k, v: [B, S, G, K], all on one device.
-    Raises:   WrongKernel naming each array that is off, by how much, and its bound.
+    Raises:   WrongKernel that names each wrong array, its error and its bound.
     """
     got = _run(choice, q, k, v, mask, d_out)
     upcast = [x.astype(jnp.float32) for x in (q, k, v)]
@@ -75,7 +76,7 @@ def check(choice: Choice, q, k, v, mask: AttentionMask, d_out) -> Report:
     }
     bounds = {name: LSE_BOUND if name == "lse" else BOUND for name in NAMES}
     report = Report(errors, bounds)
-    # A NaN is not below anything.
+    # `not <=` rather than `>`: a NaN is wrong, too.
     wrong = [name for name in NAMES if not errors[name] <= bounds[name]]
     if wrong:
         raise WrongKernel(_describe(choice, report, wrong))
@@ -83,7 +84,7 @@ def check(choice: Choice, q, k, v, mask: AttentionMask, d_out) -> Report:
 
 
 def random_values(mask: AttentionMask, group: int, head_dim: int, dtype, seed: int):
-    """q, k, v, d_out for a mask: one KV head and its group of query heads, standard normal.
+    """Draw q, k, v, d_out for a mask: one KV head and its group of query heads, standard normal.
 
     Returns:  numpy arrays; q, d_out: [B, T, group, K]; k, v: [B, S, 1, K].
     """
@@ -97,9 +98,9 @@ def random_values(mask: AttentionMask, group: int, head_dim: int, dtype, seed: i
 
 
 def slice_of(length: int, in_order: bool) -> np.ndarray:
-    """The places of a slice: the first SLICE ones, or in another order than the text's both ends.
+    """Return the positions of the slice: the first SLICE, or half from each end if not in order.
 
-    A shard in zigzag order ends with late tokens, so that the slice is in zigzag order too.
+    A shard in zigzag order ends with late tokens, so the slice is in zigzag order, too.
     """
     places = np.arange(length)
     if length <= SLICE or in_order:
@@ -120,7 +121,10 @@ def _all_arrays(choice: Choice, q, k, v, mask, d_out):
 
 
 def _relative(found, wanted) -> float:
-    """Of the worst block: early tokens, with few keys, would drown an error in late ones."""
+    """Return the error of the worst block.
+
+    Over all tokens, the large gradients of early tokens would hide an error in late ones.
+    """
 
     def of_block(tokens: slice):
         off, whole = found[:, tokens] - wanted[:, tokens], wanted[:, tokens]
@@ -131,7 +135,7 @@ def _relative(found, wanted) -> float:
 
 
 def _largest(found, wanted) -> float:
-    # A row that sees no key has EMPTY_LSE; a finite one in its place is far off.
+    # A row that attends to no key has EMPTY_LSE; any ordinary value there is far off.
     return float(np.abs(found - wanted).max())
 
 

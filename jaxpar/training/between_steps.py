@@ -1,4 +1,4 @@
-"""What a run does between train steps: batches, metrics, checks, evaluation, checkpoints."""
+"""The work between train steps: batches, metrics, checks, evaluation, checkpoints."""
 
 import contextlib
 import time
@@ -23,13 +23,16 @@ from jaxpar.training.run import Run
 
 @dataclass(frozen=True)
 class Phases:
-    """What the loop is doing, for the watchdog (how long at most) and for goodput (how long)."""
+    """The current phase of the loop, for the watchdog (its limit) and goodput (its duration)."""
 
     watch: Watchdog
     spent: Recorder
 
     def enter(self, part: str, step: int, *, slow: bool = False) -> None:
-        """A part of `goodput` begins, of a step. Args:     slow: as in `Watchdog.enter`."""
+        """Enter a phase of a step.
+
+        Args:     part: of `goodput.PARTS`. slow: as in `Watchdog.enter`.
+        """
         self.spent.now(part)
         self.watch.enter(part, step, slow=slow)
 
@@ -37,8 +40,8 @@ class Phases:
 class BetweenSteps:
     """Everything around `state, metrics = train_step(state, batch)`. A context manager.
 
-    Steps are counted from 1: `done` is how many have been taken. Whatever takes time of its own is
-    left out of the step times (`MetricsWriter.pause`).
+    `done` is the number of steps taken so far. Step times exclude evaluation, saving and other
+    pauses (`MetricsWriter.pause`).
     """
 
     def __init__(self, run: Run, program: Any, stop: signals.StopRequest, phases: Phases):
@@ -68,7 +71,7 @@ class BetweenSteps:
         return self.open.__exit__(*error)
 
     def batch_for(self, step: int, state: TrainState) -> Batch:
-        """The batch of step + 1; profiles begin and end before it."""
+        """Return the batch of step + 1. Profiles start and stop before it."""
         self.profiler.before(step + 1, state, self.metrics.pause, self.phases.enter)
         self.phases.enter("data wait", step + 1)
         began = time.perf_counter()
@@ -79,22 +82,22 @@ class BetweenSteps:
         return batch
 
     def report(self, step: int, metrics: StepMetrics) -> None:
-        """Write the metrics of the step before, whose values have arrived by now."""
+        """Write the metrics of the previous step, whose values have arrived by now."""
         dispatch = time.perf_counter() - self.began
         startup = self.run.startup
-        if "first step" not in startup.seconds:  # its dispatch has waited for it
+        if "first step" not in startup.seconds:  # the first dispatch blocks until the step is done
             startup.ended("first step")
             log(str(startup))
         self.metrics.write_previous(step, metrics, self.data_wait, dispatch)
 
     def check_replicas(self, done: int, state: TrainState) -> None:
-        """Where it is due, see that replicas hold the same weights, bit for bit."""
+        """If due, check that replicas hold the same weights, bit for bit."""
         if self._due(done, self.run.cfg.guard.replica_check_every):
             self.metrics.pause()
             require_equal(done, self.replicas(state))
 
     def evaluate(self, done: int, state: TrainState) -> None:
-        """Where it is due, the held-out loss."""
+        """If due, compute the held-out loss."""
         if self._due(done, self.run.cfg.evaluation.every):
             self.phases.enter("evaluation", done, slow=True)
             self.metrics.pause()
@@ -102,7 +105,7 @@ class BetweenSteps:
             self.phases.enter("step", done)
 
     def save(self, done: int, state: TrainState) -> bool:
-        """Where it is due, or the run has been asked to stop, a checkpoint.
+        """Save a checkpoint if one is due, or if the run was asked to stop.
 
         Returns:  whether the run stops here; the checkpoint is then complete.
         """
@@ -116,15 +119,15 @@ class BetweenSteps:
             spent.record(done)
         if stopping:
             self.saver.finish()
-            log(f"{self.stop.received}: saved step {done}; the same command goes on from there")
+            log(f"{self.stop.received}: saved step {done}; the same command resumes from there")
         return stopping
 
     def finish(self) -> None:
-        """After the last step: its metrics, and the wait for its checkpoint."""
+        """Write the metrics of the last step, then enter the wait for its checkpoint."""
         self.metrics.flush()
         self.phases.enter("save wait", self.last, slow=True)
         self.phases.spent.record(self.last)
 
     def _due(self, done: int, every: int) -> bool:
-        """Whether something that happens every so many steps, and at the end, happens now."""
+        """Whether something that happens every `every` steps, and at the end, happens now."""
         return every > 0 and (done % every == 0 or done == self.last)

@@ -1,8 +1,8 @@
-"""Another number of devices than before, or than the config was written for: what a run then does.
+"""Adapts a run to the number of devices: when it resumes, or under `parallel.auto`.
 
-The global batch stays, and with it the order of the data. `choose_layout` has the planner set the
-mesh for the devices that are there; `same_rows` keeps a microbatch from growing: fewer devices
-accumulate over more of them, and need no more memory for each.
+The global batch and the order of the data do not change. `choose_layout` lets the planner choose
+the mesh for the available devices. `same_rows` keeps microbatches from growing: fewer devices
+accumulate over more microbatches, so none needs more memory.
 """
 
 import dataclasses
@@ -25,10 +25,10 @@ from jaxpar.planning.ranking import Layout, make_plan, nothing_fits
 from jaxpar.runtime import start as runtime
 from jaxpar.runtime.processes import peers
 
-#: The field whose value follows the devices when a run goes on.
+#: The field that adapts to the number of devices when a run resumes.
 MICROBATCHES = "parallel.num_microbatches"
 
-#: Axes over which the rows of a batch are split, and those that cut what is held of a row.
+#: Axes that split the rows of a batch, and axes that split each row.
 ROWS, CUTS = ("replica", "data", "expert"), ("sequence", "tensor")
 
 
@@ -36,12 +36,12 @@ ROWS, CUTS = ("replica", "data", "expert"), ("sequence", "tensor")
 
 
 def choose_layout(cfg: Config, seconds: float) -> Config:
-    """The config with the layout that the planner finds fastest here, if `parallel.auto` asks.
+    """Return the config with the fastest layout for these devices, if `parallel.auto` is set.
 
-    Process 0 plans and says what it chose; the others take the same.
+    Process 0 plans and logs its choice; the others use its result.
 
-    Args:     seconds: to wait for the other processes.
-    Returns:  a config with `parallel.auto` empty: it names the layout that is used.
+    Args:     seconds: how long to wait for the other processes.
+    Returns:  a config with `parallel.auto` empty, which names the layout.
     Raises:   ConfigError when no layout fits; PeerFailed in the other processes.
     """
     if not cfg.parallel.auto:
@@ -58,7 +58,7 @@ def choose_layout(cfg: Config, seconds: float) -> Config:
 
 
 def _best(cfg: Config) -> dict[str, Any]:
-    """Fields of the first of the layouts that fit these devices, and the reason in words."""
+    """Return the fields of the fastest layout that fits these devices, and the reason in words."""
     here = Cluster(gpu_here(), NETWORKS["ib400"], jax.device_count(), jax.local_device_count())
     fixed = fixed_layout_fields(cfg)
     plan = make_plan(cfg, here, fixed, coarse=True)
@@ -73,7 +73,7 @@ def _best(cfg: Config) -> dict[str, Any]:
 
 
 def _reason(first: Layout, fitting: list[Layout], here: Cluster, fixed: dict[str, Any]) -> str:
-    """Why this layout: on what, of how many, how far ahead of the next mesh."""
+    """Describe the choice: the devices, how many layouts fit, the lead over the next mesh."""
     p = first.cfg.parallel
     words = describe(first.cfg).replace("one GPU", "one device")
     text = f"{words}, zero {p.zero}, remat {p.remat}, microbatches {p.num_microbatches}: the "
@@ -89,10 +89,10 @@ def _reason(first: Layout, fitting: list[Layout], here: Cluster, fixed: dict[str
 
 
 def gpu_here() -> Gpu:
-    """This process's devices as the planner knows them; others as an H200 with their own memory.
+    """Return the planner's data of this process's devices.
 
-    Simulated devices share the host's memory. What such a stand-in ranks is for trying things out:
-    its times are an H200's.
+    A device that the planner does not know is planned as an H200 with its own memory: good enough
+    for experiments, but its times are an H200's. Simulated devices share the host's memory.
     """
     device = jax.local_devices()[0]
     known = gpu_of_kind(device.device_kind)
@@ -108,28 +108,28 @@ def gpu_here() -> Gpu:
 
 
 def same_rows(cfg: Config, saved: Saved | None, num_devices: int) -> Config:
-    """The config with as many microbatches as keep a device's part of each from growing.
+    """Return the config with enough microbatches that no device holds more of one than before.
 
-    Only where a run goes on, and the command asks for no other number of microbatches than before.
+    Changes nothing in a new run, or if the command sets another number of microbatches than before.
 
-    Args:     saved: what the run goes on from, None for a new one.
-    Raises:   ConfigError when the devices cannot share the rows of the global batch, which a run
-              that goes on keeps.
+    Args:     saved: the checkpoint to resume from, None for a new run.
+    Raises:   ConfigError when the devices cannot divide the rows of the global batch, which does
+              not change when a run resumes.
     """
     batch = cfg.train.global_batch_size
     if saved is None or saved.config["train"]["global_batch_size"] != batch:
-        return cfg  # another batch is refused, by name
+        return cfg  # `checkpoint.check_resumable` refuses another global batch
     if cfg.parallel.num_microbatches != asked_before(saved):
         return cfg
     then, now = saved.config["parallel"], vars(fill_data_axis(cfg, num_devices).parallel)
     if batch % _product(now, ROWS):
-        rule = f"is that of {saved}, and {num_devices} devices cannot share its rows "
+        rule = f"is that of {saved}, and {num_devices} devices cannot divide its rows "
         rule += f"{_product(now, ROWS)} ways"
-        fix = f"use {flag('parallel.auto', 'all')}, or axes that leave fewer ways: "
+        fix = f"use {flag('parallel.auto', 'all')}, or axes that divide them fewer ways: "
         path = "train.global_batch_size"
         raise ConfigError(path, batch, rule, fix + flag("parallel.tensor", 2))
     rows = batch // _product(now, ROWS)
-    # What a device holds of a microbatch, in tokens: then, and now with n of them.
+    # A device's share of a microbatch, in tokens: before, and now with n microbatches.
     before = Fraction(batch, _product(then, (*ROWS, "num_microbatches", *CUTS)))
     part = lambda n: Fraction(rows, n * _product(now, CUTS))  # noqa: E731
     fits = [n for n in divisors(rows) if part(n) <= before and rows // n % now["row_groups"] == 0]
@@ -138,24 +138,24 @@ def same_rows(cfg: Config, saved: Saved | None, num_devices: int) -> Config:
     if not fits or part(fits[0]) == part(cfg.parallel.num_microbatches):
         return cfg
     peers.log(
-        f"changed    {MICROBATCHES}: {fits[0]}, not {cfg.parallel.num_microbatches}, so that each "
-        f"is no larger on {num_devices} devices than before; the global batch is the same"
+        f"changed    {MICROBATCHES}: {fits[0]}, not {cfg.parallel.num_microbatches}, so that none "
+        f"is larger on {num_devices} devices than before; the global batch is the same"
     )
     return with_parallel(cfg, num_microbatches=fits[0])
 
 
 def _product(parallel: Mapping[str, Any], names: Iterable[str]) -> int:
-    """Of fields of `parallel`, also as an earlier version saved them."""
+    """Multiply fields of `parallel`. A field that an earlier version did not save counts as 1."""
     return math.prod(parallel.get(name, 1) for name in names)
 
 
 def asked_before(saved: Saved) -> int:
-    """The microbatches that the command asked for, of the run that has saved this."""
+    """Return the number of microbatches that the command of the saved run set."""
     used = saved.config["parallel"].get("num_microbatches", 1)
     return int(saved.asked.get(MICROBATCHES, used))
 
 
 def changed_by_layout(asked: Config, used: Config) -> dict[str, Any]:
-    """What a checkpoint is to know of the command, where the run does something else."""
+    """Return the fields that the command set, and that the run changed; for the checkpoint."""
     value = asked.parallel.num_microbatches
     return {} if value == used.parallel.num_microbatches else {MICROBATCHES: value}

@@ -13,16 +13,16 @@ from jaxpar.step.train_step import make_eval_step
 
 
 def check_labels(cfg: Config, loader: Loader) -> None:
-    """See that an evaluation has something to take the loss of, before the run begins.
+    """Check before the run starts that the evaluation batches contain labels.
 
     Args:     loader: of the held-out split.
-    Raises:   ConfigError when none of its batches has a label.
+    Raises:   ConfigError when none of the batches has a label.
     """
     first, most = loader.first_labeled(), cfg.evaluation.num_batches
     if first is not None and first < most:
         return
     what = ", ".join(str(source.dataset.path) for source in loader.sources)
-    rule = f"takes batches of {what} in which every token is left out of the loss"
+    rule = f"covers only batches of {what} without a labeled token"
     fix = "use --evaluation.every 0"
     if first is not None:
         fix = f"use --evaluation.num-batches {first + 1}, or --evaluation.every 0"
@@ -30,18 +30,18 @@ def check_labels(cfg: Config, loader: Loader) -> None:
 
 
 class Evaluation:
-    """Held-out loss over the same batches each time."""
+    """Computes the held-out loss, over the same batches each time."""
 
     def __init__(self, cfg: Config, mesh: Mesh, loader: Loader | None, max_segments: int):
         """
-        Args:     loader: of the held-out split; None where none is evaluated.
+        Args:     loader: of the held-out split; None without evaluation.
         """
         self.loader, self.num_batches = loader, cfg.evaluation.num_batches
         if loader is not None:
             self.step = compiled.FirstRunAlone(make_eval_step(cfg, mesh, max_segments))
 
     def __call__(self, params: Any) -> tuple[float, float | None]:
-        """Returns:  nats per labeled token, bits per byte of text where its length is known."""
+        """Returns:  nats per labeled token, and bits per byte if the text's length is known."""
         loader = self.loader
         assert loader is not None
         batches = range(self.num_batches)

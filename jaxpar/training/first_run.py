@@ -1,4 +1,4 @@
-"""The first run: the text it trains on, and what `python -m jaxpar.quickstart` prints."""
+"""The first run: its training text, and the output of `python -m jaxpar.quickstart`."""
 
 import math
 import shlex
@@ -18,7 +18,7 @@ from jaxpar.runtime.processes import peers
 
 
 def prepare_text(folder: str) -> None:
-    """Write the text of the first run, the Python standard library's source, unless it is there."""
+    """Prepare the text of the first run, the Python standard library's source, unless it exists."""
     if (Path(folder) / META_FILE).exists():
         return
     options = PrepareOptions(input=("stdlib",), output=folder, tokenizer="bytes")
@@ -27,11 +27,11 @@ def prepare_text(folder: str) -> None:
 
 
 def prepare_quickstart(cfg: Config) -> None:
-    """Prepare the text of the config `quickstart`, in process 0; other data is left alone.
+    """Prepare the text of the config `quickstart`, in process 0. Does nothing for other data.
 
-    So `python -m jaxpar.train quickstart` needs no other command first.
+    `python -m jaxpar.train quickstart` therefore needs no other command first.
 
-    Raises:   ConfigError when the config cannot work on these devices: nothing is written then.
+    Raises:   ConfigError when the config cannot run on these devices; nothing is written then.
     """
     if cfg.data.mixture or cfg.data.path != load_config("quickstart").data.path:
         return
@@ -47,12 +47,12 @@ def prepare_quickstart(cfg: Config) -> None:
 
 
 def headline(text: str) -> None:
-    """A title between the parts."""
+    """Print a title between the parts."""
     print(f"\n== {text}", flush=True)
 
 
 def report(run_dir: Path, data: Path, unigram_entropy: float, seconds: float) -> None:
-    """What came out, and where it lies."""
+    """Print the results and where they are."""
     loss = [r["loss"] for r in json_lines.read(run_dir / "metrics.jsonl") if "loss" in r][-1]
     headline(f"Done in {seconds:.0f} s")
     places = {

@@ -1,4 +1,4 @@
-"""The weights that a run begins with: drawn anew, or another run's, or a published model's."""
+"""The initial weights of a run: drawn at random, from another run, or from a published model."""
 
 import dataclasses
 from collections.abc import Callable
@@ -19,24 +19,24 @@ from jaxpar.step.state import TrainState, init_state, state_of
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the weights of `run.init_from` are, found and seen to fit; nothing is read yet."""
+    """The location of the weights of `run.init_from`, whose shapes fit. No weight is read yet."""
 
     folder: Path
     step: int | None
-    """Of a run: its latest checkpoint's."""
+    """The step of a run's latest checkpoint; None for a published model."""
     source: PublishedModel | None
-    """Of a published model."""
+    """The published model; None for a run."""
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
-    """Of a run: the adapters that its checkpoint holds."""
+    """The adapters in a run's checkpoint."""
 
     def __str__(self) -> str:
         return f"{self.folder}" + ("" if self.step is None else f", step {self.step}")
 
 
 def find(cfg: Config) -> Origin | None:
-    """What `run.init_from` points to; None if it is empty.
+    """Find the weights that `run.init_from` names; None if it is empty.
 
-    Raises:   ConfigError when there is no model there, or another than `cfg.model`.
+    Raises:   ConfigError when the folder holds no model, or one that differs from `cfg.model`.
     """
     if not cfg.run.init_from:
         return None
@@ -48,7 +48,7 @@ def find(cfg: Config) -> Origin | None:
         return Origin(folder, steps[-1], None, there.lora)
     if not (folder / CONFIG_FILE).is_file():
         rule = "is neither a run with a checkpoint nor a folder with a config.json and .safetensors"
-        fix = "give the folder of one, or leave run.init_from empty"
+        fix = "use such a folder, or leave run.init_from empty"
         raise ConfigError("run.init_from", cfg.run.init_from, rule, fix)
     source = open_source(folder)
     _require_same_model(cfg, source.config)
@@ -56,11 +56,12 @@ def find(cfg: Config) -> Origin | None:
 
 
 def state(cfg: Config, mesh: Mesh, origin: Origin | None, log: Callable[[str], None]) -> TrainState:
-    """The state before the first step. Every device reads or makes its own shards only.
+    """Make the state before the first step. Each device reads or initializes only its own shards.
 
-    A run's adapters are merged into its weights; those of `cfg` start as in any new run.
+    Adapters in the checkpoint are merged into its weights; those of `cfg` are initialized as in any
+    new run.
 
-    Args:     origin: of `find`. log: called with what was read.
+    Args:     origin: from `find`. log: called with what was read.
     """
     if origin is None:
         return init_state(cfg, mesh)
@@ -74,14 +75,18 @@ def state(cfg: Config, mesh: Mesh, origin: Origin | None, log: Callable[[str], N
 
 
 def _require_same_model(cfg: Config, there: Config) -> None:
-    """Raises:   ConfigError that names every field that differs, and the flags that mend it."""
+    """Raises:   ConfigError that names every field that differs, and the flags that fix it."""
     differing = [p for p in checkpoint.MODEL_FIELDS if value_of(cfg, p) != value_of(there, p)]
     if not differing:
         return
     short = lambda path: path.removeprefix("model.")  # noqa: E731
-    told = ", ".join(f"{short(p)} {value_of(there, p)}, not {value_of(cfg, p)}" for p in differing)
+    differences = ", ".join(
+        f"{short(p)} {value_of(there, p)}, not {value_of(cfg, p)}" for p in differing
+    )
     flags = " ".join(text for p in differing for text in _flags(p, value_of(there, p)))
-    raise ConfigError("run.init_from", cfg.run.init_from, f"holds a model with {told}", flags)
+    raise ConfigError(
+        "run.init_from", cfg.run.init_from, f"contains a model with {differences}", flags
+    )
 
 
 def _flags(path: str, value: Any) -> list[str]:

@@ -21,9 +21,9 @@ from jaxpar.training.run import Run
 
 
 def train(run: Run, watch: Watchdog) -> int:
-    """Train to the last step, from the start or a checkpoint. Returns an exit code."""
+    """Train to the last step, from the start or from a checkpoint. Returns the exit code."""
     if run.first_step == run.cfg.train.num_steps:
-        log(f"done already: {run.dir}")
+        log(f"already done: {run.dir}")
         return exit_codes.EXIT_OK
     with signals.StopRequest(jax.process_count() > 1) as stop, Recorder(run.dir) as spent:
         phases = Phases(watch, spent)
@@ -37,7 +37,7 @@ def train(run: Run, watch: Watchdog) -> int:
                 break
             except exit_codes.Spike as spike:
                 found = spike.with_traceback(None)  # its frames hold the state
-            if stop.due():  # it would not come to a save, where the loss spikes again and again
+            if stop.due():  # if the loss kept spiking, the run would never reach a save
                 code = stopped_without_saving(run, stop, found)
                 break
             phases.enter("restore", run.first_step or 0, slow=True)
@@ -50,9 +50,9 @@ def train(run: Run, watch: Watchdog) -> int:
 def steps(
     run: Run, state: TrainState, train_step: Any, stop: signals.StopRequest, phases: Phases
 ) -> int:
-    """The steps from the run's first to its last. Returns an exit code.
+    """Run all steps, from the run's first to its last. Returns the exit code.
 
-    Raises:   Spike where the run is to go back to a checkpoint.
+    Raises:   Spike when the run must go back to a checkpoint.
     """
     with BetweenSteps(run, train_step.program, stop, phases) as between:
         between.saver.prepare(state)
@@ -71,21 +71,21 @@ def steps(
 
 
 def stopped_without_saving(run: Run, stop: signals.StopRequest, spike: exit_codes.Spike) -> int:
-    """Say that the run ends before it has gone back. Returns the exit code of a stop."""
+    """Log that the run stops before it has rewound. Returns the exit code of a stop."""
     saved = checkpoint.saved_steps(run.dir)
-    there = f"goes on from the checkpoint of step {saved[-1]}" if saved else "begins anew"
-    log(f"{stop.received}: {spike}, and nothing is saved after it; the same command {there}")
+    there = f"resumes from the checkpoint of step {saved[-1]}" if saved else "starts over"
+    log(f"{stop.received}: {spike}; stopped without saving; the same command {there}")
     return exit_codes.EXIT_PREEMPTED
 
 
 def compiled(run: Run, state: TrainState) -> FirstRunAlone:
-    """The train step, compiled for this run's shapes before its first use, and timed."""
+    """Compile the train step for this run's shapes before its first use, and log the time."""
     began = time.perf_counter()
     step: Any = make_train_step(run.cfg, run.mesh, run.max_segments, run.execution)
     lowered = step.lower(state, run.loader.batch(0))
     peers.check_same("program", lambda: lowered.as_text(), run.cfg.cluster.slow_seconds)
     program = lowered.compile()
-    # The devices meet from here on: nobody is still compiling.
+    # The first collective: from here on, no process is still compiling.
     check_host_memory(program, run.cfg, peers.any_process)
     log(f"compiled in {time.perf_counter() - began:.1f} s{memory_of(program, state)}")
     run.startup.ended("compilation")

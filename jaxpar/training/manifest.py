@@ -1,4 +1,4 @@
-"""What a run records when it starts: config.json, manifest.json, and its first printed lines."""
+"""The record of a run's start: config.json, manifest.json, and the first lines of output."""
 
 import json
 from pathlib import Path
@@ -14,12 +14,12 @@ from jaxpar.training.run import Run
 
 
 def write(run: Run, environment: list[str]) -> None:
-    """Make the run folder, write config.json and manifest.json, and print what the run is.
+    """Make the run folder, write config.json and manifest.json, and print a summary of the run.
 
-    Process 0 alone does it.
+    Only process 0 does this.
 
-    Args:     environment: flags and variables that were set, "name=value" each.
-    Raises:   OSError that names the file, on a full disk too.
+    Args:     environment: flags and variables that were set, each as "name=value".
+    Raises:   OSError that names the file, for example when the disk is full.
     """
     if jax.process_index() != 0:
         return
@@ -58,7 +58,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _trained(run: Run) -> list[str]:
-    """What is trained, unless it is the model itself."""
+    """Describe the adapters, if only adapters are trained."""
     size, lora = num_adapter_params(run.cfg.model, run.cfg.lora), run.cfg.lora
     if not size:
         return []
@@ -66,12 +66,12 @@ def _trained(run: Run) -> list[str]:
 
 
 def _data(run: Run) -> str:
-    """The sources and the epochs they will have been read by the end: a line for each."""
+    """Describe each source in one line, with its number of epochs by the end of the run."""
     sources, epochs = run.loader.sources, run.loader.epochs(run.cfg.train.num_steps)
     total = sum(source.weight for source in sources)
     lines = [
         f"{source.dataset.path}, {source.dataset.num_tokens:,} tokens"
-        + (f", {source.weight / total:.2%} of the windows" if len(sources) > 1 else "")
+        + (f", {source.weight / total:.2%} of the sequences" if len(sources) > 1 else "")
         + f", {epochs[str(source.dataset.path)]:.3g} epochs"
         for source in sources
     ]
@@ -79,10 +79,10 @@ def _data(run: Run) -> str:
 
 
 def left_out(run: Run) -> list[str]:
-    """Batches that are skipped, and what asks for it: a new run may not expect any."""
+    """Describe the batches to skip, and which file lists them: unexpected in a new run."""
     skipped, file = run.loader.skipped, run.dir / SKIPPED_FILE
     if not skipped.ranges:
         return []
     source = file if file.is_file() else f"the checkpoint of step {run.first_step}"
-    fresh = "; the run begins anew: delete it to train on them" * (run.first_step is None)
-    return [f"left out   {skipped}, as {source} says{fresh}"]
+    fresh = "; this run starts from scratch: delete the file to train on them"
+    return [f"skipped    {skipped}, listed in {source}{fresh * (run.first_step is None)}"]

@@ -1,4 +1,4 @@
-"""After a loss spike: back to the last checkpoint, and on without the batches that led to it."""
+"""Rewinds a run after a loss spike: to the last checkpoint, skipping the batches before it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,19 +23,19 @@ def rewind(
     spike: exit_codes.Spike,
     log: Callable[[str], None],
 ) -> tuple[TrainState, int | None]:
-    """The state of the last checkpoint, or of the start.
+    """Return the state of the last checkpoint, or the initial one, and skip the bad batches.
 
-    The batches are left out by `loader` from now on, and by whatever goes on from this run: they
-    are in its folder before anything else happens, and in every checkpoint from here.
+    `loader` skips the batches that led to the spike from now on. So does any run that resumes from
+    this one: the list is written to the run folder first, and to every later checkpoint.
 
-    Args:     origin: of the weights, where there is no checkpoint yet.
-    Returns:  the state, and the steps that it has taken; None at the start.
-    Raises:   BadNumerics when there have been too many rewinds.
+    Args:     origin: of the initial weights, used if there is no checkpoint yet.
+    Returns:  the state, and the number of steps it has taken; None for the initial state.
+    Raises:   BadNumerics after too many rewinds.
     """
     g, skipped = cfg.guard, loader.skipped
     steps = checkpoint.saved_steps(cfg.run.dir)
     if skipped.rewinds >= g.max_rewinds:
-        rule = f"the run has gone back {g.max_rewinds} times, as guard.max_rewinds allows"
+        rule = f"the run has rewound {g.max_rewinds} times, the limit of guard.max_rewinds"
         raise exit_codes.BadNumerics(
             f"{spike}; {rule}. Checkpoints of earlier steps are untouched."
         )
@@ -45,7 +45,7 @@ def rewind(
     if jax.process_index() == 0:
         write_skipped(Path(cfg.run.dir), loader.skipped)
     state, step = initial_or_saved(cfg, mesh, origin, bool(steps), log)
-    log(f"rewound to step {step or 0}; batches {first} to {last} are left out")
+    log(f"rewound to step {step or 0}; batches {first} to {last} are skipped")
     return jax.block_until_ready(state), step
 
 
@@ -56,7 +56,7 @@ def initial_or_saved(
     saved: bool,
     log: Callable[[str], None],
 ) -> tuple[TrainState, int | None]:
-    """The latest whole checkpoint's state and its step; the initial one's and None without any."""
+    """Return the latest intact state and its step; without a checkpoint, the initial and None."""
     if saved:
         return checkpoint.restore_latest(cfg, mesh)
     return initial_weights.state(cfg, mesh, origin, log), None

@@ -1,4 +1,4 @@
-"""A run made ready to train: its config resolved, its mesh, data and kernels, where it starts."""
+"""A run, ready to train: its resolved config, mesh, data, kernels and first step."""
 
 import json
 import time
@@ -32,7 +32,7 @@ from jaxpar.training.step_guard import StepGuard
 
 
 class Run:
-    """A run made ready. Making one checks everything that can be checked, and writes nothing."""
+    """A run, ready to train. Making one checks everything that can be checked; writes nothing."""
 
     def __init__(
         self,
@@ -42,9 +42,9 @@ class Run:
         in_folder: bool = True,
     ):
         """
-        Args:     cfg: checked; resolved here. start: the step of the checkpoint to resume from,
-                  None to begin anew. in_folder: False for a run that neither reads nor writes its
-                  folder, and begins anew.
+        Args:     cfg: checked; resolved here. start: returns the step of the checkpoint to resume
+                  from, None to start from scratch. in_folder: False for a run that starts from
+                  scratch, and neither reads nor writes its folder.
         Raises:   ConfigError for anything that would stop the run later.
         """
         self.startup = StartUp()
@@ -67,13 +67,13 @@ class Run:
         self.startup.ended("data and checks")
 
     def _saved(self) -> Any:
-        """What the checkpoint to resume from says of its run; None without one."""
+        """Read the metadata of the checkpoint to resume from; None without one."""
         if self.first_step is None:
             return None
         return checkpoint.read_saved(self.dir, self.first_step)
 
     def _loaders(self) -> tuple[Loader, Loader | None]:
-        """The training data, and the held-out data if there are evaluations."""
+        """Open the training data, and the held-out data if the run evaluates."""
         order = token_order(self.cfg.parallel, self.cfg.data.seq_len)
         loader = Loader(self.cfg, self.mesh, "train", order)
         if not self.cfg.evaluation.every:
@@ -88,7 +88,7 @@ class Run:
     def _resume_from(self, saved: Any) -> dict[str, tuple[Any, Any]]:
         """Check that the checkpoint fits, and skip the batches that its run skipped.
 
-        Returns:  config fields that have changed since: their values then and now.
+        Returns:  config fields that have changed since: their old and new values.
         """
         if saved is None:
             return {}
@@ -101,13 +101,13 @@ class Run:
 
     @property
     def attention(self) -> str:
-        """The attention kernels in words."""
-        registered = f"{self.cfg.model.attention}, added from outside the package"
+        """A description of the attention kernels."""
+        registered = f"{self.cfg.model.attention}, registered outside the package"
         return "; ".join(map(str, self.kernels)) or registered
 
     @property
     def content(self) -> str:
-        """Fingerprints of the data sets, which do not depend on where they are stored."""
+        """Fingerprints of the datasets, which do not depend on where they are stored."""
         sums = [[s.dataset.fingerprint for s in split.sources] for split in self._splits()]
         return json.dumps(sums)
 
@@ -120,7 +120,7 @@ class Run:
         test_kernels(self.kernels, self.cfg, self.loader, self.max_segments, step, log)
 
     def start(self) -> TrainState:
-        """The state to train from: restored, or initialized, after a test of attention.
+        """Test the attention kernels, then return the initial or restored state.
 
         Raises:   ConfigError as `test_attention`.
         """
@@ -129,11 +129,11 @@ class Run:
         began = time.perf_counter()
         if self.first_step is None:
             state = initial_weights.state(self.cfg, self.mesh, self.origin, log)
-            what = f"weights of {self.origin}" if self.origin else "initialized"
+            what = f"loaded weights of {self.origin}" if self.origin else "initialized"
         else:
             state, self.first_step = checkpoint.restore_latest(self.cfg, self.mesh)
             for field, (then, now) in self.changed.items():
-                log(f"changed    {field}: {then} then, {now} now")
+                log(f"changed    {field}: {now}, was {then}")
             what = f"restored step {self.first_step}"
         jax.block_until_ready(state)
         log(f"{what} in {time.perf_counter() - began:.1f} s")
@@ -141,7 +141,7 @@ class Run:
         return state
 
     def metrics(self) -> MetricsWriter:
-        """The writer of the run's metrics, which also checks each step's loss and gradients."""
+        """Make the writer of the run's metrics, which also checks each step's loss and gradient."""
         cfg, first = self.cfg, self.first_step or 0
         batch_of, mesh = self.loader.skipped.batch_of, describe(self.mesh)
         look = StepGuard(cfg, self.dir, first, batch_of, log, mesh).look
@@ -152,9 +152,9 @@ class Run:
 
 
 def run_folder(cfg: Config) -> Path:
-    """The run folder, which need not exist yet.
+    """Return the run folder, which need not exist yet.
 
-    Raises:   ConfigError when a file has its name.
+    Raises:   ConfigError when the path is a file.
     """
     folder = Path(cfg.run.dir)
     if folder.exists() and not folder.is_dir():
@@ -163,14 +163,15 @@ def run_folder(cfg: Config) -> Path:
 
 
 def check_host_copies(cfg: Config, backend: str) -> None:
-    """Raises:   ConfigError for what JAX 0.11 compiles for a GPU, and cannot run
-    (docs/experiments/memory.md#values-in-host-memory).
+    """Refuse a combination that JAX 0.11 compiles for a GPU but cannot run.
+
+    Raises:   ConfigError for it (docs/experiments/memory.md#values-in-host-memory).
     """
     unrolled, on_host = cfg.parallel.layer_loop == "unroll", names_on_host(cfg.parallel.remat)
     if backend == "gpu" and unrolled and on_host and xla_is_deterministic():
-        rule = "ends in an error of XLA's own runtime when XLA_FLAGS asks for deterministic kernels"
-        rule += f" and values wait in host memory, as in parallel.remat = {cfg.parallel.remat}"
-        fix = "use --parallel.layer-loop scan, leave the flag out, or name nothing with :host"
+        rule = "fails in XLA's runtime when XLA_FLAGS requires deterministic kernels"
+        rule += f" and values are offloaded to the host by parallel.remat = {cfg.parallel.remat}"
+        fix = "use --parallel.layer-loop scan, remove the flag, or offload nothing (no :host)"
         raise ConfigError("parallel.layer_loop", "unroll", rule, fix)
 
 

@@ -1,4 +1,4 @@
-"""A run checked, its folder opened, and trained to its end."""
+"""Checks a run, opens its folder, and trains it to the end."""
 
 import contextlib
 
@@ -19,7 +19,7 @@ from jaxpar.training.run import Run
 
 
 def checked(cfg: Config) -> Run:
-    """The run, once every process finds that it can work, and that it is the same run."""
+    """Return the run, after every process has checked it and all agree that it is the same run."""
     seconds = cfg.cluster.slow_seconds or 1e6
     laid_out = elastic.choose_layout(cfg, seconds)
     run = peers.all_or_none("checks", seconds, lambda: Run(laid_out))
@@ -33,19 +33,20 @@ def checked(cfg: Config) -> Run:
 
 
 def opened(run: Run, environment: list[str]) -> RunLock | None:
-    """Take the run folder and write what the run is, in process 0, which alone has the lock.
+    """Lock the run folder and write the run's manifest, in process 0.
 
-    Raises:   RunLocked; RunError when the folder is not what was checked; PeerFailed for either.
+    Raises:   RunLocked; RunError when the folder has changed since the checks; in the other
+              processes, PeerFailed for either.
     """
     seconds = run.cfg.cluster.slow_seconds or 1e6
 
     def take() -> RunLock | None:
         if peers.rank() != 0:
             return None
-        lock = RunLock(run.dir, min(WAIT_SECONDS, seconds / 2))  # else the watchdog ends it
+        lock = RunLock(run.dir, min(WAIT_SECONDS, seconds / 2))  # before the watchdog's limit
         try:
             if checkpoint.starting_step(run.cfg) != run.first_step:
-                rule = "has got another checkpoint meanwhile, by a run that has just ended"
+                rule = "has a new checkpoint from a run that has just ended"
                 raise exit_codes.RunError(f"run.dir {run.cfg.run.dir} {rule}. Fix: start again")
             manifest.write(run, [*environment, *lock.warnings])
         except BaseException:
@@ -57,10 +58,10 @@ def opened(run: Run, environment: list[str]) -> RunLock | None:
 
 
 def run_to_end(cfg: Config, environment: list[str]) -> int:
-    """Check, open the run folder and train, watched. Returns an exit code.
+    """Check the run, open its folder and train, under the watchdog. Returns the exit code.
 
-    Raises:   RunLocked, among others: when the watchdog has left off, whose last words would lie in
-              the folder of the run that has it.
+    Raises:   RunLocked, among others, after the watchdog has stopped: it would otherwise write into
+              the folder of the run that holds the lock.
     """
     c = cfg.cluster
     with profile_on_signal(), Watchdog(cfg.run.dir, c.hang_seconds, c.slow_seconds) as watch:

@@ -15,23 +15,23 @@ from jaxpar.config import Config
 from jaxpar.monitoring.recent_steps import RecentSteps, losses_judged, read_recent
 from jaxpar.runtime import exit_codes
 
-#: A median absolute deviation times this is the standard deviation of normal numbers.
+#: Converts a median absolute deviation to the standard deviation of a normal distribution.
 MAD_TO_DEVIATION = 1.4826
 
-#: Losses may lie so close together that rounding would count as a spike: a deviation is at least
-#: this part of the median.
+#: The least deviation, as a share of the median. If the losses are nearly equal, rounding would
+#: otherwise count as a spike.
 MIN_DEVIATION = 0.01
 
 
 class Window:
-    """The latest losses, and whether another one is a spike beside them."""
+    """The latest losses, which decide whether the next one is a spike."""
 
     def __init__(self, size: int, deviations: float, losses: Iterable[float] = ()):
         self._deviations = deviations
         self._losses = collections.deque(losses, maxlen=size)
 
     def limit(self) -> float:
-        """The largest loss that is no spike; infinite before half of the window is there."""
+        """Return the largest loss that is not a spike; infinite until the window is half full."""
         if len(self._losses) < (self._losses.maxlen or 0) / 2:
             return math.inf
         median = statistics.median(self._losses)
@@ -40,12 +40,12 @@ class Window:
         return median + self._deviations * deviation
 
     def add(self, loss: float) -> None:
-        """Count a loss among the latest."""
+        """Append a loss to the window."""
         self._losses.append(loss)
 
 
 class StepGuard:
-    """Is given each step's numbers, in order; says what is wrong, or ends the run."""
+    """Checks each step's metrics, in order; warns about bad values, or ends the run."""
 
     def __init__(
         self,
@@ -57,23 +57,24 @@ class StepGuard:
         mesh: str = "",
     ):
         """
-        Args:     first_step: steps done so far. batch_of: the batch that a step takes. log:
-                  called with what is wrong. mesh: for the records.
+        Args:     first_step: steps done so far. batch_of: returns the batch of a step. log: called
+                  with each warning. mesh: for the records.
         """
         self._cfg, self._log, self._batch_of, self._mesh = cfg, log, batch_of, mesh
         g = cfg.guard
-        wanted = g.recent_steps > 0 or g.spike != "ignore"  # a run that goes on has its window here
+        # A resumed run restores its window from the records.
+        wanted = g.recent_steps > 0 or g.spike != "ignore"
         size = max(g.recent_steps, g.spike_window) if wanted else 0
         before = _losses_before(run_dir, first_step, g.spike_window)
         self._recent = RecentSteps(run_dir, size if jax.process_index() == 0 else 0)
         self._window = Window(g.spike_window, g.spike_deviations, before)
 
     def look(self, step: int, values: dict[str, float]) -> None:
-        """The numbers of a step have arrived.
+        """Record and check the metrics of a step.
 
         Args:     step: counted from 0. values: of `StepMetrics`.
-        Raises:   BadNumerics when too many updates in a row were left out; Spike where the run is
-                  to go back.
+        Raises:   BadNumerics when too many updates in a row were skipped; Spike when the run must
+                  rewind.
         """
         number, loss = step + 1, values["loss"]
         batch, rows = self._batch_of(step), self._cfg.train.global_batch_size
@@ -93,21 +94,23 @@ class StepGuard:
 
     def _left_out(self, number: int, bad: list[str], values: dict[str, float]) -> None:
         in_a_row, most = int(values.get("in_a_row", 1)), self._cfg.guard.max_skips
-        text = f"step {number}: {', '.join(bad)}: the update was left out"
+        text = f"step {number}: {', '.join(bad)}: the update was skipped"
         if values.get("loss_scale", 1.0) > 1:
-            text += f", and the loss scale of {values['loss_scale']:g} halved"
+            text += f", and the loss scale of {values['loss_scale']:g} was halved"
         skipped = int(values.get("skipped", 1))
-        self._log(f"WARNING    {text} ({in_a_row} in a row, {skipped} in all)")
+        self._log(f"WARNING    {text} ({in_a_row} in a row, {skipped} in total)")
         if in_a_row >= most:
-            rule = f"{in_a_row} updates in a row were left out, and guard.max_skips is {most}"
+            rule = f"{in_a_row} updates in a row were skipped, and guard.max_skips is {most}"
             raise exit_codes.BadNumerics(
                 f"{text}; {rule}. Checkpoints of earlier steps are untouched."
             )
 
 
 def _losses_before(run_dir: Path, first_step: int, count: int) -> list[float]:
-    """The losses of the steps before `first_step`, as the run's records have them; so a run that
-    goes on judges the next step as one that never stopped. The same in every process."""
+    """Return the recorded losses of the steps before `first_step`; the same in every process.
+
+    With them, a resumed run judges the next step as an uninterrupted run would.
+    """
     records: list[dict[str, Any]] = [
         record for step, record in sorted(read_recent(run_dir).items()) if step <= first_step
     ]

@@ -1,4 +1,4 @@
-"""Does every mesh compute the plain model? A step, taken again."""
+"""Verifies meshes against a plain model, and replays steps of a run."""
 
 MAY_IMPORT = (
     "config",

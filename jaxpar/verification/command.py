@@ -28,11 +28,11 @@ PROGRAM = "python -m jaxpar.verify"
 MAX_PARAMS_ON_CPU = 50_000_000
 
 
-#: Simulated devices when neither --devices nor --mesh says how many.
+#: Number of simulated devices without --devices and --mesh.
 DEFAULT_DEVICES = 8
 
 
-#: Without --mesh: those of these that fit the devices.
+#: The meshes without --mesh: those that fit the devices.
 DEFAULT_MESHES = (
     "data=1",
     "data=2",
@@ -49,8 +49,8 @@ DEFAULT_MESHES = (
 
 
 EPILOG = """\
-Any other option sets a field of the config: --model.d-model 64. Fields of the parallel section
-other than the axes hold for every mesh that does not set them itself. Exit codes: 0 all agree, 1 a
+Any other option sets a field of the config: --model.d-model 64. Except for the axes, fields of the
+parallel section apply to every mesh that does not set them itself. Exit codes: 0 all agree, 1 a
 mismatch, 2 bad input."""
 
 
@@ -61,7 +61,7 @@ def compare_meshes(
     steps: int,
     tolerance: float,
 ) -> Iterable[MeshRow]:
-    """A row for each mesh, as it is done."""
+    """Yield a row for each mesh, as soon as it is done."""
     batches = [traces.random_batch(cfg, i) for i in range(max(steps, 1))]
     wanted = traces.reference_trace(cfg, batches, steps)
     options = traces.QUICK_COMPILE if devices[0].platform == "cpu" else None
@@ -77,9 +77,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The program's own options, and what is left: overrides of the config.
+    """Parse the options of the program. Returns them, and the rest: overrides of the config.
 
-    `--help` shows them, with a summary of the config; `--help SECTION` shows fields of the config.
+    `--help` shows the options and a summary of the config, `--help SECTION` the fields of a
+    section.
     """
     parser = _Parser(
         prog=as_called(PROGRAM),
@@ -91,11 +92,11 @@ def parse_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         add_help=False,
     )
     add = parser.add_argument
-    add("config", metavar="CONFIG", nargs="?", help="a config's name, a .py file or a run's folder")
+    add("config", metavar="CONFIG", nargs="?", help="name of a config, .py file or run folder")
     add("--mesh", action="append", metavar="AXIS=N,...", help=MESH_HELP)
     add("--steps", type=int, default=5, help="optimizer steps; 0: gradients only (%(default)s)")
     add("--shrink", action="store_true", help=SHRINK_HELP)
-    add("--tolerance", type=float, default=1e-5, help="relative error allowed (%(default)s)")
+    add("--tolerance", type=float, default=1e-5, help="maximum relative error (%(default)s)")
     add("--devices", type=int, metavar="N", help=DEVICES_HELP)
     if asks_help(argv):
         topic = topic_of(argv)
@@ -110,24 +111,24 @@ def parse_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 MESH_HELP = """\
-a mesh to check; give it again for more. Axes that are not named are 1. Any other field of the
-parallel section may follow: pipeline=2,num_microbatches=4,virtual_stages=2,zero=1,context=ring.
-Default: a selection that fits the devices"""
+a mesh to verify; repeat the option for more. Other axes are 1. Other fields of the parallel section
+may follow: pipeline=2,num_microbatches=4,virtual_stages=2,zero=1,context=ring. Default: a selection
+that fits the devices"""
 
 
 SHRINK_HELP = """\
 first reduce the model to a small one of the same kind: same flags, same ratios of heads and widths,
-sizes that the meshes divide. Overrides come after"""
+sizes that the meshes divide. Overrides apply afterwards"""
 
 
 DEVICES_HELP = """\
-simulate N CPU devices. Default: the accelerators that JAX finds, else as many CPU devices as the
-meshes need"""
+simulate N CPU devices. Default: the accelerators that JAX finds; without any, as many CPU devices
+as the meshes need"""
 
 
 def _check_options(options: argparse.Namespace) -> None:
     if options.config is None:
-        raise ConfigError("CONFIG", None, "is missing", "start with a config, such as quickstart")
+        raise ConfigError("CONFIG", None, "is missing", "begin with a config, such as quickstart")
     if options.steps < 0:
         raise ConfigError("--steps", options.steps, "must not be negative", "use 5")
     if not 0 < options.tolerance < 1:
@@ -137,9 +138,9 @@ def _check_options(options: argparse.Namespace) -> None:
 
 
 def start_devices(run: RunConfig, simulated: int, needed: int) -> list[jax.Device]:
-    """Start JAX's backend: `simulated` CPU devices, or if that is 0, the accelerators there are.
+    """Start JAX's backend: `simulated` CPU devices, or, if that is 0, the available accelerators.
 
-    Args:     needed: CPU devices to simulate where there are no accelerators.
+    Args:     needed: CPU devices to simulate if there are no accelerators.
     """
     rendezvous.require_single_process("jaxpar.verify")
     try:
@@ -147,13 +148,13 @@ def start_devices(run: RunConfig, simulated: int, needed: int) -> list[jax.Devic
         if not simulated:
             jax.config.update("jax_num_cpu_devices", needed)
     except RuntimeError:
-        pass  # a notebook has started JAX: its devices serve, and `resolve_meshes` counts them
+        pass  # JAX is already running, as in a notebook; `resolve_meshes` checks its devices
     return jax.devices()
 
 
 def refuse_large(cfg: Config, devices: Sequence[jax.Device]) -> None:
-    """Raise ConfigError for a model that a CPU would take too long over."""
+    """Raise ConfigError for a model that is too large for a CPU."""
     size = count(param_specs(cfg.model))
     if devices[0].platform == "cpu" and size > MAX_PARAMS_ON_CPU:
-        rule = f"a CPU takes too long over more than {MAX_PARAMS_ON_CPU} parameters"
+        rule = f"must be at most {MAX_PARAMS_ON_CPU} on a CPU, which would take too long"
         raise ConfigError("number of parameters", size, rule, "add --shrink")

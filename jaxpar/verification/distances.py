@@ -1,4 +1,4 @@
-"""How far two traces of training are apart, and how far they may be."""
+"""Distances between two traces of training, and their tolerances."""
 
 import math
 from dataclasses import dataclass
@@ -9,23 +9,24 @@ from jaxpar.verification.traces import Arrays, TrainingTrace
 
 
 def differing_arrays(found: Arrays, wanted: Arrays) -> list[str]:
-    """Names of the arrays that are not the same, bit for bit."""
+    """Return the names of the arrays that differ in any bit."""
     assert found.keys() == wanted.keys(), set(found) ^ set(wanted)
     return [name for name in wanted if found[name].tobytes() != wanted[name].tobytes()]
 
 
 def gradient_errors(found: Arrays, wanted: Arrays) -> dict[str, float]:
-    """Of each array: largest absolute error, relative to its largest absolute value."""
+    """Compute each array's largest absolute error, relative to its largest absolute value."""
     assert found.keys() == wanted.keys(), set(found) ^ set(wanted)
     return {n: _ratio(np.abs(found[n] - w).max(), np.abs(w).max()) for n, w in wanted.items()}
 
 
 def update_errors(found: Arrays, wanted: Arrays, start: Arrays) -> dict[str, float]:
-    """Of each array after some steps: mean error, relative to the mean change since `start`.
+    """Compute each array's mean error after some steps, relative to its mean change since `start`.
 
-    Means, not maxima: Adam moves an element by about lr * g / |g|, so one whose gradient g is no
-    larger than the rounding of gradients goes either way, by a whole lr, on any mesh. Such elements
-    are few, and `update_tolerance` says how much they can add to the mean; `steady` stops them.
+    Means rather than maxima: Adam moves an element by about lr * g / |g|. If its gradient g is
+    smaller than the rounding error of gradients, it moves by a full lr in either direction, on any
+    mesh. Such elements are few; `update_tolerance` bounds their effect on the mean, and `steady`
+    avoids them.
     """
     assert found.keys() == wanted.keys(), set(found) ^ set(wanted)
     mean = lambda a, b: np.abs(a.astype(np.float64) - b).mean()  # noqa: E731
@@ -33,13 +34,13 @@ def update_errors(found: Arrays, wanted: Arrays, start: Arrays) -> dict[str, flo
 
 
 def loss_error(found: TrainingTrace, wanted: TrainingTrace) -> float:
-    """Largest relative error of any of the losses."""
+    """Compute the largest relative error of all losses."""
     pairs = zip([found.loss, *found.losses], [wanted.loss, *wanted.losses], strict=True)
     return max(_ratio(abs(a - b), abs(b)) for a, b in pairs)
 
 
 def worst(errors: dict[str, float]) -> tuple[float, str]:
-    """The largest error and its name."""
+    """Return the largest error and its name."""
     name = max(errors, key=errors.__getitem__)
     return errors[name], name
 
@@ -54,11 +55,11 @@ def _ratio(error: float, size: float) -> float:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far a trace lies from the reference's."""
+    """The distance of a trace from the reference."""
 
     tolerance: float
     differing: list[str]
-    """Initial parameters that are not the same, bit for bit."""
+    """Initial parameters that differ in any bit."""
     loss: float
     """Largest relative error of any loss."""
     gradient: tuple[float, str]
@@ -67,29 +68,29 @@ class Comparison:
     """Worst of `update_errors`; None without steps."""
 
     def mismatches(self) -> list[str]:
-        """What lies further apart than the tolerance allows, in words."""
+        """Describe everything that exceeds the tolerance."""
         t, found = self.tolerance, []
         if self.differing:
-            found.append(f"initial weights of {', '.join(self.differing)} have other bits")
+            found.append(f"the initial weights of {', '.join(self.differing)} differ")
         if self.loss > t:
-            found.append(f"loss off by {self.loss:.1e}, allowed {t:.1e}")
+            found.append(f"the loss is off by {self.loss:.1e}, allowed {t:.1e}")
         if self.gradient[0] > t:
             error, name = self.gradient
-            found.append(f"gradient of {name} off by {error:.1e}, allowed {t:.1e}")
+            found.append(f"the gradient of {name} is off by {error:.1e}, allowed {t:.1e}")
         if self.update and self.update[0] > update_tolerance(t):
             error, name = self.update
             allowed = f"allowed {update_tolerance(t):.1e}"
-            found.append(f"{name} after the steps off by {error:.1e}, {allowed}")
+            found.append(f"{name} is off by {error:.1e} after the steps, {allowed}")
         return found
 
 
 def update_tolerance(tolerance: float) -> float:
-    """Bound on `update_errors`, given one on gradients; `verify.py` derives it."""
+    """Return the bound on `update_errors` for a bound on gradients; `verify.py` derives it."""
     return tolerance * (1 + math.log(1 / tolerance))
 
 
 def compare(found: TrainingTrace, wanted: TrainingTrace, tolerance: float) -> Comparison:
-    """A mesh's trace against the reference's."""
+    """Compare the trace of a mesh with that of the reference."""
     after = update_errors(found.params, wanted.params, wanted.init) if found.losses else None
     return Comparison(
         tolerance=tolerance,

@@ -1,4 +1,4 @@
-"""A step of a run, taken again."""
+"""Replays a step of a run, to find the cause of a bad result."""
 
 import json
 import math
@@ -30,35 +30,35 @@ from jaxpar.training import initial_weights
 from jaxpar.training.run import Run
 from jaxpar.training.step_guard import Window
 
-#: Losses of one step on other devices, or another mesh, that differ by more, relative to
-#: themselves, do so by more than the order of sums.
+#: Relative difference of a step's loss between devices or meshes, up to which the order of sums
+#: explains it.
 ROUNDING = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayOptions:
-    """Take a step of a run again, and say what is wrong with it."""
+    """Repeat a step of a run, and find out whether data, hardware or numerics made it fail."""
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run folder."""
     step: int
-    """The step, counted from 1 as in metrics.jsonl."""
+    """Step to repeat, counted from 1 as in metrics.jsonl."""
     repeat: int = 2
-    """Times to take it on the same devices."""
+    """Number of repetitions on the same devices."""
 
 
 @dataclass(frozen=True)
 class ReplayedStep:
-    """What a step gave."""
+    """The result of a step."""
 
     loss: float
     grad_norm: float
     state: dict[str, str]
-    """Fingerprints of the state after it."""
+    """Fingerprints of the state after the step."""
 
     @property
     def bits(self) -> dict[str, str]:
-        """Of loss and gradient norm, as the records have them."""
+        """The bits of loss and gradient norm, as in the records."""
         return {"loss": bits(self.loss), "grad_norm": bits(self.grad_norm)}
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ class ReplayedStep:
 
 
 class Replay:
-    """A run as it was before one of its steps."""
+    """A run, ready to repeat one of its steps."""
 
     def __init__(self, options: ReplayOptions):
         """Find the record and the checkpoint.
@@ -78,7 +78,7 @@ class Replay:
         self.records = read_recent(folder)
         if not self.records:
             rule = f"has no records of steps: there is no {RECENT_FILE}, or it is empty"
-            raise ConfigError("RUN", options.run, rule, "give the folder of a run")
+            raise ConfigError("RUN", options.run, rule, "use the folder of a run")
         if not {"batch", "windows", "mesh"} <= self.records.get(self.number, {}).keys():
             rule = f"has no record in {folder / RECENT_FILE}"
             fix = f"use one from {min(self.records)} to {max(self.records)}"
@@ -98,24 +98,26 @@ class Replay:
         self._steps: dict[Mesh, Callable] = {}
 
     def _config(self, folder: Path, taken_by: int | None) -> Config:
-        """The config that the step was taken with. The checkpoint before it may have had another:
-        a run that goes on may change its learning rate, its length, its mesh.
+        """Load the config of the step.
 
-        Args:     taken_by: the first checkpoint that has the step; None: the latest start took it.
+        The checkpoint before the step may have another config: a resumed run may change its
+        learning rate, its length or its mesh.
+
+        Args:     taken_by: the first checkpoint that contains the step; None: the latest start.
         """
         if taken_by is not None:
             cfg = checkpoint.load_config(folder, taken_by)
         else:
             cfg = _latest_config(folder)
-        # A cache of compiled programs is code: not one that somebody's config names.
+        # A cache of compiled programs is code: do not use one named by another's config.
         own = {"run.compilation_cache": Config().run.compilation_cache}
         cfg = replace(cfg, **{"run.dir": str(folder), "checkpoint.resume": "auto"}, **own)
         return in_one_process(cfg)
 
     def before(self) -> TrainState:
-        """The state before the step, on the host: from the checkpoint, by the steps between.
+        """Compute the state before the step, on the host, from the checkpoint before it.
 
-        Says where these differ from their records.
+        Logs every step in between whose result differs from its record.
         """
         run = self.run
         if self.begin:
@@ -129,13 +131,13 @@ class Replay:
             now, measured = step(now, run.loader.batch(batch))
             found = {name: bits(float(getattr(measured, name))) for name in ("loss", "grad_norm")}
             if "bits" in known and known["bits"] != found:
-                log(f"step {done + 1} on the way there gives other bits than its record")
+                log(f"step {done + 1}, before it, gives other bits than its record")
         return jax.device_get(now)
 
     def take(self, state: TrainState, mesh: Mesh, batch: int) -> ReplayedStep:
-        """The step on some devices.
+        """Take the step on the devices of a mesh.
 
-        Args:     state: on the host. batch: the run's own, or another.
+        Args:     state: on the host. batch: the batch of the step, or another.
         """
         loader = self.run.loader if mesh is self.run.mesh else self._loader_on(mesh)
         step = self._step_on(mesh)
@@ -154,7 +156,7 @@ class Replay:
         return self._steps[mesh]
 
     def elsewhere(self) -> Mesh | None:
-        """A mesh with every shard on another device; None where there is only one."""
+        """Make a mesh with every shard on another device; None if there is only one device."""
         used, there = list(self.run.mesh.devices.flat), jax.devices()
         free = [device for device in there if device not in used]
         others = free[: len(used)] if len(free) >= len(used) else [*used[1:], used[0]]
@@ -169,44 +171,44 @@ class Replay:
 
 
 def devices_of(cfg: Config) -> int:
-    """The devices of a resolved config's mesh."""
+    """Return the number of devices of a resolved config's mesh."""
     return math.prod(getattr(cfg.parallel, axis) for axis in AXES)
 
 
 def in_one_process(cfg: Config) -> Config:
-    """A resolved config with all simulated devices here, also where each process had its own."""
+    """Return a resolved config with all simulated devices of all processes in this process."""
     return replace(cfg, **{"run.cpu_devices": devices_of(cfg) if cfg.run.cpu_devices else 0})
 
 
 def require_devices(cfg: Config) -> None:
-    """Raises:   ConfigError unless there are as many devices as the run's mesh has."""
+    """Raises:   ConfigError unless the number of devices is that of the run's mesh."""
     needed, there = devices_of(cfg), jax.device_count()
     if needed != there:
-        rule = f"took the step on {needed} devices, and here are {there}"
+        rule = f"took the step on {needed} devices, but here are {there}"
         more = f"set CUDA_VISIBLE_DEVICES to {needed} of them"
-        fix = more if there > needed else f"start it on a host that has {needed}"
+        fix = more if there > needed else f"use a host with {needed} devices"
         raise ConfigError("RUN", cfg.run.dir, rule, fix)
 
 
 def _latest_config(folder: Path) -> Config:
-    """The config of a run's latest start.
+    """Load the config of a run's latest start.
 
-    Raises:   ConfigError when config.json is not there, or is damaged.
+    Raises:   ConfigError when config.json is missing or damaged.
     """
     file = folder / "config.json"
     if not file.is_file():
-        raise ConfigError("RUN", str(folder), "has no config.json", "give a run's folder")
+        raise ConfigError("RUN", str(folder), "has no config.json", "use the folder of a run")
     try:
         return from_json(file.read_text("utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        rule, fix = f"is no JSON: {error}", "mend it, or replay a step that a checkpoint has"
+        rule, fix = f"is not JSON: {error}", "fix it, or replay a step before the last checkpoint"
         raise ConfigError("RUN", str(file), rule, fix) from error
 
 
 def replay(options: ReplayOptions) -> str:
-    """Take the step again; the verdict, in a line that is printed, too.
+    """Repeat the step, and log and return the verdict, a line.
 
-    Raises:   ConfigError for a number of times that is none, and all that `Replay` finds.
+    Raises:   ConfigError for fewer than one repetition, and as `Replay`.
     """
     if options.repeat < 1:
         raise ConfigError("--repeat", options.repeat, "must be at least 1", "use --repeat 2")
@@ -223,24 +225,22 @@ def replay(options: ReplayOptions) -> str:
         log(f"again       {taken}")
     other_mesh = again.elsewhere()
     other = again.take(state, other_mesh, batch) if other_mesh is not None else None
-    log(f"elsewhere   {other if other else 'not taken: there is no other device'}")
+    log(f"elsewhere   {other if other else 'skipped: there is no other device'}")
     text = verdict(again, same, other)
     if text == "":
         beside = again.take(state, mesh, batch + 1)
         log(f"next batch  {beside}")
         first, last = again.record["windows"]
-        text = (
-            f"data: batch {batch} (sequences {first} to {last - 1}) does it, and the next does not"
-        )
+        text = f"data: batch {batch} (sequences {first} to {last - 1}) causes it, the next does not"
         if again.is_wrong(beside.loss):
-            text = "numerics: another batch does the same to this state (look at learning rate and "
-            text += "the steps before)"
+            text = "numerics: another batch also fails from this state (look at the learning rate "
+            text += "and the steps before)"
     log(f"verdict     {text}")
     return text
 
 
 def verdict(again: Replay, same: Sequence[ReplayedStep], other: ReplayedStep | None) -> str:
-    """What the bits say; empty when the step does the same everywhere, and is wrong."""
+    """Derive the verdict from the bits; empty if the step is wrong everywhere in the same way."""
     first, recorded = same[0], again.record["bits"]
     if any((taken.bits, taken.state) != (first.bits, first.state) for taken in same):
         exact = again.cfg.model.attention_deterministic or jax.default_backend() == "cpu"
@@ -252,11 +252,11 @@ def verdict(again: Replay, same: Sequence[ReplayedStep], other: ReplayedStep | N
     then = math.nan if loss is None else loss
     if recorded != first.bits:
         if not _close(first.loss, then, again.cfg.model.dtype):
-            return f"hardware, then: it does not happen again (recorded loss {then:.6g})"
+            return f"hardware, transient: it does not happen again (recorded loss {then:.6g})"
         same_mesh = again.record["mesh"] == describe(again.run.mesh)
         if same_mesh and not again.is_wrong(first.loss):
             why = "other devices, versions or flags, or a kernel's order of sums"
-            return f"rounding alone: other bits than recorded, on the same mesh ({why})"
+            return f"rounding only: other bits than recorded, on the same mesh ({why})"
     if again.is_wrong(first.loss):
         return ""
     how = "bit for bit" if recorded == first.bits else "to rounding, on another mesh"

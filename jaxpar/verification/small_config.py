@@ -1,4 +1,4 @@
-"""A config made small and exact enough to compare."""
+"""Makes a config small and exact enough to compare meshes."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from jaxpar.sharding.params import count
 
 
 def float32(cfg: Config) -> Config:
-    """The config in float32, which only the reference attention computes everywhere."""
+    """Return the config in float32, with the reference attention, which runs on all devices."""
     return replace(
         cfg,
         **{
@@ -25,31 +25,31 @@ def float32(cfg: Config) -> Config:
     )
 
 
-#: The eps of `steady`, in root mean squares of all gradients when their norm is 1.
+#: The eps of `steady`, relative to the root mean square of all gradients when their norm is 1.
 STEADY_EPS = 0.02
 
 
 def steady(cfg: Config) -> Config:
-    """The config with an Adam whose update is no less continuous than the model: a larger eps.
+    """Return the config with a larger eps, so that Adam's update is as continuous as the model.
 
-    With one below the rounding error of gradients, an element whose gradient is nothing else moves
-    by up to a whole learning rate either way; and since the loss is not linear, all gradients of
-    the next step are off by what that adds to them: a hundred times what rounding did.
+    If eps is below the rounding error of gradients, an element whose gradient is only rounding
+    error moves by up to a full learning rate in either direction. The loss is not linear, so this
+    changes all gradients of the next step: by a hundred times the rounding error.
     """
     eps = STEADY_EPS / math.sqrt(count(trainable_specs(cfg)))
     return replace(cfg, **{"optimizer.eps": max(cfg.optimizer.eps, eps)})
 
 
-#: The least window of a shrunk model. In one of 1, queries have no gradient but rounding.
+#: The least sliding window of a shrunk model. With 1, the gradients of queries are only rounding.
 MIN_SLIDING_WINDOW = 4
 
 
 def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
-    """A small model of the same kind, in sizes that all the meshes divide.
+    """Return a small model of the same kind, with sizes that all meshes divide.
 
-    Kept are all flags, the ratios of query to KV heads, of widths, and of window and RoPE scaling
-    to the sequence, and the variance of what a matrix puts out. The learning rate starts at its
-    peak, so that a few steps move the weights.
+    Keeps all flags; the ratios of query to KV heads, of widths, and of window and RoPE scaling to
+    the sequence; and the variance of the output of a matrix. The learning rate starts at its peak,
+    so that a few steps change the weights.
     """
     every = lambda ways: math.lcm(*map(ways, meshes))  # noqa: E731
     up = lambda size, of: max(-(-round(size) // of), 1) * of  # noqa: E731

@@ -1,4 +1,4 @@
-"""The table that `python -m jaxpar.verify` prints."""
+"""Prints the table of `python -m jaxpar.verify`."""
 
 import argparse
 import dataclasses
@@ -20,14 +20,14 @@ COLUMNS = ("mesh", "weights at init", "loss", "worst gradient", "weights after",
 
 @dataclasses.dataclass(frozen=True)
 class MeshRow:
-    """One mesh, compared."""
+    """The comparison of one mesh."""
 
     mesh: str
     loss: float
     found: distances.Comparison
 
     def cells(self) -> tuple[str, ...]:
-        """The row as text, in the order of COLUMNS."""
+        """Return the row as text, in the order of COLUMNS."""
         f = self.found
         named = lambda pair: f"{pair[0]:.1e} {pair[1]}" if pair else "-"  # noqa: E731
         init = f"{len(f.differing)} differ" if f.differing else "same bits"
@@ -39,7 +39,7 @@ class MeshRow:
 def print_conditions(
     options: argparse.Namespace, asked: Config, cfg: Config, devices: Sequence[jax.Device]
 ) -> None:
-    """What is compared, and in which precision."""
+    """Print what is compared, and in which precision."""
     m, kind, n = cfg.model, devices[0].device_kind, len(devices)
     changed = f" instead of {asked.model.dtype}" if asked.model.dtype != m.dtype else ""
     lines = (
@@ -58,9 +58,10 @@ def print_conditions(
 
 
 def print_table(rows: Iterable[MeshRow], steps: int, width: int) -> list[str]:
-    """Print the rows, in plain text each when it is done; what does not agree, in words.
+    """Print the rows, in plain text as soon as each is done.
 
-    Args:     width: of the longest name of a mesh.
+    Args:     width: length of the longest mesh name.
+    Returns:  descriptions of all mismatches.
     """
     columns = [f"{c} {steps} steps" if c == "weights after" else c for c in COLUMNS]
     done = _print_rich(rows, columns) if sys.stdout.isatty() else _print_plain(rows, columns, width)

@@ -1,7 +1,7 @@
-"""Does a mesh compute what the plain model computes? The pieces of `verify.py` and of the tests.
+"""Traces of training, on a mesh and with a plain model, for `verify.py` and the tests.
 
-A `TrainingTrace` is what a few training steps did: initial weights, first gradients, the loss of
-each step and the final weights, all as logical arrays on the host. `reference_trace` makes one with
+A `TrainingTrace` records a few training steps: initial weights, first gradients, the loss of each
+step and the final weights, all as logical arrays on the host. `reference_trace` makes one with
 `model/reference.py` and optax on a single device, `mesh_trace` with the train step on a mesh.
 Batches are random packed documents.
 """
@@ -32,15 +32,15 @@ type Arrays = dict[str, np.ndarray]
 #: Compiler options for simulated devices, where LLVM's optimizations take most of the time.
 QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
-#: Documents that start in a sequence, and the share of labels dropped, in a random batch.
+#: In a random batch: the mean number of documents in a sequence, and the share of dropped labels.
 DOCUMENTS, DROPPED = 4, 0.05
 
 
 def random_batch(cfg: Config, index: int = 0) -> Batch:
-    """Random tokens in packed documents of random length, on the host, in the text's own order.
+    """Make a batch of random tokens in packed documents of random length, on the host, in order.
 
-    A function of (train.seed, index). Labels that another document or nothing follows, and a few
-    more, are IGNORED. Without `data.document_mask` a sequence is one document.
+    A function of (train.seed, index). Labels across the end of a document, and a few random ones,
+    are IGNORED. Without `data.document_mask`, a sequence is one document.
     """
     rng = np.random.default_rng((cfg.train.seed, index))
     B, T = cfg.train.global_batch_size, cfg.data.seq_len
@@ -61,7 +61,7 @@ def random_batch(cfg: Config, index: int = 0) -> Batch:
 
 
 def place_batch(batch: Batch, cfg: Config, mesh: Mesh) -> Batch:
-    """A host batch on the mesh, its tokens in the order that the loader gives them."""
+    """Put a host batch on the mesh, with its tokens in the loader's order."""
     order = token_order(cfg.parallel, cfg.data.seq_len)
     sharding = NamedSharding(mesh, BATCH_SPEC)
     put = lambda a: jax.device_put(a if order is None else a[:, order], sharding)  # noqa: E731
@@ -70,22 +70,22 @@ def place_batch(batch: Batch, cfg: Config, mesh: Mesh) -> Batch:
 
 @dataclass(frozen=True)
 class TrainingTrace:
-    """What a run of a few steps did, by parameter name where there are arrays."""
+    """The record of a few training steps; arrays by parameter name."""
 
     init: Arrays
     loss: float
-    """Of the first batch, beside its gradients."""
+    """Loss of the first batch, at the initial weights."""
     gradients: Arrays
     losses: list[float]
-    """Of each training step."""
+    """Loss of each training step."""
     params: Arrays
-    """After the last step."""
+    """Parameters after the last step."""
 
 
 def reference_trace(cfg: Config, batches: Sequence[Batch], steps: int) -> TrainingTrace:
-    """The plain model, `jax.grad` and optax on one device, one batch per step.
+    """Train the plain model with `jax.grad` and optax on one device, one batch per step.
 
-    Args:     batches: at least one; the first gives the gradients. steps: how many to train on.
+    Args:     batches: at least one; the first gives the gradients. steps: number of steps.
     """
     specs = param_specs(cfg.model, cfg.lora)
     rule = make_optimizer(cfg.optimizer, cfg.train.num_steps, trainable_specs(cfg))
@@ -114,8 +114,10 @@ def reference_trace(cfg: Config, batches: Sequence[Batch], steps: int) -> Traini
 
 
 def reference_gradients(params: Any, batch: Batch, cfg: Config) -> tuple[jax.Array, Any]:
-    """The plain model's reported loss (without z-loss), and its gradients (with it), of the
-    trainable parameters."""
+    """Compute the plain model's loss (without z-loss) and gradients (with z-loss).
+
+    Returns:  the loss, and the gradients of the trainable parameters.
+    """
     plain = replace(cfg, **{"train.z_loss": 0.0})
     trainable, frozen = split(params, param_specs(cfg.model, cfg.lora))
 
@@ -134,7 +136,7 @@ def mesh_trace(
     steps: int,
     compiler_options: dict[str, Any] | None = None,
 ) -> TrainingTrace:
-    """The same of the train step on a mesh; `cfg` is resolved for it."""
+    """Do the same with the train step on a mesh; `cfg` is resolved for the mesh."""
     state = init_state(cfg, mesh)
     init = params = logical(state.params, cfg)
     placed = [place_batch(batch, cfg, mesh) for batch in batches[: max(steps, 1)]]
@@ -155,10 +157,10 @@ def mesh_trace(
 
 
 def logical(tree: Any, cfg: Config) -> Arrays:
-    """Parameters or gradients of a running state, on the host, in the model's order of layers."""
+    """Return parameters or gradients of a running state on the host, in the model's layer order."""
     return to_host(to_logical(TrainState(0, tree, ()), cfg).params)
 
 
 def to_host(tree: Any) -> Arrays:
-    """A tree of arrays as numpy arrays by name."""
+    """Flatten a tree of arrays to numpy arrays by name."""
     return {name: np.asarray(a) for name, a in flat(tree).items()}

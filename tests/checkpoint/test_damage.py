@@ -237,7 +237,7 @@ def test_a_file_that_is_too_many_is_a_warning(setup, capfd):
     assert "WARNING" in (told := capfd.readouterr().err) and ".DS_Store" in told
     assert main(["verify", cfg.run.dir]) == 0
     told = capfd.readouterr().out
-    assert "step 4: note: .DS_Store is not of this checkpoint" in told and "step 4: whole" in told
+    assert "step 4: note: .DS_Store does not belong to this" in told and "step 4: intact" in told
 
 
 NUMBERS = ["EMFILE", "ENFILE", "ENOMEM", "ESTALE", "ETIMEDOUT", "EACCES", "EPERM", "EINTR", "EIO"]
@@ -302,7 +302,7 @@ def test_a_checkpoint_of_an_earlier_version_is_loaded_with_a_warning(setup, capf
     with ocp.training.Checkpointer(checkpoint.folder(cfg.run.dir)) as orbax:
         orbax.save(3, tree, force=True, custom_metadata=about | {"tokens_seen": 0})
     restored = checkpoint.restore(cfg, mesh)
-    assert "no fingerprints, being of an earlier version: not verified" in capfd.readouterr().err
+    assert "not verified: an older version wrote it, without" in capfd.readouterr().err
     fresh = jax.tree.map(jnp.asarray, loss_scale.initial_guard(cfg))
     assert_same_bits(dataclasses.replace(restored, guard=()), dataclasses.replace(saved, guard=()))
     assert jax.device_get(restored.guard) == jax.device_get(fresh)
@@ -316,7 +316,7 @@ def test_ls_verify_and_diff(setup, capsys):
     cfg, mesh = setup()
     save(cfg, mesh, 2, 4)
     assert main(["verify", cfg.run.dir]) == 0
-    assert "step 2: whole" in capsys.readouterr().out
+    assert "step 2: intact" in capsys.readouterr().out
     assert main(["diff", cfg.run.dir, "--step", "2"]) == 0
     told = capsys.readouterr().out
     assert "params/layers/wq" in told and "1,024 of 1,024 differ" in told
@@ -324,10 +324,10 @@ def test_ls_verify_and_diff(setup, capsys):
     damage_array(cfg, 4)
     main(["ls", cfg.run.dir])
     _, two, four = capsys.readouterr().out.splitlines()
-    assert "data=2" in two and "files as listed" in two and "no list of files" in four
+    assert "data=2" in two and "files verified" in two and "no file list" in four
     assert main(["verify", cfg.run.dir]) == 1
     told = capsys.readouterr().out
-    assert "step 2: whole" in told and "step 4: DAMAGED" in told
+    assert "step 2: intact" in told and "step 4: DAMAGED" in told
     assert main(["verify", cfg.run.dir, "--step", "2"]) == 0
 
 
@@ -362,7 +362,7 @@ def test_ls_leaves_out_what_is_deleted_meanwhile(setup, monkeypatch, capsys, pla
     capsys.readouterr()
     assert main(["ls", cfg.run.dir]) == 0
     _, only = capsys.readouterr().out.splitlines()
-    assert only.split()[0] == "4" and "files as listed" in only and not gone.exists()
+    assert only.split()[0] == "4" and "files verified" in only and not gone.exists()
 
 
 def test_diff_of_equal_checkpoints_and_wrong_arguments(setup, tmp_path, capsys):
@@ -378,7 +378,7 @@ def test_diff_of_equal_checkpoints_and_wrong_arguments(setup, tmp_path, capsys):
     store.array_folder(step_folder(cfg, 2)).joinpath(store.MANIFEST).unlink()
     with pytest.raises(Damaged, match="its arrays cannot be listed"):
         main(["diff", cfg.run.dir, str(copy)])
-    with pytest.raises(ConfigError, match=r"RUN = .* holds no checkpoint"):
+    with pytest.raises(ConfigError, match=r"RUN = .* contains no checkpoint"):
         list(inspection.rows(tmp_path / "none"))
     with pytest.raises(ConfigError, match=r"--step = 7: .* use one of 2"):
         main(["verify", cfg.run.dir, "--step", "7"])

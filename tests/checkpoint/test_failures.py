@@ -83,7 +83,7 @@ def test_one_failure_too_many_ends_the_run(setup):
 def test_a_failed_last_save_is_never_passed_over(setup):
     cfg, mesh = setup(**LARGE)
     state = random_state(cfg, mesh, 2)
-    with pytest.raises(SaveFailed, match=r"step 4 could not be saved .* goes on from"):  # noqa: SIM117
+    with pytest.raises(SaveFailed, match=r"step 4 could not be saved .* resumes from"):  # noqa: SIM117
         with Checkpointer(cfg) as saver:
             saver.save(state, 2, tokens_seen=0)
             saver.wait()

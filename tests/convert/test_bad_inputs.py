@@ -72,12 +72,12 @@ ROPE = VALUES["rope_parameters"]
 
 #: What is done to a good folder, and what the error says.
 BAD = {
-    "no folder": (lambda f: [p.unlink() for p in f.iterdir()] and f.rmdir(), "is no folder"),
+    "no folder": (lambda f: [p.unlink() for p in f.iterdir()] and f.rmdir(), "is not a folder"),
     "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
     "config is no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json.*not JSON"),
     "architecture": (
         configure(architectures=["GPT2LMHeadModel"]),
-        "architectures.*GPT2LMHeadModel.*no architecture that jaxpar has.*LlamaForCausalLM",
+        "architectures.*GPT2LMHeadModel.*not an architecture that jaxpar.*LlamaForCausalLM",
     ),
     "no architecture": (configure(architectures=None, model_type="mamba"), "architectures.*mamba"),
     "missing key": (configure(hidden_size=None), "hidden_size = None: must be int"),
@@ -94,18 +94,18 @@ BAD = {
             sliding_window=4,
             max_window_layers=1,
         ),
-        "sliding_window = 4: gives a window to some layers only",
+        "sliding_window = 4: applies to some layers only",
     ),
     "layers without end": (
         configure(num_hidden_layers=10**5),
-        "num_hidden_layers = 100000: asks for more tensors than the 20 that the files hold",
+        "num_hidden_layers = 100000: asks for more tensors than the 20 in the files",
     ),
     "pickle": (rename("pytorch_model.bin"), "pytorch_model.bin.*is a pickle.*safetensors"),
-    "nothing": (rename("weights"), "holds neither model.safetensors nor"),
+    "nothing": (rename("weights"), "contains neither model.safetensors nor"),
     "truncated": (edit_bytes(lambda b: b[:-100]), "model.safetensors = '.*truncated"),
     "too long": (edit_bytes(lambda b: b + b"0"), "model.safetensors = '.*must be .* bytes long"),
-    "cut in the header": (edit_bytes(lambda b: b[:40]), "model.safetensors = '40 bytes': is no"),
-    "no header": (edit_bytes(lambda b: b"\0" * 4), "model.safetensors = '4 bytes': is no"),
+    "cut in the header": (edit_bytes(lambda b: b[:40]), "model.safetensors = '40 bytes': is not"),
+    "no header": (edit_bytes(lambda b: b"\0" * 4), "model.safetensors = '4 bytes': is not"),
     "damaged header": (edit_bytes(lambda b: b[:9] + b"!" + b[10:]), "has a damaged header"),
     "a hole": (
         edit_bytes(lambda b: b.replace(b'"data_offsets": [0, ', b'"data_offsets": [4, ', 1)),
@@ -136,9 +136,9 @@ BAD = {
     ),
     "tensor without an index": (
         index_of({n: f for n, f in everything_in(SINGLE_FILE).items() if n != GATE}),
-        f"{GATE}.*lies in model.safetensors",
+        f"{GATE}.*is in model.safetensors",
     ),
-    "index of numbers": (index_of(dict.fromkeys([GATE], 5)), f"{INDEX_FILE}.*5 is no file's name"),
+    "index of numbers": (index_of(dict.fromkeys([GATE], 5)), f"{INDEX_FILE}.*5 is not a file name"),
     "damaged index": (lambda f: (f / INDEX_FILE).write_text("[]"), f"{INDEX_FILE}.*is damaged"),
 }
 
@@ -231,9 +231,9 @@ def test_a_full_disk_is_seen_before_it_is_full(tmp_path, monkeypatch):
     before = sorted(tmp_path.iterdir())
     usage = types.SimpleNamespace(free=1000)
     monkeypatch.setattr(new_folder.shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(ConfigError, match=r"RUN = .*needs .* kB of disk, and 1\.0 kB are free"):
+    with pytest.raises(ConfigError, match=r"RUN = .*needs .* kB of disk space, but 1\.0 kB"):
         importing.from_hf(folder, tmp_path / "new" / "run", silent)
-    with pytest.raises(ConfigError, match=r"DIR = .*needs .* kB of disk, and 1\.0 kB are free"):
+    with pytest.raises(ConfigError, match=r"DIR = .*needs .* kB of disk space, but 1\.0 kB"):
         exporting.to_hf(export, tmp_path / "out", silent)
     assert sorted(tmp_path.iterdir()) == before
 
@@ -244,16 +244,16 @@ def test_exports_that_cannot_be(tmp_path):
     rewrite(folder, lambda arrays: arrays.update(big))
     importing.from_hf(folder, run, silent, None)
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(ConfigError, match=r"step = 7: is no checkpoint of .*use one of 0"):
+    with pytest.raises(ConfigError, match=r"step = 7: is not a checkpoint of .*use one of 0"):
         exporting.open_export(run, 7)
-    with pytest.raises(ConfigError, match="holds no finished checkpoint"):
+    with pytest.raises(ConfigError, match="contains no finished checkpoint"):
         exporting.open_export(folder)
-    with pytest.raises(ConfigError, match="--family = 'gpt2': is no family"):
+    with pytest.raises(ConfigError, match="--family = 'gpt2': is not a family"):
         exporting.open_export(run, family="gpt2")
     with pytest.raises(ConfigError, match=r"'qwen3': cannot express .*qk_norm.*--family llama"):
         exporting.open_export(run, family="qwen3")
     export = exporting.open_export(run, dtype="float16")
-    with pytest.raises(ConfigError, match=r"model.norm.weight = 'float16': has numbers beyond"):
+    with pytest.raises(ConfigError, match=r"model.norm.weight = 'float16': has values beyond"):
         exporting.to_hf(export, tmp_path / "out", silent)
     assert sorted(tmp_path.iterdir()) == before
 
@@ -276,7 +276,7 @@ def test_an_imported_run_is_not_resumed(tmp_path):
     folder, run = tiny.write_folder(tmp_path / "model", VALUES), tmp_path / "run"
     importing.from_hf(folder, run, silent, None)
     cfg = checkpoint.load_config(run)
-    with pytest.raises(ConfigError, match=r"run\.dir.*holds imported weights"):
+    with pytest.raises(ConfigError, match=r"run\.dir.*contains imported weights"):
         checkpoint.check_resumable(cfg, checkpoint.read_saved(run))
     source = importing.open_source(folder)
     with pytest.raises(ConfigError, match=r"model\.d_ff = 64: .* has 56.*set it to 56"):
@@ -302,7 +302,7 @@ def test_a_place_where_nothing_can_be_made_is_refused(tmp_path):
             new_folder.refuse_used("RUN", path)
         assert str(error.value) == (
             f"RUN = {str(path)!r}: cannot be created: {file} is a file. "
-            "Fix: name a folder you may write."
+            "Fix: use a folder that you can write to."
         )
     new_folder.refuse_used("RUN", tmp_path / "a" / "b")
 
@@ -311,13 +311,13 @@ def test_a_folder_that_cannot_be_replaced_is_refused(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     for path in (Path("."), Path("../here"), tmp_path / "here"):
-        with pytest.raises(ConfigError, match=r"RUN = .*: is the folder that this runs in.*new"):
+        with pytest.raises(ConfigError, match=r"RUN = .*: is the current directory.*new"):
             new_folder.refuse_used("RUN", path)
-    with pytest.raises(ConfigError, match=r"RUN = 'a/\.\./\.\.': is there already"):
+    with pytest.raises(ConfigError, match=r"RUN = 'a/\.\./\.\.': already exists"):
         new_folder.refuse_used("RUN", Path("a/../.."))
     (tmp_path / "disk").mkdir()
     monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path / "disk")
-    with pytest.raises(ConfigError, match=r"RUN = .*: is a disk's own folder"):
+    with pytest.raises(ConfigError, match=r"RUN = .*: is a mount point"):
         new_folder.refuse_used("RUN", tmp_path / "disk")
 
 

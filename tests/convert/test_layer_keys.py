@@ -99,15 +99,15 @@ def test_gemmas_layers_are_read_back(fields):
 @pytest.mark.parametrize(
     ("family", "values", "said"),
     [
-        (GEMMA3, {"layer_types": [LOCAL, FULL, FULL, LOCAL]}, "layer_types.*no pattern"),
+        (GEMMA3, {"layer_types": [LOCAL, FULL, FULL, LOCAL]}, "layer_types.*not a repeating"),
         (GEMMA3, {"rope_scaling": {"rope_type": "linear"}}, "rope_type = 'linear'"),
-        (GEMMA3, {"rope_scaling": SCALED}, "layers of one kind only"),
+        (GEMMA3, {"rope_scaling": SCALED}, "only if all layers are of one kind"),
         (GEMMA3, {"rope_parameters": {FULL: 5}}, f"rope_parameters {FULL} = 5: must be an object"),
         (GEMMA3, {"rope_parameters": {FULL: {}, LOCAL: [1]}}, f"{LOCAL} = .*must be an object"),
         (GEMMA3, {"sliding_window_pattern": -1}, "sliding_window_pattern = -1: must be 1 or more"),
         (GEMMA3, {"sliding_window_pattern": None}, "sliding_window_pattern = None: must be 1"),
         (LLAMA, {"rope_parameters": {"rope_theta": "1e6"}}, "rope_theta = '1e6': must be a number"),
-        (GEMMA3, {"layer_types": [FULL] * 3}, "names 3 layers, and num_hidden_layers is 4"),
+        (GEMMA3, {"layer_types": [FULL] * 3}, "names 3 layers, but num_hidden_layers is 4"),
         (
             QWEN2,
             {"use_sliding_window": True, "sliding_window": 8, "layer_types": [LOCAL] * 5},

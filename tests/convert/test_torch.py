@@ -32,9 +32,9 @@ def test_a_model_that_it_cannot_write():
     with pytest.raises(ConfigError, match=r"RUN = .*to-torch \(model\.attention = ") as error:
         exporting.choose(PLAIN, model, {})
     assert "family" not in str(error.value) and "export it" not in str(error.value)
-    with pytest.raises(ConfigError, match=r"of no published family .*Fix: train a model of one"):
+    with pytest.raises(ConfigError, match=r"fits no published family .*Fix: train a model of one"):
         exporting.choose(None, model, {})
-    with pytest.raises(ConfigError, match=r"of no published family .*export it with `to-torch`"):
+    with pytest.raises(ConfigError, match=r"fits no published family .*export it with `to-torch`"):
         exporting.choose(None, ModelConfig(out_bias=True), {})
 
 
@@ -59,7 +59,7 @@ def test_names_that_cannot_be_are_refused(tmp_path, monkeypatch):
     for name in ("x.json", "weights", "x.safetensors", "", ".", "..", "new/.."):
         with pytest.raises(ConfigError, match=r"FILE = .*must end in \.pt or \.pth.*use .*\.pt\."):
             torch_file.to_torch(export, Path(name), lambda _: None)
-    with pytest.raises(ConfigError, match=r"FILE = 'run/model\.pt': is there already"):
+    with pytest.raises(ConfigError, match=r"FILE = 'run/model\.pt': already exists"):
         (tmp_path / "run" / "model.pt").touch()
         torch_file.to_torch(export, Path("run/model.pt"), lambda _: None)
     assert sorted(tmp_path.iterdir()) == before
@@ -82,5 +82,5 @@ def test_torch_computes_the_same_logits(name, tmp_path):
     assert np.abs(found - golden).max() <= 1e-5
     wanted = exporting.open_export(run).config.model
     assert json.loads(file.with_suffix(".json").read_text())["num_layers"] == wanted.num_layers
-    with pytest.raises(ConfigError, match=r"FILE = .*is there already"):
+    with pytest.raises(ConfigError, match=r"FILE = .*already exists"):
         main(["to-torch", str(run), str(file)])

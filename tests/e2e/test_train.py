@@ -119,7 +119,7 @@ def test_a_run_preempted_and_then_killed_ends_as_if_nothing_had_happened(config_
     run, whole = tmp_path / "run", tmp_path / "whole"
     preempted = start("-c", INTERRUPTED, "SIGTERM", "9", "0", config_file)
     assert preempted.returncode == exit_codes.EXIT_PREEMPTED == 75, preempted.stderr
-    assert "SIGTERM: saved step 10; the same command goes on from there" in preempted.stdout
+    assert "SIGTERM: saved step 10; the same command resumes from there" in preempted.stdout
     assert checkpoint.saved_steps(run) == [10]
 
     killed = start("-c", INTERRUPTED, "SIGKILL", "47", "2", config_file)

@@ -145,7 +145,7 @@ def test_long_texts_are_scored_by_their_latest_tokens(trained):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--tasks", "no_such_task"], "no_such_task: is no task of the harness|is no task"),
+        (["--tasks", "no_such_task"], "no_such_task: is not a task of the harness|is not a task"),
         (["--tasks", "choices", "--include-path", "nowhere"], "is not a folder"),
         (["--tasks", "choices", "--batch-size", "0"], "must be at least 1"),
         (["--tasks", "choices", "--limit", "0"], "--limit = 0: must be at least 1"),

@@ -40,7 +40,7 @@ def test_one_device_and_two_ranks_write_the_same(simulated_run):
     kept = list(read_samples(simulated_run))
     assert [(s["step"], s["prompt"]) for s in kept] == [(30, "the cat "), (30, "the dog ")]
     assert one.stdout == "".join(f"--- {s['prompt']}{s['text']}\n" for s in kept)
-    assert "[keys and values of 2 x 128 tokens: 0.1 MiB a device]" in one.stderr  # 64 KiB
+    assert "[KV cache of 2 x 128 tokens: 0.1 MiB per device]" in one.stderr  # 64 KiB
     assert "[40 tokens in " in one.stderr and "tokens/s]" in one.stderr
 
 

@@ -120,7 +120,7 @@ def test_a_checkpoint_that_has_come_meanwhile_ends_with_code_1(tmp_path, monkeyp
     cfg = replace(Config(), **{"run.dir": str(tmp_path)})
     run: Any = SimpleNamespace(cfg=cfg, dir=tmp_path, first_step=None)
     monkeypatch.setattr(loop.checkpoint, "starting_step", lambda _: 7)
-    with pytest.raises(exit_codes.RunError, match="has got another checkpoint meanwhile"):
+    with pytest.raises(exit_codes.RunError, match="has a new checkpoint from a run that has"):
         start.opened(run, [])
     RunLock(tmp_path, 0).release()
 

@@ -72,6 +72,6 @@ def test_quickstart_prepares_trains_writes_and_says_what_came_out(run_quickstart
 
     again, asked = run_quickstart()
     assert len(asked) == 1  # the text is there
-    assert "done already" in again
+    assert "already done" in again
     assert f"training loss at the end    {loss:.3f} nats per token" in again
     assert checkpoint.saved_steps(run) == [6]

@@ -80,7 +80,7 @@ def test_a_spike_is_told_and_a_rewind_leaves_its_batches_out(spiky, capfd, tmp_p
     shutil.rmtree(run)
 
     assert spiky(2, "--guard.spike", "rewind") == exit_codes.EXIT_OK
-    assert "rewound to step 40; batches 45 to 46 are left out" in capfd.readouterr().out
+    assert "rewound to step 40; batches 45 to 46 are skipped" in capfd.readouterr().out
     assert read_skipped(run).ranges == ((45, 2),)
     assert checkpoint.read_saved(run).skipped_batches == [[45, 2]]
     assert checkpoint.read_saved(run).rewinds == 1
@@ -111,7 +111,7 @@ def test_a_run_that_is_resumed_sees_the_spike_that_it_would_have_seen(spiky, cap
     flags = ("--guard.recent-steps", records)
     assert spiky(2, *flags, "--train.num-steps", "40") == exit_codes.EXIT_OK
     assert spiky(2, *flags, "--guard.spike", "rewind") == exit_codes.EXIT_OK
-    assert "rewound to step 40; batches 45 to 46 are left out" in capfd.readouterr().out
+    assert "rewound to step 40; batches 45 to 46 are skipped" in capfd.readouterr().out
 
 
 def test_batches_that_are_left_out_are_told_at_the_start(
@@ -123,24 +123,25 @@ def test_batches_that_are_left_out_are_told_at_the_start(
     with only_devices(2):
         begun = Run(read_config([config_file], "jaxpar.train", ""))
         manifest.write(begun, [])
-    told = f"left out   batches 0, 45 to 46, as {file} says"
-    assert f"{told}; the run begins anew: delete it to train on them\n" in capfd.readouterr().out
-    begun.first_step = 3  # it goes on
-    assert manifest.left_out(begun) == [told]
+    line = f"skipped    batches 0, 45 to 46, listed in {file}"
+    fresh = "; this run starts from scratch: delete the file to train on them\n"
+    assert line + fresh in capfd.readouterr().out
+    begun.first_step = 3  # it resumes
+    assert manifest.left_out(begun) == [line]
     file.unlink()
-    assert manifest.left_out(begun)[0].endswith("45 to 46, as the checkpoint of step 3 says")
+    assert manifest.left_out(begun)[0].endswith("45 to 46, listed in the checkpoint of step 3")
     begun.loader.skipped = SkippedBatches()
     assert manifest.left_out(begun) == []
 
 
 def test_too_many_rewinds_end_the_run_with_17(spiky):
-    with pytest.raises(exit_codes.BadNumerics, match=r"step 47: .* is a spike.*gone back 0 times"):
+    with pytest.raises(exit_codes.BadNumerics, match=r"step 47: .* is a spike.*rewound 0 times"):
         spiky(2, "--guard.spike", "rewind", "--guard.max-rewinds", "0")
 
 
 def test_a_spike_that_returns_ends_the_run_after_as_many_rewinds(spiky, noise, tmp_path):
     noise |= set(range(NOISE, 200))  # windows that touch become one, and each rewind counts
-    with pytest.raises(exit_codes.BadNumerics, match=r"step 46: .* is a spike.*gone back 2 times"):
+    with pytest.raises(exit_codes.BadNumerics, match=r"step 46: .* is a spike.*rewound 2 times"):
         spiky(2, "--guard.spike", "rewind", "--guard.max-rewinds", "2")
     assert read_skipped(tmp_path / "run") == SkippedBatches(((45, 3),), 2)
 
@@ -157,9 +158,7 @@ def test_a_run_that_is_told_to_stop_ends_instead_of_a_rewind(spiky, monkeypatch,
     assert spiky(2, "--guard.spike", "rewind") == exit_codes.EXIT_PREEMPTED
     said = capfd.readouterr().out
     assert "SIGTERM: step 47: loss " in said and "rewound" not in said
-    assert (
-        "nothing is saved after it; the same command goes on from the checkpoint of step 40" in said
-    )
+    assert "stopped without saving; the same command resumes from the checkpoint of step 40" in said
     assert not (tmp_path / "run" / SKIPPED_FILE).exists()
 
 
@@ -212,8 +211,8 @@ def test_bad_batches_are_left_out_and_too_many_in_a_row_end_with_17(config_file,
     flags = "--train.num-steps 30 --checkpoint.every 10 --evaluation.every 0".split()
     fine = start("-c", POISONED, "5,6,15", config_file, *flags)
     assert fine.returncode == 0, fine.stderr
-    assert "WARNING    step 6: loss = nan: the update was left out" in fine.stdout
-    assert "(2 in a row, 2 in all)" in fine.stdout and "(1 in a row, 3 in all)" in fine.stdout
+    assert "WARNING    step 6: loss = nan: the update was skipped" in fine.stdout
+    assert "(2 in a row, 2 in total)" in fine.stdout and "(1 in a row, 3 in total)" in fine.stdout
     records = {r["step"]: r for r in records_of(run) if "loss" in r}
     assert records[6]["loss"] is None and records[30]["skipped"] == 3
     assert records[8]["learning_rate"] == pytest.approx(6e-3)  # the schedule waited
@@ -223,7 +222,7 @@ def test_bad_batches_are_left_out_and_too_many_in_a_row_end_with_17(config_file,
     stopped = start("-c", POISONED, "33,34,35", config_file, *flags, "--train.num-steps", "50")
     assert stopped.returncode == exit_codes.EXIT_NUMERICS == 17, stopped.stderr
     assert "bad numerics: step 36: loss = nan" in stopped.stderr
-    assert "3 updates in a row were left out, and guard.max_skips is 3" in stopped.stderr
+    assert "3 updates in a row were skipped, and guard.max_skips is 3" in stopped.stderr
     assert "Checkpoints of earlier steps are untouched" in stopped.stderr
     chex.assert_trees_all_equal(state_of(run), state, strict=True)
 

@@ -49,7 +49,7 @@ def run_of(config, only_devices):
 @pytest.fixture
 def flags_to_fit(run_of, published) -> list[str]:
     """What the error about another model says to add."""
-    with pytest.raises(ConfigError, match="holds a model with") as error:
+    with pytest.raises(ConfigError, match="contains a model with") as error:
         run_of(["--run.init-from", str(published)])
     assert "num_heads" not in str(error.value)  # what fits is not named
     return shlex.split(str(error.value).partition("Fix: ")[2].removesuffix("."))

@@ -72,10 +72,10 @@ def test_verdicts(run, again, capsys, monkeypatch):
     assert "step 25: batch 24, sequences [192, 200], from step 20 on mesh data=2" in told
     assert "elsewhere   loss" in told
 
-    assert again(NOISE + 1).startswith(f"data: batch {NOISE} (sequences 368 to 375) does it")
+    assert again(NOISE + 1).startswith(f"data: batch {NOISE} (sequences 368 to 375) causes it")
 
     change(run, 26, 7.5)  # as if a device had computed wrongly once
-    assert again(26).startswith("hardware, then: it does not happen again (recorded loss 7.5")
+    assert again(26).startswith("hardware, transient: it does not happen again (recorded loss 7.5")
 
     counter = itertools.count()
     monkeypatch.setattr(replay, "fingerprints", lambda tree: {"step": str(next(counter))})
@@ -95,7 +95,7 @@ def test_numerics_are_told_from_data(run, again, monkeypatch):
     lines = (run / RECENT_FILE).read_text().replace("NaN", "null")
     (run / RECENT_FILE).write_text(lines)
     monkeypatch.setattr(train_step, "loss_and_gradients", broken)
-    assert again(45).startswith("numerics: another batch does the same to this state")
+    assert again(45).startswith("numerics: another batch also fails from this state")
 
 
 def test_the_start_and_wrong_steps(run, again, only_devices):
@@ -104,7 +104,7 @@ def test_the_start_and_wrong_steps(run, again, only_devices):
     with pytest.raises(ConfigError, match=r"--step = 51: has no record in .* use one from 1 to 50"):
         again(51)
     options = replay.ReplayOptions(run=str(run), step=2)
-    with only_devices(1), pytest.raises(ConfigError, match="on 2 devices, and here are 1"):
+    with only_devices(1), pytest.raises(ConfigError, match="on 2 devices, but here are 1"):
         replay.replay(options)
     two_processes = replace(Config(), **{"run.cpu_devices": 2, "parallel.data": 4})
     assert replay.in_one_process(two_processes).run.cpu_devices == 4

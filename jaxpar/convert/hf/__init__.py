@@ -1,1 +1,1 @@
-"""Folders as transformers writes them."""
+"""Reads and writes model folders in the format of transformers."""

@@ -1,7 +1,7 @@
-"""config.json of a published model: read into our `ModelConfig`, and written from one.
+"""Converts the config.json of a published model to a `ModelConfig`, and back.
 
-What would make the model compute something that ours does not is refused by name; keys that change
-nothing in the function (token ids, dropout, initial values) are let through, and carried along.
+A key that makes the model compute something jaxpar does not support is refused by name. Keys that
+do not affect the function (token ids, dropout, initial values) are accepted, and kept for export.
 """
 
 import dataclasses
@@ -16,10 +16,10 @@ from jaxpar.convert.hf.tensor_layout import Entry
 from jaxpar.model.parameters import param_specs
 from jaxpar.sharding.params import flat
 
-#: Compute dtype of the model for the dtype that the weights are in.
+#: Compute dtype of the model, by dtype of the weights.
 COMPUTE_DTYPES = {"bfloat16": "bfloat16", "float16": "bfloat16", "float32": "float32"}
 
-#: Fields of the model that a published one says nothing about.
+#: Fields of the model that a published config.json does not determine.
 FREE_MODEL_FIELDS = {
     "init_std",
     "dtype",
@@ -28,12 +28,12 @@ FREE_MODEL_FIELDS = {
     "logits_dtype",
     "attention_backend",
     "attention_deterministic",
-    # Of no effect without experts; with them, each has a key or one value.
+    # Without effect in models without experts; with experts, each has a key or a fixed value.
     "experts_per_token",
     "normalize_experts",
 }
 
-#: Keys that change what a model computes, whatever its family, and their one value that ours has.
+#: Keys of any family that change what a model computes, and the only value that jaxpar supports.
 REQUIRED = {
     "quantization_config": None,
     "partial_rotary_factor": 1.0,
@@ -43,9 +43,9 @@ REQUIRED = {
 
 
 def family_of(values: Values) -> Family:
-    """The family that a config.json belongs to.
+    """Return the family of a config.json.
 
-    Raises:   ConfigError for an architecture without a table.
+    Raises:   ConfigError for an unsupported architecture.
     """
     known = {family.architecture: family for family in FAMILIES}
     names = values.get("architectures") or []
@@ -57,20 +57,20 @@ def family_of(values: Values) -> Family:
     raise refuse(
         "architectures",
         shown,
-        "is no architecture that jaxpar has",
+        "is not an architecture that jaxpar supports",
         f"use one of {', '.join(known)}",
     )
 
 
 def named_family(model_type: str) -> Family:
-    """The family of a `model_type`.
+    """Return the family with a `model_type`.
 
     Raises:   ConfigError for an unknown one.
     """
     known = {family.model_type: family for family in FAMILIES}
     if model_type not in known:
         fix = f"use one of {', '.join(known)}"
-        raise ConfigError("--family", model_type, "is no family that jaxpar has", fix)
+        raise ConfigError("--family", model_type, "is not a family that jaxpar supports", fix)
     return known[model_type]
 
 
@@ -78,15 +78,15 @@ def named_family(model_type: str) -> Family:
 
 
 def model_of(values: Values, family: Family) -> ModelConfig:
-    """Our fields of a config.json, with the compute dtype of its weights.
+    """Convert a config.json to a ModelConfig, with the compute dtype of its weights.
 
-    Raises:   ConfigError naming the key that is missing or that ours cannot compute.
+    Raises:   ConfigError that names the key that is missing or unsupported.
     """
     values = _with_defaults(values, family)
     for key, wanted in (REQUIRED | family.required).items():
         found = values.get(key, wanted)
         if found != wanted and found is not None:
-            raise refuse(key, found, "is not what jaxpar computes", f"use a model with {wanted!r}")
+            raise refuse(key, found, "is not supported by jaxpar", f"use a model with {wanted!r}")
     fields: Values = dict(family.fixed)
     for ours, key in family.fields.items():
         fields[ours] = _field(ours, key, values)
@@ -94,23 +94,24 @@ def model_of(values: Values, family: Family) -> ModelConfig:
     dtype = dtype_of(values)
     model = ModelConfig(**fields, dtype=COMPUTE_DTYPES[dtype])  # type: ignore[arg-type]
     if router_has_no_gradient(model):
-        rule = "gives each token one expert, with a weight of 1: its router could not be trained"
-        fix = "use a model with two or more, or without norm_topk_prob"
+        rule = "gives each token one expert, with a weight of 1: the router could not be trained"
+        fix = "use a model with at least 2, or without norm_topk_prob"
         raise refuse(family.fields["experts_per_token"], 1, rule, fix)
     return model
 
 
 def _with_defaults(values: Values, family: Family) -> Values:
-    """With what the family means by a key that is left out, or has another name."""
+    """Add the family's defaults for missing keys, and resolve aliases."""
     renamed = {key: values[other] for other, key in family.aliases.items() if other in values}
     return family.defaults | renamed | values
 
 
 def check_count(values: Values, family: Family, num_tensors: int) -> None:
-    """Each layer, and each expert of each, has a tensor at least: else their names alone might
-    fill the memory.
+    """Check that there is at least one tensor for each layer and each expert.
 
-    Raises:   ConfigError naming the key that asks for more than there are.
+    Otherwise, a damaged config.json could make the names of tensors fill the memory.
+
+    Raises:   ConfigError that names the key that requires more tensors than there are.
     """
     values, wanted = _with_defaults(values, family), 1
     for ours in ("num_layers", "num_experts"):
@@ -118,12 +119,12 @@ def check_count(values: Values, family: Family, num_tensors: int) -> None:
         count = values.get(key)
         wanted *= max(count, 1) if isinstance(count, int) else 1
         if wanted > num_tensors:
-            rule = f"asks for more tensors than the {num_tensors} that the files hold"
+            rule = f"asks for more tensors than the {num_tensors} in the files"
             raise refuse(key, count, rule, "use the config.json of these files")
 
 
 def _field(ours: str, key: str, values: Values) -> Any:
-    """A field's value; what old files leave out is worked out as `transformers` does."""
+    """Return the value of a field; for keys missing in old files, the default of `transformers`."""
     value = values.get(key)
     if value is None and ours == "head_dim":
         return values["hidden_size"] // max(values["num_attention_heads"], 1)
@@ -135,16 +136,16 @@ def _field(ours: str, key: str, values: Values) -> Any:
     kind = int if default is None else type(default)
     good = isinstance(value, int | float) if kind is float else isinstance(value, kind)
     if not good:
-        raise refuse(key, value, f"must be {kind.__name__}", "fetch the file again")
+        raise refuse(key, value, f"must be {kind.__name__}", "download the file again")
     return value
 
 
 def dtype_of(values: Values) -> str:
-    """The dtype that config.json says the weights are in; float32 when it does not say."""
+    """Return the dtype of the weights in config.json; float32 if it is not specified."""
     dtype = str(values.get("dtype") or values.get("torch_dtype") or "float32")
     dtype = dtype.removeprefix("torch.")
     if dtype not in COMPUTE_DTYPES:
-        raise refuse("dtype", dtype, "is not a dtype of weights that jaxpar reads", "use bfloat16")
+        raise refuse("dtype", dtype, "is not a dtype that jaxpar reads", "use bfloat16 weights")
     return dtype
 
 
@@ -152,46 +153,47 @@ def dtype_of(values: Values) -> str:
 
 
 def why_not(family: Family, m: ModelConfig) -> str | None:
-    """Why a family cannot express a model, naming the field; None when it can."""
+    """Return why a family cannot express a model, naming the field; None if it can."""
     for name, wanted in family.fixed.items():
         if getattr(m, name) != wanted:
-            return f"model.{name} = {getattr(m, name)}, and all of its models have {wanted}"
+            return f"model.{name} = {getattr(m, name)}, but all of its models have {wanted}"
     by_key: dict[str, tuple[str, Any]] = {}
     for ours, key in family.fields.items():
         name, value = by_key.setdefault(key, (ours, getattr(m, ours)))
         if getattr(m, ours) != value:
-            return f"model.{ours} = {getattr(m, ours)} and model.{name} = {value}: it has one key"
+            return f"model.{ours} = {getattr(m, ours)}, model.{name} = {value}: they share a key"
     others = FREE_MODEL_FIELDS | {*family.fields, *family.fixed, *layer_keys.fields(family)}
     for field in dataclasses.fields(ModelConfig):
         value = getattr(m, field.name)
         if field.name not in others and value != field.default:
-            return f"model.{field.name} = {value}, and its models have {field.default}"
+            return f"model.{field.name} = {value}, but its models have {field.default}"
     missing = set(flat(param_specs(m))) - {entry.path for entry in entry_table(family, m)}
     return f"no tensor for {', '.join(sorted(missing))}" if missing else None
 
 
 def choose_family(m: ModelConfig) -> Family:
-    """The first family that can express a model.
+    """Return the first family that can express a model.
 
-    Raises:   ConfigError, with each family's reason, when none can.
+    Raises:   ConfigError with a reason for each family, if none can.
     """
     reasons = {family.model_type: why_not(family, m) for family in FAMILIES}
     for family in FAMILIES:
         if reasons[family.model_type] is None:
             return family
     rule = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-    # An attention of one's own has no name in any format.
+    # A registered attention function has no name in any format.
     fix = "export it with `to-torch`, or " if m.attention == "softmax" else ""
     fix += "train a model of one of them"
-    raise ConfigError("RUN", "its model", f"is of no published family ({rule})", fix)
+    raise ConfigError("RUN", "its model", f"fits no published family ({rule})", fix)
 
 
 def config_json(m: ModelConfig, family: Family, carried: Values, dtype: str) -> Values:
-    """The config.json of a model.
+    """Make the config.json of a model.
 
-    Args:     carried: values to keep where a model's own fields do not decide: those of the folder
-              that it was imported from. dtype: of the weights on disk.
-    Returns:  RoPE in the current form and in the older one, which each reader ignores of the other.
+    Contains RoPE in the current and in the older form; readers ignore the form they do not know.
+
+    Args:     carried: values to keep unless the model's fields set them: those of the folder that
+              it was imported from. dtype: of the weights on disk.
     """
     own = {key: getattr(m, ours) for ours, key in family.fields.items()}
     own |= {"architectures": [family.architecture], "model_type": family.model_type}
@@ -204,9 +206,9 @@ def config_json(m: ModelConfig, family: Family, carried: Values, dtype: str) -> 
 
 
 def entry_table(family: Family, m: ModelConfig) -> list[Entry]:
-    """The family's entries for the parameters that a model has.
+    """Return the family's entries for the parameters of a model.
 
-    Dense and mixed feed-forwards have parameters of one name; the number of dimensions tells.
+    Parameters of dense and mixture-of-experts layers share names; their ranks differ.
     """
     rank = {path: len(spec.shape) for path, spec in flat(param_specs(m)).items()}
     return [entry for entry in family.entries if rank.get(entry.path) == len(entry.ours)]

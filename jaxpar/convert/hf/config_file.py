@@ -1,4 +1,4 @@
-"""config.json of a published model as values, and the error for one of them."""
+"""Reads the config.json of a published model, and makes errors about its values."""
 
 import json
 from pathlib import Path
@@ -11,9 +11,9 @@ type Values = dict[str, Any]
 CONFIG_FILE = "config.json"
 
 #: Kinds of values, in words.
-KINDS = {int: "a whole number", float: "a number", dict: "an object", list: "a list of names"}
+KINDS = {int: "an integer", float: "a number", dict: "an object", list: "a list of names"}
 
-#: What a key holds, where it is there and not null. Those of the families' `fields` are not here.
+#: The kind of each key's value, if it is present and not null; without the families' `fields`.
 HOLDS: dict[str, type] = {
     "architectures": list,
     "layer_types": list,
@@ -29,36 +29,36 @@ HOLDS: dict[str, type] = {
 
 
 def refuse(key: str, value: Any, rule: str, fix: str) -> ConfigError:
-    """The error for a key of config.json."""
+    """Make the error for a key of config.json."""
     return ConfigError(f"{CONFIG_FILE} {key}", value, rule, fix)
 
 
 def check_kind(key: str, value: Any, kind: type) -> None:
-    """Raises:   ConfigError when a key has a value of another kind; null is of any."""
+    """Raises:   ConfigError when a key has a value of another kind; null is always allowed."""
     good = isinstance(value, int | float if kind is float else kind)
     if kind is list and good:
         good = all(isinstance(name, str) for name in value)
     if value is not None and (not good or isinstance(value, bool)):
-        raise refuse(key, value, f"must be {KINDS[kind]}", "fetch the file again")
+        raise refuse(key, value, f"must be {KINDS[kind]}", "download the file again")
 
 
 def read_config_json(folder: Path) -> Values:
-    """The values of a folder's config.json.
+    """Read the values of a folder's config.json.
 
-    Raises:   ConfigError when there is none, it is not JSON, or a value is of another kind.
+    Raises:   ConfigError when it is missing or not JSON, or a value is of another kind.
     """
     path = folder / CONFIG_FILE
     if not path.is_file():
-        rule = f"has no {CONFIG_FILE}" if folder.is_dir() else "is no folder"
-        fix = "give a folder with config.json and .safetensors files, as published"
+        rule = f"has no {CONFIG_FILE}" if folder.is_dir() else "is not a folder"
+        fix = "use a published folder with config.json and .safetensors files"
         raise ConfigError("DIR", str(folder), rule, fix)
     try:
         values = json.loads(path.read_text("utf-8"))
     except ValueError as error:
-        fix = "fetch the file again"
+        fix = "download the file again"
         raise ConfigError(CONFIG_FILE, str(path), f"is not JSON ({error})", fix) from error
     if not isinstance(values, dict):
-        raise ConfigError(CONFIG_FILE, str(path), "is not a JSON object", "fetch the file again")
+        raise ConfigError(CONFIG_FILE, str(path), "is not a JSON object", "download the file again")
     for key, kind in HOLDS.items():
         check_kind(key, values.get(key), kind)
     return values

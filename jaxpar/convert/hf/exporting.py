@@ -1,4 +1,4 @@
-"""`to-hf`: a checkpoint of a run becomes a folder of a published family."""
+"""`to-hf`: exports a run's checkpoint as a folder of a published family."""
 
 import json
 from collections.abc import Callable
@@ -41,27 +41,27 @@ from jaxpar.model.flops import num_params
 from jaxpar.runtime.progress import Meter, meter
 from jaxpar.sharding.grid import grid
 
-#: Keys of config.json that mean the same in every family, and that no field of ours gives.
+#: Keys of config.json with the same meaning in every family, which no field of jaxpar sets.
 OF_ANY_FAMILY = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
 
-#: A file of weights is no larger, unless one tensor is.
+#: Maximum size of a weights file, unless a single tensor is larger.
 SHARD_BYTES = 5_000_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """A checkpoint, and how it is to be written down."""
+    """A checkpoint, and the format to export it in."""
 
     run: Path
     step: int
     config: Config
     family: Family
     dtype: str
-    """Of the weights on disk."""
+    """Dtype of the weights on disk."""
     carried: Values
-    """What the run's imported config.json says; of another family, what holds in each; or empty."""
+    """Values of the imported config.json; only OF_ANY_FAMILY for another family."""
     arrays: RunArrays
-    """The model's parameters; adapters are merged into them."""
+    """The model's parameters, with adapters merged into them."""
     entries: list[Entry]
     sizes: Sizes
 
@@ -71,7 +71,7 @@ class Export:
         return DTYPES[NAMES[self.dtype]].itemsize * num_params(self.config.model)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of each tensor, layer by layer as published files have them."""
+        """Return the name and shape of each tensor, layer by layer as in published files."""
         found: dict[str, tuple[int, ...]] = {}
         for entry in self.entries:
             found |= dict.fromkeys(tensor_names(entry, self.sizes), tensor_shape(entry, self.sizes))
@@ -84,11 +84,11 @@ def open_export(
     dtype: str | None = None,
     family: str | Family | None = None,
 ) -> Export:
-    """A checkpoint to export, every choice made.
+    """Open a checkpoint for export, and choose dtype and family.
 
-    Args:     step: None for the latest. dtype: None for the one that the run was imported with, or
-              the model's compute dtype. family: itself, or its `model_type`; None for the one that
-              the run was imported as, or the first that can express the model.
+    Args:     step: None for the latest. dtype: None for that of the imported weights, or the
+              model's compute dtype. family: a family or its `model_type`; None for that of the
+              imported model, or the first that can express the model.
     Raises:   ConfigError when there is no such checkpoint, or the family cannot express its model.
     """
     saved = checkpoint.read_saved(run, step)
@@ -113,14 +113,14 @@ def open_export(
 
 
 def choose(family: str | Family | None, m: ModelConfig, carried: Values) -> Family:
-    """The family to write a model as; arguments and errors as `open_export`."""
+    """Return the family to export a model as; arguments and errors as `open_export`."""
     if family is None:
         family = family_of(carried) if carried else choose_family(m)
     elif isinstance(family, str):
         family = named_family(family)
     reason = why_not(family, m)
     if reason is not None and family not in FAMILIES:
-        rule = f"cannot be written by to-torch ({reason})"
+        rule = f"cannot be exported by to-torch ({reason})"
         raise ConfigError("RUN", "its model", rule, "use a run of another model")
     if reason is not None:
         fix = f"use --family {choose_family(m).model_type}"
@@ -130,7 +130,7 @@ def choose(family: str | Family | None, m: ModelConfig, carried: Values) -> Fami
 
 
 def carried_values(imported: Values, family: Family) -> Values:
-    """The values of an imported config.json that are kept when the run is written as a family."""
+    """Return the values of an imported config.json to keep in an export to a family."""
     if imported.get("model_type") == family.model_type:
         return imported
     return {key: value for key, value in imported.items() if key in OF_ANY_FAMILY}
@@ -143,9 +143,9 @@ def to_hf(
     tolerance: float | None = selfcheck.TOLERANCE,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write the folder; it appears when it is complete, and checked.
+    """Write the folder. It appears when it is complete and checked.
 
-    Args:     log: called with what was done. tolerance: of the self-check; None for none.
+    Args:     log: called with each result. tolerance: of the self-check; None to skip it.
     Raises:   ConfigError when the folder is in use; CheckFailed.
     """
     refuse_used("DIR", folder)
@@ -168,7 +168,7 @@ def write_export(
 ) -> None:
     """Write config, tokenizer and weights into an empty folder.
 
-    Memory stays at a few times the largest piece that the checkpoint is stored in.
+    Needs memory for a few of the largest chunks in the checkpoint.
     """
     m, family = export.config.model, export.family
     copy_carried(export.run / CARRIED, folder)
@@ -186,7 +186,7 @@ def write_export(
 
 
 def own_values(cfg: Config) -> Values:
-    """What config.json says of a run beside the model's own fields, unless it was imported so."""
+    """Return the values of config.json other than the model's fields, unless they were imported."""
     return {
         "max_position_embeddings": cfg.data.seq_len,
         "initializer_range": cfg.model.init_std,
@@ -196,10 +196,10 @@ def own_values(cfg: Config) -> Values:
 
 
 def copy_out(export: Export, entry: Entry, stored: dict[str, Stored], progress: Meter) -> None:
-    """Copy one parameter, one stored piece after the other.
+    """Copy a parameter, chunk by chunk.
 
-    Raises:   ConfigError naming the tensor when a number is too large for the dtype; Damaged when
-              the parameter, now read whole, is not what was saved.
+    Raises:   ConfigError that names the tensor when a value is too large for the dtype; Damaged
+              when the parameter differs from what was saved.
     """
     arrays, sizes = export.arrays, export.sizes
     found = arrays.counted(entry.path)
@@ -211,12 +211,12 @@ def copy_out(export: Export, entry: Entry, stored: dict[str, Stored], progress: 
             with np.errstate(over="ignore"):
                 assign(part, values[place])
             if export.dtype == "float16" and np.isinf(part).any():
-                rule = "has numbers beyond 65,504, the largest of float16"
+                rule = "has values beyond 65,504, the largest float16"
                 raise ConfigError(name, "float16", rule, "use --dtype bfloat16")
             progress.advance(part.nbytes)
     arrays.compare(entry.path, str(found))
 
 
 def _in_order(name: str) -> list[tuple[int, int | str]]:
-    """A sorting key under which layer 10 comes after layer 9."""
+    """Return a sorting key that puts layer 10 after layer 9."""
     return [(0, int(part)) if part.isdigit() else (1, part) for part in name.split(".")]

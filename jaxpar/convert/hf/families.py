@@ -1,8 +1,8 @@
-"""The published families: a table each, read in both directions.
+"""The published families: one table for each, used for both import and export.
 
-A `Family` says how its config.json spells our fields (`config.py` reads that) and where its
-tensors go (`tensor_layout.py` explains an Entry). To add one, add a table; to support a new feature
-of a model, add its field and its parameter to the model first.
+A `Family` maps the fields of jaxpar to keys of config.json (used by `config.py`), and parameters to
+tensors (`tensor_layout.py` explains an Entry). To add a family, add a table. To support a new
+feature, first add its field and its parameter to the model.
 """
 
 from dataclasses import dataclass, field
@@ -65,7 +65,7 @@ GEMMA_NORMS = (
     Entry("layers/mlp_post_norm", _LAYER + "post_feedforward_layernorm.weight", "LD", "D"),
 )
 
-#: Fields that every family spells alike.
+#: Fields whose keys are the same in every family.
 COMMON = {
     "num_layers": "num_hidden_layers",
     "d_model": "hidden_size",
@@ -81,30 +81,30 @@ COMMON = {
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """How a published family writes a model down."""
+    """The format of a published family of models."""
 
     model_type: str
     """`model_type` of its config.json."""
     architecture: str
-    """The class that `architectures` names."""
+    """The class in `architectures`."""
     entries: tuple[Entry, ...]
-    """Every parameter that a model of it may have."""
+    """All parameters that a model of the family may have."""
     fields: dict[str, str]
-    """Our fields of the model, and their keys in config.json."""
+    """Keys of config.json, by field of ModelConfig."""
     same_as: dict[str, str] = field(default_factory=dict)
-    """Our fields that may be None, for the value of another; config.json has that value."""
+    """Fields where None stands for the value of another field, which config.json contains."""
     fixed: dict[str, Any] = field(default_factory=dict)
-    """Our fields that have one value in all of its models."""
+    """Fields with the same value in all models of the family."""
     defaults: dict[str, Any]
-    """What a key of config.json means when it is left out."""
+    """Defaults of missing keys in config.json."""
     required: dict[str, Any] = field(default_factory=dict)
-    """Keys that may have no other value, since the model would compute something else."""
+    """Keys with the only supported value; with another, the model would compute something else."""
     aliases: dict[str, str] = field(default_factory=dict)
-    """Other names of keys, which some versions of `transformers` write: {other: key}."""
+    """Alternative names of keys in some versions of `transformers`: {other: key}."""
     sliding: bool = False
-    """Whether its layers may have a sliding window."""
+    """Whether layers may have a sliding window."""
     two_kinds: bool = False
-    """Whether some of them may have none, and a rotary base of their own."""
+    """Whether layers with a window may alternate with global ones that have another RoPE base."""
 
 
 _SILU = {"hidden_act": "silu"}
@@ -202,7 +202,7 @@ QWEN3_MOE = Family(
         "num_experts_per_tok": 8,
         "norm_topk_prob": False,
     },
-    # Every layer has experts, and none a window.
+    # Every layer has experts, and no layer has a sliding window.
     required=_SILU | {"decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False},
     aliases={"num_local_experts": "num_experts"},
 )
@@ -248,5 +248,5 @@ GEMMA3 = Family(
     two_kinds=True,
 )
 
-#: In this order, the first that can express a model is its family, unless another is asked for.
+#: The first family in this order that can express a model is its default.
 FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, GEMMA3)

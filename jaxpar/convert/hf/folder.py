@@ -1,4 +1,4 @@
-"""A folder of a published model: its tensors, found and checked before any of them is read."""
+"""Finds and checks the tensors in the folder of a published model, before any is read."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from jaxpar.convert.safetensors_file import AGAIN, DTYPES, NAMES, Stored, create
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-#: What is copied along beside the weights, both ways.
+#: Files that are copied along with the weights, on import and export.
 CARRIED_FILES = (
     "config.json",
     "generation_config.json",
@@ -29,38 +29,38 @@ CARRIED_FILES = (
     "chat_template.json",
 )
 
-#: Files that only unpickling reads, which runs whatever code they hold.
+#: Files that can only be unpickled, which may run arbitrary code.
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
-#: Tensors that hold no weights: the rotary frequencies that files of 2023 carry along.
+#: Tensors that are not weights: rotary frequencies, in files of 2023.
 DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
-#: Names that an error lists at most.
+#: Maximum number of names in an error.
 SHOWN = 3
 
 
 class Tensors:
-    """The tensors of a folder by name, each a memory map when it is asked for."""
+    """The tensors of a folder by name. Each is opened as a memory map."""
 
     def __init__(self, stored: dict[str, Stored]):
         self.stored = stored
 
     def open(self, name: str) -> np.ndarray:
-        """The tensor, read only."""
+        """Open a tensor, read-only."""
         return self.stored[name].open()
 
     def dtype(self) -> str:
-        """The dtype of all tensors, or float32, which holds every number of mixed ones."""
+        """Return the dtype of the tensors; float32 if it is mixed, which represents all values."""
         there = {stored.dtype for stored in self.stored.values()}
         same = [name for name, code in NAMES.items() if there == {code}]
         return same[0] if same else "float32"
 
 
 def find_tensors(folder: Path) -> Tensors:
-    """Every tensor of a folder that holds weights, from the headers of its files.
+    """Find all tensors with weights in a folder, from the headers of its files.
 
-    Raises:   ConfigError naming the file that is missing, truncated or a pickle, or the tensor that
-              is not where the index says.
+    Raises:   ConfigError that names the file that is missing, truncated or a pickle, or the tensor
+              that is not in the file given by the index.
     """
     if (folder / INDEX_FILE).is_file():
         return Tensors(_weights_of(_indexed(folder)))
@@ -68,49 +68,49 @@ def find_tensors(folder: Path) -> Tensors:
         return Tensors(_weights_of(read_header(folder / SINGLE_FILE)))
     pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
     if pickles:
-        rule = "is a pickle, which runs whatever code its author put into it when it is read"
+        rule = "is a pickle, which may run arbitrary code when it is read"
         fix = "use the model's .safetensors files"
         raise ConfigError("DIR", str(folder / pickles[0]), rule, fix)
-    rule = f"holds neither {SINGLE_FILE} nor {INDEX_FILE}"
-    raise ConfigError("DIR", str(folder), rule, "give a folder of a published model")
+    rule = f"contains neither {SINGLE_FILE} nor {INDEX_FILE}"
+    raise ConfigError("DIR", str(folder), rule, "use the folder of a published model")
 
 
 def _weights_of(stored: dict[str, Stored]) -> dict[str, Stored]:
-    """The tensors but DERIVED ones, which may be float32 where all weights have 16 bits."""
+    """Drop DERIVED tensors, which may be float32 although all weights have 16 bits."""
     return {name: where for name, where in stored.items() if not DERIVED.fullmatch(name)}
 
 
 def _indexed(folder: Path) -> dict[str, Stored]:
-    """The tensors of the files that an index names."""
+    """Find the tensors of the files in an index."""
     path = folder / INDEX_FILE
     try:
         where = json.loads(path.read_text("utf-8"))["weight_map"]
         files = sorted(set(where.values()))
         if not all(isinstance(name, str) for name in files):
-            raise TypeError(f"{files[0]!r} is no file's name")
+            raise TypeError(f"{files[0]!r} is not a file name")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(INDEX_FILE, str(path), f"is damaged ({error!r})", AGAIN) from error
     found: dict[str, Stored] = {}
     for name in files:
         file = folder / name
         if Path(name).name != name or not file.is_file():
-            raise ConfigError(INDEX_FILE, name, "is not in the folder", "fetch that file too")
+            raise ConfigError(INDEX_FILE, name, "is not in the folder", "download that file, too")
         for tensor, stored in read_header(file).items():
             if where.get(tensor) != name:
-                rule = f"lies in {name}, and {INDEX_FILE} says {where.get(tensor)}"
-                raise ConfigError(tensor, list(stored.shape), rule, "fetch the folder again")
+                rule = f"is in {name}, but {INDEX_FILE} says {where.get(tensor)}"
+                raise ConfigError(tensor, list(stored.shape), rule, "download the folder again")
             found[tensor] = stored
     for tensor, name in where.items():
         if tensor not in found:
-            rule = f"is not in {name}, where {INDEX_FILE} says it is"
-            raise ConfigError(tensor, None, rule, "fetch the folder again")
+            rule = f"is not in {name}, contrary to {INDEX_FILE}"
+            raise ConfigError(tensor, None, rule, "download the folder again")
     return found
 
 
 def check_tensors(tensors: Tensors, entries: Iterable[Entry], sizes: Sizes) -> None:
-    """The folder holds the tensors of the entries, in their shapes, and no others.
+    """Check that a folder contains exactly the tensors of the entries, with their shapes.
 
-    Raises:   ConfigError naming the first tensors that are missing, extra or of another shape.
+    Raises:   ConfigError that names the first tensors that are missing, extra or of another shape.
     """
     there = {name: s.shape for name, s in tensors.stored.items()}
     wanted: dict[str, tuple[int, ...]] = {}
@@ -119,7 +119,7 @@ def check_tensors(tensors: Tensors, entries: Iterable[Entry], sizes: Sizes) -> N
     missing = [name for name in wanted if name not in there]
     if missing:
         rule = "is missing from the model's files"
-        raise ConfigError(_some(missing), None, rule, "fetch the folder again")
+        raise ConfigError(_some(missing), None, rule, "download the folder again")
     tied = "head" not in {entry.path for entry in entries}
     extra = [name for name in there if name not in wanted]
     if tied and extra == ["lm_head.weight"]:
@@ -131,21 +131,21 @@ def check_tensors(tensors: Tensors, entries: Iterable[Entry], sizes: Sizes) -> N
         raise ConfigError(_some(extra), list(there[extra[0]]), rule, fix)
     for name, shape in wanted.items():
         if there[name] != shape:
-            rule = f"must be of shape {list(shape)}, by config.json"
+            rule = f"must be of shape {list(shape)} according to config.json"
             raise ConfigError(name, list(there[name]), rule, "use the config.json of these files")
 
 
 def _check_tied(tensors: Tensors) -> None:
-    """A tied model's head, if the files have one, is its embedding."""
+    """Check that the head of a tied model, if it is in the files, equals the embedding."""
     head, embed = tensors.open("lm_head.weight"), tensors.open("model.embed_tokens.weight")
     if head.shape != embed.shape or not all(map(np.array_equal, head, embed)):
         rule = "must be the embedding: config.json has tie_word_embeddings"
-        fix = "set tie_word_embeddings to false in config.json, if the head is its own"
+        fix = "set tie_word_embeddings to false in config.json if the head is separate"
         raise ConfigError("lm_head.weight", list(head.shape), rule, fix)
 
 
 def _some(names: list[str]) -> str:
-    """The first names, and how many more there are."""
+    """List the first names, and the number of others."""
     more = len(names) - SHOWN
     return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
 
@@ -153,9 +153,9 @@ def _some(names: list[str]) -> str:
 def create_tensors(
     folder: Path, shapes: dict[str, tuple[int, ...]], dtype: str, shard_bytes: int
 ) -> dict[str, Stored]:
-    """Files with room for tensors: one, or several with an index if they exceed `shard_bytes`.
+    """Create files with space for tensors: one, or several and an index beyond `shard_bytes`.
 
-    Args:     shapes: of each tensor, in the order in which they are laid out. dtype: of all.
+    Args:     shapes: shape of each tensor, in the order of the file. dtype: of all tensors.
     """
     item = DTYPES[NAMES[dtype]].itemsize
     parts: list[dict[str, tuple[int, ...]]] = [{}]

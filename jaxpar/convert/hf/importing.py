@@ -1,4 +1,4 @@
-"""`from-hf`: a folder of a published model becomes a run with one checkpoint, of step 0."""
+"""`from-hf`: converts the folder of a published model to a run with a checkpoint of step 0."""
 
 import dataclasses
 import json
@@ -38,23 +38,23 @@ from jaxpar.runtime.progress import Meter, meter
 from jaxpar.sharding.fingerprint import RunningFingerprint
 from jaxpar.sharding.grid import grid
 
-#: Numbers that are in memory at a time: 64 MiB of float32.
+#: Number of values in memory at the same time: 64 MiB of float32.
 PIECE = 1 << 24
 
-#: Longest training sequence of an imported run by default; a command line may ask for more.
+#: Maximum default sequence length of an imported run; the command line may set a larger one.
 MAX_SEQ_LEN = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedModel:
-    """A published model, found and checked; nothing of it has been read but headers."""
+    """A published model, found and checked. Only headers have been read."""
 
     folder: Path
     values: Values
-    """Of its config.json, with the dtype that the tensors have."""
+    """Values of its config.json, with the dtype of the tensors."""
     family: Family
     config: Config
-    """The model, with the defaults of everything else."""
+    """The model, with defaults for all other fields."""
     entries: list[Entry]
     sizes: Sizes
     tensors: Tensors
@@ -71,16 +71,16 @@ class PublishedModel:
 
 
 def open_source(folder: str | Path) -> PublishedModel:
-    """A folder of a published model, every tensor known to be there and in shape.
+    """Open the folder of a published model, and check that all tensors exist, with their shapes.
 
-    Raises:   ConfigError naming the key of config.json, the tensor or the file that is wrong.
+    Raises:   ConfigError that names the key of config.json, the tensor or the file that is wrong.
     """
     folder = Path(folder)
     values = read_config_json(folder)
     family = family_of(values)
     dtype_of(values)
     tensors = find_tensors(folder)
-    # Files are often in another dtype than their config.json says, or it says none.
+    # The dtype in config.json often differs from that of the files, or is missing.
     values |= {"dtype": tensors.dtype(), "torch_dtype": tensors.dtype()}
     check_count(values, family, len(tensors.stored))
     model = model_of(values, family)
@@ -111,11 +111,11 @@ def from_hf(
     log: Callable[[str], None],
     tolerance: float | None = selfcheck.TOLERANCE,
 ) -> PublishedModel:
-    """Convert a published model into a run.
+    """Convert a published model to a run.
 
-    Memory stays at a few times PIECE. The run appears when it is complete.
+    Needs memory for a few times PIECE values. The run appears when it is complete.
 
-    Args:     log: called with what was done. tolerance: of the self-check; None for none.
+    Args:     log: called with each result. tolerance: of the self-check; None to skip it.
     Raises:   ConfigError as `open_source`, and when the run's folder is in use; CheckFailed.
     """
     source, run_dir = open_source(folder), Path(run_dir)
@@ -136,10 +136,10 @@ def from_hf(
 def fill_run(
     folder: Path, cfg: Config, parts: Sequence[PublishedModel], log: Callable[[str], None]
 ) -> None:
-    """Write all of a run into an empty folder: its checkpoint, config, and what came with it.
+    """Write a complete run into an empty folder: its checkpoint, config and tokenizer files.
 
-    Args:     parts: the published model, and what is kept beside its parameters, if anything.
-              log: called with how much was read.
+    Args:     parts: the published model, and its adapters, if any. log: called with the size and
+              speed of reading.
     """
     source, about = parts[0], about_import(cfg)
     placed = [(part, entry) for part in parts for entry in part.entries]
@@ -155,14 +155,14 @@ def fill_run(
 
 
 def source_config(source: PublishedModel, run_dir: Path) -> Config:
-    """The config of the run that a published model becomes."""
+    """Return the config of the run for a published model."""
     return dataclasses.replace(source.config, run=RunConfig(dir=str(run_dir)))
 
 
 def copy_in(
     source: PublishedModel, entry: Entry, arrays: RunArrays, progress: Meter
 ) -> RunningFingerprint:
-    """Copy one parameter, chunk by chunk. Returns its fingerprint."""
+    """Copy a parameter, chunk by chunk. Returns its fingerprint."""
     found = arrays.counted(entry.path)
     shape = shape_of(entry.ours, source.sizes)
     for box in grid(shape, arrays.chunk(entry.path)):

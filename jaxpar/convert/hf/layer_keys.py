@@ -1,8 +1,9 @@
 """The keys of config.json about layers: RoPE, sliding windows, and layers of two kinds.
 
-RoPE has two forms. Current: `rope_parameters` holds all of it, and where there are two kinds of
-layers, of each kind by name. Older: `rope_theta` and `rope_scaling`, and `rope_local_base_freq` for
-the layers with a window. Either is read; both are written, and readers ignore the other.
+RoPE has two forms. In the current form, `rope_parameters` holds all values, by kind of layer if
+there are two kinds. In the older form, there are `rope_theta` and `rope_scaling`, and
+`rope_local_base_freq` for layers with a window. Import reads either form. Export writes both, and
+readers ignore the form they do not know.
 """
 
 import sys
@@ -16,7 +17,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def fields(family: Family) -> set[str]:
-    """Our fields of the model that these keys give, in a family."""
+    """Return the fields of ModelConfig that these keys set, in a family."""
     found = {"rope_theta", "rope_scaling"}
     if family.sliding:
         found |= {"sliding_window"}
@@ -24,14 +25,14 @@ def fields(family: Family) -> set[str]:
 
 
 def read(values: Values, family: Family, num_layers: int) -> Values:
-    """Those fields.
+    """Read these fields.
 
-    Raises:   ConfigError naming the key that ours cannot express.
+    Raises:   ConfigError that names the key that is not supported.
     """
     kinds = values.get("layer_types")
     if kinds is not None and family.sliding and len(kinds) != num_layers:
-        rule = f"names {len(kinds)} layers, and num_hidden_layers is {num_layers}"
-        raise refuse("layer_types", kinds, rule, "fetch the file again")
+        rule = f"names {len(kinds)} layers, but num_hidden_layers is {num_layers}"
+        raise refuse("layer_types", kinds, rule, "download the file again")
     rope = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
     if family.two_kinds:
         return _read_two_kinds(values, rope, num_layers)
@@ -41,7 +42,7 @@ def read(values: Values, family: Family, num_layers: int) -> Values:
 
 
 def _read_two_kinds(values: Values, rope: Values, num_layers: int) -> Values:
-    """Every so many layers, one is without a window; the others have a rotary base of their own."""
+    """Read a pattern in which every Nth layer is global; the others have another RoPE base."""
     for kind in (FULL, SLIDING):
         check_kind(f"rope_parameters {kind}", rope.get(kind), dict)
     of_all = dict(rope.get(FULL) or {}) if FULL in rope else rope
@@ -50,7 +51,7 @@ def _read_two_kinds(values: Values, rope: Values, num_layers: int) -> Values:
     key = "rope_local_base_freq"
     local, local_scaling = read_rope(of_local, values.get(key), key)
     if scaling is not None or local_scaling is not None:
-        rule = "is a RoPE scaling that jaxpar has for layers of one kind only"
+        rule = "is a RoPE scaling that jaxpar supports only if all layers are of one kind"
         raise refuse("rope_type", "llama3", rule, "use a model with rope_type default")
     window, every = values.get("sliding_window"), values.get("sliding_window_pattern")
     kinds = values.get("layer_types")
@@ -61,7 +62,7 @@ def _read_two_kinds(values: Values, rope: Values, num_layers: int) -> Values:
         raise refuse("sliding_window_pattern", every, "must be 1 or more", fix)
     pattern = [FULL if every and (i + 1) % every == 0 else SLIDING for i in range(num_layers)]
     if kinds is not None and kinds != pattern:
-        rule = "is no pattern that repeats"
+        rule = "is not a repeating pattern"
         raise refuse("layer_types", kinds, rule, "use a model in which every Nth layer is full")
     if window is None or set(pattern) == {FULL}:
         return {"rope_theta": theta, "rope_scaling": None, "sliding_window": None}
@@ -74,30 +75,30 @@ def _read_two_kinds(values: Values, rope: Values, num_layers: int) -> Values:
 def read_rope(
     rope: Values, theta: Any, key: str = "rope_theta"
 ) -> tuple[float, RopeScaling | None]:
-    """Base and scaling of the rotary frequencies.
+    """Read the base and scaling of the rotary frequencies.
 
     Args:     rope: `rope_parameters`, or the older `rope_scaling`; its `rope_type` was once `type`.
-              theta: the base, where `rope` does not hold it. key: its name.
+              theta: the base, unless `rope` contains it. key: its key.
     """
     check_kind("rope_theta", rope.get("rope_theta"), float)
     if rope.get("rope_theta") is not None:
         theta, key = rope["rope_theta"], "rope_theta"
     theta = 10_000.0 if theta is None else theta
     if not 0 < theta <= sys.float_info.max:
-        raise refuse(key, theta, "must be above 0, and finite", "fetch the file again")
+        raise refuse(key, theta, "must be above 0, and finite", "download the file again")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        rule = "is not what jaxpar computes"
+        rule = "is not supported by jaxpar"
         raise refuse("partial_rotary_factor", rope["partial_rotary_factor"], rule, "use 1.0")
     if kind == "default":
         return float(theta), None
     if kind != "llama3":
         fix = "use a model with rope_type default or llama3"
-        raise refuse("rope_type", kind, "is a RoPE scaling that jaxpar does not have", fix)
+        raise refuse("rope_type", kind, "is a RoPE scaling that jaxpar does not support", fix)
     keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     for key in keys:
         if not isinstance(rope.get(key), int | float):
-            raise refuse(key, rope.get(key), "must be a number, for rope_type llama3", "add it")
+            raise refuse(key, rope.get(key), "must be a number for rope_type llama3", "add it")
     factor, low, high, original = (rope[key] for key in keys)
     scaling = RopeScaling(
         factor=float(factor),
@@ -109,7 +110,7 @@ def read_rope(
 
 
 def _read_alike(values: Values, num_layers: int) -> int | None:
-    """The sliding window, if every layer has it; None if none has.
+    """Return the sliding window if all layers have it; None if no layer has one.
 
     Raises:   ConfigError when only some layers have one.
     """
@@ -123,13 +124,13 @@ def _read_alike(values: Values, num_layers: int) -> int | None:
     if set(kinds) == {"full_attention"}:
         return None
     if set(kinds) != {"sliding_attention"}:
-        rule = "gives a window to some layers only, which jaxpar does not have"
+        rule = "applies to some layers only, which jaxpar does not support in this family"
         raise refuse("sliding_window", window, rule, "use a model with one kind of layer")
     return int(window)
 
 
 def write(m: ModelConfig, family: Family) -> Values:
-    """The keys for a model, in both forms."""
+    """Return the keys for a model, in both forms."""
     if family.two_kinds:
         return _write_two_kinds(m)
     found = _write_rope(m)
@@ -137,7 +138,7 @@ def write(m: ModelConfig, family: Family) -> Values:
 
 
 def _write_two_kinds(m: ModelConfig) -> Values:
-    """As `_read_two_kinds`."""
+    """Return the keys that `_read_two_kinds` reads."""
     local = m.rope_theta if m.local_rope_theta is None else m.local_rope_theta
     if m.sliding_window is None:
         kinds = [FULL] * m.num_layers
@@ -160,7 +161,7 @@ def _write_two_kinds(m: ModelConfig) -> Values:
 
 
 def _write_rope(m: ModelConfig) -> Values:
-    """RoPE where all layers are alike."""
+    """Return the RoPE keys for a model with one kind of layer."""
     scaling: Values = {"rope_type": "default"}
     if m.rope_scaling is not None:
         s = m.rope_scaling
@@ -180,7 +181,7 @@ def _write_rope(m: ModelConfig) -> Values:
 
 
 def _write_alike(m: ModelConfig, family: Family) -> Values:
-    """The keys of a sliding window, in each way that a family's readers look for it."""
+    """Return the keys of a sliding window, in all forms that readers of the family expect."""
     if "use_sliding_window" not in family.defaults:
         return {"sliding_window": m.sliding_window}
     on = m.sliding_window is not None

@@ -1,4 +1,4 @@
-"""A published folder straight onto a mesh: no checkpoint between, each host reads its part."""
+"""Loads a published folder onto a mesh without a checkpoint. Each host reads only its shards."""
 
 import math
 from collections.abc import Callable
@@ -19,14 +19,14 @@ from jaxpar.step.state import TrainState, state_shardings, to_running
 
 
 def load_params(source: PublishedModel, cfg: Config, mesh: Mesh, log: Callable[[str], None]) -> Any:
-    """A published model's parameters, as `checkpoint.restore_params` gives a run's.
+    """Load the parameters of a published model, as `checkpoint.restore_params` does for a run.
 
-    Memory on the host is that of one device's shard of the largest parameter.
+    The host needs memory for one device's shard of the largest parameter.
 
     Args:     source: from `importing.open_source`. cfg: a resolved config with the source's model;
-              fields that change no weights may differ. log: called with what was read.
+              fields that do not affect the weights may differ. log: called with what was read.
     Returns:  the parameters in running order, float32, sharded as `state.state_shardings`.
-    Raises:   ConfigError naming the first field of the model that differs.
+    Raises:   ConfigError that names the first field of the model that differs.
     """
     check_model(source, cfg)
     to = flat(state_shardings(cfg, mesh).params)
@@ -39,7 +39,7 @@ def load_params(source: PublishedModel, cfg: Config, mesh: Mesh, log: Callable[[
 
 
 def check_model(source: PublishedModel, cfg: Config) -> None:
-    """Raises:   ConfigError naming the first field of the model that differs from the source's."""
+    """Raises:   ConfigError that names the first field that differs from the source's model."""
     for path in MODEL_FIELDS:
         now, there = value_of(cfg, path), value_of(source.config, path)
         if now != there:
@@ -48,7 +48,7 @@ def check_model(source: PublishedModel, cfg: Config) -> None:
 
 
 def _load(source: PublishedModel, entry: Entry, to: NamedSharding, progress: Meter) -> jax.Array:
-    """One parameter, a shard at a time: read once, put on the devices that hold it, let go."""
+    """Load a parameter shard by shard: read it once, put it on all its devices, and free it."""
     shape = shape_of(entry.ours, source.sizes)
     placed: list[jax.Array] = []
     for box, devices in shards_here(shape, to):
@@ -60,7 +60,7 @@ def _load(source: PublishedModel, entry: Entry, to: NamedSharding, progress: Met
 
 
 def shards_here(shape: tuple[int, ...], to: NamedSharding) -> list[tuple[Box, list[jax.Device]]]:
-    """The distinct shards of an array that this process's devices hold, and which hold each."""
+    """Return the distinct shards of an array on this process's devices, each with its devices."""
     found: dict[str, tuple[Box, list[jax.Device]]] = {}
     for device, index in to.addressable_devices_indices_map(shape).items():
         assert index is not None
@@ -70,6 +70,6 @@ def shards_here(shape: tuple[int, ...], to: NamedSharding) -> list[tuple[Box, li
 
 
 def _bytes_here(source: PublishedModel, entry: Entry, to: NamedSharding) -> int:
-    """Bytes of those shards."""
+    """Return the size of these shards, in bytes."""
     shape = shape_of(entry.ours, source.sizes)
     return sum(4 * math.prod(s.stop - s.start for s in box) for box, _ in shards_here(shape, to))

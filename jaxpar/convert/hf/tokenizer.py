@@ -1,4 +1,4 @@
-"""The tokenizer that goes with a run's weights: read from it, and written for `transformers`."""
+"""The tokenizer of a run's weights: read from the run, and written for `transformers`."""
 
 import json
 from collections.abc import Callable
@@ -21,7 +21,7 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 def write(cfg: Config, folder: Path, log: Callable[[str], None]) -> dict[str, Any]:
     """Write the tokenizer of the run's data, and generation_config.json.
 
-    Args:     log: called when the data is gone, and the folder has no tokenizer.
+    Args:     log: called if the data is missing; the folder then gets no tokenizer.
     Returns:  keys of config.json: the ids of special tokens.
     """
     try:
@@ -45,7 +45,7 @@ def write(cfg: Config, folder: Path, log: Callable[[str], None]) -> dict[str, An
 
 
 def tokenizer_of_run(run_dir: str | Path, cfg: Config) -> Tokenizer:
-    """The tokenizer of a run: the one that was imported with its weights, or its data's.
+    """Load the tokenizer of a run: the one imported with its weights, or that of its data.
 
     Raises:   ConfigError when it is missing, or its end of text is unknown.
     """
@@ -56,10 +56,10 @@ def tokenizer_of_run(run_dir: str | Path, cfg: Config) -> Tokenizer:
 
 
 def begin_of_prompts(run_dir: str | Path, cfg: Config, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Ids that stand before a prompt: what stood before the texts that the model has learnt.
+    """Return the ids to put before a prompt: those before the texts that the model was trained on.
 
-    Of an imported run, what its tokenizer puts there; of any other, the same if its documents begin
-    with it.
+    For an imported run, these are the tokenizer's. For any other run, they are the same if its
+    documents begin with them, or else none.
 
     Raises:   ConfigError when the documents cannot be read.
     """
@@ -70,28 +70,28 @@ def begin_of_prompts(run_dir: str | Path, cfg: Config, tokenizer: Tokenizer) -> 
 
 
 def tokenizer_in(folder: Path, named: str) -> Tokenizer:
-    """The tokenizer of a published folder.
+    """Load the tokenizer of a published folder.
 
-    Args:     named: how the user named the model, for the error.
+    Args:     named: the user's name of the model, for errors.
     Raises:   ConfigError as `tokenizer_of_run`.
     """
     if not (folder / TOKENIZER_FILE).is_file():
-        rule = f"came without a {TOKENIZER_FILE}"
-        raise ConfigError("RUN", named, rule, f"put the model's into {folder}")
+        rule = f"has no {TOKENIZER_FILE}"
+        raise ConfigError("RUN", named, rule, f"copy that of the model to {folder}")
     try:
         eos = _eos_token(folder)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        rule = f"came with a {TOKENIZER_CONFIG} that cannot be read ({error!r})"
-        raise ConfigError("RUN", named, rule, f"put the model's into {folder}") from error
+        rule = f"has a {TOKENIZER_CONFIG} that cannot be read ({error!r})"
+        raise ConfigError("RUN", named, rule, f"copy that of the model to {folder}") from error
     try:
         return read_tokenizer_json(folder / TOKENIZER_FILE, eos)
-    except ConfigError as error:  # it names options of the program that prepares data
-        fix = f"put the model's into {folder}, with its eos_token in {TOKENIZER_CONFIG}"
+    except ConfigError as error:  # its fix names options of `python -m jaxpar.data prepare`
+        fix = f"copy that of the model to {folder}, with its eos_token in {TOKENIZER_CONFIG}"
         raise ConfigError("RUN", named, f"its {TOKENIZER_FILE} {error.rule}", fix) from error
 
 
 def _eos_token(folder: Path) -> str | None:
-    """The text of the end-of-text token that a folder names, alone or with how it is matched."""
+    """Read a folder's end-of-text token, which is given as a string or as an object."""
     about = folder / TOKENIZER_CONFIG
     eos = json.loads(about.read_text("utf-8")).get("eos_token") if about.is_file() else None
     eos = eos["content"] if isinstance(eos, dict) else eos
@@ -101,7 +101,7 @@ def _eos_token(folder: Path) -> str | None:
 
 
 def bytes_as_json(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
-    """The tokenizer of plain bytes as a tokenizer.json: a BPE of 256 bytes that merges nothing."""
+    """Convert the byte tokenizer to a tokenizer.json: a BPE of 256 bytes without merges."""
     vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
     found = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
     found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
@@ -114,7 +114,7 @@ def bytes_as_json(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
 
 
 def _byte_characters() -> list[str]:
-    """The character that stands for each byte in a byte-level BPE.
+    """Return the character for each byte in a byte-level BPE.
 
     Source:   Radford et al. 2019, `bytes_to_unicode` of GPT-2's encoder: printable bytes stand for
               themselves, the others for the characters from 256 on.

@@ -1,1 +1,1 @@
-"""Adapters as PEFT writes them."""
+"""Reads and writes adapters in the format of PEFT."""

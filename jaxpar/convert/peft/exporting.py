@@ -1,6 +1,6 @@
-"""`to-peft`: a run's adapters as a folder of PEFT, beside the model that they were trained on.
+"""`to-peft`: exports a run's adapters as a PEFT folder, without their base model.
 
-    adapter_config.json          rank, alpha, which modules
+    adapter_config.json          rank, alpha, names of modules
     adapter_model.safetensors    base_model.model.model.layers.{L}.self_attn.q_proj.lora_A.weight,
                                  [R, in], lora_B.weight, [out, R], and so on
 
@@ -36,12 +36,12 @@ from jaxpar.runtime.progress import meter
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
 
-#: Before the name that a module has in its model.
+#: PEFT's prefix of module names.
 _PREFIX = "base_model.model."
 
 
 def adapter_entries(family: Family, cfg: Config) -> list[Entry]:
-    """Where the adapters of a run lie in PEFT's file."""
+    """Return the entries of a run's adapters in PEFT's file."""
     of_matrix = {entry.path: entry for entry in family.entries}
     found = []
     for target in cfg.lora.targets.split(","):
@@ -58,7 +58,7 @@ def adapter_entries(family: Family, cfg: Config) -> list[Entry]:
 
 
 def adapter_config(family: Family, cfg: Config, base: str | None) -> dict[str, Any]:
-    """adapter_config.json; only keys that every version of PEFT knows."""
+    """Make adapter_config.json, with only keys that every version of PEFT knows."""
     names = {entry.path: entry.name.split(".")[-2] for entry in family.entries}
     alpha = cfg.lora.alpha
     return {
@@ -79,7 +79,7 @@ def adapter_config(family: Family, cfg: Config, base: str | None) -> dict[str, A
 
 
 def base_of(cfg: Config) -> str | None:
-    """The published folder that a run began with; None if it began with something else."""
+    """Return the published folder that a run started from; None if there is none."""
     folder = cfg.run.init_from
     return folder if folder and not saved_steps(folder) else None
 
@@ -91,16 +91,16 @@ def to_peft(
     base: str | None = None,
     tolerance: float | None = selfcheck.TOLERANCE,
 ) -> None:
-    """Write the folder; it appears when it is complete, and checked.
+    """Write the folder. It appears when it is complete and checked.
 
-    Args:     export: of a run with adapters, in the dtype that they are written in. base: name or
-              folder of the model that PEFT is to put them on. log: called with what was done.
-              tolerance: of the self-check; None for none.
+    Args:     export: of a run with adapters, in their dtype on disk. base: name or folder of the
+              base model for PEFT. log: called with each result. tolerance: of the self-check; None
+              to skip it.
     Raises:   ConfigError when the run has no adapters, or the folder is in use; CheckFailed.
     """
     cfg, arrays = export.config, export.arrays
     if not isinstance(arrays, MergedArrays):
-        rule = "was trained without adapters: every weight has moved"
+        rule = "was trained without adapters: all its weights were trained"
         raise ConfigError("RUN", str(export.run), rule, "export it with `to-hf`")
     refuse_used("DIR", folder)
     size = DTYPES[NAMES[export.dtype]].itemsize * num_adapter_params(cfg.model, cfg.lora)
@@ -130,10 +130,10 @@ def check(
     tolerance: float,
     log: Callable[[str], None],
 ) -> None:
-    """Compare the logits of a run with those of its base and of the adapters in a folder.
+    """Compare the logits of a run with those of its base model and the exported adapters.
 
-    The base is the published one where it is on this machine, else the run's own; and where PEFT
-    is installed, it computes them too.
+    The base model is the published folder if it is on this machine, or else the run's weights. If
+    PEFT is installed, it also computes the logits.
 
     Raises:   ConfigError when the base is another model; CheckFailed.
     """
@@ -142,13 +142,13 @@ def check(
     own = unmerged_reader(export.arrays, cfg, export.dtype)
     written = Tensors(read_header(folder / ADAPTER_FILE))
     there = base is not None and (Path(base) / CONFIG_FILE).is_file()
-    published, what = own, "the run's own base and the written adapters"
+    published, what = own, "the run's base model and the written adapters"
     if there:
         source = open_source(str(base))
         other = [p for p in MODEL_FIELDS if value_of(source.config, p) != value_of(cfg, p)]
         if other:
             rule = f"is another model than the run's: {', '.join(other)} differ"
-            raise ConfigError("--base", base, rule, "name the one that the run began with")
+            raise ConfigError("--base", base, rule, "use the model that the run started from")
         published = selfcheck.published_reader(source.entries, source.sizes, source.tensors)
         what = f"{base} and the written adapters"
 
@@ -157,7 +157,7 @@ def check(
     ours = selfcheck.logits(own, cfg.model, tokens, cfg.lora)
     found = selfcheck.logits(with_factor(read, cfg), cfg.model, tokens, cfg.lora)
     selfcheck.compare(found, ours, what, tolerance, log)
-    left_out = why_no_peft(cfg) if there else "no --base that is a folder here"
+    left_out = why_no_peft(cfg) if there else "--base is not a folder on this machine"
     if left_out is None:
         theirs = peft_logits(Path(str(base)), folder, tokens)
         selfcheck.compare(theirs, ours, "peft", tolerance, log)
@@ -166,19 +166,19 @@ def check(
 
 
 def either(adapters: selfcheck.Read, model: selfcheck.Read) -> selfcheck.Read:
-    """Reads the parameters of adapters in one place, and those of the model in another."""
+    """Make a function that reads adapters with one function, and all else with another."""
     return lambda path, box: (adapters if is_adapter(path) else model)(path, box)
 
 
 def why_no_peft(cfg: Config) -> str | None:
-    """Why PEFT cannot compute the logits here; None when it can."""
+    """Return why PEFT cannot compute the logits here; None if it can."""
     if importlib.util.find_spec("peft") is None:
         return "peft is not installed"
     return selfcheck.why_no_transformers(cfg.model)
 
 
 def peft_logits(base: Path, folder: Path, tokens: np.ndarray) -> np.ndarray:
-    """Logits float32 [B, T, V] of a base with the adapters of a folder, by PEFT in float32."""
+    """Compute logits float32 [B, T, V] of a base model and adapters with PEFT in float32."""
     import peft
     import torch
 

@@ -1,4 +1,4 @@
-"""`from-peft`: a published model and adapters of PEFT become a run, its checkpoint of step 0."""
+"""`from-peft`: converts a published model and PEFT adapters to a run with a step-0 checkpoint."""
 
 import dataclasses
 import json
@@ -20,7 +20,7 @@ from jaxpar.convert.run_arrays import IMPORTED_STEP, open_run
 from jaxpar.convert.safetensors_file import read_header
 from jaxpar.model.flops import num_adapter_params, num_params
 
-#: Keys of adapter_config.json that change nothing of what trained adapters compute.
+#: Keys of adapter_config.json that do not affect what trained adapters compute.
 _OF_TRAINING = {
     "auto_mapping",
     "base_model_name_or_path",
@@ -38,7 +38,7 @@ _OF_TRAINING = {
 #: Keys that are read.
 _READ = {"r", "lora_alpha", "target_modules"}
 
-#: Values that keys must have. Other ways to start change the model as well.
+#: Supported values. Other initializations also change the base model.
 _REQUIRED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -48,9 +48,9 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
 
 
 def read_adapter_config(folder: Path) -> Values:
-    """The values of a folder's adapter_config.json.
+    """Read the values of a folder's adapter_config.json.
 
-    Raises:   ConfigError when there is none, it is not JSON, or asks for what ours cannot express.
+    Raises:   ConfigError when it is missing, not JSON, or has an unsupported value.
     """
     path = folder / ADAPTER_CONFIG
     try:
@@ -58,33 +58,34 @@ def read_adapter_config(folder: Path) -> Values:
         items = sorted(values.items())
     except (OSError, ValueError, AttributeError) as error:
         rule = f"has no {ADAPTER_CONFIG} that can be read ({error})"
-        raise ConfigError("DIR", str(folder), rule, "give a folder that PEFT has saved") from error
+        raise ConfigError("DIR", str(folder), rule, "use a folder that PEFT has saved") from error
     for key, value in items:
         allowed = _REQUIRED.get(key)
-        # False, null and empty lists ask for nothing; layers_to_transform 0 is the first layer.
+        # False, null and empty lists are the same as no key; layers_to_transform 0 is a layer.
         unset = not value and (isinstance(value, bool) or not isinstance(value, int))
         known = key in _READ | _OF_TRAINING or unset
         if (value not in allowed) if allowed else not known:
-            rule = "is not what jaxpar's adapters are"
+            rule = "is not supported by jaxpar's adapters"
             fix = f"use {' or '.join(map(repr, allowed))}" if allowed else "train without it"
             raise ConfigError(f"{ADAPTER_CONFIG} {key}", value, rule, fix)
     return values
 
 
 def lora_of(values: Values) -> LoraConfig:
-    """Our config of adapters, from PEFT's.
+    """Convert PEFT's config of adapters to a LoraConfig.
 
-    Raises:   ConfigError naming a key whose value ours cannot express.
+    Raises:   ConfigError that names a key with an unsupported value.
     """
     rank, alpha, targets = (values.get(key) for key in ("r", "lora_alpha", "target_modules"))
     for key, value, kind in (("r", rank, int), ("lora_alpha", alpha, int | float)):
         if not isinstance(value, kind) or isinstance(value, bool) or value <= 0:
             rule = "must be a number above 0"
-            raise ConfigError(f"{ADAPTER_CONFIG} {key}", value, rule, "use that of the training")
+            fix = "use the value of the training"
+            raise ConfigError(f"{ADAPTER_CONFIG} {key}", value, rule, fix)
     known = isinstance(targets, list) and all(t in [*TARGETS] for t in targets)
     if not known or not targets:
         rule = f"must be a list of names from {', '.join(TARGETS)}"
-        fix = "train adapters of these alone"
+        fix = "train adapters for only these"
         raise ConfigError(f"{ADAPTER_CONFIG} target_modules", targets, rule, fix)
     return LoraConfig(
         rank=int(rank or 0),
@@ -95,14 +96,14 @@ def lora_of(values: Values) -> LoraConfig:
 
 
 def base_folder(values: Values, base: str | None) -> str:
-    """The published folder that adapters belong to: `base`, or what adapter_config.json names.
+    """Return the published folder of the base model: `base`, or as in adapter_config.json.
 
-    Raises:   ConfigError when that is no folder here.
+    Raises:   ConfigError when it is not a folder on this machine.
     """
     named: Any = base or values.get("base_model_name_or_path")
     if not isinstance(named, str) or not (Path(named) / CONFIG_FILE).is_file():
-        rule = "is no folder of a published model on this machine"
-        raise ConfigError("--base", named, rule, "name the folder of the model they belong to")
+        rule = "is not the folder of a published model on this machine"
+        raise ConfigError("--base", named, rule, "use the folder of the adapters' base model")
     return named
 
 
@@ -113,13 +114,13 @@ def from_peft(
     base: str | None = None,
     tolerance: float | None = selfcheck.TOLERANCE,
 ) -> Config:
-    """Convert a published model and adapters into a run, which appears when it is complete.
+    """Convert a published model and adapters to a run, which appears when it is complete.
 
-    Args:     base: folder of the model. None: what adapter_config.json names. log: called with
-              what was done. tolerance: of the self-check; None for none.
+    Args:     base: folder of the model. None: the one in adapter_config.json. log: called with each
+              result. tolerance: of the self-check; None to skip it.
     Returns:  the run's config.
-    Raises:   ConfigError naming the key, tensor or file that is wrong, and when the run's folder is
-              in use; CheckFailed.
+    Raises:   ConfigError that names the key, tensor or file that is wrong, and when the run's
+              folder is in use; CheckFailed.
     """
     folder, run_dir = Path(folder), Path(run_dir)
     values = read_adapter_config(folder)
@@ -144,7 +145,7 @@ def from_peft(
 
 
 def _adapters(folder: Path, source: PublishedModel, cfg: Config) -> PublishedModel:
-    """The adapters of a folder, every tensor known to be there and in shape.
+    """Open the adapters of a folder, and check that all tensors exist, with their shapes.
 
     Raises:   ConfigError as `check_tensors`, and when the file is missing or a pickle.
     """

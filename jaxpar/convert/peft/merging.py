@@ -1,4 +1,4 @@
-"""The parameters of a run with adapters, as those of the model without that computes the same."""
+"""Merges a run's adapters into its parameters, for a model without adapters."""
 
 from collections.abc import Callable
 
@@ -13,10 +13,10 @@ from jaxpar.sharding.grid import Box
 
 
 class MergedArrays(RunArrays):
-    """A run's parameters, what its adapters add to each matrix added, in float32.
+    """A run's parameters with its adapters merged into each matrix, in float32.
 
-    `own` are the same without. What is read here is a sum, which has no fingerprint: they are
-    compared with theirs before the first.
+    `own` are the unmerged parameters. Merged values have no fingerprints, so those of `own` are
+    verified before the first read.
     """
 
     def __init__(self, arrays: RunArrays, cfg: Config):
@@ -25,7 +25,7 @@ class MergedArrays(RunArrays):
         self._factor = np.float32(factor(cfg))
 
     def read(self, path: str, box: Box) -> np.ndarray:
-        """The float32 numbers of a box, for which the same part of both matrices is read."""
+        """Read the float32 values of a box, and the matching parts of both adapter matrices."""
         if not self._compared:
             self.own.compare_all()
             self._compared = True
@@ -42,9 +42,11 @@ class MergedArrays(RunArrays):
 
 
 def unmerged_reader(arrays: RunArrays, cfg: Config, dtype: str = "float32") -> selfcheck.Read:
-    """Reads a run's parameters, adapters as `reference.block` has them: their factor in B.
+    """Make a function that reads a run's parameters, with the adapters' factor in B.
 
-    Args:     dtype: that the adapters are rounded to.
+    This is the form that `reference.block` expects.
+
+    Args:     dtype: the adapters are rounded to it.
     """
     read = selfcheck.run_reader(arrays, cfg.model, "float32")
     rounded = selfcheck.run_reader(arrays, cfg.model, dtype)
@@ -52,7 +54,7 @@ def unmerged_reader(arrays: RunArrays, cfg: Config, dtype: str = "float32") -> s
 
 
 def with_factor(read: selfcheck.Read, cfg: Config) -> selfcheck.Read:
-    """Reads the same, each adapter's second matrix times the factor."""
+    """Wrap a reader to multiply each adapter's second matrix by the factor."""
     return lambda path, box: read(path, box) * np.float32(factor(cfg) if path.endswith(B) else 1)
 
 

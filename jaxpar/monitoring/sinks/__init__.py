@@ -1,7 +1,7 @@
-"""Where metrics go besides metrics.jsonl: TensorBoard, Weights & Biases, Prometheus.
+"""Sinks of metrics in addition to metrics.jsonl: TensorBoard, Weights & Biases, Prometheus.
 
-metrics.jsonl is what counts. A sink that fails is named once, in a warning, and is left alone from
-then on; training goes on.
+metrics.jsonl is the primary record. A sink that fails is named in one warning and not used again;
+training continues.
 """
 
 import dataclasses
@@ -21,22 +21,22 @@ from jaxpar.monitoring.sinks.wandb import WeightsAndBiases
 
 
 class Sink(Protocol):
-    """Takes a run's numbers, in the order of its steps."""
+    """Receives the metrics of a run, in the order of its steps."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The numbers after so many steps, by their names in metrics.jsonl; NaN for none."""
+        """Write the metrics after `step` steps, by name in metrics.jsonl; NaN if non-finite."""
 
     def close(self) -> None:
-        """There will be no more of them."""
+        """Finish writing. No more metrics follow."""
 
 
 class Sinks:
-    """The sinks of a run, none of which can end it."""
+    """The sinks of a run. A failing sink never ends the run."""
 
     def __init__(self, ways: Mapping[str, Callable[[], Sink]], log: Callable[[str], None]):
-        """Open each of them.
+        """Open all sinks.
 
-        Args:     ways: by name, what opens a sink. log: called for each that fails.
+        Args:     ways: functions that open a sink, by name. log: called for each that fails.
         """
         self._log, self._sinks = log, dict[str, Sink]()
         for name, way in ways.items():
@@ -44,7 +44,7 @@ class Sinks:
                 self._sinks[name] = way()
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Hand on a record of metrics.jsonl, if it is about a step."""
+        """Pass a record of metrics.jsonl to the sinks, if it belongs to a step."""
         if "step" not in record or not self._sinks:
             return
         values = numbers(record)
@@ -53,17 +53,17 @@ class Sinks:
                 sink.write(record["step"], values)
 
     def close(self) -> None:
-        """Close each that still works."""
+        """Close all sinks that have not failed."""
         for name, sink in list(self._sinks.items()):
             with _Failing(self, name, "could not be closed"):
                 sink.close()
         self._sinks.clear()
 
     def failed(self, name: str, what: str, error: BaseException) -> None:
-        """Warn, and leave the sink alone from now on."""
+        """Warn, and do not use the sink again."""
         self._sinks.pop(name, None)
         reason = (str(error) or type(error).__name__).partition("\n")[0][:300]
-        self._log(f"WARNING    {name} {what}, and gets no more metrics from this start: {reason}")
+        self._log(f"WARNING    {name} {what}; it gets no more metrics until a restart: {reason}")
 
 
 class _Failing:
@@ -76,7 +76,7 @@ class _Failing:
         return None
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        # A library that would end the process, by SystemExit, is not to; Ctrl-C is.
+        # A library must not end the process by SystemExit; Ctrl-C may.
         if not isinstance(error, Exception | SystemExit):
             return False
         self._sinks.failed(self._name, self._what, error)
@@ -84,7 +84,7 @@ class _Failing:
 
 
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a record, flat; NaN where it has null. Its step and texts are left out."""
+    """Flatten the numbers of a record, with NaN for null. Omits its step and its strings."""
     found: dict[str, float] = {}
     for name, value in record.items():
         if isinstance(value, Mapping):
@@ -99,14 +99,14 @@ def numbers(record: Mapping[str, Any]) -> dict[str, float]:
 def _as_float(value: float) -> float:
     try:
         return float(value)
-    except OverflowError:  # a whole number of 309 digits or more
+    except OverflowError:  # an integer of 309 digits or more
         return math.inf if value > 0 else -math.inf
 
 
 def open_sinks(cfg: Config, run_dir: Path, first_step: int, log: Callable[[str], None]) -> Sinks:
-    """The sinks that a config asks for, in process 0; none in the others.
+    """Open the sinks that the config enables, in process 0; none in the others.
 
-    Args:     first_step: steps done so far: what an earlier attempt wrote beyond them is replaced.
+    Args:     first_step: steps done so far; metrics of an earlier attempt beyond it are replaced.
     """
     m, ways = cfg.metrics, dict[str, Callable[[], Sink]]()
     if jax.process_index() != 0:

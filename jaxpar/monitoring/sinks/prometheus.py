@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: the latest numbers, over HTTP."""
+"""Metrics for Prometheus: the latest values, over HTTP."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,20 +7,20 @@ from jaxpar.monitoring.metric_names import METRICS
 
 
 class Prometheus:
-    """Serves the latest numbers as gauges called jaxpar_NAME, at http://ADDRESS:PORT/metrics."""
+    """Serves the latest values as gauges named jaxpar_NAME at http://ADDRESS:PORT/metrics."""
 
     def __init__(self, address: str, port: int, run_dir: Path):
-        """Begin to serve, from a thread of its own."""
+        """Start the server, in its own thread."""
         from prometheus_client import CollectorRegistry, Gauge, Info, start_http_server
 
         self._gauge, self._registry = Gauge, CollectorRegistry()
         self._gauges: dict[str, Gauge] = {}
-        about = Info("jaxpar_run", "The run that is served.", registry=self._registry)
+        about = Info("jaxpar_run", "The run that these metrics describe.", registry=self._registry)
         about.info({"dir": str(run_dir)})
         self._server, self._thread = start_http_server(port, address, self._registry)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Serve these from now on."""
+        """Serve these values from now on."""
         for name, value in {"step": float(step), **metrics}.items():
             base, _, source = name.partition("/")
             gauge = self._gauge_of(base, ["source"] if source else [])

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from jaxpar.monitoring.metric_names import tag
 
-#: Seconds between two flushes, which wait for the disk (fsync). A killed process loses what came
-#: after the last; metrics.jsonl has it.
+#: Seconds between two flushes, which wait for the disk (fsync). A killed process loses the events
+#: after the last flush; metrics.jsonl has them.
 FLUSH_EVERY = 30.0
 
 
@@ -16,19 +16,16 @@ class TensorBoard:
     """Writes an event file for each start of a run; TensorBoard reads them as one run."""
 
     def __init__(self, folder: Path, first_step: int):
-        """Begin a file.
-
-        What earlier files have beyond `first_step` is replaced: TensorBoard drops it.
-        """
-        # tensorboardX' own queue waits for ever once its thread has met a full disk; the writer
-        # beneath it writes here and now, and raises.
+        """Start a file. TensorBoard drops what earlier files hold beyond `first_step`."""
+        # The queue of tensorboardX hangs after its thread has met a full disk. The writer beneath
+        # it writes synchronously, and raises.
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
 
         self._event = Event
         folder.mkdir(parents=True, exist_ok=True)
-        # Files of the same second, as after a quick rewind, have the same name but for this, and
-        # are read in its order.
+        # Files of the same second, as after a quick rewind, differ only in this suffix, and are
+        # read in its order.
         suffix = f".{len(list(folder.glob('events.*'))):06d}"
         self._writer = EventsWriter(str(folder / "events"), suffix)
         self._flushed = -math.inf
@@ -42,7 +39,7 @@ class TensorBoard:
             self._flushed = time.monotonic()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One event, with all of the numbers."""
+        """Write one event with all values."""
         values = [{"tag": tag(name), "simple_value": v} for name, v in metrics.items()]
         self._add(step, summary={"value": values})
 
