@@ -81,7 +81,5 @@ def test_help_documents_every_field(args, capsys):
     undocumented = [path for path, line in documentation().items() if line not in text]
     assert not undocumented
     if args[0] == "llama_1b":
-        assert (
-            "--model.rope-scaling.factor FLOAT How many times the context grows. (default: 32.0)"
-            in text
-        )
+        line = "Factor by which the context length grows. (default: 32.0)"
+        assert f"--model.rope-scaling.factor FLOAT {line}" in text
