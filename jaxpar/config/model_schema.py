@@ -29,7 +29,7 @@ class ModelConfig:
     num_heads: int = 8
     """Number of query heads."""
     num_kv_heads: int = 4
-    """Number of key and value heads; fewer than num_heads is grouped-query attention."""
+    """Number of key and value heads; fewer than num_heads means grouped-query attention (GQA)."""
     head_dim: int = 32
     """Width of one head; num_heads * head_dim may differ from d_model."""
     d_ff: int = 704

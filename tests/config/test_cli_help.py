@@ -24,7 +24,8 @@ def documentation() -> dict[str, str]:
             lines[node.name, ""] = ast.get_docstring(node)
             for field, line in zip(node.body, node.body[1:], strict=False):
                 if isinstance(field, ast.AnnAssign) and isinstance(line, ast.Expr):
-                    lines[node.name, field.target.id] = ast.literal_eval(line.value)
+                    text = ast.literal_eval(line.value)
+                    lines[node.name, field.target.id] = " ".join(text.split())
     found = {}
     for path in leaf_paths():
         section, _, name = path.rpartition(".")

@@ -66,7 +66,7 @@ def test_a_mistake_costs_one_line_and_little_time_and_no_device(tmp_path):
     assert done.stdout == ""
     assert done.stderr == (
         "config error: model.num_heads = 7: must be divisible by model.num_kv_heads = 2, since "
-        "each KV head serves as many query heads. "
+        "KV heads serve equal numbers of query heads. "
         "Fix: use --model.num-heads 8, or --model.num-kv-heads 1.\n"
     )
     assert list(tmp_path.iterdir()) == []

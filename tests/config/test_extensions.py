@@ -138,11 +138,11 @@ def test_adding_again_replaces():
         ({"model.attention": "momentum"}, r"must be one of softmax, or .* \(capped\)"),
         (
             ADDED | {"parallel.context": "ring", "parallel.sequence": 2},
-            r"parallel\.context = 'ring': merges softmaxes, and model\.attention is capped",
+            r"parallel\.context = 'ring': needs softmax attention, but model\.attention is capped",
         ),
         (
             ADDED | {"model.attention_backend": "cudnn", "model.dtype": "bfloat16"},
-            r"model\.attention_backend = 'cudnn': is of softmax",
+            r"model\.attention_backend = 'cudnn': needs softmax attention",
         ),
     ],
 )
