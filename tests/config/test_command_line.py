@@ -77,7 +77,7 @@ def test_what_only_the_devices_can_tell_is_refused_as_well_and_writes_nothing(tm
     done = run_train("quickstart", "--parallel.tensor", "2", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr == (
-        "config error: parallel.tensor = 2: the axes besides data multiply to 2, which does not "
+        "config error: parallel.tensor = 2: the axes other than data multiply to 2, which does not "
         "divide 1 device. Fix: use --parallel.tensor 1, or --run.cpu-devices 2 to simulate them.\n"
     )
     assert list(tmp_path.iterdir()) == []
@@ -156,7 +156,7 @@ def test_a_config_must_be_named_first():
 def test_an_unknown_config_is_refused_with_those_there_are(tmp_path):
     error = refused("nonesuch")
     assert (error.field, error.value, error.rule) == ("CONFIG", "nonesuch", "is not a config")
-    assert error.fix == f"give one of {known_configs()}, a .py file, or the folder of a run"
+    assert error.fix == f"use one of {known_configs()}, a .py file, or a run folder"
     assert refused(str(tmp_path / "none.py")).rule == "is not a config"
 
 
@@ -176,11 +176,11 @@ def test_a_config_file_must_return_a_config(tmp_path):
         (
             "from jaxpar.config import Config, TrainConfig\n\n"
             "def get_config():\n    return Config(train=TrainConfig(num_stepz=3))\n",
-            "line 4 of it fails: TypeError: TrainConfig.__init__() got an unexpected keyword",
+            "fails at line 4: TypeError: TrainConfig.__init__() got an unexpected keyword",
         ),
-        ("x = 1\nx = = 2\n", "line 2 of it fails: SyntaxError: invalid syntax"),
-        ("\nimport nonesuch\n", "line 2 of it fails: ModuleNotFoundError: No module named"),
-        ("import json\njson.loads('{')\n", "line 2 of it fails: JSONDecodeError: Expecting"),
+        ("x = 1\nx = = 2\n", "fails at line 2: SyntaxError: invalid syntax"),
+        ("\nimport nonesuch\n", "fails at line 2: ModuleNotFoundError: No module named"),
+        ("import json\njson.loads('{')\n", "fails at line 2: JSONDecodeError: Expecting"),
     ],
 )
 def test_a_config_file_that_fails_is_one_error_with_the_line(tmp_path, text, said):

@@ -159,10 +159,10 @@ checkpoint.resume=must checkpoint.every=0 | 1 | \
     checkpoint.resume | needs checkpoints, but checkpoint.every is 0
 run.dir= | 1 | run.dir | must name a folder
 data.path= | 1 | data.path | must name a folder
-data.mixture=web | 1 | data.mixture | must be PATH:WEIGHT,PATH:WEIGHT, and 'web' has no weight
+data.mixture=web | 1 | data.mixture | must be PATH:WEIGHT,PATH:WEIGHT, but 'web' has no weight
 data.mixture=web:1,code:many | 1 | data.mixture | 'code:many' has no weight
 data.mixture=web:1,:2 | 1 | data.mixture | ':2' has no path
-data.mixture=web:1,code:0 | 1 | data.mixture | needs weights above 0, and code has 0
+data.mixture=web:1,code:0 | 1 | data.mixture | needs weights above 0, but code has 0
 data.mixture=web:nan | 1 | data.mixture | needs weights above 0
 data.mixture=web:1,code:2,web:3 | 1 | data.mixture | contains web twice
 data.eos_id=-1 | 1 | data.eos_id | must not be negative
@@ -273,7 +273,7 @@ UNKNOWN = [
     ("trian.num_steps", "use train.num_steps"),
     ("model.rope_scaling.facter", "use model.rope_scaling.factor"),
     ("data.xyz", "use one of data.path, data.seq_len, data.document_mask, data.prefetch"),
-    ("xyz", "name it SECTION.FIELD, with a section of run, train, data, model, lora, parallel"),
+    ("xyz", "use SECTION.FIELD, with a section of run, train, data, model, lora, parallel"),
     ("train.num_steps.xyz", "use train.num_steps"),
     ("", "name it"),
 ]
@@ -302,7 +302,7 @@ def test_an_unknown_field_in_json_is_refused_with_what_was_meant():
 
 @pytest.mark.parametrize("text", ["5", "[]", '{"train": 5}', '{"model": null}'])
 def test_json_without_sections_is_refused(text):
-    with pytest.raises(ConfigError, match="must be a section with fields"):
+    with pytest.raises(ConfigError, match="must be a JSON object of fields"):
         from_json(text)
 
 

@@ -78,9 +78,10 @@ def layer_kinds(cfg: Config) -> None:
 def attention_function(cfg: Config) -> None:
     """Check that options that need softmax attention are not combined with a registered one."""
     m, p = cfg.model, cfg.parallel
-    if registry.function("model.attention", m.attention) is None:
+    field = "model.attention"
+    if registry.function(field, m.attention) is None:
         return
-    softmax = flag("model.attention", "softmax")
+    softmax = flag(field, "softmax")
     path, rule = (
         "parallel.context",
         f"needs softmax attention, but model.attention is {m.attention}",
