@@ -1,8 +1,8 @@
 """Train a model:  python -m jaxpar.train CONFIG [--section.field value ...]
 Resume a run:   python -m jaxpar.train RUN_DIR [--section.field value ...]
 
-A run is saved in its folder, `run.dir`. If the folder holds a checkpoint, the run resumes from it;
-docs/checkpoints.md lists the fields that may change then.
+A run is saved in its folder, `run.dir`. If the folder has a checkpoint, the run resumes from it.
+docs/checkpoints.md lists the fields that may change on a resume.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from jaxpar.training.start import run_to_end
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line."""
+    """Run the command line."""
     cfg, environment = rendezvous.join(read_config(argv, "jaxpar.train", __doc__))
     prepare_quickstart(cfg)
     return run_to_end(cfg, environment)

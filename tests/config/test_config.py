@@ -61,7 +61,7 @@ model.d_model=255 | 2 | model.d_model | divisible by parallel.data = 2
 model.d_model=258 parallel.expert=2 parallel.sequence=2 | 8 | \
     model.d_model | parallel.expert * parallel.sequence = 8
 # devices
-parallel.data=3 | 4 | parallel.data | multiply to 3, and there are 4 devices
+parallel.data=3 | 4 | parallel.data | multiply to 3, but there are 4 devices
 parallel.data=2 parallel.tensor=2 | 8 | parallel.data | multiply to 4
 parallel.data=2 parallel.replica=3 | 8 | parallel.data | multiply to 6
 parallel.tensor=3 | 1 | parallel.tensor | multiply to 3, which does not divide 1 device
