@@ -122,7 +122,7 @@ def test_a_card_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monkeypa
         json_output.write("--card", file, {"a": 2})
     assert str(error.value) == (
         f"--card = {str(file)!r}: cannot be written: No space left on device. "
-        "The file that is there is as it was"
+        "The existing file is unchanged"
     )
     assert file.read_text() == before and list(file.parent.iterdir()) == [file]
 

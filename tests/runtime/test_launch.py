@@ -132,7 +132,7 @@ def test_a_file_system_without_locks_is_said_so(tmp_path, monkeypatch):
     monkeypatch.setattr("fcntl.flock", refuse)
     with RunLock(tmp_path) as lock:
         assert lock.warnings == [
-            f"no lock on {tmp_path} (Function not implemented): start no second run in it"
+            f"cannot lock {tmp_path} (Function not implemented): do not start another run"
         ]
 
 
