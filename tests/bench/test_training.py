@@ -180,10 +180,10 @@ def test_hlo_that_cannot_be_read_is_said():
         (["--steps", "many"], "invalid int value"),
         (["--card", ""], "--card = '': is empty"),
         (["--card", "/"], "--card = '/': is a folder, not a file"),
-        (["--card", f"{__file__}/a/b.json"], f"lies below {__file__}, which is a file"),
+        (["--card", f"{__file__}/a/b.json"], f"is below {__file__}, which is a file"),
         (["--trace", ""], "--trace = '': is empty"),
         (["--trace", __file__], "is a file, not a folder"),
-        (["--trace", f"{__file__}/a"], f"lies below {__file__}, which is a file"),
+        (["--trace", f"{__file__}/a"], f"is below {__file__}, which is a file"),
     ],
 )
 def test_bad_options(config_file, options, said):

@@ -308,17 +308,17 @@ ENDINGS = [
     (raising(SystemExit("no")), 1, "no\n"),
     (raising(ConfigError("a.b", 1, "must", "do")), 2, "config error: a.b = 1: must. Fix: do.\n"),
     (raising(exit_codes.BadNumerics("step 3")), 17, "bad numerics: step 3\n"),
-    (raising(BrokenPipeError()), 1, "error: whatever read the output has closed it\n"),
+    (raising(BrokenPipeError()), 1, "error: the reader of the output has closed it\n"),
     (
         raising(OSError(28, "No space left")),
         1,
-        "error: No space left. Free space, and start the same command again\n",
+        "error: No space left. Free space, and run the same command again\n",
     ),
     (
         raising(OSError(36, "File name too long", "x" * 300)),
         2,
-        f"config error: path = '{'x' * 60}...': is too long for a name. "
-        "Fix: use one of 255 bytes at most.\n",
+        f"config error: path = '{'x' * 60}...': is too long for a file name. "
+        "Fix: use at most 255 bytes.\n",
     ),
     (raising(ZeroDivisionError("x")), 1, "ZeroDivisionError: x\n"),
     (raising(KeyboardInterrupt()), 130, "interrupted\n"),

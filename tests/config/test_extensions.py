@@ -154,7 +154,7 @@ def test_what_cannot_be(values, said):
 def test_names_and_fields_that_are_taken_or_unknown():
     with pytest.raises(ConfigError, match=r"optimizer\.name = 'lion': is a built-in name"):
         registry.add("optimizer.name", "lion", momentum)
-    with pytest.raises(ConfigError, match=r"'train\.seed': is no field .*optimizer\.name"):
+    with pytest.raises(ConfigError, match=r"'train\.seed': does not accept .*optimizer\.name"):
         registry.add("train.seed", "lucky", momentum)
     with pytest.raises(ConfigError, match=r"model\.attention = 'gone': is not registered"):
         registry.function("model.attention", "gone")

@@ -80,7 +80,7 @@ def test_a_folder_has_one_writer_and_sigkill_leaves_no_stale_lock(tmp_path):
         assert len(told) == 1
         assert lock.warnings == []
     RunLock(run).release()
-    with pytest.raises(ConfigError, match=r"run.dir = .*cannot be written to: Not a directory"):
+    with pytest.raises(ConfigError, match=r"run.dir = .*cannot be written: Not a directory"):
         RunLock(run / "lock" / "run")
 
 
@@ -110,7 +110,7 @@ def test_ctrl_c_ends_the_wait_and_leaves_no_file_open(tmp_path):
 @pytest.mark.parametrize(("number", "kind"), [(116, exit_codes.RunError), (13, ConfigError)])
 def test_what_may_pass_is_no_config_error(tmp_path, number, kind):
     """A stale NFS handle, and missing rights."""
-    said = f"cannot be written to: {os.strerror(number)}"
+    said = f"cannot be written: {os.strerror(number)}"
     with pytest.raises(kind, match=said), create_in(tmp_path):
         raise OSError(number, os.strerror(number))
 

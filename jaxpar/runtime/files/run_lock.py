@@ -126,7 +126,7 @@ class RunLock:
             time.sleep(POLL_SECONDS)
 
     def release(self) -> None:
-        """Release the lock. The file stays, since two processes could lock a deleted and a new file."""
+        """Release the lock. The file stays: a process could lock it after its deletion."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
