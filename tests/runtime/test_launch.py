@@ -292,13 +292,13 @@ REFUSED = [
     (["-n", "2", "--", "quickstart", "--train.num-step", "1"], "is not a field"),
     (
         ["-n", "2", "--", "quickstart", "--cluster.process-id", "1"],
-        r"cluster\.process_id = '1': is what the launcher sets",
+        r"cluster\.process_id = '1': is set by the launcher",
     ),
-    (["-n", "2", "--", "quickstart", "--cluster.detect=none"], "detect = 'none': is what the laun"),
-    (["-n", "2", "--", "quickstart", "-n", "3"], "-n = '3': is the launcher's own"),
+    (["-n", "2", "--", "quickstart", "--cluster.detect=none"], "= 'none': is set by the launcher"),
+    (["-n", "2", "--", "quickstart", "-n", "3"], "-n = '3': is an option of the launcher"),
     (
         ["-n", "2", "--", "quickstart", "--devices_per_process", "1"],
-        "'1': is the launcher's own, and stands after --. Fix: put --devices-per-process before --",
+        "'1': is an option of the launcher.*Fix: put --devices-per-process before --",
     ),
 ]
 

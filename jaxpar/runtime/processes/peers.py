@@ -1,4 +1,4 @@
-"""The processes of a run: who they are, and how they agree, wait for one another and shut down.
+"""Communication between the processes of a run: exchange texts, agree, wait and shut down.
 
 They exchange a few bytes through JAX's coordination service, which process 0 hosts; never arrays.
 With one process, every function returns at once.
@@ -82,7 +82,7 @@ def exchange(name: str, text: str, seconds: float) -> list[str]:
     except RuntimeError as error:
         there = read_published(folder)
         missing = [process_name(i) for i in range(world_size()) if i not in there]
-        who = ", ".join(missing) or "nobody now"
+        who = ", ".join(missing) or "none by now"
         raise PeersMissing(f"{name}: after {seconds:.0f} s, still missing: {who}") from error
     there = read_published(folder)
     return [there[i][1:] for i in range(world_size())]
@@ -147,15 +147,16 @@ def check_same(what: str, text: Callable[[], str], seconds: float) -> None:
     for process, digest in enumerate(digests):
         if digest != digests[0]:
             name, first = process_name(process), process_name(0)
-            rule = f"{name} has another {what} than {first}"
+            rule = f"{name} has a different {what} than {first}"
             raise PeerFailed(f"{rule}: start all with the same command, code and data", 2)
 
 
 def leave(well: bool) -> None:
     """Leave the run, before this process exits.
 
-    Args:     well: the run has ended alike in every process: they wait for one another, 30 s at
-              most. Otherwise nobody waits, except that process 0 lets the others exit first.
+    Args:     well: the run ended in the same way in every process, and they wait for each other, at
+              most 30 s. Otherwise they do not wait, except that process 0 lets the others exit
+              first.
     """
     if _client() is None:
         return
