@@ -136,7 +136,7 @@ def test_links_to_other_places_are_followed(texts, tmp_path):
     (inside / "linked").symlink_to(other, target_is_directory=True)
     assert documents(inside) == texts
     (inside / "b.jsonl").symlink_to(tmp_path / "nowhere.jsonl")
-    with pytest.raises(ConfigError, match=r"b\.jsonl.* is a link to a file that is not there"):
+    with pytest.raises(ConfigError, match=r"b\.jsonl.* is a link to a missing file"):
         documents(inside)
 
 
@@ -314,9 +314,9 @@ def test_inputs_that_cannot_be_used(tmp_path):
     for name, rule in [
         ("missing.txt", "does not exist"),
         ("picture.png", r"is not one of \.txt, \.jsonl"),
-        (".", r"holds no \.txt, \.jsonl"),
+        (".", r"has no \.txt, \.jsonl"),
     ]:
         with pytest.raises(ConfigError, match=rule):
             find_sources([str(tmp_path / name)])
-    with pytest.raises(ConfigError, match="must name something"):
+    with pytest.raises(ConfigError, match="must not be empty"):
         find_sources([])
