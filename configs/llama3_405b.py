@@ -1,8 +1,8 @@
 """Llama 3.1 405B on 384 GPUs: python -m jaxpar.train llama3_405b
 
-On 768 GPUs add --train.global-batch-size 1536, so that every microbatch has its rows.
+On 768 GPUs, add --train.global-batch-size 1536, which the number of microbatches requires.
 
-Shape: Llama 3 (2407.21783), table 3. 126 layers divide into 6 stages of three chunks of 7.
+Shape: Llama 3 (2407.21783), table 3. The 126 layers form 6 stages of 3 chunks of 7 layers.
 """
 
 from jaxpar.config import (

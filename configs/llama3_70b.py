@@ -1,6 +1,6 @@
 """Llama 3 70B on 64 GPUs, or 8 times any other power of two: python -m jaxpar.train llama3_70b
 
-Shape: Llama 3 (2407.21783), table 3. Tensor parallel inside a host, FSDP across.
+Shape: Llama 3 (2407.21783), table 3. Tensor parallelism within a host, FSDP across hosts.
 """
 
 from jaxpar.config import (

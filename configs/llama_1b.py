@@ -1,7 +1,7 @@
 """Llama 3.2 1B on one GPU: python -m jaxpar.train llama_1b
 
-Shape: the published Llama 3.2 1B, tied embeddings and RoPE scaling included. The benchmark's 1.5B
-shape is this one with --model.tie-embeddings False.
+Shape: the published Llama 3.2 1B, with tied embeddings and RoPE scaling. The 1.5B shape of the
+benchmarks is this config with --model.tie-embeddings False.
 """
 
 from jaxpar.config import (

@@ -1,9 +1,8 @@
-"""Llama 3.2 1B tuned on conversations: python -m jaxpar.train llama_1b_chat
+"""Llama 3.2 1B fine-tuned on conversations: python -m jaxpar.train llama_1b_chat
 
-Begins with the weights in runs/llama_1b_published, from `python -m jaxpar.convert from-hf`, and
-learns what the assistant says in data/chats, from `python -m jaxpar.data prepare-chat`
-(docs/data.md has the commands). Every weight moves, at a learning rate a fiftieth of the first
-training's.
+Starts from the weights in runs/llama_1b_published (made by `python -m jaxpar.convert from-hf`) and
+trains on the assistant's tokens in data/chats (made by `python -m jaxpar.data prepare-chat`);
+docs/data.md has the commands. All weights are trained, with 1/50 of llama_1b's learning rate.
 """
 
 from jaxpar.config import Config, replace

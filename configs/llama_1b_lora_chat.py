@@ -1,7 +1,7 @@
-"""Llama 3.2 1B tuned on conversations by adapters: python -m jaxpar.train llama_1b_lora_chat
+"""Llama 3.2 1B fine-tuned on conversations with LoRA: python -m jaxpar.train llama_1b_lora_chat
 
-As llama_1b_chat, but the model's weights stay as they are; adapters of rank 16 beside every
-projection learn, at the ten times higher learning rate that they take (docs/lora.md).
+Like llama_1b_chat, but the model's weights are frozen. Adapters of rank 16 on every projection are
+trained, with 10 times the learning rate (docs/lora.md).
 """
 
 from jaxpar.config import Config, replace

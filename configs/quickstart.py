@@ -23,7 +23,7 @@ def get_config() -> Config:
             num_kv_heads=2,
             head_dim=32,
             d_ff=384,
-            vocab_size=272,  # 256 bytes and the end of text, rounded up so that meshes divide it
+            vocab_size=272,  # 256 bytes and an end-of-text token, rounded up so meshes divide it
             tie_embeddings=True,
             dtype="float32",
         ),

@@ -11,33 +11,33 @@ import jaxpar
 from jaxpar.config import ConfigError
 from jaxpar.runtime.program import run_program
 
-#: Every command with what it does. `jaxpar NAME` is `python -m jaxpar.NAME`.
+#: The commands and their descriptions. `jaxpar NAME` is `python -m jaxpar.NAME`.
 GROUPS = {
     "start": {
         "quickstart": "prepare text, train a small model on it and sample from it",
-        "doctor": "check that this machine is fit for training",
+        "doctor": "check whether this machine is ready for training",
     },
     "prepare": {
-        "data": "make datasets of tokens from text and chats; inspect and convert them",
-        "plan": "predict memory and speed of every layout of a config, without a GPU",
+        "data": "tokenize text and chats into datasets; inspect and convert them",
+        "plan": "predict the memory and speed of every layout of a config, without a GPU",
         "convert": "import and export published models and adapters",
     },
     "train": {
         "train": "train a model, or resume a run",
-        "launch": "train with several processes on this host, and restart them when one fails",
+        "launch": "train with several processes on this host, and restart them on a failure",
     },
     "use a model": {
-        "sample": "write text with the model of a run",
-        "evaluate": "score the model of a run on tasks of the Evaluation Harness",
+        "sample": "generate text with the model of a run",
+        "evaluate": "score the model of a run on tasks of the LM Evaluation Harness",
     },
     "look at a run": {
-        "report": "make an HTML page of one or more runs",
+        "report": "write an HTML report of one or more runs",
         "checkpoint": "list, verify and compare checkpoints",
         "profile": "show where the time and memory of a step go",
-        "replay": "repeat a step of a run and compare the bits",
+        "replay": "repeat a step of a run and compare it bit by bit",
     },
     "check jaxpar": {
-        "verify": "compare meshes with the plain model on one device",
+        "verify": "compare meshes with the reference model on one device",
         "bench": "measure training, attention, matmuls and the loss on this machine",
     },
 }
@@ -45,7 +45,7 @@ COMMANDS = {name: line for group in GROUPS.values() for name, line in group.item
 
 
 def main(argv: Sequence[str]) -> int | None:
-    """Run the command that the command line names; without one, list them."""
+    """Run the command that the command line names, or list all commands."""
     name, *rest = argv or ["--help"]
     called = "python -m jaxpar" if Path(sys.argv[0]).name == "__main__.py" else "jaxpar"
     if name in ("--help", "-h", "--version"):
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int | None:
 
 
 def help_text(called: str) -> str:
-    """The commands, in groups."""
+    """Return the list of commands, in groups."""
     text = f"usage: {called} COMMAND [options]\n\n"
     for title, commands in GROUPS.items():
         lines = [f"  {name:<12}{line}\n" for name, line in commands.items()]
@@ -72,7 +72,7 @@ def help_text(called: str) -> str:
 
 
 def run() -> NoReturn:
-    """The console command."""
+    """Entry point of the console command."""
     run_program(main)
 
 

@@ -1,7 +1,7 @@
-"""Score a model on tasks of the Evaluation Harness: python -m jaxpar.evaluate RUN --tasks NAME
+"""Score a model on tasks of the LM Evaluation Harness: python -m jaxpar.evaluate RUN --tasks NAME
 
-RUN is a run or a published folder. Tasks are those of EleutherAI's lm_eval, and your own in
---include-path. Needs lm_eval: pip install lm-eval.
+RUN is a run folder or a published model. Tasks are those of EleutherAI's lm_eval, and your own
+from --include-path. Requires lm_eval: pip install lm-eval.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from jaxpar.runtime.program import run_program
 
 
 def main(argv: Sequence[str]) -> None:
-    """The command line."""
+    """Run the command line."""
     prog, doc = as_called("python -m jaxpar.evaluate"), as_called(__doc__ or "")
     evaluate(tyro.cli(EvaluateOptions, args=list(argv), prog=prog, description=doc))
 

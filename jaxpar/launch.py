@@ -1,10 +1,11 @@
-"""A run's processes on this host, started and seen through: python -m jaxpar.launch -n N -- CONFIG
+"""Run the processes of a training run on this host: python -m jaxpar.launch -n N -- CONFIG
 
-On GPUs, each process gets its share of CUDA_VISIBLE_DEVICES. Process 0 writes to the terminal, the
-others to RUN/logs/rank-N.log. When one fails, the others are ended, and all start again from the
-last checkpoint; unless the config is wrong (2), the numerics are bad (17), the same step has failed
-twice with the same error, or --restarts were not enough for a new checkpoint. The exit code is the
-run's. SIGTERM and Ctrl-C go to every process: the run saves, and ends with 75.
+On GPUs, each process gets an equal share of CUDA_VISIBLE_DEVICES. Process 0 writes to the terminal,
+the others to RUN/logs/rank-N.log. If one process fails, the launcher ends the others and restarts
+all of them from the latest checkpoint. It does not restart after a config error (exit code 2),
+after non-finite or spiking losses (17), if the same step fails twice with the same error, or after
+--restarts restarts without a new checkpoint. The exit code is that of the run. SIGTERM and Ctrl-C
+are passed to every process: the run saves a checkpoint and ends with 75.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from jaxpar.runtime.program import run_program
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line."""
+    """Run the command line."""
     launcher = Launcher(*read_command(argv, __doc__))
     children.on_signals(launcher.stop)
     return launcher.run()

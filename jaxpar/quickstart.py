@@ -1,7 +1,7 @@
-"""The first run: python -m jaxpar.quickstart (or: make quickstart)
+"""Train a first model: python -m jaxpar.quickstart (or: make quickstart)
 
-Prepares the Python standard library's source as text, trains a small Llama on it, and samples from
-the model. The same command resumes a run that was stopped.
+Prepares the source code of the Python standard library as text, trains a small Llama on it, and
+samples from the model. The same command resumes a run that was stopped.
 """
 
 import time
@@ -21,13 +21,13 @@ from jaxpar.training.start import run_to_end
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line."""
+    """Run the command line."""
     began = time.perf_counter()
     prog = as_called("python -m jaxpar.quickstart")
     cfg = parse_overrides(load_config("quickstart"), argv, prog, __doc__ or "")
     validate.check(cfg)
     rendezvous.require_single_process("jaxpar.quickstart")
-    environment = runtime.start(cfg)  # refuses before the text is written
+    environment = runtime.start(cfg)  # fails before the text is written
     data, run_dir = Path(cfg.data.path), Path(cfg.run.dir)
     headline("1. The text: the Python standard library's source")
     prepare_text(cfg.data.path)

@@ -1,8 +1,9 @@
-"""Take a step of a run again: python -m jaxpar.replay RUN --step N
+"""Repeat a step of a run: python -m jaxpar.replay RUN --step N
 
-From the checkpoint before it, with the batches that RUN/recent.jsonl names, as often as asked, and
-on other devices where there are some. What comes out is compared bit by bit, with the record and
-with itself: was it the data, the hardware or the numerics? Nothing is written.
+Starts from the checkpoint before the step, with the batches that RUN/recent.jsonl lists, and
+repeats the step several times, also on other devices if there are any. The results are compared bit
+by bit with the record and with each other, to find out whether data, hardware or numerics caused a
+problem. No file is written.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from jaxpar.verification.replay import ReplayOptions, replay
 
 
 def main(argv: Sequence[str]) -> None:
-    """The command line."""
+    """Run the command line."""
     prog, doc = as_called("python -m jaxpar.replay"), as_called(__doc__ or "")
     replay(tyro.cli(ReplayOptions, args=list(argv), prog=prog, description=doc))
 

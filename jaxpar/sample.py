@@ -1,4 +1,4 @@
-"""Text from a run or a published folder: python -m jaxpar.sample RUN --prompt "def " """
+"""Generate text with a run or a published model: python -m jaxpar.sample RUN --prompt "def " """
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from jaxpar.runtime.program import run_program
 
 
 def main(argv: Sequence[str]) -> None:
-    """The command line."""
+    """Run the command line."""
     prog, doc = as_called("python -m jaxpar.sample"), as_called(__doc__ or "")
     sample(tyro.cli(SampleOptions, args=list(argv), prog=prog, description=doc))
 

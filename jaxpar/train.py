@@ -1,8 +1,8 @@
 """Train a model:  python -m jaxpar.train CONFIG [--section.field value ...]
 Resume a run:   python -m jaxpar.train RUN_DIR [--section.field value ...]
 
-A run is saved in its folder, `run.dir`. If the folder holds a checkpoint, the run resumes from it;
-docs/checkpoints.md lists the fields that may change then.
+A run is saved in its folder, `run.dir`. If the folder has a checkpoint, the run resumes from it.
+docs/checkpoints.md lists the fields that may change on a resume.
 """
 
 from collections.abc import Sequence

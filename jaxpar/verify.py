@@ -1,22 +1,22 @@
-"""Check that meshes compute what the plain model computes.
+"""Check that every mesh computes the same as the reference model.
 
     python -m jaxpar.verify llama3_8b --shrink --mesh data=2,tensor=2 --mesh pipeline=2,sequence=2
 
-On simulated CPU devices, or on the accelerators that are there, each mesh trains for a few steps on
-random packed documents, in float32, and is compared with `model/reference.py` and optax on one
-device. What must hold, `t` being --tolerance:
+Each mesh trains in float32 for a few steps on random packed documents, on simulated CPU devices or
+on the available accelerators, and is compared with `model/reference.py` and optax on one device.
+The criteria, where `t` is --tolerance:
 
-    weights at init   the same bits on every mesh
-    loss              of every step: within t, relative
-    gradients         of every parameter: largest error within t of its largest gradient
-    weights after     of every parameter: mean error within t * (1 + ln(1/t)) of the mean change
+    weights at init   identical bits on every mesh
+    loss              every step: relative error at most t
+    gradients         every parameter: largest error at most t times its largest gradient
+    weights after     every parameter: mean error at most t * (1 + ln(1/t)) times the mean change
 
-The last is a mean because Adam moves an element by about lr * g / |g|, whatever the size of its
-gradient g: where g is no larger than the error d of gradients, the move is arbitrary on any mesh,
-and no useful bound holds for the largest error. With gradients spread evenly up to s, the mean of
-min(1, d / |g|) is (d / s) * (1 + ln(s / d)), and d / s is at most t. That is of one step. Of the
-next, all gradients are off by what such moves did to the loss; so Adam's eps is raised until they
-are small (`small_config.steady`). What is compared is in `verification/traces.py`.
+The last criterion is a mean because Adam moves an element by about lr * g / |g|, whatever the size
+of its gradient g. Where |g| is at most the gradient error d, the update is arbitrary on any mesh,
+so the largest error has no useful bound. For gradients distributed uniformly up to s, the mean of
+min(1, d / |g|) is (d / s) * (1 + ln(s / d)), and d / s is at most t. This holds for one step. In
+later steps, such updates change all gradients; Adam's eps is increased to keep the effect small
+(`small_config.steady`). `verification/traces.py` makes the traces that are compared.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ from jaxpar.verification.table import print_conditions, print_table
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compare every mesh and print the table; the exit code."""
+    """Compare every mesh, print the table, and return the exit code."""
     options, overrides = parse_options(argv)
     asked = parse_overrides(load_config(options.config), overrides, PROGRAM)
     cfg = small_config.float32(asked)

@@ -1,7 +1,7 @@
-"""What a run is asked to be, and which requests can work.
+"""The configuration of a run, and the rules that it must satisfy.
 
-A config is made by `configs/NAME.py`'s `get_config()`, changed on the command line
-(`command_line.py`), checked once by `validate.py`, and saved as JSON with the run.
+`get_config()` in `configs/NAME.py` returns a config. The command line overrides its fields
+(`command_line.py`), `validate.py` checks it once, and the run saves it as JSON.
 """
 
 from jaxpar.config.errors import ConfigError

@@ -1,7 +1,7 @@
-"""A config from the command line: its name, file or run, then typed overrides of any field.
+"""Read a config from the command line: a name, file or run folder, then overrides of any field.
 
-Values are read here, so that whatever is wrong with one is a config error like any other, and
-`None` and the fields of an optional section can be given.
+Values are parsed here, so that a bad value is a config error like any other, and so that `None`
+and the fields of an optional section can be set.
 """
 
 import itertools
@@ -27,20 +27,20 @@ def read_config(
     doc: str | None,
     explain: Callable[[Config], str] | None = None,
 ) -> Config:
-    """The config that a command line `CONFIG [--section.field value ...]` asks for, checked.
+    """Read and check the config of a command line `CONFIG [--section.field value ...]`.
 
-    `--help` shows how to call the program, `--help SECTION` fields of the config, with CONFIG's
-    values when it is given; `--print-config` prints the config as JSON; all of them exit.
+    `--help` prints the usage, `--help SECTION` the fields of a section with CONFIG's values, and
+    `--print-config` the config as JSON. All three exit.
 
     Args:     prog: the program's module, such as "jaxpar.train". explain: what --print-config says
               about the config, printed to standard error, so that the JSON can be piped.
-    Raises:   ConfigError for an unknown config or field, and all that `validate.check` finds.
+    Raises:   ConfigError for an unknown config or field, or as `validate.check`.
     """
     args, program = list(argv), as_called(f"python -m {prog}")
     name = args.pop(0) if args and not args[0].startswith("-") else None
     if name is None and not asks_help(args):
-        known = f"{known_configs()}, a .py file, or the folder of a run"
-        fix = f"start with one of {known}: {program} quickstart"
+        known = f"{known_configs()}, a .py file, or a run folder"
+        fix = f"use one of {known}, as in: {program} quickstart"
         raise ConfigError("CONFIG", args[0] if args else "", "is missing", fix)
     base = load_config(name) if name else Config()
     if asks_help(args):
@@ -58,20 +58,20 @@ def read_config(
     return cfg
 
 
-#: What CONFIG may be, for --help.
+#: Description of CONFIG, for --help.
 ABOUT_CONFIG = """\
 CONFIG is one of
   {known},
-a .py file with a get_config(), or the folder of a run, to start it again with its latest config."""
+a .py file with a get_config(), or a run folder, to resume the run with its latest config."""
 
 #: A line of --help.
 PRINT_CONFIG = "--print-config                  print the config as JSON and exit"
 
 
 def as_called(text: str) -> str:
-    """A text that names programs as `python -m jaxpar.NAME`, with the words that are in use.
+    """Replace `python -m jaxpar.NAME` in a text by the way in which the program was called.
 
-    The command `jaxpar` (jaxpar/__main__.py) leaves them in sys.argv[0], such as "jaxpar train".
+    The command `jaxpar` (jaxpar/__main__.py) stores it in sys.argv[0], such as "jaxpar train".
     """
     called = sys.argv[0].rpartition(" ")[0]
     if called not in ("jaxpar", "python -m jaxpar"):
@@ -80,9 +80,9 @@ def as_called(text: str) -> str:
 
 
 def parse_overrides(cfg: Config, args: Sequence[str], prog: str, description: str = "") -> Config:
-    """The config with `--section.field value` applied; `--help [SECTION]` prints help and exits.
+    """Return the config with `--section.field value` applied. `--help` prints the help and exits.
 
-    Raises:   ConfigError for an unknown field, a value that is missing or of the wrong type.
+    Raises:   ConfigError for an unknown field, or a value that is missing or of the wrong type.
     """
     if asks_help(args):
         print_help(cfg, prog, as_called(description).strip(), topic_of(args))
@@ -94,7 +94,7 @@ def parse_overrides(cfg: Config, args: Sequence[str], prog: str, description: st
 
 
 def _pairs(args: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(path, text) for each `--section.field text`, also with "=", and also after `--set`."""
+    """Yield (path, text) for each `--section.field text`, with "=" or a space, or after `--set`."""
     rest = iter(expand_set_options(args))
     for arg in rest:
         name, given, text = arg.removeprefix("--").partition("=")
@@ -113,9 +113,9 @@ def _pairs(args: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def expand_set_options(args: Sequence[str]) -> Iterator[str]:
-    """The arguments, with `--set section.field=text ...` as `--section.field=text` each.
+    """Rewrite `--set section.field=text ...` as one `--section.field=text` each.
 
-    Raises:   ConfigError for anything else after --set, or nothing.
+    Raises:   ConfigError for anything else after --set, or for nothing.
     """
     setting = False
     for arg, following in itertools.zip_longest(args, args[1:], fillvalue="--"):
@@ -140,7 +140,7 @@ def _no_setting(text: str) -> ConfigError:
 _WORDS = {"true": True, "false": False}
 
 
-#: How text becomes a value of each type that a field can have.
+#: Parsers of the types that a field can have.
 _READERS: Mapping[Any, Callable[[str], Any]] = {
     int: int,
     float: float,
@@ -151,7 +151,7 @@ _READERS: Mapping[Any, Callable[[str], Any]] = {
 
 
 def _read(text: str, hint: Any) -> Any:
-    """The text as a value of a field's type; as it is when it is none, for `check_types`."""
+    """Parse a text as a field's type. Text that does not parse is returned for `check_types`."""
     for option in typing.get_args(hint) or (hint,):  # the members of a union or a Literal
         if option not in _READERS and str(option) == text:
             return option

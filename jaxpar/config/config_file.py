@@ -1,7 +1,6 @@
-"""A config by its name, from a Python file, or from the folder of a run.
+"""Load a config by its name, from a Python file, or from a run folder.
 
-The configs that come with jaxpar are `configs/*.py` of a checkout. A wheel has them as
-`jaxpar/configs/`.
+The configs that come with jaxpar are in `configs/` of a checkout, or `jaxpar/configs/` of a wheel.
 """
 
 import contextlib
@@ -24,23 +23,24 @@ CONFIGS = next((folder for folder in _PLACES if folder.is_dir()), _PLACES[-1])
 
 
 def known_configs() -> str:
-    """Names of the configs that come with jaxpar."""
+    """Return the names of the configs that come with jaxpar."""
     return ", ".join(sorted(path.stem for path in CONFIGS.glob("*.py")))
 
 
 def load_config(name: str) -> Config:
-    """The config that a name stands for: `quickstart`, `my/config.py`, or a run's folder.
+    """Load a config by its name: `quickstart`, `my/config.py`, or a run folder.
 
-    A config file is code: it is imported and its `get_config()` is called. Run only your own.
+    A config file is code: it is imported and its `get_config()` is called. Use only files that you
+    trust.
 
-    Raises:   ConfigError when there is no such config, it fails, or its get_config() returns no
-              Config.
+    Raises:   ConfigError if the config does not exist or fails, or if its get_config() does not
+              return a Config.
     """
     path = Path(name) if name.endswith(".py") else CONFIGS / f"{name}.py"
     if not path.is_file() and Path(name).is_dir():
         return load_run(name)
     if not path.is_file():
-        fix = f"give one of {known_configs()}, a .py file, or the folder of a run"
+        fix = f"use one of {known_configs()}, a .py file, or a run folder"
         raise ConfigError("CONFIG", name, "is not a config", fix)
     spec = importlib.util.spec_from_file_location(f"jaxpar_config_{path.stem}", path)
     assert spec is not None and spec.loader is not None
@@ -58,14 +58,14 @@ def load_config(name: str) -> Config:
 
 
 def _example() -> str:
-    """The path of a config file that works, as short as it can be."""
+    """Return the path of an example config file, relative if possible."""
     file = CONFIGS / "quickstart.py"
     return str(file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file)
 
 
 @contextlib.contextmanager
 def _naming_the_line(name: str, path: Path) -> Iterator[None]:
-    """What a config file's code raises becomes a ConfigError that names the line."""
+    """Convert an exception of a config file's code to a ConfigError that names the line."""
     try:
         yield
     except ConfigError:
@@ -77,38 +77,38 @@ def _naming_the_line(name: str, path: Path) -> Iterator[None]:
             frames = traceback.extract_tb(error.__traceback__)
             lines = [frame.lineno for frame in frames if frame.filename == str(path)]
             line, reason = lines[-1] if lines else None, str(error)
-        where = f"line {line} of it" if line else "it"
-        rule = f"cannot be used: {where} fails: {type(error).__name__}: {' '.join(reason.split())}"
-        fix = f"correct {where}; {_example()} is one that works"
+        where = f"line {line}" if line else "the file"
+        rule = f"fails at {where}: {type(error).__name__}: {' '.join(reason.split())}"
+        fix = f"correct {where}; for an example, see {_example()}"
         raise ConfigError("CONFIG", name, rule, fix) from error
 
 
-# --------------------------------------------------------------------------- the folder of a run
+# ------------------------------------------------------------------------------------ run folder
 
 
 def load_run(folder: str) -> Config:
-    """The config that the latest start of a run asked for, to resume the run in this folder.
+    """Load the latest config of a run, to resume the run in its folder.
 
-    It is RUN/config.json, without what followed from that start's devices: `parallel.data` takes
-    the devices that are there now, and fields that manifest.json lists as asked for have those
-    values again. `run.dir` is the folder, wherever it lies now; `checkpoint.resume` is not "never".
+    The config is RUN/config.json without the values derived from the devices of that start:
+    `parallel.data` uses the current devices, and the fields under "asked" in manifest.json get
+    those values back. `run.dir` is the given folder, and `checkpoint.resume` is not "never".
 
-    Raises:   ConfigError when the folder is not a run's, or its config.json cannot be read.
+    Raises:   ConfigError if the folder is not a run, or its config.json cannot be read.
     """
     saved = Path(folder) / "config.json"
     if not saved.is_file():
-        rule = "is a folder without a config.json, so there is no run to resume"
-        fix = f"give the folder of a run, a .py file, or one of {known_configs()}"
+        rule = "is not a run folder: it has no config.json"
+        fix = f"use a run folder, a .py file, or one of {known_configs()}"
         raise ConfigError("CONFIG", folder, rule, fix)
     try:
         text = saved.read_text("utf-8")
         values = json.loads(text)
-    except ValueError as error:  # also of text that is not UTF-8
+    except ValueError as error:  # also for text that is not UTF-8
         fix = "use the config that the run was started with"
-        raise ConfigError("CONFIG", folder, f"its config.json is damaged: {error}", fix) from error
+        raise ConfigError("CONFIG", folder, f"has a damaged config.json: {error}", fix) from error
     if not (isinstance(values, dict) and isinstance(values.get("run"), dict)):
-        rule = "has a config.json that is not a run's, such as that of a published model"
-        fix = "give the folder of a run; to start from a model's weights, give a config and "
+        rule = "is not a run folder: its config.json is not a run's, perhaps a published model's"
+        fix = "use a run folder; to start from a model's weights, use a config with "
         raise ConfigError("CONFIG", folder, rule, f"{fix}--run.init-from {folder}")
     cfg = replace(from_json(text), **{"run.dir": folder, "parallel.data": -1})
     if cfg.checkpoint.resume == "never":
@@ -117,8 +117,8 @@ def load_run(folder: str) -> Config:
 
 
 def _asked_for(manifest: Path) -> dict[str, Any]:
-    """Fields that the latest start asked for and that have other values in its config.json."""
+    """Return the requested values of fields that have other values in config.json."""
     try:
         return dict(json.loads(manifest.read_text("utf-8"))["asked"])
     except (OSError, ValueError, KeyError, TypeError):
-        return {}  # an earlier version wrote it, or the start ended before it was written
+        return {}  # from an earlier version, or the start ended before writing it

@@ -1,10 +1,10 @@
-"""The error of a config value that cannot work."""
+"""The error for an invalid config value."""
 
 from typing import Any
 
 
 class ConfigError(ValueError):
-    """A config value that cannot work: names the field, its value, the rule and a fix."""
+    """An invalid config value. Names the field, its value, the rule and a fix."""
 
     def __init__(self, field: str, value: Any, rule: str, fix: str):
         self.field, self.value, self.rule, self.fix = field, value, rule, fix

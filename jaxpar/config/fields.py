@@ -17,14 +17,14 @@ from jaxpar.config.schema import Config
 
 
 def section_of(hint: Any) -> Any:
-    """The section class in a field's type, also in `Section | None`; None for a plain value."""
+    """Return the section class of a field's type (`Section` or `Section | None`), or None."""
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     return next((option for option in options if dataclasses.is_dataclass(option)), None)
 
 
 @functools.cache
 def field_types(cls: Any = Config, prefix: str = "") -> dict[str, Any]:
-    """The type of every field by path, sections and their fields: {"train.seed": int, ...}."""
+    """Return the type of every section and field by path: {"train.seed": int, ...}."""
     found: dict[str, Any] = {}
     for name, hint in typing.get_type_hints(cls).items():
         found[prefix + name] = hint
@@ -34,13 +34,13 @@ def field_types(cls: Any = Config, prefix: str = "") -> dict[str, Any]:
 
 
 def leaf_paths() -> list[str]:
-    """Every field that is no section, by path, those of optional sections included."""
+    """Return the paths of all fields that are not sections, with those of optional sections."""
     return [path for path, hint in field_types().items() if section_of(hint) is None]
 
 
 @functools.cache
 def default_of(path: str) -> Any:
-    """A field's default; inside an optional section, what it is once that section is set."""
+    """Return a field's default. In an optional section, it applies once the section is set."""
     node: Any = Config()
     for key in path.split("."):
         node = _child(node, key)
@@ -48,7 +48,7 @@ def default_of(path: str) -> Any:
 
 
 def _child(node: Any, key: str) -> Any:
-    """A field's value; where an optional section is None, that section's defaults."""
+    """Return a field's value, or the defaults of an optional section that is None."""
     section = section_of(typing.get_type_hints(type(node))[key])
     value = getattr(node, key)
     return section() if value is None and section is not None else value
@@ -56,7 +56,7 @@ def _child(node: Any, key: str) -> Any:
 
 @functools.cache
 def meanings(section: Any) -> dict[str, str]:
-    """The line under each field of a section's class, by the field's name."""
+    """Return the docstring under each field of a section's class, by the field's name."""
     (node,) = ast.parse(inspect.getsource(section)).body
     assert isinstance(node, ast.ClassDef)
     found = {}
@@ -71,20 +71,20 @@ def meanings(section: Any) -> dict[str, str]:
 
 
 def value_of(cfg: "Config", path: str) -> Any:
-    """A field's value: `value_of(cfg, "model.num_layers")`."""
+    """Return a field's value: `value_of(cfg, "model.num_layers")`."""
     return functools.reduce(getattr, path.split("."), cfg)
 
 
 def require(ok: bool, cfg: "Config", path: str, rule: str, *ways: str) -> None:
-    """Raises:   ConfigError for the field, with `ways` out, unless `ok`."""
+    """Raise ConfigError for a field unless `ok`, with `ways` as alternative fixes."""
     if not ok:
         raise ConfigError(path, value_of(cfg, path), rule, "use " + ", or ".join(ways))
 
 
 def unknown_field(path: str, value: Any, show: Callable[[str], str] = str) -> ConfigError:
-    """The error for a path that names no field, with what was probably meant.
+    """Return the error for a path that is not a field, with the most similar fields.
 
-    Args:     show: how the reader would write a path.
+    Args:     show: formats a path for the message.
     """
     section, _, name = path.rpartition(".")
     names = {known: known.rpartition(".")[2] for known in leaf_paths()}
@@ -101,25 +101,25 @@ def unknown_field(path: str, value: Any, show: Callable[[str], str] = str) -> Co
         fix = "use one of " + ", ".join(map(show, beside))
     else:
         sections = ", ".join(field.name for field in dataclasses.fields(Config))
-        fix = f"name it SECTION.FIELD, with a section of {sections}"
+        fix = f"use SECTION.FIELD, with a section of {sections}"
     return ConfigError(path, value, "is not a field of the config", fix)
 
 
 def flag(path: str, value: Any = ...) -> str:
-    """A field as the command line sets it: "--model.num-heads 8"; without a value, its name.
+    """Return a field as on the command line: "--model.num-heads 8", or only the option's name.
 
-    As a shell reads it: a value with spaces is quoted.
+    Values are quoted for a shell.
     """
     name = "--" + path.replace("_", "-")
     return name if value is ... else f"{name} {shlex.quote(str(value))}"
 
 
 def replace(cfg: Config, **values: Any) -> Config:
-    """A copy with some fields changed, named by path: `replace(cfg, **{"model.num_layers": 2})`.
+    """Return a copy with some fields changed: `replace(cfg, **{"model.num_layers": 2})`.
 
     Setting a field of an optional section that is None starts from that section's defaults.
 
-    Raises:   ConfigError for a path that names no field.
+    Raises:   ConfigError for a path that is not a field.
     """
     for path, value in values.items():
         if path not in field_types():

@@ -1,4 +1,4 @@
-"""`--help` of programs that take a config: one page, one section of the config, or every field."""
+"""`--help` of programs that take a config: an overview, one section, or every field."""
 
 import argparse
 import dataclasses
@@ -20,16 +20,16 @@ ALL = "all"
 #: Sections of the config, in order.
 SECTIONS = tuple(field.name for field in dataclasses.fields(Config))
 
-#: Columns of a help text, also in a wider terminal.
+#: Maximum columns of a help text, even in a wider terminal.
 MAX_WIDTH = 100
 
-#: The fields that `--help` alone shows: those that a first run of one's own changes.
+#: The fields that plain `--help` shows: those that a user's first run changes.
 COMMON_FIELDS = """run.dir run.cpu_devices train.num_steps train.global_batch_size data.path
 data.seq_len model.num_layers model.d_model parallel.auto parallel.data parallel.tensor
 parallel.pipeline parallel.num_microbatches parallel.remat optimizer.learning_rate
 checkpoint.every""".split()
 
-#: Lines on the options that every such program has.
+#: Options that all of these programs have.
 OPTIONS = """\
 --SECTION.FIELD VALUE           set a field
 --set SECTION.FIELD=VALUE ...   set several fields
@@ -38,14 +38,14 @@ OPTIONS = """\
 
 
 def asks_help(args: Sequence[str]) -> bool:
-    """Whether a command line holds --help."""
+    """Return whether a command line contains --help."""
     return "--help" in args or "-h" in args
 
 
 def topic_of(args: Sequence[str]) -> str:
-    """What a command line with --help asks about: a section, `ALL`, or "" for the one page.
+    """Return the topic after --help: a section, `ALL`, or "" for the overview.
 
-    Raises:   ConfigError for a word after --help that is none of these.
+    Raises:   ConfigError for any other topic.
     """
     at = next(i for i, arg in enumerate(args) if arg in ("--help", "-h"))
     topic = "".join(args[at + 1 : at + 2])
@@ -60,10 +60,10 @@ def topic_of(args: Sequence[str]) -> str:
 
 
 def print_help(cfg: Config, prog: str, description: str, topic: str = "", more: str = "") -> None:
-    """Print how to call a program that takes a config, or fields of the config.
+    """Print the usage of a program that takes a config, or fields of the config.
 
-    Args:     cfg: whose values are shown. prog: "" for no line on the usage. topic: as `topic_of`.
-              more: lines on other options.
+    Args:     cfg: the config whose values are shown. prog: "" for no usage line. topic: as returned
+              by `topic_of`. more: lines about other options.
     """
     width = min(shutil.get_terminal_size((MAX_WIDTH, 24)).columns, MAX_WIDTH)
     parser = argparse.ArgumentParser(
@@ -89,7 +89,7 @@ def print_help(cfg: Config, prog: str, description: str, topic: str = "", more: 
 
 
 def meaning_of_section(name: str) -> str:
-    """The sentence that says what a section is for."""
+    """Return the docstring of a section."""
     return typing.get_type_hints(Config)[name].__doc__ or ""
 
 
@@ -103,7 +103,7 @@ def _lies_in(path: str, section: str) -> bool:
 
 
 def _add(group: Any, cfg: Config, paths: Sequence[str]) -> None:
-    """Add fields to a group of options, with their meanings and their values in a config."""
+    """Add fields to a group of options, with their docstrings and their values in a config."""
     for path in paths:
         section, _, name = path.rpartition(".")
         section_class: Any = type(default_of(section))
@@ -117,13 +117,13 @@ def _add(group: Any, cfg: Config, paths: Sequence[str]) -> None:
 
 
 def _value(cfg: Config, path: str) -> Any:
-    """A field's value; inside an optional section that is None, what it is once that is set."""
+    """Return a field's value, or its default in an optional section that is None."""
     section = path.rpartition(".")[0]
     return default_of(path) if value_of(cfg, section) is None else value_of(cfg, path)
 
 
 def _metavar(hint: Any) -> str:
-    """A field's type: INT, INT|None, {scan,unroll}; of an optional section, None turns it off."""
+    """Return a field's type: INT, INT|None, {scan,unroll}; None for an optional section."""
     if typing.get_origin(hint) is typing.Literal:
         return "{" + ",".join(map(str, typing.get_args(hint))) + "}"
     if section_of(hint) is not None:

@@ -1,26 +1,26 @@
-"""The fields that a layout sets, and those that a config keeps."""
+"""The fields that a layout sets, and those that a config fixes."""
 
 from typing import Any
 
 from jaxpar.config import Config, default_of
 
-#: The fields that a layout sets, in the order in which they are shown.
+#: The fields that a layout sets, in display order.
 FIELDS = (
     "pipeline replica data sequence tensor zero num_microbatches virtual_stages row_groups remat"
 ).split()
 
 
-#: `parallel.auto` for all of them that the config leaves at their defaults.
+#: The value of `parallel.auto` for all fields that have their defaults.
 ALL = "all"
 
 
 def names_of(auto: str) -> list[str]:
-    """The names in `parallel.auto`."""
+    """Return the names in `parallel.auto`."""
     return [name.strip() for name in auto.split(",") if name.strip()]
 
 
 def fixed_layout_fields(cfg: Config) -> dict[str, Any]:
-    """The fields of the layout that `parallel.auto` leaves as they are, by name."""
+    """Return the layout fields that `parallel.auto` does not choose, by name."""
     names = names_of(cfg.parallel.auto)
     values = {name: getattr(cfg.parallel, name) for name in FIELDS}
     if ALL in names:

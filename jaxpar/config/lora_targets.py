@@ -1,10 +1,10 @@
-"""Which parameter each target of an adapter is, and an adapter's factor."""
+"""The parameter of each adapter target, and the scale of adapters."""
 
 import math
 
 from jaxpar.config import Config
 
-#: Names of `lora.targets`, which are those of published models, and our parameters.
+#: Names in `lora.targets` (those of published models), and jaxpar's parameters.
 TARGETS = {
     "q_proj": "wq",
     "k_proj": "wk",
@@ -16,12 +16,12 @@ TARGETS = {
 }
 
 
-#: Those of attention. The others are of a dense feed-forward.
+#: Targets in attention. The others are in a dense feed-forward layer.
 OF_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def factor(cfg: Config) -> float:
-    """What the product of an adapter's matrices is multiplied by.
+    """Return the factor that an adapter's output is multiplied by.
 
     Source:   Hu et al. 2021 (2106.09685), section 4.1; `rank_stabilized`: Kalajdzievski 2023
               (2312.03732), section 3.

@@ -1,4 +1,4 @@
-"""The sources that a config trains on, and their shares."""
+"""The sources of the training data and their weights."""
 
 import math
 from typing import NamedTuple
@@ -11,11 +11,11 @@ class Share(NamedTuple):
 
     path: str
     weight: float
-    """Its share of the sequences, relative to the others' weights."""
+    """Share of the sequences, relative to the other weights."""
 
 
 def shares(cfg: Config) -> list[Share]:
-    """The sources to train on: those of `data.mixture`, or `data.path` alone.
+    """Return the sources to train on: those of `data.mixture`, or only `data.path`.
 
     Raises:   ConfigError for a mixture that is not PATH:WEIGHT,PATH:WEIGHT.
     """
@@ -31,11 +31,11 @@ def _share(cfg: Config, part: str) -> Share:
     try:
         share = Share(path.strip(), float(weight))
     except ValueError as error:
-        rule = f"must be PATH:WEIGHT,PATH:WEIGHT, and {part!r} has no weight"
+        rule = f"must be PATH:WEIGHT,PATH:WEIGHT, but {part!r} has no weight"
         raise ConfigError(field, text, rule, f"use {flag(field, f'{part}:1')}") from error
     if not share.path:
-        raise ConfigError(field, text, f"must be PATH:WEIGHT, and {part!r} has no path", fix)
+        raise ConfigError(field, text, f"must be PATH:WEIGHT, but {part!r} has no path", fix)
     if not (math.isfinite(share.weight) and share.weight > 0):
-        rule = f"needs weights above 0, and {share.path} has {weight}"
+        rule = f"needs weights above 0, but {share.path} has {weight}"
         raise ConfigError(field, text, rule, fix)
     return share

@@ -1,4 +1,4 @@
-"""The section of the configuration that says what the model is (`schema.py`)."""
+"""The model section of the configuration (`schema.py`)."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,46 +6,47 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Llama 3.1's stretching of the slow rotary frequencies."""
+    """Frequency scaling of the rotary embedding, as in Llama 3.1."""
 
     factor: float = 8.0
-    """How many times the context grows."""
+    """Factor by which the context length grows."""
     low_freq_factor: float = 1.0
     """Wavelengths above original_max_position / low_freq_factor are divided by factor."""
     high_freq_factor: float = 4.0
-    """Wavelengths below original_max_position / high_freq_factor stay as they are."""
+    """Wavelengths below original_max_position / high_freq_factor are unchanged."""
     original_max_position: int = 8192
-    """Context length that the model was first trained with."""
+    """Context length of the original training."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The decoder: Llama 3's by default; Qwen3, Mistral, Mixtral, Gemma 3 are other values."""
+    """The decoder: Llama 3 by default; also covers Qwen3, Mistral, Mixtral and Gemma 3."""
 
     num_layers: int = 4
-    """Transformer blocks."""
+    """Number of transformer layers."""
     d_model: int = 256
     """Width of the residual stream."""
     num_heads: int = 8
-    """Query heads."""
+    """Number of query heads."""
     num_kv_heads: int = 4
-    """Key and value heads (grouped-query attention when fewer than num_heads)."""
+    """Number of key and value heads; fewer than num_heads means grouped-query attention (GQA)."""
     head_dim: int = 32
-    """Width of one head; num_heads * head_dim need not be d_model."""
+    """Width of one head; num_heads * head_dim may differ from d_model."""
     d_ff: int = 704
-    """Width of the feed-forward; with experts, of each."""
+    """Width of the feed-forward layer, or of each expert."""
     num_experts: int = 0
-    """Experts of each feed-forward (Mixtral, Qwen3-MoE). 0: one dense feed-forward."""
+    """Experts per layer (Mixtral, Qwen3-MoE). 0: a dense feed-forward layer."""
     experts_per_token: int = 2
-    """Experts that a token goes through: those that the router finds likeliest."""
+    """Experts that the router selects for each token (top-k)."""
     normalize_experts: bool = True
-    """A token's weights add up to 1; it needs two experts. False: the router's probabilities."""
+    """Normalize the weights of a token's experts to sum to 1, which needs at least two experts per
+    token. False: use the router's probabilities."""
     vocab_size: int = 512
-    """Rows of the embedding. Must cover the tokenizer's vocabulary."""
+    """Rows of the embedding; at least the tokenizer's vocabulary."""
     rope_theta: float = 500_000.0
-    """Base of the rotary frequencies."""
+    """Base of the rotary embedding's frequencies."""
     rope_scaling: RopeScaling | None = None
-    """Llama 3.1 frequency scaling; setting one of its fields turns it on. None: plain RoPE."""
+    """Llama 3.1 frequency scaling; setting one of its fields enables it. None: plain RoPE."""
     norm_eps: float = 1e-5
     """Added to the mean square inside RMSNorm."""
     tie_embeddings: bool = False
@@ -59,34 +60,40 @@ class ModelConfig:
     mlp_bias: bool = False
     """Biases on the three feed-forward projections."""
     sliding_window: int | None = None
-    """Each query sees this many latest keys, itself included (Mistral): 2 or more. None: all."""
+    """Latest keys that a query attends to, its own included (Mistral); at least 2. None: all."""
     global_every: int = 0
-    """Every so many layers, one has no sliding window (Gemma 3: 6). 0: all layers are alike."""
+    """Every Nth layer attends globally, without the sliding window (Gemma 3: 6). 0: all layers
+    are the same."""
     local_rope_theta: float | None = None
-    """Base of the rotary frequencies in layers with the window. None: rope_theta, as elsewhere."""
+    """Base of the rotary frequencies in sliding-window layers. None: rope_theta."""
     activation: Literal["silu", "gelu"] = "silu"
-    """Of the feed-forward's gate. gelu: in its tanh form, of GeGLU (Gemma)."""
+    """Activation of the feed-forward gate. gelu: the tanh approximation, as in GeGLU (Gemma)."""
     post_norms: bool = False
-    """RMSNorm also after attention and feed-forward, before they are added (Gemma)."""
+    """Apply RMSNorm also to the outputs of attention and feed-forward, before the residual
+    addition (Gemma)."""
     norm_offset: bool = False
-    """RMSNorm multiplies by 1 + its parameter, which starts at 0 (Gemma)."""
+    """Multiply by 1 + scale in RMSNorm, with scale initialized to 0 (Gemma)."""
     embed_scale: bool = False
     """Multiply embeddings by sqrt(d_model) (Gemma)."""
     query_scale_dim: int | None = None
-    """Attention scores are divided by its root (Gemma). None: by that of head_dim."""
+    """Divide attention scores by the square root of this (Gemma). None: of head_dim."""
     init_std: float = 0.02
-    """Standard deviation of initial weights; outputs of a block get init_std / sqrt(2 * layers)."""
+    """Standard deviation of the initial weights; output projections use init_std /
+    sqrt(2 * num_layers)."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Compute dtype. Master weights, loss and gradient sums are always float32."""
+    """Compute dtype. Master weights, the loss and gradient sums are always float32."""
     matmul_dtype: Literal["compute", "float8"] = "compute"
-    """Operands of a layer's projections. float8: e4m3, gradients e5m2, scaled anew every step."""
+    """Dtype of the operands of a layer's matmuls. float8: e4m3, and e5m2 for gradients, with
+    scales computed at every step."""
     float8_scaling: Literal["tensor", "row"] = "tensor"
-    """A float8 scale per tensor, or per token; then weight gradients stay in the compute dtype."""
+    """Granularity of float8 scales: per tensor, or per row (token). row computes weight gradients
+    in the compute dtype."""
     logits_dtype: Literal["float32", "compute"] = "float32"
-    """What the head's matmul rounds logits to; the loss of them is taken in float32."""
+    """Output dtype of the head's matmul; the loss is computed in float32."""
     attention: Literal["softmax"] = "softmax"
-    """What attention computes; other functions are added from outside (config/registry.py)."""
+    """Attention function: softmax, or one registered with jaxpar/config/registry.py."""
     attention_backend: Literal["auto", "reference", "cudnn", "pallas_hopper"] = "auto"
-    """Attention kernel. auto picks forward and backward, as measured, and says which and why."""
+    """Attention kernel. auto picks the fastest measured forward and backward, and logs the choice
+    and the reason."""
     attention_deterministic: bool = False
-    """Bit-for-bit repeatable attention backward, at a cost in speed."""
+    """Make the attention backward bitwise deterministic, at a cost in speed."""

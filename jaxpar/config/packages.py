@@ -1,4 +1,4 @@
-"""Optional packages: what to install when one is missing."""
+"""Check for optional packages."""
 
 import importlib.util
 from typing import Any
@@ -9,12 +9,12 @@ from jaxpar.config.errors import ConfigError
 def require_package(name: str, field: str, value: Any, otherwise: str = "") -> None:
     """Check that an optional package is installed.
 
-    The fix names the package itself, not an extra of jaxpar: that works from a checkout and from a
-    wheel alike.
+    The fix names the package rather than an extra of jaxpar, so that it works for a checkout and
+    for a wheel.
 
-    Args:     name: as pip knows it; its module has underscores for dashes. field, value: what needs
-              it. otherwise: what to do without it.
-    Raises:   ConfigError when it is not installed.
+    Args:     name: the name for pip; the module has underscores for dashes. field, value: the
+              setting that needs the package. otherwise: an alternative fix.
+    Raises:   ConfigError if it is not installed.
     """
     if importlib.util.find_spec(name.replace("-", "_")) is None:
         fix = f"run pip install {name}" + (f", or {otherwise}" if otherwise else "")

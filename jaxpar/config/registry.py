@@ -1,24 +1,25 @@
-"""Functions that a config may choose by name, added from outside the package: for experiments.
+"""Register update rules and attention functions from outside the package, for experiments.
 
-A config file, or a notebook, adds a function under a name, and gives the field that name:
+A config file or a notebook registers a function under a name and sets the field to that name:
 
     registry.add("optimizer.name", "cautious", make_rule)
     registry.add("model.attention", "capped", capped_attention)
 
-From there on the config is like any other: checked, saved, trained on every mesh, resumed. A run's
-config.json holds the name, never code; whatever reads the run needs the function added again.
+The config then works like any other: it is checked, saved, trained on every mesh, and resumed. A
+run's config.json contains the name, never code; programs that read the run need the function
+registered again.
 
-What is added must be
+The functions have these signatures:
 
-    optimizer.name    rule(cfg: OptimizerConfig, rate: optax.Schedule, mask) -> an optax
-                      GradientTransformation, elementwise, since each device updates its own
-                      shards; moments shaped as the parameters, of all or of some (`optax.masked`,
-                      `optax.partition`), of which those called mu or trace, and nu, may be kept
-                      in bfloat16. mask: where weight decay applies.
-    model.attention   function(q, k, v, mask: AttentionMask) -> out. q, out: [B, T, H, K]. k, v:
-                      [B, S, G, K]. All of one dtype. H and G: one tensor rank's heads; every
-                      position that a query may see is there. Differentiated by JAX; the reference
-                      model calls it too.
+    optimizer.name    rule(cfg: OptimizerConfig, rate: optax.Schedule, mask) returns an optax
+                      GradientTransformation. It must be elementwise, since each device updates its
+                      own shards. Its moments have the shapes of all or some parameters
+                      (`optax.masked`, `optax.partition`); those named mu, trace and nu can be
+                      stored in bfloat16. mask: where weight decay applies.
+    model.attention   function(q, k, v, mask: AttentionMask) returns out. q, out: [B, T, H, K]. k,
+                      v: [B, S, G, K]. All have the same dtype. H and G are the heads of one tensor
+                      rank, and S has every position that a query may see. JAX differentiates the
+                      function; the reference model also calls it.
 """
 
 import functools
@@ -32,24 +33,26 @@ _ADDED: dict[str, dict[str, Callable[..., Any]]] = {"optimizer.name": {}, "model
 
 
 def add(path: str, name: str, function: Callable[..., Any]) -> None:
-    """Let the field `path` have the value `name`. Added again, the later function counts.
+    """Register a function as the value `name` of the field `path`. A later one replaces it.
 
-    Raises:   ConfigError for a field that takes none, a name that the package has itself, or what
-              is no function. What a function gives is checked when it is used.
+    The function's result is checked at each call.
+
+    Raises:   ConfigError for a field without registered functions, a built-in name, or an object
+              that is not callable.
     """
     if path not in _ADDED:
-        fix = f"name one of {', '.join(_ADDED)}"
-        raise ConfigError("registry.add", path, "is no field that functions can be added to", fix)
+        fix = f"use one of {', '.join(_ADDED)}"
+        raise ConfigError("registry.add", path, "does not accept registered functions", fix)
     if name in get_args(field_types()[path]):
-        raise ConfigError(path, name, "is a name of the package's own", "choose another name")
+        raise ConfigError(path, name, "is a built-in name", "choose another name")
     if not callable(function):
-        fix = "give the function itself"
-        raise ConfigError(path, name, f"is added as {function!r}, which is no function", fix)
+        fix = "pass a function"
+        raise ConfigError(path, name, f"is registered as {function!r}, not as a function", fix)
     _ADDED[path][name] = _checked(path, name, function)
 
 
 def _checked(path: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, but for an error of one line where it gives something else than it must."""
+    """Wrap a function to raise a ConfigError if it returns a wrong result."""
 
     @functools.wraps(function)
     def run(*args: Any) -> Any:
@@ -57,40 +60,40 @@ def _checked(path: str, name: str, function: Callable[..., Any]) -> Callable[...
         wanted, fits = _of_rule(made) if path == "optimizer.name" else _of_attention(made, args[0])
         if not fits:
             told = f"{made.dtype} {made.shape}" if hasattr(made, "dtype") else type(made).__name__
-            raise ConfigError(path, name, f"gives {told}, and must give {wanted}", "return that")
+            raise ConfigError(path, name, f"returns {told} instead of {wanted}", "return that")
         return made
 
     return run
 
 
 def _of_rule(made: Any) -> tuple[str, bool]:
-    """What a rule must give, and whether it is that."""
+    """Return the expected result of a rule, and whether `made` is one."""
     fits = all(callable(getattr(made, part, None)) for part in ("init", "update"))
     return "an optax.GradientTransformation", fits
 
 
 def _of_attention(made: Any, q: Any) -> tuple[str, bool]:
     fits = getattr(made, "shape", None) == q.shape and getattr(made, "dtype", None) == q.dtype
-    return f"out alone, as q: {q.dtype} {q.shape}", fits
+    return f"one array like q, {q.dtype} {q.shape}", fits
 
 
 def function(path: str, name: str) -> Callable[..., Any] | None:
-    """What was added to the field under the name; None for the package's own.
+    """Return the function registered for a field under a name; None for a built-in name.
 
-    Raises:   ConfigError when nothing was: a config that was not checked.
+    Raises:   ConfigError if there is none.
     """
     if name in get_args(field_types()[path]):
         return None
     if name not in _ADDED[path]:
-        raise ConfigError(path, name, "is unknown here", f'call registry.add("{path}", ...)')
+        raise ConfigError(path, name, "is not registered", f'call registry.add("{path}", ...)')
     return _ADDED[path][name]
 
 
 def names(path: str) -> tuple[str, ...]:
-    """The names that were added to a field; none for most fields."""
+    """Return the names registered for a field."""
     return tuple(_ADDED.get(path, ()))
 
 
 def fields() -> tuple[str, ...]:
-    """The fields that functions can be added to."""
+    """Return the fields that accept registered functions."""
     return tuple(_ADDED)

@@ -1,6 +1,6 @@
-"""What the backward can find saved, and the named policies of it."""
+"""Rematerialization policies: the values that they save for the backward pass."""
 
-#: Values that the backward can find saved instead of recomputing, in the order of the forward.
+#: Values that can be saved for the backward pass instead of recomputed, in forward order.
 REMAT_NAMES = (
     "attn_norm",
     "qkv",
@@ -14,15 +14,16 @@ REMAT_NAMES = (
 )
 
 
-#: What a layer is given: saved under every policy, so it is named only to save it on the host.
+#: The input of a layer. Every policy saves it, so it is named only to save it on the host.
 LAYER_INPUT = "layer_input"
 
 
-#: After a name: saved in host memory, copied there in the forward and back in the backward.
+#: Suffix of a value that is saved in host memory: copied there in the forward pass, and back in
+#: the backward pass.
 ON_HOST = ":host"
 
 
-#: Named policies: which of REMAT_NAMES they save. Fewer names, less memory, more recomputation.
+#: The values that each policy saves. Fewer values need less memory and more recomputation.
 REMAT_POLICIES: dict[str, tuple[str, ...]] = {
     "none": REMAT_NAMES,
     "dots": ("qkv", "attn_out", "attn_lse", "attn_residual", "gate_up"),
@@ -39,15 +40,15 @@ REMAT_POLICIES: dict[str, tuple[str, ...]] = {
 
 
 def saved_names(remat: str) -> tuple[str, ...]:
-    """The names that `parallel.remat` saves, as it writes them."""
+    """Return the names that `parallel.remat` saves, with their suffixes."""
     return REMAT_POLICIES.get(remat, tuple(remat.split(",")))
 
 
 def names_on_host(remat: str) -> tuple[str, ...]:
-    """The names that `parallel.remat` saves in host memory, without the mark."""
+    """Return the names that `parallel.remat` saves in host memory, without the suffix."""
     return tuple(without_mark(name) for name in saved_names(remat) if name.endswith(ON_HOST))
 
 
 def without_mark(name: str) -> str:
-    """A name of `saved_names`, wherever its value waits."""
+    """Return a name of `saved_names` without the suffix for host memory."""
     return name.removesuffix(ON_HOST)

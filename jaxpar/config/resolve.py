@@ -1,4 +1,4 @@
-"""What a config leaves open, filled in once the devices are known."""
+"""Fill in the config fields that depend on the number of devices."""
 
 import dataclasses
 import math
@@ -6,16 +6,18 @@ import math
 from jaxpar.config import Config, flag, require, value_of
 from jaxpar.config.rules.divisibility import largest_divisor
 
-#: The axes besides data.
+#: All axes except data.
 _OTHER_AXES = tuple(
     f"parallel.{axis}" for axis in "pipeline replica expert sequence tensor".split()
 )
 
 
 def cast_once(cfg: Config) -> Config:
-    """Where nothing is sharded there is nothing to gather layer by layer: as ZeRO-1, weights are
-    cast once per step, and matmuls add the gradients of microbatches up. 8-bit gathers are left:
-    they say how weights are rounded."""
+    """Set ZeRO-1 if weights are not sharded, since there is nothing to gather layer by layer.
+
+    Weights are then cast once per step, and matmuls accumulate the gradients of microbatches.
+    Configs with float8 gathers are unchanged, since the gathers round the weights.
+    """
     p = cfg.parallel
     if p.data * p.expert * p.sequence > 1 or p.gather_dtype != "compute":
         return cfg
@@ -23,9 +25,9 @@ def cast_once(cfg: Config) -> Config:
 
 
 def fill_data_axis(cfg: Config, num_devices: int) -> Config:
-    """The config with `parallel.data` known, once the axes multiply to the devices.
+    """Return the config with `parallel.data` filled in.
 
-    Raises:   ConfigError when they do not.
+    Raises:   ConfigError if the axes do not multiply to the number of devices.
     """
     p, smaller = cfg.parallel, _smaller_axes(cfg, num_devices)
     rest = math.prod(value_of(cfg, path) for path in _OTHER_AXES)
@@ -35,11 +37,11 @@ def fill_data_axis(cfg: Config, num_devices: int) -> Config:
         return dataclasses.replace(cfg, parallel=dataclasses.replace(p, data=num_devices // rest))
     if p.data == -1:
         path, needed = next(iter(smaller)), rest
-        rule = f"the axes besides data multiply to {rest}, which does not divide {devices}"
+        rule = f"the axes other than data multiply to {rest}, which does not divide {devices}"
     else:
         path, needed = "parallel.data", p.data * rest
         there = "there is" if num_devices == 1 else "there are"
-        rule = f"the mesh axes multiply to {needed}, and {there} {devices}"
+        rule = f"the mesh axes multiply to {needed}, but {there} {devices}"
         fewer.append(flag("parallel.data", -1))
     ways = [" ".join(fewer)]
     if needed > num_devices or cfg.run.cpu_devices:
@@ -49,7 +51,7 @@ def fill_data_axis(cfg: Config, num_devices: int) -> Config:
 
 
 def _smaller_axes(cfg: Config, num_devices: int) -> dict[str, int]:
-    """The axes besides `data` that must shrink for their product to divide the devices."""
+    """Return smaller sizes for axes other than `data`, so that they divide the devices."""
     smaller, left = {}, num_devices
     for path in _OTHER_AXES:
         size = value_of(cfg, path)

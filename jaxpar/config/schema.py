@@ -1,8 +1,8 @@
-"""The configuration: frozen dataclasses, one section per part of the system that reads it.
+"""The configuration: frozen dataclasses, one section for each part of the system.
 
-A config is made by `configs/NAME.py`'s `get_config()`, changed on the command line
-(`command_line.py`), checked once by `validate.py`, and saved as JSON with the run. Every field
-is documented here, and `python -m jaxpar.train --help SECTION` prints these lines.
+`get_config()` in `configs/NAME.py` returns a config. The command line overrides its fields
+(`command_line.py`), `validate.py` checks it once, and the run saves it as JSON. The text under
+each field is its documentation: `python -m jaxpar.train --help SECTION` prints it.
 """
 
 from dataclasses import dataclass, field
@@ -13,126 +13,132 @@ from jaxpar.config.model_schema import ModelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
-    """Where metrics go besides metrics.jsonl. A sink that fails is named once; training goes on."""
+    """Metric sinks in addition to metrics.jsonl. A failing sink is reported once."""
 
     tensorboard: bool = True
     """Write event files for TensorBoard to RUN/tensorboard."""
     wandb: str = ""
-    """Weights & Biases: log to this PROJECT, or ENTITY/PROJECT. Empty: do not."""
+    """Log to this Weights & Biases PROJECT or ENTITY/PROJECT. Empty: off."""
     prometheus_port: int = 0
-    """Process 0 serves the latest numbers to Prometheus on this port. 0: do not."""
+    """Port on which process 0 serves the latest metrics to Prometheus. 0: off."""
     prometheus_address: str = "127.0.0.1"
-    """Address that they are served on. 0.0.0.0: all of this host's; there is no password."""
+    """Address to serve them on. 0.0.0.0: every interface of this host, without a password."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Where the run lives and what it runs on."""
+    """The run folder, initial weights and devices."""
 
     dir: str = "runs/default"
-    """Run folder: config, metrics, checkpoints. A folder that holds a checkpoint is resumed."""
+    """Run folder, for metrics and checkpoints. The run resumes if it has a checkpoint."""
     init_from: str = ""
-    """A run or a published model whose weights a new run begins with. Empty: fresh weights."""
+    """Run or published model to take the initial weights from. Empty: random initialization."""
     cpu_devices: int = 0
-    """Simulate this many CPU devices in this process. 0: use the devices that JAX finds."""
+    """Number of CPU devices to simulate in this process. 0: use the devices that JAX finds."""
     xla_flags: Literal["auto", "none"] = "auto"
-    """auto: set the XLA flags measured for this GPU (jaxpar/runtime/gpus/); none: leave them."""
+    """auto: set the XLA flags measured for this GPU (jaxpar/runtime/gpus/). none: set none."""
     compilation_cache: str = "~/.cache/jaxpar/xla"
     """Folder of the persistent compilation cache, used on GPUs. Empty: no cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Length of the run and size of a step."""
+    """Length of the run and batch size."""
 
     num_steps: int = 1000
-    """Optimizer steps in the whole run, resumed parts included."""
+    """Total optimizer steps, over all resumes."""
     global_batch_size: int = 32
-    """Sequences per optimizer step, over all devices and microbatches."""
+    """Sequences per optimizer step, summed over all devices and microbatches."""
     seed: int = 0
-    """Seeds the initial weights and the order of the data."""
+    """Seed of the initial weights and the data order."""
     log_every: int = 10
-    """Write a line of metrics every so many steps."""
+    """Steps between lines of metrics."""
     z_loss: float = 0.0
-    """Weight of the squared log-partition penalty that keeps logits small (PaLM, section 5)."""
+    """Weight of the squared log-partition penalty, which keeps logits small (PaLM, section 5)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Which tokens, in which sequences."""
+    """Training and evaluation data."""
 
     path: str = "data/stdlib"
-    """Folder written by `python -m jaxpar.data prepare`, or Megatron, nanoGPT or llm.c tokens."""
+    """Dataset from `python -m jaxpar.data prepare`, or token files of Megatron, nanoGPT, llm.c."""
     seq_len: int = 1024
-    """Tokens in one training sequence."""
+    """Tokens per training sequence."""
     document_mask: bool = True
-    """Attention and positions stay inside a document. False: each sequence is one causal text."""
+    """Restrict attention to a document and restart its positions. False: plain causal attention."""
     prefetch: int = 2
-    """Batches prepared ahead of the step, in the background."""
+    """Batches to prepare in the background, ahead of the current step."""
     mixture: str = ""
-    """Sources instead of path, PATH:WEIGHT,PATH:WEIGHT, by share of sequences. Empty: only path."""
+    """Datasets to mix in place of data.path: PATH:WEIGHT,PATH:WEIGHT. Weights are shares of the
+    sequences. Empty: only data.path."""
     held_out: str = ""
-    """Tokens to evaluate on. Empty: the held-out splits of what is trained on."""
+    """Dataset to evaluate on. Empty: the held-out splits of the training data."""
     eos_id: int | None = None
-    """Token that ends a document, for files that do not mark documents (nanoGPT, llm.c)."""
+    """End-of-document token, for formats that do not mark documents (nanoGPT, llm.c)."""
     loss_on: Literal["targets", "all"] = "targets"
-    """Tokens of chat data that are learnt: what the assistant says, or all. Else always all."""
+    """Tokens of chat data in the loss. targets: the assistant's. all: every token. Other data
+    always uses every token."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Tuning by low-rank adapters beside matrices that stay as they are."""
+    """Fine-tuning with low-rank adapters on frozen base weights (LoRA)."""
 
     rank: int = 0
-    """Width of the adapters, which alone are trained. 0: no adapters, every weight is trained."""
+    """Rank of the adapters; only they are trained. 0: no adapters, all weights are trained."""
     alpha: float = 16.0
-    """What adapters add to a product is multiplied by alpha / rank."""
+    """Adapter outputs are multiplied by alpha / rank."""
     rank_stabilized: bool = False
-    """Multiply it by alpha / sqrt(rank) instead (rsLoRA)."""
+    """Multiply them by alpha / sqrt(rank) instead (rsLoRA)."""
     targets: str = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
-    """Which of these projections have adapters, joined by commas."""
+    """Projections with adapters, separated by commas."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """The mesh and how work is cut over it."""
+    """The device mesh and how the model and batch are partitioned over it."""
 
     auto: str = ""
-    """Of these, what the planner chooses for the devices: all, or NAME,NAME. Empty: nothing."""
+    """Layout fields for the planner to choose: all, or NAME,NAME. Empty: none."""
     pipeline: int = 1
-    """Pipeline stages (PP)."""
+    """Pipeline-parallel stages (PP)."""
     replica: int = 1
-    """Whole copies of the sharded model (DDP; the outer axis of HSDP)."""
+    """Replicas of the sharded model (DDP; the outer axis of HSDP)."""
     data: int = -1
-    """Ways that batch rows and parameters are sharded (FSDP). -1: the devices that are left."""
+    """Shards of the batch and the parameters (FSDP). -1: all remaining devices."""
     expert: int = 1
-    """Expert-parallel ways. Experts do not use it yet: it acts as more of `data`."""
+    """Size of the expert axis. Experts do not use it yet: it behaves like a larger `data`."""
     sequence: int = 1
-    """Ways that one sequence is cut (context parallelism)."""
+    """Shards of each sequence (context parallelism)."""
     tensor: int = 1
-    """Tensor-parallel ways, with sequence parallelism (TP)."""
+    """Size of the tensor-parallel axis, with sequence parallelism (TP)."""
     num_microbatches: int = 1
-    """Microbatches per step: gradient accumulation, or the pipeline's microbatches."""
+    """Microbatches per step, for gradient accumulation or for the pipeline."""
     row_groups: int = 1
-    """Groups of rows that take turns, for tensor in a pipeline: one communicates, one computes."""
+    """Row groups of a microbatch (Domino): one computes while another communicates. For tensor
+    parallelism inside a pipeline."""
     virtual_stages: int = 1
-    """Stages per pipeline device, interleaved. More of them make a smaller bubble."""
+    """Interleaved stages per pipeline device. More stages make the bubble smaller."""
     zero: Literal[1, 3] = 3
-    """3: gather weights layer by layer. 1: all once per step (with a pipeline, or none sharded)."""
+    """ZeRO stage. 3: gather weights layer by layer. 1: gather all once per step; for pipelines,
+    and for weights that are not sharded."""
     remat: str = "dots"
-    """Saved for the backward: none | dots | dots_offload | attn_out | full | offload, or names."""
+    """Rematerialization policy: none | dots | dots_offload | attn_out | full | offload, or the
+    names of the values to save for the backward pass."""
     loss_chunks: int = 0
-    """Parts of a device's tokens that the loss takes in turn: 1 is fastest. 0: of 1 GiB each."""
+    """Chunks in which a device computes the loss. 1 is fastest. 0: chunks of 1 GiB."""
     layer_loop: Literal["scan", "unroll"] = "scan"
-    """scan compiles fastest; unroll runs fastest on GPUs."""
+    """scan compiles faster; unroll runs faster on GPUs."""
     pipeline_save: Literal["residuals", "inputs"] = "residuals"
-    """What the 1F1B ring keeps: residuals under `remat`, or stage inputs (stage recomputed)."""
+    """Activations that the pipeline stashes: the residuals that `remat` saves, or the inputs of
+    each stage, from which it is recomputed."""
     context: Literal["allgather", "ring", "ulysses"] = "allgather"
-    """How attention crosses the sequence axis."""
+    """How attention communicates over the sequence axis."""
     grad_reduce: Literal["float32", "bfloat16"] = "float32"
-    """Precision in which FSDP sums gradients over devices."""
+    """Dtype of FSDP's gradient reduction."""
     gather_dtype: Literal["compute", "float8"] = "compute"
-    """Dtype in which ZeRO-3 gathers a layer's matrices; float8 is half of bfloat16's bytes."""
+    """Dtype of ZeRO-3's weight gathers. float8 halves the bytes of bfloat16."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,118 +146,126 @@ class OptimizerConfig:
     """Update rule and learning-rate schedule."""
 
     name: Literal["adamw", "lion", "sgd"] = "adamw"
-    """Update rule, from optax; others are added from outside (jaxpar/config/registry.py)."""
+    """Update rule from optax, or one registered with jaxpar/config/registry.py."""
     learning_rate: float = 3e-4
     """Peak learning rate."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """Shape after the warm-up. wsd: stable, then linear decay over the last fifth."""
+    """Learning rate after the warm-up. wsd: constant, then linear decay over the last fifth."""
     warmup_steps: int = 100
     """Steps of linear warm-up from 0."""
     min_lr_ratio: float = 0.1
     """Final learning rate as a fraction of the peak."""
     beta1: float = 0.9
-    """Decay of the first moment (momentum for sgd)."""
+    """Decay rate of the first moment (the momentum of sgd)."""
     beta2: float = 0.95
-    """Decay of the second moment."""
+    """Decay rate of the second moment."""
     eps: float = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the square root of the second moment."""
     weight_decay: float = 0.1
-    """Decoupled decay of matrices; norms and biases are exempt."""
+    """Decoupled weight decay of matrices; norms and biases have none."""
     clip_norm: float = 1.0
-    """Gradients are scaled down to this global norm. 0: never."""
+    """Maximum global norm of the gradients; larger ones are scaled down. 0: no clipping."""
     first_moment_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype in which the first moment is kept; to bfloat16 it is rounded stochastically."""
+    """Storage dtype of the first moment; bfloat16 uses stochastic rounding."""
     second_moment_dtype: Literal["float32", "bfloat16"] = "float32"
-    """The same for the second moment, of adamw."""
+    """Storage dtype of adamw's second moment."""
     offload: bool = False
-    """Keep the moments in host memory between steps, and update them layer by layer."""
+    """Keep the moments in host memory between steps and update them layer by layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When the state is saved and what happens if the run folder already holds one."""
+    """When to save checkpoints and whether to resume from one."""
 
     every: int = 500
-    """Save every so many steps, and at the end. 0: never."""
+    """Steps between checkpoints; the last step is saved too. 0: never."""
     keep: int = 3
-    """Latest checkpoints to keep."""
+    """Number of latest checkpoints to keep."""
     keep_every: int = 0
-    """Also keep, for ever, each checkpoint whose step is a multiple of this. 0: none."""
+    """Also keep every checkpoint whose step is a multiple of this. 0: none."""
     resume: Literal["auto", "never", "must"] = "auto"
-    """auto: resume if a checkpoint is there; never: refuse to; must: fail without one."""
+    """auto: resume if there is a checkpoint. never: fail if there is one. must: fail if there is
+    none."""
     save_failures_allowed: int = 3
-    """Saves in a row that may fail, with a warning, before the run ends with code 1."""
+    """Consecutive saves that may fail with a warning; one more ends the run with code 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GuardConfig:
-    """What happens when numbers go wrong."""
+    """What to do about non-finite values, loss spikes and silent data corruption."""
 
     max_skips: int = 3
-    """Updates skipped in a row, for a non-finite loss or gradient, that end the run: code 17."""
+    """Consecutive updates skipped for a non-finite loss or gradient that end the run with code
+    17."""
     spike: Literal["ignore", "tell", "rewind"] = "tell"
-    """At a loss spike: tell it, or go back to the last checkpoint and leave out its batches."""
+    """At a loss spike: report it (tell), or return to the last checkpoint and skip the batches of
+    the spike (rewind)."""
     spike_deviations: float = 10.0
-    """A spike is so many deviations (1.48 MAD, at least 1% of the median) above the median."""
+    """Deviations above the median loss that count as a spike. A deviation is 1.48 MAD, or 1% of
+    the median if that is more."""
     spike_window: int = 64
-    """Steps whose losses a spike is measured against; none is seen before half are there."""
+    """Recent steps that a loss is compared with. Detection starts once half of them have run."""
     spike_skip: int = 4
-    """Batches that a rewind leaves out, the last of them the spike's."""
+    """Batches that a rewind skips, up to and including the one of the spike."""
     max_rewinds: int = 3
-    """Rewinds in a run. One more spike ends it with code 17."""
+    """Maximum rewinds per run. One more spike ends it with code 17."""
     recent_steps: int = 512
-    """Steps whose records RUN/recent.jsonl keeps, for `jaxpar.replay`; 0: what spikes need."""
+    """Steps to keep in RUN/recent.jsonl, for `jaxpar.replay`. 0: what spike detection needs."""
     replica_check_every: int = 0
-    """Compare the copies that devices hold of the state every so many steps. 0: never."""
+    """Steps between comparisons of the replicated state across devices. 0: never compare."""
     loss_scale: float = 65536.0
-    """float16: what the loss is multiplied with at first, a power of two; halved on overflow."""
+    """float16: initial loss scale, a power of two; halved on overflow."""
     loss_scale_interval: int = 1000
-    """float16: steps without overflow after which the scale is doubled."""
+    """float16: steps without overflow after which the loss scale is doubled."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """Held-out loss during training."""
+    """Evaluation on held-out data during training."""
 
     every: int = 500
-    """Evaluate every so many steps, and at the end. 0: never."""
+    """Steps between evaluations; the last step is evaluated too. 0: never."""
     num_batches: int = 8
-    """Global batches of held-out text per evaluation, always the same ones."""
+    """Global batches per evaluation, the same ones every time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileConfig:
-    """Tracing of a few steps, to RUN/profiles; RUN/profile.request and SIGUSR1 ask for it too."""
+    """Tracing of a few steps to RUN/profiles, also on RUN/profile.request or SIGUSR1."""
 
     start: int = 0
-    """First step to trace, counted from 1. 0: none, unless asked for while the run goes."""
+    """First step to trace, counted from 1. 0: trace only when RUN/profile.request or SIGUSR1 asks
+    for it."""
     num_steps: int = 2
-    """Steps in a trace, 20 at most."""
+    """Steps per trace, at most 20."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """The processes of a run: how they meet, and when they give one another up."""
+    """The processes of a run: how they connect, and when they time out."""
 
     detect: Literal["auto", "none", "jax", "jaxjob", "torch", "mpi", "slurm"] = "auto"
-    """Whose variables say which process this is. auto: whichever are set; none: one process."""
+    """Launcher whose environment variables identify this process. auto: detect it. none: single
+    process."""
     coordinator: str = ""
-    """host:port on which process 0 listens. Empty: as detected."""
+    """host:port on which process 0 listens. Empty: detect."""
     num_processes: int = 0
-    """Processes in the run. 0: as detected."""
+    """Number of processes in the run. 0: detect."""
     process_id: int = -1
-    """This process, from 0. -1: as detected."""
+    """Index of this process, from 0. -1: detect."""
     connect_seconds: int = 300
-    """How long processes wait for one another at the start."""
+    """Seconds that processes wait for each other at startup."""
     hang_seconds: int = 600
-    """A step that takes longer is a hang: stacks are written, and all end with 124. 0: never."""
+    """Maximum seconds of a step. A longer step is a hang: the process writes its stacks, and all
+    processes end with code 124. 0: no limit."""
     slow_seconds: int = 3600
-    """The same limit for what may take longer: start, first step, evaluation, saving."""
+    """Maximum seconds of slower phases: startup, the first step, evaluation and saving. 0: no
+    limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """One run, completely described."""
+    """The complete description of a run."""
 
     run: RunConfig = field(default_factory=RunConfig)
     train: TrainConfig = field(default_factory=TrainConfig)

@@ -1,4 +1,4 @@
-"""A config as JSON: how it is saved with a run, and read again."""
+"""Convert a config to JSON and back, as saved with a run."""
 
 import dataclasses
 import json
@@ -10,22 +10,22 @@ from jaxpar.config.fields import section_of, unknown_field
 
 
 def to_json(cfg: Config) -> str:
-    """The config as indented JSON, every field included."""
+    """Return the config as indented JSON with every field."""
     return json.dumps(dataclasses.asdict(cfg), indent=2) + "\n"
 
 
 def from_json(text: str) -> Config:
-    """The config that `to_json` wrote. Fields that are left out have their defaults.
+    """Read a config from `to_json`'s JSON. Missing fields have their defaults.
 
-    Raises:   ConfigError for a field that this version does not have, or a section without fields.
+    Raises:   ConfigError for an unknown field, or a section that is not an object.
     """
     return _build(Config, json.loads(text), "")
 
 
 def _build(cls: Any, values: Any, prefix: str) -> Any:
     if not isinstance(values, dict):
-        rule, name = "must be a section with fields, in braces", prefix.rstrip(".")
-        raise ConfigError(name or "config", values, rule, "write {} for the defaults")
+        rule, name = "must be a JSON object of fields", prefix.rstrip(".")
+        raise ConfigError(name or "config", values, rule, "use {} for the defaults")
     hints = typing.get_type_hints(cls)
     for name, value in values.items():
         if name not in hints:

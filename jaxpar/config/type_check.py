@@ -1,4 +1,4 @@
-"""Are a config's values of their fields' types? The first rule of `validate.py`."""
+"""Check the types of a config's values: the first rule of `validate.py`."""
 
 import dataclasses
 import difflib
@@ -13,7 +13,7 @@ from jaxpar.config.fields import field_types, section_of
 
 
 def check_types(cfg: Config) -> None:
-    """Raise ConfigError for the first field whose value is not of its type."""
+    """Raise ConfigError for the first field whose value has the wrong type."""
     _check_types(cfg, "")
 
 
@@ -47,11 +47,11 @@ _KINDS = {int: "a whole number", float: "a number", str: "text", bool: "True or 
 
 
 def _or_added(path: str) -> str:
-    """Of a field that takes names from outside the package: that it does, and those it has."""
+    """Return the end of the rule for a field that accepts registered functions."""
     if path not in registry.fields():
         return ""
     there = ", ".join(registry.names(path)) or "none yet"
-    return f", or added with jaxpar.config.registry ({there})"
+    return f", or registered with jaxpar.config.registry ({there})"
 
 
 def _describe(hint: Any) -> str:
@@ -63,7 +63,7 @@ def _describe(hint: Any) -> str:
 
 
 def _example(path: str, value: Any, hint: Any) -> str:
-    """A setting of the right type: what was probably meant, or the default."""
+    """Return a setting of the right type: the most similar value, or the default."""
     section = section_of(hint)
     if section is not None:
         inner = next(p for p in field_types() if p.startswith(path + "."))

@@ -1,9 +1,9 @@
-"""Which configs can work: every rule in one place, checked before a device or a file is touched.
+"""Check a config against every rule, before any device or file is used.
 
-`check` applies the rules that need no device, `resolve` those and the ones that do. Both raise
-`ConfigError` for the first broken rule, with a fix in the words of the command line: any one of
-its alternatives, joined by ", or", makes that rule hold. The rules are small functions, one per
-concern; what must divide what is one table, `rules/divisibility.py`.
+`check` applies the rules that need no device; `resolve` applies all rules. Both raise `ConfigError`
+for the first broken rule. Its fix is a command-line option, or alternatives joined by ", or", each
+of which satisfies the rule. Rules are small functions, one per topic; the divisibility rules are
+one table, `rules/divisibility.py`.
 """
 
 from jaxpar.config import Config
@@ -29,12 +29,11 @@ from jaxpar.config.type_check import check_types
 
 
 def resolve(cfg: Config, num_devices: int) -> Config:
-    """The config with `parallel.data = -1` filled in, once every rule holds; and with
-    `parallel.zero` 1 where FSDP's axes have one device.
+    """Check every rule and fill in `parallel.data = -1`, and ZeRO-1 if weights are not sharded.
 
     Args:     num_devices: devices in the mesh, over all processes.
     Returns:  a config whose mesh axes multiply to num_devices.
-    Raises:   ConfigError: field, value, rule and fix of the first rule broken.
+    Raises:   ConfigError for the first broken rule.
     """
     _each_rule(cfg)
     cfg = fill_data_axis(cfg, num_devices)
@@ -43,9 +42,9 @@ def resolve(cfg: Config, num_devices: int) -> Config:
 
 
 def check(cfg: Config) -> None:
-    """Every rule that needs no device, so that a program can fail before it starts one.
+    """Check every rule that needs no device, so that programs can fail before JAX starts.
 
-    Raises:   ConfigError: field, value, rule and fix of the first rule broken.
+    Raises:   ConfigError for the first broken rule.
     """
     _each_rule(cfg)
     divisibility(cfg)

@@ -1,4 +1,4 @@
-"""Text to batches: `prepare` writes tokens once, `Loader` reads them for ever.
+"""From text to batches: `prepare` writes tokens once, and `Loader` reads them.
 
 Prepare:  documents -> readers, columns -> tokenizer -> writer    (`python -m jaxpar.data prepare`)
           chat -> writer                                          (`prepare-chat`)

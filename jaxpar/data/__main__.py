@@ -1,4 +1,4 @@
-"""`python -m jaxpar.data`: prepare text or chats, convert and inspect tokens."""
+"""Prepare datasets, convert and inspect them: `python -m jaxpar.data`."""
 
 import sys
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ from jaxpar.runtime.program import run_program
 
 Options = PrepareOptions | ChatOptions | ConvertOptions | InspectOptions
 
-#: What a shell reports of a program that Ctrl-C ended.
+#: The exit code that shells report for a program ended by Ctrl-C.
 EXIT_INTERRUPTED = 130
 
 
 def read_command(args: Sequence[str]) -> Options:
-    """The options of a command line; `--help` and what cannot be read end the program."""
+    """Parse a command line. `--help` and errors end the program."""
     return tyro.extras.subcommand_cli_from_dict(
         {
             "prepare": PrepareOptions,
@@ -32,7 +32,7 @@ def read_command(args: Sequence[str]) -> Options:
             "inspect": InspectOptions,
         },
         prog=as_called("python -m jaxpar.data"),
-        description="Datasets of tokens, for `data.path`.",
+        description="Prepare, convert and inspect datasets of tokens, for `data.path`.",
         args=list(args),
         config=(tyro.conf.FlagCreatePairsOff,),
     )
@@ -41,7 +41,7 @@ def read_command(args: Sequence[str]) -> Options:
 def main(args: Sequence[str]) -> int:
     """Run the command line.
 
-    Returns:  the exit code; an error is one line on stderr.
+    Returns:  the exit code; errors are one line on stderr.
     """
     options = read_command(args)
     try:
@@ -60,7 +60,7 @@ def main(args: Sequence[str]) -> int:
 
 
 def _run(options: Options) -> str:
-    """Do what was asked. Returns what to print."""
+    """Run the command. Returns:  the text to print."""
     if isinstance(options, InspectOptions):
         return inspect_tokens(options)
     with console_progress() as progress:
@@ -80,7 +80,7 @@ def _summary(options: PrepareOptions | ChatOptions, meta: Meta) -> str:
             line += f" {split.num_bytes / 1e6:>9,.1f} MB of text {ratio:>5.2f} bytes per token"
         lines.append(line)
     lines += [
-        f"  knowing only how often each token occurs gives loss {meta.unigram_entropy:.3f}",
+        f"  loss of predicting only token frequencies: {meta.unigram_entropy:.3f}",
         f"train on it with: {flag('data.path', options.output)} "
         f"--model.vocab-size {-(-meta.vocab_size // 128) * 128}",
     ]

@@ -1,4 +1,4 @@
-"""Global batches as a pure function of (seed, step), each process reading only its own rows."""
+"""Global batches as a pure function of seed and step. Each process reads only its own rows."""
 
 import functools
 import itertools
@@ -22,8 +22,8 @@ from jaxpar.data.sources import open_sources
 from jaxpar.sharding.axes import BATCH_SPEC
 from jaxpar.sharding.batch import IGNORED, Batch
 
-#: One of grain's shuffles (a 4-round cipher) leaves neighbors correlated: 0.4 for a million
-#: sequences. Three in a row pass for random at every size tried (tests/data/test_loader.py).
+#: A single grain shuffle (a 4-round cipher) leaves neighbors correlated: 0.4 for a million
+#: sequences. Three shuffles look random at every size tested (tests/data/test_loader.py).
 NUM_SHUFFLES = 3
 
 #: grain's shuffle counts in 32 bits and silently repeats sequences beyond them.
@@ -33,10 +33,10 @@ MAX_SEQUENCES = 1 << 32
 class Loader:
     """Random access to the batches of one split.
 
-    Step s takes batch s, or a later one if batches before it are left out (`skipped`). Row r of
-    batch s is sequence number s * global_batch_size + r of an endless stream: for "train"
-    the sequences come in a new random order each epoch, for "val" in text order, again and again.
-    Several sources are mixed by weight (`mixture.py`), each with an endless stream of its own.
+    Step s uses batch s, or a later one if earlier batches are skipped (`skipped`). Row r of batch s
+    is sequence s * global_batch_size + r of an endless stream. "train" has a new random order in
+    each epoch; "val" repeats the sequences in text order. Several sources are mixed by weight
+    (`mixture.py`), each with its own endless stream.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class Loader:
 
         Args:     order: int [T], a permutation of range(T) that places tokens along the sequence
                   axis: column t holds text position order[t]. None: the text's order.
-        Raises:   ConfigError for a missing or damaged source, one without a whole sequence, or one
-                  with more tokens in the vocabulary than the model.
+        Raises:   ConfigError for a source that is missing, damaged, shorter than a sequence, or has
+                  a larger vocabulary than the model.
         """
         self.sources = open_sources(cfg, split)
         self.split = split
@@ -70,18 +70,18 @@ class Loader:
 
     @property
     def sequences_per_epoch(self) -> list[int]:
-        """Sequences in each source."""
+        """The number of sequences in each source."""
         seq_len = self._cfg.data.seq_len
         return [num_sequences(source.dataset.num_tokens, seq_len) for source in self.sources]
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all sources."""
+        """The number of tokens in all sources."""
         return sum(source.dataset.num_tokens for source in self.sources)
 
     @property
     def bytes_per_token(self) -> float | None:
-        """UTF-8 bytes of text per token, by weight; None where one source does not know."""
+        """Weighted mean of UTF-8 bytes of text per token; None if unknown for a source."""
         ratios = [source.dataset.bytes_per_token for source in self.sources]
         known = [ratio for ratio in ratios if ratio is not None]
         if len(known) < len(ratios):
@@ -90,7 +90,7 @@ class Loader:
 
     @property
     def max_documents(self) -> int:
-        """No sequence holds more segments than this; rounded up to a power of two."""
+        """An upper bound on the segments in a sequence, rounded up to a power of two."""
         if not self._cfg.data.document_mask:
             return 1
         seq_len = self._cfg.data.seq_len
@@ -101,14 +101,14 @@ class Loader:
         return 1 << (most - 1).bit_length()
 
     def epochs(self, num_steps: int) -> dict[str, float]:
-        """How often the first so many steps go through each source, by its path."""
+        """Return the epochs of each source in the first num_steps steps, by path."""
         batches = self.skipped.batch_of(num_steps - 1) + 1 if num_steps else 0
         taken = self._mixture.taken(batches * self._cfg.train.global_batch_size)
         paths = [str(source.dataset.path) for source in self.sources]
         return dict(zip(paths, (taken / self.sequences_per_epoch).tolist(), strict=True))
 
     def batch(self, step: int) -> Batch:
-        """The global batch of a step, the same whatever the mesh and the number of processes.
+        """Return the global batch of a step, the same on every mesh and number of processes.
 
         Returns:  a Batch of int32 [B, T] jax arrays sharded by BATCH_SPEC.
         """
@@ -118,7 +118,7 @@ class Loader:
         return jax.tree.map(self._to_devices, host)
 
     def host_rows(self, step: int, rows: np.ndarray) -> Batch:
-        """Some rows of a step's global batch, in this process's memory.
+        """Return some rows of a step's global batch, in this process's memory.
 
         Args:     rows: int64 [N], each below global_batch_size.
         Returns:  a Batch of int32 [N, T] numpy arrays.
@@ -130,10 +130,10 @@ class Loader:
         return jax.tree.map(lambda x_NT: x_NT[:, self._order], packed)
 
     def first_labeled(self) -> int | None:
-        """The first batch with a label in it, of the first epoch; None where none has.
+        """Return the first batch in the first epoch that has a label, or None.
 
-        Of conversations, a sequence may hold nothing but what the user says. Read row by row, the
-        first of which will mostly do; by every process alike, whichever rows are its own.
+        A sequence of chat data may have only the user's tokens, which have no labels. All processes
+        read the same rows, one at a time; the first row usually has a label.
         """
         batch_size = self._cfg.train.global_batch_size
         for number in range(sum(self.sequences_per_epoch)):
@@ -143,7 +143,7 @@ class Loader:
         return None
 
     def _packed_sequences(self, numbers: np.ndarray) -> Batch:
-        """Sequences of the mixed stream, each in text order: int32 [N, T]."""
+        """Return sequences of the mixed stream, each in text order: int32 [N, T]."""
         if len(self.sources) == 1:
             return pack(*self._source_sequences(0, numbers))
         sources, before = self._mixture.places(numbers)
@@ -162,7 +162,7 @@ class Loader:
     def _source_sequences(
         self, source: int, numbers: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
-        """A source's sequences as `pack` takes them: tokens, document begins, ignored tokens."""
+        """Return the arguments of `pack` for a source: tokens, document begins, ignored tokens."""
         sequence, dataset = self._sequences[source], self.sources[source].dataset
         indices = np.array([sequence[int(number)] for number in numbers], np.int64)
         data, begins, ignored = self._cfg.data, None, None
@@ -175,13 +175,13 @@ class Loader:
         return stretch, begins, ignored
 
     def prefetched(self, first_step: int = 0) -> Generator[tuple[int, Batch]]:
-        """Endless (step, batch) pairs, made `data.prefetch` steps ahead on a background thread.
+        """Yield (step, batch) pairs endlessly, prepared `data.prefetch` steps ahead in a thread.
 
-        The thread works on the host alone. Batches go to the devices from the caller's thread, and
-        asynchronously: a transfer from elsewhere, at the moment when cuDNN captures its kernels,
-        can make that fail (docs/experiments/attention.md#cudnn-graph-capture). An exception in the
-        thread is raised here, at its step. Closing the generator, or dropping it, ends the thread
-        after the batch in hand.
+        The thread only uses the host. The caller's thread transfers batches to the devices
+        asynchronously, since a transfer from another thread can make cuDNN's graph capture fail
+        (docs/experiments/attention.md#cudnn-graph-capture). An exception in the thread is raised
+        here, at its step. Closing or deleting the generator ends the thread after its current
+        batch.
         """
         depth = self._cfg.data.prefetch
         pool = ThreadPoolExecutor(1, thread_name_prefix=f"{self.split}-batches")
@@ -198,9 +198,9 @@ class Loader:
 
     def _to_devices(self, x_NT: np.ndarray) -> jax.Array:
         def shard(index: tuple[slice, ...] | None) -> np.ndarray:
-            assert index is not None  # It is None for a scalar only.
+            assert index is not None  # None only for a scalar
             rows, columns = index
-            # A shard's rows are contiguous in the global batch, so they are in ours.
+            # A shard's rows are contiguous in the global batch, and therefore in this process's.
             first, end, _ = rows.indices(self._shape[0])
             local = np.searchsorted(self._rows, first)
             return x_NT[local : local + end - first, columns]
@@ -209,9 +209,9 @@ class Loader:
 
 
 def sequence_order(num_sequences: int, seed: int | None) -> grain.MapDataset[int]:
-    """The endless order of sequences, by random access.
+    """Return the endless order of sequences, with random access.
 
-    Args:     seed: each epoch is another permutation drawn from it. None: always in text order.
+    Args:     seed: of a new permutation in each epoch. None: always in text order.
     """
     sequence = grain.MapDataset.range(num_sequences)
     if seed is not None:
@@ -222,9 +222,9 @@ def sequence_order(num_sequences: int, seed: int | None) -> grain.MapDataset[int
 
 
 def source_seeds(seed: int | None, num_sources: int) -> list[int | None]:
-    """A seed for the order of each source: the run's own for one alone, unrelated ones for more.
+    """Return a seed for each source: the run's seed for a single source, or derived seeds.
 
-    With one seed for all, sources of the same size would go through the same permutation.
+    With the same seed, sources of the same size would have the same permutation.
     """
     if seed is None or num_sources == 1:
         return [seed] * num_sources
@@ -254,21 +254,21 @@ def _check_fits(cfg: Config, dataset: TokenDataset) -> None:
     found, seq_len = dataset.num_tokens, cfg.data.seq_len
     count = num_sequences(found, seq_len)
     if count == 0:
-        rule = f"needs {seq_len + 1} tokens, and {dataset.split} of {dataset.path} has {found}"
+        rule = f"needs {seq_len + 1} tokens, but {dataset.split} of {dataset.path} has {found}"
         raise ConfigError("data.seq_len", seq_len, rule, "use shorter sequences or more text")
     if count > MAX_SEQUENCES:
-        rule = f"cuts {dataset.path} into {count:,} sequences, above {MAX_SEQUENCES:,}"
+        rule = f"splits {dataset.path} into {count:,} sequences, more than {MAX_SEQUENCES:,}"
         raise ConfigError("data.seq_len", seq_len, rule, "use longer sequences")
 
 
 def _check_tokens(stretch: np.ndarray, indices: np.ndarray, dataset: TokenDataset) -> None:
-    """Raises:   ConfigError for a token that the dataset cannot hold: the file is damaged."""
-    # As unsigned, a negative number is a large one: one comparison instead of two.
+    """Raise ConfigError for a token outside the vocabulary, which means a damaged file."""
+    # As unsigned integers, negative numbers are large: one comparison is enough.
     if stretch.view(np.uint32).max(initial=0) < dataset.vocab_size:
         return
     wrong = np.argmax(stretch.view(np.uint32) >= dataset.vocab_size)
     row, column = divmod(int(wrong), stretch.shape[1])
     token = int(indices[row]) * (stretch.shape[1] - 1) + column
     found = int(dataset.tokens[token])
-    rule = f"{dataset.place(token)} is {found}, beyond the vocabulary of {dataset.vocab_size}"
-    raise ConfigError("data.path", str(dataset.path), rule, "the file is damaged: copy it again")
+    rule = f"{dataset.place(token)} is {found}, outside the vocabulary of {dataset.vocab_size}"
+    raise ConfigError("data.path", str(dataset.path), rule, "copy the damaged file again")

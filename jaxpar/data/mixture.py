@@ -1,11 +1,11 @@
-"""Which source each sequence comes from: weighted, in random order, by arithmetic alone.
+"""Mix sources by weight in random order, as a pure function of the sequence number.
 
-The endless stream of sequences is cut into blocks of `BLOCK`. Each block takes the same number of
-sequences from each source, in an order of its own. So the source of sequence n, and how many of
-that source's sequences came before it, need no other block.
+The endless stream of sequences is divided into blocks of `BLOCK`. Each block has the same number of
+sequences from each source, in its own random order. The source of sequence n, and the number of
+earlier sequences from that source, therefore depend only on n's block.
 
-grain's own mixing rounds weights to a hundredth of the smallest, and its order is periodic: two
-equal weights alternate, and every other row of each batch would be the same source's.
+grain's mixing rounds weights to a hundredth of the smallest, and its order is periodic: with two
+equal weights, the sources alternate, so every other row of a batch has the same source.
 """
 
 import functools
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-#: Sequences in a block: weights are exact to 1 / BLOCK of the whole.
+#: Sequences in a block. Shares are exact to 1 / BLOCK.
 BLOCK = 1 << 16
 
 
@@ -21,16 +21,16 @@ class Mixture:
     """The order in which sequences are taken from several sources."""
 
     def __init__(self, weights: Sequence[float], seed: int):
-        """Each source gets a share of each block by its weight, and at least one sequence."""
+        """Give each source a share of each block by its weight, at least one sequence."""
         self.counts = apportion(weights, BLOCK)
         self._seed = seed
         self._block = functools.lru_cache(maxsize=4)(self._make_block)
 
     def places(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Where sequences of the mixed stream come from.
+        """Return the places of sequences of the mixed stream in their sources.
 
         Args:     numbers: int64 [N].
-        Returns:  sources, int64 [N]; how many sequences each source gave before, int64 [N].
+        Returns:  sources, int64 [N]; number of earlier sequences of that source, int64 [N].
         """
         blocks, within = np.divmod(numbers, BLOCK)
         sources, before = np.empty_like(numbers), np.empty_like(numbers)
@@ -42,13 +42,13 @@ class Mixture:
         return sources, before
 
     def taken(self, num_sequences: int) -> np.ndarray:
-        """Sequences that each source gives to the first num_sequences: int64 [sources]."""
+        """Return how many of the first num_sequences come from each source: int64 [sources]."""
         blocks, rest = divmod(num_sequences, BLOCK)
         part = self._block(blocks)[0][:rest]
         return blocks * self.counts + np.bincount(part, minlength=len(self.counts))
 
     def _make_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        # Raw numbers of the generator: NumPy promises those for ever, and not its shuffles.
+        # NumPy guarantees the raw numbers of its generators across versions, but not its shuffles.
         draws = np.random.Philox(key=[self._seed, block]).random_raw(BLOCK)
         in_turn = np.repeat(np.arange(len(self.counts)), self.counts)
         sources = in_turn[np.argsort(draws, kind="stable")]
@@ -59,7 +59,7 @@ class Mixture:
 
 
 def apportion(weights: Sequence[float], total: int) -> np.ndarray:
-    """Whole numbers in proportion to weights, by largest remainders, none of them 0.
+    """Return positive integers in proportion to weights, by the largest-remainder method.
 
     Returns:  int64 [weights], which sum to total.
     """

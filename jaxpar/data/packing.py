@@ -1,7 +1,7 @@
-"""Sequences of packed documents: tokens, labels, segments and positions, by arithmetic alone.
+"""Pack documents into sequences of tokens, labels, segments and positions.
 
 Sequence i is tokens[i*T : i*T + T + 1]: T inputs, and the same shifted by one as labels. Documents
-follow each other without padding, and one that a sequence cuts continues in the next.
+are concatenated without padding; a document can continue in the next sequence.
 
 Shape letters: N sequences, T query positions.
 """
@@ -12,12 +12,12 @@ from jaxpar.sharding.batch import IGNORED, Batch
 
 
 def num_sequences(num_tokens: int, seq_len: int) -> int:
-    """Whole sequences in a split; the last label needs one token more than the inputs."""
+    """Return the number of complete sequences; the last label needs one more token."""
     return max(0, (num_tokens - 1) // seq_len)
 
 
 def max_documents(document_offsets: np.ndarray, num_tokens: int, seq_len: int) -> int:
-    """The most documents that any sequence of a split takes tokens from."""
+    """Return the maximum number of documents in a sequence of a split."""
     starts = np.arange(num_sequences(num_tokens, seq_len), dtype=np.int64) * seq_len
     first = np.searchsorted(document_offsets, starts, side="right")
     end = np.searchsorted(document_offsets, starts + seq_len, side="left")
@@ -25,7 +25,7 @@ def max_documents(document_offsets: np.ndarray, num_tokens: int, seq_len: int) -
 
 
 def stretches(tokens: np.ndarray, indices: np.ndarray, seq_len: int) -> np.ndarray:
-    """The tokens of some sequences, inputs and last label: int32 [N, T + 1]."""
+    """Return the tokens of some sequences, inputs and last label: int32 [N, T + 1]."""
     starts = np.asarray(indices, np.int64) * seq_len
     return np.stack([tokens[start : start + seq_len + 1] for start in starts]).astype(np.int32)
 
@@ -33,15 +33,15 @@ def stretches(tokens: np.ndarray, indices: np.ndarray, seq_len: int) -> np.ndarr
 def pack(
     stretch: np.ndarray, begins: np.ndarray | None, ignored: np.ndarray | None = None
 ) -> Batch:
-    """Stretches of tokens as a batch.
+    """Make a batch of token sequences.
 
-    With begins, segments are numbered from 1 within the sequence, positions restart with each
-    document (and with the sequence), and the label across a document's end, the first token of an
-    unrelated document, is IGNORED. Without, a sequence is one causal text.
+    With `begins`, segments are numbered from 1 in each sequence, positions restart at each document
+    (and at each sequence), and the label at the end of a document, which is the first token of an
+    unrelated document, is IGNORED. Without `begins`, a sequence is one causal text.
 
     Args:     stretch: int32 [N, T + 1].
-              begins: bool [N, T + 1], where, after the first token, a document begins.
-              ignored: bool [N, T + 1], tokens that are no labels. None: all are.
+              begins: bool [N, T + 1], where a document starts after the first token.
+              ignored: bool [N, T + 1], tokens that are not labels. None: all are labels.
     Returns:  a Batch of int32 [N, T] on the host.
     """
     inputs, labels = stretch[:, :-1], stretch[:, 1:]
@@ -60,10 +60,10 @@ def pack(
 
 
 def document_begins(document_offsets: np.ndarray, indices: np.ndarray, seq_len: int) -> np.ndarray:
-    """Where in some sequences, after the first token, a document begins: bool [N, T + 1].
+    """Return where documents start in some sequences, after the first token: bool [N, T + 1].
 
-    Looks up each sequence's two ends, then writes one flag per document between them; looking up
-    every token would cost a binary search each.
+    Searches for the two ends of each sequence and sets one flag per document between them, which
+    avoids a binary search per token.
     """
     starts, length = np.asarray(indices, np.int64) * seq_len, seq_len + 1
     first = np.searchsorted(document_offsets, starts, side="right")

@@ -1,4 +1,4 @@
-"""Batches that a run leaves out: which batch each step then takes, still by arithmetic alone."""
+"""Batches that a run skips after a rewind, and the batch that each step then uses."""
 
 import json
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jaxpar.config import ConfigError
 
-#: In the run's folder, from the moment when batches are left out; checkpoints carry it, too.
+#: File in the run folder, once batches are skipped. Checkpoints contain it, too.
 SKIPPED_FILE = "skipped_batches.json"
 
 
@@ -17,7 +17,7 @@ class SkippedBatches:
 
     ranges: tuple[tuple[int, int], ...] = ()
     rewinds: int = 0
-    """How often the run has gone back; `ranges` do not tell, since adjacent ones are merged."""
+    """Number of rewinds; it may exceed the number of ranges, since adjacent ones are merged."""
 
     def __str__(self) -> str:
         texts = [
@@ -27,7 +27,7 @@ class SkippedBatches:
         return f"batches {', '.join(texts)}" if texts else "no batches"
 
     def batch_of(self, step: int) -> int:
-        """The batch that a step takes: its own number, past every range left out before it."""
+        """Return the batch of a step: its number plus all batches skipped before it."""
         batch = step
         for first, count in self.ranges:
             if batch < first:
@@ -38,9 +38,9 @@ class SkippedBatches:
     def and_also(
         self, ranges: Iterable[Iterable[int]], rewinds: int | None = None
     ) -> "SkippedBatches":
-        """With more ranges left out; where they overlap, once.
+        """Return a copy with more skipped ranges, which may overlap.
 
-        Args:     rewinds: how many led to these ranges. None: one for each range.
+        Args:     rewinds: number of rewinds that led to these ranges. None: one per range.
         """
         batches = {b for first, count in self.ranges for b in range(first, first + count)}
         batches |= {b for first, count in ranges for b in range(first, first + count)}
@@ -54,14 +54,14 @@ class SkippedBatches:
         return SkippedBatches(tuple((first, count) for first, count in merged), counted)
 
     def after_rewind(self, first: int, count: int) -> "SkippedBatches":
-        """With one more range left out, by one more rewind."""
+        """Return a copy with one more range and one more rewind."""
         return self.and_also([(first, count)], self.rewinds + 1)
 
 
 def read_skipped(run_dir: Path) -> SkippedBatches:
-    """What a run's folder says is left out.
+    """Read the skipped batches of a run.
 
-    Raises:   ConfigError when the file is damaged: to pass it over would give other batches.
+    Raises:   ConfigError if the file is damaged, since ignoring it would change the batches.
     """
     file = run_dir / SKIPPED_FILE
     if not file.is_file():
@@ -71,13 +71,13 @@ def read_skipped(run_dir: Path) -> SkippedBatches:
         return SkippedBatches().and_also(said["windows"], said.get("rewinds"))
     except (ValueError, KeyError, TypeError) as error:
         rule = f"has a {SKIPPED_FILE} that cannot be read ({error})"
-        fix = 'write {"windows": [[FIRST, COUNT], ...]} into it, as the console told, '
-        fix += "or delete it: a checkpoint from after a rewind knows them, too"
+        fix = 'write {"windows": [[FIRST, COUNT], ...]} to it, as in the log, '
+        fix += "or delete it: checkpoints after a rewind contain it, too"
         raise ConfigError("run.dir", str(run_dir), rule, fix) from error
 
 
 def write_skipped(run_dir: Path, skipped: SkippedBatches) -> None:
-    """Write it down, at once or not at all."""
+    """Write the skipped batches of a run atomically."""
     temporary = run_dir / (SKIPPED_FILE + ".tmp")
     text = json.dumps({"windows": skipped.ranges, "rewinds": skipped.rewinds}) + "\n"
     temporary.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Opening what `data.path`, `data.mixture` and `data.held_out` name, whatever its format."""
+"""Open the datasets in `data.path`, `data.mixture` and `data.held_out`, in any format."""
 
 import errno
 import hashlib
@@ -19,8 +19,7 @@ from jaxpar.data.prepare.documents import READERS
 from jaxpar.data.tokenizer import Tokenizer
 from jaxpar.runtime import exit_codes
 
-#: What the system says of a file that the same command will not be able to read either. Others,
-#: such as a stale NFS handle, may pass.
+#: Permanent errors of reading a file. Others, such as a stale NFS handle, may be transient.
 FOR_GOOD = (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 
 
@@ -32,11 +31,10 @@ class Weighted(NamedTuple):
 
 
 def open_sources(cfg: Config, split: str) -> list[Weighted]:
-    """The sources of a split, in the config's order.
+    """Open the sources of a split, in the config's order.
 
-    Raises:   ConfigError naming field and path of one that cannot be used, and for document masking
-              of files that do not say where documents end; RunError for one that cannot be read
-              just now.
+    Raises:   ConfigError that names field and path of an unusable source, or for document masking
+              with files that do not mark documents; RunError for a transient read error.
     """
     if split != TRAIN and cfg.data.held_out:
         named = "data.held_out", [Share(cfg.data.held_out, 1.0)]
@@ -50,14 +48,14 @@ def open_sources(cfg: Config, split: str) -> list[Weighted]:
 
 
 def _check_tokenizers(cfg: Config, field: str, paths: list[str]) -> None:
-    """Raises:   ConfigError when folders that record their tokenizer record different ones."""
+    """Raise ConfigError if datasets record different tokenizers."""
     folders = [share.path for share in shares(cfg)] + paths
     metas = {path: read_meta(path) for path in folders if (Path(path) / META_FILE).is_file()}
     known = {path: m.tokenizer_fingerprint for path, m in metas.items() if m.tokenizer_fingerprint}
     first = next(iter(known), "")
     other = next((path for path in known if known[path] != known[first]), None)
     if other is not None:
-        rule = f"{other} was made by another tokenizer than {first}"
+        rule = f"{other} was made with a different tokenizer than {first}"
         value = getattr(cfg.data, field.removeprefix("data."))
         raise ConfigError(field, value, rule, "prepare both with the same --tokenizer")
 
@@ -74,31 +72,31 @@ def _open(cfg: Config, field: str, path: str, split: str, whole: bool) -> TokenD
         fix = "check the file and its permissions"
         raise ConfigError(field, path, what, fix) from error
     if cfg.data.document_mask and not dataset.knows_documents:
-        rule = f"{dataset.file} does not say where its documents end"
-        fix = "name its end of text with --data.eos-id, or use --data.document-mask False"
+        rule = f"{dataset.file} does not mark the ends of documents"
+        fix = "set its end-of-text token with --data.eos-id, or use --data.document-mask False"
         raise ConfigError("data.document_mask", True, rule, fix)
     return dataset
 
 
 def check_eos_id(eos_id: int | None) -> None:
-    """Refuse what is no token, of a command's `--eos-id`.
+    """Check the option `--eos-id` of a command.
 
-    Raises:   ConfigError.
+    Raises:   ConfigError if it is not a token id.
     """
     if eos_id is not None and not 0 <= eos_id < 2**31:
-        rule = "must be the number of a token, 0 to 2,147,483,647"
+        rule = "must be a token id, from 0 to 2,147,483,647"
         raise ConfigError("--eos-id", eos_id, rule, "use the token that ends a document")
 
 
 def check_made_by(tokenizer: Tokenizer, named: str, dataset: TokenDataset) -> None:
-    """Refuse a tokenizer, a command's `--tokenizer`, that cannot have made tokens.
+    """Check that the option `--tokenizer` of a command can have made the tokens of a dataset.
 
-    Raises:   ConfigError.
+    Raises:   ConfigError if the dataset has larger token ids.
     """
     if dataset.vocab_size > tokenizer.vocab_size:
-        holds = f"{dataset.path} holds ids of a vocabulary of {dataset.vocab_size:,}"
-        rule = f"has {tokenizer.vocab_size:,} tokens, and {holds}"
-        raise ConfigError("--tokenizer", named, rule, "name the one that made it")
+        holds = f"{dataset.path} has a vocabulary of {dataset.vocab_size:,}"
+        rule = f"has {tokenizer.vocab_size:,} tokens, but {holds}"
+        raise ConfigError("--tokenizer", named, rule, "use the tokenizer of the dataset")
 
 
 def open_tokens(
@@ -108,14 +106,14 @@ def open_tokens(
     whole: bool = False,
     again: bool = False,
 ) -> TokenDataset:
-    """Map tokens of any format.
+    """Memory-map tokens in any format.
 
-    Args:     path: a dataset folder; a Megatron pair by its prefix or one of its files; a .bin of
-              nanoGPT or llm.c; or a folder with a train.bin and a val.bin of such.
-              eos_id: ends documents in files that do not mark them.
-              whole: a single file, which is a training split otherwise, serves as any split.
-              again: read all of it, also if that was done before.
-    Raises:   ConfigError("data.path", ...) for whatever is missing, damaged or no tokens.
+    Args:     path: a dataset folder; a Megatron pair by its prefix or one of its files; a .bin file
+              of nanoGPT or llm.c; or a folder with such files train.bin and val.bin.
+              eos_id: the token that ends documents in files that do not mark them.
+              whole: use a single file as any split, and not only as the training split.
+              again: read the complete file even if an earlier result is cached.
+    Raises:   ConfigError("data.path", ...) for tokens that are missing, damaged or unknown.
     """
     path = Path(path)
     if (path / META_FILE).is_file():
@@ -142,7 +140,7 @@ def open_tokens(
 
 
 def find_file(path: Path, split: str, whole: bool = False) -> TokenFile:
-    """The file of another program's tokens that a path means, its header checked.
+    """Find another program's token file by its path, and check its header.
 
     Raises:   ConfigError("data.path", ...) as `open_tokens`.
     """
@@ -154,15 +152,15 @@ def find_file(path: Path, split: str, whole: bool = False) -> TokenFile:
             raise _no_split(path, split)
         shards = list(path.glob("*.bin"))
         if shards:
-            rule = f"holds {len(shards)} .bin files, and no {split}.bin among them"
-            fix = "name one, or join them: python -m jaxpar.data convert --input "
+            rule = f"has {len(shards)} .bin files, but no {split}.bin"
+            fix = "use one of them, or join them: python -m jaxpar.data convert --input "
             fix += f"{shlex.quote(str(path))}/*.bin"
             raise ConfigError("data.path", str(path), rule, fix)
     elif path.is_file() or megatron.index_of(path):
         if split != TRAIN and not whole:
             raise _no_split(path, split)
         return _read(path)
-    read_meta(path)  # Raises, with the command that would make it.
+    read_meta(path)  # raises, with the command that would create the dataset
     raise AssertionError(f"{path} changed while it was looked at")
 
 
@@ -176,19 +174,19 @@ def _read(path: Path) -> TokenFile:
         fix = f"prepare it: {PREPARE.replace('stdlib', str(path))} data/{path.stem}"
         raise ConfigError("data.path", str(path), "is text, not tokens", fix)
     if path.suffix == ".idx":
-        rule, fix = "is no index of tokens", "give Megatron's .idx file"
+        rule, fix = "is not an index of tokens", "use Megatron's .idx file"
     else:
-        rule, fix = "is no file of tokens", "give a .bin file, or a folder"
+        rule, fix = "is not a token file", "use a .bin file or a folder"
     raise ConfigError("data.path", str(path), rule, fix)
 
 
 def _no_split(path: Path, split: str) -> ConfigError:
-    fix = "name held-out tokens with --data.held-out, or use --evaluation.every 0"
+    fix = "set held-out tokens with --data.held-out, or use --evaluation.every 0"
     return ConfigError("data.path", str(path), f"has no {split} split", fix)
 
 
 def fingerprint(cfg: Config) -> str:
-    """Identity of all that is trained on, weights included; where it lies does not count.
+    """Return an identity of the training data and its weights, independent of its location.
 
     Raises:   ConfigError as `open_sources`.
     """
@@ -206,12 +204,12 @@ def _identity(cfg: Config, field: str, path: str) -> str:
 
 
 def tokenizer_folder(cfg: Config) -> str:
-    """The dataset folder whose tokenizer made the tokens.
+    """Return the dataset folder with the tokenizer of the training data.
 
-    Raises:   ConfigError for files of tokens, which come without one.
+    Raises:   ConfigError for token files, which have no tokenizer.
     """
     path = shares(cfg)[0].path
     if Path(path).exists() and not (Path(path) / META_FILE).is_file():
-        fix = "python -m jaxpar.data convert makes a folder of it, with --tokenizer tokenizer.json"
-        raise ConfigError("data.path", path, "holds tokens without their tokenizer", fix)
+        fix = "convert it to a folder: python -m jaxpar.data convert --tokenizer tokenizer.json"
+        raise ConfigError("data.path", path, "has tokens without their tokenizer", fix)
     return path

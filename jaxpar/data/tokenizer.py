@@ -1,8 +1,7 @@
-"""Tokenizers: plain bytes, any Hugging Face tokenizer.json, or a BPE trained on the spot.
+"""Tokenizers: plain bytes, any Hugging Face tokenizer.json, or a BPE trained on the input.
 
-Text goes in as text: the name of a special token inside a document is ordinary characters, so no
-document can forge an end of text. The end of text is appended by whoever needs it, as `eos_id`;
-`begin` is put first by whoever writes on from a text.
+The name of a special token in a document is encoded as ordinary characters, so a document cannot
+forge an end of text. Callers append the end of text (`eos_id`), and prepend `begin` to prompts.
 """
 
 import hashlib
@@ -25,7 +24,7 @@ KNOWN_EOS_TOKENS = (EOS_TOKEN, "<|end_of_text|>", "</s>", "<eos>")
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back."""
+    """Converts text to token ids and back."""
 
     kind: str
     vocab_size: int
@@ -33,22 +32,22 @@ class Tokenizer(Protocol):
     eos_token: str
     fingerprint: str
     begin: tuple[int, ...]
-    """Ids that `transformers` puts before a text: a beginning of text (Llama 3), or nothing."""
+    """Ids that `transformers` prepends to a text: a begin-of-text token (Llama 3), or nothing."""
 
     def id_of(self, token: str) -> int | None:
-        """Id of a special token by its text; None if there is no such token."""
+        """Return the id of a special token by its text, or None."""
         ...
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids of a text, int32 [tokens], without an end of text."""
+        """Return the token ids of a text, int32 [tokens], without an end of text."""
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Token ids of each text. Releases the GIL for long enough to be worth a thread."""
+        """Return the token ids of each text. Releases the GIL, so that threads can run it."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of token ids; bytes that are not UTF-8 become U+FFFD.
+        """Return the text of token ids; bytes that are not UTF-8 become U+FFFD.
 
         Raises:   ValueError for an id outside the vocabulary.
         """
@@ -60,7 +59,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """Ids 0 to 255 are bytes of UTF-8; 256 is the end of text."""
+    """Tokenizer of UTF-8 bytes, ids 0 to 255, and the end of text, 256."""
 
     kind = "bytes"
     vocab_size = 257
@@ -84,28 +83,28 @@ class ByteTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids. Raises ValueError for an id outside the vocabulary."""
         ids = _checked_ids(ids, self.vocab_size)
-        # The end of text splits the bytes, so that a cut character cannot swallow it.
+        # Split at the end of text, so that a truncated character before it does not absorb it.
         runs = np.split(ids, np.flatnonzero(ids == self.eos_id))
         texts = [bytes(run[run != self.eos_id].tolist()).decode("utf-8", "replace") for run in runs]
         return self.eos_token.join(texts)
 
     def save(self, folder: str | Path) -> None:
-        """Nothing to write: meta.json says "bytes"."""
+        """Write nothing, since meta.json says "bytes"."""
 
 
 class JsonTokenizer:
-    """A tokenizer of the `tokenizers` library, as described by a tokenizer.json."""
+    """A tokenizer of the `tokenizers` library, from a tokenizer.json."""
 
     kind = "json"
 
     def __init__(self, json_text: str, eos_token: str):
         self._json_text = json_text
         self._tokenizer = tokenizers.Tokenizer.from_str(json_text)
-        # A published file may truncate or pad what it encodes; a corpus must stay whole.
+        # A published file may enable truncation or padding, which would damage a corpus.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
-        # Not get_vocab_size(), which counts: ids may have holes.
+        # Not get_vocab_size(), which is the number of ids: they may have gaps.
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         eos_id = self._tokenizer.token_to_id(eos_token)
         if eos_id is None:
@@ -115,8 +114,8 @@ class JsonTokenizer:
         self.begin = self._ids_before_text()
 
     def _ids_before_text(self) -> tuple[int, ...]:
-        """What the file's post-processor puts first. transformers 5 goes by that alone, whatever
-        `add_bos_token` in tokenizer_config.json says."""
+        """Return the ids that the file's post-processor prepends. transformers 5 uses only those,
+        regardless of `add_bos_token` in tokenizer_config.json."""
         encoding = self._tokenizer.encode("a", add_special_tokens=True)
         added = encoding.special_tokens_mask
         return tuple(encoding.ids[: added.index(0)]) if 0 in added else ()
@@ -141,7 +140,7 @@ class JsonTokenizer:
         return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
 
     def save(self, folder: str | Path) -> None:
-        """Write the tokenizer.json, byte for byte the one that was read."""
+        """Write the tokenizer.json, identical to the one that was read."""
         (Path(folder) / TOKENIZER_FILE).write_text(self._json_text, "utf-8", newline="")
 
 
@@ -159,32 +158,32 @@ def _checked_ids(ids: Iterable[int], vocab_size: int) -> np.ndarray:
 def read_tokenizer_json(
     path: str | Path, eos: str | int | None = None, eos_option: str = "--eos-token"
 ) -> JsonTokenizer:
-    """The tokenizer of a Hugging Face tokenizer.json.
+    """Read a Hugging Face tokenizer.json.
 
-    Args:     eos: text or id of the end-of-text token. None: the one of `KNOWN_EOS_TOKENS` in it.
-              eos_option: by which the command takes it, for errors.
-    Raises:   ConfigError when it cannot be read, or the end of text is unknown or ambiguous.
+    Args:     eos: text or id of the end-of-text token. None: one of `KNOWN_EOS_TOKENS`.
+              eos_option: the command's option for it, for errors.
+    Raises:   ConfigError if it cannot be read, or if the end of text is unknown or ambiguous.
     """
     try:
         json_text = Path(path).read_bytes().decode("utf-8")
         vocabulary = tokenizers.Tokenizer.from_str(json_text).get_vocab(with_added_tokens=True)
     except Exception as error:  # `tokenizers` raises bare Exceptions.
-        fix = "give a tokenizer.json that the `tokenizers` library can read"
+        fix = "use a tokenizer.json that the `tokenizers` library can read"
         raise ConfigError("--tokenizer", str(path), f"cannot be read: {error}", fix) from error
     if isinstance(eos, int):
         texts = [token for token, number in vocabulary.items() if number == eos]
         if not texts:
-            rule = f"is no token of {path}"
-            raise ConfigError(eos_option, eos, rule, "use the number of its end of text")
+            rule = f"is not a token of {path}"
+            raise ConfigError(eos_option, eos, rule, "use the id of its end-of-text token")
         return JsonTokenizer(json_text, texts[0])
     candidates = (eos,) if eos is not None else KNOWN_EOS_TOKENS
     found = [token for token in candidates if token in vocabulary]
     if len(found) != 1:
         tried = ", ".join(found or candidates)
-        rule = f"must hold exactly one end-of-text token, and {len(found)} were found: {tried}"
+        rule = f"must have exactly one end-of-text token, but has {len(found)}: {tried}"
         if not found:
-            rule = f"must hold an end-of-text token, and these are not in it: {tried}"
-        raise ConfigError("--tokenizer", str(path), rule, f"name the right one with {eos_option}")
+            rule = f"must have an end-of-text token, but has none of {tried}"
+        raise ConfigError("--tokenizer", str(path), rule, f"select one with {eos_option}")
     return JsonTokenizer(json_text, found[0])
 
 
@@ -195,11 +194,11 @@ def open_tokenizer(
     *,
     trains: bool = False,
 ) -> Tokenizer:
-    """The tokenizer that an option names: `bytes`, a tokenizer.json, or the folder of one.
+    """Open the tokenizer that an option names: `bytes`, a tokenizer.json, or its folder.
 
-    Args:     eos, eos_option: of a tokenizer.json, as in `read_tokenizer_json`.
-              trains: the command knows bpe:N too, for errors.
-    Raises:   ConfigError("--tokenizer", ...) when it is none of these, or cannot be read.
+    Args:     eos, eos_option: as in `read_tokenizer_json`. trains: whether the command also accepts
+              bpe:N, for errors.
+    Raises:   ConfigError("--tokenizer", ...) if it is none of these, or cannot be read.
     """
     if spec == ByteTokenizer.kind:
         return ByteTokenizer()
@@ -212,15 +211,15 @@ def open_tokenizer(
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> JsonTokenizer:
-    """A byte-level BPE with `EOS_TOKEN` as id 0, learned from a sample of text.
+    """Train a byte-level BPE on a sample of text, with `EOS_TOKEN` as id 0.
 
-    Args:     vocab_size: upper bound; a small sample runs out of pairs to merge earlier.
-    Returns:  the same tokenizer whenever it is given the same texts.
-    Raises:   ConfigError when vocab_size has no room for the 256 bytes and the end of text.
+    Args:     vocab_size: upper bound; a small sample has fewer pairs to merge.
+    Returns:  a tokenizer that depends only on the texts.
+    Raises:   ConfigError if vocab_size is too small for the 256 bytes and the end of text.
     Source:   Radford et al. 2019, section 2.2 (GPT-2's byte-level BPE).
     """
     if vocab_size < 257:
-        rule = "must have room for 256 bytes and the end of text"
+        rule = "must be at least 257, for 256 bytes and the end of text"
         raise ConfigError("--tokenizer", f"bpe:{vocab_size}", rule, "use bpe:257 or more")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -236,10 +235,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> JsonTokenizer:
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """The tokenizer that wrote a dataset folder.
+    """Load the tokenizer of a dataset folder.
 
-    Raises:   ConfigError("data.path", ...) when the folder is no dataset, or its tokenizer.json is
-              missing or is not the one that the tokens were made with.
+    Raises:   ConfigError("data.path", ...) if the folder is not a dataset, or its tokenizer.json is
+              missing or is not the one that made the tokens.
     """
     meta = read_meta(folder)
     if meta.tokenizer == ByteTokenizer.kind:
@@ -260,7 +259,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 @contextmanager
 def one_thread_per_call() -> Iterator[None]:
-    """Keep `tokenizers` from starting threads of its own below the caller's."""
+    """Prevent `tokenizers` from starting its own threads."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = "false"

@@ -1,3 +1,3 @@
-"""This process, its peers, its GPUs, its files."""
+"""The process, its peers, its GPUs and its files."""
 
 MAY_IMPORT = ("config", "execution")

@@ -1,4 +1,4 @@
-"""What the command lines of the benchmarks share."""
+"""Options and checks that the command lines of the benchmarks share."""
 
 import argparse
 import os
@@ -10,9 +10,9 @@ from jaxpar.config.command_line import as_called
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are config errors, in one line.
+    """A parser whose errors are config errors of one line.
 
-    It names programs as they are called: `python -m jaxpar.bench`, or `jaxpar bench`.
+    Help texts name programs as they were called: `python -m jaxpar.bench` or `jaxpar bench`.
     """
 
     def __init__(self, prog: str, description: str | None, **more: Any):
@@ -20,36 +20,36 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog=as_called(prog), description=text, allow_abbrev=False, **more)
 
     def error(self, message: str) -> NoReturn:
-        """Raises:   ConfigError, always."""
+        """Raise ConfigError."""
         raise ConfigError("command line", self.prog, message, "see --help")
 
 
 def parser(prog: str, doc: str | None, repeats: int | None, told: str = "%(default)s") -> Parser:
-    """A parser with the options that every timed benchmark has.
+    """Make a parser with the options that all timed benchmarks have.
 
-    Args:     prog: as in `python -m jaxpar.bench loss`. doc: for --help. repeats: the default, and
-              how it is told: None, where other options decide.
+    Args:     prog: as in `python -m jaxpar.bench loss`. doc: for --help. repeats: the default of
+              --repeats; None if other options decide. told: the default's text in --help.
     """
     made = Parser(prog, doc)
     add = made.add_argument
     add("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    add("--repeats", type=int, default=repeats, help=f"batches timed of each program ({told})")
-    add("--card", help="file to write the figures to, as JSON")
-    add("--commit", help="commit to put on the card, where there is no checkout")
+    add("--repeats", type=int, default=repeats, help=f"timed batches of each program ({told})")
+    add("--card", help="JSON file to write the results to")
+    add("--commit", help="commit to record on the card, if there is no checkout")
     return made
 
 
 def check_repeats(options: argparse.Namespace) -> None:
-    """Raises:   ConfigError unless --repeats is a number of times."""
+    """Check --repeats. Raises:   ConfigError if it is below 1."""
     if options.repeats < 1:
         raise ConfigError("--repeats", options.repeats, "must be at least 1", "use --repeats 15")
 
 
 def check_file(option: str, path: str | None) -> None:
-    """Refuse a file that could not be written, before anything is measured for it.
+    """Check that an output file can be written, before the measurement.
 
-    Args:     path: None: it was not asked for.
-    Raises:   ConfigError, naming the option.
+    Args:     path: the value of the option; None if it is not set.
+    Raises:   ConfigError that names the option.
     """
     if path and Path(path).is_dir():
         fix = f"use {option} {Path(path) / 'card.json'}"
@@ -58,9 +58,9 @@ def check_file(option: str, path: str | None) -> None:
 
 
 def check_folder(option: str, path: str | None) -> None:
-    """The same of a folder to write in.
+    """Check that an output folder can be written, before the measurement.
 
-    Raises:   ConfigError, naming the option.
+    Raises:   ConfigError that names the option.
     """
     if path and Path(path).exists() and not Path(path).is_dir():
         raise ConfigError(option, path, "is a file, not a folder", f"use {option} {path}-folder")
@@ -79,8 +79,8 @@ def _check_place(option: str, path: str | None, example: str) -> None:
     while not above.exists():
         above = above.parent
     if not above.is_dir():
-        rule = f"lies below {above}, which is a file"
+        rule = f"is below {above}, which is a file"
         raise ConfigError(option, path, rule, f"use {option} {example}")
     if not os.access(above, os.W_OK | os.X_OK):
-        rule = f"would be written in {above}, where you may not write"
+        rule = f"is in {above}, which is not writable"
         raise ConfigError(option, path, rule, f"use {option} {example}")

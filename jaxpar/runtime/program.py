@@ -1,4 +1,4 @@
-"""How a program runs and ends: its exit code, its words, its peers."""
+"""Run a program, report its errors, and end it with an exit code."""
 
 import contextlib
 import errno
@@ -16,13 +16,15 @@ from jaxpar.runtime import exit_codes
 def run_program(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     """Run a program's main on the command line, and end with its exit code.
 
-    A ConfigError, too long a path or a platform that is not there becomes one line and code 2,
-    Ctrl-C one and 130, no room for a file one and 1, and what other processes could not do one and
-    theirs; other exceptions are shown whole.
-    The process ends without Python's exit hooks: JAX would wait there for a peer that may be dead.
+    These errors are reported in one line: a ConfigError, a path that is too long, or a missing
+    platform (code 2), Ctrl-C (130), a full disk (1), and failures of other processes (their code).
+    Other exceptions are reported with a traceback.
+    The process ends without Python's exit hooks, in which JAX would wait for a peer that may be
+    dead.
     """
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="replace")  # of a terminal that lacks a sign, a "?"
+        # Print "?" for characters that the terminal's encoding does not have.
+        sys.stdout.reconfigure(errors="replace")
     try:
         code, why = main(sys.argv[1:]) or exit_codes.EXIT_OK, ""
         sys.stdout.flush()
@@ -32,16 +34,16 @@ def run_program(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
 
 
 def _of_a_long_name(error: BaseException) -> BaseException:
-    """An error; where it is that a path on the command line is too long, as a ConfigError."""
+    """Convert the error for a path that is too long to a ConfigError."""
     if not (isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG):
         return error
-    rule, fix = "is too long for a name", "use one of 255 bytes at most"
+    rule, fix = "is too long for a file name", "use at most 255 bytes"
     return ConfigError("path", f"{str(error.filename)[:60]}...", rule, fix)
 
 
 def _verdict(error: BaseException) -> tuple[int, str]:
-    """Say what went wrong. Returns: the exit code that it has, and the words."""
-    if "jaxpar.runtime.start" in sys.modules:  # else it has started no JAX
+    """Report an error. Returns:  its exit code and its text."""
+    if "jaxpar.runtime.start" in sys.modules:  # otherwise JAX has not been started
         error = sys.modules["jaxpar.runtime.start"].of_a_platform(error)
     why = f"{type(error).__name__}: {error}"
     match error:
@@ -54,18 +56,18 @@ def _verdict(error: BaseException) -> tuple[int, str]:
         case KeyboardInterrupt():
             return _report(why := "interrupted", exit_codes.EXIT_INTERRUPTED), why
         case BrokenPipeError():
-            why = "error: whatever read the output has closed it"
+            why = "error: the reader of the output has closed it"
             return _report(why, exit_codes.EXIT_ERROR), why
         case OSError(errno=errno.ENOSPC | errno.EDQUOT):
-            file = f" for {error.filename}" if error.filename else ""  # a write has no name
-            why = f"error: {error.strerror}{file}. Free space, and start the same command again"
+            file = f" for {error.filename}" if error.filename else ""  # writes have no name
+            why = f"error: {error.strerror}{file}. Free space, and run the same command again"
             return _report(why, exit_codes.EXIT_ERROR), why
         case SystemExit():
             return _code_of(error), why
-    # Without the module it has started no JAX, and has no peers.
+    # Without the module, the program has not started JAX and has no peers.
     processes = sys.modules.get("jaxpar.runtime.processes.peers")
     if processes and isinstance(error, processes.PeerFailed | processes.PeersMissing):
-        # What another process could not do has its code: this one is not at fault.
+        # Use the other process's code, since this process is not at fault.
         code = getattr(error, "code", exit_codes.EXIT_ERROR)
         return _report(why := f"error: {error}", code), why
     traceback.print_exception(error)
@@ -74,10 +76,10 @@ def _verdict(error: BaseException) -> tuple[int, str]:
 
 @contextlib.contextmanager
 def exit_on_failure() -> Iterator[None]:
-    """With several processes, an exception within ends this one here, and nothing is tidied up.
+    """In a run of several processes, end this process on an exception, without any cleanup.
 
-    A save under way, say, would be waited for, and would wait for a process that is dead. Bad
-    numerics and spikes of the loss come to all of them alike, and go on as with one process.
+    Cleanup could hang: for example, a save in progress may wait for a process that is dead. Bad
+    numerics and loss spikes occur in all processes alike, so they propagate as in a single process.
     """
     from jaxpar.runtime.processes import peers
 
@@ -91,16 +93,16 @@ def exit_on_failure() -> Iterator[None]:
 
 
 def _leave(code: int, why: str) -> NoReturn:
-    """End this process; write why, and part from the others, if there are any."""
+    """End this process: record the reason, and leave the other processes."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
-    if "jaxpar.runtime.processes.peers" in sys.modules:  # else it has started no JAX
+    if "jaxpar.runtime.processes.peers" in sys.modules:  # otherwise JAX has not been started
         from jaxpar.runtime import watchdog
         from jaxpar.runtime.processes import peers
 
         well = code in (exit_codes.EXIT_OK, exit_codes.EXIT_PREEMPTED)
-        if not well and code != exit_codes.EXIT_CONFIG:  # what is refused writes nothing
+        if not well and code != exit_codes.EXIT_CONFIG:  # config errors write no files
             with contextlib.suppress(OSError):
                 watchdog.last_words(code, why)
         peers.leave(well)
@@ -113,7 +115,7 @@ def _report(text: str, code: int) -> int:
 
 
 def _code_of(stop: SystemExit) -> int:
-    """As Python would end: None is success, text is printed and is an error."""
+    """Return the exit code as Python does: None is success, text is printed and is an error."""
     if stop.code is None or isinstance(stop.code, int):
         return stop.code or exit_codes.EXIT_OK
     return _report(str(stop.code), exit_codes.EXIT_ERROR)

@@ -1,4 +1,4 @@
-"""What a conversion tells the person waiting: bytes done and per second, and the memory it took."""
+"""Progress of a conversion: bytes done, bytes per second, and memory used."""
 
 import math
 import resource
@@ -11,14 +11,14 @@ from pathlib import Path
 import rich.progress
 from rich.console import Console
 
-#: Seconds between two lines in a log.
+#: Seconds between two log lines.
 LOG_EVERY = 10.0
 
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class Meter:
-    """Counts what has been converted, and the process's memory meanwhile."""
+    """Counts the converted bytes and the memory of the process."""
 
     def __init__(self, total: int, bar: rich.progress.Progress | None):
         self.total, self.done = total, 0
@@ -28,7 +28,7 @@ class Meter:
         self._before = _reset_peak()
 
     def advance(self, num_bytes: int) -> None:
-        """So many more bytes of weights are done."""
+        """Count more bytes of weights as done."""
         self.done += num_bytes
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=self.done)
@@ -37,7 +37,7 @@ class Meter:
             print(f"{size(self.done)} of {size(self.total)}", file=sys.stderr, flush=True)
 
     def summary(self, largest: int) -> str:
-        """What was done, how fast, and the memory that it took beside the largest tensor."""
+        """Return the bytes, the speed, the memory growth and the size of the largest tensor."""
         seconds = max(time.perf_counter() - self._began, 1e-9)
         memory = size(max(peak_memory() - self._before, 0))
         return (
@@ -48,7 +48,7 @@ class Meter:
 
 @contextmanager
 def meter(total: int) -> Iterator[Meter]:
-    """A bar if stderr is a terminal, a line every `LOG_EVERY` seconds otherwise.
+    """Show a progress bar if stderr is a terminal, and a line every `LOG_EVERY` seconds otherwise.
 
     Args:     total: bytes of weights on disk, in the published model's dtype.
     """
@@ -67,20 +67,20 @@ def meter(total: int) -> Iterator[Meter]:
 
 
 def size(num_bytes: float) -> str:
-    """A number of bytes as people read it: "1.24 GB"."""
+    """Format a number of bytes, as "1.24 GB"."""
     power = min(int(math.log10(max(num_bytes, 1)) // 3), 4)
     unit = ("bytes", "kB", "MB", "GB", "TB")[power]
     return f"{num_bytes / 1000**power:.{0 if power == 0 else 3 if power > 2 else 1}f} {unit}"
 
 
 def peak_memory() -> int:
-    """The most memory that this process has had in use, mapped files included, in bytes."""
+    """Return the peak memory of this process in bytes, including mapped files."""
     high = _status("VmHWM")
     return high or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _reset_peak() -> int:
-    """Start the peak anew where the system lets us; the memory in use now."""
+    """Reset the peak if the system allows it, and return the memory in use."""
     try:
         _RESET.write_text("5")
     except OSError:
@@ -89,8 +89,8 @@ def _reset_peak() -> int:
 
 
 def _status(field: str) -> int:
-    """A field of this process's status in bytes; 0 where there is none: gVisor has no peak, and
-    systems but Linux no file."""
+    """Return a field of this process's status in bytes, or 0 if it does not exist: gVisor has no
+    peak, and only Linux has the file."""
     if not _STATUS.is_file():
         return 0
     rows = (row.split() for row in _STATUS.read_text().splitlines())

@@ -1,4 +1,4 @@
-"""What a run or a figure must be quoted with: versions, devices, flags, commit."""
+"""The provenance of a run or a benchmark: versions, devices, flags and commit."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ import jaxpar
 
 
 def checked_out_commit() -> str:
-    """The commit of the source, with "+" when files differ from it; empty outside a checkout."""
+    """Return the commit of the source, with "+" if files were changed; empty without a checkout."""
     here = Path(__file__).resolve().parent
     git = ["git", "-C", str(here), "describe", "--always", "--dirty=+", "--abbrev=12"]
     try:
@@ -21,7 +21,7 @@ def checked_out_commit() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions, devices and flags, by the names that manifest.json and cards have; starts JAX."""
+    """Return versions, devices and flags, by their names in manifest.json and cards. Starts JAX."""
     device = jax.devices()[0]
     return {
         "jaxpar": jaxpar.__version__,

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C, as a request to save and leave."""
+"""Handle SIGTERM and Ctrl-C as requests to save and stop."""
 
 import os
 import signal
@@ -8,18 +8,18 @@ from typing import Any
 
 
 class StopRequest:
-    """Set by SIGTERM or Ctrl-C, so that the loop can save and leave. A second one ends at once.
+    """Set by SIGTERM or Ctrl-C, so that the loop can save and stop. A second signal ends at once.
 
-    Use as a context manager: leaving it puts the earlier handlers back. Python delivers signals to
-    the main thread alone, so elsewhere (a notebook's worker) it listens to nothing.
+    Use as a context manager, which restores the earlier handlers at its end. Python delivers
+    signals only to the main thread, so in other threads (a notebook's worker) no handler is set.
 
-    With several processes, SIGTERM is JAX's: it listens since the processes have met, passes word
-    on to all of them, and they agree on the step after the furthest that any has reached. A handler
-    of Python's would take that away. Ctrl-C becomes a SIGTERM, and only its second ends at once.
+    In a run of several processes, JAX handles SIGTERM: it notifies all processes, and they agree on
+    the step after the latest that any process has reached. A Python handler would replace this.
+    Ctrl-C sends a SIGTERM, and only a second Ctrl-C ends at once.
     """
 
     def __init__(self, several: bool = False):
-        """Args:     several: there are other processes, and they have met."""
+        """Args:     several: there are other processes, and they are connected."""
         self.received: str | None = None
         self._several, self._agreed = several, False
         self._earlier: dict[signal.Signals, Any] = {}
@@ -35,13 +35,13 @@ class StopRequest:
             signal.signal(number, handler)
 
     def due(self) -> bool:
-        """Whether to save and leave now: the same in every process, and true from then on.
+        """Return whether to save and stop now: the same in every process, and true from then on.
 
-        With several of them, it must be asked after each step.
+        In a run of several processes, call it after every step.
         """
         if not self._several:
             return self.received is not None
-        # Here, since programs that start no JAX read this file.
+        # Imported here, since programs that do not start JAX import this module.
         from jaxpar.runtime.processes import peers
 
         if not self._agreed and peers.agreed_to_stop():

@@ -1,6 +1,6 @@
-"""Before JAX starts: flags, simulated devices, compilation cache. Each program calls it first.
+"""Prepare a process before JAX starts: flags, simulated devices, compilation cache, host memory.
 
-And what a compiled program asks of a host: memory, and its first run to itself.
+Every program calls `start` first.
 """
 
 import os
@@ -16,10 +16,10 @@ from jaxpar.runtime.gpus import visible, xla_flags
 def start(cfg: Config, num_processes: int = 1, *, needs_devices: bool = True) -> list[str]:
     """Prepare this process for JAX's backend, which starts at the first use of a device.
 
-    Args:     num_processes: of the run; they meet afterwards (`rendezvous.connect`).
-              needs_devices: refuse here what JAX could not start with.
-    Returns:  the flags and environment that were set, for the log.
-    Raises:   ConfigError where that is so, or devices cannot be simulated any more.
+    Args:     num_processes: of the run; they connect afterwards (`rendezvous.connect`).
+              needs_devices: check that JAX can start the requested platform.
+    Returns:  the flags and environment variables that were set, for the log.
+    Raises:   ConfigError if it cannot, or if it is too late to simulate devices.
     """
     run = cfg.run
     if run.cpu_devices:
@@ -37,29 +37,29 @@ def start(cfg: Config, num_processes: int = 1, *, needs_devices: bool = True) ->
     return was_set
 
 
-#: Files by which JAX 0.11 sees an NVIDIA GPU; the last is that of Windows' Linux.
+#: Files by which JAX 0.11 detects an NVIDIA GPU; the last one is for WSL.
 NVIDIA_DEVICES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
 
 
 def _check_platforms(asked: str) -> None:
-    """Raises:   ConfigError for CUDA alone where no GPU is in sight: JAX passes CUDA over there,
-    and has an assertion and no words for what is left."""
+    """Raise ConfigError if only CUDA is allowed but there is no GPU: JAX would skip CUDA and fail
+    with an assertion without a message."""
     if set(asked.split(",")) == {"cuda"} and not any(map(os.path.exists, NVIDIA_DEVICES)):
-        rule = "allows CUDA alone, and JAX sees no NVIDIA GPU here"
-        fix = "unset it, or set it to cpu; python -m jaxpar.doctor says what is here"
+        rule = "allows only CUDA, but JAX finds no NVIDIA GPU"
+        fix = "unset it, or set it to cpu; python -m jaxpar.doctor shows the devices"
         raise ConfigError("JAX_PLATFORMS", asked, rule, fix)
 
 
 def of_a_platform(error: BaseException) -> BaseException:
-    """An error; where it is that JAX cannot start one of JAX_PLATFORMS, as a ConfigError."""
+    """Convert the error for a platform in JAX_PLATFORMS that JAX cannot start to a ConfigError."""
     asked = jax.config.jax_platforms
     told = re.match("Unable to initialize backend '(.*?)': (.*)", " ".join(str(error).split()))
     if not (asked and told and isinstance(error, RuntimeError)):
         return error
     name, why = told[1], told[2].partition(" (set JAX_PLATFORMS")[0].rstrip(".")
     gpu = "an NVIDIA GPU" if any(map(os.path.exists, NVIDIA_DEVICES)) else "no NVIDIA GPU"
-    rule = f"asks for {name}, which JAX cannot start ({why}); here are a CPU and {gpu}"
-    fix = "unset it, or set it to cpu; python -m jaxpar.doctor says what is here"
+    rule = f"requests {name}, which JAX cannot start ({why}); this host has a CPU and {gpu}"
+    fix = "unset it, or set it to cpu; python -m jaxpar.doctor shows the devices"
     return ConfigError("JAX_PLATFORMS", asked, rule, fix)
 
 
@@ -68,9 +68,9 @@ HOST_LIMIT, DEFAULT_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64
 
 
 def _open_host_memory() -> list[str]:
-    """Let what is offloaded, or being saved, take this host's memory. Nothing is reserved.
+    """Allow offloaded and saved arrays to use all of the host's memory. Nothing is reserved.
 
-    Never less than by default: a virtual machine may get its memory only as it uses it.
+    The limit is at least XLA's default: a virtual machine may get memory only as it uses it.
     """
     if HOST_LIMIT in os.environ:
         return []
@@ -79,16 +79,16 @@ def _open_host_memory() -> list[str]:
 
 
 def host_memory(limit_file: str = "/sys/fs/cgroup/memory.max") -> int:
-    """Bytes of memory that this host, or the container, may use."""
+    """Return the bytes of memory that this host or container may use."""
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path(limit_file).read_text().strip() if Path(limit_file).is_file() else "max"
     return there if limit == "max" else min(there, int(limit))
 
 
-#: Threads of XLA's pool for each simulated device. By itself it takes one, or the host's cores if
-#: they are more; a collective holds one while it waits for the other devices, and where a device
-#: waits in two at a time, none may be left for the device that they wait for: XLA then aborts after
-#: 40 s. (Seen with 4 devices on 2 cores.) XLA reads the number from the variable NPROC.
+#: Threads of XLA's pool for each simulated device. By default, XLA uses one per device, or one per
+#: core if there are more cores. A collective holds a thread while it waits for the other devices.
+#: If a device waits in two collectives, no thread may be left for the device that they wait for,
+#: and XLA aborts after 40 s (seen with 4 devices on 2 cores). XLA reads the number from NPROC.
 THREADS_PER_DEVICE = 4
 
 
@@ -101,5 +101,5 @@ def _simulate(num_devices: int) -> None:
     except RuntimeError as error:
         if jax.device_count() != num_devices or jax.default_backend() != "cpu":
             fix = "use --run.cpu-devices 0, or start a new process"
-            rule = f"comes too late: JAX has started with {jax.device_count()} devices"
+            rule = f"is too late: JAX has already started with {jax.device_count()} devices"
             raise ConfigError("run.cpu_devices", num_devices, rule, fix) from error

@@ -1,11 +1,11 @@
-"""A run that no longer gets anywhere is ended, and leaves word of where it was.
+"""End a run that hangs, and record where it was.
 
-Each process watches itself: the loop says what it enters, and until when that must be over. When
-the time is up, every process writes its Python stacks to RUN/ranks/N.stacks.txt and its step and
-phase to RUN/ranks/N.json, and ends with 124. On GPUs the one whose own time is up also asks NCCL
-which ranks have fallen behind (RUN/ranks/N.nccl.txt), and process 0 lists the collectives of a step
-in their order (RUN/ranks/collectives.txt). JAX's heartbeat does not see such hangs: a process
-that is alive and stuck still beats.
+Each process watches itself: the loop reports the phase that it enters and its time limit. When a
+limit is exceeded, every process writes its Python stacks to RUN/ranks/N.stacks.txt and its step and
+phase to RUN/ranks/N.json, and ends with code 124. On GPUs, the process whose limit was exceeded
+also asks NCCL which ranks are behind (RUN/ranks/N.nccl.txt), and process 0 lists the collectives of
+a step in their order (RUN/ranks/collectives.txt). JAX's heartbeat does not detect such hangs, since
+a stuck process still sends heartbeats.
 """
 
 import contextlib
@@ -24,22 +24,22 @@ from jaxpar.runtime import exit_codes
 from jaxpar.runtime.gpus import nccl_ras, visible
 from jaxpar.runtime.processes import peers
 
-#: Seconds between two looks at whether another process has hung.
+#: Seconds between checks whether another process has hung.
 LOOK_SECONDS = 2.0
 
-#: How long a process that has hung waits for the others to see it too, and write their stacks.
+#: Seconds that a hung process waits for the others to notice and to write their stacks.
 TELL_SECONDS = 6.0
 
-#: How long NCCL is asked, and the step's program read, at most.
+#: Maximum seconds for querying NCCL and for reading the step's program.
 REPORT_SECONDS = 8.0
 
-#: Beyond the limit, for the case that a C function keeps Python from running at all.
+#: Seconds beyond the limit until faulthandler ends the process, if a C function blocks Python.
 EXTRA_SECONDS = 60.0
 
-#: Lines of NCCL's findings that are shown; the file has all.
+#: Maximum lines of NCCL's report to print; the file has all.
 MAX_LINES_SHOWN = 20
 
-#: The descriptor of the process's own standard error.
+#: The file descriptor of standard error.
 STDERR = 2
 
 _TOPIC = "hung"
@@ -48,23 +48,23 @@ _current: "Watchdog | None" = None
 
 
 class Watchdog:
-    """Watches this process. Use as a context manager; `enter` costs a microsecond."""
+    """Watches this process for hangs. Use as a context manager; `enter` takes a microsecond."""
 
     def __init__(self, run_dir: str | Path, hang_seconds: float, slow_seconds: float):
-        """Args:     the limits, as in the section `cluster` of the config; 0: none."""
+        """Args:     hang_seconds, slow_seconds: limits as in section `cluster`; 0: no limit."""
         self.run_dir = Path(run_dir).absolute()
         self._folder = self.run_dir / "ranks"
         self._limits = (hang_seconds, slow_seconds)
-        #: Gives the collectives of a step in their order, once that is compiled.
+        #: Returns the collectives of a step in their order, once the step is compiled.
         self.report: Callable[[], list[str]] | None = None
         self._over, self._ending = threading.Event(), threading.Lock()
         self._at: tuple[str, int, float, float] = ("start", 0, 0.0, 0.0)
         self.enter("start", 0, slow=True)
 
     def enter(self, phase: str, step: int, *, slow: bool = False) -> None:
-        """Say what is done next, for which step, and start the clock anew.
+        """Report the next phase and its step, and restart the clock.
 
-        Args:     slow: it has `slow_seconds`, not `hang_seconds`.
+        Args:     slow: the limit is `slow_seconds`, not `hang_seconds`.
         """
         now, limit = time.monotonic(), self._limits[slow]
         self._at = (phase, step, now, now + limit if limit else float("inf"))
@@ -81,9 +81,9 @@ class Watchdog:
     def __exit__(self, kind: Any, error: Any, _: Any) -> None:
         global _current
         if error is None:
-            _current = None  # else it is still to write the last words
+            _current = None  # otherwise the last words are still to be written
         self._over.set()
-        self._threads[0].join(5)  # so that it does not set faulthandler's clock once more
+        self._threads[0].join(5)  # so that it does not restart faulthandler's clock
         faulthandler.cancel_dump_traceback_later()
 
     def _watch_self(self) -> None:
@@ -94,15 +94,17 @@ class Watchdog:
         last = time.monotonic()
         while not self._over.wait(min(1.0, shortest / 4)):
             now = time.monotonic()
-            if now - last > max(5.0, shortest / 2):  # this process was stopped: not the loop's time
+            if now - last > max(5.0, shortest / 2):  # the process was suspended
                 phase, step, since, until = self._at
                 self._at = (phase, step, since, until + now - last)
             last = now
-            # By its descriptor: sys.stderr of a notebook, or of a test, is no file.
+            # By its descriptor, since sys.stderr of a notebook or a test is not a file.
             faulthandler.dump_traceback_later(backup, exit=True, file=STDERR)
             phase, step, since, until = self._at
             if now > until:
-                self._end(f"step {step}, {phase}: not over after {now - since:.0f} s", first=True)
+                self._end(
+                    f"step {step}, {phase}: not finished after {now - since:.0f} s", first=True
+                )
 
     def _watch_others(self) -> None:
         while peers.world_size() > 1 and not self._over.wait(LOOK_SECONDS):
@@ -114,15 +116,15 @@ class Watchdog:
                 self._end(f"{peers.process_name(process)} hangs at {text}")
 
     def _end(self, why: str, *, first: bool = False) -> None:
-        """Write the last words, give the others time for theirs, and end with 124 in any case.
+        """Write the last words, wait for the other processes to write theirs, and end with 124.
 
-        Args:     first: it is this process's own time that is up.
+        Args:     first: this process has exceeded its limit.
         """
         if not self._ending.acquire(blocking=False):
-            time.sleep(3600)  # the other thread is at it, and ends them both
+            time.sleep(3600)  # the other thread ends the process
         try:
             phase, step, _, _ = self._at
-            # All in threads: the others may be stopped, and the folder's file system may hang.
+            # In threads, since other processes may be stopped and the file system may hang.
             _start(self._tell, f"step {step}, {phase}")
             reports = [_start(self._log_why, why), _start(self._collectives)]
             if first and visible.gpu_is_present():
@@ -135,7 +137,7 @@ class Watchdog:
             os._exit(exit_codes.EXIT_HANG)
 
     def _log_why(self, why: str) -> None:
-        """Write the last words and the stacks; to stderr, where the folder takes no file."""
+        """Write the last words and the stacks; print the stacks if the folder is not writable."""
         with contextlib.suppress(OSError):
             self.write(exit_codes.EXIT_HANG, f"hang: {why}")
         stacks = self._folder / f"{peers.rank()}.stacks.txt"
@@ -152,32 +154,32 @@ class Watchdog:
         print(told, file=sys.stderr, flush=True)
 
     def _tell(self, where: str) -> None:
-        """Let the others know, and stop waiting once all have said the same."""
+        """Notify the other processes, and stop waiting once all have reported."""
         try:
             peers.publish(_TOPIC, where)
             while peers.world_size() > max(len(peers.read_published(_TOPIC)), 1):
                 time.sleep(0.1)
-            time.sleep(0.5)  # theirs are being written
+            time.sleep(0.5)  # they are writing their stacks
         except RuntimeError:
-            pass  # the coordinator is gone: nobody is left to be told
+            pass  # the coordinator is gone, so no process can be notified
         self._over.set()
 
     def _ask_nccl(self) -> None:
-        """Write what NCCL says of all ranks, and show what it finds wrong."""
+        """Write NCCL's report on all ranks, and print its errors and warnings."""
         file = self._folder / f"{peers.rank()}.nccl.txt"
         try:
             report = nccl_ras.status(REPORT_SECONDS - 1)
         except nccl_ras.NoAnswer as error:
             print(f"hang: {error}", file=sys.stderr, flush=True)
             return
-        with contextlib.suppress(OSError):  # what is wrong is shown all the same
+        with contextlib.suppress(OSError):  # errors are printed anyway
             file.write_text(report)
-        found = nccl_ras.what_is_wrong(report) or ["names no rank that is behind"]
+        found = nccl_ras.what_is_wrong(report) or ["no rank is behind"]
         shown = "\n".join(f"    {line}" for line in found[:MAX_LINES_SHOWN])
         print(f"hang: NCCL ({file}):\n{shown}", file=sys.stderr, flush=True)
 
     def _collectives(self) -> None:
-        """Write the collectives of a step, in their order: what NCCL counts."""
+        """Write the collectives of a step in their order, which NCCL counts."""
         if self.report is None or peers.rank() != 0:
             return
         order = "\n".join(self.report()) + "\n"
@@ -203,13 +205,13 @@ class Watchdog:
 
 
 def last_words(code: int, error: str) -> None:
-    """Write why this process ends, and where it was, if it was being watched."""
+    """Write why this process ends and where it was, if it has a watchdog."""
     if _current is not None and _current.run_dir.exists():
         _current.write(code, error)
 
 
 def _start(work: Callable[..., None], *args: Any) -> threading.Thread:
-    """A thread that this process does not wait for at its end."""
+    """Start a daemon thread."""
     thread = threading.Thread(target=work, args=args, daemon=True)
     thread.start()
     return thread

@@ -1,3 +1,3 @@
-"""Names of axes, the mesh, ParamSpec, Batch."""
+"""The mesh, the names of its axes, and the parameters and batches sharded over it."""
 
 MAY_IMPORT = ("config",)

@@ -1,9 +1,9 @@
-"""Vocabulary of the system: mesh axes, logical axes, the one table between them, shape letters.
+"""Mesh axes, logical axes, the table that maps one to the other, and shape letters.
 
-Nothing else in jaxpar names both a mesh axis and a logical axis. Read `params.py` next.
+No other module names both a mesh axis and a logical axis. Read `params.py` next.
 
-Other systems' names: PIPELINE = PP, REPLICA = DDP/HSDP outer, DATA = FSDP/ZeRO, EXPERT = EP,
-SEQUENCE = CP (context parallel), TENSOR = TP with sequence parallelism.
+Names in other systems: PIPELINE = PP, REPLICA = DDP or the outer axis of HSDP, DATA = FSDP/ZeRO,
+EXPERT = EP, SEQUENCE = CP (context parallelism), TENSOR = TP with sequence parallelism.
 
 Shape letters, used as suffixes where arrays of two ranks meet (`q_BTHK`):
     B batch   T query positions   S key positions   D model width   H query heads   G KV heads
@@ -26,13 +26,14 @@ AXES = (PIPELINE, REPLICA, DATA, EXPERT, SEQUENCE, TENSOR)
 #: Axes over which the rows of a batch are split.
 BATCH_AXES = (REPLICA, DATA, EXPERT)
 
-#: Axes over which tokens are split: a loss is summed over these.
+#: Axes over which tokens are split. The loss is summed over these.
 TOKEN_AXES = (*BATCH_AXES, SEQUENCE)
 
 #: Axes over which parameters, gradients and moments are sharded (ZeRO).
 FSDP_AXES = (DATA, EXPERT, SEQUENCE)
 
-#: Axes over which the vocabulary is split, so that no pipeline stage carries the head alone.
+#: Axes over which the vocabulary is split. They include the pipeline, so that all stages share the
+#: work of the head.
 VOCAB_AXES = (TENSOR, PIPELINE)
 
 #: Logical axis of a parameter dimension -> mesh axes it is split over.
@@ -54,7 +55,7 @@ BATCH_SPEC = PartitionSpec(BATCH_AXES, SEQUENCE)
 
 
 def partition_spec(logical_axes: tuple[str, ...]) -> PartitionSpec:
-    """Mesh axes of an array, from the logical axis of each of its dimensions.
+    """Return the PartitionSpec of an array, from the logical axis of each of its dimensions.
 
     Args:     logical_axes: one name from `RULES` per dimension.
     Returns:  a PartitionSpec with one entry per dimension.
@@ -64,7 +65,7 @@ def partition_spec(logical_axes: tuple[str, ...]) -> PartitionSpec:
 
 
 def axes_of(spec: PartitionSpec) -> frozenset[str]:
-    """Every mesh axis that a PartitionSpec names."""
+    """Return all mesh axes in a PartitionSpec."""
     named: set[str] = set()
     for entry in spec:
         named.update(() if entry is None else (entry,) if isinstance(entry, str) else entry)

@@ -1,10 +1,10 @@
-"""The batch: what a training step eats, on the host and on the mesh alike."""
+"""The batch: the input of a training step, on the host and on the mesh."""
 
 from typing import Any
 
 import flax.struct
 
-#: A label that no loss is taken of.
+#: The label of positions that are excluded from the loss.
 IGNORED = -1
 
 
@@ -14,8 +14,9 @@ class Batch:
 
     tokens       the input tokens.
     labels       the token that follows each input token in the text, or IGNORED.
-    segment_ids  number of the document within the sequence, from 1; all 1 without document masking.
-    positions    position within the document (RoPE, causality); without masking, in the sequence.
+    segment_ids  index of the document in the sequence, from 1; all 1 without document masking.
+    positions    position in the document (for RoPE and the causal mask); without document masking,
+                 in the sequence.
     """
 
     tokens: Any

@@ -1,10 +1,10 @@
-"""Fingerprints of arrays: 64 bits that any changed bit, or a swap of elements, changes.
+"""Fingerprints of arrays: 64-bit hashes that change with any bit, or with a swap of elements.
 
-An element's bits are mixed with a hash of its place in the whole array, hashed twice, and added up
-modulo 2^32. A sum of integers has no order, so how an array is cut, on how many devices and by how
-many processes, leaves no trace; pieces that are read one after the other add up to the same. One
-changed element always changes both sums, since the hash is one to one; any other damage goes
-unseen once in 2^64.
+An element's bits are mixed with a hash of its position in the global array, hashed twice, and
+summed modulo 2^32. Integer sums do not depend on order, so the fingerprint does not depend on the
+sharding or on the number of processes, and can be computed one shard at a time. A single changed
+element always changes both sums, since the hash is one-to-one; other damage is missed with
+probability 2^-64.
 """
 
 import functools
@@ -20,20 +20,20 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxpar.sharding.axes import axes_of
 from jaxpar.sharding.hashing import hash_uint32
 
-#: Separates the second sum from the first, and the rows from the columns.
+#: Makes the second sum differ from the first, and rows from columns.
 _GOLDEN = 0x9E3779B9
 
 
 def text(sums: np.ndarray) -> str:
-    """A fingerprint as 16 hexadecimal digits, from its uint32 [2]."""
+    """Format a fingerprint, uint32 [2], as 16 hexadecimal digits."""
     return "".join(f"{int(number):08x}" for number in sums)
 
 
 def partial_sums(x: jax.Array, origin: Sequence[Any], shape: Sequence[int]) -> jax.Array:
-    """What a box of an array adds to the array's fingerprint.
+    """Return the contribution of a box of an array to the array's fingerprint.
 
-    Args:     x: the box, of any dtype of 1, 2 or 4 bytes. origin: where the box begins in each
-              dim of the whole array, integers or int32 scalars. shape: of the whole array.
+    Args:     x: the box, of any dtype of 1, 2 or 4 bytes. origin: start of the box in each dim of
+              the global array, integers or int32 scalars. shape: of the global array.
     Returns:  uint32 [2].
     """
     if x.ndim == 0:
@@ -43,7 +43,7 @@ def partial_sums(x: jax.Array, origin: Sequence[Any], shape: Sequence[int]) -> j
         place = _places(x.shape[dim], origin[dim]) * jnp.uint32(stride & 0xFFFFFFFF)
         column += lax.broadcast_in_dim(place, x.shape, (dim,))
         stride *= shape[dim]
-    # Rows are hashed apart: a place counted in one number would not fit 32 bits.
+    # Rows are hashed separately, since one index over all elements would not fit 32 bits.
     row = hash_uint32(_places(x.shape[0], origin[0]) + jnp.uint32(_GOLDEN))
     place = hash_uint32(column ^ lax.broadcast_in_dim(row, x.shape, (0,)))
     first = hash_uint32(_bits(x) ^ place)
@@ -56,15 +56,15 @@ def _places(size: int, origin: Any) -> jax.Array:
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    """The raw bits of each element, uint32."""
+    """Return the raw bits of each element, uint32."""
     unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
     return lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
 
 
 def local_sums(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """Inside a `shard_map`: what this device's shard adds to the fingerprint.
+    """Return the contribution of this device's shard to the fingerprint, inside a `shard_map`.
 
-    Args:     x: the shard. spec: how the whole array is cut.
+    Args:     x: the shard. spec: the partitioning of the global array.
     Returns:  uint32 [2].
     """
     if jax.typeof(x).memory_space == jax.memory.Space.Host:
@@ -79,12 +79,11 @@ def local_sums(x: jax.Array, spec: PartitionSpec) -> jax.Array:
 
 @functools.cache
 def _program(shardings: tuple[Any, ...]):
-    """The compiled fingerprints of arrays with these shardings, on one mesh: uint32 [arrays, 2].
+    """Return a compiled program: arrays with these shardings to fingerprints, uint32 [arrays, 2].
 
-    One program with one all-reduce for all of them: each shard is counted by the first device that
-    holds it.
+    The program has one all-reduce for all arrays. The first device that holds a shard counts it.
     """
-    if not isinstance(shardings[0], NamedSharding):  # whole, on one device
+    if not isinstance(shardings[0], NamedSharding):  # unsharded, on one device
         return jax.jit(lambda arrays: jnp.stack([local_sums(x, PartitionSpec()) for x in arrays]))
     specs, mesh = tuple(sharding.spec for sharding in shardings), shardings[0].mesh
 
@@ -100,37 +99,37 @@ def _program(shardings: tuple[Any, ...]):
 
 
 def _is_first(spec: PartitionSpec, axes: Sequence[str]) -> jax.Array:
-    """Whether no device before this one holds the same shard."""
+    """Return whether this is the first device that holds its shard."""
     replicated = tuple(axis for axis in axes if axis not in axes_of(spec))
     return lax.axis_index(replicated) == 0 if replicated else jnp.bool_(True)
 
 
 def _varying(x: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """The same value, typed as varying over all axes."""
+    """Return the same value, typed as varying over all axes."""
     missing = tuple(axis for axis in axes if axis not in jax.typeof(x).manual_axis_type.varying)
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def fingerprints(tree: Any) -> dict[str, str]:
-    """The fingerprint of every array of a tree, computed where the arrays are.
+    """Compute the fingerprint of every array of a tree, on the devices that hold it.
 
     Args:     tree: of arrays with NamedShardings on one mesh, over any number of processes, or
-              whole on one device; in device or host memory. Each process makes the same call.
+              unsharded on one device; in device or host memory. All processes make the same call.
     Returns:  fingerprints by name: {"params/layers/wq": "0123456789abcdef", ...}.
     Communication: one all-reduce of 8 bytes per array; for each array in host memory, another.
     """
     found: dict[str, np.ndarray] = {}
     for group in _groups(named_leaves(tree)):
         program = _program(tuple(x.sharding for x in group.values()))
-        # Fetched before the next begins: on CPUs, collectives of two programs can lock each other.
+        # Fetch before the next program starts: on CPUs, collectives of two programs can deadlock.
         sums = jax.device_get(program(tuple(group.values())))
         found |= dict(zip(group, sums, strict=True))
     return {name: text(found[name]) for name in named_leaves(tree)}
 
 
 def _groups(leaves: dict[str, Any]) -> list[dict[str, Any]]:
-    """What goes into one program: all that is on the devices; each array in host memory alone,
-    which a program copies to the device whole."""
+    """Group arrays into programs: all arrays in device memory in one, and one for each array in
+    host memory, since the program copies the full shard to the device."""
     on_host = {name: x for name, x in leaves.items() if x.sharding.memory_kind == "pinned_host"}
     on_device = {name: x for name, x in leaves.items() if name not in on_host}
     by_kind: dict[bool, dict[str, Any]] = {}
@@ -140,33 +139,33 @@ def _groups(leaves: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree by name, as a checkpoint has them: "opt_state/0/mu/layers/wq"."""
+    """Return the leaves of a tree by their names in a checkpoint: "opt_state/0/mu/layers/wq"."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {"/".join(str(_key(key)) for key in path): leaf for path, leaf in leaves}
 
 
 def _key(key: Any) -> Any:
-    """What a key of a path is called: of a dict, a sequence or an attribute."""
+    """Return the name of a path's key: of a dict, a sequence or an attribute."""
     for field in ("key", "idx", "name"):
         if hasattr(key, field):
             return getattr(key, field)
-    raise TypeError(f"{key!r} is no key of a state")
+    raise TypeError(f"{key!r} is not a key of a state")
 
 
 @functools.cache
 def _box_program(shape: tuple[int, ...]):
-    """The compiled `partial_sums` of boxes of an array of `shape`."""
+    """Return `partial_sums` compiled for boxes of an array of `shape`."""
     return jax.jit(lambda x, origin: partial_sums(x, origin, shape))
 
 
 class RunningFingerprint:
-    """The fingerprint of an array that is read or written box by box, each element once."""
+    """Fingerprint of an array that is read or written box by box, each element once."""
 
     def __init__(self, shape: Sequence[int]):
         self._shape, self._sums = tuple(shape), np.zeros(2, np.uint32)
 
     def add(self, values: Any, origin: Sequence[int]) -> None:
-        """Count a box that begins at `origin`."""
+        """Add a box that starts at `origin`."""
         program = _box_program(self._shape)
         self._sums += np.asarray(program(values, np.asarray(origin, np.int64).astype(np.uint32)))
 

@@ -1,4 +1,4 @@
-"""Hashes of places: the same number for a place, wherever it lies."""
+"""Hashes of global indices, which do not depend on the sharding."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ from jax import lax
 
 
 def hash_uint32(x: jax.Array) -> jax.Array:
-    """uint32 to uint32, one to one, each bit of the result depending on all of `x`.
+    """Map uint32 to uint32, one-to-one; every bit of the result depends on all bits of `x`.
 
     Source:   C. Wellons, hash-prospector: `lowbias32`.
     """
@@ -16,9 +16,9 @@ def hash_uint32(x: jax.Array) -> jax.Array:
 
 
 def places(size: int, axes: str | tuple[str, ...] | None) -> jax.Array:
-    """Places in a whole dim of the `size` elements that a device has of it, int32.
+    """Return the global indices of a device's `size` elements of a dim, int32.
 
-    Args:     axes: mesh axes over which the dim is cut.
+    Args:     axes: mesh axes over which the dim is sharded.
     """
     own = jnp.arange(size, dtype=jnp.int32)
     return own if axes is None else own + lax.axis_index(axes) * size

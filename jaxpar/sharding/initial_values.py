@@ -11,10 +11,10 @@ from jaxpar.sharding.params import ParamSpec, flat, map_specs
 
 
 def initialize(specs: Any, seed: int | jax.Array) -> Any:
-    """Initial float32 parameters, a function of (seed, path) alone.
+    """Initialize float32 parameters, a function of only the seed and their paths.
 
-    Each leaf's key is derived from its path, so adding a parameter leaves the others as they were,
-    and the values do not depend on the mesh.
+    Each leaf's key is derived from its path, so adding a parameter does not change the others, and
+    the values do not depend on the mesh.
 
     Args:     specs: tree of ParamSpec. seed: run seed.
     Returns:  tree of float32 arrays.
@@ -24,7 +24,7 @@ def initialize(specs: Any, seed: int | jax.Array) -> Any:
 
 
 def leaf_keys(specs: Any, seed: int | jax.Array) -> Any:
-    """The random key of each parameter, a function of (seed, path): a tree of uint32 [2]."""
+    """Return the random key of each parameter, from the seed and its path: a tree of uint32 [2]."""
     root = jax.random.key(seed)
 
     def key(path: str) -> jax.Array:
@@ -34,8 +34,8 @@ def leaf_keys(specs: Any, seed: int | jax.Array) -> Any:
 
 
 def initial_values(spec: ParamSpec, key: jax.Array) -> jax.Array:
-    """One parameter's initial float32 values. Under `jit` with `out_shardings`, each device makes
-    only its own shard of them."""
+    """Return the initial float32 values of one parameter. Under `jit` with `out_shardings`, each
+    device computes only its own shard."""
     if spec.init == "ones":
         return jnp.ones(spec.shape, jnp.float32)
     if spec.init == "zeros":
@@ -44,12 +44,13 @@ def initial_values(spec: ParamSpec, key: jax.Array) -> jax.Array:
 
 
 def init_options(platform: str) -> tuple[tuple[str, int], ...]:
-    """Compiler options for a program of initial values on "cpu", or another platform: names and
-    values.
+    """Return compiler options for programs that initialize parameters on a platform, as (name,
+    value) pairs.
 
-    For a CPU, LLVM's highest level takes up to five times as long as the one below it, and both
-    make the same bits, no sooner: with 2 CPU cores and JAX 0.11.2, a tiny model's weights took 8
-    CPU seconds instead of 3. Where JAX is told to optimize less than that, nothing is asked for.
+    On CPUs, LLVM's highest optimization level takes up to five times as long to compile as the one
+    below, for the same bits at the same speed: with 2 CPU cores and JAX 0.11.2, a tiny model's
+    weights took 8 CPU seconds instead of 3. If JAX is configured to optimize even less, no options
+    are set.
     """
     if platform != "cpu" or jax.config.read("jax_disable_most_optimizations"):
         return ()

@@ -1,4 +1,4 @@
-"""The mesh. There is always one: a laptop is all ones."""
+"""The device mesh. There is always one; on a single device, all axes have size 1."""
 
 from collections.abc import Sequence
 
@@ -11,17 +11,17 @@ from jaxpar.sharding.axes import AXES
 
 
 def axis_sizes(parallel: ParallelConfig) -> tuple[int, ...]:
-    """Sizes of the mesh axes in the order of `axes.AXES`; `data` must be filled in."""
+    """Return the sizes of the mesh axes in the order of `axes.AXES`; `data` must be filled in."""
     return tuple(getattr(parallel, axis) for axis in AXES)
 
 
 def make_mesh(parallel: ParallelConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The device mesh of a resolved config.
+    """Make the device mesh of a resolved config.
 
-    With all devices, `jax.make_mesh` lays the innermost axes on the fastest links.
+    With all devices, `jax.make_mesh` assigns the innermost axes to the fastest links.
 
-    Args:     devices: take these, in this order, instead of all devices.
-    Raises:   ValueError when the axes do not multiply to the number of devices.
+    Args:     devices: use these, in this order, instead of all devices.
+    Raises:   ValueError if the axes do not multiply to the number of devices.
     """
     sizes = axis_sizes(parallel)
     types = (AxisType.Auto,) * len(AXES)
@@ -31,12 +31,12 @@ def make_mesh(parallel: ParallelConfig, devices: Sequence[jax.Device] | None = N
 
 
 def shardings(mesh: Mesh, partition_specs):
-    """The tree of NamedShardings for a tree of PartitionSpecs."""
+    """Return the tree of NamedShardings for a tree of PartitionSpecs."""
     is_leaf = lambda node: isinstance(node, PartitionSpec)  # noqa: E731
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), partition_specs, is_leaf=is_leaf)
 
 
 def describe(mesh: Mesh) -> str:
-    """The axes larger than 1, as "data=4 tensor=2"; "1 device" when there is none."""
+    """Return the axes larger than 1, as "data=4 tensor=2", or "1 device" if there are none."""
     named = [f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1]
     return " ".join(named) or "1 device"

@@ -1,7 +1,7 @@
-"""Parameters, declared once: a tree of `ParamSpec`, from which everything else is derived.
+"""Declarations of parameters: a tree of `ParamSpec`, from which everything else is derived.
 
-Initial values, abstract arrays, shardings, counts and the decay mask all come from the same tree,
-which `model/transformer.py` builds. Trees are nested dicts of arrays.
+Initial values, abstract arrays, shardings, counts and the decay mask are all derived from the tree
+that `model/transformer.py` builds. Trees are nested dicts of arrays.
 """
 
 import math
@@ -19,7 +19,7 @@ from jaxpar.sharding.axes import partition_spec
 
 @dataclass(frozen=True, kw_only=True)
 class ParamSpec:
-    """One parameter: its global shape, what each dimension is, and how it starts."""
+    """One parameter: its global shape, logical axes and initialization."""
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
@@ -29,7 +29,7 @@ class ParamSpec:
     decay: bool = True
     """Whether weight decay applies: to matrices, not to norms and biases."""
     trainable: bool = True
-    """Whether training updates it. A frozen parameter has neither gradient nor moments."""
+    """Whether training updates it. A frozen parameter has no gradient and no moments."""
 
     def __post_init__(self):
         if len(self.shape) != len(self.axes):
@@ -41,45 +41,45 @@ class ParamSpec:
 
 
 def is_spec(node: Any) -> bool:
-    """Whether a tree node is a leaf of a tree of specs."""
+    """Return whether a tree node is a ParamSpec."""
     return isinstance(node, ParamSpec)
 
 
 def map_specs(fn: Callable[..., Any], specs: Any, *trees: Any) -> Any:
-    """`jax.tree.map` with a ParamSpec as the leaf."""
+    """Apply `jax.tree.map` with ParamSpecs as leaves."""
     return jax.tree.map(fn, specs, *trees, is_leaf=is_spec)
 
 
 def partition_specs(specs: Any) -> Any:
-    """The tree of PartitionSpecs."""
+    """Return the tree of PartitionSpecs."""
     return map_specs(lambda spec: spec.partition_spec, specs)
 
 
 def decay_mask(specs: Any) -> Any:
-    """The tree of booleans: where weight decay applies."""
+    """Return the tree of booleans that says where weight decay applies."""
     return map_specs(lambda spec: spec.decay, specs)
 
 
 def abstract(specs: Any) -> Any:
-    """The tree of float32 ShapeDtypeStructs, global shapes."""
+    """Return the tree of float32 ShapeDtypeStructs with global shapes."""
     return map_specs(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32), specs)
 
 
 def count(specs: Any) -> int:
-    """Number of parameters."""
+    """Return the number of parameters."""
     return sum(math.prod(s.shape) for s in jax.tree.leaves(specs, is_leaf=is_spec))
 
 
 def flat(tree: Any) -> dict[str, Any]:
-    """Leaves by stable name: {"layers/wq": ...}."""
+    """Return the leaves by name: {"layers/wq": ...}."""
     return flax.traverse_util.flatten_dict(tree, sep="/")
 
 
 def split(tree: Any, specs: Any) -> tuple[Any, Any]:
     """Partition a tree into its trainable and its frozen leaves.
 
-    Args:     tree: of the same structure as `specs`; it may be `specs`.
-    Returns:  (trainable, frozen), for `join`. If everything is trainable, the tree itself and {}.
+    Args:     tree: has the structure of `specs`, or is `specs`.
+    Returns:  (trainable, frozen), for `join`. If all leaves are trainable, the tree itself and {}.
     """
     leaves, is_trainable = flat(tree), {name: spec.trainable for name, spec in flat(specs).items()}
     if all(is_trainable.values()):
@@ -90,7 +90,7 @@ def split(tree: Any, specs: Any) -> tuple[Any, Any]:
 
 
 def join(a: Any, b: Any) -> Any:
-    """Two trees of dicts and tuples as one that has the names of both."""
+    """Merge two trees of dicts and tuples into one with the names of both."""
     if isinstance(a, tuple):
         return tuple(map(join, a, b)) if b else a
     return a | b | {name: join(a[name], b[name]) for name in a.keys() & b.keys()}

@@ -122,7 +122,7 @@ def test_a_card_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monkeypa
         json_output.write("--card", file, {"a": 2})
     assert str(error.value) == (
         f"--card = {str(file)!r}: cannot be written: No space left on device. "
-        "The file that is there is as it was"
+        "The existing file is unchanged"
     )
     assert file.read_text() == before and list(file.parent.iterdir()) == [file]
 
@@ -180,10 +180,10 @@ def test_hlo_that_cannot_be_read_is_said():
         (["--steps", "many"], "invalid int value"),
         (["--card", ""], "--card = '': is empty"),
         (["--card", "/"], "--card = '/': is a folder, not a file"),
-        (["--card", f"{__file__}/a/b.json"], f"lies below {__file__}, which is a file"),
+        (["--card", f"{__file__}/a/b.json"], f"is below {__file__}, which is a file"),
         (["--trace", ""], "--trace = '': is empty"),
         (["--trace", __file__], "is a file, not a folder"),
-        (["--trace", f"{__file__}/a"], f"lies below {__file__}, which is a file"),
+        (["--trace", f"{__file__}/a"], f"is below {__file__}, which is a file"),
     ],
 )
 def test_bad_options(config_file, options, said):

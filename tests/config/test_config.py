@@ -61,14 +61,14 @@ model.d_model=255 | 2 | model.d_model | divisible by parallel.data = 2
 model.d_model=258 parallel.expert=2 parallel.sequence=2 | 8 | \
     model.d_model | parallel.expert * parallel.sequence = 8
 # devices
-parallel.data=3 | 4 | parallel.data | multiply to 3, and there are 4 devices
+parallel.data=3 | 4 | parallel.data | multiply to 3, but there are 4 devices
 parallel.data=2 parallel.tensor=2 | 8 | parallel.data | multiply to 4
 parallel.data=2 parallel.replica=3 | 8 | parallel.data | multiply to 6
 parallel.tensor=3 | 1 | parallel.tensor | multiply to 3, which does not divide 1 device
 parallel.replica=3 | 8 | parallel.replica | which does not divide 8 devices
 parallel.replica=8 parallel.expert=4 | 8 | parallel.expert | multiply to 32
 parallel.expert=4 run.cpu_devices=2 | 2 | parallel.expert | multiply to 4
-parallel.data=0 | 1 | parallel.data | at least 1, or -1 for the devices that are left
+parallel.data=0 | 1 | parallel.data | at least 1, or -1 for all remaining devices
 parallel.data=-2 | 1 | parallel.data | at least 1, or -1
 # counts
 train.num_steps=99999999999999999999 | 1 | train.num_steps | at most 2147483647
@@ -105,7 +105,7 @@ optimizer.clip_norm=-1 | 1 | optimizer.clip_norm | not be negative
 optimizer.beta1=1.0 | 1 | optimizer.beta1 | below 1
 optimizer.beta2=-0.1 | 1 | optimizer.beta2 | below 1
 optimizer.beta2=nan | 1 | optimizer.beta2 | finite
-optimizer.min_lr_ratio=1.5 | 1 | optimizer.min_lr_ratio | at most 1
+optimizer.min_lr_ratio=1.5 | 1 | optimizer.min_lr_ratio | must be from 0 to 1
 optimizer.min_lr_ratio=nan | 1 | optimizer.min_lr_ratio | finite
 train.z_loss=-inf | 1 | train.z_loss | finite
 model.norm_eps=0 | 1 | model.norm_eps | above 0
@@ -115,8 +115,8 @@ train.num_steps=100 | 1 | optimizer.warmup_steps | below train.num_steps = 100
 train.num_steps=5 optimizer.warmup_steps=7 | 1 | optimizer.warmup_steps | below
 # the model
 model.head_dim=31 | 1 | model.head_dim | even
-model.sliding_window=0 | 1 | model.sliding_window | at least 2, or None
-model.sliding_window=1 | 1 | model.sliding_window | a token alone has nothing to attend to
+model.sliding_window=0 | 1 | model.sliding_window | at least 2, since
+model.sliding_window=1 | 1 | model.sliding_window | must see another one
 model.sliding_window=3000000000 | 1 | model.sliding_window | at most 2147483647
 model.local_rope_theta=inf | 1 | model.local_rope_theta | finite
 data.eos_id=3000000000 | 1 | data.eos_id | at most 2147483647
@@ -129,7 +129,7 @@ model.attention_backend=pallas_hopper model.head_dim=512 | 1 | model.head_dim | 
 model.attention_backend=pallas_hopper model.head_dim=64 model.dtype=float32 | 1 | \
     model.attention_backend | bfloat16 or float16
 model.attention_backend=cudnn parallel.sequence=2 | 2 | \
-    model.attention_backend | the text's own order
+    model.attention_backend | needs tokens in order
 model.rope_scaling.factor=0.5 | 1 | model.rope_scaling.factor | at least 1
 model.rope_scaling.factor=inf | 1 | model.rope_scaling.factor | finite
 model.rope_scaling.low_freq_factor=4 | 1 | \
@@ -139,35 +139,35 @@ model.rope_scaling.original_max_position=0 | 1 | \
     model.rope_scaling.original_max_position | at least 1
 # the rest
 parallel.remat=everything | 1 | parallel.remat | one of none, dots, dots_offload, attn_out, full
-parallel.remat=qkv,atn_out | 1 | parallel.remat | names joined by commas from attn_norm
+parallel.remat=qkv,atn_out | 1 | parallel.remat | names from attn_norm
 parallel.remat=dots,qkv | 1 | parallel.remat | one of none, dots
 parallel.remat= | 1 | parallel.remat | one of none, dots
 parallel.remat=attn_ot:host | 1 | parallel.remat | :host after a name
-parallel.remat=layer_input | 1 | parallel.remat | saves layer_input in any case
+parallel.remat=layer_input | 1 | parallel.remat | always saves layer_input
 parallel.remat=attn_out,attn_out:host | 1 | parallel.remat | name each value once
 optimizer.name=lion optimizer.second_moment_dtype=bfloat16 | 1 | \
-    optimizer.second_moment_dtype | lion keeps no second moment
+    optimizer.second_moment_dtype | lion has no second moment
 optimizer.second_moment_dtype=bfloat16 optimizer.beta2=0.9999 | 1 | \
-    optimizer.second_moment_dtype | needs optimizer.beta2 of at most 0.999
+    optimizer.second_moment_dtype | needs optimizer.beta2 <= 0.999
 optimizer.first_moment_dtype=bfloat16 optimizer.beta1=0.9995 | 1 | \
-    optimizer.first_moment_dtype | needs optimizer.beta1 of at most 0.999
+    optimizer.first_moment_dtype | needs optimizer.beta1 <= 0.999
 optimizer.name=lion optimizer.first_moment_dtype=bfloat16 optimizer.beta2=0.9999 | 1 | \
-    optimizer.first_moment_dtype | needs optimizer.beta2 of at most 0.999
+    optimizer.first_moment_dtype | needs optimizer.beta2 <= 0.999
 checkpoint.keep_every=750 | 1 | checkpoint.keep_every | multiple of checkpoint.every = 500
 checkpoint.keep_every=750 checkpoint.every=0 | 1 | checkpoint.keep_every | checkpoint.every is 0
 checkpoint.resume=must checkpoint.every=0 | 1 | \
-    checkpoint.resume | needs checkpoints, and checkpoint.every is 0
+    checkpoint.resume | needs checkpoints, but checkpoint.every is 0
 run.dir= | 1 | run.dir | must name a folder
 data.path= | 1 | data.path | must name a folder
-data.mixture=web | 1 | data.mixture | must be PATH:WEIGHT,PATH:WEIGHT, and 'web' has no weight
+data.mixture=web | 1 | data.mixture | must be PATH:WEIGHT,PATH:WEIGHT, but 'web' has no weight
 data.mixture=web:1,code:many | 1 | data.mixture | 'code:many' has no weight
 data.mixture=web:1,:2 | 1 | data.mixture | ':2' has no path
-data.mixture=web:1,code:0 | 1 | data.mixture | needs weights above 0, and code has 0
+data.mixture=web:1,code:0 | 1 | data.mixture | needs weights above 0, but code has 0
 data.mixture=web:nan | 1 | data.mixture | needs weights above 0
-data.mixture=web:1,code:2,web:3 | 1 | data.mixture | names web twice
+data.mixture=web:1,code:2,web:3 | 1 | data.mixture | contains web twice
 data.eos_id=-1 | 1 | data.eos_id | must not be negative
 metrics.wandb=a/b/c | 1 | metrics.wandb | must be PROJECT or ENTITY/PROJECT
-metrics.prometheus_port=65536 | 1 | metrics.prometheus_port | up to 65535
+metrics.prometheus_port=65536 | 1 | metrics.prometheus_port | from 1 to 65535
 metrics.prometheus_address=everywhere | 1 | metrics.prometheus_address | an IP address
 """
 BAD = [re.split(r" \| +", line) for line in BAD_CONFIGS.splitlines() if "|" in line]
@@ -257,11 +257,11 @@ def test_a_value_of_the_wrong_type_is_refused(path, value, rule, fix):
 @pytest.mark.parametrize("path", ["run.dir", "run.init_from", "data.path", "data.held_out"])
 @pytest.mark.parametrize("value", ["a/" + 128 * "é", "a" + 2048 * "/a", "a\0b"])
 def test_a_path_that_no_system_takes_is_refused(path, value):
-    with pytest.raises(ConfigError, match=r"in each name 255") as caught:
+    with pytest.raises(ConfigError, match=r"255 per name") as caught:
         check(replace(Config(), **{path: value}))
     assert caught.value.field == path
     check(replace(Config(), **{path: "a/" + 127 * "é" + 1900 * "/a"}))
-    with pytest.raises(ConfigError, match=r"data\.mixture = .* in each name 255"):
+    with pytest.raises(ConfigError, match=r"data\.mixture = .* 255 per name"):
         check(replace(Config(), **{"data.mixture": f"web:1,{value}:2"}))
 
 
@@ -273,7 +273,7 @@ UNKNOWN = [
     ("trian.num_steps", "use train.num_steps"),
     ("model.rope_scaling.facter", "use model.rope_scaling.factor"),
     ("data.xyz", "use one of data.path, data.seq_len, data.document_mask, data.prefetch"),
-    ("xyz", "name it SECTION.FIELD, with a section of run, train, data, model, lora, parallel"),
+    ("xyz", "use SECTION.FIELD, with a section of run, train, data, model, lora, parallel"),
     ("train.num_steps.xyz", "use train.num_steps"),
     ("", "name it"),
 ]
@@ -302,7 +302,7 @@ def test_an_unknown_field_in_json_is_refused_with_what_was_meant():
 
 @pytest.mark.parametrize("text", ["5", "[]", '{"train": 5}', '{"model": null}'])
 def test_json_without_sections_is_refused(text):
-    with pytest.raises(ConfigError, match="must be a section with fields"):
+    with pytest.raises(ConfigError, match="must be a JSON object of fields"):
         from_json(text)
 
 

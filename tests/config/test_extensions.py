@@ -138,11 +138,11 @@ def test_adding_again_replaces():
         ({"model.attention": "momentum"}, r"must be one of softmax, or .* \(capped\)"),
         (
             ADDED | {"parallel.context": "ring", "parallel.sequence": 2},
-            r"parallel\.context = 'ring': merges softmaxes, and model\.attention is capped",
+            r"parallel\.context = 'ring': needs softmax attention, but model\.attention is capped",
         ),
         (
             ADDED | {"model.attention_backend": "cudnn", "model.dtype": "bfloat16"},
-            r"model\.attention_backend = 'cudnn': is of softmax",
+            r"model\.attention_backend = 'cudnn': needs softmax attention",
         ),
     ],
 )
@@ -152,16 +152,16 @@ def test_what_cannot_be(values, said):
 
 
 def test_names_and_fields_that_are_taken_or_unknown():
-    with pytest.raises(ConfigError, match=r"optimizer\.name = 'lion': is a name of the package"):
+    with pytest.raises(ConfigError, match=r"optimizer\.name = 'lion': is a built-in name"):
         registry.add("optimizer.name", "lion", momentum)
-    with pytest.raises(ConfigError, match=r"'train\.seed': is no field .*optimizer\.name"):
+    with pytest.raises(ConfigError, match=r"'train\.seed': does not accept .*optimizer\.name"):
         registry.add("train.seed", "lucky", momentum)
-    with pytest.raises(ConfigError, match=r"model\.attention = 'gone': is unknown here"):
+    with pytest.raises(ConfigError, match=r"model\.attention = 'gone': is not registered"):
         registry.function("model.attention", "gone")
 
 
 def test_what_is_no_function_is_not_added():
-    said = r"optimizer\.name = 'none': is added as None, which is no function"
+    said = r"optimizer\.name = 'none': is registered as None, not as a function"
     with pytest.raises(ConfigError, match=said):
         registry.add("optimizer.name", "none", None)
     assert "none" not in registry.names("optimizer.name")
@@ -170,9 +170,9 @@ def test_what_is_no_function_is_not_added():
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        (lambda q, k, v, mask: (q, q), r"gives tuple, and must give out alone, as q: float32 \("),
-        (lambda q, k, v, mask: q[:, 1:], r"gives float32 \(.*, and must give out alone"),
-        (lambda q, k, v, mask: q.astype("bfloat16"), r"gives bfloat16 \(.*, and must give out"),
+        (lambda q, k, v, mask: (q, q), r"returns tuple instead of one array like q, float32 \("),
+        (lambda q, k, v, mask: q[:, 1:], r"returns float32 \(.* instead of one array"),
+        (lambda q, k, v, mask: q.astype("bfloat16"), r"returns bfloat16 \(.* instead of one array"),
     ],
     ids=["pair", "shape", "dtype"],
 )
@@ -185,7 +185,7 @@ def test_attention_that_gives_something_else(function, said):
 
 def test_a_rule_that_gives_nothing():
     registry.add("optimizer.name", "momentum", lambda cfg, rate, mask: None)
-    said = r"optimizer\.name = 'momentum': gives NoneType, and must give an optax"
+    said = r"optimizer\.name = 'momentum': returns NoneType instead of an optax"
     with pytest.raises(ConfigError, match=said):
         abstract_state(replace(TINY, **{"optimizer.name": "momentum"}))
 

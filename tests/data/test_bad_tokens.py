@@ -56,7 +56,7 @@ BAD: dict[str, tuple[dict[str, bytes], str, str]] = {
     "index: floats": ({"x.idx": bytes(index(code=7))}, "x", "byte 17: has dtype code 7"),
     "index: cut header": ({"x.idx": bytes(index())[:20]}, "x", "byte 20: ends inside its header"),
     "index: empty file": ({"x.idx": b""}, "x", "byte 0: ends inside its header"),
-    "index: cut": ({"x.idx": bytes(index())[:-8]}, "x", "has 114 bytes, and its header asks for"),
+    "index: cut": ({"x.idx": bytes(index())[:-8]}, "x", "has 114 bytes, but its header requires"),
     "index: nothing": (
         {"x.idx": bytes(index(sequences=0, indices=1))},
         "x",
@@ -65,7 +65,7 @@ BAD: dict[str, tuple[dict[str, bytes], str, str]] = {
     "index: no tokens": (
         {"x.idx": changed(LENGTHS, bytes(POINTERS - LENGTHS))},
         "x",
-        "has sequences of no token alone: empty",
+        "has only empty sequences",
     ),
     "index: negative length": (
         {"x.idx": changed(LENGTHS + 4, struct.pack("<i", -10))},
@@ -75,7 +75,7 @@ BAD: dict[str, tuple[dict[str, bytes], str, str]] = {
     "index: pointer past the end": (
         {"x.idx": changed(POINTERS + 24, i64(9_000))},
         "x",
-        f"byte {POINTERS + 24}: sequence 3 starts at byte 9,000, not where the one before ends, 60",
+        f"byte {POINTERS + 24}: sequence 3 starts at byte 9,000, not at the end of the one",
     ),
     "index: first document": (
         {"x.idx": changed(DOCUMENTS, i64(1))},
@@ -90,12 +90,12 @@ BAD: dict[str, tuple[dict[str, bytes], str, str]] = {
     "index: document past the end": (
         {"x.idx": changed(DOCUMENTS + 32, i64(7))},
         "x",
-        "documents end at sequence 7, and there are 4",
+        "documents end at sequence 7, but there are 4",
     ),
     "pair: tokens cut": (
         {"x.idx": bytes(index()), "x.bin": TOKENS[:-3].tobytes()},
         "x.idx",
-        r"x\.bin ends at byte 74, and .*x\.idx records 80 bytes",
+        r"x\.bin ends at byte 74, but .*x\.idx records 80 bytes",
     ),
     "pair: no tokens": ({"x.idx": bytes(index())}, "x", r"x\.bin is missing"),
     "pair: no index": (
@@ -124,11 +124,11 @@ BAD: dict[str, tuple[dict[str, bytes], str, str]] = {
         "every second 16-bit number .* is 0",
     ),
     "text": ({"x.jsonl": b"{}"}, "x.jsonl", "is text, not tokens"),
-    "another kind": ({"x.npy": b"{}"}, "x.npy", "is no file of tokens"),
+    "another kind": ({"x.npy": b"{}"}, "x.npy", "is not a token file"),
     "a folder of shards": (
         {"x_1.bin": TOKENS.tobytes(), "x_2.bin": TOKENS.tobytes()},
         ".",
-        r"holds 2 \.bin files, and no train\.bin among them",
+        r"has 2 \.bin files, but no train\.bin",
     ),
     "a lone index": ({"train.npy": b""}, ".", "is not a dataset folder"),
     "nothing there": ({}, "x.bin", "does not exist"),
@@ -181,7 +181,7 @@ MISUSED: dict[str, tuple[Callable[[Path], dict[str, object]], str, str]] = {
     "unmarked documents": (
         lambda path: {},
         "data.document_mask",
-        r"x\.bin does not say where its documents end",
+        r"x\.bin does not mark the ends of documents",
     ),
     "a member of a mixture": (
         lambda path: {"data.mixture": f"{path}:1,{path}.none:2", "data.eos_id": 0},
@@ -223,7 +223,7 @@ def test_a_token_beyond_the_vocabulary_in_a_prepared_folder(token, dataset, tmp_
     stored[at] = 60_000
     stored.flush()
     loader = loader_of(config(tmp_path))
-    rule = rf"token {at:,} of .*train\.bin \(byte {2 * at:,}\) is 60000, beyond the vocabulary of"
+    rule = rf"token {at:,} of .*train\.bin \(byte {2 * at:,}\) is 60000, outside the vocabulary of"
     with pytest.raises(ConfigError, match=rule):
         for step in range(loader.sequences_per_epoch[0] // 2 + 1):
             loader.host_rows(step, np.arange(2))
@@ -248,11 +248,11 @@ def test_nothing_is_written_for_bad_tokens(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("what", "options", "rule"),
     [
-        ("nanogpt", [], "stores 16-bit tokens, and the vocabulary has 70,001"),
-        ("megatron", [], "does not say where its documents end"),
-        ("jaxpar", [], "does not say where its documents end"),
-        ("llmc", ["--held-out", "y"], "is of a folder, and --to is llmc"),
-        ("llmc", ["--tokenizer", "bytes"], "has 257 tokens, and .* a vocabulary of 70,001"),
+        ("nanogpt", [], "stores 16-bit tokens, but the vocabulary has 70,001"),
+        ("megatron", [], "does not mark the ends of documents"),
+        ("jaxpar", [], "does not mark the ends of documents"),
+        ("llmc", ["--held-out", "y"], "needs --to jaxpar, not llmc"),
+        ("llmc", ["--tokenizer", "bytes"], "has 257 tokens, but .* a vocabulary of 70,001"),
         ("llmc", ["--tokenizer", "none.json"], "is neither bytes, nor"),
     ],
 )
@@ -271,9 +271,9 @@ def test_conversions_that_cannot_be(what, options, rule, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("file", "token", "rule"),
     [
-        ("train.bin", 7, r"train\.bin has sha256 .* and meta\.json records"),
-        ("train.bin", 60_000, r"token 5 of .*train\.bin \(byte 10\) is 60000, beyond the vocab"),
-        ("train.documents.npy", 7, r"train\.documents\.npy has sha256 .* and meta\.json records"),
+        ("train.bin", 7, r"train\.bin has sha256 .* but meta\.json records"),
+        ("train.bin", 60_000, r"token 5 of .*train\.bin \(byte 10\) is 60000, outside the vocab"),
+        ("train.documents.npy", 7, r"train\.documents\.npy has sha256 .* but meta\.json records"),
     ],
 )
 def test_a_damaged_folder_is_not_converted(what, file, token, rule, dataset, tmp_path, capsys):

@@ -193,7 +193,7 @@ def test_targets_are_part_of_the_identity_and_checked(chat, tmp_path):
 
 def test_conversion_does_not_lose_targets_silently(chat, tmp_path):
     options = {"output": str(tmp_path / "out"), "to": "megatron"}
-    with pytest.raises(ConfigError, match="does not keep which tokens are targets"):
+    with pytest.raises(ConfigError, match="does not keep its targets"):
         convert(ConvertOptions(input=(str(chat),), **options))
 
 
@@ -201,7 +201,7 @@ BAD = [
     ('{"text": "hello"}', "is not a JSON object with a list of messages in 'messages'"),
     ('{"messages": []}', "is not a JSON object with a list of messages"),
     ("[1]", "is not a JSON object with a list of messages"),
-    ('{"messages": [', "is not a line of JSON"),
+    ('{"messages": [', "is not valid JSON"),
     ('{"messages": ["hello"]}', "message 1 has role None"),
     ('{"messages": [{"role": "human", "content": "x"}]}', "message 1 has role 'human', not one of"),
     ('{"messages": [{"role": "user"}]}', "message 1's content must be text, not NoneType"),

@@ -109,12 +109,12 @@ def test_hugging_face_folders_that_cannot_be_read(tmp_path):
     for split in ("train", "test"):
         save_to_disk(tmp_path / "all" / split, ["a"])
     (tmp_path / "all" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    with pytest.raises(ConfigError, match="is a dataset of splits: test, train") as error:
+    with pytest.raises(ConfigError, match="is a dataset with several splits: test, train") as error:
         documents(tmp_path / "all")
     assert str(tmp_path / "all" / "train") in error.value.fix
     train = tmp_path / "all" / "train"
     (train / "data-00000-of-00001.arrow").unlink()
-    with pytest.raises(ConfigError, match=r"is missing, and .*state\.json names it"):
+    with pytest.raises(ConfigError, match=r"is missing, but .*state\.json lists it"):
         documents(train)
     for text in ("{", "[]", '{"_data_files": [1]}'):
         (train / "state.json").write_text(text)
@@ -136,7 +136,7 @@ def test_links_to_other_places_are_followed(texts, tmp_path):
     (inside / "linked").symlink_to(other, target_is_directory=True)
     assert documents(inside) == texts
     (inside / "b.jsonl").symlink_to(tmp_path / "nowhere.jsonl")
-    with pytest.raises(ConfigError, match=r"b\.jsonl.* is a link to a file that is not there"):
+    with pytest.raises(ConfigError, match=r"b\.jsonl.* is a link to a missing file"):
         documents(inside)
 
 
@@ -210,9 +210,9 @@ def test_stdlib():
 @pytest.mark.parametrize(
     ("line", "where", "rule"),
     [
-        (b'{"text": "cut', ":4", "is not a line of JSON"),
-        (b'{"text": "\xff"}', ":4", "is not a line of JSON"),
-        (b"[" * 100_000, ":4", "is not a line of JSON"),
+        (b'{"text": "cut', ":4", "is not valid JSON"),
+        (b'{"text": "\xff"}', ":4", "is not valid JSON"),
+        (b"[" * 100_000, ":4", "is not valid JSON"),
         (b'["text"]', ":4", "not a JSON object with the field 'text'"),
         (b'{"body": "x"}', ":4", "not a JSON object with the field 'text'"),
         (b'{"text": null}', ":4", "must be text, not NoneType"),
@@ -244,7 +244,7 @@ def test_truncated_gzip(keep, tmp_path):
     """A download that stopped, in the data or in the checksum."""
     path = tmp_path / "cut.jsonl.gz"
     path.write_bytes(gzip.compress(jsonl(["text"] * 1000))[:keep])
-    with pytest.raises(ConfigError, match="is not a whole gzip file"):
+    with pytest.raises(ConfigError, match="is not a complete gzip file"):
         documents(path)
 
 
@@ -255,7 +255,7 @@ def test_truncated_zstd(damage, tmp_path):
     spoilt = {"middle": data[: len(data) // 2], "end": data[:-3], "bytes": b"nonsense" * 9}
     path = tmp_path / "cut.jsonl.zst"
     path.write_bytes(spoilt[damage])
-    with pytest.raises(ConfigError, match="is not a whole zstd file"):
+    with pytest.raises(ConfigError, match="is not a complete zstd file"):
         documents(path)
 
 
@@ -267,7 +267,9 @@ def test_a_compressed_file_of_no_bytes_is_cut_off(suffix, name, tmp_path):
     path.write_bytes({"gzip": gzip.compress, "zstd": zstd}[name](b""))
     assert documents(plain, path) == []
     path.write_bytes(b"")
-    with pytest.raises(ConfigError, match=f"is not a whole {name} file .it has 0 bytes") as error:
+    with pytest.raises(
+        ConfigError, match=f"is not a complete {name} file .it has 0 bytes"
+    ) as error:
         documents(plain, path)
     assert error.value.value == str(path)
 
@@ -312,9 +314,9 @@ def test_inputs_that_cannot_be_used(tmp_path):
     for name, rule in [
         ("missing.txt", "does not exist"),
         ("picture.png", r"is not one of \.txt, \.jsonl"),
-        (".", r"holds no \.txt, \.jsonl"),
+        (".", r"has no \.txt, \.jsonl"),
     ]:
         with pytest.raises(ConfigError, match=rule):
             find_sources([str(tmp_path / name)])
-    with pytest.raises(ConfigError, match="must name something"):
+    with pytest.raises(ConfigError, match="must not be empty"):
         find_sources([])

@@ -207,7 +207,7 @@ def test_the_tokenizer_is_the_first_source_s(cfg, paths, dataset):
     first = replace(cfg, **{"data.mixture": f"{dataset}:1,{paths[0]}:1"})
     assert tokenizer_folder(first) == str(dataset)
     assert tokenizer_folder(replace(Config(), **{"data.path": "none"})) == "none"
-    with pytest.raises(ConfigError, match="holds tokens without their tokenizer"):
+    with pytest.raises(ConfigError, match="has tokens without their tokenizer"):
         tokenizer_folder(cfg)
 
 
@@ -220,6 +220,6 @@ def test_different_tokenizers_do_not_mix(corpus, dataset, tmp_path):
         ("data.mixture", f"{dataset}:1,{other}:1", "train"),
         ("data.held_out", other, "val"),
     ]:
-        with pytest.raises(ConfigError, match="was made by another tokenizer than") as error:
+        with pytest.raises(ConfigError, match="was made with a different tokenizer than") as error:
             Loader(replace(Config(), **base | {field: value}), mesh_of(1), split)
         assert error.value.field == field and error.value.value == value

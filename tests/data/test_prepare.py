@@ -161,9 +161,9 @@ def test_blank_documents_are_dropped(tmp_path):
         ({"tokenizer": "bpe:big"}, "--tokenizer", "is neither bytes"),
         ({"tokenizer": "bpe:100"}, "--tokenizer", "256 bytes"),
         ({"tokenizer": f"bpe:{'9' * 20}"}, "--tokenizer", "more than 8 digits"),
-        ({"eos_token": "</s>"}, "--eos-token", r"belongs to a tokenizer\.json"),
+        ({"eos_token": "</s>"}, "--eos-token", r"needs a tokenizer\.json"),
         ({"input": ("missing.txt",)}, "--input", "does not exist"),
-        ({"input": ()}, "--input", "must name something"),
+        ({"input": ()}, "--input", "must not be empty"),
     ],
 )
 def test_refusals_leave_nothing_behind(options, field, rule, corpus, tmp_path):
@@ -178,7 +178,7 @@ def test_refusals_leave_nothing_behind(options, field, rule, corpus, tmp_path):
 def test_empty_input(tmp_path):
     """A file without text."""
     (tmp_path / "empty.txt").touch()
-    with pytest.raises(ConfigError, match="holds no text"):
+    with pytest.raises(ConfigError, match="has no text"):
         run(tmp_path / "out", tmp_path / "empty.txt")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["empty.txt"]
 
@@ -188,12 +188,14 @@ def test_existing_output(corpus, dataset, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     first = run(out, corpus, holdout=0.3)  # An empty folder is no obstacle.
-    with pytest.raises(ConfigError, match="already holds a dataset"):
+    with pytest.raises(ConfigError, match="already has a dataset"):
         run(out, corpus)
     assert read_meta(out) == first
     assert run(out, corpus, holdout=0, overwrite=True) == read_meta(out) != first
     (out / "thesis.tex").touch()
-    with pytest.raises(ConfigError, match=r"holds 'thesis\.tex', which is no part of a dataset"):
+    with pytest.raises(
+        ConfigError, match=r"contains 'thesis\.tex', which is not part of a dataset"
+    ):
         run(out, corpus, overwrite=True)
     with pytest.raises(ConfigError, match="is a file"):
         run(out / "thesis.tex", corpus, overwrite=True)
@@ -258,7 +260,7 @@ def test_command_line(corpus, tmp_path, capsys):
     assert f"{sizes.num_tokens:,} tokens" in summary and "--model.vocab-size 384" in summary
     assert main(args) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith(f"config error: --output = '{out}': already holds a dataset")
+    assert error.startswith(f"config error: --output = '{out}': already has a dataset")
     assert "--overwrite" in error
     assert main([*args, "--overwrite"]) == 0
 

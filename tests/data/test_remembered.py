@@ -97,7 +97,7 @@ def test_pieces_tell_files_apart_where_times_do_not(file, monkeypatch):
 def test_a_bad_file_is_an_error_each_time(tmp_path, passes):
     np.arange(1000, dtype="<u4").tofile(tmp_path / "x.bin")
     for _ in range(2):
-        with pytest.raises(ConfigError, match="it holds 32-bit tokens"):
+        with pytest.raises(ConfigError, match="it has 32-bit tokens"):
             open_tokens(tmp_path / "x.bin")
         assert passes() == ["x.bin"]
 

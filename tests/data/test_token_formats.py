@@ -19,7 +19,7 @@ from jaxpar.data.sources import fingerprint, open_tokens
 from jaxpar.sharding.mesh import make_mesh
 from tests.data.sequences import cut_sequences
 
-NO_TOKEN = "must be the number of a token"
+NO_TOKEN = "must be a token id"
 
 #: Two documents, of the tokens 5 6 7 0 and 8 300 0, as Megatron stores them in 16 bits.
 GOLDEN_BIN = bytes.fromhex("0500 0600 0700 0000 0800 2c01 0000")
@@ -231,7 +231,7 @@ def test_inspect_compares_hashes(dataset, tmp_path):
     data = bytearray((tmp_path / "train.bin").read_bytes())
     data[100] ^= 1
     (tmp_path / "train.bin").write_bytes(data)
-    with pytest.raises(ConfigError, match=r"train\.bin has sha256 .* and meta\.json records"):
+    with pytest.raises(ConfigError, match=r"train\.bin has sha256 .* but meta\.json records"):
         inspect_tokens(InspectOptions(path=str(tmp_path)))
 
 
@@ -242,7 +242,7 @@ def test_inspect_by_a_tokenizer_that_did_not_make_the_tokens(token, tmp_path, ca
     path.write_bytes(llmc(np.array(token), 20240801, 7))
     assert main(["inspect", str(path), "--tokenizer", "bytes"]) == 2
     error = capsys.readouterr().err.strip()
-    rule = f"has 257 tokens, and {path} holds ids of a vocabulary of 70,001"
+    rule = f"has 257 tokens, but {path} has a vocabulary of 70,001"
     assert error.startswith(f"config error: --tokenizer = 'bytes': {rule}. Fix: ")
     assert "\n" not in error
 
@@ -266,7 +266,7 @@ def test_what_can_be_no_end_of_document_or_no_file_is_refused(tmp_path):
             convert(ConvertOptions(input=(str(tokens),), output=str(out), to="jaxpar", eos_id=eos))
         with pytest.raises(ConfigError, match=NO_TOKEN):
             inspect_tokens(InspectOptions(path=str(tokens), eos_id=eos))
-    with pytest.raises(ConfigError, match=r"--output = '\.': names a folder"):
+    with pytest.raises(ConfigError, match=r"--output = '\.': is a folder"):
         convert(ConvertOptions(input=(str(tokens),), output=".", to="megatron", eos_id=0))
     assert not out.exists()
 
@@ -279,6 +279,6 @@ def test_held_out_tokens_that_are_not_there(tmp_path, corpus):
     out = tmp_path / "out"
     with pytest.raises(ConfigError, match=r"--input = .* val split\. Fix: use --split train"):
         to("llmc", out, folder, split="val")
-    with pytest.raises(ConfigError, match=r"--held-out = .* val split\. Fix: name one that has"):
+    with pytest.raises(ConfigError, match=r"--held-out = .* val split\. Fix: use one that has"):
         to("jaxpar", out, tokens, held_out=(str(folder),), eos_id=0)
     assert not out.exists()

@@ -136,9 +136,9 @@ def test_published_tokenizer(tmp_path):
 @pytest.mark.parametrize(
     ("special", "eos_token", "rule"),
     [
-        (["<s>"], None, "these are not in it"),
-        (["</s>", "<eos>"], None, "2 were found: </s>, <eos>"),
-        (["</s>"], "<stop>", "these are not in it: <stop>"),
+        (["<s>"], None, "has none of"),
+        (["</s>", "<eos>"], None, "but has 2: </s>, <eos>"),
+        (["</s>"], "<stop>", "has none of <stop>"),
     ],
 )
 def test_unclear_end_of_text(special, eos_token, rule, tmp_path):
@@ -167,7 +167,7 @@ def test_fixes_name_options_that_the_command_has(
     paths = ["--input", source, "--output", str(tmp_path / "out")]
     args = [*command, *([source] if command == ["inspect"] else paths), "--tokenizer"]
     assert main([*args, str(path)]) == 2
-    assert f"name the right one with {option}" in " ".join(capsys.readouterr().err.split())
+    assert f"select one with {option}" in " ".join(capsys.readouterr().err.split())
     assert main([*args, "gpt2"]) == 2
     error = " ".join(capsys.readouterr().err.split())
     assert "is neither bytes, nor" in error
@@ -184,7 +184,7 @@ def test_an_end_of_text_by_its_id(tmp_path):
     assert TokenDataset.open(out).document_offsets.tolist() == [0, 3, 5]
     assert (read_meta(out).eos_id, load_tokenizer(out).eos_token) == (4, "<stop>")
     refused = [
-        (str(path), 5, "no token of"),
+        (str(path), 5, "is not a token of"),
         ("bytes", 4, "not the end of text of --tokenizer bytes, "),
     ]
     for spec, eos_id, rule in refused:

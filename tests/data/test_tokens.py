@@ -143,7 +143,7 @@ def test_documents_that_end_before_they_begin(offset, copy):
     offsets = np.load(path)
     offsets[2] = offset
     np.save(path, offsets)
-    with pytest.raises(ConfigError, match=r"train\.documents\.npy falls from .* at document \d+"):
+    with pytest.raises(ConfigError, match=r"train\.documents\.npy drops from .* at document \d+"):
         TokenDataset.open(copy)
 
 

@@ -54,7 +54,7 @@ class Attempt:
         with open(self._log, "rb") as file:
             file.seek(self._begins)
             said = file.read().decode("utf-8", "replace")
-        return phase_of(said.rpartition("launch: starting again")[2], self._run)
+        return phase_of(said.rpartition("launch: restarting")[2], self._run)
 
     def is_over(self) -> bool:
         """Whether the launcher has ended, or one of the processes."""

@@ -119,4 +119,4 @@ def test_processes_with_other_data_at_the_same_path_are_refused(differs, apart):
     for code, _, err in in_two(*words, at=(one, other)):
         (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
         assert code == 2 and "Traceback" not in err, err
-        assert line.startswith("error: process 1 (") and f"has another {differs} than" in line
+        assert line.startswith("error: process 1 (") and f"has a different {differs} than" in line

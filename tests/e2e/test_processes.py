@@ -53,7 +53,7 @@ def test_five_kills_leave_no_trace(config, tmp_path, whole):
     kills = kill_at_random(process, run, 5, seed=0)
     code, said = ranks.finish(process)
     assert code == exit_codes.EXIT_OK, said[-3000:]
-    assert kills >= 3 and said.count("killed by SIGKILL") == kills == said.count("starting again")
+    assert kills >= 3 and said.count("killed by SIGKILL") == kills == said.count("restarting")
     ranks.assert_same_run(run, whole)
 
 
@@ -89,7 +89,7 @@ def test_a_process_that_sleeps_for_ever_is_found_out_and_the_run_goes_on(config,
     fault = {"FAULT": "1 12 sleep", "FAULT_ONCE": str(tmp_path / "done")}
     code, said = ranks.finish(ranks.launch(2, 2, "--", config, *limits, **fault))
     assert code == exit_codes.EXIT_OK, said[-3000:]
-    assert "ended with code 124" in said and said.count("starting again") == 1
+    assert "ended with code 124" in said and said.count("restarting") == 1
     words = words_of(run)
     assert {0, 1} == words.keys() and {w["code"] for w in words.values()} == {124}
     assert words[1]["step"] == 12 and words[1]["phase"] == "step"
@@ -133,7 +133,7 @@ def test_an_exception_in_one_process_ends_all_and_they_start_again_on_another_me
     assert "process 1 ended with code 1 at step 37: RuntimeError: a fault of this test" in said
     assert "in fail" in said  # the end of its log
     # The save of step 35 is under way when the exception comes, and may be done in time or not.
-    assert re.search("launch: starting again from checkpoint (30|35), restart 1 of 3", said)
+    assert re.search("launch: restarting from checkpoint (30|35), restart 1 of 3", said)
     found, wanted = ranks.losses_of(begun), ranks.losses_of(whole)
     assert sorted(found) == list(range(1, 41))
     np.testing.assert_allclose([found[i] for i in range(1, 41)], list(wanted.values()), rtol=1e-4)

@@ -70,10 +70,10 @@ def test_what_followed_from_the_devices_is_asked_for_anew(tmp_path):
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
-        (None, "is a folder without a config.json, so there is no run to resume"),
-        ('{"run": {"dir"', "its config.json is damaged"),
-        ('{"architectures": ["LlamaForCausalLM"]}', "a config.json that is not a run's"),
-        ("[]", "a config.json that is not a run's"),
+        (None, "is not a run folder: it has no config.json"),
+        ('{"run": {"dir"', "has a damaged config.json"),
+        ('{"architectures": ["LlamaForCausalLM"]}', "its config.json is not a run's"),
+        ("[]", "its config.json is not a run's"),
         ('{"run": {}, "model": {"num_layer": 2}}', "is not a field of the config"),
     ],
 )

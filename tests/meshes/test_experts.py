@@ -108,17 +108,17 @@ def test_shrinking_keeps_the_experts():
         ({"model.experts_per_token": 0}, r"experts_per_token = 0: must be at least 1"),
         (
             {"model.experts_per_token": 1},
-            r"= 1: leaves the router no gradient.*normalize-experts F",
+            r"= 1: leaves the router without a gradient.*normalize-experts F",
         ),
         (
             {"model.experts_per_token": 1, "model.normalize_experts": False}
             | {"model.post_norms": True},
-            r"= 1: leaves the router no gradient: the norm after.*post-norms False",
+            r"= 1: leaves the router without a gradient: the norm after.*post-norms False",
         ),
         ({"model.num_experts": 0, "model.experts_per_token": 3}, "= 3: needs experts"),
         ({"model.num_experts": 0, "model.normalize_experts": False}, "= False: needs experts"),
-        ({"model.mlp_bias": True}, r"model\.mlp_bias = True: is of a dense feed-forward"),
-        ({"model.matmul_dtype": "float8"}, r"matmul_dtype = 'float8': does not cover experts"),
+        ({"model.mlp_bias": True}, r"model\.mlp_bias = True: needs a dense feed-forward layer"),
+        ({"model.matmul_dtype": "float8"}, r"matmul_dtype = 'float8': does not support experts"),
     ],
 )
 def test_what_cannot_be(values, said):

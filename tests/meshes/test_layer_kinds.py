@@ -78,12 +78,12 @@ def test_shrinking_keeps_both_kinds():
     ("values", "said"),
     [
         ({"model.global_every": -1}, r"model\.global_every = -1: must not be negative"),
-        ({"model.global_every": 1}, r"model\.global_every = 1: leaves no layer with a window"),
+        ({"model.global_every": 1}, r"model\.global_every = 1: leaves no sliding-window layer"),
         ({"model.sliding_window": None}, r"global_every = 2: .*sliding_window is None"),
         ({"model.global_every": 0}, r"model\.local_rope_theta = 100\.0: .*global_every is 0"),
         ({"model.local_rope_theta": 0.0}, r"model\.local_rope_theta = 0\.0: must be above 0"),
         ({"model.query_scale_dim": 0}, r"model\.query_scale_dim = 0: must be at least 1"),
-        ({"parallel.layer_loop": "scan"}, r"layer_loop = 'scan': is of layers that are alike"),
+        ({"parallel.layer_loop": "scan"}, r"layer_loop = 'scan': must be unroll"),
         (
             {"model.num_layers": 6, "parallel.pipeline": 2, "parallel.num_microbatches": 2},
             r"model\.num_layers = 6: must be divisible by 4.*--model\.num-layers 8",

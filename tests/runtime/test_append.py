@@ -51,7 +51,7 @@ def test_lines_wait_and_come_whole_and_in_order(disk, capfd):
     file.write("five\n")
     assert "its lines wait" in capfd.readouterr().err  # told again
     file.close()
-    assert "lacks its last 1 lines" in capfd.readouterr().err
+    assert "is missing its last 1 lines" in capfd.readouterr().err
 
 
 def test_what_waits_is_bounded_and_other_errors_are_raised(disk, capfd, monkeypatch):
@@ -63,7 +63,7 @@ def test_what_waits_is_bounded_and_other_errors_are_raised(disk, capfd, monkeypa
     made.room = 10**9
     file.write("")
     assert made.held == b"line 8\nline 9\n"
-    assert "its oldest lines are lost" in capfd.readouterr().err
+    assert "its oldest waiting lines are lost" in capfd.readouterr().err
     made.room, made.error = 0, errno.EBADF
     with pytest.raises(OSError, match="no room"):
         file.write("more\n")

@@ -150,28 +150,28 @@ def test_a_ports_choice_is_the_jobs_own():
 
 
 WRONG = [
-    ({k: v for k, v in SLURM.items() if k != "SLURM_PROCID"}, "without SLURM_PROCID"),
+    ({k: v for k, v in SLURM.items() if k != "SLURM_PROCID"}, "SLURM_PROCID not set"),
     ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8"}, "was not started by srun"),
     (SLURM | {"SLURM_PROCID": "16"}, "process 16 is not one of 16"),
-    (SLURM | {"SLURM_PROCID": "one"}, "no whole number"),
-    (SLURM | {"SLURM_PROCID": "\u00b2"}, "no whole number"),
+    (SLURM | {"SLURM_PROCID": "one"}, "not an integer"),
+    (SLURM | {"SLURM_PROCID": "\u00b2"}, "not an integer"),
     (SLURM | {"SLURM_STEP_NUM_NODES": "0"}, "must be at least 1"),
     (MPI_4 | {"OMPI_COMM_WORLD_LOCAL_SIZE": "0"}, "must be at least 1"),
-    (TRAINER | {"JAX_COORDINATOR_ADDRESS": "host:\u00b2"}, "is no host:port"),
+    (TRAINER | {"JAX_COORDINATOR_ADDRESS": "host:\u00b2"}, "is not host:port"),
     (TRAINER | {"JAX_COORDINATOR_ADDRESS": "fd00::1:29500"}, "coordinator '[fd00::1]:29500'"),
     (SLURM | TRAINER, "contradicts itself"),
     (TRAINER | JOB | {"JOB_COMPLETION_INDEX": "3"}, "contradicts itself"),
-    ({"JOB_COMPLETION_INDEX": "3"}, "without JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES"),
-    ({"JAX_COORDINATOR_ADDRESS": "a:1"}, "without JAX_NUM_PROCESSES, JAX_PROCESS_ID"),
-    (TRAINER | {"JAX_COORDINATOR_ADDRESS": "host"}, "is no host:port"),
-    ({"MASTER_ADDR": "a", "MASTER_PORT": "1"}, "without WORLD_SIZE, RANK"),
-    (PET | {"PET_NNODES": "2:4"}, "no whole number"),
-    (MPI, "says no host of mpirun's"),
-    ({"OMPI_COMM_WORLD_SIZE": "2"}, "without OMPI_COMM_WORLD_RANK"),
+    ({"JOB_COMPLETION_INDEX": "3"}, "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES not set"),
+    ({"JAX_COORDINATOR_ADDRESS": "a:1"}, "JAX_NUM_PROCESSES, JAX_PROCESS_ID not set"),
+    (TRAINER | {"JAX_COORDINATOR_ADDRESS": "host"}, "is not host:port"),
+    ({"MASTER_ADDR": "a", "MASTER_PORT": "1"}, "WORLD_SIZE, RANK not set"),
+    (PET | {"PET_NNODES": "2:4"}, "not an integer"),
+    (MPI, "does not name the host of mpirun"),
+    ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK not set"),
     (JOB | {"JAX_COORDINATOR_ADDRESS": "localhost:29500"}, "the processes are on 4 hosts"),
     (PET | {"PET_MASTER_ADDR": "127.0.0.1"}, "the processes are on 4 hosts"),
     (SLURM | {"SLURM_STEP_NODELIST": "localhost"}, "the processes are on 2 hosts"),
-    ({"NUM_PROCESSES": "2", "PROCESS_ID": "0"}, "without COORDINATOR_ADDRESS, COORDINATOR_PORT"),
+    ({"NUM_PROCESSES": "2", "PROCESS_ID": "0"}, "COORDINATOR_ADDRESS, COORDINATOR_PORT not set"),
 ]
 
 
@@ -192,8 +192,8 @@ def test_flags_say_it_all():
 
 
 WRONG_FLAGS = [
-    ({"num_processes": 2}, "cluster.process_id", "one is not set"),
-    ({"process_id": 0}, "cluster.num_processes", "one is not set"),
+    ({"num_processes": 2}, "cluster.process_id", "must be set together"),
+    ({"process_id": 0}, "cluster.num_processes", "must be set together"),
     ({"num_processes": 2, "process_id": 0}, "cluster.coordinator", "is needed"),
     (
         {"num_processes": 2, "process_id": 2, "coordinator": "a:1"},
@@ -203,7 +203,7 @@ WRONG_FLAGS = [
     (
         {"num_processes": 2, "process_id": 1, "coordinator": "a:0"},
         "cluster.coordinator",
-        "no host:port",
+        "not host:port",
     ),
     ({"detect": "slurm"}, "cluster.detect", "its variables are not set"),
 ]

@@ -80,7 +80,7 @@ def test_a_folder_has_one_writer_and_sigkill_leaves_no_stale_lock(tmp_path):
         assert len(told) == 1
         assert lock.warnings == []
     RunLock(run).release()
-    with pytest.raises(ConfigError, match=r"run.dir = .*cannot be written to: Not a directory"):
+    with pytest.raises(ConfigError, match=r"run.dir = .*cannot be written: Not a directory"):
         RunLock(run / "lock" / "run")
 
 
@@ -110,7 +110,7 @@ def test_ctrl_c_ends_the_wait_and_leaves_no_file_open(tmp_path):
 @pytest.mark.parametrize(("number", "kind"), [(116, exit_codes.RunError), (13, ConfigError)])
 def test_what_may_pass_is_no_config_error(tmp_path, number, kind):
     """A stale NFS handle, and missing rights."""
-    said = f"cannot be written to: {os.strerror(number)}"
+    said = f"cannot be written: {os.strerror(number)}"
     with pytest.raises(kind, match=said), create_in(tmp_path):
         raise OSError(number, os.strerror(number))
 
@@ -132,7 +132,7 @@ def test_a_file_system_without_locks_is_said_so(tmp_path, monkeypatch):
     monkeypatch.setattr("fcntl.flock", refuse)
     with RunLock(tmp_path) as lock:
         assert lock.warnings == [
-            f"no lock on {tmp_path} (Function not implemented): start no second run in it"
+            f"cannot lock {tmp_path} (Function not implemented): do not start another run"
         ]
 
 
@@ -292,13 +292,13 @@ REFUSED = [
     (["-n", "2", "--", "quickstart", "--train.num-step", "1"], "is not a field"),
     (
         ["-n", "2", "--", "quickstart", "--cluster.process-id", "1"],
-        r"cluster\.process_id = '1': is what the launcher sets",
+        r"cluster\.process_id = '1': is set by the launcher",
     ),
-    (["-n", "2", "--", "quickstart", "--cluster.detect=none"], "detect = 'none': is what the laun"),
-    (["-n", "2", "--", "quickstart", "-n", "3"], "-n = '3': is the launcher's own"),
+    (["-n", "2", "--", "quickstart", "--cluster.detect=none"], "= 'none': is set by the launcher"),
+    (["-n", "2", "--", "quickstart", "-n", "3"], "-n = '3': is an option of the launcher"),
     (
         ["-n", "2", "--", "quickstart", "--devices_per_process", "1"],
-        "'1': is the launcher's own, and stands after --. Fix: put --devices-per-process before --",
+        "'1': is an option of the launcher.*Fix: put --devices-per-process before --",
     ),
 ]
 

@@ -112,4 +112,4 @@ def test_a_report_that_does_not_end_is_cut_off():
         time.sleep(1.0)
 
     with serving(talk) as address:
-        assert nccl_ras.status(0.5, address).startswith("half of a report\n\n[cut off")
+        assert nccl_ras.status(0.5, address).startswith("half of a report\n\n[truncated")

@@ -66,17 +66,17 @@ def test_a_port_that_another_program_has_is_said_so(host):
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     (said,) = done.stderr.splitlines()
-    assert said.startswith("error: ") and f"has port {address.rpartition(':')[2]}. Fix: " in said
+    assert said.startswith("error: ") and f"uses port {address.rpartition(':')[2]}. Fix: " in said
 
 
 def test_a_process_that_nobody_joins_says_so_and_ends():
     address = f"127.0.0.1:{ranks.free_port()}"
-    for own, found in ((0, "answers, so others are missing"), (1, "does not answer (")):
+    for own, found in ((0, "answers, so other processes are missing"), (1, "does not answer (")):
         command = [sys.executable, "-c", ALONE, address, str(own)]
         env = ranks.environment()
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
         assert done.returncode == 1, done.stderr
-        said = f"error: flags: process {own} of 2, coordinator {address}: the processes have not"
+        said = f"error: flags: process {own} of 2, coordinator {address}: not all"
         assert said in done.stderr and found in done.stderr and "loopback" in done.stderr
 
 

@@ -216,7 +216,7 @@ def test_too_late_to_simulate_devices(devices):
     assert (
         runtime.start(Config(run=RunConfig(cpu_devices=len(devices)))) == []
     )  # as many as there are
-    with pytest.raises(ConfigError, match="comes too late: JAX has started with 16 devices"):
+    with pytest.raises(ConfigError, match="is too late: JAX has already started with 16 devices"):
         runtime.start(Config(run=RunConfig(cpu_devices=3)))
     assert jax.device_count() == 16
 
@@ -229,7 +229,7 @@ def test_cuda_alone_without_a_gpu_is_refused(monkeypatch, asked):
     monkeypatch.setattr(visible, "gpu_is_present", lambda: False)
     monkeypatch.setattr(xla_flags, "gpu_is_present", lambda: False)
     monkeypatch.setattr(runtime.jax, "config", SimpleNamespace(jax_platforms=asked))
-    with pytest.raises(ConfigError, match=r"JAX_PLATFORMS = 'cuda.*JAX sees no NVIDIA GPU here"):
+    with pytest.raises(ConfigError, match=r"JAX_PLATFORMS = 'cuda.*JAX finds no NVIDIA GPU"):
         runtime.start(Config())
     assert runtime.start(Config(), needs_devices=False) == []
     runtime.jax.config.jax_platforms = f"{asked},cpu"
@@ -242,10 +242,11 @@ def test_cuda_alone_without_a_gpu_is_refused(monkeypatch, asked):
 def test_a_platform_that_is_not_there_is_one_line(tmp_path, asked):
     done = run_train("quickstart", cwd=tmp_path, JAX_PLATFORMS=asked)
     assert done.returncode == 2 and done.stdout == ""
-    begins = f"config error: JAX_PLATFORMS = '{asked}': asks for none, which JAX cannot start ("
+    begins = f"config error: JAX_PLATFORMS = '{asked}': requests none, which JAX cannot start ("
     assert done.stderr.startswith(begins) and done.stderr.count("\n") == 1
     assert (
-        "; here are a CPU and " in done.stderr and "Fix: unset it, or set it to cpu" in done.stderr
+        "; this host has a CPU and " in done.stderr
+        and "Fix: unset it, or set it to cpu" in done.stderr
     )
     assert list(tmp_path.iterdir()) == []
 
@@ -255,9 +256,9 @@ def test_other_errors_than_of_a_platform_stay_as_they_are(monkeypatch):
     monkeypatch.setattr(runtime.jax, "config", SimpleNamespace(jax_platforms="tpu"))
     monkeypatch.setattr(runtime, "NVIDIA_DEVICES", ["/dev/null"])
     assert str(runtime.of_a_platform(RuntimeError(f"{told} (set JAX_PLATFORMS='')"))) == (
-        "JAX_PLATFORMS = 'tpu': asks for tpu, which JAX cannot start (no such thing); here are a "
-        "CPU and an NVIDIA GPU. "
-        "Fix: unset it, or set it to cpu; python -m jaxpar.doctor says what is here."
+        "JAX_PLATFORMS = 'tpu': requests tpu, which JAX cannot start (no such thing); this "
+        "host has a CPU and an NVIDIA GPU. "
+        "Fix: unset it, or set it to cpu; python -m jaxpar.doctor shows the devices."
     )
     for other in (RuntimeError("of a step"), ValueError(told)):
         assert runtime.of_a_platform(other) is other

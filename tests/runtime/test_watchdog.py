@@ -48,7 +48,7 @@ def test_a_hang_ends_with_its_stacks_step_and_phase(tmp_path):
     assert (words["code"], words["step"], words["phase"]) == (124, 12, "data")
     assert 1 <= words["seconds_in_phase"] < 3
     stacks = (tmp_path / "ranks" / "0.stacks.txt").read_text()
-    assert "in stuck" in stacks and "step 12, data: not over after" in stacks
+    assert "in stuck" in stacks and "step 12, data: not finished after" in stacks
     assert "hang: process 0: step 12, data" in done.stderr
 
 

@@ -118,7 +118,7 @@ def test_not_a_number_is_never_close():
         (["quickstart", "--mesh", "tensor=5"], r"parallel\.tensor = 5"),
         (
             ["quickstart", "--model.num-experts", "4", "--model.experts-per-token", "1"],
-            "experts_per_token = 1: leaves the router no gradient.*--model.normalize-experts False",
+            "_token = 1: leaves the router without a gradient.*--model.normalize-experts False",
         ),
         (["llama3_8b", "--mesh", "data=2"], "8030261248.*add --shrink"),
         (["quickstart", "--tolerance", "2"], "must be between 0 and 1"),

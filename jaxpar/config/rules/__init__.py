@@ -1,1 +1,1 @@
-"""The rules of a config, each with a fix; `validate.py` applies them."""
+"""The rules that a config must satisfy, each with a fix. `validate.py` applies them."""

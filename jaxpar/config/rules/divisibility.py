@@ -1,4 +1,4 @@
-"""The rules about what divides what: one table."""
+"""Divisibility rules, in one table."""
 
 import math
 from typing import NamedTuple
@@ -15,7 +15,7 @@ class _Division(NamedTuple):
     times: int = 1
 
     def divisor(self, cfg: Config) -> int:
-        """The product; `parallel.data` counts once it is known."""
+        """Return the product. `parallel.data` is included once it is known."""
         return self.times * math.prod(max(value_of(cfg, path), 1) for path in self.by)
 
 
@@ -27,19 +27,21 @@ def _divisions(cfg: Config) -> list[_Division]:
     cut, zigzag = p.sequence > 1, p.sequence > 1 and p.context != "ulysses"
     halves = "in zigzag order, each half of a shard" if zigzag else "each shard of a sequence"
     table = [
-        _Division(kv_heads, (tensor,), "each tensor rank gets as many, and their query heads"),
-        _Division("model.num_heads", (kv_heads,), "each KV head serves as many query heads"),
-        _Division("model.d_ff", (tensor,), "each tensor rank gets an equal part"),
+        _Division(kv_heads, (tensor,), "tensor ranks get equal numbers of KV heads"),
+        _Division("model.num_heads", (kv_heads,), "KV heads serve equal numbers of query heads"),
+        _Division("model.d_ff", (tensor,), "tensor ranks get equal shards"),
         _Division(
-            "model.num_layers", (pipeline, "parallel.virtual_stages"), "each stage is as deep"
+            "model.num_layers",
+            (pipeline, "parallel.virtual_stages"),
+            "stages have equal numbers of layers",
         ),
-        _Division("model.vocab_size", (tensor, pipeline), "each vocabulary shard is as large"),
-        _Division("data.seq_len", (sequence, tensor), f"{halves} is as long", 1 + zigzag),
-        _Division("model.d_model", (data, expert, sequence), "parameters are sharded on it"),
-        _Division("train.global_batch_size", rows, "each microbatch of a shard has as many rows"),
+        _Division("model.vocab_size", (tensor, pipeline), "vocabulary shards have equal sizes"),
+        _Division("data.seq_len", (sequence, tensor), f"{halves} has the same length", 1 + zigzag),
+        _Division("model.d_model", (data, expert, sequence), "parameters are sharded over it"),
+        _Division("train.global_batch_size", rows, "microbatches have equal numbers of rows"),
     ]
     if cut and p.context == "ulysses":
-        why = "ulysses trades the sequence split for one of heads"
+        why = "ulysses shards heads in place of the sequence"
         table.append(_Division("model.num_heads", (tensor, sequence), why))
     if cfg.model.matmul_dtype == "float8":
         table += _float8_divisions(cfg)
@@ -50,9 +52,9 @@ def _divisions(cfg: Config) -> list[_Division]:
 
 
 def _float8_divisions(cfg: Config) -> list[_Division]:
-    """cuBLAS takes 8-bit matrices whose sides are multiples of 16. A device's tokens are one, or
-    those of a tensor rank, where matmuls take these one by one."""
-    why, tensor = "float8 matmuls need sides of multiples of 16 on each device", "parallel.tensor"
+    """cuBLAS requires that the dimensions of float8 matrices are multiples of 16. One dimension is
+    the tokens of a device, or of one tensor rank in a collective matmul."""
+    why, tensor = "float8 matmuls need dimensions divisible by 16 per device", "parallel.tensor"
     heads = 16 // math.gcd(16, cfg.model.head_dim)
     return [
         _Division("model.d_model", (), why, 16),
@@ -63,7 +65,7 @@ def _float8_divisions(cfg: Config) -> list[_Division]:
 
 
 def divisibility(cfg: Config) -> None:
-    """Every row of the table holds."""
+    """Check every row of the table."""
     table = _divisions(cfg)
     for rule in table:
         value, divisor = value_of(cfg, rule.path), rule.divisor(cfg)
@@ -83,7 +85,7 @@ def divisibility(cfg: Config) -> None:
 
 
 def _more_replicas(cfg: Config) -> list[str]:
-    """The same devices, with parameters sharded over fewer of them: a way out for `d_model`."""
+    """A fix for `d_model`: the same devices, with parameters sharded over fewer of them."""
     p = cfg.parallel
     fits = [n for n in range(1, p.data) if p.data % n == 0]
     fits = [n for n in fits if cfg.model.d_model % (n * p.expert * p.sequence) == 0]
@@ -94,5 +96,5 @@ def _more_replicas(cfg: Config) -> list[str]:
 
 
 def largest_divisor(value: int, at_most: int) -> int:
-    """The largest divisor of a value up to a bound."""
+    """Return the largest divisor of `value` that is at most `at_most`."""
     return max(n for n in range(1, at_most + 1) if value % n == 0)

@@ -1,7 +1,4 @@
-"""The rules about low-rank adapters, and which parameter each of their targets is.
-
-`config/validate.py` applies them with the others.
-"""
+"""Rules about low-rank adapters and their targets."""
 
 import difflib
 
@@ -10,13 +7,13 @@ from jaxpar.config.lora_targets import OF_ATTENTION, TARGETS
 
 
 def lora(cfg: Config) -> None:
-    """Adapters beside matrices that are there, no wider than these."""
+    """Check that the targets exist and that their dimensions are at least the rank."""
     rank, path = cfg.lora.rank, "lora.rank"
     require(rank >= 0, cfg, path, "must not be negative", flag(path, 0))
     if rank == 0:
         for other in ("lora.alpha", "lora.rank_stabilized", "lora.targets"):
             default = default_of(other)
-            rule = f"is of adapters, and {path} is 0"
+            rule = f"needs adapters, but {path} is 0"
             ways = flag(path, 16), flag(other, default)
             require(value_of(cfg, other) == default, cfg, other, rule, *ways)
         return
@@ -25,7 +22,7 @@ def lora(cfg: Config) -> None:
     _targets(cfg)
     sides = {name: side for name in cfg.lora.targets.split(",") for side in [_side(cfg, name)]}
     least = min(sides, key=sides.__getitem__)
-    rule = f"must be at most {sides[least]}, the smaller side of {least}"
+    rule = f"must be at most {sides[least]}, the smaller dimension of {least}"
     require(rank <= sides[least], cfg, path, rule, flag(path, min(16, sides[least])))
 
 
@@ -33,19 +30,19 @@ def _targets(cfg: Config) -> None:
     path, names = "lora.targets", cfg.lora.targets.split(",")
     plain = [name.strip() for name in names]
     near = [m for n in plain for m in difflib.get_close_matches(n, TARGETS, n=1, cutoff=0.4)]
-    rule = f"must be names joined by commas, from {', '.join(TARGETS)}"
+    rule = f"must be names from {', '.join(TARGETS)}, separated by commas"
     fits = flag(path, ",".join(dict.fromkeys(near)) or "q_proj,v_proj")
     require(set(names) <= set(TARGETS), cfg, path, rule, fits)
     rule, once = "must name each projection once", ",".join(dict.fromkeys(names))
     require(len(set(names)) == len(names), cfg, path, rule, flag(path, once))
-    rule = f"has no adapters for experts, and model.num_experts is {cfg.model.num_experts}"
+    rule = f"cannot target experts, and model.num_experts is {cfg.model.num_experts}"
     left = [name for name in names if name in OF_ATTENTION] or OF_ATTENTION
     ok = cfg.model.num_experts == 0 or set(names) <= set(OF_ATTENTION)
     require(ok, cfg, path, rule, flag(path, ",".join(left)))
 
 
 def _side(cfg: Config, name: str) -> int:
-    """The smaller side of a projection."""
+    """The smaller dimension of a projection."""
     m = cfg.model
     heads = m.num_kv_heads if name in ("k_proj", "v_proj") else m.num_heads
     other = heads * m.head_dim if name in OF_ATTENTION else m.d_ff

@@ -1,4 +1,4 @@
-"""The rules about where metrics go."""
+"""Rules about metric sinks."""
 
 import ipaddress
 import re
@@ -7,15 +7,15 @@ from jaxpar.config import Config, flag, require
 
 
 def sinks(cfg: Config) -> None:
-    """Names, ports and addresses are such."""
+    """Check names, ports and addresses."""
     m, path = cfg.metrics, "metrics.wandb"
     ok = m.wandb == "" or re.fullmatch(r"([\w.-]+/)?[\w.-]+", m.wandb) is not None
-    rule = "must be PROJECT or ENTITY/PROJECT, of letters, digits and . _ -, or empty"
+    rule = "must be PROJECT or ENTITY/PROJECT, with letters, digits, '.', '_' and '-', or empty"
     require(ok, cfg, path, rule, flag(path, "jaxpar"))
-    path, rule = "metrics.prometheus_port", "must be a port, up to 65535, or 0 for none"
+    path, rule = "metrics.prometheus_port", "must be a port from 1 to 65535, or 0 for none"
     ok = 0 <= m.prometheus_port <= 65535
     require(ok, cfg, path, rule, flag(path, 9400), flag(path, 0))
-    path, rule = "metrics.prometheus_address", "must be an IP address, or localhost"
+    path, rule = "metrics.prometheus_address", "must be an IP address or localhost"
     ok = m.prometheus_address == "localhost" or _is_address(m.prometheus_address)
     require(ok, cfg, path, rule, flag(path, "127.0.0.1"))
 

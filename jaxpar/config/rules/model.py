@@ -1,4 +1,4 @@
-"""The rules about the model: its heads, matmuls, attention, experts, kinds of layers."""
+"""Rules about the model: heads, matmuls, attention, experts and kinds of layers."""
 
 from collections.abc import Sequence
 
@@ -6,45 +6,51 @@ from jaxpar.config import Config, ModelConfig, default_of, flag, registry, requi
 
 
 def experts(cfg: Config) -> None:
-    """A mixture of experts, and nothing beside it that it would leave out."""
+    """Check a mixture of experts, and that no option that it does not support is set."""
     m, count = cfg.model, "model.num_experts"
     none = flag(count, 0)
     if m.num_experts == 0:
         for path in ("model.experts_per_token", "model.normalize_experts"):
-            default, rule = default_of(path), f"needs experts, and {count} is 0"
+            default, rule = default_of(path), f"needs experts, but {count} is 0"
             ways = flag(path, default), flag(count, 8)
             require(value_of(cfg, path) == default, cfg, path, rule, *ways)
         return
     path, rule = "model.experts_per_token", f"must be at most model.num_experts = {m.num_experts}"
     ways = flag(path, m.num_experts), flag(count, m.experts_per_token)
     require(m.experts_per_token <= m.num_experts, cfg, path, rule, *ways)
-    # p / p is 1 whatever the router says: AdamW would make a step of the rounding noise.
-    normed = ("model.normalize_experts makes the one weight 1", "model.normalize_experts")
+    # p / p is 1 whatever the router computes: AdamW would turn rounding noise into updates.
+    normed = ("model.normalize_experts sets its only weight to 1", "model.normalize_experts")
     if m.post_norms:
-        normed = ("the norm after the experts divides the one weight out", "model.post_norms")
+        normed = ("the norm after the experts cancels its only weight", "model.post_norms")
     rule, ways = (
-        f"leaves the router no gradient: {normed[0]}",
+        f"leaves the router without a gradient: {normed[0]}",
         (flag(normed[1], False), flag(path, 2)),
     )
     require(not router_has_no_gradient(m), cfg, path, rule, *ways)
-    path, rule = "model.mlp_bias", f"is of a dense feed-forward, and {count} is {m.num_experts}"
+    path, rule = (
+        "model.mlp_bias",
+        f"needs a dense feed-forward layer, but {count} is {m.num_experts}",
+    )
     require(not m.mlp_bias, cfg, path, rule, flag(path, False), none)
-    path, rule = "model.matmul_dtype", f"does not cover experts, and {count} is {m.num_experts}"
+    path, rule = "model.matmul_dtype", f"does not support experts, and {count} is {m.num_experts}"
     require(m.matmul_dtype == "compute", cfg, path, rule, flag(path, "compute"), none)
 
 
 def router_has_no_gradient(m: ModelConfig) -> bool:
-    """One expert of several, with a weight of 1, or one that a norm divides out again but for its
-    eps. (Of one, the gradient is 0 without rounding.)"""
+    """Whether tokens use one of several experts with a weight of 1, or with a weight that a norm
+    cancels up to its eps. (With a single expert, the gradient is exactly 0.)"""
     alone = m.num_experts > 1 and m.experts_per_token == 1
     return alone and (m.normalize_experts or m.post_norms)
 
 
 def layer_kinds(cfg: Config) -> None:
-    """Layers without a window among those with one, in the same places on every stage."""
+    """Check interleaved global and sliding-window layers: every stage has the same pattern."""
     m, p, every = cfg.model, cfg.parallel, "model.global_every"
     none, n = flag(every, 0), m.global_every
-    path, rule = "model.local_rope_theta", f"is of the layers with a window, and {every} is 0"
+    path, rule = (
+        "model.local_rope_theta",
+        f"needs global and sliding-window layers, but {every} is 0",
+    )
     theta = m.local_rope_theta
     no_theta = flag(path, None)
     require(theta is None or n > 0, cfg, path, rule, no_theta, flag(every, 6))
@@ -54,42 +60,50 @@ def layer_kinds(cfg: Config) -> None:
     require(dim is None or dim >= 1, cfg, path, rule, flag(path, None))
     if n == 0:
         return
-    require(n > 1, cfg, every, "leaves no layer with a window", none, flag(every, 6))
-    rule = "tells layers apart by their window, and model.sliding_window is None"
+    require(n > 1, cfg, every, "leaves no sliding-window layer", none, flag(every, 6))
+    rule = "needs a sliding window, but model.sliding_window is None"
     window = flag("model.sliding_window", 1024)
     require(m.sliding_window is not None, cfg, every, rule, window, none)
-    path, rule = "parallel.layer_loop", f"is of layers that are alike, and {every} is {n}"
+    path, rule = "parallel.layer_loop", f"must be unroll, since layers differ: {every} is {n}"
     require(p.layer_loop == "unroll", cfg, path, rule, flag(path, "unroll"), none)
     path, chunks = "model.num_layers", p.pipeline * p.virtual_stages
     rule = (
-        f"must be divisible by {n * chunks}, since each of {chunks} chunks has every {n}th global"
+        f"must be divisible by {n * chunks}, since every {n}th layer of each of {chunks} chunks "
+        "is global"
     )
     ways = flag(path, -(-m.num_layers // (n * chunks)) * n * chunks), none
     require(chunks == 1 or m.num_layers % (n * chunks) == 0, cfg, path, rule, *ways)
 
 
 def attention_function(cfg: Config) -> None:
-    """A function of attention from outside the package, and nothing that knows only softmax."""
+    """Check that options that need softmax attention are not combined with a registered one."""
     m, p = cfg.model, cfg.parallel
-    if registry.function("model.attention", m.attention) is None:
+    field = "model.attention"
+    if registry.function(field, m.attention) is None:
         return
-    softmax = flag("model.attention", "softmax")
-    path, rule = "parallel.context", f"merges softmaxes, and model.attention is {m.attention}"
+    softmax = flag(field, "softmax")
+    path, rule = (
+        "parallel.context",
+        f"needs softmax attention, but model.attention is {m.attention}",
+    )
     ok = p.context != "ring" or p.sequence == 1
     require(ok, cfg, path, rule, flag(path, "allgather"), softmax)
-    path, rule = "model.attention_backend", f"is of softmax, and model.attention is {m.attention}"
+    path, rule = (
+        "model.attention_backend",
+        f"needs softmax attention, but model.attention is {m.attention}",
+    )
     ok = m.attention_backend in ("auto", "reference")
     require(ok, cfg, path, rule, flag(path, "auto"), softmax)
 
 
 def model(cfg: Config) -> None:
-    """Heads, RoPE and windows are of sizes that can be."""
+    """Check the sizes of heads, RoPE and windows."""
     path, head_dim = "model.head_dim", cfg.model.head_dim
-    rule = "must be even, since RoPE turns pairs of numbers"
+    rule = "must be even, since RoPE rotates pairs of elements"
     require(head_dim % 2 == 0, cfg, path, rule, flag(path, head_dim + 1))
     path, window = "model.sliding_window", cfg.model.sliding_window
-    # Of a window of 1 the softmax is 1, so queries and keys would have no gradient but rounding.
-    rule = "must be at least 2, or None for full attention: a token alone has nothing to attend to"
+    # With a window of 1 the softmax is 1: queries and keys would get only rounding errors.
+    rule = "must be at least 2, since a token must see another one; None is full attention"
     require(window is None or window >= 2, cfg, path, rule, flag(path, None))
     scaling = cfg.model.rope_scaling
     if scaling is None:
@@ -105,7 +119,7 @@ def model(cfg: Config) -> None:
 
 
 def float8_matmuls(cfg: Config) -> None:
-    """What is set for 8-bit matmuls takes effect."""
+    """Check that options of float8 matmuls take effect."""
     m, p, float8 = cfg.model, cfg.parallel, flag("model.matmul_dtype", "float8")
     path, rule = "model.float8_scaling", f"needs model.matmul_dtype float8, not {m.matmul_dtype}"
     ok = m.matmul_dtype == "float8"
@@ -113,12 +127,12 @@ def float8_matmuls(cfg: Config) -> None:
     path = "parallel.gather_dtype"
     compute = flag(path, "compute")
     require(ok or p.gather_dtype == "compute", cfg, path, rule, float8, compute)
-    rule = "is of ZeRO-3; ZeRO-1 gathers once per step, in the compute dtype"
+    rule = "needs ZeRO-3; ZeRO-1 gathers once per step, in the compute dtype"
     ok = p.gather_dtype == "compute" or p.zero == 3
     require(ok, cfg, path, rule, compute, flag("parallel.zero", 3))
 
 
-#: Head dims of the attention backends that do not take them all.
+#: Head dims of the attention backends that do not support every size.
 _HEAD_DIMS: dict[str, tuple[Sequence[int], str]] = {
     "cudnn": (range(8, 257, 8), "a multiple of 8 up to 256"),
     "pallas_hopper": ((64, 128, 256), "64, 128 or 256"),
@@ -126,8 +140,8 @@ _HEAD_DIMS: dict[str, tuple[Sequence[int], str]] = {
 
 
 def attention(cfg: Config) -> None:
-    """What each kernel declares in `jaxpar/kernels/attention/dispatch/capability.py`, without a
-    device."""
+    """Check what `jaxpar/kernels/attention/dispatch/capability.py` declares for each kernel,
+    without a device."""
     m, p, path = cfg.model, cfg.parallel, "model.attention_backend"
     auto, name = flag(path, "auto"), m.attention_backend
     if name not in _HEAD_DIMS:
@@ -136,8 +150,8 @@ def attention(cfg: Config) -> None:
     rule = f"must be {words} for attention_backend = {name}"
     fits = flag("model.head_dim", next((size for size in sizes if size >= m.head_dim), 256))
     require(m.head_dim in sizes, cfg, "model.head_dim", rule, fits, auto)
-    rule = "computes in bfloat16 or float16, and model.dtype is float32"
+    rule = "needs bfloat16 or float16, but model.dtype is float32"
     require(m.dtype != "float32", cfg, path, rule, flag("model.dtype", "bfloat16"), auto)
     if name == "cudnn" and p.sequence > 1:
-        rule = f"needs the text's own order, which parallel.context = {p.context} does not keep"
+        rule = f"needs tokens in order, which parallel.context = {p.context} permutes"
         require(p.context == "ulysses", cfg, path, rule, flag("parallel.context", "ulysses"), auto)

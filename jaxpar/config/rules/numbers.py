@@ -1,4 +1,4 @@
-"""The rules about one number at a time."""
+"""Range checks of single numbers."""
 
 import math
 from typing import Any
@@ -7,11 +7,11 @@ from jaxpar.config import Config, default_of, flag, value_of
 from jaxpar.config import require as _require
 from jaxpar.config.fields import field_types
 
-#: Of whole numbers: steps, seeds, sizes and tokens are int32 on the devices.
+#: Largest integer: steps, seeds, sizes and tokens are int32 on the devices.
 MAX_INT = 2**31 - 1
 
 
-#: More of them take minutes to start, if they do at all.
+#: Most simulated devices: more take minutes to start, or do not start.
 MAX_CPU_DEVICES = 4096
 
 
@@ -40,7 +40,7 @@ _BELOW_ONE = ("optimizer.beta1", "optimizer.beta2")
 
 
 def numbers(cfg: Config) -> None:
-    """Each number lies where it must."""
+    """Check the range of every number."""
 
     def require(ok: bool, path: str, rule: str, better: Any = ...) -> None:
         _require(ok, cfg, path, rule, flag(path, default_of(path) if better is ... else better))
@@ -63,8 +63,8 @@ def numbers(cfg: Config) -> None:
     most, rule = MAX_CPU_DEVICES, f"must be at most {MAX_CPU_DEVICES}"
     require(cfg.run.cpu_devices <= most, "run.cpu_devices", rule)
     data, ratio, seed = cfg.parallel.data, cfg.optimizer.min_lr_ratio, cfg.train.seed
-    rule = "must be at least 1, or -1 for the devices that are left"
+    rule = "must be at least 1, or -1 for all remaining devices"
     require(data >= 1 or data == -1, "parallel.data", rule)
-    require(0 <= ratio <= 1, "optimizer.min_lr_ratio", "must be at least 0 and at most 1")
+    require(0 <= ratio <= 1, "optimizer.min_lr_ratio", "must be from 0 to 1")
     rule = f"must be at most {MAX_INT}"
     require(seed <= MAX_INT, "train.seed", rule, seed % (MAX_INT + 1))

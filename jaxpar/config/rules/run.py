@@ -1,11 +1,11 @@
-"""The rules about a run: where it lies, its schedule, its saving, its profile."""
+"""Rules about a run: its paths, schedule, checkpoints and profile."""
 
 from jaxpar.config import Config, default_of, flag, require, value_of
 from jaxpar.config.mixture import shares
 
 
 def places(cfg: Config) -> None:
-    """The run and its data have a path."""
+    """Check the paths of the run and its data."""
     for path in ("run.dir", "data.path"):
         ok = bool(value_of(cfg, path).strip())
         require(ok, cfg, path, "must name a folder", flag(path, default_of(path)))
@@ -14,12 +14,12 @@ def places(cfg: Config) -> None:
     for path, name in [*sources, *((other, value_of(cfg, other)) for other in others)]:
         raw = name.encode("utf-8", "replace")
         ok = len(raw) < 4096 and max(map(len, raw.split(b"/"))) < 256 and b"\0" not in raw
-        rule = "must be a path: 4,095 bytes at most, in each name 255, and no zero byte"
+        rule = "must be a path of at most 4,095 bytes, 255 per name, without a null byte"
         require(ok, cfg, path, rule, flag(path, default_of(path)))
 
 
 def schedule(cfg: Config) -> None:
-    """Warm-up ends before the run does."""
+    """Check that the warm-up ends before the run does."""
     path, warmup, steps = "optimizer.warmup_steps", cfg.optimizer.warmup_steps, cfg.train.num_steps
     rule = f"must be below train.num_steps = {steps}"
     ways = flag(path, steps // 10), flag("train.num_steps", 10 * warmup)
@@ -27,13 +27,13 @@ def schedule(cfg: Config) -> None:
 
 
 def saving(cfg: Config) -> None:
-    """Checkpoints that are asked for are made."""
+    """Check that the requested checkpoints will be saved."""
     path, every, keep_every = (
         "checkpoint.keep_every",
         cfg.checkpoint.every,
         cfg.checkpoint.keep_every,
     )
-    never, needs = flag(path, 0), "needs checkpoints, and checkpoint.every is 0"
+    never, needs = flag(path, 0), "needs checkpoints, but checkpoint.every is 0"
     some = flag("checkpoint.every", keep_every or 500)
     require(keep_every == 0 or every > 0, cfg, path, needs, some, never)
     if every > 0:
@@ -45,15 +45,15 @@ def saving(cfg: Config) -> None:
     require(ok, cfg, path, needs, some, flag(path, "auto"))
 
 
-#: A trace of a large step has hundreds of thousands of events, which fill memory until it ends.
+#: A trace of a large step has hundreds of thousands of events, kept in memory until it ends.
 MAX_PROFILED_STEPS = 20
 
 
 def profile(cfg: Config) -> None:
-    """A profile is of steps that the run takes, and of few."""
+    """Check that the profiled steps are few and part of the run."""
     path, start, last = "profile.start", cfg.profile.start, cfg.train.num_steps
-    rule = f"must be a step of the run, which has train.num_steps = {last}"
+    rule = f"must be a step of the run: train.num_steps is {last}"
     require(start <= last, cfg, path, rule, flag(path, last), flag("train.num_steps", start))
     path, most = "profile.num_steps", MAX_PROFILED_STEPS
-    rule = f"must be at most {most}: traces are large, and one step is like the next"
+    rule = f"must be at most {most}, since traces are large and steps are alike"
     require(cfg.profile.num_steps <= most, cfg, path, rule, flag(path, most))

@@ -1,1 +1,1 @@
-"""Tokens on disk: ours, Megatron's, nanoGPT's, llm.c's."""
+"""Token formats on disk: jaxpar's, Megatron's, nanoGPT's and llm.c's."""

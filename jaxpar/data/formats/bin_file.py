@@ -1,7 +1,7 @@
-"""Single `.bin` files of tokens: nanoGPT's, without a header, and llm.c's, with one.
+"""Single `.bin` token files: nanoGPT's, without a header, and llm.c's, with one.
 
-nanoGPT's is uint16 throughout. llm.c's begins with 256 int32: magic, version, number of tokens,
-zeros; the magic tells uint16 (GPT-2) from uint32 (Llama 3). Both are little-endian.
+nanoGPT's files are uint16. llm.c's start with 256 int32: magic, version, number of tokens, zeros;
+the magic distinguishes uint16 (GPT-2) from uint32 (Llama 3). Both are little-endian.
 
 Source:   `data/*/prepare.py` of nanoGPT; `dev/data/data_common.py` of llm.c.
 """
@@ -19,33 +19,33 @@ HEADER_BYTES = 4 * HEADER_INTS
 #: Version and dtype of llm.c's tokens, by magic.
 LLMC = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
 
-#: llm.c's magics are dates, of its other files too, and a small version follows.
+#: The magics of all llm.c files are dates, followed by a small version.
 DATES, VERSIONS = range(2024_01_01, 2030_01_01), range(1, 100)
 
 #: The count in llm.c's header is an int32.
 MAX_LLMC_TOKENS = 2**31 - 1
 
-#: How Megatron's preprocessing ends the names of its files.
+#: Endings of the file names that Megatron's preprocessing writes.
 MEGATRON_NAMES = ("_document.bin", "_sentence.bin")
 
 
 def read(path: Path) -> TokenFile:
-    """The tokens of a .bin file, its header agreeing with its size.
+    """Open a .bin file, and check its header against its size.
 
-    Raises:   ConfigError("data.path", ...) naming file and byte of whatever is wrong.
+    Raises:   ConfigError("data.path", ...) that names the file and the byte of the problem.
     """
     size = path.stat().st_size
     if size == 0:
         raise _broken(path, 0, "is empty")
     if path.name.endswith(MEGATRON_NAMES):
-        fix = "put the .idx file beside it"
-        raise _broken(path, 0, "is Megatron's by its name, and its .idx file is missing", fix)
+        fix = "put the .idx file next to it"
+        raise _broken(path, 0, "is Megatron's by its name, but its .idx file is missing", fix)
     head = np.fromfile(path, "<i4", count=min(HEADER_INTS, size // 4))
     of_llmc = head.size > 1 and head[0] in DATES and head[1] in VERSIONS
     if of_llmc or (head.size and head[0] in LLMC):
         return _read_llmc(path, size, head)
     if size % 2:
-        raise _broken(path, size - 1, f"has {size:,} bytes, which is half a 16-bit token too many")
+        raise _broken(path, size - 1, f"has {size:,} bytes, which is odd for 16-bit tokens")
     return TokenFile(path, "nanogpt", np.dtype("<u2"), 0, size // 2, None)
 
 
@@ -53,8 +53,8 @@ def _read_llmc(path: Path, size: int, head: np.ndarray) -> TokenFile:
     magic = int(head[0])
     if magic not in LLMC:
         known = " and ".join(map(str, LLMC))
-        rule = f"starts with {magic}, and llm.c's tokens start with {known}"
-        raise _broken(path, 0, rule, "give the file of tokens")
+        rule = f"starts with {magic}, but llm.c's tokens start with {known}"
+        raise _broken(path, 0, rule, "use a token file")
     if len(head) < HEADER_INTS:
         raise _broken(path, size, f"ends inside llm.c's header of {HEADER_BYTES} bytes")
     version, name = LLMC[magic]
@@ -65,7 +65,7 @@ def _read_llmc(path: Path, size: int, head: np.ndarray) -> TokenFile:
         raise _broken(path, 8, f"records {count} tokens")
     expected = HEADER_BYTES + count * dtype.itemsize
     if size != expected:
-        rule = f"has {size:,} bytes, and its header records {count:,} tokens, {expected:,} bytes"
+        rule = f"has {size:,} bytes, but its header records {count:,} tokens, {expected:,} bytes"
         raise _broken(path, min(size, expected), rule)
     return TokenFile(path, "llmc", dtype, HEADER_BYTES, count, None)
 
@@ -75,12 +75,12 @@ def _broken(path: Path, at: int, rule: str, fix: str = "copy the file again") ->
 
 
 def llmc_header(vocab_size: int, num_tokens: int) -> tuple[bytes, np.dtype]:
-    """The header of llm.c's tokens, and their dtype.
+    """Return the header of an llm.c token file, and the dtype of its tokens.
 
-    Raises:   ConfigError("--to", ...) when there are more tokens than it can record.
+    Raises:   ConfigError("--to", ...) for more tokens than the header can record.
     """
     if num_tokens > MAX_LLMC_TOKENS:
-        rule = f"holds at most {MAX_LLMC_TOKENS:,} tokens a file, and there are {num_tokens:,}"
+        rule = f"allows at most {MAX_LLMC_TOKENS:,} tokens per file, but there are {num_tokens:,}"
         raise ConfigError("--to", "llmc", rule, "convert fewer inputs at a time")
     magic = 20240520 if vocab_size <= 1 << 16 else 20240801
     version, name = LLMC[magic]
@@ -90,11 +90,11 @@ def llmc_header(vocab_size: int, num_tokens: int) -> tuple[bytes, np.dtype]:
 
 
 def nanogpt_header(vocab_size: int, num_tokens: int) -> tuple[bytes, np.dtype]:
-    """nanoGPT's header, which is none, and its dtype.
+    """Return nanoGPT's empty header, and the dtype of its tokens.
 
-    Raises:   ConfigError("--to", ...) when the vocabulary needs more than 16 bits.
+    Raises:   ConfigError("--to", ...) for a vocabulary of more than 16 bits.
     """
     if vocab_size > 1 << 16:
-        rule = f"stores 16-bit tokens, and the vocabulary has {vocab_size:,}"
+        rule = f"stores 16-bit tokens, but the vocabulary has {vocab_size:,}"
         raise ConfigError("--to", "nanogpt", rule, "use --to llmc, or --to megatron")
     return b"", np.dtype("<u2")

@@ -1,4 +1,4 @@
-"""Readers of columns: Parquet and Arrow files, and which files a Hugging Face folder means."""
+"""Readers for Parquet and Arrow files, and for folders of Hugging Face datasets."""
 
 import io
 import json
@@ -16,25 +16,25 @@ from jaxpar.data.formats.readers import (
     valid_text,
 )
 
-#: Rows read from Parquet at a time.
+#: Rows to read from Parquet at a time.
 BATCH_ROWS = 256
 
-#: How an Arrow IPC file begins; a stream begins with a message instead.
+#: Start of an Arrow IPC file; a stream starts with a message.
 ARROW_FILE = b"ARROW1"
 
-#: How a stream ends. Readers take one that was cut between batches for a whole one.
+#: End of a stream. Without this check, a stream truncated between batches looks complete.
 STREAM_END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
-#: What `datasets.save_to_disk` writes beside its shards, and above its splits.
+#: Files that `datasets.save_to_disk` writes next to its shards, and above its splits.
 STATE_FILE, SPLITS_FILE = "state.json", "dataset_dict.json"
 
 
 def read_parquet(file: BinaryIO, path: Path, options: ReadOptions) -> Iterator[Piece]:
-    """The documents of a Parquet file: one column of strings, read in small batches of rows."""
+    """Read the documents of a Parquet file: a column of strings, in small batches of rows."""
     pyarrow, field = import_pyarrow(path), options.text_field
 
     def batches() -> Iterator[Any]:
-        # By default, all of a row group is read at once, and it may be all of the file.
+        # By default, a complete row group is read at once, which may be the complete file.
         table = pyarrow.parquet.ParquetFile(file, buffer_size=READ_BYTES, pre_buffer=False)
         _check_column(table.schema_arrow.names, path, field)
         yield from table.iter_batches(batch_size=BATCH_ROWS, columns=[field])
@@ -43,7 +43,7 @@ def read_parquet(file: BinaryIO, path: Path, options: ReadOptions) -> Iterator[P
 
 
 def read_arrow(file: BinaryIO, path: Path, options: ReadOptions) -> Iterator[Piece]:
-    """The documents of an Arrow IPC file or stream: one column of strings, batch by batch."""
+    """Read the documents of an Arrow IPC file or stream: a column of strings, in batches."""
     pyarrow, field = import_pyarrow(path), options.text_field
     is_file = file.read(len(ARROW_FILE)) == ARROW_FILE
     if not is_file:
@@ -66,7 +66,7 @@ def _check_stream_end(file: BinaryIO, path: Path) -> None:
     size = file.seek(0, io.SEEK_END)
     file.seek(max(0, size - len(STREAM_END)))
     if file.read() != STREAM_END:
-        rule = "is not readable Arrow (no end of stream: cut off, or still being written)"
+        rule = "is not readable Arrow (no end of stream: truncated, or still being written)"
         raise input_error(f"{path}, byte {size:,}", rule, "copy or write it again")
 
 
@@ -93,21 +93,21 @@ def _rows(
 def _check_column(columns: Sequence[str], path: Path, field: str) -> None:
     if field not in columns:
         rule = f"has no column {field!r}, only {', '.join(columns)}"
-        raise input_error(str(path), rule, "name the column of text with --text-field")
+        raise input_error(str(path), rule, "set the text column with --text-field")
 
 
 def saved_shards(folder: Path) -> list[Path] | None:
-    """The shards of a folder that `datasets.save_to_disk` wrote, in order; None if it is no such.
+    """Return the shards of a folder from `datasets.save_to_disk`, in order; None for other folders.
 
-    What else lies there, such as the library's caches, is not part of the data.
+    Other files in the folder, such as the library's caches, are not part of the data.
 
     Raises:   ConfigError for a folder of several splits, a damaged state.json, a missing shard.
     """
     if (folder / SPLITS_FILE).is_file():
         splits = sorted(inner.parent.name for inner in folder.glob(f"*/{STATE_FILE}"))
-        rule = f"is a dataset of splits: {', '.join(splits)}"
+        rule = f"is a dataset with several splits: {', '.join(splits)}"
         split = splits[0] if splits and "train" not in splits else "train"
-        raise input_error(str(folder), rule, f"name one, such as {folder / split}")
+        raise input_error(str(folder), rule, f"use one of them, such as {folder / split}")
     state = folder / STATE_FILE
     if not state.is_file():
         return None
@@ -120,6 +120,6 @@ def saved_shards(folder: Path) -> list[Path] | None:
     for shard in shards:
         if not shard.is_file():
             raise input_error(
-                str(shard), f"is missing, and {state} names it", "copy the folder again"
+                str(shard), f"is missing, but {state} lists it", "copy the folder again"
             )
     return shards

@@ -1,4 +1,4 @@
-"""`python -m jaxpar.data convert`: tokens from one format to another, in bounded memory."""
+"""Convert tokens between formats in bounded memory: `python -m jaxpar.data convert`."""
 
 import hashlib
 import os
@@ -32,31 +32,31 @@ from jaxpar.data.tokenizer import Tokenizer, open_tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
-    """Copy tokens, as they are, into another format; several inputs one after the other."""
+    """Copy tokens to another format. Several inputs are concatenated."""
 
     input: tuple[str, ...]
-    """Whatever `data.path` can be: dataset folders, Megatron pairs, .bin files."""
+    """Paths as for `data.path`: dataset folders, Megatron pairs or .bin files."""
     output: str
-    """jaxpar: a folder. megatron: a prefix, to which .bin and .idx are added. Others: a file."""
+    """jaxpar: a folder. megatron: a prefix, without .bin and .idx. Others: a file."""
     to: Literal["jaxpar", "megatron", "nanogpt", "llmc"]
     """Format to write."""
     split: Literal["train", "val"] = "train"
-    """Which split of input folders is read."""
+    """Split of the input folders to read."""
     held_out: tuple[str, ...] = ()
-    """Files of held-out tokens, for a jaxpar folder's val split."""
+    """Files of held-out tokens, for the val split of a jaxpar folder."""
     eos_id: int | None = None
-    """Token that ends a document, for inputs that do not mark documents. None: the tokenizer's."""
+    """End-of-text token, for inputs that do not mark documents. None: the tokenizer's."""
     tokenizer: str | None = None
-    """What made the tokens: a tokenizer.json, or bytes. A jaxpar folder keeps it for `sample`."""
+    """Tokenizer of the tokens: a tokenizer.json, or bytes. A jaxpar folder stores it."""
     overwrite: bool = False
-    """Replace what is at the output."""
+    """Replace an existing output."""
 
 
 def convert(options: ConvertOptions, progress: PreparationProgress | None = None) -> str:
     """Write the tokens of the inputs in another format.
 
-    Returns:  what was written, in one line.
-    Raises:   ConfigError for an input that cannot be used, or a format that cannot hold it.
+    Returns:  a one-line summary.
+    Raises:   ConfigError for an unusable input, or a format that cannot store it.
     """
     check_eos_id(options.eos_id)
     progress = progress or PreparationProgress()
@@ -65,7 +65,7 @@ def convert(options: ConvertOptions, progress: PreparationProgress | None = None
     if options.to == "jaxpar":
         _write_folder(options, inputs, tokenizer, progress)
     elif options.held_out:
-        rule, fix = f"is of a folder, and --to is {options.to}", "convert it on its own"
+        rule, fix = f"needs --to jaxpar, not {options.to}", "convert it separately"
         raise ConfigError("--held-out", options.held_out[0], rule, fix)
     else:
         _write_files(options, inputs, _vocab_size(inputs, tokenizer), progress)
@@ -79,7 +79,7 @@ def _tokenizer(options: ConvertOptions) -> Tokenizer | None:
     tokenizer = open_tokenizer(options.tokenizer, options.eos_id, "--eos-id")
     if options.eos_id not in (None, tokenizer.eos_id):
         rule = f"is not the end of text of --tokenizer {options.tokenizer}, {tokenizer.eos_id}"
-        raise ConfigError("--eos-id", options.eos_id, rule, "leave it out")
+        raise ConfigError("--eos-id", options.eos_id, rule, "remove it")
     return tokenizer
 
 
@@ -101,32 +101,32 @@ def _opened(
             dataset.check_offsets()
         except ConfigError as error:
             fix = error.fix
-            if error.rule.endswith(f"{VAL} split"):  # whose fix is for a run
-                fix = "use --split train" if option == "--input" else "name one that has tokens"
+            if error.rule.endswith(f"{VAL} split"):  # its fix is for a run
+                fix = "use --split train" if option == "--input" else "use one that has tokens"
             raise ConfigError(option, error.value, error.rule, fix) from error
         if marked and not dataset.knows_documents:
-            rule = f"is needed: {dataset.file} does not say where its documents end"
+            rule = f"is needed: {dataset.file} does not mark the ends of documents"
             raise ConfigError("--eos-id", None, rule, "use --eos-id 50256 for GPT-2's tokens")
         if tokenizer is not None:
             check_made_by(tokenizer, options.tokenizer or "", dataset)
         if dataset.targets is not None:
-            rule = "is chat data, and convert does not keep which tokens are targets"
+            rule = "is chat data, and convert does not keep its targets"
             raise ConfigError(option, str(path), rule, "use the folder as it is")
         datasets.append(dataset)
     return datasets
 
 
 def _checked_chunks(dataset: TokenDataset) -> Iterator[np.ndarray]:
-    """All tokens in order.
+    """Yield all tokens in order.
 
-    Raises:   ConfigError for a token beyond the vocabulary, and at the end for tokens that do not
-              have the hash that the input's meta.json records.
+    Raises:   ConfigError for a token outside the vocabulary, and at the end if the hash of the
+              tokens differs from the input's meta.json.
     """
     digest = hashlib.sha256()
     for start, chunk in chunks(dataset.tokens):
         if (most := int(chunk.max())) >= dataset.vocab_size:
             place = dataset.place(start + int(np.argmax(chunk)))
-            rule = f"{place} is {most}, beyond the vocabulary of {dataset.vocab_size:,}"
+            rule = f"{place} is {most}, outside the vocabulary of {dataset.vocab_size:,}"
             fix = "copy it again, or prepare it again"
             raise ConfigError("--input", str(dataset.path), rule, fix)
         if dataset.meta is not None:
@@ -199,7 +199,7 @@ def _copy(
         if dataset.meta is not None:
             writer.num_bytes += dataset.meta.splits[dataset.split].num_bytes
     if any(dataset.meta is None for dataset in datasets):
-        writer.num_bytes = 0  # Unknown of some, hence of all.
+        writer.num_bytes = 0  # unknown if it is unknown for one input
     return writer.close()
 
 
@@ -216,7 +216,7 @@ def _write_files(
     output, index = Path(options.output), b""
     if output.name in ("", ".."):
         fix = f"use --output {output / 'tokens'}"
-        raise ConfigError("--output", options.output, "names a folder, not files in it", fix)
+        raise ConfigError("--output", options.output, "is a folder, not a file", fix)
     header: tuple[bytes, np.dtype]
     if options.to == "megatron":
         header = b"", megatron.token_dtype(vocab_size)
@@ -256,17 +256,17 @@ def _check_outputs(files: list[Path], inputs: Sequence[TokenDataset], overwrite:
     read = {dataset.file.resolve() for dataset in inputs}
     for file in files:
         if file.resolve() in read:
-            raise ConfigError("--output", str(file), "is an input", "name another file")
+            raise ConfigError("--output", str(file), "is an input", "use another file")
         if file.is_dir():
-            raise ConfigError("--output", str(file), "is a folder", "name a file")
+            raise ConfigError("--output", str(file), "is a folder", "use a file name")
         if file.exists() and not overwrite:
-            fix = "add --overwrite to replace it, or name another file"
+            fix = "add --overwrite to replace it, or use another file"
             raise ConfigError("--output", str(file), "exists", fix)
 
 
 @contextmanager
 def _complete(files: list[Path]) -> Iterator[list[Path]]:
-    """Files to write that get their names when all are whole, and vanish if the block fails."""
+    """Yield temporary files that are renamed together at the end, or deleted if the block fails."""
     parts = [file.with_name(f".{file.name}.{os.getpid()}.partial") for file in files]
     files[0].parent.mkdir(parents=True, exist_ok=True)
     try:

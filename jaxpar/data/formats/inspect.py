@@ -1,4 +1,4 @@
-"""`python -m jaxpar.data inspect`: what a path holds, as the trainer would read it."""
+"""Describe the tokens in a path, as the trainer reads them: `python -m jaxpar.data inspect`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,26 +15,26 @@ from jaxpar.data.formats.tokens import TokenDataset
 from jaxpar.data.sources import check_eos_id, check_made_by, find_file, open_tokens
 from jaxpar.data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
 
-#: Tokens of the first document that are shown.
+#: Tokens of the first document to show.
 SHOWN_TOKENS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions:
-    """Say what a folder or file of tokens holds, after reading all of it."""
+    """Check and describe a folder or file of tokens. Reads all of it."""
 
     path: Annotated[str, tyro.conf.Positional]
-    """Whatever `data.path` can be: a dataset folder, a Megatron pair, a .bin file."""
+    """A path as for `data.path`: a dataset folder, a Megatron pair or a .bin file."""
     eos_id: int | None = None
-    """Token that ends a document in a file that does not mark documents."""
+    """End-of-text token, for files that do not mark documents."""
     tokenizer: str | None = None
-    """A tokenizer.json to show the first text with, for tokens that come without one."""
+    """The tokenizer.json to decode the first text with, for tokens without a tokenizer."""
 
 
 def inspect_tokens(options: InspectOptions) -> str:
-    """What a path holds, as lines of text.
+    """Describe the tokens in a path, as lines of text.
 
-    Raises:   ConfigError for whatever is missing or damaged.
+    Raises:   ConfigError for missing or damaged files.
     """
     check_eos_id(options.eos_id)
     datasets = list(_splits(options))
@@ -76,9 +76,9 @@ def _splits(options: InspectOptions) -> Iterator[TokenDataset]:
 
 
 def _check_hash(dataset: TokenDataset) -> None:
-    """Raises:   ConfigError when tokens, targets or documents are not what meta.json records."""
+    """Raise ConfigError if tokens, targets or documents differ from the hashes in meta.json."""
     if dataset.meta is None:
-        return  # Has been read in full, and has no hash to compare with.
+        return  # has been read completely, and has no recorded hash
     sizes = dataset.meta.splits[dataset.split]
     dataset.check_hash(dataset.file, _hash(dataset.file, dataset.tokens), sizes.sha256)
     if dataset.targets is not None:
@@ -88,7 +88,7 @@ def _check_hash(dataset: TokenDataset) -> None:
 
 
 def _hash(path: Path, stored: np.ndarray) -> str:
-    """Hash of a file of integers without a header."""
+    """Return the hash of a file of integers without a header."""
     file = TokenFile(path, "jaxpar", stored.dtype, 0, len(stored), None)
     return scan(file, again=True).sha256
 

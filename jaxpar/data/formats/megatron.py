@@ -1,6 +1,6 @@
-"""Megatron's `.bin` and `.idx` pair: tokens without a header, and an index of them.
+"""Megatron's `.bin` and `.idx` pair: tokens without a header, and their index.
 
-An index is little-endian and holds, in this order:
+An index is little-endian, with these contents in order:
     9 bytes     MMIDIDX, two zero bytes
     uint64      version, 1
     uint8       code of the tokens' dtype
@@ -38,7 +38,7 @@ MAX_DOCUMENT_TOKENS = 2**31 - 1
 
 
 def index_of(path: Path) -> Path | None:
-    """The index that a path means: itself, beside a .bin file, or after a prefix; None if none."""
+    """Return the index for a path to an index, a .bin file or a prefix; None if there is none."""
     if path.suffix == ".idx":
         return path if path.is_file() else None
     stem = path.with_suffix("") if path.suffix == ".bin" else path
@@ -47,9 +47,9 @@ def index_of(path: Path) -> Path | None:
 
 
 def read(index: Path) -> TokenFile:
-    """The tokens and documents of an index, once index and .bin file agree with each other.
+    """Open a pair by its index, and check the index against the .bin file.
 
-    Raises:   ConfigError("data.path", ...) naming file and byte of whatever is wrong.
+    Raises:   ConfigError("data.path", ...) that names the file and the byte of the problem.
     """
     dtype, lengths, pointers, documents = _read_index(index)
     ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
@@ -57,13 +57,13 @@ def read(index: Path) -> TokenFile:
     if wrong.size:
         i = int(wrong[0])
         at = HEADER.size + lengths.nbytes + 8 * i
-        expected = f"where the one before ends, {ends[i] * dtype.itemsize:,}"
+        expected = f"at the end of the one before, {ends[i] * dtype.itemsize:,}"
         raise _broken(index, at, f"sequence {i} starts at byte {pointers[i]:,}, not {expected}")
     tokens = index.with_suffix(".bin")
     found = tokens.stat().st_size if tokens.is_file() else None
     if found != (expected_bytes := int(ends[-1]) * dtype.itemsize):
         state = "is missing" if found is None else f"ends at byte {found:,}"
-        rule = f"{tokens} {state}, and {index} records {expected_bytes:,} bytes"
+        rule = f"{tokens} {state}, but {index} records {expected_bytes:,} bytes"
         raise ConfigError("data.path", str(index), rule, "copy both files again")
     return TokenFile(tokens, "megatron", dtype, 0, int(ends[-1]), np.unique(ends[documents]))
 
@@ -76,16 +76,16 @@ def _read_index(index: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarr
         raise _broken(index, size, f"ends inside its header of {HEADER.size} bytes")
     magic, version, code, num_sequences, num_indices = HEADER.unpack(head)
     if magic != MAGIC:
-        raise _broken(index, 0, f"starts with {magic!r}, not {MAGIC!r}: no Megatron index")
+        raise _broken(index, 0, f"starts with {magic!r}, not Megatron's {MAGIC!r}")
     if version != VERSION:
         raise _broken(index, 9, f"has version {version}, not {VERSION}")
     if code not in DTYPES:
-        raise _broken(index, 17, f"has dtype code {code}, which is no integer's")
+        raise _broken(index, 17, f"has dtype code {code}, which is not an integer dtype")
     if num_sequences == 0 or num_indices < 2:
         raise _broken(index, 18, f"has {num_sequences} sequences and {num_indices} indices: empty")
     needed = HEADER.size + 12 * num_sequences + 8 * num_indices
     if size not in (needed, needed + num_sequences):
-        rule = f"has {size:,} bytes, and its header asks for {needed:,}"
+        rule = f"has {size:,} bytes, but its header requires {needed:,}"
         raise _broken(index, min(size, needed), rule)
     at = np.memmap(index, np.uint8, "r")
     first, second = HEADER.size + 4 * num_sequences, HEADER.size + 12 * num_sequences
@@ -93,7 +93,7 @@ def _read_index(index: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarr
     documents = at[second:needed].view("<i8")
     _check_lengths(index, lengths)
     if not lengths.any():
-        raise _broken(index, HEADER.size, "has sequences of no token alone: empty")
+        raise _broken(index, HEADER.size, "has only empty sequences")
     _check_documents(index, documents, num_sequences, second)
     return np.dtype(DTYPES[code]), lengths, at[first:second].view("<i8"), documents
 
@@ -115,7 +115,7 @@ def _check_documents(index: Path, documents: np.ndarray, num_sequences: int, sta
         raise _broken(index, start + 8 * i, rule)
     if documents[-1] != num_sequences:
         at = start + documents.nbytes - 8
-        rule = f"documents end at sequence {documents[-1]}, and there are {num_sequences}"
+        rule = f"documents end at sequence {documents[-1]}, but there are {num_sequences}"
         raise _broken(index, at, rule)
 
 
@@ -125,19 +125,19 @@ def _broken(index: Path, at: int, rule: str) -> ConfigError:
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The dtype that Megatron stores a vocabulary in."""
+    """Return the dtype in which Megatron stores a vocabulary."""
     return np.dtype("<u2" if vocab_size < WIDE_VOCABULARY else "<i4")
 
 
 def index_bytes(dtype: np.dtype, document_offsets: np.ndarray) -> bytes:
-    """An index with a sequence for each document, as Megatron's own preprocessing makes it.
+    """Return an index with one sequence per document, as from Megatron's preprocessing.
 
     Args:     document_offsets: int64 [documents + 1], increasing from 0 to the number of tokens.
     """
     code = next(code for code, name in DTYPES.items() if np.dtype(name) == dtype)
     lengths = np.diff(document_offsets)
     if lengths.max(initial=0) > MAX_DOCUMENT_TOKENS:
-        rule = f"holds a document of {lengths.max():,} tokens, above {MAX_DOCUMENT_TOKENS:,}"
+        rule = f"allows {MAX_DOCUMENT_TOKENS:,} tokens per document, not {lengths.max():,}"
         raise ConfigError("--to", "megatron", rule, "use --to jaxpar")
     parts = [
         HEADER.pack(MAGIC, VERSION, code, len(lengths), len(lengths) + 1),

@@ -1,9 +1,9 @@
-"""`meta.json`: what a dataset folder holds. Written by `writer.py`, read by everything else.
+"""The description of a dataset folder, `meta.json`. `writer.py` writes it.
 
-A dataset folder, for each split in `SPLITS`:
+A dataset folder has, for each split in `SPLITS`:
     SPLIT.bin            tokens, little-endian unsigned integers, no header (nanoGPT's layout)
-    SPLIT.documents.npy  int64 [documents + 1]: where each document starts, then the total
-    SPLIT.targets.bin    of chat data: a byte for each token, 1 where the loss is taken, 0 elsewhere
+    SPLIT.documents.npy  int64 [documents + 1]: start of each document, then the total
+    SPLIT.targets.bin    for chat data: one byte per token, 1 if it is in the loss, otherwise 0
 and once: `meta.json`, and `tokenizer.json` unless the tokenizer is plain bytes.
 """
 
@@ -22,10 +22,10 @@ FORMAT = "jaxpar-tokens"
 VERSION = 1
 TRAIN, VAL = SPLITS = ("train", "val")
 
-#: The kind of tokenizer of tokens that were converted without one.
+#: The tokenizer kind of tokens that were converted without a tokenizer.
 NO_TOKENIZER = "none"
 
-#: How tokens may be stored.
+#: Dtypes of stored tokens.
 DTYPES = ("uint16", "uint32")
 
 META_FILE = "meta.json"
@@ -33,21 +33,21 @@ TOKENIZER_FILE = "tokenizer.json"
 
 
 def tokens_file(split: str) -> str:
-    """Name of a split's tokens."""
+    """Return the file name of a split's tokens."""
     return f"{split}.bin"
 
 
 def documents_file(split: str) -> str:
-    """Name of a split's document offsets."""
+    """Return the file name of a split's document offsets."""
     return f"{split}.documents.npy"
 
 
 def targets_file(split: str) -> str:
-    """Name of a split's marks of targets."""
+    """Return the file name of a split's targets."""
     return f"{split}.targets.bin"
 
 
-#: Every file that a dataset folder can hold; `--overwrite` deletes a folder of nothing else.
+#: All files that a dataset folder can have. `--overwrite` deletes only folders without other files.
 DATASET_FILES = frozenset(
     [META_FILE, TOKENIZER_FILE]
     + [tokens_file(split) for split in SPLITS]
@@ -55,7 +55,7 @@ DATASET_FILES = frozenset(
     + [targets_file(split) for split in SPLITS]
 )
 
-#: The command that makes a dataset, up to the name of its folder.
+#: The command that makes a dataset, without the name of its folder.
 PREPARE = "python -m jaxpar.data prepare --input stdlib --output"
 
 
@@ -64,15 +64,15 @@ class SplitMeta:
     """Size and identity of one split."""
 
     num_tokens: int
-    """Tokens, one end of text per document included."""
+    """Number of tokens, including one end of text per document."""
     num_documents: int
-    """Documents."""
+    """Number of documents."""
     num_bytes: int
-    """UTF-8 bytes of text, for bits per byte; 0 if nobody knows."""
+    """UTF-8 bytes of text, for bits per byte; 0 if unknown."""
     sha256: str
     """Hash of the .bin file."""
     targets_sha256: str = ""
-    """Hash of the marks of targets; empty, and not written, where every token is one."""
+    """Hash of the targets; empty, and not written, if every token is a target."""
     documents_sha256: str = ""
     """Hash of the document offsets, as int64; empty, and not written, in older datasets."""
 
@@ -94,48 +94,48 @@ class Meta:
     tokenizer_fingerprint: str
     """sha256 of the tokenizer."""
     unigram_entropy: float
-    """Entropy of the training tokens' frequencies, in nats: the loss of knowing only those."""
+    """Entropy of the training tokens' frequencies, in nats: the loss of predicting only those."""
     inputs: tuple[str, ...]
-    """What the dataset was prepared from, as given."""
+    """The inputs, as given to the command."""
     holdout: float
-    """Share of documents held out, as asked for."""
+    """Share of held-out documents, as given to the command."""
     splits: dict[str, SplitMeta]
-    """By name, one for each of SPLITS."""
+    """Each of SPLITS by name."""
     format: str = FORMAT
-    """Tells this file from any other meta.json."""
+    """Distinguishes this file from other meta.json files."""
     version: int = VERSION
-    """Raised when an older reader would misread the folder."""
+    """Increased when older readers would misread the folder."""
 
     @property
     def fingerprint(self) -> str:
-        """sha256 over every field, hence over tokens, documents and tokenizer: what the data is."""
+        """sha256 of all fields, and thereby of tokens, documents and tokenizer."""
         return hashlib.sha256(meta_to_json(self).encode()).hexdigest()
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The narrowest stored integer that holds every token id, little-endian."""
+    """Return the smallest little-endian dtype for the token ids."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
 def meta_to_json(meta: Meta) -> str:
-    """The text of meta.json."""
+    """Return the text of meta.json."""
     values = dataclasses.asdict(meta)
     for split in values["splits"].values():
         for name in ("targets_sha256", "documents_sha256"):
             if not split[name]:
-                del split[name]  # So that older datasets keep their fingerprints.
+                del split[name]  # to keep the fingerprints of older datasets
     return json.dumps(values, indent=2) + "\n"
 
 
 def read_meta(folder: str | Path) -> Meta:
-    """The description of a dataset folder.
+    """Read the description of a dataset folder.
 
-    Raises:   ConfigError("data.path", ...) when it is missing, or no dataset of this version.
+    Raises:   ConfigError("data.path", ...) if it is missing, or not a dataset of this version.
     """
     path = Path(folder) / META_FILE
     if not path.is_file():
         rule = "is not a dataset folder" if Path(folder).exists() else "does not exist"
-        fix = f"write it with `{PREPARE} {folder}`, or point data.path at one"
+        fix = f"create it with `{PREPARE} {folder}`, or set data.path to another dataset"
         raise ConfigError("data.path", str(folder), f"{rule} (no {META_FILE})", fix)
     try:
         return _parse(json.loads(path.read_text("utf-8")))
@@ -159,7 +159,7 @@ def _parse(values: dict[str, Any]) -> Meta:
 
 
 def _check_types(part: Meta | SplitMeta) -> None:
-    """Raises:   TypeError naming a field whose value is not of its type."""
+    """Raise TypeError for a field whose value has the wrong type."""
     for name, hint in get_type_hints(type(part)).items():
         kind, value = get_origin(hint) or hint, getattr(part, name)
         kinds = (int, float) if kind is float else (kind,)

@@ -1,7 +1,7 @@
-"""One reader per file format: an open file in, pieces of documents out, in bounded memory.
+"""Readers of each file format, which yield pieces of documents in bounded memory.
 
-Text comes out exactly as it is stored, newlines included. Whatever cannot be read is a
-`ConfigError` that names the file and the line.
+Text is returned exactly as stored, including newlines. Unreadable input raises a `ConfigError` that
+names the file and the line.
 """
 
 import gzip
@@ -16,18 +16,18 @@ from typing import Any, BinaryIO, NamedTuple
 
 from jaxpar.config import ConfigError
 
-#: Longest text handed to a tokenizer at once, in characters: bounds memory, not documents.
+#: Maximum characters passed to a tokenizer at once. Limits the memory, not the documents.
 PIECE_CHARS = 1 << 20
 
-#: Compressed bytes asked for at a time.
+#: Compressed bytes to read at a time.
 READ_BYTES = 1 << 20
 
-#: Longest .txt document that is looked through for a separator, in characters.
+#: Maximum characters of a .txt document between separators.
 MAX_SEPARATED_CHARS = 1 << 28
 
 
 class Piece(NamedTuple):
-    """Part of a document's text: all of it, unless it is longer than PIECE_CHARS."""
+    """Part of a document's text, or all of it up to PIECE_CHARS."""
 
     text: str
     last: bool
@@ -38,17 +38,17 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How files hold their documents."""
+    """How documents are stored in files."""
 
     text_field: str = "text"
-    """JSON field, or Parquet column, that holds the text."""
+    """JSON field or Parquet column of the text."""
     separator: str | None = None
     """Text between documents inside a .txt file, its newlines \\n or \\r\\n in the file. None: a
     file is a document."""
 
 
 def read_text(file: BinaryIO, path: Path, options: ReadOptions) -> Iterator[Piece]:
-    """The documents of a UTF-8 text file."""
+    """Read the documents of a UTF-8 text file."""
     text = io.TextIOWrapper(file, encoding="utf-8", newline="")
     chunks = iter(lambda: text.read(PIECE_CHARS), "")
     try:
@@ -63,17 +63,17 @@ def read_text(file: BinaryIO, path: Path, options: ReadOptions) -> Iterator[Piec
 
 
 def read_jsonl(file: BinaryIO, path: Path, options: ReadOptions) -> Iterator[Piece]:
-    """The documents of a JSON Lines file, compressed or not, by its name."""
+    """Read the documents of a JSON Lines file, which may be compressed, by its name."""
     field = options.text_field
     for where, record in json_records(file, path):
         if not isinstance(record, dict) or field not in record:
             rule = f"is not a JSON object with the field {field!r}"
-            raise input_error(where, rule, "name the field of text with --text-field")
+            raise input_error(where, rule, "set the text field with --text-field")
         yield from cut([valid_text(record[field], where, f"field {field!r}")], file.tell)
 
 
 def json_records(file: BinaryIO, path: Path) -> Iterator[tuple[str, Any]]:
-    """The values of a JSON Lines file, each with its place; blank lines are allowed."""
+    """Yield the values of a JSON Lines file with their places; blank lines are skipped."""
     for number, line in enumerate(_lines(file, path), start=1):
         if not line.strip():
             continue
@@ -82,7 +82,7 @@ def json_records(file: BinaryIO, path: Path) -> Iterator[tuple[str, Any]]:
             record = json.loads(line.decode("utf-8"))
         except (ValueError, RecursionError) as error:
             fix = "repair or remove the line"
-            raise input_error(where, f"is not a line of JSON ({error})", fix) from error
+            raise input_error(where, f"is not valid JSON ({error})", fix) from error
         yield where, record
 
 
@@ -92,27 +92,27 @@ def _lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
         yield from file
         return
     try:
-        if path.stat().st_size == 0:  # gzip takes it for a whole file of nothing
-            raise EOFError("it has 0 bytes, and one of no lines has a header")
+        if path.stat().st_size == 0:  # which gzip accepts
+            raise EOFError("it has 0 bytes, without even a header")
         with gzip.open(file) if kind == ".gz" else _open_zst(file, path) as lines:
             yield from lines
     except (gzip.BadGzipFile, EOFError, zlib.error, OSError) as error:
         name = "gzip" if kind == ".gz" else "zstd"
-        rule = f"is not a whole {name} file ({error})"
+        rule = f"is not a complete {name} file ({error})"
         raise input_error(str(path), rule, "download or compress it again") from error
 
 
 def _open_zst(file: BinaryIO, path: Path) -> BinaryIO:
-    # pyarrow, unlike most readers of Zstandard, tells a cut file from one that ends.
+    # pyarrow, unlike most Zstandard readers, detects a truncated file.
     pyarrow = import_pyarrow(path)
     stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), "zstd")
     return io.BufferedReader(stream, READ_BYTES)
 
 
 def import_pyarrow(path: Path) -> Any:
-    """pyarrow, which takes half a second to import and is an extra.
+    """Import pyarrow, which takes half a second and is an optional package.
 
-    Raises:   ConfigError when it is not installed.
+    Raises:   ConfigError if it is not installed.
     """
     try:
         import pyarrow
@@ -127,14 +127,14 @@ def import_pyarrow(path: Path) -> Any:
 def valid_text(
     value: Any, where: str, what: str, fix: str = "remove it, or use --text-field"
 ) -> str:
-    """The value, if it is text that can be written as UTF-8; otherwise raises ConfigError."""
+    """Return the value if it is text that can be encoded as UTF-8; otherwise raise ConfigError."""
     if not isinstance(value, str):
         rule = f"{what} must be text, not {type(value).__name__}"
         raise input_error(where, rule, fix)
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
-        # JSON can spell half of a surrogate pair, which is no character.
+        # JSON can contain half of a surrogate pair, which is not a character.
         raise input_error(
             where, f"{what} is not Unicode ({error})", "repair or remove it"
         ) from error
@@ -146,18 +146,18 @@ def _separated(chunks: Iterable[str], separator: str, path: Path) -> Iterator[st
     rest = ""
     for chunk in chunks:
         text = rest + chunk
-        # `str.split` is several times as fast, and finds the same where there is no \r.
+        # `str.split` is several times as fast, and equivalent without \r.
         *documents, rest = either.split(text) if "\r" in text else text.split(separator)
         yield from documents
         if len(rest) > MAX_SEPARATED_CHARS:
             rule = f"no {separator!r} within {MAX_SEPARATED_CHARS:,} characters"
-            fix = "use a --separator that the file holds, or none"
+            fix = "use a --separator that occurs in the file, or none"
             raise input_error(str(path), rule, fix)
     yield rest
 
 
 def cut(chunks: Iterable[str], tell: Callable[[], int]) -> Iterator[Piece]:
-    """One document as pieces, each cut after a line where there is one to cut after."""
+    """Yield one document as pieces, split at line ends if possible."""
     rest = ""
     for chunk in chunks:
         rest, start = rest + chunk, 0
@@ -181,5 +181,5 @@ def _first_line_not_utf8(path: Path) -> int:
 
 
 def input_error(where: str, rule: str, fix: str) -> ConfigError:
-    """The error for a place in an input file."""
+    """Return the error for a place in an input file."""
     return ConfigError("--input", where, rule, fix)

@@ -1,10 +1,10 @@
-"""What one pass over a file of tokens found, kept until the file changes.
+"""Cache the results of a pass over a token file until the file changes.
 
-The pass hashes and checks every token, at 0.3 to 0.7 GB/s (docs/data.md); for large files that is
-minutes, at each start of a run. What it found is kept in the user's cache folder under the file's
-identity: path, size, times of change, and a hash of pieces from all over it. A file that was
-written to has other times, whatever its size; the pieces are for file systems whose times cannot
-be relied on. Deleting the folder costs the next start a pass.
+The pass hashes and checks every token, at 0.3 to 0.7 GB/s (docs/data.md), which would take minutes
+at each start for large files. The results are stored in the user's cache folder under the file's
+identity: path, size, modification times, and a hash of pieces of the file. A modified file has
+other times, even with the same size; the pieces are for file systems with unreliable times. If the
+folder is deleted, the next start repeats the pass.
 """
 
 import hashlib
@@ -16,22 +16,22 @@ from typing import Any
 
 import numpy as np
 
-#: Pieces that are hashed at each start, first and last bytes among them: 1 MiB in all.
+#: Pieces to hash at each start, including the first and last bytes: 1 MiB in total.
 PIECES, PIECE_BYTES = 256, 4096
 
 type Found = dict[str, Any]
 
 
 def folder() -> Path:
-    """Where findings are kept: jaxpar/tokens in the user's cache folder."""
+    """Return the cache folder, jaxpar/tokens in the user's cache folder."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "jaxpar" / "tokens"
 
 
 def identity(path: Path, *more: Any) -> str:
-    """A name for a file as it is now, and for what is asked about it.
+    """Return a cache key for the current state of a file.
 
-    Args:     more: JSON values that the findings depend on too.
+    Args:     more: other JSON values that the results depend on.
     """
     stat = path.stat()
     times = stat.st_mtime_ns, stat.st_ctime_ns
@@ -40,7 +40,7 @@ def identity(path: Path, *more: Any) -> str:
 
 
 def _pieces(path: Path, size: int) -> str:
-    """Hash of pieces that lie evenly over a file."""
+    """Return a hash of evenly spaced pieces of a file."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         for at in np.linspace(0, max(size - PIECE_BYTES, 0), PIECES, dtype=np.int64):
@@ -50,16 +50,16 @@ def _pieces(path: Path, size: int) -> str:
 
 
 def recall(name: str) -> Found | None:
-    """Arrays and strings by name, as they were kept under an identity; None if they were not."""
+    """Return cached arrays and strings by name, or None if they are not cached."""
     try:
         with np.load(folder() / f"{name}.npz", allow_pickle=False) as kept:
             return {key: kept[key] if kept[key].ndim else kept[key].item() for key in kept.files}
-    except Exception:  # A damaged file is none, and NumPy and zipfile raise what they like.
+    except Exception:  # ignore a damaged file, for which NumPy and zipfile raise various errors
         return None
 
 
 def keep(name: str, found: Found) -> None:
-    """Keep arrays and strings under an identity; where nothing can be written, do without."""
+    """Cache arrays and strings; do nothing if the cache cannot be written."""
     try:
         folder().mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=folder(), suffix=".partial")

@@ -1,4 +1,4 @@
-"""A file of tokens that another program wrote, and one pass over it."""
+"""Token files of other programs, and one pass over such a file."""
 
 import hashlib
 from collections.abc import Iterator
@@ -10,13 +10,13 @@ import numpy as np
 from jaxpar.config import ConfigError
 from jaxpar.data.formats import remembered
 
-#: Tokens read at a time.
+#: Tokens to read at a time.
 CHUNK_TOKENS = 1 << 22
 
 
 @dataclass(frozen=True, eq=False)
 class TokenFile:
-    """Where the tokens of a file lie, its header checked against its size."""
+    """The place of the tokens in a file, whose header has been checked against its size."""
 
     path: Path
     format: str
@@ -25,38 +25,38 @@ class TokenFile:
     header_bytes: int
     num_tokens: int
     document_offsets: np.ndarray | None
-    """int64 [documents + 1], increasing from 0 to num_tokens. None: the file does not say."""
+    """int64 [documents + 1], increasing from 0 to num_tokens. None: documents are not marked."""
 
     def tokens(self) -> np.ndarray:
-        """The tokens, memory-mapped."""
+        """Return the tokens, memory-mapped."""
         shape, start = (self.num_tokens,), self.header_bytes
         return np.memmap(self.path, self.dtype, "r", offset=start, shape=shape)
 
     def place(self, token: int) -> str:
-        """Where a token is, for an error."""
+        """Return the place of a token, for an error."""
         at = self.header_bytes + token * self.dtype.itemsize
         return f"token {token:,} of {self.path} (byte {at:,})"
 
 
 @dataclass(frozen=True, eq=False)
 class Scan:
-    """What one pass over all tokens of a file finds."""
+    """The results of a pass over all tokens of a file."""
 
     largest: int
     largest_at: int
-    """Which token it is; the first of equals."""
+    """Index of its first occurrence."""
     sha256: str
-    """Of the tokens as they are stored."""
+    """Hash of the tokens as stored."""
     eos_at: np.ndarray
-    """int64: which tokens are the end of text that was asked for; none without one."""
+    """int64: indices of end-of-text tokens; empty without an eos_id."""
 
 
 def scan(file: TokenFile, eos_id: int | None = None, *, again: bool = False) -> Scan:
-    """What a pass over all tokens of a file finds; the pass is made once while it stays the same.
+    """Scan all tokens of a file. The result is cached until the file changes.
 
-    Args:     again: read all of it in any case.
+    Args:     again: read the complete file even if the result is cached.
     Raises:   ConfigError("data.path", ...) for a negative token, and for 16-bit tokens that look
-              like 32-bit ones. Nothing is remembered of such a file.
+              like 32-bit ones. Such results are not cached.
     """
     asked = file.format, file.dtype.str, file.header_bytes, file.num_tokens, eos_id, VERSION
     name = remembered.identity(file.path, *asked)
@@ -68,14 +68,14 @@ def scan(file: TokenFile, eos_id: int | None = None, *, again: bool = False) -> 
     return found
 
 
-#: Raised when a pass looks for something else.
+#: Increased when the pass computes other results.
 VERSION = 1
 
 _of_this_process: dict[str, Scan] = {}
 
 
 def _read(file: TokenFile, eos_id: int | None) -> Scan:
-    """The pass itself."""
+    """Read all tokens of a file."""
     digest = hashlib.sha256()
     largest, largest_at, odd = -1, 0, 0
     ends: list[np.ndarray] = []
@@ -83,7 +83,7 @@ def _read(file: TokenFile, eos_id: int | None) -> Scan:
         digest.update(chunk)
         if chunk.dtype.kind == "i" and chunk.min() < 0:
             at = int(np.argmax(chunk < 0))
-            rule = f"{file.place(start + at)} is {chunk[at]}, and tokens are not negative"
+            rule = f"{file.place(start + at)} is {chunk[at]}, but tokens cannot be negative"
             raise ConfigError("data.path", str(file.path), rule, "copy the file again")
         if (most := int(chunk.max())) > largest:
             largest, largest_at = most, start + int(np.argmax(chunk))
@@ -92,23 +92,23 @@ def _read(file: TokenFile, eos_id: int | None) -> Scan:
         if eos_id is not None:
             ends.append(start + np.flatnonzero(chunk == eos_id))
     if file.format == "nanogpt" and largest > 0 and odd == 0 and file.num_tokens > 1:
-        rule = f"every second 16-bit number of {file.path} is 0: it holds 32-bit tokens"
-        fix = "write them as nanoGPT's uint16, as llm.c's .bin or as a Megatron pair"
+        rule = f"every second 16-bit number of {file.path} is 0: it has 32-bit tokens"
+        fix = "write nanoGPT's uint16, llm.c's .bin or a Megatron pair"
         raise ConfigError("data.path", str(file.path), rule, fix)
     eos_at = np.concatenate(ends) if ends else np.zeros(0, np.int64)
     return Scan(largest, largest_at, digest.hexdigest(), eos_at)
 
 
 def chunks(tokens: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Stretches of an array of tokens in order, each with the number of its first token."""
+    """Yield chunks of an array of tokens in order, each with the index of its first token."""
     for start in range(0, len(tokens), CHUNK_TOKENS):
         yield start, np.ascontiguousarray(tokens[start : start + CHUNK_TOKENS])
 
 
 def offsets_from(eos_at: np.ndarray, num_tokens: int) -> np.ndarray:
-    """Document offsets of tokens in which each end of text ends a document.
+    """Return the document offsets of tokens, in which each end of text ends a document.
 
-    Args:     eos_at: int64, increasing: which tokens are ends of text.
+    Args:     eos_at: int64, increasing: indices of end-of-text tokens.
     Returns:  int64 [documents + 1], increasing from 0 to num_tokens.
     """
     return np.unique(np.concatenate([[0], eos_at + 1, [num_tokens]]).astype(np.int64))

@@ -1,4 +1,4 @@
-"""A split of a dataset folder, memory-mapped: opening it reads next to nothing."""
+"""Memory-mapped splits of dataset folders, which open without reading the tokens."""
 
 import hashlib
 from collections.abc import Sequence
@@ -21,16 +21,16 @@ from jaxpar.data.formats.meta import (
     tokens_file,
 )
 
-#: Documents that tell what all of them begin with.
+#: Documents to check for a common beginning.
 LOOKED_AT = 16
 
-#: Document offsets that are compared at a time.
+#: Document offsets to compare at a time.
 AT_A_TIME = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
 class TokenDataset:
-    """The tokens of one split and where its documents start."""
+    """The tokens of one split, and the starts of its documents."""
 
     path: Path
     """Folder or file, as given."""
@@ -38,28 +38,27 @@ class TokenDataset:
     vocab_size: int
     """One more than the largest token id that may occur."""
     fingerprint: str
-    """Identity of the data, wherever it lies."""
+    """Identity of the data, independent of its location."""
     tokens: np.ndarray
     """Unsigned or signed integers [num_tokens], memory-mapped."""
     document_offsets: np.ndarray
     """int64 [num_documents + 1]: increasing from 0 to num_tokens."""
     file: Path
-    """Where the tokens are, and after how many bytes of header."""
+    """File of the tokens, which start after header_bytes."""
     header_bytes: int = 0
     meta: Meta | None = None
-    """What meta.json says, in a folder that has one."""
+    """Contents of meta.json, in a folder that has it."""
     targets: np.ndarray | None = None
-    """uint8 [num_tokens], memory-mapped: 1 where the loss is taken. None: everywhere."""
+    """uint8 [num_tokens], memory-mapped: 1 for tokens in the loss. None: all tokens."""
     knows_documents: bool = True
-    """Whether it is known where documents end. If not, all of it is one."""
+    """Whether documents are marked. If not, all tokens are one document."""
 
     @classmethod
     def open(cls, folder: str | Path, split: str = TRAIN) -> "TokenDataset":
-        """Map a split of a dataset folder.
+        """Memory-map a split of a dataset folder.
 
-        Raises:   ConfigError("data.path", ...) when the folder is no dataset, the split is empty,
-                  a file does not have the size that meta.json records, or a document ends before
-                  it begins.
+        Raises:   ConfigError("data.path", ...) if the folder is not a dataset, the split is empty,
+                  the size of a file differs from meta.json, or a document ends before it starts.
         """
         if split not in SPLITS:
             raise ValueError(f"split {split!r} is not one of {', '.join(SPLITS)}")
@@ -83,45 +82,45 @@ class TokenDataset:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens, ends of text included."""
+        """The number of tokens, including ends of text."""
         return len(self.tokens)
 
     @property
     def num_documents(self) -> int:
-        """Documents."""
+        """The number of documents."""
         return len(self.document_offsets) - 1
 
     @property
     def bytes_per_token(self) -> float | None:
         """UTF-8 bytes of text per token: bits per byte = loss / log(2) / bytes_per_token.
 
-        None where nobody recorded how long the text was.
+        None if the length of the text is unknown.
         """
         num_bytes = self.meta.splits[self.split].num_bytes if self.meta else 0
         return num_bytes / self.num_tokens if num_bytes else None
 
     def check_hash(self, file: Path, found: str, recorded: str) -> None:
-        """Raises:   ConfigError("data.path", ...) when a file's hash is not the recorded one."""
+        """Raise ConfigError("data.path", ...) if a file's hash differs from the recorded one."""
         if found != recorded:
-            rule = f"{file} has sha256 {found[:16]}, and {META_FILE} records {recorded[:16]}"
+            rule = f"{file} has sha256 {found[:16]}, but {META_FILE} records {recorded[:16]}"
             fix = "copy the folder again, or prepare it again"
             raise ConfigError("data.path", str(self.path), rule, fix)
 
     def check_offsets(self) -> None:
-        """Raises:   ConfigError("data.path", ...) for offsets that are not what meta.json says."""
+        """Raise ConfigError("data.path", ...) if document offsets differ from meta.json."""
         recorded = self.meta.splits[self.split].documents_sha256 if self.meta else ""
-        if recorded:  # else of no folder, or of an older one
+        if recorded:  # empty for files, and for older datasets
             offsets = np.ascontiguousarray(self.document_offsets, "<i8")
             file = self.path / documents_file(self.split)
             self.check_hash(file, hashlib.sha256(offsets).hexdigest(), recorded)
 
     def begins_with(self, ids: Sequence[int]) -> bool:
-        """Whether documents do: the first ones are looked at."""
+        """Return whether documents start with these ids, from the first few documents."""
         starts = self.document_offsets[:-1][:LOOKED_AT]
         return all(self.tokens[i : i + len(ids)].tolist() == list(ids) for i in starts)
 
     def place(self, token: int) -> str:
-        """Where a token is, for an error."""
+        """Return the place of a token, for an error."""
         at = self.header_bytes + token * self.tokens.dtype.itemsize
         return f"token {token:,} of {self.file} (byte {at:,})"
 
@@ -132,7 +131,7 @@ def _map_tokens(folder: Path, split: str, meta: Meta) -> np.ndarray:
     found = path.stat().st_size if path.is_file() else None
     if found != expected:
         state = "is missing" if found is None else f"has {found:,} bytes"
-        raise _damaged(folder, f"{path} {state}, and meta.json records {expected:,} bytes")
+        raise _damaged(folder, f"{path} {state}, but meta.json records {expected:,} bytes")
     return np.memmap(path, dtype, mode="r")
 
 
@@ -143,7 +142,7 @@ def _map_targets(folder: Path, split: str, sizes: SplitMeta) -> np.ndarray | Non
     found = path.stat().st_size if path.is_file() else None
     if found != sizes.num_tokens:
         state = "is missing" if found is None else f"has {found:,} bytes"
-        raise _damaged(folder, f"{path} {state}, and there are {sizes.num_tokens:,} tokens")
+        raise _damaged(folder, f"{path} {state}, but there are {sizes.num_tokens:,} tokens")
     return np.memmap(path, np.uint8, mode="r")
 
 
@@ -156,7 +155,7 @@ def _map_offsets(folder: Path, split: str, sizes: SplitMeta) -> np.ndarray:
     if offsets.shape != (sizes.num_documents + 1,) or offsets.dtype != np.int64:
         expected = f"int64 [{sizes.num_documents + 1}]"
         found = f"{offsets.dtype} {list(offsets.shape)}"
-        raise _damaged(folder, f"{path} holds {found}, not {expected}")
+        raise _damaged(folder, f"{path} has {found}, not {expected}")
     if (offsets[0], offsets[-1]) != (0, sizes.num_tokens):
         ends = f"{offsets[0]:,} to {offsets[-1]:,}"
         raise _damaged(folder, f"{path} runs from {ends}, not from 0 to {sizes.num_tokens:,}")
@@ -165,7 +164,7 @@ def _map_offsets(folder: Path, split: str, sizes: SplitMeta) -> np.ndarray:
         falls = np.flatnonzero(some[1:] < some[:-1])
         if len(falls):
             at = first + int(falls[0])
-            rule = f"{path} falls from {offsets[at]:,} to {offsets[at + 1]:,} at document {at:,}"
+            rule = f"{path} drops from {offsets[at]:,} to {offsets[at + 1]:,} at document {at:,}"
             raise _damaged(folder, rule)
     return offsets
 

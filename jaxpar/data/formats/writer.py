@@ -1,4 +1,4 @@
-"""Writing a dataset folder: token files in order, and nothing visible until all of it is there."""
+"""Write dataset folders, which appear only when they are complete."""
 
 import hashlib
 import os
@@ -24,12 +24,12 @@ from jaxpar.data.formats.meta import (
 )
 from jaxpar.data.tokenizer import Tokenizer
 
-#: Tokens held back before a write: enough to make counting them by vocabulary worth its while.
+#: Tokens to buffer before a write, so that counting them by vocabulary is efficient.
 FLUSH_TOKENS = 1 << 20
 
 
 class SplitWriter:
-    """Appends documents to one split, and counts what its `SplitMeta` needs."""
+    """Appends documents to a split, and collects the values of its `SplitMeta`."""
 
     def __init__(self, folder: Path, split: str, vocab_size: int, eos_id: int):
         self._folder, self._split, self._eos = folder, split, np.array([eos_id])
@@ -40,16 +40,16 @@ class SplitWriter:
         self._held: list[np.ndarray] = []
         self._held_tokens = 0
         self._offsets = array("q", [0])
-        #: UTF-8 bytes of text so far; 0 where nobody knows.
+        #: UTF-8 bytes of text so far; 0 if unknown.
         self.num_bytes = 0
         self.num_tokens = 0
-        #: Tokens of conversations that the loss is taken of.
+        #: Tokens of conversations that are in the loss.
         self.num_targets = 0
-        #: How often each token occurs, int64 [vocab_size]; complete once closed.
+        #: Number of occurrences of each token, int64 [vocab_size]; complete once closed.
         self.token_counts = np.zeros(vocab_size, np.int64)
 
     def append(self, ids: np.ndarray, num_bytes: int, last: bool) -> None:
-        """Add a piece of a document, and after the last one the end of text.
+        """Add a piece of a document, and the end of text after the last piece.
 
         Args:     ids: integers [tokens].
                   num_bytes: length of its text in UTF-8.
@@ -61,14 +61,14 @@ class SplitWriter:
             self._offsets.append(self.num_tokens)
 
     def copy(self, ids: np.ndarray) -> None:
-        """Add tokens, ends of text among them, as they are.
+        """Add tokens unchanged, including their ends of text.
 
         Args:     ids: integers [tokens], none negative.
         """
         self._hold(ids)
 
     def append_conversation(self, ids: np.ndarray, targets: np.ndarray) -> None:
-        """Add a document of which some tokens are targets. A split has only such, or none.
+        """Add a document with targets. Either all documents of a split have targets, or none.
 
         Args:     ids: integers [tokens].
                   targets: bool [tokens].
@@ -82,14 +82,14 @@ class SplitWriter:
         self.num_targets += int(targets.sum())
 
     def end_documents(self, ends: np.ndarray) -> None:
-        """Mark where copied documents end.
+        """Mark the ends of copied documents.
 
-        Args:     ends: int64, increasing: tokens of this split before each end.
+        Args:     ends: int64, increasing: number of tokens in this split up to each end.
         """
         self._offsets.frombytes(np.ascontiguousarray(ends, np.int64).tobytes())
 
     def close(self) -> SplitMeta:
-        """Write what is held back and the document offsets."""
+        """Write the buffered tokens and the document offsets."""
         self._flush()
         offsets = np.array(self._offsets, "<i8")
         np.save(self._folder / documents_file(self._split), offsets)
@@ -129,10 +129,10 @@ def write_meta(
     inputs: Sequence[str],
     holdout: float,
 ) -> Meta:
-    """Write the last files of a folder that was made of text: its tokenizer and meta.json.
+    """Write the last files of a folder made from text: the tokenizer and meta.json.
 
-    Args:     train: of the training split, closed. inputs, holdout: as in `Meta`.
-    Returns:  what meta.json says.
+    Args:     train: writer of the training split, closed. inputs, holdout: as in `Meta`.
+    Returns:  the contents of meta.json.
     """
     meta = Meta(
         dtype=token_dtype(tokenizer.vocab_size).name,
@@ -152,7 +152,7 @@ def write_meta(
 
 
 def unigram_entropy(token_counts: np.ndarray) -> float:
-    """Entropy of token frequencies, in nats per token.
+    """Return the entropy of token frequencies, in nats per token.
 
     Args:     token_counts: int64 [vocab_size], not all 0.
     """
@@ -162,10 +162,10 @@ def unigram_entropy(token_counts: np.ndarray) -> float:
 
 @contextmanager
 def whole_folder(output: str | Path, overwrite: bool) -> Iterator[Path]:
-    """A folder to write in that becomes `output` if the block succeeds, and vanishes if not.
+    """Yield a folder that is renamed to `output` if the block succeeds, and otherwise deleted.
 
-    Args:     overwrite: replace an existing dataset. Anything but a dataset is never replaced.
-    Raises:   ConfigError("--output", ...) when the output is in the way or cannot be made.
+    Args:     overwrite: replace an existing dataset. Other folders are never replaced.
+    Raises:   ConfigError("--output", ...) if the output exists or cannot be created.
     """
     target = Path(output).expanduser().resolve()
     _check_target(target, overwrite)
@@ -174,10 +174,10 @@ def whole_folder(output: str | Path, overwrite: bool) -> Iterator[Path]:
         staging.mkdir(parents=True)
     except OSError as error:
         rule = f"cannot be created: {error.strerror}"
-        raise ConfigError("--output", str(output), rule, "name a folder you may write") from error
+        raise ConfigError("--output", str(output), rule, "use a writable folder") from error
     try:
         yield staging
-        _check_target(target, overwrite)  # Somebody may have written it meanwhile.
+        _check_target(target, overwrite)  # another process may have written it
         _replace(target, staging)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
@@ -203,12 +203,12 @@ def _check_target(target: Path, overwrite: bool) -> None:
     if not target.exists():
         return
     if not target.is_dir():
-        raise ConfigError("--output", str(target), "is a file", "name a folder")
+        raise ConfigError("--output", str(target), "is a file", "use a folder")
     held = sorted(path.name for path in target.iterdir())
     foreign = [name for name in held if name not in DATASET_FILES]
     if foreign:
-        rule = f"holds {foreign[0]!r}, which is no part of a dataset"
-        raise ConfigError("--output", str(target), rule, "name a new or empty folder")
+        rule = f"contains {foreign[0]!r}, which is not part of a dataset"
+        raise ConfigError("--output", str(target), rule, "use a new or empty folder")
     if held and not overwrite:
-        fix = "add --overwrite to replace it, or name another folder"
-        raise ConfigError("--output", str(target), "already holds a dataset", fix)
+        fix = "add --overwrite to replace it, or use another folder"
+        raise ConfigError("--output", str(target), "already has a dataset", fix)

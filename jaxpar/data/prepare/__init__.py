@@ -1,1 +1,1 @@
-"""Documents and chats to tokens, once."""
+"""Tokenize documents and chats."""

@@ -1,8 +1,9 @@
-"""Conversations to tokens, and which of these are targets: what the assistant says.
+"""Tokenize conversations, and mark the assistant's tokens as targets.
 
-A template lays a conversation out. Its special tokens are put in by id and never read out of text,
-so that no message can forge the end of its turn or another's role. Each piece of text is encoded
-on its own: where a model begins to answer, training and generation then see the same tokens.
+A template defines the layout of a conversation. Its special tokens are inserted by id and are never
+parsed from text, so that a message cannot forge the end of its turn or another role. Each piece of
+text is encoded separately, so that training and generation see the same tokens at the start of an
+answer.
 """
 
 from collections.abc import Iterator
@@ -19,28 +20,28 @@ ASSISTANT = "assistant"
 
 
 class Special(str):
-    """A special token of a template, by its text; `EOS` for the tokenizer's own end of text."""
+    """A special token of a template, by its text; `EOS` is the tokenizer's end of text."""
 
 
 EOS = Special("")
 
 
 class Template(NamedTuple):
-    """How a conversation is written: special tokens, and text."""
+    """The layout of a conversation: special tokens and text."""
 
     head: tuple[str, ...]
     """Before a message's text; {role} is its role."""
     end: Special
-    """After a message's text: a target where the text is one."""
+    """After a message's text; a target if the text is one."""
     tail: tuple[str, ...] = ()
-    """After that."""
+    """After `end`."""
     begin: tuple[str, ...] = ()
     """Before the first message."""
     strip: bool = False
-    """Whether spaces around a message's text are left out."""
+    """Whether to strip whitespace around a message's text."""
 
 
-#: chatml is Qwen's, llama3 that of Llama 3 Instruct; plain needs no special token but the end.
+#: chatml is for Qwen, llama3 for Llama 3 Instruct; plain needs only the end of text.
 TEMPLATES = {
     "plain": Template(("{role}:\n",), EOS),
     "chatml": Template((Special("<|im_start|>"), "{role}\n"), Special("<|im_end|>"), tail=("\n",)),
@@ -54,21 +55,21 @@ TEMPLATES = {
 
 
 class Conversation(NamedTuple):
-    """A conversation as tokens."""
+    """A tokenized conversation."""
 
     ids: np.ndarray
     """int32 [tokens]."""
     targets: np.ndarray
-    """bool [tokens]: what the assistant says, and the ends of its turns."""
+    """bool [tokens]: the assistant's messages, and the ends of its turns."""
 
 
 class ChatEncoder:
-    """Encodes conversations by one template."""
+    """Encodes conversations with a template."""
 
     def __init__(self, name: str, tokenizer: Tokenizer):
         """Look up the template's special tokens.
 
-        Raises:   ConfigError("--template", ...) when the tokenizer lacks one of them.
+        Raises:   ConfigError("--template", ...) if the tokenizer does not have one of them.
         """
         self._template, self._tokenizer = TEMPLATES[name], tokenizer
         used = self._template
@@ -87,7 +88,7 @@ class ChatEncoder:
         return found
 
     def encode(self, messages: list[dict[str, str]]) -> Conversation:
-        """The tokens of messages that `check_messages` has let through."""
+        """Encode messages that `check_messages` has accepted."""
         pieces = list(self._pieces(messages))
         texts = [piece for piece, _ in pieces if not isinstance(piece, Special)]
         encoded = iter(self._tokenizer.encode_batch(texts))
@@ -99,7 +100,7 @@ class ChatEncoder:
         return Conversation(np.concatenate(ids), np.concatenate(flags))
 
     def _pieces(self, messages: list[dict[str, str]]) -> Iterator[tuple[str, bool]]:
-        """Special tokens and texts, in order, each with whether it is a target."""
+        """Yield special tokens and texts in order, each with whether it is a target."""
         template = self._template
         yield from ((piece, False) for piece in template.begin)
         for message in messages:
@@ -114,22 +115,22 @@ class ChatEncoder:
 
 
 def check_messages(record: Any, field: str, where: str) -> list[dict[str, str]]:
-    """The messages of a line of chat data.
+    """Return the messages of a line of chat data.
 
-    Raises:   ConfigError naming the line, for anything but a list of {"role", "content"} of text
-              with something said by the assistant.
+    Raises:   ConfigError that names the line, unless it is a list of {"role", "content"} texts with
+              a message of the assistant.
     """
     messages = record.get(field) if isinstance(record, dict) else None
     if not isinstance(messages, list) or not messages:
         rule = f"is not a JSON object with a list of messages in {field!r}"
-        raise input_error(where, rule, "name the field of messages with --messages-field")
+        raise input_error(where, rule, "set the field of messages with --messages-field")
     for number, message in enumerate(messages, start=1):
         role = message.get("role") if isinstance(message, dict) else None
         if role not in ROLES:
             rule = f"message {number} has role {role!r}, not one of {', '.join(ROLES)}"
             raise input_error(where, rule, "rename the role, or remove the line")
-        what, fix = f"message {number}'s content", "make it text, or remove the line"
+        what, fix = f"message {number}'s content", "use text, or remove the line"
         valid_text(message.get("content"), where, what, fix)
     if not any(message["role"] == ASSISTANT for message in messages):
-        raise input_error(where, "has no message of the assistant to learn", "remove the line")
+        raise input_error(where, "has no message of the assistant", "remove the line")
     return messages

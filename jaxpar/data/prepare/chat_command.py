@@ -1,4 +1,4 @@
-"""`python -m jaxpar.data prepare-chat`: conversations to a folder of tokens that marks targets."""
+"""Prepare a dataset of conversations: `python -m jaxpar.data prepare-chat`."""
 
 import json
 from collections.abc import Sequence
@@ -19,42 +19,42 @@ from jaxpar.data.tokenizer import Tokenizer, open_tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
-    """Turn conversations into a folder of tokens; the loss is taken of what the assistant says."""
+    """Tokenize conversations into a dataset folder. The loss uses only the assistant's tokens."""
 
     input: tuple[str, ...]
-    """Files (.jsonl, .jsonl.gz, .jsonl.zst) of a conversation a line, or folders of them."""
+    """Files (.jsonl, .jsonl.gz, .jsonl.zst) with a conversation per line, or folders of them."""
     output: str
     """Folder to write. It appears only when it is complete."""
     tokenizer: str
-    """The model's tokenizer.json, or its folder; or bytes."""
+    """The model's tokenizer.json or its folder, or bytes."""
     template: Literal["plain", "chatml", "llama3"] = "plain"
-    """How a conversation is written out: chatml for Qwen, llama3 for Llama 3, plain for others."""
+    """Layout of a conversation: chatml for Qwen, llama3 for Llama 3, plain for others."""
     messages_field: str = "messages"
-    """JSON field that holds a list of {"role": ..., "content": ...}."""
+    """JSON field with a list of {"role": ..., "content": ...}."""
     holdout: float = 0.02
-    """Share of the conversations, chosen by their text, that is kept for evaluation."""
+    """Share of the conversations, selected by a hash of their text, to hold out for evaluation."""
     eos_token: str | None = None
-    """End-of-text token of a tokenizer.json. None: the usual names are tried."""
+    """End-of-text token of a tokenizer.json. None: try the usual names."""
     overwrite: bool = False
-    """Replace the dataset that the output folder holds."""
+    """Replace an existing dataset in the output folder."""
 
 
 def prepare_chat(options: ChatOptions, progress: PreparationProgress | None = None) -> Meta:
-    """Write a dataset folder of conversations, a document each.
+    """Write a dataset folder of conversations, each as a document.
 
-    Returns:  what was written, as in its meta.json.
-    Raises:   ConfigError naming an option, or the file and line that cannot be used.
+    Returns:  the contents of its meta.json.
+    Raises:   ConfigError that names an option, or an unusable file and line.
     """
     if not 0 <= options.holdout < 1:
         rule = "must be at least 0 and below 1"
         raise ConfigError("--holdout", options.holdout, rule, "use a share such as 0.02")
     if not options.input:
-        raise ConfigError("--input", "", "must name something to read", "name .jsonl files")
+        raise ConfigError("--input", "", "must not be empty", "use .jsonl files")
     sources = find_sources(options.input)
     for source in sources:
         if source.read is not read_jsonl:
-            rule = "is not JSON Lines, and chat data must be"
-            raise ConfigError("--input", str(source.path), rule, "name .jsonl files")
+            rule = "is not JSON Lines, which chat data must be"
+            raise ConfigError("--input", str(source.path), rule, "use .jsonl files")
     tokenizer = open_tokenizer(options.tokenizer, options.eos_token)
     encoder = ChatEncoder(options.template, tokenizer)
     with whole_folder(options.output, options.overwrite) as folder:
@@ -86,6 +86,6 @@ def _write(
     splits = {split: writer.close() for split, writer in writers.items()}
     if splits[TRAIN].num_documents == 0 or (splits[VAL].num_documents == 0 and options.holdout):
         found = sum(split.num_documents for split in splits.values())
-        rule = f"leaves nothing to train on, or nothing held out, of {found} conversations"
+        rule = f"leaves an empty training or held-out split of {found} conversations"
         raise ConfigError("--holdout", options.holdout, rule, "use --holdout 0, or more data")
     return write_meta(folder, tokenizer, writers[TRAIN], splits, options.input, options.holdout)

@@ -1,4 +1,4 @@
-"""Which files hold the documents, and the documents themselves, in a fixed order."""
+"""Find input files and read their documents, in a fixed order."""
 
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
@@ -9,12 +9,12 @@ from jaxpar.config import ConfigError
 from jaxpar.data.formats import columns, readers
 from jaxpar.data.formats.readers import Piece, ReadOptions
 
-#: The `--input` that means the Python standard library's own sources, which are always there.
+#: The `--input` for the source code of the Python standard library, which is always available.
 STDLIB = "stdlib"
 
 Reader = Callable[[BinaryIO, Path, ReadOptions], Iterator[Piece]]
 
-#: Reader of each kind of file, by the end of its name.
+#: The reader of each kind of file, by the ending of its name.
 READERS: dict[str, Reader] = {
     ".txt": readers.read_text,
     ".jsonl": readers.read_jsonl,
@@ -35,13 +35,13 @@ class InputFile(NamedTuple):
 
 
 def find_sources(inputs: Sequence[str]) -> list[InputFile]:
-    """The files of every input, in the order given; those of a folder sorted by path.
+    """Find the files of all inputs, in the given order; those of a folder are sorted by path.
 
     Args:     inputs: files, folders (searched recursively), or "stdlib".
-    Raises:   ConfigError for an input that is missing, of an unknown kind, or without documents.
+    Raises:   ConfigError for an input that is missing, has an unknown format, or has no documents.
     """
     if not inputs:
-        raise ConfigError("--input", "", "must name something to read", f"use --input {STDLIB}")
+        raise ConfigError("--input", "", "must not be empty", f"use --input {STDLIB}")
     sources: list[InputFile] = []
     for name in inputs:
         sources += _stdlib_sources() if name == STDLIB else _path_sources(name)
@@ -49,10 +49,10 @@ def find_sources(inputs: Sequence[str]) -> list[InputFile]:
 
 
 def read_pieces(sources: Sequence[InputFile], options: ReadOptions) -> Iterator[Piece]:
-    """Every document of the sources, in order, as pieces of bounded length.
+    """Read all documents of the sources in order, as pieces of bounded length.
 
-    Returns:  pieces whose `position` counts over all the sources.
-    Raises:   ConfigError naming file and line for whatever cannot be read.
+    Returns:  pieces whose `position` counts the bytes of all sources.
+    Raises:   ConfigError that names an unreadable file and line.
     """
     before = 0
     for path, read, num_bytes in sources:
@@ -76,21 +76,21 @@ def _path_sources(name: str) -> list[InputFile]:
             raise ConfigError("--input", name, f"is not one of {kinds}", fix)
         return [InputFile(path, read, path.stat().st_size)]
     if not path.is_dir():
-        fix = f"give a file, a folder, or {STDLIB} for Python's own sources"
+        fix = f"use a file, a folder, or {STDLIB} for the source code of Python"
         raise ConfigError("--input", name, "does not exist", fix)
     files = _files_in(path)
     sources = [InputFile(p, read, p.stat().st_size) for p in files if (read := _reader(p))]
     if not sources:
-        raise ConfigError("--input", name, f"holds no {kinds} file", "name another folder")
+        raise ConfigError("--input", name, f"has no {kinds} file", "use another folder")
     return sources
 
 
 def _files_in(folder: Path, above: frozenset[Path] = frozenset()) -> list[Path]:
-    """Files below a folder, sorted, through links too; of a saved Hugging Face dataset its shards,
-    in order.
+    """Return the files below a folder, sorted, following links; for a saved Hugging Face dataset,
+    its shards in order.
 
-    Args:     above: the folders on the way here, to which a link is a loop.
-    Raises:   ConfigError for a link to a file of a known kind that is not there.
+    Args:     above: the parent folders, to detect loops of links.
+    Raises:   ConfigError for a broken link to a file of a known format.
     """
     shards = columns.saved_shards(folder)
     if shards is not None:
@@ -103,8 +103,8 @@ def _files_in(folder: Path, above: frozenset[Path] = frozenset()) -> list[Path]:
         elif path.is_file():
             files.append(path)
         elif path.is_symlink() and _reader(path):
-            fix = "put back what it names, or remove the link"
-            raise ConfigError("--input", str(path), "is a link to a file that is not there", fix)
+            fix = "restore its target, or remove the link"
+            raise ConfigError("--input", str(path), "is a link to a missing file", fix)
     return files
 
 
@@ -116,7 +116,7 @@ def _stdlib_sources() -> list[InputFile]:
     root = Path(sysconfig.get_path("stdlib"))
     installed = {"site-packages", "dist-packages"}
     files = (p for p in sorted(root.rglob("*.py")) if not installed & set(p.parts))
-    # Python's tests hold files in other encodings, on purpose.
+    # Python's tests have files in other encodings, on purpose.
     sources = [InputFile(p, readers.read_text, p.stat().st_size) for p in files if _is_utf8(p)]
     if not sources:
         fix = "use a Python that is not zipped, or another --input"

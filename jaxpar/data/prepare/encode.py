@@ -1,4 +1,4 @@
-"""Pieces of text to token ids, on threads, in order, in bounded memory."""
+"""Encode pieces of text in threads, in order and in bounded memory."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -16,10 +16,10 @@ Encoded = tuple[SplitPiece, np.ndarray]
 def encode_pieces(
     pieces: Iterable[SplitPiece], tokenizer: Tokenizer, workers: int
 ) -> Iterator[Encoded]:
-    """The pieces with their token ids, in the order given, at most two batches per thread ahead.
+    """Yield the pieces with their token ids in order, at most two batches per thread ahead.
 
-    Threads, not processes: encoders release the GIL, and threads neither import the caller's main
-    module again nor hang when one of them dies.
+    Threads are enough, since encoders release the GIL. Unlike processes, they do not import the
+    caller's main module again, and do not hang when one of them dies.
 
     Args:     workers: number of threads.
     Returns:  pairs of a piece and integers [tokens].

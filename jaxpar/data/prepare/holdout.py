@@ -1,4 +1,4 @@
-"""Which documents are held out for evaluation."""
+"""Assign documents to the training split or the held-out split."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -16,19 +16,19 @@ class SplitPiece(NamedTuple):
 
 
 def is_held_out(text: str, holdout: float) -> bool:
-    """Whether a document is kept for evaluation.
+    """Return whether a document is held out for evaluation.
 
-    Chosen by content, so that copies of a document never land on both sides, and adding files
-    moves no document across.
+    The choice depends on the content, so that copies of a document are always in the same split,
+    and additional files do not change the split of other documents.
 
-    Args:     text: its first piece.
+    Args:     text: the first piece of the document.
     """
     digest = hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest()
     return int.from_bytes(digest, "big") < holdout * 2**64
 
 
 def assign_splits(pieces: Iterable[Piece], holdout: float) -> Iterator[SplitPiece]:
-    """Send each document to its split; a document without a visible character goes nowhere."""
+    """Assign each document to a split. Documents without visible characters are dropped."""
     split = None
     for piece in pieces:
         if split is None:

@@ -1,4 +1,4 @@
-"""What `prepare` tells the person waiting: nothing, a bar on a terminal, or lines in a log."""
+"""Progress of `prepare`: none, a bar on a terminal, or lines in a log."""
 
 import sys
 import time
@@ -8,22 +8,22 @@ from contextlib import contextmanager
 import rich.progress
 from rich.console import Console
 
-#: Seconds between two lines in a log.
+#: Seconds between two log lines.
 LOG_EVERY = 10.0
 
 
 class PreparationProgress:
-    """Says nothing; the others are kinds of it."""
+    """Shows nothing. Base class of the others."""
 
     def log(self, line: str) -> None:
-        """A step has begun."""
+        """Report a line about a new step."""
 
     def advance(self, position: int, total: int, num_tokens: int) -> None:
-        """Input bytes read, of how many, and tokens written."""
+        """Report the input bytes read, the total, and the tokens written."""
 
 
 class LogProgress(PreparationProgress):
-    """A plain line on stderr every `LOG_EVERY` seconds."""
+    """Prints a line to stderr every `LOG_EVERY` seconds."""
 
     def __init__(self) -> None:
         self._next = time.monotonic() + LOG_EVERY
@@ -40,7 +40,7 @@ class LogProgress(PreparationProgress):
 
 
 class BarProgress(PreparationProgress):
-    """A bar on the terminal."""
+    """Shows a progress bar on the terminal."""
 
     def __init__(self, bar: rich.progress.Progress) -> None:
         self._bar = bar
@@ -58,7 +58,7 @@ class BarProgress(PreparationProgress):
 
 @contextmanager
 def console_progress() -> Iterator[PreparationProgress]:
-    """A bar if stderr is a terminal, lines otherwise."""
+    """Yield a progress bar if stderr is a terminal, and log lines otherwise."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield LogProgress()

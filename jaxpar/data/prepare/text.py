@@ -1,6 +1,6 @@
-"""Text to tokens: reads documents, holds some out, encodes the pieces, writes a dataset.
+"""Prepare a dataset of text: read documents, hold some out, encode them, write a dataset.
 
-The result depends on the documents and the options alone, never on the number of workers.
+The result depends only on the documents and the options, not on the number of workers.
 """
 
 import itertools
@@ -20,46 +20,46 @@ from jaxpar.data.prepare.holdout import assign_splits
 from jaxpar.data.prepare.progress import PreparationProgress
 from jaxpar.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer, train_bpe
 
-#: `--tokenizer bpe:N` trains one.
+#: `--tokenizer bpe:N` trains a BPE of N tokens.
 BPE = "bpe:"
 
-#: Of its N: `tokenizers` sets aside memory for as many, and takes 64 bits.
+#: Maximum digits of N, since `tokenizers` allocates memory for N tokens and accepts 64 bits.
 BPE_DIGITS = 8
 
-#: Text that a BPE is trained on, in characters: about 2 s for 8192 tokens on two cores.
+#: Characters of text to train a BPE on: about 2 s for 8192 tokens on two cores.
 BPE_SAMPLE_CHARS = 10_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareOptions:
-    """Turn text into a folder of tokens that the trainer reads."""
+    """Tokenize text into a dataset folder."""
 
     input: tuple[str, ...]
-    """Files of text (see docs/data.md), folders of them, or `stdlib`: Python's sources."""
+    """Text files (see docs/data.md), folders of them, or `stdlib`: the source code of Python."""
     output: str
     """Folder to write. It appears only when it is complete."""
     tokenizer: str = "bytes"
-    """bytes; bpe:N to train a vocabulary of N on the input; or the path of a tokenizer.json."""
+    """bytes; bpe:N to train a BPE of N tokens on the input; or the path of a tokenizer.json."""
     holdout: float = 0.02
-    """Share of the documents, chosen by their text, that is kept for evaluation."""
+    """Share of the documents, selected by a hash of their text, to hold out for evaluation."""
     workers: int = os.cpu_count() or 1
-    """Threads that encode."""
+    """Number of threads that encode."""
     text_field: str = "text"
-    """JSON field or Parquet column that holds the text."""
+    """JSON field or Parquet column with the text."""
     separator: str | None = None
-    r"""Text between documents inside a .txt file; \n in it is a newline, \n or \r\n in the file.
-    None: a file is a document."""
+    r"""Text between documents in a .txt file; \n in it matches a newline, \n or \r\n, in the file.
+    None: each file is a document."""
     eos_token: str | None = None
-    """End-of-text token of a tokenizer.json. None: the usual names are tried."""
+    """End-of-text token of a tokenizer.json. None: try the usual names."""
     overwrite: bool = False
-    """Replace the dataset that the output folder holds."""
+    """Replace an existing dataset in the output folder."""
 
 
 def prepare(options: PrepareOptions, progress: PreparationProgress | None = None) -> Meta:
     """Write a dataset folder.
 
-    Returns:  what was written, as in its meta.json.
-    Raises:   ConfigError naming an option, or the file and line that cannot be read.
+    Returns:  the contents of its meta.json.
+    Raises:   ConfigError that names an option, or an unreadable file and line.
     """
     _check(options)
     progress = progress or PreparationProgress()
@@ -99,8 +99,8 @@ def _check(options: PrepareOptions) -> None:
         raise ConfigError("--workers", options.workers, rule, f"use {os.cpu_count()}")
     named = options.tokenizer == ByteTokenizer.kind or options.tokenizer.startswith(BPE)
     if options.eos_token is not None and named:
-        rule = f"belongs to a tokenizer.json, and --tokenizer is {options.tokenizer}"
-        raise ConfigError("--eos-token", options.eos_token, rule, "leave it out")
+        rule = f"needs a tokenizer.json, but --tokenizer is {options.tokenizer}"
+        raise ConfigError("--eos-token", options.eos_token, rule, "remove it")
     if options.separator == "":
         raise ConfigError("--separator", "", "must not be empty", r"use a text such as '\n\n'")
 
@@ -118,18 +118,18 @@ def _make_tokenizer(
     spec = options.tokenizer
     if spec.startswith(BPE) and spec.removeprefix(BPE).isdecimal():
         if len(spec.removeprefix(BPE)) > BPE_DIGITS:
-            rule = f"is a vocabulary of more than {BPE_DIGITS} digits"
+            rule = f"has a vocabulary of more than {BPE_DIGITS} digits"
             raise ConfigError("--tokenizer", spec[:60], rule, f"use {BPE}8192")
         progress.log(f"training a tokenizer, {spec}")
         bpe = train_bpe(_sample(sources, options), asked := int(spec.removeprefix(BPE)))
         if bpe.vocab_size < asked:
-            progress.log(f"the text has no more pairs to merge: {bpe.vocab_size:,} tokens")
+            progress.log(f"the text has no more pairs to merge; using {bpe.vocab_size:,} tokens")
         return bpe
     return open_tokenizer(spec, options.eos_token, trains=True)
 
 
 def _sample(sources: Sequence[InputFile], options: PrepareOptions) -> Iterator[str]:
-    """Training text of files in a shuffled but fixed order, from each as even a share as fits."""
+    """Yield training text of all files in a fixed random order, with about equal shares."""
     order = list(sources)
     random.Random(0).shuffle(order)
     share = max(BPE_SAMPLE_CHARS // len(order), PIECE_CHARS)
@@ -154,9 +154,9 @@ def _check_documents(splits: dict[str, SplitMeta], options: PrepareOptions) -> N
     train, val = splits[TRAIN].num_documents, splits[VAL].num_documents
     if train + val == 0:
         given = " ".join(options.input)
-        raise ConfigError("--input", given, "holds no text", "name files with documents")
+        raise ConfigError("--input", given, "has no text", "use files with documents")
     if train == 0 or (val == 0 and options.holdout > 0):
         empty = "training" if train == 0 else "held-out"
         rule = f"leaves no {empty} document of {train + val:,}"
-        fix = r"cut the text into more documents (--separator '\n\n'), or use --holdout 0"
+        fix = r"split the text into more documents (--separator '\n\n'), or use --holdout 0"
         raise ConfigError("--holdout", options.holdout, rule, fix)

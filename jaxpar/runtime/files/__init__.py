@@ -1,1 +1,1 @@
-"""Files that are whole, appended to, or locked, also while the disk is full."""
+"""Atomic writes, append-only logs and locks, which also handle a full disk."""

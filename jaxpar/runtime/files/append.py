@@ -1,4 +1,4 @@
-"""A text file that lines are appended to, by a program that a full disk must not end."""
+"""Append-only text files that survive a full disk."""
 
 import errno
 import os
@@ -6,38 +6,39 @@ import sys
 from io import RawIOBase
 from pathlib import Path
 
-#: What a disk that is full, over quota or failing says; any other error is raised.
+#: Errors of a disk that is full, over quota or failing. Other errors are raised.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
-#: Bytes that wait in memory for room; beyond them the oldest lines are lost.
+#: Maximum bytes that wait in memory for disk space. Beyond it, the oldest lines are lost.
 MAX_WAITING_BYTES = 8 << 20
 
 
 class Lines:
-    """Appends lines at once. Those for which there is no room wait, and are written with the next.
+    """Appends lines without buffering. Lines wait in memory while there is no disk space.
 
-    One warning says so when it begins, and another when lines are lost. A line that was cut off, by
-    a crash or for want of room, is ended first: the next one, glued to it, would be lost as well.
+    A warning is printed when lines start to wait, and when lines are lost. If the file ends with a
+    truncated line, from a crash or a full disk, that line is ended first, so that the next one is
+    not appended to it.
     """
 
     def __init__(self, path: Path | str):
-        """Raises:   OSError when the file cannot be opened."""
+        """Open the file. Raises:   OSError if it cannot be opened."""
         self._path, self._failing = path, False
         self._file = open(path, "a+b", buffering=0)  # noqa: SIM115
-        #: Whether the file ends within a line.
+        #: Whether the file ends with a truncated line.
         self._cut = _ends_within_a_line(self._file)
         self._waiting = b"\n" if self._cut else b""
 
     def write(self, text: str) -> None:
-        """Append text that ends a line.
+        """Append text that ends with a newline.
 
-        Raises:   OSError, but for those of FULL.
+        Raises:   OSError, except those in FULL.
         """
         self._waiting += text.encode()
         if len(self._waiting) > MAX_WAITING_BYTES:
             latest = self._waiting[-MAX_WAITING_BYTES:].partition(b"\n")[2]
             self._waiting = b"\n" + latest if self._cut else latest
-            self._warn("has no room, and its oldest lines are lost")
+            self._warn("has no disk space; its oldest waiting lines are lost")
         try:
             while self._waiting:
                 written = self._file.write(self._waiting)
@@ -48,14 +49,14 @@ class Lines:
             if error.errno not in FULL:
                 raise
             if not self._failing:
-                self._warn(f"cannot be written to ({error.strerror}); its lines wait")
+                self._warn(f"cannot be written ({error.strerror}); its lines wait in memory")
             self._failing = True
 
     def close(self) -> None:
-        """Write what waits, if there is room by now, and close the file."""
+        """Write the waiting lines if possible, and close the file."""
         self.write("")
         if lost := self._waiting.lstrip(b"\n").count(b"\n"):
-            self._warn(f"lacks its last {lost} lines")
+            self._warn(f"is missing its last {lost} lines")
         self._file.close()
 
     def _warn(self, what: str) -> None:
@@ -63,7 +64,7 @@ class Lines:
 
 
 def _ends_within_a_line(file: RawIOBase) -> bool:
-    """Whether the last byte of a file that can be read ends no line."""
+    """Return whether the last byte of a file is not a newline."""
     if not file.seek(0, os.SEEK_END):
         return False
     file.seek(-1, os.SEEK_END)

@@ -1,4 +1,4 @@
-"""A file that is written whole, or not at all: what was there before stays until it is."""
+"""Atomic writes: a file is replaced completely or not at all."""
 
 import os
 import tempfile
@@ -6,16 +6,16 @@ from pathlib import Path
 
 
 def write(path: Path | str, content: bytes) -> None:
-    """Write a file beside `path`, then put it in its place. Devices and pipes are written to.
+    """Write a temporary file and rename it to `path`. Devices and pipes are written directly.
 
-    Raises:   OSError that names the path, whichever file it was about; nothing is left behind.
+    Raises:   OSError that names `path`; the temporary file is deleted.
     """
     target = Path(path)
     try:
         if target.exists() and not target.is_file():
             target.write_bytes(content)
             return
-        _replace(Path(os.path.realpath(target)), content)  # a link stays one
+        _replace(Path(os.path.realpath(target)), content)  # keep symbolic links
     except OSError as error:
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
 
@@ -27,7 +27,7 @@ def _replace(target: Path, content: bytes) -> None:
             file.write(content)
         mask = os.umask(0)
         os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)  # mkstemp's own mode is for secrets
+        os.chmod(temporary, 0o666 & ~mask)  # mkstemp sets 0o600
         os.replace(temporary, target)
     except BaseException:
         os.unlink(temporary)

@@ -1,4 +1,4 @@
-"""Files of one JSON object a line, to which a run appends: metrics, events, steps, samples."""
+"""JSON Lines files that a run appends to: metrics, events, steps and samples."""
 
 import json
 from collections.abc import Iterator
@@ -7,9 +7,9 @@ from typing import Any
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file, in order, one in memory at a time; none where there is no file.
+    """Yield the objects of a file in order; none if there is no file.
 
-    Passed over is a line that a crash has cut off, or that is being written.
+    Incomplete lines, from a crash or a write in progress, are skipped.
     """
     if not path.is_file():
         return
@@ -21,7 +21,7 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def parse(line: bytes) -> dict[str, Any] | None:
-    """The object of a line; None where it holds none that is whole."""
+    """Return the object of a line, or None if the line is not a complete object."""
     try:
         record = json.loads(line)
     except ValueError:

@@ -1,4 +1,4 @@
-"""A JSON file that an option names: figures, written whole or not at all."""
+"""Write results to a JSON file that an option names."""
 
 import json
 from pathlib import Path
@@ -9,16 +9,16 @@ from jaxpar.runtime.files import atomic
 
 
 def write(option: str, path: str | Path, value: Any) -> None:
-    """Write a value whole, with the folders above it; an earlier one stays till then.
+    """Write a value atomically, and create its parent folders.
 
-    Args:     option: the one that names the file, for the error.
-    Raises:   guard.RunError when it cannot be written.
+    Args:     option: the option that names the file, for the error.
+    Raises:   RunError if the file cannot be written.
     """
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic.write(path, (json.dumps(value, indent=2) + "\n").encode())
     except OSError as error:
-        kept = ". The file that is there is as it was" if path.is_file() else ""
+        kept = ". The existing file is unchanged" if path.is_file() else ""
         why = f"cannot be written: {error.strerror or error}{kept}"
         raise exit_codes.RunError(f"{option} = {str(path)!r}: {why}") from error

@@ -1,11 +1,11 @@
-"""Two runs cannot write one run folder: whoever writes holds a lock on RUN/lock.
+"""A lock on RUN/lock that prevents two runs from writing the same run folder.
 
-The lock is the kernel's (`flock`), so it ends with its holder, however that ends: SIGKILL leaves no
-stale one behind. What is promised: two processes of one host always; two hosts where the file
-system carries flock between them, as Linux's NFS does (4, and 3 with lockd) and Lustre with
-`-o flock`. If an NFS client host dies, its server frees the lock when the lease ends, by default
-after 90 s: so a lock that is held is waited for. A file system without locks is said so, and
-nothing guards the folder.
+The lock is a kernel lock (`flock`), so it ends with its process, even after SIGKILL, and is never
+stale. It always works for processes of one host. For processes on different hosts it works if the
+file system supports flock between hosts, as Linux's NFS does (4, and 3 with lockd), and Lustre with
+`-o flock`. If an NFS client host dies, the server frees its lock when the lease expires, by default
+after 90 s, so a new process waits for the lock. On a file system without locks, a warning is
+logged and the folder is not protected.
 """
 
 import contextlib
@@ -26,53 +26,50 @@ from jaxpar.runtime.processes import peers
 
 FILE = "lock"
 
-#: How long another's lock is waited for: longer than NFS keeps that of a host that has died.
+#: Seconds to wait for the lock: longer than NFS keeps the lock of a dead host.
 WAIT_SECONDS = 120.0
 
-#: How often it is tried meanwhile.
+#: Seconds between attempts to take the lock.
 POLL_SECONDS = 0.25
 
-#: What the system says when the same may succeed a moment later.
+#: Transient errors, after which a retry may succeed.
 PASSING = (
     *(errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR, errno.EAGAIN),
     *(errno.EMFILE, errno.ENFILE, errno.ENOMEM),
 )
 
-#: What flock says where it is not offered.
+#: Errors of flock on file systems without locks.
 _UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
 
 @contextlib.contextmanager
 def create_in(folder: Path) -> Iterator[None]:
-    """Make a run folder, and then something in it.
+    """Make a run folder, for a block that creates something in it.
 
-    Raises:   ConfigError when one or the other cannot be; OSError when only room is missing, which
-              the next start may find; RunError for what else may pass.
+    Raises:   ConfigError if either fails permanently; OSError if the disk is full; RunError for
+              other transient errors.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
         if error.errno in PASSING:
-            raise RunError(f"run.dir {folder} cannot be written to: {error.strerror}") from error
+            raise RunError(f"run.dir {folder} cannot be written: {error.strerror}") from error
         if error.errno in FULL:
             raise
-        rule, fix = f"cannot be written to: {error.strerror}", "use --run.dir for another"
+        rule, fix = f"cannot be written: {error.strerror}", "use another --run.dir"
         raise ConfigError("run.dir", str(folder), rule, fix) from error
 
 
 class RunLocked(RunError):
-    """Another process writes the run folder, and has not let go of it in time.
+    """Another process is writing the run folder, and has not released it in time.
 
-    No ConfigError: the same command may succeed a moment later, so that a launcher may try again.
+    Not a ConfigError: the same command may succeed later, so a launcher may retry it.
     """
 
 
 class RunLock:
-    """Holds a run folder for this process. Use as a context manager.
-
-    Of the processes of one run, only process 0 takes it.
-    """
+    """Lock on a run folder. Use as a context manager, in process 0 only."""
 
     def __init__(
         self,
@@ -80,12 +77,12 @@ class RunLock:
         seconds: float = WAIT_SECONDS,
         report: Callable[[str], None] = peers.log,
     ):
-        """Take the lock, making the folder if need be.
+        """Take the lock, and create the folder if needed.
 
-        Args:     seconds: to wait while another process holds it. report: called once, with the
-                  host, the process id and since when.
-        Raises:   RunLocked when it still does; ConfigError when the folder cannot be made or
-                  written to.
+        Args:     seconds: to wait while another process holds the lock. report: called once with a
+                  message that names the other process, its host and its start time.
+        Raises:   RunLocked if the other process still holds the lock; ConfigError if the folder
+                  cannot be created or written.
         """
         self.warnings: list[str] = []
         with create_in(folder):
@@ -96,8 +93,8 @@ class RunLock:
             if error.errno not in _UNSUPPORTED:
                 self.release()
                 raise
-            self.warnings = [f"no lock on {folder} ({error.strerror}): start no second run in it"]
-        except BaseException:  # Ctrl-C among them
+            self.warnings = [f"cannot lock {folder} ({error.strerror}): do not start another run"]
+        except BaseException:  # including Ctrl-C
             self.release()
             raise
         about = {
@@ -124,12 +121,12 @@ class RunLock:
                 after = f", still after {seconds:.0f} s" if told else ""
                 raise RunLocked(f"{taken}{after}. Fix: stop that run, or use a new --run.dir")
             if not told:
-                report(f"waiting    {taken}; for {seconds:.0f} s at most, or until Ctrl-C")
+                report(f"waiting    {taken}; for at most {seconds:.0f} s, or until Ctrl-C")
                 told = True
             time.sleep(POLL_SECONDS)
 
     def release(self) -> None:
-        """Let go. The file stays: to delete it would let two others lock two files."""
+        """Release the lock. The file stays: a process could lock it after its deletion."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -146,4 +143,4 @@ def _holder(file: int) -> str:
         about = json.loads(os.pread(file, 4096, 0))
         return f"process {about['pid']} on {about['host']}, since {about['since']}"
     except (ValueError, KeyError, TypeError):
-        return "another process, which has not said which"
+        return "another process, which has not recorded its id"

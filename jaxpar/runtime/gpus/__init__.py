@@ -1,1 +1,1 @@
-"""The GPUs of this host: which, how fast, with which flags of XLA."""
+"""The GPUs of this host: queries, peak rates and XLA flags."""

@@ -1,43 +1,43 @@
-"""What NCCL knows about a job that hangs: its own service for that, RAS, is asked.
+"""Query NCCL's RAS service about a job that hangs.
 
-Since version 2.24, NCCL has a thread in each process that knows all communicators of the job, and
-how many collectives each rank has begun on each of them. It listens on NCCL_RAS_ADDR, by default
+Since version 2.24, NCCL has a thread in each process that knows all communicators of the job and
+how many collectives each rank has started on each of them. It listens on NCCL_RAS_ADDR, by default
 localhost:28028, and answers in lines of text:
 
     > CLIENT PROTOCOL 2          < SERVER PROTOCOL 2
     > TIMEOUT 5                  < OK
     > VERBOSE STATUS             < the report, to the end of the connection
 
-Source: NCCL's user guide, troubleshooting/ras, and its own client, src/ras/client.cc.
+Source: NCCL's user guide, troubleshooting/ras, and its client, src/ras/client.cc.
 """
 
 import os
 import socket
 import time
 
-#: Where it listens unless NCCL_RAS_ADDR says otherwise.
+#: Address of the service if NCCL_RAS_ADDR is not set.
 DEFAULT_ADDRESS = "localhost:28028"
 
-#: The version of the protocol that is spoken here. A server of another one answers all the same.
+#: Version of the protocol. Servers with another version also answer.
 PROTOCOL = 2
 
-#: Sections of the report that say what is wrong.
+#: Sections of the report that describe problems.
 SECTIONS = ("Errors", "Warnings")
 
-#: A report of thousands of ranks is cut off here.
+#: Maximum bytes of a report; those of thousands of ranks are truncated.
 MAX_REPLY_BYTES = 4 << 20
 
 
 class NoAnswer(Exception):
-    """The service does not answer: it is switched off, NCCL is older, or has not begun."""
+    """The service does not answer: it is disabled, NCCL is too old, or NCCL has not started."""
 
 
 def status(seconds: float, address: str | None = None) -> str:
-    """The report on all communicators of the job that this process takes part in.
+    """Return the report on all communicators of this process's job.
 
-    Args:     seconds: to wait in all; NCCL waits that long less one for its other processes.
+    Args:     seconds: total time to wait; NCCL waits one second less for its other processes.
               address: host:port; None: NCCL_RAS_ADDR, or the default.
-    Raises:   NoAnswer when there is no report by then.
+    Raises:   NoAnswer if there is no report by then.
     """
     address = address or os.environ.get("NCCL_RAS_ADDR") or DEFAULT_ADDRESS
     host, _, port = address.rpartition(":")
@@ -55,15 +55,15 @@ def status(seconds: float, address: str | None = None) -> str:
 
 
 def _ask(link: socket.socket, line: str, expected: str, until: float) -> None:
-    """Say a line and read the answer, which must begin as expected."""
+    """Send a line and check the start of the answer."""
     link.sendall(f"{line}\n".encode())
     answer = _read(link, until)
     if not answer.upper().startswith(expected):
-        raise OSError(f"answers {line!r} with {answer.strip()[:80]!r}")
+        raise OSError(f"answered {line!r} with {answer.strip()[:80]!r}")
 
 
 def _read(link: socket.socket, until: float, *, to_the_end: bool = False) -> str:
-    """A line, or all that comes to the end; of the latter, what there is when time is up."""
+    """Read a line, or everything until the end of the connection or of the time."""
     found = b""
     while len(found) < MAX_REPLY_BYTES and (to_the_end or not found.endswith(b"\n")):
         link.settimeout(max(until - time.monotonic(), 0.01))
@@ -71,7 +71,7 @@ def _read(link: socket.socket, until: float, *, to_the_end: bool = False) -> str
             more = link.recv(65536)
         except TimeoutError:
             if to_the_end and found:
-                return found.decode("utf-8", "replace") + "\n[cut off: the time was up]\n"
+                return found.decode("utf-8", "replace") + "\n[truncated: timed out]\n"
             raise
         if not more:
             break
@@ -82,7 +82,7 @@ def _read(link: socket.socket, until: float, *, to_the_end: bool = False) -> str
 
 
 def what_is_wrong(report: str) -> list[str]:
-    """The lines of a report's sections on errors and warnings: ranks that are behind, or dead."""
+    """Return the lines of a report's errors and warnings: ranks that are behind or dead."""
     found, within = [], False
     lines = report.splitlines()
     for line, below in zip(lines, [*lines[1:], ""], strict=True):

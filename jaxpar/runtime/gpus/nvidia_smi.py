@@ -1,7 +1,7 @@
-"""What the driver says of its GPUs, by `nvidia-smi`, under the names that it has for each value.
+"""Query GPUs with `nvidia-smi`, by its field names.
 
-Every query is one process that only reads. A field that a driver does not know would spoil the
-whole query, so it is taken out, or asked for by its older name, and the query is made again.
+Every query is one read-only process. A field that the driver does not know fails the complete
+query, so it is removed or replaced by its older name, and the query is repeated.
 """
 
 import csv
@@ -22,18 +22,18 @@ FIELDS = tuple(
     "fabric.status".split()
 )
 
-#: What changes under load.
+#: Fields that change under load.
 LOAD_FIELDS = tuple(
     "uuid power.draw clocks.current.sm clocks_event_reasons.active temperature.gpu".split()
 )
 
 REMAPPED = ("gpu_uuid", *(f"remapped_rows.{x}" for x in "uncorrectable pending failure".split()))
 
-#: Names of fields before driver 535.
+#: Field names before driver 535.
 OLDER = {"clocks_event_reasons.active": "clocks_throttle_reasons.active"}
 
-#: Bits of clocks_event_reasons.active that mean more than idling or the power limit: name, and
-#: whether the hardware itself slows down. Source: NVML, nvmlClocksEventReasons.
+#: Bits of clocks_event_reasons.active other than idling and the power limit: name, and whether it
+#: is a hardware slowdown. Source: NVML, nvmlClocksEventReasons.
 REASONS = {
     0x08: ("hardware slowdown", True),
     0x20: ("software thermal slowdown", False),
@@ -42,7 +42,7 @@ REASONS = {
 }
 POWER_CAP = 0x04
 
-#: Seconds that a query may take: with persistence mode off, it initializes every GPU.
+#: Timeout of a query in seconds. Without persistence mode, a query initializes every GPU.
 PATIENCE = 60
 
 
@@ -50,11 +50,11 @@ NOT_INSTALLED = "nvidia-smi is not installed"
 
 
 class Unavailable(Exception):
-    """nvidia-smi is not there, or cannot speak with the driver."""
+    """nvidia-smi is not installed, or cannot communicate with the driver."""
 
 
 def run(arguments: Sequence[str]) -> str:
-    """What `nvidia-smi` prints. Raises:   Unavailable, with its words."""
+    """Return the output of `nvidia-smi`. Raises:   Unavailable, with its error message."""
     try:
         done = subprocess.run(
             ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=PATIENCE
@@ -69,7 +69,7 @@ def run(arguments: Sequence[str]) -> str:
 
 
 def query(fields: Sequence[str], what: str = "gpu", ask: Run = run) -> list[GpuFacts]:
-    """The fields of each GPU as text, without units; those that the driver knows.
+    """Return the fields of each GPU that the driver knows, as text without units.
 
     Args:     what: "gpu" or "remapped-rows".
     Raises:   Unavailable.
@@ -93,13 +93,13 @@ def query(fields: Sequence[str], what: str = "gpu", ask: Run = run) -> list[GpuF
 
 
 def _rows(text: str) -> list[list[str]]:
-    """The rows of a CSV below its header."""
+    """Return the rows of a CSV table after its header."""
     lines = [line for line in text.splitlines() if line.strip()]
     return [[cell.strip() for cell in row] for row in csv.reader(lines[1:])]
 
 
 def gpus(ask: Run = run) -> list[GpuFacts]:
-    """Every GPU of this host, remapped rows among its values. Raises:   Unavailable."""
+    """Return the values of every GPU of this host, with remapped rows. Raises:   Unavailable."""
     found = query(FIELDS, ask=ask)
     try:
         remapped = {row["gpu_uuid"]: row for row in query(REMAPPED, "remapped-rows", ask)}
@@ -109,13 +109,13 @@ def gpus(ask: Run = run) -> list[GpuFacts]:
 
 
 def cuda_of_driver(ask: Run = run) -> str:
-    """The newest CUDA that the driver serves, as "13.0"; empty if it does not say."""
+    """Return the newest CUDA version that the driver supports, as "13.0"; empty if unknown."""
     found = re.search(r"CUDA Version:\s*([\d.]+)", ask([]))
     return found[1] if found else ""
 
 
 def number(gpu: GpuFacts, field: str) -> float | None:
-    """A field's value; None where the GPU does not have it ("[N/A]")."""
+    """Return a field's value, or None if the GPU does not have it ("[N/A]")."""
     try:
         return float(gpu.get(field, ""))
     except ValueError:
@@ -123,12 +123,12 @@ def number(gpu: GpuFacts, field: str) -> float | None:
 
 
 def throttle_reasons(gpu: GpuFacts) -> list[tuple[str, bool]]:
-    """Why a GPU's clocks are held down: names, and whether by the hardware."""
+    """Return the reasons for reduced clocks: names, and whether the hardware slows down."""
     return [why for bit, why in REASONS.items() if bit & _active(gpu)]
 
 
 def at_power_limit(gpu: GpuFacts) -> bool:
-    """Whether the power limit holds the clocks down, as it does in every large matmul."""
+    """Return whether the power limit reduces the clocks, as in every large matmul."""
     return bool(POWER_CAP & _active(gpu))
 
 

@@ -1,9 +1,9 @@
-"""Peak FLOP/s of GPUs, from their makers' data sheets."""
+"""Peak FLOP/s of GPUs, from vendor datasheets."""
 
 import re
 
-#: Dense bf16 matmul peak in FLOP/s of one device, by whole words of its name; the first that are in
-#: it count. Vendor datasheets, whose figures with sparsity are twice these.
+#: Peak FLOP/s of dense bf16 matmuls of one device, by complete words of its name; the first match
+#: counts. From vendor datasheets, whose figures with sparsity are twice these.
 PEAK_FLOPS = {
     "H200 NVL": 835.5e12,
     "H100 NVL": 835.5e12,
@@ -18,6 +18,6 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Peak of a device by its name, or None when it is not in the table."""
-    words = " ".join(["", *re.split(r"[\s-]+", device_kind), ""])  # an RTX A1000 is no A100
+    """Return the peak FLOP/s of a device by its name, or None if it is not in the table."""
+    words = " ".join(["", *re.split(r"[\s-]+", device_kind), ""])  # an RTX A1000 is not an A100
     return next((peak for name, peak in PEAK_FLOPS.items() if f" {name} " in words), None)

@@ -1,4 +1,4 @@
-"""Which GPUs this process sees, without starting JAX."""
+"""The GPUs that are visible to this process, without starting JAX."""
 
 import glob
 import os
@@ -6,12 +6,12 @@ import subprocess
 
 
 def gpu_is_present() -> bool:
-    """Whether this host has NVIDIA devices that JAX may use; starts no backend."""
+    """Return whether this host has NVIDIA devices that JAX may use. Starts no backend."""
     return bool(glob.glob("/dev/nvidia[0-9]*")) and os.environ.get("JAX_PLATFORMS", "") != "cpu"
 
 
 def visible_gpus() -> int:
-    """How many GPUs of this host a process may use, by CUDA_VISIBLE_DEVICES; starts no backend."""
+    """Return the number of GPUs in CUDA_VISIBLE_DEVICES or of this host. Starts no backend."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is None:
         return len(glob.glob("/dev/nvidia[0-9]*"))
@@ -19,7 +19,7 @@ def visible_gpus() -> int:
 
 
 def gpu_name() -> str:
-    """The first GPU's name, as its driver gives it; empty if it cannot be asked."""
+    """Return the first GPU's name from the driver; empty if the query fails."""
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
         return subprocess.check_output(query, text=True).splitlines()[0]

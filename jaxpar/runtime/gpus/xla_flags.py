@@ -1,9 +1,9 @@
-"""XLA flags as data: what is set, for which GPU, JAX and config, and what it gained when measured.
+"""Set the XLA flags that were measured for this GPU, JAX version and config.
 
-They are read once, when JAX starts its backend, so `apply` comes first in a program. A flag that
-this JAX does not know would abort the process, so each row is tied to the JAX version. On a GPU or
-a JAX that no row names, nothing is set: no flag without a measurement. NVLink multicast stays off
-everywhere: on shared hosts it can take the GPUs out of service.
+JAX reads the flags once, when it starts its backend, so programs call `apply` first. An unknown
+flag would abort the process, so each row of the table names a JAX version. No flag is set for a GPU
+or a JAX version without a measurement. NVLink multicast is always disabled: on shared hosts it can
+take the GPUs out of service.
 """
 
 import os
@@ -18,7 +18,7 @@ from jaxpar.runtime.gpus.visible import gpu_is_present, gpu_name
 
 
 def matching_rows(gpu: str, jax_version: str, cfg: Config, num_processes: int = 1) -> list[Flag]:
-    """The rows for a GPU (by its name), a version of JAX, a config and a number of processes."""
+    """Return the table's rows for a GPU name, a JAX version, a config and a process count."""
     ex = on_gpus(cfg)
     return [
         flag
@@ -31,13 +31,13 @@ def matching_rows(gpu: str, jax_version: str, cfg: Config, num_processes: int = 
 
 
 def table_of(gpu: str) -> Path | None:
-    """The table of tuned kernels that runs on a GPU (by its name) read; None: they read none."""
+    """Return the table of tuned kernels for a GPU name, or None if there is none."""
     tables = [flag for flag in FLAGS if flag.name == TABLE]
     return next((PACKAGE / t.value for t in tables if any(n in gpu for n in t.gpus)), None)
 
 
 def alike_everywhere(settings: str) -> str:
-    """Settings, one or several, with our tables named by their place in the package."""
+    """Return settings with paths of kernel tables relative to the package, for all hosts alike."""
     for flag in FLAGS:
         if flag.name == TABLE:
             settings = settings.replace(flag.setting, f"--{TABLE}={PACKAGE.name}/{flag.value}")
@@ -47,9 +47,9 @@ def alike_everywhere(settings: str) -> str:
 def apply(cfg: Config, num_processes: int = 1) -> list[str]:
     """Set the flags and environment for this host. Must run before JAX starts its backend.
 
-    Args:     cfg: `parallel.data` may still be -1. Flags already in XLA_FLAGS win.
+    Args:     cfg: `parallel.data` may still be -1. Flags already in XLA_FLAGS take precedence.
               num_processes: of the run.
-    Returns:  what was set, one "name=value" each, for the log.
+    Returns:  the settings, each as "name=value", for the log.
     """
     if not gpu_is_present():
         return []
@@ -62,13 +62,16 @@ def apply(cfg: Config, num_processes: int = 1) -> list[str]:
     flags = [f for f in rows if f.name not in names]
     settings = [flag.setting for flag in flags]
     os.environ["XLA_FLAGS"] = " ".join([*settings, theirs]).strip()
-    told = settings or [f"no XLA flags: none measured on {gpu or 'this GPU'}, {jax.__version__}"]
+    told = settings or [
+        f"no XLA flags: none measured on {gpu or 'this GPU'} with JAX {jax.__version__}"
+    ]
     return told + _set_where_unset(ALWAYS | ENVIRONMENT)
 
 
 def user_flags() -> str:
-    """The user's flags. A variable that does not begin with a flag names a file of them for XLA,
-    which would take no file once other flags stand before it.
+    """Return the user's flags from XLA_FLAGS, or from the file that it names.
+
+    The file is read here, since XLA does not read a file if other flags precede its name.
 
     Raises:   ConfigError for a file that cannot be read.
     """
@@ -79,12 +82,12 @@ def user_flags() -> str:
         return " ".join(Path(text).read_text("utf-8").split())
     except (OSError, UnicodeDecodeError) as error:
         rule = f"names a file of flags that cannot be read: {error}"
-        fix = "write --name=value there, or unset it"
+        fix = "set it to --name=value, or unset it"
         raise ConfigError("XLA_FLAGS", text, rule, fix) from None
 
 
 def _set_where_unset(variables: dict[str, str]) -> list[str]:
-    """Set variables of the environment that the user has not, and say so: "name=value"."""
+    """Set environment variables that the user has not set, and return them as "name=value"."""
     unset = {name: value for name, value in variables.items() if name not in os.environ}
     os.environ.update(unset)
     return [f"{name}={value}" for name, value in unset.items()]

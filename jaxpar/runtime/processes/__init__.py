@@ -1,1 +1,1 @@
-"""The processes of a run: found, started, joined, watched, parted."""
+"""The processes of a run: detect, launch, connect, watch and shut down."""

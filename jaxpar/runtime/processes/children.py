@@ -1,7 +1,7 @@
-"""Processes of a run on this host, as their parent sees them: started, watched, ended; no orphans.
+"""Start, watch and end the processes of a run on this host, without leaving orphans.
 
-Each has a process group of its own, so that a terminal's Ctrl-C reaches the parent alone, and is
-killed by the kernel when the parent dies (Linux' PR_SET_PDEATHSIG), however that happens.
+Each child has its own process group, so that Ctrl-C in a terminal reaches only the parent. The
+kernel kills the children when the parent dies for any reason (Linux's PR_SET_PDEATHSIG).
 """
 
 import contextlib
@@ -19,24 +19,24 @@ from typing import Any
 
 from jaxpar.runtime import exit_codes
 
-#: How often the parent looks.
+#: Seconds between checks of the children.
 POLL_SECONDS = 0.05
 
-#: After one has failed, the others may end by themselves for so long: their own words say more.
+#: Seconds for the other processes to end by themselves after a failure, with their own messages.
 SETTLE_SECONDS = 1.0
 
-#: Once one has ended well, the others follow within JAX's shutdown barrier, 30 s; or have failed.
+#: Seconds for the others to end after one has succeeded: JAX's shutdown barrier takes up to 30 s.
 FOLLOW_SECONDS = 60.0
 
 _PR_SET_PDEATHSIG = 1
 
-#: Signals that come from outside and say nothing about what the run was doing.
+#: Signals from outside, which are unrelated to what the run was doing.
 OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Why an attempt ended."""
+    """The reason why an attempt ended."""
 
     rank: int
     code: int
@@ -49,22 +49,22 @@ class Failure:
         return f"process {self.rank} ended with code {self.code}{where}: {self.error}"
 
     def same_as(self, other: "Failure | None") -> bool:
-        """Whether it is another's step and error again. A signal from outside never is."""
+        """Return whether step and error are those of `other`. Never true for outside signals."""
         if other is None or self.step is None or self.code in {128 + number for number in OUTSIDE}:
             return False
-        # Ports and addresses differ from one time to the next.
+        # Ports and addresses differ between attempts.
         plain = lambda text: re.sub(r"0x[0-9a-f]+|\d+", "#", text)  # noqa: E731
         mine, theirs = (self.code, self.step), (other.code, other.step)
         return mine == theirs and plain(self.error) == plain(other.error)
 
 
 def start(command: Sequence[str], env: Mapping[str, str], log: Path | None) -> subprocess.Popen:
-    """Start a process. Args: log: appended to; None: it writes where this process does."""
+    """Start a process. Args: log: file to append its output to; None: inherit stdout and stderr."""
     parent, libc = os.getpid(), ctypes.CDLL(None, use_errno=True)
 
     def before_it_runs() -> None:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # died meanwhile
+        if os.getppid() != parent:  # the parent has died
             os._exit(exit_codes.EXIT_ERROR)
 
     with contextlib.ExitStack() as stack:
@@ -84,29 +84,29 @@ class Children:
     """The processes of one attempt."""
 
     def __init__(self, started: Sequence[subprocess.Popen], grace: float):
-        """Args:     grace: seconds between SIGTERM and SIGKILL for those left by a failure."""
+        """Args:     grace: seconds between SIGTERM and SIGKILL, after a failure of another one."""
         self.processes, self.grace = list(started), grace
         self.ended: dict[int, int] = {}
-        """Return codes, in the order in which they came, of those that ended by themselves."""
+        """Return codes of the processes that ended by themselves, in that order."""
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to all that still run."""
+        """Send a signal to all running processes."""
         for process in self.processes:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
                     process.send_signal(number)
 
     def kill(self) -> None:
-        """End all, with what they may have started, and collect them."""
+        """Kill all process groups and reap the processes."""
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
     def wait(self) -> dict[int, int]:
-        """Wait until all have ended; after a failure, end those left.
+        """Wait until all processes have ended; after a failure, end the remaining ones.
 
-        Returns:  the codes of those that ended by themselves, in that order.
+        Returns:  the codes of the processes that ended by themselves, in that order.
         """
         try:
             while not self._look():
@@ -119,7 +119,7 @@ class Children:
         return self.ended
 
     def _look(self) -> bool:
-        """Note who has ended since. Returns: whether all have."""
+        """Record the processes that have ended. Returns:  whether all have."""
         for rank, process in enumerate(self.processes):
             if rank not in self.ended and process.poll() is not None:
                 self.ended[rank] = process.returncode
@@ -145,10 +145,10 @@ class Children:
 
 
 def failure_of(ended: Mapping[int, int], words: Mapping[int, dict[str, Any]]) -> Failure:
-    """The one failure among all that followed from it.
+    """Return the failure that caused the others.
 
-    Args:     ended: as from `Children.wait`, with at least one that did not end well. words: last
-              words by rank, of those that left some.
+    Args:     ended: as returned by `Children.wait`, with at least one failure. words: last words by
+              rank, if they left any.
     """
     bad = [rank for rank, code in ended.items() if code not in (0, exit_codes.EXIT_PREEMPTED)]
     for code in (exit_codes.EXIT_CONFIG, exit_codes.EXIT_NUMERICS):
@@ -179,7 +179,7 @@ def _failure(rank: int, code: int, words: Mapping[int, dict[str, Any]]) -> Failu
 
 
 def last_words(run_dir: Path, since: float) -> dict[int, dict[str, Any]]:
-    """What processes have left in RUN/ranks after a moment (of `time.time`), by rank."""
+    """Return the last words in RUN/ranks since a time (of `time.time`), by rank."""
     found = {}
     for file in (run_dir / "ranks").glob("*.json"):
         with contextlib.suppress(OSError, ValueError):
@@ -190,7 +190,7 @@ def last_words(run_dir: Path, since: float) -> dict[int, dict[str, Any]]:
 
 
 def tail(log: Path, lines: int = 20) -> str:
-    """The end of a log."""
+    """Return the last lines of a log."""
     with contextlib.suppress(OSError), open(log, "rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - (64 << 10)))
         return "\n".join(file.read().decode("utf-8", "replace").splitlines()[-lines:])
@@ -205,8 +205,10 @@ def on_signals(act: Callable[[signal.Signals], None]) -> None:
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """SIGINT and SIGTERM wait until the end: one that came while a process is being started would
-    leave it running, unknown to its parent. For the main thread."""
+    """Delay SIGINT and SIGTERM to the end of the block. In the main thread only.
+
+    A signal during the start of a process would leave it running, unknown to its parent.
+    """
     came: list[int] = []
     note = lambda number, _: came.append(number)  # noqa: E731
     earlier = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}

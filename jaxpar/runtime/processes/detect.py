@@ -1,7 +1,7 @@
-"""Which process of a run this one is, read from flags or from what started it. Knows no JAX.
+"""Detect the rank of this process in its run, from flags or environment variables, without JAX.
 
-Slurm, Open MPI, Kubernetes and Kubeflow each say it in variables of their own. Where these are
-half set, or contradict one another, that is an error and not a guess.
+Slurm, Open MPI, Kubernetes and Kubeflow each set their own variables. Variables that are incomplete
+or contradict each other are an error.
 """
 
 import ipaddress
@@ -14,29 +14,29 @@ from jaxpar.config import Config, ConfigError, flag
 
 type Environment = Mapping[str, str]
 
-#: Set for the ranks that `jaxpar.launch` starts: coordinator, number of processes, process.
+#: Variables that `jaxpar.launch` sets: coordinator, number of processes, process id.
 LAUNCHED = ("JAXPAR_COORDINATOR", "JAXPAR_NUM_PROCESSES", "JAXPAR_PROCESS_ID")
 
-#: Ports from here on, below those that systems hand out themselves, for jobs that name none.
+#: Ports for jobs that do not name one; below the ephemeral ports of operating systems.
 FIRST_PORT, PORTS = 12_000, 16_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessPlace:
-    """One process among those of a run."""
+    """The place of a process in its run."""
 
     source: str
-    """What said so."""
+    """Where the place was read from."""
     coordinator: str
     """host:port on which process 0 listens."""
     num_processes: int
     process_id: int
     num_hosts: int | None = None
-    """None where the source does not say."""
+    """None if the source does not specify it."""
     local_processes: int = 1
-    """Processes on this host that share its GPUs; those that see only their own count alone."""
+    """Processes on this host that share its visible GPUs; 1 if each sees only its own GPUs."""
     local_id: int = 0
-    """This one among them."""
+    """Index of this process among them."""
 
     def __str__(self) -> str:
         place = f"process {self.process_id} of {self.num_processes}"
@@ -49,21 +49,21 @@ class ProcessPlace:
 
 
 def detect(cfg: Config, env: Environment) -> ProcessPlace | None:
-    """This process's place in its run; None for a run of one process.
+    """Return this process's place in its run; None for a run of one process.
 
-    Args:     cfg: the section `cluster`. env: `os.environ`.
-    Raises:   ConfigError for variables or flags that are half set, malformed or contradictory, and
-              for a loopback coordinator of processes on several hosts.
+    Args:     cfg: its section `cluster` is used. env: `os.environ`.
+    Raises:   ConfigError for variables or flags that are incomplete, malformed or contradictory,
+              and for a loopback coordinator of processes on several hosts.
     """
     c = cfg.cluster
     if (c.num_processes == 0) != (c.process_id == -1):
         missing = "cluster.process_id" if c.process_id == -1 else "cluster.num_processes"
-        rule = "both say which process this is, and one is not set"
+        rule = "must be set together with the other: num_processes and process_id"
         fix = f"set it to 0, 1, ... in each process: {flag('cluster.process_id', 0)}"
         raise ConfigError(missing, getattr(c, missing.split(".")[1]), rule, fix)
     if c.num_processes:
         if not c.coordinator:
-            fix = f"give process 0's host and a free port: {flag('cluster.coordinator')} host:1234"
+            fix = f"use process 0's host and a free port: {flag('cluster.coordinator')} host:1234"
             raise ConfigError("cluster.coordinator", "", "is needed with num_processes", fix)
         found: ProcessPlace | None = ProcessPlace(
             source="flags",
@@ -82,7 +82,7 @@ def detect(cfg: Config, env: Environment) -> ProcessPlace | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host's name or address means, on every host, that host itself."""
+    """Return whether a host's name or address is that of the local host."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -90,41 +90,41 @@ def is_loopback(host: str) -> bool:
 
 
 def _from_environment(wanted: str, env: Environment) -> ProcessPlace | None:
-    env = {name: value for name, value in env.items() if value}  # an empty one is not set
+    env = {name: value for name, value in env.items() if value}  # empty variables count as not set
     launched = _launched(env)
     if launched is not None or wanted == "none":
         return launched
     names = list(SOURCES) if wanted == "auto" else [wanted]
     found = [c for c in (SOURCES[name](env) for name in names) if c is not None]
     if wanted != "auto" and not found:
-        rule = "and its variables are not set"
+        rule = "is selected, but its variables are not set"
         raise ConfigError("cluster.detect", wanted, rule, f"use {flag('cluster.detect', 'auto')}")
     if "mpi" in (c.source for c in found):
-        # Within a Slurm job, Slurm's variables describe mpirun's own daemons.
+        # In a Slurm job, Slurm's variables describe mpirun's daemons.
         found = [c for c in found if c.source != "slurm"]
     for other in found[1:]:
         if (other.num_processes, other.process_id) != (found[0].num_processes, found[0].process_id):
             told = f"{found[0]}; {other}"
-            fix = f"name the one that is right: {flag('cluster.detect', other.source)}"
+            fix = f"select the right one: {flag('cluster.detect', other.source)}"
             raise ConfigError("environment", told, "contradicts itself", fix)
     return found[0] if found else None
 
 
 def _check(c: ProcessPlace) -> None:
-    """Raises:   ConfigError for a place, or an address, that cannot be."""
+    """Raise ConfigError for an invalid place or address."""
     if not 0 <= c.process_id < c.num_processes:
         rule = f"process {c.process_id} is not one of {c.num_processes}, counted from 0"
         raise ConfigError("cluster.process_id", c.process_id, rule, "number them from 0")
     host, _, port = c.coordinator.rpartition(":")
-    bare = ":" in host and not re.fullmatch(r"\[[^\[\]]+\]", host)  # of which JAX would crash
+    bare = ":" in host and not re.fullmatch(r"\[[^\[\]]+\]", host)  # on which JAX would crash
     if bare or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        rule = "is no host:port" + ", and an IPv6 address needs brackets" * bare
+        rule = "is not host:port" + "; an IPv6 address needs brackets" * bare
         like = f"[{host.strip('[]')}]:{port}" if bare else f"{host or c.coordinator}:1234"
         fix = f"use {flag('cluster.coordinator', like)}"
         raise ConfigError("cluster.coordinator", c.coordinator, rule, fix)
     if (c.num_hosts or 1) > 1 and is_loopback(c.host):
-        rule = f"means each host itself, and the processes are on {c.num_hosts} hosts"
-        fix = f"give a name of process 0's host that the others know: {flag('cluster.coordinator')}"
+        rule = f"is a loopback address, but the processes are on {c.num_hosts} hosts"
+        fix = f"use a name of process 0's host that all can resolve: {flag('cluster.coordinator')}"
         raise ConfigError("cluster.coordinator", c.coordinator, rule, fix + f" HOST:{port}")
 
 
@@ -146,7 +146,7 @@ def _launched(env: Environment) -> ProcessPlace | None:
 
 
 def _jax(env: Environment) -> ProcessPlace | None:
-    """JAX's own names, which Kubeflow's Trainer sets; in an indexed Job, the index is the id."""
+    """JAX's variables, which Kubeflow's Trainer sets; in an indexed Job, the index is the id."""
     indexed = "JOB_COMPLETION_INDEX" in env
     own = "JOB_COMPLETION_INDEX" if indexed and "JAX_PROCESS_ID" not in env else "JAX_PROCESS_ID"
     names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", own)
@@ -156,7 +156,7 @@ def _jax(env: Environment) -> ProcessPlace | None:
     process_id = _number(env, own)
     if indexed and _number(env, "JOB_COMPLETION_INDEX") != process_id:
         told = f"JAX_PROCESS_ID={process_id} JOB_COMPLETION_INDEX={env['JOB_COMPLETION_INDEX']}"
-        raise ConfigError("environment", told, "contradicts itself", "leave JAX_PROCESS_ID unset")
+        raise ConfigError("environment", told, "contradicts itself", "unset JAX_PROCESS_ID")
     return ProcessPlace(
         source="kubernetes" if indexed else "jax",
         coordinator=values[0],
@@ -168,10 +168,10 @@ def _jax(env: Environment) -> ProcessPlace | None:
 
 
 def _kubeflow_jaxjob(env: Environment) -> ProcessPlace | None:
-    """The names of Kubeflow's older JAXJob."""
+    """The variables of Kubeflow's older JAXJob."""
     names = ("COORDINATOR_ADDRESS", "COORDINATOR_PORT", "NUM_PROCESSES", "PROCESS_ID")
     if not {"NUM_PROCESSES", "PROCESS_ID"} & env.keys():
-        return None  # the other two are anybody's
+        return None  # other programs also use the other two
     values = _whole(env, "jaxjob", names)
     assert values is not None
     count = _number(env, "NUM_PROCESSES")
@@ -185,16 +185,16 @@ def _kubeflow_jaxjob(env: Environment) -> ProcessPlace | None:
 
 
 def _torch(env: Environment) -> ProcessPlace | None:
-    """The names of torchrun, and of Kubeflow for PyTorch: PET_* counts nodes, one process each.
+    """The variables of torchrun, and of Kubeflow for PyTorch: PET_* count nodes of one process.
 
-    Of a process that torchrun has started, those of torchrun: PET_* are options that it has read.
+    A process that torchrun started uses torchrun's variables: PET_* were options of torchrun.
     """
     by_torchrun = "LOCAL_WORLD_SIZE" in env
     nodes = not by_torchrun and bool({"PET_NNODES", "PET_NODE_RANK"} & env.keys())
     prefix = "PET_" if nodes and "PET_MASTER_ADDR" in env else ""
     counts = ("PET_NNODES", "PET_NODE_RANK") if nodes else ("WORLD_SIZE", "RANK")
     if not nodes and not {"MASTER_ADDR", "RANK"} & env.keys():
-        return None  # WORLD_SIZE alone is anybody's
+        return None  # other programs also use WORLD_SIZE
     values = _whole(env, "torch", (f"{prefix}MASTER_ADDR", f"{prefix}MASTER_PORT", *counts))
     assert values is not None
     count, local = _number(env, counts[0]), _number(env, "LOCAL_WORLD_SIZE", 0)
@@ -210,7 +210,7 @@ def _torch(env: Environment) -> ProcessPlace | None:
 
 
 def _open_mpi(env: Environment) -> ProcessPlace | None:
-    """Open MPI 4 (ORTE) and 5 (PRRTE); process 0 is taken to run where mpirun does."""
+    """Open MPI 4 (ORTE) and 5 (PRRTE); process 0 is assumed to run on the host of mpirun."""
     names = ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK")
     values = _whole(env, "mpi", tuple(f"OMPI_COMM_WORLD_{name}" for name in names))
     if values is None:
@@ -226,8 +226,8 @@ def _open_mpi(env: Environment) -> ProcessPlace | None:
         host = next(filter(None, (four or five).groups()))  # type: ignore[union-attr]
     else:
         told = f"OMPI_COMM_WORLD_SIZE={size}"
-        fix = f"name process 0's host: {flag('cluster.coordinator')} HOST:1234"
-        raise ConfigError("environment", told, "says no host of mpirun's", fix)
+        fix = f"set process 0's host: {flag('cluster.coordinator')} HOST:1234"
+        raise ConfigError("environment", told, "does not name the host of mpirun", fix)
     return ProcessPlace(
         source="mpi",
         coordinator=_address(host, _port(namespace or uri.partition(".")[0] or "mpi")),
@@ -244,8 +244,8 @@ def _slurm(env: Environment) -> ProcessPlace | None:
     if "SLURM_STEP_NUM_TASKS" not in env:
         tasks = env.get("SLURM_NTASKS", "1")
         if "SLURM_JOB_ID" in env and tasks != "1":
-            rule = f"the job has {tasks} tasks, and this process was not started by srun"
-            fix = f"start it with srun; or alone, with {flag('cluster.detect', 'none')}"
+            rule = f"the job has {tasks} tasks, but this process was not started by srun"
+            fix = f"start it with srun, or as one process with {flag('cluster.detect', 'none')}"
             raise ConfigError("SLURM_NTASKS", tasks, rule, fix)
         return None
     names = "JOB_ID STEP_NUM_TASKS STEP_NODELIST STEP_NUM_NODES PROCID LOCALID".split()
@@ -266,7 +266,7 @@ def _slurm(env: Environment) -> ProcessPlace | None:
     )
 
 
-#: In the order in which they are preferred when several agree.
+#: Detectors in order of preference, if several agree.
 SOURCES: dict[str, Callable[[Environment], ProcessPlace | None]] = {
     "jax": _jax,
     "jaxjob": _kubeflow_jaxjob,
@@ -277,45 +277,47 @@ SOURCES: dict[str, Callable[[Environment], ProcessPlace | None]] = {
 
 
 def first_host(nodes: str) -> str:
-    """The first host of Slurm's list: "gpu[03-07,12],login1" gives "gpu03"."""
+    """Return the first host of Slurm's list: "gpu[03-07,12],login1" gives "gpu03"."""
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", re.match(r"(?:\[[^\]]*\]|[^,\[])+", nodes).group())  # type: ignore[union-attr]
 
 
 def _port(job: str) -> int:
-    """The same port in every process of a job, and seldom that of another job on the host."""
+    """Return a port that all processes of a job share, and that other jobs rarely use."""
     return FIRST_PORT + zlib.crc32(job.encode()) % PORTS
 
 
 def _address(host: str, port: object) -> str:
-    """host:port, an IPv6 address in brackets."""
+    """Return host:port, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
 def _whole(env: Environment, source: str, names: tuple[str, ...]) -> list[str] | None:
-    """The variables' values; None if none is set.
+    """Return the variables' values; None if none is set.
 
-    Raises:   ConfigError when only some are.
+    Raises:   ConfigError if only some are set.
     """
     missing = [name for name in names if not env.get(name)]
     if len(missing) == len(names):
         return None
     if missing:
         there = " ".join(f"{name}={env[name]}" for name in names if name not in missing)
-        rule = f"is half of what {source} says, without {', '.join(missing)}"
-        fix = f"set them too; or run alone, with {flag('cluster.detect', 'none')}"
+        rule = f"is incomplete for {source}: {', '.join(missing)} not set"
+        fix = f"set all, or run a single process with {flag('cluster.detect', 'none')}"
         raise ConfigError("environment", there, rule, fix)
     return [env[name] for name in names]
 
 
 def _number(env: Environment, name: str, default: int | None = None, least: int = 0) -> int:
-    """Raises:   ConfigError for what is no number, or below the least. A range of one, as torch
-    writes it, is one."""
+    """Return a variable as a number; torch's range of one, such as 2:2, is also a number.
+
+    Raises:   ConfigError if it is not a number, or below the minimum.
+    """
     text = env.get(name)
     if text is None and default is not None:
         return default
     low, _, high = (text or "").partition(":")
     if not low.isdecimal() or high not in ("", low):
-        raise ConfigError(name, text, "is no whole number", "see what set it")
+        raise ConfigError(name, text, "is not an integer", "check what sets it")
     if int(low) < least:
-        raise ConfigError(name, text, f"must be at least {least}", "see what set it")
+        raise ConfigError(name, text, f"must be at least {least}", "check what sets it")
     return int(low)

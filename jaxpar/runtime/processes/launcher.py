@@ -1,4 +1,4 @@
-"""A run's processes on this host, started and seen through."""
+"""Launch the processes of a run on this host, and restart them after a failure."""
 
 import contextlib
 import os
@@ -23,31 +23,31 @@ from jaxpar.runtime.processes import children
 from jaxpar.runtime.processes.children import Children, Failure
 from jaxpar.runtime.processes.detect import LAUNCHED
 
-#: On one host, where it has no more cores: each takes a third of a GB before it computes anything.
+#: Maximum processes on one host, or its cores if more: each uses a third of a GB when idle.
 MAX_PROCESSES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
-    """Start a run's processes on this host. After --, as jaxpar.train: CONFIG --section.field v."""
+    """Start the processes of a run on this host. After --: the arguments of jaxpar.train."""
 
     num_processes: Annotated[int, tyro.conf.arg(aliases=["-n"])]
-    """Processes to start."""
+    """Number of processes to start."""
     devices_per_process: int = 0
-    """Simulate so many CPU devices in each. 0: GPUs if there are any, else what the config says."""
+    """CPU devices to simulate in each process. 0: use the GPUs, if any, or the config's devices."""
     restarts: int = 3
-    """Times to start again without a new checkpoint in between."""
+    """Maximum restarts without a new checkpoint in between."""
     grace: float = 5.0
-    """Seconds for the others to end after one has failed, before they are killed."""
+    """Seconds for the other processes to end after a failure, before they are killed."""
 
 
 def read_command(
     argv: Sequence[str], doc: str | None = None
 ) -> tuple[LaunchOptions, list[str], Config]:
-    """The options, the arguments for `jaxpar.train`, and the config that these ask for.
+    """Return the options, the arguments for `jaxpar.train`, and their config.
 
     Args:     doc: the text of --help.
-    Raises:   ConfigError for either.
+    Raises:   ConfigError for invalid options or an invalid config.
     """
     args, prog = list(argv), as_called("python -m jaxpar.launch")
     own, rest = (
@@ -62,11 +62,11 @@ def read_command(
         ("--restarts", options.restarts, 0),
         ("--grace", options.grace, 0),
     ):
-        if not value >= least:  # nor is NaN
+        if not value >= least:  # also for NaN
             raise ConfigError(name, value, f"must be at least {least}", f"use {name} {least}")
     most = max(MAX_PROCESSES, os.cpu_count() or 1)
     if options.num_processes > most:
-        rule = f"must be at most {most}: so many processes would take this host's memory"
+        rule = f"must be at most {most}: more processes would exhaust this host's memory"
         fix = "use -n 8, and --devices-per-process for more simulated devices"
         raise ConfigError("-n", options.num_processes, rule, fix)
     _check_places(rest)
@@ -76,7 +76,7 @@ def read_command(
 
 
 def _check_places(rest: Sequence[str]) -> None:
-    """Raises:   ConfigError for what of a run's arguments is the launcher's to set, or its own."""
+    """Raise ConfigError for run arguments that the launcher sets, or that are its own options."""
     of_run = [f"--cluster.{n}" for n in ("coordinator", "num-processes", "process-id", "detect")]
     own = ["-n", "--num-processes", "--devices-per-process", "--restarts", "--grace"]
     for arg, following in zip(rest, [*rest[1:], ""], strict=True):
@@ -84,17 +84,17 @@ def _check_places(rest: Sequence[str]) -> None:
         name, value = name.replace("_", "-"), value if given else following
         if name in of_run:
             path = name.removeprefix("--").replace("-", "_")
-            raise ConfigError(path, value, "is what the launcher sets", "leave it out")
+            raise ConfigError(path, value, "is set by the launcher", "remove it")
         if name in own:
-            rule, fix = "is the launcher's own, and stands after --", f"put {name} before --"
+            rule, fix = "is an option of the launcher, but comes after --", f"put {name} before --"
             raise ConfigError(name, value, rule, fix)
 
 
 class Launcher:
-    """Attempts at a run, one after another, until it has ended."""
+    """Starts a run, and restarts it after failures until it ends."""
 
     def __init__(self, options: LaunchOptions, args: list[str], cfg: Config):
-        """Raises:   ConfigError when the GPUs cannot be shared out."""
+        """Raises:   ConfigError if the GPUs cannot be shared evenly."""
         self.options, self.args = options, args
         self.run_dir = Path(cfg.run.dir)
         self.gpus = shares_of_gpus(options.num_processes) if not cfg.run.cpu_devices else []
@@ -102,7 +102,7 @@ class Launcher:
         self.stopped_by: signal.Signals | None = None
 
     def run(self) -> int:
-        """See the run through. Returns its exit code."""
+        """Run until the end. Returns:  the exit code of the run."""
         previous: Failure | None = None
         newest, spent, resumed = newest_checkpoint(self.run_dir), 0, False
         while True:
@@ -120,15 +120,15 @@ class Launcher:
                 return report(final, failure.code)
             newest, spent, previous, resumed = saved, spent + 1, failure, True
             where = f"from checkpoint {saved}" if saved >= 0 else "from the beginning"
-            report(f"starting again {where}, restart {spent} of {self.options.restarts}")
+            report(f"restarting {where}, restart {spent} of {self.options.restarts}")
 
     def attempt(self, resumed: bool) -> dict[int, int]:
-        """Start all processes and wait for their end. Returns: as `Children.wait`."""
+        """Start all processes and wait until they end. Returns:  as `Children.wait`."""
         with reserve_port() as port:
             return self.started(f"127.0.0.1:{port}", resumed).wait()
 
     def started(self, coordinator: str, resumed: bool) -> Children:
-        """All processes, which meet at the coordinator that the first of them is."""
+        """Start all processes, which connect to the first one as their coordinator."""
         count = self.options.num_processes
         args = self.args + (["--checkpoint.resume", "auto"] if resumed else [])
         command = [sys.executable, "-u", "-m", "jaxpar.train", *args]
@@ -143,7 +143,7 @@ class Launcher:
         return self.running
 
     def log(self, rank: int) -> Path | None:
-        """Where a process writes; None: to the terminal."""
+        """Return the log file of a process; None for the terminal."""
         if rank == 0:
             return None
         folder = self.run_dir / "logs"
@@ -152,7 +152,7 @@ class Launcher:
         return folder / f"rank-{rank}.log"
 
     def settled(self, ended: dict[int, int]) -> int | None:
-        """The exit code, unless there is a failure to look at."""
+        """Return the exit code, or None after a failure."""
         codes = set(ended.values())
         if len(ended) == self.options.num_processes and codes == {exit_codes.EXIT_OK}:
             return exit_codes.EXIT_OK
@@ -160,14 +160,14 @@ class Launcher:
             return exit_codes.EXIT_PREEMPTED
         asked = {exit_codes.EXIT_PREEMPTED, -signal.SIGTERM, -signal.SIGKILL}
         if self.stopped_by and codes & asked:
-            # Saved; or ended during the start, before there was anything to save.
+            # Saved, or ended during the start, before there was anything to save.
             return report(f"stopped by {self.stopped_by.name}", exit_codes.EXIT_PREEMPTED)
         return None
 
     def final(self, failure: Failure, previous: Failure | None, spent: int) -> str:
-        """Why there is no other attempt; empty if there is."""
+        """Return why there is no restart; empty if there is one."""
         if self.stopped_by:
-            return f"stopped by {self.stopped_by.name}, and failed"
+            return f"stopped by {self.stopped_by.name}, but failed"
         if failure.code in (exit_codes.EXIT_CONFIG, exit_codes.EXIT_NUMERICS):
             return "it would fail again"
         if failure.same_as(previous):
@@ -177,29 +177,29 @@ class Launcher:
         return ""
 
     def tell(self, failure: Failure) -> None:
-        """Say what failed, with the end of the log where the terminal has not shown it."""
+        """Report the failure, with the end of the log if it is not on the terminal."""
         log = self.log(failure.rank)
         if log is not None and (end := children.tail(log)):
-            print(f"--- the end of {log}\n{end}\n---", file=sys.stderr)
+            print(f"--- end of {log}\n{end}\n---", file=sys.stderr)
         report(str(failure))
 
     def stop(self, number: signal.Signals) -> None:
-        """Pass a signal on: the first so that the run saves, the second to end it at once."""
+        """Forward a signal: the first makes the run save and stop, the second ends it at once."""
         if self.running is not None:
             self.running.send(signal.SIGKILL if self.stopped_by else signal.SIGTERM)
         self.stopped_by = number
 
 
 def report(text: str, code: int = 0) -> int:
-    """A line of the launcher's own. Returns the code."""
+    """Print a line of the launcher. Returns:  the code."""
     print(f"launch: {text}", file=sys.stderr, flush=True)
     return code
 
 
 def shares_of_gpus(count: int) -> list[dict[str, str]]:
-    """The environment that gives each process its GPUs; empty where there are none.
+    """Return the environment that assigns GPUs to each process; empty if there are none.
 
-    Raises:   ConfigError when they cannot be shared out evenly.
+    Raises:   ConfigError if they cannot be shared evenly.
     """
     if not visible.gpu_is_present():
         return []
@@ -214,16 +214,17 @@ def shares_of_gpus(count: int) -> list[dict[str, str]]:
 
 
 def newest_checkpoint(run_dir: Path) -> int:
-    """Step of the newest finished checkpoint, -1 for none; by names alone, as Orbax writes them."""
+    """Return the step of the latest complete checkpoint, by its folder name; -1 if none."""
     names = [p.name for p in (run_dir / "checkpoints").glob("*") if p.name.isdigit()]
     return max(map(int, names), default=-1)
 
 
 @contextlib.contextmanager
 def reserve_port() -> Iterator[int]:
-    """A port of this host that nobody listens on, and that nobody else is given meanwhile.
+    """Reserve a free port of this host for the duration of the block.
 
-    Only bound, not listened on: the coordinator can listen, since gRPC sets SO_REUSEPORT as well.
+    The port is bound without listening. The coordinator can listen on it, since gRPC also sets
+    SO_REUSEPORT.
     """
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

@@ -1,4 +1,4 @@
-"""The processes of a run: who they are, and how they agree, wait for one another and shut down.
+"""Communication between the processes of a run: exchange texts, agree, wait and shut down.
 
 They exchange a few bytes through JAX's coordination service, which process 0 hosts; never arrays.
 With one process, every function returns at once.
@@ -21,23 +21,23 @@ LINGER_SECONDS = 2.0
 
 _ROOT = "jaxpar"
 
-#: Host of each process, once they have met.
+#: Host of each process, once they are connected.
 hosts: list[str] = []
 
 #: Numbers the calls of `any_process`.
 _questions = itertools.count()
 
-#: JAX's agreement on when to stop, once they have met.
+#: JAX's preemption manager, once the processes are connected.
 stops: list[Any] = []
 
-#: Numbers the calls of `agreed_to_stop`. JAX agrees on the one after the latest of any process, or
-#: on 1. Step numbers would not do: a run resumed at step 500 never reaches 1 after a signal during
-#: its start, and a rewind repeats steps.
+#: Numbers the calls of `agreed_to_stop`. JAX agrees on the call after the latest of any process, or
+#: on 1. Step numbers do not work: a run resumed at step 500 never reaches 1 after a signal during
+#: startup, and a rewind repeats steps.
 _stop_questions = itertools.count(1)
 
 
 class PeersMissing(Exception):
-    """Some processes have not arrived where the others wait."""
+    """Some processes have not reached a point where the others wait."""
 
 
 class PeerFailed(Exception):
@@ -49,17 +49,17 @@ class PeerFailed(Exception):
 
 
 def world_size() -> int:
-    """The number of processes in this run. Starts no backend."""
+    """Return the number of processes in this run. Starts no backend."""
     return distributed.global_state.num_processes if _client() is not None else 1
 
 
 def rank() -> int:
-    """The number of this process, from 0. Starts no backend."""
+    """Return the index of this process, from 0. Starts no backend."""
     return distributed.global_state.process_id if _client() is not None else 0
 
 
 def process_name(process: int) -> str:
-    """The name of a process in messages: "process 3 (gpu07)"."""
+    """Return the name of a process for messages: "process 3 (gpu07)"."""
     return f"process {process}" + (f" ({hosts[process]})" if process < len(hosts) else "")
 
 
@@ -82,16 +82,17 @@ def exchange(name: str, text: str, seconds: float) -> list[str]:
     except RuntimeError as error:
         there = read_published(folder)
         missing = [process_name(i) for i in range(world_size()) if i not in there]
-        who = ", ".join(missing) or "nobody now"
+        who = ", ".join(missing) or "none by now"
         raise PeersMissing(f"{name}: after {seconds:.0f} s, still missing: {who}") from error
     there = read_published(folder)
     return [there[i][1:] for i in range(world_size())]
 
 
 def any_process(happened: bool) -> bool:
-    """Whether `happened` is true in any process. All call it, in the same order, and wait for all.
+    """Return whether `happened` is true in any process.
 
-    It waits however late the last one is; over gloo, a first collective would fail after 30 s.
+    All processes call this in the same order, and wait for each other without a limit. Over gloo, a
+    first collective would fail after 30 s.
     """
     if _client() is None:
         return happened
@@ -100,13 +101,13 @@ def any_process(happened: bool) -> bool:
 
 
 def publish(topic: str, text: str) -> None:
-    """Publish a text for the others to read; replaces this process's last on the topic."""
+    """Publish a text for the other processes; it replaces this process's last one on the topic."""
     if _client() is not None:
         _client().key_value_set(f"{_ROOT}/{topic}/{rank()}", text, allow_overwrite=True)
 
 
 def read_published(topic: str) -> dict[int, str]:
-    """The texts that processes have published on a topic so far, by rank."""
+    """Return the texts that processes have published on a topic so far, by rank."""
     if _client() is None:
         return {}
     topic = topic if topic.startswith(f"{_ROOT}/") else f"{_ROOT}/{topic}"
@@ -116,8 +117,8 @@ def read_published(topic: str) -> dict[int, str]:
 def all_or_none[T](name: str, seconds: float, work: Callable[[], T]) -> T:
     """Run `work` in every process, and return only if it succeeded in all of them.
 
-    Raises:   what `work` raised here; or PeerFailed, naming the first process in which it failed,
-              with exit code 2 for a ConfigError; or as `exchange`.
+    Raises:   the exception of `work` in this process; PeerFailed that names the first process in
+              which it failed, with exit code 2 for a ConfigError; or as `exchange`.
     """
     failure: Exception | None = None
     try:
@@ -136,7 +137,7 @@ def all_or_none[T](name: str, seconds: float, work: Callable[[], T]) -> T:
 
 
 def check_same(what: str, text: Callable[[], str], seconds: float) -> None:
-    """Check that every process has the same value: two that differ would wait forever.
+    """Check that every process has the same value, since processes that differ could deadlock.
 
     Args:     text: returns the value to compare; not called in a run of one process.
     Raises:   PeerFailed naming the first process that differs from process 0.
@@ -147,15 +148,16 @@ def check_same(what: str, text: Callable[[], str], seconds: float) -> None:
     for process, digest in enumerate(digests):
         if digest != digests[0]:
             name, first = process_name(process), process_name(0)
-            rule = f"{name} has another {what} than {first}"
+            rule = f"{name} has a different {what} than {first}"
             raise PeerFailed(f"{rule}: start all with the same command, code and data", 2)
 
 
 def leave(well: bool) -> None:
     """Leave the run, before this process exits.
 
-    Args:     well: the run has ended alike in every process: they wait for one another, 30 s at
-              most. Otherwise nobody waits, except that process 0 lets the others exit first.
+    Args:     well: the run ended in the same way in every process, and they wait for each other, at
+              most 30 s. Otherwise they do not wait, except that process 0 lets the others exit
+              first.
     """
     if _client() is None:
         return
@@ -176,15 +178,15 @@ def leave(well: bool) -> None:
 
 
 def agreed_to_stop() -> bool:
-    """Whether some process has received SIGTERM, and all have agreed to stop at this call.
+    """Return whether a process has received SIGTERM and all have agreed to stop at this call.
 
-    Only the train loop calls it, equally often in every process: the answer is the same in all, and
-    true once. It communicates only after a signal has arrived.
+    Only the training loop calls this, equally often in every process. The result is the same in all
+    processes, and true once. It communicates only after a signal has arrived.
     """
     return bool(stops) and stops[0].reached_sync_point(next(_stop_questions))
 
 
 def log(text: str) -> None:
-    """Print, in process 0 only."""
+    """Print a text in process 0 only."""
     if rank() == 0:
         print(text, flush=True)

@@ -1,4 +1,4 @@
-"""How the processes of a run meet."""
+"""Connect the processes of a run."""
 
 import errno
 import os
@@ -17,20 +17,22 @@ from jaxpar.runtime.gpus import visible
 from jaxpar.runtime.processes.detect import Environment, ProcessPlace, detect, is_loopback
 from jaxpar.runtime.processes.peers import PeersMissing, exchange, hosts, log, stops
 
-#: Seconds after which JAX gives up a process that has gone silent, and ends the others.
+#: Seconds without a heartbeat after which JAX considers a process dead and ends the others.
 HEARTBEAT_SECONDS = 100
 
 
 class PortTaken(PeersMissing):
-    """None can come, since another program has the coordinator's port."""
+    """No process can connect, since another program uses the coordinator's port."""
 
 
 def join(cfg: Config, report: Callable[[str], None] | None = None) -> tuple[Config, list[str]]:
-    """Prepare this process for JAX, as one of a run's if it is: what a program does first.
+    """Prepare this process for JAX, and connect it to the other processes of its run, if any.
+
+    Programs call this first.
 
     Args:     report: called with a line about the peers, once all have joined. None: `log`.
-    Returns:  the config without the fields that say which process this is, since a run's identity
-              does not depend on where its processes ran; and what was set, as `runtime.start`.
+    Returns:  the config without the fields that identify this process, since a run's identity does
+              not depend on where its processes ran; and the settings that `runtime.start` returns.
     Raises:   ConfigError as `cluster.detect` and `connect`.
     """
     found = detect(cfg, os.environ)
@@ -43,7 +45,7 @@ def join(cfg: Config, report: Callable[[str], None] | None = None) -> tuple[Conf
 
 
 def detect_peers(env: Environment = os.environ) -> ProcessPlace | None:
-    """`detect` for programs without cluster options; None where variables are only half set."""
+    """Run `detect` for a program without cluster options; None if variables are incomplete."""
     try:
         return detect(Config(), env)
     except ConfigError:
@@ -51,25 +53,25 @@ def detect_peers(env: Environment = os.environ) -> ProcessPlace | None:
 
 
 def require_single_process(program: str, env: Environment = os.environ) -> None:
-    """Refuse to run as one of several processes.
+    """Check that this is not one of several processes.
 
-    Raises:   ConfigError naming the variables that say that there are more.
+    Raises:   ConfigError that names the variables that declare several processes.
     """
     found = detect_peers(env)
     if found is not None:
-        rule = f"is one of several, and {program} works in one process"
-        fix = f"start it once: without srun or mpirun, and the variables of {found.source} unset"
+        rule = f"is one of several processes, but {program} runs in a single process"
+        fix = f"start it without srun or mpirun, and unset the variables of {found.source}"
         raise ConfigError("process", f"{found.process_id} of {found.num_processes}", rule, fix)
 
 
 def connect(cluster: ProcessPlace, seconds: int) -> str:
-    """Meet the other processes. Comes before JAX's backend starts, and after its flags are set.
+    """Connect to the other processes, after JAX's flags are set and before its backend starts.
 
-    Args:     seconds: to wait for all of them. Then this process ends with code 1, and says why:
-              JAX would abort it.
-    Returns:  a line about it.
-    Raises:   ConfigError when the coordinator's address cannot be, or GPUs not be shared out;
-              PortTaken.
+    Args:     seconds: to wait for all processes. After that, this process ends with code 1 and a
+              message, since JAX would abort it without one.
+    Returns:  a line that describes the connected processes.
+    Raises:   ConfigError if the coordinator's address is invalid or the GPUs cannot be shared
+              evenly; PortTaken.
     """
     devices = local_gpus(cluster)
     if cluster.process_id == 0:
@@ -89,13 +91,13 @@ def connect(cluster: ProcessPlace, seconds: int) -> str:
         initialization_timeout=seconds + 60,
         heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
         shutdown_timeout_seconds=30,
-        # JAX would listen on all addresses, of which another program may have the port on one.
+        # JAX would listen on all addresses, but another program may use the port on one of them.
         coordinator_bind_address=cluster.coordinator if is_loopback(cluster.host) else None,
     )
     timer.cancel()
-    # It counts the calls of one thread. Orbax 0.12 calls it too, from the thread that ends a save,
-    # with that save's step: between two calls of the loop, the count would go back. Taken from its
-    # place, it is not found there, which Orbax takes for no preemption.
+    # The manager counts the calls of one thread. Orbax 0.12 also calls it, from the thread that
+    # finishes a save, with the step of that save, which would decrease the count between two calls
+    # of the loop. Without a manager in this place, Orbax assumes that there is no preemption.
     stops[:] = [distributed.global_state.preemption_sync_manager]
     distributed.global_state.preemption_sync_manager = None
     hosts[:] = exchange("hosts", socket.gethostname(), seconds)
@@ -105,14 +107,14 @@ def connect(cluster: ProcessPlace, seconds: int) -> str:
 
 
 def _give_up(cluster: ProcessPlace, seconds: int) -> NoReturn:
-    """Say that the others have not come, and end."""
+    """Report that the other processes have not connected, and end this process."""
     port = int(cluster.coordinator.rpartition(":")[2])
-    answer = "answers, so others are missing"
+    answer = "answers, so other processes are missing"
     try:
         socket.create_connection((cluster.host, port), 3).close()
     except OSError as error:
         answer = f"does not answer ({error})"
-    told = f"{cluster}: the processes have not come together in {seconds} s; that address {answer}"
+    told = f"{cluster}: not all processes connected within {seconds} s; this address {answer}"
     if is_loopback(cluster.host):
         told += ". It is a loopback address, which processes on other hosts cannot reach"
     print(f"error: {told}", file=sys.stderr, flush=True)
@@ -120,9 +122,9 @@ def _give_up(cluster: ProcessPlace, seconds: int) -> NoReturn:
 
 
 def local_gpus(cluster: ProcessPlace) -> list[int] | None:
-    """This process's share of the GPUs it can see; None for all of them.
+    """Return this process's share of the visible GPUs; None for all of them.
 
-    Raises:   ConfigError when they cannot be shared out evenly.
+    Raises:   ConfigError if they cannot be shared evenly.
     """
     shared = cluster.local_processes
     if shared == 1 or not visible.gpu_is_present():
@@ -131,39 +133,39 @@ def local_gpus(cluster: ProcessPlace) -> list[int] | None:
     if seen == 1:
         return None
     if seen % shared:
-        rule = f"{shared} processes of this host see {seen} GPUs, and cannot share them evenly"
-        fix = "give each its own, as srun --gpus-per-task does"
+        rule = f"{shared} processes of this host cannot share {seen} GPUs evenly"
+        fix = "assign GPUs to each process, as srun --gpus-per-task does"
         raise ConfigError("CUDA_VISIBLE_DEVICES", seen, rule, fix)
     each = seen // shared
     return list(range(cluster.local_id * each, (cluster.local_id + 1) * each))
 
 
 def _check_free(cluster: ProcessPlace) -> None:
-    """Raises:   PortTaken when another program listens there: JAX would crash."""
+    """Raise PortTaken if another program uses the port, on which JAX would crash."""
     port = int(cluster.coordinator.rpartition(":")[2])
     own = cluster.host if is_loopback(cluster.host) else None
     found = socket.getaddrinfo(own, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     for family, kind, _, _, address in found:
         try:
             with socket.socket(family, kind) as probe:
-                # As the coordinator does: `jaxpar.launch` holds the port for it in this way.
+                # As the coordinator does, since `jaxpar.launch` reserves the port with this option.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
                 probe.bind(address)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                fix = "end that, or give all processes another --cluster.coordinator HOST:PORT"
-                told = f"{cluster}: another program on this host has port {port}. Fix: {fix}"
+                fix = "end it, or use another --cluster.coordinator HOST:PORT in all processes"
+                told = f"{cluster}: another program on this host uses port {port}. Fix: {fix}"
                 raise PortTaken(told) from error
 
 
 def _check_reachable(cluster: ProcessPlace) -> None:
-    """Raises:   ConfigError when the coordinator's name is unknown, or means this host."""
-    path, fix = "cluster.coordinator", f"use another name of its: {flag('cluster.coordinator')}"
+    """Raise ConfigError if the coordinator's name resolves to this host."""
+    path, fix = "cluster.coordinator", f"use another name: {flag('cluster.coordinator')}"
     try:
         found = socket.getaddrinfo(cluster.host, None, type=socket.SOCK_STREAM)
     except OSError:
-        return  # not known yet, perhaps: pods' names come late. Connecting tries for longer.
+        return  # perhaps not known yet, as names of new pods; connecting retries for longer
     if all(is_loopback(str(address[4][0])) for address in found) and not is_loopback(cluster.host):
         rule = f"is the loopback address {found[0][4][0]} on {socket.gethostname()}"
         raise ConfigError(path, cluster.coordinator, rule, fix)
