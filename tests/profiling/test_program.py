@@ -147,7 +147,7 @@ def test_a_trace_of_nothing(tmp_path):
 
 def test_options(tmp_path, capsys):
     assert "--top = 0: must be at least 1" in refused(str(PIECE), "--top", "0")
-    assert "is no GPU that a plan knows" in refused(str(PIECE), "--gpu", "h2000")
+    assert "is not a known GPU; known are" in refused(str(PIECE), "--gpu", "h2000")
     where = str(tmp_path / "no" / "a.json")
     assert "lies in a folder that is not there" in refused(str(PIECE), "--json", where)
     assert "is a folder, not a file" in refused(str(PIECE), "--json", str(tmp_path))
