@@ -1,7 +1,7 @@
-"""Where a step's time and memory go: python -m jaxpar.profile RUN_OR_TRACE [--step N]
+"""Show where a step's time and memory go: python -m jaxpar.profile RUN_OR_TRACE [--step N]
 
-Reads the traces that a run takes (`--profile.start N`, or RUN/profile.request made while it goes),
-or any of JAX's. docs/profiling.md says how to take one and what each figure is.
+Reads the traces of a run (taken with `--profile.start N`, or by creating RUN/profile.request during
+the run), or any JAX trace. docs/profiling.md explains how to take a trace, and each figure.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from jaxpar.runtime.program import run_program
 
 
 def main(argv: Sequence[str]) -> None:
-    """The command line."""
+    """Run the command line."""
     prog, doc = as_called("python -m jaxpar.profile"), as_called(__doc__ or "")
     options = tyro.cli(ProfileOptions, args=list(argv), prog=prog, description=doc)
     check(options)

@@ -85,7 +85,7 @@ def test_shapes_of_the_command_line():
         (["--shapes", "causal,sideways"], "'sideways' is no shape"),
         (["--shapes", "1,64,3,2,8"], "H a multiple of G"),
         (["--shapes", "packed:1,100,2,1,8"], "T of packed must be a multiple of 32"),
-        (["--backends", "reference,flash"], "'flash' is none of cudnn"),
+        (["--backends", "reference,flash"], "'flash' is not one of cudnn"),
         (["--repeats", "0"], "--repeats = 0: must be at least 1"),
         (["--table", "t.json"], "is written by --tune alone"),
         (["--card", "/"], "--card = '/': is a folder, not a file"),
@@ -93,7 +93,7 @@ def test_shapes_of_the_command_line():
         (["--tune", "--table", "/"], "--table = '/': is a folder, not a file"),
         (["--tune", "--table", __file__], "cannot be read: "),
         (["--nonsense"], "unrecognized arguments: --nonsense"),
-        (["--tune"], "must be given where there is no GPU"),
+        (["--tune"], "is required without a GPU"),
     ],
 )
 def test_bad_options_are_one_line(argv, said):
@@ -105,7 +105,9 @@ def test_bad_options_are_one_line(argv, said):
 def test_the_programs_are_named_when_none_is_given(capsys):
     assert bench.main([]) == 0 and bench.main(["--help"]) == 0
     assert capsys.readouterr().out.count("attention      time, TFLOP/s") == 2
-    with pytest.raises(ConfigError, match="'traim': is none of train, attention, matmuls, loss"):
+    with pytest.raises(
+        ConfigError, match="'traim': must be one of train, attention, matmuls, loss"
+    ):
         bench.main(["traim"])
 
 

@@ -12,22 +12,22 @@ from jaxpar.profiling import in_run
 
 
 class Board:
-    """Stands for `processes`: what each of them has published, read from any."""
+    """A fake of `peers`: texts that each process publishes, read by any of them."""
 
     def __init__(self, count: int):
         self.texts: dict[int, str] = {}
-        self.rank, self.number = 0, count
+        self.current, self.number = 0, count
 
-    def count(self):
+    def world_size(self):
         return self.number
 
-    def own(self):
-        return self.rank
+    def rank(self):
+        return self.current
 
     def publish(self, topic, text):
-        self.texts[self.rank] = text
+        self.texts[self.current] = text
 
-    def published(self, topic):
+    def read_published(self, topic):
         return dict(self.texts)
 
 
@@ -54,7 +54,7 @@ def test_all_begin_with_the_same_step(seed, monkeypatch, tmp_path):
     while min(steps) < 90:
         # Nobody is more than a step ahead of the slowest: it fetches a loss that all have made.
         rank = rng.choice([r for r in range(count) if steps[r] <= min(steps) + 1])
-        board.rank = rank
+        board.current = rank
         if rank in waiting or (rank, steps[rank]) in asked:
             waiting.discard(rank)
             in_run._signals.append(10)
@@ -84,7 +84,7 @@ def test_profiles_of_one_attempt_are_limited(monkeypatch, tmp_path):
     profiler = in_run.RunProfiler(Config(), Path(tmp_path), None, "", said.append)
     profiler._taken = in_run.MAX_PROFILES
     profiler._begin(7)
-    assert "in one attempt are enough" in said[0] and profiler._first == 0
+    assert "has taken its maximum of" in said[0] and profiler._first == 0
     assert not (tmp_path / "profiles").exists()
 
 

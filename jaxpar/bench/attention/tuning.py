@@ -50,7 +50,7 @@ def default_table() -> Path:
     """
     device = jax.devices()[0]
     if device.platform != "gpu":
-        rule, fix = "must be given where there is no GPU", "add --table runs/table.json"
+        rule, fix = "is required without a GPU", "add --table runs/table.json"
         raise ConfigError("--table", None, rule, fix)
     return TABLES / measurements.file_name(device.device_kind)
 
