@@ -52,8 +52,8 @@ def test_a_card(a_run):
 def test_without_a_gpu_there_is_no_profile_and_it_says_why(a_run):
     _, card, folder, said = a_run
     assert card["profile"] is None
-    assert card["profile_missing"] == "the trace has no GPU's plane"
-    assert said.splitlines()[-1] == "no profile: the trace has no GPU's plane"
+    assert card["profile_missing"] == "the trace has no GPU plane"
+    assert said.splitlines()[-1] == "no profile: the trace has no GPU plane"
     assert list((folder / "trace").rglob("*.xplane.pb"))
 
 

@@ -125,7 +125,9 @@ def test_a_cut_off_trace_is_refused(profiled, tmp_path):
     (trace,) = (profiled / "profiles" / "step_00000005").rglob("*.xplane.pb")
     cut = tmp_path / "cut.xplane.pb"
     cut.write_bytes(trace.read_bytes()[:-1000])
-    with pytest.raises(ConfigError, match=r"cut\.xplane\.pb is no profiler trace, or is cut off"):
+    with pytest.raises(
+        ConfigError, match=r"cut\.xplane\.pb is not a profiler trace or is truncated"
+    ):
         profile.main([str(cut)])
 
 
