@@ -247,6 +247,6 @@ def test_refusals(tmp_path):
     assert "is not a card but a JSON list" in refusal(train, files["list"])
     assert "is not a card of bench train or bench attention" in refusal(train, files["loss"])
     said = refusal(train, files["attention"])
-    assert "is a card of bench attention, and" in said and "one of bench train" in said
+    assert "is a card of bench attention, but" in said and "one of bench train" in said
     with pytest.raises(ConfigError, match="required: CARD"):
         bench.main(["compare"])

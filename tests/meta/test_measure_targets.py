@@ -225,7 +225,7 @@ def test_more_gpus_than_can_be_seen_are_refused(targets, monkeypatch, capsys):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     with pytest.raises(SystemExit):
         targets.main(["fsdp", "--gpus", "8"])
-    assert "--gpus = 8: only 2 can be seen" in capsys.readouterr().err
+    assert "--gpus = 8: only 2 are visible" in capsys.readouterr().err
 
 
 def test_a_list_that_is_not_read_to_its_end_or_has_no_rows(targets, capsys):
@@ -269,11 +269,14 @@ def test_refusals(targets, words, rule, capsys):
 @pytest.mark.parametrize(
     ("words", "rule"),
     [
-        ("torchtitan fsdp --data nowhere", "--data = 'nowhere' contains no tokenizer.json. Fix: "),
-        ("torchtitan fsdp --steps 0", "--steps = 0: must be at least 3. Fix: --steps 20"),
-        ("torchtitan fsdp --gpus 0", "--gpus = 0: must be at least 1. Fix: --gpus 8"),
-        ("torchtitan fsdp --data HERE --card HERE", "is not a writable file. Fix: --card"),
-        ("torchtitan fsdp --data HERE --card=", "--card = '': is not a writable file"),
+        (
+            "torchtitan_run fsdp --data nowhere",
+            "--data = 'nowhere' contains no tokenizer.json. Fix: ",
+        ),
+        ("torchtitan_run fsdp --steps 0", "--steps = 0: must be at least 3. Fix: --steps 20"),
+        ("torchtitan_run fsdp --gpus 0", "--gpus = 0: must be at least 1. Fix: --gpus 8"),
+        ("torchtitan_run fsdp --data HERE --card HERE", "is not a writable file. Fix: --card"),
+        ("torchtitan_run fsdp --data HERE --card=", "--card = '': is not a writable file"),
         ("loader --batch 0", "--batch = 0: must be at least 1. Fix: --batch 32"),
         ("loader --seq-len -1", "--seq-len = -1: must be at least 1. Fix: --seq-len 1024"),
         ("saves nowhere/config.json", "CONFIG.json = 'nowhere/config.json': cannot be read: "),
