@@ -1,8 +1,8 @@
 """Plan a run before it starts: python -m jaxpar.plan CONFIG --gpus N --gpu NAME [options]
 
 Lists every layout that the config allows on the GPUs (mesh, ZeRO stage, microbatches, remat
-policy), predicts the memory and step time of each, and ranks them. No GPU is used.
-docs/planning.md describes the predictions and their errors.
+policy), predicts the memory and step time of each, and ranks them. It uses no GPU. docs/planning.md
+explains the predictions and compares them with measurements.
 """
 
 import json
@@ -17,11 +17,11 @@ from jaxpar.runtime.program import run_program
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line."""
+    """Run the command line and return the exit code."""
     if asks_help(argv):
         parser(__doc__).parse_args(["--help"])
     asked = read_command(argv)
-    # Only shapes are computed, so leave the GPUs to other programs.
+    # Planning computes only shapes, so it does not need a GPU.
     jax.config.update("jax_platforms", "cpu")
     width = max(Console().width, MIN_WIDTH)
     console = Console(highlight=False, width=width, quiet=asked.options.json)

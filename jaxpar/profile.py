@@ -1,7 +1,7 @@
 """Show where a step's time and memory go: python -m jaxpar.profile RUN_OR_TRACE [--step N]
 
-Reads the traces of a run (from `--profile.start N`, or RUN/profile.request created while it runs),
-or any other trace of JAX. docs/profiling.md explains how to take a trace and every figure.
+Reads the traces of a run (taken with `--profile.start N`, or by creating RUN/profile.request during
+the run), or any JAX trace. docs/profiling.md explains how to take a trace, and each figure.
 """
 
 from collections.abc import Sequence

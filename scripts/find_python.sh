@@ -1,12 +1,12 @@
 #!/bin/sh
-# Print the path of a Python that jaxpar can make its virtual environment with: 3.12 or newer, with
-# venv and ensurepip. $PYTHON, when set, is the only one looked at. Otherwise: PATH, then pyenv.
-# Every candidate is run, because a pyenv shim on PATH may stand for nothing.
+# Print the path of a Python that can create jaxpar's virtual environment: 3.12 or newer, with venv and
+# ensurepip. If $PYTHON is set, only it is tried; otherwise PATH, then pyenv. Every candidate is run,
+# since a pyenv shim on PATH may have no interpreter.
 set -u
 
 tried=""
 
-# usable COMMAND: prints the interpreter's own path, or notes in $tried why it will not do.
+# usable COMMAND: prints the interpreter's path, or records in $tried why it is unsuitable.
 usable() {
     if ! version=$("$1" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])' 2>/dev/null); then
         reason="does not run"
@@ -25,7 +25,7 @@ usable() {
 
 if [ -n "${PYTHON:-}" ]; then
     usable "$PYTHON" && exit 0
-    printf 'PYTHON is set, and is not a Python 3.12 or newer with venv:\n%s' "$tried" >&2
+    printf 'PYTHON is set, but is not Python 3.12 or newer with venv:\n%s' "$tried" >&2
     exit 1
 fi
 
@@ -51,15 +51,15 @@ done
 [ -n "$tried" ] || tried="  no python3 on PATH
 "
 cat >&2 <<END
-jaxpar needs Python 3.12 or newer, and none was found:
+jaxpar needs Python 3.12 or newer, but none was found:
 $tried
-Install one, any way you like, and run make again:
+Install one in any way and run make again:
   Debian, Ubuntu   sudo apt install python3.12 python3.12-venv
   Fedora           sudo dnf install python3.12
   macOS            brew install python@3.12
   pyenv            pyenv install 3.12
   conda            conda create -n jaxpar python=3.12 && conda activate jaxpar
   uv               uv python install 3.12, then PYTHON=\$(uv python find 3.12) make install
-An interpreter in an unusual place: PYTHON=/path/to/python make install
+For an interpreter elsewhere: PYTHON=/path/to/python make install
 END
 exit 1

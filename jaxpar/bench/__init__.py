@@ -1,13 +1,14 @@
-"""Measure what this machine does: python -m jaxpar.bench COMMAND
+"""Run a benchmark on this machine: python -m jaxpar.bench COMMAND
 
-    train CONFIG   tokens per second and MFU of the training program's own step
-    attention      time, TFLOP/s and error of the attention backends; --tune writes their table
-    matmuls CONFIG kernels of a step's matmuls that are best at the power limit; writes a table
-    loss           peak memory of the loss, against whole logits
-    compare        cards side by side, and what was different
+    train CONFIG    tokens per second and MFU of a config's train step
+    attention       time, TFLOP/s and error of the attention backends; --tune writes their table
+    matmuls CONFIG  the fastest matmul kernels of a step at the power limit; writes a table
+    loss            peak memory of the loss, compared with full logits
+    compare         cards side by side, with the conditions that differ
 
-Each prints its figures; with --card FILE, train, attention and loss write them down with the
-conditions they hold under. `python -m jaxpar.bench train --help` lists the options of one.
+Each command prints its figures. With --card FILE, train, attention and loss also write them to a
+JSON file, along with the conditions of the measurement. `python -m jaxpar.bench train --help` lists
+the options of a command.
 """
 
 from collections.abc import Sequence
@@ -48,7 +49,7 @@ COMMANDS: dict[str, ModuleType] = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line; the exit code."""
+    """Run the command line and return the exit code."""
     if not argv or (argv[0] not in COMMANDS and asks_help(argv)):
         print(as_called(__doc__ or ""))
         return 0
@@ -56,13 +57,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read_command(argv: Sequence[str]) -> Any:
-    """What a command line asks for, checked, without running it."""
+    """Parse and check a command line without running it."""
     return _command(argv).read_command(argv[1:])
 
 
 def _command(argv: Sequence[str]) -> ModuleType:
     name = argv[0] if argv else ""
     if name not in COMMANDS:
-        fix = f"start with {' or '.join(COMMANDS)}: python -m jaxpar.bench attention"
-        raise ConfigError("command", name, f"is none of {', '.join(COMMANDS)}", fix)
+        fix = "use, for example, python -m jaxpar.bench attention"
+        raise ConfigError("command", name, f"must be one of {', '.join(COMMANDS)}", fix)
     return COMMANDS[name]

@@ -1,4 +1,4 @@
-"""`python -m jaxpar.bench`."""
+"""Runs `python -m jaxpar.bench`."""
 
 from jaxpar.bench import main
 from jaxpar.runtime.program import run_program

@@ -1,8 +1,8 @@
 """Measure the loss: python -m jaxpar.bench loss [--tokens 8192,32768] [--vocab 128256] [...]
 
-Peak memory beside inputs and results, as the compiler allots it, of the loss with its gradients:
-ours, whose logits exist a chunk at a time, or all at once, against autodiff's. On a GPU, also the
-time of each.
+Compares jaxpar's loss, which computes logits in chunks, with autodiff of the full logits. Prints
+the peak memory of loss and gradients in addition to inputs and results, from XLA's memory analysis,
+and on a GPU the time.
 """
 
 import argparse
@@ -31,7 +31,7 @@ GIB = 1 << 30
 
 
 def ours(h_ND, head_DV, labels_N, chunks: int, logits_dtype: Any):
-    """Loss and gradients by `model/loss.py`, on one device."""
+    """Compute loss and gradients with `model/loss.py`, on one device."""
 
     def local(h, head, labels):
         how = dict(logits_dtype=logits_dtype, chunks=chunks)
@@ -49,7 +49,7 @@ def ours(h_ND, head_DV, labels_N, chunks: int, logits_dtype: Any):
 
 
 def plain(h_ND, head_DV, labels_N):
-    """Loss and gradients of whole logits, by autodiff."""
+    """Compute loss and gradients from full logits, by autodiff."""
 
     def total(h, head):
         logits = jnp.dot(h, head, preferred_element_type=jnp.float32)
@@ -61,26 +61,35 @@ def plain(h_ND, head_DV, labels_N):
 
 
 def temporary_gib(program: Callable, arguments: Sequence[jax.ShapeDtypeStruct]) -> float:
-    """What a compiled program holds at its peak beside arguments and results."""
+    """Return a compiled program's peak memory in addition to arguments and results."""
     analysis = jax.jit(program).lower(*arguments).compile().memory_analysis()
     assert analysis is not None
     return analysis.temp_size_in_bytes / GIB
 
 
 def read_command(argv: Sequence[str]) -> argparse.Namespace:
-    """The options, checked."""
+    """Parse and check the options."""
     parser = make_parser("python -m jaxpar.bench loss", __doc__, repeats=10)
     add = parser.add_argument
-    add("--tokens", default="8192,16384,32768", help="how many, of each row (%(default)s)")
-    add("--vocab", type=int, default=128256, help="size of the vocabulary (%(default)s)")
-    add("--chunks", type=int, default=0, help="as parallel.loss_chunks (%(default)s: of 1 GiB)")
-    add("--logits-dtype", choices=("float32", "compute"), default="float32", help="of ours")
+    add(
+        "--tokens",
+        default="8192,16384,32768",
+        help="numbers of tokens, one per row of the output (%(default)s)",
+    )
+    add("--vocab", type=int, default=128256, help="vocabulary size (%(default)s)")
+    add("--chunks", type=int, default=0, help="parallel.loss_chunks (%(default)s: chunks of 1 GiB)")
+    add(
+        "--logits-dtype",
+        choices=("float32", "compute"),
+        default="float32",
+        help="dtype of jaxpar's logits",
+    )
     add("--d-model", type=int, default=4096, help="width of the hidden states (%(default)s)")
     options = parser.parse_args(argv)
     sizes = options.tokens.split(",")
     if not all(n.isdecimal() and int(n) for n in sizes) or min(options.vocab, options.d_model) < 1:
         said = f"{options.tokens}, {options.vocab}, {options.d_model}"
-        rule = "must be whole numbers above 0"
+        rule = "must be positive integers"
         raise ConfigError("--tokens, --vocab, --d-model", said, rule, "use --tokens 8192,16384")
     if options.chunks < 0:
         raise ConfigError("--chunks", options.chunks, "must not be negative", "use --chunks 1")
@@ -91,7 +100,7 @@ def read_command(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def measure(tokens: int, options: argparse.Namespace) -> dict[str, Any]:
-    """The row of so many tokens."""
+    """Measure one row of the output."""
     D, V = options.d_model, options.vocab
     struct = jax.ShapeDtypeStruct
     shapes = [struct((tokens, D), options.dtype), struct((D, V), options.dtype)]
@@ -116,7 +125,7 @@ def measure(tokens: int, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line."""
+    """Run the command line and return the exit code."""
     options = read_command(argv)
     rendezvous.require_single_process("jaxpar.bench loss")
     environment = runtime.start(Config())
@@ -132,6 +141,6 @@ def main(argv: Sequence[str]) -> int:
         text = lambda x: f"{x:,.2f}" if isinstance(x, float) else f"{x:,}" if x else "-"  # noqa: E731
         print("  ".join(text(row[name]).rjust(10) for name in columns), flush=True)
         card["rows"].append(row)
-        if options.card:  # after each: what fails later leaves what there is
+        if options.card:  # after each row, so that a later failure keeps the earlier rows
             json_output.write("--card", options.card, card)
     return exit_codes.EXIT_OK

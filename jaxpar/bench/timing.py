@@ -1,4 +1,4 @@
-"""Times of programs that run beside each other in one process, taken in turns."""
+"""Times several programs in one process, interleaved."""
 
 import dataclasses
 import statistics
@@ -8,18 +8,18 @@ from typing import Any
 
 import jax
 
-#: A batch of launches lasts about this long: far above the cost of waiting for its end, and short
-#: enough that all programs meet the same clocks and temperature.
+#: Duration of a batch of launches: far longer than the wait for its end, and short enough that all
+#: programs run at the same clocks and temperature.
 BATCH_SECONDS = 0.03
-#: In a batch of that length.
+#: Most launches in a batch of that duration.
 MAX_LAUNCHES = 1000
-#: Batches run before the clock starts.
+#: Batches run before timing starts.
 WARM_UP = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Milliseconds of one launch: over the repeats, each a batch of `launches`."""
+    """Milliseconds per launch over the repeats, each a batch of `launches`."""
 
     ms: float
     fastest: float
@@ -29,10 +29,10 @@ class Timing:
 
 @dataclasses.dataclass(frozen=True)
 class Sustained:
-    """Seconds of launches whose time is not taken, and of a batch after them.
+    """Seconds of untimed launches, and of the timed batch after them.
 
-    A GPU that computes without a pause comes to its power limit within some 0.1 s and lowers its
-    clock; from then on a kernel takes as long as its energy does, as in a train step.
+    Under continuous load, a GPU reaches its power limit within about 0.1 s and lowers its clock.
+    From then on, a kernel's time is limited by its energy, as in a train step.
     """
 
     settle: float
@@ -42,13 +42,12 @@ class Sustained:
 def time_interleaved[Name: Hashable](
     programs: Mapping[Name, Callable[[], Any]], repeats: int, sustained: Sustained | None = None
 ) -> dict[Name, Timing | Exception]:
-    """The time of each program; of one that fails, its error.
+    """Time each program; return its error if it fails.
 
-    Each repeat runs a batch of every program once, in turn, so that a drift of the clocks meets
-    all of them alike. A batch is launched back to back and waited for at its end.
+    Each repeat runs one batch of every program, so that clock drift affects all of them equally.
+    The launches of a batch are back to back, with one wait at the end.
 
-    Args:     sustained: how long each batch lasts, and what comes before it; None: BATCH_SECONDS,
-              and nothing.
+    Args:     sustained: durations of warm-up and batch; None: no warm-up and BATCH_SECONDS.
     """
     batch = sustained.timed if sustained else BATCH_SECONDS
     found: dict[Name, Timing | Exception] = {}
@@ -77,7 +76,7 @@ def time_interleaved[Name: Hashable](
 
 
 def _batch(program: Callable[[], Any], launches: int) -> float:
-    """Seconds of a launch. Results are dropped as they come, so memory does not pile up."""
+    """Return the seconds per launch. Results are dropped at once to save memory."""
     began = time.perf_counter()
     for _ in range(launches):
         last = program()
@@ -86,7 +85,7 @@ def _batch(program: Callable[[], Any], launches: int) -> float:
 
 
 def _launches(program: Callable[[], Any], batch: float) -> int:
-    """How many launches fill so many seconds; the program is compiled and warm afterwards."""
+    """Return how many launches fill `batch` seconds. Compiles and warms up the program."""
     _batch(program, 1)
     once = _batch(program, 1)
     for _ in range(WARM_UP):

@@ -1,10 +1,12 @@
-"""Is this machine fit for training? `python -m jaxpar.doctor`; docs/doctor.md explains each check.
+"""Checks whether a machine is fit for training: `python -m jaxpar.doctor`.
 
-facts, topology                  what is there, read and never changed
-verification                     is every collective's result right?
-bandwidth, links, compute        how fast are collectives, pairs of devices, matmuls?
-host_checks, gpu_checks, measured_checks, variables   pure functions from these to findings
-examination, showing             the sections in turn, and their tables
+docs/doctor.md explains each check.
+
+facts, topology   what a process reads about its host
+measure/          verifies collectives; times collectives, pairs of devices and matmuls
+checks/           pure functions from facts and figures to findings
+examination       runs the sections in order
+showing           their tables
 """
 
 import json
@@ -36,12 +38,12 @@ MAY_IMPORT = (
 
 __all__ = ["main", "read_command"]
 
-#: Columns that the tables need, also where the output is no terminal.
+#: Columns that the tables need, even if the output is not a terminal.
 MIN_WIDTH = 118
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line; the exit code."""
+    """Run the command line and return the exit code."""
     options = read_command(argv)
     own, was_set = begin(options)
     width = max(Console().width, MIN_WIDTH)
@@ -65,24 +67,24 @@ def main(argv: Sequence[str]) -> int:
 
 
 def begin(options: DoctorOptions) -> tuple[facts.HostFacts, list[str]]:
-    """Join the other processes, and set what JAX reads as it starts, as training does.
+    """Join the other processes and set what JAX reads at startup, as training does.
 
     Returns:  this process's facts so far, and what was set in its environment.
-    Raises:   ConfigError for a --json that process 0 could not write; and as `rendezvous.connect`.
+    Raises:   ConfigError if process 0 cannot write --json; the errors of `rendezvous.connect`.
     """
     cfg = options.cfg
     place = detect.detect(cfg, os.environ)
     if options.json is not None and (place is None or place.process_id == 0):
-        check_file(options.json)  # the others write nothing, and may be elsewhere
+        check_file(options.json)  # the others write nothing, and may run on other hosts
     own = facts.of_the_host(dict(os.environ))  # before anything is set here
     was_set = []
-    if visible.gpu_is_present():  # multicast stays off here, whatever the user has set
+    if visible.gpu_is_present():  # NVLink multicast stays off, whatever the user has set
         os.environ["NCCL_NVLS_ENABLE"] = "0"
         was_set = ["NCCL_NVLS_ENABLE=0"]
-    # Of the flags for 8-bit matmuls, the one that keeps the compiler from tuning them for minutes.
+    # The flags for 8-bit matmuls include one that spares minutes of autotuning.
     flags = replace(cfg, **{"model.matmul_dtype": "float8", "run.compilation_cache": ""})
     number = place.num_processes if place else 1
-    was_set += runtime.start(flags, number, needs_devices=False)  # that is a finding
+    was_set += runtime.start(flags, number, needs_devices=False)  # missing devices are a finding
     if place is not None:
         peers.log(f"cluster    {rendezvous.connect(place, cfg.cluster.connect_seconds)}")
     return own, was_set

@@ -1,4 +1,4 @@
-"""`python -m jaxpar.doctor`."""
+"""Runs `python -m jaxpar.doctor`."""
 
 from jaxpar.doctor import main
 from jaxpar.runtime.program import run_program

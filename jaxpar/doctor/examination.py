@@ -1,4 +1,4 @@
-"""The sections of an examination, one after the other: figures, findings and tables of each."""
+"""Runs the sections of an examination in order, and collects their figures and findings."""
 
 import dataclasses
 import itertools
@@ -27,15 +27,15 @@ from jaxpar.sharding.mesh import describe, make_mesh
 #: Sections that need no devices.
 LOOKING = ("versions", "hardware")
 
-#: Version of the JSON: raised when a name in it changes its meaning or goes.
+#: Version of the JSON: increases when a name changes its meaning or is removed.
 SCHEMA = 1
 
 
 @dataclasses.dataclass
 class Section:
-    """What a section has found.
+    """The results of a section.
 
-    record    its figures, as they go to JSON. tables   the same for people.
+    record    its figures for the JSON. tables   the same, to print.
     """
 
     record: Any = None
@@ -44,7 +44,7 @@ class Section:
 
 
 class Examination:
-    """The sections that were asked for, over the devices of all processes."""
+    """Runs the requested sections on the devices of all processes."""
 
     def __init__(
         self,
@@ -54,8 +54,8 @@ class Examination:
         progress: SectionProgress,
         show: Callable[[Any], Any],
     ):
-        """Args:     own: this process's facts, its devices among them. was_set: flags and variables
-        that this program has set. show: prints a table."""
+        """Args:     own: this process's facts, including its devices. was_set: flags and variables
+        set by this program. show: prints a table."""
         self.options, self.was_set, self.progress, self.show = options, was_set, progress, show
         self._exchanges = itertools.count()
         self.facts = [HostFacts.from_json(text) for text in self._exchange(own.to_json())]
@@ -71,22 +71,22 @@ class Examination:
         return peers.exchange(name, text, self.options.seconds)
 
     def _exchange_time(self) -> list[str]:
-        """The time on every process's clock, just after all have come together."""
+        """Return the time on every process's clock, right after a barrier."""
         self._exchange("")
         return self._exchange(repr(time.time()))
 
     def gathered(self, value: Any) -> list[Any]:
-        """A value of each process, in their order."""
+        """Gather a value from each process, in order."""
         return [json.loads(text) for text in self._exchange(json.dumps(value))]
 
     def joined(self, values: dict[str, float]) -> dict[str, float]:
-        """Named numbers of all processes together."""
+        """Merge the named numbers of all processes."""
         return {name: x for each in self.gathered(values) for name, x in each.items()}
 
     # ------------------------------------------------------------------------------- sections
 
     def run(self) -> None:
-        """Every section; a table of each is shown once it is there."""
+        """Run every section and print its tables when it ends."""
         for name in self.options.only:
             if not self.works and name not in LOOKING:
                 continue
@@ -97,22 +97,25 @@ class Examination:
                 self.show(table)
 
     def _guarded(self, name: str, section: Callable[[], Section]) -> Section:
-        """What cannot be run is a finding; in one process: several would wait for one another."""
+        """Run a section; in a single process, turn an error into a finding.
+
+        With several processes the others would wait forever, so the error is raised.
+        """
         try:
             return section()
         except (RuntimeError, bandwidth.LeftOut) as error:
             if len(self.facts) > 1:
                 raise
             traceback.print_exception(error)
-            said = f"could not be run: {type(error).__name__}, shown above"
-            remedy = f"look at what failed before it, then run it alone: --only {name}"
+            said = f"failed to run: {type(error).__name__}, shown above"
+            remedy = f"fix the failures before it, then run only this section: --only {name}"
             return Section(findings=[failed(name, said, remedy)])
 
     def _merged(self, check: Callable[[HostFacts], list[Finding]]) -> list[Finding]:
         return merge_findings([check(f) for f in self.facts], [f.name for f in self.facts])
 
     def versions(self) -> Section:
-        """Versions, devices, environment."""
+        """Check versions, devices and environment."""
         found = self._merged(host.check_versions)
         found += host.check_together(self.facts, self.times)
         table = showing.versions(self.facts[0])
@@ -120,7 +123,7 @@ class Examination:
         return Section(None, found, [table, *variables])
 
     def hardware(self) -> Section:
-        """GPUs, links and host."""
+        """Check GPUs, links and host."""
         hosts: dict[str, list[HostFacts]] = {}
         for facts in self.facts:
             hosts.setdefault(facts.host["name"], []).append(facts)
@@ -129,7 +132,7 @@ class Examination:
         return Section(None, found, [t for f in hosts.values() for t in showing.hardware(f[0])])
 
     def collectives(self) -> Section:
-        """Every collective, on every axis."""
+        """Verify every collective on every axis."""
         if not self._several():
             return Section([], [measured.wrong_collectives([], 0)])
         mesh = make_mesh(mesh_for(self.options.mesh, jax.device_count()))
@@ -147,7 +150,7 @@ class Examination:
         return Section(record, [finding], [showing.collectives(describe(mesh), rows)])
 
     def bandwidth(self) -> Section:
-        """Every collective, at every size."""
+        """Time every collective at every size."""
         if not self._several():
             return Section([], [skipped("bus bandwidth", "one device")])
         default = bandwidth.MAX_BYTES if self.on_gpu else bandwidth.MAX_BYTES_ON_CPU
@@ -166,7 +169,7 @@ class Examination:
         return Section(record, found, showing.bandwidth(rows))
 
     def links(self) -> Section:
-        """Every pair of devices."""
+        """Time every pair of devices."""
         if not self._several():
             return Section([], [skipped("links", "one device")])
         mesh, o = bandwidth.one_axis(jax.devices()), self.options
@@ -182,9 +185,9 @@ class Examination:
         return Section(record, [finding], showing.links(links, len(names)))
 
     def compute(self) -> Section:
-        """Matmuls and copies."""
+        """Time matmuls and copies."""
         own = list(compute.measure(self.options.repeats, self.progress.tell))
-        self.progress.tell("matmuls for a while")
+        self.progress.tell("sustained matmuls")
         last = compute.multiply_sustained(own[0])
         own.append(last.rate)
         of_all = self.gathered([dataclasses.asdict(rate) for rate in own])
@@ -211,7 +214,7 @@ class Examination:
         return jax.device_count() > 1
 
     def device_names(self) -> list[str]:
-        """Of all devices, in the order of `jax.devices()`."""
+        """Return the names of all devices, in the order of `jax.devices()`."""
         what = "GPU" if self.on_gpu else "device"
         if len(self.facts) == 1:
             return [f"{what} {i}" for i in range(len(self.facts[0].devices))]
@@ -220,11 +223,11 @@ class Examination:
     # --------------------------------------------------------------------------------- result
 
     def findings(self) -> list[tuple[str, Finding]]:
-        """(section, finding), in order."""
+        """Return all findings as (section, finding), in order."""
         return [(name, finding) for name, s in self.sections.items() for finding in s.findings]
 
     def record(self) -> dict[str, Any]:
-        """Everything, as it goes to JSON."""
+        """Return all results as written to JSON."""
         found = self.findings()
         return {
             "schema": SCHEMA,
@@ -237,7 +240,7 @@ class Examination:
         }
 
     def _conditions(self) -> dict[str, Any]:
-        """Those that the figures hold under."""
+        """Return the conditions of the measurement."""
         when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         about = {"time": when, "commit": provenance.checked_out_commit(), "set": self.was_set}
         return (provenance.versions() if self.works else {}) | about

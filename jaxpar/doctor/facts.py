@@ -1,4 +1,4 @@
-"""What a process finds about itself and its host before anything is measured. It only reads."""
+"""Facts that a process reads about itself and its host before anything is measured."""
 
 import dataclasses
 import functools
@@ -21,30 +21,30 @@ from jaxpar.runtime import start as runtime
 from jaxpar.runtime.gpus import nvidia_smi
 from jaxpar.runtime.gpus.nvidia_smi import GpuFacts
 
-#: Packages whose versions count, beside all of NVIDIA's; "-" where one is not installed.
+#: Packages whose versions are recorded, in addition to NVIDIA's; "-" if not installed.
 PACKAGES = tuple(
     "jaxpar jax jaxlib jax-cuda12-plugin jax-cuda13-plugin flax optax orbax-checkpoint grain numpy "
     "ml-dtypes tensorstore tokenizers pyarrow safetensors lm-eval".split()
 )
 
-#: Beginnings of variables that change what JAX, XLA, NCCL or CUDA do.
+#: Prefixes of environment variables that affect JAX, XLA, NCCL or CUDA.
 VARIABLES = ("NCCL_", "XLA_", "JAX_", "CUDA_", "TF_CPP_", "LD_LIBRARY_PATH", "LD_PRELOAD", "UCX_")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostFacts:
-    """One process and its host.
+    """Facts about one process and its host.
 
     versions      of Python, packages and libraries.
-    environment   variables of VARIABLES, as they were before this program set its own.
+    environment   variables with a prefix in VARIABLES, before this program set its own.
     host          name, cores, memory and /dev/shm (bytes), limits (None: unlimited), GPUs by
-                  their files in /dev, and the folders of LD_LIBRARY_PATH with CUDA in them.
-    gpus          `nvidia-smi`'s values of each GPU of the host.
-    driver_error  why there are none.
+                  their files in /dev, and folders in LD_LIBRARY_PATH that contain CUDA.
+    gpus          `nvidia-smi`'s values for each GPU of the host.
+    driver_error  why `gpus` is empty.
     matrix, nvlinks, infiniband   as in `topology`.
     backend, devices   what JAX uses: "gpu" or "cpu", and the kind of each local device.
-    backend_error   why JAX has not started.
-    simulated     the devices are simulated on request.
+    backend_error   why JAX did not start.
+    simulated     whether the devices are simulated on request.
     """
 
     process: int
@@ -63,24 +63,24 @@ class HostFacts:
 
     @property
     def name(self) -> str:
-        """As messages name the process."""
+        """The process's name in messages."""
         return f"process {self.process} ({self.host['name']})"
 
     def to_json(self) -> str:
-        """As it goes to process 0."""
+        """Serialize the facts, to send them to process 0."""
         return json.dumps(dataclasses.asdict(self))
 
     @staticmethod
     def from_json(text: str) -> "HostFacts":
-        """The other way."""
+        """Restore facts from `to_json`."""
         read = json.loads(text)
         return HostFacts(**read | {"matrix": topology.Matrix(**read["matrix"])})
 
 
 def of_the_host(environment: Mapping[str, str], ask: nvidia_smi.Run = nvidia_smi.run) -> HostFacts:
-    """All that can be found out before JAX starts.
+    """Read all facts that are available before JAX starts.
 
-    Args:     environment: `os.environ`, as the user has set it.
+    Args:     environment: `os.environ`, as set by the user.
     """
     found: dict[str, Any] = {}
     try:
@@ -100,13 +100,13 @@ def of_the_host(environment: Mapping[str, str], ask: nvidia_smi.Run = nvidia_smi
 
 
 def with_devices(facts: HostFacts, process: int, simulated: bool) -> HostFacts:
-    """The same with what JAX uses; starts its backend."""
+    """Return the facts with JAX's devices added. Starts JAX's backend."""
     try:
         devices = jax.local_devices()
     except (RuntimeError, AssertionError) as error:
-        # For JAX_PLATFORMS=cuda without a GPU in sight, JAX has an assertion and no words.
+        # With JAX_PLATFORMS=cuda and no visible GPU, JAX fails an assertion without a message.
         asked = os.environ.get("JAX_PLATFORMS")
-        text = " ".join(str(error).split()) or f"there is no device of JAX_PLATFORMS={asked}"
+        text = " ".join(str(error).split()) or f"there is no device for JAX_PLATFORMS={asked}"
         return dataclasses.replace(facts, process=process, backend_error=text)
     return dataclasses.replace(
         facts,
@@ -144,7 +144,7 @@ def _cuda_of_driver(ask: nvidia_smi.Run) -> str:
         return ""
 
 
-#: CUDA's libraries by their names in JAX, and what their major and minor numbers are counted in:
+#: CUDA's libraries by their names in JAX, with the units of their major and minor versions:
 #: 13050 is CUDA 13.5, 91900 is cuDNN 9.19.
 LIBRARIES = {
     "CUDA runtime": ("cuda_runtime", 1000, 10),
@@ -154,9 +154,11 @@ LIBRARIES = {
 
 
 def _cuda_libraries() -> dict[str, str]:
-    """Versions of the CUDA libraries that JAX finds, which need not be those it is installed with;
-    "-" for one that it cannot load."""
-    from jax._src.lib import cuda_versions  # JAX offers them nowhere else
+    """Return the versions of the CUDA libraries that JAX loads; "-" for one that it cannot load.
+
+    They may differ from the installed packages.
+    """
+    from jax._src.lib import cuda_versions  # JAX exposes them only here
 
     found = {}
     for name, (library, major, minor) in LIBRARIES.items():
@@ -170,7 +172,7 @@ def _cuda_libraries() -> dict[str, str]:
 
 
 def cuda_in_path(path: str) -> list[str]:
-    """The folders of LD_LIBRARY_PATH that hold libraries which JAX has packages for."""
+    """Return the folders of LD_LIBRARY_PATH with CUDA libraries that JAX installs as packages."""
     names = ("libcudart", "libcublas", "libcudnn", "libnccl")
     folders = [folder for folder in path.split(":") if folder]
     return [f for f in folders if any(any(Path(f).glob(f"{name}.so*")) for name in names)]
@@ -199,7 +201,7 @@ def _host() -> dict[str, Any]:
 
 
 def _cores(limit_file: str = "/sys/fs/cgroup/cpu.max") -> float:
-    """Cores that this process may use, by its affinity and its container's quota."""
+    """Return the cores that the affinity and the container's quota allow."""
     there = float(len(os.sched_getaffinity(0)))
     try:
         quota, period = Path(limit_file).read_text().split()

@@ -16,34 +16,34 @@ from jaxpar.config.rules.numbers import MAX_CPU_DEVICES
 from jaxpar.runtime.options import Parser, check_repeats
 from jaxpar.sharding.axes import AXES, DATA, EXPERT, PIPELINE, REPLICA, SEQUENCE, TENSOR
 
-DOC = """Is this machine fit for training? python -m jaxpar.doctor [options]
+DOC = """Check whether this machine is fit for training: python -m jaxpar.doctor [options]
 
-Looks at versions, environment, GPUs, links and host; verifies the result of every collective on
-every mesh axis; measures collectives, pairs of devices, matmuls and copies; and ends with a
-checklist that says what to do. It changes nothing. docs/doctor.md explains each line.
+Reads versions, environment, GPUs, links and host. Verifies the result of every collective on every
+mesh axis. Measures collectives, pairs of devices, matmuls and copies. Ends with a checklist of
+findings and remedies. It changes nothing on the machine. docs/doctor.md explains each line.
 """
 
 EPILOG = """\
-Several processes are joined as by jaxpar.train, from the same variables, or by
+Several processes join as in jaxpar.train, from the same environment variables, or with
 --cluster.coordinator HOST:PORT --cluster.num-processes N --cluster.process-id I.
-Exit codes: 0 nothing failed (warnings may stand), 1 a check failed, 2 wrong options, 124 a section
-did not end in time.
+Exit codes: 0 nothing failed (there may be warnings), 1 a check failed, 2 invalid options, 124 a
+section did not end in time.
 """
 
-#: What is looked at, in this order.
+#: The sections, in the order in which they run.
 SECTIONS = {
-    "versions": "what is installed, and what is set",
-    "hardware": "GPUs, links and host, as the driver and the kernel describe them",
-    "collectives": "is every collective's result right?",
+    "versions": "installed packages and environment variables",
+    "hardware": "GPUs, links and host, as reported by the driver and the kernel",
+    "collectives": "is every collective's result correct?",
     "bandwidth": "how fast are collectives?",
     "links": "how fast is each pair of devices?",
     "compute": "how fast are matmuls and copies?",
 }
 
-#: Mesh axes in the order in which devices are shared out to them, where no mesh is given.
+#: Mesh axes in the order in which devices are assigned to them, if no mesh is given.
 SHARED_OUT = (TENSOR, SEQUENCE, DATA, PIPELINE, REPLICA, EXPERT)
 
-#: That a section may be given: a timer set to 300 years or more ends in an exception.
+#: Most seconds for a section: a timer of 300 years or more raises an exception.
 MAX_SECONDS = 1e6
 
 UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
@@ -51,11 +51,11 @@ UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
-    """What is asked for.
+    """The parsed command line.
 
-    largest   bytes of the largest message; None: as the devices are.
-    mesh      sizes of axes; empty: as `default_mesh` says.
-    cfg       the section `cluster`, and the simulated devices.
+    largest   bytes of the largest message; None: depends on the devices.
+    mesh      sizes of axes; empty: `default_mesh`.
+    cfg       the section `cluster` and the number of simulated devices.
     """
 
     only: tuple[str, ...]
@@ -68,7 +68,7 @@ class DoctorOptions:
 
 
 def parser() -> Parser:
-    """The options of the program itself."""
+    """Return the parser of the program's own options."""
     made = Parser(
         "python -m jaxpar.doctor",
         DOC + "\nsections:\n" + "\n".join(f"  {n:12} {t}" for n, t in SECTIONS.items()),
@@ -76,20 +76,25 @@ def parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = made.add_argument
-    add("--only", metavar="A,B", help=f"sections, of {', '.join(SECTIONS)} (all)")
-    add("--cpu-devices", type=int, default=0, metavar="N", help="simulate so many CPU devices")
-    add("--mesh", metavar="data=2,tensor=4", help="mesh whose axes are verified (small factors)")
-    add("--largest", metavar="SIZE", help="largest message, as 64MiB (1GiB on GPUs)")
-    add("--repeats", type=int, default=5, help="batches timed of each program (5)")
-    add("--seconds", type=float, default=300, help="after which a section counts as hung (300)")
+    add("--only", metavar="A,B", help=f"sections to run: {', '.join(SECTIONS)} (all)")
+    add("--cpu-devices", type=int, default=0, metavar="N", help="simulate N CPU devices")
+    add("--mesh", metavar="data=2,tensor=4", help="mesh whose axes are verified (prime factors)")
+    add("--largest", metavar="SIZE", help="largest message, such as 64MiB (1GiB on GPUs)")
+    add("--repeats", type=int, default=5, help="timed batches per program (5)")
+    add(
+        "--seconds",
+        type=float,
+        default=300,
+        help="time limit of a section: then it counts as hung (300)",
+    )
     add("--json", metavar="FILE", help="write all figures and findings to FILE")
     return made
 
 
 def read_command(argv: Sequence[str]) -> DoctorOptions:
-    """The command line, checked.
+    """Parse and check the command line.
 
-    Raises:   ConfigError for whatever is wrong with it.
+    Raises:   ConfigError if an option is invalid.
     """
     if asks_help(argv):
         parser().parse_args(["--help"])
@@ -121,7 +126,7 @@ def read_sections(text: str | None) -> tuple[str, ...]:
     names = list(SECTIONS) if text is None else [name.strip() for name in text.split(",")]
     for name in names:
         if name not in SECTIONS:
-            rule, fix = f"is none of {', '.join(SECTIONS)}", "use --only collectives,links"
+            rule, fix = f"must be one of {', '.join(SECTIONS)}", "use --only collectives,links"
             raise ConfigError("--only", name, rule, fix)
     return tuple(name for name in SECTIONS if name in names)
 
@@ -131,7 +136,7 @@ def read_size(text: str) -> int:
     found = re.fullmatch(r"(\d+)\s*(B|KiB|MiB|GiB|)", text)
     size = int(found[1]) * UNITS[found[2]] if found else 0
     if size < 1 << 10:
-        rule = "must be a number with B, KiB, MiB or GiB, of 1KiB or more"
+        rule = "must be a size in B, KiB, MiB or GiB, at least 1KiB"
         raise ConfigError("--largest", text, rule, "use --largest 64MiB")
     return size
 
@@ -142,7 +147,7 @@ def read_mesh(text: str | None) -> dict[str, int]:
     for pair in text.split(",") if text else []:
         axis, _, size = (part.strip() for part in pair.partition("="))
         if axis not in AXES or not size.isdecimal() or int(size) < 1:
-            rule = f"must be AXIS=SIZE, of {', '.join(AXES)} and a whole number above 0"
+            rule = f"must be AXIS=SIZE, where AXIS is one of {', '.join(AXES)} and SIZE is above 0"
             raise ConfigError("--mesh", pair, rule, "use --mesh data=2,tensor=4")
         if axis in found:
             raise ConfigError("--mesh", text, f"names {axis} twice", "give each axis once")
@@ -151,18 +156,21 @@ def read_mesh(text: str | None) -> dict[str, int]:
 
 
 def check_file(path: Path) -> None:
-    """Raises:   ConfigError for a --json that could not be written in the end."""
+    """Check that --json can be written.
+
+    Raises:   ConfigError if it cannot.
+    """
     folder = path.absolute().parent
     if path.is_dir() or not (folder.is_dir() and os.access(folder, os.W_OK)):
-        what = "cannot be written to" if folder.is_dir() else "is not there"
+        what = "is not writable" if folder.is_dir() else "does not exist"
         rule = "is a folder" if path.is_dir() else f"its folder {path.parent} {what}"
         raise ConfigError("--json", str(path), rule, "use --json doctor.json")
 
 
 def read_cluster(args: Sequence[str], cpu_devices: int) -> Config:
-    """The fields of `cluster` among the rest of a command line; whatever else is there is refused.
+    """Parse the fields of `cluster` from the remaining arguments.
 
-    Raises:   ConfigError.
+    Raises:   ConfigError for any other argument.
     """
     for arg in args:
         name = arg.partition("=")[0]
@@ -170,13 +178,13 @@ def read_cluster(args: Sequence[str], cpu_devices: int) -> Config:
             known = re.findall(r"--[\w-]+", parser().format_usage())
             near = difflib.get_close_matches(name, known, n=1)
             fix = f"use {near[0]}" if near else "see --help"
-            raise ConfigError("command line", name, "is no option of this program", fix)
+            raise ConfigError("command line", name, "is not an option of this program", fix)
     asked = parse_overrides(Config(), args, "python -m jaxpar.doctor")
     return replace(asked, **{"run.cpu_devices": cpu_devices})
 
 
 def default_mesh(devices: int) -> dict[str, int]:
-    """The devices' prime factors, shared out to the axes: 8 -> tensor=2, sequence=2, data=2."""
+    """Assign the prime factors of `devices` to the axes: 8 -> tensor=2, sequence=2, data=2."""
     sizes = dict.fromkeys(AXES, 1)
     for i, factor in enumerate(prime_factors(devices)):
         sizes[SHARED_OUT[i % len(SHARED_OUT)]] *= factor
@@ -184,7 +192,7 @@ def default_mesh(devices: int) -> dict[str, int]:
 
 
 def prime_factors(n: int) -> list[int]:
-    """In ascending order."""
+    """Return the prime factors in ascending order."""
     found, p = [], 2
     while n > 1:
         while n % p == 0:
@@ -195,14 +203,14 @@ def prime_factors(n: int) -> list[int]:
 
 
 def mesh_for(asked: dict[str, int], devices: int) -> ParallelConfig:
-    """The mesh to verify.
+    """Return the mesh to verify.
 
     Raises:   ConfigError when its axes do not multiply to the number of devices.
     """
     sizes: dict[str, Any] = dict.fromkeys(AXES, 1) | asked if asked else default_mesh(devices)
     if math.prod(sizes.values()) != devices:
         said = ",".join(f"{axis}={size}" for axis, size in asked.items())
-        rule = f"takes {math.prod(sizes.values())} devices, and there are {devices}"
+        rule = f"takes {math.prod(sizes.values())} devices, but there are {devices}"
         default = {a: s for a, s in default_mesh(devices).items() if s > 1} or {DATA: 1}
         fix = f"use --mesh {','.join(f'{a}={s}' for a, s in default.items())}"
         raise ConfigError("--mesh", said, rule, fix)

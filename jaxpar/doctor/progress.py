@@ -1,4 +1,4 @@
-"""What the program is at: shown while it works, and said when it does not come to an end."""
+"""Shows the current operation, and ends the program if a section hangs."""
 
 import contextlib
 import os
@@ -20,23 +20,23 @@ def no_report(text: str) -> None:
 
 
 class SectionProgress:
-    """A line about the work in hand, and a limit on how long a section may take."""
+    """A status line for the current operation, and a time limit for each section."""
 
     def __init__(self, console: Console, seconds: float):
-        """Args:     seconds: after which a section counts as hung."""
+        """Args:     seconds: time limit; a section that takes longer counts as hung."""
         self.console, self.limit = console, seconds
         self.seconds: dict[str, float] = {}
         self.at = ""
         self._show: Tell = no_report
 
     def tell(self, text: str) -> None:
-        """A new piece of work begins."""
+        """Report that an operation begins."""
         self.at = text
         self._show(text)
 
     @contextlib.contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """A section at work. One that does not end in time ends the program, with code 124."""
+        """Time a section. If it exceeds the limit, the program exits with code 124."""
         self.at, began = name, time.monotonic()
         timer = threading.Timer(self.limit, self._hung, (name,))
         timer.daemon = True
@@ -54,9 +54,9 @@ class SectionProgress:
             self.seconds[name] = round(time.monotonic() - began, 2)
 
     def _hung(self, name: str) -> None:
-        """Say where, and end: what waits inside a collective can be ended in no other way."""
+        """Report the operation and exit: a hanging collective can be ended in no other way."""
         who = peers.process_name(peers.rank())
-        remedy = "a collective that hangs: look at links, and NCCL_DEBUG=INFO; or give it --seconds"
-        text = f"error: {name}: {who} is not done after {self.limit:g} s, at: {self.at}; {remedy}"
+        remedy = "a collective may hang: check the links, set NCCL_DEBUG=INFO, or raise --seconds"
+        text = f"error: {name}: {who} did not finish in {self.limit:g} s, at: {self.at}; {remedy}"
         print(text, file=sys.stderr, flush=True)
         os._exit(exit_codes.EXIT_HANG)

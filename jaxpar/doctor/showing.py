@@ -1,4 +1,4 @@
-"""An examination in words: tables for people."""
+"""Formats an examination's results as tables."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,32 +22,32 @@ from jaxpar.runtime.gpus.nvidia_smi import GpuFacts, number
 
 STYLES = {"pass": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
 
-#: Packages that only some programs need.
+#: Packages that only some commands need.
 OPTIONAL = ("safetensors", "pyarrow", "lm-eval")
 
-#: Versions that are shown; the others are in the JSON.
+#: Versions that are printed; the JSON has all of them.
 MAIN_VERSIONS = (
     *("python", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "driver"),
     *("driver CUDA", "CUDA runtime", "cuDNN", "cuBLAS", "nvidia-nccl-cu12", "nvidia-nccl-cu13"),
     *("jaxpar", "flax", "optax", "orbax-checkpoint", "grain", "numpy", *OPTIONAL),
 )
 
-#: Devices up to which links are shown as a matrix.
+#: Most devices for which links are printed as a matrix.
 WIDEST_MATRIX = 16
 
 
 def titled(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Group:
-    """A table below its title, which would wrap at the table's own width."""
+    """Return a table below its title, which may be wider than the table."""
     return Group(f"  {title}", table("", columns, rows))
 
 
 def heading(section: str, seconds: float) -> str:
-    """The line above a section's tables."""
+    """Return the line above a section's tables."""
     return f"\n[bold]{section}[/bold]: {SECTIONS[section]} ({seconds:.1f} s)"
 
 
 def versions(facts: HostFacts) -> str:
-    """The main ones in a paragraph."""
+    """Return the main versions as a paragraph."""
     there = [f"{n} {facts.versions[n]}" for n in MAIN_VERSIONS if facts.versions.get(n, "-") != "-"]
     missing = [name for name in OPTIONAL if facts.versions.get(name) == "-"]
     text = escape("  " + ", ".join(there))
@@ -55,13 +55,13 @@ def versions(facts: HostFacts) -> str:
 
 
 def environment(facts: HostFacts, was_set: Sequence[str]) -> list[str]:
-    """The variables that the user has set, and what this program has, one a line."""
+    """Return the variables set by the user and by this program, one per line."""
     given = [f"  {name}={value}" for name, value in facts.environment.items()]
     return [escape(line) for line in (*given, *(f"  set here: {item}" for item in was_set))]
 
 
 def hardware(facts: HostFacts) -> list[Any]:
-    """A host: its GPUs and itself."""
+    """Return a host's summary, its table of GPUs and its InfiniBand ports."""
     host = facts.host
     shm = "no /dev/shm" if host["shm"] is None else f"/dev/shm {host['shm'] / 2**30:.1f} GiB"
     numa = f"{host['numa_nodes']} NUMA nodes, " if (host["numa_nodes"] or 0) > 1 else ""
@@ -97,7 +97,7 @@ def _gpu_cells(facts: HostFacts, gpu: GpuFacts) -> list[str]:
 
 
 def collectives(mesh: str, rows: Sequence[Mapping[str, Any]]) -> Group:
-    """What was verified: a line for each collective, a column for each set of axes."""
+    """Return the verified collectives: a row per collective, a column per set of axes."""
     columns = list(dict.fromkeys(" and ".join(row["axes"]) for row in rows))
     names = list(dict.fromkeys(name for row in rows for name in row["collectives"]))
     wrong: dict[tuple[str, str], int] = {}
@@ -109,19 +109,19 @@ def collectives(mesh: str, rows: Sequence[Mapping[str, Any]]) -> Group:
 
     def cell(name: str, axes: str) -> str:
         bad = wrong.get((name, axes))
-        return "." if bad is None else f"[bold red]{bad} wrong[/bold red]" if bad else "right"
+        return "." if bad is None else f"[bold red]{bad} wrong[/bold red]" if bad else "correct"
 
     lines = [(name, *(cell(name, axes) for axes in columns)) for name in names]
     sizes = " and ".join(dict.fromkeys(f"{row['elements']:,}" for row in rows))
     dtypes = " and ".join(dict.fromkeys(row["dtype"] for row in rows))
-    return titled(f"mesh {mesh}; {dtypes}, pieces of {sizes} numbers", ["over", *columns], lines)
+    return titled(f"mesh {mesh}; {dtypes}, shards of {sizes} elements", ["over", *columns], lines)
 
 
 def bandwidth(rows: Sequence[BandwidthRow]) -> list[Group]:
-    """Time, bus bandwidth and algorithm bandwidth by size: a column for each collective."""
+    """Return time, bus and algorithm bandwidth by size, with a column per collective."""
     kinds = list(dict.fromkeys(row.kind for row in rows))
     at = {(row.kind, row.size): row for row in rows}
-    # Sizes are rounded to whole numbers on each device, by collective.
+    # Sizes are rounded to integers per device, depending on the collective.
     steps = _steps(sorted({row.size for row in rows}))
     scale, unit = (1e9, "GB/s") if max(row.bus for row in rows) > 10e9 else (1e6, "MB/s")
 
@@ -134,7 +134,7 @@ def bandwidth(rows: Sequence[BandwidthRow]) -> list[Group]:
         return titled(title, ["size", *kinds], lines)
 
     return [
-        made("µs of a call, and by how much the slowest batch is slower", _time),
+        made("µs per call, and how much slower the slowest batch is", _time),
         made(f"bus bandwidth, {unit}", lambda row: f"{row.bus / scale:,.1f}"),
         made(f"algorithm bandwidth, {unit}", lambda row: f"{row.algorithm / scale:,.1f}"),
     ]
@@ -155,7 +155,7 @@ def _time(row: BandwidthRow) -> str:
 
 
 def size_of(size: int) -> str:
-    """Bytes in words."""
+    """Format a number of bytes."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if size >= unit:
             return f"{size / unit:.4g} {name}"
@@ -163,7 +163,7 @@ def size_of(size: int) -> str:
 
 
 def links(found: Sequence[Link], devices: int) -> list[Group | str]:
-    """Bandwidth between every two devices; of many, the slowest."""
+    """Return the bandwidth between all pairs of devices; with many devices, the slowest."""
     middle = links_of.median(found)
     if devices > WIDEST_MATRIX:
         slowest = sorted(found, key=lambda link: link.slowest)[:8]
@@ -178,7 +178,7 @@ def links(found: Sequence[Link], devices: int) -> list[Group | str]:
         both |= {(a, b): link.both, (b, a): link.both}
     return [
         _matrix("GB/s in one direction, from row to column", one, devices, middle),
-        _matrix("GB/s in both directions together", both, devices, 2 * middle),
+        _matrix("GB/s in both directions combined", both, devices, 2 * middle),
     ]
 
 
@@ -197,7 +197,7 @@ def _matrix(
 
 
 def rates(found: Rates, units: Mapping[tuple[str, str], str], kind: str) -> Group:
-    """Each rate: median, slowest, and its shares of the data sheet and of what is expected."""
+    """Return each rate: median, slowest, and shares of the data sheet and of the expected rate."""
     gpu = gpu_of_kind(kind)
     rows = []
     for (what, detail), each in found.items():
@@ -208,7 +208,7 @@ def rates(found: Rates, units: Mapping[tuple[str, str], str], kind: str) -> Grou
     columns = ["what", "size", "median", "slowest", "", "of data sheet", "of expected"]
     made = table("", columns, rows)
     made.columns[1].justify = made.columns[4].justify = "left"
-    return Group("  of a device, all at work at the same time", made)
+    return Group("  per device, all devices measured at the same time", made)
 
 
 def _shares(gpu: Gpu | None, what: str, rate: float) -> tuple[str, str]:
@@ -221,7 +221,7 @@ def _shares(gpu: Gpu | None, what: str, rate: float) -> tuple[str, str]:
 
 
 def checklist(found: Iterable[tuple[str, Finding]]) -> Group:
-    """Every finding, what failed with its remedy."""
+    """Return the table of findings, each with its remedy."""
     made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     made.add_column("")
     made.add_column("check", no_wrap=True)
@@ -238,12 +238,12 @@ def checklist(found: Iterable[tuple[str, Finding]]) -> Group:
 
 
 def summary(found: Iterable[tuple[str, Finding]], seconds: float) -> str:
-    """The last line."""
+    """Return the last line: how many checks failed, warned, passed or were skipped."""
     count = {status: 0 for status in STYLES}
     for _, finding in found:
         count[finding.status] += 1
     told = [f"{n} {words}" for n, words in (
-        (count["fail"], "failed"), (count["warn"], "to look at"), (count["pass"], "passed"),
-        (count["skip"], "left out"),
+        (count["fail"], "failed"), (count["warn"], "with warnings"), (count["pass"], "passed"),
+        (count["skip"], "skipped"),
     )]  # fmt: skip
     return f"{', '.join(told)}; {seconds:.0f} s"

@@ -1,22 +1,22 @@
-"""How GPUs and network cards of a host are joined: NVLink, PCIe, NUMA, InfiniBand."""
+"""How a host's GPUs and network cards are connected: NVLink, PCIe, NUMA, InfiniBand."""
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-#: Colors and underlines, which `nvidia-smi topo -m` writes whatever reads it.
+#: Colors and underlines, which `nvidia-smi topo -m` writes even to a pipe.
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """`nvidia-smi topo -m`.
+    """The output of `nvidia-smi topo -m`.
 
-    links      of each pair of GPUs, as "NV18" (18 NVLinks), or by PCIe: "PIX", "PXB", "PHB",
-               "NODE", "SYS", from one bridge to across the sockets.
-    cards      the nearest network cards of each GPU, by their names.
-    cpus, numa   cores and NUMA node beside each GPU.
+    links      the connection of each pair of GPUs: "NV18" (18 NVLinks), or PCIe: "PIX", "PXB",
+               "PHB", "NODE", "SYS", from a single bridge to across sockets.
+    cards      names of the network cards nearest to each GPU.
+    cpus, numa   cores and NUMA node nearest to each GPU.
     """
 
     links: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -26,11 +26,14 @@ class Matrix:
 
 
 def read_matrix(text: str) -> Matrix:
-    """The tables of `nvidia-smi topo -m`. Raises:   ValueError when there is none in the text."""
+    """Parse the output of `nvidia-smi topo -m`.
+
+    Raises:   ValueError if the text has no table.
+    """
     lines = _ESCAPES.sub("", text).splitlines()
     heads = [i for i, line in enumerate(lines) if re.match(r"\s*GPU0\b", line)]
     if not heads:
-        raise ValueError("no table of GPUs in what `nvidia-smi topo -m` printed")
+        raise ValueError("no table of GPUs in the output of `nvidia-smi topo -m`")
     columns = [c.strip() for c in re.split(r"\t+|\s{2,}", lines[heads[0]].strip())]
     devices = [c for c in columns if re.fullmatch(r"GPU\d+|NIC\d+|mlx\d+_\d+", c)]
     names = dict(re.findall(r"^\s*(NIC\d+):\s*(\S+)", "\n".join(lines), re.MULTILINE))
@@ -48,7 +51,7 @@ def read_matrix(text: str) -> Matrix:
 
 
 def _nearest(ways: Mapping[str, str], names: Mapping[str, str]) -> list[str]:
-    """The network cards over the shortest way of PCIe."""
+    """Return the network cards with the shortest PCIe path."""
     order = ("PIX", "PXB", "PHB", "NODE", "SYS")
     cards = {d: w for d, w in ways.items() if not d.startswith("GPU") and w in order}
     best = min((order.index(way) for way in cards.values()), default=0)
@@ -56,7 +59,7 @@ def _nearest(ways: Mapping[str, str], names: Mapping[str, str]) -> list[str]:
 
 
 def read_nvlinks(text: str) -> dict[str, list[float | None]]:
-    """`nvidia-smi nvlink -s`: GB/s of each link of each GPU (by its index); None: inactive."""
+    """Parse `nvidia-smi nvlink -s`: GB/s of each link of each GPU (by index); None: inactive."""
     found: dict[str, list[float | None]] = {}
     gpu = ""
     for line in text.splitlines():
@@ -69,7 +72,7 @@ def read_nvlinks(text: str) -> dict[str, list[float | None]]:
 
 
 def infiniband(folder: str = "/sys/class/infiniband") -> list[dict[str, str]]:
-    """Ports of RDMA cards: card, port, state, rate and link layer, as the kernel gives them."""
+    """Return the ports of RDMA cards: card, port, state, rate and link layer."""
     found = []
     for port in sorted(Path(folder).glob("*/ports/*")):
         about = {"card": port.parents[1].name, "port": port.name}

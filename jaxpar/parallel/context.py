@@ -139,7 +139,7 @@ def kernel_request(cfg: Config, mask: AttentionMask) -> tuple[Any, Any, Attentio
 
 def _allgather(q, k, v, mask: AttentionMask, attend: Callable[..., jax.Array]) -> jax.Array:
     """Gather k and v by permutes; their gradients are reduce-scattered by permutes."""
-    k, v = (permutes.ring_all_gather(x, SEQUENCE, 1) for x in (k, v))
+    k, v = (permutes.permute_all_gather(x, SEQUENCE, 1) for x in (k, v))
     return attend(q, k, v, mask)
 
 

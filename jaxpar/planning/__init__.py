@@ -1,9 +1,9 @@
-"""What a config needs and how fast it will be, before it runs: memory, step time, cost.
+"""Predicts memory, step time and cost of a config before it runs.
 
-Nothing here starts a device. `planning/predict/memory.py` and `planning/predict/time.py` predict
-one layout, `layouts.py` lists those that `validation` accepts, `ranking.py` puts them in order;
-`planning/predict/hardware.py` holds the GPUs as data. docs/planning.md says how the predictions are
-made, and how far they are from measurements.
+Nothing here starts a device. `predict/memory.py` and `predict/time.py` predict one layout.
+`layouts.py` lists the valid layouts, and `ranking.py` sorts them. `predict/hardware.py` has the
+figures of GPUs and networks. docs/planning.md explains the predictions and compares them with
+measurements.
 """
 
 MAY_IMPORT = (

@@ -1,4 +1,4 @@
-"""The usual advice by model size, derived: plan Llama-like shapes and see which axes win."""
+"""Derives which mesh axes to use by model size, by planning Llama-like models."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ VOCABULARY = 128_256
 
 @dataclass(frozen=True)
 class Case:
-    """A shape and the GPUs that people train it on. batch: sequences of 8,192 tokens a step."""
+    """A model shape and a typical number of GPUs. batch: sequences of 8,192 tokens per step."""
 
     name: str
     layers: int
@@ -25,7 +25,7 @@ class Case:
     batch: int
 
     def config(self) -> Config:
-        """Llama 3's kind of model, unrolled, in bfloat16."""
+        """Return the config: Llama 3's architecture in bfloat16, with unrolled layers."""
         model = ModelConfig(
             num_layers=self.layers,
             d_model=self.width,
@@ -43,8 +43,8 @@ class Case:
         )
 
 
-#: Llama 3's shapes (2407.21783, table 3, and the models published since), and shapes of the same
-#: proportions between them.
+#: Llama 3's shapes (2407.21783, table 3, and later models), and sizes in between with the same
+#: proportions.
 CASES = (
     Case("0.5B", 16, 1024, 16, 64, 4096, 8, 64),
     Case("1.5B", 16, 2048, 32, 64, 8192, 8, 64),
@@ -58,7 +58,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Advice:
-    """What wins for one shape; None when nothing fits. `runner_up`: the best of another mesh."""
+    """The best layout of a shape; None if nothing fits. `runner_up`: the best with other axes."""
 
     case: Case
     parameters: int
@@ -68,10 +68,9 @@ class Advice:
 
 
 def advise(cluster: Cluster, most_gpus: int | None = None) -> Iterator[Advice]:
-    """The best layouts of each shape on GPUs like the cluster's, in a coarse plan: `tensor` and
-    `sequence` stay within a host.
+    """Yield the best layouts of each shape on GPUs like the cluster's, from a coarse plan.
 
-    Args:     most_gpus: leave out shapes that are trained on more.
+    Args:     most_gpus: skip shapes that use more GPUs.
     """
     for case in CASES:
         if most_gpus is not None and case.gpus > most_gpus:
@@ -85,6 +84,6 @@ def advise(cluster: Cluster, most_gpus: int | None = None) -> Iterator[Advice]:
 
 
 def _axes(layout: Layout) -> tuple[bool, ...]:
-    """Which axes a layout uses."""
+    """Return which axes a layout uses."""
     p = layout.cfg.parallel
     return tuple(n > 1 for n in (p.pipeline, p.replica, p.data, p.sequence, p.tensor))

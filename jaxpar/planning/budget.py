@@ -1,5 +1,4 @@
-"""Questions beside the ranking: the fewest GPUs, the largest batch or sequence, the cache of keys
-and values, days and cost."""
+"""Answers other questions: the fewest GPUs, the largest batch, the KV cache, days and cost."""
 
 import dataclasses
 import math
@@ -18,7 +17,7 @@ HOUR, DAY = 3600.0, 86_400.0
 
 
 def counts_of_gpus(per_host: int, most: int) -> list[int]:
-    """Numbers of GPUs that people have: powers of two in a host, then whole hosts, ever wider."""
+    """Return typical numbers of GPUs: powers of two within a host, then multiples of hosts."""
     inside = [2**i for i in range(per_host.bit_length()) if 2**i <= per_host]
     hosts, count = [], 2
     while count * per_host <= most:
@@ -30,10 +29,10 @@ def counts_of_gpus(per_host: int, most: int) -> list[int]:
 def fewest_gpus(
     cfg: Config, cluster: Cluster, most: int = 4096, watch: Watch = no_report
 ) -> tuple[int, Layout]:
-    """The fewest GPUs on which some layout fits, and the fastest that does there.
+    """Return the fewest GPUs on which a layout fits, and the fastest layout there.
 
-    Args:     watch: as of `make_plan`.
-    Raises:   ConfigError when none up to `most` do.
+    Args:     watch: as in `make_plan`.
+    Raises:   ConfigError if no layout fits `most` GPUs.
     """
     for count in counts_of_gpus(cluster.per_host, most):
         there = dataclasses.replace(cluster, num_gpus=count)
@@ -46,14 +45,14 @@ def fewest_gpus(
 
 
 def with_batch(cfg: Config, rows: int) -> Config:
-    """The config with this global batch, its microbatches left to be chosen."""
+    """Return the config with this global batch size and one microbatch."""
     train = dataclasses.replace(cfg.train, global_batch_size=rows)
     parallel = dataclasses.replace(cfg.parallel, num_microbatches=1)
     return dataclasses.replace(cfg, train=train, parallel=parallel)
 
 
 def with_length(cfg: Config, length: int) -> Config:
-    """The config with sequences of `length`, and about as many tokens in a step."""
+    """Return the config with sequences of `length` and about the same tokens per step."""
     tokens = cfg.train.global_batch_size * cfg.data.seq_len
     data = dataclasses.replace(cfg.data, seq_len=length)
     return with_batch(dataclasses.replace(cfg, data=data), max(tokens // length, 1))
@@ -62,9 +61,11 @@ def with_length(cfg: Config, length: int) -> Config:
 def largest_batch(
     cfg: Config, cluster: Cluster, watch: Watch = no_report
 ) -> tuple[int, Layout] | None:
-    """The largest global batch that goes through in one microbatch, among the powers of two times
-    the odd part of the number of GPUs, which replicas must share; more microbatches make any batch
-    of it. None when not even the first fits."""
+    """Return the largest global batch that fits in one microbatch; None if none fits.
+
+    The candidates are powers of two times the odd part of the number of GPUs, so that the data axes
+    divide them. More microbatches allow any larger batch.
+    """
     fixed = {"num_microbatches": 1, "pipeline": 1}
     odd = cluster.num_gpus // (cluster.num_gpus & -cluster.num_gpus)
     return _largest(lambda n: (with_batch(cfg, n), fixed), odd, cluster, watch)
@@ -73,7 +74,10 @@ def largest_batch(
 def longest_sequence(
     cfg: Config, cluster: Cluster, watch: Watch = no_report
 ) -> tuple[int, Layout] | None:
-    """The longest sequence, doubling from the configured one, at about as many tokens a step."""
+    """Return the longest sequence that fits, at about the same tokens per step.
+
+    The candidates double the configured length.
+    """
     return _largest(lambda n: (with_length(cfg, n), {}), cfg.data.seq_len, cluster, watch)
 
 
@@ -92,7 +96,7 @@ def _largest(case, start: int, cluster: Cluster, watch: Watch) -> tuple[int, Lay
 
 @dataclass(frozen=True)
 class TrainingCost:
-    """Of training on so many tokens."""
+    """The time and cost of training on `tokens` tokens."""
 
     tokens: float
     steps: int
@@ -102,8 +106,10 @@ class TrainingCost:
 
 
 def cost_of(layout: Layout, cluster: Cluster, tokens: float, price: float | None) -> TrainingCost:
-    """Days at the predicted rate, without evaluation, checkpoints and failures; the price of the
-    GPU-hours, if one is given."""
+    """Return days and GPU-hours at the predicted rate, and the price if one is given.
+
+    Evaluation, checkpoints and failures are not included.
+    """
     seconds = tokens / (layout.time.rate * cluster.num_gpus)
     hours = seconds / HOUR * cluster.num_gpus
     per_step = layout.cfg.train.global_batch_size * layout.cfg.data.seq_len
@@ -113,9 +119,9 @@ def cost_of(layout: Layout, cluster: Cluster, tokens: float, price: float | None
 
 @dataclass(frozen=True)
 class Inference:
-    """Memory for generation on one GPU, by ways of tensor parallelism.
+    """Memory for generation on one GPU, for one size of the tensor axis.
 
-    weights, cache   bytes. rows   sequences that fit beside the weights.
+    weights, cache   bytes. rows   sequences that fit in addition to the weights.
     """
 
     tensor: int
@@ -125,8 +131,10 @@ class Inference:
 
 
 def inference_memory(cfg: Config, cluster: Cluster, rows: int, slots: int) -> list[Inference]:
-    """For each tensor size that the model allows in a host: weights in the compute dtype, the
-    cache of keys and values of `rows` sequences of `slots` tokens, and the most that would fit."""
+    """Return the memory for generation at each tensor size that the model allows in a host.
+
+    Args:     rows, slots: the KV cache holds `rows` sequences of `slots` tokens.
+    """
     m = cfg.model
     width = jnp.dtype(m.dtype).itemsize
     found = []

@@ -1,8 +1,7 @@
-"""Predictions beside measurements: the committed runs on H200s, and how far off each prediction is.
+"""Compares predictions with measured runs on H200s.
 
-`calibration.json` holds the runs, with the command line of each; no constant of
-`planning/predict/rates.py` is fitted to one of them alone. Beside them it holds XLA's own plans of
-the memory of compiled steps.
+`calibration.json` has the runs with their command lines. No constant of `planning/predict/rates.py`
+is fitted to a single run. The file also has XLA's memory analysis of compiled steps.
 """
 
 import json
@@ -16,13 +15,13 @@ from jaxpar.planning.predict.communication import Cluster
 from jaxpar.planning.predict.hardware import GIB, H200, NETWORKS
 from jaxpar.planning.ranking import Layout, predict
 
-#: How far a prediction may be off, as a share of what was measured.
+#: Largest accepted errors of a prediction, relative to the measurement.
 MEMORY_BOUND, TIME_BOUND = 0.05, 0.10
 
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """One measured run. `source` says where the figures are from; peak_gib may be unknown."""
+    """A measured run. `source` names the origin of the figures; peak_gib may be unknown."""
 
     gpus: int
     run: str
@@ -33,7 +32,7 @@ class MeasuredRun:
 
 @dataclass(frozen=True)
 class Compared:
-    """A run beside its prediction; errors are shares of what was measured."""
+    """A run and its prediction. Errors are relative to the measurement."""
 
     run: MeasuredRun
     step_ms: float
@@ -51,7 +50,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class CompiledRun:
-    """A step that was compiled without a GPU: XLA's plan of its memory, and the prediction."""
+    """A step compiled without a GPU: XLA's memory analysis and the prediction."""
 
     gpus: int
     run: str
@@ -68,19 +67,19 @@ def _committed() -> dict:
 
 
 def measured_runs() -> list[MeasuredRun]:
-    """The committed runs."""
+    """Return the committed runs."""
     return [MeasuredRun(**row) for row in _committed()["rows"]]
 
 
 def conditions() -> str:
-    """What all of them share."""
+    """Return the conditions shared by all runs."""
     return _committed()["conditions"]
 
 
 def compare(read: Callable[[list[str]], Config]) -> Iterator[Compared]:
     """Predict each run.
 
-    Args:     read: a command line's config, checked (`command_line.read_config`).
+    Args:     read: parses and checks a command line (`command_line.read_config`).
     """
     for run in measured_runs():
         layout = _predicted(run.run, run.gpus, read)
@@ -88,7 +87,10 @@ def compare(read: Callable[[list[str]], Config]) -> Iterator[Compared]:
 
 
 def compare_compiled(read: Callable[[list[str]], Config]) -> Iterator[CompiledRun]:
-    """Predict the memory of each compiled step. Args: as `compare`."""
+    """Predict the memory of each compiled step.
+
+    Args:     read: as in `compare`.
+    """
     for row in _committed()["compiled"]:
         layout = _predicted(row["run"], row["gpus"], read)
         yield CompiledRun(**row, predicted=layout.memory.total / GIB)

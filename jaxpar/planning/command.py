@@ -1,4 +1,4 @@
-"""The command line of `python -m jaxpar.plan`, and its answers."""
+"""The command line of `python -m jaxpar.plan` and its output."""
 
 import argparse
 import dataclasses
@@ -22,42 +22,43 @@ from jaxpar.planning.ranking import Layout, Plan, make_plan, nothing_fits
 from jaxpar.runtime.options import Parser
 
 EPILOG = """\
-Any other option is a field of the config: --data.seq-len 16384. Fields of the parallel section
-that a layout sets (see --fix) are tried in all their values, whatever the config has; the others,
-such as parallel.context, hold for all layouts. Exit codes: 0 planned, 2 bad input or nothing fits.
+All other options set fields of the config: --data.seq-len 16384. The plan tries all values of the
+parallel fields that define a layout (see --fix), whatever the config sets. Other fields, such as
+parallel.context, apply to all layouts.
+Exit codes: 0 planned, 2 invalid input or no layout fits.
 """
 
 
-#: Columns that the ranking needs, also where the output is no terminal.
+#: Columns that the ranking needs, even if the output is not a terminal.
 MIN_WIDTH = 118
 
 
-#: GPUs where none are named; and the most: --quick takes 19 s for half as many.
+#: Default number of GPUs, and the largest: --quick takes 19 s for half of it.
 DEFAULT_GPUS, MAX_GPUS = 8, 1 << 17
 
 
-#: Of a budget: far beyond all text there is.
+#: Largest budget of tokens: far more text than exists.
 MAX_TOKENS = 1e18
 
 
-#: Of a GPU-hour, in any currency; with MOST_TOKENS the cost is still a number.
+#: Highest price of a GPU-hour, in any currency. With MAX_TOKENS, the cost is still finite.
 MAX_PRICE = 1e9
 
 
-#: Options that ask something else than for the ranking, and options of the ranking alone.
+#: Options that replace the ranking, and options that apply only to the ranking.
 QUESTIONS = ("hardware", "advice", "min_gpus", "largest", "kv_cache")
 
 
 OF_THE_RANKING = ("all", "fix", "write", "compile", "tokens", "top")
 
 
-#: Layouts that the ranking shows.
+#: Number of layouts in the ranking.
 DEFAULT_TOP = 10
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A command line, read and checked."""
+    """A parsed and checked command line."""
 
     options: argparse.Namespace
     name: str
@@ -68,7 +69,7 @@ class Asked:
 
 
 def parser(doc: str | None = None) -> Parser:
-    """The options of the program itself.
+    """Return the parser of the program's own options.
 
     Args:     doc: the text of --help.
     """
@@ -79,32 +80,49 @@ def parser(doc: str | None = None) -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = made.add_argument
-    add("config", nargs="?", metavar="CONFIG", help=f"{known_configs()}, a .py file, or a run")
-    add("--gpus", type=int, help=f"GPUs in all ({DEFAULT_GPUS})")
-    add("--gpu", default="h200", help=f"kind: {', '.join(GPUS)} (h200)")
-    add("--nodes", type=int, help="hosts that they are in (as few as the GPU is sold in)")
-    add("--network", default="ib400", help=f"between hosts: {', '.join(NETWORKS)} (ib400)")
+    add(
+        "config",
+        nargs="?",
+        metavar="CONFIG",
+        help=f"{known_configs()}, a .py file, or a run folder",
+    )
+    add("--gpus", type=int, help=f"total number of GPUs ({DEFAULT_GPUS})")
+    add("--gpu", default="h200", help=f"kind of GPU: {', '.join(GPUS)} (h200)")
+    add("--nodes", type=int, help="number of hosts (as few as possible for this GPU)")
+    add("--network", default="ib400", help=f"network between hosts: {', '.join(NETWORKS)} (ib400)")
     add("--hardware", action="store_true", help="print the GPUs and networks, with sources")
-    add("--top", type=int, help=f"layouts to show ({DEFAULT_TOP})")
-    add("--all", action="store_true", help="show all layouts, not the best of each mesh")
-    add("--fix", metavar="FIELD=VALUE,...", help=f"keep fields: {', '.join(layout_fields.FIELDS)}")
-    add("--quick", action="store_true", help="fewer layouts: microbatches in powers of two, ...")
-    add("--write", metavar="FILE", help="write the first layout as a config, FILE.py")
+    add("--top", type=int, help=f"number of layouts to show ({DEFAULT_TOP})")
+    add("--all", action="store_true", help="show all layouts instead of the best of each mesh")
+    add(
+        "--fix",
+        metavar="FIELD=VALUE,...",
+        help=f"fix fields of the layout: {', '.join(layout_fields.FIELDS)}",
+    )
+    add(
+        "--quick",
+        action="store_true",
+        help="try fewer layouts, such as only powers of two of microbatches",
+    )
+    add("--write", metavar="FILE", help="write the best layout as a config file, FILE.py")
     add("--json", action="store_true", help="print JSON instead of tables")
-    add("--compile", type=int, default=0, metavar="K", help="compile the first K layouts by XLA")
-    add("--min-gpus", action="store_true", help="the fewest GPUs it trains on (as --quick)")
-    add("--largest", choices=["batch", "sequence"], help="that fits these GPUs (as --quick)")
-    add("--kv-cache", metavar="ROWSxTOKENS", help="memory of keys and values for generation")
-    add("--tokens", type=float, help="budget of tokens: days on these GPUs")
-    add("--price", type=float, help="of a GPU-hour: what the budget costs")
-    add("--advice", action="store_true", help="which axes win, by model size; takes no CONFIG")
+    add("--compile", type=int, default=0, metavar="K", help="compile the best K layouts with XLA")
+    add("--min-gpus", action="store_true", help="find the fewest GPUs that fit (implies --quick)")
+    add(
+        "--largest",
+        choices=["batch", "sequence"],
+        help="find the largest that fits (implies --quick)",
+    )
+    add("--kv-cache", metavar="ROWSxTOKENS", help="memory of the KV cache for generation")
+    add("--tokens", type=float, help="number of training tokens: prints days and GPU-hours")
+    add("--price", type=float, help="price of a GPU-hour: prints the cost of --tokens")
+    add("--advice", action="store_true", help="best mesh axes by model size; takes no CONFIG")
     return made
 
 
 def read_command(argv: Sequence[str]) -> Asked:
-    """The command line, checked.
+    """Parse and check the command line.
 
-    Raises:   ConfigError for whatever is wrong with it.
+    Raises:   ConfigError if an option is invalid.
     """
     options, rest = parser().parse_known_args(argv)
     for name, least, good in (("gpus", 1, 8), ("top", 1, 10), ("nodes", 1, 1), ("compile", 0, 1)):
@@ -112,7 +130,7 @@ def read_command(argv: Sequence[str]) -> Asked:
         if value is not None and value < least:
             raise ConfigError(option, value, f"must be at least {least}", f"use {option} {good}")
     if options.gpus is not None and options.gpus > MAX_GPUS:
-        fix = f"use --gpus {MAX_GPUS}, and multiply its replicas"
+        fix = f"use --gpus {MAX_GPUS} and scale the replica axis"
         raise ConfigError("--gpus", options.gpus, f"must be at most {MAX_GPUS:,}", fix)
     if options.tokens is not None and not 1 <= options.tokens <= MAX_TOKENS:
         rule = f"must be at least 1, and at most {MAX_TOKENS:g}"
@@ -121,7 +139,7 @@ def read_command(argv: Sequence[str]) -> Asked:
         rule = f"must be above 0, and at most {MAX_PRICE:g}"
         raise ConfigError("--price", options.price, rule, "use --price 2.5")
     if options.price is not None and options.tokens is None:
-        rule, fix = "prices a budget of tokens, and --tokens is not given", "add --tokens 15e12"
+        rule, fix = "requires --tokens, which is not given", "add --tokens 15e12"
         raise ConfigError("--price", options.price, rule, fix)
     check_questions(options)
     check_compiled(options)
@@ -137,48 +155,59 @@ def read_command(argv: Sequence[str]) -> Asked:
 
 
 def check_questions(options: argparse.Namespace) -> None:
-    """Raises:   ConfigError for two questions at once, or an option that the question has no use
-    for: it would be passed over without a word."""
+    """Check that the options can be combined.
+
+    Raises:   ConfigError for two questions at once, or an option that a question would ignore.
+    """
     asked = [name for name in QUESTIONS if getattr(options, name)]
     others = asked[1:] + [name for name in OF_THE_RANKING if getattr(options, name)]
     if asked and others:
         first, other = ("--" + name.replace("_", "-") for name in (asked[0], others[0]))
-        rule = f"does not go together with {first}, which is a question of its own"
-        fix = f"leave out {other}, or {first}"
+        rule = f"cannot be combined with {first}, which prints no ranking"
+        fix = f"remove {other} or {first}"
         raise ConfigError(other, getattr(options, others[0]), rule, fix)
     for question, name, why in (
-        ("min_gpus", "gpus", "is asked for their number"),
-        ("min_gpus", "nodes", "fills hosts as the GPU is sold in"),
-        ("advice", "gpus", "takes as many as each shape is trained on"),
-        ("advice", "nodes", "fills hosts as the GPU is sold in"),
+        ("min_gpus", "gpus", "determines the number of GPUs"),
+        ("min_gpus", "nodes", "uses complete hosts"),
+        ("advice", "gpus", "uses a typical number of GPUs for each shape"),
+        ("advice", "nodes", "uses complete hosts"),
     ):
         value, option = getattr(options, name), f"--{name}"
         if getattr(options, question) and value is not None:
             first = "--" + question.replace("_", "-")
-            rule = f"does not go together with {first}, which {why}"
-            raise ConfigError(option, value, rule, f"leave out {option}, or {first}")
+            rule = f"cannot be combined with {first}, which {why}"
+            raise ConfigError(option, value, rule, f"remove {option} or {first}")
 
 
 def check_compiled(options: argparse.Namespace) -> None:
-    """Raises:   ConfigError for more layouts to compile than are shown."""
+    """Check the number of layouts to compile.
+
+    Raises:   ConfigError if it exceeds the number of layouts shown.
+    """
     shown = options.top or DEFAULT_TOP
     if options.compile > shown:
-        rule = f"must be at most {shown}, the layouts that are shown"
-        fix = f"use --compile {shown}, or --top {options.compile}"
+        rule = f"must be at most {shown}, the number of layouts shown"
+        fix = f"use --compile {shown} or --top {options.compile}"
         raise ConfigError("--compile", options.compile, rule, fix)
 
 
 def check_no_config(options: argparse.Namespace, rest: Sequence[str]) -> None:
-    """Raises:   ConfigError for a CONFIG or fields of one, where the question is about none."""
+    """Check that there is no CONFIG and no field of one.
+
+    Raises:   ConfigError if there is.
+    """
     given = [*rest, *([] if options.config is None else [options.config])]
     if given:
         first = "--advice" if options.advice else "--hardware"
-        rule = f"says nothing to {first}, which takes no CONFIG and none of its fields"
-        raise ConfigError("command line", given[0], rule, f"leave it out, or {first}")
+        rule = f"cannot be combined with {first}, which takes no CONFIG and no config fields"
+        raise ConfigError("command line", given[0], rule, f"remove it or {first}")
 
 
 def check_file(name: str | None) -> None:
-    """Raises:   ConfigError when --write's file is no .py, exists, or has no folder."""
+    """Check the file of --write.
+
+    Raises:   ConfigError if it does not end in .py, exists, or its folder does not exist.
+    """
     if name is None:
         return
     path = Path(name)
@@ -187,22 +216,24 @@ def check_file(name: str | None) -> None:
             "--write", name, "must end in .py", f"use --write {shlex.quote(f'{path}.py')}"
         )
     if path.exists():
-        raise ConfigError("--write", name, "exists", "give another name, or remove it")
+        raise ConfigError(
+            "--write", name, "already exists", "choose another name or remove the file"
+        )
     if not path.parent.is_dir():
-        rule = f"needs the folder {path.parent}, which is not there"
-        raise ConfigError("--write", name, rule, "give a folder that exists")
+        rule = f"needs the folder {path.parent}, which does not exist"
+        raise ConfigError("--write", name, rule, "choose an existing folder")
 
 
 def cluster_of(options: argparse.Namespace) -> Cluster:
-    """The GPUs and what joins them.
+    """Return the GPUs and their network.
 
-    Raises:   ConfigError for an unknown GPU or network, or GPUs that hosts do not share evenly.
+    Raises:   ConfigError for an unknown GPU or network, or if --nodes does not divide the GPUs.
     """
     gpu, network = gpu_named(options.gpu), network_named(options.network)
     count = options.gpus or DEFAULT_GPUS
     nodes = options.nodes or -(-count // gpu.per_host)
     if count % nodes:
-        rule = f"must divide the GPUs, {count}, so that each host has as many"
+        rule = f"must divide the number of GPUs, {count}"
         fix = f"use --nodes {max(n for n in range(1, nodes + 1) if count % n == 0)}"
         more = f"--gpus {-(-count // nodes) * nodes}"
         raise ConfigError("--nodes", nodes, rule, f"{fix}, or {more}")
@@ -210,7 +241,7 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
 
 
 def answer(asked: Asked, console: Console) -> dict[str, Any]:
-    """Print what is asked for, and return it as a record."""
+    """Print the answer and return it as a record."""
     options = asked.options
     if options.hardware:
         showing.show_hardware(console)
@@ -232,7 +263,7 @@ def answer(asked: Asked, console: Console) -> dict[str, Any]:
 
 
 def ranking(asked: Asked, console: Console) -> dict[str, Any]:
-    """The plan itself, and what hangs on its first layout: cost, compilation, a config file."""
+    """Print the ranking, and the cost, compilation and config file of the best layouts."""
     options, cluster = asked.options, asked.cluster
     if options.compile:
         compiling.check_can_compile(asked.cfg, cluster, options.compile)
@@ -250,7 +281,7 @@ def ranking(asked: Asked, console: Console) -> dict[str, Any]:
     if options.compile:
         record["compiled"] = compile_first(chosen[: options.compile], cluster, console)
     record["command"] = override.command_line(asked.name, asked.base, chosen[0].cfg)
-    console.print(f"\nThe first: {record['command']}", soft_wrap=True)
+    console.print(f"\nBest layout: {record['command']}", soft_wrap=True)
     if options.write:
         record["written"] = write_config(asked, chosen[0], plan)
         train = f"python -m jaxpar.train {shlex.quote(record['written'])}"
@@ -259,25 +290,25 @@ def ranking(asked: Asked, console: Console) -> dict[str, Any]:
 
 
 def write_config(asked: Asked, layout: Layout, plan: Plan) -> str:
-    """Write the layout as a config file; its path.
+    """Write the layout as a config file and return its path.
 
-    Raises:   ConfigError when it cannot be written.
+    Raises:   ConfigError if it cannot be written.
     """
     path = Path(asked.options.write)
     where = showing.hardware_in_words(plan.cluster)
-    said = f"{asked.name} on {where}, by python -m jaxpar.plan."
+    said = f"{asked.name} on {where}, written by python -m jaxpar.plan."
     try:
         path.write_text(override.config_file(asked.name, asked.base, layout.cfg, said))
     except OSError as error:
         rule = f"cannot be written: {error.strerror}"
-        raise ConfigError("--write", str(path), rule, "give another folder") from error
+        raise ConfigError("--write", str(path), rule, "choose another folder") from error
     return str(path)
 
 
 def compile_first(
     chosen: Sequence[Layout], cluster: Cluster, console: Console
 ) -> list[dict[str, Any]]:
-    """Compile layouts one after another, and show XLA's peaks beside the predicted ones."""
+    """Compile layouts one by one, and print XLA's peaks and the predicted ones."""
     pairs: list[tuple[Layout, compiling.CompiledMemory | str]] = []
     for layout in chosen:
         try:
@@ -292,39 +323,39 @@ def compile_first(
 
 
 def fewest(asked: Asked, console: Console) -> dict[str, Any]:
-    """--min-gpus."""
+    """Answer --min-gpus."""
     count, layout = budget.fewest_gpus(asked.cfg, asked.cluster, watch=on_stderr())
     words = layouts.describe(layout.cfg)
     console.print(
         f"{count} x {asked.cluster.gpu.name}: {words}, remat {layout.cfg.parallel.remat}, "
-        f"{layout.memory.total / GIB:.1f} GiB a GPU, {layout.time.rate:,.0f} tok/s/GPU"
+        f"{layout.memory.total / GIB:.1f} GiB per GPU, {layout.time.rate:,.0f} tok/s/GPU"
     )
     return {"gpus": count, "layout": showing.layout_record(layout)}
 
 
 def largest(asked: Asked, console: Console) -> dict[str, Any]:
-    """--largest batch, --largest sequence."""
+    """Answer --largest batch and --largest sequence."""
     what, cluster = asked.options.largest, asked.cluster
     find = budget.largest_batch if what == "batch" else budget.longest_sequence
     found = find(asked.cfg, cluster, on_stderr())
     if found is None:
         raise nothing_fits(make_plan(asked.cfg, cluster, coarse=True))
     size, layout = found
-    unit = "sequences in one microbatch of all GPUs" if what == "batch" else "tokens in a sequence"
+    unit = "sequences in one global microbatch" if what == "batch" else "tokens per sequence"
     console.print(
         f"{size:,} {unit} on {showing.hardware_in_words(cluster)}: {layouts.describe(layout.cfg)}, "
-        f"remat {layout.cfg.parallel.remat}, {layout.memory.total / GIB:.1f} GiB a GPU, "
+        f"remat {layout.cfg.parallel.remat}, {layout.memory.total / GIB:.1f} GiB per GPU, "
         f"{layout.time.rate:,.0f} tok/s/GPU"
     )
     return {"largest": size, "of": what, "layout": showing.layout_record(layout)}
 
 
 def inference(asked: Asked, console: Console) -> dict[str, Any]:
-    """--kv-cache 64x8192."""
+    """Answer --kv-cache 64x8192."""
     text = asked.options.kv_cache
     rows, times, slots = text.lower().partition("x")
     if not (times and rows.isdecimal() and slots.isdecimal() and int(rows) and int(slots)):
-        rule = "must be sequences x tokens, both whole numbers above 0"
+        rule = "must be SEQUENCESxTOKENS, both positive integers"
         raise ConfigError("--kv-cache", text, rule, "use --kv-cache 64x8192")
     found = budget.inference_memory(asked.cfg, asked.cluster, int(rows), int(slots))
     showing.show_inference(console, int(rows), int(slots), found)
@@ -332,7 +363,7 @@ def inference(asked: Asked, console: Console) -> dict[str, Any]:
 
 
 def give_advice(asked: Asked, console: Console):
-    """--advice: a line for each shape as it is planned; records of them."""
+    """Answer --advice: print each shape once planned, and yield its record."""
     console.print(f"Fastest layouts on {asked.cluster.gpu.name}, T = 8,192 (coarse plans):")
     for one in advice.advise(asked.cluster):
         head = f"{one.case.name:>5} on {one.gpus:>3} GPUs, {one.case.batch:>5,} sequences: "
@@ -355,7 +386,7 @@ def give_advice(asked: Asked, console: Console):
 
 
 def in_short(layout: Layout) -> str:
-    """A layout with its rate in a line."""
+    """Describe a layout and its rate in one line."""
     p = layout.cfg.parallel
     words = f"{layouts.describe(layout.cfg)}, zero {p.zero}, remat {p.remat}"
     if p.num_microbatches > 1:

@@ -1,9 +1,9 @@
-"""A layout's train step, compiled for GPUs that are not here: XLA's own plan of its memory.
+"""Compiles a layout's train step for GPUs that are not present, to read XLA's memory analysis.
 
-Needs the CUDA plugin of JAX, `pip install 'jax[cuda13]'`, and no GPU. Each layout is compiled in
-a process of its own, since XLA reads its flags once. Without a GPU XLA cannot time kernels, so the
-choice of some matmul kernels differs; the memory was the same to 0.1 GiB in the runs that were
-compared (docs/planning.md).
+This needs JAX's CUDA plugin, `pip install 'jax[cuda13]'`, but no GPU. Each layout is compiled in a
+separate process, since XLA reads its flags only once. Without a GPU, XLA cannot time kernels and
+chooses some matmul kernels differently. The memory agreed to 0.1 GiB in the runs compared
+(docs/planning.md).
 """
 
 import importlib.util
@@ -24,19 +24,19 @@ from jaxpar.planning.predict.communication import Cluster
 from jaxpar.planning.predict.hardware import GPUS, H200_COPY_SHARE, Gpu
 from jaxpar.runtime.gpus import xla_flags
 
-#: The part of the plugin that compiles.
+#: The module of the plugin.
 PLUGIN = "jax_plugins.xla_cuda13"
 
-#: GPUs whose kernels JAX compiles in the same way as on the real one, tried.
+#: GPUs for which compilation without a GPU was compared with the real GPU.
 COMPILES_FOR = ("h200", "h100")
 
-#: Most GPUs of a topology that were tried.
+#: Largest topology that was tested, in GPUs.
 MAX_COMPILED_GPUS = 512
 
 
 @dataclass(frozen=True)
 class CompiledMemory:
-    """What XLA's memory_analysis() says of a step on one GPU, bytes; and how long it took, s."""
+    """XLA's memory_analysis() of a step on one GPU in bytes, and the compile time in seconds."""
 
     arguments: int
     temporary: int
@@ -44,13 +44,15 @@ class CompiledMemory:
 
     @property
     def total(self) -> int:
-        """State, batch and temporaries: the peak."""
+        """The peak: state, batch and temporaries."""
         return self.arguments + self.temporary
 
 
 def target_config(gpu: Gpu) -> str:
-    """The GPU as XLA's target description, a protocol buffer in text: published properties, and
-    those that all GPUs of the compute capability share."""
+    """Return XLA's target description of a GPU, a text protocol buffer.
+
+    The properties are published ones, or shared by all GPUs of the compute capability.
+    """
     major, minor = gpu.compute_capability.split(".")
     capability = f"major: {major} minor: {minor} feature_extension: ACCELERATED_FEATURES"
     return f"""gpu_device_info {{
@@ -87,33 +89,34 @@ device_description_str: "{gpu.device_kind}"
 
 
 def check_can_compile(cfg: Config, cluster: Cluster, asked: int = 1) -> None:
-    """Raises:   ConfigError without the plugin, for GPUs that it was not tried on, and for moments
-    in host memory: to JAX 0.11, GPUs that are not here have none."""
+    """Check that a config can be compiled for the cluster.
+
+    Raises:   ConfigError without the plugin, for untested GPUs, and for moments in host memory: in
+              JAX 0.11, GPUs that are not present have no host memory.
+    """
     if cfg.optimizer.offload:
-        rule = (
-            "cannot be compiled without a GPU: JAX knows no host memory of GPUs that are not here"
-        )
-        fix = "leave --compile out, or plan it with --optimizer.offload False"
+        rule = "cannot be compiled without a GPU: JAX needs the GPU for arrays in host memory"
+        fix = "remove --compile, or set --optimizer.offload False"
         raise ConfigError("optimizer.offload", True, rule, fix)
     gpu, count = cluster.gpu, cluster.num_gpus
     if not has_plugin():
-        rule = f"needs JAX's CUDA plugin ({PLUGIN}), which is not installed here"
-        fix = "run pip install 'jax[cuda13]' (no GPU is needed), or leave --compile out"
+        rule = f"needs JAX's CUDA plugin ({PLUGIN}), which is not installed"
+        fix = "run pip install 'jax[cuda13]' (no GPU is needed), or remove --compile"
         raise ConfigError("--compile", asked, rule, fix)
     if gpu.name not in COMPILES_FOR:
-        rule = f"compiles for {' and '.join(COMPILES_FOR)}, whose target descriptions were tried"
+        rule = f"supports only {' and '.join(COMPILES_FOR)}"
         raise ConfigError(
-            "--compile", gpu.name, rule, f"use --gpu {COMPILES_FOR[0]}, or leave it out"
+            "--compile", gpu.name, rule, f"use --gpu {COMPILES_FOR[0]}, or remove --compile"
         )
     if count > MAX_COMPILED_GPUS:
-        rule = f"was tried on topologies of up to {MAX_COMPILED_GPUS} GPUs, not {count}"
+        rule = f"supports at most {MAX_COMPILED_GPUS} GPUs"
         raise ConfigError(
-            "--compile", count, rule, f"use --gpus {MAX_COMPILED_GPUS}, or leave it out"
+            "--compile", count, rule, f"use --gpus {MAX_COMPILED_GPUS}, or remove --compile"
         )
 
 
 def has_plugin() -> bool:
-    """Whether JAX's CUDA plugin is installed; a GPU need not be."""
+    """Return whether JAX's CUDA plugin is installed."""
     try:
         return importlib.util.find_spec(PLUGIN) is not None
     except ModuleNotFoundError:
@@ -124,7 +127,7 @@ def compile_layout(cfg: Config, cluster: Cluster, timeout: float = 1800) -> Comp
     """Compile one layout in a new process.
 
     Args:     cfg: resolved.
-    Raises:   RuntimeError with the compiler's error when it fails, or that it took too long.
+    Raises:   RuntimeError if compilation fails or exceeds the timeout.
     """
     job = {
         "config": json.loads(to_json(cfg)),
@@ -143,21 +146,23 @@ def compile_layout(cfg: Config, cluster: Cluster, timeout: float = 1800) -> Comp
             timeout=timeout,
         )
     except subprocess.TimeoutExpired:
-        raise RuntimeError(f"was still compiling after {timeout:,.0f} s, and was ended") from None
+        raise RuntimeError(f"compilation did not finish in {timeout:,.0f} s") from None
     if done.returncode:
-        raise RuntimeError(error_in(done.stderr) or f"ended with code {done.returncode}")
+        raise RuntimeError(
+            error_in(done.stderr) or f"the compiler exited with code {done.returncode}"
+        )
     return CompiledMemory(**json.loads(done.stdout.splitlines()[-1]))
 
 
 def error_in(printed: str) -> str:
-    """The line that says what is wrong: JAX writes of its own frames after it."""
+    """Return the line with the error: JAX prints notes about its own frames after it."""
     lines = [line for line in printed.splitlines() if line.strip()]
     named = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
     return (named or lines or [""])[-1]
 
 
 def _environment(cfg: Config, gpu: Gpu, given: Mapping[str, str]) -> dict[str, str]:
-    """That of a run on the GPU: its flags, and this process's packages; devices on the CPU."""
+    """Return a run's environment: its flags and this process's packages, on the CPU."""
     flags = xla_flags.matching_rows(gpu.device_kind, jax.__version__, cfg)
     if cfg.run.xla_flags == "none":
         flags = []
@@ -167,7 +172,7 @@ def _environment(cfg: Config, gpu: Gpu, given: Mapping[str, str]) -> dict[str, s
 
 
 def compile_here(job: dict[str, Any]) -> dict[str, Any]:
-    """In the new process: lower and compile the step, and read the plan of its memory."""
+    """Lower and compile the step in the new process, and return its memory analysis."""
     import time
 
     import jax.numpy as jnp

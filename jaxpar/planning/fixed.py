@@ -1,4 +1,4 @@
-"""--fix of the planner: fields of a layout that keep a value."""
+"""Parses the planner's --fix: fields of a layout with a fixed value."""
 
 from typing import Any
 
@@ -8,17 +8,16 @@ from jaxpar.config.type_check import check_types
 
 
 def read_fixed(text: str | None, cfg: Config) -> dict[str, Any]:
-    """tensor=2,zero=3 -> {"tensor": 2, "zero": 3}.
+    """Parse tensor=2,zero=3 into {"tensor": 2, "zero": 3}.
 
-    Args:     cfg: gives the other fields, for the rules of one field.
-    Raises:   ConfigError for a field that a layout does not set or that is named twice, or a value
-              that it cannot have.
+    Args:     cfg: the config whose fields are fixed, to check the values.
+    Raises:   ConfigError for an unknown or repeated field, or an invalid value.
     """
     fixed: dict[str, Any] = {}
     for pair in _pairs(text or ""):
         name, equals, value = (part.strip() for part in pair.partition("="))
         if name not in layout_fields.FIELDS or not equals:
-            rule = f"must be FIELD=VALUE with a field of {', '.join(layout_fields.FIELDS)}"
+            rule = f"must be FIELD=VALUE, with FIELD one of {', '.join(layout_fields.FIELDS)}"
             raise ConfigError("--fix", pair, rule, "use --fix tensor=2,zero=3")
         if name in fixed:
             raise ConfigError("--fix", text, f"names {name} twice", f"use --fix {pair}")
@@ -27,8 +26,10 @@ def read_fixed(text: str | None, cfg: Config) -> dict[str, Any]:
 
 
 def _pairs(text: str) -> list[str]:
-    """The items FIELD=VALUE. A piece without "=" goes on with the value before it, as the names of
-    remat=attn_out,attn_lse do."""
+    """Split the items FIELD=VALUE.
+
+    An item without "=" continues the previous value, as in remat=attn_out,attn_lse.
+    """
     found: list[str] = []
     for piece in map(str.strip, text.split(",") if text else []):
         if "=" in piece or not found:
@@ -39,9 +40,9 @@ def _pairs(text: str) -> list[str]:
 
 
 def _value(cfg: Config, pair: str, name: str, text: str) -> str | int:
-    """A field's value, which some layout can have as far as the field's own rules say."""
+    """Parse a field's value and check it by the rules for that field."""
     if name != "remat" and not (text.isdecimal() and int(text) > 0):
-        rule = f"{name} must be a whole number above 0"
+        rule = f"{name} must be a positive integer"
         raise ConfigError("--fix", pair, rule, f"use --fix {name}=1")
     path, value = f"parallel.{name}", text if name == "remat" else int(text)
     try:

@@ -1,4 +1,4 @@
-"""What a run was predicted to need, said when it starts and beside the measurement when it ends."""
+"""Predicts a run's memory and step time, and compares them with the measurement at its end."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +13,7 @@ from jaxpar.planning.ranking import predict
 
 @dataclass(frozen=True)
 class Forecast:
-    """The prediction for a run on GPUs that `planning/predict/hardware.py` knows; `assumed` names
-    the network."""
+    """The prediction for a run. `assumed` names the assumed network."""
 
     step_seconds: float
     memory_gib: float
@@ -22,7 +21,7 @@ class Forecast:
     assumed: str
 
     def record(self) -> dict[str, Any]:
-        """For metrics.jsonl, at the start."""
+        """Return the record for metrics.jsonl."""
         return {
             "predicted_step_seconds": self.step_seconds,
             "predicted_memory_gib": self.memory_gib,
@@ -33,7 +32,7 @@ class Forecast:
         return text + f"{self.tokens_per_second_per_device:,.0f} tok/s/device{self.assumed}"
 
     def beside(self, last: dict[str, Any]) -> str:
-        """One line: predicted and measured, from the last record of a run's metrics."""
+        """Compare the prediction with the last record of a run's metrics, in one line."""
         parts = [_pair("peak", self.memory_gib, last.get("memory_gib"), "GiB", 1)]
         parts.append(_pair("step", self.step_seconds, last.get("step_seconds"), "s", 3))
         return "predicted  and measured: " + ", ".join(filter(None, parts))
@@ -47,9 +46,9 @@ def _pair(what: str, predicted: float, measured: float | None, unit: str, digits
 
 
 def forecast(cfg: Config, device_kind: str, devices: int, per_host: int) -> Forecast | None:
-    """The prediction; None on devices that no plan knows, CPUs among them.
+    """Predict a run; None for unknown devices, such as CPUs.
 
-    Args:     cfg: resolved. device_kind: as JAX names it. per_host: devices of this process's host.
+    Args:     cfg: resolved. device_kind: JAX's name of the device. per_host: devices per host.
     """
     gpu = gpu_of_kind(device_kind)
     if gpu is None:
@@ -57,7 +56,7 @@ def forecast(cfg: Config, device_kind: str, devices: int, per_host: int) -> Fore
     cluster = Cluster(gpu, NETWORKS["ib400"], devices, per_host)
     try:
         layout = predict(cfg, cluster)
-    except ConfigError:  # the run itself says what is wrong with its attention kernels
+    except ConfigError:  # the run itself reports an unsupported attention kernel
         return None
     assumed = f" (assuming {cluster.network.name} between hosts)" if devices > per_host else ""
     time = layout.time
@@ -65,6 +64,6 @@ def forecast(cfg: Config, device_kind: str, devices: int, per_host: int) -> Fore
 
 
 def forecast_here(cfg: Config) -> Forecast | None:
-    """`forecast` for the devices of this program, of which each host has as many."""
+    """Predict a run on this program's devices, assuming the same number on each host."""
     kind = jax.devices()[0].device_kind
     return forecast(cfg, kind, jax.device_count(), jax.local_device_count())

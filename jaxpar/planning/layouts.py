@@ -1,8 +1,8 @@
-"""Every layout of a config on some GPUs: those that `validation` accepts, and why not the others.
+"""Lists the layouts of a config that are valid on some GPUs, and why the others are not.
 
 A layout is a mesh, the remat policy, the microbatches, the ZeRO stage, the virtual stages of a
-pipeline and the row groups of tensor parallelism. `expert` stays as configured: it acts as more of
-`data`, so the layouts would be the same twice.
+pipeline and the row groups of tensor parallelism. `expert` stays as configured: it shards the batch
+like `data`, so varying it would list the same layouts twice.
 """
 
 import dataclasses
@@ -19,16 +19,16 @@ from jaxpar.config.remat_policies import REMAT_POLICIES, names_on_host
 from jaxpar.config.validate import resolve
 from jaxpar.planning.progress import Watch, no_report
 
-#: Virtual stages that are tried.
+#: Numbers of virtual stages to try.
 VIRTUAL_STAGES = (1, 2, 3, 4)
 
 
 @dataclass
 class Listing:
-    """The layouts of a config: resolved configs, and how many were refused by which rule.
+    """The layouts of a config: resolved configs, and how many were invalid by which rule.
 
-    refused    what a rule said -> how many layouts broke it.
-    examples   the same -> one error of it.
+    refused    rule -> number of layouts that violate it.
+    examples   rule -> an example of the error.
     """
 
     configs: list[Config] = field(default_factory=list)
@@ -36,14 +36,14 @@ class Listing:
     examples: dict[str, ConfigError] = field(default_factory=dict)
 
     def refuse(self, error: ConfigError) -> None:
-        """Count a layout that `validation` refuses."""
+        """Count an invalid layout."""
         reason = f"{error.field}: {_in_general(error.rule)}"
         self.refused[reason] += 1
         self.examples.setdefault(reason, error)
 
 
 def _in_general(rule: str) -> str:
-    """A rule without this layout's numbers: of "must be divisible by ..., since ...", the why."""
+    """Return a rule without this layout's numbers: the part after ", since ", if there is one."""
     _, since, why = rule.partition(", since ")
     return why if since else rule
 
@@ -56,15 +56,15 @@ def legal_layouts(
     coarse: bool = False,
     watch: Watch = no_report,
 ) -> Listing:
-    """Every layout that `validate.resolve` accepts and the trainer runs on GPUs.
+    """Return every layout that `validate.resolve` accepts.
 
-    Remat policies are independent of the other fields in `validation`, so each mesh is resolved
-    once, with the first of them. Those that keep values in host memory are tried without a pipeline
-    alone: a ring there has run on no GPU.
+    Validation treats remat policies independently of the other fields, so each mesh is resolved
+    once, with the first policy. Policies that offload to host memory are tried only without a
+    pipeline: the combination has not been tested on GPUs.
 
-    Args:     fixed: fields of `parallel` that keep a value, by name. coarse: fewer of them, for a
-              first look: microbatches in powers of two, one or two virtual stages, no row groups.
-              watch: called with how many have been examined.
+    Args:     fixed: fields of `parallel` with a fixed value, by name. coarse: list fewer layouts:
+              microbatches in powers of two, at most two virtual stages, no row groups.
+              watch: called with the number of candidates checked.
     """
     found = Listing()
     policies = _policies(cfg, fixed)
@@ -85,12 +85,12 @@ def _ring_on_host(cfg: Config, remat: str) -> bool:
 
 
 def with_parallel(cfg: Config, **values: Any) -> Config:
-    """The config with fields of `parallel` set."""
+    """Return the config with fields of `parallel` replaced."""
     return dataclasses.replace(cfg, parallel=dataclasses.replace(cfg.parallel, **values))
 
 
 def _policies(cfg: Config, fixed: dict[str, Any]) -> list[str]:
-    """Remat policies to try."""
+    """Return the remat policies to try."""
     if "remat" in fixed:
         return [fixed["remat"]]
     return list(dict.fromkeys([*REMAT_POLICIES, cfg.parallel.remat]))
@@ -99,7 +99,7 @@ def _policies(cfg: Config, fixed: dict[str, Any]) -> list[str]:
 def _candidates(
     cfg: Config, num_gpus: int, fixed: dict[str, Any], coarse: bool
 ) -> Iterator[dict[str, Any]]:
-    """Values of FIELDS but remat: all meshes of so many GPUs, and what goes with each."""
+    """Yield values of FIELDS except remat: all meshes of the GPUs, and their other fields."""
     expert = max(cfg.parallel.expert, 1)
     if num_gpus % expert:
         return
@@ -110,7 +110,7 @@ def _candidates(
 
 
 def meshes(num_gpus: int, fixed: dict[str, Any]) -> Iterator[dict[str, int]]:
-    """Sizes of the axes besides `expert` that multiply to the GPUs."""
+    """Yield sizes of the axes except `expert` whose product is the number of GPUs."""
 
     def over(axes: list[str], left: int) -> Iterator[dict[str, int]]:
         axis, *rest = axes
@@ -126,7 +126,7 @@ def meshes(num_gpus: int, fixed: dict[str, Any]) -> Iterator[dict[str, int]]:
 
 
 def divisors(n: int) -> list[int]:
-    """In order."""
+    """Return the divisors in ascending order."""
     low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return low + [n // d for d in reversed(low) if d * d != n]
 
@@ -134,10 +134,12 @@ def divisors(n: int) -> list[int]:
 def _splits(
     cfg: Config, mesh: dict[str, int], rows: float, fixed: dict[str, Any], coarse: bool
 ) -> Iterator[dict[str, Any]]:
-    """Microbatches that divide a device's rows, ZeRO stages, virtual stages and row groups."""
-    whole = int(rows) if rows == int(rows) else 1  # if not, `validation` says so
+    """Yield microbatches that divide a device's rows, ZeRO stages, virtual stages, row groups."""
+    whole = int(rows) if rows == int(rows) else 1  # otherwise validation rejects the layout
     sharded = mesh["data"] * mesh["sequence"] * max(cfg.parallel.expert, 1) > 1
-    in_stages = mesh["tensor"] > 1 and mesh["pipeline"] > 1  # without, matmuls take pieces
+    in_stages = (
+        mesh["tensor"] > 1 and mesh["pipeline"] > 1
+    )  # otherwise matmuls run on shards of the sequence
     turns = in_stages and cfg.parallel.layer_loop == "unroll"
     options: dict[str, Sequence[int]] = {
         "num_microbatches": divisors(whole),
@@ -155,12 +157,12 @@ def _splits(
 
 
 def values_of(cfg: Config) -> dict[str, Any]:
-    """A layout's fields."""
+    """Return a layout's fields."""
     return {name: getattr(cfg.parallel, name) for name in FIELDS}
 
 
 def describe(cfg: Config) -> str:
-    """A layout in a few words: "data 4, tensor 2, zero 3, remat dots"."""
+    """Describe a layout's mesh in a few words: "data 4, tensor 2"."""
     p = cfg.parallel
     axes = ("pipeline", "replica", "data", "expert", "sequence", "tensor")
     words = [f"{axis} {getattr(p, axis)}" for axis in axes if getattr(p, axis) > 1]

@@ -1,4 +1,4 @@
-"""The chosen layout as something `jaxpar.train` takes: a command line, or a config file."""
+"""Writes the chosen layout as a command line or config file for `jaxpar.train`."""
 
 import shlex
 from pathlib import Path
@@ -10,8 +10,11 @@ from jaxpar.config.fields import leaf_paths
 
 
 def changes(base: Config, chosen: Config) -> dict[str, Any]:
-    """The fields of `chosen` that differ from `base`, by path. Of a section that is None in only
-    one of them: all its fields, or the section itself as None."""
+    """Return the fields of `chosen` that differ from `base`, by path.
+
+    If a section is None only in `base`, the result has all its fields. If it is None only in
+    `chosen`, the result has the section itself.
+    """
     found: dict[str, Any] = {}
     for path in leaf_paths():
         section = path.rpartition(".")[0]
@@ -26,17 +29,17 @@ def changes(base: Config, chosen: Config) -> dict[str, Any]:
 
 
 def command_line(name: str, base: Config, chosen: Config) -> str:
-    """The command that trains with the layout."""
+    """Return the command that trains with the layout."""
     words = [flag(path, value) for path, value in changes(base, chosen).items()]
     return " ".join([f"python -m jaxpar.train {shlex.quote(name)}", *words])
 
 
 def config_file(name: str, base: Config, chosen: Config, said: str) -> str:
-    """A config file that takes `name` and changes these fields.
+    """Return a config file that loads `name` and changes these fields.
 
-    Args:     said: one line on where the layout is from.
+    Args:     said: the file's docstring: one line about the layout's origin.
     """
-    # A file, or a run, is found from wherever the new one is used.
+    # An absolute path, so that the new file works from any folder.
     source = name if name in known_configs().split(", ") else str(Path(name).resolve())
     lines = [f'            "{path}": {value!r},' for path, value in changes(base, chosen).items()]
     body = "\n".join(lines)

@@ -1,13 +1,13 @@
-"""How far a plan is, on stderr: thousands of GPUs have layouts for minutes."""
+"""Reports a plan's progress on stderr: thousands of GPUs take minutes."""
 
 import sys
 import time
 from collections.abc import Callable
 
-#: Called with how many of something there are so far: (3000, "of 8,000 layouts predicted").
+#: Called with a count and what is counted: (3000, "of 8,000 layouts predicted").
 type Watch = Callable[[int, str], None]
 
-#: Seconds between two lines, and before the first.
+#: Seconds between lines, and before the first.
 EVERY = 5.0
 
 
@@ -16,8 +16,10 @@ def no_report(count: int, what: str) -> None:
 
 
 def on_stderr() -> Watch:
-    """A line on stderr every few seconds; none of a plan that is done sooner. stdout has the plan
-    alone, which may be JSON."""
+    """Return a watch that prints a line to stderr every few seconds.
+
+    stdout has only the plan, which may be JSON.
+    """
     last = time.monotonic()
 
     def watch(count: int, what: str) -> None:

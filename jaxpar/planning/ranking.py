@@ -1,4 +1,4 @@
-"""The layouts of a config on a cluster, predicted and in order: what fits, fastest first."""
+"""Ranks the layouts of a config on a cluster by predicted step time."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from jaxpar.planning.progress import Watch, no_report
 
 @dataclass(frozen=True)
 class Layout:
-    """One layout, predicted. `on_reference`: its attention has no kernel on this GPU."""
+    """A layout and its prediction. `on_reference`: attention has no kernel on this GPU."""
 
     cfg: Config
     memory: MemoryForecast
@@ -28,9 +28,9 @@ class Layout:
 class Plan:
     """All layouts of a config on a cluster.
 
-    fitting    those whose peak is within the GPU's usable memory, fastest first.
+    fitting    layouts whose peak fits the GPU's usable memory, fastest first.
     too_large  the others, smallest first.
-    refused    rule -> how many layouts `validation` refuses by it; examples has an error of each.
+    refused    rule -> number of layouts that violate it; examples has an error of each.
     """
 
     cfg: Config
@@ -42,20 +42,20 @@ class Plan:
 
     @property
     def usable(self) -> float:
-        """Bytes that a run may take on a GPU."""
+        """Bytes that a run may use on a GPU."""
         return self.cluster.gpu.usable_bytes
 
     def missing(self) -> float:
-        """Bytes by which the smallest layout that does not fit misses, 0 if there is none."""
+        """Return the bytes by which the smallest layout that does not fit exceeds the memory."""
         return self.too_large[0].memory.total - self.usable if self.too_large else 0.0
 
 
 def predict(cfg: Config, cluster: Cluster) -> Layout:
-    """One layout.
+    """Predict one layout.
 
     Args:     cfg: resolved.
-    Raises:   ConfigError when `model.attention_backend` cannot serve it on this GPU, or the order
-              of the tokens leaves it to the reference.
+    Raises:   ConfigError if `model.attention_backend` does not support it on this GPU, or if the
+              token order requires the reference implementation.
     """
     try:
         on_reference = attention_runs_on_reference(cfg, cluster.gpu)
@@ -66,7 +66,7 @@ def predict(cfg: Config, cluster: Cluster) -> Layout:
         raise ConfigError("model.attention_backend", name, rule, fix) from error
     p = cfg.parallel
     if on_reference and p.sequence > 1 and p.context != "ulysses":
-        rule = f"has no attention kernel on {cluster.gpu.name} but the reference, which holds all "
+        rule = f"has no attention kernel on {cluster.gpu.name} but the reference, which stores all "
         fix = "use --parallel.context ulysses"
         raise ConfigError("parallel.context", p.context, rule + "scores", fix)
     return Layout(
@@ -82,9 +82,9 @@ def make_plan(
     coarse: bool = False,
     watch: Watch = no_report,
 ) -> Plan:
-    """Every legal layout, predicted.
+    """Predict every valid layout.
 
-    Args:     fixed: fields of `parallel` that keep a value, by name. coarse, watch: as
+    Args:     fixed: fields of `parallel` with a fixed value, by name. coarse, watch: as in
               `legal_layouts`.
     """
     listing = legal_layouts(cfg, cluster.num_gpus, fixed or {}, coarse=coarse, watch=watch)
@@ -109,24 +109,24 @@ def make_plan(
 
 
 def nothing_fits(plan: Plan) -> ConfigError:
-    """The error for a plan without a layout that fits: by how much, and what would."""
+    """Return the error for a plan in which no layout fits: by how much, and what would help."""
     gpus, gpu = plan.cluster.num_gpus, plan.cluster.gpu
     on = f"{gpus} x {gpu.name}"
     if not plan.too_large:
-        why = "they cannot be shared out to axes of the sizes that are kept"
+        why = "the fixed axis sizes do not divide the number of GPUs"
         if plan.refused:
             (reason, _), *_ = plan.refused.most_common(1)
             first = plan.examples[reason]
             why = f"{first.field} = {first.value!r} {first.rule}"
-        fix = "change what it names, or use another number of GPUs"
-        return ConfigError("--gpus", gpus, f"gives no mesh that the config allows: {why}", fix)
+        fix = "change that field, or use another number of GPUs"
+        return ConfigError("--gpus", gpus, f"allows no valid mesh: {why}", fix)
     best = plan.too_large[0]
     short = plan.missing() / GIB
     rule = (
-        f"is too few: the smallest layout ({describe(best.cfg)}, remat {best.cfg.parallel.remat}) "
-        f"needs {best.memory.total / GIB:.1f} GiB on each of {on}, {short:.1f} more than its "
-        f"{plan.usable / GIB:.1f}"
+        f"is not enough: the smallest layout ({describe(best.cfg)}, remat "
+        f"{best.cfg.parallel.remat}) needs {best.memory.total / GIB:.1f} GiB on each of {on}, "
+        f"{short:.1f} GiB more than the usable {plan.usable / GIB:.1f}"
     )
-    fix = "ask --min-gpus for the fewest that do, use a GPU with more memory, a smaller "
+    fix = "use --min-gpus to find the fewest that fit, a GPU with more memory, a smaller "
     fix += "--train.global-batch-size, or --optimizer.first-moment-dtype bfloat16"
     return ConfigError("--gpus", gpus, rule, fix)

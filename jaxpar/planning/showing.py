@@ -1,4 +1,4 @@
-"""A plan in words: tables for people, the same as a record for programs."""
+"""Formats a plan as tables, and as a record for JSON."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -18,12 +18,15 @@ from jaxpar.planning.ranking import Layout, Plan
 
 MEMORY_PARTS = "weights optimizer gradients activations logits gathered buffers".split()
 
-#: Layouts of which the parts are shown.
+#: Number of layouts whose parts are shown.
 IN_DETAIL = 3
+
+#: Names of parts in the tables, where they differ from those in the JSON.
+TITLES = {"in all": "total"}
 
 
 def best_of_each_mesh(layouts: Iterable[Layout]) -> list[Layout]:
-    """The first of each mesh, so that a table is not one mesh in many variants."""
+    """Return the first layout of each mesh."""
     found: dict[str, Layout] = {}
     for layout in layouts:
         found.setdefault(describe(layout.cfg), layout)
@@ -31,7 +34,7 @@ def best_of_each_mesh(layouts: Iterable[Layout]) -> list[Layout]:
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """Rows of text; the first column to the left, the others to the right."""
+    """Return a table of text; the first column is left-aligned, the others right-aligned."""
     made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for i, name in enumerate(columns):
         made.add_column(name, justify="right" if i else "left", no_wrap=True)
@@ -41,26 +44,26 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> 
 
 
 def show_plan(console: Console, plan: Plan, chosen: Sequence[Layout]) -> None:
-    """The ranking, the parts of the first few, and why other layouts are not in it."""
+    """Print the ranking, the parts of the first layouts, and why others are not listed."""
     cluster, fits = plan.cluster, len(plan.fitting)
     legal = fits + len(plan.too_large)
     console.print(
         f"{legal:,} legal layouts on {hardware_in_words(cluster)}: {fits:,} fit "
-        f"{plan.usable / GIB:.1f} GiB a GPU"
+        f"{plan.usable / GIB:.1f} GiB per GPU"
     )
     console.print(_ranking(chosen))
     detail = chosen[:IN_DETAIL]
-    console.print(_parts("Memory at the peak, GiB a GPU", detail, _memory_cells))
-    console.print(_parts("Step, ms", detail, _time_cells))
+    console.print(_parts("Peak memory, GiB per GPU", detail, _memory_cells))
+    console.print(_parts("Step time, ms", detail, _time_cells))
     for line in _remarks(plan, chosen):
         console.print(line)
 
 
 def hardware_in_words(cluster: Cluster) -> str:
-    """ "16 x h200, 8 to a host, ib400 between hosts"."""
+    """Describe a cluster: "16 x h200, 8 per host, ib400 between hosts"."""
     text = f"{cluster.num_gpus} x {cluster.gpu.name}"
     if cluster.num_gpus > cluster.per_host:
-        text += f", {cluster.per_host} to a host, {cluster.network.name} between hosts"
+        text += f", {cluster.per_host} per host, {cluster.network.name} between hosts"
     return text
 
 
@@ -81,7 +84,7 @@ def _ranking(chosen: Sequence[Layout]) -> Table:
                 f"{t.mfu_full:.1%}",
             )
         )
-    legend = "M microbatches, v virtual stages, g row groups; MFU causal, and with full attention"
+    legend = "M microbatches, v virtual stages, g row groups; MFU: causal, full: full attention"
     return table(legend, columns, rows)
 
 
@@ -91,7 +94,10 @@ def _parts(title: str, layouts: Sequence[Layout], cells) -> Table:
     last = ("contention", "gaps", "in all")
     names.sort(key=lambda name: last.index(name) if name in last else -1)
     rows = [
-        (name, *(f"{found[name]:,.1f}" if found.get(name) else "-" for found in by_layout))
+        (
+            TITLES.get(name, name),
+            *(f"{found[name]:,.1f}" if found.get(name) else "-" for found in by_layout),
+        )
         for name in names
     ]
     return table(title, ["", *(f"{i}." for i in range(1, len(layouts) + 1))], rows)
@@ -107,7 +113,7 @@ def _time_cells(layout: Layout) -> dict[str, float]:
 
 
 def time_parts(time: StepTime) -> dict[str, float]:
-    """Seconds by part, the exposed communication of each axis apart."""
+    """Return seconds by part, with the exposed communication of each axis."""
     own = "matmul attention elementwise optimizer bubble".split()
     parts = {name: getattr(time, name) for name in own}
     parts |= {f"exposed: {axis}": seconds for axis, seconds in time.exposed.items()}
@@ -120,37 +126,39 @@ def _remarks(plan: Plan, chosen: Sequence[Layout]) -> list[str]:
     if plan.too_large:
         nearest = plan.too_large[0]
         lines.append(
-            f"Too large: {len(plan.too_large):,}, the nearest by {plan.missing() / GIB:.1f} GiB "
+            f"Too large: {len(plan.too_large):,}, the smallest by {plan.missing() / GIB:.1f} GiB "
             f"({describe(nearest.cfg)}, remat {nearest.cfg.parallel.remat})."
         )
     if plan.refused:
-        lines.append(f"Not allowed: {sum(plan.refused.values()):,}, by the rule that they break:")
+        lines.append(f"Invalid: {sum(plan.refused.values()):,}, by violated rule:")
         lines += [f"  {n:>6,}  {reason}" for reason, n in plan.refused.most_common(8)]
     lines += caveats(plan, chosen)
     return lines
 
 
 def caveats(plan: Plan, chosen: Sequence[Layout]) -> list[str]:
-    """What the predictions were never compared with, where this plan relies on it."""
+    """Return what this plan relies on that was never compared with measurements."""
     cfg, cluster = plan.cfg, plan.cluster
     guesses = []
     if cluster.gpu.name != "h200":
         guesses.append(f"{cluster.gpu.name}'s rates are estimates")
     if cluster.num_gpus > cluster.per_host:
-        guesses.append("no network was measured")
+        guesses.append("networks were not measured")
     if cfg.model.num_experts:
         guesses.append("experts were not compared with measurements")
     if cfg.lora.rank:
         guesses.append("adapters were not compared with measurements")
     if cfg.parallel.layer_loop == "scan":
-        guesses.append("measured were unrolled layers, not scanned ones")
+        guesses.append("only unrolled layers were measured")
     if cfg.model.dtype != "bfloat16":
-        guesses.append("measured was bfloat16")
+        guesses.append("only bfloat16 was measured")
     if there := max((host_bytes(layout.cfg) for layout in chosen), default=0.0):
-        of_each = f"{there / GIB:,.1f} GiB a GPU and microbatch"
-        guesses.append(f"values in host memory ({of_each}) were measured with two GPUs of a host")
+        of_each = f"{there / GIB:,.1f} GiB per GPU and microbatch"
+        guesses.append(
+            f"values in host memory ({of_each}) were measured only on two GPUs of one host"
+        )
     if any(layout.on_reference for layout in chosen):
-        guesses.append("attention has no kernel here for some of these layouts")
+        guesses.append("some of these layouts have no attention kernel on this GPU")
     return [f"Estimates: {'; '.join(guesses)} (docs/planning.md)."] if guesses else []
 
 
@@ -158,17 +166,17 @@ def caveats(plan: Plan, chosen: Sequence[Layout]) -> list[str]:
 
 
 def show_cost(console: Console, cost: TrainingCost) -> None:
-    """Days, GPU-hours and price of a budget of tokens."""
+    """Print days, GPU-hours and cost of a number of tokens."""
     text = f"{cost.tokens:,.0f} tokens: {cost.steps:,} steps, {cost.days:,.1f} days, "
     text += f"{cost.gpu_hours:,.0f} GPU-hours"
     if cost.price is not None:
-        text += f", {cost.price:,.0f} at the price given"
-    console.print(text + "; without evaluation, checkpoints and failures")
+        text += f", at a cost of {cost.price:,.0f}"
+    console.print(text + "; excluding evaluation, checkpoints and failures")
 
 
 def show_inference(console: Console, rows: int, slots: int, found: Sequence[Inference]) -> None:
-    """Weights and cache by ways of tensor parallelism."""
-    title = f"Generation: keys and values of {rows:,} sequences of {slots:,} tokens, GiB a GPU"
+    """Print the memory of weights and KV cache by tensor parallelism."""
+    title = f"Generation: KV cache of {rows:,} sequences of {slots:,} tokens, GiB per GPU"
     cells = [
         (
             f"tensor {one.tensor}",
@@ -182,7 +190,7 @@ def show_inference(console: Console, rows: int, slots: int, found: Sequence[Infe
 
 
 def show_compiled(console: Console, pairs: Sequence[tuple[Layout, CompiledMemory | str]]) -> None:
-    """Peaks that XLA plans for, beside the predicted ones."""
+    """Print XLA's peaks and the predicted ones."""
     rows = []
     for i, (layout, compiled) in enumerate(pairs, 1):
         predicted = layout.memory.total
@@ -194,17 +202,17 @@ def show_compiled(console: Console, pairs: Sequence[tuple[Layout, CompiledMemory
             error = predicted / compiled.total - 1
             cells += [f"{compiled.total / GIB:.1f}", f"{error:+.1%}", f"{compiled.seconds:.0f} s"]
         rows.append(cells)
-    columns = ["compiled for GPUs that are not here", "predicted GiB", "XLA's GiB", "error", "took"]
+    columns = ["compiled without a GPU", "predicted GiB", "XLA's GiB", "error", "took"]
     console.print(table("", columns, rows))
 
 
 def show_hardware(console: Console) -> None:
-    """Every number of the tables of GPUs and networks, with its source."""
+    """Print every figure of the GPUs and networks with its source."""
     for gpu in GPUS.values():
         console.print(f"{gpu.name}: {gpu.device_kind}")
         for name, value, source in _figures(gpu):
             console.print(f"  {name:<10} {value:>15}  {source}", soft_wrap=True)
-    console.print("between hosts, a GPU:")
+    console.print("between hosts, per GPU:")
     for n in NETWORKS.values():
         value = f"{n.bandwidth.value / 1e9:.1f} GB/s"
         console.print(f"  {n.name:<10} {value:>15}  {n.bandwidth.source}", soft_wrap=True)
@@ -224,7 +232,7 @@ def _figures(gpu: Gpu) -> list[tuple[str, str, str]]:
 
 
 def plan_record(plan: Plan, chosen: Sequence[Layout]) -> dict[str, Any]:
-    """The plan for --json."""
+    """Return the plan for --json."""
     return {
         "gpu": plan.cluster.gpu.name,
         "gpus": plan.cluster.num_gpus,
@@ -240,7 +248,7 @@ def plan_record(plan: Plan, chosen: Sequence[Layout]) -> dict[str, Any]:
 
 
 def layout_record(layout: Layout) -> dict[str, Any]:
-    """One layout: its fields, bytes and seconds by part."""
+    """Return one layout: its fields, bytes and seconds by part."""
     t = layout.time
     return {
         "parallel": values_of(layout.cfg),

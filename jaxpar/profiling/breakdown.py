@@ -1,15 +1,15 @@
-"""Where the time of a step goes: the figures of a trace, as they go on a card.
+"""Breaks a step's time down into compute, communication and idle time, from a trace.
 
-Of one device in one step, between its first kernel and its last:
+For one device in one step, between its first kernel and its last:
 
-    compute         time in which any kernel runs that is not communication
-    communication   time in which any collective, or copy to another GPU or host memory, runs
-    hidden          both
+    compute         time during which a kernel other than communication runs
+    communication   time during which a collective or a copy to another GPU or the host runs
+    hidden          both at the same time
     exposed         communication without compute
     idle            neither
 
-so step = compute + exposed + idle. Times by class, pass and kernel are sums over kernels, which
-count time twice where kernels of several streams overlap.
+so step = compute + exposed + idle. Times by class, pass and kernel are sums over kernels. They
+count time twice if kernels on several streams overlap.
 """
 
 import itertools
@@ -27,7 +27,7 @@ from jaxpar.profiling.trace.kernels import CLASSES, COMMUNICATION, COPY, HOST, c
 from jaxpar.profiling.trace.read import KernelTrace, NoKernels, ProfiledKernel
 from jaxpar.profiling.trace.scopes import place_of, shorten
 
-#: Figures of which the worst device is told too.
+#: Figures that are also reported for the worst device.
 WORST = ("exposed", "idle")
 
 
@@ -41,24 +41,24 @@ class Sorted:
 
     @property
     def ns(self) -> int:
-        """How long it ran."""
+        """Duration in nanoseconds."""
         return self.kernel.end - self.kernel.start
 
 
 def sort_kernels(kernels: Sequence[ProfiledKernel]) -> list[Sorted]:
-    """Each kernel with what it does."""
+    """Classify each kernel."""
     known = lambda k: (k.what, k.kind) if k.what else classify(k.name, k.scope, k.op)  # noqa: E731
     return [Sorted(k, *known(k)) for k in kernels]
 
 
 def busy_times(kernels: Sequence[Sorted]) -> tuple[list[Interval], list[Interval]]:
-    """The time of compute, and that of communication."""
+    """Return the intervals of compute and of communication."""
     compute = union(k.kernel.interval for k in kernels if k.what != COMMUNICATION)
     return compute, union(k.kernel.interval for k in kernels if k.what == COMMUNICATION)
 
 
 def of_step(kernels: Sequence[Sorted]) -> dict[str, int]:
-    """The figures of one device in one step, in nanoseconds."""
+    """Return the figures of one device in one step, in nanoseconds."""
     compute, communication = busy_times(kernels)
     exposed = length(subtract(communication, compute))
     begin = min(k.kernel.start for k in kernels)
@@ -74,9 +74,10 @@ def of_step(kernels: Sequence[Sorted]) -> dict[str, int]:
 
 
 def exposed_by_kind(kernels: Sequence[Sorted]) -> dict[str, int]:
-    """Nanoseconds of exposed communication, by kind.
+    """Return nanoseconds of exposed communication by kind.
 
-    Where two collectives overlap, the time is the one's that began first: the sum is `exposed`.
+    If two collectives overlap, the time counts for the one that began first, so that the sum is
+    `exposed`.
     """
     taken, _ = busy_times(kernels)
     found: dict[str, int] = defaultdict(int)
@@ -89,7 +90,7 @@ def exposed_by_kind(kernels: Sequence[Sorted]) -> dict[str, int]:
 
 
 def between_steps(steps: Sequence[Sequence[ProfiledKernel]]) -> float | None:
-    """Mean nanoseconds from a device's last kernel of a step to its first of the next."""
+    """Return the mean nanoseconds between the last kernel of a step and the first of the next."""
     if len(steps) < 2:
         return None
     ends = [max(k.end for k in step) for step in steps]
@@ -97,11 +98,11 @@ def between_steps(steps: Sequence[Sequence[ProfiledKernel]]) -> float | None:
 
 
 def profile(trace: KernelTrace, hlo_text: str | hlo.Module = "", top: int = 10) -> dict[str, Any]:
-    """The figures of a trace, in milliseconds a step: means over devices and steps.
+    """Return the figures of a trace, in milliseconds per step: means over devices and steps.
 
-    Args:     hlo_text: `compiled.as_text()` of the module, or what `hlo.parse` made of it; without
+    Args:     hlo_text: `compiled.as_text()` of the module, or the result of `hlo.parse`; without
         it, kernels inside command buffers have no scope. top: kernels to list, by total time.
-    Raises:   NoKernels when no step is whole.
+    Raises:   NoKernels if no step is complete.
     """
     if hlo_text:
         module = hlo.parse(hlo_text) if isinstance(hlo_text, str) else hlo_text
@@ -137,7 +138,7 @@ def _mean_of(figures: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def _by_class(steps: Sequence[Sequence[Sorted]]) -> dict[str, dict[str, float]]:
-    """Milliseconds and number of kernels a step, of each class that occurs."""
+    """Return milliseconds and number of kernels per step, for each class that occurs."""
     found = {}
     for what in CLASSES:
         ns = [k.ns for step in steps for k in step if k.what == what]
@@ -147,7 +148,7 @@ def _by_class(steps: Sequence[Sequence[Sorted]]) -> dict[str, dict[str, float]]:
 
 
 def _by_kind(steps: Sequence[Sequence[Sorted]]) -> dict[str, dict[str, float]]:
-    """Milliseconds, exposed milliseconds and number of kernels a step, of each collective."""
+    """Return milliseconds, exposed milliseconds and kernels per step, for each collective."""
     found: dict[str, dict[str, float]] = {}
     for step in steps:
         exposed = exposed_by_kind(step)
@@ -162,7 +163,7 @@ def _by_kind(steps: Sequence[Sequence[Sorted]]) -> dict[str, dict[str, float]]:
 
 
 def _by_scope(steps: Sequence[Sequence[Sorted]]) -> list[dict[str, Any]]:
-    """Milliseconds a step of each pass, named scope and class: communication apart, it overlaps."""
+    """Return milliseconds per step for each pass, named scope and class."""
     found: dict[tuple[str, str, str], float] = defaultdict(float)
     for kernel in itertools.chain.from_iterable(steps):
         if kernel.kernel.scope:
@@ -176,14 +177,14 @@ def _by_scope(steps: Sequence[Sequence[Sorted]]) -> list[dict[str, Any]]:
 
 
 def _unattributed(steps: Sequence[Sequence[Sorted]]) -> float:
-    """Milliseconds a step of kernels, copies apart, whose scope is not known."""
+    """Return milliseconds per step of kernels with unknown scope, except copies."""
     copied = lambda k: k.what == COPY or k.kind == HOST  # noqa: E731
     unknown = (k.ns for s in steps for k in s if not k.kernel.scope and not copied(k))
     return sum(unknown) / 1e6 / len(steps)
 
 
 def _top(steps: Sequence[Sequence[Sorted]]) -> Iterator[dict[str, Any]]:
-    """Kernels by total time: those of one name, scope and result shape together."""
+    """Yield kernels by total time, grouped by name, scope and result shape."""
     found: dict[tuple, list[Sorted]] = defaultdict(list)
     for item in itertools.chain.from_iterable(steps):
         k = item.kernel

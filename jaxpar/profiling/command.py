@@ -1,4 +1,4 @@
-"""What `python -m jaxpar.profile` shows."""
+"""The options and output of `python -m jaxpar.profile`."""
 
 import dataclasses
 import textwrap
@@ -19,22 +19,25 @@ from jaxpar.profiling.trace.kernels import ATTENTION
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileOptions:
-    """Where a step's time and memory go, from a trace."""
+    """Options of `python -m jaxpar.profile`."""
 
     path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar=OPTION)]
-    """Run folder, folder of one profile, or file NAME.xplane.pb or NAME.xplane.pb.gz."""
+    """Run folder, folder of a profile, or file NAME.xplane.pb or NAME.xplane.pb.gz."""
     step: int | None = None
-    """First step of the profile, of several in a run. None: the latest."""
+    """First step of the profile, if the run has several. None: the latest profile."""
     top: int = 20
-    """Kernels to list, and groups of buffers."""
+    """Number of kernels and of groups of buffers to list."""
     gpu: str = ""
-    """GPU whose peaks count, as `python -m jaxpar.plan` names it. Empty: the one in the trace."""
+    """GPU whose peaks to use, as named by `python -m jaxpar.plan`. Empty: the GPU of the trace."""
     json: str = ""
-    """File to write every figure to."""
+    """File to which to write all figures as JSON."""
 
 
 def check(options: ProfileOptions) -> None:
-    """Raises:   ConfigError for an option that cannot work."""
+    """Check the options.
+
+    Raises:   ConfigError if an option is invalid.
+    """
     if options.top < 1:
         raise ConfigError("--top", options.top, "must be at least 1", "use --top 20")
     if options.gpu:
@@ -43,12 +46,12 @@ def check(options: ProfileOptions) -> None:
         fix = f"use --json {Path(options.json) / 'profile.json'}"
         raise ConfigError("--json", options.json, "is a folder, not a file", fix)
     if options.json and not Path(options.json).absolute().parent.is_dir():
-        rule = f"lies in a folder that is not there: {Path(options.json).parent}"
-        raise ConfigError("--json", options.json, rule, "make the folder, or name another")
+        rule = f"needs the folder {Path(options.json).parent}, which does not exist"
+        raise ConfigError("--json", options.json, rule, "create the folder or choose another")
 
 
 def gpu_of(options: ProfileOptions, loaded: LoadedProfile) -> Gpu | None:
-    """Whose peaks count; None for a GPU that is not in the table, and for CPUs."""
+    """Return the GPU whose peaks to use; None for CPUs and unknown GPUs."""
     if options.gpu:
         return gpu_named(options.gpu)
     kind = loaded.trace.device_kind or (loaded.facts.device_kind if loaded.facts else "")
@@ -56,7 +59,7 @@ def gpu_of(options: ProfileOptions, loaded: LoadedProfile) -> Gpu | None:
 
 
 def figures(loaded: LoadedProfile, gpu: Gpu | None, top: int) -> dict[str, Any]:
-    """Every figure of a profile: `breakdown.profile`'s, with rates and the straggler."""
+    """Return all figures of a profile: those of `breakdown.profile`, rates and the straggler."""
     try:
         found = breakdown.profile(loaded.trace, loaded.module or "", top)
     except ValueError as error:
@@ -79,7 +82,7 @@ def figures(loaded: LoadedProfile, gpu: Gpu | None, top: int) -> dict[str, Any]:
 
 
 def sent_by(loaded: LoadedProfile) -> dict[str, Any] | None:
-    """What a device sends in a step; None where the HLO does not tell, or is not there."""
+    """Return what a device sends in a step; None if the HLO is missing or lacks it."""
     text = loaded.hlo_text
     try:
         return collective_bytes(text).card() if text else None
@@ -94,7 +97,7 @@ def in_words(
     memory: ProgramMemory | None,
     top: int,
 ) -> str:
-    """All of it as text."""
+    """Format a profile as text."""
     parts = [_head(loaded)]
     if not loaded.trace.on_gpu:
         parts.append(textwrap.fill(f"note: {sections.CPU_NOTE}", 100))
@@ -122,7 +125,7 @@ def record(
     sent: dict[str, Any] | None,
     memory: ProgramMemory | None,
 ) -> dict[str, Any]:
-    """All of it for --json."""
+    """Return a profile for --json."""
     return {
         "path": str(loaded.path),
         "facts": dataclasses.asdict(loaded.facts) if loaded.facts else None,

@@ -1,11 +1,11 @@
-"""Where a run's profiles lie, and what is in one: RUN/profiles/step_00000100, by its first step.
+"""The folder of a profile: RUN/profiles/step_00000100, named by its first step.
 
-    profile.json       what was traced, on what, and the compiler's figures of its memory
+    profile.json       the steps, the devices and XLA's memory analysis
     step.hlo.txt.gz    the optimized HLO of the step
     plugins/profile/step_00000100/process_N.xplane.pb       a trace from each process
     plugins/profile/step_00000100/process_N.trace.json.gz   the same for Perfetto
 
-The folder is one that XProf and TensorBoard take as their `--logdir`.
+XProf and TensorBoard accept the folder as `--logdir`.
 """
 
 import dataclasses
@@ -24,12 +24,11 @@ _NAME = re.compile(r"step_(\d{8,})")
 
 @dataclass(frozen=True)
 class ProfileFacts:
-    """What the trace itself does not tell.
+    """Facts that the trace does not contain.
 
-    memory is `memory_analysis()` of the step, bytes of one device; flops those of the model in a
-    step, over all devices, attention counted as causal. attention_flops are those of the attention
-    kernels alone, counted so: 14 H K for each pair of a query and a key, forward and backward; None
-    in models with windows.
+    memory is `memory_analysis()` of the step, in bytes per device. flops are the model's FLOPs in a
+    step on all devices, with causal attention. attention_flops are those of the attention kernels:
+    14 H K per pair of a query and a key, forward and backward; None for sliding windows.
     """
 
     first_step: int
@@ -46,18 +45,18 @@ class ProfileFacts:
 
 
 def folder_of(run_dir: Path, step: int) -> Path:
-    """The folder of the profile that begins with a step."""
+    """Return the folder of the profile that begins with a step."""
     return run_dir / "profiles" / f"step_{step:08d}"
 
 
 def profiles_of(run_dir: Path) -> dict[int, Path]:
-    """The folders of a run's profiles by their first step, in order."""
+    """Return the folders of a run's profiles by first step, in order."""
     found = [(_NAME.fullmatch(path.name), path) for path in (run_dir / "profiles").glob("step_*")]
     return dict(sorted((int(name[1]), path) for name, path in found if name))
 
 
 def trace_folder(folder: Path) -> Path:
-    """Where the traces lie in a profile's folder."""
+    """Return the folder of the traces in a profile's folder."""
     return folder / "plugins" / "profile" / folder.name
 
 
@@ -68,7 +67,7 @@ def write_facts(folder: Path, facts: ProfileFacts) -> None:
 
 
 def read_facts(folder: Path) -> ProfileFacts | None:
-    """What profile.json says; None where there is none, or it is damaged or another version's."""
+    """Read profile.json; None if it is missing, damaged or from another version."""
     try:
         values: dict[str, Any] = json.loads((folder / FACTS_FILE).read_text("utf-8"))
         facts = ProfileFacts(**values)
@@ -78,7 +77,7 @@ def read_facts(folder: Path) -> ProfileFacts | None:
 
 
 def _sound(facts: ProfileFacts) -> bool:
-    """Whether the values are of their types, and such that figures can be made of them."""
+    """Return whether the values have their types and valid ranges."""
     counts = (facts.first_step, facts.num_steps, facts.processes, facts.devices, facts.tokens)
     flops = (facts.flops, 0 if facts.attention_flops is None else facts.attention_flops)
     texts, tables = (facts.device_kind, facts.mesh), (facts.memory, facts.versions)
@@ -96,10 +95,10 @@ def _is_number(value: Any, kind: Any) -> bool:
 
 
 def write_hlo(folder: Path, text: str) -> None:
-    """Write the HLO, compressed to a twentieth."""
+    """Write the compressed HLO."""
     (folder / HLO_FILE).write_bytes(gzip.compress(text.encode(), 6))
 
 
 def num_bytes(folder: Path) -> int:
-    """What the files of a folder take."""
+    """Return the total size of the files in a folder."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

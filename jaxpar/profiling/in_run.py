@@ -1,12 +1,12 @@
-"""Traces some steps of a run that goes on: those of `profile.start`, and those asked for meanwhile.
+"""Traces steps during a run: those of `profile.start`, and those requested while it runs.
 
-A request is the file RUN/profile.request, which the first process takes away when it sees it, or
-SIGUSR1 to any process. With several processes all must trace the same steps, and they agree
-without waiting for one another. A process publishes a step that is `AHEAD` of its own and a
-multiple of `train.log_every`, and all look there for such steps. Nobody can be past it: a process
-fetches each step's loss when it has dispatched the next, so none is two steps ahead of another.
+A request is the file RUN/profile.request, which process 0 removes when it sees it, or SIGUSR1 to
+any process. All processes must trace the same steps, and agree on them without waiting. The process
+with the request publishes a step that is `AHEAD` of its own and a multiple of `train.log_every`.
+At such steps, all processes look for published ones. None can be past it: a process fetches each
+step's loss after dispatching the next step, so it is at most one step ahead of another.
 
-Failures here are logged, and the run continues. The compiled step is the same with and without.
+Failures are logged, and the run continues. Profiling does not change the compiled step.
 """
 
 import contextlib
@@ -28,30 +28,30 @@ from jaxpar.profiling.trace import read as trace
 from jaxpar.runtime import provenance
 from jaxpar.runtime.processes import peers
 
-#: Whoever makes this file in the run folder asks for a profile.
+#: Creating this file in the run folder requests a profile.
 REQUEST_FILE = "profile.request"
 
-#: Seconds between two looks for it.
+#: Seconds between checks for the file.
 LOOK_SECONDS = 1.0
 
-#: Steps between a request and the agreed step, at least.
+#: Fewest steps between a request and the agreed step.
 AHEAD = 3
 
-#: Profiles that one attempt takes: a request that is made over and over must not fill the disk.
+#: Most profiles of one attempt, so that repeated requests do not fill the disk.
 MAX_PROFILES = 20
 
 _TOPIC = "profile"
 
-#: Signals that have come, until a profile takes them. A list: an Event's lock can be held already
-#: when the handler runs.
+#: Signals received but not yet handled. A list, since an Event's lock may already be held when the
+#: handler runs.
 _signals: list[int] = []
 
 
 @contextlib.contextmanager
 def profile_on_signal() -> Iterator[None]:
-    """SIGUSR1 asks for a profile from here on; elsewhere it ends a process.
+    """Let SIGUSR1 request a profile within this context. Outside, it ends the process.
 
-    Python delivers signals to the main thread alone, so in another one it listens to nothing.
+    Python delivers signals only to the main thread. In other threads this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -65,15 +65,15 @@ def profile_on_signal() -> Iterator[None]:
 
 
 class RunProfiler:
-    """Begins and ends traces between steps; the loop calls it at every step.
+    """Starts and ends traces between steps. The train loop calls it at every step.
 
-    Use as a context manager around the loop, in every process, within `profile_on_signal`.
+    Use it as a context manager around the loop in every process, within `profile_on_signal`.
     """
 
     def __init__(
         self, cfg: Config, run_dir: Path, program: Any, mesh: str, log: Callable[[str], None]
     ):
-        """Args:     program: the compiled step. mesh: in words. log: called with what happens."""
+        """Args:     program: the compiled step. mesh: a description. log: called with messages."""
         self._cfg, self._dir, self._program, self._mesh = cfg, run_dir, program, mesh
         self._log, self._several = log, peers.world_size() > 1
         self._looked = float("-inf")
@@ -88,16 +88,18 @@ class RunProfiler:
     def __exit__(self, *_: object) -> None:
         if self._first:
             self._end()
-        if self._agreed_on > 0:  # where the run goes back, it comes to that step again
-            with contextlib.suppress(RuntimeError):  # the run may be ending for the same reason
+        if self._agreed_on > 0:  # after a rewind, the run reaches that step again
+            with contextlib.suppress(
+                RuntimeError
+            ):  # the run may be ending because the service is gone
                 peers.publish(_TOPIC, "")
 
     def before(self, step: int, state: Any, pause: Callable[[], None], enter: Any) -> None:
-        """A step is about to be taken: a trace that is complete ends, one that is due begins.
+        """Called before each step: ends a complete trace, and starts one that is due.
 
-        Args:     step: counted from 1. state: what the last step made, which is waited for, so
-                  that traces hold whole steps. pause: leaves the time that it takes out of the
-                  step times; it may raise. enter: `Phases.enter`.
+        Args:     step: counted from 1. state: result of the last step. A trace waits for it, so
+                  that it has complete steps. pause: excludes the time from the step times; it may
+                  raise. enter: `Phases.enter`.
         """
         begins = self._is_due(step)
         ends = self._first and step == self._first + self._cfg.profile.num_steps
@@ -108,7 +110,7 @@ class RunProfiler:
         if ends:
             self._end()
         if begins and self._first:
-            self._log(f"profile    asked for at step {step}, during another: left out")
+            self._log(f"profile    request at step {step} ignored: another profile is in progress")
         elif begins:
             self._begin(step)
         self._latest = step
@@ -122,7 +124,7 @@ class RunProfiler:
         return self._all_agree(step - 1) or step == self._cfg.profile.start
 
     def _is_asked_for(self) -> bool:
-        """Whether this process has got a request, which is then taken."""
+        """Return whether this process has a request, and clear it."""
         if _signals:
             _signals.clear()
             return True
@@ -132,32 +134,36 @@ class RunProfiler:
         try:
             (self._dir / REQUEST_FILE).unlink()
         except OSError:
-            return False  # none there, as a rule
+            return False  # usually there is none
         return True
 
     def _all_agree(self, done: int) -> bool:
-        """Whether some process has asked for a trace that begins after `done` steps."""
+        """Return whether a process requested a trace that begins after `done` steps."""
         every = self._cfg.train.log_every
-        # The last to come past the step that was agreed on may have been one behind this process.
+        # Another process may be one step behind, and not have passed the agreed step yet.
         free = not self._first and done > self._agreed_on + 1
         try:
             if free and self._is_asked_for():
                 self._agreed_on = -(-(done + AHEAD) // every) * every
                 peers.publish(_TOPIC, str(self._agreed_on))
             return done % every == 0 and str(done) in peers.read_published(_TOPIC).values()
-        except RuntimeError as error:  # JAX's service did not answer; it ends the run if it is gone
+        except (
+            RuntimeError
+        ) as error:  # JAX's service did not respond; if it is gone, it ends the run
             self._log(f"WARNING    no profile: {error}")
             return False
 
     # ---------------------------------------------------------------------------------- traces
 
     def _scratch(self) -> Path:
-        """Where this process's profiler writes: it names files by host, and several share one."""
+        """This process's scratch folder: the profiler names files by host, which may be shared."""
         return folder.folder_of(self._dir, self._first) / f".process_{peers.rank()}"
 
     def _begin(self, step: int) -> None:
         if self._taken == MAX_PROFILES:
-            self._log(f"WARNING    no profile: {MAX_PROFILES} in one attempt are enough")
+            self._log(
+                f"WARNING    no profile: this attempt has taken its maximum of {MAX_PROFILES}"
+            )
             return
         self._first, self._taken = step, self._taken + 1
         last = step + self._cfg.profile.num_steps - 1
@@ -165,12 +171,12 @@ class RunProfiler:
             shutil.rmtree(self._scratch(), ignore_errors=True)
             self._scratch().mkdir(parents=True)
             self._tracing.enter_context(trace.capture(self._scratch()))
-            self._log(f"profile    of steps {step} to {last} begins")
-        except Exception as error:  # a run never ends over its profile
+            self._log(f"profile    tracing steps {step} to {last}")
+        except Exception as error:  # a profile never ends a run
             self._fail(error)
 
     def _annotate(self, step: int) -> None:
-        """Mark the step in the trace, for tools that show it."""
+        """Mark the step in the trace, for tools that display it."""
         if self._mark is not None:
             self._mark.__exit__(None, None, None)
             self._mark = None
@@ -190,7 +196,7 @@ class RunProfiler:
         self._first = 0
 
     def _keep(self) -> None:
-        """Put the trace where it belongs, with what is needed to read it."""
+        """Move the trace to its folder, along with the HLO and facts needed to read it."""
         first, last = self._first, self._latest
         where = folder.folder_of(self._dir, first)
         traces = folder.trace_folder(where)
@@ -205,7 +211,7 @@ class RunProfiler:
             folder.write_facts(where, self._facts(first, last - first + 1))
             size = folder.num_bytes(where) / 1e6
             self._log(
-                f"profile    of steps {first} to {last} in {where}, {size:,.1f} MB; to read it: "
+                f"profile    steps {first} to {last} in {where}, {size:,.1f} MB; to read it: "
                 f"python -m jaxpar.profile {shlex.quote(str(self._dir))} --step {first}"
             )
 
@@ -232,7 +238,7 @@ class RunProfiler:
 
     def _fail(self, error: Exception) -> None:
         text = f"WARNING    profile of step {self._first} failed: {type(error).__name__}: {error}"
-        # Said by whichever process it is: the first may have no trouble.
+        # Printed by the process that failed, since process 0 may not.
         print(f"{text} ({peers.process_name(peers.rank())})", flush=True)
         self._tracing.pop_all()
         shutil.rmtree(self._scratch(), ignore_errors=True)

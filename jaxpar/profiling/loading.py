@@ -1,6 +1,6 @@
-"""A profile as it lies on disk, read: from a run, from the folder of one profile, or a trace alone.
+"""Reads a profile from a run, the folder of a profile, or a single trace.
 
-The optimized HLO is the file beside the trace; without it, the trace's own copy of the program.
+The optimized HLO is the file next to the trace, or else the copy of the program in the trace.
 """
 
 import gzip
@@ -23,10 +23,10 @@ _ENDINGS = (".xplane.pb", ".xplane.pb.gz")
 
 @dataclass(frozen=True)
 class LoadedProfile:
-    """The kernels of the step, its program, and what is known beside.
+    """The kernels of the step, its program and facts about the run.
 
-    buffers is XLA's plan of memory (`memory.memory_of`); None where the trace has none. missing
-    says in words what is not there.
+    buffers is XLA's memory plan (`memory.memory_of`); None if the trace has none. missing describes
+    what was not found.
     """
 
     path: Path
@@ -42,15 +42,15 @@ def load(path: str, step: int | None = None) -> LoadedProfile:
     """Read a profile.
 
     Args:     path: a run folder, a profile's folder, or a file NAME.xplane.pb[.gz]. step: first
-              step of the profile of a run; None: the latest.
-    Raises:   ConfigError when there is none, or it cannot be read.
+              step of the profile in a run; None: the latest.
+    Raises:   ConfigError if there is no profile, or it cannot be read.
     """
     where = _profile_in(Path(path), step)
     files = _traces_in(where)
     facts = folder.read_facts(where) if where.is_dir() else None
     missing: list[str] = []
     if facts is None and (where / folder.FACTS_FILE).is_file():
-        missing.append(f"what {folder.FACTS_FILE} says: it is damaged, or of another version")
+        missing.append(f"{folder.FACTS_FILE}: it is damaged or from another version")
     text = _hlo_beside(where, missing)
     try:
         programs = xspace.programs(files[0])
@@ -65,44 +65,44 @@ def load(path: str, step: int | None = None) -> LoadedProfile:
     if facts is not None and len(files) < facts.processes:
         missing.append(f"traces of {facts.processes - len(files)} of {facts.processes} processes")
     if module is None:
-        missing.append("the step's HLO: no places in the model, no FLOPs and bytes")
+        missing.append("the step's HLO, and therefore scopes, FLOPs and bytes")
     buffers = program.buffers if program is not None else None
     return LoadedProfile(where, read, module, text, buffers, facts, tuple(missing))
 
 
 def _profile_in(path: Path, step: int | None) -> Path:
-    """The folder of the profile, or the file itself."""
+    """Return the folder of the profile, or the trace file."""
     if not path.exists():
-        raise ConfigError(OPTION, str(path), "is not there", "give a run's folder, or a trace")
+        raise ConfigError(OPTION, str(path), "does not exist", "give a run folder or a trace")
     profiles = folder.profiles_of(path)
     if profiles:
         if step is not None and step not in profiles:
-            rule = f"is the first step of no profile in {path}"
+            rule = f"is not the first step of a profile in {path}"
             raise ConfigError("--step", step, rule, f"use one of {', '.join(map(str, profiles))}")
         return profiles[max(profiles) if step is None else step]
     if step is not None:
-        rule = f"chooses among a run's profiles, and {path} holds none"
-        raise ConfigError("--step", step, rule, "leave it out, or give a run's folder")
+        rule = f"selects one of a run's profiles, but {path} has none"
+        raise ConfigError("--step", step, rule, "remove it or give a run folder")
     return path
 
 
 def _traces_in(where: Path) -> list[Path]:
-    """The files of the newest trace in a folder, one for each process, in their order."""
+    """Return the files of the newest trace in a folder, one per process, in order."""
     if where.is_file():
         if where.name.endswith(_ENDINGS):
             return [where]
-        fix = "give a file NAME.xplane.pb, or a folder"
-        raise ConfigError(OPTION, str(where), "is a file of another kind", fix)
+        fix = "give a file NAME.xplane.pb or a folder"
+        raise ConfigError(OPTION, str(where), "is not a trace file", fix)
     found = [file for file in where.rglob("*") if file.name.endswith(_ENDINGS)]
     if not found:
-        fix = "ask the run for one: --profile.start N, or make RUN/profile.request while it goes"
-        raise ConfigError(OPTION, str(where), "holds no profile", fix)
+        fix = "set --profile.start N, or create RUN/profile.request during the run"
+        raise ConfigError(OPTION, str(where), "contains no profile", fix)
     newest = max(found, key=lambda file: file.stat().st_mtime).parent
     return sorted((f for f in found if f.parent == newest), key=lambda f: (len(f.name), f.name))
 
 
 def _hlo_beside(where: Path, missing: list[str]) -> str:
-    """The HLO text that was saved with the trace; "" without. One that is damaged is `missing`."""
+    """Return the HLO text saved with the trace, or "". Damaged files are added to `missing`."""
     if where.is_dir():
         names = [where / folder.HLO_FILE]
     else:
@@ -114,16 +114,16 @@ def _hlo_beside(where: Path, missing: list[str]) -> str:
             text = (gzip.decompress(data) if name.suffix == ".gz" else data).decode()
             if hlo.module_name(text) and "\nENTRY " in text:
                 return text
-            missing.append(f"the HLO of {name.name}, which is cut off")
+            missing.append(f"the HLO in {name.name}: the file is truncated")
         except (OSError, EOFError, zlib.error, ValueError) as error:
             why = str(error).partition("\n")[0]
-            missing.append(f"the HLO of {name.name}, which cannot be read: {why}")
+            missing.append(f"the HLO in {name.name}: the file cannot be read: {why}")
     return ""
 
 
 def _read(files: list[Path], module: str) -> KernelTrace:
-    """The traces of all processes as one, whose devices are then process:device."""
-    # JAX names a file by its host, whose name may hold dots, as of 10.0.0.1.xplane.pb.
+    """Read the traces of all processes as one, with devices named process:device."""
+    # JAX names a file by its host, whose name may contain dots, such as 10.0.0.1.xplane.pb.
     traces = {file.name.partition(".xplane.pb")[0]: _read_one(file, module) for file in files}
     first = next(iter(traces.values()))
     if len(traces) == 1:

@@ -1,4 +1,4 @@
-"""What the kernels of a profile reach of a GPU's peaks: added to the figures of `breakdown`."""
+"""Adds FLOPs, bytes and shares of a GPU's peaks to the figures of `breakdown`."""
 
 from typing import Any
 
@@ -9,9 +9,10 @@ from jaxpar.profiling.trace.kernels import CLASSES, MATMUL
 
 
 def with_costs(profile: dict[str, Any], module: Module, gpu: Gpu | None) -> dict[str, Any]:
-    """The figures with FLOPs, bytes and roofline share of each top kernel, and of all matmuls.
+    """Add FLOPs, bytes and roofline share of each top kernel and of all matmuls.
 
-    Args:     profile: of `breakdown.profile`. gpu: whose peaks count; None: no shares.
+    Args:     profile: the result of `breakdown.profile`. gpu: the GPU whose peaks to use; None: no
+              shares.
     """
     rows = [row | _of_kernel(row, module, gpu) for row in profile["top_kernels"]]
     return profile | {"top_kernels": rows, "matmuls": _of_matmuls(profile, module, gpu)}
@@ -19,7 +20,7 @@ def with_costs(profile: dict[str, Any], module: Module, gpu: Gpu | None) -> dict
 
 def _of_kernel(row: dict[str, Any], module: Module, gpu: Gpu | None) -> dict[str, Any]:
     instruction = module.instructions.get(row["op"])
-    if instruction is None or row["class"] not in CLASSES:  # that of a collective is its kind
+    if instruction is None or row["class"] not in CLASSES:  # a collective has its kind as class
         return {"flops": None, "bytes": None, "roofline": None}
     cost = cost_of(module, instruction)
     least = cost.seconds(gpu) if gpu is not None else None
@@ -28,7 +29,7 @@ def _of_kernel(row: dict[str, Any], module: Module, gpu: Gpu | None) -> dict[str
 
 
 def _of_matmuls(profile: dict[str, Any], module: Module, gpu: Gpu | None) -> dict[str, Any] | None:
-    """FLOPs of all matrix products of a device in a step, and FLOP/s while they run."""
+    """Return the FLOPs of a device's matmuls in a step, and their FLOP/s while they run."""
     flops = sum(multiplications(module, instruction) for instruction in module.run_order())
     ms = profile["by_class"].get(MATMUL, {}).get("ms")
     if not flops or not ms:

@@ -1,4 +1,4 @@
-"""What a profile shows beside the breakdown, as text: devices, rates, memory."""
+"""Formats a profile's devices, rates and memory as text."""
 
 import itertools
 import math
@@ -13,47 +13,46 @@ from jaxpar.profiling.table import align_columns, digits
 from jaxpar.profiling.trace.kernels import family
 from jaxpar.profiling.trace.scopes import place_of
 
-#: Columns and rows of the plot of memory.
+#: Columns and rows of the memory plot.
 WIDTH, HEIGHT = 72, 8
 
 _BARS = " ▁▂▃▄▅▆▇█"
 
 CPU_NOTE = (
-    "a CPU's trace: instructions on the host's threads, with little overlap; communication holds "
-    "the wait for the other devices; simulated devices share the cores; GPU kernels and rooflines "
-    "are not in it"
+    "this is a CPU trace: instructions run on host threads with little overlap; communication "
+    "includes waiting for the other devices; simulated devices share the cores; there are no GPU "
+    "kernels and no rooflines"
 )
 
-#: Difference of the compute times of devices from which one is called slow.
+#: A device is a straggler if its compute time exceeds the mean by this share.
 SLOW = 0.02
 
 
 def rates(profile: dict[str, Any], facts: ProfileFacts | None) -> str:
-    """FLOP/s of matmuls and of attention while they run, and of the model in a step; "" where
-    nothing is known."""
+    """Return the FLOP/s of matmuls, attention and model; "" if nothing is known."""
     lines, matmuls = [], profile.get("matmuls")
     if matmuls:
         share = f", {matmuls['share']:.1%} of the bfloat16 peak" if matmuls["share"] else ""
         rate = f"{digits(matmuls['flops_per_second'] / 1e12)} TFLOP/s while they run{share}"
         lines.append(
-            f"  matmuls: {digits(matmuls['flops'] / 1e12)} TFLOP a step and device, {rate}"
+            f"  matmuls: {digits(matmuls['flops'] / 1e12)} TFLOP per step and device, {rate}"
         )
     if attention := profile.get("attention"):
         rate = f"{digits(attention['flops_per_second'] / 1e12)} TFLOP/s while its kernels run"
-        flops = f"{digits(attention['flops'] / 1e12)} TFLOP a step and device"
-        lines.append(f"  attention: {flops} (causal, sequences of one text), {rate}")
+        flops = f"{digits(attention['flops'] / 1e12)} TFLOP per step and device"
+        lines.append(f"  attention: {flops} (causal, one document per sequence), {rate}")
     if profile.get("model"):
         model = profile["model"]
-        text = f"  model: {digits(model['flops'] / 1e12)} TFLOP a step and device (causal), "
+        text = f"  model: {digits(model['flops'] / 1e12)} TFLOP per step and device (causal), "
         text += f"{digits(model['flops_per_second'] / 1e12)} TFLOP/s over the step"
         share = f", MFU {model['mfu']:.1%}" if model["mfu"] else ""
-        tokens = f"; {facts.tokens:,} tokens a step" if facts else ""
+        tokens = f"; {facts.tokens:,} tokens per step" if facts else ""
         lines.append(text + share + tokens)
     return "\n".join(lines)
 
 
 def devices(profile: dict[str, Any]) -> str:
-    """A row for each device, and which of them the others wait for."""
+    """Return a row per device, and the straggler."""
     each = profile["devices_ms"]
     if len(each) < 2:
         return ""
@@ -64,26 +63,27 @@ def devices(profile: dict[str, Any]) -> str:
 
 
 def straggler(profile: dict[str, Any]) -> dict[str, Any]:
-    """The device that computes longest, beside the mean of all: {device, over, words}.
+    """Return the device with the longest compute time: {device, over, words}.
 
-    All take the same time for a step, since they wait for one another in its collectives: a slow
-    one shows by more compute, and less communication, than the others have.
+    All devices take the same time for a step, since they wait for one another in collectives. A
+    slow one has more compute and less communication than the others.
     """
     compute = {n: ms["compute"] for n, ms in profile["devices_ms"].items()}
     mean = sum(compute.values()) / len(compute)
     slowest = max(compute, key=lambda n: compute[n])
     over = compute[slowest] / mean - 1 if mean else 0.0
     if over < SLOW:
-        words = f"no straggler: compute times lie within {over:.1%} above their mean"
+        words = f"no straggler: compute times are at most {over:.1%} above their mean"
     else:
-        words = f"device {slowest} computes longest, {over:.1%} above the mean: the others wait"
+        words = f"straggler: device {slowest} computes {over:.1%} longer than the mean, and the "
+        words += "others wait"
     return {"device": slowest, "over": over, "words": words}
 
 
 def memory(found: ProgramMemory | None, module: Module | None, rows: int) -> str:
-    """Parts of the memory, the largest buffers at the peak, and a plot in program order."""
+    """Return the memory by part, the largest buffers at the peak, and a plot."""
     if found is None:
-        return "memory: the trace does not hold XLA's plan of it"
+        return "memory: the trace does not contain XLA's memory plan"
     temporaries = f"temporaries {size(found.temporaries)}"
     if found.live:
         gaps = found.temporaries - found.peak
@@ -91,20 +91,20 @@ def memory(found: ProgramMemory | None, module: Module | None, rows: int) -> str
     parts = [
         f"state and batch {size(found.arguments)}",
         temporaries,
-        f"results beside the state {size(found.results)}",
+        f"other results {size(found.results)}",
     ]
-    head = f"memory of a device as compiled: {size(found.total)}\n  " + "   ".join(parts)
+    head = f"compiled memory per device: {size(found.total)}\n  " + "   ".join(parts)
     largest = [f"{name} {size(n)}" for name, n in found.given.items() if n > found.total / 1000]
     if largest:
-        head += "\n  of these given: " + "   ".join(largest)
+        head += "\n  arguments: " + "   ".join(largest)
     if not found.live:
-        why = "the program came from the compilation cache, which does not keep when temporaries "
-        return f"{head}\n  {why}live: start the run with --run.compilation-cache ''"
+        why = "the compilation cache does not store when temporaries are live: start the run with "
+        return f"{head}\n  {why}--run.compilation-cache ''"
     return "\n\n".join([head, _buffers(found, rows), _plot(found, module)])
 
 
 def size(num_bytes: float) -> str:
-    """Bytes in the unit that suits: 87.6 GiB, 12.9 MiB, 348 B."""
+    """Format a number of bytes: 87.6 GiB, 12.9 MiB, 348 B."""
     for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
         if num_bytes >= 1024**power:
             return f"{digits(num_bytes / 1024**power)} {unit}"
@@ -112,7 +112,7 @@ def size(num_bytes: float) -> str:
 
 
 def _buffers(found: ProgramMemory, most: int) -> str:
-    """Temporaries at the peak: those of one place and shape together."""
+    """Return temporaries at the peak, grouped by scope and shape."""
     sizes: Counter[tuple[str, str, str]] = Counter()
     count: Counter[tuple[str, str, str]] = Counter()
     for buffer in found.at_peak:
@@ -124,14 +124,14 @@ def _buffers(found: ProgramMemory, most: int) -> str:
         )
         sizes[key] += buffer.size
         count[key] += 1
-    table: list[tuple[str, ...]] = [("at the peak", "of it", "count", "pass", "scope", "made as")]
+    table: list[tuple[str, ...]] = [("at the peak", "share", "count", "pass", "scope", "result")]
     for key, total in sizes.most_common(most):
         table.append((size(total), f"{total / found.peak:.1%}", str(count[key]), *key))
     return align_columns(table, left=(3, 4, 5))
 
 
 def _plot(found: ProgramMemory, module: Module | None) -> str:
-    """Bytes of temporaries in program order, the most in each column."""
+    """Plot the bytes of temporaries in program order, with the maximum of each column."""
     live = [now for _, now in found.live]
     edges = [round(i * len(live) / WIDTH) for i in range(WIDTH + 1)]
     columns = [
@@ -147,7 +147,7 @@ def _plot(found: ProgramMemory, module: Module | None) -> str:
 
 
 def area(values: Sequence[float], top: float) -> list[str]:
-    """A filled plot, HEIGHT lines from the top: an eighth of a line is the least that shows."""
+    """Return a filled plot of HEIGHT lines, with a resolution of an eighth of a line."""
     eighths = [math.ceil(8 * HEIGHT * value / top) if top else 0 for value in values]
     return [
         "".join(_BARS[min(max(n - 8 * row, 0), 8)] for n in eighths)
@@ -156,7 +156,7 @@ def area(values: Sequence[float], top: float) -> list[str]:
 
 
 def _passes(found: ProgramMemory, module: Module, edges: Sequence[int]) -> str:
-    """Under the plot: where forward, backward and optimizer begin to be most of a column."""
+    """Return the line under the plot that marks where forward, backward and optimizer begin."""
     words = [_word(module.instructions.get(name)) for name, _ in found.live]
     marks = [" "] * (WIDTH + 12)
     for word in ("forward", "backward", "optimizer"):

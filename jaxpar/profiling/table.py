@@ -1,4 +1,4 @@
-"""A breakdown as text: tables of milliseconds a step."""
+"""Formats a breakdown as tables of milliseconds per step."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,16 +6,16 @@ from typing import Any
 from jaxpar.profiling.trace.kernels import COMMUNICATION
 from jaxpar.profiling.trace.scopes import PASSES
 
-#: Rows of the table by pass, and what is shown of a long scope or name.
+#: Rows of the table by pass, and longest scopes and names.
 MAX_ROWS = 24
 MAX_SCOPE_CHARS = 60
 MAX_NAME_CHARS = 50
 
 
 def table(profile: dict[str, Any], sent: dict[str, Any] | None = None) -> str:
-    """The figures of `breakdown.profile` in aligned columns.
+    """Format the figures of `breakdown.profile` in aligned columns.
 
-    Args:     sent: `collective_bytes`'s card, for the bytes of each collective.
+    Args:     sent: the card of `collective_bytes`, for the bytes of each collective.
     """
     parts = [_head(profile), _classes(profile)]
     if profile["communication"]:
@@ -27,13 +27,13 @@ def table(profile: dict[str, Any], sent: dict[str, Any] | None = None) -> str:
 
 
 def digits(value: float) -> str:
-    """A number with three digits or so: 1,924, 17.6, 0.34, 0.0012."""
+    """Format a number with about three digits: 1,924, 17.6, 0.34, 0.0012."""
     places = 0 if value >= 100 else 1 if value >= 10 else 2
     return f"{value:,.{places}f}" if value >= 0.1 or value == 0 else f"{value:.2g}"
 
 
 def amount(num_bytes: float) -> str:
-    """Bytes that travel, in powers of 1000 as links are measured: 22.5 GB, 4.61 kB."""
+    """Format bytes sent, in powers of 1000 like link speeds: 22.5 GB, 4.61 kB."""
     for power, unit in ((9, "GB"), (6, "MB"), (3, "kB")):
         if num_bytes >= 10**power:
             return f"{digits(num_bytes / 10**power)} {unit}"
@@ -41,7 +41,7 @@ def amount(num_bytes: float) -> str:
 
 
 def align_columns(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
-    """Rows of cells in columns, indented; those in `left` to the left, others to the right."""
+    """Align rows of cells in columns: those in `left` to the left, others to the right."""
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -66,7 +66,7 @@ def _head(p: dict[str, Any]) -> str:
     ]
     if p["between_steps_ms"] is not None:
         parts.append(f"between steps {p['between_steps_ms']:,.1f}")
-    return f"profile of {p['steps']} steps{of}, ms a step\n  " + "   ".join(parts)
+    return f"profile of {p['steps']} steps{of}, ms per step\n  " + "   ".join(parts)
 
 
 def _classes(p: dict[str, Any]) -> str:
@@ -98,7 +98,7 @@ def _collectives(p: dict[str, Any], sent: dict[str, dict[str, int]]) -> str:
 
 
 def _scopes(p: dict[str, Any]) -> str:
-    """Compute by pass; then a row for each pass and scope, a column for each class of it."""
+    """Return compute by pass, then a row per pass and scope with a column per class."""
     classes = [what for what in p["by_class"] if what != COMMUNICATION]
     cells: dict[tuple[str, str], dict[str, float]] = {}
     for row in p["by_scope_ms"]:
@@ -114,12 +114,12 @@ def _scopes(p: dict[str, Any]) -> str:
         passes[phase] = passes.get(phase, 0.0) + sum(times.values())
     shown = [f"{phase} {passes[phase]:,.1f}" for phase in PASSES if phase in passes]
     if p["unattributed_ms"] >= 0.05:
-        shown.append(f"not placed {p['unattributed_ms']:,.1f}")
+        shown.append(f"unattributed {p['unattributed_ms']:,.1f}")
     return "  compute by pass: " + "   ".join(shown) + "\n\n" + align_columns(rows, left=(0, 1))
 
 
 def _kernels(p: dict[str, Any]) -> str:
-    """The kernels; with what each has to do, and the share of the roofline, where that is known."""
+    """Return the kernels, with their costs and roofline shares if known."""
     costs = [name for name in _COSTS if any(k.get(name) for k in p["top_kernels"])]
     rows = [
         ("ms", "count", "mean us", *(_COSTS[name][0] for name in costs), "kernel", "result, where")
@@ -134,7 +134,7 @@ def _kernels(p: dict[str, Any]) -> str:
     return align_columns(rows, left=(len(rows[0]) - 2, len(rows[0]) - 1))
 
 
-#: Of a kernel's costs (`roofline.py`): title, and how a value is written.
+#: A kernel's costs (`roofline.py`): title and format.
 _COSTS: dict[str, tuple[str, Callable[[float], str]]] = {
     "flops": ("GFLOP", lambda value: digits(value / 1e9)),
     "bytes": ("MB", lambda value: digits(value / 1e6)),

@@ -1,3 +1,3 @@
-"""A run's report: one HTML file that needs nothing else, from the run's folder."""
+"""Writes a report of one or more runs: a single self-contained HTML file."""
 
 MAY_IMPORT = ("config", "runtime", "monitoring", "bench")

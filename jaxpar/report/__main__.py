@@ -1,8 +1,8 @@
-"""A report of one or more runs: python -m jaxpar.report RUN [RUN ...] [--output FILE.html]
+"""Write a report of one or more runs: python -m jaxpar.report RUN [RUN ...] [--output FILE.html]
 
-One HTML file that loads nothing from anywhere: loss, speed and memory by steps and by tokens,
-restarts, checkpoints and lost time, config, environment and samples. Several runs share the charts.
-A run that is still going on can be read, too.
+The report is a single HTML file that loads nothing else. It shows loss, speed and memory over steps
+and tokens, restarts, checkpoints and lost time, config, environment and samples. Several runs share
+the charts. The runs may still be in progress.
 """
 
 import shlex
@@ -22,29 +22,29 @@ from jaxpar.runtime.files import atomic
 from jaxpar.runtime.files.append import FULL
 from jaxpar.runtime.program import run_program
 
-#: Lines beyond this number cannot be told apart.
+#: Most runs whose lines can be distinguished.
 MAX_RUNS = 21
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
-    """Runs in one HTML file."""
+    """Options of the report."""
 
     runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")]
     """Run folders."""
     output: str | None = None
-    """File to write. None: report.html in the run's folder, or here with several runs."""
+    """File to write. None: report.html in the run's folder, or here for several runs."""
 
 
 def report(options: ReportOptions) -> tuple[Path, list[RunRead]]:
-    """Read the runs and write the file, at once or not at all.
+    """Read the runs and write the file atomically.
 
-    Returns:  where it is, and what was read.
-    Raises:   ConfigError for a folder that is no run's, or a file that cannot be written.
+    Returns:  the path of the file, and the runs.
+    Raises:   ConfigError if a folder is not a run's, or the file cannot be written.
     """
     names = list(dict.fromkeys(str(Path(name)) for name in options.runs))
     if not 1 <= len(names) <= MAX_RUNS:
-        rule = f"must be 1 to {MAX_RUNS} folders, and are {len(names)}"
+        rule = f"must be 1 to {MAX_RUNS} folders, not {len(names)}"
         fix = "use python -m jaxpar.report runs/quickstart"
         raise ConfigError("RUN", " ".join(names), rule, fix)
     output = where(options.output, names)
@@ -54,9 +54,9 @@ def report(options: ReportOptions) -> tuple[Path, list[RunRead]]:
 
 
 def where(output: str | None, names: Sequence[str]) -> Path:
-    """The file to write.
+    """Return the file to write.
 
-    Raises:   ConfigError when it cannot be one.
+    Raises:   ConfigError if it is not an HTML file in an existing folder.
     """
     if output is None:
         return Path(names[0], "report.html") if len(names) == 1 else Path("report.html")
@@ -69,9 +69,9 @@ def where(output: str | None, names: Sequence[str]) -> Path:
         rule = (
             "is a folder"
             if path.is_dir()
-            else f"needs the folder {path.parent}, which is not there"
+            else f"needs the folder {path.parent}, which does not exist"
         )
-        raise ConfigError("--output", output, rule, "name a file in a folder that is there")
+        raise ConfigError("--output", output, rule, "choose a file in an existing folder")
     return path
 
 
@@ -81,14 +81,14 @@ def _write(path: Path, content: bytes) -> None:
     except OSError as error:
         if error.errno in FULL:
             raise
-        fix = "use --output with a folder that can be written"
+        fix = "use --output with a writable folder"
         raise ConfigError(
             "--output", str(path), f"cannot be written: {error.strerror}", fix
         ) from error
 
 
 def main(argv: Sequence[str]) -> None:
-    """The command line."""
+    """Run the command line."""
     prog, doc = as_called("python -m jaxpar.report"), as_called(__doc__ or "")
     options = tyro.cli(ReportOptions, args=list(argv), prog=prog, description=doc)
     output, runs = report(options)

@@ -1,4 +1,4 @@
-"""Charts as SVG that needs nothing else: lines over steps, marks on them, a histogram, a bar."""
+"""Draws charts as self-contained SVG: lines with marks, histograms and bars."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -8,17 +8,17 @@ from xml.etree.ElementTree import Element
 from jaxpar.report.elements import e
 from jaxpar.report.scale import Scale, seconds, short
 
-#: The drawing, and the plot within it, in units that are about pixels.
+#: Size of the drawing and bounds of the plot, in units of about a pixel.
 WIDTH, HEIGHT = 560, 270
 LEFT, RIGHT, TOP, BOTTOM = 58, 548, 16, 228
 
-#: Runs have so many colors; the next ones the same, in other dashes.
+#: Number of colors. Further runs repeat them with other dashes.
 COLOURS = 7
 
-#: Marks of one kind that lie closer are one.
+#: Marks of one kind that are closer than this are merged.
 MARK_WIDTH = 5
 
-#: Points that are shown of a line at most; the line goes through all.
+#: Most dots on a line. The line passes through all points.
 MAX_DOTS = 20
 
 
@@ -29,14 +29,14 @@ class Line:
     run: int
     points: Sequence[tuple[float, float]]
     kind: str = "line"
-    """line, raw (faint) or dots (points and the line between them)."""
+    """line, raw (faint) or dots (points connected by a line)."""
     band: Sequence[tuple[float, float, float]] = ()
-    """(x, low, high) of what the line is the mean of."""
+    """(x, low, high): the range of the values that the line averages."""
 
 
 @dataclass(frozen=True)
 class Tick:
-    """A mark in a chart: what happened to a run."""
+    """A mark in a chart for an event of a run."""
 
     run: int
     kind: str
@@ -46,32 +46,32 @@ class Tick:
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over one axis."""
+    """A line chart."""
 
     title: str
     about: str
-    """One sentence for those who do not see it."""
+    """A description for screen readers."""
     x: Scale
     y: Scale
     x_label: str
     lines: Sequence[Line]
     ticks: Sequence[Tick] = ()
     attributes: tuple[tuple[str, object], ...] = ()
-    """Of the SVG, for the script."""
+    """Attributes of the SVG element, for the script."""
 
 
 def across(scale: Scale, value: float) -> float:
-    """Horizontal place of a value."""
+    """Return the horizontal position of a value."""
     return LEFT + scale.at(value) * (RIGHT - LEFT)
 
 
 def up(scale: Scale, value: float) -> float:
-    """Vertical place of a value."""
+    """Return the vertical position of a value."""
     return BOTTOM - scale.at(value) * (BOTTOM - TOP)
 
 
 def line_chart(chart: Chart) -> Element:
-    """The chart as an SVG element."""
+    """Draw a line chart."""
     made = _drawing(chart.title, chart.about, dict(chart.attributes))
     made.extend(_axes(chart.x, chart.y, chart.x_label))
     for line in chart.lines:
@@ -89,7 +89,7 @@ def line_chart(chart: Chart) -> Element:
 
 
 def color_of(run: int) -> str:
-    """The class that colors a run, from 0."""
+    """Return the CSS class with the color of a run, counted from 0."""
     dashes = min(run // COLOURS, 2)
     return f"r{run % COLOURS}" + (f" dash{dashes}" if dashes else "")
 
@@ -143,11 +143,11 @@ def _dots(chart: Chart, line: Line, color: str) -> Element:
 
 # --------------------------------------------------------------------------------------- marks
 
-#: How each kind is drawn, from (0, 0) on the axis of steps; the plot is 212 high.
+#: Path of each kind of mark, from (0, 0) on the step axis; the plot is 212 high.
 _SHAPES = {
     "restart": "M0 0V-212M-4 -205L0 -212L4 -205",
     "rewind": "M0 0V-212M7 -212H0L4 -208M0 -212L4 -216",
-    "left out": "M-4 -3L4 -11M4 -3L-4 -11",
+    "skipped": "M-4 -3L4 -11M4 -3L-4 -11",
     "failed": "M0 0V-8M-3 -11L3 -17M3 -11L-3 -17",
     "saved": "M0 0V-8",
 }
@@ -162,7 +162,7 @@ def _mark(chart: Chart, tick: Tick) -> Element:
 
 
 def mark_sign(kind: str) -> Element:
-    """The mark by itself, for the legend."""
+    """Draw a mark for the legend."""
     height = 212 if kind in ("restart", "rewind") else 20
     shape = e("path", class_=f"mark {kind.replace(' ', '-')}", d=_SHAPES[kind])
     box = f"-10 {-height - 5} 20 24" if height == 212 else "-10 -20 20 24"
@@ -170,7 +170,7 @@ def mark_sign(kind: str) -> Element:
 
 
 def line_sign(kind: str) -> Element:
-    """A line of some kind by itself, for the legend."""
+    """Draw a kind of line for the legend."""
     if kind == "band":
         shape = e("path", class_="band", d="M0 1H28V11H0Z")
     elif kind == "dots":
@@ -181,7 +181,7 @@ def line_sign(kind: str) -> Element:
 
 
 def thinned(x: Scale, ticks: Iterable[Tick]) -> list[Tick]:
-    """The marks, of which those of one run and kind that would lie on each other are one."""
+    """Merge marks of the same run and kind that would overlap."""
     kept: dict[tuple[int, str, int], list[Tick]] = {}
     for tick in ticks:
         if x.low <= tick.x <= x.high:
@@ -197,9 +197,9 @@ def thinned(x: Scale, ticks: Iterable[Tick]) -> list[Tick]:
 def histogram(
     title: str, about: str, x_label: str, bars: Sequence[tuple[int, list[float], list[int]]]
 ):
-    """Bars of each run, as shares of its own values, over one axis.
+    """Draw a histogram of each run, as shares of its own values, on one axis.
 
-    Args:     bars: run, edges and counts.
+    Args:     bars: (run, edges, counts).
     """
     shares = [[count / (sum(counts) or 1) for count in counts] for _, _, counts in bars]
     x = Scale(min(edges[0] for _, edges, _ in bars), max(edges[-1] for _, edges, _ in bars))
@@ -217,7 +217,7 @@ def histogram(
 
 
 def share_bar(title: str, parts: Sequence[tuple[str, float]]) -> Element:
-    """One bar of parts, side by side; each says what it is.
+    """Draw one bar of labeled parts.
 
     Args:     parts: (name, seconds).
     """
@@ -236,5 +236,5 @@ def share_bar(title: str, parts: Sequence[tuple[str, float]]) -> Element:
 
 
 def part_class(name: str) -> str:
-    """The class that colors a part of a run's time."""
+    """Return the CSS class with the color of a part of a run's time."""
     return "p-" + name.replace(" ", "-")

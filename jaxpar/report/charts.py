@@ -1,4 +1,4 @@
-"""The charts over steps and over tokens, and what runs have for each of them."""
+"""Builds the charts over steps and tokens from the runs' series."""
 
 import itertools
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ from jaxpar.report.runs import RunRead
 from jaxpar.report.scale import Scale, scale_of, short
 from jaxpar.report.series import Point
 
-#: Rows of the table under a chart, for each run.
+#: Rows per run in the table under a chart.
 MAX_ROWS = 12
 
-#: The two axes that a chart is drawn over.
+#: The two horizontal axes of a chart.
 VIEWS = ("steps", "tokens")
 
 
@@ -26,14 +26,14 @@ class Shown:
     """A chart of the report."""
 
     name: str
-    """The metric; of the loss, "last half" is another."""
+    """The metric, or "last half" for the second half of the loss."""
     title: str
     smooth: bool = False
     beside: str = ""
-    """Another metric, as points."""
+    """Another metric, drawn as points."""
     least: float = 0.2
     log: bool = False
-    """As in `scale_of`."""
+    """`least` and `log`: as in `scale_of`."""
 
 
 SHOWN = (
@@ -50,7 +50,7 @@ SHOWN = (
 
 
 def points_of(run: RunRead, name: str) -> list[Point]:
-    """A run's values of a metric, shares as per cent, or of the loss in the "last half"."""
+    """Return a run's values of a metric, with shares in percent."""
     if name == "last half":
         return run.last_half.points() if run.last_half is not None and run.last_step >= 40 else []
     if name not in run.series:
@@ -60,7 +60,7 @@ def points_of(run: RunRead, name: str) -> list[Point]:
 
 
 def line_charts(runs: Sequence[RunRead]) -> list[Element]:
-    """Every chart over steps and tokens for which some run has numbers."""
+    """Return every chart for which a run has values."""
     return [_figure(runs, shown) for shown in SHOWN if any(points_of(r, shown.name) for r in runs)]
 
 
@@ -85,7 +85,7 @@ def _chart(runs: Sequence[RunRead], shown: Shown, view: str) -> Element:
         ticks += [Tick(index, m.kind, m.step * factor, f"{run.name}: {m.text}") for m in run.marks]
     ends = [x for line in lines for x, _ in line.points]
     if shown.name == "last half":
-        # What is drawn beside, as points, is of all steps: the loss says where the half begins.
+        # The points cover all steps. The loss determines where the second half begins.
         first = min(x for line in lines if line.kind != "dots" for x, _ in line.points)
         x = Scale(first, max(max(ends), first + 1))
         lines = [_from(line, x.low) for line in lines]
@@ -116,7 +116,7 @@ def _lines(index: int, run: RunRead, shown: Shown, factor: float) -> list[Line]:
 
 
 def _from(line: Line, low: float) -> Line:
-    """The line from some place on the axis."""
+    """Return the part of a line from a position on the axis."""
     points = [(x, y) for x, y in line.points if x >= low]
     return Line(line.run, points, line.kind, line.band)
 
@@ -136,8 +136,8 @@ def _sentence(run: RunRead, shown: Shown) -> str:
 
 
 def _table(runs: Sequence[RunRead], shown: Shown) -> Element:
-    """The values in words, for those who do not see the chart: some, evenly spaced."""
-    names = ["run", "step", "mean", "least", "greatest", *(["smoothed"] if shown.smooth else [])]
+    """Return a table of some evenly spaced values, as a text alternative to the chart."""
+    names = ["run", "step", "mean", "min", "max", *(["smoothed"] if shown.smooth else [])]
     rows = []
     for run in runs:
         points = points_of(run, shown.name)
@@ -152,7 +152,7 @@ def _table(runs: Sequence[RunRead], shown: Shown) -> Element:
 
 
 def hover_data(runs: Sequence[RunRead]) -> dict[str, Any]:
-    """What the script shows at the pointer: for each run and metric, the points of its line."""
+    """Return the points of each run and metric that the script shows at the pointer."""
     rounded = lambda value: float(f"{value:.5g}")  # noqa: E731
     found = []
     for run in runs:

@@ -1,4 +1,4 @@
-"""HTML and SVG as a tree, so that nothing that a run holds can become markup."""
+"""Builds HTML and SVG as a tree, so that text from a run cannot become markup."""
 
 import re
 from collections.abc import Sequence
@@ -7,14 +7,15 @@ from xml.etree import ElementTree as ET
 
 type Child = ET.Element | str | None
 
-#: Characters that may not be in a page.
+#: Control characters, which are not allowed in HTML.
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 
 def e(tag: str, *children: Child, **attributes: object) -> ET.Element:
-    """An element: `e("a", "text", class_="b", aria_label="c")`. None is left out everywhere.
+    """Return an element: `e("a", "text", class_="b", aria_label="c")`.
 
-    Names of attributes end in _ where Python reserves them, and have _ for -.
+    Children and attributes that are None are skipped. Attribute names that Python reserves end in
+    _, and other _ stand for -.
     """
     made = ET.Element(tag)
     for name, value in attributes.items():
@@ -36,20 +37,20 @@ def add(parent: ET.Element, child: Child) -> None:
 
 
 def clean(text: str) -> str:
-    """The text with a sign for each character that a page may not hold."""
+    """Replace control characters."""
     return _CONTROL.sub("\ufffd", text)
 
 
 def html(root: ET.Element) -> bytes:
-    """The page. Text is escaped; that of script and style elements stands as it is."""
+    """Serialize the page. Text is escaped, except in script and style elements."""
     text = ET.tostring(root, encoding="unicode", method="html")
     return b"<!doctype html>\n" + text.encode("utf-8", "replace") + b"\n"
 
 
 def table(names: Sequence[str], rows: Sequence[Sequence[Any]], *, texts: int = 1) -> ET.Element:
-    """A table that scrolls by itself where it is too wide.
+    """Return a table that scrolls horizontally if it is too wide.
 
-    Args:     texts: columns, from the left, that are text; the others are numbers.
+    Args:     texts: number of text columns, from the left; the others are numbers.
     """
     label = f"table: {', '.join(names)}"
     made = e("table")

@@ -1,4 +1,4 @@
-"""What a report says in words: key figures, predictions, config, environment, samples."""
+"""Builds the report's tables: key figures, predictions, config, environment, samples."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ from jaxpar.report.elements import e, table
 from jaxpar.report.runs import RunRead
 from jaxpar.report.scale import seconds, short
 
-#: Entries of manifest.json that have a line in the environment, in this order.
+#: Entries of manifest.json that the environment shows, in this order.
 ENVIRONMENT = {
     "jaxpar": "jaxpar",
     "commit": "commit",
@@ -25,21 +25,21 @@ ENVIRONMENT = {
     "processes": "processes",
     "mesh": "mesh",
     "parameters": "parameters",
-    "adapters": "parameters of adapters",
+    "adapters": "adapter parameters",
     "attention": "attention",
     "xla_flags": "XLA flags",
-    "environment": "set",
+    "environment": "environment",
 }
 
 
 def swatch(index: int) -> Element:
-    """A run's color, as its lines have it."""
+    """Return a sample of a run's line."""
     line = e("path", class_=f"line {color_of(index)}", d="M0 6H28")
     return e("svg", line, viewBox="0 0 28 12", class_="swatch", aria_hidden="true")
 
 
 def cards(runs: Sequence[RunRead]) -> Element:
-    """The key figures of each run."""
+    """Return the key figures of each run."""
     made = e("div", class_="cards")
     for index, run in enumerate(runs):
         facts = e("dl")
@@ -52,9 +52,9 @@ def cards(runs: Sequence[RunRead]) -> Element:
 
 
 def _figures(run: RunRead) -> list[tuple[str, str, str]]:
-    """Name, value and a remark of each figure that a run has."""
+    """Return (name, value, note) of each figure that a run has."""
     total = f"of {run.num_steps:,}" if run.num_steps else ""
-    found = [("steps done", f"{run.last_step:,}", total)]
+    found = [("steps", f"{run.last_step:,}", total)]
     add = lambda name, value, more="": found.append((name, value, more))  # noqa: E731
     if "loss" in run.series:
         add("loss", f"{run.series['loss'].points()[-1].smooth:.4f}", "nats per token, smoothed")
@@ -69,7 +69,7 @@ def _figures(run: RunRead) -> list[tuple[str, str, str]]:
             devices = run.last["tokens_per_second"] / run.last[per_device]
             rate = run.tokens_per_step / step / max(devices, 1.0)
             add("throughput", short(rate), "tokens/s/device, median")
-        add("step", seconds(step), "median")
+        add("step time", seconds(step), "median")
     if run.sizes.get("mfu"):
         add("MFU", f"{run.sizes['mfu'].quantile(0.5):.1%}", "median, causal")
     if "memory_gib" in run.last:
@@ -77,20 +77,24 @@ def _figures(run: RunRead) -> list[tuple[str, str, str]]:
     if (spent := run.goodput) is not None and spent.total:
         add("goodput", f"{spent.fraction:.1%}", f"of {seconds(spent.total)}, {spent.tries}")
     if run.last.get("skipped"):
-        add("updates left out", f"{run.last['skipped']:,.0f}")
+        add("skipped updates", f"{run.last['skipped']:,.0f}")
     return found
 
 
 def predicted(runs: Sequence[RunRead]) -> Element | None:
-    """The planner's figures beside the measured ones."""
+    """Return a table of the planner's predictions and the measurements."""
     rows = []
     for run in runs:
         if not run.predicted:
             continue
         steps = run.sizes.get("step_seconds")
         measured = {
-            "predicted_step_seconds": ("step", "s", steps.quantile(0.5) if steps else math.nan),
-            "predicted_memory_gib": ("peak", "GiB", run.last.get("memory_gib", math.nan)),
+            "predicted_step_seconds": (
+                "step time",
+                "s",
+                steps.quantile(0.5) if steps else math.nan,
+            ),
+            "predicted_memory_gib": ("peak memory", "GiB", run.last.get("memory_gib", math.nan)),
         }
         for key, (what, unit, value) in measured.items():
             if key in run.predicted:
@@ -105,12 +109,12 @@ def predicted(runs: Sequence[RunRead]) -> Element | None:
 
 
 def config(runs: Sequence[RunRead]) -> Element:
-    """What the runs were asked for: where they differ, or where one differs from the defaults."""
+    """Return the config: how several runs differ, or how one differs from the defaults."""
     made = e("section", e("h2", "Config"))
     if len(runs) > 1:
         found = differing_conditions([run.manifest | {"config": run.config} for run in runs])
         found = {name.removeprefix("config."): row for name, row in found.items()}
-        names = ["what differs", *(run.name for run in runs)]
+        names = ["difference", *(run.name for run in runs)]
         made.append(
             table(names, [(name, *row) for name, row in found.items()], texts=len(names))
             if found
@@ -120,13 +124,13 @@ def config(runs: Sequence[RunRead]) -> Element:
         rows = _changed(runs[0].config)
         made.append(table(["field", "value", "default"], rows, texts=3))
     for run in runs:
-        text = json.dumps(run.config, indent=2) if run.config else "There is no config.json."
-        made.append(e("details", e("summary", f"Whole config of {run.name}"), e("pre", text)))
+        text = json.dumps(run.config, indent=2) if run.config else "The run has no config.json."
+        made.append(e("details", e("summary", f"Full config of {run.name}"), e("pre", text)))
     return made
 
 
 def _changed(config: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Fields that are not as by default: (path, value, default)."""
+    """Return the fields that differ from the defaults: (path, value, default)."""
     default = _flat(dataclasses.asdict(Config()))
     mine = _flat(config)
     return [(k, str(v), str(default.get(k, "–"))) for k, v in mine.items() if v != default.get(k)]
@@ -140,14 +144,16 @@ def _flat(value: Any, path: str = "") -> dict[str, Any]:
 
 
 def environment(runs: Sequence[RunRead]) -> Element:
-    """Versions, devices, flags and commit, a column for each run."""
+    """Return versions, devices, flags and commit, with a column per run."""
     rows = []
     for key, name in ENVIRONMENT.items():
         values = [_told(run.manifest.get(key)) for run in runs]
         if any(values):
             rows.append((name, *(value or "–" for value in values)))
     names = ["", *(run.name for run in runs)]
-    shown = table(names, rows, texts=len(names)) if rows else e("p", "There is no manifest.json.")
+    shown = (
+        table(names, rows, texts=len(names)) if rows else e("p", "The run has no manifest.json.")
+    )
     return e("section", e("h2", "Environment"), shown, class_="environment")
 
 
@@ -160,7 +166,7 @@ def _told(value: Any) -> str:
 
 
 def samples(runs: Sequence[RunRead]) -> Element | None:
-    """The latest texts that the models wrote."""
+    """Return the latest samples."""
     made = e("section", e("h2", "Samples"))
     for run in runs:
         for sample in run.samples:

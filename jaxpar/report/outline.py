@@ -1,4 +1,4 @@
-"""Which lines of metrics.jsonl count: those that no later attempt has taken again."""
+"""Finds the valid records of metrics.jsonl: those of steps that no later attempt repeated."""
 
 import re
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxpar.runtime.files import json_lines
 
-# A step is an int32: what has more digits is damaged.
+# A step is an int32: a number with more digits is damaged.
 _STEP = re.compile(rb'\{"step": ?(\d{1,10})[,}]')
 _RESUMED = re.compile(rb'\{"resumed_after_step": ?(\d{1,10})[,}]')
 
@@ -17,19 +17,19 @@ MAX_STEPS = 2**31 - 1
 
 @dataclass
 class Outline:
-    """What one pass over a file finds, that lines can be left out in the next."""
+    """The result of a first pass over a file: where attempts start, to skip repeated steps."""
 
     path: Path
     end: int = 0
-    """Bytes of whole lines when the pass began: a run may be writing more."""
+    """Bytes of complete lines when the pass began: a run may be appending more."""
     count: int = 0
-    """Records of steps."""
+    """Number of step records."""
     last_step: int = 0
     starts: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
-    """(byte, step) from which, and after which, an attempt wrote."""
+    """For each attempt, the byte at which it starts and the step that precedes it."""
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """The records that count, in order, one in memory at a time."""
+        """Yield the valid records in order, with one in memory at a time."""
         if not self.path.is_file():
             return
         limits = self._limits()
@@ -43,12 +43,12 @@ class Outline:
                     return
                 record = json_lines.parse(line)
                 if record is None or not isinstance(step := record.get("step", 0), int):
-                    continue  # cut off, or damaged
+                    continue  # truncated or damaged
                 if 0 <= step <= min(limits[attempt], MAX_STEPS):
                     yield record
 
     def _limits(self) -> list[float]:
-        """The last step of each attempt that counts: before any later one began."""
+        """Return the last valid step of each attempt: no later attempt repeated it."""
         limits = [float("inf")]
         for _, step in reversed(self.starts[1:]):
             limits.append(min(limits[-1], step))
@@ -56,7 +56,7 @@ class Outline:
 
 
 def outline(path: Path) -> Outline:
-    """Go through a metrics.jsonl, without reading its numbers."""
+    """Scan a metrics.jsonl without parsing its numbers."""
     found = Outline(path)
     if not path.is_file():
         return found
@@ -66,11 +66,11 @@ def outline(path: Path) -> Outline:
             if found.end + len(line) > size or not line.endswith(b"\n"):
                 break
             place, found.end = found.end, found.end + len(line)
-            if resumed := _RESUMED.search(line):  # also after a line that was cut off
+            if resumed := _RESUMED.search(line):  # also after a truncated line
                 found.starts.append((place, before := int(resumed[1])))
             elif b'"held_out_loss"' not in line and (step := _STEP.match(line)):
                 number = int(step[1])
-                if number <= before:  # a start from scratch says nothing
+                if number <= before:  # a start from scratch writes no record of it
                     found.starts.append((place, number - 1))
                 before, found.count = number, found.count + 1
                 found.last_step = max(found.last_step, number)

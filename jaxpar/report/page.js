@@ -1,7 +1,7 @@
 "use strict";
-// Values at the pointer. Without this, each chart still has its axes, its marks' titles and a table.
+// Shows values at the pointer. Without the script, charts still have axes, titles and tables.
 const data = JSON.parse(document.getElementById("data").textContent);
-const LEFT = 58, RIGHT = 548, WIDTH = 560; // of chart.py
+const LEFT = 58, RIGHT = 548, WIDTH = 560; // as in chart.py
 
 function nearest(xs, x) {
   let low = 0, high = xs.length - 1;

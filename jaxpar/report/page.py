@@ -1,4 +1,4 @@
-"""The report as one page that loads nothing: style, script and drawings are within."""
+"""Builds the report as one self-contained HTML page, with inline style, script and charts."""
 
 import base64
 import hashlib
@@ -14,18 +14,18 @@ from jaxpar.report.chart import line_sign, mark_sign
 from jaxpar.report.elements import e, html
 from jaxpar.report.runs import KINDS, RunRead
 
-#: Kinds of lines, with what they mean.
+#: Kinds of lines and their meaning.
 LINES = {
-    "line": "loss and gradient norm smoothed, else means",
-    "band": "all that was recorded",
+    "line": "mean (loss and gradient norm: smoothed)",
+    "band": "range of recorded values",
     "dots": "held-out",
 }
 
 
 def page(runs: Sequence[RunRead], made: datetime) -> bytes:
-    """The page.
+    """Build the page.
 
-    Args:     runs: at least one. made: now.
+    Args:     runs: at least one. made: the current time.
     """
     style, script = _asset("page.css"), _asset("page.js")
     title = ", ".join(run.name for run in runs)
@@ -39,7 +39,7 @@ def page(runs: Sequence[RunRead], made: datetime) -> bytes:
         e("title", f"{title} – training report"),
         e("style", style),
     )
-    # In a script element text is not escaped: no "<" means no way out of it.
+    # Text in a script element is not escaped. Without "<" it cannot close the element.
     data = json.dumps(charts.hover_data(runs)).replace("<", "\\u003c")
     body = e(
         "body",
@@ -56,7 +56,7 @@ def _asset(name: str) -> str:
 
 
 def _policy(style: str, script: str) -> str:
-    """Nothing but this style and this script; no network at all."""
+    """Return a content security policy that allows only this style and script, and no network."""
     digest = lambda text: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()  # noqa: E731
     return (
         f"default-src 'none'; style-src 'sha256-{digest(style)}'; "
@@ -75,7 +75,7 @@ def _sections(runs: Sequence[RunRead]) -> list[Element]:
     shown = [figure for figure in figures if figure is not None]
     drawn = e("section", *(_view_choice(runs) if shown else []), class_="charts")
     if not shown:
-        drawn.append(e("p", "No step has been logged yet.", class_="empty"))
+        drawn.append(e("p", "No steps have been logged yet.", class_="empty"))
     drawn.append(_marks(runs))
     drawn.append(e("div", *shown, times.goodput(runs), class_="grid"))
     rest = [facts.predicted(runs), facts.samples(runs), facts.config(runs)]
@@ -84,7 +84,7 @@ def _sections(runs: Sequence[RunRead]) -> list[Element]:
 
 
 def _view_choice(runs: Sequence[RunRead]) -> list[Element]:
-    """Two buttons, which style alone obeys."""
+    """Return two buttons that switch the axis, through CSS only."""
     if not all(run.tokens_per_step for run in runs):
         return []
     label = lambda view, checked: e(  # noqa: E731
@@ -98,7 +98,7 @@ def _view_choice(runs: Sequence[RunRead]) -> list[Element]:
 
 
 def _marks(runs: Sequence[RunRead]) -> Element:
-    """What the runs' colors and the marks in the charts mean."""
+    """Return the legend of the runs' colors and the marks in the charts."""
     made = e("ul", class_="legend")
     if len(runs) > 1:
         for index, run in enumerate(runs):

@@ -1,4 +1,4 @@
-"""A run's folder, read for a report: its numbers in bounded memory, and what happened when."""
+"""Reads a run's folder for a report: metrics in bounded memory, and events."""
 
 import json
 from collections import defaultdict, deque
@@ -14,29 +14,29 @@ from jaxpar.monitoring.sinks import numbers
 from jaxpar.report.outline import Outline, outline
 from jaxpar.report.series import Series, Sizes
 
-#: Kinds of marks on the axes of steps and time, with what they mean.
+#: Kinds of marks on the axes of steps and time, and their meaning.
 KINDS = {
-    "restart": "started again",
-    "rewind": "went back",
-    "left out": "updates skipped for a non-finite loss or gradient",
+    "restart": "restart",
+    "rewind": "rewind to an earlier checkpoint",
+    "skipped": "updates skipped because of a non-finite loss or gradient",
     "failed": "save failed",
     "saved": "checkpoint",
 }
 
-#: The exponential mean is over this part of all values; of few, it is the values.
+#: The moving average covers this share of all values.
 SMOOTH = 1 / 50
 
-#: Metrics that are kept over the steps; of the others the last value is.
+#: Metrics that are kept over steps. Of others, only the last value is kept.
 DRAWN = frozenset(
     """loss held_out_loss grad_norm learning_rate tokens_per_second_per_device mfu memory_gib
     data_wait_seconds loss_scale""".split()
 )
 
-#: Sizes of numbers that are shown, 0 beside them: of float32, in which a run measures, none is
-#: beyond, and sums and ratios of these are still numbers.
+#: Range of magnitudes that are shown, in addition to 0. All float32 values are within it, and
+#: sums and ratios of such values are finite.
 MIN_MAGNITUDE, MAX_MAGNITUDE = 1e-100, 1e100
 
-#: Samples that are shown: the latest.
+#: Number of samples that are shown, the latest ones.
 MAX_SAMPLES = 4
 
 
@@ -46,13 +46,13 @@ class Mark(NamedTuple):
     kind: str
     step: int
     hours: float | None
-    """Since the run began; None where events.jsonl does not say."""
+    """Hours since the run began; None without events.jsonl."""
     text: str
 
 
 @dataclass
 class RunRead:
-    """What a report shows of a run."""
+    """The data of a run that a report shows."""
 
     name: str
     folder: Path
@@ -62,9 +62,9 @@ class RunRead:
     sizes: dict[str, Sizes] = field(default_factory=dict)
     marks: list[Mark] = field(default_factory=list)
     progress: list[list[tuple[float, int]]] = field(default_factory=list)
-    """Of each attempt, (hours since the run began, steps done)."""
+    """For each attempt, (hours since the run began, completed steps)."""
     last: dict[str, float] = field(default_factory=dict)
-    """The last value of each metric that can be shown."""
+    """The last displayable value of each metric."""
     predicted: dict[str, float] = field(default_factory=dict)
     goodput: Goodput | None = None
     samples: list[dict[str, Any]] = field(default_factory=list)
@@ -74,36 +74,36 @@ class RunRead:
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens of a step; 0 where no record has them."""
+        """Tokens per step; 0 if not recorded."""
         return max(self.last.get("tokens_seen", 0.0), 0.0) / max(self.last_step, 1)
 
     @property
     def num_steps(self) -> int:
-        """Steps that the run is to have; 0 where the config does not say."""
+        """Steps of the complete run; 0 if the config does not have it."""
         found = self.config.get("train", {}).get("num_steps", 0)
         return found if isinstance(found, int) else 0
 
 
 def read_run(folder: str) -> RunRead:
-    """Read the folder of a run, which may still be going on.
+    """Read the folder of a run, which may still be in progress.
 
-    Raises:   ConfigError when it is none.
+    Raises:   ConfigError if the folder is not a run's.
     """
     path = Path(folder)
     if not path.is_dir():
-        what = "is a file" if path.exists() else "is not there"
+        what = "is a file" if path.exists() else "does not exist"
         raise ConfigError("RUN", folder, what, "give the folder of a run, such as runs/quickstart")
     if not (path / "config.json").is_file() and not (path / "metrics.jsonl").is_file():
-        rule = "is no run's folder: it has neither config.json nor metrics.jsonl"
+        rule = "is not a run's folder: it has neither config.json nor metrics.jsonl"
         within = sorted(str(file.parent) for file in path.glob("*/metrics.jsonl"))[:3]
-        fix = f"use {', or '.join(within)}" if within else "give a folder that run.dir named"
+        fix = f"use {' or '.join(within)}" if within else "give the folder set by run.dir"
         raise ConfigError("RUN", folder, rule, fix)
     config = _json(path / "config.json")
     for name, section in config.items():
         if not isinstance(section, dict):
             rule, fix = (
-                f"is no config: {name} is no section",
-                "start the run again, to write it anew",
+                f"is not a valid config: {name} is not a section",
+                "restart the run, which rewrites the file",
             )
             raise ConfigError("RUN", str(path / "config.json"), rule, fix)
     run = RunRead(folder, path, config, _json(path / "manifest.json"))
@@ -114,7 +114,7 @@ def read_run(folder: str) -> RunRead:
         _read_events(run, events)
     else:
         starts = (step for _, step in found.starts[1:])
-        run.marks += [Mark("restart", step, None, f"went on from step {step}") for step in starts]
+        run.marks += [Mark("restart", step, None, f"resumed after step {step}") for step in starts]
     run.samples = list(deque(read_samples(path), MAX_SAMPLES))
     return run
 
@@ -123,8 +123,8 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes()) if path.is_file() else {}
     except ValueError as error:
-        fix = "mend it, or start the run again, which writes it anew"
-        raise ConfigError("RUN", str(path), f"is no JSON: {error}", fix) from error
+        fix = "fix it, or restart the run, which rewrites the file"
+        raise ConfigError("RUN", str(path), f"is not valid JSON: {error}", fix) from error
     return value if isinstance(value, dict) else {}
 
 
@@ -132,7 +132,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _read_metrics(run: RunRead, found: Outline) -> None:
-    """Series, sizes, and the marks of updates that were left out."""
+    """Read series, histograms and the marks of skipped updates."""
     span, left_out = found.count * SMOOTH, 0
     run.last_step = found.last_step
     half = found.last_step // 2
@@ -146,8 +146,8 @@ def _read_metrics(run: RunRead, found: Outline) -> None:
             continue
         skipped = int(values.get("skipped", left_out))
         if skipped > left_out:
-            text = f"{skipped - left_out} updates left out up to step {step}"
-            run.marks.append(Mark("left out", step, None, text))
+            text = f"{skipped - left_out} updates skipped up to step {step}"
+            run.marks.append(Mark("skipped", step, None, text))
         left_out = skipped
         run.last |= values
         for name in DRAWN & values.keys():
@@ -169,8 +169,10 @@ def _can_be_shown(value: float) -> bool:
 
 
 def _read_events(run: RunRead, events: Iterable[dict[str, Any]]) -> None:
-    """Progress and marks over time, from the ages of the attempts: no clock on the wall counts
-    but between them."""
+    """Read progress and marks over time.
+
+    Times are the ages of the attempts. The wall clock is used only between attempts.
+    """
     born = end = 0.0
     last: dict[str, Any] | None = None
     gone_on = False
@@ -181,7 +183,7 @@ def _read_events(run: RunRead, events: Iterable[dict[str, Any]]) -> None:
             gone_on = False
             run.progress.append([])
         if not run.progress:
-            continue  # the beginning is cut off
+            continue  # the start is missing
         end = max(end, born + age)
         hours = (born + age) / 3600
         if event["event"] == "from":
@@ -193,16 +195,16 @@ def _read_events(run: RunRead, events: Iterable[dict[str, Any]]) -> None:
             text = f"saved step {event['step']} in {event['seconds']:.1f} s"
             run.marks.append(Mark("saved", int(event["step"]), hours, text))
         elif event["event"] == "save failed":
-            text = f"step {event['step']} not saved: {event['error']}"
+            text = f"failed to save step {event['step']}: {event['error']}"
             run.marks.append(Mark("failed", int(event["step"]), hours, text))
         last = event
 
 
 def _gone_on(run: RunRead, event: dict[str, Any], hours: float, *, within: bool) -> None:
-    """An attempt goes on from a step: its first, or after a rewind."""
+    """Add the mark of an attempt that resumes from a step, or of a rewind."""
     step = int(event["step"])
     if within:
-        run.marks.append(Mark("rewind", step, hours, f"went back to step {step}"))
+        run.marks.append(Mark("rewind", step, hours, f"rewound to step {step}"))
         run.progress.append([])
     elif len(run.progress) > 1:
         text = f"attempt {event['attempt']}, from step {step}"

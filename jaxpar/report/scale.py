@@ -1,4 +1,4 @@
-"""From values to places on an axis, and the round numbers that stand beside it."""
+"""Maps values to positions on an axis, and chooses its ticks."""
 
 import math
 from collections.abc import Iterable
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from jaxpar.monitoring.metrics import duration
 
-#: An axis of sizes above 0 whose ends differ by this factor is logarithmic.
+#: An axis of positive values is logarithmic if its ends differ by more than this factor.
 LOGARITHMIC = 50.0
 
 
@@ -19,13 +19,13 @@ class Scale:
     log: bool = False
 
     def at(self, value: float) -> float:
-        """The place of a value: 0 at `low`, 1 at `high`."""
+        """Return the position of a value: 0 at `low`, 1 at `high`."""
         if self.log:
             return math.log(value / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
 
     def ticks(self, most: int) -> list[tuple[float, str]]:
-        """Round numbers on the axis, with their texts."""
+        """Return round numbers on the axis with their labels."""
         if self.log:
             return _decades(self.low, self.high, most)
         step = _round_step((self.high - self.low) / most)
@@ -35,10 +35,10 @@ class Scale:
 
 
 def scale_of(values: Iterable[float], *, least: float = 0.0, log: bool = False) -> Scale:
-    """An axis that holds some values, with a margin.
+    """Return an axis that covers the values, with a margin.
 
-    Args:     least: part of the greatest that it spans at least, so that noise does not look like
-              more. log: whether it may be logarithmic.
+    Args:     least: smallest span relative to the largest value, so that noise is not magnified.
+              log: whether the axis may be logarithmic.
     """
     held = list(values)
     low, high = min(held), max(held)
@@ -57,7 +57,7 @@ def _round_step(least: float) -> float:
 
 
 def _decades(low: float, high: float, most: int) -> list[tuple[float, str]]:
-    """Powers of ten; with 2 and 5 between them where there is room."""
+    """Return powers of ten, with 2 and 5 times them if there is room."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for factors in ((1, 2, 5), (1, 3), (1,)):
         found = [f * 10.0**p for p in powers for f in factors if low <= f * 10.0**p <= high]
@@ -70,13 +70,13 @@ _SIZES = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
 def short(value: float, precision: float | None = None) -> str:
-    """A number in a few letters: 12k, 3.5M, 0.002, 4e-07.
+    """Format a number briefly: 12k, 3.5M, 0.002, 4e-07.
 
-    Args:     precision: what it is exact to; None: four digits.
+    Args:     precision: resolution of the value; None: four digits.
     """
     if value == 0:
         return "0"
-    # 4k beside an axis, but 4,009 where all digits count.
+    # 4k on an axis, but 4,009 elsewhere.
     sizes = _SIZES if precision is not None or abs(value) >= 1e4 else ()
     size, letter = next(((s, text) for s, text in sizes if abs(value) >= s), (1.0, ""))
     value /= size
@@ -89,7 +89,7 @@ def short(value: float, precision: float | None = None) -> str:
 
 
 def seconds(value: float) -> str:
-    """A time in the unit that suits it: 3.2 ms, 0.51 s, 12 s, 3m07s, 2h05m."""
+    """Format a time: 3.2 ms, 0.51 s, 12 s, 3m07s, 2h05m."""
     if value >= 60:
         return duration(value)
     return f"{value:.3g} s" if value >= 0.1 else f"{value * 1e3:.3g} ms"

@@ -1,46 +1,46 @@
-"""Numbers over steps in bounded memory: in ranges of steps, and by size."""
+"""Keeps metrics in bounded memory: over ranges of steps, and as histograms."""
 
 import math
 from collections import Counter
 from typing import NamedTuple
 
-#: Ranges of steps that a series is kept in; a chart is about so many pixels wide.
+#: Number of step ranges in a series: about one for two pixels of a chart.
 RANGES = 320
 
-#: Sizes are told apart by this ratio.
+#: Ratio of consecutive histogram bins.
 RATIO = 1.0005
 
 
 class Point(NamedTuple):
-    """What a series was in a range of steps."""
+    """A series in a range of steps."""
 
     step: int
-    """The last that it has."""
+    """The last step with a value."""
     mean: float
     low: float
     high: float
     smooth: float
-    """Exponential mean of all up to here."""
+    """Exponential moving average of all values up to here."""
 
 
 class Series:
-    """A metric over the steps of a run: mean and extremes of each range of steps.
+    """A metric over the steps of a run: mean, minimum and maximum of each range of steps.
 
-    With no more steps than RANGES, these are the values themselves.
+    With at most RANGES steps, these are the values themselves.
     """
 
     def __init__(self, first_step: int, last_step: int, span: float):
         """
-        Args:     first_step, last_step: what is added lies after the one, and up to the other.
-                  span: values that the exponential mean is of.
+        Args:     first_step, last_step: steps are in (first_step, last_step].
+                  span: number of values in the moving average.
         """
         self._first, self._width = first_step, max((last_step - first_step) / RANGES, 1.0)
         self._span, self._count, self._smooth = max(span, 1.0), 0, 0.0
         self._found: dict[int, tuple[int, int, float, float, float, float]] = {}
 
     def add(self, step: int, value: float) -> None:
-        """Count a finite value."""
-        # Over a tenth of the values so far, until that is the span: a steep beginning stays steep.
+        """Add a finite value."""
+        # Averages a tenth of the values so far, up to the span, so that a steep start stays steep.
         self._smooth += (value - self._smooth) / min(1 + 0.1 * self._count, self._span)
         self._count += 1
         place = int((step - self._first - 1) / self._width)
@@ -49,7 +49,7 @@ class Series:
         self._found[place] = kept
 
     def points(self) -> list[Point]:
-        """The ranges that have values, in order."""
+        """Return the ranges that have values, in order."""
         ranges = (self._found[place] for place in sorted(self._found))
         return [
             Point(step, total / n, low, high, mean) for step, n, total, low, high, mean in ranges
@@ -57,13 +57,13 @@ class Series:
 
 
 class Sizes:
-    """How often values of each size were there; exact to RATIO."""
+    """A histogram of positive values with a relative resolution of RATIO."""
 
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()
 
     def add(self, value: float) -> None:
-        """Count a value, if it is above 0."""
+        """Add a value, if it is positive."""
         if value > 0:
             self._counts[math.floor(math.log(value) / math.log(RATIO))] += 1
 
@@ -71,7 +71,7 @@ class Sizes:
         return self._counts.total()
 
     def quantile(self, share: float) -> float:
-        """A value that this share of all is not above. There must be some."""
+        """Return the quantile of a share. There must be at least one value."""
         left = share * len(self)
         for place in sorted(self._counts):
             left -= self._counts[place]
@@ -80,12 +80,12 @@ class Sizes:
         return _middle(max(self._counts))
 
     def bars(self, number: int) -> tuple[list[float], list[int]]:
-        """A histogram of equal widths, from the least to all but the greatest hundredth.
+        """Return a histogram with bars of equal width, from the minimum to the 99% quantile.
 
-        Args:     number: bars at most; fewer where sizes would fall between them.
-        Returns:  edges, one more than bars; counts, beyond the last edge in the last.
+        Args:     number: most bars; fewer if the bins are wider than the bars.
+        Returns:  edges, one more than bars; counts, the last of which has all larger values.
         """
-        least = 20  # of RATIO's steps, so that a bar holds several
+        least = 20  # bins, so that a bar has several
         low, high = min(self._counts) - 0.5, math.log(self.quantile(0.99), RATIO)
         middle, half = (low + high) / 2, max(high - low, least) / 2
         number = min(number, int(half / 2))

@@ -1,4 +1,4 @@
-"""The charts of a run's time: how long steps took, how far it was when, and where time went."""
+"""Charts of a run's time: step times, progress over time, and time by activity."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,12 +13,12 @@ from jaxpar.report.scale import Scale, scale_of, seconds
 #: Bars of a histogram.
 BARS = 40
 
-#: Points of a line of progress, at most, and checkpoints in its table.
+#: Most points of a progress line, and most checkpoints in its table.
 MAX_POINTS, MAX_SAVES = 400, 12
 
 
 def histogram(runs: Sequence[RunRead]) -> Element | None:
-    """How long steps took."""
+    """Return the histogram of step times."""
     found = [(i, run.sizes.get("step_seconds")) for i, run in enumerate(runs)]
     shown = [(i, sizes) for i, sizes in found if sizes]
     if not shown:
@@ -30,7 +30,7 @@ def histogram(runs: Sequence[RunRead]) -> Element | None:
         rows.append([runs[i].name, f"{len(sizes):,}", *quantiles])
     about = "; ".join(f"{row[0]}: median {row[3]} s, 99% at most {row[5]} s" for row in rows)
     drawn = chart.histogram("Step time", about, "seconds", bars)
-    names = ["run", "records", "least", "median", "90%", "99%", "greatest"]
+    names = ["run", "records", "min", "median", "90%", "99%", "max"]
     return e(
         "figure",
         e("h3", "Step time", e("span", " % of the records")),
@@ -41,7 +41,7 @@ def histogram(runs: Sequence[RunRead]) -> Element | None:
 
 
 def progress(runs: Sequence[RunRead]) -> Element | None:
-    """Steps over time, with what happened."""
+    """Return the chart of steps over time, with events."""
     lines = [Line(i, _thinned(part)) for i, run in enumerate(runs) for part in run.progress if part]
     if not lines or max(x for line in lines for x, _ in line.points) <= 0:
         return None
@@ -62,11 +62,11 @@ def progress(runs: Sequence[RunRead]) -> Element | None:
         for run in runs
         for m in _important(run)
     ]
-    names = ["run", "what", "step", unit, ""]
+    names = ["run", "event", "step", unit, ""]
     full = Chart("Progress over time", "; ".join(counts), x, y, unit, lines, ticks)
     return e(
         "figure",
-        e("h3", "Progress over time", e("span", " steps done")),
+        e("h3", "Progress over time", e("span", " completed steps")),
         chart.line_chart(full),
         e("details", e("summary", "Values"), table(names, rows, texts=2)),
         id="progress",
@@ -81,7 +81,7 @@ def _counted(run: RunRead) -> str:
 
 
 def _important(run: RunRead) -> list[Any]:
-    """Marks for the table: all but the checkpoints, and the latest of those."""
+    """Return the marks for the table: recent events, and the latest checkpoints."""
     rest = [mark for mark in run.marks if mark.kind != "saved"]
     return rest[-50:] + [mark for mark in run.marks if mark.kind == "saved"][-MAX_SAVES:]
 
@@ -93,7 +93,7 @@ def _thinned(points: list[tuple[float, int]]) -> list[tuple[float, float]]:
 
 
 def goodput(runs: Sequence[RunRead]) -> Element | None:
-    """Where the time of each run went: a bar and its parts."""
+    """Return a bar of each run's time by activity."""
     section = e("figure", e("h3", "Where the time went"), id="goodput", class_="wide")
     for run in runs:
         if run.goodput is not None and run.goodput.total:

@@ -3,9 +3,9 @@
 #
 #     sbatch --nodes=4 scripts/deploy/slurm.sh llama3_8b --parallel.tensor 2
 #
-# Submit it from the repository's folder, which all nodes must see, as well as data and run folder.
-# The run saves and ends with 75 on SIGTERM, which comes 5 minutes before the time limit: the job
-# is then queued again, and goes on. docs/clusters.md explains.
+# Submit it from the repository's folder. All nodes must see this folder, the data and the run folder.
+# Slurm sends SIGTERM 5 minutes before the time limit. The run saves and exits with code 75, and the
+# job is queued again and resumes. docs/clusters.md explains.
 #SBATCH --job-name=jaxpar
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -19,15 +19,15 @@
 #SBATCH --output=%x-%j.out
 
 set -u
-# How often a run that failed for another reason is tried again.
+# How often a run that failed for another reason is restarted.
 max_restarts="${MAX_RESTARTS:-10}"
 python="${PYTHON:-.venv/bin/python}"
 
-# gRPC would send the processes' own talk through a proxy.
+# Otherwise gRPC would send the traffic between processes through a proxy.
 unset http_proxy https_proxy HTTP_PROXY HTTPS_PROXY all_proxy ALL_PROXY
 
-# If one process fails, Slurm ends the others: none waits for a dead one. srun's own code is the
-# highest of all, so that of a process which it ended; how the first one ended, it says.
+# If a process fails, Slurm ends the others, so that none waits for it. srun's exit code is the highest
+# of all, which may be that of an ended process. The exit code of the first is in srun's output.
 ends="$(mktemp)"
 srun --kill-on-bad-exit=1 --label "$python" -u -m jaxpar.train "$@" 2>&1 |
   awk -v ends="$ends" '{ print; fflush() } /^srun: error: .*: tasks? / { print > ends; fflush(ends) }'
@@ -37,14 +37,14 @@ rm -f "$ends"
 code="${first:-$code}"
 
 case "$code" in
-  0 | 2 | 17) ;; # done; a config that cannot work; bad numerics
+  0 | 2 | 17) ;; # completed; invalid config; bad numerics
   75)
-    echo "preempted, and saved: queued again"
+    echo "preempted and saved: requeuing"
     scontrol requeue "$SLURM_JOB_ID"
     ;;
   *)
     if [ "${SLURM_RESTART_COUNT:-0}" -lt "$max_restarts" ]; then
-      echo "failed with $code: queued again, after restart ${SLURM_RESTART_COUNT:-0} of $max_restarts"
+      echo "failed with exit code $code: requeuing after restart ${SLURM_RESTART_COUNT:-0} of $max_restarts"
       scontrol requeue "$SLURM_JOB_ID"
     fi
     ;;

@@ -1,8 +1,8 @@
-"""The benchmark tables: python scripts/docs/benchmark_table.py [--write | --check]
+"""Makes the benchmark tables: python scripts/docs/benchmark_table.py [--write | --check]
 
-Read off the cards of docs/benchmarks, of jaxpar and of torchtitan. Printed; with --write, put into
-docs/benchmarks/README.md and README.md; with --check, compared, and the exit code is 1 where a
-page differs.
+The figures are from the cards of jaxpar and torchtitan in docs/benchmarks. Without options, prints
+the tables. --write writes them to docs/benchmarks/README.md and README.md. --check exits with code
+1 if a page differs.
 """
 
 import json
@@ -52,12 +52,12 @@ def cards() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def gpus_of(card: dict[str, Any]) -> int:
-    """How many GPUs it was measured on."""
+    """Return the number of GPUs of a card."""
     return int(card["device"].split()[0]) if card["mesh"] != "1 device" else 1
 
 
 def mesh_of(card: dict[str, Any], named: bool = False) -> str:
-    """The mesh in words: FSDP is the data axis under ZeRO-3. named: say H200, too."""
+    """Describe the mesh. The data axis is FSDP under ZeRO-3. named: also name H200s."""
     kind = card["device"].rpartition("NVIDIA ")[2].split()[0]
     gpus = f"{gpus_of(card)}" + (f" {kind}" if named or kind != "H200" else "")
     if card["mesh"] == "1 device":
@@ -70,7 +70,7 @@ def mesh_of(card: dict[str, Any], named: bool = False) -> str:
 
 
 def how(card: dict[str, Any]) -> str:
-    """What is saved, and all that is not as usual."""
+    """Describe the remat policy and the other non-default options."""
     p, m, data = (card["config"][part] for part in ("parallel", "model", "data"))
     words = [f"remat `{p['remat']}`"]
     if is_float8(card):
@@ -93,14 +93,14 @@ def how(card: dict[str, Any]) -> str:
 
 
 def model_of(card: dict[str, Any]) -> str:
-    """Parameters and the length of a sequence."""
+    """Describe the number of parameters and the sequence length."""
     c = card["config"]
     cut = " (8 layers of 8B)" if c["model"]["num_layers"] == 8 else ""
     return f"{card['parameters'] / 1e9:.1f}B{cut}, {c['data']['seq_len']:,}"
 
 
 def row(name: str, card: dict[str, Any]) -> str:
-    """One card."""
+    """Return the row of a card."""
     c, rate, step = card["config"], card["tokens_per_second_per_device"], card["step_seconds"]
     exposed = card["profile"]["ms"]["exposed"] if "profile" in card else None
     cells = [
@@ -120,13 +120,13 @@ def row(name: str, card: dict[str, Any]) -> str:
 
 
 def commit_of(card: dict[str, Any]) -> str:
-    """The code's commit; "+" where it had changes that were not committed."""
+    """Return the commit of a card, with "+" for uncommitted changes."""
     commit = card["commit"]
     return commit.rstrip("+")[:7] + "+" * commit.endswith("+")
 
 
 def beside(name: str, rate: float) -> tuple[str, str]:
-    """torchtitan's rate with a link to its card, and ours over it."""
+    """Return torchtitan's rate with a link to its card, and the ratio of jaxpar's to it."""
     if name not in BESIDE:
         return "-", "-"
     card = json.loads((CARDS / f"{BESIDE[name]}.json").read_text("utf-8"))
@@ -135,7 +135,7 @@ def beside(name: str, rate: float) -> tuple[str, str]:
 
 
 def table() -> str:
-    """All cards, as Markdown."""
+    """Return the table of all cards as Markdown."""
     return HEAD + "".join(f"{row(name, card)}\n" for name, card in cards())
 
 
@@ -143,24 +143,24 @@ def table() -> str:
 
 
 def pairs() -> list[tuple[str, dict[str, Any], str, dict[str, Any]]]:
-    """(name, card) of ours and of torchtitan, in the order of BESIDE."""
+    """Return names and cards of jaxpar and torchtitan, in the order of BESIDE."""
     read = lambda name: json.loads((CARDS / f"{name}.json").read_text("utf-8"))  # noqa: E731
     return [(ours, read(ours), theirs, read(theirs)) for ours, theirs in BESIDE.items()]
 
 
 def is_float8(card: dict[str, Any]) -> bool:
-    """Whether its matmuls are in 8 bits."""
+    """Return whether a card's matmuls are in float8."""
     return card["config"]["model"].get("matmul_dtype") == "float8"
 
 
 def recomputed(theirs: dict[str, Any]) -> str:
-    """What torchtitan recomputes: its activation checkpointing."""
+    """Return torchtitan's mode of activation checkpointing."""
     words = theirs["command"]
     return words[words.index("--activation_checkpoint.mode") + 1]
 
 
 def versus(few: bool = False) -> str:
-    """Ours over torchtitan's, as Markdown. few: the rows of the README, with fewer columns."""
+    """Return the comparison with torchtitan as Markdown. few: the shorter table of the README."""
     folder = "docs/benchmarks/" if few else ""
     head = ["model, sequence length", "GPUs, mesh"] + (
         [] if few else ["sequences", "options of jaxpar"]
@@ -187,7 +187,7 @@ def versus(few: bool = False) -> str:
 
 
 def attention() -> str:
-    """Our Hopper kernels and cuDNN's, of the one card, as Markdown."""
+    """Return the comparison of jaxpar's Hopper kernels with cuDNN as Markdown."""
     found = json.loads((CARDS / "attention-h200.json").read_text("utf-8"))["rows"]
     ours = [row for row in found if row["backend"] == "pallas_hopper"]
     shapes = {tuple(row[k] for k in ("kind", *"BTSHGD")): {} for row in ours}
@@ -216,7 +216,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
 
 
 def filled(page: str) -> str:
-    """A page with its tables as the cards have them."""
+    """Return a page with its tables updated from the cards."""
     text = (ROOT / page).read_text("utf-8")
     for name, make in BLOCKS[page].items():
         made = f"<!-- {name} -->\n{make()}<!-- /{name} -->"
@@ -228,7 +228,7 @@ def filled(page: str) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """The command line. Returns an exit code."""
+    """Run the command line and return the exit code."""
     if argv not in ([], ["--write"], ["--check"]):
         sys.exit(__doc__)
     differ = [page for page in BLOCKS if filled(page) != (ROOT / page).read_text("utf-8")]

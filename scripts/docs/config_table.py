@@ -1,8 +1,8 @@
-"""The table of every config field: python scripts/docs/config_table.py [--write]
+"""Makes the table of config fields: python scripts/docs/config_table.py [--write]
 
-Read off the dataclasses of `jaxpar/config/schema.py` and `jaxpar/config/model_schema.py`: path,
-type, default and the line under the field. Printed; with --write, put into
-docs/configuration.md between its two markers.
+Path, type, default and description are from the dataclasses of `jaxpar/config/schema.py` and
+`jaxpar/config/model_schema.py`. Without options, prints the table. --write writes it between the
+markers of docs/configuration.md.
 """
 
 import inspect
@@ -21,7 +21,7 @@ BEGIN, END = "<!-- config table -->\n", "<!-- /config table -->"
 
 
 def type_text(hint: Any) -> str:
-    """A field's type in words: its choices, or the names of its types."""
+    """Describe a field's type: its choices, or the names of its types."""
     if typing.get_origin(hint) is typing.Literal:
         return ", ".join(map(str, typing.get_args(hint)))
     if isinstance(hint, types.UnionType):
@@ -30,13 +30,13 @@ def type_text(hint: Any) -> str:
 
 
 def default_text(path: str) -> str:
-    """A field's default as the command line would set it."""
+    """Return a field's default as written on the command line."""
     default = fields.default_of(path)
     return f"`{default}`" if default != "" else "(empty)"
 
 
 def section_table(name: str, cls: Any) -> list[str]:
-    """Lines of one section's table; a section inside it follows as rows with longer paths."""
+    """Return the lines of a section's table; nested sections follow with longer paths."""
     cell = lambda text: text.replace("|", r"\|")  # noqa: E731
     lines = []
     for field, hint in typing.get_type_hints(cls).items():
@@ -50,7 +50,7 @@ def section_table(name: str, cls: Any) -> list[str]:
 
 
 def table() -> str:
-    """All sections as Markdown."""
+    """Return the tables of all sections as Markdown."""
     parts = []
     for name, cls in typing.get_type_hints(config.Config).items():
         head = ["| field | type | default | meaning |", "|---|---|---|---|"]
@@ -60,7 +60,7 @@ def table() -> str:
 
 
 def main() -> None:
-    """Print the table, or write it into the page."""
+    """Print the table or write it to the page."""
     if sys.argv[1:] != ["--write"]:
         print(table(), end="")
         return

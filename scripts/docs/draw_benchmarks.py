@@ -1,7 +1,7 @@
-"""A bar chart of jaxpar and torchtitan: python scripts/docs/draw_benchmarks.py [--write | --check]
+"""Draws jaxpar's and torchtitan's speed: python scripts/docs/draw_benchmarks.py [--write | --check]
 
-Drawn from the cards of docs/benchmarks into docs/images/torchtitan.svg. Printed; with --check, the
-exit code is 1 where the file differs.
+The figures are from the cards of docs/benchmarks. Without options, prints the picture. --write
+writes docs/images/torchtitan.svg. --check exits with code 1 if the file differs.
 """
 
 import sys
@@ -24,12 +24,12 @@ STYLE = """
   .theirs{fill:#5b6575} .axis{stroke:#b6beca} text{fill:#e8ebf0} .small{fill:#b6beca} }
 """
 
-#: Sizes in pixels: the chart, where bars begin, a bar of torchtitan, a row and a bar.
+#: Sizes in pixels: chart width, start of the bars, torchtitan's bar, row and bar heights, top.
 WIDTH, LEFT, UNIT, ROW, BAR, TOP = 700, 242, 250, 46, 15, 70
 
 
 def label(card: dict[str, Any]) -> tuple[str, str]:
-    """A row's two lines: the model, and where and how it was trained."""
+    """Return the two lines of a row: the model, and its devices and layout."""
     length = card["config"]["data"]["seq_len"]
     size = f"{card['parameters'] / 1e9:.1f}".removesuffix(".0")
     _, _, mesh = mesh_of(card, named=True).partition(", ")
@@ -40,13 +40,13 @@ def label(card: dict[str, Any]) -> tuple[str, str]:
 
 
 def words(x: float, y: float, text: str, name: str = "", anchor: str = "start") -> str:
-    """A line of text."""
+    """Return a line of text as SVG."""
     style = f' class="{name}"' if name else ""
     return f'<text{style} x="{x:g}" y="{y:g}" text-anchor="{anchor}">{text}</text>'
 
 
 def bars(y: float, ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
-    """One comparison: a bar each; torchtitan's has the same length in every row."""
+    """Draw a bar for each; torchtitan's has the same length in every row."""
     rate, peer = (each["tokens_per_second_per_device"] for each in (ours, theirs))
     first, second = label(ours)
     long = UNIT * rate / peer
@@ -61,7 +61,7 @@ def bars(y: float, ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
 
 
 def draw() -> str:
-    """The file."""
+    """Return the picture as SVG."""
     rows = pairs()
     height = TOP + ROW * len(rows) + 14
     title = "Training throughput: jaxpar and torchtitan 0.2.2 on the same kind of GPU"
@@ -87,7 +87,7 @@ def draw() -> str:
 
 
 def main(argv: list[str]) -> int:
-    """The command line. Returns an exit code."""
+    """Run the command line and return the exit code."""
     if argv not in ([], ["--write"], ["--check"]):
         sys.exit(__doc__)
     made = draw()

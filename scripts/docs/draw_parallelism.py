@@ -1,6 +1,6 @@
-"""The pictures of docs/parallelism.md: python scripts/docs/draw_parallelism.py [--write]
+"""Draws the pictures of docs/parallelism.md: python scripts/docs/draw_parallelism.py [--write]
 
-What a device holds is read off the tables that training uses: `axes.partition_spec`, `BATCH_SPEC`
+What a device holds is from the tables that training uses: `axes.partition_spec`, `BATCH_SPEC`
 and the order of tokens. Prints the names of the files that would change; --write writes them into
 docs/pictures.
 """
@@ -107,9 +107,9 @@ PICTURES = (
 
 
 def part(axis: str, names: object, device: int, size: int) -> set[int]:
-    """Indices of a dimension that a device of `axis` holds, the dimension being split over `names`.
+    """Return the indices of a dimension sharded over `names` that a device of `axis` holds.
 
-    Args:     names: an entry of a PartitionSpec. size: of the dimension.
+    Args:     names: an entry of a PartitionSpec. size: size of the dimension.
     """
     split = axis == names or (isinstance(names, tuple) and axis in names)
     if not split:
@@ -119,7 +119,7 @@ def part(axis: str, names: object, device: int, size: int) -> set[int]:
 
 
 def held_tokens(axis: str, device: int) -> set[tuple[int, int]]:
-    """(row, position in the text) of the tokens that a device has."""
+    """Return (row, position in the text) of a device's tokens."""
     rows, columns = (
         part(axis, names, device, n) for names, n in zip(BATCH_SPEC, (ROWS, POSITIONS), strict=True)
     )
@@ -130,7 +130,7 @@ def held_tokens(axis: str, device: int) -> set[tuple[int, int]]:
 
 
 def held_weights(axis: str, device: int) -> set[tuple[int, int, int]]:
-    """(layer, row, column) of the weight that a device keeps."""
+    """Return (layer, row, column) of a device's shard of the weight."""
     spec = partition_spec(WEIGHT)
     parts = (
         part(axis, names, device, n) for names, n in zip(spec, (LAYERS, WIDTH, FEED), strict=True)
@@ -156,7 +156,7 @@ CELL, PANEL, GAP, LEFT, TOP = 13, 150, 22, 16, 44
 
 
 def cells(x: float, y: float, classes: Sequence[Sequence[str]], size: int) -> list[str]:
-    """A grid of squares, a class each; those of a class are one path."""
+    """Draw a grid of squares, with one path per class."""
     squares: dict[str, str] = {}
     for j, line in enumerate(classes):
         for i, name in enumerate(line):
@@ -167,13 +167,13 @@ def cells(x: float, y: float, classes: Sequence[Sequence[str]], size: int) -> li
 
 
 def words(x: float, y: float, text: str, name: str = "", anchor: str = "start") -> str:
-    """A line of text."""
+    """Return a line of text as SVG."""
     style = f' class="{name}"' if name else ""
     return f'<text{style} x="{x:g}" y="{y:g}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
 def panel(picture: Picture, device: int) -> list[str]:
-    """One device: its tokens, and its part of the weights."""
+    """Draw a device: its tokens and its shard of the weights."""
     x = LEFT + device * (PANEL + GAP)
     out = [f'<rect class="panel" x="{x}" y="{TOP}" width="{PANEL}" height="176" rx="6"/>']
     name = "stage" if picture.axis == "pipeline" else "device"
@@ -203,7 +203,7 @@ def tip(x: float, y: float, way: int) -> str:
 
 
 def message(found: Message, y: float) -> list[str]:
-    """Arrows between the devices, and what they carry."""
+    """Draw the arrows between devices and what they send."""
     out = []
     centers = [LEFT + PANEL / 2 + device * (PANEL + GAP) for device in range(WAYS)]
     for left, right in itertools.pairwise(centers):
@@ -216,7 +216,7 @@ def message(found: Message, y: float) -> list[str]:
 
 
 def legend(y: float, entries: Sequence[tuple[str, str]]) -> list[str]:
-    """What the colors mean."""
+    """Draw the legend of the colors."""
     out, x = [], float(LEFT)
     for name, text in entries:
         out += [*cells(x, y - 10, [[name]], 11), words(x + 17, y, text, "small")]
@@ -225,7 +225,7 @@ def legend(y: float, entries: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def legend_of(picture: Picture) -> list[tuple[str, str]]:
-    """The colors that a picture has."""
+    """Return the colors in a picture."""
     entries = [("held", "held"), ("none", "not there")]
     if picture.stream:
         return [*entries, ("moment", "gathered inside a block")]

@@ -1,7 +1,7 @@
-"""The picture of a plan: python scripts/docs/draw_plan.py [--write | --check]
+"""Draws the picture of a plan: python scripts/docs/draw_plan.py [--write | --check]
 
-Runs the command of the picture, and draws what it prints as a terminal shows it, into
-docs/images/plan.svg. Printed; with --check, the exit code is 1 where the file differs.
+Runs the command and draws its output as a terminal shows it. Without options, prints the picture.
+--write writes docs/images/plan.svg. --check exits with code 1 if the file differs.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ STYLE = """
 
 
 def printed() -> str:
-    """What the plan prints."""
+    """Return the output of the plan."""
     from jaxpar import plan
 
     out = io.StringIO()
@@ -39,7 +39,7 @@ def printed() -> str:
 
 
 def shown(text: str) -> list[str]:
-    """The lines of the picture: trailing space cut off, long lines folded, blank ones once."""
+    """Return the lines of the picture: without trailing spaces, long lines folded."""
     lines: list[str] = []
     for line in text.splitlines():
         line = line.rstrip()
@@ -53,10 +53,13 @@ def shown(text: str) -> list[str]:
 
 
 def draw(text: str) -> str:
-    """The file. text: what the plan prints."""
+    """Return the picture as SVG.
+
+    Args:     text: the output of the plan.
+    """
     lines = ["$ python -m jaxpar.plan " + COMMAND, *shown(text)]
     width, height = LEFT * 2 + COLUMNS * WIDE, TOP + HIGH * len(lines) + 8
-    title = "python -m jaxpar.plan: the fastest layouts, their memory and their step, part by part"
+    title = "python -m jaxpar.plan: the fastest layouts, with their memory and step time by part"
     body = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" '
         f'width="{width:g}" height="{height:g}" role="img" aria-label="{escape(title)}">',
@@ -71,16 +74,16 @@ def draw(text: str) -> str:
     for row, line in enumerate(lines):
         if not line:
             continue
-        head = row == 0 or line.startswith((" mesh", "Memory", "Step", "The first"))
+        head = row == 0 or line.startswith((" mesh", "Peak", "Step", "Best layout"))
         name = "dim" if "───" in line else "head" if head else "line"
-        # A length for each line: columns stay columns in any font.
+        # textLength keeps the columns aligned in any font.
         at = f'x="{LEFT}" y="{TOP + HIGH * row}" textLength="{len(line) * WIDE:.1f}"'
         body.append(f'<text class="{name}" {at} xml:space="preserve">{escape(line)}</text>')
     return "\n".join([*body, "</svg>"]) + "\n"
 
 
 def main(argv: list[str]) -> int:
-    """The command line. Returns an exit code."""
+    """Run the command line and return the exit code."""
     if argv not in ([], ["--write"], ["--check"]):
         sys.exit(__doc__)
     made = draw(printed())
@@ -90,7 +93,7 @@ def main(argv: list[str]) -> int:
         print(made, end="")
     differs = argv == ["--check"] and FILE.read_text("utf-8") != made
     if differs:
-        print(f"{FILE.relative_to(ROOT)} differs from what the plan prints")
+        print(f"{FILE.relative_to(ROOT)} differs from the output of the plan")
     return int(differs)
 
 

@@ -1,7 +1,7 @@
-"""The table of XLA flags: python scripts/docs/flag_table.py [--write]
+"""Makes the table of XLA flags: python scripts/docs/flag_table.py [--write]
 
-Read off `jaxpar/runtime/gpus/xla_flags.py`. Printed; with --write, put into docs/benchmarking.md
-between its two markers.
+The flags are those of `jaxpar/execution/xla_flag_table.py`. Without options, prints the table.
+--write writes it between the markers of docs/benchmarking.md.
 """
 
 import sys
@@ -17,13 +17,13 @@ BEGIN, END = "<!-- flag table -->\n", "<!-- /flag table -->"
 
 
 def where(flag: Flag) -> str:
-    """The layouts it is set for, in words, and what else must hold."""
+    """Describe the layouts for which a flag is set."""
     words = " ".join((flag.where.__doc__ or "").split()).rstrip(".")
     return f"{words}; in one process" if flag.one_process else words
 
 
 def table() -> str:
-    """All rows as Markdown."""
+    """Return the table as Markdown."""
     lines = ["| `--xla_gpu_…` | value | GPU, JAX | where | measured |", "|---|---|---|---|---|"]
     for flag in FLAGS:
         name = flag.name.removeprefix("xla_gpu_")
@@ -33,7 +33,7 @@ def table() -> str:
 
 
 def main() -> None:
-    """Print the table, or write it into the page."""
+    """Print the table or write it to the page."""
     if sys.argv[1:] not in ([], ["--write"]):
         sys.exit(__doc__)
     if not sys.argv[1:]:

@@ -1,7 +1,8 @@
-"""The tables of docs/choosing_a_layout.md: python scripts/docs/layout_tables.py [--write]
+"""Makes the tables of docs/choosing_a_layout.md: python scripts/docs/layout_tables.py [--write]
 
-Each row is the first layout of a plan, with the options of that plan and the nearest card of
-docs/benchmarks. On a CPU, three minutes for all. Printed; with --write, put into the page.
+Each row is the best layout of a plan, with the plan's options and the closest card of
+docs/benchmarks. All rows take three minutes on a CPU. Without options, prints the tables. --write
+writes them to the page.
 """
 
 import json
@@ -98,14 +99,14 @@ TABLES = {
 
 
 def first_layout(command: str) -> Layout:
-    """The fastest layout that fits."""
+    """Return the fastest layout that fits."""
     asked = read_command(command.split())
     made = make_plan(asked.cfg, asked.cluster, asked.fixed, coarse=asked.options.quick)
     return made.fitting[0]
 
 
 def measured(name: str) -> str:
-    """The rate of a card, with what it was measured on."""
+    """Return the rate of a card, with its devices."""
     if not name:
         return ""
     card = json.loads((CARDS / f"{name}.json").read_text("utf-8"))
@@ -115,7 +116,7 @@ def measured(name: str) -> str:
 
 
 def table(name: str) -> str:
-    """A table as Markdown, under the command that its rows add to."""
+    """Return a table as Markdown, below the command that its rows extend."""
     program, (common, rows) = "python -m jaxpar.plan ", TABLES[name]
     versus = any("--fix" in options for _, options, _ in rows)
     cards = any(card for *_, card in rows)
@@ -142,7 +143,7 @@ def table(name: str) -> str:
 
 
 def main() -> None:
-    """Print the tables, or write them into the page."""
+    """Print the tables or write them to the page."""
     text = PAGE.read_text("utf-8")
     for name in TABLES:
         made = table(name)

@@ -1,6 +1,6 @@
-"""Print the table of predicted against measured runs: python scripts/docs/plan_calibration.py
+"""Compare predicted and measured runs: python scripts/docs/plan_calibration.py [--write]
 
-On a CPU, in seconds. With --write it replaces the table in docs/planning.md.
+Prints the table; takes seconds on a CPU. --write replaces the table in docs/planning.md.
 """
 
 import argparse
@@ -20,7 +20,7 @@ BEGIN, END = "<!-- calibration -->\n", "<!-- /calibration -->"
 
 
 def table() -> str:
-    """The runs as a Markdown table, the largest errors under it; and the compiled steps."""
+    """Return the tables of runs and of compiled steps as Markdown, with their largest errors."""
     compared = list(compare(read))
     lines = [
         "| GPUs | run | step, ms | predicted | error | peak, GiB | predicted | error |",
@@ -35,7 +35,7 @@ def table() -> str:
 
 
 def compiled_table() -> list[str]:
-    """XLA's plans of memory beside the predictions."""
+    """Return the table of XLA's memory plans and the predictions."""
     compiled = list(compare_compiled(read))
     lines = ["| GPUs | compiled | XLA's plan, GiB | predicted | error |", "|---|---|---|---|---|"]
     lines += [
@@ -46,22 +46,22 @@ def compiled_table() -> list[str]:
 
 
 def read(words: list[str]) -> Config:
-    """A command line's config, checked."""
+    """Parse and check a command line's config."""
     return read_config(words, "jaxpar.plan", None)
 
 
 def summary(errors: list[float]) -> str:
-    """How many, the largest, the mean."""
+    """Return the number of runs, the largest and the mean error."""
     return f"{len(errors)} runs, largest error {max(errors):.1%}, mean {mean(errors):.1%}"
 
 
 def mean(values: list[float]) -> float:
-    """The arithmetic mean."""
+    """Return the arithmetic mean."""
     return sum(values) / len(values)
 
 
 def row(c: Compared) -> str:
-    """One run."""
+    """Return the row of a run."""
     peak, error = c.run.peak_gib, c.memory_error
     measured = f"{peak:.1f}" if peak is not None else "-"
     memory = f"{error:+.1%}" if error is not None else "-"
@@ -73,7 +73,7 @@ def row(c: Compared) -> str:
 
 
 def shorter(run: str) -> str:
-    """A command line in fewer letters: sections of the config are left out."""
+    """Shorten a command line by dropping the sections of the config."""
     known = {
         "llama_1b --model.tie-embeddings False": "1.5B",
         "llama3_8b --model.num-layers 8": "8 layers of 8B",
@@ -90,9 +90,9 @@ def shorter(run: str) -> str:
 
 
 def main() -> None:
-    """Print the table, or write it."""
+    """Print the table or write it to the page."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="into docs/planning.md")
+    parser.add_argument("--write", action="store_true", help="write the table to docs/planning.md")
     text = table()
     if not parser.parse_args().write:
         print(conditions() + "\n\n" + text, end="")

@@ -1,7 +1,7 @@
-"""Run the notebooks of docs/notebooks, each from a fresh kernel.
+"""Runs the notebooks of docs/notebooks, each in a fresh kernel.
 
-    python scripts/docs/run_notebooks.py                  run all, and write their outputs into them
-    python scripts/docs/run_notebooks.py 01 04 --check    run these two, and write nothing
+    python scripts/docs/run_notebooks.py                  run all and store their outputs
+    python scripts/docs/run_notebooks.py 01 04 --check    run these two without writing
 
 Names are beginnings of file names. The exit code is 1 where a cell raises or takes too long; with
 --check also where an output is not committed, or a file is not as this script writes it.
@@ -32,10 +32,10 @@ METADATA = {
 
 
 class OwnKernel(AsyncKernelManager):
-    """A kernel of this interpreter, whichever others are installed; spoken to by files, no port."""
+    """A kernel of this interpreter, which communicates through files instead of ports."""
 
     def __init__(self, **options):
-        # Without folders to look in, the only kernel is the interpreter's own.
+        # Without kernel folders, the only kernel is the interpreter's own.
         specs = KernelSpecManager(kernel_dirs=[])
         self.sockets = tempfile.TemporaryDirectory(prefix="kernel-")
         where = f"{self.sockets.name}/socket"  # a relative one would lie in the kernel's folder
@@ -50,7 +50,7 @@ COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
 
 def notebooks(names: list[str]) -> list[Path]:
-    """The notebooks whose file names begin so; without names, all of them."""
+    """Return the notebooks whose file names start with `names`; all if there are none."""
     there = sorted(FOLDER.glob("*.ipynb"))
     unknown = [n for n in names if not any(f.name.startswith(n) for f in there)]
     if unknown:
@@ -62,17 +62,20 @@ def notebooks(names: list[str]) -> list[Path]:
 
 
 def read(file: Path) -> NotebookNode:
-    """A notebook's content. Raises nbformat's ValidationError for a damaged one."""
+    """Read a notebook.
+
+    Raises:   nbformat.ValidationError if it is damaged.
+    """
     notebook = nbformat.read(file, as_version=4)
     nbformat.validate(notebook)
     return notebook
 
 
 def run(notebook: NotebookNode, timeout: float = TIMEOUT) -> NotebookNode:
-    """A copy of the notebook, run in a fresh kernel of this interpreter, in its folder.
+    """Run a copy of the notebook in a fresh kernel, in its folder.
 
-    Args:     timeout: seconds that one cell may take.
-    Raises:   CellExecutionError, with the traceback, where a cell raises; CellTimeoutError.
+    Args:     timeout: most seconds per cell.
+    Raises:   CellExecutionError with the traceback if a cell raises; CellTimeoutError.
     """
     done = copy.deepcopy(notebook)
     client = NotebookClient(
@@ -88,7 +91,7 @@ def run(notebook: NotebookNode, timeout: float = TIMEOUT) -> NotebookNode:
 
 
 def tidy(notebook: NotebookNode) -> NotebookNode:
-    """The notebook as it is committed: a stream in one piece, no traces of who ran it."""
+    """Return the notebook as committed: merged streams, no metadata of the run."""
     notebook = copy.deepcopy(notebook)
     notebook.metadata = nbformat.from_dict(METADATA)
     for cell in notebook.cells:
@@ -99,7 +102,7 @@ def tidy(notebook: NotebookNode) -> NotebookNode:
 
 
 def _joined(outputs: list[NotebookNode]) -> list[NotebookNode]:
-    """Neighboring pieces of one stream as one: how they are cut depends on timing."""
+    """Merge adjacent outputs of a stream: how they are split depends on timing."""
     joined: list[NotebookNode] = []
     for output in outputs:
         last = joined[-1] if joined else None
@@ -112,8 +115,8 @@ def _joined(outputs: list[NotebookNode]) -> list[NotebookNode]:
 
 
 def lacking(committed: NotebookNode, fresh: NotebookNode) -> list[str]:
-    """What the committed notebook does not have: outputs that a run gives, and tidiness."""
-    found = [] if tidy(committed) == committed else ["not as this script writes it"]
+    """Return how the committed notebook differs from a fresh run."""
+    found = [] if tidy(committed) == committed else ["not formatted by this script"]
     for number, (old, new) in enumerate(zip(committed.cells, fresh.cells, strict=True)):
         if new.cell_type == "code" and kinds(new) != kinds(old):
             found.append(f"cell {number}: committed outputs {kinds(old)}, a run gives {kinds(new)}")
@@ -121,19 +124,19 @@ def lacking(committed: NotebookNode, fresh: NotebookNode) -> list[str]:
 
 
 def kinds(cell: NotebookNode) -> list[str]:
-    """What a cell puts out: names of streams, and kinds of results."""
+    """Return the kinds of a cell's outputs: names of streams and types of results."""
     return [o.name if o.output_type == "stream" else ",".join(sorted(o.data)) for o in cell.outputs]
 
 
 def main() -> int:
-    """The command line. Returns an exit code."""
+    """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("names", nargs="*", metavar="NAME", help="which; without, all of them")
-    add("--check", action="store_true", help="write nothing; compare")
-    add("--timeout", type=float, default=TIMEOUT, help="seconds a cell may take (%(default)s)")
+    add("names", nargs="*", metavar="NAME", help="notebooks to run (all)")
+    add("--check", action="store_true", help="compare without writing")
+    add("--timeout", type=float, default=TIMEOUT, help="most seconds per cell (%(default)s)")
     options = parser.parse_args()
     failed = False
     for file in notebooks(options.names):

@@ -1,7 +1,7 @@
-"""Pages of the site that lie outside docs/: a hook of MkDocs, named in mkdocs.yml.
+"""Adds pages outside docs/ to the site, as an MkDocs hook (see mkdocs.yml).
 
-CONTRIBUTING.md and CHANGELOG.md become pages, and links between them and those in docs/ are
-turned. Links to files that are no pages, such as source files, lose their link and keep their text.
+CONTRIBUTING.md and CHANGELOG.md become pages, and links to and from them are adjusted. Links to
+files that are not pages, such as source files, become plain text.
 """
 
 import re
@@ -20,7 +20,7 @@ LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|`[^`]*`)+)\]\((?![a-z]+:|#)([^)\s#]+)(#[
 
 
 def from_root(text: str) -> str:
-    """A page of the repository's root, its links as they must be beside the pages of docs/."""
+    """Adjust the links of a page from the repository's root."""
 
     def turned(found: re.Match) -> str:
         words, path, anchor = found[1], found[2], found[3] or ""
@@ -32,14 +32,14 @@ def from_root(text: str) -> str:
 
 
 def to_root(text: str) -> str:
-    """A page of docs/, its links to those of the root as they must be beside it."""
+    """Adjust a page's links to pages from the repository's root."""
     for name, page in PAGES.items():
         text = text.replace(f"](../{name}", f"]({page}")
     return text
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """MkDocs has listed the files of docs/."""
+    """Add the pages; called by MkDocs after listing docs/."""
     for name, page in PAGES.items():
         text = from_root((ROOT / name).read_text("utf-8"))
         files.append(File.generated(config, page, content=text))
@@ -47,5 +47,5 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """MkDocs has read a page."""
+    """Adjust a page's links; called by MkDocs after reading it."""
     return to_root(markdown)

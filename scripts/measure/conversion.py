@@ -1,7 +1,7 @@
 """Speed and memory of converting a 70B-shaped model: python scripts/measure/conversion.py FOLDER
 
-Writes random bfloat16 weights with Llama 3 70B's widths and a few layers (--layers) under FOLDER,
-converts them to a run and back, each in a process of its own, prints what the programs say, and
+Writes random bfloat16 weights with Llama 3 70B's widths and a few layers (--layers) to FOLDER,
+converts them to a run and back, each in a separate process, prints the programs' output, and
 compares the bits. A layer is the same work as any other, so the time of all 80 follows from the
 bytes per second; memory does not depend on their number, which --layers 1 and 2 show. Needs 8 bytes
 of disk for each parameter: 24 GB with one layer.
@@ -24,12 +24,12 @@ from jaxpar.convert.hf.families import LLAMA
 from jaxpar.convert.hf.folder import create_tensors, find_tensors
 from jaxpar.convert.hf.tensor_layout import sizes_of, tensor_names, tensor_shape
 
-#: Random numbers that are written again and again.
+#: Number of random values, which are written repeatedly.
 BLOCK = 1 << 22
 
 
 def write_model(folder: Path, cfg: Config) -> int:
-    """A published folder of random weights; its parameters."""
+    """Write a published folder of random weights, and return the number of parameters."""
     folder.mkdir(parents=True)
     m = cfg.model
     (folder / "config.json").write_text(json.dumps(config_json(m, LLAMA, {}, "bfloat16")))
@@ -47,14 +47,14 @@ def write_model(folder: Path, cfg: Config) -> int:
 
 
 def run(*words: str) -> float:
-    """Seconds of one conversion."""
+    """Run one conversion, and return its seconds."""
     began = time.perf_counter()
     subprocess.run([sys.executable, "-m", "jaxpar.convert", *words], check=True)
     return time.perf_counter() - began
 
 
 def check_same(a: Path, b: Path) -> None:
-    """Every tensor of a folder is in the other, with the same bits."""
+    """Check that two folders have the same tensors with the same bits."""
     one, other = find_tensors(a), find_tensors(b)
     assert one.stored.keys() == other.stored.keys()
     for name in one.stored:
@@ -64,7 +64,7 @@ def check_same(a: Path, b: Path) -> None:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="a new folder, deleted at the end")
     parser.add_argument("--layers", type=int, default=1)

@@ -1,4 +1,4 @@
-"""What XLA makes of the memory-bound pieces: python scripts/measure/elementwise.py [--tokens N]
+"""Measure XLA's memory-bound kernels: python scripts/measure/elementwise.py [--tokens N]
 
 Norm, SwiGLU, rotary embedding and residual add, forward and backward, at the sizes of Llama 3 8B
 on one device. For each: the time, the bytes that must move (every input read and every output
@@ -39,44 +39,44 @@ MODEL = ModelConfig(
     vocab_size=128256,
     rope_theta=500_000.0,
 )
-#: Bytes that the copy reads, far beyond the caches; it writes as many. On a CPU, the other.
+#: Bytes that the copy reads and writes, far more than the caches, on a GPU and on a CPU.
 COPY_BYTES, COPY_BYTES_CPU = 4 << 30, 64 << 20
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A program of one piece of the model, its arguments, and what it must move."""
+    """A part of the model: its program and arguments."""
 
     name: str
     program: Callable[..., Any]
     arguments: tuple
 
     def bytes_moved(self) -> int:
-        """Every argument read once and every result written once."""
+        """Return the bytes to read each argument once and write each result once."""
         results = jax.eval_shape(self.program, *self.arguments)
         sized = jax.tree.leaves((self.arguments, results))
         return sum(x.size * x.dtype.itemsize for x in sized)
 
 
 def backward_of(function: Callable[..., Any]) -> Callable[..., Any]:
-    """(cotangent, *arguments) -> gradients, the forward pass's values computed anew."""
+    """Return the backward: (cotangent, *arguments) -> gradients, recomputing the forward."""
     return lambda ct, *arguments: jax.vjp(function, *arguments)[1](ct)
 
 
 def both(name: str, function: Callable[..., Any], *arguments) -> Iterator[Piece]:
-    """A piece forward and backward."""
+    """Yield a piece forward and backward."""
     yield Piece(f"{name} forward", function, arguments)
     cotangent = normal(jax.eval_shape(function, *arguments).shape)
     yield Piece(f"{name} backward", backward_of(function), (cotangent, *arguments))
 
 
 def normal(shape: tuple[int, ...]) -> jax.Array:
-    """bfloat16 values."""
+    """Return normal values in bfloat16."""
     return jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)
 
 
 def pieces(tokens: int) -> Iterator[Piece]:
-    """All that is measured, one at a time: their arguments together would be large."""
+    """Yield the pieces one at a time, since their arguments are large."""
     m = MODEL
     x, y = normal((1, tokens, m.d_model)), normal((1, tokens, m.d_model))
     gain = jnp.ones(m.d_model, jnp.float32)
@@ -99,29 +99,29 @@ def swiglu(gate, up):
 
 
 def beside(x, gain):
-    """x and its norm, as a layer takes them."""
+    """Return x and its norm, as in a layer."""
     x, normed = rms_norm_beside(x, gain, MODEL.norm_eps)
     return x, normed.written()
 
 
 def rope(q, k, tables):
-    """Of both, as a layer does it."""
+    """Rotate queries and keys, as in a layer."""
     return model_rope.rope(q, tables), model_rope.rope(k, tables)
 
 
 def rope_backward(d_q, d_k, tables):
-    """Linear, so it needs no values of the forward pass; the tables get no gradient."""
+    """Return the gradients. RoPE is linear, so they need no values of the forward."""
     return jax.vjp(lambda q, k: rope(q, k, tables), d_q, d_k)[1]((d_q, d_k))
 
 
 def copy_piece(num_bytes: int) -> Piece:
-    """A copy; the addition of a traced 0 keeps XLA from returning its argument."""
+    """Return a copy. Adding a traced 0 prevents XLA from returning its argument."""
     big = jnp.zeros(num_bytes // 4, jnp.int32)
     return Piece("copy", lambda x, nothing: x + nothing, (big, jnp.int32(0)))
 
 
 def measured(piece: Piece, repeats: int) -> tuple[float, float]:
-    """Milliseconds, and GB/s of what must move."""
+    """Return milliseconds, and GB/s of the bytes moved."""
     program = functools.partial(jax.jit(piece.program), *piece.arguments)
     found = time_interleaved({piece.name: program}, repeats)[piece.name]
     if not isinstance(found, Timing):
@@ -130,14 +130,16 @@ def measured(piece: Piece, repeats: int) -> tuple[float, float]:
 
 
 def main(argv: Sequence[str]) -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tokens", type=int, default=16384, help="on the device (%(default)s)")
-    parser.add_argument("--repeats", type=int, default=15, help="batches timed (%(default)s)")
-    parser.add_argument("--card", help="file to write the figures to, as JSON")
-    parser.add_argument("--commit", help="commit to put on the card, where there is no checkout")
+    parser.add_argument(
+        "--tokens", type=int, default=16384, help="tokens on the device (%(default)s)"
+    )
+    parser.add_argument("--repeats", type=int, default=15, help="timed batches (%(default)s)")
+    parser.add_argument("--card", help="JSON file to which to write the figures")
+    parser.add_argument("--commit", help="commit to record on the card, if there is no checkout")
     options = parser.parse_args(argv)
     for name in ("tokens", "repeats"):
         if getattr(options, name) < 1:

@@ -1,8 +1,8 @@
-"""Loader throughput on the host: python scripts/measure/loader.py [--seq-len 1024] [--batch 32]
+"""Measure the loader on the host: python scripts/measure/loader.py [--seq-len 1024] [--batch 32]
 
-Makes 64M random tokens in documents of 700 on average, in three formats, and times the making of
-packed batches with document masking: one source, and mixtures of two and three. Runs alternate,
-and each line gives the median and the range. No accelerator is used.
+Writes 64M random tokens in documents of 700 on average, in three formats, and times packed batches
+with document masking: one source, and mixtures of two and three. Runs alternate. Each line has the
+median and the range. No accelerator is used.
 """
 
 import argparse
@@ -23,7 +23,7 @@ NUM_TOKENS, EOS, VOCAB = 1 << 26, 0, 32_000
 
 
 def make_sources(folder: Path) -> dict[str, str]:
-    """The same amount of tokens as a dataset folder, a Megatron pair and a nanoGPT file."""
+    """Write the same number of tokens as a dataset folder, a Megatron pair and a nanoGPT file."""
     rng = np.random.default_rng(0)
     paths = {kind: str(folder / kind) for kind in ("jaxpar", "megatron", "nanogpt")}
     for kind, path in paths.items():
@@ -39,7 +39,7 @@ def make_sources(folder: Path) -> dict[str, str]:
 
 
 def rate(loader: Loader, first: int, steps: int, batch: int, seq_len: int) -> float:
-    """Millions of tokens a second over some steps."""
+    """Return millions of tokens per second over some steps."""
     rows = np.arange(batch)
     began = time.perf_counter()
     for step in range(first, first + steps):
@@ -48,7 +48,7 @@ def rate(loader: Loader, first: int, steps: int, batch: int, seq_len: int) -> fl
 
 
 def main() -> None:
-    """Print a line for each case."""
+    """Print a line per case."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=32)

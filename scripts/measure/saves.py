@@ -1,9 +1,9 @@
 """Measure saves: python scripts/measure/saves.py CONFIG.json [--saves N] [--one-on-disk]
 
-CONFIG.json is the config.json of a run, whose folder is written to. A state of its shape is saved
-N times, as training does, and restored at the end. For each save: what the loop waits, beside a
-plain copy of the state to the host; bytes per second until it is complete; the memory that the
-process has resident, and the most it ever had.
+CONFIG.json is the config.json of a run, whose folder is overwritten. Saves a state of its shape N
+times, as training does, and restores it at the end. Prints for each save how long the loop waits,
+the time of a plain copy to the host, bytes per second until the save is complete, and the current
+and peak resident memory.
 """
 
 import argparse
@@ -24,13 +24,13 @@ from jaxpar.step import state
 
 
 def resident() -> float:
-    """Memory that this process has resident now, MB."""
+    """Return the resident memory of this process in MB."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize() / 1e6
 
 
 def copy_seconds(tree) -> float:
-    """Seconds that a plain copy to the host takes."""
+    """Return the seconds of a plain copy to the host."""
     doubled = jax.block_until_ready(jax.jit(lambda t: jax.tree.map(lambda a: a + a, t))(tree))
     began = time.perf_counter()
     jax.device_get(doubled)
@@ -38,7 +38,7 @@ def copy_seconds(tree) -> float:
 
 
 def peak() -> float:
-    """The most memory that this process has had resident, MB."""
+    """Return the peak resident memory of this process in MB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
 
 
@@ -47,8 +47,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("config", metavar="CONFIG.json")
     parser.add_argument("--saves", type=int, default=5)
-    parser.add_argument("--one-on-disk", action="store_true", help="for disks that hold no two")
-    parser.add_argument("--no-copy", action="store_true", help="leave out the plain copies")
+    parser.add_argument(
+        "--one-on-disk", action="store_true", help="keep only one save, for small disks"
+    )
+    parser.add_argument("--no-copy", action="store_true", help="skip the plain copies")
     options = parser.parse_args()
     if options.saves < 1:
         parser.error(f"--saves = {options.saves}: must be at least 1. Fix: --saves 5")
@@ -78,7 +80,7 @@ def main() -> None:
             print(
                 f"save {number + 1}: loop waited {held:.3f} s, a plain copy {copied:.3f} s, "
                 f"{num_bytes / 1e9:.2f} GB in {whole:.2f} s, {num_bytes / 1e9 / whole:.2f} GB/s, "
-                f"{resident():.0f} MB resident, {peak():.0f} at most",
+                f"{resident():.0f} MB resident, peak {peak():.0f}",
                 flush=True,
             )
     del now

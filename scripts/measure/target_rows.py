@@ -1,4 +1,4 @@
-"""The layouts of docs/targets.md that have a target, for `targets.py`."""
+"""The layouts of docs/targets.md, for `targets.py`."""
 
 from dataclasses import dataclass
 
@@ -13,9 +13,9 @@ _LONG = f"--train.global-batch-size 1 --parallel.sequence {{gpus}} {_SAVED} {_LO
 class Row:
     """A layout with a target.
 
-    what         in words. torchtitan: the layout of torchtitan_run.py that it stands beside.
-    config       of jaxpar. options: its arguments; {gpus}: how many GPUs.
-    sequences    of a GPU in a step; None: the options say how many there are in all.
+    what         description. torchtitan: the layout of torchtitan_run.py to compare with.
+    config       jaxpar's config. options: its arguments; {gpus}: the number of GPUs.
+    sequences    sequences per GPU and step; None: the options set the global batch size.
     target       tokens/s/GPU; with `share_of`, that share of another row's rate; None: no target.
     ways         the number of GPUs must be a multiple of it. gpus: it is always this many.
     """
@@ -31,7 +31,7 @@ class Row:
     share_of: str = ""
 
     def arguments(self, gpus: int) -> list[str]:
-        """Of `jaxpar.bench train`, but for the data."""
+        """Return the arguments of `jaxpar.bench train`, except the data."""
         words = [self.config, *self.options.format(gpus=gpus).split()]
         if self.sequences:
             words += ["--train.global-batch-size", str(self.sequences * gpus)]

@@ -1,23 +1,23 @@
 """Measure the rows of docs/targets.md on this host: python scripts/measure/targets.py [ROW ...]
 
-Each row is a run of `python -m jaxpar.bench train`; with --torchtitan PYTHON, the interpreter of an
-environment that has torchtitan, one of scripts/measure/torchtitan_run.py follows it; with --beside
-FOLDER, another checkout of jaxpar, that one's run comes before it. Each leaves a card and all that
-it prints in the folder --cards; the table comes at the end. A row that fails is told, the others go
-on, and the exit code is 1. The text is made once, by
+Each row is a run of `python -m jaxpar.bench train`. With --torchtitan PYTHON, the interpreter of an
+environment with torchtitan, scripts/measure/torchtitan_run.py runs after it. With --beside FOLDER,
+another checkout of jaxpar, that checkout runs before it. Each run writes a card and a log to the
+folder --cards, and the table is printed at the end. If a row fails, the others still run, and the
+exit code is 1. Prepare the text once with
 
     python -m jaxpar.data prepare --input stdlib --output data/stdlib --tokenizer bpe:8192
 
-Did a change make it faster? On one host, which a comparison needs:
+To measure whether a change is faster, compare two checkouts on the same host:
 
     git worktree add ../before main
     python scripts/measure/targets.py fsdp float8 --beside ../before
 
-Fields that the other checkout does not have are left out there. It must know the text, too: where
-it is too old for that, let it prepare the text, which newer code reads.
+Fields that the other checkout does not have are dropped there. It must be able to read the text. If
+it is too old, prepare the text with it: newer code can read it.
 
-Without a GPU: --list prints the commands and what the planner predicts; --write puts them into the
-page.
+--list prints the commands and the planner's predictions, and needs no GPU. --write writes them to
+the page.
 """
 
 import argparse
@@ -52,13 +52,13 @@ from jaxpar.runtime.processes.children import held_back  # noqa: E402
 from jaxpar.runtime.program import run_program  # noqa: E402
 from scripts.measure.target_rows import ROWS, Row  # noqa: E402
 
-# The planner needs no GPU. This process must not take the memory of those that it measures.
+# The planner needs no GPU. This process must not use the memory of the measured GPUs.
 jax.config.update("jax_platforms", "cpu")
 
 PAGE = ROOT / "docs" / "targets.md"
 MARKERS = re.compile(r"(<!-- commands -->\n).*?(<!-- /commands -->)", re.DOTALL)
 
-#: Of a row: the cards of "jaxpar", "beside" and "torchtitan" that were asked for; None: it failed.
+#: The requested cards of a row ("jaxpar", "beside", "torchtitan"); None if the run failed.
 type Cards = dict[str, dict[str, Any] | None]
 
 
@@ -72,16 +72,16 @@ def arguments(words: list[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("rows", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)} (all that fit the GPUs)")
-    add("--gpus", type=int, help="how many GPUs (all of this host; for --list 8)")
-    add("--steps", type=int, default=10, help="steps to time (10)")
+    add("rows", nargs="*", metavar="ROW", help=f"rows to measure: {', '.join(ROWS)} (all that fit)")
+    add("--gpus", type=int, help="number of GPUs (all of this host; 8 for --list)")
+    add("--steps", type=int, default=10, help="number of timed steps (10)")
     add("--data", default="data/stdlib", help="folder of `jaxpar.data prepare` (data/stdlib)")
     add("--cards", default="runs/targets", help="folder for cards and logs (runs/targets)")
-    add("--torchtitan", metavar="PYTHON", help="interpreter that has torchtitan: measure it too")
-    add("--beside", metavar="FOLDER", help="checkout of other code, measured just before this one")
-    add("--timeout", type=int, default=900, help="seconds after which a run is ended (900)")
-    add("--list", action="store_true", help="print commands and predictions, run nothing")
-    add("--write", action="store_true", help="with --list for 8 GPUs: into docs/targets.md")
+    add("--torchtitan", metavar="PYTHON", help="interpreter with torchtitan: measure it too")
+    add("--beside", metavar="FOLDER", help="another checkout of jaxpar, measured before this one")
+    add("--timeout", type=int, default=900, help="time limit of a run in seconds (900)")
+    add("--list", action="store_true", help="print commands and predictions without running them")
+    add("--write", action="store_true", help="with --list for 8 GPUs: write docs/targets.md")
     options = parser.parse_args(words)
     unknown = [name for name in options.rows if name not in ROWS]
     if unknown:
@@ -97,44 +97,48 @@ def arguments(words: list[str]) -> argparse.Namespace:
         parser.error(str(error))
     options.gpus = options.gpus or (8 if options.list else visible_gpus())
     if options.write and (not options.list or options.rows or options.gpus != 8):
-        parser.error("--write: the page has all rows for 8 GPUs. Fix: --list --write alone")
+        parser.error("--write: the page has all rows for 8 GPUs. Fix: use only --list --write")
     if options.gpus < 1:
-        parser.error("--gpus: no GPU is here. Fix: --list prints the commands")
+        parser.error("--gpus: there is no GPU. Fix: use --list to print the commands")
     here = visible_gpus()
     if not options.list and 0 < here < options.gpus:
-        rule = f"--gpus = {options.gpus}: only {here} can be seen (CUDA_VISIBLE_DEVICES)"
+        rule = f"--gpus = {options.gpus}: only {here} are visible (CUDA_VISIBLE_DEVICES)"
         parser.error(f"{rule}. Fix: --gpus {here}")
     if not options.list and not (Path(options.data) / "meta.json").exists():
         fix = "python -m jaxpar.data prepare --input stdlib --output "
         fix += shlex.quote(options.data)
-        parser.error(f"--data = {options.data!r} holds no tokens. Fix: {fix} --tokenizer bpe:8192")
+        parser.error(
+            f"--data = {options.data!r} contains no tokens. Fix: {fix} --tokenizer bpe:8192"
+        )
     if options.torchtitan:
         found = shutil.which(options.torchtitan)
         if not found:
-            rule = f"--torchtitan = {options.torchtitan!r} is no program"
-            parser.error(f"{rule}. Fix: the python of the environment that has torchtitan")
-        options.torchtitan = os.path.abspath(found)  # its links kept: they make the environment
+            rule = f"--torchtitan = {options.torchtitan!r} is not a program"
+            parser.error(f"{rule}. Fix: use the python of an environment with torchtitan")
+        options.torchtitan = os.path.abspath(
+            found
+        )  # keeps symbolic links, which define the environment
     if options.beside and not (Path(options.beside) / "jaxpar" / "bench").is_dir():
-        rule = f"--beside = {options.beside!r} holds no jaxpar/bench"
-        parser.error(f"{rule}. Fix: a checkout, as git worktree add ../before COMMIT makes it")
+        rule = f"--beside = {options.beside!r} does not contain jaxpar/bench"
+        parser.error(f"{rule}. Fix: make a checkout with git worktree add ../before COMMIT")
     return options
 
 
 def chosen(options: argparse.Namespace) -> list[str]:
-    """The rows asked for, or all but those too large for an H200; what is left out is told."""
+    """Return the requested rows, or all that fit an H200, and print the skipped ones."""
     fit = []
     for name in options.rows or ROWS:
         row, gpus = ROWS[name], options.gpus
         if gpus % row.ways:
-            print(f"{name}: needs a multiple of {row.ways} GPUs, not {gpus}: left out")
+            print(f"{name}: needs a multiple of {row.ways} GPUs, not {gpus}: skipped")
             continue
         try:
             memory = predicted(row, row.gpus or gpus).memory.total
         except ConfigError as error:
-            print(f"{name}: left out on {gpus} GPUs: {error}")
+            print(f"{name}: skipped on {gpus} GPUs: {error}")
             continue
         if memory > H200.usable_bytes and not options.rows and not options.list:
-            print(f"{name}: {memory / GIB:.1f} GiB a GPU by the planner: left out")
+            print(f"{name}: {memory / GIB:.1f} GiB per GPU by the planner: skipped")
             continue
         fit.append(name)
     return fit
@@ -142,13 +146,13 @@ def chosen(options: argparse.Namespace) -> list[str]:
 
 @functools.cache
 def predicted(row: Row, gpus: int) -> Layout:
-    """What the planner says of a row on H200s of one host."""
+    """Return the planner's prediction of a row on H200s of one host."""
     cfg = resolve(read_config(row.arguments(gpus), "targets", __doc__), gpus)
     return predict(cfg, Cluster(H200, NETWORKS["ib400"], gpus, H200.per_host))
 
 
 def listing(names: list[str], gpus: int) -> str:
-    """The rows as Markdown: targets and predictions, then the commands."""
+    """Return the rows as Markdown: targets and predictions, then the commands."""
     lines = ["| row | target | ms | tokens/s/GPU | GiB |", "|---|---|---|---|---|"]
     commands = []
     for name in names:
@@ -172,11 +176,11 @@ def _target(row: Row) -> str:
 def run(
     command: list[str], card: Path, timeout: int, gpus: int, folder: Path = ROOT
 ) -> dict[str, Any] | None:
-    """A program that writes a card; None when it fails, which is told.
+    """Run a program that writes a card, and return the card; None if it fails.
 
-    An earlier card comes back then, and what the program has written is CARD.partial.
+    On failure, an earlier card is restored, and the program's own is renamed to CARD.partial.
 
-    folder: it is started there, and `python -m` takes the modules there.
+    Args:     folder: working directory, whose modules `python -m` uses.
     """
     print(f"{'' if folder == ROOT else f'{folder} '}$ {shlex.join(command)}", flush=True)
     log, earlier = card.with_suffix(".log"), card.with_suffix(".earlier")
@@ -188,7 +192,7 @@ def run(
             found = json.loads(card.read_text())
             earlier.unlink(missing_ok=True)
             return found
-    finally:  # also when this program is ended
+    finally:  # also if this program is terminated
         if earlier.exists():
             if card.exists():
                 card.replace(card.with_suffix(".partial"))
@@ -199,11 +203,11 @@ def run(
 
 
 def exit_code(command: list[str], log: Path, timeout: int, gpus: int, folder: Path) -> int | str:
-    """Run a program on some GPUs, all that it prints into `log`; how it ended."""
+    """Run a program on some GPUs with its output in `log`, and return its exit code."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
     given = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(visible.split(",")[:gpus])}
     with open(log, "w") as file, contextlib.ExitStack() as afterwards:
-        with held_back():  # or else a program that has begun would go on, unknown to this one
+        with held_back():  # otherwise a started program could keep running unnoticed
             process = subprocess.Popen(
                 command, cwd=folder, env=given, stdout=file, stderr=file, start_new_session=True
             )
@@ -215,14 +219,14 @@ def exit_code(command: list[str], log: Path, timeout: int, gpus: int, folder: Pa
 
 
 def end(process: subprocess.Popen) -> None:
-    """End a program with its children, which would keep their GPUs."""
+    """End a program and its children, which would otherwise keep their GPUs."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def measure(name: str, options: argparse.Namespace) -> Cards:
-    """A row's card, and those of what is measured beside it."""
+    """Measure a row, and return its card and those of the other programs."""
     row, folder, found = ROWS[name], Path(options.cards).resolve(), {}
     gpus, data = row.gpus or options.gpus, str(Path(options.data).resolve())
 
@@ -246,7 +250,7 @@ def measure(name: str, options: argparse.Namespace) -> Cards:
 
 
 def known_to(code: Path, words: list[str]) -> list[str]:
-    """The arguments of a row, but for fields that another checkout does not have; which is told."""
+    """Return a row's arguments without fields that the other checkout does not have."""
     asked = [sys.executable, "-c", "from jaxpar.config.fields import field_types as f; print(*f())"]
     said = subprocess.run(asked, cwd=code, capture_output=True, text=True, check=False)
     config, *pairs = words
@@ -260,7 +264,7 @@ def known_to(code: Path, words: list[str]) -> list[str]:
 
 
 def table(found: dict[str, Cards]) -> str:
-    """What was measured, as Markdown."""
+    """Return the measurements as Markdown."""
     peers = [p for p in ("beside", "torchtitan") if any(p in cards for cards in found.values())]
     heads = ["layout", "target", "tokens/s/GPU", "of target", "MFU (causal, full)", "peak GiB"]
     heads += [head for peer in peers for head in (f"{peer}, GiB", "ratio")]
@@ -284,7 +288,7 @@ def _figures(card: dict[str, Any] | None, goal: float | None) -> list[str]:
     if not card:
         return ["-"] * 4
     share = f"{_rate(card) / goal:.1%}" if goal else "-"
-    mfu = "-"  # where the device's peak is not known
+    mfu = "-"  # the device's peak is unknown
     if card["mfu_causal"] is not None:
         mfu = f"{card['mfu_causal']:.1%}, {card['mfu_full_attention']:.1%}"
     return [f"{_rate(card):,.0f}", share, mfu, f"{card['peak_memory_gib']:.1f}"]
@@ -298,11 +302,11 @@ def _beside(card: dict[str, Any] | None, rate: float | None) -> list[str]:
 
 
 def main(words: list[str]) -> int:
-    """List, or measure; the exit code."""
+    """List or measure the rows, and return the exit code."""
     options = arguments(words)
     names = chosen(options)
     if not names:
-        print(f"no row is left for {options.gpus} GPUs")
+        print(f"no rows fit {options.gpus} GPUs")
         return 1
     if options.list:
         made = listing(names, options.gpus)

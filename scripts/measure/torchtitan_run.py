@@ -1,14 +1,14 @@
-"""Measure torchtitan on this host, beside jaxpar: python scripts/measure/torchtitan_run.py LAYOUT
+"""Measure torchtitan on this host: python scripts/measure/torchtitan_run.py LAYOUT
 
-In an environment of its own, with GPUs:
+Run it in a separate environment, on GPUs:
 
     python3.12 -m venv ../titan
     ../titan/bin/pip install torchtitan==0.2.2 torchdata datasets==4.3.0 tyro torchao torch==2.11.0
     ../titan/bin/python scripts/measure/torchtitan_run.py fsdp --gpus 8 --card runs/titan-fsdp.json
 
-It trains torchtitan's own Llama 3 with torch.compile on text of Python's standard library, with a
-tokenizer of `python -m jaxpar.data prepare`, and reads its log: median tokens per second and GPU,
-its MFU, peak memory. `python -m jaxpar.bench compare` takes the card.
+Trains torchtitan's Llama 3 with torch.compile on the text of Python's standard library, with a
+tokenizer of `python -m jaxpar.data prepare`. Reads median tokens per second and GPU, MFU and peak
+memory from its log. `python -m jaxpar.bench compare` compares the card with jaxpar's.
 """
 
 import argparse
@@ -35,7 +35,7 @@ _FLOAT8 = (
 )
 _SEQUENCE = "--activation_checkpoint.mode full --parallelism.context_parallel_degree {gpus}"
 
-#: The model's flavor, its window, sequences per data-parallel rank, and torchtitan's arguments.
+#: Model flavor, sequence length, sequences per data-parallel rank, and torchtitan's arguments.
 LAYOUTS: dict[str, tuple[str, int, int, str]] = {
     "fsdp": ("8B", 8192, 2, "--activation_checkpoint.mode none"),
     "fsdp-recompute": ("8B", 8192, 2, "--activation_checkpoint.mode selective"),
@@ -89,15 +89,22 @@ _STEP = re.compile(r"step: *(\d+).*?memory: *([\d.]+)GiB.*?tps: *([\d,]+).*?mfu:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse and check the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("layout", choices=LAYOUTS)
     parser.add_argument("--gpus", type=int, default=8)
-    parser.add_argument("--rows", type=int, help="sequences per data-parallel rank (the layout's)")
-    parser.add_argument("--steps", type=int, default=20, help="logs every quarter of them (20)")
+    parser.add_argument(
+        "--rows", type=int, help="sequences per data-parallel rank (default: the layout's)"
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=20,
+        help="number of steps; a quarter of them is the logging interval (20)",
+    )
     parser.add_argument("--data", default="data/stdlib", help="folder of `jaxpar.data prepare`")
-    parser.add_argument("--card", help="file to write the figures to, as JSON")
-    parser.add_argument("--log", default="torchtitan.log", help="file for all that it prints")
+    parser.add_argument("--card", help="JSON file to which to write the figures")
+    parser.add_argument("--log", default="torchtitan.log", help="file for torchtitan's output")
     options = parser.parse_args()
     for name, least in {"gpus": 1, "rows": 1, "steps": 3}.items():  # two compile
         value = getattr(options, name)
@@ -106,7 +113,7 @@ def arguments() -> argparse.Namespace:
             parser.error(f"--{name} = {value}: must be at least {least}. Fix: {fix}")
     if not (Path(options.data) / "tokenizer.json").is_file():
         fix = f"python -m jaxpar.data prepare --input stdlib --output {shlex.quote(options.data)}"
-        rule = f"--data = {options.data!r} holds no tokenizer.json"
+        rule = f"--data = {options.data!r} contains no tokenizer.json"
         parser.error(f"{rule}. Fix: {fix} --tokenizer bpe:8192")
     for name in ("card", "log"):
         value = getattr(options, name)
@@ -114,12 +121,12 @@ def arguments() -> argparse.Namespace:
         if value is None or not (path.is_dir() or any(p.is_file() for p in path.parents)):
             continue
         fix = f"--{name} torchtitan.{'json' if name == 'card' else 'log'}"
-        parser.error(f"--{name} = {value!r}: is no file that can be written. Fix: {fix}")
+        parser.error(f"--{name} = {value!r}: is not a writable file. Fix: {fix}")
     return options
 
 
 def prepare(data: Path, folder: Path) -> None:
-    """What torchtitan reads: a folder of JSON lines, and a Hugging Face tokenizer."""
+    """Write torchtitan's inputs: a folder of JSON lines and a Hugging Face tokenizer."""
     texts, tokenizer = folder / "text", folder / "tokenizer"
     texts.mkdir()
     tokenizer.mkdir()
@@ -134,7 +141,7 @@ def prepare(data: Path, folder: Path) -> None:
 
 
 def command(options: argparse.Namespace, folder: Path) -> list[str]:
-    """The torchrun command of a layout."""
+    """Return the torchrun command of a layout."""
     flavor, window, rows, extra = LAYOUTS[options.layout]
     rows = rows if options.rows is None else options.rows
     launch = ["-m", "torch.distributed.run", "--nproc_per_node", str(options.gpus)]
@@ -150,7 +157,7 @@ def command(options: argparse.Namespace, folder: Path) -> list[str]:
 
 
 def worker() -> None:
-    """One rank: torchtitan, with the 1.5B shape of our benchmarks among its models."""
+    """Run one rank of torchtitan, with jaxpar's 1.5B shape added to its models."""
     sys.argv.remove("--worker")  # first: torchtitan reads the arguments when it is imported
     from torchtitan.models import llama3
     from torchtitan.models.llama3.model.args import TransformerModelArgs
@@ -169,7 +176,7 @@ def worker() -> None:
 
 
 def execute(command: list[str], environment: dict[str, str], log: Path) -> tuple[int, list[str]]:
-    """Run to the end, all output into `log` as it comes, its steps onto the terminal too."""
+    """Run a command with its output in `log`, and print its steps."""
     printed = []
     log.parent.mkdir(parents=True, exist_ok=True)
     with (
@@ -188,7 +195,7 @@ def execute(command: list[str], environment: dict[str, str], log: Path) -> tuple
 
 
 def measure(options: argparse.Namespace) -> dict:
-    """Run torchtitan; the figures of its logged steps but the first two, which compile."""
+    """Run torchtitan, and return the figures of its logged steps after the first two."""
     with tempfile.TemporaryDirectory() as folder:
         prepare(Path(options.data), Path(folder))
         ran = command(options, Path(folder))
@@ -220,14 +227,13 @@ def measure(options: argparse.Namespace) -> dict:
 
 
 def host() -> str:
-    """As on the cards of jaxpar (`jaxpar/bench/training/conditions.py`), which is not installed
-    here."""
+    """Return the host ID, as in `jaxpar/bench/training/conditions.py`."""
     named = Path("/proc/sys/kernel/random/boot_id").read_text()
     return hashlib.sha256(named.strip().encode()).hexdigest()[:8]
 
 
 def main() -> None:
-    """Measure, print, write the card."""
+    """Measure torchtitan, print the figures and write the card."""
     options = arguments()
     found = measure(options)
     print(
@@ -238,7 +244,9 @@ def main() -> None:
     if options.card:
         card = Path(options.card)
         card.parent.mkdir(parents=True, exist_ok=True)
-        whole = card.with_name(f"{card.name}.tmp")  # an earlier card stays until this one is there
+        whole = card.with_name(
+            f"{card.name}.tmp"
+        )  # keeps an earlier card until this one is complete
         whole.write_text(json.dumps(found, indent=2) + "\n")
         whole.replace(card)
 

@@ -1,4 +1,4 @@
-"""The piece of a real trace that tests of profiling have."""
+"""Fixtures that are shared with the tests of the profiler."""
 
 from tests.profiling.conftest import real_hlo, real_trace
 

@@ -82,10 +82,10 @@ def test_shapes_of_the_command_line():
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--shapes", "causal,sideways"], "'sideways' is no shape"),
+        (["--shapes", "causal,sideways"], "'sideways' is not a shape"),
         (["--shapes", "1,64,3,2,8"], "H a multiple of G"),
         (["--shapes", "packed:1,100,2,1,8"], "T of packed must be a multiple of 32"),
-        (["--backends", "reference,flash"], "'flash' is none of cudnn"),
+        (["--backends", "reference,flash"], "'flash' is not one of cudnn"),
         (["--repeats", "0"], "--repeats = 0: must be at least 1"),
         (["--table", "t.json"], "is written by --tune alone"),
         (["--card", "/"], "--card = '/': is a folder, not a file"),
@@ -93,7 +93,7 @@ def test_shapes_of_the_command_line():
         (["--tune", "--table", "/"], "--table = '/': is a folder, not a file"),
         (["--tune", "--table", __file__], "cannot be read: "),
         (["--nonsense"], "unrecognized arguments: --nonsense"),
-        (["--tune"], "must be given where there is no GPU"),
+        (["--tune"], "is required without a GPU"),
     ],
 )
 def test_bad_options_are_one_line(argv, said):
@@ -105,7 +105,9 @@ def test_bad_options_are_one_line(argv, said):
 def test_the_programs_are_named_when_none_is_given(capsys):
     assert bench.main([]) == 0 and bench.main(["--help"]) == 0
     assert capsys.readouterr().out.count("attention      time, TFLOP/s") == 2
-    with pytest.raises(ConfigError, match="'traim': is none of train, attention, matmuls, loss"):
+    with pytest.raises(
+        ConfigError, match="'traim': must be one of train, attention, matmuls, loss"
+    ):
         bench.main(["traim"])
 
 
@@ -250,9 +252,9 @@ def test_rows_of_other_versions_are_dropped_and_of_other_gpus_refused(tmp_path, 
     table = tuned(path)
     path.write_text(json.dumps(table | {"jax": "0.0.1"}))
     assert len(tuned(path, "--shapes", "packed:1,64,2,1,8")["rows"]) == 2
-    assert "2 dropped, of another JAX or cuDNN" in capsys.readouterr().out
+    assert "2 from another JAX or cuDNN dropped" in capsys.readouterr().out
     path.write_text(json.dumps(table | {"gpu": "NVIDIA Other"}))
-    with pytest.raises(ConfigError, match="holds times of 'NVIDIA Other'"):
+    with pytest.raises(ConfigError, match="contains times of 'NVIDIA Other'"):
         tuned(path)
 
 
@@ -263,7 +265,7 @@ def test_rows_of_other_versions_are_dropped_and_of_other_gpus_refused(tmp_path, 
         ("[]", "is no table of measurements"),
         ('{"gpu": "cpu", "jax": 1, "cudnn": 0, "rows": []}', "is no table of measurements"),
         ('{"gpu": "cpu", "jax": "", "cudnn": 0, "rows": [1]}', "has rows that are none"),
-        ('{"gpu": "B", "jax": "", "cudnn": 0, "rows": []}', "holds times of 'B'"),
+        ('{"gpu": "B", "jax": "", "cudnn": 0, "rows": []}', "contains times of 'B'"),
     ],
 )
 def test_a_table_that_cannot_be_added_to_is_refused_first(text, said, tmp_path, monkeypatch):

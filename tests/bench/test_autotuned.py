@@ -182,9 +182,9 @@ def test_in_words():
     assert lines[1].split()[:4] == ["1", "x", "25,000", "25,000"]
     assert lines[2].split()[:4] == ["2", "x", "1,600", "1,100"]
     assert lines[2].endswith(": cublaslt_fission 6, triton 256 128 64 4 8 1 true 1")
-    assert lines[3:] == ["together 1.0 ms of a step"]  # 2 x 500 us
+    assert lines[3:] == ["total saving per step: 1.0 ms"]  # 2 x 500 us
     each[LOSS].us = {}
     del each[QKV].us["cublaslt_fission 6"]
     lines = matmuls.in_words(list(each.values())).splitlines()
-    assert lines[1].endswith("over 1 and 1: cannot be run alone as it is in the step")
-    assert "not run     1,100" in lines[2] and lines[3] == "together 0.0 ms of a step"
+    assert lines[1].endswith("over 1 and 1: cannot be run separately")
+    assert "not run     1,100" in lines[2] and lines[3] == "total saving per step: 0.0 ms"

@@ -96,7 +96,7 @@ def test_figures_and_ratios(compare):
     assert row(lines, "exposed  ")[:3] == ["61.5", "30.8", "0.500"]
     assert row(lines, "exposed: all-gather ms")[0] == "34.3"
     assert row(lines, "kernels: matmul ms")[0] == "1,083.0"
-    assert row(lines, "GB sent a step")[0] == "34.500"
+    assert row(lines, "GB sent per step")[0] == "34.500"
     assert not any("data wait" in line for line in lines)  # no card has it
 
 
@@ -138,7 +138,7 @@ def test_conditions_that_differ(compare):
 def test_what_ought_to_agree(compare, path, value, said):
     lines = compare(TRAIN, changed(TRAIN, **{path: value}))
     (warning,) = [line for line in lines if line.startswith("warning")]
-    assert warning == f"warning: not the same measurement: {said}"
+    assert warning == f"warning: not comparable: {said}"
 
 
 def test_another_backend_is_the_same_model(compare):
@@ -195,7 +195,9 @@ def test_what_is_no_figure_is_left_out_and_said(compare, value):
     lines = compare(TRAIN, changed(TRAIN, tokens_per_second_per_device=value))
     assert row(lines, "tokens/s/device") == ["10,000", "-", "-"]
     (note,) = [line for line in lines if line.startswith("note")]
-    assert note.startswith("note: tokens_per_second_per_device of B is no figure, and left out: ")
+    assert note.startswith(
+        "note: tokens_per_second_per_device of B is not a number and was skipped: "
+    )
     assert len(note) < 120
     lines = compare(ATTENTION, changed(ATTENTION, rows=[{**ROW, "ms": value}]))
     assert row(lines, "causal 4,4096,32,8,128 bfloat16")[2:4] == ["1.000", "-"]
@@ -208,7 +210,7 @@ def test_what_is_no_figure_is_left_out_and_said(compare, value):
 def test_what_is_no_row_is_left_out_and_said(compare, odd):
     lines = compare(ATTENTION, changed(ATTENTION, rows=[odd, ROW]))
     assert row(lines, "causal 4,4096,32,8,128 bfloat16")[2:5] == ["1.000", "1.000", "1.000~"]
-    assert "note: entries of B that are no rows, and left out: 1" in lines
+    assert "note: skipped 1 entries of B that are not rows" in lines
 
 
 def test_text_of_a_card_cannot_break_the_lines(compare):
@@ -238,13 +240,13 @@ def test_refusals(tmp_path):
     files["list"].write_text("[1]")
     files["loss"].write_text(json.dumps({"what": "loss", "rows": []}))
     train = files["train"]
-    assert "must be two or more" in refusal(train)
+    assert "must be at least two files" in refusal(train)
     assert "cannot be read: No such file" in refusal(train, tmp_path / "none.json")
     assert "cannot be read" in refusal(train, tmp_path)
     assert "is not JSON: Expecting value" in refusal(files["text"], train)
-    assert "is no card, but a JSON list" in refusal(train, files["list"])
-    assert "is no card of bench train or bench attention" in refusal(train, files["loss"])
+    assert "is not a card but a JSON list" in refusal(train, files["list"])
+    assert "is not a card of bench train or bench attention" in refusal(train, files["loss"])
     said = refusal(train, files["attention"])
-    assert "is a card of bench attention, and" in said and "one of bench train" in said
+    assert "is a card of bench attention, but" in said and "one of bench train" in said
     with pytest.raises(ConfigError, match="required: CARD"):
         bench.main(["compare"])

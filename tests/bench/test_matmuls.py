@@ -147,8 +147,8 @@ def runs(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ([], "matmuls = 'no GPU': kernels are timed on one. Fix: run it on a machine with"),
-        (["--table", "t"], "matmuls = 'no GPU': kernels are timed on one. Fix: run it on a"),
+        ([], "matmuls = 'no GPU': must run on a GPU. Fix: run it on a machine with"),
+        (["--table", "t"], "matmuls = 'no GPU': must run on a GPU. Fix: run it on a"),
         (["--candidates", "1"], "--candidates = 1: must be at least 2. Fix: use --candidates 8"),
         (["--candidates", "few"], "invalid int value: 'few'. Fix: see --help"),
         (["--table", "here"], "--table = 'here': is a folder, not a file. Fix: use --table here/"),
@@ -173,7 +173,7 @@ def test_a_gpu_whose_runs_read_no_table_needs_one_named(config_file, runs, gpu_h
     with pytest.raises(ConfigError) as error:
         bench.main(["matmuls", config_file])
     assert runs == [] and str(error.value) == (
-        "--table = None: must be given where training reads none. "
+        "--table = None: is required, since training reads no table on this device. "
         "Fix: add --table runs/matmuls.textproto."
     )
 
@@ -224,9 +224,9 @@ def test_from_config_to_table(config_file, gpu_host, tmp_path, monkeypatch, caps
         QKV: "triton 256 128 64 4 8 1 true 1",
     }
     said = capsys.readouterr().out
-    assert "together 2.0 ms of a step" in said  # 2 x 500 us, and 1,000
+    assert "total saving per step: 2.0 ms" in said  # 2 x 500 us, and 1,000
     assert said.splitlines()[-1] == (
-        f"written to {table}; take it with XLA_FLAGS=--xla_gpu_load_autotune_results_from={table}"
+        f"written to {table}; use it with XLA_FLAGS=--xla_gpu_load_autotune_results_from={table}"
     )
 
 
@@ -236,7 +236,7 @@ def test_a_step_without_large_matmuls_leaves_the_table(
     monkeypatch.setattr(matmuls, "matmuls_of_step", lambda *_: ([], LOG))
     table = tmp_path / "h200.textproto"
     assert bench.main(["matmuls", config_file, "--table", str(table)]) == 0
-    assert "nothing to choose" in capsys.readouterr().out and not table.exists()
+    assert "nothing to tune" in capsys.readouterr().out and not table.exists()
 
 
 def test_a_step_that_xla_says_nothing_of_is_an_error(tmp_path, monkeypatch):
@@ -245,7 +245,7 @@ def test_a_step_that_xla_says_nothing_of_is_an_error(tmp_path, monkeypatch):
     (tmp_path / "hlo-earlier" / "m.after_optimizations.txt").write_text(STEP)
     monkeypatch.setattr(matmuls, "_run", lambda *_: None)
     with pytest.raises(
-        exit_codes.RunError, match="XLA left no log, or no program, of the train step"
+        exit_codes.RunError, match="XLA wrote no log or no program of the train step"
     ):
         matmuls.matmuls_of_step(["quickstart"], "", tmp_path)
 

@@ -47,7 +47,7 @@ def test_the_steps_in_which_clocks_settle_are_left_out(real_trace, real_hlo, mon
     assert entries["profile"]["steps"] == len(whole.devices[0]) - 1
     monkeypatch.setattr(profiled, "SETTLE", 3)
     missing = profiled.profile_steps(running(real_hlo), 2)["profile_missing"]
-    assert missing == "jit_train_step ran no more than the 3 steps that are left out"
+    assert missing == "jit_train_step ran only the first 3 steps, which are discarded"
 
 
 @pytest.mark.parametrize("when", ["begin", "end"])

@@ -52,8 +52,8 @@ def test_a_card(a_run):
 def test_without_a_gpu_there_is_no_profile_and_it_says_why(a_run):
     _, card, folder, said = a_run
     assert card["profile"] is None
-    assert card["profile_missing"] == "the trace has no GPU's plane"
-    assert said.splitlines()[-1] == "no profile: the trace has no GPU's plane"
+    assert card["profile_missing"] == "the trace has no GPU plane"
+    assert said.splitlines()[-1] == "no profile: the trace has no GPU plane"
     assert list((folder / "trace").rglob("*.xplane.pb"))
 
 
@@ -63,7 +63,7 @@ def test_what_the_step_sends(a_run):
     sent = card["collective_bytes"]
     assert sent["unknown"] == [] and sent["kinds"]["all-gather"]["count"] > 0
     assert sent["bytes"] == sum(row["bytes"] for row in sent["kinds"].values())
-    assert f"sends {sent['bytes'] / 1e9:,.3f} GB a step (" in said
+    assert f"sends {sent['bytes'] / 1e9:,.3f} GB per step (" in said
 
 
 def test_its_losses_are_the_training_runs(only_devices, train_on, config_file, tmp_path):
@@ -100,7 +100,7 @@ def test_profiled_steps_go_on_from_the_timed_ones(only_devices, config_file, mon
         figures, running = training.measure(run.Run(cfg), 2)
         step = running.step
         running.step = lambda state, batch: seen.append(int(state.step)) or step(state, batch)
-        assert profiled.profile_steps(running, 0)["profile_missing"].startswith("not asked for")
+        assert profiled.profile_steps(running, 0)["profile_missing"].startswith("not requested")
         assert seen == [] and next(running.batches, None) is None
         running.batches = run.Run(cfg).loader.prefetched(0)
         assert profiled.profile_steps(running, 2)["profile"] is None
@@ -165,7 +165,7 @@ def test_hlo_that_cannot_be_read_is_said():
     assert profiled.sent_in_words(card).startswith("bytes sent unknown: not the text")
     sent = {"bytes": 2 * 10**9, "kinds": {"permute": {"count": 3, "bytes": 2 * 10**9}}}
     card = {"collective_bytes": sent | {"unknown": ["while.1: how often"]}}
-    assert profiled.sent_in_words(card) == "sends at least 2.000 GB a step (3 permute)"
+    assert profiled.sent_in_words(card) == "sends at least 2.000 GB per step (3 permute)"
 
 
 @pytest.mark.parametrize(

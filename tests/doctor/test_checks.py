@@ -40,7 +40,7 @@ def test_a_healthy_host_has_nothing_to_say_against_it():
     assert worse(found) == [] and verdict(found) == "pass"
     said = {f.check: f.said for f in found}
     assert said["NVLink"] == "all pairs, NV18" and said["power limit"] == "the default, 700 W"
-    assert said["driver"] == "580.95.05, and CUDA 13 needs 580 or newer"
+    assert said["driver"] == "580.95.05; CUDA 13 needs 580 or newer"
     assert facts.matrix.cards["GPU5"] == ["mlx5_2"] and facts.matrix.numa["GPU5"] == "1"
     assert HostFacts.from_json(facts.to_json()) == facts
 
@@ -49,11 +49,11 @@ def test_a_healthy_host_has_nothing_to_say_against_it():
     ("error", "said"),
     [
         (RuntimeError("Unable to\ninitialize"), "JAX does not start: Unable to initialize"),
-        (AssertionError(), "JAX does not start: there is no device of JAX_PLATFORMS=cuda"),
+        (AssertionError(), "JAX does not start: there is no device for JAX_PLATFORMS=cuda"),
     ],
 )
 def test_what_jax_says_as_it_fails_to_start(monkeypatch, error, said):
-    """The second is all that it says of CUDA where no GPU is in sight."""
+    """With JAX_PLATFORMS=cuda and no visible GPU, JAX's error has no message."""
 
     def fail():
         raise error
@@ -67,7 +67,7 @@ def test_what_jax_says_as_it_fails_to_start(monkeypatch, error, said):
 BROKEN_GPUS = [
     ((" Link 5: 26.562 GB/s", " Link 5: <inactive>"), "NVLink", "fail", ": 1 of 18 links down (5)"),
     (("\t Link 17: 26.562 GB/s\n", ""), "NVLink", "fail", "17 of 18 links"),
-    (("\tNV18", "\tPHB"), "NVLink", "fail", "28 pairs by PCIe: GPU0-GPU1 PHB"),
+    (("\tNV18", "\tPHB"), "NVLink", "fail", "28 pairs use PCIe: GPU0-GPU1 PHB"),
     (("Completed, Success", "In Progress, N/A"), "NVSwitch fabric", "fail", "7: In Progress, N/A"),
     (("700.00, 700.00", "500.00, 700.00"), "power limit", "warn", "6,7: 500 W of 700 W"),
     (("0x0000000000000001", "0x0000000000000009"), "clocks at rest", "fail", "hardware slowdown"),
@@ -350,7 +350,7 @@ def test_clocks_under_load():
     row = {"uuid": "x", "power.draw": "690.0", "clocks.current.sm": "1400", "temperature.gpu": "60"}
     capped = row | {"clocks_event_reasons.active": "0x0000000000000004"}
     (finding,) = measured_checks.under_load([capped, capped])
-    assert finding.said == "1400 to 1400 MHz, 60 °C at most, 2 at their power limit"
+    assert finding.said == "1400 to 1400 MHz, at most 60 °C, 2 at the power limit"
     hot = row | {"clocks_event_reasons.active": "0x0000000000000044"}
     assert worse(measured_checks.under_load([capped, hot])) == [("clocks under load", "fail")]
     assert measured_checks.under_load([]) == []

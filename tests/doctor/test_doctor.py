@@ -64,7 +64,7 @@ def test_a_wrong_collective_makes_the_exit_code_1(tmp_path, capsys, monkeypatch)
     assert all(len(row["wrong"]) == 16 for row in found["collectives"]["rows"])
     (finding,) = found["findings"]
     assert "all_gather over data, float32, 32 elements: device 0 has" in finding["said"]
-    assert "That is what device 15 has sent to place 15" in finding["said"]
+    assert "Device 15 sent this to position 15" in finding["said"]
     assert "1 failed" in capsys.readouterr().out
 
 
@@ -76,11 +76,11 @@ def test_a_section_that_cannot_be_run_is_a_finding(tmp_path, capsys, monkeypatch
     code, found = run(tmp_path, "--only", "versions,bandwidth")
     assert code == exit_codes.EXIT_ERROR and found["verdict"] == "fail"
     assert "NCCL operation failed" in capsys.readouterr().err
-    assert "could not be run: RuntimeError" in found["findings"][-1]["said"]
+    assert "failed to run: RuntimeError" in found["findings"][-1]["said"]
 
 
 def test_a_mesh_that_cannot_be_is_refused_before_anything_runs(tmp_path):
-    with pytest.raises(ConfigError, match="takes 4 devices, and there are 16"):
+    with pytest.raises(ConfigError, match="takes 4 devices, but there are 16"):
         run(tmp_path, "--mesh", "data=4")
     assert not (tmp_path / "doctor.json").exists()
 
@@ -93,7 +93,7 @@ def test_a_file_is_checked_by_the_process_that_writes_it(tmp_path, monkeypatch):
     asked = ["--cpu-devices", "1", "--json", str(tmp_path / "none" / "doctor.json")]
     joined = "--cluster.coordinator 127.0.0.1:9 --cluster.num-processes 2 --cluster.process-id"
     for alone in ([], [*joined.split(), "0"]):
-        with pytest.raises(ConfigError, match=r"--json = .*its folder .*none is not there"):
+        with pytest.raises(ConfigError, match=r"--json = .*its folder .*none does not exist"):
             doctor.begin(doctor.read_command([*asked, *alone]))
     assert not started
     doctor.begin(doctor.read_command([*asked, *joined.split(), "1"]))
@@ -108,7 +108,7 @@ def test_a_section_that_does_not_end_ends_the_program(monkeypatch, capsys):
         at_work.tell("0 - 1")
         ranks.wait_for(lambda: ended)
     assert ended == [exit_codes.EXIT_HANG]
-    assert "error: links: process 0 is not done after 0.05 s, at: 0 - 1;" in capsys.readouterr().err
+    assert "error: links: process 0 did not finish in 0.05 s, at: 0 - 1;" in capsys.readouterr().err
 
 
 #: `nvidia-smi` of the recorded host.
@@ -129,7 +129,7 @@ def test_gpus_that_jax_does_not_use_make_the_exit_code_1(tmp_path, capsys, monke
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     assert doctor.main(["--only", "versions,hardware"]) == exit_codes.EXIT_ERROR
     said = " ".join(capsys.readouterr().out.split())
-    assert "fail devices JAX uses the CPU, and there are 8 GPUs -> unset JAX_PLATFORMS" in said
+    assert "fail devices JAX uses the CPU, but there are 8 GPUs -> unset JAX_PLATFORMS" in said
     assert "all pairs, NV18" in said and "18 x 26.6 GB/s" in said and "driver CUDA 13.0" in said
     assert "1 failed" in said
 

@@ -57,15 +57,15 @@ def one_bit(x, axes):
 
 
 WRONG = [
-    ("ppermute", wrong_way, 4, "That is what device 1 has sent to place 0"),
-    ("psum", without_the_first, 4, "0 and not 1"),
+    ("ppermute", wrong_way, 4, "Device 1 sent this to position 0"),
+    ("psum", without_the_first, 4, "0 instead of 1"),
     (
         "psum_scatter",
         next_piece,
         4,
-        "has 24 of 32 numbers wrong, the first in piece 0, at 0: 4 and not 1",
+        "has 24 of 32 values wrong, the first in shard 0, at 0: 4 instead of 1",
     ),
-    ("all_gather", one_bit, 1, "has 1 of 512 numbers wrong, the first in piece 15, at 31: 8 and"),
+    ("all_gather", one_bit, 1, "has 1 of 512 values wrong, the first in shard 15, at 31: 8 inst"),
 ]
 
 
@@ -136,7 +136,7 @@ def test_calls_that_the_compiler_leaves_out_are_seen(devices):
         with pytest.raises(bandwidth.LeftOut):
             bandwidth.require_calls(program, other, calls)
     idle = dataclasses.replace(kind, run=lambda x: x)
-    with pytest.raises(bandwidth.LeftOut, match="permute: 0 calls in the program, and not 3"):
+    with pytest.raises(bandwidth.LeftOut, match="permute: 0 calls in the program instead of 3"):
         bandwidth.compile_repeated(mesh, idle, 8, 3)
 
 
@@ -208,14 +208,14 @@ def test_devices_are_shared_out_to_axes():
         ("pipeline", "replica", "data", "expert"), 2
     )
     assert options.mesh_for({"data": 8}, 8).data == 8
-    with pytest.raises(ConfigError, match=r"takes 4 devices, and there are 8\. Fix: use --mesh"):
+    with pytest.raises(ConfigError, match=r"takes 4 devices, but there are 8\. Fix: use --mesh"):
         options.mesh_for({"data": 2, "tensor": 2}, 8)
 
 
 REFUSED = [
-    (["--only", "links,speed"], "--only = 'speed': is none of versions, hardware"),
-    (["--largest", "64MB"], "must be a number with B, KiB, MiB or GiB"),
-    (["--largest", "12"], "of 1KiB or more"),
+    (["--only", "links,speed"], "--only = 'speed': must be one of versions, hardware"),
+    (["--largest", "64MB"], "must be a size in B, KiB, MiB or GiB"),
+    (["--largest", "12"], "at least 1KiB"),
     (["--mesh", "model=2"], "--mesh = 'model=2': must be AXIS=SIZE"),
     (["--repeats", "0"], "must be at least 1"),
     (["--seconds", "0"], "must be above 0"),
@@ -224,8 +224,11 @@ REFUSED = [
     (["--mesh", "data=2,data=4"], "--mesh = 'data=2,data=4': names data twice"),
     (["--cpu-devices", "-1"], "must be above 0"),
     (["--cpu-devices", "100000"], "must be at most 4096"),
-    (["--cpu-device", "2"], "'--cpu-device': is no option of this program. Fix: use --cpu-devices"),
-    (["--train.seed", "1"], "'--train.seed': is no option of this program"),
+    (
+        ["--cpu-device", "2"],
+        "'--cpu-device': is not an option of this program. Fix: use --cpu-devices",
+    ),
+    (["--train.seed", "1"], "'--train.seed': is not an option of this program"),
     (["--cluster.process-ids", "1"], "is not a field"),
     (["links"], "is not --section.field value"),
 ]

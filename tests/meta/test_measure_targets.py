@@ -91,10 +91,10 @@ def test_rows_are_measured_and_what_fails_is_told(
     asked = ["--gpus", "2", "--steps", "4", "--torchtitan", sys.executable]
     assert targets.main([*where, *asked]) == 1
     said = capsys.readouterr().out
-    assert "three: needs a multiple of 3 GPUs, not 2: left out" in said
-    assert "uneven: left out on 2 GPUs: model.num_kv_heads = 2: must be divisible" in said
+    assert "three: needs a multiple of 3 GPUs, not 2: skipped" in said
+    assert "uneven: skipped on 2 GPUs: model.num_kv_heads = 2: must be divisible" in said
     assert "failed: tiny, again\n" in said
-    assert re.search(r"torchtitan-tiny\.log: .* holds no tokenizer\.json", said)
+    assert re.search(r"torchtitan-tiny\.log: .* contains no tokenizer\.json", said)
     found = {name: json.loads((cards / f"{name}.json").read_text()) for name in list(rows)[:2]}
     assert found["tiny"]["config"]["train"]["global_batch_size"] == 8
     assert [found[name]["mesh"] for name in found] == ["data=2", "1 device"]
@@ -225,7 +225,7 @@ def test_more_gpus_than_can_be_seen_are_refused(targets, monkeypatch, capsys):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     with pytest.raises(SystemExit):
         targets.main(["fsdp", "--gpus", "8"])
-    assert "--gpus = 8: only 2 can be seen" in capsys.readouterr().err
+    assert "--gpus = 8: only 2 are visible" in capsys.readouterr().err
 
 
 def test_a_list_that_is_not_read_to_its_end_or_has_no_rows(targets, capsys):
@@ -233,20 +233,26 @@ def test_a_list_that_is_not_read_to_its_end_or_has_no_rows(targets, capsys):
     done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
     assert targets.main(["data-pipeline2", "--list", "--gpus", "3"]) == 1
-    assert capsys.readouterr().out.endswith("no row is left for 3 GPUs\n")
+    assert capsys.readouterr().out.endswith("no rows fit 3 GPUs\n")
 
 
 @pytest.mark.parametrize(
     ("words", "rule"),
     [
         (["fdsp", "--gpus", "8"], "ROW = 'fdsp' is not known. Fix: one of fsdp, "),
-        (["--data", "nowhere", "--gpus", "8"], "--data = 'nowhere' holds no tokens. Fix: python"),
+        (
+            ["--data", "nowhere", "--gpus", "8"],
+            "--data = 'nowhere' contains no tokens. Fix: python",
+        ),
         (
             ["--list", "--torchtitan", "titan"],
-            "--torchtitan = 'titan' is no program. Fix: the python",
+            "--torchtitan = 'titan' is not a program. Fix: use the python",
         ),
         (["--list", "--write", "--gpus", "4"], "--write: the page has all rows for 8 GPUs. Fix: "),
-        (["--list", "--beside", "nowhere"], "--beside = 'nowhere' holds no jaxpar/bench. Fix: a "),
+        (
+            ["--list", "--beside", "nowhere"],
+            "--beside = 'nowhere' does not contain jaxpar/bench. Fix: ",
+        ),
         (["--gpus", "0", "--list"], "--gpus = 0: must be at least 1. Fix: --gpus 8"),
         (["--steps", "0"], "--steps = 0: must be at least 1. Fix: --steps 10"),
         (["--timeout", "-1"], "--timeout = -1: must be at least 1. Fix: --timeout 900"),
@@ -263,14 +269,14 @@ def test_refusals(targets, words, rule, capsys):
 @pytest.mark.parametrize(
     ("words", "rule"),
     [
-        ("torchtitan_run fsdp --data nowhere", "--data = 'nowhere' holds no tokenizer.json. Fix: "),
+        (
+            "torchtitan_run fsdp --data nowhere",
+            "--data = 'nowhere' contains no tokenizer.json. Fix: ",
+        ),
         ("torchtitan_run fsdp --steps 0", "--steps = 0: must be at least 3. Fix: --steps 20"),
         ("torchtitan_run fsdp --gpus 0", "--gpus = 0: must be at least 1. Fix: --gpus 8"),
-        (
-            "torchtitan_run fsdp --data HERE --card HERE",
-            "is no file that can be written. Fix: --card",
-        ),
-        ("torchtitan_run fsdp --data HERE --card=", "--card = '': is no file that can be written"),
+        ("torchtitan_run fsdp --data HERE --card HERE", "is not a writable file. Fix: --card"),
+        ("torchtitan_run fsdp --data HERE --card=", "--card = '': is not a writable file"),
         ("loader --batch 0", "--batch = 0: must be at least 1. Fix: --batch 32"),
         ("loader --seq-len -1", "--seq-len = -1: must be at least 1. Fix: --seq-len 1024"),
         ("saves nowhere/config.json", "CONFIG.json = 'nowhere/config.json': cannot be read: "),

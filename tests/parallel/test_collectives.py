@@ -126,9 +126,9 @@ CASES = {
         lambda x: np.roll(x, -1, axis=0),
         lambda d: np.roll(d, 1, axis=0),
     ),
-    "ring all-gather": (*of(SEQUENCE, permutes.ring_all_gather, 2), gathered(2), scattered(2)),
+    "ring all-gather": (*of(SEQUENCE, permutes.permute_all_gather, 2), gathered(2), scattered(2)),
     "ring reduce-scatter": (
-        *of(SEQUENCE, permutes.ring_reduce_scatter, 2),
+        *of(SEQUENCE, permutes.permute_reduce_scatter, 2),
         scattered(2),
         gathered(2),
     ),
@@ -154,14 +154,14 @@ def test_value_and_transpose(name, devices):
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_both_forms_of_a_gather_bring_the_same(dim, devices):
     mesh, x = mesh_of(devices, TENSOR), jnp.asarray(normal(N, 2, 4, 3), jnp.bfloat16)
-    forms = permutes.ring_all_gather, permutes.all_to_all_gather
+    forms = permutes.permute_all_gather, permutes.all_to_all_gather
     found = [per_device(lambda x, g=gather: g(x, TENSOR, dim), mesh, x) for gather in forms]
     assert found[0].dtype == found[1].dtype == jnp.bfloat16
     np.testing.assert_array_equal(*found)
 
 
 @pytest.mark.parametrize(
-    "scatter", [permutes.ring_reduce_scatter, permutes.all_to_all_reduce_scatter]
+    "scatter", [permutes.permute_reduce_scatter, permutes.all_to_all_reduce_scatter]
 )
 def test_a_scatter_adds_in_float32_and_rounds_once(scatter, devices):
     """256 + 1 + 1 + 1 is 256 in bfloat16; 259 is rounded to 260."""

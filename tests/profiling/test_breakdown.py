@@ -119,7 +119,7 @@ def test_the_table(real_trace, real_hlo):
     found = breakdown.profile(trace.read(real_trace), real_hlo)
     sent = {"kinds": {"all-gather": {"count": 2, "bytes": 3_300_000_000}}}
     text = table.table(found, sent)
-    assert "profile of 2 steps, mean of 2 devices (worst), ms a step" in text
+    assert "profile of 2 steps, mean of 2 devices (worst), ms per step" in text
     assert "compute by pass: recompute 0.6   backward 66.7\n" in text
     assert "step 72.0   compute 67.3   exposed communication 4.6 (5.0), 6.3%" in text
     (row,) = [line.split() for line in text.splitlines() if line.startswith("  all-gather ")]

@@ -12,7 +12,7 @@ from jaxpar.profiling import in_run
 
 
 class Board:
-    """Stands for `processes`: what each of them has published, read from any."""
+    """A fake of `peers`: texts that each process publishes, read by any of them."""
 
     def __init__(self, count: int):
         self.texts: dict[int, str] = {}
@@ -84,7 +84,7 @@ def test_profiles_of_one_attempt_are_limited(monkeypatch, tmp_path):
     profiler = in_run.RunProfiler(Config(), Path(tmp_path), None, "", said.append)
     profiler._taken = in_run.MAX_PROFILES
     profiler._begin(7)
-    assert "in one attempt are enough" in said[0] and profiler._first == 0
+    assert "has taken its maximum of" in said[0] and profiler._first == 0
     assert not (tmp_path / "profiles").exists()
 
 

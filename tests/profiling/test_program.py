@@ -39,7 +39,7 @@ def test_time_of_the_piece(piece):
     assert found["ms"]["step"] == pytest.approx(71.967, abs=1e-3)
     assert found["devices_ms"]["0"]["exposed"] == pytest.approx(4.97, abs=0.01)
     assert found["straggler"]["device"] == "1" and 0.004 < found["straggler"]["over"] < 0.006
-    assert "no straggler: compute times lie within 0.5% above their mean" in piece["text"]
+    assert "no straggler: compute times are at most 0.5% above their mean" in piece["text"]
     assert piece["collective_bytes"]["kinds"]["all-gather"]["count"] == 2
 
 
@@ -69,7 +69,7 @@ def test_memory_of_the_piece(piece):
     assert peak / gib == pytest.approx(87.57, abs=0.01)
     assert sum(buffer["size"] for buffer in found["at_peak"]) == peak
     assert found["live"][-1][1] == 0
-    assert "memory of a device as compiled: 110 GiB" in piece["text"]
+    assert "compiled memory per device: 110 GiB" in piece["text"]
     assert "87.6 GiB |" in piece["text"]
 
 
@@ -92,21 +92,21 @@ def refused(*args: str) -> str:
 
 
 def test_paths_that_hold_no_profile(tmp_path):
-    assert "is not there. Fix: give a run's folder" in refused(str(tmp_path / "nowhere"))
-    assert "holds no profile. Fix: ask the run for one" in refused(str(tmp_path))
+    assert "does not exist. Fix: give a run folder" in refused(str(tmp_path / "nowhere"))
+    assert "contains no profile. Fix: set --profile.start" in refused(str(tmp_path))
     other = tmp_path / "config.json"
     other.write_text("{}")
-    assert "is a file of another kind. Fix: give a file NAME.xplane.pb" in refused(str(other))
+    assert "is not a trace file. Fix: give a file NAME.xplane.pb" in refused(str(other))
 
 
 @pytest.mark.parametrize("change", [lambda data: data[:-500], lambda data: b"not a trace" * 99])
 def test_files_that_are_no_trace(tmp_path, change):
     file = tmp_path / "bad.xplane.pb"
     file.write_bytes(change(gzip.decompress(PIECE.read_bytes())))
-    assert "is no profiler trace, or is cut off" in refused(str(file))
+    assert "is not a profiler trace or is truncated" in refused(str(file))
     packed = tmp_path / "bad.xplane.pb.gz"
     packed.write_bytes(PIECE.read_bytes()[:-500])
-    assert "is no profiler trace, or is cut off" in refused(str(packed))
+    assert "is not a profiler trace or is truncated" in refused(str(packed))
 
 
 def cut_off(data: bytes) -> bytes:
@@ -125,7 +125,7 @@ def test_a_trace_of_another_process_that_is_cut_off(tmp_path, name, data):
     first = tmp_path / "process_0.xplane.pb"
     first.write_bytes(gzip.decompress(PIECE.read_bytes()))
     (tmp_path / name).write_bytes(data())
-    assert f"{name} is no profiler trace, or is cut off" in refused(str(tmp_path))
+    assert f"{name} is not a profiler trace or is truncated" in refused(str(tmp_path))
 
 
 def test_every_host_counts_whatever_its_name(tmp_path):
@@ -138,18 +138,18 @@ def test_every_host_counts_whatever_its_name(tmp_path):
 def test_a_trace_of_nothing(tmp_path):
     with trace.capture(tmp_path):
         pass
-    assert "no GPU's plane, and no instruction that a CPU ran" in refused(str(tmp_path))
+    assert "neither a GPU plane nor CPU instructions" in refused(str(tmp_path))
     empty = tmp_path / "empty" / "a.xplane.pb"
     empty.parent.mkdir()
     empty.touch()
-    assert "no instruction that a CPU ran" in refused(str(empty))
+    assert "nor CPU instructions" in refused(str(empty))
 
 
 def test_options(tmp_path, capsys):
     assert "--top = 0: must be at least 1" in refused(str(PIECE), "--top", "0")
-    assert "is no GPU that a plan knows" in refused(str(PIECE), "--gpu", "h2000")
+    assert "is not a known GPU; known are" in refused(str(PIECE), "--gpu", "h2000")
     where = str(tmp_path / "no" / "a.json")
-    assert "lies in a folder that is not there" in refused(str(PIECE), "--json", where)
+    assert "which does not exist" in refused(str(PIECE), "--json", where)
     assert "is a folder, not a file" in refused(str(PIECE), "--json", str(tmp_path))
     with pytest.raises(SystemExit) as ended:
         profile.main(["--help"])
@@ -219,8 +219,8 @@ def test_damaged_files_beside_a_trace_are_missing(data, tmp_path, capsys):
     (tmp_path / "profile.json").write_text(json.dumps(FACTS | {"devices": 0}))
     profile.main([str(tmp_path)])
     said = " ".join(capsys.readouterr().out.split())
-    assert "missing: what profile.json says: it is damaged" in said
-    assert "missing: the HLO of step.hlo.txt.gz, which " in said
+    assert "missing: profile.json: it is damaged" in said
+    assert "missing: the HLO in step.hlo.txt.gz: the file " in said
 
 
 # ------------------------------------------------------------------------- parts of it, by hand
@@ -231,7 +231,9 @@ def test_a_straggler():
     times = {n: {"compute": ms} for n, ms in compute.items()}
     found = sections.straggler({"devices_ms": times})
     assert found["device"] == "2" and found["over"] == pytest.approx(112 / 103 - 1)
-    assert found["words"] == "device 2 computes longest, 8.7% above the mean: the others wait"
+    assert found["words"] == (
+        "straggler: device 2 computes 8.7% longer than the mean, and the others wait"
+    )
 
 
 def test_a_plot_shows_the_least_of_values():
@@ -246,11 +248,11 @@ def test_rates_of_attention_and_model():
         "model": {"flops": 6e14, "flops_per_second": 5.5e14, "mfu": 0.556},
     }
     assert sections.rates(profile, None).splitlines() == [
-        "  matmuls: 500 TFLOP a step and device, 700 TFLOP/s while they run, "
+        "  matmuls: 500 TFLOP per step and device, 700 TFLOP/s while they run, "
         "70.8% of the bfloat16 peak",
-        "  attention: 120 TFLOP a step and device (causal, sequences of one text), "
+        "  attention: 120 TFLOP per step and device (causal, one document per sequence), "
         "450 TFLOP/s while its kernels run",
-        "  model: 600 TFLOP a step and device (causal), 550 TFLOP/s over the step, MFU 55.6%",
+        "  model: 600 TFLOP per step and device (causal), 550 TFLOP/s over the step, MFU 55.6%",
     ]
 
 

@@ -87,7 +87,7 @@ def without_modules(planes):
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (without_gpu, "no GPU's plane"),
+        (without_gpu, "no GPU plane"),
         (without_host, "no execution of jit_train_step on GPU 0"),
         (of_another_device, "no execution of jit_train_step on GPU 0"),
         (without_modules, "belongs to an XLA module"),
@@ -113,7 +113,7 @@ def test_an_unknown_module_and_an_empty_folder(tmp_path):
 def test_a_trace_taken_here_has_no_gpu(tmp_path):
     with trace.capture(tmp_path):
         pass
-    with pytest.raises(trace.NoKernels, match="no GPU's plane"):
+    with pytest.raises(trace.NoKernels, match="no GPU plane"):
         trace.read(trace.newest_file(tmp_path))
 
 

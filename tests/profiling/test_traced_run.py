@@ -99,7 +99,7 @@ def test_a_cpus_profile(shown, profiled):
     assert shown["missing"] == [] and shown["collective_bytes"]["bytes"] > 0
     text = shown["text"]
     assert f"{profiled}/profiles/step_00000005: steps 5 to 6 on 2 x cpu, mesh data=2" in text
-    assert "note: a CPU's trace" in text and "memory of a device" in text
+    assert "note: this is a CPU trace" in text and "compiled memory per device" in text
 
 
 def test_which_profile(profiled, capsys):
@@ -107,7 +107,7 @@ def test_which_profile(profiled, capsys):
     assert "steps 10 to 11" in capsys.readouterr().out
     profile.main([str(profiled / "profiles" / "step_00000001")])
     assert "steps 1 to 2" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match=r"--step = 7: is the first step of no profile .* 1, 5"):
+    with pytest.raises(ConfigError, match=r"--step = 7: is not the first step of .* 1, 5"):
         profile.main([str(profiled), "--step", "7"])
 
 
@@ -117,7 +117,7 @@ def test_without_facts_and_hlo_the_trace_tells_the_rest(profiled, tmp_path, caps
     profile.main([str(tmp_path / "a.xplane.pb")])
     text = capsys.readouterr().out
     assert "jit_train_step" in text and "attention/qkv" in text and "MFU" not in text
-    with pytest.raises(ConfigError, match=r"--step = 5: chooses among a run's profiles"):
+    with pytest.raises(ConfigError, match=r"--step = 5: selects one of a run's profiles"):
         profile.main([str(tmp_path / "a.xplane.pb"), "--step", "5"])
 
 
@@ -125,7 +125,9 @@ def test_a_cut_off_trace_is_refused(profiled, tmp_path):
     (trace,) = (profiled / "profiles" / "step_00000005").rglob("*.xplane.pb")
     cut = tmp_path / "cut.xplane.pb"
     cut.write_bytes(trace.read_bytes()[:-1000])
-    with pytest.raises(ConfigError, match=r"cut\.xplane\.pb is no profiler trace, or is cut off"):
+    with pytest.raises(
+        ConfigError, match=r"cut\.xplane\.pb is not a profiler trace or is truncated"
+    ):
         profile.main([str(cut)])
 
 

@@ -47,9 +47,9 @@ def test_a_run_on_one_page(tmp_path, capsys):
     said = capsys.readouterr().out
     assert f"read       {folder}: 200 steps" in said and f"{folder}/report.html" in said
     text = " ".join(Tags((folder / "report.html").read_text("utf-8")).texts)
-    for part in ("held-out loss", "goodput", "abc123", "4 x H200", "f(x):", "went back"):
-        assert (part in text) == (part != "went back"), part
-    assert "train.num_steps" in text and "train.seed" not in text.partition("Whole config")[0]
+    for part in ("held-out loss", "goodput", "abc123", "4 x H200", "f(x):", "rewind to"):
+        assert (part in text) == (part != "rewind to"), part
+    assert "train.num_steps" in text and "train.seed" not in text.partition("Full config")[0]
     assert "+1.2%" in text  # predicted 42.0, measured 41.5 GiB
     assert sorted(p.name for p in folder.iterdir() if "report" in p.name) == ["report.html"]
 
@@ -95,7 +95,7 @@ def test_runs_side_by_side_differ_where_they_do(tmp_path):
     one = write_run(tmp_path / "one")
     two = write_run(tmp_path / "two", seed=3, **{"optimizer.learning_rate": 1e-3})
     text = " ".join(Tags(page_of(one, two, output=str(tmp_path / "both.html"))).texts)
-    table = text.partition("what differs")[2].partition("Whole config")[0].split()
+    table = text.partition("difference")[2].partition("Full config")[0].split()
     assert "optimizer.learning_rate" in table and "run.dir" in table and "train.seed" not in table
 
 
@@ -103,7 +103,7 @@ def test_runs_of_which_one_has_no_steps_and_a_run_that_just_began(tmp_path):
     new = tmp_path / "new"
     new.mkdir()
     (new / "config.json").write_text("{}")
-    assert "No step has been logged yet." in page_of(new)
+    assert "No steps have been logged yet." in page_of(new)
     text = page_of(new, write_run(tmp_path / "old"), output=str(tmp_path / "r.html"))
     assert 'id="loss"' in text and "No step has been logged" not in text
 
@@ -176,7 +176,11 @@ def test_it_is_written_at_once_or_not_at_all(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("output", "rule"),
-    [("x.txt", "must end in .html"), ("none/x.html", "which is not there"), ("d.html", "a folder")],
+    [
+        ("x.txt", "must end in .html"),
+        ("none/x.html", "which does not exist"),
+        ("d.html", "a folder"),
+    ],
 )
 def test_what_cannot_be_written_is_refused_before_anything_is(tmp_path, monkeypatch, output, rule):
     monkeypatch.chdir(tmp_path)
@@ -184,7 +188,7 @@ def test_what_cannot_be_written_is_refused_before_anything_is(tmp_path, monkeypa
     folder = write_run(tmp_path / "run")
     with pytest.raises(ConfigError, match=rule):
         page_of(folder, output=output)
-    with pytest.raises(ConfigError, match="is not there"):
+    with pytest.raises(ConfigError, match="does not exist"):
         page_of(folder, "nonesuch", output="x.html")
     assert not (tmp_path / "x.html").exists()
 

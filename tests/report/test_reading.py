@@ -72,11 +72,11 @@ def test_what_happened_is_marked(tmp_path):
     run = read_run(str(write_run(tmp_path / "run")))
     marks = {mark.kind: mark for mark in run.marks}
     assert {kind: mark.step for kind, mark in marks.items()} == {
-        "left out": 156,
+        "skipped": 156,
         "saved": 150,
         "restart": 150,
     }
-    assert marks["left out"].text == "2 updates left out up to step 156"
+    assert marks["skipped"].text == "2 updates skipped up to step 156"
     (first, second), hours = run.progress, marks["restart"].hours
     assert [step for _, step in first] == [0, 150, 160] and second[0] == (hours, 150)
     assert hours == pytest.approx((3600 + 20) / 3600, rel=0.01)  # it was down for most of it
@@ -172,7 +172,7 @@ def test_many_lines_take_no_more_memory_than_a_few(tmp_path):
 @pytest.mark.parametrize(
     ("make", "rule"),
     [
-        (lambda path: None, "is not there"),
+        (lambda path: None, "does not exist"),
         (lambda path: path.write_text(""), "is a file"),
         (lambda path: path.mkdir(), "neither config.json nor metrics.jsonl"),
     ],
@@ -190,7 +190,7 @@ def test_runs_within_a_folder_are_named(tmp_path):
 
 
 def test_a_damaged_config_is_named(tmp_path):
-    for text, rule in (("{", "is no JSON"), ('{"train": 5}', "train is no section")):
+    for text, rule in (("{", "is not valid JSON"), ('{"train": 5}', "train is not a section")):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ConfigError, match=rf"config\.json.*{rule}"):
             read_run(str(tmp_path))

@@ -111,8 +111,8 @@ def test_gradients_of_chunks_that_send_over_tensor_in_branches(groups, save, two
     chosen = decisions.execution_of
     whole = lambda cfg: dataclasses.replace(chosen(cfg), collective_matmul=False)  # noqa: E731
     monkeypatch.setattr(train_step, "execution_of", whole)  # as where there are stages
-    monkeypatch.setattr(permutes, "ring_all_gather", permutes.all_to_all_gather)
-    monkeypatch.setattr(permutes, "ring_reduce_scatter", permutes.all_to_all_reduce_scatter)
+    monkeypatch.setattr(permutes, "permute_all_gather", permutes.all_to_all_gather)
+    monkeypatch.setattr(permutes, "permute_reduce_scatter", permutes.all_to_all_reduce_scatter)
     compare_gradients(cfg, two_gpus)
 
 

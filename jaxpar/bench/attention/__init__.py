@@ -1,1 +1,1 @@
-"""Attention's backends, measured."""
+"""Benchmarks the attention backends."""

@@ -1,9 +1,9 @@
 """Measure the attention backends: python -m jaxpar.bench attention [--shapes ...] [--card FILE]
 
-Every shape is run forward, backward and both on each backend, in turns in one process. Rates count
-only the (query, key) pairs that the mask leaves, and errors are against float32 attention of the
-same values. With --tune, the block sizes of our own kernels are tried instead, and the fastest go
-into the table that the choice of a backend is read from. docs/benchmarking.md says more.
+Runs each shape forward, backward and both on each backend, interleaved in one process. Rates count
+only the (query, key) pairs that the mask allows. Errors are relative to float32 attention of the
+same values. With --tune, tries the block sizes of jaxpar's kernels instead, and writes the fastest
+to the table from which a backend is chosen. docs/benchmarking.md has the details.
 """
 
 import argparse
@@ -29,16 +29,16 @@ from jaxpar.runtime.processes import rendezvous
 
 PROGRAM = "python -m jaxpar.bench attention"
 
-#: Batches of each program, without --tune.
+#: Batches per program, without --tune.
 REPEATS = 15
 
 SHAPES_HELP = f"""\
-any of {", ".join(NAMED)}, joined by commas; or sizes B,T,H,G,D of a causal shape, or KIND:B,T,H,G,D
-(default: all that have a name)"""
+any of {", ".join(NAMED)}, separated by commas; or sizes B,T,H,G,D of a causal shape, or
+KIND:B,T,H,G,D (default: all named shapes)"""
 
 
 def read_command(argv: Sequence[str]) -> argparse.Namespace:
-    """The options, checked: shapes as `AttentionShape`s, backends as a list or None.
+    """Parse and check the options: shapes as `AttentionShape`s, backends as a list or None.
 
     Raises:   ConfigError for an unknown shape or backend.
     """
@@ -47,32 +47,32 @@ def read_command(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--shapes", nargs="+", default=list(NAMED), metavar="SHAPE", help=SHAPES_HELP)
     add("--backends", help=f"of {','.join(contest.BACKENDS)} (default: those for this device)")
-    add("--tune", action="store_true", help="try block sizes, and write the table of measurements")
-    add("--table", help="with --tune: the table to write or add to (default: this GPU's own)")
+    add("--tune", action="store_true", help="try block sizes and write the table of measurements")
+    add("--table", help="with --tune: table to write or update (default: the table of this GPU)")
     options = parser.parse_args(argv)
     options.shapes = parse_shapes(options.shapes)
     if options.backends is not None:
         options.backends = options.backends.split(",")
         for name in options.backends:
             if name not in contest.BACKENDS:
-                rule = f"{name!r} is none of {', '.join(contest.BACKENDS)}"
-                raise ConfigError("--backends", ",".join(options.backends), rule, "name those")
+                rule = f"{name!r} is not one of {', '.join(contest.BACKENDS)}"
+                raise ConfigError("--backends", ",".join(options.backends), rule, "use only those")
     if options.repeats is None:
         options.repeats = tuning.REPEATS if options.tune else REPEATS
     check_repeats(options)
     check_file("--card", options.card)
     if options.table is not None:
         if not options.tune:
-            raise ConfigError("--table", options.table, "is written by --tune alone", "add --tune")
+            raise ConfigError("--table", options.table, "is used only with --tune", "add --tune")
         check_file("--table", options.table)
         tuning.read_table(Path(options.table))
     return options
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line; 1 when something failed that was not refused.
+    """Run the command line and return the exit code: 1 if a supported measurement failed.
 
-    With --tune, 1 when a backend that was not refused has no block sizes that work.
+    With --tune, 1 if a supported backend has no working block sizes.
     """
     options = read_command(argv)
     rendezvous.require_single_process("jaxpar.bench attention")
@@ -104,7 +104,7 @@ def main(argv: Sequence[str]) -> int:
         rows = run(shape, backends, options.dtype, options.repeats, log)
         print(table_of(shape, options.dtype, rows), flush=True)
         card["rows"] += rows
-        if options.card:  # after each shape: a long run that is stopped leaves what it has
+        if options.card:  # after each shape, so that an interrupted run keeps its results
             json_output.write("--card", options.card, card)
         if table is not None:
             print(f"{winners(rows)}\n{tuning.merge(table, rows, commit, command)}\n", flush=True)
@@ -116,13 +116,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _refuse_large(shapes: Sequence[AttentionShape]) -> None:
-    """Without a GPU there is the reference, which holds every score.
+    """Check the shapes for the reference, which stores all scores and runs without a GPU.
 
     Raises:   ConfigError for a shape that would take minutes and gigabytes.
     """
     for shape in shapes:
         if shape.B * shape.H * shape.T * shape.S > 2**28:
-            rule = "is for a GPU, and there is none: the reference holds B H T S scores"
+            rule = "needs a GPU: without one, the reference stores B H T S scores"
             raise ConfigError("--shapes", str(shape), rule, "use --shapes 1,256,2,1,64")
 
 
@@ -133,7 +133,7 @@ WIDTHS = (9, 32, 9, 8, 8, 9, 8)
 
 
 def table_of(shape: AttentionShape, dtype: str, rows: Sequence[contest.Row]) -> str:
-    """The rows of a shape, aligned, under a line that says what it is."""
+    """Format the rows of a shape below a line that describes it."""
     what = shape.yardstick()[0] if any("yardstick" in row for row in rows) else ""
     extra = f", window {shape.window}" if shape.window else ""
     extra += f", {len(shape.documents)} documents" if shape.documents else ""
@@ -143,7 +143,7 @@ def table_of(shape: AttentionShape, dtype: str, rows: Sequence[contest.Row]) -> 
 
 
 def aligned(texts: Sequence[str]) -> str:
-    """Words to the left, figures to the right; whatever comes after the columns as it is."""
+    """Align names to the left and figures to the right; further texts are appended."""
     padded = [
         text.ljust(width) if i < 2 else text.rjust(width)
         for i, (text, width) in enumerate(zip(texts, WIDTHS, strict=False))
@@ -152,7 +152,7 @@ def aligned(texts: Sequence[str]) -> str:
 
 
 def cells(row: contest.Row) -> list[str]:
-    """A row as text, in the order of COLUMNS; after them, why it has no figures or wrong ones."""
+    """Return a row's texts in the order of COLUMNS, and the reason if it failed."""
     start = [row["direction"], tuning.words(row)]
     for why in ("refused", "failed"):
         if why in row and "ms" not in row:
@@ -170,7 +170,7 @@ def cells(row: contest.Row) -> list[str]:
 
 
 def winners(rows: Sequence[contest.Row]) -> str:
-    """The fastest of all backends and block sizes, of each direction."""
+    """Format the fastest backend and block sizes of each direction."""
     return "\n".join(
         f"  fastest {row['direction']}: {tuning.words(row)}" for row in tuning.fastest(rows)
     )

@@ -1,4 +1,4 @@
-"""The attention backends run beside each other on one shape: times, rates, errors."""
+"""Compares the attention backends on one shape: times, rates, errors."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from jaxpar.kernels.attention.dispatch import capability
 from jaxpar.kernels.platform import Platform
 
 BACKENDS = tuple(capability.CAPABILITIES)
-#: The one that the others are compared with.
+#: The backend with which the others are compared.
 RIVAL = "cudnn"
 DIRECTIONS = ("forward", "backward", "both")
 
@@ -25,9 +25,9 @@ type Saved = list[tuple[jax.Array, jax.Array]]
 
 
 class BackendPrograms:
-    """A backend as three programs over lists of requests, which run one after another.
+    """A backend as three programs over lists of requests, which run sequentially.
 
-    Args:     of_forward, of_backward: more arguments of the backend's own functions.
+    Args:     of_forward, of_backward: further arguments of the backend's functions.
     """
 
     def __init__(self, backend: str, of_forward: Row | None = None, of_backward: Row | None = None):
@@ -52,7 +52,7 @@ class BackendPrograms:
         self.both = jax.jit(both)
 
     def program(self, direction: str, requests: list[Arrays], saved: Saved | None) -> Callable:
-        """A call without arguments that launches a direction."""
+        """Return a function without arguments that launches a direction."""
         if direction == "backward":
             return partial(self.backward, requests, saved)
         return partial(getattr(self, direction), requests)
@@ -60,7 +60,7 @@ class BackendPrograms:
 
 @dataclasses.dataclass
 class Contender:
-    """A backend on one shape: what it computed, or why it did not."""
+    """A backend on one shape: its errors, or why it did not run."""
 
     backend: str
     kernel: BackendPrograms | None = None
@@ -72,17 +72,17 @@ class Contender:
     errors: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def takes_part(self, direction: str) -> bool:
-        """Whether there is something to time."""
+        """Return whether a direction can be timed."""
         return not self.refused and direction not in self.failed
 
     def errors_of(self, direction: str) -> dict[str, float]:
-        """The errors of what a direction computes."""
+        """Return the errors of a direction's results."""
         names = {"forward": ("out",), "backward": ("dq", "dk", "dv")}.get(direction)
         return {name: e for name, e in self.errors.items() if names is None or name in names}
 
 
 def refusal(backend: str, asked: Arrays, deterministic: bool = False) -> str:
-    """Why a backend does not serve a shape forward and backward; empty when it does."""
+    """Return why a backend does not support a shape; empty if it does."""
     here = Platform.here()
     request = capability.make_request(
         "backward", asked.q, asked.k, asked.mask, here, deterministic=deterministic
@@ -91,13 +91,13 @@ def refusal(backend: str, asked: Arrays, deterministic: bool = False) -> str:
 
 
 def message(error: Exception) -> str:
-    """An error in one line."""
+    """Format an error in one line."""
     said = str(error).strip().split("\n")[0][:200]
     return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
 def prepare(backend: str, asked: Arrays, yard: list[Arrays], wanted: tuple) -> Contender:
-    """Compile a backend, run it once forward and once backward, and take its errors."""
+    """Compile a backend, run it forward and backward once, and compute its errors."""
     found = Contender(backend, refused=refusal(backend, asked))
     if found.refused:
         return found
@@ -128,9 +128,9 @@ def measure(
     repeats: int,
     log: Callable[[str], None],
 ) -> list[Row]:
-    """A row for each direction and backend.
+    """Return a row for each direction and backend.
 
-    Beside each backend runs the shape's yardstick, in the same turns.
+    The shape's yardstick is timed on each backend, interleaved with the rest.
     """
     what, alone = shape.yardstick()
     asked = draw(shape, dtype)
@@ -160,7 +160,7 @@ def measure(
 
 
 def conditions_of(shape: AttentionShape, dtype: str) -> Row:
-    """What a row says of its shape."""
+    """Return a row's entries for the shape."""
     row: Row = {"shape": shape.name, "kind": shape.kind, **shape.size, "dtype": dtype}
     if shape.documents:
         row["documents"] = list(shape.documents)
@@ -168,9 +168,9 @@ def conditions_of(shape: AttentionShape, dtype: str) -> Row:
 
 
 def row_of(contender: Contender, direction: str, times: dict, flops, what: str) -> Row:
-    """The figures of a backend in one direction.
+    """Return the figures of a backend in one direction.
 
-    Args:     times: by (backend, whether of the yardstick). flops: of the shape, of the yardstick.
+    Args:     times: by (backend, is yardstick). flops: of the shape and of the yardstick.
     """
     backend = contender.backend
     row: Row = {"backend": backend}
@@ -194,13 +194,13 @@ def row_of(contender: Contender, direction: str, times: dict, flops, what: str) 
 
 
 def figures(found: Timing, flops: float) -> Row:
-    """A time and the rate that it means."""
+    """Return a time and its rate."""
     spread = {"ms_fastest": found.fastest, "ms_slowest": found.slowest, "launches": found.launches}
     return {"ms": found.ms, **spread, "useful_flops": flops, "tflops": flops / found.ms / 1e9}
 
 
 def against_yardstick(what: str, found: Timing, yard: Timing | Exception | str, flops) -> Row:
-    """Time per useful FLOP over that of the yardstick: 1 when a mask costs nothing of its own."""
+    """Return time per useful FLOP relative to the yardstick: 1 if the mask has no cost."""
     if not isinstance(yard, Timing):
         return {"what": what, "failed": yard if isinstance(yard, str) else message(yard)}
     ratio = (found.ms / flops[0]) / (yard.ms / flops[1])

@@ -1,4 +1,4 @@
-"""The error of a backend, against attention in float32 of the same values."""
+"""Computes a backend's errors relative to float32 attention of the same values."""
 
 from dataclasses import replace
 
@@ -8,18 +8,18 @@ import jax.numpy as jnp
 from jaxpar.bench.attention.shapes import Arrays
 from jaxpar.kernels.attention import reference
 
-#: Query rows whose scores are held at once.
+#: Query rows whose scores are stored at once.
 ROWS = 256
-#: A relative error above this means that something else was computed: bfloat16 gives 4e-3.
+#: Largest relative error of a correct result: bfloat16 gives 4e-3.
 MAX_ERROR = 2e-2
-#: The least root mean square that an error is relative to, values being standard normal: where each
-#: query sees one key alone, dq and dk are 0 but for rounding. That of dq over 1,024 tokens is 0.1,
-#: and falls no faster than the square root of their number rises.
+#: Smallest root mean square that errors are relative to, for standard normal values. If each query
+#: sees only one key, dq and dk are 0 up to rounding. The RMS of dq over 1,024 tokens is 0.1, and
+#: decreases at most with the square root of their number.
 MIN_RMS = 1e-3
 
 
 def one_group(asked: Arrays, out, grads) -> tuple[Arrays, tuple]:
-    """What belongs to the first row of the batch and its first KV head, with that head's queries.
+    """Return the first row's first KV head, with the queries of that head.
 
     Scores of all heads would not fit; every head and row is computed alike.
     """
@@ -35,7 +35,7 @@ def one_group(asked: Arrays, out, grads) -> tuple[Arrays, tuple]:
 
 
 def exact(asked: Arrays) -> tuple:
-    """out, dq, dk, dv in float32 at the highest precision, a block of query rows at a time."""
+    """Compute out, dq, dk, dv in float32 at the highest precision, in blocks of query rows."""
     q, k, v, mask, d_out = asked
     q, k, v, d_out = (x.astype(jnp.float32) for x in (q, k, v, d_out))
     rows_out, rows_dq = [], []
@@ -64,19 +64,19 @@ def _block(q, k, v, mask, d_out):
 
 @jax.jit
 def relative_l2(found, wanted) -> jax.Array:
-    """|found - wanted| / |wanted| over all elements, in float32; see LEAST_RMS."""
+    """Return |found - wanted| / |wanted| over all elements, in float32; see MIN_RMS."""
     found = found.astype(jnp.float32)
     whole = jnp.maximum(jnp.linalg.norm(wanted.ravel()), MIN_RMS * wanted.size**0.5)
     return jnp.linalg.norm((found - wanted).ravel()) / whole
 
 
 def errors(part: tuple, wanted: tuple) -> dict[str, float]:
-    """The relative L2 error of each of out, dq, dk, dv that was computed."""
+    """Return the relative L2 error of each computed result."""
     named = zip(("out", "dq", "dk", "dv"), part, wanted, strict=True)
     return {name: float(relative_l2(a, b)) for name, a, b in named if a is not None}
 
 
 def wrong(found: dict[str, float]) -> str:
-    """Which errors are too large or NaN, in words; empty when none is."""
+    """Describe errors that are too large or NaN; empty if there are none."""
     large = [f"{name} {e:.1e}" for name, e in found.items() if not e <= MAX_ERROR]
     return f"wrong result: relative error of {', '.join(large)}" if large else ""

@@ -1,4 +1,4 @@
-"""The shapes that attention is measured on: their masks, and the work that is in them."""
+"""The shapes of the attention benchmark: their masks and FLOPs."""
 
 import dataclasses
 import re
@@ -15,15 +15,15 @@ from jaxpar.parallel.context import token_order
 
 #: Documents in a packed row.
 DOCUMENTS = 16
-#: A packed row is cut at places of a grid this fine, moved off the tiles of every kernel. The
-#: documents then have few different lengths, each of which is a program to compile.
+#: Documents start on a grid of this many positions, offset from the tiles of all kernels. They then
+#: have few different lengths, each of which needs a compiled program.
 GRID = 64
-#: A window is this part of its sequence.
+#: Sequence length divided by the window size.
 WINDOW_PART = 8
-#: Devices that a zigzag sequence is cut over; what is measured is the shard of one.
+#: Devices that shard a zigzag sequence; the benchmark runs one device's shard.
 ZIGZAG = 4
 
-#: (B, T, H, G, D) behind each word of --shapes. T is the whole sequence.
+#: (B, T, H, G, D) of each name in --shapes. T is the full sequence length.
 NAMED: dict[str, list[tuple[int, int, int, int, int]]] = {
     "causal": [
         (4, 4096, 32, 8, 128),
@@ -40,7 +40,7 @@ NAMED: dict[str, list[tuple[int, int, int, int, int]]] = {
 
 @dataclasses.dataclass(frozen=True)
 class AttentionShape:
-    """One request of attention: T queries against S keys, in H query and G KV heads of D dims."""
+    """An attention problem: T queries and S keys, with H query and G KV heads of D dims."""
 
     name: str
     B: int
@@ -54,12 +54,12 @@ class AttentionShape:
 
     @property
     def kind(self) -> str:
-        """As in the table of measurements: zigzag is one of the general masks."""
+        """The kind of mask in the table of measurements; zigzag is a general mask."""
         return "general" if self.name == "zigzag" else self.name
 
     @property
     def size(self) -> dict[str, int]:
-        """The six sizes by letter."""
+        """Return the six sizes by letter."""
         return {letter: getattr(self, letter) for letter in "BTSHGD"}
 
     def __str__(self) -> str:
@@ -67,20 +67,20 @@ class AttentionShape:
         return f"{self.name} B={self.B} T={self.T}{keys} H={self.H} G={self.G} D={self.D}"
 
     def positions(self) -> np.ndarray:
-        """Of the queries in the text or in their document, int32 [T]."""
+        """Return the queries' positions in the text or document, int32 [T]."""
         if self.documents:
             return np.concatenate([np.arange(n) for n in self.documents]).astype(np.int32)
         order = self.key_order()
         return (np.arange(self.T) if order is None else order[self.T : 2 * self.T]).astype(np.int32)
 
     def key_order(self) -> np.ndarray | None:
-        """Where each key of a zigzag sequence stands in the text; None: in order."""
+        """Return the text position of each key of a zigzag sequence; None: in order."""
         if self.name != "zigzag":
             return None
         return token_order(ParallelConfig(sequence=ZIGZAG), self.S)
 
     def seen(self) -> int:
-        """How many (query, key) pairs the mask leaves, in all rows of the batch.
+        """Return the number of (query, key) pairs that the mask allows in the batch.
 
         A query sees itself and all before it in its document, or as many as the window holds.
         """
@@ -88,12 +88,12 @@ class AttentionShape:
         return self.B * int((past if self.window is None else np.minimum(past, self.window)).sum())
 
     def useful_flops(self, direction: str) -> float:
-        """FLOPs over the pairs that are seen: two matmuls forward, five backward."""
+        """Return the FLOPs of the allowed pairs: two matmuls forward, five backward."""
         forward = 4.0 * self.H * self.D * self.seen()
         return forward * {"forward": 1.0, "backward": 2.5, "both": 3.5}[direction]
 
     def mask(self) -> AttentionMask:
-        """The mask, as a training step would pass it."""
+        """Return the mask as a training step passes it."""
         rows = lambda x: jnp.asarray(np.tile(x.astype(np.int32), (self.B, 1)))  # noqa: E731
         places, order, segments = rows(self.positions()), self.key_order(), None
         if self.documents:
@@ -109,7 +109,7 @@ class AttentionShape:
         )
 
     def yardstick(self) -> tuple[str, list["AttentionShape"]]:
-        """Causal requests at whose rate the mask's work would ideally run; none for the others."""
+        """Return causal problems whose rate is the ideal for this mask; empty for causal masks."""
         plain = dataclasses.replace(self, name="causal", documents=(), window=None)
         if self.documents:
             alone = [dataclasses.replace(plain, T=n, S=n) for n in self.documents]
@@ -128,7 +128,7 @@ class Arrays(NamedTuple):
 
 
 def draw(shape: AttentionShape, dtype: str, seed: int = 0) -> Arrays:
-    """Normal values from a seed."""
+    """Draw normal values from a seed."""
     keys = jax.random.split(jax.random.key(seed), 4)
     queries, others = (shape.B, shape.T, shape.H, shape.D), (shape.B, shape.S, shape.G, shape.D)
     normal = lambda key, size: jax.random.normal(key, size, dtype)  # noqa: E731
@@ -137,7 +137,7 @@ def draw(shape: AttentionShape, dtype: str, seed: int = 0) -> Arrays:
 
 
 def document_lengths(total: int) -> tuple[int, ...]:
-    """Lengths of the documents of a packed row, from a fixed seed."""
+    """Return the document lengths of a packed row, from a fixed seed."""
     number, grid = min(DOCUMENTS, total), max(total // GRID, 1)
     places = np.random.default_rng(0).choice(np.arange(1, total // grid), number - 1, replace=False)
     cuts = np.sort(places) * grid + grid // 7
@@ -145,14 +145,16 @@ def document_lengths(total: int) -> tuple[int, ...]:
 
 
 def make_shape(word: str, B: int, T: int, H: int, G: int, D: int) -> AttentionShape:
-    """The shape of a word of NAMED, of any size.
+    """Return a shape of a kind in NAMED with any sizes.
 
-    Raises:   ConfigError for sizes that do not fit.
+    Raises:   ConfigError for invalid sizes.
     """
     said = f"{B},{T},{H},{G},{D}"
     if min(B, T, H, G, D) < 1 or H % G:
         fix = "use 1,4096,32,8,128"
-        raise ConfigError("--shapes", said, "must be B,T,H,G,D above 0, H a multiple of G", fix)
+        raise ConfigError(
+            "--shapes", said, "must be positive B,T,H,G,D with H a multiple of G", fix
+        )
     if word != "causal" and T % (2 * DOCUMENTS):
         rule = f"T of {word} must be a multiple of {2 * DOCUMENTS}"
         raise ConfigError("--shapes", said, rule, f"use T={max(T // 32, 1) * 32}")
@@ -165,9 +167,9 @@ def make_shape(word: str, B: int, T: int, H: int, G: int, D: int) -> AttentionSh
 
 
 def parse_shapes(items: Sequence[str]) -> list[AttentionShape]:
-    """The shapes of `causal,window`, `1,4096,32,8,128` (causal) and `window:1,4096,32,8,128`.
+    """Parse `causal,window`, `1,4096,32,8,128` (causal) and `window:1,4096,32,8,128`.
 
-    Raises:   ConfigError for a word that is not known and sizes that do not fit.
+    Raises:   ConfigError for an unknown name or invalid sizes.
     """
     shapes = []
     for item in items:
@@ -176,7 +178,7 @@ def parse_shapes(items: Sequence[str]) -> list[AttentionShape]:
         for word in words:
             if word not in NAMED:
                 fix = f"use {', '.join(NAMED)}, B,T,H,G,D or KIND:B,T,H,G,D"
-                raise ConfigError("--shapes", item, f"{word!r} is no shape", fix)
+                raise ConfigError("--shapes", item, f"{word!r} is not a shape", fix)
             sizes = [tuple(map(int, sized.group(2).split(",")))] if sized else NAMED[word]
             shapes += [make_shape(word, *size) for size in sizes]
     return shapes

@@ -1,4 +1,4 @@
-"""The table of measurements that the choice of backend and block sizes is read from."""
+"""Writes the table of measurements from which backends and block sizes are chosen."""
 
 import contextlib
 import dataclasses
@@ -29,35 +29,35 @@ from jaxpar.kernels.attention.dispatch import capability, measurements
 from jaxpar.kernels.attention.hopper import blocks
 from jaxpar.runtime.files import json_output
 
-#: The folder of the tables, one for each kind of GPU.
+#: The folder of the tables, one per kind of GPU.
 TABLES = Path(jaxpar.kernels.attention.dispatch.__file__).parent / "measured"
 
-#: Candidates are timed as a step would run them.
+#: Candidates are timed at the power limit, as in a step.
 AT_THE_LIMIT = Sustained(settle=WARM_UP, timed=TIMED)
 
-#: Batches of each candidate, unless --repeats says how many.
+#: Batches per candidate, unless --repeats is given.
 REPEATS = 3
 
-#: What a row of the table is about: a new measurement takes the place of the old one.
+#: Fields that identify a row of the table: a new measurement replaces the old one.
 SHAPE = ("kind", *"BTSHGD", "dtype", "window", "documents")
 KEY = ("direction", "deterministic", "backend", *SHAPE, "blocks")
 
 
 def default_table() -> Path:
-    """The table of the GPU at hand.
+    """Return the table of this GPU.
 
-    Raises:   ConfigError without one.
+    Raises:   ConfigError without a GPU.
     """
     device = jax.devices()[0]
     if device.platform != "gpu":
-        rule, fix = "must be given where there is no GPU", "add --table runs/table.json"
+        rule, fix = "is required without a GPU", "add --table runs/table.json"
         raise ConfigError("--table", None, rule, fix)
     return TABLES / measurements.file_name(device.device_kind)
 
 
 @dataclasses.dataclass(frozen=True)
 class TuningCandidate:
-    """A backend in one direction with the sizes to try; None: it has none to choose."""
+    """A backend in one direction with block sizes to try; None if it has none."""
 
     direction: str
     backend: str
@@ -65,7 +65,7 @@ class TuningCandidate:
     deterministic: bool = False
 
     def row(self) -> Row:
-        """What it is, in a row."""
+        """Return the row's entries for this candidate."""
         sizes = None if self.sizes is None else dataclasses.asdict(self.sizes)
         return {
             "direction": self.direction,
@@ -75,7 +75,7 @@ class TuningCandidate:
         }
 
     def kernel(self) -> BackendPrograms:
-        """Its programs."""
+        """Return its programs."""
         given: Row = {} if self.sizes is None else {"blocks": self.sizes}
         if self.direction == "forward":
             return BackendPrograms(self.backend, of_forward=given)
@@ -110,7 +110,7 @@ def tune(
     repeats: int,
     log: Callable[[str], None],
 ) -> list[Row]:
-    """A row for each direction, backend and block size: its time, or why it is passed over."""
+    """Return a row per direction, backend and block size: its time, or why it was skipped."""
     asked = draw(shape, dtype)
     wanted = exactness.exact(exactness.one_group(asked, None, None)[0])
     saved: Saved | None = None
@@ -141,9 +141,9 @@ def tune(
 def _try(
     candidate: TuningCandidate, asked: Arrays, saved: Saved | None, wanted: tuple
 ) -> tuple[BackendPrograms, Saved]:
-    """Run a candidate once; its program, and the output of a forward pass that can be trusted.
+    """Run a candidate once; return its program, and the output of a correct forward pass.
 
-    Raises:   whatever the kernel does, and ValueError when its result is wrong.
+    Raises:   the kernel's errors, and ValueError if the result is wrong.
     """
     kernel, grads = candidate.kernel(), None
     backward = candidate.direction == "backward"
@@ -158,14 +158,14 @@ def _try(
 
 
 def words(row: Row) -> str:
-    """Backend and block sizes in a few letters."""
+    """Describe backend and block sizes briefly."""
     sizes = [f"{name}={n}" for name, n in (row.get("blocks") or {}).items()]
     same = ["same bits"] if row.get("deterministic") else []
     return " ".join([row["backend"], *sizes, *same])
 
 
 def fastest(rows: Sequence[Row]) -> list[Row]:
-    """Of the rows that were timed, the fastest of each direction, deterministic or not."""
+    """Return the fastest timed row of each direction, deterministic and not."""
     best: dict[tuple, Row] = {}
     for row in rows:
         key = row["direction"], row["deterministic"]
@@ -175,7 +175,7 @@ def fastest(rows: Sequence[Row]) -> list[Row]:
 
 
 def hopeless(rows: Sequence[Row]) -> list[Row]:
-    """The rows that failed where no other block sizes of the same backend were timed."""
+    """Return the failed rows of backends without any working block sizes."""
     same = ("shape", "direction", "deterministic", "backend", *"BTSHGD")
     group = lambda row: tuple(row[name] for name in same)  # noqa: E731
     timed = {group(row) for row in rows if "ms" in row}
@@ -183,9 +183,9 @@ def hopeless(rows: Sequence[Row]) -> list[Row]:
 
 
 def read_table(path: Path) -> Row | None:
-    """What a table holds; None where there is none.
+    """Read a table; None if it does not exist.
 
-    Raises:   ConfigError when it is damaged.
+    Raises:   ConfigError if it is damaged.
     """
     try:
         table = json.loads(path.read_text("utf-8"))
@@ -203,27 +203,27 @@ def read_table(path: Path) -> Row | None:
 
 
 def own_table(path: Path) -> Row | None:
-    """The same, of the device at hand.
+    """Read the table of this device.
 
-    Raises:   ConfigError when it is damaged, or another GPU's.
+    Raises:   ConfigError if it is damaged or from another GPU.
     """
     table = read_table(path)
     if table is not None and table["gpu"] != jax.devices()[0].device_kind:
-        raise _no_table(path, f"holds times of {table['gpu']!r}")
+        raise _no_table(path, f"contains times of {table['gpu']!r}")
     return table
 
 
 def _no_table(path: Path, rule: str) -> ConfigError:
-    return ConfigError("--table", str(path), rule, "leave --table out, or name a new file")
+    return ConfigError("--table", str(path), rule, "remove --table or choose a new file")
 
 
 def merge(path: Path, rows: Sequence[Row], commit: str, command: str) -> str:
-    """Put the rows that were timed into a table; in one line, what was done.
+    """Add the timed rows to a table, and return a summary.
 
     Rows measured under another JAX or cuDNN are dropped: a table has one set of versions. Commits
     and commands add up.
 
-    Raises:   ConfigError when the table is damaged, or another GPU's.
+    Raises:   ConfigError if the table is damaged or from another GPU.
     """
     device = jax.devices()[0].device_kind
     head = {"gpu": device, "jax": jax.__version__, "cudnn": conditions.cudnn_version()}
@@ -239,8 +239,8 @@ def merge(path: Path, rows: Sequence[Row], commit: str, command: str) -> str:
     both = {"commit": joined("commit", commit), "command": joined("command", command)}
     json_output.write("--table", path, kept | head | both | {"rows": list(table.values())})
     dropped = len(old["rows"]) - len(kept["rows"])
-    said = f"{path}: {len(new)} rows measured, {len(table)} in all"
-    return said + (f", {dropped} dropped, of another JAX or cuDNN" if dropped else "")
+    said = f"{path}: {len(new)} rows measured, {len(table)} in total"
+    return said + (f", {dropped} from another JAX or cuDNN dropped" if dropped else "")
 
 
 def _key(row: Row) -> str:

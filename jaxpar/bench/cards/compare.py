@@ -1,7 +1,7 @@
 """Compare cards side by side: python -m jaxpar.bench compare A.json B.json [C.json ...]
 
-Each figure of two or more cards, with its ratio to the first card's; then the conditions in which
-they differ. Cards of `bench train` compare with each other, and those of `bench attention`.
+Prints each figure with its ratio to the first card, and then the conditions that differ. Compares
+cards of `bench train` with each other, or cards of `bench attention`.
 """
 
 import argparse
@@ -18,34 +18,34 @@ PROGRAM = "python -m jaxpar.bench compare"
 
 
 def read_command(argv: Sequence[str]) -> argparse.Namespace:
-    """The files to compare, unread.
+    """Parse the command line.
 
-    Raises:   ConfigError for fewer than two.
+    Raises:   ConfigError for fewer than two cards.
     """
     parser = Parser(PROGRAM, __doc__)
-    parser.add_argument("cards", nargs="+", metavar="CARD", help="files that --card has written")
+    parser.add_argument("cards", nargs="+", metavar="CARD", help="files written by --card")
     options = parser.parse_args(argv)
     if len(options.cards) < 2:
-        fix = f"name another: {PROGRAM} A.json B.json"
-        raise ConfigError("cards", options.cards[0], "must be two or more", fix)
+        fix = f"use {PROGRAM} A.json B.json"
+        raise ConfigError("cards", options.cards[0], "must be at least two files", fix)
     return options
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line."""
+    """Run the command line and return the exit code."""
     paths = read_command(argv).cards
     cards = [read_card(path) for path in paths]
     kinds = [kind_of(path, card) for path, card in zip(paths, cards, strict=True)]
     for path, kind in zip(paths, kinds, strict=True):
         if kind != kinds[0]:
-            rule = f"is a card of bench {kind}, and {paths[0]} one of bench {kinds[0]}"
-            raise ConfigError("cards", path, rule, "compare cards of one kind")
+            rule = f"is a card of bench {kind}, but {paths[0]} is one of bench {kinds[0]}"
+            raise ConfigError("cards", path, rule, "compare cards of the same kind")
     print(comparison(paths, cards, kinds[0]), flush=True)
     return 0
 
 
 def comparison(paths: Sequence[str], cards: Sequence[dict[str, Any]], kind: str) -> str:
-    """What the cards are, their figures, what to beware of, and the conditions that differ."""
+    """Format the cards' names, figures, warnings, and the conditions that differ."""
     names = [chr(ord("A") + n) if n < 26 else f"card{n + 1}" for n in range(len(cards))]
     titles = [f"{name}  {path}" for name, path in zip(names, paths, strict=True)]
     table, notes = figures.TABLES[kind](names, cards)
@@ -55,27 +55,28 @@ def comparison(paths: Sequence[str], cards: Sequence[dict[str, Any]], kind: str)
 
 
 def read_card(path: str) -> dict[str, Any]:
-    """A card's content.
+    """Read a card.
 
-    Raises:   ConfigError when the file cannot be read, or is no JSON object.
+    Raises:   ConfigError if the file cannot be read or is not a JSON object.
     """
     try:
         card = json.loads(Path(path).read_text("utf-8"))
     except OSError as error:
         rule = f"cannot be read: {error.strerror or error}"
-        raise ConfigError("cards", path, rule, "name a file that --card has written") from error
+        raise ConfigError("cards", path, rule, "use a file written by --card") from error
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or too deep
         rule = f"is not JSON: {error}"
-        raise ConfigError("cards", path, rule, "name a file that --card has written") from error
+        raise ConfigError("cards", path, rule, "use a file written by --card") from error
     if not isinstance(card, dict):
-        rule = f"is no card, but a JSON {type(card).__name__}"
-        raise ConfigError("cards", path, rule, "name a file that --card has written")
+        rule = f"is not a card but a JSON {type(card).__name__}"
+        raise ConfigError("cards", path, rule, "use a file written by --card")
     return card
 
 
 def kind_of(path: str, card: dict[str, Any]) -> str:
-    """The benchmark that has written a card: train or attention. Beside those of train come those
-    of `scripts/measure/torchtitan_run.py`, which hold fewer figures.
+    """Return the benchmark that wrote a card: train or attention.
+
+    Cards of `scripts/measure/torchtitan_run.py` count as train, with fewer figures.
 
     Raises:   ConfigError for any other.
     """
@@ -84,5 +85,5 @@ def kind_of(path: str, card: dict[str, Any]) -> str:
     of_attention = str(card.get("what", "")).startswith("attention")
     if of_attention and isinstance(card.get("rows"), list):
         return "attention"
-    rule = "is no card of bench train or bench attention"
-    raise ConfigError("cards", path, rule, "name a file that one of them wrote with --card")
+    rule = "is not a card of bench train or bench attention"
+    raise ConfigError("cards", path, rule, "use a file written by one of them with --card")

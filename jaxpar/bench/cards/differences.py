@@ -1,4 +1,4 @@
-"""The conditions in which cards differ: GPU, driver, versions, flags, commit, config."""
+"""Finds the conditions that differ between cards: GPU, versions, flags, commit, config."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,29 +9,29 @@ type Card = dict[str, Any]
 
 MISSING = "-"
 
-#: Entries of a card that are conditions as they stand.
+#: Entries of a card that are conditions.
 PLAIN = (
     *("host", "device", "processes", "platform", "jaxpar", "jax", "jaxlib", "cudnn", "commit"),
     *("mesh", "attention", "steps", "repeats"),
 )
-#: Of a GPU's line, as nvidia-smi gives it.
+#: Fields of nvidia-smi's line about a GPU.
 GPU = ("gpu", "driver", "power limit")
 
-#: What must agree for figures to be comparable at all; of the config, the model and these.
+#: Conditions that must agree for figures to be comparable; so must the model and these fields.
 ALIKE = ("gpu", "device")
 ALIKE_CONFIG = ("config.data.seq_len",)
-#: Of the model section, what chooses how the same model is computed.
+#: Fields of the model that only select an implementation.
 CHOICES = ("config.model.attention_backend", "config.model.attention_deterministic")
 
 
 def one_line(value: Any) -> str:
-    """A value as text that can be printed, whatever stands in the file that it is from."""
+    """Format a value from a file as a printable line."""
     text = str(value)
     return text if text.isprintable() else ascii(text)[1:-1]
 
 
 def conditions(card: Card) -> dict[str, str]:
-    """What a card says of its conditions, flat: section.field, one entry for each XLA flag."""
+    """Return a card's conditions by name: section.field, and one entry per XLA flag."""
     found = {name: str(card[name]) for name in PLAIN if name in card}
     gpu = [part.strip() for part in str(card.get("gpu", "")).split(",")]
     found |= dict(zip(GPU, gpu, strict=False)) if gpu != [""] else {}
@@ -41,7 +41,7 @@ def conditions(card: Card) -> dict[str, str]:
     environment = card.get("environment")
     for item in environment if isinstance(environment, list) else ():
         name, given, value = str(item).partition("=")
-        if not name.startswith("--"):  # XLA's flags are there already
+        if not name.startswith("--"):  # XLA flags are already included
             found[name] = value if given else "set"
     found |= _flat("config", card.get("config", {}))
     return {one_line(name): one_line(value) for name, value in found.items()}
@@ -54,7 +54,7 @@ def _flat(name: str, value: Any) -> dict[str, str]:
 
 
 def differing_conditions(cards: Sequence[Card]) -> dict[str, list[str]]:
-    """Each condition in which the cards differ, with its value on each; "-" where it is missing."""
+    """Return each condition that differs, with its value on each card; "-" if missing."""
     each = [conditions(card) for card in cards]
     names = dict.fromkeys(name for found in each for name in found)
     values = {name: [found.get(name, MISSING) for found in each] for name in names}
@@ -62,7 +62,7 @@ def differing_conditions(cards: Sequence[Card]) -> dict[str, list[str]]:
 
 
 def table(names: Sequence[str], cards: Sequence[Card]) -> str:
-    """The conditions that differ, a column for each card."""
+    """Format the conditions that differ, with a column per card."""
     found = differing_conditions(cards)
     if not found:
         return "The conditions are the same."
@@ -71,9 +71,9 @@ def table(names: Sequence[str], cards: Sequence[Card]) -> str:
 
 
 def warnings(names: Sequence[str], cards: Sequence[Card], kind: str) -> list[str]:
-    """A line for each condition that ought to agree and does not. What is missing is no difference.
+    """Return a line for each condition that differs but must agree. Missing values are ignored.
 
-    Args:     kind: "train" or "attention"; rows of the latter are matched by their shapes.
+    Args:     kind: "train" or "attention"; rows of attention are matched by shape.
     """
     lines = []
     for name, values in differing_conditions(cards).items():
@@ -82,5 +82,5 @@ def warnings(names: Sequence[str], cards: Sequence[Card], kind: str) -> list[str
         told = [f"{v} in {n}" for n, v in zip(names, values, strict=True) if v != MISSING]
         known = {value for value in values if value != MISSING}
         if len(known) > 1 and (name in ALIKE or shape):
-            lines.append(f"warning: not the same measurement: {name} is {', '.join(told)}")
+            lines.append(f"warning: not comparable: {name} is {', '.join(told)}")
     return lines

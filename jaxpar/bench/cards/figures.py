@@ -1,4 +1,4 @@
-"""The figures of several cards side by side, with their ratios to the first card's."""
+"""Compares the figures of several cards, with ratios to the first card."""
 
 import json
 import math
@@ -14,15 +14,15 @@ from jaxpar.profiling.trace.kernels import CLASSES, KINDS
 type Card = dict[str, Any]
 
 MISSING = "-"
-#: After a ratio: the difference is no more than the spread of either measurement.
+#: Marks a ratio whose difference is within the spread of the measurements.
 NOISE = "~"
 
 
 @dataclass(frozen=True)
 class CardFigure:
-    """A figure of a training card: where it is, and how it is written.
+    """A figure of a training card: its path and format.
 
-    `timed` are those that follow from the median step, whose spread is known.
+    `timed`: it is derived from the median step time, whose spread is known.
     """
 
     label: str
@@ -42,13 +42,13 @@ TRAINING = (
     CardFigure("  interquartile", "step_seconds/interquartile", scale=1e3),
     CardFigure("data wait ms", "data_wait_seconds/median", scale=1e3),
     CardFigure("peak GiB", "peak_memory_gib"),
-    CardFigure("watts a GPU", "power/watts", ",.0f"),
+    CardFigure("watts per GPU", "power/watts", ",.0f"),
     CardFigure("SM MHz", "power/sm_mhz", ",.0f"),
     CardFigure("at the power limit", "power/at_power_limit", ".0%"),
     CardFigure("compilation s", "compile_seconds"),
     CardFigure("loss, first step", "loss/first", ".4f"),
     CardFigure("loss, last step", "loss/last", ".4f"),
-    CardFigure("GB sent a step", "collective_bytes/bytes", ",.3f", 1e-9),
+    CardFigure("GB sent per step", "collective_bytes/bytes", ",.3f", 1e-9),
     CardFigure("profiled step ms", "profile/ms/step"),
     CardFigure("  compute", "profile/ms/compute"),
     CardFigure("  communication", "profile/ms/communication"),
@@ -64,7 +64,7 @@ TRAINING = (
 
 
 def at(card: Card, path: str) -> Any:
-    """What a card has at a path of keys, key/key; None where there is nothing."""
+    """Return a card's value at a path of keys, key/key; None if missing."""
     value: Any = card
     for key in path.split("/"):
         value = value.get(key) if isinstance(value, dict) else None
@@ -72,13 +72,13 @@ def at(card: Card, path: str) -> Any:
 
 
 def number_at(card: Card, path: str) -> float | None:
-    """The same, if it is a number that can have been measured."""
+    """Return a card's value at a path if it is a plausible number."""
     value = at(card, path)
     return value if _is_figure(value) else None
 
 
 def _is_figure(value: Any) -> bool:
-    """Whether it is a number, finite and not below 0, but for the rounding of a difference."""
+    """Return whether a value is a finite number and at least 0, up to rounding."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     try:
@@ -88,17 +88,17 @@ def _is_figure(value: Any) -> bool:
 
 
 def left_out(where: str, card: Card, paths: Sequence[str]) -> list[str]:
-    """A note on each value that stands where a figure ought to, and is none."""
+    """Return a note on each value that is not a number."""
     odd = [(path, at(card, path)) for path in paths]
     return [
-        f"note: {path} of {where} is no figure, and left out: {one_line(value)[:40]}"
+        f"note: {path} of {where} is not a number and was skipped: {one_line(value)[:40]}"
         for path, value in odd
         if value is not None and not _is_figure(value)
     ]
 
 
 def ratio(value: float | None, first: float | None, noise: bool = False) -> str:
-    """A value over the first card's, marked where the difference is within the spread."""
+    """Format the ratio to the first card, marked if the difference is within the spread."""
     if value is None or not first:
         return MISSING
     return f"{value / first:.3f}" + (NOISE if noise else "")
@@ -108,7 +108,7 @@ def ratio(value: float | None, first: float | None, noise: bool = False) -> str:
 
 
 def training_table(names: Sequence[str], cards: Sequence[Card]) -> tuple[str, list[str]]:
-    """The figures that any of the cards has, and notes on those that do not tell them apart."""
+    """Format the figures of any card, with notes on differences within the spread."""
     first = cards[0]
     noisy = [_step_noise(card, first) for card in cards]
     rows = [("", names[0], *(c for n in names[1:] for c in (n, f"{n}/{names[0]}")))]
@@ -138,10 +138,10 @@ def _written(value: float | None, figure: CardFigure) -> str:
 
 
 def _step_noise(card: Card, first: Card) -> tuple[float, float] | None:
-    """Difference of the median steps and the spread, in seconds; None when it is more than that.
+    """Return the difference of the median steps and the spread in s; None if it is significant.
 
-    The spread is the interquartile distance, the larger of the two; of an older card, which lacks
-    it, that between the fastest step and the slowest.
+    The spread is the larger interquartile range. For older cards without it, it is the distance
+    between the fastest and the slowest step.
     """
     median, its_median = (number_at(c, "step_seconds/median") for c in (card, first))
     spread, its_spread = (_step_spread(c) for c in (card, first))
@@ -161,7 +161,7 @@ def _step_spread(card: Card) -> float | None:
 
 # --------------------------------------------------------------------------------- attention
 
-#: What makes two rows of attention cards the same measurement.
+#: Fields that identify a row of an attention card.
 SAME = ("kind", *"BTSHGD", "window", "documents", "dtype", "direction", "backend")
 OPTIONAL = ("blocks", "deterministic")
 #: The figures of a row.
@@ -169,7 +169,7 @@ MEASURED = ("ms", "ms_fastest", "ms_slowest", "tflops", "times_cudnn")
 
 
 def attention_table(names: Sequence[str], cards: Sequence[Card]) -> tuple[str, list[str]]:
-    """A line for each shape, direction and backend that any card has, a column for each card."""
+    """Format a row per shape, direction and backend of any card, with a column per card."""
     tables = [{_key(row): row for row in card["rows"] if _is_row(row)} for card in cards]
     keys = list(dict.fromkeys(key for table in tables for key in table))
     title = [f"{name} ms" for name in names] + [f"{name}/{names[0]}" for name in names[1:]]
@@ -191,14 +191,14 @@ def attention_table(names: Sequence[str], cards: Sequence[Card]) -> tuple[str, l
     notes = [f"noise: {NOISE} marks differences within the spread of the repeats"] if marked else []
     for name, card, table in zip(names, cards, tables, strict=True):
         odd = sum(not _is_row(row) for row in card["rows"])
-        notes += [f"note: entries of {name} that are no rows, and left out: {odd}"] if odd else []
+        notes += [f"note: skipped {odd} entries of {name} that are not rows"] if odd else []
         for row in table.values():
             notes += left_out(f"{name}, {one_line(_shape(row))}", row, MEASURED)
     return align_columns(rows, left=(0, 1, 2)), notes
 
 
 def _is_row(row: Any) -> bool:
-    """Whether it is a row of a card: a direction, a backend, and block sizes if any."""
+    """Return whether a value is a row of a card."""
     if not isinstance(row, dict) or not isinstance(row.get("blocks") or {}, dict):
         return False
     return all(isinstance(row.get(name), str) for name in ("direction", "backend"))

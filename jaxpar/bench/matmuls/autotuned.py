@@ -1,10 +1,9 @@
-"""XLA's table of tuned kernels, and its log of all that it tried, as text.
+"""Reads and edits XLA's table of autotuned kernels and its autotuning log.
 
-Both are protocol buffers in text, as `--xla_gpu_dump_autotune_results_to` and
-`--xla_gpu_dump_autotune_logs_to` write them, and `--xla_gpu_load_autotune_results_from` reads the
-first. A kernel is known by a fingerprint of its instruction, with shapes and layouts, and by the
-GPU. XLA takes it where the versions of all that makes kernels are the same, or that of what makes
-this one; else it is tuned anew.
+Both are text protocol buffers, written by `--xla_gpu_dump_autotune_results_to` and
+`--xla_gpu_dump_autotune_logs_to`. `--xla_gpu_load_autotune_results_from` reads the table. An entry
+is identified by the GPU and by a fingerprint of its instruction, with shapes and layouts. XLA uses
+it if the versions of all backends match, or that of the entry's backend. Otherwise it tunes again.
 
 Source:   openxla/xla, xla/backends/autotuner/tiered_cache.cc.
 """
@@ -28,18 +27,18 @@ _CHOSEN = re.compile(
 
 @dataclass(frozen=True)
 class AutotunedKernel:
-    """A kernel that XLA tried: how it is made, as text, and the time of a short run, in us."""
+    """A kernel that XLA tried: its config as text, and the time of a short run in us."""
 
     config: str
     us: float
 
     @property
     def backend(self) -> str:
-        """What makes it: CUBLASLT, TRITON, ..."""
+        """The backend: CUBLASLT, TRITON, ..."""
         return re.findall(r"backend: (\w+)", self.config)[0]
 
     def __str__(self) -> str:
-        """In a few words: cublaslt 4, or triton 128 256 64 4 8 1 true."""
+        """Describe it briefly: cublaslt 4, or triton 128 256 64 4 8 1 true."""
         tuned = re.findall(r"(\w+): (\w+)", self.config)
         left_out = ("backend", "autotune_workspace_size")
         numbers = [value for name, value in tuned if name not in left_out]
@@ -49,7 +48,7 @@ class AutotunedKernel:
 
 @dataclass(frozen=True)
 class Tried:
-    """An instruction, the line that it is in the HLO, and what XLA tried, the fastest first."""
+    """An instruction, its line in the HLO, and the kernels that XLA tried, fastest first."""
 
     fingerprint: str
     line: str
@@ -57,7 +56,7 @@ class Tried:
 
 
 def read_log(text: str) -> tuple[Tried, ...]:
-    """Every instruction of a log that was tuned, once."""
+    """Return every tuned instruction of a log, once."""
     found = {}
     for fingerprint, body, line in _TRIED.findall(text):
         tried = [AutotunedKernel(config, _us(time)) for config, time in _CANDIDATE.findall(body)]
@@ -72,17 +71,17 @@ def _us(time: str) -> float:
 
 
 def versions(log: str) -> dict[str, str]:
-    """By backend, the version that a choice of its kernels holds for."""
+    """Return the version of each backend."""
     return dict(_VERSION.findall(log))
 
 
 def entries(table: str) -> dict[str, str]:
-    """The entries of a table, as text with the comments before them, by fingerprint."""
+    """Return the entries of a table by fingerprint, as text with preceding comments."""
     return {re.findall(r'hlo_fingerprint: "(\w+)"', e)[0]: e for e in _ENTRY.findall(table)}
 
 
 def choice_of(entry: str) -> AutotunedKernel:
-    """What an entry takes; without a time."""
+    """Return the kernel that an entry chooses, without a time."""
     found = _CHOSEN.search(entry)
     if not found:
         raise ValueError(f"an entry of the table without a choice: {entry[:60]!r}")
@@ -90,7 +89,7 @@ def choice_of(entry: str) -> AutotunedKernel:
 
 
 def with_choice(entry: str, candidate: AutotunedKernel, version: str) -> str:
-    """The entry, with another choice."""
+    """Return the entry with another choice."""
     take = lambda m: f'{m[1]}{candidate.config.rstrip()}{m[3]}"{version}"'  # noqa: E731
     return _CHOSEN.sub(take, entry, count=1)
 
@@ -98,7 +97,7 @@ def with_choice(entry: str, candidate: AutotunedKernel, version: str) -> str:
 def vary_choices(
     table: str, takes: Mapping[str, AutotunedKernel], version: Mapping[str, str]
 ) -> dict[str, str]:
-    """The entries of a table by fingerprint, some with another choice."""
+    """Return the entries of a table by fingerprint, some with another choice."""
     found = entries(table)
     for fingerprint, candidate in takes.items():
         found[fingerprint] = with_choice(found[fingerprint], candidate, version[candidate.backend])
@@ -106,5 +105,5 @@ def vary_choices(
 
 
 def text_of(of: Iterable[str]) -> str:
-    """A table of entries."""
+    """Return the table with these entries."""
     return "".join(of)

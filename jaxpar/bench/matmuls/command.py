@@ -1,11 +1,11 @@
 """Choose a step's matmul kernels at the power limit: python -m jaxpar.bench matmuls CONFIG [...]
 
-XLA times the kernels of each matmul when it compiles, in runs so short that the GPU's power limit
-does not bite. In training it does, and another kernel may need less energy and so less time. This
-compiles the config's train step, runs each of its matmuls alone for long enough with each of the
-kernels that XLA found nearly as fast as its choice, and writes the best into a table. Training
-takes the table that belongs to its GPU; XLA tunes what is not in it. Needs an NVIDIA GPU; takes
-some five minutes. docs/benchmarking.md says more.
+XLA autotunes matmul kernels in runs so short that the GPU does not reach its power limit. In
+training it does, and a kernel that needs less energy may be faster. This command compiles the
+config's train step and runs each of its matmuls long enough, with each kernel that XLA found nearly
+as fast as its choice. It writes the best kernels to a table. Training reads the table of its GPU;
+XLA autotunes matmuls that are not in it. The command needs an NVIDIA GPU and takes about five
+minutes. docs/benchmarking.md has the details.
 """
 
 import argparse
@@ -32,14 +32,14 @@ from jaxpar.runtime.gpus import visible, xla_flags
 from jaxpar.runtime.options import Parser, check_file, check_folder
 from jaxpar.runtime.processes import children
 
-#: Matmuls that are shorter, us, are left to XLA: together they are little, and their times uneven.
+#: Shorter matmuls (us) are left to XLA: they take little time in total, and their times are noisy.
 MIN_US = 100.0
-#: A kernel is tried whose short run took at most so much of the fastest one's.
+#: Kernels are tried if their short run took at most this multiple of the fastest one's.
 WITHIN = 1.25
 
 HEADER = """\
-# Kernels of matmuls that need least time at the GPU's power limit; XLA reads this when it compiles.
-# Written by python -m jaxpar.bench matmuls CONFIG, which says how they were timed.
+# The fastest matmul kernels at the GPU's power limit. XLA reads this file when it compiles.
+# Written by python -m jaxpar.bench matmuls CONFIG; its --help says how they were timed.
 
 """
 
@@ -48,46 +48,46 @@ _DUMP, _LOAD = "--xla_gpu_dump_autotune_", "--xla_gpu_load_autotune_results_from
 
 @dataclasses.dataclass
 class Matmul:
-    """One of a step's matmuls, and what is known of it."""
+    """A matmul of a step and its measurements."""
 
     tried: Tried
     product: Product
     own: AutotunedKernel
-    """What XLA took."""
+    """XLA's choice."""
     times: int = 1
-    """How often it is in a step."""
+    """Number of occurrences in a step."""
     us: dict[str, list[float]] = dataclasses.field(default_factory=dict)
-    """Times at the power limit, by candidate in words."""
+    """Times at the power limit, by candidate (as text)."""
 
     @property
     def name(self) -> str:
-        """Of the program that runs it alone."""
+        """Name of the program that runs only this matmul."""
         return f"m_{self.tried.fingerprint}"
 
     def rivals(self) -> list[AutotunedKernel]:
-        """What XLA took, and what was nearly as fast in a short run."""
+        """Return XLA's choice and the kernels that were nearly as fast in a short run."""
         fastest = self.tried.candidates[0].us
         near = [c for c in self.tried.candidates if c.us <= WITHIN * fastest]
         return [self.own, *(c for c in near if str(c) != str(self.own))]
 
     def best(self) -> AutotunedKernel:
-        """The one with the least time at the power limit."""
+        """Return the fastest kernel at the power limit."""
         by_words = {str(c): c for c in self.rivals()}
         return by_words[min(self.us, key=lambda words: statistics.mean(self.us[words]))]
 
     def time_of(self, candidate: AutotunedKernel) -> float | None:
-        """Its time at the power limit, us; None if it was not run."""
+        """Return a kernel's time at the power limit in us; None if it was not run."""
         times = self.us.get(str(candidate))
         return statistics.mean(times) if times else None
 
 
 def read_command(argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
-    """The options of the benchmark itself, and the config with its overrides."""
+    """Parse the benchmark's options, and the config with its overrides."""
     parser = Parser("python -m jaxpar.bench matmuls", __doc__)
     add = parser.add_argument
-    add("--candidates", type=int, default=8, help="kernels to try of each matmul, at most (8)")
-    add("--table", help="table to write into (the one that training on this GPU reads)")
-    add("--keep", metavar="DIR", help="folder for what the programs wrote")
+    add("--candidates", type=int, default=8, help="most kernels to try per matmul (8)")
+    add("--table", help="table to write (the one that training reads on this GPU)")
+    add("--keep", metavar="DIR", help="folder in which to keep logs and dumps")
     options, rest = parser.parse_known_args(argv)
     options.config = rest
     if options.candidates < 2:
@@ -100,20 +100,22 @@ def read_command(argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line."""
+    """Run the command line and return the exit code."""
     options, cfg = read_command(argv)
     flags = flags_of(cfg)
     table = Path(options.table) if options.table else default_table()
     check_file("--table", str(table))
     with _folder(options.keep) as folder:
-        print_line("1 of 2: the train step, as XLA tunes it")
+        print_line("1 of 2: compile and run the train step with XLA's autotuning")
         found, log = matmuls_of_step(options.config, flags, folder)
         if not found:
             print_line(
-                f"no matmul of {MIN_US:.0f} us and more that can be run alone: nothing to choose"
+                f"no matmul of at least {MIN_US:.0f} us can be run separately: nothing to tune"
             )
             return 0
-        print_line(f"2 of 2: {len(found)} matmuls with up to {options.candidates} kernels each")
+        print_line(
+            f"2 of 2: time {len(found)} matmuls with up to {options.candidates} kernels each"
+        )
         time_alone(found, flags, folder, options.candidates)
         print_line(in_words(found))
         earlier = table.read_text() if table.is_file() else ""
@@ -123,37 +125,40 @@ def main(argv: Sequence[str]) -> int:
             atomic.write(table, merged(earlier, step, log, found).encode())
         except OSError as error:
             raise exit_codes.RunError(f"{table}: cannot be written: {error.strerror}") from error
-    take = "" if not options.table else f"; take it with XLA_FLAGS={_LOAD}{table}"
+    take = "" if not options.table else f"; use it with XLA_FLAGS={_LOAD}{table}"
     print_line(f"written to {table}{take}")
     return 0
 
 
 def print_line(line: str) -> None:
-    """A line about how far it is, or what was found."""
+    """Print a line of progress or results."""
     print(line, flush=True)
 
 
 def default_table() -> Path:
-    """The table that training on this GPU reads.
+    """Return the table that training reads on this GPU.
 
-    Raises:   ConfigError where there is none.
+    Raises:   ConfigError if there is none.
     """
     gpu = visible.gpu_name() if visible.gpu_is_present() else ""
     table = xla_flags.table_of(gpu)
     if table is None:
-        rule, fix = "must be given where training reads none", "add --table runs/matmuls.textproto"
+        rule, fix = (
+            "is required, since training reads no table on this device",
+            "add --table runs/matmuls.textproto",
+        )
         raise ConfigError("--table", None, rule, fix)
     return table
 
 
 def flags_of(cfg: Config) -> str:
-    """XLA's flags of a run, without a table.
+    """Return the XLA flags of a run, without a table.
 
     Raises:   ConfigError without a GPU.
     """
     if not visible.gpu_is_present():
         fix = "run it on a machine with an NVIDIA GPU"
-        raise ConfigError("matmuls", "no GPU", "kernels are timed on one", fix)
+        raise ConfigError("matmuls", "no GPU", "must run on a GPU", fix)
     given = [word for word in xla_flags.user_flags().split() if not word.startswith(_LOAD)]
     os.environ["XLA_FLAGS"] = " ".join([*given, _LOAD])
     xla_flags.apply(cfg)
@@ -171,9 +176,9 @@ def _folder(keep: str | None) -> Iterator[Path]:
 
 
 def _run(command: Sequence[str], flags: str, log: Path) -> None:
-    """Run a program of ours to its end.
+    """Run a jaxpar program to completion.
 
-    Raises:   guard.RunError with the end of what it said when it fails.
+    Raises:   exit_codes.RunError with the end of its output if it fails.
     """
     env = {**os.environ, "XLA_FLAGS": flags, "JAX_ENABLE_COMPILATION_CACHE": "false"}
     started = children.start([sys.executable, "-m", *command], env, log)
@@ -183,31 +188,33 @@ def _run(command: Sequence[str], flags: str, log: Path) -> None:
 
 
 def _dumping(results: Path, tried: Path) -> str:
-    """The flags that have XLA write its table and its log; a path may have spaces."""
+    """Return the flags that make XLA write its table and log. Paths may contain spaces."""
     paths = [shlex.quote(str(path)) for path in (results, tried)]
     return f"{_DUMP}results_to={paths[0]} {_DUMP}logs_to={paths[1]}"
 
 
 def matmuls_of_step(config: Sequence[str], flags: str, folder: Path) -> tuple[list[Matmul], str]:
-    """Compile and run the config's step once, as XLA tunes it.
+    """Compile and run the config's step once, with XLA's autotuning.
 
-    Returns:  its matmuls, of LEAST_US and more, that can be run alone; and XLA's log.
+    Returns:  its matmuls of at least MIN_US that can be run separately, and XLA's log.
     """
     results, tried = folder / "step.results.txt", folder / "step.tried.txt"
-    programs = Path(tempfile.mkdtemp(prefix="hlo-", dir=folder))  # an earlier one's may be there
+    programs = Path(
+        tempfile.mkdtemp(prefix="hlo-", dir=folder)
+    )  # the folder may have files of an earlier run
     dumped = f"{_dumping(results, tried)} --xla_dump_to={shlex.quote(str(programs))}"
     dumped += " --xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*train_step.*"
     command = ["jaxpar.bench", "train", *config, "--steps", "1", "--profile-steps", "0"]
     _run([*command, "--run.compilation-cache", ""], f"{flags} {dumped}", folder / "step.log")
     ends = sorted(programs.glob("*after_optimizations.txt"), key=lambda file: file.stat().st_size)
     if not (ends and tried.is_file() and results.is_file()):
-        raise exit_codes.RunError(f"XLA left no log, or no program, of the train step in {folder}")
+        raise exit_codes.RunError(f"XLA wrote no log or no program of the train step to {folder}")
     log = tried.read_text()
     return joined(autotuned.read_log(log), results.read_text(), ends[-1].read_text()), log
 
 
 def joined(log: Sequence[Tried], results: str, program: str) -> list[Matmul]:
-    """The matmuls of a log that are in a program and can be run alone, longest first."""
+    """Return the matmuls in both log and program that can be run separately, longest first."""
     module, entries = hlo.parse(program), autotuned.entries(results)
     found = []
     for tried in log:
@@ -221,7 +228,7 @@ def joined(log: Sequence[Tried], results: str, program: str) -> list[Matmul]:
 
 
 def time_alone(found: Sequence[Matmul], flags: str, folder: Path, candidates: int) -> None:
-    """Run each product alone with one kernel after another; `us` of its matmuls is filled in."""
+    """Time each product separately with each kernel, and fill in `us` of its matmuls."""
     asked, results = folder / "products.json", folder / "alone.results.txt"
     tried = folder / "alone.tried.txt"
     programs: dict[Product, list[Matmul]] = {}
@@ -255,8 +262,7 @@ def time_alone(found: Sequence[Matmul], flags: str, folder: Path, candidates: in
 def _rivals_alone(
     name: str, matmuls: Sequence[Matmul], log: Sequence[Tried]
 ) -> tuple[str, list[AutotunedKernel]]:
-    """The fingerprint of the product that is run alone, and those of its kernels that these
-    matmuls of the step could take as well."""
+    """Return the separate product's fingerprint, and the kernels it shares with these matmuls."""
     mine = [t for t in log if f"jit({name})" in t.line]
     if len(mine) != 1:
         return "", []
@@ -266,23 +272,23 @@ def _rivals_alone(
 
 
 def in_words(found: Sequence[Matmul]) -> str:
-    """What was found, a line for each matmul, and what a step would gain."""
-    lines = ["us at the power limit, of XLA's choice and of the best"]
+    """Return a line per matmul, and the time that a step would save."""
+    lines = ["us at the power limit: XLA's choice, the best kernel"]
     gain = 0.0
     for m in found:
         if not m.us:
-            lines.append(f"   {m.times:3} x {m.product}: cannot be run alone as it is in the step")
+            lines.append(f"   {m.times:3} x {m.product}: cannot be run separately")
             continue
         own, best = m.time_of(m.own), m.best()
         least = statistics.mean(m.us[str(best)])
         gain += m.times * (own - least) if own is not None else 0.0
         before = "  not run" if own is None else f"{own:9,.0f}"
         lines.append(f"   {m.times:3} x {before} {least:9,.0f}   {m.product}: {m.own}, {best}")
-    return "\n".join([*lines, f"together {gain / 1e3:.1f} ms of a step"])
+    return "\n".join([*lines, f"total saving per step: {gain / 1e3:.1f} ms"])
 
 
 def merged(earlier: str, step: str, log: str, found: Sequence[Matmul]) -> str:
-    """A table with the best kernels of these matmuls, and what was in it of others."""
+    """Return the earlier table, updated with the best kernels of these matmuls."""
     version, entries = autotuned.versions(log), autotuned.entries(step)
     table: Mapping[str, str] = autotuned.entries(earlier)
     made = {}

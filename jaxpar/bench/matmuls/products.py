@@ -1,8 +1,8 @@
-"""The matrix products of a compiled program, so that each can be run alone.
+"""Extracts the matrix products of a compiled program, so that each can be run separately.
 
-An array is seen as it lies in memory: dims in the order of its layout, the contiguous one last. So
-a product that XLA has written with other dims first, or transposed, is the same `dot_general` of
-arrays in JAX's own order.
+Arrays are described by their memory layout: dims from slowest to contiguous. A product that XLA
+wrote transposed or with another dim order is thus the same `dot_general` of arrays in JAX's default
+layout.
 """
 
 import dataclasses
@@ -14,18 +14,18 @@ from jaxpar.profiling.hlo.costs import contracted_dims
 from jaxpar.profiling.hlo.text import Instruction, Module
 
 _ARRAY = re.compile(r"\b(\w+)\[([\d,]*)\](?:\{([\d,]*))?")
-#: HLO's names of dtypes, and JAX's, of the products that are known here; of 8 bits, as operands.
+#: Supported dtypes: HLO's and JAX's names. FLOAT8 dtypes are supported as operands.
 DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 FLOAT8 = {"f8e4m3fn": "float8_e4m3fn", "f8e5m2": "float8_e5m2"}
 
 
 @dataclass(frozen=True)
 class Product:
-    """left and right, contracted over some dims of each; `adds`: to an array that is there.
+    """A matrix product of left and right. `adds`: it accumulates into an existing array.
 
-    left, right    dims in the order in which they lie in memory.
-    dtype          of the left one, and of the right one if `right_dtype` is "".
-    fast           of 8 bits: added up with fewer bits than float32 has.
+    left, right    dims in memory order.
+    dtype          dtype of left, and of right if `right_dtype` is "".
+    fast           for float8: accumulation with less than float32 precision.
     """
 
     left: tuple[int, ...]
@@ -39,7 +39,7 @@ class Product:
     fast: bool = False
 
     def __str__(self) -> str:
-        """As bfloat16[32768,2048] x [2048,3072] over 1 and 0."""
+        """Describe it: bfloat16[32768,2048] x [2048,3072] over 1 and 0."""
         sides = [",".join(map(str, dims)) for dims in (self.left, self.right)]
         over = [",".join(map(str, dims)) for dims in (self.over_left, self.over_right)]
         text = f"{self.dtype}[{sides[0]}] x {self.right_dtype}[{sides[1]}]"
@@ -51,7 +51,7 @@ class Product:
         )
 
     def as_json(self) -> dict[str, object]:
-        """For the process that runs it."""
+        """Return it as JSON, for the process that runs it."""
         return dataclasses.asdict(self)
 
 
@@ -60,14 +60,14 @@ class _Array:
     dtype: str
     dims: tuple[int, ...]
     order: tuple[int, ...]
-    """The dims from the one that varies slowest to the contiguous one."""
+    """The dims from slowest to contiguous."""
 
     def laid_out(self) -> tuple[int, ...]:
         return tuple(self.dims[dim] for dim in self.order)
 
 
 def _array(type_text: str) -> _Array:
-    """The first array of a type."""
+    """Return the first array of a type."""
     found = _ARRAY.search(type_text)
     if not found:
         raise ValueError(f"no array in {type_text!r}")
@@ -78,9 +78,11 @@ def _array(type_text: str) -> _Array:
 
 
 def product_of(module: Module, instruction: Instruction) -> Product | None:
-    """The product that an instruction is, or the one in the fusion that it is; None if it is
-    none, or one that is not known here: of rows in batches, of operands of two dtypes but for those
-    of 8 bits, with its result's dims in an order of their own, or with a bias."""
+    """Return the product of an instruction or fusion; None if there is none, or it is unsupported.
+
+    Unsupported are batch dims, operands of two dtypes other than float8, results with another dim
+    order, and biases.
+    """
     if instruction.opcode == "fusion":
         inside = [
             each for name in instruction.called("calls") for each in module.computations[name]
@@ -129,8 +131,10 @@ def product_of(module: Module, instruction: Instruction) -> Product | None:
 def _orders(
     sides: Sequence[_Array], overs: tuple[Sequence[int], Sequence[int]]
 ) -> tuple[list[int], list[int]]:
-    """The result's dims, but those of 1, as they lie in memory if the product is one of arrays in
-    JAX's own order: with the left side's first, or the right one's."""
+    """Return the memory order of the result's dims larger than 1 in JAX's default layout.
+
+    The first has the left side's dims first, the second the right side's.
+    """
     found, begin = [], 0
     for side, over in zip(sides, overs, strict=True):
         free = [dim for dim in range(len(side.dims)) if dim not in over]
@@ -145,20 +149,20 @@ def _dims(type_text: str | None) -> tuple[int, ...] | None:
 
 
 def _in_batches(instruction: Instruction) -> bool:
-    """Whether it is many products, one for each place of some dims."""
+    """Return whether a product has batch dims."""
     pattern = r'lhs_batch_dims=\{\d|"lhs_batch_dimensions":\["'
     return re.search(pattern, instruction.attributes) is not None
 
 
 def _is_scaled(instruction: Instruction) -> bool:
-    """Whether it is a product of 8 bits, with a scale for each of the two operands behind them."""
+    """Return whether a product is in float8, with a scale for each operand."""
     return re.search(r'custom_call_target="[^"]*\$f8"', instruction.attributes) is not None
 
 
 def find(module: Module, line: str) -> list[Product]:
-    """The products of a line of HLO in the program that it ended in: one for each layer.
+    """Return the products of a line of HLO in the final program: one per layer.
 
-    Its name may have changed since; what it comes from, and its result, have not.
+    The instruction's name may have changed, but not its op_name and result.
     """
     scope = re.findall(r'op_name="([^"]*)"', line)
     result = _array(line.partition(" = ")[2])

@@ -1,12 +1,13 @@
-"""python -m jaxpar.bench.matmuls.sustained PRODUCTS TIMES: matrix products alone, at the power
-limit.
+"""Times matrix products at the power limit.
 
-PRODUCTS is a JSON of products by name (`products.Product.as_json`), TIMES the file for their times:
-microseconds, one for each round. Without TIMES they are compiled and run, and not timed. Which
-kernels they take is XLA's flags' affair.
+    python -m jaxpar.bench.matmuls.sustained PRODUCTS [TIMES]
 
-A GPU that multiplies without a pause comes to its power limit within some 0.1 s and lowers its
-clock; from then on a kernel takes as long as its energy does.
+PRODUCTS is a JSON file of products by name (`products.Product.as_json`). The times, in microseconds
+per round, are written to TIMES. Without TIMES, the products are compiled and run but not timed.
+XLA's flags determine the kernels.
+
+Under continuous load, a GPU reaches its power limit within about 0.1 s and lowers its clock. From
+then on, a kernel's time is limited by its energy.
 """
 
 import functools
@@ -24,14 +25,16 @@ from jaxpar.kernels.float8 import max_magnitude, power_of_two_scale, quantize
 from jaxpar.kernels.float8.matmul import GRADIENT_PRECISION, OUTPUT_PRECISION
 
 ROUNDS = 2
-#: Seconds of launches before the clock starts, and while it runs.
+#: Seconds of launches before timing starts, and while timing.
 WARM_UP, TIMED = 0.2, 0.4
 
 
 def program_of(name: str, product: dict[str, Any]) -> Callable[..., jax.Array]:
-    """The product as a program of that name. Operands of 8 bits are followed by a scale, in the
-    form of `kernels/float8/matmul.py`, which XLA turns into one call; one that adds takes, and
-    gives away, one more array."""
+    """Return the product as a program with a name.
+
+    Float8 operands are followed by a scale, as in `kernels/float8/matmul.py`, which XLA turns into
+    one call. A product that accumulates takes and donates one more array.
+    """
     dims = (tuple(product["over_left"]), tuple(product["over_right"])), ((), ())
     dtype, scaled = jnp.dtype(product["result_dtype"]), is_float8(product)
     precision = OUTPUT_PRECISION if product["fast"] else GRADIENT_PRECISION
@@ -53,13 +56,13 @@ def program_of(name: str, product: dict[str, Any]) -> Callable[..., jax.Array]:
 
 
 def is_float8(product: dict[str, Any]) -> bool:
-    """Whether its operands are of 8 bits."""
+    """Return whether a product's operands are float8."""
     return product["dtype"].startswith("float8")
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _random(dims: tuple[int, ...], dtype: str) -> jax.Array:
-    """Normal numbers; of 8 bits, as far apart as those that are scaled to be rounded."""
+    """Draw normal values; for float8, scaled as for quantization."""
     if not dtype.startswith("float8"):
         return jax.random.normal(jax.random.key(len(dims)), dims, jnp.dtype(dtype))
     x = jax.random.normal(jax.random.key(len(dims)), dims, jnp.bfloat16)
@@ -67,7 +70,7 @@ def _random(dims: tuple[int, ...], dtype: str) -> jax.Array:
 
 
 def _launches(program, product: dict[str, Any]) -> Callable[[int], float]:
-    """A function that launches the product so often, and returns the seconds of one."""
+    """Return a function that launches the product n times and returns the seconds per launch."""
     dtype = product["dtype"]
     sides = ("left", dtype), ("right", product["right_dtype"] or dtype)
     given = [_random(tuple(product[side]), dtype) for side, dtype in sides]
@@ -88,7 +91,7 @@ def _launches(program, product: dict[str, Any]) -> Callable[[int], float]:
 
 
 def main(argv: list[str]) -> int:
-    """The command line."""
+    """Run the command line."""
     products = json.loads(Path(argv[0]).read_text())
     programs = {name: program_of(name, product) for name, product in products.items()}
     times: dict[str, list[float]] = {name: [] for name in products}

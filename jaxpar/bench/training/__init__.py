@@ -1,1 +1,1 @@
-"""The train step, measured."""
+"""Benchmarks the train step."""

@@ -1,9 +1,8 @@
 """Measure training speed: python -m jaxpar.bench train CONFIG [--steps N] [--card FILE] [...]
 
-Runs the training program's own step on its own data, from fresh weights, without checkpoints or
-evaluation, then a few steps more under the profiler, and writes a card: the figures with the
-conditions they hold under.
-docs/benchmarking.md says what each figure is.
+Runs the train step of a config on its data, from fresh weights, without checkpoints or evaluation,
+and then a few more steps under the profiler. Prints the figures, and writes them to a card: a JSON
+file that also has the conditions of the measurement. docs/benchmarking.md explains each figure.
 """
 
 import argparse
@@ -35,19 +34,19 @@ from jaxpar.training import elastic
 from jaxpar.training.loop import compiled
 from jaxpar.training.run import Run
 
-#: Steps run before the clock starts: the first ones load kernels and settle the clocks.
+#: Steps run before timing starts: the first steps load kernels, and clocks settle.
 WARM_UP = 3
-#: Seconds between two lines about how far it is.
+#: Seconds between progress lines.
 EVERY = 5.0
 
 
 def measure(run: Run, steps: int) -> tuple[dict[str, Any], profiled.StartedRun]:
     """Time the train step on consecutive batches.
 
-    Each step is waited for once the next is dispatched, as in training.
+    As in training, each step is waited for after the next one is dispatched.
 
-    Returns:  times of a step and of waiting for its batch, compile time, in seconds; first and
-        last loss; peak memory; what the step sends. And the run, for more steps.
+    Returns:  the figures (step times, waits for data, compile time, first and last loss, peak
+        memory, bytes sent), and the run, for further steps.
     """
     state = run.start()
     began = time.perf_counter()
@@ -88,18 +87,18 @@ def measure(run: Run, steps: int) -> tuple[dict[str, Any], profiled.StartedRun]:
 
 
 def _progress(times: Sequence[float], told: float, of: int) -> float:
-    """Say how far it is, when the last line is some seconds old; the time of the latest line.
+    """Print a progress line every few seconds, and return the time of the last line.
 
-    The next step is already dispatched, so that the devices do not wait for the line.
+    The next step is already dispatched, so the devices do not wait.
     """
     if times[-1] - told < EVERY or len(times) < 2:
         return told
-    peers.log(f"step {len(times)} of {of}: the last took {times[-1] - times[-2]:.3f} s")
+    peers.log(f"step {len(times)} of {of}: {times[-1] - times[-2]:.3f} s")
     return times[-1]
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float]:
-    """Median and extremes, and the distance between the quartiles: 0 of a single value."""
+    """Return median, minimum, maximum and interquartile range (0 for a single value)."""
     low, high = 0.0, 0.0
     if len(seconds) > 1:
         low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
@@ -112,7 +111,7 @@ def spread(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def sent_by(hlo_text: str) -> dict[str, Any]:
-    """Card entries of what a device sends in a step; null, with the reason, when it is unknown."""
+    """Return the card's entry for the bytes sent; None and the reason if unknown."""
     try:
         return {"collective_bytes": collective_bytes(hlo_text).card()}
     except ValueError as error:
@@ -120,7 +119,7 @@ def sent_by(hlo_text: str) -> dict[str, Any]:
 
 
 def card(run: Run, measured: dict[str, Any], environment: list[str], commit: str) -> dict[str, Any]:
-    """The figures with everything they depend on."""
+    """Return the figures with the conditions of the measurement."""
     cfg, devices = run.cfg, jax.device_count()
     tokens = cfg.train.global_batch_size * cfg.data.seq_len
     rate = tokens / measured["step_seconds"]["median"] / devices
@@ -147,7 +146,7 @@ def card(run: Run, measured: dict[str, Any], environment: list[str], commit: str
 
 
 def summary(result: dict[str, Any]) -> str:
-    """The timing in one line, and in a second what waits and what is sent."""
+    """Format the figures in two or three lines."""
     seconds = result["step_seconds"]
     parts = [
         f"{result['tokens_per_second_per_device']:,.0f} tokens/s/device",
@@ -162,7 +161,7 @@ def summary(result: dict[str, Any]) -> str:
         parts.insert(1, mfus)
     below = [
         f"compiled in {result['compile_seconds']:.1f} s",
-        f"data wait {result['data_wait_seconds']['median'] * 1e3:.1f} ms a step",
+        f"data wait {result['data_wait_seconds']['median'] * 1e3:.1f} ms per step",
         profiled.sent_in_words(result),
     ]
     lines = ["   ".join(parts), "   ".join(below), power.in_words(result)]
@@ -170,14 +169,19 @@ def summary(result: dict[str, Any]) -> str:
 
 
 def read_command(argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
-    """The options of the benchmark itself, and the config with its overrides."""
+    """Parse the benchmark's options, and the config with its overrides."""
     parser = Parser("python -m jaxpar.bench train", __doc__)
     add = parser.add_argument
-    add("--steps", type=int, default=20, help="steps to time (20)")
-    add("--profile-steps", type=int, default=2, help="steps to profile afterwards (2); 0: none")
-    add("--trace", metavar="DIR", help="folder to keep the profiler's trace in")
-    add("--card", help="file to write the card to, as JSON")
-    add("--commit", help="commit to put on the card, where there is no checkout")
+    add("--steps", type=int, default=20, help="number of timed steps (20)")
+    add(
+        "--profile-steps",
+        type=int,
+        default=2,
+        help="number of profiled steps afterwards (2); 0: none",
+    )
+    add("--trace", metavar="DIR", help="folder in which to keep the profiler's trace")
+    add("--card", help="JSON file to which to write the card")
+    add("--commit", help="commit to record on the card, if there is no checkout")
     options, rest = parser.parse_known_args(argv)
     if options.steps < 1:
         raise ConfigError("--steps", options.steps, "must be at least 1", "use --steps 20")
@@ -185,30 +189,34 @@ def read_command(argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
         fix = "use --profile-steps 2, or 0 for none"
         raise ConfigError("--profile-steps", options.profile_steps, "must be at least 0", fix)
     if options.trace is not None and not options.profile_steps:
-        fix = "use --profile-steps 2, or leave --trace out"
-        raise ConfigError("--trace", options.trace, "is of the profiled steps: there are none", fix)
+        fix = "use --profile-steps 2, or remove --trace"
+        raise ConfigError(
+            "--trace", options.trace, "requires profiled steps, but there are none", fix
+        )
     cfg = read_config(rest, "jaxpar.bench train", __doc__)
     given = {arg.partition("=")[0].replace("_", "-") for arg in expand_set_options(rest)}
     if "--run.dir" in given:
-        fix = "leave it out; --card FILE names what is written"
-        raise ConfigError("run.dir", cfg.run.dir, "is not used: a benchmark writes no run", fix)
+        fix = "remove it; use --card FILE to write the figures"
+        raise ConfigError("run.dir", cfg.run.dir, "has no effect: a benchmark writes no run", fix)
     if "--run.init-from" in given:
-        rule = "is not used: a benchmark begins with fresh weights"
-        raise ConfigError("run.init_from", cfg.run.init_from, rule, "leave it out")
+        rule = "has no effect: a benchmark starts from fresh weights"
+        raise ConfigError("run.init_from", cfg.run.init_from, rule, "remove it")
     place = detect.detect(cfg, os.environ)
-    if place is None or place.process_id == 0:  # the one that writes; others may be elsewhere
+    if (
+        place is None or place.process_id == 0
+    ):  # only process 0 writes; others may run on other hosts
         check_folder("--trace", options.trace)
         check_file("--card", options.card)
     return options, cfg
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line."""
+    """Run the command line and return the exit code."""
     options, cfg = read_command(argv)
     cfg, environment = rendezvous.join(cfg)
     cfg = dataclasses.replace(
         cfg,
-        checkpoint=dataclasses.replace(cfg.checkpoint, every=0, resume="auto"),  # on the card only
+        checkpoint=dataclasses.replace(cfg.checkpoint, every=0, resume="auto"),  # only for the card
         evaluation=dataclasses.replace(cfg.evaluation, every=0),
         run=dataclasses.replace(cfg.run, dir="runs/bench", init_from=""),
     )

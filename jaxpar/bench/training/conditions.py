@@ -1,4 +1,4 @@
-"""What a figure depends on: the conditions on every card."""
+"""The conditions of a measurement, which every card records."""
 
 import datetime
 import hashlib
@@ -12,8 +12,10 @@ from jaxpar.runtime.gpus import xla_flags
 
 
 def of_this_process(environment: list[str], commit: str) -> dict[str, Any]:
-    """Versions, devices, GPU, flags, commit, time and host, as they go on a card: the same words
-    wherever jaxpar is installed."""
+    """Return versions, devices, GPU, flags, commit, time and host for a card.
+
+    The values do not depend on where jaxpar is installed.
+    """
     versions = provenance.versions()
     return {
         **versions,
@@ -27,8 +29,8 @@ def of_this_process(environment: list[str], commit: str) -> dict[str, Any]:
 
 
 def host() -> str:
-    """The same on two cards of one host, until it is started anew; it tells nothing else."""
-    try:  # containers of one host share it, where their names differ
+    """Return an anonymous ID of the host, which changes when it reboots."""
+    try:  # shared by the containers of a host, whose names differ
         named = Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
         named = platform.node()
@@ -36,7 +38,7 @@ def host() -> str:
 
 
 def gpu_facts() -> str:
-    """Name, driver and power limit of the first GPU; empty without one."""
+    """Return name, driver and power limit of the first GPU; empty without a GPU."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version,power.limit", "--format=csv,noheader"]
     try:
         return subprocess.check_output(query, text=True).splitlines()[0]
@@ -45,7 +47,7 @@ def gpu_facts() -> str:
 
 
 def cudnn_version() -> int:
-    """The cuDNN that JAX has loaded, as 91900; 0 without one."""
-    from jax._src.lib import cuda_versions  # private, as all of cuDNN's bindings are
+    """Return the version of cuDNN that JAX loaded, such as 91900; 0 without cuDNN."""
+    from jax._src.lib import cuda_versions  # private, like all cuDNN bindings
 
     return 0 if cuda_versions is None else cuda_versions.cudnn_get_version()

@@ -1,7 +1,7 @@
-"""What the GPUs of this host draw and how fast they run while steps are timed.
+"""Records the power and clocks of this host's GPUs while steps are timed.
 
-Matmuls of training are held by the power limit: how far, a card should say. `nvidia-smi` looks
-every quarter of a second, in a process of its own that only reads.
+The power limit slows the matmuls of training, so a card records by how much. `nvidia-smi` samples
+every quarter of a second in a separate process.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from typing import Any
 
 from jaxpar.runtime.gpus.nvidia_smi import NOT_INSTALLED, at_power_limit, number
 
-#: As in `nvidia_smi.FIELDS`; a driver that does not know one gives no samples, and says so.
+#: As in `nvidia_smi.FIELDS`. A driver that does not support a field prints an error and no samples.
 FIELDS = (
     "timestamp",
     "index",
@@ -27,7 +27,7 @@ FIELDS = (
     "temperature.gpu",
 )
 MILLISECONDS = 250
-#: Seconds that it may take to end.
+#: Seconds to wait for nvidia-smi to end.
 PATIENCE = 5.0
 _TIME = "%Y/%m/%d %H:%M:%S.%f"
 
@@ -36,30 +36,30 @@ type Sample = dict[str, str]
 
 @dataclass
 class Watch:
-    """Samples since `since`, which whoever times sets when the warm-up has ended."""
+    """Samples since `since`, which the benchmark sets after the warm-up."""
 
     missing: str = ""
     since: datetime | None = None
     text: str = ""
 
     def begin(self) -> None:
-        """What was seen before is left out."""
+        """Discard earlier samples."""
         self.since = datetime.now()
 
     def card(self) -> dict[str, Any]:
-        """The card's entry; null, with the reason, where nothing was seen."""
+        """Return the card's entry; None and the reason if there are no samples."""
         samples = list(_samples(self.text.splitlines(), self.since))
         if samples:
             return {"power": summed(samples)}
         said = " ".join(self.text.split())[:200]
-        return {"power": None, "power_missing": self.missing or said or "no sample in that time"}
+        return {"power": None, "power_missing": self.missing or said or "no samples"}
 
 
 @contextlib.contextmanager
 def watch_power(on_gpu: bool) -> Iterator[Watch]:
-    """Look at this process's GPUs from here to the end of the block; then there is a card.
+    """Sample this process's GPUs within this context. The card is available afterwards.
 
-    Args:     on_gpu: whether there are any.
+    Args:     on_gpu: whether there are GPUs.
     """
     command = ["nvidia-smi", f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -67,7 +67,7 @@ def watch_power(on_gpu: bool) -> Iterator[Watch]:
     if not on_gpu:
         yield Watch(missing="no GPU")
         return
-    with tempfile.TemporaryFile("w+") as output:  # a pipe would fill up, and hold it
+    with tempfile.TemporaryFile("w+") as output:  # a pipe would fill up and block it
         try:
             process = subprocess.Popen(command, stdout=output, stderr=output)
         except OSError as error:
@@ -93,7 +93,7 @@ def _end(process: subprocess.Popen) -> None:
 
 
 def _samples(lines: Iterable[str], since: datetime | None) -> Iterator[Sample]:
-    """The whole lines from `since` on; others are messages, or were cut off at the end."""
+    """Yield the complete samples since `since`; other lines are messages or truncated."""
     for row in csv.reader(lines):
         cells = [cell.strip() for cell in row]
         if len(cells) == len(FIELDS):
@@ -103,14 +103,14 @@ def _samples(lines: Iterable[str], since: datetime | None) -> Iterator[Sample]:
 
 
 def summed(samples: list[Sample]) -> dict[str, Any]:
-    """Means over the samples, of all GPUs and of each."""
+    """Return means over the samples, for all GPUs and for each."""
     gpus = sorted({sample["index"] for sample in samples}, key=lambda index: (len(index), index))
     of_each = {gpu: _means([s for s in samples if s["index"] == gpu]) for gpu in gpus}
     return {**_means(samples), "samples": len(samples) // len(gpus), "gpus": of_each}
 
 
 def _means(samples: list[Sample]) -> dict[str, float | None]:
-    """Watts and megahertz; the share of samples at the power limit; the highest temperature."""
+    """Return mean power and clock, share of samples at the power limit, highest temperature."""
     values = lambda field: [  # noqa: E731
         value for sample in samples if (value := number(sample, field)) is not None
     ]
@@ -124,7 +124,7 @@ def _means(samples: list[Sample]) -> dict[str, float | None]:
 
 
 def in_words(result: dict[str, Any]) -> str:
-    """One line for the console; empty where nothing was seen."""
+    """Format the power in one line; empty if there are no samples."""
     power = result.get("power")
     if not power or power["watts"] is None or power["sm_mhz"] is None:
         return ""

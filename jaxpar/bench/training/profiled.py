@@ -1,4 +1,4 @@
-"""Steps of a run under the profiler: where their time goes, as entries of the card."""
+"""Profiles steps of a benchmark, and adds the breakdown to the card."""
 
 import contextlib
 import tempfile
@@ -15,14 +15,14 @@ from jaxpar.profiling.trace import read as trace
 from jaxpar.sharding.batch import Batch
 from jaxpar.step.state import TrainState
 
-#: Steps that run under the profiler first and are left out: after a pause a GPU is above its power
-#: limit for some 0.1 s, and then well below it until its clock has settled.
+#: Profiled steps that are discarded first: after a pause, a GPU exceeds its power limit for about
+#: 0.1 s, and then stays well below it until its clock has settled.
 SETTLE = 3
 
 
 @dataclass
 class StartedRun:
-    """A run that has begun: its step and that one's HLO text, its state, the batches to come."""
+    """A run in progress: its compiled step, HLO text, state and the next batches."""
 
     step: Callable[[TrainState, Batch], tuple[TrainState, Any]]
     hlo_text: str
@@ -31,20 +31,20 @@ class StartedRun:
 
 
 def profile_steps(running: StartedRun, steps: int, keep: str | None = None) -> dict[str, Any]:
-    """Run more steps under the profiler; `running` goes on from there, and its batches end.
+    """Run more steps under the profiler, and close the loader.
 
-    Every process runs the steps; the first traces, and sees its own devices.
+    All processes run the steps. Process 0 traces its own devices.
 
-    Args:     keep: folder for the trace; None: it is dropped.
-    Returns:  `profile`, as `breakdown.profile` gives it; None with `profile_missing`, the reason.
+    Args:     keep: folder for the trace; None: the trace is deleted.
+    Returns:  `profile`, from `breakdown.profile`; or None and `profile_missing`, the reason.
     """
     with contextlib.closing(running.batches):
         if not steps:
-            return _missing("not asked for: --profile-steps 0")
+            return _missing("not requested: --profile-steps 0")
         jax.block_until_ready(running.state)
         if jax.process_index() != 0:
             _take(running, SETTLE + steps)
-            return _missing("the first process has it")
+            return _missing("process 0 has it")
         return _traced(running, steps, keep)
 
 
@@ -55,7 +55,7 @@ def _take(running: StartedRun, steps: int) -> None:
 
 
 def _traced(running: StartedRun, steps: int, keep: str | None) -> dict[str, Any]:
-    """The steps under the profiler. A profiler or a disk that fails does not end the benchmark."""
+    """Profile the steps. A failure of the profiler or the disk does not end the benchmark."""
     begun = taken = False
     try:
         with _folder(keep) as folder:
@@ -68,29 +68,29 @@ def _traced(running: StartedRun, steps: int, keep: str | None) -> dict[str, Any]
             return {"profile": breakdown.profile(found, running.hlo_text)}
     except (OSError, RuntimeError, ValueError) as error:
         if begun and not taken:
-            raise  # of a step itself
+            raise  # a step failed
         if not begun:
-            _take(running, SETTLE + steps)  # the other processes wait in it
+            _take(running, SETTLE + steps)  # the other processes run them too
         known = isinstance(error, ValueError)
         return _missing(str(error) if known else f"the trace failed: {error}")
 
 
 def in_words(card: dict[str, Any]) -> str:
-    """The profile as tables, or in a line why there is none."""
+    """Format the profile as tables, or the reason why there is none."""
     if card["profile"] is None:
         return f"no profile: {card['profile_missing']}"
     return "\n" + table.table(card["profile"], card["collective_bytes"])
 
 
 def sent_in_words(card: dict[str, Any]) -> str:
-    """What a device sends in a step."""
+    """Describe what a device sends in a step."""
     sent = card["collective_bytes"]
     if sent is None:
         return f"bytes sent unknown: {card['collective_bytes_missing']}"
     kinds = [f"{row['count']} {kind}" for kind, row in sent["kinds"].items()]
     least = "at least " if sent["unknown"] else ""
     what = f" ({', '.join(kinds)})" if kinds else ""
-    return f"sends {least}{sent['bytes'] / 1e9:,.3f} GB a step{what}"
+    return f"sends {least}{sent['bytes'] / 1e9:,.3f} GB per step{what}"
 
 
 def _missing(why: str) -> dict[str, Any]:

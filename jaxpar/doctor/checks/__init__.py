@@ -1,1 +1,1 @@
-"""Pure functions from facts and figures to findings."""
+"""Checks: pure functions from facts and figures to findings."""

@@ -1,4 +1,4 @@
-"""What a check found: passed, warned, failed or left out, in words, with the remedy."""
+"""The result of a check: pass, warn, fail or skip, with a message and a remedy."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -11,10 +11,10 @@ type Status = Literal["pass", "warn", "fail", "skip"]
 class Finding:
     """One line of the checklist.
 
-    check    what was looked at, as docs/doctor.md lists it.
+    check    name of the check, as in docs/doctor.md.
     said     what was found, with the values.
-    remedy   what to do about it; empty where it passed.
-    where    the processes that it holds for, as "process 3 (gpu07)"; empty: all of them.
+    remedy   what to do about it; empty if the check passed.
+    where    the processes it applies to, such as "process 3 (gpu07)"; empty means all.
     """
 
     check: str
@@ -25,35 +25,35 @@ class Finding:
 
 
 def passed(check: str, said: str) -> Finding:
-    """All is well."""
+    """Return a finding that a check passed."""
     return Finding(check, "pass", said)
 
 
 def warned(check: str, said: str, remedy: str) -> Finding:
-    """It works, but slower or less safely than it could."""
+    """Return a warning: training works, but slower or less safely than it could."""
     return Finding(check, "warn", said, remedy)
 
 
 def failed(check: str, said: str, remedy: str) -> Finding:
-    """It gives wrong results, or far too slow ones, or cannot work."""
+    """Return a failure: training does not work, is far too slow, or gives wrong results."""
     return Finding(check, "fail", said, remedy)
 
 
 def skipped(check: str, why: str) -> Finding:
-    """It was not looked at."""
+    """Return a finding that a check does not apply."""
     return Finding(check, "skip", why)
 
 
 def verdict(found: Iterable[Finding]) -> Status:
-    """The worst status; "pass" where there is nothing worse."""
+    """Return the worst status; "pass" if nothing failed or warned."""
     there = {finding.status for finding in found}
     return next((status for status in ("fail", "warn") if status in there), "pass")
 
 
 def merge_findings(by_process: Sequence[Sequence[Finding]], names: Sequence[str]) -> list[Finding]:
-    """The findings of all processes, those that read the same in all of them once.
+    """Merge the findings of all processes. Equal findings appear once.
 
-    Args:     by_process: of each process. names: of the processes, in the same order.
+    Args:     by_process: the findings of each process. names: the processes' names, in order.
     """
     where: dict[Finding, list[str]] = {}
     for found, name in zip(by_process, names, strict=True):

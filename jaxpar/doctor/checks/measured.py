@@ -1,4 +1,4 @@
-"""Is what was measured as it should be? Each check: a function from figures to findings."""
+"""Checks of what was measured. Each check is a function from figures to findings."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -11,51 +11,52 @@ from jaxpar.planning.predict.hardware import Gpu, gpu_of_kind
 from jaxpar.runtime.gpus.nvidia_smi import GpuFacts, at_power_limit, number, throttle_reasons
 
 #: Shares of what a healthy GPU of the kind reaches (planning/hardware.py) below which a rate is
-#: low, or far too low. A matmul alone, for seconds, reached 0.92 to 0.98 of it
+#: low, or far too low. A matmul repeated for seconds reached 0.92 to 0.98 of it
 #: (docs/experiments/matmuls.md#power-limit).
 LOW, FAR_TOO_LOW = 0.85, 0.6
 
-#: Share of the other GPUs' median below which one is slow.
+#: A GPU below this share of the other GPUs' median is slow.
 SLOW_GPU = 0.92
 
-#: Share of NVLink's speed by the data sheet that large collectives should reach alone; two healthy
+#: Share of NVLink's speed by the data sheet that large collectives should reach; two healthy
 #: H200s reached 0.57 to 0.60 (docs/doctor.md), without NVLink multicast.
 OF_NVLINK = 0.5
 
 #: Bytes of a message that fills NVLink.
 LARGE_MESSAGE = 64 << 20
 
-#: Collectives that move as much as the links let them; an all-to-all and a permute have patterns of
-#: their own, and the broadcast is of no use in training.
+#: Collectives that are limited by the links. All-to-all and permute have other traffic patterns,
+#: and training uses no broadcast.
 HELD_AGAINST_NVLINK = ("all-reduce", "all-gather", "reduce-scatter")
 
-#: Bytes/s to and from pinned memory below which PCIe is not what it should be: half of gen 4 x16.
+#: Bytes/s to and from pinned memory below which PCIe is too slow: half of gen 4 x16.
 MIN_TRANSFER_RATE = 12e9
 
 type Rates = Mapping[tuple[str, str], Sequence[float]]
 
 
 def wrong_collectives(wrong: Sequence[str], verified: int) -> Finding:
-    """Whether every result was right. Args:     verified: results looked at."""
+    """Check that every collective's result was correct.
+
+    Args:     verified: number of results compared.
+    """
     if not verified:
         return skipped("collectives", "one device")
     if wrong:
         more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        remedy = (
-            "do not train here: try NCCL_P2P_DISABLE=1 and other GPUs to find the part at fault"
-        )
+        remedy = "do not train here: try NCCL_P2P_DISABLE=1 and other GPUs to find the faulty part"
         return failed("collectives", "; ".join(wrong[:3]) + more, remedy)
-    return passed("collectives", f"{verified} results, all right")
+    return passed("collectives", f"{verified} results, all correct")
 
 
 def bus_bandwidth(rows: Sequence[BandwidthRow], gpu: Gpu | None, one_host: bool) -> list[Finding]:
-    """The largest messages against NVLink's speed."""
+    """Check the largest messages against NVLink's speed."""
     check = "bus bandwidth"
     if gpu is None or not one_host or not rows:
         why = (
-            "no data sheet of these devices"
+            "no data sheet for these devices"
             if gpu is None
-            else "several hosts: no figure to expect"
+            else "no expected value for several hosts"
         )
         return [skipped(check, why)]
     largest = max(row.size for row in rows)
@@ -66,17 +67,15 @@ def bus_bandwidth(rows: Sequence[BandwidthRow], gpu: Gpu | None, one_host: bool)
     low = [r for r in held if r.bus < OF_NVLINK * gpu.nvlink.value]
     said = f"{', '.join(told)} of {gpu.nvlink.value / 1e9:.0f} by the data sheet"
     if low:
-        remedy = (
-            "look at NVLink, slow pairs and NCCL's variables above; NCCL_DEBUG=INFO tells its way"
-        )
+        remedy = "check NVLink, slow pairs and NCCL variables above; NCCL_DEBUG=INFO shows the path"
         return [warned(check, said, remedy)]
     return [passed(check, said)]
 
 
 def slow_pairs(links: Sequence[Link], names: Sequence[str], judged: bool) -> Finding:
-    """Pairs clearly slower than the median.
+    """Check for pairs that are clearly slower than the median.
 
-    Args:     names: of the devices. judged: the devices are real.
+    Args:     names: of the devices. judged: whether the devices are real.
     """
     check = "links"
     if not links:
@@ -88,14 +87,14 @@ def slow_pairs(links: Sequence[Link], names: Sequence[str], judged: bool) -> Fin
     if slow:
         told = [f"{names[k.pair[0]]} - {names[k.pair[1]]} {k.slowest / 1e9:.0f} GB/s" for k in slow]
         said = f"{'; '.join(told)}, median {middle / 1e9:.0f} GB/s"
-        remedy = "look at these two with `nvidia-smi nvlink -s`, `-e` and `nvidia-smi topo -m`"
+        remedy = "check this pair with `nvidia-smi nvlink -s`, `-e` and `nvidia-smi topo -m`"
         return failed(check, said, remedy)
     pairs = "1 pair" if len(links) == 1 else f"{len(links)} pairs"
     return passed(check, f"{pairs}, median {middle / 1e9:.0f} GB/s in one direction")
 
 
 def matmul(rates: Rates, kind: str) -> list[Finding]:
-    """Matmuls and copies against what a healthy GPU of the kind reaches."""
+    """Check matmuls and copies against the rates of a healthy GPU of this kind."""
     gpu, found = gpu_of_kind(kind), []
     for what, expected in expectations(gpu).items():
         rows = {key: each for key, each in rates.items() if key[0] == what}
@@ -104,7 +103,7 @@ def matmul(rates: Rates, kind: str) -> list[Finding]:
         best = max(rows, key=lambda key: statistics.median(rows[key]))
         share = statistics.median(rows[best]) / expected
         said = f"{best[1]}: {share:.0%} of what a healthy {kind} reaches"
-        remedy = "look at power limit, clocks, temperature, and at who else uses the GPUs"
+        remedy = "check power limit, clocks, temperature, and other users of the GPUs"
         if share < FAR_TOO_LOW:
             found.append(failed(what, said, remedy))
         elif share < LOW:
@@ -112,12 +111,12 @@ def matmul(rates: Rates, kind: str) -> list[Finding]:
         else:
             found.append(passed(what, said))
     if not found:
-        found = [skipped("matmul", f"no data sheet of {kind}")]
+        found = [skipped("matmul", f"no data sheet for {kind}")]
     return found
 
 
 def expectations(gpu: Gpu | None) -> dict[str, float]:
-    """What a healthy GPU reaches, by what is measured."""
+    """Return the rates of a healthy GPU, by what is measured."""
     if gpu is None:
         return {}
     figures = {"matmul bfloat16": gpu.matmul, "matmul float8": gpu.float8, "copy": gpu.bandwidth}
@@ -125,7 +124,7 @@ def expectations(gpu: Gpu | None) -> dict[str, float]:
 
 
 def slow_gpus(rates: Rates, names: Sequence[str], judged: bool) -> Finding:
-    """A GPU that falls behind the others holds all of them up."""
+    """Check for a GPU slower than the others: it delays all of them."""
     check = "slow GPU"
     if len(names) == 1 or not judged:
         return skipped(check, "one device" if judged else "simulated devices share the cores")
@@ -137,13 +136,13 @@ def slow_gpus(rates: Rates, names: Sequence[str], judged: bool) -> Finding:
                 slow.append(f"{name}: {what} {detail} at {rate / middle:.0%} of the median")
     if slow:
         return warned(
-            check, "; ".join(slow), "look at its power, clocks, temperature; or replace it"
+            check, "; ".join(slow), "check its power, clocks and temperature, or replace it"
         )
     return passed(check, f"none: all within {1 - SLOW_GPU:.0%} of the median")
 
 
 def transfers(rates: Rates) -> list[Finding]:
-    """PCIe, which offloading and checkpoints go through."""
+    """Check PCIe transfers, which offloading and checkpoints use."""
     pinned = {key: each for key, each in rates.items() if key[1].endswith("pinned")}
     if not pinned:
         return []
@@ -160,7 +159,10 @@ def transfers(rates: Rates) -> list[Finding]:
 
 
 def under_load(load: Sequence[GpuFacts]) -> list[Finding]:
-    """Clocks and heat while every GPU multiplied. Args:     load: as `LOAD_FIELDS`."""
+    """Check clocks and temperature under load.
+
+    Args:     load: values of `LOAD_FIELDS`.
+    """
     check = "clocks under load"
     if not load:
         return []
@@ -168,11 +170,11 @@ def under_load(load: Sequence[GpuFacts]) -> list[Finding]:
     if bad:
         said = "; ".join(f"GPU {i}: {', '.join(n for n, _ in why)}" for i, why in bad)
         hardware = any(hard for _, why in bad for _, hard in why)
-        remedy = "see to cooling and power supply (nvidia-smi -q -d PERFORMANCE,TEMPERATURE)"
+        remedy = "check cooling and power supply (nvidia-smi -q -d PERFORMANCE,TEMPERATURE)"
         return [(failed if hardware else warned)(check, said, remedy)]
     sm = [n for g in load if (n := number(g, "clocks.current.sm")) is not None]
     heat = [n for g in load if (n := number(g, "temperature.gpu")) is not None]
     capped = sum(map(at_power_limit, load))
-    said = f"{min(sm):.0f} to {max(sm):.0f} MHz" if sm else "not told"
-    said += f", {max(heat):.0f} °C at most" if heat else ""
-    return [passed(check, said + (f", {capped} at their power limit" if capped else ""))]
+    said = f"{min(sm):.0f} to {max(sm):.0f} MHz" if sm else "unknown"
+    said += f", at most {max(heat):.0f} °C" if heat else ""
+    return [passed(check, said + (f", {capped} at the power limit" if capped else ""))]

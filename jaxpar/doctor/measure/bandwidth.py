@@ -1,9 +1,9 @@
-"""How fast the collectives are, over all devices, from messages of a KiB to those of a GiB.
+"""Measures the bandwidth of collectives over all devices, for messages from 1 KiB to 1 GiB.
 
-A program makes many calls of one collective. Between two calls, one number of the result is written
-into the operand: the next call cannot begin before, and none can be left out. That the compiler has
-left none out is counted in its own program. On a GPU this adds a kernel of some two microseconds to
-each call, as there is one between any two collectives of a step.
+A program makes many calls of one collective. Between two calls, one element of the result is
+written into the operand. The next call therefore depends on the previous one, and the compiler can
+remove none; the compiled program is checked for that. On a GPU this adds a kernel of about two
+microseconds to each call. A training step also runs kernels between its collectives.
 """
 
 import functools
@@ -20,32 +20,32 @@ from jaxpar.doctor.measure.timing import Spread, time_calls
 from jaxpar.doctor.progress import Tell, no_report
 from jaxpar.profiling.hlo.collective_bytes import collective_bytes
 
-#: The only axis of the mesh here.
+#: The only axis of the mesh.
 DEVICES = "devices"
 
-#: Bytes of the smallest message, and how much larger each next one is.
+#: Bytes of the smallest message, and the ratio of consecutive sizes.
 SMALLEST, FACTOR = 1 << 10, 16
 
-#: Bytes of the largest message, unless it is given.
+#: Bytes of the largest message by default.
 MAX_BYTES, MAX_BYTES_ON_CPU = 1 << 30, 1 << 18
 
-#: Calls in a program, of messages up to so many bytes.
+#: (largest message in bytes, calls in a program).
 CALLS = ((1 << 16, 50), (1 << 24, 20), (1 << 62, 5))
 CALLS_ON_CPU = 5
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A collective: the call, its size, and what its bus bandwidth is.
+    """A collective: the call, its size and the factor of its bus bandwidth.
 
-    run       x on each device -> the result there.
-    shards    the operand is one n-th of the size: of an all-gather, the size is the result's.
-    in_place  the result is the next operand. XLA lets an all-reduce overwrite its operand, and
-              would copy one that is needed again.
-    bus       bytes over the slowest link, over the size, by the number of devices. By it, all
-              collectives can be held against the links' speed.
+    run       the operand on each device -> the result on that device.
+    shards    the operand has 1/n of the size. An all-gather's size is that of its result.
+    in_place  the result becomes the next operand. XLA lets an all-reduce overwrite its operand,
+              and would otherwise copy it.
+    bus       number of devices -> bytes over the slowest link divided by the size. It makes the
+              bandwidth comparable with the speed of the links.
               Source: nccl-tests, doc/PERFORMANCE.md.
-    opcodes   what the compiler calls it, as `profiling/hlo/collective_bytes.py` does.
+    opcodes   the compiler's names, as in `profiling/hlo/collective_bytes.py`.
     """
 
     run: Callable[[jax.Array], jax.Array]
@@ -56,9 +56,9 @@ class Kind:
 
 
 def _broadcast(x: jax.Array) -> jax.Array:
-    """The first device's x: NCCL's broadcast; on CPUs, where there is none, a sum with zeros."""
+    """Return the first device's x: NCCL's broadcast; on CPUs, which have none, a sum with zeros."""
     if jax.default_backend() == "gpu":
-        return lax.pbroadcast(x, (DEVICES,), 0)  # a name alone is taken letter by letter
+        return lax.pbroadcast(x, (DEVICES,), 0)  # a bare string is read letter by letter
     return lax.psum(jnp.where(lax.axis_index(DEVICES) == 0, x, 0), DEVICES)
 
 
@@ -91,10 +91,10 @@ KINDS: dict[str, Kind] = {
 
 @dataclass(frozen=True)
 class BandwidthRow:
-    """One collective at one size.
+    """The timing of one collective at one size.
 
-    size     bytes, as nccl-tests counts them.
-    call     seconds of one call.
+    size     bytes, as defined by nccl-tests.
+    call     seconds per call.
     """
 
     kind: str
@@ -104,26 +104,26 @@ class BandwidthRow:
 
     @property
     def algorithm(self) -> float:
-        """Bytes/s of the size."""
+        """Algorithm bandwidth in bytes/s: size over time."""
         return self.size / self.call.median
 
     @property
     def bus(self) -> float:
-        """Bytes/s over the slowest link."""
+        """Bus bandwidth in bytes/s: the traffic over the slowest link."""
         return self.algorithm * KINDS[self.kind].bus(self.devices)
 
 
 class LeftOut(Exception):
-    """The compiler has not kept every call, so that a time would mean nothing."""
+    """Raised if the compiler removed calls, so that the timing is meaningless."""
 
 
 def one_axis(devices: Sequence[jax.Device]) -> Mesh:
-    """A mesh of one axis, in the order of the devices."""
+    """Return a mesh with one axis, in the order of the devices."""
     return Mesh(np.asarray(devices), (DEVICES,), axis_types=(AxisType.Auto,))
 
 
 def sizes(largest: int) -> list[int]:
-    """From the smallest up, the largest among them."""
+    """Return the message sizes in ascending order, including `largest`."""
     found = [SMALLEST]
     while found[-1] * FACTOR <= largest:
         found.append(found[-1] * FACTOR)
@@ -131,7 +131,7 @@ def sizes(largest: int) -> list[int]:
 
 
 def calls_for(size: int) -> int:
-    """Calls in a program."""
+    """Return the number of calls in a program."""
     if jax.default_backend() != "gpu":
         return CALLS_ON_CPU
     return next(calls for most, calls in CALLS if size <= most)
@@ -140,11 +140,11 @@ def calls_for(size: int) -> int:
 def compile_repeated(
     mesh: Mesh, kind: Kind, elements: int, calls: int
 ) -> Callable[[jax.Array], jax.Array]:
-    """A compiled program of so many calls, one after the other.
+    """Compile a program of `calls` dependent calls.
 
-    Args:     elements: of the operand of each device.
-    Returns:  [devices * elements] float32 -> the same; the argument is used up.
-    Raises:   LeftOut unless the compiler has kept them all.
+    Args:     elements: size of the operand on each device.
+    Returns:  [devices * elements] float32 -> the same; the argument is donated.
+    Raises:   LeftOut if the compiler removed calls.
     """
     sharding = NamedSharding(mesh, PartitionSpec(DEVICES))
     x = jax.ShapeDtypeStruct((mesh.size * elements,), jnp.float32, sharding=sharding)
@@ -154,18 +154,20 @@ def compile_repeated(
 
 
 def trace_repeated(mesh: Mesh, kind: Kind, x: jax.ShapeDtypeStruct, calls: int):
-    """The same, not compiled yet."""
+    """Trace the program of `compile_repeated`."""
 
     def call(x: jax.Array) -> jax.Array:
         result = kind.run(x)
         missing = tuple({DEVICES} - set(jax.typeof(result).manual_axis_type.varying))
         result = lax.pcast(result, missing, to="varying") if missing else result
         if kind.in_place:
-            own = lax.axis_index(DEVICES).astype(x.dtype)  # or the next sum would be of equal ones
+            own = lax.axis_index(DEVICES).astype(
+                x.dtype
+            )  # keeps the operands of the next sum different
             return lax.dynamic_update_slice(result, own[None], (0,))
         return lax.dynamic_update_slice(x, result[-1:], (0,))
 
-    # Written out, since a loop would add a kernel to each call, which counts.
+    # Unrolled, since a loop would add a kernel to each call.
     local = lambda x: functools.reduce(lambda x, _: call(x), range(calls), x)  # noqa: E731
     spec = PartitionSpec(DEVICES)
     program = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)
@@ -173,15 +175,18 @@ def trace_repeated(mesh: Mesh, kind: Kind, x: jax.ShapeDtypeStruct, calls: int):
 
 
 def require_calls(program: Callable, opcodes: Sequence[str], calls: int) -> None:
-    """Raises:   LeftOut unless the compiled program makes every call."""
+    """Check that the compiled program makes every call.
+
+    Raises:   LeftOut if it does not.
+    """
     sent = collective_bytes(program.as_text())  # type: ignore[attr-defined]
     made = sum(row["count"] for kind, row in sent.kinds.items() if kind in opcodes)
     if made != calls:
-        raise LeftOut(f"{' or '.join(opcodes)}: {made} calls in the program, and not {calls}")
+        raise LeftOut(f"{' or '.join(opcodes)}: {made} calls in the program instead of {calls}")
 
 
 def numbers(mesh: Mesh, elements: int) -> jax.Array:
-    """[devices * elements] float32, sharded: between 0 and 1, and no two devices alike."""
+    """Return [devices * elements] float32, sharded: in [0, 1), different on each device."""
 
     def local() -> jax.Array:
         places = jnp.arange(elements, dtype=jnp.int32) + lax.axis_index(DEVICES)
@@ -193,11 +198,11 @@ def numbers(mesh: Mesh, elements: int) -> jax.Array:
 def measure(
     mesh: Mesh, largest: int, repeats: int, patience: float, tell: Tell = no_report
 ) -> Iterator[BandwidthRow]:
-    """Every collective at every size, one by one.
+    """Time every collective at every size.
 
-    Args:     mesh: of one axis. largest: bytes. repeats, patience: as in `time_calls`. tell: gets
-              each piece of work.
-    Raises:   LeftOut.
+    Args:     mesh: one axis. largest: bytes of the largest message. repeats, patience: as in
+              `time_calls`. tell: called with the name of each measurement.
+    Raises:   LeftOut if the compiler removed calls.
     """
     n = mesh.size
     for kind, about in KINDS.items():

@@ -1,6 +1,7 @@
-"""How fast each device multiplies and copies: all of them at the same time, each timed by itself.
+"""Measures how fast each device multiplies and copies.
 
-Together, since a host's GPUs share its air and power in training too.
+All devices work at the same time, each timed separately: in training, too, a host's GPUs share
+cooling and power.
 """
 
 import itertools
@@ -25,11 +26,11 @@ from jaxpar.runtime.gpus import nvidia_smi
 
 _SPEC = PartitionSpec(DEVICES)
 
-#: (rows, in, out) of matmuls: a square one, and those of an 8B model's MLP at 16,384 tokens.
+#: (rows, in, out) of the matmuls: a square one, and those of an 8B model's MLP at 16,384 tokens.
 SHAPES = ((8192, 8192, 8192), (16384, 4096, 14336), (16384, 14336, 4096))
 SHAPES_ON_CPU = ((512, 512, 512),)
 
-#: Seconds of matmuls one after the other, in which the GPU reaches its lasting clocks.
+#: Seconds of consecutive matmuls, in which the GPU settles to its sustained clocks.
 LASTING, LASTING_ON_CPU = 2.0, 0.2
 
 #: Matmuls in a program.
@@ -39,13 +40,13 @@ CALLS, CALLS_ON_CPU = 40, 4
 COPY, COPY_ON_CPU = 1 << 30, 8 << 20
 TRANSFER = 256 << 20
 
-#: Compute capability from which tensor cores multiply 8-bit numbers.
+#: Lowest compute capability whose tensor cores multiply 8-bit floats.
 FLOAT8_SINCE = (8, 9)
 
 
 @dataclass(frozen=True)
 class Rate:
-    """What the local devices reach.
+    """A rate measured on the local devices.
 
     what     "matmul bfloat16", "matmul float8", "copy", "host to device", "device to host".
     detail   the shape, or the kind of host memory.
@@ -60,12 +61,15 @@ class Rate:
 
     @property
     def median(self) -> float:
-        """Of the devices."""
+        """Median over the devices."""
         return statistics.median(self.devices)
 
 
 def measure(repeats: int, tell: Tell = no_report) -> Iterator[Rate]:
-    """Every rate, one by one. Args:     tell: gets each piece of work."""
+    """Measure every rate.
+
+    Args:     tell: called with the name of each measurement.
+    """
     mesh, on_gpu = one_axis(jax.local_devices()), jax.default_backend() == "gpu"
     kinds = ["bfloat16" if on_gpu else "float32"]
     kinds += ["float8"] if has_float8(jax.local_devices()[0]) else []
@@ -79,7 +83,7 @@ def measure(repeats: int, tell: Tell = no_report) -> Iterator[Rate]:
 
 
 def has_float8(device: jax.Device) -> bool:
-    """Whether a GPU multiplies 8-bit numbers."""
+    """Return whether a GPU multiplies 8-bit floats."""
     capability = str(getattr(device, "compute_capability", "")).split(".")
     return len(capability) == 2 and tuple(map(int, capability)) >= FLOAT8_SINCE
 
@@ -94,21 +98,21 @@ def _matmul(mesh: Mesh, shape: tuple[int, int, int], dtype: str, repeats: int) -
 
 
 def dtypes(name: str) -> tuple[Any, Any]:
-    """Of the operands, and of the products: 8-bit numbers multiply to bfloat16."""
+    """Return the dtypes of operands and products: float8 operands give bfloat16 products."""
     return (FORWARD, jnp.bfloat16) if name == "float8" else (jnp.dtype(name), jnp.dtype(name))
 
 
 def matmuls(mesh: Mesh, dtype: str, calls: int) -> Callable[..., jax.Array]:
-    """A program of matmuls one after the other, (x, w) -> x: [rows, in] by w [out, in].
+    """Return a program of consecutive matmuls, (x, w) -> x: x [rows, in] by w [out, in].
 
-    One number of each product is written into x, so that the next matmul waits for it.
+    One element of each product is written into x, so that the next matmul depends on it.
     """
     narrow, wide = dtypes(dtype)
 
     def multiply(x: jax.Array, w: jax.Array) -> jax.Array:
-        # Of 8-bit operands, tensor cores want the summed dim contiguous: it is the last in both.
+        # Tensor cores need the contracted dim of 8-bit operands contiguous: it is last in both.
         y = lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=wide)
-        y = lax.optimization_barrier(y)  # or only that number would be computed
+        y = lax.optimization_barrier(y)  # otherwise XLA computes only that element
         return lax.dynamic_update_slice(x, y[-1:, -1:].astype(narrow), (0, 0))
 
     def local(x, w):
@@ -118,7 +122,7 @@ def matmuls(mesh: Mesh, dtype: str, calls: int) -> Callable[..., jax.Array]:
 
 
 def operands(mesh: Mesh, shape: tuple[int, int, int], dtype: str) -> tuple[jax.Array, ...]:
-    """x and w for `matmuls`, on each device: normal, since GPUs draw less power for zeros."""
+    """Return x and w for `matmuls` on each device: random, since zeros draw less power."""
     rows, inner, outer = shape
 
     def fill(key):
@@ -134,13 +138,13 @@ def operands(mesh: Mesh, shape: tuple[int, int, int], dtype: str) -> tuple[jax.A
 
 
 def _on_each(mesh: Mesh, function: Callable[..., Any], arguments: int) -> Callable[..., Any]:
-    """A function of each device's own shards."""
+    """Compile a function of each device's own shards."""
     specs = (_SPEC,) * arguments
     return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=_SPEC))
 
 
 def _each_device(program: Callable[[], jax.Array], repeats: int) -> list[Spread]:
-    """Seconds of a program on each local device, in their order."""
+    """Time a program on each local device, in order."""
     jax.block_until_ready(program())
     times: dict[int, list[float]] = {}
     for _ in range(repeats):
@@ -152,9 +156,9 @@ def _each_device(program: Callable[[], jax.Array], repeats: int) -> list[Spread]
 
 @dataclass(frozen=True)
 class Lasting:
-    """A matmul for as long as `LASTING`, and the GPUs meanwhile.
+    """The result of `multiply_sustained`.
 
-    rate    of the square matmul. load   `nvidia-smi`'s values of this host's GPUs.
+    rate    of the square matmul. load   `nvidia-smi`'s values for this host's GPUs under load.
     """
 
     rate: Rate
@@ -162,9 +166,9 @@ class Lasting:
 
 
 def multiply_sustained(first: Rate) -> Lasting:
-    """Multiply for a while, and look at the GPUs then.
+    """Multiply for `LASTING` seconds and query the GPUs under load.
 
-    Args:     first: the rate of the first shape, by which it is known how often to multiply.
+    Args:     first: the rate of the first shape, which determines the number of launches.
     """
     on_gpu = jax.default_backend() == "gpu"
     shape = (SHAPES if on_gpu else SHAPES_ON_CPU)[0]
@@ -185,7 +189,7 @@ def multiply_sustained(first: Rate) -> Lasting:
     ready = when_ready(x)
     looking.join()
     rates = [flops * launches / (ready[d.id] - began) for d in jax.local_devices()]
-    return Lasting(Rate(first.what, f"{first.detail}, lasting", "FLOP/s", rates), load)
+    return Lasting(Rate(first.what, f"{first.detail}, sustained", "FLOP/s", rates), load)
 
 
 def _look() -> list[nvidia_smi.GpuFacts]:
@@ -196,7 +200,7 @@ def _look() -> list[nvidia_smi.GpuFacts]:
 
 
 def _copy(mesh: Mesh, size: int, repeats: int) -> Rate:
-    """Within the device: every number is read, changed and written."""
+    """Measure copies within a device: every element is read, changed and written."""
     sharding = NamedSharding(mesh, _SPEC)
     x = jax.jit(lambda: jnp.ones((mesh.size * size // 4,), jnp.float32), out_shardings=sharding)()
     add = jax.jit(lambda x: x + 1.0, donate_argnums=0, out_shardings=sharding)
@@ -213,7 +217,7 @@ def _copy(mesh: Mesh, size: int, repeats: int) -> Rate:
 
 
 def _transfers(repeats: int) -> Iterator[Rate]:
-    """Between host and device, one device after the other: by numpy, and from pinned memory."""
+    """Measure transfers between host and device, one device at a time: numpy and pinned memory."""
     host, devices = np.ones(TRANSFER // 4, np.float32), jax.local_devices()
     ways = {
         "numpy": [(_put(host, device, repeats), _get(device, repeats)) for device in devices],
@@ -226,7 +230,7 @@ def _transfers(repeats: int) -> Iterator[Rate]:
 
 
 def _median_of(work: Callable[[], Any], repeats: int) -> float:
-    """Median seconds, the first time left out."""
+    """Return the median seconds, without the first call."""
     times = []
     for _ in range(repeats + 1):
         began = time.perf_counter()
@@ -247,7 +251,7 @@ def _get(device: jax.Device, repeats: int) -> float:
 
 
 def _pinned(device: jax.Device, repeats: int) -> tuple[float, float]:
-    """Seconds to the device, and back."""
+    """Return the seconds to the device and back."""
     here = jax.sharding.SingleDeviceSharding(device)
     there = here.with_memory_kind("pinned_host")
     x = jax.device_put(jnp.ones(TRANSFER // 4, jnp.float32), here)
@@ -257,5 +261,5 @@ def _pinned(device: jax.Device, repeats: int) -> tuple[float, float]:
 
 
 def by_place(rates: Sequence[Sequence[float]]) -> list[float]:
-    """The rates of all processes' devices, one after the other."""
+    """Concatenate the rates of all processes' devices."""
     return [rate for of_process in rates for rate in of_process]

@@ -1,9 +1,9 @@
-"""How fast every pair of devices is, in one direction and in both at once.
+"""Measures the bandwidth between pairs of devices, in one direction and in both at once.
 
-Pairs that share no device are timed at the same time, each by its own two devices, so that n
-devices take n - 1 rounds. A pair that falls behind is timed once more, alone. Where there are many
-devices, pairs within a process come in such rounds, in all processes at once, and between processes
-each device meets its counterpart in the next one.
+Pairs without a common device are timed at the same time, each by its own two devices, so n devices
+take n - 1 rounds. A slow pair is timed once more by itself. With many devices, all processes time
+their own pairs in such rounds at the same time. Between processes, each device is paired with its
+counterpart in the next process.
 """
 
 import dataclasses
@@ -22,23 +22,23 @@ from jaxpar.doctor.progress import Tell, no_report
 
 type Pair = tuple[int, int]
 
-#: Devices up to which every pair is timed.
+#: Most devices for which every pair is timed.
 ALL_PAIRS = 16
 
 #: Bytes of a message, and calls in a program.
 MESSAGE, MESSAGE_ON_CPU = 64 << 20, 1 << 16
 CALLS, CALLS_ON_CPU = 10, 4
 
-#: Share of the median bandwidth below which a pair is timed once more, and is slow if it stays.
+#: A pair below this share of the median bandwidth is timed once more, and reported if still slow.
 SLOW = 0.8
 
 
 @dataclass(frozen=True)
 class Link:
-    """Bytes/s between two devices, by their places in the mesh.
+    """The bandwidth in bytes/s between two devices, given by their positions in the mesh.
 
-    there, back   in one direction, the other way being silent.
-    both          in both directions together, each sending at the same time.
+    there, back   one direction, while the other is idle.
+    both          the sum of both directions, measured at the same time.
     """
 
     pair: Pair
@@ -48,14 +48,14 @@ class Link:
 
     @property
     def slowest(self) -> float:
-        """Of the three, in one direction each."""
+        """The slowest of the three, per direction."""
         return min(self.there, self.back, self.both / 2)
 
 
 def rounds(devices: int, per_process: int) -> list[list[Pair]]:
-    """Pairs, those of a round without a device in common.
+    """Return rounds of pairs; no two pairs of a round share a device.
 
-    Args:     per_process: devices of each process, which are neighbors.
+    Args:     per_process: devices per process; those of a process are adjacent.
     """
     if devices <= ALL_PAIRS:
         return tournament(devices)
@@ -64,7 +64,7 @@ def rounds(devices: int, per_process: int) -> list[list[Pair]]:
         starts = range(0, devices, per_process)
         for pairs in tournament(per_process):
             found.append([(s + a, s + b) for s in starts for a, b in pairs])
-    # Each process with the next one, in two rounds: the even ones first.
+    # Each process with the next one, in two rounds: first the even processes.
     for first in (0, 1):
         starts = range(first * per_process, devices - per_process, 2 * per_process)
         pairs = [(s + i, s + i + per_process) for s in starts for i in range(per_process)]
@@ -73,7 +73,7 @@ def rounds(devices: int, per_process: int) -> list[list[Pair]]:
 
 
 def tournament(n: int) -> list[list[Pair]]:
-    """Every pair of n once, in n - 1 rounds (n, if n is odd): the circle method."""
+    """Return every pair of n once, in n - 1 rounds (n if n is odd), by the circle method."""
     players = list(range(n + n % 2))
     found = []
     for _ in range(len(players) - 1):
@@ -92,10 +92,10 @@ def measure(
     gather: Callable[[dict[str, float]], dict[str, float]],
     tell: Tell = no_report,
 ) -> Iterator[Link]:
-    """The links of each round.
+    """Time the links, round by round.
 
-    Args:     mesh: of one axis. message: bytes. gather: joins what every process has found.
-              tell: gets each piece of work.
+    Args:     mesh: one axis. message: bytes. gather: merges the results of all processes.
+              tell: called with the pairs of each round.
     """
     per_process = len(jax.local_devices())
     for pairs in rounds(mesh.size, per_process):
@@ -111,7 +111,7 @@ def again(
     patience: float,
     gather: Callable[[dict[str, float]], dict[str, float]],
 ) -> Link:
-    """One pair, alone."""
+    """Time one pair by itself."""
     (link,) = _round(mesh, [pair], message, repeats, patience, gather)
     return link
 
@@ -132,7 +132,7 @@ def _round(mesh, pairs, message, repeats, patience, gather) -> Iterator[Link]:
 
 
 def _seconds(mesh, sends, message, repeats, patience, gather) -> dict[int, float]:
-    """Seconds of a call, by the place of each device in the mesh."""
+    """Return seconds per call, by each device's position in the mesh."""
     calls = CALLS if jax.default_backend() == "gpu" else CALLS_ON_CPU
     elements = message // 4
     send = lambda x: lax.ppermute(x, DEVICES, sends)  # noqa: E731
@@ -146,10 +146,10 @@ def _seconds(mesh, sends, message, repeats, patience, gather) -> dict[int, float
 
 
 def median(links: Sequence[Link]) -> float:
-    """Bytes/s in one direction that half of the links reach in each of the three ways."""
+    """Return the median over the links of `Link.slowest`."""
     return statistics.median(link.slowest for link in links) if links else math.nan
 
 
 def behind(links: Sequence[Link]) -> list[Link]:
-    """Those that are clearly slower than the median."""
+    """Return the links that are clearly slower than the median."""
     return [link for link in links if link.slowest < SLOW * median(links)]

@@ -1,8 +1,8 @@
-"""How long programs take that run on many devices, without their dispatch.
+"""Times programs on many devices, without dispatch.
 
-A program holds many calls of what is timed, and is launched several times back to back; the clock
-stops once the devices are done. In a run of several processes each of them launches as often:
-process 0 says how often.
+A program contains many calls of the timed operation and is launched several times back to back. The
+clock stops when the devices have finished. All processes launch it the same number of times, which
+process 0 decides.
 """
 
 import itertools
@@ -26,7 +26,7 @@ _agreements = itertools.count()
 
 @dataclass(frozen=True)
 class Spread:
-    """Seconds of one call: median, fastest and slowest over the batches."""
+    """Seconds per call: median, fastest and slowest over the batches."""
 
     median: float
     fastest: float
@@ -34,20 +34,20 @@ class Spread:
 
     @staticmethod
     def of(seconds: list[float]) -> "Spread":
-        """Of the batches' times of a call."""
+        """Return the spread of the batches' times."""
         return Spread(statistics.median(seconds), min(seconds), max(seconds))
 
 
 @dataclass(frozen=True)
 class Timed:
-    """A call on all devices, and on each of this process's, by their ids."""
+    """The time of a call on all devices, and on each local device by its id."""
 
     whole: Spread
     devices: dict[int, Spread]
 
 
 def agreed(text: str, patience: float) -> str:
-    """What process 0 says. Every process calls it equally often, in the same order."""
+    """Return process 0's text. All processes must call this in the same order."""
     return peers.exchange(f"doctor/agreed/{next(_agreements)}", text, patience)[0]
 
 
@@ -58,10 +58,10 @@ def time_calls(
     repeats: int,
     patience: float,
 ) -> Timed:
-    """Time a program that takes what it returns, so that every launch waits for the one before.
+    """Time a program that takes its own result, so that each launch waits for the previous one.
 
-    Args:     program: compiled; its argument may be donated. calls: of what is timed in it.
-              repeats: batches. patience: seconds for the processes to agree.
+    Args:     program: compiled; its argument may be donated. calls: timed calls in the program.
+              repeats: batches. patience: seconds to wait for the other processes.
     """
     x = jax.block_until_ready(program(x))
     began = time.perf_counter()
@@ -69,7 +69,7 @@ def time_calls(
     once = max(time.perf_counter() - began, 1e-7)
     wanted = min(max(round(BATCH_SECONDS / once), 1), MAX_LAUNCHES)
     if jax.default_backend() == "cpu":
-        wanted = 1  # of two collectives in flight, each may hold the threads that the other needs
+        wanted = 1  # two collectives in flight could each hold the threads that the other needs
     launches = int(agreed(str(wanted), patience))
     times: dict[int, list[float]] = {}
     whole = []
@@ -85,9 +85,10 @@ def time_calls(
 
 
 def when_ready(x: Any) -> dict[int, float]:
-    """When each local device had its shard of an array, by `perf_counter`: a thread waits for each.
+    """Return when each local device had finished its shard of an array, by `perf_counter`.
 
-    Collectives aside, devices end independently, so the slow one is seen.
+    One thread waits for each device. Without collectives the devices finish independently, so this
+    shows which one is slow.
     """
     ready: dict[int, float] = {}
 
@@ -100,5 +101,5 @@ def when_ready(x: Any) -> dict[int, float]:
         thread.start()
     for thread in threads:
         thread.join()
-    jax.block_until_ready(x)  # raises what a thread has met
+    jax.block_until_ready(x)  # raises the errors of the threads
     return ready

@@ -1,8 +1,8 @@
-"""Do the collectives return what they should, on every axis of a mesh and on the whole?
+"""Verifies the results of collectives over every axis of a mesh and over all axes.
 
-Every number that is sent names its sender and its place in the message, in integers that bfloat16
-holds exactly; so a message that came from another device, or to another place, is told by name.
-What is tested are the collectives of `jaxpar/parallel`, inside `shard_map`, as a step uses them.
+Every number sent encodes its sender and its position in the message, in integers that bfloat16
+represents exactly. A misdirected message can therefore be identified. The collectives are those of
+`jaxpar/parallel`, inside `shard_map`, as a training step uses them.
 """
 
 import itertools
@@ -23,11 +23,11 @@ from jaxpar.parallel.collectives import varying
 from jaxpar.parallel.tensor import permutes
 from jaxpar.sharding.axes import AXES
 
-#: Dtypes of what is sent.
+#: Dtypes of the messages.
 DTYPES = ("float32", "bfloat16")
 
-#: Elements of a piece, of which each device has one for every device of its group: NCCL takes
-#: other protocols for small messages than for large ones.
+#: Elements of a shard; each device sends one shard to every device of its group. NCCL uses
+#: different protocols for small and large messages.
 SMALL, LARGE, LARGE_ON_CPU = 256, 1 << 16, 1 << 12
 
 type Axes = tuple[str, ...]
@@ -35,13 +35,13 @@ type Axes = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Collective:
-    """One to verify.
+    """A collective to verify.
 
-    run        (x [pieces, elements] on each device, axes) -> its result there.
-    expected   (the x of all members of the group, in order; the place among them) -> the same,
-               by numpy.
-    sums       it adds up: then x is made so that no sum is rounded.
-    one_axis   it takes one axis, not several.
+    run        (x [pieces, elements] on each device, axes) -> the result on that device.
+    expected   (x of all members of the group, in order; position in the group) -> the expected
+               result, in numpy.
+    sums       it computes sums: x is then chosen so that no sum is rounded.
+    one_axis   it accepts only a single axis.
     """
 
     run: Callable[[jax.Array, Axes], jax.Array]
@@ -51,13 +51,13 @@ class Collective:
 
 
 def _broadcast(x: jax.Array, axes: Axes) -> jax.Array:
-    """The last member's x, as the pipeline hands over the loss."""
+    """Return the last member's x, as the pipeline broadcasts the loss."""
     last = lax.axis_index(axes) == lax.axis_size(axes) - 1
     return collectives.psum(jnp.where(last, x, 0), axes)
 
 
 def _shift(x: jax.Array, axes: Axes) -> jax.Array:
-    """x to the next one round the ring; over several axes, round the ring of all."""
+    """Send x to the next device in the ring; over several axes, the ring of all of them."""
     if len(axes) == 1:
         return collectives.shift(x, axes[0], 1)
     n = lax.axis_size(axes)
@@ -100,7 +100,7 @@ COLLECTIVES: dict[str, Collective] = {
 
 @dataclass(frozen=True)
 class Wrong:
-    """A result that is not what it should be."""
+    """A wrong result."""
 
     collective: str
     axes: Axes
@@ -116,7 +116,7 @@ class Wrong:
 
 @dataclass(frozen=True)
 class Verified:
-    """The collectives that were run at once, and what was wrong in this process."""
+    """The collectives run in one program, and the wrong results in this process."""
 
     axes: Axes
     dtype: str
@@ -126,13 +126,13 @@ class Verified:
 
 
 def axes_to_verify(mesh: Mesh) -> list[Axes]:
-    """Each axis larger than 1; all of them together where there are several."""
+    """Return each axis larger than 1, then all of them together if there are several."""
     large = tuple(axis for axis in AXES if mesh.shape[axis] > 1)
     return [(axis,) for axis in large] + ([large] if len(large) > 1 else [])
 
 
 def message(sender: int, pieces: int, elements: int) -> np.ndarray:
-    """[pieces, elements] float32: who sends it, for whom, and the place, as numbers below 256."""
+    """Return [pieces, elements] float32 that encode sender, receiver and position below 256."""
     piece, place = np.indices((pieces, elements))
     digits = [np.full_like(piece, sender % 256), np.full_like(piece, sender // 256)]
     digits += [piece % 256, place // 4 % 256]
@@ -140,11 +140,11 @@ def message(sender: int, pieces: int, elements: int) -> np.ndarray:
 
 
 def addends(sender: int, place: int, members: int, pieces: int, elements: int) -> np.ndarray:
-    """[pieces, elements] float32, whose sums over the members of a group are exact in bfloat16.
+    """Return [pieces, elements] float32 whose sums over a group are exact in bfloat16.
 
-    Half of the numbers are 0 but for one member's, which names it: whoever is left out, or comes
-    twice, is seen. The other half is 1 for all, of 256 at most: their sum counts the members. In
-    each piece the numbers begin elsewhere, so that no piece passes for another.
+    In half of the numbers, only one member has a nonzero value, which identifies it: a member that
+    is missing or counted twice is detected. In the other half all members, up to 256, have 1: the
+    sum counts them. Each piece starts at a different offset, so that pieces cannot be confused.
     """
     at = np.add.outer(np.arange(pieces), np.arange(elements)) % (2 * members)
     named = np.where(at == place, sender % 255 + 1, 0)
@@ -152,7 +152,7 @@ def addends(sender: int, place: int, members: int, pieces: int, elements: int) -
 
 
 def groups(mesh: Mesh, axes: Axes) -> dict[int, tuple[list[int], int]]:
-    """Of each device, by its number in the mesh: the numbers of its group, and its place there."""
+    """Map each device's index in the mesh to the indices of its group and its position there."""
     numbers = np.arange(mesh.size).reshape(mesh.devices.shape)
     where = [AXES.index(axis) for axis in axes]
     first = np.moveaxis(numbers, where, range(len(where)))
@@ -166,15 +166,15 @@ def verify(
     collectives: Mapping[str, Collective] = COLLECTIVES,
     tell: Tell = no_report,
 ) -> Iterator[Verified]:
-    """Run every collective, and compare this process's results with what they should be.
+    """Run every collective and compare this process's results with the expected ones.
 
-    Args:     elements: sizes of a piece. collectives: by name. tell: gets each piece of work.
-    Communication: every collective over every axis and all together, once for each dtype and size.
+    Args:     elements: sizes of a shard. collectives: by name. tell: called with each step.
+    Communication: every collective over each axis and over all axes, for each dtype and size.
     """
     for axes, size in itertools.product(axes_to_verify(mesh), elements):
         for dtype in DTYPES:
             chosen = {n: c for n, c in collectives.items() if len(axes) == 1 or not c.one_axis}
-            tell(f"{' and '.join(axes)}, {dtype}, pieces of {size:,} numbers")
+            tell(f"{' and '.join(axes)}, {dtype}, shards of {size:,} elements")
             wrong = _verify_once(mesh, axes, dtype, size, chosen)
             yield Verified(axes, dtype, size, list(chosen), wrong)
 
@@ -219,17 +219,17 @@ def _place(mesh: Mesh, spec: PartitionSpec, rows: Sequence[np.ndarray], dtype: A
 
 
 def compare(got: np.ndarray, expected: np.ndarray, members: Sequence[int]) -> str:
-    """What is wrong with a result, in words; empty if nothing is."""
+    """Describe what is wrong with a result; empty if it is correct."""
     if got.shape != expected.shape:
-        return f"has shape {got.shape}, and should have {expected.shape}"
+        return f"has shape {got.shape} instead of {expected.shape}"
     bad = np.argwhere(got != expected)
     if not len(bad):
         return ""
     piece, element = map(int, bad[0])
-    said = f"has {len(bad):,} of {got.size:,} numbers wrong, the first in piece {piece}, at "
-    said += f"{element}: {got[piece, element]:g} and not {expected[piece, element]:g}"
+    said = f"has {len(bad):,} of {got.size:,} values wrong, the first in shard {piece}, at "
+    said += f"{element}: {got[piece, element]:g} instead of {expected[piece, element]:g}"
     for sender in members:
         sent = message(sender, len(members), got.shape[1])
         for place in np.flatnonzero((sent == got[piece]).all(axis=1)):
-            return f"{said}. That is what device {sender} has sent to place {place}"
+            return f"{said}. Device {sender} sent this to position {place}"
     return said

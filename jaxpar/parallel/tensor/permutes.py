@@ -20,22 +20,22 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def ring_all_gather(x: jax.Array, axis: str, dim: int) -> jax.Array:
+def permute_all_gather(x: jax.Array, axis: str, dim: int) -> jax.Array:
     """All-gather by direct permutes: concatenate the shards of `dim` held across `axis`.
 
     Args:     x: varying over every axis, `dim` of size d.
     Returns:  `dim` of size d * n.
-    Communication: n - 1 permutes of x over `axis`; its transpose is `ring_reduce_scatter`.
+    Communication: n - 1 permutes of x over `axis`; its transpose is `permute_reduce_scatter`.
     """
     return concatenate_shards(gather_shards(x, axis), axis, dim)
 
 
-def ring_reduce_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
+def permute_reduce_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
     """Reduce-scatter by direct permutes: sum x over `axis` and keep this device's shard of `dim`.
 
     Args:     x: varying over every axis, `dim` of size d * n.
     Returns:  `dim` of size d, x's dtype.
-    Communication: n - 1 permutes of a shard over `axis`; its transpose is `ring_all_gather`.
+    Communication: n - 1 permutes of a shard over `axis`; its transpose is `permute_all_gather`.
     """
     return reduce_shards(split_shards(x, axis, dim), axis)
 

@@ -12,13 +12,13 @@ def gather_sequence(x: jax.Array) -> jax.Array:
 
     Args:     x: [B, T/(sequence*tensor), D], varying over every axis.
     Returns:  [B, T/sequence, D].
-    Communication: an all-gather over TENSOR, `permutes.ring_all_gather`; with pipeline stages,
+    Communication: an all-gather over TENSOR, `permutes.permute_all_gather`; with pipeline stages,
               which may run different branches, `permutes.all_to_all_gather`. The transpose is
               `scatter_sequence`.
     Source:   Korthikanti et al. 2022 (2205.05198), section 4.2.2.
     """
     staged = lax.axis_size(PIPELINE) > 1
-    gather = permutes.all_to_all_gather if staged else permutes.ring_all_gather
+    gather = permutes.all_to_all_gather if staged else permutes.permute_all_gather
     return gather(x, TENSOR, 1)
 
 
@@ -27,10 +27,10 @@ def scatter_sequence(x: jax.Array) -> jax.Array:
 
     Args:     x: [B, T/sequence, D], a partial sum on each rank of TENSOR.
     Returns:  [B, T/(sequence*tensor), D].
-    Communication: a reduce-scatter over TENSOR, `permutes.ring_reduce_scatter`; with pipeline
+    Communication: a reduce-scatter over TENSOR, `permutes.permute_reduce_scatter`; with pipeline
               stages, `permutes.all_to_all_reduce_scatter`. The transpose is `gather_sequence`.
     Source:   Korthikanti et al. 2022 (2205.05198), section 4.2.2.
     """
     staged = lax.axis_size(PIPELINE) > 1
-    scatter = permutes.all_to_all_reduce_scatter if staged else permutes.ring_reduce_scatter
+    scatter = permutes.all_to_all_reduce_scatter if staged else permutes.permute_reduce_scatter
     return scatter(x, TENSOR, 1)

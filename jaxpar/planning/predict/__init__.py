@@ -1,1 +1,1 @@
-"""One layout's memory and time, predicted."""
+"""Predicts the memory and step time of one layout."""

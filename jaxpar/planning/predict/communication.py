@@ -1,8 +1,8 @@
-"""What one GPU sends in a step, by mesh axis, and how long that takes.
+"""Predicts what one GPU sends in a step, by mesh axis, and how long that takes.
 
-Bytes are those of docs/parallelism.md. A group of devices inside a host uses NVLink; one that
-spans hosts is as fast as the slower of NVLink and the network, over which each host sends through
-as many network cards as it has GPUs in the group.
+The bytes are those of docs/parallelism.md. A group of devices inside a host uses NVLink. A group
+that spans hosts is as fast as the slower of NVLink and the network. Each host uses one network card
+per GPU of the group.
 """
 
 import math
@@ -18,7 +18,7 @@ from jaxpar.sharding.axes import AXES, DATA, EXPERT, PIPELINE, REPLICA, SEQUENCE
 
 @dataclass(frozen=True)
 class Cluster:
-    """GPUs of one kind, in hosts of `per_host`, joined by a network."""
+    """GPUs of one kind, `per_host` per host, and the network between hosts."""
 
     gpu: Gpu
     network: Network
@@ -28,11 +28,11 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What travels over one axis in a step.
+    """The communication over one axis in a step.
 
     sent       bytes that one GPU sends.
-    seconds    how long that takes by itself, of which NCCL's kernels `nccl`.
-    exposed    share that nothing hides, on NVLink.
+    seconds    duration without overlap; `nccl` is the part in NCCL's kernels.
+    exposed    share that is not overlapped with computation, on NVLink.
     """
 
     axis: str
@@ -43,13 +43,13 @@ class Traffic:
 
 
 def traffic_of(cfg: Config, shard: Shard, cluster: Cluster) -> list[Traffic]:
-    """The axes over which something travels."""
+    """Return the traffic of each axis that communicates."""
     found = (fn(cfg, shard, cluster) for fn in (_fsdp, _replica, _sequence, _tensor, _pipeline))
     return [traffic for traffic in found if traffic is not None]
 
 
 def span(cfg: Config, axes: tuple[str, ...], per_host: int) -> tuple[int, int]:
-    """(ranks of a group over neighboring mesh axes, how many of them share a host)."""
+    """Return the ranks of a group over adjacent mesh axes, and how many of them share a host."""
     inner = AXES[AXES.index(axes[-1]) + 1 :]
     stride, ranks = ways(cfg, inner), ways(cfg, axes)
     here = max(per_host // stride, 1) if stride < per_host else 1
@@ -57,7 +57,7 @@ def span(cfg: Config, axes: tuple[str, ...], per_host: int) -> tuple[int, int]:
 
 
 def ring_bandwidth(ranks: int, here: int, cluster: Cluster) -> float:
-    """Bytes/s that a rank sends in NCCL's all-gather, reduce-scatter or all-reduce."""
+    """Return the bytes/s that a rank sends in an all-gather, reduce-scatter or all-reduce."""
     link = cluster.gpu.nvlink.value * rates.nccl_share(ranks)
     if here == ranks:
         return link
@@ -66,8 +66,10 @@ def ring_bandwidth(ranks: int, here: int, cluster: Cluster) -> float:
 
 
 def direct_bandwidth(ranks: int, here: int, cluster: Cluster) -> float:
-    """Bytes/s that a rank sends piece by piece: all-to-alls and permutes. Copy engines move them
-    inside a host; of what goes to other hosts, each GPU sends its own."""
+    """Return the bytes/s that a rank sends in all-to-alls and permutes.
+
+    Copy engines move the data inside a host. To other hosts, each GPU sends its own share.
+    """
     if here == ranks:
         return cluster.gpu.nvlink.value * rates.COPIES
     outside = (ranks - here) / max(ranks - 1, 1)
@@ -133,7 +135,7 @@ def _sequence(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
 
 
 def _layer_units(cfg: Config, shard: Shard) -> int:
-    """Layers times microbatches of one device; idle slots of a pipeline too, unless it rests."""
+    """Layers times microbatches of one device, plus idle ticks if stages communicate in them."""
     p = cfg.parallel
     idle = (p.pipeline - 1) // p.virtual_stages if shard.execution.stage_wide_collectives else 0
     return shard.layers * (p.num_microbatches + idle)
@@ -155,8 +157,7 @@ def _tensor(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
 
 
 def _pipeline(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
-    """Permutes between stages each tick; sums of the embedding's rows and broadcasts of the last
-    stage's output, forward and backward."""
+    """Permutes between stages each tick; all-reduces of embeddings and of the last output."""
     p = cfg.parallel
     ranks, here = span(cfg, (PIPELINE,), cluster.per_host)
     if ranks == 1:

@@ -1,4 +1,4 @@
-"""Time that one GPU computes in a step: matmuls, attention, elementwise kernels, the optimizer."""
+"""Predicts the compute time of a step: matmuls, attention, elementwise kernels, optimizer."""
 
 from dataclasses import dataclass
 
@@ -28,12 +28,12 @@ class Seconds:
         return Seconds(*(a + b for a, b in pairs))
 
     def times(self, n: float) -> "Seconds":
-        """n of them."""
+        """Return the seconds multiplied by n."""
         return Seconds(*(n * value for value in vars(self).values()))
 
 
 def layer_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
-    """One layer, forward and backward, of one microbatch on one GPU; what remat repeats in it."""
+    """Return the time of one layer for one microbatch: forward, backward and recomputation."""
     repeated = repeats(cfg)
     return Seconds(
         matmul=_layer_matmuls(cfg, shard, gpu, repeated),
@@ -43,10 +43,10 @@ def layer_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
 
 
 def repeats(cfg: Config) -> set[str]:
-    """What the backward computes again: of "qkv", "attention", "wo", "gate_up", "elementwise".
+    """Return what the backward recomputes: of "qkv", "attention", "wo", "gate_up", "elementwise".
 
-    A value is computed again unless it is saved, on the device or the host, or whatever is made of
-    it is.
+    A value is recomputed unless it, or everything computed from it, is saved on the device or the
+    host.
     """
     saved = set(map(without_mark, saved_names(cfg.parallel.remat)))
     needs = {
@@ -64,7 +64,7 @@ def _layer_matmuls(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) -> f
     heads, kv = m.num_heads * m.head_dim / t, m.num_kv_heads * m.head_dim / t
     experts = max(m.num_experts, 1)
     parts = t if shard.execution.collective_matmul else cfg.parallel.row_groups
-    sites = {  # name: (how many, width in, width out)
+    sites = {  # name: (count, width in, width out)
         "qkv": (1, m.d_model, heads + 2 * kv),
         "wo": (1, heads, m.d_model),
         "gate_up": (2 * experts, m.d_model, m.d_ff / t),
@@ -80,10 +80,10 @@ def _layer_matmuls(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) -> f
 
 
 def matmul_rate(cfg: Config, gpu: Gpu, *, float8: bool) -> float:
-    """FLOP/s of wide matmuls in the layers' operand dtype, or in the compute dtype."""
+    """Return the FLOP/s of wide matmuls in float8 or in the compute dtype."""
     if float8 and gpu.float8 is not None:
         return gpu.float8.value
-    # float32 is multiplied as TF32, at half the rate: an estimate.
+    # float32 matmuls use TF32 at half the rate: an estimate.
     return gpu.matmul.value * (0.5 if cfg.model.dtype == "float32" else 1.0)
 
 
@@ -97,8 +97,10 @@ def _layer_attention(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) ->
 
 
 def attended_pairs(cfg: Config) -> float:
-    """Query and key pairs of a sequence, causal, a mean over layers; documents are not known here,
-    so a sequence counts as one."""
+    """Return the causal query-key pairs of a sequence, averaged over layers.
+
+    Documents are unknown, so a sequence counts as one document.
+    """
     m, length = cfg.model, cfg.data.seq_len
     whole = length * length / 2
     if m.sliding_window is None or m.sliding_window >= length:
@@ -109,10 +111,10 @@ def attended_pairs(cfg: Config) -> float:
 
 
 def _layer_elementwise(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) -> float:
-    """Bytes that the fused kernels between matmuls move, over their bandwidth.
+    """Return the time of the fused kernels between matmuls: bytes moved over bandwidth.
 
     Forward: two norms (2 D each), two residual sums (3 D), RoPE (read and write queries and keys),
-    SwiGLU (3 F); again where they are repeated, but for what one pass with the backward makes.
+    SwiGLU (3 F); again where they are recomputed, except what is fused with the backward.
     Backward: norms with the sums of gradients (6 D each), RoPE, SwiGLU (5 F), out times its
     gradient (2 H K), the query gradient's float32 zeros, sums and cast (5 H K in units of 2
     bytes), and the three projections' gradients side by side. In float8 with one scale per tensor
@@ -122,7 +124,7 @@ def _layer_elementwise(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) 
     m, t, width = cfg.model, cfg.parallel.tensor, shard.width
     heads, kv = m.num_heads * m.head_dim / t, m.num_kv_heads * m.head_dim / t
     f = m.d_ff / t * max(m.num_experts, 1)
-    stream = m.d_model * (1 + 1 / t) / 2  # norms and sums are cut over tensor, gathers are not
+    stream = m.d_model * (1 + 1 / t) / 2  # norms and sums are sharded over tensor, gathers are not
     forward = 10 * stream + 2 * (heads + kv) + 3 * f
     backward = 12 * stream + 2 * (heads + kv) + 7 * heads + 2 * (heads + 2 * kv) + 5 * f
     again = 4 * stream + 2 * (heads + kv) + f if "elementwise" in repeated else 0.0
@@ -135,10 +137,12 @@ def _layer_elementwise(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) 
 
 
 def _between_ranks(cfg: Config, shard: Shard, repeated: set[str]) -> float:
-    """Elements per token that a layer moves for what goes over tensor: gathered pieces put in their
-    places, by groups of rows or what all-to-alls brought twice, and scattered ones added up. Where
-    matmuls take pieces, those added up alone, queries, keys and values side by side and attention's
-    output cut, and both again in the backward."""
+    """Elements per token that a layer moves for communication over tensor.
+
+    Gathered shards are copied into place, twice with row groups or all-to-alls, and scattered ones
+    are summed. A collective matmul only sums, concatenates queries, keys and values, and splits
+    attention's output, both again in the backward.
+    """
     m, p, messages = cfg.model, cfg.parallel, tensor_messages(repeated)
     if p.tensor == 1:
         return 0.0
@@ -150,12 +154,12 @@ def _between_ranks(cfg: Config, shard: Shard, repeated: set[str]) -> float:
 
 
 def tensor_messages(repeated: set[str]) -> int:
-    """Gathers and scatters over tensor in a layer, forward and backward (docs/parallelism.md)."""
+    """Return the gathers and scatters over tensor in a layer (docs/parallelism.md)."""
     return 8 + 2 * ("elementwise" in repeated) + ("wo" in repeated)
 
 
 def _quantized(cfg: Config) -> float:
-    """Bytes per token that rounding to 8 bits moves: each operand read once, written twice."""
+    """Bytes per token that quantization moves: each operand is read once and written twice."""
     m, t = cfg.model, cfg.parallel.tensor
     heads, kv = m.num_heads * m.head_dim / t, m.num_kv_heads * m.head_dim / t
     inputs = 2 * m.d_model + heads + m.d_ff / t
@@ -164,12 +168,12 @@ def _quantized(cfg: Config) -> float:
 
 
 def elementwise_rate(gpu: Gpu) -> float:
-    """Bytes/s of fused elementwise kernels."""
+    """Return the bytes/s of fused elementwise kernels."""
     return gpu.bandwidth.value * rates.ELEMENTWISE
 
 
 def head_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
-    """The head and the loss of one microbatch, forward and backward."""
+    """Return the time of the head and the loss of one microbatch, forward and backward."""
     n, D = shard.tokens, cfg.model.d_model
     chunk = n / num_chunks(n, shard.vocab, cfg.parallel.loss_chunks)
     share = rates.matmul_share(chunk, D, shard.vocab)
@@ -182,10 +186,12 @@ def head_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
 
 
 def weights_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
-    """What a microbatch does to weights and gradients beside multiplying: casts of the shards
-    (6 bytes, forward and backward; 8-bit ones, 5 once a step and 4 for their scales), gradients
-    made ready to travel and summed where they arrive, sums over microbatches and over pieces. Under
-    ZeRO-1 casts and travels are once per step."""
+    """Return the elementwise time on weights and gradients in a step.
+
+    It covers casts of the shards (6 bytes, forward and backward; for 8 bits, 5 once per step and 4
+    for the scales), preparing gradients to send and summing them on arrival, and sums over
+    microbatches and over shards of the sequence. ZeRO-1 casts and sends once per step.
+    """
     zero3 = cfg.parallel.zero == 3
     own = shard.parameters / shard.fsdp
     travels = 8 * shard.parameters if shard.fsdp > 1 and shard.trainable else 0.0
@@ -218,8 +224,10 @@ def _added_up(cfg: Config, shard: Shard) -> float:
 
 
 def backward_actions(cfg: Config, shard: Shard) -> int:
-    """Units that a device computes backward in a step, of a chunk each: where chunks send, those
-    of idle slots too."""
+    """Return the backward actions of a device in a step.
+
+    They include idle ticks if stages communicate in them.
+    """
     p = cfg.parallel
     return p.num_microbatches * p.virtual_stages + (
         p.pipeline - 1 if shard.execution.stage_wide_collectives else 0
@@ -227,7 +235,7 @@ def backward_actions(cfg: Config, shard: Shard) -> int:
 
 
 def stash_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
-    """Residuals copied into the pipeline's ring and out of it, each read and written."""
+    """Return the time of copying residuals into the activation stash and out of it."""
     if cfg.parallel.pipeline == 1:
         return Seconds()
     return Seconds(
@@ -239,7 +247,9 @@ def stash_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
 
 
 def optimizer_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> float:
-    """The norm of the gradients, clipping and the update: 20 bytes per parameter for gradients and
-    weights, and the moments read and written, as fast as a copy."""
+    """Return the time of gradient norm, clipping and update, at the bandwidth of a copy.
+
+    They move 20 bytes per parameter for gradients and weights, and read and write the moments.
+    """
     weights, moments = state_bytes(cfg)
     return (5 * weights * shard.trainable + 2 * moments) / gpu.bandwidth.value

@@ -1,7 +1,7 @@
-"""GPUs and networks as data: what a plan needs to know of them, each number with its source.
+"""Figures of GPUs and networks, each with its source.
 
-Rates are per GPU and direction. "estimate" begins the source of a number that nobody of this
-project has measured: a published figure times the share of it that an H200 was measured to reach.
+Rates are per GPU and direction. A source that begins with "estimate" was not measured in this
+project: it is a published figure times the share that a measured H200 reaches.
 """
 
 import difflib
@@ -13,13 +13,13 @@ from jaxpar.runtime.gpus.peaks import PEAK_FLOPS
 
 GIB = 2**30
 
-#: Share of a GPU's memory that the programs let XLA take.
+#: Share of a GPU's memory that XLA may allocate.
 MEMORY_FRACTION = float(ENVIRONMENT["XLA_PYTHON_CLIENT_MEM_FRACTION"])
 
 
 @dataclass(frozen=True)
 class HardwareFigure:
-    """A number, and where it is from."""
+    """A figure and its source."""
 
     value: float
     source: str
@@ -27,20 +27,20 @@ class HardwareFigure:
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One GPU, in the host that it is usually sold in.
+    """A GPU in its usual host.
 
-    device_kind         its name as JAX gives it.
-    compute_capability  for the choice of attention kernels, and of compilers.
+    device_kind         its name in JAX.
+    compute_capability  determines attention kernels and compilers.
     memory              bytes that XLA sees on the device.
-    peak                dense bfloat16 FLOP/s, which MFU is a share of.
+    peak                dense bfloat16 FLOP/s, the reference of MFU.
     matmul              bfloat16 FLOP/s that a training step's large matmuls sustain.
-    float8              8-bit FLOP/s likewise; None: the GPU has none.
-    bandwidth           bytes/s of a copy in device memory, read and written bytes together.
+    float8              the same for 8 bits; None if the GPU does not support it.
+    bandwidth           bytes/s of a copy in device memory, read plus written bytes.
     nvlink              bytes/s to the other GPUs of the host, by the datasheet.
-    host_link           bytes/s to pinned host memory; back is taken to be as fast.
-    attention           FLOP/s of causal attention over that of an H200 (time.py has the table).
-    per_host            GPUs joined by NVLink.
-    multiprocessors, l2_bytes, clock_ghz, links   for `compiling.py`.
+    host_link           bytes/s to pinned host memory; the other direction is assumed equal.
+    attention           FLOP/s of causal attention relative to an H200 (`rates.ATTENTION`).
+    per_host            GPUs connected by NVLink.
+    multiprocessors, l2_bytes, clock_ghz, links   used by `compiling.py`.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Gpu:
 
     @property
     def usable_bytes(self) -> float:
-        """What a run may take."""
+        """Bytes that a run may use."""
         return MEMORY_FRACTION * self.memory.value
 
 
@@ -174,9 +174,9 @@ GPUS = {gpu.name: gpu for gpu in (H200, H100, A100, B200)}
 
 @dataclass(frozen=True)
 class Network:
-    """What joins hosts.
+    """The network between hosts.
 
-    bandwidth   bytes/s of one GPU to other hosts, in each direction, as sustained.
+    bandwidth   sustained bytes/s of one GPU to other hosts, in each direction.
     """
 
     name: str
@@ -202,12 +202,18 @@ NETWORKS = {
 
 
 def gpu_named(name: str) -> Gpu:
-    """Raises:   ConfigError for a GPU that is not in the table."""
+    """Return a GPU by name.
+
+    Raises:   ConfigError for a GPU that is not in the table.
+    """
     return _find(GPUS, name, "--gpu", "GPU")
 
 
 def network_named(name: str) -> Network:
-    """Raises:   ConfigError for a network that is not in the table."""
+    """Return a network by name.
+
+    Raises:   ConfigError for a network that is not in the table.
+    """
     return _find(NETWORKS, name, "--network", "network")
 
 
@@ -215,10 +221,10 @@ def _find(table: dict, name: str, option: str, what: str):
     if name.lower() in table:
         return table[name.lower()]
     near = difflib.get_close_matches(name.lower(), table, n=1) or [next(iter(table))]
-    rule = f"is no {what} that a plan knows; it knows {', '.join(table)}"
+    rule = f"is not a known {what}; known are {', '.join(table)}"
     raise ConfigError(option, name, rule, f"use {option} {near[0]}")
 
 
 def gpu_of_kind(device_kind: str) -> Gpu | None:
-    """The GPU that JAX calls by this name; None for others."""
+    """Return the GPU with this name in JAX; None if unknown."""
     return next((gpu for gpu in GPUS.values() if gpu.device_kind == device_kind), None)

@@ -1,4 +1,4 @@
-"""Which attention kernels a layout would use on a GPU that is not here."""
+"""Determines the attention kernels that a layout would use on a GPU that is not present."""
 
 import functools
 
@@ -13,23 +13,23 @@ from jaxpar.planning.predict.hardware import Gpu
 from jaxpar.planning.predict.shard import shard_of
 from jaxpar.sharding.batch import Batch
 
-#: Documents in a sequence; backends that mask by offset only need to know that there is a limit.
+#: Documents in a sequence; backends that mask by offset only need some limit.
 SOME_DOCUMENTS = 64
 
 
 def platform_of(gpu: Gpu) -> Platform:
-    """The GPU as the choice of kernels sees it."""
+    """Return the GPU as a platform for the choice of kernels."""
     return Platform("gpu", gpu.device_kind, gpu.compute_capability)
 
 
 def attention_runs_on_reference(cfg: Config, gpu: Gpu) -> bool:
-    """Whether a direction of attention is left to the reference, which holds its scores whole.
+    """Return whether attention falls back to the reference, which stores all scores.
 
     Args:     cfg: resolved.
-    Raises:   ValueError when `model.attention_backend` names one that cannot serve.
+    Raises:   ValueError if `model.attention_backend` does not support the layout.
     """
     if registry.function("model.attention", cfg.model.attention):
-        return True  # nothing is known of it: counted as what holds its scores
+        return True  # registered functions are unknown: assume that they store all scores
     p, rows = cfg.parallel, shard_of(cfg).rows
     return _chosen(cfg.model, cfg.data, (p.sequence, p.tensor, p.context), rows, gpu)
 

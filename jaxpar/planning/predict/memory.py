@@ -1,14 +1,13 @@
-"""Memory of one GPU under a layout: the state exactly, the step's temporaries by a model of them.
+"""Predicts the memory of one GPU: the state exactly, the step's temporaries by a model.
 
-The temporaries are largest at one of three moments. At the loss, every layer's saved values wait
-for the backward, beside the gradient of the head and a chunk of logits. When the backward begins,
-they are all still there, beside what the first layer of it needs. At its end, all gradients are
-there. Each moment's buffers were read off the plans of compiled steps (docs/planning.md); sizes are
-bytes.
+The temporaries peak at one of three moments. At the loss, all saved values wait for the backward,
+plus the head's gradient and a chunk of logits. When the backward begins, the saved values are still
+live, plus what its first layer needs. At its end, all gradients are live. The buffers of each
+moment were derived from XLA's memory plans of compiled steps (docs/planning.md). Sizes are bytes.
 
-Where layers send weights and gradients (ZeRO-3), barriers hold each layer's work together
-(`parallel/fsdp/prefetch.py`). Without them XLA's scheduler moves recomputation ahead, the last
-layer's before the loss, and puts gradients off.
+If layers gather weights and scatter gradients (ZeRO-3), barriers keep each layer's work together
+(`parallel/fsdp/prefetch.py`). Without them, XLA's scheduler recomputes early, the last layer even
+before the loss, and delays gradients.
 """
 
 import functools
@@ -28,12 +27,12 @@ class MemoryForecast:
 
     weights      float32 master weights.
     optimizer    moments.
-    activations  values saved for the backward, and one layer's recomputed.
+    activations  values saved for the backward, and one layer's recomputed values.
     logits       a chunk of logits, and the gradient of the head.
-    gathered     weights in the compute dtype: whole ones, and casts of the shards.
-    gradients    of parameters.
-    buffers      the residual stream's copies, keys and values gathered, the batch.
-    moment       when the peak is: "loss", "start" or "end" of the backward.
+    gathered     weights in the compute dtype: gathered ones, and casts of the shards.
+    gradients    gradients of parameters.
+    buffers      copies of the residual stream, gathered keys and values, the batch.
+    moment       when the peak occurs: "loss", "start" or "end" of the backward.
     """
 
     weights: float
@@ -47,12 +46,12 @@ class MemoryForecast:
 
     @property
     def state(self) -> float:
-        """What is there between steps."""
+        """Bytes that persist between steps."""
         return self.weights + self.optimizer
 
     @property
     def temporary(self) -> float:
-        """What a step needs beside the state."""
+        """Bytes that a step needs in addition to the state."""
         return self.activations + self.logits + self.gathered + self.gradients + self.buffers
 
     @property
@@ -62,10 +61,10 @@ class MemoryForecast:
 
 
 def memory_of(cfg: Config, *, on_reference: bool = False) -> MemoryForecast:
-    """The prediction for one GPU.
+    """Predict the memory of one GPU.
 
-    Args:     cfg: resolved. on_reference: attention runs on the reference backend, which holds
-              its scores whole.
+    Args:     cfg: resolved. on_reference: attention runs on the reference backend, which stores
+              all scores.
     """
     shard = shard_of(cfg)
     weights, optimizer = state_bytes(cfg)
@@ -95,8 +94,7 @@ def _at_loss(cfg: Config, shard: Shard, weights: float, optimizer: float) -> Mem
 
 
 def _at_start(cfg: Config, shard: Shard, weights: float, optimizer: float) -> MemoryForecast:
-    """The backward of the last layer, with the weights of the next; the head's gradient is cast,
-    and on its way."""
+    """The last layer's backward, with the next layer's weights and the head's cast gradient."""
     return MemoryForecast(
         weights=weights,
         optimizer=optimizer,
@@ -110,8 +108,11 @@ def _at_start(cfg: Config, shard: Shard, weights: float, optimizer: float) -> Me
 
 
 def _at_end(cfg: Config, shard: Shard, weights: float, optimizer: float) -> MemoryForecast:
-    """All gradients. Where layers send theirs, they are summed: float32 shards, beside two layers'
-    and the head's in 16 bits. Else whole ones beside float32 arrays that stack them."""
+    """All gradients.
+
+    If layers scatter theirs: float32 shards, plus those of two layers and the head in 16 bits.
+    Otherwise complete gradients, plus the float32 arrays that stack them.
+    """
     layers, tables = shard.layers * shard.layer, 2 * shard.table
     own = 4 * shard.parameters / shard.fsdp
     if not shard.trainable:
@@ -139,20 +140,20 @@ def _at_end(cfg: Config, shard: Shard, weights: float, optimizer: float) -> Memo
 
 
 def saved_bytes(cfg: Config, shard: Shard) -> float:
-    """What waits for the backward when the loss is taken: of a microbatch, or the ring's slots."""
+    """Return the values saved for the backward at the loss: one microbatch, or the stash."""
     p, slot = cfg.parallel, slot_bytes(cfg, shard)
     if p.pipeline == 1:
         return slot
     slots = 2 * shard.chunks * p.pipeline - 1
     if shard.execution.stage_wide_collectives:
-        slots += 1  # for what no backward reads
+        slots += 1  # for values that no backward reads
         if p.pipeline_save == "residuals":
-            slots += 1  # the unit that is being written
+            slots += 1  # the slot that is being written
     return slots * slot + (_unit_bytes(cfg, shard) if p.pipeline_save == "inputs" else 0)
 
 
 def slot_bytes(cfg: Config, shard: Shard) -> float:
-    """What one unit leaves for its backward: of a microbatch in one chunk."""
+    """Return what one forward action saves: one microbatch in one chunk."""
     if cfg.parallel.pipeline > 1 and cfg.parallel.pipeline_save == "inputs":
         return shard.tokens * shard.width * cfg.model.d_model / cfg.parallel.tensor
     return _unit_bytes(cfg, shard)
@@ -163,9 +164,9 @@ def _unit_bytes(cfg: Config, shard: Shard) -> float:
 
 
 def saved_per_token(cfg: Config) -> float:
-    """Bytes on the device per token and layer under the remat policy, the layer's input included.
+    """Return the bytes saved on the device per token and layer, including the layer's input.
 
-    Those of docs/parallelism.md; values that wait in host memory count there.
+    They are those of docs/parallelism.md, without values in host memory.
     """
     m, p = cfg.model, cfg.parallel
     on_device, _ = _saved_per_token(m, p.tensor, p.remat)
@@ -173,12 +174,12 @@ def saved_per_token(cfg: Config) -> float:
 
 
 def on_host_per_token(cfg: Config) -> float:
-    """Bytes in host memory per token and layer under the remat policy."""
+    """Return the bytes saved in host memory per token and layer."""
     return _saved_per_token(cfg.model, cfg.parallel.tensor, cfg.parallel.remat)[1]
 
 
 def host_bytes(cfg: Config) -> float:
-    """Bytes in host memory of one device's values, of a microbatch."""
+    """Return the bytes in host memory of one device and microbatch."""
     shard = shard_of(cfg)
     return shard.tokens * shard.layers * on_host_per_token(cfg)
 
@@ -190,14 +191,14 @@ def _saved_per_token(m: ModelConfig, tensor: int, remat: str) -> tuple[float, fl
     here = {name for name in saved_names(remat) if name in REMAT_NAMES} | {LAYER_INPUT} - on_host
     sizes = bytes_of_names(m, tensor)
     if {"qkv", "qk"} <= here | on_host:
-        sizes["qkv"] -= sizes["qk"]  # before RoPE they are then of no use
-    if m.num_experts:  # an expert's values are computed again
+        sizes["qkv"] -= sizes["qk"]  # the values before RoPE are then not needed
+    if m.num_experts:  # an expert's values are recomputed
         sizes["gate_up"] = sizes["mlp_hidden"] = 0.0
     return sum(sizes[name] for name in here), sum(sizes[name] for name in on_host)
 
 
 def bytes_of_names(m: ModelConfig, tensor: int) -> dict[str, float]:
-    """Bytes per token and layer of each value that can be saved, and of the layer's input."""
+    """Return the bytes per token and layer of each savable value and of the layer's input."""
     width = jnp.dtype(m.dtype).itemsize
     heads, kv = m.num_heads * m.head_dim / tensor, m.num_kv_heads * m.head_dim / tensor
     stream, f = width * m.d_model, m.d_ff / tensor
@@ -221,14 +222,14 @@ def bytes_of_names(m: ModelConfig, tensor: int) -> dict[str, float]:
 
 
 def _recomputed(cfg: Config, shard: Shard) -> float:
-    """One layer's values that no policy saved, all of which its backward needs at once.
+    """One layer's values that are recomputed; its backward needs them all at once.
 
-    In a pipeline's tick, those of all layers that `stage` is given at once, because XLA begins
-    them together; not where they wait for gathers over tensor.
+    In a pipeline, those of all layers of one VJP segment, because XLA starts them together, unless
+    they wait for gathers over tensor.
     """
     m, p = cfg.model, cfg.parallel
     missing = _saved_per_token(m, p.tensor, "none")[0] - _saved_per_token(m, p.tensor, p.remat)[0]
-    if m.num_experts:  # of one expert, for all the tokens
+    if m.num_experts:  # of one expert, for all tokens
         sizes = bytes_of_names(m, p.tensor)
         missing += sizes["gate_up"] + sizes["mlp_hidden"]
     at_once = shard.execution.layers_per_vjp or shard.layers / shard.chunks
@@ -237,8 +238,9 @@ def _recomputed(cfg: Config, shard: Shard) -> float:
 
 
 def _put_off(cfg: Config, shard: Shard) -> float:
-    """Gradients of a chunk's projections that wait for matmuls at its end: in stages whose rows go
-    in turns, `layers_per_vjp` cuts no chunk; where layers compute values again, XLA goes by them.
+    """Gradients of a chunk's projections that wait for matmuls at its end.
+
+    Stages with row groups have no VJP segments. With recomputation, XLA does not delay them.
     """
     m, p = cfg.model, cfg.parallel
     if p.pipeline == 1 or p.row_groups == 1 or _recomputed(cfg, shard):
@@ -255,14 +257,14 @@ def _accumulates(cfg: Config) -> bool:
 
 
 def _accumulated(cfg: Config, shard: Shard) -> float:
-    """Float32 sums over microbatches: of shards under ZeRO-3, of whole gradients under ZeRO-1."""
+    """Float32 sums over microbatches: of shards (ZeRO-3) or of complete gradients (ZeRO-1)."""
     if not _accumulates(cfg) or not shard.trainable:
         return 0.0
     return 4 * shard.parameters / (shard.fsdp if cfg.parallel.zero == 3 else 1)
 
 
 def _sends(cfg: Config, shard: Shard) -> bool:
-    """Whether each layer gathers its weights and scatters their gradients."""
+    """Return whether each layer gathers its weights and scatters their gradients."""
     return cfg.parallel.zero == 3 and shard.fsdp > 1
 
 
@@ -271,22 +273,24 @@ def _sent_width(cfg: Config, shard: Shard) -> int:
 
 
 def _gathered(cfg: Config, shard: Shard) -> float:
-    """Weights to multiply by, the head aside.
+    """Weights in the compute dtype, except the head.
 
-    ZeRO-3: the shards of all layers, cast once for forward and backward; or their float32 slices,
-    and the head's shard turned, which a loop over microbatches is given. ZeRO-1: whole ones.
+    ZeRO-3: the shards of all layers, cast once for forward and backward; or, in a loop over
+    microbatches, their float32 slices and the transposed shard of the head. ZeRO-1: complete ones.
     """
     layers = shard.layers * shard.layer
     if cfg.parallel.zero == 1:
-        again = 1 if cfg.parallel.pipeline > 1 else 0  # each tick looks tokens up again
+        again = 1 if cfg.parallel.pipeline > 1 else 0  # each tick looks up tokens again
         return shard.width * (layers + again * shard.table)
     slices = 4 * (layers + shard.table)
     return (slices if _accumulates(cfg) else _sent_width(cfg, shard) * layers) / shard.fsdp
 
 
 def _loss_bytes(cfg: Config, shard: Shard) -> float:
-    """The head's gradient, of several chunks in float32, and a chunk's logits with their gradient
-    in the compute dtype, which takes their place if it is theirs."""
+    """The head's gradient, in float32 for several chunks, and a chunk's logits and their gradient.
+
+    The gradient has the compute dtype, and replaces logits of the same dtype in place.
+    """
     n = num_chunks(shard.tokens, shard.vocab, cfg.parallel.loss_chunks)
     logits = 4 if cfg.model.logits_dtype == "float32" else 0
     of_head = 4 if n > 1 or cfg.model.dtype == "float16" else shard.width
@@ -295,7 +299,7 @@ def _loss_bytes(cfg: Config, shard: Shard) -> float:
 
 
 def _in_a_layer(cfg: Config, shard: Shard) -> float:
-    """What a layer's backward makes beside its values: gradients of its widest three."""
+    """Gradients that a layer's backward creates: those of its three widest values."""
     return 3 * shard.tokens * shard.width * cfg.model.d_ff / cfg.parallel.tensor
 
 
@@ -312,7 +316,7 @@ def _buffers(cfg: Config, shard: Shard) -> float:
 
 
 def _scores(cfg: Config, shard: Shard) -> float:
-    """The reference's scores: float32, their softmax, and both gradients."""
+    """The reference's float32 scores, their softmax, and both gradients."""
     m, p = cfg.model, cfg.parallel
     length = cfg.data.seq_len
     keys = length if p.context != "ring" else length // p.sequence

@@ -1,26 +1,26 @@
-"""The constants of the step-time model: a handful, each with what it stands for.
+"""The constants of the step-time model.
 
-Each is a rate or a share that was read off profiled steps on H200s, or off a kernel alone; none is
-fitted to a single run. docs/planning.md compares predictions made with them and measured runs.
+Each is a rate or a share from profiled steps on H200s, or from an isolated kernel. None is fitted
+to a single run. docs/planning.md compares the resulting predictions with measured runs.
 """
 
 import math
 
-#: What is lost where a matmul's dims end: a dim of d reaches d / (d + TILE) of the rate. Read off
-#: no profile: widths of 2,048 and 4,096 show no difference beyond the noise, so it is small, and
-#: only keeps very narrow shards from looking as good as wide ones. `Gpu.matmul` is at WIDE.
+#: Loss at the edges of a matmul: a dim of size d reaches d / (d + TILE) of the rate. It is not
+#: measured: widths of 2,048 and 4,096 show no difference beyond noise, so it is small. It only
+#: keeps very narrow shards from looking as good as wide ones. `Gpu.matmul` is the rate at WIDE.
 TILE = 32
 WIDE = 0.983
 
-#: Causal attention alone on an H200, TFLOP/s by head dim and T: (T, forward, backward), the faster
-#: backend of each, from kernels/attention/measured: short runs, but for the backward of 64.
+#: Isolated causal attention on an H200, TFLOP/s by head dim: (T, forward, backward), the faster
+#: backend of each, from kernels/attention/measured: short runs, except the backward of 64.
 ATTENTION = {
     64: ((4096, 416, 468),),
     128: ((4096, 556, 446), (8192, 598, 500), (32768, 614, 539)),
     256: ((4096, 562, 353),),
 }
 
-#: Share of those that is left within a step, where the power limit holds every kernel back:
+#: Share of those rates within a step, where the power limit slows every kernel:
 #: 0.88 to 0.95 in the profiles of 1.5B and 8B; at T = 131,072, 0.94 forward and 0.83 backward.
 ATTENTION_IN_A_STEP = 0.90
 
@@ -28,13 +28,13 @@ ATTENTION_IN_A_STEP = 0.90
 #: 0.56 to 0.81, SwiGLU 1.0: docs/experiments/elementwise.md#bandwidth-of-elementwise-kernels).
 ELEMENTWISE = 0.86
 
-#: Share of NVLink's bandwidth that NCCL's kernels reach beside matmuls, by the ranks of a group: a
-#: matmul holds multiprocessors that they wait for. Copy engines wait for none.
+#: Share of NVLink's bandwidth that NCCL's kernels reach during matmuls, by the ranks of a group:
+#: they wait for multiprocessors that the matmul occupies. Copy engines do not.
 NCCL = {2: 0.38, 4: 0.26}
 COPIES = 0.84
 
-#: Share of a collective's time that nothing hides, by axis, on NVLink: gathers of the first layer
-#: and scatters of the last, what waits for a matmul to end, and the launches of copies.
+#: Share of a collective's time that is exposed, by axis, on NVLink: gathers of the first layer,
+#: scatters of the last, waiting for a matmul to end, and launches of copies.
 EXPOSED = {
     "data": 0.18,
     "replica": 0.35,
@@ -45,28 +45,28 @@ EXPOSED = {
     "pipeline": 0.45,
 }
 
-#: Share of the computing behind which gathers and scatters can hide, where they take longer.
+#: Share of the compute time that can hide gathers and scatters, if they take longer.
 HIDING = 0.85
 
-#: Time by which NCCL's kernels slow down the matmuls beside them, over their own time.
+#: Slowdown of matmuls by concurrent NCCL kernels, relative to the kernels' own time.
 CONTENTION = 0.18
 
-#: Gap between kernels, and kernels per layer and microbatch; and what a step begins with, seconds.
+#: Gap between kernels (s), kernels per layer and microbatch, and the start of a step (s).
 GAP = 1e-6
 KERNELS_PER_LAYER = 65
 STEP_START = 1e-3
 
 
 def matmul_share(*dims: float) -> float:
-    """Share of a GPU's rate that a matmul with these three dims reaches."""
+    """Return the share of a GPU's rate that a matmul with these three dims reaches."""
     return math.prod(d / (d + TILE) for d in dims) / WIDE
 
 
 def attention_rate(head_dim: int, length: int) -> tuple[float, float]:
-    """FLOP/s (forward, backward) in a step on an H200, between the lengths by their logarithm.
+    """Return the FLOP/s (forward, backward) in a step on an H200.
 
-    A head dim that was not measured takes the next larger one's time per element, so that the
-    rate falls with the share of it that is used.
+    Rates are interpolated in log T. A head dim that was not measured uses the next larger one's
+    time, so the rate falls with the used share of it.
     """
     known = next((d for d in sorted(ATTENTION) if d >= head_dim), max(ATTENTION))
     rows = ATTENTION[known]
@@ -80,5 +80,5 @@ def attention_rate(head_dim: int, length: int) -> tuple[float, float]:
 
 
 def nccl_share(ranks: int) -> float:
-    """Share of the link that NCCL reaches beside matmuls."""
+    """Return the share of the link that NCCL reaches during matmuls."""
     return NCCL[2] if ranks <= 2 else NCCL[4]

@@ -1,7 +1,7 @@
-"""What one device holds and works on under a layout, counted from the parameter specs.
+"""Counts what one device stores and computes under a layout, from the parameter specs.
 
-Letters as in docs/parallelism.md: N parameters, f the ways that they are sharded, t tensor,
-P pipeline, c sequence.
+Letters as in docs/parallelism.md: N parameters, f their FSDP shards, t tensor, P pipeline,
+c sequence.
 """
 
 import functools
@@ -23,7 +23,7 @@ from jaxpar.step.state import abstract_state, state_specs
 
 @dataclass(frozen=True)
 class Leaf:
-    """One array of the state: its elements, its dtype's bytes, the mesh axes it is split over."""
+    """An array of the state: its elements, bytes per element and the mesh axes that shard it."""
 
     size: int
     itemsize: int
@@ -31,15 +31,14 @@ class Leaf:
 
 
 def ways(cfg: Config, axes: tuple[str, ...]) -> int:
-    """The product of the sizes of mesh axes."""
+    """Return the product of the sizes of mesh axes."""
     return math.prod(getattr(cfg.parallel, axis) for axis in axes)
 
 
 def state_bytes(cfg: Config) -> tuple[int, int]:
-    """Bytes on one device of (master weights, everything else of the state: moments, counts).
+    """Return the bytes on one device of the master weights, and of the rest of the state.
 
-    Exactly those of the arrays; with `optimizer.offload`, the moments count though they lie in
-    host memory.
+    They are exact. With `optimizer.offload`, they include the moments in host memory.
     """
     sizes = tuple(getattr(cfg.parallel, axis) for axis in AXES)
     return _bytes_on_device(cfg.model, cfg.lora, cfg.optimizer, sizes)
@@ -84,7 +83,7 @@ def _named(spec: Any) -> tuple[str, ...]:
 
 
 def moment_bytes(cfg: Config) -> int:
-    """Bytes of the moments of one device: what `optimizer.offload` takes to host memory."""
+    """Return the bytes of one device's moments, which `optimizer.offload` moves to the host."""
     counts: list[int] = []
     map_moments(lambda _, __, leaf: counts.append(1), abstract_state(cfg).opt_state)
     return state_bytes(cfg)[1] if counts else 0
@@ -94,17 +93,17 @@ def moment_bytes(cfg: Config) -> int:
 class Shard:
     """Sizes of one device's work on one microbatch.
 
-    rows, tokens        of a microbatch on a device; tokens of one shard of a sequence.
-    layers              of the device, over all its chunks; `chunks` of them.
-    layer, matrices     parameters of a layer, cut over tensor and whole over FSDP: all, and those
-                        that are FSDP-sharded.
-    table               parameters of the embedding table (the head has as many), cut over tensor
-                        and pipeline.
-    fsdp                ways that parameters are sharded.
+    rows, tokens        rows and tokens of a microbatch on a device (its shard of the sequence).
+    layers, chunks      layers of the device, over all its chunks.
+    layer, matrices     parameters of a layer, sharded over tensor but not over FSDP: all, and those
+                        that FSDP shards.
+    table               parameters of the embedding table (the head has the same number), sharded
+                        over tensor and pipeline.
+    fsdp                number of FSDP shards.
     width               bytes of an element in the compute dtype.
     execution           how the config is executed on GPUs.
-    trainable           whether training updates them. With adapters (`lora.rank`) they are frozen:
-                        no gradients, no moments; the adapters themselves are too small to count.
+    trainable           whether training updates the parameters. With adapters (`lora.rank`) they
+                        are frozen, without gradients or moments. Adapters are too small to count.
     """
 
     rows: int
@@ -122,12 +121,15 @@ class Shard:
 
     @property
     def parameters(self) -> int:
-        """Of the device's layers, table and head, whole over FSDP."""
+        """Parameters of the device's layers, table and head, before FSDP sharding."""
         return self.layers * self.layer + 2 * self.table
 
 
 def shard_of(cfg: Config) -> Shard:
-    """Args:     cfg: resolved."""
+    """Return the sizes of one device's work.
+
+    Args:     cfg: resolved.
+    """
     m, p = cfg.model, cfg.parallel
     rows = rows_per_device(cfg)
     layer, matrices = _of_a_layer(m, p.tensor)

@@ -1,4 +1,4 @@
-"""Time of one step under a layout, part by part."""
+"""Predicts the time of a step under a layout, by part."""
 
 import functools
 from dataclasses import dataclass
@@ -14,17 +14,16 @@ from jaxpar.planning.predict.shard import Shard, shard_of
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step on one GPU, and what follows from them.
+    """The predicted seconds of a step on one GPU, and derived rates.
 
-    matmul, attention, elementwise   kernels of the microbatches' own work.
-    optimizer    the update, with the norm of the gradients.
-    bubble       slots of the pipeline in which there is nothing to do: they are computed all the
-                 same, and masked.
-    exposed      communication with nothing beside it, by mesh axis; "host": copies of saved values
+    matmul, attention, elementwise   kernels of the microbatches.
+    optimizer    the update and the gradient norm.
+    bubble       idle ticks of the pipeline, which are computed and masked.
+    exposed      communication that is not overlapped, by mesh axis; "host": copies of saved values
                  to host memory and back.
-    contention   matmuls slowed down by communication beside them.
-    gaps         between kernels.
-    traffic      what is sent, by axis.
+    contention   slowdown of matmuls by concurrent communication.
+    gaps         time between kernels.
+    traffic      bytes sent, by axis.
     """
 
     matmul: float
@@ -49,22 +48,22 @@ class StepTime:
 
     @property
     def rate(self) -> float:
-        """Tokens per second and GPU."""
+        """Tokens per second per GPU."""
         return self.tokens_per_gpu / self.total
 
     @property
     def mfu(self) -> float:
-        """Share of the peak, attention counted as causal (`model/flops.py`)."""
+        """Model FLOP utilization, with causal attention (`model/flops.py`)."""
         return self.rate * self.model_flops / self.peak
 
     @property
     def mfu_full(self) -> float:
-        """The same, attention counted as full."""
+        """Model FLOP utilization, with full attention."""
         return self.rate * self.model_flops_full / self.peak
 
 
 def step_time(cfg: Config, cluster: Cluster) -> StepTime:
-    """The prediction.
+    """Predict the time of a step.
 
     Args:     cfg: resolved.
     """
@@ -106,13 +105,15 @@ def _model_flops(model: ModelConfig, lora: LoraConfig, seq_len: int, causal: boo
 
 
 def _exposed(traffic: Traffic, busy: Seconds) -> float:
-    """Its share that is never hidden, or what is left once all that can hide it has."""
+    """Return the exposed share, or what exceeds the compute time that can hide it."""
     return max(traffic.exposed * traffic.seconds, traffic.seconds - rates.HIDING * busy.total)
 
 
 def _beyond(copy: float, layer: Seconds) -> float:
-    """Seconds that a layer's copies to host memory, and those back, take beyond the time of the
-    next one's forward, a third of the layer, and backward."""
+    """Return the exposed seconds of a layer's copies to host memory and back.
+
+    They overlap the next layer's forward, a third of its time, and its backward.
+    """
     return max(copy - layer.total / 3, 0.0) + max(copy - layer.total * 2 / 3, 0.0)
 
 

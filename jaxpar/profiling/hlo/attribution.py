@@ -1,9 +1,9 @@
-"""Which HLO instruction a kernel inside a command buffer computes, by the program's schedule.
+"""Finds the HLO instructions of kernels inside command buffers, from the program's schedule.
 
-The profiler names the instruction of a kernel that was launched by itself. Of one that ran as part
-of a command buffer it names the buffer alone, and most kernels of a train step run so. But they run
-in the order of the schedule, and XLA names a fusion's kernel after the fusion: between two kernels
-that are known, the sequence of names is matched with the sequence of instructions.
+The profiler names the instruction of a kernel that was launched separately. For kernels in a
+command buffer, which are most of a train step, it names only the buffer. They run in the order of
+the schedule, and XLA names a fusion's kernel after the fusion. Between two known kernels, the
+sequence of names is therefore matched with the sequence of instructions.
 """
 
 import bisect
@@ -17,15 +17,15 @@ from jaxpar.profiling.hlo.text import Instruction, Module, shape_of
 from jaxpar.profiling.trace.kernels import ATTENTION, MATMUL, MOSAIC, classify, family
 from jaxpar.profiling.trace.read import KernelTrace, ProfiledKernel
 
-#: Beyond this many pairs to compare, an unanchored stretch stays unknown: minutes, not seconds.
+#: Most pairs to compare in an unanchored range. Larger ranges would take minutes and stay unknown.
 MAX_PAIRS = 50_000_000
 
-#: What a library call computes, by its target in HLO.
+#: Class of a library call by its target in HLO.
 _TARGETS = (("cublas", MATMUL), ("fmha", ATTENTION), (MOSAIC, MOSAIC))
 
 
 def attribute(trace: KernelTrace, module: Module) -> KernelTrace:
-    """The trace with instruction, op_name and result shape of the kernels, where they are found."""
+    """Return the trace with instruction, op_name and result shape of kernels, where found."""
     schedule = _Schedule(module)
     known: dict[tuple, list[Instruction | None]] = {}
     devices = {}
@@ -35,7 +35,7 @@ def attribute(trace: KernelTrace, module: Module) -> KernelTrace:
 
 
 class _Schedule:
-    """The instructions that launch compute kernels, in order, loop bodies as often as they run."""
+    """The instructions that launch compute kernels, in order, with loop bodies repeated."""
 
     def __init__(self, module: Module):
         self.entries = [i for i in module.run_order() if i.opcode in ("fusion", "custom-call")]
@@ -46,7 +46,7 @@ class _Schedule:
             self.places[instruction.name].append(place)
 
     def token(self, kernel: ProfiledKernel) -> str:
-        """What a kernel and its instruction have in common."""
+        """Return the token that a kernel and its instruction share."""
         name = family(kernel.name)
         if MOSAIC in name:
             return MOSAIC
@@ -68,11 +68,11 @@ def _complete(
     module: Module,
     known: dict[tuple, list[Instruction | None]],
 ) -> list[ProfiledKernel]:
-    """A step's kernels with what can be found of each."""
+    """Return a step's kernels with their instructions, where found."""
     main = Counter(k.stream for k in step if not k.op).most_common(1)
     stream = main[0][0] if main else ""
     sequence = [k for k in step if k.stream == stream]
-    # Devices and steps mostly run the same sequence: it is matched once.
+    # Most devices and steps run the same sequence, which is matched only once.
     key = tuple((k.op or k.name) for k in sequence)
     if key not in known:
         known[key] = _match(sequence, schedule)
@@ -84,7 +84,7 @@ def _complete(
             kernel = replace(
                 kernel,
                 op=kernel.op or instruction.name,
-                # Of a fusion with several results, the profiler gives what their names share.
+                # For a fusion with several results, the profiler has only their common prefix.
                 scope=instruction.scope or kernel.scope,
                 result=shape_of(instruction.type),
             )
@@ -93,7 +93,7 @@ def _complete(
 
 
 def _match(kernels: Sequence[ProfiledKernel], schedule: _Schedule) -> list[Instruction | None]:
-    """The instruction of each kernel of one stream; None where it is not found."""
+    """Return the instruction of each kernel of a stream; None if not found."""
     tokens = [schedule.token(k) for k in kernels]
     place: dict[int, int] = _anchors(kernels, schedule)
     edges = [(-1, -1), *sorted(place.items()), (len(kernels), len(schedule.entries))]
@@ -115,9 +115,10 @@ def _match(kernels: Sequence[ProfiledKernel], schedule: _Schedule) -> list[Instr
 
 
 def _anchors(kernels: Sequence[ProfiledKernel], schedule: _Schedule) -> dict[int, int]:
-    """Place in the schedule of the kernels whose instruction the profiler names.
+    """Return the position in the schedule of kernels whose instruction the profiler names.
 
-    Of an instruction in a loop, the nth kernel is the nth turn's. Only what ascends is kept.
+    For an instruction in a loop, the nth kernel is that of the nth iteration. Only an ascending
+    sequence is kept.
     """
     by_op: dict[str, list[int]] = defaultdict(list)
     for at, kernel in enumerate(kernels):
@@ -133,7 +134,7 @@ def _anchors(kernels: Sequence[ProfiledKernel], schedule: _Schedule) -> dict[int
 
 
 def _longest_ascending(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Of pairs sorted by the first, the longest chain in which the second grows too."""
+    """Return the longest subsequence of sorted pairs in which the second value grows too."""
     ends: list[int] = []
     last: list[int] = []
     previous: list[int] = []

@@ -1,16 +1,17 @@
-"""What a compiled step sends: the collectives of its optimized HLO, counted with their bytes.
+"""Counts the collectives of a compiled step and the bytes that they send.
 
-Bytes are those that one device sends in a step, of n in its group, with S bytes of operands there:
+The bytes are those that one device sends in a step, with n devices per group and operands of S
+bytes per device:
 
     all-gather           S (n - 1)        its shard, to each of the others
     reduce-scatter       S (n - 1) / n    each of the other shards
-    all-reduce           2 S (n - 1) / n  the two above, one after the other, as a ring does
-    all-to-all           S (n - 1) / n    all but its own piece
-    permute              S                of a device that sends
+    all-reduce           2 S (n - 1) / n  a reduce-scatter and an all-gather, as in a ring
+    all-to-all           S (n - 1) / n    all but its own shard
+    permute              S                for a device that sends
     broadcast            S
 
-An algorithm may send more or less, as a switch that reduces does. The figures are for comparing,
-and for dividing by a link's speed. A collective over one device sends nothing and is left out.
+An algorithm may send more or less, for example if a switch reduces. The figures serve to compare
+programs and to estimate times from link speeds. Collectives over one device are not counted.
 """
 
 import math
@@ -21,7 +22,7 @@ from typing import Any
 
 from jaxpar.profiling.hlo.text import Instruction, Module, num_bytes, parse
 
-#: Kind and bytes sent, of each opcode. Asynchronous ones are counted at their -start.
+#: Kind and bytes sent by opcode. Asynchronous collectives are counted at their -start.
 SENT = {
     "all-gather": ("all-gather", lambda size, n: size * (n - 1)),
     "reduce-scatter": ("reduce-scatter", lambda size, n: size * (n - 1) // n),
@@ -38,13 +39,13 @@ _GROUPS = r"replica_groups=(mesh\[.*?\][^{]*\{.*?\}|\[.*?\]<=|\{(?:\{.*?\},?)*\}
 
 @dataclass
 class Sent:
-    """Count and bytes by kind, and what the text does not tell: then they are a lower bound."""
+    """Count and bytes by kind. If `unknown` is not empty, they are lower bounds."""
 
     kinds: dict[str, dict[str, int]] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
 
     def card(self) -> dict[str, Any]:
-        """As it goes on a card."""
+        """Return the entry of a card."""
         total = sum(row["bytes"] for row in self.kinds.values())
         ordered = dict(sorted(self.kinds.items(), key=lambda item: -item[1]["bytes"]))
         return {"bytes": total, "kinds": ordered, "unknown": self.unknown}
@@ -53,10 +54,10 @@ class Sent:
 def collective_bytes(hlo_text: str) -> Sent:
     """Count the collectives of `compiled.as_text()`.
 
-    A loop's body counts as often as XLA knows that it runs. Where it does not know, the body counts
-    once, and a conditional's branches not at all; `unknown` then says so.
+    A loop's body counts by its trip count, or once if that is unknown. A conditional's branches do
+    not count. `unknown` describes both.
 
-    Raises:   ValueError for a replica group, or an HLO, that cannot be read.
+    Raises:   ValueError if the HLO or a replica group cannot be parsed.
     """
     module, sent = parse(hlo_text), Sent()
     counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
@@ -68,7 +69,7 @@ def collective_bytes(hlo_text: str) -> Sent:
 def _walk(
     module: Module, computation: str, times: int, counts: dict[str, list[int]], unknown: list[str]
 ) -> None:
-    """Add what a computation sends, and those that it calls."""
+    """Add what a computation and those that it calls send."""
     for instruction in module.computations.get(computation, ()):
         opcode = instruction.opcode.removesuffix("-start")
         if opcode in SENT:
@@ -82,7 +83,7 @@ def _walk(
         elif opcode == "conditional":
             branches = ("branch_computations", "true_computation", "false_computation")
             if any(_sends(module, c) for c in instruction.called(*branches)):
-                unknown.append(f"{instruction.name}: which branch runs; not counted")
+                unknown.append(f"{instruction.name}: unknown branch; not counted")
         else:
             names = ("calls", "to_apply") if opcode == "call" else ("calls",)
             for called in instruction.called(*names):
@@ -99,7 +100,7 @@ def _loop(
     turns = instruction.trip_count()
     parts = instruction.called("body", "condition")
     if turns is None and any(_sends(module, part) for part in parts):
-        unknown.append(f"{instruction.name}: how often it turns; counted once")
+        unknown.append(f"{instruction.name}: unknown trip count; counted once")
     for part in parts:
         _walk(module, part, times * (1 if turns is None else turns), counts, unknown)
 
@@ -112,7 +113,7 @@ def _sends(module: Module, computation: str) -> bool:
 
 
 def _size(module: Module, instruction: Instruction) -> int:
-    """Bytes of the operands."""
+    """Return the bytes of the operands."""
     types = {operand: module.type_of(operand) for operand in instruction.operands}
     unknown = [operand for operand, found in types.items() if found is None]
     if unknown:
@@ -121,13 +122,13 @@ def _size(module: Module, instruction: Instruction) -> int:
 
 
 def group_size(instruction: Instruction, num_devices: int) -> int:
-    """How many devices take part in a collective with one.
+    """Return the number of devices per group of a collective.
 
-    Replica groups are written as lists, {{0,1},{2,3}}; as an arrangement of all devices,
-    [groups,size]<=[...]; or as axes of a mesh, mesh['data'=4,'tensor'=2] {'data'}, of which one may
-    be taken in part, 'data':(1)2. Empty means all devices.
+    Replica groups are lists, {{0,1},{2,3}}; an arrangement of all devices, [groups,size]<=[...]; or
+    mesh axes, mesh['data'=4,'tensor'=2] {'data'}, possibly a part of one, 'data':(1)2. Empty means
+    all devices.
 
-    Raises:   ValueError for another notation.
+    Raises:   ValueError for any other notation.
     """
     if "source_target_pairs=" in instruction.attributes:
         pairs = instruction.attribute(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")

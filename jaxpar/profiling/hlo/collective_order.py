@@ -1,4 +1,4 @@
-"""The collectives of a compiled step, in the order in which a device comes to them."""
+"""Lists the collectives of a compiled step in the order in which a device runs them."""
 
 from collections.abc import Iterator
 
@@ -7,12 +7,12 @@ from jaxpar.profiling.hlo.text import Module, parse
 
 
 def collective_order(hlo_text: str) -> list[str]:
-    """A line for each collective of `compiled.as_text()`: kind, result, devices, where it is from.
+    """Return a line per collective of `compiled.as_text()`: kind, result, devices, op_name.
 
-    Loops are written once, with their number of turns where XLA knows it, and what is in them
-    indented. Asynchronous collectives stand where they start.
+    Loops are listed once with their trip count, if known, and an indented body. Asynchronous
+    collectives are listed at their start.
 
-    Raises:   ValueError for an HLO that cannot be read.
+    Raises:   ValueError if the HLO cannot be parsed.
     """
     module = parse(hlo_text)
     return list(_lines(module, module.entry, ""))

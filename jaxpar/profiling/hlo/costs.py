@@ -1,13 +1,13 @@
-"""What an instruction has to do at least: its multiplications and the bytes that it moves.
+"""Computes the minimum cost of an instruction: FLOPs of matmuls and bytes moved.
 
-FLOPs are those of matrix products alone, 2 per multiplication and addition: whatever else a kernel
-computes is hidden behind its bytes. Bytes count each operand once and each result once, as if
-caches were perfect; of an operand of which a fusion takes a slice, the slice, and of a result that
-it writes into an operand in place, the piece that it writes.
+FLOPs count only matrix products, 2 per multiply-add: other computation is assumed to overlap with
+memory traffic. Bytes count each operand and each result once, as with perfect caches. If a fusion
+slices an operand, only the slice counts. If it updates an operand in place, only the written part
+counts.
 
-    time at least = max(FLOPs / peak FLOP/s, bytes / bandwidth)
+    minimum time = max(FLOPs / peak FLOP/s, bytes / bandwidth)
 
-and the roofline share of a kernel is that time over the one it took.
+The roofline share of a kernel is the minimum time divided by the measured time.
 
 Source:   Williams et al. 2009, "Roofline".
 """
@@ -20,26 +20,29 @@ from dataclasses import dataclass
 from jaxpar.planning.predict.hardware import Gpu
 from jaxpar.profiling.hlo.text import Instruction, Module, arrays_of, num_bytes
 
-#: Types in which `Gpu.peak` holds, and those in which it is twice as much.
+#: Dtypes to which `Gpu.peak` applies, and those with twice the peak.
 _HALF, _EIGHT_BITS = ("bf16", "f16"), ("f8e4m3fn", "f8e5m2", "s8")
 
 _SLICES = ("slice", "dynamic-slice", "gather")
 
-#: What gives each number of its operand once: a slice of it reads no more of the operand.
+#: Elementwise opcodes: a slice of the result reads only a slice of the operand.
 _ONE_BY_ONE = ("bitcast", "convert", "copy", "reshape", "transpose")
 
 
 @dataclass(frozen=True)
 class InstructionCost:
-    """Of one run of an instruction. flops is None where the text does not tell (a kernel of our
-    own, or cuDNN's attention), bytes where it lacks an operand; dtype is that of the products."""
+    """The cost of one run of an instruction.
+
+    flops is None if the text does not have it (Pallas kernels, cuDNN's attention), bytes if an
+    operand is missing. dtype is that of the matmul operands.
+    """
 
     flops: int | None
     bytes: int | None
     dtype: str = ""
 
     def seconds(self, gpu: Gpu) -> float | None:
-        """The least time on a GPU; None where the FLOPs, or their dtype's peak, are unknown."""
+        """Return the minimum time on a GPU; None if FLOPs, bytes or the peak are unknown."""
         if self.flops is None or self.bytes is None:
             return None
         peak = gpu.peak.value * (2 if self.dtype in _EIGHT_BITS else 1)
@@ -49,7 +52,7 @@ class InstructionCost:
 
 
 def cost_of(module: Module, instruction: Instruction) -> InstructionCost:
-    """What an instruction has to do."""
+    """Return the cost of an instruction."""
     flops: int | None = multiplications(module, instruction)
     if flops == 0 and instruction.opcode == "custom-call":
         flops = None
@@ -57,7 +60,7 @@ def cost_of(module: Module, instruction: Instruction) -> InstructionCost:
 
 
 def multiplications(module: Module, instruction: Instruction) -> int:
-    """FLOPs of the matrix products of an instruction, or of the fusion that it is."""
+    """Return the FLOPs of the matrix products in an instruction or fusion."""
     if instruction.opcode == "fusion":
         inside = [module.computations.get(name, []) for name in instruction.called("calls")]
         return sum(multiplications(module, each) for body in inside for each in body)
@@ -71,7 +74,7 @@ def multiplications(module: Module, instruction: Instruction) -> int:
 
 
 def contracted_dims(instruction: Instruction) -> tuple[list[int], list[int]] | None:
-    """Dims of the two operands over which a product sums; None for other instructions."""
+    """Return the contracted dims of a matmul's two operands; None for other instructions."""
     if instruction.opcode == "dot":
         pattern = r"SIDE_contracting_dims=\{([\d,]*)\}"
     elif "cublas" in instruction.attribute(r'custom_call_target="([^"]*)"'):
@@ -89,7 +92,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _dtype(module: Module, instruction: Instruction) -> str:
-    """Dtype of the left operand of the products in an instruction; "" without any."""
+    """Return the dtype of the left matmul operand in an instruction; "" without a matmul."""
     if instruction.opcode == "fusion":
         inside = [module.computations.get(name, []) for name in instruction.called("calls")]
         return next((d for body in inside for i in body if (d := _dtype(module, i))), "")
@@ -104,7 +107,7 @@ def _bytes(module: Module, instruction: Instruction) -> int | None:
     if None in types:
         return None
     read = [num_bytes(each) for each in types if each is not None]
-    # The last array of a library call's result is its workspace, which is not its result.
+    # The last array of a library call's result is its workspace.
     written = num_bytes(re.sub(r", s8\[\d+\](\{[^}]*\})?\)$", ")", instruction.type))
     body = [i for name in instruction.called("calls") for i in module.computations.get(name, [])]
     if instruction.opcode != "fusion" or not body:
@@ -131,7 +134,7 @@ def _users(body: Sequence[Instruction], name: str) -> list[Instruction]:
 
 
 def _sliced(body: Sequence[Instruction], array: Instruction) -> int | None:
-    """How many numbers of an array all slices of it have; None if something reads all of it."""
+    """Return the number of elements in all slices of an array; None if all of it is read."""
     total, users = 0, _users(body, array.name)
     for user in users:
         if user.opcode in _SLICES and user.operands[0] == array.name:
@@ -145,5 +148,5 @@ def _sliced(body: Sequence[Instruction], array: Instruction) -> int | None:
 
 
 def _count(type_text: str) -> int:
-    """Numbers in an array's type."""
+    """Return the number of elements of a type."""
     return sum(math.prod(dims) for _, dims in arrays_of(type_text))

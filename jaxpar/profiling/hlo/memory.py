@@ -1,9 +1,8 @@
-"""What a compiled step keeps in a device's memory, moment by moment, as XLA planned it.
+"""Reads XLA's memory plan of a compiled step: the live buffers over the program.
 
-Nothing here is measured: XLA fixes every buffer's place when it compiles. A step's memory is what
-it is given (state and batch, there all the time, with the results that take their places), results
-that do not, and a block of temporaries. That block is as large as the temporaries at their peak,
-and somewhat more where they do not fit together without gaps.
+Nothing here is measured: XLA assigns every buffer when it compiles. A step's memory consists of its
+arguments (state and batch, including results that reuse their buffers), other results, and a block
+of temporaries. The block has the size of the temporaries at their peak, plus gaps between buffers.
 """
 
 import re
@@ -18,7 +17,7 @@ _ALLOC, _FREE, _SHARE = 0, 1, 2
 
 @dataclass(frozen=True)
 class Buffer:
-    """A temporary: its bytes, the instruction that makes it, that one's op_name and result."""
+    """A temporary: its bytes, and the instruction that creates it, with op_name and result."""
 
     size: int
     instruction: str
@@ -28,9 +27,12 @@ class Buffer:
 
 @dataclass(frozen=True)
 class ProgramMemory:
-    """Bytes of one device. `live` is (instruction, bytes of temporaries) in program order; it and
-    `at_peak` are empty where the program came from the compilation cache, which drops them.
-    `given` are the arguments by what they are."""
+    """The memory of one device in bytes.
+
+    `live` has (instruction, bytes of temporaries) in program order. It and `at_peak` are empty for
+    programs from the compilation cache, which does not store them. `given` has the arguments by
+    name.
+    """
 
     arguments: int
     results: int
@@ -42,20 +44,20 @@ class ProgramMemory:
 
     @property
     def peak(self) -> int:
-        """The most that temporaries take at once."""
+        """Peak of the temporaries."""
         return max((size for _, size in self.live), default=0)
 
     @property
     def total(self) -> int:
-        """What the step needs in all."""
+        """Total memory of the step."""
         return self.arguments + self.results + self.temporaries + self.constants
 
 
 def memory_of(buffers: Any, module: Module | None = None) -> ProgramMemory | None:
-    """The memory of a program.
+    """Return the memory of a program.
 
-    Args:     buffers: `xspace.TracedProgram.buffers`. module: for the names of places and shapes.
-    Returns:  None when the trace does not have it, as of a program that is not XLA's.
+    Args:     buffers: `xspace.TracedProgram.buffers`. module: provides scopes and shapes.
+    Returns:  None if the trace does not have it.
     """
     if buffers is None or not buffers.buffer_allocations:
         return None
@@ -81,16 +83,16 @@ def memory_of(buffers: Any, module: Module | None = None) -> ProgramMemory | Non
 
 
 def of_sums(sizes: dict[str, int]) -> ProgramMemory:
-    """The sums alone: of a program's `memory_analysis()`, as profile.json has it."""
+    """Return only the totals, from the `memory_analysis()` in profile.json."""
     of = lambda name: sizes.get(f"{name}_size_in_bytes", 0)  # noqa: E731
     results = of("output") - of("alias")
     return ProgramMemory(of("argument"), results, of("temp"), 0, live=[], at_peak=[])
 
 
 def _given(module: Module) -> dict[str, int]:
-    """Bytes of the step's arguments by their names, entries of one tree together, largest first.
+    """Return the bytes of the arguments by name, summed over each tree, largest first.
 
-    JAX names them as state.opt_state[0].mu['embed'], or batch.tokens.
+    JAX names them state.opt_state[0].mu['embed'] or batch.tokens.
     """
     found: Counter[str] = Counter()
     for instruction in module.computations[module.entry]:
@@ -115,9 +117,9 @@ def _part_of(allocation: Any, temporary: set[int]) -> str:
 
 
 def _play(events: list[Any], sizes: dict[int, int]) -> tuple[list[tuple[str, int]], dict[int, str]]:
-    """Bytes alive after each event; and at the peak, each buffer with the instruction it is of.
+    """Return the live bytes after each event, and the buffers at the peak.
 
-    Buffers may share a place: it is freed with the last of them.
+    Buffers may share memory, which is freed with the last of them.
     """
     shares_with: dict[int, int] = {}
     users: Counter[int] = Counter()
@@ -148,7 +150,10 @@ def _play(events: list[Any], sizes: dict[int, int]) -> tuple[list[tuple[str, int
 
 
 def _buffer(size: int, name: str, place: tuple[int, ...], module: Module | None) -> Buffer:
-    """A buffer with what is known of it. Args:     place: in its instruction's result, a tuple."""
+    """Return a buffer with its scope and shape.
+
+    Args:     place: index in the instruction's result, if it is a tuple.
+    """
     instruction = module.instructions.get(name) if module is not None else None
     if instruction is None:
         return Buffer(size, name)

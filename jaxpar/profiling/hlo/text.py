@@ -1,4 +1,4 @@
-"""The optimized HLO text of a compiled program, read as far as profiling needs it."""
+"""Parses the optimized HLO text of a compiled program, as far as profiling needs it."""
 
 import functools
 import re
@@ -11,11 +11,11 @@ _ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of a computation.
+    """An instruction: one line of a computation.
 
-    `type` is the result's, `attributes` the text after the operands: metadata, called computations,
-    replica groups, backend config. Operands are names; of one in a tuple, name#index. The one
-    operand of a parameter is its number.
+    `type` is that of the result. `attributes` is the text after the operands: metadata, called
+    computations, replica groups, backend config. Operands are names, or name#index for an element
+    of a tuple. The only operand of a parameter is its number.
     """
 
     name: str
@@ -26,28 +26,28 @@ class Instruction:
 
     @functools.cached_property
     def scope(self) -> str:
-        """Where in the traced program it comes from, as jit(f)/jvp(attention)/dot_general."""
+        """The op_name, such as jit(f)/jvp(attention)/dot_general."""
         return self.attribute(r'op_name="([^"]*)"')
 
     def attribute(self, pattern: str) -> str:
-        """The first group of a regular expression in the attributes; "" without a match."""
+        """Return the first group of a regular expression in the attributes; "" without a match."""
         found = re.search(pattern, self.attributes)
         return found[1] if found else ""
 
     def called(self, *names: str) -> list[str]:
-        """Computations given as `name=%computation` or `name={%one, %two}`."""
+        """Return the computations given as `name=%computation` or `name={%one, %two}`."""
         found = [self.attribute(rf"\b{name}=(\{{[^}}]*\}}|%?[\w.\-]+)") for name in names]
         return [c for text in found for c in re.findall(r"[\w.\-]+", text)]
 
     def trip_count(self) -> int | None:
-        """How often the body of a `while` runs; None where XLA does not know."""
+        """Return how often the body of a `while` runs; None if XLA does not know."""
         found = self.attribute(r'"known_trip_count":\{"n":"(\d+)"')
         return int(found) if found else None
 
 
 @dataclass(frozen=True)
 class Module:
-    """A program: its computations, in the order in which they are scheduled."""
+    """A program: its computations, with instructions in scheduled order."""
 
     name: str
     num_devices: int
@@ -56,11 +56,11 @@ class Module:
 
     @functools.cached_property
     def instructions(self) -> dict[str, Instruction]:
-        """Every instruction by its name, which is unique in a program."""
+        """All instructions by name, which is unique in a program."""
         return {i.name: i for body in self.computations.values() for i in body}
 
     def type_of(self, operand: str) -> str | None:
-        """The type of an operand; None if the text lacks it."""
+        """Return the type of an operand; None if the text does not have it."""
         name, _, index = operand.partition("#")
         made = self.instructions.get(name)
         if made is None or not index:
@@ -68,8 +68,11 @@ class Module:
         return elements_of(made.type)[int(index)]
 
     def run_order(self, computation: str = "") -> list[Instruction]:
-        """The instructions as they run: the body of a loop as often as it turns, once if XLA does
-        not know how often; of a conditional, nothing but itself."""
+        """Return the instructions in the order in which they run.
+
+        The body of a loop is repeated by its trip count, or appears once if that is unknown. The
+        branches of a conditional are not included.
+        """
         found: list[Instruction] = []
         for instruction in self.computations[computation or self.entry]:
             if instruction.opcode == "while":
@@ -84,9 +87,9 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """Read `compiled.as_text()`.
+    """Parse `compiled.as_text()`.
 
-    Raises:   ValueError when the text is no HLO module.
+    Raises:   ValueError if the text is not an HLO module.
     """
     name = module_name(text)
     head, _, rest = text.partition("\n")
@@ -110,9 +113,9 @@ def parse(text: str) -> Module:
 
 
 def module_name(text: str) -> str:
-    """The module's name, under which the profiler knows it too: jit_train_step.
+    """Return the module's name, which the profiler uses too: jit_train_step.
 
-    Raises:   ValueError when the text is no HLO module.
+    Raises:   ValueError if the text is not an HLO module.
     """
     found = re.match(r"HloModule ([\w.\-]+)", text)
     if not found:
@@ -131,7 +134,7 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def _closing(text: str, start: int) -> int:
-    """Where the parenthesis closes that was open at `start`."""
+    """Return the position of the parenthesis that closes the one open at `start`."""
     depth = 1
     for found in re.compile(r"[()]").finditer(text, start):
         depth += 1 if found[0] == "(" else -1
@@ -141,13 +144,13 @@ def _closing(text: str, start: int) -> int:
 
 
 def arrays_of(type_text: str) -> list[tuple[str, tuple[int, ...]]]:
-    """Dtype and dims of each array of a type."""
+    """Return dtype and dims of each array in a type."""
     found = _ARRAY.findall(type_text)
     return [(name, tuple(int(d) for d in dims.split(",") if d)) for name, _, dims in found]
 
 
 def elements_of(type_text: str) -> list[str]:
-    """The types in a tuple's type."""
+    """Return the types of a tuple's elements."""
     inside, found, depth = re.sub(r"/\*.*?\*/", "", type_text[1:-1]), [""], 0
     for letter in inside:
         depth += (letter in "([{") - (letter in ")]}")
@@ -159,7 +162,7 @@ def elements_of(type_text: str) -> list[str]:
 
 
 def num_bytes(type_text: str) -> int:
-    """Bytes of a type as HLO writes it: bf16[8,128]{1,0}, or a tuple of such. Tokens have none."""
+    """Return the bytes of an HLO type: bf16[8,128]{1,0}, or a tuple. Tokens have 0."""
     bits = 0
     for name, width, dims in _ARRAY.findall(type_text):
         elements = 1
@@ -170,7 +173,7 @@ def num_bytes(type_text: str) -> int:
 
 
 def shape_of(type_text: str) -> str:
-    """A type without layouts and a library call's workspace; of a tuple, the first entries."""
+    """Return a type without layouts and workspace; for a tuple, the first elements."""
     plain = re.sub(r"\{[^}]*\}|/\*.*?\*/|, s8\[\d+\](?=(\{[^}]*\})?\)$)", "", type_text)
     arrays = [found[0] for found in _ARRAY.finditer(plain)]
     if len(arrays) <= 1:

@@ -1,1 +1,1 @@
-"""Traces of the profiler, read."""
+"""Takes and reads profiler traces."""

@@ -1,9 +1,9 @@
-"""The instructions that a CPU ran, from a trace, and what each does.
+"""Reads the instructions that ran on a CPU from a trace, and classifies them.
 
-XLA marks every instruction that it runs on a host's threads with its HLO name, its device (one of
-several simulated ones) and the execution it belongs to. There are no streams: a device runs mostly
-one instruction after another, and waits for the others inside of its collectives. Simulated devices
-share the host's cores, so their times are not those of devices of their own.
+XLA marks every instruction that runs on a host thread with its HLO name, its (simulated) device and
+its execution. There are no streams: a device mostly runs one instruction at a time, and waits for
+other devices in collectives. Simulated devices share the host's cores, so their times differ from
+those of real devices.
 """
 
 import re
@@ -23,10 +23,10 @@ _AROUND = re.compile(r"(while|call|conditional)\b")
 
 
 def read(plane: Any, module: str = "") -> KernelTrace:
-    """The instructions of one module, of each simulated device and execution.
+    """Read the instructions of one module by simulated device and execution.
 
-    Args:     plane: the host's. module: as HLO names it; "": the one that took most time.
-    Raises:   NoKernels when none ran.
+    Args:     plane: the host's plane. module: name in HLO; "": the module with the most time.
+    Raises:   NoKernels if none ran.
     """
     found: dict[str, dict[int, dict[int, list[ProfiledKernel]]]] = {}
     for line in plane.lines if plane is not None else ():
@@ -43,7 +43,7 @@ def read(plane: Any, module: str = "") -> KernelTrace:
             kernel = ProfiledKernel(op, start, end, line.name, op)
             runs.setdefault(int(stats.get("run_id", 0)), []).append(kernel)
     if not found:
-        raise NoKernels("the trace has no GPU's plane, and no instruction that a CPU ran")
+        raise NoKernels("the trace has neither a GPU plane nor CPU instructions")
     module = module or _longest(found)
     if module not in found:
         raise NoKernels(f"no device ran {module} in the trace")
@@ -66,7 +66,7 @@ def _in_order(runs: dict[int, list[ProfiledKernel]]) -> list[list[ProfiledKernel
 
 
 def classify_instructions(trace: KernelTrace, module: Module) -> KernelTrace:
-    """The trace with the class of each instruction, which its name does not tell as a GPU's do."""
+    """Return the trace with the class of each instruction, from its HLO."""
 
     def known(step: Sequence[ProfiledKernel]) -> list[ProfiledKernel]:
         return [_with_class(kernel, module) for kernel in step]

@@ -1,4 +1,4 @@
-"""Arithmetic of time intervals: (start, end) in nanoseconds, in sorted lists without overlap."""
+"""Arithmetic on time intervals: sorted, disjoint lists of (start, end) in nanoseconds."""
 
 from collections.abc import Iterable, Sequence
 
@@ -6,7 +6,7 @@ type Interval = tuple[int, int]
 
 
 def union(pieces: Iterable[Interval]) -> list[Interval]:
-    """The time that any of the pieces covers. They may overlap, and come in any order."""
+    """Return the union of intervals, which may overlap and be unsorted."""
     joined: list[Interval] = []
     for start, end in sorted(pieces):
         if joined and start <= joined[-1][1]:
@@ -17,7 +17,7 @@ def union(pieces: Iterable[Interval]) -> list[Interval]:
 
 
 def subtract(pieces: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """The time in `pieces` and not in `others`; both as `union` gives them."""
+    """Return the time in `pieces` but not in `others`; both are results of `union`."""
     left: list[Interval] = []
     first = 0
     for start, end in pieces:
@@ -35,5 +35,5 @@ def subtract(pieces: Sequence[Interval], others: Sequence[Interval]) -> list[Int
 
 
 def length(pieces: Iterable[Interval]) -> int:
-    """Nanoseconds that the pieces last in sum."""
+    """Return the total duration in nanoseconds."""
     return sum(end - start for start, end in pieces)

@@ -1,4 +1,4 @@
-"""What a GPU kernel does, by its name: the table of name patterns, as data."""
+"""Classifies GPU kernels by name, with a table of patterns."""
 
 import re
 from dataclasses import dataclass
@@ -6,11 +6,11 @@ from dataclasses import dataclass
 MATMUL, ATTENTION, COMMUNICATION = "matmul", "attention", "communication"
 FUSION, COPY, PALLAS, OTHER = "fusion", "copy", "pallas", "other"
 
-#: In the order in which they are reported.
+#: Classes in the order in which they are reported.
 CLASSES = (MATMUL, ATTENTION, PALLAS, FUSION, COPY, OTHER, COMMUNICATION)
 
-#: Of communication. NCCL's one kernel for sends and receives serves all-to-all and permute; which
-#: it was, the HLO instruction says.
+#: Kinds of communication. NCCL uses one kernel for sends and receives, in all-to-alls and permutes.
+#: The HLO instruction tells which of them it was.
 HOST = "host"
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "permute", HOST)
 SEND_RECEIVE = "send-receive"
@@ -18,7 +18,7 @@ SEND_RECEIVE = "send-receive"
 
 @dataclass(frozen=True)
 class Pattern:
-    """Kernels whose name the regular expression finds are of a class; the reason says whose."""
+    """A regular expression for kernel names, their class, and the origin of the names."""
 
     what: str
     regex: str
@@ -31,11 +31,11 @@ def _nccl(kind: str, function: str) -> Pattern:
     return Pattern(COMMUNICATION, rf"^nccl\w*Kernel_{function}(_|\b)", reason, kind)
 
 
-#: In the name of any kernel written in Pallas for Mosaic GPU; "anonymous" before it without a name.
+#: Part of the name of every Pallas kernel for Mosaic GPU, after its own name or "anonymous".
 MOSAIC = "mosaic_gpu"
 _ATTENTION = re.compile(r"attention|flash")
 
-#: The first that matches counts.
+#: The first matching pattern applies.
 PATTERNS = (
     _nccl("all-gather", "AllGather"),
     _nccl("reduce-scatter", "ReduceScatter"),
@@ -75,11 +75,11 @@ _COMPILED = tuple((re.compile(p.regex), p) for p in PATTERNS)
 
 
 def classify(name: str, scope: str = "", op: str = "") -> tuple[str, str]:
-    """The class of a kernel, and for communication the kind, else "".
+    """Return the class of a kernel, and its kind if it is communication, else "".
 
-    Args:     name: as the profiler has it. scope: the op_name of its HLO instruction, where known;
-        op: that instruction's name. They tell Pallas kernels outside attention, and what NCCL's
-        sends and receives were for.
+    Args:     name: name in the profile. scope: op_name of the HLO instruction, if known. op: name
+        of the instruction. They distinguish Pallas kernels outside attention, and the purposes of
+        NCCL's sends and receives.
     """
     for regex, pattern in _COMPILED:
         if regex.search(name):
@@ -92,7 +92,7 @@ def classify(name: str, scope: str = "", op: str = "") -> tuple[str, str]:
 
 
 def _kind_of_pallas(name: str, scope: str) -> str:
-    """By its own name; without one, by where it is called."""
+    """Classify a Pallas kernel by its name, or by its scope if it has none."""
     known = scope if name.startswith("anonymous") else name
     return ATTENTION if _ATTENTION.search(known) or not known else PALLAS
 
@@ -104,5 +104,5 @@ def _kind_of_exchange(text: str) -> str:
 
 
 def family(name: str) -> str:
-    """A kernel's name without arguments and without the number that XLA gives each of many."""
+    """Return a kernel's name without arguments and XLA's numeric suffixes."""
     return re.sub(r"(_\d+)+$", "", name.split("(")[0].removeprefix("void "))

@@ -1,9 +1,9 @@
-"""A JAX profiler trace: taking one, and reading the kernels of each device and step from it.
+"""Takes JAX profiler traces, and reads the kernels of each device and step.
 
-A device's plane holds one line for each CUDA stream; other lines (XLA Ops, Steps) are derived from
-those by tools, and not read. Which step a kernel belongs to, the host's plane says: each execution
-of a module is an event there, and each launch within it has a correlation id, which the kernels
-that it launched bear too. Ids grow with time, so a step's kernels are those from its first id on.
+A device's plane has one line per CUDA stream. Other lines (XLA Ops, Steps) are derived from those
+and are not read. The host's plane assigns kernels to steps: it has an event for each execution of a
+module, and each launch within it has a correlation ID, which its kernels have too. IDs increase
+with time, so a step's kernels are those from its first ID to the next step's.
 """
 
 import bisect
@@ -28,16 +28,16 @@ _STREAM = re.compile(r"Stream #\d+")
 
 
 class NoKernels(ValueError):
-    """A trace without what is looked for; the message says why."""
+    """Raised if a trace does not have the requested kernels."""
 
 
 @dataclass(frozen=True)
 class ProfiledKernel:
     """A kernel, copy or memset on a stream: start and end in nanoseconds.
 
-    `op` is its HLO instruction and `scope` that one's op_name. Inside a command buffer (a CUDA
-    graph) the profiler knows neither: both are "" then, until `attribution` finds them. Its class
-    and kind are set where the instruction tells them and the name does not: of a CPU.
+    `op` is its HLO instruction and `scope` the instruction's op_name. Inside a command buffer (a
+    CUDA graph) both are "" until `attribution` finds them. Class and kind are set only on CPUs,
+    where they follow from the instruction and not from the name.
     """
 
     name: str
@@ -58,9 +58,9 @@ class ProfiledKernel:
 
 @dataclass(frozen=True)
 class KernelTrace:
-    """The kernels of one module: of each device, of each of its executions, by start.
+    """The kernels of one module by device and execution, sorted by start.
 
-    Devices bear their numbers; where traces of several processes are joined, process:number.
+    Devices are numbers, or process:number if traces of several processes are joined.
     """
 
     module: str
@@ -69,19 +69,19 @@ class KernelTrace:
     device_kind: str = ""
 
     def without_first(self, steps: int) -> "KernelTrace":
-        """The same without a device's first executions.
+        """Return the trace without the first executions of each device.
 
-        Raises:   NoKernels when a device has no more than those.
+        Raises:   NoKernels if a device has no further ones.
         """
         if min(map(len, self.devices.values())) <= steps:
-            raise NoKernels(f"{self.module} ran no more than the {steps} steps that are left out")
+            raise NoKernels(f"{self.module} ran only the first {steps} steps, which are discarded")
         rest = {device: each[steps:] for device, each in self.devices.items()}
         return dataclasses.replace(self, devices=rest)
 
 
 @contextlib.contextmanager
 def capture(folder: str | Path) -> Iterator[None]:
-    """Trace what runs inside, without Python's own calls, into a folder."""
+    """Trace the code in this context to a folder, without Python calls."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # tens of thousands of events, which slow the host
     with jax.profiler.trace(folder, profiler_options=options):
@@ -89,32 +89,32 @@ def capture(folder: str | Path) -> Iterator[None]:
 
 
 def newest_file(folder: str | Path) -> Path:
-    """The trace file that was last written below a folder.
+    """Return the newest trace file in a folder or its subfolders.
 
-    Raises:   NoKernels when there is none.
+    Raises:   NoKernels if there is none.
     """
     files = sorted(Path(folder).rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime)
     if not files:
-        raise NoKernels(f"no *.xplane.pb below {folder}")
+        raise NoKernels(f"no *.xplane.pb file below {folder}")
     return files[-1]
 
 
 def read(path: str | Path, module: str = "") -> KernelTrace:
-    """The kernels of a trace file.
+    """Read the kernels of a trace file.
 
-    Args:     module: as HLO names it, jit_train_step; "": the one that the GPUs spent most time on.
-    Raises:   NoKernels when there are no GPUs in it, or none that ran the module.
+    Args:     module: name in HLO, jit_train_step; "": the module with the most GPU time.
+    Raises:   NoKernels if the trace has no GPU, or none that ran the module.
     """
     planes = planes_of(path)
     if not gpus_in(planes):
-        raise NoKernels("the trace has no GPU's plane")
+        raise NoKernels("the trace has no GPU plane")
     return of_gpus(planes, module)
 
 
 def planes_of(path: str | Path) -> dict[str, Any]:
-    """The planes of a trace file by name.
+    """Read the planes of a trace file by name.
 
-    Raises:   NotATrace when the file cannot be read as one.
+    Raises:   NotATrace if the file cannot be parsed.
     """
     raw = xspace.read_bytes(path)
     try:
@@ -125,12 +125,12 @@ def planes_of(path: str | Path) -> dict[str, Any]:
 
 
 def gpus_in(planes: dict[str, Any]) -> dict[int, Any]:
-    """The planes of GPUs among them, by number."""
+    """Return the planes of GPUs by number."""
     return {int(found[1]): planes[name] for name in planes if (found := _GPU.match(name))}
 
 
 def of_gpus(planes: dict[str, Any], module: str) -> KernelTrace:
-    """`read`, of the planes."""
+    """Read the kernels of a trace's planes, as `read` does."""
     gpus = gpus_in(planes)
     kernels = {number: list(_launched(gpus[number])) for number in sorted(gpus)}
     module = module or _busiest(kernels)
@@ -139,7 +139,7 @@ def of_gpus(planes: dict[str, Any], module: str) -> KernelTrace:
     for number, launched in kernels.items():
         own = [(launch, kernel) for launch, name, kernel in launched if name == module]
         if not own:
-            continue  # another process's, or idle
+            continue  # idle, or used by another process
         if number not in first_ids:
             raise NoKernels(f"the host's plane has no execution of {module} on GPU {number}")
         devices[number] = _steps(own, first_ids[number])
@@ -150,7 +150,7 @@ def of_gpus(planes: dict[str, Any], module: str) -> KernelTrace:
 
 
 def _launched(plane: Any) -> Iterator[tuple[int, str, ProfiledKernel]]:
-    """Correlation id, module and kernel of each event on a stream of a device's plane."""
+    """Yield correlation ID, module and kernel of each event on a device's streams."""
     for line in plane.lines:
         if not _STREAM.match(line.name):
             continue
@@ -174,14 +174,16 @@ def _launched(plane: Any) -> Iterator[tuple[int, str, ProfiledKernel]]:
 
 
 def stats_of(event: Any) -> dict[str, Any]:
-    """The stats of an event, or of a plane, by name."""
+    """Return the stats of an event or plane by name."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of the binding, once a process
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # raised by the binding once per process
         return dict(event.stats)
 
 
 def _busiest(kernels: dict[int, list[tuple[int, str, ProfiledKernel]]]) -> str:
-    """The module with the most device time. Copies that no module asked for have none."""
+    """Return the module with the most device time. Some copies belong to no module."""
     time: Counter[str] = Counter()
     for launched in kernels.values():
         for _, module, kernel in launched:
@@ -193,7 +195,7 @@ def _busiest(kernels: dict[int, list[tuple[int, str, ProfiledKernel]]]) -> str:
 
 
 def _first_ids(host: Any, module: str) -> dict[int, list[int]]:
-    """Of each device, the first correlation id of each execution of a module, ascending."""
+    """Return for each device the first correlation ID of each execution, ascending."""
     found: dict[int, list[int]] = defaultdict(list)
     for line in host.lines if host is not None else ():
         events = sorted(line.events, key=lambda event: event.start_ns)
@@ -214,7 +216,7 @@ def _first_ids(host: Any, module: str) -> dict[int, list[int]]:
 def _steps(
     own: list[tuple[int, ProfiledKernel]], first_ids: list[int]
 ) -> list[list[ProfiledKernel]]:
-    """The kernels of each execution. Those launched before the trace's first are left out."""
+    """Return the kernels of each execution, without those launched before the first one."""
     steps: list[list[ProfiledKernel]] = [[] for _ in first_ids]
     for launch, kernel in own:
         at = bisect.bisect_right(first_ids, launch) - 1

@@ -1,4 +1,4 @@
-"""Where a kernel comes from in the traced program: the pass, and the named scope."""
+"""Parses a kernel's op_name into its pass and named scope."""
 
 import re
 from typing import NamedTuple
@@ -6,7 +6,7 @@ from typing import NamedTuple
 FORWARD, RECOMPUTE, BACKWARD, OUTSIDE = "forward", "recompute", "backward", "outside"
 PASSES = (FORWARD, RECOMPUTE, BACKWARD, OUTSIDE)
 
-#: What the model and the step name with `jax.named_scope`: where it happens, and what it is.
+#: Names that the model and the step use in `jax.named_scope`.
 BLOCKS = (
     *("embedding", "attention", "feed_forward", "experts", "loss", "optimizer"),
     *("norm", "qkv", "rope", "core_attention", "output", "gate_up", "activation", "router"),
@@ -14,27 +14,29 @@ BLOCKS = (
     *("reduce_gradients", "between_stages"),
 )
 
-#: Parts of a name that JAX adds for its own structure, not the author's `jax.named_scope`.
+#: Parts of a name that JAX adds for its own structure.
 _STRUCTURE = frozenset(
     "shard_map checkpoint rematted_computation remat while body cond scan closed_call core_call "
     "eval_jaxpr custom_vjp_call custom_jvp_call custom_vjp_call_jaxpr pjit jit named_call".split()
 )
-#: A transformation around a part: its inside is a name. Around a function, as in jit(silu), not.
+#: A transformation around a part, whose argument is a name. In jit(silu) it is a function.
 _TRANSFORMED = re.compile(r"(?:jvp|transpose|vmap|pmap)\((.*)\)$")
 
 
 class Place(NamedTuple):
-    """Pass: forward, recompute (rematerialized), backward, or outside of differentiation. Scope:
-    the author's names."""
+    """A pass and a scope.
+
+    The pass is forward, recompute (rematerialization), backward, or outside of differentiation.
+    """
 
     phase: str
     scope: str
 
 
 def place_of(op_name: str) -> Place:
-    """Pass and named scopes of an op_name; scope "" where it stands in none.
+    """Return pass and named scopes of an op_name; the scope is "" if there is none.
 
-    Of scopes in one another, those of BLOCKS count, outermost first; without any, the outermost.
+    The scope has the nested names in BLOCKS, outermost first, or else the outermost name.
     jit(train_step)/shard_map/transpose(jvp(jvp()))/checkpoint/attention/norm/mul: backward,
     attention/norm.
     """
@@ -51,7 +53,7 @@ def place_of(op_name: str) -> Place:
 
 
 def _name(part: str) -> str:
-    """The author's name in a part; "" in one of JAX's own."""
+    """Return the name in a part; "" if JAX added the part."""
     while found := _TRANSFORMED.match(part):
         part = found[1]
     if "(" in part or part in _STRUCTURE or re.fullmatch(r"branch_\d+_fun", part):
@@ -60,5 +62,5 @@ def _name(part: str) -> str:
 
 
 def shorten(op_name: str) -> str:
-    """An op_name without what every one begins with: jit(NAME)/shard_map/."""
+    """Return an op_name without the common prefix jit(NAME)/shard_map/."""
     return re.sub(r"^jit\([^)]*\)/(shard_map/)?", "", op_name)

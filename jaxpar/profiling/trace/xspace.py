@@ -1,8 +1,8 @@
-"""What `jax.profiler.ProfileData` does not show of a trace file: the programs that XLA put into it.
+"""Reads the programs in a trace file, which `jax.profiler.ProfileData` does not expose.
 
-The file is one protocol buffer, XSpace. Its plane /host:metadata holds, for each program that ran,
-XLA's HloProto: the instructions and where each buffer lies in memory. Below are the few fields of
-these messages that are read here; protobuf skips all others.
+The file is a protocol buffer, XSpace. Its plane /host:metadata has XLA's HloProto of each program
+that ran: instructions and buffer assignment. The messages below declare only the fields that are
+read; protobuf skips all others.
 
 Source:   openxla/xla, xla/tsl/profiler/protobuf/xplane.proto and xla/service/hlo.proto.
 """
@@ -44,7 +44,7 @@ _HLO_STAT = "Hlo Proto"
 
 
 class NotATrace(ValueError):
-    """A file that is no trace, or a piece of one."""
+    """Raised for a file that is not a trace, or is truncated."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class TracedProgram:
     buffers: Any
 
     def hlo_text(self) -> str:
-        """As `compiled.as_text()` gives it; "" where this jaxlib cannot (it is no public API)."""
+        """Return the HLO text; "" if this jaxlib does not support it (the API is private)."""
         if not self.hlo_module:
             return ""
         try:
@@ -67,9 +67,9 @@ class TracedProgram:
 
 
 def read_bytes(path: str | Path) -> bytes:
-    """A trace file, which may be compressed (.gz).
+    """Read a trace file, which may be compressed (.gz).
 
-    Raises:   NotATrace when it cannot be unpacked.
+    Raises:   NotATrace if it cannot be decompressed.
     """
     data = Path(path).read_bytes()
     try:
@@ -79,13 +79,13 @@ def read_bytes(path: str | Path) -> bytes:
 
 
 def not_a_trace(path: str | Path, error: Exception) -> NotATrace:
-    """The error for a file that could not be read as a trace."""
-    return NotATrace(f"{path} is no profiler trace, or is cut off: {error}")
+    """Return the error for a file that cannot be read as a trace."""
+    return NotATrace(f"{path} is not a profiler trace or is truncated: {error}")
 
 
 @functools.cache
 def _classes() -> dict[str, Any]:
-    """The class of each message."""
+    """Build the class of each message."""
     field = descriptor_pb2.FieldDescriptorProto
     file = descriptor_pb2.FileDescriptorProto(name="trace.proto", package="t", syntax="proto3")
     for made, fields in _MESSAGES.items():
@@ -106,9 +106,9 @@ def _classes() -> dict[str, Any]:
 
 
 def programs(path: str | Path) -> dict[str, TracedProgram]:
-    """The programs of a trace file by their module's name, as jit_train_step.
+    """Return the programs of a trace file by module name, such as jit_train_step.
 
-    Raises:   NotATrace when the file cannot be read as one.
+    Raises:   NotATrace if the file cannot be parsed.
     """
     try:
         space = _classes()["XSpace"].FromString(read_bytes(path))
