@@ -275,7 +275,7 @@ UNKNOWN = [
     ("data.xyz", "use one of data.path, data.seq_len, data.document_mask, data.prefetch"),
     ("xyz", "use SECTION.FIELD, with a section of run, train, data, model, lora, parallel"),
     ("train.num_steps.xyz", "use train.num_steps"),
-    ("", "name it"),
+    ("", "use SECTION.FIELD"),
 ]
 
 

@@ -132,7 +132,7 @@ def test_adding_again_replaces():
     [
         (
             {"optimizer.name": "momentun"},
-            r"optimizer\.name = 'momentun': must be one of adamw, lion, sgd, or added with "
+            r"optimizer\.name = 'momentun': must be one of adamw, lion, sgd, or registered with "
             r"jaxpar\.config\.registry \(momentum\)",
         ),
         ({"model.attention": "momentum"}, r"must be one of softmax, or .* \(capped\)"),

@@ -191,7 +191,7 @@ MISUSED: dict[str, tuple[Callable[[Path], dict[str, object]], str, str]] = {
     "too short": (
         lambda path: {"data.seq_len": 40, "data.eos_id": 0},
         "data.seq_len",
-        r"needs 41 tokens, and train of .*x\.bin has 40",
+        r"needs 41 tokens, but train of .*x\.bin has 40",
     ),
 }
 

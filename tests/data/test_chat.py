@@ -184,7 +184,7 @@ def test_targets_are_part_of_the_identity_and_checked(chat, tmp_path):
     with pytest.raises(ConfigError, match=r"train\.targets\.bin has sha256"):
         inspect_tokens(InspectOptions(path=str(copy)))
     marks[:-1].tofile(copy / "train.targets.bin")
-    with pytest.raises(ConfigError, match=r"train\.targets\.bin has .* bytes, and there are"):
+    with pytest.raises(ConfigError, match=r"train\.targets\.bin has .* bytes, but there are"):
         TokenDataset.open(copy)
     (copy / "train.targets.bin").unlink()
     with pytest.raises(ConfigError, match=r"train\.targets\.bin is missing"):

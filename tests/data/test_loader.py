@@ -155,7 +155,7 @@ def test_refusals(cfg):
     """Vocabulary, sequence length, missing data: field and numbers."""
     for path, value, rule in [
         ("model.vocab_size", 256, "must cover the 257 tokens"),
-        ("data.seq_len", 10**6, "needs 1000001 tokens, and train of"),
+        ("data.seq_len", 10**6, "needs 1000001 tokens, but train of"),
         ("data.path", "missing", "does not exist"),
     ]:
         with pytest.raises(ConfigError, match=rule) as error:

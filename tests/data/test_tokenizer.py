@@ -184,7 +184,7 @@ def test_an_end_of_text_by_its_id(tmp_path):
     assert TokenDataset.open(out).document_offsets.tolist() == [0, 3, 5]
     assert (read_meta(out).eos_id, load_tokenizer(out).eos_token) == (4, "<stop>")
     refused = [
-        (str(path), 5, "is not a token of"),
+        (str(path), 5, "not a token of"),
         ("bytes", 4, "not the end of text of --tokenizer bytes, "),
     ]
     for spec, eos_id, rule in refused:

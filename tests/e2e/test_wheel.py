@@ -80,4 +80,4 @@ def test_an_installed_wheel_trains_from_an_empty_folder(installed, tmp_path):
 
     assert "Best layout: python -m jaxpar.train llama3_8b" in run(jaxpar, "plan", "llama3_8b")
     done = subprocess.run([jaxpar, "plan", "nonesuch"], env=clean(), capture_output=True, text=True)
-    assert done.returncode == 2 and "give one of llama3_405b, llama3_70b" in done.stderr
+    assert done.returncode == 2 and "use one of llama3_405b, llama3_70b" in done.stderr

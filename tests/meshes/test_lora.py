@@ -264,7 +264,7 @@ def test_offloaded_moments(devices):
     ("fields", "message"),
     [
         ({"lora.rank": -1}, r"lora\.rank = -1: must not be negative\. Fix: use --lora\.rank 0"),
-        ({"lora.rank": 17}, r"lora\.rank = 17: at most 16, the smaller dimension of q_proj"),
+        ({"lora.rank": 17}, r"rank = 17: must be at most 16, the smaller dimension of q_proj"),
         ({"lora.rank": 9, "model.num_kv_heads": 2}, r"at most 8, the smaller dimension of k_proj"),
         ({"lora.alpha": 0.0}, r"lora\.alpha = 0.0: must be above 0"),
         ({"lora.alpha": math.nan}, r"lora\.alpha = nan: must be finite"),

@@ -167,7 +167,7 @@ WRONG = [
     ({"MASTER_ADDR": "a", "MASTER_PORT": "1"}, "WORLD_SIZE, RANK not set"),
     (PET | {"PET_NNODES": "2:4"}, "not an integer"),
     (MPI, "does not name the host of mpirun"),
-    ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK not set"),
+    ({"OMPI_COMM_WORLD_SIZE": "2"}, "is incomplete for mpi: OMPI_COMM_WORLD_RANK, "),
     (JOB | {"JAX_COORDINATOR_ADDRESS": "localhost:29500"}, "the processes are on 4 hosts"),
     (PET | {"PET_MASTER_ADDR": "127.0.0.1"}, "the processes are on 4 hosts"),
     (SLURM | {"SLURM_STEP_NODELIST": "localhost"}, "the processes are on 2 hosts"),
