@@ -133,7 +133,9 @@ A100 = Gpu(
         79.1 * GIB, "estimate: 81,920 MiB by the driver, minus memory that XLA does not see"
     ),
     peak=HardwareFigure(PEAK_FLOPS["A100"], "NVIDIA A100 datasheet, dense"),
-    matmul=HardwareFigure(250e12, "estimate: 0.8 of the peak; the power limit affects an A100 less"),
+    matmul=HardwareFigure(
+        250e12, "estimate: 0.8 of the peak; the power limit affects an A100 less"
+    ),
     float8=None,
     bandwidth=HardwareFigure(1.77e12, "estimate: 2.04 TB/s by the datasheet, times an H200's 0.87"),
     nvlink=HardwareFigure(300e9, "NVIDIA A100 datasheet: 600 GB/s for both directions"),
