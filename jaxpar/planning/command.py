@@ -110,7 +110,7 @@ def parser(doc: str | None = None) -> Parser:
     add(
         "--largest",
         choices=["batch", "sequence"],
-        help="find the largest that fits (implies --quick)",
+        help="find the largest batch or sequence (implies --quick)",
     )
     add("--kv-cache", metavar="ROWSxTOKENS", help="memory of the KV cache for generation")
     add("--tokens", type=float, help="number of training tokens: prints days and GPU-hours")

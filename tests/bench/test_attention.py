@@ -87,7 +87,7 @@ def test_shapes_of_the_command_line():
         (["--shapes", "packed:1,100,2,1,8"], "T of packed must be a multiple of 32"),
         (["--backends", "reference,flash"], "'flash' is not one of cudnn"),
         (["--repeats", "0"], "--repeats = 0: must be at least 1"),
-        (["--table", "t.json"], "is written by --tune alone"),
+        (["--table", "t.json"], "is used only with --tune"),
         (["--card", "/"], "--card = '/': is a folder, not a file"),
         (["--tune", "--table", ""], "--table = '': is empty"),
         (["--tune", "--table", "/"], "--table = '/': is a folder, not a file"),

@@ -46,7 +46,10 @@ def read_command(argv: Sequence[str]) -> argparse.Namespace:
     parser = make_parser(PROGRAM, __doc__, repeats=None, told=told)
     add = parser.add_argument
     add("--shapes", nargs="+", default=list(NAMED), metavar="SHAPE", help=SHAPES_HELP)
-    add("--backends", help=f"of {','.join(contest.BACKENDS)} (default: those for this device)")
+    add(
+        "--backends",
+        help=f"backends to run: {','.join(contest.BACKENDS)} (default: all for this device)",
+    )
     add("--tune", action="store_true", help="try block sizes and write the table of measurements")
     add("--table", help="with --tune: table to write or update (default: the table of this GPU)")
     options = parser.parse_args(argv)

@@ -117,9 +117,9 @@ def _layer_elementwise(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) 
     SwiGLU (3 F); again where they are recomputed, except what is fused with the backward.
     Backward: norms with the sums of gradients (6 D each), RoPE, SwiGLU (5 F), out times its
     gradient (2 H K), the query gradient's float32 zeros, sums and cast (5 H K in units of 2
-    bytes), and the three projections' gradients side by side. In float8 with one scale per tensor
-    nobody writes what the norms make; where norms are scaled later, nobody reads what they take.
-    Over tensor, what `_between_ranks` says.
+    bytes), and the concatenated gradients of the three projections. In float8 with one scale per
+    tensor, norms write no result. Deferred-scale norms read no input. `_between_ranks` adds
+    the traffic of communication over tensor.
     """
     m, t, width = cfg.model, cfg.parallel.tensor, shard.width
     heads, kv = m.num_heads * m.head_dim / t, m.num_kv_heads * m.head_dim / t

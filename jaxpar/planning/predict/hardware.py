@@ -81,7 +81,7 @@ H200 = Gpu(
     matmul=HardwareFigure(
         698e12,
         "measured: matmul kernels of profiled steps at 700 W, 685 to 716 TFLOP/s less contention; "
-        "alone for more than a second, 642 to 681 (docs/experiments/matmuls.md#power-limit)",
+        "isolated for more than a second, 642 to 681 (docs/experiments/matmuls.md#power-limit)",
     ),
     float8=HardwareFigure(
         1230e12,
@@ -92,7 +92,7 @@ H200 = Gpu(
         4.18e12,
         "measured: device copy (docs/experiments/elementwise.md#bandwidth-of-elementwise-kernels)",
     ),
-    nvlink=HardwareFigure(450e9, "NVIDIA H200 datasheet: 900 GB/s both ways together"),
+    nvlink=HardwareFigure(450e9, "NVIDIA H200 datasheet: 900 GB/s for both directions"),
     host_link=HardwareFigure(
         51.7e9,
         "measured: copies of 134 MB out of a step "
@@ -110,13 +110,13 @@ H100 = Gpu(
     device_kind="NVIDIA H100 80GB HBM3",
     compute_capability="9.0",
     memory=HardwareFigure(
-        79.2 * GIB, "estimate: 81,559 MiB by the driver, less what XLA does not see"
+        79.2 * GIB, "estimate: 81,559 MiB by the driver, minus memory that XLA does not see"
     ),
     peak=HardwareFigure(PEAK_FLOPS["H100"], "NVIDIA H100 SXM datasheet, dense"),
     matmul=HardwareFigure(698e12, _SAME_CHIP),
     float8=HardwareFigure(1230e12, _SAME_CHIP),
     bandwidth=HardwareFigure(2.91e12, "estimate: 3.35 TB/s by the datasheet, times an H200's 0.87"),
-    nvlink=HardwareFigure(450e9, "NVIDIA H100 SXM datasheet: 900 GB/s both ways together"),
+    nvlink=HardwareFigure(450e9, "NVIDIA H100 SXM datasheet: 900 GB/s for both directions"),
     host_link=HardwareFigure(51.7e9, "estimate: an H200's; PCIe 5 too"),
     attention=HardwareFigure(1.0, _SAME_CHIP),
     multiprocessors=132,
@@ -130,16 +130,18 @@ A100 = Gpu(
     device_kind="NVIDIA A100-SXM4-80GB",
     compute_capability="8.0",
     memory=HardwareFigure(
-        79.1 * GIB, "estimate: 81,920 MiB by the driver, less what XLA does not see"
+        79.1 * GIB, "estimate: 81,920 MiB by the driver, minus memory that XLA does not see"
     ),
     peak=HardwareFigure(PEAK_FLOPS["A100"], "NVIDIA A100 datasheet, dense"),
-    matmul=HardwareFigure(250e12, "estimate: 0.8 of the peak; an A100 is less bound by power"),
+    matmul=HardwareFigure(
+        250e12, "estimate: 0.8 of the peak; the power limit affects an A100 less"
+    ),
     float8=None,
     bandwidth=HardwareFigure(1.77e12, "estimate: 2.04 TB/s by the datasheet, times an H200's 0.87"),
-    nvlink=HardwareFigure(300e9, "NVIDIA A100 datasheet: 600 GB/s both ways together"),
+    nvlink=HardwareFigure(300e9, "NVIDIA A100 datasheet: 600 GB/s for both directions"),
     host_link=HardwareFigure(25.8e9, "estimate: half of an H200's; PCIe 4"),
     attention=HardwareFigure(
-        0.35, "estimate: 0.6 of the peak, as FlashAttention-2 says (2307.08691)"
+        0.35, "estimate: 0.6 of the peak, as in FlashAttention-2 (2307.08691)"
     ),
     multiprocessors=108,
     l2_bytes=41_943_040,
@@ -152,16 +154,16 @@ B200 = Gpu(
     device_kind="NVIDIA B200",
     compute_capability="10.0",
     memory=HardwareFigure(
-        178 * GIB, "estimate: 183,359 MiB by the driver, less what XLA does not see"
+        178 * GIB, "estimate: 183,359 MiB by the driver, minus memory that XLA does not see"
     ),
     peak=HardwareFigure(PEAK_FLOPS["B200"], "NVIDIA B200 datasheet, dense"),
     matmul=HardwareFigure(PEAK_FLOPS["B200"] * H200_MATMUL_SHARE, _SHARE),
     float8=HardwareFigure(4500e12 * 0.62, _SHARE),
     bandwidth=HardwareFigure(8.0e12 * H200_COPY_SHARE, _SHARE),
-    nvlink=HardwareFigure(900e9, "NVIDIA B200 datasheet: 1.8 TB/s both ways together"),
+    nvlink=HardwareFigure(900e9, "NVIDIA B200 datasheet: 1.8 TB/s for both directions"),
     host_link=HardwareFigure(51.7e9, "estimate: an H200's; PCIe 5 too"),
     attention=HardwareFigure(
-        1.8, "estimate: cuDNN alone; its kernels there have not been measured"
+        1.8, "estimate: cuDNN only; its kernels on this GPU were not measured"
     ),
     multiprocessors=148,
     l2_bytes=132_644_864,

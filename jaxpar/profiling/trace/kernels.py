@@ -64,7 +64,7 @@ PATTERNS = (
     Pattern(MATMUL, r"^nvjet_", "cuBLAS for Hopper and later"),
     Pattern(MATMUL, r"gemm", "cuBLAS and CUTLASS kernels, and XLA's Triton ones: gemm_fusion_dot"),
     Pattern(MATMUL, r"cutlass.*(wgmma|tensorop|[sh]884|[sh]16816)", "CUTLASS without the word"),
-    Pattern(MATMUL, r"gemv|cublasLt|cublas|splitKreduce", "cuBLAS beside its matmuls"),
+    Pattern(MATMUL, r"gemv|cublasLt|cublas|splitKreduce", "other cuBLAS kernels"),
     Pattern(COPY, r"^Mem(cpy|set)", "CUPTI's names: MemcpyD2D, Memset 0"),
     Pattern(COPY, r"^mem(cpy|set)\d*(_\w+)?$", "the driver's copies by kernel: memcpy128"),
     Pattern(COPY, r"^copy(_\d+)*$", "an XLA copy by kernel"),
