@@ -61,7 +61,7 @@ def test_without_host_memory_for_the_copy_a_save_fails_in_all_processes(
             if whose == "its own":
                 without.setattr(saving, "copied_to_host", refuse)
             else:
-                without.setattr(saving.peers, "in_any", lambda happened: True)
+                without.setattr(saving.peers, "any_process", lambda happened: True)
             assert not saver.save(state, 1, tokens_seen=0)
         said = capfd.readouterr().err
         assert "step 1 could not be saved" in said
