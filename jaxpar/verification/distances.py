@@ -71,12 +71,12 @@ class Comparison:
         """Describe everything that exceeds the tolerance."""
         t, found = self.tolerance, []
         if self.differing:
-            found.append(f"the initial weights of {', '.join(self.differing)} differ")
+            found.append(f"initial weights of {', '.join(self.differing)} differ")
         if self.loss > t:
-            found.append(f"the loss is off by {self.loss:.1e}, allowed {t:.1e}")
+            found.append(f"loss is off by {self.loss:.1e}, allowed {t:.1e}")
         if self.gradient[0] > t:
             error, name = self.gradient
-            found.append(f"the gradient of {name} is off by {error:.1e}, allowed {t:.1e}")
+            found.append(f"gradient of {name} is off by {error:.1e}, allowed {t:.1e}")
         if self.update and self.update[0] > update_tolerance(t):
             error, name = self.update
             allowed = f"allowed {update_tolerance(t):.1e}"

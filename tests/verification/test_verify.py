@@ -42,7 +42,7 @@ def test_a_wrong_gradient_fails_and_is_named(capsys, monkeypatch):
     shown = capsys.readouterr().out
     assert code == 1
     assert "MISMATCH" in shown
-    assert "data=2: the gradient of final_norm is off by 1.0e-03, allowed 1.0e-05" in shown
+    assert "data=2: gradient of final_norm is off by 1.0e-03, allowed 1.0e-05" in shown
 
 
 def test_gradients_of_twice_the_size_fail(capsys, monkeypatch):
