@@ -96,7 +96,7 @@ def pieces(tokens: int) -> Iterator[Piece]:
 def beside(x, gain):
     """Return x and its norm, as in a layer."""
     x, normed = rms_norm_beside(x, gain, MODEL.norm_eps)
-    return x, normed.whole()
+    return x, normed.written()
 
 
 def rope(q, k, tables):
