@@ -20,7 +20,7 @@ from jaxpar.bench.timing import Timing, time_interleaved
 from jaxpar.bench.training import conditions
 from jaxpar.config import Config, ConfigError, ModelConfig
 from jaxpar.kernels.norm import rms_norm, rms_norm_beside
-from jaxpar.model import linear
+from jaxpar.model import feed_forward
 from jaxpar.model import rope as model_rope
 from jaxpar.runtime import provenance
 from jaxpar.runtime import start as runtime
@@ -90,7 +90,7 @@ def pieces(tokens: int) -> Iterator[Piece]:
     yield Piece("RoPE of q and k forward", rope, (q, k, tables))
     yield Piece("RoPE of q and k backward", rope_backward, (q, k, tables))
     gate, up = normal((1, tokens, m.d_ff)), normal((1, tokens, m.d_ff))
-    yield from both("SwiGLU", linear.swiglu, gate, up)
+    yield from both("SwiGLU", functools.partial(feed_forward.gated, m=m), gate, up)
 
 
 def beside(x, gain):
