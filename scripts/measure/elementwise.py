@@ -90,12 +90,7 @@ def pieces(tokens: int) -> Iterator[Piece]:
     yield Piece("RoPE of q and k forward", rope, (q, k, tables))
     yield Piece("RoPE of q and k backward", rope_backward, (q, k, tables))
     gate, up = normal((1, tokens, m.d_ff)), normal((1, tokens, m.d_ff))
-    yield from both("SwiGLU", swiglu, gate, up)
-
-
-def swiglu(gate, up):
-    """The activation, as a layer computes it."""
-    return feed_forward.gated(gate, up, MODEL)
+    yield from both("SwiGLU", functools.partial(feed_forward.gated, m=m), gate, up)
 
 
 def beside(x, gain):
