@@ -66,7 +66,7 @@ def test_means_of_all_gpus_and_of_each(install, tmp_path, monkeypatch):
     ("text", "reason"),
     [
         ("#!/bin/sh\necho 'Field \"x\" is not a valid field'\nexit 2\n", 'Field "x" is not a'),
-        ("#!/bin/sh\nexec sleep 60\n", "no sample in that time"),
+        ("#!/bin/sh\nexec sleep 60\n", "no samples"),
         ("#!/bin/sh\necho '2026/11/22 10:00:00.000, 0, 69'\n", "2026/11/22 10:00:00.000, 0, 69"),
     ],
 )

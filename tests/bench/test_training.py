@@ -148,7 +148,7 @@ def test_progress_is_told_every_few_seconds(capsys):
     told = training._progress([1.0], -10.0, 9)
     assert told == -10.0 and capsys.readouterr().out == ""  # no step has a time yet
     told = training._progress([1.0, 3.5], told, 9)
-    assert told == 3.5 and capsys.readouterr().out == "step 2 of 9: the last took 2.500 s\n"
+    assert told == 3.5 and capsys.readouterr().out == "step 2 of 9: 2.500 s\n"
     assert training._progress([1.0, 3.5, 4.0], told, 9) == 3.5
     assert capsys.readouterr().out == ""
 
@@ -173,10 +173,10 @@ def test_hlo_that_cannot_be_read_is_said():
     [
         (["--steps", "0"], "--steps = 0: must be at least 1"),
         (["--profile-steps", "-1"], "--profile-steps = -1: must be at least 0"),
-        (["--profile-steps", "0", "--trace", "t"], "--trace = 't': is of the profiled steps"),
-        (["--run.dir", "runs/mine"], "run.dir = 'runs/mine': is not used: a benchmark writes no"),
-        (["--run.dir=runs/mine"], "run.dir = 'runs/mine': is not used"),
-        (["--run.init_from", "runs/mine"], "run.init_from = 'runs/mine': is not used"),
+        (["--profile-steps", "0", "--trace", "t"], "--trace = 't': requires profiled steps, but there are none"),
+        (["--run.dir", "runs/mine"], "run.dir = 'runs/mine': has no effect: a benchmark writes no"),
+        (["--run.dir=runs/mine"], "run.dir = 'runs/mine': has no effect"),
+        (["--run.init_from", "runs/mine"], "run.init_from = 'runs/mine': has no effect"),
         (["--steps", "many"], "invalid int value"),
         (["--card", ""], "--card = '': is empty"),
         (["--card", "/"], "--card = '/': is a folder, not a file"),

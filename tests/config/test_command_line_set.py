@@ -30,5 +30,5 @@ def test_a_setting_that_is_none_is_refused(words, value):
 
 @pytest.mark.parametrize("field", ["run.dir", "run.init_from"])
 def test_a_benchmark_refuses_what_it_does_not_use(field):
-    with pytest.raises(ConfigError, match=f"{field} = 'there': is not used"):
+    with pytest.raises(ConfigError, match=f"{field} = 'there': has no effect"):
         training.read_command(["quickstart", "--set", "train.seed=3", f"{field}=there"])

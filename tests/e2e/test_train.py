@@ -190,7 +190,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_checkpoint(
 
 
 REFUSED = [
-    ("--checkpoint.resume never", "checkpoint.resume", "holds the checkpoint of step 120"),
+    ("--checkpoint.resume never", "checkpoint.resume", "contains the checkpoint of step 120"),
     ("--data.seq-len 16", "data.seq_len", "the checkpoint of step 120 has 32"),
     ("--train.global-batch-size 16", "train.global_batch_size", "has 8"),
     ("--model.d-ff 128", "model.d_ff", "the checkpoint of step 120 has 64"),
