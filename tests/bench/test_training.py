@@ -173,7 +173,10 @@ def test_hlo_that_cannot_be_read_is_said():
     [
         (["--steps", "0"], "--steps = 0: must be at least 1"),
         (["--profile-steps", "-1"], "--profile-steps = -1: must be at least 0"),
-        (["--profile-steps", "0", "--trace", "t"], "--trace = 't': requires profiled steps, but there are none"),
+        (
+            ["--profile-steps", "0", "--trace", "t"],
+            "--trace = 't': requires profiled steps, but there are none",
+        ),
         (["--run.dir", "runs/mine"], "run.dir = 'runs/mine': has no effect: a benchmark writes no"),
         (["--run.dir=runs/mine"], "run.dir = 'runs/mine': has no effect"),
         (["--run.init_from", "runs/mine"], "run.init_from = 'runs/mine': has no effect"),

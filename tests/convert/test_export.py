@@ -154,7 +154,9 @@ def test_a_damaged_tokenizer_config_is_refused(about, tmp_path):
 
 def test_an_end_of_text_that_the_tokenizer_lacks(tmp_path):
     folder = with_tokenizer(tmp_path, b'{"eos_token": "</nope>"}')
-    with pytest.raises(ConfigError, match=r"RUN = .*has none of </nope>\. Fix: copy .* with its eos_token in "):
+    with pytest.raises(
+        ConfigError, match=r"RUN = .*has none of </nope>\. Fix: copy .* with its eos_token in "
+    ):
         tokenizer_in(folder, "runs/a")
 
 

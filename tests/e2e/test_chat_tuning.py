@@ -52,7 +52,9 @@ def test_held_out_batches_without_a_label_are_refused_at_the_start(
         with only_devices(1):
             return Run(read_config([config, *flags, *more], "test", None))
 
-    with pytest.raises(ConfigError, match=r"evaluation.num_batches = 2: .* without a labeled token") as no:
+    with pytest.raises(
+        ConfigError, match=r"evaluation.num_batches = 2: .* without a labeled token"
+    ) as no:
         made()
     needed = int(re.search(r"--evaluation.num-batches (\d+)", no.value.fix)[1])
     assert needed > 2

@@ -4,7 +4,7 @@ import pytest
 
 from jaxpar.execution.decisions import execution_of
 from jaxpar.kernels.norm import Unmaterialized
-from jaxpar.model import norm
+from jaxpar.model import layer, norm
 from tests.meshes.test_float8 import lowered_step, on_mesh
 
 COMPUTE = {"model__matmul_dtype": "compute"}
@@ -42,7 +42,7 @@ def test_what_matmuls_are_given_of_a_norm(item, fields, kind, devices, monkeypat
         seen.append((isinstance(h.operand, Unmaterialized), h.scale is not None))
         return x, h
 
-    monkeypatch.setattr(norm, "norm_of_stream", norm_of_stream)
+    monkeypatch.setattr(layer, "norm_of_stream", norm_of_stream)
     lowered_step(cfg, mesh)
     assert execution_of(cfg).norm == kind
     assert set(seen) == {(kind == "in_quantizer", kind == "deferred_scale")}
