@@ -108,7 +108,10 @@ def test_two_processes_meet_and_say_what_is_wrong(address):
     assert first["same"] is second["same"] is None
     for found in (first, second):
         assert found["differs"][0] == "PeerFailed" and found["differs"][2] == 2
-        assert "process 1 (" in found["differs"][1] and "another config than" in found["differs"][1]
+        assert (
+            "process 1 (" in found["differs"][1]
+            and "a different config than" in found["differs"][1]
+        )
     kind, text, _ = first["missing"]
     assert kind == "PeersMissing" and "here: after 2 s, still missing: process 1 (" in text
     assert 1 < first["seconds"] < 5

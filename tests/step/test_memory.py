@@ -107,7 +107,7 @@ def test_a_program_that_holds_the_state_twice_is_reported(devices):
     assert memory_of(given, state).startswith(", ")
     assert "WARNING" not in memory_of(given, state)
     twice = bytes_per_device(state) / 2**30
-    assert f"\nWARNING    the step holds {twice:.3f} GiB" in memory_of(kept, state)
+    assert f"\nWARNING    the step keeps two copies of {twice:.3f} GiB" in memory_of(kept, state)
 
 
 @pytest.mark.parametrize("remat", ["offload", "attn_out:host,attn_lse"])

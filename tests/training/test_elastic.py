@@ -99,12 +99,12 @@ def test_without_a_request_nothing_is_chosen(only_devices):
 
 
 def test_what_cannot_be_chosen_is_refused(only_devices):
-    with pytest.raises(ConfigError, match=r"parallel.auto = 'tensor,mesh': .*mesh is none"):
+    with pytest.raises(ConfigError, match=r"parallel.auto = 'tensor,mesh': .*not mesh"):
         resolve(replace(Config(), **{"parallel.auto": "tensor,mesh"}), 1)
     with pytest.raises(ConfigError, match=r"parallel.auto = '3 x cpu.*allows no valid mesh"):
         choice(only_devices, 3, **{"parallel.tensor": 2})
     huge = {"model.d_ff": 1 << 22, "model.num_layers": 64, "model.d_model": 1 << 13}
-    with pytest.raises(ConfigError, match=r"parallel.auto = .*too few: the smallest layout"):
+    with pytest.raises(ConfigError, match=r"parallel.auto = .*not enough: the smallest layout"):
         choice(only_devices, 2, **huge)
 
 
