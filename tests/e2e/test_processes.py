@@ -46,6 +46,7 @@ def kill_at_random(launcher, run: Path, kills: int, seed: int) -> int:
     return done
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_five_kills_leave_no_trace(config, tmp_path, whole):
     run = tmp_path / "run"

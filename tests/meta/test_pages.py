@@ -18,6 +18,7 @@ from jaxpar.config import ParallelConfig
 from jaxpar.config.fields import field_types
 from jaxpar.sharding import axes
 from jaxpar.sharding.mesh import make_mesh
+from tests.slow import slow
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYOUTS, PLANNING = "choosing_a_layout.md", "planning.md"
@@ -96,7 +97,7 @@ def planned(command: str) -> str:
     return out.getvalue()
 
 
-@pytest.mark.parametrize("page", [LAYOUTS, PLANNING])
+@pytest.mark.parametrize("page", [LAYOUTS, slow(PLANNING)])
 def test_plans_that_are_shown_are_printed(page):
     shown = re.findall(r"^\$ python -m jaxpar\.plan (.*)\n((?:.*\n)*?)```", read(page), re.M)
     assert shown

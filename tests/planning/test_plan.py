@@ -180,7 +180,10 @@ BAD = (
     (("llama3_8b", "--model.num-head", "2"), r"model.num_head = '2': is not a field"),
     (("--gpus", "8"), r"CONFIG = '' : |CONFIG = ''.*missing"),
     (("llama3_70b", "--gpus", "4", "--quick"), r"--gpus = 4: is not enough.*GiB.*--min-gpus"),
-    (("llama3_8b", "--gpus", "7", "--quick"), r"--gpus = 7: allows no valid mesh.*same length\. Fix"),
+    (
+        ("llama3_8b", "--gpus", "7", "--quick"),
+        r"--gpus = 7: allows no valid mesh.*same length\. Fix",
+    ),
     (
         ("llama3_8b", "--fix", "tensor=3", "--quick"),
         r"--gpus = 8: allows no valid mesh.*fixed axis sizes",
