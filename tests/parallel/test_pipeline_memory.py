@@ -99,9 +99,7 @@ def use_gpipe(monkeypatch) -> None:
 @pytest.mark.parametrize("save", ["residuals", slow("inputs")])
 def test_memory_is_flat_in_microbatches(save, mesh):
     fields = {"parallel.pipeline_save": save}
-    sizes = [
-        temporary_bytes(config(M, **fields), mesh) for M in (MICROBATCHES[0], MICROBATCHES[-1])
-    ]
+    sizes = [temporary_bytes(config(M, **fields), mesh) for M in MICROBATCHES]
     assert max(sizes) < 1.01 * min(sizes), sizes
 
 
