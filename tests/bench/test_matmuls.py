@@ -168,8 +168,8 @@ def test_bad_options(config_file, runs, tmp_path, monkeypatch, options, said):
 
 
 def test_a_gpu_whose_runs_read_no_table_needs_one_named(config_file, runs, gpu_host, monkeypatch):
-    monkeypatch.setattr(visible, "gpu_name", lambda: "NVIDIA H100")
-    monkeypatch.setattr(xla_flags, "gpu_name", lambda: "NVIDIA H100")
+    monkeypatch.setattr(visible, "gpu_name", lambda: "NVIDIA A100")
+    monkeypatch.setattr(xla_flags, "gpu_name", lambda: "NVIDIA A100")
     with pytest.raises(ConfigError) as error:
         bench.main(["matmuls", config_file])
     assert runs == [] and str(error.value) == (

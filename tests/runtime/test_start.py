@@ -131,7 +131,7 @@ def test_a_table_of_kernels_is_a_file_of_the_package(gpu_host):
     (table,) = _values("xla_gpu_load_autotune_results_from")
     assert Path(table).is_absolute() and Path(table).is_file()
     assert Path(table) == xla_flags.table_of("NVIDIA H200")
-    assert xla_flags.table_of("NVIDIA H100") is None and xla_flags.table_of("") is None
+    assert xla_flags.table_of("NVIDIA A100") is None and xla_flags.table_of("") is None
 
 
 def _values(name: str) -> list[str]:
@@ -179,16 +179,19 @@ def test_a_table_that_is_shipped(row):
             assert entry.count("{") == entry.count("}")
 
 
+TABLES = [row for row in xla_flag_table.FLAGS if row.name == xla_flag_table.TABLE]
+
+
+@pytest.mark.parametrize("row", TABLES, ids=lambda row: row.gpus[0])
 @pytest.mark.parametrize("folder", ["a", "with a space"])
-def test_a_table_is_called_the_same_wherever_jaxpar_lies(folder, tmp_path, monkeypatch):
+def test_a_table_is_called_the_same_wherever_jaxpar_lies(folder, row, tmp_path, monkeypatch):
     monkeypatch.setattr(xla_flag_table, "PACKAGE", tmp_path / folder / "jaxpar")
     monkeypatch.setattr(xla_flags, "PACKAGE", tmp_path / folder / "jaxpar")
-    (row,) = [row for row in xla_flag_table.FLAGS if row.name == xla_flag_table.TABLE]
     settings = f"--xla_gpu_enable_triton_gemm=false {row.setting} --xla_a=b"
     found = xla_flags.alike_everywhere(settings).split()
     assert found == [
         "--xla_gpu_enable_triton_gemm=false",
-        "--xla_gpu_load_autotune_results_from=jaxpar/execution/tuned/nvidia_h200.textproto",
+        f"--xla_gpu_load_autotune_results_from=jaxpar/{row.value}",
         "--xla_a=b",
     ]
 
