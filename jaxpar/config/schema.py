@@ -120,9 +120,10 @@ class ParallelConfig:
     parallelism inside a pipeline."""
     virtual_stages: int = 1
     """Interleaved stages per pipeline device. More stages make the bubble smaller."""
-    zero: Literal[1, 3] = 3
+    zero: Literal[1, 2, 3] = 3
     """ZeRO stage. 3: gather weights layer by layer. 1: gather all once per step; for pipelines,
-    and for weights that are not sharded."""
+    and for weights that are not sharded. 2: as 1, and scatter gradients layer by layer, so that
+    their sums over microbatches are shards."""
     remat: str = "dots"
     """Rematerialization policy: none | dots | dots_offload | attn_out | full | offload, or the
     names of the values to save for the backward pass."""

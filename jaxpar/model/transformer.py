@@ -24,7 +24,7 @@ from jaxpar.execution.decisions import Execution
 from jaxpar.execution.remat import all_on_device, rematerialize
 from jaxpar.model import embedding, lora, norm
 from jaxpar.model.attention_context import AttentionContext
-from jaxpar.model.fused_weights import LAYER_DIMS, TOP_DIMS
+from jaxpar.model.fused_weights import LAYER_DIMS, TOP_DIMS, only
 from jaxpar.model.layer import layer
 from jaxpar.model.loss import cross_entropy, num_chunks
 from jaxpar.model.parameters import Tree
@@ -52,7 +52,7 @@ def embed(top: Tree, batch: Batch, cfg: Config) -> jax.Array:
     Communication: gather of the table (ZeRO-3); `scatter_sequence` over TENSOR; all-reduce over
               PIPELINE.
     """
-    table = gather({"embed": top["embed"]}, TOP_DIMS, cfg)["embed"]
+    table = gather(only(top, "embed"), TOP_DIMS, cfg)["embed"]
     rows = embedding.embedding_lookup(table, batch.tokens, table.shape[0], cfg.model.dtype)
     if cfg.model.embed_scale:
         rows = rows * math.sqrt(cfg.model.d_model)
@@ -121,7 +121,7 @@ def head(top: Tree, x: jax.Array, batch: Batch, cfg: Config) -> tuple[jax.Array,
     """
     x = norm.norm(x, top["final_norm"], cfg.model)
     h = gather_sequence(broadcast_from_last_stage(x))
-    w = gather({"head": top["head"]}, TOP_DIMS, cfg)["head"]
+    w = gather(only(top, "head"), TOP_DIMS, cfg)["head"]
     labels, chunks = batch.labels.ravel(), cfg.parallel.loss_chunks
     chunks = num_chunks(len(labels), w.shape[1], chunks)
     if chunks > 1 or w.dtype == jnp.float16 or lax.axis_size(FSDP_AXES) > 1:
@@ -147,7 +147,7 @@ def logits_at(
     x, _ = stage(chunk, embed(top, batch, cfg), context, {}, ex, rematerialized(ex))
     h = gather_sequence(norm.norm(x, top["final_norm"], cfg.model))
     row = lax.dynamic_index_in_dim(h, last, axis=1, keepdims=False)
-    w = gather({"head": top["head"]}, TOP_DIMS, cfg)["head"]
+    w = gather(only(top, "head"), TOP_DIMS, cfg)["head"]
     return jnp.dot(row, w, preferred_element_type=jnp.float32)
 
 

@@ -84,15 +84,17 @@ def _fsdp(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
         return None
     part = (ranks - 1) / ranks
     layers, tables = shard.layers * shard.matrices, 2 * shard.table
+    times = p.num_microbatches if p.pipeline == 1 else p.num_microbatches + p.pipeline - 1
     if p.zero == 3:
-        times = p.num_microbatches if p.pipeline == 1 else p.num_microbatches + p.pipeline - 1
         width = 1 if p.gather_dtype == "float8" else shard.width
         gathered = times * (2 * width * layers + shard.width * tables)
-        scattered = times * shard.width * (layers + tables)
     else:
-        summed = p.num_microbatches > 1 or p.pipeline > 1
         gathered = shard.width * (layers + tables)
+    if p.zero == 1:
+        summed = p.num_microbatches > 1 or p.pipeline > 1
         scattered = (4 if summed else shard.width) * (layers + tables)
+    else:
+        scattered = times * shard.width * (layers + tables)
     scattered *= shard.trainable
     nccl = part * gathered / ring_bandwidth(ranks, here, cluster)
     if p.grad_reduce == "bfloat16":

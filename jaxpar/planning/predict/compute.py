@@ -190,16 +190,17 @@ def weights_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
 
     It covers casts of the shards (6 bytes, forward and backward; for 8 bits, 5 once per step and 4
     for the scales), preparing gradients to send and summing them on arrival, and sums over
-    microbatches and over shards of the sequence. ZeRO-1 casts and sends once per step.
+    microbatches and over shards of the sequence. ZeRO-1 casts and sends once per step, ZeRO-2 casts
+    once.
     """
-    zero3 = cfg.parallel.zero == 3
+    zero, micro = cfg.parallel.zero, cfg.parallel.num_microbatches
     own = shard.parameters / shard.fsdp
     travels = 8 * shard.parameters if shard.fsdp > 1 and shard.trainable else 0.0
     rounded_once = cfg.parallel.gather_dtype == "float8" and cfg.parallel.num_microbatches == 1
-    once = (9 if rounded_once else 12) * own + travels
-    moved = once * (cfg.parallel.num_microbatches if zero3 else 1)
+    casts = (9 if rounded_once else 12) * own
+    moved = casts * (micro if zero == 3 else 1) + travels * (1 if zero == 1 else micro)
     moved += _added_up(cfg, shard) * backward_actions(cfg, shard) / shard.chunks
-    moved += _sums_of_shards(cfg, shard) * cfg.parallel.num_microbatches
+    moved += _sums_of_shards(cfg, shard) * micro
     return Seconds(elementwise=moved / elementwise_rate(gpu))
 
 
@@ -219,7 +220,7 @@ def _added_up(cfg: Config, shard: Shard) -> float:
     moved = 4 * shard.width * shard.layers * shard.matrices if copied else 0.0
     if shard.trainable and (p.num_microbatches > 1 or p.pipeline > 1):
         summed = shard.parameters - (layers if shard.execution.float32_weight_gradients else 0)
-        moved += 10 * summed / (shard.fsdp if p.zero == 3 else 1)
+        moved += 10 * summed / (1 if p.zero == 1 else shard.fsdp)
     return moved
 
 

@@ -95,12 +95,13 @@ def _at_loss(cfg: Config, shard: Shard, weights: float, optimizer: float) -> Mem
 
 def _at_start(cfg: Config, shard: Shard, weights: float, optimizer: float) -> MemoryForecast:
     """The last layer's backward, with the next layer's weights and the head's cast gradient."""
+    ahead = 2 * _sent_width(cfg, shard) * shard.matrices if cfg.parallel.zero == 3 else 0
     return MemoryForecast(
         weights=weights,
         optimizer=optimizer,
         activations=saved_bytes(cfg, shard) + _recomputed(cfg, shard),
         logits=0.0,
-        gathered=_gathered(cfg, shard) + 2 * _sent_width(cfg, shard) * shard.matrices,
+        gathered=_gathered(cfg, shard) + ahead,
         gradients=_accumulated(cfg, shard) + 2 * shard.width * shard.table * shard.trainable,
         buffers=_buffers(cfg, shard) + _in_a_layer(cfg, shard),
         moment="start",
@@ -257,15 +258,15 @@ def _accumulates(cfg: Config) -> bool:
 
 
 def _accumulated(cfg: Config, shard: Shard) -> float:
-    """Float32 sums over microbatches: of shards (ZeRO-3) or of complete gradients (ZeRO-1)."""
+    """Float32 sums over microbatches: of shards (ZeRO-2, 3) or of complete gradients (ZeRO-1)."""
     if not _accumulates(cfg) or not shard.trainable:
         return 0.0
-    return 4 * shard.parameters / (shard.fsdp if cfg.parallel.zero == 3 else 1)
+    return 4 * shard.parameters / (1 if cfg.parallel.zero == 1 else shard.fsdp)
 
 
 def _sends(cfg: Config, shard: Shard) -> bool:
-    """Return whether each layer gathers its weights and scatters their gradients."""
-    return cfg.parallel.zero == 3 and shard.fsdp > 1
+    """Return whether each layer scatters its gradients (ZeRO-2 and ZeRO-3)."""
+    return cfg.parallel.zero != 1 and shard.fsdp > 1
 
 
 def _sent_width(cfg: Config, shard: Shard) -> int:
@@ -276,10 +277,11 @@ def _gathered(cfg: Config, shard: Shard) -> float:
     """Weights in the compute dtype, except the head.
 
     ZeRO-3: the shards of all layers, cast once for forward and backward; or, in a loop over
-    microbatches, their float32 slices and the transposed shard of the head. ZeRO-1: complete ones.
+    microbatches, their float32 slices and the transposed shard of the head. ZeRO-1 and 2: complete
+    ones.
     """
     layers = shard.layers * shard.layer
-    if cfg.parallel.zero == 1:
+    if cfg.parallel.zero != 3:
         again = 1 if cfg.parallel.pipeline > 1 else 0  # each tick looks up tokens again
         return shard.width * (layers + again * shard.table)
     slices = 4 * (layers + shard.table)
