@@ -127,6 +127,13 @@ class ParallelConfig:
     remat: str = "dots"
     """Rematerialization policy: none | dots | dots_offload | attn_out | full | offload, or the
     names of the values to save for the backward pass."""
+    remat_layers: str = ""
+    """Policies of some unrolled layers, as SLICE=POLICY, separated by semicolons: ::2=full for
+    every second layer, :8=full for the first eight. Later ones win; the other layers have `remat`.
+    With a pipeline, slices are of the layers in each chunk of a stage."""
+    remat_group: int = 1
+    """With layer_loop scan, layers of which only the first one's input is saved. The backward
+    computes a group forward again. About the square root of the layers needs the least memory."""
     loss_chunks: int = 0
     """Chunks in which a device computes the loss. 1 is fastest. 0: chunks of 1 GiB."""
     layer_loop: Literal["scan", "unroll"] = "scan"

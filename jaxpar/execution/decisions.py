@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jaxpar.config import Config, ModelConfig, replace
-from jaxpar.config.remat_policies import names_on_host
+from jaxpar.config.remat_policies import saves_on_host
 from jaxpar.kernels.platform import Platform
 
 #: Minimum number of tokens in a tensor rank's sequence shard for collective matmuls, which are
@@ -83,7 +83,7 @@ class Execution:
     @property
     def activations_on_host(self) -> bool:
         """Whether some activations are in host memory between a layer's forward and backward."""
-        return bool(names_on_host(self.cfg.parallel.remat))
+        return saves_on_host(self.cfg.parallel)
 
     def in_words(self) -> Iterator[str]:
         """Yield one readable phrase for each decision that this config leaves open."""
@@ -188,7 +188,7 @@ def _matmuls_sum_gradients(cfg: Config, stage_wide: bool) -> bool:
 
 def _layers_per_vjp(cfg: Config, stage_wide: bool) -> int:
     p = cfg.parallel
-    ahead = stage_wide or bool(names_on_host(p.remat))
+    ahead = stage_wide or saves_on_host(p)
     if ahead or p.row_groups > 1 or p.layer_loop == "scan":
         return 0
     return cfg.model.global_every or 1

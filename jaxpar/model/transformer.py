@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.config import Config
-from jaxpar.config.remat_policies import names_on_host, saved_names
+from jaxpar.config.remat_policies import names_on_host, of_layers, saved_names
 from jaxpar.execution.decisions import Execution
 from jaxpar.execution.remat import all_on_device, rematerialize
 from jaxpar.model import embedding, lora, norm
@@ -76,9 +76,7 @@ def stage(
     """
     p = ex.cfg.parallel
     if not isinstance(chunk, tuple):
-        block = rematerialize(_block(ex), saved_names(p.remat), apart=True)
-        context = lax.stop_gradient(context)
-        return lax.scan(lambda x, w: (block(x, w, context), None), x, chunk)[0], passthrough
+        return _loop(ex, chunk, x, lax.stop_gradient(context)), passthrough
     blocks, stream = iter(_blocks(ex.cfg, len(chunk), layers_of)), layer_stream(ex)
     rows = in_groups(x, p.row_groups)
     for alike, of_these in runs_of_layers(chunk, context, ex.cfg):
@@ -174,13 +172,28 @@ def rematerialized(ex: Execution) -> Rematerialized:
 
 def _blocks(cfg: Config, count: int, layer_that_saves: Rematerialized) -> list[Callable[..., Any]]:
     """Return the layers of a chunk as functions of complete weights."""
-    p, names = cfg.parallel, saved_names(cfg.parallel.remat)
-    blocks = [layer_that_saves(names)] * count
-    if p.pipeline == 1 and names_on_host(p.remat):
+    p, policies = cfg.parallel, of_layers(cfg.parallel, count)
+    saved = list(map(saved_names, policies))
+    if p.pipeline == 1 and names_on_host(policies[-1]):
         # The last layer's backward comes right after its forward: with no work in between to hide
         # the copies, its values stay on the device.
-        blocks[-1] = layer_that_saves(all_on_device(names))
-    return blocks
+        saved[-1] = all_on_device(saved[-1])
+    return list(map(layer_that_saves, saved))
+
+
+def _loop(ex: Execution, stacked: Tree, x: jax.Array, context: AttentionContext) -> jax.Array:
+    """Apply stacked layers, each with its saved values, or in groups that save only their input."""
+    p = ex.cfg.parallel
+    block = rematerialize(_block(ex), saved_names(p.remat), apart=True)
+
+    def layers(x: jax.Array, w: Tree, context: AttentionContext) -> jax.Array:
+        return lax.scan(lambda x, w: (block(x, w, context), None), x, w)[0]
+
+    if p.remat_group == 1:
+        return layers(x, stacked, context)
+    groups = jax.tree.map(lambda a: a.reshape(-1, p.remat_group, *a.shape[1:]), stacked)
+    group = rematerialize(layers, (), apart=True)
+    return lax.scan(lambda x, w: (group(x, w, context), None), x, groups)[0]
 
 
 def _block(ex: Execution):

@@ -10,7 +10,7 @@ import jax
 
 from jaxpar import checkpoint
 from jaxpar.config import Config, ConfigError
-from jaxpar.config.remat_policies import names_on_host
+from jaxpar.config.remat_policies import saves_on_host
 from jaxpar.config.validate import resolve
 from jaxpar.data import Loader
 from jaxpar.data.skips import read_skipped
@@ -167,7 +167,7 @@ def check_host_copies(cfg: Config, backend: str) -> None:
 
     Raises:   ConfigError for it (docs/experiments/memory.md#values-in-host-memory).
     """
-    unrolled, on_host = cfg.parallel.layer_loop == "unroll", names_on_host(cfg.parallel.remat)
+    unrolled, on_host = cfg.parallel.layer_loop == "unroll", saves_on_host(cfg.parallel)
     if backend == "gpu" and unrolled and on_host and xla_is_deterministic():
         rule = "fails in XLA's runtime when XLA_FLAGS requires deterministic kernels"
         rule += f" and values are offloaded to the host by parallel.remat = {cfg.parallel.remat}"

@@ -144,6 +144,14 @@ parallel.remat=dots,qkv | 1 | parallel.remat | one of none, dots
 parallel.remat= | 1 | parallel.remat | one of none, dots
 parallel.remat=attn_ot:host | 1 | parallel.remat | :host after a name
 parallel.remat=layer_input | 1 | parallel.remat | always saves layer_input
+parallel.layer_loop=unroll parallel.remat_layers=a:b=full | 1 | \
+    parallel.remat_layers | SLICE=POLICY
+parallel.layer_loop=scan parallel.remat_layers=::2=full | 1 | \
+     parallel.remat_layers | needs unrolled layers
+parallel.remat_group=3 | 1 | parallel.remat_group | must divide
+parallel.remat_group=2 parallel.layer_loop=unroll | 1 | \
+    parallel.remat_group | needs parallel.layer_loop scan
+parallel.remat_group=2 parallel.remat=dots_offload | 1 | parallel.remat_group | host memory
 parallel.remat=attn_out,attn_out:host | 1 | parallel.remat | name each value once
 optimizer.name=lion optimizer.second_moment_dtype=bfloat16 | 1 | \
     optimizer.second_moment_dtype | lion has no second moment

@@ -19,6 +19,7 @@ _AT_LEAST_ONE = """train.num_steps train.global_batch_size train.log_every data.
 data.prefetch model.num_layers model.d_model model.num_heads model.num_kv_heads model.head_dim
 model.d_ff model.experts_per_token model.vocab_size parallel.pipeline parallel.replica
 parallel.expert parallel.sequence parallel.tensor parallel.num_microbatches parallel.row_groups
+parallel.remat_group
 parallel.virtual_stages checkpoint.keep evaluation.num_batches
 guard.max_skips guard.spike_window guard.spike_skip guard.loss_scale_interval profile.num_steps
 cluster.connect_seconds""".split()

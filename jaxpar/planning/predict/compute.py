@@ -7,7 +7,7 @@ from jaxpar.config.remat_policies import saved_names, without_mark
 from jaxpar.model.loss import num_chunks
 from jaxpar.planning.predict import rates
 from jaxpar.planning.predict.hardware import Gpu
-from jaxpar.planning.predict.memory import slot_bytes
+from jaxpar.planning.predict.memory import shares_of_policies, slot_bytes
 from jaxpar.planning.predict.shard import Shard, state_bytes
 
 
@@ -33,8 +33,20 @@ class Seconds:
 
 
 def layer_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
-    """Return the time of one layer for one microbatch: forward, backward and recomputation."""
-    repeated = repeats(cfg)
+    """Return the time of one layer for one microbatch: forward, backward and recomputation.
+
+    If layers have different policies, their mean.
+    """
+    seconds = Seconds()
+    for remat, share in shares_of_policies(cfg).items():
+        seconds += _layer_seconds(cfg, shard, gpu, repeats(cfg, remat)).times(share)
+    if cfg.parallel.remat_group > 1:  # a group runs forward once more
+        all_again = _layer_seconds(cfg, shard, gpu, repeats(cfg, "full"))
+        seconds += all_again + _layer_seconds(cfg, shard, gpu, set()).times(-1)
+    return seconds
+
+
+def _layer_seconds(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) -> Seconds:
     return Seconds(
         matmul=_layer_matmuls(cfg, shard, gpu, repeated),
         attention=_layer_attention(cfg, shard, gpu, repeated),
@@ -42,13 +54,13 @@ def layer_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
     )
 
 
-def repeats(cfg: Config) -> set[str]:
+def repeats(cfg: Config, remat: str) -> set[str]:
     """Return what the backward recomputes: of "qkv", "attention", "wo", "gate_up", "elementwise".
 
     A value is recomputed unless it, or everything computed from it, is saved on the device or the
     host.
     """
-    saved = set(map(without_mark, saved_names(cfg.parallel.remat)))
+    saved = set(map(without_mark, saved_names(remat)))
     needs = {
         "qkv": "qkv" in saved,
         "attention": {"attn_out", "attn_lse"} <= saved,

@@ -16,7 +16,13 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from jaxpar.config import Config, ModelConfig
-from jaxpar.config.remat_policies import LAYER_INPUT, REMAT_NAMES, names_on_host, saved_names
+from jaxpar.config.remat_policies import (
+    LAYER_INPUT,
+    REMAT_NAMES,
+    names_on_host,
+    of_layers,
+    saved_names,
+)
 from jaxpar.model.loss import num_chunks
 from jaxpar.planning.predict.shard import Shard, moment_bytes, shard_of, state_bytes
 
@@ -170,13 +176,29 @@ def saved_per_token(cfg: Config) -> float:
     They are those of docs/parallelism.md, without values in host memory.
     """
     m, p = cfg.model, cfg.parallel
-    on_device, _ = _saved_per_token(m, p.tensor, p.remat)
-    return on_device + 8  # the scales of two norms, float32
+    if p.remat_group > 1:  # the input of each group
+        return bytes_of_names(m, p.tensor)[LAYER_INPUT] / p.remat_group
+    return _average(cfg, 0) + 8  # the scales of two norms, float32
 
 
 def on_host_per_token(cfg: Config) -> float:
     """Return the bytes saved in host memory per token and layer."""
-    return _saved_per_token(cfg.model, cfg.parallel.tensor, cfg.parallel.remat)[1]
+    return _average(cfg, 1)
+
+
+def shares_of_policies(cfg: Config) -> dict[str, float]:
+    """Return each policy of the layers, with the share of the layers that have it."""
+    p = cfg.parallel
+    if not p.remat_layers:
+        return {p.remat: 1.0}
+    policies = of_layers(p, cfg.model.num_layers // (p.pipeline * p.virtual_stages))
+    return {remat: policies.count(remat) / len(policies) for remat in set(policies)}
+
+
+def _average(cfg: Config, where: int) -> float:
+    """The bytes per token and layer on the device (0) or in host memory (1), over all layers."""
+    m, tensor, shares = cfg.model, cfg.parallel.tensor, shares_of_policies(cfg)
+    return sum(share * _saved_per_token(m, tensor, r)[where] for r, share in shares.items())
 
 
 def host_bytes(cfg: Config) -> float:
@@ -229,13 +251,15 @@ def _recomputed(cfg: Config, shard: Shard) -> float:
     they wait for gathers over tensor.
     """
     m, p = cfg.model, cfg.parallel
-    missing = _saved_per_token(m, p.tensor, "none")[0] - _saved_per_token(m, p.tensor, p.remat)[0]
+    saved = [_saved_per_token(m, p.tensor, remat)[0] for remat in shares_of_policies(cfg)]
+    missing = _saved_per_token(m, p.tensor, "none")[0] - min(saved)
     if m.num_experts:  # of one expert, for all tokens
         sizes = bytes_of_names(m, p.tensor)
         missing += sizes["gate_up"] + sizes["mlp_hidden"]
     at_once = shard.execution.layers_per_vjp or shard.layers / shard.chunks
     layers = at_once if p.pipeline > 1 and p.tensor == 1 else 1
-    return layers * shard.tokens * max(missing, 0.0)
+    group = p.remat_group * shard.tokens * min(saved) if p.remat_group > 1 else 0.0
+    return layers * shard.tokens * max(missing, 0.0) + group
 
 
 def _put_off(cfg: Config, shard: Shard) -> float:
