@@ -95,6 +95,7 @@ class RunLock:
             self._file = os.open(folder / FILE, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             self._take(folder, seconds, report)
+            self.check(at_once=True)  # while this one waited, the file may have been deleted
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
                 self.release()
