@@ -116,8 +116,7 @@ class BetweenSteps:
         if stopping or self._due(done, cfg.checkpoint.every):
             self.phases.enter("save wait", done, slow=True)
             self.metrics.pause()
-            self.run.records.check_lock(at_once=True)
-            self.run.records.write_missing()
+            self.run.records.before_save()
             self.saver.save(state, done, done * cfg.train.global_batch_size * cfg.data.seq_len)
             spent.record(done)
         if stopping:
