@@ -4,8 +4,10 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jaxpar.config import ConfigError
+from jaxpar.config.json_reader import read_json_object
 
 #: File in the run folder, once batches are skipped. Checkpoints contain it, too.
 SKIPPED_FILE = "skipped_batches.json"
@@ -42,20 +44,35 @@ class SkippedBatches:
 
         Args:     rewinds: number of rewinds that led to these ranges. None: one per range.
         """
-        batches = {b for first, count in self.ranges for b in range(first, first + count)}
-        batches |= {b for first, count in ranges for b in range(first, first + count)}
         merged: list[list[int]] = []
-        for batch in sorted(batches):
-            if merged and batch == sum(merged[-1]):
-                merged[-1][1] += 1
+        for first, count in sorted((*self.ranges, *map(tuple, ranges))):
+            if not count:
+                continue
+            if merged and first <= sum(merged[-1]):
+                merged[-1][1] = max(sum(merged[-1]), first + count) - merged[-1][0]
             else:
-                merged.append([batch, 1])
+                merged.append([first, count])
         counted = max(self.rewinds, len(merged) if rewinds is None else rewinds)
         return SkippedBatches(tuple((first, count) for first, count in merged), counted)
 
     def after_rewind(self, first: int, count: int) -> "SkippedBatches":
         """Return a copy with one more range and one more rewind."""
         return self.and_also([(first, count)], self.rewinds + 1)
+
+
+#: Limit on a batch's number and on the length of a range: steps are int32 on the devices.
+_MAX_BATCHES = 2**31 - 1
+
+
+def are_ranges(value: Any) -> bool:
+    """Whether a value read from JSON is a list of ranges of batches, as (first, count)."""
+    return isinstance(value, list) and all(
+        isinstance(pair, list) and len(pair) == 2 and all(map(_is_count, pair)) for pair in value
+    )
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _MAX_BATCHES
 
 
 def read_skipped(run_dir: Path) -> SkippedBatches:
@@ -67,9 +84,12 @@ def read_skipped(run_dir: Path) -> SkippedBatches:
     if not file.is_file():
         return SkippedBatches()
     try:
-        said = json.loads(file.read_text("utf-8"))
-        return SkippedBatches().and_also(said["windows"], said.get("rewinds"))
-    except (ValueError, KeyError, TypeError) as error:
+        said = read_json_object(file, what="it")
+        ranges, rewinds = said.get("windows"), said.get("rewinds")
+        if ranges is None or not are_ranges(ranges) or not (rewinds is None or _is_count(rewinds)):
+            raise ValueError("it must hold ranges of batches, as pairs of integers")
+        return SkippedBatches().and_also(ranges, rewinds)
+    except ValueError as error:
         rule = f"has a {SKIPPED_FILE} that cannot be read ({error})"
         fix = 'write {"windows": [[FIRST, COUNT], ...]} to it, as in the log, '
         fix += "or delete it: checkpoints after a rewind contain it, too"
@@ -78,6 +98,7 @@ def read_skipped(run_dir: Path) -> SkippedBatches:
 
 def write_skipped(run_dir: Path, skipped: SkippedBatches) -> None:
     """Write the skipped batches of a run atomically."""
+    run_dir.mkdir(parents=True, exist_ok=True)  # it may have been deleted
     temporary = run_dir / (SKIPPED_FILE + ".tmp")
     text = json.dumps({"windows": skipped.ranges, "rewinds": skipped.rewinds}) + "\n"
     temporary.write_text(text, encoding="utf-8")

@@ -1,6 +1,5 @@
 """Replays a step of a run, to find the cause of a bad result."""
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,8 @@ from jax.sharding import Mesh
 
 from jaxpar import checkpoint
 from jaxpar.config import Config, ConfigError, replace
-from jaxpar.config.serialize import from_json
+from jaxpar.config.json_reader import UnreadableJson, read_json
+from jaxpar.config.serialize import from_values
 from jaxpar.data import Loader
 from jaxpar.data.skips import SkippedBatches
 from jaxpar.monitoring.recent_steps import RECENT_FILE, bits, losses_judged, read_recent
@@ -199,9 +199,9 @@ def _latest_config(folder: Path) -> Config:
     if not file.is_file():
         raise ConfigError("RUN", str(folder), "has no config.json", "use the folder of a run")
     try:
-        return from_json(file.read_text("utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        rule, fix = f"is not JSON: {error}", "fix it, or replay a step before the last checkpoint"
+        return from_values(read_json(file, what="it"))
+    except UnreadableJson as error:
+        rule, fix = f"is damaged: {error}", "fix it, or replay a step before the last checkpoint"
         raise ConfigError("RUN", str(file), rule, fix) from error
 
 

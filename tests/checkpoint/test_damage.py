@@ -21,7 +21,7 @@ from jaxpar.checkpoint import Damaged, inspection, integrity, loading, store
 from jaxpar.checkpoint.__main__ import main
 from jaxpar.checkpoint.integrity import Unreadable
 from jaxpar.checkpoint.saved import METADATA
-from jaxpar.config import ConfigError
+from jaxpar.config import ConfigError, json_reader
 from jaxpar.data.sources import fingerprint
 from jaxpar.optimizer import loss_scale
 from tests.checkpoint.test_checkpoint import (
@@ -260,7 +260,7 @@ def test_the_machines_own_trouble_moves_nothing(setup, monkeypatch, name):
             raise ValueError("as Orbax would say it") from error
 
     for place, what in (
-        ((Path, "read_bytes"), trouble),
+        ((json_reader, "_content"), trouble),
         ((integrity, "_size"), trouble),
         ((loading, "_load"), trouble),
         ((loading, "_load"), wrapped),
