@@ -13,12 +13,14 @@ from jax.sharding import Mesh
 
 from jaxpar import checkpoint
 from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config.rules.limits import MAX_INT, Range
 from jaxpar.config.serialize import from_json
 from jaxpar.data import Loader
 from jaxpar.data.skips import SkippedBatches
 from jaxpar.monitoring.recent_steps import RECENT_FILE, bits, losses_judged, read_recent
 from jaxpar.parallel.context import token_order
 from jaxpar.runtime import start as runtime
+from jaxpar.runtime.option_classes import check_ranges
 from jaxpar.runtime.processes import rendezvous
 from jaxpar.runtime.processes.peers import log
 from jaxpar.sharding.axes import AXES
@@ -41,9 +43,9 @@ class ReplayOptions:
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run folder."""
-    step: int
+    step: Annotated[int, Range(1, MAX_INT, 1)]
     """Step to repeat, counted from 1 as in metrics.jsonl."""
-    repeat: int = 2
+    repeat: Annotated[int, Range(1, 1000, 2)] = 2
     """Number of repetitions on the same devices."""
 
 
@@ -210,8 +212,7 @@ def replay(options: ReplayOptions) -> str:
 
     Raises:   ConfigError for fewer than one repetition, and as `Replay`.
     """
-    if options.repeat < 1:
-        raise ConfigError("--repeat", options.repeat, "must be at least 1", "use --repeat 2")
+    check_ranges(options)
     again = Replay(options)
     batch, mesh = again.record["batch"], again.run.mesh
     log(

@@ -272,7 +272,7 @@ UNKNOWN = [
     ("every", "use checkpoint.every or evaluation.every"),
     ("trian.num_steps", "use train.num_steps"),
     ("model.rope_scaling.facter", "use model.rope_scaling.factor"),
-    ("data.xyz", "use one of data.path, data.seq_len, data.document_mask, data.prefetch"),
+    ("data.xyz", "use one of data."),
     ("xyz", "use SECTION.FIELD, with a section of run, train, data, model, lora, parallel"),
     ("train.num_steps.xyz", "use train.num_steps"),
     ("", "use SECTION.FIELD"),
