@@ -152,7 +152,13 @@ class OptimizerConfig:
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """Learning rate after the warm-up. wsd: constant, then linear decay over the last fifth."""
     warmup_steps: int = 100
-    """Steps of linear warm-up from 0."""
+    """Steps of linear warm-up from 0. A run that is not longer warms up for a tenth of its
+    steps."""
+    warmup_fraction: float = 0.0
+    """Warm-up as a share of train.num_steps, in place of warmup_steps. 0: use warmup_steps."""
+    decay_steps: int = 0
+    """Steps of the decay to the final learning rate: after the warm-up, or at the end for wsd. 0:
+    until the end of the run, or the last fifth for wsd."""
     min_lr_ratio: float = 0.1
     """Final learning rate as a fraction of the peak."""
     beta1: float = 0.9

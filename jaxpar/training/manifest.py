@@ -8,6 +8,7 @@ import jax
 from jaxpar.config.serialize import to_json
 from jaxpar.data.skips import SKIPPED_FILE
 from jaxpar.model.flops import num_adapter_params, num_params
+from jaxpar.optimizer.schedules import shortened
 from jaxpar.runtime import provenance
 from jaxpar.sharding.mesh import describe
 from jaxpar.training.run import Run
@@ -44,6 +45,7 @@ def write(run: Run, environment: list[str]) -> None:
         f"execution  {'; '.join(run.execution.in_words())}",
         f"data       {_data(run)}",
         *left_out(run),
+        *_warm_up(run),
         f"run        {run.dir}",
         *(f"set        {item}" for item in environment),
     ]
@@ -76,6 +78,12 @@ def _data(run: Run) -> str:
         for source in sources
     ]
     return "\n           ".join(lines)
+
+
+def _warm_up(run: Run) -> list[str]:
+    """Describe the warm-up, if it is shorter than the config's."""
+    text = shortened(run.cfg.optimizer, run.cfg.train.num_steps)
+    return [f"warm-up    {text}"] if text else []
 
 
 def left_out(run: Run) -> list[str]:

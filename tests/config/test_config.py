@@ -111,8 +111,11 @@ train.z_loss=-inf | 1 | train.z_loss | finite
 model.norm_eps=0 | 1 | model.norm_eps | above 0
 model.rope_theta=-1 | 1 | model.rope_theta | above 0
 model.init_std=nan | 1 | model.init_std | finite
-train.num_steps=100 | 1 | optimizer.warmup_steps | below train.num_steps = 100
-train.num_steps=5 optimizer.warmup_steps=7 | 1 | optimizer.warmup_steps | below
+optimizer.warmup_fraction=-0.1 | 1 | optimizer.warmup_fraction | at least 0 and below 1
+optimizer.warmup_fraction=1.0 | 1 | optimizer.warmup_fraction | at least 0 and below 1
+optimizer.decay_steps=-1 | 1 | optimizer.decay_steps | not be negative
+optimizer.decay_steps=5 optimizer.schedule=constant | 1 | optimizer.decay_steps | has no effect
+optimizer.decay_steps=1001 optimizer.schedule=wsd | 1 | optimizer.decay_steps | at most train.num
 # the model
 model.head_dim=31 | 1 | model.head_dim | even
 model.sliding_window=0 | 1 | model.sliding_window | at least 2, since
