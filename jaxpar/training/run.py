@@ -126,8 +126,8 @@ class Run:
         """
         self.test_attention()
         self.startup.ended("attention self-test")
-        began = time.perf_counter()
-        if self.first_step is None:
+        began, resumed = time.perf_counter(), self.first_step
+        if resumed is None:
             state = initial_weights.state(self.cfg, self.mesh, self.origin, log)
             what = f"loaded weights of {self.origin}" if self.origin else "initialized"
         else:
@@ -137,7 +137,7 @@ class Run:
             what = f"restored step {self.first_step}"
         jax.block_until_ready(state)
         log(f"{what} in {time.perf_counter() - began:.1f} s")
-        self.startup.ended("weights")
+        self.startup.ended("weights" if resumed is None else "checkpoint")
         return state
 
     def metrics(self) -> MetricsWriter:
