@@ -23,8 +23,8 @@ from jaxpar.convert.safetensors_file import DTYPES, NAMES
 from jaxpar.model import reference
 from jaxpar.model.flops import num_params
 from jaxpar.model.parameters import param_specs
+from jaxpar.runtime.host_memory import host_memory
 from jaxpar.runtime.progress import size
-from jaxpar.runtime.start import host_memory
 from jaxpar.sharding.grid import Box
 from jaxpar.sharding.params import flat
 

@@ -18,6 +18,7 @@ from jaxpar.convert.hf.mesh_load import load_params
 from jaxpar.convert.hf.tokenizer import begin_of_prompts, tokenizer_in, tokenizer_of_run
 from jaxpar.data import Tokenizer
 from jaxpar.inference.generation import config_for_sampling, weights_for_sampling
+from jaxpar.inference.memory import check_weights
 from jaxpar.runtime.gpus.visible import gpu_is_present
 from jaxpar.runtime.processes import peers, rendezvous
 from jaxpar.sharding.mesh import make_mesh
@@ -59,6 +60,7 @@ def load(folder: str, step: int | None, tensor: int, log: Callable[[str], None])
         rule = f"needs {tensor} devices, but there are {len(devices)}"
         raise ConfigError("--tensor", tensor, rule, f"use --tensor {len(devices)}")
     cfg = resolve(cfg, tensor)
+    check_weights(cfg, folder)
     mesh = make_mesh(cfg.parallel, devices[:tensor])
     tokenizer = tokenizer_in(Path(folder), folder) if source else tokenizer_of_run(folder, cfg)
     begin = tokenizer.begin if source else begin_of_prompts(folder, cfg, tokenizer)

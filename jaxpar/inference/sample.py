@@ -16,6 +16,7 @@ from jaxpar.config import ConfigError
 from jaxpar.config.rules.limits import DEVICES, STEP, Range
 from jaxpar.inference.generation import Sampling, generate, slots_for
 from jaxpar.inference.load import load
+from jaxpar.inference.memory import check_cache
 from jaxpar.model import decode
 from jaxpar.monitoring.samples import write_sample
 from jaxpar.runtime.option_classes import check_ranges
@@ -90,6 +91,7 @@ def sample(options: SampleOptions) -> None:
     prompts = [model.encode(text) for text in options.prompt]
     longest = max(map(len, prompts))
     slots = slots_for(longest, options.max_tokens)
+    check_cache(cfg, len(prompts), slots, options.max_tokens)
     held = decode.cache_bytes(cfg.model, len(prompts), slots, options.tensor)
     log(f"[KV cache of {len(prompts)} x {slots} tokens: {held / 2**20:,.1f} MiB per device]")
     if longest + options.max_tokens > cfg.data.seq_len:

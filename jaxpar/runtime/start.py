@@ -11,6 +11,7 @@ import jax
 
 from jaxpar.config import Config, ConfigError
 from jaxpar.runtime.gpus import visible, xla_flags
+from jaxpar.runtime.host_memory import host_memory
 
 
 def start(cfg: Config, num_processes: int = 1, *, needs_devices: bool = True) -> list[str]:
@@ -76,13 +77,6 @@ def _open_host_memory() -> list[str]:
         return []
     os.environ[HOST_LIMIT] = str(max(host_memory() >> 30, DEFAULT_LIMIT))
     return [f"{HOST_LIMIT}={os.environ[HOST_LIMIT]}"]
-
-
-def host_memory(limit_file: str = "/sys/fs/cgroup/memory.max") -> int:
-    """Return the bytes of memory that this host or container may use."""
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path(limit_file).read_text().strip() if Path(limit_file).is_file() else "max"
-    return there if limit == "max" else min(there, int(limit))
 
 
 #: Threads of XLA's pool for each simulated device. By default, XLA uses one per device, or one per

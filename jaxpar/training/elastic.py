@@ -22,7 +22,7 @@ from jaxpar.planning.layouts import describe, divisors, with_parallel
 from jaxpar.planning.predict.communication import Cluster
 from jaxpar.planning.predict.hardware import GIB, H200, NETWORKS, Gpu, HardwareFigure, gpu_of_kind
 from jaxpar.planning.ranking import Layout, make_plan, nothing_fits
-from jaxpar.runtime import start as runtime
+from jaxpar.runtime.host_memory import host_memory
 from jaxpar.runtime.processes import peers
 
 #: The field that adapts to the number of devices when a run resumes.
@@ -99,7 +99,7 @@ def gpu_here() -> Gpu:
     if known is not None:
         return known
     limit = (device.memory_stats() or {}).get("bytes_limit", 0)
-    memory = limit or runtime.host_memory() / jax.local_device_count()
+    memory = limit or host_memory() / (jax.local_device_count() * peers.processes_here())
     name = f"{device.device_kind} (planned as {H200.name})"
     return dataclasses.replace(H200, name=name, memory=HardwareFigure(memory, "this device"))
 

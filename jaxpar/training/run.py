@@ -21,7 +21,9 @@ from jaxpar.monitoring.sinks import open_sinks, require_packages
 from jaxpar.monitoring.startup import StartUp
 from jaxpar.optimizer.schedules import learning_rate
 from jaxpar.parallel.context import token_order
+from jaxpar.planning.fit import check_fits
 from jaxpar.planning.forecast import forecast_here
+from jaxpar.runtime.processes import peers
 from jaxpar.runtime.processes.peers import log
 from jaxpar.sharding.mesh import describe, make_mesh
 from jaxpar.step.state import TrainState
@@ -53,6 +55,8 @@ class Run:
         saved = self._saved()
         self.cfg = resolve(elastic.same_rows(cfg, saved, jax.device_count()), jax.device_count())
         self.asked = elastic.changed_by_layout(cfg, self.cfg)
+        if warning := check_fits(self.cfg, peers.processes_here()):
+            log(f"WARNING    {warning}")
         check_host_copies(self.cfg, jax.default_backend())
         require_packages(self.cfg)
         self.execution = execution_of(self.cfg)

@@ -14,12 +14,15 @@ from jaxpar.config.config_file import load_config
 from jaxpar.config.help import asks_help, print_help, topic_of
 from jaxpar.config.rules.limits import MAX_CPU_DEVICES, Range
 from jaxpar.model.parameters import param_specs
+from jaxpar.planning.fit import check_host
 from jaxpar.runtime import start as runtime
+from jaxpar.runtime.host_memory import host_memory
 from jaxpar.runtime.options import Parser
 from jaxpar.runtime.processes import rendezvous
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.sharding.params import count
 from jaxpar.verification import distances, traces
+from jaxpar.verification.meshes import num_devices
 from jaxpar.verification.table import MeshRow
 
 PROGRAM = "python -m jaxpar.verify"
@@ -148,9 +151,13 @@ def start_devices(run: RunConfig, simulated: int, needed: int) -> list[jax.Devic
     return jax.devices()
 
 
-def refuse_large(cfg: Config, devices: Sequence[jax.Device]) -> None:
-    """Raise ConfigError for a model that is too large for a CPU."""
+def refuse_large(cfg: Config, on_meshes: Iterable[Config], devices: Sequence[jax.Device]) -> None:
+    """Raise ConfigError for a model or a batch that is too large for a CPU."""
+    if devices[0].platform != "cpu":
+        return
     size = count(param_specs(cfg.model))
-    if devices[0].platform == "cpu" and size > MAX_PARAMS_ON_CPU:
+    if size > MAX_PARAMS_ON_CPU:
         rule = f"must be at most {MAX_PARAMS_ON_CPU} on a CPU, which would take too long"
         raise ConfigError("number of parameters", size, rule, "add --shrink")
+    for on_mesh in on_meshes:
+        check_host(on_mesh, num_devices(on_mesh.parallel), host_memory())

@@ -124,6 +124,10 @@ def test_not_a_number_is_never_close():
         (["quickstart", "--tolerance", "2"], "must be between 0 and 1"),
         (["quickstart", "--steps", "-1"], "must be at least 0"),
         (["quickstart", "--steps", "few"], "'few' is not a whole number"),
+        (
+            ["quickstart", "--mesh", "data=2", "--train.global-batch-size", "16777216"],
+            r"needs .* GiB of memory for 2 CPU devices",
+        ),
         (["quickstart", "--devices", "0"], "must be at least 1"),
         (["quickstart", "--devices", "10000000"], "must be at most 4,096"),
         (["quickstart", "--steps", str(10**12)], "must be at most 10,000"),
