@@ -27,6 +27,7 @@ from jaxpar.runtime.files import json_output
 from jaxpar.runtime.options import check_file
 from jaxpar.runtime.options import parser as make_parser
 from jaxpar.runtime.processes import rendezvous
+from jaxpar.runtime.stages import stage
 from jaxpar.sharding.mesh import make_mesh
 
 GIB = 1 << 30
@@ -137,7 +138,8 @@ def main(argv: Sequence[str]) -> int:
         "  ".join(name.replace("_gib", " GiB").replace("_ms", " ms").rjust(10) for name in columns)
     )
     for tokens in options.tokens:
-        row = measure(tokens, options)
+        with stage(f"measuring {tokens:,} tokens"):
+            row = measure(tokens, options)
         text = lambda x: f"{x:,.2f}" if isinstance(x, float) else f"{x:,}" if x else "-"  # noqa: E731
         print("  ".join(text(row[name]).rjust(10) for name in columns), flush=True)
         card["rows"].append(row)

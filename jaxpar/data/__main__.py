@@ -15,6 +15,7 @@ from jaxpar.data.prepare.text import PrepareOptions, prepare
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.option_classes import read_subcommand
 from jaxpar.runtime.program import run_program
+from jaxpar.runtime.stages import stage
 
 Options = PrepareOptions | ChatOptions | ConvertOptions | InspectOptions
 
@@ -65,7 +66,8 @@ def main(args: Sequence[str]) -> int:
 def _run(options: Options) -> str:
     """Run the command. Returns:  the text to print."""
     if isinstance(options, InspectOptions):
-        return inspect_tokens(options)
+        with stage(f"reading {options.path}"):
+            return inspect_tokens(options)
     with console_progress() as progress:
         if isinstance(options, ConvertOptions):
             return convert(options, progress)

@@ -21,6 +21,7 @@ from jaxpar.model import decode
 from jaxpar.monitoring.samples import write_sample
 from jaxpar.runtime.option_classes import check_ranges
 from jaxpar.runtime.processes import peers
+from jaxpar.runtime.stages import stage
 
 #: Most tokens to generate for a prompt.
 MAX_TOKENS = 1 << 20
@@ -106,7 +107,8 @@ def sample(options: SampleOptions) -> None:
         vocab_size=tokenizer.vocab_size,
         stop=stop_ids(options.stop, tokenizer),
     )
-    next(made)  # compiles the programs, and reads the prompts
+    with stage("compiling the model and reading the prompts"):
+        next(made)
     began = time.perf_counter()
     rows = _as_it_comes(made, options, tokenizer) if len(prompts) == 1 else _whole(made, prompts)
     seconds, count = time.perf_counter() - began, sum(map(len, rows))

@@ -22,6 +22,7 @@ from jaxpar.planning.predict.hardware import GIB, GPUS, NETWORKS, gpu_named, net
 from jaxpar.planning.progress import on_stderr
 from jaxpar.planning.ranking import Layout, Plan, make_plan, nothing_fits
 from jaxpar.runtime.options import Parser
+from jaxpar.runtime.stages import stage
 
 EPILOG = """\
 All other options set fields of the config: --data.seq-len 16384. The plan tries all values of the
@@ -311,7 +312,8 @@ def compile_first(
     pairs: list[tuple[Layout, compiling.CompiledMemory | str]] = []
     for layout in chosen:
         try:
-            pairs.append((layout, compiling.compile_layout(layout.cfg, cluster)))
+            with stage(f"compiling {layouts.describe(layout.cfg)}"):
+                pairs.append((layout, compiling.compile_layout(layout.cfg, cluster)))
         except RuntimeError as error:
             pairs.append((layout, str(error)))
     showing.show_compiled(console, pairs)

@@ -81,7 +81,7 @@ def hardware_in_words(cluster: Cluster) -> str:
     return text
 
 
-def _ranking(chosen: Sequence[Layout]) -> Table:
+def _ranking(chosen: Sequence[Layout]) -> Group:
     columns = "mesh ZeRO remat M v g GiB step,s tok/s/GPU MFU full".split()
     rows = []
     for i, layout in enumerate(chosen, 1):
@@ -102,7 +102,7 @@ def _ranking(chosen: Sequence[Layout]) -> Table:
     return titled(legend, columns, rows)
 
 
-def _parts(title: str, layouts: Sequence[Layout], cells) -> Table:
+def _parts(title: str, layouts: Sequence[Layout], cells) -> Group:
     by_layout = [cells(layout) for layout in layouts]
     names = list(dict.fromkeys(name for found in by_layout for name in found))
     last = ("contention", "gaps", "in all")

@@ -21,6 +21,7 @@ from jaxpar.runtime.files import atomic
 from jaxpar.runtime.files.append import FULL
 from jaxpar.runtime.option_classes import read_options
 from jaxpar.runtime.program import run_program
+from jaxpar.runtime.stages import stage
 
 #: Most runs whose lines can be distinguished.
 MAX_RUNS = 21
@@ -48,7 +49,10 @@ def report(options: ReportOptions) -> tuple[Path, list[RunRead]]:
         fix = "use python -m jaxpar.report runs/quickstart"
         raise ConfigError("RUN", " ".join(names), rule, fix)
     output = where(options.output, names)
-    runs = [read_run(name) for name in names]
+    runs = []
+    for name in names:
+        with stage(f"reading {name}"):
+            runs.append(read_run(name))
     _write(output, page(runs, datetime.now().astimezone()))
     return output, runs
 

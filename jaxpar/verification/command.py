@@ -19,6 +19,7 @@ from jaxpar.runtime import start as runtime
 from jaxpar.runtime.host_memory import host_memory
 from jaxpar.runtime.options import Parser
 from jaxpar.runtime.processes import rendezvous
+from jaxpar.runtime.stages import stage
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.sharding.params import count
 from jaxpar.verification import distances, traces
@@ -71,11 +72,13 @@ def compare_meshes(
 ) -> Iterable[MeshRow]:
     """Yield a row for each mesh, as soon as it is done."""
     batches = [traces.random_batch(cfg, i) for i in range(max(steps, 1))]
-    wanted = traces.reference_trace(cfg, batches, steps)
+    with stage("training the reference"):
+        wanted = traces.reference_trace(cfg, batches, steps)
     options = traces.QUICK_COMPILE if devices[0].platform == "cpu" else None
     for name, on_mesh in configs.items():
         mesh = make_mesh(on_mesh.parallel, devices[: math.prod(axis_sizes(on_mesh.parallel))])
-        found = traces.mesh_trace(on_mesh, mesh, batches, steps, options)
+        with stage(f"training on {name}"):
+            found = traces.mesh_trace(on_mesh, mesh, batches, steps, options)
         yield MeshRow(name, found.loss, distances.compare(found, wanted, tolerance))
 
 

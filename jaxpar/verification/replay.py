@@ -23,6 +23,7 @@ from jaxpar.runtime import start as runtime
 from jaxpar.runtime.option_classes import check_ranges
 from jaxpar.runtime.processes import rendezvous
 from jaxpar.runtime.processes.peers import log
+from jaxpar.runtime.stages import Stage, stage
 from jaxpar.sharding.axes import AXES
 from jaxpar.sharding.fingerprint import fingerprints
 from jaxpar.sharding.mesh import describe, make_mesh
@@ -121,6 +122,10 @@ class Replay:
 
         Logs every step in between whose result differs from its record.
         """
+        with stage(f"computing the state before step {self.number}") as told:
+            return self._before(told)
+
+    def _before(self, told: Stage) -> TrainState:
         run = self.run
         if self.begin:
             now = checkpoint.restore(self.cfg, run.mesh, self.begin)
@@ -128,6 +133,7 @@ class Replay:
             now = initial_weights.state(self.cfg, run.mesh, run.origin, log)
         step = self._step_on(run.mesh)
         for done in range(self.begin, self.number - 1):
+            told.at(f"step {done + 1}")
             known = self.records.get(done + 1, {})
             batch = known.get("batch", self.skipped.batch_of(done))
             now, measured = step(now, run.loader.batch(batch))
@@ -142,11 +148,12 @@ class Replay:
         Args:     state: on the host. batch: the batch of the step, or another.
         """
         loader = self.run.loader if mesh is self.run.mesh else self._loader_on(mesh)
-        step = self._step_on(mesh)
-        placed = jax.device_put(state, state_shardings(self.cfg, mesh))
-        after, measured = step(placed, loader.batch(batch))
-        sums = fingerprints(vars(after))
-        return ReplayedStep(float(measured.loss), float(measured.grad_norm), sums)
+        with stage(f"taking step {self.number} with batch {batch}"):
+            step = self._step_on(mesh)
+            placed = jax.device_put(state, state_shardings(self.cfg, mesh))
+            after, measured = step(placed, loader.batch(batch))
+            sums = fingerprints(vars(after))
+            return ReplayedStep(float(measured.loss), float(measured.grad_norm), sums)
 
     def _loader_on(self, mesh: Mesh) -> Loader:
         order = token_order(self.cfg.parallel, self.cfg.data.seq_len)
@@ -213,7 +220,8 @@ def replay(options: ReplayOptions) -> str:
     Raises:   ConfigError for fewer than one repetition, and as `Replay`.
     """
     check_ranges(options)
-    again = Replay(options)
+    with stage("opening the run and its data"):
+        again = Replay(options)
     batch, mesh = again.record["batch"], again.run.mesh
     log(
         f"step {again.number}: batch {batch}, sequences {again.record['windows']}, "

@@ -16,6 +16,7 @@ from jaxpar.runtime.gpus import visible
 from jaxpar.runtime.processes.detect import Environment, ProcessPlace, detect, is_loopback
 from jaxpar.runtime.processes.listening import bind_address, check_free, warn_if_open
 from jaxpar.runtime.processes.peers import exchange, hosts, log, stops
+from jaxpar.runtime.stages import stage
 
 #: Seconds without a heartbeat after which JAX considers a process dead and ends the others.
 HEARTBEAT_SECONDS = 100
@@ -81,18 +82,19 @@ def connect(cluster: ProcessPlace, seconds: int) -> str:
     timer = threading.Timer(seconds, _give_up, (cluster, seconds))
     timer.daemon = True
     timer.start()
-    jax.distributed.initialize(
-        cluster.coordinator,
-        cluster.num_processes,
-        cluster.process_id,
-        devices,
-        cluster_detection_method="deactivate",
-        initialization_timeout=seconds + 60,
-        heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-        shutdown_timeout_seconds=30,
-        # JAX would listen on all addresses: others could join, or have the port on one of them.
-        coordinator_bind_address=bound,
-    )
+    with stage(f"waiting for the {cluster.num_processes} processes of the run"):
+        jax.distributed.initialize(
+            cluster.coordinator,
+            cluster.num_processes,
+            cluster.process_id,
+            devices,
+            cluster_detection_method="deactivate",
+            initialization_timeout=seconds + 60,
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+            shutdown_timeout_seconds=30,
+            # JAX would listen on all addresses: others could join, or have the port on one of them.
+            coordinator_bind_address=bound,
+        )
     timer.cancel()
     # The manager counts the calls of one thread. Orbax 0.12 also calls it, from the thread that
     # finishes a save, with the step of that save, which would decrease the count between two calls
