@@ -49,6 +49,9 @@ class TrainConfig:
     """Total optimizer steps, over all resumes."""
     global_batch_size: int = 32
     """Sequences per optimizer step, summed over all devices and microbatches."""
+    micro_batch_size: int = 0
+    """Sequences of a microbatch on each batch shard. The run sets parallel.num_microbatches to
+    match. 0: the number of microbatches decides."""
     seed: int = 0
     """Seed of the initial weights and the data order."""
     log_every: int = 10

@@ -7,6 +7,7 @@ from rich import box
 from rich.console import Console, Group
 from rich.table import Table
 
+from jaxpar.planning.alignment import alignment_hints
 from jaxpar.planning.budget import Inference, TrainingCost
 from jaxpar.planning.compiling import CompiledMemory
 from jaxpar.planning.layouts import describe, values_of
@@ -146,6 +147,7 @@ def _remarks(plan: Plan, chosen: Sequence[Layout]) -> list[str]:
     if plan.refused:
         lines.append(f"Invalid: {sum(plan.refused.values()):,}, by violated rule:")
         lines += [f"  {n:>6,}  {reason}" for reason, n in plan.refused.most_common(8)]
+    lines += [f"Hint: {hint}." for hint in alignment_hints(chosen[0].cfg)] if chosen else []
     lines += caveats(plan, chosen)
     return lines
 

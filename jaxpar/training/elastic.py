@@ -110,7 +110,8 @@ def gpu_here() -> Gpu:
 def same_rows(cfg: Config, saved: Saved | None, num_devices: int) -> Config:
     """Return the config with enough microbatches that no device holds more of one than before.
 
-    Changes nothing in a new run, or if the command sets another number of microbatches than before.
+    Changes nothing in a new run, or if the command sets another number of microbatches than before
+    or their size.
 
     Args:     saved: the checkpoint to resume from, None for a new run.
     Raises:   ConfigError when the devices cannot divide the rows of the global batch, which does
@@ -119,7 +120,7 @@ def same_rows(cfg: Config, saved: Saved | None, num_devices: int) -> Config:
     batch = cfg.train.global_batch_size
     if saved is None or saved.config["train"]["global_batch_size"] != batch:
         return cfg  # `checkpoint.check_resumable` refuses another global batch
-    if cfg.parallel.num_microbatches != asked_before(saved):
+    if cfg.train.micro_batch_size or cfg.parallel.num_microbatches != asked_before(saved):
         return cfg
     then, now = saved.config["parallel"], vars(fill_data_axis(cfg, num_devices).parallel)
     if batch % _product(now, ROWS):

@@ -9,6 +9,7 @@ from jaxpar.config.serialize import to_json
 from jaxpar.data.skips import SKIPPED_FILE
 from jaxpar.model.flops import num_adapter_params, num_params
 from jaxpar.optimizer.schedules import shortened
+from jaxpar.planning.alignment import alignment_hints
 from jaxpar.runtime import provenance
 from jaxpar.sharding.mesh import describe
 from jaxpar.training.run import Run
@@ -46,6 +47,7 @@ def write(run: Run, environment: list[str]) -> None:
         f"data       {_data(run)}",
         *left_out(run),
         *_warm_up(run),
+        *_hints(run),
         f"run        {run.dir}",
         *(f"set        {item}" for item in environment),
     ]
@@ -84,6 +86,13 @@ def _warm_up(run: Run) -> list[str]:
     """Describe the warm-up, if it is shorter than the config's."""
     text = shortened(run.cfg.optimizer, run.cfg.train.num_steps)
     return [f"warm-up    {text}"] if text else []
+
+
+def _hints(run: Run) -> list[str]:
+    """Hints about sizes that are slow on GPUs, on GPUs."""
+    if jax.default_backend() != "gpu":
+        return []
+    return [f"hint       {line}" for line in alignment_hints(run.cfg)]
 
 
 def left_out(run: Run) -> list[str]:

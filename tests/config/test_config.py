@@ -47,6 +47,13 @@ parallel.pipeline=2 parallel.virtual_stages=2 parallel.num_microbatches=1 | 2 | 
 train.global_batch_size=7 | 2 | train.global_batch_size | parallel.data = 2
 train.global_batch_size=12 parallel.num_microbatches=2 parallel.replica=2 | 8 | \
     train.global_batch_size | parallel.data * parallel.num_microbatches = 16
+train.micro_batch_size=3 | 2 | train.micro_batch_size | divide the 16 sequences that each of 2
+train.micro_batch_size=64 | 1 | train.micro_batch_size | divide the 32 sequences
+train.micro_batch_size=-1 | 1 | train.micro_batch_size | not be negative
+train.micro_batch_size=4 parallel.num_microbatches=2 | 2 | parallel.num_microbatches | from the 4
+train.micro_batch_size=16 parallel.pipeline=2 parallel.virtual_stages=2 | 4 | \
+    train.micro_batch_size | rounds of 2
+train.global_batch_size=7 train.micro_batch_size=1 | 2 | train.global_batch_size | data = 2
 parallel.num_microbatches=5 | 1 | train.global_batch_size | num_microbatches = 5
 data.seq_len=1023 parallel.tensor=2 | 2 | data.seq_len | parallel.tensor = 2
 data.seq_len=1004 parallel.tensor=2 parallel.sequence=2 | 4 | \
@@ -392,3 +399,21 @@ def test_numbers_of_devices_do_not_matter_to_what_can_be_checked_before():
     check(replace(Config(), **{"parallel.tensor": 4, "parallel.data": 32}))
     with pytest.raises(ConfigError, match=r"num_microbatches = 5, since"):
         check(replace(Config(), **{"parallel.num_microbatches": 5}))
+
+
+@pytest.mark.parametrize(
+    ("devices", "fields", "count"),
+    [
+        (1, {}, 16),
+        (4, {}, 4),
+        (4, {"parallel.tensor": 2}, 8),
+        (4, {"parallel.num_microbatches": 4}, 4),
+        (4, {"parallel.pipeline": 2, "parallel.virtual_stages": 2}, 8),
+    ],
+)
+def test_the_size_of_microbatches_gives_their_number(devices, fields, count):
+    cfg = replace(Config(), **{"train.micro_batch_size": 2}, **fields)
+    check(cfg)
+    found = resolve(cfg, devices)
+    assert found.parallel.num_microbatches == count
+    assert resolve(found, devices) == found

@@ -25,6 +25,7 @@ MAX_SECONDS = 10_000_000
 MOST = {
     "run.cpu_devices": MAX_CPU_DEVICES,
     "train.global_batch_size": 1 << 24,
+    "train.micro_batch_size": 1 << 24,
     "data.seq_len": MAX_SEQUENCE,
     "data.prefetch": 1024,
     "model.num_layers": 10_000,
