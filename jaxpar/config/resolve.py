@@ -24,6 +24,15 @@ def cast_once(cfg: Config) -> Config:
     return dataclasses.replace(cfg, parallel=dataclasses.replace(p, zero=1))
 
 
+def fill_deterministic(cfg: Config) -> Config:
+    """Set `model.attention_deterministic` if `run.deterministic` is set."""
+    if not cfg.run.deterministic:
+        return cfg
+    return dataclasses.replace(
+        cfg, model=dataclasses.replace(cfg.model, attention_deterministic=True)
+    )
+
+
 def fill_microbatches(cfg: Config) -> Config:
     """Return the config with `parallel.num_microbatches` from `train.micro_batch_size`, if set.
 

@@ -37,6 +37,9 @@ class RunConfig:
     """Number of CPU devices to simulate in this process. 0: use the devices that JAX finds."""
     xla_flags: Literal["auto", "none"] = "auto"
     """auto: set the XLA flags measured for this GPU (jaxpar/runtime/gpus/). none: set none."""
+    deterministic: bool = False
+    """Give the same bits in every run on the same mesh and GPUs: deterministic attention, XLA
+    kernels and NCCL algorithms, at a cost in speed. CPUs always do."""
     compilation_cache: str = "~/.cache/jaxpar/xla"
     """Folder of the persistent compilation cache, used on GPUs. Empty: no cache."""
 
