@@ -37,6 +37,9 @@ class RunConfig:
     """Number of CPU devices to simulate in this process. 0: use the devices that JAX finds."""
     xla_flags: Literal["auto", "none"] = "auto"
     """auto: set the XLA flags measured for this GPU (jaxpar/runtime/gpus/). none: set none."""
+    deterministic: bool = False
+    """Give the same bits in every run on the same mesh and GPUs: deterministic attention, XLA
+    kernels and NCCL algorithms, at a cost in speed. CPUs always do."""
     compilation_cache: str = "~/.cache/jaxpar/xla"
     """Folder of the persistent compilation cache, used on GPUs. Empty: no cache."""
 
@@ -49,6 +52,9 @@ class TrainConfig:
     """Total optimizer steps, over all resumes."""
     global_batch_size: int = 32
     """Sequences per optimizer step, summed over all devices and microbatches."""
+    micro_batch_size: int = 0
+    """Sequences of a microbatch on each batch shard. The run sets parallel.num_microbatches to
+    match. 0: the number of microbatches decides."""
     seed: int = 0
     """Seed of the initial weights and the data order."""
     log_every: int = 10
@@ -163,7 +169,13 @@ class OptimizerConfig:
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """Learning rate after the warm-up. wsd: constant, then linear decay over the last fifth."""
     warmup_steps: int = 100
-    """Steps of linear warm-up from 0."""
+    """Steps of linear warm-up from 0. A run that is not longer warms up for a tenth of its
+    steps."""
+    warmup_fraction: float = 0.0
+    """Warm-up as a share of train.num_steps, in place of warmup_steps. 0: use warmup_steps."""
+    decay_steps: int = 0
+    """Steps of the decay to the final learning rate: after the warm-up, or at the end for wsd. 0:
+    until the end of the run, or the last fifth for wsd."""
     min_lr_ratio: float = 0.1
     """Final learning rate as a fraction of the peak."""
     beta1: float = 0.9

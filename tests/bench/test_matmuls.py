@@ -150,7 +150,7 @@ def runs(monkeypatch):
         ([], "matmuls = 'no GPU': must run on a GPU. Fix: run it on a machine with"),
         (["--table", "t"], "matmuls = 'no GPU': must run on a GPU. Fix: run it on a"),
         (["--candidates", "1"], "--candidates = 1: must be at least 2. Fix: use --candidates 8"),
-        (["--candidates", "few"], "invalid int value: 'few'. Fix: see --help"),
+        (["--candidates", "few"], "'few' is not a whole number. Fix: see --help"),
         (["--table", "here"], "--table = 'here': is a folder, not a file. Fix: use --table here/"),
         (["--table", ""], "--table = '': is empty. Fix: use --table runs/"),
         (["--keep", "tiny.py"], "--keep = 'tiny.py': is a file, not a folder. Fix: use --keep"),

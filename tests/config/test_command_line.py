@@ -179,6 +179,7 @@ def test_a_config_file_must_return_a_config(tmp_path):
             "fails at line 4: TypeError: TrainConfig.__init__() got an unexpected keyword",
         ),
         ("x = 1\nx = = 2\n", "fails at line 2: SyntaxError: invalid syntax"),
+        ("import sys\nsys.exit(0)\n", "fails at line 2: SystemExit: 0"),
         ("\nimport nonesuch\n", "fails at line 2: ModuleNotFoundError: No module named"),
         ("import json\njson.loads('{')\n", "fails at line 2: JSONDecodeError: Expecting"),
     ],

@@ -47,6 +47,13 @@ parallel.pipeline=2 parallel.virtual_stages=2 parallel.num_microbatches=1 | 2 | 
 train.global_batch_size=7 | 2 | train.global_batch_size | parallel.data = 2
 train.global_batch_size=12 parallel.num_microbatches=2 parallel.replica=2 | 8 | \
     train.global_batch_size | parallel.data * parallel.num_microbatches = 16
+train.micro_batch_size=3 | 2 | train.micro_batch_size | divide the 16 sequences that each of 2
+train.micro_batch_size=64 | 1 | train.micro_batch_size | divide the 32 sequences
+train.micro_batch_size=-1 | 1 | train.micro_batch_size | not be negative
+train.micro_batch_size=4 parallel.num_microbatches=2 | 2 | parallel.num_microbatches | from the 4
+train.micro_batch_size=16 parallel.pipeline=2 parallel.virtual_stages=2 | 4 | \
+    train.micro_batch_size | rounds of 2
+train.global_batch_size=7 train.micro_batch_size=1 | 2 | train.global_batch_size | data = 2
 parallel.num_microbatches=5 | 1 | train.global_batch_size | num_microbatches = 5
 data.seq_len=1023 parallel.tensor=2 | 2 | data.seq_len | parallel.tensor = 2
 data.seq_len=1004 parallel.tensor=2 parallel.sequence=2 | 4 | \
@@ -111,8 +118,11 @@ train.z_loss=-inf | 1 | train.z_loss | finite
 model.norm_eps=0 | 1 | model.norm_eps | above 0
 model.rope_theta=-1 | 1 | model.rope_theta | above 0
 model.init_std=nan | 1 | model.init_std | finite
-train.num_steps=100 | 1 | optimizer.warmup_steps | below train.num_steps = 100
-train.num_steps=5 optimizer.warmup_steps=7 | 1 | optimizer.warmup_steps | below
+optimizer.warmup_fraction=-0.1 | 1 | optimizer.warmup_fraction | at least 0 and below 1
+optimizer.warmup_fraction=1.0 | 1 | optimizer.warmup_fraction | at least 0 and below 1
+optimizer.decay_steps=-1 | 1 | optimizer.decay_steps | not be negative
+optimizer.decay_steps=5 optimizer.schedule=constant | 1 | optimizer.decay_steps | has no effect
+optimizer.decay_steps=1001 optimizer.schedule=wsd | 1 | optimizer.decay_steps | at most train.num
 # the model
 model.head_dim=31 | 1 | model.head_dim | even
 model.sliding_window=0 | 1 | model.sliding_window | at least 2, since
@@ -280,7 +290,7 @@ UNKNOWN = [
     ("every", "use checkpoint.every or evaluation.every"),
     ("trian.num_steps", "use train.num_steps"),
     ("model.rope_scaling.facter", "use model.rope_scaling.factor"),
-    ("data.xyz", "use one of data.path, data.seq_len, data.document_mask, data.prefetch"),
+    ("data.xyz", "use one of data."),
     ("xyz", "use SECTION.FIELD, with a section of run, train, data, model, lora, parallel"),
     ("train.num_steps.xyz", "use train.num_steps"),
     ("", "use SECTION.FIELD"),
@@ -397,3 +407,21 @@ def test_numbers_of_devices_do_not_matter_to_what_can_be_checked_before():
     check(replace(Config(), **{"parallel.tensor": 4, "parallel.data": 32}))
     with pytest.raises(ConfigError, match=r"num_microbatches = 5, since"):
         check(replace(Config(), **{"parallel.num_microbatches": 5}))
+
+
+@pytest.mark.parametrize(
+    ("devices", "fields", "count"),
+    [
+        (1, {}, 16),
+        (4, {}, 4),
+        (4, {"parallel.tensor": 2}, 8),
+        (4, {"parallel.num_microbatches": 4}, 4),
+        (4, {"parallel.pipeline": 2, "parallel.virtual_stages": 2}, 8),
+    ],
+)
+def test_the_size_of_microbatches_gives_their_number(devices, fields, count):
+    cfg = replace(Config(), **{"train.micro_batch_size": 2}, **fields)
+    check(cfg)
+    found = resolve(cfg, devices)
+    assert found.parallel.num_microbatches == count
+    assert resolve(found, devices) == found

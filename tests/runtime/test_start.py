@@ -12,7 +12,9 @@ import pytest
 from jaxpar.bench.matmuls import autotuned
 from jaxpar.bench.matmuls import command as matmuls
 from jaxpar.config import Config, ConfigError, RunConfig, replace
+from jaxpar.config.validate import resolve
 from jaxpar.execution import xla_flag_table
+from jaxpar.kernels.attention.dispatch.capability import xla_is_deterministic
 from jaxpar.runtime import start as runtime
 from jaxpar.runtime.gpus import visible, xla_flags
 from jaxpar.step import compiled
@@ -311,3 +313,35 @@ def test_a_step_that_needs_more_host_memory_than_there_is_is_refused(monkeypatch
     monkeypatch.delenv(runtime.HOST_LIMIT)
     with pytest.raises(ConfigError, match=r"XLA may use only 64 GiB here"):
         check(12.5, 0)
+
+
+def test_one_switch_makes_a_run_deterministic(gpu_host, monkeypatch):
+    for name in xla_flags.NCCL_RING:
+        monkeypatch.delenv(name, raising=False)
+    cfg = replace(Config(), **{"run.deterministic": True, "run.compilation_cache": ""})
+    assert resolve(cfg, 1).model.attention_deterministic
+    assert not resolve(Config(), 1).model.attention_deterministic
+    told = runtime.start(cfg)
+    assert "--xla_gpu_deterministic_ops=true" in os.environ["XLA_FLAGS"].split()
+    assert {"--xla_gpu_deterministic_ops=true", "NCCL_ALGO=Ring", "NCCL_NVLS_ENABLE=0"} <= set(told)
+    assert xla_is_deterministic()
+
+
+def test_a_choice_of_the_user_about_determinism_is_kept(gpu_host, monkeypatch):
+    os.environ["XLA_FLAGS"] = "--xla_gpu_exclude_nondeterministic_ops=true"
+    os.environ["NCCL_ALGO"] = "Tree"
+    told = xla_flags.make_deterministic()
+    assert os.environ["XLA_FLAGS"] == "--xla_gpu_exclude_nondeterministic_ops=true"
+    assert os.environ["NCCL_ALGO"] == "Tree"
+    assert not any(line.startswith(("--", "NCCL_ALGO")) for line in told)
+
+
+@pytest.mark.parametrize(
+    ("field", "set_to"), [("default", None), ("tf32", "tensorfloat32"), ("float32", "float32")]
+)
+def test_the_precision_of_float32_matmuls(field, set_to, monkeypatch):
+    found = []
+    monkeypatch.setattr(jax.config, "update", lambda name, value: found.append((name, value)))
+    monkeypatch.setattr(runtime, "_simulate", lambda devices: None)
+    runtime.start(replace(Config(), **{"model.matmul_precision": field, "run.cpu_devices": 1}))
+    assert found == ([] if set_to is None else [("jax_default_matmul_precision", set_to)])
