@@ -6,9 +6,6 @@ the run), or any JAX trace. docs/profiling.md explains how to take a trace, and 
 
 from collections.abc import Sequence
 
-import tyro
-
-from jaxpar.config.command_line import as_called
 from jaxpar.profiling.command import (
     ProfileOptions,
     check,
@@ -22,12 +19,12 @@ from jaxpar.profiling.hlo.memory import memory_of, of_sums
 from jaxpar.profiling.loading import load
 from jaxpar.runtime.files import json_output
 from jaxpar.runtime.program import run_program
+from jaxpar.runtime.typed_options import read_options
 
 
 def main(argv: Sequence[str]) -> None:
     """Run the command line."""
-    prog, doc = as_called("python -m jaxpar.profile"), as_called(__doc__ or "")
-    options = tyro.cli(ProfileOptions, args=list(argv), prog=prog, description=doc)
+    options = read_options(ProfileOptions, argv, "python -m jaxpar.profile", __doc__)
     check(options)
     loaded = load(options.path, options.step)
     found = figures(loaded, gpu_of(options, loaded), options.top)

@@ -2,17 +2,14 @@
 
 from collections.abc import Sequence
 
-import tyro
-
-from jaxpar.config.command_line import as_called
 from jaxpar.inference.sample import SampleOptions, sample
 from jaxpar.runtime.program import run_program
+from jaxpar.runtime.typed_options import read_options
 
 
 def main(argv: Sequence[str]) -> None:
     """Run the command line."""
-    prog, doc = as_called("python -m jaxpar.sample"), as_called(__doc__ or "")
-    sample(tyro.cli(SampleOptions, args=list(argv), prog=prog, description=doc))
+    sample(read_options(SampleOptions, argv, "python -m jaxpar.sample", __doc__))
 
 
 if __name__ == "__main__":

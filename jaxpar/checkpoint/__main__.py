@@ -9,9 +9,9 @@ import jax
 import tyro
 
 from jaxpar.checkpoint import inspection
-from jaxpar.config.command_line import as_called
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.program import run_program
+from jaxpar.runtime.typed_options import read_command
 
 PROGRAM = "python -m jaxpar.checkpoint"
 
@@ -55,10 +55,7 @@ type Options = Ls | Verify | Diff
 
 def read_options(argv: Sequence[str]) -> Options:
     """Parse a command line."""
-    prog, doc = as_called(PROGRAM), as_called(__doc__ or "")
-    options = tyro.extras.subcommand_cli_from_dict(
-        COMMANDS, prog=prog, description=doc, args=list(argv)
-    )
+    options = read_command(COMMANDS, argv, PROGRAM, __doc__)
     if isinstance(options, Diff):
         return dataclasses.replace(options, other=options.other or options.run)
     return options

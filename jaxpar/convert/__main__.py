@@ -12,13 +12,13 @@ import jax
 import tyro
 
 from jaxpar.config import ConfigError
-from jaxpar.config.command_line import as_called
 from jaxpar.convert import selfcheck, torch_file
 from jaxpar.convert.hf import exporting, importing
 from jaxpar.convert.peft import exporting as peft_folder
 from jaxpar.convert.peft import importing as peft_import
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.program import run_program
+from jaxpar.runtime.typed_options import read_command
 
 PROGRAM = "python -m jaxpar.convert"
 
@@ -135,10 +135,7 @@ def read_options(argv: Sequence[str]) -> Options:
 
     Raises:   ConfigError for an invalid value.
     """
-    prog, doc = as_called(PROGRAM), as_called(__doc__ or "")
-    options = tyro.extras.subcommand_cli_from_dict(
-        COMMANDS, prog=prog, description=doc, args=list(argv)
-    )
+    options = read_command(COMMANDS, argv, PROGRAM, __doc__)
     tolerance = getattr(options, "checking", Checking()).tolerance
     if not 0 < tolerance < 1:
         rule, fix = "must be between 0 and 1", "use --tolerance 1e-4"

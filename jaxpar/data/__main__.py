@@ -6,14 +6,13 @@ from collections.abc import Sequence
 import tyro
 
 from jaxpar.config import ConfigError, flag
-from jaxpar.config.command_line import as_called
 from jaxpar.data.formats.convert import ConvertOptions, convert
 from jaxpar.data.formats.inspect import InspectOptions, inspect_tokens
 from jaxpar.data.formats.meta import Meta
 from jaxpar.data.prepare.chat_command import ChatOptions, prepare_chat
 from jaxpar.data.prepare.progress import console_progress
 from jaxpar.data.prepare.text import PrepareOptions, prepare
-from jaxpar.runtime import exit_codes
+from jaxpar.runtime import exit_codes, typed_options
 from jaxpar.runtime.program import run_program
 
 Options = PrepareOptions | ChatOptions | ConvertOptions | InspectOptions
@@ -24,17 +23,17 @@ EXIT_INTERRUPTED = 130
 
 def read_command(args: Sequence[str]) -> Options:
     """Parse a command line. `--help` and errors end the program."""
-    return tyro.extras.subcommand_cli_from_dict(
+    return typed_options.read_command(
         {
             "prepare": PrepareOptions,
             "prepare-chat": ChatOptions,
             "convert": ConvertOptions,
             "inspect": InspectOptions,
         },
-        prog=as_called("python -m jaxpar.data"),
-        description="Prepare, convert and inspect datasets of tokens, for `data.path`.",
-        args=list(args),
-        config=(tyro.conf.FlagCreatePairsOff,),
+        args,
+        "python -m jaxpar.data",
+        "Prepare, convert and inspect datasets of tokens, for `data.path`.",
+        [tyro.conf.FlagCreatePairsOff],
     )
 
 
@@ -43,8 +42,8 @@ def main(args: Sequence[str]) -> int:
 
     Returns:  the exit code; errors are one line on stderr.
     """
-    options = read_command(args)
     try:
+        options = read_command(args)
         done = _run(options)
     except ConfigError as error:
         print(f"config error: {error}", file=sys.stderr)

@@ -19,6 +19,7 @@ from jaxpar.inference.load import load
 from jaxpar.model import decode
 from jaxpar.monitoring.samples import write_sample
 from jaxpar.runtime.processes import peers
+from jaxpar.runtime.terminal import write_generated
 
 #: Maximum length of a text: positions are exact in float32 up to here.
 MAX_TOKENS = 1 << 24
@@ -136,7 +137,7 @@ def log(text: str) -> None:
 def write(text: str) -> None:
     """Print a part of the text, in process 0. All processes have the same text."""
     if peers.rank() == 0:
-        print(text, end="", flush=True)
+        write_generated(text)
 
 
 def _as_it_comes(made: Iterator[list[list[int]]], options: SampleOptions, tokenizer: Any):

@@ -15,12 +15,12 @@ from typing import Annotated
 import tyro
 
 from jaxpar.config import ConfigError
-from jaxpar.config.command_line import as_called
 from jaxpar.report.page import page
 from jaxpar.report.runs import RunRead, read_run
 from jaxpar.runtime.files import atomic
 from jaxpar.runtime.files.append import FULL
 from jaxpar.runtime.program import run_program
+from jaxpar.runtime.typed_options import read_options
 
 #: Most runs whose lines can be distinguished.
 MAX_RUNS = 21
@@ -89,8 +89,7 @@ def _write(path: Path, content: bytes) -> None:
 
 def main(argv: Sequence[str]) -> None:
     """Run the command line."""
-    prog, doc = as_called("python -m jaxpar.report"), as_called(__doc__ or "")
-    options = tyro.cli(ReportOptions, args=list(argv), prog=prog, description=doc)
+    options = read_options(ReportOptions, argv, "python -m jaxpar.report", __doc__)
     output, runs = report(options)
     for run in runs:
         remark = "" if run.series else ", no metrics yet"

@@ -22,6 +22,7 @@ from jaxpar.runtime.gpus import visible
 from jaxpar.runtime.processes import children
 from jaxpar.runtime.processes.children import Children, Failure
 from jaxpar.runtime.processes.detect import LAUNCHED
+from jaxpar.runtime.typed_options import read_options
 
 #: Maximum processes on one host, or its cores if more: each uses a third of a GB when idle.
 MAX_PROCESSES = 64
@@ -55,7 +56,7 @@ def read_command(
     )
     if not rest and not asks_help(own):
         raise ConfigError("command line", "", "names no config", f"use {prog} -n 2 -- quickstart")
-    options = tyro.cli(LaunchOptions, args=own, prog=prog, description=as_called(doc or ""))
+    options = read_options(LaunchOptions, own, prog, doc)
     for name, value, least in (
         ("-n", options.num_processes, 1),
         ("--devices-per-process", options.devices_per_process, 0),
