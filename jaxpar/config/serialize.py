@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.fields import section_of, unknown_field
+from jaxpar.config.json_reader import read_json
 
 
 def to_json(cfg: Config) -> str:
@@ -17,9 +18,9 @@ def to_json(cfg: Config) -> str:
 def from_json(text: str) -> Config:
     """Read a config from `to_json`'s JSON. Missing fields have their defaults.
 
-    Raises:   ConfigError for an unknown field, or a section that is not an object.
+    Raises:   ConfigError for an unknown field, or a section that is not an object; UnreadableJson.
     """
-    return _build(Config, json.loads(text), "")
+    return _build(Config, read_json(text.encode(), what="it"), "")
 
 
 def _build(cls: Any, values: Any, prefix: str) -> Any:

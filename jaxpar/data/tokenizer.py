@@ -15,7 +15,7 @@ import numpy as np
 import tokenizers
 
 from jaxpar.config import ConfigError
-from jaxpar.data.formats.meta import META_FILE, NO_TOKENIZER, TOKENIZER_FILE, read_meta
+from jaxpar.data.formats.meta import BYTES, JSON, META_FILE, NO_TOKENIZER, TOKENIZER_FILE, read_meta
 
 EOS_TOKEN = "<|endoftext|>"
 
@@ -61,7 +61,7 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """Tokenizer of UTF-8 bytes, ids 0 to 255, and the end of text, 256."""
 
-    kind = "bytes"
+    kind = BYTES
     vocab_size = 257
     eos_id = 256
     eos_token = EOS_TOKEN
@@ -95,7 +95,7 @@ class ByteTokenizer:
 class JsonTokenizer:
     """A tokenizer of the `tokenizers` library, from a tokenizer.json."""
 
-    kind = "json"
+    kind = JSON
 
     def __init__(self, json_text: str, eos_token: str):
         self._json_text = json_text

@@ -74,7 +74,10 @@ ROPE = VALUES["rope_parameters"]
 BAD = {
     "no folder": (lambda f: [p.unlink() for p in f.iterdir()] and f.rmdir(), "is not a folder"),
     "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
-    "config is no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json.*not JSON"),
+    "config is no JSON": (
+        lambda f: (f / "config.json").write_text("{"),
+        "config.json.*not valid JSON",
+    ),
     "architecture": (
         configure(architectures=["GPT2LMHeadModel"]),
         "architectures.*GPT2LMHeadModel.*not an architecture that jaxpar.*LlamaForCausalLM",
@@ -290,7 +293,7 @@ def test_options_that_cannot_be():
     ):
         with pytest.raises(ConfigError, match=said):
             read_options(["to-hf", "run", "dir", *words])
-    with pytest.raises(SystemExit):
+    with pytest.raises(ConfigError, match="invalid choice 'int8' for argument '--dtype'"):
         read_options(["to-hf", "run", "dir", "--dtype", "int8"])
 
 

@@ -1,12 +1,12 @@
 """`from-peft`: converts a published model and PEFT adapters to a run with a step-0 checkpoint."""
 
 import dataclasses
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from jaxpar.config import Config, ConfigError, LoraConfig
+from jaxpar.config.json_reader import read_json_object
 from jaxpar.config.lora_targets import TARGETS
 from jaxpar.config.validate import check
 from jaxpar.convert import selfcheck
@@ -54,9 +54,9 @@ def read_adapter_config(folder: Path) -> Values:
     """
     path = folder / ADAPTER_CONFIG
     try:
-        values = json.loads(path.read_text("utf-8"))
+        values = read_json_object(path)
         items = sorted(values.items())
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         rule = f"has no {ADAPTER_CONFIG} that can be read ({error})"
         raise ConfigError("DIR", str(folder), rule, "use a folder that PEFT has saved") from error
     for key, value in items:
