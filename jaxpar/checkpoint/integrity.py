@@ -26,6 +26,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxpar.config.json_reader import read_json_object
 from jaxpar.runtime import exit_codes
 
 #: The list of a checkpoint's files, in the same folder.
@@ -177,11 +178,19 @@ def _listed(step_folder: Path) -> dict[str, dict[str, Any]] | None:
     if not has_file_list(step_folder):
         return {}
     try:
-        content = json.loads((step_folder / FILES).read_bytes())
+        content = read_json_object(step_folder / FILES)
         check_seal(FILES, content)
-        return dict(content["files"])
-    except (ValueError, KeyError, TypeError, Damaged):
+    except (ValueError, Damaged):
         return None
+    entries = content.get("files")
+    if not isinstance(entries, dict) or not all(map(_is_entry, entries.values())):
+        return None
+    return entries
+
+
+def _is_entry(entry: Any) -> bool:
+    """Whether a value of FILES has the form that `_entry` returns."""
+    return isinstance(entry, dict) and isinstance(entry.get("bytes"), int)
 
 
 def _difference(file: Path, name: str, then: Mapping[str, Any]) -> str:

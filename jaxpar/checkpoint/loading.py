@@ -48,7 +48,8 @@ NOT_DAMAGE = (ConfigError, integrity.Unreadable, MemoryError, jax.errors.JaxRunt
 def restore_latest(cfg: Config, mesh: Mesh) -> tuple[TrainState, int]:
     """Restore the run's latest intact checkpoint. Returns the state and its step.
 
-    Process 0 moves later, damaged checkpoints to RUN/damaged, with a warning.
+    Process 0 moves later, damaged checkpoints to RUN/damaged, with a warning, and earlier ones
+    whose metadata is damaged.
 
     Raises:   ConfigError as `check_resumable`; Damaged when none is intact; Unreadable for an error
               of the machine. In both cases, all checkpoints stay in place.
@@ -60,11 +61,25 @@ def restore_latest(cfg: Config, mesh: Mesh) -> tuple[TrainState, int]:
         except Damaged as error:
             found[step] = error
             continue
-        for later, why in found.items():
-            _set_aside(cfg, later, why, f"the run resumes from step {step}")
+        # Orbax cannot save beside an earlier step whose metadata cannot be read.
+        for other, why in (found | _without_metadata(cfg, step)).items():
+            _set_aside(cfg, other, why, f"the run resumes from step {step}")
         peers.any_process(False)  # they are moved before any process writes
         return state, step
     raise none_whole(cfg.run.dir, {step: error.damage for step, error in found.items()})
+
+
+def _without_metadata(cfg: Config, before: int) -> dict[int, Damaged]:
+    """Return the checkpoints before a step whose metadata is damaged."""
+    found = {}
+    for step in (step for step in saved_steps(cfg.run.dir) if step < before):
+        try:
+            read_saved(cfg.run.dir, step)
+        except Damaged as error:
+            found[step] = error
+        except ConfigError:
+            pass  # jaxpar did not write it
+    return found
 
 
 def _set_aside(cfg: Config, step: int, why: Damaged, instead: str) -> None:

@@ -4,17 +4,17 @@ Reads only names and small files, so that a program can decide before it writes 
 """
 
 import dataclasses
-import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from orbax.checkpoint import v1 as ocp
-
 from jaxpar.checkpoint import integrity
 from jaxpar.config import Config, ConfigError, LoraConfig, ModelConfig
-from jaxpar.config.serialize import from_json
+from jaxpar.config.json_reader import read_json_object
+from jaxpar.config.serialize import from_values, of_earlier_versions
+from jaxpar.data.skips import are_ranges
 from jaxpar.data.sources import fingerprint
 
 #: Fields of the model that may change when a run resumes.
@@ -45,6 +45,9 @@ NO_DATASET = ""
 
 #: Orbax's file for the metadata of a checkpoint.
 METADATA = "_CHECKPOINT_METADATA"
+
+#: The name of a finished checkpoint's folder, as Orbax writes it.
+_STEP = re.compile("0|[1-9][0-9]{0,17}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,13 +85,18 @@ def folder(run_dir: str | Path) -> Path:
 def saved_steps(run_dir: str | Path) -> list[int]:
     """Return the steps of a run's finished checkpoints, ascending.
 
-    Reads only names, and starts no device.
+    Reads only names, and starts no device. (Orbax would also read metadata, and fail if that of one
+    step is damaged.)
 
     Raises:   Unreadable.
     """
-    names = ocp.path.step.standard_name_format()
-    with integrity.reading_checkpoint(str(folder(run_dir))):
-        return sorted(found.step for found in names.find_all(folder(run_dir)))
+    where = folder(run_dir)
+    with integrity.reading_checkpoint(str(where)):
+        try:
+            found = [path for path in where.iterdir() if _STEP.fullmatch(path.name)]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return sorted(int(path.name) for path in found if path.is_dir())
 
 
 def starting_step(cfg: Config) -> int | None:
@@ -145,6 +153,8 @@ def check_resumable(cfg: Config, saved: Saved) -> None:
         rule = f"contains imported weights in {saved}, without an optimizer state to resume"
         raise ConfigError("run.dir", cfg.run.dir, rule, "use a new run.dir")
     fixed = MODEL_FIELDS + LORA_FIELDS + RUN_FIELDS
+    if cfg.data.shuffle != "auto":  # which is the order of the saved run
+        fixed += ("data.shuffle",)
     check_fields(cfg, saved, fixed, "use a new run.dir, or set it back")
     now = fingerprint(cfg)
     if now != saved.dataset:
@@ -191,7 +201,30 @@ def read_saved(run_dir: str | Path, step: int | None = None) -> Saved:
         rule = f"the checkpoint of step {step} was not written by jaxpar"
         raise ConfigError("run.dir", str(run_dir), rule, "use a run of jaxpar")
     known = {f.name for f in fields} & set(about)
-    return Saved(step=step, **{name: about[name] for name in known})
+    found = Saved(step=step, **{name: about[name] for name in known})
+    if not _well_formed(found):
+        raise integrity.Damaged(where, ["its metadata has values of the wrong type"])
+    return dataclasses.replace(found, config=of_earlier_versions(found.config))
+
+
+#: Sections that the config of every version has.
+_SECTIONS = {"model", "train", "data", "parallel"}
+
+
+def _well_formed(saved: Saved) -> bool:
+    """Whether the metadata has values of the types that `Saved` describes."""
+    objects = saved.config, saved.versions, saved.fingerprints, saved.asked
+    if not all(isinstance(value, dict) for value in objects):
+        return False
+    texts = [saved.dataset, *saved.versions.values(), *saved.fingerprints.values()]
+    numbers = [saved.tokens_seen, 0 if saved.rewinds is None else saved.rewinds]
+    return (
+        all(isinstance(section, dict) for section in saved.config.values())
+        and saved.config.keys() >= _SECTIONS
+        and all(isinstance(text, str) for text in texts)
+        and all(isinstance(number, int) for number in numbers)
+        and are_ranges(saved.skipped_batches)
+    )
 
 
 def _metadata(step_folder: Path, where: str) -> dict[str, Any]:
@@ -201,10 +234,10 @@ def _metadata(step_folder: Path, where: str) -> dict[str, Any]:
     """
     try:
         with integrity.reading_checkpoint(where):
-            about = json.loads((step_folder / METADATA).read_bytes())
+            about = read_json_object(step_folder / METADATA, what="it")
     except (OSError, ValueError) as error:
         raise integrity.Damaged(where, [f"{METADATA} cannot be read ({error})"]) from error
-    found = about.get("custom_metadata") if isinstance(about, dict) else None
+    found = about.get("custom_metadata")
     return found if isinstance(found, dict) else {}
 
 
@@ -214,7 +247,7 @@ def load_config(run_dir: str | Path, step: int | None = None) -> Config:
     Args:     step: a saved step. None: the latest.
     Raises:   ConfigError as `read_saved`, or when this version does not know a field.
     """
-    return from_json(json.dumps(read_saved(run_dir, step).config))
+    return from_values(read_saved(run_dir, step).config)
 
 
 def check_fields(cfg: Config, saved: Saved, paths: Iterable[str], fix: str) -> None:

@@ -5,7 +5,6 @@ Orbax stores zarr3 arrays in a key-value store of TensorStore: "params/layers/wq
 in memory.
 """
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import tensorstore
 
+from jaxpar.config.json_reader import read_json_object
 from jaxpar.sharding.fingerprint import RunningFingerprint
 from jaxpar.sharding.grid import grid
 
@@ -54,7 +54,7 @@ def open_array(step_folder: Path, name: str) -> Any:
 
 def array_names(step_folder: Path) -> list[str]:
     """Return the names of all arrays. Orbax's list also has entries without one: empty states."""
-    tree = json.loads((array_folder(step_folder) / "_METADATA").read_text())["tree_metadata"]
+    tree = read_json_object(array_folder(step_folder) / "_METADATA")["tree_metadata"]
     arrays = (node for node in tree.values() if node["value_metadata"]["value_type"] in ARRAYS)
     keys = ([str(key["key"]) for key in node["key_metadata"]] for node in arrays)
     return sorted("/".join(path) for path in keys)

@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.json_reader import UnreadableJson, read_json, read_json_object
-from jaxpar.config.serialize import from_json
+from jaxpar.config.serialize import from_values
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -101,16 +101,15 @@ def load_run(folder: str) -> Config:
         fix = f"use a run folder, a .py file, or one of {known_configs()}"
         raise ConfigError("CONFIG", folder, rule, fix)
     try:
-        text = saved.read_bytes()
-        values = read_json(text, what="it")
-    except (OSError, UnreadableJson) as error:
+        values = read_json(saved, what="it")
+    except UnreadableJson as error:
         fix = "use the config that the run was started with"
         raise ConfigError("CONFIG", folder, f"has a damaged config.json: {error}", fix) from error
     if not (isinstance(values, dict) and isinstance(values.get("run"), dict)):
         rule = "is not a run folder: its config.json is not a run's, perhaps a published model's"
         fix = "use a run folder; to start from a model's weights, use a config with "
         raise ConfigError("CONFIG", folder, rule, f"{fix}--run.init-from {folder}")
-    cfg = replace(from_json(text.decode()), **{"run.dir": folder, "parallel.data": -1})
+    cfg = replace(from_values(values), **{"run.dir": folder, "parallel.data": -1})
     if cfg.checkpoint.resume == "never":
         cfg = replace(cfg, **{"checkpoint.resume": "auto"})
     return replace(cfg, **_asked_for(Path(folder) / "manifest.json"))
@@ -119,6 +118,7 @@ def load_run(folder: str) -> Config:
 def _asked_for(manifest: Path) -> dict[str, Any]:
     """Return the requested values of fields that have other values in config.json."""
     try:
-        return dict(read_json_object(manifest)["asked"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}  # from an earlier version, or the start ended before writing it
+        asked = read_json_object(manifest).get("asked")
+    except (OSError, UnreadableJson):
+        asked = None  # from an earlier version, or the start ended before writing it
+    return asked if isinstance(asked, dict) else {}

@@ -15,12 +15,30 @@ def to_json(cfg: Config) -> str:
     return json.dumps(dataclasses.asdict(cfg), indent=2) + "\n"
 
 
-def from_json(text: str) -> Config:
+def from_json(text: str, what: str = "the config") -> Config:
     """Read a config from `to_json`'s JSON. Missing fields have their defaults.
 
-    Raises:   ConfigError for an unknown field, or a section that is not an object; UnreadableJson.
+    Args:     what: the name of the text in errors.
+    Raises:   ConfigError for an unknown field, or a section that is not an object; UnreadableJson
+              as `read_json`.
     """
-    return _build(Config, read_json(text.encode(), what="it"), "")
+    return from_values(read_json(text.encode("utf-8", "surrogatepass"), what=what))
+
+
+def from_values(values: Any) -> Config:
+    """Make a config of parsed JSON. Raises:   ConfigError as `from_json`."""
+    return _build(Config, of_earlier_versions(values), "")
+
+
+def of_earlier_versions(values: Any) -> Any:
+    """Add fields that earlier versions did not save, if they then had other values than by default.
+
+    A config that has a data section without an order of the sequences is from a version that had
+    only grain's.
+    """
+    if isinstance(values, dict) and isinstance(values.get("data"), dict):
+        return values | {"data": {"shuffle": "grain"} | values["data"]}
+    return values
 
 
 def _build(cls: Any, values: Any, prefix: str) -> Any:

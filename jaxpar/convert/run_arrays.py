@@ -20,6 +20,7 @@ from jaxpar import checkpoint
 from jaxpar.checkpoint import integrity, store
 from jaxpar.checkpoint.saved import METADATA
 from jaxpar.config import Config
+from jaxpar.config.json_reader import read_json_object
 from jaxpar.model.parameters import param_specs
 from jaxpar.sharding.fingerprint import RunningFingerprint
 from jaxpar.sharding.grid import Box
@@ -144,7 +145,7 @@ def seal_run(run_dir: Path, about: dict[str, Any], found: dict[str, RunningFinge
     step.add(np.int32(IMPORTED_STEP), ())
     sums = {"step": str(step)} | {f"params/{path}": str(sum_) for path, sum_ in found.items()}
     file = step_folder / METADATA
-    metadata = json.loads(file.read_text())
+    metadata = read_json_object(file)
     metadata["custom_metadata"] = integrity.seal(about | {integrity.FINGERPRINTS: sums})
     file.write_text(json.dumps(metadata))
     integrity.write_file_list(step_folder)
@@ -164,13 +165,13 @@ def _tell_shapes(folder: Path, shapes: dict[str, tuple], chunks: dict[str, tuple
     """Write the arrays' shapes into Orbax's metadata, in place of those of the single numbers."""
     names = {".".join(["params", *path.split("/")]): path for path in shapes}
     for file in (folder / "array_metadatas").iterdir():
-        notes = json.loads(file.read_text())
+        notes = read_json_object(file)
         for note in notes["array_metadatas"]:
             about = note["array_metadata"]
             if about["param_name"] in names:
                 about["write_shape"] = about["chunk_shape"] = chunks[names[about["param_name"]]]
         file.write_text(json.dumps(notes))
-    tree = json.loads((folder / "_METADATA").read_text())
+    tree = read_json_object(folder / "_METADATA")
     for node in tree["tree_metadata"].values():
         name = ".".join(key["key"] for key in node["key_metadata"])
         if name in names:

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import grain
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
@@ -17,17 +16,11 @@ from jaxpar.data.formats.meta import TRAIN
 from jaxpar.data.formats.tokens import TokenDataset
 from jaxpar.data.mixture import Mixture
 from jaxpar.data.packing import document_begins, max_documents, num_sequences, pack, stretches
+from jaxpar.data.shuffle import sequence_order
 from jaxpar.data.skips import SkippedBatches
 from jaxpar.data.sources import open_sources
 from jaxpar.sharding.axes import BATCH_SPEC
 from jaxpar.sharding.batch import IGNORED, Batch
-
-#: A single grain shuffle (a 4-round cipher) leaves neighbors correlated: 0.4 for a million
-#: sequences. Three shuffles look random at every size tested (tests/data/test_loader.py).
-NUM_SHUFFLES = 3
-
-#: grain's shuffle counts in 32 bits and silently repeats sequences beyond them.
-MAX_SEQUENCES = 1 << 32
 
 
 class Loader:
@@ -61,7 +54,7 @@ class Loader:
         self._has_targets = some and cfg.data.loss_on == "targets"
         seeds = source_seeds(cfg.train.seed if split == TRAIN else None, len(self.sources))
         self._sequences = [
-            sequence_order(count, seed)
+            sequence_order(count, seed, cfg.data.shuffle)
             for count, seed in zip(self.sequences_per_epoch, seeds, strict=True)
         ]
         seed = cfg.train.seed if split == TRAIN else 0
@@ -164,7 +157,7 @@ class Loader:
     ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
         """Return the arguments of `pack` for a source: tokens, document begins, ignored tokens."""
         sequence, dataset = self._sequences[source], self.sources[source].dataset
-        indices = np.array([sequence[int(number)] for number in numbers], np.int64)
+        indices = sequence(numbers)
         data, begins, ignored = self._cfg.data, None, None
         stretch = stretches(dataset.tokens, indices, data.seq_len)
         _check_tokens(stretch, indices, dataset)
@@ -208,19 +201,6 @@ class Loader:
         return jax.make_array_from_callback(self._shape, self._sharding, shard)
 
 
-def sequence_order(num_sequences: int, seed: int | None) -> grain.MapDataset[int]:
-    """Return the endless order of sequences, with random access.
-
-    Args:     seed: of a new permutation in each epoch. None: always in text order.
-    """
-    sequence = grain.MapDataset.range(num_sequences)
-    if seed is not None:
-        sequence = sequence.seed(seed)
-        for _ in range(NUM_SHUFFLES):
-            sequence = sequence.shuffle()
-    return sequence.repeat()
-
-
 def source_seeds(seed: int | None, num_sources: int) -> list[int | None]:
     """Return a seed for each source: the run's seed for a single source, or derived seeds.
 
@@ -252,13 +232,9 @@ def _check_fits(cfg: Config, dataset: TokenDataset) -> None:
         fix = f"use --model.vocab-size {-(-needed // 128) * 128}"
         raise ConfigError("model.vocab_size", cfg.model.vocab_size, rule, fix)
     found, seq_len = dataset.num_tokens, cfg.data.seq_len
-    count = num_sequences(found, seq_len)
-    if count == 0:
+    if num_sequences(found, seq_len) == 0:
         rule = f"needs {seq_len + 1} tokens, but {dataset.split} of {dataset.path} has {found}"
         raise ConfigError("data.seq_len", seq_len, rule, "use shorter sequences or more text")
-    if count > MAX_SEQUENCES:
-        rule = f"splits {dataset.path} into {count:,} sequences, more than {MAX_SEQUENCES:,}"
-        raise ConfigError("data.seq_len", seq_len, rule, "use longer sequences")
 
 
 def _check_tokens(stretch: np.ndarray, indices: np.ndarray, dataset: TokenDataset) -> None:

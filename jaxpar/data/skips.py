@@ -8,7 +8,6 @@ from typing import Any
 
 from jaxpar.config import ConfigError
 from jaxpar.config.json_reader import read_json_object
-from jaxpar.config.rules.numbers import MAX_INT
 
 #: File in the run folder, once batches are skipped. Checkpoints contain it, too.
 SKIPPED_FILE = "skipped_batches.json"
@@ -45,19 +44,35 @@ class SkippedBatches:
 
         Args:     rewinds: number of rewinds that led to these ranges. None: one per range.
         """
-        found = sorted((first, first + count) for first, count in [*self.ranges, *ranges] if count)
         merged: list[list[int]] = []
-        for first, end in found:
-            if merged and first <= merged[-1][1]:
-                merged[-1][1] = max(merged[-1][1], end)
+        for first, count in sorted((*self.ranges, *map(tuple, ranges))):
+            if not count:
+                continue
+            if merged and first <= sum(merged[-1]):
+                merged[-1][1] = max(sum(merged[-1]), first + count) - merged[-1][0]
             else:
-                merged.append([first, end])
+                merged.append([first, count])
         counted = max(self.rewinds, len(merged) if rewinds is None else rewinds)
-        return SkippedBatches(tuple((first, end - first) for first, end in merged), counted)
+        return SkippedBatches(tuple((first, count) for first, count in merged), counted)
 
     def after_rewind(self, first: int, count: int) -> "SkippedBatches":
         """Return a copy with one more range and one more rewind."""
         return self.and_also([(first, count)], self.rewinds + 1)
+
+
+#: Limit on a batch's number and on the length of a range: steps are int32 on the devices.
+_MAX_BATCHES = 2**31 - 1
+
+
+def are_ranges(value: Any) -> bool:
+    """Whether a value read from JSON is a list of ranges of batches, as (first, count)."""
+    return isinstance(value, list) and all(
+        isinstance(pair, list) and len(pair) == 2 and all(map(_is_count, pair)) for pair in value
+    )
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _MAX_BATCHES
 
 
 def read_skipped(run_dir: Path) -> SkippedBatches:
@@ -70,27 +85,15 @@ def read_skipped(run_dir: Path) -> SkippedBatches:
         return SkippedBatches()
     try:
         said = read_json_object(file, what="it")
-        _check(said)
-        return SkippedBatches().and_also(said["windows"], said.get("rewinds"))
-    except (OSError, ValueError, KeyError) as error:
+        ranges, rewinds = said.get("windows"), said.get("rewinds")
+        if not (are_ranges(ranges) and (rewinds is None or _is_count(rewinds))):
+            raise ValueError("it must hold ranges of batches, as pairs of integers")
+        return SkippedBatches().and_also(ranges, rewinds)
+    except ValueError as error:
         rule = f"has a {SKIPPED_FILE} that cannot be read ({error})"
         fix = 'write {"windows": [[FIRST, COUNT], ...]} to it, as in the log, '
         fix += "or delete it: checkpoints after a rewind contain it, too"
         raise ConfigError("run.dir", str(run_dir), rule, fix) from error
-
-
-def _check(said: dict[str, Any]) -> None:
-    """Raises:   ValueError for a range or a number of rewinds that no run can have."""
-    windows, rewinds = said["windows"], said.get("rewinds")
-    if not isinstance(windows, list):
-        raise ValueError("windows must be a list")
-    for pair in windows:
-        whole = isinstance(pair, list) and len(pair) == 2 and all(type(n) is int for n in pair)
-        if not whole or not (pair[0] >= 0 and pair[1] >= 1 and sum(pair) <= MAX_INT):
-            rule = f"must be a batch and a number of batches, at most {MAX_INT:,} together"
-            raise ValueError(f"[FIRST, COUNT] {rule}, not {str(pair)[:80]}")
-    if rewinds is not None and (type(rewinds) is not int or not 0 <= rewinds <= MAX_INT):
-        raise ValueError(f"rewinds must be a number, not {str(rewinds)[:80]}")
 
 
 def write_skipped(run_dir: Path, skipped: SkippedBatches) -> None:

@@ -9,10 +9,11 @@ from typing import Any
 import jax
 
 from jaxpar import checkpoint
-from jaxpar.config import Config, ConfigError
+from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.remat_policies import names_on_host
 from jaxpar.config.validate import resolve
 from jaxpar.data import Loader
+from jaxpar.data.shuffle import NEWEST
 from jaxpar.data.skips import read_skipped
 from jaxpar.execution.decisions import execution_of
 from jaxpar.kernels.attention.dispatch.capability import xla_is_deterministic
@@ -51,6 +52,7 @@ class Run:
         self.dir = run_folder(cfg) if in_folder else Path(cfg.run.dir)
         self.first_step = start(cfg) if in_folder else None
         saved = self._saved()
+        cfg = with_shuffle(cfg, saved)
         self.cfg = resolve(elastic.same_rows(cfg, saved, jax.device_count()), jax.device_count())
         self.asked = elastic.changed_by_layout(cfg, self.cfg)
         check_host_copies(self.cfg, jax.default_backend())
@@ -160,6 +162,17 @@ def run_folder(cfg: Config) -> Path:
     if folder.exists() and not folder.is_dir():
         raise ConfigError("run.dir", cfg.run.dir, "is a file", "use --run.dir runs/NAME")
     return folder
+
+
+def with_shuffle(cfg: Config, saved: checkpoint.Saved | None) -> Config:
+    """Return the config with a named order of the sequences: a resumed run keeps its own.
+
+    Args:     saved: the checkpoint to resume from, None for a new run.
+    """
+    if cfg.data.shuffle != "auto":
+        return cfg  # `checkpoint.check_resumable` refuses another than before
+    shuffle = NEWEST if saved is None else saved.config["data"]["shuffle"]
+    return replace(cfg, **{"data.shuffle": shuffle})
 
 
 def check_host_copies(cfg: Config, backend: str) -> None:

@@ -12,9 +12,9 @@ from jax.sharding import Mesh
 
 from jaxpar import checkpoint
 from jaxpar.config import Config, ConfigError, replace
-from jaxpar.config.json_reader import UnreadableJson
+from jaxpar.config.json_reader import UnreadableJson, read_json
 from jaxpar.config.rules.numbers import MAX_INT
-from jaxpar.config.serialize import from_json
+from jaxpar.config.serialize import from_values
 from jaxpar.config.validate import check
 from jaxpar.data import Loader
 from jaxpar.data.skips import SkippedBatches
@@ -224,12 +224,9 @@ def _latest_config(folder: Path) -> Config:
     if not file.is_file():
         raise ConfigError("RUN", str(folder), "has no config.json", "use the folder of a run")
     try:
-        return from_json(file.read_text("utf-8"))
-    except (UnreadableJson, UnicodeDecodeError) as error:
-        rule, fix = (
-            f"cannot be read: {error}",
-            "fix it, or replay a step before the last checkpoint",
-        )
+        return from_values(read_json(file, what="it"))
+    except UnreadableJson as error:
+        rule, fix = f"is damaged: {error}", "fix it, or replay a step before the last checkpoint"
         raise ConfigError("RUN", str(file), rule, fix) from error
 
 

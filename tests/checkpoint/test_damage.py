@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import itertools
 import os
 import resource
 import shutil
@@ -21,7 +22,7 @@ from jaxpar.checkpoint import Damaged, inspection, integrity, loading, store
 from jaxpar.checkpoint.__main__ import main
 from jaxpar.checkpoint.integrity import Unreadable
 from jaxpar.checkpoint.saved import METADATA
-from jaxpar.config import ConfigError
+from jaxpar.config import ConfigError, json_reader
 from jaxpar.data.sources import fingerprint
 from jaxpar.optimizer import loss_scale
 from tests.checkpoint.test_checkpoint import (
@@ -212,6 +213,55 @@ def test_without_a_whole_one_the_damage_is_named_and_nothing_is_moved(setup):
     assert checkpoint.saved_steps(cfg.run.dir) == [2, 4]
 
 
+#: Contents of a file of JSON that no writer wrote, and of which some readers end.
+NO_METADATA = {
+    "nested": b"[" * 100_000,
+    "objects": b'{"custom_metadata": ' * 100_000,
+    "Infinity": b'{"custom_metadata": {"tokens_seen": Infinity}}',
+    "digits": b'{"custom_metadata": {"tokens_seen": ' + b"9" * 10_000 + b"}}",
+    "no UTF-8": b'{"custom_metadata": "\xff"}',
+    "surrogate": b'{"custom_metadata": {"dataset": "\\ud800"}}',
+    "list": b"[]",
+    "types": b'{"custom_metadata": {"config": [], "dataset": 1, "versions": 2, "tokens_seen": ""}}',
+}
+
+
+ALONE, LISTED, LIST = (METADATA, False), (METADATA, True), (integrity.FILES, True)
+UNREADABLE = list(itertools.product((ALONE, LISTED, LIST), NO_METADATA))
+QUICK = [(ALONE, "nested"), (LIST, "nested"), (ALONE, "Infinity"), (ALONE, "types")]
+
+
+@pytest.mark.parametrize(("where", "what"), slow_but(QUICK, UNREADABLE))
+def test_unreadable_metadata_is_damage(setup, capfd, where, what):
+    """One line everywhere; a run sets the step aside and uses the one before."""
+    cfg, mesh = setup()
+    save(cfg, mesh, 2, 4)
+    name, listed = where
+    if not listed:
+        (step_folder(cfg, 4) / integrity.FILES).unlink()
+    (step_folder(cfg, 4) / name).write_bytes(NO_METADATA[what])
+    main(["ls", cfg.run.dir])
+    assert "DAMAGED: " in capfd.readouterr().out.splitlines()[-1]
+    assert main(["verify", cfg.run.dir]) == 1
+    assert "step 4: DAMAGED" in capfd.readouterr().out
+    with pytest.raises(Damaged, match=rf"step 4 of .* is damaged: .*({name}|metadata)") as error:
+        checkpoint.restore_params(cfg.run.dir, cfg, mesh)
+    assert "\n" not in str(error.value)
+    assert checkpoint.starting_step(cfg) == 2
+    assert checkpoint.restore_latest(cfg, mesh)[1] == 2
+    assert checkpoint.saved_steps(cfg.run.dir) == [2]
+    assert files_of(Path(cfg.run.dir) / integrity.DAMAGED / "4")
+
+
+def test_saves_go_on_beside_an_older_step_with_unreadable_metadata(setup):
+    cfg, mesh = setup()
+    save(cfg, mesh, 2, 4)
+    (step_folder(cfg, 2) / METADATA).write_bytes(b"[" * 100_000)
+    assert checkpoint.restore_latest(cfg, mesh)[1] == 4
+    save(cfg, mesh, 6)
+    assert checkpoint.restore_latest(cfg, mesh)[1] == 6
+
+
 def test_readers_refuse_a_damaged_step_and_leave_it(setup, devices):
     cfg, mesh = setup()
     save(cfg, mesh, 2, 4)
@@ -260,7 +310,7 @@ def test_the_machines_own_trouble_moves_nothing(setup, monkeypatch, name):
             raise ValueError("as Orbax would say it") from error
 
     for place, what in (
-        ((Path, "read_bytes"), trouble),
+        ((json_reader, "_content"), trouble),
         ((integrity, "_size"), trouble),
         ((loading, "_load"), trouble),
         ((loading, "_load"), wrapped),

@@ -1,6 +1,7 @@
 """Lines for which a disk has no room wait for it."""
 
 import errno
+import json
 import os
 
 import pytest
@@ -97,3 +98,23 @@ def test_nothing_is_read_of_what_is_no_file():
     file = Lines(os.devnull)
     file.write("line\n")
     file.close()
+
+
+@pytest.mark.parametrize("wrong", [b"[" * 100_000, b'{"a": Infinity}', b'"\xff"', b"5", b"{"])
+def test_lines_that_cannot_be_read_are_skipped_and_named_once(tmp_path, capfd, wrong):
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + wrong + b"\n" + wrong + b'\n\n{"step": 2}\n{"step"')
+    for _ in range(2):
+        assert list(json_lines.read(path)) == [{"step": 1}, {"step": 2}]
+    told = capfd.readouterr().err
+    assert told.startswith(f"WARNING    line 2 of {path} is skipped, as are others like it: it ")
+    assert told.count("\n") == 1
+
+
+def test_a_line_that_is_too_long_is_not_kept_in_memory(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(json_lines, "MAX_LINE_BYTES", 20)
+    path = tmp_path / "events.jsonl"
+    long = json.dumps({"text": "x" * 1000})
+    path.write_text(f'{{"step": 1}}\n{long}\n{{"step": 2}}\n{long}')
+    assert list(json_lines.read(path)) == [{"step": 1}, {"step": 2}]
+    assert "line 2 of" in capfd.readouterr().err

@@ -275,7 +275,6 @@ def test_a_damaged_list_of_batches_left_out_is_named(tmp_path):
         '{"windows": [], "rewinds": -1}',
         '{"windows": [[0, 1000000000000]]}',  # which was a set of as many batches
         '{"windows": [[-1, 2]]}',
-        '{"windows": [[1, 0]]}',
         '{"windows": [[1, 2, 3]]}',
         '{"windows": [["1", 2]]}',
         '{"windows": [[1, Infinity]]}',

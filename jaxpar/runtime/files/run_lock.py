@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from jaxpar.config import ConfigError
+from jaxpar.config.json_reader import read_json
 from jaxpar.runtime.exit_codes import RunError
 from jaxpar.runtime.files.append import FULL
 from jaxpar.runtime.processes import peers
@@ -140,7 +141,7 @@ class RunLock:
 
 def _holder(file: int) -> str:
     try:
-        about = json.loads(os.pread(file, 4096, 0))
+        about = read_json(os.pread(file, 4096, 0))
         return f"process {about['pid']} on {about['host']}, since {about['since']}"
     except (ValueError, KeyError, TypeError):
         return "another process, which has not recorded its id"
