@@ -286,6 +286,20 @@ def test_an_imported_run_is_not_resumed(tmp_path):
         check_model(source, replace(cfg, **{"model.d_ff": 64}))
 
 
+@pytest.mark.parametrize("text", ["{", '{"model": {"type": "BPE", "vocab": {"a": 4294967295}}}'])
+def test_a_broken_tokenizer_fails_the_check_before_the_conversion(text, tmp_path, capsys):
+    folder, run = tiny.write_folder(tmp_path / "model", VALUES), tmp_path / "run"
+    (folder / "tokenizer.json").write_text(text)
+    assert main(["from-hf", str(folder), str(run)]) == 1
+    said = capsys.readouterr()
+    assert said.out.startswith(f"WARNING    {folder / 'tokenizer.json'} cannot be used: ")
+    assert said.err.startswith(f"self-check failed: {folder / 'tokenizer.json'} cannot be used: ")
+    assert not run.exists()
+    assert main(["from-hf", str(folder), str(run), "--no-check"]) == 0
+    assert "WARNING" in capsys.readouterr().out
+    assert (run / "hf" / "tokenizer.json").read_text() == text
+
+
 def test_options_that_cannot_be():
     for words, said in (
         (["--tolerance", "2"], "--tolerance = 2.0: must be between 0 and 1"),

@@ -12,7 +12,13 @@ from jaxpar.config.validate import check
 from jaxpar.convert import selfcheck
 from jaxpar.convert.hf.config_file import CONFIG_FILE, Values
 from jaxpar.convert.hf.folder import Tensors, check_tensors
-from jaxpar.convert.hf.importing import PublishedModel, fill_run, open_source, source_config
+from jaxpar.convert.hf.importing import (
+    PublishedModel,
+    check_tokenizer,
+    fill_run,
+    open_source,
+    source_config,
+)
 from jaxpar.convert.new_folder import new_folder, refuse_used, require_space
 from jaxpar.convert.peft.exporting import ADAPTER_CONFIG, ADAPTER_FILE, adapter_entries, either
 from jaxpar.convert.peft.merging import unmerged_reader, with_factor
@@ -128,6 +134,7 @@ def from_peft(
     cfg = dataclasses.replace(source_config(source, run_dir), lora=lora_of(values))
     check(cfg)
     adapters = _adapters(folder, source, cfg)
+    check_tokenizer(source.folder, log, strict=tolerance is not None)
     refuse_used("RUN", run_dir)
     size = num_params(cfg.model) + num_adapter_params(cfg.model, cfg.lora)
     require_space("RUN", run_dir, 4 * size)

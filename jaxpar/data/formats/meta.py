@@ -31,8 +31,8 @@ BYTES, JSON = "bytes", "json"
 #: The tokenizer kind of tokens that were converted without a tokenizer.
 NO_TOKENIZER = "none"
 
-#: Token ids are int32.
-MAX_VOCAB_SIZE = 2**31 - 1
+#: Limit on the size of a vocabulary. Arrays have this size, for example counts of each token.
+MAX_VOCAB_SIZE = 1 << 24
 
 #: Dtypes of stored tokens.
 DTYPES = ("uint16", "uint32")
