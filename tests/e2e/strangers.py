@@ -7,6 +7,7 @@ ConfigError: a traceback, 30 s, or 2 GB of memory are faults. Prints the faults 
 """
 
 import contextlib
+import copy
 import faulthandler
 import gzip
 import io
@@ -16,6 +17,7 @@ import resource
 import shutil
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -91,7 +93,7 @@ def _change(value: Any, noise: random.Random) -> None:
         elif isinstance(strange, tuple):
             value[key] = f"raw {raw.index(strange)}"
         else:
-            value[key] = strange
+            value[key] = copy.deepcopy(strange)
         return
 
 
@@ -304,7 +306,7 @@ def fault(kind: Kind, folder: Path) -> str:
         code = code if isinstance(code, int) else None
     except (ConfigError, RunError) as error:
         code = 2
-        if len(str(error)) > 5_000:
+        if len(str(error)) > 9_000:
             return f"a message of {len(str(error)):,} characters: {str(error)[:200]}"
     except BaseException:
         return traceback.format_exc()[-3_000:]
@@ -338,13 +340,13 @@ def main(argv: list[str]) -> None:
         for title in names or found:
             kind, noise = found[title], random.Random(title)
             file = folder / kind.file
-            good = file.read_bytes()
+            good, began = file.read_bytes(), time.monotonic()
             for number in range(count):
                 file.write_bytes(kind.mutate(good, noise))
-                print(f"{title} {number}", file=sys.stderr)
                 if why := fault(kind, folder):
                     faults.setdefault(title, []).append(f"{number}: {why}")
             file.write_bytes(good)
+            print(f"{title}: {count} in {time.monotonic() - began:.1f} s", file=sys.stderr)
     print(json.dumps(faults))
 
 
