@@ -124,6 +124,17 @@ def test_json_beyond_the_limits(text, said, copy):
         TokenDataset.open(copy)
 
 
+@pytest.mark.parametrize("at", [6, 8, 10, 20, 60])
+def test_offsets_with_a_damaged_header(at, copy):
+    """NumPy raises a TokenError for some, which is none of its documented errors."""
+    path = copy / "train.documents.npy"
+    data = bytearray(path.read_bytes())
+    data[at : at + 3] = b"\0'\xff"
+    path.write_bytes(data)
+    with pytest.raises(ConfigError, match=r"train\.documents\.npy"):
+        TokenDataset.open(copy)
+
+
 def test_later_version(copy):
     """A dataset from the future is not guessed at."""
     values = json.loads((copy / "meta.json").read_text())

@@ -24,8 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 SECONDS, MEMORY = 30, 2 << 30
 
 #: Values of the wrong type or size, for any place of a JSON text; tuples are raw text.
@@ -231,7 +229,6 @@ def write_good(folder: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from jaxpar.config import Config
     from jaxpar.convert.hf import importing
     from jaxpar.convert.hf.tokenizer import bytes_as_json
     from jaxpar.data.__main__ import main as data
@@ -290,7 +287,6 @@ def write_good(folder: Path) -> None:
     sizes: dict = {"memory": {"temp": 5}, "versions": {"jax": "0"}, "attention_flops": 1e9}
     facts = ProfileFacts(1, 2, 1, 4, "NVIDIA H200", "data=4", 8192, 1e12, **sizes)
     write_facts(folder / "profile", facts)
-    assert Config() and np
 
 
 def fault(kind: Kind, folder: Path) -> str:

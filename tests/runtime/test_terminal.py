@@ -34,6 +34,13 @@ def test_no_part_of_an_error_reaches_the_terminal_raw(part):
     assert printable(told := str(ConfigError(*texts))) == told
 
 
+def test_an_error_about_a_long_text_is_short():
+    error = ConfigError("a", "x" * 10**6, "y" * 10**6, "z" * 10**6)
+    assert error.value == "x" * 10**6 and len(str(error)) < 7_000
+    assert str(error).startswith("a = 'xxx") and str(error).endswith("zzz.")
+    assert str(ConfigError("a", "x" * 1900, "b", "c")) == f"a = '{'x' * 1900}': b. Fix: c."
+
+
 def test_a_program_prints_no_control_characters(monkeypatch, capsys):
     monkeypatch.setattr(os, "_exit", lambda code: None)
     monkeypatch.setattr(sys, "argv", ["program"])
