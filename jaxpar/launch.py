@@ -4,8 +4,8 @@ On GPUs, each process gets an equal share of CUDA_VISIBLE_DEVICES. Process 0 wri
 the others to RUN/logs/rank-N.log. If one process fails, the launcher ends the others and restarts
 all of them from the latest checkpoint. It does not restart after a config error (exit code 2),
 after non-finite or spiking losses (17), if the same step fails twice with the same error, or after
---restarts restarts without a new checkpoint. The exit code is that of the run. SIGTERM and Ctrl-C
-are passed to every process: the run saves a checkpoint and ends with 75.
+--restarts restarts without a new checkpoint. The exit code is that of the run. SIGTERM, SIGHUP and
+Ctrl-C are passed to every process: the run saves a checkpoint and ends with 75.
 """
 
 from collections.abc import Sequence
@@ -13,13 +13,15 @@ from collections.abc import Sequence
 from jaxpar.runtime.processes import children
 from jaxpar.runtime.processes.launcher import Launcher, read_command
 from jaxpar.runtime.program import run_program
+from jaxpar.runtime.signals import output_may_be_lost
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command line."""
     launcher = Launcher(*read_command(argv, __doc__))
     children.on_signals(launcher.stop)
-    return launcher.run()
+    with output_may_be_lost():
+        return launcher.run()
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ def devices_and_handlers(number: int):
         mesh = functools.partial(make_mesh, devices=jax.devices()[:number])
         patch.setattr(run, "make_mesh", mesh)
         patch.setattr(jax, "device_count", lambda: number)
-        handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
+        handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
         try:
             yield
         finally:

@@ -16,7 +16,7 @@ from orbax.checkpoint import v1 as ocp
 
 import jaxpar
 from jaxpar.checkpoint import integrity
-from jaxpar.checkpoint.saved import folder
+from jaxpar.checkpoint.saved import METADATA, folder, saved_steps
 from jaxpar.config import Config
 from jaxpar.data.skips import SkippedBatches
 from jaxpar.data.sources import fingerprint
@@ -105,6 +105,7 @@ class Checkpointer:
         Raises:   SaveFailed when more saves in a row have failed than allowed.
         """
         self.wait()
+        self._forget_deleted()
         if step in self.steps():
             return False
         self._half_written.discard(step)  # it may be saved now, after a rewind
@@ -128,6 +129,20 @@ class Checkpointer:
         self._saving = step, done
         return True
 
+    def _forget_deleted(self) -> None:
+        """Warn of checkpoints that others have deleted, and do not count on them any more."""
+        gone: list[int] = []
+        if jax.process_index() == 0:
+            with contextlib.suppress(integrity.Unreadable):  # an error of the machine
+                there = saved_steps(self._cfg.run.dir)
+                gone = [step for step in self.steps() if step not in there]
+        if not peers.any_process(bool(gone)):
+            return
+        if gone:
+            where, steps = folder(self._cfg.run.dir), ", ".join(map(str, gone))
+            integrity.warn(f"checkpoints of {where} were deleted during the run: step {steps}")
+        self._orbax.reload()
+
     def _finish(self, saving: Any, copy: Any, step: int, began: float, held: float) -> None:
         """On the thread: wait for the commit, write the list of files, and log the result."""
         saving.result()
@@ -139,6 +154,8 @@ class Checkpointer:
         for leaf in jax.tree.leaves(copy):
             leaf.delete()
         if jax.process_index() == 0:
+            if not (folder(self._cfg.run.dir) / str(step) / METADATA).is_file():
+                raise OSError("its files were deleted while it was written")
             try:
                 integrity.write_file_list(folder(self._cfg.run.dir) / str(step))
             except OSError as error:  # the checkpoint itself is complete, with fingerprints

@@ -40,7 +40,9 @@ def array_spec(store: Path, name: str) -> dict[str, Any]:
     Args:     store: from `array_folder`. name: as in `fingerprint.named_leaves`.
     """
     path = name.replace("/", ".")
-    base = {"driver": "ocdbt", "base": f"file://{store}/", "path": f"{path}/"}
+    # Not a URL, in which %, ?, # and | of a folder's name would have a meaning.
+    files = {"driver": "file", "path": f"{store}/"}
+    base = {"driver": "ocdbt", "base": files, "path": f"{path}/"}
     return {"driver": "zarr3", "kvstore": base}
 
 

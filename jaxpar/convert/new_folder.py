@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxpar.config import ConfigError
+from jaxpar.config.rules.paths import check_path
 from jaxpar.convert.hf.folder import CARRIED_FILES
 from jaxpar.runtime.progress import size
 
@@ -17,6 +18,7 @@ CARRIED = "hf"
 
 def refuse_used(argument: str, path: Path) -> None:
     """Raises:   ConfigError for `argument` when a path is in use, or cannot be created."""
+    check_path(argument, str(path), "use a new folder")
     place = path.resolve()
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         rule = "already exists, and is not empty"

@@ -98,6 +98,7 @@ def read_skipped(run_dir: Path) -> SkippedBatches:
 
 def write_skipped(run_dir: Path, skipped: SkippedBatches) -> None:
     """Write the skipped batches of a run atomically."""
+    run_dir.mkdir(parents=True, exist_ok=True)  # it may have been deleted
     temporary = run_dir / (SKIPPED_FILE + ".tmp")
     text = json.dumps({"windows": skipped.ranges, "rewinds": skipped.rewinds}) + "\n"
     temporary.write_text(text, encoding="utf-8")

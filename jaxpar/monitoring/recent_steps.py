@@ -84,6 +84,7 @@ class RecentSteps:
             return
         self._lines = self._lines[-self._size :]
         temporary = self._path.with_suffix(".tmp")
+        self._path.parent.mkdir(parents=True, exist_ok=True)  # it may have been deleted
         try:
             temporary.write_text("".join(line + "\n" for line in self._lines), encoding="utf-8")
             temporary.replace(self._path)

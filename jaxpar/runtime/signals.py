@@ -1,21 +1,29 @@
-"""Handle SIGTERM and Ctrl-C as requests to save and stop."""
+"""Handle SIGTERM, SIGHUP and Ctrl-C as requests to save and stop."""
 
+import contextlib
+import errno
 import os
 import signal
+import sys
 import threading
+from collections.abc import Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 
 class StopRequest:
-    """Set by SIGTERM or Ctrl-C, so that the loop can save and stop. A second signal ends at once.
+    """Set by SIGTERM, SIGHUP or Ctrl-C, so that the loop can save and stop.
+
+    A second SIGTERM or Ctrl-C ends the process at once. A second SIGHUP does nothing: when a
+    terminal closes, the kernel and the shell may each send one. If SIGHUP is ignored at the start,
+    as by nohup, it stays ignored.
 
     Use as a context manager, which restores the earlier handlers at its end. Python delivers
     signals only to the main thread, so in other threads (a notebook's worker) no handler is set.
 
     In a run of several processes, JAX handles SIGTERM: it notifies all processes, and they agree on
     the step after the latest that any process has reached. A Python handler would replace this.
-    Ctrl-C sends a SIGTERM, and only a second Ctrl-C ends at once.
+    Ctrl-C and SIGHUP send a SIGTERM, and only a second Ctrl-C ends at once.
     """
 
     def __init__(self, several: bool = False):
@@ -26,8 +34,9 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT,) if self._several else (signal.SIGTERM, signal.SIGINT):
-                self._earlier[number] = signal.signal(number, self._receive)
+            for number in heeded():
+                if not (self._several and number == signal.SIGTERM):
+                    self._earlier[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -49,7 +58,71 @@ class StopRequest:
         return self._agreed
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.received = signal.Signals(number).name
-        signal.signal(number, signal.SIG_DFL)
+        self.received = self.received or signal.Signals(number).name
+        hung_up = number == signal.SIGHUP
+        signal.signal(number, signal.SIG_IGN if hung_up else signal.SIG_DFL)
+        tolerate_lost_readers()
         if self._several:
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+def heeded() -> list[signal.Signals]:
+    """Return the signals that stop a program: SIGTERM, Ctrl-C, and SIGHUP unless it is ignored."""
+    nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [signal.SIGTERM, signal.SIGINT, *([] if nohup else [signal.SIGHUP])]
+
+
+@contextlib.contextmanager
+def output_may_be_lost() -> Iterator[None]:
+    """Ignore errors of standard output and error whose reader is gone, so that a run can save.
+
+    The reader is a terminal that was closed; or, after a request to stop, another program, which
+    the same signal may have ended. What is printed then goes nowhere.
+    """
+    streams = sys.stdout, sys.stderr
+    ours = [_Lenient(stream) for stream in streams]
+    sys.stdout, sys.stderr = ours  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if (sys.stdout, sys.stderr) == tuple(ours):
+            sys.stdout, sys.stderr = streams
+
+
+def tolerate_lost_readers() -> None:
+    """Ignore the loss of other readers than terminals, too, from now on."""
+    for stream in (sys.stdout, sys.stderr):
+        # While a progress bar is shown, rich has put its own stream before it.
+        lenient = getattr(stream, "rich_proxied_file", stream)
+        if isinstance(lenient, _Lenient):
+            lenient.stopping = True
+
+
+class _Lenient:
+    """A text stream that ignores that its reader is gone."""
+
+    def __init__(self, stream: TextIO):
+        self._stream, self.stopping = stream, False
+
+    def write(self, text: str) -> int:
+        with self._without_reader():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._without_reader():
+            self._stream.flush()
+
+    @contextlib.contextmanager
+    def _without_reader(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno != errno.EIO and not (self.stopping and error.errno == errno.EPIPE):
+                raise
+            # The stream keeps what it could not write, and would fail again.
+            with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), self._stream.fileno())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

@@ -204,6 +204,12 @@ class Watchdog:
         own.write_text(json.dumps(words) + "\n")
 
 
+def without_last_words() -> None:
+    """Write no last words: another process writes the run's folder now."""
+    global _current
+    _current = None
+
+
 def last_words(code: int, error: str) -> None:
     """Write why this process ends and where it was, if it has a watchdog."""
     if _current is not None and _current.run_dir.exists():

@@ -73,6 +73,7 @@ class BetweenSteps:
     def batch_for(self, step: int, state: TrainState) -> Batch:
         """Return the batch of step + 1. Profiles start and stop before it."""
         self.profiler.before(step + 1, state, self.metrics.pause, self.phases.enter)
+        self.run.records.check_lock()
         self.phases.enter("data wait", step + 1)
         began = time.perf_counter()
         _, batch = next(self.batches)
@@ -115,6 +116,8 @@ class BetweenSteps:
         if stopping or self._due(done, cfg.checkpoint.every):
             self.phases.enter("save wait", done, slow=True)
             self.metrics.pause()
+            self.run.records.check_lock(at_once=True)
+            self.run.records.write_missing()
             self.saver.save(state, done, done * cfg.train.global_batch_size * cfg.data.seq_len)
             spent.record(done)
         if stopping:

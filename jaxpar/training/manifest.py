@@ -1,7 +1,6 @@
 """The record of a run's start: config.json, manifest.json, and the first lines of output."""
 
 import json
-from pathlib import Path
 
 import jax
 
@@ -24,7 +23,7 @@ def write(run: Run, environment: list[str]) -> None:
     if jax.process_index() != 0:
         return
     run.dir.mkdir(parents=True, exist_ok=True)
-    _write(run.dir / "config.json", to_json(run.cfg))
+    run.records.write("config.json", to_json(run.cfg))
     manifest = provenance.versions() | {
         "commit": provenance.checked_out_commit(),
         "mesh": describe(run.mesh),
@@ -35,7 +34,7 @@ def write(run: Run, environment: list[str]) -> None:
         "environment": environment,
         "asked": run.asked,
     }
-    _write(run.dir / "manifest.json", json.dumps(manifest, indent=2) + "\n")
+    run.records.write("manifest.json", json.dumps(manifest, indent=2) + "\n")
     lines = [
         f"model      {num_params(run.cfg.model):,} parameters, {run.cfg.model.dtype}",
         *_trained(run),
@@ -48,13 +47,6 @@ def write(run: Run, environment: list[str]) -> None:
         *(f"set        {item}" for item in environment),
     ]
     print("\n".join(lines), flush=True)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _trained(run: Run) -> list[str]:

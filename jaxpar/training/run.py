@@ -29,6 +29,7 @@ from jaxpar.step.state import TrainState
 from jaxpar.training import elastic, initial_weights
 from jaxpar.training.attention_kernels import choose_kernels, test_kernels
 from jaxpar.training.evaluation import check_labels
+from jaxpar.training.records import RunRecords
 from jaxpar.training.step_guard import StepGuard
 
 
@@ -66,6 +67,7 @@ class Run:
         self.changed = self._resume_from(saved)
         self.origin = initial_weights.find(self.cfg) if self.first_step is None else None
         self.kernels = choose_kernels(self.cfg, self.max_segments)
+        self.records = RunRecords(self.dir)
         self.startup.ended("data and checks")
 
     def _saved(self) -> Any:

@@ -12,6 +12,7 @@ from jaxpar.profiling.in_run import profile_on_signal
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.files.run_lock import WAIT_SECONDS, RunLock, RunLocked
 from jaxpar.runtime.processes import peers
+from jaxpar.runtime.signals import output_may_be_lost
 from jaxpar.runtime.watchdog import Watchdog
 from jaxpar.training import elastic, manifest
 from jaxpar.training.loop import train
@@ -64,7 +65,8 @@ def run_to_end(cfg: Config, environment: list[str]) -> int:
               the folder of the run that holds the lock.
     """
     c = cfg.cluster
-    with profile_on_signal(), Watchdog(cfg.run.dir, c.hang_seconds, c.slow_seconds) as watch:
+    watchdog = Watchdog(cfg.run.dir, c.hang_seconds, c.slow_seconds)
+    with output_may_be_lost(), profile_on_signal(), watchdog as watch:
         run = checked(cfg)
         try:
             lock = opened(run, environment)
@@ -72,5 +74,6 @@ def run_to_end(cfg: Config, environment: list[str]) -> int:
             taken = error
         else:
             with lock or contextlib.nullcontext():
+                run.records.lock = lock
                 return train(run, watch)
     raise taken

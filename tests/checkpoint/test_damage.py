@@ -2,7 +2,6 @@
 
 import dataclasses
 import errno
-import itertools
 import os
 import resource
 import shutil
@@ -211,55 +210,6 @@ def test_without_a_whole_one_the_damage_is_named_and_nothing_is_moved(setup):
         with pytest.raises(Damaged, match=r"every checkpoint of .* step 2: .*; step 4: "):
             attempt(cfg)
     assert checkpoint.saved_steps(cfg.run.dir) == [2, 4]
-
-
-#: Contents of a file of JSON that no writer wrote, and of which some readers end.
-NO_METADATA = {
-    "nested": b"[" * 100_000,
-    "objects": b'{"custom_metadata": ' * 100_000,
-    "Infinity": b'{"custom_metadata": {"tokens_seen": Infinity}}',
-    "digits": b'{"custom_metadata": {"tokens_seen": ' + b"9" * 10_000 + b"}}",
-    "no UTF-8": b'{"custom_metadata": "\xff"}',
-    "surrogate": b'{"custom_metadata": {"dataset": "\\ud800"}}',
-    "list": b"[]",
-    "types": b'{"custom_metadata": {"config": [], "dataset": 1, "versions": 2, "tokens_seen": ""}}',
-}
-
-
-ALONE, LISTED, LIST = (METADATA, False), (METADATA, True), (integrity.FILES, True)
-UNREADABLE = list(itertools.product((ALONE, LISTED, LIST), NO_METADATA))
-QUICK = [(ALONE, "nested"), (LIST, "nested"), (ALONE, "Infinity"), (ALONE, "types")]
-
-
-@pytest.mark.parametrize(("where", "what"), slow_but(QUICK, UNREADABLE))
-def test_unreadable_metadata_is_damage(setup, capfd, where, what):
-    """One line everywhere; a run sets the step aside and uses the one before."""
-    cfg, mesh = setup()
-    save(cfg, mesh, 2, 4)
-    name, listed = where
-    if not listed:
-        (step_folder(cfg, 4) / integrity.FILES).unlink()
-    (step_folder(cfg, 4) / name).write_bytes(NO_METADATA[what])
-    main(["ls", cfg.run.dir])
-    assert "DAMAGED: " in capfd.readouterr().out.splitlines()[-1]
-    assert main(["verify", cfg.run.dir]) == 1
-    assert "step 4: DAMAGED" in capfd.readouterr().out
-    with pytest.raises(Damaged, match=rf"step 4 of .* is damaged: .*({name}|metadata)") as error:
-        checkpoint.restore_params(cfg.run.dir, cfg, mesh)
-    assert "\n" not in str(error.value)
-    assert checkpoint.starting_step(cfg) == 2
-    assert checkpoint.restore_latest(cfg, mesh)[1] == 2
-    assert checkpoint.saved_steps(cfg.run.dir) == [2]
-    assert files_of(Path(cfg.run.dir) / integrity.DAMAGED / "4")
-
-
-def test_saves_go_on_beside_an_older_step_with_unreadable_metadata(setup):
-    cfg, mesh = setup()
-    save(cfg, mesh, 2, 4)
-    (step_folder(cfg, 2) / METADATA).write_bytes(b"[" * 100_000)
-    assert checkpoint.restore_latest(cfg, mesh)[1] == 4
-    save(cfg, mesh, 6)
-    assert checkpoint.restore_latest(cfg, mesh)[1] == 6
 
 
 def test_readers_refuse_a_damaged_step_and_leave_it(setup, devices):

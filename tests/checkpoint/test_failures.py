@@ -1,6 +1,7 @@
 """Saves that fail: loud, within a budget, and nothing left that looks complete."""
 
 import contextlib
+import shutil
 import statistics
 import subprocess
 import sys
@@ -121,3 +122,47 @@ def test_120_saves_leave_memory_flat(setup, tmp_path):
     # saves none grew). A leak of a thirtieth of the state per save would show over sixty.
     grown = statistics.median(memory[80:]) - statistics.median(memory[20:60])
     assert grown < 2 * state_mb, memory
+
+
+@pytest.mark.parametrize("what", ["a step", "checkpoints", "the run"])
+def test_what_was_deleted_is_saved_again(setup, capfd, what):
+    cfg, mesh = setup()
+    state = random_state(cfg, mesh, 2)
+    where = checkpoint.folder(cfg.run.dir)
+    with Checkpointer(cfg) as saver:
+        for step in (1, 2):
+            assert saver.save(state, step, tokens_seen=0)
+        saver.wait()
+        shutil.rmtree({"a step": where / "2", "checkpoints": where, "the run": where.parent}[what])
+        assert saver.save(state, 2, tokens_seen=0)
+        saver.finish()
+        assert not saver.save(state, 2, tokens_seen=0)  # it is there
+    assert checkpoint.saved_steps(cfg.run.dir) == ([1, 2] if what == "a step" else [2])
+    steps = "2" if what == "a step" else "1, 2"
+    told = capfd.readouterr()
+    assert told.err.count(f"were deleted during the run: step {steps}\n") == 1
+    assert_same_bits(checkpoint.restore(cfg, mesh), state)
+
+
+def test_nothing_is_called_saved_that_is_not_there(setup, capfd, monkeypatch):
+    cfg, mesh = setup(**{"checkpoint.save_failures_allowed": 1})
+    state, events = random_state(cfg, mesh, 1), []
+    where = checkpoint.folder(cfg.run.dir)
+    saver = Checkpointer(cfg, record=lambda event, **more: events.append(event))
+    finish = saver._finish
+
+    def deleted_meanwhile(saving, *rest):
+        saving.result()
+        shutil.rmtree(where)
+        finish(saving, *rest)
+
+    with saver:
+        monkeypatch.setattr(saver, "_finish", deleted_meanwhile)
+        assert saver.save(state, 1, tokens_seen=0)
+        saver.wait()
+        monkeypatch.undo()
+        told = capfd.readouterr()
+        assert "saved" not in told.out and "its files were deleted while it was" in told.err
+        assert events == ["save failed"]
+        assert saver.save(state, 1, tokens_seen=0)
+    assert checkpoint.saved_steps(cfg.run.dir) == [1]

@@ -338,3 +338,35 @@ def test_a_signal_during_the_start_of_a_process_waits_for_its_end():
         done.append("started")
     assert done == ["started"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+class Sent(list):
+    """Stands for the children: notes the signals that they get."""
+
+    send = list.append
+
+
+@pytest.mark.parametrize(
+    ("came", "sent"),
+    [
+        ("SIGHUP", ["SIGHUP"]),
+        ("SIGHUP SIGHUP SIGHUP", ["SIGHUP"]),
+        ("SIGHUP SIGTERM", ["SIGHUP", "SIGKILL"]),
+        ("SIGTERM SIGHUP", ["SIGTERM"]),
+        ("SIGINT SIGINT", ["SIGTERM", "SIGKILL"]),
+    ],
+)
+def test_signals_are_passed_on(came, sent, tmp_path):
+    launcher = Attempts([], tmp_path)
+    launcher.running = Sent()
+    for name in came.split():
+        launcher.stop(getattr(signal, name))
+    assert [signal.Signals(number).name for number in launcher.running] == sent
+
+
+def test_last_words_that_cannot_be_read_are_none(tmp_path):
+    (tmp_path / "ranks").mkdir()
+    for rank, text in enumerate(("[" * 100_000, '{"time": Infinity}', "{}", "[]", '{"time": "x"}')):
+        (tmp_path / "ranks" / f"{rank}.json").write_text(text)
+    (tmp_path / "ranks" / "7.json").write_text('{"time": 5, "step": 3}')
+    assert children.last_words(tmp_path, 1.0) == {7: {"time": 5, "step": 3}}

@@ -2,6 +2,7 @@
 
 from jaxpar.config import Config, default_of, flag, require, value_of
 from jaxpar.config.mixture import shares
+from jaxpar.config.rules.paths import check_path, check_run_folder
 
 
 def places(cfg: Config) -> None:
@@ -12,10 +13,8 @@ def places(cfg: Config) -> None:
     sources = [("data.mixture" if cfg.data.mixture else "data.path", s.path) for s in shares(cfg)]
     others = ("run.dir", "run.init_from", "run.compilation_cache", "data.held_out")
     for path, name in [*sources, *((other, value_of(cfg, other)) for other in others)]:
-        raw = name.encode("utf-8", "replace")
-        ok = len(raw) < 4096 and max(map(len, raw.split(b"/"))) < 256 and b"\0" not in raw
-        rule = "must be a path of at most 4,095 bytes, 255 per name, without a null byte"
-        require(ok, cfg, path, rule, flag(path, default_of(path)))
+        check_path(path, name, "use " + flag(path, default_of(path)))
+    check_run_folder("run.dir", cfg.run.dir, "use " + flag("run.dir", default_of("run.dir")))
 
 
 def schedule(cfg: Config) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from jaxpar.config import Config, DataConfig, ParallelConfig, RunConfig
+from jaxpar.config.rules.paths import check_run_folder
 from jaxpar.config.serialize import to_json
 from jaxpar.config.validate import check
 from jaxpar.convert import selfcheck
@@ -123,6 +124,7 @@ def from_hf(
     source, run_dir = open_source(folder), Path(run_dir)
     check_tokenizer(source.folder, log, strict=tolerance is not None)
     refuse_used("RUN", run_dir)
+    check_run_folder("RUN", str(run_dir), "use another name")
     require_space("RUN", run_dir, 4 * num_params(source.config.model))
     cfg = source_config(source, run_dir)
     with new_folder(run_dir) as temporary:

@@ -8,6 +8,7 @@ from typing import Any
 from jaxpar.config import Config, ConfigError, LoraConfig
 from jaxpar.config.json_reader import read_json_object
 from jaxpar.config.lora_targets import TARGETS
+from jaxpar.config.rules.paths import check_run_folder
 from jaxpar.config.validate import check
 from jaxpar.convert import selfcheck
 from jaxpar.convert.hf.config_file import CONFIG_FILE, Values
@@ -136,6 +137,7 @@ def from_peft(
     adapters = _adapters(folder, source, cfg)
     check_tokenizer(source.folder, log, strict=tolerance is not None)
     refuse_used("RUN", run_dir)
+    check_run_folder("RUN", str(run_dir), "use another name")
     size = num_params(cfg.model) + num_adapter_params(cfg.model, cfg.lora)
     require_space("RUN", run_dir, 4 * size)
     with new_folder(run_dir) as temporary:

@@ -14,6 +14,7 @@ import fcntl
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
@@ -32,6 +33,9 @@ WAIT_SECONDS = 120.0
 
 #: Seconds between attempts to take the lock.
 POLL_SECONDS = 0.25
+
+#: Seconds between two looks at whether the lock's file is still there.
+LOOK_SECONDS = 1.0
 
 #: Transient errors, after which a retry may succeed.
 PASSING = (
@@ -86,18 +90,25 @@ class RunLock:
                   cannot be created or written.
         """
         self.warnings: list[str] = []
+        self._folder, self._locks, self._looked = folder, True, time.monotonic()
         with create_in(folder):
             self._file = os.open(folder / FILE, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             self._take(folder, seconds, report)
+            self.check(at_once=True)  # while this one waited, the file may have been deleted
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
                 self.release()
                 raise
+            self._locks = False
             self.warnings = [f"cannot lock {folder} ({error.strerror}): do not start another run"]
         except BaseException:  # including Ctrl-C
             self.release()
             raise
+        self._sign()
+
+    def _sign(self) -> None:
+        """Write who holds the lock. Releases it on an error."""
         about = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -108,7 +119,41 @@ class RunLock:
             os.pwrite(self._file, json.dumps(about).encode() + b"\n", 0)
         except OSError as error:
             self.release()
-            raise OSError(error.errno, error.strerror, str(folder / FILE)) from error
+            raise OSError(error.errno, error.strerror, str(self._folder / FILE)) from error
+
+    def check(self, at_once: bool = False) -> None:
+        """Check that RUN/lock is still the locked file; if it was deleted, lock it again.
+
+        A file that was deleted does not stop another run from locking a new one.
+
+        Args:     at_once: also within LOOK_SECONDS of the previous look.
+        Raises:   RunLocked when another process has locked the new file. It may be writing the
+                  folder, so this one must not.
+        """
+        if not at_once and time.monotonic() - self._looked < LOOK_SECONDS:
+            return
+        self._looked = time.monotonic()
+        path = self._folder / FILE
+        if not self._locks or self._file < 0 or _is_at(self._file, path):
+            return
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            new = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:  # look again later
+            return _warn(f"{path} was deleted, and cannot be created: {error.strerror}")
+        try:
+            fcntl.flock(new, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = _holder(new)
+            os.close(new)
+            why = f"{path} was deleted during the run, and {holder} has locked a new one"
+            raise RunLocked(
+                f"{why}. This run stops without saving, so that only one writes"
+            ) from None
+        os.close(self._file)
+        self._file = new
+        self._sign()
+        _warn(f"{path} was deleted during the run; it was created and locked again")
 
     def _take(self, folder: Path, seconds: float, report: Callable[[str], None]) -> None:
         """Lock the open file. Args as `__init__`. Raises:   RunLocked, or OSError."""
@@ -137,6 +182,19 @@ class RunLock:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+def _is_at(file: int, path: Path) -> bool:
+    """Whether a path leads to an open file. Also when it cannot be looked at for the moment."""
+    try:
+        here, there = os.fstat(file), os.stat(path)
+    except OSError as error:
+        return error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+    return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
+
+
+def _warn(text: str) -> None:
+    print(f"WARNING    {text}", file=sys.stderr, flush=True)
 
 
 def _holder(file: int) -> str:

@@ -6,7 +6,6 @@ kernel kills the children when the parent dies for any reason (Linux's PR_SET_PD
 
 import contextlib
 import ctypes
-import json
 import os
 import re
 import signal
@@ -17,7 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxpar.config.json_reader import read_json_object
 from jaxpar.runtime import exit_codes
+from jaxpar.runtime.signals import heeded
 
 #: Seconds between checks of the children.
 POLL_SECONDS = 0.05
@@ -182,8 +183,8 @@ def last_words(run_dir: Path, since: float) -> dict[int, dict[str, Any]]:
     """Return the last words in RUN/ranks since a time (of `time.time`), by rank."""
     found = {}
     for file in (run_dir / "ranks").glob("*.json"):
-        with contextlib.suppress(OSError, ValueError):
-            words = json.loads(file.read_text())
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            words = read_json_object(file)
             if words["time"] >= since:
                 found[int(file.stem)] = words
     return found
@@ -198,20 +199,20 @@ def tail(log: Path, lines: int = 20) -> str:
 
 
 def on_signals(act: Callable[[signal.Signals], None]) -> None:
-    """Call `act` on SIGTERM and SIGINT."""
-    for number in (signal.SIGTERM, signal.SIGINT):
+    """Call `act` on the signals that stop a program."""
+    for number in heeded():
         signal.signal(number, lambda received, _: act(signal.Signals(received)))
 
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """Delay SIGINT and SIGTERM to the end of the block. In the main thread only.
+    """Delay the signals that stop a program to the end of the block. In the main thread only.
 
     A signal during the start of a process would leave it running, unknown to its parent.
     """
     came: list[int] = []
     note = lambda number, _: came.append(number)  # noqa: E731
-    earlier = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    earlier = {number: signal.signal(number, note) for number in heeded()}
     try:
         yield
     finally:

@@ -22,6 +22,7 @@ from jaxpar.runtime.gpus import visible
 from jaxpar.runtime.processes import children
 from jaxpar.runtime.processes.children import Children, Failure
 from jaxpar.runtime.processes.detect import LAUNCHED
+from jaxpar.runtime.signals import tolerate_lost_readers
 from jaxpar.runtime.typed_options import read_options
 
 #: Maximum processes on one host, or its cores if more: each uses a third of a GB when idle.
@@ -159,7 +160,8 @@ class Launcher:
             return exit_codes.EXIT_OK
         if len(ended) == self.options.num_processes and codes == {exit_codes.EXIT_PREEMPTED}:
             return exit_codes.EXIT_PREEMPTED
-        asked = {exit_codes.EXIT_PREEMPTED, -signal.SIGTERM, -signal.SIGKILL}
+        ends = signal.SIGTERM, signal.SIGHUP, signal.SIGKILL
+        asked = {exit_codes.EXIT_PREEMPTED, *(-number for number in ends)}
         if self.stopped_by and codes & asked:
             # Saved, or ended during the start, before there was anything to save.
             return report(f"stopped by {self.stopped_by.name}", exit_codes.EXIT_PREEMPTED)
@@ -185,9 +187,18 @@ class Launcher:
         report(str(failure))
 
     def stop(self, number: signal.Signals) -> None:
-        """Forward a signal: the first makes the run save and stop, the second ends it at once."""
+        """Forward a signal: the first makes the run save and stop, the second ends it at once.
+
+        SIGHUP is forwarded as it is, since process 0 writes to the same terminal. It never ends a
+        run at once: when a terminal closes, it may come twice.
+        """
+        tolerate_lost_readers()
+        hung_up = number == signal.SIGHUP
+        if self.stopped_by and hung_up:
+            return
         if self.running is not None:
-            self.running.send(signal.SIGKILL if self.stopped_by else signal.SIGTERM)
+            first = signal.SIGHUP if hung_up else signal.SIGTERM
+            self.running.send(signal.SIGKILL if self.stopped_by else first)
         self.stopped_by = number
 
 

@@ -1,0 +1,59 @@
+"""Keeps a run's folder while it trains: its lock, and the files of its start.
+
+Someone may delete the folder, or files in it, while the run writes there.
+"""
+
+import sys
+from pathlib import Path
+
+from jaxpar.runtime import watchdog
+from jaxpar.runtime.files import append, atomic
+from jaxpar.runtime.files.run_lock import RunLock, RunLocked
+
+
+class RunRecords:
+    """The lock of a run folder, and the files that are written once. Empty but in process 0."""
+
+    def __init__(self, folder: Path):
+        self.lock: RunLock | None = None
+        self._folder, self._texts = folder, dict[Path, str]()
+
+    def write(self, name: str, text: str) -> None:
+        """Write a file of the folder, and remember its text.
+
+        Raises:   OSError that names the file, for example when the disk is full.
+        """
+        path = self._folder / name
+        try:
+            path.write_text(text)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        self._texts[path] = text
+
+    def check_lock(self, at_once: bool = False) -> None:
+        """Check that this process may still write the folder. Args and Raises as `RunLock.check`.
+
+        After RunLocked, nothing more is appended to files of the folder.
+        """
+        if self.lock is None:
+            return
+        try:
+            self.lock.check(at_once)
+        except RunLocked:
+            append.abandon(self._folder)
+            watchdog.without_last_words()
+            raise
+
+    def write_missing(self) -> None:
+        """Write the files again that were deleted, with a warning."""
+        missing = [path for path in self._texts if not path.is_file()]
+        for path in missing:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                atomic.write(path, self._texts[path].encode())
+            except OSError as error:
+                how = f"and cannot be written again: {error.strerror}"
+            else:
+                how = "it was written again"
+            text = f"WARNING    {path} was deleted during the run; {how}"
+            print(text, file=sys.stderr, flush=True)

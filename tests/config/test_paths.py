@@ -1,0 +1,81 @@
+"""Paths that a run could not write to, or another system's, are refused before anything starts."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config.rules import paths
+from jaxpar.config.validate import check
+from jaxpar.convert.new_folder import refuse_used
+
+FIELDS = ["run.dir", "data.path", "run.init_from", "run.compilation_cache", "data.held_out"]
+
+WRONG = {
+    "gs://bucket/run": "gs:// is not supported",
+    "S3://bucket": "S3:// is not supported",
+    "file:///tmp/run": "file:// is not supported",
+    "gs:/bucket": "gs:// is not supported",
+    "runs/\udcff": "in UTF-8",
+    "runs/\ud800x": "in UTF-8",
+    "runs/\0": "null byte",
+    "x" * 256: "255 per name",
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_path_that_cannot_be_used_is_refused(field, name):
+    with pytest.raises(ConfigError, match=WRONG[name]) as error:
+        check(replace(Config(), **{field: name}))
+    assert error.value.field == field
+    str(error.value).encode()  # it can be printed
+
+
+@pytest.mark.parametrize("name", ["gs://bucket/x", "runs/\udcff"])
+def test_those_of_a_mixture_and_of_a_conversion_too(name):
+    with pytest.raises(ConfigError, match=r"data.mixture = "):
+        check(replace(Config(), **{"data.mixture": f"{name}:1,b:2"}))
+    with pytest.raises(ConfigError, match=r"^OUTPUT = "):
+        refuse_used("OUTPUT", Path(name))
+
+
+@pytest.mark.parametrize("name", ["a:b", "ü", "日本", "a b", "100%", "a#b", "a|b", "x=1", "~/x"])
+def test_other_names_are_fine(name):
+    check(replace(Config(), **{"run.dir": f"runs/{name}", "data.path": name}))
+
+
+@pytest.mark.parametrize("name", ["a\\b", "x*", "run?", "[1]", "a]"])
+def test_a_run_folder_has_no_characters_of_patterns(name):
+    """Orbax and TensorStore would write or look elsewhere, and save without the arrays."""
+    with pytest.raises(ConfigError, match=r"run.dir = .* cannot hold checkpoints with"):
+        check(replace(Config(), **{"run.dir": f"runs/{name}"}))
+    check(replace(Config(), **{"data.path": name}))
+
+
+@pytest.mark.parametrize(
+    ("folder", "rule"), [("[x]", "with . or . in its path"), ("\udcff", "is not UTF-8")]
+)
+def test_the_current_folder_counts(tmp_path, monkeypatch, folder, rule):
+    (tmp_path / folder).mkdir()
+    monkeypatch.chdir(tmp_path / folder)
+    with pytest.raises(ConfigError, match=f"run.dir = 'runs/a': cannot hold .*{rule}.*absolute"):
+        check(replace(Config(), **{"run.dir": "runs/a"}))
+
+
+def test_a_name_that_the_locale_cannot_represent_is_refused(monkeypatch):
+    monkeypatch.setattr(os, "fsencode", lambda name: name.encode("ascii", "surrogateescape"))
+    with pytest.raises(ConfigError, match="PYTHONUTF8=1"):
+        paths.check_path("run.dir", "runs/ü", "use --run.dir runs/default")
+
+
+@pytest.mark.slow
+def test_train_refuses_it_under_the_c_locale(tmp_path):
+    env = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-m", "jaxpar.train", "quickstart", "--run.dir", "ü"]
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, timeout=120)
+    assert done.returncode == 2 and b"run.dir" in done.stderr
+    assert done.stderr.count(b"\n") <= 2 and not list(tmp_path.iterdir())
