@@ -71,7 +71,7 @@ def console(*, stderr: bool = False, **options: Any) -> "Console":
     from jaxpar.runtime.rich_texts import EscapeTexts
 
     stream = sys.stderr if stderr else sys.stdout
-    if isinstance(stream, SafeStream):
+    if hasattr(stream, "unescaped"):  # a safe stream, or one that wraps it
         options["file"] = stream.unescaped
     made = Console(stderr=stderr, **options)
     made.push_render_hook(EscapeTexts())

@@ -12,6 +12,7 @@ from jaxpar import replay, sample
 from jaxpar.config import ConfigError
 from jaxpar.config.printable import printable
 from jaxpar.runtime import program, terminal, typed_options
+from jaxpar.runtime.signals import output_may_be_lost
 
 #: A text that clears the screen, sets the title, colors, reverses its end, and forges a line.
 HOSTILE = "\x1b[2Ja\x1b]0;b\x07\x9b31mc\u202ed\u2066e\x08\x7f\udcff"
@@ -74,15 +75,18 @@ def test_a_models_text_is_raw_in_a_pipe_and_escaped_on_a_terminal(capfd):
     os.close(reader)
 
 
-def test_a_progress_bar_still_draws():
+@pytest.mark.parametrize("more", [contextlib.nullcontext, output_may_be_lost])
+def test_a_progress_bar_still_draws(more):
     reader, writer = pty.openpty()
     with open(writer, "w", closefd=True) as screen, contextlib.redirect_stderr(screen):
         with (
             terminal.safe_streams(),
+            more(),
             terminal.console(stderr=True, force_terminal=True).status("working"),
         ):
             pass
-        assert b"\x1b[" in os.read(reader, 4096)
+        shown = os.read(reader, 4096)
+        assert b"\x1b[" in shown and b"x1b" not in shown
     os.close(reader)
 
 
