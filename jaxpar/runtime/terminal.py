@@ -48,8 +48,8 @@ def _unescaped(stream: TextIO) -> TextIO:
 def safe_streams() -> Iterator[None]:
     """Replace the standard streams by safe ones."""
     with (
-        contextlib.redirect_stdout(SafeStream(sys.stdout)),  # type: ignore[type-var]
-        contextlib.redirect_stderr(SafeStream(sys.stderr)),  # type: ignore[type-var]
+        contextlib.redirect_stdout(SafeStream(sys.stdout)),
+        contextlib.redirect_stderr(SafeStream(sys.stderr)),
     ):
         yield
 

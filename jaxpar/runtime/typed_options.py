@@ -23,8 +23,9 @@ def read_options[T](kind: type[T], argv: Sequence[str], prog: str, doc: str | No
               --help.
     Raises:   ConfigError for an unknown or missing option, or a value of the wrong type.
     """
-    told = {"prog": as_called(prog), "description": as_called(doc or "")}
-    return _parsed(lambda: tyro.cli(kind, args=list(argv), **told), argv, told["prog"])
+    prog, about = as_called(prog), as_called(doc or "")
+    parse = lambda: tyro.cli(kind, args=list(argv), prog=prog, description=about)  # noqa: E731
+    return _parsed(parse, argv, prog)
 
 
 def read_command(

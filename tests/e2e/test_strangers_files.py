@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxpar.config import ConfigError
-from tests.e2e import strangers
+from tests.e2e import damage, strangers
 from tests.slow import slow
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,13 +53,13 @@ def raising(error: BaseException):
     ],
 )
 def test_a_fault_is_seen(read, said, tmp_path):
-    why = strangers.fault(strangers.Kind("x", strangers.of_bytes, read), tmp_path)
+    why = strangers.fault(strangers.Kind("x", damage.of_bytes, read), tmp_path)
     assert said in why if said else why == ""
 
 
 def test_damage_is_of_every_kind_and_the_same_each_time():
     good = json.dumps({"a": [1, {"b": "c"}], "d": {"e": 2.5}}).encode()
-    of = lambda seed: strangers.of_json(good, random.Random(seed))  # noqa: E731
+    of = lambda seed: damage.of_json(good, random.Random(seed))  # noqa: E731
     made = [of(str(seed)) for seed in range(300)]
     assert made == [of(str(seed)) for seed in range(300)]
     assert len(set(made)) > 150
