@@ -9,10 +9,10 @@ import json
 from collections.abc import Sequence
 
 import jax
-from rich.console import Console
 
 from jaxpar.config.command_line import asks_help
 from jaxpar.planning.command import MIN_WIDTH, answer, parser, read_command
+from jaxpar.runtime import terminal
 from jaxpar.runtime.program import run_program
 
 
@@ -23,8 +23,8 @@ def main(argv: Sequence[str]) -> int:
     asked = read_command(argv)
     # Planning computes only shapes, so it does not need a GPU.
     jax.config.update("jax_platforms", "cpu")
-    width = max(Console().width, MIN_WIDTH)
-    console = Console(highlight=False, width=width, quiet=asked.options.json)
+    width = max(terminal.console().width, MIN_WIDTH)
+    console = terminal.console(highlight=False, width=width, quiet=asked.options.json)
     record = answer(asked, console)
     if asked.options.json:
         print(json.dumps(record, indent=2))

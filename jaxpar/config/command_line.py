@@ -161,3 +161,15 @@ def _read(text: str, hint: Any) -> Any:
         except (KeyError, ValueError):
             continue
     return text
+
+
+def require_unicode(argv: Sequence[str]) -> None:
+    """Raises:   ConfigError for an argument with bytes that the locale's encoding does not have."""
+    for arg in argv:
+        try:
+            arg.encode("utf-8")
+        except UnicodeEncodeError as error:
+            encoding = sys.getfilesystemencoding()
+            rule = f"has a byte that is not {encoding}, character {error.start + 1}"
+            fix = "use UTF-8 text" + ("" if encoding == "utf-8" else ", and set PYTHONUTF8=1")
+            raise ConfigError("command line", arg, rule, fix) from None

@@ -34,11 +34,13 @@ def read_json(
     what: str = "",
     max_bytes: int = MAX_BYTES,
     max_depth: int = MAX_DEPTH,
+    max_digits: int = 0,
 ) -> Any:
     """Return the value of a JSON text in UTF-8. If an object repeats a key, the last value counts.
 
     Args:     source: a path, or the text itself as bytes. what: the name of the text in errors;
               by default, the path.
+              max_digits: allow integers of more than 64 bits with up to so many digits.
     Raises:   UnreadableJson for invalid UTF-8 or JSON, more than max_bytes, more than max_depth
               levels, NaN, Infinity, an integer outside [-2**63, 2**64), a float outside float64,
               or half a surrogate pair; OSError if the file cannot be opened or read.
@@ -48,7 +50,8 @@ def read_json(
     if len(data) > max_bytes:
         raise UnreadableJson(f"{what} is larger than {max_bytes:,} bytes")
     try:
-        value = _DECODER.decode(data.decode("utf-8-sig"))
+        decoder = _decoder(max_digits) if max_digits else _DECODER
+        value = decoder.decode(data.decode("utf-8-sig"))
         _check_depth(data, value, max_depth)
         _check_text(data, value)
     except UnreadableJson as error:
@@ -97,6 +100,12 @@ def _float(digits: str) -> float:
 
 def _constant(name: str) -> NoReturn:
     raise UnreadableJson(f"has {name}, which is not a JSON number")
+
+
+def _decoder(max_digits: int) -> json.JSONDecoder:
+    """Make a decoder. Args:     max_digits: as in `read_json`."""
+    whole = lambda text: int(text) if len(text) <= max_digits else _integer(text)  # noqa: E731
+    return json.JSONDecoder(parse_int=whole, parse_float=_float, parse_constant=_constant)
 
 
 _DECODER = json.JSONDecoder(parse_int=_integer, parse_float=_float, parse_constant=_constant)

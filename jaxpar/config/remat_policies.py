@@ -58,11 +58,10 @@ def entries(p: ParallelConfig) -> list[tuple[str, str]]:
 
 def _slice(text: str) -> slice:
     """Parse a Python slice or a single index."""
-    parts = [int(part) if part.strip() else None for part in text.split(":")]
-    if len(parts) == 1:
-        (index,) = parts
+    if ":" not in text:
+        index = int(text)
         return slice(index, None if index == -1 else index + 1)
-    return slice(*parts)
+    return slice(*(int(part) if part.strip() else None for part in text.split(":")))
 
 
 def policies(p: ParallelConfig) -> tuple[str, ...]:

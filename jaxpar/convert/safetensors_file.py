@@ -21,6 +21,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxpar.config import ConfigError
+from jaxpar.config.json_reader import read_json_object
 
 #: The supported dtypes, by their names in the format.
 DTYPES: dict[str, np.dtype] = {
@@ -32,8 +33,9 @@ DTYPES: dict[str, np.dtype] = {
 #: The names of dtypes in the format, by their names in JAX.
 NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
-#: The format's limit on the size of a header.
-MAX_HEADER_BYTES = 100_000_000
+#: Maximum size of a header, less than the format's limit of 100 MB. The header of a tensor takes
+#: about 100 bytes.
+MAX_HEADER_BYTES = 32 << 20
 
 AGAIN = "download the file again"
 
@@ -73,7 +75,7 @@ def read_header(file: Path) -> dict[str, Stored]:
             raise ConfigError(file.name, f"{size} bytes", rule, AGAIN)
         text = opened.read(length)
     try:
-        header = json.loads(text)
+        header = read_json_object(text, what="the header", max_bytes=MAX_HEADER_BYTES)
         header.pop("__metadata__", None)
         found = {name: _stored(file, name, about, 8 + length) for name, about in header.items()}
     except ConfigError:
@@ -86,12 +88,14 @@ def read_header(file: Path) -> dict[str, Stored]:
 
 
 def _stored(file: Path, name: str, about: dict[str, Any], first: int) -> Stored:
-    begin, end = about["data_offsets"]
-    if about["dtype"] not in DTYPES:
+    (begin, end), shape = about["data_offsets"], about["shape"]
+    if not isinstance(shape, list) or not all(type(n) is int for n in (begin, end, *shape)):
+        raise TypeError(f"{name} has sizes that are not integers")
+    if about["dtype"] not in [*DTYPES]:
         rule = f"of {file.name} must be one of {', '.join(DTYPES)}"
         fix = "use the weights as published, not a quantized copy"
         raise ConfigError(name, about["dtype"], rule, fix)
-    stored = Stored(file, about["dtype"], tuple(map(int, about["shape"])), first + int(begin))
+    stored = Stored(file, about["dtype"], tuple(shape), first + begin)
     if stored.num_bytes != end - begin or begin < 0 or min(stored.shape, default=0) < 0:
         raise ValueError(f"{name} has {end - begin} bytes for shape {list(stored.shape)}")
     return stored

@@ -47,8 +47,8 @@ def main(args: Sequence[str]) -> int:
 
     Returns:  the exit code; errors are one line on stderr.
     """
-    options = read_command(args)
     try:
+        options = read_command(args)
         done = _run(options)
     except ConfigError as error:
         print(f"config error: {error}", file=sys.stderr)

@@ -15,7 +15,8 @@ import numpy as np
 import tokenizers
 
 from jaxpar.config import ConfigError
-from jaxpar.data.formats.meta import META_FILE, NO_TOKENIZER, TOKENIZER_FILE, read_meta
+from jaxpar.data.formats.meta import BYTES, JSON, META_FILE, NO_TOKENIZER, TOKENIZER_FILE, read_meta
+from jaxpar.data.tokenizer_file import read_checked
 
 EOS_TOKEN = "<|endoftext|>"
 
@@ -61,7 +62,7 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """Tokenizer of UTF-8 bytes, ids 0 to 255, and the end of text, 256."""
 
-    kind = "bytes"
+    kind = BYTES
     vocab_size = 257
     eos_id = 256
     eos_token = EOS_TOKEN
@@ -95,7 +96,7 @@ class ByteTokenizer:
 class JsonTokenizer:
     """A tokenizer of the `tokenizers` library, from a tokenizer.json."""
 
-    kind = "json"
+    kind = JSON
 
     def __init__(self, json_text: str, eos_token: str):
         self._json_text = json_text
@@ -130,8 +131,15 @@ class JsonTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of each text."""
-        # `encode` keeps the GIL; `encode_batch_fast` releases it and skips character offsets.
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        try:
+            # `encode` keeps the GIL; `encode_batch_fast` releases it and skips character offsets.
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException as error:  # an unknown character, or a panic, which is no Exception
+            why = " ".join(str(error).split())
+            rule, fix = f"cannot encode a text: {why}", "use the tokenizer as it was published"
+            raise ConfigError("--tokenizer", TOKENIZER_FILE, rule, fix) from error
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -165,7 +173,7 @@ def read_tokenizer_json(
     Raises:   ConfigError if it cannot be read, or if the end of text is unknown or ambiguous.
     """
     try:
-        json_text = Path(path).read_bytes().decode("utf-8")
+        json_text = read_checked(path)
         vocabulary = tokenizers.Tokenizer.from_str(json_text).get_vocab(with_added_tokens=True)
     except Exception as error:  # `tokenizers` raises bare Exceptions.
         fix = "use a tokenizer.json that the `tokenizers` library can read"

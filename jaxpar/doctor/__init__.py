@@ -14,13 +14,11 @@ import os
 import sys
 from collections.abc import Sequence
 
-from rich.console import Console
-
 from jaxpar.config import replace
 from jaxpar.doctor import examination, facts, showing
 from jaxpar.doctor.options import DoctorOptions, check_file, mesh_for, read_command
 from jaxpar.doctor.progress import SectionProgress
-from jaxpar.runtime import exit_codes
+from jaxpar.runtime import exit_codes, terminal
 from jaxpar.runtime import start as runtime
 from jaxpar.runtime.gpus import visible
 from jaxpar.runtime.processes import detect, peers, rendezvous
@@ -46,8 +44,8 @@ def main(argv: Sequence[str]) -> int:
     """Run the command line and return the exit code."""
     options = read_command(argv)
     own, was_set = begin(options)
-    width = max(Console().width, MIN_WIDTH)
-    console = Console(highlight=False, width=width, quiet=peers.rank() != 0)
+    width = max(terminal.console().width, MIN_WIDTH)
+    console = terminal.console(highlight=False, width=width, quiet=peers.rank() != 0)
     progress = SectionProgress(console, options.seconds)
     with progress.section("start"):
         own = facts.with_devices(own, peers.rank(), bool(options.cfg.run.cpu_devices))

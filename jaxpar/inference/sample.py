@@ -22,6 +22,7 @@ from jaxpar.monitoring.samples import write_sample
 from jaxpar.runtime.option_classes import check_ranges
 from jaxpar.runtime.processes import peers
 from jaxpar.runtime.stages import stage
+from jaxpar.runtime.terminal import write_generated
 
 #: Most tokens to generate for a prompt.
 MAX_TOKENS = 1 << 20
@@ -135,7 +136,7 @@ def log(text: str) -> None:
 def write(text: str) -> None:
     """Print a part of the text, in process 0. All processes have the same text."""
     if peers.rank() == 0:
-        print(text, end="", flush=True)
+        write_generated(text)
 
 
 def _as_it_comes(made: Iterator[list[list[int]]], options: SampleOptions, tokenizer: Any):

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import rich.console
 import rich.progress
 
 from jaxpar.config import Config
@@ -23,7 +22,7 @@ from jaxpar.monitoring import stragglers
 from jaxpar.monitoring.mfu import mfu
 from jaxpar.monitoring.sinks import Sinks
 from jaxpar.planning.forecast import Forecast
-from jaxpar.runtime import exit_codes
+from jaxpar.runtime import exit_codes, terminal
 from jaxpar.runtime.files.append import Lines
 
 
@@ -197,7 +196,7 @@ class Screen:
 
     def __init__(self, num_steps: int, first_step: int):
         self.num_steps, self.first_step = num_steps, first_step
-        self.console = rich.console.Console(highlight=False, soft_wrap=True)
+        self.console = terminal.console(highlight=False, soft_wrap=True)
         self.bar: rich.progress.Progress | None = None
         if self.console.is_terminal and jax.process_index() == 0:
             self._start_bar()

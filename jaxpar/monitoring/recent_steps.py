@@ -18,6 +18,8 @@ from jaxpar.runtime.files.append import FULL, Lines
 
 RECENT_FILE = "recent.jsonl"
 
+_MEASURED = ("loss", "grad_norm")
+
 
 def bits(value: float) -> str:
     """Return the bits of a float32, in hexadecimal."""
@@ -45,8 +47,10 @@ def losses_judged(records: Iterable[dict[str, Any]]) -> list[float]:
 def _is_whole(record: dict[str, Any]) -> bool:
     """Whether a record has all fields that are read of it."""
     measured = (record.get("loss", ""), record.get("grad_norm", ""))  # None: non-finite
-    numbers = all(value is None or isinstance(value, int | float) for value in measured)
-    return isinstance(record.get("step"), int) and numbers and isinstance(record.get("bits"), dict)
+    numbers = all(value is None or type(value) in (int, float) for value in measured)
+    exact = record.get("bits")
+    texts = isinstance(exact, dict) and all(isinstance(exact.get(n), str) for n in _MEASURED)
+    return type(record.get("step")) is int and record["step"] > 0 and numbers and texts
 
 
 class RecentSteps:

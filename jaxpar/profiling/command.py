@@ -83,11 +83,11 @@ def figures(loaded: LoadedProfile, gpu: Gpu | None, top: int) -> dict[str, Any]:
 
 
 def sent_by(loaded: LoadedProfile) -> dict[str, Any] | None:
-    """Return what a device sends in a step; None if the HLO is missing or lacks it."""
+    """Return what a device sends in a step; None if the HLO is missing, damaged or lacks it."""
     text = loaded.hlo_text
     try:
         return collective_bytes(text).card() if text else None
-    except ValueError:
+    except (ValueError, LookupError):  # damaged: an operand is missing
         return None
 
 

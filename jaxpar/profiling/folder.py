@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxpar.config.json_reader import read_json_object
+
 FACTS_FILE = "profile.json"
 HLO_FILE = "step.hlo.txt.gz"
 
@@ -69,7 +71,7 @@ def write_facts(folder: Path, facts: ProfileFacts) -> None:
 def read_facts(folder: Path) -> ProfileFacts | None:
     """Read profile.json; None if it is missing, damaged or from another version."""
     try:
-        values: dict[str, Any] = json.loads((folder / FACTS_FILE).read_text("utf-8"))
+        values: dict[str, Any] = read_json_object(folder / FACTS_FILE)
         facts = ProfileFacts(**values)
     except (OSError, ValueError, TypeError):
         return None

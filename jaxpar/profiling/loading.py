@@ -3,8 +3,6 @@
 The optimized HLO is the file next to the trace, or else the copy of the program in the trace.
 """
 
-import gzip
-import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from jaxpar.profiling.hlo import text as hlo
 from jaxpar.profiling.trace import cpu_trace, xspace
 from jaxpar.profiling.trace import read as trace
 from jaxpar.profiling.trace.read import KernelTrace, NoKernels
+from jaxpar.runtime.files import gzipped
 
 OPTION = "RUN_OR_TRACE"
 
@@ -110,12 +109,11 @@ def _hlo_beside(where: Path, missing: list[str]) -> str:
         names = [where.with_name(stem + ending) for ending in (".hlo.txt", ".hlo.txt.gz")]
     for name in filter(Path.is_file, names):
         try:
-            data = name.read_bytes()
-            text = (gzip.decompress(data) if name.suffix == ".gz" else data).decode()
+            text = gzipped.read_bytes(name, xspace.MAX_BYTES).decode()
             if hlo.module_name(text) and "\nENTRY " in text:
                 return text
             missing.append(f"the HLO in {name.name}: the file is truncated")
-        except (OSError, EOFError, zlib.error, ValueError) as error:
+        except (OSError, ValueError) as error:
             why = str(error).partition("\n")[0]
             missing.append(f"the HLO in {name.name}: the file cannot be read: {why}")
     return ""

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from jaxpar.runtime.files import json_lines
 
@@ -35,7 +35,7 @@ class Outline:
         limits = self._limits()
         with open(self.path, "rb") as file:
             place, attempt = 0, 0
-            for line in file:
+            for line in _pieces(file):
                 while attempt + 1 < len(self.starts) and place >= self.starts[attempt + 1][0]:
                     attempt += 1
                 place += len(line)
@@ -55,6 +55,11 @@ class Outline:
         return limits[::-1]
 
 
+def _pieces(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines of a file; one beyond the limit, which is damaged, in pieces."""
+    return iter(lambda: file.readline(json_lines.MAX_LINE_BYTES), b"")
+
+
 def outline(path: Path) -> Outline:
     """Scan a metrics.jsonl without parsing its numbers."""
     found = Outline(path)
@@ -62,8 +67,9 @@ def outline(path: Path) -> Outline:
         return found
     before, size = 0, path.stat().st_size
     with open(path, "rb") as file:
-        for line in file:
-            if found.end + len(line) > size or not line.endswith(b"\n"):
+        for line in _pieces(file):
+            whole = line.endswith(b"\n") or len(line) == json_lines.MAX_LINE_BYTES
+            if found.end + len(line) > size or not whole:
                 break
             place, found.end = found.end, found.end + len(line)
             if resumed := _RESUMED.search(line):  # also after a truncated line

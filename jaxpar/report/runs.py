@@ -1,6 +1,5 @@
 """Reads a run's folder for a report: metrics in bounded memory, and events."""
 
-import json
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxpar.config import ConfigError
+from jaxpar.config.json_reader import read_json
 from jaxpar.monitoring.goodput import Goodput, gap_before, goodput, read_events
 from jaxpar.monitoring.samples import read_samples
 from jaxpar.monitoring.sinks import numbers
@@ -121,10 +121,10 @@ def read_run(folder: str) -> RunRead:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_bytes()) if path.is_file() else {}
+        value = read_json(path, what="it") if path.is_file() else {}
     except ValueError as error:
         fix = "fix it, or restart the run, which rewrites the file"
-        raise ConfigError("RUN", str(path), f"is not valid JSON: {error}", fix) from error
+        raise ConfigError("RUN", str(path), f"cannot be read: {error}", fix) from error
     return value if isinstance(value, dict) else {}
 
 

@@ -21,6 +21,7 @@ from jaxpar.config.command_line import as_called
 from jaxpar.config.numerals import number, whole_number
 from jaxpar.config.rules.limits import Range
 from jaxpar.runtime.options import check_range
+from jaxpar.runtime.terminal import drawing
 
 _READERS = tyro.constructors.ConstructorRegistry()
 
@@ -60,7 +61,7 @@ def _read(
     told = {"prog": prog, "description": as_called(doc or ""), "args": list(argv)}
     errors = io.StringIO()
     try:
-        with _READERS, contextlib.redirect_stderr(errors):
+        with _READERS, drawing(), contextlib.redirect_stderr(errors):
             options = read(told | more)
     except SystemExit as stop:
         if stop.code in (0, None):

@@ -4,33 +4,49 @@ import contextlib
 import errno
 import io
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from jaxpar.config import ConfigError
+from jaxpar.config.command_line import require_unicode
 from jaxpar.runtime import exit_codes
+from jaxpar.runtime.terminal import safe_streams
+
+#: Characters of a command line that an error shows.
+MAX_ASKED = 400
 
 
 def run_program(main: Callable[[Sequence[str]], int | None]) -> NoReturn:
     """Run a program's main on the command line, and end with its exit code.
 
     These errors are reported in one line: a ConfigError, a path that is too long, or a missing
-    platform (code 2), Ctrl-C (130), a full disk (1), and failures of other processes (their code).
-    Other exceptions are reported with a traceback.
+    platform (code 2), Ctrl-C (130), a full disk or memory (1), and failures of other processes
+    (their code). Other exceptions are reported with a traceback.
     The process ends without Python's exit hooks, in which JAX would wait for a peer that may be
     dead.
     """
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         # Print "?" for characters that the terminal's encoding does not have.
         sys.stdout.reconfigure(errors="replace")
-    try:
-        code, why = main(sys.argv[1:]) or exit_codes.EXIT_OK, ""
-        sys.stdout.flush()
-    except BaseException as error:
-        code, why = _verdict(_of_a_long_name(error))
-    _leave(code, why)
+    with safe_streams():
+        try:
+            require_unicode(sys.argv[1:])
+            code, why = main(sys.argv[1:]) or exit_codes.EXIT_OK, ""
+            sys.stdout.flush()
+        except BaseException as error:
+            code, why = _verdict(_of_a_long_name(error))
+        _leave(code, why)
+
+
+def _out_of_memory(told: str, argv: Sequence[str]) -> str:
+    asked = shlex.join([Path(argv[0]).name, *argv[1:]])
+    asked = f"{asked[:MAX_ASKED]}..." if len(asked) > MAX_ASKED else asked
+    why = f": {' '.join(told.split())}" if told else ""
+    return f"error: out of host memory{why}. Asked for: {asked}. Ask for less, or free memory"
 
 
 def _of_a_long_name(error: BaseException) -> BaseException:
@@ -61,6 +77,9 @@ def _verdict(error: BaseException) -> tuple[int, str]:
         case OSError(errno=errno.ENOSPC | errno.EDQUOT):
             file = f" for {error.filename}" if error.filename else ""  # writes have no name
             why = f"error: {error.strerror}{file}. Free space, and run the same command again"
+            return _report(why, exit_codes.EXIT_ERROR), why
+        case MemoryError():
+            why = _out_of_memory(str(error), sys.argv)
             return _report(why, exit_codes.EXIT_ERROR), why
         case SystemExit():
             return _code_of(error), why

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import rich.progress
-from rich.console import Console
+
+from jaxpar.runtime import terminal
 
 #: Seconds between two log lines.
 LOG_EVERY = 10.0
@@ -52,7 +53,7 @@ def meter(total: int) -> Iterator[Meter]:
 
     Args:     total: bytes of weights on disk, in the published model's dtype.
     """
-    console = Console(stderr=True)
+    console = terminal.console(stderr=True)
     if not console.is_terminal:
         yield Meter(total, None)
         return

@@ -95,7 +95,7 @@ def tolerate_lost_readers() -> None:
         # While a progress bar is shown, rich has put its own stream before it.
         lenient = getattr(stream, "rich_proxied_file", stream)
         if isinstance(lenient, _Lenient):
-            lenient.stopping = True
+            lenient.stopping = lenient.unescaped.stopping = True
 
 
 class _Lenient:
@@ -103,6 +103,9 @@ class _Lenient:
 
     def __init__(self, stream: TextIO):
         self._stream, self.stopping = stream, False
+        # What `terminal.console` draws on; without it, the stream itself.
+        inner = getattr(stream, "unescaped", None)
+        self.unescaped: _Lenient = self if inner is None else _Lenient(inner)
 
     def write(self, text: str) -> int:
         with self._without_reader():

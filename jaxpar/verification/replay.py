@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
 import tyro
@@ -15,6 +15,7 @@ from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.json_reader import UnreadableJson, read_json
 from jaxpar.config.rules.limits import MAX_INT, Range
 from jaxpar.config.serialize import from_values
+from jaxpar.config.validate import check
 from jaxpar.data import Loader
 from jaxpar.data.skips import SkippedBatches
 from jaxpar.monitoring.recent_steps import RECENT_FILE, bits, losses_judged, read_recent
@@ -86,6 +87,8 @@ class Replay:
             rule = f"has no record in {folder / RECENT_FILE}"
             fix = f"use one from {min(self.records)} to {max(self.records)}"
             raise ConfigError("--step", self.number, rule, fix)
+        for record in self.records.values():
+            check_inputs(record, folder)
         steps = checkpoint.saved_steps(folder)
         self.begin = max((step for step in steps if step < self.number), default=0)
         taken_by = min((step for step in steps if step >= self.number), default=None)
@@ -115,6 +118,7 @@ class Replay:
         # A cache of compiled programs is code: do not use one named by another's config.
         own = {"run.compilation_cache": Config().run.compilation_cache}
         cfg = replace(cfg, **{"run.dir": str(folder), "checkpoint.resume": "auto"}, **own)
+        check(cfg)
         return in_one_process(cfg)
 
     def before(self) -> TrainState:
@@ -177,6 +181,26 @@ class Replay:
         before = losses_judged(self.records[i] for i in sorted(self.records) if i < self.number)
         window = Window(g.spike_window, g.spike_deviations, before)
         return not math.isfinite(loss) or loss > window.limit()
+
+
+def check_inputs(record: dict[str, Any], folder: Path) -> None:
+    """Check the inputs that a record names.
+
+    Raises:   ConfigError for a batch, sequences or mesh that no step has.
+    """
+    batch, windows = record.get("batch", 0), record.get("windows", [0, 0])
+    valid = {
+        "batch": type(batch) is int and 0 <= batch <= MAX_INT,
+        "windows": isinstance(windows, list)
+        and [type(n) for n in windows] == [int, int]
+        and 0 <= windows[0] <= windows[1],
+        "mesh": isinstance(record.get("mesh", ""), str),
+    }
+    for name, fine in valid.items():
+        if not fine:
+            rule = f"has a damaged record of step {record['step']}: {name} is {record[name]!r}"
+            fix = "remove the line, and replay another step"
+            raise ConfigError("RUN", str(folder / RECENT_FILE), rule, fix)
 
 
 def devices_of(cfg: Config) -> int:

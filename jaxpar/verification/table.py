@@ -6,12 +6,12 @@ import sys
 from collections.abc import Iterable, Sequence
 
 import jax
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from jaxpar.config import Config
 from jaxpar.model.parameters import param_specs
+from jaxpar.runtime import terminal
 from jaxpar.sharding.params import count
 from jaxpar.verification import distances
 
@@ -69,7 +69,7 @@ def print_table(rows: Iterable[MeshRow], steps: int, width: int) -> list[str]:
 
 
 def _print_rich(rows: Iterable[MeshRow], columns: Sequence[str]) -> list[MeshRow]:
-    console, table, done = Console(), Table(*columns), []
+    console, table, done = terminal.console(), Table(*columns), []
     with console.status("compiling and running ...") as status:
         for row in rows:
             done.append(row)

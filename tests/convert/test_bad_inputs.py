@@ -74,7 +74,10 @@ ROPE = VALUES["rope_parameters"]
 BAD = {
     "no folder": (lambda f: [p.unlink() for p in f.iterdir()] and f.rmdir(), "is not a folder"),
     "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
-    "config is no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json.*not JSON"),
+    "config is no JSON": (
+        lambda f: (f / "config.json").write_text("{"),
+        "config.json.*not valid JSON",
+    ),
     "architecture": (
         configure(architectures=["GPT2LMHeadModel"]),
         "architectures.*GPT2LMHeadModel.*not an architecture that jaxpar.*LlamaForCausalLM",
@@ -281,6 +284,20 @@ def test_an_imported_run_is_not_resumed(tmp_path):
     source = importing.open_source(folder)
     with pytest.raises(ConfigError, match=r"model\.d_ff = 64: .* has 56.*set it to 56"):
         check_model(source, replace(cfg, **{"model.d_ff": 64}))
+
+
+@pytest.mark.parametrize("text", ["{", '{"model": {"type": "BPE", "vocab": {"a": 4294967295}}}'])
+def test_a_broken_tokenizer_fails_the_check_before_the_conversion(text, tmp_path, capsys):
+    folder, run = tiny.write_folder(tmp_path / "model", VALUES), tmp_path / "run"
+    (folder / "tokenizer.json").write_text(text)
+    assert main(["from-hf", str(folder), str(run)]) == 1
+    said = capsys.readouterr()
+    assert said.out.startswith(f"WARNING    {folder / 'tokenizer.json'} cannot be used: ")
+    assert said.err.startswith(f"self-check failed: {folder / 'tokenizer.json'} cannot be used: ")
+    assert not run.exists()
+    assert main(["from-hf", str(folder), str(run), "--no-check"]) == 0
+    assert "WARNING" in capsys.readouterr().out
+    assert (run / "hf" / "tokenizer.json").read_text() == text
 
 
 def test_options_that_cannot_be():

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import tracemalloc
 from pathlib import Path
 
 import pyarrow as pa
@@ -166,11 +167,63 @@ def test_newlines_of_a_separator_match_those_of_windows(piece_chars, tmp_path, m
 def test_separator_that_never_comes(tmp_path, monkeypatch):
     """A separator that the file lacks must not fill the memory."""
     monkeypatch.setattr(readers, "PIECE_CHARS", 10)
-    monkeypatch.setattr(readers, "MAX_SEPARATED_CHARS", 100)
+    monkeypatch.setattr(readers, "MAX_DOCUMENT_CHARS", 100)
     path = tmp_path / "all.txt"
     path.write_text("x" * 1000)
     with pytest.raises(ConfigError, match=r"no '\|' within 100 characters"):
         documents(path, separator="|")
+
+
+def bomb(write, line_bytes: int) -> None:
+    """Write a line of zeros, after a short one."""
+    write(b'{"text": "a"}\n')
+    for _ in range(line_bytes >> 20):
+        write(bytes(1 << 20))
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
+def test_a_line_of_gigabytes_is_named_before_it_is_in_memory(suffix, tmp_path):
+    """80 MiB take the place of 4 GB: what is read beyond the limit is at most a buffer."""
+    path = tmp_path / f"lines{suffix}"
+    if suffix.endswith("zst"):
+        with pa.output_stream(str(path), compression="zstd") as stream:
+            bomb(stream.write, 80 << 20)
+    else:
+        with gzip.open(path, "wb", 1) if suffix.endswith("gz") else path.open("wb") as stream:
+            bomb(stream.write, 80 << 20)
+    tracemalloc.start()
+    with pytest.raises(ConfigError) as error:
+        documents(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert error.value.value == f"{path}:2"
+    assert error.value.rule == "is longer than 67,108,864 bytes"
+    assert peak < 160 << 20
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".arrow"])
+def test_a_document_beyond_the_limit_is_named(suffix, tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "MAX_DOCUMENT_CHARS", 100)
+    path, texts = tmp_path / f"all{suffix}", ["x" * 100, "y" * 101]
+    if suffix == ".jsonl":
+        path.write_bytes(jsonl(texts))
+    else:
+        (write_parquet if suffix == ".parquet" else write_arrow)(path, texts)
+    with pytest.raises(ConfigError, match=r"(:3|row 2)'.* 'text' is longer than 100 characters"):
+        documents(path)
+
+
+def test_the_line_that_is_not_utf8_is_found_in_bounded_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "READ_BYTES", 4)
+    path = tmp_path / "all.txt"
+    for text, line in (
+        (b"a\nb\xc3\xa9c\nd\xff\n", 3),
+        ("é\né".encode() * 9 + b"\n\xe2\x82", 11),
+        (b"\xc3\n", 1),
+    ):
+        path.write_bytes(text)
+        with pytest.raises(ConfigError, match=rf"all\.txt:{line}'.*is not UTF-8"):
+            documents(path)
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl"])

@@ -271,6 +271,19 @@ def test_what_can_be_no_end_of_document_or_no_file_is_refused(tmp_path):
     assert not out.exists()
 
 
+def test_ids_beyond_every_vocabulary_are_refused(tmp_path):
+    """The counts of each token would take 16 GB."""
+    tokens, out = tmp_path / "x.bin", tmp_path / "out"
+    np.array([1, 2**24, 3], "<u4").tofile(tmp_path / "raw")
+    llmc_header = np.zeros(256, "<i4")
+    llmc_header[:3] = 20240801, 7, 3
+    tokens.write_bytes(llmc_header.tobytes() + (tmp_path / "raw").read_bytes())
+    options = {"input": (str(tokens),), "output": str(out), "to": "jaxpar"}
+    with pytest.raises(ConfigError, match="has token ids up to 16,777,216, above the limit of"):
+        convert(ConvertOptions(**options, eos_id=3))
+    assert not out.exists()
+
+
 def test_held_out_tokens_that_are_not_there(tmp_path, corpus):
     """The option that is wrong, and a fix that `convert` knows, not one for a run."""
     tokens, folder = tmp_path / "x.bin", tmp_path / "folder"

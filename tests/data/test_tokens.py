@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import shutil
 
 import numpy as np
@@ -65,7 +66,23 @@ def test_other_meta(content, copy):
         ("dtype", "uint12"),
         ("eos_token", None),
         ("num_tokens", "9"),
-        ("num_tokens", float("inf")),
+        ("num_tokens", -1),
+        ("num_documents", 10**12),
+        ("num_bytes", -1),
+        ("sha256", "0"),
+        ("documents_sha256", "x" * 64),
+        ("vocab_size", -1),
+        ("vocab_size", 0),
+        ("vocab_size", 2**31),
+        ("vocab_size", 2**16 + 1),
+        ("eos_id", -1),
+        ("eos_id", 257),
+        ("tokenizer", "pickle"),
+        ("tokenizer_fingerprint", ""),
+        ("unigram_entropy", -0.5),
+        ("unigram_entropy", 1e9),
+        ("inputs", (1,)),
+        ("holdout", 1.0),
     ],
 )
 def test_values_of_another_type(name, value, copy):
@@ -73,7 +90,8 @@ def test_values_of_another_type(name, value, copy):
     values = json.loads((copy / "meta.json").read_text())
     (values if name in values else values["splits"]["val"])[name] = value
     (copy / "meta.json").write_text(json.dumps(values))
-    with pytest.raises(ConfigError, match=rf"is not the meta\.json of .*\({name} {value!r}\)"):
+    told = re.escape(f"({name} {value!r})")
+    with pytest.raises(ConfigError, match=rf"is not the meta\.json of .*{told}"):
         TokenDataset.open(copy)
 
 
@@ -89,6 +107,32 @@ def test_tokens_that_cannot_be_read(number, kind, copy, monkeypatch):
     said = rf"data\.path.*train\.bin cannot be read: {os.strerror(number)}"
     with pytest.raises(kind, match=said):
         open_sources(cfg, "train")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[" * 100_000, "nested deeper than"),
+        ('{"vocab_size": Infinity}', "has Infinity"),
+        ('{"vocab_size": 1%s}' % ("0" * 10_000), "more than 64 bits"),
+        ('{"inputs": ["\\ud800"]}', "half a surrogate"),
+    ],
+)
+def test_json_beyond_the_limits(text, said, copy):
+    (copy / "meta.json").write_text(text)
+    with pytest.raises(ConfigError, match=rf"is not the meta\.json of .*{said}"):
+        TokenDataset.open(copy)
+
+
+@pytest.mark.parametrize("at", [6, 8, 10, 20, 60])
+def test_offsets_with_a_damaged_header(at, copy):
+    """NumPy raises a TokenError for some, which is none of its documented errors."""
+    path = copy / "train.documents.npy"
+    data = bytearray(path.read_bytes())
+    data[at : at + 3] = b"\0'\xff"
+    path.write_bytes(data)
+    with pytest.raises(ConfigError, match=r"train\.documents\.npy"):
+        TokenDataset.open(copy)
 
 
 def test_later_version(copy):

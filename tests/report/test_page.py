@@ -68,7 +68,8 @@ def test_texts_of_a_run_stay_texts(tmp_path):
     folder = write_run(tmp_path / "<b>run", **{"data.mixture": EVIL[:-1]})
     manifest = json.loads((folder / "manifest.json").read_text()) | {"device": EVIL}
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    write_sample(folder, 3, EVIL, "\ud800" + EVIL)
+    write_sample(folder, 3, EVIL, EVIL)
+    write_sample(folder, 3, "\ud800", EVIL)  # no text: the line is skipped
     clean = write_run(tmp_path / "clean")
     text = page_of(folder, output=str(tmp_path / "r.html"))
     tags = [tag for tag, _ in Tags(text).found]

@@ -12,6 +12,7 @@ from jaxpar.report.outline import outline
 from jaxpar.report.runs import read_run
 from jaxpar.report.scale import scale_of, short
 from jaxpar.report.series import RANGES, RATIO, Series, Sizes
+from jaxpar.runtime.files import json_lines
 from tests.report.folders import TOKENS, record, write_lines, write_run
 
 
@@ -134,6 +135,21 @@ def test_torn_lines_and_lines_still_being_written(tmp_path):
     run = read_run(str(tmp_path))
     means = {p.step: p.mean for p in run.series["loss"].points()}
     assert means == {s: 1.0 for s in range(1, 8)} | {s: 2.0 for s in range(8, 12)}
+
+
+def test_a_line_without_an_end_is_passed_over_in_pieces(tmp_path):
+    """Zeros that a crash has left, or a file from a stranger: the lines around them count."""
+    file, size = tmp_path / "metrics.jsonl", json_lines.MAX_LINE_BYTES
+    write_lines(file, [{"step": 1, "loss": 2.0}])
+    with open(file, "ab") as appended:
+        appended.write(bytes(2 * size + 5) + b"\n")
+    write_lines(file, [{"step": 2, "loss": 1.5}])
+    tracemalloc.start()
+    found = outline(file)
+    assert [record["step"] for record in found.records()] == [1, 2]
+    assert found.last_step == 2
+    assert tracemalloc.get_traced_memory()[1] < 5 * size
+    tracemalloc.stop()
 
 
 def test_what_is_written_after_the_first_pass_waits_for_the_next_report(tmp_path):

@@ -252,6 +252,7 @@ def test_batches_left_out_by_arithmetic():
     assert [some.batch_of(i) for i in range(6)] == [0, 1, 2, 5, 7, 8]
     assert some.and_also([(4, 2)]).ranges == ((3, 4),)
     assert some.and_also(some.ranges) == some
+    assert none.and_also([(0, 2**30), (5, 2), (2**30, 1)]).ranges == ((0, 2**30 + 1),)
 
 
 def test_rewinds_are_counted_and_an_older_file_has_one_for_each_window(tmp_path):
@@ -266,7 +267,19 @@ def test_rewinds_are_counted_and_an_older_file_has_one_for_each_window(tmp_path)
 
 
 def test_a_damaged_list_of_batches_left_out_is_named(tmp_path):
-    for text in ("{", '{"windows": 3}', "[]", '{"windows": [], "rewinds": "x"}'):
+    for text in (
+        "{",
+        '{"windows": 3}',
+        "[]",
+        '{"windows": [], "rewinds": "x"}',
+        '{"windows": [], "rewinds": -1}',
+        '{"windows": [[0, 1000000000000]]}',  # which was a set of as many batches
+        '{"windows": [[-1, 2]]}',
+        '{"windows": [[1, 2, 3]]}',
+        '{"windows": [["1", 2]]}',
+        '{"windows": [[1, Infinity]]}',
+        '{"windows": ' + "[" * 100_000,
+    ):
         (tmp_path / SKIPPED_FILE).write_text(text)
         with pytest.raises(ConfigError, match=f"run.dir = .* has a {SKIPPED_FILE} that cannot be"):
             read_skipped(tmp_path)

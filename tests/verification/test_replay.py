@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -80,6 +81,40 @@ def test_verdicts(run, again, capsys, monkeypatch):
     counter = itertools.count()
     monkeypatch.setattr(replay, "fingerprints", lambda tree: {"step": str(next(counter))})
     assert again(25).startswith("hardware: the same step gave other bits on the same devices")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("batch", -1),
+        ("batch", 2**31),
+        ("batch", True),
+        ("batch", "3"),
+        ("batch", 1.0),
+        ("windows", [0]),
+        ("windows", [8, 0]),
+        ("windows", [-8, 0]),
+        ("windows", 5),
+        ("mesh", None),
+    ],
+)
+def test_inputs_that_no_step_has_are_refused(name, value, tmp_path):
+    record = {"step": 3, "batch": 2, "windows": [16, 24], "mesh": "data=2"}
+    replay.check_inputs(record, tmp_path)
+    said = f"recent.jsonl.*damaged record of step 3: {name} is {re.escape(repr(value))}"
+    with pytest.raises(ConfigError, match=said):
+        replay.check_inputs(record | {name: value}, tmp_path)
+
+
+def test_a_record_of_an_impossible_batch_gets_no_verdict(run, only_devices, capsys):
+    """It once was "hardware"; 10**25 was a traceback."""
+    options = replay.ReplayOptions(run=str(run), step=25)
+    text = (run / RECENT_FILE).read_text()
+    for batch, said in (("-1", "record of step 25: batch"), ("1" + "0" * 25, "record")):
+        (run / RECENT_FILE).write_text(text.replace('"batch": 24,', f'"batch": {batch},'))
+        with only_devices(2), pytest.raises(ConfigError, match=said):
+            replay.replay(options)
+    assert "verdict" not in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from jaxpar.bench.matmuls.sustained import TIMED, WARM_UP
 from jaxpar.bench.timing import Sustained, Timing, time_interleaved
 from jaxpar.bench.training import conditions
 from jaxpar.config import ConfigError
+from jaxpar.config.json_reader import read_json
 from jaxpar.kernels.attention.dispatch import capability, measurements
 from jaxpar.kernels.attention.hopper import blocks
 from jaxpar.runtime.files import json_output
@@ -188,7 +189,7 @@ def read_table(path: Path) -> Row | None:
     Raises:   ConfigError if it is damaged.
     """
     try:
-        table = json.loads(path.read_text("utf-8"))
+        table = read_json(path)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

@@ -1,6 +1,7 @@
 """Rules about memory: rematerialization and the storage dtypes of the moments."""
 
 import difflib
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -36,8 +37,12 @@ def remat(cfg: Config) -> None:
             rule,
             flag(path, f"::2={policy or 'full'}"),
         )
-        _policy(cfg, path, policy, lambda fix, at=layers: flag(path, f"{at}={fix}"))
+        _policy(cfg, path, policy, functools.partial(_of_layers, layers))
     _groups(cfg)
+
+
+def _of_layers(layers: str, policy: str) -> str:
+    return flag("parallel.remat_layers", f"{layers}={policy}")
 
 
 def _groups(cfg: Config) -> None:

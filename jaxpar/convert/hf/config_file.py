@@ -1,10 +1,10 @@
 """Reads the config.json of a published model, and makes errors about its values."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from jaxpar.config import ConfigError
+from jaxpar.config.json_reader import read_json_object
 
 type Values = dict[str, Any]
 
@@ -53,12 +53,10 @@ def read_config_json(folder: Path) -> Values:
         fix = "use a published folder with config.json and .safetensors files"
         raise ConfigError("DIR", str(folder), rule, fix)
     try:
-        values = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        fix = "download the file again"
-        raise ConfigError(CONFIG_FILE, str(path), f"is not JSON ({error})", fix) from error
-    if not isinstance(values, dict):
-        raise ConfigError(CONFIG_FILE, str(path), "is not a JSON object", "download the file again")
+        values = read_json_object(path, what="it")
+    except (ValueError, OSError) as error:
+        rule, fix = f"cannot be read ({error})", "download the file again"
+        raise ConfigError(CONFIG_FILE, str(path), rule, fix) from error
     for key, kind in HOLDS.items():
         check_kind(key, values.get(key), kind)
     return values

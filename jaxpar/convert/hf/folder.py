@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxpar.config import ConfigError
+from jaxpar.config.json_reader import read_json_object
 from jaxpar.convert.hf.tensor_layout import Entry, Sizes, tensor_names, tensor_shape
 from jaxpar.convert.safetensors_file import AGAIN, DTYPES, NAMES, Stored, create_file, read_header
 
@@ -84,10 +85,11 @@ def _indexed(folder: Path) -> dict[str, Stored]:
     """Find the tensors of the files in an index."""
     path = folder / INDEX_FILE
     try:
-        where = json.loads(path.read_text("utf-8"))["weight_map"]
+        where = read_json_object(path)["weight_map"]
+        wrong = [name for name in where.values() if not isinstance(name, str)]
+        if wrong:
+            raise TypeError(f"{wrong[0]!r} is not a file name")
         files = sorted(set(where.values()))
-        if not all(isinstance(name, str) for name in files):
-            raise TypeError(f"{files[0]!r} is not a file name")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(INDEX_FILE, str(path), f"is damaged ({error!r})", AGAIN) from error
     found: dict[str, Stored] = {}

@@ -34,6 +34,8 @@ from jaxpar.convert.run_arrays import (
     open_run,
     seal_run,
 )
+from jaxpar.data.formats.meta import TOKENIZER_FILE
+from jaxpar.data.tokenizer_file import UnusableTokenizer, read_checked
 from jaxpar.model.flops import num_params
 from jaxpar.runtime.progress import Meter, meter
 from jaxpar.sharding.fingerprint import RunningFingerprint
@@ -120,6 +122,7 @@ def from_hf(
     Raises:   ConfigError as `open_source`, and when the run's folder is in use; CheckFailed.
     """
     source, run_dir = open_source(folder), Path(run_dir)
+    check_tokenizer(source.folder, log, strict=tolerance is not None)
     refuse_used("RUN", run_dir)
     check_run_folder("RUN", str(run_dir), "use another name")
     require_space("RUN", run_dir, 4 * num_params(source.config.model))
@@ -154,6 +157,24 @@ def fill_run(
     (folder / "config.json").write_text(to_json(cfg))
     copy_carried(source.folder, folder / CARRIED)
     (folder / CARRIED / CONFIG_FILE).write_text(json.dumps(source.values, indent=2) + "\n")
+
+
+def check_tokenizer(folder: Path, log: Callable[[str], None], *, strict: bool) -> None:
+    """Check the tokenizer.json that the run will have, if the folder has one.
+
+    Args:     log: called with the error. strict: raise it, too, as part of the self-check.
+    Raises:   CheckFailed if it is strict and the tokenizer cannot be used.
+    """
+    file = folder / TOKENIZER_FILE
+    if not file.is_file():
+        return
+    try:
+        read_checked(file)
+    except (OSError, UnusableTokenizer) as error:
+        log(f"WARNING    {file} cannot be used: {error}")
+        if strict:
+            fix = "download it again, or use --no-check to convert the weights without a tokenizer"
+            raise selfcheck.CheckFailed(f"{file} cannot be used: {error}; {fix}") from error
 
 
 def source_config(source: PublishedModel, run_dir: Path) -> Config:

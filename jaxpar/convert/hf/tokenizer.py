@@ -8,6 +8,7 @@ from typing import Any
 import tokenizers
 
 from jaxpar.config import Config, ConfigError
+from jaxpar.config.json_reader import read_json_object
 from jaxpar.convert.new_folder import CARRIED
 from jaxpar.data import Tokenizer, load_tokenizer
 from jaxpar.data.formats.meta import TOKENIZER_FILE
@@ -93,11 +94,16 @@ def tokenizer_in(folder: Path, named: str) -> Tokenizer:
 def _eos_token(folder: Path) -> str | None:
     """Read a folder's end-of-text token, which is given as a string or as an object."""
     about = folder / TOKENIZER_CONFIG
-    eos = json.loads(about.read_text("utf-8")).get("eos_token") if about.is_file() else None
+    eos = _about(about).get("eos_token") if about.is_file() else None
     eos = eos["content"] if isinstance(eos, dict) else eos
     if not isinstance(eos, str | None):
         raise TypeError(f"eos_token is {eos!r}")
     return eos
+
+
+def _about(file: Path) -> dict[str, Any]:
+    # `transformers` writes int(1e30) for a maximum length that is not known.
+    return read_json_object(file, max_digits=40)
 
 
 def bytes_as_json(tokenizer: Tokenizer) -> tokenizers.Tokenizer:

@@ -1,19 +1,25 @@
 """`from-peft`: converts a published model and PEFT adapters to a run with a step-0 checkpoint."""
 
 import dataclasses
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from jaxpar.config import Config, ConfigError, LoraConfig
+from jaxpar.config.json_reader import read_json_object
 from jaxpar.config.lora_targets import TARGETS
 from jaxpar.config.rules.paths import check_run_folder
 from jaxpar.config.validate import check
 from jaxpar.convert import selfcheck
 from jaxpar.convert.hf.config_file import CONFIG_FILE, Values
 from jaxpar.convert.hf.folder import Tensors, check_tensors
-from jaxpar.convert.hf.importing import PublishedModel, fill_run, open_source, source_config
+from jaxpar.convert.hf.importing import (
+    PublishedModel,
+    check_tokenizer,
+    fill_run,
+    open_source,
+    source_config,
+)
 from jaxpar.convert.new_folder import new_folder, refuse_used, require_space
 from jaxpar.convert.peft.exporting import ADAPTER_CONFIG, ADAPTER_FILE, adapter_entries, either
 from jaxpar.convert.peft.merging import unmerged_reader, with_factor
@@ -55,9 +61,9 @@ def read_adapter_config(folder: Path) -> Values:
     """
     path = folder / ADAPTER_CONFIG
     try:
-        values = json.loads(path.read_text("utf-8"))
+        values = read_json_object(path)
         items = sorted(values.items())
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         rule = f"has no {ADAPTER_CONFIG} that can be read ({error})"
         raise ConfigError("DIR", str(folder), rule, "use a folder that PEFT has saved") from error
     for key, value in items:
@@ -129,6 +135,7 @@ def from_peft(
     cfg = dataclasses.replace(source_config(source, run_dir), lora=lora_of(values))
     check(cfg)
     adapters = _adapters(folder, source, cfg)
+    check_tokenizer(source.folder, log, strict=tolerance is not None)
     refuse_used("RUN", run_dir)
     check_run_folder("RUN", str(run_dir), "use another name")
     size = num_params(cfg.model) + num_adapter_params(cfg.model, cfg.lora)

@@ -1,11 +1,11 @@
 """Readers for Parquet and Arrow files, and for folders of Hugging Face datasets."""
 
 import io
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from jaxpar.config.json_reader import read_json_object
 from jaxpar.data.formats.readers import (
     READ_BYTES,
     Piece,
@@ -112,7 +112,7 @@ def saved_shards(folder: Path) -> list[Path] | None:
     if not state.is_file():
         return None
     try:
-        names = [part["filename"] for part in json.loads(state.read_text("utf-8"))["_data_files"]]
+        names = [part["filename"] for part in read_json_object(state)["_data_files"]]
         shards = [folder / name for name in names]
     except (ValueError, KeyError, TypeError) as error:
         rule = f"is not what `datasets.save_to_disk` writes ({error!r})"

@@ -14,6 +14,7 @@ from jaxpar.config import ConfigError
 from jaxpar.config.rules.limits import TOKEN_ID
 from jaxpar.data.formats import bin_file, megatron
 from jaxpar.data.formats.meta import (
+    MAX_VOCAB_SIZE,
     META_FILE,
     NO_TOKENIZER,
     TRAIN,
@@ -163,6 +164,10 @@ def _write_folder(
     if options.held_out:
         held_out = _opened("--held-out", options.held_out, VAL, options, tokenizer)
     vocab_size = max(_vocab_size([*inputs, *held_out], tokenizer), eos_id + 1)
+    if vocab_size > MAX_VOCAB_SIZE:
+        rule = f"has token ids up to {vocab_size - 1:,}, above the limit of {MAX_VOCAB_SIZE - 1:,}"
+        fix = "check the dtype of the input, and --eos-id"
+        raise ConfigError("--input", " ".join(options.input), rule, fix)
     with whole_folder(options.output, options.overwrite) as folder:
         splits, entropy = {}, 0.0
         for split, datasets in ((TRAIN, inputs), (VAL, held_out)):

@@ -10,6 +10,8 @@ and once: `meta.json`, and `tokenizer.json` unless the tokenizer is plain bytes.
 import dataclasses
 import hashlib
 import json
+import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
@@ -17,13 +19,20 @@ from typing import Any, get_origin, get_type_hints
 import numpy as np
 
 from jaxpar.config import ConfigError
+from jaxpar.config.json_reader import read_json_object
 
 FORMAT = "jaxpar-tokens"
 VERSION = 1
 TRAIN, VAL = SPLITS = ("train", "val")
 
+#: The kinds of tokenizers: plain bytes, and a tokenizer.json.
+BYTES, JSON = "bytes", "json"
+
 #: The tokenizer kind of tokens that were converted without a tokenizer.
 NO_TOKENIZER = "none"
+
+#: Limit on the size of a vocabulary. Arrays have this size, for example counts of each token.
+MAX_VOCAB_SIZE = 1 << 24
 
 #: Dtypes of stored tokens.
 DTYPES = ("uint16", "uint32")
@@ -138,8 +147,8 @@ def read_meta(folder: str | Path) -> Meta:
         fix = f"create it with `{PREPARE} {folder}`, or set data.path to another dataset"
         raise ConfigError("data.path", str(folder), f"{rule} (no {META_FILE})", fix)
     try:
-        return _parse(json.loads(path.read_text("utf-8")))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        return _parse(read_json_object(path, what="it"))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         rule = f"{path} is not the {META_FILE} of a version {VERSION} dataset ({error})"
         fix = f"prepare it again with `{PREPARE} {folder} --overwrite`"
         raise ConfigError("data.path", str(folder), rule, fix) from error
@@ -153,9 +162,43 @@ def _parse(values: dict[str, Any]) -> Meta:
     _check_types(meta)
     for split in splits.values():
         _check_types(split)
-    if meta.dtype not in DTYPES:
-        raise ValueError(f"dtype {meta.dtype!r}")
+    _check_values(meta)
     return meta
+
+
+def _check_values(meta: Meta) -> None:
+    """Raise ValueError for a value that `writer.py` and `convert.py` never write."""
+    valid = {
+        "dtype": meta.dtype in DTYPES,
+        "vocab_size": 1 <= meta.vocab_size <= MAX_VOCAB_SIZE
+        and not (meta.dtype == "uint16" and token_dtype(meta.vocab_size).name != "uint16"),
+        "eos_id": 0 <= meta.eos_id < meta.vocab_size,
+        "tokenizer": meta.tokenizer in (BYTES, JSON, NO_TOKENIZER),
+        "tokenizer_fingerprint": meta.tokenizer == NO_TOKENIZER
+        or _is_sha256(meta.tokenizer_fingerprint),
+        "unigram_entropy": 0 <= meta.unigram_entropy <= math.log(max(meta.vocab_size, 1)) + 1e-3,
+        "inputs": all(isinstance(name, str) for name in meta.inputs),
+        "holdout": 0 <= meta.holdout < 1,
+    }
+    parts: list[tuple[Meta | SplitMeta, dict[str, bool]]] = [(meta, valid)]
+    for split in meta.splits.values():
+        valid = {
+            "num_tokens": split.num_tokens >= 0,
+            "num_documents": 0 <= split.num_documents <= split.num_tokens,
+            "num_bytes": split.num_bytes >= 0,
+            "sha256": _is_sha256(split.sha256),
+            "targets_sha256": split.targets_sha256 == "" or _is_sha256(split.targets_sha256),
+            "documents_sha256": split.documents_sha256 == "" or _is_sha256(split.documents_sha256),
+        }
+        parts.append((split, valid))
+    for part, fine in parts:
+        for name in fine:
+            if not fine[name]:
+                raise ValueError(f"{name} {getattr(part, name)!r}")
+
+
+def _is_sha256(text: str) -> bool:
+    return re.fullmatch("[0-9a-f]{64}", text) is not None
 
 
 def _check_types(part: Meta | SplitMeta) -> None:

@@ -4,8 +4,10 @@ Text is returned exactly as stored, including newlines. Unreadable input raises 
 names the file and the line.
 """
 
+import codecs
 import gzip
 import io
+import itertools
 import json
 import re
 import zlib
@@ -22,8 +24,10 @@ PIECE_CHARS = 1 << 20
 #: Compressed bytes to read at a time.
 READ_BYTES = 1 << 20
 
-#: Maximum characters of a .txt document between separators.
-MAX_SEPARATED_CHARS = 1 << 28
+#: Maximum bytes of a line of JSON Lines, and characters of a document that is in memory at once: a
+#: value of a table, or a text between separators. A small compressed file can contain a line of
+#: gigabytes.
+MAX_LINE_BYTES = MAX_DOCUMENT_CHARS = 1 << 26
 
 
 class Piece(NamedTuple):
@@ -75,9 +79,12 @@ def read_jsonl(file: BinaryIO, path: Path, options: ReadOptions) -> Iterator[Pie
 def json_records(file: BinaryIO, path: Path) -> Iterator[tuple[str, Any]]:
     """Yield the values of a JSON Lines file with their places; blank lines are skipped."""
     for number, line in enumerate(_lines(file, path), start=1):
+        where = f"{path}:{number}"
+        if len(line) > MAX_LINE_BYTES:
+            rule = f"is longer than {MAX_LINE_BYTES:,} bytes"
+            raise input_error(where, rule, "remove the line, or split its document")
         if not line.strip():
             continue
-        where = f"{path}:{number}"
         try:
             record = json.loads(line.decode("utf-8"))
         except (ValueError, RecursionError) as error:
@@ -87,19 +94,24 @@ def json_records(file: BinaryIO, path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
+    """Yield lines; if one is longer than MAX_LINE_BYTES, its start with one byte more."""
     kind = path.suffix.lower()
     if kind not in (".gz", ".zst"):
-        yield from file
+        yield from _bounded(file)
         return
     try:
         if path.stat().st_size == 0:  # which gzip accepts
             raise EOFError("it has 0 bytes, without even a header")
         with gzip.open(file) if kind == ".gz" else _open_zst(file, path) as lines:
-            yield from lines
+            yield from _bounded(lines)
     except (gzip.BadGzipFile, EOFError, zlib.error, OSError) as error:
         name = "gzip" if kind == ".gz" else "zstd"
         rule = f"is not a complete {name} file ({error})"
         raise input_error(str(path), rule, "download or compress it again") from error
+
+
+def _bounded(lines: BinaryIO | gzip.GzipFile) -> Iterator[bytes]:
+    return iter(lambda: lines.readline(MAX_LINE_BYTES + 1), b"")
 
 
 def _open_zst(file: BinaryIO, path: Path) -> BinaryIO:
@@ -131,6 +143,9 @@ def valid_text(
     if not isinstance(value, str):
         rule = f"{what} must be text, not {type(value).__name__}"
         raise input_error(where, rule, fix)
+    if len(value) > MAX_DOCUMENT_CHARS:
+        rule = f"{what} is longer than {MAX_DOCUMENT_CHARS:,} characters"
+        raise input_error(where, rule, "split the document, or remove it")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -149,8 +164,8 @@ def _separated(chunks: Iterable[str], separator: str, path: Path) -> Iterator[st
         # `str.split` is several times as fast, and equivalent without \r.
         *documents, rest = either.split(text) if "\r" in text else text.split(separator)
         yield from documents
-        if len(rest) > MAX_SEPARATED_CHARS:
-            rule = f"no {separator!r} within {MAX_SEPARATED_CHARS:,} characters"
+        if len(rest) > MAX_DOCUMENT_CHARS:
+            rule = f"no {separator!r} within {MAX_DOCUMENT_CHARS:,} characters"
             fix = "use a --separator that occurs in the file, or none"
             raise input_error(str(path), rule, fix)
     yield rest
@@ -171,12 +186,14 @@ def cut(chunks: Iterable[str], tell: Callable[[], int]) -> Iterator[Piece]:
 
 
 def _first_line_not_utf8(path: Path) -> int:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
+    decoder, line = codecs.getincrementaldecoder("utf-8")(), 1
+    with path.open("rb") as file:
+        for chunk in itertools.chain(iter(lambda: file.read(READ_BYTES), b""), [b""]):
             try:
-                line.decode("utf-8")
-            except UnicodeDecodeError:
-                return number
+                decoder.decode(chunk, final=not chunk)
+            except UnicodeDecodeError as error:
+                return line + error.object.count(b"\n", 0, error.start)
+            line += chunk.count(b"\n")
     raise AssertionError(f"{path} changed while it was read")
 
 

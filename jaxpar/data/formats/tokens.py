@@ -150,7 +150,9 @@ def _map_offsets(folder: Path, split: str, sizes: SplitMeta) -> np.ndarray:
     path = folder / documents_file(split)
     try:
         offsets = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (FileNotFoundError, ValueError, EOFError) as error:
+    except Exception as error:  # for a damaged header, NumPy raises errors of several kinds
+        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+            raise  # which may be transient
         raise _damaged(folder, f"{path} cannot be read ({error})") from error
     if offsets.shape != (sizes.num_documents + 1,) or offsets.dtype != np.int64:
         expected = f"int64 [{sizes.num_documents + 1}]"

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import rich.progress
-from rich.console import Console
+
+from jaxpar.runtime import terminal
 
 #: Seconds between two log lines.
 LOG_EVERY = 10.0
@@ -59,7 +60,7 @@ class BarProgress(PreparationProgress):
 @contextmanager
 def console_progress() -> Iterator[PreparationProgress]:
     """Yield a progress bar if stderr is a terminal, and log lines otherwise."""
-    console = Console(stderr=True)
+    console = terminal.console(stderr=True)
     if not console.is_terminal:
         yield LogProgress()
         return

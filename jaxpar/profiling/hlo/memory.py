@@ -57,7 +57,7 @@ def memory_of(buffers: Any, module: Module | None = None) -> ProgramMemory | Non
     """Return the memory of a program.
 
     Args:     buffers: `xspace.TracedProgram.buffers`. module: provides scopes and shapes.
-    Returns:  None if the trace does not have it.
+    Returns:  None if the trace does not have it, or it is damaged.
     """
     if buffers is None or not buffers.buffer_allocations:
         return None
@@ -68,9 +68,12 @@ def memory_of(buffers: Any, module: Module | None = None) -> ProgramMemory | Non
     parts: Counter[str] = Counter()
     for allocation in buffers.buffer_allocations:
         parts[_part_of(allocation, temporary)] += allocation.size
-    live, alive = _play(events, sizes)
     place = {b.id: tuple(b.defined_at.shape_index) for b in buffers.logical_buffers}
-    at_peak = [_buffer(sizes[n], name, place[n], module) for n, name in alive.items()]
+    try:
+        live, alive = _play(events, sizes)
+        at_peak = [_buffer(sizes[n], name, place[n], module) for n, name in alive.items()]
+    except LookupError:
+        return None  # an event names a buffer that the plan lacks
     return ProgramMemory(
         arguments=parts["arguments"],
         results=parts["results"],

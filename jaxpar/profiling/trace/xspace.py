@@ -8,14 +8,14 @@ Source:   openxla/xla, xla/tsl/profiler/protobuf/xplane.proto and xla/service/hl
 """
 
 import functools
-import gzip
 import re
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message, message_factory
+
+from jaxpar.runtime.files import gzipped
 
 #: Message -> its fields as name:number:type; * before the type: repeated.
 _MESSAGES = {
@@ -41,6 +41,9 @@ _MESSAGES = {
 }
 
 _HLO_STAT = "Hlo Proto"
+
+#: Maximum bytes of a trace, decompressed. Reading it takes a few times as much memory.
+MAX_BYTES = 1 << 29
 
 
 class NotATrace(ValueError):
@@ -69,12 +72,11 @@ class TracedProgram:
 def read_bytes(path: str | Path) -> bytes:
     """Read a trace file, which may be compressed (.gz).
 
-    Raises:   NotATrace if it cannot be decompressed.
+    Raises:   NotATrace if it cannot be decompressed, or has more than MAX_BYTES.
     """
-    data = Path(path).read_bytes()
     try:
-        return gzip.decompress(data) if Path(path).suffix == ".gz" else data
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        return gzipped.read_bytes(Path(path), MAX_BYTES)
+    except gzipped.NotReadable as error:
         raise not_a_trace(path, error) from error
 
 

@@ -1,0 +1,85 @@
+"""Output streams that show control characters as escapes.
+
+Names of tensors, paths and options may come from a stranger. A terminal would obey the escape
+sequences in them: move the cursor, hide text, or set its title. `run_program` therefore replaces
+both standard streams, so that every `print` is safe. What draws with escape sequences itself uses
+`console` (rich) or `drawing` (other libraries).
+"""
+
+import contextlib
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, TextIO
+
+from jaxpar.config.printable import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+#: Layout of ordinary output. Progress bars return to the start of their line with \r.
+_LAYOUT = "\n\t\r"
+
+
+class SafeStream:
+    """A text stream that shows control characters as escapes."""
+
+    def __init__(self, stream: TextIO):
+        self.unescaped = stream
+
+    def write(self, text: str) -> int:
+        """Write a text. Returns its length."""
+        self.unescaped.write(printable(text, _LAYOUT))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write several texts."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.unescaped, name)
+
+
+def _unescaped(stream: TextIO) -> TextIO:
+    return getattr(stream, "unescaped", stream)
+
+
+@contextlib.contextmanager
+def safe_streams() -> Iterator[None]:
+    """Replace the standard streams by safe ones."""
+    with (
+        contextlib.redirect_stdout(SafeStream(sys.stdout)),
+        contextlib.redirect_stderr(SafeStream(sys.stderr)),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def drawing() -> Iterator[None]:
+    """Let a library draw with escape sequences. Pass it no text of strangers."""
+    with (
+        contextlib.redirect_stdout(_unescaped(sys.stdout)),
+        contextlib.redirect_stderr(_unescaped(sys.stderr)),
+    ):
+        yield
+
+
+def console(*, stderr: bool = False, **options: Any) -> "Console":
+    """Make a rich console, which draws, and shows control characters of texts as escapes."""
+    from rich.console import Console
+
+    from jaxpar.runtime.rich_texts import EscapeTexts
+
+    stream = sys.stderr if stderr else sys.stdout
+    if hasattr(stream, "unescaped"):  # a safe stream, or one that wraps it
+        options["file"] = stream.unescaped
+    made = Console(stderr=stderr, **options)
+    made.push_render_hook(EscapeTexts())
+    return made
+
+
+def write_generated(text: str) -> None:
+    """Write a model's text to stdout: with escapes on a terminal, unchanged to a file or a pipe."""
+    stream = _unescaped(sys.stdout)
+    stream.write(printable(text, "\n\t") if stream.isatty() else text)
+    stream.flush()
