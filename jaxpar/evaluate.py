@@ -6,17 +6,14 @@ from --include-path. Requires lm_eval: pip install lm-eval.
 
 from collections.abc import Sequence
 
-import tyro
-
-from jaxpar.config.command_line import as_called
 from jaxpar.inference.evaluate import EvaluateOptions, evaluate
+from jaxpar.runtime.option_classes import read_options
 from jaxpar.runtime.program import run_program
 
 
 def main(argv: Sequence[str]) -> None:
     """Run the command line."""
-    prog, doc = as_called("python -m jaxpar.evaluate"), as_called(__doc__ or "")
-    evaluate(tyro.cli(EvaluateOptions, args=list(argv), prog=prog, description=doc))
+    evaluate(read_options(EvaluateOptions, argv, "jaxpar.evaluate", __doc__))
 
 
 if __name__ == "__main__":

@@ -8,17 +8,14 @@ problem. No file is written.
 
 from collections.abc import Sequence
 
-import tyro
-
-from jaxpar.config.command_line import as_called
+from jaxpar.runtime.option_classes import read_options
 from jaxpar.runtime.program import run_program
 from jaxpar.verification.replay import ReplayOptions, replay
 
 
 def main(argv: Sequence[str]) -> None:
     """Run the command line."""
-    prog, doc = as_called("python -m jaxpar.replay"), as_called(__doc__ or "")
-    replay(tyro.cli(ReplayOptions, args=list(argv), prog=prog, description=doc))
+    replay(read_options(ReplayOptions, argv, "jaxpar.replay", __doc__))
 
 
 if __name__ == "__main__":

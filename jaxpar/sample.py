@@ -2,17 +2,14 @@
 
 from collections.abc import Sequence
 
-import tyro
-
-from jaxpar.config.command_line import as_called
 from jaxpar.inference.sample import SampleOptions, sample
+from jaxpar.runtime.option_classes import read_options
 from jaxpar.runtime.program import run_program
 
 
 def main(argv: Sequence[str]) -> None:
     """Run the command line."""
-    prog, doc = as_called("python -m jaxpar.sample"), as_called(__doc__ or "")
-    sample(tyro.cli(SampleOptions, args=list(argv), prog=prog, description=doc))
+    sample(read_options(SampleOptions, argv, "jaxpar.sample", __doc__))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 import tyro
 
 from jaxpar.config import ConfigError, flag
-from jaxpar.config.command_line import as_called
 from jaxpar.data.formats.convert import ConvertOptions, convert
 from jaxpar.data.formats.inspect import InspectOptions, inspect_tokens
 from jaxpar.data.formats.meta import Meta
@@ -14,7 +13,9 @@ from jaxpar.data.prepare.chat_command import ChatOptions, prepare_chat
 from jaxpar.data.prepare.progress import console_progress
 from jaxpar.data.prepare.text import PrepareOptions, prepare
 from jaxpar.runtime import exit_codes
+from jaxpar.runtime.option_classes import read_subcommand
 from jaxpar.runtime.program import run_program
+from jaxpar.runtime.stages import stage
 
 Options = PrepareOptions | ChatOptions | ConvertOptions | InspectOptions
 
@@ -23,17 +24,20 @@ EXIT_INTERRUPTED = 130
 
 
 def read_command(args: Sequence[str]) -> Options:
-    """Parse a command line. `--help` and errors end the program."""
-    return tyro.extras.subcommand_cli_from_dict(
+    """Parse a command line. `--help` ends the program.
+
+    Raises:   ConfigError for an invalid option.
+    """
+    return read_subcommand(
         {
             "prepare": PrepareOptions,
             "prepare-chat": ChatOptions,
             "convert": ConvertOptions,
             "inspect": InspectOptions,
         },
-        prog=as_called("python -m jaxpar.data"),
-        description="Prepare, convert and inspect datasets of tokens, for `data.path`.",
-        args=list(args),
+        args,
+        "jaxpar.data",
+        "Prepare, convert and inspect datasets of tokens, for `data.path`.",
         config=(tyro.conf.FlagCreatePairsOff,),
     )
 
@@ -62,7 +66,8 @@ def main(args: Sequence[str]) -> int:
 def _run(options: Options) -> str:
     """Run the command. Returns:  the text to print."""
     if isinstance(options, InspectOptions):
-        return inspect_tokens(options)
+        with stage(f"reading {options.path}"):
+            return inspect_tokens(options)
     with console_progress() as progress:
         if isinstance(options, ConvertOptions):
             return convert(options, progress)
