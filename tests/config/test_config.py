@@ -399,21 +399,3 @@ def test_numbers_of_devices_do_not_matter_to_what_can_be_checked_before():
     check(replace(Config(), **{"parallel.tensor": 4, "parallel.data": 32}))
     with pytest.raises(ConfigError, match=r"num_microbatches = 5, since"):
         check(replace(Config(), **{"parallel.num_microbatches": 5}))
-
-
-@pytest.mark.parametrize(
-    ("devices", "fields", "count"),
-    [
-        (1, {}, 16),
-        (4, {}, 4),
-        (4, {"parallel.tensor": 2}, 8),
-        (4, {"parallel.num_microbatches": 4}, 4),
-        (4, {"parallel.pipeline": 2, "parallel.virtual_stages": 2}, 8),
-    ],
-)
-def test_the_size_of_microbatches_gives_their_number(devices, fields, count):
-    cfg = replace(Config(), **{"train.micro_batch_size": 2}, **fields)
-    check(cfg)
-    found = resolve(cfg, devices)
-    assert found.parallel.num_microbatches == count
-    assert resolve(found, devices) == found
