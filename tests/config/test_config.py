@@ -48,7 +48,6 @@ train.global_batch_size=7 | 2 | train.global_batch_size | parallel.data = 2
 train.global_batch_size=12 parallel.num_microbatches=2 parallel.replica=2 | 8 | \
     train.global_batch_size | parallel.data * parallel.num_microbatches = 16
 train.micro_batch_size=3 | 2 | train.micro_batch_size | divide the 16 sequences that each of 2
-train.micro_batch_size=64 | 1 | train.micro_batch_size | divide the 32 sequences
 train.micro_batch_size=-1 | 1 | train.micro_batch_size | not be negative
 train.micro_batch_size=4 parallel.num_microbatches=2 | 2 | parallel.num_microbatches | from the 4
 train.micro_batch_size=16 parallel.pipeline=2 parallel.virtual_stages=2 | 4 | \
@@ -118,7 +117,6 @@ train.z_loss=-inf | 1 | train.z_loss | finite
 model.norm_eps=0 | 1 | model.norm_eps | above 0
 model.rope_theta=-1 | 1 | model.rope_theta | above 0
 model.init_std=nan | 1 | model.init_std | finite
-optimizer.warmup_fraction=-0.1 | 1 | optimizer.warmup_fraction | at least 0 and below 1
 optimizer.warmup_fraction=1.0 | 1 | optimizer.warmup_fraction | at least 0 and below 1
 optimizer.decay_steps=-1 | 1 | optimizer.decay_steps | not be negative
 optimizer.decay_steps=5 optimizer.schedule=constant | 1 | optimizer.decay_steps | has no effect
