@@ -48,7 +48,6 @@ train.global_batch_size=7 | 2 | train.global_batch_size | parallel.data = 2
 train.global_batch_size=12 parallel.num_microbatches=2 parallel.replica=2 | 8 | \
     train.global_batch_size | parallel.data * parallel.num_microbatches = 16
 train.micro_batch_size=3 | 2 | train.micro_batch_size | divide the 16 sequences that each of 2
-train.micro_batch_size=64 | 1 | train.micro_batch_size | divide the 32 sequences
 train.micro_batch_size=-1 | 1 | train.micro_batch_size | not be negative
 train.micro_batch_size=4 parallel.num_microbatches=2 | 2 | parallel.num_microbatches | from the 4
 train.micro_batch_size=16 parallel.pipeline=2 parallel.virtual_stages=2 | 4 | \
@@ -118,7 +117,6 @@ train.z_loss=-inf | 1 | train.z_loss | finite
 model.norm_eps=0 | 1 | model.norm_eps | above 0
 model.rope_theta=-1 | 1 | model.rope_theta | above 0
 model.init_std=nan | 1 | model.init_std | finite
-optimizer.warmup_fraction=-0.1 | 1 | optimizer.warmup_fraction | at least 0 and below 1
 optimizer.warmup_fraction=1.0 | 1 | optimizer.warmup_fraction | at least 0 and below 1
 optimizer.decay_steps=-1 | 1 | optimizer.decay_steps | not be negative
 optimizer.decay_steps=5 optimizer.schedule=constant | 1 | optimizer.decay_steps | has no effect
@@ -407,21 +405,3 @@ def test_numbers_of_devices_do_not_matter_to_what_can_be_checked_before():
     check(replace(Config(), **{"parallel.tensor": 4, "parallel.data": 32}))
     with pytest.raises(ConfigError, match=r"num_microbatches = 5, since"):
         check(replace(Config(), **{"parallel.num_microbatches": 5}))
-
-
-@pytest.mark.parametrize(
-    ("devices", "fields", "count"),
-    [
-        (1, {}, 16),
-        (4, {}, 4),
-        (4, {"parallel.tensor": 2}, 8),
-        (4, {"parallel.num_microbatches": 4}, 4),
-        (4, {"parallel.pipeline": 2, "parallel.virtual_stages": 2}, 8),
-    ],
-)
-def test_the_size_of_microbatches_gives_their_number(devices, fields, count):
-    cfg = replace(Config(), **{"train.micro_batch_size": 2}, **fields)
-    check(cfg)
-    found = resolve(cfg, devices)
-    assert found.parallel.num_microbatches == count
-    assert resolve(found, devices) == found
