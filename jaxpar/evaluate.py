@@ -7,13 +7,13 @@ from --include-path. Requires lm_eval: pip install lm-eval.
 from collections.abc import Sequence
 
 from jaxpar.inference.evaluate import EvaluateOptions, evaluate
+from jaxpar.runtime.option_classes import read_options
 from jaxpar.runtime.program import run_program
-from jaxpar.runtime.typed_options import read_options
 
 
 def main(argv: Sequence[str]) -> None:
     """Run the command line."""
-    evaluate(read_options(EvaluateOptions, argv, "python -m jaxpar.evaluate", __doc__))
+    evaluate(read_options(EvaluateOptions, argv, "jaxpar.evaluate", __doc__))
 
 
 if __name__ == "__main__":

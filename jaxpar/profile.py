@@ -18,15 +18,17 @@ from jaxpar.profiling.command import (
 from jaxpar.profiling.hlo.memory import memory_of, of_sums
 from jaxpar.profiling.loading import load
 from jaxpar.runtime.files import json_output
+from jaxpar.runtime.option_classes import read_options
 from jaxpar.runtime.program import run_program
-from jaxpar.runtime.typed_options import read_options
+from jaxpar.runtime.stages import stage
 
 
 def main(argv: Sequence[str]) -> None:
     """Run the command line."""
-    options = read_options(ProfileOptions, argv, "python -m jaxpar.profile", __doc__)
+    options = read_options(ProfileOptions, argv, "jaxpar.profile", __doc__)
     check(options)
-    loaded = load(options.path, options.step)
+    with stage(f"reading {options.path}"):
+        loaded = load(options.path, options.step)
     found = figures(loaded, gpu_of(options, loaded), options.top)
     sent, memory = sent_by(loaded), memory_of(loaded.buffers, loaded.module)
     if memory is None and loaded.facts is not None:

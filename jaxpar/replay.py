@@ -8,14 +8,14 @@ problem. No file is written.
 
 from collections.abc import Sequence
 
+from jaxpar.runtime.option_classes import read_options
 from jaxpar.runtime.program import run_program
-from jaxpar.runtime.typed_options import read_options
 from jaxpar.verification.replay import ReplayOptions, replay
 
 
 def main(argv: Sequence[str]) -> None:
     """Run the command line."""
-    replay(read_options(ReplayOptions, argv, "python -m jaxpar.replay", __doc__))
+    replay(read_options(ReplayOptions, argv, "jaxpar.replay", __doc__))
 
 
 if __name__ == "__main__":

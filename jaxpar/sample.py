@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 
 from jaxpar.inference.sample import SampleOptions, sample
+from jaxpar.runtime.option_classes import read_options
 from jaxpar.runtime.program import run_program
-from jaxpar.runtime.typed_options import read_options
 
 
 def main(argv: Sequence[str]) -> None:
     """Run the command line."""
-    sample(read_options(SampleOptions, argv, "python -m jaxpar.sample", __doc__))
+    sample(read_options(SampleOptions, argv, "jaxpar.sample", __doc__))
 
 
 if __name__ == "__main__":

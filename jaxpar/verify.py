@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
     needed = max(map(num_devices, meshes.values())) if options.mesh else DEFAULT_DEVICES
     devices = start_devices(asked.run, options.devices or asked.run.cpu_devices, needed)
     configs = resolve_meshes(cfg, meshes, len(devices), given=bool(options.mesh))
-    refuse_large(cfg, devices)
+    refuse_large(cfg, configs.values(), devices)
     print_conditions(options, asked, cfg, devices)
     with jax.default_matmul_precision("highest"):
         rows = compare_meshes(cfg, configs, devices, options.steps, options.tolerance)

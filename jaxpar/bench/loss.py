@@ -17,14 +17,17 @@ from jax.sharding import PartitionSpec
 from jaxpar.bench.timing import Timing, time_interleaved
 from jaxpar.bench.training import conditions
 from jaxpar.config import Config, ConfigError, ParallelConfig
+from jaxpar.config.numerals import only_digits
+from jaxpar.config.rules.limits import MAX_INT, Range, most_of
 from jaxpar.model.loss import cross_entropy, num_chunks
 from jaxpar.parallel.collectives import varying
 from jaxpar.runtime import exit_codes, provenance
 from jaxpar.runtime import start as runtime
 from jaxpar.runtime.files import json_output
-from jaxpar.runtime.options import check_file, check_repeats
+from jaxpar.runtime.options import check_file
 from jaxpar.runtime.options import parser as make_parser
 from jaxpar.runtime.processes import rendezvous
+from jaxpar.runtime.stages import stage
 from jaxpar.sharding.mesh import make_mesh
 
 GIB = 1 << 30
@@ -76,24 +79,22 @@ def read_command(argv: Sequence[str]) -> argparse.Namespace:
         default="8192,16384,32768",
         help="numbers of tokens, one per row of the output (%(default)s)",
     )
-    add("--vocab", type=int, default=128256, help="vocabulary size (%(default)s)")
-    add("--chunks", type=int, default=0, help="parallel.loss_chunks (%(default)s: chunks of 1 GiB)")
+    vocab, width = (Range(1, most_of(f"model.{name}"), 4096) for name in ("vocab_size", "d_model"))
+    parser.whole("--vocab", 128256, vocab, help="vocabulary size (%(default)s)")
+    told = "parallel.loss_chunks (%(default)s: chunks of 1 GiB)"
+    parser.whole("--chunks", 0, Range(0, 1 << 24, 1), help=told)
     add(
         "--logits-dtype",
         choices=("float32", "compute"),
         default="float32",
         help="dtype of jaxpar's logits",
     )
-    add("--d-model", type=int, default=4096, help="width of the hidden states (%(default)s)")
+    parser.whole("--d-model", 4096, width, help="width of the hidden states (%(default)s)")
     options = parser.parse_args(argv)
     sizes = options.tokens.split(",")
-    if not all(n.isdecimal() and int(n) for n in sizes) or min(options.vocab, options.d_model) < 1:
-        said = f"{options.tokens}, {options.vocab}, {options.d_model}"
-        rule = "must be positive integers"
-        raise ConfigError("--tokens, --vocab, --d-model", said, rule, "use --tokens 8192,16384")
-    if options.chunks < 0:
-        raise ConfigError("--chunks", options.chunks, "must not be negative", "use --chunks 1")
-    check_repeats(options)
+    if not all(only_digits(n) and 0 < int(n) <= MAX_INT for n in sizes):
+        rule = f"must be positive integers of at most {MAX_INT:,}, separated by commas"
+        raise ConfigError("--tokens", options.tokens, rule, "use --tokens 8192,16384")
     check_file("--card", options.card)
     options.tokens = [int(n) for n in sizes]
     return options
@@ -137,7 +138,8 @@ def main(argv: Sequence[str]) -> int:
         "  ".join(name.replace("_gib", " GiB").replace("_ms", " ms").rjust(10) for name in columns)
     )
     for tokens in options.tokens:
-        row = measure(tokens, options)
+        with stage(f"measuring {tokens:,} tokens"):
+            row = measure(tokens, options)
         text = lambda x: f"{x:,.2f}" if isinstance(x, float) else f"{x:,}" if x else "-"  # noqa: E731
         print("  ".join(text(row[name]).rjust(10) for name in columns), flush=True)
         card["rows"].append(row)

@@ -9,11 +9,10 @@ import jax
 import tyro
 
 from jaxpar.checkpoint import inspection
+from jaxpar.config.rules.limits import STEP
 from jaxpar.runtime import exit_codes
+from jaxpar.runtime.option_classes import read_subcommand
 from jaxpar.runtime.program import run_program
-from jaxpar.runtime.typed_options import read_command
-
-PROGRAM = "python -m jaxpar.checkpoint"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +29,7 @@ class Verify:
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run folder."""
-    step: int | None = None
+    step: Annotated[int | None, STEP] = None
     """Checkpoint to verify. None: all."""
 
 
@@ -42,9 +41,9 @@ class Diff:
     """Run folder."""
     other: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN2")] = ""
     """Folder of another run. Empty: the same run."""
-    step: int | None = None
+    step: Annotated[int | None, STEP] = None
     """Checkpoint of RUN. None: the latest."""
-    other_step: int | None = None
+    other_step: Annotated[int | None, STEP] = None
     """Checkpoint of RUN2. None: the latest."""
 
 
@@ -54,8 +53,11 @@ type Options = Ls | Verify | Diff
 
 
 def read_options(argv: Sequence[str]) -> Options:
-    """Parse a command line."""
-    options = read_command(COMMANDS, argv, PROGRAM, __doc__)
+    """Parse a command line.
+
+    Raises:   ConfigError for an invalid option.
+    """
+    options = read_subcommand(COMMANDS, argv, "jaxpar.checkpoint", __doc__)
     if isinstance(options, Diff):
         return dataclasses.replace(options, other=options.other or options.run)
     return options

@@ -21,6 +21,7 @@ from jaxpar.data.sources import fingerprint
 FREE_MODEL_FIELDS = {
     "init_std",
     "dtype",
+    "matmul_precision",
     "logits_dtype",
     "attention_backend",
     "attention_deterministic",

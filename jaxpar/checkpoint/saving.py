@@ -16,6 +16,7 @@ from orbax.checkpoint import v1 as ocp
 
 import jaxpar
 from jaxpar.checkpoint import integrity
+from jaxpar.checkpoint.orbax_errors import errors_file, errors_to_file
 from jaxpar.checkpoint.saved import METADATA, folder, saved_steps
 from jaxpar.config import Config
 from jaxpar.data.skips import SkippedBatches
@@ -87,6 +88,8 @@ class Checkpointer:
             cleanup_tmp_directories=True,
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._to_file = contextlib.ExitStack()
+        self._to_file.enter_context(errors_to_file(cfg.run.dir))
         self._saving: tuple[int, Future[None]] | None = None
         self._failures, self._last_error = 0, ""
         self._half_written: set[int] = set()
@@ -216,7 +219,9 @@ class Checkpointer:
             raise SaveFailed(f"{self._last_error} (failure {self._failures} in a row)") from error
         if jax.process_index() == 0:
             more = f"{self._failures} in a row, {allowed} allowed"
-            integrity.warn(f"{text}\n           Training continues without it ({more}).")
+            detail = errors_file(self._cfg.run.dir)
+            at = f" Details: {detail}" if detail.is_file() else ""
+            integrity.warn(f"{text}\n           Training continues without it ({more}).{at}")
 
     def _sweep(self) -> None:
         """Delete the files of failed saves. Called repeatedly, because they may still be writing.
@@ -245,6 +250,8 @@ class Checkpointer:
                 if not self._last_error:  # otherwise `finish` raises that one
                     where = folder(self._cfg.run.dir)
                     raise SaveFailed(f"{where} could not be written to: {error}") from error
+            finally:
+                self._to_file.close()
             self._sweep()
 
     def __enter__(self) -> "Checkpointer":

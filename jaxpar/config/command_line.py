@@ -16,6 +16,7 @@ from jaxpar.config import Config, ConfigError, default_of, flag, replace
 from jaxpar.config.config_file import known_configs, load_config
 from jaxpar.config.fields import field_types, leaf_paths, unknown_field
 from jaxpar.config.help import asks_help, print_help, topic_of
+from jaxpar.config.numerals import number, whole_number
 from jaxpar.config.serialize import to_json
 from jaxpar.config.type_check import check_types
 from jaxpar.config.validate import check
@@ -142,8 +143,8 @@ _WORDS = {"true": True, "false": False}
 
 #: Parsers of the types that a field can have.
 _READERS: Mapping[Any, Callable[[str], Any]] = {
-    int: int,
-    float: float,
+    int: whole_number,
+    float: number,
     str: str,
     bool: lambda text: _WORDS[text.lower()],
     NoneType: lambda text: {"none": None}[text.lower()],

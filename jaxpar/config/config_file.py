@@ -70,7 +70,7 @@ def _naming_the_line(name: str, path: Path) -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if isinstance(error, SyntaxError) and error.filename == str(path):
             line, reason = error.lineno, error.msg
         else:

@@ -81,6 +81,39 @@ def require(ok: bool, cfg: "Config", path: str, rule: str, *ways: str) -> None:
         raise ConfigError(path, value_of(cfg, path), rule, "use " + ", or ".join(ways))
 
 
+#: Names that other programs give to fields.
+ALIASES = {
+    **dict.fromkeys(("lr", "max_lr", "peak_lr"), "optimizer.learning_rate"),
+    "min_lr": "optimizer.min_lr_ratio",
+    **dict.fromkeys(("wd", "decay"), "optimizer.weight_decay"),
+    **dict.fromkeys(("warmup", "warmup_iters"), "optimizer.warmup_steps"),
+    **dict.fromkeys(("lr_scheduler", "scheduler", "lr_decay_style"), "optimizer.schedule"),
+    "optim": "optimizer.name",
+    **dict.fromkeys(("clip", "grad_clip", "clip_grad", "max_norm"), "optimizer.clip_norm"),
+    **dict.fromkeys(("b1", "adam_beta1"), "optimizer.beta1"),
+    **dict.fromkeys(("b2", "adam_beta2"), "optimizer.beta2"),
+    **dict.fromkeys(("epsilon", "adam_eps"), "optimizer.eps"),
+    **dict.fromkeys(("bs", "batch", "batch_size", "gbs"), "train.global_batch_size"),
+    **dict.fromkeys(("steps", "max_steps", "iters", "train_iters"), "train.num_steps"),
+    **dict.fromkeys(("accum", "grad_accum", "ga"), "parallel.num_microbatches"),
+    **dict.fromkeys(("layers", "n_layer", "n_layers", "depth"), "model.num_layers"),
+    **dict.fromkeys(("hidden_size", "n_embd", "width", "dim"), "model.d_model"),
+    **dict.fromkeys(("heads", "n_head", "n_heads"), "model.num_heads"),
+    **dict.fromkeys(("kv_heads", "n_kv_heads", "num_key_value_heads"), "model.num_kv_heads"),
+    **dict.fromkeys(("ffn_hidden_size", "intermediate_size"), "model.d_ff"),
+    **dict.fromkeys(("vocab", "padded_vocab_size"), "model.vocab_size"),
+    **dict.fromkeys(("block_size", "context_length", "max_seq_len"), "data.seq_len"),
+    **dict.fromkeys(("tp", "tensor_parallel"), "parallel.tensor"),
+    **dict.fromkeys(("pp", "pipeline_parallel"), "parallel.pipeline"),
+    **dict.fromkeys(("dp", "fsdp"), "parallel.data"),
+    **dict.fromkeys(("cp", "sp"), "parallel.sequence"),
+    **dict.fromkeys(("ddp", "hsdp"), "parallel.replica"),
+    **dict.fromkeys(("save_every", "save_interval"), "checkpoint.every"),
+    **dict.fromkeys(("eval_every", "eval_interval"), "evaluation.every"),
+    **dict.fromkeys(("out_dir", "output_dir", "save_dir"), "run.dir"),
+}
+
+
 def unknown_field(path: str, value: Any, show: Callable[[str], str] = str) -> ConfigError:
     """Return the error for a path that is not a field, with the most similar fields.
 
@@ -89,7 +122,8 @@ def unknown_field(path: str, value: Any, show: Callable[[str], str] = str) -> Co
     section, _, name = path.rpartition(".")
     names = {known: known.rpartition(".")[2] for known in leaf_paths()}
     beside = [known for known in names if known.startswith(section + ".")]
-    meant = [known for known in names if names[known] == name]
+    meant = [ALIASES[name]] if name in ALIASES else []
+    meant = meant or [known for known in names if names[known] == name]
     if not meant and beside:
         near = difflib.get_close_matches(name, [names[known] for known in beside], n=1)
         meant = [known for known in beside if names[known] in near]
@@ -98,7 +132,9 @@ def unknown_field(path: str, value: Any, show: Callable[[str], str] = str) -> Co
     if meant:
         fix = "use " + " or ".join(map(show, meant))
     elif beside:
-        fix = "use one of " + ", ".join(map(show, beside))
+        near = difflib.get_close_matches(name, [names[known] for known in beside], n=3, cutoff=0)
+        best = ", ".join(show(f"{section}.{one}") for one in near)
+        fix = f"use one of {best}, or see --help {section.partition('.')[0]}"
     else:
         sections = ", ".join(field.name for field in dataclasses.fields(Config))
         fix = f"use SECTION.FIELD, with a section of {sections}"

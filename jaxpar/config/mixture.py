@@ -4,6 +4,7 @@ import math
 from typing import NamedTuple
 
 from jaxpar.config import Config, ConfigError, flag
+from jaxpar.config.numerals import number
 
 
 class Share(NamedTuple):
@@ -29,7 +30,7 @@ def _share(cfg: Config, part: str) -> Share:
     path, _, weight = part.rpartition(":")
     fix = f"use {flag(field, f'{path or cfg.data.path}:1')}"
     try:
-        share = Share(path.strip(), float(weight))
+        share = Share(path.strip(), number(weight))
     except ValueError as error:
         rule = f"must be PATH:WEIGHT,PATH:WEIGHT, but {part!r} has no weight"
         raise ConfigError(field, text, rule, f"use {flag(field, f'{part}:1')}") from error

@@ -85,6 +85,9 @@ class ModelConfig:
     matmul_dtype: Literal["compute", "float8"] = "compute"
     """Dtype of the operands of a layer's matmuls. float8: e4m3, and e5m2 for gradients, with
     scales computed at every step."""
+    matmul_precision: Literal["default", "tf32", "float32"] = "default"
+    """Precision of matmuls of float32 operands on GPUs. default: JAX's, which is TF32 since Ampere.
+    float32: without TF32. Other dtypes are not affected."""
     float8_scaling: Literal["tensor", "row"] = "tensor"
     """Granularity of float8 scales: per tensor, or per row (token). row computes weight gradients
     in the compute dtype."""

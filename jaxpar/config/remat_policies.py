@@ -1,5 +1,7 @@
 """Rematerialization policies: the values that they save for the backward pass."""
 
+from jaxpar.config.schema import ParallelConfig
+
 #: Values that can be saved for the backward pass instead of recomputed, in forward order.
 REMAT_NAMES = (
     "attn_norm",
@@ -37,6 +39,40 @@ REMAT_POLICIES: dict[str, tuple[str, ...]] = {
     "full": (),
     "offload": (LAYER_INPUT + ON_HOST, "attn_out" + ON_HOST, "attn_lse"),
 }
+
+
+def of_layers(p: ParallelConfig, count: int) -> tuple[str, ...]:
+    """Return the policy of each of `count` layers, those of a stage's chunk."""
+    policies = [p.remat] * count
+    for layers, policy in entries(p):
+        for i in range(count)[_slice(layers)]:
+            policies[i] = policy
+    return tuple(policies)
+
+
+def entries(p: ParallelConfig) -> list[tuple[str, str]]:
+    """Return the pairs (slice, policy) of `parallel.remat_layers`."""
+    pairs = (entry.partition("=") for entry in p.remat_layers.split(";") if entry.strip())
+    return [(layers.strip(), policy.strip()) for layers, _, policy in pairs]
+
+
+def _slice(text: str) -> slice:
+    """Parse a Python slice or a single index."""
+    parts = [int(part) if part.strip() else None for part in text.split(":")]
+    if len(parts) == 1:
+        (index,) = parts
+        return slice(index, None if index == -1 else index + 1)
+    return slice(*parts)
+
+
+def policies(p: ParallelConfig) -> tuple[str, ...]:
+    """Return every policy that a config names."""
+    return p.remat, *(policy for _, policy in entries(p))
+
+
+def saves_on_host(p: ParallelConfig) -> bool:
+    """Return whether some layer's policy saves values in host memory."""
+    return any(map(names_on_host, policies(p)))
 
 
 def saved_names(remat: str) -> tuple[str, ...]:

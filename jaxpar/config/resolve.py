@@ -24,6 +24,42 @@ def cast_once(cfg: Config) -> Config:
     return dataclasses.replace(cfg, parallel=dataclasses.replace(p, zero=1))
 
 
+def fill_deterministic(cfg: Config) -> Config:
+    """Set `model.attention_deterministic` if `run.deterministic` is set."""
+    if not cfg.run.deterministic:
+        return cfg
+    return dataclasses.replace(
+        cfg, model=dataclasses.replace(cfg.model, attention_deterministic=True)
+    )
+
+
+def fill_microbatches(cfg: Config) -> Config:
+    """Return the config with `parallel.num_microbatches` from `train.micro_batch_size`, if set.
+
+    Args:     cfg: with `parallel.data` filled in.
+    Raises:   ConfigError if microbatches of that size do not divide a shard of the global batch, or
+              if the config also sets another number of microbatches.
+    """
+    size, p, batch = cfg.train.micro_batch_size, cfg.parallel, cfg.train.global_batch_size
+    shards = p.replica * p.data * p.expert
+    if size == 0 or batch % shards:  # the rules of divisibility report the latter
+        return cfg
+    path, rows = "train.micro_batch_size", batch // shards
+    rule = f"must divide the {rows} sequences that each of {shards} batch shards has per step"
+    require(rows % size == 0, cfg, path, rule, flag(path, largest_divisor(rows, min(size, rows))))
+    count = rows // size
+    if p.virtual_stages > 1:
+        rule = f"gives {count} microbatches, but interleaved stages work in rounds of {p.pipeline}"
+        fits = [n for n in range(1, size) if rows % n == 0 and rows // n % p.pipeline == 0]
+        ways = *(flag(path, n) for n in fits[-1:]), flag("parallel.virtual_stages", 1)
+        require(count % p.pipeline == 0, cfg, path, rule, *ways)
+    path = "parallel.num_microbatches"
+    rule = f"differs from the {count} that train.micro_batch_size = {size} gives"
+    ways = flag(path, count), flag("train.micro_batch_size", 0)
+    require(p.num_microbatches in (1, count), cfg, path, rule, *ways)
+    return dataclasses.replace(cfg, parallel=dataclasses.replace(p, num_microbatches=count))
+
+
 def fill_data_axis(cfg: Config, num_devices: int) -> Config:
     """Return the config with `parallel.data` filled in.
 

@@ -37,6 +37,9 @@ class RunConfig:
     """Number of CPU devices to simulate in this process. 0: use the devices that JAX finds."""
     xla_flags: Literal["auto", "none"] = "auto"
     """auto: set the XLA flags measured for this GPU (jaxpar/runtime/gpus/). none: set none."""
+    deterministic: bool = False
+    """Give the same bits in every run on the same mesh and GPUs: deterministic attention, XLA
+    kernels and NCCL algorithms, at a cost in speed. CPUs always do."""
     compilation_cache: str = "~/.cache/jaxpar/xla"
     """Folder of the persistent compilation cache, used on GPUs. Empty: no cache."""
 
@@ -49,6 +52,9 @@ class TrainConfig:
     """Total optimizer steps, over all resumes."""
     global_batch_size: int = 32
     """Sequences per optimizer step, summed over all devices and microbatches."""
+    micro_batch_size: int = 0
+    """Sequences of a microbatch on each batch shard. The run sets parallel.num_microbatches to
+    match. 0: the number of microbatches decides."""
     seed: int = 0
     """Seed of the initial weights and the data order."""
     log_every: int = 10
@@ -123,12 +129,20 @@ class ParallelConfig:
     parallelism inside a pipeline."""
     virtual_stages: int = 1
     """Interleaved stages per pipeline device. More stages make the bubble smaller."""
-    zero: Literal[1, 3] = 3
+    zero: Literal[1, 2, 3] = 3
     """ZeRO stage. 3: gather weights layer by layer. 1: gather all once per step; for pipelines,
-    and for weights that are not sharded."""
+    and for weights that are not sharded. 2: as 1, and scatter gradients layer by layer, so that
+    their sums over microbatches are shards."""
     remat: str = "dots"
     """Rematerialization policy: none | dots | dots_offload | attn_out | full | offload, or the
     names of the values to save for the backward pass."""
+    remat_layers: str = ""
+    """Policies of some unrolled layers, as SLICE=POLICY, separated by semicolons: ::2=full for
+    every second layer, :8=full for the first eight. Later ones win; the other layers have `remat`.
+    With a pipeline, slices are of the layers in each chunk of a stage."""
+    remat_group: int = 1
+    """With layer_loop scan, layers of which only the first one's input is saved. The backward
+    computes a group forward again. About the square root of the layers needs the least memory."""
     loss_chunks: int = 0
     """Chunks in which a device computes the loss. 1 is fastest. 0: chunks of 1 GiB."""
     layer_loop: Literal["scan", "unroll"] = "scan"
@@ -155,7 +169,13 @@ class OptimizerConfig:
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """Learning rate after the warm-up. wsd: constant, then linear decay over the last fifth."""
     warmup_steps: int = 100
-    """Steps of linear warm-up from 0."""
+    """Steps of linear warm-up from 0. A run that is not longer warms up for a tenth of its
+    steps."""
+    warmup_fraction: float = 0.0
+    """Warm-up as a share of train.num_steps, in place of warmup_steps. 0: use warmup_steps."""
+    decay_steps: int = 0
+    """Steps of the decay to the final learning rate: after the warm-up, or at the end for wsd. 0:
+    until the end of the run, or the last fifth for wsd."""
     min_lr_ratio: float = 0.1
     """Final learning rate as a fraction of the peak."""
     beta1: float = 0.9

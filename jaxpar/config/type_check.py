@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from jaxpar.config import Config, ConfigError, default_of, flag, registry
 from jaxpar.config.fields import field_types, section_of
+from jaxpar.config.numerals import number
 
 
 def check_types(cfg: Config) -> None:
@@ -75,9 +76,9 @@ def _example(path: str, value: Any, hint: Any) -> str:
         return flag(path, near[0] if near else default_of(path))
     if hint in (int, float) and isinstance(value, str | float):
         try:
-            number = float(value)
+            meant = number(value) if isinstance(value, str) else value
         except ValueError:
-            number = math.nan
-        if number.is_integer():
-            return flag(path, int(number))
+            meant = math.nan
+        if meant.is_integer():
+            return flag(path, int(meant))
     return flag(path, default_of(path))

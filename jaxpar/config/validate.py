@@ -7,7 +7,12 @@ one table, `rules/divisibility.py`.
 """
 
 from jaxpar.config import Config
-from jaxpar.config.resolve import cast_once, fill_data_axis
+from jaxpar.config.resolve import (
+    cast_once,
+    fill_data_axis,
+    fill_deterministic,
+    fill_microbatches,
+)
 from jaxpar.config.rules.data import data
 from jaxpar.config.rules.divisibility import divisibility
 from jaxpar.config.rules.guard import guards
@@ -29,14 +34,16 @@ from jaxpar.config.type_check import check_types
 
 
 def resolve(cfg: Config, num_devices: int) -> Config:
-    """Check every rule and fill in `parallel.data = -1`, and ZeRO-1 if weights are not sharded.
+    """Check every rule and fill in `parallel.data = -1`, ZeRO-1 if weights are not sharded, and the
+    number of microbatches for `train.micro_batch_size`; deterministic attention for
+    `run.deterministic`.
 
     Args:     num_devices: devices in the mesh, over all processes.
     Returns:  a config whose mesh axes multiply to num_devices.
     Raises:   ConfigError for the first broken rule.
     """
     _each_rule(cfg)
-    cfg = fill_data_axis(cfg, num_devices)
+    cfg = fill_microbatches(fill_data_axis(fill_deterministic(cfg), num_devices))
     divisibility(cfg)
     return cast_once(cfg)
 
@@ -47,7 +54,8 @@ def check(cfg: Config) -> None:
     Raises:   ConfigError for the first broken rule.
     """
     _each_rule(cfg)
-    divisibility(cfg)
+    if not cfg.train.micro_batch_size:  # otherwise the devices decide the number of microbatches
+        divisibility(cfg)
 
 
 def _each_rule(cfg: Config) -> None:

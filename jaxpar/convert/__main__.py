@@ -12,15 +12,14 @@ import jax
 import tyro
 
 from jaxpar.config import ConfigError
+from jaxpar.config.rules.limits import STEP
 from jaxpar.convert import selfcheck, torch_file
 from jaxpar.convert.hf import exporting, importing
 from jaxpar.convert.peft import exporting as peft_folder
 from jaxpar.convert.peft import importing as peft_import
 from jaxpar.runtime import exit_codes
+from jaxpar.runtime.option_classes import read_subcommand
 from jaxpar.runtime.program import run_program
-from jaxpar.runtime.typed_options import read_command
-
-PROGRAM = "python -m jaxpar.convert"
 
 type Dtype = Literal["bfloat16", "float16", "float32"]
 
@@ -71,7 +70,7 @@ class ToHf:
     """Run folder."""
     folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """Folder to write; it must be new."""
-    step: int | None = None
+    step: Annotated[int | None, STEP] = None
     """Checkpoint to read. None: the latest."""
     dtype: Dtype | None = None
     """Dtype of the weights. None: that of the imported model, or the run's compute dtype."""
@@ -94,7 +93,7 @@ class ToPeft:
     """Folder to write; it must be new."""
     base: str | None = None
     """Name or folder of the base model. None: the published folder in run.init_from."""
-    step: int | None = None
+    step: Annotated[int | None, STEP] = None
     """Checkpoint to read. None: the latest."""
     dtype: Dtype = "float32"
     """Dtype of the adapters."""
@@ -113,7 +112,7 @@ class ToTorch:
     """Run folder."""
     file: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE.pt")]
     """File to write, along with a .json file of the model's fields; both must be new."""
-    step: int | None = None
+    step: Annotated[int | None, STEP] = None
     """Checkpoint to read. None: the latest."""
     dtype: Dtype | None = None
     """Dtype of the weights. None: that of the imported model, or the run's compute dtype."""
@@ -135,7 +134,7 @@ def read_options(argv: Sequence[str]) -> Options:
 
     Raises:   ConfigError for an invalid value.
     """
-    options = read_command(COMMANDS, argv, PROGRAM, __doc__)
+    options = read_subcommand(COMMANDS, argv, "jaxpar.convert", __doc__)
     tolerance = getattr(options, "checking", Checking()).tolerance
     if not 0 < tolerance < 1:
         rule, fix = "must be between 0 and 1", "use --tolerance 1e-4"

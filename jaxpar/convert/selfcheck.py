@@ -23,8 +23,9 @@ from jaxpar.convert.safetensors_file import DTYPES, NAMES
 from jaxpar.model import reference
 from jaxpar.model.flops import num_params
 from jaxpar.model.parameters import param_specs
+from jaxpar.runtime.host_memory import host_memory
 from jaxpar.runtime.progress import size
-from jaxpar.runtime.start import host_memory
+from jaxpar.runtime.stages import stage
 from jaxpar.sharding.grid import Box
 from jaxpar.sharding.params import flat
 
@@ -113,12 +114,14 @@ def logits(
 
     segments = np.ones_like(tokens)
     positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
-    with jax.default_matmul_precision("highest"):
+    checking = stage("computing logits for the self-check")
+    with jax.default_matmul_precision("highest"), checking as now:
         embed = whole("embed")
         x = reference.embed(embed[tokens], m)
         if not m.tie_embeddings:
             del embed
         for i in range(m.num_layers):
+            now.at(f"layer {i + 1} of {m.num_layers}")
             x = _block(reference.of_layer(m, i))(x, layer(i), positions, segments)
         top = {"final_norm": whole("final_norm")}
         top |= {"embed": embed} if m.tie_embeddings else {"head": whole("head")}
@@ -176,8 +179,8 @@ def transformers_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
     """Compute logits float32 [B, T, V] of a published folder with `transformers` in float32."""
     import torch
 
-    model = transformers_model(folder)
-    with torch.no_grad():
+    with stage("computing logits with transformers"), torch.no_grad():
+        model = transformers_model(folder)
         return model.eval()(torch.from_numpy(tokens.astype(np.int64))).logits.float().numpy()
 
 

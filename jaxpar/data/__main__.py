@@ -12,8 +12,10 @@ from jaxpar.data.formats.meta import Meta
 from jaxpar.data.prepare.chat_command import ChatOptions, prepare_chat
 from jaxpar.data.prepare.progress import console_progress
 from jaxpar.data.prepare.text import PrepareOptions, prepare
-from jaxpar.runtime import exit_codes, typed_options
+from jaxpar.runtime import exit_codes
+from jaxpar.runtime.option_classes import read_subcommand
 from jaxpar.runtime.program import run_program
+from jaxpar.runtime.stages import stage
 
 Options = PrepareOptions | ChatOptions | ConvertOptions | InspectOptions
 
@@ -22,8 +24,11 @@ EXIT_INTERRUPTED = 130
 
 
 def read_command(args: Sequence[str]) -> Options:
-    """Parse a command line. `--help` and errors end the program."""
-    return typed_options.read_command(
+    """Parse a command line. `--help` ends the program.
+
+    Raises:   ConfigError for an invalid option.
+    """
+    return read_subcommand(
         {
             "prepare": PrepareOptions,
             "prepare-chat": ChatOptions,
@@ -31,9 +36,9 @@ def read_command(args: Sequence[str]) -> Options:
             "inspect": InspectOptions,
         },
         args,
-        "python -m jaxpar.data",
+        "jaxpar.data",
         "Prepare, convert and inspect datasets of tokens, for `data.path`.",
-        [tyro.conf.FlagCreatePairsOff],
+        config=(tyro.conf.FlagCreatePairsOff,),
     )
 
 
@@ -61,7 +66,8 @@ def main(args: Sequence[str]) -> int:
 def _run(options: Options) -> str:
     """Run the command. Returns:  the text to print."""
     if isinstance(options, InspectOptions):
-        return inspect_tokens(options)
+        with stage(f"reading {options.path}"):
+            return inspect_tokens(options)
     with console_progress() as progress:
         if isinstance(options, ConvertOptions):
             return convert(options, progress)

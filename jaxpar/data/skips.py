@@ -86,7 +86,7 @@ def read_skipped(run_dir: Path) -> SkippedBatches:
     try:
         said = read_json_object(file, what="it")
         ranges, rewinds = said.get("windows"), said.get("rewinds")
-        if not (are_ranges(ranges) and (rewinds is None or _is_count(rewinds))):
+        if ranges is None or not are_ranges(ranges) or not (rewinds is None or _is_count(rewinds)):
             raise ValueError("it must hold ranges of batches, as pairs of integers")
         return SkippedBatches().and_also(ranges, rewinds)
     except ValueError as error:

@@ -78,16 +78,6 @@ def _open(cfg: Config, field: str, path: str, split: str, whole: bool) -> TokenD
     return dataset
 
 
-def check_eos_id(eos_id: int | None) -> None:
-    """Check the option `--eos-id` of a command.
-
-    Raises:   ConfigError if it is not a token id.
-    """
-    if eos_id is not None and not 0 <= eos_id < 2**31:
-        rule = "must be a token id, from 0 to 2,147,483,647"
-        raise ConfigError("--eos-id", eos_id, rule, "use the token that ends a document")
-
-
 def check_made_by(tokenizer: Tokenizer, named: str, dataset: TokenDataset) -> None:
     """Check that the option `--tokenizer` of a command can have made the tokens of a dataset.
 

@@ -17,9 +17,9 @@ from typing import Any
 import jax
 
 from jaxpar.doctor import topology
-from jaxpar.runtime import start as runtime
 from jaxpar.runtime.gpus import nvidia_smi
 from jaxpar.runtime.gpus.nvidia_smi import GpuFacts
+from jaxpar.runtime.host_memory import host_memory
 
 #: Packages whose versions are recorded, in addition to NVIDIA's; "-" if not installed.
 PACKAGES = tuple(
@@ -192,7 +192,7 @@ def _host() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}",
         "cores": _cores(),
         "gpu_files": len(glob.glob("/dev/nvidia[0-9]*")),
-        "memory": runtime.host_memory(),
+        "memory": host_memory(),
         "numa_nodes": len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or None,
         "shm": shm and shm.total,
         "shm_free": shm and shm.free,

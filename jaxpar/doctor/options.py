@@ -12,8 +12,9 @@ from typing import Any
 
 from jaxpar.config import Config, ConfigError, ParallelConfig, replace
 from jaxpar.config.command_line import asks_help, parse_overrides
-from jaxpar.config.rules.numbers import MAX_CPU_DEVICES
-from jaxpar.runtime.options import Parser, check_repeats
+from jaxpar.config.numerals import only_digits
+from jaxpar.config.rules.limits import MAX_CPU_DEVICES, REPEATS, Range
+from jaxpar.runtime.options import Parser
 from jaxpar.sharding.axes import AXES, DATA, EXPERT, PIPELINE, REPLICA, SEQUENCE, TENSOR
 
 DOC = """Check whether this machine is fit for training: python -m jaxpar.doctor [options]
@@ -77,10 +78,11 @@ def parser() -> Parser:
     )
     add = made.add_argument
     add("--only", metavar="A,B", help=f"sections to run: {', '.join(SECTIONS)} (all)")
-    add("--cpu-devices", type=int, default=0, metavar="N", help="simulate N CPU devices")
+    simulated = Range(0, MAX_CPU_DEVICES, 8)
+    made.whole("--cpu-devices", 0, simulated, metavar="N", help="simulate N CPU devices")
     add("--mesh", metavar="data=2,tensor=4", help="mesh whose axes are verified (prime factors)")
     add("--largest", metavar="SIZE", help="largest message, such as 64MiB (1GiB on GPUs)")
-    add("--repeats", type=int, default=5, help="timed batches per program (5)")
+    made.whole("--repeats", 5, REPEATS, help="timed batches per program (5)")
     add(
         "--seconds",
         type=float,
@@ -99,17 +101,9 @@ def read_command(argv: Sequence[str]) -> DoctorOptions:
     if asks_help(argv):
         parser().parse_args(["--help"])
     asked, rest = parser().parse_known_args(list(argv))
-    check_repeats(asked)
-    for option, value in (("--seconds", asked.seconds), ("--cpu-devices", asked.cpu_devices + 1)):
-        if not value > 0:
-            rule, fix = "must be above 0", f"use {option} 8"
-            raise ConfigError(option, getattr(asked, option[2:].replace("-", "_")), rule, fix)
-    if asked.seconds > MAX_SECONDS:
-        rule, fix = f"must be at most {MAX_SECONDS:,.0f}", "use --seconds 300"
-        raise ConfigError("--seconds", asked.seconds, rule, fix)
-    if asked.cpu_devices > MAX_CPU_DEVICES:
-        rule = f"must be at most {MAX_CPU_DEVICES}"
-        raise ConfigError("--cpu-devices", asked.cpu_devices, rule, "use --cpu-devices 8")
+    if not 0 < asked.seconds <= MAX_SECONDS:
+        rule = f"must be above 0, and at most {MAX_SECONDS:,.0f}"
+        raise ConfigError("--seconds", asked.seconds, rule, "use --seconds 300")
     return DoctorOptions(
         only=read_sections(asked.only),
         largest=None if asked.largest is None else read_size(asked.largest),
@@ -133,7 +127,7 @@ def read_sections(text: str | None) -> tuple[str, ...]:
 
 def read_size(text: str) -> int:
     """ "64MiB" -> bytes; at least a KiB."""
-    found = re.fullmatch(r"(\d+)\s*(B|KiB|MiB|GiB|)", text)
+    found = re.fullmatch(r"([0-9]+)\s*(B|KiB|MiB|GiB|)", text)
     size = int(found[1]) * UNITS[found[2]] if found else 0
     if size < 1 << 10:
         rule = "must be a size in B, KiB, MiB or GiB, at least 1KiB"
@@ -146,7 +140,7 @@ def read_mesh(text: str | None) -> dict[str, int]:
     found: dict[str, int] = {}
     for pair in text.split(",") if text else []:
         axis, _, size = (part.strip() for part in pair.partition("="))
-        if axis not in AXES or not size.isdecimal() or int(size) < 1:
+        if axis not in AXES or not only_digits(size) or int(size) < 1:
             rule = f"must be AXIS=SIZE, where AXIS is one of {', '.join(AXES)} and SIZE is above 0"
             raise ConfigError("--mesh", pair, rule, "use --mesh data=2,tensor=4")
         if axis in found:

@@ -38,7 +38,7 @@ WIDEST_MATRIX = 16
 
 def titled(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Group:
     """Return a table below its title, which may be wider than the table."""
-    return Group(f"  {title}", table("", columns, rows))
+    return Group(f"  {title}", table(columns, rows))
 
 
 def heading(section: str, seconds: float) -> str:
@@ -71,7 +71,7 @@ def hardware(facts: HostFacts) -> list[Any]:
     if facts.gpus:
         columns = "GPU name GiB W,limit MHz,max °C ECC NVLinks NUMA cards".split()
         rows = [_gpu_cells(facts, gpu) for gpu in facts.gpus]
-        shown.append(table("", columns, rows))
+        shown.append(table(columns, rows))
     for port in facts.infiniband:
         shown.append(escape(f"  {port['card']}/{port['port']}: {port['state']}, {port['rate']}"))
     return shown
@@ -206,7 +206,7 @@ def rates(found: Rates, units: Mapping[tuple[str, str], str], kind: str) -> Grou
         cells = [what, detail, f"{middle / scale:,.4g}", f"{low / scale:,.4g}", unit]
         rows.append((*cells, *_shares(gpu, what, middle)))
     columns = ["what", "size", "median", "slowest", "", "of data sheet", "of expected"]
-    made = table("", columns, rows)
+    made = table(columns, rows)
     made.columns[1].justify = made.columns[4].justify = "left"
     return Group("  per device, all devices measured at the same time", made)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jaxpar.config import Config, ModelConfig, replace
-from jaxpar.config.remat_policies import names_on_host
+from jaxpar.config.remat_policies import saves_on_host
 from jaxpar.kernels.platform import Platform
 
 #: Minimum number of tokens in a tensor rank's sequence shard for collective matmuls, which are
@@ -55,10 +55,13 @@ class Execution:
     Used in the compute dtype if each device holds complete matrices (ZeRO-1) and each chunk's sums
     have a fixed location (`parallel/pipeline/chunks.py`)."""
     gathers_per_layer: bool
-    """Each layer gathers its weights and scatters their gradients (ZeRO-3)."""
+    """Each layer gathers its weights, forward and backward (ZeRO-3)."""
+    scatters_per_layer: bool
+    """Each layer's backward scatters the gradients of its weights (ZeRO-2 and ZeRO-3)."""
     stage_wide_collectives: bool
     """Layers contain collectives that the devices of all pipeline stages must enter: permutes of
-    keys and values, and gathers of weights. Collectives over tensor stay within a stage."""
+    keys and values, gathers of weights, scatters of gradients. Collectives over tensor stay
+    within a stage."""
     layers_per_vjp: int
     """Number of layers differentiated at a time.
 
@@ -80,7 +83,7 @@ class Execution:
     @property
     def activations_on_host(self) -> bool:
         """Whether some activations are in host memory between a layer's forward and backward."""
-        return bool(names_on_host(self.cfg.parallel.remat))
+        return saves_on_host(self.cfg.parallel)
 
     def in_words(self) -> Iterator[str]:
         """Yield one readable phrase for each decision that this config leaves open."""
@@ -92,6 +95,8 @@ class Execution:
         yield f"gate and up: {'one matmul' if self.fused_gate_up else 'two matmuls'}"
         if self.gathers_per_layer:
             yield "weights: gathered per layer, one layer ahead"
+        elif self.scatters_per_layer:
+            yield "gradients: scattered per layer"
         if p.num_microbatches > 1 or p.pipeline > 1:
             how = "in the matmuls" if self.float32_weight_gradients else "in a separate pass"
             yield f"float32 gradient sums: {how}"
@@ -120,8 +125,9 @@ def execution_of(cfg: Config, platform: Platform | None = None) -> Execution:
     """
     p = cfg.parallel
     platform = Platform.here() if platform is None else platform
-    gathers = p.zero == 3 and p.data * p.expert * p.sequence != 1
-    stage_wide = gathers or p.sequence > 1
+    sharded = p.data * p.expert * p.sequence != 1
+    gathers, scatters = sharded and p.zero == 3, sharded and p.zero != 1
+    stage_wide = scatters or p.sequence > 1
     fused = _fuses_gate_up(cfg)
     return Execution(
         cfg=cfg,
@@ -130,6 +136,7 @@ def execution_of(cfg: Config, platform: Platform | None = None) -> Execution:
         fused_gate_up=fused,
         float32_weight_gradients=_matmuls_sum_gradients(cfg, stage_wide),
         gathers_per_layer=gathers,
+        scatters_per_layer=scatters,
         stage_wide_collectives=stage_wide,
         layers_per_vjp=_layers_per_vjp(cfg, stage_wide),
     )
@@ -181,7 +188,7 @@ def _matmuls_sum_gradients(cfg: Config, stage_wide: bool) -> bool:
 
 def _layers_per_vjp(cfg: Config, stage_wide: bool) -> int:
     p = cfg.parallel
-    ahead = stage_wide or bool(names_on_host(p.remat))
+    ahead = stage_wide or saves_on_host(p)
     if ahead or p.row_groups > 1 or p.layer_loop == "scan":
         return 0
     return cfg.model.global_every or 1

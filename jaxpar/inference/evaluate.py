@@ -11,7 +11,9 @@ import tyro
 
 from jaxpar.config import ConfigError
 from jaxpar.config.packages import require_package
+from jaxpar.config.rules.limits import DEVICES, MAX_INT, STEP, Range
 from jaxpar.inference.load import load
+from jaxpar.runtime.option_classes import check_ranges
 from jaxpar.runtime.processes import peers, rendezvous
 
 
@@ -25,15 +27,15 @@ class EvaluateOptions:
     """Names of the tasks."""
     include_path: str | None = None
     """Folder with your own tasks, as YAML files."""
-    step: int | None = None
+    step: Annotated[int | None, STEP] = None
     """Checkpoint to read. None: the latest."""
-    tensor: int = 1
+    tensor: Annotated[int, DEVICES] = 1
     """Tensor-parallel devices."""
-    batch_size: int = 8
+    batch_size: Annotated[int, Range(1, 1 << 16, 8)] = 8
     """Texts in a batch."""
-    num_fewshot: int | None = None
+    num_fewshot: Annotated[int | None, Range(0, 1000, 5)] = None
     """Examples before each question. None: the task's default."""
-    limit: int | None = None
+    limit: Annotated[int | None, Range(1, MAX_INT, 100)] = None
     """Maximum number of questions per task. None: all."""
     output: str | None = None
     """JSON file for all results."""
@@ -42,14 +44,7 @@ class EvaluateOptions:
 def check(options: EvaluateOptions) -> None:
     """Raises:   ConfigError for an option that cannot work."""
     require_package("lm-eval", "--tasks", ",".join(options.tasks))
-    for name, value, least in (
-        ("--batch-size", options.batch_size, 1),
-        ("--tensor", options.tensor, 1),
-        ("--num-fewshot", options.num_fewshot, 0),
-        ("--limit", options.limit, 1),
-    ):
-        if value is not None and value < least:
-            raise ConfigError(name, value, f"must be at least {least}", f"use {name} {least}")
+    check_ranges(options)
     if options.include_path is not None and not Path(options.include_path).is_dir():
         fix = "use the folder with the tasks' YAML files"
         raise ConfigError("--include-path", options.include_path, "is not a folder", fix)

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import flax.struct
 import jax
@@ -18,6 +18,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxpar.config import Config, OptimizerConfig, ParallelConfig
+from jaxpar.config.rules.limits import MAX_INT, Range
 from jaxpar.execution.decisions import execution_of
 from jaxpar.model import decode, fused_weights, transformer
 from jaxpar.model.attention_context import attention_context
@@ -76,11 +77,11 @@ class Sampling:
 
     temperature: float = 0.8
     """Sampling temperature. Higher is more random; 0 always takes the most likely token."""
-    top_k: int = 50
+    top_k: Annotated[int, Range(0, MAX_INT, 50)] = 50
     """Sample from the most likely tokens, at most this many. 0: from all."""
     top_p: float = 1.0
     """Sample from the most likely tokens whose probabilities sum to this value. 1: from all."""
-    seed: int = 0
+    seed: Annotated[int, Range(0, MAX_INT, 0)] = 0
     """Random seed."""
 
 

@@ -18,8 +18,10 @@ from jaxpar.convert.hf.mesh_load import load_params
 from jaxpar.convert.hf.tokenizer import begin_of_prompts, tokenizer_in, tokenizer_of_run
 from jaxpar.data import Tokenizer
 from jaxpar.inference.generation import config_for_sampling, weights_for_sampling
+from jaxpar.inference.memory import check_weights
 from jaxpar.runtime.gpus.visible import gpu_is_present
 from jaxpar.runtime.processes import peers, rendezvous
+from jaxpar.runtime.stages import stage
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step import adapters
 
@@ -59,15 +61,18 @@ def load(folder: str, step: int | None, tensor: int, log: Callable[[str], None])
         rule = f"needs {tensor} devices, but there are {len(devices)}"
         raise ConfigError("--tensor", tensor, rule, f"use --tensor {len(devices)}")
     cfg = resolve(cfg, tensor)
+    check_weights(cfg, folder)
     mesh = make_mesh(cfg.parallel, devices[:tensor])
     tokenizer = tokenizer_in(Path(folder), folder) if source else tokenizer_of_run(folder, cfg)
     begin = tokenizer.begin if source else begin_of_prompts(folder, cfg, tokenizer)
-    if source:
-        params = load_params(source, cfg, mesh, log)
-    else:
-        params = checkpoint.restore_params(folder, cfg, mesh, step)
-        params, cfg = adapters.merge(params, cfg, mesh), adapters.base_config(cfg)
-    return LoadedModel(cfg, mesh, weights_for_sampling(params, cfg, mesh), tokenizer, begin)
+    with stage(f"reading the weights in {folder}"):
+        if source:
+            params = load_params(source, cfg, mesh, log)
+        else:
+            params = checkpoint.restore_params(folder, cfg, mesh, step)
+            params, cfg = adapters.merge(params, cfg, mesh), adapters.base_config(cfg)
+        weights = weights_for_sampling(params, cfg, mesh)
+    return LoadedModel(cfg, mesh, weights, tokenizer, begin)
 
 
 def _start(tensor: int, log: Callable[[str], None]) -> None:

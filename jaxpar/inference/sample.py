@@ -13,16 +13,19 @@ import tyro
 
 from jaxpar import checkpoint
 from jaxpar.config import ConfigError
-from jaxpar.config.rules.numbers import MAX_INT
+from jaxpar.config.rules.limits import DEVICES, STEP, Range
 from jaxpar.inference.generation import Sampling, generate, slots_for
 from jaxpar.inference.load import load
+from jaxpar.inference.memory import check_cache
 from jaxpar.model import decode
 from jaxpar.monitoring.samples import write_sample
+from jaxpar.runtime.option_classes import check_ranges
 from jaxpar.runtime.processes import peers
+from jaxpar.runtime.stages import stage
 from jaxpar.runtime.terminal import write_generated
 
-#: Maximum length of a text: positions are exact in float32 up to here.
-MAX_TOKENS = 1 << 24
+#: Most tokens to generate for a prompt.
+MAX_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,13 +36,13 @@ class SampleOptions:
     """Run folder, or folder of a published model."""
     prompt: tuple[str, ...] = ("def ",)
     """Texts to continue, as one batch. A single text is printed as it is generated."""
-    max_tokens: int = 200
+    max_tokens: Annotated[int, Range(1, MAX_TOKENS, 200)] = 200
     """Maximum number of tokens to generate for each prompt."""
     stop: tuple[str, ...] = ()
     """Tokens that end a text, in addition to the tokenizer's end of text."""
-    step: int | None = None
+    step: Annotated[int | None, STEP] = None
     """Checkpoint to read. None: the latest."""
-    tensor: int = 1
+    tensor: Annotated[int, DEVICES] = 1
     """Tensor-parallel devices."""
     save: bool = False
     """Append prompts and texts to RUN/samples.jsonl, for `python -m jaxpar.report`."""
@@ -58,18 +61,12 @@ def check(options: SampleOptions) -> None:
 
     require(bool(options.prompt), "--prompt", "", "must not be empty", '"def "')
     require(all(options.prompt), "--prompt", "", "must not be empty", '"def "')
-    rule = f"must be at least 1, and at most {MAX_TOKENS:,}"
-    fine = 1 <= options.max_tokens <= MAX_TOKENS
-    require(fine, "--max-tokens", options.max_tokens, rule, "200")
-    require(options.tensor > 0, "--tensor", options.tensor, "must be at least 1", "1")
+    check_ranges(options)
     rule = f"stores texts in a run's folder, but {options.run} has no checkpoint"
     runs = not options.save or bool(checkpoint.saved_steps(options.run))
     require(runs, "--save", True, rule, "only with a run")
     finite = math.isfinite(how.temperature) and how.temperature >= 0
     require(finite, "--temperature", how.temperature, "must be 0 or more", "0.8")
-    rule = f"must be 0 to {MAX_INT}"
-    require(0 <= how.seed <= MAX_INT, "--seed", how.seed, rule, how.seed % (MAX_INT + 1))
-    require(how.top_k >= 0, "--top-k", how.top_k, "must be 0 or more", "50")
     require(0 < how.top_p <= 1, "--top-p", how.top_p, "must be above 0 and at most 1", "0.95")
 
 
@@ -96,6 +93,7 @@ def sample(options: SampleOptions) -> None:
     prompts = [model.encode(text) for text in options.prompt]
     longest = max(map(len, prompts))
     slots = slots_for(longest, options.max_tokens)
+    check_cache(cfg, len(prompts), slots, options.max_tokens)
     held = decode.cache_bytes(cfg.model, len(prompts), slots, options.tensor)
     log(f"[KV cache of {len(prompts)} x {slots} tokens: {held / 2**20:,.1f} MiB per device]")
     if longest + options.max_tokens > cfg.data.seq_len:
@@ -110,7 +108,8 @@ def sample(options: SampleOptions) -> None:
         vocab_size=tokenizer.vocab_size,
         stop=stop_ids(options.stop, tokenizer),
     )
-    next(made)  # compiles the programs, and reads the prompts
+    with stage("compiling the model and reading the prompts"):
+        next(made)
     began = time.perf_counter()
     rows = _as_it_comes(made, options, tokenizer) if len(prompts) == 1 else _whole(made, prompts)
     seconds, count = time.perf_counter() - began, sum(map(len, rows))

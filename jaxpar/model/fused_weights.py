@@ -52,6 +52,9 @@ LAYER_DIMS |= lora.FUSED_DIMS
 #: The same as LAYER_DIMS, for the arrays outside the layers.
 TOP_DIMS: dict[str, int | None] = {"embed": -1, "final_norm": None, "head": -2}
 
+#: Name under which a tree of shards has the weights that ZeRO-2 gathered at the start of the step.
+COMPLETE = "complete"
+
 
 def fuse(params: Tree, ex: Execution) -> Tree:
     """Convert a device's shards to the fused layout, {"top": ..., "layers": ...}.
@@ -136,7 +139,8 @@ def map_layers(fn: Callable[..., Any], layers: tuple, *rest: tuple) -> tuple:
 def with_scales(weights: Tree, shards: Tree, cfg: Config) -> Tree:
     """In float8, add the scales of each layer's matrices to the weights of a step.
 
-    Args:     weights: `shards` (ZeRO-3) or gathered weights (ZeRO-1). shards: this device's, fused.
+    Args:     weights: `shards` (ZeRO-3) or gathered weights (ZeRO-1, 2).
+              shards: this device's, fused.
     Communication: `fsdp.float8_scales`: one all-reduce for all layers.
     """
     one = jax.tree.leaves(shards["layers"], is_leaf=lambda tree: isinstance(tree, dict))[0]
@@ -146,6 +150,33 @@ def with_scales(weights: Tree, shards: Tree, cfg: Config) -> Tree:
     scales = gather.float8_scales(shards["layers"], names, cfg.model.dtype)
     add_scales = lambda w, s: w | {"scales": s}  # noqa: E731
     return weights | {"layers": map_layers(add_scales, weights["layers"], scales)}
+
+
+def to_shards(weights: Tree, shards: Tree) -> tuple[Tree, Tree]:
+    """Separate gathered weights from the shards that receive their gradients (ZeRO-2).
+
+    Args:     weights: of a step, gathered, perhaps with scales. shards: this device's, fused.
+    Returns:  (`shards`, with scales if `weights` has them; a tree of the same structure with the
+              gathered weights under `COMPLETE`), for `params.join`.
+    """
+
+    def trainable(w: Tree, shards: Tree) -> Tree:
+        return shards | {n: w[n] for n in w if n == "scales"}
+
+    def complete(w: Tree, shards: Tree, dims: dict[str, int | None]) -> Tree:
+        return {COMPLETE: {n: w[n] for n in shards if dims[n] is not None}}
+
+    of_layer = functools.partial(complete, dims=LAYER_DIMS)
+    own = map_layers(trainable, weights["layers"], shards["layers"])
+    whole = map_layers(of_layer, weights["layers"], shards["layers"])
+    top = complete(weights["top"], shards["top"], TOP_DIMS)
+    return {"top": shards["top"], "layers": own}, {"top": top, "layers": whole}
+
+
+def only(top: Tree, name: str) -> Tree:
+    """Select one of the arrays outside the layers, with its complete weight if ZeRO-2."""
+    complete = {COMPLETE: {name: top[COMPLETE][name]}} if name in top.get(COMPLETE, {}) else {}
+    return {name: top[name]} | complete
 
 
 def without_scales(grads: Tree) -> Tree:

@@ -19,12 +19,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.config import Config
-from jaxpar.config.remat_policies import names_on_host, saved_names
+from jaxpar.config.remat_policies import names_on_host, of_layers, saved_names
 from jaxpar.execution.decisions import Execution
 from jaxpar.execution.remat import all_on_device, rematerialize
 from jaxpar.model import embedding, lora, norm
 from jaxpar.model.attention_context import AttentionContext
-from jaxpar.model.fused_weights import LAYER_DIMS, TOP_DIMS
+from jaxpar.model.fused_weights import LAYER_DIMS, TOP_DIMS, only
 from jaxpar.model.layer import layer
 from jaxpar.model.loss import cross_entropy, num_chunks
 from jaxpar.model.parameters import Tree
@@ -52,7 +52,7 @@ def embed(top: Tree, batch: Batch, cfg: Config) -> jax.Array:
     Communication: gather of the table (ZeRO-3); `scatter_sequence` over TENSOR; all-reduce over
               PIPELINE.
     """
-    table = gather({"embed": top["embed"]}, TOP_DIMS, cfg)["embed"]
+    table = gather(only(top, "embed"), TOP_DIMS, cfg)["embed"]
     rows = embedding.embedding_lookup(table, batch.tokens, table.shape[0], cfg.model.dtype)
     if cfg.model.embed_scale:
         rows = rows * math.sqrt(cfg.model.d_model)
@@ -76,9 +76,7 @@ def stage(
     """
     p = ex.cfg.parallel
     if not isinstance(chunk, tuple):
-        block = rematerialize(_block(ex), saved_names(p.remat), apart=True)
-        context = lax.stop_gradient(context)
-        return lax.scan(lambda x, w: (block(x, w, context), None), x, chunk)[0], passthrough
+        return _loop(ex, chunk, x, lax.stop_gradient(context)), passthrough
     blocks, stream = iter(_blocks(ex.cfg, len(chunk), layers_of)), layer_stream(ex)
     rows = in_groups(x, p.row_groups)
     for alike, of_these in runs_of_layers(chunk, context, ex.cfg):
@@ -121,7 +119,7 @@ def head(top: Tree, x: jax.Array, batch: Batch, cfg: Config) -> tuple[jax.Array,
     """
     x = norm.norm(x, top["final_norm"], cfg.model)
     h = gather_sequence(broadcast_from_last_stage(x))
-    w = gather({"head": top["head"]}, TOP_DIMS, cfg)["head"]
+    w = gather(only(top, "head"), TOP_DIMS, cfg)["head"]
     labels, chunks = batch.labels.ravel(), cfg.parallel.loss_chunks
     chunks = num_chunks(len(labels), w.shape[1], chunks)
     if chunks > 1 or w.dtype == jnp.float16 or lax.axis_size(FSDP_AXES) > 1:
@@ -147,7 +145,7 @@ def logits_at(
     x, _ = stage(chunk, embed(top, batch, cfg), context, {}, ex, rematerialized(ex))
     h = gather_sequence(norm.norm(x, top["final_norm"], cfg.model))
     row = lax.dynamic_index_in_dim(h, last, axis=1, keepdims=False)
-    w = gather({"head": top["head"]}, TOP_DIMS, cfg)["head"]
+    w = gather(only(top, "head"), TOP_DIMS, cfg)["head"]
     return jnp.dot(row, w, preferred_element_type=jnp.float32)
 
 
@@ -174,13 +172,28 @@ def rematerialized(ex: Execution) -> Rematerialized:
 
 def _blocks(cfg: Config, count: int, layer_that_saves: Rematerialized) -> list[Callable[..., Any]]:
     """Return the layers of a chunk as functions of complete weights."""
-    p, names = cfg.parallel, saved_names(cfg.parallel.remat)
-    blocks = [layer_that_saves(names)] * count
-    if p.pipeline == 1 and names_on_host(p.remat):
+    p, policies = cfg.parallel, of_layers(cfg.parallel, count)
+    saved = list(map(saved_names, policies))
+    if p.pipeline == 1 and names_on_host(policies[-1]):
         # The last layer's backward comes right after its forward: with no work in between to hide
         # the copies, its values stay on the device.
-        blocks[-1] = layer_that_saves(all_on_device(names))
-    return blocks
+        saved[-1] = all_on_device(saved[-1])
+    return list(map(layer_that_saves, saved))
+
+
+def _loop(ex: Execution, stacked: Tree, x: jax.Array, context: AttentionContext) -> jax.Array:
+    """Apply stacked layers, each with its saved values, or in groups that save only their input."""
+    p = ex.cfg.parallel
+    block = rematerialize(_block(ex), saved_names(p.remat), apart=True)
+
+    def layers(x: jax.Array, w: Tree, context: AttentionContext) -> jax.Array:
+        return lax.scan(lambda x, w: (block(x, w, context), None), x, w)[0]
+
+    if p.remat_group == 1:
+        return layers(x, stacked, context)
+    groups = jax.tree.map(lambda a: a.reshape(-1, p.remat_group, *a.shape[1:]), stacked)
+    group = rematerialize(layers, (), apart=True)
+    return lax.scan(lambda x, w: (group(x, w, context), None), x, groups)[0]
 
 
 def _block(ex: Execution):

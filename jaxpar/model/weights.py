@@ -17,7 +17,7 @@ from jaxpar.config import Config
 from jaxpar.execution.decisions import Execution
 from jaxpar.kernels import float8
 from jaxpar.model import lora
-from jaxpar.model.fused_weights import LAYER_DIMS, PROJECTIONS
+from jaxpar.model.fused_weights import COMPLETE, LAYER_DIMS, PROJECTIONS
 from jaxpar.parallel.fsdp import gather as fsdp
 from jaxpar.parallel.fsdp.prefetch import WeightStream
 from jaxpar.parallel.gradient_buffers import (
@@ -36,7 +36,8 @@ def layer_stream(ex: Execution) -> WeightStream:
         cast=functools.partial(cast, dims=LAYER_DIMS, cfg=ex.cfg),
         gather=functools.partial(gather, dims=LAYER_DIMS, cfg=ex.cfg),
         scatter=functools.partial(scatter, dims=LAYER_DIMS, cfg=ex.cfg),
-        communicates=ex.gathers_per_layer,
+        gathers=ex.gathers_per_layer,
+        scatters=ex.scatters_per_layer,
     )
 
 
@@ -52,10 +53,13 @@ def cast(w: Tree, dims: dict[str, int | None], cfg: Config) -> Tree:
     """Cast the shards that `gather` gathers to the dtype in which they are sent.
 
     In a loop over microbatches, nothing is cast. The loop receives float32 slices, and casts would
-    take memory in addition to them.
+    take memory in addition to them. With ZeRO-2 only the complete weights are kept: a barrier
+    around shards would keep these in memory too.
     """
     m, p = cfg.model, cfg.parallel
-    if p.zero == 1 or p.num_microbatches > 1:
+    if p.zero == 2:
+        w = {n: a for n, a in w.items() if n != COMPLETE} | w[COMPLETE]
+    if p.zero != 3 or p.num_microbatches > 1:
         return detach_buffers(w)
     scales = w["scales"] if p.gather_dtype == "float8" else {}
 
@@ -70,15 +74,21 @@ def cast(w: Tree, dims: dict[str, int | None], cfg: Config) -> Tree:
 def gather(w: Tree, dims: dict[str, int | None], cfg: Config) -> Tree:
     """Return weights that are ready for matmuls, gathering them if ZeRO-3.
 
-    With ZeRO-1, they are gathered once before the step. Weights with a scale become
-    `Float8Weight`s, rounded before or after the gather.
+    With ZeRO-1 and ZeRO-2, they are gathered once before the step. With ZeRO-2, `COMPLETE` holds
+    them, and the gradients are those of the shards. Weights with a scale become `Float8Weight`s,
+    rounded before or after the gather.
     """
     m, p, w = cfg.model, cfg.parallel, reattach_buffers(w)
+    complete = w.pop(COMPLETE, {})
     scales, shards = w.pop("scales", {}), w
     if p.gather_dtype == "float8":
         w = {n: a for n, a in w.items() if n not in scales}
     if p.zero == 3:
         w = fsdp.gather_tree(w, dims, m.dtype, p.grad_reduce)
+    for n, whole in complete.items():
+        dim = dims[n]
+        assert dim is not None
+        w = w | {n: fsdp.gathered_earlier(w[n], whole, dim, p.grad_reduce)}
     for n, scale in scales.items():
         dim = PROJECTIONS[n]
         if p.gather_dtype == "float8":
@@ -90,11 +100,17 @@ def gather(w: Tree, dims: dict[str, int | None], cfg: Config) -> Tree:
 
 
 def scatter(grads: Tree, dims: dict[str, int | None], cfg: Config) -> Tree:
-    """Compute the transpose of `gather`. Scales and adapters' base weights have no gradients."""
+    """Compute the transpose of `gather`.
+
+    Scales, complete weights and adapters' base weights have no gradients.
+    """
     rounded = {n: g.gradient for n, g in grads.items() if isinstance(g, float8.Float8Weight)}
     grads = grads | rounded
     frozen = {n: None for n in grads if cfg.lora.rank and not lora.is_adapter(n)}
     grads = {n: g for n, g in grads.items() if n not in frozen}
-    if cfg.parallel.zero == 3:
+    if cfg.parallel.zero != 1:
         grads = fsdp.scatter_tree(grads, dims, cfg.parallel.grad_reduce)
-    return only_gradients(grads) | frozen | ({"scales": None} if rounded else {})
+    beside = {"scales": None} if rounded else {}
+    if cfg.parallel.zero == 2:
+        beside[COMPLETE] = None
+    return only_gradients(grads) | frozen | beside

@@ -27,7 +27,7 @@ EVENTS_FILE = "events.jsonl"
 PARTS = ("init", "compile", "restore", "step", "data wait", "evaluation", "save wait", "profile")
 
 #: The part that each phase of the start-up (`startup.py`) counts as; all others count as "init".
-OF_STARTUP = {"compilation": "compile", "weights": "restore"}
+OF_STARTUP = {"compilation": "compile", "checkpoint": "restore"}
 
 #: Larger than any duration or time of day: a line with a larger value is damaged.
 MAX_SECONDS = 1e12

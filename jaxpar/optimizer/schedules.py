@@ -4,22 +4,55 @@ import optax
 
 from jaxpar.config import OptimizerConfig
 
+#: Share of a run that is its warm-up, if `optimizer.warmup_steps` is longer than the run.
+SHORT_WARM_UP = 0.1
+
+#: Without `optimizer.decay_steps`, wsd decays in one of this many parts after the warm-up.
+WSD_PARTS = 5
+
+
+def warm_up(cfg: OptimizerConfig, num_steps: int) -> int:
+    """Return the steps of the warm-up of a run of `num_steps`.
+
+    They are `warmup_fraction` of the run, or else `warmup_steps`. If the run is not longer than
+    `warmup_steps`, they are SHORT_WARM_UP of it.
+    """
+    if cfg.warmup_fraction:
+        return round(cfg.warmup_fraction * num_steps)
+    if cfg.warmup_steps < num_steps:
+        return cfg.warmup_steps
+    return int(SHORT_WARM_UP * num_steps)
+
+
+def shortened(cfg: OptimizerConfig, num_steps: int) -> str:
+    """Describe a warm-up that is shorter than `warmup_steps`; empty if it is not."""
+    steps = warm_up(cfg, num_steps)
+    if cfg.warmup_fraction or steps == cfg.warmup_steps:
+        return ""
+    return (
+        f"{steps} steps, not optimizer.warmup_steps = {cfg.warmup_steps}, in a run of {num_steps}"
+    )
+
 
 def learning_rate(cfg: OptimizerConfig, num_steps: int) -> optax.Schedule:
-    """Return the learning rate of each step: linear warmup, then the configured shape."""
+    """Return the learning rate of each step: linear warmup, then the configured shape.
+
+    Args:     num_steps: of the run.
+    """
     peak, floor = cfg.learning_rate, cfg.learning_rate * cfg.min_lr_ratio
-    after = max(num_steps - cfg.warmup_steps, 1)
-    stable = after - max(after // 5, 1)
+    first_steps = warm_up(cfg, num_steps)
+    after = max(num_steps - first_steps, 1)
+    decay = cfg.decay_steps or after
+    last = min(cfg.decay_steps, after) or max(after // WSD_PARTS, 1)
     shapes = {
-        "cosine": optax.cosine_decay_schedule(peak, after, alpha=cfg.min_lr_ratio),
-        "linear": optax.linear_schedule(peak, floor, after),
-        "wsd": optax.linear_schedule(peak, floor, after - stable, transition_begin=stable),
+        "cosine": optax.cosine_decay_schedule(peak, decay, alpha=cfg.min_lr_ratio),
+        "linear": optax.linear_schedule(peak, floor, decay),
+        "wsd": optax.linear_schedule(peak, floor, last, transition_begin=after - last),
         "constant": optax.constant_schedule(peak),
     }
-    if cfg.warmup_steps == 0:
+    if first_steps == 0:
         return shapes[cfg.schedule]
-    # Step i of the warmup uses (i + 1) / warmup_steps of the peak, so step 0 is not wasted.
+    # Step i of the warmup uses (i + 1) / first_steps of the peak, so step 0 is not wasted.
     # (After its end a linear schedule stays at the peak, so a warmup of one step is at the peak.)
-    first = peak / cfg.warmup_steps
-    warmup = optax.linear_schedule(first, peak, max(cfg.warmup_steps - 1, 1))
-    return optax.join_schedules([warmup, shapes[cfg.schedule]], [cfg.warmup_steps])
+    rising = optax.linear_schedule(peak / first_steps, peak, max(first_steps - 1, 1))
+    return optax.join_schedules([rising, shapes[cfg.schedule]], [first_steps])

@@ -13,6 +13,8 @@ from rich.console import Console
 from jaxpar.config import Config, ConfigError, layout_fields
 from jaxpar.config.command_line import read_config
 from jaxpar.config.config_file import known_configs, load_config
+from jaxpar.config.numerals import only_digits
+from jaxpar.config.rules.limits import MAX_INT, MAX_SEQUENCE, Range
 from jaxpar.planning import advice, budget, compiling, layouts, override, showing
 from jaxpar.planning.fixed import read_fixed
 from jaxpar.planning.predict.communication import Cluster
@@ -20,6 +22,7 @@ from jaxpar.planning.predict.hardware import GIB, GPUS, NETWORKS, gpu_named, net
 from jaxpar.planning.progress import on_stderr
 from jaxpar.planning.ranking import Layout, Plan, make_plan, nothing_fits
 from jaxpar.runtime.options import Parser
+from jaxpar.runtime.stages import stage
 
 EPILOG = """\
 All other options set fields of the config: --data.seq-len 16384. The plan tries all values of the
@@ -86,12 +89,15 @@ def parser(doc: str | None = None) -> Parser:
         metavar="CONFIG",
         help=f"{known_configs()}, a .py file, or a run folder",
     )
-    add("--gpus", type=int, help=f"total number of GPUs ({DEFAULT_GPUS})")
+    told = f"total number of GPUs ({DEFAULT_GPUS})"
+    made.whole("--gpus", None, Range(1, MAX_GPUS, DEFAULT_GPUS), help=told)
     add("--gpu", default="h200", help=f"kind of GPU: {', '.join(GPUS)} (h200)")
-    add("--nodes", type=int, help="number of hosts (as few as possible for this GPU)")
+    told = "number of hosts (as few as possible for this GPU)"
+    made.whole("--nodes", None, Range(1, MAX_GPUS, 1), help=told)
     add("--network", default="ib400", help=f"network between hosts: {', '.join(NETWORKS)} (ib400)")
     add("--hardware", action="store_true", help="print the GPUs and networks, with sources")
-    add("--top", type=int, help=f"number of layouts to show ({DEFAULT_TOP})")
+    told = f"number of layouts to show ({DEFAULT_TOP})"
+    made.whole("--top", None, Range(1, 1_000_000, DEFAULT_TOP), help=told)
     add("--all", action="store_true", help="show all layouts instead of the best of each mesh")
     add(
         "--fix",
@@ -105,7 +111,8 @@ def parser(doc: str | None = None) -> Parser:
     )
     add("--write", metavar="FILE", help="write the best layout as a config file, FILE.py")
     add("--json", action="store_true", help="print JSON instead of tables")
-    add("--compile", type=int, default=0, metavar="K", help="compile the best K layouts with XLA")
+    told = "compile the best K layouts with XLA"
+    made.whole("--compile", 0, Range(0, 1_000_000, 1), metavar="K", help=told)
     add("--min-gpus", action="store_true", help="find the fewest GPUs that fit (implies --quick)")
     add(
         "--largest",
@@ -125,13 +132,6 @@ def read_command(argv: Sequence[str]) -> Asked:
     Raises:   ConfigError if an option is invalid.
     """
     options, rest = parser().parse_known_args(argv)
-    for name, least, good in (("gpus", 1, 8), ("top", 1, 10), ("nodes", 1, 1), ("compile", 0, 1)):
-        value, option = getattr(options, name), f"--{name}"
-        if value is not None and value < least:
-            raise ConfigError(option, value, f"must be at least {least}", f"use {option} {good}")
-    if options.gpus is not None and options.gpus > MAX_GPUS:
-        fix = f"use --gpus {MAX_GPUS} and scale the replica axis"
-        raise ConfigError("--gpus", options.gpus, f"must be at most {MAX_GPUS:,}", fix)
     if options.tokens is not None and not 1 <= options.tokens <= MAX_TOKENS:
         rule = f"must be at least 1, and at most {MAX_TOKENS:g}"
         raise ConfigError("--tokens", options.tokens, rule, "use --tokens 15e12")
@@ -312,7 +312,8 @@ def compile_first(
     pairs: list[tuple[Layout, compiling.CompiledMemory | str]] = []
     for layout in chosen:
         try:
-            pairs.append((layout, compiling.compile_layout(layout.cfg, cluster)))
+            with stage(f"compiling {layouts.describe(layout.cfg)}"):
+                pairs.append((layout, compiling.compile_layout(layout.cfg, cluster)))
         except RuntimeError as error:
             pairs.append((layout, str(error)))
     showing.show_compiled(console, pairs)
@@ -354,8 +355,10 @@ def inference(asked: Asked, console: Console) -> dict[str, Any]:
     """Answer --kv-cache 64x8192."""
     text = asked.options.kv_cache
     rows, times, slots = text.lower().partition("x")
-    if not (times and rows.isdecimal() and slots.isdecimal() and int(rows) and int(slots)):
-        rule = "must be SEQUENCESxTOKENS, both positive integers"
+    digits = times and only_digits(rows) and only_digits(slots)
+    if not (digits and 0 < int(rows) <= MAX_INT and 0 < int(slots) <= MAX_SEQUENCE):
+        rule = "must be SEQUENCESxTOKENS, both positive integers, "
+        rule += f"at most {MAX_INT:,} and {MAX_SEQUENCE:,}"
         raise ConfigError("--kv-cache", text, rule, "use --kv-cache 64x8192")
     found = budget.inference_memory(asked.cfg, asked.cluster, int(rows), int(slots))
     showing.show_inference(console, int(rows), int(slots), found)

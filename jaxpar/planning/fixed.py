@@ -3,6 +3,7 @@
 from typing import Any
 
 from jaxpar.config import Config, ConfigError, flag, layout_fields, replace
+from jaxpar.config.numerals import only_digits
 from jaxpar.config.rules.memory import remat
 from jaxpar.config.type_check import check_types
 
@@ -41,7 +42,7 @@ def _pairs(text: str) -> list[str]:
 
 def _value(cfg: Config, pair: str, name: str, text: str) -> str | int:
     """Parse a field's value and check it by the rules for that field."""
-    if name != "remat" and not (text.isdecimal() and int(text) > 0):
+    if name != "remat" and not (only_digits(text) and int(text) > 0):
         rule = f"{name} must be a positive integer"
         raise ConfigError("--fix", pair, rule, f"use --fix {name}=1")
     path, value = f"parallel.{name}", text if name == "remat" else int(text)

@@ -151,6 +151,8 @@ def _splits(
         options["num_microbatches"] = [d for d in divisors(whole) if d.bit_count() == 1]
         options["virtual_stages"] = options["virtual_stages"][:2]
         options["row_groups"] = (1,)
+    if size := cfg.train.micro_batch_size:
+        options["num_microbatches"] = (max(whole // size, 1),)
     options |= {name: (fixed[name],) for name in options if name in fixed}
     for values in itertools.product(*options.values()):
         yield dict(zip(options, values, strict=True))

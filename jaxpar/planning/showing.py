@@ -4,9 +4,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group
 from rich.table import Table
 
+from jaxpar.planning.alignment import alignment_hints
 from jaxpar.planning.budget import Inference, TrainingCost
 from jaxpar.planning.compiling import CompiledMemory
 from jaxpar.planning.layouts import describe, values_of
@@ -21,6 +22,15 @@ MEMORY_PARTS = "weights optimizer gradients activations logits gathered buffers"
 #: Number of layouts whose parts are shown.
 IN_DETAIL = 3
 
+#: The unit in which --hardware shows a figure of a GPU, and its size.
+SHOWN_IN: dict[str, tuple[float, str]] = {
+    "memory": (GIB, "GiB"),
+    **dict.fromkeys(("peak", "matmul", "float8"), (1e12, "TFLOP/s")),
+    "bandwidth": (1e12, "TB/s"),
+    **dict.fromkeys(("nvlink", "host_link"), (1e9, "GB/s")),
+    "attention": (1, "x"),
+}
+
 #: Names of parts in the tables, where they differ from those in the JSON.
 TITLES = {"in all": "total"}
 
@@ -33,14 +43,19 @@ def best_of_each_mesh(layouts: Iterable[Layout]) -> list[Layout]:
     return list(found.values())
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     """Return a table of text; the first column is left-aligned, the others right-aligned."""
-    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for i, name in enumerate(columns):
         made.add_column(name, justify="right" if i else "left", no_wrap=True)
     for row in rows:
         made.add_row(*row)
     return made
+
+
+def titled(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Group:
+    """Return a table below its title, which may be wider than the table."""
+    return Group(title, table(columns, rows))
 
 
 def show_plan(console: Console, plan: Plan, chosen: Sequence[Layout]) -> None:
@@ -67,7 +82,7 @@ def hardware_in_words(cluster: Cluster) -> str:
     return text
 
 
-def _ranking(chosen: Sequence[Layout]) -> Table:
+def _ranking(chosen: Sequence[Layout]) -> Group:
     columns = "mesh ZeRO remat M v g GiB step,s tok/s/GPU MFU full".split()
     rows = []
     for i, layout in enumerate(chosen, 1):
@@ -85,10 +100,10 @@ def _ranking(chosen: Sequence[Layout]) -> Table:
             )
         )
     legend = "M microbatches, v virtual stages, g row groups; MFU: causal, full: full attention"
-    return table(legend, columns, rows)
+    return titled(legend, columns, rows)
 
 
-def _parts(title: str, layouts: Sequence[Layout], cells) -> Table:
+def _parts(title: str, layouts: Sequence[Layout], cells) -> Group:
     by_layout = [cells(layout) for layout in layouts]
     names = list(dict.fromkeys(name for found in by_layout for name in found))
     last = ("contention", "gaps", "in all")
@@ -100,7 +115,7 @@ def _parts(title: str, layouts: Sequence[Layout], cells) -> Table:
         )
         for name in names
     ]
-    return table(title, ["", *(f"{i}." for i in range(1, len(layouts) + 1))], rows)
+    return titled(title, ["", *(f"{i}." for i in range(1, len(layouts) + 1))], rows)
 
 
 def _memory_cells(layout: Layout) -> dict[str, float]:
@@ -132,6 +147,7 @@ def _remarks(plan: Plan, chosen: Sequence[Layout]) -> list[str]:
     if plan.refused:
         lines.append(f"Invalid: {sum(plan.refused.values()):,}, by violated rule:")
         lines += [f"  {n:>6,}  {reason}" for reason, n in plan.refused.most_common(8)]
+    lines += [f"Hint: {hint}." for hint in alignment_hints(chosen[0].cfg)] if chosen else []
     lines += caveats(plan, chosen)
     return lines
 
@@ -186,7 +202,7 @@ def show_inference(console: Console, rows: int, slots: int, found: Sequence[Infe
         )
         for one in found
     ]
-    console.print(table(title, ["", "weights", "cache", "sequences that fit"], cells))
+    console.print(titled(title, ["", "weights", "cache", "sequences that fit"], cells))
 
 
 def show_compiled(console: Console, pairs: Sequence[tuple[Layout, CompiledMemory | str]]) -> None:
@@ -203,7 +219,7 @@ def show_compiled(console: Console, pairs: Sequence[tuple[Layout, CompiledMemory
             cells += [f"{compiled.total / GIB:.1f}", f"{error:+.1%}", f"{compiled.seconds:.0f} s"]
         rows.append(cells)
     columns = ["compiled without a GPU", "predicted GiB", "XLA's GiB", "error", "took"]
-    console.print(table("", columns, rows))
+    console.print(table(columns, rows))
 
 
 def show_hardware(console: Console) -> None:
@@ -219,11 +235,10 @@ def show_hardware(console: Console) -> None:
 
 
 def _figures(gpu: Gpu) -> list[tuple[str, str, str]]:
-    scales = {"memory": (GIB, "GiB"), "bandwidth": (1e12, "TB/s"), "nvlink": (1e9, "GB/s")}
     rows = []
     for name, value in vars(gpu).items():
         if isinstance(value, HardwareFigure):
-            scale, unit = scales.get(name, (1e12, "TFLOP/s") if value.value > 1e3 else (1, "x"))
+            scale, unit = SHOWN_IN[name]
             rows.append((name, f"{value.value / scale:,.4g} {unit}", value.source))
     return rows
 

@@ -9,12 +9,14 @@ from typing import Annotated, Any
 import tyro
 
 from jaxpar.config import ConfigError
+from jaxpar.config.rules.limits import STEP, Range
 from jaxpar.planning.predict.hardware import Gpu, gpu_named, gpu_of_kind
 from jaxpar.profiling import breakdown, roofline, sections, table
 from jaxpar.profiling.hlo.collective_bytes import collective_bytes
 from jaxpar.profiling.hlo.memory import ProgramMemory
 from jaxpar.profiling.loading import OPTION, LoadedProfile
 from jaxpar.profiling.trace.kernels import ATTENTION
+from jaxpar.runtime.option_classes import check_ranges
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,9 +25,9 @@ class ProfileOptions:
 
     path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar=OPTION)]
     """Run folder, folder of a profile, or file NAME.xplane.pb or NAME.xplane.pb.gz."""
-    step: int | None = None
+    step: Annotated[int | None, STEP] = None
     """First step of the profile, if the run has several. None: the latest profile."""
-    top: int = 20
+    top: Annotated[int, Range(1, 100_000, 20)] = 20
     """Number of kernels and of groups of buffers to list."""
     gpu: str = ""
     """GPU whose peaks to use, as named by `python -m jaxpar.plan`. Empty: the GPU of the trace."""
@@ -38,8 +40,7 @@ def check(options: ProfileOptions) -> None:
 
     Raises:   ConfigError if an option is invalid.
     """
-    if options.top < 1:
-        raise ConfigError("--top", options.top, "must be at least 1", "use --top 20")
+    check_ranges(options)
     if options.gpu:
         gpu_named(options.gpu)
     if options.json and Path(options.json).is_dir():

@@ -19,8 +19,9 @@ from jaxpar.report.page import page
 from jaxpar.report.runs import RunRead, read_run
 from jaxpar.runtime.files import atomic
 from jaxpar.runtime.files.append import FULL
+from jaxpar.runtime.option_classes import read_options
 from jaxpar.runtime.program import run_program
-from jaxpar.runtime.typed_options import read_options
+from jaxpar.runtime.stages import stage
 
 #: Most runs whose lines can be distinguished.
 MAX_RUNS = 21
@@ -48,7 +49,10 @@ def report(options: ReportOptions) -> tuple[Path, list[RunRead]]:
         fix = "use python -m jaxpar.report runs/quickstart"
         raise ConfigError("RUN", " ".join(names), rule, fix)
     output = where(options.output, names)
-    runs = [read_run(name) for name in names]
+    runs = []
+    for name in names:
+        with stage(f"reading {name}"):
+            runs.append(read_run(name))
     _write(output, page(runs, datetime.now().astimezone()))
     return output, runs
 
@@ -89,7 +93,7 @@ def _write(path: Path, content: bytes) -> None:
 
 def main(argv: Sequence[str]) -> None:
     """Run the command line."""
-    options = read_options(ReportOptions, argv, "python -m jaxpar.report", __doc__)
+    options = read_options(ReportOptions, argv, "jaxpar.report", __doc__)
     output, runs = report(options)
     for run in runs:
         remark = "" if run.series else ", no metrics yet"

@@ -1,4 +1,4 @@
-"""Options and checks that the command lines of the benchmarks share."""
+"""Options and checks that several command lines share."""
 
 import argparse
 import os
@@ -7,6 +7,8 @@ from typing import Any, NoReturn
 
 from jaxpar.config import ConfigError
 from jaxpar.config.command_line import as_called
+from jaxpar.config.numerals import whole_number
+from jaxpar.config.rules.limits import REPEATS, Range
 
 
 class Parser(argparse.ArgumentParser):
@@ -18,10 +20,40 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, prog: str, description: str | None, **more: Any):
         text = as_called(description or "")
         super().__init__(prog=as_called(prog), description=text, allow_abbrev=False, **more)
+        self.ranges: dict[str, Range] = {}
+
+    def whole(self, option: str, default: int | None, limits: Range, **more: Any) -> None:
+        """Add an option whose value is a whole number in a range."""
+        made = self.add_argument(option, type=_whole, default=default, **more)
+        self.ranges[made.dest] = limits
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse as `argparse` does, and check the options of `whole`.
+
+        Raises:   ConfigError that names the option.
+        """
+        options, rest = super().parse_known_args(args, namespace)
+        for name, limits in self.ranges.items():
+            if (value := getattr(options, name)) is not None:
+                check_range("--" + name.replace("_", "-"), value, limits)
+        return options, rest
 
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError."""
         raise ConfigError("command line", self.prog, message, "see --help")
+
+
+def _whole(text: str) -> int:
+    try:
+        return whole_number(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def check_range(option: str, value: int, limits: Range) -> None:
+    """Raises:   ConfigError for a value that is not in the range of an option."""
+    if value not in limits:
+        raise ConfigError(option, value, limits.rule(value), f"use {option} {limits.good}")
 
 
 def parser(prog: str, doc: str | None, repeats: int | None, told: str = "%(default)s") -> Parser:
@@ -33,16 +65,10 @@ def parser(prog: str, doc: str | None, repeats: int | None, told: str = "%(defau
     made = Parser(prog, doc)
     add = made.add_argument
     add("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    add("--repeats", type=int, default=repeats, help=f"timed batches of each program ({told})")
+    made.whole("--repeats", repeats, REPEATS, help=f"timed batches of each program ({told})")
     add("--card", help="JSON file to write the results to")
     add("--commit", help="commit to record on the card, if there is no checkout")
     return made
-
-
-def check_repeats(options: argparse.Namespace) -> None:
-    """Check --repeats. Raises:   ConfigError if it is below 1."""
-    if options.repeats < 1:
-        raise ConfigError("--repeats", options.repeats, "must be at least 1", "use --repeats 15")
 
 
 def check_file(option: str, path: str | None) -> None:

@@ -81,7 +81,7 @@ def output_may_be_lost() -> Iterator[None]:
     """
     streams = sys.stdout, sys.stderr
     ours = [_Lenient(stream) for stream in streams]
-    sys.stdout, sys.stderr = ours  # type: ignore[assignment]
+    sys.stdout, sys.stderr = ours
     try:
         yield
     finally:

@@ -11,6 +11,7 @@ import jax
 
 from jaxpar.config import Config, ConfigError
 from jaxpar.runtime.gpus import visible, xla_flags
+from jaxpar.runtime.host_memory import host_memory
 
 
 def start(cfg: Config, num_processes: int = 1, *, needs_devices: bool = True) -> list[str]:
@@ -22,12 +23,16 @@ def start(cfg: Config, num_processes: int = 1, *, needs_devices: bool = True) ->
     Raises:   ConfigError if it cannot, or if it is too late to simulate devices.
     """
     run = cfg.run
+    if (precision := PRECISIONS[cfg.model.matmul_precision]) is not None:
+        jax.config.update("jax_default_matmul_precision", precision)
     if run.cpu_devices:
         _simulate(run.cpu_devices)
         return []
     if needs_devices:
         _check_platforms(jax.config.jax_platforms or "")
     was_set = xla_flags.apply(cfg, num_processes)
+    if run.deterministic and visible.gpu_is_present():
+        was_set += xla_flags.make_deterministic()
     if visible.gpu_is_present():
         was_set += _open_host_memory()
     if run.compilation_cache and visible.gpu_is_present():
@@ -36,6 +41,9 @@ def start(cfg: Config, num_processes: int = 1, *, needs_devices: bool = True) ->
         was_set.append(f"compilation cache {run.compilation_cache}")
     return was_set
 
+
+#: JAX's name of each `model.matmul_precision`; None leaves JAX's own default.
+PRECISIONS = {"default": None, "tf32": "tensorfloat32", "float32": "float32"}
 
 #: Files by which JAX 0.11 detects an NVIDIA GPU; the last one is for WSL.
 NVIDIA_DEVICES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
@@ -76,13 +84,6 @@ def _open_host_memory() -> list[str]:
         return []
     os.environ[HOST_LIMIT] = str(max(host_memory() >> 30, DEFAULT_LIMIT))
     return [f"{HOST_LIMIT}={os.environ[HOST_LIMIT]}"]
-
-
-def host_memory(limit_file: str = "/sys/fs/cgroup/memory.max") -> int:
-    """Return the bytes of memory that this host or container may use."""
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path(limit_file).read_text().strip() if Path(limit_file).is_file() else "max"
-    return there if limit == "max" else min(there, int(limit))
 
 
 #: Threads of XLA's pool for each simulated device. By default, XLA uses one per device, or one per

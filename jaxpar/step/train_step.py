@@ -140,6 +140,9 @@ def loss_and_gradients(
     weights = weights_of_step(shards, cfg)
     if frozen:
         frozen = weights_of_step(fused_weights.fuse(frozen, ex), cfg)
+    if cfg.parallel.zero == 2:
+        weights, complete = fused_weights.to_shards(weights, shards)
+        frozen = join(complete, frozen)
     model = staged_model(ex, max_segments)
     microbatches = split_microbatches(batch, cfg.parallel.num_microbatches)
     run = schedule_of(cfg)
@@ -205,17 +208,18 @@ def schedule_of(cfg: Config) -> Callable:
 def weights_of_step(shards: Any, cfg: Config) -> Any:
     """Return the weights that the model receives, with scales (`fused_weights.with_scales`).
 
-    With ZeRO-3 these are shards, which the model gathers; with ZeRO-1, complete weights.
+    With ZeRO-3 these are shards, which the model gathers; with ZeRO-1 and ZeRO-2, complete weights.
     """
-    weights = gather_once(shards, cfg) if cfg.parallel.zero == 1 else shards
-    if cfg.parallel.zero == 1 and "embed" in shards["top"] and lax.axis_size(FSDP_AXES) == 1:
+    once = cfg.parallel.zero != 3
+    weights = gather_once(shards, cfg) if once else shards
+    if once and "embed" in shards["top"] and lax.axis_size(FSDP_AXES) == 1:
         # Keep float32: without a gather, only the rows that a step looks up need to be cast.
         weights["top"]["embed"] = shards["top"]["embed"]
     return fused_weights.with_scales(weights, shards, cfg)
 
 
 def gather_once(shards: Any, cfg: Config) -> Any:
-    """Gather every weight in the compute dtype once, for all microbatches of a step (ZeRO-1)."""
+    """Gather every weight in the compute dtype once, for all microbatches (ZeRO-1 and ZeRO-2)."""
 
     def gather(shards: dict, dims: dict) -> dict:
         whole = fsdp.gather_tree(shards, dims, cfg.model.dtype, cfg.parallel.grad_reduce)

@@ -11,6 +11,7 @@ from jaxpar.profiling.in_run import RunProfiler
 from jaxpar.runtime import signals
 from jaxpar.runtime.processes.peers import log
 from jaxpar.runtime.program import exit_on_failure
+from jaxpar.runtime.stages import Stage
 from jaxpar.runtime.watchdog import Watchdog
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.mesh import describe
@@ -20,13 +21,25 @@ from jaxpar.step.train_step import StepMetrics
 from jaxpar.training.evaluation import Evaluation
 from jaxpar.training.run import Run
 
+#: What the loop does in a phase, with the number of the step.
+IN_WORDS = {
+    "step": "step {}",
+    "data wait": "waiting for the batch of step {}",
+    "evaluation": "evaluating after step {}",
+    "save wait": "waiting for the save of step {}",
+    "restore": "going back from step {}",
+    "profile": "writing a profile before step {}",
+}
+
 
 @dataclass(frozen=True)
 class Phases:
-    """The current phase of the loop, for the watchdog (its limit) and goodput (its duration)."""
+    """The current phase of the loop, for the watchdog (its limit), goodput (its duration) and the
+    lines that say what takes long."""
 
     watch: Watchdog
     spent: Recorder
+    stage: Stage
 
     def enter(self, part: str, step: int, *, slow: bool = False) -> None:
         """Enter a phase of a step.
@@ -35,6 +48,8 @@ class Phases:
         """
         self.spent.now(part)
         self.watch.enter(part, step, slow=slow)
+        words = IN_WORDS.get(part, part + " at step {}")
+        self.stage.enter(words.format(step), ordinary=part in ("step", "data wait"))
 
 
 class BetweenSteps:
@@ -116,8 +131,7 @@ class BetweenSteps:
         if stopping or self._due(done, cfg.checkpoint.every):
             self.phases.enter("save wait", done, slow=True)
             self.metrics.pause()
-            self.run.records.check_lock(at_once=True)
-            self.run.records.write_missing()
+            self.run.records.before_save()
             self.saver.save(state, done, done * cfg.train.global_batch_size * cfg.data.seq_len)
             spent.record(done)
         if stopping:

@@ -22,7 +22,7 @@ from jaxpar.planning.layouts import describe, divisors, with_parallel
 from jaxpar.planning.predict.communication import Cluster
 from jaxpar.planning.predict.hardware import GIB, H200, NETWORKS, Gpu, HardwareFigure, gpu_of_kind
 from jaxpar.planning.ranking import Layout, make_plan, nothing_fits
-from jaxpar.runtime import start as runtime
+from jaxpar.runtime.host_memory import host_memory
 from jaxpar.runtime.processes import peers
 
 #: The field that adapts to the number of devices when a run resumes.
@@ -99,7 +99,7 @@ def gpu_here() -> Gpu:
     if known is not None:
         return known
     limit = (device.memory_stats() or {}).get("bytes_limit", 0)
-    memory = limit or runtime.host_memory() / jax.local_device_count()
+    memory = limit or host_memory() / (jax.local_device_count() * peers.processes_here())
     name = f"{device.device_kind} (planned as {H200.name})"
     return dataclasses.replace(H200, name=name, memory=HardwareFigure(memory, "this device"))
 
@@ -110,7 +110,8 @@ def gpu_here() -> Gpu:
 def same_rows(cfg: Config, saved: Saved | None, num_devices: int) -> Config:
     """Return the config with enough microbatches that no device holds more of one than before.
 
-    Changes nothing in a new run, or if the command sets another number of microbatches than before.
+    Changes nothing in a new run, or if the command sets another number of microbatches than before
+    or their size.
 
     Args:     saved: the checkpoint to resume from, None for a new run.
     Raises:   ConfigError when the devices cannot divide the rows of the global batch, which does
@@ -119,7 +120,7 @@ def same_rows(cfg: Config, saved: Saved | None, num_devices: int) -> Config:
     batch = cfg.train.global_batch_size
     if saved is None or saved.config["train"]["global_batch_size"] != batch:
         return cfg  # `checkpoint.check_resumable` refuses another global batch
-    if cfg.parallel.num_microbatches != asked_before(saved):
+    if cfg.train.micro_batch_size or cfg.parallel.num_microbatches != asked_before(saved):
         return cfg
     then, now = saved.config["parallel"], vars(fill_data_axis(cfg, num_devices).parallel)
     if batch % _product(now, ROWS):

@@ -13,6 +13,7 @@ from jaxpar.config.validate import resolve
 from jaxpar.data.formats.meta import META_FILE
 from jaxpar.data.prepare.progress import console_progress
 from jaxpar.data.prepare.text import PrepareOptions, prepare
+from jaxpar.planning.fit import check_fits
 from jaxpar.runtime.files import json_lines
 from jaxpar.runtime.processes import peers
 
@@ -39,7 +40,7 @@ def prepare_quickstart(cfg: Config) -> None:
     def work() -> None:
         if peers.rank() == 0 and not (Path(cfg.data.path) / META_FILE).exists():
             if not cfg.parallel.auto:
-                resolve(cfg, jax.device_count())
+                check_fits(resolve(cfg, jax.device_count()), peers.processes_here())
             peers.log(f"text       the Python standard library's source, to {cfg.data.path}")
             prepare_text(cfg.data.path)
 

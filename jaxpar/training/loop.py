@@ -11,6 +11,7 @@ from jaxpar.profiling.hlo.collective_order import collective_order
 from jaxpar.runtime import exit_codes, signals
 from jaxpar.runtime.processes import peers
 from jaxpar.runtime.processes.peers import log
+from jaxpar.runtime.stages import stage
 from jaxpar.runtime.watchdog import Watchdog
 from jaxpar.step.compiled import FirstRunAlone, check_host_memory, memory_of
 from jaxpar.step.state import TrainState
@@ -25,8 +26,13 @@ def train(run: Run, watch: Watchdog) -> int:
     if run.first_step == run.cfg.train.num_steps:
         log(f"already done: {run.dir}")
         return exit_codes.EXIT_OK
-    with signals.StopRequest(jax.process_count() > 1) as stop, Recorder(run.dir) as spent:
-        phases = Phases(watch, spent)
+    several = jax.process_count() > 1
+    with (
+        signals.StopRequest(several) as stop,
+        Recorder(run.dir) as spent,
+        stage("starting") as now,
+    ):
+        phases = Phases(watch, spent, now)
         state = run.start()
         train_step = compiled(run, state)
         watch.report = lambda: collective_order(train_step.program.as_text())
@@ -82,9 +88,11 @@ def compiled(run: Run, state: TrainState) -> FirstRunAlone:
     """Compile the train step for this run's shapes before its first use, and log the time."""
     began = time.perf_counter()
     step: Any = make_train_step(run.cfg, run.mesh, run.max_segments, run.execution)
-    lowered = step.lower(state, run.loader.batch(0))
-    peers.check_same("program", lambda: lowered.as_text(), run.cfg.cluster.slow_seconds)
-    program = lowered.compile()
+    with stage("compiling the train step") as now:
+        lowered = step.lower(state, run.loader.batch(0))
+        peers.check_same("program", lambda: lowered.as_text(), run.cfg.cluster.slow_seconds)
+        now.at("XLA")
+        program = lowered.compile()
     # The first collective: from here on, no process is still compiling.
     check_host_memory(program, run.cfg, peers.any_process)
     log(f"compiled in {time.perf_counter() - began:.1f} s{memory_of(program, state)}")

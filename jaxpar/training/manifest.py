@@ -7,6 +7,8 @@ import jax
 from jaxpar.config.serialize import to_json
 from jaxpar.data.skips import SKIPPED_FILE
 from jaxpar.model.flops import num_adapter_params, num_params
+from jaxpar.optimizer.schedules import shortened
+from jaxpar.planning.alignment import alignment_hints
 from jaxpar.runtime import provenance
 from jaxpar.sharding.mesh import describe
 from jaxpar.training.run import Run
@@ -43,6 +45,8 @@ def write(run: Run, environment: list[str]) -> None:
         f"execution  {'; '.join(run.execution.in_words())}",
         f"data       {_data(run)}",
         *left_out(run),
+        *_warm_up(run),
+        *_hints(run),
         f"run        {run.dir}",
         *(f"set        {item}" for item in environment),
     ]
@@ -68,6 +72,19 @@ def _data(run: Run) -> str:
         for source in sources
     ]
     return "\n           ".join(lines)
+
+
+def _warm_up(run: Run) -> list[str]:
+    """Describe the warm-up, if it is shorter than the config's."""
+    text = shortened(run.cfg.optimizer, run.cfg.train.num_steps)
+    return [f"warm-up    {text}"] if text else []
+
+
+def _hints(run: Run) -> list[str]:
+    """Hints about sizes that are slow on GPUs, on GPUs."""
+    if jax.default_backend() != "gpu":
+        return []
+    return [f"hint       {line}" for line in alignment_hints(run.cfg)]
 
 
 def left_out(run: Run) -> list[str]:

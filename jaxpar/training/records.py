@@ -44,7 +44,12 @@ class RunRecords:
             watchdog.without_last_words()
             raise
 
-    def write_missing(self) -> None:
+    def before_save(self) -> None:
+        """Check the lock at once, then write the files again that were deleted."""
+        self.check_lock(at_once=True)
+        self._write_missing()
+
+    def _write_missing(self) -> None:
         """Write the files again that were deleted, with a warning."""
         missing = [path for path in self._texts if not path.is_file()]
         for path in missing:

@@ -10,7 +10,7 @@ import jax
 
 from jaxpar import checkpoint
 from jaxpar.config import Config, ConfigError, replace
-from jaxpar.config.remat_policies import names_on_host
+from jaxpar.config.remat_policies import saves_on_host
 from jaxpar.config.validate import resolve
 from jaxpar.data import Loader
 from jaxpar.data.shuffle import NEWEST
@@ -22,8 +22,11 @@ from jaxpar.monitoring.sinks import open_sinks, require_packages
 from jaxpar.monitoring.startup import StartUp
 from jaxpar.optimizer.schedules import learning_rate
 from jaxpar.parallel.context import token_order
+from jaxpar.planning.fit import check_fits
 from jaxpar.planning.forecast import forecast_here
+from jaxpar.runtime.processes import peers
 from jaxpar.runtime.processes.peers import log
+from jaxpar.runtime.stages import stage
 from jaxpar.sharding.mesh import describe, make_mesh
 from jaxpar.step.state import TrainState
 from jaxpar.training import elastic, initial_weights
@@ -56,6 +59,8 @@ class Run:
         cfg = with_shuffle(cfg, saved)
         self.cfg = resolve(elastic.same_rows(cfg, saved, jax.device_count()), jax.device_count())
         self.asked = elastic.changed_by_layout(cfg, self.cfg)
+        if warning := check_fits(self.cfg, peers.processes_here()):
+            log(f"WARNING    {warning}")
         check_host_copies(self.cfg, jax.default_backend())
         require_packages(self.cfg)
         self.execution = execution_of(self.cfg)
@@ -128,21 +133,26 @@ class Run:
 
         Raises:   ConfigError as `test_attention`.
         """
-        self.test_attention()
+        with stage("testing the attention kernels"):
+            self.test_attention()
         self.startup.ended("attention self-test")
-        began = time.perf_counter()
+        began, resumed = time.perf_counter(), self.first_step
+        with stage("making the weights" if resumed is None else f"restoring step {resumed}"):
+            state, what = self._initial_or_saved()
+            jax.block_until_ready(state)
+        log(f"{what} in {time.perf_counter() - began:.1f} s")
+        self.startup.ended("weights" if resumed is None else "checkpoint")
+        return state
+
+    def _initial_or_saved(self) -> tuple[TrainState, str]:
+        """Return the initial or restored state, and what was done, in words."""
         if self.first_step is None:
             state = initial_weights.state(self.cfg, self.mesh, self.origin, log)
-            what = f"loaded weights of {self.origin}" if self.origin else "initialized"
-        else:
-            state, self.first_step = checkpoint.restore_latest(self.cfg, self.mesh)
-            for field, (then, now) in self.changed.items():
-                log(f"changed    {field}: {now}, was {then}")
-            what = f"restored step {self.first_step}"
-        jax.block_until_ready(state)
-        log(f"{what} in {time.perf_counter() - began:.1f} s")
-        self.startup.ended("weights")
-        return state
+            return state, f"loaded weights of {self.origin}" if self.origin else "initialized"
+        state, self.first_step = checkpoint.restore_latest(self.cfg, self.mesh)
+        for field, (then, now) in self.changed.items():
+            log(f"changed    {field}: {now}, was {then}")
+        return state, f"restored step {self.first_step}"
 
     def metrics(self) -> MetricsWriter:
         """Make the writer of the run's metrics, which also checks each step's loss and gradient."""
@@ -182,7 +192,7 @@ def check_host_copies(cfg: Config, backend: str) -> None:
 
     Raises:   ConfigError for it (docs/experiments/memory.md#values-in-host-memory).
     """
-    unrolled, on_host = cfg.parallel.layer_loop == "unroll", names_on_host(cfg.parallel.remat)
+    unrolled, on_host = cfg.parallel.layer_loop == "unroll", saves_on_host(cfg.parallel)
     if backend == "gpu" and unrolled and on_host and xla_is_deterministic():
         rule = "fails in XLA's runtime when XLA_FLAGS requires deterministic kernels"
         rule += f" and values are offloaded to the host by parallel.remat = {cfg.parallel.remat}"

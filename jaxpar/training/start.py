@@ -13,6 +13,7 @@ from jaxpar.runtime import exit_codes
 from jaxpar.runtime.files.run_lock import WAIT_SECONDS, RunLock, RunLocked
 from jaxpar.runtime.processes import peers
 from jaxpar.runtime.signals import output_may_be_lost
+from jaxpar.runtime.stages import stage
 from jaxpar.runtime.watchdog import Watchdog
 from jaxpar.training import elastic, manifest
 from jaxpar.training.loop import train
@@ -22,8 +23,10 @@ from jaxpar.training.run import Run
 def checked(cfg: Config) -> Run:
     """Return the run, after every process has checked it and all agree that it is the same run."""
     seconds = cfg.cluster.slow_seconds or 1e6
-    laid_out = elastic.choose_layout(cfg, seconds)
-    run = peers.all_or_none("checks", seconds, lambda: Run(laid_out))
+    with stage("planning the layout"):
+        laid_out = elastic.choose_layout(cfg, seconds)
+    with stage("opening the data and checking the run"):
+        run = peers.all_or_none("checks", seconds, lambda: Run(laid_out))
     if cfg.parallel.auto:
         run.asked["parallel.auto"] = cfg.parallel.auto
     about = lambda: f"{to_json(run.cfg)} {run.first_step} {jax.__version__}"  # noqa: E731

@@ -10,6 +10,7 @@ MAY_IMPORT = (
     "step",
     "data",
     "checkpoint",
+    "planning",
     "monitoring",
     "training",
 )

@@ -5,7 +5,6 @@ import dataclasses
 import math
 import sys
 from collections.abc import Iterable, Sequence
-from typing import NoReturn
 
 import jax
 
@@ -13,12 +12,18 @@ from jaxpar.config import Config, ConfigError, RunConfig
 from jaxpar.config.command_line import as_called
 from jaxpar.config.config_file import load_config
 from jaxpar.config.help import asks_help, print_help, topic_of
+from jaxpar.config.rules.limits import MAX_CPU_DEVICES, Range
 from jaxpar.model.parameters import param_specs
+from jaxpar.planning.fit import check_host
 from jaxpar.runtime import start as runtime
+from jaxpar.runtime.host_memory import host_memory
+from jaxpar.runtime.options import Parser
 from jaxpar.runtime.processes import rendezvous
+from jaxpar.runtime.stages import stage
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.sharding.params import count
 from jaxpar.verification import distances, traces
+from jaxpar.verification.meshes import num_devices
 from jaxpar.verification.table import MeshRow
 
 PROGRAM = "python -m jaxpar.verify"
@@ -26,6 +31,10 @@ PROGRAM = "python -m jaxpar.verify"
 
 #: Parameters above which a step of the plain reference takes minutes on a CPU.
 MAX_PARAMS_ON_CPU = 50_000_000
+
+
+#: Most steps: their batches are kept in memory.
+MAX_STEPS = 10_000
 
 
 #: Number of simulated devices without --devices and --mesh.
@@ -63,17 +72,14 @@ def compare_meshes(
 ) -> Iterable[MeshRow]:
     """Yield a row for each mesh, as soon as it is done."""
     batches = [traces.random_batch(cfg, i) for i in range(max(steps, 1))]
-    wanted = traces.reference_trace(cfg, batches, steps)
+    with stage("training the reference"):
+        wanted = traces.reference_trace(cfg, batches, steps)
     options = traces.QUICK_COMPILE if devices[0].platform == "cpu" else None
     for name, on_mesh in configs.items():
         mesh = make_mesh(on_mesh.parallel, devices[: math.prod(axis_sizes(on_mesh.parallel))])
-        found = traces.mesh_trace(on_mesh, mesh, batches, steps, options)
+        with stage(f"training on {name}"):
+            found = traces.mesh_trace(on_mesh, mesh, batches, steps, options)
         yield MeshRow(name, found.loss, distances.compare(found, wanted, tolerance))
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError("command line", " ".join(sys.argv[1:]), message, "see --help")
 
 
 def parse_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -82,22 +88,22 @@ def parse_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     `--help` shows the options and a summary of the config, `--help SECTION` the fields of a
     section.
     """
-    parser = _Parser(
-        prog=as_called(PROGRAM),
+    parser = Parser(
+        PROGRAM,
+        "Compare the weights, losses, gradients and optimizer steps of meshes with a plain, "
+        "unsharded reference, in float32 on random packed documents.",
         usage=f"{as_called(PROGRAM)} CONFIG [--mesh AXIS=N,...] [options] [--section.field V ...]",
-        description="Compare the weights, losses, gradients and optimizer steps of meshes with a "
-        "plain, unsharded reference, in float32 on random packed documents.",
         epilog=EPILOG,
-        allow_abbrev=False,
         add_help=False,
     )
     add = parser.add_argument
     add("config", metavar="CONFIG", nargs="?", help="name of a config, .py file or run folder")
     add("--mesh", action="append", metavar="AXIS=N,...", help=MESH_HELP)
-    add("--steps", type=int, default=5, help="optimizer steps; 0: gradients only (%(default)s)")
+    told = "optimizer steps; 0: gradients only (%(default)s)"
+    parser.whole("--steps", 5, Range(0, MAX_STEPS, 5), help=told)
     add("--shrink", action="store_true", help=SHRINK_HELP)
     add("--tolerance", type=float, default=1e-5, help="maximum relative error (%(default)s)")
-    add("--devices", type=int, metavar="N", help=DEVICES_HELP)
+    parser.whole("--devices", None, Range(1, MAX_CPU_DEVICES, 8), metavar="N", help=DEVICES_HELP)
     if asks_help(argv):
         topic = topic_of(argv)
         if not topic:
@@ -129,12 +135,8 @@ as the meshes need"""
 def _check_options(options: argparse.Namespace) -> None:
     if options.config is None:
         raise ConfigError("CONFIG", None, "is missing", "begin with a config, such as quickstart")
-    if options.steps < 0:
-        raise ConfigError("--steps", options.steps, "must not be negative", "use 5")
     if not 0 < options.tolerance < 1:
         raise ConfigError("--tolerance", options.tolerance, "must be between 0 and 1", "use 1e-5")
-    if options.devices is not None and options.devices < 1:
-        raise ConfigError("--devices", options.devices, "must be at least 1", "use 8")
 
 
 def start_devices(run: RunConfig, simulated: int, needed: int) -> list[jax.Device]:
@@ -152,9 +154,13 @@ def start_devices(run: RunConfig, simulated: int, needed: int) -> list[jax.Devic
     return jax.devices()
 
 
-def refuse_large(cfg: Config, devices: Sequence[jax.Device]) -> None:
-    """Raise ConfigError for a model that is too large for a CPU."""
+def refuse_large(cfg: Config, on_meshes: Iterable[Config], devices: Sequence[jax.Device]) -> None:
+    """Raise ConfigError for a model or a batch that is too large for a CPU."""
+    if devices[0].platform != "cpu":
+        return
     size = count(param_specs(cfg.model))
-    if devices[0].platform == "cpu" and size > MAX_PARAMS_ON_CPU:
+    if size > MAX_PARAMS_ON_CPU:
         rule = f"must be at most {MAX_PARAMS_ON_CPU} on a CPU, which would take too long"
         raise ConfigError("number of parameters", size, rule, "add --shrink")
+    for on_mesh in on_meshes:
+        check_host(on_mesh, num_devices(on_mesh.parallel), host_memory())

@@ -7,15 +7,25 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxpar.config import Config, ConfigError, ParallelConfig
+from jaxpar.config.numerals import only_digits
+from jaxpar.config.rules.limits import MAX_CPU_DEVICES, most_of
 from jaxpar.config.validate import resolve
 from jaxpar.sharding.axes import AXES
 from jaxpar.sharding.mesh import axis_sizes
 
 
 def parse_meshes(items: Sequence[str], parallel: ParallelConfig) -> dict[str, ParallelConfig]:
-    """Return the parallel section of each mesh: `parallel`, with axes of 1 unless named."""
+    """Return the parallel section of each mesh: `parallel`, with axes of 1 unless named.
+
+    Raises:   ConfigError for an unknown field, or a value or a mesh that is too large.
+    """
     ones = dict.fromkeys((*AXES, "virtual_stages"), 1)
-    return {item: dataclasses.replace(parallel, **ones | _parse_mesh(item)) for item in items}
+    meshes = {item: dataclasses.replace(parallel, **ones | _parse_mesh(item)) for item in items}
+    for item, mesh in meshes.items():
+        if num_devices(mesh) > MAX_CPU_DEVICES:
+            rule = f"has {num_devices(mesh):,} devices, and must have at most {MAX_CPU_DEVICES:,}"
+            raise ConfigError("--mesh", item, rule, "use a smaller mesh of the same axes")
+    return meshes
 
 
 def refuse_rounding(meshes: dict[str, ParallelConfig], parallel: ParallelConfig) -> None:
@@ -49,9 +59,11 @@ def _typed(text: str, name: str, value: str, hint: Any) -> int | str:
     """Parse a field's value; a number must be a positive integer."""
     if hint is str or isinstance(next(iter(typing.get_args(hint)), None), str):
         return value
-    if not value.isdecimal() or int(value) == 0:
+    if not only_digits(value) or int(value) == 0:
         rule = f"{name} must be a positive integer"
         raise ConfigError("--mesh", text, rule, f"use {name}=2")
+    if int(value) > (most := most_of(f"parallel.{name}")):
+        raise ConfigError("--mesh", text, f"{name} must be at most {most:,}", f"use {name}=2")
     return int(value)
 
 

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxpar import checkpoint
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.json_reader import UnreadableJson, read_json
-from jaxpar.config.rules.numbers import MAX_INT
+from jaxpar.config.rules.limits import MAX_INT, Range
 from jaxpar.config.serialize import from_values
 from jaxpar.config.validate import check
 from jaxpar.data import Loader
@@ -21,8 +21,10 @@ from jaxpar.data.skips import SkippedBatches
 from jaxpar.monitoring.recent_steps import RECENT_FILE, bits, losses_judged, read_recent
 from jaxpar.parallel.context import token_order
 from jaxpar.runtime import start as runtime
+from jaxpar.runtime.option_classes import check_ranges
 from jaxpar.runtime.processes import rendezvous
 from jaxpar.runtime.processes.peers import log
+from jaxpar.runtime.stages import Stage, stage
 from jaxpar.sharding.axes import AXES
 from jaxpar.sharding.fingerprint import fingerprints
 from jaxpar.sharding.mesh import describe, make_mesh
@@ -43,9 +45,9 @@ class ReplayOptions:
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run folder."""
-    step: int
+    step: Annotated[int, Range(1, MAX_INT, 1)]
     """Step to repeat, counted from 1 as in metrics.jsonl."""
-    repeat: int = 2
+    repeat: Annotated[int, Range(1, 1000, 2)] = 2
     """Number of repetitions on the same devices."""
 
 
@@ -124,6 +126,10 @@ class Replay:
 
         Logs every step in between whose result differs from its record.
         """
+        with stage(f"computing the state before step {self.number}") as told:
+            return self._before(told)
+
+    def _before(self, told: Stage) -> TrainState:
         run = self.run
         if self.begin:
             now = checkpoint.restore(self.cfg, run.mesh, self.begin)
@@ -131,6 +137,7 @@ class Replay:
             now = initial_weights.state(self.cfg, run.mesh, run.origin, log)
         step = self._step_on(run.mesh)
         for done in range(self.begin, self.number - 1):
+            told.at(f"step {done + 1}")
             known = self.records.get(done + 1, {})
             batch = known.get("batch", self.skipped.batch_of(done))
             now, measured = step(now, run.loader.batch(batch))
@@ -145,11 +152,12 @@ class Replay:
         Args:     state: on the host. batch: the batch of the step, or another.
         """
         loader = self.run.loader if mesh is self.run.mesh else self._loader_on(mesh)
-        step = self._step_on(mesh)
-        placed = jax.device_put(state, state_shardings(self.cfg, mesh))
-        after, measured = step(placed, loader.batch(batch))
-        sums = fingerprints(vars(after))
-        return ReplayedStep(float(measured.loss), float(measured.grad_norm), sums)
+        with stage(f"taking step {self.number} with batch {batch}"):
+            step = self._step_on(mesh)
+            placed = jax.device_put(state, state_shardings(self.cfg, mesh))
+            after, measured = step(placed, loader.batch(batch))
+            sums = fingerprints(vars(after))
+            return ReplayedStep(float(measured.loss), float(measured.grad_norm), sums)
 
     def _loader_on(self, mesh: Mesh) -> Loader:
         order = token_order(self.cfg.parallel, self.cfg.data.seq_len)
@@ -235,9 +243,9 @@ def replay(options: ReplayOptions) -> str:
 
     Raises:   ConfigError for fewer than one repetition, and as `Replay`.
     """
-    if options.repeat < 1:
-        raise ConfigError("--repeat", options.repeat, "must be at least 1", "use --repeat 2")
-    again = Replay(options)
+    check_ranges(options)
+    with stage("opening the run and its data"):
+        again = Replay(options)
     batch, mesh = again.record["batch"], again.run.mesh
     log(
         f"step {again.number}: batch {batch}, sequences {again.record['windows']}, "

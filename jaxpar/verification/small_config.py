@@ -76,6 +76,7 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
         "data.seq_len": seq_len,
         "train.global_batch_size": up(8, every(rows)),
         "optimizer.warmup_steps": 0,
+        "optimizer.warmup_fraction": 0.0,
     }
     if cfg.lora.rank:
         rank = min(cfg.lora.rank, head_dim, d_model, d_ff)

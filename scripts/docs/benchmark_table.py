@@ -156,7 +156,10 @@ def is_float8(card: dict[str, Any]) -> bool:
 def recomputed(theirs: dict[str, Any]) -> str:
     """Return torchtitan's mode of activation checkpointing."""
     words = theirs["command"]
-    return words[words.index("--activation_checkpoint.mode") + 1]
+    mode = words[words.index("--activation_checkpoint.mode") + 1]
+    option = "--activation_checkpoint.selective_ac_option"
+    # By default, selective means option 2.
+    return "every second layer" if mode == "selective" and option not in words else mode
 
 
 def versus(few: bool = False) -> str:

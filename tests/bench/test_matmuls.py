@@ -150,7 +150,7 @@ def runs(monkeypatch):
         ([], "matmuls = 'no GPU': must run on a GPU. Fix: run it on a machine with"),
         (["--table", "t"], "matmuls = 'no GPU': must run on a GPU. Fix: run it on a"),
         (["--candidates", "1"], "--candidates = 1: must be at least 2. Fix: use --candidates 8"),
-        (["--candidates", "few"], "invalid int value: 'few'. Fix: see --help"),
+        (["--candidates", "few"], "'few' is not a whole number. Fix: see --help"),
         (["--table", "here"], "--table = 'here': is a folder, not a file. Fix: use --table here/"),
         (["--table", ""], "--table = '': is empty. Fix: use --table runs/"),
         (["--keep", "tiny.py"], "--keep = 'tiny.py': is a file, not a folder. Fix: use --keep"),
@@ -168,8 +168,8 @@ def test_bad_options(config_file, runs, tmp_path, monkeypatch, options, said):
 
 
 def test_a_gpu_whose_runs_read_no_table_needs_one_named(config_file, runs, gpu_host, monkeypatch):
-    monkeypatch.setattr(visible, "gpu_name", lambda: "NVIDIA H100")
-    monkeypatch.setattr(xla_flags, "gpu_name", lambda: "NVIDIA H100")
+    monkeypatch.setattr(visible, "gpu_name", lambda: "NVIDIA A100")
+    monkeypatch.setattr(xla_flags, "gpu_name", lambda: "NVIDIA A100")
     with pytest.raises(ConfigError) as error:
         bench.main(["matmuls", config_file])
     assert runs == [] and str(error.value) == (

@@ -180,7 +180,7 @@ def test_hlo_that_cannot_be_read_is_said():
         (["--run.dir", "runs/mine"], "run.dir = 'runs/mine': has no effect: a benchmark writes no"),
         (["--run.dir=runs/mine"], "run.dir = 'runs/mine': has no effect"),
         (["--run.init_from", "runs/mine"], "run.init_from = 'runs/mine': has no effect"),
-        (["--steps", "many"], "invalid int value"),
+        (["--steps", "many"], "'many' is not a whole number"),
         (["--card", ""], "--card = '': is empty"),
         (["--card", "/"], "--card = '/': is a folder, not a file"),
         (["--card", f"{__file__}/a/b.json"], f"is below {__file__}, which is a file"),

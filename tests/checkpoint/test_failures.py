@@ -1,6 +1,7 @@
 """Saves that fail: loud, within a budget, and nothing left that looks complete."""
 
 import contextlib
+import logging
 import shutil
 import statistics
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 
 from jaxpar import checkpoint
 from jaxpar.checkpoint import Checkpointer, SaveFailed, saving
+from jaxpar.checkpoint.orbax_errors import MAX_BYTES, errors_file, errors_to_file
 from jaxpar.config import serialize
 from tests.checkpoint.test_checkpoint import (
     assert_same_bits,
@@ -29,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LARGE = {"model.vocab_size": 65536}
 
 
-def test_saves_may_fail_within_the_budget_and_a_good_one_refills_it(setup, capfd):
+def test_saves_may_fail_within_the_budget_and_a_good_one_refills_it(setup, capfd, caplog):
     cfg, mesh = setup(**LARGE, **{"checkpoint.save_failures_allowed": 2})
     state = random_state(cfg, mesh, 9)
     with Checkpointer(cfg) as saver:
@@ -43,6 +45,10 @@ def test_saves_may_fail_within_the_budget_and_a_good_one_refills_it(setup, capfd
             told = capfd.readouterr().err
             assert told.count("WARNING    step") == 2 and "2 in a row, 2 allowed" in told
             assert "File too large" in told
+            assert "Traceback" not in told and not caplog.records  # but in a file
+    detail = errors_file(cfg.run.dir)
+    assert detail.read_text().count("Traceback") >= 4
+    assert f"Details: {detail}" in told
     where = checkpoint.folder(cfg.run.dir)
     assert sorted(path.name for path in where.iterdir()) == ["3", "6"]  # nothing half-written
 
@@ -104,6 +110,48 @@ def test_an_error_of_training_is_not_hidden_by_one_of_saving(setup):
     ):
         saver.save(random_state(cfg, mesh, 2), 2, tokens_seen=0)
         raise ZeroDivisionError
+
+
+def logged(path: str, level: int, text: str) -> None:
+    """Log as a line of a file of some library does."""
+    made = logging.LogRecord("absl", level, path, 1, text, (), None)
+    logging.getLogger("absl").handle(made)
+
+
+def test_only_errors_of_orbax_go_to_the_file(tmp_path, caplog):
+    orbax = "/lib/orbax/checkpoint/saving.py"
+    with errors_to_file(tmp_path):
+        logged(orbax, logging.WARNING, "a warning")
+        logged("/lib/grain/reader.py", logging.ERROR, "of another library")
+        assert not errors_file(tmp_path).exists()
+        logged(orbax, logging.ERROR, "an error")
+    logged(orbax, logging.ERROR, "after the block")
+    assert caplog.messages == ["a warning", "of another library", "after the block"]
+    assert errors_file(tmp_path).read_text().endswith(" an error\n")
+
+
+def test_a_full_disk_takes_no_room_for_its_details(tmp_path):
+    with errors_to_file(tmp_path):
+        logged("/lib/orbax/saving.py", logging.ERROR, "x: No space left on device [28]")
+    assert not errors_file(tmp_path).exists()
+
+
+def test_the_file_of_errors_is_bounded(tmp_path):
+    with errors_to_file(tmp_path):
+        for _ in range(5):
+            logged("/lib/orbax/saving.py", logging.ERROR, "x" * (MAX_BYTES // 2))
+    files = list(errors_file(tmp_path).parent.iterdir())
+    assert len(files) == 2 and all(file.stat().st_size <= MAX_BYTES for file in files)
+
+
+def test_an_error_that_cannot_be_written_is_dropped(tmp_path, capfd):
+    file = tmp_path / "run"
+    file.touch()
+    with errors_to_file(file):
+        logged("/lib/orbax/saving.py", logging.ERROR, "an error")
+    with errors_to_file(tmp_path), files_no_larger_than(10):
+        logged("/lib/orbax/saving.py", logging.ERROR, "an error")
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.slow

@@ -120,8 +120,8 @@ Fix: use --train.num-steps or --profile.num-steps.
     model.tie_embeddings = 'maybe': must be True or False. Fix: use --model.tie-embeddings False.
 --model.dtype bf
     model.dtype = 'bf': must be one of bfloat16, float16, float32. Fix: use --model.dtype bfloat16.
---parallel.zero 2
-    parallel.zero = '2': must be one of 1, 3. Fix: use --parallel.zero 3.
+--parallel.zero 4
+    parallel.zero = '4': must be one of 1, 2, 3. Fix: use --parallel.zero 3.
 --model.sliding-window wide
     model.sliding_window = 'wide': must be a whole number or None. \
 Fix: use --model.sliding-window None.
@@ -179,6 +179,7 @@ def test_a_config_file_must_return_a_config(tmp_path):
             "fails at line 4: TypeError: TrainConfig.__init__() got an unexpected keyword",
         ),
         ("x = 1\nx = = 2\n", "fails at line 2: SyntaxError: invalid syntax"),
+        ("import sys\nsys.exit(0)\n", "fails at line 2: SystemExit: 0"),
         ("\nimport nonesuch\n", "fails at line 2: ModuleNotFoundError: No module named"),
         ("import json\njson.loads('{')\n", "fails at line 2: JSONDecodeError: Expecting"),
     ],

@@ -47,6 +47,13 @@ parallel.pipeline=2 parallel.virtual_stages=2 parallel.num_microbatches=1 | 2 | 
 train.global_batch_size=7 | 2 | train.global_batch_size | parallel.data = 2
 train.global_batch_size=12 parallel.num_microbatches=2 parallel.replica=2 | 8 | \
     train.global_batch_size | parallel.data * parallel.num_microbatches = 16
+train.micro_batch_size=3 | 2 | train.micro_batch_size | divide the 16 sequences that each of 2
+train.micro_batch_size=64 | 1 | train.micro_batch_size | divide the 32 sequences
+train.micro_batch_size=-1 | 1 | train.micro_batch_size | not be negative
+train.micro_batch_size=4 parallel.num_microbatches=2 | 2 | parallel.num_microbatches | from the 4
+train.micro_batch_size=16 parallel.pipeline=2 parallel.virtual_stages=2 | 4 | \
+    train.micro_batch_size | rounds of 2
+train.global_batch_size=7 train.micro_batch_size=1 | 2 | train.global_batch_size | data = 2
 parallel.num_microbatches=5 | 1 | train.global_batch_size | num_microbatches = 5
 data.seq_len=1023 parallel.tensor=2 | 2 | data.seq_len | parallel.tensor = 2
 data.seq_len=1004 parallel.tensor=2 parallel.sequence=2 | 4 | \
@@ -111,8 +118,11 @@ train.z_loss=-inf | 1 | train.z_loss | finite
 model.norm_eps=0 | 1 | model.norm_eps | above 0
 model.rope_theta=-1 | 1 | model.rope_theta | above 0
 model.init_std=nan | 1 | model.init_std | finite
-train.num_steps=100 | 1 | optimizer.warmup_steps | below train.num_steps = 100
-train.num_steps=5 optimizer.warmup_steps=7 | 1 | optimizer.warmup_steps | below
+optimizer.warmup_fraction=-0.1 | 1 | optimizer.warmup_fraction | at least 0 and below 1
+optimizer.warmup_fraction=1.0 | 1 | optimizer.warmup_fraction | at least 0 and below 1
+optimizer.decay_steps=-1 | 1 | optimizer.decay_steps | not be negative
+optimizer.decay_steps=5 optimizer.schedule=constant | 1 | optimizer.decay_steps | has no effect
+optimizer.decay_steps=1001 optimizer.schedule=wsd | 1 | optimizer.decay_steps | at most train.num
 # the model
 model.head_dim=31 | 1 | model.head_dim | even
 model.sliding_window=0 | 1 | model.sliding_window | at least 2, since
@@ -144,6 +154,14 @@ parallel.remat=dots,qkv | 1 | parallel.remat | one of none, dots
 parallel.remat= | 1 | parallel.remat | one of none, dots
 parallel.remat=attn_ot:host | 1 | parallel.remat | :host after a name
 parallel.remat=layer_input | 1 | parallel.remat | always saves layer_input
+parallel.layer_loop=unroll parallel.remat_layers=a:b=full | 1 | \
+    parallel.remat_layers | SLICE=POLICY
+parallel.layer_loop=scan parallel.remat_layers=::2=full | 1 | \
+     parallel.remat_layers | needs unrolled layers
+parallel.remat_group=3 | 1 | parallel.remat_group | must divide
+parallel.remat_group=2 parallel.layer_loop=unroll | 1 | \
+    parallel.remat_group | needs parallel.layer_loop scan
+parallel.remat_group=2 parallel.remat=dots_offload | 1 | parallel.remat_group | host memory
 parallel.remat=attn_out,attn_out:host | 1 | parallel.remat | name each value once
 optimizer.name=lion optimizer.second_moment_dtype=bfloat16 | 1 | \
     optimizer.second_moment_dtype | lion has no second moment
@@ -224,9 +242,9 @@ WRONG_TYPES = [
     ("model.tie_embeddings", "yes", "must be True or False", "--model.tie-embeddings False"),
     ("model.dtype", "bf16", "must be one of bfloat16, float16, float32", "--model.dtype bfloat16"),
     ("model.attention_backend", "flash", "one of auto, reference", "--model.attention-backend"),
-    ("parallel.zero", 2, "must be one of 1, 3", "--parallel.zero 3"),
-    ("parallel.zero", 1.0, "must be one of 1, 3", "--parallel.zero 1"),
-    ("parallel.zero", True, "must be one of 1, 3", "--parallel.zero 3"),
+    ("parallel.zero", 4, "must be one of 1, 2, 3", "--parallel.zero 3"),
+    ("parallel.zero", 1.0, "must be one of 1, 2, 3", "--parallel.zero 1"),
+    ("parallel.zero", True, "must be one of 1, 2, 3", "--parallel.zero 3"),
     ("parallel.context", "all_gather", "must be one of allgather", "--parallel.context allgather"),
     ("parallel.layer_loop", "while", "must be one of scan, unroll", "--parallel.layer-loop scan"),
     ("optimizer.name", "adam", "must be one of adamw, lion, sgd", "--optimizer.name adamw"),
@@ -272,7 +290,7 @@ UNKNOWN = [
     ("every", "use checkpoint.every or evaluation.every"),
     ("trian.num_steps", "use train.num_steps"),
     ("model.rope_scaling.facter", "use model.rope_scaling.factor"),
-    ("data.xyz", "use one of data.path, data.seq_len, data.document_mask, data.prefetch"),
+    ("data.xyz", "use one of data."),
     ("xyz", "use SECTION.FIELD, with a section of run, train, data, model, lora, parallel"),
     ("train.num_steps.xyz", "use train.num_steps"),
     ("", "use SECTION.FIELD"),
@@ -389,3 +407,21 @@ def test_numbers_of_devices_do_not_matter_to_what_can_be_checked_before():
     check(replace(Config(), **{"parallel.tensor": 4, "parallel.data": 32}))
     with pytest.raises(ConfigError, match=r"num_microbatches = 5, since"):
         check(replace(Config(), **{"parallel.num_microbatches": 5}))
+
+
+@pytest.mark.parametrize(
+    ("devices", "fields", "count"),
+    [
+        (1, {}, 16),
+        (4, {}, 4),
+        (4, {"parallel.tensor": 2}, 8),
+        (4, {"parallel.num_microbatches": 4}, 4),
+        (4, {"parallel.pipeline": 2, "parallel.virtual_stages": 2}, 8),
+    ],
+)
+def test_the_size_of_microbatches_gives_their_number(devices, fields, count):
+    cfg = replace(Config(), **{"train.micro_batch_size": 2}, **fields)
+    check(cfg)
+    found = resolve(cfg, devices)
+    assert found.parallel.num_microbatches == count
+    assert resolve(found, devices) == found

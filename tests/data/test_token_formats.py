@@ -19,7 +19,7 @@ from jaxpar.data.sources import fingerprint, open_tokens
 from jaxpar.sharding.mesh import make_mesh
 from tests.data.sequences import cut_sequences
 
-NO_TOKEN = "must be a token id"
+NO_TOKEN = "must be at (least 0|most 2,147,483,647)"
 
 #: Two documents, of the tokens 5 6 7 0 and 8 300 0, as Megatron stores them in 16 bits.
 GOLDEN_BIN = bytes.fromhex("0500 0600 0700 0000 0800 2c01 0000")

@@ -69,6 +69,7 @@ def test_a_disk_that_fills_in_a_save(finished, train_on, config_file, tmp_path, 
     assert "No space left on device" in full.stderr
     assert "error: step 48 could not be saved" in full.stderr
     assert "(failure 3 in a row)" in full.stderr
+    assert "Traceback" not in full.stderr
     # It trained on meanwhile, and no line of its records is missing.
     assert sorted(losses_of(run))[:48] == list(range(1, 49))
     assert [path.name for path in checkpoint.folder(run).iterdir()] == ["12"]

@@ -1,6 +1,7 @@
 """What each remat policy keeps, read off the compiler's plan of buffers, and that it changes
 nothing else."""
 
+import dataclasses
 import functools
 import itertools
 import re
@@ -18,10 +19,12 @@ from jaxpar.config.remat_policies import (
     REMAT_NAMES,
     REMAT_POLICIES,
     names_on_host,
+    of_layers,
     saved_names,
 )
 from jaxpar.config.validate import resolve
 from jaxpar.execution.remat import named
+from jaxpar.planning.predict.memory import saved_per_token
 from jaxpar.sharding.axes import BATCH_SPEC
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.mesh import make_mesh, shardings
@@ -70,12 +73,12 @@ def mesh(devices):
 
 @pytest.fixture(scope="module")
 def temporary_bytes(mesh):
-    """remat -> temporary bytes of the compiled gradient step."""
+    """(remat, remat_group) -> temporary bytes of the compiled gradient step."""
     abstract = lambda a, to: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=to)  # noqa: E731
 
     @functools.cache
-    def measure(remat: str) -> int:
-        cfg = resolve(replace(DEEP, **{"parallel.remat": remat}), 1)
+    def measure(remat: str, group: int = 1) -> int:
+        cfg = resolve(replace(DEEP, **{"parallel.remat": remat, "parallel.remat_group": group}), 1)
         to = shardings(mesh, state_specs(cfg).params)
         params = jax.tree.map(abstract, abstract_state(cfg).params, to)
         shape = (cfg.train.global_batch_size, cfg.data.seq_len)
@@ -109,15 +112,24 @@ def test_a_policy_is_its_list_of_names(temporary_bytes):
     assert saved_names("attn_lse,qk") == ("attn_lse", "qk")
 
 
+def test_a_group_saves_the_input_of_its_first_layer(temporary_bytes):
+    """Of 128 layers in groups of 16: 8 inputs, and what one group saves while it is computed."""
+    plain, grouped = temporary_bytes("attn_out"), temporary_bytes("attn_out", 16)
+    of_layer = BYTES["attn_out"] + BYTES["attn_lse"] + 4 * M.d_model  # and its input
+    per_layer = TOKENS_AND_LAYERS / M.num_layers
+    expected = per_layer * ((128 - 16) * of_layer - 8 * 4 * M.d_model)
+    assert 0.8 * expected < plain - grouped < expected
+
+
 @pytest.fixture(scope="module")
 def gradients(mesh):
-    """(remat, layer_loop) -> loss and gradients of a small model that has every kind of value."""
+    """(remat, layer_loop, fields) -> loss and gradients of a small model that has all values."""
     small = {"model.num_layers": 3, "model.num_kv_heads": 2, "model.qk_norm": True}
     base = replace(DEEP, **small)
 
-    def compute(remat: str, loop: str):
+    def compute(remat: str, loop: str, *others: tuple[str, object]):
         fields = {"parallel.remat": remat, "parallel.layer_loop": loop}
-        cfg = resolve(replace(base, **fields), 1)
+        cfg = resolve(replace(base, **fields, **dict(others)), 1)
         batch = traces.place_batch(traces.random_batch(cfg), cfg, mesh)
         measured, grads = make_gradient_step(cfg, mesh)(init_state(cfg, mesh).params, batch)
         return float(measured.loss), traces.to_host(grads)
@@ -133,7 +145,19 @@ def gradients(mesh):
     ),
 )
 def test_gradients_do_not_depend_on_it(remat, loop, gradients):
-    loss, grads = gradients(remat, loop)
+    same_gradients(gradients, remat, loop)
+
+
+def test_gradients_do_not_depend_on_policies_of_layers(gradients):
+    same_gradients(gradients, "none", "unroll", ("parallel.remat_layers", "::2=full;1=dots"))
+
+
+def test_gradients_do_not_depend_on_groups(gradients):
+    same_gradients(gradients, "dots", "scan", ("parallel.remat_group", 3))
+
+
+def same_gradients(gradients, *case):
+    loss, grads = gradients(*case)
     wanted_loss, wanted = gradients("none", "scan")
     np.testing.assert_allclose(loss, wanted_loss, rtol=1e-6)
     errors = distances.gradient_errors(grads, wanted)
@@ -277,3 +301,29 @@ def test_every_policy_saves_known_names():
     assert set(BYTES) == set(REMAT_NAMES)
     for names in REMAT_POLICIES.values():
         assert {name.removesuffix(ON_HOST) for name in names} <= {*REMAT_NAMES, LAYER_INPUT}
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        ("", "nnnnnn"),
+        ("::2=full", "fnfnfn"),
+        (":2=full", "ffnnnn"),
+        ("-2:=full", "nnnnff"),
+        ("3=full; -1=dots", "nnnfnd"),
+        (":=full;1:3=dots;", "fddfff"),
+        ("1:5:3=full", "nfnnfn"),
+    ],
+)
+def test_policies_of_layers(entries, expected):
+    parallel = dataclasses.replace(DEEP.parallel, remat="none", remat_layers=entries)
+    assert "".join(policy[0] for policy in of_layers(parallel, 6)) == expected
+
+
+def test_the_planner_takes_the_mean_of_all_layers():
+    mixed = {"parallel.layer_loop": "unroll", "parallel.remat_layers": "::2=full"}
+    none = {"parallel.layer_loop": "unroll", "parallel.remat": "none"}
+    full = none | {"parallel.remat": "full"}
+    cfg = lambda fields: resolve(replace(DEEP, **fields), 1)  # noqa: E731
+    half = cfg(none | mixed)
+    assert saved_per_token(half) == (saved_per_token(cfg(none)) + saved_per_token(cfg(full))) / 2

@@ -8,8 +8,9 @@ import pytest
 
 from jaxpar import checkpoint
 from jaxpar.config import ConfigError
-from jaxpar.inference import sample
-from jaxpar.inference.generation import Sampling
+from jaxpar.config.config_file import load_config
+from jaxpar.inference import memory, sample
+from jaxpar.inference.generation import Sampling, config_for_sampling
 from jaxpar.monitoring.samples import SAMPLES_FILE, read_samples
 
 
@@ -63,10 +64,12 @@ def test_one_text_is_shown_to_its_last_byte(capsys):
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"max_tokens": 0}, "--max-tokens = 0: must be at least 1, and at most 16,777,216"),
+        ({"max_tokens": 0}, "--max-tokens = 0: must be at least 1"),
         ({"max_tokens": 10**12}, "--max-tokens = 1000000000000: .* use --max-tokens 200"),
-        ({"sampling": Sampling(seed=-1)}, "--seed = -1: .* use --seed 2147483647"),
-        ({"sampling": Sampling(seed=10**20)}, "--seed = 1.*0: must be 0 to 2147483647"),
+        ({"max_tokens": 1 << 24}, "--max-tokens = 16777216: must be at most 1,048,576"),
+        ({"tensor": 50_000}, "--tensor = 50000: must be at most 4,096"),
+        ({"sampling": Sampling(seed=-1)}, "--seed = -1: .* use --seed 0"),
+        ({"sampling": Sampling(seed=10**20)}, "--seed = 1.*0: must be at most 2,147,483,647"),
     ],
 )
 def test_numbers_beyond_the_devices_are_refused(asked, said):
@@ -86,3 +89,14 @@ def test_texts_are_kept_with_the_step_that_was_read(tmp_path, monkeypatch):
 def test_texts_are_kept_with_runs_only(tmp_path):
     with pytest.raises(ConfigError, match="has no checkpoint"):
         sample.check(sample.SampleOptions(run=str(tmp_path), save=True))
+
+
+def test_a_cache_or_weights_larger_than_the_memory_are_refused(monkeypatch):
+    cfg = config_for_sampling(load_config("quickstart"))
+    monkeypatch.setattr(memory, "host_memory", lambda: 1 << 20)
+    rule = r"--max-tokens = 5000: needs .* GiB per device for the keys and values of 3 x 6,000"
+    with pytest.raises(ConfigError, match=rule):
+        memory.check_cache(cfg, 3, 6000, 5000)
+    memory.check_cache(cfg, 1, 2, 1)
+    with pytest.raises(ConfigError, match=r"RUN = 'runs/a': has .* GiB of weights in"):
+        memory.check_weights(cfg, "runs/a")

@@ -40,6 +40,7 @@ data=1
 replica=2,data=2,expert=2
 pipeline=2,data=2,sequence=2,tensor=2
 data=2,num_microbatches=2,zero=1
+data=2,tensor=2,num_microbatches=2,layer_loop=unroll,zero=2
 data=2,layer_loop=unroll
 data=2,tensor=2,layer_loop=unroll,row_groups=2
 sequence=4,context=ring
@@ -63,6 +64,10 @@ pipeline=2,data=2,tensor=2
 replica=2,data=2
 data=1,num_microbatches=4
 data=2,tensor=2,layer_loop=unroll,zero=1
+data=2,zero=2
+data=2,sequence=2,num_microbatches=2,zero=2
+pipeline=2,data=2,num_microbatches=4,virtual_stages=2,zero=2
+pipeline=2,data=2,num_microbatches=4,layer_loop=unroll,zero=2
 tensor=2,layer_loop=unroll,row_groups=4,num_microbatches=2
 pipeline=2,num_microbatches=2,layer_loop=unroll,tensor=2,row_groups=2
 sequence=4,context=ulysses

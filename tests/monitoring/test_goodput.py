@@ -83,7 +83,7 @@ def test_a_recorder_measures_with_a_clock_that_no_one_sets(devices, tmp_path, mo
     wall = iter([1e9, 5e8, 2e9, *[3e8] * 20])  # it jumps about
     monkeypatch.setattr(goodput.time, "time", lambda: next(wall))
     with Recorder(tmp_path) as recorder:
-        recorder.started(7, {"python and devices": 0.5, "compilation": 2.0, "weights": 1.0})
+        recorder.started(7, {"python and devices": 0.5, "compilation": 2.0, "checkpoint": 1.0})
         for part in ("data wait", "step"):
             recorder.now(part)
             time.sleep(0.02)
@@ -95,6 +95,14 @@ def test_a_recorder_measures_with_a_clock_that_no_one_sets(devices, tmp_path, mo
     assert 0.02 <= events[3]["seconds"]["step"] < 1 and events[3]["seconds"]["data wait"] >= 0.02
     ages = [e["age"] for e in events]
     assert ages == sorted(ages)
+
+
+def test_a_run_that_restores_nothing_shows_no_restore(devices, tmp_path):
+    with Recorder(tmp_path) as recorder:
+        recorder.started(0, {"python and devices": 0.5, "weights": 1.0})
+    events = read_events(tmp_path)
+    assert events[1]["seconds"] == {"init": 1.5}
+    assert "restore" not in str(goodput.goodput(events))
 
 
 def test_attempts_are_appended_and_a_torn_line_is_passed_over(devices, tmp_path):

@@ -1,5 +1,7 @@
 """The learning rate at its corners, what decays and what does not, and clipping."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 
 from jaxpar.config import Config, OptimizerConfig, replace
 from jaxpar.model.parameters import param_specs
+from jaxpar.optimizer import schedules
 from jaxpar.optimizer.rules import make_optimizer
 from jaxpar.optimizer.schedules import learning_rate
 from jaxpar.sharding.params import abstract, decay_mask, flat
@@ -95,6 +98,41 @@ def test_the_shortest_runs_have_a_rate(schedule):
     for steps, warmup in ((1, 0), (2, 1), (3, 2)):
         rate = rates(schedule, warmup, steps)[:steps]
         assert np.all((rate > 0) & (rate <= PEAK * (1 + 1e-6)))
+
+
+@pytest.mark.parametrize(
+    ("steps", "asked", "taken"), [(20, 20, 2), (19, 20, 1), (21, 20, 20), (1, 100, 0), (9, 100, 0)]
+)
+def test_a_short_run_has_a_short_warm_up_and_says_so(steps, asked, taken):
+    cfg = OptimizerConfig(learning_rate=PEAK, warmup_steps=asked)
+    assert schedules.warm_up(cfg, steps) == taken
+    rate = np.asarray(jax.vmap(learning_rate(cfg, steps))(jnp.arange(steps)))
+    np.testing.assert_allclose(rate[max(taken - 1, 0)], PEAK, rtol=1e-6)
+    told = f"{taken} steps, not optimizer.warmup_steps = {asked}, in a run of {steps}"
+    assert schedules.shortened(cfg, steps) == ("" if taken == asked else told)
+
+
+def test_a_warm_up_may_be_a_share_of_the_run():
+    cfg = OptimizerConfig(learning_rate=PEAK, warmup_steps=7, warmup_fraction=0.1)
+    assert [schedules.warm_up(cfg, steps) for steps in (10, 1000, 1)] == [1, 100, 0]
+    assert schedules.shortened(cfg, 5) == ""
+    wanted = rates("cosine", warmup=STEPS // 10)
+    found = jax.vmap(learning_rate(dataclasses.replace(cfg, min_lr_ratio=RATIO), STEPS))
+    np.testing.assert_allclose(found(jnp.arange(STEPS + 10)), wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
+def test_a_decay_of_some_steps(schedule):
+    """After the warm-up, and then the floor; for wsd at the end of the run."""
+    cfg = OptimizerConfig(
+        learning_rate=PEAK, schedule=schedule, warmup_steps=WARMUP, decay_steps=10
+    )
+    cfg = dataclasses.replace(cfg, min_lr_ratio=RATIO)
+    rate = np.asarray(jax.vmap(learning_rate(cfg, STEPS))(jnp.arange(STEPS + 1)))
+    first = STEPS - 10 if schedule == "wsd" else WARMUP
+    np.testing.assert_allclose(rate[WARMUP : first + 1], PEAK, rtol=1e-6)
+    assert np.all(np.diff(rate[first : first + 11]) < 0)
+    np.testing.assert_allclose(rate[first + 10 :], FLOOR, rtol=1e-6)
 
 
 def test_a_floor_of_nothing_and_of_the_peak():

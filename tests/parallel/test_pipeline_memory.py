@@ -60,7 +60,7 @@ def temporary_bytes(cfg: Config, mesh) -> int:
     return lowered.compile().memory_analysis().temp_size_in_bytes
 
 
-def gpipe(program, weights, _still, microbatches, scale):
+def gpipe(model, weights, _frozen, microbatches, scale):
     """All forwards, then all backwards: what differentiating a loop over ticks amounts to."""
     P, s = lax.axis_size(PIPELINE), lax.axis_index(PIPELINE)
     M = len(microbatches.tokens)
@@ -70,12 +70,12 @@ def gpipe(program, weights, _still, microbatches, scale):
         (chunk,) = w["layers"]
 
         def tick(x, t):
-            x = jnp.where(s == 0, program.embed(w["top"], at(t)), x)
-            y, _ = program.stage(chunk, x, program.tokens(at(t - s)), {})
-            loss = program.head(w["top"], y, at(t - (P - 1)))
+            x = jnp.where(s == 0, model.embed(w["top"], at(t)), x)
+            y, _ = model.stage(chunk, x, model.context(at(t - s)), {})
+            loss = model.head(w["top"], y, at(t - (P - 1)))
             return shift(y, PIPELINE, 1), loss
 
-        blank = varying(jnp.zeros_like(program.embed(w["top"], at(0))))
+        blank = varying(jnp.zeros_like(model.embed(w["top"], at(0))))
         _, losses = lax.scan(tick, blank, jnp.arange(M + P - 1))
         return jax.tree.map(lambda a: jnp.sum(a[P - 1 :]), losses)
 

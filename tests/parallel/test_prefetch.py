@@ -35,7 +35,7 @@ def arguments():
 def gradients(scatter, communicates, shards, x, beside, context):
     """Of a loss, for the shards, x, and weights used later."""
     blocks = (block,) * LAYERS
-    stream = WeightStream(lambda w: w, gather, scatter, communicates)
+    stream = WeightStream(lambda w: w, gather, scatter, communicates, communicates)
     layers = functools.partial(through_layers, blocks, stream)
 
     def loss(shards, x, beside):
@@ -84,7 +84,7 @@ def test_what_is_sent_is_there_before_the_layer_below_ends(communicates):
 def test_a_forward_gather_waits_for_the_input_of_the_layer_before():
     """No longer, so that it may begin with that layer; no less, so that two are whole at once."""
     marked = lambda shard: jnp.exp(shard)  # noqa: E731
-    stream = WeightStream(lambda w: w, marked, scatter, communicates=True)
+    stream = WeightStream(lambda w: w, marked, scatter, gathers=True, scatters=True)
     layers = functools.partial(through_layers, (block,) * LAYERS, stream)
     shards, x, beside, context = arguments()
 

@@ -141,9 +141,16 @@ def test_keys_and_values(capsys):
 def test_hardware_with_sources(capsys):
     said = run(capsys, "--hardware")
     assert "h200: NVIDIA H200" in said and "datasheet" in said and "estimate" in said
+    for line in (r"peak +989 TFLOP/s", r"nvlink +450 GB/s", r"host_link +51.7 GB/s"):
+        assert re.search(line, said)
     found = json.loads(run(capsys, "--hardware", "--json"))
     assert found["gpus"].keys() == GPUS.keys() and found["networks"].keys() == NETWORKS.keys()
     assert found["networks"]["ib400"]["bandwidth"]["value"] == 40e9
+
+
+def test_a_title_is_not_broken_at_the_width_of_its_table(capsys):
+    said = run(capsys, "llama3_8b", "--kv-cache", "64x8192").splitlines()
+    assert "Generation: KV cache of 64 sequences of 8,192 tokens, GiB per GPU" in said
 
 
 def test_advice_is_of_the_numbers(capsys, monkeypatch):

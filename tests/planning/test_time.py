@@ -135,10 +135,10 @@ def test_groups_know_how_many_of_them_share_a_host():
 
 
 def test_remat_repeats_what_it_does_not_save():
-    assert repeats(on(8, remat="none")) == set()
-    assert repeats(on(8, remat="dots")) == {"elementwise"}
-    assert repeats(on(8, remat="attn_out")) == {"qkv", "wo", "gate_up", "elementwise"}
-    assert repeats(on(8, remat="full")) == {"qkv", "wo", "gate_up", "elementwise", "attention"}
+    assert repeats(on(8), "none") == set()
+    assert repeats(on(8), "dots") == {"elementwise"}
+    assert repeats(on(8), "attn_out") == {"qkv", "wo", "gate_up", "elementwise"}
+    assert repeats(on(8), "full") == {"qkv", "wo", "gate_up", "elementwise", "attention"}
     times = [
         step_time(on(8, remat=r), cluster(8)).total for r in ("none", "dots", "attn_out", "full")
     ]

@@ -12,7 +12,9 @@ import pytest
 from jaxpar.bench.matmuls import autotuned
 from jaxpar.bench.matmuls import command as matmuls
 from jaxpar.config import Config, ConfigError, RunConfig, replace
+from jaxpar.config.validate import resolve
 from jaxpar.execution import xla_flag_table
+from jaxpar.kernels.attention.dispatch.capability import xla_is_deterministic
 from jaxpar.runtime import start as runtime
 from jaxpar.runtime.gpus import visible, xla_flags
 from jaxpar.step import compiled
@@ -131,7 +133,7 @@ def test_a_table_of_kernels_is_a_file_of_the_package(gpu_host):
     (table,) = _values("xla_gpu_load_autotune_results_from")
     assert Path(table).is_absolute() and Path(table).is_file()
     assert Path(table) == xla_flags.table_of("NVIDIA H200")
-    assert xla_flags.table_of("NVIDIA H100") is None and xla_flags.table_of("") is None
+    assert xla_flags.table_of("NVIDIA A100") is None and xla_flags.table_of("") is None
 
 
 def _values(name: str) -> list[str]:
@@ -179,16 +181,19 @@ def test_a_table_that_is_shipped(row):
             assert entry.count("{") == entry.count("}")
 
 
+TABLES = [row for row in xla_flag_table.FLAGS if row.name == xla_flag_table.TABLE]
+
+
+@pytest.mark.parametrize("row", TABLES, ids=lambda row: row.gpus[0])
 @pytest.mark.parametrize("folder", ["a", "with a space"])
-def test_a_table_is_called_the_same_wherever_jaxpar_lies(folder, tmp_path, monkeypatch):
+def test_a_table_is_called_the_same_wherever_jaxpar_lies(folder, row, tmp_path, monkeypatch):
     monkeypatch.setattr(xla_flag_table, "PACKAGE", tmp_path / folder / "jaxpar")
     monkeypatch.setattr(xla_flags, "PACKAGE", tmp_path / folder / "jaxpar")
-    (row,) = [row for row in xla_flag_table.FLAGS if row.name == xla_flag_table.TABLE]
     settings = f"--xla_gpu_enable_triton_gemm=false {row.setting} --xla_a=b"
     found = xla_flags.alike_everywhere(settings).split()
     assert found == [
         "--xla_gpu_enable_triton_gemm=false",
-        "--xla_gpu_load_autotune_results_from=jaxpar/execution/tuned/nvidia_h200.textproto",
+        f"--xla_gpu_load_autotune_results_from=jaxpar/{row.value}",
         "--xla_a=b",
     ]
 
@@ -308,3 +313,35 @@ def test_a_step_that_needs_more_host_memory_than_there_is_is_refused(monkeypatch
     monkeypatch.delenv(runtime.HOST_LIMIT)
     with pytest.raises(ConfigError, match=r"XLA may use only 64 GiB here"):
         check(12.5, 0)
+
+
+def test_one_switch_makes_a_run_deterministic(gpu_host, monkeypatch):
+    for name in xla_flags.NCCL_RING:
+        monkeypatch.delenv(name, raising=False)
+    cfg = replace(Config(), **{"run.deterministic": True, "run.compilation_cache": ""})
+    assert resolve(cfg, 1).model.attention_deterministic
+    assert not resolve(Config(), 1).model.attention_deterministic
+    told = runtime.start(cfg)
+    assert "--xla_gpu_deterministic_ops=true" in os.environ["XLA_FLAGS"].split()
+    assert {"--xla_gpu_deterministic_ops=true", "NCCL_ALGO=Ring", "NCCL_NVLS_ENABLE=0"} <= set(told)
+    assert xla_is_deterministic()
+
+
+def test_a_choice_of_the_user_about_determinism_is_kept(gpu_host, monkeypatch):
+    os.environ["XLA_FLAGS"] = "--xla_gpu_exclude_nondeterministic_ops=true"
+    os.environ["NCCL_ALGO"] = "Tree"
+    told = xla_flags.make_deterministic()
+    assert os.environ["XLA_FLAGS"] == "--xla_gpu_exclude_nondeterministic_ops=true"
+    assert os.environ["NCCL_ALGO"] == "Tree"
+    assert not any(line.startswith(("--", "NCCL_ALGO")) for line in told)
+
+
+@pytest.mark.parametrize(
+    ("field", "set_to"), [("default", None), ("tf32", "tensorfloat32"), ("float32", "float32")]
+)
+def test_the_precision_of_float32_matmuls(field, set_to, monkeypatch):
+    found = []
+    monkeypatch.setattr(jax.config, "update", lambda name, value: found.append((name, value)))
+    monkeypatch.setattr(runtime, "_simulate", lambda devices: None)
+    runtime.start(replace(Config(), **{"model.matmul_precision": field, "run.cpu_devices": 1}))
+    assert found == ([] if set_to is None else [("jax_default_matmul_precision", set_to)])

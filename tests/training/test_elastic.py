@@ -135,3 +135,10 @@ def test_a_microbatch_is_as_large_as_before(before, devices, fields, microbatche
     asked = {"parallel.num_microbatches": 4, "train.global_batch_size": 64}
     cfg = replace(Config(), **values, **asked)
     assert elastic.same_rows(cfg, before, devices).parallel.num_microbatches == microbatches
+
+
+def test_a_microbatch_of_a_given_size_keeps_it():
+    asked = {"train.micro_batch_size": 2, "train.global_batch_size": 64}
+    cfg = replace(Config(), **asked)
+    assert elastic.same_rows(cfg, saved(8, 4, asked=1), 4) == cfg
+    assert resolve(cfg, 4).parallel.num_microbatches == 8

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from jaxpar import checkpoint
+from jaxpar.checkpoint import integrity
 from jaxpar.monitoring.metrics import MetricsWriter
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.files import append, run_lock
 from jaxpar.runtime.files.run_lock import FILE, RunLock, RunLocked
+from tests.ranks import wait_for
 from tests.slow import slow
 
 SHORT = ["--train.num-steps", "12", "--checkpoint.every", "4", "--evaluation.every", "4"]
@@ -42,6 +44,7 @@ def test_what_is_deleted_is_written_again(what, config_file, train_on, at_step, 
     run = Path(config_file).parent / "run"
 
     def delete():
+        wait_for((run / "checkpoints" / "4" / integrity.FILES).exists)
         if what == "its files":
             for name in FILES:
                 (run / name).unlink()

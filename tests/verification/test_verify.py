@@ -122,9 +122,21 @@ def test_not_a_number_is_never_close():
         ),
         (["llama3_8b", "--mesh", "data=2"], "8030261248.*add --shrink"),
         (["quickstart", "--tolerance", "2"], "must be between 0 and 1"),
-        (["quickstart", "--steps", "-1"], "must not be negative"),
-        (["quickstart", "--steps", "few"], "invalid int value"),
+        (["quickstart", "--steps", "-1"], "must be at least 0"),
+        (["quickstart", "--steps", "few"], "'few' is not a whole number"),
+        (
+            ["quickstart", "--mesh", "data=2", "--train.global-batch-size", "16777216"],
+            r"needs .* GiB of memory for 2 CPU devices",
+        ),
         (["quickstart", "--devices", "0"], "must be at least 1"),
+        (["quickstart", "--devices", "10000000"], "must be at most 4,096"),
+        (["quickstart", "--steps", str(10**12)], "must be at most 10,000"),
+        (["quickstart", "--mesh", "data=100000000"], "data must be at most 1,048,576"),
+        (
+            ["quickstart", "--mesh", "data=4096,tensor=2"],
+            "has 8,192 devices, and must have at most",
+        ),
+        (["quickstart", "--mesh", "data=2,virtual_stages=99999"], "virtual_stages must be at most"),
         (["quickstart", "--model.d-modle", "8"], "is not a field"),
     ],
 )

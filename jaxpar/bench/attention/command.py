@@ -23,7 +23,7 @@ from jaxpar.kernels.attention.dispatch import capability
 from jaxpar.runtime import exit_codes, provenance
 from jaxpar.runtime import start as runtime
 from jaxpar.runtime.files import json_output
-from jaxpar.runtime.options import check_file, check_repeats
+from jaxpar.runtime.options import check_file
 from jaxpar.runtime.options import parser as make_parser
 from jaxpar.runtime.processes import rendezvous
 
@@ -62,7 +62,6 @@ def read_command(argv: Sequence[str]) -> argparse.Namespace:
                 raise ConfigError("--backends", ",".join(options.backends), rule, "use only those")
     if options.repeats is None:
         options.repeats = tuning.REPEATS if options.tune else REPEATS
-    check_repeats(options)
     check_file("--card", options.card)
     if options.table is not None:
         if not options.tune:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.config import ConfigError, ParallelConfig
+from jaxpar.config.rules.limits import MAX_SEQUENCE
 from jaxpar.kernels.attention.mask import AttentionMask
 from jaxpar.parallel.context import token_order
 
@@ -173,12 +174,15 @@ def parse_shapes(items: Sequence[str]) -> list[AttentionShape]:
     """
     shapes = []
     for item in items:
-        sized = re.fullmatch(r"(?:(\w+):)?(\d+(?:,\d+){4})", item)
+        sized = re.fullmatch(r"(?:(\w+):)?([0-9]+(?:,[0-9]+){4})", item)
         words = [sized.group(1) or "causal"] if sized else item.split(",")
         for word in words:
             if word not in NAMED:
                 fix = f"use {', '.join(NAMED)}, B,T,H,G,D or KIND:B,T,H,G,D"
                 raise ConfigError("--shapes", item, f"{word!r} is not a shape", fix)
             sizes = [tuple(map(int, sized.group(2).split(",")))] if sized else NAMED[word]
+            if max(map(max, sizes)) > MAX_SEQUENCE:
+                rule = f"must have sizes of at most {MAX_SEQUENCE:,}"
+                raise ConfigError("--shapes", item, rule, "use smaller ones")
             shapes += [make_shape(word, *size) for size in sizes]
     return shapes

@@ -25,6 +25,7 @@ from jaxpar.bench.matmuls.autotuned import AutotunedKernel, Tried
 from jaxpar.bench.matmuls.products import Product
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.command_line import read_config
+from jaxpar.config.rules.limits import Range
 from jaxpar.profiling.hlo import text as hlo
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.files import atomic
@@ -85,14 +86,12 @@ def read_command(argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
     """Parse the benchmark's options, and the config with its overrides."""
     parser = Parser("python -m jaxpar.bench matmuls", __doc__)
     add = parser.add_argument
-    add("--candidates", type=int, default=8, help="most kernels to try per matmul (8)")
+    told = "most kernels to try per matmul (8)"
+    parser.whole("--candidates", 8, Range(2, 10_000, 8), help=told)
     add("--table", help="table to write (the one that training reads on this GPU)")
     add("--keep", metavar="DIR", help="folder in which to keep logs and dumps")
     options, rest = parser.parse_known_args(argv)
     options.config = rest
-    if options.candidates < 2:
-        fix = "use --candidates 8"
-        raise ConfigError("--candidates", options.candidates, "must be at least 2", fix)
     cfg = read_config(rest, "jaxpar.bench matmuls", __doc__)
     check_file("--table", options.table)
     check_folder("--keep", options.keep)

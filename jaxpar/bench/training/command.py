@@ -20,6 +20,8 @@ import jax
 from jaxpar.bench.training import conditions, power, profiled
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.command_line import expand_set_options, read_config
+from jaxpar.config.rules.limits import Range
+from jaxpar.config.rules.run import MAX_PROFILED_STEPS
 from jaxpar.config.serialize import to_json
 from jaxpar.model.flops import num_params
 from jaxpar.monitoring.metrics import peak_memory_gib
@@ -172,22 +174,17 @@ def read_command(argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
     """Parse the benchmark's options, and the config with its overrides."""
     parser = Parser("python -m jaxpar.bench train", __doc__)
     add = parser.add_argument
-    add("--steps", type=int, default=20, help="number of timed steps (20)")
-    add(
+    parser.whole("--steps", 20, Range(1, 1_000_000, 20), help="number of timed steps (20)")
+    parser.whole(
         "--profile-steps",
-        type=int,
-        default=2,
+        2,
+        Range(0, MAX_PROFILED_STEPS, 2),
         help="number of profiled steps afterwards (2); 0: none",
     )
     add("--trace", metavar="DIR", help="folder in which to keep the profiler's trace")
     add("--card", help="JSON file to which to write the card")
     add("--commit", help="commit to record on the card, if there is no checkout")
     options, rest = parser.parse_known_args(argv)
-    if options.steps < 1:
-        raise ConfigError("--steps", options.steps, "must be at least 1", "use --steps 20")
-    if options.profile_steps < 0:
-        fix = "use --profile-steps 2, or 0 for none"
-        raise ConfigError("--profile-steps", options.profile_steps, "must be at least 0", fix)
     if options.trace is not None and not options.profile_steps:
         fix = "use --profile-steps 2, or remove --trace"
         raise ConfigError(

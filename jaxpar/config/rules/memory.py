@@ -1,6 +1,9 @@
 """Rules about memory: rematerialization and the storage dtypes of the moments."""
 
 import difflib
+import math
+import re
+from collections.abc import Callable
 
 from jaxpar.config import Config, flag, require, value_of
 from jaxpar.config.remat_policies import (
@@ -8,27 +11,74 @@ from jaxpar.config.remat_policies import (
     ON_HOST,
     REMAT_NAMES,
     REMAT_POLICIES,
+    entries,
+    saves_on_host,
     without_mark,
 )
+from jaxpar.config.rules.divisibility import largest_divisor
 
 
 def remat(cfg: Config) -> None:
-    """Check that `parallel.remat` is a policy or names values that can be saved."""
-    path, names = "parallel.remat", cfg.parallel.remat.split(",")
+    """Check that policies exist or name values that can be saved, and which layers they are for."""
+    p, path = cfg.parallel, "parallel.remat"
+    _policy(cfg, path, p.remat, lambda policy: flag(path, policy))
+    path = "parallel.remat_layers"
+    rule = "needs unrolled layers, but parallel.layer_loop is scan: its layers have one policy"
+    ok = not p.remat_layers or p.layer_loop == "unroll"
+    require(ok, cfg, path, rule, flag("parallel.layer_loop", "unroll"))
+    for layers, policy in entries(p):
+        rule = "must be SLICE=POLICY with a slice of layers, as in ::2=full; "
+        rule += "semicolons separate several"
+        require(
+            _is_slice(layers) and policy != "",
+            cfg,
+            path,
+            rule,
+            flag(path, f"::2={policy or 'full'}"),
+        )
+        _policy(cfg, path, policy, lambda fix, at=layers: flag(path, f"{at}={fix}"))
+    _groups(cfg)
+
+
+def _groups(cfg: Config) -> None:
+    """Check that groups of layers divide the layers of a loop, and that nothing is on the host."""
+    p, path = cfg.parallel, "parallel.remat_group"
+    if p.remat_group == 1:
+        return
+    rule = f"needs parallel.layer_loop scan, not {p.layer_loop}"
+    require(p.layer_loop == "scan", cfg, path, rule, flag(path, 1))
+    layers = cfg.model.num_layers // (p.pipeline * p.virtual_stages)
+    rule = f"must divide the {layers} layers of a loop"
+    fix = flag(path, largest_divisor(layers, max(math.isqrt(layers), 1)))
+    require(layers % p.remat_group == 0, cfg, path, rule, fix)
+    rule = f"saves nothing in host memory, but parallel.remat is {p.remat}"
+    require(not saves_on_host(p), cfg, path, rule, flag(path, 1), flag("parallel.remat", "dots"))
+
+
+def _is_slice(text: str) -> bool:
+    return re.fullmatch(r"-?\d+|(-?\d*):(-?\d*)(:[1-9]\d*)?", text, re.ASCII) is not None
+
+
+def _policy(cfg: Config, path: str, remat: str, way: Callable[[str], str]) -> None:
+    """Check one policy, or one list of values.
+
+    Args:     way: a policy -> the option that sets it.
+    """
+    names = remat.split(",")
     plain = [without_mark(name) for name in names]
     policy = next((name.strip() for name in names if name.strip() in REMAT_POLICIES), None)
     near = [m for name in plain for m in difflib.get_close_matches(name, REMAT_NAMES, n=1)]
     policies, known = ", ".join(REMAT_POLICIES), ", ".join(REMAT_NAMES)
     rule = f"must be one of {policies}, or names from {known}, separated by commas; {ON_HOST} "
     rule += f"after a name, or after {LAYER_INPUT}, saves the value in host memory"
-    ok = cfg.parallel.remat in REMAT_POLICIES or set(plain) <= {*REMAT_NAMES, LAYER_INPUT}
-    require(ok, cfg, path, rule, flag(path, policy or ",".join(near) or "dots"))
+    ok = remat in REMAT_POLICIES or set(plain) <= {*REMAT_NAMES, LAYER_INPUT}
+    require(ok, cfg, path, rule, way(policy or ",".join(near) or "dots"))
     rule = f"always saves {LAYER_INPUT}; add {ON_HOST} to save it in host memory"
     on_host = [LAYER_INPUT + ON_HOST if name == LAYER_INPUT else name for name in names]
-    require(LAYER_INPUT not in names, cfg, path, rule, flag(path, ",".join(dict.fromkeys(on_host))))
+    require(LAYER_INPUT not in names, cfg, path, rule, way(",".join(dict.fromkeys(on_host))))
     once = {without_mark(name): name for name in names}
     rule = "must name each value once, on the device or in host memory"
-    require(len(once) == len(names), cfg, path, rule, flag(path, ",".join(once.values())))
+    require(len(once) == len(names), cfg, path, rule, way(",".join(once.values())))
 
 
 #: Largest decay at which stochastic rounding to bfloat16 is accurate (docs/numerics.md).

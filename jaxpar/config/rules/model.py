@@ -127,7 +127,7 @@ def float8_matmuls(cfg: Config) -> None:
     path = "parallel.gather_dtype"
     compute = flag(path, "compute")
     require(ok or p.gather_dtype == "compute", cfg, path, rule, float8, compute)
-    rule = "needs ZeRO-3; ZeRO-1 gathers once per step, in the compute dtype"
+    rule = "needs ZeRO-3; ZeRO-1 and ZeRO-2 gather once per step, in the compute dtype"
     ok = p.gather_dtype == "compute" or p.zero == 3
     require(ok, cfg, path, rule, compute, flag("parallel.zero", 3))
 

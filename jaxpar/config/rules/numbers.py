@@ -6,37 +6,31 @@ from typing import Any
 from jaxpar.config import Config, default_of, flag, value_of
 from jaxpar.config import require as _require
 from jaxpar.config.fields import field_types
-
-#: Largest integer: steps, seeds, sizes and tokens are int32 on the devices.
-MAX_INT = 2**31 - 1
-
-
-#: Most simulated devices: more take minutes to start, or do not start.
-MAX_CPU_DEVICES = 4096
-
+from jaxpar.config.rules.limits import MAX_INT, most_of
 
 _AT_LEAST_ONE = """train.num_steps train.global_batch_size train.log_every data.seq_len
 data.prefetch model.num_layers model.d_model model.num_heads model.num_kv_heads model.head_dim
 model.d_ff model.experts_per_token model.vocab_size parallel.pipeline parallel.replica
 parallel.expert parallel.sequence parallel.tensor parallel.num_microbatches parallel.row_groups
+parallel.remat_group
 parallel.virtual_stages checkpoint.keep evaluation.num_batches
 guard.max_skips guard.spike_window guard.spike_skip guard.loss_scale_interval profile.num_steps
 cluster.connect_seconds""".split()
 
 
 _AT_LEAST_ZERO = """run.cpu_devices model.num_experts model.global_every train.seed
-train.z_loss optimizer.warmup_steps optimizer.weight_decay optimizer.clip_norm
-parallel.loss_chunks checkpoint.every checkpoint.keep_every
-checkpoint.save_failures_allowed evaluation.every guard.max_rewinds guard.recent_steps
-guard.replica_check_every profile.start cluster.num_processes cluster.hang_seconds
-cluster.slow_seconds""".split()
+train.micro_batch_size train.z_loss optimizer.warmup_steps optimizer.decay_steps
+optimizer.weight_decay optimizer.clip_norm parallel.loss_chunks checkpoint.every
+checkpoint.keep_every checkpoint.save_failures_allowed evaluation.every guard.max_rewinds
+guard.recent_steps guard.replica_check_every profile.start cluster.num_processes
+cluster.hang_seconds cluster.slow_seconds""".split()
 
 
 _ABOVE_ZERO = """model.rope_theta model.norm_eps model.init_std optimizer.learning_rate
 optimizer.eps guard.spike_deviations""".split()
 
 
-_BELOW_ONE = ("optimizer.beta1", "optimizer.beta2")
+_BELOW_ONE = ("optimizer.beta1", "optimizer.beta2", "optimizer.warmup_fraction")
 
 
 def numbers(cfg: Config) -> None:
@@ -51,7 +45,8 @@ def numbers(cfg: Config) -> None:
         if isinstance(value_of(cfg, path), float):
             require(math.isfinite(value_of(cfg, path)), path, "must be finite")
         if isinstance(value_of(cfg, path), int) and path != "train.seed":
-            require(value_of(cfg, path) <= MAX_INT, path, f"must be at most {MAX_INT}")
+            most = most_of(path)
+            require(value_of(cfg, path) <= most, path, f"must be at most {most}")
     for path in _AT_LEAST_ONE:
         require(value_of(cfg, path) >= 1, path, "must be at least 1")
     for path in _AT_LEAST_ZERO:
@@ -60,8 +55,6 @@ def numbers(cfg: Config) -> None:
         require(value_of(cfg, path) > 0, path, "must be above 0")
     for path in _BELOW_ONE:
         require(0 <= value_of(cfg, path) < 1, path, "must be at least 0 and below 1")
-    most, rule = MAX_CPU_DEVICES, f"must be at most {MAX_CPU_DEVICES}"
-    require(cfg.run.cpu_devices <= most, "run.cpu_devices", rule)
     data, ratio, seed = cfg.parallel.data, cfg.optimizer.min_lr_ratio, cfg.train.seed
     rule = "must be at least 1, or -1 for all remaining devices"
     require(data >= 1 or data == -1, "parallel.data", rule)

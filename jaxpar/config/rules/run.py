@@ -18,11 +18,14 @@ def places(cfg: Config) -> None:
 
 
 def schedule(cfg: Config) -> None:
-    """Check that the warm-up ends before the run does."""
-    path, warmup, steps = "optimizer.warmup_steps", cfg.optimizer.warmup_steps, cfg.train.num_steps
-    rule = f"must be below train.num_steps = {steps}"
-    ways = flag(path, steps // 10), flag("train.num_steps", 10 * warmup)
-    require(warmup < steps or warmup == 0, cfg, path, rule, *ways)
+    """Check that the schedule has a decay whose steps can be set."""
+    o, path = cfg.optimizer, "optimizer.decay_steps"
+    rule = "has no effect: the learning rate is constant after the warm-up"
+    ok = o.decay_steps == 0 or o.schedule != "constant"
+    require(ok, cfg, path, rule, flag(path, 0), flag("optimizer.schedule", "wsd"))
+    rule = f"must be at most train.num_steps = {cfg.train.num_steps} for wsd, which decays last"
+    ok = o.decay_steps <= cfg.train.num_steps or o.schedule != "wsd"
+    require(ok, cfg, path, rule, flag(path, max(cfg.train.num_steps // 5, 1)), flag(path, 0))
 
 
 def saving(cfg: Config) -> None:

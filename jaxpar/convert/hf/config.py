@@ -24,6 +24,7 @@ FREE_MODEL_FIELDS = {
     "init_std",
     "dtype",
     "matmul_dtype",
+    "matmul_precision",
     "float8_scaling",
     "logits_dtype",
     "attention_backend",

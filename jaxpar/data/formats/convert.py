@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 
 from jaxpar.config import ConfigError
+from jaxpar.config.rules.limits import TOKEN_ID
 from jaxpar.data.formats import bin_file, megatron
 from jaxpar.data.formats.meta import (
     MAX_VOCAB_SIZE,
@@ -27,8 +28,9 @@ from jaxpar.data.formats.token_file import chunks
 from jaxpar.data.formats.tokens import TokenDataset
 from jaxpar.data.formats.writer import SplitWriter, unigram_entropy, whole_folder
 from jaxpar.data.prepare.progress import PreparationProgress
-from jaxpar.data.sources import check_eos_id, check_made_by, open_tokens
+from jaxpar.data.sources import check_made_by, open_tokens
 from jaxpar.data.tokenizer import Tokenizer, open_tokenizer
+from jaxpar.runtime.option_classes import check_ranges
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +47,7 @@ class ConvertOptions:
     """Split of the input folders to read."""
     held_out: tuple[str, ...] = ()
     """Files of held-out tokens, for the val split of a jaxpar folder."""
-    eos_id: int | None = None
+    eos_id: Annotated[int | None, TOKEN_ID] = None
     """End-of-text token, for inputs that do not mark documents. None: the tokenizer's."""
     tokenizer: str | None = None
     """Tokenizer of the tokens: a tokenizer.json, or bytes. A jaxpar folder stores it."""
@@ -59,7 +61,7 @@ def convert(options: ConvertOptions, progress: PreparationProgress | None = None
     Returns:  a one-line summary.
     Raises:   ConfigError for an unusable input, or a format that cannot store it.
     """
-    check_eos_id(options.eos_id)
+    check_ranges(options)
     progress = progress or PreparationProgress()
     tokenizer = _tokenizer(options)
     inputs = _opened("--input", options.input, options.split, options, tokenizer)

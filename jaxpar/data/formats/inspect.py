@@ -9,11 +9,13 @@ import numpy as np
 import tyro
 
 from jaxpar.config import ConfigError
+from jaxpar.config.rules.limits import TOKEN_ID
 from jaxpar.data.formats.meta import META_FILE, NO_TOKENIZER, SPLITS, TRAIN, read_meta, targets_file
 from jaxpar.data.formats.token_file import TokenFile, scan
 from jaxpar.data.formats.tokens import TokenDataset
-from jaxpar.data.sources import check_eos_id, check_made_by, find_file, open_tokens
+from jaxpar.data.sources import check_made_by, find_file, open_tokens
 from jaxpar.data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
+from jaxpar.runtime.option_classes import check_ranges
 
 #: Tokens of the first document to show.
 SHOWN_TOKENS = 64
@@ -25,7 +27,7 @@ class InspectOptions:
 
     path: Annotated[str, tyro.conf.Positional]
     """A path as for `data.path`: a dataset folder, a Megatron pair or a .bin file."""
-    eos_id: int | None = None
+    eos_id: Annotated[int | None, TOKEN_ID] = None
     """End-of-text token, for files that do not mark documents."""
     tokenizer: str | None = None
     """The tokenizer.json to decode the first text with, for tokens without a tokenizer."""
@@ -36,7 +38,7 @@ def inspect_tokens(options: InspectOptions) -> str:
 
     Raises:   ConfigError for missing or damaged files.
     """
-    check_eos_id(options.eos_id)
+    check_ranges(options)
     datasets = list(_splits(options))
     tokenizer = _tokenizer(options)
     if tokenizer is not None:

@@ -9,8 +9,11 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from jaxpar.config import ConfigError
+from jaxpar.config.numerals import only_digits
+from jaxpar.config.rules.limits import Range
 from jaxpar.data.formats.meta import SPLITS, TRAIN, VAL, Meta, SplitMeta
 from jaxpar.data.formats.readers import PIECE_CHARS, ReadOptions
 from jaxpar.data.formats.writer import SplitWriter, whole_folder, write_meta
@@ -19,6 +22,7 @@ from jaxpar.data.prepare.encode import encode_pieces
 from jaxpar.data.prepare.holdout import assign_splits
 from jaxpar.data.prepare.progress import PreparationProgress
 from jaxpar.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer, train_bpe
+from jaxpar.runtime.option_classes import check_ranges
 
 #: `--tokenizer bpe:N` trains a BPE of N tokens.
 BPE = "bpe:"
@@ -42,7 +46,7 @@ class PrepareOptions:
     """bytes; bpe:N to train a BPE of N tokens on the input; or the path of a tokenizer.json."""
     holdout: float = 0.02
     """Share of the documents, selected by a hash of their text, to hold out for evaluation."""
-    workers: int = os.cpu_count() or 1
+    workers: Annotated[int, Range(1, 4096, os.cpu_count() or 1)] = os.cpu_count() or 1
     """Number of threads that encode."""
     text_field: str = "text"
     """JSON field or Parquet column with the text."""
@@ -94,9 +98,7 @@ def _check(options: PrepareOptions) -> None:
     if not 0 <= options.holdout < 1:
         rule = "must be at least 0 and below 1"
         raise ConfigError("--holdout", options.holdout, rule, "use a share such as 0.02")
-    if options.workers < 1:
-        rule = "must be at least 1"
-        raise ConfigError("--workers", options.workers, rule, f"use {os.cpu_count()}")
+    check_ranges(options)
     named = options.tokenizer == ByteTokenizer.kind or options.tokenizer.startswith(BPE)
     if options.eos_token is not None and named:
         rule = f"needs a tokenizer.json, but --tokenizer is {options.tokenizer}"
@@ -116,7 +118,7 @@ def _make_tokenizer(
     options: PrepareOptions, sources: Sequence[InputFile], progress: PreparationProgress
 ) -> Tokenizer:
     spec = options.tokenizer
-    if spec.startswith(BPE) and spec.removeprefix(BPE).isdecimal():
+    if spec.startswith(BPE) and only_digits(spec.removeprefix(BPE)):
         if len(spec.removeprefix(BPE)) > BPE_DIGITS:
             rule = f"has a vocabulary of more than {BPE_DIGITS} digits"
             raise ConfigError("--tokenizer", spec[:60], rule, f"use {BPE}8192")

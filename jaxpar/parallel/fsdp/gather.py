@@ -51,6 +51,28 @@ def _gather_backward(dim, dtype, reduce, _, grad):
 gather.defvjp(_gather_forward, _gather_backward)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def gathered_earlier(w: jax.Array, whole: jax.Array, dim: int, reduce: Reduce) -> jax.Array:
+    """Return a weight that was gathered before, with the gradient of `gather` (ZeRO-2).
+
+    Args:     w: float32 shard, which receives the gradient. Its values are never read. whole: the
+              complete weight. dim, reduce: as in `gather`.
+    Communication: none; in the backward that of `scatter`.
+    """
+    return whole
+
+
+def _gathered_earlier_forward(w, whole, dim, reduce):
+    return whole, None
+
+
+def _gathered_earlier_backward(dim, reduce, _, grad):
+    return scatter(grad, dim, reduce), None
+
+
+gathered_earlier.defvjp(_gathered_earlier_forward, _gathered_earlier_backward)
+
+
 @jax.named_scope("scatter_gradients")
 def scatter(grad: jax.Array, dim: int, reduce: Reduce) -> jax.Array:
     """Sum the devices' local gradients of a complete weight and return this device's shard.

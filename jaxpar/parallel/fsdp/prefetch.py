@@ -29,8 +29,10 @@ class WeightStream:
     """Gather the layer's complete weights from the result of `cast`."""
     scatter: Callable[[Any], Any]
     """Reduce local gradients of complete weights to gradients of the shards."""
-    communicates: bool
-    """Whether `gather` and `scatter` communicate."""
+    gathers: bool
+    """Whether `gather` communicates."""
+    scatters: bool
+    """Whether `scatter` communicates."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -66,7 +68,7 @@ def _forward(blocks, stream, shards, x, passthrough, context):
         above = None
         if i + 1 < len(shards):
             shard = cast(shards[i + 1])
-            above = _gather_from_here(gather, shard, x)[0] if stream.communicates else gather(shard)
+            above = _gather_from_here(gather, shard, x)[0] if stream.gathers else gather(shard)
         # Save everything that the backward needs, except the complete weights.
         x, pullback = jax.vjp(layer, whole, x, saveable_args=(False, True))
         whole = above
@@ -78,7 +80,7 @@ def _forward(blocks, stream, shards, x, passthrough, context):
 
 
 def _backward(blocks, stream, saved, cotangents):
-    gather, communicates = stream.gather, stream.communicates
+    gather = stream.gather
     (shards, pullbacks), (g, d_passthrough) = saved, cotangents
     # XLA reuses the casts of the forward, which take half the bytes of the float32 slices. They
     # must not be residuals: a pipeline would store them with each microbatch.
@@ -88,16 +90,15 @@ def _backward(blocks, stream, saved, cotangents):
     whole, g = _gather_from_here(gather, shards[-1], g)
     pullbacks[-1], g = fetch_from_host(pullbacks[-1], g)
     for i in reversed(range(len(shards))):
-        if (
-            communicates
-        ):  # start the gather below after this layer's gather: XLA would combine the two
+        if stream.gathers:
+            # Start the gather below after this layer's gather: XLA would combine the two.
             whole, g = lax.optimization_barrier((whole, g))
         pullbacks[i].args_res[0] = whole
         if i > 0:
             whole, g = _gather_from_here(gather, shards[i - 1], g)
             pullbacks[i - 1], g = fetch_from_host(pullbacks[i - 1], g)
         d_whole, g = pullbacks[i](g)
-        if communicates or offloads:
+        if stream.scatters or offloads:
             d_whole, grads[-1], g = _in_time(d_whole, grads[-1], g)
         grads.append(stream.scatter(d_whole))
     return tuple(reversed(grads[1:])), g, grads[0], None

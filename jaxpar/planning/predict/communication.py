@@ -6,12 +6,14 @@ per GPU of the group.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxpar.config import Config
 from jaxpar.planning.predict import rates
 from jaxpar.planning.predict.compute import repeats, tensor_messages
 from jaxpar.planning.predict.hardware import Gpu, Network
+from jaxpar.planning.predict.memory import shares_of_policies
 from jaxpar.planning.predict.shard import Shard, ways
 from jaxpar.sharding.axes import AXES, DATA, EXPERT, PIPELINE, REPLICA, SEQUENCE, TENSOR
 
@@ -84,15 +86,17 @@ def _fsdp(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
         return None
     part = (ranks - 1) / ranks
     layers, tables = shard.layers * shard.matrices, 2 * shard.table
+    times = p.num_microbatches if p.pipeline == 1 else p.num_microbatches + p.pipeline - 1
     if p.zero == 3:
-        times = p.num_microbatches if p.pipeline == 1 else p.num_microbatches + p.pipeline - 1
         width = 1 if p.gather_dtype == "float8" else shard.width
         gathered = times * (2 * width * layers + shard.width * tables)
-        scattered = times * shard.width * (layers + tables)
     else:
-        summed = p.num_microbatches > 1 or p.pipeline > 1
         gathered = shard.width * (layers + tables)
+    if p.zero == 1:
+        summed = p.num_microbatches > 1 or p.pipeline > 1
         scattered = (4 if summed else shard.width) * (layers + tables)
+    else:
+        scattered = times * shard.width * (layers + tables)
     scattered *= shard.trainable
     nccl = part * gathered / ring_bandwidth(ranks, here, cluster)
     if p.grad_reduce == "bfloat16":
@@ -125,13 +129,19 @@ def _sequence(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
     if p.context == "allgather":
         sent = 3 * part * kv * units
     elif p.context == "ring":
-        again = 1 if "attention" in repeats(cfg) else 0
+        again = _average(cfg, lambda repeated: "attention" in repeated)
         sent = ((2 + again) * (ranks - 1) / ranks + 2) * kv * units
     else:
         wider = ranks // math.gcd(m.num_kv_heads // p.tensor, ranks)
         sent = 3 * part * (2 * q + wider * kv) / ranks * units
     seconds = sent / direct_bandwidth(ranks, here, cluster)
     return Traffic("sequence", sent, seconds, 0.0, rates.EXPOSED["sequence"])
+
+
+def _average(cfg: Config, of: Callable[[set[str]], float]) -> float:
+    """The mean over all layers of a function of what the backward recomputes."""
+    shares = shares_of_policies(cfg)
+    return sum(share * of(repeats(cfg, remat)) for remat, share in shares.items())
 
 
 def _layer_units(cfg: Config, shard: Shard) -> int:
@@ -146,7 +156,7 @@ def _tensor(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
     ranks, here = span(cfg, (TENSOR,), cluster.per_host)
     if ranks == 1:
         return None
-    moved = tensor_messages(repeats(cfg)) * _layer_units(cfg, shard) + 4 * p.num_microbatches
+    moved = _average(cfg, tensor_messages) * _layer_units(cfg, shard) + 4 * p.num_microbatches
     stream = shard.width * shard.tokens * cfg.model.d_model
     sent = moved * stream * (ranks - 1) / ranks
     seconds = sent / direct_bandwidth(ranks, here, cluster)

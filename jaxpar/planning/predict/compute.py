@@ -7,7 +7,7 @@ from jaxpar.config.remat_policies import saved_names, without_mark
 from jaxpar.model.loss import num_chunks
 from jaxpar.planning.predict import rates
 from jaxpar.planning.predict.hardware import Gpu
-from jaxpar.planning.predict.memory import slot_bytes
+from jaxpar.planning.predict.memory import shares_of_policies, slot_bytes
 from jaxpar.planning.predict.shard import Shard, state_bytes
 
 
@@ -33,8 +33,20 @@ class Seconds:
 
 
 def layer_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
-    """Return the time of one layer for one microbatch: forward, backward and recomputation."""
-    repeated = repeats(cfg)
+    """Return the time of one layer for one microbatch: forward, backward and recomputation.
+
+    If layers have different policies, their mean.
+    """
+    seconds = Seconds()
+    for remat, share in shares_of_policies(cfg).items():
+        seconds += _layer_seconds(cfg, shard, gpu, repeats(cfg, remat)).times(share)
+    if cfg.parallel.remat_group > 1:  # a group runs forward once more
+        all_again = _layer_seconds(cfg, shard, gpu, repeats(cfg, "full"))
+        seconds += all_again + _layer_seconds(cfg, shard, gpu, set()).times(-1)
+    return seconds
+
+
+def _layer_seconds(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) -> Seconds:
     return Seconds(
         matmul=_layer_matmuls(cfg, shard, gpu, repeated),
         attention=_layer_attention(cfg, shard, gpu, repeated),
@@ -42,13 +54,13 @@ def layer_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
     )
 
 
-def repeats(cfg: Config) -> set[str]:
+def repeats(cfg: Config, remat: str) -> set[str]:
     """Return what the backward recomputes: of "qkv", "attention", "wo", "gate_up", "elementwise".
 
     A value is recomputed unless it, or everything computed from it, is saved on the device or the
     host.
     """
-    saved = set(map(without_mark, saved_names(cfg.parallel.remat)))
+    saved = set(map(without_mark, saved_names(remat)))
     needs = {
         "qkv": "qkv" in saved,
         "attention": {"attn_out", "attn_lse"} <= saved,
@@ -190,16 +202,17 @@ def weights_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
 
     It covers casts of the shards (6 bytes, forward and backward; for 8 bits, 5 once per step and 4
     for the scales), preparing gradients to send and summing them on arrival, and sums over
-    microbatches and over shards of the sequence. ZeRO-1 casts and sends once per step.
+    microbatches and over shards of the sequence. ZeRO-1 casts and sends once per step, ZeRO-2 casts
+    once.
     """
-    zero3 = cfg.parallel.zero == 3
+    zero, micro = cfg.parallel.zero, cfg.parallel.num_microbatches
     own = shard.parameters / shard.fsdp
     travels = 8 * shard.parameters if shard.fsdp > 1 and shard.trainable else 0.0
     rounded_once = cfg.parallel.gather_dtype == "float8" and cfg.parallel.num_microbatches == 1
-    once = (9 if rounded_once else 12) * own + travels
-    moved = once * (cfg.parallel.num_microbatches if zero3 else 1)
+    casts = (9 if rounded_once else 12) * own
+    moved = casts * (micro if zero == 3 else 1) + travels * (1 if zero == 1 else micro)
     moved += _added_up(cfg, shard) * backward_actions(cfg, shard) / shard.chunks
-    moved += _sums_of_shards(cfg, shard) * cfg.parallel.num_microbatches
+    moved += _sums_of_shards(cfg, shard) * micro
     return Seconds(elementwise=moved / elementwise_rate(gpu))
 
 
@@ -219,7 +232,7 @@ def _added_up(cfg: Config, shard: Shard) -> float:
     moved = 4 * shard.width * shard.layers * shard.matrices if copied else 0.0
     if shard.trainable and (p.num_microbatches > 1 or p.pipeline > 1):
         summed = shard.parameters - (layers if shard.execution.float32_weight_gradients else 0)
-        moved += 10 * summed / (shard.fsdp if p.zero == 3 else 1)
+        moved += 10 * summed / (1 if p.zero == 1 else shard.fsdp)
     return moved
 
 

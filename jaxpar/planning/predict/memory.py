@@ -16,7 +16,13 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from jaxpar.config import Config, ModelConfig
-from jaxpar.config.remat_policies import LAYER_INPUT, REMAT_NAMES, names_on_host, saved_names
+from jaxpar.config.remat_policies import (
+    LAYER_INPUT,
+    REMAT_NAMES,
+    names_on_host,
+    of_layers,
+    saved_names,
+)
 from jaxpar.model.loss import num_chunks
 from jaxpar.planning.predict.shard import Shard, moment_bytes, shard_of, state_bytes
 
@@ -95,12 +101,13 @@ def _at_loss(cfg: Config, shard: Shard, weights: float, optimizer: float) -> Mem
 
 def _at_start(cfg: Config, shard: Shard, weights: float, optimizer: float) -> MemoryForecast:
     """The last layer's backward, with the next layer's weights and the head's cast gradient."""
+    ahead = 2 * _sent_width(cfg, shard) * shard.matrices if cfg.parallel.zero == 3 else 0
     return MemoryForecast(
         weights=weights,
         optimizer=optimizer,
         activations=saved_bytes(cfg, shard) + _recomputed(cfg, shard),
         logits=0.0,
-        gathered=_gathered(cfg, shard) + 2 * _sent_width(cfg, shard) * shard.matrices,
+        gathered=_gathered(cfg, shard) + ahead,
         gradients=_accumulated(cfg, shard) + 2 * shard.width * shard.table * shard.trainable,
         buffers=_buffers(cfg, shard) + _in_a_layer(cfg, shard),
         moment="start",
@@ -169,13 +176,29 @@ def saved_per_token(cfg: Config) -> float:
     They are those of docs/parallelism.md, without values in host memory.
     """
     m, p = cfg.model, cfg.parallel
-    on_device, _ = _saved_per_token(m, p.tensor, p.remat)
-    return on_device + 8  # the scales of two norms, float32
+    if p.remat_group > 1:  # the input of each group
+        return bytes_of_names(m, p.tensor)[LAYER_INPUT] / p.remat_group
+    return _average(cfg, 0) + 8  # the scales of two norms, float32
 
 
 def on_host_per_token(cfg: Config) -> float:
     """Return the bytes saved in host memory per token and layer."""
-    return _saved_per_token(cfg.model, cfg.parallel.tensor, cfg.parallel.remat)[1]
+    return _average(cfg, 1)
+
+
+def shares_of_policies(cfg: Config) -> dict[str, float]:
+    """Return each policy of the layers, with the share of the layers that have it."""
+    p = cfg.parallel
+    if not p.remat_layers:
+        return {p.remat: 1.0}
+    policies = of_layers(p, cfg.model.num_layers // (p.pipeline * p.virtual_stages))
+    return {remat: policies.count(remat) / len(policies) for remat in set(policies)}
+
+
+def _average(cfg: Config, where: int) -> float:
+    """The bytes per token and layer on the device (0) or in host memory (1), over all layers."""
+    m, tensor, shares = cfg.model, cfg.parallel.tensor, shares_of_policies(cfg)
+    return sum(share * _saved_per_token(m, tensor, r)[where] for r, share in shares.items())
 
 
 def host_bytes(cfg: Config) -> float:
@@ -228,13 +251,15 @@ def _recomputed(cfg: Config, shard: Shard) -> float:
     they wait for gathers over tensor.
     """
     m, p = cfg.model, cfg.parallel
-    missing = _saved_per_token(m, p.tensor, "none")[0] - _saved_per_token(m, p.tensor, p.remat)[0]
+    saved = [_saved_per_token(m, p.tensor, remat)[0] for remat in shares_of_policies(cfg)]
+    missing = _saved_per_token(m, p.tensor, "none")[0] - min(saved)
     if m.num_experts:  # of one expert, for all tokens
         sizes = bytes_of_names(m, p.tensor)
         missing += sizes["gate_up"] + sizes["mlp_hidden"]
     at_once = shard.execution.layers_per_vjp or shard.layers / shard.chunks
     layers = at_once if p.pipeline > 1 and p.tensor == 1 else 1
-    return layers * shard.tokens * max(missing, 0.0)
+    group = p.remat_group * shard.tokens * min(saved) if p.remat_group > 1 else 0.0
+    return layers * shard.tokens * max(missing, 0.0) + group
 
 
 def _put_off(cfg: Config, shard: Shard) -> float:
@@ -257,15 +282,15 @@ def _accumulates(cfg: Config) -> bool:
 
 
 def _accumulated(cfg: Config, shard: Shard) -> float:
-    """Float32 sums over microbatches: of shards (ZeRO-3) or of complete gradients (ZeRO-1)."""
+    """Float32 sums over microbatches: of shards (ZeRO-2, 3) or of complete gradients (ZeRO-1)."""
     if not _accumulates(cfg) or not shard.trainable:
         return 0.0
-    return 4 * shard.parameters / (shard.fsdp if cfg.parallel.zero == 3 else 1)
+    return 4 * shard.parameters / (1 if cfg.parallel.zero == 1 else shard.fsdp)
 
 
 def _sends(cfg: Config, shard: Shard) -> bool:
-    """Return whether each layer gathers its weights and scatters their gradients."""
-    return cfg.parallel.zero == 3 and shard.fsdp > 1
+    """Return whether each layer scatters its gradients (ZeRO-2 and ZeRO-3)."""
+    return cfg.parallel.zero != 1 and shard.fsdp > 1
 
 
 def _sent_width(cfg: Config, shard: Shard) -> int:
@@ -276,10 +301,11 @@ def _gathered(cfg: Config, shard: Shard) -> float:
     """Weights in the compute dtype, except the head.
 
     ZeRO-3: the shards of all layers, cast once for forward and backward; or, in a loop over
-    microbatches, their float32 slices and the transposed shard of the head. ZeRO-1: complete ones.
+    microbatches, their float32 slices and the transposed shard of the head. ZeRO-1 and 2: complete
+    ones.
     """
     layers = shard.layers * shard.layer
-    if cfg.parallel.zero == 1:
+    if cfg.parallel.zero != 3:
         again = 1 if cfg.parallel.pipeline > 1 else 0  # each tick looks up tokens again
         return shard.width * (layers + again * shard.table)
     slices = 4 * (layers + shard.table)

@@ -68,6 +68,24 @@ def apply(cfg: Config, num_processes: int = 1) -> list[str]:
     return told + _set_where_unset(ALWAYS | ENVIRONMENT)
 
 
+#: Flags by which XLA uses only kernels that give the same bits each time.
+DETERMINISM = ("xla_gpu_deterministic_ops", "xla_gpu_exclude_nondeterministic_ops")
+
+#: NCCL adds in the order of a ring, and not in the switch, where the order may vary.
+NCCL_RING = {"NCCL_ALGO": "Ring", "NCCL_NVLS_ENABLE": "0"}
+
+
+def make_deterministic() -> list[str]:
+    """Request deterministic kernels and collectives, where the user has not chosen them.
+
+    Must run before JAX starts its backend, after `apply`. Returns the settings, as `apply`.
+    """
+    given = {word.lstrip("-").partition("=")[0] for word in user_flags().split()}
+    settings = [] if given & set(DETERMINISM) else [f"--{DETERMINISM[0]}=true"]
+    os.environ["XLA_FLAGS"] = " ".join([*settings, user_flags()]).strip()
+    return settings + _set_where_unset(NCCL_RING)
+
+
 def user_flags() -> str:
     """Return the user's flags from XLA_FLAGS, or from the file that it names.
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from jaxpar.config import Config, ConfigError, flag
+from jaxpar.config.numerals import only_digits
 
 type Environment = Mapping[str, str]
 
@@ -117,7 +118,7 @@ def _check(c: ProcessPlace) -> None:
         raise ConfigError("cluster.process_id", c.process_id, rule, "number them from 0")
     host, _, port = c.coordinator.rpartition(":")
     bare = ":" in host and not re.fullmatch(r"\[[^\[\]]+\]", host)  # on which JAX would crash
-    if bare or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+    if bare or not host or not only_digits(port) or not 0 < int(port) < 1 << 16:
         rule = "is not host:port" + "; an IPv6 address needs brackets" * bare
         like = f"[{host.strip('[]')}]:{port}" if bare else f"{host or c.coordinator}:1234"
         fix = f"use {flag('cluster.coordinator', like)}"
@@ -316,7 +317,7 @@ def _number(env: Environment, name: str, default: int | None = None, least: int 
     if text is None and default is not None:
         return default
     low, _, high = (text or "").partition(":")
-    if not low.isdecimal() or high not in ("", low):
+    if not only_digits(low) or high not in ("", low):
         raise ConfigError(name, text, "is not an integer", "check what sets it")
     if int(low) < least:
         raise ConfigError(name, text, f"must be at least {least}", "check what sets it")

@@ -16,14 +16,15 @@ import tyro
 
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.command_line import as_called, asks_help, read_config
+from jaxpar.config.rules.limits import MAX_CPU_DEVICES, MAX_SECONDS, Range
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.files.run_lock import create_in
 from jaxpar.runtime.gpus import visible
+from jaxpar.runtime.option_classes import read_options
 from jaxpar.runtime.processes import children
 from jaxpar.runtime.processes.children import Children, Failure
 from jaxpar.runtime.processes.detect import LAUNCHED
 from jaxpar.runtime.signals import tolerate_lost_readers
-from jaxpar.runtime.typed_options import read_options
 
 #: Maximum processes on one host, or its cores if more: each uses a third of a GB when idle.
 MAX_PROCESSES = 64
@@ -35,9 +36,9 @@ class LaunchOptions:
 
     num_processes: Annotated[int, tyro.conf.arg(aliases=["-n"])]
     """Number of processes to start."""
-    devices_per_process: int = 0
+    devices_per_process: Annotated[int, Range(0, MAX_CPU_DEVICES, 1)] = 0
     """CPU devices to simulate in each process. 0: use the GPUs, if any, or the config's devices."""
-    restarts: int = 3
+    restarts: Annotated[int, Range(0, 1_000_000, 3)] = 3
     """Maximum restarts without a new checkpoint in between."""
     grace: float = 5.0
     """Seconds for the other processes to end after a failure, before they are killed."""
@@ -57,15 +58,14 @@ def read_command(
     )
     if not rest and not asks_help(own):
         raise ConfigError("command line", "", "names no config", f"use {prog} -n 2 -- quickstart")
-    options = read_options(LaunchOptions, own, prog, doc)
+    options = read_options(LaunchOptions, own, "jaxpar.launch", doc)
     for name, value, least in (
         ("-n", options.num_processes, 1),
-        ("--devices-per-process", options.devices_per_process, 0),
-        ("--restarts", options.restarts, 0),
         ("--grace", options.grace, 0),
     ):
-        if not value >= least:  # also for NaN
-            raise ConfigError(name, value, f"must be at least {least}", f"use {name} {least}")
+        if not least <= value <= MAX_SECONDS:  # also for NaN
+            rule = f"must be at least {least}, and at most {MAX_SECONDS:,}"
+            raise ConfigError(name, value, rule, f"use {name} {least}")
     most = max(MAX_PROCESSES, os.cpu_count() or 1)
     if options.num_processes > most:
         rule = f"must be at most {most}: more processes would exhaust this host's memory"

@@ -7,6 +7,7 @@ With one process, every function returns at once.
 import contextlib
 import hashlib
 import itertools
+import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -56,6 +57,11 @@ def world_size() -> int:
 def rank() -> int:
     """Return the index of this process, from 0. Starts no backend."""
     return distributed.global_state.process_id if _client() is not None else 0
+
+
+def processes_here() -> int:
+    """Return the number of the run's processes on this host, this one included."""
+    return max(hosts.count(socket.gethostname()), 1)
 
 
 def process_name(process: int) -> str:

@@ -1,6 +1,5 @@
 """Connect the processes of a run."""
 
-import errno
 import os
 import socket
 import sys
@@ -15,14 +14,12 @@ from jaxpar.config import ClusterConfig, Config, ConfigError, flag, replace
 from jaxpar.runtime import start as runtime
 from jaxpar.runtime.gpus import visible
 from jaxpar.runtime.processes.detect import Environment, ProcessPlace, detect, is_loopback
-from jaxpar.runtime.processes.peers import PeersMissing, exchange, hosts, log, stops
+from jaxpar.runtime.processes.listening import bind_address, check_free, warn_if_open
+from jaxpar.runtime.processes.peers import exchange, hosts, log, stops
+from jaxpar.runtime.stages import stage
 
 #: Seconds without a heartbeat after which JAX considers a process dead and ends the others.
 HEARTBEAT_SECONDS = 100
-
-
-class PortTaken(PeersMissing):
-    """No process can connect, since another program uses the coordinator's port."""
 
 
 def join(cfg: Config, report: Callable[[str], None] | None = None) -> tuple[Config, list[str]]:
@@ -74,26 +71,30 @@ def connect(cluster: ProcessPlace, seconds: int) -> str:
               evenly; PortTaken.
     """
     devices = local_gpus(cluster)
+    bound = None
     if cluster.process_id == 0:
-        _check_free(cluster)
+        bound = bind_address(cluster)
+        check_free(cluster, bound)
+        warn_if_open(cluster, bound)
     if cluster.process_id and (cluster.num_hosts or 1) > 1:
         _check_reachable(cluster)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     timer = threading.Timer(seconds, _give_up, (cluster, seconds))
     timer.daemon = True
     timer.start()
-    jax.distributed.initialize(
-        cluster.coordinator,
-        cluster.num_processes,
-        cluster.process_id,
-        devices,
-        cluster_detection_method="deactivate",
-        initialization_timeout=seconds + 60,
-        heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-        shutdown_timeout_seconds=30,
-        # JAX would listen on all addresses, but another program may use the port on one of them.
-        coordinator_bind_address=cluster.coordinator if is_loopback(cluster.host) else None,
-    )
+    with stage(f"waiting for the {cluster.num_processes} processes of the run"):
+        jax.distributed.initialize(
+            cluster.coordinator,
+            cluster.num_processes,
+            cluster.process_id,
+            devices,
+            cluster_detection_method="deactivate",
+            initialization_timeout=seconds + 60,
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+            shutdown_timeout_seconds=30,
+            # JAX would listen on all addresses: others could join, or have the port on one of them.
+            coordinator_bind_address=bound,
+        )
     timer.cancel()
     # The manager counts the calls of one thread. Orbax 0.12 also calls it, from the thread that
     # finishes a save, with the step of that save, which would decrease the count between two calls
@@ -138,25 +139,6 @@ def local_gpus(cluster: ProcessPlace) -> list[int] | None:
         raise ConfigError("CUDA_VISIBLE_DEVICES", seen, rule, fix)
     each = seen // shared
     return list(range(cluster.local_id * each, (cluster.local_id + 1) * each))
-
-
-def _check_free(cluster: ProcessPlace) -> None:
-    """Raise PortTaken if another program uses the port, on which JAX would crash."""
-    port = int(cluster.coordinator.rpartition(":")[2])
-    own = cluster.host if is_loopback(cluster.host) else None
-    found = socket.getaddrinfo(own, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    for family, kind, _, _, address in found:
-        try:
-            with socket.socket(family, kind) as probe:
-                # As the coordinator does, since `jaxpar.launch` reserves the port with this option.
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-                probe.bind(address)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                fix = "end it, or use another --cluster.coordinator HOST:PORT in all processes"
-                told = f"{cluster}: another program on this host uses port {port}. Fix: {fix}"
-                raise PortTaken(told) from error
 
 
 def _check_reachable(cluster: ProcessPlace) -> None:

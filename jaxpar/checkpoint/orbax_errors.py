@@ -1,0 +1,70 @@
+"""Writes Orbax's errors to a file of the run, rather than to the terminal.
+
+When a save fails, each of Orbax's threads logs the same error with its own traceback: a thousand
+lines for one full disk. The run itself warns in one line (`saving.py`).
+"""
+
+import errno
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+
+import jax
+
+#: The logger of Orbax, and of other libraries.
+_LOGGER = logging.getLogger("absl")
+
+#: Bytes of the file after which a new one is begun. One earlier file is kept.
+MAX_BYTES = 8 << 20
+
+
+def errors_file(run_dir: str | Path) -> Path:
+    """Return the file of this process's errors: RUN/ranks/N.save_errors.txt."""
+    return Path(run_dir).absolute() / "ranks" / f"{jax.process_index()}.save_errors.txt"
+
+
+@contextmanager
+def errors_to_file(run_dir: str | Path) -> Iterator[None]:
+    """Write errors that Orbax logs in this block to the run's file.
+
+    The file appears with the first error. An error that cannot be written, as on a full disk, is
+    dropped.
+    """
+    handler = _File(errors_file(run_dir))
+
+    def pass_on(record: logging.LogRecord) -> bool:
+        if record.levelno < logging.ERROR or "orbax" not in Path(record.pathname).parts:
+            return True
+        handler.handle(record)
+        return False
+
+    _LOGGER.addFilter(pass_on)
+    try:
+        yield
+    finally:
+        _LOGGER.removeFilter(pass_on)
+        handler.close()
+
+
+class _File(RotatingFileHandler):
+    """A file that is opened, in a folder that is made, with the first record."""
+
+    def __init__(self, path: Path):
+        super().__init__(path, maxBytes=MAX_BYTES, backupCount=1, encoding="utf-8", delay=True)
+        self.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record, unless it says that the disk is full: the run's own records need it."""
+        if os.strerror(errno.ENOSPC) in self.format(record):
+            return
+        try:
+            Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            return
+        super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Drop a record that cannot be written."""
