@@ -17,7 +17,7 @@ from typing import Any
 import tyro
 
 from jaxpar.config import ConfigError
-from jaxpar.config.command_line import as_called
+from jaxpar.config.command_line import as_called, require_unicode
 from jaxpar.config.numerals import number, whole_number
 from jaxpar.config.rules.limits import Range
 from jaxpar.runtime.options import check_range
@@ -57,15 +57,19 @@ def _read(
     doc: str | None,
     **more: Any,
 ) -> Any:
+    require_unicode(argv)
     prog = as_called(f"python -m {program}")
     told = {"prog": prog, "description": as_called(doc or ""), "args": list(argv)}
     errors = io.StringIO()
     try:
-        with _READERS, drawing(), contextlib.redirect_stderr(errors):
+        # tyro draws with escape sequences if stdout is a terminal: errors are read without them.
+        plain = contextlib.redirect_stdout(io.StringIO())
+        with _READERS, plain, contextlib.redirect_stderr(errors):
             options = read(told | more)
     except SystemExit as stop:
         if stop.code in (0, None):
-            raise
+            with _READERS, drawing():
+                read(told | more)  # prints the help, and exits
         fix = f"see {prog} --help"
         raise ConfigError("command line", " ".join(argv), _reason(errors.getvalue()), fix) from None
     check_ranges(options)

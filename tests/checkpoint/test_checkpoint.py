@@ -42,7 +42,7 @@ def write_dataset(folder: Path, eos_id: int = 0) -> str:
     split = SplitMeta(num_tokens=8, num_documents=1, num_bytes=8, sha256="0" * 64)
     meta = Meta(
         dtype="uint16",
-        vocab_size=32,
+        vocab_size=max(32, eos_id + 1),
         eos_id=eos_id,
         eos_token="<eos>",
         tokenizer="bytes",
