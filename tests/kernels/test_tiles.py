@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxpar.kernels.attention.hopper import mask as pallas_hopper_mask
-from jaxpar.kernels.attention.hopper import tiles
-from jaxpar.kernels.attention.hopper.tiles import LAST
+from jaxpar.kernels.attention import tiles
+from jaxpar.kernels.attention.tiles import LAST
 from jaxpar.kernels.attention.mask import dense_mask
 from tests.kernels.cases import Case, mask_of
 from tests.slow import slow_but

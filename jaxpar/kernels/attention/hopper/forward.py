@@ -39,7 +39,7 @@ from jaxpar.kernels.attention.hopper.mma import (
     transposed,
     varying_as,
 )
-from jaxpar.kernels.attention.hopper.tiles import Bounds, Visits
+from jaxpar.kernels.attention.tiles import Bounds, Visits
 from jaxpar.kernels.attention.reference import EMPTY_LSE
 
 #: Initial value of the running maximum. Finite, so that a row without visible keys is not NaN.
