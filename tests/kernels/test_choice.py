@@ -209,7 +209,10 @@ def test_a_gpu_without_a_table():
 def test_reference_where_nothing_else_can():
     gpu_only = "it needs an NVIDIA GPU, and the platform is cpu"
     told = explain("auto", *request(), platform=CPU)
-    assert told == f"reference (not cudnn: {gpu_only}; not pallas_hopper: {gpu_only})"
+    assert (
+        told
+        == f"reference (not cudnn: {gpu_only}; not pallas_hopper: {gpu_only}; not triton: {gpu_only})"
+    )
     assert explain("reference", *request(), platform=H200) == "reference (as configured)"
     assert choose("auto", *request(dtype=jnp.float32), platform=H200).forward == "reference"
 

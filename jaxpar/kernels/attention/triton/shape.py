@@ -1,7 +1,8 @@
 """What a Triton kernel knows when it is compiled, and the operands that it names.
 
 Triton's tiles have sizes that are powers of two. A head dim that is none is a sum of them, such as
-96 = 64 + 32: a tile of K columns is a list of tiles, its parts, and a product of two adds up theirs.
+96 = 64 + 32: a tile of K columns is a list of tiles, its parts, and a product of two tiles adds up
+those of their parts.
 """
 
 from dataclasses import dataclass
