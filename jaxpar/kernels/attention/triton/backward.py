@@ -19,6 +19,7 @@ from jaxpar.kernels.attention.triton.compiler import (
     mod,
     program,
     rows,
+    spread,
 )
 from jaxpar.kernels.attention.triton.mask import (
     bounds_of_columns,
@@ -104,8 +105,10 @@ def _key_kernel(s: KernelShape, *refs):
             of_queries = bounds_of_rows(s, r, b, at)
             visible = seen(s, of_queries, of_keys, at, first, queries=1)
             scores = jnp.where(visible, scores, -jnp.inf)
-        lse2, delta = (ref[b, h, rows(at, s.q)][None] for ref in (r.lse2, r.delta))
-        weights = exp2(scores * s.log2_scale - lse2, s.interpret)
+        lse2, delta = (
+            spread(ref[b, h, rows(at, s.q)], scores.shape, 1) for ref in (r.lse2, r.delta)
+        )
+        weights = exp2(scores, s.log2_scale, lse2, s.interpret)
         d_out = load(s, r.d_out, b, at, s.q, h)
         dv = added(dv, weights.astype(s.dtype), d_out)
         d_scores = weights * (product(v, d_out) - delta)
@@ -125,7 +128,7 @@ def _query_kernel(s: KernelShape, *refs):
     b, h = div(lane, s.H), mod(lane, s.H)
     first, g = tile * s.q, div(h, s.group)
     q, d_out = (load(s, ref, b, first, s.q, h) for ref in (r.q, r.d_out))
-    lse2, delta = (ref[b, h, rows(first, s.q)][:, None] for ref in (r.lse2, r.delta))
+    lse2, delta = (spread(ref[b, h, rows(first, s.q)], (s.q, s.kv), 0) for ref in (r.lse2, r.delta))
     of_queries = bounds_of_rows(s, r, b, first)
 
     def visit(masked: bool, i, dq):
@@ -136,7 +139,7 @@ def _query_kernel(s: KernelShape, *refs):
             of_keys = bounds_of_columns(s, r, b, at)
             visible = seen(s, of_queries, of_keys, first, at, queries=0)
             scores = jnp.where(visible, scores, -jnp.inf)
-        weights = exp2(scores * s.log2_scale - lse2, s.interpret)
+        weights = exp2(scores, s.log2_scale, lse2, s.interpret)
         d_scores = weights * (product(d_out, load(s, r.v, b, at, s.kv, g)) - delta)
         return added(dq, d_scores.astype(s.dtype), k)
 

@@ -4,6 +4,7 @@ JAX deprecates this backend in favor of Mosaic GPU, and will remove it. In JAX 0
 one whose matrix products compile for every NVIDIA GPU since Ampere.
 """
 
+import struct
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -63,14 +64,19 @@ def dot(a, b) -> jax.Array:
     return lax.dot(a, b, precision=precision, preferred_element_type=f32)
 
 
-def exp2(x: jax.Array, interpret: bool) -> jax.Array:
-    """Compute 2 ** x in float32 by one instruction of the special function unit."""
+def exp2(x: jax.Array, scale: float, less: jax.Array, interpret: bool) -> jax.Array:
+    """Compute 2 ** (x * scale - less) in float32, by one fused multiply-add and one exponential.
+
+    These are instructions in assembly because XLA compiles Triton code without fusing a product and
+    a sum, and without the exponential of the special function unit alone.
+    """
     if interpret:
-        return jnp.exp2(x)
+        return jnp.exp2(x * scale - less)
+    bits = struct.pack(">f", scale).hex()
     (y,) = triton.elementwise_inline_asm(
-        "ex2.approx.ftz.f32 $0, $1;",
-        args=[x],
-        constraints="=f,f",
+        f"{{ .reg .f32 a; fma.rn.ftz.f32 a, $1, 0f{bits}, $2; ex2.approx.ftz.f32 $0, a; }}",
+        args=[x, -less],
+        constraints="=f,f,f",
         pack=1,
         result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, f32)],
     )

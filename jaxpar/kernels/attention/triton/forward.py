@@ -10,7 +10,16 @@ import jax.numpy as jnp
 from jaxpar.kernels.attention.reference import EMPTY_LSE
 from jaxpar.kernels.attention.tiles import Bounds, Visits
 from jaxpar.kernels.attention.triton.blocks import TritonForward
-from jaxpar.kernels.attention.triton.compiler import div, exp2, f32, launch, mod, program, rows
+from jaxpar.kernels.attention.triton.compiler import (
+    div,
+    exp2,
+    f32,
+    launch,
+    mod,
+    program,
+    rows,
+    spread,
+)
 from jaxpar.kernels.attention.triton.mask import (
     bounds_of_columns,
     bounds_of_rows,
@@ -74,8 +83,8 @@ def _kernel(s: KernelShape, *refs):
             visible = seen(s, of_queries, of_keys, first, at, queries=0)
             scores = jnp.where(visible, scores, -jnp.inf)
         higher = jnp.maximum(top, jnp.max(scores, axis=1) * s.log2_scale)
-        weights = exp2(scores * s.log2_scale - higher[:, None], s.interpret)
-        kept = exp2(top - higher, s.interpret)
+        weights = exp2(scores, s.log2_scale, spread(higher, scores.shape, 0), s.interpret)
+        kept = exp2(top, 1.0, higher, s.interpret)
         total = total * kept + jnp.sum(weights, axis=1)
         acc = [part * kept[:, None] for part in acc]
         acc = added(acc, weights.astype(s.dtype), load(s, r.v, b, at, s.kv, g))
