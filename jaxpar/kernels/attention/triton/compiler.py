@@ -74,8 +74,9 @@ def exp2(x: jax.Array, scale: float, less: jax.Array, interpret: bool) -> jax.Ar
         return jnp.exp2(x * scale - less)
     bits = struct.pack(">f", scale).hex()
     (y,) = triton.elementwise_inline_asm(
-        f"{{ .reg .f32 a; fma.rn.ftz.f32 a, $1, 0f{bits}, $2; ex2.approx.ftz.f32 $0, a; }}",
-        args=[x, -less],
+        "{ .reg .f32 a, b; neg.ftz.f32 b, $2; "
+        f"fma.rn.ftz.f32 a, $1, 0f{bits}, b; ex2.approx.ftz.f32 $0, a; }}",
+        args=[x, less],
         constraints="=f,f,f",
         pack=1,
         result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, f32)],

@@ -74,24 +74,32 @@ def _kernel(s: KernelShape, *refs):
     first, g = tile * s.q, div(h, s.group)
     q, of_queries = load(s, r.q, b, first, s.q, h), bounds_of_rows(s, r, b, first)
 
+    begin, whole, rest, end = key_tiles_of(s, r, b, tile)
+    first_key = lambda i: (r.order[b, tile, i] if s.listed else i) * s.kv  # noqa: E731
+    values = lambda i: load(s, r.v, b, first_key(i), s.kv, g)  # noqa: E731
+
     def visit(masked: bool, i, carry):
-        acc, top, total = carry
-        at = (r.order[b, tile, i] if s.listed else i) * s.kv
+        acc, top, total, kept, weights = carry
+        at = first_key(i)
         scores = product(q, load(s, r.k, b, at, s.kv, g))
+        # The product of the previous visit's weights runs while this one's are computed.
+        acc = [part * kept[:, None] for part in acc]
+        acc = added(acc, weights.astype(s.dtype), values(jnp.maximum(i - 1, begin)))
         if masked:
             of_keys = bounds_of_columns(s, r, b, at)
             visible = seen(s, of_queries, of_keys, first, at, queries=0)
             scores = jnp.where(visible, scores, -jnp.inf)
         higher = jnp.maximum(top, jnp.max(scores, axis=1) * s.log2_scale)
-        weights = exp2(scores, s.log2_scale, spread(higher, scores.shape, 0), s.interpret)
         kept = exp2(top, 1.0, higher, s.interpret)
+        weights = exp2(scores, s.log2_scale, spread(higher, scores.shape, 0), s.interpret)
         total = total * kept + jnp.sum(weights, axis=1)
-        acc = [part * kept[:, None] for part in acc]
-        acc = added(acc, weights.astype(s.dtype), load(s, r.v, b, at, s.kv, g))
-        return acc, higher, total
+        return acc, higher, total, kept, weights
 
-    start = zeros(s, s.q), jnp.full((s.q,), LOWEST, f32), jnp.zeros((s.q,), f32)
-    acc, top, total = visit_all(s, key_tiles_of(s, r, b, tile), visit, start)
+    row = jnp.zeros((s.q,), f32)
+    start = zeros(s, s.q), row + LOWEST, row, row, jnp.zeros((s.q, s.kv), f32)
+    carry = visit_all(s, (begin, whole, rest, end), visit, start)
+    acc, top, total, kept, weights = carry
+    acc = added([part * kept[:, None] for part in acc], weights.astype(s.dtype), values(end - 1))
     some = jnp.maximum(total, 1e-30)
     store(s, r.out, b, first, h, [part / some[:, None] for part in acc])
     lse = jnp.where(total > 0, top / LOG2E + jnp.log(some), EMPTY_LSE)
