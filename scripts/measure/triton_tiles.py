@@ -31,28 +31,24 @@ from jaxpar.kernels.platform import Platform
 
 SHAPES = ["2,8192,32,8,128", "4,4096,32,8,128", "1,32768,32,8,128", "8,4096,32,8,64"]
 
-#: By kernel and head dim: rows of queries, rows of keys, warps, stages.
+#: By kernel and head dim: rows of queries, rows of keys, warps, stages; in a forward, and overlap.
 SIZES: dict[str, dict[int, str]] = {
     "forward": {
-        64: "128,128,8,2 128,128,8,3 128,64,4,3 128,64,4,2 128,64,8,3 64,64,4,3 64,128,4,2 "
-        "256,64,8,3 256,128,8,2 128,32,4,4",
-        128: "128,64,4,2 128,64,4,3 128,64,8,2 128,64,8,3 128,128,8,2 64,64,4,2 64,64,4,3 "
-        "64,128,4,2 128,32,4,3 256,64,8,2 128,32,4,4",
-        256: "128,64,8,2 64,64,4,2 128,32,8,3 64,32,4,3 64,32,4,2",
+        64: "128,64,8,3,1 128,64,8,4,1 128,64,8,3,0 128,64,4,3,0 64,64,4,3,1 128,128,8,2,1 "
+        "128,128,8,3,1 64,128,4,3,1",
+        128: "128,64,8,3,1 128,64,8,2,1 128,64,8,3,0 64,64,4,2,1 64,64,4,3,1 128,32,8,3,1 "
+        "128,128,8,2,1 64,32,4,3,1",
+        256: "128,64,8,2,0 128,32,8,2,1 64,64,4,2,0 64,64,4,2,1 64,32,4,2,1",
     },
     "keys": {
-        64: "64,128,8,2 64,128,8,3 64,64,4,2 64,64,4,3 128,64,8,2 128,128,8,2 32,128,4,2 "
-        "32,64,4,3 32,128,8,3 128,64,4,2",
-        128: "64,128,8,2 64,128,8,3 32,128,8,2 32,128,8,3 64,64,4,2 32,64,4,2 32,64,4,3 64,64,8,2 "
-        "128,64,8,2 64,128,8,1",
-        256: "32,64,8,2 64,64,8,2 32,64,8,1 32,64,4,2 32,32,4,2 16,64,4,2",
+        64: "128,64,4,2 128,64,4,3 32,64,4,3 32,128,4,2 64,64,4,3 64,64,4,2",
+        128: "64,64,4,2 64,64,4,3 64,128,8,3 64,128,8,2",
+        256: "32,64,8,2 32,64,8,1 32,64,4,2 32,32,4,2 16,64,4,2",
     },
     "queries": {
-        64: "128,64,8,2 128,64,8,3 128,128,8,2 64,64,4,2 64,64,4,3 128,64,4,2 64,128,4,2 "
-        "128,64,4,3",
-        128: "128,64,8,2 128,64,8,3 128,128,8,2 128,64,4,2 64,64,4,2 64,128,4,2 64,64,4,3 "
-        "128,32,4,2 128,32,8,3",
-        256: "64,64,8,2 64,64,4,2 64,32,4,2 64,32,4,3 128,32,8,2",
+        64: "64,64,4,2 64,64,4,3 128,64,4,3 128,64,8,3 64,32,4,3 128,32,8,3",
+        128: "128,32,8,3 128,32,8,2 128,32,8,4 128,64,8,3 64,64,4,2 64,32,4,3",
+        256: "64,64,8,2 64,64,4,2 64,32,4,2 128,32,8,2",
     },
 }
 
@@ -82,9 +78,9 @@ class Problem:
 
     def program(self, kernel: str, sizes: tuple[int, ...]) -> tuple[Callable, tuple]:
         """Return a kernel with tile sizes, and its arguments."""
-        x, s, (q, kv, warps, stages) = self.x, self.shape, sizes
+        x, s, (q, kv) = self.x, self.shape, sizes[:2]
         if kernel == "forward":
-            blocks = TritonForward(q, kv, warps, stages)
+            blocks = TritonForward(*sizes[:4], overlap=bool(sizes[4]))
 
             def run_forward(*arrays):
                 bounds = bounds_of(x.mask, 0, 0)
@@ -207,7 +203,7 @@ def contest(pool, problem: Problem, fastest: dict[str, tuple[int, ...]], repeats
     x = problem.x
     request = capability.make_request("backward", x.q, x.k, x.mask, Platform.here())
     blocks = {
-        "forward": TritonForward(*fastest["forward"]),
+        "forward": TritonForward(*fastest["forward"][:4], overlap=bool(fastest["forward"][4])),
         "backward": TritonBackward(*fastest["keys"], *fastest["queries"]),
     }
     for direction in ("forward", "backward"):

@@ -135,10 +135,16 @@ def _blocks(values: dict[str, Any], where: str) -> Blocks | None:
     cls = TUNED[backend][values["direction"]]
     names = [field.name for field in dataclasses.fields(cls)]
     ok = isinstance(sizes, dict) and sorted(sizes) == sorted(names)
-    ok = ok and all(_is_count(item[1]) or item == ("heads", 0) for item in sizes.items())
+    ok = ok and all(_is_size(name, value) for name, value in sizes.items())
     rule = f"{', '.join(names)}, whole numbers above 0, or heads 0 for all"
     _require(ok, where, "blocks", sizes, rule)
     return cls(**sizes)
+
+
+def _is_size(name: str, value: Any) -> bool:
+    if name == "overlap":
+        return isinstance(value, bool)
+    return _is_count(value) or (name == "heads" and value == 0 and isinstance(value, int))
 
 
 def _is_count(value: Any) -> bool:

@@ -11,13 +11,14 @@ class TritonForward:
     """Block sizes of the forward.
 
     q: query rows per program. kv: key rows per step. warps: per program. stages: of the pipeline
-    of loads.
+    of loads. overlap: multiply the weights of one step while those of the next are computed.
     """
 
     q: int = 128
     kv: int = 64
-    warps: int = 4
+    warps: int = 8
     stages: int = 3
+    overlap: bool = True
 
 
 @dataclass(frozen=True)

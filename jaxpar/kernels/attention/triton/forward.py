@@ -1,5 +1,9 @@
 """The attention forward in Triton: a program computes one tile of queries of one head.
 
+On Hopper, tensor cores work while other instructions do. Triton waits for the scores before it
+computes the weights from them, but not for a sum over visits such as the output. With `overlap`, a
+visit therefore starts the product of the previous visit's weights before it computes its own.
+
 Source:   Dao 2023 (2307.08691), FlashAttention-2.
 """
 
@@ -53,7 +57,7 @@ def forward(q, k, v, bounds: Bounds, visits: Visits, blocks: TritonForward, inte
     """
     s = shape_of(q, k, bounds, visits, blocks.q, blocks.kv, interpret)
     return launch(
-        functools.partial(_kernel, s),
+        functools.partial(_kernel, s, blocks.overlap),
         [q, k, v, *mask_operands(bounds, visits)],
         [(q.shape, q.dtype), ((s.B, s.H, s.T), f32)],
         programs=s.T // s.q * s.B * s.H,
@@ -64,7 +68,7 @@ def forward(q, k, v, bounds: Bounds, visits: Visits, blocks: TritonForward, inte
     )
 
 
-def _kernel(s: KernelShape, *refs):
+def _kernel(s: KernelShape, overlap: bool, *refs):
     r = named(s, ["q", "k", "v"], ["out", "lse"], refs)
     # Programs start in the order of their index: the last queries, which see most, come first, and
     # the heads of a group, which read the same keys, run side by side.
@@ -74,17 +78,19 @@ def _kernel(s: KernelShape, *refs):
     first, g = tile * s.q, div(h, s.group)
     q, of_queries = load(s, r.q, b, first, s.q, h), bounds_of_rows(s, r, b, first)
 
-    begin, whole, rest, end = key_tiles_of(s, r, b, tile)
+    visits = key_tiles_of(s, r, b, tile)
     first_key = lambda i: (r.order[b, tile, i] if s.listed else i) * s.kv  # noqa: E731
-    values = lambda i: load(s, r.v, b, first_key(i), s.kv, g)  # noqa: E731
+
+    def add_values(acc, kept, weights, i):
+        values = load(s, r.v, b, first_key(i), s.kv, g)
+        return added([part * kept[:, None] for part in acc], weights.astype(s.dtype), values)
 
     def visit(masked: bool, i, carry):
-        acc, top, total, kept, weights = carry
+        acc, top, total, waiting = carry
         at = first_key(i)
         scores = product(q, load(s, r.k, b, at, s.kv, g))
-        # The product of the previous visit's weights runs while this one's are computed.
-        acc = [part * kept[:, None] for part in acc]
-        acc = added(acc, weights.astype(s.dtype), values(jnp.maximum(i - 1, begin)))
+        if overlap:
+            acc = add_values(acc, *waiting, jnp.maximum(i - 1, visits[0]))
         if masked:
             of_keys = bounds_of_columns(s, r, b, at)
             visible = seen(s, of_queries, of_keys, first, at, queries=0)
@@ -93,13 +99,16 @@ def _kernel(s: KernelShape, *refs):
         kept = exp2(top, 1.0, higher, s.interpret)
         weights = exp2(scores, s.log2_scale, spread(higher, scores.shape, 0), s.interpret)
         total = total * kept + jnp.sum(weights, axis=1)
-        return acc, higher, total, kept, weights
+        if overlap:
+            return acc, higher, total, (kept, weights)
+        return add_values(acc, kept, weights, i), higher, total, ()
 
     row = jnp.zeros((s.q,), f32)
-    start = zeros(s, s.q), row + LOWEST, row, row, jnp.zeros((s.q, s.kv), f32)
-    carry = visit_all(s, (begin, whole, rest, end), visit, start)
-    acc, top, total, kept, weights = carry
-    acc = added([part * kept[:, None] for part in acc], weights.astype(s.dtype), values(end - 1))
+    waiting = (row, jnp.zeros((s.q, s.kv), f32)) if overlap else ()
+    start = zeros(s, s.q), row + LOWEST, row, waiting
+    acc, top, total, waiting = visit_all(s, visits, visit, start)
+    if overlap:
+        acc = add_values(acc, *waiting, visits[3] - 1)
     some = jnp.maximum(total, 1e-30)
     store(s, r.out, b, first, h, [part / some[:, None] for part in acc])
     lse = jnp.where(total > 0, top / LOG2E + jnp.log(some), EMPTY_LSE)
