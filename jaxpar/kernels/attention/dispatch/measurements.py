@@ -142,7 +142,7 @@ def _blocks(values: dict[str, Any], where: str) -> Blocks | None:
 
 
 def _is_size(name: str, value: Any) -> bool:
-    if name == "overlap":
+    if name in ("overlap", "dq_overlap"):
         return isinstance(value, bool)
     return _is_count(value) or (name == "heads" and value == 0 and isinstance(value, int))
 

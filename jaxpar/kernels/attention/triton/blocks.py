@@ -26,7 +26,8 @@ class TritonBackward:
     """Block sizes of the backward's two kernels: of dk and dv, and (`dq_`) of dq.
 
     q: query rows per step. kv: key rows per program. dq_q: query rows per program. dq_kv: key rows
-    per step. *warps: per program. *stages: of the pipeline of loads.
+    per step. *warps: per program. *stages: of the pipeline of loads. dq_overlap: multiply the
+    gradients of one step's scores while those of the next are computed.
     """
 
     q: int = 64
@@ -37,6 +38,7 @@ class TritonBackward:
     dq_kv: int = 64
     dq_warps: int = 8
     dq_stages: int = 2
+    dq_overlap: bool = False
 
 
 def default_forward(head_dim: int, capability: str = "9.0") -> TritonForward:
