@@ -136,7 +136,7 @@ def _blocks(values: dict[str, Any], where: str) -> Blocks | None:
     names = [field.name for field in dataclasses.fields(cls)]
     ok = isinstance(sizes, dict) and sorted(sizes) == sorted(names)
     ok = ok and all(_is_size(name, value) for name, value in sizes.items())
-    rule = f"{', '.join(names)}, whole numbers above 0, or heads 0 for all"
+    rule = f"{', '.join(names)}, whole numbers above 0; heads may be 0, and overlaps are bools"
     _require(ok, where, "blocks", sizes, rule)
     return cls(**sizes)
 

@@ -5,7 +5,6 @@ one whose matrix products compile for every NVIDIA GPU since Ampere.
 """
 
 import struct
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,16 +35,14 @@ def launch(
     """
     varying = jax.typeof(operands[0]).manual_axis_type
     shapes = [jax.ShapeDtypeStruct(*result, manual_axis_type=varying) for result in results]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
-        return pl.pallas_call(
-            kernel,
-            grid=(programs,),
-            out_shape=shapes,
-            compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages),
-            name=name,
-            interpret=interpret,
-        )(*operands)
+    return pl.pallas_call(
+        kernel,
+        grid=(programs,),
+        out_shape=shapes,
+        compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages),
+        name=name,
+        interpret=interpret,
+    )(*operands)
 
 
 def program() -> jax.Array:
