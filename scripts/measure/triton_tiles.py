@@ -31,25 +31,24 @@ from jaxpar.kernels.platform import Platform
 
 SHAPES = ["2,8192,32,8,128", "4,4096,32,8,128", "1,32768,32,8,128", "8,4096,32,8,64"]
 
-#: By kernel and head dim: rows of queries, rows of keys, warps, stages, and overlap.
+#: By kernel and head dim: rows of queries, rows of keys, warps, stages; in a forward, and overlap.
 SIZES: dict[str, dict[int, str]] = {
     "forward": {
-        64: "128,64,8,3,1 128,64,8,4,1 128,64,8,3,0 128,64,4,3,0 64,64,4,3,1 128,128,8,2,1 "
-        "128,128,8,3,1 64,128,4,3,1",
-        128: "128,64,8,3,1 128,64,8,2,1 128,64,8,3,0 64,64,4,2,1 64,64,4,3,1 128,32,8,3,1 "
-        "128,128,8,2,1 64,32,4,3,1",
-        256: "128,64,8,2,0 128,32,8,2,1 64,64,4,2,0 64,64,4,2,1 64,32,4,2,1",
+        64: "128,64,8,3,0 128,64,4,3,0 64,64,4,3,0 64,64,4,3,1 64,128,4,3,1 128,64,8,3,1 "
+        "128,128,8,3,0 128,32,4,4,0",
+        128: "64,64,4,3,1 64,64,4,2,1 128,64,8,3,0 128,64,8,3,1 128,64,4,2,0 64,64,4,3,0 "
+        "128,32,4,3,0 64,32,4,3,1",
+        256: "64,64,4,2,0 64,64,4,2,1 128,64,8,2,0 128,32,8,2,1 64,32,4,2,1",
     },
     "keys": {
-        64: "128,64,4,2 128,64,4,3 32,64,4,3 32,128,4,2 64,64,4,3 64,64,4,2",
-        128: "64,64,4,2 64,64,4,3 64,128,8,3 64,128,8,2",
+        64: "64,64,4,3 128,64,4,2 32,64,4,3 32,128,4,2 64,64,4,2 64,128,8,3",
+        128: "64,64,4,2 64,128,8,3 64,128,8,2 32,64,4,2 32,128,8,3",
         256: "32,64,8,2 32,64,8,1 32,64,4,2 32,32,4,2 16,64,4,2",
     },
     "queries": {
-        64: "64,64,4,2 64,64,4,3 128,64,4,3 128,64,8,3 128,64,8,3,1 64,64,4,2,1 64,64,4,3,1",
-        128: "128,32,8,3 128,32,8,2 128,64,8,3 128,64,8,2,1 128,64,8,3,1 64,64,4,2 128,32,8,3,1 "
-        "64,32,4,3,1",
-        256: "64,64,8,2 64,64,4,2 64,32,4,2 128,32,8,2",
+        64: "64,64,4,2 64,64,4,3 128,64,4,3 128,64,8,3 128,64,8,2",
+        128: "128,64,8,3 128,32,8,3 64,64,4,2 64,64,4,3 128,128,8,2 128,32,4,2",
+        256: "64,32,4,2 64,64,8,2 64,64,4,2 64,32,4,3 128,32,8,2",
     },
 }
 
@@ -89,7 +88,7 @@ class Problem:
                 return forward.forward(*arrays, bounds, visits, blocks, False)[:1]
 
             return run_forward, (x.q, x.k, x.v)
-        both = TritonBackward(*sizes[:4], *sizes[:4], dq_overlap=bool(sizes[4:]))
+        both = TritonBackward(*sizes[:4], *sizes[:4])
 
         def run_backward(*operands):
             bounds = bounds_of(x.mask, 0, 0)
@@ -205,9 +204,7 @@ def contest(pool, problem: Problem, fastest: dict[str, tuple[int, ...]], repeats
     request = capability.make_request("backward", x.q, x.k, x.mask, Platform.here())
     blocks = {
         "forward": TritonForward(*fastest["forward"][:4], overlap=bool(fastest["forward"][4])),
-        "backward": TritonBackward(
-            *fastest["keys"], *fastest["queries"][:4], dq_overlap=bool(fastest["queries"][4:])
-        ),
+        "backward": TritonBackward(*fastest["keys"], *fastest["queries"]),
     }
     for direction in ("forward", "backward"):
         entries = []

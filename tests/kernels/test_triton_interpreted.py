@@ -18,7 +18,7 @@ from tests.kernels.cases import Case, check, inputs_of, reference_of
 from tests.slow import slow
 
 FORWARD = TritonForward(q=32, kv=16, overlap=True)
-BACKWARD = TritonBackward(q=16, kv=32, dq_q=32, dq_kv=16, dq_overlap=False)
+BACKWARD = TritonBackward(q=16, kv=32, dq_q=32, dq_kv=16)
 
 CASES = [
     Case(T=100, H=4, G=2, K=48, documents=3, dtype="float32"),
@@ -37,7 +37,7 @@ CASES = [
 
 OTHER_BLOCKS = [
     (TritonForward(q=16, kv=64, overlap=False), TritonBackward(32, 16, dq_q=16, dq_kv=32)),
-    (TritonForward(q=64, kv=16), TritonBackward(64, 16, dq_q=16, dq_kv=64, dq_overlap=True)),
+    (TritonForward(q=64, kv=16), TritonBackward(64, 16, dq_q=16, dq_kv=64)),
 ]
 
 

@@ -136,13 +136,13 @@ def _blocks(values: dict[str, Any], where: str) -> Blocks | None:
     names = [field.name for field in dataclasses.fields(cls)]
     ok = isinstance(sizes, dict) and sorted(sizes) == sorted(names)
     ok = ok and all(_is_size(name, value) for name, value in sizes.items())
-    rule = f"{', '.join(names)}, whole numbers above 0; heads may be 0, and overlaps are bools"
+    rule = f"{', '.join(names)}, whole numbers above 0; heads may be 0, and overlap is a bool"
     _require(ok, where, "blocks", sizes, rule)
     return cls(**sizes)
 
 
 def _is_size(name: str, value: Any) -> bool:
-    if name in ("overlap", "dq_overlap"):
+    if name == "overlap":
         return isinstance(value, bool)
     return _is_count(value) or (name == "heads" and value == 0 and isinstance(value, int))
 

@@ -15,7 +15,6 @@ from jaxpar.kernels.attention.triton.blocks import TritonBackward
 from jaxpar.kernels.attention.triton.compiler import (
     div,
     exp2,
-    f32,
     launch,
     mod,
     program,
@@ -75,7 +74,7 @@ def query_gradient(operands, bounds: Bounds, visits: Visits, blocks: TritonBackw
     q, k = operands[:2]
     s = shape_of(q, k, bounds, visits, blocks.dq_q, blocks.dq_kv, interpret)
     (dq,) = launch(
-        functools.partial(_query_kernel, s, blocks.dq_overlap),
+        functools.partial(_query_kernel, s),
         [*operands, *mask_operands(bounds, visits)],
         [(q.shape, q.dtype)],
         programs=s.T // s.q * s.B * s.H,
@@ -121,7 +120,7 @@ def _key_kernel(s: KernelShape, *refs):
     store(s, r.dv, b, first, g, dv)
 
 
-def _query_kernel(s: KernelShape, overlap: bool, *refs):
+def _query_kernel(s: KernelShape, *refs):
     r = named(s, OPERANDS, ["dq"], refs)
     # The last queries, which see most keys, come first.
     tile = s.T // s.q - 1 - div(program(), s.B * s.H)
@@ -132,29 +131,17 @@ def _query_kernel(s: KernelShape, overlap: bool, *refs):
     lse2, delta = (spread(ref[b, h, rows(first, s.q)], (s.q, s.kv), 0) for ref in (r.lse2, r.delta))
     of_queries = bounds_of_rows(s, r, b, first)
 
-    visits = key_tiles_of(s, r, b, tile)
-    first_key = lambda i: (r.order[b, tile, i] if s.listed else i) * s.kv  # noqa: E731
-    keys = lambda i: load(s, r.k, b, first_key(i), s.kv, g)  # noqa: E731
-
-    def visit(masked: bool, i, carry):
-        dq, *waiting = carry
-        at, k = first_key(i), keys(i)
+    def visit(masked: bool, i, dq):
+        at = (r.order[b, tile, i] if s.listed else i) * s.kv
+        k = load(s, r.k, b, at, s.kv, g)
         scores = product(q, k)
-        d_weights = product(d_out, load(s, r.v, b, at, s.kv, g))
-        if overlap:
-            dq = added(dq, waiting[0].astype(s.dtype), keys(jnp.maximum(i - 1, visits[0])))
         if masked:
             of_keys = bounds_of_columns(s, r, b, at)
             visible = seen(s, of_queries, of_keys, first, at, queries=0)
             scores = jnp.where(visible, scores, -jnp.inf)
         weights = exp2(scores, s.log2_scale, lse2, s.interpret)
-        d_scores = weights * (d_weights - delta)
-        if overlap:
-            return dq, d_scores
-        return (added(dq, d_scores.astype(s.dtype), k),)
+        d_scores = weights * (product(d_out, load(s, r.v, b, at, s.kv, g)) - delta)
+        return added(dq, d_scores.astype(s.dtype), k)
 
-    waiting = [jnp.zeros((s.q, s.kv), f32)] if overlap else []
-    dq, *waiting = visit_all(s, visits, visit, (zeros(s, s.q), *waiting))
-    if overlap:
-        dq = added(dq, waiting[0].astype(s.dtype), keys(visits[3] - 1))
+    dq = visit_all(s, key_tiles_of(s, r, b, tile), visit, zeros(s, s.q))
     store(s, r.dq, b, first, h, [part * s.K**-0.5 for part in dq])
