@@ -95,7 +95,7 @@ class ModelConfig:
     """Output dtype of the head's matmul; the loss is computed in float32."""
     attention: Literal["softmax"] = "softmax"
     """Attention function: softmax, or one registered with jaxpar/config/registry.py."""
-    attention_backend: Literal["auto", "reference", "cudnn", "pallas_hopper"] = "auto"
+    attention_backend: Literal["auto", "reference", "cudnn", "pallas_hopper", "triton"] = "auto"
     """Attention kernel. auto picks the fastest measured forward and backward, and logs the choice
     and the reason."""
     attention_deterministic: bool = False

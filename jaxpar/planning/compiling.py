@@ -54,7 +54,9 @@ def target_config(gpu: Gpu) -> str:
     The properties are published ones, or shared by all GPUs of the compute capability.
     """
     major, minor = gpu.compute_capability.split(".")
-    capability = f"major: {major} minor: {minor} feature_extension: ACCELERATED_FEATURES"
+    capability = f"major: {major} minor: {minor}"
+    if int(major) >= 9:  # before Hopper, compilers know no target such as sm_80a
+        capability += " feature_extension: ACCELERATED_FEATURES"
     return f"""gpu_device_info {{
   threads_per_block_limit: 1024
   threads_per_warp: 32

@@ -7,9 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpar.bench.attention import contest, exactness
+from jaxpar.bench.attention.shapes import draw, parse_shapes
 from jaxpar.kernels.attention import attention, choose
 from jaxpar.kernels.attention.hopper import api as pallas_hopper
 from jaxpar.kernels.attention.hopper.blocks import backward_candidates, forward_candidates
+from jaxpar.kernels.attention.triton import api as triton
+from jaxpar.kernels.attention.triton.blocks import TritonBackward, TritonForward
 from jaxpar.kernels.platform import Platform
 from tests.kernels.cases import NAMES, Case, check, errors, inputs_of, reference_of
 
@@ -55,11 +59,28 @@ DETERMINISTIC = [
     Case("zigzag", B=2, T=512, S=2048, H=4, G=1, K=128, documents=12),
 ]
 
+#: Head dims that only Triton's kernels serve, in parts or alone.
+PARTS = [
+    Case(T=300, H=4, G=2, K=96),
+    Case(T=200, K=80, documents=3, dtype="float16"),
+    Case("permuted", T=200, S=300, H=3, K=112, documents=5, window=60),
+    Case(T=260, K=192, window=90),
+    Case("late", T=200, S=150, K=16),
+]
+
 AUTO = [
     Case(B=2, T=512, H=8, G=2, documents=5),
     Case("zigzag", B=2, T=512, S=2048, H=4, G=1, K=128, documents=12),
     Case("zigzag", T=512, S=2048, K=256),
 ]
+
+
+@pytest.fixture
+def ampere():
+    """Triton's kernels are for all GPUs since this one."""
+    platform = Platform.here()
+    if float(platform.compute_capability) < 8.0:
+        pytest.skip(f"{platform.kind} is older than Ampere")
 
 
 @pytest.fixture
@@ -106,6 +127,41 @@ def test_hopper_agrees_with_the_reference(case, hopper):
     """With a gradient of the log-sum-exp."""
     x = inputs_of(case)
     check(run("pallas_hopper", x), reference_of(x), case.dtype)
+
+
+@pytest.mark.parametrize("case", [*IN_ORDER, *OWN, *PARTS], ids=str)
+def test_triton_agrees_with_the_reference(case, ampere):
+    """With a gradient of the log-sum-exp."""
+    x = inputs_of(case)
+    check(run("triton", x), reference_of(x), case.dtype)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("K", [64, 128, 256])
+def test_triton_with_and_without_overlap(K, overlap, ampere):
+    x = inputs_of(Case(B=2, T=640, H=4, G=2, K=K, documents=7))
+    blocks = TritonForward(64, 32, 4, 2, overlap)
+    of_backward = TritonBackward(32, 64, 4, 2, 64, 32, 4, 2)
+    out, lse = triton.forward(x.q, x.k, x.v, x.mask, blocks=blocks)
+    rest = x.mask, out, lse, x.d_out, x.d_lse
+    grads = triton.backward(x.q, x.k, x.v, *rest, blocks=of_backward)
+    check([out, lse, *grads], reference_of(x), "bfloat16")
+
+
+@pytest.mark.parametrize("shape", parse_shapes(["causal,packed"]), ids=str)
+def test_triton_at_the_shapes_of_the_benchmarks(shape, ampere):
+    """One KV head against float32; every head and row is computed alike."""
+    asked = draw(shape, "bfloat16")
+    wanted = exactness.exact(exactness.one_group(asked, None, None)[0])
+    found = contest.prepare("triton", asked, [], wanted)
+    assert not found.refused and not found.failed
+    assert not exactness.wrong(found.errors)
+
+
+@pytest.mark.parametrize("case", DETERMINISTIC, ids=str)
+def test_triton_gives_the_same_bits(case, ampere):
+    x = inputs_of(case)
+    assert_same_bits(run("triton", x), run("triton", x), "again")
 
 
 @pytest.mark.parametrize("case", DETERMINISTIC, ids=str)
@@ -187,6 +243,18 @@ def changed_in(x, document: int):
     queries, keys = mine
     values = dict(q=change(x.q, queries), d_out=change(x.d_out, queries))
     return x.replace(**values, k=change(x.k, keys), v=change(x.v, keys)), queries, keys
+
+
+@pytest.mark.parametrize("K", [64, 96, 128, 256])
+@pytest.mark.parametrize("order", ["text", "permuted"])
+def test_documents_do_not_see_each_other_in_triton(order, K, ampere):
+    x = inputs_of(Case(order, B=2, T=600, H=4, G=2, K=K, documents=6))
+    changed, queries, keys = changed_in(x, document=2)
+    for name, a, b in zip(NAMES, run("triton", x), run("triton", changed), strict=True):
+        a, b = (y.swapaxes(1, 2) if name == "lse" else y for y in (a, b))  # [B, T, ...]
+        own = keys if name in ("dk", "dv") else queries
+        assert np.any(a[own] != b[own])
+        np.testing.assert_array_equal(a[~own], b[~own], err_msg=name)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -19,6 +19,7 @@ from jaxpar.kernels.platform import Platform
 CPU = Platform("cpu", "cpu")
 H200 = Platform("gpu", "NVIDIA H200", "9.0")
 A100 = Platform("gpu", "NVIDIA A100-SXM4-80GB", "8.0")
+V100 = Platform("gpu", "Tesla V100", "7.0")
 
 
 def request(T=8, S=8, H=4, G=2, K=8, B=2, dtype=jnp.bfloat16, **mask):
@@ -160,6 +161,14 @@ REFUSALS = {
         H200,
         "head dims must be 64, 128 or 256, and q has head dim 72",
     ),
+    "triton before Ampere": (
+        "triton",
+        HOPPER,
+        V100,
+        "capability 8.0 or later, and Tesla V100 has 7.0",
+    ),
+    "triton, float32": ("triton", request(K=64, dtype=jnp.float32), H200, "q is float32"),
+    "triton, head dim 72": ("triton", request(K=72), A100, "multiples of 16 up to 256"),
 }
 
 
@@ -174,7 +183,7 @@ def test_a_backend_refuses_and_names_who_can(name):
 
 def test_what_attention_refuses_on_this_cpu():
     q, k, v, mask = request(K=64)
-    for backend in ("cudnn", "pallas_hopper"):
+    for backend in ("cudnn", "pallas_hopper", "triton"):
         with pytest.raises(ValueError, match="the platform is cpu"):
             jax.eval_shape(lambda: attention(q, k, v, mask, backend=backend))  # noqa: B023
 
@@ -194,7 +203,7 @@ def test_a_table_row_for_every_module():
 def test_an_unknown_backend_is_refused():
     q, k, v, mask = request()
     with pytest.raises(
-        ValueError, match="'flash': must be one of auto, cudnn, pallas_hopper, reference"
+        ValueError, match="'flash': must be one of auto, cudnn, pallas_hopper, triton, reference"
     ):
         jax.eval_shape(lambda: attention(q, k, v, mask, backend="flash"))
 
@@ -208,7 +217,7 @@ def test_a_gradient_of_lse_is_refused_by_a_backward_that_lacks_it(monkeypatch):
     plain = api.reference.forward
     q, k, v, mask = (jnp.ones((1, 4, 2, 8)),) * 3 + (request(T=4, S=4, B=1)[3],)
     for backward, message in (
-        ("cudnn", 'pass backend="pallas_hopper" or backend="reference"'),
+        ("cudnn", 'pass backend="pallas_hopper" or backend="triton" or backend="reference"'),
         ("reference", None),
     ):
         monkeypatch.setattr(api, "choose", lambda *_, b=backward, **__: Choice("cudnn", b))
@@ -236,7 +245,7 @@ def test_who_can_give_a_gradient_of_lse():
     with pytest.raises(ValueError, match="'cudnn': it has no gradient of the log-sum-exp"):
         choose("cudnn", q, k, mask, platform=H200, need_lse_gradient=True)
     choice = choose("auto", q, k, mask, platform=A100, need_lse_gradient=True)
-    assert (choice.forward, choice.backward) == ("cudnn", "reference")
+    assert (choice.forward, choice.backward) == ("cudnn", "triton")
 
 
 @pytest.mark.parametrize(

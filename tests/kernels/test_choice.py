@@ -20,6 +20,7 @@ from jaxpar.kernels.attention.hopper.blocks import (
     default_backward,
     default_forward,
 )
+from jaxpar.kernels.attention.triton.blocks import TritonBackward, TritonForward
 from jaxpar.kernels.platform import Platform
 
 CPU = Platform("cpu", "cpu")
@@ -209,7 +210,8 @@ def test_a_gpu_without_a_table():
 def test_reference_where_nothing_else_can():
     gpu_only = "it needs an NVIDIA GPU, and the platform is cpu"
     told = explain("auto", *request(), platform=CPU)
-    assert told == f"reference (not cudnn: {gpu_only}; not pallas_hopper: {gpu_only})"
+    others = "; ".join(f"not {name}: {gpu_only}" for name in ("cudnn", "pallas_hopper", "triton"))
+    assert told == f"reference ({others})"
     assert explain("reference", *request(), platform=H200) == "reference (as configured)"
     assert choose("auto", *request(dtype=jnp.float32), platform=H200).forward == "reference"
 
@@ -219,6 +221,56 @@ def test_reference_is_not_taken_where_another_can(measured):
     measured(row("forward", "reference", 0.1), row("backward", "reference", 0.1))
     chosen = choose("auto", *request(), platform=TESTED)
     assert "reference" not in (chosen.forward, chosen.backward)
+
+
+SEGMENTS = jax.ShapeDtypeStruct((4, 4096), jnp.int32)
+PACKED = dict(q_segments=SEGMENTS, kv_segments=SEGMENTS, max_segments=16)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "capability", "asked"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "8.0", request(**PACKED)),
+        ("NVIDIA A100-SXM4-80GB", "8.0", request(in_order=False)),
+        ("NVIDIA A100-SXM4-80GB", "8.0", request(K=256)),
+        ("NVIDIA L4", "8.9", request(window=512, **PACKED)),
+        ("NVIDIA GeForce RTX 4090", "8.9", request(S=8192, in_order=False)),
+        ("NVIDIA H200", "9.0", request(K=96, in_order=False)),
+        ("NVIDIA B200", "10.0", request(in_order=False)),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "12.0", request(in_order=False)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_no_gpu_since_ampere_falls_to_reference(gpu, capability, asked):
+    chosen = choose("auto", *asked, platform=Platform("gpu", gpu, capability))
+    assert (chosen.forward, chosen.backward) == ("triton", "triton")
+    assert "not cudnn: " in chosen.reason
+    assert isinstance(chosen.forward_blocks, TritonForward)
+    assert isinstance(chosen.backward_blocks, TritonBackward)
+
+
+def test_an_older_gpu_does():
+    v100 = Platform("gpu", "Tesla V100", "7.0")
+    chosen = choose("auto", *request(in_order=False), platform=v100)
+    assert chosen.forward == "reference"
+    assert "not triton: it needs an NVIDIA GPU of compute capability 8.0 or later" in chosen.reason
+
+
+FORWARD_SIZES = dict(q=128, kv=64, warps=8, stages=3, overlap=True)
+
+
+def test_a_last_resort_is_taken_only_if_measured_fastest(measured):
+    """A shape counts without it."""
+    others = row("forward", "cudnn", 2.0), row("forward", "pallas_hopper", 1.0)
+    pick = lambda: choose("auto", *request(), platform=TESTED)  # noqa: E731
+    measured(*others)
+    assert pick().forward == "pallas_hopper"
+    for ms, wanted in ((1.5, "pallas_hopper"), (0.5, "triton")):
+        measured(*others, row("forward", "triton", ms, blocks=FORWARD_SIZES))
+        assert pick().forward == wanted
+    assert pick().forward_blocks == TritonForward(**FORWARD_SIZES)
+    measured(row("forward", "triton", 0.5, blocks=FORWARD_SIZES))
+    assert pick().forward == "cudnn", "not measured beside the others"
 
 
 def test_the_kind_of_a_mask():
@@ -277,6 +329,10 @@ MALFORMED = {
         table(GOOD | {"blocks": {"q": 64, "kv": 64, "stages": 2, "heads": -1}}),
         "blocks = .* must be q, kv, stages, heads",
     ),
+    "an overlap in numbers": (
+        table(row("forward", "triton", 1.0, blocks=FORWARD_SIZES | {"overlap": 1})),
+        "blocks = .* must be q, kv, warps, stages, overlap",
+    ),
     "blocks of cudnn": (
         table(row("forward", "cudnn", 1.0, blocks={"q": 64, "kv": 64, "stages": 1, "heads": 0})),
         "blocks = .* must be null for cudnn",
@@ -308,7 +364,7 @@ def test_the_name_of_a_file():
 # -------------------------------------------------------- the config knows what kernels declare
 
 
-@pytest.mark.parametrize("backend", ["cudnn", "pallas_hopper"])
+@pytest.mark.parametrize("backend", ["cudnn", "pallas_hopper", "triton"])
 def test_validation_agrees_with_the_table(backend):
     able = CAPABILITIES[backend].head_dims
     for head_dim in range(2, 300, 2):

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpar.kernels.attention import tiles
 from jaxpar.kernels.attention.hopper import mask as pallas_hopper_mask
-from jaxpar.kernels.attention.hopper import tiles
-from jaxpar.kernels.attention.hopper.tiles import LAST
 from jaxpar.kernels.attention.mask import dense_mask
+from jaxpar.kernels.attention.tiles import LAST
 from tests.kernels.cases import Case, mask_of
 from tests.slow import slow_but
 

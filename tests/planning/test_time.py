@@ -154,14 +154,16 @@ def test_a_window_is_attended_to_in_part():
 
 
 def test_a_gpu_without_kernels_for_zigzag_order_is_told():
-    a100 = cluster(8, gpu=GPUS["a100"])
-    cfg = on(8, sequence=2)
-    assert not predict(cfg, cluster(8)).on_reference
-    with pytest.raises(ConfigError, match=r"no attention kernel on a100.*ulysses"):
-        predict(cfg, a100)
-    ulysses = on(8, sequence=2, context="ulysses")
-    assert predict(ulysses, a100).on_reference  # its documents
-    assert not predict(replace(ulysses, **{"data.document_mask": False}), a100).on_reference
+    a100 = GPUS["a100"]
+    older = cluster(8, gpu=dataclasses.replace(a100, name="v100", compute_capability="7.0"))
+    cfg, ulysses = on(8, sequence=2), on(8, sequence=2, context="ulysses")
+    for gpu in (GPUS["h200"], a100, GPUS["b200"]):
+        assert not predict(cfg, cluster(8, gpu=gpu)).on_reference
+        assert not predict(ulysses, cluster(8, gpu=gpu)).on_reference
+    with pytest.raises(ConfigError, match=r"no attention kernel on v100.*ulysses"):
+        predict(cfg, older)
+    assert predict(ulysses, older).on_reference  # its documents
+    assert not predict(replace(ulysses, **{"data.document_mask": False}), older).on_reference
 
 
 def test_float16_is_planned_as_bfloat16_is():

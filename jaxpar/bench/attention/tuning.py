@@ -27,7 +27,9 @@ from jaxpar.bench.training import conditions
 from jaxpar.config import ConfigError
 from jaxpar.config.json_reader import read_json
 from jaxpar.kernels.attention.dispatch import capability, measurements
-from jaxpar.kernels.attention.hopper import blocks
+from jaxpar.kernels.attention.hopper import blocks as hopper
+from jaxpar.kernels.attention.triton import blocks as triton
+from jaxpar.kernels.platform import Platform
 from jaxpar.runtime.files import json_output
 
 #: The folder of the tables, one per kind of GPU.
@@ -91,17 +93,24 @@ def candidates(backends: Sequence[str], direction: str, head_dim: int) -> list[T
 
     A head dim without block sizes gives a candidate without sizes, which the backend will refuse.
     """
-    which = blocks.forward_candidates if direction == "forward" else blocks.backward_candidates
     found = []
     for backend in backends:
         sizes: list[Any] = [None]
         if backend in measurements.TUNED:
             with contextlib.suppress(KeyError):
-                sizes = list(which(head_dim))
+                sizes = _sizes(backend, direction, head_dim) or [None]
         on_request = capability.CAPABILITIES[backend].deterministic == "on request"
         ways = [False, True] if direction == "backward" and on_request else [False]
         found += [TuningCandidate(direction, backend, size, way) for way in ways for size in sizes]
     return found
+
+
+def _sizes(backend: str, direction: str, head_dim: int) -> list[Any]:
+    if backend == "pallas_hopper":
+        of = hopper.forward_candidates if direction == "forward" else hopper.backward_candidates
+        return list(of(head_dim))
+    which = triton.forward_candidates if direction == "forward" else triton.backward_candidates
+    return list(which(head_dim, Platform.here().compute_capability))
 
 
 def tune(

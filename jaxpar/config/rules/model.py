@@ -136,6 +136,7 @@ def float8_matmuls(cfg: Config) -> None:
 _HEAD_DIMS: dict[str, tuple[Sequence[int], str]] = {
     "cudnn": (range(8, 257, 8), "a multiple of 8 up to 256"),
     "pallas_hopper": ((64, 128, 256), "64, 128 or 256"),
+    "triton": (range(16, 257, 16), "a multiple of 16 up to 256"),
 }
 
 

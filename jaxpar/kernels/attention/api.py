@@ -38,6 +38,7 @@ BACKENDS: dict[str, ModuleType] = {
     "cudnn": cudnn,
     # Mosaic's compiler takes a sixth of a program's import time, and only GPUs need it.
     "pallas_hopper": imported_when_used("jaxpar.kernels.attention.hopper.api"),
+    "triton": imported_when_used("jaxpar.kernels.attention.triton.api"),
     "reference": reference,
 }
 

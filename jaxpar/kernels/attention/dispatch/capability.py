@@ -26,6 +26,7 @@ class Capability:
     """The requests that a backend supports. None means no limit.
 
     compute_capability   The only NVIDIA compute capability that it supports.
+    since                The first NVIDIA compute capability that it supports.
     needs_gpu            It runs only on NVIDIA GPUs.
     dtypes               Dtypes of q, k and v.
     head_dims            A range of multiples, or a tuple of sizes.
@@ -34,18 +35,22 @@ class Capability:
     needs_order          Only tokens in text order (`AttentionMask.in_order`).
     needs_max_segments   Packed documents need `AttentionMask.max_segments`.
     lse_gradient         The backward accepts a cotangent of the log-sum-exp.
+    last_resort          "auto" takes it only if no other kernel serves the request, or if it was
+                         measured to be the fastest.
     deterministic        When the backward is reproducible bit for bit: always, on request, or only
                          with one of DETERMINISM_FLAGS.
     """
 
     needs_gpu: bool
     compute_capability: str | None
+    since: float | None
     dtypes: tuple[str, ...]
     head_dims: Sequence[int] | None
     before_hopper: int | None
     needs_order: bool
     needs_max_segments: bool
     lse_gradient: bool
+    last_resort: bool
     deterministic: Literal["always", "on request", "by XLA flag"]
 
 
@@ -54,34 +59,53 @@ CAPABILITIES: dict[str, Capability] = {
     "cudnn": Capability(
         needs_gpu=True,
         compute_capability=None,
+        since=None,
         dtypes=("bfloat16", "float16"),
         head_dims=range(8, 257, 8),
         before_hopper=128,  # the limit in JAX's own function for these kernels
         needs_order=True,
         needs_max_segments=True,
         lse_gradient=False,
+        last_resort=False,
         deterministic="by XLA flag",
     ),
     "pallas_hopper": Capability(
         needs_gpu=True,
         compute_capability="9.0",
+        since=None,
         dtypes=("bfloat16", "float16"),
         head_dims=(64, 128, 256),
         before_hopper=None,
         needs_order=False,
         needs_max_segments=False,
         lse_gradient=True,
+        last_resort=False,
         deterministic="on request",
+    ),
+    "triton": Capability(
+        needs_gpu=True,
+        compute_capability=None,
+        since=8.0,
+        dtypes=("bfloat16", "float16"),
+        head_dims=range(16, 257, 16),
+        before_hopper=None,
+        needs_order=False,
+        needs_max_segments=False,
+        lse_gradient=True,
+        last_resort=True,
+        deterministic="always",
     ),
     "reference": Capability(
         needs_gpu=False,
         compute_capability=None,
+        since=None,
         dtypes=("bfloat16", "float16", "float32"),
         head_dims=None,
         before_hopper=None,
         needs_order=False,
         needs_max_segments=False,
         lse_gradient=True,
+        last_resort=True,
         deterministic="always",
     ),
 }
@@ -171,6 +195,11 @@ def _wrong_device(able: Capability, platform: Platform) -> str | None:
         return (
             f"it needs an NVIDIA GPU of compute capability {needed} (Hopper), and {platform.kind} "
             f"has {there or 'none'}"
+        )
+    if able.since is not None and float(there or 0) < able.since:
+        return (
+            f"it needs an NVIDIA GPU of compute capability {able.since} or later, and "
+            f"{platform.kind} has {there or 'none'}"
         )
     return None
 

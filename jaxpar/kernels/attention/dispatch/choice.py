@@ -13,14 +13,16 @@ from jaxpar.kernels.attention.dispatch.capability import (
     make_request,
     refusal,
 )
-from jaxpar.kernels.attention.dispatch.measurements import TUNED, Measurement, fastest, measurements
-from jaxpar.kernels.attention.hopper.blocks import (
-    BackwardBlocks,
-    ForwardBlocks,
-    default_backward,
-    default_forward,
+from jaxpar.kernels.attention.dispatch.measurements import (
+    TUNED,
+    Blocks,
+    Measurement,
+    fastest,
+    measurements,
 )
+from jaxpar.kernels.attention.hopper import blocks as hopper_blocks
 from jaxpar.kernels.attention.mask import AttentionMask
+from jaxpar.kernels.attention.triton import blocks as triton_blocks
 from jaxpar.kernels.platform import Platform
 
 
@@ -36,8 +38,8 @@ class Choice:
 
     forward: str
     backward: str
-    forward_blocks: ForwardBlocks | None = None
-    backward_blocks: BackwardBlocks | None = None
+    forward_blocks: Blocks | None = None
+    backward_blocks: Blocks | None = None
     deterministic: bool = False
     reason: str = ""
 
@@ -53,7 +55,7 @@ class _Pick:
     """The chosen kernel of one direction."""
 
     backend: str
-    blocks: ForwardBlocks | BackwardBlocks | None
+    blocks: Blocks | None
     deterministic: bool  # even if not requested
     why: str
 
@@ -72,9 +74,9 @@ def choose(
 
     Of the backends that support a direction, "auto" takes the one that was fastest at the nearest
     measured shape (`measurements.fastest`). Without a suitable measurement, it takes the first of
-    cudnn, pallas_hopper and reference that supports the call, with the default block sizes of
-    `kernels/attention/hopper/blocks.py`. reference stores all scores, so it is chosen only if no
-    other backend supports the call.
+    cudnn, pallas_hopper, triton and reference that supports the call, with the default block sizes
+    of its `blocks.py`. reference stores all scores, so it is chosen only if no other backend
+    supports the call.
 
     Args:     backend: "auto" or a name. q: [B, T, H, K], k: [B, S, G, K], local arrays or their
               shapes. platform: defaults to that of the first device. deterministic: require a
@@ -97,7 +99,7 @@ def choose(
     if backward.why != why:
         why = f"forward: {forward.why}; backward: {backward.why}"
     same = deterministic or backward.deterministic
-    return Choice(forward.backend, backward.backend, *blocks, same, why)  # type: ignore[arg-type]
+    return Choice(forward.backend, backward.backend, *blocks, same, why)
 
 
 def explain(backend: str, q, k, mask: AttentionMask, **options) -> str:
@@ -129,12 +131,14 @@ def _rows(platform: Platform) -> Sequence[Measurement]:
     return measurements(platform.kind) if platform.name == "gpu" else ()
 
 
-def _default_blocks(backend: str, request: Request) -> ForwardBlocks | BackwardBlocks | None:
-    if backend not in TUNED:
-        return None
-    if request.direction == "forward":
-        return default_forward(request.D)
-    return default_backward(request.D)
+def _default_blocks(backend: str, request: Request) -> Blocks | None:
+    forward, K = request.direction == "forward", request.D
+    if backend == "pallas_hopper":
+        return (hopper_blocks.default_forward if forward else hopper_blocks.default_backward)(K)
+    if backend == "triton":
+        which = triton_blocks.default_forward if forward else triton_blocks.default_backward
+        return which(K, request.platform.compute_capability)
+    return None
 
 
 def _evidence(

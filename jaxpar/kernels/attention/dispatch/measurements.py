@@ -15,16 +15,19 @@ from typing import Any
 
 from jaxpar.kernels.attention.dispatch.capability import CAPABILITIES, Request
 from jaxpar.kernels.attention.hopper.blocks import BackwardBlocks, ForwardBlocks
+from jaxpar.kernels.attention.triton.blocks import TritonBackward, TritonForward
 
-#: The class of block sizes of each direction.
-BLOCKS: dict[str, type] = {"forward": ForwardBlocks, "backward": BackwardBlocks}
+type Blocks = ForwardBlocks | BackwardBlocks | TritonForward | TritonBackward
 
-#: Backends with tunable block sizes.
-TUNED = ("pallas_hopper",)
+#: Backends with tunable block sizes, and the class of those of each direction.
+TUNED: dict[str, dict[str, type]] = {
+    "pallas_hopper": {"forward": ForwardBlocks, "backward": BackwardBlocks},
+    "triton": {"forward": TritonForward, "backward": TritonBackward},
+}
 
 _CONDITIONS = {"gpu": str, "jax": str, "cudnn": int, "commit": str, "command": str, "rows": list}
 _CHOICES = {
-    "direction": tuple(BLOCKS),
+    "direction": ("forward", "backward"),
     "backend": tuple(CAPABILITIES),
     "kind": ("causal", "window", "packed", "general"),
     "dtype": ("bfloat16", "float16", "float32"),
@@ -49,7 +52,7 @@ class Measurement:
     G: int
     D: int
     dtype: str
-    blocks: ForwardBlocks | BackwardBlocks | None
+    blocks: Blocks | None
     ms: float
     tflops: float
     deterministic: bool = False
@@ -124,17 +127,24 @@ def _row(values: Any, where: str) -> Measurement:
     return Measurement(**values | {"blocks": _blocks(values, where)})
 
 
-def _blocks(values: dict[str, Any], where: str) -> ForwardBlocks | BackwardBlocks | None:
-    sizes, cls = values["blocks"], BLOCKS[values["direction"]]
-    if values["backend"] not in TUNED:
-        _require(sizes is None, where, "blocks", sizes, f"null for {values['backend']}")
+def _blocks(values: dict[str, Any], where: str) -> Blocks | None:
+    sizes, backend = values["blocks"], values["backend"]
+    if backend not in TUNED:
+        _require(sizes is None, where, "blocks", sizes, f"null for {backend}")
         return None
+    cls = TUNED[backend][values["direction"]]
     names = [field.name for field in dataclasses.fields(cls)]
     ok = isinstance(sizes, dict) and sorted(sizes) == sorted(names)
-    ok = ok and all(_is_count(item[1]) or item == ("heads", 0) for item in sizes.items())
-    rule = f"{', '.join(names)}, whole numbers above 0, or heads 0 for all"
+    ok = ok and all(_is_size(name, value) for name, value in sizes.items())
+    rule = f"{', '.join(names)}, whole numbers above 0; heads may be 0, and overlap is a bool"
     _require(ok, where, "blocks", sizes, rule)
     return cls(**sizes)
+
+
+def _is_size(name: str, value: Any) -> bool:
+    if name == "overlap":
+        return isinstance(value, bool)
+    return _is_count(value) or (name == "heads" and value == 0 and isinstance(value, int))
 
 
 def _is_count(value: Any) -> bool:
@@ -151,8 +161,9 @@ def fastest(
 ) -> Measurement | None:
     """Return the fastest of the able backends at the measured shape that is nearest to a request.
 
-    A shape counts if every able backend except reference was measured at it, with the request's
-    direction, kind of mask and head dim, so a backend never wins because another was not measured.
+    A shape counts if every able backend except the last resorts was measured at it, with the
+    request's direction, kind of mask and head dim, so a backend never wins because another was not
+    measured. At such a shape, a last resort wins if it was measured and faster; not reference.
     A deterministic backward is also considered if it was not requested, because it is faster on
     short documents. The nearest shape has the smallest distance, in powers of two, of T x S; among
     equals, of the query heads per KV head; then of batch x query heads. There is no limit on the
@@ -161,13 +172,14 @@ def fastest(
     Returns:  a row, or None if no shape counts.
     """
     rivals = set(able) - {"reference"}
+    needed = {name for name in rivals if not CAPABILITIES[name].last_resort} or rivals
     wanted = _comparable(request)
     by_shape: dict[tuple[int, ...], list[Measurement]] = {}
     for row in rows:
         serves = row.deterministic or not request.deterministic or row.direction == "forward"
         if _comparable(row) == wanted and row.backend in rivals and serves:
             by_shape.setdefault(row.shape, []).append(row)
-    counted = [rows for rows in by_shape.values() if {row.backend for row in rows} == rivals]
+    counted = [rows for rows in by_shape.values() if needed <= {row.backend for row in rows}]
     if not counted:
         return None
     nearest = min(counted, key=lambda rows: _distance(rows[0], request))

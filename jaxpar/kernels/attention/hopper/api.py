@@ -7,6 +7,7 @@ tiles. The kernels are in `forward.py`, `backward.py` and `dq.py`.
 import jax
 import jax.numpy as jnp
 
+from jaxpar.kernels.attention.gradient import delta
 from jaxpar.kernels.attention.hopper import backward as pallas_hopper_backward
 from jaxpar.kernels.attention.hopper import dq
 from jaxpar.kernels.attention.hopper import forward as pallas_hopper_forward
@@ -18,8 +19,8 @@ from jaxpar.kernels.attention.hopper.blocks import (
     dq_blocks,
 )
 from jaxpar.kernels.attention.hopper.mma import LOG2E, MULTIPROCESSORS
-from jaxpar.kernels.attention.hopper.tiles import bounds_of, key_visits, padding, query_visits
 from jaxpar.kernels.attention.mask import AttentionMask
+from jaxpar.kernels.attention.tiles import bounds_of, key_visits, padding, query_visits
 
 #: Number of CTAs of the forward: four per multiprocessor. One per multiprocessor is as fast without
 #: communication. But if NCCL occupies some multiprocessors, their CTAs would wait until it ends and
@@ -68,10 +69,10 @@ def backward(
     blocks, of_dq = blocks or default_backward(K), dq_blocks(K)
     more_q, more_k = padding(T, max(blocks.q, of_dq.q)), padding(S, max(blocks.kv, of_dq.kv))
     bounds = bounds_of(mask, more_q, more_k)
-    lse2, delta = lse * LOG2E, _delta(out, d_out) - d_lse
+    lse2, deltas = lse * LOG2E, delta(out, d_out, d_lse)
     (q, d_out), (k, v) = _ready(more_q, interpret, q, d_out), _ready(more_k, interpret, k, v)
-    lse2, delta = (_padded_rows(x, more_q) for x in (lse2, delta))
-    operands = q, k, v, d_out, lse2, delta, bounds
+    lse2, deltas = (_padded_rows(x, more_q) for x in (lse2, deltas))
+    operands = q, k, v, d_out, lse2, deltas, bounds
     visits = key_visits(bounds, blocks.q, blocks.kv, T + more_q, S + more_k)
     run = lambda *want: pallas_hopper_backward.backward(  # noqa: E731
         *operands, visits, blocks, want, interpret
@@ -84,12 +85,6 @@ def backward(
         rows = query_visits(bounds, of_dq.q, of_dq.kv, S + more_k)
         made["dq"] = dq.query_gradient(*operands, rows, of_dq, interpret)
     return made["dq"][:, :T], made["dk"][:, :S], made["dv"][:, :S]
-
-
-def _delta(out, d_out) -> jax.Array:
-    """Compute the sum of out * d_out over the head dim, float32 [B, H, T]."""
-    product = out.astype(jnp.float32) * d_out.astype(jnp.float32)
-    return product.sum(-1).transpose(0, 2, 1)
 
 
 def _ready(to_whole_tiles: int, interpret: bool, *arrays) -> list[jax.Array]:

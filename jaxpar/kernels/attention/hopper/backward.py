@@ -49,7 +49,7 @@ from jaxpar.kernels.attention.hopper.mma import (
     transposed,
     varying_as,
 )
-from jaxpar.kernels.attention.hopper.tiles import Bounds, Visits
+from jaxpar.kernels.attention.tiles import Bounds, Visits
 
 type Place = tuple[Any, Any, Any]
 

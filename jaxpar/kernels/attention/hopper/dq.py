@@ -35,7 +35,7 @@ from jaxpar.kernels.attention.hopper.mma import (
     transposed,
     varying_as,
 )
-from jaxpar.kernels.attention.hopper.tiles import Bounds, Visits
+from jaxpar.kernels.attention.tiles import Bounds, Visits
 
 
 def query_gradient(

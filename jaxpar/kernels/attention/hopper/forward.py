@@ -39,8 +39,8 @@ from jaxpar.kernels.attention.hopper.mma import (
     transposed,
     varying_as,
 )
-from jaxpar.kernels.attention.hopper.tiles import Bounds, Visits
 from jaxpar.kernels.attention.reference import EMPTY_LSE
+from jaxpar.kernels.attention.tiles import Bounds, Visits
 
 #: Initial value of the running maximum. Finite, so that a row without visible keys is not NaN.
 LOWEST = -1e30

@@ -15,7 +15,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.kernels.attention.hopper.tiles import Bounds, Visits, padding
+from jaxpar.kernels.attention.tiles import Bounds, Visits, padding
 
 LOG2E = math.log2(math.e)
 #: Number of rows that one warpgroup multiplies at a time.

@@ -1,0 +1,115 @@
+"""The attention forward in Triton: a program computes one tile of queries of one head.
+
+On Hopper, tensor cores work while other instructions do. Triton waits for the scores before it
+computes the weights from them, but not for a sum over visits such as the output. With `overlap`, a
+visit therefore starts the product of the previous visit's weights before it computes its own.
+
+Source:   Dao 2023 (2307.08691), FlashAttention-2.
+"""
+
+import functools
+
+import jax.numpy as jnp
+
+from jaxpar.kernels.attention.reference import EMPTY_LSE
+from jaxpar.kernels.attention.tiles import Bounds, Visits
+from jaxpar.kernels.attention.triton.blocks import TritonForward
+from jaxpar.kernels.attention.triton.compiler import (
+    div,
+    exp2,
+    f32,
+    launch,
+    mod,
+    program,
+    rows,
+    spread,
+)
+from jaxpar.kernels.attention.triton.mask import (
+    bounds_of_columns,
+    bounds_of_rows,
+    key_tiles_of,
+    seen,
+    visit_all,
+)
+from jaxpar.kernels.attention.triton.shape import (
+    LOG2E,
+    KernelShape,
+    added,
+    load,
+    mask_operands,
+    named,
+    product,
+    shape_of,
+    store,
+    zeros,
+)
+
+#: Initial value of the running maximum. Finite, so that a row without visible keys is not NaN.
+LOWEST = -1e30
+
+
+def forward(q, k, v, bounds: Bounds, visits: Visits, blocks: TritonForward, interpret: bool):
+    """Call the kernel.
+
+    Args:     q: [B, T, H, K]. k, v: [B, S, G, K], all padded to full tiles. visits: by tile of
+              queries.
+    Returns:  out [B, T, H, K]; lse float32 [B, H, T].
+    """
+    s = shape_of(q, k, bounds, visits, blocks.q, blocks.kv, interpret)
+    return launch(
+        functools.partial(_kernel, s, blocks.overlap),
+        [q, k, v, *mask_operands(bounds, visits)],
+        [(q.shape, q.dtype), ((s.B, s.H, s.T), f32)],
+        programs=s.T // s.q * s.B * s.H,
+        warps=blocks.warps,
+        stages=blocks.stages,
+        name="attention_forward",
+        interpret=interpret,
+    )
+
+
+def _kernel(s: KernelShape, overlap: bool, *refs):
+    r = named(s, ["q", "k", "v"], ["out", "lse"], refs)
+    # Programs start in the order of their index: the last queries, which see most, come first, and
+    # the heads of a group, which read the same keys, run side by side.
+    tile = s.T // s.q - 1 - div(program(), s.B * s.H)
+    lane = mod(program(), s.B * s.H)
+    b, h = div(lane, s.H), mod(lane, s.H)
+    first, g = tile * s.q, div(h, s.group)
+    q, of_queries = load(s, r.q, b, first, s.q, h), bounds_of_rows(s, r, b, first)
+
+    visits = key_tiles_of(s, r, b, tile)
+    first_key = lambda i: (r.order[b, tile, i] if s.listed else i) * s.kv  # noqa: E731
+
+    def add_values(acc, kept, weights, i):
+        values = load(s, r.v, b, first_key(i), s.kv, g)
+        return added([part * kept[:, None] for part in acc], weights.astype(s.dtype), values)
+
+    def visit(masked: bool, i, carry):
+        acc, top, total, waiting = carry
+        at = first_key(i)
+        scores = product(q, load(s, r.k, b, at, s.kv, g))
+        if overlap:
+            acc = add_values(acc, *waiting, jnp.maximum(i - 1, visits[0]))
+        if masked:
+            of_keys = bounds_of_columns(s, r, b, at)
+            visible = seen(s, of_queries, of_keys, first, at, queries=0)
+            scores = jnp.where(visible, scores, -jnp.inf)
+        higher = jnp.maximum(top, jnp.max(scores, axis=1) * s.log2_scale)
+        kept = exp2(top, 1.0, higher, s.interpret)
+        weights = exp2(scores, s.log2_scale, spread(higher, scores.shape, 0), s.interpret)
+        total = total * kept + jnp.sum(weights, axis=1)
+        if overlap:
+            return acc, higher, total, (kept, weights)
+        return add_values(acc, kept, weights, i), higher, total, ()
+
+    row = jnp.zeros((s.q,), f32)
+    waiting = (row, jnp.zeros((s.q, s.kv), f32)) if overlap else ()
+    start = zeros(s, s.q), row + LOWEST, row, waiting
+    acc, top, total, waiting = visit_all(s, visits, visit, start)
+    if overlap:
+        acc = add_values(acc, *waiting, visits[3] - 1)
+    some = jnp.maximum(total, 1e-30)
+    store(s, r.out, b, first, h, [part / some[:, None] for part in acc])
+    lse = jnp.where(total > 0, top / LOG2E + jnp.log(some), EMPTY_LSE)
+    r.lse[b, h, rows(first, s.q)] = lse

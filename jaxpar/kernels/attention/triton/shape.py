@@ -1,0 +1,126 @@
+"""What a Triton kernel knows when it is compiled, and the operands that it names.
+
+Triton's tiles have sizes that are powers of two. A head dim that is none is a sum of them, such as
+96 = 64 + 32: a tile of K columns is a list of tiles, its parts, and a product of two tiles adds up
+those of their parts.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxpar.kernels.attention.tiles import Bounds, Visits
+from jaxpar.kernels.attention.triton.compiler import dot, f32, rows
+
+LOG2E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class KernelShape:
+    """The static parameters of a kernel. T and S are multiples of the tile sizes q and kv.
+
+    `rows` and `cols` count the mask's bounds.
+    """
+
+    B: int
+    T: int
+    S: int
+    H: int
+    G: int
+    K: int
+    dtype: Any
+    q: int
+    kv: int
+    in_order: bool
+    rows: int
+    cols: int
+    has_low: bool
+    has_segments: bool
+    ranged: bool
+    listed: bool
+    interpret: bool
+
+    @property
+    def group(self) -> int:
+        """Number of query heads per KV head."""
+        return self.H // self.G
+
+    @property
+    def log2_scale(self) -> float:
+        """Factor from a product of query and key to an exponent of 2."""
+        return LOG2E * self.K**-0.5
+
+    @property
+    def parts(self) -> list[tuple[int, int]]:
+        """First column and width of each part of the head dim, widest first."""
+        found, first = [], 0
+        for bit in reversed(range(self.K.bit_length())):
+            if self.K & 1 << bit:
+                found.append((first, 1 << bit))
+                first += 1 << bit
+        return found
+
+
+def shape_of(q, k, bounds: Bounds, visits: Visits, q_rows: int, kv_rows: int, interpret: bool):
+    """Return the static parameters of a call."""
+    B, T, H, K = q.shape
+    S, G = k.shape[1:3]
+    count = lambda x: 0 if x is None else x.shape[1]  # noqa: E731
+    return KernelShape(
+        *(B, T, S, H, G, K, q.dtype, q_rows, kv_rows),
+        *(bounds.in_order, count(bounds.queries), count(bounds.keys)),
+        *(bounds.has_low, bounds.has_segments),
+        *(visits.ranges is not None, visits.order is not None, interpret),
+    )
+
+
+def mask_operands(bounds: Bounds, visits: Visits) -> list[Any]:
+    """Return the operands of the mask that are present, in the order that `named` expects."""
+    every = (bounds.queries, bounds.keys, visits.ranges, visits.order)
+    return [x for x in every if x is not None]
+
+
+class Refs:
+    """References by name."""
+
+    def __init__(self, **refs: Any):
+        self.__dict__.update(refs)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"this kernel has no {name}")
+
+
+def named(s: KernelShape, operands: list[str], results: list[str], refs) -> Refs:
+    """Name a kernel's references. Those of the mask, if any, follow the operands."""
+    mask = dict(rows=s.rows, cols=s.cols, ranges=s.ranged, order=s.listed)
+    names = [*operands, *(name for name, there in mask.items() if there), *results]
+    return Refs(**dict(zip(names, refs, strict=True)))
+
+
+def load(s: KernelShape, ref, b, first, count: int, head) -> list[Any]:
+    """Load `count` rows of a head, as parts [count, width]."""
+    return [ref[b, rows(first, count), head, rows(at, width)] for at, width in s.parts]
+
+
+def store(s: KernelShape, ref, b, first, head, values) -> None:
+    """Store the rows of a head in the reference's dtype. values: parts [rows, width]."""
+    for (at, width), value in zip(s.parts, values, strict=True):
+        count = value.shape[0]
+        ref[b, rows(first, count), head, rows(at, width)] = value.astype(ref.dtype)
+
+
+def zeros(s: KernelShape, count: int) -> list[Any]:
+    """Return float32 accumulators [count, width], one per part."""
+    return [jnp.zeros((count, width), f32) for _, width in s.parts]
+
+
+def product(a, b):
+    """Multiply a [m, K] with the transpose of b [n, K], both in parts: float32 [m, n]."""
+    first, *others = (dot(x, y.T) for x, y in zip(a, b, strict=True))
+    return sum(others, start=first)
+
+
+def added(accumulators, a, b) -> list[Any]:
+    """Add the product of a [m, n] and b [n, K], in parts, to accumulators [m, K]."""
+    return [acc + dot(a, part) for acc, part in zip(accumulators, b, strict=True)]
