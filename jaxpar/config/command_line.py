@@ -17,8 +17,8 @@ from jaxpar.config.config_file import known_configs, load_config
 from jaxpar.config.fields import field_types, leaf_paths, unknown_field
 from jaxpar.config.help import asks_help, print_help, topic_of
 from jaxpar.config.numerals import number, whole_number
+from jaxpar.config.rules.type_check import check_types
 from jaxpar.config.serialize import to_json
-from jaxpar.config.type_check import check_types
 from jaxpar.config.validate import check
 
 

@@ -30,7 +30,7 @@ from jaxpar.config.rules.model import (
 )
 from jaxpar.config.rules.numbers import numbers
 from jaxpar.config.rules.run import places, profile, saving, schedule
-from jaxpar.config.type_check import check_types
+from jaxpar.config.rules.type_check import check_types
 
 
 def resolve(cfg: Config, num_devices: int) -> Config:

@@ -5,7 +5,7 @@ from typing import Any
 from jaxpar.config import Config, ConfigError, flag, layout_fields, replace
 from jaxpar.config.numerals import only_digits
 from jaxpar.config.rules.memory import remat
-from jaxpar.config.type_check import check_types
+from jaxpar.config.rules.type_check import check_types
 
 
 def read_fixed(text: str | None, cfg: Config) -> dict[str, Any]:

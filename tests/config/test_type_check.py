@@ -1,0 +1,53 @@
+"""Values of the wrong type are refused, with a setting that works."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxpar.config import Config, ConfigError, TrainConfig, command_line, replace
+from jaxpar.config.validate import check
+from tests.config.test_config import fixes, leaf_paths
+
+#: A field, a value of the wrong type, its rule, and the setting that the fix names.
+WRONG_TYPES = [
+    ("train.num_steps", "four", "must be a whole number", "--train.num-steps 1000"),
+    ("train.num_steps", 400.0, "must be a whole number", "--train.num-steps 400"),
+    ("train.num_steps", "1e3", "must be a whole number", "--train.num-steps 1000"),
+    ("train.num_steps", True, "must be a whole number", "--train.num-steps 1000"),
+    ("train.num_steps", None, "must be a whole number", "--train.num-steps 1000"),
+    ("train.num_steps", np.int64(4), "must be a whole number", "--train.num-steps 1000"),
+    ("optimizer.learning_rate", "fast", "must be a number", "--optimizer.learning-rate 0.0003"),
+    ("optimizer.learning_rate", False, "must be a number", "--optimizer.learning-rate 0.0003"),
+    ("model.tie_embeddings", 1, "must be True or False", "--model.tie-embeddings False"),
+    ("model.tie_embeddings", "yes", "must be True or False", "--model.tie-embeddings False"),
+    ("model.dtype", "bf16", "must be one of bfloat16, float16, float32", "--model.dtype bfloat16"),
+    ("model.attention_backend", "flash", "one of auto, reference", "--model.attention-backend"),
+    ("parallel.zero", 4, "must be one of 1, 2, 3", "--parallel.zero 3"),
+    ("parallel.zero", 1.0, "must be one of 1, 2, 3", "--parallel.zero 1"),
+    ("parallel.zero", True, "must be one of 1, 2, 3", "--parallel.zero 3"),
+    ("parallel.context", "all_gather", "must be one of allgather", "--parallel.context allgather"),
+    ("parallel.layer_loop", "while", "must be one of scan, unroll", "--parallel.layer-loop scan"),
+    ("optimizer.name", "adam", "must be one of adamw, lion, sgd", "--optimizer.name adamw"),
+    ("optimizer.schedule", "cos", "must be one of cosine", "--optimizer.schedule cosine"),
+    ("checkpoint.resume", "always", "must be one of auto, never", "--checkpoint.resume auto"),
+    ("model.sliding_window", 3.5, "must be a whole number or None", "--model.sliding-window None"),
+    ("run.dir", Path("runs"), "must be text", "--run.dir runs/default"),
+    ("model.rope_scaling", 8, "must be a RopeScaling or None", "--model.rope-scaling None"),
+    ("model.rope_scaling", TrainConfig(), "must be a RopeScaling or None", "--model.rope-scaling"),
+    ("model.rope_scaling.factor", "8x", "must be a number", "--model.rope-scaling.factor 8.0"),
+    ("model", TrainConfig(), "must be a ModelConfig", "--model.num-layers 4"),
+    ("train", None, "must be a TrainConfig", "--train.num-steps 1000"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "rule", "fix"), WRONG_TYPES)
+def test_a_value_of_the_wrong_type_is_refused(path, value, rule, fix):
+    with pytest.raises(ConfigError) as caught:
+        check(replace(Config(), **{path: value}))
+    assert (caught.value.field, caught.value.value) == (path, value)
+    assert rule in caught.value.rule
+    assert fix in caught.value.fix
+    if path in leaf_paths():
+        (way, *_) = fixes(caught.value)
+        check(command_line.parse_overrides(Config(), way, "test"))
