@@ -1,6 +1,5 @@
 """The program that samples, in processes of its own: on other devices than the run had."""
 
-import os
 import subprocess
 import sys
 
@@ -11,6 +10,7 @@ from jaxpar.config import ConfigError
 from jaxpar.inference import sample
 from jaxpar.inference.generation import Sampling
 from jaxpar.monitoring.samples import SAMPLES_FILE, read_samples
+from tests import ranks
 
 
 @pytest.fixture(scope="module")
@@ -24,9 +24,8 @@ def simulated_run(tmp_path_factory, write_config):
 
 
 def program(*words: str) -> subprocess.CompletedProcess[str]:
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
     command = [sys.executable, "-m", *words]
-    done = subprocess.run(command, env=environment, text=True, capture_output=True)
+    done = subprocess.run(command, env=ranks.environment(), text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
     return done
 
