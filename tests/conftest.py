@@ -4,6 +4,7 @@ With `-m gpu -n N`, each worker has one GPU, which others may share: most of a t
 (seven workers on one H100: the first 134 tests in 400 s).
 """
 
+import gc
 import os
 import platform
 import re
@@ -100,6 +101,11 @@ def compile_quickly() -> None:
         # a sum over processes then has the bits of a sum over devices.
         flags.append("--xla_cpu_max_isa=AVX")
     os.environ.setdefault("XLA_FLAGS", " ".join(flags))
+
+
+def pytest_collection_finish() -> None:
+    """Keep Python's garbage collector from what is imported, which stays."""
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
