@@ -4,28 +4,35 @@ With `-m gpu -n N`, each worker has one GPU, which others may share: most of a t
 (seven workers on one H100: the first 134 tests in 400 s).
 """
 
+import gc
 import os
+import platform
 import re
 
 import pytest
 
 NUM_CPU_DEVICES = 16
 
-#: The files that take longest.
+#: The files that take longest: from 70 CPU seconds to 20.
 LONGEST = (
-    "meta/test_notebooks.py",
     "meshes/test_meshes.py",
-    "e2e/test_processes.py",
-    "convert/test_goldens.py",
-    "meshes/test_float8.py",
-    "convert/test_peft.py",
-    "kernels/test_hopper_lowering.py",
-    "verification/test_replay.py",
-    "optimizer/test_moments.py",
-    "checkpoint/test_damage.py",
-    "execution/test_remat.py",
-    "inference/test_sample.py",
     "e2e/test_train.py",
+    "execution/test_remat.py",
+    "e2e/test_processes.py",
+    "meshes/test_float8.py",
+    "kernels/test_hopper_lowering.py",
+    "optimizer/test_moments.py",
+    "parallel/test_vjp_segments.py",
+    "meshes/test_lora.py",
+    "kernels/test_hopper_interpreted.py",
+    "verification/test_replay.py",
+    "checkpoint/test_damage.py",
+    "convert/test_goldens.py",
+    "checkpoint/test_checkpoint.py",
+    "meta/test_measure_targets.py",
+    "e2e/test_joining.py",
+    "parallel/test_pipeline_branches.py",
+    "inference/test_generation.py",
 )
 
 
@@ -66,11 +73,13 @@ def simulate_devices(config: pytest.Config) -> None:
     """Give this process, and programs that tests start, CPU devices only."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XDG_CACHE_HOME"] = str(config.rootpath / ".pytest_cache" / "home")
+    compile_quickly()
     import jax
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", NUM_CPU_DEVICES)
     jax.config.update("jax_default_matmul_precision", "highest")
+    jax.config.update("jax_disable_most_optimizations", True)  # if JAX was imported before
     # Compiling is most of a run. With its results kept, loss and gradients of a small model on
     # eleven meshes took 18 s instead of 60 (65 to fill; 2 CPU cores, JAX 0.11.2), with the same
     # bits, collectives and memory analysis. A damaged entry is compiled again, with a warning.
@@ -79,33 +88,52 @@ def simulate_devices(config: pytest.Config) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
+def compile_quickly() -> None:
+    """Compile for CPUs, here and in programs that tests start, without what a tiny model can spare.
+
+    Most of the time of a first run is compilation. XLA's own passes, its plan of buffers and its
+    collectives stay as they are: only the machine code is simpler. A run of 40 steps on four
+    devices took 12 CPU seconds instead of 22 (JAX 0.11.2). `make soak`, and a slow test in
+    tests/e2e/test_processes.py, run programs as users compile them.
+    """
+    # LLVM's optimizations.
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
+    # XLA's own emitter lowers each fusion by a pipeline of MLIR; the one before it writes LLVM's IR
+    # at once: gradients on three meshes took 13 CPU seconds instead of 24. A version of XLA without
+    # the earlier emitter ignores the option.
+    flags = ["--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"]
+    if platform.machine() in ("x86_64", "AMD64"):
+        # Without fused multiply-adds, which this emitter puts in other places in other programs:
+        # a sum over processes then has the bits of a sum over devices.
+        flags.append("--xla_cpu_max_isa=AVX")
+    os.environ.setdefault("XLA_FLAGS", " ".join(flags))
+
+
+def pytest_collection_finish() -> None:
+    """Keep Python's garbage collector from what is imported, which stays."""
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the longest files first, for which all would wait."""
     place = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get("/".join(item.path.parts[-2:]), len(place)))
 
 
-def without_optimizations():
-    """Compile without LLVM's optimizations, and make initial weights by one program for all meshes
-    (tests/weights.py): a third of the time of a tiny model's train step.
-
-    XLA's own passes, its plan of buffers and its collectives are the same. What then runs for long
-    is slower: runs of many steps, and interpreted kernels, are compiled for real.
+def with_quick_weights():
+    """Make initial weights by one program for all meshes (tests/weights.py), and compile them, and
+    all else, without LLVM's optimizations on a GPU's host too.
     """
-    import jax
-
     from jaxpar.step import state
     from tests import weights
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, weights.optimizations(False):
         patch.setattr(state, "init_params", weights.init_params)
-        jax.config.update("jax_disable_most_optimizations", True)
         yield
-        jax.config.update("jax_disable_most_optimizations", False)
 
 
-quick_compile = pytest.fixture(without_optimizations)
-quick_compile_of_module = pytest.fixture(without_optimizations, scope="module")
+quick_compile = pytest.fixture(with_quick_weights)
+quick_compile_of_module = pytest.fixture(with_quick_weights, scope="module")
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ that every mesh does is what tests/sharding/test_initial_values.py is for.
 
 import contextlib
 import functools
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,16 +30,27 @@ INIT_PARAMS = state.init_params
 
 
 @contextlib.contextmanager
-def as_programs_do() -> Iterator[None]:
-    """Compile, and make weights, as in programs that tests start: their bits are the same."""
-    made, quick = state.init_params, jax.config.read("jax_disable_most_optimizations")
-    state.init_params = INIT_PARAMS
-    jax.config.update("jax_disable_most_optimizations", False)
+def optimizations(wanted: bool) -> Iterator[None]:
+    """Compile with LLVM's optimizations, or without them."""
+    name = "jax_disable_most_optimizations"
+    before = jax.config.read(name)
+    jax.config.update(name, not wanted)
     try:
         yield
     finally:
+        jax.config.update(name, before)
+
+
+@contextlib.contextmanager
+def as_programs_do() -> Iterator[None]:
+    """Compile, and make weights, as in programs that tests start: their bits are the same."""
+    made = state.init_params
+    state.init_params = INIT_PARAMS
+    try:
+        with optimizations(os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") != "true"):
+            yield
+    finally:
         state.init_params = made
-        jax.config.update("jax_disable_most_optimizations", quick)
 
 
 @functools.cache

@@ -56,10 +56,12 @@ def bytes_on_disk(folder: Path) -> int:
     return sum(-(-f.stat().st_size // 4096) * 4096 for f in folder.rglob("*") if f.is_file())
 
 
-def test_a_disk_that_fills_in_a_save(finished, train_on, config_file, tmp_path, capfd):
-    disk, run = tmp_path / "disk", tmp_path / "run"
+def test_a_disk_that_fills_in_a_save(train_on, config_file, tmp_path, capfd):
+    disk, run, one_save = tmp_path / "disk", tmp_path / "run", tmp_path / "one_save"
     disk.mkdir()
-    room = int(1.6 * bytes_on_disk(checkpoint.folder(finished) / "120"))
+    once = ("--train.num-steps", "12", "--optimizer.warmup-steps", "1", "--run.dir", str(one_save))
+    assert train_on(1, config_file, *STEPS, *once) == exit_codes.EXIT_OK
+    room = int(1.6 * bytes_on_disk(checkpoint.folder(one_save) / "12"))
     flags = [config_file, *STEPS, "--run.dir", str(disk / "run")]
     more = ("--checkpoint.save-failures-allowed", "2")
     full = on_small_disk(room, disk, run, "-m", "jaxpar.train", *flags, *more)

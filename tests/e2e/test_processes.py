@@ -79,6 +79,20 @@ def test_one_sigterm_stops_all_processes_at_one_step(config, tmp_path, whole, tr
     ranks.assert_same_run(run, whole)
 
 
+@pytest.mark.slow
+def test_two_processes_have_the_bits_of_one_as_users_compile_them(write_ranks, tmp_path):
+    """With all of XLA's optimizations, which other tests do without."""
+    users = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "false", "XLA_FLAGS": ""}
+    runs = [tmp_path / name for name in ("one", "two")]
+    for processes, folder in zip((1, 2), runs, strict=True):
+        folder.mkdir()
+        words = ("--", write_ranks(folder))
+        code, said = ranks.finish(ranks.launch(processes, 4 // processes, *words, **users))
+        assert code == exit_codes.EXIT_OK, said[-3000:]
+    one, two = (folder / "run" for folder in runs)
+    ranks.assert_same_run(two, one)
+
+
 def words_of(run: Path) -> dict[int, dict]:
     return {int(f.stem): json.loads(f.read_text()) for f in (run / "ranks").glob("*.json")}
 

@@ -117,25 +117,26 @@ def copy(finished: Path, config_file: str) -> Path:
 
 def test_a_run_preempted_and_then_killed_ends_as_if_nothing_had_happened(config_file, tmp_path):
     run, whole = tmp_path / "run", tmp_path / "whole"
-    preempted = start("-c", INTERRUPTED, "SIGTERM", "9", "0", config_file)
+    command = (config_file, "--train.num-steps", "60")
+    preempted = start("-c", INTERRUPTED, "SIGTERM", "9", "0", *command)
     assert preempted.returncode == exit_codes.EXIT_PREEMPTED == 75, preempted.stderr
     assert "SIGTERM: saved step 10; the same command resumes from there" in preempted.stdout
     assert checkpoint.saved_steps(run) == [10]
 
-    killed = start("-c", INTERRUPTED, "SIGKILL", "47", "2", config_file)
+    killed = start("-c", INTERRUPTED, "SIGKILL", "47", "2", *command)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert "restored step 10" in killed.stdout
     assert checkpoint.saved_steps(run) == [10, 40]
     assert max(losses_of(run)) > 40  # some steps are lost, and taken again
 
-    resumed = start("-m", "jaxpar.train", config_file)
+    resumed = start("-m", "jaxpar.train", *command)
     assert resumed.returncode == 0, resumed.stderr
     assert "restored step 40" in resumed.stdout
 
-    uninterrupted = start("-m", "jaxpar.train", config_file, "--run.dir", str(whole))
+    uninterrupted = start("-m", "jaxpar.train", *command, "--run.dir", str(whole))
     assert uninterrupted.returncode == 0, uninterrupted.stderr
     assert losses_of(run) == losses_of(whole)
-    assert sorted(losses_of(run)) == list(range(1, 121))
+    assert sorted(losses_of(run)) == list(range(1, 61))
     assert held_out_of(run) == held_out_of(whole)
     chex.assert_trees_all_equal(state_of(run), state_of(whole), strict=True)
 

@@ -1,6 +1,5 @@
 """The program that samples, in processes of its own: on other devices than the run had."""
 
-import os
 import subprocess
 import sys
 
@@ -12,6 +11,7 @@ from jaxpar.config.config_file import load_config
 from jaxpar.inference import memory, sample
 from jaxpar.inference.generation import Sampling, config_for_sampling
 from jaxpar.monitoring.samples import SAMPLES_FILE, read_samples
+from tests import ranks
 
 
 @pytest.fixture(scope="module")
@@ -25,9 +25,8 @@ def simulated_run(tmp_path_factory, write_config):
 
 
 def program(*words: str) -> subprocess.CompletedProcess[str]:
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
     command = [sys.executable, "-m", *words]
-    done = subprocess.run(command, env=environment, text=True, capture_output=True)
+    done = subprocess.run(command, env=ranks.environment(), text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
     return done
 

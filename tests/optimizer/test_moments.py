@@ -226,7 +226,6 @@ def test_offloaded_moments_decay_at_their_own_rate(weights):
     assert distance(found, wanted) < 1e-6 < 1e-2 < distance(found, weights())
 
 
-@pytest.mark.slow
 def test_odd_sizes_are_cut_into_whole_slices(weights):
     """Arrays outside the layers go through in equal slices, down to one where nothing divides."""
     odd = {"model.vocab_size": 67, "model.d_model": 31}

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import chex
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -20,10 +22,11 @@ from jaxpar.data.skips import SKIPPED_FILE, SkippedBatches, read_skipped, write_
 from jaxpar.monitoring.metrics import MetricsWriter
 from jaxpar.monitoring.recent_steps import losses_judged, read_recent
 from jaxpar.runtime import exit_codes
+from jaxpar.step import train_step
 from jaxpar.training import manifest
 from jaxpar.training.run import Run
 from jaxpar.training.step_guard import StepGuard, Window
-from tests.e2e.test_train import losses_of, records_of, start, state_of
+from tests.e2e.test_train import losses_of, records_of, state_of
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
@@ -181,49 +184,49 @@ def test_a_rewind_needs_checkpoints(spiky):
         spiky(2, "--guard.spike", "rewind", "--checkpoint.every", "0")
 
 
-#: Training in which the given steps' batches make the loss non-finite.
-POISONED = """
-import dataclasses, sys
-import jax, jax.numpy as jnp
-from jaxpar.runtime.program import run_program
-from jaxpar.step import train_step
-from jaxpar import train
-bad = set(map(int, sys.argv[1].split(",")))
-sys.argv[1:2] = []
-measure = train_step.loss_and_gradients
-def poisoned(cfg, segments, params, batch, scale=1.0):
-    measured, grads = measure(cfg, segments, params, batch, scale)
-    is_bad = jnp.any(jnp.stack([NUMBER.value == b for b in bad]))
-    nan = lambda x: jnp.where(is_bad, jnp.nan, x)
-    return dataclasses.replace(measured, loss=nan(measured.loss)), jax.tree.map(nan, grads)
-class NUMBER: value = None
-plain = train_step.train_step
-def numbered(cfg, segments, state, batch):
-    NUMBER.value = state.step
-    return plain(cfg, segments, state, batch)
-train_step.loss_and_gradients, train_step.train_step = poisoned, numbered
-run_program(train.main)
-"""
+@contextlib.contextmanager
+def poisoned_batches(bad: set[int]) -> Iterator[None]:
+    """These steps' batches, counted from 0, make the loss and all gradients NaN."""
+    measure, plain, number = train_step.loss_and_gradients, train_step.train_step, []
+
+    def poisoned(cfg, segments, params, batch, scale=1.0):
+        measured, grads = measure(cfg, segments, params, batch, scale)
+        is_bad = jnp.any(jnp.stack([number[-1] == b for b in sorted(bad)]))
+        nan = lambda x: jnp.where(is_bad, jnp.nan, x)  # noqa: E731
+        return dataclasses.replace(measured, loss=nan(measured.loss)), jax.tree.map(nan, grads)
+
+    def numbered(cfg, segments, state, batch):
+        number.append(state.step)
+        return plain(cfg, segments, state, batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_step, "loss_and_gradients", poisoned)
+        patch.setattr(train_step, "train_step", numbered)
+        yield
 
 
-def test_bad_batches_are_left_out_and_too_many_in_a_row_end_with_17(config_file, tmp_path):
+def test_bad_batches_are_left_out_and_too_many_in_a_row_end_the_run(
+    train_on, config_file, tmp_path, capfd
+):
     run = tmp_path / "run"
     flags = "--train.num-steps 30 --checkpoint.every 10 --evaluation.every 0".split()
-    fine = start("-c", POISONED, "5,6,15", config_file, *flags)
-    assert fine.returncode == 0, fine.stderr
-    assert "WARNING    step 6: loss = nan: the update was skipped" in fine.stdout
-    assert "(2 in a row, 2 in total)" in fine.stdout and "(1 in a row, 3 in total)" in fine.stdout
+    with poisoned_batches({5, 6, 15}):
+        assert train_on(1, config_file, *flags) == exit_codes.EXIT_OK
+    said = capfd.readouterr().out
+    assert "WARNING    step 6: loss = nan: the update was skipped" in said
+    assert "(2 in a row, 2 in total)" in said and "(1 in a row, 3 in total)" in said
     records = {r["step"]: r for r in records_of(run) if "loss" in r}
     assert records[6]["loss"] is None and records[30]["skipped"] == 3
     assert records[8]["learning_rate"] == pytest.approx(6e-3)  # the schedule waited
     state = state_of(run)
     assert int(state.guard["skipped"]) == 3 and int(state.opt_state[0].count) == 27
 
-    stopped = start("-c", POISONED, "33,34,35", config_file, *flags, "--train.num-steps", "50")
-    assert stopped.returncode == exit_codes.EXIT_NUMERICS == 17, stopped.stderr
-    assert "bad numerics: step 36: loss = nan" in stopped.stderr
-    assert "3 updates in a row were skipped, and guard.max_skips is 3" in stopped.stderr
-    assert "Checkpoints of earlier steps are untouched" in stopped.stderr
+    with poisoned_batches({33, 34, 35}), pytest.raises(exit_codes.BadNumerics) as stopped:
+        train_on(1, config_file, *flags, "--train.num-steps", "50")
+    why = str(stopped.value)
+    assert why.startswith("step 36: loss = nan")
+    assert "3 updates in a row were skipped, and guard.max_skips is 3" in why
+    assert "Checkpoints of earlier steps are untouched" in why
     chex.assert_trees_all_equal(state_of(run), state, strict=True)
 
 
