@@ -97,6 +97,8 @@ data=2,gather_dtype=float8
 data=4,gather_dtype=float8,layer_loop=unroll
 data=2,zero=1
 data=2,zero=1,layer_loop=unroll,num_microbatches=2
+data=2,zero=2,layer_loop=unroll,num_microbatches=2
+data=2,zero=2
 tensor=2
 sequence=2,gather_dtype=float8
 sequence=2,context=ring
