@@ -253,6 +253,8 @@ class EvaluationConfig:
     """Steps between evaluations; the last step is evaluated too. 0: never."""
     num_batches: int = 8
     """Global batches per evaluation, the same ones every time."""
+    split: Literal["val", "test"] = "val"
+    """Split of the data to evaluate on. test: the split that no decision depended on."""
 
 
 @dataclass(frozen=True, kw_only=True)

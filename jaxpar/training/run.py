@@ -87,7 +87,7 @@ class Run:
         loader = Loader(self.cfg, self.mesh, "train", order)
         if not self.cfg.evaluation.every:
             return loader, None
-        held_out = Loader(self.cfg, self.mesh, "val", order)
+        held_out = Loader(self.cfg, self.mesh, self.cfg.evaluation.split, order)
         check_labels(self.cfg, held_out)
         return loader, held_out
 

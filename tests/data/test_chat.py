@@ -228,6 +228,8 @@ def test_chat_on_the_command_line(chats, tmp_path, capsys):
     assert main([*args, "--holdout", "0.2"]) == 0
     assert f"train on it with: --data.path {out}" in capsys.readouterr().out
     assert main([*args, "--overwrite", "--holdout", "1"]) == 2
+    assert main([*args, "--overwrite", "--split", "6,2,2"]) == 0
+    assert "  test " in capsys.readouterr().out
     (tmp_path / "x.txt").write_text("hello")
     assert main(["prepare-chat", "--input", str(tmp_path / "x.txt"), *args[3:]]) == 2
     assert "is not JSON Lines" in capsys.readouterr().err

@@ -12,7 +12,9 @@ from jax.sharding import Mesh
 
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.data import Loader, TokenDataset
+from jaxpar.data.formats.inspect import InspectOptions, inspect_tokens
 from jaxpar.data.packing import num_sequences
+from jaxpar.data.prepare.text import PrepareOptions, prepare
 from jaxpar.data.shuffle import sequence_order
 from jaxpar.sharding.axes import AXES, BATCH_SPEC
 from tests.data.sequences import cut_sequences
@@ -99,6 +101,17 @@ def test_held_out_batches_are_in_text_order_and_wrap_around(cfg, dataset):
         indices = np.arange(s * BATCH, (s + 1) * BATCH) % count
         expected = cut_sequences(opened.tokens, opened.document_offsets, indices, LENGTH, True)
         assert_same(loader.batch(s), expected)
+
+
+def test_the_test_split(cfg, corpus, tmp_path):
+    """Read and inspected like the held-out one."""
+    out = str(tmp_path / "out")
+    prepare(PrepareOptions(input=(str(corpus),), output=out, split="6,2,2"))
+    found = Loader(replace(cfg, **{"data.path": out}), make_mesh(), "test").batch(0)
+    opened = TokenDataset.open(out, "test")
+    expected = cut_sequences(opened.tokens, opened.document_offsets, np.arange(BATCH), LENGTH, True)
+    assert_same(found, expected)
+    assert f"  test: {opened.num_tokens:,} tokens" in inspect_tokens(InspectOptions(path=out))
 
 
 def test_order_moves_columns(cfg):

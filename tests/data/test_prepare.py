@@ -18,7 +18,7 @@ from jaxpar.data.formats import readers
 from jaxpar.data.formats.meta import read_meta, token_dtype
 from jaxpar.data.formats.writer import whole_folder
 from jaxpar.data.prepare import documents, encode
-from jaxpar.data.prepare.holdout import is_held_out
+from jaxpar.data.prepare.splits import Shares, split_of
 from jaxpar.data.prepare.text import PrepareOptions, prepare
 
 
@@ -100,10 +100,33 @@ def test_workers_and_piece_order(spec, corpus, tmp_path, monkeypatch):
 def test_holdout_depends_on_content_alone():
     """Copies share a side, the share is as asked, and a larger one holds out a superset."""
     texts = [f"text {i}" for i in range(4000)]
-    held = {h: {t for t in texts if is_held_out(t, h)} for h in (0, 0.02, 0.1)}
+    held = {h: {t for t in texts if split_of(t, Shares(h)) == "val"} for h in (0, 0.02, 0.1)}
     assert held[0] == set()
     assert held[0.02] < held[0.1]
     assert 0.07 < len(held[0.1]) / len(texts) < 0.13
+
+
+def test_sizes_of_three_splits(corpus, texts, tmp_path):
+    """Every document once; those held out are the same as without a test split."""
+    out = tmp_path / "out"
+    meta = run(out, corpus, split="4, 3, 3")
+    assert (meta.holdout, meta.test) == (0.3, 0.3) and read_meta(out) == meta
+    train, val, test = (stored_documents(out, name) for name in ("train", "val", "test"))
+    assert train + val + test != texts and sorted(train + val + test) == sorted(texts)
+    run(tmp_path / "two", corpus, holdout=0.3)
+    assert stored_documents(tmp_path / "two", "val") == val
+    for split, documents_of in (("val", val), ("test", test)):
+        assert 0.15 < len(documents_of) / len(texts) < 0.45
+        assert meta.splits[split].num_documents == len(documents_of)
+    assert not (tmp_path / "two" / "test.bin").exists()
+    assert '"test"' not in (tmp_path / "two" / "meta.json").read_text()
+    with pytest.raises(ConfigError, match=r"empty test split.*--split 98,1,1"):
+        TokenDataset.open(tmp_path / "two", "test")
+
+
+def test_sizes_are_relative(corpus, tmp_path):
+    first = run(tmp_path / "first", corpus, split="70,30,0")
+    assert first == run(tmp_path / "again", corpus, holdout=0.3)
 
 
 def test_no_holdout(corpus, texts, tmp_path):
@@ -155,6 +178,14 @@ def test_blank_documents_are_dropped(tmp_path):
         ({"holdout": float("nan")}, "--holdout", "at least 0"),
         ({"holdout": 1e-9}, "--holdout", "leaves no held-out document of 60"),
         ({"holdout": 0.999999}, "--holdout", "leaves no training document of 60"),
+        ({"split": "98,2"}, "--split", "three sizes"),
+        ({"split": "0,1,1"}, "--split", "three sizes"),
+        ({"split": "98,-1,1"}, "--split", "three sizes"),
+        ({"split": "98,nan,1"}, "--split", "three sizes"),
+        ({"split": "inf,1,1"}, "--split", "three sizes"),
+        ({"split": "most,1,1"}, "--split", "three sizes"),
+        ({"split": "98,1,1", "holdout": 0.1}, "--holdout", "cannot go with --split"),
+        ({"split": "1,1,1e-9"}, "--split", "leaves no test document of 60"),
         ({"workers": 0}, "--workers", "at least 1"),
         ({"separator": ""}, "--separator", "must not be empty"),
         ({"tokenizer": "gpt2"}, "--tokenizer", "is neither bytes"),

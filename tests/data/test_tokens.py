@@ -83,12 +83,13 @@ def test_other_meta(content, copy):
         ("unigram_entropy", 1e9),
         ("inputs", (1,)),
         ("holdout", 1.0),
+        ("test", 0.1),
     ],
 )
 def test_values_of_another_type(name, value, copy):
     """What somebody has written into meta.json by hand."""
     values = json.loads((copy / "meta.json").read_text())
-    (values if name in values else values["splits"]["val"])[name] = value
+    (values["splits"]["val"] if name in values["splits"]["val"] else values)[name] = value
     (copy / "meta.json").write_text(json.dumps(values))
     told = re.escape(f"({name} {value!r})")
     with pytest.raises(ConfigError, match=rf"is not the meta\.json of .*{told}"):
@@ -214,5 +215,5 @@ def test_documents_are_part_of_the_identity_and_inspected(copy):
 
 def test_unknown_split(dataset):
     """A programmer's mistake."""
-    with pytest.raises(ValueError, match="not one of train, val"):
-        TokenDataset.open(dataset, "test")
+    with pytest.raises(ValueError, match="not one of train, val, test"):
+        TokenDataset.open(dataset, "dev")

@@ -43,7 +43,7 @@ class ConvertOptions:
     """jaxpar: a folder. megatron: a prefix, without .bin and .idx. Others: a file."""
     to: Literal["jaxpar", "megatron", "nanogpt", "llmc"]
     """Format to write."""
-    split: Literal["train", "val"] = "train"
+    split: Literal["train", "val", "test"] = "train"
     """Split of the input folders to read."""
     held_out: tuple[str, ...] = ()
     """Files of held-out tokens, for the val split of a jaxpar folder."""
@@ -100,11 +100,11 @@ def _opened(
     datasets = []
     for path in paths:
         try:
-            dataset = open_tokens(path, split, eos_id, whole=split == VAL)
+            dataset = open_tokens(path, split, eos_id, whole=split != TRAIN)
             dataset.check_offsets()
         except ConfigError as error:
             fix = error.fix
-            if error.rule.endswith(f"{VAL} split"):  # its fix is for a run
+            if error.rule.endswith(f"{split} split"):  # its fix is for a run
                 fix = "use --split train" if option == "--input" else "use one that has tokens"
             raise ConfigError(option, error.value, error.rule, fix) from error
         if marked and not dataset.knows_documents:

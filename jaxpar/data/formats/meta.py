@@ -1,6 +1,6 @@
 """The description of a dataset folder, `meta.json`. `writer.py` writes it.
 
-A dataset folder has, for each split in `SPLITS`:
+A dataset folder has, for each split in `SPLITS`, of which it need not have the last:
     SPLIT.bin            tokens, little-endian unsigned integers, no header (nanoGPT's layout)
     SPLIT.documents.npy  int64 [documents + 1]: start of each document, then the total
     SPLIT.targets.bin    for chat data: one byte per token, 1 if it is in the loss, otherwise 0
@@ -23,7 +23,7 @@ from jaxpar.config.json_reader import read_json_object
 
 FORMAT = "jaxpar-tokens"
 VERSION = 1
-TRAIN, VAL = SPLITS = ("train", "val")
+TRAIN, VAL, TEST = SPLITS = ("train", "val", "test")
 
 #: The kinds of tokenizers: plain bytes, and a tokenizer.json.
 BYTES, JSON = "bytes", "json"
@@ -109,7 +109,9 @@ class Meta:
     holdout: float
     """Share of held-out documents, as given to the command."""
     splits: dict[str, SplitMeta]
-    """Each of SPLITS by name."""
+    """The folder's splits by name."""
+    test: float = 0.0
+    """Share of documents in the test split; not written if there is none."""
     format: str = FORMAT
     """Distinguishes this file from other meta.json files."""
     version: int = VERSION
@@ -133,6 +135,8 @@ def meta_to_json(meta: Meta) -> str:
         for name in ("targets_sha256", "documents_sha256"):
             if not split[name]:
                 del split[name]  # to keep the fingerprints of older datasets
+    if not values["test"]:
+        del values["test"]  # for the same reason
     return json.dumps(values, indent=2) + "\n"
 
 
@@ -157,7 +161,8 @@ def read_meta(folder: str | Path) -> Meta:
 def _parse(values: dict[str, Any]) -> Meta:
     if (values["format"], values["version"]) != (FORMAT, VERSION):
         raise ValueError(f"format {values['format']!r}, version {values['version']!r}")
-    splits = {name: SplitMeta(**values["splits"][name]) for name in SPLITS}
+    names = [name for name in SPLITS if name != TEST or name in values["splits"]]
+    splits = {name: SplitMeta(**values["splits"][name]) for name in names}
     meta = Meta(**(values | {"splits": splits, "inputs": tuple(values["inputs"])}))
     _check_types(meta)
     for split in splits.values():
@@ -179,6 +184,7 @@ def _check_values(meta: Meta) -> None:
         "unigram_entropy": 0 <= meta.unigram_entropy <= math.log(max(meta.vocab_size, 1)) + 1e-3,
         "inputs": all(isinstance(name, str) for name in meta.inputs),
         "holdout": 0 <= meta.holdout < 1,
+        "test": 0 <= meta.test < 1 and (meta.test == 0 or TEST in meta.splits),
     }
     parts: list[tuple[Meta | SplitMeta, dict[str, bool]]] = [(meta, valid)]
     for split in meta.splits.values():

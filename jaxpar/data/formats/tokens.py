@@ -12,6 +12,7 @@ from jaxpar.data.formats.meta import (
     META_FILE,
     PREPARE,
     SPLITS,
+    TEST,
     TRAIN,
     Meta,
     SplitMeta,
@@ -64,9 +65,11 @@ class TokenDataset:
             raise ValueError(f"split {split!r} is not one of {', '.join(SPLITS)}")
         folder = Path(folder)
         meta = read_meta(folder)
-        sizes = meta.splits[split]
-        if sizes.num_tokens == 0:
+        sizes = meta.splits.get(split)
+        if sizes is None or sizes.num_tokens == 0:
             fix = "prepare it with --holdout 0.02, or use --evaluation.every 0"
+            if split == TEST:
+                fix = "prepare it with --split 98,1,1, or use --evaluation.split val"
             raise ConfigError("data.path", str(folder), f"has an empty {split} split", fix)
         return cls(
             path=folder,

@@ -128,10 +128,12 @@ def write_meta(
     splits: dict[str, SplitMeta],
     inputs: Sequence[str],
     holdout: float,
+    test: float = 0.0,
 ) -> Meta:
     """Write the last files of a folder made from text: the tokenizer and meta.json.
 
-    Args:     train: writer of the training split, closed. inputs, holdout: as in `Meta`.
+    Args:     train: writer of the training split, closed. inputs, holdout, test: as in
+              `Meta`.
     Returns:  the contents of meta.json.
     """
     meta = Meta(
@@ -144,6 +146,7 @@ def write_meta(
         unigram_entropy=unigram_entropy(train.token_counts),
         inputs=tuple(inputs),
         holdout=holdout,
+        test=test,
         splits=splits,
     )
     tokenizer.save(folder)

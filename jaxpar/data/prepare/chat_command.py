@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Literal
 
 from jaxpar.config import ConfigError
-from jaxpar.data.formats.meta import SPLITS, TRAIN, VAL, Meta
+from jaxpar.data.formats.meta import TRAIN, Meta
 from jaxpar.data.formats.readers import json_records, read_jsonl
 from jaxpar.data.formats.writer import SplitWriter, whole_folder, write_meta
 from jaxpar.data.prepare.chat import ChatEncoder, check_messages
 from jaxpar.data.prepare.documents import InputFile, find_sources
-from jaxpar.data.prepare.holdout import is_held_out
 from jaxpar.data.prepare.progress import PreparationProgress
+from jaxpar.data.prepare.splits import HOLDOUT, check_no_split_is_empty, shares_of, split_of
 from jaxpar.data.tokenizer import Tokenizer, open_tokenizer
 
 
@@ -31,8 +31,10 @@ class ChatOptions:
     """Layout of a conversation: chatml for Qwen, llama3 for Llama 3, plain for others."""
     messages_field: str = "messages"
     """JSON field with a list of {"role": ..., "content": ...}."""
-    holdout: float = 0.02
+    holdout: float = HOLDOUT
     """Share of the conversations, selected by a hash of their text, to hold out for evaluation."""
+    split: str = ""
+    """Sizes of the training, held-out and test split, such as 98,1,1, in place of --holdout."""
     eos_token: str | None = None
     """End-of-text token of a tokenizer.json. None: try the usual names."""
     overwrite: bool = False
@@ -45,9 +47,7 @@ def prepare_chat(options: ChatOptions, progress: PreparationProgress | None = No
     Returns:  the contents of its meta.json.
     Raises:   ConfigError that names an option, or an unusable file and line.
     """
-    if not 0 <= options.holdout < 1:
-        rule = "must be at least 0 and below 1"
-        raise ConfigError("--holdout", options.holdout, rule, "use a share such as 0.02")
+    shares_of(options.holdout, options.split)
     if not options.input:
         raise ConfigError("--input", "", "must not be empty", "use .jsonl files")
     sources = find_sources(options.input)
@@ -72,20 +72,19 @@ def _write(
     progress: PreparationProgress,
 ) -> Meta:
     vocab_size, eos_id = tokenizer.vocab_size, tokenizer.eos_id
-    writers = {split: SplitWriter(folder, split, vocab_size, eos_id) for split in SPLITS}
+    shares = shares_of(options.holdout, options.split)
+    writers = {split: SplitWriter(folder, split, vocab_size, eos_id) for split in shares.splits}
     total, before = sum(source.num_bytes for source in sources), 0
     for source in sources:
         with source.path.open("rb") as file:
             for where, record in json_records(file, source.path):
                 messages = check_messages(record, options.messages_field, where)
-                held_out = is_held_out(json.dumps(messages), options.holdout)
-                writers[VAL if held_out else TRAIN].append_conversation(*encoder.encode(messages))
+                split = split_of(json.dumps(messages), shares)
+                writers[split].append_conversation(*encoder.encode(messages))
                 num_tokens = sum(writer.num_tokens for writer in writers.values())
                 progress.advance(before + file.tell(), total, num_tokens)
         before += source.num_bytes
     splits = {split: writer.close() for split, writer in writers.items()}
-    if splits[TRAIN].num_documents == 0 or (splits[VAL].num_documents == 0 and options.holdout):
-        found = sum(split.num_documents for split in splits.values())
-        rule = f"leaves an empty training or held-out split of {found} conversations"
-        raise ConfigError("--holdout", options.holdout, rule, "use --holdout 0, or more data")
-    return write_meta(folder, tokenizer, writers[TRAIN], splits, options.input, options.holdout)
+    fix = "use more conversations"
+    check_no_split_is_empty(splits, shares, options.holdout, options.split, fix)
+    return write_meta(folder, tokenizer, writers[TRAIN], splits, options.input, *shares)

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from jaxpar.data.formats.readers import PIECE_CHARS
-from jaxpar.data.prepare.holdout import SplitPiece
+from jaxpar.data.prepare.splits import SplitPiece
 from jaxpar.data.tokenizer import Tokenizer, one_thread_per_call
 
 Encoded = tuple[SplitPiece, np.ndarray]

@@ -14,13 +14,18 @@ from typing import Annotated
 from jaxpar.config import ConfigError
 from jaxpar.config.numerals import only_digits
 from jaxpar.config.rules.limits import Range
-from jaxpar.data.formats.meta import SPLITS, TRAIN, VAL, Meta, SplitMeta
+from jaxpar.data.formats.meta import TRAIN, Meta, SplitMeta
 from jaxpar.data.formats.readers import PIECE_CHARS, ReadOptions
 from jaxpar.data.formats.writer import SplitWriter, whole_folder, write_meta
 from jaxpar.data.prepare.documents import InputFile, find_sources, read_pieces
 from jaxpar.data.prepare.encode import encode_pieces
-from jaxpar.data.prepare.holdout import assign_splits
 from jaxpar.data.prepare.progress import PreparationProgress
+from jaxpar.data.prepare.splits import (
+    HOLDOUT,
+    assign_splits,
+    check_no_split_is_empty,
+    shares_of,
+)
 from jaxpar.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer, train_bpe
 from jaxpar.runtime.option_classes import check_ranges
 
@@ -44,8 +49,10 @@ class PrepareOptions:
     """Folder to write. It appears only when it is complete."""
     tokenizer: str = "bytes"
     """bytes; bpe:N to train a BPE of N tokens on the input; or the path of a tokenizer.json."""
-    holdout: float = 0.02
+    holdout: float = HOLDOUT
     """Share of the documents, selected by a hash of their text, to hold out for evaluation."""
+    split: str = ""
+    """Sizes of the training, held-out and test split, such as 98,1,1, in place of --holdout."""
     workers: Annotated[int, Range(1, 4096, os.cpu_count() or 1)] = os.cpu_count() or 1
     """Number of threads that encode."""
     text_field: str = "text"
@@ -81,23 +88,22 @@ def _write(
     progress: PreparationProgress,
 ) -> Meta:
     vocab_size, eos_id = tokenizer.vocab_size, tokenizer.eos_id
-    writers = {split: SplitWriter(folder, split, vocab_size, eos_id) for split in SPLITS}
+    shares = shares_of(options.holdout, options.split)
+    writers = {split: SplitWriter(folder, split, vocab_size, eos_id) for split in shares.splits}
     total = sum(source.num_bytes for source in sources)
     progress.log(f"encoding {total / 1e6:,.1f} MB of input on {options.workers} threads")
-    pieces = assign_splits(read_pieces(sources, _read_options(options)), options.holdout)
+    pieces = assign_splits(read_pieces(sources, _read_options(options)), shares)
     for (split, piece), ids in encode_pieces(pieces, tokenizer, options.workers):
         writers[split].append(ids, len(piece.text.encode("utf-8")), piece.last)
         num_tokens = sum(writer.num_tokens for writer in writers.values())
         progress.advance(piece.position, total, num_tokens)
     splits = {split: writer.close() for split, writer in writers.items()}
     _check_documents(splits, options)
-    return write_meta(folder, tokenizer, writers[TRAIN], splits, options.input, options.holdout)
+    return write_meta(folder, tokenizer, writers[TRAIN], splits, options.input, *shares)
 
 
 def _check(options: PrepareOptions) -> None:
-    if not 0 <= options.holdout < 1:
-        rule = "must be at least 0 and below 1"
-        raise ConfigError("--holdout", options.holdout, rule, "use a share such as 0.02")
+    shares_of(options.holdout, options.split)
     check_ranges(options)
     named = options.tokenizer == ByteTokenizer.kind or options.tokenizer.startswith(BPE)
     if options.eos_token is not None and named:
@@ -140,7 +146,8 @@ def _sample(sources: Sequence[InputFile], options: PrepareOptions) -> Iterator[s
 
 
 def _training_texts(source: InputFile, options: PrepareOptions) -> Iterator[str]:
-    pieces = assign_splits(read_pieces([source], _read_options(options)), options.holdout)
+    shares = shares_of(options.holdout, options.split)
+    pieces = assign_splits(read_pieces([source], _read_options(options)), shares)
     return (piece.text for split, piece in pieces if split == TRAIN)
 
 
@@ -153,12 +160,9 @@ def _up_to(num_chars: int, texts: Iterable[str]) -> Iterator[str]:
 
 
 def _check_documents(splits: dict[str, SplitMeta], options: PrepareOptions) -> None:
-    train, val = splits[TRAIN].num_documents, splits[VAL].num_documents
-    if train + val == 0:
+    if not any(split.num_documents for split in splits.values()):
         given = " ".join(options.input)
         raise ConfigError("--input", given, "has no text", "use files with documents")
-    if train == 0 or (val == 0 and options.holdout > 0):
-        empty = "training" if train == 0 else "held-out"
-        rule = f"leaves no {empty} document of {train + val:,}"
-        fix = r"split the text into more documents (--separator '\n\n'), or use --holdout 0"
-        raise ConfigError("--holdout", options.holdout, rule, fix)
+    shares = shares_of(options.holdout, options.split)
+    fix = r"split the text into more documents (--separator '\n\n')"
+    check_no_split_is_empty(splits, shares, options.holdout, options.split, fix)
