@@ -140,11 +140,12 @@ def _splits(
     in_stages = (
         mesh["tensor"] > 1 and mesh["pipeline"] > 1
     )  # otherwise matmuls run on shards of the sequence
+    interleaves = mesh["pipeline"] > 1 and cfg.parallel.schedule == "1f1b"
     turns = in_stages and cfg.parallel.layer_loop == "unroll"
     options: dict[str, Sequence[int]] = {
         "num_microbatches": divisors(whole),
         "zero": (1, 3) if sharded or cfg.parallel.gather_dtype != "compute" else (1,),
-        "virtual_stages": VIRTUAL_STAGES if mesh["pipeline"] > 1 else (1,),
+        "virtual_stages": VIRTUAL_STAGES if interleaves else (1,),
         "row_groups": (1, 2) if turns else (1,),
     }
     if coarse:

@@ -25,6 +25,7 @@ from jaxpar.parallel.accumulation import accumulate
 from jaxpar.parallel.collectives import psum, varying
 from jaxpar.parallel.fsdp import gather as fsdp
 from jaxpar.parallel.gradients import global_norm, reduce_gradients
+from jaxpar.parallel.pipeline.gpipe import gpipe
 from jaxpar.parallel.pipeline.runner import forward_only, one_f_one_b
 from jaxpar.parallel.staged_model import StagedModel
 from jaxpar.sharding.axes import BATCH_SPEC, FSDP_AXES, PIPELINE, TOKEN_AXES
@@ -202,6 +203,8 @@ def schedule_of(cfg: Config) -> Callable:
     if lax.axis_size(PIPELINE) == 1:
         return accumulate
     p = cfg.parallel
+    if p.schedule == "gpipe":
+        return functools.partial(gpipe, save=p.pipeline_save)
     return functools.partial(one_f_one_b, virtual=p.virtual_stages, save=p.pipeline_save)
 
 

@@ -39,6 +39,8 @@ model.num_layers=5 parallel.pipeline=2 | 2 | model.num_layers | parallel.pipelin
 model.num_layers=6 parallel.pipeline=2 parallel.virtual_stages=2 parallel.num_microbatches=2 | 2 | \
     model.num_layers | parallel.virtual_stages = 4
 parallel.virtual_stages=2 | 1 | parallel.virtual_stages | parallel.pipeline is 1
+parallel.pipeline=2 parallel.virtual_stages=2 parallel.num_microbatches=2 \
+    parallel.schedule=gpipe | 2 | parallel.virtual_stages | with parallel.schedule gpipe
 parallel.pipeline=2 parallel.virtual_stages=2 parallel.num_microbatches=1 | 2 | \
     parallel.num_microbatches | rounds
 train.global_batch_size=7 | 2 | train.global_batch_size | parallel.data = 2

@@ -46,6 +46,7 @@ data=2,tensor=2,layer_loop=unroll,row_groups=2
 sequence=4,context=ring
 sequence=2,tensor=2,context=ulysses,zero=1
 pipeline=2,num_microbatches=4,pipeline_save=inputs
+pipeline=2,num_microbatches=4,schedule=gpipe,zero=1,data=2,tensor=2,layer_loop=unroll
 pipeline=2,num_microbatches=2,virtual_stages=2,zero=1,data=2,tensor=2,layer_loop=unroll,row_groups=2
 pipeline=4,num_microbatches=4,zero=1,tensor=2,layer_loop=unroll,remat=full
 """.split()
@@ -78,6 +79,10 @@ pipeline=2,num_microbatches=2,virtual_stages=2,pipeline_save=inputs,zero=1,tenso
 pipeline=2,num_microbatches=4,virtual_stages=2,tensor=4,remat=none
 pipeline=2,num_microbatches=4,zero=1,layer_loop=unroll,data=2
 pipeline=2,num_microbatches=4,sequence=2,context=ring,zero=1
+pipeline=4,num_microbatches=2,schedule=gpipe
+pipeline=2,num_microbatches=4,schedule=gpipe,data=2,sequence=2,pipeline_save=inputs
+pipeline=2,num_microbatches=4,schedule=gpipe,data=2,layer_loop=unroll,remat=full,zero=2
+pipeline=2,num_microbatches=4,schedule=gpipe,zero=1,tensor=2,layer_loop=unroll,row_groups=2
 """.split(),
 ]
 

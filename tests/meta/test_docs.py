@@ -22,7 +22,7 @@ from jaxpar.doctor.options import read_command as read_doctor_command
 from jaxpar.inference.evaluate import EvaluateOptions
 from jaxpar.inference.sample import SampleOptions
 from jaxpar.monitoring.metric_names import METRICS
-from jaxpar.parallel.pipeline.schedules import Schedule
+from jaxpar.parallel.pipeline.schedules import GPipe, Schedule
 from jaxpar.planning.command import read_command as read_plan_command
 from jaxpar.profiling.command import ProfileOptions
 from jaxpar.report.__main__ import ReportOptions
@@ -244,15 +244,15 @@ def test_remat_policies_are_as_listed():
         assert saved == names, policy
 
 
-def picture(stages: int, virtual: int, microbatches: int) -> str:
+def picture(plan: Schedule) -> str:
     """The schedule drawn: a column per tick, rows of forward and backward slots per stage.
 
     Units are microbatch numbers, with a letter for the chunk when a stage has several.
     """
-    plan = Schedule(stages, virtual, microbatches)
+    stages, virtual = plan.stages, plan.virtual
     end = plan.phases()[-1][3]
     unit = lambda m, c: f"{m}{'abcd'[c]}" if virtual > 1 else f"{m}"  # noqa: E731
-    width = 3 if virtual > 1 else 2
+    width = 3 if virtual > 1 or end > 10 else 2
     lines = ["tick       " + "".join(f"{t:>{width}}" for t in range(end))]
     for s in range(stages):
         rows = {"F": ["."] * end, "B": ["."] * end}
@@ -266,6 +266,9 @@ def picture(stages: int, virtual: int, microbatches: int) -> str:
     return "\n".join(lines)
 
 
-@pytest.mark.parametrize("shape", [(2, 1, 4), (3, 1, 4), (4, 1, 4), (2, 2, 4), (4, 2, 4)])
-def test_pictures_of_the_pipeline_are_its_schedule(shape):
-    assert picture(*shape) in read("docs/parallelism.md"), "\n" + picture(*shape)
+DRAWN = [Schedule(*shape) for shape in ((2, 1, 4), (3, 1, 4), (4, 1, 4), (2, 2, 4), (4, 2, 4))]
+
+
+@pytest.mark.parametrize("plan", [*DRAWN, GPipe(4, 1, 4)], ids=str)
+def test_pictures_of_the_pipeline_are_its_schedule(plan):
+    assert picture(plan) in read("docs/parallelism.md"), "\n" + picture(plan)

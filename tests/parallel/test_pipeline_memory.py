@@ -1,20 +1,17 @@
 """1F1B's promise: memory does not grow with the number of microbatches, as GPipe's does.
 
-Read off the compiler's own plan of temporary buffers; nothing is run for it. GPipe here is what a
-pipeline is without a backward placed by hand: autodiff through a loop over ticks.
+Read off the compiler's own plan of temporary buffers; nothing is run for it.
 """
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax import lax
 
 from jaxpar.config import Config, replace
 from jaxpar.config.validate import resolve
 from jaxpar.model import transformer
-from jaxpar.parallel.collectives import shift, varying
-from jaxpar.parallel.pipeline import runner
-from jaxpar.parallel.staged_model import take
+from jaxpar.parallel.pipeline import stash
+from jaxpar.planning.predict.memory import memory_of
 from jaxpar.sharding.axes import BATCH_SPEC, PIPELINE
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.mesh import make_mesh, shardings
@@ -60,30 +57,6 @@ def temporary_bytes(cfg: Config, mesh) -> int:
     return lowered.compile().memory_analysis().temp_size_in_bytes
 
 
-def gpipe(model, weights, _frozen, microbatches, scale):
-    """All forwards, then all backwards: what differentiating a loop over ticks amounts to."""
-    P, s = lax.axis_size(PIPELINE), lax.axis_index(PIPELINE)
-    M = len(microbatches.tokens)
-    at = lambda m: take(microbatches, jnp.clip(m, 0, M - 1))  # noqa: E731
-
-    def run(w):
-        (chunk,) = w["layers"]
-
-        def tick(x, t):
-            x = jnp.where(s == 0, model.embed(w["top"], at(t)), x)
-            y, _ = model.stage(chunk, x, model.context(at(t - s)), {})
-            loss = model.head(w["top"], y, at(t - (P - 1)))
-            return shift(y, PIPELINE, 1), loss
-
-        blank = varying(jnp.zeros_like(model.embed(w["top"], at(0))))
-        _, losses = lax.scan(tick, blank, jnp.arange(M + P - 1))
-        return jax.tree.map(lambda a: jnp.sum(a[P - 1 :]), losses)
-
-    sums, vjp = jax.vjp(run, weights)
-    (grads,) = vjp((jnp.ones_like(sums[0]) * scale, jnp.zeros_like(sums[1])))
-    return sums, grads
-
-
 @pytest.fixture(scope="module")
 def mesh(devices):
     return make_mesh(BASE.parallel, devices[:2])
@@ -92,8 +65,8 @@ def mesh(devices):
 MICROBATCHES = (4, 8, 16)
 
 
-def use_gpipe(monkeypatch) -> None:
-    monkeypatch.setattr(train_step, "schedule_of", lambda cfg: gpipe)
+GPIPE = {"parallel.schedule": "gpipe"}
+UNROLLED = {"parallel.layer_loop": "unroll", "parallel.zero": 1}
 
 
 @pytest.mark.parametrize("save", ["residuals", slow("inputs")])
@@ -104,13 +77,16 @@ def test_memory_is_flat_in_microbatches(save, mesh):
 
 
 @pytest.mark.slow
-def test_memory_of_gpipe_grows(mesh, monkeypatch):
-    flat = temporary_bytes(config(16), mesh)
-    use_gpipe(monkeypatch)
-    few, more, most = (temporary_bytes(config(M), mesh) for M in MICROBATCHES)
-    stream = ROWS * BASE.data.seq_len * BASE.model.d_model * 4  # one microbatch's activations
-    assert more - few > 4 * stream and most - more > 8 * stream, (few, more, most)
-    assert most > 2 * flat
+@pytest.mark.parametrize("save", ["residuals", "inputs"])
+@pytest.mark.parametrize("fields", [{}, UNROLLED | {"parallel.remat": "full"}])
+def test_memory_of_gpipe_grows_with_every_microbatch(save, fields, mesh):
+    """By as much as the planner says."""
+    fields = {"parallel.pipeline_save": save} | fields
+    few, more = (config(M, **GPIPE, **fields) for M in (8, 16))
+    most = temporary_bytes(more, mesh)
+    grown = memory_of(more).activations - memory_of(few).activations
+    assert most - temporary_bytes(few, mesh) == pytest.approx(grown, rel=0.03)
+    assert most > temporary_bytes(config(16, **fields), mesh) + grown / 2
 
 
 def gradients(cfg: Config, mesh) -> traces.TrainingTrace:
@@ -119,11 +95,17 @@ def gradients(cfg: Config, mesh) -> traces.TrainingTrace:
 
 
 @pytest.mark.slow
-def test_gpipe_computes_the_same(mesh, monkeypatch):
-    """So that the test above compares two ways of one computation."""
-    found = gradients(config(4), mesh)
-    use_gpipe(monkeypatch)
-    assert not distances.compare(found, gradients(config(4), mesh), 1e-5).mismatches()
+@pytest.mark.parametrize(
+    "fields", [UNROLLED, {"parallel.sequence": 2}, {"parallel.pipeline_save": "inputs"}]
+)
+def test_gpipe_computes_the_same(fields, devices):
+    """To the last bit: each sum adds the same gradients in the same order."""
+    n = 2 * fields.get("parallel.sequence", 1)
+    cfg = resolve(replace(config(4), **fields), n)
+    mesh = make_mesh(cfg.parallel, devices[:n])
+    wanted, found = gradients(cfg, mesh), gradients(replace(cfg, **GPIPE), mesh)
+    assert found.loss == wanted.loss
+    assert not distances.differing_arrays(found.gradients, wanted.gradients)
 
 
 @pytest.mark.parametrize(
@@ -132,18 +114,21 @@ def test_gpipe_computes_the_same(mesh, monkeypatch):
         {},
         slow({"parallel.sequence": 2, "parallel.virtual_stages": 2}),
         slow({"parallel.data": 2, "parallel.zero": 3}),
+        slow(GPIPE),
+        slow(GPIPE | {"parallel.sequence": 2}),
     ],
 )
 def test_what_lies_in_the_ring_before_its_first_value_is_never_used(fields, devices, monkeypatch):
     """It is memory as it was found: here it holds no numbers."""
-    cfg = resolve(replace(config(4), **fields), 4 if fields else 2)
-    mesh = make_mesh(cfg.parallel, devices[: 4 if fields else 2])
+    n = 2 * fields.get("parallel.sequence", 1) * fields.get("parallel.data", 1)
+    cfg = resolve(replace(config(4), **fields), n)
+    mesh = make_mesh(cfg.parallel, devices[:n])
     found = gradients(cfg, mesh)
 
     def nothing(shape, dtype):
         return jnp.full(shape, jnp.nan if jnp.issubdtype(dtype, jnp.floating) else 12345, dtype)
 
-    monkeypatch.setattr(runner.lax, "empty", nothing)
+    monkeypatch.setattr(stash.lax, "empty", nothing)
     wanted = gradients(cfg, mesh)
     assert found.loss == wanted.loss
     assert not distances.differing_arrays(found.gradients, wanted.gradients)

@@ -10,7 +10,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from jaxpar.parallel.pipeline.schedules import Schedule
+from jaxpar.parallel.pipeline.schedules import GPipe, Schedule
 
 
 def microbatch_counts(P: int, v: int) -> list[int]:
@@ -21,6 +21,7 @@ def microbatch_counts(P: int, v: int) -> list[int]:
 SCHEDULES = [
     Schedule(P, v, M) for P in range(1, 7) for v in range(1, 5) for M in microbatch_counts(P, v)
 ]
+SCHEDULES += [GPipe(P, 1, M) for P in range(1, 7) for M in microbatch_counts(P, 1)]
 
 
 def forwards(plan: Schedule) -> list[tuple[int, int, int, int, int]]:
@@ -53,7 +54,9 @@ def ticks(units) -> dict[tuple[int, int], int]:
 
 def every_schedule(test):
     return pytest.mark.parametrize(
-        "plan", SCHEDULES, ids=lambda p: f"P{p.stages}v{p.virtual}M{p.microbatches}"
+        "plan",
+        SCHEDULES,
+        ids=lambda p: f"{type(p).__name__}-P{p.stages}v{p.virtual}M{p.microbatches}",
     )(test)
 
 
@@ -80,8 +83,10 @@ def test_messages_are_used_exactly_one_tick_after_they_are_sent(plan):
         for g in range(last):
             assert forward[m, g + 1] == forward[m, g] + 1
             assert backward[m, g] == backward[m, g + 1] + 1
-        # The head runs in the tick of the last forward, and its gradient is used in that tick.
-        assert backward[m, last] == forward[m, last]
+        # The head's gradient is used in the tick in which it is made: that of the last forward, or
+        # the backward tick in which GPipe takes the output out again.
+        waits = plan.microbatches if isinstance(plan, GPipe) else 0
+        assert backward[m, last] == forward[m, last] + waits
 
 
 @every_schedule
@@ -122,11 +127,11 @@ def test_phases_hold_every_unit_and_do_no_more(plan):
 
 @every_schedule
 def test_the_head_and_the_embeddings_gradient_run_in_a_phase_that_has_them(plan):
-    """`runner._head` runs where both kinds do, `_embed_backward` where backwards do."""
+    """1F1B runs `slots.head` where both kinds do, GPipe with the backwards, as the embedding."""
     kinds = {t: (f, b) for f, b, start, stop in plan.phases() for t in range(start, stop)}
-    forward, backward = ticks(forwards(plan)), ticks(backwards(plan))
+    backward, last = ticks(backwards(plan)), plan.stages * plan.virtual - 1
     for m in range(plan.microbatches):
-        assert kinds[forward[m, plan.stages * plan.virtual - 1]] == (True, True)
+        assert kinds[backward[m, last]] == (not isinstance(plan, GPipe), True)
         assert kinds[backward[m, 0]][1]
 
 
@@ -141,7 +146,33 @@ def test_duration_and_bubble(plan):
     assert took == plan.duration == v * M + P - 1
     bubble = 1 - Fraction(plan.num_actions, plan.duration)
     assert bubble == Fraction(P - 1, v * M + P - 1)
-    assert plan.phases()[-1][3] == v * M + v * P + P - 2
+    ticks = 2 * (M + P - 1) if isinstance(plan, GPipe) else v * M + v * P + P - 2
+    assert plan.phases()[-1][3] == ticks
+
+
+#: (schedule, stages, virtual, microbatches) -> ticks with a forward, ticks with a backward, all
+#: ticks, stash slots, bubble.
+TABLE = """
+1F1B  2 1 4  | 5 5 6 3 1/5
+1F1B  4 1 4  | 7 7 10 7 3/7
+1F1B  4 1 16 | 19 19 22 7 3/19
+1F1B  4 2 16 | 35 35 42 15 3/35
+GPipe 2 1 4  | 5 5 10 4 1/5
+GPipe 4 1 4  | 7 7 14 4 3/7
+GPipe 4 1 16 | 19 19 38 16 3/19
+GPipe 1 1 3  | 3 3 6 3 0
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("row", TABLE)
+def test_ticks_slots_and_bubbles_are_those_of_the_table(row):
+    left, right = (side.split() for side in row.split("|"))
+    plan = {"1F1B": Schedule, "GPipe": GPipe}[left[0]](*map(int, left[1:]))
+    phases = plan.phases()
+    count = lambda kind: sum(phase[3] - phase[2] for phase in phases if phase[kind])  # noqa: E731
+    bubble = 1 - Fraction(plan.num_actions, plan.duration)
+    found = count(0), count(1), phases[-1][3], plan.stash_size, bubble
+    assert " ".join(map(str, found)) == " ".join(right)
 
 
 def test_figure():

@@ -113,4 +113,11 @@ def test_saved_values_are_those_of_the_page():
         shard = shard_of(staged)
         whole = shard.tokens * staged.model.num_layers * saved_per_token(staged)
         assert ring * whole == pytest.approx(saved_bytes(staged, shard))
+    every = with_parallel(schedule="gpipe", **PIPELINE, **rest)
+    letters, shard = letters_of(every), shard_of(every)
+    kept = row("the same in a pipeline by GPipe")[0]
+    share, outputs, _ = re.findall(r"`[^`]+`", kept)
+    whole = shard.tokens * every.model.num_layers * saved_per_token(every)
+    expected = value_of(share, letters) * whole + value_of(outputs, letters)
+    assert expected == pytest.approx(saved_bytes(every, shard))
     assert bytes_of_names(staged.model, 2)["qkv"] * 2 == bytes_of_names(staged.model, 1)["qkv"]

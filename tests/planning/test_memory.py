@@ -125,16 +125,25 @@ def test_values_in_host_memory_are_not_on_the_device():
     assert saved == pytest.approx(moment_bytes(offload) * 31 / 32, rel=1e-3)
 
 
+def ring(micro: int, **fields) -> float:
+    """Bytes of activations of 8B in a pipeline of two stages, one sequence in a microbatch."""
+    fields |= {"pipeline": 2, "data": 2, "zero": 1, "num_microbatches": micro}
+    named = {f"parallel.{name}": value for name, value in fields.items()}
+    rows = {"train.global_batch_size": 2 * micro}
+    return memory_of(resolve(replace(load_config("llama3_8b"), **named, **rows), 4)).activations
+
+
 def test_a_pipelines_ring_is_flat_in_microbatches():
-    base = load_config("llama3_8b")
-
-    def ring(micro: int) -> float:
-        fields = {"pipeline": 2, "data": 2, "zero": 1, "num_microbatches": micro}
-        named = {f"parallel.{name}": value for name, value in fields.items()}
-        rows = {"train.global_batch_size": 2 * micro}
-        return memory_of(resolve(replace(base, **named, **rows), 4)).activations
-
     assert ring(4) == ring(16)
+
+
+def test_gpipe_keeps_every_microbatch_and_its_output():
+    stream = 2 * 8192 * 4096
+    for save, kept in (("residuals", 16 * 8192 * (94_336 + 8)), ("inputs", stream)):
+        few, more = (ring(n, schedule="gpipe", pipeline_save=save) for n in (4, 16))
+        assert more - few == 12 * (kept + stream)
+    three = ring(3, schedule="gpipe")  # as many as 1F1B has slots
+    assert three == ring(3) + 3 * stream
 
 
 def test_a_shard_is_what_the_axes_leave():

@@ -115,6 +115,14 @@ def test_the_bubble_is_the_formulas():
     assert one.bubble / (one.bubble + 8 * stage) == pytest.approx(3 / 11)  # of v M + P - 1
 
 
+def test_gpipe_takes_as_long():
+    pipelined = dict(pipeline=4, zero=1, num_microbatches=8)
+    ours, gpipe = (
+        step_time(on(8, **pipelined, **s), cluster(8)) for s in ({}, {"schedule": "gpipe"})
+    )
+    assert gpipe == ours
+
+
 def test_a_slower_network_is_slower_across_hosts_only():
     fast, slow = (
         step_time(on(16, replica=2), cluster(16, network=name)).total

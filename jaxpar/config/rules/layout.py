@@ -16,11 +16,14 @@ def automatic(cfg: Config) -> None:
 
 
 def interleaving(cfg: Config) -> None:
-    """Check that virtual stages have a pipeline."""
+    """Check that virtual stages have a pipeline, and a schedule that interleaves them."""
     p, path = cfg.parallel, "parallel.virtual_stages"
     rule = "needs a pipeline, but parallel.pipeline is 1"
     ways = flag(path, 1), flag("parallel.pipeline", 2)
     require(p.virtual_stages == 1 or p.pipeline > 1, cfg, path, rule, *ways)
+    rule = "must be 1 with parallel.schedule gpipe"
+    ways = flag(path, 1), flag("parallel.schedule", "1f1b")
+    require(p.virtual_stages == 1 or p.schedule != "gpipe", cfg, path, rule, *ways)
 
 
 def turns(cfg: Config) -> None:

@@ -1,4 +1,4 @@
-"""The interleaved 1F1B schedule of a pipeline, as arithmetic.
+"""The schedules of a pipeline, as arithmetic: interleaved 1F1B, and GPipe.
 
 There are P stages (devices along PIPELINE), v chunks of layers per stage, and M microbatches. Chunk
 c of stage s is the (c*P + s)-th part of the model. An action is one microbatch in one chunk,
@@ -6,12 +6,9 @@ forward or backward. All stages run their actions in the same order and in locks
 one backward per tick:
 
     forward  of action i on stage s at tick  i + s
-    backward of action i on stage s at tick  (v*P - 1) + i + (P - 1 - s)
+    backward of action i on stage s at tick  first_backward + i + (P - 1 - s)
 
-Three loops run the ticks: forward only, both, backward only. A single loop that always does both
-would double the bubble, unless idle stages skip their work. Methods accept ints and traced values.
-
-Source:   Narayanan et al. 2021 (2104.04473), section 2.2, in lockstep.
+Schedules differ in when the first backward comes. Methods accept ints and traced values.
 """
 
 from dataclasses import dataclass
@@ -19,7 +16,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which action each stage runs at each tick."""
+    """Interleaved 1F1B: which action each stage runs at each tick.
+
+    The first backward follows the first microbatch's last forward: first_backward is v*P - 1.
+
+    Three loops run the ticks: forward only, both, backward only. A single loop that always does
+    both would double the bubble, unless idle stages skip their work.
+
+    Source:   Narayanan et al. 2021 (2104.04473), section 2.2, in lockstep.
+    """
 
     stages: int
     virtual: int
@@ -41,11 +46,16 @@ class Schedule:
         return 2 * self.virtual * self.stages - 1
 
     def phases(self) -> tuple[tuple[bool, bool, int, int], ...]:
-        """Return (run forwards, run backwards, first tick, end tick) of each of the three loops."""
+        """Return (run forwards, run backwards, first tick, end tick) of each loop."""
         both, end = self.first_backward, self.num_actions + self.stages - 1
         stop = self.num_actions + self.virtual * self.stages + self.stages - 2
         loops = ((True, False, 0, both), (True, True, both, end), (False, True, end, stop))
         return tuple(loop for loop in loops if loop[3] > loop[2])
+
+    @property
+    def only_needed_ticks(self) -> bool:
+        """Whether the loops have no tick in which every microbatch skips embedding or head."""
+        return self.virtual == 1
 
     @property
     def duration(self) -> int:
@@ -70,3 +80,32 @@ class Schedule:
         round_, place = microbatch // self.stages, microbatch % self.stages
         forward = round_ * self.virtual * self.stages + chunk * self.stages + place
         return microbatch, chunk, forward
+
+
+@dataclass(frozen=True)
+class GPipe(Schedule):
+    """GPipe: all forwards, then all backwards, in two loops. For stages of one chunk (v = 1).
+
+    The first backward follows the last microbatch's last forward: first_backward is M + P - 1. Both
+    loops have as many ticks, so the bubble is that of 1F1B, but every microbatch waits in the
+    stash.
+
+    Source:   Huang et al. 2019 (1811.06965), section 2.3. Backwards are in the order of the
+              forwards, as in 1F1B, so gradients are summed in the same order.
+    """
+
+    @property
+    def first_backward(self) -> int:
+        return self.num_actions + self.stages - 1
+
+    @property
+    def stash_size(self) -> int:
+        return self.num_actions
+
+    def phases(self) -> tuple[tuple[bool, bool, int, int], ...]:
+        turn = self.first_backward
+        return (True, False, 0, turn), (False, True, turn, 2 * turn)
+
+    @property
+    def only_needed_ticks(self) -> bool:
+        return False

@@ -151,12 +151,16 @@ def saved_bytes(cfg: Config, shard: Shard) -> float:
     p, slot = cfg.parallel, slot_bytes(cfg, shard)
     if p.pipeline == 1:
         return slot
-    slots = 2 * shard.chunks * p.pipeline - 1
+    slots, outputs = 2 * shard.chunks * p.pipeline - 1, 0.0
+    if p.schedule == "gpipe":  # all microbatches, and the last stage's outputs
+        slots = p.num_microbatches
+        outputs = slots * shard.tokens * shard.width * cfg.model.d_model / p.tensor
     if shard.execution.stage_wide_collectives:
         slots += 1  # for values that no backward reads
         if p.pipeline_save == "residuals":
             slots += 1  # the slot that is being written
-    return slots * slot + (_unit_bytes(cfg, shard) if p.pipeline_save == "inputs" else 0)
+    recomputed = _unit_bytes(cfg, shard) if p.pipeline_save == "inputs" else 0.0
+    return slots * slot + outputs + recomputed
 
 
 def slot_bytes(cfg: Config, shard: Shard) -> float:
