@@ -22,7 +22,7 @@ text{font:12px system-ui,-apple-system,"Segoe UI",Roboto,Arial,sans-serif;fill:#
 """ + "\n".join(f".r{i}{{stroke:{c}}} .band.r{i}{{fill:{c}}}" for i, c in enumerate(PALETTE))
 
 #: Height of the title, and of a row of the legend.
-_TITLE, _ROW = 52, 20
+_TITLE, _ROW = 60, 20
 #: Columns of the legend.
 _COLUMNS = 3
 
