@@ -122,7 +122,8 @@ def run(options: argparse.Namespace, cfg: Config, command: str, measure: Measure
     points.check_present(counts, present)
     plan = points.all_points(cfg, counts, options.axis, options.modes)
     measured: dict[tuple[tuple[str, Any], ...], dict[str, Any] | PointFailed] = {}
-    number, first, rows = len({point.settings for point in plan}), None, []
+    number, rows = len({point.settings for point in plan}), list[results.Row]()
+    first: dict[str, Any] | None = None
     for point in plan:
         if point.settings not in measured:
             print_line(f"{len(measured) + 1} of {number}: {point.name}")

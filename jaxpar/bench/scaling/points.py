@@ -107,11 +107,11 @@ def all_points(
             except ConfigError as error:
                 wrong.setdefault(devices, _of_point(error, axis, mode, devices))
     if wrong:
-        error = next(iter(wrong.values()))
+        first = next(iter(wrong.values()))
         fits = [count for count in counts if count not in wrong]
         ways = [f"use --gpus {_listed(fits)}"] if len(fits) > 1 else []
         ways += ["choose another --axis, or --weak or --strong alone, or change the field"]
-        raise ConfigError(error.field, error.value, error.rule, ", or ".join(ways))
+        raise ConfigError(first.field, first.value, first.rule, ", or ".join(ways))
     order = {pair: place for place, pair in enumerate(named)}
     return sorted(made, key=lambda point: order[point.axis, point.mode])
 
