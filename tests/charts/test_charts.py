@@ -1,10 +1,12 @@
 """Charts: the numbers beside an axis, and a chart as a file of its own."""
 
+import re
+from importlib import resources
 from xml.etree import ElementTree as ET
 
 from jaxpar.charts.chart import Chart, Line, line_chart
 from jaxpar.charts.scale import Scale, scale_of, short
-from jaxpar.charts.standalone import svg_file
+from jaxpar.charts.standalone import PALETTE, svg_file
 
 
 def test_round_numbers_beside_an_axis():
@@ -51,3 +53,9 @@ def test_a_chart_is_a_file_of_its_own():
     assert {"r0", "r1"} <= used and all(f".{name}" in style for name in used)
     assert "var(" not in style  # which other viewers than browsers ignore
     assert not list(root.iter(f"{space}b"))
+
+
+def test_its_colors_are_the_reports():
+    sheet = resources.files("jaxpar.report").joinpath("page.css").read_text("utf-8")
+    light = sheet.partition("@media")[0]
+    assert re.findall(r"--c\d: (#\w+)", light) == list(PALETTE)
