@@ -79,7 +79,9 @@ def simulate_devices(config: pytest.Config) -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", NUM_CPU_DEVICES)
     jax.config.update("jax_default_matmul_precision", "highest")
-    jax.config.update("jax_disable_most_optimizations", True)  # if JAX was imported before
+    # As in the environment, if JAX was imported before.
+    jax.config.update("jax_disable_most_optimizations", True)
+    jax.config.update("jax_traceback_in_locations_limit", 1)
     # Compiling is most of a run. With its results kept, loss and gradients of a small model on
     # eleven meshes took 18 s instead of 60 (65 to fill; 2 CPU cores, JAX 0.11.2), with the same
     # bits, collectives and memory analysis. A damaged entry is compiled again, with a warning.
@@ -98,6 +100,8 @@ def compile_quickly() -> None:
     """
     # LLVM's optimizations.
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
+    # The callers of each operation in Python: a twelfth of the time of tracing and compilation.
+    os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "1"
     # XLA's own emitter lowers each fusion by a pipeline of MLIR; the one before it writes LLVM's IR
     # at once: gradients on three meshes took 13 CPU seconds instead of 24. A version of XLA without
     # the earlier emitter ignores the option.

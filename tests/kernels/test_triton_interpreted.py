@@ -13,7 +13,7 @@ import pytest
 from jaxpar.kernels.attention.reference import EMPTY_LSE
 from jaxpar.kernels.attention.triton import api as triton
 from jaxpar.kernels.attention.triton.blocks import TritonBackward, TritonForward
-from jaxpar.kernels.attention.triton.shape import KernelShape
+from jaxpar.kernels.attention.triton.shape import TritonShape
 from tests.kernels.cases import Case, check, inputs_of, reference_of
 from tests.slow import slow
 
@@ -75,8 +75,8 @@ def test_other_blocks(case, forward, backward):
 @pytest.mark.parametrize("K", range(16, 257, 16))
 def test_parts_of_a_head_dim(K):
     """Powers of two of at least 16 that make up the head dim."""
-    names = [field.name for field in dataclasses.fields(KernelShape)]
-    s = KernelShape(**dict.fromkeys(names, None) | {"K": K})
+    names = [field.name for field in dataclasses.fields(TritonShape)]
+    s = TritonShape(**dict.fromkeys(names, None) | {"K": K})
     assert [at for at, _ in s.parts] == list(np.cumsum([0, *(n for _, n in s.parts)])[:-1])
     assert sum(n for _, n in s.parts) == K
     assert all(n >= 16 and n & (n - 1) == 0 for _, n in s.parts)

@@ -32,6 +32,7 @@ expert=2,sequence=2,layer_loop=unroll
 
 SLOW_MESHES = """
 data=2
+data=2,num_microbatches=2,zero=2
 data=2,tensor=2,layer_loop=unroll,row_groups=2
 pipeline=2,sequence=2,tensor=2,num_microbatches=2
 """.split()

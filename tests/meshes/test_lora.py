@@ -37,6 +37,7 @@ data=1
 data=2,layer_loop=unroll
 replica=2,data=2,num_microbatches=2
 data=2,num_microbatches=2,zero=1,layer_loop=unroll
+data=2,num_microbatches=2,zero=2,layer_loop=unroll
 tensor=4
 data=2,tensor=2,layer_loop=unroll,row_groups=2
 sequence=2,context=ring
@@ -48,7 +49,7 @@ pipeline=2,data=2,sequence=2,tensor=2,num_microbatches=2
 """.split()
 
 #: Those that run with every change; the others are slow tests.
-QUICK_MESHES = [MESHES[11]]
+QUICK_MESHES = [MESHES[12]]
 
 VARIANTS = {
     "attention, rank stabilized": (

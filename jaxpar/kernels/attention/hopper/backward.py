@@ -30,7 +30,6 @@ from jaxpar.kernels.attention.hopper.mma import (
     ROW,
     KernelShape,
     M,
-    Refs,
     accumulators,
     compiler,
     f32,
@@ -49,6 +48,7 @@ from jaxpar.kernels.attention.hopper.mma import (
     transposed,
     varying_as,
 )
+from jaxpar.kernels.attention.refs import Refs
 from jaxpar.kernels.attention.tiles import Bounds, Visits
 
 type Place = tuple[Any, Any, Any]

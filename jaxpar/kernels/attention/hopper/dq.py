@@ -18,7 +18,6 @@ from jaxpar.kernels.attention.hopper.mma import (
     ROW,
     KernelShape,
     M,
-    Refs,
     accumulators,
     compiler,
     f32,
@@ -35,6 +34,7 @@ from jaxpar.kernels.attention.hopper.mma import (
     transposed,
     varying_as,
 )
+from jaxpar.kernels.attention.refs import Refs
 from jaxpar.kernels.attention.tiles import Bounds, Visits
 
 

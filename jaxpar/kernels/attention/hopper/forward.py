@@ -22,7 +22,6 @@ from jaxpar.kernels.attention.hopper.mma import (
     ROW,
     KernelShape,
     M,
-    Refs,
     accumulators,
     compiler,
     f32,
@@ -40,6 +39,7 @@ from jaxpar.kernels.attention.hopper.mma import (
     varying_as,
 )
 from jaxpar.kernels.attention.reference import EMPTY_LSE
+from jaxpar.kernels.attention.refs import Refs
 from jaxpar.kernels.attention.tiles import Bounds, Visits
 
 #: Initial value of the running maximum. Finite, so that a row without visible keys is not NaN.

@@ -11,12 +11,12 @@ from jaxpar.kernels.attention.hopper.mma import (
     COLUMN,
     KernelShape,
     M,
-    Refs,
     cdiv,
     i32,
     iota,
     spread,
 )
+from jaxpar.kernels.attention.refs import Refs
 
 
 def key_tiles_of(s: KernelShape, g: Refs, b, tile):

@@ -15,6 +15,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpar.kernels.attention.refs import Refs
 from jaxpar.kernels.attention.tiles import Bounds, Visits, padding
 
 LOG2E = math.log2(math.e)
@@ -125,16 +126,6 @@ def optional_operands(bounds: Bounds, visits: Visits) -> list[Any]:
     """Return the operands of the mask that are present, in the order that `named` expects."""
     every = (bounds.queries, bounds.keys, visits.ranges, visits.order)
     return [x for x in every if x is not None]
-
-
-class Refs:
-    """References by name."""
-
-    def __init__(self, **refs: Any):
-        self.__dict__.update(refs)
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"this kernel has no {name}")
 
 
 def named(s: KernelShape, names: list[str], refs) -> Refs:

@@ -30,7 +30,7 @@ from jaxpar.kernels.attention.triton.mask import (
     visit_all,
 )
 from jaxpar.kernels.attention.triton.shape import (
-    KernelShape,
+    TritonShape,
     added,
     load,
     mask_operands,
@@ -86,7 +86,7 @@ def query_gradient(operands, bounds: Bounds, visits: Visits, blocks: TritonBackw
     return dq
 
 
-def _key_kernel(s: KernelShape, *refs):
+def _key_kernel(s: TritonShape, *refs):
     r = named(s, OPERANDS, ["dk", "dv"], refs)
     # The first keys, which most queries see, come first.
     tile, lane = div(program(), s.B * s.G), mod(program(), s.B * s.G)
@@ -120,7 +120,7 @@ def _key_kernel(s: KernelShape, *refs):
     store(s, r.dv, b, first, g, dv)
 
 
-def _query_kernel(s: KernelShape, *refs):
+def _query_kernel(s: TritonShape, *refs):
     r = named(s, OPERANDS, ["dq"], refs)
     # The last queries, which see most keys, come first.
     tile = s.T // s.q - 1 - div(program(), s.B * s.H)

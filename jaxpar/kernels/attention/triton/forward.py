@@ -8,6 +8,7 @@ Source:   Dao 2023 (2307.08691), FlashAttention-2.
 """
 
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -33,7 +34,7 @@ from jaxpar.kernels.attention.triton.mask import (
 )
 from jaxpar.kernels.attention.triton.shape import (
     LOG2E,
-    KernelShape,
+    TritonShape,
     added,
     load,
     mask_operands,
@@ -68,7 +69,7 @@ def forward(q, k, v, bounds: Bounds, visits: Visits, blocks: TritonForward, inte
     )
 
 
-def _kernel(s: KernelShape, overlap: bool, *refs):
+def _kernel(s: TritonShape, overlap: bool, *refs):
     r = named(s, ["q", "k", "v"], ["out", "lse"], refs)
     # Programs start in the order of their index: the last queries, which see most, come first, and
     # the heads of a group, which read the same keys, run side by side.
@@ -81,7 +82,8 @@ def _kernel(s: KernelShape, overlap: bool, *refs):
     visits = key_tiles_of(s, r, b, tile)
     first_key = lambda i: (r.order[b, tile, i] if s.listed else i) * s.kv  # noqa: E731
 
-    def add_values(acc, kept, weights, i):
+    def add_values(acc, scaled_weights: tuple[Any, ...], i):
+        kept, weights = scaled_weights
         values = load(s, r.v, b, first_key(i), s.kv, g)
         return added([part * kept[:, None] for part in acc], weights.astype(s.dtype), values)
 
@@ -90,7 +92,7 @@ def _kernel(s: KernelShape, overlap: bool, *refs):
         at = first_key(i)
         scores = product(q, load(s, r.k, b, at, s.kv, g))
         if overlap:
-            acc = add_values(acc, *waiting, jnp.maximum(i - 1, visits[0]))
+            acc = add_values(acc, waiting, jnp.maximum(i - 1, visits[0]))
         if masked:
             of_keys = bounds_of_columns(s, r, b, at)
             visible = seen(s, of_queries, of_keys, first, at, queries=0)
@@ -101,14 +103,14 @@ def _kernel(s: KernelShape, overlap: bool, *refs):
         total = total * kept + jnp.sum(weights, axis=1)
         if overlap:
             return acc, higher, total, (kept, weights)
-        return add_values(acc, kept, weights, i), higher, total, ()
+        return add_values(acc, (kept, weights), i), higher, total, ()
 
     row = jnp.zeros((s.q,), f32)
     waiting = (row, jnp.zeros((s.q, s.kv), f32)) if overlap else ()
     start = zeros(s, s.q), row + LOWEST, row, waiting
     acc, top, total, waiting = visit_all(s, visits, visit, start)
     if overlap:
-        acc = add_values(acc, *waiting, visits[3] - 1)
+        acc = add_values(acc, waiting, visits[3] - 1)
     some = jnp.maximum(total, 1e-30)
     store(s, r.out, b, first, h, [part / some[:, None] for part in acc])
     lse = jnp.where(total > 0, top / LOG2E + jnp.log(some), EMPTY_LSE)

@@ -9,11 +9,12 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpar.kernels.attention.refs import Refs
 from jaxpar.kernels.attention.triton.compiler import div, i32, iota, rows, spread
-from jaxpar.kernels.attention.triton.shape import KernelShape, Refs
+from jaxpar.kernels.attention.triton.shape import TritonShape
 
 
-def key_tiles_of(s: KernelShape, r: Refs | None, b, tile):
+def key_tiles_of(s: TritonShape, r: Refs | None, b, tile):
     """Return the visits of a tile of queries as four int32 indices.
 
     Visits from the first index are masked, from the second unmasked, and from the third masked
@@ -27,7 +28,7 @@ def key_tiles_of(s: KernelShape, r: Refs | None, b, tile):
     return i32(0), i32(0), jnp.minimum(div(first + 1, s.kv), end), end
 
 
-def query_tiles_of(s: KernelShape, r: Refs | None, b, tile):
+def query_tiles_of(s: TritonShape, r: Refs | None, b, tile):
     """Return the visits of a tile of keys, as `key_tiles_of`. Each head of the group is a visit."""
     if s.ranged:
         assert r is not None
@@ -37,7 +38,7 @@ def query_tiles_of(s: KernelShape, r: Refs | None, b, tile):
     return begin, jnp.minimum(div(first + (s.kv + s.q - 2), s.q) * s.group, end), end, end
 
 
-def visit_all(s: KernelShape, visits, body: Callable, carry: Any) -> Any:
+def visit_all(s: TritonShape, visits, body: Callable, carry: Any) -> Any:
     """Loop over the visits: `body(masked, visit, carry)`, where `masked` is static."""
     begin, whole, rest, end = visits
     loop = lambda masked: lambda visit, carry: body(masked, visit, carry)  # noqa: E731
@@ -46,17 +47,17 @@ def visit_all(s: KernelShape, visits, body: Callable, carry: Any) -> Any:
     return lax.fori_loop(rest, end, loop(True), carry)
 
 
-def bounds_of_rows(s: KernelShape, r: Refs, b, first) -> list[Any]:
+def bounds_of_rows(s: TritonShape, r: Refs, b, first) -> list[Any]:
     """Load the bounds of a tile's queries, int32 [q] each."""
     return [r.rows[b, i, rows(first, s.q)] for i in range(s.rows)]
 
 
-def bounds_of_columns(s: KernelShape, r: Refs, b, first) -> list[Any]:
+def bounds_of_columns(s: TritonShape, r: Refs, b, first) -> list[Any]:
     """Load the bounds of a tile's keys, int32 [kv] each."""
     return [r.cols[b, i, rows(first, s.kv)] for i in range(s.cols)]
 
 
-def seen(s: KernelShape, of_queries, of_keys, first_query, first_key, queries: int):
+def seen(s: TritonShape, of_queries, of_keys, first_query, first_key, queries: int):
     """Compute the mask of a tile: bool [q, kv], or [kv, q].
 
     Args:     of_queries, of_keys: their bounds. first_query, first_key: their indices.

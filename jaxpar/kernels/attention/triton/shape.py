@@ -10,6 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxpar.kernels.attention.refs import Refs
 from jaxpar.kernels.attention.tiles import Bounds, Visits
 from jaxpar.kernels.attention.triton.compiler import dot, f32, rows
 
@@ -17,7 +18,7 @@ LOG2E = 1.4426950408889634
 
 
 @dataclass(frozen=True)
-class KernelShape:
+class TritonShape:
     """The static parameters of a kernel. T and S are multiples of the tile sizes q and kv.
 
     `rows` and `cols` count the mask's bounds.
@@ -67,7 +68,7 @@ def shape_of(q, k, bounds: Bounds, visits: Visits, q_rows: int, kv_rows: int, in
     B, T, H, K = q.shape
     S, G = k.shape[1:3]
     count = lambda x: 0 if x is None else x.shape[1]  # noqa: E731
-    return KernelShape(
+    return TritonShape(
         *(B, T, S, H, G, K, q.dtype, q_rows, kv_rows),
         *(bounds.in_order, count(bounds.queries), count(bounds.keys)),
         *(bounds.has_low, bounds.has_segments),
@@ -81,36 +82,26 @@ def mask_operands(bounds: Bounds, visits: Visits) -> list[Any]:
     return [x for x in every if x is not None]
 
 
-class Refs:
-    """References by name."""
-
-    def __init__(self, **refs: Any):
-        self.__dict__.update(refs)
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"this kernel has no {name}")
-
-
-def named(s: KernelShape, operands: list[str], results: list[str], refs) -> Refs:
+def named(s: TritonShape, operands: list[str], results: list[str], refs) -> Refs:
     """Name a kernel's references. Those of the mask, if any, follow the operands."""
     mask = dict(rows=s.rows, cols=s.cols, ranges=s.ranged, order=s.listed)
     names = [*operands, *(name for name, there in mask.items() if there), *results]
     return Refs(**dict(zip(names, refs, strict=True)))
 
 
-def load(s: KernelShape, ref, b, first, count: int, head) -> list[Any]:
+def load(s: TritonShape, ref, b, first, count: int, head) -> list[Any]:
     """Load `count` rows of a head, as parts [count, width]."""
     return [ref[b, rows(first, count), head, rows(at, width)] for at, width in s.parts]
 
 
-def store(s: KernelShape, ref, b, first, head, values) -> None:
+def store(s: TritonShape, ref, b, first, head, values) -> None:
     """Store the rows of a head in the reference's dtype. values: parts [rows, width]."""
     for (at, width), value in zip(s.parts, values, strict=True):
         count = value.shape[0]
         ref[b, rows(first, count), head, rows(at, width)] = value.astype(ref.dtype)
 
 
-def zeros(s: KernelShape, count: int) -> list[Any]:
+def zeros(s: TritonShape, count: int) -> list[Any]:
     """Return float32 accumulators [count, width], one per part."""
     return [jnp.zeros((count, width), f32) for _, width in s.parts]
 
