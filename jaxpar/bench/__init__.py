@@ -1,14 +1,15 @@
 """Run a benchmark on this machine: python -m jaxpar.bench COMMAND
 
     train CONFIG    tokens per second and MFU of a config's train step
+    scaling CONFIG  efficiency of the train step on 1, 2, 4, ... devices, weak and strong
     attention       time, TFLOP/s and error of the attention backends; --tune writes their table
     matmuls CONFIG  the fastest matmul kernels of a step at the power limit; writes a table
     loss            peak memory of the loss, compared with full logits
     compare         cards side by side, with the conditions that differ
 
-Each command prints its figures. With --card FILE, train, attention and loss also write them to a
-JSON file, along with the conditions of the measurement. `python -m jaxpar.bench train --help` lists
-the options of a command.
+Each command prints its figures. With --card FILE, train, scaling, attention and loss also write
+them to a JSON file, along with the conditions of the measurement. `python -m jaxpar.bench train
+--help` lists the options of a command.
 """
 
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from jaxpar.bench import loss
 from jaxpar.bench.attention import command as attention
 from jaxpar.bench.cards import compare
 from jaxpar.bench.matmuls import command as matmuls
+from jaxpar.bench.scaling import command as scaling
 from jaxpar.bench.training import command as training
 from jaxpar.bench.training.command import WARM_UP, card, measure, summary
 from jaxpar.config import ConfigError
@@ -33,6 +35,7 @@ MAY_IMPORT = (
     "model",
     "step",
     "profiling",
+    "charts",
     "monitoring",
     "training",
 )
@@ -41,6 +44,7 @@ __all__ = ["COMMANDS", "WARM_UP", "card", "main", "measure", "read_command", "su
 
 COMMANDS: dict[str, ModuleType] = {
     "train": training,
+    "scaling": scaling,
     "attention": attention,
     "matmuls": matmuls,
     "loss": loss,

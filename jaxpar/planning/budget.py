@@ -96,25 +96,45 @@ def _largest(case, start: int, cluster: Cluster, watch: Watch) -> tuple[int, Lay
 
 @dataclass(frozen=True)
 class TrainingCost:
-    """The time and cost of training on `tokens` tokens."""
+    """The time and cost of training on `tokens` tokens.
+
+    price, spot_price   cost on demand, and on spot GPUs without any interruption; None if the price
+                        of a GPU-hour is unknown.
+    break_even          share of the time on spot GPUs that interruptions may waste until they cost
+                        as much as GPUs on demand; None unless both are known and spot is cheaper.
+    """
 
     tokens: float
     steps: int
     days: float
     gpu_hours: float
     price: float | None
+    spot_price: float | None
+    break_even: float | None
 
 
-def cost_of(layout: Layout, cluster: Cluster, tokens: float, price: float | None) -> TrainingCost:
-    """Return days and GPU-hours at the predicted rate, and the price if one is given.
+def cost_of(
+    layout: Layout,
+    cluster: Cluster,
+    tokens: float,
+    price: float | None = None,
+    spot_price: float | None = None,
+) -> TrainingCost:
+    """Return days and GPU-hours at the predicted rate, and the cost if prices are given.
 
-    Evaluation, checkpoints and failures are not included.
+    Evaluation, checkpoints, failures and interruptions are not included.
+
+    Args:     price, spot_price: of a GPU-hour, on demand and on spot.
     """
     seconds = tokens / (layout.time.rate * cluster.num_gpus)
     hours = seconds / HOUR * cluster.num_gpus
     per_step = layout.cfg.train.global_batch_size * layout.cfg.data.seq_len
-    total = None if price is None else hours * price
-    return TrainingCost(tokens, math.ceil(tokens / per_step), seconds / DAY, hours, total)
+    on_demand, on_spot = (None if p is None else hours * p for p in (price, spot_price))
+    spare = None
+    if price is not None and spot_price is not None and spot_price < price:
+        spare = 1 - spot_price / price
+    steps = math.ceil(tokens / per_step)
+    return TrainingCost(tokens, steps, seconds / DAY, hours, on_demand, on_spot, spare)
 
 
 @dataclass(frozen=True)

@@ -122,6 +122,7 @@ def parser(doc: str | None = None) -> Parser:
     add("--kv-cache", metavar="ROWSxTOKENS", help="memory of the KV cache for generation")
     add("--tokens", type=float, help="number of training tokens: prints days and GPU-hours")
     add("--price", type=float, help="price of a GPU-hour: prints the cost of --tokens")
+    add("--spot-price", type=float, help="the same for spot (preemptible) GPUs")
     add("--advice", action="store_true", help="best mesh axes by model size; takes no CONFIG")
     return made
 
@@ -135,12 +136,8 @@ def read_command(argv: Sequence[str]) -> Asked:
     if options.tokens is not None and not 1 <= options.tokens <= MAX_TOKENS:
         rule = f"must be at least 1, and at most {MAX_TOKENS:g}"
         raise ConfigError("--tokens", options.tokens, rule, "use --tokens 15e12")
-    if options.price is not None and not 0 < options.price <= MAX_PRICE:
-        rule = f"must be above 0, and at most {MAX_PRICE:g}"
-        raise ConfigError("--price", options.price, rule, "use --price 2.5")
-    if options.price is not None and options.tokens is None:
-        rule, fix = "requires --tokens, which is not given", "add --tokens 15e12"
-        raise ConfigError("--price", options.price, rule, fix)
+    check_price("--price", options.price, options.tokens)
+    check_price("--spot-price", options.spot_price, options.tokens)
     check_questions(options)
     check_compiled(options)
     check_file(options.write)
@@ -224,6 +221,18 @@ def check_file(name: str | None) -> None:
         raise ConfigError("--write", name, rule, "choose an existing folder")
 
 
+def check_price(option: str, price: float | None, tokens: float | None) -> None:
+    """Raises:   ConfigError for a price that is not usable, or that has no tokens to pay for."""
+    if price is None:
+        return
+    if not 0 < price <= MAX_PRICE:
+        rule = f"must be above 0, and at most {MAX_PRICE:g}"
+        raise ConfigError(option, price, rule, f"use {option} 2.5")
+    if tokens is None:
+        rule, fix = "requires --tokens, which is not given", "add --tokens 15e12"
+        raise ConfigError(option, price, rule, fix)
+
+
 def cluster_of(options: argparse.Namespace) -> Cluster:
     """Return the GPUs and their network.
 
@@ -275,7 +284,8 @@ def ranking(asked: Asked, console: Console) -> dict[str, Any]:
     showing.show_plan(console, plan, chosen)
     record = showing.plan_record(plan, chosen)
     if options.tokens:
-        cost = budget.cost_of(chosen[0], cluster, options.tokens, options.price)
+        prices = options.price, options.spot_price
+        cost = budget.cost_of(chosen[0], cluster, options.tokens, *prices)
         showing.show_cost(console, cost)
         record["cost"] = dataclasses.asdict(cost)
     if options.compile:

@@ -187,7 +187,12 @@ def show_cost(console: Console, cost: TrainingCost) -> None:
     text += f"{cost.gpu_hours:,.0f} GPU-hours"
     if cost.price is not None:
         text += f", at a cost of {cost.price:,.0f}"
-    console.print(text + "; excluding evaluation, checkpoints and failures")
+    if cost.spot_price is not None:
+        text += f", on spot GPUs {cost.spot_price:,.0f}"
+    text += "; excluding evaluation, checkpoints and failures"
+    if cost.break_even is not None:
+        text += f"; spot is cheaper until interruptions waste {cost.break_even:.0%} of its time"
+    console.print(text)
 
 
 def show_inference(console: Console, rows: int, slots: int, found: Sequence[Inference]) -> None:

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 from xml.etree.ElementTree import Element
 
+from jaxpar.charts import chart
+from jaxpar.charts.chart import Chart, Line, Tick
+from jaxpar.charts.elements import e, table
+from jaxpar.charts.scale import Scale, scale_of, short
 from jaxpar.monitoring.metric_names import METRICS
-from jaxpar.report import chart
-from jaxpar.report.chart import Chart, Line, Tick
-from jaxpar.report.elements import e, table
 from jaxpar.report.runs import RunRead
-from jaxpar.report.scale import Scale, scale_of, short
 from jaxpar.report.series import Point
 
 #: Rows per run in the table under a chart.

@@ -8,11 +8,11 @@ from typing import Any
 from xml.etree.ElementTree import Element
 
 from jaxpar.bench.cards.differences import differing_conditions
+from jaxpar.charts.chart import color_of
+from jaxpar.charts.elements import e, table
+from jaxpar.charts.scale import seconds, short
 from jaxpar.config import Config
-from jaxpar.report.chart import color_of
-from jaxpar.report.elements import e, table
 from jaxpar.report.runs import RunRead
-from jaxpar.report.scale import seconds, short
 
 #: Entries of manifest.json that the environment shows, in this order.
 ENVIRONMENT = {

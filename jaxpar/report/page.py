@@ -9,9 +9,9 @@ from importlib import resources
 from xml.etree.ElementTree import Element
 
 import jaxpar
+from jaxpar.charts.chart import line_sign, mark_sign
+from jaxpar.charts.elements import e, html
 from jaxpar.report import charts, facts, times
-from jaxpar.report.chart import line_sign, mark_sign
-from jaxpar.report.elements import e, html
 from jaxpar.report.runs import KINDS, RunRead
 
 #: Kinds of lines and their meaning.

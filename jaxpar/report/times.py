@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 from xml.etree.ElementTree import Element
 
-from jaxpar.report import chart
-from jaxpar.report.chart import Chart, Line, Tick
-from jaxpar.report.elements import e, table
+from jaxpar.charts import chart
+from jaxpar.charts.chart import Chart, Line, Tick
+from jaxpar.charts.elements import e, table
+from jaxpar.charts.scale import Scale, scale_of, seconds
 from jaxpar.report.runs import KINDS, RunRead
-from jaxpar.report.scale import Scale, scale_of, seconds
 
 #: Bars of a histogram.
 BARS = 40

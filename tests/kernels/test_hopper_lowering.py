@@ -118,10 +118,11 @@ def test_float16(K):
 
 
 def every_size(candidates) -> list:
-    """(K, blocks, mask). Slow but for one K, where every bound of a mask must fit, too."""
+    """(K, blocks, mask). Slow but for one K and order of heads, where every bound must fit, too."""
     sizes = [(K, blocks) for K in (64, 128, 256) for blocks in candidates(K)]
     cases = [(*size, mask) for size in sizes for mask in ("causal", "packed window general")]
-    return slow_but([c for c in cases if c[0] == 128 and c[2] != "causal"], cases)
+    quick = [c for c in cases if c[0] == 128 and c[1].heads == 1 and c[2] != "causal"]
+    return slow_but(quick, cases)
 
 
 @pytest.mark.parametrize(("K", "blocks", "mask"), every_size(forward_candidates), ids=str)

@@ -7,6 +7,7 @@ import io
 import re
 from functools import cache
 from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 import jax
 import numpy as np
@@ -159,6 +160,19 @@ def test_fields_that_other_systems_options_are_compared_with_exist():
     named = {name for row in rows for name in re.findall(r"`([a-z]+\.[\w.]+)`", row)}
     assert len(named) > 60
     assert not named - set(field_types())
+
+
+def test_values_that_other_systems_options_are_compared_with_exist():
+    rows = re.findall(r"^\| .+? \| (.*?) \| .*\|$", read("coming_from.md"), re.MULTILINE)
+    pairs = {
+        (field, value)
+        for row in rows
+        for field, values in re.findall(r"`([a-z]+\.\w+)`((?:,? `[\w]+`)+)", row)
+        for value in re.findall(r"`(\w+)`", values)
+    }
+    chosen = {(f, v) for f, v in pairs if get_origin(field_types()[f]) is Literal}
+    assert len(chosen) > 10
+    assert not [(f, v) for f, v in chosen if v not in get_args(field_types()[f])]
 
 
 def test_flags_in_running_text_are_of_the_config():

@@ -17,7 +17,8 @@ from jaxpar.config.validate import resolve
 from jaxpar.planning import compiling, override, progress
 from jaxpar.planning.forecast import forecast, forecast_here
 from jaxpar.planning.predict.communication import Cluster
-from jaxpar.planning.predict.hardware import GPUS, NETWORKS
+from jaxpar.planning.predict.hardware import GPUS, NETWORKS, HardwareFigure, gpu_of_kind
+from jaxpar.runtime.gpus.peaks import peak_flops
 
 
 def run(capsys, *words: str) -> str:
@@ -57,7 +58,7 @@ def test_how_far_it_is_goes_to_stderr(capsys, monkeypatch):
 
 def test_json_is_the_same_in_numbers(capsys):
     words = ("llama3_8b", "--gpus", "16", "--gpu", "b200", "--quick", "--json", "--tokens", "1e12")
-    found = json.loads(run(capsys, *words, "--price", "4"))
+    found = json.loads(run(capsys, *words, "--price", "4", "--spot-price", "1"))
     best = found["layouts"][0]
     rates = [layout["tokens_per_second_per_gpu"] for layout in found["layouts"]]
     assert rates == sorted(rates, reverse=True)
@@ -67,6 +68,8 @@ def test_json_is_the_same_in_numbers(capsys):
     cost = found["cost"]
     assert cost["gpu_hours"] == pytest.approx(1e12 / rates[0] / 3600)
     assert cost["price"] == pytest.approx(4 * cost["gpu_hours"])
+    assert cost["spot_price"] == pytest.approx(cost["gpu_hours"])
+    assert cost["break_even"] == pytest.approx(0.75)
     assert cost["days"] == pytest.approx(cost["gpu_hours"] / 24 / 16)
     assert len(found["caveats"]) == 1 and "b200" in found["caveats"][0]
 
@@ -148,6 +151,43 @@ def test_hardware_with_sources(capsys):
     assert found["networks"]["ib400"]["bandwidth"]["value"] == 40e9
 
 
+def test_the_table_of_gpus_in_the_docs_is_of_the_figures():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "planning.md").read_text("utf-8")
+    rows = dict(re.findall(r"^\| `([\w-]+)` \| (.*) \|$", page, re.MULTILINE))
+    gpus = {name: row for name, row in rows.items() if name in GPUS}
+    assert gpus == {
+        gpu.name: f"{gpu.device_kind} | {gpu.memory.value / 2**30:.1f} | "
+        f"{gpu.peak.value / 1e12:,.4g} | {gpu.matmul.value / 1e12:,.0f} | "
+        f"{gpu.bandwidth.value / 1e12:.2f} | {gpu.nvlink.value / 1e9:.0f}"
+        for gpu in GPUS.values()
+    }
+
+
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=lambda gpu: gpu.name)
+def test_figures_of_a_gpu_agree_with_each_other(gpu):
+    assert gpu.peak.value == peak_flops(gpu.device_kind) and gpu_of_kind(gpu.device_kind) is gpu
+    for name, figure in vars(gpu).items():
+        if isinstance(figure, HardwareFigure) and gpu.name != "h200":
+            measured = figure.source.startswith("measured")
+            assert not measured and ("estimate" in figure.source or name in ("peak", "nvlink"))
+    assert 0.45 < gpu.matmul.value / gpu.peak.value < 0.85
+    assert gpu.float8 is None or 1.5 < gpu.float8.value / gpu.matmul.value < 2
+    assert (gpu.links == 0) == ("PCIe" in gpu.nvlink.source)
+
+
+def test_a_cost_on_spot_gpus_is_beside_the_one_on_demand(capsys):
+    words = ("llama_1b", "--gpus", "8", "--gpu", "a100-40", "--quick", "--top", "1")
+    words += ("--tokens", "1e12")
+    said = " ".join(run(capsys, *words, "--price", "2", "--spot-price", "0.8").split())
+    on_demand, spot = re.search(r"at a cost of ([\d,]+), on spot GPUs ([\d,]+)", said).groups()
+    number = lambda text: int(text.replace(",", ""))  # noqa: E731
+    assert number(spot) == pytest.approx(0.4 * number(on_demand), abs=1)
+    assert "spot is cheaper until interruptions waste 60% of its time" in said
+    assert "a100-40's rates are estimates" in said
+    said = run(capsys, *words, "--price", "2", "--spot-price", "3")
+    assert "on spot GPUs" in said and "cheaper" not in said
+
+
 def test_a_title_is_not_broken_at_the_width_of_its_table(capsys):
     said = run(capsys, "llama3_8b", "--kv-cache", "64x8192").splitlines()
     assert "Generation: KV cache of 64 sequences of 8,192 tokens, GiB per GPU" in said
@@ -177,6 +217,8 @@ BAD = (
         r"--fix = 'remat=bogus': .*use --fix remat=dots",
     ),
     (("llama3_8b", "--price", "2"), r"--price = 2.0.*add --tokens"),
+    (("llama3_8b", "--spot-price", "2"), r"--spot-price = 2.0.*add --tokens"),
+    (("llama3_8b", "--spot-price", "0", "--tokens", "1"), r"--spot-price = 0.0: must be above 0"),
     (("llama3_8b", "--tokens", "0"), r"--tokens = 0.0: must be at least 1"),
     (("llama3_8b", "--tokens", "1e-300"), r"--tokens = 1e-300: must be at least 1, and at most"),
     (("llama3_8b", "--tokens", "1e300"), r"--tokens = 1e\+300: .*at most 1e\+18"),

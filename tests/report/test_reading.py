@@ -10,7 +10,6 @@ import pytest
 from jaxpar.config import ConfigError
 from jaxpar.report.outline import outline
 from jaxpar.report.runs import read_run
-from jaxpar.report.scale import scale_of, short
 from jaxpar.report.series import RANGES, RATIO, Series, Sizes
 from jaxpar.runtime.files import json_lines
 from tests.report.folders import TOKENS, record, write_lines, write_run
@@ -210,26 +209,3 @@ def test_a_damaged_config_is_named(tmp_path):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ConfigError, match=rf"config\.json.*{rule}"):
             read_run(str(tmp_path))
-
-
-def test_round_numbers_beside_an_axis():
-    assert [text for _, text in scale_of([0, 100]).ticks(6)] == ["0", "20", "40", "60", "80", "100"]
-    assert [text for _, text in scale_of([0, 2.5e6]).ticks(6)] == [
-        "0",
-        "500k",
-        "1M",
-        "1.5M",
-        "2M",
-        "2.5M",
-    ]
-    wide = scale_of([0.01, 40], log=True)
-    assert wide.log and [text for _, text in wide.ticks(6)] == ["0.01", "0.1", "1", "10"]
-    flat = scale_of([0.5, 0.5], least=0.2)
-    assert flat.low < 0.5 < flat.high
-    assert [short(v) for v in (0, 0.00001, 0.25, 12_345, 3.2e9)] == [
-        "0",
-        "1e-05",
-        "0.25",
-        "12.35k",
-        "3.2B",
-    ]

@@ -106,6 +106,10 @@ CPU: dict[str, dict] = {
     | {"model.num_layers": 8},
     "pipeline, virtual, zero 3": axes(data=4, pipeline=2, virtual_stages=2, num_microbatches=4)
     | {"model.num_layers": 4},
+    "zero 2, microbatches": axes(data=8, zero=2, num_microbatches=2),
+    "pipeline, zero 2": axes(data=4, pipeline=2, zero=2, num_microbatches=4),
+    "policies of layers": axes(data=8, remat_layers="::2=full"),
+    "groups of layers": axes(data=8, layer_loop="scan", remat_group=2),
     "pipeline, virtual, sequence": axes(
         data=1, replica=2, sequence=2, pipeline=2, zero=1, virtual_stages=2, num_microbatches=4
     )

@@ -73,12 +73,12 @@ def table(names: Sequence[str], cards: Sequence[Card]) -> str:
 def warnings(names: Sequence[str], cards: Sequence[Card], kind: str) -> list[str]:
     """Return a line for each condition that differs but must agree. Missing values are ignored.
 
-    Args:     kind: "train" or "attention"; rows of attention are matched by shape.
+    Args:     kind: as `compare.kind_of`; rows of attention are matched by shape.
     """
     lines = []
     for name, values in differing_conditions(cards).items():
         model = name.startswith("config.model.") and name not in CHOICES
-        shape = kind == "train" and (model or name in ALIKE_CONFIG)
+        shape = kind != "attention" and (model or name in ALIKE_CONFIG)
         told = [f"{v} in {n}" for n, v in zip(names, values, strict=True) if v != MISSING]
         known = {value for value in values if value != MISSING}
         if len(known) > 1 and (name in ALIKE or shape):

@@ -191,13 +191,7 @@ def read_command(argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
             "--trace", options.trace, "requires profiled steps, but there are none", fix
         )
     cfg = read_config(rest, "jaxpar.bench train", __doc__)
-    given = {arg.partition("=")[0].replace("_", "-") for arg in expand_set_options(rest)}
-    if "--run.dir" in given:
-        fix = "remove it; use --card FILE to write the figures"
-        raise ConfigError("run.dir", cfg.run.dir, "has no effect: a benchmark writes no run", fix)
-    if "--run.init-from" in given:
-        rule = "has no effect: a benchmark starts from fresh weights"
-        raise ConfigError("run.init_from", cfg.run.init_from, rule, "remove it")
+    refuse_fields_of_a_run(cfg, rest)
     place = detect.detect(cfg, os.environ)
     if (
         place is None or place.process_id == 0
@@ -205,6 +199,20 @@ def read_command(argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
         check_folder("--trace", options.trace)
         check_file("--card", options.card)
     return options, cfg
+
+
+def refuse_fields_of_a_run(cfg: Config, given_words: Sequence[str]) -> None:
+    """Raise ConfigError if the command line sets a field of a run that a benchmark ignores.
+
+    Args:     given_words: the config and its overrides, as on the command line.
+    """
+    given = {arg.partition("=")[0].replace("_", "-") for arg in expand_set_options(given_words)}
+    if "--run.dir" in given:
+        fix = "remove it; use --card FILE to write the figures"
+        raise ConfigError("run.dir", cfg.run.dir, "has no effect: a benchmark writes no run", fix)
+    if "--run.init-from" in given:
+        rule = "has no effect: a benchmark starts from fresh weights"
+        raise ConfigError("run.init_from", cfg.run.init_from, rule, "remove it")
 
 
 def main(argv: Sequence[str]) -> int:

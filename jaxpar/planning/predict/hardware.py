@@ -1,11 +1,11 @@
 """Figures of GPUs and networks, each with its source.
 
 Rates are per GPU and direction. A source that begins with "estimate" was not measured in this
-project: it is a published figure times the share that a measured H200 reaches.
+project: it is a published figure times the share that a measured H200 reaches, unless it says more.
 """
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxpar.config import ConfigError
 from jaxpar.execution.xla_flag_table import ENVIRONMENT
@@ -36,10 +36,11 @@ class Gpu:
     matmul              bfloat16 FLOP/s that a training step's large matmuls sustain.
     float8              the same for 8 bits; None if the GPU does not support it.
     bandwidth           bytes/s of a copy in device memory, read plus written bytes.
-    nvlink              bytes/s to the other GPUs of the host, by the datasheet.
+    nvlink              bytes/s to the other GPUs of the host, by the datasheet; of PCIe, where GPUs
+                        have no NVLink.
     host_link           bytes/s to pinned host memory; the other direction is assumed equal.
     attention           FLOP/s of causal attention relative to an H200 (`rates.ATTENTION`).
-    per_host            GPUs connected by NVLink.
+    per_host            GPUs of a host.
     multiprocessors, l2_bytes, clock_ghz, links   used by `compiling.py`.
     """
 
@@ -171,7 +172,98 @@ B200 = Gpu(
     links=18,
 )
 
-GPUS = {gpu.name: gpu for gpu in (H200, H100, A100, B200)}
+_PCIE4 = HardwareFigure(32e9, "PCIe 4 x16: 64 GB/s for both directions; no NVLink bridge assumed")
+_PCIE5 = HardwareFigure(64e9, "PCIe 5 x16: 128 GB/s for both directions; no NVLink bridge assumed")
+
+H100_PCIE = replace(
+    H100,
+    name="h100-pcie",
+    device_kind="NVIDIA H100 PCIe",
+    peak=HardwareFigure(PEAK_FLOPS["H100 PCIe"], "NVIDIA H100 PCIe datasheet, dense"),
+    matmul=HardwareFigure(
+        450e12, "estimate: 0.6 of the peak; its power limit (350 W) is half an H100 SXM's"
+    ),
+    float8=HardwareFigure(790e12, "estimate: an H200's ratio to bfloat16, 1.76"),
+    bandwidth=HardwareFigure(1.77e12, "estimate: 2.04 TB/s by the datasheet, times an H200's 0.87"),
+    nvlink=_PCIE5,
+    attention=HardwareFigure(0.65, "estimate: in proportion to its matmuls"),
+    multiprocessors=114,
+    clock_ghz=1.755,
+    links=0,
+)
+
+A100_40 = replace(
+    A100,
+    name="a100-40",
+    device_kind="NVIDIA A100-SXM4-40GB",
+    memory=HardwareFigure(
+        39.4 * GIB, "estimate: 40,960 MiB by the driver, minus memory that XLA does not see"
+    ),
+    bandwidth=HardwareFigure(
+        1.35e12, "estimate: 1.555 TB/s by the datasheet, times an H200's 0.87"
+    ),
+)
+
+A100_PCIE = replace(
+    A100,
+    name="a100-pcie",
+    device_kind="NVIDIA A100 80GB PCIe",
+    matmul=HardwareFigure(
+        212e12, "estimate: 0.85 of an A100 SXM's; its power limit is 300 W rather than 400"
+    ),
+    bandwidth=HardwareFigure(
+        1.68e12, "estimate: 1.935 TB/s by the datasheet, times an H200's 0.87"
+    ),
+    nvlink=_PCIE4,
+    attention=HardwareFigure(0.3, "estimate: 0.85 of an A100 SXM's"),
+    links=0,
+)
+
+L40S = Gpu(
+    name="l40s",
+    device_kind="NVIDIA L40S",
+    compute_capability="8.9",
+    memory=HardwareFigure(
+        44.4 * GIB, "estimate: 46,068 MiB by the driver, minus memory that XLA does not see"
+    ),
+    peak=HardwareFigure(PEAK_FLOPS["L40S"], "NVIDIA L40S datasheet, dense"),
+    matmul=HardwareFigure(PEAK_FLOPS["L40S"] * H200_MATMUL_SHARE, _SHARE),
+    float8=HardwareFigure(733e12 * 0.62, _SHARE),
+    bandwidth=HardwareFigure(
+        0.75e12, "estimate: 0.864 TB/s by the datasheet, times an H200's 0.87"
+    ),
+    nvlink=_PCIE4,
+    host_link=A100.host_link,
+    attention=HardwareFigure(0.35, "estimate: an A100's, whose matmuls are as fast"),
+    multiprocessors=142,
+    l2_bytes=100_663_296,
+    clock_ghz=2.52,
+    links=0,
+)
+
+L4 = Gpu(
+    name="l4",
+    device_kind="NVIDIA L4",
+    compute_capability="8.9",
+    memory=HardwareFigure(
+        22 * GIB, "estimate: 23,034 MiB by the driver, minus memory that XLA does not see"
+    ),
+    peak=HardwareFigure(PEAK_FLOPS["L4"], "NVIDIA L4 datasheet, dense"),
+    matmul=HardwareFigure(
+        60e12, "estimate: half of the peak, which its power limit of 72 W does not sustain"
+    ),
+    float8=HardwareFigure(106e12, "estimate: an H200's ratio to bfloat16, 1.76"),
+    bandwidth=HardwareFigure(0.26e12, "estimate: 0.3 TB/s by the datasheet, times an H200's 0.87"),
+    nvlink=_PCIE4,
+    host_link=A100.host_link,
+    attention=HardwareFigure(0.084, "estimate: an A100's, in proportion to its matmuls"),
+    multiprocessors=58,
+    l2_bytes=50_331_648,
+    clock_ghz=2.04,
+    links=0,
+)
+
+GPUS = {gpu.name: gpu for gpu in (H200, H100, A100, B200, H100_PCIE, A100_40, A100_PCIE, L40S, L4)}
 
 
 @dataclass(frozen=True)

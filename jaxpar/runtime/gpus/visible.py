@@ -10,12 +10,17 @@ def gpu_is_present() -> bool:
     return bool(glob.glob("/dev/nvidia[0-9]*")) and os.environ.get("JAX_PLATFORMS", "") != "cpu"
 
 
-def visible_gpus() -> int:
-    """Return the number of GPUs in CUDA_VISIBLE_DEVICES or of this host. Starts no backend."""
+def visible_gpu_ids() -> list[str]:
+    """Return the GPUs in CUDA_VISIBLE_DEVICES, or the indices of this host's. Starts no backend."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is None:
-        return len(glob.glob("/dev/nvidia[0-9]*"))
-    return len([name for name in named.split(",") if name.strip() and name.strip() != "-1"])
+        return [str(index) for index in range(len(glob.glob("/dev/nvidia[0-9]*")))]
+    return [name.strip() for name in named.split(",") if name.strip() not in ("", "-1")]
+
+
+def visible_gpus() -> int:
+    """Return the number of GPUs in CUDA_VISIBLE_DEVICES or of this host. Starts no backend."""
+    return len(visible_gpu_ids())
 
 
 def gpu_name() -> str:

@@ -215,8 +215,8 @@ def shares_of_gpus(count: int) -> list[dict[str, str]]:
     """
     if not visible.gpu_is_present():
         return []
-    seen, name = visible.visible_gpus(), "CUDA_VISIBLE_DEVICES"
-    ids = os.environ.get(name, ",".join(map(str, range(seen)))).split(",")[:seen]
+    ids, name = visible.visible_gpu_ids(), "CUDA_VISIBLE_DEVICES"
+    seen = len(ids)
     if seen % count or not seen:
         rule = f"{seen} GPUs cannot be shared evenly by {count} processes"
         fix = "use another -n, or --devices-per-process 1 for simulated devices"

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from xml.etree.ElementTree import Element
 
-from jaxpar.report.elements import e
-from jaxpar.report.scale import Scale, seconds, short
+from jaxpar.charts.elements import e
+from jaxpar.charts.scale import Scale, seconds, short
 
 #: Size of the drawing and bounds of the plot, in units of about a pixel.
 WIDTH, HEIGHT = 560, 270

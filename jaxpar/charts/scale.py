@@ -17,6 +17,8 @@ class Scale:
     low: float
     high: float
     log: bool = False
+    marks: tuple[float, ...] = ()
+    """Values to label in place of round numbers."""
 
     def at(self, value: float) -> float:
         """Return the position of a value: 0 at `low`, 1 at `high`."""
@@ -25,7 +27,9 @@ class Scale:
         return (value - self.low) / (self.high - self.low)
 
     def ticks(self, most: int) -> list[tuple[float, str]]:
-        """Return round numbers on the axis with their labels."""
+        """Return `marks`, or at most about `most` round numbers on the axis, with their labels."""
+        if self.marks:
+            return [(value, short(value)) for value in self.marks]
         if self.log:
             return _decades(self.low, self.high, most)
         step = _round_step((self.high - self.low) / most)
