@@ -176,6 +176,13 @@ WAYS = {
         "parallel.zero": 1,
         "parallel.layer_loop": "unroll",
     },
+    "stages by GPipe": {
+        "parallel.pipeline": 2,
+        "parallel.num_microbatches": 2,
+        "parallel.schedule": "gpipe",
+        "parallel.zero": 1,
+        "parallel.layer_loop": "unroll",
+    },
     "stages again": {
         "parallel.pipeline": 2,
         "parallel.num_microbatches": 2,

@@ -46,6 +46,7 @@ pipeline=2,num_microbatches=4
 pipeline=2,num_microbatches=2,virtual_stages=2,pipeline_save=inputs,zero=1,tensor=2
 pipeline=2,num_microbatches=2,layer_loop=unroll,data=2
 pipeline=2,data=2,sequence=2,tensor=2,num_microbatches=2
+pipeline=2,num_microbatches=4,schedule=gpipe,zero=1,layer_loop=unroll
 """.split()
 
 #: Those that run with every change; the others are slow tests.
