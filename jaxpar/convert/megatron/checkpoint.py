@@ -48,7 +48,7 @@ _CODES = {"torch.float32": "F32", "torch.float16": "F16", "torch.bfloat16": "BF1
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """A box of a tensor, and where it is."""
 
     offsets: tuple[int, ...]
@@ -64,7 +64,7 @@ class Sharded:
     dtype: str
     """Its name in safetensors; another if jaxpar does not read it."""
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorPiece, ...]
 
     def read(self, box: Box) -> np.ndarray:
         """Read a box. A box that is in one piece is a memory map.
@@ -84,7 +84,7 @@ class Sharded:
             raise ConfigError(self.name, list(self.shape), "has pieces missing or twice", AGAIN)
         return out
 
-    def _in(self, box: Box) -> Iterator[tuple[Piece, Box, Box]]:
+    def _in(self, box: Box) -> Iterator[tuple[TensorPiece, Box, Box]]:
         """Yield the pieces of a box: the part in the box, and the part in the piece."""
         for piece in self.pieces:
             dims = [*zip(box, piece.offsets, piece.shape, strict=True)]
@@ -95,7 +95,7 @@ class Sharded:
                 yield piece, tuple(here), tuple(there)
 
 
-def _open(tensor: Sharded, piece: Piece) -> np.ndarray:
+def _open(tensor: Sharded, piece: TensorPiece) -> np.ndarray:
     return reading(piece.span.file, lambda: open_tensor(piece.span, piece.shape, tensor.dtype))
 
 
@@ -197,7 +197,7 @@ def _sharded(name: str, about: dict[str, Any], where: dict) -> Sharded:
         span = where[name, offsets]
         if math.prod(sizes) > span.length:
             raise ValueError(f"{name} has a piece of more values than bytes")
-        pieces.append(Piece(offsets, sizes, span))
+        pieces.append(TensorPiece(offsets, sizes, span))
     if sum(math.prod(piece.shape) for piece in pieces) != math.prod(shape):
         raise ValueError(f"{name} has pieces missing or twice")
     return Sharded(name, _CODES.get(dtype, dtype), shape, tuple(pieces))

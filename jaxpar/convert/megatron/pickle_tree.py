@@ -64,7 +64,7 @@ class Pairs:
 
 
 @dataclass(frozen=True, eq=False)
-class Stored:
+class External:
     """A value outside the pickle, by its reference."""
 
     reference: Any
@@ -211,5 +211,5 @@ _ACTIONS: dict[str, Callable[[_Machine, Any], None]] = {
     "REDUCE": _Machine.build,
     "NEWOBJ": _Machine.build,
     "BUILD": _Machine.set_state,
-    "BINPERSID": lambda machine, _: machine.stack.append(Stored(machine.stack.pop())),
+    "BINPERSID": lambda machine, _: machine.stack.append(External(machine.stack.pop())),
 }

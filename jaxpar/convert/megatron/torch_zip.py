@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxpar.convert.megatron.pickle_tree import (
     MAX_BYTES,
-    Stored,
+    External,
     UnreadablePickle,
     read_pickle,
 )
@@ -111,7 +111,7 @@ def open_tensor(span: Span, shape: tuple[int, ...], dtype: str) -> np.ndarray:
 def _described(tree: Any) -> tuple[str, str, int, tuple[int, ...], tuple[int, ...]]:
     """Return the tensor of a pickle: entry of its storage, dtype, offset, shape and strides."""
     try:
-        if tree.of.name != REBUILD or not isinstance(tree.args[0], Stored):
+        if tree.of.name != REBUILD or not isinstance(tree.args[0], External):
             raise TypeError("not a tensor")
         stored, offset, size, strides = tree.args[:4]
         _, kind, key, _, _ = stored.reference
