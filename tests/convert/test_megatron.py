@@ -23,6 +23,7 @@ from jaxpar.convert.megatron.arguments import arguments_of, values_of
 from jaxpar.convert.megatron.checkpoint import Sharded, open_checkpoint
 from jaxpar.convert.megatron.pickle_tree import Pairs, UnreadablePickle, read_pickle
 from jaxpar.convert.megatron.tensors import ENTRIES, find_views, num_layers
+from tests.slow import slow
 
 GOLDENS = Path(__file__).parent / "goldens" / "megatron"
 STEP = "iter_0000010"
@@ -225,20 +226,30 @@ def test_bad_checkpoints_are_one_error(tmp_path, name):
     assert "\n" not in str(refused.value) and not (tmp_path / "run").exists()
 
 
-def test_mutated_checkpoints_are_converted_or_one_error(tmp_path):
-    """Bytes that describe tensors are changed; a changed weight is another weight."""
-    folder, random = copied(tmp_path), np.random.default_rng(1)
-    file = folder / STEP / ".metadata"
-    good = file.read_bytes()
-    for _ in range(60):
-        data = bytearray(good)
-        data[random.integers(len(data))] = random.integers(256)
-        file.write_bytes(bytes(data))
+def read_mutated(folder: Path, file: str, count: int, seed: int) -> None:
+    """Open a checkpoint with bytes changed or cut, and read its tensors, `count` times."""
+    path, random = folder / STEP / file, np.random.default_rng(seed)
+    good = path.read_bytes()
+    for i in range(count):
+        data = bytearray(good[: random.integers(len(good))] if i % 4 == 0 else good)
+        for _ in range(random.integers(1, 6) if i % 4 else 0):
+            data[random.integers(len(data))] = random.integers(256)
+        path.write_bytes(bytes(data))
         try:
             source = importing.open_source(folder)
-            source.tensors.open("decoder.layers.1.mlp.linear_fc1.weight[up]")
+            for name in source.tensors.stored:
+                source.tensors.open(name)
         except ConfigError as error:
             assert "\n" not in str(error)
+    path.write_bytes(good)
+
+
+@pytest.mark.parametrize(("name", "count"), [("llama", 25), slow("mixtral", 500)])
+def test_mutated_checkpoints_are_read_or_one_error(tmp_path, name, count):
+    """A changed byte of a weight is another weight; nothing else may come of any byte."""
+    folder = copied(tmp_path, name)
+    for seed, file in enumerate((".metadata", "__0_0.distcp", "__1_0.distcp")):
+        read_mutated(folder, file, count, seed)
 
 
 def test_arguments_that_change_the_model_are_refused():

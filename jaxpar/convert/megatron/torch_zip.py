@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from jaxpar.convert.megatron.pickle_tree import (
+    DAMAGE,
     MAX_BYTES,
     External,
     UnreadablePickle,
@@ -142,7 +143,9 @@ def _read(span: Span, allowed: tuple[str, ...] | None) -> tuple[Any, dict[str, t
                     entries[name] = (_data_start(opened, info), info.file_size)
                 _check_order(opened, entries)
                 data = _bytes(opened, *entries["data.pkl"])
-        except (zipfile.BadZipFile, KeyError, NotImplementedError, EOFError) as error:
+        except UnreadablePickle:
+            raise
+        except (zipfile.BadZipFile, KeyError, NotImplementedError, EOFError, *DAMAGE) as error:
             raise UnreadablePickle(f"is not what torch.save writes ({error})") from error
     return read_pickle(data, allowed), entries
 
