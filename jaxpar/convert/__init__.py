@@ -5,6 +5,8 @@ hf/config         config.json to ModelConfig      hf/layer_keys     config.json:
 hf/folder         finds and checks tensors        run_arrays        a checkpoint, box by box
 hf/importing      from-hf                         hf/exporting      to-hf
 peft/importing    from-peft                       peft/exporting    to-peft
+megatron/importing from-megatron                 megatron/tensors  its fused tensors
+megatron/checkpoint   torch_dist                 megatron/pickle_tree   pickles, not run
 hf/mesh_load      a published folder to a mesh    torch_file        to-torch
 selfcheck         compares logits
 """

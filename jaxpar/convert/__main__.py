@@ -1,4 +1,4 @@
-"""Convert models: python -m jaxpar.convert from-hf, from-peft DIR RUN; to-hf, ... RUN OUT."""
+"""Convert models: python -m jaxpar.convert from-hf, from-... DIR RUN; to-hf, to-... RUN OUT."""
 
 import dataclasses
 import math
@@ -15,6 +15,7 @@ from jaxpar.config import ConfigError
 from jaxpar.config.rules.limits import STEP
 from jaxpar.convert import selfcheck, torch_file
 from jaxpar.convert.hf import exporting, importing
+from jaxpar.convert.megatron import importing as megatron_import
 from jaxpar.convert.peft import exporting as peft_folder
 from jaxpar.convert.peft import importing as peft_import
 from jaxpar.runtime import exit_codes
@@ -57,6 +58,19 @@ class FromPeft:
     """Run folder to write; it must be new."""
     base: str | None = None
     """Folder of the adapters' base model. None: the one that adapter_config.json names."""
+    checking: Annotated[Checking, tyro.conf.OmitArgPrefixes] = dataclasses.field(
+        default_factory=Checking
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FromMegatron:
+    """Convert a checkpoint of Megatron-LM to a run with a checkpoint of step 0."""
+
+    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
+    """Folder of Megatron-LM's --save, or of one step, in the format torch_dist."""
+    run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """Run folder to write; it must be new."""
     checking: Annotated[Checking, tyro.conf.OmitArgPrefixes] = dataclasses.field(
         default_factory=Checking
     )
@@ -121,12 +135,13 @@ class ToTorch:
 COMMANDS: dict[str, Callable[..., Any]] = {
     "from-hf": FromHf,
     "from-peft": FromPeft,
+    "from-megatron": FromMegatron,
     "to-hf": ToHf,
     "to-peft": ToPeft,
     "to-torch": ToTorch,
 }
 
-type Options = FromHf | FromPeft | ToHf | ToPeft | ToTorch
+type Options = FromHf | FromPeft | FromMegatron | ToHf | ToPeft | ToTorch
 
 
 def read_options(argv: Sequence[str]) -> Options:
@@ -155,6 +170,8 @@ def main(argv: Sequence[str]) -> int:
                 from_hf(options)
             case FromPeft():
                 from_peft(options)
+            case FromMegatron():
+                from_megatron(options)
             case ToHf():
                 to_hf(options)
             case ToPeft():
@@ -180,6 +197,13 @@ def from_peft(options: FromPeft) -> None:
     tolerance = options.checking.tolerance if options.checking.check else None
     cfg = peft_import.from_peft(options.folder, options.run, log, options.base, tolerance)
     log(f"{options.run}: with adapters of rank {cfg.lora.rank}, the checkpoint of step 0")
+
+
+def from_megatron(options: FromMegatron) -> None:
+    """Run `from-megatron`."""
+    tolerance = options.checking.tolerance if options.checking.check else None
+    source = megatron_import.from_megatron(options.folder, options.run, log, tolerance)
+    log(f"{options.run}: {source.family.architecture}, the checkpoint of step 0")
 
 
 def to_hf(options: ToHf) -> None:

@@ -1,6 +1,6 @@
 """`to-torch`: exports a checkpoint as a plain PyTorch state_dict, which `torch_model.py` loads.
 
-torch.save writes a pickle; jaxpar reads none. torch is an optional package: it is imported only
+torch.save writes a pickle; jaxpar runs none. torch is an optional package: it is imported only
 here, and by the checks that use `transformers` and PEFT.
 """
 

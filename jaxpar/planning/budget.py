@@ -15,6 +15,9 @@ from jaxpar.planning.ranking import Layout, make_plan
 
 HOUR, DAY = 3600.0, 86_400.0
 
+#: Highest price of a GPU-hour, in any currency. The cost of any number of tokens is then finite.
+MAX_PRICE = 1e9
+
 
 def counts_of_gpus(per_host: int, most: int) -> list[int]:
     """Return typical numbers of GPUs: powers of two within a host, then multiples of hosts."""
@@ -92,6 +95,18 @@ def _largest(case, start: int, cluster: Cluster, watch: Watch) -> tuple[int, Lay
             break
         n *= 2
     return best
+
+
+def check_price(option: str, price: float | None, tokens: float | None) -> None:
+    """Raises:   ConfigError for a price that is not usable, or that has no tokens to pay for."""
+    if price is None:
+        return
+    if not 0 < price <= MAX_PRICE:
+        rule = f"must be above 0, and at most {MAX_PRICE:g}"
+        raise ConfigError(option, price, rule, f"use {option} 2.5")
+    if tokens is None:
+        rule, fix = "requires --tokens, which is not given", "add --tokens 15e12"
+        raise ConfigError(option, price, rule, fix)
 
 
 @dataclass(frozen=True)

@@ -44,10 +44,6 @@ DEFAULT_GPUS, MAX_GPUS = 8, 1 << 17
 MAX_TOKENS = 1e18
 
 
-#: Highest price of a GPU-hour, in any currency. With MAX_TOKENS, the cost is still finite.
-MAX_PRICE = 1e9
-
-
 #: Options that replace the ranking, and options that apply only to the ranking.
 QUESTIONS = ("hardware", "advice", "min_gpus", "largest", "kv_cache")
 
@@ -136,8 +132,8 @@ def read_command(argv: Sequence[str]) -> Asked:
     if options.tokens is not None and not 1 <= options.tokens <= MAX_TOKENS:
         rule = f"must be at least 1, and at most {MAX_TOKENS:g}"
         raise ConfigError("--tokens", options.tokens, rule, "use --tokens 15e12")
-    check_price("--price", options.price, options.tokens)
-    check_price("--spot-price", options.spot_price, options.tokens)
+    budget.check_price("--price", options.price, options.tokens)
+    budget.check_price("--spot-price", options.spot_price, options.tokens)
     check_questions(options)
     check_compiled(options)
     check_file(options.write)
@@ -219,18 +215,6 @@ def check_file(name: str | None) -> None:
     if not path.parent.is_dir():
         rule = f"needs the folder {path.parent}, which does not exist"
         raise ConfigError("--write", name, rule, "choose an existing folder")
-
-
-def check_price(option: str, price: float | None, tokens: float | None) -> None:
-    """Raises:   ConfigError for a price that is not usable, or that has no tokens to pay for."""
-    if price is None:
-        return
-    if not 0 < price <= MAX_PRICE:
-        rule = f"must be above 0, and at most {MAX_PRICE:g}"
-        raise ConfigError(option, price, rule, f"use {option} 2.5")
-    if tokens is None:
-        rule, fix = "requires --tokens, which is not given", "add --tokens 15e12"
-        raise ConfigError(option, price, rule, fix)
 
 
 def cluster_of(options: argparse.Namespace) -> Cluster:

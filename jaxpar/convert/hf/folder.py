@@ -2,8 +2,9 @@
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -40,10 +41,22 @@ DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 SHOWN = 3
 
 
+class Readable(Protocol):
+    """A tensor that can be read: of a file, or a part of one."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def num_bytes(self) -> int: ...
+    def open(self) -> np.ndarray: ...
+
+
 class Tensors:
     """The tensors of a folder by name. Each is opened as a memory map."""
 
-    def __init__(self, stored: dict[str, Stored]):
+    def __init__(self, stored: Mapping[str, Readable]):
         self.stored = stored
 
     def open(self, name: str) -> np.ndarray:
@@ -109,9 +122,12 @@ def _indexed(folder: Path) -> dict[str, Stored]:
     return found
 
 
-def check_tensors(tensors: Tensors, entries: Iterable[Entry], sizes: Sizes) -> None:
+def check_tensors(
+    tensors: Tensors, entries: Iterable[Entry], sizes: Sizes, by: str = "config.json"
+) -> None:
     """Check that a folder contains exactly the tensors of the entries, with their shapes.
 
+    Args:     by: what describes the model, for messages.
     Raises:   ConfigError that names the first tensors that are missing, extra or of another shape.
     """
     there = {name: s.shape for name, s in tensors.stored.items()}
@@ -128,13 +144,13 @@ def check_tensors(tensors: Tensors, entries: Iterable[Entry], sizes: Sizes) -> N
         _check_tied(tensors)
         extra = []
     if extra:
-        rule = "belongs to no parameter of the model that config.json describes"
-        fix = "use the config.json that was published with these files"
+        rule = f"belongs to no parameter of the model that {by} describes"
+        fix = f"use the {by} that was published with these files"
         raise ConfigError(_some(extra), list(there[extra[0]]), rule, fix)
     for name, shape in wanted.items():
         if there[name] != shape:
-            rule = f"must be of shape {list(shape)} according to config.json"
-            raise ConfigError(name, list(there[name]), rule, "use the config.json of these files")
+            rule = f"must be of shape {list(shape)} according to {by}"
+            raise ConfigError(name, list(there[name]), rule, f"use the {by} of these files")
 
 
 def _check_tied(tensors: Tensors) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from jaxpar.config import Config, DataConfig, ParallelConfig, RunConfig
+from jaxpar.config import Config, DataConfig, ModelConfig, ParallelConfig, RunConfig
 from jaxpar.config.rules.paths import check_run_folder
 from jaxpar.config.serialize import to_json
 from jaxpar.config.validate import check
@@ -87,14 +87,7 @@ def open_source(folder: str | Path) -> PublishedModel:
     values |= {"dtype": tensors.dtype(), "torch_dtype": tensors.dtype()}
     check_count(values, family, len(tensors.stored))
     model = model_of(values, family)
-    longest = values.get("max_position_embeddings") or MAX_SEQ_LEN
-    loop: Literal["scan", "unroll"] = "unroll" if model.global_every else "scan"
-    cfg = Config(
-        model=model,
-        data=DataConfig(seq_len=min(longest, MAX_SEQ_LEN)),
-        parallel=ParallelConfig(layer_loop=loop),
-    )
-    check(cfg)
+    cfg = config_for(model, values)
     entries, sizes = entry_table(family, model), sizes_of(model)
     check_tensors(tensors, entries, sizes)
     return PublishedModel(
@@ -106,6 +99,22 @@ def open_source(folder: str | Path) -> PublishedModel:
         sizes=sizes,
         tensors=tensors,
     )
+
+
+def config_for(model: ModelConfig, values: Values) -> Config:
+    """Return the config of a run for a model, with defaults for all other fields.
+
+    Raises:   ConfigError if the model is invalid.
+    """
+    longest = values.get("max_position_embeddings") or MAX_SEQ_LEN
+    loop: Literal["scan", "unroll"] = "unroll" if model.global_every else "scan"
+    cfg = Config(
+        model=model,
+        data=DataConfig(seq_len=min(longest, MAX_SEQ_LEN)),
+        parallel=ParallelConfig(layer_loop=loop),
+    )
+    check(cfg)
+    return cfg
 
 
 def from_hf(

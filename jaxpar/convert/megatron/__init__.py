@@ -1,0 +1,1 @@
+"""Checkpoints of Megatron-LM: read without running their pickles."""
