@@ -73,6 +73,9 @@ def simulate_devices(config: pytest.Config) -> None:
     """Give this process, and programs that tests start, CPU devices only."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XDG_CACHE_HOME"] = str(config.rootpath / ".pytest_cache" / "home")
+    # Programs that tests start read compiled modules, which the first of them writes.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    os.environ["PYTHONPYCACHEPREFIX"] = str(config.rootpath / ".pytest_cache" / "modules")
     compile_quickly()
     import jax
 
