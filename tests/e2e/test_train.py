@@ -142,7 +142,7 @@ def test_a_run_preempted_and_then_killed_ends_as_if_nothing_had_happened(config_
 
 
 MOVES = [
-    pytest.param("--parallel.tensor 2 --parallel.data 1", 40, id="tensor"),
+    pytest.param("--parallel.tensor 2 --parallel.data 1", 80, id="tensor"),
     slow(
         "--parallel.pipeline 2 --parallel.zero 1 --parallel.num-microbatches 2", 80, id="pipeline"
     ),
