@@ -40,7 +40,7 @@ def read_json(
 
     Args:     source: a path, or the text itself as bytes. what: the name of the text in errors;
               by default, the path.
-              max_digits: allow integers of more than 64 bits with up to so many digits.
+              max_digits: largest number of digits of an integer that does not fit in 64 bits.
     Raises:   UnreadableJson for invalid UTF-8 or JSON, more than max_bytes, more than max_depth
               levels, NaN, Infinity, an integer outside [-2**63, 2**64), a float outside float64,
               or half a surrogate pair; OSError if the file cannot be opened or read.

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-#: Seconds until a stage is told, and between two lines.
+#: Seconds until the first line about a stage, and between two lines.
 FIRST, EVERY = 10.0, 30.0
 
 #: Seconds between two looks at the stages.
@@ -51,7 +51,7 @@ class Stage:
 
 
 class Stages:
-    """The current stages of a program, each within the one before it. The innermost is told."""
+    """The current stages of a program, each within the one before it. Lines name the innermost."""
 
     def __init__(self, show: Callable[[str], None]):
         self._show = show

@@ -90,9 +90,11 @@ def test_a_thread_looks(monkeypatch, capfd):
     monkeypatch.setattr(stages, "LOOK_EVERY", 0.02)
     with stages.stage("sleeping") as now:
         now.at("the middle")
-        for _ in range(200):
+        said = ""
+        for _ in range(200):  # the other thread may be in the middle of its line
             time.sleep(0.02)
-            if said := capfd.readouterr().err:
+            said += capfd.readouterr().err
+            if said.endswith("\n"):
                 break
     assert said == "sleeping: 0 s so far, at the middle\n"
     assert sum(thread.name == "stages" for thread in threading.enumerate()) == 1
