@@ -7,7 +7,7 @@ which every load verifies.
 
     Checkpointer                             for the training loop: saves
     starting_step, restore_latest, restore   for a run: resumes, or explains why it cannot
-    load_config, restore_params              for all other programs: reads a model
+    read_whole, load_config, restore_params  for all other programs: reads a model
 """
 
 from jaxpar.checkpoint.integrity import Damaged
@@ -21,6 +21,7 @@ from jaxpar.checkpoint.saved import (
     folder,
     load_config,
     read_saved,
+    read_whole,
     saved_steps,
     starting_step,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "folder",
     "load_config",
     "read_saved",
+    "read_whole",
     "restore",
     "restore_latest",
     "restore_params",

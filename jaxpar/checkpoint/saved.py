@@ -5,7 +5,7 @@ Reads only names and small files, so that a program can decide before it writes 
 
 import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from jaxpar.config.json_reader import read_json_object
 from jaxpar.config.serialize import from_values, of_earlier_versions
 from jaxpar.data.skips import are_ranges
 from jaxpar.data.sources import fingerprint
+from jaxpar.runtime.processes import peers
 
 #: Fields of the model that may change when a run resumes.
 FREE_MODEL_FIELDS = {
@@ -145,6 +146,35 @@ def none_whole(run_dir: str | Path, found: dict[int, list[str]]) -> integrity.Da
     return integrity.Damaged(f"every checkpoint of {run_dir}", what)
 
 
+def read_whole[T](run_dir: str | Path, step: int | None, read: Callable[[int], T]) -> T:
+    """Call `read` with a step, or with the latest one that is intact, and return its result.
+
+    For programs that only read a run: they move nothing, and a warning names each damaged step that
+    they pass over.
+
+    Args:     step: the only step to read. None: the latest intact one. read: called with a step
+              whose files and metadata are intact, if `step` is None. It raises Damaged for damage
+              that only the arrays show, and is then called with the step before.
+    Raises:   ConfigError when there is no checkpoint; Damaged when all are damaged, or `step` is;
+              Unreadable; whatever else `read` raises.
+    """
+    if step is not None:
+        return read(step)
+    steps, found = saved_steps(run_dir), dict[int, list[str]]()
+    if not steps:
+        raise _no_checkpoint(run_dir)
+    for at in reversed(steps):
+        try:
+            if wrong := damage(run_dir, at):
+                raise integrity.Damaged(f"the checkpoint of step {at} of {run_dir}", wrong)
+            return read(at)
+        except integrity.Damaged as error:
+            found[at] = error.damage
+            if at != steps[0] and peers.rank() == 0:
+                integrity.warn(f"{error}. An earlier step is read instead; nothing was moved.")
+    raise none_whole(run_dir, found)
+
+
 def check_resumable(cfg: Config, saved: Saved) -> None:
     """Refuse another model, optimizer or order of the data. The mesh and all else may change.
 
@@ -185,8 +215,7 @@ def read_saved(run_dir: str | Path, step: int | None = None) -> Saved:
     """
     steps = saved_steps(run_dir)
     if not steps:
-        fix = "use the folder of a run that has saved one"
-        raise ConfigError("run.dir", str(run_dir), "contains no finished checkpoint", fix)
+        raise _no_checkpoint(run_dir)
     step = steps[-1] if step is None else step
     if step not in steps:
         held = ", ".join(map(str, steps))
@@ -206,6 +235,11 @@ def read_saved(run_dir: str | Path, step: int | None = None) -> Saved:
     if not _well_formed(found):
         raise integrity.Damaged(where, ["its metadata has values of the wrong type"])
     return dataclasses.replace(found, config=of_earlier_versions(found.config))
+
+
+def _no_checkpoint(run_dir: str | Path) -> ConfigError:
+    fix = "use the folder of a run that has saved one"
+    return ConfigError("run.dir", str(run_dir), "contains no finished checkpoint", fix)
 
 
 #: Sections that the config of every version has.

@@ -1,6 +1,7 @@
 """Convert models: python -m jaxpar.convert from-hf, from-... DIR RUN; to-hf, to-... RUN OUT."""
 
 import dataclasses
+import functools
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from typing import Annotated, Any, Literal
 import jax
 import tyro
 
+from jaxpar.checkpoint import read_whole
 from jaxpar.config import ConfigError
 from jaxpar.config.rules.limits import STEP
 from jaxpar.convert import selfcheck, torch_file
@@ -85,7 +87,7 @@ class ToHf:
     folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """Folder to write; it must be new."""
     step: Annotated[int | None, STEP] = None
-    """Checkpoint to read. None: the latest."""
+    """Checkpoint to read. None: the latest intact one."""
     dtype: Dtype | None = None
     """Dtype of the weights. None: that of the imported model, or the run's compute dtype."""
     family: str | None = None
@@ -108,7 +110,7 @@ class ToPeft:
     base: str | None = None
     """Name or folder of the base model. None: the published folder in run.init_from."""
     step: Annotated[int | None, STEP] = None
-    """Checkpoint to read. None: the latest."""
+    """Checkpoint to read. None: the latest intact one."""
     dtype: Dtype = "float32"
     """Dtype of the adapters."""
     family: str | None = None
@@ -127,7 +129,7 @@ class ToTorch:
     file: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE.pt")]
     """File to write, along with a .json file of the model's fields; both must be new."""
     step: Annotated[int | None, STEP] = None
-    """Checkpoint to read. None: the latest."""
+    """Checkpoint to read. None: the latest intact one."""
     dtype: Dtype | None = None
     """Dtype of the weights. None: that of the imported model, or the run's compute dtype."""
 
@@ -173,11 +175,11 @@ def main(argv: Sequence[str]) -> int:
             case FromMegatron():
                 from_megatron(options)
             case ToHf():
-                to_hf(options)
+                read_whole(options.run, options.step, functools.partial(to_hf, options))
             case ToPeft():
-                to_peft(options)
+                read_whole(options.run, options.step, functools.partial(to_peft, options))
             case ToTorch():
-                to_torch(options)
+                read_whole(options.run, options.step, functools.partial(to_torch, options))
     except selfcheck.CheckFailed as error:
         print(f"self-check failed: {error}", file=sys.stderr)
         return exit_codes.EXIT_ERROR
@@ -206,9 +208,9 @@ def from_megatron(options: FromMegatron) -> None:
     log(f"{options.run}: {source.family.architecture}, the checkpoint of step 0")
 
 
-def to_hf(options: ToHf) -> None:
-    """Run `to-hf`."""
-    export = exporting.open_export(options.run, options.step, options.dtype, options.family)
+def to_hf(options: ToHf, step: int) -> None:
+    """Run `to-hf` on a checkpoint."""
+    export = exporting.open_export(options.run, step, options.dtype, options.family)
     checking = options.checking
     tolerance = checking.tolerance if checking.check else None
     shard_bytes = int(options.shard_gb * 1e9)
@@ -216,19 +218,19 @@ def to_hf(options: ToHf) -> None:
     log(f"{options.folder}: {export.family.architecture} in {export.dtype}, of step {export.step}")
 
 
-def to_peft(options: ToPeft) -> None:
-    """Run `to-peft`."""
-    export = exporting.open_export(options.run, options.step, options.dtype, options.family)
+def to_peft(options: ToPeft, step: int) -> None:
+    """Run `to-peft` on a checkpoint."""
+    export = exporting.open_export(options.run, step, options.dtype, options.family)
     base, checking = options.base or peft_folder.base_of(export.config), options.checking
     tolerance = checking.tolerance if checking.check else None
     peft_folder.to_peft(export, Path(options.folder), log, base, tolerance)
     log(f"{options.folder}: adapters of rank {export.config.lora.rank}, of step {export.step}")
 
 
-def to_torch(options: ToTorch) -> None:
-    """Run `to-torch`."""
+def to_torch(options: ToTorch, step: int) -> None:
+    """Run `to-torch` on a checkpoint."""
     torch_file.require_torch()
-    export = exporting.open_export(options.run, options.step, options.dtype, torch_file.PLAIN)
+    export = exporting.open_export(options.run, step, options.dtype, torch_file.PLAIN)
     torch_file.to_torch(export, Path(options.file), log)
     log(f"{options.file}: {export.dtype}, of step {export.step}")
 

@@ -28,7 +28,7 @@ class EvaluateOptions:
     include_path: str | None = None
     """Folder with your own tasks, as YAML files."""
     step: Annotated[int | None, STEP] = None
-    """Checkpoint to read. None: the latest."""
+    """Checkpoint to read. None: the latest intact one."""
     tensor: Annotated[int, DEVICES] = 1
     """Tensor-parallel devices."""
     batch_size: Annotated[int, Range(1, 1 << 16, 8)] = 8

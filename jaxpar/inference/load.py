@@ -38,6 +38,8 @@ class LoadedModel:
     tokenizer: Tokenizer
     begin: tuple[int, ...]
     """Ids to put before a text: the tokenizer's beginning of text, if the model expects it."""
+    step: int | None
+    """The step of the run's checkpoint; None for a published model."""
 
     def encode(self, text: str, *, begin: bool = True) -> list[int]:
         """Encode a prompt; without `begin`, a text that continues another."""
@@ -45,34 +47,50 @@ class LoadedModel:
 
 
 def load(folder: str, step: int | None, tensor: int, log: Callable[[str], None]) -> LoadedModel:
-    """Load the model of a run (its latest checkpoint, or `step`) or of a published folder.
+    """Load the model of a run (its latest intact checkpoint, or `step`) or of a published folder.
 
     Starts JAX. Each device reads only its own shards. Adapters are merged into the weights.
 
     Args:     tensor: number of tensor-parallel devices. log: called with what is read.
-    Raises:   ConfigError when the folder contains no model, or there are too few devices.
+    Raises:   ConfigError when the folder contains no model, or there are too few devices; Damaged
+              when no checkpoint is intact, or `step` is damaged.
     """
     _start(tensor, log)
-    source = None if _is_run(folder) else _published(folder, step)
-    cfg = source.config if source else checkpoint.load_config(folder, step)
-    cfg = config_for_sampling(cfg, tensor)
-    devices = jax.devices()
+    if _is_run(folder):
+        return checkpoint.read_whole(folder, step, lambda at: _of_run(folder, at, tensor))
+    source = _published(folder, step)
+    cfg, mesh = _placed(source.config, tensor, folder)
+    tokenizer = tokenizer_in(Path(folder), folder)
+    with stage(f"reading the weights in {folder}"):
+        params = load_params(source, cfg, mesh, log)
+        weights = weights_for_sampling(params, cfg, mesh)
+    return LoadedModel(cfg, mesh, weights, tokenizer, tokenizer.begin, None)
+
+
+def _of_run(folder: str, step: int, tensor: int) -> LoadedModel:
+    """Load a checkpoint of a run; arguments and errors as `load`."""
+    cfg, mesh = _placed(checkpoint.load_config(folder, step), tensor, folder)
+    tokenizer = tokenizer_of_run(folder, cfg)
+    begin = begin_of_prompts(folder, cfg, tokenizer)
+    with stage(f"reading the weights in {folder}"):
+        params = checkpoint.restore_params(folder, cfg, mesh, step)
+        params, cfg = adapters.merge(params, cfg, mesh), adapters.base_config(cfg)
+        weights = weights_for_sampling(params, cfg, mesh)
+    return LoadedModel(cfg, mesh, weights, tokenizer, begin, step)
+
+
+def _placed(cfg: Config, tensor: int, folder: str) -> tuple[Config, Mesh]:
+    """Return the config for sampling on `tensor` devices, and their mesh.
+
+    Raises:   ConfigError when there are too few devices, or the weights do not fit them.
+    """
+    cfg, devices = config_for_sampling(cfg, tensor), jax.devices()
     if len(devices) < tensor:
         rule = f"needs {tensor} devices, but there are {len(devices)}"
         raise ConfigError("--tensor", tensor, rule, f"use --tensor {len(devices)}")
     cfg = resolve(cfg, tensor)
     check_weights(cfg, folder)
-    mesh = make_mesh(cfg.parallel, devices[:tensor])
-    tokenizer = tokenizer_in(Path(folder), folder) if source else tokenizer_of_run(folder, cfg)
-    begin = tokenizer.begin if source else begin_of_prompts(folder, cfg, tokenizer)
-    with stage(f"reading the weights in {folder}"):
-        if source:
-            params = load_params(source, cfg, mesh, log)
-        else:
-            params = checkpoint.restore_params(folder, cfg, mesh, step)
-            params, cfg = adapters.merge(params, cfg, mesh), adapters.base_config(cfg)
-        weights = weights_for_sampling(params, cfg, mesh)
-    return LoadedModel(cfg, mesh, weights, tokenizer, begin)
+    return cfg, make_mesh(cfg.parallel, devices[:tensor])
 
 
 def _start(tensor: int, log: Callable[[str], None]) -> None:

@@ -41,7 +41,7 @@ class SampleOptions:
     stop: tuple[str, ...] = ()
     """Tokens that end a text, in addition to the tokenizer's end of text."""
     step: Annotated[int | None, STEP] = None
-    """Checkpoint to read. None: the latest."""
+    """Checkpoint to read. None: the latest intact one."""
     tensor: Annotated[int, DEVICES] = 1
     """Tensor-parallel devices."""
     save: bool = False
@@ -118,11 +118,11 @@ def sample(options: SampleOptions) -> None:
             write(f"--- {text}{tokenizer.decode(ids)}\n")
     log(f"[{count} tokens in {seconds:.2f} s, {count / seconds:,.1f} tokens/s]")
     if options.save and peers.rank() == 0:
-        _save(options, [tokenizer.decode(ids) for ids in rows])
+        assert model.step is not None  # `check` requires a run
+        _save(options, model.step, [tokenizer.decode(ids) for ids in rows])
 
 
-def _save(options: SampleOptions, texts: list[str]) -> None:
-    step = checkpoint.saved_steps(options.run)[-1] if options.step is None else options.step
+def _save(options: SampleOptions, step: int, texts: list[str]) -> None:
     for prompt, text in zip(options.prompt, texts, strict=True):
         write_sample(Path(options.run), step, prompt, text, **dataclasses.asdict(options.sampling))
 

@@ -23,7 +23,7 @@ class Origin:
 
     folder: Path
     step: int | None
-    """The step of a run's latest checkpoint; None for a published model."""
+    """The step of a run's latest intact checkpoint; None for a published model."""
     source: PublishedModel | None
     """The published model; None for a run."""
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
@@ -41,11 +41,11 @@ def find(cfg: Config) -> Origin | None:
     if not cfg.run.init_from:
         return None
     folder = Path(cfg.run.init_from)
-    steps = checkpoint.saved_steps(folder) if folder.is_dir() else []
-    if steps:
-        there = checkpoint.load_config(folder, steps[-1])
+    if folder.is_dir() and checkpoint.saved_steps(folder):
+        load = lambda step: (step, checkpoint.load_config(folder, step))  # noqa: E731
+        step, there = checkpoint.read_whole(folder, None, load)
         _require_same_model(cfg, there)
-        return Origin(folder, steps[-1], None, there.lora)
+        return Origin(folder, step, None, there.lora)
     if not (folder / CONFIG_FILE).is_file():
         rule = "is neither a run with a checkpoint nor a folder with a config.json and .safetensors"
         fix = "use such a folder, or leave run.init_from empty"

@@ -10,9 +10,10 @@ import tokenizers
 from safetensors.numpy import load_file
 
 from jaxpar import config
-from jaxpar.checkpoint import Checkpointer
+from jaxpar.checkpoint import Checkpointer, Damaged, folder
 from jaxpar.config import Config, ConfigError, ModelConfig
 from jaxpar.config.validate import resolve
+from jaxpar.convert import __main__ as convert
 from jaxpar.convert.hf import exporting, importing
 from jaxpar.convert.hf.config import choose_family
 from jaxpar.convert.hf.tokenizer import bytes_as_json, tokenizer_in, tokenizer_of_run
@@ -96,6 +97,26 @@ def test_any_step_in_the_runs_compute_dtype(devices, tmp_path):
         np.testing.assert_array_equal(found, wanted["embed"].astype(found.dtype))
         assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
     assert exporting.open_export(cfg.run.dir).step == 5
+
+
+@pytest.mark.parametrize("command", ["to-hf", "to-torch"])
+def test_a_damaged_latest_step_is_passed_over(command, devices, tmp_path, capsys):
+    """The one before is exported. Asked for by its number, a damaged step is refused."""
+    if command == "to-torch":
+        pytest.importorskip("torch")
+    cfg, _ = save_run(tmp_path, devices, steps=(3, 5))
+    file = max((folder(cfg.run.dir) / "5").rglob("*"), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    words = [command, cfg.run.dir, str(tmp_path / "out.pt")]
+    assert convert.main([*words, *(["--no-check"] if command == "to-hf" else [])]) == 0
+    told = capsys.readouterr()
+    assert ", of step 3" in told.out
+    assert told.err.count("step 5 of ") == told.err.count("An earlier step is read instead") == 1
+    with pytest.raises(Damaged, match="step 5 of "):
+        convert.main([command, cfg.run.dir, str(tmp_path / "other.pt"), "--step", "5"])
+    assert not (tmp_path / "other.pt").exists()
 
 
 def test_the_folder_is_complete(devices, tmp_path):
