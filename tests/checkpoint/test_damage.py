@@ -212,43 +212,6 @@ def test_without_a_whole_one_the_damage_is_named_and_nothing_is_moved(setup):
     assert checkpoint.saved_steps(cfg.run.dir) == [2, 4]
 
 
-def test_readers_refuse_a_damaged_step_and_leave_it(setup, devices):
-    cfg, mesh = setup()
-    save(cfg, mesh, 2, 4)
-    damage_array(cfg, 4)
-    with pytest.raises(Damaged, match=r"step 4 of .* is damaged"):
-        checkpoint.restore_params(cfg.run.dir, cfg, mesh)
-    checkpoint.restore_params(cfg.run.dir, cfg, mesh, 2)
-    assert checkpoint.saved_steps(cfg.run.dir) == [2, 4]
-
-
-def test_readers_use_the_latest_intact_step_and_say_so(setup, capfd):
-    """Whether the metadata, the list of files or only the fingerprints show the damage."""
-    cfg, mesh = setup()
-    run = cfg.run.dir
-
-    def read(step: int) -> int:
-        checkpoint.restore(cfg, mesh, step)
-        return step
-
-    save(cfg, mesh, 2, 4, 6)
-    assert checkpoint.read_whole(run, None, read) == 6
-    assert capfd.readouterr().err == ""
-    (step_folder(cfg, 6) / integrity.FILES).unlink()
-    damage_array(cfg, 6)  # only the fingerprints show it
-    (step_folder(cfg, 4) / METADATA).write_text("[")
-    assert checkpoint.read_whole(run, None, read) == 2
-    for step, line in zip((6, 4), capfd.readouterr().err.splitlines(), strict=True):
-        assert f"step {step} of {run} is damaged: " in line
-        assert line.endswith("An earlier step is read instead; nothing was moved.")
-    with pytest.raises(Damaged, match="step 4"):
-        checkpoint.read_whole(run, 4, read)
-    damage_array(cfg, 2)
-    with pytest.raises(Damaged, match=r"every checkpoint of .* step 2: .*; step 6: "):
-        checkpoint.read_whole(run, None, read)
-    assert checkpoint.saved_steps(run) == [2, 4, 6]
-
-
 # ------------------------------------------------------------- what is no damage
 
 
