@@ -107,6 +107,12 @@ class Loader:
         """
         return self._place(self.host_rows(step, self._rows))
 
+    @property
+    def abstract_batch(self) -> Batch:
+        """What `batch` returns, without values: shapes, dtypes and shardings."""
+        array = jax.ShapeDtypeStruct(self._shape, np.int32, sharding=self._sharding)
+        return Batch(array, array, array, array)
+
     def _place(self, host: Batch) -> Batch:
         return jax.tree.map(self._to_devices, host)
 

@@ -38,7 +38,7 @@ class MetricsWriter:
         cfg: Config,
         run_dir: Path,
         first_step: int,
-        schedule: Any,
+        schedule: Callable[[int], float],
         epochs: Callable[[int], dict[str, float]] | None = None,
         look: Callable[[int, dict[str, float]], None] = lambda step, values: None,
         forecast: Forecast | None = None,
@@ -115,7 +115,7 @@ class MetricsWriter:
         updates = step - int(values.get("skipped", 0)) + left_out
         record: dict[str, Any] = {
             "step": step + 1,
-            "learning_rate": float(self.schedule(updates)),
+            "learning_rate": self.schedule(updates),
             **_for_record(values, self.cfg),
         }
         record["tokens_seen"] = (step + 1) * self._tokens_per_step()

@@ -1,5 +1,9 @@
 """Learning-rate schedules."""
 
+import contextlib
+from collections.abc import Callable
+
+import jax
 import optax
 
 from jaxpar.config import OptimizerConfig
@@ -56,3 +60,22 @@ def learning_rate(cfg: OptimizerConfig, num_steps: int) -> optax.Schedule:
     # (After its end a linear schedule stays at the peak, so a warmup of one step is at the peak.)
     rising = optax.linear_schedule(peak / first_steps, peak, max(first_steps - 1, 1))
     return optax.join_schedules([rising, shapes[cfg.schedule]], [first_steps])
+
+
+def on_host(schedule: optax.Schedule) -> Callable[[int], float]:
+    """Return a schedule that is computed on the host's CPU.
+
+    On a GPU, each value would wait for the steps that are already dispatched. What the schedule
+    needs is compiled now. If JAX may not use the CPU (JAX_PLATFORMS=cuda), values are computed on
+    the default device.
+    """
+    cpu = None
+    with contextlib.suppress(RuntimeError):
+        cpu = jax.local_devices(backend="cpu")[0]
+
+    def value(step: int) -> float:
+        with jax.default_device(cpu):
+            return float(schedule(step))
+
+    value(0)
+    return value

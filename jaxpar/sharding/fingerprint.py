@@ -127,6 +127,16 @@ def fingerprints(tree: Any) -> dict[str, str]:
     return {name: text(found[name]) for name in named_leaves(tree)}
 
 
+def compile_fingerprints(tree: Any) -> None:
+    """Compile what `fingerprints` runs for such a tree, and run nothing.
+
+    Args:     tree: as for `fingerprints`, or abstract arrays with shardings.
+    """
+    for group in _groups(named_leaves(tree)):
+        program = _program(tuple(x.sharding for x in group.values()))
+        program.lower(tuple(group.values())).compile()  # JAX keeps it for calls
+
+
 def _groups(leaves: dict[str, Any]) -> list[dict[str, Any]]:
     """Group arrays into programs: all arrays in device memory in one, and one for each array in
     host memory, since the program copies the full shard to the device."""

@@ -7,7 +7,6 @@ else detects.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,31 +41,45 @@ class Drift:
         return f"{self.name}: {named} differ{'s' if len(self.devices) == 1 else ''} from the others"
 
 
-def make_replica_check(cfg: Config, mesh: Mesh) -> Callable[[TrainState], list[Drift]]:
-    """Return a function that finds copies that differ in the running state.
+class ReplicaCheck:
+    """Finds copies that differ in the running state.
 
-    Every process must call the function. With `optimizer.offload`, it does not check the moments,
-    which would have to be copied to the device.
+    Every process must call it. With `optimizer.offload`, it does not check the moments, which would
+    have to be copied to the device.
 
     Communication: one all-reduce of 8 bytes for each device and array.
     """
-    specs = _looked_at(state_specs(cfg), cfg)
-    names = list(named_leaves(specs))
-    flat = jax.tree.leaves(specs, is_leaf=lambda node: isinstance(node, PartitionSpec))
 
-    def table(tree: Any) -> jax.Array:
-        own = [varying(local_sums(x, s)) for x, s in zip(jax.tree.leaves(tree), flat, strict=True)]
-        place = jnp.arange(mesh.size) == lax.axis_index(AXES)
-        return lax.psum(jnp.where(place[:, None, None], jnp.stack(own), 0), AXES)
+    def __init__(self, cfg: Config, mesh: Mesh):
+        specs = _looked_at(state_specs(cfg), cfg)
+        flat = jax.tree.leaves(specs, is_leaf=lambda node: isinstance(node, PartitionSpec))
 
-    program = jax.jit(jax.shard_map(table, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec()))
+        def table(tree: Any) -> jax.Array:
+            leaves = zip(jax.tree.leaves(tree), flat, strict=True)
+            own = [varying(local_sums(x, s)) for x, s in leaves]
+            place = jnp.arange(mesh.size) == lax.axis_index(AXES)
+            return lax.psum(jnp.where(place[:, None, None], jnp.stack(own), 0), AXES)
 
-    def check(state: TrainState) -> list[Drift]:
-        sums = np.asarray(jax.device_get(program(_looked_at(state, cfg))))
-        found = (_drifts(mesh, names[i], flat[i], sums[:, i]) for i in range(len(names)))
+        self._cfg, self._mesh = cfg, mesh
+        self._specs = dict(zip(named_leaves(specs), flat, strict=True))
+        mapped = jax.shard_map(table, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec())
+        self._program = jax.jit(mapped)
+
+    def compile(self, state: TrainState) -> None:
+        """Compile the program for calls with such a state.
+
+        Args:     state: arrays, or abstract arrays with shardings.
+        """
+        self._program.lower(_looked_at(state, self._cfg)).compile()  # JAX keeps it
+
+    def __call__(self, state: TrainState) -> list[Drift]:
+        """Return the copies of the running state that differ from the others."""
+        sums = np.asarray(jax.device_get(self._program(_looked_at(state, self._cfg))))
+        found = (
+            _drifts(self._mesh, name, spec, sums[:, i])
+            for i, (name, spec) in enumerate(self._specs.items())
+        )
         return [drift for drifts in found for drift in drifts]
-
-    return check
 
 
 def _looked_at(state: TrainState, cfg: Config) -> Any:

@@ -191,6 +191,18 @@ def snapshot(state: TrainState, cfg: Config) -> TrainState:
     return jax.tree.map(own, to_logical(state, cfg), state)
 
 
+def compile_snapshot(state: TrainState) -> None:
+    """Compile the copies of `snapshot`.
+
+    Those that reorder layers were compiled when the initial or restored state was made.
+
+    Args:     state: arrays, or abstract arrays with shardings.
+    """
+    for x in jax.tree.leaves(state):
+        if x.sharding.memory_kind == "pinned_host":
+            _convert(x.sharding, jnp.dtype(x.dtype)).lower(x).compile()  # JAX keeps it for calls
+
+
 def in_configured_dtypes(state: TrainState, cfg: Config) -> TrainState:
     """Convert the moments to the dtypes of the config, keeping their shardings."""
 

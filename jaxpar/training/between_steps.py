@@ -15,10 +15,10 @@ from jaxpar.runtime.stages import Stage
 from jaxpar.runtime.watchdog import Watchdog
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.mesh import describe
-from jaxpar.step.replica_check import make_replica_check, require_equal
+from jaxpar.step.replica_check import require_equal
 from jaxpar.step.state import TrainState
 from jaxpar.step.train_step import StepMetrics
-from jaxpar.training.evaluation import Evaluation
+from jaxpar.training.programs import Programs
 from jaxpar.training.run import Run
 
 #: What the loop does in a phase, with the number of the step.
@@ -59,21 +59,17 @@ class BetweenSteps:
     pauses (`MetricsWriter.pause`).
     """
 
-    def __init__(self, run: Run, program: Any, stop: signals.StopRequest, phases: Phases):
-        """Args:     program: the compiled train step, for profiles."""
-        self.run, self.stop, self.phases = run, stop, phases
+    def __init__(self, run: Run, programs: Programs, stop: signals.StopRequest, phases: Phases):
+        self.run, self.programs, self.stop, self.phases = run, programs, stop, phases
         self.last = run.cfg.train.num_steps
         self.first = run.first_step or 0
-        self.program = program
 
     def __enter__(self) -> "BetweenSteps":
         run, cfg = self.run, self.run.cfg
-        self.evaluation = Evaluation(cfg, run.mesh, run.held_out, run.max_segments)
-        self.replicas = make_replica_check(cfg, run.mesh)
         self.batches = run.loader.prefetched(self.first)
-        event = self.phases.spent.event
+        event, step = self.phases.spent.event, self.programs.train_step.program
         saver = checkpoint.Checkpointer(cfg, log, run.loader.skipped, event, run.asked)
-        profiler = RunProfiler(cfg, run.dir, self.program, describe(run.mesh), log)
+        profiler = RunProfiler(cfg, run.dir, step, describe(run.mesh), log)
         with contextlib.ExitStack() as stack:
             self.saver = stack.enter_context(saver)
             self.metrics = stack.enter_context(run.metrics())
@@ -110,14 +106,14 @@ class BetweenSteps:
         """If due, check that replicas hold the same weights, bit for bit."""
         if self._due(done, self.run.cfg.guard.replica_check_every):
             self.metrics.pause()
-            require_equal(done, self.replicas(state))
+            require_equal(done, self.programs.replicas(state))
 
     def evaluate(self, done: int, state: TrainState) -> None:
         """If due, compute the held-out loss."""
         if self._due(done, self.run.cfg.evaluation.every):
             self.phases.enter("evaluation", done, slow=True)
             self.metrics.pause()
-            self.metrics.evaluation(done, *self.evaluation(state.params))
+            self.metrics.evaluation(done, *self.programs.evaluation(state.params))
             self.phases.enter("step", done)
 
     def save(self, done: int, state: TrainState) -> bool:

@@ -40,6 +40,16 @@ class Evaluation:
         if loader is not None:
             self.step = compiled.FirstRunAlone(make_eval_step(cfg, mesh, max_segments))
 
+    def lower(self, params: Any) -> Any:
+        """Lower the evaluation step for parameters like these; `.compile()` compiles it for calls.
+
+        Args:     params: arrays, or abstract arrays with shardings.
+        Returns:  a `jax.stages.Lowered`; None without evaluation.
+        """
+        if self.loader is None:
+            return None
+        return self.step.program.lower(params, self.loader.abstract_batch)
+
     def __call__(self, params: Any) -> tuple[float, float | None]:
         """Returns:  nats per labeled token, and bits per byte if the text's length is known."""
         loader = self.loader

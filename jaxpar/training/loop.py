@@ -1,6 +1,7 @@
 """The training loop."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from jaxpar.step.compiled import FirstRunAlone, check_host_memory, memory_of
 from jaxpar.step.state import TrainState
 from jaxpar.step.train_step import make_train_step
 from jaxpar.training.between_steps import BetweenSteps, Phases
+from jaxpar.training.programs import Programs, compile_programs
 from jaxpar.training.rewind import rewind
 from jaxpar.training.run import Run
 
@@ -34,12 +36,12 @@ def train(run: Run, watch: Watchdog) -> int:
     ):
         phases = Phases(watch, spent, now)
         state = run.start()
-        train_step = compiled(run, state)
-        watch.report = lambda: collective_order(train_step.program.as_text())
+        programs = compile_programs(run, state, compiled)
+        watch.report = lambda: collective_order(programs.train_step.program.as_text())
         spent.started(run.first_step or 0, run.startup.seconds)
         while True:
             try:
-                code = steps(run, state, train_step, stop, phases)
+                code = steps(run, state, programs, stop, phases)
                 break
             except exit_codes.Spike as spike:
                 found = spike.with_traceback(None)  # its frames hold the state
@@ -54,17 +56,17 @@ def train(run: Run, watch: Watchdog) -> int:
 
 
 def steps(
-    run: Run, state: TrainState, train_step: Any, stop: signals.StopRequest, phases: Phases
+    run: Run, state: TrainState, programs: Programs, stop: signals.StopRequest, phases: Phases
 ) -> int:
     """Run all steps, from the run's first to its last. Returns the exit code.
 
     Raises:   Spike when the run must go back to a checkpoint.
     """
-    with BetweenSteps(run, train_step.program, stop, phases) as between:
+    with BetweenSteps(run, programs, stop, phases) as between:
         between.saver.prepare(state)
         for step in range(between.first, between.last):
             batch = between.batch_for(step, state)
-            state, metrics = train_step(state, batch)
+            state, metrics = programs.train_step(state, batch)
             between.report(step, metrics)
             between.check_replicas(step + 1, state)
             between.evaluate(step + 1, state)
@@ -84,14 +86,20 @@ def stopped_without_saving(run: Run, stop: signals.StopRequest, spike: exit_code
     return exit_codes.EXIT_PREEMPTED
 
 
-def compiled(run: Run, state: TrainState) -> FirstRunAlone:
-    """Compile the train step for this run's shapes before its first use, and log the time."""
+def compiled(
+    run: Run, state: TrainState, meanwhile: Callable[[], object] = lambda: None
+) -> FirstRunAlone:
+    """Compile the train step for this run's shapes before its first use, and log the time.
+
+    Args:     meanwhile: called when XLA starts to compile; should return at once.
+    """
     began = time.perf_counter()
     step: Any = make_train_step(run.cfg, run.mesh, run.max_segments, run.execution)
     with stage("compiling the train step") as now:
         lowered = step.lower(state, run.loader.batch(0))
         peers.check_same("program", lambda: lowered.as_text(), run.cfg.cluster.slow_seconds)
         now.at("XLA")
+        meanwhile()
         program = lowered.compile()
     # The first collective: from here on, no process is still compiling.
     check_host_memory(program, run.cfg, peers.any_process)

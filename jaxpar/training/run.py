@@ -20,7 +20,7 @@ from jaxpar.kernels.attention.dispatch.capability import xla_is_deterministic
 from jaxpar.monitoring.metrics import MetricsWriter
 from jaxpar.monitoring.sinks import open_sinks, require_packages
 from jaxpar.monitoring.startup import StartUp
-from jaxpar.optimizer.schedules import learning_rate
+from jaxpar.optimizer.schedules import learning_rate, on_host
 from jaxpar.parallel.context import token_order
 from jaxpar.planning.fit import check_fits
 from jaxpar.planning.forecast import forecast_here
@@ -159,7 +159,7 @@ class Run:
         cfg, first = self.cfg, self.first_step or 0
         batch_of, mesh = self.loader.skipped.batch_of, describe(self.mesh)
         look = StepGuard(cfg, self.dir, first, batch_of, log, mesh).look
-        schedule = learning_rate(cfg.optimizer, cfg.train.num_steps)
+        schedule = on_host(learning_rate(cfg.optimizer, cfg.train.num_steps))
         epochs, forecast = self.loader.epochs, forecast_here(cfg)
         sinks = open_sinks(cfg, self.dir, first, log)
         return MetricsWriter(cfg, self.dir, first, schedule, epochs, look, forecast, sinks)

@@ -29,7 +29,7 @@ from pathlib import Path
 from jaxpar import checkpoint
 from jaxpar.config import serialize
 from jaxpar.sharding.mesh import make_mesh
-from jaxpar.step.replica_check import make_replica_check
+from jaxpar.step.replica_check import ReplicaCheck
 from tests.checkpoint.test_checkpoint import random_state
 from tests.checkpoint.test_damage import damage_array
 cfg = serialize.from_json(Path(sys.argv[3]).read_text())
@@ -38,7 +38,7 @@ with checkpoint.Checkpointer(cfg) as saver:
     for step in (2, 4):
         now = random_state(cfg, mesh, step)
         assert saver.save(now, step, tokens_seen=0)
-assert make_replica_check(cfg, mesh)(now) == []
+assert ReplicaCheck(cfg, mesh)(now) == []
 jax.experimental.multihost_utils.sync_global_devices("saved")
 if number == 0:
     damage_array(cfg, 4)

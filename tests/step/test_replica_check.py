@@ -11,7 +11,7 @@ from jaxpar.config.validate import resolve
 from jaxpar.runtime import exit_codes
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step import state
-from jaxpar.step.replica_check import make_replica_check, require_equal
+from jaxpar.step.replica_check import ReplicaCheck, require_equal
 from tests.slow import slow_but
 from tests.tiny import STATE
 
@@ -48,7 +48,7 @@ def test_a_device_that_has_drifted_is_named(devices, mesh_name):
     cfg = resolve(cfg, n)
     mesh = make_mesh(cfg.parallel, devices[:n])
     now = state.init_state(cfg, mesh)
-    check = make_replica_check(cfg, mesh)
+    check = ReplicaCheck(cfg, mesh)
     assert check(now) == []
     require_equal(7, check(now))
     for device, bit in ((mesh.devices.flat[n - 1], 0), (mesh.devices.flat[1], 31)):
@@ -74,7 +74,7 @@ def test_shards_are_compared_with_their_own_copies(devices):
     layers = now.opt_state[0].nu["layers"] | {"wq": flipped(moment, devices[3], 5)}
     nu = now.opt_state[0].nu | {"layers": layers}
     opt_state = (now.opt_state[0]._replace(nu=nu), *now.opt_state[1:])
-    (drift,) = make_replica_check(cfg, mesh)(dataclasses.replace(now, opt_state=opt_state))
+    (drift,) = ReplicaCheck(cfg, mesh)(dataclasses.replace(now, opt_state=opt_state))
     assert drift.name == "opt_state/0/nu/layers/wq"
     assert drift.devices == (devices[1], devices[3])  # data = 1 on both replicas
     assert "with no majority" in str(drift)
@@ -86,4 +86,4 @@ def test_with_offloading_the_parameters_are_compared(devices):
     cfg = resolve(cfg, 4)
     mesh = make_mesh(cfg.parallel, devices[:4])
     now = state.init_state(cfg, mesh)
-    assert make_replica_check(cfg, mesh)(now) == []
+    assert ReplicaCheck(cfg, mesh)(now) == []

@@ -39,6 +39,7 @@ starting
 testing the attention kernels
 making the weights
 compiling the train step
+compiling the programs of evaluations and saves
 waiting for the batch of step 1
 step 1"""
     assert "\n".join(entered).startswith(beginning)

@@ -1,0 +1,67 @@
+"""The programs of the training loop, all compiled before its first step."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import jax
+
+from jaxpar.runtime.processes import peers
+from jaxpar.runtime.stages import stage
+from jaxpar.sharding.fingerprint import compile_fingerprints
+from jaxpar.step.compiled import FirstRunAlone
+from jaxpar.step.replica_check import ReplicaCheck
+from jaxpar.step.state import TrainState, compile_snapshot
+from jaxpar.training.evaluation import Evaluation
+from jaxpar.training.run import Run
+
+
+@dataclass(frozen=True)
+class Programs:
+    """What the loop runs on the devices."""
+
+    train_step: FirstRunAlone
+    evaluation: Evaluation
+    replicas: ReplicaCheck
+
+
+def compile_programs(
+    run: Run,
+    state: TrainState,
+    compile_step: Callable[[Run, TrainState, Callable[[], object]], FirstRunAlone],
+) -> Programs:
+    """Compile the train step, and whatever evaluations, checks and saves run.
+
+    Programs that only hash and copy are compiled on a thread, while XLA compiles the train step.
+    The evaluation follows: XLA times matmul kernels on the devices, so two compilations at a time
+    would disturb each other's measurements. It also reuses what was measured for the train step.
+
+    Args:     compile_step: compiles the train step. Calls its last argument when XLA starts:
+              earlier, tracing on the thread would slow down that of the train step, since Python
+              runs one thread at a time.
+    """
+    cfg, like = run.cfg, jax.tree.map(_abstract, state)
+    evaluation = Evaluation(cfg, run.mesh, run.held_out, run.max_segments)
+    replicas = ReplicaCheck(cfg, run.mesh)
+
+    def beside() -> jax.stages.Lowered | None:
+        compile_fingerprints(vars(like))
+        compile_snapshot(like)
+        if cfg.guard.replica_check_every:
+            replicas.compile(like)
+        return evaluation.lower(like.params)
+
+    with ThreadPoolExecutor(1, thread_name_prefix="compile") as thread:
+        waiting = []
+        train_step = compile_step(run, state, lambda: waiting.append(thread.submit(beside)))
+        with stage("compiling the programs of evaluations and saves"):
+            lowered = waiting[0].result()
+            if lowered is not None:
+                lowered.compile()  # JAX keeps it for calls
+    peers.any_process(False)  # a collective would fail while another process still compiles
+    run.startup.ended("compilation")
+    return Programs(train_step, evaluation, replicas)
+
+
+def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)

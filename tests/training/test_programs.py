@@ -1,0 +1,55 @@
+"""What the loop needs later is ready before its first step."""
+
+import jax
+import pytest
+
+from jaxpar.runtime import exit_codes
+from jaxpar.training.between_steps import BetweenSteps
+from tests.slow import slow_but
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+@pytest.fixture
+def compiled_in_loop(monkeypatch) -> list[str]:
+    """The programs that are compiled after the first step."""
+    found: list[str] = []
+    in_loop = [False]
+
+    def heard(event: str, seconds: float, **about) -> None:
+        if event.endswith("backend_compile_duration") and in_loop[0]:
+            found.append(str(about.get("fun_name")))
+
+    report = BetweenSteps.report
+
+    def first_reported(self, step, metrics) -> None:
+        report(self, step, metrics)
+        in_loop[0] = True
+
+    monkeypatch.setattr(BetweenSteps, "report", first_reported)
+    jax.monitoring.register_event_duration_secs_listener(heard)
+    yield found
+    jax.monitoring.unregister_event_duration_listener(heard)
+
+
+SHORT = "--train.num-steps 4 --checkpoint.every 2 --evaluation.every 2"
+
+#: Number of devices, and fields of the config.
+RUNS = {
+    "one device": (1, ""),
+    "sharded": (2, "--parallel.data 2"),
+    "reordered layers": (
+        4,
+        "--parallel.data 2 --parallel.pipeline 2 --parallel.num-microbatches 2 --model.num-layers 4"
+        " --parallel.virtual-stages 2 --parallel.zero 1",
+    ),
+    "moments on the host": (1, "--optimizer.offload True"),
+    "replicas": (2, "--parallel.replica 2 --guard.replica-check-every 2"),
+}
+
+
+@pytest.mark.parametrize("name", slow_but(["one device", "reordered layers"], RUNS))
+def test_nothing_is_compiled_after_the_first_step(name, train_on, config_file, compiled_in_loop):
+    number, fields = RUNS[name]
+    assert train_on(number, config_file, *SHORT.split(), *fields.split()) == exit_codes.EXIT_OK
+    assert compiled_in_loop == []
