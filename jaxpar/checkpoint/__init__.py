@@ -10,6 +10,7 @@ which every load verifies.
     read_whole, load_config, restore_params  for all other programs: reads a model
 """
 
+from jaxpar.checkpoint.copies import MemoryAhead, memory_of_saves
 from jaxpar.checkpoint.integrity import Damaged
 from jaxpar.checkpoint.loading import restore, restore_latest, restore_params
 from jaxpar.checkpoint.saved import (
@@ -34,12 +35,14 @@ __all__ = [
     "NO_DATASET",
     "Checkpointer",
     "Damaged",
+    "MemoryAhead",
     "SaveFailed",
     "Saved",
     "changed_fields",
     "check_resumable",
     "folder",
     "load_config",
+    "memory_of_saves",
     "read_saved",
     "read_whole",
     "restore",

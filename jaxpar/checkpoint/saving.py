@@ -16,6 +16,7 @@ from orbax.checkpoint import v1 as ocp
 
 import jaxpar
 from jaxpar.checkpoint import integrity
+from jaxpar.checkpoint.copies import MemoryAhead, copied_in_all
 from jaxpar.checkpoint.orbax_errors import errors_file, errors_to_file
 from jaxpar.checkpoint.saved import METADATA, folder, saved_steps
 from jaxpar.config import Config
@@ -38,7 +39,7 @@ class Checkpointer:
     """Saves the state in the background, and deletes checkpoints according to `checkpoint.keep*`.
 
     The loop waits until the copy engines have copied the state to pinned host memory; files are
-    written from this copy. The memory stays allocated between saves.
+    written from this copy. The memory stays allocated between saves (`copies.py`).
 
     Use as a context manager: on exit, it waits for the last save. The caller decides when to save.
     Every process makes one and makes the same calls on it. It owns the run's folder, and removes
@@ -56,15 +57,16 @@ class Checkpointer:
         skipped: SkippedBatches = SkippedBatches(),  # noqa: B008, a constant
         record: Callable[..., None] = lambda event, **more: None,
         asked: Mapping[str, Any] = MappingProxyType({}),
+        memory: MemoryAhead | None = None,
     ):
         """Open the run's folder, creating it if necessary.
 
         Args:     log: called from a thread after each save, with its size and speed. skipped:
                   batches that the run skips. record: called with the events "saved" and
-                  "save failed". asked: as in `Saved`.
+                  "save failed". asked: as in `Saved`. memory: that the first copy waits for.
         Raises:   ConfigError when the data cannot be opened.
         """
-        self._cfg, self._log, self._record = cfg, log, record
+        self._cfg, self._log, self._record, self._memory = cfg, log, record, memory
         self._about = {
             "config": dataclasses.asdict(cfg),
             "dataset": fingerprint(cfg),
@@ -95,7 +97,8 @@ class Checkpointer:
         self._half_written: set[int] = set()
 
     def prepare(self, state: TrainState) -> None:
-        """Compile what a save needs, so that the first save delays the loop no more than others."""
+        """Run the program of the fingerprints once, so that the first save delays the loop no more
+        than others."""
         fingerprints(vars(state))
 
     def save(self, state: TrainState, step: int, tokens_seen: int) -> bool:
@@ -113,6 +116,8 @@ class Checkpointer:
             return False
         self._half_written.discard(step)  # it may be saved now, after a rewind
         began = time.perf_counter()
+        if self._memory is not None:
+            self._memory.ready()
         tree = vars(snapshot(state, self._cfg))
         about = self._about | {"tokens_seen": int(tokens_seen)}
         about = integrity.seal(about | {integrity.FINGERPRINTS: fingerprints(tree)})
@@ -262,32 +267,6 @@ class Checkpointer:
             if error is not None:  # do not replace the caller's exception
                 stack.enter_context(contextlib.suppress(SaveFailed))
             self.close()
-
-
-def copied_to_host(tree: Any) -> Any:
-    """Copy the arrays to pinned host memory, with the same sharding. Blocks until done.
-
-    Raises:   jax.errors.JaxRuntimeError when the memory cannot be allocated.
-    """
-    to = jax.tree.map(lambda a: a.sharding.with_memory_kind("pinned_host"), tree)
-    return jax.block_until_ready(jax.device_put(tree, to))
-
-
-def copied_in_all(tree: Any) -> Any:
-    """Call `copied_to_host`, and fail in all processes if it fails in one.
-
-    Otherwise Orbax would wait for the process that failed.
-
-    Raises:   jax.errors.JaxRuntimeError as `copied_to_host`; OSError if another process failed.
-    """
-    copied, error = None, None
-    try:
-        copied = copied_to_host(tree)
-    except jax.errors.JaxRuntimeError as out_of_memory:
-        error = out_of_memory
-    if peers.any_process(error is not None):
-        raise error or OSError("another process had no pinned host memory for its shards")
-    return copied
 
 
 def _preservation(cfg: Config) -> Any:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -42,14 +43,18 @@ class FirstRunAlone:
     (docs/experiments/attention.md#cudnn-graph-capture). Later runs are dispatched asynchronously.
     """
 
-    def __init__(self, program: Any):
-        self.program, self.has_run = program, False
+    def __init__(
+        self, program: Any, alone: Callable[[], AbstractContextManager[None]] = nullcontext
+    ):
+        """Args:     alone: returns a context in which no other thread uses the devices."""
+        self.program, self.alone, self.has_run = program, alone, False
 
     def __call__(self, *args: Any) -> Any:
         if self.has_run:
             return self.program(*args)
         self.has_run = True
-        return jax.block_until_ready(self.program(*jax.block_until_ready(args)))
+        with self.alone():
+            return jax.block_until_ready(self.program(*jax.block_until_ready(args)))
 
 
 def memory_of(program: Any, state: TrainState) -> str:

@@ -18,7 +18,7 @@ from jaxpar.sharding.mesh import describe
 from jaxpar.step.replica_check import require_equal
 from jaxpar.step.state import TrainState
 from jaxpar.step.train_step import StepMetrics
-from jaxpar.training.programs import Programs
+from jaxpar.training.prepared import Prepared
 from jaxpar.training.run import Run
 
 #: What the loop does in a phase, with the number of the step.
@@ -59,16 +59,18 @@ class BetweenSteps:
     pauses (`MetricsWriter.pause`).
     """
 
-    def __init__(self, run: Run, programs: Programs, stop: signals.StopRequest, phases: Phases):
-        self.run, self.programs, self.stop, self.phases = run, programs, stop, phases
+    def __init__(self, run: Run, ready: Prepared, stop: signals.StopRequest, phases: Phases):
+        self.run, self.ready, self.stop, self.phases = run, ready, stop, phases
         self.last = run.cfg.train.num_steps
         self.first = run.first_step or 0
 
     def __enter__(self) -> "BetweenSteps":
         run, cfg = self.run, self.run.cfg
         self.batches = run.loader.prefetched(self.first)
-        event, step = self.phases.spent.event, self.programs.train_step.program
-        saver = checkpoint.Checkpointer(cfg, log, run.loader.skipped, event, run.asked)
+        event, step = self.phases.spent.event, self.ready.train_step.program
+        saver = checkpoint.Checkpointer(
+            cfg, log, run.loader.skipped, event, run.asked, self.ready.memory
+        )
         profiler = RunProfiler(cfg, run.dir, step, describe(run.mesh), log)
         with contextlib.ExitStack() as stack:
             self.saver = stack.enter_context(saver)
@@ -106,14 +108,14 @@ class BetweenSteps:
         """If due, check that replicas hold the same weights, bit for bit."""
         if self._due(done, self.run.cfg.guard.replica_check_every):
             self.metrics.pause()
-            require_equal(done, self.programs.replicas(state))
+            require_equal(done, self.ready.replicas(state))
 
     def evaluate(self, done: int, state: TrainState) -> None:
         """If due, compute the held-out loss."""
         if self._due(done, self.run.cfg.evaluation.every):
             self.phases.enter("evaluation", done, slow=True)
             self.metrics.pause()
-            self.metrics.evaluation(done, *self.programs.evaluation(state.params))
+            self.metrics.evaluation(done, *self.ready.evaluation(state.params))
             self.phases.enter("step", done)
 
     def save(self, done: int, state: TrainState) -> bool:

@@ -1,6 +1,8 @@
 """Held-out loss during training."""
 
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -32,13 +34,21 @@ def check_labels(cfg: Config, loader: Loader) -> None:
 class Evaluation:
     """Computes the held-out loss, over the same batches each time."""
 
-    def __init__(self, cfg: Config, mesh: Mesh, loader: Loader | None, max_segments: int):
+    def __init__(
+        self,
+        cfg: Config,
+        mesh: Mesh,
+        loader: Loader | None,
+        max_segments: int,
+        alone: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ):
         """
-        Args:     loader: of the held-out split; None without evaluation.
+        Args:     loader: of the held-out split; None without evaluation. alone: as in
+                  `FirstRunAlone`.
         """
         self.loader, self.num_batches = loader, cfg.evaluation.num_batches
         if loader is not None:
-            self.step = compiled.FirstRunAlone(make_eval_step(cfg, mesh, max_segments))
+            self.step = compiled.FirstRunAlone(make_eval_step(cfg, mesh, max_segments), alone)
 
     def lower(self, params: Any) -> Any:
         """Lower the evaluation step for parameters like these; `.compile()` compiles it for calls.

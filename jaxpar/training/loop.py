@@ -1,5 +1,6 @@
 """The training loop."""
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,7 @@ from jaxpar.step.compiled import FirstRunAlone, check_host_memory, memory_of
 from jaxpar.step.state import TrainState
 from jaxpar.step.train_step import make_train_step
 from jaxpar.training.between_steps import BetweenSteps, Phases
-from jaxpar.training.programs import Programs, compile_programs
+from jaxpar.training.prepared import Prepared, prepared
 from jaxpar.training.rewind import rewind
 from jaxpar.training.run import Run
 
@@ -33,15 +34,16 @@ def train(run: Run, watch: Watchdog) -> int:
         signals.StopRequest(several) as stop,
         Recorder(run.dir) as spent,
         stage("starting") as now,
+        contextlib.ExitStack() as until_the_end,
     ):
         phases = Phases(watch, spent, now)
         state = run.start()
-        programs = compile_programs(run, state, compiled)
-        watch.report = lambda: collective_order(programs.train_step.program.as_text())
+        ready = until_the_end.enter_context(prepared(run, state, compiled))
+        watch.report = lambda: collective_order(ready.train_step.program.as_text())
         spent.started(run.first_step or 0, run.startup.seconds)
         while True:
             try:
-                code = steps(run, state, programs, stop, phases)
+                code = steps(run, state, ready, stop, phases)
                 break
             except exit_codes.Spike as spike:
                 found = spike.with_traceback(None)  # its frames hold the state
@@ -56,17 +58,17 @@ def train(run: Run, watch: Watchdog) -> int:
 
 
 def steps(
-    run: Run, state: TrainState, programs: Programs, stop: signals.StopRequest, phases: Phases
+    run: Run, state: TrainState, ready: Prepared, stop: signals.StopRequest, phases: Phases
 ) -> int:
     """Run all steps, from the run's first to its last. Returns the exit code.
 
     Raises:   Spike when the run must go back to a checkpoint.
     """
-    with BetweenSteps(run, programs, stop, phases) as between:
+    with BetweenSteps(run, ready, stop, phases) as between:
         between.saver.prepare(state)
         for step in range(between.first, between.last):
             batch = between.batch_for(step, state)
-            state, metrics = programs.train_step(state, batch)
+            state, metrics = ready.train_step(state, batch)
             between.report(step, metrics)
             between.check_replicas(step + 1, state)
             between.evaluate(step + 1, state)
@@ -87,7 +89,7 @@ def stopped_without_saving(run: Run, stop: signals.StopRequest, spike: exit_code
 
 
 def compiled(
-    run: Run, state: TrainState, meanwhile: Callable[[], object] = lambda: None
+    run: Run, state: TrainState, meanwhile: Callable[[], None] = lambda: None
 ) -> FirstRunAlone:
     """Compile the train step for this run's shapes before its first use, and log the time.
 

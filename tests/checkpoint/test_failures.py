@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from jaxpar import checkpoint
-from jaxpar.checkpoint import Checkpointer, SaveFailed, saving
+from jaxpar.checkpoint import Checkpointer, SaveFailed, copies
 from jaxpar.checkpoint.orbax_errors import MAX_BYTES, errors_file, errors_to_file
 from jaxpar.config import serialize
 from tests.checkpoint.test_checkpoint import (
@@ -66,9 +66,9 @@ def test_without_host_memory_for_the_copy_a_save_fails_in_all_processes(
     with Checkpointer(cfg) as saver:
         with monkeypatch.context() as without:
             if whose == "its own":
-                without.setattr(saving, "copied_to_host", refuse)
+                without.setattr(copies, "copied_to_host", refuse)
             else:
-                without.setattr(saving.peers, "any_process", lambda happened: True)
+                without.setattr(copies.peers, "any_process", lambda happened: True)
             assert not saver.save(state, 1, tokens_seen=0)
         said = capfd.readouterr().err
         assert "step 1 could not be saved" in said

@@ -1,0 +1,78 @@
+"""What the training loop needs, made before its first step: programs, and memory for saves."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import jax
+
+from jaxpar import checkpoint
+from jaxpar.runtime.processes import peers
+from jaxpar.runtime.stages import stage
+from jaxpar.sharding.fingerprint import compile_fingerprints
+from jaxpar.step.compiled import FirstRunAlone
+from jaxpar.step.replica_check import ReplicaCheck
+from jaxpar.step.state import TrainState, compile_snapshot
+from jaxpar.training.evaluation import Evaluation
+from jaxpar.training.run import Run
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The programs that the loop runs, and memory that its saves will need."""
+
+    train_step: FirstRunAlone
+    evaluation: Evaluation
+    replicas: ReplicaCheck
+    memory: checkpoint.MemoryAhead
+
+
+@contextlib.contextmanager
+def prepared(
+    run: Run,
+    state: TrainState,
+    compile_step: Callable[[Run, TrainState, Callable[[], None]], FirstRunAlone],
+) -> Iterator[Prepared]:
+    """Compile the train step, and whatever evaluations, checks and saves run.
+
+    Programs that only hash and copy are compiled on a thread, while XLA compiles the train step.
+    The evaluation follows: XLA times matmul kernels on the devices, so two compilations at a time
+    would disturb each other's measurements. It also reuses what was measured for the train step.
+    Memory is allocated on a thread, which may continue beside the first steps.
+
+    Args:     compile_step: compiles the train step. Calls its last argument when XLA starts:
+              earlier, tracing on the thread would slow down that of the train step, since Python
+              runs one thread at a time.
+    """
+    cfg, like = run.cfg, jax.tree.map(_abstract, state)
+    with checkpoint.MemoryAhead(checkpoint.memory_of_saves(cfg, like)) as memory:
+        evaluation = Evaluation(cfg, run.mesh, run.held_out, run.max_segments, memory.paused)
+        replicas = ReplicaCheck(cfg, run.mesh)
+
+        def others() -> jax.stages.Lowered | None:
+            compile_fingerprints(vars(like))
+            compile_snapshot(like)
+            if cfg.guard.replica_check_every:
+                replicas.compile(like)
+            return evaluation.lower(like.params)
+
+        def beside() -> None:
+            memory.begin()
+            waiting.append(thread.submit(others))
+
+        waiting: list[Future[jax.stages.Lowered | None]] = []
+        with ThreadPoolExecutor(1, thread_name_prefix="compile") as thread:
+            train_step = compile_step(run, state, beside)
+            train_step.alone = memory.paused
+            with stage("compiling the programs of evaluations and saves"):
+                lowered = waiting[0].result()
+                if lowered is not None:
+                    lowered.compile()  # JAX keeps it for calls
+        peers.any_process(False)  # a collective would fail while another process still compiles
+        run.startup.ended("compilation")
+        yield Prepared(train_step, evaluation, replicas, memory)
+
+
+def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
