@@ -10,7 +10,7 @@ which every load verifies.
     read_whole, load_config, restore_params  for all other programs: reads a model
 """
 
-from jaxpar.checkpoint.copies import MemoryAhead, memory_of_saves
+from jaxpar.checkpoint.copies import HostCopy
 from jaxpar.checkpoint.integrity import Damaged
 from jaxpar.checkpoint.loading import restore, restore_latest, restore_params
 from jaxpar.checkpoint.saved import (
@@ -35,14 +35,13 @@ __all__ = [
     "NO_DATASET",
     "Checkpointer",
     "Damaged",
-    "MemoryAhead",
+    "HostCopy",
     "SaveFailed",
     "Saved",
     "changed_fields",
     "check_resumable",
     "folder",
     "load_config",
-    "memory_of_saves",
     "read_saved",
     "read_whole",
     "restore",

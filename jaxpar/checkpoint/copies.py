@@ -1,147 +1,91 @@
-"""Copies of a state in pinned host memory, and memory that is allocated for them ahead.
+"""A copy of a state in host memory, from which a save is written while training continues.
 
-XLA takes pinned memory from the system in regions, which it keeps. Pinning is slow, some 2 GB/s, so
-a save that needs new regions holds the loop for seconds. A region is as large as the request that
-needs it, rounded up to a power of two, and at least as large as the one before; if that is enough,
-the next one is twice as large (`BFCAllocator::Extend`). Left to itself, XLA takes 32 GiB for a copy
-of 17. `regions` finds requests after which it has little more than it needs.
+The memory is allocated once, on a thread, before the first save needs it.
 """
 
-import bisect
 import contextlib
+import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
-from jaxpar.config import Config
-from jaxpar.config.remat_policies import saves_on_host
+from jaxpar.runtime.gpus.host_copies import CudaError, copy_from_gpus, pin
 from jaxpar.runtime.processes import peers
 
-#: A state's copy takes about this many of the smallest region: the rest is at most a part of so
-#: many.
-PARTS = 16
+#: Bytes of pages that are made present at a time, without Python's lock.
+PIECE = 64 << 20
 
-#: The first region that XLA takes.
-SMALLEST = 2 << 20
+#: Smaller memory is not pinned.
+PINNED_FROM = 1 << 20
 
-#: XLA divides a free block only if it leaves at least this, or is twice the request.
-REMAINDER = 128 << 20
+#: Alignment of host memory: a page. JAX shares memory with a NumPy array that is aligned to 64.
+ALIGNMENT = 4096
 
-
-def copied_to_host(tree: Any) -> Any:
-    """Copy the arrays to pinned host memory, with the same sharding. Blocks until done.
-
-    Raises:   jax.errors.JaxRuntimeError when the memory cannot be allocated.
-    """
-    leaves, structure = jax.tree.flatten(tree)
-    # The largest first: the others fit in what they leave.
-    order = sorted(range(len(leaves)), key=lambda i: -leaves[i].nbytes)
-    to = [leaves[i].sharding.with_memory_kind("pinned_host") for i in order]
-    copies = jax.block_until_ready(jax.device_put([leaves[i] for i in order], to))
-    return jax.tree.unflatten(structure, [copies[order.index(i)] for i in range(len(leaves))])
+#: An index of an array, in numbers: which part of it a device holds.
+type Part = tuple[tuple[int, int], ...]
 
 
-def copied_in_all(tree: Any) -> Any:
-    """Call `copied_to_host`, and fail in all processes if it fails in one.
+class HostCopy:
+    """Host memory for one copy of a state, kept from save to save. A context manager.
 
-    Otherwise Orbax would wait for the process that failed.
-
-    Raises:   jax.errors.JaxRuntimeError as `copied_to_host`; OSError if another process failed.
-    """
-    copied, error = None, None
-    try:
-        copied = copied_to_host(tree)
-    except jax.errors.JaxRuntimeError as out_of_memory:
-        error = out_of_memory
-    if peers.any_process(error is not None):
-        raise error or OSError("another process had no pinned host memory for its shards")
-    return copied
-
-
-def memory_of_saves(cfg: Config, state: Any) -> list[int]:
-    """Return what the copy of a state takes, in bytes for each shard on this process's devices.
-
-    Empty where memory is not pinned (CPUs), if the run saves nothing, and if its steps use pinned
-    memory too: they would take what is allocated for saves, and XLA still more for themselves.
-
-    Args:     state: arrays, or abstract arrays with shardings.
-    """
-    steps_use_it = cfg.optimizer.offload or saves_on_host(cfg.parallel)
-    if jax.default_backend() != "gpu" or not cfg.checkpoint.every or steps_use_it:
-        return []
-    return [
-        x.dtype.itemsize * int(np.prod(x.sharding.shard_shape(x.shape), dtype=np.int64))
-        for x in jax.tree.leaves(state)
-        for _ in x.sharding.addressable_devices
-    ]
-
-
-def regions(sizes: Sequence[int]) -> list[int]:
-    """Return regions that hold arrays of these sizes, the largest placed first.
-
-    Returns:  powers of two, ascending, each once: XLA takes exactly these, if each is requested in
-              turn by an array of more than half its size.
-    """
-    unit = 1 << max(sum(sizes) // PARTS, SMALLEST).bit_length() - 1
-    count = -(-sum(sizes) // unit)
-    while True:
-        found = [unit << bit for bit in range(count.bit_length()) if count >> bit & 1]
-        if _fit(sizes, found):
-            return found
-        count += 1
-
-
-def _fit(sizes: Sequence[int], blocks: Sequence[int]) -> bool:
-    """Whether XLA places all arrays in the blocks: each in the smallest that holds it."""
-    free = sorted(blocks)
-    for size in sorted(sizes, reverse=True):
-        at = bisect.bisect_left(free, size)
-        if at == len(free):
-            return False
-        block = free.pop(at)
-        if block >= 2 * size or block - size >= REMAINDER:
-            bisect.insort(free, block - size)
-    return True
-
-
-class MemoryAhead:
-    """Pinned memory for the copies of a state, allocated on a thread. A context manager.
-
-    Without it, the first save would allocate the memory. On exit, it allocates no more.
+    The copies are arrays on the host's CPU devices, one for each GPU, which share this memory. They
+    have the state's shapes and PartitionSpecs.
     """
 
-    def __init__(self, sizes: Sequence[int], allocate: Callable[[int], Any] | None = None):
-        """
-        Args:     sizes: from `memory_of_saves`. allocate: takes so many bytes of pinned memory, and
-                  returns an array with them. None: `_zeros`.
-        """
-        self._regions = regions(sizes)
-        self._allocate = allocate or _zeros
-        self._held: list[Any] = []
+    def __init__(self, like: Any):
+        """Args:     like: the state, or abstract arrays with shardings. Allocates nothing yet."""
+        self._like = jax.tree.leaves(like)
+        self._hosts = _host_devices(self._like)
+        self._memory: dict[tuple[int, Part], np.ndarray] = {}
+        self._unpin: list[Callable[[], None]] = []
         self._go, self._busy, self._ended = threading.Event(), threading.Lock(), False
-        self._thread = threading.Thread(target=self._work, name="pinned memory", daemon=True)
+        self._thread = threading.Thread(target=self._allocate_all, name="host copy", daemon=True)
+
+    @property
+    def by_xla(self) -> bool:
+        """Whether copies are in memory of XLA instead (`copied_by_xla`)."""
+        return self._hosts is None
 
     def begin(self) -> None:
-        """Start to allocate."""
+        """Start to allocate the memory, on a thread."""
         self._go.set()
-        self._thread.start()
+        if not self.by_xla:
+            self._thread.start()
 
-    def _work(self) -> None:
-        for size in self._regions:
-            self._go.wait()
-            with self._busy:
-                if self._ended:
-                    return
-                # Without the memory, the save itself will fail, and say so.
-                with contextlib.suppress(jax.errors.JaxRuntimeError, MemoryError):
-                    self._held.append(self._allocate(size // 2 + 1))
+    def _allocate_all(self) -> None:
+        with contextlib.suppress(MemoryError):  # the save itself will report it
+            for number, x in enumerate(self._like):
+                for part in _parts(x):
+                    self._go.wait()
+                    with self._busy:
+                        if self._ended:
+                            return
+                        self._allocate(number, x, part)
+
+    def _allocate(self, number: int, x: Any, part: Part) -> np.ndarray:
+        """Return memory for a part of an array, present and pinned.
+
+        Raises:   MemoryError.
+        """
+        if (number, part) in self._memory:
+            return self._memory[number, part]
+        memory = _aligned(math.prod(end - begin for begin, end in part) * x.dtype.itemsize)
+        for start in range(0, memory.nbytes, PIECE):
+            memory[start : start + PIECE : ALIGNMENT] = 0
+        device = min(x.sharding.addressable_devices, key=lambda device: device.id)
+        if device.platform == "gpu" and memory.nbytes >= PINNED_FROM:
+            with contextlib.suppress(CudaError):  # then the copy is slower
+                self._unpin.append(pin(memory, device))
+        self._memory[number, part] = memory
+        return memory
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Allocate nothing meanwhile. Waits for the region that is being allocated."""
+        """Allocate nothing meanwhile. Waits for the array for which memory is being allocated."""
         self._go.clear()
         try:
             with self._busy:
@@ -149,23 +93,140 @@ class MemoryAhead:
         finally:
             self._go.set()
 
-    def ready(self) -> None:
-        """Wait for all regions, and leave them to the next copy."""
+    def take(self, tree: Any) -> Any:
+        """Copy a state. Blocks until done. The copy is valid until the next call.
+
+        Raises:   MemoryError; CudaError.
+        """
+        leaves, structure = jax.tree.flatten(tree)
+        if self._hosts is None:
+            return copied_by_xla(tree)
+        self._wait()
+        jax.block_until_ready(leaves)
+        pairs, copies = [], []
+        for number, x in enumerate(leaves):
+            shards, views = {shard.device: shard.data for shard in x.addressable_shards}, []
+            for part, devices in _parts(x).items():
+                memory, source = self._allocate(number, x, part), shards[devices[0]]
+                pairs.append((source, memory))
+                view = memory.view(x.dtype).reshape(source.shape)
+                views += [(device, view) for device in devices]
+            copies.append((x, views))
+        _copy(pairs)
+        return jax.tree.unflatten(structure, [_on_host(*each, self._hosts) for each in copies])
+
+    def _wait(self) -> None:
         if self._thread.ident is not None:
             self._thread.join()
-        for array in self._held:
-            array.delete()
-        self._held.clear()
 
-    def __enter__(self) -> "MemoryAhead":
+    def __enter__(self) -> "HostCopy":
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Allocate no more, and free the memory. No copy may be in use."""
         self._ended = True
         self._go.set()
-        self.ready()
+        self._wait()
+        thread = threading.Thread(target=self._unpin_all)
+        thread.start()
+        thread.join()
+        self._memory.clear()
+
+    def _unpin_all(self) -> None:
+        while self._unpin:
+            with contextlib.suppress(CudaError):
+                self._unpin.pop()()
 
 
-def _zeros(num_bytes: int) -> jax.Array:
-    to = jax.sharding.SingleDeviceSharding(jax.local_devices()[0], memory_kind="pinned_host")
-    return jax.block_until_ready(jax.device_put(np.zeros(num_bytes, np.uint8), to))
+def copied_in_all(host: HostCopy, tree: Any) -> Any:
+    """Call `host.take`, and fail in all processes if it fails in one.
+
+    Otherwise Orbax would wait for the process that failed.
+
+    Raises:   as `HostCopy.take`; OSError if another process failed.
+    """
+    copied, error = None, None
+    try:
+        copied = host.take(tree)
+    except (MemoryError, CudaError, jax.errors.JaxRuntimeError) as failure:
+        error = failure
+    if peers.any_process(error is not None):
+        raise error or OSError("another process had no host memory for its shards")
+    return copied
+
+
+def copied_by_xla(tree: Any) -> Any:
+    """Copy the arrays to pinned host memory that XLA allocates, with the same sharding.
+
+    For states of which a part is in such memory already.
+
+    Raises:   jax.errors.JaxRuntimeError when the memory cannot be allocated.
+    """
+    to = jax.tree.map(lambda a: a.sharding.with_memory_kind("pinned_host"), tree)
+    return jax.block_until_ready(jax.device_put(tree, to))
+
+
+def _copy(pairs: list[tuple[jax.Array, np.ndarray]]) -> None:
+    if pairs[0][0].device.platform == "gpu":
+        copy_from_gpus(pairs)
+        return
+    for array, memory in pairs:
+        np.copyto(memory.view(array.dtype).reshape(array.shape), np.asarray(array))
+
+
+def _parts(x: Any) -> dict[Part, list[jax.Device]]:
+    """Return the parts of an array that devices of this process hold, each with its devices."""
+    found: dict[Part, list[jax.Device]] = {}
+    for device, index in x.sharding.addressable_devices_indices_map(x.shape).items():
+        bounds = (part.indices(size) for part, size in zip(index, x.shape, strict=True))
+        found.setdefault(tuple((begin, end) for begin, end, _ in bounds), []).append(device)
+    return found
+
+
+def _aligned(num_bytes: int) -> np.ndarray:
+    """Return host memory, uint8 [num_bytes], that begins on a page."""
+    raw = np.empty(num_bytes + ALIGNMENT, np.uint8)
+    begin = -raw.ctypes.data % ALIGNMENT
+    return raw[begin : begin + num_bytes]
+
+
+def _host_devices(leaves: list[Any]) -> dict[jax.Device, jax.Device] | None:
+    """Return a CPU device for each device of a state, in the same process.
+
+    None if the state is not all in device memory, or JAX has too few CPU devices.
+    """
+    if any(x.sharding.memory_kind == "pinned_host" for x in leaves):
+        return None
+    devices = {device for x in leaves for device in x.sharding.device_set}
+    if all(device.platform == "cpu" for device in devices):
+        return {device: device for device in devices}
+    try:
+        cpus = jax.devices("cpu")
+    except RuntimeError:  # JAX_PLATFORMS excludes them
+        return None
+    found: dict[jax.Device, jax.Device] = {}
+    for process in {device.process_index for device in devices}:
+        own = [device for device in jax.devices() if device.process_index == process]
+        hosts = [cpu for cpu in cpus if cpu.process_index == process]
+        if len(hosts) < len(own):
+            return None
+        found |= dict(zip(own, hosts, strict=False))
+    return found
+
+
+def _on_host(
+    x: jax.Array, views: list[tuple[jax.Device, np.ndarray]], hosts: dict[jax.Device, jax.Device]
+) -> jax.Array:
+    """Return an array like x on CPU devices, which shares the memory of the views."""
+    shards = [jax.device_put(view, hosts[device], may_alias=True) for device, view in views]
+    sharding = _host_sharding(x.sharding, hosts)
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, shards)
+
+
+def _host_sharding(sharding: Sharding, hosts: dict[jax.Device, jax.Device]) -> Sharding:
+    if not isinstance(sharding, NamedSharding):
+        (device,) = sharding.device_set
+        return SingleDeviceSharding(hosts[device])
+    mesh = sharding.mesh
+    devices = np.vectorize(hosts.__getitem__, otypes=[object])(mesh.devices)
+    return NamedSharding(Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types), sharding.spec)

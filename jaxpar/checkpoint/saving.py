@@ -16,7 +16,7 @@ from orbax.checkpoint import v1 as ocp
 
 import jaxpar
 from jaxpar.checkpoint import integrity
-from jaxpar.checkpoint.copies import MemoryAhead, copied_in_all
+from jaxpar.checkpoint.copies import HostCopy, copied_in_all
 from jaxpar.checkpoint.orbax_errors import errors_file, errors_to_file
 from jaxpar.checkpoint.saved import METADATA, folder, saved_steps
 from jaxpar.config import Config
@@ -38,8 +38,8 @@ class SaveFailed(exit_codes.RunError):
 class Checkpointer:
     """Saves the state in the background, and deletes checkpoints according to `checkpoint.keep*`.
 
-    The loop waits until the copy engines have copied the state to pinned host memory; files are
-    written from this copy. The memory stays allocated between saves (`copies.py`).
+    The loop waits until the copy engines have copied the state to pinned host memory, which is kept
+    between saves (`copies.py`); files are written from this copy.
 
     Use as a context manager: on exit, it waits for the last save. The caller decides when to save.
     Every process makes one and makes the same calls on it. It owns the run's folder, and removes
@@ -57,16 +57,17 @@ class Checkpointer:
         skipped: SkippedBatches = SkippedBatches(),  # noqa: B008, a constant
         record: Callable[..., None] = lambda event, **more: None,
         asked: Mapping[str, Any] = MappingProxyType({}),
-        memory: MemoryAhead | None = None,
+        host: HostCopy | None = None,
     ):
         """Open the run's folder, creating it if necessary.
 
         Args:     log: called from a thread after each save, with its size and speed. skipped:
                   batches that the run skips. record: called with the events "saved" and
-                  "save failed". asked: as in `Saved`. memory: that the first copy waits for.
+                  "save failed". asked: as in `Saved`. host: memory for copies of the state. None:
+                  the first save allocates it, and `close` frees it.
         Raises:   ConfigError when the data cannot be opened.
         """
-        self._cfg, self._log, self._record, self._memory = cfg, log, record, memory
+        self._cfg, self._log, self._record, self._host = cfg, log, record, host
         self._about = {
             "config": dataclasses.asdict(cfg),
             "dataset": fingerprint(cfg),
@@ -80,6 +81,10 @@ class Checkpointer:
         context.array.saving.use_compression = False
         # If a folder cannot be created in the background, the save hangs for 5 minutes.
         context.async_options.create_directories_asynchronously = False
+        # The copy is in host memory, except if XLA holds it.
+        context.array.saving.enable_pinned_host_transfer = host is not None and host.by_xla
+        # Otherwise the copies of an array in one process would be written in parts.
+        context.array.saving.use_replica_parallel = jax.process_count() > 1
         # By default, Orbax copies everything to pageable host memory before it returns, at 2 GB/s.
         context.memory.is_prioritized_key_fn = lambda path: False
         context.memory.transfer_concurrent_bytes = IN_FLIGHT
@@ -90,8 +95,8 @@ class Checkpointer:
             cleanup_tmp_directories=True,
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._to_file = contextlib.ExitStack()
-        self._to_file.enter_context(errors_to_file(cfg.run.dir))
+        self._own = contextlib.ExitStack()
+        self._own.enter_context(errors_to_file(cfg.run.dir))
         self._saving: tuple[int, Future[None]] | None = None
         self._failures, self._last_error = 0, ""
         self._half_written: set[int] = set()
@@ -116,13 +121,11 @@ class Checkpointer:
             return False
         self._half_written.discard(step)  # it may be saved now, after a rewind
         began = time.perf_counter()
-        if self._memory is not None:
-            self._memory.ready()
         tree = vars(snapshot(state, self._cfg))
         about = self._about | {"tokens_seen": int(tokens_seen)}
         about = integrity.seal(about | {integrity.FINGERPRINTS: fingerprints(tree)})
         try:
-            tree = copied_in_all(tree)
+            tree = copied_in_all(self._host_for(tree), tree)
             # Without `force`, Orbax would decide whether to save.
             saving = self._orbax.save_async(step, tree, force=True, custom_metadata=about)
         except Exception as error:
@@ -136,6 +139,11 @@ class Checkpointer:
         done = self._thread.submit(self._finish, saving, tree, step, began, held)
         self._saving = step, done
         return True
+
+    def _host_for(self, tree: Any) -> HostCopy:
+        if self._host is None:
+            self._host = self._own.enter_context(HostCopy(tree))
+        return self._host
 
     def _forget_deleted(self) -> None:
         """Warn of checkpoints that others have deleted, and do not count on them any more."""
@@ -256,7 +264,7 @@ class Checkpointer:
                     where = folder(self._cfg.run.dir)
                     raise SaveFailed(f"{where} could not be written to: {error}") from error
             finally:
-                self._to_file.close()
+                self._own.close()
             self._sweep()
 
     def __enter__(self) -> "Checkpointer":

@@ -3,6 +3,7 @@
 Every program calls `start` first.
 """
 
+import contextlib
 import os
 import re
 from pathlib import Path
@@ -35,6 +36,7 @@ def start(cfg: Config, num_processes: int = 1, *, needs_devices: bool = True) ->
         was_set += xla_flags.make_deterministic()
     if visible.gpu_is_present():
         was_set += _open_host_memory()
+        _open_host_devices()
     if run.compilation_cache and visible.gpu_is_present():
         folder = Path(run.compilation_cache).expanduser()
         jax.config.update("jax_compilation_cache_dir", str(folder))
@@ -84,6 +86,15 @@ def _open_host_memory() -> list[str]:
         return []
     os.environ[HOST_LIMIT] = str(max(host_memory() >> 30, DEFAULT_LIMIT))
     return [f"{HOST_LIMIT}={os.environ[HOST_LIMIT]}"]
+
+
+def _open_host_devices() -> None:
+    """Give JAX a CPU device for each GPU, for copies in host memory. GPUs stay the default."""
+    asked = (jax.config.jax_platforms or "").split(",")
+    with contextlib.suppress(RuntimeError):  # JAX is already running: use its devices
+        jax.config.update("jax_num_cpu_devices", max(visible.visible_gpus(), 1))
+        if asked[0] == "cuda" and "cpu" not in asked:
+            jax.config.update("jax_platforms", ",".join([*asked, "cpu"]))
 
 
 #: Threads of XLA's pool for each simulated device. By default, XLA uses one per device, or one per

@@ -69,7 +69,7 @@ class BetweenSteps:
         self.batches = run.loader.prefetched(self.first)
         event, step = self.phases.spent.event, self.ready.train_step.program
         saver = checkpoint.Checkpointer(
-            cfg, log, run.loader.skipped, event, run.asked, self.ready.memory
+            cfg, log, run.loader.skipped, event, run.asked, self.ready.host
         )
         profiler = RunProfiler(cfg, run.dir, step, describe(run.mesh), log)
         with contextlib.ExitStack() as stack:

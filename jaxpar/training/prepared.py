@@ -25,7 +25,7 @@ class Prepared:
     train_step: FirstRunAlone
     evaluation: Evaluation
     replicas: ReplicaCheck
-    memory: checkpoint.MemoryAhead
+    host: checkpoint.HostCopy
 
 
 @contextlib.contextmanager
@@ -39,15 +39,15 @@ def prepared(
     Programs that only hash and copy are compiled on a thread, while XLA compiles the train step.
     The evaluation follows: XLA times matmul kernels on the devices, so two compilations at a time
     would disturb each other's measurements. It also reuses what was measured for the train step.
-    Memory is allocated on a thread, which may continue beside the first steps.
+    Memory for saves is allocated on another thread, which may continue beside the first steps.
 
     Args:     compile_step: compiles the train step. Calls its last argument when XLA starts:
               earlier, tracing on the thread would slow down that of the train step, since Python
               runs one thread at a time.
     """
     cfg, like = run.cfg, jax.tree.map(_abstract, state)
-    with checkpoint.MemoryAhead(checkpoint.memory_of_saves(cfg, like)) as memory:
-        evaluation = Evaluation(cfg, run.mesh, run.held_out, run.max_segments, memory.paused)
+    with checkpoint.HostCopy(vars(like)) as host:
+        evaluation = Evaluation(cfg, run.mesh, run.held_out, run.max_segments, host.paused)
         replicas = ReplicaCheck(cfg, run.mesh)
 
         def others() -> jax.stages.Lowered | None:
@@ -58,20 +58,21 @@ def prepared(
             return evaluation.lower(like.params)
 
         def beside() -> None:
-            memory.begin()
+            if cfg.checkpoint.every:
+                host.begin()
             waiting.append(thread.submit(others))
 
         waiting: list[Future[jax.stages.Lowered | None]] = []
         with ThreadPoolExecutor(1, thread_name_prefix="compile") as thread:
             train_step = compile_step(run, state, beside)
-            train_step.alone = memory.paused
+            train_step.alone = host.paused
             with stage("compiling the programs of evaluations and saves"):
                 lowered = waiting[0].result()
                 if lowered is not None:
                     lowered.compile()  # JAX keeps it for calls
         peers.any_process(False)  # a collective would fail while another process still compiles
         run.startup.ended("compilation")
-        yield Prepared(train_step, evaluation, replicas, memory)
+        yield Prepared(train_step, evaluation, replicas, host)
 
 
 def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:

@@ -1,126 +1,95 @@
-"""Memory for the copies of saves: how much is taken ahead, when, and how the work is stopped."""
+"""Copies of a state in host memory: their values and memory, and the thread that allocates it."""
 
-import bisect
-import random
 import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.checkpoint import copies
-from jaxpar.checkpoint.copies import MemoryAhead, copied_to_host, memory_of_saves, regions
-from jaxpar.config import Config, replace
-
-GIB = 1 << 30
-
-#: Shards of the benchmarks' 1.5B: 1.5 billion parameters, and two moments of each.
-SHARDS_1_5B = [int(GIB * part) for part in (1, 1, 1, 0.98, 0.98, 0.25, 0.25, 0.0625, 0.0625)] * 3
-
-
-class Xla:
-    """Regions and free blocks of XLA's allocator (tsl/framework/bfc_allocator.cc)."""
-
-    def __init__(self):
-        self.next, self.regions, self.free = 2 << 20, list[int](), list[int]()
-
-    def allocate(self, size: int) -> None:
-        at = bisect.bisect_left(self.free, size)
-        if at == len(self.free):
-            enlarged = size > self.next
-            while size > self.next:
-                self.next *= 2
-            self.regions.append(self.next)
-            bisect.insort(self.free, self.next)
-            self.next *= 1 if enlarged else 2
-            at = bisect.bisect_left(self.free, size)
-        block = self.free.pop(at)
-        if block >= 2 * size or block - size >= 128 << 20:
-            bisect.insort(self.free, block - size)
-
-    def free_all(self) -> None:
-        self.free = sorted(self.regions)
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_a_copy_needs_no_memory_that_was_not_allocated_ahead(seed):
-    draw = random.Random(seed)
-    sizes = [int(2 ** draw.uniform(20, 32)) for _ in range(draw.randint(3, 60))]
-    if seed == 0:
-        sizes = SHARDS_1_5B
-    xla = Xla()
-    for size in regions(sizes):
-        xla.allocate(size // 2 + 1)
-    assert xla.regions == regions(sizes)
-    for _ in range(3):
-        xla.free_all()
-        for size in sorted(sizes, reverse=True):
-            xla.allocate(size)
-        assert xla.regions == regions(sizes)
-
-
-def test_little_more_than_the_copy_is_allocated():
-    assert [size / GIB for size in regions(SHARDS_1_5B)] == [1, 16]
-    xla = Xla()
-    for size in SHARDS_1_5B:
-        xla.allocate(size)
-    assert sum(xla.regions) > 31 * GIB  # without it
-    assert regions([]) == []
-
-
-class Array:
-    """Stands for an array in pinned memory."""
-
-    def __init__(self):
-        self.deleted = False
-
-    def delete(self) -> None:
-        self.deleted = True
-
-
-def test_memory_is_held_until_it_is_needed():
-    taken: list[tuple[int, Array]] = []
-
-    def allocate(size: int) -> Array:
-        taken.append((size, Array()))
-        return taken[-1][1]
-
-    with MemoryAhead(SHARDS_1_5B, allocate) as memory:
-        memory.begin()
-        memory.ready()
-        assert [size for size, _ in taken] == [GIB // 2 + 1, 8 * GIB + 1]
-        assert all(array.deleted for _, array in taken)
-        memory.ready()  # of the second save
-    assert len(taken) == 2
+from jaxpar.checkpoint.copies import HostCopy
 
 
 @pytest.fixture
-def slow_memory():
-    """Memory of three regions: (it, a region has begun, let a region end)."""
-    begun, go_on = threading.Semaphore(0), threading.Semaphore(0)
+def state(devices):
+    """Arrays on four devices: sharded, replicated in part and in full; of several dtypes."""
+    mesh = Mesh(np.array(devices[:4]).reshape(2, 2), ("x", "y"))
+    put = lambda values, *spec: jax.device_put(values, NamedSharding(mesh, PartitionSpec(*spec)))  # noqa: E731
+    numbers = jnp.arange(64.0).reshape(8, 8)
+    return {
+        "sharded": put(numbers, "x", "y"),
+        "in part": put(numbers.astype(jnp.bfloat16), "y"),
+        "whole": put(numbers.astype(jnp.int32)),
+        "scalar": put(jnp.int32(7)),
+    }
 
-    def allocate(size: int) -> Array:
+
+def addresses(tree) -> set[int]:
+    shards = [s for x in jax.tree.leaves(tree) for s in x.addressable_shards]
+    return {shard.data.unsafe_buffer_pointer() for shard in shards}
+
+
+def test_a_copy_has_the_values_and_shards_of_the_state(state):
+    with HostCopy(state) as host:
+        host.begin()
+        copy = host.take(state)
+        for name, x in state.items():
+            assert copy[name].dtype == x.dtype
+            for shard, own in zip(copy[name].addressable_shards, x.addressable_shards, strict=True):
+                assert shard.index == own.index and shard.replica_id == own.replica_id
+                np.testing.assert_array_equal(shard.data, own.data)
+        assert not addresses(copy) & addresses(state)
+
+
+def test_every_copy_has_the_same_memory_and_replicas_share_it(state):
+    with HostCopy(state) as host:
+        first = addresses(host.take(state))
+        assert len(first) == 4 + 2 + 1 + 1
+        later = host.take(jax.tree.map(lambda x: x + 1, state))
+        assert addresses(later) == first
+        assert all(address % 4096 == 0 for address in first)
+        np.testing.assert_array_equal(later["whole"], state["whole"] + 1)
+
+
+def test_a_state_that_is_in_host_memory_in_part_is_copied_by_xla(state):
+    kind = state["sharded"].sharding.with_memory_kind("pinned_host")
+    state["sharded"] = jax.device_put(state["sharded"], kind)
+    with HostCopy(state) as host:
+        host.begin()
+        assert host.by_xla
+        copy = host.take(state)
+        assert {x.sharding.memory_kind for x in jax.tree.leaves(copy)} == {"pinned_host"}
+        jax.tree.map(np.testing.assert_array_equal, copy, state)
+
+
+@pytest.fixture
+def slow_memory(state, monkeypatch):
+    """A copy's memory: (it, an array's has begun, let it end, how many have begun)."""
+    begun, go_on, count = threading.Semaphore(0), threading.Semaphore(0), []
+
+    def slow(num_bytes: int) -> np.ndarray:
+        count.append(num_bytes)
         begun.release()
         assert go_on.acquire(timeout=60)
-        return Array()
+        return np.empty(num_bytes, np.uint8)
 
-    memory = MemoryAhead([GIB] * 7, allocate)
-    assert len(regions([GIB] * 7)) == 3
-    return memory, begun, go_on
+    monkeypatch.setattr(copies, "_aligned", slow)
+    return HostCopy(state), begun, go_on, count
 
 
-def test_a_programs_first_run_waits_for_one_region_and_has_the_devices_alone(slow_memory):
-    memory, begun, go_on = slow_memory
+def test_a_programs_first_run_waits_for_one_array_and_has_the_devices_alone(slow_memory):
+    host, begun, go_on, count = slow_memory
     alone, done = threading.Event(), threading.Event()
 
     def first_run() -> None:
-        with memory.paused():
+        with host.paused():
             alone.set()
             assert done.wait(60)
 
-    with memory:
-        memory.begin()
+    with host:
+        host.begin()
         assert begun.acquire(timeout=60)
         runs = threading.Thread(target=first_run)
         runs.start()
@@ -131,41 +100,25 @@ def test_a_programs_first_run_waits_for_one_region_and_has_the_devices_alone(slo
         done.set()
         assert begun.acquire(timeout=60)
         runs.join()
-        go_on.release(2)
-        memory.ready()
+        go_on.release(7)
+    assert len(count) <= 8
 
 
-def test_a_run_that_ends_waits_for_one_region_only(slow_memory):
-    memory, begun, go_on = slow_memory
-    with memory:
-        memory.begin()
+def test_a_run_that_ends_waits_for_one_array_only(slow_memory):
+    host, begun, go_on, count = slow_memory
+    with host:
+        host.begin()
         assert begun.acquire(timeout=60)
         threading.Timer(0.1, go_on.release).start()
-    assert not begun.acquire(blocking=False)
+    assert len(count) == 1
 
 
-def test_without_memory_the_save_says_so():
-    def refuse(size: int) -> Array:
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no pinned memory")
+def test_without_memory_the_save_says_so(state, monkeypatch):
+    def refuse(num_bytes: int) -> np.ndarray:
+        raise MemoryError
 
-    with MemoryAhead(SHARDS_1_5B, refuse) as memory:
-        memory.begin()
-        memory.ready()
-
-
-def test_a_run_that_has_no_use_for_it_allocates_nothing(monkeypatch):
-    state = {"w": jnp.zeros((4, 8))}
-    assert memory_of_saves(Config(), state) == []  # CPUs
-    monkeypatch.setattr(copies.jax, "default_backend", lambda: "gpu")
-    assert memory_of_saves(Config(), state) == [128]
-    for fields in ({"checkpoint.every": 0}, {"optimizer.offload": True}):
-        assert memory_of_saves(replace(Config(), **fields), state) == []
-    with_values_on_host = replace(Config(), **{"parallel.remat": "attn_out:host"})
-    assert memory_of_saves(with_values_on_host, state) == []
-
-
-def test_a_copy_keeps_the_order_of_the_tree():
-    tree = {"a": jnp.arange(3), "b": (jnp.arange(60.0), jnp.int32(7)), "c": jnp.arange(5)}
-    copy = copied_to_host(tree)
-    jax.tree.map(np.testing.assert_array_equal, copy, tree)
-    assert {x.sharding.memory_kind for x in jax.tree.leaves(copy)} == {"pinned_host"}
+    monkeypatch.setattr(copies, "_aligned", refuse)
+    with HostCopy(state) as host:
+        host.begin()
+        with pytest.raises(MemoryError):
+            host.take(state)

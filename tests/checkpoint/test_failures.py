@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import pytest
 
 from jaxpar import checkpoint
@@ -60,19 +59,21 @@ def test_without_host_memory_for_the_copy_a_save_fails_in_all_processes(
     cfg, mesh = setup()
     state = random_state(cfg, mesh, 9)
 
-    def refuse(tree):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no pinned memory")
+    def refuse(self, tree):
+        raise MemoryError("no memory for the copy")
 
     with Checkpointer(cfg) as saver:
         with monkeypatch.context() as without:
             if whose == "its own":
-                without.setattr(copies, "copied_to_host", refuse)
+                without.setattr(copies.HostCopy, "take", refuse)
             else:
                 without.setattr(copies.peers, "any_process", lambda happened: True)
             assert not saver.save(state, 1, tokens_seen=0)
         said = capfd.readouterr().err
         assert "step 1 could not be saved" in said
-        assert ("no pinned memory" if whose == "its own" else "another process had no") in said
+        assert (
+            "no memory for the copy" if whose == "its own" else "another process had no"
+        ) in said
         assert saver.save(state, 2, tokens_seen=0)
     assert checkpoint.saved_steps(cfg.run.dir) == [2]
 
