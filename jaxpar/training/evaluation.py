@@ -1,5 +1,7 @@
 """Held-out loss during training."""
 
+import contextlib
+import itertools
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -12,6 +14,9 @@ from jaxpar.config import Config, ConfigError
 from jaxpar.data import Loader
 from jaxpar.step import compiled
 from jaxpar.step.train_step import make_eval_step
+
+#: Batches that are dispatched before the host waits for the first of them.
+AHEAD = 2
 
 
 def check_labels(cfg: Config, loader: Loader) -> None:
@@ -64,8 +69,13 @@ class Evaluation:
         """Returns:  nats per labeled token, and bits per byte if the text's length is known."""
         loader = self.loader
         assert loader is not None
-        batches = range(self.num_batches)
-        sums = [jax.device_get(self.step(params, loader.batch(i))) for i in batches]
+        sums = []
+        with contextlib.closing(loader.prefetched()) as batches:
+            for _, batch in itertools.islice(batches, self.num_batches):
+                sums.append(self.step(params, batch))  # the devices do not wait for the host
+                if len(sums) > AHEAD:
+                    jax.block_until_ready(sums[-1 - AHEAD])
+        sums = jax.device_get(sums)
         loss = sum(float(s[0]) for s in sums) / sum(float(s[1]) for s in sums)
         ratio = loader.bytes_per_token
         return loss, None if ratio is None else loss / math.log(2) / ratio

@@ -51,6 +51,7 @@ def prepared(
         replicas = ReplicaCheck(cfg, run.mesh)
 
         def others() -> jax.stages.Lowered | None:
+            run.prepare_metrics()
             compile_fingerprints(vars(like))
             compile_snapshot(like)
             if cfg.guard.replica_check_every:

@@ -1,5 +1,6 @@
 """A run, ready to train: its resolved config, mesh, data, kernels and first step."""
 
+import functools
 import json
 import time
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from jaxpar.monitoring.startup import StartUp
 from jaxpar.optimizer.schedules import learning_rate, on_host
 from jaxpar.parallel.context import token_order
 from jaxpar.planning.fit import check_fits
-from jaxpar.planning.forecast import forecast_here
+from jaxpar.planning.forecast import Forecast, forecast_here
 from jaxpar.runtime.processes import peers
 from jaxpar.runtime.processes.peers import log
 from jaxpar.runtime.stages import stage
@@ -159,10 +160,19 @@ class Run:
         cfg, first = self.cfg, self.first_step or 0
         batch_of, mesh = self.loader.skipped.batch_of, describe(self.mesh)
         look = StepGuard(cfg, self.dir, first, batch_of, log, mesh).look
-        schedule = on_host(learning_rate(cfg.optimizer, cfg.train.num_steps))
-        epochs, forecast = self.loader.epochs, forecast_here(cfg)
+        schedule, forecast = self._schedule_and_forecast
         sinks = open_sinks(cfg, self.dir, first, log)
+        epochs = self.loader.epochs
         return MetricsWriter(cfg, self.dir, first, schedule, epochs, look, forecast, sinks)
+
+    def prepare_metrics(self) -> None:
+        """Compute what `metrics` needs. It takes a while, on the host only."""
+        self._schedule_and_forecast  # noqa: B018, cached
+
+    @functools.cached_property
+    def _schedule_and_forecast(self) -> tuple[Callable[[int], float], Forecast | None]:
+        schedule = on_host(learning_rate(self.cfg.optimizer, self.cfg.train.num_steps))
+        return schedule, forecast_here(self.cfg)
 
 
 def run_folder(cfg: Config) -> Path:
