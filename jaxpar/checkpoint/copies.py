@@ -167,7 +167,7 @@ def copied_by_xla(tree: Any) -> Any:
 
 
 def _copy(pairs: list[tuple[jax.Array, np.ndarray]]) -> None:
-    if pairs[0][0].device.platform == "gpu":
+    if jax.default_backend() == "gpu":
         copy_from_gpus(pairs)
         return
     for array, memory in pairs:
