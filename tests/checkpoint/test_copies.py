@@ -122,3 +122,19 @@ def test_without_memory_the_save_says_so(state, monkeypatch):
         host.begin()
         with pytest.raises(MemoryError):
             host.take(state)
+
+
+def test_a_state_on_gpus_is_copied_by_the_driver(state, monkeypatch):
+    """Each part once, from the first device that holds it."""
+    copied = []
+
+    def copy(pairs) -> None:
+        for array, memory in pairs:
+            copied.append(array.device)
+            memory[:] = np.asarray(array).reshape(-1).view(np.uint8)
+
+    monkeypatch.setattr(copies.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(copies, "copy_from_gpus", copy)
+    with HostCopy(state) as host:
+        jax.tree.map(np.testing.assert_array_equal, host.take(state), state)
+    assert len(copied) == 4 + 2 + 1 + 1
