@@ -27,7 +27,7 @@ from jaxpar.runtime.processes import peers
 from jaxpar.sharding.fingerprint import fingerprints
 from jaxpar.step.state import TrainState, snapshot
 
-#: Bytes in flight from the copy in host memory to the disk, unless one array is larger.
+#: Bytes in flight from a copy in XLA's host memory to the disk, unless one array is larger.
 IN_FLIGHT = 4 << 30
 
 
@@ -81,13 +81,15 @@ class Checkpointer:
         context.array.saving.use_compression = False
         # If a folder cannot be created in the background, the save hangs for 5 minutes.
         context.async_options.create_directories_asynchronously = False
-        # The copy is in host memory, except if XLA holds it.
-        context.array.saving.enable_pinned_host_transfer = host is not None and host.by_xla
         # Otherwise the copies of an array in one process would be written in parts.
         context.array.saving.use_replica_parallel = jax.process_count() > 1
-        # By default, Orbax copies everything to pageable host memory before it returns, at 2 GB/s.
-        context.memory.is_prioritized_key_fn = lambda path: False
-        context.memory.transfer_concurrent_bytes = IN_FLIGHT
+        by_xla = host is not None and host.by_xla
+        context.array.saving.enable_pinned_host_transfer = by_xla
+        if by_xla:
+            # Orbax copies from XLA's memory to pageable memory, by default before it returns, at 2
+            # GB/s. It writes from our memory as it is.
+            context.memory.is_prioritized_key_fn = lambda path: False
+            context.memory.transfer_concurrent_bytes = IN_FLIGHT
         self._orbax = ocp.training.Checkpointer(
             folder(cfg.run.dir),
             context=context,
