@@ -51,11 +51,11 @@ def prepared(
         replicas = ReplicaCheck(cfg, run.mesh)
 
         def others() -> jax.stages.Lowered | None:
-            run.prepare_metrics()
             compile_fingerprints(vars(like))
             compile_snapshot(like)
             if cfg.guard.replica_check_every:
                 replicas.compile(like)
+            run.prepare_metrics()
             return evaluation.lower(like.params)
 
         def beside() -> None:

@@ -19,7 +19,7 @@ from jaxpar.data.skips import read_skipped
 from jaxpar.execution.decisions import execution_of
 from jaxpar.kernels.attention.dispatch.capability import xla_is_deterministic
 from jaxpar.monitoring.metrics import MetricsWriter
-from jaxpar.monitoring.sinks import open_sinks, require_packages
+from jaxpar.monitoring.sinks import import_packages, open_sinks, require_packages
 from jaxpar.monitoring.startup import StartUp
 from jaxpar.optimizer.schedules import learning_rate, on_host
 from jaxpar.parallel.context import token_order
@@ -166,7 +166,8 @@ class Run:
         return MetricsWriter(cfg, self.dir, first, schedule, epochs, look, forecast, sinks)
 
     def prepare_metrics(self) -> None:
-        """Compute what `metrics` needs. It takes a while, on the host only."""
+        """Import and compute what `metrics` needs. It takes a while, on the host only."""
+        import_packages(self.cfg)
         self._schedule_and_forecast  # noqa: B018, cached
 
     @functools.cached_property

@@ -3,6 +3,8 @@
 import jax
 import pytest
 
+from jaxpar.config.command_line import read_config
+from jaxpar.monitoring import sinks
 from jaxpar.runtime import exit_codes
 from jaxpar.training.between_steps import BetweenSteps
 from tests.slow import slow_but
@@ -30,6 +32,14 @@ def compiled_in_loop(monkeypatch) -> list[str]:
     jax.monitoring.register_event_duration_secs_listener(heard)
     yield found
     jax.monitoring.unregister_event_duration_listener(heard)
+
+
+def test_packages_of_sinks_are_imported_ahead(config_file, monkeypatch):
+    imported = []
+    monkeypatch.setattr(sinks.importlib, "import_module", imported.append)
+    cfg = read_config([config_file, "--metrics.prometheus-port", "9000"], "jaxpar.train", "")
+    sinks.import_packages(cfg)
+    assert imported == ["tensorboardX.event_file_writer", "prometheus_client"]
 
 
 SHORT = "--train.num-steps 4 --checkpoint.every 2 --evaluation.every 2"

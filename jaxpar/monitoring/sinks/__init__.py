@@ -4,8 +4,10 @@ metrics.jsonl is the primary record. A sink that fails is named in one warning a
 training continues.
 """
 
+import contextlib
 import dataclasses
 import functools
+import importlib
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -132,3 +134,16 @@ def require_packages(cfg: Config) -> None:
     for path, value, package in needs:
         if value:
             require_package(package, path, value, "leave it out")
+
+
+def import_packages(cfg: Config) -> None:
+    """Import the packages that `open_sinks` needs in process 0, which may take seconds.
+
+    tensorboardX imports torch if it is installed. A package that fails is reported by `open_sinks`.
+    """
+    packages = {"tensorboardX.event_file_writer": cfg.metrics.tensorboard}
+    packages |= {"wandb": cfg.metrics.wandb, "prometheus_client": cfg.metrics.prometheus_port}
+    for name, wanted in packages.items():
+        if wanted and jax.process_index() == 0:
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
