@@ -191,9 +191,10 @@ def _aligned(num_bytes: int) -> np.ndarray:
 
 
 def _host_devices(leaves: list[Any]) -> dict[jax.Device, jax.Device] | None:
-    """Return a CPU device for each device of a state, in the same process.
+    """Return a CPU device for each device of a state.
 
-    None if the state is not all in device memory, or JAX has too few CPU devices.
+    None if the state is not all in device memory, if JAX has too few CPU devices, or if GPUs belong
+    to several processes, where this was not tried.
     """
     if any(x.sharding.memory_kind == "pinned_host" for x in leaves):
         return None
@@ -204,14 +205,9 @@ def _host_devices(leaves: list[Any]) -> dict[jax.Device, jax.Device] | None:
         cpus = jax.devices("cpu")
     except RuntimeError:  # JAX_PLATFORMS excludes them
         return None
-    found: dict[jax.Device, jax.Device] = {}
-    for process in {device.process_index for device in devices}:
-        own = [device for device in jax.devices() if device.process_index == process]
-        hosts = [cpu for cpu in cpus if cpu.process_index == process]
-        if len(hosts) < len(own):
-            return None
-        found |= dict(zip(own, hosts, strict=False))
-    return found
+    if jax.process_count() > 1 or len(cpus) < len(devices):
+        return None
+    return dict(zip(sorted(devices, key=lambda device: device.id), cpus, strict=False))
 
 
 def _on_host(

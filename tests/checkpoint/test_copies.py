@@ -1,6 +1,7 @@
 """Copies of a state in host memory: their values and memory, and the thread that allocates it."""
 
 import threading
+import types
 
 import jax
 import jax.numpy as jnp
@@ -138,3 +139,23 @@ def test_a_state_on_gpus_is_copied_by_the_driver(state, monkeypatch):
     with HostCopy(state) as host:
         jax.tree.map(np.testing.assert_array_equal, host.take(state), state)
     assert len(copied) == 4 + 2 + 1 + 1
+
+
+class Gpu:
+    """Stands for a GPU of this host."""
+
+    def __init__(self, number: int):
+        self.id, self.platform = number, "gpu"
+
+
+def test_each_gpu_has_a_cpu_device(monkeypatch):
+    gpus = [Gpu(1), Gpu(0)]
+    sharding = types.SimpleNamespace(memory_kind="device", device_set=set(gpus))
+    leaves = [types.SimpleNamespace(sharding=sharding)]
+    cpus = jax.devices("cpu")
+    assert copies._host_devices(leaves) == {gpus[1]: cpus[0], gpus[0]: cpus[1]}
+    monkeypatch.setattr(copies.jax, "devices", lambda platform: cpus[:1])
+    assert copies._host_devices(leaves) is None  # too few
+    monkeypatch.setattr(copies.jax, "devices", lambda platform: cpus)
+    monkeypatch.setattr(copies.jax, "process_count", lambda: 2)
+    assert copies._host_devices(leaves) is None

@@ -141,8 +141,12 @@ def import_packages(cfg: Config) -> None:
 
     tensorboardX imports torch if it is installed. A package that fails is reported by `open_sinks`.
     """
-    packages = {"tensorboardX.event_file_writer": cfg.metrics.tensorboard}
-    packages |= {"wandb": cfg.metrics.wandb, "prometheus_client": cfg.metrics.prometheus_port}
+    m = cfg.metrics
+    packages = {
+        "tensorboardX.event_file_writer": m.tensorboard,
+        "wandb": bool(m.wandb),
+        "prometheus_client": bool(m.prometheus_port),
+    }
     for name, wanted in packages.items():
         if wanted and jax.process_index() == 0:
             with contextlib.suppress(Exception):
