@@ -3,7 +3,7 @@
 A layout is the mesh and the fields of `parallel` that depend on it.
 """
 
-from jaxpar.config import Config, flag, require
+from jaxpar.config import Config, flag, require, value_of
 from jaxpar.config.layout_fields import ALL, FIELDS, names_of
 
 
@@ -21,9 +21,29 @@ def interleaving(cfg: Config) -> None:
     rule = "needs a pipeline, but parallel.pipeline is 1"
     ways = flag(path, 1), flag("parallel.pipeline", 2)
     require(p.virtual_stages == 1 or p.pipeline > 1, cfg, path, rule, *ways)
-    rule = "must be 1 with parallel.schedule gpipe"
+    rule = f"must be 1 with parallel.schedule {p.schedule}"
     ways = flag(path, 1), flag("parallel.schedule", "1f1b")
-    require(p.virtual_stages == 1 or p.schedule != "gpipe", cfg, path, rule, *ways)
+    require(p.virtual_stages == 1 or p.schedule == "1f1b", cfg, path, rule, *ways)
+
+
+def zero_bubble(cfg: Config) -> None:
+    """Check that a zero-bubble schedule has weight gradients to postpone, and idle slots."""
+    p, path = cfg.parallel, "parallel.schedule"
+    if p.schedule != "zero_bubble" or p.pipeline == 1:
+        return
+    other = flag(path, "1f1b")
+    for name, value in {"zero": 1, "layer_loop": "unroll", "sequence": 1}.items():
+        field = f"parallel.{name}"
+        rule = f"must be {value} with {path} zero_bubble"
+        require(value_of(cfg, field) == value, cfg, field, rule, flag(field, value), other)
+    matmuls, field = cfg.model.matmul_dtype, "model.matmul_dtype"
+    rule = f"must be compute with {path} zero_bubble"
+    require(matmuls == "compute", cfg, field, rule, flag(field, "compute"), other)
+    rule = f"must be 0 with {path} zero_bubble"
+    require(not cfg.lora.rank, cfg, "lora.rank", rule, flag("lora.rank", 0), other)
+    least, field = 2 * p.pipeline - 1, "parallel.num_microbatches"
+    rule = f"must be at least {least}, 2 * parallel.pipeline - 1, with {path} zero_bubble"
+    require(p.num_microbatches >= least, cfg, field, rule, flag(field, least), other)
 
 
 def turns(cfg: Config) -> None:
