@@ -55,8 +55,12 @@ def zero_bubble(
 def _tick(step: slots.Step, carry: dict, t: jax.Array):
     """Run a forward slot, postponed weight gradients and a backward slot."""
     carry = dict(carry)
+    # Both permutes come first: one that came after the forward would end the idle slot of a stage
+    # only when its neighbor has finished its own forward.
+    carry["x"], carry["g"] = lax.optimization_barrier((carry["x"], carry["g"]))
     y, carry["stash"] = slots.forward(step, carry["x"], t, carry["stash"])
-    carry["grads"] = _catch_up(step, carry, t)
+    # Then the weight gradients, before the head, at which the stages wait for each other.
+    y, carry["grads"] = lax.optimization_barrier((y, _catch_up(step, carry, t)))
     done = t - (step.schedule.stages - 1)
     carry["sums"], carry["grads"], d_head = slots.head(step, carry, y, done)
     carry["x"] = slots.to_stage(y, 1)
