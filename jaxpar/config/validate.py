@@ -16,7 +16,13 @@ from jaxpar.config.resolve import (
 from jaxpar.config.rules.data import data
 from jaxpar.config.rules.divisibility import divisibility
 from jaxpar.config.rules.guard import guards
-from jaxpar.config.rules.layout import automatic, interleaving, turns, zero_bubble
+from jaxpar.config.rules.layout import (
+    automatic,
+    enough_microbatches,
+    interleaving,
+    turns,
+    zero_bubble,
+)
 from jaxpar.config.rules.lora import lora
 from jaxpar.config.rules.memory import moments, remat
 from jaxpar.config.rules.metrics import sinks
@@ -44,7 +50,7 @@ def resolve(cfg: Config, num_devices: int) -> Config:
     """
     _each_rule(cfg)
     cfg = fill_microbatches(fill_data_axis(fill_deterministic(cfg), num_devices))
-    divisibility(cfg)
+    _sizes(cfg)
     return cast_once(cfg)
 
 
@@ -55,7 +61,12 @@ def check(cfg: Config) -> None:
     """
     _each_rule(cfg)
     if not cfg.train.micro_batch_size:  # otherwise the devices decide the number of microbatches
-        divisibility(cfg)
+        _sizes(cfg)
+
+
+def _sizes(cfg: Config) -> None:
+    divisibility(cfg)
+    enough_microbatches(cfg)
 
 
 def _each_rule(cfg: Config) -> None:

@@ -41,9 +41,19 @@ def zero_bubble(cfg: Config) -> None:
     require(matmuls == "compute", cfg, field, rule, flag(field, "compute"), other)
     rule = f"must be 0 with {path} zero_bubble"
     require(not cfg.lora.rank, cfg, "lora.rank", rule, flag("lora.rank", 0), other)
-    least, field = 2 * p.pipeline - 1, "parallel.num_microbatches"
-    rule = f"must be at least {least}, 2 * parallel.pipeline - 1, with {path} zero_bubble"
-    require(p.num_microbatches >= least, cfg, field, rule, flag(field, least), other)
+
+
+def enough_microbatches(cfg: Config) -> None:
+    """Check that a zero-bubble schedule has the microbatches that it needs."""
+    p, path = cfg.parallel, "parallel.num_microbatches"
+    least = 2 * p.pipeline - 1
+    if p.schedule != "zero_bubble" or p.pipeline == 1 or p.num_microbatches >= least:
+        return
+    rule = f"must be at least {least}, 2 * parallel.pipeline - 1, with parallel.schedule "
+    rows = cfg.train.global_batch_size // (p.replica * max(p.data, 1) * p.expert)
+    divisors = [n for n in range(least, rows + 1) if rows % n == 0]
+    ways = [] if cfg.train.micro_batch_size else [flag(path, n) for n in divisors[:1]]
+    require(False, cfg, path, rule + p.schedule, *ways, flag("parallel.schedule", "1f1b"))
 
 
 def turns(cfg: Config) -> None:
