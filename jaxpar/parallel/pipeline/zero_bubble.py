@@ -71,7 +71,7 @@ def _tick(step: slots.Step, carry: dict, t: jax.Array):
 
 def _backward(step: slots.Step, carry: dict, d_head: jax.Array, t: jax.Array):
     """Run this stage's backward at tick t, with or without weight gradients."""
-    s, schedule, model = lax.axis_index(PIPELINE), step.schedule, step.model
+    s, schedule, model = lax.axis_index(PIPELINE), _schedule(step), step.model
     action, g = slots.backward_action(step, carry, d_head, t)
     (sums,), factors, chunk = carry["grads"]["layers"], carry["factors"], step.chunks.first
 
@@ -93,7 +93,7 @@ def _backward(step: slots.Step, carry: dict, d_head: jax.Array, t: jax.Array):
 
 def _catch_up(step: slots.Step, carry: dict, t: jax.Array) -> dict:
     """Add the weight gradients that this stage computes in an idle slot of tick t, if any."""
-    s, schedule = lax.axis_index(PIPELINE), step.schedule
+    s, schedule = lax.axis_index(PIPELINE), _schedule(step)
     bounds = schedule.num_caught_up(s, t), schedule.num_caught_up(s, t + 1)
 
     def add(j: jax.Array, sums: Any):
@@ -101,6 +101,11 @@ def _catch_up(step: slots.Step, carry: dict, t: jax.Array) -> dict:
 
     (sums,) = carry["grads"]["layers"]
     return dict(carry["grads"], layers=(lax.fori_loop(*bounds, add, sums),))
+
+
+def _schedule(step: slots.Step) -> ZeroBubble:
+    assert isinstance(step.schedule, ZeroBubble)
+    return step.schedule
 
 
 def _put(slots_of: Any, values: Any, j: jax.Array) -> Any:
@@ -118,4 +123,4 @@ def _empty_factors(step: slots.Step) -> list[Any]:
             types.append(jax.tree.map(jax.typeof, attached))
 
     jax.eval_shape(note)
-    return stash.empty(types, step.schedule.max_postponed)
+    return stash.empty(types, _schedule(step).max_postponed)
