@@ -132,7 +132,7 @@ class ParallelConfig:
     schedule: Literal["1f1b", "gpipe", "zero_bubble"] = "1f1b"
     """Pipeline schedule. gpipe runs all forwards, then all backwards: simpler, as fast, and its
     memory grows with num_microbatches. zero_bubble computes some weight gradients where stages
-    would be idle: faster than 1f1b with one virtual stage, for more memory."""
+    would be idle: a third of the bubble, for more memory."""
     zero: Literal[1, 2, 3] = 3
     """ZeRO stage. 3: gather weights layer by layer. 1: gather all once per step; for pipelines,
     and for weights that are not sharded. 2: as 1, and scatter gradients layer by layer, so that

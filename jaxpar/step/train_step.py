@@ -206,9 +206,8 @@ def schedule_of(cfg: Config) -> Callable:
     p = cfg.parallel
     if p.schedule == "gpipe":
         return functools.partial(gpipe, save=p.pipeline_save)
-    if p.schedule == "zero_bubble":
-        return functools.partial(zero_bubble, save=p.pipeline_save)
-    return functools.partial(one_f_one_b, virtual=p.virtual_stages, save=p.pipeline_save)
+    interleaved = zero_bubble if p.schedule == "zero_bubble" else one_f_one_b
+    return functools.partial(interleaved, virtual=p.virtual_stages, save=p.pipeline_save)
 
 
 def weights_of_step(shards: Any, cfg: Config) -> Any:

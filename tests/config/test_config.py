@@ -43,8 +43,8 @@ parallel.pipeline=2 parallel.virtual_stages=2 parallel.num_microbatches=2 \
     parallel.schedule=gpipe | 2 | parallel.virtual_stages | with parallel.schedule gpipe
 parallel.pipeline=2 parallel.virtual_stages=2 parallel.num_microbatches=1 | 2 | \
     parallel.num_microbatches | rounds
-ZB parallel.virtual_stages=2 parallel.num_microbatches=4 | 2 | \
-    parallel.virtual_stages | with parallel.schedule zero_bubble
+ZB parallel.virtual_stages=2 parallel.num_microbatches=2 | 2 | \
+    parallel.num_microbatches | at least 3
 ZB parallel.num_microbatches=2 | 2 | parallel.num_microbatches | at least 3, 2 *
 ZB train.micro_batch_size=16 | 2 | parallel.num_microbatches | at least 3
 ZB4 parallel.zero=2 | 2 | parallel.zero | zero_bubble

@@ -23,8 +23,9 @@ SCHEDULES = [
 ]
 SCHEDULES += [GPipe(P, 1, M) for P in range(1, 7) for M in microbatch_counts(P, 1)]
 ZERO_BUBBLES = [
-    ZeroBubble(P, 1, M) for P in range(2, 8) for M in {2 * P - 1, 3 * P - 3, 3 * P, 4 * P}
+    ZeroBubble(P, 1, M) for P in range(2, 8) for M in sorted({2 * P - 1, 3 * P - 3, 3 * P, 4 * P})
 ]
+ZERO_BUBBLES += [ZeroBubble(P, v, k * P) for P in range(2, 6) for v in (2, 3, 4) for k in (2, 3)]
 
 
 def forwards(plan: Schedule) -> list[tuple[int, int, int, int, int]]:
@@ -206,19 +207,26 @@ def caught_up(plan: ZeroBubble) -> list[tuple[int, int, int]]:
     ]
 
 
+def numbered_backwards(plan: Schedule) -> list[tuple[int, int, int]]:
+    """(stage, index of the backward, tick) of each backward."""
+    first, P = plan.first_backward, plan.stages
+    return [(s, i, first + i + (P - 1 - s)) for s in range(P) for i in range(plan.num_actions)]
+
+
 def every_zero_bubble(test):
-    name = lambda p: f"P{p.stages}M{p.microbatches}"  # noqa: E731
+    name = lambda p: f"P{p.stages}v{p.virtual}M{p.microbatches}"  # noqa: E731
     return pytest.mark.parametrize("plan", ZERO_BUBBLES, ids=name)(test)
 
 
 @every_zero_bubble
 def test_each_postponed_weight_gradient_is_computed_once_and_after_its_backward(plan):
-    made = {(s, f): tick for s, f, tick, _, _ in backwards(plan)}
+    made = {(s, i): tick for s, i, tick in numbered_backwards(plan)}
     found = caught_up(plan)
     postponed = [(s, j) for s in range(plan.stages) for j in range(plan.num_postponed(s))]
     assert [(s, j) for s, j, _ in found] == postponed
     assert all(made[s, j] < tick for s, j, tick in found), "the slot comes before the backward's"
     assert max(map(plan.num_postponed, range(plan.stages))) == plan.max_postponed
+    assert {plan.backward_action(j)[1] for _, j in postponed} <= set(plan.postponing_chunks)
 
 
 @every_zero_bubble
@@ -229,12 +237,13 @@ def test_postponed_weight_gradients_are_computed_in_idle_forward_slots(plan):
 
 def length(plan: Schedule, F: int, B: int, W: int) -> int:
     """Time of a step. The stages wait for each other at the head and between two ticks."""
-    head = {t for t in range(plan.stages - 1, plan.microbatches + plan.stages - 1)}
+    last = plan.stages * plan.virtual - 1
+    head = {t for _, _, t, _, part in forwards(plan) if part == last}
     both = {"F": [[0] * plan.stages for _ in range(plan.phases()[-1][3])]}
     both["B"] = [list(row) for row in both["F"]]
     for s, _, t, _, _ in forwards(plan):
         both["F"][t][s] += F
-    for s, i, t, _, _ in backwards(plan):
+    for s, i, t in numbered_backwards(plan):
         postpones = isinstance(plan, ZeroBubble) and i < plan.num_postponed(s)
         both["B"][t][s] += B + (0 if postpones else W)
     if isinstance(plan, ZeroBubble):
@@ -250,10 +259,10 @@ def length(plan: Schedule, F: int, B: int, W: int) -> int:
 @every_zero_bubble
 @pytest.mark.parametrize(("F", "B", "W"), [(1, 1, 1), (5, 6, 4), (3, 3, 1)])
 def test_the_bubble_of_a_zero_bubble_schedule(plan, F, B, W):
-    P, M = plan.stages, plan.microbatches
-    assert length(plan, F, B, W) == M * (F + B + W) + (P - 1) * (F + B - W)
-    plain = Schedule(P, 1, M)
-    assert length(plain, F, B, W) == (M + P - 1) * (F + B + W) == plain.duration * (F + B + W)
+    P, v, M = plan.stages, plan.virtual, plan.microbatches
+    assert length(plan, F, B, W) == v * M * (F + B + W) + (P - 1) * (F + B - W)
+    plain = Schedule(P, v, M)
+    assert length(plain, F, B, W) == (v * M + P - 1) * (F + B + W) == plain.duration * (F + B + W)
 
 
 def test_ticks_of_a_zero_bubble_schedule():

@@ -21,9 +21,9 @@ def interleaving(cfg: Config) -> None:
     rule = "needs a pipeline, but parallel.pipeline is 1"
     ways = flag(path, 1), flag("parallel.pipeline", 2)
     require(p.virtual_stages == 1 or p.pipeline > 1, cfg, path, rule, *ways)
-    rule = f"must be 1 with parallel.schedule {p.schedule}"
+    rule = "must be 1 with parallel.schedule gpipe"
     ways = flag(path, 1), flag("parallel.schedule", "1f1b")
-    require(p.virtual_stages == 1 or p.schedule == "1f1b", cfg, path, rule, *ways)
+    require(p.virtual_stages == 1 or p.schedule != "gpipe", cfg, path, rule, *ways)
 
 
 def zero_bubble(cfg: Config) -> None:
@@ -51,7 +51,8 @@ def enough_microbatches(cfg: Config) -> None:
         return
     rule = f"must be at least {least}, 2 * parallel.pipeline - 1, with parallel.schedule "
     rows = cfg.train.global_batch_size // (p.replica * max(p.data, 1) * p.expert)
-    divisors = [n for n in range(least, rows + 1) if rows % n == 0]
+    round_ = p.pipeline if p.virtual_stages > 1 else 1
+    divisors = [n for n in range(least, rows + 1) if rows % n == 0 and n % round_ == 0]
     ways = [] if cfg.train.micro_batch_size else [flag(path, n) for n in divisors[:1]]
     require(False, cfg, path, rule + p.schedule, *ways, flag("parallel.schedule", "1f1b"))
 

@@ -115,14 +115,13 @@ class GPipe(Schedule):
 
 @dataclass(frozen=True)
 class ZeroBubble(Schedule):
-    """1F1B in which stages compute some weight gradients where they would be idle (v = 1).
+    """Interleaved 1F1B in which stages compute some weight gradients where they would be idle.
 
     Forwards and backwards are those of 1F1B. A backward is the gradient of the input (B) and of the
-    weights (W); only the stage before needs the first. Each stage postpones W of its first
-    backwards, in the ticks in which other stages have no backward yet. It computes them in its idle
-    forward slots, while other stages still have forwards, and two in each tick after its last
-    backward. If no W takes longer than a forward or a B, the bubble is (P - 1)(F + B - W); that of
-    1F1B is (P - 1)(F + B + W).
+    weights (W), and no other stage needs the second. In the first 2 (P - 1) ticks with a backward,
+    stages postpone W. A stage computes them in its idle forward slots while later stages still have
+    forwards, and two in each tick after its last backward. If W takes no longer than a forward or a
+    B, the bubble is (P - 1)(F + B - W); that of 1F1B is (P - 1)(F + B + W).
 
     Needs M >= 2P - 1 microbatches, and stages that skip idle slots.
 
@@ -140,10 +139,16 @@ class ZeroBubble(Schedule):
 
     def num_caught_up(self, s, t):
         """Return how many of its postponed W stage s has computed before tick t."""
-        P, M = self.stages, self.microbatches
-        beside_forwards = _clip(t - (M + s), P - 1 - s)
-        after_backwards = _clip(t - (M + 2 * (P - 1) - s), s)
+        last_forward = self.num_actions - 1 + s
+        last_backward = self.first_backward + self.num_actions - 1 + (self.stages - 1 - s)
+        beside_forwards = _clip(t - last_forward - 1, self.stages - 1 - s)
+        after_backwards = _clip(t - last_backward - 1, s)
         return beside_forwards + 2 * after_backwards
+
+    @property
+    def postponing_chunks(self) -> range:
+        """The chunks to which postponed W belong: fewer than 2P backwards are of the last two."""
+        return range(max(self.virtual - 2, 0), self.virtual)
 
 
 def _clip(n, most):

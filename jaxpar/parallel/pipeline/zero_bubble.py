@@ -1,10 +1,11 @@
 """Zero-bubble 1F1B: compute some weight gradients where a stage would be idle.
 
-The ticks are those of 1F1B (`runner.py`). A backward at the beginning of a step leaves the factors
-of its weight gradients in a buffer, and the stage multiplies them in an idle slot
+The ticks are those of interleaved 1F1B (`runner.py`). The first backwards of a step leave the
+factors of their weight gradients in a buffer, and the stage multiplies them in idle slots
 (`schedules.ZeroBubble`). For stages that choose by a branch what they compute (`BranchedChunks`).
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from jax import lax
 
 from jaxpar.parallel import vjp_segments
 from jaxpar.parallel.pipeline import slots, stash
+from jaxpar.parallel.pipeline.chunks import BranchedChunks
 from jaxpar.parallel.pipeline.schedules import ZeroBubble
 from jaxpar.parallel.staged_model import StagedModel, Sums, float32_zeros, take
 from jaxpar.sharding.axes import PIPELINE
@@ -27,16 +29,17 @@ def zero_bubble(
     microbatches: Any,
     scale: jax.Array,
     *,
+    virtual: int,
     save: Literal["residuals", "inputs"],
 ) -> tuple[Sums, Any]:
     """Compute loss and gradients of a model split into stages over PIPELINE, by zero-bubble 1F1B.
 
-    Args, Returns, Communication: as `runner.one_f_one_b`, with one chunk of layers per stage, and
-              a model whose `attach` gives weights the gradients `Factors`.
+    Args, Returns, Communication: as `runner.one_f_one_b`, with a model whose `attach` gives weights
+              the gradients `Factors`.
     """
     weights = join(trainable, frozen)
     step = slots.step_of(
-        ZeroBubble, model, weights, microbatches, virtual=1, scale=scale, save=save
+        ZeroBubble, model, weights, microbatches, virtual=virtual, scale=scale, save=save
     )
     schedule, blank = step.schedule, step.blank()
     carry = dict(
@@ -49,7 +52,7 @@ def zero_bubble(
     )
     carry, _ = lax.scan(partial(_tick, step), carry, jnp.arange(schedule.phases()[-1][-1]))
     grads = carry["grads"]
-    return carry["sums"], dict(grads, layers=step.chunks.unstacked(grads["layers"], 1))
+    return carry["sums"], dict(grads, layers=step.chunks.unstacked(grads["layers"], virtual))
 
 
 def _tick(step: slots.Step, carry: dict, t: jax.Array):
@@ -73,22 +76,30 @@ def _backward(step: slots.Step, carry: dict, d_head: jax.Array, t: jax.Array):
     """Run this stage's backward at tick t, with or without weight gradients."""
     s, schedule, model = lax.axis_index(PIPELINE), _schedule(step), step.model
     action, g = slots.backward_action(step, carry, d_head, t)
-    (sums,), factors, chunk = carry["grads"]["layers"], carry["factors"], step.chunks.first
+    sums, factors, chunks = carry["grads"]["layers"], carry["factors"], _chunks(step)
 
-    def whole():
-        vjps, context = slots.pullbacks(step, carry["stash"], chunk, action, g)
-        own, dx = vjp_segments.backward(model, chunk, sums, vjps, g, context)
-        return own, factors, dx
+    def whole(c: int):
+        vjps, context = slots.pullbacks(step, carry["stash"], chunks[c], action, g)
+        own, dx = vjp_segments.backward(model, chunks[c], sums[c], vjps, g, context)
+        return _replaced(sums, c, own), factors, dx
 
-    def postponed():
-        vjps, context = slots.pullbacks(step, carry["stash"], chunk, action, g)
+    def postponed(c: int):
+        vjps, context = slots.pullbacks(step, carry["stash"], chunks[c], action, g)
         keep = lambda k, values: _put(factors[k], values, action.i)  # noqa: E731
-        return vjp_segments.backward_without_factors(model, chunk, sums, vjps, g, context, keep)
+        own, kept, dx = vjp_segments.backward_without_factors(
+            model, chunks[c], sums[c], vjps, g, context, keep
+        )
+        return _replaced(sums, c, own), kept, dx
 
+    postponing = schedule.postponing_chunks
+    branches: list[Callable] = [partial(whole, c) for c in range(schedule.virtual)]
+    branches += [partial(postponed, c) for c in postponing]
+    branches.append(lambda: (sums, factors, g))
+    later = schedule.virtual + action.chunk - postponing.start
+    kind = jnp.where(action.i < schedule.num_postponed(s), later, action.chunk)
     at_work = (action.i >= 0) & (action.i < schedule.num_actions)
-    kind = jnp.where(at_work, action.i < schedule.num_postponed(s), 2)
-    own, factors, dx = lax.switch(kind, [whole, postponed, lambda: (sums, factors, g)])
-    return slots.embed_backward(step, dict(carry["grads"], layers=(own,)), dx, t), factors, dx
+    layers, factors, dx = lax.switch(jnp.where(at_work, kind, len(branches) - 1), branches)
+    return slots.embed_backward(step, dict(carry["grads"], layers=layers), dx, t), factors, dx
 
 
 def _catch_up(step: slots.Step, carry: dict, t: jax.Array) -> dict:
@@ -96,11 +107,26 @@ def _catch_up(step: slots.Step, carry: dict, t: jax.Array) -> dict:
     s, schedule = lax.axis_index(PIPELINE), _schedule(step)
     bounds = schedule.num_caught_up(s, t), schedule.num_caught_up(s, t + 1)
 
-    def add(j: jax.Array, sums: Any):
-        return vjp_segments.add_factors(step.model, sums, take(carry["factors"], j))
+    def add(c: int, j: jax.Array, layers: Any):
+        own = vjp_segments.add_factors(step.model, layers[c], take(carry["factors"], j))
+        return _replaced(layers, c, own)
 
-    (sums,) = carry["grads"]["layers"]
-    return dict(carry["grads"], layers=(lax.fori_loop(*bounds, add, sums),))
+    def one(j: jax.Array, layers: Any):
+        _, c, _ = schedule.backward_action(j)
+        postponing = schedule.postponing_chunks
+        branches = [partial(add, c) for c in postponing]
+        return lax.switch(c - postponing.start, branches, j, layers)
+
+    return dict(carry["grads"], layers=lax.fori_loop(*bounds, one, carry["grads"]["layers"]))
+
+
+def _replaced(layers: tuple, c: int, own: Any) -> tuple:
+    return (*layers[:c], own, *layers[c + 1 :])
+
+
+def _chunks(step: slots.Step) -> tuple:
+    assert isinstance(step.chunks, BranchedChunks)
+    return step.chunks.weights
 
 
 def _schedule(step: slots.Step) -> ZeroBubble:

@@ -106,7 +106,7 @@ def _matmul_seconds(cfg: Config, shard: Shard, gpu: Gpu, passes: dict[str, int])
 def bubble_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> float:
     """Return the time in which a stage is idle: (P - 1) microbatches in one of its chunks.
 
-    A zero-bubble schedule computes 2 (P - 1) postponed weight gradients in it, and writes their
+    A zero-bubble schedule computes 2 (P - 1) chunks' weight gradients in it, and writes their
     factors to a buffer.
     """
     p = cfg.parallel
@@ -115,7 +115,7 @@ def bubble_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> float:
         names = MATMULS[:2] if cfg.model.num_experts else MATMULS
         weights = _matmul_seconds(cfg, shard, gpu, dict.fromkeys(names, 1)) * shard.layers
         written = 2 * factors_per_token(cfg, shard) * shard.tokens * shard.layers
-        bubble += 2 * (written / elementwise_rate(gpu) - weights)
+        bubble += 2 * (written / elementwise_rate(gpu) - weights) / p.virtual_stages
     return (p.pipeline - 1) * bubble
 
 

@@ -164,16 +164,11 @@ def saved_bytes(cfg: Config, shard: Shard) -> float:
 
 
 def _postponed_bytes(cfg: Config, shard: Shard) -> float:
-    """Return the factors of postponed weight gradients: 2 (P - 1) microbatches."""
+    """Return the factors of postponed weight gradients: 2 (P - 1) microbatches in one chunk."""
     if not shard.execution.postpones_weight_gradients:
         return 0.0
-    return (
-        2
-        * (cfg.parallel.pipeline - 1)
-        * shard.layers
-        * shard.tokens
-        * factors_per_token(cfg, shard)
-    )
+    layers = 2 * (cfg.parallel.pipeline - 1) * shard.layers / shard.chunks
+    return layers * shard.tokens * factors_per_token(cfg, shard)
 
 
 def factors_per_token(cfg: Config, shard: Shard) -> float:
