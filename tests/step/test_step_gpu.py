@@ -83,7 +83,8 @@ def test_gradients_with_tensor_are_the_references_to_bfloat16(groups, two_gpus, 
 
 @pytest.mark.parametrize("save", ["residuals", "inputs"])
 @pytest.mark.parametrize(
-    ("schedule", "virtual"), [("1f1b", 1), ("1f1b", 2), ("gpipe", 1), ("zero_bubble", 1)]
+    ("schedule", "virtual"),
+    [("1f1b", 1), ("1f1b", 2), ("gpipe", 1), ("zero_bubble", 1), ("zero_bubble", 2)],
 )
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_gradients_of_a_pipeline_are_the_references_to_bfloat16(tensor, schedule, virtual, save):
