@@ -16,13 +16,7 @@ from jaxpar.config.resolve import (
 from jaxpar.config.rules.data import data
 from jaxpar.config.rules.divisibility import divisibility
 from jaxpar.config.rules.guard import guards
-from jaxpar.config.rules.layout import (
-    automatic,
-    enough_microbatches,
-    interleaving,
-    turns,
-    zero_bubble,
-)
+from jaxpar.config.rules.layout import automatic, interleaving, turns
 from jaxpar.config.rules.lora import lora
 from jaxpar.config.rules.memory import moments, remat
 from jaxpar.config.rules.metrics import sinks
@@ -37,6 +31,7 @@ from jaxpar.config.rules.model import (
 from jaxpar.config.rules.numbers import numbers
 from jaxpar.config.rules.run import places, profile, saving, schedule
 from jaxpar.config.rules.type_check import check_types
+from jaxpar.config.rules.zero_bubble import enough_microbatches, zero_bubble
 
 
 def resolve(cfg: Config, num_devices: int) -> Config:
