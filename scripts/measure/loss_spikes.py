@@ -1,0 +1,450 @@
+"""Count loss spikes of jaxpar's train step and of plain PyTorch from the same weights and batches.
+
+    python scripts/measure/loss_spikes.py prepare FOLDER --seeds 10 --steps 300
+    python scripts/measure/loss_spikes.py train FOLDER --variant bfloat16
+    python scripts/measure/loss_spikes_torch.py FOLDER --precision mixed
+    python scripts/measure/loss_spikes.py report FOLDER
+
+`prepare` writes, for each seed, the initial weights and every batch. Each other command reads them,
+trains one run per seed in one process, and adds FOLDER/runs/VARIANT.json with every step's loss,
+gradient norm and largest change of a weight. `report` counts the spikes.
+
+A spike is a loss of more than 1.3 times the median of the 20 losses before it, or more than 1 nat
+above it. The first step that counts is the sixth.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jaxpar.bench.training import conditions
+from jaxpar.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainConfig,
+    replace,
+)
+from jaxpar.config.validate import resolve
+from jaxpar.data import Loader
+from jaxpar.execution.decisions import Execution
+from jaxpar.model import loss as model_loss
+from jaxpar.model.parameters import param_specs
+from jaxpar.runtime import provenance
+from jaxpar.runtime import start as runtime
+from jaxpar.sharding.axes import BATCH_SPEC
+from jaxpar.sharding.batch import Batch
+from jaxpar.sharding.mesh import make_mesh
+from jaxpar.sharding.params import flat
+from jaxpar.step.state import TrainState, state_of, state_shardings
+from jaxpar.step.train_step import make_gradient_step, make_train_step
+from jaxpar.training.run import Run
+
+#: 152.8 million parameters.
+MODEL = ModelConfig(
+    num_layers=12,
+    d_model=768,
+    num_heads=12,
+    num_kv_heads=4,
+    head_dim=64,
+    d_ff=2048,
+    vocab_size=50304,
+)
+#: The same in small, for a test on a CPU.
+TINY = dataclasses.replace(
+    MODEL,
+    num_layers=2,
+    d_model=64,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    d_ff=128,
+    vocab_size=8192,
+)
+
+#: Losses before a step whose median it is compared with, and the fewest that count.
+WINDOW, FEWEST = 20, 5
+#: A spike is above the median by this factor or this difference.
+FACTOR, NATS = 1.3, 1.0
+
+#: Spikes of a variant that are examined.
+EXAMINED = 2
+#: Steps whose weights are kept, until their losses have been read.
+KEPT, BEHIND = 4, 2
+
+
+def config(data: str, steps: int, warm_up: int, model: ModelConfig = MODEL) -> Config:
+    """Return the config of every run: 8 sequences of 1,024 tokens, learning rate 6e-4.
+
+    After the warm-up the learning rate stays. Attention is causal, without document masks.
+    """
+    return Config(
+        model=model,
+        data=DataConfig(path=data, seq_len=1024, document_mask=False),
+        train=TrainConfig(num_steps=steps, global_batch_size=8),
+        parallel=ParallelConfig(data=1),
+        optimizer=OptimizerConfig(learning_rate=6e-4, warmup_steps=warm_up, schedule="constant"),
+    )
+
+
+# ------------------------------------------------------------------------------ variants
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One way to compute the same step."""
+
+    what: str
+    fields: dict[str, Any] = dataclasses.field(default_factory=dict)
+    execution: dict[str, Any] = dataclasses.field(default_factory=dict)
+    plain_loss: bool = False
+
+
+_FLOAT32 = {"model.dtype": "float32", "model.attention_backend": "reference"}
+
+VARIANTS = {
+    "bfloat16": Variant("the default"),
+    "bfloat16-again": Variant("the default, a second time"),
+    "document-mask": Variant("attention within documents", {"data.document_mask": True}),
+    "logits16": Variant("bfloat16 logits", {"model.logits_dtype": "compute"}),
+    "plain-loss": Variant("the loss differentiated by JAX in float32", plain_loss=True),
+    "norm-written": Variant("norms scaled before the matmul", execution={"norm": "written"}),
+    "reference": Variant("attention in plain JAX", {"model.attention_backend": "reference"}),
+    "cudnn": Variant("attention by cuDNN", {"model.attention_backend": "cudnn"}),
+    "hopper": Variant("attention by pallas_hopper", {"model.attention_backend": "pallas_hopper"}),
+    "triton": Variant("attention by Triton", {"model.attention_backend": "triton"}),
+    "deterministic": Variant("deterministic attention", {"model.attention_deterministic": True}),
+    "unroll": Variant(
+        "unrolled layers, no recomputation",
+        {"parallel.layer_loop": "unroll", "parallel.remat": "none"},
+    ),
+    "tf32": Variant("float32, matmuls in TF32", _FLOAT32),
+    "float32": Variant("float32", _FLOAT32 | {"model.matmul_precision": "float32"}),
+}
+
+
+def plain_cross_entropy(h_ND, head_DV, labels_N, z_loss, logits_dtype, n):
+    """Compute `loss._cross_entropy` as one would write it, for JAX to differentiate.
+
+    The gradient of the logits stays in float32, and so do the operands of the matmuls that read it.
+    """
+    del n
+    logits = jnp.dot(h_ND, head_DV, preferred_element_type=logits_dtype).astype(jnp.float32)
+    lse = jax.scipy.special.logsumexp(logits, axis=-1)
+    label = jnp.take_along_axis(logits, jnp.maximum(labels_N, 0)[:, None], axis=1)[:, 0]
+    weight = jnp.where(labels_N == -1, 0.0, 1.0)
+    nll = jnp.sum((lse - label) * weight)
+    from jaxpar.parallel.collectives import psum
+    from jaxpar.sharding.axes import VOCAB_AXES
+
+    nll = psum(nll, VOCAB_AXES)  # of one device: only the type changes
+    return nll + z_loss * psum(jnp.sum(jnp.square(lse) * weight), VOCAB_AXES), nll
+
+
+# ------------------------------------------------------------------------------ inputs
+
+
+def prepare(options: argparse.Namespace) -> None:
+    """Write the weights and batches of every seed, and the shape for the PyTorch program."""
+    folder = Path(options.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    model = TINY if options.tiny else MODEL
+    cfg = resolve(config(options.data, options.steps, options.warm_up, model), 1)
+    about = {"data": options.data, "steps": options.steps, "warm_up": options.warm_up}
+    about |= {"seeds": options.seeds, "tiny": options.tiny, "model": dataclasses.asdict(model)}
+    about |= {"optimizer": dataclasses.asdict(cfg.optimizer)}
+    with ThreadPoolExecutor(options.seeds) as pool:
+        made = [pool.submit(write_weights, folder, model, seed) for seed in range(options.seeds)]
+        for seed in range(options.seeds):
+            write_batches(folder, cfg, seed)
+        for each in made:
+            each.result()
+    (folder / "about.json").write_text(json.dumps(about, indent=2))
+
+
+def write_weights(folder: Path, model: ModelConfig, seed: int) -> None:
+    """Write the initial weights of a seed, with jaxpar's distributions and NumPy's random numbers.
+
+    Both programs read the same bits.
+    """
+    random, arrays = np.random.default_rng(seed), {}
+    for name, spec in flat(param_specs(model)).items():
+        if spec.init == "normal":
+            arrays[name] = random.standard_normal(spec.shape, np.float32) * np.float32(spec.std)
+        else:
+            arrays[name] = np.full(spec.shape, 1.0 if spec.init == "ones" else 0.0, np.float32)
+    np.savez(folder / f"weights_{seed}.npz", **arrays)
+
+
+def write_batches(folder: Path, cfg: Config, seed: int) -> None:
+    """Write every batch of a seed in the order of jaxpar's loader, with its document masks."""
+    cfg = replace(cfg, **{"train.seed": seed, "data.document_mask": True})
+    loader = Loader(cfg, make_mesh(cfg.parallel, jax.devices()[:1]), "train")
+    rows = np.arange(cfg.train.global_batch_size)
+    batches = [loader.host_rows(step, rows) for step in range(cfg.train.num_steps)]
+    fields = [field.name for field in dataclasses.fields(Batch)]
+    stacked = {name: np.stack([getattr(b, name) for b in batches]) for name in fields}
+    np.savez(folder / f"batches_{seed}.npz", max_documents=loader.max_documents, **stacked)
+
+
+def batches_of(folder: Path, seed: int, cfg: Config, mesh: Any) -> Iterator[Batch]:
+    """Yield the batches of a seed on the device."""
+    arrays = dict(np.load(folder / f"batches_{seed}.npz"))
+    if not cfg.data.document_mask:
+        arrays["segment_ids"] = np.ones_like(arrays["segment_ids"])
+        steps, rows, length = arrays["tokens"].shape
+        positions = np.arange(length, dtype=np.int32)
+        arrays["positions"] = np.broadcast_to(positions, (steps, rows, length))
+    sharding = NamedSharding(mesh, BATCH_SPEC)
+    names = [field.name for field in dataclasses.fields(Batch)]
+    for step in range(len(arrays["tokens"])):
+        yield Batch(**{n: jax.device_put(arrays[n][step], sharding) for n in names})
+
+
+def initial_state(folder: Path, seed: int, cfg: Config, mesh: Any) -> TrainState:
+    """Return the state with the weights of a seed."""
+    import flax.traverse_util
+
+    arrays = dict(np.load(folder / f"weights_{seed}.npz"))
+    params = flax.traverse_util.unflatten_dict(arrays, sep="/")
+    params = jax.device_put(params, state_shardings(cfg, mesh).params)
+    return state_of(params, cfg, mesh)
+
+
+# ------------------------------------------------------------------------------ training
+
+
+def above(losses: Sequence[float], step: int) -> float | None:
+    """Return the loss of a step over the median of those before it; None if there are too few."""
+    before = [v for v in losses[max(0, step - WINDOW) : step] if v == v]
+    return None if len(before) < FEWEST else losses[step] - statistics.median(before)
+
+
+def is_spike(losses: Sequence[float], step: int) -> bool:
+    """Return whether a step's loss is a spike; a loss that is not a number always is."""
+    difference = above(losses, step)
+    if difference is None:
+        return False
+    median = losses[step] - difference
+    return not (difference <= NATS and losses[step] <= FACTOR * median)
+
+
+def spikes(losses: Sequence[float]) -> list[int]:
+    """Return the steps, from 0, whose losses are spikes."""
+    return [step for step in range(len(losses)) if is_spike(losses, step)]
+
+
+@jax.jit
+def largest_change(old: Any, new: Any) -> jax.Array:
+    """Return the largest change of a weight."""
+    changes = jax.tree.map(lambda a, b: jnp.max(jnp.abs(a - b)), old, new)
+    return jnp.max(jnp.stack(jax.tree.leaves(changes)))
+
+
+@jax.jit
+def copied(params: Any) -> Any:
+    return jax.tree.map(jnp.copy, params)
+
+
+@dataclasses.dataclass
+class Curve:
+    """The run of one seed."""
+
+    seed: int
+    loss: list[float]
+    grad_norm: list[float]
+    change: list[float]
+
+
+def train_one(
+    step_of: Callable, state: TrainState, batches: Iterator[Batch], seed: int, keep: list[Any]
+) -> Curve:
+    """Train from one seed, and keep the weights and batches around the first spikes.
+
+    Losses are read BEHIND steps late, so the device does not wait.
+    """
+    curve, pending, recent = Curve(seed, [], [], []), deque(), deque(maxlen=KEPT)
+
+    def read() -> None:
+        metrics, change = pending.popleft()
+        curve.loss.append(float(metrics.loss))
+        curve.grad_norm.append(float(metrics.grad_norm))
+        curve.change.append(float(change))
+        at = len(curve.loss) - 1
+        if len(keep) < EXAMINED and is_spike(curve.loss, at):
+            around = [jax.device_get(each) for each in recent if each[0] in (at - 1, at)]
+            keep.append((seed, at, around))
+
+    for number, batch in enumerate(batches):
+        before = copied(state.params)
+        recent.append((number, before, batch))
+        state, metrics = step_of(state, batch)
+        pending.append((metrics, largest_change(before, state.params)))
+        if len(pending) > BEHIND:
+            read()
+    while pending:
+        read()
+    return curve
+
+
+def train(options: argparse.Namespace) -> None:
+    """Train a run per seed with one compiled step, and write the curves."""
+    folder, variant = Path(options.folder), VARIANTS[options.variant]
+    about = json.loads((folder / "about.json").read_text())
+    model = TINY if about["tiny"] else MODEL
+    cfg = config(about["data"], about["steps"], about["warm_up"], model)
+    cfg = replace(cfg, **{"evaluation.every": 0, "checkpoint.every": 0, **variant.fields})
+    environment, began = runtime.start(cfg), time.monotonic()
+    if variant.plain_loss:
+        model_loss._cross_entropy = plain_cross_entropy
+    run = Run(cfg, in_folder=False)
+    execution = dataclasses.replace(run.execution, **variant.execution)
+    print(f"attention: {run.attention}\nexecution: {'; '.join(execution.in_words())}", flush=True)
+    step_of = make_train_step(run.cfg, run.mesh, run.max_segments, execution)
+    curves: list[Curve] = []
+    kept: list[Any] = []
+    for seed in range(about["seeds"])[: options.seeds]:
+        started = time.monotonic()
+        if curves and started - began > options.seconds:
+            break
+        state = initial_state(folder, seed, run.cfg, run.mesh)
+        curves.append(
+            train_one(step_of, state, batches_of(folder, seed, run.cfg, run.mesh), seed, kept)
+        )
+        last, found = curves[-1].loss[-1], spikes(curves[-1].loss)
+        took = time.monotonic() - started
+        print(
+            f"{options.variant} seed {seed}: {last:.4f}, spikes {found}, {took:.1f} s", flush=True
+        )
+        write(folder, options.variant, about, curves, run, environment, [])
+    if kept:
+        examined = [examine(run, execution, *each) for each in kept]
+        write(folder, options.variant, about, curves, run, environment, examined)
+
+
+def write(folder, name, about, curves, run: Run, environment, examined) -> None:
+    """Write the curves of a variant and the conditions of the measurement."""
+    (folder / "runs").mkdir(exist_ok=True)
+    found = {
+        "variant": name,
+        "what": VARIANTS[name].what,
+        "steps": about["steps"],
+        "warm_up": about["warm_up"],
+        "attention": run.attention,
+        "curves": [dataclasses.asdict(curve) for curve in curves],
+        "examined": examined,
+        **conditions.of_this_process(environment, provenance.checked_out_commit()),
+    }
+    (folder / "runs" / f"{name}.json").write_text(json.dumps(found))
+
+
+def examine(run: Run, execution: Execution, seed: int, spike: int, around: list) -> dict[str, Any]:
+    """Compute loss and gradient around a spike in other ways, from the same weights and batch.
+
+    Returns:  for the spike and the step before, each way's loss, gradient norm, and cosine and
+              relative distance of its gradient to float32's.
+    """
+    ways = {
+        "float32": ({"model.dtype": "float32", "model.attention_backend": "reference"}, {}),
+        "here": ({}, {}),
+        "reference attention": ({"model.attention_backend": "reference"}, {}),
+        "norm written": ({}, {"norm": "written"}),
+        "bfloat16 logits": ({"model.logits_dtype": "compute"}, {}),
+    }
+    places = state_shardings(run.cfg, run.mesh).params, NamedSharding(run.mesh, BATCH_SPEC)
+    found: dict[str, Any] = {"seed": seed, "spike": spike, "steps": {}}
+    exact: dict[int, Any] = {}
+    for name, (fields, decisions) in ways.items():
+        cfg = replace(run.cfg, **fields)
+        ex = dataclasses.replace(execution, cfg=cfg, **decisions)
+        step = make_gradient_step(cfg, run.mesh, run.max_segments, ex)
+        for number, params, batch in around:
+            metrics, grads = step(*map(jax.device_put, (params, batch), places))
+            exact.setdefault(number, grads)
+            cosine, distance = jax.tree.map(float, compared(grads, exact[number]))
+            here = found["steps"].setdefault(str(number), {})
+            here[name] = {
+                "loss": float(metrics.loss),
+                "grad_norm": float(metrics.grad_norm),
+                "cosine": cosine,
+                "distance": distance,
+            }
+        print(f"seed {seed}, spike {spike}: {name}: {json.dumps(found['steps'])}", flush=True)
+    return found
+
+
+@jax.jit
+def compared(a: Any, b: Any) -> tuple[jax.Array, jax.Array]:
+    """Return the cosine of two gradients, and their distance over the second's norm."""
+    total = lambda f: sum(map(lambda x, y: jnp.sum(f(x, y)), *map(jax.tree.leaves, (a, b))))  # noqa: E731
+    aa, bb = total(lambda x, _: x * x), total(lambda _, y: y * y)
+    cosine = total(lambda x, y: x * y) / jnp.sqrt(aa * bb)
+    return cosine, jnp.sqrt(total(lambda x, y: (x - y) ** 2) / bb)
+
+
+# ------------------------------------------------------------------------------ report
+
+
+def report(options: argparse.Namespace) -> None:
+    """Print, for each variant, its spikes and its last losses."""
+    for file in sorted((Path(options.folder) / "runs").glob("*.json")):
+        print(row(json.loads(file.read_text())))
+
+
+def row(found: dict[str, Any]) -> str:
+    """Return a variant as a row of the table: runs, runs with spikes, spikes, the worst, the end."""
+    curves = found["curves"]
+    each = [spikes(curve["loss"]) for curve in curves]
+    highest = max(
+        (above(c["loss"], i) or 0.0) for c in curves for i in range(FEWEST, len(c["loss"]))
+    )
+    ends = [statistics.fmean(curve["loss"][-WINDOW:]) for curve in curves]
+    spread = statistics.stdev(ends) if len(ends) > 1 else 0.0
+    runs = sum(map(bool, each))
+    cells = found["variant"], len(curves), runs, sum(map(len, each)), f"{highest:.2f}"
+    return f"| {' | '.join(map(str, cells))} | {statistics.fmean(ends):.4f} ({spread:.4f}) |"
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    commands = parser.add_subparsers(required=True)
+    add = functools.partial(commands.add_parser)
+    for name, run in (("prepare", prepare), ("train", train), ("report", report)):
+        command = add(name)
+        command.set_defaults(run=run)
+        command.add_argument("folder")
+        if name == "prepare":
+            command.add_argument("--data", default="data/stdlib")
+            command.add_argument("--steps", type=int, default=300)
+            command.add_argument("--warm-up", type=int, default=20)
+            command.add_argument("--tiny", action="store_true", help="a small model, for a test")
+        if name != "report":
+            command.add_argument("--seeds", type=int, default=10)
+        if name == "train":
+            command.add_argument("--variant", choices=VARIANTS, default="bfloat16")
+            command.add_argument(
+                "--seconds", type=float, default=1e9, help="start no run after this time"
+            )
+    options = parser.parse_args(argv)
+    options.run(options)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
