@@ -3,21 +3,16 @@
     python scripts/measure/loss_spikes.py prepare FOLDER --seeds 10 --steps 300
     python scripts/measure/loss_spikes.py train FOLDER --variant bfloat16
     python scripts/measure/loss_spikes_torch.py FOLDER --precision mixed
-    python scripts/measure/loss_spikes.py report FOLDER
+    python scripts/measure/loss_spikes_report.py FOLDER/runs
 
 `prepare` writes, for each seed, the initial weights and every batch. Each other command reads them,
 trains one run per seed in one process, and adds FOLDER/runs/VARIANT.json with every step's loss,
-gradient norm and largest change of a weight. `report` counts the spikes.
-
-A spike is a loss of more than 1.3 times the median of the 20 losses before it, or more than 1 nat
-above it. The first step that counts is the sixth.
+gradient norm and largest change of a weight. loss_spikes_report.py defines and counts spikes.
 """
 
 import argparse
 import dataclasses
-import functools
 import json
-import statistics
 import sys
 import time
 from collections import deque
@@ -26,10 +21,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
+from loss_spikes_report import is_spike, spikes
 
 from jaxpar.bench.training import conditions
 from jaxpar.config import (
@@ -46,9 +43,10 @@ from jaxpar.data import Loader
 from jaxpar.execution.decisions import Execution
 from jaxpar.model import loss as model_loss
 from jaxpar.model.parameters import param_specs
+from jaxpar.parallel.collectives import psum
 from jaxpar.runtime import provenance
 from jaxpar.runtime import start as runtime
-from jaxpar.sharding.axes import BATCH_SPEC
+from jaxpar.sharding.axes import BATCH_SPEC, VOCAB_AXES
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.sharding.params import flat
@@ -77,11 +75,6 @@ TINY = dataclasses.replace(
     d_ff=128,
     vocab_size=8192,
 )
-
-#: Losses before a step whose median it is compared with, and the fewest that count.
-WINDOW, FEWEST = 20, 5
-#: A spike is above the median by this factor or this difference.
-FACTOR, NATS = 1.3, 1.0
 
 #: Spikes of a variant that are examined.
 EXAMINED = 2
@@ -150,9 +143,6 @@ def plain_cross_entropy(h_ND, head_DV, labels_N, z_loss, logits_dtype, n):
     label = jnp.take_along_axis(logits, jnp.maximum(labels_N, 0)[:, None], axis=1)[:, 0]
     weight = jnp.where(labels_N == -1, 0.0, 1.0)
     nll = jnp.sum((lse - label) * weight)
-    from jaxpar.parallel.collectives import psum
-    from jaxpar.sharding.axes import VOCAB_AXES
-
     nll = psum(nll, VOCAB_AXES)  # of one device: only the type changes
     return nll + z_loss * psum(jnp.sum(jnp.square(lse) * weight), VOCAB_AXES), nll
 
@@ -219,7 +209,6 @@ def batches_of(folder: Path, seed: int, cfg: Config, mesh: Any) -> Iterator[Batc
 
 def initial_state(folder: Path, seed: int, cfg: Config, mesh: Any) -> TrainState:
     """Return the state with the weights of a seed."""
-    import flax.traverse_util
 
     arrays = dict(np.load(folder / f"weights_{seed}.npz"))
     params = flax.traverse_util.unflatten_dict(arrays, sep="/")
@@ -228,26 +217,6 @@ def initial_state(folder: Path, seed: int, cfg: Config, mesh: Any) -> TrainState
 
 
 # ------------------------------------------------------------------------------ training
-
-
-def above(losses: Sequence[float], step: int) -> float | None:
-    """Return the loss of a step over the median of those before it; None if there are too few."""
-    before = [v for v in losses[max(0, step - WINDOW) : step] if v == v]
-    return None if len(before) < FEWEST else losses[step] - statistics.median(before)
-
-
-def is_spike(losses: Sequence[float], step: int) -> bool:
-    """Return whether a step's loss is a spike; a loss that is not a number always is."""
-    difference = above(losses, step)
-    if difference is None:
-        return False
-    median = losses[step] - difference
-    return not (difference <= NATS and losses[step] <= FACTOR * median)
-
-
-def spikes(losses: Sequence[float]) -> list[int]:
-    """Return the steps, from 0, whose losses are spikes."""
-    return [step for step in range(len(losses)) if is_spike(losses, step)]
 
 
 @jax.jit
@@ -259,6 +228,7 @@ def largest_change(old: Any, new: Any) -> jax.Array:
 
 @jax.jit
 def copied(params: Any) -> Any:
+    """Return a copy, which a step that donates its state does not overwrite."""
     return jax.tree.map(jnp.copy, params)
 
 
@@ -398,36 +368,12 @@ def compared(a: Any, b: Any) -> tuple[jax.Array, jax.Array]:
     return cosine, jnp.sqrt(total(lambda x, y: (x - y) ** 2) / bb)
 
 
-# ------------------------------------------------------------------------------ report
-
-
-def report(options: argparse.Namespace) -> None:
-    """Print, for each variant, its spikes and its last losses."""
-    for file in sorted((Path(options.folder) / "runs").glob("*.json")):
-        print(row(json.loads(file.read_text())))
-
-
-def row(found: dict[str, Any]) -> str:
-    """Return a variant as a row of the table: runs, runs with spikes, spikes, the worst, the end."""
-    curves = found["curves"]
-    each = [spikes(curve["loss"]) for curve in curves]
-    highest = max(
-        (above(c["loss"], i) or 0.0) for c in curves for i in range(FEWEST, len(c["loss"]))
-    )
-    ends = [statistics.fmean(curve["loss"][-WINDOW:]) for curve in curves]
-    spread = statistics.stdev(ends) if len(ends) > 1 else 0.0
-    runs = sum(map(bool, each))
-    cells = found["variant"], len(curves), runs, sum(map(len, each)), f"{highest:.2f}"
-    return f"| {' | '.join(map(str, cells))} | {statistics.fmean(ends):.4f} ({spread:.4f}) |"
-
-
 def main(argv: Sequence[str]) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(required=True)
-    add = functools.partial(commands.add_parser)
-    for name, run in (("prepare", prepare), ("train", train), ("report", report)):
-        command = add(name)
+    for name, run in (("prepare", prepare), ("train", train)):
+        command = commands.add_parser(name)
         command.set_defaults(run=run)
         command.add_argument("folder")
         if name == "prepare":
@@ -435,8 +381,7 @@ def main(argv: Sequence[str]) -> None:
             command.add_argument("--steps", type=int, default=300)
             command.add_argument("--warm-up", type=int, default=20)
             command.add_argument("--tiny", action="store_true", help="a small model, for a test")
-        if name != "report":
-            command.add_argument("--seeds", type=int, default=10)
+        command.add_argument("--seeds", type=int, default=10)
         if name == "train":
             command.add_argument("--variant", choices=VARIANTS, default="bfloat16")
             command.add_argument(
