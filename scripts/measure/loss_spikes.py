@@ -8,6 +8,10 @@
 `prepare` writes, for each seed, the initial weights and every batch. Each other command reads them,
 trains one run per seed in one process, and adds FOLDER/runs/VARIANT.json with every step's loss,
 gradient norm and largest change of a weight. loss_spikes_report.py defines and counts spikes.
+
+`train` also writes FOLDER/points/NAME.npz: the weights before a step and its batch, for the steps
+of --points in the first run and around the first spikes. From these, `gradients` computes the
+gradient with each variant, and compares it with float32's by loss_spikes_torch.py --gradients.
 """
 
 import argparse
@@ -76,23 +80,27 @@ TINY = dataclasses.replace(
     vocab_size=8192,
 )
 
-#: Spikes of a variant that are examined.
+#: Learning rate, unless another is given.
+RATE = 6e-4
+
+#: Spikes of a variant around which points are written.
 EXAMINED = 2
 #: Steps whose weights are kept, until their losses have been read.
 KEPT, BEHIND = 4, 2
 
 
-def config(data: str, steps: int, warm_up: int, model: ModelConfig = MODEL) -> Config:
-    """Return the config of every run: 8 sequences of 1,024 tokens, learning rate 6e-4.
+def config(about: dict[str, Any]) -> Config:
+    """Return the config of every run: 8 sequences of 1,024 tokens, or of 64 in the small test.
 
     After the warm-up the learning rate stays. Attention is causal, without document masks.
     """
+    steps, warm_up, tiny = (about[name] for name in ("steps", "warm_up", "tiny"))
     return Config(
-        model=model,
-        data=DataConfig(path=data, seq_len=1024, document_mask=False),
+        model=TINY if tiny else MODEL,
+        data=DataConfig(path=about["data"], seq_len=64 if tiny else 1024, document_mask=False),
         train=TrainConfig(num_steps=steps, global_batch_size=8),
         parallel=ParallelConfig(data=1),
-        optimizer=OptimizerConfig(learning_rate=6e-4, warmup_steps=warm_up, schedule="constant"),
+        optimizer=OptimizerConfig(learning_rate=RATE, warmup_steps=warm_up, schedule="constant"),
     )
 
 
@@ -132,6 +140,10 @@ VARIANTS = {
 }
 
 
+#: The loss of jaxpar.
+CROSS_ENTROPY = model_loss._cross_entropy
+
+
 def plain_cross_entropy(h_ND, head_DV, labels_N, z_loss, logits_dtype, n):
     """Compute `loss._cross_entropy` as one would write it, for JAX to differentiate.
 
@@ -154,11 +166,10 @@ def prepare(options: argparse.Namespace) -> None:
     """Write the weights and batches of every seed, and the shape for the PyTorch program."""
     folder = Path(options.folder)
     folder.mkdir(parents=True, exist_ok=True)
-    model = TINY if options.tiny else MODEL
-    cfg = resolve(config(options.data, options.steps, options.warm_up, model), 1)
-    about = {"data": options.data, "steps": options.steps, "warm_up": options.warm_up}
-    about |= {"seeds": options.seeds, "tiny": options.tiny, "model": dataclasses.asdict(model)}
-    about |= {"optimizer": dataclasses.asdict(cfg.optimizer)}
+    about = {n: getattr(options, n) for n in ("data", "steps", "warm_up", "seeds", "tiny")}
+    cfg = resolve(config(about), 1)
+    model = cfg.model
+    about |= {"model": dataclasses.asdict(model), "optimizer": dataclasses.asdict(cfg.optimizer)}
     with ThreadPoolExecutor(options.seeds) as pool:
         made = [pool.submit(write_weights, folder, model, seed) for seed in range(options.seeds)]
         for seed in range(options.seeds):
@@ -209,11 +220,14 @@ def batches_of(folder: Path, seed: int, cfg: Config, mesh: Any) -> Iterator[Batc
 
 def initial_state(folder: Path, seed: int, cfg: Config, mesh: Any) -> TrainState:
     """Return the state with the weights of a seed."""
-
-    arrays = dict(np.load(folder / f"weights_{seed}.npz"))
-    params = flax.traverse_util.unflatten_dict(arrays, sep="/")
-    params = jax.device_put(params, state_shardings(cfg, mesh).params)
+    params = on_device(dict(np.load(folder / f"weights_{seed}.npz")), cfg, mesh)
     return state_of(params, cfg, mesh)
+
+
+def on_device(arrays: dict[str, np.ndarray], cfg: Config, mesh: Any) -> Any:
+    """Return parameters, given by name, as a tree on the device."""
+    params = flax.traverse_util.unflatten_dict(arrays, sep="/")
+    return jax.device_put(params, state_shardings(cfg, mesh).params)
 
 
 # ------------------------------------------------------------------------------ training
@@ -242,13 +256,33 @@ class Curve:
     change: list[float]
 
 
-def train_one(
-    step_of: Callable, state: TrainState, batches: Iterator[Batch], seed: int, keep: list[Any]
-) -> Curve:
-    """Train from one seed, and keep the weights and batches around the first spikes.
+@dataclasses.dataclass
+class Points:
+    """Writes the weights before some steps: those asked for, and those around the first spikes."""
 
-    Losses are read BEHIND steps late, so the device does not wait.
-    """
+    folder: Path
+    variant: str
+    steps: tuple[int, ...]
+    examined: int = 0
+
+    def look(self, curve: Curve, recent: Sequence[tuple[int, Any, Batch]]) -> None:
+        """Look at the latest loss that has been read."""
+        at = len(curve.loss) - 1
+        wanted = {at} if curve.seed == 0 and at in self.steps else set()
+        if self.examined < EXAMINED and is_spike(curve.loss, at):
+            self.examined += 1
+            wanted |= {at - 1, at}
+        for step, params, batch in recent:
+            if step in wanted:
+                arrays = flat(jax.device_get(params)) | dataclasses.asdict(jax.device_get(batch))
+                self.folder.mkdir(exist_ok=True)
+                np.savez(self.folder / f"{self.variant}_{curve.seed}_{step}.npz", **arrays)
+
+
+def train_one(
+    step_of: Callable, state: TrainState, batches: Iterator[Batch], seed: int, points: Points
+) -> Curve:
+    """Train from one seed. Losses are read BEHIND steps late, so the device does not wait."""
     curve, pending, recent = Curve(seed, [], [], []), deque(), deque(maxlen=KEPT)
 
     def read() -> None:
@@ -256,10 +290,7 @@ def train_one(
         curve.loss.append(float(metrics.loss))
         curve.grad_norm.append(float(metrics.grad_norm))
         curve.change.append(float(change))
-        at = len(curve.loss) - 1
-        if len(keep) < EXAMINED and is_spike(curve.loss, at):
-            around = [jax.device_get(each) for each in recent if each[0] in (at - 1, at)]
-            keep.append((seed, at, around))
+        points.look(curve, recent)
 
     for number, batch in enumerate(batches):
         before = copied(state.params)
@@ -273,106 +304,93 @@ def train_one(
     return curve
 
 
+def run_of(about: dict[str, Any], name: str, rate: float) -> tuple[Run, Execution, list[str]]:
+    """Return a variant's run, how it is executed, and the environment that was set for it."""
+    variant = VARIANTS[name]
+    never = {"evaluation.every": 0, "checkpoint.every": 0, "optimizer.learning_rate": rate}
+    cfg = replace(config(about), **never, **variant.fields)
+    environment = runtime.start(cfg)
+    model_loss._cross_entropy = plain_cross_entropy if variant.plain_loss else CROSS_ENTROPY
+    run = Run(cfg, in_folder=False)
+    return run, dataclasses.replace(run.execution, **variant.execution), environment
+
+
 def train(options: argparse.Namespace) -> None:
     """Train a run per seed with one compiled step, and write the curves."""
-    folder, variant = Path(options.folder), VARIANTS[options.variant]
+    folder, began = Path(options.folder), time.monotonic()
     about = json.loads((folder / "about.json").read_text())
-    model = TINY if about["tiny"] else MODEL
-    cfg = config(about["data"], about["steps"], about["warm_up"], model)
-    cfg = replace(cfg, **{"evaluation.every": 0, "checkpoint.every": 0, **variant.fields})
-    environment, began = runtime.start(cfg), time.monotonic()
-    if variant.plain_loss:
-        model_loss._cross_entropy = plain_cross_entropy
-    run = Run(cfg, in_folder=False)
-    execution = dataclasses.replace(run.execution, **variant.execution)
+    run, execution, environment = run_of(about, options.variant, options.learning_rate)
     print(f"attention: {run.attention}\nexecution: {'; '.join(execution.in_words())}", flush=True)
     step_of = make_train_step(run.cfg, run.mesh, run.max_segments, execution)
-    curves: list[Curve] = []
-    kept: list[Any] = []
+    name = options.variant + options.suffix
+    points, curves = Points(folder / "points", name, tuple(options.points)), []
     for seed in range(about["seeds"])[: options.seeds]:
         started = time.monotonic()
         if curves and started - began > options.seconds:
             break
         state = initial_state(folder, seed, run.cfg, run.mesh)
-        curves.append(
-            train_one(step_of, state, batches_of(folder, seed, run.cfg, run.mesh), seed, kept)
-        )
+        batches = batches_of(folder, seed, run.cfg, run.mesh)
+        curves.append(train_one(step_of, state, batches, seed, points))
         last, found = curves[-1].loss[-1], spikes(curves[-1].loss)
-        took = time.monotonic() - started
-        print(
-            f"{options.variant} seed {seed}: {last:.4f}, spikes {found}, {took:.1f} s", flush=True
-        )
-        write(folder, options.variant, about, curves, run, environment, [])
-    if kept:
-        examined = [examine(run, execution, *each) for each in kept]
-        write(folder, options.variant, about, curves, run, environment, examined)
+        took = f"{time.monotonic() - started:.1f} s"
+        print(f"{name} seed {seed}: {last:.4f}, spikes {found}, {took}", flush=True)
+        written = {
+            "variant": name,
+            "what": VARIANTS[options.variant].what,
+            "steps": about["steps"],
+            "warm_up": about["warm_up"],
+            "learning_rate": options.learning_rate,
+            "attention": run.attention,
+            "curves": [dataclasses.asdict(curve) for curve in curves],
+            **conditions.of_this_process(environment, provenance.checked_out_commit()),
+        }
+        (folder / "runs").mkdir(exist_ok=True)
+        (folder / "runs" / f"{name}.json").write_text(json.dumps(written))
 
 
-def write(folder, name, about, curves, run: Run, environment, examined) -> None:
-    """Write the curves of a variant and the conditions of the measurement."""
-    (folder / "runs").mkdir(exist_ok=True)
-    found = {
-        "variant": name,
-        "what": VARIANTS[name].what,
-        "steps": about["steps"],
-        "warm_up": about["warm_up"],
-        "attention": run.attention,
-        "curves": [dataclasses.asdict(curve) for curve in curves],
-        "examined": examined,
-        **conditions.of_this_process(environment, provenance.checked_out_commit()),
-    }
-    (folder / "runs" / f"{name}.json").write_text(json.dumps(found))
+# ------------------------------------------------------------------------------ gradients
 
 
-def examine(run: Run, execution: Execution, seed: int, spike: int, around: list) -> dict[str, Any]:
-    """Compute loss and gradient around a spike in other ways, from the same weights and batch.
-
-    Returns:  for the spike and the step before, each way's loss, gradient norm, and cosine and
-              relative distance of its gradient to float32's.
-    """
-    ways = {
-        "float32": ({"model.dtype": "float32", "model.attention_backend": "reference"}, {}),
-        "here": ({}, {}),
-        "reference attention": ({"model.attention_backend": "reference"}, {}),
-        "norm written": ({}, {"norm": "written"}),
-        "bfloat16 logits": ({"model.logits_dtype": "compute"}, {}),
-    }
-    places = state_shardings(run.cfg, run.mesh).params, NamedSharding(run.mesh, BATCH_SPEC)
-    found: dict[str, Any] = {"seed": seed, "spike": spike, "steps": {}}
-    exact: dict[int, Any] = {}
-    for name, (fields, decisions) in ways.items():
-        cfg = replace(run.cfg, **fields)
-        ex = dataclasses.replace(execution, cfg=cfg, **decisions)
-        step = make_gradient_step(cfg, run.mesh, run.max_segments, ex)
-        for number, params, batch in around:
-            metrics, grads = step(*map(jax.device_put, (params, batch), places))
-            exact.setdefault(number, grads)
-            cosine, distance = jax.tree.map(float, compared(grads, exact[number]))
-            here = found["steps"].setdefault(str(number), {})
-            here[name] = {
-                "loss": float(metrics.loss),
-                "grad_norm": float(metrics.grad_norm),
-                "cosine": cosine,
-                "distance": distance,
-            }
-        print(f"seed {seed}, spike {spike}: {name}: {json.dumps(found['steps'])}", flush=True)
-    return found
+def gradients(options: argparse.Namespace) -> None:
+    """Compute the gradient of every point with each variant, and compare it with float32's."""
+    folder = Path(options.folder)
+    about = json.loads((folder / "about.json").read_text())
+    found: dict[str, dict[str, Any]] = {}
+    for name in options.variants.split(","):
+        run, execution, _ = run_of(about, name, options.learning_rate)
+        step = make_gradient_step(run.cfg, run.mesh, run.max_segments, execution)
+        for file in sorted((folder / "points").glob("*.npz")):
+            exact = folder / "exact" / file.name
+            if not exact.is_file():
+                continue
+            arrays = dict(np.load(file))
+            names = [field.name for field in dataclasses.fields(Batch)]
+            place = NamedSharding(run.mesh, BATCH_SPEC)
+            batch = jax.device_put(Batch(**{n: arrays.pop(n) for n in names}), place)
+            metrics, grads = step(on_device(arrays, run.cfg, run.mesh), batch)
+            by_float32 = on_device(dict(np.load(exact)), run.cfg, run.mesh)
+            here = {"loss": float(metrics.loss), "grad_norm": float(metrics.grad_norm)}
+            here |= jax.tree.map(float, compared(flat(grads), flat(by_float32)))
+            found.setdefault(file.stem, {})[name] = here
+            print(f"{file.stem} {name}: {json.dumps(here)}", flush=True)
+        (folder / "gradients").mkdir(exist_ok=True)
+        (folder / "gradients" / "jaxpar.json").write_text(json.dumps(found))
 
 
 @jax.jit
-def compared(a: Any, b: Any) -> tuple[jax.Array, jax.Array]:
-    """Return the cosine of two gradients, and their distance over the second's norm."""
-    total = lambda f: sum(map(lambda x, y: jnp.sum(f(x, y)), *map(jax.tree.leaves, (a, b))))  # noqa: E731
-    aa, bb = total(lambda x, _: x * x), total(lambda _, y: y * y)
-    cosine = total(lambda x, y: x * y) / jnp.sqrt(aa * bb)
-    return cosine, jnp.sqrt(total(lambda x, y: (x - y) ** 2) / bb)
+def compared(grads: dict[str, jax.Array], exact: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Return the distance of each gradient over the exact one's norm, and `all` together."""
+    apart = {name: jnp.sum(jnp.square(grads[name] - exact[name])) for name in exact}
+    size = {name: jnp.sum(jnp.square(exact[name])) for name in exact}
+    whole = jnp.sqrt(sum(apart.values()) / sum(size.values()))
+    return {"all": whole} | {name: jnp.sqrt(apart[name] / size[name]) for name in exact}
 
 
 def main(argv: Sequence[str]) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(required=True)
-    for name, run in (("prepare", prepare), ("train", train)):
+    for name, run in (("prepare", prepare), ("train", train), ("gradients", gradients)):
         command = commands.add_parser(name)
         command.set_defaults(run=run)
         command.add_argument("folder")
@@ -381,12 +399,18 @@ def main(argv: Sequence[str]) -> None:
             command.add_argument("--steps", type=int, default=300)
             command.add_argument("--warm-up", type=int, default=20)
             command.add_argument("--tiny", action="store_true", help="a small model, for a test")
-        command.add_argument("--seeds", type=int, default=10)
+        if name != "gradients":
+            command.add_argument("--seeds", type=int, default=10)
+        if name != "prepare":
+            command.add_argument("--learning-rate", type=float, default=RATE)
+        if name == "gradients":
+            command.add_argument("--variants", default="bfloat16", help="separated by commas")
         if name == "train":
-            command.add_argument("--variant", choices=VARIANTS, default="bfloat16")
-            command.add_argument(
-                "--seconds", type=float, default=1e9, help="start no run after this time"
-            )
+            add = command.add_argument
+            add("--variant", choices=VARIANTS, default="bfloat16")
+            add("--suffix", default="", help="appended to the variant's name in the results")
+            add("--points", type=int, nargs="*", default=(), help="steps, from 0")
+            add("--seconds", type=float, default=1e9, help="start no run after this time")
     options = parser.parse_args(argv)
     options.run(options)
 

@@ -6,6 +6,9 @@ the same AdamW, in plain PyTorch: flash attention, torch.compile, bfloat16 as in
     mixed      FSDP's mixed precision: every weight and activation in bfloat16, float32 masters
     autocast   torch.autocast: the residual stream and the norms stay in float32
     float32    all in float32, matmuls in TF32
+
+--gradients computes the gradient of each point that loss_spikes.py wrote, in float32 without TF32,
+which it writes to FOLDER/exact, and with the other precisions, which it compares with that one.
 """
 
 import argparse
@@ -18,6 +21,8 @@ import torch
 import torch.nn.functional as F
 
 PRECISIONS = ("mixed", "autocast", "float32")
+#: Arrays of a point that are no weights.
+BATCH = ("tokens", "labels", "segment_ids", "positions")
 #: The label of tokens without loss, as in jaxpar.
 IGNORED = -1
 
@@ -67,10 +72,12 @@ class Model:
         return torch.cat(turned, dim=-1).to(x.dtype)
 
 
-def read_weights(folder: Path, seed: int, device: str) -> dict:
-    """Read the initial weights of a seed: one tensor per array, or one per layer."""
+def read_weights(file: Path, device: str) -> dict:
+    """Read weights: one tensor per array, or one per layer."""
     found = {}
-    for name, array in np.load(folder / f"weights_{seed}.npz").items():
+    for name, array in np.load(file).items():
+        if name in BATCH:
+            continue
         whole = torch.from_numpy(array).to(device)
         parts = [w.clone() for w in whole] if name.startswith("layers/") else whole
         for leaf in parts if isinstance(parts, list) else [parts]:
@@ -124,12 +131,56 @@ def train_one(loss_of, weights: dict, folder: Path, seed: int, about: dict, devi
     return {"seed": seed, **lists}
 
 
+def gradient_of(loss_of, file: Path, device: str) -> tuple[dict, dict]:
+    """Compute the gradient of a point. Returns {"loss", "grad_norm"} and the gradients by name."""
+    weights, arrays = read_weights(file, device), np.load(file)
+    tokens, labels = (torch.from_numpy(arrays[n]).long().to(device) for n in ("tokens", "labels"))
+    loss = loss_of(weights, tokens, labels)
+    loss.backward()
+    stack = lambda w: torch.stack([a.grad for a in w]) if isinstance(w, list) else w.grad  # noqa: E731
+    found = {name: stack(w) for name, w in weights.items()}
+    norm = sum(g.square().sum() for g in found.values()).sqrt()
+    return {"loss": loss.item(), "grad_norm": norm.item()}, found
+
+
+def compared(grads: dict, exact: dict) -> dict[str, float]:
+    """Return the distance of each gradient over the exact one's norm, and `all` together."""
+    apart = {name: (grads[name] - exact[name]).square().sum().item() for name in exact}
+    size = {name: exact[name].square().sum().item() for name in exact}
+    whole = (sum(apart.values()) / sum(size.values())) ** 0.5
+    return {"all": whole} | {name: (apart[name] / size[name]) ** 0.5 for name in exact}
+
+
+def gradients(folder: Path, shape: dict, length: int, device: str) -> None:
+    """Compute the gradient of every point with each precision, without torch.compile."""
+    found: dict[str, dict] = {}
+    (folder / "exact").mkdir(exist_ok=True)
+    for file in sorted((folder / "points").glob("*.npz")):
+        here = found.setdefault(file.stem, {})
+        torch.set_float32_matmul_precision("highest")
+        model = Model(shape, length, device, "float32")
+        here["float32"], exact = gradient_of(model.loss, file, device)
+        np.savez(folder / "exact" / file.name, **{n: g.cpu().numpy() for n, g in exact.items()})
+        torch.set_float32_matmul_precision("high")
+        for precision in PRECISIONS:
+            model = Model(shape, length, device, precision)
+            name = "tf32" if precision == "float32" else precision
+            here[name], grads = gradient_of(model.loss, file, device)
+            here[name] |= compared(grads, exact)
+        print(f"{file.stem}: {json.dumps(here)}", flush=True)
+        (folder / "gradients").mkdir(exist_ok=True)
+        (folder / "gradients" / "torch.json").write_text(json.dumps(found))
+
+
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder")
     parser.add_argument("--precision", choices=PRECISIONS, default="mixed")
     parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--gradients", action="store_true", help="only the gradients of points")
+    parser.add_argument("--learning-rate", type=float, help="default: as in jaxpar's runs")
+    parser.add_argument("--suffix", default="", help="appended to the name in the results")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no run after this time")
     options = parser.parse_args()
@@ -137,19 +188,26 @@ def main() -> None:
     about, began = json.loads((folder / "about.json").read_text()), time.monotonic()
     torch.set_float32_matmul_precision("high")
     length = np.load(folder / "batches_0.npz")["tokens"].shape[2]
+    if options.gradients:
+        gradients(folder, about["model"], length, device)
+        return
+    about["optimizer"]["learning_rate"] = rate = (
+        options.learning_rate or about["optimizer"]["learning_rate"]
+    )
     model = Model(about["model"], length, device, options.precision)
     loss_of = model.loss if options.eager else torch.compile(model.loss)
-    name, curves = f"torch-{options.precision}", []
+    name, curves = f"torch-{options.precision}{options.suffix}", []
     for seed in range(about["seeds"])[: options.seeds]:
         started = time.monotonic()
         if curves and started - began > options.seconds:
             break
-        weights = read_weights(folder, seed, device)
+        weights = read_weights(folder / f"weights_{seed}.npz", device)
         curves.append(train_one(loss_of, weights, folder, seed, about, device))
         took = time.monotonic() - started
         print(f"{name} seed {seed}: {curves[-1]['loss'][-1]:.4f}, {took:.1f} s", flush=True)
         found = {"variant": name, "what": f"PyTorch, {options.precision}", "curves": curves}
         found |= {"steps": about["steps"], "warm_up": about["warm_up"], "torch": torch.__version__}
+        found["learning_rate"] = rate
         found["gpu"] = torch.cuda.get_device_name() if device == "cuda" else "cpu"
         (folder / "runs").mkdir(exist_ok=True)
         (folder / "runs" / f"{name}.json").write_text(json.dumps(found))
