@@ -16,6 +16,7 @@ gradient with each variant, and compares it with float32's by loss_spikes_torch.
 
 import argparse
 import dataclasses
+import itertools
 import json
 import sys
 import time
@@ -319,6 +320,7 @@ def train(options: argparse.Namespace) -> None:
     """Train a run per seed with one compiled step, and write the curves."""
     folder, began = Path(options.folder), time.monotonic()
     about = json.loads((folder / "about.json").read_text())
+    about |= {n: v for n in ("steps", "warm_up") if (v := getattr(options, n)) is not None}
     run, execution, environment = run_of(about, options.variant, options.learning_rate)
     print(f"attention: {run.attention}\nexecution: {'; '.join(execution.in_words())}", flush=True)
     step_of = make_train_step(run.cfg, run.mesh, run.max_segments, execution)
@@ -329,7 +331,9 @@ def train(options: argparse.Namespace) -> None:
         if curves and started - began > options.seconds:
             break
         state = initial_state(folder, seed, run.cfg, run.mesh)
-        batches = batches_of(folder, seed, run.cfg, run.mesh)
+        batches = itertools.islice(
+            batches_of(folder, seed, run.cfg, run.mesh), run.cfg.train.num_steps
+        )
         curves.append(train_one(step_of, state, batches, seed, points))
         last, found = curves[-1].loss[-1], spikes(curves[-1].loss)
         took = f"{time.monotonic() - started:.1f} s"
@@ -409,6 +413,8 @@ def main(argv: Sequence[str]) -> None:
             add = command.add_argument
             add("--variant", choices=VARIANTS, default="bfloat16")
             add("--suffix", default="", help="appended to the variant's name in the results")
+            add("--steps", type=int, help="fewer steps than prepared")
+            add("--warm-up", type=int, help="default: as prepared")
             add("--points", type=int, nargs="*", default=(), help="steps, from 0")
             add("--seconds", type=float, default=1e9, help="start no run after this time")
     options = parser.parse_args(argv)

@@ -179,6 +179,8 @@ def main() -> None:
     parser.add_argument("--precision", choices=PRECISIONS, default="mixed")
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--gradients", action="store_true", help="only the gradients of points")
+    parser.add_argument("--steps", type=int, help="fewer steps than prepared")
+    parser.add_argument("--warm-up", type=int, help="default: as prepared")
     parser.add_argument("--learning-rate", type=float, help="default: as in jaxpar's runs")
     parser.add_argument("--suffix", default="", help="appended to the name in the results")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
@@ -191,6 +193,7 @@ def main() -> None:
     if options.gradients:
         gradients(folder, about["model"], length, device)
         return
+    about |= {n: v for n in ("steps", "warm_up") if (v := getattr(options, n)) is not None}
     about["optimizer"]["learning_rate"] = rate = (
         options.learning_rate or about["optimizer"]["learning_rate"]
     )
