@@ -85,7 +85,7 @@ TINY = dataclasses.replace(
 RATE = 6e-4
 
 #: Spikes of a variant around which points are written.
-EXAMINED = 2
+EXAMINED = 1
 #: Steps whose weights are kept, until their losses have been read.
 KEPT, BEHIND = 4, 2
 
