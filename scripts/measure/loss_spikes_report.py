@@ -1,9 +1,11 @@
 """Count the spikes of loss_spikes.py: python scripts/measure/loss_spikes_report.py FOLDER
 
-Prints a row for each variant. --picture writes the curves as SVG, --json the counts.
+Prints a row for each variant. --picture writes the curves as SVG, --json the counts and curves.
 
 A spike is a loss of more than 1.3 times the median of the 20 losses before it, or more than 1 nat
-above it. The first step that can be one is the sixth.
+above it. A burst is a gradient norm of more than 5 times the median of the 20 before it. The first
+step that can be one is the sixth. A spike without a burst is a hard batch; one with a burst comes
+from the weights.
 """
 
 import argparse
@@ -21,10 +23,12 @@ from jaxpar.charts.standalone import svg_file
 WINDOW, FEWEST = 20, 5
 #: A spike is above the median by this factor or this difference.
 FACTOR, NATS = 1.3, 1.0
+#: A burst is above the median by this factor.
+BURST = 5.0
 
 HEAD = """\
-| variant | runs | runs with spikes | spikes | largest loss above the median | mean of the last 20 |
-|---|---|---|---|---|---|"""
+| variant | runs | spikes | with a burst | bursts | largest loss above the median | last 20 losses |
+|---|---|---|---|---|---|---|"""
 
 
 def above(losses: Sequence[float], step: int) -> float | None:
@@ -47,37 +51,54 @@ def spikes(losses: Sequence[float]) -> list[int]:
     return [step for step in range(len(losses)) if is_spike(losses, step)]
 
 
+def bursts(norms: Sequence[float]) -> list[int]:
+    """Return the steps, from 0, whose gradient norms are bursts."""
+    steps = range(FEWEST, len(norms))
+    return [i for i in steps if norms[i] > BURST * statistics.median(norms[max(0, i - WINDOW) : i])]
+
+
 def counts(found: dict[str, Any]) -> dict[str, Any]:
     """Return what a variant's curves show.
 
     The end of a run is the mean of its last losses; `end_spread` is its standard deviation over
     the runs.
     """
-    losses = [curve["loss"] for curve in found["curves"]]
-    each = {str(curve["seed"]): spikes(curve["loss"]) for curve in found["curves"]}
+    curves = found["curves"]
+    losses = [curve["loss"] for curve in curves]
+    spiked = {str(c["seed"]): spikes(c["loss"]) for c in curves}
+    burst = {str(c["seed"]): bursts(c["grad_norm"]) for c in curves}
     ends = [statistics.fmean(loss[-WINDOW:]) for loss in losses]
     return {
-        "variant": found["variant"],
-        "runs": len(losses),
-        "steps": found["steps"],
-        "runs_with_spikes": sum(map(bool, each.values())),
-        "spikes": sum(map(len, each.values())),
-        "spikes_by_seed": {seed: steps for seed, steps in each.items() if steps},
+        "runs": len(curves),
+        "spikes": spiked,
+        "bursts": burst,
+        "spikes_with_a_burst": {s: sorted({*spiked[s]} & {*burst[s]}) for s in spiked},
         "largest_above_median": max(
             (above(loss, i) or 0.0) for loss in losses for i in range(FEWEST, len(loss))
         ),
-        "largest_grad_norm": max(max(curve["grad_norm"]) for curve in found["curves"]),
-        "largest_change": max(max(curve["change"]) for curve in found["curves"]),
+        "largest_grad_norm": max(max(curve["grad_norm"][FEWEST:]) for curve in curves),
+        "largest_change": max(max(curve["change"]) for curve in curves),
         "end": statistics.fmean(ends),
         "end_spread": statistics.stdev(ends) if len(ends) > 1 else 0.0,
     }
 
 
-def row(count: dict[str, Any]) -> str:
+def row(name: str, count: dict[str, Any]) -> str:
     """Return a variant as a row below `HEAD`."""
-    cells = [str(count[n]) for n in ("variant", "runs", "runs_with_spikes", "spikes")]
-    cells += [f"{count['largest_above_median']:.2f}", f"{count['end']:.4f}"]
-    return f"| {' | '.join(cells)} ({count['end_spread']:.4f}) |"
+    total = lambda by_seed: sum(map(len, count[by_seed].values()))  # noqa: E731
+    cells = [name, count["runs"], *map(total, ("spikes", "spikes_with_a_burst", "bursts"))]
+    cells += [f"{count['largest_above_median']:.2f}", f"{count['end']:.3f}"]
+    return f"| {' | '.join(map(str, cells))} ({count['end_spread']:.3f}) |"
+
+
+def rounded(found: dict[str, Any]) -> dict[str, Any]:
+    """Return a variant with its counts, and its curves to five digits."""
+    digits = lambda values: [float(f"{value:.5g}") for value in values]  # noqa: E731
+    curves = [
+        {n: digits(v) if isinstance(v, list) else v for n, v in curve.items()}
+        for curve in found["curves"]
+    ]
+    return found | {"counts": counts(found), "curves": curves}
 
 
 def picture(variants: Sequence[dict[str, Any]], under: str) -> bytes:
@@ -109,10 +130,10 @@ def main() -> None:
     options = parser.parse_args()
     files = sorted(options.folder.glob("*.json"))
     found = {each["variant"]: each for each in (json.loads(f.read_text()) for f in files)}
-    counted = [counts(each) for each in found.values()]
-    print("\n".join([HEAD, *map(row, counted)]))
+    print("\n".join([HEAD, *(row(name, counts(each)) for name, each in found.items())]))
     if options.json:
-        options.json.write_text(json.dumps(counted, indent=1) + "\n")
+        lines = ",\n".join(json.dumps(rounded(each)) for each in found.values())
+        options.json.write_text(f"[\n{lines}\n]\n")
     if options.picture:
         names = options.drawn.split(",") if options.drawn else list(found)
         options.picture.write_bytes(picture([found[name] for name in names], options.under))

@@ -32,11 +32,21 @@ def test_a_spike_stands_out_from_the_losses_before_it(report, losses, expected):
     assert report.spikes(losses) == expected
 
 
+def test_a_burst_stands_out_from_the_norms_before_it(report):
+    assert report.bursts([20.0] * 5 + [1.0] * 20 + [4.9, 5.1, 1.0]) == [26]
+
+
 def test_a_variant_is_one_row_and_one_line(report):
     loss = [5.0] * 30 + [7.5] + [4.0] * 29
-    curve = {"seed": 3, "loss": loss, "grad_norm": [1.0] * 60, "change": [1e-3] * 60}
-    found = {"variant": "bfloat16", "steps": 60, "curves": [curve, curve | {"seed": 4}]}
+    calm, burst = [1.0] * 60, [1.0] * 30 + [9.0] + [1.0] * 29
+    curves = [
+        {"seed": seed, "loss": loss, "grad_norm": norms, "change": [1e-3] * 60}
+        for seed, norms in ((3, calm), (4, burst))
+    ]
+    found = {"variant": "bfloat16", "curves": curves}
     count = report.counts(found)
-    assert count["spikes"] == 2 and count["spikes_by_seed"] == {"3": [30], "4": [30]}
-    assert report.row(count) == "| bfloat16 | 2 | 2 | 2 | 2.50 | 4.0000 (0.0000) |"
+    assert count["spikes"] == {"3": [30], "4": [30]}
+    assert count["spikes_with_a_burst"] == {"3": [], "4": [30]}
+    assert report.row("bfloat16", count) == "| bfloat16 | 2 | 2 | 1 | 1 | 2.50 | 4.000 (0.000) |"
+    assert report.rounded(found)["counts"] == count
     assert b"bfloat16, 2 runs" in report.picture([found], "152.8M")
