@@ -92,20 +92,23 @@ def row(name: str, count: dict[str, Any]) -> str:
 
 
 def rounded(found: dict[str, Any]) -> dict[str, Any]:
-    """Return a variant with its counts, and its curves to five digits."""
-    digits = lambda values: [float(f"{value:.5g}") for value in values]  # noqa: E731
+    """Return a variant with its counts, and its losses and gradient norms to four digits."""
+    digits = lambda values: [float(f"{value:.4g}") for value in values]  # noqa: E731
     curves = [
-        {n: digits(v) if isinstance(v, list) else v for n, v in curve.items()}
+        {"seed": curve["seed"]} | {name: digits(curve[name]) for name in ("loss", "grad_norm")}
         for curve in found["curves"]
     ]
     return found | {"counts": counts(found), "curves": curves}
 
 
-def picture(variants: Sequence[dict[str, Any]], under: str) -> bytes:
-    """Draw the losses: for each variant the mean over its runs, and the range of the runs."""
+def picture(variants: Sequence[dict[str, Any]], under: str, last: int | None = None) -> bytes:
+    """Draw the losses: for each variant the mean over its runs, and the range of the runs.
+
+    Args:     under: a line below the title. last: the last step to draw; None draws all.
+    """
     lines, ends = [], []
     for index, found in enumerate(variants):
-        steps = list(zip(*(curve["loss"] for curve in found["curves"]), strict=True))
+        steps = list(zip(*(curve["loss"][:last] for curve in found["curves"]), strict=True))
         mean = [(i + 1.0, statistics.fmean(at)) for i, at in enumerate(steps)]
         band = [(i + 1.0, min(at), max(at)) for i, at in enumerate(steps)]
         lines.append(Line(index, mean, "line", band))
@@ -126,6 +129,7 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, help="SVG file to write")
     parser.add_argument("--drawn", default="", help="variants in the picture, separated by commas")
     parser.add_argument("--under", default="", help="a line below the picture's title")
+    parser.add_argument("--last", type=int, help="last step in the picture")
     parser.add_argument("--json", type=Path, help="JSON file to write")
     options = parser.parse_args()
     files = sorted(options.folder.glob("*.json"))
@@ -136,7 +140,8 @@ def main() -> None:
         options.json.write_text(f"[\n{lines}\n]\n")
     if options.picture:
         names = options.drawn.split(",") if options.drawn else list(found)
-        options.picture.write_bytes(picture([found[name] for name in names], options.under))
+        drawn = picture([found[n] for n in names], options.under, options.last)
+        options.picture.write_bytes(drawn)
 
 
 if __name__ == "__main__":
