@@ -19,7 +19,7 @@ def parse_meshes(items: Sequence[str], parallel: ParallelConfig) -> dict[str, Pa
 
     Raises:   ConfigError for an unknown field, or a value or a mesh that is too large.
     """
-    ones = dict.fromkeys((*AXES, "virtual_stages"), 1)
+    ones: dict[str, Any] = dict.fromkeys((*AXES, "virtual_stages"), 1) | {"layers_per_stage": ""}
     meshes = {item: dataclasses.replace(parallel, **ones | _parse_mesh(item)) for item in items}
     for item, mesh in meshes.items():
         if num_devices(mesh) > MAX_CPU_DEVICES:

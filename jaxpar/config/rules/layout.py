@@ -3,7 +3,8 @@
 A layout is the mesh and the fields of `parallel` that depend on it.
 """
 
-from jaxpar.config import Config, flag, require
+from jaxpar.config import Config, flag, replace, require
+from jaxpar.config.layer_split import FIELD, in_words, layers_per_chunk
 from jaxpar.config.layout_fields import ALL, FIELDS, names_of
 
 
@@ -24,6 +25,34 @@ def interleaving(cfg: Config) -> None:
     rule = "must be 1 with parallel.schedule gpipe"
     ways = flag(path, 1), flag("parallel.schedule", "1f1b")
     require(p.virtual_stages == 1 or p.schedule != "gpipe", cfg, path, rule, *ways)
+
+
+def layers(cfg: Config) -> None:
+    """Check that every chunk of the pipeline has layers, all chunks together those of the model.
+
+    With `model.global_every`, chunks begin with a period, so that all have the same pattern.
+    """
+    m, p, period = cfg.model, cfg.parallel, max(cfg.model.global_every, 1)
+    chunks, given = p.pipeline * p.virtual_stages, p.layers_per_stage
+    path, least = "model.num_layers", (chunks - 1) * period + 1
+    one = f"one period of {period} layers" if period > 1 else "one layer"
+    rule = f"must be at least {least}, {one} for each of {chunks} stages of the pipeline"
+    ways = flag(path, least), f"{flag('parallel.pipeline', 1)} {flag('parallel.virtual_stages', 1)}"
+    require(m.num_layers >= least, cfg, path, rule, *ways)
+    if not given:
+        return
+    default, words = flag(FIELD, ""), f"model.num_layers = {m.num_layers}"
+    require(p.pipeline > 1, cfg, FIELD, "needs a pipeline, but parallel.pipeline is 1", default)
+    sizes = layers_per_chunk(cfg)
+    rule = f"must have {chunks} numbers, one for each stage or virtual stage, not {len(sizes)}"
+    ways = flag(FIELD, in_words(replace(cfg, **{FIELD: ""}))), default
+    require(len(sizes) == chunks, cfg, FIELD, rule, *ways)
+    require(min(sizes) > 0, cfg, FIELD, "must be at least 1 layer for each stage", *ways)
+    rule = f"must add up to {words}, not to {sum(sizes)}"
+    require(sum(sizes) == m.num_layers, cfg, FIELD, rule, *ways)
+    rule = f"must be multiples of model.global_every = {period} except the last, so that stages "
+    rule += "begin with the same kind of layer"
+    require(all(size % period == 0 for size in sizes[:-1]), cfg, FIELD, rule, *ways)
 
 
 def turns(cfg: Config) -> None:
