@@ -1,5 +1,7 @@
 """How a model's layers are split into the chunks of a pipeline's stages."""
 
+from collections.abc import Iterable
+
 from jaxpar.config.errors import ConfigError
 from jaxpar.config.fields import flag
 from jaxpar.config.model_schema import ModelConfig
@@ -21,8 +23,7 @@ def layers_per_chunk(cfg: Config) -> tuple[int, ...]:
 
     Args:     cfg: satisfies the rule `rules.layout.layers`.
     """
-    text = cfg.parallel.layers_per_stage
-    return _read(text) if text else even_split(cfg.model, cfg.parallel)
+    return _read(cfg) if cfg.parallel.layers_per_stage else even_split(cfg.model, cfg.parallel)
 
 
 def even_split(m: ModelConfig, p: ParallelConfig) -> tuple[int, ...]:
@@ -49,18 +50,19 @@ def is_equal(cfg: Config) -> bool:
     return len(set(layers_per_chunk(cfg))) == 1
 
 
-def in_words(cfg: Config) -> str:
-    """Return the numbers of layers as they are written in `parallel.layers_per_stage`."""
-    return ",".join(map(str, layers_per_chunk(cfg)))
+def in_words(sizes: Iterable[int]) -> str:
+    """Return numbers of layers as they are written in `parallel.layers_per_stage`."""
+    return ",".join(map(str, sizes))
 
 
-def _read(text: str) -> tuple[int, ...]:
+def _read(cfg: Config) -> tuple[int, ...]:
     """Parse numbers separated by commas.
 
     Raises:   ConfigError for a text that has anything else.
     """
+    text = cfg.parallel.layers_per_stage
     parts = [part.strip() for part in text.split(",")]
     if not all(only_digits(part) and len(part) <= _MAX_DIGITS for part in parts):
-        rule = "must be numbers of layers, separated by commas, as in 2,3,3,2"
-        raise ConfigError(FIELD, text, rule, f"use {flag(FIELD, '')}")
+        fix = f"use {flag(FIELD, in_words(even_split(cfg.model, cfg.parallel)))}"
+        raise ConfigError(FIELD, text, "must be numbers of layers, separated by commas", fix)
     return tuple(map(int, parts))

@@ -43,7 +43,7 @@ def refuse_rounding(meshes: dict[str, ParallelConfig], parallel: ParallelConfig)
 
 def _parse_mesh(text: str) -> dict[str, Any]:
     hints, values = typing.get_type_hints(ParallelConfig), {}
-    for item in text.split(","):
+    for item in _items(text, hints):
         name, _, value = (part.strip() for part in item.partition("="))
         name = name.replace("-", "_")
         if name not in hints or not value:
@@ -53,6 +53,18 @@ def _parse_mesh(text: str) -> dict[str, Any]:
             raise ConfigError("--mesh", text, f"{name} is given twice", "give it once")
         values[name] = _typed(text, name, value, hints[name])
     return values
+
+
+def _items(text: str, hints: dict[str, Any]) -> list[str]:
+    """Split at commas. What has no "=" continues a text, as in layers_per_stage=3,1."""
+    items: list[str] = []
+    for item in text.split(","):
+        before = items[-1].partition("=")[0].strip().replace("-", "_") if items else ""
+        if "=" not in item and hints.get(before) is str:
+            items[-1] += f",{item}"
+        else:
+            items.append(item)
+    return items
 
 
 def _typed(text: str, name: str, value: str, hint: Any) -> int | str:

@@ -3,8 +3,8 @@
 A layout is the mesh and the fields of `parallel` that depend on it.
 """
 
-from jaxpar.config import Config, flag, replace, require
-from jaxpar.config.layer_split import FIELD, in_words, layers_per_chunk
+from jaxpar.config import Config, flag, require
+from jaxpar.config.layer_split import FIELD, even_split, in_words, layers_per_chunk
 from jaxpar.config.layout_fields import ALL, FIELDS, names_of
 
 
@@ -33,26 +33,24 @@ def layers(cfg: Config) -> None:
     With `model.global_every`, chunks begin with a period, so that all have the same pattern.
     """
     m, p, period = cfg.model, cfg.parallel, max(cfg.model.global_every, 1)
-    chunks, given = p.pipeline * p.virtual_stages, p.layers_per_stage
-    path, least = "model.num_layers", (chunks - 1) * period + 1
-    one = f"one period of {period} layers" if period > 1 else "one layer"
-    rule = f"must be at least {least}, {one} for each of {chunks} stages of the pipeline"
-    ways = flag(path, least), f"{flag('parallel.pipeline', 1)} {flag('parallel.virtual_stages', 1)}"
-    require(m.num_layers >= least, cfg, path, rule, *ways)
-    if not given:
+    chunks, path = p.pipeline * p.virtual_stages, "model.num_layers"
+    least, one = (chunks - 1) * period + 1, f"{period} layers" if period > 1 else "1 layer"
+    stages = "virtual stages" if p.virtual_stages > 1 else "stages"
+    rule = f"must be at least {least}: {one} for each of {chunks} {stages} of the pipeline"
+    if period > 1:
+        rule += " except the last, since model.global_every is the period of the layers"
+    require(m.num_layers >= least, cfg, path, rule, flag(path, least))
+    if not p.layers_per_stage:
         return
-    default, words = flag(FIELD, ""), f"model.num_layers = {m.num_layers}"
-    require(p.pipeline > 1, cfg, FIELD, "needs a pipeline, but parallel.pipeline is 1", default)
-    sizes = layers_per_chunk(cfg)
-    rule = f"must have {chunks} numbers, one for each stage or virtual stage, not {len(sizes)}"
-    ways = flag(FIELD, in_words(replace(cfg, **{FIELD: ""}))), default
-    require(len(sizes) == chunks, cfg, FIELD, rule, *ways)
-    require(min(sizes) > 0, cfg, FIELD, "must be at least 1 layer for each stage", *ways)
-    rule = f"must add up to {words}, not to {sum(sizes)}"
-    require(sum(sizes) == m.num_layers, cfg, FIELD, rule, *ways)
-    rule = f"must be multiples of model.global_every = {period} except the last, so that stages "
+    sizes, way = layers_per_chunk(cfg), flag(FIELD, in_words(even_split(m, p)))
+    rule = f"must have a number for each of {chunks} {stages}, but has {len(sizes)}"
+    require(len(sizes) == chunks, cfg, FIELD, rule, way)
+    require(min(sizes) > 0, cfg, FIELD, f"must give each of the {stages} a layer", way)
+    rule = f"must add up to model.num_layers = {m.num_layers}, not to {sum(sizes)}"
+    require(sum(sizes) == m.num_layers, cfg, FIELD, rule, way)
+    rule = f"must be multiples of model.global_every = {period} except the last, so that {stages} "
     rule += "begin with the same kind of layer"
-    require(all(size % period == 0 for size in sizes[:-1]), cfg, FIELD, rule, *ways)
+    require(all(size % period == 0 for size in sizes[:-1]), cfg, FIELD, rule, way)
 
 
 def turns(cfg: Config) -> None:
