@@ -159,7 +159,8 @@ def test_what_lies_in_an_empty_slot_has_no_effect(mesh, devices):
 
 
 def test_a_branch_skips_an_empty_slot(devices):
-    """Within the branch of the chunk: one of no matmul in the forward, and one in the backward."""
+    """Within the branch of the chunk: one of no matmul in the forward, and one in the backward,
+    which also traces a forward for its structure alone (XLA removes it)."""
     cfg, mesh = on_mesh(BASE, "pipeline=2,num_microbatches=2,zero=1,layer_loop=unroll", devices)
     batch = jax.eval_shape(lambda: traces.random_batch(cfg))
     step = jax.make_jaxpr(make_gradient_step(cfg, mesh))(abstract_state(cfg).params, batch)
@@ -169,7 +170,7 @@ def test_a_branch_skips_an_empty_slot(devices):
 
     of_chunks = [max(pair, key=products) for pair in chosen_by_stage(step.jaxpr, 2)]
     found = [pair for work in of_chunks for pair in chosen_by_stage(work, 2)]
-    assert len(found) == 2
+    assert len(found) == 3
     assert all(min(map(products, pair)) == 0 < max(map(products, pair)) for pair in found)
 
 
