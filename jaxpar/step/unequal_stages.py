@@ -54,7 +54,8 @@ def to_slots(x: jax.Array, order: np.ndarray) -> jax.Array:
               in each slot or EMPTY.
     Communication: an all-to-all of the array over PIPELINE, or none if it is replicated.
     """
-    return _program(_fill_slots, x.sharding, running_sharding(x.sharding), tuple(order))(x)
+    logical: Any = x.sharding
+    return _program(_fill_slots, logical, running_sharding(logical), tuple(order))(x)
 
 
 def to_layers(x: jax.Array, order: np.ndarray, *, on_host: bool = False) -> jax.Array:
@@ -63,9 +64,10 @@ def to_layers(x: jax.Array, order: np.ndarray, *, on_host: bool = False) -> jax.
     Args:     as `to_slots`. on_host: put the result in pinned host memory.
     Communication: an all-to-all of the array over PIPELINE, or an all-gather if it is replicated.
     """
-    to = logical_sharding(x.sharding, x.shape)
+    running: Any = x.sharding
+    to = logical_sharding(running, x.shape)
     to = to.with_memory_kind("pinned_host") if on_host else to
-    return _program(_read_slots, x.sharding, to, tuple(order))(x)
+    return _program(_read_slots, running, to, tuple(order))(x)
 
 
 @functools.cache
