@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxpar.config import Config, ConfigError
-from jaxpar.config.layout_fields import FIELDS
+from jaxpar.config.layout.fields import FIELDS
 from jaxpar.config.remat_policies import REMAT_POLICIES, names_on_host
 from jaxpar.config.validate import resolve
 from jaxpar.planning.progress import Watch, no_report

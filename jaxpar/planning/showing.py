@@ -7,7 +7,7 @@ from rich import box
 from rich.console import Console, Group
 from rich.table import Table
 
-from jaxpar.config.layer_split import in_words, is_equal, layers_per_chunk
+from jaxpar.config.layout.layer_split import in_words, is_equal, layers_per_chunk
 from jaxpar.planning.alignment import alignment_hints
 from jaxpar.planning.budget import Inference, TrainingCost
 from jaxpar.planning.compiling import CompiledMemory

@@ -1,8 +1,8 @@
 """The places where a mesh stores the model's layers.
 
 A running state has the same number of slots for layers on every stage of a pipeline, those of each
-chunk together. If chunks have unequal numbers of layers (`config/layer_split.py`), the shorter ones
-end with empty slots, which are zero.
+chunk together. If chunks have unequal numbers of layers (`config/layout/layer_split.py`), the
+shorter ones end with empty slots, which are zero.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from jaxpar.config import Config
-from jaxpar.config.layer_split import is_equal, layers_per_chunk, slots_per_chunk
+from jaxpar.config.layout.layer_split import is_equal, layers_per_chunk, slots_per_chunk
 from jaxpar.model.fused_weights import IN_USE
 from jaxpar.sharding.axes import PIPELINE
 from jaxpar.sharding.params import ParamSpec, map_specs

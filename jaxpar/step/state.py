@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.config import Config
-from jaxpar.config.layer_split import is_equal
+from jaxpar.config.layout.layer_split import is_equal
 from jaxpar.model.parameters import param_specs, trainable_specs
 from jaxpar.optimizer import loss_scale, moments
 from jaxpar.optimizer.rules import make_optimizer

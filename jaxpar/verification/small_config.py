@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 
 from jaxpar.config import Config, ParallelConfig, replace
-from jaxpar.config.layer_split import layers_per_chunk
+from jaxpar.config.layout.layer_split import layers_per_chunk
 from jaxpar.model.parameters import trainable_specs
 from jaxpar.sharding.params import count
 

@@ -15,7 +15,7 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 from jaxpar import checkpoint, config
-from jaxpar.checkpoint import Checkpointer, Damaged, SaveFailed, loading, store
+from jaxpar.checkpoint import Checkpointer, Damaged, SaveFailed, loading
 from jaxpar.config import Config, ConfigError, serialize
 from jaxpar.config.validate import resolve
 from jaxpar.data.formats.meta import META_FILE, SPLITS, Meta, SplitMeta, meta_to_json
@@ -33,14 +33,6 @@ VIRTUAL = {
     "parallel.virtual_stages": 2,
     "parallel.num_microbatches": 2,
     "parallel.zero": 1,
-    "parallel.data": 1,
-}
-SEVEN = {"model.num_layers": 7}
-
-#: Seven layers over four stages, the last of which has an empty slot.
-UNEQUAL = SEVEN | {
-    "parallel.pipeline": 4,
-    "parallel.num_microbatches": 2,
     "parallel.data": 1,
 }
 
@@ -125,18 +117,9 @@ def test_a_round_trip_keeps_every_bit(setup, optimizer):
     assert jax.tree.map(lambda a: a.sharding, restored) == state.state_shardings(cfg, mesh)
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        slow({}, TENSOR_2, id="tensor"),
-        pytest.param({}, VIRTUAL, id="virtual stages"),
-        pytest.param({"parallel.data": 4} | SEVEN, UNEQUAL, id="unequal stages"),
-        slow({"parallel.layers_per_stage": "1,3,2,1"} | UNEQUAL, UNEQUAL, id="other sizes"),
-        slow(UNEQUAL, UNEQUAL | VIRTUAL, id="unequal virtual stages"),
-    ],
-)
-def test_another_mesh_reads_the_same_logical_arrays_and_back(setup, tmp_path, one, other):
-    first, first_mesh = setup(**one)
+@pytest.mark.parametrize("other", [slow(TENSOR_2), VIRTUAL], ids=["tensor", "virtual stages"])
+def test_another_mesh_reads_the_same_logical_arrays_and_back(setup, tmp_path, other):
+    first, first_mesh = setup()
     expected = logical(save(first, first_mesh, 5), first)
 
     second, second_mesh = setup(**other)
@@ -150,21 +133,7 @@ def test_another_mesh_reads_the_same_logical_arrays_and_back(setup, tmp_path, on
     with Checkpointer(moved) as checkpointer:
         checkpointer.save(restored, 5, tokens_seen=0)
     back = config.replace(first, **{"run.dir": moved.run.dir})
-    assert_same_bits(logical(checkpoint.restore(back, first_mesh), back), expected)
-
-
-@pytest.mark.parametrize("more", [{}, slow({"optimizer.offload": True})], ids=["", "offload"])
-def test_empty_slots_of_a_stage_are_not_saved(setup, more):
-    cfg, mesh = setup(**UNEQUAL | more)
-    saved = save(cfg, mesh, 2)
-    folder = checkpoint.saved.folder(cfg.run.dir) / "2"
-    layers = [name for name in store.array_names(folder) if "layers/" in name]
-    assert {store.open_array(folder, name).shape[0] for name in layers} == {7}
-    restored = checkpoint.restore(cfg, mesh)
-    assert_same_bits(restored, saved)
-    assert jax.tree.map(lambda a: a.sharding, restored) == state.state_shardings(cfg, mesh)
-    wq = np.asarray(restored.params["layers"]["wq"])
-    assert len(wq) == 8 and not wq[7].any() and all(layer.any() for layer in wq[:7])
+    assert_same_bits(jax.device_get(checkpoint.restore(back, first_mesh)), expected)
 
 
 def test_the_folder_alone_tells_what_was_saved(setup):

@@ -6,7 +6,7 @@ import pytest
 
 from jaxpar.config import ConfigError, replace
 from jaxpar.config.command_line import load_config, read_config
-from jaxpar.config.layer_split import layers_per_chunk
+from jaxpar.config.layout.layer_split import layers_per_chunk
 from jaxpar.config.validate import resolve
 from jaxpar.planning import calibration
 from jaxpar.planning.forecast import forecast

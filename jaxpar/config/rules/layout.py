@@ -4,8 +4,8 @@ A layout is the mesh and the fields of `parallel` that depend on it.
 """
 
 from jaxpar.config import Config, flag, require
-from jaxpar.config.layer_split import FIELD, even_split, in_words, layers_per_chunk
-from jaxpar.config.layout_fields import ALL, FIELDS, names_of
+from jaxpar.config.layout.fields import ALL, FIELDS, names_of
+from jaxpar.config.layout.layer_split import FIELD, even_split, in_words, layers_per_chunk
 
 
 def automatic(cfg: Config) -> None:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 
 from jaxpar.config import Config, flag, require, value_of
-from jaxpar.config.layer_split import slots_per_chunk
+from jaxpar.config.layout.layer_split import slots_per_chunk
 from jaxpar.config.remat_policies import (
     LAYER_INPUT,
     ON_HOST,

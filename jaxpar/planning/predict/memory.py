@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from jaxpar.config import Config, ModelConfig
-from jaxpar.config.layer_split import slots_per_chunk
+from jaxpar.config.layout.layer_split import slots_per_chunk
 from jaxpar.config.remat_policies import (
     LAYER_INPUT,
     REMAT_NAMES,

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.config import Config, LoraConfig, ModelConfig, OptimizerConfig, replace
-from jaxpar.config.layer_split import layers_per_chunk
+from jaxpar.config.layout.layer_split import layers_per_chunk
 from jaxpar.execution.decisions import Execution, on_gpus, rows_per_device
 from jaxpar.model.parameters import param_specs
 from jaxpar.optimizer.moments import map_moments
