@@ -11,7 +11,7 @@ import tyro
 from jaxpar.config import ConfigError
 from jaxpar.config.rules.limits import STEP, Range
 from jaxpar.planning.predict.hardware import Gpu, gpu_named, gpu_of_kind
-from jaxpar.profiling import breakdown, roofline, sections, table
+from jaxpar.profiling import breakdown, sections, table
 from jaxpar.profiling.hlo.collective_bytes import collective_bytes
 from jaxpar.profiling.hlo.memory import ProgramMemory
 from jaxpar.profiling.loading import OPTION, LoadedProfile
@@ -61,23 +61,22 @@ def gpu_of(options: ProfileOptions, loaded: LoadedProfile) -> Gpu | None:
 
 def figures(loaded: LoadedProfile, gpu: Gpu | None, top: int) -> dict[str, Any]:
     """Return all figures of a profile: those of `breakdown.profile`, rates and the straggler."""
+    facts = loaded.facts
+    attention = facts.attention_flops / facts.devices if facts and facts.attention_flops else None
     try:
-        found = breakdown.profile(loaded.trace, loaded.module or "", top)
+        found = breakdown.profile(loaded.trace, loaded.module or "", top, gpu, attention)
     except ValueError as error:
         fix = "trace the steps again: docs/profiling.md"
         raise ConfigError(OPTION, str(loaded.path), str(error), fix) from error
-    if loaded.module is not None:
-        found = roofline.with_costs(found, loaded.module, gpu)
-    facts = loaded.facts
     if facts is not None:
         flops = facts.flops / facts.devices
         rate = flops / found["ms"]["step"] * 1e3
         share = rate / gpu.peak.value if gpu is not None else None
         found["model"] = {"flops": flops, "flops_per_second": rate, "mfu": share}
         kernels = found["by_class"].get(ATTENTION)
-        if kernels and facts.attention_flops:
-            flops = facts.attention_flops / facts.devices
-            found["attention"] = {"flops": flops, "flops_per_second": flops / kernels["ms"] * 1e3}
+        if kernels and attention:
+            rate = attention / kernels["ms"] * 1e3
+            found["attention"] = {"flops": attention, "flops_per_second": rate}
     found["straggler"] = sections.straggler(found)
     return found
 

@@ -26,7 +26,7 @@ import jax
 
 from jaxpar.config import Config
 from jaxpar.config.rules.run import MAX_PROFILED_STEPS, MAX_PROFILES
-from jaxpar.model.flops import train_flops_per_token
+from jaxpar.model.flops import attention_kernel_flops, train_flops_per_token
 from jaxpar.profiling import folder
 from jaxpar.profiling.trace import read as trace
 from jaxpar.runtime import provenance
@@ -235,8 +235,7 @@ class RunProfiler:
         tokens = cfg.train.global_batch_size * cfg.data.seq_len
         memory = self._program.memory_analysis()
         sizes = {n: getattr(memory, n) for n in dir(memory) if n.endswith("_in_bytes")}
-        m, pairs = cfg.model, tokens * cfg.data.seq_len / 2
-        attention = 14 * m.num_layers * m.num_heads * m.head_dim * pairs
+        attention = attention_kernel_flops(cfg.model, cfg.data.seq_len)
         return folder.ProfileFacts(
             first_step=first,
             num_steps=count,
@@ -246,7 +245,7 @@ class RunProfiler:
             mesh=self._mesh,
             tokens=tokens,
             flops=tokens * train_flops_per_token(cfg.model, cfg.data.seq_len, lora=cfg.lora),
-            attention_flops=attention if m.sliding_window is None else None,
+            attention_flops=None if attention is None else tokens * attention,
             memory=sizes,
             versions=provenance.versions(),
         )

@@ -23,7 +23,7 @@ from jaxpar.config.command_line import expand_set_options, read_config
 from jaxpar.config.rules.limits import Range
 from jaxpar.config.rules.run import MAX_PROFILED_STEPS
 from jaxpar.config.serialize import to_json
-from jaxpar.model.flops import num_params
+from jaxpar.model.flops import attention_kernel_flops, num_params
 from jaxpar.monitoring.metrics import peak_memory_gib
 from jaxpar.monitoring.mfu import mfu
 from jaxpar.profiling.hlo.collective_bytes import collective_bytes
@@ -85,7 +85,15 @@ def measure(run: Run, steps: int) -> tuple[dict[str, Any], profiled.StartedRun]:
         **gpus.card(),
         **sent_by(hlo_text),
     }
-    return figures, profiled.StartedRun(train_step, hlo_text, state, batches)
+    running = profiled.StartedRun(train_step, hlo_text, state, batches, attention_flops(run.cfg))
+    return figures, running
+
+
+def attention_flops(cfg: Config) -> float | None:
+    """Return the FLOPs of one device's attention kernels in a step; None if unknown."""
+    each = attention_kernel_flops(cfg.model, cfg.data.seq_len)
+    tokens = cfg.train.global_batch_size * cfg.data.seq_len
+    return None if each is None else tokens * each / jax.device_count()
 
 
 def _progress(times: Sequence[float], told: float, of: int) -> float:

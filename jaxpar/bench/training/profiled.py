@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jaxpar.planning.predict.hardware import gpu_of_kind
 from jaxpar.profiling import breakdown, table
 from jaxpar.profiling.hlo import text as hlo
 from jaxpar.profiling.trace import read as trace
@@ -22,12 +23,16 @@ SETTLE = 3
 
 @dataclass
 class StartedRun:
-    """A run in progress: its compiled step, HLO text, state and the next batches."""
+    """A run in progress: its compiled step, HLO text, state and the next batches.
+
+    attention_flops: of one device's attention kernels in a step; None if unknown.
+    """
 
     step: Callable[[TrainState, Batch], tuple[TrainState, Any]]
     hlo_text: str
     state: TrainState
     batches: Generator[tuple[int, Batch]]
+    attention_flops: float | None = None
 
 
 def profile_steps(running: StartedRun, steps: int, keep: str | None = None) -> dict[str, Any]:
@@ -65,7 +70,9 @@ def _traced(running: StartedRun, steps: int, keep: str | None) -> dict[str, Any]
                 taken = True
             found = trace.read(trace.newest_file(folder), hlo.module_name(running.hlo_text))
             found = found.without_first(SETTLE)
-            return {"profile": breakdown.profile(found, running.hlo_text)}
+            gpu, attention = gpu_of_kind(found.device_kind), running.attention_flops
+            text = running.hlo_text
+            return {"profile": breakdown.profile(found, text, 10, gpu, attention)}
     except (OSError, RuntimeError, ValueError) as error:
         if begun and not taken:
             raise  # a step failed

@@ -43,12 +43,18 @@ class InstructionCost:
 
     def seconds(self, gpu: Gpu) -> float | None:
         """Return the minimum time on a GPU; None if FLOPs, bytes or the peak are unknown."""
-        if self.flops is None or self.bytes is None:
+        least = self.compute_seconds(gpu), self.memory_seconds(gpu)
+        return None if least[0] is None or least[1] is None else max(least[0], least[1])
+
+    def compute_seconds(self, gpu: Gpu) -> float | None:
+        """Return the least time of the FLOPs; None if they or the dtype's peak are unknown."""
+        if self.flops is None or (self.flops and self.dtype not in _HALF + _EIGHT_BITS):
             return None
-        peak = gpu.peak.value * (2 if self.dtype in _EIGHT_BITS else 1)
-        if self.flops and self.dtype not in _HALF + _EIGHT_BITS:
-            return None
-        return max(self.flops / peak, self.bytes / gpu.bandwidth.value)
+        return self.flops / gpu.peak.value / (2 if self.dtype in _EIGHT_BITS else 1)
+
+    def memory_seconds(self, gpu: Gpu) -> float | None:
+        """Return the least time of the bytes; None if they are unknown."""
+        return None if self.bytes is None else self.bytes / gpu.bandwidth.value
 
 
 def cost_of(module: Module, instruction: Instruction) -> InstructionCost:
