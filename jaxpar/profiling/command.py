@@ -11,12 +11,17 @@ import tyro
 from jaxpar.config import ConfigError
 from jaxpar.config.rules.limits import STEP, Range
 from jaxpar.planning.predict.hardware import Gpu, gpu_named, gpu_of_kind
-from jaxpar.profiling import breakdown, sections, table
+from jaxpar.profiling import breakdown, comparison, sections, table
 from jaxpar.profiling.hlo.collective_bytes import collective_bytes
 from jaxpar.profiling.hlo.memory import ProgramMemory
-from jaxpar.profiling.loading import OPTION, LoadedProfile
+from jaxpar.profiling.loading import OPTION, LoadedProfile, load
+from jaxpar.profiling.roofline_chart import roofline_svg
 from jaxpar.profiling.trace.kernels import ATTENTION
 from jaxpar.runtime.option_classes import check_ranges
+from jaxpar.runtime.options import check_file
+
+#: Most kernels of a chart.
+MAX_POINTS = 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +30,8 @@ class ProfileOptions:
 
     path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar=OPTION)]
     """Run folder, folder of a profile, or file NAME.xplane.pb or NAME.xplane.pb.gz."""
+    after: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="AFTER")] = ""
+    """Another profile, to compare with the first one. Empty: show the first one."""
     step: Annotated[int | None, STEP] = None
     """First step of the profile, if the run has several. None: the latest profile."""
     top: Annotated[int, Range(1, 100_000, 20)] = 20
@@ -33,6 +40,8 @@ class ProfileOptions:
     """GPU whose peaks to use, as named by `python -m jaxpar.plan`. Empty: the GPU of the trace."""
     json: str = ""
     """File to which to write all figures as JSON."""
+    plot: str = ""
+    """File to which to draw the kernels below the GPU's roofline: NAME.svg."""
 
 
 def check(options: ProfileOptions) -> None:
@@ -49,6 +58,15 @@ def check(options: ProfileOptions) -> None:
     if options.json and not Path(options.json).absolute().parent.is_dir():
         rule = f"needs the folder {Path(options.json).parent}, which does not exist"
         raise ConfigError("--json", options.json, rule, "create the folder or choose another")
+    if options.plot and not options.plot.lower().endswith(".svg"):
+        fix = f"use --plot {options.plot}.svg"
+        raise ConfigError("--plot", options.plot, "must end in .svg: the plot is an SVG file", fix)
+    check_file("--plot", options.plot or None)
+    if options.after and (options.step is not None or options.plot):
+        option = "--plot" if options.plot else "--step"
+        fix = "remove it; give folders such as RUN/profiles/step_00000100"
+        rule = "applies to a single profile, and two are compared"
+        raise ConfigError(option, options.plot or options.step, rule, fix)
 
 
 def gpu_of(options: ProfileOptions, loaded: LoadedProfile) -> Gpu | None:
@@ -117,6 +135,35 @@ def _head(loaded: LoadedProfile) -> str:
     last = facts.first_step + facts.num_steps - 1
     where = f"{facts.devices} x {facts.device_kind}, mesh {facts.mesh}"
     return f"{loaded.path}: steps {facts.first_step} to {last} on {where}"
+
+
+def draw(options: ProfileOptions, loaded: LoadedProfile, gpu: Gpu | None) -> None:
+    """Write the chart of --plot.
+
+    Raises:   ConfigError if the GPU or the costs of the kernels are not known.
+    """
+    if gpu is None:
+        rule = "needs the peaks of a GPU, and the trace's is not known"
+        raise ConfigError("--plot", options.plot, rule, "use --gpu NAME")
+    found = figures(loaded, gpu, MAX_POINTS)
+    rows = [row for row in found["top_kernels"] if row["flops"] is not None and row["bytes"]]
+    if not rows or not loaded.trace.on_gpu:
+        rule = "has no kernel with known FLOPs and bytes to draw"
+        raise ConfigError("--plot", options.plot, rule, "give a profile of a GPU with its HLO")
+    under = f"{found['ms']['step']:,.1f} ms per step; area: time; {gpu.device_kind}"
+    svg = roofline_svg(rows, gpu, "TFLOP/s of the kernels of a step", under)
+    Path(options.plot).write_bytes(svg)
+
+
+def compared(options: ProfileOptions) -> dict[str, Any]:
+    """Return the comparison of two profiles: its rows, and the text under "text"."""
+    both, titles = [], []
+    for path in (options.path, options.after):
+        loaded = load(path)
+        both.append(figures(loaded, gpu_of(options, loaded), options.top))
+        titles.append(_head(loaded))
+    found = comparison.compare(*both)
+    return found | {"text": comparison.in_words(found, titles)}
 
 
 def record(

@@ -189,6 +189,12 @@ def read_command(argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
         Range(0, MAX_PROFILED_STEPS, 2),
         help="number of profiled steps afterwards (2); 0: none",
     )
+    add(
+        "--profiler",
+        choices=[profiled.JAX, profiled.NVIDIA],
+        default=profiled.JAX,
+        help="what measures the profiled steps (jax); nvidia: ncu or nsys around this program",
+    )
     add("--trace", metavar="DIR", help="folder in which to keep the profiler's trace")
     add("--card", help="JSON file to which to write the card")
     add("--commit", help="commit to record on the card, if there is no checkout")
@@ -233,6 +239,7 @@ def main(argv: Sequence[str]) -> int:
         evaluation=dataclasses.replace(cfg.evaluation, every=0),
         run=dataclasses.replace(cfg.run, dir="runs/bench", init_from=""),
     )
+    profiled.check_profiler(options.profiler, options.trace)
     run = Run(elastic.choose_layout(cfg, cfg.cluster.slow_seconds or 1e6), in_folder=False)
     figures, running = measure(run, options.steps)
     result = card(run, figures, environment, options.commit or provenance.checked_out_commit())
@@ -240,7 +247,9 @@ def main(argv: Sequence[str]) -> int:
     to_card = options.card and peers.rank() == 0
     if to_card:  # before the profiler, which may fail
         json_output.write("--card", options.card, result)
-    result |= profiled.profile_steps(running, options.profile_steps, options.trace)
+    result |= profiled.profile_steps(
+        running, options.profile_steps, options.trace, options.profiler
+    )
     peers.log(profiled.in_words(result))
     if to_card:
         json_output.write("--card", options.card, result)
