@@ -14,7 +14,7 @@ MAX_RADIUS, MIN_RADIUS = 14.0, 2.5
 
 
 @dataclass(frozen=True)
-class Point:
+class ScatterPoint:
     """A point. `run` gives its color (`chart.color_of`), `weight` its area, `text` its tooltip."""
 
     run: int
@@ -34,7 +34,7 @@ class Scatter:
     x: Scale
     y: Scale
     x_label: str
-    points: Sequence[Point]
+    points: Sequence[ScatterPoint]
     lines: Sequence[Line] = ()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxpar.charts.chart import Line
 from jaxpar.charts.scale import Scale
-from jaxpar.charts.scatter import Point, Scatter, scatter_chart
+from jaxpar.charts.scatter import Scatter, ScatterPoint, scatter_chart
 from jaxpar.charts.standalone import svg_file
 from jaxpar.planning.predict.hardware import Gpu
 from jaxpar.profiling.trace.kernels import CLASSES
@@ -51,11 +51,11 @@ def _roof(gpu: Gpu) -> list[tuple[float, float]]:
     return [(low, bandwidth * low / 1e12), (peak / bandwidth, peak / 1e12), (high, peak / 1e12)]
 
 
-def _point(row: dict[str, Any], run: int) -> Point:
+def _point(row: dict[str, Any], run: int) -> ScatterPoint:
     seconds = row["mean_us"] / 1e6
     x = max(row["flops"] / row["bytes"], INTENSITY[0])
     rate = row["flops"] / seconds if row["flops"] else row["bytes"] / seconds * INTENSITY[0]
     place = " ".join(filter(None, place_of(row["scope"]))) if row["scope"] else ""
     share = f", {row['roofline']:.0%} of the roof" if row["roofline"] else ""
     text = f"{row['name']} {place}: {row['ms']:.2f} ms per step{share}, limit {row['bound'] or '-'}"
-    return Point(run, x, rate / 1e12, row["ms"], text)
+    return ScatterPoint(run, x, rate / 1e12, row["ms"], text)
