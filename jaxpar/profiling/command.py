@@ -15,7 +15,7 @@ from jaxpar.profiling import breakdown, comparison, sections, table
 from jaxpar.profiling.hlo.collective_bytes import collective_bytes
 from jaxpar.profiling.hlo.memory import ProgramMemory
 from jaxpar.profiling.loading import OPTION, LoadedProfile, load
-from jaxpar.profiling.roofline_chart import roofline_svg
+from jaxpar.profiling.roofline_chart import drawable, roofline_svg
 from jaxpar.profiling.trace.kernels import ATTENTION
 from jaxpar.runtime.option_classes import check_ranges
 from jaxpar.runtime.options import check_file
@@ -71,8 +71,11 @@ def check(options: ProfileOptions) -> None:
 
 def gpu_of(options: ProfileOptions, loaded: LoadedProfile) -> Gpu | None:
     """Return the GPU whose peaks to use; None for CPUs and unknown GPUs."""
-    if options.gpu:
-        return gpu_named(options.gpu)
+    return gpu_named(options.gpu) if options.gpu else gpu_of_trace(loaded)
+
+
+def gpu_of_trace(loaded: LoadedProfile) -> Gpu | None:
+    """Return the GPU that a trace or the run names; None for CPUs and unknown GPUs."""
     kind = loaded.trace.device_kind or (loaded.facts.device_kind if loaded.facts else "")
     return gpu_of_kind(kind)
 
@@ -146,8 +149,8 @@ def draw(options: ProfileOptions, loaded: LoadedProfile, gpu: Gpu | None) -> Non
         rule = "needs the peaks of a GPU, and the trace's is not known"
         raise ConfigError("--plot", options.plot, rule, "use --gpu NAME")
     found = figures(loaded, gpu, MAX_POINTS)
-    rows = [row for row in found["top_kernels"] if row["flops"] is not None and row["bytes"]]
-    if not rows or not loaded.trace.on_gpu:
+    rows = drawable(found["top_kernels"])
+    if not rows:
         rule = "has no kernel with known FLOPs and bytes to draw"
         raise ConfigError("--plot", options.plot, rule, "give a profile of a GPU with its HLO")
     under = f"{found['ms']['step']:,.1f} ms per step; area: time; {gpu.device_kind}"

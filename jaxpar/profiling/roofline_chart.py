@@ -10,6 +10,7 @@ Source:   Williams et al. 2009, "Roofline".
 
 from collections.abc import Sequence
 from typing import Any
+from xml.etree.ElementTree import Element
 
 from jaxpar.charts.chart import Line
 from jaxpar.charts.scale import Scale
@@ -24,25 +25,30 @@ INTENSITY = 1.0, 30_000.0
 LOWEST_SHARE = 1e-4
 
 
-def roofline_svg(rows: Sequence[dict[str, Any]], gpu: Gpu, title: str, under: str) -> bytes:
-    """Return the chart of kernels (`limits.with_bounds`) as an SVG file.
+def drawable(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the kernels whose costs are known, of `breakdown.profile` on a GPU."""
+    return [row for row in rows if row.get("bound") and row["flops"] is not None and row["bytes"]]
 
-    Raises:   ValueError if no kernel has known costs.
-    """
-    known = [row for row in rows if row["flops"] is not None and row["bytes"]]
-    if not known:
-        raise ValueError("no kernel has known FLOPs and bytes")
-    classes = [name for name in CLASSES if any(row["class"] == name for row in known)]
+
+def roofline_chart(rows: Sequence[dict[str, Any]], gpu: Gpu) -> tuple[Element, list[str]]:
+    """Return the chart of `drawable` kernels, and the names of its colors in order."""
+    classes = [name for name in CLASSES if any(row["class"] == name for row in rows)]
     chart = Scatter(
-        title=title,
-        about=f"FLOP/s over FLOPs per byte of {len(known)} kernels, and the roof of the {gpu.name}",
+        title="TFLOP/s of kernels, over FLOPs per byte",
+        about=f"{len(rows)} kernels below the roof of the {gpu.name}",
         x=Scale(*INTENSITY, log=True),
         y=Scale(LOWEST_SHARE * gpu.peak.value / 1e12, 1.6 * gpu.peak.value / 1e12, log=True),
         x_label="FLOPs per byte",
-        points=[_point(row, classes.index(row["class"])) for row in known],
+        points=[_point(row, classes.index(row["class"])) for row in rows],
         lines=[Line(len(classes), _roof(gpu))],
     )
-    return svg_file(scatter_chart(chart), title, under, [*classes, f"roof of the {gpu.name}"])
+    return scatter_chart(chart), [*classes, f"roof of the {gpu.name}"]
+
+
+def roofline_svg(rows: Sequence[dict[str, Any]], gpu: Gpu, title: str, under: str) -> bytes:
+    """Return the chart of `drawable` kernels as an SVG file."""
+    drawn, names = roofline_chart(rows, gpu)
+    return svg_file(drawn, title, under, names)
 
 
 def _roof(gpu: Gpu) -> list[tuple[float, float]]:
