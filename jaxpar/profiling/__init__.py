@@ -1,7 +1,7 @@
 """Shows where a step's time and memory go, from profiler traces and optimized HLO.
 
 in_run              takes traces during a run, on request
-folder              the folder of a profile
+folder, facts       the folder of a profile, and facts that the trace does not contain
 loading             reads a profile: traces of all processes, HLO, memory
 breakdown           compute, communication, exposed and idle time; by class, scope and kernel
 roofline            FLOPs, bytes and roofline shares of kernels and matmuls

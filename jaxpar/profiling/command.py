@@ -12,6 +12,7 @@ from jaxpar.config import ConfigError
 from jaxpar.config.rules.limits import STEP, Range
 from jaxpar.planning.predict.hardware import Gpu, gpu_named, gpu_of_kind
 from jaxpar.profiling import breakdown, comparison, sections, table
+from jaxpar.profiling.folder import profiles_of
 from jaxpar.profiling.hlo.collective_bytes import collective_bytes
 from jaxpar.profiling.hlo.memory import ProgramMemory
 from jaxpar.profiling.loading import OPTION, LoadedProfile, load
@@ -19,6 +20,9 @@ from jaxpar.profiling.roofline_chart import drawable, roofline_svg
 from jaxpar.profiling.trace.kernels import ATTENTION
 from jaxpar.runtime.option_classes import check_ranges
 from jaxpar.runtime.options import check_file
+
+#: Most other profiles of a run to name.
+MAX_OTHERS = 10
 
 #: Most kernels of a chart.
 MAX_POINTS = 200
@@ -83,7 +87,7 @@ def gpu_of_trace(loaded: LoadedProfile) -> Gpu | None:
 def figures(loaded: LoadedProfile, gpu: Gpu | None, top: int) -> dict[str, Any]:
     """Return all figures of a profile: those of `breakdown.profile`, rates and the straggler."""
     facts = loaded.facts
-    attention = facts.attention_flops / facts.devices if facts and facts.attention_flops else None
+    attention = facts.attention_flops_per_device if facts is not None else None
     try:
         found = breakdown.profile(loaded.trace, loaded.module or "", top, gpu, attention)
     except ValueError as error:
@@ -119,7 +123,7 @@ def in_words(
     top: int,
 ) -> str:
     """Format a profile as text."""
-    parts = [_head(loaded)]
+    parts = ["\n".join(filter(None, (_head(loaded), _others(loaded))))]
     if not loaded.trace.on_gpu:
         parts.append(textwrap.fill(f"note: {sections.CPU_NOTE}", 100))
     parts += [f"missing: {text}" for text in loaded.missing]
@@ -138,6 +142,13 @@ def _head(loaded: LoadedProfile) -> str:
     last = facts.first_step + facts.num_steps - 1
     where = f"{facts.devices} x {facts.device_kind}, mesh {facts.mesh}"
     return f"{loaded.path}: steps {facts.first_step} to {last} on {where}"
+
+
+def _others(loaded: LoadedProfile) -> str:
+    """Return a line with the other profiles of the run; "" if there is none."""
+    steps = [n for n, path in profiles_of(loaded.path.parent.parent).items() if path != loaded.path]
+    shown = ", ".join(map(str, steps[:MAX_OTHERS])) + ", ..." * (len(steps) > MAX_OTHERS)
+    return f"other profiles of the run, for --step: {shown}" if steps else ""
 
 
 def draw(options: ProfileOptions, loaded: LoadedProfile, gpu: Gpu | None) -> None:

@@ -12,7 +12,7 @@ MAX_ROWS = 30
 #: Differences below this are not shown as a ratio: they are within what a trace resolves.
 LEAST_MS = 0.05
 
-type Times = Mapping[tuple[str, ...], float]
+type Times = Mapping[Any, float]
 
 
 def compare(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:

@@ -26,10 +26,9 @@ import jax
 
 from jaxpar.config import Config
 from jaxpar.config.rules.run import MAX_PROFILED_STEPS, MAX_PROFILES
-from jaxpar.model.flops import attention_kernel_flops, train_flops_per_token
 from jaxpar.profiling import folder
+from jaxpar.profiling.facts import facts_of
 from jaxpar.profiling.trace import read as trace
-from jaxpar.runtime import provenance
 from jaxpar.runtime.processes import peers
 
 #: Creating this file in the run folder requests a profile.
@@ -223,32 +222,13 @@ class RunProfiler:
         shutil.rmtree(self._scratch())
         if peers.rank() == 0:
             folder.write_hlo(where, self._program.as_text())
-            folder.write_facts(where, self._facts(first, last - first + 1))
+            facts = facts_of(self._cfg, self._program, self._mesh, first, last - first + 1)
+            folder.write_facts(where, facts)
             size = folder.num_bytes(where) / 1e6
             self._log(
                 f"profile    steps {first} to {last} in {where}, {size:,.1f} MB; to read it: "
                 f"python -m jaxpar.profile {shlex.quote(str(self._dir))} --step {first}"
             )
-
-    def _facts(self, first: int, count: int) -> folder.ProfileFacts:
-        cfg = self._cfg
-        tokens = cfg.train.global_batch_size * cfg.data.seq_len
-        memory = self._program.memory_analysis()
-        sizes = {n: getattr(memory, n) for n in dir(memory) if n.endswith("_in_bytes")}
-        attention = attention_kernel_flops(cfg.model, cfg.data.seq_len)
-        return folder.ProfileFacts(
-            first_step=first,
-            num_steps=count,
-            processes=peers.world_size(),
-            devices=jax.device_count(),
-            device_kind=jax.devices()[0].device_kind,
-            mesh=self._mesh,
-            tokens=tokens,
-            flops=tokens * train_flops_per_token(cfg.model, cfg.data.seq_len, lora=cfg.lora),
-            attention_flops=None if attention is None else tokens * attention,
-            memory=sizes,
-            versions=provenance.versions(),
-        )
 
     def _fail(self, error: Exception) -> None:
         text = f"WARNING    profile of step {self._first} failed: {type(error).__name__}: {error}"

@@ -3,9 +3,12 @@
 The host runs ahead of the GPU, so that the next kernel waits in a queue when one ends. A gap in
 which nothing runs has one of two causes:
 
-    host late   the kernel after the gap was launched after the GPU had run out of work. The part
-                from then on, until the call returned, is the host's. The rest is launch latency.
+    host late   the GPU had run out of work before the host began to launch the kernel after the
+                gap. The time until that call is the host's. The rest is launch latency.
     queued      it was launched before: the gap is what the GPU takes from one kernel to the next.
+
+A call that launches a CUDA graph returns late, when its first kernels may have ended. All times are
+therefore from the start of a call.
 """
 
 import itertools
@@ -35,13 +38,12 @@ def launching(devices: Sequence[Sequence[Sequence[ProfiledKernel]]]) -> dict[str
 
     calls, graphs        calls of the host that launch kernels, and those that launch a CUDA graph.
     kernels, in_graphs   all kernels, and those inside CUDA graphs.
-    host_ms              time in these calls.
-    ahead_ms             from the end of a call to the start of its first kernel: the least and the
-                         median.
+    host_ms              time in these calls, which includes waits for room in the queue.
+    ahead_ms             from a call to its first kernel: the least and the median.
     gaps, idle_ms        gaps between kernels of a step, and their sum.
     late_ms, queued_ms   the two parts of it: waits for the host, and all else.
-    latency_us           median from a call to its kernel, on a GPU that had run out of work; None
-                         if it never did.
+    latency_us           from a call to its kernel, on a GPU that had run out of work: least, median
+                         and most; None if it never did.
     between_us           median gap before a queued kernel; None if there is none.
     between_steps_late   share of the time between steps in which the host was late; None for a
                          single step.
@@ -54,7 +56,7 @@ def launching(devices: Sequence[Sequence[Sequence[ProfiledKernel]]]) -> dict[str
     calls = [_calls(step) for step in steps]
     gaps = [list(_gaps(step, -1)) for step in steps]
     flat = [gap for step in gaps for gap in step]
-    ahead = [(k.start - call.end) / 1e6 for step in calls for call, k in step.items()]
+    ahead = [(k.start - call.start) / 1e6 for step in calls for call, k in step.items()]
     latencies = [gap.rest / 1e3 for gap in flat if not gap.queued]
     queued = [gap.rest / 1e3 for gap in flat if gap.queued]
     each = len(steps)
@@ -69,10 +71,16 @@ def launching(devices: Sequence[Sequence[Sequence[ProfiledKernel]]]) -> dict[str
         "idle_ms": sum(gap.late + gap.rest for gap in flat) / 1e6 / each,
         "late_ms": sum(gap.late for gap in flat) / 1e6 / each,
         "queued_ms": sum(gap.rest for gap in flat) / 1e6 / each,
-        "latency_us": median(latencies) if latencies else None,
+        "latency_us": _spread(latencies),
         "between_us": median(queued) if queued else None,
         "between_steps_late": _between_steps(devices),
     }
+
+
+def _spread(values: Sequence[float]) -> dict[str, float] | None:
+    if not values:
+        return None
+    return {"least": min(values), "median": median(values), "most": max(values)}
 
 
 def _calls(step: Sequence[ProfiledKernel]) -> dict[HostCall, ProfiledKernel]:
@@ -88,7 +96,7 @@ def _gaps(step: Sequence[ProfiledKernel], ended: int) -> Iterator[Gap]:
     """Yield the gaps between kernels. `ended`: when earlier work ended; -1: no gap at first."""
     for kernel in step:
         if 0 <= ended < kernel.start:
-            called = kernel.call.end if kernel.call is not None else 0
+            called = kernel.call.start if kernel.call is not None else 0
             late = max(0, min(called, kernel.start) - ended)
             yield Gap(late, kernel.start - ended - late, queued=not late)
         ended = max(ended, kernel.end)

@@ -28,6 +28,9 @@ BOUNDS = (COMPUTE, MEMORY, LATENCY, OTHER, LINKS)
 #: 0.65 to 0.7 on an H200 at its power limit, attention 0.45 to 0.55, copies 0.9.
 NEAR = 0.4
 
+#: Share of a scope's time that must have a known roofline.
+MOST = 0.9
+
 #: Kernels up to this time are short: a launch takes a few microseconds, and so do their blocks.
 SHORT_US = 10.0
 
@@ -92,7 +95,7 @@ def by_scope(rows: Sequence[dict[str, Any]], step_ms: float) -> list[dict[str, A
     occupancy           mean theoretical occupancy, weighted by time; None if unknown.
     flops_per_second, bytes_per_second
                         known FLOPs and bytes over the time.
-    roofline            least time over measured time, of the kernels for which it is known.
+    roofline            least time over measured time; None unless known for `MOST` of the time.
     bound               the limit with most time.
     """
     found: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
@@ -121,7 +124,9 @@ def _of_scope(rows: Sequence[dict[str, Any]], step_ms: float) -> dict[str, Any]:
         "occupancy": _weighted(filled, "occupancy"),
         "flops_per_second": total("flops") / ms * 1e3,
         "bytes_per_second": total("bytes") / ms * 1e3,
-        "roofline": _weighted(measured, "roofline"),
+        "roofline": _weighted(measured, "roofline")
+        if sum(row["ms"] for row in measured) >= MOST * ms
+        else None,
         "bound": max(bounds, key=lambda name: bounds[name]) or None,
     }
 

@@ -1,12 +1,13 @@
 """Adds FLOPs, bytes and shares of a GPU's peaks to the kernels of a profile."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from jaxpar.planning.predict.hardware import Gpu
 from jaxpar.profiling.hlo.costs import InstructionCost, cost_of, multiplications
 from jaxpar.profiling.hlo.text import Module
-from jaxpar.profiling.trace.kernels import ATTENTION, CLASSES, is_around
+from jaxpar.profiling.trace.kernels import ATTENTION, CLASSES, is_around, uses_tensor_cores
 from jaxpar.profiling.trace.scopes import BACKWARD, FORWARD, RECOMPUTE, place_of
 
 #: Shares of attention's 14 H K FLOPs per pair of a query and a key in its passes.
@@ -51,7 +52,11 @@ def _cost(row: dict[str, Any], module: Module | None) -> InstructionCost | None:
     if module is None or instruction is None or row["class"] not in CLASSES:
         return None  # a collective has its kind as class
     cost = cost_of(module, instruction)
-    return None if is_around(row["name"]) and cost.flops != 0 else cost
+    if is_around(row["name"]) and cost.flops != 0:
+        return None
+    if cost.flops is None and not uses_tensor_cores(row["name"], row["class"]):
+        return replace(cost, flops=0)  # a Pallas kernel without products
+    return cost
 
 
 def _figures(row: dict[str, Any], cost: InstructionCost, gpu: Gpu | None) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from jaxpar.profiling.trace.scopes import PASSES, place_of
 MAX_ROWS = 24
 MAX_NAME_CHARS = 52
 MAX_RESULT_CHARS = 40
+MAX_PLACE_CHARS = 34
 
 
 def table(profile: dict[str, Any], sent: dict[str, Any] | None = None) -> str:
@@ -99,7 +100,7 @@ def _limits(p: dict[str, Any]) -> str:
 
 def _launching(found: dict[str, Any], between_ms: float | None) -> str:
     """Return how kernels were launched, and why nothing ran in the gaps."""
-    calls = f"{found['calls']:,.0f} calls of the host, {found['host_ms']:,.1f} ms"
+    calls = f"{found['calls']:,.0f} calls of the host, {found['host_ms']:,.1f} ms in them"
     if found["graphs"]:
         calls += f"; {found['graphs']:,.0f} launch CUDA graphs, with {found['in_graphs']:,.0f} of "
         calls += f"{found['kernels']:,.0f} kernels"
@@ -112,7 +113,10 @@ def _launching(found: dict[str, Any], between_ms: float | None) -> str:
         gaps += f"; {found['between_us']:,.1f} us from one queued kernel to the next"
     rows = [("launches", calls), ("queue", queue), ("gaps", gaps)]
     if found["latency_us"] is not None:
-        text = f"{found['latency_us']:,.1f} us from a call to its kernel, if the GPU had no work"
+        least, middle, most = (
+            f"{found['latency_us'][n]:,.1f}" for n in ("least", "median", "most")
+        )
+        text = f"{middle} us (median; {least} to {most}) from a call to its kernel on an idle GPU"
         rows.append(("latency", text))
     if between_ms and found["between_steps_late"] is not None:
         text = f"{between_ms:,.1f} ms, {found['between_steps_late']:.0%} until the host launched"
@@ -189,7 +193,8 @@ def _kernels(p: dict[str, Any]) -> str:
         numbers = [f"{k['ms']:,.1f}", f"{k['ms'] / step:.1%}"]
         numbers += [f"{k['count']:,.0f}", f"{k['mean_us']:,.1f}"]
         place = " ".join(filter(None, place_of(k["scope"]))) if k["scope"] else "-"
-        rows.append((*numbers, *(_cell(name, k.get(name)) for name in shown), place))
+        cells = (_cell(name, k.get(name)) for name in shown)
+        rows.append((*numbers, *cells, _cut(place, MAX_PLACE_CHARS)))
     head, *lines = align_columns(rows, left=(len(rows[0]) - 1,)).splitlines()
     below = [
         "  ".join(

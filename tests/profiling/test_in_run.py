@@ -144,7 +144,7 @@ def test_the_command_that_reads_a_profile_works_as_written(monkeypatch, tmp_path
     profiler._first = profiler._latest = 7
     profiler._program = SimpleNamespace(as_text=str)
     profiler._scratch().mkdir(parents=True)
-    monkeypatch.setattr(profiler, "_facts", lambda *_: None)
+    monkeypatch.setattr(in_run, "facts_of", lambda *_: None)
     monkeypatch.setattr(in_run.folder, "write_facts", lambda *_: None)
     profiler._keep()
     command = said[0].partition("to read it: ")[2]

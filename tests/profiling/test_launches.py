@@ -57,7 +57,7 @@ def test_a_late_host_and_a_queue():
     step = [
         kernel(100, 200, (0, 10)),
         kernel(203, 300, (10, 20)),  # queued: a gap of 3
-        kernel(450, 500, (390, 430)),  # launched after the end at 300: 130 late, then 20
+        kernel(450, 500, (430, 460)),  # launched after the end at 300: 130 late, then 20
         kernel(500, 510, (440, 445)),  # no gap
     ]
     found = launching([[step]])
@@ -65,8 +65,9 @@ def test_a_late_host_and_a_queue():
     assert found["late_ms"] == pytest.approx(130e-6)
     assert found["queued_ms"] == pytest.approx(23e-6)
     assert found["idle_ms"] == pytest.approx(153e-6)
-    assert (found["latency_us"], found["between_us"]) == (0.02, 0.003)
-    assert found["host_ms"] == pytest.approx(65e-6)
+    assert found["latency_us"] == {"least": 0.02, "median": 0.02, "most": 0.02}
+    assert found["between_us"] == 0.003
+    assert found["host_ms"] == pytest.approx(55e-6)
     assert found["ahead_ms"]["least"] == pytest.approx(20e-6)
     assert found["between_steps_late"] is None
 
@@ -76,11 +77,11 @@ def test_kernels_of_a_graph_share_its_call():
     step.append(kernel(150, 160, (50, 60)))
     found = launching([[step, step]])
     assert (found["calls"], found["graphs"], found["in_graphs"], found["kernels"]) == (2, 1, 4, 5)
-    assert found["ahead_ms"]["median"] == pytest.approx(70e-6)
+    assert found["ahead_ms"]["median"] == pytest.approx(100e-6)
 
 
 def test_the_time_between_steps():
-    steps = [[kernel(0, 100, (0, 1))], [kernel(200, 300, (90, 180))], [kernel(400, 500, (50, 60))]]
+    steps = [[kernel(0, 100, (0, 1))], [kernel(200, 300, (180, 190))], [kernel(400, 500, (50, 60))]]
     assert launching([steps])["between_steps_late"] == pytest.approx(80 / 200)
 
 

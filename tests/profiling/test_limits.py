@@ -50,6 +50,7 @@ def test_bounds(given, bound):
         ("void cudnn::fusion::compute_dot_do_o_specialized<true>(float*)", "attention", False),
         ("loop_add_multiply_fusion_17", "fusion", False),
         ("rms_norm", "pallas", False),
+        ("grouped_matmul_mosaic_gpu_kernel", "pallas", True),
         ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "communication", False),
     ],
 )

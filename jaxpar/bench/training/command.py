@@ -7,6 +7,7 @@ file that also has the conditions of the measurement. docs/benchmarking.md expla
 
 import argparse
 import dataclasses
+import functools
 import hashlib
 import itertools
 import os
@@ -23,9 +24,10 @@ from jaxpar.config.command_line import expand_set_options, read_config
 from jaxpar.config.rules.limits import Range
 from jaxpar.config.rules.run import MAX_PROFILED_STEPS
 from jaxpar.config.serialize import to_json
-from jaxpar.model.flops import attention_kernel_flops, num_params
+from jaxpar.model.flops import num_params
 from jaxpar.monitoring.metrics import peak_memory_gib
 from jaxpar.monitoring.mfu import mfu
+from jaxpar.profiling.facts import facts_of
 from jaxpar.profiling.hlo.collective_bytes import collective_bytes
 from jaxpar.runtime import provenance
 from jaxpar.runtime.files import json_output
@@ -85,15 +87,9 @@ def measure(run: Run, steps: int) -> tuple[dict[str, Any], profiled.StartedRun]:
         **gpus.card(),
         **sent_by(hlo_text),
     }
-    running = profiled.StartedRun(train_step, hlo_text, state, batches, attention_flops(run.cfg))
-    return figures, running
-
-
-def attention_flops(cfg: Config) -> float | None:
-    """Return the FLOPs of one device's attention kernels in a step; None if unknown."""
-    each = attention_kernel_flops(cfg.model, cfg.data.seq_len)
-    tokens = cfg.train.global_batch_size * cfg.data.seq_len
-    return None if each is None else tokens * each / jax.device_count()
+    first = WARM_UP + steps + 2  # a step before the warm-up, and the timed ones
+    facts = functools.partial(facts_of, run.cfg, train_step.program, describe(run.mesh), first)
+    return figures, profiled.StartedRun(train_step, hlo_text, state, batches, facts)
 
 
 def _progress(times: Sequence[float], told: float, of: int) -> float:

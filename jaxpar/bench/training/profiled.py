@@ -12,6 +12,7 @@ import jax
 from jaxpar.config import ConfigError
 from jaxpar.planning.predict.hardware import gpu_of_kind
 from jaxpar.profiling import breakdown, table
+from jaxpar.profiling.folder import ProfileFacts, write_facts
 from jaxpar.profiling.hlo import text as hlo
 from jaxpar.profiling.nsight.marked import marked_for_nvidia
 from jaxpar.profiling.trace import read as trace
@@ -30,14 +31,14 @@ JAX, NVIDIA = "jax", "nvidia"
 class StartedRun:
     """A run in progress: its compiled step, HLO text, state and the next batches.
 
-    attention_flops: of one device's attention kernels in a step; None if unknown.
+    facts: the facts of a trace of so many further steps; None if unknown.
     """
 
     step: Callable[[TrainState, Batch], tuple[TrainState, Any]]
     hlo_text: str
     state: TrainState
     batches: Generator[tuple[int, Batch]]
-    attention_flops: float | None = None
+    facts: Callable[[int], ProfileFacts] | None = None
 
 
 def profile_steps(
@@ -98,8 +99,11 @@ def _traced(running: StartedRun, steps: int, keep: str | None) -> dict[str, Any]
                 taken = True
             found = trace.read(trace.newest_file(folder), hlo.module_name(running.hlo_text))
             found = found.without_first(SETTLE)
-            gpu, attention = gpu_of_kind(found.device_kind), running.attention_flops
-            text = running.hlo_text
+            facts = running.facts(SETTLE + steps) if running.facts is not None else None
+            if facts is not None and keep is not None:
+                write_facts(Path(keep), facts)
+            attention = facts.attention_flops_per_device if facts is not None else None
+            gpu, text = gpu_of_kind(found.device_kind), running.hlo_text
             return {"profile": breakdown.profile(found, text, 10, gpu, attention)}
     except (OSError, RuntimeError, ValueError) as error:
         if begun and not taken:

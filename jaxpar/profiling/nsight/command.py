@@ -8,7 +8,6 @@ fields of the config can follow. docs/profiling.md explains each figure.
 """
 
 import argparse
-import os
 import re
 import shutil
 import subprocess
@@ -27,9 +26,6 @@ from jaxpar.runtime.options import Parser, check_file
 #: Where NVIDIA's installers put the program, if it is not on PATH.
 _PLACES = ("/usr/local/cuda*/bin/ncu", "/opt/nvidia/nsight-compute/*/ncu")
 
-#: Kernels in CUDA graphs are measured one by one only if they are launched outside of them.
-_NO_GRAPHS = "--xla_gpu_enable_command_buffer="
-
 _NO_PERMISSION = "ERR_NVGPUCTRPERM"
 _PERMISSION_FIX = (
     "run as root, or load the driver with NVreg_RestrictProfilingToAdminUsers=0 "
@@ -44,7 +40,7 @@ def main(argv: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="ncu-") as folder:
         report = Path(options.report or Path(folder) / "kernel.ncu-rep").absolute()
         log = Path(folder) / "log.txt"
-        done = subprocess.run(ncu_words(program, options, step, report, log), env=_environment())
+        done = subprocess.run(ncu_words(program, options, step, report, log))
         written = log.read_text("utf-8", "replace") if log.is_file() else ""
         check_log(written, done.returncode, program, options.kernel)
         words = [program, "--import", str(report), "--csv", "--page", "raw"]
@@ -118,7 +114,10 @@ def find_ncu(given: str) -> str:
 def ncu_words(
     program: str, options: argparse.Namespace, step: Sequence[str], report: Path, log: Path
 ) -> list[str]:
-    """Return the command: ncu around one step, which `nsight/marked.py` marks."""
+    """Return the command: ncu around one step, which `nsight/marked.py` marks.
+
+    ncu measures the kernels inside of CUDA graphs one by one, like others.
+    """
     what = ["--set", "full"] if options.full else []
     what += [word for name in counters.SECTIONS for word in ("--section", name)]
     what += ["--metrics", ",".join(counters.METRICS)]
@@ -130,13 +129,6 @@ def ncu_words(
         *(sys.executable, "-m", "jaxpar.bench", "train", *step),
         *("--steps", "1", "--profile-steps", "1", "--profiler", "nvidia"),
     ]
-
-
-def _environment() -> dict[str, str]:
-    flags = os.environ.get("XLA_FLAGS", "")
-    if "xla_gpu_enable_command_buffer" not in flags:
-        flags = f"{flags} {_NO_GRAPHS}".strip()
-    return os.environ | {"XLA_FLAGS": flags}
 
 
 def check_log(text: str, code: int, program: str, kernel: str) -> None:

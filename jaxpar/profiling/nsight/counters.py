@@ -24,19 +24,21 @@ METRICS = (
     "dram__bytes.sum.per_second",
     "sm__warps_active.avg.pct_of_peak_sustained_active",
     "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
+    "l1tex__throughput.avg.pct_of_peak_sustained_elapsed",
 )
 
 #: A unit that is busy for less of the time does not limit a kernel (NVIDIA's rule).
 BUSY = 60.0
+
+#: Longest name to show: those of C++ templates have thousands of characters.
+MAX_NAME_CHARS = 110
 
 _UNITS = {"nsecond": 1e-3, "ns": 1e-3, "usecond": 1.0, "us": 1.0, "msecond": 1e3, "ms": 1e3}
 _UNITS |= {"second": 1e6, "s": 1e6}
 _BYTES = {"byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "Tbyte": 1e12}
 
 _STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+?)_per_issue_active\.ratio")
-_TENSOR = re.compile(
-    r"sm__(inst_executed_)?pipe_tensor\w*\.avg\.pct_of_peak_sustained_(active|elapsed)"
-)
+_TENSOR = re.compile(r"sm__pipe_tensor(_op_\w+)?_cycles_active\.avg\.pct_of_peak_sustained_elapsed")
 
 
 class NotCounters(ValueError):
@@ -166,13 +168,14 @@ def _one(k: KernelCounters) -> str:
         ("multiprocessors", percent(k.sm)),
         ("device memory", _of_memory(k)),
         ("L2 cache", percent(k.value("lts__throughput.avg.pct_of_peak_sustained_elapsed"))),
-        ("L1, shared", percent(k.value("l1tex__throughput.avg.pct_of_peak_sustained_active"))),
+        ("L1, shared", percent(k.value("l1tex__throughput.avg.pct_of_peak_sustained_elapsed"))),
         ("occupancy", _occupancy(k)),
         ("launch", _launch(k)),
         ("waits", "   ".join(f"{n} {v:.0%}" for n, v in [*k.stalls.items()][:5]) or None),
     ]
     table = align_columns([(name, text) for name, text in rows if text], left=(0, 1))
-    return f"{k.name}\n{table}"
+    name = k.name if len(k.name) <= MAX_NAME_CHARS else k.name[: MAX_NAME_CHARS - 3] + "..."
+    return f"{name}\n{table}"
 
 
 def _of_memory(k: KernelCounters) -> str | None:

@@ -100,6 +100,9 @@ _WITHOUT_TENSOR_CORES = re.compile(
     r"gemv|[sd]gemm|gemm_f(32f32|64f64)_(?!tf32)|simt", re.IGNORECASE
 )
 
+#: Pallas kernels outside attention that multiply matrices, by their names.
+_PALLAS_PRODUCT = re.compile(r"matmul|gemm|dot|outer")
+
 
 def is_around(name: str) -> bool:
     """Return whether a kernel only accompanies the one that does an instruction's work."""
@@ -108,6 +111,8 @@ def is_around(name: str) -> bool:
 
 def uses_tensor_cores(name: str, what: str) -> bool:
     """Return whether a kernel runs on tensor cores, by its name and class."""
+    if what == PALLAS:
+        return bool(_PALLAS_PRODUCT.search(name))
     computes = what in (MATMUL, ATTENTION) and not is_around(name)
     return computes and not _WITHOUT_TENSOR_CORES.search(name)
 
