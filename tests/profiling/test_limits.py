@@ -1,11 +1,14 @@
 """What limits kernels, scopes and steps, and the use of tensor cores."""
 
+from pathlib import Path
+
 import pytest
 
-from jaxpar.planning.predict.hardware import H200
-from jaxpar.profiling import breakdown, limits, table
+from jaxpar.planning.predict.hardware import H200, gpu_of_kind
+from jaxpar.profiling import breakdown, limits, loading, table
 from jaxpar.profiling.trace import read as trace
 from jaxpar.profiling.trace.kernels import uses_tensor_cores
+from jaxpar.profiling.trace.launches import Chip
 
 
 def row(what="fusion", us=100.0, least=(0.0, 80.0), waves=None, **more):
@@ -109,3 +112,56 @@ def test_the_tables_fit(piece):
     assert "\n  limit            ms  of step\n" in text
     (line,) = [line for line in text.splitlines() if line.startswith("  gaps ")]
     assert "0.00 ms until the host launched, 0.11 ms else" in line
+
+
+# ------------------------------------------------------- a piece of a step on an H100, in a graph
+
+
+@pytest.fixture(scope="module")
+def h100():
+    """150 kernels of the backward pass of Llama 3.2 1B, cut by `scripts/measure/trim_trace.py`."""
+    return loading.load(str(Path(__file__).parent / "h100.xplane.pb.gz"))
+
+
+def test_kernels_in_a_graph_have_their_resources(h100):
+    assert h100.trace.device_kind == "NVIDIA H100 80GB HBM3"
+    assert h100.trace.chip == Chip(132, 2048)
+    (steps,) = h100.trace.devices.values()
+    assert [len(step) for step in steps] == [150, 150]
+    assert all(kernel.call.is_graph for kernel in steps[0])
+    assert all(k.shape is not None for k in steps[0] if not k.name.startswith("Memset"))
+
+
+def test_occupancy_and_waves(h100):
+    found = breakdown.profile(h100.trace, h100.module, 100, gpu_of_kind(h100.trace.device_kind))
+    assert sum(k["count"] for k in found["top_kernels"]) == 150
+    of = {k["name"] + " " + k["result"]: k for k in found["top_kernels"]}
+    product = of["nvjet_sm90_tst_176x128_64x5_1x2_h_bz_TNN bf16[32768,8192]"]
+    assert product["occupancy"] == pytest.approx(0.1875) and product["waves"] == pytest.approx(1.0)
+    assert product["tensor_cores"] and product["bound"] == "compute"
+    assert product["roofline"] == pytest.approx(2 * 32768 * 8192 * 2048 / 989e12 / 1472.5e-6, 1e-3)
+    pallas = of["swiglu_backward bf16[32768,2,8192]"]
+    assert (pallas["bound"], pallas["flops"], pallas["occupancy"]) == ("memory", 0, 1.0)
+    assert found["matmuls"]["share"] == pytest.approx(0.742, abs=1e-3)
+    scopes = {(r["pass"], r["scope"]): r for r in found["scopes"]}
+    attention = scopes["backward", "attention/core_attention"]
+    assert attention["bound"] is None and attention["roofline"] is None, "its FLOPs are not known"
+    assert attention["occupancy"] == pytest.approx(0.28, abs=0.01)
+    launched = found["launching"]
+    assert (launched["calls"], launched["graphs"], launched["in_graphs"]) == (1, 1, 150)
+    assert launched["ahead_ms"]["least"] > 0 and launched["between_us"] == pytest.approx(
+        1.5, abs=0.1
+    )
+
+
+def test_facts_tell_the_limit_of_attention(h100):
+    """Four backward passes, as if four layers were the model. With heads of 64, they are limited
+    by neither FLOPs nor bytes: the exponentials take as long."""
+    gpu = gpu_of_kind(h100.trace.device_kind)
+    flops = 4 * 14 * 32 * 64 * 32768 * 4096 / 2
+    found = breakdown.profile(h100.trace, h100.module, 1, gpu, flops)
+    (attention,) = found["top_kernels"]
+    assert attention["flops"] == pytest.approx(flops * 10 / 14 / attention["count"])
+    assert attention["bound"] == "other" and attention["roofline"] == pytest.approx(0.335, abs=2e-3)
+    assert "unknown" not in found["limits"]["by_bound_ms"]
+    assert found["limits"]["peak_share"] == pytest.approx(0.53, abs=0.01)
