@@ -196,16 +196,17 @@ def _kernels(p: dict[str, Any]) -> str:
         cells = (_cell(name, k.get(name)) for name in shown)
         rows.append((*numbers, *cells, _cut(place, MAX_PLACE_CHARS)))
     head, *lines = align_columns(rows, left=(len(rows[0]) - 1,)).splitlines()
-    below = [
-        "  ".join(
-            (_cut(k["name"], MAX_NAME_CHARS), _cut(k["result"], MAX_RESULT_CHARS), k["op"])
-        ).rstrip()
-        for k in top
-    ]
+    below = ["  ".join(filter(None, _names(k))) for k in top]
     pairs = (
         text for line, name in zip(lines, below, strict=True) for text in (line, "    " + name)
     )
     return "\n".join([head, *pairs])
+
+
+def _names(k: dict[str, Any]) -> tuple[str, str, str]:
+    """Return a kernel's name, result and instruction; on CPUs the name is the instruction's."""
+    op = k["op"] if k["op"] != k["name"] else ""
+    return _cut(k["name"], MAX_NAME_CHARS), _cut(k["result"], MAX_RESULT_CHARS), op
 
 
 def _rates(k: dict[str, Any]) -> dict[str, float]:
