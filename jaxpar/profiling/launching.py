@@ -12,9 +12,10 @@ therefore from the start of a call.
 """
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from jaxpar.profiling.trace.launches import HostCall
@@ -38,6 +39,7 @@ def launching(devices: Sequence[Sequence[Sequence[ProfiledKernel]]]) -> dict[str
 
     calls, graphs        calls of the host that launch kernels, and those that launch a CUDA graph.
     kernels, in_graphs   all kernels, and those inside CUDA graphs.
+    by_graph             calls, kernels and milliseconds of kernels by CUDA graph, by time.
     host_ms              time in these calls, which includes waits for room in the queue.
     ahead_ms             from a call to its first kernel: the least and the median.
     gaps, idle_ms        gaps between kernels of a step, and their sum.
@@ -65,6 +67,7 @@ def launching(devices: Sequence[Sequence[Sequence[ProfiledKernel]]]) -> dict[str
         "graphs": sum(call.is_graph for step in calls for call in step) / each,
         "kernels": sum(map(len, steps)) / each,
         "in_graphs": sum(k.call.is_graph for step in steps for k in step if k.call) / each,
+        "by_graph": _by_graph(steps),
         "host_ms": sum(c.end - c.start for step in calls for c in step) / 1e6 / each,
         "ahead_ms": {"least": min(ahead), "median": median(ahead)},
         "gaps": len(flat) / each,
@@ -75,6 +78,27 @@ def launching(devices: Sequence[Sequence[Sequence[ProfiledKernel]]]) -> dict[str
         "between_us": median(queued) if queued else None,
         "between_steps_late": _between_steps(devices),
     }
+
+
+def _by_graph(steps: Sequence[Sequence[ProfiledKernel]]) -> dict[str, dict[str, float]]:
+    """Return the figures of each CUDA graph, per step in which it is launched."""
+    found: dict[str, list[list[ProfiledKernel]]] = defaultdict(list)
+    for step in steps:
+        of_step: dict[str, list[ProfiledKernel]] = defaultdict(list)
+        for kernel in step:
+            if kernel.call is not None and kernel.call.graph:
+                of_step[kernel.call.graph].append(kernel)
+        for graph, kernels in of_step.items():
+            found[graph].append(kernels)
+    rows = {
+        graph: {
+            "calls": fmean(len({kernel.call for kernel in kernels}) for kernels in each),
+            "kernels": fmean(map(len, each)),
+            "ms": fmean(sum(k.end - k.start for k in kernels) for kernels in each) / 1e6,
+        }
+        for graph, each in found.items()
+    }
+    return dict(sorted(rows.items(), key=lambda item: -item[1]["ms"]))
 
 
 def _spread(values: Sequence[float]) -> dict[str, float] | None:

@@ -12,6 +12,9 @@ MAX_NAME_CHARS = 52
 MAX_RESULT_CHARS = 40
 MAX_PLACE_CHARS = 34
 
+#: CUDA graphs to name.
+MAX_GRAPHS = 2
+
 
 def table(profile: dict[str, Any], sent: dict[str, Any] | None = None) -> str:
     """Format the figures of `breakdown.profile` in aligned columns.
@@ -100,9 +103,9 @@ def _limits(p: dict[str, Any]) -> str:
 
 def _launching(found: dict[str, Any], between_ms: float | None) -> str:
     """Return how kernels were launched, and why nothing ran in the gaps."""
-    calls = f"{found['calls']:,.0f} calls of the host, {found['host_ms']:,.1f} ms in them"
+    calls = f"{found['calls']:,.0f} calls, {found['host_ms']:,.1f} ms of the host"
     if found["graphs"]:
-        calls += f"; {found['graphs']:,.0f} launch CUDA graphs, with {found['in_graphs']:,.0f} of "
+        calls += f"; CUDA graphs: {found['graphs']:,.0f}, with {found['in_graphs']:,.0f} of "
         calls += f"{found['kernels']:,.0f} kernels"
     ahead = found["ahead_ms"]
     queue = f"a kernel starts {ahead['median']:,.1f} ms after its call (median), at least "
@@ -112,6 +115,11 @@ def _launching(found: dict[str, Any], between_ms: float | None) -> str:
     if found["between_us"] is not None:
         gaps += f"; {found['between_us']:,.1f} us from one queued kernel to the next"
     rows = [("launches", calls), ("queue", queue), ("gaps", gaps)]
+    graphs = [*found["by_graph"].items()]
+    if graphs:
+        texts = [f"{name} {g['kernels']:,.0f} kernels, {g['ms']:,.1f} ms" for name, g in graphs]
+        more = [f"{len(graphs) - MAX_GRAPHS} more"] if len(graphs) > MAX_GRAPHS else []
+        rows.insert(1, ("graphs", "; ".join(texts[:MAX_GRAPHS] + more)))
     if found["latency_us"] is not None:
         least, middle, most = (
             f"{found['latency_us'][n]:,.1f}" for n in ("least", "median", "most")

@@ -49,7 +49,7 @@ def test_the_limits_of_a_gpu():
 
 
 def kernel(start: int, end: int, call: tuple[int, int] | None, graph: bool = False):
-    made = None if call is None else HostCall(*call, is_graph=graph)
+    made = None if call is None else HostCall(*call, graph="CudaGraph:7" if graph else "")
     return ProfiledKernel("k", start, end, call=made)
 
 
@@ -78,6 +78,7 @@ def test_kernels_of_a_graph_share_its_call():
     found = launching([[step, step]])
     assert (found["calls"], found["graphs"], found["in_graphs"], found["kernels"]) == (2, 1, 4, 5)
     assert found["ahead_ms"]["median"] == pytest.approx(100e-6)
+    assert found["by_graph"] == {"CudaGraph:7": {"calls": 1.0, "kernels": 4.0, "ms": 40e-6}}
 
 
 def test_the_time_between_steps():
@@ -105,6 +106,8 @@ def test_calls_and_shapes_in_a_trace(tmp_path):
 
 def test_the_real_piece(real_trace):
     found = launching(list(trace.read(real_trace).devices.values()))
+    graph, first = next(iter(found["by_graph"].items()))
+    assert graph.startswith("CudaGraph:") and first["ms"] > 0
     assert (found["calls"], found["graphs"], found["in_graphs"], found["kernels"]) == (
         28,
         8,

@@ -55,12 +55,18 @@ class Chip:
 class HostCall:
     """A call that launched kernels: start and end on the host in nanoseconds.
 
-    is_graph: it launched a CUDA graph, whose kernels all have this call.
+    graph: the name of the CUDA graph that it launched, whose kernels all have this call; "" for a
+    single kernel.
     """
 
     start: int
     end: int
-    is_graph: bool = False
+    graph: str = ""
+
+    @property
+    def is_graph(self) -> bool:
+        """Whether it launched a CUDA graph."""
+        return bool(self.graph)
 
 
 def shape_of(details: Any) -> LaunchShape | None:

@@ -25,6 +25,7 @@ from jaxpar.profiling.trace.launches import Chip, HostCall, LaunchShape, chip_of
 
 _EXECUTION = ":XLA GPU module"  # after the module's name; on the thread that launches the kernels
 _GPU = re.compile(r"/device:GPU:(\d+)$")
+_GRAPH = re.compile(r"cu(?:da)?GraphLaunch\w*(?: \((\S+)\))?")
 _STREAM = re.compile(r"Stream #\d+")
 
 
@@ -214,8 +215,9 @@ def _host_calls(host: Any) -> dict[tuple[int, int], HostCall]:
             stats = stats_of(event)
             if "correlation_id" in stats and "device_id" in stats:
                 key = int(stats["device_id"]), int(stats["correlation_id"])
-                start, is_graph = int(event.start_ns), "GraphLaunch" in event.name
-                found[key] = HostCall(start, start + int(event.duration_ns), is_graph)
+                start, graph = int(event.start_ns), _GRAPH.match(event.name)
+                end = start + int(event.duration_ns)
+                found[key] = HostCall(start, end, (graph[1] or "graph") if graph else "")
     return found
 
 
