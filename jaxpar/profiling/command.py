@@ -90,9 +90,10 @@ def figures(loaded: LoadedProfile, gpu: Gpu | None, top: int) -> dict[str, Any]:
     attention = facts.attention_flops_per_device if facts is not None else None
     try:
         found = breakdown.profile(loaded.trace, loaded.module or "", top, gpu, attention)
-    except ValueError as error:
+    except (ValueError, LookupError) as error:
+        rule = f"is damaged: {error}" if isinstance(error, LookupError) else str(error)
         fix = "trace the steps again: docs/profiling.md"
-        raise ConfigError(OPTION, str(loaded.path), str(error), fix) from error
+        raise ConfigError(OPTION, str(loaded.path), rule, fix) from error
     if facts is not None:
         flops = facts.flops / facts.devices
         rate = flops / found["ms"]["step"] * 1e3

@@ -1,9 +1,13 @@
 """What limits kernels, scopes and steps, and the use of tensor cores."""
 
+import gzip
+import shutil
 from pathlib import Path
 
 import pytest
 
+from jaxpar import profile
+from jaxpar.config import ConfigError
 from jaxpar.planning.predict.hardware import H200, gpu_of_kind
 from jaxpar.profiling import breakdown, limits, loading, table
 from jaxpar.profiling.trace import read as trace
@@ -165,3 +169,12 @@ def test_facts_tell_the_limit_of_attention(h100):
     assert attention["bound"] == "other" and attention["roofline"] == pytest.approx(0.335, abs=2e-3)
     assert "unknown" not in found["limits"]["by_bound_ms"]
     assert found["limits"]["peak_share"] == pytest.approx(0.53, abs=0.01)
+
+
+def test_hlo_without_shapes_is_refused(tmp_path):
+    here = Path(__file__).parent
+    shutil.copy(here / "h100.xplane.pb.gz", tmp_path)
+    text = gzip.decompress((here / "h100.hlo.txt.gz").read_bytes()).decode()
+    (tmp_path / "h100.hlo.txt").write_text(text.replace("bf16[", "bf16("))
+    with pytest.raises(ConfigError, match="is damaged"):
+        profile.main([str(tmp_path / "h100.xplane.pb.gz")])
