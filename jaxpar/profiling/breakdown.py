@@ -135,7 +135,9 @@ def profile(
     each = {n: _mean_of([of_step(s) for s in steps]) for n, steps in devices.items() if steps}
     every = [step for steps in devices.values() for step in steps]
     gaps = [gap for steps in trace.devices.values() if (gap := between_steps(steps)) is not None]
-    mean = _mean_of(list(each.values()))
+    mean, by_class = _mean_of(list(each.values())), _by_class(every)
+    if not mean["step"]:
+        raise NoKernels(f"the kernels of {trace.module} in the trace take no time")
     rows = roofline.with_costs(kernel_rows(every, trace.chip), module, gpu, attention_flops)
     return {
         "module": trace.module,
@@ -146,13 +148,11 @@ def profile(
         "devices_ms": {str(n): {k: v / 1e6 for k, v in e.items()} for n, e in each.items()},
         "between_steps_ms": fmean(gaps) / 1e6 if gaps else None,
         "exposed_share": mean["exposed"] / mean["step"],
-        "by_class": (by_class := _by_class(every)),
+        "by_class": by_class,
         "communication": _by_kind(every),
         "by_scope_ms": _by_scope(every),
         "unattributed_ms": _unattributed(every),
-        "matmuls": roofline.of_matmuls(module, by_class.get(MATMUL, {}).get("ms"), gpu)
-        if module is not None
-        else None,
+        "matmuls": roofline.of_matmuls(module, by_class.get(MATMUL, {}).get("ms"), gpu),
         **_why(trace, rows, mean["step"] / 1e6, gpu, top),
     }
 

@@ -100,7 +100,7 @@ def by_scope(rows: Sequence[dict[str, Any]], step_ms: float) -> list[dict[str, A
     """
     found: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
-        if row["scope"] and row["bound"] != LINKS:
+        if row["scope"] and row["bound"] != LINKS and row["ms"]:
             found[place_of(row["scope"])].append(row)
     ordered = sorted(found.items(), key=lambda item: -sum(row["ms"] for row in item[1]))
     return [

@@ -40,7 +40,7 @@ def with_costs(
         cost = _cost(row, module)
         if attention_flops and row["class"] == ATTENTION and cost is not None:
             share = _ATTENTION_SHARES.get(phase := place_of(row["scope"]).phase)
-            if share is not None:
+            if share is not None and of_pass[phase]:
                 flops = attention_flops * share * row["ms"] / of_pass[phase] / row["count"]
                 cost = InstructionCost(round(flops), cost.bytes, "bf16")
         made.append(row | (_UNKNOWN if cost is None else _figures(row, cost, gpu)))
@@ -62,7 +62,7 @@ def _cost(row: dict[str, Any], module: Module | None) -> InstructionCost | None:
 def _figures(row: dict[str, Any], cost: InstructionCost, gpu: Gpu | None) -> dict[str, Any]:
     least = None if gpu is None else (cost.compute_seconds(gpu), cost.memory_seconds(gpu))
     share = None
-    if least is not None and None not in least:
+    if least is not None and None not in least and row["mean_us"]:
         share = max(second for second in least if second is not None) * 1e6 / row["mean_us"]
     return {
         "flops": cost.flops,
@@ -82,13 +82,15 @@ def _time_of_attention(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     return found
 
 
-def of_matmuls(module: Module, ms: float | None, gpu: Gpu | None) -> dict[str, Any] | None:
+def of_matmuls(module: Module | None, ms: float | None, gpu: Gpu | None) -> dict[str, Any] | None:
     """Return the FLOPs of a device's matmuls in a step, and their FLOP/s while they run.
 
     Args:     ms: of all matmul kernels of a step; None: none ran.
     """
+    if module is None or not ms:
+        return None
     flops = sum(multiplications(module, instruction) for instruction in module.run_order())
-    if not flops or not ms:
+    if not flops:
         return None
     rate = flops / ms * 1e3
     return {

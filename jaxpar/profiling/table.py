@@ -220,7 +220,9 @@ def _names(k: dict[str, Any]) -> tuple[str, str, str]:
 def _rates(k: dict[str, Any]) -> dict[str, float]:
     """Return FLOP/s and bytes/s of a kernel, as far as its costs are known."""
     costs = {"flops_per_second": k.get("flops"), "bytes_per_second": k.get("bytes")}
-    return {name: cost / k["mean_us"] * 1e6 for name, cost in costs.items() if cost}
+    return {
+        name: cost / k["mean_us"] * 1e6 for name, cost in costs.items() if cost and k["mean_us"]
+    }
 
 
 def _cell(name: str, value: Any) -> str:

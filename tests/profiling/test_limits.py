@@ -1,5 +1,6 @@
 """What limits kernels, scopes and steps, and the use of tensor cores."""
 
+import dataclasses
 import gzip
 import shutil
 from pathlib import Path
@@ -13,6 +14,7 @@ from jaxpar.profiling import breakdown, limits, loading, table
 from jaxpar.profiling.trace import read as trace
 from jaxpar.profiling.trace.kernels import uses_tensor_cores
 from jaxpar.profiling.trace.launches import Chip
+from jaxpar.profiling.trace.read import NoKernels
 
 
 def row(what="fusion", us=100.0, least=(0.0, 80.0), waves=None, **more):
@@ -178,3 +180,18 @@ def test_hlo_without_shapes_is_refused(tmp_path):
     (tmp_path / "h100.hlo.txt").write_text(text.replace("bf16[", "bf16("))
     with pytest.raises(ConfigError, match="is damaged"):
         profile.main([str(tmp_path / "h100.xplane.pb.gz")])
+
+
+def test_kernels_that_take_no_time(h100, tmp_path):
+    """Of a damaged trace: nothing is divided by zero."""
+    gpu = gpu_of_kind(h100.trace.device_kind)
+    still = lambda k: dataclasses.replace(k, end=k.start)  # noqa: E731
+    (steps,) = h100.trace.devices.values()
+    moving = [[still(k) if n else k for n, k in enumerate(step)] for step in steps]
+    found = breakdown.profile(
+        dataclasses.replace(h100.trace, devices={0: moving}), h100.module, 200, gpu, 1e12
+    )
+    assert table.table(found)
+    stopped = dataclasses.replace(h100.trace, devices={0: [[still(steps[0][0])]]})
+    with pytest.raises(NoKernels, match="take no time"):
+        breakdown.profile(stopped, h100.module, 200, gpu, 1e12)
