@@ -10,7 +10,9 @@ from jaxpar.profiling.trace.scopes import PASSES, place_of
 MAX_ROWS = 24
 MAX_NAME_CHARS = 52
 MAX_RESULT_CHARS = 40
-MAX_PLACE_CHARS = 34
+
+#: Longest line of a kernel's figures.
+MAX_LINE_CHARS = 120
 
 #: CUDA graphs to name.
 MAX_GRAPHS = 2
@@ -202,7 +204,7 @@ def _kernels(p: dict[str, Any]) -> str:
         numbers += [f"{k['count']:,.0f}", f"{k['mean_us']:,.1f}"]
         place = " ".join(filter(None, place_of(k["scope"]))) if k["scope"] else "-"
         cells = (_cell(name, k.get(name)) for name in shown)
-        rows.append((*numbers, *cells, _cut(place, MAX_PLACE_CHARS)))
+        rows.append((*numbers, *cells, place))
     head, *lines = align_columns(rows, left=(len(rows[0]) - 1,)).splitlines()
     below = ["  ".join(filter(None, _names(k))) for k in top]
     pairs = (
@@ -242,7 +244,7 @@ _RATES: dict[str, tuple[str, Callable[[Any], str]]] = {
     "flops_per_second": ("TFLOP/s", lambda value: digits(value / 1e12)),
     "bytes_per_second": ("GB/s", lambda value: digits(value / 1e9)),
     "roofline": ("roof", _percent),
-    "occupancy": ("occupancy", _percent),
+    "occupancy": ("occ.", _percent),
     "waves": ("waves", digits),
     "tensor_share": ("tensor", _percent),
     "tensor_cores": ("tensor", lambda uses: "yes" if uses else "no"),
