@@ -13,7 +13,7 @@ count time twice if kernels on several streams overlap.
 """
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -227,6 +227,7 @@ def kernel_rows(
 ) -> list[dict[str, Any]]:
     """Return kernels by total time, grouped by name, scope and result shape.
 
+    op, ops            an HLO instruction of the group, and how often each of them ran.
     occupancy, waves   theoretical occupancy, and how often the blocks fill the GPU
                        (`trace/launches.py`): means, or None if unknown.
     """
@@ -244,6 +245,7 @@ def kernel_rows(
             "ms": sum(k.ns for k in items) / 1e6 / len(steps),
             "scope": scope,
             "op": items[0].kernel.op,
+            "ops": Counter(item.kernel.op for item in items),
             "result": result,
             **_filling(items, chip),
         }

@@ -13,6 +13,9 @@ from jaxpar.profiling.trace.scopes import BACKWARD, FORWARD, RECOMPUTE, place_of
 #: Shares of attention's 14 H K FLOPs per pair of a query and a key in its passes.
 _ATTENTION_SHARES = {FORWARD: 4 / 14, RECOMPUTE: 4 / 14, BACKWARD: 10 / 14}
 
+#: Most of the bandwidth that a kernel may seem to reach: some GPUs have estimates.
+MOST = 1.2
+
 _UNKNOWN = {"flops": None, "bytes": None, "least_us": None, "roofline": None}
 
 
@@ -43,12 +46,30 @@ def with_costs(
             if share is not None and of_pass[phase]:
                 flops = attention_flops * share * row["ms"] / of_pass[phase] / row["count"]
                 cost = InstructionCost(round(flops), cost.bytes, "bf16")
-        made.append(row | (_UNKNOWN if cost is None else _figures(row, cost, gpu)))
+        known = {name: value for name, value in row.items() if name != "ops"}
+        made.append(known | (_UNKNOWN if cost is None else _figures(row, cost, gpu)))
     return made
 
 
 def _cost(row: dict[str, Any], module: Module | None) -> InstructionCost | None:
-    instruction = module.instructions.get(row["op"]) if module is not None else None
+    """Return the mean cost of a kernel's instructions; None if one of them is not known."""
+    costs = [(_cost_of_op(row, module, op), count) for op, count in row["ops"].items()]
+    runs = sum(count for _, count in costs)
+    if any(cost is None for cost, _ in costs):
+        return None
+    known = [(cost, count) for cost, count in costs if cost is not None]
+    flops = [(cost.flops, count) for cost, count in known if cost.flops is not None]
+    sizes = [(cost.bytes, count) for cost, count in known if cost.bytes is not None]
+    mean = lambda each: round(sum(value * count for value, count in each) / runs)  # noqa: E731
+    return InstructionCost(
+        flops=mean(flops) if len(flops) == len(known) else None,
+        bytes=mean(sizes) if len(sizes) == len(known) else None,
+        dtype=known[0][0].dtype,
+    )
+
+
+def _cost_of_op(row: dict[str, Any], module: Module | None, op: str) -> InstructionCost | None:
+    instruction = module.instructions.get(op) if module is not None else None
     if module is None or instruction is None or row["class"] not in CLASSES:
         return None  # a collective has its kind as class
     cost = cost_of(module, instruction)
@@ -60,6 +81,8 @@ def _cost(row: dict[str, Any], module: Module | None) -> InstructionCost | None:
 
 
 def _figures(row: dict[str, Any], cost: InstructionCost, gpu: Gpu | None) -> dict[str, Any]:
+    if gpu is not None and _too_many(cost.memory_seconds(gpu), row["mean_us"]):
+        cost = replace(cost, bytes=None)
     least = None if gpu is None else (cost.compute_seconds(gpu), cost.memory_seconds(gpu))
     share = None
     if least is not None and None not in least and row["mean_us"]:
@@ -70,6 +93,11 @@ def _figures(row: dict[str, Any], cost: InstructionCost, gpu: Gpu | None) -> dic
         "least_us": None if least is None else [None if s is None else s * 1e6 for s in least],
         "roofline": share,
     }
+
+
+def _too_many(seconds: float | None, mean_us: float) -> bool:
+    """Whether a kernel cannot have moved so many bytes: it reads only parts, or from a cache."""
+    return seconds is not None and seconds * 1e6 > MOST * mean_us
 
 
 def _time_of_attention(rows: Sequence[dict[str, Any]]) -> dict[str, float]:

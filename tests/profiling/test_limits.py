@@ -14,7 +14,7 @@ from jaxpar.profiling import breakdown, limits, loading, table
 from jaxpar.profiling.trace import read as trace
 from jaxpar.profiling.trace.kernels import uses_tensor_cores
 from jaxpar.profiling.trace.launches import Chip
-from jaxpar.profiling.trace.read import NoKernels
+from jaxpar.profiling.trace.read import KernelTrace, NoKernels, ProfiledKernel
 
 
 def row(what="fusion", us=100.0, least=(0.0, 80.0), waves=None, **more):
@@ -195,3 +195,19 @@ def test_kernels_that_take_no_time(h100, tmp_path):
     stopped = dataclasses.replace(h100.trace, devices={0: [[still(steps[0][0])]]})
     with pytest.raises(NoKernels, match="take no time"):
         breakdown.profile(stopped, h100.module, 200, gpu, 1e12)
+
+
+def test_costs_are_means_over_a_groups_instructions():
+    """Two fusions with the same name and result read one and three arrays."""
+    text = """HloModule jit_f
+
+ENTRY %main {
+  %a = f32[1000]{0} parameter(0)
+  %fusion.1 = f32[1000]{0} fusion(%a), kind=kLoop
+  ROOT %fusion.2 = f32[1000]{0} fusion(%a, %a, %a), kind=kLoop
+}
+"""
+    kernels = [ProfiledKernel(f"fusion_{n}", n * 20, n * 20 + 10, op=f"fusion.{n}") for n in (1, 2)]
+    found = breakdown.profile(KernelTrace("jit_f", {0: [kernels]}), text)
+    (row,) = found["top_kernels"]
+    assert row["count"] == 2 and row["bytes"] == 4000 * (2 + 4) / 2 and "ops" not in row
