@@ -3,8 +3,9 @@
 Runs the train step of a config under NVIDIA's Nsight Compute, as `python -m jaxpar.bench train`
 does, and prints what limits the kernels whose name matches: the share of the time in which tensor
 cores, multiprocessors, caches and device memory are busy, the measured occupancy, and what warps
-wait for. Only these kernels are repeated; a step with its compilation takes a minute or two. All
-fields of the config can follow. docs/profiling.md explains each figure.
+wait for. Only these kernels are repeated. The step runs twice: first without ncu, under which a
+compilation can end with a segmentation fault, and then from the compilation cache. All fields of
+the config can follow. docs/profiling.md explains each figure.
 """
 
 import argparse
@@ -40,6 +41,9 @@ def main(argv: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="ncu-") as folder:
         report = Path(options.report or Path(folder) / "kernel.ncu-rep").absolute()
         log = Path(folder) / "log.txt"
+        print("compiling   the step, without ncu", flush=True)
+        compile_step(step)
+        print(f"measuring   {options.kernel}, under {program}", flush=True)
         done = subprocess.run(ncu_words(program, options, step, report, log))
         written = log.read_text("utf-8", "replace") if log.is_file() else ""
         check_log(written, done.returncode, program, options.kernel)
@@ -77,7 +81,10 @@ def read_command(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     _check_regex(options.kernel)
     check_file("--report", options.report)
     check_file("--csv", options.csv)
-    read_config(step, "jaxpar.profile ncu", __doc__)
+    cfg = read_config(step, "jaxpar.profile ncu", __doc__)
+    if not cfg.run.compilation_cache:
+        rule = "is empty, but under ncu the step must come from the compilation cache"
+        raise ConfigError("run.compilation_cache", "", rule, "remove it, or name a folder")
     return options, step
 
 
@@ -111,6 +118,20 @@ def find_ncu(given: str) -> str:
     return str(places[-1])
 
 
+def compile_step(step: Sequence[str]) -> None:
+    """Run the step without ncu, so that its program is in the compilation cache.
+
+    Raises:   RunError if it fails.
+    """
+    done = subprocess.run([*_bench(step), "--profile-steps", "0"])
+    if done.returncode:
+        raise RunError(f"the step ended with code {done.returncode}, without ncu")
+
+
+def _bench(step: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", "jaxpar.bench", "train", *step, "--steps", "1"]
+
+
 def ncu_words(
     program: str, options: argparse.Namespace, step: Sequence[str], report: Path, log: Path
 ) -> list[str]:
@@ -126,8 +147,7 @@ def ncu_words(
         *("--clock-control", "none", "--kernel-name", f"regex:{options.kernel}"),
         *("--launch-skip", str(options.skip), "--launch-count", str(options.count), *what),
         *("--export", str(report), "--force-overwrite", "--log-file", str(log)),
-        *(sys.executable, "-m", "jaxpar.bench", "train", *step),
-        *("--steps", "1", "--profile-steps", "1", "--profiler", "nvidia"),
+        *(*_bench(step), "--profile-steps", "1", "--profiler", "nvidia"),
     ]
 
 

@@ -29,7 +29,15 @@ else:
 
 
 @pytest.fixture
-def fake(tmp_path):
+def compiled(monkeypatch) -> list[list[str]]:
+    """The steps that were compiled beforehand, in place of running them."""
+    steps: list[list[str]] = []
+    monkeypatch.setattr(command, "compile_step", lambda step: steps.append(list(step)))
+    return steps
+
+
+@pytest.fixture
+def fake(tmp_path, compiled):
     """Makes a program that does as ncu."""
 
     def make(log: str = "==PROF== Profiling", code: int = 0) -> str:
@@ -42,7 +50,7 @@ def fake(tmp_path):
     return make
 
 
-def test_one_kernel_of_a_step(fake, tmp_path, capsys):
+def test_one_kernel_of_a_step(fake, compiled, tmp_path, capsys):
     words = ["ncu", "quickstart", "--kernel", "nvjet", "--skip", "3", "--train.seed", "7"]
     profile.main([*words, "--ncu", fake(), "--csv", str(tmp_path / "all.csv")])
     said = capsys.readouterr().out
@@ -56,6 +64,7 @@ def test_one_kernel_of_a_step(fake, tmp_path, capsys):
     assert step[:6] == ["-m", "jaxpar.bench", "train", "quickstart", "--train.seed", "7"]
     assert step[6:] == "--steps 1 --profile-steps 1 --profiler nvidia".split()
     assert read.splitlines()[0] == "--import" and read.splitlines()[1] == at("--export")
+    assert compiled == [["quickstart", "--train.seed", "7"]], "without ncu, which may end it"
     assert (tmp_path / "all.csv").read_text().strip() == RAW.read_text().strip()
 
 
@@ -88,6 +97,7 @@ def test_failures_of_ncu(log, code, error, said, fake):
         (["--kernel", "nvjet", "--ncu", "/no/ncu"], "is not a program"),
         (["--kernel", "nvjet", "--csv", "/dev/null/x"], "--csv"),
         (["--kernel", "nvjet", "--train.seeed", "1"], "train.seed"),
+        (["--kernel", "nvjet", "--run.compilation-cache", ""], "must come from the compilation"),
     ],
 )
 def test_what_is_refused(words, said):
@@ -122,3 +132,12 @@ def test_marks_are_balanced(monkeypatch):
         "cuProfilerStop",
     ]
     assert calls.index("cuCtxPushCurrent_v2") < calls.index("cuProfilerStart")
+
+
+def test_a_step_that_fails_is_not_measured(monkeypatch):
+    ran = []
+    failed = SimpleNamespace(returncode=2)
+    monkeypatch.setattr(command.subprocess, "run", lambda words: ran.append(words) or failed)
+    with pytest.raises(RunError, match="ended with code 2, without ncu"):
+        command.compile_step(["quickstart"])
+    assert ran[0][1:] == "-m jaxpar.bench train quickstart --steps 1 --profile-steps 0".split()
