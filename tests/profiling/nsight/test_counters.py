@@ -60,3 +60,18 @@ def test_other_texts(text, why):
 
 def test_rows_that_are_cut_off_are_left_out():
     assert len(counters.parse(RAW[:-20])) == 1
+
+
+def test_a_product_on_an_h100():
+    """Real: columns of ncu 2025.3.1's output for a product of 4,096 x 4,096 in bfloat16."""
+    text = (Path(__file__).parent / "h100.csv").read_text("utf-8")
+    (product,) = counters.parse(text)
+    assert product.name == "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT"
+    assert product.microseconds == pytest.approx(174.8, abs=0.1)
+    flops = 2 * 4096**3 / (product.microseconds * 1e-6)
+    assert product.tensor_pipe == product.sm == pytest.approx(89.8, abs=0.1)
+    assert 0.75 < flops / 989e12 < product.tensor_pipe / 100
+    assert product.bytes_per_second == pytest.approx(743e9, rel=0.01)
+    assert counters.bound_of(product).startswith("compute")
+    assert next(iter(product.stalls)) == "barrier"
+    assert "14.6% of 18.8% possible" in counters.in_words([product])
