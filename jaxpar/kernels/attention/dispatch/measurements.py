@@ -142,9 +142,10 @@ def _blocks(values: dict[str, Any], where: str) -> Blocks | None:
 
 
 def _is_size(name: str, value: Any) -> bool:
-    if name == "overlap":
+    if name.endswith("overlap"):
         return isinstance(value, bool)
-    return _is_count(value) or (name == "heads" and value == 0 and isinstance(value, int))
+    may_be_0 = name.endswith("heads") and value == 0 and isinstance(value, int)
+    return _is_count(value) or may_be_0
 
 
 def _is_count(value: Any) -> bool:

@@ -14,6 +14,7 @@ class TritonForward:
 
     q: query rows per program. kv: key rows per step. warps: per program. stages: of the pipeline
     of loads. overlap: multiply the weights of one step while those of the next are computed.
+    heads: number of KV heads whose tiles are computed at a time and share the L2 cache; 0: all.
     """
 
     q: int = 128
@@ -21,6 +22,7 @@ class TritonForward:
     warps: int = 8
     stages: int = 3
     overlap: bool = False
+    heads: int = 0
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,8 @@ class TritonBackward:
     """Block sizes of the backward's two kernels: of dk and dv, and (`dq_`) of dq.
 
     q: query rows per step. kv: key rows per program. dq_q: query rows per program. dq_kv: key rows
-    per step. *warps: per program. *stages: of the pipeline of loads.
+    per step. *warps: per program. *stages: of the pipeline of loads. dq_overlap: multiply dq of one
+    step while the next step's weights are computed. *heads: as in the forward.
     """
 
     q: int = 64
@@ -39,6 +42,9 @@ class TritonBackward:
     dq_kv: int = 64
     dq_warps: int = 4
     dq_stages: int = 2
+    dq_overlap: bool = False
+    heads: int = 0
+    dq_heads: int = 0
 
 
 #: By largest head dim, for the 227 KiB of shared memory of Hopper and of data-center Blackwell. The
@@ -51,9 +57,9 @@ _LARGE_FORWARD = {
         TritonForward(64, 64, 4, 3, overlap=True),
     ],
     128: [
-        TritonForward(64, 64, 4, 3, overlap=True),
+        TritonForward(128, 128, 8, 3, overlap=True),
         TritonForward(128, 64, 8, 3),
-        TritonForward(128, 64, 4, 2),
+        TritonForward(64, 64, 4, 3, overlap=True),
     ],
     256: [
         TritonForward(64, 64, 4, 2),
@@ -63,14 +69,14 @@ _LARGE_FORWARD = {
 }
 _LARGE_BACKWARD = {
     64: [
-        TritonBackward(64, 64, 4, 3, 64, 64, 4, 2),
-        TritonBackward(128, 64, 4, 2, 64, 64, 4, 3),
+        TritonBackward(64, 64, 4, 3, 128, 64, 4, 3),
+        TritonBackward(128, 64, 4, 2, 64, 64, 4, 2),
         TritonBackward(32, 64, 4, 3, 128, 64, 4, 3),
     ],
     128: [
-        TritonBackward(64, 64, 4, 2, 128, 64, 8, 3),
-        TritonBackward(64, 64, 4, 2, 128, 32, 8, 3),
-        TritonBackward(64, 128, 8, 3, 64, 64, 4, 2),
+        TritonBackward(64, 128, 8, 3, 128, 32, 4, 3),
+        TritonBackward(64, 128, 8, 3, 128, 64, 8, 3, dq_overlap=True),
+        TritonBackward(64, 64, 4, 2, 64, 64, 4, 2),
     ],
     256: [
         TritonBackward(32, 64, 8, 2, 64, 32, 4, 2),
