@@ -59,7 +59,7 @@ def test_against_the_reference(case):
 
 
 def test_one_kv_head_at_a_time(monkeypatch):
-    """As on a GPU with few multiprocessors: the programs of one head come before the next head's."""
+    """On a GPU with few multiprocessors, programs of one KV head come before the next one's."""
     monkeypatch.setattr(order, "MULTIPROCESSORS", 1)
     forward = dataclasses.replace(FORWARD, heads=1)
     backward = dataclasses.replace(BACKWARD, heads=1, dq_heads=1)
