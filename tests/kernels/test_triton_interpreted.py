@@ -19,7 +19,7 @@ from tests.kernels.cases import Case, check, inputs_of, reference_of
 from tests.slow import slow
 
 FORWARD = TritonForward(q=32, kv=16, overlap=True)
-BACKWARD = TritonBackward(q=16, kv=32, dq_q=32, dq_kv=16, dq_overlap=True)
+BACKWARD = TritonBackward(q=16, kv=32, dq_q=32, dq_kv=16, last_first=True)
 
 CASES = [
     Case(T=100, H=4, G=2, K=48, documents=3, dtype="float32"),

@@ -15,7 +15,6 @@ from jaxpar.kernels.attention.triton.blocks import TritonBackward
 from jaxpar.kernels.attention.triton.compiler import (
     div,
     exp2,
-    in_registers,
     launch,
     mod,
     rows,
@@ -55,7 +54,7 @@ def key_gradients(operands, bounds: Bounds, visits: Visits, blocks: TritonBackwa
     q, k, v = operands[:3]
     s = shape_of(q, k, bounds, visits, blocks.q, blocks.kv, interpret)
     return launch(
-        functools.partial(_key_kernel, s, blocks.heads),
+        functools.partial(_key_kernel, s, blocks.last_first, blocks.heads),
         [*operands, *mask_operands(bounds, visits)],
         [(k.shape, k.dtype), (v.shape, v.dtype)],
         programs=s.S // s.kv * s.B * s.G,
@@ -74,7 +73,7 @@ def query_gradient(operands, bounds: Bounds, visits: Visits, blocks: TritonBackw
     q, k = operands[:2]
     s = shape_of(q, k, bounds, visits, blocks.dq_q, blocks.dq_kv, interpret)
     (dq,) = launch(
-        functools.partial(_query_kernel, s, blocks.dq_overlap, blocks.dq_heads),
+        functools.partial(_query_kernel, s, blocks.dq_heads),
         [*operands, *mask_operands(bounds, visits)],
         [(q.shape, q.dtype)],
         programs=s.T // s.q * s.B * s.H,
@@ -86,7 +85,7 @@ def query_gradient(operands, bounds: Bounds, visits: Visits, blocks: TritonBackw
     return dq
 
 
-def _key_kernel(s: TritonShape, heads: int, *refs):
+def _key_kernel(s: TritonShape, last_first: bool, heads: int, *refs):
     r = named(s, OPERANDS, ["dk", "dv"], refs)
     # The first keys, which most queries see, come first.
     tile, b, g = place(s, s.S // s.kv, s.G, heads)
@@ -97,7 +96,7 @@ def _key_kernel(s: TritonShape, heads: int, *refs):
 
     def visit(masked: bool, i, carry):
         dk, dv = carry
-        if not masked:  # from the last queries, which all programs see, so that they stay in cache
+        if last_first and not masked:
             i = visits[1] + visits[2] - 1 - i
         h, i = g * s.group + mod(i, s.group), div(i, s.group)
         at = (r.order[b, tile, i] if s.listed else i) * s.q
@@ -112,7 +111,7 @@ def _key_kernel(s: TritonShape, heads: int, *refs):
         )
         weights = exp2(scores, s.log2_scale, lse2, s.interpret)
         d_out = load(s, r.d_out, b, at, s.q, h)
-        # First the product that the next lines wait for.
+        # Triton waits for this product and all before it, so that of dv comes after it.
         d_scores = weights * (product(v, d_out) - delta)
         dv = added(dv, weights.astype(s.dtype), d_out)
         return added(dk, d_scores.astype(s.dtype), q), dv
@@ -123,7 +122,7 @@ def _key_kernel(s: TritonShape, heads: int, *refs):
     store(s, r.dv, b, first, g, dv)
 
 
-def _query_kernel(s: TritonShape, overlap: bool, heads: int, *refs):
+def _query_kernel(s: TritonShape, heads: int, *refs):
     r = named(s, OPERANDS, ["dq"], refs)
     # The last queries, which see most keys, come first.
     tile, b, h = place(s, s.T // s.q, s.H, heads)
@@ -133,28 +132,17 @@ def _query_kernel(s: TritonShape, overlap: bool, heads: int, *refs):
     lse2, delta = (spread(ref[b, h, rows(first, s.q)], (s.q, s.kv), 0) for ref in (r.lse2, r.delta))
     of_queries = bounds_of_rows(s, r, b, first)
 
-    visits = key_tiles_of(s, r, b, tile)
-    first_key = lambda i: (r.order[b, tile, i] if s.listed else i) * s.kv  # noqa: E731
-    keys_of = lambda i: load(s, r.k, b, first_key(i), s.kv, g)  # noqa: E731
-
-    def visit(masked: bool, i, carry):
-        dq, waiting = carry
-        at, k = first_key(i), keys_of(i)
+    def visit(masked: bool, i, dq):
+        at = (r.order[b, tile, i] if s.listed else i) * s.kv
+        k = load(s, r.k, b, at, s.kv, g)
         scores = product(q, k)
-        if overlap:
-            before = in_registers(waiting[0], s.interpret)
-            dq = added(dq, before, keys_of(jnp.maximum(i - 1, visits[0])))
         if masked:
             of_keys = bounds_of_columns(s, r, b, at)
             visible = seen(s, of_queries, of_keys, first, at, queries=0)
             scores = jnp.where(visible, scores, -jnp.inf)
         weights = exp2(scores, s.log2_scale, lse2, s.interpret)
         d_scores = weights * (product(d_out, load(s, r.v, b, at, s.kv, g)) - delta)
-        d_scores = d_scores.astype(s.dtype)
-        return (dq, (d_scores,)) if overlap else (added(dq, d_scores, k), ())
+        return added(dq, d_scores.astype(s.dtype), k)
 
-    waiting = (jnp.zeros((s.q, s.kv), s.dtype),) if overlap else ()
-    dq, waiting = visit_all(s, visits, visit, (zeros(s, s.q), waiting))
-    if overlap:
-        dq = added(dq, waiting[0], keys_of(visits[3] - 1))
+    dq = visit_all(s, key_tiles_of(s, r, b, tile), visit, zeros(s, s.q))
     store(s, r.dq, b, first, h, [part * s.K**-0.5 for part in dq])

@@ -30,8 +30,8 @@ class TritonBackward:
     """Block sizes of the backward's two kernels: of dk and dv, and (`dq_`) of dq.
 
     q: query rows per step. kv: key rows per program. dq_q: query rows per program. dq_kv: key rows
-    per step. *warps: per program. *stages: of the pipeline of loads. dq_overlap: multiply dq of one
-    step while the next step's weights are computed. *heads: as in the forward.
+    per step. *warps: per program. *stages: of the pipeline of loads. last_first: the programs of dk
+    and dv visit the queries from the last, which all of them see. *heads: as in the forward.
     """
 
     q: int = 64
@@ -42,7 +42,7 @@ class TritonBackward:
     dq_kv: int = 64
     dq_warps: int = 4
     dq_stages: int = 2
-    dq_overlap: bool = False
+    last_first: bool = False
     heads: int = 0
     dq_heads: int = 0
 
@@ -52,13 +52,13 @@ class TritonBackward:
 #: (docs/experiments/attention.md#triton); those of 256 are not measured.
 _LARGE_FORWARD = {
     64: [
-        TritonForward(128, 64, 8, 3),
-        TritonForward(128, 64, 4, 3),
+        TritonForward(128, 64, 8, 3, heads=2),
+        TritonForward(128, 64, 4, 3, heads=4),
         TritonForward(64, 64, 4, 3, overlap=True),
     ],
     128: [
-        TritonForward(128, 128, 8, 3, overlap=True),
-        TritonForward(128, 64, 8, 3),
+        TritonForward(128, 128, 8, 3, overlap=True, heads=2),
+        TritonForward(128, 64, 8, 3, heads=2),
         TritonForward(64, 64, 4, 3, overlap=True),
     ],
     256: [
@@ -69,13 +69,13 @@ _LARGE_FORWARD = {
 }
 _LARGE_BACKWARD = {
     64: [
-        TritonBackward(64, 64, 4, 3, 128, 64, 4, 3),
+        TritonBackward(64, 64, 4, 3, 128, 64, 4, 3, heads=4),
         TritonBackward(128, 64, 4, 2, 64, 64, 4, 2),
         TritonBackward(32, 64, 4, 3, 128, 64, 4, 3),
     ],
     128: [
-        TritonBackward(64, 128, 8, 3, 128, 32, 4, 3),
-        TritonBackward(64, 128, 8, 3, 128, 64, 8, 3, dq_overlap=True),
+        TritonBackward(64, 128, 8, 3, 128, 64, 8, 3, last_first=True, heads=2, dq_heads=1),
+        TritonBackward(64, 128, 8, 3, 128, 32, 4, 3, last_first=True, heads=4, dq_heads=1),
         TritonBackward(64, 64, 4, 2, 64, 64, 4, 2),
     ],
     256: [
