@@ -10,7 +10,8 @@ import pytest
 from jaxpar.config import Config, ConfigError, ModelConfig, replace
 from jaxpar.config.command_line import load_config
 from jaxpar.config.validate import check, resolve
-from jaxpar.model import flops, moe
+from jaxpar.model import flops
+from jaxpar.model.moe import router
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.verification import distances, small_config, traces
 from jaxpar.verification.meshes import parse_meshes
@@ -80,11 +81,13 @@ def test_three_steps(devices):
 
 def test_a_token_takes_its_likeliest_experts():
     m = ModelConfig(num_experts=4, experts_per_token=2)
-    chances = np.array([0.1, 0.5, 0.15, 0.25])
-    router, h = jnp.log(jnp.asarray(chances))[None], jnp.ones((1, 1, 1))
-    np.testing.assert_allclose(moe.route(h, router, m)[0, 0], [0, 2 / 3, 0, 1 / 3], rtol=1e-6)
+    w, h = {"router": jnp.log(jnp.array([[0.1, 0.5, 0.15, 0.25]]))}, jnp.ones((1, 1, 1))
+    found = router.route(h, w, m)
+    np.testing.assert_array_equal(found.experts[0, 0], [1, 3])
+    np.testing.assert_allclose(found.weights[0, 0], [2 / 3, 1 / 3], rtol=1e-6)
+    np.testing.assert_array_equal(found.counts[0], [0, 1, 0, 1])
     as_is = ModelConfig(num_experts=4, experts_per_token=2, normalize_experts=False)
-    np.testing.assert_allclose(moe.route(h, router, as_is)[0, 0], [0, 0.5, 0, 0.25], rtol=1e-6)
+    np.testing.assert_allclose(router.route(h, w, as_is).weights[0, 0], [0.5, 0.25], rtol=1e-6)
 
 
 def test_experts_not_taken_do_not_count_as_flops():

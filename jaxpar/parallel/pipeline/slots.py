@@ -168,7 +168,10 @@ def backward(step: Step, carry: dict, d_head: jax.Array, t: jax.Array):
         if step.save == "residuals":  # the forward traced above is dead code that XLA removes
             with_saved = lambda vjp, a: jax.tree.unflatten(jax.tree.structure(vjp), a)  # noqa: E731
             vjps = list(map(with_saved, vjps, saved))
-        return step.chunks.backward(sums, vjps, g, context, chunk, k)
+        made = step.chunks.backward(sums, vjps, g, context, chunk, k)
+        if not (model.adds_gradients and model.stage_wide_collectives):
+            return made  # of an idle slot: not called, or linear in a g of 0
+        return jax.tree.map(lambda a, b: jnp.where(valid, a, b), made, (sums, jnp.zeros_like(g)))
 
     layers, dx = step.chunks.run(i, c, action, lambda: (sums, g))
     return _embed_backward(step, dict(carry["grads"], layers=layers), dx, t), dx
