@@ -41,6 +41,9 @@ class ModelConfig:
     normalize_experts: bool = True
     """Normalize the weights of a token's experts to sum to 1, which needs at least two experts per
     token. False: use the router's probabilities."""
+    num_shared_experts: int = 0
+    """Experts that every token uses, in addition to those of the router (DeepSeek). They are one
+    GLU of width num_shared_experts * d_ff."""
     router_score: Literal["softmax", "sigmoid"] = "softmax"
     """Scores of the experts, from the router's logits. sigmoid: independent ones (DeepSeek-V3)."""
     router_bias: bool = False

@@ -49,6 +49,10 @@ def param_specs(m: ModelConfig, adapters: LoraConfig | None = None) -> Tree:
             blocks["router_bias"] = dataclasses.replace(bias, trainable=False)
         blocks |= {n: matrix((E, D, F), ("experts", "embed", "mlp")) for n in ("w_gate", "w_up")}
         blocks["w_down"] = matrix((E, F, D), ("experts", "mlp", "embed"), deep)
+        if shared := m.num_shared_experts * F:
+            for name in ("w_shared_gate", "w_shared_up"):
+                blocks[name] = matrix((D, shared), ("embed", "mlp"))
+            blocks["w_shared_down"] = matrix((shared, D), ("mlp", "embed"), deep)
     else:
         blocks |= {n: matrix((D, F), ("embed", "mlp")) for n in ("w_gate", "w_up")}
         blocks["w_down"] = matrix((F, D), ("mlp", "embed"), deep)

@@ -45,7 +45,8 @@ def with_float32_gradients(chunk: Any, ex: Execution) -> Any:
     """Attach float32 gradient buffers to a chunk if matmuls accumulate weight gradients."""
     if not ex.float32_weight_gradients:
         return chunk
-    names = ("wqkv", "wo") if ex.cfg.model.num_experts else tuple(PROJECTIONS)
+    of_experts = ("w_gate", "w_up", "w_down") if ex.cfg.model.num_experts else ()
+    names = tuple(name for name in PROJECTIONS if name not in of_experts)
     return tuple(attach_buffers(w, names, ex.weight_uses) for w in chunk)
 
 

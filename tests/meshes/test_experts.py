@@ -25,6 +25,25 @@ TOLERANCE = 1e-5
 
 BASE = replace(TINY, **{"model.d_ff": 12, "model.num_experts": 4})
 
+#: Every option of a router, as DeepSeek-V3 has them, with losses that count.
+DEEPSEEK = replace(
+    BASE,
+    **{
+        "model.num_experts": 8,
+        "model.num_shared_experts": 2,
+        "model.router_score": "sigmoid",
+        "model.router_bias": True,
+        "model.router_groups": 4,
+        "model.router_groups_per_token": 2,
+        "model.router_scale": 2.5,
+        "train.balance_loss": 0.3,
+        "train.router_z_loss": 0.1,
+        "train.router_bias_rate": 0.01,
+    },
+)
+
+OVER_BATCH = replace(BASE, **{"train.balance_loss": 0.3, "train.balance_over": "batch"})
+
 QUICK_MESHES = """
 tensor=2
 pipeline=2,num_microbatches=2,zero=1
@@ -64,6 +83,59 @@ def compare(mesh_item: str, cfg: Config, devices, steps: int = 0) -> distances.C
 def test_gradients(mesh, devices):
     found = compare(mesh, BASE, devices)
     assert not found.mismatches()
+
+
+DEEPSEEK_MESHES = """
+pipeline=2,data=2,num_microbatches=2
+data=2,sequence=2,tensor=2,layer_loop=unroll
+""".split()
+
+MORE_DEEPSEEK_MESHES = """
+data=1
+expert=2,num_microbatches=2
+data=2,zero=1
+data=2,zero=2,num_microbatches=2
+replica=2,tensor=2
+data=4,layer_loop=unroll
+data=2,tensor=2,layer_loop=unroll,row_groups=2
+tensor=2,num_microbatches=4,zero=1,layer_loop=unroll
+pipeline=2,data=2,num_microbatches=2,layer_loop=unroll
+pipeline=2,replica=2,num_microbatches=4,zero=1,layer_loop=unroll
+pipeline=2,tensor=2,num_microbatches=2,schedule=gpipe,layer_loop=unroll
+pipeline=2,sequence=2,tensor=2,num_microbatches=2,pipeline_save=inputs
+data=2,remat=full
+data=2,remat=none,layer_loop=unroll
+""".split()
+
+
+@pytest.mark.parametrize("mesh", [*DEEPSEEK_MESHES, *map(slow, MORE_DEEPSEEK_MESHES)])
+def test_gradients_with_every_router_option(mesh, devices):
+    assert not compare(mesh, DEEPSEEK, devices).mismatches()
+
+
+@pytest.mark.parametrize(
+    "mesh", ["data=2,sequence=2", slow("pipeline=2,replica=2,tensor=2"), slow("data=4,tensor=2")]
+)
+def test_gradients_of_balance_over_the_batch(mesh, devices):
+    assert not compare(mesh, OVER_BATCH, devices).mismatches()
+
+
+def test_losses_reach_the_router():
+    """The same tests with another weight of a loss would fail."""
+    base = replace(DEEPSEEK, **{"model.num_layers": 1})
+    batch = traces.random_batch(base)
+    found = weights.plain_gradients(base, batch).gradients["layers/router"]
+    for path in ("train.balance_loss", "train.router_z_loss"):
+        without = replace(base, **{path: 0.0})
+        other = weights.plain_gradients(without, batch).gradients["layers/router"]
+        assert np.abs(found - other).max() > 1e-2 * np.abs(found).max()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["data=2,tensor=2", "pipeline=2,data=2,num_microbatches=2"])
+def test_steps_with_every_router_option(mesh, devices):
+    found = compare(mesh, DEEPSEEK, devices, 5)
+    assert found.update is not None and not found.mismatches()
 
 
 @pytest.mark.slow

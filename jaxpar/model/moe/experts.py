@@ -31,13 +31,15 @@ from jaxpar.kernels import grouped_matmul as kernels
 from jaxpar.kernels.norm import NormOutput
 from jaxpar.model.attention_context import AttentionContext
 from jaxpar.model.feed_forward import gated
+from jaxpar.model.linear import products, row_parallel
 from jaxpar.model.moe import router
 from jaxpar.parallel.tensor.shards import Shards
 
 type Weights = dict[str, Any]
 
 #: Names in the fused weight layout.
-WEIGHTS = ("router", "router_bias", router.TALLY, "w_gate", "w_up", "w_down")
+SHARED = ("w_shared_gate", "w_shared_up", "w_shared_down")
+WEIGHTS = ("router", "router_bias", router.TALLY, "w_gate", "w_up", "w_down", *SHARED)
 
 f32 = jnp.float32
 
@@ -90,8 +92,15 @@ def _of_shard(h: NormOutput, w: Weights, context: AttentionContext, ex: Executio
     matrices = tuple(w[name] for name in ("w_gate", "w_up", "w_down"))
     if how.expert_dim == 1:  # undo what the gather did last
         matrices = tuple(jnp.moveaxis(a, d, 0) for a, d in zip(matrices, (-2, -2, -1), strict=True))
-    out = of_rows(how, by_token(x), by_token(weights), matrices, plan)
-    return out.reshape(x.shape)
+    out = of_rows(how, by_token(x), by_token(weights), matrices, plan).reshape(x.shape)
+    return out + _shared(x, w, m) if SHARED[0] in w else out
+
+
+@jax.named_scope("shared_experts")
+def _shared(x: jax.Array, w: Weights, m: ModelConfig) -> jax.Array:
+    """Compute the experts that every token uses: this rank's partial sum, [B, T, D]."""
+    gate, up = products(x, [w[SHARED[0]], w[SHARED[1]]], "mlp_norm")
+    return row_parallel(gated(gate, up, m), w, SHARED[2], "mlp_hidden")
 
 
 @jax.named_scope("plan")
