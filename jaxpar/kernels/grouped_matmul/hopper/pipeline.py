@@ -31,6 +31,8 @@ STEP = 64
 ROWS, WIDTHS = 128, (256, 192, 128)
 #: Buffers of the ring. Four of 128 x 64 and 64 x 256 bfloat16 take 196 of 227 KiB.
 STAGES = 4
+#: Pieces of the result that are stored while the next is written.
+SLOTS = 2
 #: Tiles of rows that are neighbors in the order of work, so that they share tiles of the weights in
 #: the L2 cache.
 NEIGHBORS = 4
@@ -81,8 +83,7 @@ def scratch(a: tuple[int, int], b: tuple[int, int], width: int, dtype, out_dtype
     refs = dict(
         a=smem((STAGES, *a), dtype),
         b=smem((STAGES, *b), dtype),
-        # Two pieces of the result: one is stored while the other is written.
-        pieces=smem((CONSUMERS, 2, M, columns_at_a_time(out_dtype)), out_dtype),
+        pieces=smem((CONSUMERS, SLOTS, M, columns_at_a_time(out_dtype)), out_dtype),
         full=barrier(),
         free=barrier(),
     )
@@ -196,10 +197,12 @@ def store(r: Refs, wg, acc, at) -> None:
     """
     values, (_, width) = acc[...], acc.shape
     columns = r.pieces.shape[-1]
-    odd = width // columns % 2  # the last piece of a tile and the first of the next share a buffer
+    # Buffers are used in turn, from the first one for each tile.
+    in_turn = width // columns % SLOTS == 0
     for i, first in enumerate(range(0, width, columns)):
-        piece = r.pieces.at[wg, i % 2]
-        plgpu.wait_smem_to_gmem(0 if odd and i == 0 else 1, wait_read_only=True)
+        piece = r.pieces.at[wg, i % SLOTS]
+        stored_later = 0 if i == 0 and not in_turn else SLOTS - 1
+        plgpu.wait_smem_to_gmem(stored_later, wait_read_only=True)
         piece[...] = values[:, first : first + columns].astype(piece.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(piece, at(first))
