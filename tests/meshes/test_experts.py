@@ -3,6 +3,7 @@
 import functools
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,10 +12,11 @@ from jaxpar.config import Config, ConfigError, ModelConfig, replace
 from jaxpar.config.command_line import load_config
 from jaxpar.config.validate import check, resolve
 from jaxpar.model import flops
-from jaxpar.model.moe import router
+from jaxpar.model.feed_forward import gated
+from jaxpar.model.moe import experts, router
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.verification import distances, small_config, traces
-from jaxpar.verification.meshes import parse_meshes
+from jaxpar.verification.meshes import parse_meshes, resolve_meshes
 from tests import weights
 from tests.slow import slow
 from tests.tiny import TINY
@@ -174,6 +176,85 @@ def test_experts_not_taken_do_not_count_as_flops():
 def test_shrinking_keeps_the_experts():
     small = small_config.shrink(replace(BASE, **{"model.num_experts": 128}), [BASE.parallel])
     assert (small.model.num_experts, small.model.experts_per_token) == (8, 2)
+    groups = {"model.router_groups": 8, "model.router_groups_per_token": 4}
+    of_256 = {"model.num_experts": 256, "model.experts_per_token": 8} | groups
+    small = small_config.shrink(replace(BASE, **of_256), [BASE.parallel])
+    assert (small.model.num_experts, small.model.experts_per_token) == (16, 4)
+    check(small)
+
+
+def test_verify_refuses_a_loss_that_depends_on_microbatches():
+    name = "data=2,num_microbatches=2"
+    meshes = parse_meshes([name], OVER_BATCH.parallel)
+    with pytest.raises(ConfigError, match=r"has 2 microbatches.*--train.balance-over sequence"):
+        resolve_meshes(OVER_BATCH, meshes, 8, given=True)
+    assert resolve_meshes(DEEPSEEK, meshes, 8, given=True)
+
+
+def choices(m: ModelConfig, scores) -> list:
+    return np.sort(router.choose(jnp.asarray(scores, jnp.float32), m)).tolist()
+
+
+def test_a_bias_enters_the_choice_alone():
+    m = ModelConfig(num_experts=4, router_score="sigmoid", router_bias=True, router_scale=2.5)
+    logits, bias = jnp.array([0.0, 1.0, -1.0, 2.0]), jnp.array([0.0, 0.0, 5.0, 0.0])
+    w = {"router": logits[None], "router_bias": bias}
+    found = router.route(jnp.ones((1, 1, 1)), w, m)
+    np.testing.assert_array_equal(found.experts[0, 0], [2, 3])
+    scores = 1 / (1 + np.exp(-np.asarray(logits)[[2, 3]]))
+    np.testing.assert_allclose(found.weights[0, 0], 2.5 * scores / scores.sum(), rtol=1e-6)
+    np.testing.assert_allclose(jnp.sum(found.probabilities), 1, rtol=1e-6)
+
+
+def test_groups_are_chosen_by_their_two_best():
+    m = ModelConfig(num_experts=6, router_groups=2, router_groups_per_token=1)
+    assert choices(m, [0.9, 0.0, 0.0, 0.5, 0.6, 0.1]) == [3, 4]  # 1.1 against 0.9
+    two = ModelConfig(num_experts=6, router_groups=3, router_groups_per_token=2)
+    assert choices(two, [0.9, 0.0, 0.2, 0.3, 0.4, 0.4]) == [0, 4]
+    single = ModelConfig(num_experts=4, router_groups=4, router_groups_per_token=2)
+    assert choices(single, [0.1, 0.4, 0.3, 0.2]) == [1, 2]
+
+
+@pytest.mark.parametrize("counts", [[5, 0, 3, 0], [0, 0, 0, 8], [2, 2, 2, 2]], ids=str)
+def test_rows_are_sorted_by_expert_then_by_token(counts):
+    rng = np.random.default_rng(0)
+    chosen = rng.permutation(np.repeat(np.arange(4), counts)).reshape(-1, 2).astype(np.int32)
+    plan = experts.plan_rows(jnp.asarray(chosen), 4, 4)
+    rows, token = np.asarray(plan.rows), np.asarray(plan.token)
+    assert len(np.unique(rows)) == rows.size, "every pair has a row of its own"
+    np.testing.assert_array_equal(token[rows], np.arange(len(rows))[:, None].repeat(2, 1))
+    np.testing.assert_array_equal(np.asarray(plan.tiles.expert)[rows // 4], chosen)
+    in_order = np.argsort(rows.ravel())
+    np.testing.assert_array_equal(in_order, np.argsort(chosen.ravel(), kind="stable"))
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_written_out_backward_is_the_gradient(activation):
+    """Against autodiff of every expert for every token, with one expert that has no token."""
+    m = ModelConfig(num_experts=3, experts_per_token=2, activation=activation)
+    rng = np.random.default_rng(1)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+    x, weights, w = draw(7, 4), draw(7, 2), (draw(3, 4, 6), draw(3, 4, 6), draw(3, 6, 4))
+    chosen = jnp.asarray([[0, 2]] * 7, jnp.int32)
+    plan = experts.plan_rows(chosen, 3, 4)
+
+    def ours(expert_dim, x, weights, w):
+        if expert_dim == 1:
+            w = tuple(jnp.moveaxis(a, dim, 0) for a, dim in zip(w, (1, 1, 2), strict=True))
+        return experts.of_rows(experts.Products(m, expert_dim), x, weights, w, plan)
+
+    def plain(x, weights, w):
+        gate, up = (jnp.einsum("nd,edf->nef", x, a) for a in w[:2])
+        out = jnp.einsum("nef,efd->ned", gated(gate, up, m), w[2])
+        return jnp.einsum("nkd,nk->nd", out[:, [0, 2]], weights)
+
+    wanted, pullback = jax.vjp(plain, x, weights, w)
+    for expert_dim in (0, 1):
+        found, own = jax.vjp(functools.partial(ours, expert_dim), x, weights, w)
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+        d = draw(7, 4)
+        for a, b in zip(jax.tree.leaves(own(d)), jax.tree.leaves(pullback(d)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -191,6 +272,34 @@ def test_shrinking_keeps_the_experts():
             | {"model.post_norms": True},
             r"= 1: leaves the router without a gradient: the norm after.*post-norms False",
         ),
+        ({"model.router_groups": 3}, r"router_groups = 3: must divide model\.num_experts = 4.*s 2"),
+        ({"model.router_groups": 0}, "router_groups = 0: must be at least 1"),
+        (
+            {"model.router_groups_per_token": 2},
+            "per_token = 2: must be at most model.router_groups",
+        ),
+        (
+            {"model.router_groups": 4},
+            "groups_per_token = 1: leaves 1 experts of which to choose 2.*per-token 2, or",
+        ),
+        ({"model.router_scale": 0.0}, "router_scale = 0.0: must be above 0"),
+        ({"model.router_scale": -1.0}, "router_scale = -1.0: must be above 0"),
+        ({"model.num_shared_experts": -1}, "shared_experts = -1: must not be negative"),
+        ({"model.router_score": "relu"}, "router_score = 'relu'"),
+        ({"train.balance_loss": -0.1}, "balance_loss = -0.1: must not be negative"),
+        ({"train.balance_loss": float("inf")}, "balance_loss = inf: must be finite"),
+        ({"train.router_z_loss": float("nan")}, "router_z_loss = nan: must be finite"),
+        ({"train.balance_over": "batch"}, "balance_over = 'batch': needs a balance loss"),
+        ({"train.router_bias_rate": 0.1}, "bias_rate = 0.1: needs model.router_bias, which is F"),
+        ({"model.router_bias": True, "train.router_bias_rate": 0.0}, "rate = 0.0: must be above 0"),
+        (
+            {"train.balance_loss": 0.1, "lora.rank": 2, "lora.targets": "q_proj"},
+            "balance_loss = 0.1: has no effect on a frozen router",
+        ),
+        ({"model.num_experts": 0, "train.balance_loss": 0.1}, "= 0.1: needs experts"),
+        ({"model.num_experts": 0, "model.router_bias": True}, "= True: needs experts"),
+        ({"model.num_experts": 0, "model.router_score": "sigmoid"}, "'sigmoid': needs experts"),
+        ({"model.num_experts": 0, "model.num_shared_experts": 1}, "= 1: needs experts"),
         ({"model.num_experts": 0, "model.experts_per_token": 3}, "= 3: needs experts"),
         ({"model.num_experts": 0, "model.normalize_experts": False}, "= False: needs experts"),
         ({"model.mlp_bias": True}, r"model\.mlp_bias = True: needs a dense feed-forward layer"),
