@@ -32,11 +32,12 @@ def loss(params: Tree, batch: Batch, cfg: Config) -> jax.Array:
     nll = lse - jnp.take_along_axis(logits, label[..., None], axis=-1)[..., 0]
     weight = batch.labels != IGNORED
     mean = jnp.sum(jnp.where(weight, nll + cfg.train.z_loss * lse**2, 0)) / jnp.sum(weight)
-    return mean + sum(_router_loss(*router, cfg) for router in routers)
+    return mean + sum(_router_loss(router, cfg) for router in routers)
 
 
-def _router_loss(used, share, logits, cfg: Config):
+def _router_loss(router, cfg: Config):
     """Compute a layer's weighted losses: the balance loss and the router's z-loss."""
+    used, share, logits = router
     tokens = (0, 1) if cfg.train.balance_over == "batch" else 1
     frequency = jnp.mean(used, axis=tokens) / cfg.model.experts_per_token
     balance = cfg.model.num_experts * jnp.sum(frequency * jnp.mean(share, axis=tokens), axis=-1)

@@ -68,23 +68,25 @@ def errors_of(cfg: Config, expert_dim: int) -> dict[str, float]:
     arrays = draw(TOKENS, D), np.abs(draw(TOKENS, k)), matrices, draw(TOKENS, D)
     on_device = jax.device_put((arrays, np.array(chosen, np.int32)), jax.local_devices()[0])
     (x, weights, w, d_out), experts_of = on_device
-    found, wanted = (
-        _run(experts.Products(m, dim), E, *jax.tree.map(to, (x, w, d_out)), weights, experts_of)
-        for dim, to in (
-            (expert_dim, lambda a: a.astype(m.dtype)),
-            (0, lambda a: a.astype(m.dtype).astype(jnp.float32)),
-        )
-    )
+
+    def run(expert_dim: int, to: Callable[[jax.Array], jax.Array]) -> list[np.ndarray]:
+        how = experts.Products(m, expert_dim)
+        of_dtype = jax.tree.map(to, (x, w, d_out))
+        return _run(how, E, of_dtype, weights, experts_of)
+
+    found = run(expert_dim, lambda a: a.astype(m.dtype))
+    wanted = run(0, lambda a: a.astype(m.dtype).astype(jnp.float32))
     return {name: _relative(a, b) for name, a, b in zip(NAMES, found, wanted, strict=True)}
 
 
-def _run(how: experts.Products, E: int, x, w, d_out, weights, chosen) -> list[np.ndarray]:
+def _run(how: experts.Products, E: int, arrays, weights, chosen) -> list[np.ndarray]:
     program = jax.jit(functools.partial(_every_array, how, E), compiler_options=_QUICKLY)
-    found = jax.device_get(FirstRunAlone(program)(x, w, d_out, weights, chosen))
+    found = jax.device_get(FirstRunAlone(program)(arrays, weights, chosen))
     return [np.asarray(a, np.float64) for a in jax.tree.leaves(found)]
 
 
-def _every_array(how: experts.Products, E: int, x, w, d_out, weights, chosen):
+def _every_array(how: experts.Products, E: int, arrays, weights, chosen):
+    x, w, d_out = arrays
     tile = kernels.tile_rows(w[0].shape[1], w[0].shape[2], x.dtype)
     plan = experts.plan_rows(chosen, E, tile)
 

@@ -61,7 +61,7 @@ def rows_added(y: jax.Array, rows: jax.Array) -> jax.Array:
 
 def swiglu_backward(
     gate: jax.Array, up: jax.Array, d_hidden: jax.Array, scale: jax.Array, tiles: Tiles
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Compute hidden = silu(gate) * up * scale again, and the gradients of its factors.
 
     Args:     gate, up, d_hidden: [R, F]; d_hidden is the gradient of `hidden`. scale: float32 [R].

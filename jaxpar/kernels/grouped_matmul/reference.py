@@ -3,6 +3,8 @@
 Rows past the tiles in use are 0 in results.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -25,7 +27,7 @@ def grouped_matmul(xs, ws, tiles: Tiles, *, transpose: bool, expert_dim: int) ->
             pairs = zip(rows, here, strict=True)
             dims = ((1,), (1 if transpose else 0,)), ((), ())
             terms = [lax.dot_general(x, w, dims, preferred_element_type=f32) for x, w in pairs]
-            return sum(terms).astype(xs[0].dtype)
+            return functools.reduce(jnp.add, terms).astype(xs[0].dtype)
 
         out = jax.eval_shape(product)
         skipped = lambda: _zeros(out.shape, out.dtype, *xs, *ws, tiles.used)  # noqa: E731

@@ -158,7 +158,8 @@ def accumulate(r: Refs, wg, first, steps, operands, store, width: int, launch: L
         def step(k, _):
             slot = mod(first + k, STAGES)
             plgpu.barrier_wait(r.full.at[slot])
-            _multiply(acc, *operands(slot), launch)
+            a, b = operands(slot)
+            _multiply(acc, a, b, launch)
             plgpu.wgmma_wait(1)  # the previous product, whose buffers are now free
             before = mod(first + k + STAGES - 1, STAGES)
             pl.when(k > 0)(lambda: plgpu.barrier_arrive(r.free.at[before]))
