@@ -18,22 +18,16 @@ def grouped_matmul(xs, ws, tiles: Tiles, *, transpose: bool, expert_dim: int) ->
     """`api.grouped_matmul`."""
     n = len(tiles.expert)
     by_tile = tuple(x.reshape(n, -1, x.shape[1]) for x in xs)
+    dims = ((1,), (1 if transpose else 0,)), ((), ())
 
     def of_tile(tile):
-        rows, expert, index = tile
+        rows, expert, used = tile
+        here = (lax.dynamic_index_in_dim(w, expert, expert_dim, keepdims=False) for w in ws)
+        pairs = zip(rows, here, strict=True)
+        terms = [lax.dot_general(x, w, dims, preferred_element_type=f32) for x, w in pairs]
+        return jnp.where(used, functools.reduce(jnp.add, terms), 0).astype(xs[0].dtype)
 
-        def product():
-            here = (lax.dynamic_index_in_dim(w, expert, expert_dim, keepdims=False) for w in ws)
-            pairs = zip(rows, here, strict=True)
-            dims = ((1,), (1 if transpose else 0,)), ((), ())
-            terms = [lax.dot_general(x, w, dims, preferred_element_type=f32) for x, w in pairs]
-            return functools.reduce(jnp.add, terms).astype(xs[0].dtype)
-
-        out = jax.eval_shape(product)
-        skipped = lambda: _zeros(out.shape, out.dtype, *xs, *ws, tiles.used)  # noqa: E731
-        return lax.cond(index < tiles.used[0], product, skipped)
-
-    out = lax.map(of_tile, (by_tile, tiles.expert, jnp.arange(n, dtype=jnp.int32)))
+    out = lax.map(of_tile, (by_tile, tiles.expert, _in_use(tiles)))
     return out.reshape(len(xs[0]), -1)
 
 
@@ -43,21 +37,21 @@ def grouped_outer(x, y, tiles: Tiles, *, expert_dim: int, dtype) -> jax.Array:
     by_tile = tuple(a.reshape(n, -1, a.shape[1]) for a in (x, y))
     shape = [x.shape[1], y.shape[1]]
     shape.insert(expert_dim, E)
+    dims = ((0,), (0,)), ((), ())
 
     def add(total, tile):
-        (x, y), expert, index = tile
-
-        def added():
-            dims = ((0,), (0,)), ((), ())
-            part = lax.dot_general(x, y, dims, preferred_element_type=f32)
-            here = lax.dynamic_index_in_dim(total, expert, expert_dim, keepdims=False)
-            return lax.dynamic_update_index_in_dim(total, here + part, expert, expert_dim)
-
-        return lax.cond(index < tiles.used[0], added, lambda: total), None
+        (x, y), expert, used = tile
+        part = jnp.where(used, lax.dot_general(x, y, dims, preferred_element_type=f32), 0)
+        here = lax.dynamic_index_in_dim(total, expert, expert_dim, keepdims=False)
+        return lax.dynamic_update_index_in_dim(total, here + part, expert, expert_dim), None
 
     total = _zeros(tuple(shape), f32, x, y, tiles.used)
-    indices = jnp.arange(n, dtype=jnp.int32)
-    return lax.scan(add, total, (by_tile, tiles.expert, indices))[0].astype(dtype)
+    return lax.scan(add, total, (by_tile, tiles.expert, _in_use(tiles)))[0].astype(dtype)
+
+
+def _in_use(tiles: Tiles) -> jax.Array:
+    """Return which tiles hold rows. Not a branch: on GPUs, one waits for the host."""
+    return jnp.arange(len(tiles.expert), dtype=jnp.int32) < tiles.used[0]
 
 
 def rows_added(y: jax.Array, rows: jax.Array) -> jax.Array:
