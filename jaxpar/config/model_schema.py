@@ -41,6 +41,21 @@ class ModelConfig:
     normalize_experts: bool = True
     """Normalize the weights of a token's experts to sum to 1, which needs at least two experts per
     token. False: use the router's probabilities."""
+    num_shared_experts: int = 0
+    """Experts that every token uses, in addition to those of the router (DeepSeek). They are one
+    GLU of width num_shared_experts * d_ff."""
+    router_score: Literal["softmax", "sigmoid"] = "softmax"
+    """Scores of the experts, from the router's logits. sigmoid: independent ones (DeepSeek-V3)."""
+    router_bias: bool = False
+    """Add a bias per expert to the scores by which experts are chosen, but not to their weights. A
+    step lowers it for experts with more tokens than the mean, by train.router_bias_rate. This
+    balances experts without a loss (DeepSeek-V3)."""
+    router_groups: int = 1
+    """Groups of neighboring experts; a token uses router_groups_per_token of them (DeepSeek-V3)."""
+    router_groups_per_token: int = 1
+    """Groups that the router selects for each token, by the sum of a group's two best scores."""
+    router_scale: float = 1.0
+    """Multiply the weights of a token's experts by this (DeepSeek-V3: 2.5)."""
     vocab_size: int = 512
     """Rows of the embedding; at least the tokenizer's vocabulary."""
     rope_theta: float = 500_000.0

@@ -61,6 +61,15 @@ class TrainConfig:
     """Steps between lines of metrics."""
     z_loss: float = 0.0
     """Weight of the squared log-partition penalty, which keeps logits small (PaLM, section 5)."""
+    balance_loss: float = 0.0
+    """Weight of the loss that balances experts, per layer. It is 1 if all have the same load."""
+    balance_over: Literal["sequence", "batch"] = "sequence"
+    """Tokens over which experts are balanced: each sequence, or all sequences of a microbatch on
+    all devices, which constrains the router less."""
+    router_z_loss: float = 0.0
+    """Weight of the squared log-partition penalty of each layer's router (ST-MoE)."""
+    router_bias_rate: float = 1e-3
+    """Step size of model.router_bias (DeepSeek-V3: 1e-3)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from jaxpar.config.resolve import (
 )
 from jaxpar.config.rules.data import data
 from jaxpar.config.rules.divisibility import divisibility
+from jaxpar.config.rules.experts import experts
 from jaxpar.config.rules.guard import guards
 from jaxpar.config.rules.layout import automatic, interleaving, layers, turns
 from jaxpar.config.rules.lora import lora
@@ -23,7 +24,6 @@ from jaxpar.config.rules.metrics import sinks
 from jaxpar.config.rules.model import (
     attention,
     attention_function,
-    experts,
     float8_matmuls,
     layer_kinds,
     model,

@@ -71,19 +71,38 @@ class FeedForward(nn.Module):
 
 
 class Experts(nn.Module):
-    """Mixture of experts: each token uses the experts with the highest router probabilities."""
+    """Mixture of experts: each token uses the experts to which the router gives most."""
 
     def __init__(self, m: SimpleNamespace):
         super().__init__()
         self.m, self.router = m, nn.Linear(m.d_model, m.num_experts, bias=False)
         self.experts = nn.ModuleList(FeedForward(m) for _ in range(m.num_experts))
+        if m.router_bias:
+            self.router_bias = nn.Parameter(torch.empty(m.num_experts))
+        if m.num_shared_experts:
+            wide = vars(m) | {"d_ff": m.num_shared_experts * m.d_ff}
+            self.shared = FeedForward(SimpleNamespace(**wide))
 
     def forward(self, h: Tensor) -> Tensor:
-        chance = self.router(h).float().softmax(-1)
-        likely, which = chance.topk(self.m.experts_per_token, -1)
-        likely = F.normalize(likely, p=1, dim=-1) if self.m.normalize_experts else likely
-        weights = torch.zeros_like(chance).scatter(-1, which, likely).to(h.dtype)
-        return sum(weights[..., e, None] * f(h) for e, f in enumerate(self.experts))
+        m, logits = self.m, self.router(h).float()
+        scores = logits.sigmoid() if m.router_score == "sigmoid" else logits.softmax(-1)
+        which = self.choose(scores + self.router_bias if m.router_bias else scores)
+        given = scores.gather(-1, which)
+        given = F.normalize(given, p=1, dim=-1) if m.normalize_experts else given
+        weights = torch.zeros_like(scores).scatter(-1, which, given * m.router_scale).to(h.dtype)
+        out = sum(weights[..., e, None] * f(h) for e, f in enumerate(self.experts))
+        return out + self.shared(h) if m.num_shared_experts else out
+
+    def choose(self, scores: Tensor) -> Tensor:
+        """Return the k best experts of the best groups, by a group's two best scores."""
+        m = self.m
+        if m.router_groups > 1:
+            groups = scores.unflatten(-1, (m.router_groups, -1))
+            best = groups.topk(min(2, groups.shape[-1]), -1).values.sum(-1)
+            chosen = best.topk(m.router_groups_per_token, -1).indices
+            others = torch.ones_like(best, dtype=torch.bool).scatter(-1, chosen, False)
+            scores = groups.masked_fill(others[..., None], -math.inf).flatten(-2)
+        return scores.topk(m.experts_per_token, -1).indices
 
 
 class Layer(nn.Module):

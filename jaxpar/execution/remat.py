@@ -28,7 +28,8 @@ With `model.matmul_dtype` float8 and one scale per tensor, the rounded input of 
 name of the input. attn_norm, mlp_norm and mlp_hidden are then saved in rounded form, which takes
 half the bytes. attn_out is saved in both forms, because attention's own backward needs it: 3 H K.
 
-Every policy also saves the scale of each row of a norm, 4 bytes.
+Every policy also saves the scale of each row of a norm, 4 bytes, and which experts a token has:
+24 k bytes of integers (k = `model.experts_per_token`). With experts, gate_up takes 4 k F.
 """
 
 import dataclasses
@@ -51,6 +52,16 @@ def named[X: jax.Array | WithAmax](x: X, name: str) -> X:
     return checkpoint_name(x, name)
 
 
+#: Remat name of the integers that say which tokens each expert has. Every policy saves them: they
+#: are small, and a choice that is recomputed could differ in its last bit.
+PLAN = "moe_plan"
+
+
+def named_plan[T](plan: T) -> T:
+    """Name every array of a tree as `PLAN`."""
+    return jax.tree.map(lambda a: checkpoint_name(a, PLAN), plan)
+
+
 def all_on_device(names: Sequence[str]) -> tuple[str, ...]:
     """Return the names of `saved_names` with every value on the device instead of on the host."""
     return tuple(name for name in map(without_mark, names) if name != LAYER_INPUT)
@@ -68,7 +79,7 @@ def rematerialize(
     """
     on_device = [name for name in names if not name.endswith(ON_HOST)]
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=(*on_device, float8.SCALE, norm.SCALE),
+        names_which_can_be_saved=(*on_device, float8.SCALE, norm.SCALE, PLAN),
         names_which_can_be_offloaded=tuple(without_mark(n) for n in names if n.endswith(ON_HOST)),
         offload_src="device",
         offload_dst="pinned_host",

@@ -20,6 +20,9 @@ class AttentionContext:
     rope: tuple[jax.Array, jax.Array]
     in_global: "AttentionContext | None" = None
     """The context of layers without a window, in models where only some layers have one."""
+    loss_weight: jax.Array | None = None
+    """float32 [B]: factor of the losses of the router (`router.with_losses`). None outside training
+    and without experts."""
 
 
 def attention_context(batch: Batch, cfg: Config, max_segments: int | None) -> AttentionContext:
@@ -31,6 +34,15 @@ def attention_context(batch: Batch, cfg: Config, max_segments: int | None) -> At
     local = _describe(batch, cfg, max_segments, m.sliding_window, local_theta)
     everywhere = _describe(batch, cfg, max_segments, None, m.rope_theta)
     return dataclasses.replace(local, in_global=everywhere)
+
+
+def with_loss_weight(context: AttentionContext, weight: jax.Array) -> AttentionContext:
+    """Add the factor of the router's losses to a context."""
+    if context.in_global is not None:
+        context = dataclasses.replace(
+            context, in_global=with_loss_weight(context.in_global, weight)
+        )
+    return dataclasses.replace(context, loss_weight=weight)
 
 
 def across_devices(context: AttentionContext, cfg: Config) -> AttentionContext:

@@ -18,6 +18,8 @@ from jaxpar.config import Config
 from jaxpar.config.lora_targets import factor
 from jaxpar.execution.decisions import Execution
 from jaxpar.model import lora
+from jaxpar.model.moe.router import LOSSES, TALLY
+from jaxpar.parallel.collectives import varying
 from jaxpar.parallel.fsdp import gather
 
 type Tree = dict[str, Any]
@@ -35,6 +37,11 @@ LAYER_DIMS: dict[str, int | None] = {
     "mlp_norm": None,
     "mlp_post_norm": None,
     "router": -2,
+    "router_bias": None,
+    TALLY: None,
+    "w_shared_gate": -2,
+    "w_shared_up": -2,
+    "w_shared_down": -1,
     "w_gate_up": -2,
     "w_gate": -2,
     "b_gate": None,
@@ -87,7 +94,8 @@ def _fuse_layer(w: Tree, ex: Execution) -> Tree:
     stacked = cfg.parallel.layer_loop == "scan"
     lead = next(iter(w.values())).shape[:stacked]
     adapters = lora.fuse(w, lead, factor(cfg)) if cfg.lora.rank else {}
-    return adapters | (_fuse_projections(w, lead, ex) if "attn_norm" in w else {})
+    alone = {name: w[name] for name in ("router_bias",) if name in w}  # frozen, or with the others
+    return adapters | alone | (_fuse_projections(w, lead, ex) if "attn_norm" in w else {})
 
 
 def _fuse_projections(w: Tree, lead: tuple[int, ...], ex: Execution) -> Tree:
@@ -187,3 +195,26 @@ def without_scales(grads: Tree) -> Tree:
     """Remove the scales' entries from gradients of a tree from `with_scales`."""
     drop = lambda w: {n: g for n, g in w.items() if n != "scales"}  # noqa: E731
     return grads | {"layers": map_layers(drop, grads["layers"])}
+
+
+def with_tallies(weights: Tree, cfg: Config) -> Tree:
+    """Add a `router.TALLY` of zeros to each layer with experts whose router is trained."""
+    if not cfg.model.num_experts or cfg.lora.rank:
+        return weights
+    size = cfg.model.num_experts + len(LOSSES)
+
+    def add(w: Tree) -> Tree:
+        lead = w["attn_norm"].shape[:-1]
+        return w | {TALLY: varying(jnp.zeros((*lead, size), jnp.float32))}
+
+    return weights | {"layers": map_layers(add, weights["layers"])}
+
+
+def without_tallies(grads: Tree) -> tuple[Tree, jax.Array | None]:
+    """Separate gradients into those of parameters and the tallies, float32 [layers, E + 2]."""
+    drop = lambda w: {n: g for n, g in w.items() if n != TALLY}  # noqa: E731
+    layers = jax.tree.leaves(grads["layers"], is_leaf=lambda tree: isinstance(tree, dict))
+    if TALLY not in layers[0]:
+        return grads, None
+    tallies = [jnp.atleast_2d(w[TALLY]) for w in layers]
+    return grads | {"layers": map_layers(drop, grads["layers"])}, jnp.concatenate(tallies)

@@ -18,8 +18,9 @@ from jaxpar.config import ModelConfig
 from jaxpar.execution.decisions import Execution
 from jaxpar.execution.remat import named
 from jaxpar.kernels.norm import NormOutput
-from jaxpar.model import attention, feed_forward, linear, lora, moe
+from jaxpar.model import attention, feed_forward, linear, lora
 from jaxpar.model.attention_context import AttentionContext
+from jaxpar.model.moe import experts
 from jaxpar.model.norm import norm, norm_of_stream
 from jaxpar.parallel.tensor.shards import Shards
 
@@ -124,7 +125,9 @@ FEED_FORWARD = Branch(
     bias="b_down",
     post_norm="mlp_post_norm",
 )
-EXPERTS = dataclasses.replace(FEED_FORWARD, compute=moe.mixture, weights=moe.WEIGHTS)
+EXPERTS = dataclasses.replace(
+    FEED_FORWARD, compute=experts.mixture, weights=experts.WEIGHTS, receive=experts.received
+)
 
 
 def branches(m: ModelConfig) -> tuple[Branch, ...]:

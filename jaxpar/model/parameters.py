@@ -1,5 +1,6 @@
 """The model's parameters: their specs, and which are trainable."""
 
+import dataclasses
 import math
 from typing import Any, Literal
 
@@ -43,8 +44,15 @@ def param_specs(m: ModelConfig, adapters: LoraConfig | None = None) -> Tree:
     if m.num_experts:
         E = m.num_experts
         blocks["router"] = matrix((D, E), ("embed", "experts"))
+        if m.router_bias:  # no gradient: a step updates it from the load of each expert
+            bias = vector((E,), ("experts",), "zeros")
+            blocks["router_bias"] = dataclasses.replace(bias, trainable=False)
         blocks |= {n: matrix((E, D, F), ("experts", "embed", "mlp")) for n in ("w_gate", "w_up")}
         blocks["w_down"] = matrix((E, F, D), ("experts", "mlp", "embed"), deep)
+        if shared := m.num_shared_experts * F:
+            for name in ("w_shared_gate", "w_shared_up"):
+                blocks[name] = matrix((D, shared), ("embed", "mlp"))
+            blocks["w_shared_down"] = matrix((shared, D), ("mlp", "embed"), deep)
     else:
         blocks |= {n: matrix((D, F), ("embed", "mlp")) for n in ("w_gate", "w_up")}
         blocks["w_down"] = matrix((F, D), ("mlp", "embed"), deep)

@@ -21,15 +21,43 @@ type Tree = dict[str, Any]
 def loss(params: Tree, batch: Batch, cfg: Config) -> jax.Array:
     """Compute the mean cross entropy (with z-loss) over the labeled tokens of a batch, float32.
 
+    With experts, it includes the losses of the routers.
+
     Args:     params: the logical parameters. batch: [B, T] in text order.
     """
     params = scale_adapters(params, cfg)
-    logits = logits_of(params, batch.tokens, batch.positions, _segments(batch, cfg), cfg.model)
+    logits, routers = _logits_and_routers(params, batch, cfg)
     lse = jax.scipy.special.logsumexp(logits, axis=-1)
     label = jnp.maximum(batch.labels, 0)
     nll = lse - jnp.take_along_axis(logits, label[..., None], axis=-1)[..., 0]
     weight = batch.labels != IGNORED
-    return jnp.sum(jnp.where(weight, nll + cfg.train.z_loss * lse**2, 0)) / jnp.sum(weight)
+    mean = jnp.sum(jnp.where(weight, nll + cfg.train.z_loss * lse**2, 0)) / jnp.sum(weight)
+    return mean + sum(_router_loss(router, cfg) for router in routers)
+
+
+def _router_loss(router, cfg: Config):
+    """Compute a layer's weighted losses: the balance loss and the router's z-loss."""
+    used, share, logits = router
+    tokens = (0, 1) if cfg.train.balance_over == "batch" else 1
+    frequency = jnp.mean(used, axis=tokens) / cfg.model.experts_per_token
+    balance = cfg.model.num_experts * jnp.sum(frequency * jnp.mean(share, axis=tokens), axis=-1)
+    z = jax.scipy.special.logsumexp(logits, axis=-1) ** 2
+    t = cfg.train
+    return t.balance_loss * jnp.mean(balance) + t.router_z_loss * jnp.mean(z)
+
+
+def loads(params: Tree, batch: Batch, cfg: Config) -> jax.Array:
+    """Count the tokens of each expert in a batch, [layers, E]."""
+    _, routers = _logits_and_routers(scale_adapters(params, cfg), batch, cfg)
+    return jnp.stack([jnp.sum(used, axis=(0, 1)) for used, _, _ in routers])
+
+
+def balanced(params: Tree, counts: jax.Array, cfg: Config) -> Tree:
+    """Return the parameters after the update of `router_bias` for the loads of a batch."""
+    mean = jnp.mean(counts, axis=1, keepdims=True)
+    change = cfg.train.router_bias_rate * jnp.sign(mean - counts)
+    layers = params["layers"]
+    return params | {"layers": layers | {"router_bias": layers["router_bias"] + change}}
 
 
 def scale_adapters(params: Tree, cfg: Config) -> Tree:
@@ -49,9 +77,27 @@ def logits_of(params: Tree, tokens, positions, segments, m: ModelConfig) -> jax.
     """Compute logits, float32 [B, T, V], from int32 [B, T] tokens, positions and segments."""
     x = embed(params["embed"][tokens], m)
     for i in range(m.num_layers):
-        w = jax.tree.map(lambda a, i=i: a[i], params["layers"])
-        x = block(x, w, positions, segments, of_layer(m, i))
+        x = block(x, _weights_of(params, i), positions, segments, of_layer(m, i))
     return output(x, params, m)
+
+
+def _weights_of(params: Tree, i: int) -> Tree:
+    return jax.tree.map(lambda a: a[i], params["layers"])
+
+
+def _logits_and_routers(params: Tree, batch: Batch, cfg: Config):
+    """Compute logits, and of each layer with experts (used, share, logits of its router)."""
+    m, positions, segments = cfg.model, batch.positions, _segments(batch, cfg)
+    if not m.num_experts:
+        return logits_of(params, batch.tokens, positions, segments, m), []
+    x, routers = embed(params["embed"][batch.tokens], m), []
+    for i in range(m.num_layers):
+        w, of_i = _weights_of(params, i), of_layer(m, i)
+        h = _norm(_after_attention(x, w, positions, segments, of_i), w["mlp_norm"], m)
+        _, used, share = router(h @ w["router"], w.get("router_bias", 0.0), m)
+        routers.append((used, share, h @ w["router"]))
+        x = block(x, w, positions, segments, of_i)
+    return output(x, params, m), routers
 
 
 def output(x: jax.Array, top: Tree, m: ModelConfig) -> jax.Array:
@@ -77,6 +123,12 @@ def of_layer(m: ModelConfig, i: int) -> ModelConfig:
 
 def block(x: jax.Array, w: Tree, positions, segments, m: ModelConfig) -> jax.Array:
     """Apply one layer with the parameters `w` to the residual stream [B, T, D]."""
+    x = _after_attention(x, w, positions, segments, m)
+    out = _feed_forward(_norm(x, w["mlp_norm"], m), w, m)
+    return x + (_norm(out, w["mlp_post_norm"], m) if m.post_norms else out)
+
+
+def _after_attention(x, w: Tree, positions, segments, m: ModelConfig):
     h = _norm(x, w["attn_norm"], m)
     q, k, v = (_times(h, w, "w" + n) + w.get("b" + n, 0.0) for n in ("q", "k", "v"))
     if m.qk_norm:
@@ -84,9 +136,7 @@ def block(x: jax.Array, w: Tree, positions, segments, m: ModelConfig) -> jax.Arr
     q, k = (_rotate(a, positions, m) for a in (q, k))
     o = _attend(q, k, v, positions, segments, m)
     o = _times(o, w, "wo") + w.get("bo", 0.0)
-    x = x + (_norm(o, w["attn_post_norm"], m) if m.post_norms else o)
-    out = _feed_forward(_norm(x, w["mlp_norm"], m), w, m)
-    return x + (_norm(out, w["mlp_post_norm"], m) if m.post_norms else out)
+    return x + (_norm(o, w["attn_post_norm"], m) if m.post_norms else o)
 
 
 def _times(x, w: Tree, name: str):
@@ -112,15 +162,32 @@ def _activation(x, m: ModelConfig):
 
 
 def _experts(h, w: Tree, m: ModelConfig):
-    """Apply all experts to all tokens. Experts below the k-th most likely have weight 0."""
-    chance = jax.nn.softmax(h @ w["router"], axis=-1)
-    least = jnp.sort(chance, axis=-1)[..., -m.experts_per_token, None]
-    chance = jnp.where(chance >= least, chance, 0.0)
+    """Apply all experts to all tokens. Experts that a token does not use have weight 0."""
+    scores, used, _ = router(h @ w["router"], w.get("router_bias", 0.0), m)
+    weight = jnp.where(used, scores, 0.0)
     if m.normalize_experts:
-        chance = chance / jnp.sum(chance, axis=-1, keepdims=True)
+        weight = weight / jnp.sum(weight, axis=-1, keepdims=True)
     gate, up = (jnp.einsum("btd,edf->btef", h, w["w_" + n]) for n in ("gate", "up"))
     hidden = _activation(gate, m) * up
-    return jnp.einsum("btef,efd,bte->btd", hidden, w["w_down"], chance)
+    out = jnp.einsum("btef,efd,bte->btd", hidden, w["w_down"], weight * m.router_scale)
+    if m.num_shared_experts:
+        gate, up = (_times(h, w, "w_shared_" + n) for n in ("gate", "up"))
+        out = out + _times(_activation(gate, m) * up, w, "w_shared_down")
+    return out
+
+
+def router(logits, bias, m: ModelConfig):
+    """Return scores [B, T, E], which experts are used, and the scores divided by their sum."""
+    score = jax.nn.sigmoid if m.router_score == "sigmoid" else jax.nn.softmax
+    scores = score(logits)
+    order = scores + bias
+    if m.router_groups > 1:  # all experts of other groups come after those of the chosen ones
+        groups = order.reshape(*order.shape[:-1], m.router_groups, -1)
+        best = jnp.sum(jnp.sort(groups, axis=-1)[..., -2:], axis=-1)
+        chosen = best >= jnp.sort(best, axis=-1)[..., -m.router_groups_per_token, None]
+        order = jnp.where(chosen[..., None], groups, -jnp.inf).reshape(order.shape)
+    used = order >= jnp.sort(order, axis=-1)[..., -m.experts_per_token, None]
+    return scores, used, scores / jnp.sum(scores, axis=-1, keepdims=True)
 
 
 def _norm(x, gain, m: ModelConfig):

@@ -52,7 +52,8 @@ def with_float32_gradients(chunk: Any, ex: Execution) -> Any:
     rows = None
     if ex.postpones_weight_gradients:
         rows = rows_per_device(ex.cfg) // ex.cfg.parallel.row_groups, ex.cfg.data.seq_len
-    names = ("wqkv", "wo") if ex.cfg.model.num_experts else tuple(PROJECTIONS)
+    of_experts = ("w_gate", "w_up", "w_down") if ex.cfg.model.num_experts else ()
+    names = tuple(name for name in PROJECTIONS if name not in of_experts)
     return tuple(attach_buffers(w, names, ex.weight_uses, rows) for w in chunk)
 
 

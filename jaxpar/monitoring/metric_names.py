@@ -16,6 +16,12 @@ class Metric(NamedTuple):
 METRICS = {
     "loss": Metric("training", "nats per token", "cross entropy of the step, over labeled tokens"),
     "grad_norm": Metric("training", "", "global norm of the gradient, before clipping"),
+    "expert_entropy": Metric("experts", "", "of their loads, mean over layers; 1 is balanced"),
+    "fullest_expert": Metric("experts", "", "largest load of any layer, relative to the mean"),
+    "dropped_rows": Metric("experts", "", "pairs of token and expert left out; always 0"),
+    "balance_loss": Metric("experts", "", "before its weight, mean over layers; 1 is balanced"),
+    "router_z_loss": Metric("experts", "", "before its weight, mean over layers"),
+    "router_bias_range": Metric("experts", "", "largest difference within a layer"),
     "learning_rate": Metric("training", "", "used for the step's update"),
     "skipped": Metric("training", "updates", "skipped so far, for a non-finite loss or gradient"),
     "loss_scale": Metric("training", "", "factor of the loss; float16 only"),

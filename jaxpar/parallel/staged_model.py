@@ -38,6 +38,9 @@ class StagedModel:
     attach: Callable[[Any], Any] = lambda chunk: chunk
     stage_wide_collectives: bool = True
     """As `Execution.stage_wide_collectives`."""
+    adds_gradients: bool = False
+    """The backward of a stage adds gradients of its own (`router.with_losses`), so that it is not
+    linear in the gradient that it receives."""
     layers_per_vjp: int = 0
     """As `Execution.layers_per_vjp`."""
 

@@ -18,7 +18,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpar.config import Config
 from jaxpar.execution.decisions import Execution, execution_of
 from jaxpar.model import fused_weights, parameters, transformer
-from jaxpar.model.attention_context import AttentionContext, across_devices, attention_context
+from jaxpar.model.attention_context import (
+    AttentionContext,
+    across_devices,
+    attention_context,
+    with_loss_weight,
+)
+from jaxpar.model.moe.router import loss_weight_of
 from jaxpar.model.weights import with_float32_gradients
 from jaxpar.optimizer import loss_scale, moments
 from jaxpar.parallel.accumulation import accumulate
@@ -32,6 +38,13 @@ from jaxpar.parallel.staged_model import StagedModel
 from jaxpar.sharding.axes import BATCH_SPEC, FSDP_AXES, PIPELINE, TOKEN_AXES
 from jaxpar.sharding.batch import IGNORED, Batch
 from jaxpar.sharding.params import join, partition_specs, split
+from jaxpar.step.expert_loads import (
+    ExpertLoads,
+    balance_bias,
+    bias_range,
+    load_metrics,
+    reduce_tallies,
+)
 from jaxpar.step.layer_order import layers_here, slots_in_use
 from jaxpar.step.state import TrainState, state_shardings, state_specs
 
@@ -52,6 +65,19 @@ class StepMetrics:
     """Number of updates skipped since the last one that was made."""
     loss_scale: jax.Array | None = None
     """Factor by which the loss of this step was multiplied. 1 except in float16."""
+    expert_entropy: jax.Array | None = None
+    """Entropy of the experts' loads, mean over layers, relative to equal loads: 1 is balanced.
+    This and what follows: only with experts."""
+    fullest_expert: jax.Array | None = None
+    """Load of the fullest expert of any layer, relative to the mean."""
+    dropped_rows: jax.Array | None = None
+    """Pairs of token and expert that were not computed, in the worst layer. Always 0."""
+    balance_loss: jax.Array | None = None
+    """`train.balance_loss` before its weight, mean over layers: 1 is balanced."""
+    router_z_loss: jax.Array | None = None
+    """`train.router_z_loss` before its weight, mean over layers."""
+    router_bias_range: jax.Array | None = None
+    """Largest difference between the biases of a layer's experts."""
 
 
 def make_train_step(
@@ -108,7 +134,7 @@ def train_step(
 ) -> tuple[TrainState, StepMetrics]:
     """Take one optimizer step. If loss or gradients are non-finite, only step and guard change."""
     cfg, scale = ex.cfg, state.guard["loss_scale"]
-    metrics, grads = loss_and_gradients(ex, max_segments, state.params, batch, scale)
+    metrics, grads, loads = loss_gradients_and_loads(ex, max_segments, state.params, batch, scale)
     ok = jnp.isfinite(metrics.loss) & jnp.isfinite(metrics.grad_norm)
     trainable, frozen = split(state.params, parameters.param_specs(cfg.model, cfg.lora))
     with jax.named_scope("optimizer"):
@@ -117,6 +143,9 @@ def train_step(
         trainable, opt_state = moments.update(
             cfg, specs, grads, state.opt_state, trainable, state.step, layers, ok
         )
+    if cfg.model.router_bias:
+        frozen = balance_bias(frozen, loads, ok, cfg)
+        metrics = dataclasses.replace(metrics, router_bias_range=bias_range(frozen))
     guard = loss_scale.update_guard(cfg, state.guard, ok)
     counts = {name: guard[name].astype(jnp.float32) for name in ("skipped", "in_a_row")}
     metrics = dataclasses.replace(metrics, loss_scale=scale, **counts)
@@ -130,10 +159,21 @@ def loss_and_gradients(
     batch: Batch,
     scale: jax.Array | float = 1.0,
 ) -> tuple[StepMetrics, Any]:
+    """`loss_gradients_and_loads` without the loads."""
+    return loss_gradients_and_loads(ex, max_segments, params, batch, scale)[:2]
+
+
+def loss_gradients_and_loads(
+    ex: Execution,
+    max_segments: int | None,
+    params: Any,
+    batch: Batch,
+    scale: jax.Array | float = 1.0,
+) -> tuple[StepMetrics, Any, ExpertLoads | None]:
     """Compute the mean loss over the global batch and its gradients, sharded like the parameters.
 
     Args:     scale: factor of the loss in its backward (`optimizer/loss_scale.py`).
-    Returns:  (StepMetrics, float32 gradients of the trainable parameters).
+    Returns:  (StepMetrics, float32 gradients of the trainable parameters, loads of the experts).
     Communication: the model's; FSDP's scatters; one `reduce_gradients`; scalars.
     """
     cfg, num_tokens = ex.cfg, count_labels(batch)
@@ -145,12 +185,13 @@ def loss_and_gradients(
     if cfg.parallel.zero == 2:
         weights, complete = fused_weights.to_shards(weights, shards)
         frozen = join(complete, frozen)
+    weights = fused_weights.with_tallies(weights, cfg)
     frozen = join(frozen, slots_in_use(cfg))
-    model = staged_model(ex, max_segments)
+    model = staged_model(ex, max_segments, scale)
     microbatches = split_microbatches(batch, cfg.parallel.num_microbatches)
     run = schedule_of(cfg)
     (_, loss_sum), grads = run(model, weights, frozen, microbatches, scale / num_tokens)
-    grads = fused_weights.without_scales(grads)
+    grads, tallies = fused_weights.without_tallies(fused_weights.without_scales(grads))
     if cfg.parallel.zero == 1:
         grads = scatter_once(grads, cfg)
     (grads,) = unfuse(grads)
@@ -158,7 +199,12 @@ def loss_and_gradients(
     grads = loss_scale.unscale_gradients(cfg, grads, scale)
     loss = psum(loss_sum, TOKEN_AXES) / num_tokens
     norm = global_norm(fused_weights.unstack_layers(grads, cfg))
-    return StepMetrics(loss, norm, num_tokens), grads
+    metrics = StepMetrics(loss, norm, num_tokens)
+    if tallies is None:
+        return metrics, grads, None
+    tokens = batch.tokens.size * lax.axis_size(TOKEN_AXES)
+    loads = reduce_tallies(tallies, tokens)
+    return dataclasses.replace(metrics, **load_metrics(loads, tokens, cfg)), grads, loads
 
 
 def eval_step(ex: Execution, max_segments: int | None, params: Any, batch: Batch):
@@ -183,12 +229,22 @@ def split_microbatches(batch: Batch, n: int) -> Batch:
     return jax.tree.map(lambda a: a.reshape(n, -1, *a.shape[1:]), batch)
 
 
-def staged_model(ex: Execution, max_segments: int | None) -> StagedModel:
-    """Return the configured model in the form that the schedules of microbatches run."""
+def staged_model(
+    ex: Execution, max_segments: int | None, scale: jax.Array | float | None = None
+) -> StagedModel:
+    """Return the configured model in the form that the schedules of microbatches run.
+
+    Args:     scale: factor of the loss in its backward, for the losses of routers. None without a
+              backward.
+    """
     cfg = ex.cfg
 
     def context(mb: Batch) -> AttentionContext:
-        return across_devices(attention_context(mb, cfg, max_segments), cfg)
+        context = across_devices(attention_context(mb, cfg, max_segments), cfg)
+        if scale is None or not cfg.model.num_experts:
+            return context
+        weight = loss_weight_of(mb.tokens, scale, cfg.parallel.num_microbatches)
+        return with_loss_weight(context, weight)
 
     return StagedModel(
         embed=functools.partial(transformer.embed, cfg=cfg),
@@ -197,6 +253,7 @@ def staged_model(ex: Execution, max_segments: int | None) -> StagedModel:
         head=functools.partial(transformer.head, cfg=cfg),
         attach=functools.partial(with_float32_gradients, ex=ex),
         stage_wide_collectives=ex.stage_wide_collectives,
+        adds_gradients=cfg.model.num_experts > 0,
         layers_per_vjp=ex.layers_per_vjp,
     )
 

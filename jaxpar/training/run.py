@@ -33,6 +33,7 @@ from jaxpar.step.state import TrainState
 from jaxpar.training import elastic, initial_weights
 from jaxpar.training.attention_kernels import choose_kernels, test_kernels
 from jaxpar.training.evaluation import check_labels
+from jaxpar.training.experts_selftest import test_experts
 from jaxpar.training.records import RunRecords
 from jaxpar.training.step_guard import StepGuard
 
@@ -130,13 +131,17 @@ class Run:
         test_kernels(self.kernels, self.cfg, self.loader, self.max_segments, step, log)
 
     def start(self) -> TrainState:
-        """Test the attention kernels, then return the initial or restored state.
+        """Test the kernels of attention and experts, then return the initial or restored state.
 
-        Raises:   ConfigError as `test_attention`.
+        Raises:   ConfigError as `test_attention` and `test_experts`.
         """
         with stage("testing the attention kernels"):
             self.test_attention()
         self.startup.ended("attention self-test")
+        if self.cfg.model.num_experts:
+            with stage("testing the kernels of experts"):
+                test_experts(self.execution, log)
+            self.startup.ended("expert self-test")
         began, resumed = time.perf_counter(), self.first_step
         with stage("making the weights" if resumed is None else f"restoring step {resumed}"):
             state, what = self._initial_or_saved()

@@ -103,7 +103,9 @@ def resolve_meshes(
             if needed > available:
                 rule = f"needs {needed} devices, but there are {available}"
                 raise ConfigError("--mesh", name, rule, f"simulate them with --devices {needed}")
-            configs[name] = resolve(dataclasses.replace(cfg, parallel=parallel), needed)
+            on_mesh = resolve(dataclasses.replace(cfg, parallel=parallel), needed)
+            _require_same_loss(name, on_mesh)
+            configs[name] = on_mesh
         except ConfigError as error:
             if given:
                 raise
@@ -116,3 +118,11 @@ def resolve_meshes(
     if not configs:
         raise ConfigError("--mesh", None, "no default mesh fits this config", "add --shrink")
     return configs
+
+
+def _require_same_loss(name: str, cfg: Config) -> None:
+    """Raise ConfigError if the loss depends on the number of microbatches."""
+    t, microbatches = cfg.train, cfg.parallel.num_microbatches
+    if t.balance_loss and t.balance_over == "batch" and microbatches > 1:
+        rule = f"has {microbatches} microbatches, over each of which train.balance_over balances"
+        raise ConfigError("--mesh", name, rule, "use --train.balance-over sequence")

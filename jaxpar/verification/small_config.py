@@ -86,8 +86,11 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
         rank = min(cfg.lora.rank, head_dim, d_model, d_ff)
         values |= {"lora.rank": rank, "lora.alpha": cfg.lora.alpha * rank / cfg.lora.rank}
     if m.num_experts:
-        values["model.num_experts"] = min(m.num_experts, 8)
-        values["model.experts_per_token"] = min(m.experts_per_token, 4)
+        groups = m.router_groups
+        in_group = min(m.num_experts // groups, 8 if groups == 1 else 2)
+        values["model.num_experts"] = in_group * groups
+        to_choose = in_group * m.router_groups_per_token
+        values["model.experts_per_token"] = min(m.experts_per_token, 4, to_choose)
     if m.sliding_window is not None:
         least = min(m.sliding_window, MIN_SLIDING_WINDOW)
         values["model.sliding_window"] = max(round(m.sliding_window * shorter), least)

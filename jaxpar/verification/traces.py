@@ -94,8 +94,10 @@ def reference_trace(cfg: Config, batches: Sequence[Batch], steps: int) -> Traini
     gradients = jax.jit(lambda params, batch: reference_gradients(params, batch, cfg))
 
     @jax.jit
-    def update(grads, opt_state, params):
+    def update(grads, opt_state, params, batch):
         trainable, frozen = split(params, specs)
+        if cfg.model.router_bias:
+            frozen = reference.balanced(frozen, reference.loads(params, batch, cfg), cfg)
         updates, opt_state = rule.update(grads, opt_state, trainable)
         return join(optax.apply_updates(trainable, updates), frozen), opt_state
 
@@ -106,7 +108,7 @@ def reference_trace(cfg: Config, batches: Sequence[Batch], steps: int) -> Traini
     opt_state, losses = rule.init(split(params, specs)[0]), []
     for batch in batches[:steps]:
         loss, grads = gradients(params, batch)
-        params, opt_state = update(grads, opt_state, params)
+        params, opt_state = update(grads, opt_state, params, batch)
         losses.append(float(loss))
     return TrainingTrace(
         to_host(start), float(first[0]), to_host(first[1]), losses, to_host(params)
@@ -114,11 +116,12 @@ def reference_trace(cfg: Config, batches: Sequence[Batch], steps: int) -> Traini
 
 
 def reference_gradients(params: Any, batch: Batch, cfg: Config) -> tuple[jax.Array, Any]:
-    """Compute the plain model's loss (without z-loss) and gradients (with z-loss).
+    """Compute the plain model's loss (cross entropy alone) and gradients (with every loss).
 
     Returns:  the loss, and the gradients of the trainable parameters.
     """
-    plain = replace(cfg, **{"train.z_loss": 0.0})
+    no_more = dict.fromkeys(("train.z_loss", "train.balance_loss", "train.router_z_loss"), 0.0)
+    plain = replace(cfg, **no_more)
     trainable, frozen = split(params, param_specs(cfg.model, cfg.lora))
 
     def both(trainable):

@@ -1,7 +1,9 @@
 """The PyTorch file: every parameter has a name in it; with torch, the same logits."""
 
+import dataclasses
 import importlib.util
 import json
+import types
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +23,11 @@ WITHOUT_TORCH = importlib.util.find_spec("torch") is None
 
 def test_every_parameter_has_a_name():
     every = {name: True for name in ("qk_norm", "qkv_bias", "out_bias", "mlp_bias")}
-    others = ModelConfig(sliding_window=8), ModelConfig(num_experts=4, post_norms=True)
+    others = (
+        ModelConfig(sliding_window=8),
+        ModelConfig(num_experts=4, post_norms=True),
+        ModelConfig(num_experts=4, router_bias=True, num_shared_experts=1),
+    )
     for model in (ModelConfig(), ModelConfig(**every), *others):
         assert why_not(PLAIN, model) is None
     assert len({entry.name for entry in PLAIN.entries}) == len(PLAIN.entries)
@@ -84,3 +90,40 @@ def test_torch_computes_the_same_logits(name, tmp_path):
     assert json.loads(file.with_suffix(".json").read_text())["num_layers"] == wanted.num_layers
     with pytest.raises(ConfigError, match=r"FILE = .*already exists"):
         main(["to-torch", str(run), str(file)])
+
+
+@pytest.mark.skipif(WITHOUT_TORCH, reason="torch is not installed")
+@pytest.mark.parametrize("normalize", [True, False])
+def test_torch_routes_as_the_model_does(normalize):
+    """Every option of a router, as DeepSeek-V3 has them."""
+    import torch
+
+    from jaxpar.convert import torch_model
+    from jaxpar.model import reference
+
+    m = ModelConfig(
+        d_model=16,
+        d_ff=8,
+        num_experts=8,
+        experts_per_token=3,
+        normalize_experts=normalize,
+        num_shared_experts=2,
+        router_score="sigmoid",
+        router_bias=True,
+        router_groups=4,
+        router_groups_per_token=2,
+        router_scale=2.5,
+    )
+    experts = torch_model.Experts(types.SimpleNamespace(**dataclasses.asdict(m)))
+    rng = np.random.default_rng(0)
+    state = {n: rng.normal(size=w.shape).astype("f") for n, w in experts.state_dict().items()}
+    experts.load_state_dict({name: torch.from_numpy(w) for name, w in state.items()})
+    w = {"router": state["router.weight"].T, "router_bias": state["router_bias"]}
+    for name in ("gate", "up", "down"):
+        each = [state[f"experts.{e}.{name}.weight"].T for e in range(m.num_experts)]
+        w |= {f"w_{name}": np.stack(each), f"w_shared_{name}": state[f"shared.{name}.weight"].T}
+    h = rng.normal(size=(2, 5, m.d_model)).astype("f")
+    with torch.no_grad():
+        found = experts(torch.from_numpy(h)).numpy()
+    wanted = reference._experts(h, w, m)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)

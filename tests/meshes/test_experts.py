@@ -3,17 +3,14 @@
 import functools
 import math
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.config import Config, ConfigError, ModelConfig, replace
-from jaxpar.config.command_line import load_config
+from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.validate import check, resolve
-from jaxpar.model import flops, moe
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.verification import distances, small_config, traces
-from jaxpar.verification.meshes import parse_meshes
+from jaxpar.verification.meshes import parse_meshes, resolve_meshes
 from tests import weights
 from tests.slow import slow
 from tests.tiny import TINY
@@ -23,6 +20,25 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 TOLERANCE = 1e-5
 
 BASE = replace(TINY, **{"model.d_ff": 12, "model.num_experts": 4})
+
+#: Every option of a router, as DeepSeek-V3 has them, with losses that count.
+DEEPSEEK = replace(
+    BASE,
+    **{
+        "model.num_experts": 8,
+        "model.num_shared_experts": 2,
+        "model.router_score": "sigmoid",
+        "model.router_bias": True,
+        "model.router_groups": 4,
+        "model.router_groups_per_token": 2,
+        "model.router_scale": 2.5,
+        "train.balance_loss": 0.3,
+        "train.router_z_loss": 0.1,
+        "train.router_bias_rate": 0.01,
+    },
+)
+
+OVER_BATCH = replace(BASE, **{"train.balance_loss": 0.3, "train.balance_over": "batch"})
 
 QUICK_MESHES = """
 tensor=2
@@ -66,6 +82,59 @@ def test_gradients(mesh, devices):
     assert not found.mismatches()
 
 
+DEEPSEEK_MESHES = """
+pipeline=2,data=2,num_microbatches=2
+data=2,sequence=2,tensor=2,layer_loop=unroll
+""".split()
+
+MORE_DEEPSEEK_MESHES = """
+data=1
+expert=2,num_microbatches=2
+data=2,zero=1
+data=2,zero=2,num_microbatches=2
+replica=2,tensor=2
+data=4,layer_loop=unroll
+data=2,tensor=2,layer_loop=unroll,row_groups=2
+tensor=2,num_microbatches=4,zero=1,layer_loop=unroll
+pipeline=2,data=2,num_microbatches=2,layer_loop=unroll
+pipeline=2,replica=2,num_microbatches=4,zero=1,layer_loop=unroll
+pipeline=2,tensor=2,num_microbatches=2,schedule=gpipe,layer_loop=unroll
+pipeline=2,sequence=2,tensor=2,num_microbatches=2,pipeline_save=inputs
+data=2,remat=full
+data=2,remat=none,layer_loop=unroll
+""".split()
+
+
+@pytest.mark.parametrize("mesh", [*DEEPSEEK_MESHES, *map(slow, MORE_DEEPSEEK_MESHES)])
+def test_gradients_with_every_router_option(mesh, devices):
+    assert not compare(mesh, DEEPSEEK, devices).mismatches()
+
+
+@pytest.mark.parametrize(
+    "mesh", ["data=2,sequence=2", slow("pipeline=2,replica=2,tensor=2"), slow("data=4,tensor=2")]
+)
+def test_gradients_of_balance_over_the_batch(mesh, devices):
+    assert not compare(mesh, OVER_BATCH, devices).mismatches()
+
+
+def test_losses_reach_the_router():
+    """The same tests with another weight of a loss would fail."""
+    base = replace(DEEPSEEK, **{"model.num_layers": 1})
+    batch = traces.random_batch(base)
+    found = weights.plain_gradients(base, batch).gradients["layers/router"]
+    for path in ("train.balance_loss", "train.router_z_loss"):
+        without = replace(base, **{path: 0.0})
+        other = weights.plain_gradients(without, batch).gradients["layers/router"]
+        assert np.abs(found - other).max() > 1e-2 * np.abs(found).max()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["data=2,tensor=2", "pipeline=2,data=2,num_microbatches=2"])
+def test_steps_with_every_router_option(mesh, devices):
+    found = compare(mesh, DEEPSEEK, devices, 5)
+    assert found.update is not None and not found.mismatches()
+
+
 @pytest.mark.slow
 def test_gradients_without_normalization(devices):
     other = {"model.normalize_experts": False, "model.experts_per_token": 3, "model.num_layers": 1}
@@ -79,27 +148,22 @@ def test_three_steps(devices):
     assert found.update is not None and not found.mismatches()
 
 
-def test_a_token_takes_its_likeliest_experts():
-    m = ModelConfig(num_experts=4, experts_per_token=2)
-    chances = np.array([0.1, 0.5, 0.15, 0.25])
-    router, h = jnp.log(jnp.asarray(chances))[None], jnp.ones((1, 1, 1))
-    np.testing.assert_allclose(moe.route(h, router, m)[0, 0], [0, 2 / 3, 0, 1 / 3], rtol=1e-6)
-    as_is = ModelConfig(num_experts=4, experts_per_token=2, normalize_experts=False)
-    np.testing.assert_allclose(moe.route(h, router, as_is)[0, 0], [0, 0.5, 0, 0.25], rtol=1e-6)
-
-
-def test_experts_not_taken_do_not_count_as_flops():
-    mixtral = replace(
-        load_config("llama3_8b"),
-        **{"model.num_experts": 8, "model.vocab_size": 32000, "model.sliding_window": None},
-    ).model
-    assert flops.num_params(mixtral) == pytest.approx(46.7e9, rel=1e-3)  # Mixtral 8x7B's
-    assert flops.num_matmul_params(mixtral) == pytest.approx(12.9e9 - 32000 * 4096, rel=5e-3)
-
-
 def test_shrinking_keeps_the_experts():
     small = small_config.shrink(replace(BASE, **{"model.num_experts": 128}), [BASE.parallel])
     assert (small.model.num_experts, small.model.experts_per_token) == (8, 2)
+    groups = {"model.router_groups": 8, "model.router_groups_per_token": 4}
+    of_256 = {"model.num_experts": 256, "model.experts_per_token": 8} | groups
+    small = small_config.shrink(replace(BASE, **of_256), [BASE.parallel])
+    assert (small.model.num_experts, small.model.experts_per_token) == (16, 4)
+    check(small)
+
+
+def test_verify_refuses_a_loss_that_depends_on_microbatches():
+    name = "data=2,num_microbatches=2"
+    meshes = parse_meshes([name], OVER_BATCH.parallel)
+    with pytest.raises(ConfigError, match=r"has 2 microbatches.*--train.balance-over sequence"):
+        resolve_meshes(OVER_BATCH, meshes, 8, given=True)
+    assert resolve_meshes(DEEPSEEK, meshes, 8, given=True)
 
 
 @pytest.mark.parametrize(
@@ -117,6 +181,34 @@ def test_shrinking_keeps_the_experts():
             | {"model.post_norms": True},
             r"= 1: leaves the router without a gradient: the norm after.*post-norms False",
         ),
+        ({"model.router_groups": 3}, r"router_groups = 3: must divide model\.num_experts = 4.*s 2"),
+        ({"model.router_groups": 0}, "router_groups = 0: must be at least 1"),
+        (
+            {"model.router_groups_per_token": 2},
+            "per_token = 2: must be at most model.router_groups",
+        ),
+        (
+            {"model.router_groups": 4},
+            "groups_per_token = 1: leaves 1 experts of which to choose 2.*per-token 2, or",
+        ),
+        ({"model.router_scale": 0.0}, "router_scale = 0.0: must be above 0"),
+        ({"model.router_scale": -1.0}, "router_scale = -1.0: must be above 0"),
+        ({"model.num_shared_experts": -1}, "shared_experts = -1: must not be negative"),
+        ({"model.router_score": "relu"}, "router_score = 'relu'"),
+        ({"train.balance_loss": -0.1}, "balance_loss = -0.1: must not be negative"),
+        ({"train.balance_loss": float("inf")}, "balance_loss = inf: must be finite"),
+        ({"train.router_z_loss": float("nan")}, "router_z_loss = nan: must be finite"),
+        ({"train.balance_over": "batch"}, "balance_over = 'batch': needs a balance loss"),
+        ({"train.router_bias_rate": 0.1}, "bias_rate = 0.1: needs model.router_bias, which is F"),
+        ({"model.router_bias": True, "train.router_bias_rate": 0.0}, "rate = 0.0: must be above 0"),
+        (
+            {"train.balance_loss": 0.1, "lora.rank": 2, "lora.targets": "q_proj"},
+            "balance_loss = 0.1: has no effect on a frozen router",
+        ),
+        ({"model.num_experts": 0, "train.balance_loss": 0.1}, "= 0.1: needs experts"),
+        ({"model.num_experts": 0, "model.router_bias": True}, "= True: needs experts"),
+        ({"model.num_experts": 0, "model.router_score": "sigmoid"}, "'sigmoid': needs experts"),
+        ({"model.num_experts": 0, "model.num_shared_experts": 1}, "= 1: needs experts"),
         ({"model.num_experts": 0, "model.experts_per_token": 3}, "= 3: needs experts"),
         ({"model.num_experts": 0, "model.normalize_experts": False}, "= False: needs experts"),
         ({"model.mlp_bias": True}, r"model\.mlp_bias = True: needs a dense feed-forward layer"),

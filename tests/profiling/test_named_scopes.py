@@ -29,7 +29,8 @@ SMALL = {
     "train.global_batch_size": 8,
 }
 
-DENSE = set(BLOCKS) - {"experts", "router", "adapters", "float8_scales", "between_stages"}
+EXPERTS = set("experts router plan permute down combine weight_gradients shared_experts".split())
+DENSE = set(BLOCKS) - EXPERTS - {"adapters", "float8_scales", "between_stages"}
 
 
 def scopes_in(**changes) -> set[str]:
@@ -49,7 +50,7 @@ def scopes_in(**changes) -> set[str]:
     ("changes", "blocks"),
     [
         slow({"parallel.tensor": 2}, DENSE),
-        ({"model.num_experts": 4}, {"experts", "router"}),
+        ({"model.num_experts": 4, "model.num_shared_experts": 1}, EXPERTS),
         (
             {"lora.rank": 4, "model.matmul_dtype": "float8", "model.dtype": "bfloat16"},
             {"adapters", "float8_scales"},

@@ -41,6 +41,14 @@ GEMMA = {
 }
 WINDOWS = {"model.sliding_window": 16, "model.global_every": 2, "model.local_rope_theta": 1e4}
 EXPERTS = {"model.num_experts": 4}
+ROUTER = EXPERTS | {
+    "model.num_shared_experts": 1,
+    "model.router_score": "sigmoid",
+    "model.router_bias": True,
+    "model.router_groups": 2,
+    "train.balance_loss": 0.01,
+    "train.router_z_loss": 0.001,
+}
 LORA = {"lora.rank": 4}
 FLOAT32 = {"model.dtype": "float32"}
 
@@ -127,6 +135,7 @@ CPU: dict[str, dict] = {
     "experts, tensor": axes(data=4, tensor=2) | EXPERTS,
     "experts, row groups": axes(data=4, tensor=2, row_groups=2) | EXPERTS,
     "experts, not normalized": axes(data=8) | EXPERTS | {"model.normalize_experts": False},
+    "experts, every option": axes(data=2, tensor=2, pipeline=2, num_microbatches=2) | ROUTER,
     # kinds of models
     "biases": axes(data=8) | BIASES,
     "biases, qk norm": axes(data=4, tensor=2) | BIASES | {"model.qk_norm": True},
@@ -150,6 +159,8 @@ CUDA: dict[str, dict] = {
     "cuda: float8": axes(data=8) | F8,
     "cuda: float8, tensor": axes(data=4, tensor=2) | F8,
     "cuda: float8, row": axes(data=8) | ROW,
+    "cuda: experts": axes(data=8) | EXPERTS | {"model.d_ff": 1024},
+    "cuda: experts, tensor": axes(data=4, tensor=2, zero=1) | EXPERTS | {"model.d_ff": 768},
     "cuda: lora": axes(data=8) | LORA,
     "cuda: gemma": axes(data=8) | GEMMA,
     "cuda: pipeline": axes(data=2, tensor=2, pipeline=2, num_microbatches=2, zero=1),

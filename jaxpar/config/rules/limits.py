@@ -36,6 +36,9 @@ MOST = {
     "model.d_ff": 1 << 24,
     "model.num_experts": 1 << 16,
     "model.experts_per_token": 1 << 16,
+    "model.num_shared_experts": 1 << 16,
+    "model.router_groups": 1 << 16,
+    "model.router_groups_per_token": 1 << 16,
     "model.vocab_size": 1 << 26,
     **{
         f"parallel.{name}": MAX_AXIS

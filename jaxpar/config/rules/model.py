@@ -1,46 +1,8 @@
-"""Rules about the model: heads, matmuls, attention, experts and kinds of layers."""
+"""Rules about the model: heads, matmuls, attention and kinds of layers."""
 
 from collections.abc import Sequence
 
-from jaxpar.config import Config, ModelConfig, default_of, flag, registry, require, value_of
-
-
-def experts(cfg: Config) -> None:
-    """Check a mixture of experts, and that no option that it does not support is set."""
-    m, count = cfg.model, "model.num_experts"
-    none = flag(count, 0)
-    if m.num_experts == 0:
-        for path in ("model.experts_per_token", "model.normalize_experts"):
-            default, rule = default_of(path), f"needs experts, but {count} is 0"
-            ways = flag(path, default), flag(count, 8)
-            require(value_of(cfg, path) == default, cfg, path, rule, *ways)
-        return
-    path, rule = "model.experts_per_token", f"must be at most model.num_experts = {m.num_experts}"
-    ways = flag(path, m.num_experts), flag(count, m.experts_per_token)
-    require(m.experts_per_token <= m.num_experts, cfg, path, rule, *ways)
-    # p / p is 1 whatever the router computes: AdamW would turn rounding noise into updates.
-    normed = ("model.normalize_experts sets its only weight to 1", "model.normalize_experts")
-    if m.post_norms:
-        normed = ("the norm after the experts cancels its only weight", "model.post_norms")
-    rule, ways = (
-        f"leaves the router without a gradient: {normed[0]}",
-        (flag(normed[1], False), flag(path, 2)),
-    )
-    require(not router_has_no_gradient(m), cfg, path, rule, *ways)
-    path, rule = (
-        "model.mlp_bias",
-        f"needs a dense feed-forward layer, but {count} is {m.num_experts}",
-    )
-    require(not m.mlp_bias, cfg, path, rule, flag(path, False), none)
-    path, rule = "model.matmul_dtype", f"does not support experts, and {count} is {m.num_experts}"
-    require(m.matmul_dtype == "compute", cfg, path, rule, flag(path, "compute"), none)
-
-
-def router_has_no_gradient(m: ModelConfig) -> bool:
-    """Whether tokens use one of several experts with a weight of 1, or with a weight that a norm
-    cancels up to its eps. (With a single expert, the gradient is exactly 0.)"""
-    alone = m.num_experts > 1 and m.experts_per_token == 1
-    return alone and (m.normalize_experts or m.post_norms)
+from jaxpar.config import Config, flag, registry, require
 
 
 def layer_kinds(cfg: Config) -> None:

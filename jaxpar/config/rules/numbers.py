@@ -10,7 +10,8 @@ from jaxpar.config.rules.limits import MAX_INT, most_of
 
 _AT_LEAST_ONE = """train.num_steps train.global_batch_size train.log_every data.seq_len
 data.prefetch model.num_layers model.d_model model.num_heads model.num_kv_heads model.head_dim
-model.d_ff model.experts_per_token model.vocab_size parallel.pipeline parallel.replica
+model.d_ff model.experts_per_token model.router_groups model.router_groups_per_token
+model.vocab_size parallel.pipeline parallel.replica
 parallel.expert parallel.sequence parallel.tensor parallel.num_microbatches parallel.row_groups
 parallel.remat_group
 parallel.virtual_stages checkpoint.keep evaluation.num_batches
@@ -19,7 +20,8 @@ cluster.connect_seconds""".split()
 
 
 _AT_LEAST_ZERO = """run.cpu_devices model.num_experts model.global_every train.seed
-train.micro_batch_size train.z_loss optimizer.warmup_steps optimizer.decay_steps
+model.num_shared_experts train.micro_batch_size train.z_loss
+train.balance_loss train.router_z_loss optimizer.warmup_steps optimizer.decay_steps
 optimizer.weight_decay optimizer.clip_norm parallel.loss_chunks checkpoint.every
 checkpoint.keep_every checkpoint.save_failures_allowed evaluation.every guard.max_rewinds
 guard.recent_steps guard.replica_check_every profile.start profile.every

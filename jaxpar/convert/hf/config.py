@@ -8,7 +8,7 @@ import dataclasses
 from typing import Any
 
 from jaxpar.config import ConfigError, ModelConfig
-from jaxpar.config.rules.model import router_has_no_gradient
+from jaxpar.config.rules.experts import router_has_no_gradient
 from jaxpar.convert.hf import layer_keys
 from jaxpar.convert.hf.config_file import Values, refuse
 from jaxpar.convert.hf.families import FAMILIES, Family

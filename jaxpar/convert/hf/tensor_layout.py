@@ -60,6 +60,7 @@ def sizes_of(m: ModelConfig) -> Sizes:
         "F": m.d_ff,
         "V": m.vocab_size,
         "E": m.num_experts,
+        "S": m.num_shared_experts * m.d_ff,
     }
 
 

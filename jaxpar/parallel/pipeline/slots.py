@@ -152,12 +152,16 @@ def head(step: Step, carry: dict, y: jax.Array, done: jax.Array):
 
 def backward(step: Step, carry: dict, d_head: jax.Array, t: jax.Array):
     """Run this stage's backward at tick t. Return gradient sums and the gradient of its input."""
+    model, sums = step.model, carry["grads"]["layers"]
     action_of, g = backward_action(step, carry, d_head, t)
-    sums = carry["grads"]["layers"]
+    valid = (action_of.i >= 0) & (action_of.i < step.schedule.num_actions)
 
     def action(chunk: Any, k: Any):
         vjps, context = pullbacks(step, carry["stash"], chunk, action_of, g)
-        return step.chunks.backward(sums, vjps, g, context, chunk, k)
+        made = step.chunks.backward(sums, vjps, g, context, chunk, k)
+        if not (model.adds_gradients and model.stage_wide_collectives):
+            return made  # of an idle slot: not called, or linear in a g of 0
+        return jax.tree.map(lambda a, b: jnp.where(valid, a, b), made, (sums, jnp.zeros_like(g)))
 
     layers, dx = step.chunks.run(action_of.i, action_of.chunk, action, lambda: (sums, g))
     return embed_backward(step, dict(carry["grads"], layers=layers), dx, t), dx

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from jaxpar.config import Config
 from jaxpar.config.remat_policies import saved_names, without_mark
+from jaxpar.model.flops import expert_rows_per_token
 from jaxpar.model.loss import num_chunks
 from jaxpar.planning.predict import rates
 from jaxpar.planning.predict.hardware import Gpu
@@ -65,18 +66,15 @@ def repeats(cfg: Config, remat: str) -> set[str]:
         "qkv": "qkv" in saved,
         "attention": {"attn_out", "attn_lse"} <= saved,
         "wo": "attn_residual" in saved,
-        "gate_up": "gate_up" in saved and not cfg.model.num_experts,
+        "gate_up": "gate_up" in saved,
         "elementwise": {"attn_norm", "mlp_norm", "mlp_hidden"} <= saved,
     }
     return {what for what, there in needs.items() if not there}
 
 
 def _layer_matmuls(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) -> float:
-    def passes(name: str) -> int:
-        again = name in repeated or (name == "down" and cfg.model.num_experts > 0)
-        return 2 + shard.trainable + again
-
-    return _matmul_seconds(cfg, shard, gpu, {name: passes(name) for name in MATMULS})
+    passes = {name: 2 + shard.trainable + (name in repeated) for name in MATMULS}
+    return _matmul_seconds(cfg, shard, gpu, passes)
 
 
 #: The matmuls of a layer.
@@ -87,13 +85,13 @@ def _matmul_seconds(cfg: Config, shard: Shard, gpu: Gpu, passes: dict[str, int])
     """Return the time of a layer's matmuls, each as often as `passes` says."""
     m, t, n = cfg.model, cfg.parallel.tensor, shard.tokens
     heads, kv = m.num_heads * m.head_dim / t, m.num_kv_heads * m.head_dim / t
-    experts = max(m.num_experts, 1)
+    rows = _feed_forward_rows(cfg, n)
     parts = t if shard.execution.collective_matmul else cfg.parallel.row_groups
     sites = {  # name: (count, width in, width out)
         "qkv": (1, m.d_model, heads + 2 * kv),
         "wo": (1, heads, m.d_model),
-        "gate_up": (2 * experts, m.d_model, m.d_ff / t),
-        "down": (experts, m.d_ff / t, m.d_model),
+        "gate_up": (2 * rows, m.d_model, m.d_ff / t),
+        "down": (rows, m.d_ff / t, m.d_model),
     }
     rate = matmul_rate(cfg, gpu, float8=m.matmul_dtype == "float8")
     seconds = 0.0
@@ -117,6 +115,11 @@ def bubble_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> float:
         written = 2 * factors_per_token(cfg, shard) * shard.tokens * shard.layers
         bubble += 2 * (written / elementwise_rate(gpu) - weights) / p.virtual_stages
     return (p.pipeline - 1) * bubble
+
+
+def _feed_forward_rows(cfg: Config, tokens: float) -> float:
+    """Rows of the feed-forward layer per token: 1, or those of all experts of a token."""
+    return expert_rows_per_token(cfg.model, tokens) + cfg.model.num_shared_experts
 
 
 def matmul_rate(cfg: Config, gpu: Gpu, *, float8: bool) -> float:
@@ -154,7 +157,8 @@ def _layer_elementwise(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) 
     """Return the time of the fused kernels between matmuls: bytes moved over bandwidth.
 
     Forward: two norms (2 D each), two residual sums (3 D), RoPE (read and write queries and keys),
-    SwiGLU (3 F); again where they are recomputed, except what is fused with the backward.
+    SwiGLU (3 F); again where they are recomputed, except what is fused with the backward. Experts
+    have SwiGLU for each row, three permutations (2 D a row) and two sums of rows (D a row).
     Backward: norms with the sums of gradients (6 D each), RoPE, SwiGLU (5 F), out times its
     gradient (2 H K), the query gradient's float32 zeros, sums and cast (5 H K in units of 2
     bytes), and the concatenated gradients of the three projections. In float8 with one scale per
@@ -163,12 +167,15 @@ def _layer_elementwise(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) 
     """
     m, t, width = cfg.model, cfg.parallel.tensor, shard.width
     heads, kv = m.num_heads * m.head_dim / t, m.num_kv_heads * m.head_dim / t
-    f = m.d_ff / t * max(m.num_experts, 1)
+    rows = _feed_forward_rows(cfg, shard.tokens)
+    f = m.d_ff / t * rows
     stream = m.d_model * (1 + 1 / t) / 2  # norms and sums are sharded over tensor, gathers are not
     forward = 10 * stream + 2 * (heads + kv) + 3 * f
     backward = 12 * stream + 2 * (heads + kv) + 7 * heads + 2 * (heads + 2 * kv) + 5 * f
     again = 4 * stream + 2 * (heads + kv) + f if "elementwise" in repeated else 0.0
     again += 3 * stream if "wo" in repeated else 0.0
+    if m.num_experts:
+        again += 8 * m.d_model * (rows - m.num_shared_experts)
     extra = _quantized(cfg) if m.matmul_dtype == "float8" else 0.0
     if shard.execution.norm != "written":
         forward -= 2 * stream

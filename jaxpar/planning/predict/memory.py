@@ -24,6 +24,9 @@ from jaxpar.config.remat_policies import (
     of_layers,
     saved_names,
 )
+from jaxpar.execution.decisions import rows_per_device
+from jaxpar.kernels.grouped_matmul import max_rows
+from jaxpar.kernels.grouped_matmul.capability import HOPPER_TILE
 from jaxpar.model.loss import num_chunks
 from jaxpar.planning.predict.shard import Shard, moment_bytes, shard_of, state_bytes
 
@@ -226,7 +229,17 @@ def shares_of_policies(cfg: Config) -> dict[str, float]:
 def _average(cfg: Config, where: int) -> float:
     """The bytes per token and layer on the device (0) or in host memory (1), over all layers."""
     m, tensor, shares = cfg.model, cfg.parallel.tensor, shares_of_policies(cfg)
-    return sum(share * _saved_per_token(m, tensor, r)[where] for r, share in shares.items())
+    rows = _expert_rows(cfg)
+    return sum(share * _saved_per_token(m, tensor, r, rows)[where] for r, share in shares.items())
+
+
+def _expert_rows(cfg: Config) -> float:
+    """Return the rows of the experts' buffer per token; 0 without experts."""
+    m, p = cfg.model, cfg.parallel
+    tokens = rows_per_device(cfg) * cfg.data.seq_len // p.sequence
+    if not m.num_experts:
+        return 0.0
+    return max_rows(tokens * m.experts_per_token, m.num_experts, HOPPER_TILE) / tokens
 
 
 def host_bytes(cfg: Config) -> float:
@@ -236,16 +249,23 @@ def host_bytes(cfg: Config) -> float:
 
 
 @functools.cache
-def _saved_per_token(m: ModelConfig, tensor: int, remat: str) -> tuple[float, float]:
-    """On the device, and in host memory."""
+def _saved_per_token(m: ModelConfig, tensor: int, remat: str, rows: float) -> tuple[float, float]:
+    """On the device, and in host memory.
+
+    Args:     rows: of the experts' buffer per token.
+    """
     on_host = set(names_on_host(remat))
     here = {name for name in saved_names(remat) if name in REMAT_NAMES} | {LAYER_INPUT} - on_host
     sizes = bytes_of_names(m, tensor)
     if {"qkv", "qk"} <= here | on_host:
         sizes["qkv"] -= sizes["qk"]  # the values before RoPE are then not needed
-    if m.num_experts:  # an expert's values are recomputed
-        sizes["gate_up"] = sizes["mlp_hidden"] = 0.0
-    return sum(sizes[name] for name in here), sum(sizes[name] for name in on_host)
+    plan = 0.0
+    if m.num_experts:  # hidden values of the router's experts are never saved, their plan always
+        shared = m.num_shared_experts
+        sizes["gate_up"] *= rows
+        sizes["mlp_hidden"] *= shared
+        plan = 4 * (rows + 2 * m.experts_per_token)
+    return sum(sizes[name] for name in here) + plan, sum(sizes[name] for name in on_host)
 
 
 def bytes_of_names(m: ModelConfig, tensor: int) -> dict[str, float]:
@@ -279,11 +299,11 @@ def _recomputed(cfg: Config, shard: Shard) -> float:
     they wait for gathers over tensor.
     """
     m, p = cfg.model, cfg.parallel
-    saved = [_saved_per_token(m, p.tensor, remat)[0] for remat in shares_of_policies(cfg)]
-    missing = _saved_per_token(m, p.tensor, "none")[0] - min(saved)
-    if m.num_experts:  # of one expert, for all tokens
-        sizes = bytes_of_names(m, p.tensor)
-        missing += sizes["gate_up"] + sizes["mlp_hidden"]
+    rows = _expert_rows(cfg)
+    saved = [_saved_per_token(m, p.tensor, remat, rows)[0] for remat in shares_of_policies(cfg)]
+    missing = _saved_per_token(m, p.tensor, "none", rows)[0] - min(saved)
+    if m.num_experts:  # rows permuted three times; hidden values, and three gradients like them
+        missing += rows * shard.width * (3 * m.d_model + 4 * m.d_ff / p.tensor)
     at_once = shard.execution.layers_per_vjp or shard.layers / shard.chunks
     layers = at_once if p.pipeline > 1 and p.tensor == 1 else 1
     group = p.remat_group * shard.tokens * min(saved) if p.remat_group > 1 else 0.0

@@ -10,6 +10,7 @@ PASSES = (FORWARD, RECOMPUTE, BACKWARD, OUTSIDE)
 BLOCKS = (
     *("embedding", "attention", "feed_forward", "experts", "loss", "optimizer"),
     *("norm", "qkv", "rope", "core_attention", "output", "gate_up", "activation", "router"),
+    *("plan", "permute", "down", "combine", "weight_gradients", "shared_experts"),
     *("adapters", "clip", "grad_norm", "gather_weights", "float8_scales", "scatter_gradients"),
     *("reduce_gradients", "between_stages"),
 )

@@ -1,0 +1,37 @@
+"""Mixtral 8x7B, 8 experts of which a token uses 2: python -m jaxpar.train mixtral_8x7b
+
+Each GPU gathers a layer's experts (docs/experts.md). Pre-training 46.7B parameters takes 747 GB of
+weights, gradients and moments: at least eight H200.
+"""
+
+from jaxpar.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+)
+
+
+def get_config() -> Config:
+    return Config(
+        run=RunConfig(dir="runs/mixtral_8x7b"),
+        model=ModelConfig(
+            num_layers=32,
+            d_model=4096,
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+            d_ff=14336,
+            num_experts=8,
+            experts_per_token=2,
+            vocab_size=32000,
+            rope_theta=1_000_000.0,
+        ),
+        data=DataConfig(path="data/stdlib", seq_len=4096),
+        train=TrainConfig(num_steps=1000, global_batch_size=32, balance_loss=2e-2),
+        parallel=ParallelConfig(data=-1, layer_loop="unroll"),
+        optimizer=OptimizerConfig(learning_rate=3e-4, warmup_steps=100),
+    )

@@ -1,0 +1,41 @@
+"""OLMoE-1B-7B, 64 experts of which a token uses 8: python -m jaxpar.train olmoe_1b_7b
+
+The published model normalizes queries and keys over all heads together, this config over each head.
+Each GPU gathers a layer's experts (docs/experts.md).
+"""
+
+from jaxpar.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+)
+
+
+def get_config() -> Config:
+    return Config(
+        run=RunConfig(dir="runs/olmoe_1b_7b"),
+        model=ModelConfig(
+            num_layers=16,
+            d_model=2048,
+            num_heads=16,
+            num_kv_heads=16,
+            head_dim=128,
+            d_ff=1024,
+            num_experts=64,
+            experts_per_token=8,
+            normalize_experts=False,
+            vocab_size=50304,
+            rope_theta=10_000.0,
+            qk_norm=True,
+        ),
+        data=DataConfig(path="data/stdlib", seq_len=4096),
+        train=TrainConfig(
+            num_steps=1000, global_batch_size=32, balance_loss=1e-2, router_z_loss=1e-3
+        ),
+        parallel=ParallelConfig(data=-1, layer_loop="unroll"),
+        optimizer=OptimizerConfig(learning_rate=4e-4, warmup_steps=100),
+    )

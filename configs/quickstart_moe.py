@@ -1,0 +1,39 @@
+"""The quickstart with 8 experts of which a token uses 2: python -m jaxpar.train quickstart_moe"""
+
+from jaxpar.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EvaluationConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+)
+
+
+def get_config() -> Config:
+    return Config(
+        run=RunConfig(dir="runs/quickstart_moe"),
+        model=ModelConfig(
+            num_layers=4,
+            d_model=128,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=32,
+            d_ff=192,
+            num_experts=8,
+            experts_per_token=2,
+            router_bias=True,
+            vocab_size=272,  # 256 bytes and an end-of-text token, rounded up so meshes divide it
+            tie_embeddings=True,
+            dtype="float32",
+        ),
+        data=DataConfig(path="data/stdlib-bytes", seq_len=256),
+        train=TrainConfig(num_steps=200, global_batch_size=16, balance_loss=1e-4, log_every=10),
+        parallel=ParallelConfig(data=-1),
+        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=20),
+        checkpoint=CheckpointConfig(every=100),
+        evaluation=EvaluationConfig(every=100, num_batches=4),
+    )

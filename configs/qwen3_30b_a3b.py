@@ -1,0 +1,39 @@
+"""Qwen3-30B-A3B, 128 experts of which a token uses 8: python -m jaxpar.train qwen3_30b_a3b
+
+Each GPU gathers a layer's experts (docs/experts.md). Pre-training 30.5B parameters takes 489 GB of
+weights, gradients and moments: at least eight H200.
+"""
+
+from jaxpar.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+)
+
+
+def get_config() -> Config:
+    return Config(
+        run=RunConfig(dir="runs/qwen3_30b_a3b"),
+        model=ModelConfig(
+            num_layers=48,
+            d_model=2048,
+            num_heads=32,
+            num_kv_heads=4,
+            head_dim=128,
+            d_ff=768,
+            num_experts=128,
+            experts_per_token=8,
+            vocab_size=151936,
+            rope_theta=1_000_000.0,
+            norm_eps=1e-6,
+            qk_norm=True,
+        ),
+        data=DataConfig(path="data/stdlib", seq_len=4096),
+        train=TrainConfig(num_steps=1000, global_batch_size=32, balance_loss=1e-3),
+        parallel=ParallelConfig(data=-1, layer_loop="unroll"),
+        optimizer=OptimizerConfig(learning_rate=3e-4, warmup_steps=100),
+    )

@@ -1,0 +1,87 @@
+"""Rules about a mixture of experts: its sizes, its router and what balances it."""
+
+from jaxpar.config import Config, ModelConfig, default_of, flag, require, value_of
+
+#: Fields that only a model with experts reads.
+OF_EXPERTS = """model.experts_per_token model.normalize_experts model.num_shared_experts
+model.router_score model.router_bias model.router_groups model.router_groups_per_token
+model.router_scale train.balance_loss train.balance_over train.router_z_loss
+train.router_bias_rate""".split()
+
+COUNT = "model.num_experts"
+
+
+def experts(cfg: Config) -> None:
+    """Check a mixture of experts, and that no option that it does not support is set."""
+    m = cfg.model
+    if m.num_experts == 0:
+        for path in OF_EXPERTS:
+            _needs(cfg, path, f"needs experts, but {COUNT} is 0", flag(COUNT, 8))
+        return
+    path, rule = "model.experts_per_token", f"must be at most {COUNT} = {m.num_experts}"
+    ways = flag(path, m.num_experts), flag(COUNT, m.experts_per_token)
+    require(m.experts_per_token <= m.num_experts, cfg, path, rule, *ways)
+    _router_gradient(cfg)
+    _groups(cfg)
+    _balance(cfg)
+    path, scale = "model.router_scale", m.router_scale
+    require(scale > 0, cfg, path, "must be above 0", flag(path, 1.0))
+    dense = f"needs a dense feed-forward layer, but {COUNT} is {m.num_experts}"
+    path, none = "model.mlp_bias", flag(COUNT, 0)
+    require(not m.mlp_bias, cfg, path, dense, flag(path, False), none)
+    path, rule = "model.matmul_dtype", f"does not support experts, and {COUNT} is {m.num_experts}"
+    require(m.matmul_dtype == "compute", cfg, path, rule, flag(path, "compute"), none)
+
+
+def _needs(cfg: Config, path: str, rule: str, *ways: str) -> None:
+    """Check that a field has its default, since what it needs is not there."""
+    default = default_of(path)
+    require(value_of(cfg, path) == default, cfg, path, rule, flag(path, default), *ways)
+
+
+def _router_gradient(cfg: Config) -> None:
+    # p / p is 1 whatever the router computes: AdamW would turn rounding noise into updates.
+    path = "model.experts_per_token"
+    why, fix = "model.normalize_experts sets its only weight to 1", "model.normalize_experts"
+    if cfg.model.post_norms:
+        why, fix = "the norm after the experts cancels its only weight", "model.post_norms"
+    rule, ways = f"leaves the router without a gradient: {why}", (flag(fix, False), flag(path, 2))
+    require(not router_has_no_gradient(cfg.model), cfg, path, rule, *ways)
+
+
+def router_has_no_gradient(m: ModelConfig) -> bool:
+    """Whether tokens use one of several experts with a weight of 1, or with a weight that a norm
+    cancels up to its eps. (With a single expert, the gradient is exactly 0.)"""
+    alone = m.num_experts > 1 and m.experts_per_token == 1
+    cancels = m.post_norms and not m.num_shared_experts
+    return alone and (m.normalize_experts or cancels)
+
+
+def _groups(cfg: Config) -> None:
+    m, path, per_token = cfg.model, "model.router_groups", "model.router_groups_per_token"
+    groups, k = m.router_groups, m.experts_per_token
+    rule = f"must divide {COUNT} = {m.num_experts}"
+    fits = max(n for n in range(1, m.num_experts + 1) if m.num_experts % n == 0 and n <= groups)
+    require(m.num_experts % groups == 0, cfg, path, rule, flag(path, fits))
+    ok, rule = m.router_groups_per_token <= groups, f"must be at most {path} = {groups}"
+    require(ok, cfg, per_token, rule, flag(per_token, groups))
+    size = m.num_experts // groups
+    rule = f"leaves {m.router_groups_per_token * size} experts of which to choose {k}"
+    ok = m.router_groups_per_token * size >= k
+    require(ok, cfg, per_token, rule, flag(per_token, -(-k // size)), flag(path, 1))
+
+
+def _balance(cfg: Config) -> None:
+    t, bias, rate = cfg.train, "model.router_bias", "train.router_bias_rate"
+    path, loss = "train.balance_over", "train.balance_loss"
+    if t.balance_loss == 0:
+        _needs(cfg, path, f"needs a balance loss, but {loss} is 0", flag(loss, 1e-3))
+    if not cfg.model.router_bias:
+        _needs(cfg, rate, f"needs {bias}, which is False", flag(bias, True))
+    require(
+        t.router_bias_rate > 0, cfg, rate, "must be above 0", flag(rate, 1e-3), flag(bias, False)
+    )
+    if cfg.lora.rank:
+        rule = f"has no effect on a frozen router, and lora.rank is {cfg.lora.rank}"
+        for path in (loss, "train.router_z_loss"):
+            require(value_of(cfg, path) == 0, cfg, path, rule, flag(path, 0.0))

@@ -1,0 +1,22 @@
+"""Matrix products of experts: each expert multiplies its own rows. Start at `api.py`."""
+
+from jaxpar.kernels.grouped_matmul.api import (
+    grouped_matmul,
+    grouped_outer,
+    rows_added,
+    swiglu_backward,
+)
+from jaxpar.kernels.grouped_matmul.capability import refusal, tile_rows
+from jaxpar.kernels.grouped_matmul.tiles import Tiles, max_rows, tiles_of
+
+__all__ = [
+    "Tiles",
+    "grouped_matmul",
+    "grouped_outer",
+    "max_rows",
+    "refusal",
+    "rows_added",
+    "swiglu_backward",
+    "tile_rows",
+    "tiles_of",
+]

@@ -1,0 +1,79 @@
+"""The products of experts, by the Hopper kernels where they apply, else by `reference.py`.
+
+Rows are sorted by expert in tiles (`tiles.py`). None of these functions is differentiated: their
+caller, `model/experts.py`, writes its backward out. Rows that are padding must be finite. Rows past
+the tiles in use are neither read nor defined.
+
+    R rows   D and F widths   E experts   T tokens   k experts per token
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.kernels.grouped_matmul import hopper, reference
+from jaxpar.kernels.grouped_matmul.capability import HOPPER_TILE, refusal
+from jaxpar.kernels.grouped_matmul.tiles import Tiles
+
+
+def grouped_matmul(
+    x: jax.Array | tuple[jax.Array, ...],
+    w: jax.Array | tuple[jax.Array, ...],
+    tiles: Tiles,
+    *,
+    transpose: bool = False,
+    expert_dim: int = 0,
+) -> jax.Array:
+    """Multiply each row by the matrix of its expert.
+
+    Args:     x: [R, in]. w: [E, in, out], or [E, out, in] with `transpose`, in x's dtype. Tuples
+              of both give the sum of the products. expert_dim: 0 as above; 1 for [in, E, out] or
+              [out, E, in], as a gather over the first width leaves it.
+    Returns:  [R, out] in x's dtype, accumulated in float32.
+    """
+    xs, ws = (x, w) if isinstance(x, tuple) else ((x,), (w,))
+    by = hopper if _by_kernel(xs[0], ws[0], tiles, expert_dim) else reference
+    return by.grouped_matmul(xs, ws, tiles, transpose=transpose, expert_dim=expert_dim)
+
+
+def grouped_outer(
+    x: jax.Array, y: jax.Array, tiles: Tiles, *, expert_dim: int = 0, dtype=jnp.float32
+) -> jax.Array:
+    """Compute x^T y over the rows of each expert: the gradient of its matrix.
+
+    Args:     x: [R, M]. y: [R, N]. Of rows that are padding, x or y is 0. dtype: of the result.
+    Returns:  [E, M, N], or [M, E, N] with expert_dim 1, accumulated in float32. 0 for an expert
+              without rows.
+    """
+    widths = jax.ShapeDtypeStruct((1, x.shape[1], y.shape[1]), x.dtype)
+    by = hopper if _by_kernel(x, widths, tiles, 0) else reference
+    return by.grouped_outer(x, y, tiles, expert_dim=expert_dim, dtype=dtype)
+
+
+def rows_added(y: jax.Array, rows: jax.Array) -> jax.Array:
+    """Sum the rows of each token, in float32 and in the order of `rows`: no atomic additions.
+
+    Args:     y: [R, D]. rows: int32 [T, k]; a negative one stands for no row.
+    Returns:  [T, D] in y's dtype.
+    """
+    by = reference if refusal(y.shape[1], HOPPER_TILE, y.dtype) else hopper
+    return by.rows_added(y, rows)
+
+
+def swiglu_backward(
+    gate: jax.Array, up: jax.Array, d_hidden: jax.Array, scale: jax.Array, tiles: Tiles
+) -> tuple[jax.Array, ...]:
+    """Compute hidden = silu(gate) * up * scale again, and the gradients of its factors.
+
+    Args:     gate, up, d_hidden: [R, F]; d_hidden is the gradient of `hidden`. scale: float32 [R].
+    Returns:  (hidden, gradient of gate, gradient of up: [R, F]; of scale: float32 [R]).
+    Source:   Guo et al. 2025 (2512.14080), SonicMoE: the router's gradient from the hidden values.
+    """
+    if _by_kernel(gate, jax.ShapeDtypeStruct((1, HOPPER_TILE, gate.shape[1]), up.dtype), tiles, 0):
+        return hopper.swiglu_backward(gate, up, d_hidden, scale, tiles)
+    return reference.swiglu_backward(gate, up, d_hidden, scale)
+
+
+def _by_kernel(x, w, tiles: Tiles, expert_dim: int) -> bool:
+    first, second = (n for dim, n in enumerate(w.shape) if dim != expert_dim)
+    tiled = x.shape[0] == len(tiles.expert) * HOPPER_TILE
+    return tiled and refusal(first, second, x.dtype) is None

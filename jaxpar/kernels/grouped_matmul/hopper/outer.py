@@ -1,0 +1,85 @@
+"""The gradient of each expert's matrix: x^T y over the expert's rows.
+
+The sum is over rows, and an expert's rows begin at a tile, so that no step is masked.
+"""
+
+import functools
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpar.kernels.attention.refs import Refs
+from jaxpar.kernels.grouped_matmul.hopper import pipeline
+from jaxpar.kernels.grouped_matmul.hopper.pipeline import CONSUMERS, DEFAULT, ROWS, STEP, Launch
+from jaxpar.kernels.grouped_matmul.tiles import Tiles
+
+
+def grouped_outer(
+    x, y, tiles: Tiles, *, expert_dim: int, dtype, launch: Launch = DEFAULT
+) -> jax.Array:
+    """`api.grouped_outer` for bfloat16 or float16, widths of multiples of 128."""
+    M, N, E = x.shape[1], y.shape[1], len(tiles.starts) - 1
+    width = pipeline.width_of(N)
+    shape = (E, M, N) if expert_dim == 0 else (M, E, N)
+    return pipeline.call(
+        functools.partial(_kernel, E, M, N, width, expert_dim, launch),
+        jax.ShapeDtypeStruct(shape, dtype),
+        pipeline.scratch((STEP, ROWS), (STEP, width), width, x.dtype, dtype, launch.interpret),
+        launch.ctas,
+        *(x, y, tiles.starts),
+    )
+
+
+def _kernel(E: int, M: int, N: int, width: int, expert_dim: int, launch, x, y, starts, out, **own):
+    r, row_tiles, column_tiles = Refs(**own), M // ROWS, N // width
+    per_expert = row_tiles * column_tiles
+    count, nth = pipeline.pieces_here(launch.ctas, jnp.int32(E * per_expert))
+
+    def where(i):
+        expert = pipeline.div(nth(i), per_expert)
+        m, n = pipeline.place(nth(i) - expert * per_expert, jnp.int32(row_tiles), column_tiles)
+        first = starts[expert]
+        return expert, m, n, first, pipeline.div(starts[expert + 1] - first, STEP)
+
+    def producer():
+        def tile(i, loaded):
+            _, m, n, first, steps = where(i)
+            columns = pl.ds(m * ROWS, ROWS), pl.ds(n * width, width)
+
+            def step(k, _):
+                rows = pl.ds(pl.multiple_of(first + k * STEP, STEP), STEP)
+                pipeline.load(r, loaded + k, x.at[rows, columns[0]], y.at[rows, columns[1]])
+
+            lax.fori_loop(0, steps, step, None)
+            return loaded + steps
+
+        pipeline.drain(r, lax.fori_loop(0, count, tile, jnp.int32(0)), launch)
+
+    def consumer(wg):
+        half = ROWS // CONSUMERS
+        mine = pl.ds(pl.multiple_of(wg * half, half), half)
+        operands = lambda slot: (r.a.at[slot, :, mine].transpose((1, 0)), r.b.at[slot])  # noqa: E731
+
+        def tile(i, taken):
+            expert, m, n, _, steps = where(i)
+            rows = pl.ds(m * ROWS + wg * half, half)
+
+            def store(acc):
+                def at(j):
+                    columns = pl.ds(n * width + j, r.pieces.shape[-1])
+                    return (
+                        out.at[expert, rows, columns]
+                        if expert_dim == 0
+                        else out.at[rows, expert, columns]
+                    )
+
+                pipeline.store(r, wg, acc, at)
+
+            pipeline.accumulate(r, wg, taken, steps, operands, store, width, launch)
+            return taken + steps
+
+        lax.fori_loop(0, count, tile, jnp.int32(0))
+
+    pipeline.roles(producer, consumer)

@@ -1,0 +1,50 @@
+"""The sum of each token's rows: a warpgroup per token, which reads only the rows that exist."""
+
+import functools
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpar.kernels.attention.hopper.mma import MULTIPROCESSORS, compiler, varying_as
+from jaxpar.kernels.grouped_matmul.hopper.pipeline import div
+
+#: CTAs, and warpgroups of each: as many as fit on the multiprocessors.
+CTAS, WARPGROUPS = 4 * MULTIPROCESSORS, 4
+
+
+def rows_added(y: jax.Array, rows: jax.Array, ctas: int = CTAS) -> jax.Array:
+    """`api.rows_added` for widths of multiples of 128."""
+    (_, D), T = y.shape, len(rows)
+    out = plgpu.kernel(
+        functools.partial(_kernel, T, D, ctas),
+        out_type=jax.ShapeDtypeStruct((T, D), y.dtype),
+        grid=(ctas,),
+        grid_names=("cta",),
+        num_threads=WARPGROUPS,
+        thread_name="warpgroup",
+        compiler_params=compiler(),
+    )(y, _listed(rows))
+    return varying_as(varying_as(out, y), rows)
+
+
+def _listed(rows: jax.Array) -> jax.Array:
+    """Return int32 [T, 1 + k]: how many rows a token has, then these rows, in their order."""
+    there = rows >= 0
+    order = jnp.argsort(~there, axis=1, stable=True) if rows.shape[1] > 1 else jnp.zeros_like(rows)
+    first = jnp.take_along_axis(rows, order, axis=1)
+    return jnp.concatenate([jnp.sum(there, axis=1, dtype=jnp.int32)[:, None], first], axis=1)
+
+
+def _kernel(T: int, D: int, ctas: int, y, listed, out):
+    f32, step = jnp.float32, ctas * WARPGROUPS
+    me = lax.axis_index("cta") * WARPGROUPS + lax.axis_index("warpgroup")
+
+    def token(i, _):
+        t = me + i * step
+        add = lambda j, total: total + y[listed[t, 1 + j]].astype(f32)  # noqa: E731
+        total = lax.fori_loop(0, listed[t, 0], add, jnp.zeros((D,), f32))
+        out[t] = total.astype(out.dtype)
+
+    lax.fori_loop(0, div(T - me + (step - 1), step), token, None)

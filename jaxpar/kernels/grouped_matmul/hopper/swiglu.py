@@ -1,0 +1,118 @@
+"""SwiGLU's hidden values again, and its gradients, in one pass over the rows in use.
+
+XLA takes two passes, also over the rows that are not in use.
+"""
+
+import functools
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpar.kernels.attention.hopper.mma import ROW, TILE, mod, smem, spread
+from jaxpar.kernels.attention.refs import Refs
+from jaxpar.kernels.grouped_matmul.hopper import pipeline
+from jaxpar.kernels.grouped_matmul.hopper.pipeline import CONSUMERS, DEFAULT, ROWS, Launch, M
+from jaxpar.kernels.grouped_matmul.tiles import Tiles
+
+#: Columns of a step, 128 bytes, and buffers of the ring.
+COLUMNS, STAGES = 64, 3
+f32 = jnp.float32
+
+
+def swiglu_backward(gate, up, d_hidden, scale, tiles: Tiles, launch: Launch = DEFAULT):
+    """`api.swiglu_backward` for bfloat16 or float16, F a multiple of 64, tiles of 128."""
+    (R, F), dtype = gate.shape, gate.dtype
+    like, barrier = jax.ShapeDtypeStruct((R, F), dtype), plgpu.Barrier
+    scratch = dict(
+        ins=smem((STAGES, 3, ROWS, COLUMNS), dtype),
+        outs=smem((CONSUMERS, 3, M, COLUMNS), dtype),
+        scales=plgpu.SMEM((ROWS,), f32),
+        totals=plgpu.SMEM((CONSUMERS, M), f32),
+        full=barrier(num_arrivals=3, num_barriers=STAGES),
+        free=barrier(num_arrivals=CONSUMERS, num_barriers=STAGES),
+        scale_full=barrier(),
+        scale_free=barrier(num_arrivals=CONSUMERS),
+    )
+    return pipeline.call(
+        functools.partial(_kernel, F // COLUMNS, launch),
+        (like, like, like, jax.ShapeDtypeStruct((R,), f32)),
+        scratch,
+        launch.ctas,
+        *(gate, up, d_hidden, scale, tiles.used),
+    )
+
+
+def _kernel(steps: int, launch, gate, up, d_hidden, scale, used, hidden, d_gate, d_up, sums, **own):
+    r = Refs(**own)
+    count, nth = pipeline.pieces_here(launch.ctas, used[0])
+    ins, outs = (gate, up, d_hidden), (hidden, d_gate, d_up)
+
+    def consumer(wg):
+        mine = pl.ds(pl.multiple_of(wg * M, M), M)
+
+        def tile(i, _):
+            rows = pl.ds(nth(i) * ROWS + wg * M, M)
+            plgpu.barrier_wait(r.scale_full)
+            s = plgpu.load(r.scales.at[mine], layout=ROW)
+            plgpu.commit_smem()  # they are read before TMA overwrites them
+            plgpu.barrier_arrive(r.scale_free)
+            step = functools.partial(_step, r, wg, mine, rows, i * steps, s, outs)
+            zero = plgpu.layout_cast(jnp.zeros((M,), f32), ROW)
+            total = lax.fori_loop(0, steps, step, zero)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            r.totals[wg] = total
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(r.totals.at[wg], sums.at[rows])
+
+        lax.fori_loop(0, count, tile, None)
+
+    producer = functools.partial(_producer, r, steps, count, nth, scale, ins, launch)
+    pipeline.roles(producer, consumer)
+
+
+def _producer(r: Refs, steps: int, count, nth, scale, ins, launch: Launch):
+    def tile(i, _):
+        rows = pl.ds(pl.multiple_of(nth(i) * ROWS, ROWS), ROWS)
+        pl.when(i > 0)(lambda: plgpu.barrier_wait(r.scale_free))
+        plgpu.copy_gmem_to_smem(scale.at[rows], r.scales, r.scale_full)
+
+        def step(c, _):
+            at = i * steps + c
+            slot, columns = mod(at, STAGES), pl.ds(c * COLUMNS, COLUMNS)
+            pl.when(at >= STAGES)(lambda: plgpu.barrier_wait(r.free.at[slot]))
+            for j, ref in enumerate(ins):
+                plgpu.copy_gmem_to_smem(ref.at[rows, columns], r.ins.at[slot, j], r.full.at[slot])
+
+        lax.fori_loop(0, steps, step, None)
+
+    lax.fori_loop(0, count, tile, None)
+    if launch.interpret:  # the interpreter requires a wait for every phase of a barrier
+        pl.when(count > 0)(lambda: plgpu.barrier_wait(r.scale_free))
+        wait = lambda i, _: plgpu.barrier_wait(r.free.at[mod(i, STAGES)])  # noqa: E731
+        lax.fori_loop(jnp.maximum(count * steps - STAGES, 0), count * steps, wait, None)
+
+
+def _step(r: Refs, wg, mine, rows, first, scale, outs, c, total):
+    """Compute and store 64 columns of 64 rows. Return `total` plus the terms of d_scale."""
+    slot = mod(first + c, STAGES)
+    wide = lambda row: spread(row, (M, COLUMNS), 0)  # noqa: E731
+    plgpu.barrier_wait(r.full.at[slot])
+    ins = (plgpu.load(r.ins.at[slot, j, mine], layout=TILE) for j in range(3))
+    g, u, d = (a.astype(f32) for a in ins)
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(r.free.at[slot])
+    sigmoid = 1.0 / (1.0 + jnp.exp(-g))
+    act = g * sigmoid
+    h, ds = act * u, d * wide(scale)
+    made = h * wide(scale), ds * u * (sigmoid + act * (1.0 - sigmoid)), ds * act
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    for j, value in enumerate(made):
+        r.outs[wg, j] = value.astype(r.outs.dtype)
+    plgpu.commit_smem()
+    for j, ref in enumerate(outs):
+        home = ref.at[rows, pl.ds(c * COLUMNS, COLUMNS)]
+        plgpu.copy_smem_to_gmem(r.outs.at[wg, j], home)
+    return total + jnp.sum(h * d, axis=1)

@@ -1,0 +1,77 @@
+"""The grouped products in plain JAX, a tile at a time. All platforms run it.
+
+Rows past the tiles in use are 0 in results.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpar.kernels.grouped_matmul.tiles import Tiles
+
+f32 = jnp.float32
+
+
+def grouped_matmul(xs, ws, tiles: Tiles, *, transpose: bool, expert_dim: int) -> jax.Array:
+    """`api.grouped_matmul`."""
+    n = len(tiles.expert)
+    by_tile = tuple(x.reshape(n, -1, x.shape[1]) for x in xs)
+    dims = ((1,), (1 if transpose else 0,)), ((), ())
+
+    def of_tile(tile):
+        rows, expert, used = tile
+        here = (lax.dynamic_index_in_dim(w, expert, expert_dim, keepdims=False) for w in ws)
+        pairs = zip(rows, here, strict=True)
+        terms = [lax.dot_general(x, w, dims, preferred_element_type=f32) for x, w in pairs]
+        return jnp.where(used, functools.reduce(jnp.add, terms), 0).astype(xs[0].dtype)
+
+    out = lax.map(of_tile, (by_tile, tiles.expert, _in_use(tiles)))
+    return out.reshape(len(xs[0]), -1)
+
+
+def grouped_outer(x, y, tiles: Tiles, *, expert_dim: int, dtype) -> jax.Array:
+    """`api.grouped_outer`."""
+    n, E = len(tiles.expert), len(tiles.starts) - 1
+    by_tile = tuple(a.reshape(n, -1, a.shape[1]) for a in (x, y))
+    shape = [x.shape[1], y.shape[1]]
+    shape.insert(expert_dim, E)
+    dims = ((0,), (0,)), ((), ())
+
+    def add(total, tile):
+        (x, y), expert, used = tile
+        part = jnp.where(used, lax.dot_general(x, y, dims, preferred_element_type=f32), 0)
+        here = lax.dynamic_index_in_dim(total, expert, expert_dim, keepdims=False)
+        return lax.dynamic_update_index_in_dim(total, here + part, expert, expert_dim), None
+
+    total = _zeros(tuple(shape), f32, x, y, tiles.used)
+    return lax.scan(add, total, (by_tile, tiles.expert, _in_use(tiles)))[0].astype(dtype)
+
+
+def _in_use(tiles: Tiles) -> jax.Array:
+    """Return which tiles hold rows. Not a branch: on GPUs, one waits for the host."""
+    return jnp.arange(len(tiles.expert), dtype=jnp.int32) < tiles.used[0]
+
+
+def rows_added(y: jax.Array, rows: jax.Array) -> jax.Array:
+    """`api.rows_added`."""
+    found = y.at[jnp.maximum(rows, 0)].get(mode="promise_in_bounds").astype(f32)
+    return jnp.sum(jnp.where((rows >= 0)[..., None], found, 0), axis=1).astype(y.dtype)
+
+
+def swiglu_backward(gate, up, d_hidden, scale) -> tuple[jax.Array, ...]:
+    """`api.swiglu_backward`."""
+    g, u, d = (a.astype(f32) for a in (gate, up, d_hidden))
+    s, sigmoid = scale[:, None], jax.nn.sigmoid(g)
+    act = g * sigmoid
+    d_gate = d * s * u * (sigmoid + act * (1 - sigmoid))
+    wide = act * u * s, d_gate, d * s * act
+    return *(a.astype(gate.dtype) for a in wide), jnp.sum(act * u * d, axis=1)
+
+
+def _zeros(shape, dtype, *like) -> jax.Array:
+    """Return zeros whose type varies over the mesh axes over which any of `like` does."""
+    axes = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in like))
+    zeros = jnp.zeros(shape, dtype)
+    return lax.pcast(zeros, tuple(sorted(axes)), to="varying") if axes else zeros

@@ -1,0 +1,1 @@
+"""Mixture of experts: `router.py` chooses experts, `experts.py` computes them."""

@@ -1,0 +1,154 @@
+"""The router: which experts a token is sent to, with which weights, and the losses that balance it.
+
+    softmax   probabilities over all experts; the k largest (Qwen3-MoE, OLMoE). Normalized to sum to
+              1, they equal a softmax over the k largest logits (Mixtral, gpt-oss).
+    sigmoid   independent scores; the k largest of score plus bias, weighted by the scores
+              (DeepSeek-V3, GLM-4.5).
+
+With `router_groups`, experts are in groups, and a token chooses groups before experts. Everything
+is float32 and the same on each rank of TENSOR, which has complete tokens. Gradients flow through
+the weights; the choice has none.
+"""
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpar.config import Config, ModelConfig
+from jaxpar.execution.remat import named_plan
+from jaxpar.parallel.collectives import psum, varying
+from jaxpar.sharding.axes import SEQUENCE, TENSOR, TOKEN_AXES
+
+#: Name of the weight whose gradient is a `tally`.
+TALLY = "router_tally"
+
+#: Entries of a tally after the rows of each expert.
+LOSSES = ("balance_loss", "router_z_loss")
+
+
+@flax.struct.dataclass
+class Routing:
+    """The experts of tokens."""
+
+    weights: jax.Array
+    """float32 [B, T, k]: weight of each of a token's experts."""
+    experts: jax.Array
+    """int32 [B, T, k]: their indices, the likeliest first."""
+    counts: jax.Array
+    """int32 [B, E]: tokens of each row of the batch that are sent to each expert."""
+    probabilities: jax.Array
+    """float32 [B, T, E]: scores that sum to 1 over the experts, for the balance loss."""
+    log_partition: jax.Array
+    """float32 [B, T]: log-sum-exp of the logits, for the z-loss."""
+
+
+@jax.named_scope("router")
+def route(h: jax.Array, w: dict[str, Any], m: ModelConfig) -> Routing:
+    """Choose the experts of each token.
+
+    Args:     h: [B, T, D], compute dtype. w: router [D, E]; router_bias float32 [E] if
+              `model.router_bias`.
+    Source:   Shazeer et al. 2017 (1701.06538), section 2.1; Jiang et al. 2024 (2401.04088), section
+              2.1; DeepSeek-AI 2024 (2412.19437), equations 13 to 16.
+    """
+    logits = jnp.dot(h, w["router"], preferred_element_type=jnp.float32)
+    if m.router_score == "softmax":
+        scores = probabilities = jax.nn.softmax(logits, axis=-1)
+    else:
+        scores = jax.nn.sigmoid(logits)
+        probabilities = scores / jnp.sum(scores, axis=-1, keepdims=True)
+    bias = w["router_bias"] if m.router_bias else 0.0
+    experts = named_plan(choose(lax.stop_gradient(scores + bias), m))
+    chosen = jax.nn.one_hot(experts, m.num_experts)  # a product, whose gradient needs no scatter
+    weights = jnp.sum(chosen * scores[..., None, :], axis=-1)
+    if m.normalize_experts:
+        weights /= jnp.sum(weights, axis=-1, keepdims=True)
+    if m.router_scale != 1:
+        weights *= m.router_scale
+    counts = jnp.sum(chosen, axis=(1, 2)).astype(jnp.int32)
+    log_partition = jax.scipy.special.logsumexp(logits, axis=-1)
+    return Routing(weights, experts, counts, probabilities, log_partition)
+
+
+def choose(scores: jax.Array, m: ModelConfig) -> jax.Array:
+    """Return the k experts with the largest scores, int32 [..., k], from float32 [..., E].
+
+    With groups, only experts of the `router_groups_per_token` best groups are chosen. The score of
+    a group is the sum of its two best experts.
+    """
+    if m.router_groups > 1:
+        groups = scores.reshape(*scores.shape[:-1], m.router_groups, -1)
+        best = jnp.sum(lax.top_k(groups, min(2, groups.shape[-1]))[0], axis=-1)
+        allowed = lax.top_k(best, m.router_groups_per_token)[1]
+        is_allowed = jnp.any(jax.nn.one_hot(allowed, m.router_groups, dtype=bool), axis=-2)
+        scores = jnp.where(is_allowed[..., None], groups, -jnp.inf).reshape(scores.shape)
+    return lax.top_k(scores, m.experts_per_token)[1]
+
+
+@jax.named_scope("router_losses")
+def with_losses(r: Routing, w: dict[str, Any], loss_weight: Any, cfg: Config) -> jax.Array:
+    """Return the routing's weights, with the router's losses in their backward.
+
+    The losses are not returned, since a layer returns only activations. Instead, the backward adds
+    their gradients to those of the weights, as in Megatron's `MoEAuxLossAutoScaler`. In the same
+    way, the tally becomes the gradient of the weight `TALLY`. It is then summed over microbatches,
+    stages and devices like any gradient.
+
+    Args:     loss_weight: float32 [B], factor of the losses of each row (`loss_weight_of`). None
+              outside training: the weights are returned as they are.
+    Communication: `balance_loss`.
+    """
+    if loss_weight is None or TALLY not in w:
+        return r.weights
+    once = lax.axis_index(TENSOR) == 0  # all its ranks have the same tokens
+    balance, z = balance_loss(r, cfg), jnp.sum(r.log_partition**2, axis=1)
+    total = cfg.train.balance_loss * balance + cfg.train.router_z_loss * z
+    per_row = jnp.stack([balance, z])
+    tally = jnp.concatenate([jnp.sum(r.counts, 0).astype(jnp.float32), jnp.sum(per_row, 1)])
+    gradients = varying((once * loss_weight, once * tally))
+    return _with_gradients(r.weights, total, w[TALLY], *gradients)
+
+
+@jax.custom_vjp
+def _with_gradients(x, loss, like_tally, loss_gradient, tally):
+    """Return x. In the backward, `loss` and `like_tally` have the gradients given here."""
+    return x
+
+
+_with_gradients.defvjp(
+    lambda x, loss, like_tally, *gradients: (x, gradients),
+    lambda gradients, d_x: (d_x, *gradients, None, None),
+)
+
+
+def balance_loss(r: Routing, cfg: Config) -> jax.Array:
+    """Compute the balance loss of each row: float32 [B], summed over the local tokens.
+
+    Of a set of tokens, E * sum over experts of (share of the rows) * (mean probability): 1 if
+    balanced, E / k if all tokens are sent to the same experts. The set is a sequence, or all tokens
+    of a microbatch, on all devices. The shares have no gradient.
+
+    Communication: an all-reduce of the counts over SEQUENCE, or over TOKEN_AXES.
+    Source:   Fedus et al. 2021 (2101.03961), equation 4; DeepSeek-AI 2024 (2412.19437), equation
+              17, for sequences.
+    """
+    B, T, k = r.experts.shape
+    counts, devices = r.counts, lax.axis_size(SEQUENCE)
+    if cfg.train.balance_over == "batch":
+        counts, devices = jnp.sum(counts, 0, keepdims=True), B * lax.axis_size(TOKEN_AXES)
+    axes = TOKEN_AXES if cfg.train.balance_over == "batch" else SEQUENCE
+    share = psum(lax.stop_gradient(counts), axes).astype(jnp.float32) / (k * T * devices)
+    return cfg.model.num_experts * jnp.sum(share * jnp.sum(r.probabilities, axis=1), axis=1)
+
+
+def loss_weight_of(tokens: jax.Array, scale: jax.Array | float, num_microbatches: int) -> jax.Array:
+    """Return the factor of the router's losses, so that they are means over the global batch.
+
+    Args:     tokens: [B, T/sequence], of a microbatch. scale: factor of the loss in its backward.
+    Returns:  float32 [B].
+    """
+    everywhere = tokens.size * num_microbatches * lax.axis_size(TOKEN_AXES)
+    return jnp.full(tokens.shape[0], scale / everywhere, jnp.float32)

@@ -1,0 +1,85 @@
+"""The load of each expert in a step: its metrics, and the update of the router's bias."""
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpar.config import Config
+from jaxpar.model.moe.router import LOSSES
+from jaxpar.parallel.collectives import psum
+from jaxpar.sharding.axes import AXES, PIPELINE
+from jaxpar.step.layer_order import EMPTY, layers_here
+
+
+@flax.struct.dataclass
+class ExpertLoads:
+    """What the routers of this stage's layers did with the global batch. The same on each device
+    of the stage."""
+
+    rows: jax.Array
+    """float32 [layers, E]: tokens that each expert had. Exact up to 2**24, 16 million."""
+    losses: jax.Array
+    """float32 [layers, 2]: `router.LOSSES`, means over tokens, not yet weighted."""
+
+
+@jax.named_scope("expert_loads")
+def reduce_tallies(tallies: jax.Array, tokens: int) -> ExpertLoads:
+    """Sum the tallies of a step over devices.
+
+    Args:     tallies: float32 [layers, E + 2], as gradients of `router.TALLY`. tokens: of the
+              global batch.
+    Communication: an all-reduce over every axis but PIPELINE.
+    """
+    total = psum(tallies, tuple(axis for axis in AXES if axis != PIPELINE))
+    rows, losses = jnp.split(total, [total.shape[1] - len(LOSSES)], axis=1)
+    return ExpertLoads(rows, losses / tokens)
+
+
+@jax.named_scope("expert_loads")
+def load_metrics(loads: ExpertLoads, tokens: int, cfg: Config) -> dict[str, jax.Array]:
+    """Compute the metrics of all layers: float32 scalars, the same on every device.
+
+    Communication: two all-reduces over PIPELINE.
+    """
+    m, rows = cfg.model, loads.rows
+    share = rows / jnp.maximum(jnp.sum(rows, axis=1, keepdims=True), 1)
+    entropy = -jnp.sum(share * jnp.log(jnp.maximum(share, 1e-30)), axis=1)
+    entropy /= jnp.log(jnp.float32(max(m.num_experts, 2)))
+    sums = jnp.concatenate([jnp.sum(entropy)[None], jnp.sum(loads.losses, axis=0)])
+    means = psum(sums, PIPELINE) / m.num_layers
+    dropped = jnp.float32(m.experts_per_token * tokens) - jnp.sum(rows, axis=1)
+    dropped = jnp.where(layers_here(cfg) == EMPTY, 0, dropped)
+    fullest = jnp.max(share, axis=1) * m.num_experts
+    worst = lax.pmax(jnp.stack([jnp.max(fullest), jnp.max(jnp.abs(dropped))]), PIPELINE)
+    named = {"expert_entropy": means[0], "fullest_expert": worst[0], "dropped_rows": worst[1]}
+    weights = (cfg.train.balance_loss, cfg.train.router_z_loss)
+    losses = zip(LOSSES, means[1:], weights, strict=True)
+    return named | {name: value for name, value, weight in losses if weight}
+
+
+def balance_bias(params: Any, loads: ExpertLoads | None, ok: jax.Array, cfg: Config) -> Any:
+    """Return the parameters with `router_bias` lowered for experts with more than the mean load,
+    and raised for the others.
+
+    Args:     params: may hold no bias. loads: None without experts. ok: whether the step counts.
+    Source:   Wang et al. 2024 (2408.15664), algorithm 1; DeepSeek-AI 2024 (2412.19437), section
+              2.1.2.
+    """
+    if loads is None or not cfg.model.router_bias:
+        return params
+    rows, layers = loads.rows, params["layers"]
+    step = jnp.where(ok, cfg.train.router_bias_rate, 0.0)
+    step = step * jnp.sign(jnp.mean(rows, axis=1, keepdims=True) - rows)
+    return params | {"layers": layers | {"router_bias": layers["router_bias"] + step}}
+
+
+def bias_range(params: Any) -> jax.Array:
+    """Return the largest difference between the biases of a layer: float32 scalar.
+
+    Communication: an all-reduce over PIPELINE.
+    """
+    bias = params["layers"]["router_bias"]
+    return lax.pmax(jnp.max(jnp.max(bias, axis=1) - jnp.min(bias, axis=1)), PIPELINE)

@@ -1,0 +1,127 @@
+"""The products of experts: tiles, and the reference against NumPy, one expert at a time."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpar.kernels.grouped_matmul import (
+    grouped_matmul,
+    grouped_outer,
+    max_rows,
+    refusal,
+    rows_added,
+    swiglu_backward,
+    tile_rows,
+    tiles_of,
+)
+from jaxpar.kernels.platform import Platform
+
+TILE = 4
+HOPPER = Platform("gpu", "NVIDIA H100", "9.0")
+
+#: Rows of each expert: some empty, one with everything, and one tile more or less.
+COUNTS = [[3, 0, 8, 1], [0, 0, 0, 11], [11, 0, 0, 0], [0, 0, 0, 0], [1, 3, 4, 5], [4, 4, 4, 4]]
+
+
+def rows_of(counts):
+    """The slices of a buffer that hold each expert's rows."""
+    starts = np.concatenate([[0], np.cumsum([-(-n // TILE) * TILE for n in counts])])
+    return starts, [slice(s, s + n) for s, n in zip(starts, counts, strict=False)]
+
+
+@pytest.fixture
+def draw():
+    rng = np.random.default_rng(0)
+    return lambda *shape: rng.normal(size=shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_tiles(counts):
+    rows = max_rows(sum(counts), len(counts), TILE) + TILE
+    tiles, (starts, _) = tiles_of(jnp.array(counts), rows, TILE), rows_of(counts)
+    np.testing.assert_array_equal(tiles.starts, starts)
+    assert starts[-1] <= rows and int(tiles.used[0]) * TILE == starts[-1]
+    owners = [e for e, n in enumerate(counts) for _ in range(-(-n // TILE))]
+    np.testing.assert_array_equal(tiles.expert[: len(owners)], owners)
+    assert set(np.asarray(tiles.expert)) <= set(range(len(counts)))
+
+
+def test_the_buffer_is_just_large_enough():
+    assert max_rows(1024, 8, 128) == 1024 + 8 * 128 - 128
+    assert max_rows(2, 128, 128) == 2 * 128, "two rows are in at most two experts"
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("expert_dim", [0, 1])
+def test_product_of_every_expert(counts, transpose, expert_dim, draw):
+    E, K, N = len(counts), 6, 5
+    rows = max_rows(sum(counts), E, TILE) + TILE
+    tiles, (_, slices) = tiles_of(jnp.array(counts), rows, TILE), rows_of(counts)
+    x, w = (draw(rows, K), draw(rows, K)), (draw(E, K, N), draw(E, K, N))
+    stored = [np.swapaxes(a, 1, 2) if transpose else a for a in w]
+    stored = [np.moveaxis(a, 0, expert_dim) for a in stored]
+    how = dict(transpose=transpose, expert_dim=expert_dim)
+    one = grouped_matmul(jnp.array(x[0]), jnp.array(stored[0]), tiles, **how)
+    both = grouped_matmul(tuple(map(jnp.array, x)), tuple(map(jnp.array, stored)), tiles, **how)
+    for e, s in enumerate(slices):
+        terms = [a[s] @ b[e] for a, b in zip(x, w, strict=True)]
+        np.testing.assert_allclose(one[s], terms[0], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(both[s], terms[0] + terms[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("expert_dim", [0, 1])
+def test_outer_product_of_every_expert(counts, expert_dim, draw):
+    rows = max_rows(sum(counts), len(counts), TILE) + TILE
+    tiles, (_, slices) = tiles_of(jnp.array(counts), rows, TILE), rows_of(counts)
+    x, y = draw(rows, 6), draw(rows, 5)
+    there = np.zeros((rows, 1), bool)
+    for s in slices:
+        there[s] = True
+    poisoned = np.where(there, x, 1e30)  # padding is multiplied by 0
+    out = grouped_outer(
+        jnp.array(poisoned), jnp.array(np.where(there, y, 0)), tiles, expert_dim=expert_dim
+    )
+    wanted = np.moveaxis(np.stack([x[s].T @ y[s] for s in slices]), 0, expert_dim)
+    np.testing.assert_allclose(out, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_of_a_token_are_added(draw):
+    y, rows = draw(7, 3), np.array([[0, 6], [-1, 2], [5, -1], [-1, -1], [3, 3]])
+    wanted = [sum((y[r] for r in token if r >= 0), np.zeros(3)) for token in rows]
+    np.testing.assert_allclose(rows_added(jnp.array(y), jnp.array(rows)), wanted, rtol=1e-6)
+
+
+def test_swiglu_backward_is_the_gradient(draw):
+    gate, up, d, scale = draw(8, 6), draw(8, 6), draw(8, 6), draw(8)
+    hidden = lambda g, u, s: jax.nn.silu(g) * u * s[:, None]  # noqa: E731
+    out, pullback = jax.vjp(hidden, gate, up, scale)
+    tiles = tiles_of(jnp.array([8]), 8, TILE)
+    found = swiglu_backward(*map(jnp.array, (gate, up, d, scale)), tiles)
+    for a, b in zip(found, (out, *pullback(jnp.array(d))), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("D", "F", "dtype", "platform", "why"),
+    [
+        (2048, 768, "bfloat16", HOPPER, None),
+        (2048, 384, "float16", HOPPER, None),
+        (2048, 704, "bfloat16", HOPPER, "multiples of 128, and are 2048 and 704"),
+        (2000, 768, "bfloat16", HOPPER, "multiples of 128"),
+        (2048, 768, "float32", HOPPER, "bfloat16 or float16, not float32"),
+        (2048, 768, "bfloat16", Platform("cpu"), "Hopper.*not platform cpu"),
+        (2048, 768, "bfloat16", Platform("gpu", "NVIDIA B200", "10.0"), "Hopper.*not 10.0"),
+    ],
+)
+def test_what_the_kernels_refuse(D, F, dtype, platform, why):
+    found = refusal(D, F, dtype, platform)
+    assert (found is None) == (why is None) and tile_rows(D, F, dtype, platform) == (
+        32 if why else 128
+    )
+    if why:
+        assert re.search(why, found)

@@ -1,0 +1,95 @@
+"""The Hopper kernels of experts on a CPU, in Pallas' interpreter: numbers, races, every barrier."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpar.kernels.grouped_matmul import hopper, max_rows, reference, tiles_of
+from jaxpar.kernels.grouped_matmul.hopper.pipeline import Launch, place
+from tests.kernels.cases import interpreter
+from tests.slow import slow
+
+LAUNCH = Launch(ctas=2, interpret=True)
+TILE = 128
+
+#: Rows of each expert: around a tile, empty experts, one with everything, none at all.
+QUICK = [0, 1, 127, 128, 129]
+COUNTS = [QUICK, *map(slow, ([300, 0, 0], [0, 0, 300], [0, 0], [128, 256, 1, 0, 7, 640]))]
+
+
+@pytest.fixture
+def races():
+    with interpreter() as races:
+        yield races
+
+
+def inputs(counts, *widths, dtype="bfloat16"):
+    """The tiles of a buffer with one tile that is not in use, the rows in use, and arrays."""
+    rows = max_rows(sum(counts), len(counts), TILE) + TILE
+    tiles, rng = tiles_of(jnp.array(counts), rows, TILE), np.random.default_rng(1)
+    arrays = [jnp.asarray(rng.normal(size=(rows, width)), dtype) for width in widths]
+    return tiles, slice(0, int(tiles.used[0]) * TILE), *arrays
+
+
+def close(found, wanted, atol):
+    found, wanted = (np.asarray(a, np.float32) for a in (found, wanted))
+    assert found.shape == wanted.shape
+    np.testing.assert_allclose(found, wanted, rtol=1e-2, atol=atol)
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize(
+    ("transpose", "expert_dim", "terms", "N"),
+    [(False, 0, 1, 256), (True, 1, 2, 128), slow(True, 0, 1, 384), slow(False, 1, 2, 128)],
+)
+def test_matmul(counts, transpose, expert_dim, terms, N, races):
+    K, E = 128, len(counts)
+    tiles, used, *xs = inputs(counts, *[K] * terms)
+    shape = [N, K] if transpose else [K, N]
+    shape.insert(expert_dim, E)
+    rng = np.random.default_rng(2)
+    ws = [jnp.asarray(rng.normal(size=shape), "bfloat16") for _ in range(terms)]
+    how = dict(transpose=transpose, expert_dim=expert_dim)
+    found = hopper.matmul.grouped_matmul(xs, ws, tiles, **how, launch=LAUNCH)
+    close(found[used], reference.grouped_matmul(xs, ws, tiles, **how)[used], 0.1)
+    assert races() == [False]
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize(("expert_dim", "dtype"), [(0, "float32"), slow(1, "bfloat16")])
+def test_outer(counts, expert_dim, dtype, races):
+    tiles, _, x, y = inputs(counts, 256, 128)
+    how = dict(expert_dim=expert_dim, dtype=jnp.dtype(dtype))
+    found = hopper.outer.grouped_outer(x, y, tiles, **how, launch=LAUNCH)
+    close(found, reference.grouped_outer(x, y, tiles, **how), 1e-3 if dtype == "float32" else 0.1)
+    assert races() == [False]
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_swiglu_backward(counts, races):
+    tiles, used, gate, up, d = inputs(counts, 128, 128, 128)
+    scale = jnp.asarray(np.random.default_rng(3).normal(size=len(gate)), jnp.float32)
+    found = hopper.swiglu.swiglu_backward(gate, up, d, scale, tiles, launch=LAUNCH)
+    for a, b in zip(found, reference.swiglu_backward(gate, up, d, scale), strict=True):
+        close(a[used], b[used], 2e-3)
+    assert races() == [False]
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_rows_added(k, races):
+    rng = np.random.default_rng(4)
+    y = jnp.asarray(rng.normal(size=(50, 128)), "bfloat16")
+    rows = jnp.asarray(rng.integers(-1, 50, (37, k)), jnp.int32)
+    found = hopper.rows_added(y, rows, ctas=2)
+    close(found, reference.rows_added(y, rows), 1e-6)
+    assert races() == [False]
+
+
+@pytest.mark.parametrize(("row_tiles", "column_tiles"), [(1, 1), (3, 2), (4, 6), (9, 5), (0, 3)])
+def test_every_tile_of_the_result_once(row_tiles, column_tiles):
+    total = row_tiles * column_tiles
+    where = jax.vmap(lambda i: place(i, jnp.int32(row_tiles), column_tiles))
+    found = where(jnp.arange(total, dtype=jnp.int32)) if total else ((), ())
+    places = set(zip(map(int, found[0]), map(int, found[1]), strict=True))
+    assert places == {(m, n) for m in range(row_tiles) for n in range(column_tiles)}

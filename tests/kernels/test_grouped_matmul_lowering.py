@@ -1,0 +1,83 @@
+"""The Hopper kernels of experts, lowered for CUDA on a CPU at the shapes that are trained with."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec
+
+from jaxpar.config import ParallelConfig
+from jaxpar.kernels.grouped_matmul import hopper, max_rows
+from jaxpar.kernels.grouped_matmul.tiles import Tiles
+from jaxpar.sharding.mesh import make_mesh
+from tests.slow import slow_but
+
+#: Name: rows, experts, D, F. Qwen3-30B-A3B, Mixtral 8x7B and OLMoE, and F cut over tensor = 2.
+SHAPES = {
+    "qwen3": (131072, 128, 2048, 768),
+    "mixtral": (32768, 8, 4096, 14336),
+    "olmoe": (131072, 64, 2048, 1024),
+    "qwen3 over tensor": (131072, 128, 2048, 384),
+}
+
+
+def shapes_of(name: str, dtype=jnp.bfloat16):
+    rows, E, D, F = SHAPES[name]
+    R = max_rows(rows, E, 128)
+    int32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+    return Tiles(int32(R // 128), int32(E + 1), int32(1)), array, R, E, D, F
+
+
+def lower(fn, *arguments):
+    """The result's shapes, after lowering for CUDA."""
+    traced = jax.jit(fn).trace(*arguments)
+    assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text(), "no kernel of ours"
+    return traced.out_info
+
+
+@pytest.mark.parametrize("name", slow_but(["qwen3", "qwen3 over tensor"], SHAPES))
+@pytest.mark.parametrize("expert_dim", slow_but([1], [0, 1]))
+def test_products(name, expert_dim):
+    tiles, array, R, E, D, F = shapes_of(name)
+    w = array(D, E, F) if expert_dim else array(E, D, F)
+    product = lambda transpose, *terms: lower(  # noqa: E731
+        functools.partial(hopper.grouped_matmul, transpose=transpose, expert_dim=expert_dim),
+        *terms,
+        tiles,
+    )
+    assert product(False, (array(R, D),), (w,)).shape == (R, F)
+    assert product(True, (array(R, F),) * 2, (w, w)).shape == (R, D)
+    outer = functools.partial(hopper.grouped_outer, expert_dim=expert_dim, dtype=jnp.float32)
+    assert lower(outer, array(R, D), array(R, F), tiles).shape == w.shape
+
+
+@pytest.mark.parametrize("name", slow_but(["qwen3"], SHAPES))
+def test_passes(name):
+    tiles, array, R, _, D, F = shapes_of(name)
+    scale = jax.ShapeDtypeStruct((R,), jnp.float32)
+    wide = [array(R, F)] * 3
+    assert [a.shape for a in lower(hopper.swiglu_backward, *wide, scale, tiles)] == [(R, F)] * 3 + [
+        (R,)
+    ]
+    rows = jax.ShapeDtypeStruct((16384, 8), jnp.int32)
+    assert lower(hopper.rows_added, array(R, D), rows).shape == (16384, D)
+
+
+def test_results_vary_over_the_mesh_as_their_operands_do(devices):
+    mesh = make_mesh(ParallelConfig(data=2), devices[:2])
+    tiles, array, R, E, D, F = shapes_of("qwen3 over tensor", jnp.float16)
+
+    def local(x, w, tiles, rows):
+        y = hopper.grouped_matmul((x,), (w,), tiles, transpose=False, expert_dim=0)
+        made = hopper.swiglu_backward(y, y, y, y[:, 0].astype(jnp.float32), tiles)
+        d_w = hopper.grouped_outer(x, made[1], tiles, expert_dim=0, dtype=jnp.float32)
+        return y, d_w, made[3], hopper.rows_added(x, rows)
+
+    split = PartitionSpec("data")
+    of_each = jax.shard_map(local, mesh=mesh, in_specs=split, out_specs=split)
+    double = lambda a: jax.ShapeDtypeStruct((2 * a.shape[0], *a.shape[1:]), a.dtype)  # noqa: E731
+    rows = jax.ShapeDtypeStruct((512, 8), jnp.int32)
+    given = jax.tree.map(double, (array(R, D), array(E, D, F), tiles, rows))
+    assert lower(of_each, *given)[1].shape == (2 * E, D, F)

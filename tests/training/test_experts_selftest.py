@@ -1,0 +1,65 @@
+"""The start-up test of the kernels of experts: right ones pass, and a wrong one is named."""
+
+import jax.numpy as jnp
+import pytest
+
+from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config.validate import resolve
+from jaxpar.execution.decisions import execution_of
+from jaxpar.kernels.grouped_matmul import api, reference
+from jaxpar.training import experts_selftest
+
+EXPERTS = {
+    "model.num_experts": 4,
+    "model.d_model": 32,
+    "model.num_heads": 2,
+    "model.num_kv_heads": 2,
+    "model.head_dim": 16,
+    "model.d_ff": 16,
+}
+
+
+def execution(**changes):
+    return execution_of(resolve(replace(Config(), **EXPERTS | changes), 1))
+
+
+@pytest.fixture
+def run_as_if_on_hopper(monkeypatch):
+    """Choose the kernels; they are the reference, since `api` still refuses."""
+    monkeypatch.setattr(experts_selftest.kernels, "refusal", lambda *_: None)
+
+
+@pytest.mark.parametrize("expert_dim", [0, 1])
+def test_right_kernels_pass(expert_dim):
+    errors = experts_selftest.errors_of(execution().cfg, expert_dim)
+    assert errors.keys() == set(experts_selftest.NAMES)
+    assert all(1e-4 < error < 1e-2 for name, error in errors.items()), errors
+    exact = experts_selftest.errors_of(execution(**{"model.dtype": "float32"}).cfg, 0)
+    assert max(exact.values()) < 1e-6
+
+
+def test_it_says_what_runs(run_as_if_on_hopper):
+    said = []
+    experts_selftest.test_experts(execution(), said.append)
+    assert said[0].startswith("expert kernels: hopper; self-test: out ")
+    experts_selftest.test_experts(execution_of(resolve(Config(), 1)), said.append)
+    assert len(said) == 1, "a dense model has nothing to test"
+
+
+def test_without_hopper_it_says_why():
+    said = []
+    experts_selftest.test_experts(execution(), said.append)
+    assert "reference (not hopper: it needs compute capability 9.0" in said[0]
+
+
+def test_a_wrong_kernel_is_named(run_as_if_on_hopper, monkeypatch):
+    plain = reference.grouped_outer
+
+    def wrong(x, *rest, dtype, **how):
+        factor = 1 if x.dtype == jnp.float32 else 1.1
+        return (factor * plain(x, *rest, dtype=jnp.float32, **how)).astype(dtype)
+
+    monkeypatch.setattr(api.reference, "grouped_outer", wrong)
+    with pytest.raises(ConfigError, match=r"d_gate is off by 1\.0e-01, d_up .* d_down") as error:
+        experts_selftest.test_experts(execution(), print)
+    assert "out is off" not in str(error.value)
