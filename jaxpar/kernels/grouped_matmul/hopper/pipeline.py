@@ -15,7 +15,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.kernels.attention.hopper.mma import MULTIPROCESSORS, compiler, mod, smem, varying_as
+from jaxpar.kernels.attention.hopper.mma import compiler, mod, smem, varying_as
+from jaxpar.kernels.attention.order import MULTIPROCESSORS
 from jaxpar.kernels.attention.refs import Refs
 
 f32, i32 = jnp.float32, jnp.int32

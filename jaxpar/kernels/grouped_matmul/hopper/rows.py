@@ -7,7 +7,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.kernels.attention.hopper.mma import MULTIPROCESSORS, compiler, varying_as
+from jaxpar.kernels.attention.hopper.mma import compiler, varying_as
+from jaxpar.kernels.attention.order import MULTIPROCESSORS
 from jaxpar.kernels.grouped_matmul.hopper.pipeline import div
 
 #: CTAs, and warpgroups of each: as many as fit on the multiprocessors.
