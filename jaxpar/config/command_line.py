@@ -7,6 +7,7 @@ and the fields of an optional section can be set.
 import itertools
 import re
 import sys
+import textwrap
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import NoneType
@@ -45,7 +46,8 @@ def read_config(
         raise ConfigError("CONFIG", args[0] if args else "", "is missing", fix)
     base = load_config(name) if name else Config()
     if asks_help(args):
-        about = f"{as_called(doc or '').strip()}\n\n{ABOUT_CONFIG.format(known=known_configs())}"
+        known = textwrap.fill(f"{known_configs()},", 98, subsequent_indent="  ")
+        about = f"{as_called(doc or '').strip()}\n\n{ABOUT_CONFIG.format(known=known)}"
         print_help(base, f"{program} CONFIG", about, topic_of(args), PRINT_CONFIG)
         sys.exit(0)
     print_config = "--print-config" in args
@@ -62,7 +64,7 @@ def read_config(
 #: Description of CONFIG, for --help.
 ABOUT_CONFIG = """\
 CONFIG is one of
-  {known},
+  {known}
 a .py file with a get_config(), or a run folder, to resume the run with its latest config."""
 
 #: A line of --help.

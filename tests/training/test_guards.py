@@ -187,20 +187,21 @@ def test_a_rewind_needs_checkpoints(spiky):
 @contextlib.contextmanager
 def poisoned_batches(bad: set[int]) -> Iterator[None]:
     """These steps' batches, counted from 0, make the loss and all gradients NaN."""
-    measure, plain, number = train_step.loss_and_gradients, train_step.train_step, []
+    measure, plain, number = train_step.loss_gradients_and_loads, train_step.train_step, []
 
     def poisoned(cfg, segments, params, batch, scale=1.0):
-        measured, grads = measure(cfg, segments, params, batch, scale)
+        measured, grads, loads = measure(cfg, segments, params, batch, scale)
         is_bad = jnp.any(jnp.stack([number[-1] == b for b in sorted(bad)]))
         nan = lambda x: jnp.where(is_bad, jnp.nan, x)  # noqa: E731
-        return dataclasses.replace(measured, loss=nan(measured.loss)), jax.tree.map(nan, grads)
+        measured = dataclasses.replace(measured, loss=nan(measured.loss))
+        return measured, jax.tree.map(nan, grads), loads
 
     def numbered(cfg, segments, state, batch):
         number.append(state.step)
         return plain(cfg, segments, state, batch)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_step, "loss_and_gradients", poisoned)
+        patch.setattr(train_step, "loss_gradients_and_loads", poisoned)
         patch.setattr(train_step, "train_step", numbered)
         yield
 

@@ -119,17 +119,17 @@ def test_a_record_of_an_impossible_batch_gets_no_verdict(run, only_devices, caps
 
 @pytest.mark.slow
 def test_numerics_are_told_from_data(run, again, monkeypatch):
-    measure = train_step.loss_and_gradients
+    measure = train_step.loss_gradients_and_loads
 
     def broken(cfg, segments, params, batch, scale=1.0):
         """No numbers, whatever the batch, as soon as the weights have grown."""
-        measured, grads = measure(cfg, segments, params, batch, scale)
-        return measured.replace(loss=measured.loss * jnp.nan), grads
+        measured, *rest = measure(cfg, segments, params, batch, scale)
+        return measured.replace(loss=measured.loss * jnp.nan), *rest
 
     change(run, 45, float("nan"))
     lines = (run / RECENT_FILE).read_text().replace("NaN", "null")
     (run / RECENT_FILE).write_text(lines)
-    monkeypatch.setattr(train_step, "loss_and_gradients", broken)
+    monkeypatch.setattr(train_step, "loss_gradients_and_loads", broken)
     assert again(45).startswith("numerics: another batch also fails from this state")
 
 
