@@ -38,4 +38,4 @@ def test_a_copy_has_every_bit_and_later_ones_too(count, devices):
             for name, x in now.items():
                 assert {device.platform for device in copy[name].devices()} == {"cpu"}
                 np.testing.assert_array_equal(copy[name], x)
-        assert len(host._unpin) >= 2 * count  # it is pinned, too
+        assert len(host._unpin) >= count  # it is pinned, too

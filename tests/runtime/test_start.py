@@ -345,3 +345,16 @@ def test_the_precision_of_float32_matmuls(field, set_to, monkeypatch):
     monkeypatch.setattr(runtime, "_simulate", lambda devices: None)
     runtime.start(replace(Config(), **{"model.matmul_precision": field, "run.cpu_devices": 1}))
     assert found == ([] if set_to is None else [("jax_default_matmul_precision", set_to)])
+
+
+@pytest.mark.parametrize(
+    ("asked", "then"), [(None, None), ("cuda", "cuda,cpu"), ("cuda,cpu", None), ("cpu", None)]
+)
+def test_gpus_have_cpu_devices_beside_them(asked, then, monkeypatch):
+    """Which hold copies of a state. The first platform stays the default."""
+    updates = {}
+    config = SimpleNamespace(jax_platforms=asked, update=updates.__setitem__)
+    monkeypatch.setattr(runtime.jax, "config", config)
+    monkeypatch.setattr(visible, "visible_gpus", lambda: 4)
+    runtime._open_host_devices()
+    assert updates == {"jax_num_cpu_devices": 4} | ({"jax_platforms": then} if then else {})
