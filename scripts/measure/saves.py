@@ -64,7 +64,12 @@ def main() -> None:
     mesh = make_mesh(cfg.parallel)
     now = state.init_state(cfg, mesh)
     step = jax.jit(lambda s: jax.tree.map(lambda a: a + jnp.ones((), a.dtype), s), donate_argnums=0)
-    with checkpoint.Checkpointer(cfg, lambda text: None) as saver:
+    silent = lambda text: None  # noqa: E731
+    with (
+        checkpoint.HostCopy(vars(now)) as host,
+        checkpoint.Checkpointer(cfg, silent, host=host) as saver,
+    ):
+        host.begin()
         saver.prepare(now)
         for number in range(options.saves):  # the step that the state counts
             if options.one_on_disk:
