@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
+from jaxpar.checkpoint import integrity
 from jaxpar.runtime.gpus.host_copies import CudaError, copy_from_gpus, pin
 from jaxpar.runtime.processes import peers
 
@@ -43,7 +44,8 @@ class HostCopy:
         self._memory: dict[tuple[int, Part], np.ndarray] = {}
         self._unpin: list[Callable[[], None]] = []
         self._go, self._busy, self._ended = threading.Event(), threading.Lock(), False
-        self._thread = threading.Thread(target=self._allocate_all, name="host copy", daemon=True)
+        self._thread: threading.Thread | None = None
+        self._failure: MemoryError | None = None
 
     @property
     def by_xla(self) -> bool:
@@ -51,28 +53,31 @@ class HostCopy:
         return self._hosts is None
 
     def begin(self) -> None:
-        """Start to allocate the memory, on a thread."""
+        """Start to allocate the memory that is missing, on a thread."""
         self._go.set()
         if not self.by_xla:
+            self._thread = threading.Thread(target=self._allocate_all, name="host copy")
             self._thread.start()
 
     def _allocate_all(self) -> None:
-        with contextlib.suppress(MemoryError):  # the save itself will report it
+        self._failure = None
+        try:
             for number, x in enumerate(self._like):
                 for part in _parts(x):
                     self._go.wait()
                     with self._busy:
                         if self._ended:
                             return
-                        self._allocate(number, x, part)
+                        if (number, part) not in self._memory:
+                            self._memory[number, part] = self._allocate(x, part)
+        except MemoryError as failure:  # the save itself will report it
+            self._failure = failure
 
-    def _allocate(self, number: int, x: Any, part: Part) -> np.ndarray:
+    def _allocate(self, x: Any, part: Part) -> np.ndarray:
         """Return memory for a part of an array, present and pinned.
 
         Raises:   MemoryError.
         """
-        if (number, part) in self._memory:
-            return self._memory[number, part]
         memory = _aligned(math.prod(end - begin for begin, end in part) * x.dtype.itemsize)
         for start in range(0, memory.nbytes, PIECE):
             memory[start : start + PIECE : ALIGNMENT] = 0
@@ -80,7 +85,6 @@ class HostCopy:
         if device.platform == "gpu" and memory.nbytes >= PINNED_FROM:
             with contextlib.suppress(CudaError):  # then the copy is slower
                 self._unpin.append(pin(memory, device))
-        self._memory[number, part] = memory
         return memory
 
     @contextlib.contextmanager
@@ -96,27 +100,38 @@ class HostCopy:
     def take(self, tree: Any) -> Any:
         """Copy a state. Blocks until done. The copy is valid until the next call.
 
-        Raises:   MemoryError; CudaError.
+        If the driver refuses the copy, XLA makes it, now and later, with a warning.
+
+        Raises:   MemoryError; jax.errors.JaxRuntimeError as `copied_by_xla`.
         """
         leaves, structure = jax.tree.flatten(tree)
         if self._hosts is None:
             return copied_by_xla(tree)
+        if self._thread is None or self._failure is not None:
+            self.begin()
         self._wait()
+        if self._failure is not None:
+            raise self._failure
         jax.block_until_ready(leaves)
         pairs, copies = [], []
         for number, x in enumerate(leaves):
             shards, views = {shard.device: shard.data for shard in x.addressable_shards}, []
             for part, devices in _parts(x).items():
-                memory, source = self._allocate(number, x, part), shards[devices[0]]
+                memory, source = self._memory[number, part], shards[devices[0]]
                 pairs.append((source, memory))
                 view = memory.view(x.dtype).reshape(source.shape)
                 views += [(device, view) for device in devices]
             copies.append((x, views))
-        _copy(pairs)
+        try:
+            _copy(pairs)
+        except CudaError as error:
+            integrity.warn(f"saves are slower, since {error}: XLA copies the state to the host")
+            self._hosts = None
+            return copied_by_xla(tree)
         return jax.tree.unflatten(structure, [_on_host(*each, self._hosts) for each in copies])
 
     def _wait(self) -> None:
-        if self._thread.ident is not None:
+        if self._thread is not None:
             self._thread.join()
 
     def __enter__(self) -> "HostCopy":
@@ -148,7 +163,7 @@ def copied_in_all(host: HostCopy, tree: Any) -> Any:
     copied, error = None, None
     try:
         copied = host.take(tree)
-    except (MemoryError, CudaError, jax.errors.JaxRuntimeError) as failure:
+    except (MemoryError, jax.errors.JaxRuntimeError) as failure:
         error = failure
     if peers.any_process(error is not None):
         raise error or OSError("another process had no host memory for its shards")

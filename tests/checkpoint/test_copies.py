@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.checkpoint import copies
 from jaxpar.checkpoint.copies import HostCopy
+from jaxpar.runtime.gpus.host_copies import CudaError
 
 
 @pytest.fixture
@@ -123,6 +124,8 @@ def test_without_memory_the_save_says_so(state, monkeypatch):
         host.begin()
         with pytest.raises(MemoryError):
             host.take(state)
+        monkeypatch.undo()
+        jax.tree.map(np.testing.assert_array_equal, host.take(state), state)  # later there is some
 
 
 def test_a_state_on_gpus_is_copied_by_the_driver(state, monkeypatch):
@@ -139,6 +142,20 @@ def test_a_state_on_gpus_is_copied_by_the_driver(state, monkeypatch):
     with HostCopy(state) as host:
         jax.tree.map(np.testing.assert_array_equal, host.take(state), state)
     assert len(copied) == 4 + 2 + 1 + 1
+
+
+def test_if_the_driver_refuses_xla_copies(state, monkeypatch, capfd):
+    def refuse(pairs) -> None:
+        raise CudaError("cuMemcpyAsync has failed with error 1")
+
+    monkeypatch.setattr(copies.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(copies, "copy_from_gpus", refuse)
+    with HostCopy(state) as host:
+        for _ in range(2):
+            copy = host.take(state)
+            assert {x.sharding.memory_kind for x in jax.tree.leaves(copy)} == {"pinned_host"}
+            jax.tree.map(np.testing.assert_array_equal, copy, state)
+    assert capfd.readouterr().err.count("WARNING") == 1
 
 
 class Gpu:

@@ -24,7 +24,10 @@ class CudaError(RuntimeError):
 
 @functools.cache
 def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise CudaError(f"the driver cannot be loaded: {error}") from error
 
 
 def _call(name: str, *args: Any) -> None:
