@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from jaxpar.checkpoint import integrity
 from jaxpar.runtime.gpus.host_copies import CudaError, copy_from_gpus, pin
+from jaxpar.runtime.host_memory import host_memory
 from jaxpar.runtime.processes import peers
 
 #: Bytes of pages that are made present at a time, without Python's lock.
@@ -62,6 +63,7 @@ class HostCopy:
     def _allocate_all(self) -> None:
         self._failure = None
         try:
+            self._check_room()
             for number, x in enumerate(self._like):
                 for part in _parts(x):
                     self._go.wait()
@@ -73,12 +75,25 @@ class HostCopy:
         except MemoryError as failure:  # the save itself will report it
             self._failure = failure
 
+    def _check_room(self) -> None:
+        """Raises:   MemoryError when the copy cannot fit: the system would end the process."""
+        missing = [
+            _num_bytes(x, part)
+            for number, x in enumerate(self._like)
+            for part in _parts(x)
+            if (number, part) not in self._memory
+        ]
+        needed, limit = sum(missing), host_memory() // peers.processes_here()
+        if needed > limit:
+            text = f"a copy of the state needs {needed / 1e9:.1f} GB of host memory for each of "
+            raise MemoryError(f"{text}the processes here, which have {limit / 1e9:.1f} GB each")
+
     def _allocate(self, x: Any, part: Part) -> np.ndarray:
         """Return memory for a part of an array, present and pinned.
 
         Raises:   MemoryError.
         """
-        memory = _aligned(math.prod(end - begin for begin, end in part) * x.dtype.itemsize)
+        memory = _aligned(_num_bytes(x, part))
         for start in range(0, memory.nbytes, PIECE):
             memory[start : start + PIECE : ALIGNMENT] = 0
         device = min(x.sharding.addressable_devices, key=lambda device: device.id)
@@ -196,6 +211,10 @@ def _parts(x: Any) -> dict[Part, list[jax.Device]]:
         bounds = (part.indices(size) for part, size in zip(index, x.shape, strict=True))
         found.setdefault(tuple((begin, end) for begin, end, _ in bounds), []).append(device)
     return found
+
+
+def _num_bytes(x: Any, part: Part) -> int:
+    return math.prod(end - begin for begin, end in part) * x.dtype.itemsize
 
 
 def _aligned(num_bytes: int) -> np.ndarray:

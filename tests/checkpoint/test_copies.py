@@ -128,6 +128,14 @@ def test_without_memory_the_save_says_so(state, monkeypatch):
         jax.tree.map(np.testing.assert_array_equal, host.take(state), state)  # later there is some
 
 
+def test_a_copy_that_does_not_fit_in_the_host_is_refused(state, monkeypatch):
+    monkeypatch.setattr(copies, "host_memory", lambda: 600)
+    with HostCopy(state) as host:
+        with pytest.raises(MemoryError, match=r"needs 0\.0 GB of host memory for each"):
+            host.take(state)
+        assert not host._memory
+
+
 def test_a_state_on_gpus_is_copied_by_the_driver(state, monkeypatch):
     """Each part once, from the first device that holds it."""
     copied = []
