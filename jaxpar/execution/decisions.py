@@ -108,6 +108,8 @@ class Execution:
             yield f"float32 gradient sums: {how}"
         if p.pipeline > 1:
             idle = "masked" if self.stage_wide_collectives else "skipped"
+            if self.postpones_weight_gradients:
+                idle = "some compute weight gradients"
             yield f"idle pipeline slots: {idle}"
         if self.activations_on_host:
             yield "activations: some in host memory"
