@@ -169,6 +169,8 @@ def _environment(cfg: Config, gpu: Gpu, given: Mapping[str, str]) -> dict[str, s
     if cfg.run.xla_flags == "none":
         flags = []
     settings = " ".join(flag.setting for flag in flags)
+    if cfg.run.deterministic:
+        settings += f" --{xla_flags.DETERMINISM[0]}=true"
     path = os.pathsep.join(filter(None, sys.path))
     return {**given, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": settings, "PYTHONPATH": path}
 

@@ -190,6 +190,18 @@ def test_flags_in_running_text_are_of_the_config():
     assert not unknown
 
 
+PATH = re.compile(r"(?<![\w/.])(?:jaxpar|scripts|configs|tests)/[\w/]*[\w.]+(?:\.\w+|/)(?![\w*<])")
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.stem)
+def test_files_that_a_page_names_exist(page):
+    """A file or folder of the project in backquotes is where the page says."""
+    named = re.findall(r"`([^`\n]+)`", page.read_text("utf-8"))
+    paths = {path for text in named if " " not in text for path in PATH.findall(text)}
+    made_by_the_reader = {"configs/chosen.py", "configs/NAME.py"}
+    assert not [p for p in sorted(paths - made_by_the_reader) if not (ROOT / p).exists()]
+
+
 def test_letters_and_axes_of_the_glossary_are_the_codes():
     text = read("glossary.md")
     legend = re.search(r"Shape letters.*?:\n(.*)\"\"\"", axes.__doc__ + '"""', re.S)[1]

@@ -187,6 +187,17 @@ def refusal(backend: str, request: Request) -> str | None:
     return "; ".join(reason for reason in reasons if reason) or None
 
 
+def is_last_resort(backend: str, request: Request) -> bool:
+    """Return whether "auto" takes a backend only if no other serves the request, or if measured.
+
+    A deterministic backward is so where only an XLA flag makes it deterministic: XLA then picks a
+    kernel that was not measured, whose workspace is unknown before the program runs.
+    """
+    able = CAPABILITIES[backend]
+    by_flag = request.deterministic and able.deterministic == "by XLA flag"
+    return able.last_resort or (request.direction == "backward" and by_flag)
+
+
 def _wrong_device(able: Capability, platform: Platform) -> str | None:
     if able.needs_gpu and platform.name != "gpu":
         return f"it needs an NVIDIA GPU, and the platform is {platform.name}"
@@ -230,9 +241,12 @@ def _is_before_hopper(platform: Platform) -> bool:
 def _wrong_backward(able: Capability, request: Request) -> str | None:
     if request.lse_gradient and not able.lse_gradient:
         return "it has no gradient of the log-sum-exp"
-    by_flag = able.deterministic == "by XLA flag"
-    if request.deterministic and by_flag and not xla_is_deterministic():
+    if not (request.deterministic and able.deterministic == "by XLA flag"):
+        return None
+    if not xla_is_deterministic():
         return f"its backward is deterministic only with {DETERMINISM_FLAGS[0]}=true in XLA_FLAGS"
+    if request.packed:
+        return "its deterministic backward of packed documents needs more memory than a GPU has"
     return None
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from jaxpar.kernels.attention.dispatch.capability import (
     CAPABILITIES,
     Request,
+    is_last_resort,
     make_request,
     refusal,
 )
@@ -117,7 +118,8 @@ def _pick(backend: str, request: Request) -> _Pick:
         )
     named = [backend] if backend != "auto" else able
     row = fastest(_rows(request.platform), request, named)
-    chosen = named[0] if row is None else row.backend
+    preferred = [name for name in named if not is_last_resort(name, request)] or named
+    chosen = preferred[0] if row is None else row.backend
     blocks = _default_blocks(chosen, request) if row is None else row.blocks
     if backend == "auto":
         why = [f"not {name}: {no}" for name, no in refused.items() if no is not None]

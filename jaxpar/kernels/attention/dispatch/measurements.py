@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from jaxpar.kernels.attention.dispatch.capability import CAPABILITIES, Request
+from jaxpar.kernels.attention.dispatch.capability import CAPABILITIES, Request, is_last_resort
 from jaxpar.kernels.attention.hopper.blocks import BackwardBlocks, ForwardBlocks
 from jaxpar.kernels.attention.triton.blocks import TritonBackward, TritonForward
 
@@ -172,7 +172,7 @@ def fastest(
     Returns:  a row, or None if no shape counts.
     """
     rivals = set(able) - {"reference"}
-    needed = {name for name in rivals if not CAPABILITIES[name].last_resort} or rivals
+    needed = {name for name in rivals if not is_last_resort(name, request)} or rivals
     wanted = _comparable(request)
     by_shape: dict[tuple[int, ...], list[Measurement]] = {}
     for row in rows:
