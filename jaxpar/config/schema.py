@@ -129,6 +129,9 @@ class ParallelConfig:
     parallelism inside a pipeline."""
     virtual_stages: int = 1
     """Interleaved stages per pipeline device. More stages make the bubble smaller."""
+    layers_per_stage: str = ""
+    """Layers of each stage, such as 15,16,16,15; of each virtual stage in the model's order. Empty:
+    equal, or else one more in the first stages."""
     schedule: Literal["1f1b", "gpipe", "zero_bubble"] = "1f1b"
     """Pipeline schedule. gpipe runs all forwards, then all backwards: simpler, as fast, and its
     memory grows with num_microbatches. zero_bubble computes some weight gradients where stages

@@ -16,7 +16,7 @@ from jaxpar.config.resolve import (
 from jaxpar.config.rules.data import data
 from jaxpar.config.rules.divisibility import divisibility
 from jaxpar.config.rules.guard import guards
-from jaxpar.config.rules.layout import automatic, interleaving, turns
+from jaxpar.config.rules.layout import automatic, interleaving, layers, turns
 from jaxpar.config.rules.lora import lora
 from jaxpar.config.rules.memory import moments, remat
 from jaxpar.config.rules.metrics import sinks
@@ -66,8 +66,8 @@ def _sizes(cfg: Config) -> None:
 
 def _each_rule(cfg: Config) -> None:
     check_types(cfg)
-    first = (numbers, places, data, schedule, moments, model, float8_matmuls, attention, remat)
-    others = (saving, guards, profile, sinks, interleaving, turns, zero_bubble, automatic)
+    first = (numbers, places, data, schedule, moments, model, float8_matmuls, attention, layers)
+    others = (remat, saving, guards, profile, sinks, interleaving, turns, zero_bubble, automatic)
     of_models = (experts, layer_kinds, attention_function, lora)
     for rule in first + others + of_models:
         rule(cfg)

@@ -38,6 +38,7 @@ def layer_stream(ex: Execution) -> WeightStream:
         scatter=functools.partial(scatter, dims=LAYER_DIMS, cfg=ex.cfg),
         gathers=ex.gathers_per_layer,
         scatters=ex.scatters_per_layer,
+        skips=not (ex.stage_wide_collectives or ex.activations_on_host),
     )
 
 

@@ -32,7 +32,7 @@ from jaxpar.parallel.staged_model import StagedModel
 from jaxpar.sharding.axes import BATCH_SPEC, FSDP_AXES, PIPELINE, TOKEN_AXES
 from jaxpar.sharding.batch import IGNORED, Batch
 from jaxpar.sharding.params import join, partition_specs, split
-from jaxpar.step.layer_order import layers_here
+from jaxpar.step.layer_order import layers_here, slots_in_use
 from jaxpar.step.state import TrainState, state_shardings, state_specs
 
 
@@ -145,6 +145,7 @@ def loss_and_gradients(
     if cfg.parallel.zero == 2:
         weights, complete = fused_weights.to_shards(weights, shards)
         frozen = join(complete, frozen)
+    frozen = join(frozen, slots_in_use(cfg))
     model = staged_model(ex, max_segments)
     microbatches = split_microbatches(batch, cfg.parallel.num_microbatches)
     run = schedule_of(cfg)
@@ -165,6 +166,7 @@ def eval_step(ex: Execution, max_segments: int | None, params: Any, batch: Batch
     cfg = ex.cfg
     weights = weights_of_step(fused_weights.fuse(varying(params), ex), cfg)
     microbatches = split_microbatches(batch, cfg.parallel.num_microbatches)
+    weights = join(weights, slots_in_use(cfg))
     model = staged_model(ex, max_segments)
     _, loss_sum = forward_only(model, weights, microbatches, cfg.parallel.virtual_stages)
     return psum(loss_sum, TOKEN_AXES), count_labels(batch)

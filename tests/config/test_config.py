@@ -35,9 +35,18 @@ model.d_ff=705 parallel.tensor=2 | 2 | model.d_ff | divisible by parallel.tensor
 model.vocab_size=510 parallel.tensor=4 | 4 | model.vocab_size | parallel.tensor = 4
 model.vocab_size=514 parallel.tensor=2 parallel.pipeline=2 | 4 | \
     model.vocab_size | parallel.tensor * parallel.pipeline = 4
-model.num_layers=5 parallel.pipeline=2 | 2 | model.num_layers | parallel.pipeline = 2
-model.num_layers=6 parallel.pipeline=2 parallel.virtual_stages=2 parallel.num_microbatches=2 | 2 | \
-    model.num_layers | parallel.virtual_stages = 4
+model.num_layers=1 parallel.pipeline=2 | 2 | model.num_layers | at least 2: 1 layer for each of 2
+model.num_layers=3 parallel.pipeline=2 parallel.virtual_stages=2 parallel.num_microbatches=2 | 2 | \
+    model.num_layers | for each of 4 virtual stages
+parallel.pipeline=2 parallel.layers_per_stage=3;1 | 2 | parallel.layers_per_stage | by commas
+parallel.pipeline=2 parallel.layers_per_stage=-3,7 | 2 | parallel.layers_per_stage | by commas
+parallel.pipeline=2 parallel.layers_per_stage=1,1,2 | 2 | parallel.layers_per_stage | but has 3
+parallel.layers_per_stage=3,1 | 1 | parallel.layers_per_stage | each of 1 stages, but has 2
+parallel.pipeline=2 parallel.layers_per_stage=4,0 | 2 | parallel.layers_per_stage | stages a layer
+parallel.pipeline=2 parallel.layers_per_stage=3,2 | 2 | \
+    parallel.layers_per_stage | add up to model.num_layers = 4, not to 5
+parallel.pipeline=2 parallel.virtual_stages=2 parallel.num_microbatches=2 \
+    parallel.layers_per_stage=2,2 | 2 | parallel.layers_per_stage | 4 virtual stages, but has 2
 parallel.virtual_stages=2 | 1 | parallel.virtual_stages | parallel.pipeline is 1
 parallel.pipeline=2 parallel.virtual_stages=2 parallel.num_microbatches=2 \
     parallel.schedule=gpipe | 2 | parallel.virtual_stages | with parallel.schedule gpipe

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from jaxpar.config import Config, ModelConfig
+from jaxpar.config.layout.layer_split import slots_per_chunk
 from jaxpar.config.remat_policies import (
     LAYER_INPUT,
     REMAT_NAMES,
@@ -218,7 +219,7 @@ def shares_of_policies(cfg: Config) -> dict[str, float]:
     p = cfg.parallel
     if not p.remat_layers:
         return {p.remat: 1.0}
-    policies = of_layers(p, cfg.model.num_layers // (p.pipeline * p.virtual_stages))
+    policies = of_layers(p, slots_per_chunk(cfg))
     return {remat: policies.count(remat) / len(policies) for remat in set(policies)}
 
 

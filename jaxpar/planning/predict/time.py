@@ -69,7 +69,7 @@ def step_time(cfg: Config, cluster: Cluster) -> StepTime:
     """
     shard, gpu, p = shard_of(cfg), cluster.gpu, cfg.parallel
     layer = compute.layer_seconds(cfg, shard, gpu)
-    stage = layer.times(shard.layers)
+    stage = layer.times(shard.layers_in_turn)
     head = compute.head_seconds(cfg, shard, gpu)
     beside = compute.weights_seconds(cfg, shard, gpu) + compute.stash_seconds(cfg, shard, gpu)
     busy = (stage + head).times(p.num_microbatches) + beside
@@ -77,7 +77,7 @@ def step_time(cfg: Config, cluster: Cluster) -> StepTime:
     exposed = {t.axis: _exposed(t, busy) for t in traffic}
     if copied := on_host_per_token(cfg):
         seconds = shard.tokens * copied / gpu.host_link.value
-        exposed["host"] = _beyond(seconds, layer) * shard.layers * p.num_microbatches
+        exposed["host"] = _beyond(seconds, layer) * shard.layers_in_turn * p.num_microbatches
     nccl = sum(max(t.nccl - exposed[t.axis], 0.0) for t in traffic)
     tokens = cfg.train.global_batch_size * cfg.data.seq_len / cluster.num_gpus
     flops = lambda causal: _model_flops(cfg.model, cfg.lora, cfg.data.seq_len, causal)  # noqa: E731
@@ -119,5 +119,5 @@ def _beyond(copy: float, layer: Seconds) -> float:
 def _gaps(cfg: Config, shard: Shard) -> float:
     p = cfg.parallel
     units = p.num_microbatches + (p.pipeline - 1) / p.virtual_stages
-    kernels = rates.KERNELS_PER_LAYER * shard.layers * units * p.row_groups
+    kernels = rates.KERNELS_PER_LAYER * shard.layers_in_turn * units * p.row_groups
     return rates.STEP_START + rates.GAP * kernels
