@@ -13,7 +13,7 @@ from jaxpar.runtime.stages import stage
 from jaxpar.sharding.fingerprint import compile_fingerprints
 from jaxpar.step.compiled import FirstRunAlone
 from jaxpar.step.replica_check import ReplicaCheck
-from jaxpar.step.state import TrainState, compile_snapshot
+from jaxpar.step.state import TrainState, abstract_snapshot, compile_snapshot, without_values
 from jaxpar.training.evaluation import Evaluation
 from jaxpar.training.run import Run
 
@@ -45,13 +45,14 @@ def prepared(
               earlier, tracing on the thread would slow down that of the train step, since Python
               runs one thread at a time.
     """
-    cfg, like = run.cfg, jax.tree.map(_abstract, state)
-    with checkpoint.HostCopy(vars(like)) as host:
+    cfg, like = run.cfg, jax.tree.map(without_values, state)
+    saved = vars(abstract_snapshot(state, run.cfg, run.mesh))
+    with checkpoint.HostCopy(saved) as host:
         evaluation = Evaluation(cfg, run.mesh, run.held_out, run.max_segments, host.paused)
         replicas = ReplicaCheck(cfg, run.mesh)
 
         def others() -> jax.stages.Lowered | None:
-            compile_fingerprints(vars(like))
+            compile_fingerprints(saved)
             compile_snapshot(like)
             if cfg.guard.replica_check_every:
                 replicas.compile(like)
@@ -74,7 +75,3 @@ def prepared(
         peers.any_process(False)  # a collective would fail while another process still compiles
         run.startup.ended("compilation")
         yield Prepared(train_step, evaluation, replicas, host)
-
-
-def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)

@@ -53,6 +53,11 @@ RUNS = {
         "--parallel.data 2 --parallel.pipeline 2 --parallel.num-microbatches 2 --model.num-layers 4"
         " --parallel.virtual-stages 2 --parallel.zero 1",
     ),
+    "unequal stages": (
+        2,
+        "--parallel.pipeline 2 --parallel.num-microbatches 2 --model.num-layers 3"
+        " --parallel.zero 1",
+    ),
     "moments on the host": (1, "--optimizer.offload True"),
     "replicas": (2, "--parallel.replica 2 --guard.replica-check-every 2"),
 }
