@@ -63,7 +63,8 @@ def values_of(specs: tuple[tuple[str, ParamSpec], ...], seed: int) -> Any:
 def init_params(specs: Any, cfg: Config, mesh: Mesh) -> Any:
     """What `jaxpar.step.state.init_params` gives, without a program for each array and mesh."""
     values = values_of(tuple(flat(specs).items()), cfg.train.seed)
-    placed = jax.device_put(values, shardings(mesh, partition_specs(specs)))
+    to = shardings(mesh, partition_specs(specs))
+    placed = jax.device_put(values, state.logical_shardings(values, to, cfg))
     return state.to_running(state.TrainState((), placed, ()), cfg).params
 
 

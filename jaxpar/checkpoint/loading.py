@@ -30,9 +30,8 @@ from jaxpar.sharding.fingerprint import fingerprints
 from jaxpar.sharding.params import flat
 from jaxpar.step.state import (
     TrainState,
-    abstract_state,
+    abstract_logical,
     in_configured_dtypes,
-    state_shardings,
     to_running,
 )
 
@@ -99,7 +98,7 @@ def restore(cfg: Config, mesh: Mesh, step: int | None = None) -> TrainState:
     """
     saved = read_saved(cfg.run.dir, step)
     check_resumable(cfg, saved)
-    target = dict(vars(_target(_with_saved_dtypes(cfg, saved), mesh)))
+    target = dict(vars(abstract_logical(_with_saved_dtypes(cfg, saved), mesh)))
     known = _has_guard(folder(cfg.run.dir) / str(saved.step))
     scalars = target["guard"] if known else target.pop("guard")
     loaded = _load_whole(cfg.run.dir, saved, target)
@@ -134,7 +133,9 @@ def restore_params(run_dir: str | Path, cfg: Config, mesh: Mesh, step: int | Non
     """
     saved = read_saved(run_dir, step)
     check_fields(cfg, saved, MODEL_FIELDS + LORA_FIELDS, "set it back")
-    loaded = _load_whole(run_dir, saved, {"params": _target(cfg, mesh).params}, partial=True)
+    loaded = _load_whole(
+        run_dir, saved, {"params": abstract_logical(cfg, mesh).params}, partial=True
+    )
     return to_running(TrainState(step=(), opt_state=(), **loaded), cfg).params
 
 
@@ -178,15 +179,6 @@ def _agree(where: str, damage: list[str]) -> None:
         damage = ["another process reports it"]
     if damage:
         raise Damaged(where, damage)
-
-
-def _target(cfg: Config, mesh: Mesh) -> TrainState:
-    """Describe the state to load: shapes, dtypes and shardings, in optax's named tuples."""
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        abstract_state(cfg),
-        state_shardings(cfg, mesh),
-    )
 
 
 def _with_saved_dtypes(cfg: Config, saved: Saved) -> Config:

@@ -19,6 +19,7 @@ from jaxpar.checkpoint import integrity
 from jaxpar.checkpoint.orbax_errors import errors_file, errors_to_file
 from jaxpar.checkpoint.saved import METADATA, folder, saved_steps
 from jaxpar.config import Config
+from jaxpar.config.layout.layer_split import is_equal
 from jaxpar.data.skips import SkippedBatches
 from jaxpar.data.sources import fingerprint
 from jaxpar.runtime import exit_codes
@@ -96,7 +97,7 @@ class Checkpointer:
 
     def prepare(self, state: TrainState) -> None:
         """Compile what a save needs, so that the first save delays the loop no more than others."""
-        fingerprints(vars(state))
+        fingerprints(vars(state if is_equal(self._cfg) else snapshot(state, self._cfg)))
 
     def save(self, state: TrainState, step: int, tokens_seen: int) -> bool:
         """Start saving. Training may continue, and donate the state, as soon as this returns.

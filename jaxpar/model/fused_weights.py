@@ -55,6 +55,10 @@ TOP_DIMS: dict[str, int | None] = {"embed": -1, "final_norm": None, "head": -2}
 #: Name under which a tree of shards has the weights that ZeRO-2 gathered at the start of the step.
 COMPLETE = "complete"
 
+#: Name under which a layer's weights say whether the stage has this layer: a bool scalar, for the
+#: last layers of a chunk if stages are unequal (`step/layer_order.py`).
+IN_USE = "in_use"
+
 
 def fuse(params: Tree, ex: Execution) -> Tree:
     """Convert a device's shards to the fused layout, {"top": ..., "layers": ...}.

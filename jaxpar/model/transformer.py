@@ -24,12 +24,13 @@ from jaxpar.execution.decisions import Execution
 from jaxpar.execution.remat import all_on_device, rematerialize
 from jaxpar.model import embedding, lora, norm
 from jaxpar.model.attention_context import AttentionContext
-from jaxpar.model.fused_weights import LAYER_DIMS, TOP_DIMS, only
+from jaxpar.model.fused_weights import IN_USE, LAYER_DIMS, TOP_DIMS, only
 from jaxpar.model.layer import layer
 from jaxpar.model.loss import cross_entropy, num_chunks
 from jaxpar.model.parameters import Tree
 from jaxpar.model.row_groups import in_groups, layer_of_row_groups
 from jaxpar.model.weights import gather, layer_stream
+from jaxpar.parallel import optional
 from jaxpar.parallel.collectives import varying
 from jaxpar.parallel.fsdp.prefetch import through_layers
 from jaxpar.parallel.pipeline.stages import broadcast_from_last_stage, sum_over_stages
@@ -77,13 +78,20 @@ def stage(
     p = ex.cfg.parallel
     if not isinstance(chunk, tuple):
         return _loop(ex, chunk, x, lax.stop_gradient(context)), passthrough
+    in_use = iter([w.get(IN_USE) for w in chunk])
+    chunk = tuple(map(_weights, chunk))
     blocks, stream = iter(_blocks(ex.cfg, len(chunk), layers_of)), layer_stream(ex)
     rows = in_groups(x, p.row_groups)
     for alike, of_these in runs_of_layers(chunk, context, ex.cfg):
         these = tuple(itertools.islice(blocks, len(alike)))
         contexts = in_groups(of_these, p.row_groups)
-        rows, passthrough = through_layers(these, stream, alike, rows, passthrough, contexts)
+        used = tuple(itertools.islice(in_use, len(alike)))
+        rows, passthrough = through_layers(these, stream, alike, rows, passthrough, contexts, used)
     return (rows[0] if len(rows) == 1 else jnp.concatenate(rows)), passthrough
+
+
+def _weights(w: Tree) -> Tree:
+    return {name: a for name, a in w.items() if name != IN_USE}
 
 
 def runs_of_layers(
@@ -186,8 +194,12 @@ def _loop(ex: Execution, stacked: Tree, x: jax.Array, context: AttentionContext)
     p = ex.cfg.parallel
     block = rematerialize(_block(ex), saved_names(p.remat), apart=True)
 
+    def one(x: jax.Array, w: Tree, context: AttentionContext) -> jax.Array:
+        y, used = block(x, _weights(w), context), w.get(IN_USE)
+        return y if used is None else optional.select(used, y, x)
+
     def layers(x: jax.Array, w: Tree, context: AttentionContext) -> jax.Array:
-        return lax.scan(lambda x, w: (block(x, w, context), None), x, w)[0]
+        return lax.scan(lambda x, w: (one(x, w, context), None), x, w)[0]
 
     if p.remat_group == 1:
         return layers(x, stacked, context)

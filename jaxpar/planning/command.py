@@ -10,9 +10,10 @@ from typing import Any
 
 from rich.console import Console
 
-from jaxpar.config import Config, ConfigError, layout_fields
+from jaxpar.config import Config, ConfigError
 from jaxpar.config.command_line import read_config
 from jaxpar.config.config_file import known_configs, load_config
+from jaxpar.config.layout import fields as layout_fields
 from jaxpar.config.numerals import only_digits
 from jaxpar.config.rules.limits import MAX_INT, MAX_SEQUENCE, Range
 from jaxpar.planning import advice, budget, compiling, layouts, override, showing

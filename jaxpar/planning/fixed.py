@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from jaxpar.config import Config, ConfigError, flag, layout_fields, replace
+from jaxpar.config import Config, ConfigError, flag, replace
+from jaxpar.config.layout import fields as layout_fields
 from jaxpar.config.numerals import only_digits
 from jaxpar.config.rules.memory import remat
 from jaxpar.config.rules.type_check import check_types

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxpar.config import Config, ConfigError
-from jaxpar.config.layout_fields import FIELDS
+from jaxpar.config.layout.fields import FIELDS
 from jaxpar.config.remat_policies import REMAT_POLICIES, names_on_host
 from jaxpar.config.validate import resolve
 from jaxpar.planning.progress import Watch, no_report
@@ -63,7 +63,7 @@ def legal_layouts(
     pipeline: the combination has not been tested on GPUs.
 
     Args:     fixed: fields of `parallel` with a fixed value, by name. coarse: list fewer layouts:
-              microbatches in powers of two, at most two virtual stages, no row groups.
+              microbatches in powers of two, at most two virtual stages, no row groups, no ZeRO-2.
               watch: called with the number of candidates checked.
     """
     found = Listing()
@@ -144,19 +144,24 @@ def _splits(
     turns = in_stages and cfg.parallel.layer_loop == "unroll"
     options: dict[str, Sequence[int]] = {
         "num_microbatches": divisors(whole),
-        "zero": (1, 3) if sharded or cfg.parallel.gather_dtype != "compute" else (1,),
+        "zero": (1, 2, 3) if sharded or cfg.parallel.gather_dtype != "compute" else (1,),
         "virtual_stages": VIRTUAL_STAGES if interleaves else (1,),
         "row_groups": (1, 2) if turns else (1,),
     }
     if coarse:
         options["num_microbatches"] = [d for d in divisors(whole) if d.bit_count() == 1]
         options["virtual_stages"] = options["virtual_stages"][:2]
+        options["zero"] = [stage for stage in options["zero"] if stage != 2]
         options["row_groups"] = (1,)
     if size := cfg.train.micro_batch_size:
         options["num_microbatches"] = (max(whole // size, 1),)
     options |= {name: (fixed[name],) for name in options if name in fixed}
-    for values in itertools.product(*options.values()):
-        yield dict(zip(options, values, strict=True))
+    for choice in itertools.product(*options.values()):
+        values = dict(zip(options, choice, strict=True))
+        once = values["num_microbatches"] == mesh["pipeline"] == 1
+        if values["zero"] == 2 and once and "zero" not in fixed:
+            continue  # without sums over microbatches, ZeRO-1 needs no more memory
+        yield values
 
 
 def values_of(cfg: Config) -> dict[str, Any]:

@@ -1,12 +1,13 @@
 """Formats a plan as tables, and as a record for JSON."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rich import box
 from rich.console import Console, Group
 from rich.table import Table
 
+from jaxpar.config.layout.layer_split import in_words, is_equal, layers_per_chunk
 from jaxpar.planning.alignment import alignment_hints
 from jaxpar.planning.budget import Inference, TrainingCost
 from jaxpar.planning.compiling import CompiledMemory
@@ -147,9 +148,17 @@ def _remarks(plan: Plan, chosen: Sequence[Layout]) -> list[str]:
     if plan.refused:
         lines.append(f"Invalid: {sum(plan.refused.values()):,}, by violated rule:")
         lines += [f"  {n:>6,}  {reason}" for reason, n in plan.refused.most_common(8)]
+    lines += [f"Layers per stage: {text}." for text in _unequal_stages(chosen)]
     lines += [f"Hint: {hint}." for hint in alignment_hints(chosen[0].cfg)] if chosen else []
     lines += caveats(plan, chosen)
     return lines
+
+
+def _unequal_stages(chosen: Sequence[Layout]) -> Iterator[str]:
+    """Yield the numbers of layers of each of these layouts whose stages are unequal."""
+    for layout in chosen:
+        if not is_equal(layout.cfg):
+            yield f"{in_words(layers_per_chunk(layout.cfg))} ({describe(layout.cfg)})"
 
 
 def caveats(plan: Plan, chosen: Sequence[Layout]) -> list[str]:
@@ -272,6 +281,7 @@ def layout_record(layout: Layout) -> dict[str, Any]:
     t = layout.time
     return {
         "parallel": values_of(layout.cfg),
+        "layers_per_stage": list(layers_per_chunk(layout.cfg)),
         "memory_bytes": _memory_record(layout.memory),
         "seconds": time_parts(t),
         "sent_bytes": {traffic.axis: traffic.sent for traffic in t.traffic},

@@ -1,14 +1,15 @@
 """The training state (step, parameters, moments), its initialization and its sharding.
 
 Arrays are logical and global and have stable names, so a checkpoint means the same on every mesh.
-Only the order of layers depends on the mesh: with virtual stages, a device's chunks are not
-neighboring layers, so the running state stores the layers in a different order. `to_logical` and
-`to_running` convert between the two.
+Only the places of layers depend on the mesh (`layer_order.py`): with virtual stages, a device's
+chunks are not neighboring layers, so the running state stores the layers in a different order; with
+unequal stages, it has empty slots. `to_logical` and `to_running` convert between the two.
 """
 
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -21,13 +22,15 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.config import Config
+from jaxpar.config.layout.layer_split import is_equal
 from jaxpar.model.parameters import param_specs, trainable_specs
 from jaxpar.optimizer import loss_scale, moments
 from jaxpar.optimizer.rules import make_optimizer
 from jaxpar.sharding.initial_values import init_options, initial_values, leaf_keys
 from jaxpar.sharding.mesh import shardings
 from jaxpar.sharding.params import ParamSpec, abstract, map_specs, partition_specs, split
-from jaxpar.step.layer_order import layer_order
+from jaxpar.step.layer_order import layer_order, with_slots
+from jaxpar.step.unequal_stages import logical_sharding, to_layers, to_slots
 
 
 @flax.struct.dataclass
@@ -50,8 +53,19 @@ def optimizer_for(cfg: Config) -> optax.GradientTransformation:
 
 
 def abstract_state(cfg: Config) -> TrainState:
-    """Return the state's global shapes and dtypes without allocating arrays."""
-    params = abstract(param_specs(cfg.model, cfg.lora))
+    """Return the running state's global shapes and dtypes without allocating arrays."""
+    return _abstract(cfg, with_slots(param_specs(cfg.model, cfg.lora), cfg))
+
+
+def abstract_logical(cfg: Config, mesh: Mesh) -> TrainState:
+    """Return the shapes, dtypes and shardings of `to_logical`, those of a checkpoint's arrays."""
+    arrays, running = _abstract(cfg, param_specs(cfg.model, cfg.lora)), state_shardings(cfg, mesh)
+    place = lambda a, to: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=to)  # noqa: E731
+    return jax.tree.map(place, arrays, logical_shardings(arrays, running, cfg))
+
+
+def _abstract(cfg: Config, specs: Any) -> TrainState:
+    params = abstract(specs)
     opt_state = jax.eval_shape(functools.partial(_init_opt_state, cfg), params)
     guard = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), loss_scale.initial_guard(cfg)
@@ -91,6 +105,21 @@ def state_shardings(cfg: Config, mesh: Mesh) -> TrainState:
     return dataclasses.replace(tree, opt_state=moments.map_moments(on_host, tree.opt_state))
 
 
+def logical_shardings(arrays: Any, running: Any, cfg: Config) -> Any:
+    """Return the shardings of logical arrays: those of the running state if stages are equal.
+
+    Args:     arrays: a tree like a state or part of one, with shapes. running: its shardings in a
+              running state.
+    """
+    if is_equal(cfg):
+        return running
+
+    def one(path, array, sharding):
+        return logical_sharding(sharding, array.shape) if _is_layer(path) else sharding
+
+    return jax.tree_util.tree_map_with_path(one, arrays, running)
+
+
 def bytes_per_device(state: TrainState) -> int:
     """Return the bytes of one device's shards of a state, including those in host memory.
 
@@ -115,7 +144,7 @@ def init_params(specs: Any, cfg: Config, mesh: Mesh) -> Any:
     Args:     specs: those of all of a model's parameters, or of some. A parameter's values do not
               depend on which others are initialized with it.
     """
-    to = shardings(mesh, partition_specs(specs))
+    to = logical_shardings(abstract(specs), shardings(mesh, partition_specs(specs)), cfg)
     params = _init_params(specs, cfg.train.seed, to)
     return to_running(TrainState((), params, ()), cfg).params
 
@@ -154,41 +183,62 @@ def _initial_values(spec: ParamSpec, sharding: NamedSharding, options: tuple):
 
 
 def to_running(state: TrainState, cfg: Config) -> TrainState:
-    """Convert a state from the model's layer order to the order in which the mesh runs layers."""
+    """Convert a state from the model's layer order to the order in which the mesh runs layers.
+
+    With unequal stages, the arrays of layers in `state` are deleted one by one, since both forms of
+    all arrays would need twice the memory.
+    """
     order = layer_order(cfg)
-    return state if order is None else _reorder(state, order)
+    if order is None:
+        return state
+    if is_equal(cfg):
+        return _of_layers(lambda x: _take(x.sharding, x.ndim)(x, order), state)
+
+    def consume(x: jax.Array) -> jax.Array:
+        converted = to_slots(x, order)
+        x.delete()
+        return converted
+
+    return _of_layers(consume, state)
 
 
-def to_logical(state: TrainState, cfg: Config) -> TrainState:
-    """Convert a state from the mesh's layer order to the model's, for a checkpoint."""
+def to_logical(state: TrainState, cfg: Config, *, on_host: bool = False) -> TrainState:
+    """Convert a state from the mesh's layer order to the model's, for a checkpoint.
+
+    Args:     on_host: with unequal stages, put the converted arrays in pinned host memory.
+    """
     order = layer_order(cfg)
-    return state if order is None else _reorder(state, np.argsort(order))
+    if order is None:
+        return state
+    if is_equal(cfg):
+        inverse = np.argsort(order)
+        return _of_layers(lambda x: _take(x.sharding, x.ndim)(x, inverse), state)
+    return _of_layers(lambda x: to_layers(x, order, on_host=on_host), state)
 
 
-def _reorder(state: TrainState, order: np.ndarray) -> TrainState:
-    """Reorder the layers of parameters and moments, keeping their shardings."""
-
-    def is_layer(path) -> bool:
-        return any(getattr(key, "key", None) == "layers" for key in path)
-
-    def one(path, x):
-        return _take(x.sharding, x.ndim)(x, order) if is_layer(path) else x
-
+def _of_layers(convert: Callable[[jax.Array], jax.Array], state: TrainState) -> TrainState:
+    """Convert the layer-stacked arrays of parameters and moments."""
+    one = lambda path, x: convert(x) if _is_layer(path) else x  # noqa: E731
     return jax.tree_util.tree_map_with_path(one, state)
+
+
+def _is_layer(path: Any) -> bool:
+    return any(getattr(key, "key", None) == "layers" for key in path)
 
 
 def snapshot(state: TrainState, cfg: Config) -> TrainState:
     """`to_logical`, with copies of the arrays that are in host memory.
 
     A reader reads host arrays in place, so a step that donates `state` could overwrite them during
-    the read. Readers copy device arrays themselves.
+    the read. Readers copy device arrays themselves. With unequal stages, converted arrays are in
+    host memory, so that the device needs memory for one of them only.
     """
 
     def own(new: jax.Array, old: jax.Array) -> jax.Array:
         shared = new is old and new.sharding.memory_kind == "pinned_host"
         return _convert(new.sharding, new.dtype)(new) if shared else new
 
-    return jax.tree.map(own, to_logical(state, cfg), state)
+    return jax.tree.map(own, to_logical(state, cfg, on_host=True), state)
 
 
 def in_configured_dtypes(state: TrainState, cfg: Config) -> TrainState:

@@ -27,11 +27,12 @@ from jaxpar.parallel.fsdp import gather as fsdp
 from jaxpar.parallel.gradients import global_norm, reduce_gradients
 from jaxpar.parallel.pipeline.gpipe import gpipe
 from jaxpar.parallel.pipeline.runner import forward_only, one_f_one_b
+from jaxpar.parallel.pipeline.zero_bubble import zero_bubble
 from jaxpar.parallel.staged_model import StagedModel
 from jaxpar.sharding.axes import BATCH_SPEC, FSDP_AXES, PIPELINE, TOKEN_AXES
 from jaxpar.sharding.batch import IGNORED, Batch
 from jaxpar.sharding.params import join, partition_specs, split
-from jaxpar.step.layer_order import layers_here
+from jaxpar.step.layer_order import layers_here, slots_in_use
 from jaxpar.step.state import TrainState, state_shardings, state_specs
 
 
@@ -144,6 +145,7 @@ def loss_and_gradients(
     if cfg.parallel.zero == 2:
         weights, complete = fused_weights.to_shards(weights, shards)
         frozen = join(complete, frozen)
+    frozen = join(frozen, slots_in_use(cfg))
     model = staged_model(ex, max_segments)
     microbatches = split_microbatches(batch, cfg.parallel.num_microbatches)
     run = schedule_of(cfg)
@@ -164,6 +166,7 @@ def eval_step(ex: Execution, max_segments: int | None, params: Any, batch: Batch
     cfg = ex.cfg
     weights = weights_of_step(fused_weights.fuse(varying(params), ex), cfg)
     microbatches = split_microbatches(batch, cfg.parallel.num_microbatches)
+    weights = join(weights, slots_in_use(cfg))
     model = staged_model(ex, max_segments)
     _, loss_sum = forward_only(model, weights, microbatches, cfg.parallel.virtual_stages)
     return psum(loss_sum, TOKEN_AXES), count_labels(batch)
@@ -205,7 +208,8 @@ def schedule_of(cfg: Config) -> Callable:
     p = cfg.parallel
     if p.schedule == "gpipe":
         return functools.partial(gpipe, save=p.pipeline_save)
-    return functools.partial(one_f_one_b, virtual=p.virtual_stages, save=p.pipeline_save)
+    interleaved = zero_bubble if p.schedule == "zero_bubble" else one_f_one_b
+    return functools.partial(interleaved, virtual=p.virtual_stages, save=p.pipeline_save)
 
 
 def weights_of_step(shards: Any, cfg: Config) -> Any:

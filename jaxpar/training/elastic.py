@@ -16,7 +16,7 @@ import jax
 
 from jaxpar.checkpoint import Saved
 from jaxpar.config import Config, ConfigError, flag
-from jaxpar.config.layout_fields import FIELDS, fixed_layout_fields
+from jaxpar.config.layout.fields import FIELDS, fixed_layout_fields
 from jaxpar.config.resolve import fill_data_axis
 from jaxpar.planning.layouts import describe, divisors, with_parallel
 from jaxpar.planning.predict.communication import Cluster

@@ -48,6 +48,7 @@ DEFAULT_MESHES = (
     "tensor=2",
     "sequence=2",
     "pipeline=2,num_microbatches=4",
+    "pipeline=2,num_microbatches=4,layers_per_stage=3,1",
     "replica=2,data=2",
     "data=2,tensor=2,zero=1",
     "data=2,sequence=2,context=ring",

@@ -19,7 +19,7 @@ def parse_meshes(items: Sequence[str], parallel: ParallelConfig) -> dict[str, Pa
 
     Raises:   ConfigError for an unknown field, or a value or a mesh that is too large.
     """
-    ones = dict.fromkeys((*AXES, "virtual_stages"), 1)
+    ones: dict[str, Any] = dict.fromkeys((*AXES, "virtual_stages"), 1) | {"layers_per_stage": ""}
     meshes = {item: dataclasses.replace(parallel, **ones | _parse_mesh(item)) for item in items}
     for item, mesh in meshes.items():
         if num_devices(mesh) > MAX_CPU_DEVICES:
@@ -43,7 +43,7 @@ def refuse_rounding(meshes: dict[str, ParallelConfig], parallel: ParallelConfig)
 
 def _parse_mesh(text: str) -> dict[str, Any]:
     hints, values = typing.get_type_hints(ParallelConfig), {}
-    for item in text.split(","):
+    for item in _items(text, hints):
         name, _, value = (part.strip() for part in item.partition("="))
         name = name.replace("-", "_")
         if name not in hints or not value:
@@ -53,6 +53,18 @@ def _parse_mesh(text: str) -> dict[str, Any]:
             raise ConfigError("--mesh", text, f"{name} is given twice", "give it once")
         values[name] = _typed(text, name, value, hints[name])
     return values
+
+
+def _items(text: str, hints: dict[str, Any]) -> list[str]:
+    """Split at commas. What has no "=" continues a text, as in layers_per_stage=3,1."""
+    items: list[str] = []
+    for item in text.split(","):
+        before = items[-1].partition("=")[0].strip().replace("-", "_") if items else ""
+        if "=" not in item and hints.get(before) is str:
+            items[-1] += f",{item}"
+        else:
+            items.append(item)
+    return items
 
 
 def _typed(text: str, name: str, value: str, hint: Any) -> int | str:

@@ -1,9 +1,11 @@
 """Makes a config small and exact enough to compare meshes."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
 from jaxpar.config import Config, ParallelConfig, replace
+from jaxpar.config.layout.layer_split import layers_per_chunk
 from jaxpar.model.parameters import trainable_specs
 from jaxpar.sharding.params import count
 
@@ -47,9 +49,9 @@ MIN_SLIDING_WINDOW = 4
 def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
     """Return a small model of the same kind, with sizes that all meshes divide.
 
-    Keeps all flags; the ratios of query to KV heads, of widths, and of window and RoPE scaling to
-    the sequence; and the variance of the output of a matrix. The learning rate starts at its peak,
-    so that a few steps change the weights.
+    Keeps all flags; the numbers of layers that meshes give to stages; the ratios of query to KV
+    heads, of widths, and of window and RoPE scaling to the sequence; and the variance of the output
+    of a matrix. The learning rate starts at its peak, so that a few steps change the weights.
     """
     every = lambda ways: math.lcm(*map(ways, meshes))  # noqa: E731
     up = lambda size, of: max(-(-round(size) // of), 1) * of  # noqa: E731
@@ -64,8 +66,10 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
     stages = every(lambda p: p.pipeline * p.virtual_stages)
     d_ff = up(d_model * m.d_ff / m.d_model, every(lambda p: p.tensor))
     rows = lambda p: p.replica * p.data * p.expert * p.num_microbatches * p.row_groups  # noqa: E731
+    unequal = [dataclasses.replace(cfg, parallel=p) for p in meshes if p.layers_per_stage]
+    given = [sum(layers_per_chunk(on_mesh)) for on_mesh in unequal]
     values = {
-        "model.num_layers": up(2, stages * max(m.global_every, 1)),
+        "model.num_layers": max(given, default=up(2, stages * max(m.global_every, 1))),
         "model.d_model": d_model,
         "model.num_heads": heads,
         "model.num_kv_heads": kv_heads,

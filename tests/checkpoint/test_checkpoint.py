@@ -84,9 +84,10 @@ def random_state(cfg: Config, mesh, step: int) -> state.TrainState:
     def numbers(leaf):
         return np.asarray(rng.normal(size=leaf.shape) * 1000, leaf.dtype)
 
-    values = jax.tree.map(numbers, state.abstract_state(cfg))
-    values = dataclasses.replace(values, step=np.int32(step))
-    return state.to_running(jax.device_put(values, state.state_shardings(cfg, mesh)), cfg)
+    leaves = state.abstract_logical(cfg, mesh)
+    values = dataclasses.replace(jax.tree.map(numbers, leaves), step=np.int32(step))
+    placed = jax.device_put(values, jax.tree.map(lambda leaf: leaf.sharding, leaves))
+    return state.to_running(placed, cfg)
 
 
 def logical(running: state.TrainState, cfg: Config) -> state.TrainState:

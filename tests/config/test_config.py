@@ -35,14 +35,32 @@ model.d_ff=705 parallel.tensor=2 | 2 | model.d_ff | divisible by parallel.tensor
 model.vocab_size=510 parallel.tensor=4 | 4 | model.vocab_size | parallel.tensor = 4
 model.vocab_size=514 parallel.tensor=2 parallel.pipeline=2 | 4 | \
     model.vocab_size | parallel.tensor * parallel.pipeline = 4
-model.num_layers=5 parallel.pipeline=2 | 2 | model.num_layers | parallel.pipeline = 2
-model.num_layers=6 parallel.pipeline=2 parallel.virtual_stages=2 parallel.num_microbatches=2 | 2 | \
-    model.num_layers | parallel.virtual_stages = 4
+model.num_layers=1 parallel.pipeline=2 | 2 | model.num_layers | at least 2: 1 layer for each of 2
+model.num_layers=3 parallel.pipeline=2 parallel.virtual_stages=2 parallel.num_microbatches=2 | 2 | \
+    model.num_layers | for each of 4 virtual stages
+parallel.pipeline=2 parallel.layers_per_stage=3;1 | 2 | parallel.layers_per_stage | by commas
+parallel.pipeline=2 parallel.layers_per_stage=-3,7 | 2 | parallel.layers_per_stage | by commas
+parallel.pipeline=2 parallel.layers_per_stage=1,1,2 | 2 | parallel.layers_per_stage | but has 3
+parallel.layers_per_stage=3,1 | 1 | parallel.layers_per_stage | each of 1 stages, but has 2
+parallel.pipeline=2 parallel.layers_per_stage=4,0 | 2 | parallel.layers_per_stage | stages a layer
+parallel.pipeline=2 parallel.layers_per_stage=3,2 | 2 | \
+    parallel.layers_per_stage | add up to model.num_layers = 4, not to 5
+parallel.pipeline=2 parallel.virtual_stages=2 parallel.num_microbatches=2 \
+    parallel.layers_per_stage=2,2 | 2 | parallel.layers_per_stage | 4 virtual stages, but has 2
 parallel.virtual_stages=2 | 1 | parallel.virtual_stages | parallel.pipeline is 1
 parallel.pipeline=2 parallel.virtual_stages=2 parallel.num_microbatches=2 \
     parallel.schedule=gpipe | 2 | parallel.virtual_stages | with parallel.schedule gpipe
 parallel.pipeline=2 parallel.virtual_stages=2 parallel.num_microbatches=1 | 2 | \
     parallel.num_microbatches | rounds
+ZB parallel.virtual_stages=2 parallel.num_microbatches=2 | 2 | \
+    parallel.num_microbatches | at least 3
+ZB parallel.num_microbatches=2 | 2 | parallel.num_microbatches | at least 3, 2 *
+ZB train.micro_batch_size=16 | 2 | parallel.num_microbatches | at least 3
+ZB4 parallel.zero=2 | 2 | parallel.zero | zero_bubble
+ZB4 parallel.sequence=2 | 4 | parallel.sequence | zero_bubble
+ZB4 parallel.layer_loop=scan | 2 | parallel.layer_loop | zero_bubble
+ZB4 model.matmul_dtype=float8 | 2 | model.matmul_dtype | zero_bubble
+ZB4 lora.rank=4 | 2 | lora.rank | zero_bubble
 train.global_batch_size=7 | 2 | train.global_batch_size | parallel.data = 2
 train.global_batch_size=12 parallel.num_microbatches=2 parallel.replica=2 | 8 | \
     train.global_batch_size | parallel.data * parallel.num_microbatches = 16
@@ -188,6 +206,10 @@ metrics.wandb=a/b/c | 1 | metrics.wandb | must be PROJECT or ENTITY/PROJECT
 metrics.prometheus_port=65536 | 1 | metrics.prometheus_port | from 1 to 65535
 metrics.prometheus_address=everywhere | 1 | metrics.prometheus_address | an IP address
 """
+ZERO_BUBBLE = "parallel.pipeline=2 parallel.schedule=zero_bubble parallel.layer_loop=unroll"
+BAD_CONFIGS = re.sub(r"^ZB4", "ZB parallel.num_microbatches=4", BAD_CONFIGS, flags=re.MULTILINE)
+BAD_CONFIGS = re.sub(r"^ZB", f"{ZERO_BUBBLE} parallel.zero=1", BAD_CONFIGS, flags=re.MULTILINE)
+
 BAD = [re.split(r" \| +", line) for line in BAD_CONFIGS.splitlines() if "|" in line]
 
 

@@ -85,8 +85,12 @@ def test_shrinking_keeps_both_kinds():
         ({"model.query_scale_dim": 0}, r"model\.query_scale_dim = 0: must be at least 1"),
         ({"parallel.layer_loop": "scan"}, r"layer_loop = 'scan': must be unroll"),
         (
-            {"model.num_layers": 6, "parallel.pipeline": 2, "parallel.num_microbatches": 2},
-            r"model\.num_layers = 6: must be divisible by 4.*--model\.num-layers 8",
+            {"model.num_layers": 2, "parallel.pipeline": 2, "parallel.num_microbatches": 2},
+            r"model\.num_layers = 2: must be at least 3: 2 layers .*--model\.num-layers 3",
+        ),
+        (
+            {"parallel.pipeline": 2, "parallel.layers_per_stage": "1,3"},
+            r"layers_per_stage = '1,3': must be multiples of .*--parallel\.layers-per-stage 2,2",
         ),
         ({"model.activation": "relu"}, r"model\.activation = 'relu': must be one of silu, gelu"),
     ],

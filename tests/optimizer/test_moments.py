@@ -3,13 +3,14 @@
 import dataclasses
 import functools
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.config import Config, replace
+from jaxpar.config import replace
 from jaxpar.config.validate import resolve
 from jaxpar.model.parameters import param_specs, trainable_specs
 from jaxpar.optimizer import moments
@@ -18,6 +19,7 @@ from jaxpar.sharding.params import count
 from jaxpar.step.layer_order import layers_here
 from jaxpar.step.state import (
     TrainState,
+    abstract_logical,
     abstract_state,
     bytes_per_device,
     in_configured_dtypes,
@@ -52,6 +54,12 @@ MESHES = {
     "stages": {
         "parallel.pipeline": 2,
         "parallel.virtual_stages": 2,
+        "parallel.num_microbatches": 2,
+        "parallel.zero": 1,
+    },
+    "unequal": {
+        "parallel.pipeline": 2,
+        "parallel.layers_per_stage": "3,1",
         "parallel.num_microbatches": 2,
         "parallel.zero": 1,
     },
@@ -94,7 +102,9 @@ def weights(devices):
         step = jax.jit(inside, out_shardings=(to.params, to.opt_state))
         state, after = init_state(cfg, mesh), []
         for i in range(STEPS):
-            grads = jax.device_put(gradients(cfg, i), to.params)
+            like = abstract_logical(cfg, mesh).params
+            placed = jax.tree.map(lambda leaf: leaf.sharding, like)
+            grads = jax.device_put(gradients(like, i), placed)
             params, opt_state = step(state, to_running(TrainState((), grads, ()), cfg).params)
             number = jax.device_put(jnp.int32(i + 1), to.step)
             state = TrainState(number, params, opt_state, state.guard)
@@ -104,11 +114,11 @@ def weights(devices):
     return lambda **fields: run(frozenset(fields.items()))
 
 
-def gradients(cfg: Config, step: int):
+def gradients(like: Any, step: int):
     """Gradients of the whole model, whose sizes differ from element to element."""
     rng = np.random.default_rng(step)
     draw = lambda a: (rng.normal(size=a.shape) * 10 ** rng.normal(size=a.shape)).astype(a.dtype)  # noqa: E731
-    return jax.tree.map(draw, abstract_state(cfg).params)
+    return jax.tree.map(draw, like)
 
 
 def distance(found: list[traces.Arrays], wanted: list[traces.Arrays]) -> float:
@@ -189,6 +199,8 @@ def test_the_next_ones_move_by_its_noise(weights, name):
         ("stages", BOTH),
         ("sharded", BOTH | OFFLOAD),
         slow("stages", BOTH | OFFLOAD),
+        slow("unequal", BOTH),
+        slow("unequal", BOTH | OFFLOAD),
     ],
     ids=lambda value: (
         None if isinstance(value, str) else "host" if "optimizer.offload" in value else "device"

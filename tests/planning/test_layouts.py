@@ -35,9 +35,11 @@ def brute_force(cfg: Config, gpus: int) -> set[tuple]:
     for P, r, f, c, t in itertools.product(sizes, repeat=5):
         if P * r * f * c * t != gpus:
             continue
-        rest = itertools.product((1, 3), range(1, 13), range(1, 5), (1, 2))
+        rest = itertools.product((1, 2, 3), range(1, 13), range(1, 5), (1, 2))
         for zero, micro, virtual, groups in rest:
-            if zero == 3 and f * c == 1:  # nothing is sharded
+            if zero > 1 and f * c == 1:  # nothing is sharded
+                continue
+            if zero == 2 and P == micro == 1:  # no sums over microbatches to shard
                 continue
             if groups == 2 and 1 in (t, P):  # turns hide what goes over tensor, between stages
                 continue

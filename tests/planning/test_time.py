@@ -6,6 +6,7 @@ import pytest
 
 from jaxpar.config import ConfigError, replace
 from jaxpar.config.command_line import load_config, read_config
+from jaxpar.config.layout.layer_split import layers_per_chunk
 from jaxpar.config.validate import resolve
 from jaxpar.planning import calibration
 from jaxpar.planning.forecast import forecast
@@ -21,7 +22,7 @@ from jaxpar.planning.predict.hardware import GPUS, H200, NETWORKS, HardwareFigur
 from jaxpar.planning.predict.memory import memory_of, on_host_per_token
 from jaxpar.planning.predict.shard import shard_of
 from jaxpar.planning.predict.time import step_time
-from jaxpar.planning.ranking import predict
+from jaxpar.planning.ranking import make_plan, predict
 
 BASE = load_config("llama3_8b")
 
@@ -86,6 +87,45 @@ def test_stages_that_may_rest_move_no_weights(virtual, tensor):
     assert moved == pytest.approx(once + 10 * 2 * shard.table * 4)
 
 
+def staged(layers: int, fields: dict):
+    """8B with other numbers of layers, in a pipeline on 8 GPUs."""
+    fields = dict(zero=1, num_microbatches=8) | fields
+    cfg = replace(BASE, **{f"parallel.{k}": v for k, v in fields.items()})
+    return resolve(replace(cfg, **{"model.num_layers": layers, "train.global_batch_size": 64}), 8)
+
+
+@pytest.mark.parametrize(
+    ("layers", "equal", "fields"),
+    [
+        (31, 32, dict(pipeline=2)),
+        (30, 32, dict(pipeline=2, layers_per_stage="14,16")),
+        (29, 32, dict(pipeline=2, virtual_stages=2, sequence=2)),
+        (126, 128, dict(pipeline=4, num_microbatches=16)),
+    ],
+)
+def test_a_pipeline_is_as_slow_and_as_large_as_its_largest_stage(layers, equal, fields):
+    cfg, like = staged(layers, fields), staged(equal, fields | {"layers_per_stage": ""})
+    assert step_time(cfg, cluster(8)).total == step_time(like, cluster(8)).total
+    assert memory_of(cfg) == memory_of(like)
+
+
+def test_chunks_that_are_skipped_take_no_time():
+    """Chunks of 8, 8, 7 and 7 layers: memory for 16 a stage, and in a round time for 15."""
+    shard = shard_of(staged(30, dict(pipeline=2, virtual_stages=2)))
+    assert (shard.layers, shard.layers_in_turn) == (16, 15)
+
+
+@pytest.mark.parametrize("stages", [4, 8])
+def test_126_layers_are_planned_on_4_and_8_stages(stages):
+    fixed = dict(pipeline=stages, tensor=8, replica=1, sequence=1, virtual_stages=1, zero=1)
+    fixed |= dict(num_microbatches=24, row_groups=1)
+    plan = make_plan(load_config("llama3_405b"), cluster(512), fixed, coarse=True)
+    assert plan.fitting or plan.too_large
+    assert {layers_per_chunk(one.cfg)[0] for one in plan.fitting + plan.too_large} == {
+        -(-126 // stages)
+    }
+
+
 def test_parts_add_up_and_mfu_follows():
     t = step_time(on(8, tensor=2), cluster(8))
     parts = t.matmul + t.attention + t.elementwise + t.optimizer + t.bubble
@@ -121,6 +161,16 @@ def test_gpipe_takes_as_long():
         step_time(on(8, **pipelined, **s), cluster(8)) for s in ({}, {"schedule": "gpipe"})
     )
     assert gpipe == ours
+
+
+def test_a_zero_bubble_schedule_has_a_smaller_bubble():
+    """Smaller by two weight gradients a stage, less the writes of their factors."""
+    pipelined = dict(pipeline=4, zero=1, num_microbatches=8, layer_loop="unroll")
+    plain, zero = (
+        step_time(on(8, **pipelined, **s), cluster(8)) for s in ({}, {"schedule": "zero_bubble"})
+    )
+    assert zero.matmul == plain.matmul
+    assert 0.4 < zero.bubble / plain.bubble < 0.6
 
 
 def test_a_slower_network_is_slower_across_hosts_only():

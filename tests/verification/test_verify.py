@@ -161,7 +161,7 @@ def test_every_config_shrinks_to_fit_the_default_meshes(name):
     small = small_config.shrink(cfg, list(meshes.values()))
     for parallel in meshes.values():
         resolve(replace(small, parallel=parallel), verification_meshes.num_devices(parallel))
-    assert params.count(parameters.param_specs(small.model)) < 3_000_000
+    assert params.count(parameters.param_specs(small.model)) < 4_000_000
     for ratio in (
         lambda m: m.num_heads / m.num_kv_heads,
         lambda m: m.d_model / (m.num_heads * m.head_dim),

@@ -30,11 +30,6 @@ def _divisions(cfg: Config) -> list[_Division]:
         _Division(kv_heads, (tensor,), "tensor ranks get equal numbers of KV heads"),
         _Division("model.num_heads", (kv_heads,), "KV heads serve equal numbers of query heads"),
         _Division("model.d_ff", (tensor,), "tensor ranks get equal shards"),
-        _Division(
-            "model.num_layers",
-            (pipeline, "parallel.virtual_stages"),
-            "stages have equal numbers of layers",
-        ),
         _Division("model.vocab_size", (tensor, pipeline), "vocabulary shards have equal sizes"),
         _Division("data.seq_len", (sequence, tensor), f"{halves} has the same length", 1 + zigzag),
         _Division("model.d_model", (data, expert, sequence), "parameters are sharded over it"),

@@ -4,7 +4,8 @@ A layout is the mesh and the fields of `parallel` that depend on it.
 """
 
 from jaxpar.config import Config, flag, require
-from jaxpar.config.layout_fields import ALL, FIELDS, names_of
+from jaxpar.config.layout.fields import ALL, FIELDS, names_of
+from jaxpar.config.layout.layer_split import FIELD, even_split, in_words, layers_per_chunk
 
 
 def automatic(cfg: Config) -> None:
@@ -24,6 +25,32 @@ def interleaving(cfg: Config) -> None:
     rule = "must be 1 with parallel.schedule gpipe"
     ways = flag(path, 1), flag("parallel.schedule", "1f1b")
     require(p.virtual_stages == 1 or p.schedule != "gpipe", cfg, path, rule, *ways)
+
+
+def layers(cfg: Config) -> None:
+    """Check that every chunk of the pipeline has layers, all chunks together those of the model.
+
+    With `model.global_every`, chunks begin with a period, so that all have the same pattern.
+    """
+    m, p, period = cfg.model, cfg.parallel, max(cfg.model.global_every, 1)
+    chunks, path = p.pipeline * p.virtual_stages, "model.num_layers"
+    least, one = (chunks - 1) * period + 1, f"{period} layers" if period > 1 else "1 layer"
+    stages = "virtual stages" if p.virtual_stages > 1 else "stages"
+    rule = f"must be at least {least}: {one} for each of {chunks} {stages} of the pipeline"
+    if period > 1:
+        rule += " except the last, since model.global_every is the period of the layers"
+    require(m.num_layers >= least, cfg, path, rule, flag(path, least))
+    if not p.layers_per_stage:
+        return
+    sizes, way = layers_per_chunk(cfg), flag(FIELD, in_words(even_split(m, p)))
+    rule = f"must have a number for each of {chunks} {stages}, but has {len(sizes)}"
+    require(len(sizes) == chunks, cfg, FIELD, rule, way)
+    require(min(sizes) > 0, cfg, FIELD, f"must give each of the {stages} a layer", way)
+    rule = f"must add up to model.num_layers = {m.num_layers}, not to {sum(sizes)}"
+    require(sum(sizes) == m.num_layers, cfg, FIELD, rule, way)
+    rule = f"must be multiples of model.global_every = {period} except the last, so that {stages} "
+    rule += "begin with the same kind of layer"
+    require(all(size % period == 0 for size in sizes[:-1]), cfg, FIELD, rule, way)
 
 
 def turns(cfg: Config) -> None:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 
 from jaxpar.config import Config, flag, require, value_of
+from jaxpar.config.layout.layer_split import slots_per_chunk
 from jaxpar.config.remat_policies import (
     LAYER_INPUT,
     ON_HOST,
@@ -52,7 +53,7 @@ def _groups(cfg: Config) -> None:
         return
     rule = f"needs parallel.layer_loop scan, not {p.layer_loop}"
     require(p.layer_loop == "scan", cfg, path, rule, flag(path, 1))
-    layers = cfg.model.num_layers // (p.pipeline * p.virtual_stages)
+    layers = slots_per_chunk(cfg)
     rule = f"must divide the {layers} layers of a loop"
     fix = flag(path, largest_divisor(layers, max(math.isqrt(layers), 1)))
     require(layers % p.remat_group == 0, cfg, path, rule, fix)

@@ -44,7 +44,7 @@ def router_has_no_gradient(m: ModelConfig) -> bool:
 
 
 def layer_kinds(cfg: Config) -> None:
-    """Check interleaved global and sliding-window layers: every stage has the same pattern."""
+    """Check interleaved global and sliding-window layers. (`layout.layers` splits them.)"""
     m, p, every = cfg.model, cfg.parallel, "model.global_every"
     none, n = flag(every, 0), m.global_every
     path, rule = (
@@ -66,13 +66,6 @@ def layer_kinds(cfg: Config) -> None:
     require(m.sliding_window is not None, cfg, every, rule, window, none)
     path, rule = "parallel.layer_loop", f"must be unroll, since layers differ: {every} is {n}"
     require(p.layer_loop == "unroll", cfg, path, rule, flag(path, "unroll"), none)
-    path, chunks = "model.num_layers", p.pipeline * p.virtual_stages
-    rule = (
-        f"must be divisible by {n * chunks}, since every {n}th layer of each of {chunks} chunks "
-        "is global"
-    )
-    ways = flag(path, -(-m.num_layers // (n * chunks)) * n * chunks), none
-    require(chunks == 1 or m.num_layers % (n * chunks) == 0, cfg, path, rule, *ways)
 
 
 def attention_function(cfg: Config) -> None:

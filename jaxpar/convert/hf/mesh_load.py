@@ -15,7 +15,7 @@ from jaxpar.convert.hf.tensor_layout import Entry, read_box, shape_of
 from jaxpar.runtime.progress import Meter, meter
 from jaxpar.sharding.grid import Box
 from jaxpar.sharding.params import flat
-from jaxpar.step.state import TrainState, state_shardings, to_running
+from jaxpar.step.state import TrainState, abstract_logical, to_running
 
 
 def load_params(source: PublishedModel, cfg: Config, mesh: Mesh, log: Callable[[str], None]) -> Any:
@@ -29,7 +29,7 @@ def load_params(source: PublishedModel, cfg: Config, mesh: Mesh, log: Callable[[
     Raises:   ConfigError that names the first field of the model that differs.
     """
     check_model(source, cfg)
-    to = flat(state_shardings(cfg, mesh).params)
+    to = {path: a.sharding for path, a in flat(abstract_logical(cfg, mesh).params).items()}
     shards = sum(_bytes_here(source, entry, to[entry.path]) for entry in source.entries)
     with meter(shards) as progress:
         arrays = {e.path: _load(source, e, to[e.path], progress) for e in source.entries}

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 from jax import lax
 
+from jaxpar.parallel import optional
 from jaxpar.parallel.host_offload import fetch_from_host, in_host_memory, store_to_host
 
 
@@ -33,6 +34,9 @@ class WeightStream:
     """Whether `gather` communicates."""
     scatters: bool
     """Whether `scatter` communicates."""
+    skips: bool = False
+    """Whether a layer that is not in use is skipped. Otherwise it is computed and its result
+    dropped, because other stages must enter its collectives too."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -43,25 +47,34 @@ def through_layers(
     x: Any,
     passthrough: Any,
     context: Any,
+    in_use: tuple[Any, ...] = (),
 ) -> Any:
     """Apply each layer's block to `x`: `block(x, gather(cast(shard)), context)`.
 
     Args:     blocks: one function of complete weights per layer; its remat policy decides what it
               saves. shards: one tree per layer. x: any tree of arrays. passthrough: weights that
               are used after the layers, returned unchanged, so that their gradients are complete
-              when the last layer's backward ends. context: arrays without gradients.
+              when the last layer's backward ends. context: arrays without gradients. in_use: for
+              each layer a bool scalar, False for a layer to leave out (its gradients are zeros), or
+              None for a layer that always runs; () if all do.
     Returns:  (x, passthrough).
     Communication: for each layer, `gather` in the forward and in the backward, and `scatter` in the
               backward.
     """
-    for block, shard in zip(blocks, shards, strict=True):
-        x = block(x, stream.gather(stream.cast(shard)), context)
+    for block, shard, used in zip(blocks, shards, _of_each(in_use, blocks), strict=True):
+        layer = functools.partial(block, x, stream.gather(stream.cast(shard)), context)
+        x = optional.result(layer, x, used, skips=stream.skips)
     return x, passthrough
 
 
-def _forward(blocks, stream, shards, x, passthrough, context):
+def _of_each(in_use: tuple[Any, ...], blocks: tuple) -> tuple[Any, ...]:
+    return in_use or (None,) * len(blocks)
+
+
+def _forward(blocks, stream, shards, x, passthrough, context, in_use):
     cast, gather = stream.cast, stream.gather
     pullbacks: list[Any] = []
+    used = _of_each(in_use, blocks)
     whole = gather(cast(shards[0]))
     for i, block in enumerate(blocks):
         layer = lambda w, x, block=block: block(x, w, context)  # noqa: E731
@@ -70,18 +83,19 @@ def _forward(blocks, stream, shards, x, passthrough, context):
             shard = cast(shards[i + 1])
             above = _gather_from_here(gather, shard, x)[0] if stream.gathers else gather(shard)
         # Save everything that the backward needs, except the complete weights.
-        x, pullback = jax.vjp(layer, whole, x, saveable_args=(False, True))
+        run = functools.partial(jax.vjp, layer, whole, x, saveable_args=(False, True))
+        x, pullback = optional.forward(run, x, used[i], skips=stream.skips)
         whole = above
         # One layer's copies to the host overlap the next layer.
         if pullbacks:
             pullbacks[-1], x = store_to_host(pullbacks[-1], x)
         pullbacks.append(pullback)
-    return (x, passthrough), (shards, pullbacks)
+    return (x, passthrough), (shards, pullbacks, used)
 
 
 def _backward(blocks, stream, saved, cotangents):
     gather = stream.gather
-    (shards, pullbacks), (g, d_passthrough) = saved, cotangents
+    (shards, pullbacks, used), (g, d_passthrough) = saved, cotangents
     # XLA reuses the casts of the forward, which take half the bytes of the float32 slices. They
     # must not be residuals: a pipeline would store them with each microbatch.
     shards = tuple(map(stream.cast, shards))
@@ -97,11 +111,11 @@ def _backward(blocks, stream, saved, cotangents):
         if i > 0:
             whole, g = _gather_from_here(gather, shards[i - 1], g)
             pullbacks[i - 1], g = fetch_from_host(pullbacks[i - 1], g)
-        d_whole, g = pullbacks[i](g)
+        d_whole, g = optional.backward(pullbacks[i], g, used[i], skips=stream.skips)
         if stream.scatters or offloads:
             d_whole, grads[-1], g = _in_time(d_whole, grads[-1], g)
         grads.append(stream.scatter(d_whole))
-    return tuple(reversed(grads[1:])), g, grads[0], None
+    return tuple(reversed(grads[1:])), g, grads[0], None, None
 
 
 def _gather_from_here(gather: Callable[[Any], Any], shard: Any, g: jax.Array):

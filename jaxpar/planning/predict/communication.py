@@ -145,10 +145,10 @@ def _average(cfg: Config, of: Callable[[set[str]], float]) -> float:
 
 
 def _layer_units(cfg: Config, shard: Shard) -> int:
-    """Layers times microbatches of one device, plus idle ticks if stages communicate in them."""
+    """Layers times microbatches of the slowest stage, plus idle ticks that communicate."""
     p = cfg.parallel
     idle = (p.pipeline - 1) // p.virtual_stages if shard.execution.stage_wide_collectives else 0
-    return shard.layers * (p.num_microbatches + idle)
+    return shard.layers_in_turn * (p.num_microbatches + idle)
 
 
 def _tensor(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:

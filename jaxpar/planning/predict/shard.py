@@ -5,6 +5,7 @@ c sequence.
 """
 
 import functools
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -12,12 +13,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.config import Config, LoraConfig, ModelConfig, OptimizerConfig
+from jaxpar.config import Config, LoraConfig, ModelConfig, OptimizerConfig, replace
+from jaxpar.config.layout.layer_split import layers_per_chunk
 from jaxpar.execution.decisions import Execution, on_gpus, rows_per_device
 from jaxpar.model.parameters import param_specs
 from jaxpar.optimizer.moments import map_moments
 from jaxpar.sharding.axes import AXES, FSDP_AXES, TENSOR
 from jaxpar.sharding.params import ParamSpec, is_spec
+from jaxpar.step.layer_order import num_slots
 from jaxpar.step.state import abstract_state, state_specs
 
 
@@ -41,7 +44,8 @@ def state_bytes(cfg: Config) -> tuple[int, int]:
     They are exact. With `optimizer.offload`, they include the moments in host memory.
     """
     sizes = tuple(getattr(cfg.parallel, axis) for axis in AXES)
-    return _bytes_on_device(cfg.model, cfg.lora, cfg.optimizer, sizes)
+    model = replace(cfg, **{"model.num_layers": num_slots(cfg)}).model
+    return _bytes_on_device(model, cfg.lora, cfg.optimizer, sizes)
 
 
 @functools.cache
@@ -94,7 +98,9 @@ class Shard:
     """Sizes of one device's work on one microbatch.
 
     rows, tokens        rows and tokens of a microbatch on a device (its shard of the sequence).
-    layers, chunks      layers of the device, over all its chunks.
+    layers, chunks      layers of the device for which it has memory, over all its chunks.
+    layers_in_turn      layers for which it has time in a round of the pipeline: those of the
+                        slowest stage, chunk by chunk, since stages are in lock-step.
     layer, matrices     parameters of a layer, sharded over tensor but not over FSDP: all, and those
                         that FSDP shards.
     table               parameters of the embedding table (the head has the same number), sharded
@@ -109,6 +115,7 @@ class Shard:
     rows: int
     tokens: int
     layers: int
+    layers_in_turn: int
     chunks: int
     layer: int
     matrices: int
@@ -134,10 +141,12 @@ def shard_of(cfg: Config) -> Shard:
     rows = rows_per_device(cfg)
     layer, matrices = _of_a_layer(m, p.tensor)
     vocab = m.vocab_size // (p.tensor * p.pipeline)
+    execution = on_gpus(cfg)
     return Shard(
         rows=rows,
         tokens=rows * cfg.data.seq_len // p.sequence,
-        layers=m.num_layers // p.pipeline,
+        layers=num_slots(cfg) // p.pipeline,
+        layers_in_turn=_layers_in_turn(cfg, execution),
         chunks=p.virtual_stages,
         layer=layer,
         matrices=matrices,
@@ -145,9 +154,17 @@ def shard_of(cfg: Config) -> Shard:
         vocab=vocab,
         fsdp=ways(cfg, FSDP_AXES),
         width=jnp.dtype(m.dtype).itemsize,
-        execution=on_gpus(cfg),
+        execution=execution,
         trainable=cfg.lora.rank == 0,
     )
+
+
+def _layers_in_turn(cfg: Config, execution: Execution) -> int:
+    """Empty slots are skipped by a branch, or computed and masked."""
+    stages, sizes = cfg.parallel.pipeline, layers_per_chunk(cfg)
+    if execution.stage_wide_collectives or cfg.parallel.layer_loop == "scan":
+        return num_slots(cfg) // stages
+    return sum(map(max, itertools.batched(sizes, stages)))
 
 
 @functools.cache

@@ -18,7 +18,7 @@ class StepTime:
 
     matmul, attention, elementwise   kernels of the microbatches.
     optimizer    the update and the gradient norm.
-    bubble       idle ticks of the pipeline, which are computed and masked.
+    bubble       idle ticks of the pipeline.
     exposed      communication that is not overlapped, by mesh axis; "host": copies of saved values
                  to host memory and back.
     contention   slowdown of matmuls by concurrent communication.
@@ -69,16 +69,15 @@ def step_time(cfg: Config, cluster: Cluster) -> StepTime:
     """
     shard, gpu, p = shard_of(cfg), cluster.gpu, cfg.parallel
     layer = compute.layer_seconds(cfg, shard, gpu)
-    stage = layer.times(shard.layers)
+    stage = layer.times(shard.layers_in_turn)
     head = compute.head_seconds(cfg, shard, gpu)
     beside = compute.weights_seconds(cfg, shard, gpu) + compute.stash_seconds(cfg, shard, gpu)
     busy = (stage + head).times(p.num_microbatches) + beside
-    bubble = stage.total * (p.pipeline - 1) / p.virtual_stages
     traffic = traffic_of(cfg, shard, cluster)
     exposed = {t.axis: _exposed(t, busy) for t in traffic}
     if copied := on_host_per_token(cfg):
         seconds = shard.tokens * copied / gpu.host_link.value
-        exposed["host"] = _beyond(seconds, layer) * shard.layers * p.num_microbatches
+        exposed["host"] = _beyond(seconds, layer) * shard.layers_in_turn * p.num_microbatches
     nccl = sum(max(t.nccl - exposed[t.axis], 0.0) for t in traffic)
     tokens = cfg.train.global_batch_size * cfg.data.seq_len / cluster.num_gpus
     flops = lambda causal: _model_flops(cfg.model, cfg.lora, cfg.data.seq_len, causal)  # noqa: E731
@@ -87,7 +86,7 @@ def step_time(cfg: Config, cluster: Cluster) -> StepTime:
         attention=busy.attention,
         elementwise=busy.elementwise,
         optimizer=compute.optimizer_seconds(cfg, shard, gpu),
-        bubble=bubble,
+        bubble=compute.bubble_seconds(cfg, shard, gpu),
         exposed=exposed,
         contention=rates.CONTENTION * nccl,
         gaps=_gaps(cfg, shard),
@@ -120,5 +119,5 @@ def _beyond(copy: float, layer: Seconds) -> float:
 def _gaps(cfg: Config, shard: Shard) -> float:
     p = cfg.parallel
     units = p.num_microbatches + (p.pipeline - 1) / p.virtual_stages
-    kernels = rates.KERNELS_PER_LAYER * shard.layers * units * p.row_groups
+    kernels = rates.KERNELS_PER_LAYER * shard.layers_in_turn * units * p.row_groups
     return rates.STEP_START + rates.GAP * kernels

@@ -1,0 +1,68 @@
+"""How a model's layers are split into the chunks of a pipeline's stages."""
+
+from collections.abc import Iterable
+
+from jaxpar.config.errors import ConfigError
+from jaxpar.config.fields import flag
+from jaxpar.config.model_schema import ModelConfig
+from jaxpar.config.numerals import only_digits
+from jaxpar.config.schema import Config, ParallelConfig
+
+#: The field of the schema.
+FIELD = "parallel.layers_per_stage"
+
+#: Digits of the largest number of layers that is read.
+_MAX_DIGITS = 6
+
+
+def layers_per_chunk(cfg: Config) -> tuple[int, ...]:
+    """Return the number of layers of each chunk, in the order of the model.
+
+    Chunk c of stage s is the (c * P + s)-th. The numbers are those of `parallel.layers_per_stage`,
+    or `even_split`.
+
+    Args:     cfg: satisfies the rule `rules.layout.layers`.
+    """
+    return _read(cfg) if cfg.parallel.layers_per_stage else even_split(cfg.model, cfg.parallel)
+
+
+def even_split(m: ModelConfig, p: ParallelConfig) -> tuple[int, ...]:
+    """Return numbers of layers that differ by at most one; the first chunks have more.
+
+    Each stage has the same part of the embedding and of the head (the vocabulary is split over the
+    pipeline), so layers are all that differs in cost. With `model.global_every`, whole periods of
+    layers are split, and the last chunk may end with part of one.
+    """
+    period, chunks = max(m.global_every, 1), p.pipeline * p.virtual_stages
+    each, more = divmod(-(-m.num_layers // period), chunks)
+    sizes = [period * (each + (k < more)) for k in range(chunks)]
+    sizes[-1] -= sum(sizes) - m.num_layers
+    return tuple(sizes)
+
+
+def slots_per_chunk(cfg: Config) -> int:
+    """Return the layers of the largest chunk. Every chunk has memory for as many."""
+    return max(layers_per_chunk(cfg))
+
+
+def is_equal(cfg: Config) -> bool:
+    """Return whether all chunks have the same number of layers."""
+    return len(set(layers_per_chunk(cfg))) == 1
+
+
+def in_words(sizes: Iterable[int]) -> str:
+    """Return numbers of layers as they are written in `parallel.layers_per_stage`."""
+    return ",".join(map(str, sizes))
+
+
+def _read(cfg: Config) -> tuple[int, ...]:
+    """Parse numbers separated by commas.
+
+    Raises:   ConfigError for a text that has anything else.
+    """
+    text = cfg.parallel.layers_per_stage
+    parts = [part.strip() for part in text.split(",")]
+    if not all(only_digits(part) and len(part) <= _MAX_DIGITS for part in parts):
+        fix = f"use {flag(FIELD, in_words(even_split(cfg.model, cfg.parallel)))}"
+        raise ConfigError(FIELD, text, "must be numbers of layers, separated by commas", fix)
+    return tuple(map(int, parts))
