@@ -34,6 +34,7 @@ MAY_IMPORT = (
     "parallel",
     "model",
     "step",
+    "planning",
     "profiling",
     "charts",
     "monitoring",

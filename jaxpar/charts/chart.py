@@ -72,15 +72,17 @@ def up(scale: Scale, value: float) -> float:
 
 def line_chart(chart: Chart) -> Element:
     """Draw a line chart."""
-    made = _drawing(chart.title, chart.about, dict(chart.attributes))
-    made.extend(_axes(chart.x, chart.y, chart.x_label))
+    made = drawing(chart.title, chart.about, dict(chart.attributes))
+    made.extend(axes(chart.x, chart.y, chart.x_label))
     for line in chart.lines:
         color = color_of(line.run)
         if line.band:
             made.append(e("path", class_=f"band {color}", d=_band(chart, line.band)))
         if len(line.points) > 1:
             kind = "line thin" if line.kind == "dots" else line.kind
-            made.append(e("path", class_=f"{kind} {color}", d=_path(chart, line.points)))
+            made.append(
+                e("path", class_=f"{kind} {color}", d=path_of(chart.x, chart.y, line.points))
+            )
         if line.kind == "dots" or len(line.points) == 1:
             made.append(_dots(chart, line, color))
     made.extend(_mark(chart, tick) for tick in thinned(chart.x, chart.ticks))
@@ -94,9 +96,8 @@ def color_of(run: int) -> str:
     return f"r{run % COLOURS}" + (f" dash{dashes}" if dashes else "")
 
 
-def _drawing(
-    title: str, about: str, attributes: dict[str, object], height: int = HEIGHT
-) -> Element:
+def drawing(title: str, about: str, attributes: dict[str, object], height: int = HEIGHT) -> Element:
+    """Return an empty drawing with its title and description."""
     return e(
         "svg",
         e("title", title),
@@ -108,7 +109,8 @@ def _drawing(
     )
 
 
-def _axes(x: Scale, y: Scale, x_label: str) -> Iterable[Element]:
+def axes(x: Scale, y: Scale, x_label: str) -> Iterable[Element]:
+    """Yield the grid, the axes and their labels."""
     for value, text in y.ticks(6):
         at = f"{up(y, value):.1f}"
         yield e("path", class_="grid", d=f"M{LEFT} {at}H{RIGHT}")
@@ -121,15 +123,15 @@ def _axes(x: Scale, y: Scale, x_label: str) -> Iterable[Element]:
     yield e("text", x_label, class_="xname", x=RIGHT, y=HEIGHT - 4)
 
 
-def _path(chart: Chart, points: Iterable[tuple[float, float]]) -> str:
-    places = (f"{across(chart.x, x):.1f} {up(chart.y, y):.1f}" for x, y in points)
-    return "M" + "L".join(places)
+def path_of(x: Scale, y: Scale, points: Iterable[tuple[float, float]]) -> str:
+    """Return the SVG path through points."""
+    return "M" + "L".join(f"{across(x, at):.1f} {up(y, value):.1f}" for at, value in points)
 
 
 def _band(chart: Chart, band: Sequence[tuple[float, float, float]]) -> str:
     over = [(x, high) for x, _, high in band]
     under = [(x, low) for x, low, _ in reversed(band)]
-    return _path(chart, over + under) + "Z"
+    return path_of(chart.x, chart.y, over + under) + "Z"
 
 
 def _dots(chart: Chart, line: Line, color: str) -> Element:
@@ -204,8 +206,8 @@ def histogram(
     shares = [[count / (sum(counts) or 1) for count in counts] for _, _, counts in bars]
     x = Scale(min(edges[0] for _, edges, _ in bars), max(edges[-1] for _, edges, _ in bars))
     y = Scale(0, 105 * max(map(max, shares)))
-    made = _drawing(title, about, {})
-    made.extend(_axes(x, y, x_label))
+    made = drawing(title, about, {})
+    made.extend(axes(x, y, x_label))
     for (run, edges, _), heights in zip(bars, shares, strict=True):
         path = f"M{across(x, edges[0]):.1f} {BOTTOM}"
         for (left, right), share in zip(pairwise(edges), heights, strict=True):
@@ -223,7 +225,7 @@ def share_bar(title: str, parts: Sequence[tuple[str, float]]) -> Element:
     """
     total = sum(spent for _, spent in parts) or 1.0
     about = ", ".join(f"{name} {spent / total:.1%}" for name, spent in parts)
-    made, left = _drawing(title, about, {"class": "bar"}, height=40), 0.0
+    made, left = drawing(title, about, {"class": "bar"}, height=40), 0.0
     for name, spent in parts:
         width = WIDTH * spent / total
         text = f"{name}: {seconds(spent)}, {spent / total:.1%}"

@@ -269,7 +269,9 @@ class ProfileConfig:
     """First step to trace, counted from 1. 0: trace only when RUN/profile.request or SIGUSR1 asks
     for it."""
     num_steps: int = 2
-    """Steps per trace, at most 20."""
+    """Steps per profile. More than 20 are written as several profiles of at most 20."""
+    every: int = 0
+    """Steps from the start of one profile to the next, from profile.start on. 0: no repeats."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,3 +46,14 @@ def train_flops_per_token(
     if lora is not None and lora.rank:
         matmuls = 4 * num_matmul_params(model) + 6 * num_adapter_params(model, lora)
     return matmuls + (6 if causal else 12) * attention
+
+
+def attention_kernel_flops(model: ModelConfig, seq_len: int) -> float | None:
+    """Return the FLOPs per token of attention kernels, forward and backward.
+
+    14 H K per pair of a query and a key: 4 forward, and 10 backward, which computes the scores
+    again. Each sequence counts as one document. None for sliding windows.
+    """
+    if model.sliding_window is not None:
+        return None
+    return 14 * model.num_layers * model.num_heads * model.head_dim * seq_len / 2

@@ -13,17 +13,29 @@ count time twice if kernels on several streams overlap.
 """
 
 import itertools
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+from jaxpar.planning.predict.hardware import Gpu
+from jaxpar.profiling import limits, roofline
 from jaxpar.profiling.hlo import text as hlo
 from jaxpar.profiling.hlo.attribution import attribute
+from jaxpar.profiling.launching import launching
 from jaxpar.profiling.trace import cpu_trace
 from jaxpar.profiling.trace.intervals import Interval, length, subtract, union
-from jaxpar.profiling.trace.kernels import CLASSES, COMMUNICATION, COPY, HOST, classify, family
+from jaxpar.profiling.trace.kernels import (
+    CLASSES,
+    COMMUNICATION,
+    COPY,
+    HOST,
+    MATMUL,
+    classify,
+    family,
+)
+from jaxpar.profiling.trace.launches import Chip, waves
 from jaxpar.profiling.trace.read import KernelTrace, NoKernels, ProfiledKernel
 from jaxpar.profiling.trace.scopes import place_of, shorten
 
@@ -97,13 +109,21 @@ def between_steps(steps: Sequence[Sequence[ProfiledKernel]]) -> float | None:
     return fmean(step[0].start - end for end, step in zip(ends, steps[1:], strict=False))
 
 
-def profile(trace: KernelTrace, hlo_text: str | hlo.Module = "", top: int = 10) -> dict[str, Any]:
+def profile(
+    trace: KernelTrace,
+    hlo_text: str | hlo.Module = "",
+    top: int = 10,
+    gpu: Gpu | None = None,
+    attention_flops: float | None = None,
+) -> dict[str, Any]:
     """Return the figures of a trace, in milliseconds per step: means over devices and steps.
 
     Args:     hlo_text: `compiled.as_text()` of the module, or the result of `hlo.parse`; without
-        it, kernels inside command buffers have no scope. top: kernels to list, by total time.
+        it, kernels inside command buffers have no scope. top: kernels to list, by total time. gpu:
+        the GPU whose peaks to use; None: no shares. attention_flops: of one device in one step.
     Raises:   NoKernels if no step is complete.
     """
+    module = None
     if hlo_text:
         module = hlo.parse(hlo_text) if isinstance(hlo_text, str) else hlo_text
         trace = attribute(trace, module)
@@ -115,7 +135,10 @@ def profile(trace: KernelTrace, hlo_text: str | hlo.Module = "", top: int = 10) 
     each = {n: _mean_of([of_step(s) for s in steps]) for n, steps in devices.items() if steps}
     every = [step for steps in devices.values() for step in steps]
     gaps = [gap for steps in trace.devices.values() if (gap := between_steps(steps)) is not None]
-    mean = _mean_of(list(each.values()))
+    mean, by_class = _mean_of(list(each.values())), _by_class(every)
+    if not mean["step"]:
+        raise NoKernels(f"the kernels of {trace.module} in the trace take no time")
+    rows = roofline.with_costs(kernel_rows(every, trace.chip), module, gpu, attention_flops)
     return {
         "module": trace.module,
         "devices": len(each),
@@ -125,11 +148,27 @@ def profile(trace: KernelTrace, hlo_text: str | hlo.Module = "", top: int = 10) 
         "devices_ms": {str(n): {k: v / 1e6 for k, v in e.items()} for n, e in each.items()},
         "between_steps_ms": fmean(gaps) / 1e6 if gaps else None,
         "exposed_share": mean["exposed"] / mean["step"],
-        "by_class": _by_class(every),
+        "by_class": by_class,
         "communication": _by_kind(every),
         "by_scope_ms": _by_scope(every),
         "unattributed_ms": _unattributed(every),
-        "top_kernels": list(itertools.islice(_top(every), top)),
+        "matmuls": roofline.of_matmuls(module, by_class.get(MATMUL, {}).get("ms"), gpu),
+        **_why(trace, rows, mean["step"] / 1e6, gpu, top),
+    }
+
+
+def _why(
+    trace: KernelTrace, rows: list[dict[str, Any]], step_ms: float, gpu: Gpu | None, top: int
+) -> dict[str, Any]:
+    """Return the top kernels and, on GPUs, what limits them, scopes and the step."""
+    if not trace.on_gpu:
+        return {"top_kernels": rows[:top], "limits": None, "scopes": None, "launching": None}
+    rows = limits.with_bounds(rows)
+    return {
+        "top_kernels": rows[:top],
+        "limits": limits.summary(rows, step_ms, gpu),
+        "scopes": limits.by_scope(rows, step_ms),
+        "launching": launching(list(trace.devices.values())),
     }
 
 
@@ -183,16 +222,22 @@ def _unattributed(steps: Sequence[Sequence[Sorted]]) -> float:
     return sum(unknown) / 1e6 / len(steps)
 
 
-def _top(steps: Sequence[Sequence[Sorted]]) -> Iterator[dict[str, Any]]:
-    """Yield kernels by total time, grouped by name, scope and result shape."""
+def kernel_rows(
+    steps: Sequence[Sequence[Sorted]], chip: Chip | None = None
+) -> list[dict[str, Any]]:
+    """Return kernels by total time, grouped by name, scope and result shape.
+
+    op, ops            an HLO instruction of the group, and how often each of them ran.
+    occupancy, waves   theoretical occupancy, and how often the blocks fill the GPU
+                       (`trace/launches.py`): means, or None if unknown.
+    """
     found: dict[tuple, list[Sorted]] = defaultdict(list)
     for item in itertools.chain.from_iterable(steps):
         k = item.kernel
         found[(family(k.name), shorten(k.scope), k.result)].append(item)
-    for (name, scope, result), items in sorted(
-        found.items(), key=lambda entry: -sum(k.ns for k in entry[1])
-    ):
-        yield {
+    ordered = sorted(found.items(), key=lambda entry: -sum(k.ns for k in entry[1]))
+    return [
+        {
             "name": name,
             "class": items[0].kind or items[0].what,
             "count": len(items) / len(steps),
@@ -200,5 +245,20 @@ def _top(steps: Sequence[Sequence[Sorted]]) -> Iterator[dict[str, Any]]:
             "ms": sum(k.ns for k in items) / 1e6 / len(steps),
             "scope": scope,
             "op": items[0].kernel.op,
+            "ops": Counter(item.kernel.op for item in items),
             "result": result,
+            **_filling(items, chip),
         }
+        for (name, scope, result), items in ordered
+    ]
+
+
+def _filling(items: Sequence[Sorted], chip: Chip | None) -> dict[str, float | None]:
+    """Return the means of occupancy and waves of kernels."""
+    shapes = [item.kernel.shape for item in items if item.kernel.shape is not None]
+    occupancy = [shape.occupancy for shape in shapes if shape.occupancy is not None]
+    full = [n for shape in shapes if chip and (n := waves(shape, chip)) is not None]
+    return {
+        "occupancy": fmean(occupancy) if occupancy else None,
+        "waves": fmean(full) if full else None,
+    }

@@ -11,12 +11,21 @@ import tyro
 from jaxpar.config import ConfigError
 from jaxpar.config.rules.limits import STEP, Range
 from jaxpar.planning.predict.hardware import Gpu, gpu_named, gpu_of_kind
-from jaxpar.profiling import breakdown, roofline, sections, table
+from jaxpar.profiling import breakdown, comparison, sections, table
+from jaxpar.profiling.folder import profiles_of
 from jaxpar.profiling.hlo.collective_bytes import collective_bytes
 from jaxpar.profiling.hlo.memory import ProgramMemory
-from jaxpar.profiling.loading import OPTION, LoadedProfile
+from jaxpar.profiling.loading import OPTION, LoadedProfile, load
+from jaxpar.profiling.roofline_chart import drawable, roofline_svg
 from jaxpar.profiling.trace.kernels import ATTENTION
 from jaxpar.runtime.option_classes import check_ranges
+from jaxpar.runtime.options import check_file
+
+#: Most other profiles of a run to name.
+MAX_OTHERS = 10
+
+#: Most kernels of a chart.
+MAX_POINTS = 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +34,8 @@ class ProfileOptions:
 
     path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar=OPTION)]
     """Run folder, folder of a profile, or file NAME.xplane.pb or NAME.xplane.pb.gz."""
+    after: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="AFTER")] = ""
+    """Another profile, to compare with the first one. Empty: show the first one."""
     step: Annotated[int | None, STEP] = None
     """First step of the profile, if the run has several. None: the latest profile."""
     top: Annotated[int, Range(1, 100_000, 20)] = 20
@@ -33,6 +44,8 @@ class ProfileOptions:
     """GPU whose peaks to use, as named by `python -m jaxpar.plan`. Empty: the GPU of the trace."""
     json: str = ""
     """File to which to write all figures as JSON."""
+    plot: str = ""
+    """File to which to draw the kernels below the GPU's roofline: NAME.svg."""
 
 
 def check(options: ProfileOptions) -> None:
@@ -49,35 +62,47 @@ def check(options: ProfileOptions) -> None:
     if options.json and not Path(options.json).absolute().parent.is_dir():
         rule = f"needs the folder {Path(options.json).parent}, which does not exist"
         raise ConfigError("--json", options.json, rule, "create the folder or choose another")
+    if options.plot and not options.plot.lower().endswith(".svg"):
+        fix = f"use --plot {options.plot}.svg"
+        raise ConfigError("--plot", options.plot, "must end in .svg: the plot is an SVG file", fix)
+    check_file("--plot", options.plot or None)
+    if options.after and (options.step is not None or options.plot):
+        option = "--plot" if options.plot else "--step"
+        fix = "remove it; give folders such as RUN/profiles/step_00000100"
+        rule = "applies to a single profile, and two are compared"
+        raise ConfigError(option, options.plot or options.step, rule, fix)
 
 
 def gpu_of(options: ProfileOptions, loaded: LoadedProfile) -> Gpu | None:
     """Return the GPU whose peaks to use; None for CPUs and unknown GPUs."""
-    if options.gpu:
-        return gpu_named(options.gpu)
+    return gpu_named(options.gpu) if options.gpu else gpu_of_trace(loaded)
+
+
+def gpu_of_trace(loaded: LoadedProfile) -> Gpu | None:
+    """Return the GPU that a trace or the run names; None for CPUs and unknown GPUs."""
     kind = loaded.trace.device_kind or (loaded.facts.device_kind if loaded.facts else "")
     return gpu_of_kind(kind)
 
 
 def figures(loaded: LoadedProfile, gpu: Gpu | None, top: int) -> dict[str, Any]:
     """Return all figures of a profile: those of `breakdown.profile`, rates and the straggler."""
-    try:
-        found = breakdown.profile(loaded.trace, loaded.module or "", top)
-    except ValueError as error:
-        fix = "trace the steps again: docs/profiling.md"
-        raise ConfigError(OPTION, str(loaded.path), str(error), fix) from error
-    if loaded.module is not None:
-        found = roofline.with_costs(found, loaded.module, gpu)
     facts = loaded.facts
+    attention = facts.attention_flops_per_device if facts is not None else None
+    try:
+        found = breakdown.profile(loaded.trace, loaded.module or "", top, gpu, attention)
+    except (ValueError, LookupError) as error:
+        rule = f"is damaged: {error}" if isinstance(error, LookupError) else str(error)
+        fix = "trace the steps again: docs/profiling.md"
+        raise ConfigError(OPTION, str(loaded.path), rule, fix) from error
     if facts is not None:
         flops = facts.flops / facts.devices
         rate = flops / found["ms"]["step"] * 1e3
         share = rate / gpu.peak.value if gpu is not None else None
         found["model"] = {"flops": flops, "flops_per_second": rate, "mfu": share}
         kernels = found["by_class"].get(ATTENTION)
-        if kernels and facts.attention_flops:
-            flops = facts.attention_flops / facts.devices
-            found["attention"] = {"flops": flops, "flops_per_second": flops / kernels["ms"] * 1e3}
+        if kernels and attention:
+            rate = attention / kernels["ms"] * 1e3
+            found["attention"] = {"flops": attention, "flops_per_second": rate}
     found["straggler"] = sections.straggler(found)
     return found
 
@@ -99,7 +124,7 @@ def in_words(
     top: int,
 ) -> str:
     """Format a profile as text."""
-    parts = [_head(loaded)]
+    parts = ["\n".join(filter(None, (_head(loaded), _others(loaded))))]
     if not loaded.trace.on_gpu:
         parts.append(textwrap.fill(f"note: {sections.CPU_NOTE}", 100))
     parts += [f"missing: {text}" for text in loaded.missing]
@@ -118,6 +143,42 @@ def _head(loaded: LoadedProfile) -> str:
     last = facts.first_step + facts.num_steps - 1
     where = f"{facts.devices} x {facts.device_kind}, mesh {facts.mesh}"
     return f"{loaded.path}: steps {facts.first_step} to {last} on {where}"
+
+
+def _others(loaded: LoadedProfile) -> str:
+    """Return a line with the other profiles of the run; "" if there is none."""
+    steps = [n for n, path in profiles_of(loaded.path.parent.parent).items() if path != loaded.path]
+    shown = ", ".join(map(str, steps[:MAX_OTHERS])) + ", ..." * (len(steps) > MAX_OTHERS)
+    return f"other profiles of the run, for --step: {shown}" if steps else ""
+
+
+def draw(options: ProfileOptions, loaded: LoadedProfile, gpu: Gpu | None) -> None:
+    """Write the chart of --plot.
+
+    Raises:   ConfigError if the GPU or the costs of the kernels are not known.
+    """
+    if gpu is None:
+        rule = "needs the peaks of a GPU, and the trace's is not known"
+        raise ConfigError("--plot", options.plot, rule, "use --gpu NAME")
+    found = figures(loaded, gpu, MAX_POINTS)
+    rows = drawable(found["top_kernels"])
+    if not rows:
+        rule = "has no kernel with known FLOPs and bytes to draw"
+        raise ConfigError("--plot", options.plot, rule, "give a profile of a GPU with its HLO")
+    under = f"{found['ms']['step']:,.1f} ms per step; area: time; {gpu.device_kind}"
+    svg = roofline_svg(rows, gpu, "TFLOP/s of the kernels of a step", under)
+    Path(options.plot).write_bytes(svg)
+
+
+def compared(options: ProfileOptions) -> dict[str, Any]:
+    """Return the comparison of two profiles: its rows, and the text under "text"."""
+    both, titles = [], []
+    for path in (options.path, options.after):
+        loaded = load(path)
+        both.append(figures(loaded, gpu_of(options, loaded), options.top))
+        titles.append(_head(loaded))
+    found = comparison.compare(*both)
+    return found | {"text": comparison.in_words(found, titles)}
 
 
 def record(

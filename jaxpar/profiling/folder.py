@@ -45,6 +45,11 @@ class ProfileFacts:
     memory: dict[str, int]
     versions: dict[str, str]
 
+    @property
+    def attention_flops_per_device(self) -> float | None:
+        """FLOPs of one device's attention kernels in a step."""
+        return None if self.attention_flops is None else self.attention_flops / self.devices
+
 
 def folder_of(run_dir: Path, step: int) -> Path:
     """Return the folder of the profile that begins with a step."""

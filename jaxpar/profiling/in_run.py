@@ -1,5 +1,8 @@
 """Traces steps during a run: those of `profile.start`, and those requested while it runs.
 
+A profile of many steps is a sequence of traces of at most `MAX_PROFILED_STEPS` steps, each in its
+own folder: the profiler keeps the events of a trace in memory until it ends.
+
 A request is the file RUN/profile.request, which process 0 removes when it sees it, or SIGUSR1 to
 any process. All processes must trace the same steps, and agree on them without waiting. The process
 with the request publishes a step that is `AHEAD` of its own and a multiple of `train.log_every`.
@@ -22,10 +25,10 @@ from typing import Any
 import jax
 
 from jaxpar.config import Config
-from jaxpar.model.flops import train_flops_per_token
+from jaxpar.config.rules.run import MAX_PROFILED_STEPS, MAX_PROFILES
 from jaxpar.profiling import folder
+from jaxpar.profiling.facts import facts_of
 from jaxpar.profiling.trace import read as trace
-from jaxpar.runtime import provenance
 from jaxpar.runtime.processes import peers
 
 #: Creating this file in the run folder requests a profile.
@@ -36,9 +39,6 @@ LOOK_SECONDS = 1.0
 
 #: Fewest steps between a request and the agreed step.
 AHEAD = 3
-
-#: Most profiles of one attempt, so that repeated requests do not fill the disk.
-MAX_PROFILES = 20
 
 _TOPIC = "profile"
 
@@ -78,6 +78,7 @@ class RunProfiler:
         self._log, self._several = log, peers.world_size() > 1
         self._looked = float("-inf")
         self._first, self._latest, self._taken = 0, 0, 0
+        self._asked_for = range(0)  # the steps of the profile in progress, or of the last one
         self._agreed_on = -2
         self._tracing = contextlib.ExitStack()
         self._mark: Any = None
@@ -101,27 +102,40 @@ class RunProfiler:
                   that it has complete steps. pause: excludes the time from the step times; it may
                   raise. enter: `Phases.enter`.
         """
-        begins = self._is_due(step)
-        ends = self._first and step == self._first + self._cfg.profile.num_steps
+        if self._is_due(step):
+            if step in self._asked_for:
+                why = "another profile is in progress"
+                self._log(f"profile    request at step {step} ignored: {why}")
+            else:
+                self._asked_for = range(step, step + self._cfg.profile.num_steps)
+        ends = self._first and step == self._last + 1
+        begins = step in self._asked_for[::MAX_PROFILED_STEPS] and (ends or not self._first)
         if begins or ends:
             enter("profile", step, slow=True)
             pause()
             jax.block_until_ready(state)
         if ends:
             self._end()
-        if begins and self._first:
-            self._log(f"profile    request at step {step} ignored: another profile is in progress")
-        elif begins:
+        if begins:
             self._begin(step)
         self._latest = step
         self._annotate(step)
+
+    @property
+    def _last(self) -> int:
+        """The last step of the trace in progress."""
+        return min(self._first + MAX_PROFILED_STEPS, self._asked_for.stop) - 1
 
     # -------------------------------------------------------------------------------- requests
 
     def _is_due(self, step: int) -> bool:
         if not self._several:
-            return step == self._cfg.profile.start or (not self._first and self._is_asked_for())
-        return self._all_agree(step - 1) or step == self._cfg.profile.start
+            return self._is_scheduled(step) or (not self._first and self._is_asked_for())
+        return self._all_agree(step - 1) or self._is_scheduled(step)
+
+    def _is_scheduled(self, step: int) -> bool:
+        start, every = self._cfg.profile.start, self._cfg.profile.every
+        return step == start or (every > 0 and step > start and (step - start) % every == 0)
 
     def _is_asked_for(self) -> bool:
         """Return whether this process has a request, and clear it."""
@@ -160,18 +174,18 @@ class RunProfiler:
         return folder.folder_of(self._dir, self._first) / f".process_{peers.rank()}"
 
     def _begin(self, step: int) -> None:
-        if self._taken == MAX_PROFILES:
-            self._log(
-                f"WARNING    no profile: this attempt has taken its maximum of {MAX_PROFILES}"
-            )
+        self._taken += 1
+        if self._taken > MAX_PROFILES:
+            why = f"this attempt has taken its maximum of {MAX_PROFILES}"
+            if self._taken == MAX_PROFILES + 1:  # said once, not at every repeat
+                self._log(f"WARNING    no profile of step {step}, or later ones: {why}")
             return
-        self._first, self._taken = step, self._taken + 1
-        last = step + self._cfg.profile.num_steps - 1
+        self._first = step
         try:
             shutil.rmtree(self._scratch(), ignore_errors=True)
             self._scratch().mkdir(parents=True)
             self._tracing.enter_context(trace.capture(self._scratch()))
-            self._log(f"profile    tracing steps {step} to {last}")
+            self._log(f"profile    tracing steps {step} to {self._last}")
         except Exception as error:  # a profile never ends a run
             self._fail(error)
 
@@ -208,33 +222,13 @@ class RunProfiler:
         shutil.rmtree(self._scratch())
         if peers.rank() == 0:
             folder.write_hlo(where, self._program.as_text())
-            folder.write_facts(where, self._facts(first, last - first + 1))
+            facts = facts_of(self._cfg, self._program, self._mesh, first, last - first + 1)
+            folder.write_facts(where, facts)
             size = folder.num_bytes(where) / 1e6
             self._log(
                 f"profile    steps {first} to {last} in {where}, {size:,.1f} MB; to read it: "
                 f"python -m jaxpar.profile {shlex.quote(str(self._dir))} --step {first}"
             )
-
-    def _facts(self, first: int, count: int) -> folder.ProfileFacts:
-        cfg = self._cfg
-        tokens = cfg.train.global_batch_size * cfg.data.seq_len
-        memory = self._program.memory_analysis()
-        sizes = {n: getattr(memory, n) for n in dir(memory) if n.endswith("_in_bytes")}
-        m, pairs = cfg.model, tokens * cfg.data.seq_len / 2
-        attention = 14 * m.num_layers * m.num_heads * m.head_dim * pairs
-        return folder.ProfileFacts(
-            first_step=first,
-            num_steps=count,
-            processes=peers.world_size(),
-            devices=jax.device_count(),
-            device_kind=jax.devices()[0].device_kind,
-            mesh=self._mesh,
-            tokens=tokens,
-            flops=tokens * train_flops_per_token(cfg.model, cfg.data.seq_len, lora=cfg.lora),
-            attention_flops=attention if m.sliding_window is None else None,
-            memory=sizes,
-            versions=provenance.versions(),
-        )
 
     def _fail(self, error: Exception) -> None:
         text = f"WARNING    profile of step {self._first} failed: {type(error).__name__}: {error}"

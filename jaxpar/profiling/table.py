@@ -4,12 +4,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxpar.profiling.trace.kernels import COMMUNICATION
-from jaxpar.profiling.trace.scopes import PASSES
+from jaxpar.profiling.trace.scopes import PASSES, place_of
 
-#: Rows of the table by pass, and longest scopes and names.
+#: Rows of the table by pass, and longest names and shapes.
 MAX_ROWS = 24
-MAX_SCOPE_CHARS = 60
-MAX_NAME_CHARS = 50
+MAX_NAME_CHARS = 52
+MAX_RESULT_CHARS = 40
+
+#: Longest line of a kernel's figures.
+MAX_LINE_CHARS = 120
+
+#: CUDA graphs to name.
+MAX_GRAPHS = 2
 
 
 def table(profile: dict[str, Any], sent: dict[str, Any] | None = None) -> str:
@@ -18,6 +24,10 @@ def table(profile: dict[str, Any], sent: dict[str, Any] | None = None) -> str:
     Args:     sent: the card of `collective_bytes`, for the bytes of each collective.
     """
     parts = [_head(profile), _classes(profile)]
+    if profile["limits"]:
+        parts.append(_limits(profile))
+    if profile["launching"]:
+        parts.append(_launching(profile["launching"], profile["between_steps_ms"]))
     if profile["communication"]:
         parts.append(_collectives(profile, (sent or {}).get("kinds", {})))
     if profile["by_scope_ms"]:
@@ -80,6 +90,50 @@ def _classes(p: dict[str, Any]) -> str:
     return align_columns(rows, left=(0, 4))
 
 
+def _limits(p: dict[str, Any]) -> str:
+    """Return the time by limit, and the use of the tensor cores."""
+    found, step = p["limits"], p["ms"]["step"]
+    rows = [("limit", "ms", "of step")]
+    rows += [(n, f"{ms:,.1f}", f"{ms / step:.1%}") for n, ms in found["by_bound_ms"].items()]
+    text = f"  tensor cores: {found['tensor_share']:.1%} of the step in kernels that use them"
+    if found["flops_per_second"]:
+        text += f", at {digits(found['flops_per_second'] / 1e12)} TFLOP/s"
+    if found["peak_share"]:
+        text += f"; {found['peak_share']:.1%} of the bfloat16 peak over the step"
+    return f"{align_columns(rows)}\n\n{text}"
+
+
+def _launching(found: dict[str, Any], between_ms: float | None) -> str:
+    """Return how kernels were launched, and why nothing ran in the gaps."""
+    calls = f"{found['calls']:,.0f} calls, {found['host_ms']:,.1f} ms of the host"
+    if found["graphs"]:
+        calls += f"; CUDA graphs: {found['graphs']:,.0f}, with {found['in_graphs']:,.0f} of "
+        calls += f"{found['kernels']:,.0f} kernels"
+    ahead = found["ahead_ms"]
+    queue = f"a kernel starts {ahead['median']:,.1f} ms after its call (median), at least "
+    queue += f"{ahead['least']:,.2f} ms"
+    late, rest = found["late_ms"], found["queued_ms"]
+    gaps = f"{found['gaps']:,.0f}: {late:,.2f} ms until the host launched, {rest:,.2f} ms else"
+    if found["between_us"] is not None:
+        gaps += f"; {found['between_us']:,.1f} us from one queued kernel to the next"
+    rows = [("launches", calls), ("queue", queue), ("gaps", gaps)]
+    graphs = [*found["by_graph"].items()]
+    if graphs:
+        texts = [f"{name} {g['kernels']:,.0f} kernels, {g['ms']:,.1f} ms" for name, g in graphs]
+        more = [f"{len(graphs) - MAX_GRAPHS} more"] if len(graphs) > MAX_GRAPHS else []
+        rows.insert(1, ("graphs", "; ".join(texts[:MAX_GRAPHS] + more)))
+    if found["latency_us"] is not None:
+        least, middle, most = (
+            f"{found['latency_us'][n]:,.1f}" for n in ("least", "median", "most")
+        )
+        text = f"{middle} us (median; {least} to {most}) from a call to its kernel on an idle GPU"
+        rows.append(("latency", text))
+    if between_ms and found["between_steps_late"] is not None:
+        text = f"{between_ms:,.1f} ms, {found['between_steps_late']:.0%} until the host launched"
+        rows.append(("between steps", text))
+    return align_columns(rows, left=(0, 1))
+
+
 def _collectives(p: dict[str, Any], sent: dict[str, dict[str, int]]) -> str:
     rows = [("collective", "ms", "exposed", "count", "sent", "rate")]
     for kind, row in p["communication"].items():
@@ -98,45 +152,101 @@ def _collectives(p: dict[str, Any], sent: dict[str, dict[str, int]]) -> str:
 
 
 def _scopes(p: dict[str, Any]) -> str:
-    """Return compute by pass, then a row per pass and scope with a column per class."""
-    classes = [what for what in p["by_class"] if what != COMMUNICATION]
-    cells: dict[tuple[str, str], dict[str, float]] = {}
+    """Return compute by pass, then a row per pass and scope."""
+    times: dict[tuple[str, str], float] = {}
     for row in p["by_scope_ms"]:
         if row["class"] != COMMUNICATION:
-            cells.setdefault((row["pass"], row["scope"]), {})[row["class"]] = row["ms"]
-    ordered = sorted(cells.items(), key=lambda item: -sum(item[1].values()))
-    rows = [("pass", "scope", "ms", *classes)]
-    for (phase, scope), times in ordered[:MAX_ROWS]:
-        each = [f"{times[what]:,.1f}" if what in times else "-" for what in classes]
-        rows.append((phase, scope or "-", f"{sum(times.values()):,.1f}", *each))
+            place = row["pass"], row["scope"]
+            times[place] = times.get(place, 0.0) + row["ms"]
     passes: dict[str, float] = {}
-    for (phase, _), times in ordered:
-        passes[phase] = passes.get(phase, 0.0) + sum(times.values())
+    for (phase, _), ms in times.items():
+        passes[phase] = passes.get(phase, 0.0) + ms
     shown = [f"{phase} {passes[phase]:,.1f}" for phase in PASSES if phase in passes]
     if p["unattributed_ms"] >= 0.05:
         shown.append(f"unattributed {p['unattributed_ms']:,.1f}")
+    rows = _limits_of_scopes(p) if p["scopes"] else _classes_of_scopes(p, times)
     return "  compute by pass: " + "   ".join(shown) + "\n\n" + align_columns(rows, left=(0, 1))
 
 
-def _kernels(p: dict[str, Any]) -> str:
-    """Return the kernels, with their costs and roofline shares if known."""
-    costs = [name for name in _COSTS if any(k.get(name) for k in p["top_kernels"])]
-    rows = [
-        ("ms", "count", "mean us", *(_COSTS[name][0] for name in costs), "kernel", "result, where")
+def _classes_of_scopes(
+    p: dict[str, Any], times: dict[tuple[str, str], float]
+) -> list[tuple[str, ...]]:
+    """Return rows with a column per class, for traces that do not tell more."""
+    classes = [what for what in p["by_class"] if what != COMMUNICATION]
+    cells: dict[tuple[str, str], dict[str, float]] = {}
+    for row in p["by_scope_ms"]:
+        cells.setdefault((row["pass"], row["scope"]), {})[row["class"]] = row["ms"]
+    rows: list[tuple[str, ...]] = [("pass", "scope", "ms", *classes)]
+    for place, ms in sorted(times.items(), key=lambda item: -item[1])[:MAX_ROWS]:
+        each = [f"{cells[place][c]:,.1f}" if c in cells[place] else "-" for c in classes]
+        rows.append((place[0], place[1] or "-", f"{ms:,.1f}", *each))
+    return rows
+
+
+def _limits_of_scopes(p: dict[str, Any]) -> list[tuple[str, ...]]:
+    shown = [n for n in _RATES if n == "tensor_share" or any(r.get(n) for r in p["scopes"])]
+    rows: list[tuple[str, ...]] = [
+        ("pass", "scope", "ms", "of step", *(_RATES[name][0] for name in shown))
     ]
-    for k in p["top_kernels"]:
-        scope = k["scope"]
-        where = scope if len(scope) <= MAX_SCOPE_CHARS else "..." + scope[-MAX_SCOPE_CHARS:]
-        numbers = [f"{k['ms']:,.1f}", f"{k['count']:,.0f}", f"{k['mean_us']:,.1f}"]
-        numbers += [_COSTS[name][1](k[name]) if k.get(name) else "-" for name in costs]
-        name = k["name"] if len(k["name"]) <= MAX_NAME_CHARS else k["name"][:MAX_NAME_CHARS] + "..."
-        rows.append((*numbers, name, "  ".join(filter(None, (k["result"], where)))))
-    return align_columns(rows, left=(len(rows[0]) - 2, len(rows[0]) - 1))
+    for r in p["scopes"][:MAX_ROWS]:
+        each = [_cell(name, r.get(name)) for name in shown]
+        rows.append((r["pass"], r["scope"] or "-", f"{r['ms']:,.1f}", f"{r['share']:.1%}", *each))
+    return rows
 
 
-#: A kernel's costs (`roofline.py`): title and format.
-_COSTS: dict[str, tuple[str, Callable[[float], str]]] = {
-    "flops": ("GFLOP", lambda value: digits(value / 1e9)),
-    "bytes": ("MB", lambda value: digits(value / 1e6)),
-    "roofline": ("roofline", lambda value: f"{value:.0%}"),
+def _kernels(p: dict[str, Any]) -> str:
+    """Return two lines per kernel: its figures and place, then its name, result and instruction."""
+    top, step = [k | _rates(k) for k in p["top_kernels"]], p["ms"]["step"]
+    shown = [name for name in _RATES if any(k.get(name) for k in top)]
+    rows = [("ms", "of step", "count", "mean us", *(_RATES[name][0] for name in shown), "place")]
+    for k in top:
+        numbers = [f"{k['ms']:,.1f}", f"{k['ms'] / step:.1%}"]
+        numbers += [f"{k['count']:,.0f}", f"{k['mean_us']:,.1f}"]
+        place = " ".join(filter(None, place_of(k["scope"]))) if k["scope"] else "-"
+        cells = (_cell(name, k.get(name)) for name in shown)
+        rows.append((*numbers, *cells, place))
+    head, *lines = align_columns(rows, left=(len(rows[0]) - 1,)).splitlines()
+    below = ["  ".join(filter(None, _names(k))) for k in top]
+    pairs = (
+        text for line, name in zip(lines, below, strict=True) for text in (line, "    " + name)
+    )
+    return "\n".join([head, *pairs])
+
+
+def _names(k: dict[str, Any]) -> tuple[str, str, str]:
+    """Return a kernel's name, result and instruction; on CPUs the name is the instruction's."""
+    op = k["op"] if k["op"] != k["name"] else ""
+    return _cut(k["name"], MAX_NAME_CHARS), _cut(k["result"], MAX_RESULT_CHARS), op
+
+
+def _rates(k: dict[str, Any]) -> dict[str, float]:
+    """Return FLOP/s and bytes/s of a kernel, as far as its costs are known."""
+    costs = {"flops_per_second": k.get("flops"), "bytes_per_second": k.get("bytes")}
+    return {
+        name: cost / k["mean_us"] * 1e6 for name, cost in costs.items() if cost and k["mean_us"]
+    }
+
+
+def _cell(name: str, value: Any) -> str:
+    return "-" if value is None or value == 0 else _RATES[name][1](value)
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def _percent(value: float) -> str:
+    return f"{value:.0%}"
+
+
+#: What is known about a kernel or a scope (`limits.py`): title and format.
+_RATES: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "flops_per_second": ("TFLOP/s", lambda value: digits(value / 1e12)),
+    "bytes_per_second": ("GB/s", lambda value: digits(value / 1e9)),
+    "roofline": ("roof", _percent),
+    "occupancy": ("occ.", _percent),
+    "waves": ("waves", digits),
+    "tensor_share": ("tensor", _percent),
+    "tensor_cores": ("tensor", lambda uses: "yes" if uses else "no"),
+    "bound": ("limit", str),
 }

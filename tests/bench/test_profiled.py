@@ -8,12 +8,16 @@ import pytest
 
 from jaxpar.bench.cards.compare import comparison
 from jaxpar.bench.training import profiled
+from jaxpar.profiling import folder
+
+FACTS = folder.ProfileFacts(4, 3, 1, 2, "NVIDIA H200", "data=2", 64, 1e9, 1e12, {}, {})
 
 
 def running(hlo_text):
     """A step that counts, on batches that are numbers."""
     batches = ((n, jnp.float32(n)) for n in range(100))
-    return profiled.StartedRun(lambda s, b: (s + 1, b), hlo_text, jnp.zeros(()), batches)
+    step = lambda s, b: (s + 1, b)  # noqa: E731
+    return profiled.StartedRun(step, hlo_text, jnp.zeros(()), batches, lambda _: FACTS)
 
 
 def test_from_trace_to_card(real_trace, real_hlo, monkeypatch, tmp_path):
@@ -26,6 +30,8 @@ def test_from_trace_to_card(real_trace, real_hlo, monkeypatch, tmp_path):
     card = json.loads(json.dumps(entries | {"collective_bytes": None}))
     assert card["profile"]["module"] == "jit_train_step" and card["profile"]["devices"] == 2
     assert len(card["profile"]["top_kernels"]) == 10
+    assert folder.read_facts(tmp_path) == FACTS, "the kept trace tells FLOPs of the model"
+    assert card["profile"]["limits"]["tensor_flops"] > 0
     assert "exposed communication 4.6 (5.0), 6.3%" in profiled.in_words(card)
     card["step_seconds"] = {}
     rows = [line.split() for line in comparison("ab", [card, card], "train").splitlines()]

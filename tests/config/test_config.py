@@ -114,7 +114,10 @@ evaluation.every=-5 | 1 | evaluation.every | not be negative
 optimizer.warmup_steps=-1 | 1 | optimizer.warmup_steps | not be negative
 profile.start=-1 | 1 | profile.start | not be negative
 profile.num_steps=0 | 1 | profile.num_steps | at least 1
-profile.num_steps=21 | 1 | profile.num_steps | at most 20
+profile.num_steps=401 | 1 | profile.num_steps | at most 400: 20 profiles of 20 steps
+profile.every=5 | 1 | profile.every | repeats the profile of profile.start, which is 0
+profile.start=3 profile.every=2 | 1 | profile.every | more than profile.num_steps = 2
+profile.every=-1 | 1 | profile.every | must not be negative
 train.num_steps=200 profile.start=201 | 1 | profile.start | a step of the run
 # rates
 optimizer.learning_rate=nan | 1 | optimizer.learning_rate | finite

@@ -1,5 +1,6 @@
 """Requests: how processes agree on the same step without waiting for one another."""
 
+import contextlib
 import random
 import shlex
 from pathlib import Path
@@ -37,7 +38,9 @@ def test_all_begin_with_the_same_step(seed, monkeypatch, tmp_path):
     count, every = rng.choice([2, 3, 5]), rng.choice([1, 3, 10])
     board = Board(count)
     monkeypatch.setattr(in_run, "peers", board)
-    cfg = replace(Config(), **{"train.log_every": every, "profile.num_steps": rng.choice([1, 2])})
+    cfg = replace(
+        Config(), **{"train.log_every": every, "profile.num_steps": rng.choice([1, 2, 45])}
+    )
     ranks = [in_run.RunProfiler(cfg, tmp_path, None, "", str) for _ in range(count)]
     begun: list[list[int]] = [[] for _ in ranks]
     for own, profiler in zip(begun, ranks, strict=True):
@@ -63,7 +66,53 @@ def test_all_begin_with_the_same_step(seed, monkeypatch, tmp_path):
         in_run._signals.clear()  # it is this process's alone
         steps[rank] += 1
     assert begun[0] and all(own == begun[0] for own in begun)
-    assert all((step - 1) % every == 0 for step in begun[0])
+    first = [step for step in begun[0] if step - in_run.MAX_PROFILED_STEPS not in begun[0]]
+    assert all((step - 1) % every == 0 for step in first)
+
+
+def traced(tmp_path, monkeypatch, last: int, **fields) -> list[tuple[int, int]]:
+    """First and last step of each trace of a run of `last` steps, without a profiler."""
+    cfg = replace(Config(), **{f"profile.{name}": value for name, value in fields.items()})
+    profiler = in_run.RunProfiler(cfg, tmp_path, None, "", str)
+    found = []
+    monkeypatch.setattr(in_run.trace, "capture", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(
+        profiler, "_keep", lambda: found.append((profiler._first, profiler._latest))
+    )
+    with profiler:
+        for step in range(1, last + 1):
+            profiler.before(step, None, lambda: None, lambda *args, **more: None)
+    return found
+
+
+def test_a_long_profile_is_several_traces(tmp_path, monkeypatch):
+    found = traced(tmp_path, monkeypatch, 90, start=10, num_steps=45)
+    assert found == [(10, 29), (30, 49), (50, 54)]
+
+
+def test_repeated_profiles(tmp_path, monkeypatch):
+    found = traced(tmp_path, monkeypatch, 80, start=3, num_steps=2, every=30)
+    assert found == [(3, 4), (33, 34), (63, 64)]
+    found = traced(tmp_path, monkeypatch, 90, start=1, num_steps=25, every=40)
+    assert found == [(1, 20), (21, 25), (41, 60), (61, 65), (81, 90)]
+
+
+def test_a_trace_that_fails_does_not_end_the_repeats(tmp_path, monkeypatch):
+    def fails_once(folder, tried=[]):  # noqa: B006
+        tried.append(folder)
+        if len(tried) == 1:
+            raise OSError("no space")
+        return contextlib.nullcontext()
+
+    cfg = replace(Config(), **{"profile.start": 2, "profile.num_steps": 30, "profile.every": 40})
+    profiler = in_run.RunProfiler(cfg, tmp_path, None, "", str)
+    begun = []
+    monkeypatch.setattr(in_run.trace, "capture", fails_once)
+    monkeypatch.setattr(profiler, "_keep", lambda: begun.append(profiler._first))
+    with profiler:
+        for step in range(1, 60):
+            profiler.before(step, None, lambda: None, lambda *args, **more: None)
+    assert begun == [22, 42]
 
 
 def test_requests_are_looked_for_once_a_second(monkeypatch, tmp_path):
@@ -95,7 +144,7 @@ def test_the_command_that_reads_a_profile_works_as_written(monkeypatch, tmp_path
     profiler._first = profiler._latest = 7
     profiler._program = SimpleNamespace(as_text=str)
     profiler._scratch().mkdir(parents=True)
-    monkeypatch.setattr(profiler, "_facts", lambda *_: None)
+    monkeypatch.setattr(in_run, "facts_of", lambda *_: None)
     monkeypatch.setattr(in_run.folder, "write_facts", lambda *_: None)
     profiler._keep()
     command = said[0].partition("to read it: ")[2]

@@ -1,4 +1,4 @@
-"""Bytes of what a fusion takes slices of, behind what gives each number once."""
+"""Bytes of what a fusion takes slices of, behind elementwise operations too."""
 
 import pytest
 
@@ -37,10 +37,27 @@ def row(name: str, of: str, dtype: str = "bf16") -> str:
         ),
         ([row(f"s{n}", "%p", "f32") for n in range(9)], 4 * 8 * 16),  # some of it twice
         ([ROUNDED, row("s", "%r"), "%n = bf16[8,16]{1,0} negate(%r)"], 4 * 8 * 16),
-        ([ROUNDED, "%n = bf16[8,16]{1,0} negate(%r)", row("s", "%n")], 4 * 8 * 16),
+        ([ROUNDED, "%n = bf16[8,16]{1,0} negate(%r)", row("s", "%n")], 4 * 16),
+        ([ROUNDED, "%n = bf16[8,16]{1,0} multiply(%r, %r)", row("s", "%n")], 4 * 16),
+        ([row("t", "%p", "f32"), "%n = f32[1,8]{1,0} slice(%t), slice={[0:1], [0:8]}"], 4 * 8),
+        (["%c = f32[16,16]{1,0} concatenate(%p, %q), dimensions={0}", row("s", "%c")], 4 * 8),
+        (["%n = f32[16]{0} reduce(%p), dimensions={0}", row("s", "%n")], 4 * 8 * 16),
         ([ROUNDED], 4 * 8 * 16),  # nobody cuts it
     ],
-    ids=["one", "two", "both", "bitcast", "all", "whole too", "through arithmetic", "none"],
+    ids=[
+        "one",
+        "two",
+        "both",
+        "bitcast",
+        "all",
+        "whole too",
+        "arithmetic",
+        "two of one",
+        "of a slice",
+        "of a whole",
+        "a sum",
+        "none",
+    ],
 )
 def test_of_what_is_cut_the_slices_are_read(body, read):
     last = "ROOT %out = bf16[2,16]{1,0} concatenate(%s, %s), dimensions={0}"

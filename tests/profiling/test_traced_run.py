@@ -104,7 +104,9 @@ def test_a_cpus_profile(shown, profiled):
 
 def test_which_profile(profiled, capsys):
     profile.main([str(profiled), "--top", "3"])
-    assert "steps 10 to 11" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "steps 10 to 11" in said
+    assert "other profiles of the run, for --step: 1, 5" in said
     profile.main([str(profiled / "profiles" / "step_00000001")])
     assert "steps 1 to 2" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"--step = 7: is not the first step of .* 1, 5"):

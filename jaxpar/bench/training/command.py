@@ -7,6 +7,7 @@ file that also has the conditions of the measurement. docs/benchmarking.md expla
 
 import argparse
 import dataclasses
+import functools
 import hashlib
 import itertools
 import os
@@ -26,6 +27,7 @@ from jaxpar.config.serialize import to_json
 from jaxpar.model.flops import num_params
 from jaxpar.monitoring.metrics import peak_memory_gib
 from jaxpar.monitoring.mfu import mfu
+from jaxpar.profiling.facts import facts_of
 from jaxpar.profiling.hlo.collective_bytes import collective_bytes
 from jaxpar.runtime import provenance
 from jaxpar.runtime.files import json_output
@@ -85,7 +87,9 @@ def measure(run: Run, steps: int) -> tuple[dict[str, Any], profiled.StartedRun]:
         **gpus.card(),
         **sent_by(hlo_text),
     }
-    return figures, profiled.StartedRun(train_step, hlo_text, state, batches)
+    first = WARM_UP + steps + 2  # a step before the warm-up, and the timed ones
+    facts = functools.partial(facts_of, run.cfg, train_step.program, describe(run.mesh), first)
+    return figures, profiled.StartedRun(train_step, hlo_text, state, batches, facts)
 
 
 def _progress(times: Sequence[float], told: float, of: int) -> float:
@@ -181,6 +185,12 @@ def read_command(argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
         Range(0, MAX_PROFILED_STEPS, 2),
         help="number of profiled steps afterwards (2); 0: none",
     )
+    add(
+        "--profiler",
+        choices=[profiled.JAX, profiled.NVIDIA],
+        default=profiled.JAX,
+        help="what measures the profiled steps (jax); nvidia: ncu or nsys around this program",
+    )
     add("--trace", metavar="DIR", help="folder in which to keep the profiler's trace")
     add("--card", help="JSON file to which to write the card")
     add("--commit", help="commit to record on the card, if there is no checkout")
@@ -225,6 +235,7 @@ def main(argv: Sequence[str]) -> int:
         evaluation=dataclasses.replace(cfg.evaluation, every=0),
         run=dataclasses.replace(cfg.run, dir="runs/bench", init_from=""),
     )
+    profiled.check_profiler(options.profiler, options.trace)
     run = Run(elastic.choose_layout(cfg, cfg.cluster.slow_seconds or 1e6), in_folder=False)
     figures, running = measure(run, options.steps)
     result = card(run, figures, environment, options.commit or provenance.checked_out_commit())
@@ -232,7 +243,9 @@ def main(argv: Sequence[str]) -> int:
     to_card = options.card and peers.rank() == 0
     if to_card:  # before the profiler, which may fail
         json_output.write("--card", options.card, result)
-    result |= profiled.profile_steps(running, options.profile_steps, options.trace)
+    result |= profiled.profile_steps(
+        running, options.profile_steps, options.trace, options.profiler
+    )
     peers.log(profiled.in_words(result))
     if to_card:
         json_output.write("--card", options.card, result)

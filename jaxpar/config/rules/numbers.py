@@ -22,8 +22,8 @@ _AT_LEAST_ZERO = """run.cpu_devices model.num_experts model.global_every train.s
 train.micro_batch_size train.z_loss optimizer.warmup_steps optimizer.decay_steps
 optimizer.weight_decay optimizer.clip_norm parallel.loss_chunks checkpoint.every
 checkpoint.keep_every checkpoint.save_failures_allowed evaluation.every guard.max_rewinds
-guard.recent_steps guard.replica_check_every profile.start cluster.num_processes
-cluster.hang_seconds cluster.slow_seconds""".split()
+guard.recent_steps guard.replica_check_every profile.start profile.every
+cluster.num_processes cluster.hang_seconds cluster.slow_seconds""".split()
 
 
 _ABOVE_ZERO = """model.rope_theta model.norm_eps model.init_std optimizer.learning_rate

@@ -47,15 +47,23 @@ def saving(cfg: Config) -> None:
     require(ok, cfg, path, needs, some, flag(path, "auto"))
 
 
-#: A trace of a large step has hundreds of thousands of events, kept in memory until it ends.
+#: Steps of one trace. A large step has tens of thousands of events, kept in memory until it ends.
 MAX_PROFILED_STEPS = 20
+
+#: Profiles of one attempt, so that repeats and requests do not fill the disk.
+MAX_PROFILES = 20
 
 
 def profile(cfg: Config) -> None:
-    """Check that the profiled steps are few and part of the run."""
+    """Check that the profiled steps are part of the run, and that one attempt may take them."""
     path, start, last = "profile.start", cfg.profile.start, cfg.train.num_steps
     rule = f"must be a step of the run: train.num_steps is {last}"
     require(start <= last, cfg, path, rule, flag(path, last), flag("train.num_steps", start))
-    path, most = "profile.num_steps", MAX_PROFILED_STEPS
-    rule = f"must be at most {most}, since traces are large and steps are alike"
+    path, most = "profile.num_steps", MAX_PROFILED_STEPS * MAX_PROFILES
+    rule = f"must be at most {most}: {MAX_PROFILES} profiles of {MAX_PROFILED_STEPS} steps"
     require(cfg.profile.num_steps <= most, cfg, path, rule, flag(path, most))
+    path, every, steps = "profile.every", cfg.profile.every, cfg.profile.num_steps
+    rule = "repeats the profile of profile.start, which is 0"
+    require(not every or start > 0, cfg, path, rule, flag("profile.start", 100), flag(path, 0))
+    rule = f"must be more than profile.num_steps = {steps}, so that profiles do not overlap"
+    require(not every or every > steps, cfg, path, rule, flag(path, 10 * steps), flag(path, 0))

@@ -2,8 +2,8 @@
 
 FLOPs count only matrix products, 2 per multiply-add: other computation is assumed to overlap with
 memory traffic. Bytes count each operand and each result once, as with perfect caches. If a fusion
-slices an operand, only the slice counts. If it updates an operand in place, only the written part
-counts.
+slices an operand, only the slice counts, also behind elementwise operations and concatenations. If
+it updates an operand in place, only the written part counts.
 
     minimum time = max(FLOPs / peak FLOP/s, bytes / bandwidth)
 
@@ -25,8 +25,11 @@ _HALF, _EIGHT_BITS = ("bf16", "f16"), ("f8e4m3fn", "f8e5m2", "s8")
 
 _SLICES = ("slice", "dynamic-slice", "gather")
 
-#: Elementwise opcodes: a slice of the result reads only a slice of the operand.
-_ONE_BY_ONE = ("bitcast", "convert", "copy", "reshape", "transpose")
+#: Elementwise opcodes: a slice of the result reads only a slice of each operand.
+_ONE_BY_ONE = frozenset(
+    "bitcast convert copy reshape transpose add subtract multiply divide negate select compare and "
+    "or maximum minimum exponential rsqrt sqrt tanh logistic power abs reduce-precision".split()
+)
 
 
 @dataclass(frozen=True)
@@ -43,12 +46,18 @@ class InstructionCost:
 
     def seconds(self, gpu: Gpu) -> float | None:
         """Return the minimum time on a GPU; None if FLOPs, bytes or the peak are unknown."""
-        if self.flops is None or self.bytes is None:
+        least = self.compute_seconds(gpu), self.memory_seconds(gpu)
+        return None if least[0] is None or least[1] is None else max(least[0], least[1])
+
+    def compute_seconds(self, gpu: Gpu) -> float | None:
+        """Return the least time of the FLOPs; None if they or the dtype's peak are unknown."""
+        if self.flops is None or (self.flops and self.dtype not in _HALF + _EIGHT_BITS):
             return None
-        peak = gpu.peak.value * (2 if self.dtype in _EIGHT_BITS else 1)
-        if self.flops and self.dtype not in _HALF + _EIGHT_BITS:
-            return None
-        return max(self.flops / peak, self.bytes / gpu.bandwidth.value)
+        return self.flops / gpu.peak.value / (2 if self.dtype in _EIGHT_BITS else 1)
+
+    def memory_seconds(self, gpu: Gpu) -> float | None:
+        """Return the least time of the bytes; None if they are unknown."""
+        return None if self.bytes is None else self.bytes / gpu.bandwidth.value
 
 
 def cost_of(module: Module, instruction: Instruction) -> InstructionCost:
@@ -126,6 +135,11 @@ def _bytes(module: Module, instruction: Instruction) -> int | None:
             piece = module.type_of(root.operands[1])
             if root.operands[0] == parameter.name and piece is not None:
                 read[at], written = 0, num_bytes(piece)
+        if at < len(read) and root.opcode == "scatter" and users == [root]:
+            piece = module.type_of(root.operands[-1])
+            if root.operands[0] == parameter.name and piece is not None:
+                width = num_bytes(root.type) // max(1, _count(root.type))
+                read[at], written = 0, _count(piece) * width
     return sum(read) + written
 
 
@@ -137,10 +151,15 @@ def _sliced(body: Sequence[Instruction], array: Instruction) -> int | None:
     """Return the number of elements in all slices of an array; None if all of it is read."""
     total, users = 0, _users(body, array.name)
     for user in users:
+        taken: int | None = None
         if user.opcode in _SLICES and user.operands[0] == array.name:
-            taken: int | None = _count(user.type)
-        else:
-            taken = _sliced(body, user) if user.opcode in _ONE_BY_ONE else None
+            further = _sliced(body, user)  # a slice of the slice
+            taken = _count(user.type) if further is None else min(further, _count(user.type))
+        elif user.opcode in _ONE_BY_ONE and _count(user.type) == _count(array.type):
+            taken = _sliced(body, user)
+        elif user.opcode == "concatenate" and (piece := _sliced(body, user)) is not None:
+            # Slices of a concatenation are taken from its parts in proportion, on average.
+            taken = round(piece * _count(array.type) / max(1, _count(user.type)))
         if taken is None:
             return None
         total += taken

@@ -91,6 +91,32 @@ def classify(name: str, scope: str = "", op: str = "") -> tuple[str, str]:
     return OTHER, ""
 
 
+#: Kernels that a library launches around the one that computes: sums of split products, cleared
+#: workspaces, and the preparation of cuDNN's backward.
+_AROUND = re.compile(r"splitK|compute_dot_do_o|convert_dq|^Mem(set|cpy)", re.IGNORECASE)
+
+#: Products without tensor cores: with a vector, and in plain float32 or float64.
+_WITHOUT_TENSOR_CORES = re.compile(
+    r"gemv|[sd]gemm|gemm_f(32f32|64f64)_(?!tf32)|simt", re.IGNORECASE
+)
+
+#: Pallas kernels outside attention that multiply matrices, by their names.
+_PALLAS_PRODUCT = re.compile(r"matmul|gemm|dot|outer")
+
+
+def is_around(name: str) -> bool:
+    """Return whether a kernel only accompanies the one that does an instruction's work."""
+    return bool(_AROUND.search(name))
+
+
+def uses_tensor_cores(name: str, what: str) -> bool:
+    """Return whether a kernel runs on tensor cores, by its name and class."""
+    if what == PALLAS:
+        return bool(_PALLAS_PRODUCT.search(name))
+    computes = what in (MATMUL, ATTENTION) and not is_around(name)
+    return computes and not _WITHOUT_TENSOR_CORES.search(name)
+
+
 def _kind_of_pallas(name: str, scope: str) -> str:
     """Classify a Pallas kernel by its name, or by its scope if it has none."""
     known = scope if name.startswith("anonymous") else name

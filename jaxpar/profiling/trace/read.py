@@ -21,9 +21,11 @@ import jax
 from jax.profiler import ProfileData
 
 from jaxpar.profiling.trace import xspace
+from jaxpar.profiling.trace.launches import Chip, HostCall, LaunchShape, chip_of, shape_of
 
 _EXECUTION = ":XLA GPU module"  # after the module's name; on the thread that launches the kernels
 _GPU = re.compile(r"/device:GPU:(\d+)$")
+_GRAPH = re.compile(r"cu(?:da)?GraphLaunch\w*(?: \((\S+)\))?")
 _STREAM = re.compile(r"Stream #\d+")
 
 
@@ -37,7 +39,8 @@ class ProfiledKernel:
 
     `op` is its HLO instruction and `scope` the instruction's op_name. Inside a command buffer (a
     CUDA graph) both are "" until `attribution` finds them. Class and kind are set only on CPUs,
-    where they follow from the instruction and not from the name.
+    where they follow from the instruction and not from the name. `shape` and `call` are how it was
+    launched, on GPUs; None if the trace does not say.
     """
 
     name: str
@@ -49,6 +52,8 @@ class ProfiledKernel:
     result: str = ""
     what: str = ""
     kind: str = ""
+    shape: LaunchShape | None = None
+    call: HostCall | None = None
 
     @property
     def interval(self) -> tuple[int, int]:
@@ -67,6 +72,7 @@ class KernelTrace:
     devices: dict[int | str, list[list[ProfiledKernel]]]
     on_gpu: bool = True
     device_kind: str = ""
+    chip: Chip | None = None
 
     def without_first(self, steps: int) -> "KernelTrace":
         """Return the trace without the first executions of each device.
@@ -134,10 +140,15 @@ def of_gpus(planes: dict[str, Any], module: str) -> KernelTrace:
     gpus = gpus_in(planes)
     kernels = {number: list(_launched(gpus[number])) for number in sorted(gpus)}
     module = module or _busiest(kernels)
-    first_ids = _first_ids(planes.get("/host:CPU"), module)
+    host = planes.get("/host:CPU")
+    first_ids, calls = _first_ids(host, module), _host_calls(host)
     devices: dict[int | str, list[list[ProfiledKernel]]] = {}
     for number, launched in kernels.items():
-        own = [(launch, kernel) for launch, name, kernel in launched if name == module]
+        own = [
+            (launch, dataclasses.replace(kernel, call=calls.get((number, launch))))
+            for launch, name, kernel in launched
+            if name == module
+        ]
         if not own:
             continue  # idle, or used by another process
         if number not in first_ids:
@@ -145,8 +156,9 @@ def of_gpus(planes: dict[str, Any], module: str) -> KernelTrace:
         devices[number] = _steps(own, first_ids[number])
     if not devices:
         raise NoKernels(f"no GPU ran {module} in the trace")
-    name = stats_of(gpus[min(gpus)]).get("gpu_device_name", "")
-    return KernelTrace(module, devices, device_kind=str(name))
+    about = stats_of(gpus[min(gpus)])
+    name = str(about.get("gpu_device_name", ""))
+    return KernelTrace(module, devices, device_kind=name, chip=chip_of(about))
 
 
 def _launched(plane: Any) -> Iterator[tuple[int, str, ProfiledKernel]]:
@@ -169,6 +181,7 @@ def _launched(plane: Any) -> Iterator[tuple[int, str, ProfiledKernel]]:
                     stream,
                     "" if op.startswith("command_buffer") else op,
                     str(stats.get("name", "")),
+                    shape=shape_of(stats.get("kernel_details")),
                 ),
             )
 
@@ -192,6 +205,20 @@ def _busiest(kernels: dict[int, list[tuple[int, str, ProfiledKernel]]]) -> str:
     if not time:
         raise NoKernels("no kernel in the trace belongs to an XLA module")
     return time.most_common(1)[0][0]
+
+
+def _host_calls(host: Any) -> dict[tuple[int, int], HostCall]:
+    """Return the calls that launched kernels, by device and correlation ID."""
+    found: dict[tuple[int, int], HostCall] = {}
+    for line in host.lines if host is not None else ():
+        for event in line.events:
+            stats = stats_of(event)
+            if "correlation_id" in stats and "device_id" in stats:
+                key = int(stats["device_id"]), int(stats["correlation_id"])
+                start, graph = int(event.start_ns), _GRAPH.match(event.name)
+                end = start + int(event.duration_ns)
+                found[key] = HostCall(start, end, (graph[1] or "graph") if graph else "")
+    return found
 
 
 def _first_ids(host: Any, module: str) -> dict[int, list[int]]:

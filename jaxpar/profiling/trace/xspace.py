@@ -9,6 +9,7 @@ Source:   openxla/xla, xla/tsl/profiler/protobuf/xplane.proto and xla/service/hl
 
 import functools
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message, message_fa
 
 from jaxpar.runtime.files import gzipped
 
-#: Message -> its fields as name:number:type; * before the type: repeated.
 _MESSAGES = {
     "XSpace": "planes:1:*XPlane",
     "XPlane": "name:2:string event_metadata:4:*EventEntry stat_metadata:5:*StatEntry",
@@ -87,24 +87,32 @@ def not_a_trace(path: str | Path, error: Exception) -> NotATrace:
 
 @functools.cache
 def _classes() -> dict[str, Any]:
-    """Build the class of each message."""
+    return message_classes(_MESSAGES)
+
+
+def message_classes(messages: Mapping[str, str]) -> dict[str, Any]:
+    """Build the class of each message. Fields that are not declared are kept when it is written.
+
+    Args:     messages: fields of each message by its name: name:number:type, * before the type if
+              it is repeated.
+    """
     field = descriptor_pb2.FieldDescriptorProto
     file = descriptor_pb2.FileDescriptorProto(name="trace.proto", package="t", syntax="proto3")
-    for made, fields in _MESSAGES.items():
+    for made, fields in messages.items():
         to = file.message_type.add(name=made)
         for text in fields.split():
             known, number, kind = text.split(":")
             entry = to.field.add(name=known, number=int(number))
             entry.label = field.LABEL_REPEATED if kind[0] == "*" else field.LABEL_OPTIONAL
             kind = kind.removeprefix("*")
-            if kind in _MESSAGES:
+            if kind in messages:
                 entry.type, entry.type_name = field.TYPE_MESSAGE, f".t.{kind}"
             else:
                 entry.type = getattr(field, f"TYPE_{kind.upper()}")
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     find = pool.FindMessageTypeByName
-    return {name: message_factory.GetMessageClass(find(f"t.{name}")) for name in _MESSAGES}
+    return {name: message_factory.GetMessageClass(find(f"t.{name}")) for name in messages}
 
 
 def programs(path: str | Path) -> dict[str, TracedProgram]:

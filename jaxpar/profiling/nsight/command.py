@@ -1,0 +1,168 @@
+"""Measure one kernel of a train step: python -m jaxpar.profile ncu CONFIG --kernel REGEX [...]
+
+Runs the train step of a config under NVIDIA's Nsight Compute, as `python -m jaxpar.bench train`
+does, and prints what limits the kernels whose name matches: the share of the time in which tensor
+cores, multiprocessors, caches and device memory are busy, the measured occupancy, and what warps
+wait for. Only these kernels are repeated. The step runs twice: first without ncu, under which a
+compilation can end with a segmentation fault, and then from the compilation cache. All fields of
+the config can follow. docs/profiling.md explains each figure.
+"""
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxpar.config import ConfigError
+from jaxpar.config.command_line import as_called, read_config
+from jaxpar.config.rules.limits import Range
+from jaxpar.profiling.nsight import counters
+from jaxpar.runtime.exit_codes import RunError
+from jaxpar.runtime.options import Parser, check_file
+
+#: Where NVIDIA's installers put the program, if it is not on PATH.
+_PLACES = ("/usr/local/cuda*/bin/ncu", "/opt/nvidia/nsight-compute/*/ncu")
+
+_NO_PERMISSION = "ERR_NVGPUCTRPERM"
+_PERMISSION_FIX = (
+    "run as root, or load the driver with NVreg_RestrictProfilingToAdminUsers=0 "
+    "(https://developer.nvidia.com/ERR_NVGPUCTRPERM)"
+)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the command line, without its first word `ncu`."""
+    options, step = read_command(argv)
+    program = find_ncu(options.ncu)
+    with tempfile.TemporaryDirectory(prefix="ncu-") as folder:
+        report = Path(options.report or Path(folder) / "kernel.ncu-rep").absolute()
+        log = Path(folder) / "log.txt"
+        print("compiling   the step, without ncu", flush=True)
+        compile_step(step)
+        print(f"measuring   {options.kernel}, under {program}", flush=True)
+        done = subprocess.run(ncu_words(program, options, step, report, log))
+        written = log.read_text("utf-8", "replace") if log.is_file() else ""
+        check_log(written, done.returncode, program, options.kernel)
+        words = [program, "--import", str(report), "--csv", "--page", "raw"]
+        text = subprocess.run(words, capture_output=True, text=True).stdout
+    if options.csv:
+        Path(options.csv).write_text(text, "utf-8")
+    try:
+        kernels = counters.parse(text)
+    except counters.NotCounters as error:
+        raise RunError(f"{program} wrote no table of counters: {error}") from error
+    print(counters.in_words(kernels))
+    if options.report:
+        print(f"\nreport: {options.report}, for ncu-ui or: ncu --import {options.report}")
+
+
+def read_command(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Parse the options.
+
+    Returns:  the options, and the config with its overrides, which have been checked.
+    """
+    parser = Parser("python -m jaxpar.profile ncu", __doc__)
+    add = parser.add_argument
+    add("--kernel", metavar="REGEX", help="kernels to measure, such as nvjet, fusion, mosaic")
+    parser.whole("--count", 1, Range(1, 1000, 1), help="launches to measure (1)")
+    parser.whole("--skip", 0, Range(0, 1_000_000, 0), help="matching launches to skip first (0)")
+    add("--full", action="store_true", help="measure everything, for ncu-ui")
+    add("--report", metavar="FILE", help="file for ncu's report (.ncu-rep), to open in ncu-ui")
+    add("--csv", metavar="FILE", help="file for all counters")
+    add("--ncu", metavar="PATH", default="", help="the program, if it is not on PATH")
+    options, step = parser.parse_known_args(argv)
+    if not options.kernel:
+        fix = "use --kernel nvjet for matmuls; `python -m jaxpar.profile RUN` lists names"
+        raise ConfigError("--kernel", options.kernel, "is missing", as_called(fix))
+    _check_regex(options.kernel)
+    check_file("--report", options.report)
+    check_file("--csv", options.csv)
+    cfg = read_config(step, "jaxpar.profile ncu", __doc__)
+    if not cfg.run.compilation_cache:
+        rule = "is empty, but under ncu the step must come from the compilation cache"
+        raise ConfigError("run.compilation_cache", "", rule, "remove it, or name a folder")
+    return options, step
+
+
+def _check_regex(text: str) -> None:
+    try:
+        re.compile(text)
+    except re.error as error:
+        fix = "use a part of the name, such as --kernel nvjet"
+        raise ConfigError("--kernel", text, f"is not a regular expression: {error}", fix) from None
+    if re.search("nccl", text, re.IGNORECASE):
+        rule = "selects collectives, which wait forever when one GPU repeats them"
+        raise ConfigError("--kernel", text, rule, "choose kernels that compute")
+
+
+def find_ncu(given: str) -> str:
+    """Return the path of ncu.
+
+    Raises:   ConfigError if it is not installed.
+    """
+    if given:
+        if shutil.which(given) is None:
+            raise ConfigError("--ncu", given, "is not a program", "give the path of ncu")
+        return given
+    if found := shutil.which("ncu"):
+        return found
+    places = sorted(place for text in _PLACES for place in Path("/").glob(text[1:]))
+    if not places:
+        rule = f"is not on PATH, nor at {' or '.join(_PLACES)}"
+        fix = "install NVIDIA Nsight Compute (package nsight-compute), or use --ncu PATH"
+        raise ConfigError("ncu", "", rule, fix)
+    return str(places[-1])
+
+
+def compile_step(step: Sequence[str]) -> None:
+    """Run the step without ncu, so that its program is in the compilation cache.
+
+    Raises:   RunError if it fails.
+    """
+    done = subprocess.run([*_bench(step), "--profile-steps", "0"])
+    if done.returncode:
+        raise RunError(f"the step ended with code {done.returncode}, without ncu")
+
+
+def _bench(step: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", "jaxpar.bench", "train", *step, "--steps", "1"]
+
+
+def ncu_words(
+    program: str, options: argparse.Namespace, step: Sequence[str], report: Path, log: Path
+) -> list[str]:
+    """Return the command: ncu around one step, which `nsight/marked.py` marks.
+
+    ncu measures the kernels inside of CUDA graphs one by one, like others.
+    """
+    what = ["--set", "full"] if options.full else []
+    what += [word for name in counters.SECTIONS for word in ("--section", name)]
+    what += ["--metrics", ",".join(counters.METRICS)]
+    return [
+        *(program, "--target-processes", "all", "--profile-from-start", "off"),
+        *("--clock-control", "none", "--kernel-name", f"regex:{options.kernel}"),
+        *("--launch-skip", str(options.skip), "--launch-count", str(options.count), *what),
+        *("--export", str(report), "--force-overwrite", "--log-file", str(log)),
+        *(*_bench(step), "--profile-steps", "1", "--profiler", "nvidia"),
+    ]
+
+
+def check_log(text: str, code: int, program: str, kernel: str) -> None:
+    """Check what ncu wrote.
+
+    Raises:   ConfigError if it has no permission, or no kernel matched. RunError if it failed.
+    """
+    if _NO_PERMISSION in text:
+        rule = f"has no permission to read the GPU's counters ({_NO_PERMISSION})"
+        raise ConfigError("ncu", program, rule, _PERMISSION_FIX)
+    errors = [line for line in text.splitlines() if line.startswith("==ERROR==")]
+    if code or errors:
+        why = " ".join(line.removeprefix("==ERROR==").strip() for line in errors)
+        raise RunError(f"the step under {program} ended with code {code}. {why}".strip())
+    if "No kernels were profiled" in text:
+        fix = "use a name that `python -m jaxpar.profile RUN` lists, or a smaller --skip"
+        raise ConfigError("--kernel", kernel, "matches no kernel of the step", as_called(fix))
