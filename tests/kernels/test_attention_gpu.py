@@ -140,8 +140,8 @@ def test_triton_agrees_with_the_reference(case, ampere):
 @pytest.mark.parametrize("K", [64, 128, 256])
 def test_triton_with_and_without_overlap(K, overlap, ampere):
     x = inputs_of(Case(B=2, T=640, H=4, G=2, K=K, documents=7))
-    blocks = TritonForward(64, 32, 4, 2, overlap)
-    of_backward = TritonBackward(32, 64, 4, 2, 64, 32, 4, 2)
+    blocks = TritonForward(64, 32, 4, 2, overlap, heads=1)
+    of_backward = TritonBackward(32, 64, 4, 2, 64, 32, 4, 2, overlap, 1, 1)
     out, lse = triton.forward(x.q, x.k, x.v, x.mask, blocks=blocks)
     rest = x.mask, out, lse, x.d_out, x.d_lse
     grads = triton.backward(x.q, x.k, x.v, *rest, blocks=of_backward)

@@ -256,7 +256,7 @@ def test_an_older_gpu_does():
     assert "not triton: it needs an NVIDIA GPU of compute capability 8.0 or later" in chosen.reason
 
 
-FORWARD_SIZES = dict(q=128, kv=64, warps=8, stages=3, overlap=True)
+FORWARD_SIZES = dict(q=128, kv=64, warps=8, stages=3, overlap=True, heads=0)
 
 
 def test_a_last_resort_is_taken_only_if_measured_fastest(measured):

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.kernels.attention.hopper import mma
+from jaxpar.kernels.attention import order
 from jaxpar.kernels.attention.hopper.blocks import BackwardBlocks, ForwardBlocks
-from jaxpar.kernels.attention.hopper.mma import lanes_at_a_time, tile_and_lane
+from jaxpar.kernels.attention.order import lanes_at_a_time, tile_and_lane
 from jaxpar.kernels.attention.reference import EMPTY_LSE
 from tests.kernels.cases import Case, check, inputs_of, interpreted, interpreter, reference_of
 from tests.slow import slow
@@ -112,7 +112,7 @@ def test_lanes_that_are_worked_on_together(tiles, lanes, wanted, together):
 
 @pytest.mark.slow
 def test_one_kv_head_at_a_time(races, monkeypatch):
-    monkeypatch.setattr(mma, "MULTIPROCESSORS", 1)
+    monkeypatch.setattr(order, "MULTIPROCESSORS", 1)
     sizes = ForwardBlocks(heads=1), BackwardBlocks(heads=1)
     run(Case(T=130, H=2, G=2, K=128), races, forward_blocks=sizes[0], blocks=sizes[1])
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpar.kernels.attention import order
 from jaxpar.kernels.attention.reference import EMPTY_LSE
 from jaxpar.kernels.attention.triton import api as triton
 from jaxpar.kernels.attention.triton.blocks import TritonBackward, TritonForward
@@ -18,7 +19,7 @@ from tests.kernels.cases import Case, check, inputs_of, reference_of
 from tests.slow import slow
 
 FORWARD = TritonForward(q=32, kv=16, overlap=True)
-BACKWARD = TritonBackward(q=16, kv=32, dq_q=32, dq_kv=16)
+BACKWARD = TritonBackward(q=16, kv=32, dq_q=32, dq_kv=16, last_first=True)
 
 CASES = [
     Case(T=100, H=4, G=2, K=48, documents=3, dtype="float32"),
@@ -55,6 +56,14 @@ def run(case: Case, forward=FORWARD, backward=BACKWARD) -> list[jax.Array]:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_against_the_reference(case):
     run(case)
+
+
+def test_one_kv_head_at_a_time(monkeypatch):
+    """On a GPU with few multiprocessors, programs of one KV head come before the next one's."""
+    monkeypatch.setattr(order, "MULTIPROCESSORS", 1)
+    forward = dataclasses.replace(FORWARD, heads=1)
+    backward = dataclasses.replace(BACKWARD, heads=1, dq_heads=1)
+    run(Case(B=2, T=80, H=4, G=2, K=16, dtype="float32"), forward, backward)
 
 
 def test_queries_that_see_no_key():

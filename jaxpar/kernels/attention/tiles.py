@@ -168,3 +168,9 @@ def _listed(partial, full) -> Visits:
     masked, whole = (x.sum(-1, dtype=jnp.int32) for x in (partial, full))
     ranges = jnp.stack([jnp.zeros_like(masked), masked, masked + whole, masked + whole], axis=-1)
     return Visits(ranges, order)
+
+
+def mask_operands(bounds: Bounds, visits: Visits) -> list[Any]:
+    """Return the kernels' operands of the mask that are present, in one order."""
+    every = (bounds.queries, bounds.keys, visits.ranges, visits.order)
+    return [x for x in every if x is not None]

@@ -133,18 +133,19 @@ def _blocks(values: dict[str, Any], where: str) -> Blocks | None:
         _require(sizes is None, where, "blocks", sizes, f"null for {backend}")
         return None
     cls = TUNED[backend][values["direction"]]
-    names = [field.name for field in dataclasses.fields(cls)]
-    ok = isinstance(sizes, dict) and sorted(sizes) == sorted(names)
-    ok = ok and all(_is_size(name, value) for name, value in sizes.items())
-    rule = f"{', '.join(names)}, whole numbers above 0; heads may be 0, and overlap is a bool"
+    fields = {field.name: field.type for field in dataclasses.fields(cls)}
+    ok = isinstance(sizes, dict) and sorted(sizes) == sorted(fields)
+    ok = ok and all(_is_size(name, kind, sizes[name]) for name, kind in fields.items())
+    flags = [f"{name} is a bool" for name, kind in fields.items() if kind is bool]
+    rule = f"{', '.join(fields)}, whole numbers above 0; {', '.join(['heads may be 0', *flags])}"
     _require(ok, where, "blocks", sizes, rule)
     return cls(**sizes)
 
 
-def _is_size(name: str, value: Any) -> bool:
-    if name == "overlap":
+def _is_size(name: str, kind: Any, value: Any) -> bool:
+    if kind is bool:
         return isinstance(value, bool)
-    return _is_count(value) or (name == "heads" and value == 0 and isinstance(value, int))
+    return _is_count(value) or (name.endswith("heads") and value == 0 and isinstance(value, int))
 
 
 def _is_count(value: Any) -> bool:

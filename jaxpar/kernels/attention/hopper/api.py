@@ -18,8 +18,9 @@ from jaxpar.kernels.attention.hopper.blocks import (
     default_forward,
     dq_blocks,
 )
-from jaxpar.kernels.attention.hopper.mma import LOG2E, MULTIPROCESSORS
+from jaxpar.kernels.attention.hopper.mma import LOG2E
 from jaxpar.kernels.attention.mask import AttentionMask
+from jaxpar.kernels.attention.order import MULTIPROCESSORS
 from jaxpar.kernels.attention.tiles import bounds_of, key_visits, padding, query_visits
 
 #: Number of CTAs of the forward: four per multiprocessor. One per multiprocessor is as fast without

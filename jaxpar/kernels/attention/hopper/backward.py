@@ -36,20 +36,18 @@ from jaxpar.kernels.attention.hopper.mma import (
     held,
     i32,
     interpreter_scratch,
-    lanes_at_a_time,
     mod,
     multiply,
     named,
-    optional_operands,
     shape_of,
     smem,
     spread,
-    tile_and_lane,
     transposed,
     varying_as,
 )
+from jaxpar.kernels.attention.order import lanes_at_a_time, tile_and_lane
 from jaxpar.kernels.attention.refs import Refs
-from jaxpar.kernels.attention.tiles import Bounds, Visits
+from jaxpar.kernels.attention.tiles import Bounds, Visits, mask_operands
 
 type Place = tuple[Any, Any, Any]
 
@@ -80,7 +78,7 @@ def backward(
               scale of the scores.
     """
     s = shape_of(q, k, bounds, visits, blocks, interpret, blocks.heads)
-    operands = optional_operands(bounds, visits)
+    operands = mask_operands(bounds, visits)
     names = ["q", "k", "v", "d_out", "lse", "delta", "mask"]
     tiles, made = s.S // s.kv, [name for name in want if name != "dq"]
     if "dq" in want:

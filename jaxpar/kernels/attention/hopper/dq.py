@@ -26,16 +26,15 @@ from jaxpar.kernels.attention.hopper.mma import (
     mod,
     multiply,
     named,
-    optional_operands,
     shape_of,
     smem,
     spread,
-    tile_and_lane,
     transposed,
     varying_as,
 )
+from jaxpar.kernels.attention.order import tile_and_lane
 from jaxpar.kernels.attention.refs import Refs
-from jaxpar.kernels.attention.tiles import Bounds, Visits
+from jaxpar.kernels.attention.tiles import Bounds, Visits, mask_operands
 
 
 def query_gradient(
@@ -57,7 +56,7 @@ def query_gradient(
         thread_name="warpgroup",
         compiler_params=compiler(),
     )
-    dq = kernel(q, k, v, d_out, lse2, delta, *optional_operands(bounds, visits))
+    dq = kernel(q, k, v, d_out, lse2, delta, *mask_operands(bounds, visits))
     return varying_as(dq, q)
 
 

@@ -30,17 +30,16 @@ from jaxpar.kernels.attention.hopper.mma import (
     mod,
     multiply,
     named,
-    optional_operands,
     shape_of,
     smem,
     spread,
-    tile_and_lane,
     transposed,
     varying_as,
 )
+from jaxpar.kernels.attention.order import tile_and_lane
 from jaxpar.kernels.attention.reference import EMPTY_LSE
 from jaxpar.kernels.attention.refs import Refs
-from jaxpar.kernels.attention.tiles import Bounds, Visits
+from jaxpar.kernels.attention.tiles import Bounds, Visits, mask_operands
 
 #: Initial value of the running maximum. Finite, so that a row without visible keys is not NaN.
 LOWEST = -1e30
@@ -67,7 +66,7 @@ def forward(q, k, v, bounds: Bounds, visits: Visits, blocks: ForwardBlocks, ctas
         thread_name="warpgroup",
         compiler_params=compiler(),
     )
-    out, lse = kernel(q, k, v, *optional_operands(bounds, visits))
+    out, lse = kernel(q, k, v, *mask_operands(bounds, visits))
     return varying_as(out, q), varying_as(lse, q)
 
 

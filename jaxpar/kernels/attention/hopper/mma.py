@@ -21,10 +21,6 @@ from jaxpar.kernels.attention.tiles import Bounds, Visits, padding
 LOG2E = math.log2(math.e)
 #: Number of rows that one warpgroup multiplies at a time.
 M = 64
-#: Number of multiprocessors of an H100 or H200 module.
-MULTIPROCESSORS = 132
-#: Fraction of the multiprocessors that tiles should occupy. It allows 128 tiles, a power of two.
-NEARLY = 0.95
 #: Register layouts of an accumulator, of one value per row, and of one value per column.
 TILE = plgpu.Layout.WGMMA
 ROW, COLUMN = TILE.reduce(1), TILE.reduce(0)
@@ -91,41 +87,6 @@ def shape_of(
         *(visits.ranges is not None, visits.order is not None, interpret),
         heads,
     )
-
-
-def lanes_at_a_time(tiles: int, lanes: int, wanted: int) -> int:
-    """Return the number of lanes whose tiles are processed together, before those of other lanes.
-
-    It is the smallest divisor of `lanes` that is at least `wanted` and gives nearly every
-    multiprocessor a tile. With fewer lanes, the long tiles of the last lanes would start when the
-    others are nearly done.
-
-    Args:     tiles: tiles per lane. lanes: rows times heads. wanted: 0 means all lanes.
-    """
-    fewest = max(wanted, math.ceil(NEARLY * MULTIPROCESSORS / tiles)) if wanted else lanes
-    return next(n for n in range(1, lanes + 1) if lanes % n == 0 and n >= min(fewest, lanes))
-
-
-def tile_and_lane(work, tiles: int, lanes: int, at_a_time: int):
-    """Return the tile and the lane (row and head) of a work item. Neighbors share a tile.
-
-    Args:     work: int32 scalar below tiles * lanes. lanes: rows times heads.
-              at_a_time: number of lanes whose tiles come before those of all other lanes, rounded
-              down to a common divisor with `lanes`. 0 means all lanes.
-    Returns:  int32 scalars.
-    """
-    side_by_side = math.gcd(lanes, at_a_time)
-    if side_by_side == lanes:
-        return lax.div(work, i32(lanes)), mod(work, lanes)
-    these, rest = lax.div(work, i32(tiles * side_by_side)), mod(work, tiles * side_by_side)
-    lane = these * side_by_side + mod(rest, side_by_side)
-    return lax.div(rest, i32(side_by_side)), lane
-
-
-def optional_operands(bounds: Bounds, visits: Visits) -> list[Any]:
-    """Return the operands of the mask that are present, in the order that `named` expects."""
-    every = (bounds.queries, bounds.keys, visits.ranges, visits.order)
-    return [x for x in every if x is not None]
 
 
 def named(s: KernelShape, names: list[str], refs) -> Refs:

@@ -10,14 +10,13 @@ import functools
 
 import jax.numpy as jnp
 
-from jaxpar.kernels.attention.tiles import Bounds, Visits
+from jaxpar.kernels.attention.tiles import Bounds, Visits, mask_operands
 from jaxpar.kernels.attention.triton.blocks import TritonBackward
 from jaxpar.kernels.attention.triton.compiler import (
     div,
     exp2,
     launch,
     mod,
-    program,
     rows,
     spread,
 )
@@ -33,8 +32,8 @@ from jaxpar.kernels.attention.triton.shape import (
     TritonShape,
     added,
     load,
-    mask_operands,
     named,
+    place,
     product,
     shape_of,
     store,
@@ -55,7 +54,7 @@ def key_gradients(operands, bounds: Bounds, visits: Visits, blocks: TritonBackwa
     q, k, v = operands[:3]
     s = shape_of(q, k, bounds, visits, blocks.q, blocks.kv, interpret)
     return launch(
-        functools.partial(_key_kernel, s),
+        functools.partial(_key_kernel, s, blocks.last_first, blocks.heads),
         [*operands, *mask_operands(bounds, visits)],
         [(k.shape, k.dtype), (v.shape, v.dtype)],
         programs=s.S // s.kv * s.B * s.G,
@@ -74,7 +73,7 @@ def query_gradient(operands, bounds: Bounds, visits: Visits, blocks: TritonBackw
     q, k = operands[:2]
     s = shape_of(q, k, bounds, visits, blocks.dq_q, blocks.dq_kv, interpret)
     (dq,) = launch(
-        functools.partial(_query_kernel, s),
+        functools.partial(_query_kernel, s, blocks.dq_heads),
         [*operands, *mask_operands(bounds, visits)],
         [(q.shape, q.dtype)],
         programs=s.T // s.q * s.B * s.H,
@@ -86,17 +85,19 @@ def query_gradient(operands, bounds: Bounds, visits: Visits, blocks: TritonBackw
     return dq
 
 
-def _key_kernel(s: TritonShape, *refs):
+def _key_kernel(s: TritonShape, last_first: bool, heads: int, *refs):
     r = named(s, OPERANDS, ["dk", "dv"], refs)
     # The first keys, which most queries see, come first.
-    tile, lane = div(program(), s.B * s.G), mod(program(), s.B * s.G)
-    b, g = div(lane, s.G), mod(lane, s.G)
+    tile, b, g = place(s, s.S // s.kv, s.G, heads)
     first = tile * s.kv
     k, v = (load(s, ref, b, first, s.kv, g) for ref in (r.k, r.v))
     of_keys = bounds_of_columns(s, r, b, first)
+    visits = query_tiles_of(s, r, b, tile)
 
     def visit(masked: bool, i, carry):
         dk, dv = carry
+        if last_first and not masked:
+            i = visits[1] + visits[2] - 1 - i
         h, i = g * s.group + mod(i, s.group), div(i, s.group)
         at = (r.order[b, tile, i] if s.listed else i) * s.q
         q = load(s, r.q, b, at, s.q, h)
@@ -110,22 +111,22 @@ def _key_kernel(s: TritonShape, *refs):
         )
         weights = exp2(scores, s.log2_scale, lse2, s.interpret)
         d_out = load(s, r.d_out, b, at, s.q, h)
-        dv = added(dv, weights.astype(s.dtype), d_out)
+        # Triton waits for this product and all before it, so that of dv comes after it.
         d_scores = weights * (product(v, d_out) - delta)
+        dv = added(dv, weights.astype(s.dtype), d_out)
         return added(dk, d_scores.astype(s.dtype), q), dv
 
     start = zeros(s, s.kv), zeros(s, s.kv)
-    dk, dv = visit_all(s, query_tiles_of(s, r, b, tile), visit, start)
+    dk, dv = visit_all(s, visits, visit, start)
     store(s, r.dk, b, first, g, [part * s.K**-0.5 for part in dk])
     store(s, r.dv, b, first, g, dv)
 
 
-def _query_kernel(s: TritonShape, *refs):
+def _query_kernel(s: TritonShape, heads: int, *refs):
     r = named(s, OPERANDS, ["dq"], refs)
     # The last queries, which see most keys, come first.
-    tile = s.T // s.q - 1 - div(program(), s.B * s.H)
-    lane = mod(program(), s.B * s.H)
-    b, h = div(lane, s.H), mod(lane, s.H)
+    tile, b, h = place(s, s.T // s.q, s.H, heads)
+    tile = s.T // s.q - 1 - tile
     first, g = tile * s.q, div(h, s.group)
     q, d_out = (load(s, ref, b, first, s.q, h) for ref in (r.q, r.d_out))
     lse2, delta = (spread(ref[b, h, rows(first, s.q)], (s.q, s.kv), 0) for ref in (r.lse2, r.delta))

@@ -14,6 +14,7 @@ class TritonForward:
 
     q: query rows per program. kv: key rows per step. warps: per program. stages: of the pipeline
     of loads. overlap: multiply the weights of one step while those of the next are computed.
+    heads: number of KV heads whose tiles are computed at a time and share the L2 cache; 0: all.
     """
 
     q: int = 128
@@ -21,6 +22,7 @@ class TritonForward:
     warps: int = 8
     stages: int = 3
     overlap: bool = False
+    heads: int = 0
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,8 @@ class TritonBackward:
     """Block sizes of the backward's two kernels: of dk and dv, and (`dq_`) of dq.
 
     q: query rows per step. kv: key rows per program. dq_q: query rows per program. dq_kv: key rows
-    per step. *warps: per program. *stages: of the pipeline of loads.
+    per step. *warps: per program. *stages: of the pipeline of loads. last_first: the programs of dk
+    and dv visit the queries from the last, which all of them see. *heads: as in the forward.
     """
 
     q: int = 64
@@ -39,6 +42,9 @@ class TritonBackward:
     dq_kv: int = 64
     dq_warps: int = 4
     dq_stages: int = 2
+    last_first: bool = False
+    heads: int = 0
+    dq_heads: int = 0
 
 
 #: By largest head dim, for the 227 KiB of shared memory of Hopper and of data-center Blackwell. The
@@ -46,14 +52,14 @@ class TritonBackward:
 #: (docs/experiments/attention.md#triton); those of 256 are not measured.
 _LARGE_FORWARD = {
     64: [
-        TritonForward(128, 64, 8, 3),
-        TritonForward(128, 64, 4, 3),
+        TritonForward(128, 64, 8, 3, heads=2),
+        TritonForward(128, 64, 4, 3, heads=4),
         TritonForward(64, 64, 4, 3, overlap=True),
     ],
     128: [
+        TritonForward(128, 128, 8, 3, overlap=True, heads=2),
+        TritonForward(128, 64, 8, 3, heads=2),
         TritonForward(64, 64, 4, 3, overlap=True),
-        TritonForward(128, 64, 8, 3),
-        TritonForward(128, 64, 4, 2),
     ],
     256: [
         TritonForward(64, 64, 4, 2),
@@ -63,14 +69,14 @@ _LARGE_FORWARD = {
 }
 _LARGE_BACKWARD = {
     64: [
-        TritonBackward(64, 64, 4, 3, 64, 64, 4, 2),
-        TritonBackward(128, 64, 4, 2, 64, 64, 4, 3),
+        TritonBackward(64, 64, 4, 3, 128, 64, 4, 3, heads=4),
+        TritonBackward(128, 64, 4, 2, 64, 64, 4, 2),
         TritonBackward(32, 64, 4, 3, 128, 64, 4, 3),
     ],
     128: [
-        TritonBackward(64, 64, 4, 2, 128, 64, 8, 3),
-        TritonBackward(64, 64, 4, 2, 128, 32, 8, 3),
-        TritonBackward(64, 128, 8, 3, 64, 64, 4, 2),
+        TritonBackward(64, 128, 8, 3, 128, 64, 8, 3, last_first=True, heads=2, dq_heads=1),
+        TritonBackward(64, 128, 8, 3, 128, 32, 4, 3, last_first=True, heads=4, dq_heads=1),
+        TritonBackward(64, 64, 4, 2, 64, 64, 4, 2),
     ],
     256: [
         TritonBackward(32, 64, 8, 2, 64, 32, 4, 2),

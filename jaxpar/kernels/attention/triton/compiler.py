@@ -81,6 +81,24 @@ def exp2(x: jax.Array, scale: float, less: jax.Array, interpret: bool) -> jax.Ar
     return y
 
 
+def in_registers(x: jax.Array, interpret: bool) -> jax.Array:
+    """Return a 16-bit tile as it is, so that a product reads it as left operand from registers.
+
+    Triton copies a left operand to shared memory if a loop carries it, and no other operation comes
+    between. This operation is a move in assembly, which the assembler removes.
+    """
+    if interpret or x.dtype == f32:
+        return x
+    (y,) = triton.elementwise_inline_asm(
+        "mov.b32 $0, $1;",
+        args=[x],
+        constraints="=r,r",
+        pack=2,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+    )
+    return y
+
+
 def spread(vector: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
     """Broadcast a value per row (axis 0) or per column (axis 1) over a tile."""
     return lax.broadcast_in_dim(vector, shape, [axis])

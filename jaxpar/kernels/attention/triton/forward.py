@@ -13,15 +13,14 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxpar.kernels.attention.reference import EMPTY_LSE
-from jaxpar.kernels.attention.tiles import Bounds, Visits
+from jaxpar.kernels.attention.tiles import Bounds, Visits, mask_operands
 from jaxpar.kernels.attention.triton.blocks import TritonForward
 from jaxpar.kernels.attention.triton.compiler import (
     div,
     exp2,
     f32,
+    in_registers,
     launch,
-    mod,
-    program,
     rows,
     spread,
 )
@@ -37,8 +36,8 @@ from jaxpar.kernels.attention.triton.shape import (
     TritonShape,
     added,
     load,
-    mask_operands,
     named,
+    place,
     product,
     shape_of,
     store,
@@ -58,7 +57,7 @@ def forward(q, k, v, bounds: Bounds, visits: Visits, blocks: TritonForward, inte
     """
     s = shape_of(q, k, bounds, visits, blocks.q, blocks.kv, interpret)
     return launch(
-        functools.partial(_kernel, s, blocks.overlap),
+        functools.partial(_kernel, s, blocks.overlap, blocks.heads),
         [q, k, v, *mask_operands(bounds, visits)],
         [(q.shape, q.dtype), ((s.B, s.H, s.T), f32)],
         programs=s.T // s.q * s.B * s.H,
@@ -69,13 +68,11 @@ def forward(q, k, v, bounds: Bounds, visits: Visits, blocks: TritonForward, inte
     )
 
 
-def _kernel(s: TritonShape, overlap: bool, *refs):
+def _kernel(s: TritonShape, overlap: bool, heads: int, *refs):
     r = named(s, ["q", "k", "v"], ["out", "lse"], refs)
-    # Programs start in the order of their index: the last queries, which see most, come first, and
-    # the heads of a group, which read the same keys, run side by side.
-    tile = s.T // s.q - 1 - div(program(), s.B * s.H)
-    lane = mod(program(), s.B * s.H)
-    b, h = div(lane, s.H), mod(lane, s.H)
+    # The last queries, which see most keys, come first.
+    tile, b, h = place(s, s.T // s.q, s.H, heads)
+    tile = s.T // s.q - 1 - tile
     first, g = tile * s.q, div(h, s.group)
     q, of_queries = load(s, r.q, b, first, s.q, h), bounds_of_rows(s, r, b, first)
 
@@ -85,14 +82,16 @@ def _kernel(s: TritonShape, overlap: bool, *refs):
     def add_values(acc, scaled_weights: tuple[Any, ...], i):
         kept, weights = scaled_weights
         values = load(s, r.v, b, first_key(i), s.kv, g)
-        return added([part * kept[:, None] for part in acc], weights.astype(s.dtype), values)
+        return added([part * kept[:, None] for part in acc], weights, values)
 
     def visit(masked: bool, i, carry):
         acc, top, total, waiting = carry
         at = first_key(i)
         scores = product(q, load(s, r.k, b, at, s.kv, g))
         if overlap:
-            acc = add_values(acc, waiting, jnp.maximum(i - 1, visits[0]))
+            kept, weights = waiting
+            before = kept, in_registers(weights, s.interpret)
+            acc = add_values(acc, before, jnp.maximum(i - 1, visits[0]))
         if masked:
             of_keys = bounds_of_columns(s, r, b, at)
             visible = seen(s, of_queries, of_keys, first, at, queries=0)
@@ -101,17 +100,19 @@ def _kernel(s: TritonShape, overlap: bool, *refs):
         kept = exp2(top, 1.0, higher, s.interpret)
         weights = exp2(scores, s.log2_scale, spread(higher, scores.shape, 0), s.interpret)
         total = total * kept + jnp.sum(weights, axis=1)
+        weights = weights.astype(s.dtype)
         if overlap:
             return acc, higher, total, (kept, weights)
         return add_values(acc, (kept, weights), i), higher, total, ()
 
     row = jnp.zeros((s.q,), f32)
-    waiting = (row, jnp.zeros((s.q, s.kv), f32)) if overlap else ()
+    waiting = (row, jnp.zeros((s.q, s.kv), s.dtype)) if overlap else ()
     start = zeros(s, s.q), row + LOWEST, row, waiting
     acc, top, total, waiting = visit_all(s, visits, visit, start)
     if overlap:
         acc = add_values(acc, waiting, visits[3] - 1)
     some = jnp.maximum(total, 1e-30)
-    store(s, r.out, b, first, h, [part / some[:, None] for part in acc])
+    share = (1 / some)[:, None]
+    store(s, r.out, b, first, h, [part * share for part in acc])
     lse = jnp.where(total > 0, top / LOG2E + jnp.log(some), EMPTY_LSE)
     r.lse[b, h, rows(first, s.q)] = lse

@@ -10,9 +10,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxpar.kernels.attention.order import lanes_at_a_time, tile_and_lane
 from jaxpar.kernels.attention.refs import Refs
 from jaxpar.kernels.attention.tiles import Bounds, Visits
-from jaxpar.kernels.attention.triton.compiler import dot, f32, rows
+from jaxpar.kernels.attention.triton.compiler import div, dot, f32, mod, program, rows
 
 LOG2E = 1.4426950408889634
 
@@ -76,10 +77,19 @@ def shape_of(q, k, bounds: Bounds, visits: Visits, q_rows: int, kv_rows: int, in
     )
 
 
-def mask_operands(bounds: Bounds, visits: Visits) -> list[Any]:
-    """Return the operands of the mask that are present, in the order that `named` expects."""
-    every = (bounds.queries, bounds.keys, visits.ranges, visits.order)
-    return [x for x in every if x is not None]
+def place(s: TritonShape, tiles: int, heads: int, kv_heads: int):
+    """Return the tile, the row and the head of this program.
+
+    Programs start in the order of their index. Neighbors compute the same tile of different heads;
+    the heads of a group, which read the same keys, are side by side.
+
+    Args:     tiles: number of tiles per head. heads: H or G. kv_heads: number of KV heads at a
+              time; 0: all.
+    """
+    group = heads // s.G
+    together = lanes_at_a_time(tiles * group, s.B * s.G, kv_heads) * group
+    tile, lane = tile_and_lane(program(), tiles, s.B * heads, together)
+    return tile, div(lane, heads), mod(lane, heads)
 
 
 def named(s: TritonShape, operands: list[str], results: list[str], refs) -> Refs:
