@@ -132,9 +132,10 @@ class ParallelConfig:
     layers_per_stage: str = ""
     """Layers of each stage, such as 15,16,16,15; of each virtual stage in the model's order. Empty:
     equal, or else one more in the first stages."""
-    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    schedule: Literal["1f1b", "gpipe", "zero_bubble"] = "1f1b"
     """Pipeline schedule. gpipe runs all forwards, then all backwards: simpler, as fast, and its
-    memory grows with num_microbatches."""
+    memory grows with num_microbatches. zero_bubble computes some weight gradients where stages
+    would be idle: a third of the bubble, for more memory."""
     zero: Literal[1, 2, 3] = 3
     """ZeRO stage. 3: gather weights layer by layer. 1: gather all once per step; for pipelines,
     and for weights that are not sharded. 2: as 1, and scatter gradients layer by layer, so that

@@ -31,6 +31,7 @@ from jaxpar.config.rules.model import (
 from jaxpar.config.rules.numbers import numbers
 from jaxpar.config.rules.run import places, profile, saving, schedule
 from jaxpar.config.rules.type_check import check_types
+from jaxpar.config.rules.zero_bubble import enough_microbatches, zero_bubble
 
 
 def resolve(cfg: Config, num_devices: int) -> Config:
@@ -44,7 +45,7 @@ def resolve(cfg: Config, num_devices: int) -> Config:
     """
     _each_rule(cfg)
     cfg = fill_microbatches(fill_data_axis(fill_deterministic(cfg), num_devices))
-    divisibility(cfg)
+    _sizes(cfg)
     return cast_once(cfg)
 
 
@@ -55,13 +56,18 @@ def check(cfg: Config) -> None:
     """
     _each_rule(cfg)
     if not cfg.train.micro_batch_size:  # otherwise the devices decide the number of microbatches
-        divisibility(cfg)
+        _sizes(cfg)
+
+
+def _sizes(cfg: Config) -> None:
+    divisibility(cfg)
+    enough_microbatches(cfg)
 
 
 def _each_rule(cfg: Config) -> None:
     check_types(cfg)
     first = (numbers, places, data, schedule, moments, model, float8_matmuls, attention, layers)
-    others = (remat, saving, guards, profile, sinks, interleaving, turns, automatic)
+    others = (remat, saving, guards, profile, sinks, interleaving, turns, zero_bubble, automatic)
     of_models = (experts, layer_kinds, attention_function, lora)
     for rule in first + others + of_models:
         rule(cfg)

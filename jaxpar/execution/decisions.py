@@ -76,6 +76,12 @@ class Execution:
         return p.tensor if self.collective_matmul else p.row_groups
 
     @property
+    def postpones_weight_gradients(self) -> bool:
+        """Whether some backwards of a pipeline leave weight gradients for idle slots."""
+        p = self.cfg.parallel
+        return p.pipeline > 1 and p.schedule == "zero_bubble"
+
+    @property
     def row_groups_overlap(self) -> bool:
         """Whether one row group's communication over tensor overlaps another's computation."""
         return self.cfg.parallel.tensor > 1 and self.cfg.parallel.row_groups > 1
@@ -102,6 +108,8 @@ class Execution:
             yield f"float32 gradient sums: {how}"
         if p.pipeline > 1:
             idle = "masked" if self.stage_wide_collectives else "skipped"
+            if self.postpones_weight_gradients:
+                idle = "some compute weight gradients"
             yield f"idle pipeline slots: {idle}"
         if self.activations_on_host:
             yield "activations: some in host memory"

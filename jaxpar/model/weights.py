@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from jaxpar.config import Config
-from jaxpar.execution.decisions import Execution
+from jaxpar.execution.decisions import Execution, rows_per_device
 from jaxpar.kernels import float8
 from jaxpar.model import lora
 from jaxpar.model.fused_weights import COMPLETE, LAYER_DIMS, PROJECTIONS
@@ -43,11 +43,17 @@ def layer_stream(ex: Execution) -> WeightStream:
 
 
 def with_float32_gradients(chunk: Any, ex: Execution) -> Any:
-    """Attach float32 gradient buffers to a chunk if matmuls accumulate weight gradients."""
+    """Attach float32 gradient buffers to a chunk if matmuls accumulate weight gradients.
+
+    They are `Factors` if the schedule postpones weight gradients.
+    """
     if not ex.float32_weight_gradients:
         return chunk
+    rows = None
+    if ex.postpones_weight_gradients:
+        rows = rows_per_device(ex.cfg) // ex.cfg.parallel.row_groups, ex.cfg.data.seq_len
     names = ("wqkv", "wo") if ex.cfg.model.num_experts else tuple(PROJECTIONS)
-    return tuple(attach_buffers(w, names, ex.weight_uses) for w in chunk)
+    return tuple(attach_buffers(w, names, ex.weight_uses, rows) for w in chunk)
 
 
 def cast(w: Tree, dims: dict[str, int | None], cfg: Config) -> Tree:

@@ -4,11 +4,13 @@ Nothing else in the backward reads weight gradients, so XLA would delay all thei
 of a chunk's backward, and keep all of their inputs in memory until then.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax import lax
 
+from jaxpar.parallel.gradient_buffers import add_gradient, has_factors
 from jaxpar.parallel.staged_model import StagedModel, add_gradients
 
 
@@ -61,3 +63,53 @@ def backward(
         if i > 0:
             sums_of[i], g = lax.optimization_barrier((sums_of[i], g))
     return model.joined(sums_of), g
+
+
+def backward_without_factors(
+    model: StagedModel,
+    chunk: Any,
+    sums: Any,
+    vjps: list[Any],
+    g: jax.Array,
+    context: Any,
+    keep: Callable[[int, Any], Any],
+) -> tuple[Any, list[Any], jax.Array]:
+    """Compute the gradient of a chunk's input, and leave the weight gradients that are `Factors`.
+
+    Args:     as `backward`. keep: (index of a segment, its gradients with factors) -> where they
+              are kept.
+    Returns:  (sums with all other gradients, results of `keep`, gradient of the chunk's input).
+    """
+    segments, sums_of = model.segments(chunk), list(model.segments(sums))
+    kept: list[Any] = [None] * len(segments)
+    at_once = lambda total, part: total if has_factors(part) else add_gradient(total, part)  # noqa: E731
+    for i in reversed(range(len(segments))):
+        d_segment, g = pull_back(model, segments[i], vjps[i], g, context)
+        sums_of[i] = add_gradients(sums_of[i], d_segment, at_once)
+        kept[i] = keep(i, factors_of(d_segment))
+        if i > 0:
+            sums_of[i], kept[i], g = lax.optimization_barrier((sums_of[i], kept[i], g))
+    return model.joined(sums_of), kept, g
+
+
+def factors_of(segment: Any) -> Any:
+    """Select the weights of a segment whose gradients are `Factors`."""
+    return tuple({n: g.gradients for n, g in w.items() if has_factors(g)} for w in segment)
+
+
+def add_factors(model: StagedModel, sums: Any, kept: list[Any]) -> Any:
+    """Add the gradients that a backward without factors left, segment by segment."""
+    sums_of = list(model.segments(sums))
+    for i, factors in enumerate(kept):
+        layers = zip(sums_of[i], factors, strict=True)
+        sums_of[i] = tuple(total | _added(total, part) for total, part in layers)
+    return model.joined(sums_of)
+
+
+def _added(totals: dict, factors: dict) -> dict:
+    added = {}
+    for name, gradients in factors.items():
+        added[name] = totals[name]
+        for gradient in gradients:
+            added[name] = add_gradient(added[name], gradient)
+    return added

@@ -27,6 +27,7 @@ from jaxpar.parallel.fsdp import gather as fsdp
 from jaxpar.parallel.gradients import global_norm, reduce_gradients
 from jaxpar.parallel.pipeline.gpipe import gpipe
 from jaxpar.parallel.pipeline.runner import forward_only, one_f_one_b
+from jaxpar.parallel.pipeline.zero_bubble import zero_bubble
 from jaxpar.parallel.staged_model import StagedModel
 from jaxpar.sharding.axes import BATCH_SPEC, FSDP_AXES, PIPELINE, TOKEN_AXES
 from jaxpar.sharding.batch import IGNORED, Batch
@@ -207,7 +208,8 @@ def schedule_of(cfg: Config) -> Callable:
     p = cfg.parallel
     if p.schedule == "gpipe":
         return functools.partial(gpipe, save=p.pipeline_save)
-    return functools.partial(one_f_one_b, virtual=p.virtual_stages, save=p.pipeline_save)
+    interleaved = zero_bubble if p.schedule == "zero_bubble" else one_f_one_b
+    return functools.partial(interleaved, virtual=p.virtual_stages, save=p.pipeline_save)
 
 
 def weights_of_step(shards: Any, cfg: Config) -> Any:

@@ -52,6 +52,15 @@ parallel.pipeline=2 parallel.virtual_stages=2 parallel.num_microbatches=2 \
     parallel.schedule=gpipe | 2 | parallel.virtual_stages | with parallel.schedule gpipe
 parallel.pipeline=2 parallel.virtual_stages=2 parallel.num_microbatches=1 | 2 | \
     parallel.num_microbatches | rounds
+ZB parallel.virtual_stages=2 parallel.num_microbatches=2 | 2 | \
+    parallel.num_microbatches | at least 3
+ZB parallel.num_microbatches=2 | 2 | parallel.num_microbatches | at least 3, 2 *
+ZB train.micro_batch_size=16 | 2 | parallel.num_microbatches | at least 3
+ZB4 parallel.zero=2 | 2 | parallel.zero | zero_bubble
+ZB4 parallel.sequence=2 | 4 | parallel.sequence | zero_bubble
+ZB4 parallel.layer_loop=scan | 2 | parallel.layer_loop | zero_bubble
+ZB4 model.matmul_dtype=float8 | 2 | model.matmul_dtype | zero_bubble
+ZB4 lora.rank=4 | 2 | lora.rank | zero_bubble
 train.global_batch_size=7 | 2 | train.global_batch_size | parallel.data = 2
 train.global_batch_size=12 parallel.num_microbatches=2 parallel.replica=2 | 8 | \
     train.global_batch_size | parallel.data * parallel.num_microbatches = 16
@@ -194,6 +203,10 @@ metrics.wandb=a/b/c | 1 | metrics.wandb | must be PROJECT or ENTITY/PROJECT
 metrics.prometheus_port=65536 | 1 | metrics.prometheus_port | from 1 to 65535
 metrics.prometheus_address=everywhere | 1 | metrics.prometheus_address | an IP address
 """
+ZERO_BUBBLE = "parallel.pipeline=2 parallel.schedule=zero_bubble parallel.layer_loop=unroll"
+BAD_CONFIGS = re.sub(r"^ZB4", "ZB parallel.num_microbatches=4", BAD_CONFIGS, flags=re.MULTILINE)
+BAD_CONFIGS = re.sub(r"^ZB", f"{ZERO_BUBBLE} parallel.zero=1", BAD_CONFIGS, flags=re.MULTILINE)
+
 BAD = [re.split(r" \| +", line) for line in BAD_CONFIGS.splitlines() if "|" in line]
 
 

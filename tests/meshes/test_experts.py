@@ -35,6 +35,7 @@ data=2
 data=2,num_microbatches=2,zero=2
 data=2,tensor=2,layer_loop=unroll,row_groups=2
 pipeline=2,sequence=2,tensor=2,num_microbatches=2
+pipeline=2,num_microbatches=4,schedule=zero_bubble,zero=1,layer_loop=unroll
 """.split()
 
 

@@ -49,6 +49,7 @@ pipeline=2,num_microbatches=4,pipeline_save=inputs
 pipeline=2,num_microbatches=4,schedule=gpipe,zero=1,data=2,tensor=2,layer_loop=unroll
 pipeline=2,num_microbatches=2,virtual_stages=2,zero=1,data=2,tensor=2,layer_loop=unroll,row_groups=2
 pipeline=4,num_microbatches=4,zero=1,tensor=2,layer_loop=unroll,remat=full
+pipeline=2,num_microbatches=4,virtual_stages=2,schedule=zero_bubble,zero=1,layer_loop=unroll
 """.split()
 
 #: Parts of what the others cover.
@@ -83,6 +84,11 @@ pipeline=4,num_microbatches=2,schedule=gpipe
 pipeline=2,num_microbatches=4,schedule=gpipe,data=2,sequence=2,pipeline_save=inputs
 pipeline=2,num_microbatches=4,schedule=gpipe,data=2,layer_loop=unroll,remat=full,zero=2
 pipeline=2,num_microbatches=4,schedule=gpipe,zero=1,tensor=2,layer_loop=unroll,row_groups=2
+pipeline=2,num_microbatches=4,schedule=zero_bubble,zero=1,data=2,tensor=2,layer_loop=unroll
+pipeline=2,num_microbatches=4,schedule=zero_bubble,zero=1,layer_loop=unroll,remat=none
+pipeline=4,num_microbatches=8,schedule=zero_bubble,zero=1,layer_loop=unroll
+pipeline=2,num_microbatches=4,schedule=zero_bubble,zero=1,tensor=2,layer_loop=unroll,row_groups=2
+pipeline=2,num_microbatches=4,schedule=zero_bubble,zero=1,layer_loop=unroll,pipeline_save=inputs
 """.split(),
 ]
 

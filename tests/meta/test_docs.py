@@ -22,7 +22,7 @@ from jaxpar.doctor.options import read_command as read_doctor_command
 from jaxpar.inference.evaluate import EvaluateOptions
 from jaxpar.inference.sample import SampleOptions
 from jaxpar.monitoring.metric_names import METRICS
-from jaxpar.parallel.pipeline.schedules import GPipe, Schedule
+from jaxpar.parallel.pipeline.schedules import GPipe, Schedule, ZeroBubble
 from jaxpar.planning.command import read_command as read_plan_command
 from jaxpar.profiling.command import ProfileOptions
 from jaxpar.report.__main__ import ReportOptions
@@ -272,3 +272,29 @@ DRAWN = [Schedule(*shape) for shape in ((2, 1, 4), (3, 1, 4), (4, 1, 4), (2, 2, 
 @pytest.mark.parametrize("plan", [*DRAWN, GPipe(4, 1, 4)], ids=str)
 def test_pictures_of_the_pipeline_are_its_schedule(plan):
     assert picture(plan) in read("docs/parallelism.md"), "\n" + picture(plan)
+
+
+def zero_bubble_picture(plan: ZeroBubble) -> str:
+    """As `picture`: b, a backward without weight gradients; w, weight gradients left by a b."""
+    end = plan.phases()[-1][-1]
+    lines = ["tick       " + "".join(f"{t:>3}" for t in range(end))]
+    for s in range(plan.stages):
+        first, second = ["."] * end, ["."] * end
+        for i in range(plan.num_actions):
+            first[i + s] = str(i)
+            late = "b" if i < plan.num_postponed(s) else ""
+            second[plan.first_backward + i + (plan.stages - 1 - s)] = f"{late}{i}"
+        for t in range(end):
+            made = range(plan.num_caught_up(s, t), plan.num_caught_up(s, t + 1))
+            for j, row in zip(made, (first, second), strict=False):
+                assert row[t] == "."
+                row[t] = f"w{j}"
+        lines.append(f"stage {s} F  " + "".join(f"{cell:>3}" for cell in first))
+        lines.append("        B  " + "".join(f"{cell:>3}" for cell in second))
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("plan", [ZeroBubble(2, 1, 4), ZeroBubble(3, 1, 6)], ids=str)
+def test_pictures_of_a_zero_bubble_pipeline_are_its_schedule(plan):
+    found = zero_bubble_picture(plan)
+    assert found in read("docs/parallelism.md"), "\n" + found

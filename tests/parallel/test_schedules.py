@@ -10,7 +10,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from jaxpar.parallel.pipeline.schedules import GPipe, Schedule
+from jaxpar.parallel.pipeline.schedules import GPipe, Schedule, ZeroBubble
 
 
 def microbatch_counts(P: int, v: int) -> list[int]:
@@ -22,6 +22,10 @@ SCHEDULES = [
     Schedule(P, v, M) for P in range(1, 7) for v in range(1, 5) for M in microbatch_counts(P, v)
 ]
 SCHEDULES += [GPipe(P, 1, M) for P in range(1, 7) for M in microbatch_counts(P, 1)]
+ZERO_BUBBLES = [
+    ZeroBubble(P, 1, M) for P in range(2, 8) for M in sorted({2 * P - 1, 3 * P - 3, 3 * P, 4 * P})
+]
+ZERO_BUBBLES += [ZeroBubble(P, v, k * P) for P in range(2, 6) for v in (2, 3, 4) for k in (2, 3)]
 
 
 def forwards(plan: Schedule) -> list[tuple[int, int, int, int, int]]:
@@ -190,3 +194,87 @@ def test_arrays_count_as_numbers_do():
     i = np.arange(plan.num_actions)
     for unit in (plan.forward_action, plan.backward_action):
         assert np.array_equal(np.stack(unit(i), 1), [unit(int(n)) for n in i])
+
+
+def caught_up(plan: ZeroBubble) -> list[tuple[int, int, int]]:
+    """(stage, index of the postponed backward, tick) of each weight gradient in an idle slot."""
+    end = plan.phases()[-1][3]
+    return [
+        (s, j, t)
+        for s in range(plan.stages)
+        for t in range(end)
+        for j in range(plan.num_caught_up(s, t), plan.num_caught_up(s, t + 1))
+    ]
+
+
+def numbered_backwards(plan: Schedule) -> list[tuple[int, int, int]]:
+    """(stage, index of the backward, tick) of each backward."""
+    first, P = plan.first_backward, plan.stages
+    return [(s, i, first + i + (P - 1 - s)) for s in range(P) for i in range(plan.num_actions)]
+
+
+def every_zero_bubble(test):
+    name = lambda p: f"P{p.stages}v{p.virtual}M{p.microbatches}"  # noqa: E731
+    return pytest.mark.parametrize("plan", ZERO_BUBBLES, ids=name)(test)
+
+
+@every_zero_bubble
+def test_each_postponed_weight_gradient_is_computed_once_and_after_its_backward(plan):
+    made = {(s, i): tick for s, i, tick in numbered_backwards(plan)}
+    found = caught_up(plan)
+    postponed = [(s, j) for s in range(plan.stages) for j in range(plan.num_postponed(s))]
+    assert [(s, j) for s, j, _ in found] == postponed
+    assert all(made[s, j] < tick for s, j, tick in found), "the slot comes before the backward's"
+    assert max(map(plan.num_postponed, range(plan.stages))) == plan.max_postponed
+    assert {plan.backward_action(j)[1] for _, j in postponed} <= set(plan.postponing_chunks)
+
+
+@every_zero_bubble
+def test_postponed_weight_gradients_are_computed_in_idle_forward_slots(plan):
+    busy = {(s, tick) for s, _, tick, _, _ in forwards(plan)}
+    assert not busy & {(s, t) for s, _, t in caught_up(plan)}
+
+
+def length(plan: Schedule, F: int, B: int, W: int) -> int:
+    """Time of a step. The stages wait for each other at the head and between two ticks."""
+    last = plan.stages * plan.virtual - 1
+    head = {t for _, _, t, _, part in forwards(plan) if part == last}
+    both = {"F": [[0] * plan.stages for _ in range(plan.phases()[-1][3])]}
+    both["B"] = [list(row) for row in both["F"]]
+    for s, _, t, _, _ in forwards(plan):
+        both["F"][t][s] += F
+    for s, i, t in numbered_backwards(plan):
+        postpones = isinstance(plan, ZeroBubble) and i < plan.num_postponed(s)
+        both["B"][t][s] += B + (0 if postpones else W)
+    if isinstance(plan, ZeroBubble):
+        for s, _, t in caught_up(plan):
+            both["F"][t][s] += W
+    took = 0
+    for t, (first, second) in enumerate(zip(both["F"], both["B"], strict=True)):
+        whole = max(a + b for a, b in zip(first, second, strict=True))
+        took += max(first) + max(second) if t in head else whole
+    return took
+
+
+@every_zero_bubble
+@pytest.mark.parametrize(("F", "B", "W"), [(1, 1, 1), (5, 6, 4), (3, 3, 1)])
+def test_the_bubble_of_a_zero_bubble_schedule(plan, F, B, W):
+    P, v, M = plan.stages, plan.virtual, plan.microbatches
+    assert length(plan, F, B, W) == v * M * (F + B + W) + (P - 1) * (F + B - W)
+    plain = Schedule(P, v, M)
+    assert length(plain, F, B, W) == (v * M + P - 1) * (F + B + W) == plain.duration * (F + B + W)
+
+
+def test_ticks_of_a_zero_bubble_schedule():
+    """Two stages: the first postpones one weight gradient, the last two."""
+    plan = ZeroBubble(2, 1, 4)
+    assert caught_up(plan) == [(0, 0, 4), (1, 0, 5), (1, 1, 5)]
+    assert [plan.num_postponed(s) for s in range(2)] == [1, 2]
+
+
+def test_arrays_count_as_numbers_do_in_a_zero_bubble_schedule():
+    plan = ZeroBubble(3, 1, 6)
+    t = np.arange(plan.phases()[-1][3])
+    for s in range(3):
+        expected = [plan.num_caught_up(s, int(tick)) for tick in t]
+        assert np.array_equal(plan.num_caught_up(np.int32(s), t), expected)

@@ -147,6 +147,16 @@ def test_gpipe_keeps_every_microbatch_and_its_output():
     assert three == ring(3) + 3 * stream
 
 
+def test_a_zero_bubble_pipeline_keeps_the_factors_of_some_weight_gradients():
+    """Two microbatches in a virtual stage of 16 or 8 layers, with the widths of four matmuls."""
+    widths = (4096 + 6144) + (4096 + 4096) + (4096 + 2 * 14336) + (14336 + 4096)
+    unrolled = {"layer_loop": "unroll"}
+    for v in (1, 2):
+        fields = unrolled | {"virtual_stages": v}
+        kept = ring(4, schedule="zero_bubble", **fields) - ring(4, **fields)
+        assert kept == 2 * 16 / v * 8192 * 2 * widths
+
+
 def test_a_shard_is_what_the_axes_leave():
     cfg = resolve(replace(load_config("llama3_8b"), **{"parallel.tensor": 2}), 8)
     shard = shard_of(cfg)

@@ -82,13 +82,17 @@ def test_gradients_with_tensor_are_the_references_to_bfloat16(groups, two_gpus, 
 
 
 @pytest.mark.parametrize("save", ["residuals", "inputs"])
-@pytest.mark.parametrize("virtual", [1, 2])
+@pytest.mark.parametrize(
+    ("schedule", "virtual"),
+    [("1f1b", 1), ("1f1b", 2), ("gpipe", 1), ("zero_bubble", 1), ("zero_bubble", 2)],
+)
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_gradients_of_a_pipeline_are_the_references_to_bfloat16(tensor, virtual, save):
+def test_gradients_of_a_pipeline_are_the_references_to_bfloat16(tensor, schedule, virtual, save):
     """Each stage in a branch of its own; the ring begins with whatever lies in memory."""
     if jax.device_count() < 2 * tensor:
         pytest.skip(f"pipeline 2 x tensor {tensor} needs {2 * tensor} GPUs")
     stages = {"pipeline": 2, "virtual_stages": virtual, "num_microbatches": 4, "zero": 1}
+    stages["schedule"] = schedule
     stages |= {"tensor": tensor, "row_groups": tensor}
     fields = {f"parallel.{name}": value for name, value in stages.items()}
     fields |= {"parallel.pipeline_save": save, "parallel.layer_loop": "unroll"}

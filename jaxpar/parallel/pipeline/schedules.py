@@ -1,4 +1,4 @@
-"""The schedules of a pipeline, as arithmetic: interleaved 1F1B, and GPipe.
+"""The schedules of a pipeline, as arithmetic: interleaved 1F1B, GPipe, and zero-bubble 1F1B.
 
 There are P stages (devices along PIPELINE), v chunks of layers per stage, and M microbatches. Chunk
 c of stage s is the (c*P + s)-th part of the model. An action is one microbatch in one chunk,
@@ -12,6 +12,8 @@ Schedules differ in when the first backward comes. Methods accept ints and trace
 """
 
 from dataclasses import dataclass
+
+import jax.numpy as jnp
 
 
 @dataclass(frozen=True)
@@ -109,3 +111,48 @@ class GPipe(Schedule):
     @property
     def only_needed_ticks(self) -> bool:
         return False
+
+
+@dataclass(frozen=True)
+class ZeroBubble(Schedule):
+    """Interleaved 1F1B in which stages compute some weight gradients where they would be idle.
+
+    Forwards and backwards are those of 1F1B. A backward is the gradient of the input (B) and of the
+    weights (W), and no other stage needs the second. In the first 2 (P - 1) ticks with a backward,
+    stages postpone W. A stage computes them in its idle forward slots while later stages still have
+    forwards, and two in each tick after its last backward. If W takes no longer than a forward or a
+    B, the bubble is (P - 1)(F + B - W); that of 1F1B is (P - 1)(F + B + W).
+
+    Needs M >= 2P - 1 microbatches, and stages that skip idle slots.
+
+    Source:   Qi et al. 2023 (2401.10241), ZB-H1, in lockstep.
+    """
+
+    @property
+    def max_postponed(self) -> int:
+        """Number of postponed W of the last stage, which has the most."""
+        return 2 * (self.stages - 1)
+
+    def num_postponed(self, s):
+        """Return the number of backwards of stage s, from its first one, that postpone W."""
+        return self.stages - 1 + s
+
+    def num_caught_up(self, s, t):
+        """Return how many of its postponed W stage s has computed before tick t."""
+        last_forward = self.num_actions - 1 + s
+        last_backward = self.first_backward + self.num_actions - 1 + (self.stages - 1 - s)
+        beside_forwards = _clip(t - last_forward - 1, self.stages - 1 - s)
+        after_backwards = _clip(t - last_backward - 1, s)
+        return beside_forwards + 2 * after_backwards
+
+    @property
+    def postponing_chunks(self) -> range:
+        """The chunks to which postponed W belong: fewer than 2P backwards are of the last two."""
+        return range(max(self.virtual - 2, 0), self.virtual)
+
+
+def _clip(n, most):
+    """Return n within [0, most]; ints or arrays."""
+    if isinstance(n, int) and isinstance(most, int):
+        return min(max(n, 0), most)
+    return jnp.clip(n, 0, most)

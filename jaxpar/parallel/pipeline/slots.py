@@ -7,7 +7,7 @@ At each tick, a stage has a forward slot, a backward slot or both, as the schedu
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -152,29 +152,50 @@ def head(step: Step, carry: dict, y: jax.Array, done: jax.Array):
 
 def backward(step: Step, carry: dict, d_head: jax.Array, t: jax.Array):
     """Run this stage's backward at tick t. Return gradient sums and the gradient of its input."""
-    s, schedule, model = lax.axis_index(PIPELINE), step.schedule, step.model
+    action_of, g = backward_action(step, carry, d_head, t)
+    sums = carry["grads"]["layers"]
+
+    def action(chunk: Any, k: Any):
+        vjps, context = pullbacks(step, carry["stash"], chunk, action_of, g)
+        return step.chunks.backward(sums, vjps, g, context, chunk, k)
+
+    layers, dx = step.chunks.run(action_of.i, action_of.chunk, action, lambda: (sums, g))
+    return embed_backward(step, dict(carry["grads"], layers=layers), dx, t), dx
+
+
+class BackwardAction(NamedTuple):
+    """A backward of this stage, as traced int32 scalars. In an idle slot, `i` is out of range."""
+
+    i: jax.Array
+    microbatch: jax.Array
+    chunk: jax.Array
+    forward: jax.Array
+
+
+def backward_action(step: Step, carry: dict, d_head: jax.Array, t: jax.Array):
+    """Return this stage's backward at tick t, and the gradient of its output."""
+    s, schedule = lax.axis_index(PIPELINE), step.schedule
     i = t - schedule.first_backward - (schedule.stages - 1 - s)
     valid = (i >= 0) & (i < schedule.num_actions)
     m, c, f = schedule.backward_action(jnp.clip(i, 0, schedule.num_actions - 1))
     last = (s == schedule.stages - 1) & (c == schedule.virtual - 1)
     g = jnp.where(valid, jnp.where(last, d_head, carry["g"]), 0)
-    sums = carry["grads"]["layers"]
-
-    def action(chunk: Any, k: Any):
-        saved = stash.get(carry["stash"], f, schedule)
-        x = saved[0][0] if step.save == "inputs" else jnp.zeros_like(g)
-        context = model.context(take(step.microbatches, m))
-        _, vjps = vjp_segments.forward(model, chunk, x, context)
-        if step.save == "residuals":  # the forward traced above is dead code that XLA removes
-            with_saved = lambda vjp, a: jax.tree.unflatten(jax.tree.structure(vjp), a)  # noqa: E731
-            vjps = list(map(with_saved, vjps, saved))
-        return step.chunks.backward(sums, vjps, g, context, chunk, k)
-
-    layers, dx = step.chunks.run(i, c, action, lambda: (sums, g))
-    return _embed_backward(step, dict(carry["grads"], layers=layers), dx, t), dx
+    return BackwardAction(i, m, c, f), g
 
 
-def _embed_backward(step: Step, grads: dict, dx: jax.Array, t: jax.Array) -> dict:
+def pullbacks(step: Step, stashed: Any, chunk: Any, action: BackwardAction, g: jax.Array):
+    """Return the pullbacks of a chunk's segments, with what its forward saved, and the context."""
+    model, saved = step.model, stash.get(stashed, action.forward, step.schedule)
+    x = saved[0][0] if step.save == "inputs" else jnp.zeros_like(g)
+    context = model.context(take(step.microbatches, action.microbatch))
+    _, vjps = vjp_segments.forward(model, chunk, x, context)
+    if step.save == "residuals":  # the forward traced above is dead code that XLA removes
+        with_saved = lambda vjp, a: jax.tree.unflatten(jax.tree.structure(vjp), a)  # noqa: E731
+        vjps = list(map(with_saved, vjps, saved))
+    return vjps, context
+
+
+def embed_backward(step: Step, grads: dict, dx: jax.Array, t: jax.Array) -> dict:
     """Add the embedding's gradient once the first stage has finished a microbatch's first chunk."""
     schedule, top = step.schedule, step.top
     done = t - schedule.first_backward - (schedule.stages - 1)

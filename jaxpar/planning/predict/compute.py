@@ -7,7 +7,7 @@ from jaxpar.config.remat_policies import saved_names, without_mark
 from jaxpar.model.loss import num_chunks
 from jaxpar.planning.predict import rates
 from jaxpar.planning.predict.hardware import Gpu
-from jaxpar.planning.predict.memory import shares_of_policies, slot_bytes
+from jaxpar.planning.predict.memory import factors_per_token, shares_of_policies, slot_bytes
 from jaxpar.planning.predict.shard import Shard, state_bytes
 
 
@@ -72,6 +72,19 @@ def repeats(cfg: Config, remat: str) -> set[str]:
 
 
 def _layer_matmuls(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) -> float:
+    def passes(name: str) -> int:
+        again = name in repeated or (name == "down" and cfg.model.num_experts > 0)
+        return 2 + shard.trainable + again
+
+    return _matmul_seconds(cfg, shard, gpu, {name: passes(name) for name in MATMULS})
+
+
+#: The matmuls of a layer.
+MATMULS = ("qkv", "wo", "gate_up", "down")
+
+
+def _matmul_seconds(cfg: Config, shard: Shard, gpu: Gpu, passes: dict[str, int]) -> float:
+    """Return the time of a layer's matmuls, each as often as `passes` says."""
     m, t, n = cfg.model, cfg.parallel.tensor, shard.tokens
     heads, kv = m.num_heads * m.head_dim / t, m.num_kv_heads * m.head_dim / t
     experts = max(m.num_experts, 1)
@@ -85,10 +98,25 @@ def _layer_matmuls(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) -> f
     rate = matmul_rate(cfg, gpu, float8=m.matmul_dtype == "float8")
     seconds = 0.0
     for name, (count, wide, out) in sites.items():
-        passes = 2 + shard.trainable + (name in repeated or (name == "down" and m.num_experts > 0))
-        flops = 2 * passes * count * n * wide * out
+        flops = 2 * passes.get(name, 0) * count * n * wide * out
         seconds += flops / rate / rates.matmul_share(n / parts, wide, out)
     return seconds
+
+
+def bubble_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> float:
+    """Return the time in which a stage is idle: (P - 1) microbatches in one of its chunks.
+
+    A zero-bubble schedule computes 2 (P - 1) chunks' weight gradients in it, and writes their
+    factors to a buffer.
+    """
+    p = cfg.parallel
+    bubble = layer_seconds(cfg, shard, gpu).times(shard.layers).total / p.virtual_stages
+    if shard.execution.postpones_weight_gradients:
+        names = MATMULS[:2] if cfg.model.num_experts else MATMULS
+        weights = _matmul_seconds(cfg, shard, gpu, dict.fromkeys(names, 1)) * shard.layers
+        written = 2 * factors_per_token(cfg, shard) * shard.tokens * shard.layers
+        bubble += 2 * (written / elementwise_rate(gpu) - weights) / p.virtual_stages
+    return (p.pipeline - 1) * bubble
 
 
 def matmul_rate(cfg: Config, gpu: Gpu, *, float8: bool) -> float:

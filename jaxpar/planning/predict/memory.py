@@ -161,7 +161,30 @@ def saved_bytes(cfg: Config, shard: Shard) -> float:
         if p.pipeline_save == "residuals":
             slots += 1  # the slot that is being written
     recomputed = _unit_bytes(cfg, shard) if p.pipeline_save == "inputs" else 0.0
-    return slots * slot + outputs + recomputed
+    return slots * slot + outputs + recomputed + _postponed_bytes(cfg, shard)
+
+
+def _postponed_bytes(cfg: Config, shard: Shard) -> float:
+    """Return the factors of postponed weight gradients: 2 (P - 1) microbatches in one chunk."""
+    if not shard.execution.postpones_weight_gradients:
+        return 0.0
+    layers = 2 * (cfg.parallel.pipeline - 1) * shard.layers / shard.chunks
+    return layers * shard.tokens * factors_per_token(cfg, shard)
+
+
+def factors_per_token(cfg: Config, shard: Shard) -> float:
+    """Return the bytes per token of the factors of a layer's weight gradients.
+
+    They are the inputs of its matmuls, and the gradients of the outputs. The gradients of experts
+    are not postponed.
+    """
+    m, t = cfg.model, cfg.parallel.tensor
+    heads, kv, f = m.num_heads * m.head_dim / t, m.num_kv_heads * m.head_dim / t, m.d_ff / t
+    elements = 2 * m.d_model + 2 * heads + 2 * kv
+    if not m.num_experts:
+        gate_up = 1 if shard.execution.fused_gate_up else 2
+        elements += (gate_up + 1) * m.d_model + 3 * f
+    return shard.width * elements
 
 
 def slot_bytes(cfg: Config, shard: Shard) -> float:

@@ -18,7 +18,7 @@ class StepTime:
 
     matmul, attention, elementwise   kernels of the microbatches.
     optimizer    the update and the gradient norm.
-    bubble       idle ticks of the pipeline, which are computed and masked.
+    bubble       idle ticks of the pipeline.
     exposed      communication that is not overlapped, by mesh axis; "host": copies of saved values
                  to host memory and back.
     contention   slowdown of matmuls by concurrent communication.
@@ -73,7 +73,6 @@ def step_time(cfg: Config, cluster: Cluster) -> StepTime:
     head = compute.head_seconds(cfg, shard, gpu)
     beside = compute.weights_seconds(cfg, shard, gpu) + compute.stash_seconds(cfg, shard, gpu)
     busy = (stage + head).times(p.num_microbatches) + beside
-    bubble = stage.total * (p.pipeline - 1) / p.virtual_stages
     traffic = traffic_of(cfg, shard, cluster)
     exposed = {t.axis: _exposed(t, busy) for t in traffic}
     if copied := on_host_per_token(cfg):
@@ -87,7 +86,7 @@ def step_time(cfg: Config, cluster: Cluster) -> StepTime:
         attention=busy.attention,
         elementwise=busy.elementwise,
         optimizer=compute.optimizer_seconds(cfg, shard, gpu),
-        bubble=bubble,
+        bubble=compute.bubble_seconds(cfg, shard, gpu),
         exposed=exposed,
         contention=rates.CONTENTION * nccl,
         gaps=_gaps(cfg, shard),
