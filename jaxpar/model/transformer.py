@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.config import Config
+from jaxpar.config.layout.layer_split import slots_per_chunk
 from jaxpar.config.remat_policies import names_on_host, of_layers, saved_names
 from jaxpar.execution.decisions import Execution
 from jaxpar.execution.remat import all_on_device, rematerialize
@@ -67,12 +68,15 @@ def stage(
     passthrough: Tree,
     ex: Execution,
     layers_of: Rematerialized,
+    *,
+    first: int = 0,
 ) -> tuple[jax.Array, Tree]:
     """Apply one chunk of layers (a tuple of trees, or one stacked tree) to the residual stream.
 
     Args:     passthrough: weights that are used after the layers. The backward of unrolled layers
               overlaps the communication of their gradients. layers_of: the result of
-              `rematerialized`, for unrolled layers.
+              `rematerialized`, for unrolled layers. first: index of the first layer in its chunk,
+              if `chunk` is a segment of one.
     Returns:  (x, passthrough).
     """
     p = ex.cfg.parallel
@@ -80,7 +84,8 @@ def stage(
         return _loop(ex, chunk, x, lax.stop_gradient(context)), passthrough
     in_use = iter([w.get(IN_USE) for w in chunk])
     chunk = tuple(map(_weights, chunk))
-    blocks, stream = iter(_blocks(ex.cfg, len(chunk), layers_of)), layer_stream(ex)
+    of_each = _blocks(ex.cfg, range(first, first + len(chunk)), layers_of)
+    blocks, stream = iter(of_each), layer_stream(ex)
     rows = in_groups(x, p.row_groups)
     for alike, of_these in runs_of_layers(chunk, context, ex.cfg):
         these = tuple(itertools.islice(blocks, len(alike)))
@@ -178,9 +183,12 @@ def rematerialized(ex: Execution) -> Rematerialized:
     return functools.cache(lambda names: rematerialize(layer, names, apart=in_ring))
 
 
-def _blocks(cfg: Config, count: int, layer_that_saves: Rematerialized) -> list[Callable[..., Any]]:
-    """Return the layers of a chunk as functions of complete weights."""
-    p, policies = cfg.parallel, of_layers(cfg.parallel, count)
+def _blocks(
+    cfg: Config, layers: range, layer_that_saves: Rematerialized
+) -> list[Callable[..., Any]]:
+    """Return layers as functions of complete weights, given their indices in their chunk."""
+    p = cfg.parallel
+    policies = of_layers(p, slots_per_chunk(cfg))[layers.start : layers.stop]
     saved = list(map(saved_names, policies))
     if p.pipeline == 1 and names_on_host(policies[-1]):
         # The last layer's backward comes right after its forward: with no work in between to hide

@@ -22,7 +22,8 @@ class StagedModel:
 
     embed    (top, mb) -> x. All stages call it together.
     stage    (chunk, x, context, passthrough) -> (x, passthrough). `passthrough` holds weights for
-             `head`, whose gradients are sent during the layers' backward.
+             `head`, whose gradients are sent during the layers' backward. For a segment of a chunk,
+             the keyword `first` is the index in the chunk of its first layer.
     head     (top, x, mb) -> `Sums`. All stages call it together. It reads x only on the last stage,
              and only that stage receives a gradient.
     context  mb -> the attention context of its tokens, which `stage` reads.

@@ -17,19 +17,22 @@ from jaxpar.parallel.staged_model import StagedModel, add_gradients
 def forward(model: StagedModel, chunk: Any, x: jax.Array, context: Any) -> tuple[Any, list[Any]]:
     """Compute a chunk's output and the pullback of each of its segments."""
     vjps = []
-    for segment in model.segments(chunk):
-        x, vjp = pullback(model, segment, x, context)
+    for i, segment in enumerate(model.segments(chunk)):
+        x, vjp = pullback(model, i, segment, x, context)
         vjps.append(vjp)
     return x, vjps
 
 
-def pullback(model: StagedModel, segment: Any, x: jax.Array, context: Any) -> tuple[Any, Any]:
-    """Compute a segment's output and its pullback.
+def pullback(
+    model: StagedModel, i: int, segment: Any, x: jax.Array, context: Any
+) -> tuple[Any, Any]:
+    """Compute the output of a chunk's i-th segment and its pullback.
 
     The pullback does not store the weights and the context, which exist anyway; `pull_back` passes
     them in again.
     """
-    stage = lambda segment, x, context: model.stage(segment, x, context, {})[0]  # noqa: E731
+    first = i * model.layers_per_vjp
+    stage = lambda segment, x, context: model.stage(segment, x, context, {}, first=first)[0]  # noqa: E731
     return jax.vjp(stage, model.attach(segment), x, context, saveable_args=(False, True, False))
 
 

@@ -23,6 +23,7 @@ from jaxpar.config.remat_policies import (
     saved_names,
 )
 from jaxpar.config.validate import resolve
+from jaxpar.execution.decisions import execution_of
 from jaxpar.execution.remat import named
 from jaxpar.planning.predict.memory import saved_per_token
 from jaxpar.sharding.axes import BATCH_SPEC
@@ -31,6 +32,7 @@ from jaxpar.sharding.mesh import make_mesh, shardings
 from jaxpar.step.state import abstract_state, init_state, state_specs
 from jaxpar.step.train_step import make_gradient_step
 from jaxpar.verification import distances, traces
+from tests.parallel.test_pipeline_branches import equations
 from tests.slow import slow, slow_but
 from tests.tiny import SMALL, TINY
 
@@ -332,3 +334,23 @@ def test_the_planner_takes_the_mean_of_all_layers():
     cfg = lambda fields: resolve(replace(DEEP, **fields), 1)  # noqa: E731
     half = cfg(none | mixed)
     assert saved_per_token(half) == (saved_per_token(cfg(none)) + saved_per_token(cfg(full))) / 2
+
+
+@pytest.mark.parametrize(
+    "parallel", [{"num_microbatches": 2}, {"pipeline": 2, "num_microbatches": 2}]
+)
+def test_layers_differentiated_one_by_one_keep_their_policies(parallel, devices):
+    """Half of the layers recompute their matmuls: half of what is added if all of them do."""
+    fields = {"layer_loop": "unroll", "zero": 1, "remat": "none", "data": 1} | parallel
+    n = fields.get("pipeline", 1)
+
+    def products(entries: str) -> int:
+        values = {f"parallel.{name}": v for name, v in (fields | {"remat_layers": entries}).items()}
+        cfg = resolve(replace(TINY, **values, **{"model.num_layers": 4}), n)
+        assert execution_of(cfg).layers_per_vjp == 1
+        mesh, batch = make_mesh(cfg.parallel, devices[:n]), traces.random_batch(cfg)
+        step = jax.make_jaxpr(make_gradient_step(cfg, mesh))(abstract_state(cfg).params, batch)
+        return sum(e.primitive.name == "dot_general" for e in equations(step.jaxpr))
+
+    none, half, full = (products(entries) for entries in ("", "::2=full", ":=full"))
+    assert none < full and 2 * half == none + full

@@ -51,6 +51,7 @@ pipeline=4,num_microbatches=4,virtual_stages=1,pipeline_save=inputs,zero=1,layer
 pipeline=2,num_microbatches=2,virtual_stages=2,pipeline_save=inputs,remat=full
 pipeline=4,num_microbatches=4,schedule=gpipe,zero=1,layer_loop=unroll
 pipeline=4,num_microbatches=2,schedule=gpipe,data=2
+pipeline=4,num_microbatches=8,schedule=zero_bubble,zero=1,layer_loop=unroll,tensor=2
 pipeline=2,num_microbatches=2,layers_per_stage=6,1,layer_loop=unroll,zero=1
 pipeline=2,num_microbatches=2,layers_per_stage=2,5,layer_loop=unroll,data=2
 pipeline=2,num_microbatches=2,virtual_stages=2,layers_per_stage=1,3,2,1,layer_loop=unroll

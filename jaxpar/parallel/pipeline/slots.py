@@ -104,10 +104,10 @@ def forward(step: Step, received: jax.Array, t: jax.Array, saved: Any):
             y = model.stage(chunk, x, context, {})[0]
             return y, saved if saved is None else [_put(step, saved[0], [x], i)]
         y, written = x, list[Any]()
-        for segment, slots in zip(model.segments(chunk), saved, strict=True):
+        for k, (segment, slots) in enumerate(zip(model.segments(chunk), saved, strict=True)):
             if written:  # XLA would keep all segments' values until the end and write them there
                 segment, written[-1] = lax.optimization_barrier((segment, written[-1]))
-            y, vjp = vjp_segments.pullback(model, segment, y, context)
+            y, vjp = vjp_segments.pullback(model, k, segment, y, context)
             written.append(_put(step, slots, jax.tree.leaves(vjp), i))
         return y, written
 
