@@ -96,7 +96,7 @@ def _figures(row: dict[str, Any], cost: InstructionCost, gpu: Gpu | None) -> dic
 
 
 def _too_many(seconds: float | None, mean_us: float) -> bool:
-    """Whether a kernel cannot have moved so many bytes: it reads only parts, or from a cache."""
+    """Whether a kernel cannot have moved that many bytes: it reads only parts, or from a cache."""
     return seconds is not None and seconds * 1e6 > MOST * mean_us
 
 

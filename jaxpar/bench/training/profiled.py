@@ -31,7 +31,7 @@ JAX, NVIDIA = "jax", "nvidia"
 class StartedRun:
     """A run in progress: its compiled step, HLO text, state and the next batches.
 
-    facts: the facts of a trace of so many further steps; None if unknown.
+    facts: the facts of a trace of this number of further steps; None if unknown.
     """
 
     step: Callable[[TrainState, Batch], tuple[TrainState, Any]]
