@@ -184,10 +184,19 @@ def router(logits, bias, m: ModelConfig):
     if m.router_groups > 1:  # all experts of other groups come after those of the chosen ones
         groups = order.reshape(*order.shape[:-1], m.router_groups, -1)
         best = jnp.sum(jnp.sort(groups, axis=-1)[..., -2:], axis=-1)
-        chosen = best >= jnp.sort(best, axis=-1)[..., -m.router_groups_per_token, None]
+        chosen = _largest(best, m.router_groups_per_token)
         order = jnp.where(chosen[..., None], groups, -jnp.inf).reshape(order.shape)
-    used = order >= jnp.sort(order, axis=-1)[..., -m.experts_per_token, None]
+    used = _largest(order, m.experts_per_token)
     return scores, used, scores / jnp.sum(scores, axis=-1, keepdims=True)
+
+
+def _largest(x, k: int):
+    """Return which of the last dimension's entries are among the k largest.
+
+    By index: XLA may compute `x` twice with different roundings, so comparing it with its own k-th
+    largest value would lose that entry in some tokens.
+    """
+    return jnp.any(jax.nn.one_hot(jax.lax.top_k(x, k)[1], x.shape[-1], dtype=bool), axis=-2)
 
 
 def _norm(x, gain, m: ModelConfig):
