@@ -280,6 +280,7 @@ def test_the_error_in_a_programs_output():
     assert child.error_in("a line", 137) == "exit code 137"
 
 
+@pytest.mark.slow
 def test_programs_on_simulated_devices(config_file, tmp_path, capsys):
     """The command as a user calls it; its points are programs."""
     card, plot = tmp_path / "a.json", tmp_path / "a.svg"

@@ -93,6 +93,7 @@ def test_a_disk_that_is_full_from_the_start(config_file, tmp_path, room, file):
     assert "Traceback" not in full.stderr
 
 
+@pytest.mark.slow
 def test_a_disk_with_no_room_for_a_checkpoint_at_all(config_file, tmp_path):
     """What Orbax could not write of its own files does not hide what the save's error says."""
     disk = tmp_path / "disk"

@@ -27,6 +27,7 @@ from jaxpar.model import reference
 from jaxpar.runtime import exit_codes
 from jaxpar.sharding.mesh import make_mesh
 from tests.slow import slow
+from tests.weights import as_programs_do
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -115,7 +116,9 @@ def copy(finished: Path, config_file: str) -> Path:
 # ---------------------------------------------------------------------------- interrupted
 
 
-def test_a_run_preempted_and_then_killed_ends_as_if_nothing_had_happened(config_file, tmp_path):
+def test_a_run_preempted_and_then_killed_ends_as_if_nothing_had_happened(
+    train_on, config_file, tmp_path, capfd
+):
     run, whole = tmp_path / "run", tmp_path / "whole"
     command = (config_file, "--train.num-steps", "60")
     preempted = start("-c", INTERRUPTED, "SIGTERM", "9", "0", *command)
@@ -129,12 +132,11 @@ def test_a_run_preempted_and_then_killed_ends_as_if_nothing_had_happened(config_
     assert checkpoint.saved_steps(run) == [10, 40]
     assert max(losses_of(run)) > 40  # some steps are lost, and taken again
 
-    resumed = start("-m", "jaxpar.train", *command)
-    assert resumed.returncode == 0, resumed.stderr
-    assert "restored step 40" in resumed.stdout
-
-    uninterrupted = start("-m", "jaxpar.train", *command, "--run.dir", str(whole))
-    assert uninterrupted.returncode == 0, uninterrupted.stderr
+    capfd.readouterr()
+    with as_programs_do():
+        assert train_on(1, *command) == exit_codes.EXIT_OK
+        assert "restored step 40" in capfd.readouterr().out
+        assert train_on(1, *command, "--run.dir", str(whole)) == exit_codes.EXIT_OK
     assert losses_of(run) == losses_of(whole)
     assert sorted(losses_of(run)) == list(range(1, 61))
     assert held_out_of(run) == held_out_of(whole)
@@ -253,10 +255,10 @@ def test_a_sample_at_temperature_0_is_what_the_reference_model_finds_likeliest(f
     prompt, count = "the cat ", 60  # beyond the window of 32
     wanted = greedy_text(finished, prompt, count)
     texts = []
-    for seed in ("0", "1"):
+    for other in (["--seed", "0"], ["--seed", "1", "--tensor", "2"]):
         args = ["--prompt", prompt, "--max-tokens", str(count), "--temperature", "0"]
         capsys.readouterr()
-        sample.main([str(finished), *args, "--seed", seed])
+        sample.main([str(finished), *args, *other])
         texts.append(capsys.readouterr().out.removesuffix("\n"))
     assert texts[0] == texts[1] == wanted
     assert "the mat, and the dog sat on the log.\n" in wanted

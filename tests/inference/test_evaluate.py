@@ -69,14 +69,6 @@ DOCUMENTS = [
 
 
 @pytest.fixture(scope="module")
-def trained(train_on, write_config, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("evaluated")
-    quick = ["--evaluation.every", "0", "--checkpoint.every", "100", "--train.num-steps", "100"]
-    assert train_on(1, write_config(folder), *quick) == 0
-    return folder / "run"
-
-
-@pytest.fixture(scope="module")
 def tasks(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("tasks")
     data = folder / "data.json"
@@ -114,16 +106,16 @@ def log_probabilities(run: Path, text: str) -> np.ndarray:
 
 
 @pytest.mark.slow
-def test_a_run_and_its_export_score_alike(trained, tasks, capsys, tmp_path):
-    of_run = results(trained, tasks, capsys)
+def test_a_run_and_its_export_score_alike(finished, tasks, capsys, tmp_path):
+    of_run = results(finished, tasks, capsys)
     assert of_run["choices"]["acc,none"] == 1.0
     assert of_run["writing"]["exact_match,none"] == 1.0
     texts = [document["start"] for document in DOCUMENTS]
-    nats = -sum(log_probabilities(trained, text).sum() for text in texts)
+    nats = -sum(log_probabilities(finished, text).sum() for text in texts)
     wanted = nats / np.log(2) / sum(map(len, texts))
     assert of_run["whole"]["bits_per_byte,none"] == pytest.approx(wanted, rel=1e-4)
 
-    to_hf(open_export(trained), tmp_path / "export", print, tolerance=None)
+    to_hf(open_export(finished), tmp_path / "export", print, tolerance=None)
     of_export = results(tmp_path / "export", tasks, capsys, "--tensor", "2", "--batch-size", "2")
     for task, scores in of_run.items():
         for metric, value in scores.items():
@@ -131,11 +123,11 @@ def test_a_run_and_its_export_score_alike(trained, tasks, capsys, tmp_path):
                 assert of_export[task][metric] == pytest.approx(value, rel=1e-4), (task, metric)
 
 
-def test_long_texts_are_scored_by_their_latest_tokens(trained):
+def test_long_texts_are_scored_by_their_latest_tokens(finished):
     # Not above: tests for GPUs are collected with it, also where there is no lm_eval.
     from jaxpar.inference.lm_eval import HarnessModel
 
-    model = HarnessModel(load(str(trained), None, 1, print), 2)
+    model = HarnessModel(load(str(finished), None, 1, print), 2)
     text = "the dog sat on the log.\\nthe cat sat on the mat" * 3
     ids = model.tok_encode(text)
     ((score, _),) = model._loglikelihood_tokens([(None, ids[:-4], ids[-4:])])
@@ -155,14 +147,14 @@ def test_long_texts_are_scored_by_their_latest_tokens(trained):
         (["--tasks", "choices", "--output", "."], r"--output = '\.': is a folder, not a file"),
     ],
 )
-def test_what_cannot_be_scored(trained, monkeypatch, flags, said):
+def test_what_cannot_be_scored(finished, monkeypatch, flags, said):
     import lm_eval.tasks
 
     # Without the harness's own tasks, 14,000 files, which take ten seconds to read.
     own = functools.partial(lm_eval.tasks.TaskManager, include_defaults=False)
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", own)
     with pytest.raises(ConfigError, match=said):
-        evaluate.main([str(trained), *flags])
+        evaluate.main([str(finished), *flags])
 
 
 def test_a_file_is_checked_by_the_process_that_writes_it(monkeypatch):

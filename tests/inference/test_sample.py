@@ -30,6 +30,7 @@ def program(*words: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
+@pytest.mark.slow
 def test_one_device_and_two_ranks_write_the_same(simulated_run):
     words = ["jaxpar.sample", str(simulated_run), "--temperature", "0", "--max-tokens", "20"]
     one = program(*words, "--prompt", "the cat ", "the dog ")

@@ -27,12 +27,14 @@ CASES = [
     slow(Case(T=260, H=1, window=70)),
     slow(Case("permuted", T=300, S=140, H=1, K=128)),
     slow(Case("zigzag", T=256, S=512, H=1, K=128)),
-    Case("late", T=320, S=130),
+    slow(Case("late", T=320, S=130)),
+    Case("late", T=200, S=130),
 ]
 
 DETERMINISTIC = [
     slow(Case(T=300, K=128)),
-    Case("permuted", T=200, S=310, documents=5, window=60),
+    slow(Case("permuted", T=200, S=310, documents=5, window=60)),
+    Case("permuted", T=140, S=200, documents=5, window=60),
 ]
 
 SLOW = [

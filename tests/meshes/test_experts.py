@@ -40,14 +40,15 @@ DEEPSEEK = replace(
 
 OVER_BATCH = replace(BASE, **{"train.balance_loss": 0.3, "train.balance_over": "batch"})
 
+#: Stages and tensor are among DEEPSEEK_MESHES.
 QUICK_MESHES = """
-tensor=2
-pipeline=2,num_microbatches=2,zero=1
 expert=2,sequence=2,layer_loop=unroll
 """.split()
 
 SLOW_MESHES = """
 data=2
+tensor=2
+pipeline=2,num_microbatches=2,zero=1
 data=2,num_microbatches=2,zero=2
 data=2,tensor=2,layer_loop=unroll,row_groups=2
 pipeline=2,sequence=2,tensor=2,num_microbatches=2

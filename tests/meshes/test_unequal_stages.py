@@ -106,12 +106,13 @@ def test_gradients_of_model_variants(variant, mesh, devices):
     assert not compare(mesh, replace(BASE, **VARIANTS[variant]), devices).mismatches()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh",
     [
-        slow("pipeline=3,num_microbatches=4,data=2"),
+        "pipeline=3,num_microbatches=4,data=2",
         "pipeline=4,num_microbatches=2,zero=1,layer_loop=unroll",
-        slow("pipeline=2,num_microbatches=2,virtual_stages=2,tensor=2,zero=1,layer_loop=unroll"),
+        "pipeline=2,num_microbatches=2,virtual_stages=2,tensor=2,zero=1,layer_loop=unroll",
     ],
 )
 def test_five_steps(mesh, devices):

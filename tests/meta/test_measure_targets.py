@@ -72,6 +72,7 @@ def test_torchtitans_log_makes_its_folder(tmp_path, monkeypatch, capsys):
     assert log.read_text() == f"starting\n{line}\n" and capsys.readouterr().out == f"{line}\n"
 
 
+@pytest.mark.slow
 def test_rows_are_measured_and_what_fails_is_told(
     targets, config_file, dataset, tmp_path, monkeypatch, capsys
 ):

@@ -140,7 +140,7 @@ def test_a_pipelines_memory_with_layers_one_by_one(devices, monkeypatch):
 @pytest.mark.parametrize(
     "fields",
     [
-        ACCUMULATED | {"model.tie_embeddings": True, "parallel.remat": "full"},
+        slow(ACCUMULATED | {"model.tie_embeddings": True, "parallel.remat": "full"}),
         slow(ACCUMULATED | {"model.num_experts": 4, "model.experts_per_token": 2}),
         slow(PIPELINE | {"parallel.remat": "full", "lora.rank": 2}),
         PIPELINE | {"model.sliding_window": 8, "model.global_every": 2},

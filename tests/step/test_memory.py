@@ -88,7 +88,7 @@ def test_the_step_takes_over_every_byte_of_the_state(devices, name):
     assert whole / mesh.size <= taken_over < 1.1 * whole / (mesh.size // cfg.parallel.replica)
 
 
-@pytest.mark.parametrize("fields", [slow(SHARDED), VIRTUAL, {"optimizer.offload": True}])
+@pytest.mark.parametrize("fields", [slow(SHARDED), slow(VIRTUAL), {"optimizer.offload": True}])
 def test_after_a_step_the_old_state_is_gone(devices, fields):
     cfg, mesh = ready(devices, **fields)
     state = init_state(cfg, mesh)
