@@ -204,14 +204,11 @@ OFFLOADS = [
 
 
 @pytest.fixture(scope="module")
-def compiled(devices):
-    """(remat, a key of WAYS) -> program for CUDA, loss and gradients here, of a small model.
-
-    A CPU's host memory is its own: programs for it have no copies.
-    """
+def traced(devices):
+    """(remat, a key of WAYS) -> the gradient step of a small model, traced, and its arguments."""
 
     @functools.cache
-    def run(remat: str, way: str):
+    def trace(remat: str, way: str):
         layers = {"model.num_layers": 4, "model.num_kv_heads": 2, "parallel.remat": remat}
         cfg = replace(DEEP, **layers, **WAYS[way], **{"train.global_batch_size": 4})
         p = cfg.parallel
@@ -219,18 +216,38 @@ def compiled(devices):
         cfg, mesh = resolve(cfg, n), make_mesh(p, devices[:n])
         params = init_state(cfg, mesh).params
         batch = traces.place_batch(traces.random_batch(cfg), cfg, mesh)
-        traced = make_gradient_step(cfg, mesh).trace(params, batch)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-        measured, grads = traced.lower().compile()(params, batch)
-        return text, float(measured.loss), traces.to_host(grads)
+        return make_gradient_step(cfg, mesh).trace(params, batch), (params, batch)
+
+    return trace
+
+
+@pytest.fixture(scope="module")
+def program(traced):
+    """(remat, a key of WAYS) -> the program for CUDA. A CPU's host memory is its own: programs for
+    it have no copies."""
+    lower = lambda remat, way: traced(remat, way)[0].lower(lowering_platforms=("cuda",))  # noqa: E731
+    return functools.cache(lambda remat, way: lower(remat, way).as_text())
+
+
+@pytest.fixture(scope="module")
+def computed(traced):
+    """(remat, a key of WAYS) -> loss and gradients here."""
+
+    @functools.cache
+    def run(remat: str, way: str):
+        step, arguments = traced(remat, way)
+        measured, grads = step.lower().compile()(*arguments)
+        return float(measured.loss), traces.to_host(grads)
 
     return run
 
 
 @pytest.mark.parametrize(("kept", "offloaded", "way"), OFFLOADS)
-def test_gradients_through_host_memory_are_the_same_bit_for_bit(kept, offloaded, way, compiled):
-    text, loss, grads = compiled(offloaded, way)
-    _, wanted_loss, wanted = compiled(kept, way)
+def test_gradients_through_host_memory_are_the_same_bit_for_bit(
+    kept, offloaded, way, program, computed
+):
+    text, (loss, grads) = program(offloaded, way), computed(offloaded, way)
+    wanted_loss, wanted = computed(kept, way)
     assert loss == wanted_loss and not distances.differing_arrays(grads, wanted)
     assert copies(text, "pinned_host") and copies(text, "device")
 
@@ -244,27 +261,27 @@ def copies(text: str, where: str) -> int:
     ("remat", "way", "values"),
     [("offload", "unroll", 2 * 3), ("offload", "scan", 2), slow("qk:host", "unroll", 2 * 3)],
 )
-def test_each_named_value_is_copied_once_each_way(remat, way, values, compiled):
+def test_each_named_value_is_copied_once_each_way(remat, way, values, program):
     """Layers apart, but for the last one of four, whose backward is next; or one body for all. qk
     is queries and keys. A copy back that the backward began a layer ahead is there twice; the
     second finds the value on the device (`fetched`)."""
-    text = compiled(remat, way)[0]
+    text = program(remat, way)
     assert copies(text, "pinned_host") == values
     assert copies(text, "device") == values * (2 if way == "unroll" else 1)
 
 
-def test_residuals_in_host_memory_wait_in_a_ring_in_host_memory(compiled):
+def test_residuals_in_host_memory_wait_in_a_ring_in_host_memory(program):
     """Beside each layer's copies, one for each ring of zeros that they are put into: of two layers'
     two values, in three slots. On the device the ring has the same place, and no copy."""
-    text = compiled("offload", "stages")[0]
+    text = program("offload", "stages")
     rings = [line for line in text.splitlines() if 'placement = "pinned_host"' in line]
     slots = [line for line in rings if "tensor<3x" in line]
     assert len(slots) == 4, rings
 
 
-def test_without_a_name_for_the_host_nothing_is_copied(compiled):
+def test_without_a_name_for_the_host_nothing_is_copied(program):
     for way in ("unroll", "stages"):
-        assert not copies(compiled("attn_out", way)[0], "pinned_host")
+        assert not copies(program("attn_out", way), "pinned_host")
 
 
 @pytest.mark.parametrize(
