@@ -82,7 +82,8 @@ def root_of_sums(cfg, rate, mask):
 def test_a_rule_with_a_moment_of_its_own_keeps_it_in_host_memory(devices):
     """Adagrad's sum of squares, which the package has no name for."""
     registry.add("optimizer.name", "adagrad", root_of_sums)
-    cfg = replace(TINY, **{"optimizer.name": "adagrad", "parallel.layer_loop": "unroll"})
+    one = {"model.num_layers": 1, "parallel.layer_loop": "unroll"}
+    cfg = replace(TINY, **{"optimizer.name": "adagrad"} | one)
     batches, wanted = reference_of(cfg)
     cfg = resolve(replace(cfg, **{"optimizer.offload": True, "parallel.data": 1}), 1)
     mesh = make_mesh(cfg.parallel, devices[:1])

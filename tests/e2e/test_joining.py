@@ -83,6 +83,7 @@ metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
     assert found == wanted and "acc,none" in found["letters"]
 
 
+@pytest.mark.slow
 def test_devices_that_would_be_left_over_are_refused(whole):
     for code, _, said in in_two("jaxpar.sample", str(whole), "--tensor", "3"):
         assert code == 2 and "--tensor = 3: must be all 2 devices of the 2 processes" in said

@@ -149,7 +149,7 @@ def hopper(monkeypatch):
     ("K", "deterministic", "mask"),
     [
         (128, True, "causal"),
-        (64, False, "packed window general"),
+        slow(64, False, "packed window general"),
         slow(64, False, "causal"),
         slow(128, True, "packed window general"),
         slow(128, False, "causal"),

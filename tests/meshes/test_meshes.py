@@ -114,9 +114,9 @@ VARIANTS = {
     },
 }
 
-#: The others are in "all at once", or change less; more chunks than stages are in
-#: test_unequal_stages.py, too.
-QUICK_VARIANTS = ["one long document", "all at once"]
+#: The others are in "all at once", or change less. More chunks than stages are in
+#: test_unequal_stages.py, one long document in test_documents.py.
+QUICK_VARIANTS = ["all at once"]
 
 #: Where each variant is tried: tensor, sequence and FSDP sharding at once, and a pipeline.
 VARIANT_MESHES = {name: "data=2,sequence=2,tensor=2" for name in VARIANTS} | {
@@ -219,7 +219,8 @@ def test_fifty_steps_of_the_fastest_layout(devices):
     assert found.update is not None and found.update[0] <= BFLOAT16_ROUNDING
 
 
-@pytest.mark.parametrize("rule", slow_but(["sgd"], RULES))
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", RULES)
 def test_five_steps_of_other_rules(rule, devices):
     found = compare("data=2,tensor=2", replace(BASE, **RULES[rule]), devices, STEPS)
     assert found.update is not None and not found.mismatches()

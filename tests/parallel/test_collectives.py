@@ -26,6 +26,7 @@ from jaxpar.sharding.params import ParamSpec
 from jaxpar.step.state import abstract_state, state_specs
 from jaxpar.step.train_step import make_gradient_step, make_train_step
 from jaxpar.verification import small_config, traces
+from tests.slow import slow
 from tests.tiny import TINY
 
 N = 4
@@ -345,7 +346,7 @@ def compiled_step(devices, **parallel) -> str:
     return lowered.compile(compiler_options=options).as_text()
 
 
-@pytest.mark.parametrize("fields", [{}, {"zero": 1, "num_microbatches": 2}])
+@pytest.mark.parametrize("fields", [slow({}), {"zero": 1, "num_microbatches": 2}])
 def test_a_mesh_of_ones_moves_nothing(fields, devices):
     """Only `psum` is left, which also changes a type, and each of its groups is one device."""
     found = list(COLLECTIVE.finditer(compiled_step(devices, **fields)))
