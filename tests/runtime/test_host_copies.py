@@ -47,6 +47,7 @@ def driver(monkeypatch):
 def test_arrays_of_two_devices_are_copied(driver, devices):
     made = driver()
     arrays = [jax.device_put(jnp.arange(8.0) + i, devices[i % 2]) for i in range(4)]
+    jax.block_until_ready(arrays)  # it takes complete ones
     memory = [np.zeros(32, np.uint8) for _ in arrays]
     copy_from_gpus(zip(arrays, memory, strict=True))
     for i, one in enumerate(memory):
