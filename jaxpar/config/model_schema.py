@@ -67,7 +67,10 @@ class ModelConfig:
     tie_embeddings: bool = False
     """Use the embedding as the output head."""
     qk_norm: bool = False
-    """RMSNorm over each query and key head before RoPE (Qwen3)."""
+    """RMSNorm over queries and keys before RoPE (Qwen3, OLMoE)."""
+    qk_norm_over: Literal["head", "all"] = "head"
+    """What qk_norm normalizes. head: each head, with one gain for all heads (Qwen3). all: the heads
+    of a token together, each with its own gain (OLMoE)."""
     qkv_bias: bool = False
     """Biases on the query, key and value projections (Qwen2)."""
     out_bias: bool = False

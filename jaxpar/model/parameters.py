@@ -56,8 +56,11 @@ def param_specs(m: ModelConfig, adapters: LoraConfig | None = None) -> Tree:
     else:
         blocks |= {n: matrix((D, F), ("embed", "mlp")) for n in ("w_gate", "w_up")}
         blocks["w_down"] = matrix((F, D), ("mlp", "embed"), deep)
-    if m.qk_norm:
+    if m.qk_norm and m.qk_norm_over == "head":
         blocks |= {name: gain((K,), ("head_dim",)) for name in ("q_norm", "k_norm")}
+    elif m.qk_norm:
+        blocks["q_norm"] = gain((H, K), ("heads", "head_dim"))
+        blocks["k_norm"] = gain((G, K), ("kv_heads", "head_dim"))
     if m.post_norms:
         blocks |= {n: gain((D,), ("norm",)) for n in ("attn_post_norm", "mlp_post_norm")}
     if m.qkv_bias:

@@ -132,7 +132,7 @@ def _after_attention(x, w: Tree, positions, segments, m: ModelConfig):
     h = _norm(x, w["attn_norm"], m)
     q, k, v = (_times(h, w, "w" + n) + w.get("b" + n, 0.0) for n in ("q", "k", "v"))
     if m.qk_norm:
-        q, k = _norm(q, w["q_norm"], m), _norm(k, w["k_norm"], m)
+        q, k = _head_norm(q, w["q_norm"], m), _head_norm(k, w["k_norm"], m)
     q, k = (_rotate(a, positions, m) for a in (q, k))
     o = _attend(q, k, v, positions, segments, m)
     o = _times(o, w, "wo") + w.get("bo", 0.0)
@@ -202,6 +202,14 @@ def _largest(x, k: int):
 def _norm(x, gain, m: ModelConfig):
     unit = x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + m.norm_eps)
     return unit * (1 + gain) if m.norm_offset else unit * gain
+
+
+def _head_norm(x, gain, m: ModelConfig):
+    """Normalize each head [..., H, K], or all heads of a token together, as one row [..., H K]."""
+    if m.qk_norm_over == "head":
+        return _norm(x, gain, m)
+    rows = x.reshape(*x.shape[:-2], -1)
+    return _norm(rows, gain.reshape(-1), m).reshape(x.shape)
 
 
 def _rotate(x, positions, m: ModelConfig):

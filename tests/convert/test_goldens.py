@@ -40,7 +40,7 @@ TOLERANCE = 1e-5
 
 MODELS = list(tiny.MODELS)
 #: One of each kind: stretched RoPE, biases, windows, tied, two kinds of layers, experts.
-QUICK = ["llama3_1", "llama_biases", "mistral", "qwen2_5", "gemma3", "mixtral", "qwen3_moe"]
+QUICK = ["llama3_1", "llama_biases", "mistral", "qwen2_5", "gemma3", "mixtral", "olmoe"]
 
 
 def silent(_: str) -> None:
@@ -171,10 +171,11 @@ MESHES = {
     "mistral": {"tensor": 2, "data": 1},
     "gemma3": {"data": 2, "tensor": 2},
     "mixtral": {"expert": 2, "tensor": 2, "data": 1},
+    "olmoe": {"data": 2, "tensor": 2},
 }
 
 
-@pytest.mark.parametrize("name", slow_but(["gemma3", "mixtral"], MESHES))
+@pytest.mark.parametrize("name", slow_but(["gemma3", "mixtral", "olmoe"], MESHES))
 def test_a_folder_goes_straight_onto_a_mesh(name, folders, params_of, devices):
     folder, run = folders(name)
     source, said = importing.open_source(folder), []
@@ -193,7 +194,7 @@ def test_a_folder_goes_straight_onto_a_mesh(name, folders, params_of, devices):
     assert np.abs(found - golden(name)[-1]).max() <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", slow_but(["llama3_1", "gemma3", "mixtral"], MODELS))
+@pytest.mark.parametrize("name", slow_but(["llama3_1", "gemma3", "mixtral", "olmoe"], MODELS))
 def test_greedy_text_is_that_of_transformers(name, folders, devices):
     """Each by its own cache; ours has all the prompts, of different lengths, in one batch."""
     cfg = resolve(config_for_sampling(checkpoint.load_config(folders(name)[1])), 1)

@@ -26,6 +26,7 @@ def test_every_parameter_has_a_name():
     others = (
         ModelConfig(sliding_window=8),
         ModelConfig(num_experts=4, post_norms=True),
+        ModelConfig(qk_norm=True, qk_norm_over="all"),
         ModelConfig(num_experts=4, router_bias=True, num_shared_experts=1),
     )
     for model in (ModelConfig(), ModelConfig(**every), *others):

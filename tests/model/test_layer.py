@@ -12,7 +12,7 @@ KINDS = {
     "dense": {},
     "biases": {"model.qkv_bias": True, "model.out_bias": True, "model.mlp_bias": True},
     "gemma": {"model.post_norms": True, "model.qk_norm": True, "model.activation": "gelu"},
-    "experts": {"model.num_experts": 4},
+    "olmoe": {"model.num_experts": 4, "model.qk_norm": True, "model.qk_norm_over": "all"},
     "adapters": {"lora.rank": 2},
 }
 SMALL = {
