@@ -44,6 +44,11 @@ class ModelConfig:
     num_shared_experts: int = 0
     """Experts that every token uses, in addition to those of the router (DeepSeek). They are one
     GLU of width num_shared_experts * d_ff."""
+    dense_layers: int = 0
+    """First layers that have a dense feed-forward layer instead of experts (DeepSeek-V3: 3,
+    GLM-4.5: 1). Needs parallel.layer_loop unroll and no pipeline."""
+    dense_d_ff: int | None = None
+    """Width of the feed-forward layer in the first dense_layers layers. None: d_ff."""
     router_score: Literal["softmax", "sigmoid"] = "softmax"
     """Scores of the experts, from the router's logits. sigmoid: independent ones (DeepSeek-V3)."""
     router_bias: bool = False

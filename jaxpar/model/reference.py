@@ -82,7 +82,9 @@ def logits_of(params: Tree, tokens, positions, segments, m: ModelConfig) -> jax.
 
 
 def _weights_of(params: Tree, i: int) -> Tree:
-    return jax.tree.map(lambda a: a[i], params["layers"])
+    dense = len(params["dense_layers"]["wq"]) if "dense_layers" in params else 0
+    kind, i = ("dense_layers", i) if i < dense else ("layers", i - dense)
+    return jax.tree.map(lambda a: a[i], params[kind])
 
 
 def _logits_and_routers(params: Tree, batch: Batch, cfg: Config):
@@ -93,9 +95,10 @@ def _logits_and_routers(params: Tree, batch: Batch, cfg: Config):
     x, routers = embed(params["embed"][batch.tokens], m), []
     for i in range(m.num_layers):
         w, of_i = _weights_of(params, i), of_layer(m, i)
-        h = _norm(_after_attention(x, w, positions, segments, of_i), w["mlp_norm"], m)
-        _, used, share = router(h @ w["router"], w.get("router_bias", 0.0), m)
-        routers.append((used, share, h @ w["router"]))
+        if "router" in w:
+            h = _norm(_after_attention(x, w, positions, segments, of_i), w["mlp_norm"], m)
+            _, used, share = router(h @ w["router"], w.get("router_bias", 0.0), m)
+            routers.append((used, share, h @ w["router"]))
         x = block(x, w, positions, segments, of_i)
     return output(x, params, m), routers
 
@@ -149,7 +152,7 @@ def _times(x, w: Tree, name: str):
 
 
 def _feed_forward(h, w: Tree, m: ModelConfig):
-    if m.num_experts:
+    if "router" in w:
         return _experts(h, w, m)
     gate, up = (_times(h, w, "w_" + n) + w.get("b_" + n, 0.0) for n in ("gate", "up"))
     return _times(_activation(gate, m) * up, w, "w_down") + w.get("b_down", 0.0)
