@@ -82,14 +82,12 @@ def fuse(params: Tree, ex: Execution) -> Tree:
     cfg = ex.cfg
     stacked, v = params["layers"], cfg.parallel.virtual_stages
     # Unstack first: a single pass that concatenates 32 layers reached a tenth of the bandwidth.
-    chunks = (
+    chunks: tuple = (
         _split_layers(stacked, v) if cfg.parallel.layer_loop == "scan" else _unstack(stacked, v)
     )
-    if dense := cfg.model.dense_layers:  # unrolled layers of a single chunk
-        first = (
-            _unstack(params["dense_layers"], 1) if "dense_layers" in params else (({},) * dense,)
-        )
-        chunks = (first[0] + chunks[0],)
+    if dense := cfg.model.dense_layers:  # unrolled layers, in a single chunk
+        first = params.get("dense_layers")
+        chunks = ((_each_layer(first, dense) if first else ({},) * dense) + chunks[0],)
     return {"top": top, "layers": map_layers(functools.partial(_fuse_layer, ex=ex), chunks)}
 
 
@@ -129,8 +127,12 @@ def _split_layers(stacked: Tree, n: int) -> tuple[Tree, ...]:
 def _unstack(stacked: Tree, v: int) -> tuple[tuple[Tree, ...], ...]:
     """Convert stacked layers to v chunks of one tree per layer."""
     n = next(iter(stacked.values())).shape[0]
-    each = [{name: a.squeeze(0) for name, a in w.items()} for w in _split_layers(stacked, n)]
-    return tuple(itertools.batched(each, n // v))
+    return tuple(itertools.batched(_each_layer(stacked, n), n // v))
+
+
+def _each_layer(stacked: Tree, n: int) -> tuple[Tree, ...]:
+    """Convert n stacked layers to one tree per layer."""
+    return tuple({name: a.squeeze(0) for name, a in w.items()} for w in _split_layers(stacked, n))
 
 
 def unstack_layers(tree: Tree, cfg: Config) -> Tree:
