@@ -188,8 +188,9 @@ def choose_family(m: ModelConfig) -> Family:
         if reasons[family.model_type] is None:
             return family
     rule = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-    # A registered attention function has no name in any format.
-    fix = "export it with `to-torch`, or " if m.attention == "softmax" else ""
+    # A registered attention function has no name in any format, and to-torch has one kind of layer.
+    of_torch = m.attention == "softmax" and not m.dense_layers
+    fix = "export it with `to-torch`, or " if of_torch else ""
     fix += "train a model of one of them"
     raise ConfigError("RUN", "its model", f"fits no published family ({rule})", fix)
 
