@@ -1,6 +1,5 @@
 """OLMoE-1B-7B, 64 experts of which a token uses 8: python -m jaxpar.train olmoe_1b_7b
 
-The published model normalizes queries and keys over all heads together, this config over each head.
 Each GPU gathers a layer's experts (docs/experts.md).
 """
 
@@ -31,6 +30,7 @@ def get_config() -> Config:
             vocab_size=50304,
             rope_theta=10_000.0,
             qk_norm=True,
+            qk_norm_over="all",
         ),
         data=DataConfig(path="data/stdlib", seq_len=4096),
         train=TrainConfig(

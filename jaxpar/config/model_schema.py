@@ -44,6 +44,11 @@ class ModelConfig:
     num_shared_experts: int = 0
     """Experts that every token uses, in addition to those of the router (DeepSeek). They are one
     GLU of width num_shared_experts * d_ff."""
+    dense_layers: int = 0
+    """First layers that have a dense feed-forward layer instead of experts (DeepSeek-V3: 3,
+    GLM-4.5: 1). Needs parallel.layer_loop unroll and no pipeline."""
+    dense_d_ff: int | None = None
+    """Width of the feed-forward layer in the first dense_layers layers. None: d_ff."""
     router_score: Literal["softmax", "sigmoid"] = "softmax"
     """Scores of the experts, from the router's logits. sigmoid: independent ones (DeepSeek-V3)."""
     router_bias: bool = False
@@ -67,7 +72,10 @@ class ModelConfig:
     tie_embeddings: bool = False
     """Use the embedding as the output head."""
     qk_norm: bool = False
-    """RMSNorm over each query and key head before RoPE (Qwen3)."""
+    """RMSNorm over queries and keys before RoPE (Qwen3, OLMoE)."""
+    qk_norm_over: Literal["head", "all"] = "head"
+    """What qk_norm normalizes. head: each head, with one gain for all heads (Qwen3). all: the heads
+    of a token together, each with its own gain (OLMoE)."""
     qkv_bias: bool = False
     """Biases on the query, key and value projections (Qwen2)."""
     out_bias: bool = False

@@ -114,7 +114,10 @@ class Layer(nn.Module):
         norm = lambda width, used=True: Norm(width, m) if used else nn.Identity()  # noqa: E731
         self.attn_norm, self.mlp_norm = norm(D), norm(D)
         self.attn_post_norm, self.mlp_post_norm = norm(D, m.post_norms), norm(D, m.post_norms)
-        self.q_norm, self.k_norm = norm(m.head_dim, m.qk_norm), norm(m.head_dim, m.qk_norm)
+        wide = heads, kv
+        if m.qk_norm_over == "head":
+            wide = m.head_dim, m.head_dim
+        self.q_norm, self.k_norm = (norm(width, m.qk_norm) for width in wide)
         self.q = nn.Linear(D, heads, bias=m.qkv_bias)
         self.k, self.v = (nn.Linear(D, kv, bias=m.qkv_bias) for _ in "kv")
         self.o = nn.Linear(heads, D, bias=m.out_bias)
@@ -125,8 +128,13 @@ class Layer(nn.Module):
         return x + self.mlp_post_norm(self.mlp(self.mlp_norm(x)))
 
     def attention(self, h: Tensor, angles: Tensor, seen: Tensor) -> Tensor:
-        q, k, v = (w(h).unflatten(-1, (-1, self.m.head_dim)) for w in (self.q, self.k, self.v))
-        q, k = rotate(self.q_norm(q), angles), rotate(self.k_norm(k), angles)
+        q, k, v = self.q(h), self.k(h), self.v(h)
+        if self.m.qk_norm_over == "all":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (a.unflatten(-1, (-1, self.m.head_dim)) for a in (q, k, v))
+        if self.m.qk_norm_over == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, angles), rotate(k, angles)
         q, k, v = (a.transpose(1, 2) for a in (q, k, v))
         scale = (self.m.query_scale_dim or self.m.head_dim) ** -0.5
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True)

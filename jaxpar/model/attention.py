@@ -28,7 +28,7 @@ WEIGHTS = ("wq", "wk", "wv", "wqkv", "bqkv", "q_norm", "k_norm", "wo")
 def heads(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Shards:
     """Compute this tensor rank's heads and their partial sum of the output projection.
 
-    Communication: that of `context_attention` over SEQUENCE.
+    Communication: that of `context_attention` over SEQUENCE, and of `positioned`.
     """
     m = ex.cfg.model
     q, k, v = (named(a, "qkv") for a in h.map(qkv, w, m).in_order())
@@ -71,9 +71,13 @@ _one_gradient.defvjp(lambda x: (x, None), lambda _, g: (lax.optimization_barrier
 def positioned(
     q: jax.Array, k: jax.Array, w: Weights, rope: tuple[jax.Array, jax.Array], m: ModelConfig
 ) -> tuple[jax.Array, jax.Array]:
-    """Apply head norms, then RoPE, to queries and keys, [B, T, heads, K]."""
+    """Apply norms, then RoPE, to queries and keys, [B, T, heads, K].
+
+    Communication: that of `norm_over_heads` if `model.qk_norm_over` is all.
+    """
     if m.qk_norm:
-        q, k = norm.norm(q, w["q_norm"], m), norm.norm(k, w["k_norm"], m)
+        normalize = norm.norm if m.qk_norm_over == "head" else norm.norm_over_heads
+        q, k = normalize(q, w["q_norm"], m), normalize(k, w["k_norm"], m)
     if m.query_scale_dim is not None:
         q = q * math.sqrt(m.head_dim / m.query_scale_dim)
     q, k = (named(model_rope.rope(a, rope), "qk") for a in (q, k))

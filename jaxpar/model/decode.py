@@ -113,7 +113,7 @@ def _embed(top: Tree, tokens: jax.Array, m: ModelConfig) -> jax.Array:
 
 def _layer(x, w: Tree, context: AttentionContext, held, first, cfg: Config, alone: bool):
     m = cfg.model
-    first_branch, second = branches(m)
+    first_branch, second = branches(w)
     h = NormOutput(norm.norm(x, w[first_branch.norm], m))
     q, k, v = qkv(h, w, m)
     q, k = positioned(q, k, w, context.rope, m)

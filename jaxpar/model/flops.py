@@ -30,7 +30,8 @@ def num_adapter_params(model: ModelConfig, lora: LoraConfig) -> int:
 def num_matmul_params(model: ModelConfig) -> int:
     """Return the number of parameters used in matmuls for a token. A tied table counts (head)."""
     table = model.vocab_size * model.d_model
-    others = max(model.num_experts - model.experts_per_token, 0) * model.num_layers
+    others = max(model.num_experts - model.experts_per_token, 0)
+    others *= model.num_layers - model.dense_layers
     not_taken = others * 3 * model.d_model * model.d_ff
     return num_params(model) - not_taken - (0 if model.tie_embeddings else table)
 

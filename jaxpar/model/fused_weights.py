@@ -76,20 +76,25 @@ def fuse(params: Tree, ex: Execution) -> Tree:
 
     Args:     params: all parameters, or the trainable or frozen ones of `params.split`.
     """
-    top = {name: w for name, w in params.items() if name != "layers"}
+    top = {name: w for name, w in params.items() if name not in ("layers", "dense_layers")}
     if "embed" in top:
         top["head"] = top["head"] if "head" in top else top["embed"].T
     cfg = ex.cfg
     stacked, v = params["layers"], cfg.parallel.virtual_stages
     # Unstack first: a single pass that concatenates 32 layers reached a tenth of the bandwidth.
-    chunks = (
+    chunks: tuple = (
         _split_layers(stacked, v) if cfg.parallel.layer_loop == "scan" else _unstack(stacked, v)
     )
+    if dense := cfg.model.dense_layers:  # unrolled layers, in a single chunk
+        first = params.get("dense_layers")
+        chunks = ((_each_layer(first, dense) if first else ({},) * dense) + chunks[0],)
     return {"top": top, "layers": map_layers(functools.partial(_fuse_layer, ex=ex), chunks)}
 
 
 def _fuse_layer(w: Tree, ex: Execution) -> Tree:
     """Convert one layer's arrays, or stacked ones, to the fused layout."""
+    if not w:  # a dense layer has no frozen arrays
+        return {}
     cfg = ex.cfg
     stacked = cfg.parallel.layer_loop == "scan"
     lead = next(iter(w.values())).shape[:stacked]
@@ -122,8 +127,12 @@ def _split_layers(stacked: Tree, n: int) -> tuple[Tree, ...]:
 def _unstack(stacked: Tree, v: int) -> tuple[tuple[Tree, ...], ...]:
     """Convert stacked layers to v chunks of one tree per layer."""
     n = next(iter(stacked.values())).shape[0]
-    each = [{name: a.squeeze(0) for name, a in w.items()} for w in _split_layers(stacked, n)]
-    return tuple(itertools.batched(each, n // v))
+    return tuple(itertools.batched(_each_layer(stacked, n), n // v))
+
+
+def _each_layer(stacked: Tree, n: int) -> tuple[Tree, ...]:
+    """Convert n stacked layers to one tree per layer."""
+    return tuple({name: a.squeeze(0) for name, a in w.items()} for w in _split_layers(stacked, n))
 
 
 def unstack_layers(tree: Tree, cfg: Config) -> Tree:
@@ -204,6 +213,8 @@ def with_tallies(weights: Tree, cfg: Config) -> Tree:
     size = cfg.model.num_experts + len(LOSSES)
 
     def add(w: Tree) -> Tree:
+        if "router" not in w:
+            return w
         lead = w["attn_norm"].shape[:-1]
         return w | {TALLY: varying(jnp.zeros((*lead, size), jnp.float32))}
 
@@ -211,10 +222,13 @@ def with_tallies(weights: Tree, cfg: Config) -> Tree:
 
 
 def without_tallies(grads: Tree) -> tuple[Tree, jax.Array | None]:
-    """Separate gradients into those of parameters and the tallies, float32 [layers, E + 2]."""
+    """Separate gradients into those of parameters and the tallies, float32 [layers, E + 2].
+
+    Only layers with experts have a tally.
+    """
     drop = lambda w: {n: g for n, g in w.items() if n != TALLY}  # noqa: E731
     layers = jax.tree.leaves(grads["layers"], is_leaf=lambda tree: isinstance(tree, dict))
-    if TALLY not in layers[0]:
+    tallies = [jnp.atleast_2d(w[TALLY]) for w in layers if TALLY in w]
+    if not tallies:
         return grads, None
-    tallies = [jnp.atleast_2d(w[TALLY]) for w in layers]
     return grads | {"layers": map_layers(drop, grads["layers"])}, jnp.concatenate(tallies)

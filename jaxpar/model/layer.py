@@ -34,7 +34,7 @@ def layer(x: jax.Array, w: Weights, context: AttentionContext, ex: Execution) ->
     Returns:  like x.
     Communication: that of each branch's `receive` and `send`, and the same in the backward.
     """
-    for branch, vectors, matrices in branches_with_weights(w, ex.cfg.model):
+    for branch, vectors, matrices in branches_with_weights(w):
         with jax.named_scope(branch.name):
             x, h = branch.normalize(x, vectors, ex)
             h = branch.receive(h, matrices, branch.norm, ex)
@@ -130,17 +130,17 @@ EXPERTS = dataclasses.replace(
 )
 
 
-def branches(m: ModelConfig) -> tuple[Branch, ...]:
-    """Return the branches of a layer of this model, in order."""
-    return ATTENTION, EXPERTS if m.num_experts else FEED_FORWARD
+def branches(w: Weights) -> tuple[Branch, ...]:
+    """Return the branches of a layer with these weights, in order."""
+    return ATTENTION, EXPERTS if "router" in w else FEED_FORWARD
 
 
-def branches_with_weights(w: Weights, m: ModelConfig) -> list[tuple[Branch, Weights, Weights]]:
+def branches_with_weights(w: Weights) -> list[tuple[Branch, Weights, Weights]]:
     """Return each branch with its vectors and matrices (`Branch.split`).
 
     Raises:   ValueError for a weight that no branch names, which would silently have no effect.
     """
-    found = [(branch, *branch.split(w)) for branch in branches(m)]
+    found = [(branch, *branch.split(w)) for branch in branches(w)]
     unused = set(w).difference(*(own for _, *parts in found for own in parts))
     if unused:
         raise ValueError(f"no branch of the layer uses {sorted(unused)}: name them in its WEIGHTS")

@@ -1,10 +1,14 @@
 """The RMSNorms of a layer."""
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 from jaxpar.config import ModelConfig
 from jaxpar.execution.decisions import Execution
 from jaxpar.kernels.norm import NormOutput, rms_norm, rms_norm_beside, rms_norm_unscaled
+from jaxpar.parallel.collectives import psum
+from jaxpar.sharding.axes import TENSOR
 
 
 @jax.named_scope("norm")
@@ -26,6 +30,20 @@ def norm_of_stream(
         return rms_norm_unscaled(x, gain, eps)
     x, h = rms_norm_beside(x, gain, eps)
     return x, NormOutput(h if ex.norm == "in_quantizer" else h.written())
+
+
+@jax.named_scope("norm")
+def norm_over_heads(x: jax.Array, parameter: jax.Array, m: ModelConfig) -> jax.Array:
+    """Apply RMSNorm over all heads of a token, in float32. Returns x's dtype.
+
+    Args:     x: [B, T, heads, K], this tensor rank's heads. parameter: float32 [heads, K].
+    Communication: all-reduce over TENSOR of one float32 per token, and one in the backward.
+    Source:   Muennighoff et al. 2024 (2409.02060), OLMoE, section 4.2.4.
+    """
+    wide, count = x.astype(jnp.float32), x[0, 0].size * lax.axis_size(TENSOR)
+    squares = psum(jnp.sum(wide**2, axis=(-2, -1), keepdims=True), TENSOR)
+    scale = lax.rsqrt(squares / count + m.norm_eps)
+    return (wide * scale * _gain(parameter, m)).astype(x.dtype)
 
 
 def _gain(parameter: jax.Array, m: ModelConfig) -> jax.Array:

@@ -18,16 +18,28 @@ def param_specs(m: ModelConfig, adapters: LoraConfig | None = None) -> Tree:
     matrices that write to the residual stream use init_std / sqrt(2 L), so that its variance does
     not grow with depth (GPT-2, section 2.3).
 
+    The layers are stacked. With `model.dense_layers`, the first ones have other parameters, and are
+    a stack of their own, "dense_layers".
+
     Args:     adapters: `Config.lora`, to include adapters if it has any; None for the base model.
     """
+    specs = blocks_with_top(m, _layers(m, m.num_layers - m.dense_layers))
+    if m.dense_layers:
+        dense = dataclasses.replace(m, num_experts=0, d_ff=m.dense_d_ff or m.d_ff)
+        specs["dense_layers"] = _layers(dense, m.dense_layers)
+    return lora.with_adapters(specs, adapters) if adapters and adapters.rank else specs
+
+
+def _layers(m: ModelConfig, count: int) -> Tree:
+    """Return the specs of `count` stacked layers of one kind."""
     D, H, G, K, F = m.d_model, m.num_heads, m.num_kv_heads, m.head_dim, m.d_ff
     deep = m.init_std / math.sqrt(2 * m.num_layers)
 
     def matrix(shape, axes, std=m.init_std):
-        return ParamSpec(shape=(m.num_layers, *shape), axes=("layer", *axes), std=std)
+        return ParamSpec(shape=(count, *shape), axes=("layer", *axes), std=std)
 
     def vector(shape, axes, init):
-        shape, axes = (m.num_layers, *shape), ("layer", *axes)
+        shape, axes = (count, *shape), ("layer", *axes)
         return ParamSpec(shape=shape, axes=axes, init=init, decay=False)
 
     def gain(shape, axes):
@@ -56,8 +68,11 @@ def param_specs(m: ModelConfig, adapters: LoraConfig | None = None) -> Tree:
     else:
         blocks |= {n: matrix((D, F), ("embed", "mlp")) for n in ("w_gate", "w_up")}
         blocks["w_down"] = matrix((F, D), ("mlp", "embed"), deep)
-    if m.qk_norm:
+    if m.qk_norm and m.qk_norm_over == "head":
         blocks |= {name: gain((K,), ("head_dim",)) for name in ("q_norm", "k_norm")}
+    elif m.qk_norm:
+        blocks["q_norm"] = gain((H, K), ("heads", "head_dim"))
+        blocks["k_norm"] = gain((G, K), ("kv_heads", "head_dim"))
     if m.post_norms:
         blocks |= {n: gain((D,), ("norm",)) for n in ("attn_post_norm", "mlp_post_norm")}
     if m.qkv_bias:
@@ -68,8 +83,7 @@ def param_specs(m: ModelConfig, adapters: LoraConfig | None = None) -> Tree:
     if m.mlp_bias:
         blocks |= {n: vector((F,), ("mlp",), "zeros") for n in ("b_gate", "b_up")}
         blocks["b_down"] = vector((D,), ("norm",), "zeros")
-    specs = blocks_with_top(m, blocks)
-    return lora.with_adapters(specs, adapters) if adapters and adapters.rank else specs
+    return blocks
 
 
 def trainable_specs(cfg: Config) -> Tree:

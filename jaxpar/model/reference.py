@@ -82,7 +82,9 @@ def logits_of(params: Tree, tokens, positions, segments, m: ModelConfig) -> jax.
 
 
 def _weights_of(params: Tree, i: int) -> Tree:
-    return jax.tree.map(lambda a: a[i], params["layers"])
+    dense = len(params["dense_layers"]["wq"]) if "dense_layers" in params else 0
+    kind, i = ("dense_layers", i) if i < dense else ("layers", i - dense)
+    return jax.tree.map(lambda a: a[i], params[kind])
 
 
 def _logits_and_routers(params: Tree, batch: Batch, cfg: Config):
@@ -93,9 +95,10 @@ def _logits_and_routers(params: Tree, batch: Batch, cfg: Config):
     x, routers = embed(params["embed"][batch.tokens], m), []
     for i in range(m.num_layers):
         w, of_i = _weights_of(params, i), of_layer(m, i)
-        h = _norm(_after_attention(x, w, positions, segments, of_i), w["mlp_norm"], m)
-        _, used, share = router(h @ w["router"], w.get("router_bias", 0.0), m)
-        routers.append((used, share, h @ w["router"]))
+        if "router" in w:
+            h = _norm(_after_attention(x, w, positions, segments, of_i), w["mlp_norm"], m)
+            _, used, share = router(h @ w["router"], w.get("router_bias", 0.0), m)
+            routers.append((used, share, h @ w["router"]))
         x = block(x, w, positions, segments, of_i)
     return output(x, params, m), routers
 
@@ -132,7 +135,7 @@ def _after_attention(x, w: Tree, positions, segments, m: ModelConfig):
     h = _norm(x, w["attn_norm"], m)
     q, k, v = (_times(h, w, "w" + n) + w.get("b" + n, 0.0) for n in ("q", "k", "v"))
     if m.qk_norm:
-        q, k = _norm(q, w["q_norm"], m), _norm(k, w["k_norm"], m)
+        q, k = _head_norm(q, w["q_norm"], m), _head_norm(k, w["k_norm"], m)
     q, k = (_rotate(a, positions, m) for a in (q, k))
     o = _attend(q, k, v, positions, segments, m)
     o = _times(o, w, "wo") + w.get("bo", 0.0)
@@ -149,7 +152,7 @@ def _times(x, w: Tree, name: str):
 
 
 def _feed_forward(h, w: Tree, m: ModelConfig):
-    if m.num_experts:
+    if "router" in w:
         return _experts(h, w, m)
     gate, up = (_times(h, w, "w_" + n) + w.get("b_" + n, 0.0) for n in ("gate", "up"))
     return _times(_activation(gate, m) * up, w, "w_down") + w.get("b_down", 0.0)
@@ -202,6 +205,14 @@ def _largest(x, k: int):
 def _norm(x, gain, m: ModelConfig):
     unit = x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + m.norm_eps)
     return unit * (1 + gain) if m.norm_offset else unit * gain
+
+
+def _head_norm(x, gain, m: ModelConfig):
+    """Normalize each head [..., H, K], or all heads of a token together, as one row [..., H K]."""
+    if m.qk_norm_over == "head":
+        return _norm(x, gain, m)
+    rows = x.reshape(*x.shape[:-2], -1)
+    return _norm(rows, gain.reshape(-1), m).reshape(x.shape)
 
 
 def _rotate(x, positions, m: ModelConfig):

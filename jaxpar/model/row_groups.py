@@ -29,7 +29,7 @@ def layer_of_row_groups(
     Returns:  as xs.
     """
     rows, outs, groups = list(xs), list[Any](), range(len(xs))
-    turns = list(itertools.product(branches_with_weights(w, ex.cfg.model), groups))
+    turns = list(itertools.product(branches_with_weights(w), groups))
 
     def finish(k: int) -> None:
         (branch, vectors, _), i = turns[k]

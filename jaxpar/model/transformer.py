@@ -102,20 +102,23 @@ def _weights(w: Tree) -> Tree:
 def runs_of_layers(
     chunk: tuple, context: AttentionContext, cfg: Config
 ) -> list[tuple[tuple, AttentionContext]]:
-    """Split a chunk into runs of layers with a window and runs of layers without one.
+    """Split a chunk into runs of layers of one kind: with a window or without, with experts or not.
 
     Every chunk begins with the same kind of layer (`config/validate.py` checks this), so the index
-    of a layer within its chunk determines its kind.
+    of a layer within its chunk determines whether it has a window.
 
     Returns:  runs of consecutive layers of one kind, each with its attention context.
     """
-    if not cfg.model.global_every:
+    every = cfg.model.global_every
+    if not every and not cfg.model.dense_layers:
         return [(chunk, context)]
     runs: list[tuple[tuple, AttentionContext]] = []
-    for is_global, group in itertools.groupby(
-        enumerate(chunk), lambda at: (at[0] + 1) % cfg.model.global_every == 0
-    ):
+    kind = lambda at: (every > 0 and (at[0] + 1) % every == 0, "router" in at[1])  # noqa: E731
+    for (is_global, _), group in itertools.groupby(enumerate(chunk), kind):
         alike = tuple(w for _, w in group)
+        if not every:
+            runs.append((alike, context))
+            continue
         assert context.in_global is not None
         local = dataclasses.replace(context, in_global=None)
         runs.append((alike, context.in_global if is_global else local))

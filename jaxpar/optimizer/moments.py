@@ -27,7 +27,7 @@ from jaxpar.sharding.params import ParamSpec, flat, map_specs, partition_specs
 FIELDS = {"mu": "first_moment_dtype", "trace": "first_moment_dtype", "nu": "second_moment_dtype"}
 
 #: The names at the root of a tree of parameters.
-ROOT = frozenset({"embed", "layers", "final_norm", "head"})
+ROOT = frozenset({"embed", "layers", "dense_layers", "final_norm", "head"})
 
 
 def map_moments(fn: Callable[..., Any], opt_state: Any, *others: Any) -> Any:
@@ -117,7 +117,9 @@ def _rows(specs: Any, params: Any, layers: jax.Array) -> Any:
     """Return the index, in the logical array, of each row of each shard along its first dim."""
 
     def of(spec: ParamSpec, param: jax.Array) -> jax.Array:
-        return layers if spec.axes[0] == "layer" else places(len(param), spec.partition_spec[0])
+        if spec.axes[0] == "layer":  # a model without a pipeline may have two stacks of layers
+            return layers if len(param) == len(layers) else layers[: len(param)]
+        return places(len(param), spec.partition_spec[0])
 
     return map_specs(of, specs, params)
 

@@ -49,9 +49,9 @@ def load_metrics(loads: ExpertLoads, tokens: int, cfg: Config) -> dict[str, jax.
     entropy = -jnp.sum(share * jnp.log(jnp.maximum(share, 1e-30)), axis=1)
     entropy /= jnp.log(jnp.float32(max(m.num_experts, 2)))
     sums = jnp.concatenate([jnp.sum(entropy)[None], jnp.sum(loads.losses, axis=0)])
-    means = psum(sums, PIPELINE) / m.num_layers
+    means = psum(sums, PIPELINE) / (m.num_layers - m.dense_layers)
     dropped = jnp.float32(m.experts_per_token * tokens) - jnp.sum(rows, axis=1)
-    dropped = jnp.where(layers_here(cfg) == EMPTY, 0, dropped)
+    dropped = jnp.where(layers_here(cfg)[m.dense_layers :] == EMPTY, 0, dropped)
     fullest = jnp.max(share, axis=1) * m.num_experts
     worst = lax.pmax(jnp.stack([jnp.max(fullest), jnp.max(jnp.abs(dropped))]), PIPELINE)
     named = {"expert_entropy": means[0], "fullest_expert": worst[0], "dropped_rows": worst[1]}

@@ -40,7 +40,7 @@ TOLERANCE = 1e-5
 
 MODELS = list(tiny.MODELS)
 #: One of each kind: stretched RoPE, biases, windows, tied, two kinds of layers, experts.
-QUICK = ["llama3_1", "llama_biases", "mistral", "qwen2_5", "gemma3", "mixtral", "qwen3_moe"]
+QUICK = ["llama3_1", "llama_biases", "mistral", "qwen2_5", "gemma3", "mixtral", "olmoe"]
 
 
 def silent(_: str) -> None:
@@ -171,10 +171,11 @@ MESHES = {
     "mistral": {"tensor": 2, "data": 1},
     "gemma3": {"data": 2, "tensor": 2},
     "mixtral": {"expert": 2, "tensor": 2, "data": 1},
+    "olmoe": {"data": 2, "tensor": 2},
 }
 
 
-@pytest.mark.parametrize("name", slow_but(["gemma3", "mixtral"], MESHES))
+@pytest.mark.parametrize("name", slow_but(["gemma3", "mixtral", "olmoe"], MESHES))
 def test_a_folder_goes_straight_onto_a_mesh(name, folders, params_of, devices):
     folder, run = folders(name)
     source, said = importing.open_source(folder), []

@@ -13,7 +13,7 @@ from jaxpar.config import ConfigError, ModelConfig
 from jaxpar.convert import torch_file
 from jaxpar.convert.__main__ import main
 from jaxpar.convert.hf import exporting, importing
-from jaxpar.convert.hf.config import why_not
+from jaxpar.convert.hf.config import entry_table, why_not
 from jaxpar.convert.torch_file import PLAIN
 from tests.convert import tiny
 from tests.slow import slow_but
@@ -26,11 +26,13 @@ def test_every_parameter_has_a_name():
     others = (
         ModelConfig(sliding_window=8),
         ModelConfig(num_experts=4, post_norms=True),
+        ModelConfig(qk_norm=True, qk_norm_over="all"),
         ModelConfig(num_experts=4, router_bias=True, num_shared_experts=1),
     )
     for model in (ModelConfig(), ModelConfig(**every), *others):
         assert why_not(PLAIN, model) is None
-    assert len({entry.name for entry in PLAIN.entries}) == len(PLAIN.entries)
+        table = entry_table(PLAIN, model)
+        assert len({entry.name for entry in table}) == len(table)
 
 
 def test_a_model_that_it_cannot_write():

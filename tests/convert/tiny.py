@@ -100,6 +100,18 @@ MODELS = {
         decoder_sparse_step=1,
         mlp_only_layers=[],
     ),
+    "olmoe": _model(
+        "olmoe",
+        "OlmoeForCausalLM",
+        rope_theta=10000.0,
+        rope_scaling=None,
+        attention_bias=False,
+        clip_qkv=None,
+        intermediate_size=24,
+        num_experts=6,
+        num_experts_per_tok=3,
+        norm_topk_prob=False,
+    ),
     "gemma3": _model(
         "gemma3_text",
         "Gemma3ForCausalLM",
@@ -136,6 +148,9 @@ def shapes(values: dict) -> dict[str, tuple[int, ...]]:
                 found[f"{layer}self_attn.{name}.bias"] = shape[:1]
         if kind in ("qwen3", "qwen3_moe", "gemma3_text"):
             found |= {f"{layer}self_attn.{n}_norm.weight": (K,) for n in "qk"}
+        if kind == "olmoe":
+            wide = {"q": (H * K,), "k": (G * K,)}
+            found |= {f"{layer}self_attn.{n}_norm.weight": shape for n, shape in wide.items()}
         found[layer + "post_attention_layernorm.weight"] = (D,)
         if kind == "gemma3_text":
             found |= {f"{layer}{n}_feedforward_layernorm.weight": (D,) for n in ("pre", "post")}
@@ -155,6 +170,8 @@ def _mlp(layer: str, values: dict, D: int, F: int) -> dict[str, tuple[int, ...]]
         of = {"gate_proj": (F, D), "up_proj": (F, D), "down_proj": (D, F)}
         return _experts(layer + "mlp.", values["num_experts"], D, of)
     of = {"gate_proj": (F, D), "up_proj": (F, D), "down_proj": (D, F)}
+    if values["model_type"] == "olmoe":
+        return _experts(layer + "mlp.", values["num_experts"], D, of)
     found = {f"{layer}mlp.{name}.weight": shape for name, shape in of.items()}
     if values.get("mlp_bias"):
         found |= {f"{layer}mlp.{name}.bias": shape[:1] for name, shape in of.items()}
@@ -180,6 +197,32 @@ def tensors(values: dict) -> dict[str, np.ndarray]:
     offset = np.float32(values["model_type"] == "gemma3_text")
     found = {name: tensor(name, shape) for name, shape in shapes(values).items()}
     return {n: a - offset if n.endswith("norm.weight") else a for n, a in found.items()}
+
+
+#: config.json's keys for a layer of experts as DeepSeek-V3 has them, and its tokens.
+DEEPSEEK_V3 = {
+    "hidden_size": 32,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "hidden_act": "silu",
+}
+
+
+def deepseek_v3_tensors() -> dict[str, np.ndarray]:
+    """The input "x" and the weights of that layer, with the names of published files."""
+    D, F, E = (DEEPSEEK_V3[key] for key in list(DEEPSEEK_V3)[:3])
+    of = {"gate_proj": (F, D), "up_proj": (F, D), "down_proj": (D, F)}
+    wide = {"gate_proj": (2 * F, D), "up_proj": (2 * F, D), "down_proj": (D, 2 * F)}
+    found = _experts("", E, D, of) | {"gate.e_score_correction_bias": (E,), "x": (NUM_TOKENS, D)}
+    found |= {f"shared_experts.{name}.weight": shape for name, shape in wide.items()}
+    scale = {"x": 6.0, "gate.weight": 3.0}
+    return {name: scale.get(name, 1.0) * tensor(name, shape) for name, shape in found.items()}
 
 
 #: The model that adapters are put on, and PEFT's names for what they are.

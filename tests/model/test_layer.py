@@ -12,7 +12,7 @@ KINDS = {
     "dense": {},
     "biases": {"model.qkv_bias": True, "model.out_bias": True, "model.mlp_bias": True},
     "gemma": {"model.post_norms": True, "model.qk_norm": True, "model.activation": "gelu"},
-    "experts": {"model.num_experts": 4},
+    "olmoe": {"model.num_experts": 4, "model.qk_norm": True, "model.qk_norm_over": "all"},
     "adapters": {"lora.rank": 2},
 }
 SMALL = {
@@ -37,7 +37,7 @@ def weights_of_a_layer(cfg: Config) -> dict:
 def test_every_weight_belongs_to_one_branch(fields):
     cfg = replace(Config(), **SMALL | fields)
     w = weights_of_a_layer(cfg)
-    found = layer.branches_with_weights(w, cfg.model)
+    found = layer.branches_with_weights(w)
     names = [name for _, *parts in found for own in parts for name in own]
     assert sorted(names) == sorted(w)
 
@@ -46,4 +46,4 @@ def test_a_weight_that_no_branch_names_is_an_error():
     cfg = replace(Config(), **SMALL)
     w = weights_of_a_layer(cfg)
     with pytest.raises(ValueError, match=r"no branch of the layer uses \['sinks'\]"):
-        layer.branches_with_weights(w | {"sinks": w["wo"]}, cfg.model)
+        layer.branches_with_weights(w | {"sinks": w["wo"]})

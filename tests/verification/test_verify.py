@@ -167,7 +167,7 @@ def test_every_config_shrinks_to_fit_the_default_meshes(name):
         lambda m: m.d_model / (m.num_heads * m.head_dim),
     ):
         assert ratio(small.model) == pytest.approx(ratio(cfg.model), rel=0.05)
-    for flag in ("tie_embeddings", "qk_norm", "qkv_bias", "rope_theta", "norm_eps"):
+    for flag in ("tie_embeddings", "qk_norm", "qk_norm_over", "qkv_bias", "rope_theta", "norm_eps"):
         assert getattr(small.model, flag) == getattr(cfg.model, flag)
 
 

@@ -4,9 +4,9 @@ from jaxpar.config import Config, ModelConfig, default_of, flag, require, value_
 
 #: Fields that only a model with experts reads.
 OF_EXPERTS = """model.experts_per_token model.normalize_experts model.num_shared_experts
-model.router_score model.router_bias model.router_groups model.router_groups_per_token
-model.router_scale train.balance_loss train.balance_over train.router_z_loss
-train.router_bias_rate""".split()
+model.dense_layers model.router_score model.router_bias model.router_groups
+model.router_groups_per_token model.router_scale train.balance_loss train.balance_over
+train.router_z_loss train.router_bias_rate""".split()
 
 COUNT = "model.num_experts"
 
@@ -14,6 +14,7 @@ COUNT = "model.num_experts"
 def experts(cfg: Config) -> None:
     """Check a mixture of experts, and that no option that it does not support is set."""
     m = cfg.model
+    _dense_layers(cfg)
     if m.num_experts == 0:
         for path in OF_EXPERTS:
             _needs(cfg, path, f"needs experts, but {COUNT} is 0", flag(COUNT, 8))
@@ -31,6 +32,28 @@ def experts(cfg: Config) -> None:
     require(not m.mlp_bias, cfg, path, dense, flag(path, False), none)
     path, rule = "model.matmul_dtype", f"does not support experts, and {COUNT} is {m.num_experts}"
     require(m.matmul_dtype == "compute", cfg, path, rule, flag(path, "compute"), none)
+
+
+def _dense_layers(cfg: Config) -> None:
+    """Check the first layers without experts. Their weights are a second stack of layers, which a
+    pipeline does not split and a scan over layers does not include."""
+    m, p, path, width = cfg.model, cfg.parallel, "model.dense_layers", "model.dense_d_ff"
+    if m.dense_layers == 0:
+        _needs(cfg, width, f"needs {path}, which is 0", flag(path, 1))
+        return
+    none, said = flag(path, 0), f"does not support {path}, which is {m.dense_layers}"
+    rule = f"must be below model.num_layers = {m.num_layers}, so that some layers have experts"
+    ok = m.dense_layers < m.num_layers
+    require(ok, cfg, path, rule, none, flag("model.num_layers", m.dense_layers + 1))
+    ok = m.dense_d_ff is None or m.dense_d_ff >= 1
+    require(ok, cfg, width, "must be at least 1, or None for model.d_ff", flag(width, None))
+    for other, better in (("pipeline", 1), ("layer_loop", "unroll")):
+        other = f"parallel.{other}"
+        require(value_of(cfg, other) == better, cfg, other, said, flag(other, better), none)
+    require(cfg.lora.rank == 0, cfg, "lora.rank", said, flag("lora.rank", 0), none)
+    wide, tensor = m.dense_d_ff or m.d_ff, p.tensor
+    rule = f"must be divisible by parallel.tensor = {tensor}, since tensor ranks get equal shards"
+    require(wide % tensor == 0, cfg, width, rule, flag(width, -(-wide // tensor) * tensor))
 
 
 def _needs(cfg: Config, path: str, rule: str, *ways: str) -> None:

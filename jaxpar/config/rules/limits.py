@@ -34,6 +34,7 @@ MOST = {
     "model.num_kv_heads": 1 << 16,
     "model.head_dim": 1 << 16,
     "model.d_ff": 1 << 24,
+    "model.dense_d_ff": 1 << 24,
     "model.num_experts": 1 << 16,
     "model.experts_per_token": 1 << 16,
     "model.num_shared_experts": 1 << 16,

@@ -168,22 +168,29 @@ def why_not(family: Family, m: ModelConfig) -> str | None:
         value = getattr(m, field.name)
         if field.name not in others and value != field.default:
             return f"model.{field.name} = {value}, but its models have {field.default}"
+    wide = m.num_heads * m.head_dim
+    if family.heads_fill_model and wide != m.d_model:
+        return (
+            f"model.num_heads * model.head_dim = {wide}, but its models have d_model, {m.d_model}"
+        )
     missing = set(flat(param_specs(m))) - {entry.path for entry in entry_table(family, m)}
     return f"no tensor for {', '.join(sorted(missing))}" if missing else None
 
 
 def choose_family(m: ModelConfig) -> Family:
-    """Return the first family that can express a model.
+    """Return the first family that can express a model, among those with experts or without.
 
-    Raises:   ConfigError with a reason for each family, if none can.
+    Raises:   ConfigError with a reason for each of these families, if none can.
     """
-    reasons = {family.model_type: why_not(family, m) for family in FAMILIES}
-    for family in FAMILIES:
+    alike = [f for f in FAMILIES if ("num_experts" in f.fields) == (m.num_experts > 0)]
+    reasons = {family.model_type: why_not(family, m) for family in alike}
+    for family in alike:
         if reasons[family.model_type] is None:
             return family
     rule = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-    # A registered attention function has no name in any format.
-    fix = "export it with `to-torch`, or " if m.attention == "softmax" else ""
+    # A registered attention function has no name in any format, and to-torch has one kind of layer.
+    of_torch = m.attention == "softmax" and not m.dense_layers
+    fix = "export it with `to-torch`, or " if of_torch else ""
     fix += "train a model of one of them"
     raise ConfigError("RUN", "its model", f"fits no published family ({rule})", fix)
 

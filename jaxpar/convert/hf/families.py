@@ -35,6 +35,10 @@ QK_NORM = (
     Entry("layers/q_norm", _ATTENTION + "q_norm.weight", "LK", "K"),
     Entry("layers/k_norm", _ATTENTION + "k_norm.weight", "LK", "K"),
 )
+QK_NORM_OVER_ALL = (
+    Entry("layers/q_norm", _ATTENTION + "q_norm.weight", "LHK", "HK"),
+    Entry("layers/k_norm", _ATTENTION + "k_norm.weight", "LGK", "GK"),
+)
 MLP = (
     Entry("layers/mlp_norm", _LAYER + "post_attention_layernorm.weight", "LD", "D"),
     Entry("layers/w_gate", _LAYER + "mlp.gate_proj.weight", "LDF", "F D"),
@@ -53,7 +57,7 @@ MIXTRAL_EXPERTS = (
     Entry("layers/w_up", _LAYER + "block_sparse_moe.experts.{E}.w3.weight", "LEDF", "F D"),
     Entry("layers/w_down", _LAYER + "block_sparse_moe.experts.{E}.w2.weight", "LEFD", "D F"),
 )
-QWEN3_EXPERTS = (
+EXPERTS = (
     Entry("layers/router", _LAYER + "mlp.gate.weight", "LDE", "E D"),
     Entry("layers/w_gate", _LAYER + "mlp.experts.{E}.gate_proj.weight", "LEDF", "F D"),
     Entry("layers/w_up", _LAYER + "mlp.experts.{E}.up_proj.weight", "LEDF", "F D"),
@@ -105,6 +109,8 @@ class Family:
     """Whether layers may have a sliding window."""
     two_kinds: bool = False
     """Whether layers with a window may alternate with global ones that have another RoPE base."""
+    heads_fill_model: bool = False
+    """Whether num_heads * head_dim must be d_model."""
 
 
 _SILU = {"hidden_act": "silu"}
@@ -182,7 +188,7 @@ MIXTRAL = Family(
 QWEN3_MOE = Family(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
-    entries=(*TOP, *ATTENTION, *QKV_BIAS, *OUT_BIAS, *QK_NORM, *MLP_NORM, *QWEN3_EXPERTS),
+    entries=(*TOP, *ATTENTION, *QKV_BIAS, *OUT_BIAS, *QK_NORM, *MLP_NORM, *EXPERTS),
     fields=COMMON
     | {
         "d_ff": "moe_intermediate_size",
@@ -205,6 +211,29 @@ QWEN3_MOE = Family(
     # Every layer has experts, and no layer has a sliding window.
     required=_SILU | {"decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False},
     aliases={"num_local_experts": "num_experts"},
+)
+OLMOE = Family(
+    model_type="olmoe",
+    architecture="OlmoeForCausalLM",
+    entries=(*TOP, *ATTENTION, *QKV_BIAS, *OUT_BIAS, *QK_NORM_OVER_ALL, *MLP_NORM, *EXPERTS),
+    fields=COMMON
+    | {
+        "num_experts": "num_experts",
+        "experts_per_token": "num_experts_per_tok",
+        "normalize_experts": "norm_topk_prob",
+        "qkv_bias": "attention_bias",
+        "out_bias": "attention_bias",
+    },
+    fixed={"qk_norm": True, "qk_norm_over": "all"},
+    defaults={
+        "rms_norm_eps": 1e-5,
+        "attention_bias": False,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+    },
+    required=_SILU | {"clip_qkv": None},
+    heads_fill_model=True,
 )
 GEMMA3 = Family(
     model_type="gemma3_text",
@@ -249,4 +278,4 @@ GEMMA3 = Family(
 )
 
 #: The first family in this order that can express a model is its default.
-FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, GEMMA3)
+FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, OLMOE, GEMMA3)

@@ -1,14 +1,17 @@
 """What `transformers` makes of tiny published models.
 
-    python tests/convert/goldens/make_hf_goldens.py
+    python tests/convert/goldens/make_hf_goldens.py [NAME ...]
 
 Needs torch and transformers, and nothing of jaxpar; writes, for each model of
-tests/convert/tiny.py, tests/convert/goldens/NAME.npy, logits float32 [tokens, vocabulary], and its
-greedy text into greedy.json. The tests compare ours with them where torch is absent.
+tests/convert/tiny.py or those named, tests/convert/goldens/NAME.npy, logits float32 [tokens,
+vocabulary], and its greedy text into greedy.json. `deepseek_v3` is one layer of experts: its
+output, and each token's experts and their weights. The tests compare ours with them where torch is
+absent.
 """
 
 import importlib.util
 import json
+import sys
 import tempfile
 from pathlib import Path
 
@@ -57,21 +60,45 @@ def greedy(model, prompt: np.ndarray, count: int) -> list[int]:
     return text[0, len(prompt) :].tolist()
 
 
+def deepseek_v3(tiny) -> dict[str, np.ndarray]:
+    """What DeepSeek-V3's layer of experts computes: experts in ascending order, their weights."""
+    import transformers.models.deepseek_v3.modeling_deepseek_v3 as published
+
+    layer = published.DeepseekV3MoE(transformers.DeepseekV3Config(**tiny.DEEPSEEK_V3)).eval()
+    w = {name: torch.from_numpy(a) for name, a in tiny.deepseek_v3_tensors().items()}
+    x, count = w.pop("x"), tiny.DEEPSEEK_V3["n_routed_experts"]
+    each = lambda e, n: w.pop(f"experts.{e}.{n}.weight")  # noqa: E731
+    gate_up = [torch.cat([each(e, "gate_proj"), each(e, "up_proj")]) for e in range(count)]
+    w["experts.gate_up_proj"] = torch.stack(gate_up)
+    w["experts.down_proj"] = torch.stack([each(e, "down_proj") for e in range(count)])
+    layer.load_state_dict(w)
+    with torch.no_grad():
+        _, weights, experts = layer.gate(x)
+        order = experts.argsort(-1)
+        found = {"out": layer(x[None])[0], "experts": experts.gather(1, order)}
+    return {n: a.numpy() for n, a in (found | {"weights": weights.gather(1, order)}).items()}
+
+
 def main() -> None:
-    """Write every golden file."""
+    """Write the golden files of the models named, or of all."""
     torch.use_deterministic_algorithms(True)
-    tiny, texts = load_tiny(), {}
-    for name, values in tiny.MODELS.items():
+    tiny, goldens = load_tiny(), TESTS / "goldens"
+    texts = json.loads((goldens / "greedy.json").read_text())
+    names = sys.argv[1:] or [*tiny.MODELS, "deepseek_v3"]
+    if "deepseek_v3" in names:
+        np.savez(goldens / "deepseek_v3.npz", **deepseek_v3(tiny))
+    for name in [name for name in names if name in tiny.MODELS]:
+        values = tiny.MODELS[name]
         tokens = tiny.tokens(values)
         with tempfile.TemporaryDirectory() as folder:
             model = load(tiny.write_folder(Path(folder), values))
         found = logits(model, tokens)
         prompts = [tokens[0, start:end] for start, end in tiny.PROMPTS]
         texts[name] = [greedy(model, prompt, tiny.NUM_GREEDY) for prompt in prompts]
-        np.save(TESTS / "goldens" / f"{name}.npy", found)
+        np.save(goldens / f"{name}.npy", found)
         print(f"{name}: {found.shape}, largest {np.abs(found).max():.3f}")
     lines = ",\n".join(f" {json.dumps(name)}: {ids}" for name, ids in texts.items())
-    (TESTS / "goldens" / "greedy.json").write_text(f"{{\n{lines}\n}}\n")
+    (goldens / "greedy.json").write_text(f"{{\n{lines}\n}}\n")
 
 
 if __name__ == "__main__":

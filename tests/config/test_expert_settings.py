@@ -1,0 +1,74 @@
+"""Bad settings of experts, more than tests/meshes/test_experts.py has: each is one error."""
+
+import pytest
+
+from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config.validate import check
+from tests.tiny import TINY
+
+EXPERTS = replace(TINY, **{"model.num_experts": 4, "parallel.layer_loop": "unroll"})
+NAN, INF = float("nan"), float("inf")
+DENSE = {"model.dense_layers": 1}
+LORA = {"lora.rank": 2, "lora.targets": "q_proj"}
+BIAS = {"model.router_bias": True}
+NO_EXPERTS = {"model.num_experts": 0}
+
+CASES = [
+    ({"model.router_scale": NAN}, "router_scale = nan: must be finite.*--model.router-scale 1.0"),
+    ({"model.router_scale": INF}, "router_scale = inf: must be finite"),
+    ({"model.router_groups": 5}, "router_groups = 5: must divide model.num_experts = 4.*groups 4"),
+    ({"model.router_groups": -2}, "router_groups = -2: must be at least 1"),
+    ({"model.router_groups_per_token": 0}, "router_groups_per_token = 0: must be at least 1"),
+    (
+        {"model.router_groups": 2, "model.experts_per_token": 3},
+        "groups_per_token = 1: leaves 2 experts of which to choose 3.*per-token 2, or .*groups 1",
+    ),
+    ({"model.experts_per_token": -1}, "experts_per_token = -1: must be at least 1"),
+    ({"model.num_experts": 10**9}, "num_experts = 1000000000: must be at most 65536"),
+    ({"model.num_experts": 2.5}, "num_experts = 2.5: must be a whole number"),
+    ({"model.num_shared_experts": 10**9}, "num_shared_experts = 1000000000: must be at most"),
+    ({"model.router_bias": "yes"}, "router_bias = 'yes': must be True or False"),
+    ({"train.balance_loss": NAN}, "balance_loss = nan: must be finite"),
+    ({"train.balance_over": "token"}, "balance_over = 'token': must be one of sequence, batch"),
+    ({"train.router_z_loss": -1.0}, "router_z_loss = -1.0: must not be negative"),
+    ({"train.router_bias_rate": NAN}, "router_bias_rate = nan: must be finite"),
+    ({"train.router_bias_rate": -0.1}, "bias_rate = -0.1: needs model.router_bias.*bias True"),
+    (BIAS | {"train.router_bias_rate": -0.1}, "bias_rate = -0.1: must be above 0.*rate 0.001"),
+    (LORA | {"train.router_z_loss": 0.1}, "router_z_loss = 0.1: has no effect on a frozen router"),
+    (LORA | {"lora.targets": "up_proj"}, "targets = 'up_proj': cannot target experts"),
+    ({"parallel.expert": 0}, "parallel.expert = 0: must be at least 1"),
+    ({"parallel.expert": 3}, "d_model = 16: must be divisible by parallel.expert = 3"),
+    ({"parallel.expert": 16}, "batch_size = 8: must be divisible by parallel.expert = 16.*rt 8"),
+    ({"model.d_ff": 13, "parallel.tensor": 2}, "d_ff = 13: must be divisible by parallel.tensor"),
+    (NO_EXPERTS | {"model.router_groups": 2}, "router_groups = 2: needs experts.*num-experts 8"),
+    (NO_EXPERTS | {"model.router_scale": 2.0}, "router_scale = 2.0: needs experts"),
+    (NO_EXPERTS | {"train.router_z_loss": 0.1}, "router_z_loss = 0.1: needs experts"),
+    (NO_EXPERTS | {"train.balance_over": "batch"}, "balance_over = 'batch': needs experts"),
+    (NO_EXPERTS | DENSE, "dense_layers = 1: needs experts.*dense-layers 0, or .*num-experts 8"),
+    ({"model.dense_layers": 2}, "dense_layers = 2: must be below model.num_layers = 2.*layers 3"),
+    ({"model.dense_layers": -1}, "dense_layers = -1: must not be negative"),
+    ({"model.dense_d_ff": 8}, "dense_d_ff = 8: needs model.dense_layers, which is 0"),
+    (DENSE | {"model.dense_d_ff": 0}, "dense_d_ff = 0: must be at least 1, or None"),
+    (
+        DENSE | {"model.dense_d_ff": 9, "parallel.tensor": 2},
+        "dense_d_ff = 9: must be divisible by parallel.tensor = 2.*dense-d-ff 10",
+    ),
+    (DENSE | {"parallel.pipeline": 2}, "pipeline = 2: does not support model.dense_layers.*ne 1"),
+    (DENSE | {"parallel.layer_loop": "scan"}, "loop = 'scan': does not support model.dense_layers"),
+    (DENSE | LORA, "lora.rank = 2: does not support model.dense_layers"),
+    ({"model.qk_norm_over": "all"}, "qk_norm_over = 'all': needs model.qk_norm, which is False"),
+    ({"model.qk_norm": True, "model.qk_norm_over": "heads"}, "must be one of head, all"),
+]
+
+
+def test_the_config_without_these_settings_is_good():
+    check(EXPERTS)
+    check(replace(EXPERTS, **DENSE | {"model.dense_d_ff": 40}))
+    check(replace(Config(), **{"model.qk_norm": True, "model.qk_norm_over": "all"}))
+
+
+@pytest.mark.parametrize(("values", "said"), CASES, ids=[said[:30] for _, said in CASES])
+def test_one_error(values, said):
+    with pytest.raises(ConfigError, match=said) as error:
+        check(replace(EXPERTS, **values))
+    assert "Fix: use --" in str(error.value)

@@ -1,0 +1,90 @@
+"""DeepSeek-V3's router and experts, against the layer of `transformers`."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpar.config import Config, ModelConfig, replace
+from jaxpar.convert.hf.tensor_layout import Entry, as_ours, shape_of, sizes_of, tensor_name
+from jaxpar.execution.decisions import execution_of
+from jaxpar.kernels.norm import NormOutput
+from jaxpar.model import reference
+from jaxpar.model.moe import experts, router
+from jaxpar.parallel.tensor.shards import Shards
+from tests.convert import tiny
+
+GOLDEN = dict(np.load(Path(__file__).parent / "goldens/deepseek_v3.npz"))
+
+#: As in the goldens of whole models; the largest values of the output are about 20.
+TOLERANCE = 1e-5
+
+KEYS = tiny.DEEPSEEK_V3
+MODEL = ModelConfig(
+    d_model=KEYS["hidden_size"],
+    d_ff=KEYS["moe_intermediate_size"],
+    num_experts=KEYS["n_routed_experts"],
+    experts_per_token=KEYS["num_experts_per_tok"],
+    num_shared_experts=KEYS["n_shared_experts"],
+    router_score="sigmoid",
+    router_bias=True,
+    router_groups=KEYS["n_group"],
+    router_groups_per_token=KEYS["topk_group"],
+    router_scale=KEYS["routed_scaling_factor"],
+    dtype="float32",
+)
+
+ENTRIES = (
+    Entry("router", "gate.weight", "DE", "E D"),
+    Entry("router_bias", "gate.e_score_correction_bias", "E", "E"),
+    Entry("w_gate", "experts.{E}.gate_proj.weight", "EDF", "F D"),
+    Entry("w_up", "experts.{E}.up_proj.weight", "EDF", "F D"),
+    Entry("w_down", "experts.{E}.down_proj.weight", "EFD", "D F"),
+    Entry("w_shared_gate", "shared_experts.gate_proj.weight", "DS", "S D"),
+    Entry("w_shared_up", "shared_experts.up_proj.weight", "DS", "S D"),
+    Entry("w_shared_down", "shared_experts.down_proj.weight", "SD", "D S"),
+)
+
+
+def layer() -> tuple[jnp.ndarray, dict]:
+    """The tokens, [1, T, D], and the weights in our layout."""
+    tensors, sizes = tiny.deepseek_v3_tensors(), sizes_of(MODEL)
+
+    def stacked(entry: Entry) -> jnp.ndarray:
+        at = np.ndindex(*shape_of(entry.stacked, sizes))
+        parts = [as_ours(tensors[tensor_name(entry, i)], entry, sizes) for i in at]
+        return jnp.asarray(np.stack(parts) if entry.stacked else parts[0])
+
+    return jnp.asarray(tensors["x"][None]), {entry.path: stacked(entry) for entry in ENTRIES}
+
+
+def test_the_router_chooses_and_weighs_as_transformers():
+    x, w = layer()
+    found = router.route(x, w, MODEL)
+    order = np.argsort(found.experts[0], axis=-1)
+    ids, weights = (
+        np.take_along_axis(np.asarray(a[0]), order, -1) for a in (found.experts, found.weights)
+    )
+    np.testing.assert_array_equal(ids, GOLDEN["experts"])
+    assert np.abs(weights - GOLDEN["weights"]).max() <= TOLERANCE
+
+
+def test_bias_and_groups_change_the_choice():
+    """Otherwise the goldens would not test them."""
+    x, w = layer()
+    for fields in ({"router_bias": False}, {"router_groups": 1, "router_groups_per_token": 1}):
+        m = replace(Config(model=MODEL), **{f"model.{n}": v for n, v in fields.items()}).model
+        found = np.sort(router.route(x, w, m).experts[0])
+        assert np.mean(np.any(found != GOLDEN["experts"], axis=-1)) > 0.05
+
+
+def test_the_layer_is_that_of_transformers():
+    x, w = layer()
+    ex = execution_of(Config(model=MODEL))
+    context = SimpleNamespace(loss_weight=None)
+    (found,) = experts.mixture(Shards((NormOutput(x),)), w, context, ex).parts
+    plain = reference._experts(x, w, MODEL)
+    largest = np.abs(GOLDEN["out"]).max()
+    for out in (found, plain):
+        assert np.abs(np.asarray(out[0]) - GOLDEN["out"]).max() <= TOLERANCE * largest

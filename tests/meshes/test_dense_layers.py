@@ -1,0 +1,93 @@
+"""First layers without experts: the same loss, gradients and steps on every mesh as the plain
+model's."""
+
+import numpy as np
+import pytest
+
+from jaxpar.config import replace
+from jaxpar.config.validate import resolve
+from jaxpar.inference.generation import (
+    Sampling,
+    config_for_sampling,
+    generate,
+    make_next_logits,
+    weights_for_sampling,
+)
+from jaxpar.model import flops
+from jaxpar.model.parameters import param_specs
+from jaxpar.sharding.mesh import make_mesh
+from tests import weights
+from tests.meshes.test_experts import BASE, DEEPSEEK, compare
+from tests.slow import slow, slow_but
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+DENSE = {
+    "model.num_layers": 3,
+    "model.dense_layers": 1,
+    "model.dense_d_ff": 20,
+    "parallel.layer_loop": "unroll",
+}
+
+MESHES = """
+data=2,tensor=2,layer_loop=unroll
+data=1,layer_loop=unroll
+data=2,zero=1,num_microbatches=2,layer_loop=unroll
+data=2,zero=2,num_microbatches=2,layer_loop=unroll
+expert=2,sequence=2,layer_loop=unroll
+replica=2,tensor=2,layer_loop=unroll,remat=full
+data=2,tensor=2,layer_loop=unroll,row_groups=2
+tensor=2,num_microbatches=4,zero=1,layer_loop=unroll
+""".split()
+
+
+@pytest.mark.parametrize("mesh", slow_but(MESHES[:1], MESHES))
+def test_gradients(mesh, devices):
+    assert not compare(mesh, replace(DEEPSEEK, **DENSE), devices).mismatches()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        slow({"model.dense_d_ff": None, "model.dense_layers": 2}),
+        slow({"model.global_every": 2, "model.sliding_window": 5, "model.num_layers": 4}),
+    ],
+)
+def test_gradients_of_other_layers(fields, devices):
+    cfg = replace(BASE, **DENSE | fields)
+    assert not compare("data=2,tensor=2,layer_loop=unroll", cfg, devices).mismatches()
+
+
+@pytest.mark.slow
+def test_steps_with_a_bias(devices):
+    found = compare("data=2,tensor=2,layer_loop=unroll", replace(DEEPSEEK, **DENSE), devices, 5)
+    assert found.update is not None and not found.mismatches()
+
+
+def test_generation_takes_the_tokens_of_the_whole_sequence(devices):
+    """By a cache, and by the complete text at once."""
+    cfg = resolve(config_for_sampling(replace(BASE, **DENSE, **{"parallel.data": 1})), 1)
+    mesh = make_mesh(cfg.parallel, devices[:1])
+    params = weights.init_params(param_specs(cfg.model), cfg, mesh)
+    prompt, size = [3, 1, 4, 1, 5], {"max_tokens": 4, "vocab_size": cfg.model.vocab_size}
+    fused, greedy = weights_for_sampling(params, cfg, mesh), Sampling(temperature=0.0)
+    rows = generate(fused, cfg, mesh, [prompt], greedy, stop=(), **size)
+    found = [token for (new,) in rows for token in new]
+    assert len(found) == 4
+    step, text = make_next_logits(cfg, mesh), np.zeros((1, 16), np.int32)
+    text[0, :5] = prompt
+    for at, token in enumerate(found, 4):
+        assert np.argmax(step(params, text, at)[0]) == token
+        text[0, at + 1] = token
+
+
+def test_only_layers_with_experts_leave_experts_out_of_the_flops():
+    m = replace(BASE, **DENSE).model
+    of_layers = flops.num_matmul_params(m) - flops.num_matmul_params(
+        replace(BASE, **DENSE | {"model.num_layers": 2}).model
+    )
+    one = flops.num_params(m) - flops.num_params(
+        replace(BASE, **DENSE | {"model.num_layers": 2}).model
+    )
+    unused = (m.num_experts - m.experts_per_token) * 3 * m.d_model * m.d_ff
+    assert of_layers == one - unused
