@@ -62,6 +62,9 @@ def pytest_configure(config: pytest.Config) -> None:
         for name, value in ALWAYS.items():
             os.environ.setdefault(name, value)
         os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(max(visible_gpus(), 1)))  # as programs do
+        import jax  # a plugin may have imported it before, without this variable
+
+        jax.config.update("jax_num_cpu_devices", int(os.environ["JAX_NUM_CPU_DEVICES"]))
         worker, count = os.environ.get("PYTEST_XDIST_WORKER"), visible_gpus()
         if worker and count:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -19,9 +19,10 @@ def without_tensor(ex: Execution) -> bool:
 
 
 def fsdp_alone(ex: Execution) -> bool:
-    """Layers communicate only 16-bit weights and their gradients, over data or expert."""
+    """16-bit layers communicate only weights and their gradients, over data or expert."""
     p = ex.cfg.parallel
-    return gathers_of_16_bits(ex) and p.pipeline == p.sequence == 1 and p.data * p.expert > 1
+    over_data = p.pipeline == p.sequence == 1 and p.data * p.expert > 1
+    return over_data and gathers_of_16_bits(ex) and ex.cfg.model.matmul_dtype == "compute"
 
 
 def with_tensor(ex: Execution) -> bool:

@@ -38,7 +38,7 @@ def norm_over_heads(x: jax.Array, parameter: jax.Array, m: ModelConfig) -> jax.A
 
     Args:     x: [B, T, heads, K], this tensor rank's heads. parameter: float32 [heads, K].
     Communication: all-reduce over TENSOR of one float32 per token, and one in the backward.
-    Source:   Muennighoff et al. 2024 (2409.02060), OLMoE, section 4.2.4.
+    Source:   Muennighoff et al. 2024 (2409.02060), OLMoE, section 4.2.
     """
     wide, count = x.astype(jnp.float32), x[0, 0].size * lax.axis_size(TENSOR)
     squares = psum(jnp.sum(wide**2, axis=(-2, -1), keepdims=True), TENSOR)

@@ -46,7 +46,7 @@ HEAD = """\
 
 def cards() -> Iterator[tuple[str, dict[str, Any]]]:
     """Names and contents of the training cards, by model and number of GPUs."""
-    read = {path.stem: json.loads(path.read_text("utf-8")) for path in CARDS.glob("llama*.json")}
+    read = {path.stem: json.loads(path.read_text("utf-8")) for path in CARDS.glob("[lq]*.json")}
     order = lambda item: (item[1]["parameters"], gpus_of(item[1]), item[0])  # noqa: E731
     yield from sorted(read.items(), key=order)
 
@@ -96,6 +96,8 @@ def model_of(card: dict[str, Any]) -> str:
     """Describe the number of parameters and the sequence length."""
     c = card["config"]
     cut = " (8 layers of 8B)" if c["model"]["num_layers"] == 8 else ""
+    if c["model"].get("num_experts"):
+        cut = f" ({c['model']['num_layers']} layers of Qwen3-30B-A3B)"
     return f"{card['parameters'] / 1e9:.1f}B{cut}, {c['data']['seq_len']:,}"
 
 

@@ -57,10 +57,8 @@ def model(cfg: Config) -> None:
     rule = "must be even, since RoPE rotates pairs of elements"
     require(head_dim % 2 == 0, cfg, path, rule, flag(path, head_dim + 1))
     path, needed = "model.qk_norm_over", "model.qk_norm"
-    ok, rule = (
-        cfg.model.qk_norm or cfg.model.qk_norm_over == "head",
-        f"needs {needed}, which is False",
-    )
+    ok = cfg.model.qk_norm or cfg.model.qk_norm_over == "head"
+    rule = f"needs {needed}, which is False"
     require(ok, cfg, path, rule, flag(needed, True), flag(path, "head"))
     path, window = "model.sliding_window", cfg.model.sliding_window
     # With a window of 1 the softmax is 1: queries and keys would get only rounding errors.
