@@ -126,7 +126,12 @@ class ParallelConfig:
     data: int = -1
     """Shards of the batch and the parameters (FSDP). -1: all remaining devices."""
     expert: int = 1
-    """Size of the expert axis. Experts do not use it yet: it behaves like a larger `data`."""
+    """Shards of the experts (EP): each device has some experts, and receives the tokens of all
+    devices of the axis. Everything else treats it as a larger `data`."""
+    expert_slack: float = 1.1
+    """Rows of the experts' buffer on an expert axis, as a multiple of a device's equal share. Rows
+    that do not fit are computed in further rounds: a larger one needs memory, a smaller one time.
+    No row is dropped."""
     sequence: int = 1
     """Shards of each sequence (context parallelism)."""
     tensor: int = 1

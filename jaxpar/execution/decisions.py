@@ -76,6 +76,12 @@ class Execution:
         return p.tensor if self.collective_matmul else p.row_groups
 
     @property
+    def gathers_experts(self) -> bool:
+        """Whether layers gather the matrices of experts, along D (ZeRO-3)."""
+        p = self.cfg.parallel
+        return self.gathers_per_layer and p.data * p.sequence != 1
+
+    @property
     def postpones_weight_gradients(self) -> bool:
         """Whether some backwards of a pipeline leave weight gradients for idle slots."""
         p = self.cfg.parallel

@@ -21,6 +21,7 @@ from jaxpar.model import lora
 from jaxpar.model.moe.router import LOSSES, TALLY
 from jaxpar.parallel.collectives import varying
 from jaxpar.parallel.fsdp import gather
+from jaxpar.sharding.axes import EXPERT_FSDP_AXES
 
 type Tree = dict[str, Any]
 
@@ -56,8 +57,16 @@ PROJECTIONS = {n: dim for n, dim in LAYER_DIMS.items() if dim is not None and n 
 
 LAYER_DIMS |= lora.FUSED_DIMS
 
+#: The same for a layer with experts: other devices have other experts.
+EXPERT_DIMS: gather.Dims = {
+    **LAYER_DIMS,
+    "w_gate": gather.Split(-2, EXPERT_FSDP_AXES),
+    "w_up": gather.Split(-2, EXPERT_FSDP_AXES),
+    "w_down": gather.Split(-1, EXPERT_FSDP_AXES),
+}
+
 #: The same as LAYER_DIMS, for the arrays outside the layers.
-TOP_DIMS: dict[str, int | None] = {"embed": -1, "final_norm": None, "head": -2}
+TOP_DIMS: gather.Dims = {"embed": -1, "final_norm": None, "head": -2}
 
 #: Name under which a tree of shards has the weights that ZeRO-2 gathered at the start of the step.
 COMPLETE = "complete"
@@ -65,6 +74,11 @@ COMPLETE = "complete"
 #: Name under which a layer's weights say whether the stage has this layer: a bool scalar, for the
 #: last layers of a chunk if stages are unequal (`step/layer_order.py`).
 IN_USE = "in_use"
+
+
+def layer_dims(w: Tree) -> gather.Dims:
+    """Return the FSDP-sharded dimension of each fused array of a layer with these weights."""
+    return EXPERT_DIMS if "router" in w else LAYER_DIMS
 
 
 def fuse(params: Tree, ex: Execution) -> Tree:
@@ -184,10 +198,12 @@ def to_shards(weights: Tree, shards: Tree) -> tuple[Tree, Tree]:
     def trainable(w: Tree, shards: Tree) -> Tree:
         return shards | {n: w[n] for n in w if n == "scales"}
 
-    def complete(w: Tree, shards: Tree, dims: dict[str, int | None]) -> Tree:
+    def complete(w: Tree, shards: Tree, dims: gather.Dims) -> Tree:
         return {COMPLETE: {n: w[n] for n in shards if dims[n] is not None}}
 
-    of_layer = functools.partial(complete, dims=LAYER_DIMS)
+    def of_layer(w: Tree, shards: Tree) -> Tree:
+        return complete(w, shards, layer_dims(shards))
+
     own = map_layers(trainable, weights["layers"], shards["layers"])
     whole = map_layers(of_layer, weights["layers"], shards["layers"])
     top = complete(weights["top"], shards["top"], TOP_DIMS)

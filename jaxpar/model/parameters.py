@@ -55,12 +55,13 @@ def _layers(m: ModelConfig, count: int) -> Tree:
     }
     if m.num_experts:
         E = m.num_experts
-        blocks["router"] = matrix((D, E), ("embed", "experts"))
+        blocks["router"] = matrix((D, E), ("embed", "router"))
         if m.router_bias:  # no gradient: a step updates it from the load of each expert
-            bias = vector((E,), ("experts",), "zeros")
+            bias = vector((E,), ("router",), "zeros")
             blocks["router_bias"] = dataclasses.replace(bias, trainable=False)
-        blocks |= {n: matrix((E, D, F), ("experts", "embed", "mlp")) for n in ("w_gate", "w_up")}
-        blocks["w_down"] = matrix((E, F, D), ("experts", "mlp", "embed"), deep)
+        for name in ("w_gate", "w_up"):
+            blocks[name] = matrix((E, D, F), ("experts", "expert_embed", "mlp"))
+        blocks["w_down"] = matrix((E, F, D), ("experts", "mlp", "expert_embed"), deep)
         if shared := m.num_shared_experts * F:
             for name in ("w_shared_gate", "w_shared_up"):
                 blocks[name] = matrix((D, shared), ("embed", "mlp"))

@@ -25,7 +25,7 @@ from jaxpar.execution.decisions import Execution
 from jaxpar.execution.remat import all_on_device, rematerialize
 from jaxpar.model import embedding, lora, norm
 from jaxpar.model.attention_context import AttentionContext
-from jaxpar.model.fused_weights import IN_USE, LAYER_DIMS, TOP_DIMS, only
+from jaxpar.model.fused_weights import IN_USE, TOP_DIMS, layer_dims, only
 from jaxpar.model.layer import layer
 from jaxpar.model.loss import cross_entropy, num_chunks
 from jaxpar.model.parameters import Tree
@@ -223,6 +223,6 @@ def _block(ex: Execution):
     """Return `layer` as a function of weight shards. The backward gathers the weights again."""
 
     def block(x: jax.Array, w: Tree, context: AttentionContext) -> jax.Array:
-        return layer(x, lora.with_frozen_base(gather(w, LAYER_DIMS, ex.cfg)), context, ex)
+        return layer(x, lora.with_frozen_base(gather(w, layer_dims(w), ex.cfg)), context, ex)
 
     return block

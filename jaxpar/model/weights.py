@@ -8,7 +8,7 @@
 `WeightStream` combines the three. `parallel/fsdp/prefetch.py` runs them one layer ahead.
 """
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from jaxpar.config import Config
 from jaxpar.execution.decisions import Execution, rows_per_device
 from jaxpar.kernels import float8
 from jaxpar.model import lora
-from jaxpar.model.fused_weights import COMPLETE, LAYER_DIMS, PROJECTIONS
+from jaxpar.model.fused_weights import COMPLETE, PROJECTIONS, layer_dims
 from jaxpar.parallel.fsdp import gather as fsdp
 from jaxpar.parallel.fsdp.prefetch import WeightStream
 from jaxpar.parallel.gradient_buffers import (
@@ -32,10 +32,14 @@ type Tree = dict[str, Any]
 
 def layer_stream(ex: Execution) -> WeightStream:
     """Return the functions that gather a layer's weights and scatter their gradients."""
+
+    def of_layer(fn: Callable) -> Callable:
+        return lambda w: fn(w, layer_dims(w), ex.cfg)
+
     return WeightStream(
-        cast=functools.partial(cast, dims=LAYER_DIMS, cfg=ex.cfg),
-        gather=functools.partial(gather, dims=LAYER_DIMS, cfg=ex.cfg),
-        scatter=functools.partial(scatter, dims=LAYER_DIMS, cfg=ex.cfg),
+        cast=of_layer(cast),
+        gather=of_layer(gather),
+        scatter=of_layer(scatter),
         gathers=ex.gathers_per_layer,
         scatters=ex.scatters_per_layer,
         skips=not (ex.stage_wide_collectives or ex.activations_on_host),
@@ -57,7 +61,7 @@ def with_float32_gradients(chunk: Any, ex: Execution) -> Any:
     return tuple(attach_buffers(w, names, ex.weight_uses, rows) for w in chunk)
 
 
-def cast(w: Tree, dims: dict[str, int | None], cfg: Config) -> Tree:
+def cast(w: Tree, dims: fsdp.Dims, cfg: Config) -> Tree:
     """Cast the shards that `gather` gathers to the dtype in which they are sent.
 
     In a loop over microbatches, nothing is cast. The loop receives float32 slices, and casts would
@@ -79,7 +83,7 @@ def cast(w: Tree, dims: dict[str, int | None], cfg: Config) -> Tree:
     return {n: cast_one(n, a) for n, a in w.items()}
 
 
-def gather(w: Tree, dims: dict[str, int | None], cfg: Config) -> Tree:
+def gather(w: Tree, dims: fsdp.Dims, cfg: Config) -> Tree:
     """Return weights that are ready for matmuls, gathering them if ZeRO-3.
 
     With ZeRO-1 and ZeRO-2, they are gathered once before the step. With ZeRO-2, `COMPLETE` holds
@@ -107,7 +111,7 @@ def gather(w: Tree, dims: dict[str, int | None], cfg: Config) -> Tree:
     return w
 
 
-def scatter(grads: Tree, dims: dict[str, int | None], cfg: Config) -> Tree:
+def scatter(grads: Tree, dims: fsdp.Dims, cfg: Config) -> Tree:
     """Compute the transpose of `gather`.
 
     Scales, complete weights and adapters' base weights have no gradients.

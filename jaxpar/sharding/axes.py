@@ -32,6 +32,9 @@ TOKEN_AXES = (*BATCH_AXES, SEQUENCE)
 #: Axes over which parameters, gradients and moments are sharded (ZeRO).
 FSDP_AXES = (DATA, EXPERT, SEQUENCE)
 
+#: The same for the matrices of experts, whose experts are split over EXPERT.
+EXPERT_FSDP_AXES = (DATA, SEQUENCE)
+
 #: Axes over which the vocabulary is split. They include the pipeline, so that all stages share the
 #: work of the head.
 VOCAB_AXES = (TENSOR, PIPELINE)
@@ -43,7 +46,9 @@ RULES: dict[str, tuple[str, ...]] = {
     "heads": (TENSOR,),
     "kv_heads": (TENSOR,),
     "mlp": (TENSOR,),
-    "experts": (),
+    "experts": (EXPERT,),
+    "expert_embed": EXPERT_FSDP_AXES,
+    "router": (),
     "vocab": VOCAB_AXES,
     "head_dim": (),
     "norm": (),

@@ -298,13 +298,17 @@ def gather_once(shards: Any, cfg: Config) -> Any:
 
 def scatter_once(grads: Any, cfg: Config) -> Any:
     """Reduce the step's accumulated gradients to shards (ZeRO-1)."""
-    return _map_groups(functools.partial(fsdp.scatter_tree, reduce=cfg.parallel.grad_reduce), grads)
+    scatter = functools.partial(fsdp.scatter_tree, reduce=cfg.parallel.grad_reduce)
+    return _map_groups(scatter, grads)
 
 
 def _map_groups(fn: Callable, tree: Any) -> Any:
     """Apply `fn(arrays, dims)` to the arrays outside the layers and to those of each layer."""
-    in_layers = functools.partial(fn, dims=fused_weights.LAYER_DIMS)
-    layers = fused_weights.map_layers(in_layers, tree["layers"])
+
+    def of_layer(w: Any) -> Any:
+        return fn(w, dims=fused_weights.layer_dims(w))
+
+    layers = fused_weights.map_layers(of_layer, tree["layers"])
     return {"top": fn(tree["top"], dims=fused_weights.TOP_DIMS), "layers": layers}
 
 

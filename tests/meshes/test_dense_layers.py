@@ -35,6 +35,8 @@ data=1,layer_loop=unroll
 data=2,zero=1,num_microbatches=2,layer_loop=unroll
 data=2,zero=2,num_microbatches=2,layer_loop=unroll
 expert=2,sequence=2,layer_loop=unroll
+expert=2,data=2,zero=1,num_microbatches=2,layer_loop=unroll
+expert=2,data=2,zero=2,num_microbatches=2,layer_loop=unroll
 replica=2,tensor=2,layer_loop=unroll,remat=full
 data=2,tensor=2,layer_loop=unroll,row_groups=2
 tensor=2,num_microbatches=4,zero=1,layer_loop=unroll

@@ -195,6 +195,9 @@ def test_verify_refuses_a_loss_that_depends_on_microbatches():
         ({"model.router_scale": 0.0}, "router_scale = 0.0: must be above 0"),
         ({"model.router_scale": -1.0}, "router_scale = -1.0: must be above 0"),
         ({"model.num_shared_experts": -1}, "shared_experts = -1: must not be negative"),
+        ({"parallel.expert": 8}, r"num_experts = 4: must be divisible by parallel\.expert = 8"),
+        ({"parallel.expert_slack": 0.0}, r"expert_slack = 0\.0: must be above 0"),
+        ({"parallel.expert_slack": -1.0}, r"expert_slack = -1\.0: must be above 0"),
         ({"model.router_score": "relu"}, "router_score = 'relu'"),
         ({"train.balance_loss": -0.1}, "balance_loss = -0.1: must not be negative"),
         ({"train.balance_loss": float("inf")}, "balance_loss = inf: must be finite"),
@@ -219,3 +222,48 @@ def test_verify_refuses_a_loss_that_depends_on_microbatches():
 def test_what_cannot_be(values, said):
     with pytest.raises(ConfigError, match=said):
         check(replace(BASE, **values))
+
+
+#: On an expert axis, with every option, and a buffer too small for equal shares.
+ON_EXPERT_AXIS = replace(DEEPSEEK, **{"parallel.expert_slack": 0.3})
+
+EXPERT_MESHES = """
+expert=2,sequence=2,layer_loop=unroll
+expert=2,pipeline=2,num_microbatches=2,zero=1
+""".split()
+
+MORE_EXPERT_MESHES = """
+expert=2
+expert=4
+expert=8
+expert=2,data=2
+expert=4,data=2,zero=1,num_microbatches=1
+expert=2,data=2,zero=2
+expert=2,tensor=2,layer_loop=unroll
+expert=4,tensor=2,zero=1
+expert=2,replica=2,num_microbatches=2
+expert=2,data=2,tensor=2,layer_loop=unroll,row_groups=2
+expert=2,pipeline=2,num_microbatches=2
+expert=2,pipeline=2,num_microbatches=4,schedule=zero_bubble,zero=1,layer_loop=unroll
+expert=2,pipeline=2,sequence=2,num_microbatches=2,pipeline_save=inputs
+expert=2,remat=full
+expert=4,remat=none,layer_loop=unroll
+""".split()
+
+
+@pytest.mark.parametrize("mesh", [*EXPERT_MESHES, *map(slow, MORE_EXPERT_MESHES)])
+def test_gradients_with_rows_in_further_rounds(mesh, devices):
+    """A row that is dropped changes the loss and every gradient."""
+    assert not compare(mesh, ON_EXPERT_AXIS, devices).mismatches()
+
+
+@pytest.mark.parametrize("mesh", ["expert=2", slow("expert=4,data=2"), slow("expert=2,tensor=2")])
+def test_gradients_with_the_default_buffer(mesh, devices):
+    assert not compare(mesh, DEEPSEEK, devices).mismatches()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["expert=4,data=2", "expert=2,pipeline=2,num_microbatches=2"])
+def test_steps_on_an_expert_axis(mesh, devices):
+    found = compare(mesh, ON_EXPERT_AXIS, devices, 5)
+    assert found.update is not None and not found.mismatches()

@@ -40,6 +40,9 @@ def _divisions(cfg: Config) -> list[_Division]:
         table.append(_Division("model.num_heads", (tensor, sequence), why))
     if cfg.model.matmul_dtype == "float8":
         table += _float8_divisions(cfg)
+    if cfg.model.num_experts:
+        why = "devices of the expert axis get equal numbers of experts"
+        table.append(_Division("model.num_experts", (expert,), why))
     if p.virtual_stages > 1:
         why = "interleaved stages work in whole rounds"
         table.append(_Division("parallel.num_microbatches", (pipeline,), why))

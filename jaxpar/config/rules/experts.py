@@ -22,6 +22,8 @@ def experts(cfg: Config) -> None:
     path, rule = "model.experts_per_token", f"must be at most {COUNT} = {m.num_experts}"
     ways = flag(path, m.num_experts), flag(COUNT, m.experts_per_token)
     require(m.experts_per_token <= m.num_experts, cfg, path, rule, *ways)
+    path, slack = "parallel.expert_slack", cfg.parallel.expert_slack
+    require(slack > 0, cfg, path, "must be above 0", flag(path, default_of(path)))
     _router_gradient(cfg)
     _groups(cfg)
     _balance(cfg)

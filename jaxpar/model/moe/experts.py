@@ -2,14 +2,16 @@
 
     route     tokens -> experts and weights                                  `router.py`
     plan      experts -> a row for each pair of token and expert             integers only
+    dispatch  tokens -> the devices of their experts                         `parallel/expert/`
     permute   tokens -> rows, sorted by expert
     products  gate and up, activation, down                                  `grouped_matmul`
     combine   the rows of each token, added up
 
 The result is exact, and no token is dropped: the buffer holds the rows however they are
-distributed. Every device has all experts of a layer, gathered like other matrices, and processes
-its own tokens. F is split over TENSOR. The backward is written out, so that only the inputs, gate
-and up are saved, and the router's gradient needs no output of the experts.
+distributed. Without an expert axis, every device has all experts of a layer, gathered like other
+matrices, and processes its own tokens. On an expert axis, each device has E/n of the experts, and
+receives the tokens of all n. F is split over TENSOR. The backward is written out, so that only the
+inputs, gate and up are saved, and the router's gradient needs no output of the experts.
 
 Source:   Shazeer et al. 2017 (1701.06538), equation 1; Gale et al. 2022 (2211.15841), MegaBlocks:
           dropless; Guo et al. 2025 (2512.14080), SonicMoE: what the backward saves.
@@ -19,10 +21,8 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxpar.config import ModelConfig
 from jaxpar.execution.decisions import Execution
@@ -33,6 +33,8 @@ from jaxpar.model.attention_context import AttentionContext
 from jaxpar.model.feed_forward import gated
 from jaxpar.model.linear import products, row_parallel
 from jaxpar.model.moe import router
+from jaxpar.parallel.expert.plan import RowPlan, plan_rows
+from jaxpar.parallel.expert.tokens import sent_home, tokens_of_all
 from jaxpar.parallel.tensor.shards import Shards
 
 type Weights = dict[str, Any]
@@ -42,17 +44,6 @@ SHARED = ("w_shared_gate", "w_shared_up", "w_shared_down")
 WEIGHTS = ("router", "router_bias", router.TALLY, "w_gate", "w_up", "w_down", *SHARED)
 
 f32 = jnp.float32
-
-
-@flax.struct.dataclass
-class RowPlan:
-    """Where each row comes from, and where each token's rows are. Integers without gradients."""
-
-    tiles: kernels.Tiles
-    token: jax.Array
-    """int32 [R]: the token of each row; 0 for padding."""
-    rows: jax.Array
-    """int32 [N, k]: the row of each of a token's experts."""
 
 
 @dataclass(frozen=True)
@@ -79,16 +70,18 @@ def received(h: NormOutput, _: Weights, name: str, ex: Execution) -> Shards:
 def _of_shard(h: NormOutput, w: Weights, context: AttentionContext, ex: Execution) -> jax.Array:
     """Compute the weighted sum of each token's experts: this rank's partial sum, [B, T, D].
 
-    Args:     w: router [D, E]; w_gate and w_up [E, D, F], w_down [E, F, D], compute dtype.
+    Args:     w: router [D, E]; w_gate and w_up [E/n, D, F], w_down [E/n, F, D], compute dtype,
+              on an expert axis of size n.
     """
     m, x = ex.cfg.model, h.operand
     routing = router.route(x, w, m)
     weights = router.with_losses(routing, w, context.loss_weight, ex.cfg)
-    E, D, F = w["w_gate"].shape
+    _, D, F = w["w_gate"].shape
     tile = kernels.tile_rows(D, F, x.dtype)
     by_token = lambda a: a.reshape(-1, a.shape[-1])  # noqa: E731
-    plan = named_plan(plan_rows(by_token(routing.experts), E, tile))
-    how = Products(m, 1 if ex.gathers_per_layer else 0)
+    p = ex.cfg.parallel
+    plan = plan_rows(by_token(routing.experts), m.num_experts, tile, p.expert_slack)
+    plan, how = named_plan(plan), Products(m, 1 if ex.gathers_experts else 0)
     matrices = tuple(w[name] for name in ("w_gate", "w_up", "w_down"))
     if how.expert_dim == 1:  # undo what the gather did last
         matrices = tuple(jnp.moveaxis(a, d, 0) for a, d in zip(matrices, (-2, -2, -1), strict=True))
@@ -103,33 +96,6 @@ def _shared(x: jax.Array, w: Weights, m: ModelConfig) -> jax.Array:
     return row_parallel(gated(gate, up, m), w, SHARED[2], "mlp_hidden")
 
 
-@jax.named_scope("plan")
-def plan_rows(experts: jax.Array, num_experts: int, tile: int) -> RowPlan:
-    """Give each pair of token and expert a row: sorted by expert, then by token.
-
-    Args:     experts: int32 [N, k]. tile: rows of a tile, of which an expert's rows begin a new
-              one.
-    """
-    N, k = experts.shape
-    flat, index = experts.reshape(-1), jnp.arange(N * k, dtype=jnp.int32)
-    expert, pair = lax.sort((flat, index), num_keys=1, is_stable=True)
-    # By comparison: `bincount` is a scatter with collisions.
-    is_of = flat[:, None] == jnp.arange(num_experts, dtype=jnp.int32)
-    counts = jnp.sum(is_of, axis=0, dtype=jnp.int32)
-    R = kernels.max_rows(N * k, num_experts, tile)
-    tiles = kernels.tiles_of(counts, R, tile)
-    before = jnp.cumsum(counts, dtype=jnp.int32) - counts
-    row = tiles.starts[expert] + index - before[expert]
-    token = _scattered(R, row, pair // k)
-    return RowPlan(tiles, token, _scattered(N * k, pair, row).reshape(N, k))
-
-
-def _scattered(size: int, at: jax.Array, values: jax.Array) -> jax.Array:
-    """Return zeros [size] with values at distinct places."""
-    zeros = jnp.zeros(size, values.dtype)
-    return zeros.at[at].set(values, unique_indices=True, mode="promise_in_bounds")
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def of_rows(how: Products, x: jax.Array, weights: jax.Array, w: tuple, plan: RowPlan) -> jax.Array:
     """Compute the weighted sum of each token's experts.
@@ -141,28 +107,57 @@ def of_rows(how: Products, x: jax.Array, weights: jax.Array, w: tuple, plan: Row
 
 
 def _forward(how, x, weights, w, plan):
-    gate, up, down = w
+    x, weights = tokens_of_all(x), tokens_of_all(weights)
+    g, u = _gate_and_up(how, x, w, plan)
+
+    def of_round(plan: RowPlan) -> jax.Array:
+        g, u = _gate_and_up(how, x, w, plan)
+        return _output(how, g, u, weights, w, plan)
+
+    out = plan.in_rounds(of_round, _output(how, g, u, weights, w, plan))
+    return sent_home(out), (x, weights, g, u, w, plan)
+
+
+def _gate_and_up(how, x, w, plan: RowPlan):
+    xs = _permuted(x, plan)
     multiply = functools.partial(
         kernels.grouped_matmul, tiles=plan.tiles, expert_dim=how.expert_dim
     )
-    xs, scale = _permuted(x, plan), _by_row(weights, plan)
     with jax.named_scope("gate_up"):
-        g, u = (named(multiply(xs, a), "gate_up") for a in (gate, up))
+        g, u = (named(multiply(xs, a), "gate_up") for a in w[:2])
+    return g, u
+
+
+def _output(how, g, u, weights, w, plan: RowPlan) -> jax.Array:
+    """Return the weighted sum of each token's experts here, [n N, D]."""
+    scale, ed = plan.by_row(weights), how.expert_dim
     with jax.named_scope("activation"):
         hidden = _hidden(g.astype(f32), u.astype(f32), scale, how).astype(g.dtype)
     with jax.named_scope("down"):
-        y = multiply(hidden, down, transpose=how.expert_dim == 1)
+        y = kernels.grouped_matmul(hidden, w[2], plan.tiles, transpose=ed == 1, expert_dim=ed)
     with jax.named_scope("combine"):
-        out = kernels.rows_added(y, plan.rows)
-    return out, (x, weights, g, u, w, plan)
+        return kernels.rows_added(y, plan.rows)
 
 
 def _backward(how, saved, d_out):
-    x, weights, g, u, (gate, up, down), plan = saved
-    tiles, ed = plan.tiles, how.expert_dim
+    x, weights, g, u, w, plan = saved
+    d_out = tokens_of_all(d_out)
+
+    def of_round(plan: RowPlan):
+        g, u = _gate_and_up(how, x, w, plan)
+        return _gradients(how, x, weights, g, u, w, plan, d_out)
+
+    first = _gradients(how, x, weights, g, u, w, plan, d_out)
+    d_x, d_weights, d_w = plan.in_rounds(of_round, first)
+    return sent_home(d_x), sent_home(d_weights), d_w, None
+
+
+def _gradients(how, x, weights, g, u, w, plan: RowPlan, d_out):
+    """Return the gradients of all tokens, of their weights and of the experts here."""
+    tiles, ed, (gate, up, down) = plan.tiles, how.expert_dim, w
     multiply = functools.partial(kernels.grouped_matmul, tiles=tiles, expert_dim=ed)
     outer = functools.partial(kernels.grouped_outer, tiles=tiles, expert_dim=ed, dtype=gate.dtype)
-    d_y, scale = _permuted(d_out, plan), _by_row(weights, plan)
+    d_y, scale = _permuted(d_out, plan), plan.by_row(weights)
     with jax.named_scope("down"):
         d_hidden = multiply(d_y, down, transpose=ed == 0)
     with jax.named_scope("activation"):
@@ -171,12 +166,12 @@ def _backward(how, saved, d_out):
         d_xs = multiply((d_gate, d_up), (gate, up), transpose=True)
     with jax.named_scope("combine"):
         d_x = kernels.rows_added(d_xs, plan.rows)
-        d_weights = d_scale.at[plan.rows].get(mode="promise_in_bounds")
+        d_weights = plan.by_pair(d_scale)
     with jax.named_scope("weight_gradients"):
         xs = _permuted(x, plan)
         d_w = outer(xs, d_gate), outer(xs, d_up)
         d_down = outer(hidden, d_y) if ed == 0 else outer(d_y, hidden)
-    return d_x, d_weights, (*d_w, d_down), None
+    return d_x, d_weights, (*d_w, d_down)
 
 
 of_rows.defvjp(_forward, _backward)
@@ -184,13 +179,8 @@ of_rows.defvjp(_forward, _backward)
 
 @jax.named_scope("permute")
 def _permuted(x: jax.Array, plan: RowPlan) -> jax.Array:
-    """Return the token of each row: [N, D] -> [R, D]. Padding has the first token."""
+    """Return the token of each row: [n N, D] -> [R, D]. Padding has the first token."""
     return x.at[plan.token].get(mode="promise_in_bounds")
-
-
-def _by_row(weights: jax.Array, plan: RowPlan) -> jax.Array:
-    """Return the weight of each row: [N, k] -> [R]. 0 for padding."""
-    return _scattered(len(plan.token), plan.rows.reshape(-1), weights.reshape(-1))
 
 
 def _hidden(gate, up, scale, how: Products) -> jax.Array:

@@ -9,8 +9,8 @@ the leading dimension reads only the small shard. The matmul absorbs the transpo
 """
 
 import functools
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,20 +24,42 @@ from jaxpar.sharding.axes import FSDP_AXES
 type Reduce = Literal["float32", "bfloat16"]
 
 
+class Split(NamedTuple):
+    """How a weight is split over devices."""
+
+    dim: int
+    """The split dimension, negative: counted from the end."""
+    axes: tuple[str, ...] = FSDP_AXES
+    """Mesh axes over which it is split."""
+
+
+#: A `Split`, or the dimension that is split over FSDP_AXES.
+type Dim = int | Split
+
+#: The `Dim` of arrays by name. None: whole on every device.
+type Dims = Mapping[str, Dim | None]
+
+
+def _split(dim: Dim) -> Split:
+    return dim if isinstance(dim, Split) else Split(dim)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 @jax.named_scope("gather_weights")
-def gather(w: jax.Array, dim: int, dtype: Any, reduce: Reduce) -> jax.Array:
+def gather(w: jax.Array, dim: Dim, dtype: Any, reduce: Reduce) -> jax.Array:
     """Gather a complete weight, in the compute dtype, from the devices' shards.
 
-    Args:     w: float32 shard, `dim` split over FSDP_AXES. dim: negative, counted from the end.
+    Args:     w: float32 shard, `dim` split over FSDP_AXES. dim: negative, counted from the end; or
+              a `Split` over other axes.
               dtype: compute dtype. reduce: precision of the gradient's sum.
     Returns:  the weight with complete `dim`, in `dtype`.
     Communication: all-gather over FSDP_AXES of the weight in `dtype`; in the backward that of
               `scatter`.
     Source:   Rajbhandari et al. 2020 (1910.02054), section 5.3.
     """
+    dim, axes = _split(dim)
     local = jnp.moveaxis(w.astype(dtype), dim, 0)
-    return jnp.moveaxis(all_gather(local, FSDP_AXES, dim=0), 0, dim)
+    return jnp.moveaxis(all_gather(local, axes, dim=0), 0, dim)
 
 
 def _gather_forward(w, dim, dtype, reduce):
@@ -52,7 +74,7 @@ gather.defvjp(_gather_forward, _gather_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def gathered_earlier(w: jax.Array, whole: jax.Array, dim: int, reduce: Reduce) -> jax.Array:
+def gathered_earlier(w: jax.Array, whole: jax.Array, dim: Dim, reduce: Reduce) -> jax.Array:
     """Return a weight that was gathered before, with the gradient of `gather` (ZeRO-2).
 
     Args:     w: float32 shard, which receives the gradient. Its values are never read. whole: the
@@ -74,23 +96,24 @@ gathered_earlier.defvjp(_gathered_earlier_forward, _gathered_earlier_backward)
 
 
 @jax.named_scope("scatter_gradients")
-def scatter(grad: jax.Array, dim: int, reduce: Reduce) -> jax.Array:
+def scatter(grad: jax.Array, dim: Dim, reduce: Reduce) -> jax.Array:
     """Sum the devices' local gradients of a complete weight and return this device's shard.
 
     With "float32", gradients are sent in the dtype of the matmul that computed them and summed in
     float32 by the receiver: half the bytes of a float32 reduce-scatter, and the same sum.
 
-    Args:     grad: local gradient of the complete weight. dim: negative, as in `gather`.
+    Args:     grad: local gradient of the complete weight. dim: as in `gather`.
     Returns:  float32 shard, `dim` split over FSDP_AXES.
     Communication: over FSDP_AXES, an all-to-all of the gradient in its own dtype ("float32"), or
               a reduce-scatter in bfloat16 ("bfloat16").
     """
-    leading, ways = jnp.moveaxis(grad, dim, 0), lax.axis_size(FSDP_AXES)
+    dim, axes = _split(dim)
+    leading, ways = jnp.moveaxis(grad, dim, 0), lax.axis_size(axes)
     if reduce == "bfloat16" and ways > 1:  # a single device has nothing to sum, so does not round
-        shard = psum_scatter(leading.astype(jnp.bfloat16), FSDP_AXES, dim=0)
+        shard = psum_scatter(leading.astype(jnp.bfloat16), axes, dim=0)
     else:
         pieces = leading.reshape(ways, -1, *leading.shape[1:])
-        shard = jnp.sum(all_to_all(pieces, FSDP_AXES, 0, 0), axis=0, dtype=jnp.float32)
+        shard = jnp.sum(all_to_all(pieces, axes, 0, 0), axis=0, dtype=jnp.float32)
     return jnp.moveaxis(shard.astype(jnp.float32), 0, dim)
 
 
@@ -150,20 +173,22 @@ def float8_scales(tree: Any, names: Sequence[str], dtype: Any) -> Any:
     return jax.tree.map(lambda a: float8.power_of_two_scale(a, float8.FORWARD), whole)
 
 
-def gather_tree(tree: dict, dims: dict, dtype: Any, reduce: Reduce) -> dict:
+def gather_tree(tree: dict, dims: Dims, dtype: Any, reduce: Reduce) -> dict:
     """`gather` every array of a flat dict whose entry in `dims` is not None; keep the others."""
-    return {
-        name: w if dims[name] is None else gather(w, dims[name], dtype, reduce)
-        for name, w in tree.items()
-    }
+
+    def whole(name: str, w: jax.Array) -> jax.Array:
+        return w if (dim := dims[name]) is None else gather(w, dim, dtype, reduce)
+
+    return {name: whole(name, w) for name, w in tree.items()}
 
 
-def scatter_tree(grads: dict, dims: dict, reduce: Reduce) -> dict:
+def scatter_tree(grads: dict, dims: Dims, reduce: Reduce) -> dict:
     """Compute the transpose of `gather_tree`, for gradients of arrays that were gathered earlier.
 
     Arrays that are not sharded are unchanged; `gradients.reduce_gradients` sums them.
     """
-    return {
-        name: g if dims[name] is None else scatter(g, dims[name], reduce)
-        for name, g in grads.items()
-    }
+
+    def shard(name: str, g: jax.Array) -> jax.Array:
+        return g if (dim := dims[name]) is None else scatter(g, dim, reduce)
+
+    return {name: shard(name, g) for name, g in grads.items()}

@@ -174,7 +174,7 @@ def _of_a_layer(model: ModelConfig, tensor: int) -> tuple[int, int]:
     for spec in jax.tree.leaves(param_specs(model)["layers"], is_leaf=is_spec):
         size = _size(spec, tensor)
         everything += size
-        matrices += size if "embed" in spec.axes else 0
+        matrices += size if {"embed", "expert_embed"} & set(spec.axes) else 0
     return everything, matrices
 
 

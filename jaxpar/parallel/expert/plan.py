@@ -1,0 +1,198 @@
+"""The row of each pair of token and expert, on the device that has the expert.
+
+Rows are sorted by expert, then by token in the order of the batch. On an expert axis, the place of
+a pair follows from the counts of all devices, so that no device sends rows that another must sort.
+
+The buffer of an expert axis has R rows, fewer than could arrive. Rows that do not fit go through it
+in further rounds, on that device alone: nothing is dropped, and no round communicates.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpar.kernels import grouped_matmul as kernels
+from jaxpar.parallel.collectives import all_gather, varying
+from jaxpar.parallel.expert import tokens
+from jaxpar.sharding.axes import EXPERT
+
+i32 = jnp.int32
+
+
+@flax.struct.dataclass
+class Places:
+    """The rows of all rounds on a device of an expert axis, as if its buffer were large enough."""
+
+    rows: jax.Array
+    """int32 [n N, k]: the row of each of a token's experts; -1 for experts of other devices."""
+    starts: jax.Array
+    """int32 [E/n + 1], as `Tiles.starts`."""
+
+
+@flax.struct.dataclass
+class RowPlan:
+    """Where the rows of a round come from, and where each token's rows are. Integers without
+    gradients."""
+
+    tiles: kernels.Tiles
+    token: jax.Array
+    """int32 [R]: the token of each row; 0 for padding."""
+    rows: jax.Array
+    """int32 [n N, k]: the row of each of a token's experts; negative if it is not in this round."""
+    places: Places | None = None
+    """For further rounds. None if there can be none."""
+    has_all: bool = flax.struct.field(pytree_node=False, default=True)
+    """Whether every pair has its row here."""
+
+    def by_row(self, values: jax.Array) -> jax.Array:
+        """Return values of pairs, [n N, k], by row: [R]. 0 for padding."""
+        return _scattered(len(self.token), self.rows, values, self.has_all)
+
+    def by_pair(self, values: jax.Array) -> jax.Array:
+        """Return values of rows, [R], by pair: [n N, k]. 0 for pairs that are not here."""
+        if self.has_all:
+            return values.at[self.rows].get(mode="promise_in_bounds")
+        found = values.at[jnp.maximum(self.rows, 0)].get(mode="promise_in_bounds")
+        return jnp.where(self.rows >= 0, found, 0)
+
+    def in_rounds(self, of_round: Callable[["RowPlan"], Any], first: Any) -> Any:
+        """Return `first`, the sums of this round, plus those of every further round.
+
+        Devices may differ in their number of rounds, so `of_round` must not communicate. On GPUs, a
+        branch or a loop may wait for the host. The first round is therefore outside of both, and
+        the second outside of the loop.
+
+        Args:     of_round: plan of a round -> its sums, a tree of arrays.
+        """
+        places = self.places
+        if places is None:
+            return first
+        R, end = len(self.token), places.starts[-1]
+        rounds = (end + (R - 1)) // R
+
+        def add(r: Any, total: Any) -> Any:
+            return varying(jax.tree.map(_add, total, of_round(of_places(places, r, R, self.tile))))
+
+        def further(total: Any) -> Any:
+            total = add(jnp.int32(1), total)
+            if max_rounds(places, R, self.tile) == 2:
+                return total
+            more = lambda c: (c[0] + 1, add(*c))  # noqa: E731
+            begin = varying(jnp.int32(2)), total
+            return lax.while_loop(lambda c: c[0] < rounds, more, begin)[1]
+
+        return lax.cond(rounds > 1, further, lambda total: total, varying(first))
+
+    @property
+    def tile(self) -> int:
+        """Rows of a tile."""
+        return len(self.token) // len(self.tiles.expert)
+
+
+def _add(a: jax.Array, b: jax.Array) -> jax.Array:
+    return (a.astype(jnp.float32) + b.astype(jnp.float32)).astype(a.dtype)
+
+
+@jax.named_scope("plan")
+def plan_rows(experts: jax.Array, num_experts: int, tile: int, slack: float = 1.0) -> RowPlan:
+    """Give each pair of token and expert a row: sorted by expert, then by token.
+
+    Args:     experts: int32 [N, k], of this device's tokens. tile: rows of a tile, of which an
+              expert's rows begin a new one. slack: rows of the buffer of an expert axis, as a
+              multiple of equal shares (`parallel.expert_slack`).
+    Returns:  the plan of the first round.
+    Communication: over EXPERT, all-gathers of E integers and of 2 k integers per token.
+    """
+    n = tokens.axis_size()
+    N, k = experts.shape
+    flat, index = experts.reshape(-1), jnp.arange(N * k, dtype=i32)
+    expert, pair = lax.sort((flat, index), num_keys=1, is_stable=True)
+    # By comparison: `bincount` is a scatter with collisions.
+    is_of = flat[:, None] == jnp.arange(num_experts, dtype=i32)
+    counts = jnp.sum(is_of, axis=0, dtype=i32)
+    if n == 1:
+        R = kernels.max_rows(N * k, num_experts, tile)
+        tiles = kernels.tiles_of(counts, R, tile)
+        before = jnp.cumsum(counts, dtype=i32) - counts
+        row = tiles.starts[expert] + index - before[expert]
+        token = _scattered(R, row, pair // k)
+        return RowPlan(tiles, token, _scattered(N * k, pair, row).reshape(N, k))
+    starts, earlier = _of_all(counts, n, tile)
+    before = jnp.cumsum(counts, dtype=i32) - counts
+    row = starts[expert] + earlier[expert] + index - before[expert]
+    row = _scattered(N * k, pair, row).reshape(N, k)
+    places = _of_experts_here(row, experts, counts, num_experts // n, tile)
+    R = buffer_rows(N * k, num_experts, n, tile, slack)
+    plan = of_places(places, 0, R, tile)
+    return dataclasses.replace(plan, places=places) if max_rounds(places, R, tile) > 1 else plan
+
+
+def buffer_rows(rows: int, num_experts: int, n: int, tile: int, slack: float) -> int:
+    """Return R, the rows of the buffer of a device on an expert axis of size n.
+
+    Args:     rows: N k, pairs of token and expert of a device.
+    """
+    wanted = -(-int(slack * rows) // tile) * tile + tile * (num_experts // n)
+    return max(min(wanted, kernels.max_rows(n * rows, num_experts // n, tile)), tile)
+
+
+def max_rounds(places: Places, R: int, tile: int) -> int:
+    """Return the rounds that are needed if all tokens have all their experts on one device."""
+    return -(-kernels.max_rows(places.rows.size, len(places.starts) - 1, tile) // R)
+
+
+def of_places(places: Places, r: Any, R: int, tile: int) -> RowPlan:
+    """Return the plan of a round: of the rows from r R on, R of them."""
+    first = r * R
+    rows = jnp.where((places.rows >= first) & (places.rows < first + R), places.rows - first, -1)
+    token = lax.broadcasted_iota(i32, rows.shape, 0)
+    starts = jnp.clip(places.starts - first, 0, R)
+    first_rows = jnp.arange(R // tile, dtype=i32) * tile
+    expert = jnp.sum(first_rows[:, None] >= starts[1:], axis=1, dtype=i32)
+    tiles = kernels.Tiles(jnp.minimum(expert, len(starts) - 2), starts, starts[-1:] // tile)
+    return RowPlan(tiles, _scattered(R, rows, token, False), rows, has_all=False)
+
+
+def _of_all(counts: jax.Array, n: int, tile: int) -> tuple[jax.Array, jax.Array]:
+    """Return the first row of each expert on its device, and how many of the expert's rows come
+    before this device's: int32 [E] each.
+
+    Args:     counts: int32 [E], of this device's tokens.
+    """
+    every = all_gather(counts[None], EXPERT, 0)
+    padded = (jnp.sum(every, axis=0) + tile - 1) // tile * tile
+    by_rank = padded.reshape(n, -1)
+    starts = (jnp.cumsum(by_rank, axis=1, dtype=i32) - by_rank).reshape(-1)
+    earlier = jnp.cumsum(every, axis=0, dtype=i32) - every
+    return starts, lax.dynamic_index_in_dim(earlier, lax.axis_index(EXPERT), 0, keepdims=False)
+
+
+def _of_experts_here(row, experts, counts, num_here: int, tile: int) -> Places:
+    """Return the places of all devices' pairs whose experts this device has."""
+    both = all_gather(jnp.stack([row, experts // num_here])[None], EXPERT, 0)
+    both = jnp.moveaxis(tokens.in_order_of_tokens(both), 1, 0)
+    every, owner = both.reshape(2, -1, row.shape[1])
+    me = lax.axis_index(EXPERT)
+    load = jnp.sum(all_gather(counts[None], EXPERT, 0), axis=0)
+    here = lax.dynamic_slice_in_dim(load, me * num_here, num_here)
+    ends = jnp.cumsum((here + tile - 1) // tile * tile, dtype=i32)
+    starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends])
+    return Places(jnp.where(owner == me, every, -1), starts)
+
+
+def _scattered(size: int, at: jax.Array, values: jax.Array, has_all: bool = True) -> jax.Array:
+    """Return zeros [size] with values at distinct places.
+
+    Args:     has_all: whether all places are in bounds. Otherwise negative ones are left out.
+    """
+    zeros, at, values = jnp.zeros(size, values.dtype), at.reshape(-1), values.reshape(-1)
+    if has_all:
+        return zeros.at[at].set(values, unique_indices=True, mode="promise_in_bounds")
+    outside = size + jnp.arange(at.size, dtype=i32)
+    at = jnp.where(at >= 0, at, outside)
+    return zeros.at[at].set(values, unique_indices=True, mode="drop")
