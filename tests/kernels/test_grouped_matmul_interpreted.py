@@ -66,6 +66,15 @@ def test_outer(counts, expert_dim, dtype, races):
     assert races() == [False]
 
 
+@pytest.mark.parametrize("counts", COUNTS[:1], ids=str)
+def test_rows_taken(counts, races):
+    tiles, used, x = inputs(counts, 128)
+    token = jnp.asarray(np.random.default_rng(4).integers(0, len(x), size=len(x)), jnp.int32)
+    found = hopper.rows.rows_taken(x, token, tiles, ctas=2)
+    np.testing.assert_array_equal(found[used], reference.rows_taken(x, token)[used])
+    assert races() == [False]
+
+
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_swiglu_backward(counts, races):
     tiles, used, gate, up, d = inputs(counts, 128, 128, 128)

@@ -63,6 +63,8 @@ def test_passes(name):
     ]
     rows = jax.ShapeDtypeStruct((16384, 8), jnp.int32)
     assert lower(hopper.rows_added, array(R, D), rows).shape == (16384, D)
+    token = jax.ShapeDtypeStruct((R,), jnp.int32)
+    assert lower(hopper.rows_taken, array(16384, D), token, tiles).shape == (R, D)
 
 
 def test_results_vary_over_the_mesh_as_their_operands_do(devices):
@@ -70,6 +72,7 @@ def test_results_vary_over_the_mesh_as_their_operands_do(devices):
     tiles, array, R, E, D, F = shapes_of("qwen3 over tensor", jnp.float16)
 
     def local(x, w, tiles, rows):
+        x = hopper.rows_taken(x, jnp.repeat(tiles.expert, 128), tiles)
         y = hopper.grouped_matmul((x,), (w,), tiles, transpose=False, expert_dim=0)
         made = hopper.swiglu_backward(y, y, y, y[:, 0].astype(jnp.float32), tiles)
         d_w = hopper.grouped_outer(x, made[1], tiles, expert_dim=0, dtype=jnp.float32)

@@ -4,6 +4,7 @@ from jaxpar.kernels.grouped_matmul.api import (
     grouped_matmul,
     grouped_outer,
     rows_added,
+    rows_taken,
     swiglu_backward,
 )
 from jaxpar.kernels.grouped_matmul.capability import refusal, tile_rows
@@ -16,6 +17,7 @@ __all__ = [
     "max_rows",
     "refusal",
     "rows_added",
+    "rows_taken",
     "swiglu_backward",
     "tile_rows",
     "tiles_of",

@@ -49,6 +49,18 @@ def grouped_outer(
     return by.grouped_outer(x, y, tiles, expert_dim=expert_dim, dtype=dtype)
 
 
+def rows_taken(x: jax.Array, token: jax.Array, tiles: Tiles) -> jax.Array:
+    """Copy the token of each row.
+
+    Args:     x: [T, D]. token: int32 [R].
+    Returns:  [R, D] in x's dtype.
+    """
+    refused = refusal(x.shape[1], HOPPER_TILE, x.dtype)
+    if _in_hopper_tiles(token, tiles) and refused is None:
+        return hopper.rows_taken(x, token, tiles)
+    return reference.rows_taken(x, token)
+
+
 def rows_added(y: jax.Array, rows: jax.Array) -> jax.Array:
     """Sum the rows of each token, in float32 and in the order of `rows`: no atomic additions.
 
@@ -75,5 +87,8 @@ def swiglu_backward(
 
 def _by_kernel(x, w, tiles: Tiles, expert_dim: int) -> bool:
     first, second = (n for dim, n in enumerate(w.shape) if dim != expert_dim)
-    tiled = x.shape[0] == len(tiles.expert) * HOPPER_TILE
-    return tiled and refusal(first, second, x.dtype) is None
+    return _in_hopper_tiles(x, tiles) and refusal(first, second, x.dtype) is None
+
+
+def _in_hopper_tiles(rows: jax.Array, tiles: Tiles) -> bool:
+    return len(rows) == len(tiles.expert) * HOPPER_TILE

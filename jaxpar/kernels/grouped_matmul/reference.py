@@ -54,6 +54,11 @@ def _in_use(tiles: Tiles) -> jax.Array:
     return jnp.arange(len(tiles.expert), dtype=jnp.int32) < tiles.used[0]
 
 
+def rows_taken(x: jax.Array, token: jax.Array) -> jax.Array:
+    """`api.rows_taken`."""
+    return x.at[token].get(mode="promise_in_bounds")
+
+
 def rows_added(y: jax.Array, rows: jax.Array) -> jax.Array:
     """`api.rows_added`."""
     found = y.at[jnp.maximum(rows, 0)].get(mode="promise_in_bounds").astype(f32)

@@ -2,7 +2,7 @@
 
 from jaxpar.kernels.grouped_matmul.hopper.matmul import grouped_matmul
 from jaxpar.kernels.grouped_matmul.hopper.outer import grouped_outer
-from jaxpar.kernels.grouped_matmul.hopper.rows import rows_added
+from jaxpar.kernels.grouped_matmul.hopper.rows import rows_added, rows_taken
 from jaxpar.kernels.grouped_matmul.hopper.swiglu import swiglu_backward
 
-__all__ = ["grouped_matmul", "grouped_outer", "rows_added", "swiglu_backward"]
+__all__ = ["grouped_matmul", "grouped_outer", "rows_added", "rows_taken", "swiglu_backward"]

@@ -1,6 +1,10 @@
 """The gradient of each expert's matrix: x^T y over the expert's rows.
 
 The sum is over rows, and an expert's rows begin at a tile, so that no step is masked.
+
+The time of a piece of the result grows with its expert's rows, and a router may give one expert ten
+times the mean. The pieces of the fullest expert therefore come first, and the CTAs are not
+persistent: a multiprocessor that is done takes the next one.
 """
 
 import functools
@@ -12,34 +16,43 @@ from jax import lax
 
 from jaxpar.kernels.attention.refs import Refs
 from jaxpar.kernels.grouped_matmul.hopper import pipeline
-from jaxpar.kernels.grouped_matmul.hopper.pipeline import CONSUMERS, DEFAULT, ROWS, STEP, Launch
+from jaxpar.kernels.grouped_matmul.hopper.pipeline import CONSUMERS, ROWS, STEP, Launch
 from jaxpar.kernels.grouped_matmul.tiles import Tiles
+
+#: Pieces of the result that a CTA computes.
+PIECES = 1
 
 
 def grouped_outer(
-    x, y, tiles: Tiles, *, expert_dim: int, dtype, launch: Launch = DEFAULT
+    x, y, tiles: Tiles, *, expert_dim: int, dtype, launch: Launch | None = None
 ) -> jax.Array:
     """`api.grouped_outer` for bfloat16 or float16, widths of multiples of 128."""
     M, N, E = x.shape[1], y.shape[1], len(tiles.starts) - 1
     width = pipeline.width_of(N)
     shape = (E, M, N) if expert_dim == 0 else (M, E, N)
+    if launch is None:
+        launch = Launch(ctas=-(-E * (M // ROWS) * (N // width) // PIECES))
+    fullest_first = jnp.argsort(tiles.starts[:-1] - tiles.starts[1:])
     return pipeline.call(
         functools.partial(_kernel, E, M, N, width, expert_dim, launch),
         jax.ShapeDtypeStruct(shape, dtype),
         pipeline.scratch((STEP, ROWS), (STEP, width), width, x.dtype, dtype, launch.interpret),
         launch.ctas,
-        *(x, y, tiles.starts),
+        *(x, y, tiles.starts, fullest_first),
     )
 
 
-def _kernel(E: int, M: int, N: int, width: int, expert_dim: int, launch, x, y, starts, out, **own):
+def _kernel(E: int, M: int, N: int, width: int, expert_dim: int, launch, *refs, **own):
+    x, y, starts, fullest_first, out = refs
     r, row_tiles, column_tiles = Refs(**own), M // ROWS, N // width
     per_expert = row_tiles * column_tiles
     count, nth = pipeline.pieces_here(launch.ctas, jnp.int32(E * per_expert))
 
     def where(i):
-        expert = pipeline.div(nth(i), per_expert)
-        m, n = pipeline.place(nth(i) - expert * per_expert, jnp.int32(row_tiles), column_tiles)
+        nth_fullest = pipeline.div(nth(i), per_expert)
+        piece = nth(i) - nth_fullest * per_expert
+        m, n = pipeline.place(piece, jnp.int32(row_tiles), column_tiles)
+        expert = fullest_first[nth_fullest]
         first = starts[expert]
         return expert, m, n, first, pipeline.div(starts[expert + 1] - first, STEP)
 

@@ -1,4 +1,4 @@
-"""The sum of each token's rows: a warpgroup per token, which reads only the rows that exist."""
+"""Rows from tokens, and tokens from rows: a warpgroup for each, which moves only what exists."""
 
 import functools
 
@@ -10,9 +10,35 @@ from jax import lax
 from jaxpar.kernels.attention.hopper.mma import compiler, varying_as
 from jaxpar.kernels.attention.order import MULTIPROCESSORS
 from jaxpar.kernels.grouped_matmul.hopper.pipeline import div
+from jaxpar.kernels.grouped_matmul.tiles import Tiles
 
 #: CTAs, and warpgroups of each: as many as fit on the multiprocessors.
 CTAS, WARPGROUPS = 4 * MULTIPROCESSORS, 4
+
+
+def rows_taken(x: jax.Array, token: jax.Array, tiles: Tiles, ctas: int = CTAS) -> jax.Array:
+    """`api.rows_taken` for widths of multiples of 128, and tiles of 128."""
+    out = plgpu.kernel(
+        functools.partial(_take, x.shape[1], len(token) // len(tiles.expert), ctas),
+        out_type=jax.ShapeDtypeStruct((len(token), x.shape[1]), x.dtype),
+        grid=(ctas,),
+        grid_names=("cta",),
+        num_threads=WARPGROUPS,
+        thread_name="warpgroup",
+        compiler_params=compiler(),
+    )(x, token, tiles.used)
+    return varying_as(varying_as(out, x), token)
+
+
+def _take(D: int, tile: int, ctas: int, x, token, used, out):
+    step = ctas * WARPGROUPS
+    me = lax.axis_index("cta") * WARPGROUPS + lax.axis_index("warpgroup")
+
+    def row(i, _):
+        r = me + i * step
+        out[r] = x[token[r]]
+
+    lax.fori_loop(0, div(used[0] * tile - me + (step - 1), step), row, None)
 
 
 def rows_added(y: jax.Array, rows: jax.Array, ctas: int = CTAS) -> jax.Array:
