@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.kernels import grouped_matmul as kernels
-from jaxpar.parallel.collectives import all_gather, varying
+from jaxpar.parallel.collectives import varying
 from jaxpar.parallel.expert import tokens
 from jaxpar.sharding.axes import EXPERT
 
@@ -106,7 +106,7 @@ def plan_rows(experts: jax.Array, num_experts: int, tile: int, slack: float = 1.
               expert's rows begin a new one. slack: rows of the buffer of an expert axis, as a
               multiple of equal shares (`parallel.expert_slack`).
     Returns:  the plan of the first round.
-    Communication: over EXPERT, all-gathers of E integers and of 2 k integers per token.
+    Communication: `tokens_of_all` of k integers per token and E integers.
     """
     n = tokens.axis_size()
     N, k = experts.shape
@@ -122,11 +122,9 @@ def plan_rows(experts: jax.Array, num_experts: int, tile: int, slack: float = 1.
         row = tiles.starts[expert] + index - before[expert]
         token = _scattered(R, row, pair // k)
         return RowPlan(tiles, token, _scattered(N * k, pair, row).reshape(N, k))
-    starts, earlier = _of_all(counts, n, tile)
     before = jnp.cumsum(counts, dtype=i32) - counts
-    row = starts[expert] + earlier[expert] + index - before[expert]
-    row = _scattered(N * k, pair, row).reshape(N, k)
-    places = _of_experts_here(row, experts, counts, num_experts // n, tile)
+    nth = _scattered(N * k, pair, index - before[expert])
+    places = _places(experts, nth.reshape(N, k), counts, n, tile)
     R = buffer_rows(N * k, num_experts, n, tile, slack)
     plan = of_places(places, 0, R, tile)
     return dataclasses.replace(plan, places=places) if max_rounds(places, R, tile) > 1 else plan
@@ -158,31 +156,26 @@ def of_places(places: Places, r: Any, R: int, tile: int) -> RowPlan:
     return RowPlan(tiles, _scattered(R, rows, token, False), rows, has_all=False)
 
 
-def _of_all(counts: jax.Array, n: int, tile: int) -> tuple[jax.Array, jax.Array]:
-    """Return the first row of each expert on its device, and how many of the expert's rows come
-    before this device's: int32 [E] each.
+def _places(experts: jax.Array, nth: jax.Array, counts: jax.Array, n: int, tile: int) -> Places:
+    """Return the places of all devices' pairs whose experts this device has.
 
-    Args:     counts: int32 [E], of this device's tokens.
+    Args:     experts: int32 [N, k], of this device's tokens. nth: int32 [N, k]: how many of this
+              device's tokens before this one have the same expert. counts: int32 [E].
     """
-    every = all_gather(counts[None], EXPERT, 0)
-    padded = (jnp.sum(every, axis=0) + tile - 1) // tile * tile
-    by_rank = padded.reshape(n, -1)
-    starts = (jnp.cumsum(by_rank, axis=1, dtype=i32) - by_rank).reshape(-1)
-    earlier = jnp.cumsum(every, axis=0, dtype=i32) - every
-    return starts, lax.dynamic_index_in_dim(earlier, lax.axis_index(EXPERT), 0, keepdims=False)
-
-
-def _of_experts_here(row, experts, counts, num_here: int, tile: int) -> Places:
-    """Return the places of all devices' pairs whose experts this device has."""
-    both = all_gather(jnp.stack([row, experts // num_here])[None], EXPERT, 0)
-    both = jnp.moveaxis(tokens.in_order_of_tokens(both), 1, 0)
-    every, owner = both.reshape(2, -1, row.shape[1])
-    me = lax.axis_index(EXPERT)
-    load = jnp.sum(all_gather(counts[None], EXPERT, 0), axis=0)
-    here = lax.dynamic_slice_in_dim(load, me * num_here, num_here)
-    ends = jnp.cumsum((here + tile - 1) // tile * tile, dtype=i32)
+    (N, k), num_here = experts.shape, len(counts) // n
+    pairs = (experts * N + nth).reshape(-1)  # nth < N: a token has an expert once
+    every = tokens.tokens_of_all(jnp.concatenate([pairs, counts])[None])
+    pairs, counts = jnp.split(every, [N * k], axis=1)
+    expert, nth = lax.div(pairs, i32(N)) - lax.axis_index(EXPERT) * num_here, lax.rem(pairs, i32(N))
+    is_here = (expert >= 0) & (expert < num_here)
+    counts = lax.dynamic_slice_in_dim(counts, lax.axis_index(EXPERT) * num_here, num_here, axis=1)
+    ends = jnp.cumsum((jnp.sum(counts, 0) + tile - 1) // tile * tile, dtype=i32)
     starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends])
-    return Places(jnp.where(owner == me, every, -1), starts)
+    rank = tokens.ranks()
+    comes_first = rank[:, None] > rank
+    first = starts[:-1] + jnp.sum(comes_first[..., None] * counts, axis=1, dtype=i32)
+    row = jnp.take_along_axis(first, jnp.where(is_here, expert, 0), axis=1) + nth
+    return Places(jnp.where(is_here, row, -1).reshape(n * N, k), starts)
 
 
 def _scattered(size: int, at: jax.Array, values: jax.Array, has_all: bool = True) -> jax.Array:

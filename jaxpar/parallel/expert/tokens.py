@@ -50,9 +50,12 @@ def sent_home(partial: jax.Array) -> jax.Array:
     return permutes.reduce_shards(tuple(jnp.split(partial, n)), EXPERT)
 
 
-def in_order_of_tokens(x: jax.Array) -> jax.Array:
-    """Reorder [n, ...], which is in the order of devices, to the order of `tokens_of_all`."""
-    return x if _staged() else jnp.roll(x, -lax.axis_index(EXPERT), axis=0)
+def ranks() -> jax.Array:
+    """Return int32 [n], the positions along EXPERT of the devices, in the order of
+    `tokens_of_all`."""
+    n = lax.axis_size(EXPERT)
+    position = jnp.arange(n, dtype=jnp.int32)
+    return position if _staged() else (lax.axis_index(EXPERT) + position) % n
 
 
 def _staged() -> bool:
