@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxpar.config import Config
 from jaxpar.execution.decisions import Execution, rows_per_device
@@ -29,6 +30,9 @@ from jaxpar.parallel.gradient_buffers import (
 
 type Tree = dict[str, Any]
 
+#: The matrices of experts, and those of a dense layer that is split in the same way.
+OF_EXPERTS = ("w_gate", "w_up", "w_down")
+
 
 def layer_stream(ex: Execution) -> WeightStream:
     """Return the functions that gather a layer's weights and scatter their gradients."""
@@ -40,6 +44,7 @@ def layer_stream(ex: Execution) -> WeightStream:
         cast=of_layer(cast),
         gather=of_layer(gather),
         scatter=of_layer(scatter),
+        finish=lambda grads: finished(grads, ex.cfg),
         gathers=ex.gathers_per_layer,
         scatters=ex.scatters_per_layer,
         skips=not (ex.stage_wide_collectives or ex.activations_on_host),
@@ -56,7 +61,7 @@ def with_float32_gradients(chunk: Any, ex: Execution) -> Any:
     rows = None
     if ex.postpones_weight_gradients:
         rows = rows_per_device(ex.cfg) // ex.cfg.parallel.row_groups, ex.cfg.data.seq_len
-    of_experts = ("w_gate", "w_up", "w_down") if ex.cfg.model.num_experts else ()
+    of_experts = OF_EXPERTS if ex.cfg.model.num_experts else ()
     names = tuple(name for name in PROJECTIONS if name not in of_experts)
     return tuple(attach_buffers(w, names, ex.weight_uses, rows) for w in chunk)
 
@@ -112,17 +117,32 @@ def gather(w: Tree, dims: fsdp.Dims, cfg: Config) -> Tree:
 
 
 def scatter(grads: Tree, dims: fsdp.Dims, cfg: Config) -> Tree:
-    """Compute the transpose of `gather`.
+    """Compute the transpose of `gather`, but for `finished`.
 
-    Scales, complete weights and adapters' base weights have no gradients.
+    Gradients of experts that are complete on this device keep their dtype. Scales, complete weights
+    and adapters' base weights have no gradients.
     """
     rounded = {n: g.gradient for n, g in grads.items() if isinstance(g, float8.Float8Weight)}
     grads = grads | rounded
     frozen = {n: None for n in grads if cfg.lora.rank and not lora.is_adapter(n)}
     grads = {n: g for n, g in grads.items() if n not in frozen}
     if cfg.parallel.zero != 1:
-        grads = fsdp.scatter_tree(grads, dims, cfg.parallel.grad_reduce)
+        whole = {n: g for n, g in grads.items() if n in OF_EXPERTS and fsdp.is_whole(dims[n])}
+        rest = {n: g for n, g in grads.items() if n not in whole}
+        grads = fsdp.scatter_tree(rest, dims, cfg.parallel.grad_reduce) | whole
     beside = {"scales": None} if rounded else {}
     if cfg.parallel.zero == 2:
         beside[COMPLETE] = None
     return only_gradients(grads) | frozen | beside
+
+
+def finished(grads: Tree, cfg: Config) -> Tree:
+    """Convert to float32 what `scatter` left in its own dtype.
+
+    At the end of the backward, so that the conversion is part of whatever reads the gradients, and
+    not a pass over all experts.
+    """
+    if cfg.parallel.zero == 1:  # in the dtype of the weights that the step gathered
+        return grads
+    own = {n: grads[n] for n in OF_EXPERTS if grads.get(n) is not None}
+    return grads | {n: g.astype(jnp.float32) for n, g in own.items()}

@@ -73,8 +73,27 @@ def test_the_config_decides(gpu_host):
     assert names(replace(staged, **{"parallel.sequence": 2})) == names(TENSOR)
 
 
+def test_the_number_of_gpus_decides_if_data_is_not_given(gpu_host, monkeypatch):
+    monkeypatch.setattr(xla_flags, "gpu_name", lambda: "NVIDIA H100 80GB HBM3")
+    combine = "xla_gpu_all_gather_combine_threshold_bytes"
+    for gpus, others, is_set in ((1, {}, False), (2, {}, True), (2, {"parallel.tensor": 2}, False)):
+        monkeypatch.setattr(xla_flags, "visible_gpus", lambda gpus=gpus: gpus)
+        os.environ.pop("XLA_FLAGS", None)
+        xla_flags.apply(replace(Config(), **{"parallel.data": -1} | others))
+        assert (combine in os.environ["XLA_FLAGS"]) == is_set
+
+
+def test_tokens_of_experts_are_sent_by_copy_engines():
+    apart = replace(FSDP, **{"parallel.expert": 2, "model.num_experts": 8})
+    rows = lambda p: {r.name for r in xla_flags.matching_rows("H100", jax.__version__, p)}  # noqa: E731
+    permutes = "xla_gpu_collective_permute_mode"
+    assert permutes in rows(apart) and permutes not in rows(FSDP)
+    assert permutes not in rows(replace(apart, **{"parallel.pipeline": 2}))
+
+
 def test_no_flag_is_set_twice(gpu_host):
-    for cfg in (FSDP, TENSOR, FLOAT8, WIDE):
+    both = replace(TENSOR, **{"parallel.expert": 2, "model.num_experts": 8})
+    for cfg in (FSDP, TENSOR, FLOAT8, WIDE, both):
         names = [row.name for row in xla_flags.matching_rows("H200", jax.__version__, cfg)]
         assert len(names) == len(set(names))
 

@@ -134,6 +134,9 @@ CPU: dict[str, dict] = {
     "experts": axes(data=8) | EXPERTS,
     "experts, tensor": axes(data=4, tensor=2) | EXPERTS,
     "experts, row groups": axes(data=4, tensor=2, row_groups=2) | EXPERTS,
+    "experts apart": axes(data=2, expert=4, layer_loop="unroll") | EXPERTS,
+    "experts apart, rounds": axes(data=2, expert=2, tensor=2, expert_slack=0.5) | ROUTER,
+    "experts apart, pipeline": axes(expert=4, data=1, pipeline=2, num_microbatches=2) | EXPERTS,
     "experts, not normalized": axes(data=8) | EXPERTS | {"model.normalize_experts": False},
     "experts, every option": axes(data=2, tensor=2, pipeline=2, num_microbatches=2) | ROUTER,
     # kinds of models

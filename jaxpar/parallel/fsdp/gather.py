@@ -44,6 +44,11 @@ def _split(dim: Dim) -> Split:
     return dim if isinstance(dim, Split) else Split(dim)
 
 
+def is_whole(dim: Dim | None) -> bool:
+    """Return whether every device has a complete array, since its axes have one device."""
+    return dim is None or lax.axis_size(_split(dim).axes) == 1
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 @jax.named_scope("gather_weights")
 def gather(w: jax.Array, dim: Dim, dtype: Any, reduce: Reduce) -> jax.Array:

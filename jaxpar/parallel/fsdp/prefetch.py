@@ -37,6 +37,9 @@ class WeightStream:
     skips: bool = False
     """Whether a layer that is not in use is skipped. Otherwise it is computed and its result
     dropped, because other stages must enter its collectives too."""
+    finish: Callable[[Any], Any] = lambda grads: grads
+    """Convert a result of `scatter` to the gradients of a layer's shards. Called at the end of the
+    backward, without communication."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -115,7 +118,7 @@ def _backward(blocks, stream, saved, cotangents):
         if stream.scatters or offloads:
             d_whole, grads[-1], g = _in_time(d_whole, grads[-1], g)
         grads.append(stream.scatter(d_whole))
-    return tuple(reversed(grads[1:])), g, grads[0], None, None
+    return tuple(map(stream.finish, reversed(grads[1:]))), g, grads[0], None, None
 
 
 def _gather_from_here(gather: Callable[[Any], Any], shard: Any, g: jax.Array):

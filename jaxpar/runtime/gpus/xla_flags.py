@@ -11,10 +11,10 @@ from pathlib import Path
 
 import jax
 
-from jaxpar.config import Config, ConfigError
+from jaxpar.config import Config, ConfigError, replace
 from jaxpar.execution.decisions import on_gpus
 from jaxpar.execution.xla_flag_table import ALWAYS, ENVIRONMENT, FLAGS, PACKAGE, TABLE, Flag
-from jaxpar.runtime.gpus.visible import gpu_is_present, gpu_name
+from jaxpar.runtime.gpus.visible import gpu_is_present, gpu_name, visible_gpus
 
 
 def matching_rows(gpu: str, jax_version: str, cfg: Config, num_processes: int = 1) -> list[Flag]:
@@ -57,6 +57,7 @@ def apply(cfg: Config, num_processes: int = 1) -> list[str]:
         return _set_where_unset(ALWAYS)
     theirs = user_flags()
     gpu = gpu_name()
+    cfg = _with_data(cfg, num_processes * visible_gpus())
     rows = matching_rows(gpu, jax.__version__, cfg, num_processes)
     names = {word.lstrip("-").partition("=")[0] for word in theirs.split()}
     flags = [f for f in rows if f.name not in names]
@@ -66,6 +67,15 @@ def apply(cfg: Config, num_processes: int = 1) -> list[str]:
         f"no XLA flags: none measured on {gpu or 'this GPU'} with JAX {jax.__version__}"
     ]
     return told + _set_where_unset(ALWAYS | ENVIRONMENT)
+
+
+def _with_data(cfg: Config, devices: int) -> Config:
+    """Return the config with its `parallel.data`: all remaining devices if that is -1."""
+    p = cfg.parallel
+    if p.data != -1:
+        return cfg
+    others = p.pipeline * p.replica * p.expert * p.sequence * p.tensor
+    return replace(cfg, **{"parallel.data": max(devices // max(others, 1), 1)})
 
 
 #: Flags by which XLA uses only kernels that give the same bits each time.
