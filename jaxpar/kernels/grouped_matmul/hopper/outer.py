@@ -20,7 +20,7 @@ from jaxpar.kernels.grouped_matmul.hopper.pipeline import CONSUMERS, ROWS, STEP,
 from jaxpar.kernels.grouped_matmul.tiles import Tiles
 
 #: Pieces of the result that a CTA computes.
-PIECES = 1
+PIECES = 4
 
 
 def grouped_outer(
