@@ -15,6 +15,7 @@ that neither experts nor places travel, and the receiver sorts nothing.
     N tokens of a device   k experts per token   n devices of the axis   E experts
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -121,7 +122,8 @@ class Exchange:
         most = -(-N * min(k, num_here) // C)
 
         def of_number(r: Any) -> Any:
-            return of_round(_of_round(self.queues, r, C, tile).replace(is_first=False))
+            plan = _of_round(self.queues, r, C, tile)
+            return of_round(dataclasses.replace(plan, is_first=False))
 
         return add_rounds(of_number, first, self.queues.rounds, most)
 
