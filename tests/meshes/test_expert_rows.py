@@ -3,7 +3,7 @@
 import pytest
 
 from jaxpar.config import replace
-from tests.meshes.test_experts import DEEPSEEK, compare
+from tests.meshes.test_experts import BASE, DEEPSEEK, compare
 from tests.slow import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -42,3 +42,23 @@ expert=4,remat=none,layer_loop=unroll
 def test_gradients_with_rows_in_further_rounds(mesh, devices):
     """A row that is dropped changes the loss and every gradient."""
     assert not compare(mesh, IN_ROUNDS, devices).mismatches()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["expert=2", "expert=4,data=2", "expert=2,tensor=2"])
+def test_gradients_with_the_default_buffer(mesh, devices):
+    assert not compare(mesh, BY_ROWS, devices).mismatches()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["expert=4,data=2", "expert=2,pipeline=2,num_microbatches=2"])
+def test_steps(mesh, devices):
+    found = compare(mesh, IN_ROUNDS, devices, 5)
+    assert found.update is not None and not found.mismatches()
+
+
+@pytest.mark.slow
+def test_gradients_of_three_experts_each_without_normalization(devices):
+    other = {"model.normalize_experts": False, "model.experts_per_token": 3}
+    ours = {"parallel.expert_dispatch": "rows", "parallel.expert_slack": 0.5}
+    assert not compare("expert=4", replace(BASE, **other | ours), devices).mismatches()
