@@ -1,4 +1,4 @@
-"""Compares predictions with measured runs on H200s.
+"""Compares predictions with measured runs: dense models on H200s, experts on H100s and H200s.
 
 `calibration.json` has the runs with their command lines. No constant of `planning/predict/rates.py`
 is fitted to a single run. The file also has XLA's memory analysis of compiled steps.
@@ -8,12 +8,16 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import resources
+from typing import Literal
 
 from jaxpar.config import Config
 from jaxpar.config.validate import resolve
 from jaxpar.planning.predict.communication import Cluster
-from jaxpar.planning.predict.hardware import GIB, H200, NETWORKS
+from jaxpar.planning.predict.hardware import GIB, GPUS, H200, NETWORKS, Gpu
 from jaxpar.planning.ranking import Layout, predict
+
+#: The lists of runs in the file.
+type Runs = Literal["rows", "experts"]
 
 #: Largest accepted errors of a prediction, relative to the measurement.
 MEMORY_BOUND, TIME_BOUND = 0.05, 0.10
@@ -21,13 +25,17 @@ MEMORY_BOUND, TIME_BOUND = 0.05, 0.10
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A measured run. `source` names the origin of the figures; peak_gib may be unknown."""
+    """A measured run. `source` names the origin of the figures; peak_gib may be unknown.
+
+    gpu   as in `hardware.GPUS`.
+    """
 
     gpus: int
     run: str
     step_ms: float
     peak_gib: float | None
     source: str
+    gpu: str = "h200"
 
 
 @dataclass(frozen=True)
@@ -66,23 +74,24 @@ def _committed() -> dict:
     return json.loads((resources.files("jaxpar.planning") / "calibration.json").read_text("utf-8"))
 
 
-def measured_runs() -> list[MeasuredRun]:
-    """Return the committed runs."""
-    return [MeasuredRun(**row) for row in _committed()["rows"]]
+def measured_runs(of: Runs = "rows") -> list[MeasuredRun]:
+    """Return the committed runs of dense models ("rows"), or of models with experts."""
+    return [MeasuredRun(**row) for row in _committed()[of]]
 
 
 def conditions() -> str:
-    """Return the conditions shared by all runs."""
+    """Return the conditions shared by all runs of dense models."""
     return _committed()["conditions"]
 
 
-def compare(read: Callable[[list[str]], Config]) -> Iterator[Compared]:
+def compare(read: Callable[[list[str]], Config], of: Runs = "rows") -> Iterator[Compared]:
     """Predict each run.
 
-    Args:     read: parses and checks a command line (`command_line.read_config`).
+    Args:     read: parses and checks a command line (`command_line.read_config`). of: as in
+              `measured_runs`.
     """
-    for run in measured_runs():
-        layout = _predicted(run.run, run.gpus, read)
+    for run in measured_runs(of):
+        layout = _predicted(run.run, run.gpus, read, GPUS[run.gpu])
         yield Compared(run, layout.time.total * 1e3, layout.memory.total / GIB)
 
 
@@ -96,6 +105,6 @@ def compare_compiled(read: Callable[[list[str]], Config]) -> Iterator[CompiledRu
         yield CompiledRun(**row, predicted=layout.memory.total / GIB)
 
 
-def _predicted(run: str, gpus: int, read: Callable[[list[str]], Config]) -> Layout:
+def _predicted(run: str, gpus: int, read: Callable[[list[str]], Config], gpu: Gpu = H200) -> Layout:
     cfg = resolve(read(run.split()), gpus)
-    return predict(cfg, Cluster(H200, NETWORKS["ib400"], gpus, H200.per_host))
+    return predict(cfg, Cluster(gpu, NETWORKS["ib400"], gpus, gpu.per_host))

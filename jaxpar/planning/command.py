@@ -16,10 +16,12 @@ from jaxpar.config.config_file import known_configs, load_config
 from jaxpar.config.layout import fields as layout_fields
 from jaxpar.config.numerals import only_digits
 from jaxpar.config.rules.limits import MAX_INT, MAX_SEQUENCE, Range
-from jaxpar.planning import advice, budget, compiling, layouts, override, showing
+from jaxpar.planning import advice, budget, checks, compiling, layouts, override, showing
+from jaxpar.planning.checks import DEFAULT_TOP, MAX_GPUS
 from jaxpar.planning.fixed import read_fixed
 from jaxpar.planning.predict.communication import Cluster
 from jaxpar.planning.predict.hardware import GIB, GPUS, NETWORKS, gpu_named, network_named
+from jaxpar.planning.predict.shard import EXPERT_IMBALANCE
 from jaxpar.planning.progress import on_stderr
 from jaxpar.planning.ranking import Layout, Plan, make_plan, nothing_fits
 from jaxpar.runtime.options import Parser
@@ -37,23 +39,12 @@ Exit codes: 0 planned, 2 invalid input or no layout fits.
 MIN_WIDTH = 118
 
 
-#: Default number of GPUs, and the largest: --quick takes 19 s for half of it.
-DEFAULT_GPUS, MAX_GPUS = 8, 1 << 17
+#: Default number of GPUs.
+DEFAULT_GPUS = 8
 
 
 #: Largest budget of tokens: far more text than exists.
 MAX_TOKENS = 1e18
-
-
-#: Options that replace the ranking, and options that apply only to the ranking.
-QUESTIONS = ("hardware", "advice", "min_gpus", "largest", "kv_cache")
-
-
-OF_THE_RANKING = ("all", "fix", "write", "compile", "tokens", "top")
-
-
-#: Number of layouts in the ranking.
-DEFAULT_TOP = 10
 
 
 @dataclass(frozen=True)
@@ -101,6 +92,8 @@ def parser(doc: str | None = None) -> Parser:
         metavar="FIELD=VALUE,...",
         help=f"fix fields of the layout: {', '.join(layout_fields.FIELDS)}",
     )
+    told = f"load of the fullest rank of an expert axis, relative to the mean ({EXPERT_IMBALANCE})"
+    add("--expert-imbalance", type=float, default=EXPERT_IMBALANCE, help=told)
     add(
         "--quick",
         action="store_true",
@@ -133,89 +126,20 @@ def read_command(argv: Sequence[str]) -> Asked:
     if options.tokens is not None and not 1 <= options.tokens <= MAX_TOKENS:
         rule = f"must be at least 1, and at most {MAX_TOKENS:g}"
         raise ConfigError("--tokens", options.tokens, rule, "use --tokens 15e12")
+    checks.check_imbalance(options.expert_imbalance)
     budget.check_price("--price", options.price, options.tokens)
     budget.check_price("--spot-price", options.spot_price, options.tokens)
-    check_questions(options)
-    check_compiled(options)
-    check_file(options.write)
+    checks.check_questions(options)
+    checks.check_compiled(options)
+    checks.check_file(options.write)
     cluster = cluster_of(options)
     if options.advice or options.hardware:
-        check_no_config(options, rest)
+        checks.check_no_config(options, rest)
         return Asked(options, "", Config(), Config(), cluster, {})
     first = [] if options.config is None else [options.config]
     cfg = read_config([*first, *rest], "jaxpar.plan", __doc__)
     base = load_config(options.config)
     return Asked(options, options.config, base, cfg, cluster, read_fixed(options.fix, cfg))
-
-
-def check_questions(options: argparse.Namespace) -> None:
-    """Check that the options can be combined.
-
-    Raises:   ConfigError for two questions at once, or an option that a question would ignore.
-    """
-    asked = [name for name in QUESTIONS if getattr(options, name)]
-    others = asked[1:] + [name for name in OF_THE_RANKING if getattr(options, name)]
-    if asked and others:
-        first, other = ("--" + name.replace("_", "-") for name in (asked[0], others[0]))
-        rule = f"cannot be combined with {first}, which prints no ranking"
-        fix = f"remove {other} or {first}"
-        raise ConfigError(other, getattr(options, others[0]), rule, fix)
-    for question, name, why in (
-        ("min_gpus", "gpus", "determines the number of GPUs"),
-        ("min_gpus", "nodes", "uses complete hosts"),
-        ("advice", "gpus", "uses a typical number of GPUs for each shape"),
-        ("advice", "nodes", "uses complete hosts"),
-    ):
-        value, option = getattr(options, name), f"--{name}"
-        if getattr(options, question) and value is not None:
-            first = "--" + question.replace("_", "-")
-            rule = f"cannot be combined with {first}, which {why}"
-            raise ConfigError(option, value, rule, f"remove {option} or {first}")
-
-
-def check_compiled(options: argparse.Namespace) -> None:
-    """Check the number of layouts to compile.
-
-    Raises:   ConfigError if it exceeds the number of layouts shown.
-    """
-    shown = options.top or DEFAULT_TOP
-    if options.compile > shown:
-        rule = f"must be at most {shown}, the number of layouts shown"
-        fix = f"use --compile {shown} or --top {options.compile}"
-        raise ConfigError("--compile", options.compile, rule, fix)
-
-
-def check_no_config(options: argparse.Namespace, rest: Sequence[str]) -> None:
-    """Check that there is no CONFIG and no field of one.
-
-    Raises:   ConfigError if there is.
-    """
-    given = [*rest, *([] if options.config is None else [options.config])]
-    if given:
-        first = "--advice" if options.advice else "--hardware"
-        rule = f"cannot be combined with {first}, which takes no CONFIG and no config fields"
-        raise ConfigError("command line", given[0], rule, f"remove it or {first}")
-
-
-def check_file(name: str | None) -> None:
-    """Check the file of --write.
-
-    Raises:   ConfigError if it does not end in .py, exists, or its folder does not exist.
-    """
-    if name is None:
-        return
-    path = Path(name)
-    if path.suffix != ".py":
-        raise ConfigError(
-            "--write", name, "must end in .py", f"use --write {shlex.quote(f'{path}.py')}"
-        )
-    if path.exists():
-        raise ConfigError(
-            "--write", name, "already exists", "choose another name or remove the file"
-        )
-    if not path.parent.is_dir():
-        rule = f"needs the folder {path.parent}, which does not exist"
-        raise ConfigError("--write", name, rule, "choose an existing folder")
 
 
 def cluster_of(options: argparse.Namespace) -> Cluster:
@@ -261,7 +185,10 @@ def ranking(asked: Asked, console: Console) -> dict[str, Any]:
     options, cluster = asked.options, asked.cluster
     if options.compile:
         compiling.check_can_compile(asked.cfg, cluster, options.compile)
-    plan = make_plan(asked.cfg, cluster, asked.fixed, coarse=options.quick, watch=on_stderr())
+    load, quick = options.expert_imbalance, options.quick
+    plan = make_plan(
+        asked.cfg, cluster, asked.fixed, coarse=quick, imbalance=load, watch=on_stderr()
+    )
     if not plan.fitting:
         raise nothing_fits(plan)
     kept = plan.fitting if options.all else showing.best_of_each_mesh(plan.fitting)

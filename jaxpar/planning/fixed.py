@@ -5,6 +5,7 @@ from typing import Any
 from jaxpar.config import Config, ConfigError, flag, replace
 from jaxpar.config.layout import fields as layout_fields
 from jaxpar.config.numerals import only_digits
+from jaxpar.config.rules.divisibility import largest_divisor
 from jaxpar.config.rules.memory import remat
 from jaxpar.config.rules.type_check import check_types
 
@@ -47,6 +48,8 @@ def _value(cfg: Config, pair: str, name: str, text: str) -> str | int:
         rule = f"{name} must be a positive integer"
         raise ConfigError("--fix", pair, rule, f"use --fix {name}=1")
     path, value = f"parallel.{name}", text if name == "remat" else int(text)
+    if name == "expert":
+        _check_experts(cfg, pair, int(text))
     try:
         changed = replace(cfg, **{path: value})
         check_types(changed)
@@ -55,3 +58,12 @@ def _value(cfg: Config, pair: str, name: str, text: str) -> str | int:
         fix = error.fix.replace(flag(path) + " ", f"--fix {name}=")
         raise ConfigError("--fix", pair, f"{name} {error.rule}", fix) from error
     return value
+
+
+def _check_experts(cfg: Config, pair: str, size: int) -> None:
+    """Check that an expert axis splits the experts equally, if the model has any."""
+    experts = cfg.model.num_experts
+    if experts % size:
+        rule = f"must divide model.num_experts = {experts}: devices get equal numbers of experts"
+        fits = largest_divisor(experts, min(size, experts))
+        raise ConfigError("--fix", pair, f"expert {rule}", f"use --fix expert={fits}")

@@ -1,8 +1,9 @@
 """Lists the layouts of a config that are valid on some GPUs, and why the others are not.
 
 A layout is a mesh, the remat policy, the microbatches, the ZeRO stage, the virtual stages of a
-pipeline and the row groups of tensor parallelism. `expert` stays as configured: it shards the batch
-like `data`, so varying it would list the same layouts twice.
+pipeline and the row groups of tensor parallelism. `expert` varies if the model has experts.
+Otherwise it stays as configured: it shards the batch like `data`, so varying it would list the same
+layouts twice.
 """
 
 import dataclasses
@@ -100,13 +101,21 @@ def _candidates(
     cfg: Config, num_gpus: int, fixed: dict[str, Any], coarse: bool
 ) -> Iterator[dict[str, Any]]:
     """Yield values of FIELDS except remat: all meshes of the GPUs, and their other fields."""
-    expert = max(cfg.parallel.expert, 1)
-    if num_gpus % expert:
-        return
-    for mesh in meshes(num_gpus // expert, fixed):
-        rows = cfg.train.global_batch_size / (mesh["replica"] * mesh["data"] * expert)
-        for rest in _splits(cfg, mesh, rows, fixed, coarse):
-            yield mesh | rest
+    for expert in _expert_sizes(cfg, num_gpus, fixed):
+        for mesh in meshes(num_gpus // expert, fixed):
+            mesh |= {"expert": expert}
+            rows = cfg.train.global_batch_size / (mesh["replica"] * mesh["data"] * expert)
+            for rest in _splits(cfg, mesh, rows, fixed, coarse):
+                yield mesh | rest
+
+
+def _expert_sizes(cfg: Config, num_gpus: int, fixed: dict[str, Any]) -> list[int]:
+    """Return the sizes of the expert axis to try. Those that split no experts equally are left out,
+    unless they are fixed: validation then names the rule."""
+    experts, configured = cfg.model.num_experts, max(cfg.parallel.expert, 1)
+    sizes = divisors(math.gcd(experts, num_gpus)) if experts else [configured]
+    sizes = [fixed["expert"]] if "expert" in fixed else sizes
+    return [size for size in sizes if num_gpus % size == 0]
 
 
 def meshes(num_gpus: int, fixed: dict[str, Any]) -> Iterator[dict[str, int]]:
@@ -136,7 +145,7 @@ def _splits(
 ) -> Iterator[dict[str, Any]]:
     """Yield microbatches that divide a device's rows, ZeRO stages, virtual stages, row groups."""
     whole = int(rows) if rows == int(rows) else 1  # otherwise validation rejects the layout
-    sharded = mesh["data"] * mesh["sequence"] * max(cfg.parallel.expert, 1) > 1
+    sharded = mesh["data"] * mesh["sequence"] * mesh["expert"] > 1
     in_stages = (
         mesh["tensor"] > 1 and mesh["pipeline"] > 1
     )  # otherwise matmuls run on shards of the sequence

@@ -10,6 +10,7 @@ from jaxpar.planning.predict.communication import Cluster
 from jaxpar.planning.predict.hardware import GIB
 from jaxpar.planning.predict.kernels import attention_runs_on_reference
 from jaxpar.planning.predict.memory import MemoryForecast, memory_of
+from jaxpar.planning.predict.shard import EXPERT_IMBALANCE
 from jaxpar.planning.predict.time import StepTime, step_time
 from jaxpar.planning.progress import Watch, no_report
 
@@ -50,10 +51,11 @@ class Plan:
         return self.too_large[0].memory.total - self.usable if self.too_large else 0.0
 
 
-def predict(cfg: Config, cluster: Cluster) -> Layout:
+def predict(cfg: Config, cluster: Cluster, imbalance: float = EXPERT_IMBALANCE) -> Layout:
     """Predict one layout.
 
-    Args:     cfg: resolved.
+    Args:     cfg: resolved. imbalance: load of the fullest rank of an expert axis, relative to the
+              mean.
     Raises:   ConfigError if `model.attention_backend` does not support it on this GPU, or if the
               token order requires the reference implementation.
     """
@@ -69,9 +71,8 @@ def predict(cfg: Config, cluster: Cluster) -> Layout:
         rule = f"has no attention kernel on {cluster.gpu.name} but the reference, which stores all "
         fix = "use --parallel.context ulysses"
         raise ConfigError("parallel.context", p.context, rule + "scores", fix)
-    return Layout(
-        cfg, memory_of(cfg, on_reference=on_reference), step_time(cfg, cluster), on_reference
-    )
+    memory = memory_of(cfg, on_reference=on_reference)
+    return Layout(cfg, memory, step_time(cfg, cluster, imbalance), on_reference)
 
 
 def make_plan(
@@ -80,19 +81,20 @@ def make_plan(
     fixed: dict[str, Any] | None = None,
     *,
     coarse: bool = False,
+    imbalance: float = EXPERT_IMBALANCE,
     watch: Watch = no_report,
 ) -> Plan:
     """Predict every valid layout.
 
     Args:     fixed: fields of `parallel` with a fixed value, by name. coarse, watch: as in
-              `legal_layouts`.
+              `legal_layouts`. imbalance: as in `predict`.
     """
     listing = legal_layouts(cfg, cluster.num_gpus, fixed or {}, coarse=coarse, watch=watch)
     layouts: list[Layout] = []
     for count, legal in enumerate(listing.configs):
         watch(count, f"of {len(listing.configs):,} layouts predicted")
         try:
-            layouts.append(predict(legal, cluster))
+            layouts.append(predict(legal, cluster, imbalance))
         except ConfigError as error:
             listing.refuse(error)
     usable = cluster.gpu.usable_bytes

@@ -8,6 +8,7 @@ from rich.console import Console, Group
 from rich.table import Table
 
 from jaxpar.config.layout.layer_split import in_words, is_equal, layers_per_chunk
+from jaxpar.kernels.grouped_matmul.capability import HOPPER
 from jaxpar.planning.alignment import alignment_hints
 from jaxpar.planning.budget import Inference, TrainingCost
 from jaxpar.planning.compiling import CompiledMemory
@@ -170,7 +171,7 @@ def caveats(plan: Plan, chosen: Sequence[Layout]) -> list[str]:
     if cluster.num_gpus > cluster.per_host:
         guesses.append("networks were not measured")
     if cfg.model.num_experts:
-        guesses.append("experts were not compared with measurements")
+        guesses += experts_caveats(cluster, chosen)
     if cfg.lora.rank:
         guesses.append("adapters were not compared with measurements")
     if cfg.parallel.layer_loop == "scan":
@@ -185,6 +186,17 @@ def caveats(plan: Plan, chosen: Sequence[Layout]) -> list[str]:
     if any(layout.on_reference for layout in chosen):
         guesses.append("some of these layouts have no attention kernel on this GPU")
     return [f"Estimates: {'; '.join(guesses)} (docs/planning.md)."] if guesses else []
+
+
+def experts_caveats(cluster: Cluster, chosen: Sequence[Layout]) -> Iterator[str]:
+    """Yield what the predictions of experts rely on. Compared were data 2 and expert 2."""
+    if cluster.num_gpus > 2:
+        yield "experts were measured on two GPUs only"
+    fields = (layout.cfg.parallel for layout in chosen)
+    if any(p.pipeline * p.tensor * p.sequence * p.replica > 1 for p in fields):
+        yield "with experts, only the axes data and expert were measured"
+    if cluster.gpu.compute_capability != HOPPER.compute_capability:
+        yield f"experts have no kernel on {cluster.gpu.name}, and are far slower than predicted"
 
 
 # ------------------------------------------------------------------------------- other answers

@@ -1,6 +1,6 @@
 """Compare predicted and measured runs: python scripts/docs/plan_calibration.py [--write]
 
-Prints the table; takes seconds on a CPU. --write replaces the table in docs/planning.md.
+Prints the tables; takes seconds on a CPU. --write replaces those in docs/planning.md.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from jaxpar.config.command_line import read_config  # noqa: E402
 from jaxpar.planning.calibration import Compared, compare, compare_compiled, conditions  # noqa: E402
 
 BEGIN, END = "<!-- calibration -->\n", "<!-- /calibration -->"
+EXPERTS_BEGIN, EXPERTS_END = "<!-- calibration-experts -->\n", "<!-- /calibration-experts -->"
 
 
 def table() -> str:
@@ -32,6 +33,22 @@ def table() -> str:
     lines.append("")
     lines.append(f"Step time: {summary(times)}. Peak memory: {summary(peaks)}.")
     return "\n".join([*lines, "", *compiled_table()]) + "\n"
+
+
+def experts_table() -> str:
+    """Return the table of runs of models with experts as Markdown."""
+    compared = list(compare(read, "experts"))
+    lines = [
+        "| GPUs | run | step, ms | predicted | error | peak, GiB | predicted | error | code |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [f"{row(c, f' {c.run.gpu.upper()}')} {of_experts(c)} |" for c in compared]
+    return "\n".join(lines) + "\n"
+
+
+def of_experts(c: Compared) -> str:
+    """Return the part of a run's source that says with which code it was measured."""
+    return c.run.source.partition("; ")[2] or c.run.source
 
 
 def compiled_table() -> list[str]:
@@ -60,14 +77,17 @@ def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def row(c: Compared) -> str:
-    """Return the row of a run."""
+def row(c: Compared, kind: str = "") -> str:
+    """Return the row of a run.
+
+    Args:     kind: of GPU, to print after their number.
+    """
     peak, error = c.run.peak_gib, c.memory_error
     measured = f"{peak:.1f}" if peak is not None else "-"
     memory = f"{error:+.1%}" if error is not None else "-"
-    run = shorter(c.run.run)
+    run, gpus = shorter(c.run.run), f"{c.run.gpus}{kind}"
     return (
-        f"| {c.run.gpus} | {run} | {c.run.step_ms:,.0f} | {c.step_ms:,.0f} | {c.time_error:+.1%} "
+        f"| {gpus} | {run} | {c.run.step_ms:,.0f} | {c.step_ms:,.0f} | {c.time_error:+.1%} "
         f"| {measured} | {c.peak_gib:.1f} | {memory} |"
     )
 
@@ -78,6 +98,7 @@ def shorter(run: str) -> str:
         "llama_1b --model.tie-embeddings False": "1.5B",
         "llama3_8b --model.num-layers 8": "8 layers of 8B",
         "llama3_8b": "8B",
+        "qwen3_30b_a3b --model.num-layers 6": "6 layers of Qwen3-30B-A3B",
         "--parallel.": "",
         "--model.": "",
         "--data.document-mask False": "",
@@ -90,17 +111,18 @@ def shorter(run: str) -> str:
 
 
 def main() -> None:
-    """Print the table or write it to the page."""
+    """Print the tables or write them to the page."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="write the table to docs/planning.md")
-    text = table()
+    parser.add_argument("--write", action="store_true", help="write the tables to docs/planning.md")
+    tables = ((BEGIN, table(), END), (EXPERTS_BEGIN, experts_table(), EXPERTS_END))
     if not parser.parse_args().write:
-        print(conditions() + "\n\n" + text, end="")
+        print("\n\n".join([conditions(), *(text for _, text, _ in tables)]), end="")
         return
     page = ROOT / "docs" / "planning.md"
-    before, _, rest = page.read_text("utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
-    page.write_text(before + BEGIN + text + END + after, "utf-8")
+    for begin, text, end in tables:
+        before, _, rest = page.read_text("utf-8").partition(begin)
+        _, _, after = rest.partition(end)
+        page.write_text(before + begin + text + end + after, "utf-8")
 
 
 if __name__ == "__main__":

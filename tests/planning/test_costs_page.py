@@ -41,8 +41,8 @@ def letters_of(cfg: Config) -> dict[str, float]:
     table = m.vocab_size * m.d_model
     letters = dict(f=shard.fsdp, t=p.tensor, P=p.pipeline, r=p.replica, c=p.sequence, b=b, T=T)
     letters |= dict(M=p.num_microbatches, v=p.virtual_stages, L=m.num_layers, D=m.d_model)
-    letters |= dict(V=m.vocab_size, N_l=shard.matrices * p.tensor)
-    letters |= dict(N=shard.layer * p.tensor * m.num_layers + 2 * table)
+    letters |= dict(V=m.vocab_size, N_l=shard.layer.matrices * p.tensor)
+    letters |= dict(N=shard.layer.everything * p.tensor * m.num_layers + 2 * table)
     letters |= dict(A=2 * b * T / p.sequence * m.d_model)
     letters |= dict(KV=4 * b * T * m.num_kv_heads / p.tensor * m.head_dim)
     letters |= dict(Q=2 * b * T * m.num_heads / p.tensor * m.head_dim)

@@ -43,8 +43,9 @@ def brute_force(cfg: Config, gpus: int) -> set[tuple]:
                 continue
             if groups == 2 and 1 in (t, P):  # turns hide what goes over tensor, between stages
                 continue
-            values = (P, r, f, c, t, zero, micro, virtual, groups)
-            names = "pipeline replica data sequence tensor zero num_microbatches virtual_stages"
+            values = (P, r, f, 1, c, t, zero, micro, virtual, groups)
+            names = "pipeline replica data expert sequence tensor "
+            names += "zero num_microbatches virtual_stages"
             fields = dict(zip((names + " row_groups").split(), values, strict=True))
             try:
                 resolve(replace(cfg, **{f"parallel.{n}": v for n, v in fields.items()}), gpus)

@@ -161,4 +161,4 @@ def test_a_shard_is_what_the_axes_leave():
     cfg = resolve(replace(load_config("llama3_8b"), **{"parallel.tensor": 2}), 8)
     shard = shard_of(cfg)
     assert (shard.rows, shard.tokens, shard.layers, shard.fsdp) == (4, 4 * 8192, 32, 4)
-    assert shard.matrices == (8_030_261_248 - 2 * 128_256 * 4096 - 65 * 4096) / 32 / 2
+    assert shard.layer.matrices == (8_030_261_248 - 2 * 128_256 * 4096 - 65 * 4096) / 32 / 2

@@ -69,9 +69,9 @@ def test_interleaved_stages_that_send_copy_the_weights_of_their_chunk():
         cfg = on(8, pipeline=2, sequence=2, zero=1, num_microbatches=4, virtual_stages=virtual)
         shard = shard_of(cfg)
         moved[virtual] = weights_seconds(cfg, shard, H200).total * elementwise_rate(H200)
-    weights = 16 * shard.matrices
+    weights = 16 * shard.layer.matrices
     assert weights == pytest.approx(16 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336))
-    layers = 10 * shard.layers * shard.layer * units[2]
+    layers = 10 * shard.stack.everything * units[2]
     tables = 20 * shard.table * (units[2] - units[1])
     assert moved[2] - moved[1] == pytest.approx(8 * weights * units[2] + layers + tables)
 

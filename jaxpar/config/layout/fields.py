@@ -6,7 +6,8 @@ from jaxpar.config import Config, default_of
 
 #: The fields that a layout sets, in display order.
 FIELDS = (
-    "pipeline replica data sequence tensor zero num_microbatches virtual_stages row_groups remat"
+    "pipeline replica data expert sequence tensor "
+    "zero num_microbatches virtual_stages row_groups remat"
 ).split()
 
 

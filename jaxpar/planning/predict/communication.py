@@ -10,12 +10,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxpar.config import Config
-from jaxpar.planning.predict import rates
+from jaxpar.planning.predict import experts, rates
 from jaxpar.planning.predict.compute import repeats, tensor_messages
 from jaxpar.planning.predict.hardware import Gpu, Network
-from jaxpar.planning.predict.memory import shares_of_policies
+from jaxpar.planning.predict.layer_kinds import shares_of_policies
 from jaxpar.planning.predict.shard import Shard, ways
-from jaxpar.sharding.axes import AXES, DATA, EXPERT, PIPELINE, REPLICA, SEQUENCE, TENSOR
+from jaxpar.sharding.axes import (
+    AXES,
+    EXPERT,
+    EXPERT_FSDP_AXES,
+    FSDP_AXES,
+    PIPELINE,
+    REPLICA,
+    SEQUENCE,
+    TENSOR,
+)
 
 
 @dataclass(frozen=True)
@@ -46,7 +55,8 @@ class Traffic:
 
 def traffic_of(cfg: Config, shard: Shard, cluster: Cluster) -> list[Traffic]:
     """Return the traffic of each axis that communicates."""
-    found = (fn(cfg, shard, cluster) for fn in (_fsdp, _replica, _sequence, _tensor, _pipeline))
+    of_axes = (_fsdp, _replica, _expert, _sequence, _tensor, _pipeline)
+    found = (of_axis(cfg, shard, cluster) for of_axis in of_axes)
     return [traffic for traffic in found if traffic is not None]
 
 
@@ -56,6 +66,13 @@ def span(cfg: Config, axes: tuple[str, ...], per_host: int) -> tuple[int, int]:
     stride, ranks = ways(cfg, inner), ways(cfg, axes)
     here = max(per_host // stride, 1) if stride < per_host else 1
     return ranks, min(ranks, here)
+
+
+def span_with_gaps(cfg: Config, axes: tuple[str, ...], per_host: int) -> tuple[int, int]:
+    """Return the same as `span`, for axes that have others between them."""
+    spans = [span(cfg, (axis,), per_host) for axis in axes]
+    ranks, here = (math.prod(sizes) for sizes in zip(*spans, strict=True))
+    return ranks, here
 
 
 def ring_bandwidth(ranks: int, here: int, cluster: Cluster) -> float:
@@ -79,13 +96,32 @@ def direct_bandwidth(ranks: int, here: int, cluster: Cluster) -> float:
 
 
 def _fsdp(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
+    """Gathers of weights and scatters of gradients.
+
+    On an expert axis, the matrices of experts travel over data and sequence only.
+    """
+    apart = shard.stack.experts if cfg.parallel.expert > 1 else 0
+    groups = [(FSDP_AXES, shard.stack.matrices - apart, 2 * shard.table)]
+    groups += [(EXPERT_FSDP_AXES, apart, 0)] if apart else []
+    found = (_of_matrices(cfg, shard, cluster, *group) for group in groups)
+    sent, seconds, nccl = (sum(values) for values in zip(*found, strict=True))
+    return Traffic("data", sent, seconds, nccl, rates.EXPOSED["data"]) if sent else None
+
+
+def _of_matrices(
+    cfg: Config, shard: Shard, cluster: Cluster, axes: tuple[str, ...], layers: int, tables: int
+) -> tuple[float, float, float]:
+    """Return bytes, seconds, and the part in NCCL's kernels, of matrices that FSDP shards.
+
+    Args:     axes: that shard them. layers, tables: parameters of the device's layers, of embedding
+              and head.
+    """
     p = cfg.parallel
-    axes = (DATA, EXPERT, SEQUENCE)
-    ranks, here = span(cfg, axes, cluster.per_host)
+    spans = span_with_gaps if axes == EXPERT_FSDP_AXES else span
+    ranks, here = spans(cfg, axes, cluster.per_host)
     if ranks == 1:
-        return None
+        return 0.0, 0.0, 0.0
     part = (ranks - 1) / ranks
-    layers, tables = shard.layers * shard.matrices, 2 * shard.table
     times = p.num_microbatches if p.pipeline == 1 else p.num_microbatches + p.pipeline - 1
     if p.zero == 3:
         width = 1 if p.gather_dtype == "float8" else shard.width
@@ -104,17 +140,28 @@ def _fsdp(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
         copies = 0.0
     else:
         copies = part * scattered / direct_bandwidth(ranks, here, cluster)
-    sent = part * (gathered + scattered)
-    return Traffic("data", sent, nccl + copies, nccl, rates.EXPOSED["data"])
+    return part * (gathered + scattered), nccl + copies, nccl
 
 
 def _replica(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
     ranks, here = span(cfg, (REPLICA,), cluster.per_host)
     if ranks == 1 or not shard.trainable:
         return None
-    sent = 2 * (ranks - 1) / ranks * 4 * shard.parameters / shard.fsdp
+    sent = 2 * (ranks - 1) / ranks * 4 * shard.owned
     seconds = sent / ring_bandwidth(ranks, here, cluster)
     return Traffic("replica", sent, seconds, seconds, rates.EXPOSED["replica"])
+
+
+def _expert(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
+    """Tokens to the devices of their experts and sums home."""
+    ranks, here = span(cfg, (EXPERT,), cluster.per_host)
+    sent = experts.sent_bytes(cfg, shard)
+    if not sent:
+        return None
+    layer = sent / direct_bandwidth(ranks, here, cluster)
+    units = _layer_units(cfg, shard) * (1 - cfg.model.dense_layers / cfg.model.num_layers)
+    exposed = experts.exposed_share(cfg, shard, cluster.gpu, layer)
+    return Traffic("expert", units * sent, units * layer, 0.0, exposed)
 
 
 def _sequence(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:

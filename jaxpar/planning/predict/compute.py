@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 from jaxpar.config import Config
 from jaxpar.config.remat_policies import saved_names, without_mark
-from jaxpar.model.flops import expert_rows_per_token
 from jaxpar.model.loss import num_chunks
-from jaxpar.planning.predict import rates
+from jaxpar.planning.predict import experts, rates
 from jaxpar.planning.predict.hardware import Gpu
-from jaxpar.planning.predict.memory import factors_per_token, shares_of_policies, slot_bytes
+from jaxpar.planning.predict.layer_kinds import layer_kinds
+from jaxpar.planning.predict.memory import factors_per_token, slot_bytes
 from jaxpar.planning.predict.shard import Shard, state_bytes
 
 
@@ -36,11 +36,12 @@ class Seconds:
 def layer_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
     """Return the time of one layer for one microbatch: forward, backward and recomputation.
 
-    If layers have different policies, their mean.
+    If layers differ, their mean.
     """
     seconds = Seconds()
-    for remat, share in shares_of_policies(cfg).items():
-        seconds += _layer_seconds(cfg, shard, gpu, repeats(cfg, remat)).times(share)
+    for kind in layer_kinds(cfg):
+        of_kind = _layer_seconds(kind.cfg, shard, gpu, repeats(kind.cfg, kind.remat))
+        seconds += of_kind.times(kind.share)
     if cfg.parallel.remat_group > 1:  # a group runs forward once more
         all_again = _layer_seconds(cfg, shard, gpu, repeats(cfg, "full"))
         seconds += all_again + _layer_seconds(cfg, shard, gpu, set()).times(-1)
@@ -74,7 +75,8 @@ def repeats(cfg: Config, remat: str) -> set[str]:
 
 def _layer_matmuls(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) -> float:
     passes = {name: 2 + shard.trainable + (name in repeated) for name in MATMULS}
-    return _matmul_seconds(cfg, shard, gpu, passes)
+    grouped = experts.product_seconds(cfg, shard, gpu, repeated)
+    return _matmul_seconds(cfg, shard, gpu, passes) + sum(grouped.values())
 
 
 #: The matmuls of a layer.
@@ -82,22 +84,22 @@ MATMULS = ("qkv", "wo", "gate_up", "down")
 
 
 def _matmul_seconds(cfg: Config, shard: Shard, gpu: Gpu, passes: dict[str, int]) -> float:
-    """Return the time of a layer's matmuls, each as often as `passes` says."""
+    """Return the time of a layer's dense matmuls, each as often as `passes` says."""
     m, t, n = cfg.model, cfg.parallel.tensor, shard.tokens
     heads, kv = m.num_heads * m.head_dim / t, m.num_kv_heads * m.head_dim / t
-    rows = _feed_forward_rows(cfg, n)
+    wide = _dense_width(cfg)
     parts = t if shard.execution.collective_matmul else cfg.parallel.row_groups
     sites = {  # name: (count, width in, width out)
         "qkv": (1, m.d_model, heads + 2 * kv),
         "wo": (1, heads, m.d_model),
-        "gate_up": (2 * rows, m.d_model, m.d_ff / t),
-        "down": (rows, m.d_ff / t, m.d_model),
+        "gate_up": (2, m.d_model, wide),
+        "down": (1, wide, m.d_model),
     }
     rate = matmul_rate(cfg, gpu, float8=m.matmul_dtype == "float8")
     seconds = 0.0
-    for name, (count, wide, out) in sites.items():
-        flops = 2 * passes.get(name, 0) * count * n * wide * out
-        seconds += flops / rate / rates.matmul_share(n / parts, wide, out)
+    for name, (count, inner, out) in sites.items():
+        if flops := 2 * passes.get(name, 0) * count * n * inner * out:
+            seconds += flops / rate / rates.matmul_share(n / parts, inner, out)
     return seconds
 
 
@@ -117,9 +119,10 @@ def bubble_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> float:
     return (p.pipeline - 1) * bubble
 
 
-def _feed_forward_rows(cfg: Config, tokens: float) -> float:
-    """Rows of the feed-forward layer per token: 1, or those of all experts of a token."""
-    return expert_rows_per_token(cfg.model, tokens) + cfg.model.num_shared_experts
+def _dense_width(cfg: Config) -> float:
+    """Width of the GLU that every token uses: the feed-forward layer, or the shared experts."""
+    m = cfg.model
+    return m.d_ff * (m.num_shared_experts if m.num_experts else 1) / cfg.parallel.tensor
 
 
 def matmul_rate(cfg: Config, gpu: Gpu, *, float8: bool) -> float:
@@ -157,30 +160,27 @@ def _layer_elementwise(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) 
     """Return the time of the fused kernels between matmuls: bytes moved over bandwidth.
 
     Forward: two norms (2 D each), two residual sums (3 D), RoPE (read and write queries and keys),
-    SwiGLU (3 F); again where they are recomputed, except what is fused with the backward. Experts
-    have SwiGLU for each row, three permutations (2 D a row) and two sums of rows (D a row).
+    SwiGLU (3 F); again where they are recomputed, except what is fused with the backward.
     Backward: norms with the sums of gradients (6 D each), RoPE, SwiGLU (5 F), out times its
     gradient (2 H K), the query gradient's float32 zeros, sums and cast (5 H K in units of 2
     bytes), and the concatenated gradients of the three projections. In float8 with one scale per
     tensor, norms write no result. Deferred-scale norms read no input. `_between_ranks` adds
-    the traffic of communication over tensor.
+    the traffic of communication over tensor, `experts.moved_elements` that of experts.
     """
     m, t, width = cfg.model, cfg.parallel.tensor, shard.width
     heads, kv = m.num_heads * m.head_dim / t, m.num_kv_heads * m.head_dim / t
-    rows = _feed_forward_rows(cfg, shard.tokens)
-    f = m.d_ff / t * rows
+    f = _dense_width(cfg)
     stream = m.d_model * (1 + 1 / t) / 2  # norms and sums are sharded over tensor, gathers are not
     forward = 10 * stream + 2 * (heads + kv) + 3 * f
     backward = 12 * stream + 2 * (heads + kv) + 7 * heads + 2 * (heads + 2 * kv) + 5 * f
     again = 4 * stream + 2 * (heads + kv) + f if "elementwise" in repeated else 0.0
     again += 3 * stream if "wo" in repeated else 0.0
-    if m.num_experts:
-        again += 8 * m.d_model * (rows - m.num_shared_experts)
     extra = _quantized(cfg) if m.matmul_dtype == "float8" else 0.0
     if shard.execution.norm != "written":
         forward -= 2 * stream
     elements = forward + backward + again + _between_ranks(cfg, shard, repeated)
-    return shard.tokens * (width * elements + extra) / elementwise_rate(gpu)
+    of_experts = width * experts.moved_elements(cfg, shard, repeated)
+    return (shard.tokens * (width * elements + extra) + of_experts) / elementwise_rate(gpu)
 
 
 def _between_ranks(cfg: Config, shard: Shard, repeated: set[str]) -> float:
@@ -241,8 +241,9 @@ def weights_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
     once.
     """
     zero, micro = cfg.parallel.zero, cfg.parallel.num_microbatches
-    own = shard.parameters / shard.fsdp
-    travels = 8 * shard.parameters if shard.fsdp > 1 and shard.trainable else 0.0
+    own = shard.owned
+    travels = 8 * (shard.parameters - shard.stack.matrices + shard.gathered(shard.stack))
+    travels *= shard.fsdp > 1 and shard.trainable
     rounded_once = cfg.parallel.gather_dtype == "float8" and cfg.parallel.num_microbatches == 1
     casts = (9 if rounded_once else 12) * own
     moved = casts * (micro if zero == 3 else 1) + travels * (1 if zero == 1 else micro)
@@ -255,19 +256,23 @@ def _sums_of_shards(cfg: Config, shard: Shard) -> float:
     """Bytes that a microbatch moves to add up the gradients of one weight's matmuls."""
     if not (shard.trainable and shard.execution.collective_matmul):
         return 0.0
-    return 3 * shard.width * (cfg.parallel.tensor - 1) * shard.layers * shard.matrices
+    return 3 * shard.width * (cfg.parallel.tensor - 1) * shard.stack.matrices
 
 
 def _added_up(cfg: Config, shard: Shard) -> float:
-    """Bytes that a microbatch moves for the sums of gradients: 10 a weight, but nothing where the
-    matmuls add. A stage of several chunks that send copies the one that a unit multiplies with,
-    forward and backward."""
-    p, layers = cfg.parallel, shard.layers * shard.layer
+    """Bytes that a microbatch moves for the sums of gradients.
+
+    10 a weight, but nothing where the matmuls add, which those of experts never do. A stage of
+    several chunks that send copies the one that a unit multiplies with, forward and backward.
+    """
+    p, stack = cfg.parallel, shard.stack
     copied = shard.chunks > 1 and shard.execution.stage_wide_collectives
-    moved = 4 * shard.width * shard.layers * shard.matrices if copied else 0.0
+    moved = 4 * shard.width * stack.matrices if copied else 0.0
     if shard.trainable and (p.num_microbatches > 1 or p.pipeline > 1):
-        summed = shard.parameters - (layers if shard.execution.float32_weight_gradients else 0)
-        moved += 10 * summed / (1 if p.zero == 1 else shard.fsdp)
+        summed = shard.parameters if p.zero == 1 else shard.owned
+        if shard.execution.float32_weight_gradients:  # ZeRO-1
+            summed -= stack.everything - stack.experts
+        moved += 10 * summed
     return moved
 
 

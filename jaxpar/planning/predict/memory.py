@@ -16,18 +16,15 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from jaxpar.config import Config, ModelConfig
-from jaxpar.config.layout.layer_split import slots_per_chunk
 from jaxpar.config.remat_policies import (
     LAYER_INPUT,
     REMAT_NAMES,
     names_on_host,
-    of_layers,
     saved_names,
 )
-from jaxpar.execution.decisions import rows_per_device
-from jaxpar.kernels.grouped_matmul import max_rows
-from jaxpar.kernels.grouped_matmul.capability import HOPPER_TILE
 from jaxpar.model.loss import num_chunks
+from jaxpar.planning.predict import experts
+from jaxpar.planning.predict.layer_kinds import LayerKind, layer_kinds
 from jaxpar.planning.predict.shard import Shard, moment_bytes, shard_of, state_bytes
 
 
@@ -105,7 +102,8 @@ def _at_loss(cfg: Config, shard: Shard, weights: float, optimizer: float) -> Mem
 
 def _at_start(cfg: Config, shard: Shard, weights: float, optimizer: float) -> MemoryForecast:
     """The last layer's backward, with the next layer's weights and the head's cast gradient."""
-    ahead = 2 * _sent_width(cfg, shard) * shard.matrices if cfg.parallel.zero == 3 else 0
+    ahead = 2 * _sent_width(cfg, shard) * shard.gathered(shard.layer)
+    ahead *= cfg.parallel.zero == 3
     return MemoryForecast(
         weights=weights,
         optimizer=optimizer,
@@ -124,13 +122,13 @@ def _at_end(cfg: Config, shard: Shard, weights: float, optimizer: float) -> Memo
     If layers scatter theirs: float32 shards, plus those of two layers and the head in 16 bits.
     Otherwise complete gradients, plus the float32 arrays that stack them.
     """
-    layers, tables = shard.layers * shard.layer, 2 * shard.table
-    own = 4 * shard.parameters / shard.fsdp
+    layers, tables = shard.stack.everything, 2 * shard.table
+    own = 4 * shard.owned
     if not shard.trainable:
         local = own = 0.0
     elif _sends(cfg, shard):
-        own = 4 * layers / shard.fsdp
-        local = _accumulated(cfg, shard) + shard.width * (2 * shard.matrices + shard.table)
+        own = 4 * shard.owned_of(shard.stack)
+        local = _accumulated(cfg, shard) + shard.width * (2 * shard.layer.matrices + shard.table)
     elif _accumulates(cfg):
         local = _accumulated(cfg, shard)
     else:
@@ -217,29 +215,20 @@ def on_host_per_token(cfg: Config) -> float:
     return _average(cfg, 1)
 
 
-def shares_of_policies(cfg: Config) -> dict[str, float]:
-    """Return each policy of the layers, with the share of the layers that have it."""
-    p = cfg.parallel
-    if not p.remat_layers:
-        return {p.remat: 1.0}
-    policies = of_layers(p, slots_per_chunk(cfg))
-    return {remat: policies.count(remat) / len(policies) for remat in set(policies)}
-
-
 def _average(cfg: Config, where: int) -> float:
     """The bytes per token and layer on the device (0) or in host memory (1), over all layers."""
-    m, tensor, shares = cfg.model, cfg.parallel.tensor, shares_of_policies(cfg)
-    rows = _expert_rows(cfg)
-    return sum(share * _saved_per_token(m, tensor, r, rows)[where] for r, share in shares.items())
+    return sum(kind.share * _saved_by(kind)[where] for kind in layer_kinds(cfg))
 
 
-def _expert_rows(cfg: Config) -> float:
-    """Return the rows of the experts' buffer per token; 0 without experts."""
-    m, p = cfg.model, cfg.parallel
-    tokens = rows_per_device(cfg) * cfg.data.seq_len // p.sequence
-    if not m.num_experts:
-        return 0.0
-    return max_rows(tokens * m.experts_per_token, m.num_experts, HOPPER_TILE) / tokens
+def _saved_by(kind: LayerKind, remat: str = "") -> tuple[float, float]:
+    """The bytes per token and layer on the device and in host memory.
+
+    Args:     remat: another policy than the kind's.
+    """
+    cfg = kind.cfg
+    rows = experts.buffer_rows(cfg) / experts.tokens_of(cfg)
+    device, host = _saved_per_token(cfg.model, cfg.parallel.tensor, remat or kind.remat, rows)
+    return device + experts.plan_bytes(cfg), host
 
 
 def host_bytes(cfg: Config) -> float:
@@ -250,7 +239,7 @@ def host_bytes(cfg: Config) -> float:
 
 @functools.cache
 def _saved_per_token(m: ModelConfig, tensor: int, remat: str, rows: float) -> tuple[float, float]:
-    """On the device, and in host memory.
+    """On the device, and in host memory, without the plan of experts.
 
     Args:     rows: of the experts' buffer per token.
     """
@@ -259,13 +248,10 @@ def _saved_per_token(m: ModelConfig, tensor: int, remat: str, rows: float) -> tu
     sizes = bytes_of_names(m, tensor)
     if {"qkv", "qk"} <= here | on_host:
         sizes["qkv"] -= sizes["qk"]  # the values before RoPE are then not needed
-    plan = 0.0
-    if m.num_experts:  # hidden values of the router's experts are never saved, their plan always
-        shared = m.num_shared_experts
+    if m.num_experts:  # hidden values of the router's experts are never saved
         sizes["gate_up"] *= rows
-        sizes["mlp_hidden"] *= shared
-        plan = 4 * (rows + 2 * m.experts_per_token)
-    return sum(sizes[name] for name in here) + plan, sum(sizes[name] for name in on_host)
+        sizes["mlp_hidden"] *= m.num_shared_experts
+    return sum(sizes[name] for name in here), sum(sizes[name] for name in on_host)
 
 
 def bytes_of_names(m: ModelConfig, tensor: int) -> dict[str, float]:
@@ -298,15 +284,17 @@ def _recomputed(cfg: Config, shard: Shard) -> float:
     In a pipeline, those of all layers of one VJP segment, because XLA starts them together, unless
     they wait for gathers over tensor.
     """
-    m, p = cfg.model, cfg.parallel
-    rows = _expert_rows(cfg)
-    saved = [_saved_per_token(m, p.tensor, remat, rows)[0] for remat in shares_of_policies(cfg)]
-    missing = _saved_per_token(m, p.tensor, "none", rows)[0] - min(saved)
-    if m.num_experts:  # rows permuted three times; hidden values, and three gradients like them
-        missing += rows * shard.width * (3 * m.d_model + 4 * m.d_ff / p.tensor)
+    p, kinds = cfg.parallel, layer_kinds(cfg)
+    missing = max(
+        _saved_by(kind, "none")[0]
+        - _saved_by(kind)[0]
+        + experts.backward_bytes(kind.cfg, shard.width)
+        for kind in kinds
+    )
     at_once = shard.execution.layers_per_vjp or shard.layers / shard.chunks
     layers = at_once if p.pipeline > 1 and p.tensor == 1 else 1
-    group = p.remat_group * shard.tokens * min(saved) if p.remat_group > 1 else 0.0
+    saved = min(_saved_by(kind)[0] for kind in kinds)
+    group = p.remat_group * shard.tokens * saved if p.remat_group > 1 else 0.0
     return layers * shard.tokens * max(missing, 0.0) + group
 
 
@@ -333,7 +321,7 @@ def _accumulated(cfg: Config, shard: Shard) -> float:
     """Float32 sums over microbatches: of shards (ZeRO-2, 3) or of complete gradients (ZeRO-1)."""
     if not _accumulates(cfg) or not shard.trainable:
         return 0.0
-    return 4 * shard.parameters / (1 if cfg.parallel.zero == 1 else shard.fsdp)
+    return 4 * (shard.parameters if cfg.parallel.zero == 1 else shard.owned)
 
 
 def _sends(cfg: Config, shard: Shard) -> bool:
@@ -352,12 +340,13 @@ def _gathered(cfg: Config, shard: Shard) -> float:
     microbatches, their float32 slices and the transposed shard of the head. ZeRO-1 and 2: complete
     ones.
     """
-    layers = shard.layers * shard.layer
     if cfg.parallel.zero != 3:
         again = 1 if cfg.parallel.pipeline > 1 else 0  # each tick looks up tokens again
-        return shard.width * (layers + again * shard.table)
-    slices = 4 * (layers + shard.table)
-    return (slices if _accumulates(cfg) else _sent_width(cfg, shard) * layers) / shard.fsdp
+        return shard.width * (shard.stack.everything + again * shard.table)
+    layers = shard.owned_of(shard.stack)
+    if _accumulates(cfg):
+        return 4 * (layers + shard.table / shard.fsdp)
+    return _sent_width(cfg, shard) * layers
 
 
 def _loss_bytes(cfg: Config, shard: Shard) -> float:
@@ -374,7 +363,8 @@ def _loss_bytes(cfg: Config, shard: Shard) -> float:
 
 def _in_a_layer(cfg: Config, shard: Shard) -> float:
     """Gradients that a layer's backward creates: those of its three widest values."""
-    return 3 * shard.tokens * shard.width * cfg.model.d_ff / cfg.parallel.tensor
+    widest = max(kind.cfg.model.d_ff for kind in layer_kinds(cfg))
+    return 3 * shard.tokens * shard.width * widest / cfg.parallel.tensor
 
 
 def _buffers(cfg: Config, shard: Shard) -> float:

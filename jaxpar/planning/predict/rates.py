@@ -24,6 +24,28 @@ ATTENTION = {
 #: 0.88 to 0.95 in the profiles of 1.5B and 8B; at T = 131,072, 0.94 forward and 0.83 backward.
 ATTENTION_IN_A_STEP = 0.90
 
+#: FLOP/s of the grouped products of experts by product, counting padding, at these widths (D, F):
+#: docs/experts.md#kernels, times 1 + half a tile a row of an expert. With padding counted, they
+#: differ by 3% between 16, 64 and 128 experts of 131,072 rows. Within a step on two H100s, they
+#: take as long (715 TFLOP/s in the mean; expert axis, so that nothing else is computed meanwhile).
+GROUPED_AT = 2048, 768
+GROUPED = {
+    "gate_up": 734e12,
+    "down": 690e12,
+    "to_hidden": 724e12,
+    "to_input": 730e12,
+    "weights": 700e12,
+}
+
+#: Elements per token that take as long as the router and the plan, many small kernels: D times the
+#: first, plus E and k times the others. Together 0.48 ms of a profile (16,384 tokens, D 2,048, 128
+#: experts, top 8, H100); the division into three is an estimate.
+ROUTER = {"D": 9, "E": 120, "k": 768}
+
+#: Time (s) that a forward or a backward waits if it may need further rounds: the difference between
+#: slack 2.0 and 1.1 on two H100s (9.2 ms for 6 layers), including rounds that a fresh router needs.
+ROUND = 0.77e-3
+
 #: Share of a copy's bandwidth that fused elementwise kernels reach (RMSNorm and rotary embedding
 #: 0.56 to 0.81, SwiGLU 1.0: docs/experiments/elementwise.md#bandwidth-of-elementwise-kernels).
 ELEMENTWISE = 0.86

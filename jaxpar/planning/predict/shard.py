@@ -18,7 +18,7 @@ from jaxpar.config.layout.layer_split import layers_per_chunk
 from jaxpar.execution.decisions import Execution, on_gpus, rows_per_device
 from jaxpar.model.parameters import param_specs
 from jaxpar.optimizer.moments import map_moments
-from jaxpar.sharding.axes import AXES, FSDP_AXES, TENSOR
+from jaxpar.sharding.axes import AXES, EXPERT, EXPERT_FSDP_AXES, FSDP_AXES, TENSOR
 from jaxpar.sharding.params import ParamSpec, is_spec
 from jaxpar.step.layer_order import num_slots
 from jaxpar.step.state import abstract_state, state_specs
@@ -93,6 +93,34 @@ def moment_bytes(cfg: Config) -> int:
     return state_bytes(cfg)[1] if counts else 0
 
 
+#: Load of the fullest rank of an expert axis, relative to the mean: the default of a prediction.
+#: Every layer waits for it. 1.17 was measured with a fresh router on two ranks, 1 is balanced.
+EXPERT_IMBALANCE = 1.1
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Parameters on one device, sharded over tensor and expert, but not over FSDP.
+
+    everything   all of them.
+    matrices     those that FSDP shards.
+    experts      those of them that are matrices of experts, which FSDP shards over data and
+                 sequence only.
+    """
+
+    everything: int
+    matrices: int
+    experts: int
+
+    def times(self, n: int) -> "Parameters":
+        """Return n times as many."""
+        return Parameters(*(n * value for value in vars(self).values()))
+
+    def __add__(self, other: "Parameters") -> "Parameters":
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return Parameters(*(a + b for a, b in pairs))
+
+
 @dataclass(frozen=True)
 class Shard:
     """Sizes of one device's work on one microbatch.
@@ -101,15 +129,16 @@ class Shard:
     layers, chunks      layers of the device for which it has memory, over all its chunks.
     layers_in_turn      layers for which it has time in a round of the pipeline: those of the
                         slowest stage, chunk by chunk, since stages are in lock-step.
-    layer, matrices     parameters of a layer, sharded over tensor but not over FSDP: all, and those
-                        that FSDP shards.
+    layer, stack        parameters of one layer, and of all layers of the device. If the first
+                        layers are dense, `layer` is one with experts.
     table               parameters of the embedding table (the head has the same number), sharded
                         over tensor and pipeline.
-    fsdp                number of FSDP shards.
+    fsdp, expert_fsdp   number of FSDP shards, and of those of the experts' matrices.
     width               bytes of an element in the compute dtype.
     execution           how the config is executed on GPUs.
     trainable           whether training updates the parameters. With adapters (`lora.rank`) they
                         are frozen, without gradients or moments. Adapters are too small to count.
+    imbalance           load of the fullest rank of the expert axis, relative to the mean.
     """
 
     rows: int
@@ -117,45 +146,64 @@ class Shard:
     layers: int
     layers_in_turn: int
     chunks: int
-    layer: int
-    matrices: int
+    layer: Parameters
+    stack: Parameters
     table: int
     vocab: int
     fsdp: int
+    expert_fsdp: int
     width: int
     execution: Execution
     trainable: bool = True
+    imbalance: float = EXPERT_IMBALANCE
 
     @property
     def parameters(self) -> int:
         """Parameters of the device's layers, table and head, before FSDP sharding."""
-        return self.layers * self.layer + 2 * self.table
+        return self.stack.everything + 2 * self.table
+
+    @property
+    def owned(self) -> float:
+        """The same, after FSDP sharding."""
+        return self.owned_of(self.stack) + 2 * self.table / self.fsdp
+
+    def owned_of(self, layers: Parameters) -> float:
+        """Return the parameters of layers after FSDP sharding."""
+        experts = layers.experts / self.expert_fsdp
+        return (layers.everything - layers.experts) / self.fsdp + experts
+
+    def gathered(self, layers: Parameters) -> int:
+        """Return the parameters of matrices that FSDP gathers."""
+        return layers.matrices - (layers.experts if self.expert_fsdp == 1 else 0)
 
 
-def shard_of(cfg: Config) -> Shard:
+def shard_of(cfg: Config, imbalance: float = EXPERT_IMBALANCE) -> Shard:
     """Return the sizes of one device's work.
 
-    Args:     cfg: resolved.
+    Args:     cfg: resolved. imbalance: of the expert axis.
     """
     m, p = cfg.model, cfg.parallel
     rows = rows_per_device(cfg)
-    layer, matrices = _of_a_layer(m, p.tensor)
+    layers = num_slots(cfg) // p.pipeline
+    layer, dense = (_of_a_layer(m, kind, p.tensor, p.expert) for kind in ("layers", "dense_layers"))
     vocab = m.vocab_size // (p.tensor * p.pipeline)
     execution = on_gpus(cfg)
     return Shard(
         rows=rows,
         tokens=rows * cfg.data.seq_len // p.sequence,
-        layers=num_slots(cfg) // p.pipeline,
+        layers=layers,
         layers_in_turn=_layers_in_turn(cfg, execution),
         chunks=p.virtual_stages,
         layer=layer,
-        matrices=matrices,
+        stack=layer.times(layers - m.dense_layers) + dense.times(m.dense_layers),
         table=vocab * m.d_model,
         vocab=vocab,
         fsdp=ways(cfg, FSDP_AXES),
+        expert_fsdp=ways(cfg, EXPERT_FSDP_AXES),
         width=jnp.dtype(m.dtype).itemsize,
         execution=execution,
         trainable=cfg.lora.rank == 0,
+        imbalance=imbalance if p.expert > 1 else 1.0,
     )
 
 
@@ -168,17 +216,18 @@ def _layers_in_turn(cfg: Config, execution: Execution) -> int:
 
 
 @functools.cache
-def _of_a_layer(model: ModelConfig, tensor: int) -> tuple[int, int]:
-    """Parameters of one layer on one tensor rank: all, and those of its matrices."""
-    everything, matrices = 0, 0
-    for spec in jax.tree.leaves(param_specs(model)["layers"], is_leaf=is_spec):
-        size = _size(spec, tensor)
+def _of_a_layer(model: ModelConfig, kind: str, tensor: int, expert: int) -> Parameters:
+    """Parameters of one layer of a stack ("layers", "dense_layers") on one device."""
+    everything, matrices, experts = 0, 0, 0
+    for spec in jax.tree.leaves(param_specs(model).get(kind, {}), is_leaf=is_spec):
+        size = _size(spec, {TENSOR: tensor, EXPERT: expert if "experts" in spec.axes else 1})
         everything += size
         matrices += size if {"embed", "expert_embed"} & set(spec.axes) else 0
-    return everything, matrices
+        experts += size if "expert_embed" in spec.axes else 0
+    return Parameters(everything, matrices, experts)
 
 
-def _size(spec: ParamSpec, tensor: int) -> int:
-    """Elements of one layer's array on one tensor rank."""
-    size = math.prod(spec.shape[1:])
-    return size // tensor if TENSOR in _named(spec.partition_spec) else size
+def _size(spec: ParamSpec, sizes: dict[str, int]) -> int:
+    """Elements of one layer's array on a device, which some axes shard."""
+    size, axes = math.prod(spec.shape[1:]), _named(spec.partition_spec)
+    return size // math.prod(n for axis, n in sizes.items() if axis in axes)

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 from jaxpar.config import Config, LoraConfig, ModelConfig
 from jaxpar.model.flops import train_flops_per_token
-from jaxpar.planning.predict import compute, rates
+from jaxpar.planning.predict import compute, experts, rates
 from jaxpar.planning.predict.communication import Cluster, Traffic, traffic_of
 from jaxpar.planning.predict.compute import Seconds
 from jaxpar.planning.predict.memory import on_host_per_token
-from jaxpar.planning.predict.shard import Shard, shard_of
+from jaxpar.planning.predict.shard import EXPERT_IMBALANCE, Shard, shard_of
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,13 @@ class StepTime:
         return self.rate * self.model_flops_full / self.peak
 
 
-def step_time(cfg: Config, cluster: Cluster) -> StepTime:
+def step_time(cfg: Config, cluster: Cluster, imbalance: float = EXPERT_IMBALANCE) -> StepTime:
     """Predict the time of a step.
 
-    Args:     cfg: resolved.
+    Args:     cfg: resolved. imbalance: load of the fullest rank of the expert axis, relative to the
+              mean.
     """
-    shard, gpu, p = shard_of(cfg), cluster.gpu, cfg.parallel
+    shard, gpu, p = shard_of(cfg, imbalance), cluster.gpu, cfg.parallel
     layer = compute.layer_seconds(cfg, shard, gpu)
     stage = layer.times(shard.layers_in_turn)
     head = compute.head_seconds(cfg, shard, gpu)
@@ -120,4 +121,4 @@ def _gaps(cfg: Config, shard: Shard) -> float:
     p = cfg.parallel
     units = p.num_microbatches + (p.pipeline - 1) / p.virtual_stages
     kernels = rates.KERNELS_PER_LAYER * shard.layers_in_turn * units * p.row_groups
-    return rates.STEP_START + rates.GAP * kernels
+    return rates.STEP_START + rates.GAP * kernels + experts.round_seconds(cfg, shard)

@@ -1,0 +1,104 @@
+"""Checks the options of `python -m jaxpar.plan` before it plans."""
+
+import argparse
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxpar.config import ConfigError
+from jaxpar.planning.predict.shard import EXPERT_IMBALANCE
+
+#: Options that replace the ranking, and options that apply only to the ranking.
+QUESTIONS = ("hardware", "advice", "min_gpus", "largest", "kv_cache")
+
+
+OF_THE_RANKING = ("all", "fix", "write", "compile", "tokens", "top")
+
+
+#: Default number of layouts in the ranking.
+DEFAULT_TOP = 10
+
+
+#: Largest number of GPUs: --quick takes 19 s for half of it.
+MAX_GPUS = 1 << 17
+
+
+def check_questions(options: argparse.Namespace) -> None:
+    """Check that the options can be combined.
+
+    Raises:   ConfigError for two questions at once, or an option that a question would ignore.
+    """
+    asked = [name for name in QUESTIONS if getattr(options, name)]
+    others = asked[1:] + [name for name in OF_THE_RANKING if getattr(options, name)]
+    if asked and others:
+        first, other = ("--" + name.replace("_", "-") for name in (asked[0], others[0]))
+        rule = f"cannot be combined with {first}, which prints no ranking"
+        fix = f"remove {other} or {first}"
+        raise ConfigError(other, getattr(options, others[0]), rule, fix)
+    for question, name, why in (
+        ("min_gpus", "gpus", "determines the number of GPUs"),
+        ("min_gpus", "nodes", "uses complete hosts"),
+        ("advice", "gpus", "uses a typical number of GPUs for each shape"),
+        ("advice", "nodes", "uses complete hosts"),
+    ):
+        value, option = getattr(options, name), f"--{name}"
+        if getattr(options, question) and value is not None:
+            first = "--" + question.replace("_", "-")
+            rule = f"cannot be combined with {first}, which {why}"
+            raise ConfigError(option, value, rule, f"remove {option} or {first}")
+
+
+def check_imbalance(load: float) -> None:
+    """Check the load of the fullest rank of an expert axis.
+
+    Raises:   ConfigError if no axis can have it.
+    """
+    if not 1 <= load <= MAX_GPUS:
+        rule = f"must be at least 1, which is balanced, and at most {MAX_GPUS:,}"
+        fix = f"use --expert-imbalance {EXPERT_IMBALANCE}"
+        raise ConfigError("--expert-imbalance", load, rule, fix)
+
+
+def check_compiled(options: argparse.Namespace) -> None:
+    """Check the number of layouts to compile.
+
+    Raises:   ConfigError if it exceeds the number of layouts shown.
+    """
+    shown = options.top or DEFAULT_TOP
+    if options.compile > shown:
+        rule = f"must be at most {shown}, the number of layouts shown"
+        fix = f"use --compile {shown} or --top {options.compile}"
+        raise ConfigError("--compile", options.compile, rule, fix)
+
+
+def check_no_config(options: argparse.Namespace, rest: Sequence[str]) -> None:
+    """Check that there is no CONFIG and no field of one.
+
+    Raises:   ConfigError if there is.
+    """
+    given = [*rest, *([] if options.config is None else [options.config])]
+    if given:
+        first = "--advice" if options.advice else "--hardware"
+        rule = f"cannot be combined with {first}, which takes no CONFIG and no config fields"
+        raise ConfigError("command line", given[0], rule, f"remove it or {first}")
+
+
+def check_file(name: str | None) -> None:
+    """Check the file of --write.
+
+    Raises:   ConfigError if it does not end in .py, exists, or its folder does not exist.
+    """
+    if name is None:
+        return
+    path = Path(name)
+    if path.suffix != ".py":
+        raise ConfigError(
+            "--write", name, "must end in .py", f"use --write {shlex.quote(f'{path}.py')}"
+        )
+    if path.exists():
+        raise ConfigError(
+            "--write", name, "already exists", "choose another name or remove the file"
+        )
+    if not path.parent.is_dir():
+        rule = f"needs the folder {path.parent}, which does not exist"
+        raise ConfigError("--write", name, rule, "choose an existing folder")

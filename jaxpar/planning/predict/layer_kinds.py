@@ -1,0 +1,46 @@
+"""Lists the kinds of a model's layers: dense or with experts, and with which remat policy."""
+
+import dataclasses
+from collections import Counter
+from dataclasses import dataclass
+
+from jaxpar.config import Config
+from jaxpar.config.layout.layer_split import slots_per_chunk
+from jaxpar.config.remat_policies import of_layers
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """Some layers of a model.
+
+    cfg     a config all of whose layers are of this kind.
+    remat   their policy.
+    share   their share of the layers.
+    """
+
+    cfg: Config
+    remat: str
+    share: float
+
+
+def layer_kinds(cfg: Config) -> list[LayerKind]:
+    """Return the kinds of layers. `model.dense_layers` are the first."""
+    if not cfg.model.dense_layers:
+        return [LayerKind(cfg, remat, share) for remat, share in shares_of_policies(cfg).items()]
+    m, policies = cfg.model, of_layers(cfg.parallel, cfg.model.num_layers)
+    dense = dataclasses.replace(m, num_experts=0, d_ff=m.dense_d_ff or m.d_ff, dense_layers=0)
+    models = {True: dense, False: dataclasses.replace(m, dense_layers=0)}
+    counts = Counter((i < m.dense_layers, remat) for i, remat in enumerate(policies))
+    return [
+        LayerKind(dataclasses.replace(cfg, model=models[is_dense]), remat, count / m.num_layers)
+        for (is_dense, remat), count in counts.items()
+    ]
+
+
+def shares_of_policies(cfg: Config) -> dict[str, float]:
+    """Return each policy of the layers, with the share of the layers that have it."""
+    p = cfg.parallel
+    if not p.remat_layers:
+        return {p.remat: 1.0}
+    policies = of_layers(p, slots_per_chunk(cfg))
+    return {remat: policies.count(remat) / len(policies) for remat in set(policies)}

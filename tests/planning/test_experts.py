@@ -1,0 +1,230 @@
+"""Plans of models with experts: against measured runs, and by what an expert axis changes."""
+
+import jax
+import pytest
+
+from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config.command_line import load_config, read_config
+from jaxpar.config.validate import resolve
+from jaxpar.planning import calibration
+from jaxpar.planning.command import read_command
+from jaxpar.planning.layouts import legal_layouts
+from jaxpar.planning.predict import experts
+from jaxpar.planning.predict.communication import Cluster, span_with_gaps, traffic_of
+from jaxpar.planning.predict.compute import layer_seconds
+from jaxpar.planning.predict.hardware import GPUS, H200, NETWORKS
+from jaxpar.planning.predict.layer_kinds import layer_kinds
+from jaxpar.planning.predict.memory import memory_of, saved_per_token
+from jaxpar.planning.predict.shard import shard_of, state_bytes
+from jaxpar.planning.predict.time import step_time
+from jaxpar.planning.ranking import make_plan, nothing_fits
+from jaxpar.planning.showing import caveats
+from jaxpar.sharding.mesh import make_mesh
+from jaxpar.step.state import abstract_state, bytes_per_device, state_shardings
+from jaxpar.verification import small_config
+
+QWEN = load_config("qwen3_30b_a3b")
+
+SMALL = replace(
+    small_config.float32(Config()),
+    **{
+        "model.vocab_size": 64,
+        "model.num_experts": 8,
+        "data.seq_len": 64,
+        "train.global_batch_size": 16,
+        "parallel.layer_loop": "unroll",
+    },
+)
+
+
+def cluster(n: int, gpu=H200) -> Cluster:
+    return Cluster(gpu, NETWORKS["ib400"], n, 8)
+
+
+def on(n: int, cfg: Config = QWEN, **fields) -> Config:
+    return resolve(replace(cfg, **{f"parallel.{k}": v for k, v in fields.items()}), n)
+
+
+def test_predictions_are_within_their_bounds_of_what_was_measured():
+    read = lambda words: read_config(words, "jaxpar.plan", None)  # noqa: E731
+    compared = list(calibration.compare(read, "experts"))
+    assert len(compared) >= 7
+    for c in compared:
+        assert abs(c.time_error) < calibration.TIME_BOUND, (c.run.run, c.time_error)
+        if c.memory_error is not None:
+            assert abs(c.memory_error) < calibration.MEMORY_BOUND, (c.run.run, c.memory_error)
+
+
+@pytest.mark.parametrize(
+    "mesh", [{"expert": 4}, {"expert": 2, "data": 2}, {"expert": 2, "tensor": 2, "sequence": 2}]
+)
+def test_state_on_an_expert_axis_is_that_of_the_arrays(mesh, devices):
+    count = 8 if len(mesh) == 3 else 4
+    cfg = on(count, replace(SMALL, **{"model.dense_layers": 1}), **{"data": 1} | mesh)
+    to = state_shardings(cfg, make_mesh(cfg.parallel, devices[:count]))
+    placed = jax.tree.map(
+        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract_state(cfg), to
+    )
+    assert sum(state_bytes(cfg)) == bytes_per_device(placed)
+    assert shard_of(cfg).owned == pytest.approx(state_bytes(cfg)[0] / 4, rel=0.05)
+
+
+def test_the_buffer_is_the_one_of_the_layer():
+    """131,072 pairs: times 1.1, and a tile for each of 64 experts; at most what could arrive."""
+    one, some, most = (on(2, **f) for f in ({}, {"expert": 2}, {"expert": 2, "expert_slack": 2.0}))
+    one, some, most = (replace(c, **{"train.global_batch_size": 8}) for c in (one, some, most))
+    assert experts.buffer_rows(one) == 131_072 + 128 * 127 // 128 * 128
+    assert experts.buffer_rows(some) == 144_256 + 64 * 128
+    assert experts.buffer_rows(most) == (262_144 + 64 * 127) // 128 * 128
+    assert [experts.needs_rounds(c) for c in (one, some, most)] == [False, True, False]
+    waits = step_time(some, cluster(2)).gaps - step_time(most, cluster(2)).gaps
+    assert waits == pytest.approx(2 * 48 * 0.77e-3)
+
+
+def test_the_saved_gate_and_up_have_the_rows_of_the_buffer():
+    """4 F bytes a row, and the plan: the row's token; a token's k experts, and the rows of all."""
+    cfg = on(8, expert=8, remat="dots")
+    rows = experts.buffer_rows(cfg) / (4 * 4096)
+    others = saved_per_token(replace(cfg, **{"model.num_experts": 0, "parallel.expert": 1}))
+    others -= 4 * 768
+    plan = 4 * (rows + 8 + 2 * 8 * 8)
+    assert saved_per_token(cfg) == pytest.approx(others + 4 * 768 * rows + plan)
+
+
+def test_an_expert_axis_sends_tokens_and_no_experts():
+    """Five messages of the tokens of n - 1 devices in a layer, 2 D bytes each, and small ones."""
+    cfg = on(8, expert=8)
+    sent = {t.axis: t.sent for t in traffic_of(cfg, shard_of(cfg), cluster(8))}
+    tokens = 5 * 7 * 4 * 4096 * 2 * 2048 * 48
+    assert sent["expert"] == pytest.approx(tokens, rel=0.01)
+    shard = shard_of(cfg)
+    others = 48 * (shard.layer.matrices - shard.layer.experts)
+    assert sent["data"] == pytest.approx(2 * 7 / 8 * (3 * others + 2 * 2 * shard.table), rel=0.01)
+    whole = {t.axis: t.sent for t in traffic_of(on(8), shard_of(on(8)), cluster(8))}
+    assert "expert" not in whole and whole["data"] > 10 * sent["data"]
+
+
+def test_experts_of_two_groups_travel_between_them():
+    """Experts over 4 devices, D over the other 2: half of a layer's E/4 experts, three times."""
+    both, apart = on(8, expert=4, data=2), on(8, expert=8)
+    both, apart = (
+        next(t.sent for t in traffic_of(c, shard_of(c), cluster(8)) if t.axis == "data")
+        for c in (both, apart)
+    )
+    experts_of_4 = 48 * 128 // 4 * 3 * 2048 * 768
+    assert both - apart == pytest.approx(3 * 2 * experts_of_4 / 2)
+
+
+def test_ranks_of_axes_with_another_between_them():
+    cfg = on(32, data=4, expert=8)
+    assert span_with_gaps(cfg, ("data", "sequence"), 8) == (4, 1)
+    assert span_with_gaps(on(8, data=2, expert=2, sequence=2), ("data", "sequence"), 8) == (4, 4)
+
+
+def test_the_step_waits_for_the_fullest_rank():
+    alone, axis = on(8), on(8, expert=8)
+    times = [step_time(axis, cluster(8), load).total for load in (1.0, 1.1, 1.5)]
+    assert times[0] < times[1] < times[2]
+    assert step_time(axis, cluster(8)).total == times[1]
+    same = [step_time(alone, cluster(8), load).total for load in (1.0, 1.5)]
+    assert same[0] == same[1]
+
+
+def test_the_listing_splits_experts_over_divisors_of_both():
+    fixed = {"pipeline": 1, "tensor": 1, "sequence": 1, "replica": 1}
+    sizes = {c.parallel.expert for c in legal_layouts(QWEN, 8, fixed, coarse=True).configs}
+    assert sizes == {1, 2, 4, 8}
+    of_six = replace(QWEN, **{"model.num_experts": 6, "model.experts_per_token": 2})
+    found = legal_layouts(of_six, 8, fixed, coarse=True)
+    assert {c.parallel.expert for c in found.configs} == {1, 2} and not found.refused
+    dense = replace(load_config("llama3_8b"), **{"parallel.expert": 2})
+    assert {c.parallel.expert for c in legal_layouts(dense, 8, fixed, coarse=True).configs} == {2}
+
+
+def test_both_ways_to_place_experts_are_ranked():
+    fixed = {"pipeline": 1, "tensor": 1, "sequence": 1, "replica": 1, "num_microbatches": 1}
+    plan = make_plan(QWEN, cluster(8), fixed, coarse=True)
+    assert {layout.cfg.parallel.expert for layout in plan.fitting} == {1, 2, 4, 8}
+    (only,) = caveats(plan, plan.fitting)
+    assert "experts were measured on two GPUs only" in only and "axes" not in only
+    a100 = make_plan(QWEN, cluster(8, GPUS["a100"]), fixed, coarse=True)
+    assert "no kernel on a100" in caveats(a100, a100.fitting)[0]
+
+
+@pytest.mark.parametrize(("size", "fix"), [(3, 2), (48, 32), (256, 128)])
+def test_a_fixed_expert_axis_must_split_the_experts(size, fix):
+    said = rf"'expert={size}': expert must divide model.num_experts = 128.*--fix expert={fix}\."
+    with pytest.raises(ConfigError, match=said):
+        read_command(["qwen3_30b_a3b", "--fix", f"expert={size}"])
+    assert read_command(["llama3_8b", "--fix", "expert=3"]).fixed == {"expert": 3}
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({}, "the fixed axis sizes do not divide the number of GPUs"),
+        ({"train.global_batch_size": 12}, "train.global_batch_size = 12 must be divisible by"),
+    ],
+)
+def test_an_expert_axis_that_does_not_fit_is_one_error(fields, said):
+    fixed = {"expert": 8 if fields else 16}
+    with pytest.raises(ConfigError, match=said):
+        raise nothing_fits(make_plan(replace(QWEN, **fields), cluster(8), fixed, coarse=True))
+
+
+@pytest.mark.parametrize("load", ["0.9", "nan", "inf", "-1"])
+def test_a_load_that_no_rank_can_have(load):
+    with pytest.raises(ConfigError, match="--expert-imbalance"):
+        read_command(["qwen3_30b_a3b", f"--expert-imbalance={load}"])
+
+
+# ----------------------------------------------------------------------------- dense first layers
+
+
+DENSE = replace(QWEN, **{"model.num_layers": 6, "model.dense_layers": 2, "model.dense_d_ff": 6144})
+
+
+def of_all_kinds() -> tuple[Config, Config, Config]:
+    """Six layers: the first two dense; all of them with experts; all dense."""
+    mixed = on(8, DENSE)
+    routed = replace(mixed, **{"model.dense_layers": 0, "model.dense_d_ff": None})
+    dense = replace(routed, **{"model.num_experts": 0, "model.d_ff": 6144})
+    return mixed, routed, dense
+
+
+def test_dense_first_layers_take_their_own_time_and_memory():
+    mixed, routed, dense = of_all_kinds()
+    seconds = [layer_seconds(c, shard_of(mixed), H200).total for c in (mixed, routed, dense)]
+    assert seconds[0] == pytest.approx((4 * seconds[1] + 2 * seconds[2]) / 6)
+    saved = [saved_per_token(c) for c in (mixed, routed, dense)]
+    assert saved[0] == pytest.approx((4 * saved[1] + 2 * saved[2]) / 6)
+    owned = [shard_of(c).stack.everything for c in (mixed, routed, dense)]
+    assert owned[0] == pytest.approx((4 * owned[1] + 2 * owned[2]) / 6)
+
+
+def test_policies_of_layers_are_those_of_their_kind():
+    mixed = replace(of_all_kinds()[0], **{"parallel.remat_layers": "0=none;5=full"})
+    kinds = {(k.cfg.model.num_experts, k.remat): k.share for k in layer_kinds(mixed)}
+    assert kinds == {
+        (0, "none"): 1 / 6,
+        (0, mixed.parallel.remat): 1 / 6,
+        (128, mixed.parallel.remat): 3 / 6,
+        (128, "full"): 1 / 6,
+    }
+
+
+def test_shared_experts_are_a_dense_layer_beside_the_routed_ones():
+    plain, shared = (on(8, replace(QWEN, **{"model.num_shared_experts": n})) for n in (0, 1))
+    more = layer_seconds(shared, shard_of(shared), H200).matmul
+    more -= layer_seconds(plain, shard_of(plain), H200).matmul
+    assert more == pytest.approx(9 * 2 * 16384 * 2048 * 768 / 698e12, rel=0.05)
+    assert memory_of(shared).total > memory_of(plain).total
+
+
+def test_weights_of_experts_are_summed_in_a_pass_of_their_own():
+    """Matmuls of a dense layer accumulate over microbatches in ZeRO-1, grouped products do not."""
+    plain = on(8, zero=1, replica=8, data=1)
+    two = replace(plain, **{"parallel.num_microbatches": 2})
+    one, both = (step_time(c, cluster(8)) for c in (plain, two))
+    added = 2 * 10 * 48 * 128 * 3 * 2048 * 768 / (4.18e12 * 0.86)
+    assert both.elementwise - one.elementwise > added
