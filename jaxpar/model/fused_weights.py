@@ -18,7 +18,7 @@ from jaxpar.config import Config
 from jaxpar.config.lora_targets import factor
 from jaxpar.execution.decisions import Execution
 from jaxpar.model import lora
-from jaxpar.model.moe.router import LOSSES, TALLY
+from jaxpar.model.moe.router import TALLY, tally_size
 from jaxpar.parallel.collectives import varying
 from jaxpar.parallel.fsdp import gather
 from jaxpar.sharding.axes import EXPERT_FSDP_AXES
@@ -226,7 +226,7 @@ def with_tallies(weights: Tree, cfg: Config) -> Tree:
     """Add a `router.TALLY` of zeros to each layer with experts whose router is trained."""
     if not cfg.model.num_experts or cfg.lora.rank:
         return weights
-    size = cfg.model.num_experts + len(LOSSES)
+    size = tally_size(cfg)
 
     def add(w: Tree) -> Tree:
         if "router" not in w:
@@ -238,7 +238,8 @@ def with_tallies(weights: Tree, cfg: Config) -> Tree:
 
 
 def without_tallies(grads: Tree) -> tuple[Tree, jax.Array | None]:
-    """Separate gradients into those of parameters and the tallies, float32 [layers, E + 2].
+    """Separate gradients into those of parameters and the tallies, float32 [layers,
+    `router.tally_size`].
 
     Only layers with experts have a tally.
     """

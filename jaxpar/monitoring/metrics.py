@@ -19,6 +19,7 @@ import rich.progress
 
 from jaxpar.config import Config
 from jaxpar.monitoring import stragglers
+from jaxpar.monitoring.expert_loads import LoadsWriter
 from jaxpar.monitoring.mfu import mfu
 from jaxpar.monitoring.sinks import Sinks
 from jaxpar.planning.forecast import Forecast
@@ -56,6 +57,7 @@ class MetricsWriter:
         self.cfg, self.schedule = cfg, schedule
         path = run_dir / "metrics.jsonl" if jax.process_index() == 0 else Path(os.devnull)
         self.file = Lines(path)
+        self.loads = LoadsWriter(cfg, run_dir, first_step)
         self.screen = Screen(cfg.train.num_steps, first_step)
         self.devices = jax.device_count()
         self.device_kind = jax.devices()[0].device_kind
@@ -92,6 +94,7 @@ class MetricsWriter:
         step, measured = self.pending
         self.pending = None
         there = {name: v for name, v in vars(measured).items() if v is not None}
+        expert_rows = there.pop("expert_rows", None)
         began = time.monotonic()
         values = {name: float(v) for name, v in jax.device_get(there).items()}
         waited = time.monotonic() - began
@@ -103,6 +106,7 @@ class MetricsWriter:
         self.clock = now
         if (step + 1) % self.cfg.train.log_every == 0 or step + 1 == self.cfg.train.num_steps:
             self._write_interval(step, values)
+            self.loads.write(step + 1, expert_rows)
 
     def pause(self) -> None:
         """Exclude the time until the next step from the step times (evaluation, saving)."""
@@ -178,6 +182,7 @@ class MetricsWriter:
     def __exit__(self, *_):
         self.screen.close()
         self.file.close()
+        self.loads.close()
         if self.sinks is not None:
             self.sinks.close()
 

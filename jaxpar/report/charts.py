@@ -46,6 +46,10 @@ SHOWN = (
     Shown("memory_gib", "Peak memory"),
     Shown("data_wait_seconds", "Wait for data"),
     Shown("loss_scale", "Loss scale", log=True),
+    Shown("fullest_expert", "Fullest expert"),
+    Shown("fullest_rank", "Fullest rank of the expert axis"),
+    Shown("expert_entropy", "Entropy of the experts' loads"),
+    Shown("further_rounds", "Further rounds of the expert axis"),
 )
 
 

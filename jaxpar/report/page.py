@@ -11,7 +11,7 @@ from xml.etree.ElementTree import Element
 import jaxpar
 from jaxpar.charts.chart import line_sign, mark_sign
 from jaxpar.charts.elements import e, html
-from jaxpar.report import charts, facts, profiles, times
+from jaxpar.report import charts, experts, facts, profiles, times
 from jaxpar.report.runs import KINDS, RunRead
 
 #: Kinds of lines and their meaning.
@@ -71,7 +71,8 @@ def _header(runs: Sequence[RunRead], made: datetime) -> Element:
 
 
 def _sections(runs: Sequence[RunRead]) -> list[Element]:
-    figures = [*charts.line_charts(runs), times.histogram(runs), times.progress(runs)]
+    figures = [*charts.line_charts(runs), experts.loads(runs), experts.over_time(runs)]
+    figures += [times.histogram(runs), times.progress(runs)]
     shown = [figure for figure in figures if figure is not None]
     drawn = e("section", *(_view_choice(runs) if shown else []), class_="charts")
     if not shown:

@@ -11,6 +11,7 @@ from jaxpar.config.json_reader import read_json
 from jaxpar.monitoring.goodput import Goodput, gap_before, goodput, read_events
 from jaxpar.monitoring.samples import read_samples
 from jaxpar.monitoring.sinks import numbers
+from jaxpar.report.loads import Loads, read_loads
 from jaxpar.report.outline import Outline, outline
 from jaxpar.report.series import Series, Sizes
 
@@ -29,7 +30,8 @@ SMOOTH = 1 / 50
 #: Metrics that are kept over steps. Of others, only the last value is kept.
 DRAWN = frozenset(
     """loss held_out_loss grad_norm learning_rate tokens_per_second_per_device mfu memory_gib
-    data_wait_seconds loss_scale""".split()
+    data_wait_seconds loss_scale expert_entropy fullest_expert fullest_rank
+    further_rounds""".split()
 )
 
 #: Range of magnitudes that are shown, in addition to 0. All float32 values are within it, and
@@ -71,6 +73,8 @@ class RunRead:
     last_step: int = 0
     last_half: Series | None = None
     """The loss in the second half of the steps, in finer ranges."""
+    loads: Loads | None = None
+    """Of the experts; None without any."""
 
     @property
     def tokens_per_step(self) -> float:
@@ -115,6 +119,7 @@ def read_run(folder: str) -> RunRead:
     else:
         starts = (step for _, step in found.starts[1:])
         run.marks += [Mark("restart", step, None, f"resumed after step {step}") for step in starts]
+    run.loads = read_loads(path)
     run.samples = list(deque(read_samples(path), MAX_SAMPLES))
     return run
 

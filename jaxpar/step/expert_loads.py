@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.config import Config
+from jaxpar.config.layout.layer_split import is_equal
 from jaxpar.model.moe.router import LOSSES
 from jaxpar.parallel.collectives import psum
 from jaxpar.sharding.axes import AXES, PIPELINE
@@ -23,26 +24,35 @@ class ExpertLoads:
     """float32 [layers, E]: tokens that each expert had. Exact up to 2**24, 16 million."""
     losses: jax.Array
     """float32 [layers, 2]: `router.LOSSES`, means over tokens, not yet weighted."""
+    further_rounds: jax.Array | None = None
+    """float32 [layers]: rounds beyond the first, of all microbatches and devices. Devices along
+    TENSOR, which have the same rows, count once. None without an expert axis."""
 
 
 @jax.named_scope("expert_loads")
-def reduce_tallies(tallies: jax.Array, tokens: int) -> ExpertLoads:
+def reduce_tallies(tallies: jax.Array, tokens: int, cfg: Config) -> ExpertLoads:
     """Sum the tallies of a step over devices.
 
-    Args:     tallies: float32 [layers, E + 2], as gradients of `router.TALLY`. tokens: of the
-              global batch.
+    Args:     tallies: float32 [layers, `router.tally_size`], as gradients of `router.TALLY`.
+              tokens: of the global batch.
     Communication: an all-reduce over every axis but PIPELINE.
     """
     total = psum(tallies, tuple(axis for axis in AXES if axis != PIPELINE))
-    rows, losses = jnp.split(total, [total.shape[1] - len(LOSSES)], axis=1)
-    return ExpertLoads(rows, losses / tokens)
+    if not is_equal(cfg):  # the router of an empty slot chooses, too
+        empty = layers_here(cfg)[cfg.model.dense_layers :] == EMPTY
+        total = jnp.where(empty[:, None], 0, total)
+    experts, rounds = cfg.model.num_experts, None
+    if cfg.parallel.expert > 1:
+        total, rounds = total[:, :-1], total[:, -1]
+    rows, losses = jnp.split(total, [experts], axis=1)
+    return ExpertLoads(rows, losses / tokens, rounds)
 
 
 @jax.named_scope("expert_loads")
 def load_metrics(loads: ExpertLoads, tokens: int, cfg: Config) -> dict[str, jax.Array]:
     """Compute the metrics of all layers: float32 scalars, the same on every device.
 
-    Communication: two all-reduces over PIPELINE.
+    Communication: two all-reduces over PIPELINE, and two of `_of_ranks`.
     """
     m, rows = cfg.model, loads.rows
     share = rows / jnp.maximum(jnp.sum(rows, axis=1, keepdims=True), 1)
@@ -57,7 +67,39 @@ def load_metrics(loads: ExpertLoads, tokens: int, cfg: Config) -> dict[str, jax.
     named = {"expert_entropy": means[0], "fullest_expert": worst[0], "dropped_rows": worst[1]}
     weights = (cfg.train.balance_loss, cfg.train.router_z_loss)
     losses = zip(LOSSES, means[1:], weights, strict=True)
-    return named | {name: value for name, value, weight in losses if weight}
+    named |= {name: value for name, value, weight in losses if weight}
+    return named | _of_ranks(loads, share, cfg)
+
+
+def _of_ranks(loads: ExpertLoads, share: jax.Array, cfg: Config) -> dict[str, jax.Array]:
+    """Compute the metrics of an expert axis. Empty without one.
+
+    Args:     share: float32 [layers, E], of a layer's rows.
+    Communication: two all-reduces over PIPELINE.
+    """
+    if loads.further_rounds is None:
+        return {}
+    n = cfg.parallel.expert
+    of_rank = jnp.sum(share.reshape(len(share), n, -1), axis=2)
+    fullest = lax.pmax(jnp.max(of_rank) * n, PIPELINE)
+    return {
+        "fullest_rank": fullest,
+        "further_rounds": psum(jnp.sum(loads.further_rounds), PIPELINE),
+    }
+
+
+@jax.named_scope("expert_loads")
+def rows_of_all_layers(loads: ExpertLoads, cfg: Config) -> jax.Array:
+    """Return the rows of all layers with experts, in the model's order.
+
+    Returns:  float32 [layers with experts, E], the same on every device.
+    Communication: an all-reduce over PIPELINE.
+    """
+    m = cfg.model
+    layers, count = layers_here(cfg)[m.dense_layers :], m.num_layers - m.dense_layers
+    at = jnp.where(layers == EMPTY, count, layers - m.dense_layers)
+    every = jnp.zeros((count, m.num_experts), jnp.float32)
+    return psum(every.at[at].set(loads.rows, mode="drop"), PIPELINE)
 
 
 def balance_bias(params: Any, loads: ExpertLoads | None, ok: jax.Array, cfg: Config) -> Any:

@@ -44,6 +44,7 @@ from jaxpar.step.expert_loads import (
     bias_range,
     load_metrics,
     reduce_tallies,
+    rows_of_all_layers,
 )
 from jaxpar.step.layer_order import layers_here, slots_in_use
 from jaxpar.step.state import TrainState, state_shardings, state_specs
@@ -70,6 +71,10 @@ class StepMetrics:
     This and what follows: only with experts."""
     fullest_expert: jax.Array | None = None
     """Load of the fullest expert of any layer, relative to the mean."""
+    fullest_rank: jax.Array | None = None
+    """Load of the fullest rank of the expert axis in any layer, relative to the mean."""
+    further_rounds: jax.Array | None = None
+    """Rounds beyond the first of an expert axis, summed over layers, microbatches and devices."""
     dropped_rows: jax.Array | None = None
     """Pairs of token and expert that were not computed, in the worst layer. Always 0."""
     balance_loss: jax.Array | None = None
@@ -78,19 +83,27 @@ class StepMetrics:
     """`train.router_z_loss` before its weight, mean over layers."""
     router_bias_range: jax.Array | None = None
     """Largest difference between the biases of a layer's experts."""
+    expert_rows: jax.Array | None = None
+    """float32 [layers with experts, E], not a scalar: tokens of each expert. Only on request."""
 
 
 def make_train_step(
-    cfg: Config, mesh: Mesh, max_segments: int | None = None, ex: Execution | None = None
+    cfg: Config,
+    mesh: Mesh,
+    max_segments: int | None = None,
+    ex: Execution | None = None,
+    *,
+    expert_rows: bool = False,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """Return the jitted train step, which donates the state that it is given.
 
     Args:     max_segments: maximum number of documents in a sequence. Attention backends that
-              locate documents by offset need it.
+              locate documents by offset need it. expert_rows: whether the metrics have
+              `StepMetrics.expert_rows`, as in a run, if the model has a router that is trained.
     """
-    specs = state_specs(cfg)
+    specs, ex = state_specs(cfg), ex or execution_of(cfg)
     step = jax.shard_map(
-        functools.partial(train_step, ex or execution_of(cfg), max_segments),
+        functools.partial(train_step, ex, max_segments, expert_rows=expert_rows),
         mesh=mesh,
         in_specs=(specs, BATCH_SPEC),
         out_specs=(specs, PartitionSpec()),
@@ -130,7 +143,12 @@ def make_gradient_step(
 
 
 def train_step(
-    ex: Execution, max_segments: int | None, state: TrainState, batch: Batch
+    ex: Execution,
+    max_segments: int | None,
+    state: TrainState,
+    batch: Batch,
+    *,
+    expert_rows: bool = False,
 ) -> tuple[TrainState, StepMetrics]:
     """Take one optimizer step. If loss or gradients are non-finite, only step and guard change."""
     cfg, scale = ex.cfg, state.guard["loss_scale"]
@@ -146,6 +164,8 @@ def train_step(
     if cfg.model.router_bias:
         frozen = balance_bias(frozen, loads, ok, cfg)
         metrics = dataclasses.replace(metrics, router_bias_range=bias_range(frozen))
+    if expert_rows and loads is not None:
+        metrics = dataclasses.replace(metrics, expert_rows=rows_of_all_layers(loads, cfg))
     guard = loss_scale.update_guard(cfg, state.guard, ok)
     counts = {name: guard[name].astype(jnp.float32) for name in ("skipped", "in_a_row")}
     metrics = dataclasses.replace(metrics, loss_scale=scale, **counts)
@@ -203,7 +223,7 @@ def loss_gradients_and_loads(
     if tallies is None:
         return metrics, grads, None
     tokens = batch.tokens.size * lax.axis_size(TOKEN_AXES)
-    loads = reduce_tallies(tallies, tokens)
+    loads = reduce_tallies(tallies, tokens, cfg)
     return dataclasses.replace(metrics, **load_metrics(loads, tokens, cfg)), grads, loads
 
 

@@ -96,7 +96,9 @@ def compiled(
     Args:     meanwhile: called when XLA starts to compile; should return at once.
     """
     began = time.perf_counter()
-    step: Any = make_train_step(run.cfg, run.mesh, run.max_segments, run.execution)
+    step: Any = make_train_step(
+        run.cfg, run.mesh, run.max_segments, run.execution, expert_rows=True
+    )
     with stage("compiling the train step") as now:
         lowered = step.lower(state, run.loader.batch(0))
         peers.check_same("program", lambda: lowered.as_text(), run.cfg.cluster.slow_seconds)

@@ -165,7 +165,9 @@ class Replay:
 
     def _step_on(self, mesh: Mesh) -> Callable:
         if mesh not in self._steps:
-            self._steps[mesh] = make_train_step(self.cfg, mesh, self.run.max_segments)
+            self._steps[mesh] = make_train_step(
+                self.cfg, mesh, self.run.max_segments, expert_rows=True
+            )
         return self._steps[mesh]
 
     def elsewhere(self) -> Mesh | None:

@@ -52,7 +52,7 @@ def metrics(tallies: np.ndarray, tokens: int, devices) -> dict[str, float]:
     mesh = make_mesh(CFG.parallel, devices[:8])
 
     def local(tally):
-        loads = reduce_tallies(varying(tally[0]), tokens)
+        loads = reduce_tallies(varying(tally[0]), tokens, CFG)
         return load_metrics(loads, tokens, CFG)
 
     split = PartitionSpec(("pipeline", "data", "tensor"))

@@ -81,6 +81,8 @@ def _of_shard(h: NormOutput, w: Weights, context: AttentionContext, ex: Executio
     slack, by = ex.cfg.parallel.expert_slack, ex.expert_dispatch
     plan = plan_rows(by_token(routing.experts), m.num_experts, tile, slack, by)
     plan, how = named_plan(plan), Products(m, 1 if ex.gathers_experts else 0)
+    if p.expert > 1:
+        weights = router.with_rounds(weights, w, plan.further_rounds, context.loss_weight)
     matrices = tuple(w[name] for name in ("w_gate", "w_up", "w_down"))
     if how.expert_dim == 1:  # undo what the gather did last
         matrices = tuple(jnp.moveaxis(a, d, 0) for a, d in zip(matrices, (-2, -2, -1), strict=True))

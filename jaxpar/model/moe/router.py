@@ -25,8 +25,13 @@ from jaxpar.sharding.axes import SEQUENCE, TENSOR, TOKEN_AXES
 #: Name of the weight whose gradient is a `tally`.
 TALLY = "router_tally"
 
-#: Entries of a tally after the rows of each expert.
+#: Entries of a tally after the rows of each expert. On an expert axis, `further_rounds` follows.
 LOSSES = ("balance_loss", "router_z_loss")
+
+
+def tally_size(cfg: Config) -> int:
+    """Return the number of entries of a tally."""
+    return cfg.model.num_experts + len(LOSSES) + (cfg.parallel.expert > 1)
 
 
 @flax.struct.dataclass
@@ -108,8 +113,25 @@ def with_losses(r: Routing, w: dict[str, Any], loss_weight: Any, cfg: Config) ->
     total = cfg.train.balance_loss * balance + cfg.train.router_z_loss * z
     per_row = jnp.stack([balance, z])
     tally = jnp.concatenate([jnp.sum(r.counts, 0).astype(jnp.float32), jnp.sum(per_row, 1)])
+    if cfg.parallel.expert > 1:
+        tally = jnp.pad(tally, (0, 1))
     gradients = varying((once * loss_weight, once * tally))
     return _with_gradients(r.weights, total, w[TALLY], *gradients)
+
+
+def with_rounds(
+    weights: jax.Array, w: dict[str, Any], rounds: jax.Array, loss_weight: Any
+) -> jax.Array:
+    """Return the routing's weights, whose backward adds the rounds of an expert axis to the tally.
+
+    Args:     rounds: `RowPlan.further_rounds` of this device. loss_weight: as in `with_losses`.
+    """
+    if loss_weight is None or TALLY not in w:
+        return weights
+    once = lax.axis_index(TENSOR) == 0  # all its ranks have the same rows
+    tally = jnp.zeros_like(w[TALLY]).at[-1].set(once * rounds.astype(jnp.float32))
+    none, tally = varying((jnp.float32(0), tally))
+    return _with_gradients(weights, none, w[TALLY], none, tally)
 
 
 @jax.custom_vjp

@@ -1,0 +1,90 @@
+"""What a step says about its experts: loads by layer, the fullest rank, further rounds."""
+
+import functools
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpar.config import Config, replace
+from jaxpar.config.validate import resolve
+from jaxpar.model import reference
+from jaxpar.model.parameters import param_specs
+from jaxpar.sharding.mesh import axis_sizes, make_mesh
+from jaxpar.step.state import init_state
+from jaxpar.step.train_step import make_train_step
+from jaxpar.verification import traces
+from jaxpar.verification.meshes import parse_meshes
+from tests import weights
+from tests.slow import slow
+from tests.tiny import TINY
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+#: Three layers, so that stages have unequal numbers of them.
+BASE = replace(TINY, **{"model.d_ff": 12, "model.num_experts": 4, "model.num_layers": 3})
+
+
+@functools.cache
+def rows_of_plain_model(cfg: Config) -> np.ndarray:
+    """Tokens of each expert, [layers, E], of the plain model."""
+    params = weights.values_of(tuple(weights.flat(param_specs(cfg.model)).items()), cfg.train.seed)
+    return np.asarray(reference.loads(params, traces.random_batch(cfg), cfg))
+
+
+def measured(mesh_item: str, cfg: Config, devices) -> dict[str, np.ndarray]:
+    """The metrics of a step on a mesh."""
+    parallel = parse_meshes([mesh_item], cfg.parallel)[mesh_item]
+    n = math.prod(axis_sizes(parallel))
+    on_mesh = resolve(replace(cfg, parallel=parallel), n)
+    mesh = make_mesh(parallel, devices[:n])
+    batch = traces.place_batch(traces.random_batch(cfg), on_mesh, mesh)
+    step = make_train_step(on_mesh, mesh, expert_rows=True)
+    _, found = step(init_state(on_mesh, mesh), batch)
+    return {k: np.asarray(v) for k, v in vars(jax.device_get(found)).items() if v is not None}
+
+
+MESHES = """
+expert=2,pipeline=2,num_microbatches=2,zero=1
+""".split()
+
+SLOW_MESHES = """
+data=2
+expert=4
+expert=2,tensor=2
+expert=2,sequence=2,layer_loop=unroll
+expert=2,pipeline=2,num_microbatches=2,virtual_stages=2,zero=1
+pipeline=2,num_microbatches=2
+""".split()
+
+
+@pytest.mark.parametrize("mesh", [*MESHES, *map(slow, SLOW_MESHES)])
+def test_loads_are_those_of_the_plain_model(mesh, devices):
+    cfg = replace(BASE, **{"model.num_layers": 5}) if "virtual" in mesh else BASE
+    rows, found = rows_of_plain_model(cfg), measured(mesh, cfg, devices)
+    np.testing.assert_array_equal(found["expert_rows"], rows)
+    np.testing.assert_allclose(found["fullest_expert"], (4 * rows / rows.sum(1)[:, None]).max())
+    n = int(mesh.partition("expert=")[2][:1] or 1)
+    if n == 1:
+        assert not {"fullest_rank", "further_rounds"} & found.keys()
+        return
+    of_ranks = rows.reshape(len(rows), n, -1).sum(2)
+    wanted = (of_ranks / of_ranks.mean(1, keepdims=True)).max()
+    np.testing.assert_allclose(found["fullest_rank"], wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("mesh", ["expert=2", slow("expert=2,tensor=2"), slow("expert=4,data=2")])
+def test_further_rounds_are_counted(mesh, devices):
+    """The buffer has 0.3 of equal shares, or all that can arrive."""
+    small, large = (replace(BASE, **{"parallel.expert_slack": s}) for s in (0.3, 4.0))
+    assert measured(mesh, large, devices)["further_rounds"] == 0
+    rows, found = rows_of_plain_model(small), measured(mesh, small, devices)["further_rounds"]
+    n, groups = int(mesh.partition("expert=")[2][:1]), 2 if "data" in mesh else 1
+    if groups == 1:  # all tokens are on one expert axis
+        padded = (-(-rows // 32) * 32).reshape(len(rows), n, -1).sum(2)
+        per_device = rows[0].sum() / n
+        buffer = -(-int(0.3 * per_device) // 32) * 32 + 32 * 4 // n
+        assert found == (np.maximum(-(-padded // buffer), 1) - 1).sum() > 0
+    else:
+        assert found > 0
