@@ -65,6 +65,9 @@ def pytest_configure(config: pytest.Config) -> None:
         import jax  # a plugin may have imported it before, without this variable
 
         jax.config.update("jax_num_cpu_devices", int(os.environ["JAX_NUM_CPU_DEVICES"]))
+        # Schedules are compared with one reference, which is compiled once, as are the weights.
+        jax.config.update("jax_compilation_cache_dir", str(config.rootpath / ".pytest_cache/gpu"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
         worker, count = os.environ.get("PYTEST_XDIST_WORKER"), visible_gpus()
         if worker and count:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -8,9 +8,11 @@ which every load verifies.
     Checkpointer                             for the training loop: saves
     starting_step, restore_latest, restore   for a run: resumes, or explains why it cannot
     read_whole, load_config, restore_params  for all other programs: reads a model
+    first_whole, require_whole               finds the step that a program can use
 """
 
 from jaxpar.checkpoint.copies import HostCopy
+from jaxpar.checkpoint.inspection import require_whole
 from jaxpar.checkpoint.integrity import Damaged
 from jaxpar.checkpoint.loading import restore, restore_latest, restore_params
 from jaxpar.checkpoint.saved import (
@@ -19,6 +21,7 @@ from jaxpar.checkpoint.saved import (
     Saved,
     changed_fields,
     check_resumable,
+    first_whole,
     folder,
     load_config,
     read_saved,
@@ -40,10 +43,12 @@ __all__ = [
     "Saved",
     "changed_fields",
     "check_resumable",
+    "first_whole",
     "folder",
     "load_config",
     "read_saved",
     "read_whole",
+    "require_whole",
     "restore",
     "restore_latest",
     "restore_params",

@@ -42,9 +42,9 @@ class Diff:
     other: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN2")] = ""
     """Folder of another run. Empty: the same run."""
     step: Annotated[int | None, STEP] = None
-    """Checkpoint of RUN. None: the latest."""
+    """Checkpoint of RUN. None: the latest intact one."""
     other_step: Annotated[int | None, STEP] = None
-    """Checkpoint of RUN2. None: the latest."""
+    """Checkpoint of RUN2. None: the latest intact one."""
 
 
 COMMANDS: dict[str, Callable[..., Any]] = {"ls": Ls, "verify": Verify, "diff": Diff}

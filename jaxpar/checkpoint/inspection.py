@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxpar.checkpoint import integrity, store
-from jaxpar.checkpoint.saved import damage, folder, read_saved, saved_steps
+from jaxpar.checkpoint.saved import damage, folder, read_saved, read_whole, saved_steps
 from jaxpar.config import ConfigError
 from jaxpar.runtime.progress import meter, size
 from jaxpar.sharding.axes import AXES
@@ -130,6 +130,19 @@ def verify(run_dir: str | Path, step: int | None, log: Callable[[str], None]) ->
     return whole
 
 
+def require_whole(run_dir: str | Path, step: int) -> int:
+    """Read and verify every byte of a checkpoint, and return its step.
+
+    Raises:   Damaged; Unreadable; ConfigError when there is no such checkpoint.
+    """
+    found = damage(run_dir, step)
+    known = {} if found else read_saved(run_dir, step).fingerprints
+    found += _array_damage(folder(run_dir) / str(step), known, lambda _: None)
+    if found:
+        raise integrity.Damaged(f"the checkpoint of step {step} of {run_dir}", found)
+    return step
+
+
 def _array_damage(step_folder: Path, known: dict[str, str], log: Callable[[str], None]) -> list:
     """Return what is wrong with the arrays. Reads all, including those without fingerprints."""
     found, arrays = [], {}
@@ -168,15 +181,15 @@ def differences(
 ) -> int:
     """Log which arrays differ between two checkpoints, and by how much.
 
-    Args:     one, other: run folder, and step or None for the latest.
+    Args:     one, other: run folder, and step or None for the latest intact one.
     Returns:  the number of arrays that differ.
     Raises:   ConfigError when there is no such checkpoint, or both are the same; Damaged or
               Unreadable when one cannot be read.
     """
-    places = [folder(run) / str(_steps(run, step)[-1]) for run, step in (one, other)]
+    places = [folder(run) / str(step) for run, step in _to_compare(one, other)]
     if places[0].resolve() == places[1].resolve():
         rule = f"would be compared with itself: both are step {places[0].name}"
-        rule += ", the latest" if None in (one[1], other[1]) else ""
+        rule += ", the latest intact one" if None in (one[1], other[1]) else ""
         raise ConfigError("diff", str(one[0]), rule, "use --step or --other-step, or RUN2")
     names = [_array_names(place) for place in places]
     count = 0
@@ -188,6 +201,21 @@ def differences(
             log(f"{name:<40} {text}")
     log(f"{count} of {len(names[0] | names[1])} arrays differ: {places[0]}, {places[1]}")
     return count
+
+
+def _to_compare(*asked: tuple[str, int | None]) -> list[tuple[str, int]]:
+    """Replace None by the latest intact step; look for it once per run.
+
+    Raises:   ConfigError when there is no such checkpoint; Damaged when all of a run are damaged.
+    """
+    for run, step in asked:
+        _steps(run, step)
+    latest = {
+        run: read_whole(run, None, lambda at, run=run: require_whole(run, at))
+        for run, step in asked
+        if step is None
+    }
+    return [(run, latest[run] if step is None else step) for run, step in asked]
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ Reads only names and small files, so that a program can decide before it writes 
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -137,7 +137,7 @@ def damage(run_dir: str | Path, step: int) -> list[str]:
     return found
 
 
-def none_whole(run_dir: str | Path, found: dict[int, list[str]]) -> integrity.Damaged:
+def none_whole(run_dir: str | Path, found: Mapping[Any, list[str]]) -> integrity.Damaged:
     """Make the error for a run whose checkpoints are all damaged.
 
     They stay in place: without them, the same command would start over.
@@ -160,18 +160,36 @@ def read_whole[T](run_dir: str | Path, step: int | None, read: Callable[[int], T
     """
     if step is not None:
         return read(step)
-    steps, found = saved_steps(run_dir), dict[int, list[str]]()
+    steps = saved_steps(run_dir)
     if not steps:
         raise _no_checkpoint(run_dir)
-    for at in reversed(steps):
+
+    def read_undamaged(at: int) -> T:
+        if wrong := damage(run_dir, at):
+            raise integrity.Damaged(f"the checkpoint of step {at} of {run_dir}", wrong)
+        return read(at)
+
+    return first_whole(run_dir, steps[::-1], read_undamaged, "An earlier step is read instead")
+
+
+def first_whole[S, T](
+    run_dir: str | Path, steps: Sequence[S], read: Callable[[S], T], instead: str
+) -> T:
+    """Call `read` with one step after another until it raises no Damaged, and return its result.
+
+    A warning on standard error names each step that is passed over.
+
+    Args:     steps: at least one, in the order of preference. instead: ends the warning.
+    Raises:   Damaged that names all of them, if `read` raises Damaged for each.
+    """
+    found: dict[S, list[str]] = {}
+    for at in steps:
         try:
-            if wrong := damage(run_dir, at):
-                raise integrity.Damaged(f"the checkpoint of step {at} of {run_dir}", wrong)
             return read(at)
         except integrity.Damaged as error:
             found[at] = error.damage
-            if at != steps[0] and peers.rank() == 0:
-                integrity.warn(f"{error}. An earlier step is read instead; nothing was moved.")
+            if at != steps[-1] and peers.rank() == 0:
+                integrity.warn(f"{error}. {instead}; nothing was moved.")
     raise none_whole(run_dir, found)
 
 

@@ -21,7 +21,7 @@ import jax
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.serialize import from_json, to_json
 from jaxpar.planning.predict.communication import Cluster
-from jaxpar.planning.predict.hardware import GPUS, H200_COPY_SHARE, Gpu
+from jaxpar.planning.predict.hardware import GPUS, Gpu
 from jaxpar.runtime.gpus import xla_flags
 
 #: The module of the plugin.
@@ -68,7 +68,7 @@ def target_config(gpu: Gpu) -> str:
   block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535
   block_dim_limit_z: 65535
-  memory_bandwidth: {int(gpu.bandwidth.value / H200_COPY_SHARE)}
+  memory_bandwidth: {int(gpu.memory_peak.value)}
   l2_cache_size: {gpu.l2_bytes}
   clock_rate_ghz: {gpu.clock_ghz}
   device_memory_size: {int(gpu.memory.value)}

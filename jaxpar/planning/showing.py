@@ -28,7 +28,7 @@ IN_DETAIL = 3
 SHOWN_IN: dict[str, tuple[float, str]] = {
     "memory": (GIB, "GiB"),
     **dict.fromkeys(("peak", "matmul", "float8"), (1e12, "TFLOP/s")),
-    "bandwidth": (1e12, "TB/s"),
+    **dict.fromkeys(("bandwidth", "memory_peak"), (1e12, "TB/s")),
     **dict.fromkeys(("nvlink", "host_link"), (1e9, "GB/s")),
     "attention": (1, "x"),
 }

@@ -13,8 +13,8 @@ from jaxpar.profiling.trace.scopes import BACKWARD, FORWARD, RECOMPUTE, place_of
 #: Shares of attention's 14 H K FLOPs per pair of a query and a key in its passes.
 _ATTENTION_SHARES = {FORWARD: 4 / 14, RECOMPUTE: 4 / 14, BACKWARD: 10 / 14}
 
-#: Most of the bandwidth that a kernel may seem to reach: some GPUs have estimates.
-MOST = 1.2
+#: Most of the memory's peak that a kernel can reach. Beyond it, some bytes come from a cache.
+MOST = 1.0
 
 _UNKNOWN = {"flops": None, "bytes": None, "least_us": None, "roofline": None}
 

@@ -1,9 +1,9 @@
 """Draws the kernels of a profile below the roofline of their GPU.
 
 A kernel's place is its FLOPs per byte and its FLOP/s, and its area its time in a step. The roof is
-the least of the GPU's peak and its bandwidth times FLOPs per byte. A kernel's height below the roof
-is its roofline share. Kernels without matrix products have no FLOPs here (`hlo/costs.py`): they are
-at the left end, where their height below the roof is their share of the bandwidth.
+the least of the GPU's peak and its memory's peak times FLOPs per byte. A kernel's height below the
+roof is its roofline share. Kernels without matrix products have no FLOPs here (`hlo/costs.py`):
+they are at the left end, where their height below the roof is their share of the memory's peak.
 
 Source:   Williams et al. 2009, "Roofline".
 """
@@ -53,7 +53,7 @@ def roofline_svg(rows: Sequence[dict[str, Any]], gpu: Gpu, title: str, under: st
 
 def _roof(gpu: Gpu) -> list[tuple[float, float]]:
     low, high = INTENSITY
-    peak, bandwidth = gpu.peak.value, gpu.bandwidth.value
+    peak, bandwidth = gpu.peak.value, gpu.memory_peak.value
     return [(low, bandwidth * low / 1e12), (peak / bandwidth, peak / 1e12), (high, peak / 1e12)]
 
 

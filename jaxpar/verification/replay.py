@@ -75,6 +75,8 @@ class Replay:
     def __init__(self, options: ReplayOptions):
         """Find the record and the checkpoint.
 
+        Damaged checkpoints are passed over, with a warning.
+
         Raises:   ConfigError when the step has no record, or the devices do not fit the mesh.
         """
         rendezvous.require_single_process("jaxpar.replay")
@@ -89,9 +91,7 @@ class Replay:
             raise ConfigError("--step", self.number, rule, fix)
         for record in self.records.values():
             check_inputs(record, folder)
-        steps = checkpoint.saved_steps(folder)
-        self.begin = max((step for step in steps if step < self.number), default=0)
-        taken_by = min((step for step in steps if step >= self.number), default=None)
+        self.begin, taken_by = intact_checkpoints(folder, self.number)
         self.cfg = self._config(folder, taken_by)
         runtime.start(self.cfg)
         require_devices(self.cfg)
@@ -183,6 +183,31 @@ class Replay:
         before = losses_judged(self.records[i] for i in sorted(self.records) if i < self.number)
         window = Window(g.spike_window, g.spike_deviations, before)
         return not math.isfinite(loss) or loss > window.limit()
+
+
+def intact_checkpoints(folder: Path, number: int) -> tuple[int, int | None]:
+    """Find the checkpoints around a step. Warns of each damaged one that is passed over.
+
+    Returns:  the last intact one before the step, or 0: the start of the run; and the first one
+        that contains the step and has an intact config, or None.
+    Raises:   Unreadable.
+    """
+    steps = checkpoint.saved_steps(folder)
+    before = [step for step in steps if 0 < step < number]
+    after = [step for step in steps if step >= number]
+    begin = checkpoint.first_whole(
+        folder,
+        [*reversed(before), 0],
+        lambda step: checkpoint.require_whole(folder, step) if step else 0,
+        "The replay begins at an earlier step",
+    )
+    taken_by = checkpoint.first_whole(
+        folder,
+        [*after, None],
+        lambda step: checkpoint.read_saved(folder, step).step if step is not None else None,
+        "The config of a later start is used",
+    )
+    return begin, taken_by
 
 
 def check_inputs(record: dict[str, Any], folder: Path) -> None:

@@ -367,6 +367,8 @@ def test_diff_of_equal_checkpoints_and_wrong_arguments(setup, tmp_path, capsys):
             main(["diff", cfg.run.dir, *step])
     store.array_folder(step_folder(cfg, 2)).joinpath(store.MANIFEST).unlink()
     with pytest.raises(Damaged, match="its arrays cannot be listed"):
+        main(["diff", cfg.run.dir, str(copy), "--step", "2"])
+    with pytest.raises(Damaged, match=r"every checkpoint of .* step 2: state/manifest"):
         main(["diff", cfg.run.dir, str(copy)])
     with pytest.raises(ConfigError, match=r"RUN = .* contains no checkpoint"):
         list(inspection.rows(tmp_path / "none"))

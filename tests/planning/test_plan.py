@@ -144,7 +144,12 @@ def test_keys_and_values(capsys):
 def test_hardware_with_sources(capsys):
     said = run(capsys, "--hardware")
     assert "h200: NVIDIA H200" in said and "datasheet" in said and "estimate" in said
-    for line in (r"peak +989 TFLOP/s", r"nvlink +450 GB/s", r"host_link +51.7 GB/s"):
+    for line in (
+        r"peak +989 TFLOP/s",
+        r"memory_peak +3.35 TB/s",
+        r"nvlink +450 GB/s",
+        r"host_link +51.7 GB/s",
+    ):
         assert re.search(line, said)
     found = json.loads(run(capsys, "--hardware", "--json"))
     assert found["gpus"].keys() == GPUS.keys() and found["networks"].keys() == NETWORKS.keys()
@@ -163,13 +168,17 @@ def test_the_table_of_gpus_in_the_docs_is_of_the_figures():
     }
 
 
+DATASHEET = ("peak", "memory_peak", "nvlink")
+
+
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=lambda gpu: gpu.name)
 def test_figures_of_a_gpu_agree_with_each_other(gpu):
     assert gpu.peak.value == peak_flops(gpu.device_kind) and gpu_of_kind(gpu.device_kind) is gpu
     for name, figure in vars(gpu).items():
         if isinstance(figure, HardwareFigure) and gpu.name != "h200":
             measured = figure.source.startswith("measured")
-            assert not measured and ("estimate" in figure.source or name in ("peak", "nvlink"))
+            assert not measured and ("estimate" in figure.source or name in DATASHEET)
+    assert 0.86 < gpu.bandwidth.value / gpu.memory_peak.value < 0.88
     assert 0.45 < gpu.matmul.value / gpu.peak.value < 0.85
     assert gpu.float8 is None or 1.5 < gpu.float8.value / gpu.matmul.value < 2
     assert (gpu.links == 0) == ("PCIe" in gpu.nvlink.source)

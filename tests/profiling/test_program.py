@@ -311,7 +311,7 @@ def test_costs(name, flops, size):
 def test_the_least_time():
     module = hlo.parse(HLO)
     product = cost_of(module, module.instructions["fusion.3"])
-    assert product.seconds(H200) == pytest.approx(product.bytes / 4.18e12)
+    assert product.seconds(H200) == pytest.approx(product.bytes / 4.8e12)
     assert cost_of(module, module.instructions["gone"]).seconds(H200) is None
     single = cost_of(hlo.parse(HLO.replace("bf16", "f32")), module.instructions["fusion.3"])
     assert single.dtype == "f32" and single.seconds(H200) is None

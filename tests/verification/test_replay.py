@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpar.checkpoint.saved import METADATA, folder, saved_steps
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.monitoring.recent_steps import RECENT_FILE, bits, read_recent
 from jaxpar.runtime import exit_codes
@@ -143,6 +144,24 @@ def test_the_start_and_wrong_steps(run, again, only_devices):
         replay.replay(options)
     two_processes = replace(Config(), **{"run.cpu_devices": 2, "parallel.data": 4})
     assert replay.in_one_process(two_processes).run.cpu_devices == 4
+
+
+def test_damaged_checkpoints_are_passed_over(run, again, capsys):
+    """The one before the step, and the one that has its config; nothing is moved."""
+    steps = saved_steps(run)
+    number = steps[1] + 1
+    for step in steps[1:]:
+        (folder(run) / str(step) / METADATA).write_text("[")
+    assert again(number) == "nothing wrong: the step repeats bit for bit"
+    told = capsys.readouterr()
+    assert f"from step {steps[0]} on mesh data=2" in told.out
+    first, *others = [line for line in told.err.splitlines() if line.startswith("WARNING")]
+    assert f"step {steps[1]} of {run} is damaged: " in first
+    assert first.endswith("The replay begins at an earlier step; nothing was moved.")
+    for step, line in zip(steps[2:], others, strict=True):
+        assert f"step {step} of {run} is damaged: " in line
+        assert line.endswith("The config of a later start is used; nothing was moved.")
+    assert len(steps) > 2
 
 
 def test_the_ring_keeps_the_latest(tmp_path):

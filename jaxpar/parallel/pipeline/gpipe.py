@@ -43,8 +43,7 @@ def gpipe(
     carry = dict(g=blank, stash=done["stash"], outputs=done["outputs"], grads=grads)
     carry["sums"] = step.no_loss()
     carry, _ = lax.scan(partial(_backward_tick, step), carry, jnp.arange(turn, end))
-    grads = carry["grads"]
-    return carry["sums"], dict(grads, layers=step.chunks.unstacked(grads["layers"], 1))
+    return slots.results(step, carry)
 
 
 def _forward_tick(step: slots.Step, carry: dict, t: jax.Array):

@@ -18,7 +18,7 @@ from jax import lax
 from jaxpar.parallel.pipeline import slots
 from jaxpar.parallel.pipeline.schedules import Schedule
 from jaxpar.parallel.pipeline.slots import to_stage
-from jaxpar.parallel.staged_model import StagedModel, Sums, float32_zeros, take
+from jaxpar.parallel.staged_model import StagedModel, Sums, take
 from jaxpar.sharding.params import join
 
 
@@ -72,23 +72,14 @@ def one_f_one_b(
     step = slots.step_of(
         Schedule, model, weights, microbatches, virtual=virtual, scale=scale, save=save
     )
-    schedule, blank = step.schedule, step.blank()
-    like_sums = dict(trainable, layers=step.chunks.sums_like(trainable["layers"]))
-    carry = dict(
-        x=blank,
-        g=blank,
-        stash=slots.empty_stash(step, blank),
-        grads=float32_zeros(like_sums),
-        sums=step.no_loss(),
-    )
-    phases = schedule.phases()
+    carry = slots.empty_carry(step, trainable)
+    phases = step.schedule.phases()
     if not model.stage_wide_collectives:  # idle stages skip work: one loop, compiled once
         phases = ((True, True, 0, phases[-1][-1]),)
     for forwards, backwards, start, stop in phases:
         tick = partial(_tick, step, forwards, backwards)
         carry, _ = lax.scan(tick, carry, jnp.arange(start, stop))
-    grads = carry["grads"]
-    return carry["sums"], dict(grads, layers=step.chunks.unstacked(grads["layers"], virtual))
+    return slots.results(step, carry)
 
 
 def _tick(step: slots.Step, forwards: bool, backwards: bool, carry: dict, t: jax.Array):

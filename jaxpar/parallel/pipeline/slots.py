@@ -22,6 +22,7 @@ from jaxpar.parallel.staged_model import (
     StagedModel,
     Sums,
     add_gradients,
+    float32_zeros,
     seed,
     take,
     zeros_like_type,
@@ -73,6 +74,32 @@ def step_of(
     schedule = kind(lax.axis_size(PIPELINE), virtual, M)
     chunks = chunks_of(model, weights["layers"], schedule)
     return Step(model, weights["top"], chunks, microbatches, schedule, scale, save)
+
+
+def empty_carry(step: Step, trainable: Any) -> dict[str, Any]:
+    """Return what a stage carries to the first tick of a loop with both slots.
+
+    x, g    zeros: the activation and the gradient that a neighbor sends.
+    stash   empty: what forwards leave for backwards.
+    grads   float32 zeros like `trainable`, with the layers as the chunks sum them.
+    sums    zeros like the loss sums.
+    """
+    blank = step.blank()
+    like_sums = dict(trainable, layers=step.chunks.sums_like(trainable["layers"]))
+    return dict(
+        x=blank,
+        g=blank,
+        stash=empty_stash(step, blank),
+        grads=float32_zeros(like_sums),
+        sums=step.no_loss(),
+    )
+
+
+def results(step: Step, carry: dict[str, Any]) -> tuple[Sums, Any]:
+    """Return the loss sums of a carry, and its gradients like the trainable weights."""
+    grads = carry["grads"]
+    layers = step.chunks.unstacked(grads["layers"], step.schedule.virtual)
+    return carry["sums"], dict(grads, layers=layers)
 
 
 @jax.named_scope("between_stages")

@@ -17,7 +17,7 @@ from jaxpar.parallel import vjp_segments
 from jaxpar.parallel.pipeline import slots, stash
 from jaxpar.parallel.pipeline.chunks import BranchedChunks
 from jaxpar.parallel.pipeline.schedules import ZeroBubble
-from jaxpar.parallel.staged_model import StagedModel, Sums, float32_zeros, take
+from jaxpar.parallel.staged_model import StagedModel, Sums, take
 from jaxpar.sharding.axes import PIPELINE
 from jaxpar.sharding.params import join
 
@@ -41,18 +41,9 @@ def zero_bubble(
     step = slots.step_of(
         ZeroBubble, model, weights, microbatches, virtual=virtual, scale=scale, save=save
     )
-    schedule, blank = step.schedule, step.blank()
-    carry = dict(
-        x=blank,
-        g=blank,
-        stash=slots.empty_stash(step, blank),
-        factors=_empty_factors(step),
-        grads=float32_zeros(dict(trainable, layers=step.chunks.sums_like(trainable["layers"]))),
-        sums=step.no_loss(),
-    )
-    carry, _ = lax.scan(partial(_tick, step), carry, jnp.arange(schedule.phases()[-1][-1]))
-    grads = carry["grads"]
-    return carry["sums"], dict(grads, layers=step.chunks.unstacked(grads["layers"], virtual))
+    carry = dict(slots.empty_carry(step, trainable), factors=_empty_factors(step))
+    carry, _ = lax.scan(partial(_tick, step), carry, jnp.arange(step.schedule.phases()[-1][-1]))
+    return slots.results(step, carry)
 
 
 def _tick(step: slots.Step, carry: dict, t: jax.Array):

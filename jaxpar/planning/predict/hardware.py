@@ -36,6 +36,7 @@ class Gpu:
     matmul              bfloat16 FLOP/s that a training step's large matmuls sustain.
     float8              the same for 8 bits; None if the GPU does not support it.
     bandwidth           bytes/s of a copy in device memory, read plus written bytes.
+    memory_peak         bytes/s of device memory by the datasheet, the roof of profiles.
     nvlink              bytes/s to the other GPUs of the host, by the datasheet; of PCIe, where GPUs
                         have no NVLink.
     host_link           bytes/s to pinned host memory; the other direction is assumed equal.
@@ -52,6 +53,7 @@ class Gpu:
     matmul: HardwareFigure
     float8: HardwareFigure | None
     bandwidth: HardwareFigure
+    memory_peak: HardwareFigure
     nvlink: HardwareFigure
     host_link: HardwareFigure
     attention: HardwareFigure
@@ -93,6 +95,7 @@ H200 = Gpu(
         4.18e12,
         "measured: device copy (docs/experiments/elementwise.md#bandwidth-of-elementwise-kernels)",
     ),
+    memory_peak=HardwareFigure(4.8e12, "NVIDIA H200 datasheet"),
     nvlink=HardwareFigure(450e9, "NVIDIA H200 datasheet: 900 GB/s for both directions"),
     host_link=HardwareFigure(
         51.7e9,
@@ -117,6 +120,7 @@ H100 = Gpu(
     matmul=HardwareFigure(698e12, _SAME_CHIP),
     float8=HardwareFigure(1230e12, _SAME_CHIP),
     bandwidth=HardwareFigure(2.91e12, "estimate: 3.35 TB/s by the datasheet, times an H200's 0.87"),
+    memory_peak=HardwareFigure(3.35e12, "NVIDIA H100 SXM datasheet"),
     nvlink=HardwareFigure(450e9, "NVIDIA H100 SXM datasheet: 900 GB/s for both directions"),
     host_link=HardwareFigure(51.7e9, "estimate: an H200's; PCIe 5 too"),
     attention=HardwareFigure(1.0, _SAME_CHIP),
@@ -139,6 +143,7 @@ A100 = Gpu(
     ),
     float8=None,
     bandwidth=HardwareFigure(1.77e12, "estimate: 2.04 TB/s by the datasheet, times an H200's 0.87"),
+    memory_peak=HardwareFigure(2.039e12, "NVIDIA A100 datasheet"),
     nvlink=HardwareFigure(300e9, "NVIDIA A100 datasheet: 600 GB/s for both directions"),
     host_link=HardwareFigure(25.8e9, "estimate: half of an H200's; PCIe 4"),
     attention=HardwareFigure(
@@ -161,6 +166,7 @@ B200 = Gpu(
     matmul=HardwareFigure(PEAK_FLOPS["B200"] * H200_MATMUL_SHARE, _SHARE),
     float8=HardwareFigure(4500e12 * 0.62, _SHARE),
     bandwidth=HardwareFigure(8.0e12 * H200_COPY_SHARE, _SHARE),
+    memory_peak=HardwareFigure(8.0e12, "NVIDIA B200 datasheet"),
     nvlink=HardwareFigure(900e9, "NVIDIA B200 datasheet: 1.8 TB/s for both directions"),
     host_link=HardwareFigure(51.7e9, "estimate: an H200's; PCIe 5 too"),
     attention=HardwareFigure(
@@ -185,6 +191,7 @@ H100_PCIE = replace(
     ),
     float8=HardwareFigure(790e12, "estimate: an H200's ratio to bfloat16, 1.76"),
     bandwidth=HardwareFigure(1.77e12, "estimate: 2.04 TB/s by the datasheet, times an H200's 0.87"),
+    memory_peak=HardwareFigure(2.04e12, "NVIDIA H100 PCIe product brief"),
     nvlink=_PCIE5,
     attention=HardwareFigure(0.65, "estimate: in proportion to its matmuls"),
     multiprocessors=114,
@@ -202,6 +209,7 @@ A100_40 = replace(
     bandwidth=HardwareFigure(
         1.35e12, "estimate: 1.555 TB/s by the datasheet, times an H200's 0.87"
     ),
+    memory_peak=HardwareFigure(1.555e12, "NVIDIA A100 datasheet, 40 GB"),
 )
 
 A100_PCIE = replace(
@@ -214,6 +222,7 @@ A100_PCIE = replace(
     bandwidth=HardwareFigure(
         1.68e12, "estimate: 1.935 TB/s by the datasheet, times an H200's 0.87"
     ),
+    memory_peak=HardwareFigure(1.935e12, "NVIDIA A100 datasheet"),
     nvlink=_PCIE4,
     attention=HardwareFigure(0.3, "estimate: 0.85 of an A100 SXM's"),
     links=0,
@@ -232,6 +241,7 @@ L40S = Gpu(
     bandwidth=HardwareFigure(
         0.75e12, "estimate: 0.864 TB/s by the datasheet, times an H200's 0.87"
     ),
+    memory_peak=HardwareFigure(0.864e12, "NVIDIA L40S datasheet"),
     nvlink=_PCIE4,
     host_link=A100.host_link,
     attention=HardwareFigure(0.35, "estimate: an A100's, whose matmuls are as fast"),
@@ -254,6 +264,7 @@ L4 = Gpu(
     ),
     float8=HardwareFigure(106e12, "estimate: an H200's ratio to bfloat16, 1.76"),
     bandwidth=HardwareFigure(0.26e12, "estimate: 0.3 TB/s by the datasheet, times an H200's 0.87"),
+    memory_peak=HardwareFigure(0.3e12, "NVIDIA L4 datasheet"),
     nvlink=_PCIE4,
     host_link=A100.host_link,
     attention=HardwareFigure(0.084, "estimate: an A100's, in proportion to its matmuls"),

@@ -5,7 +5,7 @@ memory traffic. Bytes count each operand and each result once, as with perfect c
 slices an operand, only the slice counts, also behind elementwise operations and concatenations. If
 it updates an operand in place, only the written part counts.
 
-    minimum time = max(FLOPs / peak FLOP/s, bytes / bandwidth)
+    minimum time = max(FLOPs / peak FLOP/s, bytes / peak of device memory)
 
 The roofline share of a kernel is the minimum time divided by the measured time.
 
@@ -57,7 +57,7 @@ class InstructionCost:
 
     def memory_seconds(self, gpu: Gpu) -> float | None:
         """Return the least time of the bytes; None if they are unknown."""
-        return None if self.bytes is None else self.bytes / gpu.bandwidth.value
+        return None if self.bytes is None else self.bytes / gpu.memory_peak.value
 
 
 def cost_of(module: Module, instruction: Instruction) -> InstructionCost:

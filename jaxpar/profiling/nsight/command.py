@@ -4,11 +4,13 @@ Runs the train step of a config under NVIDIA's Nsight Compute, as `python -m jax
 does, and prints what limits the kernels whose name matches: the share of the time in which tensor
 cores, multiprocessors, caches and device memory are busy, the measured occupancy, and what warps
 wait for. Only these kernels are repeated. The step runs twice: first without ncu, under which a
-compilation can end with a segmentation fault, and then from the compilation cache. All fields of
-the config can follow. docs/profiling.md explains each figure.
+compilation can end with a segmentation fault, and then from the compilation cache. ncu stops the
+step once it has measured enough. All fields of the config can follow. docs/profiling.md explains
+each figure.
 """
 
 import argparse
+import os
 import re
 import shutil
 import subprocess
@@ -22,10 +24,14 @@ from jaxpar.config.command_line import as_called, read_config
 from jaxpar.config.rules.limits import Range
 from jaxpar.profiling.nsight import counters
 from jaxpar.runtime.exit_codes import RunError
+from jaxpar.runtime.gpus import xla_flags
 from jaxpar.runtime.options import Parser, check_file
 
 #: Where NVIDIA's installers put the program, if it is not on PATH.
 _PLACES = ("/usr/local/cuda*/bin/ncu", "/opt/nvidia/nsight-compute/*/ncu")
+
+#: Flag of XLA that launches each kernel by itself, not in a CUDA graph. Kernels stay the same.
+_NO_GRAPHS = "--xla_gpu_enable_command_buffer="
 
 _NO_PERMISSION = "ERR_NVGPUCTRPERM"
 _PERMISSION_FIX = (
@@ -44,18 +50,20 @@ def main(argv: Sequence[str]) -> None:
         print("compiling   the step, without ncu", flush=True)
         compile_step(step)
         print(f"measuring   {options.kernel}, under {program}", flush=True)
-        done = subprocess.run(ncu_words(program, options, step, report, log))
+        words = ncu_words(program, options, step, report, log)
+        code = subprocess.run(words, env=environment()).returncode
+        text = as_csv(program, report)
         written = log.read_text("utf-8", "replace") if log.is_file() else ""
-        check_log(written, done.returncode, program, options.kernel)
-        words = [program, "--import", str(report), "--csv", "--page", "raw"]
-        text = subprocess.run(words, capture_output=True, text=True).stdout
-    if options.csv:
-        Path(options.csv).write_text(text, "utf-8")
     try:
         kernels = counters.parse(text)
     except counters.NotCounters as error:
+        check_log(written, code, program, options.kernel)
         raise RunError(f"{program} wrote no table of counters: {error}") from error
+    if options.csv:
+        Path(options.csv).write_text(text, "utf-8")
     print(counters.in_words(kernels))
+    if len(kernels) < options.count:
+        print(f"\n{len(kernels)} of {options.count} launches; ncu then ended with code {code}")
     if options.report:
         print(f"\nreport: {options.report}, for ncu-ui or: ncu --import {options.report}")
 
@@ -123,9 +131,23 @@ def compile_step(step: Sequence[str]) -> None:
 
     Raises:   RunError if it fails.
     """
-    done = subprocess.run([*_bench(step), "--profile-steps", "0"])
+    done = subprocess.run([*_bench(step), "--profile-steps", "0"], env=environment())
     if done.returncode:
         raise RunError(f"the step ended with code {done.returncode}, without ncu")
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of both runs, which has to be the same for the compilation cache.
+
+    All programs go into the cache: JAX leaves out those that compile in less than a second, such as
+    the one that makes the weights. XLA takes GPU memory as it needs it: ncu saves what is allocated
+    before it repeats a kernel, and XLA would allocate three quarters of the GPU.
+    """
+    return os.environ | {
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "XLA_FLAGS": f"{xla_flags.user_flags()} {_NO_GRAPHS}".strip(),
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    }
 
 
 def _bench(step: Sequence[str]) -> list[str]:
@@ -137,18 +159,27 @@ def ncu_words(
 ) -> list[str]:
     """Return the command: ncu around one step, which `nsight/marked.py` marks.
 
-    ncu measures the kernels inside of CUDA graphs one by one, like others.
+    ncu watches only the step's own process, and ends it after the last launch to measure.
     """
     what = ["--set", "full"] if options.full else []
     what += [word for name in counters.SECTIONS for word in ("--section", name)]
     what += ["--metrics", ",".join(counters.METRICS)]
     return [
-        *(program, "--target-processes", "all", "--profile-from-start", "off"),
+        *(program, "--target-processes", "application-only"),
+        *("--profile-from-start", "off", "--kill", "yes"),
         *("--clock-control", "none", "--kernel-name", f"regex:{options.kernel}"),
         *("--launch-skip", str(options.skip), "--launch-count", str(options.count), *what),
         *("--export", str(report), "--force-overwrite", "--log-file", str(log)),
         *(*_bench(step), "--profile-steps", "1", "--profiler", "nvidia"),
     ]
+
+
+def as_csv(program: str, report: Path) -> str:
+    """Return the counters of a report, as CSV; empty if ncu wrote no report."""
+    if not report.is_file():
+        return ""
+    words = [program, "--import", str(report), "--csv", "--page", "raw"]
+    return subprocess.run(words, capture_output=True, text=True).stdout
 
 
 def check_log(text: str, code: int, program: str, kernel: str) -> None:

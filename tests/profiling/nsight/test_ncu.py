@@ -9,14 +9,14 @@ import pytest
 
 from jaxpar import profile
 from jaxpar.config import ConfigError
-from jaxpar.profiling.nsight import command
+from jaxpar.profiling.nsight import command, counters
 from jaxpar.runtime.exit_codes import RunError
 
 RAW = Path(__file__).parent / "raw.csv"
 
 #: A program with the interface of ncu: it notes its arguments, and prints a recorded table.
 FAKE = """#!{python}
-import pathlib, sys
+import os, pathlib, sys
 folder = pathlib.Path({folder!r})
 with (folder / "words").open("a") as file:
     file.write("\\n".join(sys.argv[1:]) + "\\n\\n")
@@ -24,6 +24,11 @@ if "--import" in sys.argv:
     print(pathlib.Path({raw!r}).read_text())
 else:
     pathlib.Path(sys.argv[sys.argv.index("--log-file") + 1]).write_text({log!r})
+    if {measures}:
+        pathlib.Path(sys.argv[sys.argv.index("--export") + 1]).touch()
+    for name in ("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "XLA_FLAGS"):
+        with (folder / "environment").open("a") as file:
+            file.write(os.environ[name] + "\\n")
     sys.exit({code})
 """
 
@@ -40,10 +45,10 @@ def compiled(monkeypatch) -> list[list[str]]:
 def fake(tmp_path, compiled):
     """Makes a program that does as ncu."""
 
-    def make(log: str = "==PROF== Profiling", code: int = 0) -> str:
+    def make(log: str = "==PROF== Profiling", code: int = 0, measures: bool = True) -> str:
         path = tmp_path / "ncu"
         fields = {"python": sys.executable, "folder": str(tmp_path), "raw": str(RAW)}
-        path.write_text(FAKE.format(**fields, log=log, code=code))
+        path.write_text(FAKE.format(**fields, log=log, code=code, measures=measures))
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
         return str(path)
 
@@ -84,7 +89,26 @@ def test_one_kernel_of_a_step(fake, compiled, tmp_path, capsys):
 )
 def test_failures_of_ncu(log, code, error, said, fake):
     with pytest.raises(error, match=said):
-        profile.main(["ncu", "quickstart", "--kernel", "nvjet", "--ncu", fake(log, code)])
+        profile.main(["ncu", "quickstart", "--kernel", "nvjet", "--ncu", fake(log, code, False)])
+
+
+def test_a_kernel_that_was_measured_is_shown_if_the_step_then_ends_badly(fake, capsys):
+    """ncu ends the step itself; a crash after the last measured kernel costs nothing either."""
+    step = ["quickstart", "--kernel", "nvjet", "--count", "9"]
+    profile.main(["ncu", *step, "--ncu", fake("==ERROR== The application crashed", 11)])
+    said = capsys.readouterr().out
+    assert "tensor cores     88.2%" in said
+    launches = len(counters.parse(RAW.read_text()))
+    assert f"{launches} of 9 launches; ncu then ended with code 11" in said
+
+
+def test_nothing_is_compiled_under_ncu(fake, tmp_path, monkeypatch):
+    """Programs of less than a second come from the cache as well, and both runs share its key."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=2")
+    profile.main(["ncu", "quickstart", "--kernel", "nvjet", "--ncu", fake()])
+    flags = "--xla_gpu_autotune_level=2 --xla_gpu_enable_command_buffer="
+    assert (tmp_path / "environment").read_text().splitlines() == ["0", flags]
+    assert command.environment()["XLA_FLAGS"] == flags
 
 
 @pytest.mark.parametrize(
@@ -137,7 +161,10 @@ def test_marks_are_balanced(monkeypatch):
 def test_a_step_that_fails_is_not_measured(monkeypatch):
     ran = []
     failed = SimpleNamespace(returncode=2)
-    monkeypatch.setattr(command.subprocess, "run", lambda words: ran.append(words) or failed)
+    run = lambda words, env: ran.append((words, env)) or failed  # noqa: E731
+    monkeypatch.setattr(command.subprocess, "run", run)
     with pytest.raises(RunError, match="ended with code 2, without ncu"):
         command.compile_step(["quickstart"])
-    assert ran[0][1:] == "-m jaxpar.bench train quickstart --steps 1 --profile-steps 0".split()
+    words, env = ran[0]
+    assert words[1:] == "-m jaxpar.bench train quickstart --steps 1 --profile-steps 0".split()
+    assert env == command.environment()
