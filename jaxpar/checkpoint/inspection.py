@@ -1,6 +1,7 @@
 """Inspects checkpoints: lists them, verifies them, and compares two of them."""
 
 import contextlib
+import functools
 import itertools
 import os
 import time
@@ -210,11 +211,8 @@ def _to_compare(*asked: tuple[str, int | None]) -> list[tuple[str, int]]:
     """
     for run, step in asked:
         _steps(run, step)
-    latest = {
-        run: read_whole(run, None, lambda at, run=run: require_whole(run, at))
-        for run, step in asked
-        if step is None
-    }
+    to_find = {run for run, step in asked if step is None}
+    latest = {run: read_whole(run, None, functools.partial(require_whole, run)) for run in to_find}
     return [(run, latest[run] if step is None else step) for run, step in asked]
 
 

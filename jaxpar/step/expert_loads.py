@@ -24,9 +24,9 @@ class ExpertLoads:
     """float32 [layers, E]: tokens that each expert had. Exact up to 2**24, 16 million."""
     losses: jax.Array
     """float32 [layers, 2]: `router.LOSSES`, means over tokens, not yet weighted."""
-    further_rounds: jax.Array | None = None
+    further_rounds: jax.Array
     """float32 [layers]: rounds beyond the first, of all microbatches and devices. Devices along
-    TENSOR, which have the same rows, count once. None without an expert axis."""
+    TENSOR, which have the same rows, count once. 0 without an expert axis."""
 
 
 @jax.named_scope("expert_loads")
@@ -41,11 +41,8 @@ def reduce_tallies(tallies: jax.Array, tokens: int, cfg: Config) -> ExpertLoads:
     if not is_equal(cfg):  # the router of an empty slot chooses, too
         empty = layers_here(cfg)[cfg.model.dense_layers :] == EMPTY
         total = jnp.where(empty[:, None], 0, total)
-    experts, rounds = cfg.model.num_experts, None
-    if cfg.parallel.expert > 1:
-        total, rounds = total[:, :-1], total[:, -1]
-    rows, losses = jnp.split(total, [experts], axis=1)
-    return ExpertLoads(rows, losses / tokens, rounds)
+    rows, losses, rounds = jnp.split(total, [cfg.model.num_experts, total.shape[1] - 1], axis=1)
+    return ExpertLoads(rows, losses / tokens, rounds[:, 0])
 
 
 @jax.named_scope("expert_loads")
@@ -77,9 +74,8 @@ def _of_ranks(loads: ExpertLoads, share: jax.Array, cfg: Config) -> dict[str, ja
     Args:     share: float32 [layers, E], of a layer's rows.
     Communication: two all-reduces over PIPELINE.
     """
-    if loads.further_rounds is None:
+    if (n := cfg.parallel.expert) == 1:
         return {}
-    n = cfg.parallel.expert
     of_rank = jnp.sum(share.reshape(len(share), n, -1), axis=2)
     fullest = lax.pmax(jnp.max(of_rank) * n, PIPELINE)
     return {

@@ -74,15 +74,14 @@ def _of_shard(h: NormOutput, w: Weights, context: AttentionContext, ex: Executio
     """
     m, x = ex.cfg.model, h.operand
     routing = router.route(x, w, m)
-    weights = router.with_losses(routing, w, context.loss_weight, ex.cfg)
     _, D, F = w["w_gate"].shape
     tile = kernels.tile_rows(D, F, x.dtype)
     by_token = lambda a: a.reshape(-1, a.shape[-1])  # noqa: E731
     slack, by = ex.cfg.parallel.expert_slack, ex.expert_dispatch
     plan = plan_rows(by_token(routing.experts), m.num_experts, tile, slack, by)
     plan, how = named_plan(plan), Products(m, 1 if ex.gathers_experts else 0)
-    if p.expert > 1:
-        weights = router.with_rounds(weights, w, plan.further_rounds, context.loss_weight)
+    rounds, loss_weight = plan.further_rounds, context.loss_weight
+    weights = router.with_losses(routing, rounds, w, loss_weight, ex.cfg)
     matrices = tuple(w[name] for name in ("w_gate", "w_up", "w_down"))
     if how.expert_dim == 1:  # undo what the gather did last
         matrices = tuple(jnp.moveaxis(a, d, 0) for a, d in zip(matrices, (-2, -2, -1), strict=True))

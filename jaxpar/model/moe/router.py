@@ -25,13 +25,13 @@ from jaxpar.sharding.axes import SEQUENCE, TENSOR, TOKEN_AXES
 #: Name of the weight whose gradient is a `tally`.
 TALLY = "router_tally"
 
-#: Entries of a tally after the rows of each expert. On an expert axis, `further_rounds` follows.
+#: Entries of a tally after the rows of each expert. `further_rounds` of an expert axis follow.
 LOSSES = ("balance_loss", "router_z_loss")
 
 
 def tally_size(cfg: Config) -> int:
     """Return the number of entries of a tally."""
-    return cfg.model.num_experts + len(LOSSES) + (cfg.parallel.expert > 1)
+    return cfg.model.num_experts + len(LOSSES) + 1
 
 
 @flax.struct.dataclass
@@ -94,7 +94,9 @@ def choose(scores: jax.Array, m: ModelConfig) -> jax.Array:
 
 
 @jax.named_scope("router_losses")
-def with_losses(r: Routing, w: dict[str, Any], loss_weight: Any, cfg: Config) -> jax.Array:
+def with_losses(
+    r: Routing, rounds: jax.Array, w: dict[str, Any], loss_weight: Any, cfg: Config
+) -> jax.Array:
     """Return the routing's weights, with the router's losses in their backward.
 
     The losses are not returned, since a layer returns only activations. Instead, the backward adds
@@ -102,8 +104,9 @@ def with_losses(r: Routing, w: dict[str, Any], loss_weight: Any, cfg: Config) ->
     way, the tally becomes the gradient of the weight `TALLY`. It is then summed over microbatches,
     stages and devices like any gradient.
 
-    Args:     loss_weight: float32 [B], factor of the losses of each row (`loss_weight_of`). None
-              outside training: the weights are returned as they are.
+    Args:     rounds: int32 scalar, `Dispatch.further_rounds`. loss_weight: float32 [B], factor of
+              the losses of each row (`loss_weight_of`). None outside training: the weights are
+              returned as they are.
     Communication: `balance_loss`.
     """
     if loss_weight is None or TALLY not in w:
@@ -112,26 +115,10 @@ def with_losses(r: Routing, w: dict[str, Any], loss_weight: Any, cfg: Config) ->
     balance, z = balance_loss(r, cfg), jnp.sum(r.log_partition**2, axis=1)
     total = cfg.train.balance_loss * balance + cfg.train.router_z_loss * z
     per_row = jnp.stack([balance, z])
-    tally = jnp.concatenate([jnp.sum(r.counts, 0).astype(jnp.float32), jnp.sum(per_row, 1)])
-    if cfg.parallel.expert > 1:
-        tally = jnp.pad(tally, (0, 1))
+    parts = jnp.sum(r.counts, 0), jnp.sum(per_row, 1), rounds[None]
+    tally = jnp.concatenate([part.astype(jnp.float32) for part in parts])
     gradients = varying((once * loss_weight, once * tally))
     return _with_gradients(r.weights, total, w[TALLY], *gradients)
-
-
-def with_rounds(
-    weights: jax.Array, w: dict[str, Any], rounds: jax.Array, loss_weight: Any
-) -> jax.Array:
-    """Return the routing's weights, whose backward adds the rounds of an expert axis to the tally.
-
-    Args:     rounds: `RowPlan.further_rounds` of this device. loss_weight: as in `with_losses`.
-    """
-    if loss_weight is None or TALLY not in w:
-        return weights
-    once = lax.axis_index(TENSOR) == 0  # all its ranks have the same rows
-    tally = jnp.zeros_like(w[TALLY]).at[-1].set(once * rounds.astype(jnp.float32))
-    none, tally = varying((jnp.float32(0), tally))
-    return _with_gradients(weights, none, w[TALLY], none, tally)
 
 
 @jax.custom_vjp

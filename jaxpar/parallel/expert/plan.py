@@ -104,13 +104,6 @@ class RowPlan:
         return (places.starts[-1] + (R - 1)) // R
 
     @property
-    def further_rounds(self) -> jax.Array:
-        """int32 scalar: the number of rounds beyond the first on this device."""
-        if self.places is None:
-            return jnp.int32(0)
-        return jnp.maximum(self.places.starts[-1] - 1, 0) // len(self.token)
-
-    @property
     def tile(self) -> int:
         """Rows of a tile."""
         return len(self.token) // len(self.tiles.expert)

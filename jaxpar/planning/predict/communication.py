@@ -101,6 +101,7 @@ def _fsdp(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
     On an expert axis, the matrices of experts travel over data and sequence only.
     """
     apart = shard.stack.experts if cfg.parallel.expert > 1 else 0
+    groups: list[tuple[tuple[str, ...], int, int]]
     groups = [(FSDP_AXES, shard.stack.matrices - apart, 2 * shard.table)]
     groups += [(EXPERT_FSDP_AXES, apart, 0)] if apart else []
     found = (_of_matrices(cfg, shard, cluster, *group) for group in groups)
