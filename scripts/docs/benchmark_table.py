@@ -26,6 +26,9 @@ BESIDE = {
     "llama3_8b-h200x4-tensor2-none": "torchtitan-8b-h200x4-fsdp-tensor2",
     "llama3_8b-h200x4-pipeline2-dots": "torchtitan-8b-h200x4-data-pipeline2",
     "llama3_8b-h200x4-sequence4-131072": "torchtitan-8b-h200x4-sequence4-131072",
+    "qwen3_30b_a3b_6_layers-h100x2-expert2": "torchtitan-qwen3_30b_a3b_6_layers-h100x2",
+    "qwen3_30b_a3b_6_layers-h200x2-expert2": "torchtitan-qwen3_30b_a3b_6_layers-h200x2",
+    "qwen3_30b_a3b_6_layers-h200x2-fsdp": "torchtitan-qwen3_30b_a3b_6_layers-h200x2",
 }
 
 #: Those of the README.
@@ -35,6 +38,8 @@ FEW = [
     "llama3_8b-h200x4-float8",
     "llama3_8b-h200x4-tensor2-none",
     "llama3_8b-h200x4-sequence4-131072",
+    "qwen3_30b_a3b_6_layers-h100x2-expert2",
+    "qwen3_30b_a3b_6_layers-h200x2-expert2",
 ]
 
 HEAD = """\
@@ -87,6 +92,8 @@ def how(card: dict[str, Any]) -> str:
     ):
         if (p.get(field) or 1) > 1:
             words.append(f"{p[field]} {unit}")
+    if p["expert"] > 1 and m["num_experts"]:
+        words.append(f"expert slack {p['expert_slack']}")
     if data["document_mask"]:
         words.append("document masking")
     return ", ".join(words)
