@@ -27,6 +27,9 @@ expert=4,data=2,zero=1,num_microbatches=1
 expert=2,data=2,zero=2
 expert=2,tensor=2,layer_loop=unroll
 expert=4,tensor=2,zero=1
+expert=4,sequence=2
+expert=4,replica=2
+expert=4,pipeline=2,num_microbatches=2
 expert=2,replica=2,num_microbatches=2
 expert=2,data=2,tensor=2,layer_loop=unroll,row_groups=2
 expert=2,pipeline=2,num_microbatches=2
@@ -42,6 +45,22 @@ expert=4,remat=none,layer_loop=unroll
 def test_gradients_with_rows_in_further_rounds(mesh, devices):
     """A row that is dropped changes the loss and every gradient."""
     assert not compare(mesh, IN_ROUNDS, devices).mismatches()
+
+
+OF_EIGHT = """
+expert=8,data=2
+expert=8,replica=2,zero=1
+expert=8,sequence=2,layer_loop=unroll
+expert=8,tensor=2
+expert=8,pipeline=2,num_microbatches=2
+""".split()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", OF_EIGHT)
+def test_gradients_on_sixteen_devices(mesh, devices):
+    cfg = replace(IN_ROUNDS, **{"train.global_batch_size": 16})
+    assert not compare(mesh, cfg, devices).mismatches()
 
 
 @pytest.mark.slow

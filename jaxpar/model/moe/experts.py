@@ -10,7 +10,7 @@
 The result is exact, and no token is dropped: the buffer holds the rows however they are
 distributed. Without an expert axis, every device has all experts of a layer, gathered like other
 matrices, and processes its own tokens. On an expert axis, each device has E/n of the experts, and
-receives the tokens of all n. F is split over TENSOR. The backward is written out, so that only the
+receives their tokens. F is split over TENSOR. The backward is written out, so that only the
 inputs, gate and up are saved, and the router's gradient needs no output of the experts.
 
 Source:   Shazeer et al. 2017 (1701.06538), equation 1; Gale et al. 2022 (2211.15841), MegaBlocks:
@@ -77,8 +77,8 @@ def _of_shard(h: NormOutput, w: Weights, context: AttentionContext, ex: Executio
     _, D, F = w["w_gate"].shape
     tile = kernels.tile_rows(D, F, x.dtype)
     by_token = lambda a: a.reshape(-1, a.shape[-1])  # noqa: E731
-    slack, by = ex.cfg.parallel.expert_slack, ex.expert_dispatch
-    plan = plan_rows(by_token(routing.experts), m.num_experts, tile, slack, by)
+    p, ids = ex.cfg.parallel, by_token(routing.experts)
+    plan = plan_rows(ids, m.num_experts, tile, p.expert_slack, ex.expert_dispatch)
     plan, how = named_plan(plan), Products(m, 1 if ex.gathers_experts else 0)
     rounds, loss_weight = plan.further_rounds, context.loss_weight
     weights = router.with_losses(routing, rounds, w, loss_weight, ex.cfg)

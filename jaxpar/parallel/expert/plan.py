@@ -48,13 +48,6 @@ class RowPlan:
     has_all: bool = flax.struct.field(pytree_node=False, default=True)
     """Whether every pair has its row here."""
 
-    @property
-    def further_rounds(self) -> jax.Array:
-        """`Dispatch.further_rounds`: devices may differ."""
-        if self.places is None:
-            return jnp.int32(0)
-        return jnp.maximum(self._rounds(self.places) - 1, 0)
-
     def out(self, x: jax.Array) -> jax.Array:
         """`Dispatch.out`. Communication: `tokens.tokens_of_all`."""
         return tokens.tokens_of_all(x)
@@ -97,11 +90,14 @@ class RowPlan:
             return of_round(of_places(places, r, R, self.tile))
 
         most = max_rounds(places, R, self.tile)
-        return add_rounds(of_number, first, self._rounds(places), most)
+        return add_rounds(of_number, first, (places.starts[-1] + (R - 1)) // R, most)
 
-    def _rounds(self, places: Places) -> jax.Array:
-        R = len(self.token)
-        return (places.starts[-1] + (R - 1)) // R
+    @property
+    def further_rounds(self) -> jax.Array:
+        """int32 scalar: the number of rounds beyond the first on this device."""
+        if self.places is None:
+            return jnp.int32(0)
+        return jnp.maximum(self.places.starts[-1] - 1, 0) // len(self.token)
 
     @property
     def tile(self) -> int:

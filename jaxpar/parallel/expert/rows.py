@@ -52,7 +52,7 @@ class Queues:
 
 
 @flax.struct.dataclass
-class Sent:
+class SentRows:
     """Values that `Exchange.out` or `Exchange.pairs_out` sent in the first round."""
 
     home: jax.Array
@@ -84,22 +84,22 @@ class Exchange:
         """`Dispatch.further_rounds`: the same on all devices of the axis."""
         return jnp.maximum(self.queues.rounds - 1, 0)
 
-    def out(self, x: jax.Array) -> Sent:
+    def out(self, x: jax.Array) -> SentRows:
         """`Dispatch.out`. Communication: an all-to-all of [n C, D] over EXPERT."""
         k = self.slots.shape[1]
-        return Sent(x, self._exchanged(x, k), k)
+        return SentRows(x, self._exchanged(x, k), k)
 
-    def pairs_out(self, values: jax.Array) -> Sent:
+    def pairs_out(self, values: jax.Array) -> SentRows:
         """`Dispatch.pairs_out`. Communication: an all-to-all of [n C] over EXPERT."""
         flat = values.reshape(-1)
-        return Sent(flat, self._exchanged(flat, 1), 1)
+        return SentRows(flat, self._exchanged(flat, 1), 1)
 
     @jax.named_scope("permute")
-    def permuted(self, sent: Sent) -> jax.Array:
+    def permuted(self, sent: SentRows) -> jax.Array:
         """`Dispatch.permuted`. Communication: in further rounds, as `out`."""
         return kernels.rows_taken(self._there(sent), jnp.maximum(self.source, 0), self.tiles)
 
-    def by_row(self, sent: Sent) -> jax.Array:
+    def by_row(self, sent: SentRows) -> jax.Array:
         """`Dispatch.by_row`. Communication: in further rounds, as `pairs_out`."""
         return _taken_or_0(self._there(sent), self.source)
 
@@ -127,7 +127,7 @@ class Exchange:
 
         return add_rounds(of_number, first, self.queues.rounds, most)
 
-    def _there(self, sent: Sent) -> jax.Array:
+    def _there(self, sent: SentRows) -> jax.Array:
         return sent.there if self.is_first else self._exchanged(sent.home, sent.pairs)
 
     def _exchanged(self, values: jax.Array, pairs: int) -> jax.Array:
