@@ -1,5 +1,7 @@
 """Plans of models with experts: against measured runs, and by what an expert axis changes."""
 
+from pathlib import Path
+
 import jax
 import pytest
 
@@ -12,7 +14,7 @@ from jaxpar.planning.layouts import legal_layouts
 from jaxpar.planning.predict import experts
 from jaxpar.planning.predict.communication import Cluster, span_with_gaps, traffic_of
 from jaxpar.planning.predict.compute import layer_seconds
-from jaxpar.planning.predict.hardware import GPUS, H200, NETWORKS
+from jaxpar.planning.predict.hardware import GIB, GPUS, H200, NETWORKS
 from jaxpar.planning.predict.layer_kinds import layer_kinds
 from jaxpar.planning.predict.memory import memory_of, saved_per_token
 from jaxpar.planning.predict.shard import shard_of, state_bytes
@@ -228,3 +230,29 @@ def test_weights_of_experts_are_summed_in_a_pass_of_their_own():
     one, both = (step_time(c, cluster(8)) for c in (plain, two))
     added = 2 * 10 * 48 * 128 * 3 * 2048 * 768 / (4.18e12 * 0.86)
     assert both.elementwise - one.elementwise > added
+
+
+# --------------------------------------------------------------------------------------- the docs
+
+
+def test_the_whole_model_on_8_gpus_is_as_on_its_page():
+    """Step and rate of the three columns in docs/experts.md, "Cost"."""
+    page = (Path(__file__).parents[2] / "docs" / "experts.md").read_text("utf-8")
+    layouts = {"expert": 4, "data": 2}, {"expert": 8}, {"remat": "dots_offload"}
+    times = [
+        step_time(on(8, **{"zero": 1, "remat": "none"} | fields), cluster(8)) for fields in layouts
+    ]
+    steps = " | ".join(f"{t.total * 1e3:,.0f}" for t in times)
+    assert f"| step | {steps} |" in page, steps
+    rates = " | ".join(f"{t.rate:,.0f}" for t in times)
+    assert f"| tokens/s/GPU | {rates} |" in page, rates
+
+
+def test_memory_is_within_its_bound_of_xlas_plans():
+    """Compiled without a GPU, in GiB (docs/planning.md, "Experts")."""
+    six = {"model.num_layers": 6, "model.logits_dtype": "compute", "data.document_mask": False}
+    small = replace(QWEN, **six)
+    on_2 = on(2, replace(small, **{"train.global_batch_size": 8}), expert=2)
+    on_8 = on(8, small, expert=4, zero=1, remat="none")
+    for cfg, gib in ((on_2, 37.94), (on_8, 19.07)):
+        assert memory_of(cfg).total / GIB == pytest.approx(gib, rel=calibration.MEMORY_BOUND)

@@ -101,9 +101,10 @@ def _fsdp(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
     On an expert axis, the matrices of experts travel over data and sequence only.
     """
     apart = shard.stack.experts if cfg.parallel.expert > 1 else 0
-    groups = [(FSDP_AXES, shard.stack.matrices - apart, 2 * shard.table)]
-    groups += [(EXPERT_FSDP_AXES, apart, 0)] if apart else []
-    found = (_of_matrices(cfg, shard, cluster, *group) for group in groups)
+    others = shard.stack.matrices - apart
+    found = [_of_matrices(cfg, shard, cluster, FSDP_AXES, others, 2 * shard.table)]
+    if apart:
+        found.append(_of_matrices(cfg, shard, cluster, EXPERT_FSDP_AXES, apart, 0))
     sent, seconds, nccl = (sum(values) for values in zip(*found, strict=True))
     return Traffic("data", sent, seconds, nccl, rates.EXPOSED["data"]) if sent else None
 
