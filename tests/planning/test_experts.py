@@ -50,7 +50,7 @@ def on(n: int, cfg: Config = QWEN, **fields) -> Config:
 def test_predictions_are_within_their_bounds_of_what_was_measured():
     read = lambda words: read_config(words, "jaxpar.plan", None)  # noqa: E731
     compared = list(calibration.compare(read, "experts"))
-    assert len(compared) >= 7
+    assert len(compared) >= 10
     for c in compared:
         assert abs(c.time_error) < calibration.TIME_BOUND, (c.run.run, c.time_error)
         if c.memory_error is not None:
@@ -80,7 +80,10 @@ def test_the_buffer_is_the_one_of_the_layer():
     assert experts.buffer_rows(most) == (262_144 + 64 * 127) // 128 * 128
     assert [experts.needs_rounds(c) for c in (one, some, most)] == [False, True, False]
     waits = step_time(some, cluster(2)).gaps - step_time(most, cluster(2)).gaps
-    assert waits == pytest.approx(2 * 48 * 0.77e-3)
+    assert waits == pytest.approx(2 * 48 * (0.33e-3 + 0.88e-3 / 2))
+    larger = replace(some, **{"parallel.expert_slack": 1.25})
+    waits = step_time(larger, cluster(2)).gaps - step_time(most, cluster(2)).gaps
+    assert waits == pytest.approx(2 * 48 * 0.33e-3)
 
 
 def test_the_saved_gate_and_up_have_the_rows_of_the_buffer():
@@ -240,7 +243,8 @@ def test_the_whole_model_on_8_gpus_is_as_on_its_page():
     page = (Path(__file__).parents[2] / "docs" / "experts.md").read_text("utf-8")
     layouts = {"expert": 4, "data": 2}, {"expert": 8}, {"remat": "dots_offload"}
     times = [
-        step_time(on(8, **{"zero": 1, "remat": "none"} | fields), cluster(8)) for fields in layouts
+        step_time(on(8, **{"zero": 1, "remat": "none", "expert_slack": 1.25} | fields), cluster(8))
+        for fields in layouts
     ]
     steps = " | ".join(f"{t.total * 1e3:,.0f}" for t in times)
     assert f"| step | {steps} |" in page, steps

@@ -155,8 +155,11 @@ def exposed_share(cfg: Config, shard: Shard, gpu: Gpu, seconds: float) -> float:
 
 
 def round_seconds(cfg: Config, shard: Shard) -> float:
-    """Return the time that a step waits for decisions on further rounds."""
+    """Return the time of a step's decisions on further rounds, and of these rounds."""
     if not needs_rounds(cfg):
         return 0.0
+    beyond = (shard.imbalance - cfg.parallel.expert_slack) / rates.SPREAD_OF_LOADS
+    share = min(max(0.5 + beyond, 0.0), 1.0)
     layers = shard.layers_in_turn - cfg.model.dense_layers
-    return 2 * rates.ROUND * layers * cfg.parallel.num_microbatches
+    each = rates.ROUND_DECISION + share * rates.FURTHER_ROUND
+    return 2 * each * layers * cfg.parallel.num_microbatches
