@@ -128,10 +128,13 @@ class ParallelConfig:
     expert: int = 1
     """Shards of the experts (EP): each device has some experts, and receives the tokens of all
     devices of the axis. Everything else treats it as a larger `data`."""
+    expert_dispatch: Literal["auto", "tokens", "rows"] = "auto"
+    """What devices of an expert axis send. tokens: each token to all of them. rows: a row for each
+    expert of a token, to the device of that expert. auto: whichever sends fewer bytes."""
     expert_slack: float = 1.1
     """Rows of the experts' buffer on an expert axis, as a multiple of a device's equal share. Rows
     that do not fit are computed in further rounds: a larger one needs memory, a smaller one time.
-    No row is dropped."""
+    No row is dropped. With dispatch by rows, also the rows that two devices exchange in a round."""
     sequence: int = 1
     """Shards of each sequence (context parallelism)."""
     tensor: int = 1

@@ -82,6 +82,18 @@ class Execution:
         return self.gathers_per_layer and p.data * p.sequence != 1
 
     @property
+    def expert_dispatch(self) -> Literal["tokens", "rows"]:
+        """What the n devices of an expert axis send: by default, whichever is fewer bytes.
+
+        tokens  Each token to all others: n - 1 copies of it. A permute each, by copy engines.
+        rows    A row for each of its k experts, of which (n - 1) / n have another device, and the
+                slack of the all-to-all's static shapes: slack k (n - 1) / n copies."""
+        p, m = self.cfg.parallel, self.cfg.model
+        if p.expert_dispatch != "auto":
+            return p.expert_dispatch
+        return "tokens" if p.expert <= max(p.expert_slack, 1.0) * m.experts_per_token else "rows"
+
+    @property
     def postpones_weight_gradients(self) -> bool:
         """Whether some backwards of a pipeline leave weight gradients for idle slots."""
         p = self.cfg.parallel
@@ -109,6 +121,8 @@ class Execution:
             yield "weights: gathered per layer, one layer ahead"
         elif self.scatters_per_layer:
             yield "gradients: scattered per layer"
+        if self.cfg.model.num_experts and p.expert > 1:
+            yield f"experts: dispatch by {self.expert_dispatch}"
         if p.num_microbatches > 1 or p.pipeline > 1:
             how = "in the matmuls" if self.float32_weight_gradients else "in a separate pass"
             yield f"float32 gradient sums: {how}"

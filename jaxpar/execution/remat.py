@@ -29,7 +29,8 @@ name of the input. attn_norm, mlp_norm and mlp_hidden are then saved in rounded 
 half the bytes. attn_out is saved in both forms, because attention's own backward needs it: 3 H K.
 
 Every policy also saves the scale of each row of a norm, 4 bytes, and which experts a token has:
-24 k bytes of integers (k = `model.experts_per_token`). With experts, gate_up takes 4 k F.
+24 k bytes of integers (k = `model.experts_per_token`), on an expert axis of n devices 8 n k with
+dispatch by tokens and 29 k by rows. With experts, gate_up takes 4 k F.
 """
 
 import dataclasses

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxpar.config import Config, ConfigError, ParallelConfig
-from jaxpar.config.numerals import only_digits
+from jaxpar.config.numerals import number, only_digits
 from jaxpar.config.rules.limits import MAX_CPU_DEVICES, most_of
 from jaxpar.config.validate import resolve
 from jaxpar.sharding.axes import AXES
@@ -67,10 +67,15 @@ def _items(text: str, hints: dict[str, Any]) -> list[str]:
     return items
 
 
-def _typed(text: str, name: str, value: str, hint: Any) -> int | str:
-    """Parse a field's value; a number must be a positive integer."""
+def _typed(text: str, name: str, value: str, hint: Any) -> int | float | str:
+    """Parse a field's value; a number must be a positive integer, unless its field is a float."""
     if hint is str or isinstance(next(iter(typing.get_args(hint)), None), str):
         return value
+    if hint is float:
+        try:
+            return number(value)
+        except ValueError as error:
+            raise ConfigError("--mesh", text, f"{name}: {error}", f"use {name}=1.5") from None
     if not only_digits(value) or int(value) == 0:
         rule = f"{name} must be a positive integer"
         raise ConfigError("--mesh", text, rule, f"use {name}=2")

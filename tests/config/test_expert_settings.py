@@ -56,6 +56,19 @@ CASES = [
     (DENSE | {"parallel.pipeline": 2}, "pipeline = 2: does not support model.dense_layers.*ne 1"),
     (DENSE | {"parallel.layer_loop": "scan"}, "loop = 'scan': does not support model.dense_layers"),
     (DENSE | LORA, "lora.rank = 2: does not support model.dense_layers"),
+    (
+        {"parallel.expert_dispatch": "rows"},
+        "dispatch = 'rows': needs an expert axis, but parallel.expert is 1.*auto, or --pa.*rt 2",
+    ),
+    ({"parallel.expert_dispatch": "tokens"}, "dispatch = 'tokens': needs an expert axis"),
+    (
+        {"parallel.expert_dispatch": "all_to_all", "parallel.expert": 2},
+        "expert_dispatch = 'all_to_all': must be one of auto, tokens, rows",
+    ),
+    (
+        NO_EXPERTS | {"parallel.expert_dispatch": "rows", "parallel.expert": 2},
+        "expert_dispatch = 'rows': needs experts, but model.num_experts is 0",
+    ),
     ({"model.qk_norm_over": "all"}, "qk_norm_over = 'all': needs model.qk_norm, which is False"),
     ({"model.qk_norm": True, "model.qk_norm_over": "heads"}, "must be one of head, all"),
 ]

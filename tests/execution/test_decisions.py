@@ -144,3 +144,29 @@ def test_no_decision_needs_devices(monkeypatch):
 
     monkeypatch.setattr(decisions.Platform, "here", staticmethod(started))
     on_gpus(Config())  # `parallel.data` is -1 until the devices are known
+
+
+@pytest.mark.parametrize(
+    ("experts_per_token", "expert", "slack", "by"),
+    [
+        (8, 2, 1.1, "tokens"),
+        (8, 8, 1.1, "tokens"),  # 7 copies of a token against 7.7
+        (8, 16, 1.1, "rows"),  # 15 against 8.25
+        (2, 2, 1.1, "tokens"),
+        (2, 4, 1.1, "rows"),  # 3 against 1.65
+        (2, 2, 0.5, "tokens"),  # a small buffer needs more rounds, not fewer bytes
+    ],
+)
+def test_the_dispatch_of_fewer_bytes(experts_per_token, expert, slack, by):
+    fields = {
+        "model.num_experts": 16,
+        "model.experts_per_token": experts_per_token,
+        "parallel.expert": expert,
+        "parallel.expert_slack": slack,
+    }
+    cfg = replace(Config(), **fields)
+    assert on_gpus(cfg).expert_dispatch == by
+    assert f"experts: dispatch by {by}" in on_gpus(cfg).in_words()
+    for asked in ("tokens", "rows"):
+        given = replace(cfg, **{"parallel.expert_dispatch": asked})
+        assert on_gpus(given).expert_dispatch == asked

@@ -225,7 +225,9 @@ def test_what_cannot_be(values, said):
 
 
 #: On an expert axis, with every option, and a buffer too small for equal shares.
-ON_EXPERT_AXIS = replace(DEEPSEEK, **{"parallel.expert_slack": 0.3})
+ON_EXPERT_AXIS = replace(
+    DEEPSEEK, **{"parallel.expert_slack": 0.3, "parallel.expert_dispatch": "tokens"}
+)
 
 EXPERT_MESHES = """
 expert=2,sequence=2,layer_loop=unroll

@@ -92,6 +92,12 @@ def test_not_a_number_is_never_close():
     assert distances.gradient_errors(zero, zero) == {"w": 0.0}
 
 
+def test_a_mesh_may_set_a_float():
+    name = "expert=2,expert_slack=0.5,expert_dispatch=rows"
+    (mesh,) = verification_meshes.parse_meshes([name], Config().parallel).values()
+    assert (mesh.expert, mesh.expert_slack, mesh.expert_dispatch) == (2, 0.5, "rows")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -102,6 +108,11 @@ def test_not_a_number_is_never_close():
         (["quickstart", "--mesh", "data=two"], "data must be a positive integer"),
         (["quickstart", "--mesh", "data=0"], "data must be a positive integer"),
         (["quickstart", "--mesh", "data=2,data=2"], "given twice"),
+        (["quickstart", "--mesh", "expert_slack=few"], "'few' is not a number. Fix: use expert_s"),
+        (
+            ["quickstart_moe", "--shrink", "--mesh", "expert=2,expert_slack=nan"],
+            "expert_slack = nan: must be finite",
+        ),
         (["quickstart", "--mesh", "context=star"], "must be one of allgather, ring, ulysses"),
         (
             [

@@ -6,7 +6,7 @@ from jaxpar.config import Config, ModelConfig, default_of, flag, require, value_
 OF_EXPERTS = """model.experts_per_token model.normalize_experts model.num_shared_experts
 model.dense_layers model.router_score model.router_bias model.router_groups
 model.router_groups_per_token model.router_scale train.balance_loss train.balance_over
-train.router_z_loss train.router_bias_rate""".split()
+train.router_z_loss train.router_bias_rate parallel.expert_dispatch""".split()
 
 COUNT = "model.num_experts"
 
@@ -22,6 +22,9 @@ def experts(cfg: Config) -> None:
     path, rule = "model.experts_per_token", f"must be at most {COUNT} = {m.num_experts}"
     ways = flag(path, m.num_experts), flag(COUNT, m.experts_per_token)
     require(m.experts_per_token <= m.num_experts, cfg, path, rule, *ways)
+    path, axis = "parallel.expert_dispatch", "parallel.expert"
+    if cfg.parallel.expert == 1:
+        _needs(cfg, path, f"needs an expert axis, but {axis} is 1", flag(axis, 2))
     path, slack = "parallel.expert_slack", cfg.parallel.expert_slack
     require(slack > 0, cfg, path, "must be above 0", flag(path, default_of(path)))
     _router_gradient(cfg)

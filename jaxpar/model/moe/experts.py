@@ -10,7 +10,7 @@
 The result is exact, and no token is dropped: the buffer holds the rows however they are
 distributed. Without an expert axis, every device has all experts of a layer, gathered like other
 matrices, and processes its own tokens. On an expert axis, each device has E/n of the experts, and
-receives the tokens of all n. F is split over TENSOR. The backward is written out, so that only the
+receives their tokens. F is split over TENSOR. The backward is written out, so that only the
 inputs, gate and up are saved, and the router's gradient needs no output of the experts.
 
 Source:   Shazeer et al. 2017 (1701.06538), equation 1; Gale et al. 2022 (2211.15841), MegaBlocks:
@@ -33,8 +33,7 @@ from jaxpar.model.attention_context import AttentionContext
 from jaxpar.model.feed_forward import gated
 from jaxpar.model.linear import products, row_parallel
 from jaxpar.model.moe import router
-from jaxpar.parallel.expert.plan import RowPlan, plan_rows
-from jaxpar.parallel.expert.tokens import sent_home, tokens_of_all
+from jaxpar.parallel.expert.dispatch import Dispatch, plan_rows
 from jaxpar.parallel.tensor.shards import Shards
 
 type Weights = dict[str, Any]
@@ -79,8 +78,8 @@ def _of_shard(h: NormOutput, w: Weights, context: AttentionContext, ex: Executio
     _, D, F = w["w_gate"].shape
     tile = kernels.tile_rows(D, F, x.dtype)
     by_token = lambda a: a.reshape(-1, a.shape[-1])  # noqa: E731
-    p = ex.cfg.parallel
-    plan = plan_rows(by_token(routing.experts), m.num_experts, tile, p.expert_slack)
+    p, ids = ex.cfg.parallel, by_token(routing.experts)
+    plan = plan_rows(ids, m.num_experts, tile, p.expert_slack, ex.expert_dispatch)
     plan, how = named_plan(plan), Products(m, 1 if ex.gathers_experts else 0)
     matrices = tuple(w[name] for name in ("w_gate", "w_up", "w_down"))
     if how.expert_dim == 1:  # undo what the gather did last
@@ -97,7 +96,7 @@ def _shared(x: jax.Array, w: Weights, m: ModelConfig) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def of_rows(how: Products, x: jax.Array, weights: jax.Array, w: tuple, plan: RowPlan) -> jax.Array:
+def of_rows(how: Products, x: jax.Array, weights: jax.Array, w: tuple, plan: Dispatch) -> jax.Array:
     """Compute the weighted sum of each token's experts.
 
     Args:     x: [N, D]. weights: float32 [N, k]. w: gate, up and down (`Products.expert_dim`).
@@ -107,19 +106,19 @@ def of_rows(how: Products, x: jax.Array, weights: jax.Array, w: tuple, plan: Row
 
 
 def _forward(how, x, weights, w, plan):
-    x, weights = tokens_of_all(x), tokens_of_all(weights)
+    x, weights = plan.out(x), plan.pairs_out(weights)
     g, u = _gate_and_up(how, x, w, plan)
 
-    def of_round(plan: RowPlan) -> jax.Array:
+    def of_round(plan: Dispatch) -> jax.Array:
         g, u = _gate_and_up(how, x, w, plan)
         return _output(how, g, u, weights, w, plan)
 
     out = plan.in_rounds(of_round, _output(how, g, u, weights, w, plan))
-    return sent_home(out), (x, weights, g, u, w, plan)
+    return plan.home(out), (x, weights, g, u, w, plan)
 
 
-def _gate_and_up(how, x, w, plan: RowPlan):
-    xs = _permuted(x, plan)
+def _gate_and_up(how, x, w, plan: Dispatch):
+    xs = plan.permuted(x)
     multiply = functools.partial(
         kernels.grouped_matmul, tiles=plan.tiles, expert_dim=how.expert_dim
     )
@@ -128,36 +127,36 @@ def _gate_and_up(how, x, w, plan: RowPlan):
     return g, u
 
 
-def _output(how, g, u, weights, w, plan: RowPlan) -> jax.Array:
-    """Return the weighted sum of each token's experts here, [n N, D]."""
+def _output(how, g, u, weights, w, plan: Dispatch) -> jax.Array:
+    """Return the weighted sum of each token's experts here, for `Dispatch.home`."""
     scale, ed = plan.by_row(weights), how.expert_dim
     with jax.named_scope("activation"):
         hidden = _hidden(g.astype(f32), u.astype(f32), scale, how).astype(g.dtype)
     with jax.named_scope("down"):
         y = kernels.grouped_matmul(hidden, w[2], plan.tiles, transpose=ed == 1, expert_dim=ed)
     with jax.named_scope("combine"):
-        return kernels.rows_added(y, plan.rows)
+        return plan.added(y)
 
 
 def _backward(how, saved, d_out):
     x, weights, g, u, w, plan = saved
-    d_out = tokens_of_all(d_out)
+    d_out = plan.out(d_out)
 
-    def of_round(plan: RowPlan):
+    def of_round(plan: Dispatch):
         g, u = _gate_and_up(how, x, w, plan)
         return _gradients(how, x, weights, g, u, w, plan, d_out)
 
     first = _gradients(how, x, weights, g, u, w, plan, d_out)
     d_x, d_weights, d_w = plan.in_rounds(of_round, first)
-    return sent_home(d_x), sent_home(d_weights), d_w, None
+    return plan.home(d_x), plan.home(d_weights), d_w, None
 
 
-def _gradients(how, x, weights, g, u, w, plan: RowPlan, d_out):
+def _gradients(how, x, weights, g, u, w, plan: Dispatch, d_out):
     """Return the gradients of all tokens, of their weights and of the experts here."""
     tiles, ed, (gate, up, down) = plan.tiles, how.expert_dim, w
     multiply = functools.partial(kernels.grouped_matmul, tiles=tiles, expert_dim=ed)
     outer = functools.partial(kernels.grouped_outer, tiles=tiles, expert_dim=ed, dtype=gate.dtype)
-    d_y, scale = _permuted(d_out, plan), plan.by_row(weights)
+    d_y, scale = plan.permuted(d_out), plan.by_row(weights)
     with jax.named_scope("down"):
         d_hidden = multiply(d_y, down, transpose=ed == 0)
     with jax.named_scope("activation"):
@@ -165,10 +164,10 @@ def _gradients(how, x, weights, g, u, w, plan: RowPlan, d_out):
     with jax.named_scope("gate_up"):
         d_xs = multiply((d_gate, d_up), (gate, up), transpose=True)
     with jax.named_scope("combine"):
-        d_x = kernels.rows_added(d_xs, plan.rows)
+        d_x = plan.added(d_xs)
         d_weights = plan.by_pair(d_scale)
     with jax.named_scope("weight_gradients"):
-        xs = _permuted(x, plan)
+        xs = plan.permuted(x)
         d_w = outer(xs, d_gate), outer(xs, d_up)
         d_down = outer(hidden, d_y) if ed == 0 else outer(d_y, hidden)
     return d_x, d_weights, (*d_w, d_down)
@@ -177,17 +176,11 @@ def _gradients(how, x, weights, g, u, w, plan: RowPlan, d_out):
 of_rows.defvjp(_forward, _backward)
 
 
-@jax.named_scope("permute")
-def _permuted(x: jax.Array, plan: RowPlan) -> jax.Array:
-    """Return the token of each row: [n N, D] -> [R, D]. Padding has the first token."""
-    return x.at[plan.token].get(mode="promise_in_bounds")
-
-
 def _hidden(gate, up, scale, how: Products) -> jax.Array:
     return gated(gate, up, how.model) * scale[:, None]
 
 
-def _hidden_backward(gate, up, d_hidden, scale, plan: RowPlan, how: Products):
+def _hidden_backward(gate, up, d_hidden, scale, plan: Dispatch, how: Products):
     """Return the hidden values again, and the gradients of gate, up and scale."""
     if how.model.activation == "silu":
         return kernels.swiglu_backward(gate, up, d_hidden, scale, plan.tiles)

@@ -1,4 +1,4 @@
-"""The row of each pair of token and expert, on the device that has the expert.
+"""The row of each pair of token and expert, where every device has the tokens of all.
 
 Rows are sorted by expert, then by token in the order of the batch. On an expert axis, the place of
 a pair follows from the counts of all devices, so that no device sends rows that another must sort.
@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.kernels import grouped_matmul as kernels
-from jaxpar.parallel.collectives import all_gather, varying
+from jaxpar.parallel.collectives import all_gather
 from jaxpar.parallel.expert import tokens
+from jaxpar.parallel.expert.rounds import add_rounds
 from jaxpar.sharding.axes import EXPERT
 
 i32 = jnp.int32
@@ -36,8 +37,7 @@ class Places:
 
 @flax.struct.dataclass
 class RowPlan:
-    """Where the rows of a round come from, and where each token's rows are. Integers without
-    gradients."""
+    """The plan of a round: a `Dispatch`. Integers without gradients."""
 
     tiles: kernels.Tiles
     token: jax.Array
@@ -49,44 +49,56 @@ class RowPlan:
     has_all: bool = flax.struct.field(pytree_node=False, default=True)
     """Whether every pair has its row here."""
 
-    def by_row(self, values: jax.Array) -> jax.Array:
-        """Return values of pairs, [n N, k], by row: [R]. 0 for padding."""
-        return _scattered(len(self.token), self.rows, values, self.has_all)
+    def out(self, x: jax.Array) -> jax.Array:
+        """`Dispatch.out`. Communication: `tokens.tokens_of_all`."""
+        return tokens.tokens_of_all(x)
+
+    def pairs_out(self, values: jax.Array) -> jax.Array:
+        """`Dispatch.pairs_out`. Communication: `tokens.tokens_of_all`."""
+        return tokens.tokens_of_all(values)
+
+    @jax.named_scope("permute")
+    def permuted(self, sent: jax.Array) -> jax.Array:
+        """`Dispatch.permuted`. Padding has the first token."""
+        return sent.at[self.token].get(mode="promise_in_bounds")
+
+    def by_row(self, sent: jax.Array) -> jax.Array:
+        """`Dispatch.by_row`."""
+        return _scattered(len(self.token), self.rows, sent, self.has_all)
+
+    def added(self, y: jax.Array) -> jax.Array:
+        """`Dispatch.added`: for the tokens of all devices, [n N, D]."""
+        return kernels.rows_added(y, self.rows)
 
     def by_pair(self, values: jax.Array) -> jax.Array:
-        """Return values of rows, [R], by pair: [n N, k]. 0 for pairs that are not here."""
+        """`Dispatch.by_pair`: for the tokens of all devices, [n N, k]."""
         if self.has_all:
             return values.at[self.rows].get(mode="promise_in_bounds")
         found = values.at[jnp.maximum(self.rows, 0)].get(mode="promise_in_bounds")
         return jnp.where(self.rows >= 0, found, 0)
 
+    def home(self, partial: jax.Array) -> jax.Array:
+        """`Dispatch.home`. Communication: `tokens.sent_home`."""
+        return tokens.sent_home(partial)
+
     def in_rounds(self, of_round: Callable[["RowPlan"], Any], first: Any) -> Any:
-        """Return `first`, the sums of this round, plus those of every further round.
-
-        Devices may differ in their number of rounds, so `of_round` must not communicate. On GPUs, a
-        branch or a loop may wait for the host. The first round is therefore outside of both, and
-        the second outside of the loop.
-
-        Args:     of_round: plan of a round -> its sums, a tree of arrays.
-        """
-        places = self.places
+        """`Dispatch.in_rounds`: no further round communicates, and devices may differ."""
+        places, R = self.places, len(self.token)
         if places is None:
             return first
-        R, end = len(self.token), places.starts[-1]
-        rounds = (end + (R - 1)) // R
 
-        def add(r: Any, total: Any) -> Any:
-            return varying(jax.tree.map(_add, total, of_round(of_places(places, r, R, self.tile))))
+        def of_number(r: Any) -> Any:
+            return of_round(of_places(places, r, R, self.tile))
 
-        def further(total: Any) -> Any:
-            total = add(jnp.int32(1), total)
-            if max_rounds(places, R, self.tile) == 2:
-                return total
-            more = lambda c: (c[0] + 1, add(*c))  # noqa: E731
-            begin = varying(jnp.int32(2)), total
-            return lax.while_loop(lambda c: c[0] < rounds, more, begin)[1]
+        most = max_rounds(places, R, self.tile)
+        return add_rounds(of_number, first, (places.starts[-1] + (R - 1)) // R, most)
 
-        return lax.cond(rounds > 1, further, lambda total: total, varying(first))
+    @property
+    def further_rounds(self) -> jax.Array:
+        """int32 scalar: the number of rounds beyond the first on this device."""
+        if self.places is None:
+            return jnp.int32(0)
+        return jnp.maximum(self.places.starts[-1] - 1, 0) // len(self.token)
 
     @property
     def tile(self) -> int:
@@ -94,18 +106,10 @@ class RowPlan:
         return len(self.token) // len(self.tiles.expert)
 
 
-def _add(a: jax.Array, b: jax.Array) -> jax.Array:
-    return (a.astype(jnp.float32) + b.astype(jnp.float32)).astype(a.dtype)
-
-
 @jax.named_scope("plan")
-def plan_rows(experts: jax.Array, num_experts: int, tile: int, slack: float = 1.0) -> RowPlan:
-    """Give each pair of token and expert a row: sorted by expert, then by token.
+def plan_tokens(experts: jax.Array, num_experts: int, tile: int, slack: float) -> RowPlan:
+    """Return the plan of the first round, as `dispatch.plan_rows`.
 
-    Args:     experts: int32 [N, k], of this device's tokens. tile: rows of a tile, of which an
-              expert's rows begin a new one. slack: rows of the buffer of an expert axis, as a
-              multiple of equal shares (`parallel.expert_slack`).
-    Returns:  the plan of the first round.
     Communication: over EXPERT, all-gathers of E integers and of 2 k integers per token.
     """
     n = tokens.axis_size()

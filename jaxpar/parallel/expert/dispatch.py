@@ -1,0 +1,80 @@
+"""The two ways in which tokens reach the devices of their experts, as one protocol.
+
+    tokens   every device receives all tokens of the axis       `plan.py`, `tokens.py`
+    rows     a row per pair of token and expert is sent         `rows.py`
+
+`Execution.expert_dispatch` chooses. Both are exact, and drop nothing. Without an expert axis,
+tokens stay where they are.
+
+    N tokens of a device   k experts per token   n devices of the axis   R rows of a buffer
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, Protocol, Self
+
+import jax
+
+from jaxpar.kernels import grouped_matmul as kernels
+from jaxpar.parallel.expert import rows, tokens
+from jaxpar.parallel.expert.plan import plan_tokens
+
+
+class Dispatch(Protocol):
+    """Where the rows of a round come from, and where their results go."""
+
+    @property
+    def tiles(self) -> kernels.Tiles:
+        """Which rows of the buffer belong to which expert."""
+
+    @property
+    def further_rounds(self) -> jax.Array:
+        """How many rounds this device's layer needs after the first: int32."""
+
+    def out(self, x: jax.Array) -> Any:
+        """Send values of tokens, [N, D], to the devices of their experts. Their transpose: `added`
+        and `home`."""
+
+    def pairs_out(self, values: jax.Array) -> Any:
+        """Send values of pairs of token and expert, [N, k]. Transpose: `by_pair` and `home`."""
+
+    def permuted(self, sent: Any) -> jax.Array:
+        """Return the token of each row, [R, D], of what `out` sent. Padding has some token."""
+
+    def by_row(self, sent: Any) -> jax.Array:
+        """Return the value of each row, [R], of what `pairs_out` sent. Padding has 0."""
+
+    def added(self, y: jax.Array) -> jax.Array:
+        """Add up the rows of each token, [R, D], in float32 and in a fixed order, for `home`."""
+
+    def by_pair(self, values: jax.Array) -> jax.Array:
+        """Return values of rows, [R], by pair, for `home`. 0 for pairs without a row."""
+
+    def home(self, partial: jax.Array) -> jax.Array:
+        """Return the sum for each token, [N, D], or each pair, [N, k], at the token's device."""
+
+    def in_rounds(self, of_round: Callable[[Self], Any], first: Any) -> Any:
+        """Return `first`, the sums of this round, plus those of every further round.
+
+        Args:     of_round: plan of a round -> its sums, a tree of arrays. It communicates only by
+                  methods of the plan.
+        """
+
+
+def plan_rows(
+    experts: jax.Array,
+    num_experts: int,
+    tile: int,
+    slack: float = 1.0,
+    by: Literal["tokens", "rows"] = "tokens",
+) -> Dispatch:
+    """Give each pair of token and expert a row: sorted by expert, then by token.
+
+    Args:     experts: int32 [N, k], of this device's tokens. tile: rows of a tile, of which an
+              expert's rows begin a new one. slack: rows of the buffers of an expert axis, as a
+              multiple of equal shares (`parallel.expert_slack`). by: the dispatch.
+    Returns:  the plan of the first round.
+    Communication: over EXPERT, as `plan_tokens` or `rows.plan_exchange`.
+    """
+    if by == "rows" and tokens.axis_size() > 1:
+        return rows.plan_exchange(experts, num_experts, tile, slack)
+    return plan_tokens(experts, num_experts, tile, slack)
