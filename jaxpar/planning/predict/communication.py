@@ -154,12 +154,14 @@ def _replica(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
 
 
 def _expert(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
-    """Tokens to the devices of their experts and sums home."""
+    """Tokens or rows to the devices of their experts, and sums home."""
     ranks, here = span(cfg, (EXPERT,), cluster.per_host)
     sent = experts.sent_bytes(cfg, shard)
     if not sent:
         return None
     layer = sent / direct_bandwidth(ranks, here, cluster)
+    if shard.execution.expert_dispatch == "rows" and here == ranks:
+        layer *= rates.COPIES / rates.ROWS
     units = _layer_units(cfg, shard) * (1 - cfg.model.dense_layers / cfg.model.num_layers)
     exposed = experts.exposed_share(cfg, shard, cluster.gpu, layer)
     return Traffic("expert", units * sent, units * layer, 0.0, exposed)
