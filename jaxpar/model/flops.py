@@ -12,7 +12,6 @@ experts to which a token is not routed. The peak for MFU is that of bfloat16 for
 """
 
 from jaxpar.config import LoraConfig, ModelConfig
-from jaxpar.kernels.grouped_matmul.capability import HOPPER_TILE
 from jaxpar.model.parameters import param_specs
 from jaxpar.sharding.params import count
 
@@ -34,15 +33,6 @@ def num_matmul_params(model: ModelConfig) -> int:
     others *= model.num_layers - model.dense_layers
     not_taken = others * 3 * model.d_model * model.d_ff
     return num_params(model) - not_taken - (0 if model.tie_embeddings else table)
-
-
-def expert_rows_per_token(model: ModelConfig, tokens: float) -> float:
-    """Return the rows that a device's experts multiply per token, with padding to tiles.
-
-    Args:     tokens: in a microbatch on the device. On average, an expert adds half a tile.
-    """
-    tile = HOPPER_TILE / 2 * model.num_experts / tokens
-    return model.experts_per_token + tile if model.num_experts else 1.0
 
 
 def train_flops_per_token(

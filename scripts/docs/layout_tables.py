@@ -95,13 +95,35 @@ TABLES = {
             ("GPUs of 80 GB", "--gpu h100", ""),
         ],
     ),
+    "experts": (
+        "qwen3_30b_a3b --gpus 8 --quick",
+        [
+            ("the fastest", "", ""),
+            ("experts gathered by FSDP", "--fix expert=1", ""),
+            ("expert axis of 2", "--fix expert=2", ""),
+            ("expert axis of 8", "--fix expert=8", ""),
+            ("pipeline", "--fix pipeline=8", ""),
+        ],
+    ),
+    "mixtures": (
+        "--quick",
+        [
+            ("4 sequences per GPU", "qwen3_30b_a3b --gpus 8", ""),
+            ("the same, unbalanced", "qwen3_30b_a3b --gpus 8 --expert-imbalance 1.5", ""),
+            ("8 sequences per GPU", "qwen3_30b_a3b --gpus 8 --train.global-batch-size 64", ""),
+            ("Mixtral 8x7B", "mixtral_8x7b --gpus 8", ""),
+            ("OLMoE on 2 GPUs", "olmoe_1b_7b --gpus 2 --train.global-batch-size 8", ""),
+            ("OLMoE on 8 GPUs", "olmoe_1b_7b --gpus 8", ""),
+        ],
+    ),
 }
 
 
 def first_layout(command: str) -> Layout:
     """Return the fastest layout that fits."""
     asked = read_command(command.split())
-    made = make_plan(asked.cfg, asked.cluster, asked.fixed, coarse=asked.options.quick)
+    quick, load = asked.options.quick, asked.options.expert_imbalance
+    made = make_plan(asked.cfg, asked.cluster, asked.fixed, coarse=quick, imbalance=load)
     return made.fitting[0]
 
 

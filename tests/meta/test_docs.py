@@ -216,6 +216,14 @@ def test_tables_that_are_made_are_up_to_date(name, page):
     assert expected in read(f"docs/{page}"), f"run python scripts/docs/{name}.py --write"
 
 
+def test_the_table_of_runs_with_experts_is_up_to_date():
+    script = script_of("plan_calibration")
+    expected = script.EXPERTS_BEGIN + script.experts_table() + script.EXPERTS_END
+    assert expected in read("docs/planning.md"), (
+        "run python scripts/docs/plan_calibration.py --write"
+    )
+
+
 def test_every_metric_is_on_its_page():
     rows = [f"| `{n}` | {m.group} | {m.unit or '–'} | {m.meaning} |" for n, m in METRICS.items()]
     head = "| name | group | unit | meaning |\n|---|---|---|---|\n"

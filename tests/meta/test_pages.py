@@ -144,7 +144,7 @@ def test_a_figure_that_is_not_of_its_card_is_seen(tmp_path, monkeypatch, capsys)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sizes", "host", "shapes", "hosts"])
+@pytest.mark.parametrize("name", ["sizes", "host", "shapes", "hosts", "experts", "mixtures"])
 def test_tables_of_layouts_are_up_to_date(name):
     tables = script("layout_tables")
     expected = f"<!-- layouts: {name} -->\n{tables.table(name)}<!-- /layouts -->"

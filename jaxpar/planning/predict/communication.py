@@ -101,10 +101,10 @@ def _fsdp(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
     On an expert axis, the matrices of experts travel over data and sequence only.
     """
     apart = shard.stack.experts if cfg.parallel.expert > 1 else 0
-    groups: list[tuple[tuple[str, ...], int, int]]
-    groups = [(FSDP_AXES, shard.stack.matrices - apart, 2 * shard.table)]
-    groups += [(EXPERT_FSDP_AXES, apart, 0)] if apart else []
-    found = (_of_matrices(cfg, shard, cluster, *group) for group in groups)
+    others = shard.stack.matrices - apart
+    found = [_of_matrices(cfg, shard, cluster, FSDP_AXES, others, 2 * shard.table)]
+    if apart:
+        found.append(_of_matrices(cfg, shard, cluster, EXPERT_FSDP_AXES, apart, 0))
     sent, seconds, nccl = (sum(values) for values in zip(*found, strict=True))
     return Traffic("data", sent, seconds, nccl, rates.EXPOSED["data"]) if sent else None
 
@@ -154,12 +154,14 @@ def _replica(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
 
 
 def _expert(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
-    """Tokens to the devices of their experts and sums home."""
+    """Tokens or rows to the devices of their experts, and sums home."""
     ranks, here = span(cfg, (EXPERT,), cluster.per_host)
     sent = experts.sent_bytes(cfg, shard)
     if not sent:
         return None
     layer = sent / direct_bandwidth(ranks, here, cluster)
+    if shard.execution.expert_dispatch == "rows" and here == ranks:
+        layer *= rates.COPIES / rates.ROWS
     units = _layer_units(cfg, shard) * (1 - cfg.model.dense_layers / cfg.model.num_layers)
     exposed = experts.exposed_share(cfg, shard, cluster.gpu, layer)
     return Traffic("expert", units * sent, units * layer, 0.0, exposed)

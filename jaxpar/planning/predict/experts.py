@@ -6,22 +6,67 @@ has all experts of the layer that it computes.
 """
 
 import math
+from dataclasses import dataclass
 
 from jaxpar.config import Config
-from jaxpar.execution.decisions import rows_per_device
+from jaxpar.execution.decisions import on_gpus, rows_per_device
 from jaxpar.kernels.grouped_matmul import max_rows
 from jaxpar.kernels.grouped_matmul.capability import HOPPER_TILE
-from jaxpar.parallel.expert import plan
+from jaxpar.parallel.expert import plan, rows
 from jaxpar.planning.predict import rates
 from jaxpar.planning.predict.hardware import H200, Gpu
 from jaxpar.planning.predict.shard import Shard
 
-#: Messages of an expert axis in a layer, each of the tokens of n - 1 devices: tokens out and sums
-#: home in the forward; the same in the backward, which also gathers the tokens again.
+#: Messages of an expert axis in a layer: out and home in the forward; the same in the backward,
+#: which also sends the tokens out again.
 MESSAGES = 5
 
 
 # ------------------------------------------------------------------------------- rows and memory
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """Sizes of a layer's experts on a device and microbatch, by the dispatch.
+
+    buffer     R.
+    most       rows that would arrive if all tokens chose this device's experts; beyond R, they need
+               further rounds.
+    ints       integers of the plan.
+    sent       values [D] of a message that leave the device.
+    received   values [D] that it has after a message, its own included.
+    copied     values [D] read and written for the messages of a layer.
+    added      values [D] read and written to add up the rows of tokens, forward and backward.
+    """
+
+    buffer: int
+    most: int
+    ints: int
+    sent: int = 0
+    received: int = 0
+    copied: int = 0
+    added: float = 0.0
+
+
+def dispatched(cfg: Config) -> Dispatched:
+    """Return the sizes of a layer with experts."""
+    m, p, N = cfg.model, cfg.parallel, tokens_of(cfg)
+    n, k, pairs = p.expert, m.experts_per_token, N * m.experts_per_token
+    here = m.num_experts // n
+    if n == 1:
+        R = max_rows(pairs, m.num_experts, HOPPER_TILE)
+        return Dispatched(R, R, R + 2 * pairs, added=2 * (pairs + N))
+    if on_gpus(cfg).expert_dispatch == "rows":
+        C = rows.capacity(N, k, here, n, p.expert_slack)
+        R, most = (max_rows(n * size, here, HOPPER_TILE) for size in (C, N * min(k, here)))
+        ints = R + 2 * n * C + 4 * pairs
+        copied = 2 * MESSAGES * n * C  # into order, before or after each all-to-all
+        return Dispatched(R, most, ints, (n - 1) * C, n * C, copied, 2 * (pairs + N))
+    R = plan.buffer_rows(pairs, m.num_experts, n, HOPPER_TILE, p.expert_slack)
+    most = max_rows(n * pairs, here, HOPPER_TILE)
+    ints = R + pairs + n * pairs * (2 if most > R else 1)
+    copied = (3 * 2 * n + 2 * (n + 1)) * N  # gathered into one array, and the sums of n devices
+    return Dispatched(R, most, ints, (n - 1) * N, n * N, copied, 2 * (pairs + n * N))
 
 
 def tokens_of(cfg: Config) -> int:
@@ -31,22 +76,15 @@ def tokens_of(cfg: Config) -> int:
 
 def buffer_rows(cfg: Config) -> int:
     """Return R, the rows for which a layer has memory; 0 without experts."""
-    m, n = cfg.model, cfg.parallel.expert
-    if not m.num_experts:
-        return 0
-    pairs = tokens_of(cfg) * m.experts_per_token
-    if n == 1:
-        return max_rows(pairs, m.num_experts, HOPPER_TILE)
-    return plan.buffer_rows(pairs, m.num_experts, n, HOPPER_TILE, cfg.parallel.expert_slack)
+    return dispatched(cfg).buffer if cfg.model.num_experts else 0
 
 
 def needs_rounds(cfg: Config) -> bool:
     """Return whether rows may exceed the buffer, so that a layer decides on further rounds."""
-    m, n = cfg.model, cfg.parallel.expert
-    if not m.num_experts or n == 1:
+    if not cfg.model.num_experts:
         return False
-    all_rows = max_rows(n * tokens_of(cfg) * m.experts_per_token, m.num_experts // n, HOPPER_TILE)
-    return all_rows > buffer_rows(cfg)
+    sizes = dispatched(cfg)
+    return sizes.most > sizes.buffer
 
 
 def rows_in_use(cfg: Config, shard: Shard) -> float:
@@ -58,25 +96,21 @@ def rows_in_use(cfg: Config, shard: Shard) -> float:
 
 def plan_bytes(cfg: Config) -> float:
     """Return the bytes per token of the plan, which every policy saves: int32."""
-    m, n = cfg.model, cfg.parallel.expert
-    if not m.num_experts:
-        return 0.0
-    of_all = n * m.experts_per_token * (1 + needs_rounds(cfg)) if n > 1 else m.experts_per_token
-    return 4 * (buffer_rows(cfg) / tokens_of(cfg) + m.experts_per_token + of_all)
+    return 4 * dispatched(cfg).ints / tokens_of(cfg) if cfg.model.num_experts else 0.0
 
 
 def backward_bytes(cfg: Config, width: int) -> float:
     """Return the bytes per token of what the backward of a layer's experts computes at once.
 
     Rows permuted twice and their gradient; hidden values, and three gradients like them; with an
-    expert axis, the tokens of all, their gradients, and those of their outputs.
+    expert axis, what three messages send.
     """
-    m, p = cfg.model, cfg.parallel
+    m = cfg.model
     if not m.num_experts:
         return 0.0
-    rows = buffer_rows(cfg) / tokens_of(cfg)
-    of_all = 3 * p.expert * m.d_model if p.expert > 1 else 0
-    return width * (rows * (3 * m.d_model + 4 * m.d_ff / p.tensor) + of_all)
+    sizes, wide = dispatched(cfg), m.d_ff / cfg.parallel.tensor
+    elements = sizes.buffer * (3 * m.d_model + 4 * wide) + 3 * sizes.received * m.d_model
+    return width * elements / tokens_of(cfg)
 
 
 # ------------------------------------------------------------------------------------------ time
@@ -110,31 +144,30 @@ def router_elements(cfg: Config, shard: Shard) -> float:
 def moved_elements(cfg: Config, shard: Shard, repeated: set[str]) -> float:
     """Return the elements that a layer's experts read and write in a microbatch.
 
-    Three permutations of rows; SwiGLU, which in the forward runs over the whole buffer; two sums of
-    each token's rows. An expert axis copies gathered tokens three times into one array, and adds
-    up the sums of n devices twice.
+    Three permutations of rows; SwiGLU, which in the forward runs over the whole buffer; sums of
+    each token's rows, and the copies of an expert axis.
     """
-    m, p, n = cfg.model, cfg.parallel, cfg.parallel.expert
+    m, wide = cfg.model, cfg.model.d_ff / cfg.parallel.tensor
     if not m.num_experts:
         return 0.0
-    rows, wide, stream = rows_in_use(cfg, shard), m.d_ff / p.tensor, shard.tokens * m.d_model
-    permuted = (3 + ("gate_up" in repeated)) * 2 * m.d_model * rows
-    activation = wide * (3 * buffer_rows(cfg) + 6 * rows)
-    summed = 2 * (shard.imbalance * m.experts_per_token + n) * stream
-    dispatched = (3 * 2 * n + 2 * (n + 1)) * stream if n > 1 else 0.0
-    return permuted + activation + summed + dispatched + router_elements(cfg, shard)
+    sizes, used = dispatched(cfg), rows_in_use(cfg, shard)
+    permuted = (3 + ("gate_up" in repeated)) * 2 * used
+    values = permuted + shard.imbalance * sizes.added + sizes.copied
+    activation = wide * (3 * sizes.buffer + 6 * used)
+    return values * m.d_model + activation + router_elements(cfg, shard)
 
 
 def sent_bytes(cfg: Config, shard: Shard) -> float:
     """Return the bytes that a device sends over the expert axis in a layer and microbatch.
 
-    Beside the tokens, their weights, the gradients of these, and the rows of the plan.
+    Besides tokens or rows, the router's weights and their gradients: three times 4 bytes for each
+    pair of token and expert.
     """
-    m, n = cfg.model, cfg.parallel.expert
-    if n == 1 or not m.num_experts:
+    m = cfg.model
+    if cfg.parallel.expert == 1 or not m.num_experts:
         return 0.0
-    small = 4 * (3 * m.experts_per_token + 2 * m.experts_per_token)
-    return (n - 1) * shard.tokens * (MESSAGES * shard.width * m.d_model + small)
+    small = 3 * 4 * m.experts_per_token
+    return dispatched(cfg).sent * (MESSAGES * shard.width * m.d_model + small)
 
 
 def exposed_share(cfg: Config, shard: Shard, gpu: Gpu, seconds: float) -> float:
@@ -155,8 +188,11 @@ def exposed_share(cfg: Config, shard: Shard, gpu: Gpu, seconds: float) -> float:
 
 
 def round_seconds(cfg: Config, shard: Shard) -> float:
-    """Return the time that a step waits for decisions on further rounds."""
+    """Return the time of a step's decisions on further rounds, and of these rounds."""
     if not needs_rounds(cfg):
         return 0.0
+    beyond = (shard.imbalance - cfg.parallel.expert_slack) / rates.SPREAD_OF_LOADS
+    share = min(max(0.5 + beyond, 0.0), 1.0)
     layers = shard.layers_in_turn - cfg.model.dense_layers
-    return 2 * rates.ROUND * layers * cfg.parallel.num_microbatches
+    each = rates.ROUND_DECISION + share * rates.FURTHER_ROUND
+    return 2 * each * layers * cfg.parallel.num_microbatches

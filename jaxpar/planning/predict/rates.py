@@ -42,9 +42,17 @@ GROUPED = {
 #: experts, top 8, H100); the division into three is an estimate.
 ROUTER = {"D": 9, "E": 120, "k": 768}
 
-#: Time (s) that a forward or a backward waits if it may need further rounds: the difference between
-#: slack 2.0 and 1.1 on two H100s (9.2 ms for 6 layers), including rounds that a fresh router needs.
-ROUND = 0.77e-3
+#: Time (s) that a layer's forward or backward waits for the host if it may need a further round:
+#: 4 ms for 6 layers between slack 2.0 and 1.25 on two H200s.
+ROUND_DECISION = 0.33e-3
+
+#: Time (s) of a further round, most of it passes over buffers and over the weights' gradients. With
+#: slack 1.1 on two H100s, 9.2 ms more than with 2.0, if half of the layers need one.
+FURTHER_ROUND = 0.88e-3
+
+#: How far loads of the fullest rank are from their mean: no layer exceeds it by half of this, and
+#: half of the layers exceed the mean. An estimate: a fresh router's loads.
+SPREAD_OF_LOADS = 0.3
 
 #: Share of a copy's bandwidth that fused elementwise kernels reach (RMSNorm and rotary embedding
 #: 0.56 to 0.81, SwiGLU 1.0: docs/experiments/elementwise.md#bandwidth-of-elementwise-kernels).
@@ -54,6 +62,9 @@ ELEMENTWISE = 0.86
 #: they wait for multiprocessors that the matmul occupies. Copy engines do not.
 NCCL = {2: 0.38, 4: 0.26}
 COPIES = 0.84
+
+#: The same for the all-to-alls of rows of experts, by themselves: 281 GB/s on two H100s.
+ROWS = 0.62
 
 #: Share of a collective's time that is exposed, by axis, on NVLink: gathers of the first layer,
 #: scatters of the last, waiting for a matmul to end, and launches of copies.
