@@ -207,6 +207,7 @@ MESHES = {
     "gemma3": {"data": 2, "tensor": 2},
     "mixtral": {"expert": 2, "tensor": 2, "data": 1},
     "olmoe": {"data": 2, "tensor": 2},
+    "dots1": {"expert": 2, "tensor": 2, "data": 1},
 }
 
 
