@@ -15,10 +15,10 @@ BOUNDS = (1 / 8, 1 / 4, 1 / 2, 4 / 5, 5 / 4, 2, 4, 8)
 _BOUND_TEXTS = ("1/8", "1/4", "1/2", "0.8", "1.25", "2", "4", "8")
 
 #: Height of a row, and limits on the height of the map.
-_ROW, _MIN_HEIGHT, _MAX_HEIGHT = 20, 60, 320
+_ROW, _MIN_HEIGHT, _MAX_HEIGHT = 24, 60, 320
 
 #: Below the map: the axis with its name, then the key of the colors.
-_KEY_TOP, _KEY_WIDTH, _BELOW = 38, 44, 76
+_KEY_TOP, _KEY_WIDTH, _BELOW = 36, 37, 72
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def _axes(chart: HeatMap, bottom: float, top: Callable[[float], float]) -> Itera
         at = f"{across(chart.x, value):.1f}"
         yield e("path", class_="axis", d=f"M{at} {bottom:.1f}v5")
         yield e("text", text, class_="xlabel", x=at, y=f"{bottom + 20:.1f}")
-    yield e("text", chart.x_label, class_="xname", x=RIGHT, y=f"{bottom + 48:.1f}")
+    yield e("text", chart.x_label, class_="xname", x=RIGHT, y=f"{bottom + 46:.1f}")
 
 
 def _whole(scale: Scale, most: int) -> list[tuple[float, str]]:

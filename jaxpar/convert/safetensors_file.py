@@ -13,6 +13,7 @@ Source:   https://huggingface.co/docs/safetensors, section "Format".
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,16 +114,19 @@ def _check_extent(file: Path, size: int, first: int, tensors: list[Stored]) -> N
         raise ConfigError(file.name, f"{size} bytes", rule, AGAIN)
 
 
-def create_file(file: Path, shapes: dict[str, tuple[int, ...]], dtype: str) -> dict[str, Stored]:
+def create_file(
+    file: Path, shapes: dict[str, tuple[int, ...]], dtype: str | Mapping[str, str]
+) -> dict[str, Stored]:
     """Create a file with a header and space for tensors, to be filled by `Stored.open("r+")`.
 
-    Args:     dtype: one of NAMES.
+    Args:     dtype: one of NAMES, of all tensors or by name.
     Returns:  the location of each tensor.
     """
-    name_of, begin = NAMES[dtype], 0
+    begin = 0
     # Older versions of `transformers` refuse a file without this metadata.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for name, shape in shapes.items():
+        name_of = NAMES[dtype if isinstance(dtype, str) else dtype[name]]
         end = begin + math.prod(shape) * DTYPES[name_of].itemsize
         header[name] = {"dtype": name_of, "shape": list(shape), "data_offsets": [begin, end]}
         begin = end

@@ -104,13 +104,15 @@ def logits(
     Args:     adapters: adapters that `read` also has, with their factor in the second matrix.
     """
     shapes = {path: spec.shape for path, spec in flat(param_specs(m, adapters)).items()}
-    names = [path.removeprefix("layers/") for path in shapes if path.startswith("layers/")]
     whole = lambda path: read(path, tuple(slice(0, n) for n in shapes[path]))  # noqa: E731
 
     def layer(i: int) -> dict[str, np.ndarray]:
-        paths = {name: f"layers/{name}" for name in names}
-        box = {p: (slice(i, i + 1), *(slice(0, n) for n in shapes[p][1:])) for p in paths.values()}
-        return {name: read(path, box[path])[0] for name, path in paths.items()}
+        stack, at = ("layers/", i - m.dense_layers)
+        if at < 0:
+            stack, at = "dense_layers/", i
+        paths = {p.removeprefix(stack): p for p in shapes if p.startswith(stack)}
+        rest = {p: tuple(slice(0, n) for n in shapes[p][1:]) for p in paths.values()}
+        return {name: read(p, (slice(at, at + 1), *rest[p]))[0] for name, p in paths.items()}
 
     segments = np.ones_like(tokens)
     positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
@@ -148,15 +150,18 @@ def run_reader(arrays: RunArrays, m: ModelConfig, dtype: str) -> Read:
     """
     kept: dict[str, np.ndarray] = {}
     fits = 4 * num_params(m) < host_memory() / 2
-    rounded = lambda a: a.astype(DTYPES[NAMES[dtype]]).astype(np.float32)  # noqa: E731
+
+    def rounded(a: np.ndarray, path: str) -> np.ndarray:
+        exact = path == "layers/router_bias"  # `folder.FLOAT32`
+        return a if exact else a.astype(DTYPES[NAMES[dtype]]).astype(np.float32)
 
     def read(path: str, box: Box) -> np.ndarray:
         shape, chunk = arrays.shape(path), arrays.chunk(path)
-        if not path.startswith("layers/") or chunk[0] == 1 or not fits:
-            return rounded(arrays.read(path, box))
+        if "/" not in path or chunk[0] == 1 or not fits:
+            return rounded(arrays.read(path, box), path)
         if path not in kept:
             kept[path] = arrays.read(path, tuple(slice(0, n) for n in shape))
-        return rounded(kept[path][box])
+        return rounded(kept[path][box], path)
 
     return read
 

@@ -204,6 +204,11 @@ def test_bytes_survive_as_a_published_tokenizer():
         (GEMMA | {"sliding_window": 8, "global_every": 2, "local_rope_theta": 1e4}, "gemma3_text"),
         ({"num_experts": 4}, "mixtral"),
         ({"num_experts": 4, "qk_norm": True, "normalize_experts": False}, "qwen3_moe"),
+        (
+            {"num_experts": 4, "qk_norm": True, "router_score": "sigmoid", "router_bias": True}
+            | {"num_shared_experts": 1, "dense_layers": 1},
+            "dots1",
+        ),
     ],
 )
 def test_the_family_that_fits(fields, family):
@@ -213,5 +218,8 @@ def test_the_family_that_fits(fields, family):
 def test_a_model_of_no_family():
     with pytest.raises(ConfigError, match=r"no published family \(llama: .*mistral: .*qwen3: "):
         choose_family(ModelConfig(out_bias=True))
+    sigmoid = {"num_experts": 4, "qk_norm": True, "router_score": "sigmoid", "router_bias": True}
+    with pytest.raises(ConfigError, match=r"dots1: model\.num_shared_experts = 0, but .* least 1"):
+        choose_family(ModelConfig(**sigmoid))
     with pytest.raises(ConfigError, match=r"llama: model\.activation = gelu, but .* have silu"):
         choose_family(ModelConfig(activation="gelu"))

@@ -11,12 +11,14 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from jaxpar import checkpoint
 from jaxpar.config import Config, replace
 from jaxpar.config.validate import resolve
 from jaxpar.convert.hf import exporting, importing
+from jaxpar.convert.hf.config import config_json, model_of
+from jaxpar.convert.hf.families import DOTS1
 from jaxpar.convert.hf.folder import INDEX_FILE
 from jaxpar.convert.hf.mesh_load import load_params
 from jaxpar.inference.generation import (
@@ -40,7 +42,7 @@ TOLERANCE = 1e-5
 
 MODELS = list(tiny.MODELS)
 #: One of each kind: stretched RoPE, biases, windows, tied, two kinds of layers, experts.
-QUICK = ["llama3_1", "llama_biases", "mistral", "qwen2_5", "gemma3", "mixtral", "olmoe"]
+QUICK = ["llama3_1", "llama_biases", "mistral", "qwen2_5", "gemma3", "mixtral", "olmoe", "dots1"]
 
 
 def silent(_: str) -> None:
@@ -154,6 +156,39 @@ def test_round_trip_of_half_precision_in_several_files(dtype, tmp_path):
     importing.from_hf(tmp_path / "out", tmp_path / "again", silent)
 
 
+def test_a_routers_bias_stays_float32_beside_half_precision(tmp_path):
+    """A rounded bias would choose other experts."""
+    values = tiny.MODELS["dots1"] | {"torch_dtype": "bfloat16"}
+    arrays = tiny.tensors(values)
+    halves = {
+        n: a if n.endswith("bias") else a.astype(ml_dtypes.bfloat16) for n, a in arrays.items()
+    }
+    folder = tiny.write_folder(tmp_path / "in", values)
+    save_file(halves, folder / "model.safetensors")
+    source = importing.from_hf(folder, tmp_path / "run", silent)
+    assert source.config.model.dtype == "bfloat16"
+    exporting.to_hf(exporting.open_export(tmp_path / "run"), tmp_path / "out", silent)
+    found = load_file(tmp_path / "out/model.safetensors")
+    assert {n: a.dtype for n, a in found.items()} == {n: a.dtype for n, a in halves.items()}
+    assert all(found[n].tobytes() == halves[n].tobytes() for n in halves)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields"),
+    [
+        ({"sliding_window": 4096}, {"sliding_window": None, "dense_layers": 1, "dense_d_ff": 56}),
+        ({"sliding_window": 48, "max_window_layers": 0}, {"sliding_window": 48}),
+        ({"first_k_dense_replace": 0}, {"dense_layers": 0, "dense_d_ff": None, "d_ff": 24}),
+    ],
+)
+def test_other_models_of_dots1(changes, fields):
+    m = model_of(tiny.MODELS["dots1"] | changes, DOTS1)
+    assert {name: getattr(m, name) for name in fields} == fields
+    again = config_json(m, DOTS1, {}, "float32")
+    assert again["moe_intermediate_size"] == 24
+    assert model_of(again, DOTS1) == m
+
+
 def test_the_tensors_dtype_counts(tmp_path):
     folder = tiny.write_folder(tmp_path / "in", tiny.MODELS["llama3"] | {"torch_dtype": "bfloat16"})
     source = importing.from_hf(folder, tmp_path / "run", silent, None)
@@ -172,6 +207,7 @@ MESHES = {
     "gemma3": {"data": 2, "tensor": 2},
     "mixtral": {"expert": 2, "tensor": 2, "data": 1},
     "olmoe": {"data": 2, "tensor": 2},
+    "dots1": {"expert": 2, "tensor": 2, "data": 1},
 }
 
 

@@ -112,6 +112,26 @@ MODELS = {
         num_experts_per_tok=3,
         norm_topk_prob=False,
     ),
+    "dots1": _model(
+        "dots1",
+        "Dots1ForCausalLM",
+        num_hidden_layers=3,
+        rope_theta=10000.0,
+        rope_scaling=None,
+        attention_bias=False,
+        head_dim=16,
+        moe_intermediate_size=24,
+        n_routed_experts=8,
+        n_shared_experts=2,
+        num_experts_per_tok=2,
+        n_group=4,
+        topk_group=2,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+        first_k_dense_replace=1,
+        sliding_window=None,
+        max_window_layers=3,
+    ),
     "gemma3": _model(
         "gemma3_text",
         "Gemma3ForCausalLM",
@@ -146,7 +166,7 @@ def shapes(values: dict) -> dict[str, tuple[int, ...]]:
             found[f"{layer}self_attn.{name}.weight"] = shape
             if name in biased:
                 found[f"{layer}self_attn.{name}.bias"] = shape[:1]
-        if kind in ("qwen3", "qwen3_moe", "gemma3_text"):
+        if kind in ("qwen3", "qwen3_moe", "dots1", "gemma3_text"):
             found |= {f"{layer}self_attn.{n}_norm.weight": (K,) for n in "qk"}
         if kind == "olmoe":
             wide = {"q": (H * K,), "k": (G * K,)}
@@ -169,6 +189,14 @@ def _mlp(layer: str, values: dict, D: int, F: int) -> dict[str, tuple[int, ...]]
         F = values["moe_intermediate_size"]
         of = {"gate_proj": (F, D), "up_proj": (F, D), "down_proj": (D, F)}
         return _experts(layer + "mlp.", values["num_experts"], D, of)
+    if values["model_type"] == "dots1" and int(layer.split(".")[2]) > 0:
+        F, E = values["moe_intermediate_size"], values["n_routed_experts"]
+        of = {"gate_proj": (F, D), "up_proj": (F, D), "down_proj": (D, F)}
+        S = values["n_shared_experts"] * F
+        wide = {"gate_proj": (S, D), "up_proj": (S, D), "down_proj": (D, S)}
+        found = _experts(layer + "mlp.", E, D, of)
+        found |= {f"{layer}mlp.shared_experts.{name}.weight": s for name, s in wide.items()}
+        return found | {layer + "mlp.gate.e_score_correction_bias": (E,)}
     of = {"gate_proj": (F, D), "up_proj": (F, D), "down_proj": (D, F)}
     if values["model_type"] == "olmoe":
         return _experts(layer + "mlp.", values["num_experts"], D, of)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from jaxpar.config import Config, replace
 from jaxpar.config.serialize import to_json
+from jaxpar.monitoring.expert_loads import LOADS_FILE
 from jaxpar.monitoring.samples import write_sample
 
 TOKENS = 8192
@@ -36,6 +37,11 @@ def write_lines(path: Path, records) -> None:
     """Append records."""
     with open(path, "a", encoding="utf-8") as file:
         file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def write_loads(folder: Path, steps, loads=lambda step: [[step, 3 * step], [step, step]]) -> None:
+    """Append records of the loads of experts: of two layers of two experts each."""
+    write_lines(folder / LOADS_FILE, ({"step": step, "loads": loads(step)} for step in steps))
 
 
 def event(name: str, attempt: int, age: float, **more) -> dict:

@@ -8,11 +8,11 @@ from PIL import Image
 
 from jaxpar.report.__main__ import ReportOptions, report
 from tests.report.chromium import Chromium
-from tests.report.folders import write_run
+from tests.report.folders import write_loads, write_run
 
 #: By id, of a run that has everything.
 CHARTS = """loss last-half grad-norm learning-rate tokens-per-second-per-device mfu memory-gib
-data-wait-seconds step-time progress goodput""".split()
+data-wait-seconds expert-loads fullest-experts step-time progress goodput""".split()
 
 NARROW, WIDE = 360, 1280
 
@@ -22,6 +22,7 @@ def page(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
     write_run(folder / "first")
     write_run(folder / "second", seed=1, **{"optimizer.learning_rate": 1e-3})
+    write_loads(folder / "second", range(20, 201, 20))
     runs = (str(folder / "first"), str(folder / "second"))
     report(ReportOptions(runs=runs, output=str(folder / "report.html")))
     return folder / "report.html"

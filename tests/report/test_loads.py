@@ -8,11 +8,7 @@ from jaxpar.monitoring.expert_loads import LOADS_FILE
 from jaxpar.report import experts
 from jaxpar.report.loads import MAX_COLUMNS, read_loads
 from jaxpar.report.runs import read_run
-from tests.report.folders import write_lines, write_run
-
-
-def write_loads(folder, steps, loads=lambda step: [[step, 3 * step], [step, step]]) -> None:
-    write_lines(folder / LOADS_FILE, ({"step": step, "loads": loads(step)} for step in steps))
+from tests.report.folders import write_lines, write_loads, write_run
 
 
 def test_the_last_record_and_the_fullest_of_each_range(tmp_path):

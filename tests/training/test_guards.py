@@ -196,9 +196,9 @@ def poisoned_batches(bad: set[int]) -> Iterator[None]:
         measured = dataclasses.replace(measured, loss=nan(measured.loss))
         return measured, jax.tree.map(nan, grads), loads
 
-    def numbered(cfg, segments, state, batch):
+    def numbered(cfg, segments, state, batch, **more):
         number.append(state.step)
-        return plain(cfg, segments, state, batch)
+        return plain(cfg, segments, state, batch, **more)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_step, "loss_gradients_and_loads", poisoned)

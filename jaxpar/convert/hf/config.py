@@ -92,6 +92,8 @@ def model_of(values: Values, family: Family) -> ModelConfig:
     for ours, key in family.fields.items():
         fields[ours] = _field(ours, key, values)
     fields |= layer_keys.read(values, family, fields["num_layers"])
+    if not fields.get("dense_layers"):
+        fields.pop("dense_d_ff", None)
     dtype = dtype_of(values)
     model = ModelConfig(**fields, dtype=COMPUTE_DTYPES[dtype])  # type: ignore[arg-type]
     if router_has_no_gradient(model):
@@ -118,6 +120,9 @@ def check_count(values: Values, family: Family, num_tensors: int) -> None:
     for ours in ("num_layers", "num_experts"):
         key = family.fields.get(ours, "")
         count = values.get(key)
+        if ours == "num_layers" and isinstance(count, int):
+            dense = values.get(family.fields.get("dense_layers", ""), 0)
+            count -= dense if isinstance(dense, int) else 0
         wanted *= max(count, 1) if isinstance(count, int) else 1
         if wanted > num_tensors:
             rule = f"asks for more tensors than the {num_tensors} in the files"
@@ -168,6 +173,9 @@ def why_not(family: Family, m: ModelConfig) -> str | None:
         value = getattr(m, field.name)
         if field.name not in others and value != field.default:
             return f"model.{field.name} = {value}, but its models have {field.default}"
+    for name, least in family.at_least.items():
+        if getattr(m, name) < least:
+            return f"model.{name} = {getattr(m, name)}, but its models have at least {least}"
     wide = m.num_heads * m.head_dim
     if family.heads_fill_model and wide != m.d_model:
         return (
@@ -219,4 +227,5 @@ def entry_table(family: Family, m: ModelConfig) -> list[Entry]:
     Parameters of dense and mixture-of-experts layers share names; their ranks differ.
     """
     rank = {path: len(spec.shape) for path, spec in flat(param_specs(m)).items()}
-    return [entry for entry in family.entries if rank.get(entry.path) == len(entry.ours)]
+    held = (entry for entry in family.entries if rank.get(entry.path) == len(entry.ours))
+    return [dataclasses.replace(entry, first=m.dense_layers) for entry in held]

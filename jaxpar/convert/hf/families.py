@@ -63,11 +63,31 @@ EXPERTS = (
     Entry("layers/w_up", _LAYER + "mlp.experts.{E}.up_proj.weight", "LEDF", "F D"),
     Entry("layers/w_down", _LAYER + "mlp.experts.{E}.down_proj.weight", "LEFD", "D F"),
 )
+#: What the layers of DeepSeek-V3 and its relatives have beside EXPERTS.
+SHARED_EXPERTS = (
+    Entry("layers/router_bias", _LAYER + "mlp.gate.e_score_correction_bias", "LE", "E"),
+    Entry("layers/w_shared_gate", _LAYER + "mlp.shared_experts.gate_proj.weight", "LDS", "S D"),
+    Entry("layers/w_shared_up", _LAYER + "mlp.shared_experts.up_proj.weight", "LDS", "S D"),
+    Entry("layers/w_shared_down", _LAYER + "mlp.shared_experts.down_proj.weight", "LSD", "D S"),
+)
 GEMMA_NORMS = (
     Entry("layers/attn_post_norm", _LAYER + "post_attention_layernorm.weight", "LD", "D"),
     Entry("layers/mlp_norm", _LAYER + "pre_feedforward_layernorm.weight", "LD", "D"),
     Entry("layers/mlp_post_norm", _LAYER + "post_feedforward_layernorm.weight", "LD", "D"),
 )
+
+
+def of_dense_layers(entries: tuple[Entry, ...]) -> tuple[Entry, ...]:
+    """Return the entries of `model.dense_layers`, from those of layers that are all dense."""
+
+    def letters(text: str) -> str:
+        return text.replace("L", "N").replace("F", "W")
+
+    return tuple(
+        Entry(f"dense_{a.path}", a.name.replace("{L}", "{N}"), letters(a.ours), letters(a.theirs))
+        for a in entries
+    )
+
 
 #: Fields whose keys are the same in every family.
 COMMON = {
@@ -99,6 +119,8 @@ class Family:
     """Fields where None stands for the value of another field, which config.json contains."""
     fixed: dict[str, Any] = field(default_factory=dict)
     """Fields with the same value in all models of the family."""
+    at_least: dict[str, int] = field(default_factory=dict)
+    """Fields with a minimum in all models of the family."""
     defaults: dict[str, Any]
     """Defaults of missing keys in config.json."""
     required: dict[str, Any] = field(default_factory=dict)
@@ -235,6 +257,49 @@ OLMOE = Family(
     required=_SILU | {"clip_qkv": None},
     heads_fill_model=True,
 )
+_OF_DOTS1 = (*ATTENTION, *QKV_BIAS, *OUT_BIAS, *QK_NORM)
+DOTS1 = Family(
+    model_type="dots1",
+    architecture="Dots1ForCausalLM",
+    entries=(
+        *(*TOP, *_OF_DOTS1, *MLP_NORM, *EXPERTS, *SHARED_EXPERTS),
+        *of_dense_layers((*_OF_DOTS1, *MLP)),
+    ),
+    fields=COMMON
+    | {
+        "d_ff": "moe_intermediate_size",
+        "dense_d_ff": "intermediate_size",
+        "dense_layers": "first_k_dense_replace",
+        "num_experts": "n_routed_experts",
+        "num_shared_experts": "n_shared_experts",
+        "experts_per_token": "num_experts_per_tok",
+        "normalize_experts": "norm_topk_prob",
+        "router_groups": "n_group",
+        "router_groups_per_token": "topk_group",
+        "router_scale": "routed_scaling_factor",
+        "qkv_bias": "attention_bias",
+        "out_bias": "attention_bias",
+    },
+    same_as={"dense_d_ff": "d_ff"},
+    fixed={"qk_norm": True, "router_score": "sigmoid", "router_bias": True},
+    at_least={"num_shared_experts": 1},
+    defaults={
+        "num_key_value_heads": 32,
+        "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 0,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+        "use_sliding_window": True,
+        "sliding_window": 4096,
+        "max_window_layers": 62,
+    },
+    required=_SILU,
+    aliases={"num_local_experts": "n_routed_experts"},
+    sliding=True,
+)
 GEMMA3 = Family(
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
@@ -278,4 +343,4 @@ GEMMA3 = Family(
 )
 
 #: The first family in this order that can express a model is its default.
-FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, OLMOE, GEMMA3)
+FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, OLMOE, DOTS1, GEMMA3)

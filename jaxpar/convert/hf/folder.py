@@ -37,6 +37,9 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 #: Tensors that are not weights: rotary frequencies, in files of 2023.
 DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
+#: Tensors that are float32 beside weights of 16 bits: a rounded bias would choose other experts.
+FLOAT32 = re.compile(r".*\.e_score_correction_bias")
+
 #: Maximum number of names in an error.
 SHOWN = 3
 
@@ -64,8 +67,11 @@ class Tensors:
         return self.stored[name].open()
 
     def dtype(self) -> str:
-        """Return the dtype of the tensors; float32 if it is mixed, which represents all values."""
-        there = {stored.dtype for stored in self.stored.values()}
+        """Return the dtype of the tensors; float32 if it is mixed, which represents all values.
+
+        Those of FLOAT32 do not count.
+        """
+        there = {s.dtype for name, s in self.stored.items() if not FLOAT32.fullmatch(name)}
         same = [name for name, code in NAMES.items() if there == {code}]
         return same[0] if same else "float32"
 
@@ -173,12 +179,14 @@ def create_tensors(
 ) -> dict[str, Stored]:
     """Create files with space for tensors: one, or several and an index beyond `shard_bytes`.
 
-    Args:     shapes: shape of each tensor, in the order of the file. dtype: of all tensors.
+    Args:     shapes: shape of each tensor, in the order of the file. dtype: of all tensors but
+              those of FLOAT32.
     """
-    item = DTYPES[NAMES[dtype]].itemsize
+    dtypes = {name: "float32" if FLOAT32.fullmatch(name) else dtype for name in shapes}
     parts: list[dict[str, tuple[int, ...]]] = [{}]
     size = total = 0
     for name, shape in shapes.items():
+        item = DTYPES[NAMES[dtypes[name]]].itemsize
         num_bytes = int(np.prod(shape, dtype=np.int64)) * item
         if parts[-1] and size + num_bytes > shard_bytes:
             parts.append({})
@@ -186,11 +194,11 @@ def create_tensors(
         parts[-1][name] = shape
         size, total = size + num_bytes, total + num_bytes
     if len(parts) == 1:
-        return create_file(folder / SINGLE_FILE, parts[0], dtype)
+        return create_file(folder / SINGLE_FILE, parts[0], dtypes)
     stored: dict[str, Stored] = {}
     for i, part in enumerate(parts, 1):
         file = folder / f"model-{i:05d}-of-{len(parts):05d}.safetensors"
-        stored |= create_file(file, part, dtype)
+        stored |= create_file(file, part, dtypes)
     where = {name: s.file.name for name, s in stored.items()}
     index = {"metadata": {"total_size": total}, "weight_map": where}
     (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")

@@ -107,7 +107,8 @@ def config_for(model: ModelConfig, values: Values) -> Config:
     Raises:   ConfigError if the model is invalid.
     """
     longest = values.get("max_position_embeddings") or MAX_SEQ_LEN
-    loop: Literal["scan", "unroll"] = "unroll" if model.global_every else "scan"
+    two_kinds = model.global_every or model.dense_layers
+    loop: Literal["scan", "unroll"] = "unroll" if two_kinds else "scan"
     cfg = Config(
         model=model,
         data=DataConfig(seq_len=min(longest, MAX_SEQ_LEN)),

@@ -1,7 +1,8 @@
 """The notation of the tables in `families.py`, which map parameters to published tensors.
 
 An `Entry` names a parameter, and the tensors that it is stacked from. Letters denote the dimensions
-of both: the shape letters of `sharding/axes.py`, with L for the layer and E for the expert.
+of both: the shape letters of `sharding/axes.py`, with L for the layer and E for the expert. Of the
+first, dense layers of a mixture of experts, N is the layer, and W the feed-forward width.
 
     Entry("layers/wq", "model.layers.{L}.self_attn.q_proj.weight", "LDHK", "HK D")
 
@@ -32,11 +33,13 @@ class Entry:
     path: str
     """Stable name of the parameter, as in `params.flat`."""
     name: str
-    """Name of a tensor, with {L} and {E} for the indices of layer and expert."""
+    """Name of a tensor, with {L} or {N} and {E} for the indices of layer and expert."""
     ours: str
     """Dimensions of the parameter, one letter each."""
     theirs: str
     """Dimensions of the tensor, row-major; adjacent letters are flattened into one dimension."""
+    first: int = 0
+    """The model's index of the first layer L."""
 
     @property
     def stacked(self) -> str:
@@ -52,7 +55,9 @@ class Entry:
 def sizes_of(m: ModelConfig) -> Sizes:
     """Return the size of each letter's dimension in a model."""
     return {
-        "L": m.num_layers,
+        "L": m.num_layers - m.dense_layers,
+        "N": m.dense_layers,
+        "W": m.dense_d_ff or m.d_ff,
         "D": m.d_model,
         "H": m.num_heads,
         "G": m.num_kv_heads,
@@ -76,7 +81,10 @@ def tensor_shape(entry: Entry, sizes: Sizes) -> tuple[int, ...]:
 
 def tensor_name(entry: Entry, at: tuple[int, ...]) -> str:
     """Return the name of the tensor at an index of the stacked dimensions."""
-    return entry.name.format(**dict(zip(entry.stacked, at, strict=True)))
+    index = dict(zip(entry.stacked, at, strict=True))
+    if "L" in index:
+        index["L"] += entry.first
+    return entry.name.format(**index)
 
 
 def tensor_names(entry: Entry, sizes: Sizes) -> Iterator[str]:
