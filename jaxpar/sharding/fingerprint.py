@@ -69,6 +69,12 @@ def local_sums(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     """
     if jax.typeof(x).memory_space == jax.memory.Space.Host:
         x = jax.device_put(x, jax.memory.Space.Device)
+    return _local_sums(x, spec)
+
+
+# A function of its own, traced once for all arrays of one shape: weights and their moments.
+@functools.partial(jax.jit, static_argnums=1)
+def _local_sums(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     cut = [spec[dim] if dim < len(spec) else None for dim in range(x.ndim)]
     sizes = zip(x.shape, cut, strict=True)
     shape = [n if axes is None else n * lax.axis_size(axes) for n, axes in sizes]

@@ -24,9 +24,11 @@ from jaxpar.data.formats.meta import read_meta
 from jaxpar.inference import sample as inference_sample
 from jaxpar.inference.generation import Sampling, config_for_sampling
 from jaxpar.model import reference
+from jaxpar.monitoring.metrics import MetricsWriter
 from jaxpar.runtime import exit_codes
 from jaxpar.sharding.mesh import make_mesh
 from tests.slow import slow
+from tests.weights import as_programs_do
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -115,12 +117,33 @@ def copy(finished: Path, config_file: str) -> Path:
 # ---------------------------------------------------------------------------- interrupted
 
 
-def test_a_run_preempted_and_then_killed_ends_as_if_nothing_had_happened(config_file, tmp_path):
+@pytest.fixture
+def stopped_after(monkeypatch):
+    """(step) -> SIGTERM arrives in this process, once that step has been dispatched."""
+    write_previous = MetricsWriter.write_previous
+
+    def at(number: int) -> None:
+        def stopped(self, step, *measured):
+            if step == number:
+                os.kill(os.getpid(), signal.SIGTERM)
+            write_previous(self, step, *measured)
+
+        monkeypatch.setattr(MetricsWriter, "write_previous", stopped)
+
+    return at
+
+
+def test_a_run_preempted_and_then_killed_ends_as_if_nothing_had_happened(
+    config_file, tmp_path, train_on, stopped_after, capsys, monkeypatch
+):
     run, whole = tmp_path / "run", tmp_path / "whole"
-    command = (config_file, "--train.num-steps", "60")
-    preempted = start("-c", INTERRUPTED, "SIGTERM", "9", "0", *command)
-    assert preempted.returncode == exit_codes.EXIT_PREEMPTED == 75, preempted.stderr
-    assert "SIGTERM: saved step 10; the same command resumes from there" in preempted.stdout
+    command = (config_file, "--train.num-steps", "60", "--run.cpu-devices", "2")
+    with as_programs_do():
+        stopped_after(9)
+        assert train_on(2, *command) == exit_codes.EXIT_PREEMPTED == 75
+        monkeypatch.undo()
+    said = capsys.readouterr().out
+    assert "SIGTERM: saved step 10; the same command resumes from there" in said
     assert checkpoint.saved_steps(run) == [10]
 
     killed = start("-c", INTERRUPTED, "SIGKILL", "47", "2", *command)
@@ -129,12 +152,10 @@ def test_a_run_preempted_and_then_killed_ends_as_if_nothing_had_happened(config_
     assert checkpoint.saved_steps(run) == [10, 40]
     assert max(losses_of(run)) > 40  # some steps are lost, and taken again
 
-    resumed = start("-m", "jaxpar.train", *command)
-    assert resumed.returncode == 0, resumed.stderr
-    assert "restored step 40" in resumed.stdout
-
-    uninterrupted = start("-m", "jaxpar.train", *command, "--run.dir", str(whole))
-    assert uninterrupted.returncode == 0, uninterrupted.stderr
+    with as_programs_do():
+        assert train_on(2, *command) == exit_codes.EXIT_OK
+        assert "restored step 40" in capsys.readouterr().out
+        assert train_on(2, *command, "--run.dir", str(whole)) == exit_codes.EXIT_OK
     assert losses_of(run) == losses_of(whole)
     assert sorted(losses_of(run)) == list(range(1, 61))
     assert held_out_of(run) == held_out_of(whole)

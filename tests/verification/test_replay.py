@@ -1,5 +1,6 @@
 """A step taken again: bit for bit, and data, hardware and numerics told apart."""
 
+import functools
 import itertools
 import json
 import re
@@ -46,8 +47,9 @@ def run(recorded, tmp_path) -> Iterator[Path]:
 
 
 @pytest.fixture
-def again(run, only_devices, capsys):
-    """(step) -> the verdict; nothing may be written."""
+def again(run, only_devices, capsys, monkeypatch):
+    """(step) -> the verdict; nothing may be written. The steps of a test share their programs."""
+    monkeypatch.setattr(replay, "make_train_step", functools.cache(replay.make_train_step))
 
     def take(number: int) -> str:
         before = files_of(run)

@@ -1,4 +1,4 @@
-"""What a stage of a pipeline does in one tick, in whichever schedule.
+"""What a stage of a pipeline does in one tick, in any schedule.
 
 At each tick, a stage has a forward slot, a backward slot or both, as the schedule's loop says
 (`runner.py`, `gpipe.py`). Stages differ in their `where` masks and in the chunk that they run
