@@ -36,9 +36,7 @@ FEW = [
     "llama_1.5b-h100x1-none-logits16",
     "llama3_8b-h200x4-none",
     "llama3_8b-h200x4-float8",
-    "llama3_8b-h200x4-tensor2-none",
     "llama3_8b-h200x4-sequence4-131072",
-    "qwen3_30b_a3b_6_layers-h100x2-expert2",
     "qwen3_30b_a3b_6_layers-h200x2-expert2",
 ]
 
