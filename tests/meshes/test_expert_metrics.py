@@ -77,7 +77,8 @@ def test_loads_are_those_of_the_plain_model(mesh, devices):
 @pytest.mark.parametrize("mesh", ["expert=2", slow("expert=2,tensor=2"), slow("expert=4,data=2")])
 def test_further_rounds_are_counted(mesh, devices):
     """The buffer has 0.3 of equal shares, or all that can arrive."""
-    small, large = (replace(BASE, **{"parallel.expert_slack": s}) for s in (0.3, 4.0))
+    tokens = replace(BASE, **{"parallel.expert_dispatch": "tokens"})
+    small, large = (replace(tokens, **{"parallel.expert_slack": s}) for s in (0.3, 4.0))
     assert measured(mesh, large, devices)["further_rounds"] == 0
     rows, found = rows_of_plain_model(small), measured(mesh, small, devices)["further_rounds"]
     n, groups = int(mesh.partition("expert=")[2][:1]), 2 if "data" in mesh else 1
