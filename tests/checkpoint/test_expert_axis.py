@@ -1,0 +1,39 @@
+"""Checkpoints of an expert axis: the logical arrays of every other mesh."""
+
+import pytest
+
+from jaxpar import checkpoint, config
+from jaxpar.config import Config
+from jaxpar.config.validate import resolve
+from jaxpar.sharding.mesh import make_mesh
+from tests.checkpoint.test_checkpoint import assert_same_bits, logical, save, write_dataset
+from tests.slow import slow
+from tests.tiny import STATE
+
+pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
+
+EXPERTS = {"model.num_experts": 8, "model.router_bias": True, "parallel.data": 1}
+EXPERT_4 = {"parallel.expert": 4}
+OTHERS = [
+    {"parallel.expert": 2, "parallel.tensor": 2},
+    slow({"parallel.expert": 1}),
+    slow({"parallel.expert": 2, "parallel.data": 2}),
+    slow({"parallel.expert": 2, "parallel.pipeline": 2, "parallel.num_microbatches": 2}),
+]
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_another_expert_degree_reads_the_same_arrays(tmp_path, devices, other):
+    data = write_dataset(tmp_path / "data")
+    fields = STATE | EXPERTS | {"data.path": data, "run.dir": str(tmp_path / "run")}
+
+    def make(values):
+        cfg = config.replace(Config(), **fields | values)
+        p = cfg.parallel
+        n = p.pipeline * p.data * p.expert * p.tensor
+        return resolve(cfg, n), make_mesh(cfg.parallel, devices[:n])
+
+    cfg, mesh = make(EXPERT_4)
+    expected = logical(save(cfg, mesh, 5), cfg)
+    cfg, mesh = make(other)
+    assert_same_bits(logical(checkpoint.restore(cfg, mesh), cfg), expected)
