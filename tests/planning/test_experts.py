@@ -273,5 +273,7 @@ def test_memory_is_within_its_bound_of_xlas_plans():
     small = replace(QWEN, **six)
     on_2 = on(2, replace(small, **{"train.global_batch_size": 8}), expert=2)
     on_8 = on(8, small, expert=4, zero=1, remat="none")
-    for cfg, gib in ((on_2, 37.94), (on_8, 19.07)):
+    two = replace(load_config("mixtral_8x7b"), **six | {"model.num_layers": 2})
+    mixtral = on(2, replace(two, **{"train.global_batch_size": 8}), expert=2)
+    for cfg, gib in ((on_2, 37.94), (on_8, 19.07), (mixtral, 33.61)):
         assert memory_of(cfg).total / GIB == pytest.approx(gib, rel=calibration.MEMORY_BOUND)

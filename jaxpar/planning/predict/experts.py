@@ -102,14 +102,16 @@ def plan_bytes(cfg: Config) -> float:
 def backward_bytes(cfg: Config, width: int) -> float:
     """Return the bytes per token of what the backward of a layer's experts computes at once.
 
-    Rows permuted twice and their gradient; hidden values, and three gradients like them; with an
-    expert axis, what three messages send.
+    Permuted gradients of the output, hidden values, and three gradients like them; or, once one of
+    these is not needed, also the rows and their gradients. With an expert axis, the tokens and the
+    gradients of all, the sums for all, and two of these in pieces.
     """
     m = cfg.model
     if not m.num_experts:
         return 0.0
     sizes, wide = dispatched(cfg), m.d_ff / cfg.parallel.tensor
-    elements = sizes.buffer * (3 * m.d_model + 4 * wide) + 3 * sizes.received * m.d_model
+    values = max(m.d_model + 4 * wide, 3 * m.d_model + 3 * wide)
+    elements = sizes.buffer * values + 5 * sizes.received * m.d_model
     return width * elements / tokens_of(cfg)
 
 

@@ -362,8 +362,12 @@ def _loss_bytes(cfg: Config, shard: Shard) -> float:
 
 
 def _in_a_layer(cfg: Config, shard: Shard) -> float:
-    """Gradients that a layer's backward creates: those of its three widest values."""
-    widest = max(kind.cfg.model.d_ff for kind in layer_kinds(cfg))
+    """Gradients that a layer's backward creates: those of its three widest values.
+
+    Those of experts are a part of `experts.backward_bytes`.
+    """
+    models = [kind.cfg.model for kind in layer_kinds(cfg)]
+    widest = max(m.d_ff * (m.num_shared_experts if m.num_experts else 1) for m in models)
     return 3 * shard.tokens * shard.width * widest / cfg.parallel.tensor
 
 
