@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from jaxpar.bench.training import conditions, power, profiled
+from jaxpar.bench.training import conditions, experts, power, profiled
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.command_line import expand_set_options, read_config
 from jaxpar.config.rules.limits import Range
@@ -58,7 +58,7 @@ def measure(run: Run, steps: int) -> tuple[dict[str, Any], profiled.StartedRun]:
     compile_seconds = time.perf_counter() - began
     batches = run.loader.prefetched(0)
     times: list[float] = []
-    losses, waits, pending, told = [], [], None, time.perf_counter()
+    losses, done, waits, pending, told = [], [], [], None, time.perf_counter()
     with power.watch_power(jax.default_backend() == "gpu") as gpus:
         for _ in range(WARM_UP + steps + 1):
             began = time.perf_counter()
@@ -69,6 +69,7 @@ def measure(run: Run, steps: int) -> tuple[dict[str, Any], profiled.StartedRun]:
                 run.startup.ended("first step")
             else:
                 losses.append(float(pending.loss))
+                done.append(pending)
                 times.append(time.perf_counter())
                 told = _progress(times, told, WARM_UP + steps)
             if len(times) == WARM_UP:
@@ -84,6 +85,7 @@ def measure(run: Run, steps: int) -> tuple[dict[str, Any], profiled.StartedRun]:
         "start_up_seconds": run.startup.seconds,
         "loss": {"first": losses[0], "last": losses[-1]},
         "peak_memory_gib": peak_memory_gib(),
+        **experts.of_steps(done[WARM_UP:]),
         **gpus.card(),
         **sent_by(hlo_text),
     }
@@ -170,7 +172,8 @@ def summary(result: dict[str, Any]) -> str:
         f"data wait {result['data_wait_seconds']['median'] * 1e3:.1f} ms per step",
         profiled.sent_in_words(result),
     ]
-    lines = ["   ".join(parts), "   ".join(below), power.in_words(result)]
+    lines = ["   ".join(parts), "   ".join(below), experts.in_words(result)]
+    lines.append(power.in_words(result))
     return "\n".join(filter(None, lines))
 
 

@@ -1,0 +1,44 @@
+"""The experts of a measurement: how even the loads of the timed steps were."""
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+#: What chose each token's experts: no loads are forced to be even, and no recorded ones repeated.
+ROUTING = "learned, from fresh weights"
+
+#: Metrics of a step that a card has, if the step has them.
+METRICS = ("expert_entropy", "fullest_expert", "fullest_rank", "further_rounds", "dropped_rows")
+
+
+def of_steps(measured: Sequence[Any]) -> dict[str, Any]:
+    """Return the card's entry for the experts; empty without experts.
+
+    Args:     measured: `StepMetrics` of each timed step.
+    """
+    there = [name for name in METRICS if getattr(measured[0], name) is not None]
+    if not there:
+        return {}
+    steps = jax.device_get([{name: getattr(m, name) for name in there} for m in measured])
+    spread = {name: _spread([float(step[name]) for step in steps]) for name in there}
+    return {"experts": {"routing": ROUTING} | spread}
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "least": min(values), "most": max(values)}
+
+
+def in_words(card: dict[str, Any]) -> str:
+    """Format the entry as a line; empty without one."""
+    found = card.get("experts")
+    if not found:
+        return ""
+    median = lambda name: found[name]["median"]  # noqa: E731
+    parts = [f"fullest expert {median('fullest_expert'):.2f} times the mean"]
+    if "fullest_rank" in found:
+        parts.append(f"fullest rank {median('fullest_rank'):.2f} times")
+        parts.append(f"{median('further_rounds'):,.0f} further rounds")
+    parts.append(f"dropped {found['dropped_rows']['most']:,.0f}")
+    return f"experts: {', '.join(parts)} per step; routing {found['routing']}"

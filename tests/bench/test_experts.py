@@ -1,0 +1,54 @@
+"""Experts on a card: how even the loads of the timed steps were, and what chose them."""
+
+import jax.numpy as jnp
+import pytest
+
+from jaxpar.bench.cards import figures
+from jaxpar.bench.training import experts
+from jaxpar.step.train_step import StepMetrics
+
+
+def measured(**values: float) -> StepMetrics:
+    return StepMetrics(
+        jnp.float32(1),
+        jnp.float32(1),
+        jnp.float32(1),
+        **{k: jnp.float32(v) for k, v in values.items()},
+    )
+
+
+def steps(*more: dict[str, float]) -> list[StepMetrics]:
+    """Steps on an expert axis, with these metrics beside the same entropy."""
+    return [measured(expert_entropy=0.5, dropped_rows=0, **values) for values in more]
+
+
+def test_a_model_without_experts_has_no_entry():
+    assert experts.of_steps([measured()]) == {}
+    assert experts.in_words({}) == ""
+
+
+def test_an_entry_has_the_spread_of_each_metric():
+    on_axis = [{"fullest_rank": 1.5, "further_rounds": n, "fullest_expert": 4} for n in (0, 2, 7)]
+    card = experts.of_steps(steps(*on_axis))
+    assert card["experts"]["routing"] == "learned, from fresh weights"
+    assert card["experts"]["further_rounds"] == {"median": 2, "least": 0, "most": 7}
+    assert card["experts"]["expert_entropy"]["median"] == 0.5
+    said = experts.in_words(card)
+    assert said == (
+        "experts: fullest expert 4.00 times the mean, fullest rank 1.50 times, 2 further rounds, "
+        "dropped 0 per step; routing learned, from fresh weights"
+    )
+
+
+@pytest.mark.parametrize("name", ["fullest_rank", "further_rounds"])
+def test_without_an_expert_axis_there_are_no_ranks(name):
+    card = experts.of_steps(steps({"fullest_expert": 2}))
+    assert name not in card["experts"]
+    assert "rank" not in experts.in_words(card)
+
+
+def test_cards_are_compared_by_their_loads():
+    one, two = (experts.of_steps(steps({"fullest_expert": n})) for n in (2, 3))
+    table, notes = figures.training_table(["a", "b"], [one, two])
+    (row,) = [line.split() for line in table.splitlines() if "fullest expert" in line]
+    assert row[2:] == ["2.00", "3.00", "1.500"] and not notes
