@@ -7,8 +7,6 @@ that do. There is no silent fallback.
 """
 
 import functools
-import importlib.util
-import sys
 from types import ModuleType
 from typing import Any
 
@@ -20,19 +18,7 @@ from jaxpar.kernels.attention.arguments import check_arguments
 from jaxpar.kernels.attention.dispatch.capability import CAPABILITIES
 from jaxpar.kernels.attention.dispatch.choice import Choice, choose
 from jaxpar.kernels.attention.mask import AttentionMask
-
-
-def imported_when_used(name: str) -> ModuleType:
-    """Return a module that is imported on the first access to one of its attributes."""
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.find_spec(name)
-    assert spec is not None and spec.loader is not None
-    spec.loader = importlib.util.LazyLoader(spec.loader)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
+from jaxpar.kernels.lazy_import import imported_when_used
 
 BACKENDS: dict[str, ModuleType] = {
     "cudnn": cudnn,
