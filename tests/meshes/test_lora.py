@@ -72,7 +72,7 @@ VARIANTS = {
             "model.experts_per_token": 2,
             "lora.targets": "q_proj,k_proj,v_proj,o_proj",
         },
-        "data=2,tensor=2,layer_loop=unroll",
+        "expert=2,data=2,tensor=2,layer_loop=unroll",
     ),
 }
 
