@@ -1,6 +1,7 @@
 """Inspects checkpoints: lists them, verifies them, and compares two of them."""
 
 import contextlib
+import functools
 import itertools
 import os
 import time
@@ -211,7 +212,7 @@ def _to_compare(*asked: tuple[str, int | None]) -> list[tuple[str, int]]:
     for run, step in asked:
         _steps(run, step)
     latest = {
-        run: read_whole(run, None, lambda at, run=run: require_whole(run, at))
+        run: read_whole(run, None, functools.partial(require_whole, run))
         for run, step in asked
         if step is None
     }
