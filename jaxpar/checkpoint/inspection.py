@@ -211,7 +211,7 @@ def _to_compare(*asked: tuple[str, int | None]) -> list[tuple[str, int]]:
     """
     for run, step in asked:
         _steps(run, step)
-    to_find = {run for run, step in asked if step is None}
+    to_find = dict.fromkeys(run for run, step in asked if step is None)
     latest = {run: read_whole(run, None, functools.partial(require_whole, run)) for run in to_find}
     return [(run, latest[run] if step is None else step) for run, step in asked]
 

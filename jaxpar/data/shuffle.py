@@ -10,7 +10,6 @@ it began with; another order gets another name.
 
 from collections.abc import Callable
 
-import grain
 import numpy as np
 
 from jaxpar.config import ConfigError
@@ -105,6 +104,8 @@ def _grain_order(num_sequences: int, seed: int) -> Order:
     if num_sequences > MAX_GRAIN_SEQUENCES:
         rule = f"supports {MAX_GRAIN_SEQUENCES:,} sequences, not {num_sequences:,}"
         raise ConfigError("data.shuffle", "grain", rule, "use longer sequences")
+    import grain  # only here: most runs do not need it, and it takes long to import
+
     sequence = grain.MapDataset.range(num_sequences).seed(seed)
     for _ in range(NUM_GRAIN_SHUFFLES):
         sequence = sequence.shuffle()

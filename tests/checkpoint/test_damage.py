@@ -376,7 +376,9 @@ def test_diff_of_equal_checkpoints_and_wrong_arguments(setup, tmp_path, capsys):
         main(["verify", cfg.run.dir, "--step", "7"])
 
 
+@pytest.mark.slow
 def test_damage_ends_a_program_with_code_1_and_one_line(setup):
+    """As a process; `test_ls_verify_and_diff` has the code and the text."""
     cfg, mesh = setup()
     save(cfg, mesh, 2)
     damage_array(cfg, 2)

@@ -19,6 +19,7 @@ from jaxpar.runtime import start as runtime
 from jaxpar.runtime.gpus import visible, xla_flags
 from jaxpar.step import compiled
 from tests.config.test_command_line import run_train
+from tests.slow import slow
 
 FSDP = Config()
 TENSOR = replace(FSDP, **{"parallel.tensor": 2})
@@ -262,7 +263,7 @@ def test_cuda_alone_without_a_gpu_is_refused(monkeypatch, asked):
     assert runtime.start(Config()) == []
 
 
-@pytest.mark.parametrize("asked", ["none", "cpu,none"])
+@pytest.mark.parametrize("asked", ["none", slow("cpu,none")])
 def test_a_platform_that_is_not_there_is_one_line(tmp_path, asked):
     done = run_train("quickstart", cwd=tmp_path, JAX_PLATFORMS=asked)
     assert done.returncode == 2 and done.stdout == ""
