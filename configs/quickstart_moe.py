@@ -31,7 +31,7 @@ def get_config() -> Config:
             dtype="float32",
         ),
         data=DataConfig(path="data/stdlib-bytes", seq_len=256),
-        train=TrainConfig(num_steps=200, global_batch_size=16, balance_loss=1e-4, log_every=10),
+        train=TrainConfig(num_steps=200, global_batch_size=8, balance_loss=1e-4, log_every=10),
         parallel=ParallelConfig(data=-1),
         optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=20),
         checkpoint=CheckpointConfig(every=100),
