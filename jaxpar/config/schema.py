@@ -131,7 +131,7 @@ class ParallelConfig:
     expert_dispatch: Literal["auto", "tokens", "rows"] = "auto"
     """What devices of an expert axis send. tokens: each token to all of them. rows: a row for each
     expert of a token, to the device of that expert. auto: whichever sends fewer bytes."""
-    expert_slack: float = 1.1
+    expert_slack: float = 1.25
     """Rows of the experts' buffer on an expert axis, as a multiple of a device's equal share. Rows
     that do not fit are computed in further rounds: a larger one needs memory, a smaller one time.
     No row is dropped. With dispatch by rows, also the rows that two devices exchange in a round."""

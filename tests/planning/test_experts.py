@@ -73,7 +73,8 @@ def test_state_on_an_expert_axis_is_that_of_the_arrays(mesh, devices):
 
 def test_the_buffer_is_the_one_of_the_layer():
     """131,072 pairs: times 1.1, and a tile for each of 64 experts; at most what could arrive."""
-    one, some, most = (on(2, **f) for f in ({}, {"expert": 2}, {"expert": 2, "expert_slack": 2.0}))
+    slacks = [{"expert": 2, "expert_slack": s} for s in (1.1, 2.0)]
+    one, some, most = (on(2, **f) for f in ({}, *slacks))
     one, some, most = (replace(c, **{"train.global_batch_size": 8}) for c in (one, some, most))
     assert experts.buffer_rows(one) == 131_072 + 128 * 127 // 128 * 128
     assert experts.buffer_rows(some) == 144_256 + 64 * 128
@@ -111,7 +112,8 @@ def test_an_expert_axis_sends_tokens_and_no_experts():
 
 def test_a_dispatch_by_rows_sends_and_stores_its_slots():
     """C rows for each other device in each of five messages; R and n C have room for all."""
-    by_tokens, by_rows = (on(8, expert=8, expert_dispatch=by) for by in ("tokens", "rows"))
+    apart = {"expert": 8, "expert_slack": 1.1}
+    by_tokens, by_rows = (on(8, **apart, expert_dispatch=by) for by in ("tokens", "rows"))
     C = 18_023  # ceil(1.1 * 16384 * 8 / 8)
     sizes = experts.dispatched(by_rows)
     assert (sizes.sent, sizes.received) == (7 * C, 8 * C)
@@ -120,7 +122,7 @@ def test_a_dispatch_by_rows_sends_and_stores_its_slots():
     assert sent[1] / sent[0] == pytest.approx(1.1, rel=1e-3)
     times = [step_time(c, cluster(8)).total for c in (by_tokens, by_rows)]
     assert times[0] < times[1]
-    of_few = on(8, load_config("mixtral_8x7b"), expert=8)  # 2 experts a token: auto sends rows
+    of_few = on(8, load_config("mixtral_8x7b"), **apart)  # 2 experts a token: auto sends rows
     assert experts.dispatched(of_few).sent == 7 * 4506
 
 
