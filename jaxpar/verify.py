@@ -30,9 +30,9 @@ from jaxpar.runtime.program import run_program
 from jaxpar.verification import small_config
 from jaxpar.verification.command import (
     DEFAULT_DEVICES,
-    DEFAULT_MESHES,
     PROGRAM,
     compare_meshes,
+    default_meshes,
     parse_options,
     refuse_large,
     start_devices,
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     options, overrides = parse_options(argv)
     asked = parse_overrides(load_config(options.config), overrides, PROGRAM)
     cfg = small_config.float32(asked)
-    meshes = parse_meshes(options.mesh or DEFAULT_MESHES, cfg.parallel)
+    meshes = parse_meshes(options.mesh or default_meshes(cfg.model), cfg.parallel)
     refuse_rounding(meshes, cfg.parallel)
     if options.shrink:
         cfg = small_config.shrink(cfg, list(meshes.values()))

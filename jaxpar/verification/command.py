@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import jax
 
-from jaxpar.config import Config, ConfigError, RunConfig
+from jaxpar.config import Config, ConfigError, ModelConfig, RunConfig
 from jaxpar.config.command_line import as_called
 from jaxpar.config.config_file import load_config
 from jaxpar.config.help import asks_help, print_help, topic_of
@@ -56,6 +56,30 @@ DEFAULT_MESHES = (
     "data=2,sequence=2,tensor=2",
     "pipeline=2,data=2,sequence=2,tensor=2,num_microbatches=2",
 )
+
+#: Those of a model with experts. With a slack of 0.3, most rows go through further rounds.
+EXPERT_MESHES = (
+    "data=1",
+    "data=8",
+    "expert=2",
+    "expert=8",
+    "expert=4,data=2",
+    "expert=4,data=2,expert_dispatch=tokens,expert_slack=0.3",
+    "expert=4,data=2,expert_dispatch=rows,expert_slack=0.3",
+    "expert=2,data=2,replica=2,num_microbatches=2",
+    "expert=4,tensor=2",
+    "expert=2,data=2,tensor=2,zero=1",
+    "expert=2,data=2,sequence=2",
+    "expert=4,pipeline=2,num_microbatches=2",
+    "expert=8,tensor=2",
+    "expert=4,data=2,tensor=2",
+    "expert=2,data=2,pipeline=2,sequence=2,num_microbatches=2",
+)
+
+
+def default_meshes(model: ModelConfig) -> tuple[str, ...]:
+    """Return the meshes to verify if none is named."""
+    return EXPERT_MESHES if model.num_experts else DEFAULT_MESHES
 
 
 EPILOG = """\

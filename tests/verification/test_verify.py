@@ -168,7 +168,7 @@ def test_help_documents_every_option(capsys):
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.py")))
 def test_every_config_shrinks_to_fit_the_default_meshes(name):
     cfg = small_config.float32(load_config(name))
-    meshes = verification_meshes.parse_meshes(command.DEFAULT_MESHES, cfg.parallel)
+    meshes = verification_meshes.parse_meshes(command.default_meshes(cfg.model), cfg.parallel)
     small = small_config.shrink(cfg, list(meshes.values()))
     for parallel in meshes.values():
         resolve(replace(small, parallel=parallel), verification_meshes.num_devices(parallel))
