@@ -259,7 +259,8 @@ def test_gradients_with_rows_in_further_rounds(mesh, devices):
     assert not compare(mesh, ON_EXPERT_AXIS, devices).mismatches()
 
 
-@pytest.mark.parametrize("mesh", ["expert=2", slow("expert=4,data=2"), slow("expert=2,tensor=2")])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["expert=2", "expert=4,data=2", "expert=2,tensor=2"])
 def test_gradients_with_the_default_buffer(mesh, devices):
     assert not compare(mesh, DEEPSEEK, devices).mismatches()
 
