@@ -121,6 +121,7 @@ def test_fewest_gpus(capsys):
     assert "2 x h200" in run(capsys, "llama3_8b", "--min-gpus")
 
 
+@pytest.mark.slow
 def test_largest_batch_and_window(capsys):
     small = ("llama_1b", "--gpus", "1")
     batch = json.loads(run(capsys, *small, "--largest", "batch", "--json"))["largest"]
