@@ -228,7 +228,7 @@ FLAGS = (
         name="xla_gpu_collective_permute_mode",
         value="peer",
         gain="the same for the tokens of experts: 212.8 to 210.0 ms per step, 6 layers of "
-        "Qwen3-30B-A3B on 2 GPUs, expert 2",
+        "Qwen3-30B-A3B on 2 H100s, expert 2, by a prototype; on H200s not compared",
         where=with_experts_apart,
         gpus=("H100", "H200"),
         one_process=True,

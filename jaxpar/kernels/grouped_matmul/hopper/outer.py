@@ -2,9 +2,9 @@
 
 The sum is over rows, and an expert's rows begin at a tile, so that no step is masked.
 
-The time of a piece of the result grows with its expert's rows, and a router may give one expert ten
-times the mean. The pieces of the fullest expert therefore come first, and the CTAs are not
-persistent: a multiprocessor that is done takes the next one.
+A tile of the result takes time in proportion to its expert's rows, and a router may give one expert
+ten times the mean. The tiles of the fullest expert therefore come first, and CTAs are not
+persistent: a multiprocessor that is done starts the next one.
 """
 
 import functools
@@ -19,8 +19,8 @@ from jaxpar.kernels.grouped_matmul.hopper import pipeline
 from jaxpar.kernels.grouped_matmul.hopper.pipeline import CONSUMERS, ROWS, STEP, Launch
 from jaxpar.kernels.grouped_matmul.tiles import Tiles
 
-#: Pieces of the result that a CTA computes.
-PIECES = 4
+#: Tiles of the result that a CTA computes.
+TILES_PER_CTA = 4
 
 
 def grouped_outer(
@@ -31,7 +31,7 @@ def grouped_outer(
     width = pipeline.width_of(N)
     shape = (E, M, N) if expert_dim == 0 else (M, E, N)
     if launch is None:
-        launch = Launch(ctas=-(-E * (M // ROWS) * (N // width) // PIECES))
+        launch = Launch(ctas=-(-E * (M // ROWS) * (N // width) // TILES_PER_CTA))
     fullest_first = jnp.argsort(tiles.starts[:-1] - tiles.starts[1:])
     return pipeline.call(
         functools.partial(_kernel, E, M, N, width, expert_dim, launch),
@@ -50,8 +50,8 @@ def _kernel(E: int, M: int, N: int, width: int, expert_dim: int, launch, *refs, 
 
     def where(i):
         nth_fullest = pipeline.div(nth(i), per_expert)
-        piece = nth(i) - nth_fullest * per_expert
-        m, n = pipeline.place(piece, jnp.int32(row_tiles), column_tiles)
+        of_expert = nth(i) - nth_fullest * per_expert
+        m, n = pipeline.place(of_expert, jnp.int32(row_tiles), column_tiles)
         expert = fullest_first[nth_fullest]
         first = starts[expert]
         return expert, m, n, first, pipeline.div(starts[expert + 1] - first, STEP)
