@@ -18,7 +18,6 @@ from jaxpar.config.lora_targets import TARGETS
 from jaxpar.config.validate import check, resolve
 from jaxpar.model import lora, reference
 from jaxpar.model.parameters import param_specs, trainable_specs
-from jaxpar.sharding.initial_values import initialize
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.sharding.params import count, flat, split
 from jaxpar.step.adapters import base_config, merge
@@ -26,6 +25,7 @@ from jaxpar.step.state import TrainState, abstract_state, init_state, state_shar
 from jaxpar.step.train_step import make_eval_step, make_gradient_step, make_train_step
 from jaxpar.verification import distances, traces
 from jaxpar.verification.meshes import parse_meshes
+from tests import weights
 from tests.meshes.test_meshes import BASE as PLAIN
 from tests.meshes.test_meshes import TOLERANCE
 from tests.slow import slow, slow_but
@@ -87,13 +87,13 @@ def on_mesh(item: str, devices, cfg: Config = BASE):
 @functools.cache
 def trained_params(cfg: Config) -> dict:
     """Parameters whose adapters all add something, as logical arrays on the host."""
-    params = jax.jit(lambda: initialize(param_specs(cfg.model, cfg.lora), 5))()
+    params = weights.values_of(tuple(flat(param_specs(cfg.model, cfg.lora)).items()), 5)
     rng = np.random.default_rng(0)
     layers = {
         name: rng.normal(0, 0.2, w.shape).astype(np.float32) if name.endswith(lora.B) else w
-        for name, w in jax.device_get(params["layers"]).items()
+        for name, w in params["layers"].items()
     }
-    return jax.device_get(params) | {"layers": layers}
+    return params | {"layers": layers}
 
 
 @functools.cache
