@@ -30,7 +30,8 @@ BASE = replace(TINY, **{"model.d_ff": 12, "model.num_experts": 4, "model.num_lay
 def rows_of_plain_model(cfg: Config) -> np.ndarray:
     """Tokens of each expert, [layers, E], of the plain model."""
     params = weights.values_of(tuple(weights.flat(param_specs(cfg.model)).items()), cfg.train.seed)
-    return np.asarray(reference.loads(params, traces.random_batch(cfg), cfg))
+    loads = jax.jit(lambda params, batch: reference.loads(params, batch, cfg))
+    return np.asarray(loads(params, traces.random_batch(cfg)))
 
 
 def measured(mesh_item: str, cfg: Config, devices) -> dict[str, np.ndarray]:

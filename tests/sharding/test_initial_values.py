@@ -35,7 +35,7 @@ def on_mesh(mesh_item: str, devices):
 def by_one_program(devices) -> traces.Arrays:
     """`initialize` on one device: the definition."""
     cfg, _ = ready(devices, **{"model.qkv_bias": True, "model.qk_norm": True})
-    jax.clear_caches()  # of generators compiled without optimizations
+    _initial_values.cache_clear()  # of generators compiled without optimizations
     make = functools.partial(initialize, param_specs(cfg.model))
     return traces.to_host(jax.jit(make)(cfg.train.seed))
 
