@@ -27,9 +27,6 @@ from jaxpar.step import state
 from jaxpar.step.train_step import make_gradient_step
 from jaxpar.verification import traces
 
-#: The package's own.
-INIT_PARAMS = state.init_params
-
 #: Numbers of the shortest row that a generator makes.
 SHORTEST = 1 << 14
 
@@ -48,12 +45,18 @@ def optimizations(wanted: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_programs_do() -> Iterator[None]:
-    """Compile, and make weights, as in programs that tests start: their bits are the same."""
+    """Compile as in programs that tests start: their bits are the same."""
+    with optimizations(os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") != "true"):
+        yield
+
+
+@contextlib.contextmanager
+def quickly_made() -> Iterator[None]:
+    """Make initial weights by `init_params` below."""
     made = state.init_params
-    state.init_params = INIT_PARAMS
+    state.init_params = init_params
     try:
-        with optimizations(os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") != "true"):
-            yield
+        yield
     finally:
         state.init_params = made
 
