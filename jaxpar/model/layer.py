@@ -66,7 +66,7 @@ class Branch:
     norm: str
     compute: Callable[[Any, Weights, AttentionContext, Execution], Any]
     """Result of `receive` -> input of `send`. No communication over TENSOR."""
-    bias: str
+    bias: str | None
     post_norm: str
     saved_as: str | None = None
     """Remat name of the residual stream after the branch."""
@@ -126,7 +126,11 @@ FEED_FORWARD = Branch(
     post_norm="mlp_post_norm",
 )
 EXPERTS = dataclasses.replace(
-    FEED_FORWARD, compute=experts.mixture, weights=experts.WEIGHTS, receive=experts.received
+    FEED_FORWARD,
+    compute=experts.mixture,
+    weights=experts.WEIGHTS,
+    receive=experts.received,
+    bias=None,  # that of each row's expert is part of `compute`
 )
 
 

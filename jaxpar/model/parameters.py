@@ -59,9 +59,16 @@ def _layers(m: ModelConfig, count: int) -> Tree:
         if m.router_bias:  # no gradient: a step updates it from the load of each expert
             bias = vector((E,), ("router",), "zeros")
             blocks["router_bias"] = dataclasses.replace(bias, trainable=False)
+        if m.router_linear_bias:
+            blocks["b_router"] = vector((E,), ("router",), "zeros")
         for name in ("w_gate", "w_up"):
             blocks[name] = matrix((E, D, F), ("experts", "expert_embed", "mlp"))
         blocks["w_down"] = matrix((E, F, D), ("experts", "mlp", "expert_embed"), deep)
+        if m.expert_bias:
+            sharded = ("experts", "mlp")
+            blocks |= {n: vector((E, F), sharded, "zeros") for n in ("b_gate", "b_up")}
+            # Every device adds those of its tokens, whichever device has the experts.
+            blocks["b_down"] = vector((E, D), ("router", "norm"), "zeros")
         if shared := m.num_shared_experts * F:
             for name in ("w_shared_gate", "w_shared_up"):
                 blocks[name] = matrix((D, shared), ("embed", "mlp"))

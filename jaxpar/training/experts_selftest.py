@@ -16,6 +16,7 @@ import numpy as np
 from jaxpar.config import Config, ConfigError
 from jaxpar.execution.decisions import Execution
 from jaxpar.kernels import grouped_matmul as kernels
+from jaxpar.model.feed_forward import glu_of
 from jaxpar.model.moe import experts
 from jaxpar.step.compiled import FirstRunAlone
 
@@ -70,7 +71,7 @@ def errors_of(cfg: Config, expert_dim: int) -> dict[str, float]:
     (x, weights, w, d_out), experts_of = on_device
 
     def run(expert_dim: int, to: Callable[[jax.Array], jax.Array]) -> list[np.ndarray]:
-        how = experts.Products(m, expert_dim)
+        how = experts.Products(glu_of(m), expert_dim)
         of_dtype = jax.tree.map(to, (x, w, d_out))
         return _run(how, E, of_dtype, weights, experts_of)
 
@@ -93,7 +94,7 @@ def _every_array(how: experts.Products, E: int, arrays, weights, chosen):
     def layer(x, weights, w):
         if how.expert_dim == 1:
             w = [jnp.moveaxis(a, dim, 0) for a, dim in zip(w, (1, 1, 2), strict=True)]
-        return experts.of_rows(how, x, weights, tuple(w), plan)
+        return experts.of_rows(how, x, weights, experts.ExpertWeights(*w), plan)
 
     with jax.default_matmul_precision("highest"):  # float32, not TF32
         out, pullback = jax.vjp(layer, x, weights, w)

@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxpar.config import ParallelConfig
+from jaxpar.kernels.glu import ClampedSwiGLU, SwiGLU
 from jaxpar.kernels.grouped_matmul import hopper, max_rows
 from jaxpar.kernels.grouped_matmul.tiles import Tiles
 from jaxpar.sharding.mesh import make_mesh
@@ -58,9 +59,10 @@ def test_passes(name):
     tiles, array, R, _, D, F = shapes_of(name)
     scale = jax.ShapeDtypeStruct((R,), jnp.float32)
     wide = [array(R, F)] * 3
-    assert [a.shape for a in lower(hopper.swiglu_backward, *wide, scale, tiles)] == [(R, F)] * 3 + [
-        (R,)
-    ]
+    for glu in (SwiGLU(), ClampedSwiGLU(limit=7.0, alpha=1.702)):
+        backward = functools.partial(hopper.glu_backward, glu)
+        made = lower(backward, *wide, scale, tiles)
+        assert [a.shape for a in made] == [(R, F)] * 3 + [(R,)]
     rows = jax.ShapeDtypeStruct((16384, 8), jnp.int32)
     assert lower(hopper.rows_added, array(R, D), rows).shape == (16384, D)
     token = jax.ShapeDtypeStruct((R,), jnp.int32)
@@ -74,7 +76,7 @@ def test_results_vary_over_the_mesh_as_their_operands_do(devices):
     def local(x, w, tiles, rows):
         x = hopper.rows_taken(x, jnp.repeat(tiles.expert, 128), tiles)
         y = hopper.grouped_matmul((x,), (w,), tiles, transpose=False, expert_dim=0)
-        made = hopper.swiglu_backward(y, y, y, y[:, 0].astype(jnp.float32), tiles)
+        made = hopper.glu_backward(SwiGLU(), y, y, y, y[:, 0].astype(jnp.float32), tiles)
         d_w = hopper.grouped_outer(x, made[1], tiles, expert_dim=0, dtype=jnp.float32)
         return y, d_w, made[3], hopper.rows_added(x, rows)
 

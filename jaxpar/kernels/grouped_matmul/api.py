@@ -10,6 +10,7 @@ the tiles in use are neither read nor defined.
 import jax
 import jax.numpy as jnp
 
+from jaxpar.kernels.glu import GeGLU, Glu
 from jaxpar.kernels.grouped_matmul import reference
 from jaxpar.kernels.grouped_matmul.capability import HOPPER_TILE, refusal
 from jaxpar.kernels.grouped_matmul.tiles import Tiles
@@ -17,6 +18,9 @@ from jaxpar.kernels.lazy_import import imported_when_used
 
 # Mosaic's compiler takes a sixth of a program's import time, and only GPUs need it.
 hopper = imported_when_used("jaxpar.kernels.grouped_matmul.hopper")
+
+#: Biases of gate and up, float32 [E, F], or None.
+type Biases = tuple[jax.Array | None, jax.Array | None]
 
 
 def grouped_matmul(
@@ -75,18 +79,26 @@ def rows_added(y: jax.Array, rows: jax.Array) -> jax.Array:
     return by.rows_added(y, rows)
 
 
-def swiglu_backward(
-    gate: jax.Array, up: jax.Array, d_hidden: jax.Array, scale: jax.Array, tiles: Tiles
+def glu_backward(
+    glu: Glu,
+    gate: jax.Array,
+    up: jax.Array,
+    d_hidden: jax.Array,
+    scale: jax.Array,
+    tiles: Tiles,
+    biases: Biases = (None, None),
 ) -> tuple[jax.Array, ...]:
-    """Compute hidden = silu(gate) * up * scale again, and the gradients of its factors.
+    """Compute the hidden values of a GLU again, times scale, and the gradients of their factors.
 
-    Args:     gate, up, d_hidden: [R, F]; d_hidden is the gradient of `hidden`. scale: float32 [R].
+    Args:     gate, up, d_hidden: [R, F]; d_hidden is the gradient of the scaled hidden values.
+              scale: float32 [R]. biases: of gate and up, which do not include them.
     Returns:  (hidden, gradient of gate, gradient of up: [R, F]; of scale: float32 [R]).
     Source:   Guo et al. 2025 (2512.14080), SonicMoE: the router's gradient from the hidden values.
     """
-    if _by_kernel(gate, jax.ShapeDtypeStruct((1, HOPPER_TILE, gate.shape[1]), up.dtype), tiles, 0):
-        return hopper.swiglu_backward(gate, up, d_hidden, scale, tiles)
-    return reference.swiglu_backward(gate, up, d_hidden, scale)
+    widths = jax.ShapeDtypeStruct((1, HOPPER_TILE, gate.shape[1]), up.dtype)
+    if _by_kernel(gate, widths, tiles, 0) and not isinstance(glu, GeGLU):
+        return hopper.glu_backward(glu, gate, up, d_hidden, scale, tiles, biases)
+    return reference.glu_backward(glu, gate, up, d_hidden, scale, tiles, biases)
 
 
 def _by_kernel(x, w, tiles: Tiles, expert_dim: int) -> bool:

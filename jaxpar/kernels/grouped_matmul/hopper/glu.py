@@ -1,8 +1,9 @@
-"""SwiGLU's hidden values again, and its gradients, in one pass over the rows in use.
+"""A GLU's hidden values again, and its gradients, in one pass over the rows in use.
 
 XLA takes two passes, also over the rows that are not in use.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -13,6 +14,8 @@ from jax import lax
 
 from jaxpar.kernels.attention.hopper.mma import ROW, TILE, mod, smem, spread
 from jaxpar.kernels.attention.refs import Refs
+from jaxpar.kernels.glu import ClampedSwiGLU, SwiGLU
+from jaxpar.kernels.grouped_matmul.bias import add_bias
 from jaxpar.kernels.grouped_matmul.hopper import pipeline
 from jaxpar.kernels.grouped_matmul.hopper.pipeline import CONSUMERS, DEFAULT, ROWS, Launch, M
 from jaxpar.kernels.grouped_matmul.tiles import Tiles
@@ -22,9 +25,23 @@ COLUMNS, STAGES = 64, 3
 f32 = jnp.float32
 
 
-def swiglu_backward(gate, up, d_hidden, scale, tiles: Tiles, launch: Launch = DEFAULT):
-    """`api.swiglu_backward` for bfloat16 or float16, F a multiple of 64, tiles of 128."""
+def glu_backward(
+    glu: SwiGLU | ClampedSwiGLU,
+    gate,
+    up,
+    d_hidden,
+    scale,
+    tiles: Tiles,
+    biases=(None, None),
+    launch: Launch = DEFAULT,
+):
+    """`api.glu_backward` for bfloat16 or float16, F a multiple of 64, tiles of 128."""
     (R, F), dtype = gate.shape, gate.dtype
+    gate, up = (
+        a if bias is None else add_bias(a, bias, tiles).astype(dtype)
+        for a, bias in zip((gate, up), biases, strict=True)
+    )
+    glu = dataclasses.replace(glu, sigmoid=lambda x: 1.0 / (1.0 + jnp.exp(-x)))
     like, barrier = jax.ShapeDtypeStruct((R, F), dtype), plgpu.Barrier
     scratch = dict(
         ins=smem((STAGES, 3, ROWS, COLUMNS), dtype),
@@ -37,7 +54,7 @@ def swiglu_backward(gate, up, d_hidden, scale, tiles: Tiles, launch: Launch = DE
         scale_free=barrier(num_arrivals=CONSUMERS),
     )
     return pipeline.call(
-        functools.partial(_kernel, F // COLUMNS, launch),
+        functools.partial(_kernel, glu, F // COLUMNS, launch),
         (like, like, like, jax.ShapeDtypeStruct((R,), f32)),
         scratch,
         launch.ctas,
@@ -45,10 +62,9 @@ def swiglu_backward(gate, up, d_hidden, scale, tiles: Tiles, launch: Launch = DE
     )
 
 
-def _kernel(steps: int, launch, gate, up, d_hidden, scale, used, hidden, d_gate, d_up, sums, **own):
-    r = Refs(**own)
+def _kernel(glu, steps: int, launch, *refs, **own):
+    r, ins, (scale, used), outs, sums = Refs(**own), refs[:3], refs[3:5], refs[5:8], refs[8]
     count, nth = pipeline.pieces_here(launch.ctas, used[0])
-    ins, outs = (gate, up, d_hidden), (hidden, d_gate, d_up)
 
     def consumer(wg):
         mine = pl.ds(pl.multiple_of(wg * M, M), M)
@@ -59,7 +75,7 @@ def _kernel(steps: int, launch, gate, up, d_hidden, scale, used, hidden, d_gate,
             s = plgpu.load(r.scales.at[mine], layout=ROW)
             plgpu.commit_smem()  # they are read before TMA overwrites them
             plgpu.barrier_arrive(r.scale_free)
-            step = functools.partial(_step, r, wg, mine, rows, i * steps, s, outs)
+            step = functools.partial(_step, r, glu, wg, mine, rows, i * steps, s, outs)
             zero = plgpu.layout_cast(jnp.zeros((M,), f32), ROW)
             total = lax.fori_loop(0, steps, step, zero)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -95,7 +111,7 @@ def _producer(r: Refs, steps: int, count, nth, scale, ins, launch: Launch):
         lax.fori_loop(jnp.maximum(count * steps - STAGES, 0), count * steps, wait, None)
 
 
-def _step(r: Refs, wg, mine, rows, first, scale, outs, c, total):
+def _step(r: Refs, glu, wg, mine, rows, first, scale, outs, c, total):
     """Compute and store 64 columns of 64 rows. Return `total` plus the terms of d_scale."""
     slot = mod(first + c, STAGES)
     wide = lambda row: spread(row, (M, COLUMNS), 0)  # noqa: E731
@@ -104,15 +120,12 @@ def _step(r: Refs, wg, mine, rows, first, scale, outs, c, total):
     g, u, d = (a.astype(f32) for a in ins)
     plgpu.commit_smem()
     plgpu.barrier_arrive(r.free.at[slot])
-    sigmoid = 1.0 / (1.0 + jnp.exp(-g))
-    act = g * sigmoid
-    h, ds = act * u, d * wide(scale)
-    made = h * wide(scale), ds * u * (sigmoid + act * (1.0 - sigmoid)), ds * act
+    made, (act, value) = glu.gradients(g, u, d, wide(scale))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    for j, value in enumerate(made):
-        r.outs[wg, j] = value.astype(r.outs.dtype)
+    for j, a in enumerate(made):
+        r.outs[wg, j] = a.astype(r.outs.dtype)
     plgpu.commit_smem()
     for j, ref in enumerate(outs):
         home = ref.at[rows, pl.ds(c * COLUMNS, COLUMNS)]
         plgpu.copy_smem_to_gmem(r.outs.at[wg, j], home)
-    return total + jnp.sum(h * d, axis=1)
+    return total + jnp.sum(act * value * d, axis=1)
