@@ -80,7 +80,7 @@ def test_rows_taken(counts, races):
 @pytest.mark.parametrize(
     "glu", [SwiGLU(), ClampedSwiGLU(limit=1.0, alpha=1.7)], ids=lambda glu: type(glu).__name__
 )
-@pytest.mark.parametrize("biased", [False])
+@pytest.mark.parametrize("biased", [False, True])
 def test_glu_backward(counts, glu, biased, races):
     tiles, used, gate, up, d = inputs(counts, 128, 128, 128)
     rng, shape = np.random.default_rng(5), (len(counts), 128)

@@ -56,12 +56,13 @@ def test_products(name, expert_dim):
 
 @pytest.mark.parametrize("name", slow_but(["qwen3"], SHAPES))
 def test_passes(name):
-    tiles, array, R, _, D, F = shapes_of(name)
+    tiles, array, R, E, D, F = shapes_of(name)
     scale = jax.ShapeDtypeStruct((R,), jnp.float32)
     wide = [array(R, F)] * 3
-    for glu in (SwiGLU(), ClampedSwiGLU(limit=7.0, alpha=1.702)):
+    bias = jax.ShapeDtypeStruct((E, F), jnp.float32)
+    for glu, biases in (SwiGLU(), (None, None)), (ClampedSwiGLU(7.0, 1.702), (bias, bias)):
         backward = functools.partial(hopper.glu_backward, glu)
-        made = lower(backward, *wide, scale, tiles)
+        made = lower(backward, *wide, scale, tiles, biases)
         assert [a.shape for a in made] == [(R, F)] * 3 + [(R,)]
     rows = jax.ShapeDtypeStruct((16384, 8), jnp.int32)
     assert lower(hopper.rows_added, array(R, D), rows).shape == (16384, D)

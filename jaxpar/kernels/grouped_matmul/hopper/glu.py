@@ -12,10 +12,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.kernels.attention.hopper.mma import ROW, TILE, mod, smem, spread
+from jaxpar.kernels.attention.hopper.mma import COLUMN, ROW, TILE, mod, smem, spread
 from jaxpar.kernels.attention.refs import Refs
 from jaxpar.kernels.glu import ClampedSwiGLU, SwiGLU
-from jaxpar.kernels.grouped_matmul.bias import add_bias
 from jaxpar.kernels.grouped_matmul.hopper import pipeline
 from jaxpar.kernels.grouped_matmul.hopper.pipeline import CONSUMERS, DEFAULT, ROWS, Launch, M
 from jaxpar.kernels.grouped_matmul.tiles import Tiles
@@ -37,18 +36,17 @@ def glu_backward(
 ):
     """`api.glu_backward` for bfloat16 or float16, F a multiple of 64, tiles of 128."""
     (R, F), dtype = gate.shape, gate.dtype
-    gate, up = (
-        a if bias is None else add_bias(a, bias, tiles).astype(dtype)
-        for a, bias in zip((gate, up), biases, strict=True)
-    )
+    biases = [bias for bias in biases if bias is not None]
+    copies = 3 + len(biases)
     glu = dataclasses.replace(glu, sigmoid=lambda x: 1.0 / (1.0 + jnp.exp(-x)))
     like, barrier = jax.ShapeDtypeStruct((R, F), dtype), plgpu.Barrier
     scratch = dict(
         ins=smem((STAGES, 3, ROWS, COLUMNS), dtype),
         outs=smem((CONSUMERS, 3, M, COLUMNS), dtype),
+        biases=plgpu.SMEM((STAGES, 2, COLUMNS), f32),
         scales=plgpu.SMEM((ROWS,), f32),
         totals=plgpu.SMEM((CONSUMERS, M), f32),
-        full=barrier(num_arrivals=3, num_barriers=STAGES),
+        full=barrier(num_arrivals=copies, num_barriers=STAGES),
         free=barrier(num_arrivals=CONSUMERS, num_barriers=STAGES),
         scale_full=barrier(),
         scale_free=barrier(num_arrivals=CONSUMERS),
@@ -58,13 +56,16 @@ def glu_backward(
         (like, like, like, jax.ShapeDtypeStruct((R,), f32)),
         scratch,
         launch.ctas,
-        *(gate, up, d_hidden, scale, tiles.used),
+        *(gate, up, d_hidden, *biases, scale, tiles.expert, tiles.used),
     )
 
 
 def _kernel(glu, steps: int, launch, *refs, **own):
-    r, ins, (scale, used), outs, sums = Refs(**own), refs[:3], refs[3:5], refs[5:8], refs[8]
+    r, ins, biases, outs, sums = Refs(**own), refs[:3], refs[3:-7], refs[-4:-1], refs[-1]
+    scale, experts, used = refs[-7:-4]
     count, nth = pipeline.pieces_here(launch.ctas, used[0])
+
+    biased = len(biases) > 0
 
     def consumer(wg):
         mine = pl.ds(pl.multiple_of(wg * M, M), M)
@@ -75,7 +76,7 @@ def _kernel(glu, steps: int, launch, *refs, **own):
             s = plgpu.load(r.scales.at[mine], layout=ROW)
             plgpu.commit_smem()  # they are read before TMA overwrites them
             plgpu.barrier_arrive(r.scale_free)
-            step = functools.partial(_step, r, glu, wg, mine, rows, i * steps, s, outs)
+            step = functools.partial(_step, r, glu, wg, mine, rows, i * steps, s, biased, outs)
             zero = plgpu.layout_cast(jnp.zeros((M,), f32), ROW)
             total = lax.fori_loop(0, steps, step, zero)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -85,12 +86,15 @@ def _kernel(glu, steps: int, launch, *refs, **own):
 
         lax.fori_loop(0, count, tile, None)
 
-    producer = functools.partial(_producer, r, steps, count, nth, scale, ins, launch)
+    producer = functools.partial(
+        _producer, r, steps, count, nth, ins, biases, scale, experts, launch
+    )
     pipeline.roles(producer, consumer)
 
 
-def _producer(r: Refs, steps: int, count, nth, scale, ins, launch: Launch):
+def _producer(r: Refs, steps: int, count, nth, ins, biases, scale, experts, launch: Launch) -> None:
     def tile(i, _):
+        expert = experts[nth(i)] if biases else None
         rows = pl.ds(pl.multiple_of(nth(i) * ROWS, ROWS), ROWS)
         pl.when(i > 0)(lambda: plgpu.barrier_wait(r.scale_free))
         plgpu.copy_gmem_to_smem(scale.at[rows], r.scales, r.scale_full)
@@ -101,6 +105,9 @@ def _producer(r: Refs, steps: int, count, nth, scale, ins, launch: Launch):
             pl.when(at >= STAGES)(lambda: plgpu.barrier_wait(r.free.at[slot]))
             for j, ref in enumerate(ins):
                 plgpu.copy_gmem_to_smem(ref.at[rows, columns], r.ins.at[slot, j], r.full.at[slot])
+            for j, ref in enumerate(biases):
+                of_expert = ref.at[expert, columns]
+                plgpu.copy_gmem_to_smem(of_expert, r.biases.at[slot, j], r.full.at[slot])
 
         lax.fori_loop(0, steps, step, None)
 
@@ -111,13 +118,16 @@ def _producer(r: Refs, steps: int, count, nth, scale, ins, launch: Launch):
         lax.fori_loop(jnp.maximum(count * steps - STAGES, 0), count * steps, wait, None)
 
 
-def _step(r: Refs, glu, wg, mine, rows, first, scale, outs, c, total):
+def _step(r: Refs, glu, wg, mine, rows, first, scale, biased: bool, outs, c, total):
     """Compute and store 64 columns of 64 rows. Return `total` plus the terms of d_scale."""
     slot = mod(first + c, STAGES)
     wide = lambda row: spread(row, (M, COLUMNS), 0)  # noqa: E731
     plgpu.barrier_wait(r.full.at[slot])
     ins = (plgpu.load(r.ins.at[slot, j, mine], layout=TILE) for j in range(3))
     g, u, d = (a.astype(f32) for a in ins)
+    if biased:
+        of_columns = (plgpu.load(r.biases.at[slot, j], layout=COLUMN) for j in range(2))
+        g, u = (a + spread(b, (M, COLUMNS), 1) for a, b in zip((g, u), of_columns, strict=True))
     plgpu.commit_smem()
     plgpu.barrier_arrive(r.free.at[slot])
     made, (act, value) = glu.gradients(g, u, d, wide(scale))
