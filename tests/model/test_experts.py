@@ -1,5 +1,6 @@
 """The parts of a mixture of experts: the router's choice, the plan of rows, and the backward."""
 
+import dataclasses
 import functools
 
 import jax
@@ -32,6 +33,13 @@ def test_experts_not_taken_do_not_count_as_flops():
     ).model
     assert flops.num_params(mixtral) == pytest.approx(46.7e9, rel=1e-3)  # Mixtral 8x7B's
     assert flops.num_matmul_params(mixtral) == pytest.approx(12.9e9 - 32000 * 4096, rel=5e-3)
+
+
+def test_biases_of_experts_not_taken_do_not_count_either():
+    m = ModelConfig(num_experts=8, experts_per_token=3, num_layers=2)
+    biased = dataclasses.replace(m, expert_bias=True)
+    of_taken = 2 * (3 * 2 * m.d_ff + 8 * m.d_model - 5 * m.d_model)
+    assert flops.num_matmul_params(biased) - flops.num_matmul_params(m) == of_taken
 
 
 def choices(m: ModelConfig, scores) -> list:
