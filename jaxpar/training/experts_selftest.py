@@ -65,7 +65,7 @@ def errors_of(cfg: Config, expert_dim: int) -> dict[str, float]:
     k = min(m.experts_per_token, max(E - 1, 1))
     draw = lambda *shape, size=1.0: (rng.normal(size=shape) * size).astype(np.float32)  # noqa: E731
     # Few values are near a limit: there, rounding decides whether they have a gradient.
-    wide = m.swiglu_limit / 4 if m.activation == "clamped_swiglu" else 1.0
+    wide = m.swiglu_limit / 5 if m.activation == "clamped_swiglu" else 1.0
     matrices = [draw(E, D, F, size=wide * D**-0.5) for _ in "gu"] + [draw(E, F, D, size=F**-0.5)]
     share = np.append(1 / np.arange(1, E) ** 2, 0) if E > 1 else np.ones(1)
     chosen = [rng.choice(E, k, replace=False, p=share / share.sum()) for _ in range(TOKENS)]
