@@ -64,12 +64,16 @@ def errors_of(cfg: Config, expert_dim: int) -> dict[str, float]:
     E, D, F = min(m.num_experts, EXPERTS), m.d_model, m.d_ff // cfg.parallel.tensor
     k = min(m.experts_per_token, max(E - 1, 1))
     draw = lambda *shape, size=1.0: (rng.normal(size=shape) * size).astype(np.float32)  # noqa: E731
-    # Few values are near a limit: there, rounding decides whether they have a gradient.
-    wide = m.swiglu_limit / 5 if m.activation == "clamped_swiglu" else 1.0
+    # No value is near a limit, where rounding decides whether it has a gradient. Biases move some
+    # columns far beyond.
+    clamped = m.activation == "clamped_swiglu"
+    wide = m.swiglu_limit / 8 if clamped else 1.0
     matrices = [draw(E, D, F, size=wide * D**-0.5) for _ in "gu"] + [draw(E, F, D, size=F**-0.5)]
     share = np.append(1 / np.arange(1, E) ** 2, 0) if E > 1 else np.ones(1)
     chosen = [rng.choice(E, k, replace=False, p=share / share.sum()) for _ in range(TOKENS)]
     biases = [draw(E, F, size=wide) for _ in OF_BIASES] if m.expert_bias else []
+    for bias in biases if clamped else ():
+        bias[:, ::8] = np.copysign(3 * m.swiglu_limit, bias[:, ::8])
     arrays = draw(TOKENS, D), np.abs(draw(TOKENS, k)), (matrices, biases), draw(TOKENS, D)
     on_device = jax.device_put((arrays, np.array(chosen, np.int32)), jax.local_devices()[0])
     (x, weights, (w, b), d_out), experts_of = on_device
