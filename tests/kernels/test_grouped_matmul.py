@@ -134,8 +134,9 @@ def test_glu_backward_is_the_gradient(glu, draw):
     [
         (2048, 768, "bfloat16", HOPPER, None),
         (2048, 384, "float16", HOPPER, None),
-        (2048, 704, "bfloat16", HOPPER, "multiples of 128, and are 2048 and 704"),
-        (2000, 768, "bfloat16", HOPPER, "multiples of 128"),
+        (2880, 2880, "bfloat16", HOPPER, None),
+        (2048, 704, "bfloat16", HOPPER, "multiples of 128 or 192, and are 2048 and 704"),
+        (2000, 768, "bfloat16", HOPPER, "multiples of 128 or 192"),
         (2048, 768, "float32", HOPPER, "bfloat16 or float16, not float32"),
         (2048, 768, "bfloat16", Platform("cpu"), "Hopper.*not platform cpu"),
         (2048, 768, "bfloat16", Platform("gpu", "NVIDIA B200", "10.0"), "Hopper.*not 10.0"),

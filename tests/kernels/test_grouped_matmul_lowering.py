@@ -14,11 +14,12 @@ from jaxpar.kernels.grouped_matmul.tiles import Tiles
 from jaxpar.sharding.mesh import make_mesh
 from tests.slow import slow_but
 
-#: Name: rows, experts, D, F. Qwen3-30B-A3B, Mixtral 8x7B and OLMoE, and F cut over tensor = 2.
+#: Name: rows, experts, D, F. Models, and one with F cut over tensor = 2.
 SHAPES = {
     "qwen3": (131072, 128, 2048, 768),
     "mixtral": (32768, 8, 4096, 14336),
     "olmoe": (131072, 64, 2048, 1024),
+    "gpt-oss": (65536, 32, 2880, 2880),
     "qwen3 over tensor": (131072, 128, 2048, 384),
 }
 
@@ -38,7 +39,7 @@ def lower(fn, *arguments):
     return traced.out_info
 
 
-@pytest.mark.parametrize("name", slow_but(["qwen3", "qwen3 over tensor"], SHAPES))
+@pytest.mark.parametrize("name", slow_but(["qwen3", "gpt-oss", "qwen3 over tensor"], SHAPES))
 @pytest.mark.parametrize("expert_dim", slow_but([1], [0, 1]))
 def test_products(name, expert_dim):
     tiles, array, R, E, D, F = shapes_of(name)
@@ -54,7 +55,7 @@ def test_products(name, expert_dim):
     assert lower(outer, array(R, D), array(R, F), tiles).shape == w.shape
 
 
-@pytest.mark.parametrize("name", slow_but(["qwen3"], SHAPES))
+@pytest.mark.parametrize("name", slow_but(["qwen3", "gpt-oss"], SHAPES))
 def test_passes(name):
     tiles, array, R, E, D, F = shapes_of(name)
     scale = jax.ShapeDtypeStruct((R,), jnp.float32)
@@ -64,6 +65,8 @@ def test_passes(name):
         backward = functools.partial(hopper.glu_backward, glu)
         made = lower(backward, *wide, scale, tiles, biases)
         assert [a.shape for a in made] == [(R, F)] * 3 + [(R,)]
+    if D % 128:
+        return
     rows = jax.ShapeDtypeStruct((16384, 8), jnp.int32)
     assert lower(hopper.rows_added, array(R, D), rows).shape == (16384, D)
     token = jax.ShapeDtypeStruct((R,), jnp.int32)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxpar.kernels.glu import GeGLU, Glu
 from jaxpar.kernels.grouped_matmul import reference
-from jaxpar.kernels.grouped_matmul.capability import HOPPER_TILE, refusal
+from jaxpar.kernels.grouped_matmul.capability import HOPPER_TILE, moves_rows, refusal
 from jaxpar.kernels.grouped_matmul.tiles import Tiles
 from jaxpar.kernels.lazy_import import imported_when_used
 
@@ -63,8 +63,7 @@ def rows_taken(x: jax.Array, token: jax.Array, tiles: Tiles) -> jax.Array:
     Args:     x: [T, D]. token: int32 [R].
     Returns:  [R, D] in x's dtype.
     """
-    refused = refusal(x.shape[1], HOPPER_TILE, x.dtype)
-    if _in_hopper_tiles(token, tiles) and refused is None:
+    if _in_hopper_tiles(token, tiles) and moves_rows(x.shape[1], x.dtype):
         return hopper.rows_taken(x, token, tiles)
     return reference.rows_taken(x, token)
 
@@ -75,7 +74,7 @@ def rows_added(y: jax.Array, rows: jax.Array) -> jax.Array:
     Args:     y: [R, D]. rows: int32 [T, k]; a negative one stands for no row.
     Returns:  [T, D] in y's dtype.
     """
-    by = reference if refusal(y.shape[1], HOPPER_TILE, y.dtype) else hopper
+    by = hopper if moves_rows(y.shape[1], y.dtype) else reference
     return by.rows_added(y, rows)
 
 
