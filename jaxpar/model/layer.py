@@ -92,7 +92,7 @@ class Branch:
 
     def add(self, x: jax.Array, out: jax.Array, vectors: Weights, m: ModelConfig) -> jax.Array:
         """Add the branch's output and its bias to x, after a norm if `model.post_norms`."""
-        out = linear.add_bias(out, vectors.get(self.bias))
+        out = linear.add_bias(out, vectors.get(self.bias or ""))
         x = x + (norm(out, vectors[self.post_norm], m) if m.post_norms else _added_by_norm(out))
         return named(x, self.saved_as) if self.saved_as else x
 

@@ -105,7 +105,8 @@ def _of_shard(h: NormOutput, w: Weights, context: AttentionContext, ex: Executio
     matrices = tuple(w[name] for name in ("w_gate", "w_up", "w_down"))
     if how.expert_dim == 1:  # undo what the gather did last
         matrices = tuple(jnp.moveaxis(a, d, 0) for a, d in zip(matrices, (-2, -2, -1), strict=True))
-    of_experts = ExpertWeights(*matrices, w.get("b_gate"), w.get("b_up"))
+    gate, up, down = matrices
+    of_experts = ExpertWeights(gate, up, down, w.get("b_gate"), w.get("b_up"))
     out = of_rows(how, by_token(x), by_token(weights), of_experts, plan).reshape(x.shape)
     if "b_down" in w:
         out += _down_biases(routing.experts, weights, w["b_down"].astype(out.dtype))
