@@ -175,6 +175,16 @@ def test_gradients_with_biases_and_clamps(mesh, devices):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
+    "mesh", ["expert=2,tensor=2,layer_loop=unroll", "data=2,layer_loop=unroll"]
+)
+@pytest.mark.usefixtures("drawn_biases")
+def test_gradients_with_clamps_in_dense_layers_and_shared_experts(mesh, devices):
+    others = {"model.dense_layers": 1, "model.num_shared_experts": 1, "model.dense_d_ff": 16}
+    assert not compare(mesh, replace(GPT_OSS, **others), devices).mismatches()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
     "mesh", ["expert=2,tensor=2,expert_dispatch=rows", "pipeline=2,data=2,num_microbatches=2"]
 )
 def test_steps_with_biases_and_clamps(mesh, devices):
