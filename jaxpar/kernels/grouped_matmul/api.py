@@ -19,7 +19,7 @@ from jaxpar.kernels.lazy_import import imported_when_used
 # Mosaic's compiler takes a sixth of a program's import time, and only GPUs need it.
 hopper = imported_when_used("jaxpar.kernels.grouped_matmul.hopper")
 
-#: Biases of gate and up, float32 [E, F], or None.
+#: Biases of gate and up, float32 [E, F]: both, or neither.
 type Biases = tuple[jax.Array | None, jax.Array | None]
 
 

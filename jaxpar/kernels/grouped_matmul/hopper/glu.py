@@ -36,8 +36,10 @@ def glu_backward(
 ):
     """`api.glu_backward` for bfloat16 or float16, F a multiple of 64, tiles of 128."""
     (R, F), dtype = gate.shape, gate.dtype
-    biases = [bias for bias in biases if bias is not None]
-    copies = 3 + len(biases)
+    of_experts = [bias for bias in biases if bias is not None]
+    copies = 3 + len(of_experts)
+    if of_experts:
+        of_experts.append(tiles.expert)
     glu = dataclasses.replace(glu, sigmoid=lambda x: 1.0 / (1.0 + jnp.exp(-x)))
     like, barrier = jax.ShapeDtypeStruct((R, F), dtype), plgpu.Barrier
     scratch = dict(
@@ -56,13 +58,13 @@ def glu_backward(
         (like, like, like, jax.ShapeDtypeStruct((R,), f32)),
         scratch,
         launch.ctas,
-        *(gate, up, d_hidden, *biases, scale, tiles.expert, tiles.used),
+        *(gate, up, d_hidden, *of_experts, scale, tiles.used),
     )
 
 
 def _kernel(glu, steps: int, launch, *refs, **own):
-    r, ins, biases, outs, sums = Refs(**own), refs[:3], refs[3:-7], refs[-4:-1], refs[-1]
-    scale, experts, used = refs[-7:-4]
+    r, ins, (scale, used), outs, sums = Refs(**own), refs[:3], refs[-6:-4], refs[-4:-1], refs[-1]
+    *biases, experts = refs[3:-6] or (None,)
     count, nth = pipeline.pieces_here(launch.ctas, used[0])
 
     biased = len(biases) > 0
