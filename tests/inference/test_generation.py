@@ -51,7 +51,14 @@ MODELS = {
         "model.query_scale_dim": 6,
         "model.tie_embeddings": True,
     },
-    "experts": {"model.num_experts": 4, "model.experts_per_token": 2},
+    "experts": {
+        "model.num_experts": 4,
+        "model.experts_per_token": 2,
+        "model.expert_bias": True,
+        "model.router_linear_bias": True,
+        "model.activation": "clamped_swiglu",
+        "model.swiglu_limit": 1.0,
+    },
 }
 
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1], [8])

@@ -70,6 +70,8 @@ VARIANTS = {
         {
             "model.num_experts": 4,
             "model.experts_per_token": 2,
+            "model.expert_bias": True,
+            "model.router_linear_bias": True,
             "lora.targets": "q_proj,k_proj,v_proj,o_proj",
         },
         "expert=2,data=2,tensor=2,layer_loop=unroll",

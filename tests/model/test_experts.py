@@ -1,5 +1,6 @@
 """The parts of a mixture of experts: the router's choice, the plan of rows, and the backward."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,8 +10,8 @@ import pytest
 
 from jaxpar.config import ModelConfig, replace
 from jaxpar.config.command_line import load_config
+from jaxpar.kernels.glu import ClampedSwiGLU, GeGLU, SwiGLU
 from jaxpar.model import flops
-from jaxpar.model.feed_forward import gated
 from jaxpar.model.moe import experts, router
 
 
@@ -32,6 +33,13 @@ def test_experts_not_taken_do_not_count_as_flops():
     ).model
     assert flops.num_params(mixtral) == pytest.approx(46.7e9, rel=1e-3)  # Mixtral 8x7B's
     assert flops.num_matmul_params(mixtral) == pytest.approx(12.9e9 - 32000 * 4096, rel=5e-3)
+
+
+def test_biases_of_experts_not_taken_do_not_count_either():
+    m = ModelConfig(num_experts=8, experts_per_token=3, num_layers=2)
+    biased = dataclasses.replace(m, expert_bias=True)
+    of_taken = 2 * (3 * 2 * m.d_ff + 8 * m.d_model - 5 * m.d_model)
+    assert flops.num_matmul_params(biased) - flops.num_matmul_params(m) == of_taken
 
 
 def choices(m: ModelConfig, scores) -> list:
@@ -71,29 +79,36 @@ def test_rows_are_sorted_by_expert_then_by_token(counts):
     np.testing.assert_array_equal(in_order, np.argsort(chosen.ravel(), kind="stable"))
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu"])
-def test_written_out_backward_is_the_gradient(activation):
+CLAMPED = ClampedSwiGLU(limit=1.0, alpha=1.702)
+
+
+@pytest.mark.parametrize(
+    ("glu", "biased"), [(SwiGLU(), False), (GeGLU(), True), (CLAMPED, True)], ids=str
+)
+def test_written_out_backward_is_the_gradient(glu, biased):
     """Against autodiff of every expert for every token, with one expert that has no token."""
-    m = ModelConfig(num_experts=3, experts_per_token=2, activation=activation)
     rng = np.random.default_rng(1)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
     x, weights, w = draw(7, 4), draw(7, 2), (draw(3, 4, 6), draw(3, 4, 6), draw(3, 6, 4))
+    biases = (draw(3, 6), draw(3, 6)) if biased else ()
     chosen = jnp.asarray([[0, 2]] * 7, jnp.int32)
     plan = experts.plan_rows(chosen, 3, 4)
 
-    def ours(expert_dim, x, weights, w):
+    def ours(expert_dim, x, weights, w, biases):
         if expert_dim == 1:
             w = tuple(jnp.moveaxis(a, dim, 0) for a, dim in zip(w, (1, 1, 2), strict=True))
-        return experts.of_rows(experts.Products(m, expert_dim), x, weights, w, plan)
+        of_experts = experts.ExpertWeights(*w, *biases)
+        return experts.of_rows(experts.Products(glu, expert_dim), x, weights, of_experts, plan)
 
-    def plain(x, weights, w):
-        gate, up = (jnp.einsum("nd,edf->nef", x, a) for a in w[:2])
-        out = jnp.einsum("nef,efd->ned", gated(gate, up, m), w[2])
+    def plain(x, weights, w, biases):
+        b = biases or (0.0, 0.0)
+        gate, up = (jnp.einsum("nd,edf->nef", x, w[i]) + b[i] for i in range(2))
+        out = jnp.einsum("nef,efd->ned", glu.hidden(gate, up), w[2])
         return jnp.einsum("nkd,nk->nd", out[:, [0, 2]], weights)
 
-    wanted, pullback = jax.vjp(plain, x, weights, w)
+    wanted, pullback = jax.vjp(plain, x, weights, w, biases)
     for expert_dim in (0, 1):
-        found, own = jax.vjp(functools.partial(ours, expert_dim), x, weights, w)
+        found, own = jax.vjp(functools.partial(ours, expert_dim), x, weights, w, biases)
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
         d = draw(7, 4)
         for a, b in zip(jax.tree.leaves(own(d)), jax.tree.leaves(pullback(d)), strict=True):

@@ -38,6 +38,14 @@ def test_right_kernels_pass(expert_dim):
     assert max(exact.values()) < 1e-6
 
 
+@pytest.mark.parametrize("limit", [0.3, 7.0])
+def test_kernels_with_biases_and_clamps_pass(limit):
+    gpt_oss = {"model.expert_bias": True, "model.activation": "clamped_swiglu"}
+    errors = experts_selftest.errors_of(execution(**gpt_oss | {"model.swiglu_limit": limit}).cfg, 1)
+    assert errors.keys() == {*experts_selftest.NAMES, *experts_selftest.OF_BIASES}
+    assert all(1e-4 < error < 1e-2 for name, error in errors.items()), errors
+
+
 def test_it_says_what_runs(run_as_if_on_hopper):
     said = []
     experts_selftest.test_experts(execution(), said.append)

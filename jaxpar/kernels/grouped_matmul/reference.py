@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpar.kernels.grouped_matmul.bias import add_bias
 from jaxpar.kernels.grouped_matmul.tiles import Tiles
 
 f32 = jnp.float32
@@ -65,14 +66,12 @@ def rows_added(y: jax.Array, rows: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where((rows >= 0)[..., None], found, 0), axis=1).astype(y.dtype)
 
 
-def swiglu_backward(gate, up, d_hidden, scale) -> tuple[jax.Array, ...]:
-    """`api.swiglu_backward`."""
-    g, u, d = (a.astype(f32) for a in (gate, up, d_hidden))
-    s, sigmoid = scale[:, None], jax.nn.sigmoid(g)
-    act = g * sigmoid
-    d_gate = d * s * u * (sigmoid + act * (1 - sigmoid))
-    wide = act * u * s, d_gate, d * s * act
-    return *(a.astype(gate.dtype) for a in wide), jnp.sum(act * u * d, axis=1)
+def glu_backward(glu, gate, up, d_hidden, scale, tiles: Tiles, biases) -> tuple[jax.Array, ...]:
+    """`api.glu_backward`."""
+    g, u = (add_bias(a, bias, tiles) for a, bias in zip((gate, up), biases, strict=True))
+    d = d_hidden.astype(f32)
+    wide, (act, value) = glu.gradients(g, u, d, scale[:, None])
+    return *(a.astype(gate.dtype) for a in wide), jnp.sum(act * value * d, axis=1)
 
 
 def _zeros(shape, dtype, *like) -> jax.Array:

@@ -19,40 +19,59 @@ Source:   Shazeer et al. 2017 (1701.06538), equation 1; Gale et al. 2022 (2211.1
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxpar.config import ModelConfig
 from jaxpar.execution.decisions import Execution
 from jaxpar.execution.remat import named, named_plan
 from jaxpar.kernels import grouped_matmul as kernels
+from jaxpar.kernels.glu import Glu
 from jaxpar.kernels.norm import NormOutput
 from jaxpar.model.attention_context import AttentionContext
-from jaxpar.model.feed_forward import gated
+from jaxpar.model.feed_forward import glu_of
 from jaxpar.model.linear import products, row_parallel
 from jaxpar.model.moe import router
 from jaxpar.parallel.expert.dispatch import Dispatch, plan_rows
 from jaxpar.parallel.tensor.shards import Shards
+from jaxpar.sharding.axes import TENSOR
 
 type Weights = dict[str, Any]
 
 #: Names in the fused weight layout.
 SHARED = ("w_shared_gate", "w_shared_up", "w_shared_down")
-WEIGHTS = ("router", "router_bias", router.TALLY, "w_gate", "w_up", "w_down", *SHARED)
-
-f32 = jnp.float32
+OF_ROUTER = ("router", "b_router", "router_bias", router.TALLY)
+WEIGHTS = (*OF_ROUTER, "w_gate", "b_gate", "w_up", "b_up", "w_down", "b_down", *SHARED)
 
 
 @dataclass(frozen=True)
 class Products:
     """How the products are computed."""
 
-    model: ModelConfig
+    glu: Glu
     expert_dim: int
     """0: weights are [E, D, F] and [E, F, D]. 1: all are [D, E, F], as FSDP's gather over D leaves
     them, so that they are not copied."""
+
+
+class ExpertWeights(NamedTuple):
+    """The weights of the experts here."""
+
+    gate: jax.Array
+    up: jax.Array
+    down: jax.Array
+    """Compute dtype, `Products.expert_dim`."""
+    gate_bias: jax.Array | None = None
+    up_bias: jax.Array | None = None
+    """float32 [E, F]."""
+
+    @property
+    def biases(self) -> tuple[jax.Array | None, jax.Array | None]:
+        """Those of gate and up."""
+        return self.gate_bias, self.up_bias
 
 
 def mixture(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Shards:
@@ -70,7 +89,8 @@ def _of_shard(h: NormOutput, w: Weights, context: AttentionContext, ex: Executio
     """Compute the weighted sum of each token's experts: this rank's partial sum, [B, T, D].
 
     Args:     w: router [D, E]; w_gate and w_up [E/n, D, F], w_down [E/n, F, D], compute dtype,
-              on an expert axis of size n.
+              on an expert axis of size n. With `model.expert_bias`, float32: b_gate and b_up
+              [E/n, F], b_down [E, D].
     """
     m, x = ex.cfg.model, h.operand
     routing = router.route(x, w, m)
@@ -79,28 +99,49 @@ def _of_shard(h: NormOutput, w: Weights, context: AttentionContext, ex: Executio
     by_token = lambda a: a.reshape(-1, a.shape[-1])  # noqa: E731
     p, ids = ex.cfg.parallel, by_token(routing.experts)
     plan = plan_rows(ids, m.num_experts, tile, p.expert_slack, ex.expert_dispatch)
-    plan, how = named_plan(plan), Products(m, 1 if ex.gathers_experts else 0)
+    plan, how = named_plan(plan), Products(glu_of(m), 1 if ex.gathers_experts else 0)
     rounds, loss_weight = plan.further_rounds, context.loss_weight
     weights = router.with_losses(routing, rounds, w, loss_weight, ex.cfg)
     matrices = tuple(w[name] for name in ("w_gate", "w_up", "w_down"))
     if how.expert_dim == 1:  # undo what the gather did last
         matrices = tuple(jnp.moveaxis(a, d, 0) for a, d in zip(matrices, (-2, -2, -1), strict=True))
-    out = of_rows(how, by_token(x), by_token(weights), matrices, plan).reshape(x.shape)
+    gate, up, down = matrices
+    of_experts = ExpertWeights(gate, up, down, w.get("b_gate"), w.get("b_up"))
+    out = of_rows(how, by_token(x), by_token(weights), of_experts, plan).reshape(x.shape)
+    if "b_down" in w:
+        out += _down_biases(routing.experts, weights, w["b_down"].astype(out.dtype))
     return out + _shared(x, w, m) if SHARED[0] in w else out
+
+
+@jax.named_scope("down_bias")
+def _down_biases(experts: jax.Array, weights: jax.Array, bias: jax.Array) -> jax.Array:
+    """Compute the weighted sum of the biases of each token's experts, [B, T, D].
+
+    A product of few numbers, at the token's device: rows and their rounds do without them. Only the
+    first rank of TENSOR adds them, since its ranks' results are summed.
+
+    Args:     experts: int32 [B, T, k]. weights: float32 [B, T, k]. bias: [E, D], compute dtype.
+    """
+    chosen = jax.nn.one_hot(experts, len(bias))
+    by_expert = jnp.sum(chosen * weights[..., None], axis=-2)
+    once = lax.axis_index(TENSOR) == 0
+    return jnp.where(once, by_expert, 0).astype(bias.dtype) @ bias
 
 
 @jax.named_scope("shared_experts")
 def _shared(x: jax.Array, w: Weights, m: ModelConfig) -> jax.Array:
     """Compute the experts that every token uses: this rank's partial sum, [B, T, D]."""
     gate, up = products(x, [w[SHARED[0]], w[SHARED[1]]], "mlp_norm")
-    return row_parallel(gated(gate, up, m), w, SHARED[2], "mlp_hidden")
+    return row_parallel(glu_of(m).hidden(gate, up), w, SHARED[2], "mlp_hidden")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def of_rows(how: Products, x: jax.Array, weights: jax.Array, w: tuple, plan: Dispatch) -> jax.Array:
-    """Compute the weighted sum of each token's experts.
+def of_rows(
+    how: Products, x: jax.Array, weights: jax.Array, w: ExpertWeights, plan: Dispatch
+) -> jax.Array:
+    """Compute the weighted sum of each token's experts, without the biases of their outputs.
 
-    Args:     x: [N, D]. weights: float32 [N, k]. w: gate, up and down (`Products.expert_dim`).
+    Args:     x: [N, D]. weights: float32 [N, k].
     Returns:  [N, D].
     """
     return _forward(how, x, weights, w, plan)[0]
@@ -119,12 +160,13 @@ def _forward(how, x, weights, w, plan):
 
 
 def _gate_and_up(how, x, w, plan: Dispatch):
+    """Compute gate and up of each row, without biases: whoever reads them adds these."""
     xs = plan.permuted(x)
     multiply = functools.partial(
         kernels.grouped_matmul, tiles=plan.tiles, expert_dim=how.expert_dim
     )
     with jax.named_scope("gate_up"):
-        g, u = (named(multiply(xs, a), "gate_up") for a in w[:2])
+        g, u = (named(multiply(xs, a), "gate_up") for a in (w.gate, w.up))
     return g, u
 
 
@@ -132,9 +174,10 @@ def _output(how, g, u, weights, w, plan: Dispatch) -> jax.Array:
     """Return the weighted sum of each token's experts here, for `Dispatch.home`."""
     scale, ed = plan.by_row(weights), how.expert_dim
     with jax.named_scope("activation"):
-        hidden = _hidden(g.astype(f32), u.astype(f32), scale, how).astype(g.dtype)
+        wide = (kernels.add_bias(a, b, plan.tiles) for a, b in zip((g, u), w.biases, strict=True))
+        hidden = (how.glu.hidden(*wide) * scale[:, None]).astype(g.dtype)
     with jax.named_scope("down"):
-        y = kernels.grouped_matmul(hidden, w[2], plan.tiles, transpose=ed == 1, expert_dim=ed)
+        y = kernels.grouped_matmul(hidden, w.down, plan.tiles, transpose=ed == 1, expert_dim=ed)
     with jax.named_scope("combine"):
         return plan.added(y)
 
@@ -154,14 +197,16 @@ def _backward(how, saved, d_out):
 
 def _gradients(how, x, weights, g, u, w, plan: Dispatch, d_out):
     """Return the gradients of all tokens, of their weights and of the experts here."""
-    tiles, ed, (gate, up, down) = plan.tiles, how.expert_dim, w
+    tiles, ed, (gate, up, down) = plan.tiles, how.expert_dim, w[:3]
     multiply = functools.partial(kernels.grouped_matmul, tiles=tiles, expert_dim=ed)
     outer = functools.partial(kernels.grouped_outer, tiles=tiles, expert_dim=ed, dtype=gate.dtype)
     d_y, scale = plan.permuted(d_out), plan.by_row(weights)
     with jax.named_scope("down"):
         d_hidden = multiply(d_y, down, transpose=ed == 0)
     with jax.named_scope("activation"):
-        hidden, d_gate, d_up, d_scale = _hidden_backward(g, u, d_hidden, scale, plan, how)
+        hidden, d_gate, d_up, d_scale = kernels.glu_backward(
+            how.glu, g, u, d_hidden, scale, tiles, w.biases
+        )
     with jax.named_scope("gate_up"):
         d_xs = multiply((d_gate, d_up), (gate, up), transpose=True)
     with jax.named_scope("combine"):
@@ -171,21 +216,11 @@ def _gradients(how, x, weights, g, u, w, plan: Dispatch, d_out):
         xs = plan.permuted(x)
         d_w = outer(xs, d_gate), outer(xs, d_up)
         d_down = outer(hidden, d_y) if ed == 0 else outer(d_y, hidden)
-    return d_x, d_weights, (*d_w, d_down)
+        d_biases = (
+            None if bias is None else kernels.bias_gradient(d, tiles)
+            for bias, d in zip(w.biases, (d_gate, d_up), strict=True)
+        )
+    return d_x, d_weights, ExpertWeights(*d_w, d_down, *d_biases)
 
 
 of_rows.defvjp(_forward, _backward)
-
-
-def _hidden(gate, up, scale, how: Products) -> jax.Array:
-    return gated(gate, up, how.model) * scale[:, None]
-
-
-def _hidden_backward(gate, up, d_hidden, scale, plan: Dispatch, how: Products):
-    """Return the hidden values again, and the gradients of gate, up and scale."""
-    if how.model.activation == "silu":
-        return kernels.swiglu_backward(gate, up, d_hidden, scale, plan.tiles)
-    wide = (a.astype(f32) for a in (gate, up))
-    hidden, pullback = jax.vjp(functools.partial(_hidden, how=how), *wide, scale)
-    d_gate, d_up, d_scale = pullback(d_hidden.astype(f32))
-    return *(a.astype(gate.dtype) for a in (hidden, d_gate, d_up)), d_scale

@@ -146,8 +146,8 @@ def router_elements(cfg: Config, shard: Shard) -> float:
 def moved_elements(cfg: Config, shard: Shard, repeated: set[str]) -> float:
     """Return the elements that a layer's experts read and write in a microbatch.
 
-    Three permutations of rows; SwiGLU, which in the forward runs over the whole buffer; sums of
-    each token's rows, and the copies of an expert axis.
+    Three permutations of rows; the activation, which in the forward runs over the whole buffer;
+    sums of each token's rows, and the copies of an expert axis; the gradients of biases.
     """
     m, wide = cfg.model, cfg.model.d_ff / cfg.parallel.tensor
     if not m.num_experts:
@@ -155,7 +155,7 @@ def moved_elements(cfg: Config, shard: Shard, repeated: set[str]) -> float:
     sizes, used = dispatched(cfg), rows_in_use(cfg, shard)
     permuted = (3 + ("gate_up" in repeated)) * 2 * used
     values = permuted + shard.imbalance * sizes.added + sizes.copied
-    activation = wide * (3 * sizes.buffer + 6 * used)
+    activation = wide * (3 * sizes.buffer + (6 + 2 * m.expert_bias) * used)
     return values * m.d_model + activation + router_elements(cfg, shard)
 
 

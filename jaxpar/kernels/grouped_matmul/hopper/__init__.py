@@ -1,8 +1,8 @@
 """The products of experts on Hopper GPUs, in Pallas (Mosaic GPU)."""
 
+from jaxpar.kernels.grouped_matmul.hopper.glu import glu_backward
 from jaxpar.kernels.grouped_matmul.hopper.matmul import grouped_matmul
 from jaxpar.kernels.grouped_matmul.hopper.outer import grouped_outer
 from jaxpar.kernels.grouped_matmul.hopper.rows import rows_added, rows_taken
-from jaxpar.kernels.grouped_matmul.hopper.swiglu import swiglu_backward
 
-__all__ = ["grouped_matmul", "grouped_outer", "rows_added", "rows_taken", "swiglu_backward"]
+__all__ = ["glu_backward", "grouped_matmul", "grouped_outer", "rows_added", "rows_taken"]

@@ -15,7 +15,7 @@ from jaxpar.kernels.grouped_matmul.tiles import Tiles
 def grouped_matmul(
     xs, ws, tiles: Tiles, *, transpose: bool, expert_dim: int, launch: Launch = DEFAULT
 ) -> jax.Array:
-    """`api.grouped_matmul` for bfloat16 or float16, widths of multiples of 128, tiles of 128."""
+    """`api.grouped_matmul` for bfloat16 or float16, widths of `capability.HOPPER`, tiles of 128."""
     (R, K), dtype = xs[0].shape, xs[0].dtype
     first, second = (n for dim, n in enumerate(ws[0].shape) if dim != expert_dim)
     N = first if transpose else second
