@@ -144,12 +144,14 @@ def test_what_a_branch_that_stages_choose_sends_stays_within_a_stage(fields, dev
     cfg = config(n, **fields)
     jaxpr = traced(cfg, devices[:n])
     within = {("all_to_all", "tensor")} if cfg.parallel.tensor > 1 else set()
+    # The gradients of experts are added up over `sequence`, whose devices are of one stage.
+    sums = {("psum_invariant", "sequence")} if cfg.model.num_experts else set()
     found = list(chosen_by_stage(jaxpr, cfg.parallel.virtual_stages + 1))
     assert len(found) == 2, "one for the forward and one for the backward"
     for branches in found:
         work, idle = branches[:-1], branches[-1]
         assert all(sum(e.primitive.name == "dot_general" for e in equations(b)) for b in work)
-        assert all(collectives(branch) == within for branch in work)
+        assert all(within <= collectives(branch) <= within | sums for branch in work)
         assert not idle.eqns
     assert ("ppermute", "pipeline") in collectives(jaxpr), "this test would see one"
 

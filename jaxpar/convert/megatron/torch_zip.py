@@ -141,6 +141,8 @@ def _read(span: Span, allowed: tuple[str, ...] | None) -> tuple[Any, dict[str, t
                         raise UnreadablePickle("is compressed, as torch.save never does")
                     name = info.filename.partition("/")[2]
                     entries[name] = (_data_start(opened, info), info.file_size)
+                    if sum(entries[name]) > min(span.length, _size(span)):
+                        raise UnreadablePickle(f"ends before its entry {name}")
                 _check_order(opened, entries)
                 data = _bytes(opened, *entries["data.pkl"])
         except UnreadablePickle:
@@ -148,6 +150,11 @@ def _read(span: Span, allowed: tuple[str, ...] | None) -> tuple[Any, dict[str, t
         except (zipfile.BadZipFile, KeyError, NotImplementedError, EOFError, *DAMAGE) as error:
             raise UnreadablePickle(f"is not what torch.save writes ({error})") from error
     return read_pickle(data, allowed), entries
+
+
+def _size(span: Span) -> int:
+    """The bytes that the file has from the span's start, which a damaged index may overstate."""
+    return span.file.stat().st_size - span.offset
 
 
 def _data_start(opened: BinaryIO, info: zipfile.ZipInfo) -> int:
