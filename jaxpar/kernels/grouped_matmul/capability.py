@@ -10,6 +10,9 @@ from jaxpar.kernels.platform import Platform
 #: computes less padding.
 HOPPER_TILE, REFERENCE_TILE = 128, 32
 
+#: Threads of a warpgroup.
+HOPPER_WARPGROUP = 128
+
 
 @dataclass(frozen=True)
 class HopperLimits:
@@ -44,6 +47,17 @@ def refusal(D: int, F: int, dtype, platform: Platform | None = None) -> str | No
     if D % HOPPER.width_multiple or F % HOPPER.width_multiple:
         return f"widths must be multiples of {HOPPER.width_multiple}, and are {D} and {F}"
     return None
+
+
+def refusal_of_rows(width: int, dtype, platform: Platform | None = None) -> str | None:
+    """Return why the Hopper kernels cannot round rows to 8 bits, or None if they can.
+
+    A warpgroup holds a row. Of 384 numbers, a thread would have vectors of three, which Mosaic does
+    not round.
+    """
+    if width == HOPPER_WARPGROUP * 3:
+        return f"it supports no rows of {width}"
+    return refusal(width, HOPPER.width_multiple, dtype, platform)
 
 
 def tile_rows(D: int, F: int, dtype, platform: Platform | None = None) -> int:

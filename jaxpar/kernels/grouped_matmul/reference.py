@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpar.kernels.float8 import max_magnitude, power_of_two_scale, quantize
 from jaxpar.kernels.grouped_matmul.tiles import Tiles
 
 f32 = jnp.float32
@@ -29,6 +30,13 @@ def grouped_matmul(xs, ws, tiles: Tiles, *, transpose: bool, expert_dim: int) ->
 
     out = lax.map(of_tile, (by_tile, tiles.expert, _in_use(tiles)))
     return out.reshape(len(xs[0]), -1)
+
+
+def scaled_matmul(xs, ws, scale, tiles: Tiles, *, expert_dim: int, dtype) -> jax.Array:
+    """`float8.scaled_matmul`, with sums in float32."""
+    wide = lambda arrays: tuple(a.astype(f32) for a in arrays)  # noqa: E731
+    out = grouped_matmul(wide(xs), wide(ws), tiles, transpose=True, expert_dim=expert_dim)
+    return (out * scale[:, None]).astype(dtype)
 
 
 def grouped_outer(x, y, tiles: Tiles, *, expert_dim: int, dtype) -> jax.Array:
@@ -67,12 +75,39 @@ def rows_added(y: jax.Array, rows: jax.Array) -> jax.Array:
 
 def swiglu_backward(gate, up, d_hidden, scale) -> tuple[jax.Array, ...]:
     """`api.swiglu_backward`."""
+    *wide, d_scale = _swiglu_backward(gate, up, d_hidden, scale)
+    return *(a.astype(gate.dtype) for a in wide), d_scale
+
+
+def _swiglu_backward(gate, up, d_hidden, scale) -> tuple[jax.Array, ...]:
     g, u, d = (a.astype(f32) for a in (gate, up, d_hidden))
     s, sigmoid = scale[:, None], jax.nn.sigmoid(g)
     act = g * sigmoid
     d_gate = d * s * u * (sigmoid + act * (1 - sigmoid))
-    wide = act * u * s, d_gate, d * s * act
-    return *(a.astype(gate.dtype) for a in wide), jnp.sum(act * u * d, axis=1)
+    return act * u * s, d_gate, d * s * act, jnp.sum(act * u * d, axis=1)
+
+
+def swiglu_in_float8(gate, up, scale, tiles: Tiles, dtype) -> tuple[jax.Array, ...]:
+    """Return the hidden values in 8 bits, and each row's largest magnitude."""
+    g, u = gate.astype(f32), up.astype(f32)
+    return rounded(dtype, g * jax.nn.sigmoid(g) * u * scale[:, None])
+
+
+def swiglu_backward_in_float8(gate, up, d_hidden, scale, tiles: Tiles, dtype):
+    """Return `swiglu_backward`, both gradients in 8 bits, and each row's largest magnitude."""
+    *wide, d_scale = _swiglu_backward(gate, up, d_hidden, scale)
+    in_8_bits = rounded(dtype, *wide[1:])
+    return *(a.astype(gate.dtype) for a in wide), d_scale, *in_8_bits
+
+
+def rounded(dtype, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Round the rows of arrays with common scales.
+
+    Returns:  the arrays in 8 bits, and the largest magnitude of each row.
+    """
+    top = functools.reduce(jnp.maximum, [max_magnitude(a, 1) for a in arrays])
+    scale = power_of_two_scale(top, dtype)[:, None]
+    return *(quantize(a, scale, dtype) for a in arrays), top
 
 
 def _zeros(shape, dtype, *like) -> jax.Array:
