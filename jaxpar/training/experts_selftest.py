@@ -22,8 +22,9 @@ from jaxpar.step.compiled import FirstRunAlone
 #: Tokens, and experts at most: one tile of rows for most experts, several for the first.
 TOKENS, EXPERTS = 512, 8
 
-#: Maximum relative error of an array, L2: five times the error of rounding to bfloat16.
-BOUND = 2e-2
+#: Maximum relative error of an array, L2: five times the error of rounding to bfloat16. In float8,
+#: such an error moves some numbers across a boundary between two 8-bit numbers.
+BOUND, BOUND_FLOAT8 = 2e-2, 6e-2
 
 NAMES = ("out", "dx", "d_weights", "d_gate", "d_up", "d_down")
 
@@ -46,7 +47,8 @@ def test_experts(ex: Execution, log: Callable[[str], None]) -> None:
     began = time.perf_counter()
     errors = errors_of(cfg, 1 if ex.gathers_per_layer else 0)
     # `not <=` rather than `>`: a NaN is wrong, too.
-    wrong = [f"{name} is off by {e:.1e}" for name, e in errors.items() if not e <= BOUND]
+    bound = BOUND if m.matmul_dtype == "compute" else BOUND_FLOAT8
+    wrong = [f"{name} is off by {e:.1e}" for name, e in errors.items() if not e <= bound]
     if wrong:
         device = jax.local_devices()[0].device_kind
         rule = f"its kernels disagree with the reference on {device}: {', '.join(wrong)}"
@@ -70,7 +72,7 @@ def errors_of(cfg: Config, expert_dim: int) -> dict[str, float]:
     (x, weights, w, d_out), experts_of = on_device
 
     def run(expert_dim: int, to: Callable[[jax.Array], jax.Array]) -> list[np.ndarray]:
-        how = experts.Products(m, expert_dim)
+        how = experts.products_of(m, expert_dim)
         of_dtype = jax.tree.map(to, (x, w, d_out))
         return _run(how, E, of_dtype, weights, experts_of)
 
@@ -93,7 +95,7 @@ def _every_array(how: experts.Products, E: int, arrays, weights, chosen):
     def layer(x, weights, w):
         if how.expert_dim == 1:
             w = [jnp.moveaxis(a, dim, 0) for a, dim in zip(w, (1, 1, 2), strict=True)]
-        return experts.of_rows(how, x, weights, tuple(w), plan)
+        return experts.of_rows(how, x, weights, how.matrices(tuple(w)), plan)
 
     with jax.default_matmul_precision("highest"):  # float32, not TF32
         out, pullback = jax.vjp(layer, x, weights, w)

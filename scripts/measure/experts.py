@@ -101,10 +101,10 @@ def programs_of(
     matrices = {name: w.astype(FORWARD) for name, w in (("D", to_hidden), ("F", to_output))}
     turned = {name: jnp.swapaxes(w, 1, 2).copy() for name, w in matrices.items()}
     x8, h8, dy8 = (
-        kernels.rounded(a, to) for a, to in ((wide, FORWARD), (narrow, FORWARD), (wide, BACKWARD))
+        kernels.rounded((a,), to)
+        for a, to in ((wide, FORWARD), (narrow, FORWARD), (wide, BACKWARD))
     )
-    dg8, du8 = kernels.rounded(gate, BACKWARD), kernels.rounded(up, BACKWARD)
-    both = kernels.Float8Rows((dg8.values[0], du8.values[0]), dg8.inverse)
+    both = kernels.rounded((gate, up), BACKWARD)
     scaled = lambda x, *w: kernels.scaled_matmul(x, w, jnp.float32(1), tiles, dtype=bf16)  # noqa: E731
     for name, operands, work in (
         ("gate", (x8, turned["D"]), one),

@@ -149,7 +149,7 @@ def test_product_of_every_expert_in_float8(counts, expert_dim, draw):
     x_, w_ = round_to_float8(jnp.array(x), E4M3, 0), round_to_float8(jnp.array(w), E4M3)
     scale = power_of_two_scale(max_magnitude(w), FORWARD)
     w8 = jnp.moveaxis(quantize(jnp.array(w), scale, FORWARD), 0, expert_dim)
-    x8 = kernels.rounded(jnp.array(x), FORWARD)
+    x8 = kernels.rounded((jnp.array(x),), FORWARD)
     how = dict(expert_dim=expert_dim, dtype=jnp.float32)
     found = kernels.scaled_matmul(x8, (w8,), scale, tiles, **how)
     for e, s in enumerate(slices):

@@ -38,6 +38,13 @@ def test_right_kernels_pass(expert_dim):
     assert max(exact.values()) < 1e-6
 
 
+@pytest.mark.parametrize("expert_dim", [0, 1])
+def test_right_kernels_in_float8_pass(expert_dim):
+    cfg = execution(**{"model.matmul_dtype": "float8"}).cfg
+    errors = experts_selftest.errors_of(cfg, expert_dim)
+    assert all(1e-4 < error < experts_selftest.BOUND_FLOAT8 for error in errors.values()), errors
+
+
 def test_it_says_what_runs(run_as_if_on_hopper):
     said = []
     experts_selftest.test_experts(execution(), said.append)

@@ -106,13 +106,13 @@ def swiglu_backward_in_float8(
     return tuple(made), Float8Rows((d_gate, d_up), _inverse(top, BACKWARD))
 
 
-def rounded(x: jax.Array, dtype: Any) -> Float8Rows:
-    """Round rows to 8 bits, in a pass of its own.
+def rounded(arrays: tuple[jax.Array, ...], dtype: Any) -> Float8Rows:
+    """Round the rows of arrays to 8 bits with common scales, in a pass of its own.
 
-    Args:     x: [R, width].
+    Args:     arrays: [R, width] each.
     """
-    q, top = reference.rounded(dtype, x)
-    return Float8Rows((q,), _inverse(top, dtype))
+    *values, top = reference.rounded(dtype, *arrays)
+    return Float8Rows(tuple(values), _inverse(top, dtype))
 
 
 def _inverse(top: jax.Array, dtype: Any) -> jax.Array:

@@ -4,7 +4,7 @@
     plan      experts -> a row for each pair of token and expert             integers only
     dispatch  tokens -> the devices of their experts                         `parallel/expert/`
     permute   tokens -> rows, sorted by expert
-    products  gate and up, activation, down                                  `grouped_matmul`
+    products  gate and up, activation, down                                  `products.py`
     combine   the rows of each token, added up
 
 The result is exact, and no token is dropped: the buffer holds the rows however they are
@@ -18,7 +18,6 @@ Source:   Shazeer et al. 2017 (1701.06538), equation 1; Gale et al. 2022 (2211.1
 """
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -33,6 +32,7 @@ from jaxpar.model.attention_context import AttentionContext
 from jaxpar.model.feed_forward import gated
 from jaxpar.model.linear import products, row_parallel
 from jaxpar.model.moe import router
+from jaxpar.model.moe.products import Products, products_of
 from jaxpar.parallel.expert.dispatch import Dispatch, plan_rows
 from jaxpar.parallel.tensor.shards import Shards
 
@@ -42,18 +42,6 @@ type Weights = dict[str, Any]
 SHARED = ("w_shared_gate", "w_shared_up", "w_shared_down")
 WEIGHTS = ("router", "router_bias", router.TALLY, "w_gate", "w_up", "w_down", *SHARED)
 
-f32 = jnp.float32
-
-
-@dataclass(frozen=True)
-class Products:
-    """How the products are computed."""
-
-    model: ModelConfig
-    expert_dim: int
-    """0: weights are [E, D, F] and [E, F, D]. 1: all are [D, E, F], as FSDP's gather over D leaves
-    them, so that they are not copied."""
-
 
 def mixture(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Shards:
     """Apply the experts to complete sequences. The result is a partial sum over TENSOR."""
@@ -62,7 +50,7 @@ def mixture(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> 
 
 def received(h: NormOutput, _: Weights, name: str, ex: Execution) -> Shards:
     """Gather a norm's output over TENSOR: the `receive` of experts, which need whole sequences."""
-    return Shards.gather(h.operand, in_shards=False).each(lambda x: NormOutput(named(x, name)))
+    return Shards.gather(h.array(), in_shards=False).each(lambda x: NormOutput(named(x, name)))
 
 
 @jax.named_scope("experts")
@@ -79,14 +67,19 @@ def _of_shard(h: NormOutput, w: Weights, context: AttentionContext, ex: Executio
     by_token = lambda a: a.reshape(-1, a.shape[-1])  # noqa: E731
     p, ids = ex.cfg.parallel, by_token(routing.experts)
     plan = plan_rows(ids, m.num_experts, tile, p.expert_slack, ex.expert_dispatch)
-    plan, how = named_plan(plan), Products(m, 1 if ex.gathers_experts else 0)
+    plan, how = named_plan(plan), products_of(m, 1 if ex.gathers_experts else 0)
     rounds, loss_weight = plan.further_rounds, context.loss_weight
     weights = router.with_losses(routing, rounds, w, loss_weight, ex.cfg)
     matrices = tuple(w[name] for name in ("w_gate", "w_up", "w_down"))
     if how.expert_dim == 1:  # undo what the gather did last
-        matrices = tuple(jnp.moveaxis(a, d, 0) for a, d in zip(matrices, (-2, -2, -1), strict=True))
+        matrices = tuple(map(_led_by, matrices, (-2, -2, -1)))
     out = of_rows(how, by_token(x), by_token(weights), matrices, plan).reshape(x.shape)
     return out + _shared(x, w, m) if SHARED[0] in w else out
+
+
+def _led_by(w: Any, dim: int) -> Any:
+    """Move a dim of a matrix to the front: of every array but scales."""
+    return jax.tree.map(lambda a: jnp.moveaxis(a, dim, 0) if a.ndim else a, w)
 
 
 @jax.named_scope("shared_experts")
@@ -100,7 +93,8 @@ def _shared(x: jax.Array, w: Weights, m: ModelConfig) -> jax.Array:
 def of_rows(how: Products, x: jax.Array, weights: jax.Array, w: tuple, plan: Dispatch) -> jax.Array:
     """Compute the weighted sum of each token's experts.
 
-    Args:     x: [N, D]. weights: float32 [N, k]. w: gate, up and down (`Products.expert_dim`).
+    Args:     x: [N, D]. weights: float32 [N, k]. w: gate, up and down, arrays or `Float8Weight`s
+              (`Products.expert_dim`).
     Returns:  [N, D].
     """
     return _forward(how, x, weights, w, plan)[0]
@@ -118,23 +112,20 @@ def _forward(how, x, weights, w, plan):
     return plan.home(out), (x, weights, g, u, w, plan)
 
 
-def _gate_and_up(how, x, w, plan: Dispatch):
-    xs = plan.permuted(x)
-    multiply = functools.partial(
-        kernels.grouped_matmul, tiles=plan.tiles, expert_dim=how.expert_dim
-    )
+def _gate_and_up(how: Products, x, w, plan: Dispatch):
+    xs = how.rows(plan, x)
     with jax.named_scope("gate_up"):
-        g, u = (named(multiply(xs, a), "gate_up") for a in w[:2])
+        g, u = (named(how.times(xs, (a,), plan.tiles), "gate_up") for a in w[:2])
     return g, u
 
 
-def _output(how, g, u, weights, w, plan: Dispatch) -> jax.Array:
+def _output(how: Products, g, u, weights, w, plan: Dispatch) -> jax.Array:
     """Return the weighted sum of each token's experts here, for `Dispatch.home`."""
-    scale, ed = plan.by_row(weights), how.expert_dim
+    scale, tiles = plan.by_row(weights), plan.tiles
     with jax.named_scope("activation"):
-        hidden = _hidden(g.astype(f32), u.astype(f32), scale, how).astype(g.dtype)
+        hidden = how.hidden(g, u, scale, tiles)
     with jax.named_scope("down"):
-        y = kernels.grouped_matmul(hidden, w[2], plan.tiles, transpose=ed == 1, expert_dim=ed)
+        y = how.times(hidden, w[2:], tiles, transpose=how.expert_dim == 1)
     with jax.named_scope("combine"):
         return plan.added(y)
 
@@ -149,43 +140,29 @@ def _backward(how, saved, d_out):
 
     first = _gradients(how, x, weights, g, u, w, plan, d_out)
     d_x, d_weights, d_w = plan.in_rounds(of_round, first)
-    return plan.home(d_x), plan.home(d_weights), d_w, None
+    return plan.home(d_x), plan.home(d_weights), how.gradients(w, d_w), None
 
 
-def _gradients(how, x, weights, g, u, w, plan: Dispatch, d_out):
+def _gradients(how: Products, x, weights, g, u, w, plan: Dispatch, d_out):
     """Return the gradients of all tokens, of their weights and of the experts here."""
     tiles, ed, (gate, up, down) = plan.tiles, how.expert_dim, w
-    multiply = functools.partial(kernels.grouped_matmul, tiles=tiles, expert_dim=ed)
-    outer = functools.partial(kernels.grouped_outer, tiles=tiles, expert_dim=ed, dtype=gate.dtype)
-    d_y, scale = plan.permuted(d_out), plan.by_row(weights)
+    (to_multiply, d_y), scale = how.gradient_rows(plan, d_out), plan.by_row(weights)
     with jax.named_scope("down"):
-        d_hidden = multiply(d_y, down, transpose=ed == 0)
+        d_hidden = how.times(to_multiply, (down,), tiles, transpose=ed == 0)
     with jax.named_scope("activation"):
-        hidden, d_gate, d_up, d_scale = _hidden_backward(g, u, d_hidden, scale, plan, how)
+        to_multiply, made = how.hidden_backward(g, u, d_hidden, scale, tiles)
+        hidden, d_gate, d_up, d_scale = made
     with jax.named_scope("gate_up"):
-        d_xs = multiply((d_gate, d_up), (gate, up), transpose=True)
+        d_xs = how.times(to_multiply, (gate, up), tiles, transpose=True)
     with jax.named_scope("combine"):
         d_x = plan.added(d_xs)
         d_weights = plan.by_pair(d_scale)
     with jax.named_scope("weight_gradients"):
         xs = plan.permuted(x)
-        d_w = outer(xs, d_gate), outer(xs, d_up)
-        d_down = outer(hidden, d_y) if ed == 0 else outer(d_y, hidden)
+        d_w = how.outer(xs, d_gate, gate, tiles), how.outer(xs, d_up, up, tiles)
+        of_down = (hidden, d_y) if ed == 0 else (d_y, hidden)
+        d_down = how.outer(*of_down, down, tiles)
     return d_x, d_weights, (*d_w, d_down)
 
 
 of_rows.defvjp(_forward, _backward)
-
-
-def _hidden(gate, up, scale, how: Products) -> jax.Array:
-    return gated(gate, up, how.model) * scale[:, None]
-
-
-def _hidden_backward(gate, up, d_hidden, scale, plan: Dispatch, how: Products):
-    """Return the hidden values again, and the gradients of gate, up and scale."""
-    if how.model.activation == "silu":
-        return kernels.swiglu_backward(gate, up, d_hidden, scale, plan.tiles)
-    wide = (a.astype(f32) for a in (gate, up))
-    hidden, pullback = jax.vjp(functools.partial(_hidden, how=how), *wide, scale)
-    d_gate, d_up, d_scale = pullback(d_hidden.astype(f32))
-    return *(a.astype(gate.dtype) for a in (hidden, d_gate, d_up)), d_scale
