@@ -9,6 +9,7 @@ float8 result is compared with the reference's in a few tiles.
 import argparse
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -39,14 +40,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}, {given.rows} rows, D and F")
     for E in given.experts:
-        programs, flops, errors = programs_of(E, given.rows, given.tokens, *given.widths)
+        programs = programs_of(E, given.rows, given.tokens, *given.widths)
         held = Sustained(settle=given.seconds, timed=given.seconds)
-        times = time_interleaved(programs, given.repeats, held)
+        times = time_interleaved(programs.run, given.repeats, held)
         print(f"\n{E} experts")
         for name, found in times.items():
-            error = f"error {errors[name]:.1e}" if name in errors else ""
+            error = f"error {programs.errors[name]:.1e}" if name in programs.errors else ""
             if isinstance(found, Timing):
-                rate = f"{flops[name] / found.ms / 1e9:6.0f} TFLOP/s" if name in flops else " " * 14
+                work = programs.flops.get(name)
+                rate = f"{work / found.ms / 1e9:6.0f} TFLOP/s" if work else " " * 14
                 print(f"{name:34} {1e3 * found.ms:8.0f} us {rate} {error}", flush=True)
             else:
                 print(f"{name:34} {str(found)[:300]}", flush=True)
@@ -60,10 +62,26 @@ def loads_of(E: int, rows: int) -> np.ndarray:
     return counts
 
 
-def programs_of(
-    E: int, rows: int, T: int, D: int, F: int
-) -> tuple[dict[str, Callable[[], Any]], dict[str, float], dict[str, float]]:
-    """Return the programs by name, the FLOPs of products, and errors against the reference.
+@dataclass
+class Programs:
+    """What to time, by name, with the FLOPs of products and their errors against the reference."""
+
+    run: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    flops: dict[str, float] = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)
+
+    def add(self, name: str, fn: Callable, *operands, work: float = 0.0, wanted: Any = None):
+        """Add a program. Args: work: its FLOPs. wanted: its first rows."""
+        compiled = jax.jit(fn)
+        self.run[name] = functools.partial(compiled, *operands)
+        if work:
+            self.flops[name] = work
+        if wanted is not None:
+            self.errors[name] = _error(compiled(*operands), wanted)
+
+
+def programs_of(E: int, rows: int, T: int, D: int, F: int) -> Programs:
+    """Return the programs of a layer with E experts.
 
     Args:     T: tokens of which the rows are copies.
     """
@@ -78,59 +96,57 @@ def programs_of(
     scale = jax.random.uniform(next(keys), (R,), f32)
     to_hidden = (draw(next(keys), E, D, F) * D**-0.5).astype(bf16)
     to_output = (draw(next(keys), E, F, D) * F**-0.5).astype(bf16)
-    wide, narrow = kernels.rows_taken(tokens, token, tiles), gate
-    one = 2.0 * rows * D * F
-    programs: dict[str, Callable[[], Any]] = {}
-    flops: dict[str, float] = {}
-    errors: dict[str, float] = {}
+    wide, one = kernels.rows_taken(tokens, token, tiles), 2.0 * rows * D * F
+    found = Programs()
+    _products(found, tiles, wide, (gate, up), to_hidden, to_output, one)
+    _products_in_float8(found, tiles, wide, (gate, up), to_hidden, to_output, one)
+    _passes(found, tiles, tokens, token, (gate, up, d_hidden), scale, to_hidden)
+    return found
 
-    def add(name: str, fn: Callable, *operands, work: float = 0.0, wanted: Any = None) -> None:
-        compiled = jax.jit(fn)
-        programs[name] = functools.partial(compiled, *operands)
-        flops.update({name: work} if work else {})
-        if wanted is not None:
-            errors[name] = _error(compiled(*operands), wanted)
 
+def _products(found: Programs, tiles, wide, narrow, to_hidden, to_output, one: float) -> None:
     product = functools.partial(kernels.grouped_matmul, tiles=tiles)
-    add("gate", product, wide, to_hidden, work=one)
-    add("down", product, narrow, to_output, work=one)
-    add("to hidden", functools.partial(product, transpose=True), wide, to_output, work=one)
+    found.add("gate", product, wide, to_hidden, work=one)
+    found.add("down", product, narrow[0], to_output, work=one)
+    found.add("to hidden", functools.partial(product, transpose=True), wide, to_output, work=one)
     pair = lambda a, b, w: product((a, b), (w, w), transpose=True)  # noqa: E731
-    add("to input", pair, gate, up, to_hidden, work=2 * one)
+    found.add("to input", pair, *narrow, to_hidden, work=2 * one)
 
-    matrices = {name: w.astype(FORWARD) for name, w in (("D", to_hidden), ("F", to_output))}
-    turned = {name: jnp.swapaxes(w, 1, 2).copy() for name, w in matrices.items()}
-    x8, h8, dy8 = (
-        kernels.rounded((a,), to)
-        for a, to in ((wide, FORWARD), (narrow, FORWARD), (wide, BACKWARD))
-    )
-    both = kernels.rounded((gate, up), BACKWARD)
+
+def _products_in_float8(found: Programs, tiles, wide, narrow, to_hidden, to_output, one) -> None:
+    of_d, of_f = to_hidden.astype(FORWARD), to_output.astype(FORWARD)
+    gradients = kernels.rounded(narrow, BACKWARD)
     scaled = lambda x, *w: kernels.scaled_matmul(x, w, jnp.float32(1), tiles, dtype=bf16)  # noqa: E731
     for name, operands, work in (
-        ("gate", (x8, turned["D"]), one),
-        ("down", (h8, turned["F"]), one),
-        ("to hidden", (dy8, matrices["F"]), one),
-        ("to input", (both, matrices["D"], matrices["D"]), 2 * one),
+        ("gate", (kernels.rounded((wide,), FORWARD), jnp.swapaxes(of_d, 1, 2)), one),
+        ("down", (kernels.rounded(narrow[:1], FORWARD), jnp.swapaxes(of_f, 1, 2)), one),
+        ("to hidden", (kernels.rounded((wide,), BACKWARD), of_f), one),
+        ("to input", (gradients, of_d, of_d), 2 * one),
     ):
         wanted = _first_rows(operands[0], operands[1:], tiles)
-        add(f"{name}, float8", scaled, *operands, work=work, wanted=wanted)
+        found.add(f"{name}, float8", scaled, *operands, work=work, wanted=wanted)
 
-    add("rows taken", kernels.rows_taken, tokens, token, tiles)
-    add("rows taken, e4m3", kernels.rows_taken_in_float8, tokens, token, tiles)
-    add("rows taken, bf16 and e5m2", kernels.gradients_taken_in_float8, tokens, token, tiles)
+
+def _passes(found: Programs, tiles, tokens, token, wide, scale, matrix) -> None:
+    gate, up, _ = wide
+    found.add("rows taken", kernels.rows_taken, tokens, token, tiles)
+    found.add("rows taken, e4m3", kernels.rows_taken_in_float8, tokens, token, tiles)
+    both = kernels.gradients_taken_in_float8
+    found.add("rows taken, bf16 and e5m2", both, tokens, token, tiles)
     hidden = lambda g, u, s: (  # noqa: E731
         jax.nn.silu(g.astype(f32)) * u.astype(f32) * s[:, None]
     ).astype(bf16)
-    add("SwiGLU by XLA", hidden, gate, up, scale)
-    add("SwiGLU, e4m3", kernels.swiglu_in_float8, gate, up, scale, tiles)
-    backward = gate, up, d_hidden, scale, tiles
-    add("SwiGLU backward", kernels.swiglu_backward, *backward)
-    add("SwiGLU backward, bf16 and e5m2", kernels.swiglu_backward_in_float8, *backward)
-    add("matrix to bf16", lambda w: w.astype(bf16), to_hidden.astype(f32))
-    add("matrix to e4m3", lambda w: (w * 256).astype(FORWARD), to_hidden.astype(f32))
-    add("matrix's largest magnitude", lambda w: jnp.max(jnp.abs(w)), to_hidden.astype(f32))
-    add("e4m3 matrix, transposed", lambda w: jnp.swapaxes(w, 1, 2), matrices["D"])
-    return programs, flops, errors
+    found.add("SwiGLU by XLA", hidden, gate, up, scale)
+    found.add("SwiGLU, e4m3", kernels.swiglu_in_float8, gate, up, scale, tiles)
+    found.add("SwiGLU backward", kernels.swiglu_backward, *wide, scale, tiles)
+    both = kernels.swiglu_backward_in_float8
+    found.add("SwiGLU backward, bf16 and e5m2", both, *wide, scale, tiles)
+    master = matrix.astype(f32)
+    found.add("matrix to bf16", lambda w: w.astype(bf16), master)
+    found.add("matrix to e4m3", lambda w: (w * 256).astype(FORWARD), master)
+    found.add("matrix's largest magnitude", lambda w: jnp.max(jnp.abs(w)), master)
+    turned = lambda w: jnp.swapaxes(w, 1, 2)  # noqa: E731
+    found.add("e4m3 matrix, transposed", turned, matrix.astype(FORWARD))
 
 
 def _first_rows(x: kernels.Float8Rows, ws: tuple, tiles: kernels.Tiles) -> np.ndarray:

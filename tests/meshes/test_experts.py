@@ -216,7 +216,6 @@ def test_verify_refuses_a_loss_that_depends_on_microbatches():
         ({"model.num_experts": 0, "model.experts_per_token": 3}, "= 3: needs experts"),
         ({"model.num_experts": 0, "model.normalize_experts": False}, "= False: needs experts"),
         ({"model.mlp_bias": True}, r"model\.mlp_bias = True: needs a dense feed-forward layer"),
-        ({"model.matmul_dtype": "float8"}, r"matmul_dtype = 'float8': does not support experts"),
     ],
 )
 def test_what_cannot_be(values, said):

@@ -7,7 +7,6 @@ across the boundary between two 8-bit numbers changes by a whole spacing.
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +24,6 @@ from jaxpar.model import fused_weights, parameters
 from jaxpar.parallel.collectives import varying
 from jaxpar.parallel.fsdp import gather as fsdp
 from jaxpar.sharding.axes import FSDP_AXES
-from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.step.state import abstract_state, init_state
 from jaxpar.step.train_step import (
     make_eval_step,
@@ -33,60 +31,22 @@ from jaxpar.step.train_step import (
     make_train_step,
     weights_of_step,
 )
-from jaxpar.verification import distances, small_config, traces
-from jaxpar.verification.meshes import parse_meshes
-from tests import weights
-from tests.slow import slow, slow_but
-
-BASE = replace(
-    small_config.float32(Config()),
-    **{
-        "model.num_layers": 2,
-        "model.d_model": 64,
-        "model.num_heads": 8,
-        "model.num_kv_heads": 4,
-        "model.head_dim": 8,
-        "model.d_ff": 96,
-        "model.vocab_size": 64,
-        "model.init_std": 0.05,
-        "model.matmul_dtype": "float8",
-        "data.seq_len": 64,
-        "train.global_batch_size": 8,
-    },
+from jaxpar.verification import distances, traces
+from tests.meshes.float8_traces import (
+    ACROSS_MESHES,
+    AGAINST_FLOAT32,
+    BASE,
+    first_gradients,
+    on_mesh,
+    relative_errors,
 )
-
-#: Bound on a gradient's relative error between meshes: an eighth of a rounding to e5m2 (0.053).
-ACROSS_MESHES = 0.053 / 8
-
-#: Bound on a gradient's relative error against float32: a rounding or two per product.
-AGAINST_FLOAT32 = 0.2
-
-
-def on_mesh(item: str, devices, **fields):
-    """The config for a mesh item such as "data=2,zero=1", and the mesh."""
-    cfg = replace(BASE, **{name.replace("__", "."): value for name, value in fields.items()})
-    parallel = parse_meshes([item], cfg.parallel)[item]
-    n = math.prod(axis_sizes(parallel))
-    cfg = resolve(replace(cfg, parallel=parallel), n)
-    return cfg, make_mesh(parallel, devices[:n])
-
-
-def first_gradients(item: str, devices, **fields) -> traces.TrainingTrace:
-    cfg, mesh = on_mesh(item, devices, **fields)
-    return weights.first_gradients(cfg, mesh, traces.random_batch(cfg))
+from tests.slow import slow, slow_but
 
 
 @functools.cache
 def one_device(scaling: str, dtype: str = "float8") -> traces.TrainingTrace:
     fields = dict(model__float8_scaling=scaling, model__matmul_dtype=dtype)
     return first_gradients("data=1", jax.devices("cpu"), **fields)
-
-
-def relative_errors(found: traces.Arrays, wanted: traces.Arrays) -> dict[str, float]:
-    """Of each array: norm of the difference by the norm of what was wanted."""
-    assert found.keys() == wanted.keys()
-    norm = lambda a: float(np.linalg.norm(a.astype(np.float64)))  # noqa: E731
-    return {name: norm(found[name] - w) / norm(w) for name, w in wanted.items()}
 
 
 # ----------------------------------------------------------------------------------- meshes
@@ -131,44 +91,6 @@ def test_gradients_are_those_of_one_device_by_row(mesh, devices):
     errors = relative_errors(found.gradients, wanted.gradients)
     rounding = relative_errors(wanted.gradients, exact.gradients)
     assert all(error < rounding[name] / 2 for name, error in errors.items()), errors
-
-
-EXPERTS = dict(model__num_experts=4, model__d_ff=32, model__num_shared_experts=1)
-
-EXPERT_MESHES = """
-expert=2,gather_dtype=float8
-data=2
-data=2,expert=2,gather_dtype=float8,layer_loop=unroll
-expert=2,expert_dispatch=rows,zero=1
-expert=2,expert_slack=0.5
-tensor=2,expert=2
-data=2,sequence=2,gather_dtype=float8
-pipeline=2,num_microbatches=2,expert=2,zero=1
-data=2,zero=2,num_microbatches=2
-""".split()
-
-
-@functools.cache
-def one_device_with_experts(dtype: str = "float8") -> traces.TrainingTrace:
-    return first_gradients("data=1", jax.devices("cpu"), model__matmul_dtype=dtype, **EXPERTS)
-
-
-@pytest.mark.usefixtures("quick_compile")
-@pytest.mark.parametrize("mesh", slow_but(EXPERT_MESHES[:1], EXPERT_MESHES))
-def test_gradients_of_experts_are_those_of_one_device(mesh, devices):
-    found, wanted = first_gradients(mesh, devices, **EXPERTS), one_device_with_experts()
-    assert found.loss == pytest.approx(wanted.loss, rel=1e-4)
-    error, name = distances.worst(relative_errors(found.gradients, wanted.gradients))
-    assert error < ACROSS_MESHES, name
-
-
-@pytest.mark.usefixtures("quick_compile")
-def test_gradients_of_experts_are_near_those_of_float32():
-    """Rounding moves some tokens to other experts."""
-    found, wanted = one_device_with_experts(), one_device_with_experts("compute")
-    assert found.loss == pytest.approx(wanted.loss, rel=2e-3)
-    errors = relative_errors(found.gradients, wanted.gradients)
-    assert all(1e-3 < error < 2 * AGAINST_FLOAT32 for error in errors.values()), errors
 
 
 @pytest.mark.slow

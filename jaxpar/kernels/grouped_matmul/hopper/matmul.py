@@ -1,6 +1,7 @@
 """Rows times the matrix of their expert: forward, and back to the input."""
 
 import functools
+from dataclasses import dataclass
 
 import jax
 import jax.experimental.pallas as pl
@@ -31,15 +32,28 @@ def scaled_matmul(
     return _call(xs, ws, (scale,), tiles, True, expert_dim, dtype, launch)
 
 
+@dataclass(frozen=True)
+class _Shape:
+    """The static parameters of a call: the sum of `terms` products [R, K] x [K, N]."""
+
+    terms: int
+    K: int
+    N: int
+    width: int
+    step: int
+    transpose: bool
+    expert_dim: int
+
+
 def _call(xs, ws, scales, tiles, transpose: bool, expert_dim: int, dtype, launch: Launch):
     R, K = xs[0].shape
     first, second = (n for dim, n in enumerate(ws[0].shape) if dim != expert_dim)
     N = first if transpose else second
     width, step = pipeline.width_of(N), pipeline.columns_at_a_time(xs[0].dtype)
-    of_w = (width, step) if transpose else (step, width)
-    dtypes = xs[0].dtype, ws[0].dtype
+    shape = _Shape(len(xs), K, N, width, step, transpose, expert_dim)
+    of_w, dtypes = (width, step) if transpose else (step, width), (xs[0].dtype, ws[0].dtype)
     return pipeline.call(
-        functools.partial(_kernel, len(xs), K, N, width, step, transpose, expert_dim, launch),
+        functools.partial(_kernel, shape, launch),
         jax.ShapeDtypeStruct((R, N), dtype),
         pipeline.scratch((ROWS, step), of_w, width, dtypes, dtype, launch.interpret),
         launch.ctas,
@@ -47,42 +61,29 @@ def _call(xs, ws, scales, tiles, transpose: bool, expert_dim: int, dtype, launch
     )
 
 
-def _kernel(
-    terms: int,
-    K: int,
-    N: int,
-    width: int,
-    step_width: int,
-    transpose: bool,
-    expert_dim: int,
-    launch: Launch,
-    *refs,
-    **own,
-):
-    xs, ws = refs[:terms], refs[terms : 2 * terms]
-    *scales, experts, used, out = refs[2 * terms :]
-    r, column_tiles, per_term = Refs(**own), N // width, K // step_width
-    steps, row_tiles = per_term * terms, used[0]
+def _kernel(s: _Shape, launch: Launch, *refs, **own):
+    xs, ws = refs[: s.terms], refs[s.terms : 2 * s.terms]
+    *scales, experts, used, out = refs[2 * s.terms :]
+    r, column_tiles, per_term = Refs(**own), s.N // s.width, s.K // s.step
+    steps, row_tiles = per_term * s.terms, used[0]
     count, nth = pipeline.pieces_here(launch.ctas, row_tiles * column_tiles)
     where = lambda i: pipeline.place(nth(i), row_tiles, column_tiles)  # noqa: E731
 
     def producer():
         def tile(i, _):
             m, n = where(i)
-            expert, rows, columns = experts[m], pl.ds(m * ROWS, ROWS), pl.ds(n * width, width)
+            expert, rows, columns = experts[m], pl.ds(m * ROWS, ROWS), pl.ds(n * s.width, s.width)
 
             def step(k, _):
                 for term, (x, w) in enumerate(zip(xs, ws, strict=True)):
 
                     def load(x=x, w=w, term=term):
-                        summed = pl.ds((k - term * per_term) * step_width, step_width)
-                        cut = (columns, summed) if transpose else (summed, columns)
-                        of_w = (
-                            w.at[expert, *cut] if expert_dim == 0 else w.at[cut[0], expert, cut[1]]
-                        )
-                        pipeline.load(r, i * steps + k, x.at[rows, summed], of_w)
+                        summed = pl.ds((k - term * per_term) * s.step, s.step)
+                        cut = (columns, summed) if s.transpose else (summed, columns)
+                        at = (expert, *cut) if s.expert_dim == 0 else (cut[0], expert, cut[1])
+                        pipeline.load(r, i * steps + k, x.at[rows, summed], w.at[at])
 
-                    pl.when(pipeline.div(k, per_term) == term)(load) if terms > 1 else load()
+                    pl.when(pipeline.div(k, per_term) == term)(load) if s.terms > 1 else load()
 
             lax.fori_loop(0, steps, step, None)
 
@@ -95,20 +96,20 @@ def _kernel(
 
         def operands(slot):
             b = r.b.at[slot]
-            return r.a.at[slot, mine], b.transpose((1, 0)) if transpose else b
+            return r.a.at[slot, mine], b.transpose((1, 0)) if s.transpose else b
 
         def tile(i, _):
             m, n = where(i)
             rows = pl.ds(m * ROWS + wg * half, half)
             # Read before the products, which hide the latency.
-            of_rows = [plgpu.load(s.at[rows], layout=ROW, optimized=False) for s in scales]
+            of_rows = [plgpu.load(a.at[rows], layout=ROW, optimized=False) for a in scales]
 
             def store(acc):
                 columns = r.pieces.shape[-1]
-                at = lambda j: out.at[rows, pl.ds(n * width + j, columns)]  # noqa: E731
+                at = lambda j: out.at[rows, pl.ds(n * s.width + j, columns)]  # noqa: E731
                 pipeline.store(r, wg, acc, at, *of_rows)
 
-            pipeline.accumulate(r, wg, i * steps, steps, operands, store, width, launch)
+            pipeline.accumulate(r, wg, i * steps, steps, operands, store, s.width, launch)
 
         lax.fori_loop(0, count, tile, None)
 

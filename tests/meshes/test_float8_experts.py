@@ -1,0 +1,52 @@
+"""Experts in float8: the same on every mesh, and close to float32 (`test_float8.py`)."""
+
+import functools
+
+import jax
+import pytest
+
+from jaxpar.verification import distances, traces
+from tests.meshes.float8_traces import (
+    ACROSS_MESHES,
+    AGAINST_FLOAT32,
+    first_gradients,
+    relative_errors,
+)
+from tests.slow import slow_but
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+EXPERTS = dict(model__num_experts=4, model__d_ff=32, model__num_shared_experts=1)
+
+EXPERT_MESHES = """
+expert=2,gather_dtype=float8
+data=2
+data=2,expert=2,gather_dtype=float8,layer_loop=unroll
+expert=2,expert_dispatch=rows,zero=1
+expert=2,expert_slack=0.5
+tensor=2,expert=2
+data=2,sequence=2,gather_dtype=float8
+pipeline=2,num_microbatches=2,expert=2,zero=1
+data=2,zero=2,num_microbatches=2
+""".split()
+
+
+@functools.cache
+def one_device_with_experts(dtype: str = "float8") -> traces.TrainingTrace:
+    return first_gradients("data=1", jax.devices("cpu"), model__matmul_dtype=dtype, **EXPERTS)
+
+
+@pytest.mark.parametrize("mesh", slow_but(EXPERT_MESHES[:1], EXPERT_MESHES))
+def test_gradients_of_experts_are_those_of_one_device(mesh, devices):
+    found, wanted = first_gradients(mesh, devices, **EXPERTS), one_device_with_experts()
+    assert found.loss == pytest.approx(wanted.loss, rel=1e-4)
+    error, name = distances.worst(relative_errors(found.gradients, wanted.gradients))
+    assert error < ACROSS_MESHES, name
+
+
+def test_gradients_of_experts_are_near_those_of_float32():
+    """Rounding moves some tokens to other experts."""
+    found, wanted = one_device_with_experts(), one_device_with_experts("compute")
+    assert found.loss == pytest.approx(wanted.loss, rel=2e-3)
+    errors = relative_errors(found.gradients, wanted.gradients)
+    assert all(1e-3 < error < 2 * AGAINST_FLOAT32 for error in errors.values()), errors
