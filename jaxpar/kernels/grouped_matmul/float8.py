@@ -63,7 +63,10 @@ def rows_taken_in_float8(x: jax.Array, token: jax.Array, tiles: Tiles) -> Float8
 
     Args:     x: [T, D]. token: int32 [R].
     """
-    return _rows_taken(x, token, tiles, FORWARD, keep=False)[0]
+    if _by_kernel(x, token, tiles):
+        q, top = hopper.rows_taken_in_float8(x, token, tiles, FORWARD, keep=False)
+        return Float8Rows((q,), _inverse(top, FORWARD))
+    return rounded((reference.rows_taken(x, token),), FORWARD)
 
 
 def gradients_taken_in_float8(
@@ -73,16 +76,11 @@ def gradients_taken_in_float8(
 
     Args:     x: [T, D]. token: int32 [R].
     """
-    return _rows_taken(x, token, tiles, BACKWARD, keep=True)
-
-
-def _rows_taken(x, token, tiles, dtype, *, keep):
     if _by_kernel(x, token, tiles):
-        q, top, *kept = hopper.rows_taken_in_float8(x, token, tiles, dtype, keep=keep)
-    else:
-        rows = reference.rows_taken(x, token)
-        q, top, *kept = *reference.rounded(dtype, rows), *(rows,) * keep
-    return Float8Rows((q,), _inverse(top, dtype)), *kept
+        q, top, rows = hopper.rows_taken_in_float8(x, token, tiles, BACKWARD, keep=True)
+        return Float8Rows((q,), _inverse(top, BACKWARD)), rows
+    rows = reference.rows_taken(x, token)
+    return rounded((rows,), BACKWARD), rows
 
 
 def swiglu_in_float8(gate: jax.Array, up: jax.Array, scale: jax.Array, tiles: Tiles) -> Float8Rows:

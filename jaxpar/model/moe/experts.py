@@ -160,8 +160,8 @@ def _gradients(how: Products, x, weights, g, u, w, plan: Dispatch, d_out):
     with jax.named_scope("weight_gradients"):
         xs = plan.permuted(x)
         d_w = how.outer(xs, d_gate, gate, tiles), how.outer(xs, d_up, up, tiles)
-        of_down = (hidden, d_y) if ed == 0 else (d_y, hidden)
-        d_down = how.outer(*of_down, down, tiles)
+        rows, columns = (hidden, d_y) if ed == 0 else (d_y, hidden)
+        d_down = how.outer(rows, columns, down, tiles)
     return d_x, d_weights, (*d_w, d_down)
 
 

@@ -59,7 +59,9 @@ def swiglu_in_float8(
         g, u = gate[r].astype(f32), up[r].astype(f32)
         q[r], top[r] = _rounded(dtype, g * _sigmoid(g) * u * scale[r])
 
-    return _each_row(row, tiles, ctas, _in_8_bits(*gate.shape, dtype), gate, up, scale)
+    return _each_row(
+        row, tiles, ctas, _in_8_bits(gate.shape[0], gate.shape[1], dtype), gate, up, scale
+    )
 
 
 def swiglu_backward_in_float8(
