@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config import ConfigError, replace
 from jaxpar.config.remat_policies import REMAT_POLICIES
 from jaxpar.config.validate import resolve
 from jaxpar.execution.decisions import execution_of
@@ -36,7 +36,9 @@ from tests.meshes.float8_traces import (
     ACROSS_MESHES,
     AGAINST_FLOAT32,
     BASE,
+    assert_close,
     first_gradients,
+    loss_curve,
     on_mesh,
     relative_errors,
 )
@@ -244,42 +246,9 @@ def test_scales_take_one_all_reduce_for_all_layers(devices):
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
 def test_the_loss_curve_is_that_of_float32(scaling, devices):
     """A text that can be learnt, 300 steps: each window of 20 steps within 0.5% on average."""
-    curves = [loss_curve(devices, scaling, dtype) for dtype in ("compute", "float8")]
-    plain, found = (np.reshape(curve, (-1, 20)).mean(axis=1) for curve in curves)
-    assert plain[-1] < 0.75 * plain[0], "nothing was learnt"
-    np.testing.assert_allclose(found, plain, rtol=5e-3)
-
-
-def loss_curve(devices, scaling: str, dtype: str, steps: int = 300) -> list[float]:
-    fields = {
-        "model__num_layers": 2,
-        "model__matmul_dtype": dtype,
-        "model__float8_scaling": scaling if dtype == "float8" else "tensor",
-        "data__document_mask": False,
-        "train__num_steps": steps,
-        "optimizer__learning_rate": 3e-3,
-        "optimizer__warmup_steps": 20,
-    }
-    cfg, mesh = on_mesh("data=1", devices, **fields)
-    state, step, losses = init_state(cfg, mesh), make_train_step(cfg, mesh), []
-    for i in range(steps):
-        batch = traces.place_batch(learnable_batch(cfg, i), cfg, mesh)
-        state, measured = step(state, batch)
-        losses.append(float(measured.loss))
-    return losses
-
-
-def learnable_batch(cfg: Config, index: int):
-    """Each token is a fixed function of the one before, three times of four; else it is random."""
-    batch = traces.random_batch(cfg, index)
-    rng = np.random.default_rng((7, index))
-    after = np.random.default_rng(7).permutation(cfg.model.vocab_size)
-    tokens = np.array(batch.tokens)
-    text = np.concatenate([tokens, tokens[:, :1]], axis=1)
-    for t in range(1, text.shape[1]):
-        kept = rng.random(len(text)) < 0.75
-        text[:, t] = np.where(kept, after[text[:, t - 1]], text[:, t])
-    return batch.replace(tokens=text[:, :-1], labels=text[:, 1:])
+    fields = {"model__float8_scaling": scaling}
+    plain, found = loss_curve(devices, model__matmul_dtype="compute"), loss_curve(devices, **fields)
+    assert_close(found, plain)
 
 
 # ------------------------------------------------------------------------------ configuration

@@ -9,7 +9,9 @@ from jaxpar.verification import distances, traces
 from tests.meshes.float8_traces import (
     ACROSS_MESHES,
     AGAINST_FLOAT32,
+    assert_close,
     first_gradients,
+    loss_curve,
     relative_errors,
 )
 from tests.slow import slow_but
@@ -50,3 +52,10 @@ def test_gradients_of_experts_are_near_those_of_float32():
     assert found.loss == pytest.approx(wanted.loss, rel=2e-3)
     errors = relative_errors(found.gradients, wanted.gradients)
     assert all(1e-3 < error < 2 * AGAINST_FLOAT32 for error in errors.values()), errors
+
+
+@pytest.mark.slow
+def test_the_loss_curve_of_experts_is_that_of_float32(devices):
+    """A text that can be learned, 300 steps."""
+    plain = loss_curve(devices, model__matmul_dtype="compute", **EXPERTS)
+    assert_close(loss_curve(devices, **EXPERTS), plain)
