@@ -75,16 +75,23 @@ def rows_added(y: jax.Array, rows: jax.Array) -> jax.Array:
 
 def swiglu_backward(gate, up, d_hidden, scale) -> tuple[jax.Array, ...]:
     """`api.swiglu_backward`."""
-    *wide, d_scale = _swiglu_backward(gate, up, d_hidden, scale)
-    return *(a.astype(gate.dtype) for a in wide), d_scale
+    wide, factors = _swiglu_backward(gate, up, d_hidden, scale)
+    made = tuple(a.astype(gate.dtype) for a in wide)
+    return *made, _sum_of_products(*factors)
 
 
-def _swiglu_backward(gate, up, d_hidden, scale) -> tuple[jax.Array, ...]:
+def _swiglu_backward(gate, up, d_hidden, scale):
+    """Return hidden values and gradients of gate and up in float32, and the factors of that of
+    scale."""
     g, u, d = (a.astype(f32) for a in (gate, up, d_hidden))
     s, sigmoid = scale[:, None], jax.nn.sigmoid(g)
     act = g * sigmoid
     d_gate = d * s * u * (sigmoid + act * (1 - sigmoid))
-    return act * u * s, d_gate, d * s * act, jnp.sum(act * u * d, axis=1)
+    return (act * u * s, d_gate, d * s * act), (act, u, d)
+
+
+def _sum_of_products(act, u, d) -> jax.Array:
+    return jnp.sum(act * u * d, axis=1)
 
 
 def swiglu_in_float8(gate, up, scale, tiles: Tiles, dtype) -> tuple[jax.Array, ...]:
@@ -95,9 +102,9 @@ def swiglu_in_float8(gate, up, scale, tiles: Tiles, dtype) -> tuple[jax.Array, .
 
 def swiglu_backward_in_float8(gate, up, d_hidden, scale, tiles: Tiles, dtype):
     """Return `swiglu_backward`, both gradients in 8 bits, and each row's largest magnitude."""
-    *wide, d_scale = _swiglu_backward(gate, up, d_hidden, scale)
-    in_8_bits = rounded(dtype, *wide[1:])
-    return *(a.astype(gate.dtype) for a in wide), d_scale, *in_8_bits
+    wide, factors = _swiglu_backward(gate, up, d_hidden, scale)
+    made = tuple(a.astype(gate.dtype) for a in wide)
+    return *made, _sum_of_products(*factors), *rounded(dtype, *wide[1:])
 
 
 def rounded(dtype, *arrays: jax.Array) -> tuple[jax.Array, ...]:
