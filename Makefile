@@ -88,14 +88,15 @@ venv:
 	  echo "==> Making $(VENV) with $$("$$python" -V), $$python" && \
 	  "$$python" -m venv --clear $(VENV); }
 
+# Python compiles a module when it is first imported; pip would compile all 14,000, one by one.
 $(INSTALLED): pyproject.toml | venv
 	@echo "==> Installing jaxpar and its dependencies (about 2 GB; a minute or two the first time)"
-	@$(PIP) install -e '.[test]'
+	@$(PIP) install --no-compile -e '.[test]'
 	@$(PY) -c "import jax, sys; print('    Python', sys.version.split()[0], 'with JAX', jax.__version__)"
 	@touch $@
 
 $(INSTALLED_GPU): pyproject.toml | venv
 	@echo "==> Installing jaxpar and its dependencies with CUDA 13 (several GB the first time)"
-	@$(PIP) install -e '.[test,cuda13]'
+	@$(PIP) install --no-compile -e '.[test,cuda13]'
 	@$(PY) -c "import jax, sys; print('    Python', sys.version.split()[0], 'with JAX', jax.__version__, 'on', jax.devices())"
 	@touch $(INSTALLED) $@

@@ -14,7 +14,7 @@ from jaxpar.runtime import exit_codes
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.training import run
 from tests import ranks
-from tests.weights import as_programs_do
+from tests.weights import as_programs_do, quickly_made
 
 CONFIG = """
 from jaxpar.config import *
@@ -101,10 +101,13 @@ def only_devices():
 
 @pytest.fixture(scope="session")
 def train_on(only_devices):
-    """(number of devices, command line) -> the exit code of a run inside this process."""
+    """(number of devices, command line) -> the exit code of a run inside this process.
+
+    Its initial weights are those of tests/weights.py, with the bits that other processes make.
+    """
 
     def on(number: int, *args: str) -> int:
-        with only_devices(number):
+        with only_devices(number), quickly_made():
             return train.main(args)
 
     return on

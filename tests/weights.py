@@ -1,32 +1,34 @@
 """Initial weights of small models, made once for all meshes, and the gradients there.
 
 `init_params` compiles a generator for each array and mesh: up to half of the time of a test that
-takes one gradient of a tiny model. Here, one program for a model makes the same bits on one device;
-that every mesh does is what tests/sharding/test_initial_values.py is for.
+takes one gradient of a tiny model. Here, one program for all of them makes the same bits on one
+device; that it and every mesh do is what tests/sharding/test_initial_values.py is for.
 """
 
 import contextlib
 import functools
+import math
 import os
 from collections.abc import Iterator
 from typing import Any
 
 import flax.traverse_util
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxpar.config import Config
 from jaxpar.model.parameters import param_specs
 from jaxpar.sharding.batch import Batch
-from jaxpar.sharding.initial_values import initialize
+from jaxpar.sharding.initial_values import initial_values, leaf_keys
 from jaxpar.sharding.mesh import shardings
-from jaxpar.sharding.params import ParamSpec, flat, partition_specs
+from jaxpar.sharding.params import ParamSpec, flat, map_specs, partition_specs
 from jaxpar.step import state
 from jaxpar.step.train_step import make_gradient_step
 from jaxpar.verification import traces
 
-#: The package's own.
-INIT_PARAMS = state.init_params
+#: Numbers of the shortest row that a generator makes.
+SHORTEST = 1 << 14
 
 
 @contextlib.contextmanager
@@ -43,21 +45,52 @@ def optimizations(wanted: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_programs_do() -> Iterator[None]:
-    """Compile, and make weights, as in programs that tests start: their bits are the same."""
+    """Compile as in programs that tests start: their bits are the same."""
+    with optimizations(os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") != "true"):
+        yield
+
+
+@contextlib.contextmanager
+def quickly_made() -> Iterator[None]:
+    """Make initial weights by `init_params` below."""
     made = state.init_params
-    state.init_params = INIT_PARAMS
+    state.init_params = init_params
     try:
-        with optimizations(os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") != "true"):
-            yield
+        yield
     finally:
         state.init_params = made
 
 
 @functools.cache
 def values_of(specs: tuple[tuple[str, ParamSpec], ...], seed: int) -> Any:
-    """The initial values of a tree of specs, on the host."""
+    """What `initialize` gives for a tree of specs, on the host.
+
+    A number depends on its place in the array, not on the array's shape: one small program makes
+    the numbers of every array of a standard deviation.
+    """
     tree = flax.traverse_util.unflatten_dict(dict(specs), sep="/")
-    return jax.device_get(jax.jit(functools.partial(initialize, tree))(seed))
+    return map_specs(_values, tree, leaf_keys(tree, seed))
+
+
+def tree_of(specs: Any, seed: int) -> Any:
+    """What `jaxpar.verification.traces.initial_params` gives."""
+    return jax.device_put(values_of(tuple(flat(specs).items()), seed), jax.devices()[0])
+
+
+def _values(spec: ParamSpec, key: jax.Array) -> np.ndarray:
+    """The initial values of one array, on the host."""
+    if spec.init != "normal":
+        return np.full(spec.shape, spec.init == "ones", np.float32)
+    size = math.prod(spec.shape)
+    row = max(SHORTEST, 1 << (size - 1).bit_length())
+    return np.asarray(_generator(row, spec.std)(key))[:size].reshape(spec.shape)
+
+
+@functools.cache
+def _generator(row: int, std: float):
+    """A compiled generator of so many numbers."""
+    spec = ParamSpec(shape=(row,), axes=("D",), std=std)
+    return jax.jit(functools.partial(initial_values, spec))
 
 
 def init_params(specs: Any, cfg: Config, mesh: Mesh) -> Any:

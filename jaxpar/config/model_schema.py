@@ -41,6 +41,8 @@ class ModelConfig:
     normalize_experts: bool = True
     """Normalize the weights of a token's experts to sum to 1, which needs at least two experts per
     token. False: use the router's probabilities."""
+    expert_bias: bool = False
+    """Biases on the three projections of each expert (gpt-oss). Shared experts have none."""
     num_shared_experts: int = 0
     """Experts that every token uses, in addition to those of the router (DeepSeek). They are one
     GLU of width num_shared_experts * d_ff."""
@@ -51,6 +53,8 @@ class ModelConfig:
     """Width of the feed-forward layer in the first dense_layers layers. None: d_ff."""
     router_score: Literal["softmax", "sigmoid"] = "softmax"
     """Scores of the experts, from the router's logits. sigmoid: independent ones (DeepSeek-V3)."""
+    router_linear_bias: bool = False
+    """Bias on the router's logits, trained like any weight (gpt-oss)."""
     router_bias: bool = False
     """Add a bias per expert to the scores by which experts are chosen, but not to their weights. A
     step lowers it for experts with more tokens than the mean, by train.router_bias_rate. This
@@ -89,8 +93,13 @@ class ModelConfig:
     are the same."""
     local_rope_theta: float | None = None
     """Base of the rotary frequencies in sliding-window layers. None: rope_theta."""
-    activation: Literal["silu", "gelu"] = "silu"
-    """Activation of the feed-forward gate. gelu: the tanh approximation, as in GeGLU (Gemma)."""
+    activation: Literal["silu", "gelu", "clamped_swiglu"] = "silu"
+    """Activation of the feed-forward gate. gelu: the tanh approximation, as in GeGLU (Gemma).
+    clamped_swiglu: gate * sigmoid(swiglu_alpha * gate) * (up + 1), both clamped (gpt-oss)."""
+    swiglu_limit: float = 7.0
+    """clamped_swiglu clamps gate to at most this, and up to at most this magnitude."""
+    swiglu_alpha: float = 1.702
+    """Factor of the gate in the sigmoid of clamped_swiglu."""
     post_norms: bool = False
     """Apply RMSNorm also to the outputs of attention and feed-forward, before the residual
     addition (Gemma)."""

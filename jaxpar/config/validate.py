@@ -22,6 +22,7 @@ from jaxpar.config.rules.lora import lora
 from jaxpar.config.rules.memory import moments, remat
 from jaxpar.config.rules.metrics import sinks
 from jaxpar.config.rules.model import (
+    activation,
     attention,
     attention_function,
     float8_matmuls,
@@ -66,7 +67,18 @@ def _sizes(cfg: Config) -> None:
 
 def _each_rule(cfg: Config) -> None:
     check_types(cfg)
-    first = (numbers, places, data, schedule, moments, model, float8_matmuls, attention, layers)
+    first = (
+        numbers,
+        places,
+        data,
+        schedule,
+        moments,
+        model,
+        activation,
+        float8_matmuls,
+        attention,
+        layers,
+    )
     others = (remat, saving, guards, profile, sinks, interleaving, turns, zero_bubble, automatic)
     of_models = (experts, layer_kinds, attention_function, lora)
     for rule in first + others + of_models:

@@ -57,17 +57,25 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
 
+def gated(gate: Tensor, up: Tensor, m: SimpleNamespace) -> Tensor:
+    """Hidden values of a feed-forward: SwiGLU, GeGLU, or gpt-oss's SwiGLU of clamped values."""
+    if m.activation == "clamped_swiglu":
+        gate, up = gate.clamp(max=m.swiglu_limit), up.clamp(-m.swiglu_limit, m.swiglu_limit)
+        return gate * (m.swiglu_alpha * gate).sigmoid() * (up + 1)
+    return up * (F.silu(gate) if m.activation == "silu" else F.gelu(gate, approximate="tanh"))
+
+
 class FeedForward(nn.Module):
-    """The feed-forward: SwiGLU or GeGLU."""
+    """The feed-forward: a gated linear unit."""
 
     def __init__(self, m: SimpleNamespace):
         super().__init__()
+        self.m = m
         self.gate, self.up = (nn.Linear(m.d_model, m.d_ff, bias=m.mlp_bias) for _ in "gu")
         self.down = nn.Linear(m.d_ff, m.d_model, bias=m.mlp_bias)
-        self.activation = nn.SiLU() if m.activation == "silu" else nn.GELU("tanh")
 
     def forward(self, h: Tensor) -> Tensor:
-        return self.down(self.activation(self.gate(h)) * self.up(h))
+        return self.down(gated(self.gate(h), self.up(h), self.m))
 
 
 class Experts(nn.Module):
@@ -75,8 +83,10 @@ class Experts(nn.Module):
 
     def __init__(self, m: SimpleNamespace):
         super().__init__()
-        self.m, self.router = m, nn.Linear(m.d_model, m.num_experts, bias=False)
-        self.experts = nn.ModuleList(FeedForward(m) for _ in range(m.num_experts))
+        self.m = m
+        self.router = nn.Linear(m.d_model, m.num_experts, bias=m.router_linear_bias)
+        expert = SimpleNamespace(**vars(m) | {"mlp_bias": m.expert_bias})
+        self.experts = nn.ModuleList(FeedForward(expert) for _ in range(m.num_experts))
         if m.router_bias:
             self.router_bias = nn.Parameter(torch.empty(m.num_experts))
         if m.num_shared_experts:

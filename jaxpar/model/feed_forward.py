@@ -8,6 +8,7 @@ from jaxpar.config import ModelConfig
 from jaxpar.execution.decisions import Execution
 from jaxpar.execution.remat import named
 from jaxpar.kernels.float8.amax import WithAmax
+from jaxpar.kernels.glu import ClampedSwiGLU, GeGLU, Glu, SwiGLU
 from jaxpar.kernels.norm import NormOutput
 from jaxpar.kernels.swiglu import swiglu
 from jaxpar.model import lora
@@ -53,10 +54,11 @@ def activation(halves: list[Any], h: NormOutput, m: ModelConfig) -> jax.Array | 
     if len(halves) == 1:
         return swiglu(halves[0], h.scale)  # scales rows as it reads them
     gate, up = map(h.scaled, halves)
-    return gated(gate, up, m)
+    return glu_of(m).hidden(gate, up)
 
 
-def gated(gate: jax.Array, up: jax.Array, m: ModelConfig) -> jax.Array:
-    """Compute SwiGLU or GeGLU, depending on `model.activation`."""
-    act = jax.nn.gelu(gate, approximate=True) if m.activation == "gelu" else jax.nn.silu(gate)
-    return act * up
+def glu_of(m: ModelConfig) -> Glu:
+    """Return the gated linear unit of `model.activation`."""
+    if m.activation == "clamped_swiglu":
+        return ClampedSwiGLU(m.swiglu_limit, m.swiglu_alpha)
+    return GeGLU() if m.activation == "gelu" else SwiGLU()

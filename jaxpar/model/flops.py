@@ -31,7 +31,8 @@ def num_matmul_params(model: ModelConfig) -> int:
     table = model.vocab_size * model.d_model
     others = max(model.num_experts - model.experts_per_token, 0)
     others *= model.num_layers - model.dense_layers
-    not_taken = others * 3 * model.d_model * model.d_ff
+    D, F = model.d_model, model.d_ff
+    not_taken = others * (3 * D * F + model.expert_bias * (2 * F + D))
     return num_params(model) - not_taken - (0 if model.tie_embeddings else table)
 
 

@@ -38,6 +38,7 @@ LAYER_DIMS: dict[str, int | None] = {
     "mlp_norm": None,
     "mlp_post_norm": None,
     "router": -2,
+    "b_router": None,
     "router_bias": None,
     TALLY: None,
     "w_shared_gate": -2,

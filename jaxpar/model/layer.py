@@ -66,7 +66,7 @@ class Branch:
     norm: str
     compute: Callable[[Any, Weights, AttentionContext, Execution], Any]
     """Result of `receive` -> input of `send`. No communication over TENSOR."""
-    bias: str
+    bias: str | None
     post_norm: str
     saved_as: str | None = None
     """Remat name of the residual stream after the branch."""
@@ -92,7 +92,7 @@ class Branch:
 
     def add(self, x: jax.Array, out: jax.Array, vectors: Weights, m: ModelConfig) -> jax.Array:
         """Add the branch's output and its bias to x, after a norm if `model.post_norms`."""
-        out = linear.add_bias(out, vectors.get(self.bias))
+        out = linear.add_bias(out, vectors.get(self.bias or ""))
         x = x + (norm(out, vectors[self.post_norm], m) if m.post_norms else _added_by_norm(out))
         return named(x, self.saved_as) if self.saved_as else x
 
@@ -126,7 +126,11 @@ FEED_FORWARD = Branch(
     post_norm="mlp_post_norm",
 )
 EXPERTS = dataclasses.replace(
-    FEED_FORWARD, compute=experts.mixture, weights=experts.WEIGHTS, receive=experts.received
+    FEED_FORWARD,
+    compute=experts.mixture,
+    weights=experts.WEIGHTS,
+    receive=experts.received,
+    bias=None,  # that of each row's expert is part of `compute`
 )
 
 

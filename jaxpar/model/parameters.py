@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 from jaxpar.config import Config, LoraConfig, ModelConfig
@@ -54,18 +55,7 @@ def _layers(m: ModelConfig, count: int) -> Tree:
         "mlp_norm": gain((D,), ("norm",)),
     }
     if m.num_experts:
-        E = m.num_experts
-        blocks["router"] = matrix((D, E), ("embed", "router"))
-        if m.router_bias:  # no gradient: a step updates it from the load of each expert
-            bias = vector((E,), ("router",), "zeros")
-            blocks["router_bias"] = dataclasses.replace(bias, trainable=False)
-        for name in ("w_gate", "w_up"):
-            blocks[name] = matrix((E, D, F), ("experts", "expert_embed", "mlp"))
-        blocks["w_down"] = matrix((E, F, D), ("experts", "mlp", "expert_embed"), deep)
-        if shared := m.num_shared_experts * F:
-            for name in ("w_shared_gate", "w_shared_up"):
-                blocks[name] = matrix((D, shared), ("embed", "mlp"))
-            blocks["w_shared_down"] = matrix((shared, D), ("mlp", "embed"), deep)
+        blocks |= _experts(m, matrix, vector, deep)
     else:
         blocks |= {n: matrix((D, F), ("embed", "mlp")) for n in ("w_gate", "w_up")}
         blocks["w_down"] = matrix((F, D), ("mlp", "embed"), deep)
@@ -84,6 +74,39 @@ def _layers(m: ModelConfig, count: int) -> Tree:
     if m.mlp_bias:
         blocks |= {n: vector((F,), ("mlp",), "zeros") for n in ("b_gate", "b_up")}
         blocks["b_down"] = vector((D,), ("norm",), "zeros")
+    return blocks
+
+
+def _experts(
+    m: ModelConfig,
+    matrix: Callable[..., ParamSpec],
+    vector: Callable[..., ParamSpec],
+    deep: float,
+) -> Tree:
+    """Return the specs of stacked layers' routers and experts.
+
+    Args:     matrix, vector: shape and axes of a layer's array, and its distribution -> its spec.
+              deep: standard deviation of the matrices that write to the residual stream.
+    """
+    D, E, F = m.d_model, m.num_experts, m.d_ff
+    blocks: Tree = {"router": matrix((D, E), ("embed", "router"))}
+    if m.router_bias:  # no gradient: a step updates it from the load of each expert
+        bias = vector((E,), ("router",), "zeros")
+        blocks["router_bias"] = dataclasses.replace(bias, trainable=False)
+    if m.router_linear_bias:
+        blocks["b_router"] = vector((E,), ("router",), "zeros")
+    for name in ("w_gate", "w_up"):
+        blocks[name] = matrix((E, D, F), ("experts", "expert_embed", "mlp"))
+    blocks["w_down"] = matrix((E, F, D), ("experts", "mlp", "expert_embed"), deep)
+    if m.expert_bias:
+        sharded = ("experts", "mlp")
+        blocks |= {n: vector((E, F), sharded, "zeros") for n in ("b_gate", "b_up")}
+        # Every device adds those of its tokens, whichever device has the experts.
+        blocks["b_down"] = vector((E, D), ("router", "norm"), "zeros")
+    if shared := m.num_shared_experts * F:
+        for name in ("w_shared_gate", "w_shared_up"):
+            blocks[name] = matrix((D, shared), ("embed", "mlp"))
+        blocks["w_shared_down"] = matrix((shared, D), ("mlp", "embed"), deep)
     return blocks
 
 

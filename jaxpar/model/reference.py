@@ -97,8 +97,9 @@ def _logits_and_routers(params: Tree, batch: Batch, cfg: Config):
         w, of_i = _weights_of(params, i), of_layer(m, i)
         if "router" in w:
             h = _norm(_after_attention(x, w, positions, segments, of_i), w["mlp_norm"], m)
-            _, used, share = router(h @ w["router"], w.get("router_bias", 0.0), m)
-            routers.append((used, share, h @ w["router"]))
+            logits = _router_logits(h, w)
+            _, used, share = router(logits, w.get("router_bias", 0.0), m)
+            routers.append((used, share, logits))
         x = block(x, w, positions, segments, of_i)
     return output(x, params, m), routers
 
@@ -155,28 +156,40 @@ def _feed_forward(h, w: Tree, m: ModelConfig):
     if "router" in w:
         return _experts(h, w, m)
     gate, up = (_times(h, w, "w_" + n) + w.get("b_" + n, 0.0) for n in ("gate", "up"))
-    return _times(_activation(gate, m) * up, w, "w_down") + w.get("b_down", 0.0)
+    return _times(_gated(gate, up, m), w, "w_down") + w.get("b_down", 0.0)
 
 
-def _activation(x, m: ModelConfig):
+def _gated(gate, up, m: ModelConfig):
     if m.activation == "silu":
-        return x * jax.nn.sigmoid(x)
-    return 0.5 * x * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+        return gate * jax.nn.sigmoid(gate) * up
+    if m.activation == "gelu":
+        inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+        return 0.5 * gate * (1 + jnp.tanh(inner)) * up
+    gate = jnp.clip(gate, None, m.swiglu_limit)
+    up = jnp.clip(up, -m.swiglu_limit, m.swiglu_limit)
+    return gate * jax.nn.sigmoid(m.swiglu_alpha * gate) * (up + 1)
 
 
 def _experts(h, w: Tree, m: ModelConfig):
     """Apply all experts to all tokens. Experts that a token does not use have weight 0."""
-    scores, used, _ = router(h @ w["router"], w.get("router_bias", 0.0), m)
+    scores, used, _ = router(_router_logits(h, w), w.get("router_bias", 0.0), m)
     weight = jnp.where(used, scores, 0.0)
     if m.normalize_experts:
         weight = weight / jnp.sum(weight, axis=-1, keepdims=True)
-    gate, up = (jnp.einsum("btd,edf->btef", h, w["w_" + n]) for n in ("gate", "up"))
-    hidden = _activation(gate, m) * up
-    out = jnp.einsum("btef,efd,bte->btd", hidden, w["w_down"], weight * m.router_scale)
+    gate, up = (
+        jnp.einsum("btd,edf->btef", h, w["w_" + n]) + w.get("b_" + n, 0.0) for n in ("gate", "up")
+    )
+    weight = weight * m.router_scale
+    out = jnp.einsum("btef,efd,bte->btd", _gated(gate, up, m), w["w_down"], weight)
+    out = out + jnp.einsum("bte,ed->btd", weight, w["b_down"]) if m.expert_bias else out
     if m.num_shared_experts:
         gate, up = (_times(h, w, "w_shared_" + n) for n in ("gate", "up"))
-        out = out + _times(_activation(gate, m) * up, w, "w_shared_down")
+        out = out + _times(_gated(gate, up, m), w, "w_shared_down")
     return out
+
+
+def _router_logits(h, w: Tree):
+    return h @ w["router"] + w.get("b_router", 0.0)
 
 
 def router(logits, bias, m: ModelConfig):

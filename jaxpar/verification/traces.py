@@ -101,9 +101,7 @@ def reference_trace(cfg: Config, batches: Sequence[Batch], steps: int) -> Traini
         updates, opt_state = rule.update(grads, opt_state, trainable)
         return join(optax.apply_updates(trainable, updates), frozen), opt_state
 
-    make = lambda seed: initialize(specs, seed)  # noqa: E731
-    options = init_options(jax.default_backend())
-    params = start = jax.jit(make, compiler_options=dict(options))(cfg.train.seed)
+    params = start = initial_params(specs, cfg.train.seed)
     loss, grads = first = gradients(params, batches[0])
     opt_state, losses = rule.init(split(params, specs)[0]), []
     for batch in batches[:steps]:
@@ -113,6 +111,12 @@ def reference_trace(cfg: Config, batches: Sequence[Batch], steps: int) -> Traini
     return TrainingTrace(
         to_host(start), float(first[0]), to_host(first[1]), losses, to_host(params)
     )
+
+
+def initial_params(specs: Any, seed: int) -> Any:
+    """Initialize parameters on one device: a tree of float32 arrays for a tree of ParamSpec."""
+    options = init_options(jax.default_backend())
+    return jax.jit(lambda: initialize(specs, seed), compiler_options=dict(options))()
 
 
 def reference_gradients(params: Any, batch: Batch, cfg: Config) -> tuple[jax.Array, Any]:

@@ -19,6 +19,7 @@ import numpy as np
 from jaxpar.bench.timing import Sustained, Timing, time_interleaved
 from jaxpar.kernels import grouped_matmul as kernels
 from jaxpar.kernels.float8 import BACKWARD, FORWARD
+from jaxpar.kernels.glu import SwiGLU
 from jaxpar.kernels.grouped_matmul import reference
 from jaxpar.kernels.grouped_matmul.capability import HOPPER_TILE
 from jaxpar.runtime.program import run_program
@@ -138,7 +139,8 @@ def _passes(found: Programs, tiles, tokens, token, wide, scale, matrix) -> None:
     ).astype(bf16)
     found.add("SwiGLU by XLA", hidden, gate, up, scale)
     found.add("SwiGLU, e4m3", kernels.swiglu_in_float8, gate, up, scale, tiles)
-    found.add("SwiGLU backward", kernels.swiglu_backward, *wide, scale, tiles)
+    backward = functools.partial(kernels.glu_backward, SwiGLU())
+    found.add("SwiGLU backward", backward, *wide, scale, tiles)
     both = kernels.swiglu_backward_in_float8
     found.add("SwiGLU backward, bf16 and e5m2", both, *wide, scale, tiles)
     master = matrix.astype(f32)

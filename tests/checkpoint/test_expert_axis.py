@@ -12,7 +12,12 @@ from tests.tiny import STATE
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
-EXPERTS = {"model.num_experts": 8, "model.router_bias": True, "parallel.data": 1}
+EXPERTS = {
+    "model.num_experts": 8,
+    "model.router_bias": True,
+    "model.expert_bias": True,
+    "parallel.data": 1,
+}
 EXPERT_4 = {"parallel.expert": 4}
 OTHERS = [
     {"parallel.expert": 2, "parallel.tensor": 2},

@@ -60,7 +60,7 @@ def refused(*args: str) -> ConfigError:
 def test_a_mistake_costs_one_line_and_little_time_and_no_device(tmp_path):
     # A platform that does not exist: starting a device would end in another error.
     seconds = []
-    for _ in range(3):  # other programs slow a single run
+    while len(seconds) < 3 and min(seconds, default=9e9) >= SECONDS_TO_FAIL:  # others slow a run
         before = processor_seconds_of_children()
         done = run_train("quickstart", "--model.num-heads", "7", cwd=tmp_path, JAX_PLATFORMS="none")
         seconds.append(processor_seconds_of_children() - before)

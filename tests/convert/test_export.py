@@ -223,3 +223,5 @@ def test_a_model_of_no_family():
         choose_family(ModelConfig(**sigmoid))
     with pytest.raises(ConfigError, match=r"llama: model\.activation = gelu, but .* have silu"):
         choose_family(ModelConfig(activation="gelu"))
+    with pytest.raises(ConfigError, match=r"mixtral: model\.expert_bias = True, but its models"):
+        choose_family(ModelConfig(num_experts=4, expert_bias=True, router_linear_bias=True))

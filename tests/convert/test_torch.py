@@ -28,6 +28,7 @@ def test_every_parameter_has_a_name():
         ModelConfig(num_experts=4, post_norms=True),
         ModelConfig(qk_norm=True, qk_norm_over="all"),
         ModelConfig(num_experts=4, router_bias=True, num_shared_experts=1),
+        ModelConfig(num_experts=4, router_linear_bias=True, expert_bias=True),
     )
     for model in (ModelConfig(), ModelConfig(**every), *others):
         assert why_not(PLAIN, model) is None
@@ -94,36 +95,49 @@ def test_torch_computes_the_same_logits(name, tmp_path):
         main(["to-torch", str(run), str(file)])
 
 
+#: Options of experts, as DeepSeek-V3 and gpt-oss have them.
+DEEPSEEK_V3 = {
+    "num_shared_experts": 2,
+    "router_score": "sigmoid",
+    "router_bias": True,
+    "router_groups": 4,
+    "router_groups_per_token": 2,
+    "router_scale": 2.5,
+}
+GPT_OSS = {
+    "expert_bias": True,
+    "router_linear_bias": True,
+    "activation": "clamped_swiglu",
+    "swiglu_limit": 2.0,
+}
+
+
 @pytest.mark.skipif(WITHOUT_TORCH, reason="torch is not installed")
-@pytest.mark.parametrize("normalize", [True, False])
-def test_torch_routes_as_the_model_does(normalize):
-    """Every option of a router, as DeepSeek-V3 has them."""
+@pytest.mark.parametrize(
+    "options", [DEEPSEEK_V3, DEEPSEEK_V3 | {"normalize_experts": False}, GPT_OSS], ids=str
+)
+def test_torch_computes_experts_as_the_model_does(options):
     import torch
 
     from jaxpar.convert import torch_model
     from jaxpar.model import reference
 
-    m = ModelConfig(
-        d_model=16,
-        d_ff=8,
-        num_experts=8,
-        experts_per_token=3,
-        normalize_experts=normalize,
-        num_shared_experts=2,
-        router_score="sigmoid",
-        router_bias=True,
-        router_groups=4,
-        router_groups_per_token=2,
-        router_scale=2.5,
-    )
+    m = ModelConfig(d_model=16, d_ff=8, num_experts=8, experts_per_token=3, **options)
     experts = torch_model.Experts(types.SimpleNamespace(**dataclasses.asdict(m)))
     rng = np.random.default_rng(0)
     state = {n: rng.normal(size=w.shape).astype("f") for n, w in experts.state_dict().items()}
     experts.load_state_dict({name: torch.from_numpy(w) for name, w in state.items()})
-    w = {"router": state["router.weight"].T, "router_bias": state["router_bias"]}
+    w = {"router": state["router.weight"].T}
+    others = {"b_router": "router.bias", "router_bias": "router_bias"}
+    w |= {ours: state[name] for ours, name in others.items() if name in state}
     for name in ("gate", "up", "down"):
         each = [state[f"experts.{e}.{name}.weight"].T for e in range(m.num_experts)]
-        w |= {f"w_{name}": np.stack(each), f"w_shared_{name}": state[f"shared.{name}.weight"].T}
+        w[f"w_{name}"] = np.stack(each)
+        if m.num_shared_experts:
+            w[f"w_shared_{name}"] = state[f"shared.{name}.weight"].T
+        if m.expert_bias:
+            each = [state[f"experts.{e}.{name}.bias"] for e in range(m.num_experts)]
+            w[f"b_{name}"] = np.stack(each)
     h = rng.normal(size=(2, 5, m.d_model)).astype("f")
     with torch.no_grad():
         found = experts(torch.from_numpy(h)).numpy()

@@ -253,6 +253,31 @@ def deepseek_v3_tensors() -> dict[str, np.ndarray]:
     return {name: scale.get(name, 1.0) * tensor(name, shape) for name, shape in found.items()}
 
 
+#: config.json's keys for a layer of experts as gpt-oss has them.
+GPT_OSS = {
+    "hidden_size": 16,
+    "intermediate_size": 12,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "swiglu_limit": 7.0,
+    "swiglu_alpha": 1.702,
+}
+
+
+def gpt_oss_tensors() -> dict[str, np.ndarray]:
+    """The input "x", the weights of that layer, and "d_out", a gradient of its output.
+
+    A part of gate and up is beyond the limit: tests/convert/test_gpt_oss.py.
+    """
+    D, F, E = (GPT_OSS[key] for key in list(GPT_OSS)[:3])
+    found = {"x": (NUM_TOKENS, D), "d_out": (NUM_TOKENS, D)}
+    found |= {"router.weight": (E, D), "router.bias": (E,)}
+    found |= {"experts.gate_up_proj": (E, D, 2 * F), "experts.gate_up_proj_bias": (E, 2 * F)}
+    found |= {"experts.down_proj": (E, F, D), "experts.down_proj_bias": (E, D)}
+    scale = {"x": 6.0, "experts.gate_up_proj": 10.0}
+    return {name: scale.get(name, 1.0) * tensor(name, shape) for name, shape in found.items()}
+
+
 #: The model that adapters are put on, and PEFT's names for what they are.
 ADAPTED = "qwen3"
 ADAPTERS = {

@@ -38,6 +38,7 @@ TABLE = [
     ("model.qkv_bias=True", WRITTEN),
     ("model.mlp_bias=True", SEPARATE),
     ("model.activation=gelu", SEPARATE),
+    ("model.activation=clamped_swiglu", SEPARATE),
     ("model.num_experts=4", SEPARATE),
     ("lora.rank=4", SEPARATE),
     ("model.matmul_dtype=float8", {"norm": "in_quantizer"}),

@@ -10,17 +10,19 @@ import pytest
 from jaxpar.kernels import grouped_matmul as kernels
 from jaxpar.kernels.float8 import FORWARD, max_magnitude, power_of_two_scale, quantize
 from jaxpar.kernels.float8.reference import E4M3, E5M2, round_to_float8
+from jaxpar.kernels.glu import ClampedSwiGLU, GeGLU, SwiGLU
 from jaxpar.kernels.grouped_matmul import (
+    bias_gradient,
+    glu_backward,
     grouped_matmul,
     grouped_outer,
     max_rows,
     refusal,
     rows_added,
-    swiglu_backward,
     tile_rows,
     tiles_of,
 )
-from jaxpar.kernels.grouped_matmul.capability import refusal_of_rows
+from jaxpar.kernels.grouped_matmul.capability import refusal_in_float8, refusal_of_rows
 from jaxpar.kernels.platform import Platform
 
 TILE = 4
@@ -100,12 +102,33 @@ def test_rows_of_a_token_are_added(draw):
     np.testing.assert_allclose(rows_added(jnp.array(y), jnp.array(rows)), wanted, rtol=1e-6)
 
 
-def test_swiglu_backward_is_the_gradient(draw):
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_bias_gradients_are_sums_over_the_rows_in_use(counts, draw):
+    rows = max_rows(sum(counts), len(counts), TILE) + TILE
+    tiles, (_, slices) = tiles_of(jnp.array(counts), rows, TILE), rows_of(counts)
+    d = draw(rows, 3)
+    there = np.zeros((rows, 1), bool)
+    for s in slices:
+        there[s] = True
+    d = np.where(there, d, 0)
+    d[int(tiles.used[0]) * TILE :] = np.nan  # not defined
+    wanted = np.stack([d[s].sum(0) for s in slices])
+    np.testing.assert_allclose(bias_gradient(jnp.array(d), tiles), wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("glu", [SwiGLU(), GeGLU(), ClampedSwiGLU(0.7, 1.702)], ids=str)
+def test_glu_backward_is_the_gradient(glu, draw):
     gate, up, d, scale = draw(8, 6), draw(8, 6), draw(8, 6), draw(8)
-    hidden = lambda g, u, s: jax.nn.silu(g) * u * s[:, None]  # noqa: E731
+    biases = draw(2, 6), draw(2, 6)
+    tiles = tiles_of(jnp.array([4, 4]), 8, TILE)
+
+    def hidden(gate, up, scale):
+        gate, up = (a + np.repeat(b, 4, axis=0) for a, b in zip((gate, up), biases, strict=True))
+        return glu.hidden(gate, up) * scale[:, None]
+
     out, pullback = jax.vjp(hidden, gate, up, scale)
-    tiles = tiles_of(jnp.array([8]), 8, TILE)
-    found = swiglu_backward(*map(jnp.array, (gate, up, d, scale)), tiles)
+    given = map(jnp.array, (gate, up, d, scale))
+    found = glu_backward(glu, *given, tiles, tuple(map(jnp.array, biases)))
     for a, b in zip(found, (out, *pullback(jnp.array(d))), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
@@ -115,8 +138,9 @@ def test_swiglu_backward_is_the_gradient(draw):
     [
         (2048, 768, "bfloat16", HOPPER, None),
         (2048, 384, "float16", HOPPER, None),
-        (2048, 704, "bfloat16", HOPPER, "multiples of 128, and are 2048 and 704"),
-        (2000, 768, "bfloat16", HOPPER, "multiples of 128"),
+        (2880, 2880, "bfloat16", HOPPER, None),
+        (2048, 704, "bfloat16", HOPPER, "multiples of 128 or 192, and are 2048 and 704"),
+        (2000, 768, "bfloat16", HOPPER, "multiples of 128 or 192"),
         (2048, 768, "float32", HOPPER, "bfloat16 or float16, not float32"),
         (2048, 768, "bfloat16", Platform("cpu"), "Hopper.*not platform cpu"),
         (2048, 768, "bfloat16", Platform("gpu", "NVIDIA B200", "10.0"), "Hopper.*not 10.0"),
@@ -131,10 +155,20 @@ def test_what_the_kernels_refuse(D, F, dtype, platform, why):
         assert re.search(why, found)
 
 
-@pytest.mark.parametrize(("width", "why"), [(768, None), (384, "no rows of 384"), (700, "128")])
+@pytest.mark.parametrize(
+    ("width", "why"),
+    [(768, None), (384, "no rows of 384"), (700, "128"), (2880, "multiples of 128 in float8")],
+)
 def test_rows_that_the_kernels_refuse_to_round(width, why):
     found = refusal_of_rows(width, "bfloat16", HOPPER)
     assert (found is None) == (why is None) and (why is None or why in found)
+
+
+def test_products_in_float8_need_whole_steps():
+    """In 16 bits, a step has 64 numbers, and 2880 of them are 45 steps."""
+    assert refusal(2880, 2880, "bfloat16", HOPPER) is None
+    assert refusal_in_float8(2048, 2880, "bfloat16", HOPPER) is None
+    assert "not 2880" in refusal_in_float8(2880, 2048, "bfloat16", HOPPER)
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
@@ -160,7 +194,7 @@ def test_gradients_in_float8_have_a_common_scale(draw):
     gate, up, d, scale = map(jnp.array, (draw(8, 6), 100 * draw(8, 6), draw(8, 6), draw(8)))
     tiles = tiles_of(jnp.array([8]), 8, TILE)
     made, rows = kernels.swiglu_backward_in_float8(gate, up, d, scale, tiles)
-    for a, b in zip(made, swiglu_backward(gate, up, d, scale, tiles), strict=True):
+    for a, b in zip(made, glu_backward(SwiGLU(), gate, up, d, scale, tiles), strict=True):
         np.testing.assert_array_equal(a, b)
     wanted = round_to_float8(jnp.concatenate([made[1], made[2]], axis=1), E5M2, 0)
     found = jnp.concatenate(rows.values, axis=1).astype(jnp.float32) * rows.inverse[:, None]

@@ -5,11 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpar.kernels.glu import ClampedSwiGLU, SwiGLU
 from jaxpar.kernels.grouped_matmul import hopper, max_rows, reference, tiles_of
 from jaxpar.kernels.grouped_matmul.hopper.pipeline import Launch, place
 from tests.kernels.cases import interpreter
 from tests.slow import slow
 
+CLAMPED = ClampedSwiGLU(limit=1.0, alpha=1.702)
 LAUNCH = Launch(ctas=2, interpret=True)
 TILE = 128
 
@@ -132,11 +134,19 @@ def test_swiglu_in_float8(counts, backward, races):
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
-def test_swiglu_backward(counts, races):
+@pytest.mark.parametrize(
+    ("glu", "biased"),
+    [(SwiGLU(), False), (CLAMPED, True), slow(SwiGLU(), True), slow(CLAMPED, False)],
+    ids=["swiglu", "clamped-biased", "swiglu-biased", "clamped"],
+)
+def test_glu_backward(counts, glu, biased, races):
     tiles, used, gate, up, d = inputs(counts, 128, 128, 128)
+    rng, shape = np.random.default_rng(5), (len(counts), 128)
+    biases = [jnp.asarray(rng.normal(size=shape), jnp.float32) if biased else None for _ in "gu"]
     scale = jnp.asarray(np.random.default_rng(3).normal(size=len(gate)), jnp.float32)
-    found = hopper.swiglu.swiglu_backward(gate, up, d, scale, tiles, launch=LAUNCH)
-    for a, b in zip(found, reference.swiglu_backward(gate, up, d, scale), strict=True):
+    given = glu, gate, up, d, scale, tiles, biases
+    found = hopper.glu_backward(*given, launch=LAUNCH)
+    for a, b in zip(found, reference.glu_backward(*given), strict=True):
         close(a[used], b[used], 2e-3)
     assert races() == [False]
 

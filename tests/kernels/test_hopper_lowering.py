@@ -30,10 +30,10 @@ MASKS = {
     "packed window general": dict(packed=True, window=1024),
 }
 
-#: (B, T, S, H, G, K), mask. Each width of a head, each kind of mask, and sizes that divide nothing.
+#: (B, T, S, H, G, K), mask: kinds of masks, and sizes that divide nothing. Heads of 64 are lowered
+#: in float16, and by the deterministic kernel.
 QUICK = [
     ((4, 4096, 4096, 32, 8, 128), "causal"),
-    ((8, 4096, 4096, 32, 8, 64), "window"),
     ((4, 4096, 4096, 16, 8, 256), "packed"),
     ((3, 1000, 700, 6, 6, 128), "packed window general"),
 ]
@@ -102,7 +102,7 @@ def test_production(shape, mask):
 @pytest.mark.parametrize(
     ("K", "mask"),  # at 256 every backward is
     slow_but(
-        [(64, "packed window general"), (128, "causal")],
+        [(64, "packed window general")],  # 128: below, under shard_map
         itertools.product([64, 128], ["causal", "packed", "packed window general"]),
     ),
 )
@@ -110,7 +110,7 @@ def test_deterministic(K, mask):
     lower_backward(shapes_of((2, 4096, 4096, 32, 8, K), mask), deterministic=True)
 
 
-@pytest.mark.parametrize("K", slow_but([128], [64, 128, 256]))
+@pytest.mark.parametrize("K", slow_but([64], [64, 128, 256]))
 def test_float16(K):
     x = shapes_of((2, 4096, 4096, 16, 8, K), "packed", jnp.float16)
     lower_forward(x)
@@ -131,11 +131,11 @@ def test_forward_blocks(K, blocks, mask):
     lower_forward(shapes_of((2, 4096, 4096, 16, 8, K), mask), blocks=blocks)
 
 
+@pytest.mark.parametrize("deterministic", [slow(False), True])
 @pytest.mark.parametrize(("K", "blocks", "mask"), every_size(backward_candidates), ids=str)
-def test_backward_blocks(K, blocks, mask):
-    for deterministic in (False, True):
-        x = shapes_of((2, 4096, 4096, 16, 8, K), mask)
-        lower_backward(x, blocks=blocks, deterministic=deterministic)
+def test_backward_blocks(K, blocks, mask, deterministic):
+    x = shapes_of((2, 4096, 4096, 16, 8, K), mask)
+    lower_backward(x, blocks=blocks, deterministic=deterministic)
 
 
 @pytest.fixture

@@ -38,6 +38,23 @@ DEEPSEEK = replace(
     },
 )
 
+CLAMPED = {"model.activation": "clamped_swiglu"}
+LORA = {"lora.rank": 2}
+
+#: gpt-oss's experts. Many values of this small model are beyond the limit.
+GPT_OSS = replace(
+    BASE,
+    **CLAMPED,
+    **{
+        "model.swiglu_limit": 0.5,
+        "model.expert_bias": True,
+        "model.router_linear_bias": True,
+        "model.init_std": 0.3,
+        "train.balance_loss": 0.3,
+        "parallel.expert_slack": 0.5,
+    },
+)
+
 OVER_BATCH = replace(BASE, **{"train.balance_loss": 0.3, "train.balance_over": "batch"})
 
 #: Stages and tensor are among DEEPSEEK_MESHES.
@@ -53,6 +70,24 @@ data=2,num_microbatches=2,zero=2
 data=2,tensor=2,layer_loop=unroll,row_groups=2
 pipeline=2,sequence=2,tensor=2,num_microbatches=2
 pipeline=2,num_microbatches=4,schedule=zero_bubble,zero=1,layer_loop=unroll
+""".split()
+
+
+GPT_OSS_MESHES = """
+expert=2,tensor=2,layer_loop=unroll
+""".split()
+
+MORE_GPT_OSS_MESHES = """
+data=1
+data=2,sequence=2
+expert=2,tensor=2,expert_dispatch=rows
+expert=4,data=2,zero=1,expert_dispatch=rows,layer_loop=unroll
+expert=2,replica=2,zero=2,num_microbatches=2
+tensor=2,sequence=2,remat=none
+data=2,tensor=2,layer_loop=unroll,row_groups=2
+expert=2,pipeline=2,num_microbatches=2,zero=1
+pipeline=2,tensor=2,num_microbatches=4,schedule=zero_bubble,zero=1,layer_loop=unroll
+data=2,remat=full
 """.split()
 
 
@@ -109,6 +144,52 @@ data=2,remat=none,layer_loop=unroll
 @pytest.mark.parametrize("mesh", [*DEEPSEEK_MESHES, *map(slow, MORE_DEEPSEEK_MESHES)])
 def test_gradients_with_every_router_option(mesh, devices):
     assert not compare(mesh, DEEPSEEK, devices).mismatches()
+
+
+@pytest.fixture
+def drawn_biases(monkeypatch):
+    """Biases begin as zeros, with which many a mistake has no effect."""
+    of_specs = weights.values_of
+
+    @functools.cache
+    def values_of(specs, seed):
+        values, rng = of_specs(specs, seed), np.random.default_rng(seed)
+        layers = values["layers"]
+        drawn = {
+            name: rng.normal(size=a.shape).astype(a.dtype) * 0.3
+            for name, a in layers.items()
+            if name.startswith("b_")
+        }
+        assert list(drawn) == ["b_down", "b_gate", "b_router", "b_up"]
+        return values | {"layers": layers | drawn}
+
+    monkeypatch.setattr(weights, "values_of", values_of)
+
+
+@pytest.mark.parametrize("mesh", [*GPT_OSS_MESHES, *map(slow, MORE_GPT_OSS_MESHES)])
+@pytest.mark.usefixtures("drawn_biases")
+def test_gradients_with_biases_and_clamps(mesh, devices):
+    found = compare(mesh, GPT_OSS, devices)
+    assert not found.mismatches()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mesh", ["expert=2,tensor=2,layer_loop=unroll", "data=2,layer_loop=unroll"]
+)
+@pytest.mark.usefixtures("drawn_biases")
+def test_gradients_with_clamps_in_dense_layers_and_shared_experts(mesh, devices):
+    others = {"model.dense_layers": 1, "model.num_shared_experts": 1, "model.dense_d_ff": 16}
+    assert not compare(mesh, replace(GPT_OSS, **others), devices).mismatches()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mesh", ["expert=2,tensor=2,expert_dispatch=rows", "pipeline=2,data=2,num_microbatches=2"]
+)
+def test_steps_with_biases_and_clamps(mesh, devices):
+    found = compare(mesh, GPT_OSS, devices, 5)
+    assert found.update is not None and not found.mismatches()
 
 
 @pytest.mark.parametrize(
@@ -215,6 +296,19 @@ def test_verify_refuses_a_loss_that_depends_on_microbatches():
         ({"model.num_experts": 0, "model.num_shared_experts": 1}, "= 1: needs experts"),
         ({"model.num_experts": 0, "model.experts_per_token": 3}, "= 3: needs experts"),
         ({"model.num_experts": 0, "model.normalize_experts": False}, "= False: needs experts"),
+        ({"model.num_experts": 0, "model.expert_bias": True}, "expert_bias = True: needs experts"),
+        ({"model.num_experts": 0, "model.router_linear_bias": True}, "= True: needs experts"),
+        ({"model.swiglu_limit": 5.0}, "limit = 5.0: needs model.activation clamped_swiglu, not si"),
+        ({"model.swiglu_alpha": 1.0}, "alpha = 1.0: needs model.activation clamped_swiglu, not si"),
+        ({"model.swiglu_limit": 0.0} | CLAMPED, "swiglu_limit = 0.0: must be above 0"),
+        ({"model.swiglu_limit": -7.0} | CLAMPED, "swiglu_limit = -7.0: must be above 0"),
+        ({"model.swiglu_limit": float("inf")} | CLAMPED, "swiglu_limit = inf: must be finite"),
+        ({"model.swiglu_alpha": 0.0} | CLAMPED, "swiglu_alpha = 0.0: must be above 0"),
+        ({"model.activation": "swiglu"}, "activation = 'swiglu': must be one of silu, gelu, clam"),
+        (
+            {"model.expert_bias": True} | LORA | {"lora.targets": "gate_proj"},
+            "lora.targets = 'gate_proj': cannot target experts",
+        ),
         ({"model.mlp_bias": True}, r"model\.mlp_bias = True: needs a dense feed-forward layer"),
     ],
 )

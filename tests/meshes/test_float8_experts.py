@@ -20,6 +20,9 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 EXPERTS = dict(model__num_experts=4, model__d_ff=32, model__num_shared_experts=1)
 
+#: The same with biases and a clamp, as in gpt-oss.
+BIASED = EXPERTS | dict(model__expert_bias=True, model__activation="clamped_swiglu")
+
 EXPERT_MESHES = """
 expert=2,gather_dtype=float8
 data=2
@@ -52,6 +55,19 @@ def test_gradients_of_experts_are_near_those_of_float32():
     assert found.loss == pytest.approx(wanted.loss, rel=2e-3)
     errors = relative_errors(found.gradients, wanted.gradients)
     assert all(1e-3 < error < 2 * AGAINST_FLOAT32 for error in errors.values()), errors
+
+
+@pytest.mark.parametrize(
+    "mesh", slow_but(["tensor=2,expert=2"], ["tensor=2,expert=2", *EXPERT_MESHES[:3]])
+)
+def test_gradients_of_biased_experts_are_those_of_one_device(mesh, devices):
+    found, wanted = (first_gradients(on, devices, **BIASED) for on in (mesh, "data=1"))
+    assert found.loss == pytest.approx(wanted.loss, rel=1e-4)
+    error, name = distances.worst(relative_errors(found.gradients, wanted.gradients))
+    assert error < ACROSS_MESHES, name
+    plain = first_gradients("data=1", devices, model__matmul_dtype="compute", **BIASED)
+    errors = relative_errors(wanted.gradients, plain.gradients)
+    assert all(error < 2 * AGAINST_FLOAT32 for error in errors.values()), errors
 
 
 @pytest.mark.slow

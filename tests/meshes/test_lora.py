@@ -18,7 +18,6 @@ from jaxpar.config.lora_targets import TARGETS
 from jaxpar.config.validate import check, resolve
 from jaxpar.model import lora, reference
 from jaxpar.model.parameters import param_specs, trainable_specs
-from jaxpar.sharding.initial_values import initialize
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.sharding.params import count, flat, split
 from jaxpar.step.adapters import base_config, merge
@@ -26,6 +25,7 @@ from jaxpar.step.state import TrainState, abstract_state, init_state, state_shar
 from jaxpar.step.train_step import make_eval_step, make_gradient_step, make_train_step
 from jaxpar.verification import distances, traces
 from jaxpar.verification.meshes import parse_meshes
+from tests import weights
 from tests.meshes.test_meshes import BASE as PLAIN
 from tests.meshes.test_meshes import TOLERANCE
 from tests.slow import slow, slow_but
@@ -70,6 +70,8 @@ VARIANTS = {
         {
             "model.num_experts": 4,
             "model.experts_per_token": 2,
+            "model.expert_bias": True,
+            "model.router_linear_bias": True,
             "lora.targets": "q_proj,k_proj,v_proj,o_proj",
         },
         "expert=2,data=2,tensor=2,layer_loop=unroll",
@@ -87,13 +89,13 @@ def on_mesh(item: str, devices, cfg: Config = BASE):
 @functools.cache
 def trained_params(cfg: Config) -> dict:
     """Parameters whose adapters all add something, as logical arrays on the host."""
-    params = jax.jit(lambda: initialize(param_specs(cfg.model, cfg.lora), 5))()
+    params = weights.values_of(tuple(flat(param_specs(cfg.model, cfg.lora)).items()), 5)
     rng = np.random.default_rng(0)
     layers = {
         name: rng.normal(0, 0.2, w.shape).astype(np.float32) if name.endswith(lora.B) else w
-        for name, w in jax.device_get(params["layers"]).items()
+        for name, w in params["layers"].items()
     }
-    return jax.device_get(params) | {"layers": layers}
+    return params | {"layers": layers}
 
 
 @functools.cache
@@ -191,7 +193,7 @@ def test_moments_are_of_adapters_alone():
 )
 def test_no_gradient_of_the_model_is_computed_or_sent(item, devices):
     """Sizes tell products apart: those of a matrix's gradient have both of its sides."""
-    sizes = {"model.d_model": 48, "model.d_ff": 88, "model.vocab_size": 104}
+    sizes = {"model.d_model": 48, "model.d_ff": 88, "model.vocab_size": 104, "model.num_layers": 2}
     cfg, mesh = on_mesh(item, devices, replace(BASE, **sizes))
     full, _ = on_mesh(item, devices, base_config(replace(BASE, **sizes)))
 
@@ -204,8 +206,9 @@ def test_no_gradient_of_the_model_is_computed_or_sent(item, devices):
     vocab = 104 // axis_sizes(cfg.parallel)[0]
     multiplied, sent = {(48, 88), (176, 48), (48, vocab)}, {(2, 24, 88), (2, 24, vocab)}
     assert multiplied | sent <= products(full), "gate and up are one matrix, of 176"
-    assert not (multiplied | sent | {(88, 48)}) & products(cfg)
-    assert {(48, 3), (3, 48), (2, 24, 3)} <= products(cfg)
+    of_adapters = products(cfg)
+    assert not (multiplied | sent | {(88, 48)}) & of_adapters
+    assert {(48, 3), (3, 48), (2, 24, 3)} <= of_adapters
 
 
 def test_without_adapters_nothing_changes():

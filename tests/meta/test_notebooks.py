@@ -1,5 +1,6 @@
 """The notebooks run from a fresh kernel, and are committed with what they put out."""
 
+import ast
 import importlib.util
 import json
 import os
@@ -8,16 +9,12 @@ import re
 import pytest
 
 from tests.meta.test_repository import HOME_PATH, ROOT, broken_links
-from tests.slow import slow_but
 
 nbformat = pytest.importorskip("nbformat")  # `jaxpar[notebooks]`, with what runs them
 pytest.importorskip("nbclient")
 
 FOLDER = ROOT / "docs" / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-
-#: Those that `make test` runs, too.
-QUICK = [file for file in NOTEBOOKS if file.stem[:2] in ("01",)]
 
 #: The most that the folder may weigh, pictures included.
 MAX_BYTES = 1_500_000
@@ -92,8 +89,21 @@ def own_environment(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
 
 
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda f: f.stem)
+def test_what_it_imports_of_the_package_is_there(file):
+    source = "\n".join(cell.source for cell in code_cells(SCRIPT.read(file)))
+    trees = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
+    ours = [(n.module, a.name) for n in trees for a in n.names if n.module.startswith("jaxpar")]
+    assert len(ours) > 3
+    for module, name in ours:
+        found = importlib.import_module(module)
+        if not hasattr(found, name):
+            importlib.import_module(f"{module}.{name}")
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1800)  # beside other processes on two cores
-@pytest.mark.parametrize("file", slow_but(QUICK, NOTEBOOKS), ids=lambda f: f.stem)
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda f: f.stem)
 def test_it_runs_from_a_fresh_kernel(file, own_environment):
     committed = SCRIPT.read(file)
     assert SCRIPT.lacking(committed, SCRIPT.run(committed)) == []

@@ -10,9 +10,10 @@ import pytest
 
 from jaxpar.config import ModelConfig, replace
 from jaxpar.config.command_line import load_config
+from jaxpar.kernels.glu import ClampedSwiGLU, GeGLU, SwiGLU
 from jaxpar.model import flops
-from jaxpar.model.feed_forward import gated
 from jaxpar.model.moe import experts, router
+from jaxpar.model.moe.products import InComputeDtype
 
 
 def test_a_token_takes_its_likeliest_experts():
@@ -33,6 +34,13 @@ def test_experts_not_taken_do_not_count_as_flops():
     ).model
     assert flops.num_params(mixtral) == pytest.approx(46.7e9, rel=1e-3)  # Mixtral 8x7B's
     assert flops.num_matmul_params(mixtral) == pytest.approx(12.9e9 - 32000 * 4096, rel=5e-3)
+
+
+def test_biases_of_experts_not_taken_do_not_count_either():
+    m = ModelConfig(num_experts=8, experts_per_token=3, num_layers=2)
+    biased = dataclasses.replace(m, expert_bias=True)
+    of_taken = 2 * (3 * 2 * m.d_ff + 8 * m.d_model - 5 * m.d_model)
+    assert flops.num_matmul_params(biased) - flops.num_matmul_params(m) == of_taken
 
 
 def choices(m: ModelConfig, scores) -> list:
@@ -72,53 +80,69 @@ def test_rows_are_sorted_by_expert_then_by_token(counts):
     np.testing.assert_array_equal(in_order, np.argsort(chosen.ravel(), kind="stable"))
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu"])
-def test_written_out_backward_is_the_gradient(activation):
+CLAMPED = ClampedSwiGLU(limit=1.0, alpha=1.702)
+
+
+@pytest.mark.parametrize(
+    ("glu", "biased"), [(SwiGLU(), False), (GeGLU(), True), (CLAMPED, True)], ids=str
+)
+def test_written_out_backward_is_the_gradient(glu, biased):
     """Against autodiff of every expert for every token, with one expert that has no token."""
-    m = ModelConfig(num_experts=3, experts_per_token=2, activation=activation)
     rng = np.random.default_rng(1)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
     x, weights, w = draw(7, 4), draw(7, 2), (draw(3, 4, 6), draw(3, 4, 6), draw(3, 6, 4))
+    biases = (draw(3, 6), draw(3, 6)) if biased else ()
     chosen = jnp.asarray([[0, 2]] * 7, jnp.int32)
     plan = experts.plan_rows(chosen, 3, 4)
 
-    def ours(expert_dim, x, weights, w):
+    def ours(expert_dim, x, weights, w, biases):
         if expert_dim == 1:
             w = tuple(jnp.moveaxis(a, dim, 0) for a, dim in zip(w, (1, 1, 2), strict=True))
-        return experts.of_rows(experts.products_of(m, expert_dim), x, weights, w, plan)
+        of_experts = experts.ExpertWeights(*w, *biases)
+        how = InComputeDtype(glu, expert_dim)
+        return experts.of_rows(how, x, weights, of_experts, plan)
 
-    def plain(x, weights, w):
-        gate, up = (jnp.einsum("nd,edf->nef", x, a) for a in w[:2])
-        out = jnp.einsum("nef,efd->ned", gated(gate, up, m), w[2])
+    def plain(x, weights, w, biases):
+        b = biases or (0.0, 0.0)
+        gate, up = (jnp.einsum("nd,edf->nef", x, w[i]) + b[i] for i in range(2))
+        out = jnp.einsum("nef,efd->ned", glu.hidden(gate, up), w[2])
         return jnp.einsum("nkd,nk->nd", out[:, [0, 2]], weights)
 
-    wanted, pullback = jax.vjp(plain, x, weights, w)
+    wanted, pullback = jax.vjp(plain, x, weights, w, biases)
     for expert_dim in (0, 1):
-        found, own = jax.vjp(functools.partial(ours, expert_dim), x, weights, w)
+        found, own = jax.vjp(functools.partial(ours, expert_dim), x, weights, w, biases)
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
         d = draw(7, 4)
         for a, b in zip(jax.tree.leaves(own(d)), jax.tree.leaves(pullback(d)), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu"])
-def test_gradients_in_float8_are_near_the_exact_ones(activation):
-    m = ModelConfig(num_experts=3, experts_per_token=2, activation=activation)
+@pytest.mark.parametrize(
+    ("activation", "biased"),
+    [("silu", False), ("silu", True), ("gelu", False), ("clamped_swiglu", True)],
+)
+def test_gradients_in_float8_are_near_the_exact_ones(activation, biased):
+    """A clamp is tested far from its limit, at which rounding decides on gradients."""
+    m = ModelConfig(num_experts=3, activation=activation, swiglu_limit=30.0)
     rng = np.random.default_rng(1)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
     x, weights, w = draw(64, 32), draw(64, 2), (draw(3, 32, 16), draw(3, 32, 16), draw(3, 16, 32))
+    biases = (draw(3, 16), draw(3, 16)) if biased else ()
+    if activation == "clamped_swiglu":
+        biases = tuple(b.at[:, ::8].set(jnp.copysign(90, b[:, ::8])) for b in biases)
     chosen = jnp.asarray([[0, 2], [1, 2]] * 32, jnp.int32)
     plan, d_out = experts.plan_rows(chosen, 3, 4), draw(64, 32)
 
     def run(dtype, expert_dim):
         how = experts.products_of(dataclasses.replace(m, matmul_dtype=dtype), expert_dim)
 
-        def layer(x, weights, w):
+        def layer(x, weights, w, biases):
             if expert_dim == 1:
                 w = tuple(jnp.moveaxis(a, dim, 0) for a, dim in zip(w, (1, 1, 2), strict=True))
-            return experts.of_rows(how, x, weights, how.matrices(w), plan)
+            of_experts = experts.ExpertWeights(*how.matrices(w), *biases)
+            return experts.of_rows(how, x, weights, of_experts, plan)
 
-        out, pullback = jax.vjp(layer, x, weights, w)
+        out, pullback = jax.vjp(layer, x, weights, w, biases)
         return jax.tree.leaves((out, pullback(d_out)))
 
     exact = run("compute", 0)

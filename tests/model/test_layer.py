@@ -13,6 +13,11 @@ KINDS = {
     "biases": {"model.qkv_bias": True, "model.out_bias": True, "model.mlp_bias": True},
     "gemma": {"model.post_norms": True, "model.qk_norm": True, "model.activation": "gelu"},
     "olmoe": {"model.num_experts": 4, "model.qk_norm": True, "model.qk_norm_over": "all"},
+    "gpt-oss": {
+        "model.num_experts": 4,
+        "model.expert_bias": True,
+        "model.router_linear_bias": True,
+    },
     "adapters": {"lora.rank": 2},
 }
 SMALL = {

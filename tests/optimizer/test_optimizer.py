@@ -160,6 +160,13 @@ def test_matrices_decay_and_norms_and_biases_do_not():
     assert set(mask) - matrices == {"final_norm"} | {f"layers/{name}" for name in exempt}
 
 
+def test_biases_of_experts_do_not_decay():
+    fields = {"mlp_bias": False, "num_experts": 4, "expert_bias": True, "router_linear_bias": True}
+    mask = flat(decay_mask(param_specs(dataclasses.replace(MODEL, **fields))))
+    assert not any(mask[f"layers/b_{name}"] for name in ("gate", "up", "down", "router"))
+    assert mask["layers/w_down"] and mask["layers/router"]
+
+
 def random_params(specs):
     rng = np.random.default_rng(0)
     return jax.tree.map(lambda a: rng.normal(size=a.shape).astype(a.dtype), abstract(specs))

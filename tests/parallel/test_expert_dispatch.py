@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.config import ModelConfig, ParallelConfig
-from jaxpar.model.moe.experts import of_rows
+from jaxpar.model.moe.experts import ExpertWeights, of_rows
 from jaxpar.model.moe.products import products_of
 from jaxpar.parallel.expert.dispatch import plan_rows
 from jaxpar.parallel.expert.rows import capacity
@@ -84,7 +84,7 @@ def layer(by, slack, devices):
     """Lower one layer's experts, forward and backward, float32."""
     rng = np.random.default_rng(0)
     draw = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
-    w = draw(E, D, F), draw(E, D, F), draw(E, F, D)
+    w = ExpertWeights(draw(E, D, F), draw(E, D, F), draw(E, F, D))
     how = products_of(ModelConfig(num_experts=E, experts_per_token=k), 0)
 
     def both(chosen, x, weights, w, d_out):

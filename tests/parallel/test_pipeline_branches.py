@@ -218,9 +218,9 @@ def test_what_the_ring_begins_with_is_never_read(
 @pytest.mark.parametrize(
     ("fields", "devices_used", "loops"),
     [
-        ({}, 2, 1),
+        slow({}, 2, 1),
         ({"parallel.tensor": 2, "parallel.row_groups": 2}, 4, 1),
-        ({"parallel.virtual_stages": 1, "parallel.sequence": 2}, 4, 2),
+        slow({"parallel.virtual_stages": 1, "parallel.sequence": 2}, 4, 2),
         ({"parallel.pipeline": 1, "parallel.virtual_stages": 1, "parallel.data": 2}, 2, 1),
     ],
     ids=["interleaved", "tensor, rows in turns", "sequence", "accumulation"],

@@ -62,7 +62,7 @@ def mesh(devices):
     return make_mesh(BASE.parallel, devices[:2])
 
 
-MICROBATCHES = (4, 8, 16)
+MICROBATCHES = (4, 16)
 
 
 GPIPE = {"parallel.schedule": "gpipe"}

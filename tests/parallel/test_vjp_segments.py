@@ -111,8 +111,8 @@ def barriers_over_sums(cfg: Config, devices) -> int:
     ("fields", "held"),
     [
         (ACCUMULATED, LAYERS - 1),
-        ({"parallel.tensor": 2, "parallel.data": 1}, LAYERS - 1),
-        (ACCUMULATED | {"model.sliding_window": 8, "model.global_every": 2}, LAYERS // 2 - 1),
+        slow({"parallel.tensor": 2, "parallel.data": 1}, LAYERS - 1),
+        slow(ACCUMULATED | {"model.sliding_window": 8, "model.global_every": 2}, LAYERS // 2 - 1),
         (PIPELINE | {"parallel.pipeline_save": "inputs"}, LAYERS // 2 - 1),
     ],
 )
@@ -143,10 +143,11 @@ def test_a_pipelines_memory_with_layers_one_by_one(devices, monkeypatch):
         slow(ACCUMULATED | {"model.tie_embeddings": True, "parallel.remat": "full"}),
         slow(ACCUMULATED | {"model.num_experts": 4, "model.experts_per_token": 2}),
         slow(PIPELINE | {"parallel.remat": "full", "lora.rank": 2}),
-        PIPELINE | {"model.sliding_window": 8, "model.global_every": 2},
+        slow(PIPELINE | {"model.sliding_window": 8, "model.global_every": 2}),
     ],
 )
 def test_the_same_gradients_as_all_layers_at_once(fields, devices, monkeypatch):
+    """That they are those of the plain model, tests/meshes/test_meshes.py sees."""
     cfg = config(**fields)
     mesh, batch = make_mesh(cfg.parallel, devices[:2]), traces.random_batch(cfg)
     found = weights.first_gradients(cfg, mesh, batch)

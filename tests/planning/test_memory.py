@@ -74,6 +74,7 @@ def test_state_is_what_lies_on_a_device(devices):
 
 def test_experts_biases_and_tied_tables_count(devices):
     fields = {"model.num_experts": 4, "model.qkv_bias": True, "model.tie_embeddings": True}
+    fields |= {"model.expert_bias": True, "model.router_linear_bias": True}
     cfg = on(replace(SMALL, **fields), {"data": 2, "tensor": 2})
     to = state_shardings(cfg, make_mesh(cfg.parallel, devices[:4]))
     placed = jax.tree.map(

@@ -58,6 +58,7 @@ def test_how_far_it_is_goes_to_stderr(capsys, monkeypatch):
 
 def test_json_is_the_same_in_numbers(capsys):
     words = ("llama3_8b", "--gpus", "16", "--gpu", "b200", "--quick", "--json", "--tokens", "1e12")
+    words += ("--fix", "remat=dots")
     found = json.loads(run(capsys, *words, "--price", "4", "--spot-price", "1"))
     best = found["layouts"][0]
     rates = [layout["tokens_per_second_per_gpu"] for layout in found["layouts"]]
@@ -187,7 +188,7 @@ def test_figures_of_a_gpu_agree_with_each_other(gpu):
 
 def test_a_cost_on_spot_gpus_is_beside_the_one_on_demand(capsys):
     words = ("llama_1b", "--gpus", "8", "--gpu", "a100-40", "--quick", "--top", "1")
-    words += ("--tokens", "1e12")
+    words += ("--tokens", "1e12", "--fix", "remat=dots,zero=1")
     said = " ".join(run(capsys, *words, "--price", "2", "--spot-price", "0.8").split())
     on_demand, spot = re.search(r"at a cost of ([\d,]+), on spot GPUs ([\d,]+)", said).groups()
     number = lambda text: int(text.replace(",", ""))  # noqa: E731

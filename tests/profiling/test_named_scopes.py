@@ -55,7 +55,7 @@ def scopes_in(**changes) -> set[str]:
             {"lora.rank": 4, "model.matmul_dtype": "float8", "model.dtype": "bfloat16"},
             {"adapters", "float8_scales"},
         ),
-        (
+        slow(
             {"parallel.pipeline": 2, "parallel.zero": 1, "parallel.num_microbatches": 2},
             {"between_stages", "gather_weights", "scatter_gradients"},
         ),

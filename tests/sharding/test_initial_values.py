@@ -18,6 +18,7 @@ from jaxpar.sharding.params import flat
 from jaxpar.step.state import _initial_values, init_state, state_shardings
 from jaxpar.verification import distances, traces
 from jaxpar.verification.meshes import parse_meshes
+from tests import weights
 from tests.slow import slow
 from tests.step.test_memory import BASE, SHARDED, STAGES, ready
 
@@ -34,7 +35,7 @@ def on_mesh(mesh_item: str, devices):
 def by_one_program(devices) -> traces.Arrays:
     """`initialize` on one device: the definition."""
     cfg, _ = ready(devices, **{"model.qkv_bias": True, "model.qk_norm": True})
-    jax.clear_caches()  # of generators compiled without optimizations
+    _initial_values.cache_clear()  # of generators compiled without optimizations
     make = functools.partial(initialize, param_specs(cfg.model))
     return traces.to_host(jax.jit(make)(cfg.train.seed))
 
@@ -52,6 +53,13 @@ def test_every_mesh_has_the_bits_of_one_program(mesh, devices, by_one_program):
     cfg, made = on_mesh(mesh, devices)
     assert not distances.differing_arrays(traces.logical(made.params, cfg), by_one_program)
     assert int(made.step) == 0 and not any(jnp.any(a) for a in jax.tree.leaves(made.opt_state))
+
+
+def test_the_weights_of_tests_have_the_bits_of_one_program(devices, by_one_program):
+    cfg, _ = ready(devices, **{"model.qkv_bias": True, "model.qk_norm": True})
+    specs = tuple(flat(param_specs(cfg.model)).items())
+    made = traces.to_host(weights.values_of(specs, cfg.train.seed))
+    assert not distances.differing_arrays(made, by_one_program)
 
 
 def test_a_device_makes_its_own_shard_and_no_more(devices):

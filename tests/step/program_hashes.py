@@ -82,6 +82,11 @@ def for_h200() -> Iterator[None]:
         yield
 
 
+def digest_of(text: str) -> str:
+    """The hash of a program's text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def hashes(only: list[str], texts: Path | None) -> dict[str, str]:
     """Name -> hash, of all programs or of those whose name holds one of these parts."""
     found = {}
@@ -89,7 +94,7 @@ def hashes(only: list[str], texts: Path | None) -> dict[str, str]:
         if only and not any(part in name for part in only):
             continue
         text = lowered(fields, step, cuda)
-        found[name] = hashlib.sha256(text.encode()).hexdigest()[:16]
+        found[name] = digest_of(text)
         print(f"{found[name]}  {len(text) >> 10:5} KiB  {name}", flush=True)
         if texts:
             texts.mkdir(parents=True, exist_ok=True)

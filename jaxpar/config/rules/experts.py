@@ -3,8 +3,9 @@
 from jaxpar.config import Config, ModelConfig, default_of, flag, require, value_of
 
 #: Fields that only a model with experts reads.
-OF_EXPERTS = """model.experts_per_token model.normalize_experts model.num_shared_experts
-model.dense_layers model.router_score model.router_bias model.router_groups
+OF_EXPERTS = """model.experts_per_token model.normalize_experts model.expert_bias
+model.num_shared_experts model.dense_layers model.router_score model.router_linear_bias
+model.router_bias model.router_groups
 model.router_groups_per_token model.router_scale train.balance_loss train.balance_over
 train.router_z_loss train.router_bias_rate parallel.expert_dispatch""".split()
 

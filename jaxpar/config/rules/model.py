@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from jaxpar.config import Config, flag, registry, require
+from jaxpar.config import Config, default_of, flag, registry, require, value_of
 
 
 def layer_kinds(cfg: Config) -> None:
@@ -49,6 +49,15 @@ def attention_function(cfg: Config) -> None:
     )
     ok = m.attention_backend in ("auto", "reference")
     require(ok, cfg, path, rule, flag(path, "auto"), softmax)
+
+
+def activation(cfg: Config) -> None:
+    """Check that the constants of an activation take effect."""
+    path, clamped, given = "model.activation", "clamped_swiglu", cfg.model.activation
+    for constant in ("model.swiglu_limit", "model.swiglu_alpha"):
+        default, rule = default_of(constant), f"needs {path} {clamped}, not {given}"
+        ok = given == clamped or value_of(cfg, constant) == default
+        require(ok, cfg, constant, rule, flag(path, clamped), flag(constant, default))
 
 
 def model(cfg: Config) -> None:

@@ -1,12 +1,13 @@
 """Matrix products of experts: each expert multiplies its own rows. Start at `api.py`."""
 
 from jaxpar.kernels.grouped_matmul.api import (
+    glu_backward,
     grouped_matmul,
     grouped_outer,
     rows_added,
     rows_taken,
-    swiglu_backward,
 )
+from jaxpar.kernels.grouped_matmul.bias import add_bias, bias_gradient
 from jaxpar.kernels.grouped_matmul.capability import refusal, tile_rows
 from jaxpar.kernels.grouped_matmul.float8 import (
     Float8Rows,
@@ -22,6 +23,9 @@ from jaxpar.kernels.grouped_matmul.tiles import Tiles, max_rows, tiles_of
 __all__ = [
     "Float8Rows",
     "Tiles",
+    "add_bias",
+    "bias_gradient",
+    "glu_backward",
     "gradients_taken_in_float8",
     "grouped_matmul",
     "grouped_outer",
@@ -32,7 +36,6 @@ __all__ = [
     "rows_taken",
     "rows_taken_in_float8",
     "scaled_matmul",
-    "swiglu_backward",
     "swiglu_backward_in_float8",
     "swiglu_in_float8",
     "tile_rows",

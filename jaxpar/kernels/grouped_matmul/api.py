@@ -10,13 +10,17 @@ the tiles in use are neither read nor defined.
 import jax
 import jax.numpy as jnp
 
+from jaxpar.kernels.glu import GeGLU, Glu
 from jaxpar.kernels.grouped_matmul import reference
-from jaxpar.kernels.grouped_matmul.capability import HOPPER_TILE, refusal
+from jaxpar.kernels.grouped_matmul.capability import HOPPER_TILE, moves_rows, refusal
 from jaxpar.kernels.grouped_matmul.tiles import Tiles
 from jaxpar.kernels.lazy_import import imported_when_used
 
 # Mosaic's compiler takes a sixth of a program's import time, and only GPUs need it.
 hopper = imported_when_used("jaxpar.kernels.grouped_matmul.hopper")
+
+#: Biases of gate and up, float32 [E, F]: both, or neither.
+type Biases = tuple[jax.Array | None, jax.Array | None]
 
 
 def grouped_matmul(
@@ -59,8 +63,7 @@ def rows_taken(x: jax.Array, token: jax.Array, tiles: Tiles) -> jax.Array:
     Args:     x: [T, D]. token: int32 [R].
     Returns:  [R, D] in x's dtype.
     """
-    refused = refusal(x.shape[1], HOPPER_TILE, x.dtype)
-    if _in_hopper_tiles(token, tiles) and refused is None:
+    if _in_hopper_tiles(token, tiles) and moves_rows(x.shape[1], x.dtype):
         return hopper.rows_taken(x, token, tiles)
     return reference.rows_taken(x, token)
 
@@ -71,22 +74,30 @@ def rows_added(y: jax.Array, rows: jax.Array) -> jax.Array:
     Args:     y: [R, D]. rows: int32 [T, k]; a negative one stands for no row.
     Returns:  [T, D] in y's dtype.
     """
-    by = reference if refusal(y.shape[1], HOPPER_TILE, y.dtype) else hopper
+    by = hopper if moves_rows(y.shape[1], y.dtype) else reference
     return by.rows_added(y, rows)
 
 
-def swiglu_backward(
-    gate: jax.Array, up: jax.Array, d_hidden: jax.Array, scale: jax.Array, tiles: Tiles
+def glu_backward(
+    glu: Glu,
+    gate: jax.Array,
+    up: jax.Array,
+    d_hidden: jax.Array,
+    scale: jax.Array,
+    tiles: Tiles,
+    biases: Biases = (None, None),
 ) -> tuple[jax.Array, ...]:
-    """Compute hidden = silu(gate) * up * scale again, and the gradients of its factors.
+    """Compute the hidden values of a GLU again, times scale, and the gradients of their factors.
 
-    Args:     gate, up, d_hidden: [R, F]; d_hidden is the gradient of `hidden`. scale: float32 [R].
+    Args:     gate, up, d_hidden: [R, F]; d_hidden is the gradient of the scaled hidden values.
+              scale: float32 [R]. biases: of gate and up, which do not include them.
     Returns:  (hidden, gradient of gate, gradient of up: [R, F]; of scale: float32 [R]).
     Source:   Guo et al. 2025 (2512.14080), SonicMoE: the router's gradient from the hidden values.
     """
-    if _by_kernel(gate, jax.ShapeDtypeStruct((1, HOPPER_TILE, gate.shape[1]), up.dtype), tiles, 0):
-        return hopper.swiglu_backward(gate, up, d_hidden, scale, tiles)
-    return reference.swiglu_backward(gate, up, d_hidden, scale)
+    widths = jax.ShapeDtypeStruct((1, HOPPER_TILE, gate.shape[1]), up.dtype)
+    if _by_kernel(gate, widths, tiles, 0) and not isinstance(glu, GeGLU):
+        return hopper.glu_backward(glu, gate, up, d_hidden, scale, tiles, biases)
+    return reference.glu_backward(glu, gate, up, d_hidden, scale, tiles, biases)
 
 
 def _by_kernel(x, w, tiles: Tiles, expert_dim: int) -> bool:

@@ -13,6 +13,9 @@ HOPPER_TILE, REFERENCE_TILE = 128, 32
 #: Threads of a warpgroup.
 HOPPER_WARPGROUP = 128
 
+#: Numbers of a step through the dimension that a product in 8 bits sums over.
+HOPPER_STEP_FLOAT8 = 128
+
 
 @dataclass(frozen=True)
 class HopperLimits:
@@ -20,17 +23,19 @@ class HopperLimits:
 
     compute_capability   The only NVIDIA compute capability.
     dtypes               Dtypes of rows and weights.
-    width_multiple       D and F, the two widths of an expert's matrix, are multiples of this.
+    width_multiples      D and F, the two widths of an expert's matrix, are multiples of one of
+                         these. `rows_taken` and `rows_added` need a multiple of the first.
     """
 
     compute_capability: str
     dtypes: tuple[str, ...]
-    width_multiple: int
+    width_multiples: tuple[int, ...]
 
 
-#: A tile of rows of one operand is as wide as 128 bytes, the swizzle; one of the other is as wide
-#: as two warpgroups' rows.
-HOPPER = HopperLimits(compute_capability="9.0", dtypes=("bfloat16", "float16"), width_multiple=128)
+#: Tiles of the result have one of several widths (`pipeline.WIDTHS`), and divide its columns.
+HOPPER = HopperLimits(
+    compute_capability="9.0", dtypes=("bfloat16", "float16"), width_multiples=(128, 192)
+)
 
 
 def refusal(D: int, F: int, dtype, platform: Platform | None = None) -> str | None:
@@ -44,8 +49,10 @@ def refusal(D: int, F: int, dtype, platform: Platform | None = None) -> str | No
         return f"it needs compute capability {HOPPER.compute_capability} (Hopper), not {there}"
     if jnp.dtype(dtype).name not in HOPPER.dtypes:
         return f"it supports {' or '.join(HOPPER.dtypes)}, not {jnp.dtype(dtype).name}"
-    if D % HOPPER.width_multiple or F % HOPPER.width_multiple:
-        return f"widths must be multiples of {HOPPER.width_multiple}, and are {D} and {F}"
+    multiples = HOPPER.width_multiples
+    if any(all(width % multiple for multiple in multiples) for width in (D, F)):
+        words = " or ".join(map(str, multiples))
+        return f"widths must be multiples of {words}, and are {D} and {F}"
     return None
 
 
@@ -57,7 +64,20 @@ def refusal_of_rows(width: int, dtype, platform: Platform | None = None) -> str 
     """
     if width == HOPPER_WARPGROUP * 3:
         return f"it supports no rows of {width}"
-    return refusal(width, HOPPER.width_multiple, dtype, platform)
+    return refusal_in_float8(width, width, dtype, platform)
+
+
+def refusal_in_float8(K: int, N: int, dtype, platform: Platform | None = None) -> str | None:
+    """Return why the Hopper kernels cannot multiply rows of K by matrices [K, N] in 8 bits, or None
+    if they can. A step through K has 128 numbers (`pipeline.columns_at_a_time`)."""
+    if K % HOPPER_STEP_FLOAT8:
+        return f"widths must be multiples of {HOPPER_STEP_FLOAT8} in float8, not {K}"
+    return refusal(K, N, dtype, platform)
+
+
+def moves_rows(width: int, dtype) -> bool:
+    """Return whether the Hopper kernels copy and add up rows of this width."""
+    return width % HOPPER.width_multiples[0] == 0 and refusal(width, width, dtype) is None
 
 
 def tile_rows(D: int, F: int, dtype, platform: Platform | None = None) -> int:

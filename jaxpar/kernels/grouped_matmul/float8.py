@@ -18,7 +18,11 @@ import jax
 
 from jaxpar.kernels.float8 import BACKWARD, FORWARD, power_of_two_scale
 from jaxpar.kernels.grouped_matmul import reference
-from jaxpar.kernels.grouped_matmul.capability import HOPPER_TILE, refusal, refusal_of_rows
+from jaxpar.kernels.grouped_matmul.capability import (
+    HOPPER_TILE,
+    refusal_in_float8,
+    refusal_of_rows,
+)
 from jaxpar.kernels.grouped_matmul.tiles import Tiles
 from jaxpar.kernels.lazy_import import imported_when_used
 
@@ -52,7 +56,7 @@ def scaled_matmul(
     Returns:  [R, out], accumulated in 8-bit products' precision (above).
     """
     (R, K), N = x.values[0].shape, w[0].shape[1 - expert_dim]
-    fits = len(tiles.expert) * HOPPER_TILE == R and refusal(K, N, dtype) is None
+    fits = len(tiles.expert) * HOPPER_TILE == R and refusal_in_float8(K, N, dtype) is None
     by = hopper if fits else reference
     of_rows = x.inverse / scale
     return by.scaled_matmul(x.values, w, of_rows, tiles, expert_dim=expert_dim, dtype=dtype)
@@ -96,7 +100,7 @@ def swiglu_in_float8(gate: jax.Array, up: jax.Array, scale: jax.Array, tiles: Ti
 def swiglu_backward_in_float8(
     gate: jax.Array, up: jax.Array, d_hidden: jax.Array, scale: jax.Array, tiles: Tiles
 ) -> tuple[tuple[jax.Array, ...], Float8Rows]:
-    """Compute `api.swiglu_backward`, and the gradients of gate and up also in e5m2."""
+    """Compute `api.glu_backward` of SwiGLU, and the gradients of gate and up also in e5m2."""
     by = hopper if _by_kernel(gate, gate, tiles) else reference
     *made, d_gate, d_up, top = by.swiglu_backward_in_float8(
         gate, up, d_hidden, scale, tiles, BACKWARD

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.kernels.float8 import max_magnitude, power_of_two_scale, quantize
+from jaxpar.kernels.glu import SwiGLU
+from jaxpar.kernels.grouped_matmul.bias import add_bias
 from jaxpar.kernels.grouped_matmul.tiles import Tiles
 
 f32 = jnp.float32
@@ -73,38 +75,31 @@ def rows_added(y: jax.Array, rows: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where((rows >= 0)[..., None], found, 0), axis=1).astype(y.dtype)
 
 
-def swiglu_backward(gate, up, d_hidden, scale) -> tuple[jax.Array, ...]:
-    """`api.swiglu_backward`."""
-    wide, factors = _swiglu_backward(gate, up, d_hidden, scale)
-    made = tuple(a.astype(gate.dtype) for a in wide)
-    return *made, _sum_of_products(*factors)
+def glu_backward(glu, gate, up, d_hidden, scale, tiles: Tiles, biases) -> tuple[jax.Array, ...]:
+    """`api.glu_backward`."""
+    wide, d_scale = _glu_backward(glu, gate, up, d_hidden, scale, tiles, biases)
+    return *(a.astype(gate.dtype) for a in wide), d_scale
 
 
-def _swiglu_backward(gate, up, d_hidden, scale):
-    """Return hidden values and gradients of gate and up in float32, and the factors of that of
-    scale."""
-    g, u, d = (a.astype(f32) for a in (gate, up, d_hidden))
-    s, sigmoid = scale[:, None], jax.nn.sigmoid(g)
-    act = g * sigmoid
-    d_gate = d * s * u * (sigmoid + act * (1 - sigmoid))
-    return (act * u * s, d_gate, d * s * act), (act, u, d)
-
-
-def _sum_of_products(act, u, d) -> jax.Array:
-    return jnp.sum(act * u * d, axis=1)
+def _glu_backward(glu, gate, up, d_hidden, scale, tiles: Tiles, biases):
+    """Return hidden values and gradients of gate and up in float32, and that of scale."""
+    g, u = (add_bias(a, bias, tiles) for a, bias in zip((gate, up), biases, strict=True))
+    d = d_hidden.astype(f32)
+    wide, (act, value) = glu.gradients(g, u, d, scale[:, None])
+    return wide, jnp.sum(act * value * d, axis=1)
 
 
 def swiglu_in_float8(gate, up, scale, tiles: Tiles, dtype) -> tuple[jax.Array, ...]:
     """Return the hidden values in 8 bits, and each row's largest magnitude."""
-    g, u = gate.astype(f32), up.astype(f32)
-    return rounded(dtype, g * jax.nn.sigmoid(g) * u * scale[:, None])
+    return rounded(dtype, SwiGLU().hidden(gate.astype(f32), up.astype(f32)) * scale[:, None])
 
 
 def swiglu_backward_in_float8(gate, up, d_hidden, scale, tiles: Tiles, dtype):
-    """Return `swiglu_backward`, both gradients in 8 bits, and each row's largest magnitude."""
-    wide, factors = _swiglu_backward(gate, up, d_hidden, scale)
-    made = tuple(a.astype(gate.dtype) for a in wide)
-    return *made, _sum_of_products(*factors), *rounded(dtype, *wide[1:])
+    """Return `glu_backward` of SwiGLU, both gradients in 8 bits, and each row's largest
+    magnitude."""
+    given = gate, up, d_hidden, scale, tiles, (None, None)
+    wide, d_scale = _glu_backward(SwiGLU(), *given)
+    return *(a.astype(gate.dtype) for a in wide), d_scale, *rounded(dtype, *wide[1:])
 
 
 def rounded(dtype, *arrays: jax.Array) -> tuple[jax.Array, ...]:

@@ -18,10 +18,11 @@ Source:   Shazeer et al. 2017 (1701.06538), equation 1; Gale et al. 2022 (2211.1
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxpar.config import ModelConfig
 from jaxpar.execution.decisions import Execution
@@ -29,18 +30,37 @@ from jaxpar.execution.remat import named, named_plan
 from jaxpar.kernels import grouped_matmul as kernels
 from jaxpar.kernels.norm import NormOutput
 from jaxpar.model.attention_context import AttentionContext
-from jaxpar.model.feed_forward import gated
+from jaxpar.model.feed_forward import glu_of
 from jaxpar.model.linear import products, row_parallel
 from jaxpar.model.moe import router
 from jaxpar.model.moe.products import Products, products_of
 from jaxpar.parallel.expert.dispatch import Dispatch, plan_rows
 from jaxpar.parallel.tensor.shards import Shards
+from jaxpar.sharding.axes import TENSOR
 
 type Weights = dict[str, Any]
 
 #: Names in the fused weight layout.
 SHARED = ("w_shared_gate", "w_shared_up", "w_shared_down")
-WEIGHTS = ("router", "router_bias", router.TALLY, "w_gate", "w_up", "w_down", *SHARED)
+OF_ROUTER = ("router", "b_router", "router_bias", router.TALLY)
+WEIGHTS = (*OF_ROUTER, "w_gate", "b_gate", "w_up", "b_up", "w_down", "b_down", *SHARED)
+
+
+class ExpertWeights(NamedTuple):
+    """The weights of the experts here."""
+
+    gate: Any
+    up: Any
+    down: Any
+    """Arrays in the compute dtype or `Float8Weight`s, `Products.expert_dim`."""
+    gate_bias: jax.Array | None = None
+    up_bias: jax.Array | None = None
+    """float32 [E, F]."""
+
+    @property
+    def biases(self) -> tuple[jax.Array | None, jax.Array | None]:
+        """Those of gate and up."""
+        return self.gate_bias, self.up_bias
 
 
 def mixture(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Shards:
@@ -58,7 +78,8 @@ def _of_shard(h: NormOutput, w: Weights, context: AttentionContext, ex: Executio
     """Compute the weighted sum of each token's experts: this rank's partial sum, [B, T, D].
 
     Args:     w: router [D, E]; w_gate and w_up [E/n, D, F], w_down [E/n, F, D], compute dtype,
-              on an expert axis of size n.
+              on an expert axis of size n. With `model.expert_bias`, float32: b_gate and b_up
+              [E/n, F], b_down [E, D].
     """
     m, x = ex.cfg.model, h.operand
     routing = router.route(x, w, m)
@@ -73,7 +94,11 @@ def _of_shard(h: NormOutput, w: Weights, context: AttentionContext, ex: Executio
     matrices = tuple(w[name] for name in ("w_gate", "w_up", "w_down"))
     if how.expert_dim == 1:  # undo what the gather did last
         matrices = tuple(map(_led_by, matrices, (-2, -2, -1)))
-    out = of_rows(how, by_token(x), by_token(weights), matrices, plan).reshape(x.shape)
+    gate, up, down = matrices
+    of_experts = ExpertWeights(gate, up, down, w.get("b_gate"), w.get("b_up"))
+    out = of_rows(how, by_token(x), by_token(weights), of_experts, plan).reshape(x.shape)
+    if "b_down" in w:
+        out += _down_biases(routing.experts, weights, w["b_down"].astype(out.dtype))
     return out + _shared(x, w, m) if SHARED[0] in w else out
 
 
@@ -82,19 +107,35 @@ def _led_by(w: Any, dim: int) -> Any:
     return jax.tree.map(lambda a: jnp.moveaxis(a, dim, 0) if a.ndim else a, w)
 
 
+@jax.named_scope("down_bias")
+def _down_biases(experts: jax.Array, weights: jax.Array, bias: jax.Array) -> jax.Array:
+    """Compute the weighted sum of the biases of each token's experts, [B, T, D].
+
+    A product of few numbers, at the token's device: rows and their rounds do without them. Only the
+    first rank of TENSOR adds them, since its ranks' results are summed.
+
+    Args:     experts: int32 [B, T, k]. weights: float32 [B, T, k]. bias: [E, D], compute dtype.
+    """
+    chosen = jax.nn.one_hot(experts, len(bias))
+    by_expert = jnp.sum(chosen * weights[..., None], axis=-2)
+    once = lax.axis_index(TENSOR) == 0
+    return jnp.where(once, by_expert, 0).astype(bias.dtype) @ bias
+
+
 @jax.named_scope("shared_experts")
 def _shared(x: jax.Array, w: Weights, m: ModelConfig) -> jax.Array:
     """Compute the experts that every token uses: this rank's partial sum, [B, T, D]."""
     gate, up = products(x, [w[SHARED[0]], w[SHARED[1]]], "mlp_norm")
-    return row_parallel(gated(gate, up, m), w, SHARED[2], "mlp_hidden")
+    return row_parallel(glu_of(m).hidden(gate, up), w, SHARED[2], "mlp_hidden")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def of_rows(how: Products, x: jax.Array, weights: jax.Array, w: tuple, plan: Dispatch) -> jax.Array:
-    """Compute the weighted sum of each token's experts.
+def of_rows(
+    how: Products, x: jax.Array, weights: jax.Array, w: ExpertWeights, plan: Dispatch
+) -> jax.Array:
+    """Compute the weighted sum of each token's experts, without the biases of their outputs.
 
-    Args:     x: [N, D]. weights: float32 [N, k]. w: gate, up and down, arrays or `Float8Weight`s
-              (`Products.expert_dim`).
+    Args:     x: [N, D]. weights: float32 [N, k].
     Returns:  [N, D].
     """
     return _forward(how, x, weights, w, plan)[0]
@@ -113,9 +154,10 @@ def _forward(how, x, weights, w, plan):
 
 
 def _gate_and_up(how: Products, x, w, plan: Dispatch):
+    """Compute gate and up of each row, without biases: whoever reads them adds these."""
     xs = how.rows(plan, x)
     with jax.named_scope("gate_up"):
-        g, u = (named(how.times(xs, (a,), plan.tiles), "gate_up") for a in w[:2])
+        g, u = (named(how.times(xs, (a,), plan.tiles), "gate_up") for a in (w.gate, w.up))
     return g, u
 
 
@@ -123,9 +165,9 @@ def _output(how: Products, g, u, weights, w, plan: Dispatch) -> jax.Array:
     """Return the weighted sum of each token's experts here, for `Dispatch.home`."""
     scale, tiles = plan.by_row(weights), plan.tiles
     with jax.named_scope("activation"):
-        hidden = how.hidden(g, u, scale, tiles)
+        hidden = how.hidden(g, u, scale, tiles, w.biases)
     with jax.named_scope("down"):
-        y = how.times(hidden, w[2:], tiles, transpose=how.expert_dim == 1)
+        y = how.times(hidden, (w.down,), tiles, transpose=how.expert_dim == 1)
     with jax.named_scope("combine"):
         return plan.added(y)
 
@@ -140,17 +182,18 @@ def _backward(how, saved, d_out):
 
     first = _gradients(how, x, weights, g, u, w, plan, d_out)
     d_x, d_weights, d_w = plan.in_rounds(of_round, first)
-    return plan.home(d_x), plan.home(d_weights), how.gradients(w, d_w), None
+    d_w = ExpertWeights(*how.gradients(w[:3], d_w[:3]), *d_w.biases)
+    return plan.home(d_x), plan.home(d_weights), d_w, None
 
 
 def _gradients(how: Products, x, weights, g, u, w, plan: Dispatch, d_out):
     """Return the gradients of all tokens, of their weights and of the experts here."""
-    tiles, ed, (gate, up, down) = plan.tiles, how.expert_dim, w
+    tiles, ed, (gate, up, down) = plan.tiles, how.expert_dim, w[:3]
     (to_multiply, d_y), scale = how.gradient_rows(plan, d_out), plan.by_row(weights)
     with jax.named_scope("down"):
         d_hidden = how.times(to_multiply, (down,), tiles, transpose=ed == 0)
     with jax.named_scope("activation"):
-        to_multiply, made = how.hidden_backward(g, u, d_hidden, scale, tiles)
+        to_multiply, made = how.hidden_backward(g, u, d_hidden, scale, tiles, w.biases)
         hidden, d_gate, d_up, d_scale = made
     with jax.named_scope("gate_up"):
         d_xs = how.times(to_multiply, (gate, up), tiles, transpose=True)
@@ -162,7 +205,11 @@ def _gradients(how: Products, x, weights, g, u, w, plan: Dispatch, d_out):
         d_w = how.outer(xs, d_gate, gate, tiles), how.outer(xs, d_up, up, tiles)
         rows, columns = (hidden, d_y) if ed == 0 else (d_y, hidden)
         d_down = how.outer(rows, columns, down, tiles)
-    return d_x, d_weights, (*d_w, d_down)
+        d_biases = (
+            None if bias is None else kernels.bias_gradient(d, tiles)
+            for bias, d in zip(w.biases, (d_gate, d_up), strict=True)
+        )
+    return d_x, d_weights, ExpertWeights(*d_w, d_down, *d_biases)
 
 
 of_rows.defvjp(_forward, _backward)

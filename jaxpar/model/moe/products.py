@@ -12,7 +12,7 @@
 
 import functools
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,10 @@ import jax.numpy as jnp
 from jaxpar.config import ModelConfig
 from jaxpar.kernels import float8
 from jaxpar.kernels import grouped_matmul as kernels
-from jaxpar.model.feed_forward import gated
+from jaxpar.kernels.glu import Glu, SwiGLU
+from jaxpar.kernels.grouped_matmul.api import Biases
+from jaxpar.model.feed_forward import glu_of
 from jaxpar.parallel.expert.dispatch import Dispatch
-
-f32 = jnp.float32
 
 
 class Products(Protocol):
@@ -43,13 +43,18 @@ class Products(Protocol):
         Args:     x: of `rows`, `hidden`, or a gradient. w: a matrix for each array of rows in x.
         """
 
-    def hidden(self, gate, up, scale, tiles: kernels.Tiles) -> Any:
-        """Return activation(gate) * up * scale."""
+    def hidden(self, gate, up, scale, tiles: kernels.Tiles, biases: Biases) -> Any:
+        """Return the GLU's hidden values times scale.
+
+        Args:     biases: of gate and up, which do not include them.
+        """
 
     def gradient_rows(self, plan: Dispatch, sent: Any) -> tuple[Any, jax.Array]:
         """Return the gradient of each row, to multiply, and in the compute dtype."""
 
-    def hidden_backward(self, gate, up, d_hidden, scale, tiles: kernels.Tiles) -> tuple:
+    def hidden_backward(
+        self, gate, up, d_hidden, scale, tiles: kernels.Tiles, biases: Biases
+    ) -> tuple:
         """Return the gradients of gate and up to multiply, and in the compute dtype the hidden
         values again and the gradients of gate, up and scale."""
 
@@ -65,15 +70,16 @@ class Products(Protocol):
 
 def products_of(model: ModelConfig, expert_dim: int) -> Products:
     """Return the products by `model.matmul_dtype`."""
-    by = InFloat8 if model.matmul_dtype == "float8" else InComputeDtype
-    return by(model, expert_dim)
+    if model.matmul_dtype == "float8":
+        return InFloat8(glu_of(model), expert_dim, model.float8_scaling)
+    return InComputeDtype(glu_of(model), expert_dim)
 
 
 @dataclass(frozen=True)
 class InComputeDtype:
     """Products of arrays: values to multiply are arrays in the compute dtype."""
 
-    model: ModelConfig
+    glu: Glu
     expert_dim: int
 
     def rows(self, plan: Dispatch, sent: Any) -> jax.Array:
@@ -83,16 +89,17 @@ class InComputeDtype:
         x, w = (x, w) if isinstance(x, tuple) else (x, w[0])
         return kernels.grouped_matmul(x, w, tiles, transpose=transpose, expert_dim=self.expert_dim)
 
-    def hidden(self, gate, up, scale, tiles: kernels.Tiles) -> jax.Array:
-        wide = _hidden(gate.astype(f32), up.astype(f32), scale, model=self.model)
-        return wide.astype(gate.dtype)
+    def hidden(self, gate, up, scale, tiles: kernels.Tiles, biases: Biases) -> jax.Array:
+        return _hidden(self.glu, gate, up, scale, tiles, biases).astype(gate.dtype)
 
     def gradient_rows(self, plan: Dispatch, sent: Any) -> tuple[jax.Array, jax.Array]:
         rows = plan.permuted(sent)
         return rows, rows
 
-    def hidden_backward(self, gate, up, d_hidden, scale, tiles: kernels.Tiles) -> tuple:
-        made = _hidden_backward(gate, up, d_hidden, scale, tiles, self.model)
+    def hidden_backward(
+        self, gate, up, d_hidden, scale, tiles: kernels.Tiles, biases: Biases
+    ) -> tuple:
+        made = kernels.glu_backward(self.glu, gate, up, d_hidden, scale, tiles, biases)
         return made[1:3], made
 
     def outer(self, x: jax.Array, y: jax.Array, w: jax.Array, tiles: kernels.Tiles) -> jax.Array:
@@ -114,8 +121,10 @@ class InFloat8:
     `model.float8_scaling` row.
     """
 
-    model: ModelConfig
+    glu: Glu
     expert_dim: int
+    scaling: Literal["tensor", "row"]
+    """`model.float8_scaling`."""
 
     def rows(self, plan: Dispatch, sent: Any) -> kernels.Float8Rows:
         return plan.permuted(sent, kernels.rows_taken_in_float8)
@@ -134,20 +143,27 @@ class InFloat8:
         operands only with the contracted dimension contiguous in memory."""
         return jnp.swapaxes(jnp.moveaxis(w, self.expert_dim, 0), 1, 2)
 
-    def hidden(self, gate, up, scale, tiles: kernels.Tiles) -> kernels.Float8Rows:
-        if self.model.activation == "silu":
+    def hidden(self, gate, up, scale, tiles: kernels.Tiles, biases: Biases) -> kernels.Float8Rows:
+        if self._in_one_pass(biases):
             return kernels.swiglu_in_float8(gate, up, scale, tiles)
-        wide = _hidden(gate.astype(f32), up.astype(f32), scale, model=self.model)
+        wide = _hidden(self.glu, gate, up, scale, tiles, biases)
         return kernels.rounded((wide,), float8.FORWARD)
+
+    def _in_one_pass(self, biases: Biases) -> bool:
+        """Whether the pass of the activation also rounds: with other GLUs and with biases, XLA
+        rounds in a pass of its own."""
+        return isinstance(self.glu, SwiGLU) and all(bias is None for bias in biases)
 
     def gradient_rows(self, plan: Dispatch, sent: Any) -> tuple[kernels.Float8Rows, jax.Array]:
         return plan.permuted(sent, kernels.gradients_taken_in_float8)
 
-    def hidden_backward(self, gate, up, d_hidden, scale, tiles: kernels.Tiles) -> tuple:
-        if self.model.activation == "silu":
+    def hidden_backward(
+        self, gate, up, d_hidden, scale, tiles: kernels.Tiles, biases: Biases
+    ) -> tuple:
+        if self._in_one_pass(biases):
             made, rows = kernels.swiglu_backward_in_float8(gate, up, d_hidden, scale, tiles)
             return rows, made
-        made = _hidden_backward(gate, up, d_hidden, scale, tiles, self.model)
+        made = kernels.glu_backward(self.glu, gate, up, d_hidden, scale, tiles, biases)
         return kernels.rounded(made[1:3], float8.BACKWARD), made
 
     def outer(self, x: jax.Array, y: jax.Array, w: Any, tiles: kernels.Tiles) -> jax.Array:
@@ -161,18 +177,10 @@ class InFloat8:
     def matrices(self, w: tuple) -> tuple:
         top = functools.reduce(jnp.maximum, map(float8.max_magnitude, w))
         scale = float8.power_of_two_scale(top, float8.FORWARD)
-        return tuple(float8.quantize_weight(one, scale, self.model.float8_scaling) for one in w)
+        return tuple(float8.quantize_weight(one, scale, self.scaling) for one in w)
 
 
-def _hidden(gate, up, scale, *, model: ModelConfig) -> jax.Array:
-    return gated(gate, up, model) * scale[:, None]
-
-
-def _hidden_backward(gate, up, d_hidden, scale, tiles: kernels.Tiles, model: ModelConfig):
-    """Return the hidden values again, and the gradients of gate, up and scale."""
-    if model.activation == "silu":
-        return kernels.swiglu_backward(gate, up, d_hidden, scale, tiles)
-    wide = (a.astype(f32) for a in (gate, up))
-    hidden, pullback = jax.vjp(functools.partial(_hidden, model=model), *wide, scale)
-    d_gate, d_up, d_scale = pullback(d_hidden.astype(f32))
-    return *(a.astype(gate.dtype) for a in (hidden, d_gate, d_up)), d_scale
+def _hidden(glu: Glu, gate, up, scale, tiles: kernels.Tiles, biases: Biases) -> jax.Array:
+    """Return the hidden values times scale, in float32."""
+    wide = (kernels.add_bias(a, b, tiles) for a, b in zip((gate, up), biases, strict=True))
+    return glu.hidden(*wide) * scale[:, None]

@@ -19,6 +19,7 @@ from jax import lax
 
 from jaxpar.config import Config, ModelConfig
 from jaxpar.execution.remat import named_plan
+from jaxpar.model.linear import add_bias
 from jaxpar.parallel.collectives import psum, varying
 from jaxpar.sharding.axes import SEQUENCE, TENSOR, TOKEN_AXES
 
@@ -54,12 +55,13 @@ class Routing:
 def route(h: jax.Array, w: dict[str, Any], m: ModelConfig) -> Routing:
     """Choose the experts of each token.
 
-    Args:     h: [B, T, D], compute dtype. w: router [D, E]; router_bias float32 [E] if
-              `model.router_bias`.
+    Args:     h: [B, T, D], compute dtype. w: router [D, E]; float32 [E]: b_router if
+              `model.router_linear_bias`, router_bias if `model.router_bias`.
     Source:   Shazeer et al. 2017 (1701.06538), section 2.1; Jiang et al. 2024 (2401.04088), section
               2.1; DeepSeek-AI 2024 (2412.19437), equations 13 to 16.
     """
     logits = jnp.dot(h, w["router"], preferred_element_type=jnp.float32)
+    logits = add_bias(logits, w.get("b_router"))
     if m.router_score == "softmax":
         scores = probabilities = jax.nn.softmax(logits, axis=-1)
     else:

@@ -150,10 +150,12 @@ def router_elements(cfg: Config, shard: Shard) -> float:
 def moved_elements(cfg: Config, shard: Shard, repeated: set[str]) -> float:
     """Return the elements that a layer's experts read and write in a microbatch.
 
-    Three permutations of rows; SwiGLU, which in the forward runs over the whole buffer; sums of
-    each token's rows, and the copies of an expert axis. In float8, rows that are multiplied are
-    written in 8 bits, those of the output's gradient and of SwiGLU's in 16, too; the forward's
-    SwiGLU runs over the rows in use; and matrices are transposed.
+    Three permutations of rows; the activation, which in the forward runs over the whole buffer;
+    sums of each token's rows, and the copies of an expert axis; the gradients of biases. In float8,
+    rows that are multiplied are written in 8 bits, those of the output's gradient and of the
+    activation's in 16, too; the forward's SwiGLU runs over the rows in use, and that of other
+    activations and with biases over the buffer, as does another pass that rounds gradients; and
+    matrices are transposed.
     """
     m, wide = cfg.model, cfg.model.d_ff / cfg.parallel.tensor
     if not m.num_experts:
@@ -164,9 +166,13 @@ def moved_elements(cfg: Config, shard: Shard, repeated: set[str]) -> float:
     if m.matmul_dtype == "float8":
         byte = 1 / shard.width
         permuted += (2 * byte - 1 + (byte - 1) * ("gate_up" in repeated)) * used
-        activation = (2 + byte + 6 + 2 * byte) * used
+        if m.activation == "silu" and not m.expert_bias:
+            activation = (2 + byte + 6 + 2 * byte) * used
+        else:
+            activation = (2 + byte + 2 + 2 * byte) * sizes.buffer + 6 * used
         turned = 2 * byte * 3 * m.d_model * wide * m.num_experts / cfg.parallel.expert
     values = permuted + shard.imbalance * sizes.added + sizes.copied
+    activation += 2 * m.expert_bias * used
     return values * m.d_model + wide * activation + turned + router_elements(cfg, shard)
 
 

@@ -4,9 +4,9 @@
 
 Needs torch and transformers, and nothing of jaxpar; writes, for each model of
 tests/convert/tiny.py or those named, tests/convert/goldens/NAME.npy, logits float32 [tokens,
-vocabulary], and its greedy text into greedy.json. `deepseek_v3` is one layer of experts: its
-output, and each token's experts and their weights. The tests compare ours with them where torch is
-absent.
+vocabulary], and its greedy text into greedy.json. `deepseek_v3` and `gpt_oss` are one layer of
+experts: its output, each token's experts and their weights, and for `gpt_oss` all gradients. The
+tests compare ours with them where torch is absent.
 """
 
 import importlib.util
@@ -79,14 +79,37 @@ def deepseek_v3(tiny) -> dict[str, np.ndarray]:
     return {n: a.numpy() for n, a in (found | {"weights": weights.gather(1, order)}).items()}
 
 
+def gpt_oss(tiny) -> dict[str, np.ndarray]:
+    """What gpt-oss's layer of experts computes, and the gradient of every weight, by name."""
+    import transformers.models.gpt_oss.modeling_gpt_oss as published
+
+    config = transformers.GptOssConfig(**tiny.GPT_OSS)
+    config._experts_implementation = "eager"
+    layer = published.GptOssMLP(config)
+    w = {name: torch.from_numpy(a) for name, a in tiny.gpt_oss_tensors().items()}
+    x, d_out = w.pop("x").requires_grad_(), w.pop("d_out")
+    layer.load_state_dict(w)
+    _, weights, experts = layer.router(x)
+    out = layer(x[None])[0][0]
+    out.backward(d_out)
+    order = experts.argsort(-1)
+    found = {"out": out, "experts": experts.gather(1, order), "weights": weights.gather(1, order)}
+    found |= {f"d_{name}": p.grad for name, p in [("x", x), *layer.named_parameters()]}
+    return {n: a.detach().numpy() for n, a in found.items()}
+
+
+#: Single layers, by name.
+LAYERS = {"deepseek_v3": deepseek_v3, "gpt_oss": gpt_oss}
+
+
 def main() -> None:
     """Write the golden files of the models named, or of all."""
     torch.use_deterministic_algorithms(True)
     tiny, goldens = load_tiny(), TESTS / "goldens"
     texts = json.loads((goldens / "greedy.json").read_text())
-    names = sys.argv[1:] or [*tiny.MODELS, "deepseek_v3"]
-    if "deepseek_v3" in names:
-        np.savez(goldens / "deepseek_v3.npz", **deepseek_v3(tiny))
+    names = sys.argv[1:] or [*tiny.MODELS, *LAYERS]
+    for name in LAYERS.keys() & names:
+        np.savez(goldens / f"{name}.npz", **LAYERS[name](tiny))
     for name in [name for name in names if name in tiny.MODELS]:
         values = tiny.MODELS[name]
         tokens = tiny.tokens(values)

@@ -67,7 +67,7 @@ def swiglu_in_float8(
 def swiglu_backward_in_float8(
     gate, up, d_hidden, scale, tiles: Tiles, dtype, ctas: int = COMPUTING
 ) -> tuple[jax.Array, ...]:
-    """Compute `api.swiglu_backward`, and both gradients also in 8 bits, with a common scale.
+    """Compute `api.glu_backward` of SwiGLU, and both gradients also in 8 bits, with a common scale.
 
     Returns:  (hidden, gradient of gate, gradient of up: [R, F]; of scale: float32 [R]; the two
               gradients in 8 bits [R, F]; their largest magnitudes, float32 [R]).

@@ -18,14 +18,14 @@ from jaxpar.kernels.grouped_matmul.tiles import Tiles
 def grouped_matmul(
     xs, ws, tiles: Tiles, *, transpose: bool, expert_dim: int, launch: Launch = DEFAULT
 ) -> jax.Array:
-    """`api.grouped_matmul` for bfloat16 or float16, widths of multiples of 128, tiles of 128."""
+    """`api.grouped_matmul` for bfloat16 or float16, widths of `capability.HOPPER`, tiles of 128."""
     return _call(xs, ws, (), tiles, transpose, expert_dim, xs[0].dtype, launch)
 
 
 def scaled_matmul(
     xs, ws, scale, tiles: Tiles, *, expert_dim: int, dtype, launch: Launch = DEFAULT
 ) -> jax.Array:
-    """`api.scaled_matmul` for e4m3 and e5m2, widths of multiples of 128, tiles of 128.
+    """`float8.scaled_matmul` for e4m3 and e5m2, K a multiple of 128, tiles of 128.
 
     Steps are twice as wide as with 16 bits. Sums are accumulated by the tensor cores alone.
     """

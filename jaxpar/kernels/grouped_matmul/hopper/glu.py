@@ -1,8 +1,9 @@
-"""SwiGLU's hidden values again, and its gradients, in one pass over the rows in use.
+"""A GLU's hidden values again, and its gradients, in one pass over the rows in use.
 
 XLA takes two passes, also over the rows that are not in use.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -11,8 +12,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.kernels.attention.hopper.mma import ROW, TILE, mod, smem, spread
+from jaxpar.kernels.attention.hopper.mma import COLUMN, ROW, TILE, mod, smem, spread
 from jaxpar.kernels.attention.refs import Refs
+from jaxpar.kernels.glu import ClampedSwiGLU, SwiGLU
 from jaxpar.kernels.grouped_matmul.hopper import pipeline
 from jaxpar.kernels.grouped_matmul.hopper.pipeline import CONSUMERS, DEFAULT, ROWS, Launch, M
 from jaxpar.kernels.grouped_matmul.tiles import Tiles
@@ -22,33 +24,50 @@ COLUMNS, STAGES = 64, 3
 f32 = jnp.float32
 
 
-def swiglu_backward(gate, up, d_hidden, scale, tiles: Tiles, launch: Launch = DEFAULT):
-    """`api.swiglu_backward` for bfloat16 or float16, F a multiple of 64, tiles of 128."""
+def glu_backward(
+    glu: SwiGLU | ClampedSwiGLU,
+    gate,
+    up,
+    d_hidden,
+    scale,
+    tiles: Tiles,
+    biases=(None, None),
+    launch: Launch = DEFAULT,
+):
+    """`api.glu_backward` for bfloat16 or float16, F a multiple of 64, tiles of 128."""
     (R, F), dtype = gate.shape, gate.dtype
+    of_experts = [bias for bias in biases if bias is not None]
+    copies = 3 + len(of_experts)
+    if of_experts:
+        of_experts.append(tiles.expert)
+    glu = dataclasses.replace(glu, sigmoid=lambda x: 1.0 / (1.0 + jnp.exp(-x)))
     like, barrier = jax.ShapeDtypeStruct((R, F), dtype), plgpu.Barrier
     scratch = dict(
         ins=smem((STAGES, 3, ROWS, COLUMNS), dtype),
         outs=smem((CONSUMERS, 3, M, COLUMNS), dtype),
+        biases=plgpu.SMEM((STAGES, 2, COLUMNS), f32),
         scales=plgpu.SMEM((ROWS,), f32),
         totals=plgpu.SMEM((CONSUMERS, M), f32),
-        full=barrier(num_arrivals=3, num_barriers=STAGES),
+        full=barrier(num_arrivals=copies, num_barriers=STAGES),
         free=barrier(num_arrivals=CONSUMERS, num_barriers=STAGES),
         scale_full=barrier(),
         scale_free=barrier(num_arrivals=CONSUMERS),
     )
     return pipeline.call(
-        functools.partial(_kernel, F // COLUMNS, launch),
+        functools.partial(_kernel, glu, F // COLUMNS, launch),
         (like, like, like, jax.ShapeDtypeStruct((R,), f32)),
         scratch,
         launch.ctas,
-        *(gate, up, d_hidden, scale, tiles.used),
+        *(gate, up, d_hidden, *of_experts, scale, tiles.used),
     )
 
 
-def _kernel(steps: int, launch, gate, up, d_hidden, scale, used, hidden, d_gate, d_up, sums, **own):
-    r = Refs(**own)
+def _kernel(glu, steps: int, launch, *refs, **own):
+    r, ins, (scale, used), outs, sums = Refs(**own), refs[:3], refs[-6:-4], refs[-4:-1], refs[-1]
+    *biases, experts = refs[3:-6] or (None,)
     count, nth = pipeline.pieces_here(launch.ctas, used[0])
-    ins, outs = (gate, up, d_hidden), (hidden, d_gate, d_up)
+
+    biased = len(biases) > 0
 
     def consumer(wg):
         mine = pl.ds(pl.multiple_of(wg * M, M), M)
@@ -59,7 +78,7 @@ def _kernel(steps: int, launch, gate, up, d_hidden, scale, used, hidden, d_gate,
             s = plgpu.load(r.scales.at[mine], layout=ROW)
             plgpu.commit_smem()  # they are read before TMA overwrites them
             plgpu.barrier_arrive(r.scale_free)
-            step = functools.partial(_step, r, wg, mine, rows, i * steps, s, outs)
+            step = functools.partial(_step, r, glu, wg, mine, rows, i * steps, s, biased, outs)
             zero = plgpu.layout_cast(jnp.zeros((M,), f32), ROW)
             total = lax.fori_loop(0, steps, step, zero)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -69,12 +88,15 @@ def _kernel(steps: int, launch, gate, up, d_hidden, scale, used, hidden, d_gate,
 
         lax.fori_loop(0, count, tile, None)
 
-    producer = functools.partial(_producer, r, steps, count, nth, scale, ins, launch)
+    producer = functools.partial(
+        _producer, r, steps, count, nth, ins, biases, scale, experts, launch
+    )
     pipeline.roles(producer, consumer)
 
 
-def _producer(r: Refs, steps: int, count, nth, scale, ins, launch: Launch):
+def _producer(r: Refs, steps: int, count, nth, ins, biases, scale, experts, launch: Launch) -> None:
     def tile(i, _):
+        expert = experts[nth(i)] if biases else None
         rows = pl.ds(pl.multiple_of(nth(i) * ROWS, ROWS), ROWS)
         pl.when(i > 0)(lambda: plgpu.barrier_wait(r.scale_free))
         plgpu.copy_gmem_to_smem(scale.at[rows], r.scales, r.scale_full)
@@ -85,6 +107,9 @@ def _producer(r: Refs, steps: int, count, nth, scale, ins, launch: Launch):
             pl.when(at >= STAGES)(lambda: plgpu.barrier_wait(r.free.at[slot]))
             for j, ref in enumerate(ins):
                 plgpu.copy_gmem_to_smem(ref.at[rows, columns], r.ins.at[slot, j], r.full.at[slot])
+            for j, ref in enumerate(biases):
+                of_expert = ref.at[expert, columns]
+                plgpu.copy_gmem_to_smem(of_expert, r.biases.at[slot, j], r.full.at[slot])
 
         lax.fori_loop(0, steps, step, None)
 
@@ -95,24 +120,24 @@ def _producer(r: Refs, steps: int, count, nth, scale, ins, launch: Launch):
         lax.fori_loop(jnp.maximum(count * steps - STAGES, 0), count * steps, wait, None)
 
 
-def _step(r: Refs, wg, mine, rows, first, scale, outs, c, total):
+def _step(r: Refs, glu, wg, mine, rows, first, scale, biased: bool, outs, c, total):
     """Compute and store 64 columns of 64 rows. Return `total` plus the terms of d_scale."""
     slot = mod(first + c, STAGES)
     wide = lambda row: spread(row, (M, COLUMNS), 0)  # noqa: E731
     plgpu.barrier_wait(r.full.at[slot])
     ins = (plgpu.load(r.ins.at[slot, j, mine], layout=TILE) for j in range(3))
     g, u, d = (a.astype(f32) for a in ins)
+    if biased:
+        of_columns = (plgpu.load(r.biases.at[slot, j], layout=COLUMN) for j in range(2))
+        g, u = (a + spread(b, (M, COLUMNS), 1) for a, b in zip((g, u), of_columns, strict=True))
     plgpu.commit_smem()
     plgpu.barrier_arrive(r.free.at[slot])
-    sigmoid = 1.0 / (1.0 + jnp.exp(-g))
-    act = g * sigmoid
-    h, ds = act * u, d * wide(scale)
-    made = h * wide(scale), ds * u * (sigmoid + act * (1.0 - sigmoid)), ds * act
+    made, (act, value) = glu.gradients(g, u, d, wide(scale))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    for j, value in enumerate(made):
-        r.outs[wg, j] = value.astype(r.outs.dtype)
+    for j, a in enumerate(made):
+        r.outs[wg, j] = a.astype(r.outs.dtype)
     plgpu.commit_smem()
     for j, ref in enumerate(outs):
         home = ref.at[rows, pl.ds(c * COLUMNS, COLUMNS)]
         plgpu.copy_smem_to_gmem(r.outs.at[wg, j], home)
-    return total + jnp.sum(h * d, axis=1)
+    return total + jnp.sum(act * value * d, axis=1)
