@@ -115,6 +115,10 @@ class NormOutput:
     """float32 [..., 1]: the deferred scale of each row of a product, without a gradient. None if
     the operand is scaled."""
 
+    def array(self) -> jax.Array:
+        """Return the operand as an array, which is written if it is unmaterialized."""
+        return self.operand.written() if isinstance(self.operand, Unmaterialized) else self.operand
+
     def scaled(self, product: jax.Array) -> jax.Array:
         """Apply the deferred scale to a product of the operand. Returns the product's dtype."""
         if self.scale is None:

@@ -58,6 +58,9 @@ PROJECTIONS = {n: dim for n, dim in LAYER_DIMS.items() if dim is not None and n 
 
 LAYER_DIMS |= lora.FUSED_DIMS
 
+#: The matrices of experts, and those of a dense layer that is split in the same way.
+OF_EXPERTS = ("w_gate", "w_up", "w_down")
+
 #: The same for a layer with experts: other devices have other experts.
 EXPERT_DIMS: gather.Dims = {
     **LAYER_DIMS,
@@ -182,10 +185,23 @@ def with_scales(weights: Tree, shards: Tree, cfg: Config) -> Tree:
     one = jax.tree.leaves(shards["layers"], is_leaf=lambda tree: isinstance(tree, dict))[0]
     if cfg.model.matmul_dtype == "compute" or all(map(lora.is_adapter, one)):
         return weights
-    names = tuple(n for n in PROJECTIONS if n in one)
-    scales = gather.float8_scales(shards["layers"], names, cfg.model.dtype)
-    add_scales = lambda w, s: w | {"scales": s}  # noqa: E731
+    scales = gather.float8_scales(shards["layers"], _scaled_dims, cfg.model.dtype)
+    add_scales = lambda w, s: w | {"scales": _with_common_scale(w, s)}  # noqa: E731
     return weights | {"layers": map_layers(add_scales, weights["layers"], scales)}
+
+
+def _scaled_dims(w: Tree) -> dict[str, tuple[int, ...]]:
+    """Return the dims of each matrix that share a scale. All experts of a layer do, so that an
+    expert is rounded in the same way on every mesh."""
+    experts = OF_EXPERTS if "router" in w else ()
+    return {n: (-3, -2, -1) if n in experts else (-2, -1) for n in PROJECTIONS if n in w}
+
+
+def _with_common_scale(w: Tree, scales: Tree) -> Tree:
+    """Give gate and up of experts the smaller scale: a product sums over both."""
+    if "router" not in w:
+        return scales
+    return scales | dict.fromkeys(("w_gate", "w_up"), jnp.minimum(scales["w_gate"], scales["w_up"]))
 
 
 def to_shards(weights: Tree, shards: Tree) -> tuple[Tree, Tree]:

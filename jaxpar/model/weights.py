@@ -18,7 +18,7 @@ from jaxpar.config import Config
 from jaxpar.execution.decisions import Execution, rows_per_device
 from jaxpar.kernels import float8
 from jaxpar.model import lora
-from jaxpar.model.fused_weights import COMPLETE, PROJECTIONS, layer_dims
+from jaxpar.model.fused_weights import COMPLETE, OF_EXPERTS, PROJECTIONS, layer_dims
 from jaxpar.parallel.fsdp import gather as fsdp
 from jaxpar.parallel.fsdp.prefetch import WeightStream
 from jaxpar.parallel.gradient_buffers import (
@@ -29,9 +29,6 @@ from jaxpar.parallel.gradient_buffers import (
 )
 
 type Tree = dict[str, Any]
-
-#: The matrices of experts, and those of a dense layer that is split in the same way.
-OF_EXPERTS = ("w_gate", "w_up", "w_down")
 
 
 def layer_stream(ex: Execution) -> WeightStream:
@@ -109,7 +106,7 @@ def gather(w: Tree, dims: fsdp.Dims, cfg: Config) -> Tree:
     for n, scale in scales.items():
         dim = PROJECTIONS[n]
         if p.gather_dtype == "float8":
-            values, like = fsdp.gather_float8(shards[n], scale, dim, m.dtype, p.grad_reduce)
+            values, like = fsdp.gather_float8(shards[n], scale, dims[n], m.dtype, p.grad_reduce)
             w[n] = float8.Float8Weight(values, scale, like, m.float8_scaling, dim)
         else:
             w[n] = float8.quantize_weight(w[n], scale, m.float8_scaling, dim)

@@ -7,6 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpar.kernels import grouped_matmul as kernels
+from jaxpar.kernels.float8 import FORWARD, max_magnitude, power_of_two_scale, quantize
+from jaxpar.kernels.float8.reference import E4M3, E5M2, round_to_float8
 from jaxpar.kernels.glu import ClampedSwiGLU, GeGLU, SwiGLU
 from jaxpar.kernels.grouped_matmul import (
     bias_gradient,
@@ -19,6 +22,7 @@ from jaxpar.kernels.grouped_matmul import (
     tile_rows,
     tiles_of,
 )
+from jaxpar.kernels.grouped_matmul.capability import refusal_in_float8, refusal_of_rows
 from jaxpar.kernels.platform import Platform
 
 TILE = 4
@@ -149,3 +153,52 @@ def test_what_the_kernels_refuse(D, F, dtype, platform, why):
     )
     if why:
         assert re.search(why, found)
+
+
+@pytest.mark.parametrize(
+    ("width", "why"),
+    [(768, None), (384, "no rows of 384"), (700, "128"), (2880, "multiples of 128 in float8")],
+)
+def test_rows_that_the_kernels_refuse_to_round(width, why):
+    found = refusal_of_rows(width, "bfloat16", HOPPER)
+    assert (found is None) == (why is None) and (why is None or why in found)
+
+
+def test_products_in_float8_need_whole_steps():
+    """In 16 bits, a step has 64 numbers, and 2880 of them are 45 steps."""
+    assert refusal(2880, 2880, "bfloat16", HOPPER) is None
+    assert refusal_in_float8(2048, 2880, "bfloat16", HOPPER) is None
+    assert "not 2880" in refusal_in_float8(2880, 2048, "bfloat16", HOPPER)
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("expert_dim", [0, 1])
+def test_product_of_every_expert_in_float8(counts, expert_dim, draw):
+    """Rows rounded with a scale each, and matrices with one, as written out for plain float32."""
+    E, K, N = len(counts), 6, 5
+    rows = max_rows(sum(counts), E, TILE) + TILE
+    tiles, (_, slices) = tiles_of(jnp.array(counts), rows, TILE), rows_of(counts)
+    apart = np.exp(3 * draw(rows, 1))
+    x, w = draw(rows, K) * apart, draw(E, N, K)
+    x_, w_ = round_to_float8(jnp.array(x), E4M3, 0), round_to_float8(jnp.array(w), E4M3)
+    scale = power_of_two_scale(max_magnitude(w), FORWARD)
+    w8 = jnp.moveaxis(quantize(jnp.array(w), scale, FORWARD), 0, expert_dim)
+    x8 = kernels.rounded((jnp.array(x),), FORWARD)
+    how = dict(expert_dim=expert_dim, dtype=jnp.float32)
+    found = kernels.scaled_matmul(x8, (w8,), scale, tiles, **how)
+    for e, s in enumerate(slices):
+        np.testing.assert_allclose(found[s] / apart[s], x_[s] @ w_[e].T / apart[s], rtol=1e-5)
+
+
+def test_gradients_in_float8_have_a_common_scale(draw):
+    gate, up, d, scale = map(jnp.array, (draw(8, 6), 100 * draw(8, 6), draw(8, 6), draw(8)))
+    tiles = tiles_of(jnp.array([8]), 8, TILE)
+    made, rows = kernels.swiglu_backward_in_float8(gate, up, d, scale, tiles)
+    for a, b in zip(made, glu_backward(SwiGLU(), gate, up, d, scale, tiles), strict=True):
+        np.testing.assert_array_equal(a, b)
+    wanted = round_to_float8(jnp.concatenate([made[1], made[2]], axis=1), E5M2, 0)
+    found = jnp.concatenate(rows.values, axis=1).astype(jnp.float32) * rows.inverse[:, None]
+    np.testing.assert_array_equal(found, wanted)
+    hidden = kernels.swiglu_in_float8(gate, up, scale, tiles)
+    found = hidden.values[0].astype(jnp.float32) * hidden.inverse[:, None]
+    np.testing.assert_array_equal(found, round_to_float8(made[0], E4M3, 0))

@@ -17,6 +17,8 @@ TILE = 128
 
 #: Rows of each expert: around a tile, empty experts, one with everything, none at all.
 QUICK = [0, 1, 127, 128, 129]
+#: Rows of passes that the interpreter runs one at a time.
+FEW = [0, 1, 127]
 COUNTS = [QUICK, *map(slow, ([300, 0, 0], [0, 0, 300], [0, 0], [128, 256, 1, 0, 7, 640]))]
 
 
@@ -59,6 +61,25 @@ def test_matmul(counts, transpose, expert_dim, terms, N, races):
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize(
+    ("rows", "expert_dim", "terms", "N"),
+    [("float8_e4m3fn", 1, 1, 256), ("float8_e5m2", 0, 2, 128), slow("float8_e4m3fn", 0, 1, 384)],
+)
+def test_scaled_matmul(counts, rows, expert_dim, terms, N, races):
+    K, E, rng = 256, len(counts), np.random.default_rng(2)
+    tiles, used, *xs = inputs(counts, *[K] * terms, dtype=rows)
+    shape = (E, N, K) if expert_dim == 0 else (N, E, K)
+    ws = [jnp.asarray(rng.normal(size=shape), "float8_e4m3fn") for _ in range(terms)]
+    scale = jnp.asarray(2.0 ** rng.integers(-9, 9, size=len(xs[0])), jnp.float32)
+    how = dict(expert_dim=expert_dim, dtype=jnp.bfloat16)
+    found = hopper.matmul.scaled_matmul(xs, ws, scale, tiles, **how, launch=LAUNCH)[used]
+    wanted = reference.scaled_matmul(xs, ws, scale, tiles, **how)[used]
+    of_rows = np.asarray(scale)[used, None]
+    close(found / of_rows, wanted / of_rows, 0.1)
+    assert races() == [False]
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize(("expert_dim", "dtype"), [(0, "float32"), slow(1, "bfloat16")])
 def test_outer(counts, expert_dim, dtype, races):
     tiles, _, x, y = inputs(counts, 256, 128)
@@ -74,6 +95,41 @@ def test_rows_taken(counts, races):
     token = jnp.asarray(np.random.default_rng(4).integers(0, len(x), size=len(x)), jnp.int32)
     found = hopper.rows.rows_taken(x, token, tiles, ctas=2)
     np.testing.assert_array_equal(found[used], reference.rows_taken(x, token)[used])
+    assert races() == [False]
+
+
+@pytest.mark.parametrize("counts", [FEW], ids=str)
+@pytest.mark.parametrize(("dtype", "keep"), [("float8_e4m3fn", False), ("float8_e5m2", True)])
+def test_rows_taken_in_float8(counts, dtype, keep, races):
+    tiles, used, x = inputs(counts, 256)
+    x = x * jnp.exp2(jnp.arange(len(x)) % 40 - 20)[:, None].astype(x.dtype)
+    x = x.at[3].set(0)
+    token = jnp.asarray(np.random.default_rng(4).integers(0, len(x), size=len(x)), jnp.int32)
+    dtype, rows = jnp.dtype(dtype), reference.rows_taken(x, token)
+    found = hopper.rows_taken_in_float8(x, token, tiles, dtype, keep=keep, ctas=2)
+    wanted = *reference.rounded(dtype, rows), *[rows] * keep
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(*(np.asarray(c[used], np.float32) for c in (a, b)))
+    assert races() == [False]
+
+
+@pytest.mark.parametrize("counts", [FEW], ids=str)
+@pytest.mark.parametrize("backward", [False, True])
+def test_swiglu_in_float8(counts, backward, races):
+    """The last digit of a number before rounding may differ, and so its rounding."""
+    tiles, used, gate, up, d = inputs(counts, 256, 256, 256)
+    scale = jnp.asarray(np.random.default_rng(3).normal(size=len(gate)), jnp.float32)
+    operands = (gate, up, d, scale) if backward else (gate, up, scale)
+    name, dtype = ("backward_", jnp.float8_e5m2) if backward else ("", jnp.float8_e4m3fn)
+    kernel, plain = (getattr(by, f"swiglu_{name}in_float8") for by in (hopper, reference))
+    found, wanted = kernel(*operands, tiles, dtype, ctas=2), plain(*operands, tiles, dtype)
+    for a, b in zip(found, wanted, strict=True):
+        a, b = (np.asarray(c[used], np.float32) for c in (a, b))
+        if found[0].dtype == dtype or a.ndim == 1:
+            np.testing.assert_allclose(a, b, rtol=0.25, atol=1e-2)
+            assert (a != b).mean() < 0.01 or a.ndim == 1
+        else:
+            close(a, b, 2e-3)
     assert races() == [False]
 
 

@@ -8,11 +8,16 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxpar.config import ParallelConfig
+from jaxpar.kernels.float8 import BACKWARD, FORWARD
 from jaxpar.kernels.glu import ClampedSwiGLU, SwiGLU
 from jaxpar.kernels.grouped_matmul import hopper, max_rows
+from jaxpar.kernels.grouped_matmul.capability import refusal_in_float8, refusal_of_rows
 from jaxpar.kernels.grouped_matmul.tiles import Tiles
+from jaxpar.kernels.platform import Platform
 from jaxpar.sharding.mesh import make_mesh
 from tests.slow import slow_but
+
+HOPPER = Platform("gpu", "NVIDIA H100", "9.0")
 
 #: Name: rows, experts, D, F. Models, and one with F cut over tensor = 2.
 SHAPES = {
@@ -53,6 +58,37 @@ def test_products(name, expert_dim):
     assert product(True, (array(R, F),) * 2, (w, w)).shape == (R, D)
     outer = functools.partial(hopper.grouped_outer, expert_dim=expert_dim, dtype=jnp.float32)
     assert lower(outer, array(R, D), array(R, F), tiles).shape == w.shape
+
+
+@pytest.mark.parametrize("name", slow_but(["qwen3"], SHAPES))
+@pytest.mark.parametrize("expert_dim", slow_but([0], [0, 1]))
+def test_products_in_float8(name, expert_dim):
+    tiles, _, R, E, D, F = shapes_of(name)
+    if refusal_in_float8(D, F, "bfloat16", HOPPER) or refusal_in_float8(F, D, "bfloat16", HOPPER):
+        pytest.skip("the reference multiplies these rows")
+    array = jax.ShapeDtypeStruct
+    product = functools.partial(hopper.scaled_matmul, expert_dim=expert_dim, dtype=jnp.bfloat16)
+    of_rows = array((R,), jnp.float32)
+    for K, N, dtype, terms in ((D, F, FORWARD, 1), (F, D, FORWARD, 1), (F, D, BACKWARD, 2)):
+        w = array((N, E, K) if expert_dim else (E, N, K), FORWARD)
+        x = array((R, K), dtype)
+        assert lower(product, (x,) * terms, (w,) * terms, of_rows, tiles).shape == (R, N)
+
+
+@pytest.mark.parametrize("name", slow_but(["qwen3"], SHAPES))
+def test_passes_in_float8(name):
+    tiles, array, R, _, D, F = shapes_of(name)
+    if any(refusal_of_rows(width, "bfloat16", HOPPER) for width in (D, F)):
+        pytest.skip("XLA rounds these rows")
+    scale, token = (jax.ShapeDtypeStruct((R,), dtype) for dtype in (jnp.float32, jnp.int32))
+    wide, sized = array(R, F), lambda made: [a.shape for a in made]
+    take = functools.partial(hopper.rows_taken_in_float8, dtype=BACKWARD, keep=True)
+    assert sized(lower(take, array(16384, D), token, tiles)) == [(R, D), (R,), (R, D)]
+    forward = functools.partial(hopper.swiglu_in_float8, dtype=FORWARD)
+    assert sized(lower(forward, wide, wide, scale, tiles)) == [(R, F), (R,)]
+    backward = functools.partial(hopper.swiglu_backward_in_float8, dtype=BACKWARD)
+    made = [(R, F)] * 3 + [(R,)] + [(R, F)] * 2 + [(R,)]
+    assert sized(lower(backward, wide, wide, wide, scale, tiles)) == made
 
 
 @pytest.mark.parametrize("name", slow_but(["qwen3", "gpt-oss"], SHAPES))

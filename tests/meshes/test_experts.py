@@ -310,7 +310,6 @@ def test_verify_refuses_a_loss_that_depends_on_microbatches():
             "lora.targets = 'gate_proj': cannot target experts",
         ),
         ({"model.mlp_bias": True}, r"model\.mlp_bias = True: needs a dense feed-forward layer"),
-        ({"model.matmul_dtype": "float8"}, r"matmul_dtype = 'float8': does not support experts"),
     ],
 )
 def test_what_cannot_be(values, said):

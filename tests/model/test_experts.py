@@ -13,6 +13,7 @@ from jaxpar.config.command_line import load_config
 from jaxpar.kernels.glu import ClampedSwiGLU, GeGLU, SwiGLU
 from jaxpar.model import flops
 from jaxpar.model.moe import experts, router
+from jaxpar.model.moe.products import InComputeDtype
 
 
 def test_a_token_takes_its_likeliest_experts():
@@ -98,7 +99,8 @@ def test_written_out_backward_is_the_gradient(glu, biased):
         if expert_dim == 1:
             w = tuple(jnp.moveaxis(a, dim, 0) for a, dim in zip(w, (1, 1, 2), strict=True))
         of_experts = experts.ExpertWeights(*w, *biases)
-        return experts.of_rows(experts.Products(glu, expert_dim), x, weights, of_experts, plan)
+        how = InComputeDtype(glu, expert_dim)
+        return experts.of_rows(how, x, weights, of_experts, plan)
 
     def plain(x, weights, w, biases):
         b = biases or (0.0, 0.0)
@@ -113,3 +115,37 @@ def test_written_out_backward_is_the_gradient(glu, biased):
         d = draw(7, 4)
         for a, b in zip(jax.tree.leaves(own(d)), jax.tree.leaves(pullback(d)), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("activation", "biased"),
+    [("silu", False), ("silu", True), ("gelu", False), ("clamped_swiglu", True)],
+)
+def test_gradients_in_float8_are_near_the_exact_ones(activation, biased):
+    """A clamp is tested far from its limit, at which rounding decides on gradients."""
+    m = ModelConfig(num_experts=3, activation=activation, swiglu_limit=30.0)
+    rng = np.random.default_rng(1)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+    x, weights, w = draw(64, 32), draw(64, 2), (draw(3, 32, 16), draw(3, 32, 16), draw(3, 16, 32))
+    biases = (draw(3, 16), draw(3, 16)) if biased else ()
+    if activation == "clamped_swiglu":
+        biases = tuple(b.at[:, ::8].set(jnp.copysign(90, b[:, ::8])) for b in biases)
+    chosen = jnp.asarray([[0, 2], [1, 2]] * 32, jnp.int32)
+    plan, d_out = experts.plan_rows(chosen, 3, 4), draw(64, 32)
+
+    def run(dtype, expert_dim):
+        how = experts.products_of(dataclasses.replace(m, matmul_dtype=dtype), expert_dim)
+
+        def layer(x, weights, w, biases):
+            if expert_dim == 1:
+                w = tuple(jnp.moveaxis(a, dim, 0) for a, dim in zip(w, (1, 1, 2), strict=True))
+            of_experts = experts.ExpertWeights(*how.matrices(w), *biases)
+            return experts.of_rows(how, x, weights, of_experts, plan)
+
+        out, pullback = jax.vjp(layer, x, weights, w, biases)
+        return jax.tree.leaves((out, pullback(d_out)))
+
+    exact = run("compute", 0)
+    for found in (run("float8", 0), run("float8", 1)):
+        for a, b in zip(found, exact, strict=True):
+            assert 1e-3 < jnp.linalg.norm(a - b) / jnp.linalg.norm(b) < 0.15

@@ -7,7 +7,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.config import ModelConfig, ParallelConfig
-from jaxpar.model.moe.experts import Products, of_rows
+from jaxpar.model.moe.experts import ExpertWeights, of_rows
+from jaxpar.model.moe.products import products_of
 from jaxpar.parallel.expert.dispatch import plan_rows
 from jaxpar.parallel.expert.rows import capacity
 from jaxpar.profiling.hlo.collective_bytes import collective_bytes
@@ -83,8 +84,8 @@ def layer(by, slack, devices):
     """Lower one layer's experts, forward and backward, float32."""
     rng = np.random.default_rng(0)
     draw = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
-    w = draw(E, D, F), draw(E, D, F), draw(E, F, D)
-    how = Products(ModelConfig(num_experts=E, experts_per_token=k), 0)
+    w = ExpertWeights(draw(E, D, F), draw(E, D, F), draw(E, F, D))
+    how = products_of(ModelConfig(num_experts=E, experts_per_token=k), 0)
 
     def both(chosen, x, weights, w, d_out):
         plan = plan_rows(chosen, E, TILE, slack, by)

@@ -1,5 +1,7 @@
 """The start-up test of the kernels of experts: right ones pass, and a wrong one is named."""
 
+import re
+
 import jax.numpy as jnp
 import pytest
 
@@ -38,12 +40,21 @@ def test_right_kernels_pass(expert_dim):
     assert max(exact.values()) < 1e-6
 
 
-@pytest.mark.parametrize("limit", [0.3, 7.0])
-def test_kernels_with_biases_and_clamps_pass(limit):
+@pytest.mark.parametrize("expert_dim", [0, 1])
+def test_right_kernels_in_float8_pass(expert_dim):
+    cfg = execution(**{"model.matmul_dtype": "float8"}).cfg
+    errors = experts_selftest.errors_of(cfg, expert_dim)
+    assert all(1e-4 < error < experts_selftest.BOUND_FLOAT8 for error in errors.values()), errors
+
+
+@pytest.mark.parametrize(("limit", "dtype"), [(0.3, "compute"), (7.0, "compute"), (7.0, "float8")])
+def test_kernels_with_biases_and_clamps_pass(limit, dtype):
     gpt_oss = {"model.expert_bias": True, "model.activation": "clamped_swiglu"}
-    errors = experts_selftest.errors_of(execution(**gpt_oss | {"model.swiglu_limit": limit}).cfg, 1)
+    gpt_oss |= {"model.swiglu_limit": limit, "model.matmul_dtype": dtype}
+    errors = experts_selftest.errors_of(execution(**gpt_oss).cfg, 1)
     assert errors.keys() == {*experts_selftest.NAMES, *experts_selftest.OF_BIASES}
-    assert all(1e-4 < error < 1e-2 for name, error in errors.items()), errors
+    bound = 1e-2 if dtype == "compute" else experts_selftest.BOUND_FLOAT8
+    assert all(1e-4 < error < bound for error in errors.values()), errors
 
 
 def test_it_says_what_runs(run_as_if_on_hopper):
@@ -52,6 +63,12 @@ def test_it_says_what_runs(run_as_if_on_hopper):
     assert said[0].startswith("expert kernels: hopper; self-test: out ")
     experts_selftest.test_experts(execution_of(resolve(Config(), 1)), said.append)
     assert len(said) == 1, "a dense model has nothing to test"
+
+
+def test_it_says_that_float8_runs_the_reference(run_as_if_on_hopper):
+    said = []
+    experts_selftest.test_experts(execution(**{"model.matmul_dtype": "float8"}), said.append)
+    assert re.search("float8: reference .not hopper: widths must be multiples of 128", said[1])
 
 
 def test_without_hopper_it_says_why():

@@ -36,8 +36,6 @@ def experts(cfg: Config) -> None:
     dense = f"needs a dense feed-forward layer, but {COUNT} is {m.num_experts}"
     path, none = "model.mlp_bias", flag(COUNT, 0)
     require(not m.mlp_bias, cfg, path, dense, flag(path, False), none)
-    path, rule = "model.matmul_dtype", f"does not support experts, and {COUNT} is {m.num_experts}"
-    require(m.matmul_dtype == "compute", cfg, path, rule, flag(path, "compute"), none)
 
 
 def _dense_layers(cfg: Config) -> None:

@@ -56,16 +56,20 @@ class Float8Weight:
     """A quantized weight, `values / scale`."""
 
     values: jax.Array
-    """e4m3 [in, out]."""
+    """e4m3 [in, out]; of experts, with a dim of experts."""
     scale: jax.Array
     """float32 scalar, a power of two."""
     gradient: jax.Array
-    """[in, out] in the compute dtype. Never read. Its gradient is the gradient of the weight, since
-    the gradient of an 8-bit array would have 8 bits."""
+    """Like `values`, in the compute dtype. Never read. Its gradient is the gradient of the weight,
+    since the gradient of an 8-bit array would have 8 bits."""
     scaling: Scaling = flax.struct.field(pytree_node=False)
     """Scaling of activations and gradients in products with this weight."""
     outer: int = flax.struct.field(pytree_node=False, default=-2)
     """The outermost dim in memory of the gradient's destination, -2 or -1."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.gradient.shape
 
     def products(self, x: Any, weights: Sequence[Any], name: str, *, with_amax: bool) -> list[Any]:
         """Call `matmul`."""

@@ -22,7 +22,7 @@ FORWARD = jnp.float8_e4m3fn
 BACKWARD = jnp.float8_e5m2
 
 #: Lower limit of largest magnitudes, so that the scale of all zeros is finite.
-_SMALLEST = 2.0**-100
+SMALLEST = 2.0**-100
 
 #: Bits of the sign and exponent of a float32.
 _EXPONENT = np.uint32(0xFF800000)
@@ -42,7 +42,7 @@ def power_of_two_scale(max_magnitude: jax.Array, dtype: Any) -> jax.Array:
     Args:     max_magnitude: float32, not negative.
     Returns:  float32, the same shape.
     """
-    room = float(jnp.finfo(dtype).max) / jnp.maximum(max_magnitude, _SMALLEST)
+    room = float(jnp.finfo(dtype).max) / jnp.maximum(max_magnitude, SMALLEST)
     bits = lax.bitcast_convert_type(room, jnp.uint32) & _EXPONENT
     power = lax.bitcast_convert_type(bits, jnp.float32)
     return jnp.where(jnp.isfinite(max_magnitude), power, jnp.nan)

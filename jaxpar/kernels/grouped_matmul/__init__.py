@@ -9,19 +9,35 @@ from jaxpar.kernels.grouped_matmul.api import (
 )
 from jaxpar.kernels.grouped_matmul.bias import add_bias, bias_gradient
 from jaxpar.kernels.grouped_matmul.capability import refusal, tile_rows
+from jaxpar.kernels.grouped_matmul.float8 import (
+    Float8Rows,
+    gradients_taken_in_float8,
+    rounded,
+    rows_taken_in_float8,
+    scaled_matmul,
+    swiglu_backward_in_float8,
+    swiglu_in_float8,
+)
 from jaxpar.kernels.grouped_matmul.tiles import Tiles, max_rows, tiles_of
 
 __all__ = [
+    "Float8Rows",
     "Tiles",
     "add_bias",
     "bias_gradient",
     "glu_backward",
+    "gradients_taken_in_float8",
     "grouped_matmul",
     "grouped_outer",
     "max_rows",
     "refusal",
+    "rounded",
     "rows_added",
     "rows_taken",
+    "rows_taken_in_float8",
+    "scaled_matmul",
+    "swiglu_backward_in_float8",
+    "swiglu_in_float8",
     "tile_rows",
     "tiles_of",
 ]

@@ -10,6 +10,12 @@ from jaxpar.kernels.platform import Platform
 #: computes less padding.
 HOPPER_TILE, REFERENCE_TILE = 128, 32
 
+#: Threads of a warpgroup.
+HOPPER_WARPGROUP = 128
+
+#: Numbers of a step through the dimension that a product in 8 bits sums over.
+HOPPER_STEP_FLOAT8 = 128
+
 
 @dataclass(frozen=True)
 class HopperLimits:
@@ -48,6 +54,25 @@ def refusal(D: int, F: int, dtype, platform: Platform | None = None) -> str | No
         words = " or ".join(map(str, multiples))
         return f"widths must be multiples of {words}, and are {D} and {F}"
     return None
+
+
+def refusal_of_rows(width: int, dtype, platform: Platform | None = None) -> str | None:
+    """Return why the Hopper kernels cannot round rows to 8 bits, or None if they can.
+
+    A warpgroup holds a row. Of 384 numbers, a thread would have vectors of three, which Mosaic does
+    not round.
+    """
+    if width == HOPPER_WARPGROUP * 3:
+        return f"it supports no rows of {width}"
+    return refusal_in_float8(width, width, dtype, platform)
+
+
+def refusal_in_float8(K: int, N: int, dtype, platform: Platform | None = None) -> str | None:
+    """Return why the Hopper kernels cannot multiply rows of K by matrices [K, N] in 8 bits, or None
+    if they can. A step through K has 128 numbers (`pipeline.columns_at_a_time`)."""
+    if K % HOPPER_STEP_FLOAT8:
+        return f"widths must be multiples of {HOPPER_STEP_FLOAT8} in float8, not {K}"
+    return refusal(K, N, dtype, platform)
 
 
 def moves_rows(width: int, dtype) -> bool:

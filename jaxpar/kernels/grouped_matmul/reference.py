@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpar.kernels.float8 import max_magnitude, power_of_two_scale, quantize
+from jaxpar.kernels.glu import SwiGLU
 from jaxpar.kernels.grouped_matmul.bias import add_bias
 from jaxpar.kernels.grouped_matmul.tiles import Tiles
 
@@ -30,6 +32,13 @@ def grouped_matmul(xs, ws, tiles: Tiles, *, transpose: bool, expert_dim: int) ->
 
     out = lax.map(of_tile, (by_tile, tiles.expert, _in_use(tiles)))
     return out.reshape(len(xs[0]), -1)
+
+
+def scaled_matmul(xs, ws, scale, tiles: Tiles, *, expert_dim: int, dtype) -> jax.Array:
+    """`float8.scaled_matmul`, with sums in float32."""
+    wide = lambda arrays: tuple(a.astype(f32) for a in arrays)  # noqa: E731
+    out = grouped_matmul(wide(xs), wide(ws), tiles, transpose=True, expert_dim=expert_dim)
+    return (out * scale[:, None]).astype(dtype)
 
 
 def grouped_outer(x, y, tiles: Tiles, *, expert_dim: int, dtype) -> jax.Array:
@@ -68,10 +77,39 @@ def rows_added(y: jax.Array, rows: jax.Array) -> jax.Array:
 
 def glu_backward(glu, gate, up, d_hidden, scale, tiles: Tiles, biases) -> tuple[jax.Array, ...]:
     """`api.glu_backward`."""
+    wide, d_scale = _glu_backward(glu, gate, up, d_hidden, scale, tiles, biases)
+    return *(a.astype(gate.dtype) for a in wide), d_scale
+
+
+def _glu_backward(glu, gate, up, d_hidden, scale, tiles: Tiles, biases):
+    """Return hidden values and gradients of gate and up in float32, and that of scale."""
     g, u = (add_bias(a, bias, tiles) for a, bias in zip((gate, up), biases, strict=True))
     d = d_hidden.astype(f32)
     wide, (act, value) = glu.gradients(g, u, d, scale[:, None])
-    return *(a.astype(gate.dtype) for a in wide), jnp.sum(act * value * d, axis=1)
+    return wide, jnp.sum(act * value * d, axis=1)
+
+
+def swiglu_in_float8(gate, up, scale, tiles: Tiles, dtype) -> tuple[jax.Array, ...]:
+    """Return the hidden values in 8 bits, and each row's largest magnitude."""
+    return rounded(dtype, SwiGLU().hidden(gate.astype(f32), up.astype(f32)) * scale[:, None])
+
+
+def swiglu_backward_in_float8(gate, up, d_hidden, scale, tiles: Tiles, dtype):
+    """Return `glu_backward` of SwiGLU, both gradients in 8 bits, and each row's largest
+    magnitude."""
+    given = gate, up, d_hidden, scale, tiles, (None, None)
+    wide, d_scale = _glu_backward(SwiGLU(), *given)
+    return *(a.astype(gate.dtype) for a in wide), d_scale, *rounded(dtype, *wide[1:])
+
+
+def rounded(dtype, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Round the rows of arrays with common scales.
+
+    Returns:  the arrays in 8 bits, and the largest magnitude of each row.
+    """
+    top = functools.reduce(jnp.maximum, [max_magnitude(a, 1) for a in arrays])
+    scale = power_of_two_scale(top, dtype)[:, None]
+    return *(quantize(a, scale, dtype) for a in arrays), top
 
 
 def _zeros(shape, dtype, *like) -> jax.Array:

@@ -4,7 +4,7 @@
     plan      experts -> a row for each pair of token and expert             integers only
     dispatch  tokens -> the devices of their experts                         `parallel/expert/`
     permute   tokens -> rows, sorted by expert
-    products  gate and up, activation, down                                  `grouped_matmul`
+    products  gate and up, activation, down                                  `products.py`
     combine   the rows of each token, added up
 
 The result is exact, and no token is dropped: the buffer holds the rows however they are
@@ -18,7 +18,6 @@ Source:   Shazeer et al. 2017 (1701.06538), equation 1; Gale et al. 2022 (2211.1
 """
 
 import functools
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -29,12 +28,12 @@ from jaxpar.config import ModelConfig
 from jaxpar.execution.decisions import Execution
 from jaxpar.execution.remat import named, named_plan
 from jaxpar.kernels import grouped_matmul as kernels
-from jaxpar.kernels.glu import Glu
 from jaxpar.kernels.norm import NormOutput
 from jaxpar.model.attention_context import AttentionContext
 from jaxpar.model.feed_forward import glu_of
 from jaxpar.model.linear import products, row_parallel
 from jaxpar.model.moe import router
+from jaxpar.model.moe.products import Products, products_of
 from jaxpar.parallel.expert.dispatch import Dispatch, plan_rows
 from jaxpar.parallel.tensor.shards import Shards
 from jaxpar.sharding.axes import TENSOR
@@ -47,23 +46,13 @@ OF_ROUTER = ("router", "b_router", "router_bias", router.TALLY)
 WEIGHTS = (*OF_ROUTER, "w_gate", "b_gate", "w_up", "b_up", "w_down", "b_down", *SHARED)
 
 
-@dataclass(frozen=True)
-class Products:
-    """How the products are computed."""
-
-    glu: Glu
-    expert_dim: int
-    """0: weights are [E, D, F] and [E, F, D]. 1: all are [D, E, F], as FSDP's gather over D leaves
-    them, so that they are not copied."""
-
-
 class ExpertWeights(NamedTuple):
     """The weights of the experts here."""
 
-    gate: jax.Array
-    up: jax.Array
-    down: jax.Array
-    """Compute dtype, `Products.expert_dim`."""
+    gate: Any
+    up: Any
+    down: Any
+    """Arrays in the compute dtype or `Float8Weight`s, `Products.expert_dim`."""
     gate_bias: jax.Array | None = None
     up_bias: jax.Array | None = None
     """float32 [E, F]."""
@@ -81,7 +70,7 @@ def mixture(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> 
 
 def received(h: NormOutput, _: Weights, name: str, ex: Execution) -> Shards:
     """Gather a norm's output over TENSOR: the `receive` of experts, which need whole sequences."""
-    return Shards.gather(h.operand, in_shards=False).each(lambda x: NormOutput(named(x, name)))
+    return Shards.gather(h.array(), in_shards=False).each(lambda x: NormOutput(named(x, name)))
 
 
 @jax.named_scope("experts")
@@ -99,18 +88,23 @@ def _of_shard(h: NormOutput, w: Weights, context: AttentionContext, ex: Executio
     by_token = lambda a: a.reshape(-1, a.shape[-1])  # noqa: E731
     p, ids = ex.cfg.parallel, by_token(routing.experts)
     plan = plan_rows(ids, m.num_experts, tile, p.expert_slack, ex.expert_dispatch)
-    plan, how = named_plan(plan), Products(glu_of(m), 1 if ex.gathers_experts else 0)
+    plan, how = named_plan(plan), products_of(m, 1 if ex.gathers_experts else 0)
     rounds, loss_weight = plan.further_rounds, context.loss_weight
     weights = router.with_losses(routing, rounds, w, loss_weight, ex.cfg)
     matrices = tuple(w[name] for name in ("w_gate", "w_up", "w_down"))
     if how.expert_dim == 1:  # undo what the gather did last
-        matrices = tuple(jnp.moveaxis(a, d, 0) for a, d in zip(matrices, (-2, -2, -1), strict=True))
+        matrices = tuple(map(_led_by, matrices, (-2, -2, -1)))
     gate, up, down = matrices
     of_experts = ExpertWeights(gate, up, down, w.get("b_gate"), w.get("b_up"))
     out = of_rows(how, by_token(x), by_token(weights), of_experts, plan).reshape(x.shape)
     if "b_down" in w:
         out += _down_biases(routing.experts, weights, w["b_down"].astype(out.dtype))
     return out + _shared(x, w, m) if SHARED[0] in w else out
+
+
+def _led_by(w: Any, dim: int) -> Any:
+    """Move a dim of a matrix to the front: of every array but scales."""
+    return jax.tree.map(lambda a: jnp.moveaxis(a, dim, 0) if a.ndim else a, w)
 
 
 @jax.named_scope("down_bias")
@@ -159,25 +153,21 @@ def _forward(how, x, weights, w, plan):
     return plan.home(out), (x, weights, g, u, w, plan)
 
 
-def _gate_and_up(how, x, w, plan: Dispatch):
+def _gate_and_up(how: Products, x, w, plan: Dispatch):
     """Compute gate and up of each row, without biases: whoever reads them adds these."""
-    xs = plan.permuted(x)
-    multiply = functools.partial(
-        kernels.grouped_matmul, tiles=plan.tiles, expert_dim=how.expert_dim
-    )
+    xs = how.rows(plan, x)
     with jax.named_scope("gate_up"):
-        g, u = (named(multiply(xs, a), "gate_up") for a in (w.gate, w.up))
+        g, u = (named(how.times(xs, (a,), plan.tiles), "gate_up") for a in (w.gate, w.up))
     return g, u
 
 
-def _output(how, g, u, weights, w, plan: Dispatch) -> jax.Array:
+def _output(how: Products, g, u, weights, w, plan: Dispatch) -> jax.Array:
     """Return the weighted sum of each token's experts here, for `Dispatch.home`."""
-    scale, ed = plan.by_row(weights), how.expert_dim
+    scale, tiles = plan.by_row(weights), plan.tiles
     with jax.named_scope("activation"):
-        wide = (kernels.add_bias(a, b, plan.tiles) for a, b in zip((g, u), w.biases, strict=True))
-        hidden = (how.glu.hidden(*wide) * scale[:, None]).astype(g.dtype)
+        hidden = how.hidden(g, u, scale, tiles, w.biases)
     with jax.named_scope("down"):
-        y = kernels.grouped_matmul(hidden, w.down, plan.tiles, transpose=ed == 1, expert_dim=ed)
+        y = how.times(hidden, (w.down,), tiles, transpose=how.expert_dim == 1)
     with jax.named_scope("combine"):
         return plan.added(y)
 
@@ -192,30 +182,29 @@ def _backward(how, saved, d_out):
 
     first = _gradients(how, x, weights, g, u, w, plan, d_out)
     d_x, d_weights, d_w = plan.in_rounds(of_round, first)
+    d_w = ExpertWeights(*how.gradients(w[:3], d_w[:3]), *d_w.biases)
     return plan.home(d_x), plan.home(d_weights), d_w, None
 
 
-def _gradients(how, x, weights, g, u, w, plan: Dispatch, d_out):
+def _gradients(how: Products, x, weights, g, u, w, plan: Dispatch, d_out):
     """Return the gradients of all tokens, of their weights and of the experts here."""
     tiles, ed, (gate, up, down) = plan.tiles, how.expert_dim, w[:3]
-    multiply = functools.partial(kernels.grouped_matmul, tiles=tiles, expert_dim=ed)
-    outer = functools.partial(kernels.grouped_outer, tiles=tiles, expert_dim=ed, dtype=gate.dtype)
-    d_y, scale = plan.permuted(d_out), plan.by_row(weights)
+    (to_multiply, d_y), scale = how.gradient_rows(plan, d_out), plan.by_row(weights)
     with jax.named_scope("down"):
-        d_hidden = multiply(d_y, down, transpose=ed == 0)
+        d_hidden = how.times(to_multiply, (down,), tiles, transpose=ed == 0)
     with jax.named_scope("activation"):
-        hidden, d_gate, d_up, d_scale = kernels.glu_backward(
-            how.glu, g, u, d_hidden, scale, tiles, w.biases
-        )
+        to_multiply, made = how.hidden_backward(g, u, d_hidden, scale, tiles, w.biases)
+        hidden, d_gate, d_up, d_scale = made
     with jax.named_scope("gate_up"):
-        d_xs = multiply((d_gate, d_up), (gate, up), transpose=True)
+        d_xs = how.times(to_multiply, (gate, up), tiles, transpose=True)
     with jax.named_scope("combine"):
         d_x = plan.added(d_xs)
         d_weights = plan.by_pair(d_scale)
     with jax.named_scope("weight_gradients"):
         xs = plan.permuted(x)
-        d_w = outer(xs, d_gate), outer(xs, d_up)
-        d_down = outer(hidden, d_y) if ed == 0 else outer(d_y, hidden)
+        d_w = how.outer(xs, d_gate, gate, tiles), how.outer(xs, d_up, up, tiles)
+        rows, columns = (hidden, d_y) if ed == 0 else (d_y, hidden)
+        d_down = how.outer(rows, columns, down, tiles)
         d_biases = (
             None if bias is None else kernels.bias_gradient(d, tiles)
             for bias, d in zip(w.biases, (d_gate, d_up), strict=True)

@@ -37,8 +37,11 @@ class Dispatch(Protocol):
     def pairs_out(self, values: jax.Array) -> Any:
         """Send values of pairs of token and expert, [N, k]. Transpose: `by_pair` and `home`."""
 
-    def permuted(self, sent: Any) -> jax.Array:
-        """Return the token of each row, [R, D], of what `out` sent. Padding has some token."""
+    def permuted(self, sent: Any, take: Callable = kernels.rows_taken) -> Any:
+        """Return the token of each row, [R, D], of what `out` sent. Padding has some token.
+
+        Args:     take: copies the rows, with the arguments of `rows_taken`.
+        """
 
     def by_row(self, sent: Any) -> jax.Array:
         """Return the value of each row, [R], of what `pairs_out` sent. Padding has 0."""

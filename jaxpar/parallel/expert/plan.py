@@ -57,9 +57,9 @@ class RowPlan:
         return tokens.tokens_of_all(values)
 
     @jax.named_scope("permute")
-    def permuted(self, sent: jax.Array) -> jax.Array:
+    def permuted(self, sent: jax.Array, take: Callable = kernels.rows_taken) -> Any:
         """`Dispatch.permuted`. Padding has the first token."""
-        return kernels.rows_taken(sent, self.token, self.tiles)
+        return take(sent, self.token, self.tiles)
 
     def by_row(self, sent: jax.Array) -> jax.Array:
         """`Dispatch.by_row`."""

@@ -95,9 +95,9 @@ class Exchange:
         return SentRows(flat, self._exchanged(flat, 1), 1)
 
     @jax.named_scope("permute")
-    def permuted(self, sent: SentRows) -> jax.Array:
+    def permuted(self, sent: SentRows, take: Callable = kernels.rows_taken) -> Any:
         """`Dispatch.permuted`. Communication: in further rounds, as `out`."""
-        return kernels.rows_taken(self._there(sent), jnp.maximum(self.source, 0), self.tiles)
+        return take(self._there(sent), jnp.maximum(self.source, 0), self.tiles)
 
     def by_row(self, sent: SentRows) -> jax.Array:
         """`Dispatch.by_row`. Communication: in further rounds, as `pairs_out`."""

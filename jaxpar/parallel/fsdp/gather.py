@@ -9,7 +9,7 @@ the leading dimension reads only the small shard. The matmul absorbs the transpo
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -131,18 +131,19 @@ def quantize_shard(w: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 @jax.named_scope("gather_weights")
 def gather_float8(
-    w: jax.Array, scale: jax.Array, dim: int, dtype: Any, reduce: Reduce
+    w: jax.Array, scale: jax.Array, dim: Dim, dtype: Any, reduce: Reduce
 ) -> tuple[jax.Array, jax.Array]:
     """Gather a complete weight in 8 bits: the same bits as rounding after `gather`, half the bytes.
 
     Args:     w, dim, dtype, reduce: as in `gather`; w may be rounded already (`quantize_shard`).
-              scale: float32 scalar, the same on every device of FSDP_AXES.
+              scale: float32 scalar, the same on every device of these axes.
     Returns:  (w * scale in e4m3 with complete `dim`, an array of the same shape in `dtype`). The
               second is never read; its gradient is the gradient of the complete weight.
     Communication: as `gather`, with one byte per element in the forward.
     """
+    dim, axes = _split(dim)
     local = w if w.dtype == float8.FORWARD else quantize_shard(w, scale, dtype)
-    whole = all_gather(jnp.moveaxis(local, dim, 0), FSDP_AXES, dim=0)
+    whole = all_gather(jnp.moveaxis(local, dim, 0), axes, dim=0)
     values = jnp.moveaxis(whole, 0, dim)
     return values, varying(jnp.zeros(values.shape, dtype))
 
@@ -159,19 +160,21 @@ gather_float8.defvjp(_gather_float8_forward, _gather_float8_backward)
 
 
 @jax.named_scope("float8_scales")
-def float8_scales(tree: Any, names: Sequence[str], dtype: Any) -> Any:
+def float8_scales(
+    tree: Any, dims_of: Callable[[dict], Mapping[str, tuple[int, ...]]], dtype: Any
+) -> Any:
     """Compute the e4m3 scale of each matrix: a power of two, from its largest magnitude.
 
-    Args:     tree: tuples of dicts of shards; the last two dims of an array are a matrix.
-              names: the arrays to scale. dtype: compute dtype.
-    Returns:  dicts of float32 arrays without those two dims, the same on each device of FSDP_AXES.
+    Args:     tree: tuples of dicts of shards. dims_of: returns the arrays of a dict to scale, by
+              name, with the dims that share a scale. dtype: compute dtype.
+    Returns:  dicts of float32 arrays without those dims, the same on each device of FSDP_AXES.
     Communication: one all-reduce over FSDP_AXES for all layers, of one value per matrix.
     """
 
     def largest(w: Any) -> Any:
         if isinstance(w, tuple):
             return tuple(map(largest, w))
-        return {n: float8.max_magnitude(w[n].astype(dtype), (-2, -1)) for n in names}
+        return {n: float8.max_magnitude(w[n].astype(dtype), d) for n, d in dims_of(w).items()}
 
     numbers, restore = ravel_pytree(largest(tree))
     whole = restore(pmax(numbers, FSDP_AXES))

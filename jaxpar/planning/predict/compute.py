@@ -209,8 +209,10 @@ def _quantized(cfg: Config) -> float:
     """Bytes per token that quantization moves: each operand is read once and written twice."""
     m, t = cfg.model, cfg.parallel.tensor
     heads, kv = m.num_heads * m.head_dim / t, m.num_kv_heads * m.head_dim / t
-    inputs = 2 * m.d_model + heads + m.d_ff / t
-    gradients = heads + 2 * kv + 2 * m.d_model + 2 * m.d_ff / t
+    wide = _dense_width(cfg)  # experts' kernels round what they write
+    branches = 2 if wide else 1
+    inputs = branches * m.d_model + heads + wide
+    gradients = heads + 2 * kv + branches * m.d_model + 2 * wide
     return 4 * (inputs + gradients)
 
 

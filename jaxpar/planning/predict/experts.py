@@ -112,7 +112,8 @@ def backward_bytes(cfg: Config, width: int) -> float:
     sizes, wide = dispatched(cfg), m.d_ff / cfg.parallel.tensor
     values = max(m.d_model + 4 * wide, 3 * m.d_model + 3 * wide)
     elements = sizes.buffer * values + 5 * sizes.received * m.d_model
-    return width * elements / tokens_of(cfg)
+    in_8_bits = sizes.buffer * 2 * wide if m.matmul_dtype == "float8" else 0
+    return (width * elements + in_8_bits) / tokens_of(cfg)
 
 
 # ------------------------------------------------------------------------------------------ time
@@ -133,7 +134,10 @@ def product_seconds(cfg: Config, shard: Shard, gpu: Gpu, repeated: set[str]) -> 
     narrower = rates.matmul_share(m.d_model, wide) / rates.matmul_share(*rates.GROUPED_AT)
     speed = gpu.matmul.value / H200.matmul.value * min(narrower, 1.0)
     flops = 2 * rows_in_use(cfg, shard) * m.d_model * wide
-    return {name: count * flops / rates.GROUPED[name] / speed for name, count in times.items()}
+    grouped = rates.GROUPED
+    if m.matmul_dtype == "float8" and gpu.float8 is not None:
+        grouped = grouped | rates.GROUPED_FLOAT8
+    return {name: count * flops / grouped[name] / speed for name, count in times.items()}
 
 
 def router_elements(cfg: Config, shard: Shard) -> float:
@@ -147,16 +151,29 @@ def moved_elements(cfg: Config, shard: Shard, repeated: set[str]) -> float:
     """Return the elements that a layer's experts read and write in a microbatch.
 
     Three permutations of rows; the activation, which in the forward runs over the whole buffer;
-    sums of each token's rows, and the copies of an expert axis; the gradients of biases.
+    sums of each token's rows, and the copies of an expert axis; the gradients of biases. In float8,
+    rows that are multiplied are written in 8 bits, those of the output's gradient and of the
+    activation's in 16, too; the forward's SwiGLU runs over the rows in use, and that of other
+    activations and with biases over the buffer, as does another pass that rounds gradients; and
+    matrices are transposed.
     """
     m, wide = cfg.model, cfg.model.d_ff / cfg.parallel.tensor
     if not m.num_experts:
         return 0.0
     sizes, used = dispatched(cfg), rows_in_use(cfg, shard)
-    permuted = (3 + ("gate_up" in repeated)) * 2 * used
+    permuted, activation = (3 + ("gate_up" in repeated)) * 2 * used, 3 * sizes.buffer + 6 * used
+    turned = 0.0
+    if m.matmul_dtype == "float8":
+        byte = 1 / shard.width
+        permuted += (2 * byte - 1 + (byte - 1) * ("gate_up" in repeated)) * used
+        if m.activation == "silu" and not m.expert_bias:
+            activation = (2 + byte + 6 + 2 * byte) * used
+        else:
+            activation = (2 + byte + 2 + 2 * byte) * sizes.buffer + 6 * used
+        turned = 2 * byte * 3 * m.d_model * wide * m.num_experts / cfg.parallel.expert
     values = permuted + shard.imbalance * sizes.added + sizes.copied
-    activation = wide * (3 * sizes.buffer + (6 + 2 * m.expert_bias) * used)
-    return values * m.d_model + activation + router_elements(cfg, shard)
+    activation += 2 * m.expert_bias * used
+    return values * m.d_model + wide * activation + turned + router_elements(cfg, shard)
 
 
 def sent_bytes(cfg: Config, shard: Shard) -> float:

@@ -37,6 +37,9 @@ GROUPED = {
     "weights": 700e12,
 }
 
+#: The same in float8, on an H200, of a prototype's kernels (16 and 64 experts).
+GROUPED_FLOAT8 = {"gate_up": 1350e12, "down": 1140e12, "to_hidden": 1300e12, "to_input": 1320e12}
+
 #: Elements per token that take as long as the router and the plan, many small kernels: D times the
 #: first, plus E and k times the others. Together 0.48 ms of a profile (16,384 tokens, D 2,048, 128
 #: experts, top 8, H100); the division into three is an estimate.

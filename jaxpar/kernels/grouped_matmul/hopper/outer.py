@@ -40,7 +40,9 @@ def grouped_outer(
     return pipeline.call(
         functools.partial(_kernel, E, M, N, width, expert_dim, launch),
         jax.ShapeDtypeStruct(shape, dtype),
-        pipeline.scratch((STEP, ROWS), (STEP, width), width, x.dtype, dtype, launch.interpret),
+        pipeline.scratch(
+            (STEP, ROWS), (STEP, width), width, [x.dtype] * 2, dtype, launch.interpret
+        ),
         launch.ctas,
         *(x, y, tiles.starts, fullest_first),
     )

@@ -15,7 +15,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.kernels.attention.hopper.mma import compiler, mod, smem, varying_as
+from jaxpar.kernels.attention.hopper.mma import compiler, mod, smem, spread, varying_as
 from jaxpar.kernels.attention.order import MULTIPROCESSORS
 from jaxpar.kernels.attention.refs import Refs
 
@@ -25,7 +25,7 @@ f32, i32 = jnp.float32, jnp.int32
 CONSUMERS = 2
 #: Rows that one wgmma instruction multiplies.
 M = 64
-#: Width of a step through the dimension that is summed over: 128 bytes, the swizzle.
+#: Width of a step through the dimension that is summed over, for 16 bits: 128 bytes, the swizzle.
 STEP = 64
 #: Rows of a tile of the result, and its possible widths. 128 x 256 was the fastest: 256 x 128 is up
 #: to 12% slower.
@@ -75,15 +75,16 @@ def place(work, row_tiles, column_tiles: int, neighbors: int = NEIGHBORS):
     return first + lax.rem(rest, side_by_side), lax.div(rest, side_by_side)
 
 
-def scratch(a: tuple[int, int], b: tuple[int, int], width: int, dtype, out_dtype, interpret: bool):
+def scratch(a: tuple[int, int], b: tuple[int, int], width: int, dtypes, out_dtype, interpret: bool):
     """Return a CTA's shared memory and barriers.
 
-    Args:     a, b: shapes of a tile of each operand. width: of a tile of the result.
+    Args:     a, b: shapes of a tile of each operand. width: of a tile of the result. dtypes: of the
+              operands.
     """
     barrier = lambda: plgpu.Barrier(num_arrivals=2, num_barriers=STAGES)  # noqa: E731
     refs = dict(
-        a=smem((STAGES, *a), dtype),
-        b=smem((STAGES, *b), dtype),
+        a=smem((STAGES, *a), dtypes[0]),
+        b=smem((STAGES, *b), dtypes[1]),
         pieces=smem((CONSUMERS, SLOTS, M, columns_at_a_time(out_dtype)), out_dtype),
         full=barrier(),
         free=barrier(),
@@ -94,7 +95,7 @@ def scratch(a: tuple[int, int], b: tuple[int, int], width: int, dtype, out_dtype
 
 
 def columns_at_a_time(dtype) -> int:
-    """Return the width of a piece of the result: 128 bytes."""
+    """Return the width of 128 bytes: of a piece of the result, and of a step through operands."""
     return 128 // jnp.dtype(dtype).itemsize
 
 
@@ -192,12 +193,15 @@ def _multiply(acc, a, b, launch: Launch) -> None:
     acc[...] = acc[...] + pl.run_scoped(fresh, plgpu.ACC(acc.shape, f32))
 
 
-def store(r: Refs, wg, acc, at) -> None:
+def store(r: Refs, wg, acc, at, scale=None) -> None:
     """Store a consumer's accumulator, [64, width], a piece at a time.
 
-    Args:     at: first column of a piece -> the piece in global memory.
+    Args:     at: first column of a piece -> the piece in global memory. scale: float32 [64] in the
+              layout of rows, which multiplies them; or None.
     """
     values, (_, width) = acc[...], acc.shape
+    if scale is not None:
+        values = values * spread(scale, values.shape, 0)
     columns = r.pieces.shape[-1]
     # Buffers are used in turn, from the first one for each tile.
     in_turn = width // columns % SLOTS == 0
