@@ -116,7 +116,9 @@ def test_bias_gradients_are_sums_over_the_rows_in_use(counts, draw):
     np.testing.assert_allclose(bias_gradient(jnp.array(d), tiles), wanted, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("glu", [SwiGLU(), GeGLU(), ClampedSwiGLU(0.7, 1.702)], ids=str)
+@pytest.mark.parametrize(
+    "glu", [SwiGLU(), GeGLU(), ClampedSwiGLU(0.7, 1.702)], ids=lambda glu: type(glu).__name__
+)
 def test_glu_backward_is_the_gradient(glu, draw):
     gate, up, d, scale = draw(8, 6), draw(8, 6), draw(8, 6), draw(8)
     biases = draw(2, 6), draw(2, 6)

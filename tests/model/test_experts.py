@@ -84,7 +84,9 @@ CLAMPED = ClampedSwiGLU(limit=1.0, alpha=1.702)
 
 
 @pytest.mark.parametrize(
-    ("glu", "biased"), [(SwiGLU(), False), (GeGLU(), True), (CLAMPED, True)], ids=str
+    ("glu", "biased"),
+    [(SwiGLU(), False), (GeGLU(), True), (CLAMPED, True)],
+    ids=lambda value: str(value) if isinstance(value, bool) else type(value).__name__,
 )
 def test_written_out_backward_is_the_gradient(glu, biased):
     """Against autodiff of every expert for every token, with one expert that has no token."""
