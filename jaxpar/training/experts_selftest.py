@@ -2,9 +2,11 @@
 
 As with attention (`attention_selftest.py`), a wrong kernel raises no error. A few experts of the
 model's widths, with uneven loads and one without tokens, run through the kernels, forward and
-backward, and through the reference in float32.
+backward, and through the reference in float32. In float8, where rounding to 8 bits is most of the error,
+the reference runs in float8, too: the kernels may be little further from the truth than it is.
 """
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable
@@ -13,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.config import Config, ConfigError
+from jaxpar.config import Config, ConfigError, ModelConfig
 from jaxpar.execution.decisions import Execution
 from jaxpar.kernels import grouped_matmul as kernels
 from jaxpar.kernels.grouped_matmul.capability import refusal_in_float8
@@ -23,12 +25,17 @@ from jaxpar.step.compiled import FirstRunAlone
 #: Tokens, and experts at most: one tile of rows for most experts, several for the first.
 TOKENS, EXPERTS = 512, 8
 
-#: Maximum relative error of an array, L2: five times the error of rounding to bfloat16. In float8,
-#: such an error moves some numbers across a boundary between two 8-bit numbers.
-BOUND, BOUND_FLOAT8 = 2e-2, 6e-2
+#: Maximum relative error of an array, L2: five times the error of rounding to bfloat16.
+BOUND = 2e-2
+
+#: In float8, the maximum error of the kernels relative to the reference's own in float8, both
+#: against products in float32. Kernels add: gate and up in bfloat16, and sums of 14 bits. On an
+#: H200, with D 2048 and F 768, they have 1.2 to 1.4 times the reference's error.
+BOUND_FLOAT8 = 2.0
 
 NAMES = ("out", "dx", "d_weights", "d_gate", "d_up", "d_down")
 OF_BIASES = ("d_gate_bias", "d_up_bias")
+type Arrays = dict[str, np.ndarray]
 
 #: The program runs once. Autotuning it would take longer than the rest of the test.
 _QUICKLY = {"xla_gpu_autotune_level": 0}
@@ -50,22 +57,27 @@ def test_experts(ex: Execution, log: Callable[[str], None]) -> None:
     began = time.perf_counter()
     errors = errors_of(cfg, 1 if ex.gathers_per_layer else 0)
     # `not <=` rather than `>`: a NaN is wrong, too.
-    bound = BOUND if m.matmul_dtype == "compute" else BOUND_FLOAT8
-    wrong = [f"{name} is off by {e:.1e}" for name, e in errors.items() if not e <= bound]
+    float8 = m.matmul_dtype == "float8"
+    bound, unit = (BOUND_FLOAT8, " times the reference's error") if float8 else (BOUND, "")
+    wrong = [f"{name} is off by {e:.1e}{unit}" for name, e in errors.items() if not e <= bound]
     if wrong:
         device = jax.local_devices()[0].device_kind
         rule = f"its kernels disagree with the reference on {device}: {', '.join(wrong)}"
         fix = "use --model.dtype float32, which runs the reference, and report the bug"
         raise ConfigError("model.num_experts", m.num_experts, rule, fix)
     found = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
-    log(f"expert kernels: hopper; self-test: {found}, {time.perf_counter() - began:.1f} s")
+    beside = ", errors relative to the reference's in float8" if float8 else ""
+    log(f"expert kernels: hopper; self-test{beside}: {found}, {time.perf_counter() - began:.1f} s")
     why = refusal_in_float8(D, F, m.dtype) or refusal_in_float8(F, D, m.dtype)
-    if m.matmul_dtype == "float8" and why is not None:
+    if float8 and why is not None:
         log(f"products of experts in float8: reference (not hopper: {why})")
 
 
 def errors_of(cfg: Config, expert_dim: int) -> dict[str, float]:
-    """Return the relative error of the output and of each gradient, by name."""
+    """Return the relative error of the output and of each gradient, by name.
+
+    With matmuls in float8, it is in units of the reference's error in float8.
+    """
     m, rng = cfg.model, np.random.default_rng(cfg.train.seed)
     E, D, F = min(m.num_experts, EXPERTS), m.d_model, m.d_ff // cfg.parallel.tensor
     k = min(m.experts_per_token, max(E - 1, 1))
@@ -84,15 +96,19 @@ def errors_of(cfg: Config, expert_dim: int) -> dict[str, float]:
     on_device = jax.device_put((arrays, np.array(chosen, np.int32)), jax.local_devices()[0])
     (x, weights, (w, b), d_out), experts_of = on_device
 
-    def run(expert_dim: int, to: Callable[[jax.Array], jax.Array]) -> list[np.ndarray]:
+    def run(m: ModelConfig, expert_dim: int, to: Callable[[jax.Array], jax.Array]) -> Arrays:
         how = experts.products_of(m, expert_dim)
         x_w_d = jax.tree.map(to, (x, w, d_out))
-        return _run(how, E, x_w_d, (weights, b), experts_of)
+        names = NAMES + (OF_BIASES if m.expert_bias else ())
+        return dict(zip(names, _run(how, E, x_w_d, (weights, b), experts_of), strict=True))
 
-    found = run(expert_dim, lambda a: a.astype(m.dtype))
-    wanted = run(0, lambda a: a.astype(m.dtype).astype(jnp.float32))
-    names = NAMES + (OF_BIASES if m.expert_bias else ())
-    return {name: _relative(a, b) for name, a, b in zip(names, found, wanted, strict=True)}
+    in_float32 = lambda a: a.astype(m.dtype).astype(jnp.float32)  # noqa: E731
+    exact = run(dataclasses.replace(m, matmul_dtype="compute"), 0, in_float32)
+    errors = _errors(run(m, expert_dim, lambda a: a.astype(m.dtype)), exact)
+    if m.matmul_dtype != "float8":
+        return errors
+    own = _errors(run(m, 0, in_float32), exact)
+    return {name: error / max(own[name], 1e-30) for name, error in errors.items()}
 
 
 def _run(how: experts.Products, E: int, arrays, wide, chosen) -> list[np.ndarray]:
@@ -115,6 +131,10 @@ def _every_array(how: experts.Products, E: int, arrays, wide, chosen):
     with jax.default_matmul_precision("highest"):  # float32, not TF32
         out, pullback = jax.vjp(layer, x, weights, w, biases)
         return out, *pullback(d_out)
+
+
+def _errors(found: Arrays, wanted: Arrays) -> dict[str, float]:
+    return {name: _relative(found[name], wanted[name]) for name in wanted}
 
 
 def _relative(found: np.ndarray, wanted: np.ndarray) -> float:
