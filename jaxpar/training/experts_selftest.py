@@ -2,8 +2,8 @@
 
 As with attention (`attention_selftest.py`), a wrong kernel raises no error. A few experts of the
 model's widths, with uneven loads and one without tokens, run through the kernels, forward and
-backward, and through the reference in float32. In float8, where rounding to 8 bits is most of the error,
-the reference runs in float8, too: the kernels may be little further from the truth than it is.
+backward, and through the reference in float32. In float8, where rounding to 8 bits is most of the
+error, the reference runs in float8, too: the kernels may be little further from the truth.
 """
 
 import dataclasses
