@@ -90,7 +90,7 @@ def pieces(tokens: int) -> Iterator[Piece]:
     yield Piece("RoPE of q and k forward", rope, (q, k, tables))
     yield Piece("RoPE of q and k backward", rope_backward, (q, k, tables))
     gate, up = normal((1, tokens, m.d_ff)), normal((1, tokens, m.d_ff))
-    yield from both("SwiGLU", functools.partial(feed_forward.gated, m=m), gate, up)
+    yield from both("SwiGLU", feed_forward.glu_of(m).hidden, gate, up)
 
 
 def beside(x, gain):
