@@ -29,8 +29,8 @@ TOKENS, EXPERTS = 512, 8
 BOUND = 2e-2
 
 #: In float8, the maximum error of the kernels relative to the reference's own in float8, both
-#: against products in float32. Kernels add: gate and up in bfloat16, and sums of 14 bits. On an
-#: H200, with D 2048 and F 768, they have 1.2 to 1.4 times the reference's error.
+#: against products in float32. Kernels also round gate and up to bfloat16, and sum in 14 bits. On
+#: an H200, with D 2048 and F 768, they had 1.2 to 1.4 times the reference's error.
 BOUND_FLOAT8 = 2.0
 
 NAMES = ("out", "dx", "d_weights", "d_gate", "d_up", "d_down")
