@@ -13,7 +13,6 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxpar.config import Config, ConfigError, ModelConfig
 from jaxpar.execution.decisions import Execution
@@ -35,7 +34,7 @@ BOUND_FLOAT8 = 2.0
 
 NAMES = ("out", "dx", "d_weights", "d_gate", "d_up", "d_down")
 OF_BIASES = ("d_gate_bias", "d_up_bias")
-type Arrays = dict[str, np.ndarray]
+type Arrays = dict[str, jax.Array]
 
 #: The program runs once. Autotuning it would take longer than the rest of the test.
 _QUICKLY = {"xla_gpu_autotune_level": 0}
@@ -78,23 +77,10 @@ def errors_of(cfg: Config, expert_dim: int) -> dict[str, float]:
 
     With matmuls in float8, it is in units of the reference's error in float8.
     """
-    m, rng = cfg.model, np.random.default_rng(cfg.train.seed)
-    E, D, F = min(m.num_experts, EXPERTS), m.d_model, m.d_ff // cfg.parallel.tensor
-    k = min(m.experts_per_token, max(E - 1, 1))
-    draw = lambda *shape, size=1.0: (rng.normal(size=shape) * size).astype(np.float32)  # noqa: E731
-    # No value is near a limit, where rounding decides whether it has a gradient. Biases move some
-    # columns far beyond.
-    clamped = m.activation == "clamped_swiglu"
-    wide = m.swiglu_limit / 8 if clamped else 1.0
-    matrices = [draw(E, D, F, size=wide * D**-0.5) for _ in "gu"] + [draw(E, F, D, size=F**-0.5)]
-    share = np.append(1 / np.arange(1, E) ** 2, 0) if E > 1 else np.ones(1)
-    chosen = [rng.choice(E, k, replace=False, p=share / share.sum()) for _ in range(TOKENS)]
-    biases = [draw(E, F, size=wide) for _ in OF_BIASES] if m.expert_bias else []
-    for bias in biases if clamped else ():
-        bias[:, ::8] = np.copysign(3 * m.swiglu_limit, bias[:, ::8])
-    arrays = draw(TOKENS, D), np.abs(draw(TOKENS, k)), (matrices, biases), draw(TOKENS, D)
-    on_device = jax.device_put((arrays, np.array(chosen, np.int32)), jax.local_devices()[0])
-    (x, weights, (w, b), d_out), experts_of = on_device
+    m, E = cfg.model, min(cfg.model.num_experts, EXPERTS)
+    draw = jax.jit(functools.partial(_inputs, cfg, E), compiler_options=_QUICKLY)
+    key = jax.device_put(jax.random.key(cfg.train.seed), jax.local_devices()[0])
+    (x, weights, (w, b), d_out), experts_of = draw(key)
 
     def run(m: ModelConfig, expert_dim: int, to: Callable[[jax.Array], jax.Array]) -> Arrays:
         how = experts.products_of(m, expert_dim)
@@ -111,10 +97,35 @@ def errors_of(cfg: Config, expert_dim: int) -> dict[str, float]:
     return {name: error / max(own[name], 1e-30) for name, error in errors.items()}
 
 
-def _run(how: experts.Products, E: int, arrays, wide, chosen) -> list[np.ndarray]:
+def _inputs(cfg: Config, E: int, key: jax.Array):
+    """Draw tokens, weights, matrices with biases and gradients, and each token's experts.
+
+    On the device: a host takes a minute for the widest matrices.
+    """
+    m, keys = cfg.model, iter(jax.random.split(key, 16))
+    D, F = m.d_model, m.d_ff // cfg.parallel.tensor
+    k = min(m.experts_per_token, max(E - 1, 1))
+    draw = lambda *shape, size=1.0: size * jax.random.normal(next(keys), shape, jnp.float32)  # noqa: E731
+    # No value is near a limit, where rounding decides whether it has a gradient. Biases move some
+    # columns far beyond.
+    clamped = m.activation == "clamped_swiglu"
+    wide = m.swiglu_limit / 8 if clamped else 1.0
+    matrices = [draw(E, D, F, size=wide * D**-0.5) for _ in "gu"] + [draw(E, F, D, size=F**-0.5)]
+    biases = [draw(E, F, size=wide) for _ in OF_BIASES] if m.expert_bias else []
+    if clamped:
+        beyond = lambda bias: jnp.copysign(3 * m.swiglu_limit, bias[:, ::8])  # noqa: E731
+        biases = [bias.at[:, ::8].set(beyond(bias)) for bias in biases]
+    # The k largest of noisy scores: expert n is drawn in proportion to 1/n^2, the last one never.
+    scores = jnp.append(-2 * jnp.log(jnp.arange(1.0, E)), -jnp.inf) if E > 1 else jnp.zeros(1)
+    noise = jax.random.gumbel(next(keys), (TOKENS, E))
+    chosen = jax.lax.top_k(scores + noise, k)[1].astype(jnp.int32)
+    arrays = draw(TOKENS, D), jnp.abs(draw(TOKENS, k)), (matrices, biases), draw(TOKENS, D)
+    return arrays, chosen
+
+
+def _run(how: experts.Products, E: int, arrays, wide, chosen) -> list[jax.Array]:
     program = jax.jit(functools.partial(_every_array, how, E), compiler_options=_QUICKLY)
-    found = jax.device_get(FirstRunAlone(program)(arrays, wide, chosen))
-    return [np.asarray(a, np.float64) for a in jax.tree.leaves(found)]
+    return jax.tree.leaves(FirstRunAlone(program)(arrays, wide, chosen))
 
 
 def _every_array(how: experts.Products, E: int, arrays, wide, chosen):
@@ -134,8 +145,11 @@ def _every_array(how: experts.Products, E: int, arrays, wide, chosen):
 
 
 def _errors(found: Arrays, wanted: Arrays) -> dict[str, float]:
-    return {name: _relative(found[name], wanted[name]) for name in wanted}
+    errors = jax.jit(functools.partial(jax.tree.map, _relative))(found, wanted)
+    return {name: float(errors[name]) for name in wanted}  # jit sorts the names
 
 
-def _relative(found: np.ndarray, wanted: np.ndarray) -> float:
-    return float(np.linalg.norm(found - wanted) / max(np.linalg.norm(wanted), 1e-30))
+def _relative(found: jax.Array, wanted: jax.Array) -> jax.Array:
+    found, wanted = found.astype(jnp.float32), wanted.astype(jnp.float32)
+    norm = lambda a: jnp.sqrt(jnp.sum(a * a))  # noqa: E731
+    return norm(found - wanted) / jnp.maximum(norm(wanted), 1e-30)

@@ -6,12 +6,14 @@ Run it in a separate environment, on GPUs:
     ../titan/bin/pip install torchtitan==0.2.2 torchdata datasets==4.3.0 tyro torchao torch==2.11.0
     ../titan/bin/python scripts/measure/torchtitan_run.py fsdp --gpus 8 --card runs/titan-fsdp.json
 
-Trains torchtitan's Llama 3 with torch.compile on the text of Python's standard library, with a
-tokenizer of `python -m jaxpar.data prepare`. Reads median tokens per second and GPU, MFU and peak
+Trains torchtitan's Llama 3, or its Qwen3 with experts in the shape of the layout, with
+torch.compile on the text of Python's standard library, with a tokenizer of
+`python -m jaxpar.data prepare`. Reads median tokens per second and GPU, MFU and peak
 memory from its log. `python -m jaxpar.bench compare` compares the card with jaxpar's.
 """
 
 import argparse
+import dataclasses
 import datetime
 import hashlib
 import importlib.metadata
@@ -34,6 +36,7 @@ _FLOAT8 = (
     "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp"
 )
 _SEQUENCE = "--activation_checkpoint.mode full --parallelism.context_parallel_degree {gpus}"
+_EXPERTS = "--activation_checkpoint.mode none --parallelism.expert_parallel_degree {gpus}"
 
 #: Model flavor, sequence length, sequences per data-parallel rank, and torchtitan's arguments.
 LAYOUTS: dict[str, tuple[str, int, int, str]] = {
@@ -83,6 +86,25 @@ LAYOUTS: dict[str, tuple[str, int, int, str]] = {
     ),
     "sequence": ("8B", 131072, 1, _SEQUENCE),
     "sequence-262144": ("8B", 262144, 1, _SEQUENCE),
+    "experts-qwen3": ("30B-A3B, 6 layers", 4096, 4, _EXPERTS),
+    "experts-olmoe": ("OLMoE-1B-7B", 4096, 4, _EXPERTS),
+    "experts-mixtral": ("Mixtral 8x7B, 4 layers", 4096, 4, _EXPERTS),
+}
+
+#: Changes to torchtitan's Qwen3 30B-A3B, and to its experts. It normalizes queries and keys per
+#: head, also where the model of that name does not.
+WITH_EXPERTS: dict[str, tuple[dict, dict]] = {
+    "30B-A3B, 6 layers": ({"n_layers": 6}, {}),
+    "OLMoE-1B-7B": (
+        {"n_layers": 16, "n_heads": 16, "n_kv_heads": 16, "vocab_size": 50304}
+        | {"moe_inter_dim": 1024, "rope_theta": 10000},
+        {"num_experts": 64, "route_norm": False},
+    ),
+    "Mixtral 8x7B, 4 layers": (
+        {"n_layers": 4, "dim": 4096, "n_kv_heads": 8, "vocab_size": 32000}
+        | {"moe_inter_dim": 14336},
+        {"num_experts": 8, "top_k": 2},
+    ),
 }
 
 _STEP = re.compile(r"step: *(\d+).*?memory: *([\d.]+)GiB.*?tps: *([\d,]+).*?mfu: *([\d.]+)%")
@@ -147,7 +169,8 @@ def command(options: argparse.Namespace, folder: Path) -> list[str]:
     launch = ["-m", "torch.distributed.run", "--nproc_per_node", str(options.gpus)]
     launch += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
     launch += ["--local-ranks-filter", "0", "--role", "rank", "--tee", "3"]
-    run = [__file__, "--worker", "--model.name", "llama3", "--model.flavor", flavor]
+    name = "qwen3" if flavor in WITH_EXPERTS else "llama3"
+    run = [__file__, "--worker", "--model.name", name, "--model.flavor", flavor]
     run += ["--model.hf_assets_path", str(folder / "tokenizer")]
     run += ["--training.dataset", "c4_test", "--training.dataset_path", str(folder / "text")]
     run += ["--training.seq_len", str(window), "--training.local_batch_size", str(rows)]
@@ -157,9 +180,9 @@ def command(options: argparse.Namespace, folder: Path) -> list[str]:
 
 
 def worker() -> None:
-    """Run one rank of torchtitan, with jaxpar's 1.5B shape added to its models."""
+    """Run one rank of torchtitan, with jaxpar's shapes added to its models."""
     sys.argv.remove("--worker")  # first: torchtitan reads the arguments when it is imported
-    from torchtitan.models import llama3
+    from torchtitan.models import llama3, qwen3
     from torchtitan.models.llama3.model.args import TransformerModelArgs
     from torchtitan.train import Trainer, main
 
@@ -172,6 +195,10 @@ def worker() -> None:
         multiple_of=1024,
         rope_theta=500000,
     )
+    whole = qwen3.qwen3_args["30B-A3B"]
+    for flavor, (changed, of_experts) in WITH_EXPERTS.items():
+        experts = dataclasses.replace(whole.moe_args, **of_experts)
+        qwen3.qwen3_args[flavor] = dataclasses.replace(whole, moe_args=experts, **changed)
     main(Trainer)
 
 

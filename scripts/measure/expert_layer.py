@@ -1,0 +1,117 @@
+"""Measure one layer's experts on an expert axis: python scripts/measure/expert_layer.py [--gpus N]
+
+The forward, and the forward with the backward, of the experts of one layer of CONFIG: router, plan,
+dispatch, products, and the weights' conversion to the compute dtype. One layer alone has nothing to
+hide its communication behind. Weights are fresh and inputs are normal numbers, so loads are nearly
+even; the fullest device's share is printed. Runs at the power limit.
+"""
+
+import argparse
+import functools
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jaxpar.bench.timing import Sustained, Timing, time_interleaved
+from jaxpar.config import Config, replace
+from jaxpar.config.config_file import load_config
+from jaxpar.config.validate import resolve
+from jaxpar.execution.decisions import execution_of
+from jaxpar.kernels.norm import NormOutput
+from jaxpar.model.moe import experts, router
+from jaxpar.model.parameters import param_specs
+from jaxpar.parallel.tensor.shards import Shards
+from jaxpar.runtime.program import run_program
+from jaxpar.runtime.start import start
+from jaxpar.sharding.axes import BATCH_SPEC, EXPERT, partition_spec
+from jaxpar.sharding.mesh import make_mesh, shardings
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and print a line for each program."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--config", default="qwen3_30b_a3b")
+    parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--rows", type=int, default=4, help="sequences per GPU")
+    parser.add_argument("--dispatch", nargs="+", default=["tokens", "rows"])
+    parser.add_argument("--slack", type=float, default=2.0)
+    parser.add_argument("--seconds", type=float, default=0.5, help="of a timed batch")
+    parser.add_argument("--repeats", type=int, default=5)
+    given = parser.parse_args(arguments)
+    cfg = _config(given)
+    start(cfg)
+    print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}, {given}")
+    programs = {}
+    for dispatch in given.dispatch:
+        of = replace(cfg, **{"parallel.expert_dispatch": dispatch})
+        forward, both, share = programs_of(of)
+        programs |= {f"{dispatch}, forward": forward, f"{dispatch}, forward and backward": both}
+        print(f"{dispatch}: the fullest device has {share:.3f} times its share")
+    held = Sustained(settle=given.seconds, timed=given.seconds)
+    for name, found in time_interleaved(programs, given.repeats, held).items():
+        if not isinstance(found, Timing):
+            raise found
+        print(f"{name:30} {found.ms:7.2f} ms ({found.fastest:.2f} to {found.slowest:.2f})")
+
+
+def _config(given: argparse.Namespace) -> Config:
+    mesh = {"parallel.expert": given.gpus, "parallel.data": 1, "parallel.expert_slack": given.slack}
+    rows = {"train.global_batch_size": given.gpus * given.rows}
+    return resolve(replace(load_config(given.config), **mesh, **rows), given.gpus)
+
+
+def programs_of(cfg: Config):
+    """Return the forward, the forward with the backward, and the fullest device's share."""
+    mesh, ex, m = make_mesh(cfg.parallel), execution_of(cfg), cfg.model
+    layer = param_specs(m)["layers"]
+    specs = {n: s for n, s in layer.items() if n in experts.WEIGHTS}
+    # Only experts are sharded. FSDP would gather the others, a layer ahead.
+    of_weights = {
+        n: partition_spec(s.axes[1:]) if "experts" in s.axes else PartitionSpec()
+        for n, s in specs.items()
+    }
+    made = functools.partial(_arrays, specs, cfg)
+    placed = shardings(mesh, (of_weights, BATCH_SPEC, BATCH_SPEC))
+    w, x, d_out = jax.jit(made, out_shardings=placed)(jax.random.key(0))
+    context = SimpleNamespace(loss_weight=None)
+
+    def apply(w, x):
+        complete = {n: a if n in experts.OF_ROUTER else a.astype(m.dtype) for n, a in w.items()}
+        return experts.mixture(Shards((NormOutput(x),)), complete, context, ex).parts[0]
+
+    def gradients(w, x, d_out):
+        out, pullback = jax.vjp(apply, w, x)
+        return out, *pullback(d_out)
+
+    def load(w, x):
+        ids = router.route(x, w, m).experts // (m.num_experts // cfg.parallel.expert)
+        return lax.psum(jnp.bincount(ids.reshape(-1), length=cfg.parallel.expert), EXPERT)
+
+    def over(fn, inputs, outputs):
+        sharded = jax.shard_map(fn, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
+        return jax.jit(sharded)
+
+    of_gradients = (BATCH_SPEC, of_weights, BATCH_SPEC)
+    forward = over(apply, (of_weights, BATCH_SPEC), BATCH_SPEC)
+    both = over(gradients, (of_weights, BATCH_SPEC, BATCH_SPEC), of_gradients)
+    counts = over(load, (of_weights, BATCH_SPEC), PartitionSpec())(w, x)
+    share = float(counts.max() / counts.mean())
+    return functools.partial(forward, w, x), functools.partial(both, w, x, d_out), share
+
+
+def _arrays(specs: dict, cfg: Config, key: jax.Array):
+    """Draw the weights in float32, and tokens and gradients in the compute dtype."""
+    keys = iter(jax.random.split(key, len(specs) + 2))
+    m, shape = cfg.model, (cfg.train.global_batch_size, cfg.data.seq_len, cfg.model.d_model)
+    draw = lambda s: s.std * jax.random.normal(next(keys), s.shape[1:], jnp.float32)  # noqa: E731
+    w = {n: draw(s) for n, s in specs.items()}
+    x, d_out = (jax.random.normal(next(keys), shape, m.dtype) for _ in range(2))
+    return w, x, d_out
+
+
+if __name__ == "__main__":
+    run_program(main)
