@@ -79,12 +79,14 @@ def programs_of(cfg: Config):
     w, x, d_out = jax.jit(made, out_shardings=placed)(jax.random.key(0))
     context = SimpleNamespace(loss_weight=None)
 
-    def apply(w, x):
-        complete = {n: a if n in experts.OF_ROUTER else a.astype(m.dtype) for n, a in w.items()}
-        return experts.mixture(Shards((NormOutput(x),)), complete, context, ex).parts[0]
+    def converted(w):
+        return {n: a if n in experts.OF_ROUTER else a.astype(m.dtype) for n, a in w.items()}
 
-    def gradients(w, x, d_out):
-        out, pullback = jax.vjp(apply, w, x)
+    def apply(w, x):
+        return experts.mixture(Shards((NormOutput(x),)), w, context, ex).parts[0]
+
+    def gradients(w, x, d_out):  # those of experts stay in the compute dtype, as in a step
+        out, pullback = jax.vjp(apply, converted(w), x)
         return out, *pullback(d_out)
 
     def load(w, x):
@@ -96,7 +98,7 @@ def programs_of(cfg: Config):
         return jax.jit(sharded)
 
     of_gradients = (BATCH_SPEC, of_weights, BATCH_SPEC)
-    forward = over(apply, (of_weights, BATCH_SPEC), BATCH_SPEC)
+    forward = over(lambda w, x: apply(converted(w), x), (of_weights, BATCH_SPEC), BATCH_SPEC)
     both = over(gradients, (of_weights, BATCH_SPEC, BATCH_SPEC), of_gradients)
     counts = over(load, (of_weights, BATCH_SPEC), PartitionSpec())(w, x)
     share = float(counts.max() / counts.mean())

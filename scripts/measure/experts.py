@@ -138,6 +138,8 @@ def _passes(found: Programs, tiles, tokens, token, wide, scale, matrix) -> None:
         jax.nn.silu(g.astype(f32)) * u.astype(f32) * s[:, None]
     ).astype(bf16)
     found.add("SwiGLU by XLA", hidden, gate, up, scale)
+    forward = functools.partial(kernels.glu_hidden, SwiGLU())
+    found.add("SwiGLU", forward, gate, up, scale, tiles)
     found.add("SwiGLU, e4m3", kernels.swiglu_in_float8, gate, up, scale, tiles)
     backward = functools.partial(kernels.glu_backward, SwiGLU())
     found.add("SwiGLU backward", backward, *wide, scale, tiles)

@@ -101,6 +101,9 @@ def test_passes(name):
         backward = functools.partial(hopper.glu_backward, glu)
         made = lower(backward, *wide, scale, tiles, biases)
         assert [a.shape for a in made] == [(R, F)] * 3 + [(R,)]
+        if F % 128 == 0:
+            hidden = functools.partial(hopper.glu_hidden, glu)
+            assert lower(hidden, *wide[:2], scale, tiles, biases).shape == (R, F)
     if D % 128:
         return
     rows = jax.ShapeDtypeStruct((16384, 8), jnp.int32)

@@ -2,6 +2,7 @@
 
 from jaxpar.kernels.grouped_matmul.api import (
     glu_backward,
+    glu_hidden,
     grouped_matmul,
     grouped_outer,
     rows_added,
@@ -26,6 +27,7 @@ __all__ = [
     "add_bias",
     "bias_gradient",
     "glu_backward",
+    "glu_hidden",
     "gradients_taken_in_float8",
     "grouped_matmul",
     "grouped_outer",

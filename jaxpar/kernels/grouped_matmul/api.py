@@ -78,6 +78,25 @@ def rows_added(y: jax.Array, rows: jax.Array) -> jax.Array:
     return by.rows_added(y, rows)
 
 
+def glu_hidden(
+    glu: Glu,
+    gate: jax.Array,
+    up: jax.Array,
+    scale: jax.Array,
+    tiles: Tiles,
+    biases: Biases = (None, None),
+) -> jax.Array:
+    """Compute the hidden values of a GLU, times scale.
+
+    Args:     as `glu_backward`.
+    Returns:  [R, F] in the dtype of gate.
+    """
+    by_kernel = _in_hopper_tiles(gate, tiles) and moves_rows(gate.shape[1], gate.dtype)
+    if by_kernel and not isinstance(glu, GeGLU):
+        return hopper.glu_hidden(glu, gate, up, scale, tiles, biases)
+    return reference.glu_hidden(glu, gate, up, scale, tiles, biases).astype(gate.dtype)
+
+
 def glu_backward(
     glu: Glu,
     gate: jax.Array,

@@ -75,6 +75,12 @@ def rows_added(y: jax.Array, rows: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where((rows >= 0)[..., None], found, 0), axis=1).astype(y.dtype)
 
 
+def glu_hidden(glu, gate, up, scale, tiles: Tiles, biases) -> jax.Array:
+    """`api.glu_hidden`, in float32."""
+    wide = (add_bias(a, bias, tiles) for a, bias in zip((gate, up), biases, strict=True))
+    return glu.hidden(*wide) * scale[:, None]
+
+
 def glu_backward(glu, gate, up, d_hidden, scale, tiles: Tiles, biases) -> tuple[jax.Array, ...]:
     """`api.glu_backward`."""
     wide, d_scale = _glu_backward(glu, gate, up, d_hidden, scale, tiles, biases)

@@ -21,6 +21,7 @@ from jaxpar.config import ModelConfig
 from jaxpar.kernels import float8
 from jaxpar.kernels import grouped_matmul as kernels
 from jaxpar.kernels.glu import Glu, SwiGLU
+from jaxpar.kernels.grouped_matmul import reference
 from jaxpar.kernels.grouped_matmul.api import Biases
 from jaxpar.model.feed_forward import glu_of
 from jaxpar.parallel.expert.dispatch import Dispatch
@@ -90,7 +91,7 @@ class InComputeDtype:
         return kernels.grouped_matmul(x, w, tiles, transpose=transpose, expert_dim=self.expert_dim)
 
     def hidden(self, gate, up, scale, tiles: kernels.Tiles, biases: Biases) -> jax.Array:
-        return _hidden(self.glu, gate, up, scale, tiles, biases).astype(gate.dtype)
+        return kernels.glu_hidden(self.glu, gate, up, scale, tiles, biases)
 
     def gradient_rows(self, plan: Dispatch, sent: Any) -> tuple[jax.Array, jax.Array]:
         rows = plan.permuted(sent)
@@ -146,7 +147,7 @@ class InFloat8:
     def hidden(self, gate, up, scale, tiles: kernels.Tiles, biases: Biases) -> kernels.Float8Rows:
         if self._in_one_pass(biases):
             return kernels.swiglu_in_float8(gate, up, scale, tiles)
-        wide = _hidden(self.glu, gate, up, scale, tiles, biases)
+        wide = reference.glu_hidden(self.glu, gate, up, scale, tiles, biases)  # in float32
         return kernels.rounded((wide,), float8.FORWARD)
 
     def _in_one_pass(self, biases: Biases) -> bool:
@@ -178,9 +179,3 @@ class InFloat8:
         top = functools.reduce(jnp.maximum, map(float8.max_magnitude, w))
         scale = float8.power_of_two_scale(top, float8.FORWARD)
         return tuple(float8.quantize_weight(one, scale, self.scaling) for one in w)
-
-
-def _hidden(glu: Glu, gate, up, scale, tiles: kernels.Tiles, biases: Biases) -> jax.Array:
-    """Return the hidden values times scale, in float32."""
-    wide = (kernels.add_bias(a, b, tiles) for a, b in zip((gate, up), biases, strict=True))
-    return glu.hidden(*wide) * scale[:, None]

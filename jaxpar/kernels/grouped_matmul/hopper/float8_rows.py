@@ -1,26 +1,19 @@
 """Rows in 8 bits, with a scale each, rounded by the passes that write them.
 
 A warpgroup holds a row in registers, finds its largest magnitude, and rounds it: no pass reads what
-another one wrote. A CTA has a single warpgroup, since Mosaic's sum or maximum of a row uses memory
-that all warpgroups of a CTA share.
+another one wrote.
 """
 
 import functools
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxpar.kernels.attention.hopper.mma import compiler, varying_as
-from jaxpar.kernels.attention.order import MULTIPROCESSORS
 from jaxpar.kernels.float8.quantize import SMALLEST
-from jaxpar.kernels.grouped_matmul.hopper.pipeline import ROWS, div
+from jaxpar.kernels.grouped_matmul.hopper.each_row import COMPUTING, COPYING, each_row, sigmoid
 from jaxpar.kernels.grouped_matmul.tiles import Tiles
-
-#: CTAs of a kernel: as many as fit on the multiprocessors, with the registers of a row's arrays.
-COPYING, COMPUTING = 16 * MULTIPROCESSORS, 8 * MULTIPROCESSORS
 
 #: Bits of a float32's mantissa, and the bias of its exponent.
 _MANTISSA, _BIAS = 23, 127
@@ -44,7 +37,7 @@ def rows_taken_in_float8(
         q[r], top[r] = _rounded(dtype, values.astype(f32))
 
     kept = [jax.ShapeDtypeStruct((R, D), x.dtype)] * keep
-    return _each_row(row, tiles, ctas, _in_8_bits(R, D, dtype) + kept, x, token)
+    return each_row(row, tiles, ctas, _in_8_bits(R, D, dtype) + kept, x, token)
 
 
 def swiglu_in_float8(
@@ -57,9 +50,9 @@ def swiglu_in_float8(
 
     def row(r, gate, up, scale, q, top):
         g, u = gate[r].astype(f32), up[r].astype(f32)
-        q[r], top[r] = _rounded(dtype, g * _sigmoid(g) * u * scale[r])
+        q[r], top[r] = _rounded(dtype, g * sigmoid(g) * u * scale[r])
 
-    return _each_row(
+    return each_row(
         row, tiles, ctas, _in_8_bits(gate.shape[0], gate.shape[1], dtype), gate, up, scale
     )
 
@@ -76,10 +69,10 @@ def swiglu_backward_in_float8(
 
     def row(r, gate, up, d_hidden, scale, hidden, d_gate, d_up, d_scale, q_gate, q_up, top):
         g, u, d, s = *(a[r].astype(f32) for a in (gate, up, d_hidden)), scale[r]
-        sigmoid = _sigmoid(g)
-        act = g * sigmoid
+        s_g = sigmoid(g)
+        act = g * s_g
         h, ds = act * u, d * s
-        dg, du = ds * u * (sigmoid + act * (1.0 - sigmoid)), ds * act
+        dg, du = ds * u * (s_g + act * (1.0 - s_g)), ds * act
         for out, value in ((hidden, h * s), (d_gate, dg), (d_up, du)):
             out[r] = value.astype(out.dtype)
         d_scale[r] = jnp.sum(h * d)
@@ -87,35 +80,11 @@ def swiglu_backward_in_float8(
 
     q, top = _in_8_bits(R, F, dtype)
     made = [wide, wide, wide, top, q, q, top]
-    return _each_row(row, tiles, ctas, made, gate, up, d_hidden, scale)
+    return each_row(row, tiles, ctas, made, gate, up, d_hidden, scale)
 
 
 def _in_8_bits(R: int, width: int, dtype) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct((R, width), dtype), jax.ShapeDtypeStruct((R,), f32)]
-
-
-def _each_row(row, tiles: Tiles, ctas: int, out_type: list, *operands) -> tuple[jax.Array, ...]:
-    """Call row(r, *operands, *results) for each row r in use, and give the results their type."""
-
-    def kernel(used, *refs):
-        cta = lax.axis_index("cta")
-        each = lambda i, _: row(cta + i * ctas, *refs)  # noqa: E731
-        lax.fori_loop(0, div(used[0] * ROWS - cta + (ctas - 1), ctas), each, None)
-
-    out = plgpu.kernel(
-        kernel,
-        out_type=tuple(out_type),
-        grid=(ctas,),
-        grid_names=("cta",),
-        num_threads=1,
-        thread_name="warpgroup",
-        compiler_params=compiler(),
-    )(tiles.used, *operands)
-    return tuple(functools.reduce(varying_as, operands, a) for a in out)
-
-
-def _sigmoid(x):
-    return 1.0 / (1.0 + jnp.exp(-x))
 
 
 def _rounded(dtype, *rows):

@@ -1,6 +1,6 @@
-"""A GLU's hidden values again, and its gradients, in one pass over the rows in use.
+"""A GLU's hidden values, and its gradients, each in one pass over the rows in use.
 
-XLA takes two passes, also over the rows that are not in use.
+XLA also computes the rows that are not in use, and takes two passes for the gradients.
 """
 
 import dataclasses
@@ -15,13 +15,52 @@ from jax import lax
 from jaxpar.kernels.attention.hopper.mma import COLUMN, ROW, TILE, mod, smem, spread
 from jaxpar.kernels.attention.refs import Refs
 from jaxpar.kernels.glu import ClampedSwiGLU, SwiGLU
+from jaxpar.kernels.grouped_matmul.capability import HOPPER_WARPGROUP as WARPGROUP
 from jaxpar.kernels.grouped_matmul.hopper import pipeline
-from jaxpar.kernels.grouped_matmul.hopper.pipeline import CONSUMERS, DEFAULT, ROWS, Launch, M
+from jaxpar.kernels.grouped_matmul.hopper.each_row import COPYING, each_row, sigmoid
+from jaxpar.kernels.grouped_matmul.hopper.pipeline import CONSUMERS, DEFAULT, ROWS, Launch, M, div
 from jaxpar.kernels.grouped_matmul.tiles import Tiles
 
 #: Columns of a step, 128 bytes, and buffers of the ring.
 COLUMNS, STAGES = 64, 3
+
+#: The most columns of a row that a warpgroup holds at a time, in `glu_hidden`.
+MOST_COLUMNS = 1024
 f32 = jnp.float32
+
+
+def glu_hidden(
+    glu: SwiGLU | ClampedSwiGLU,
+    gate,
+    up,
+    scale,
+    tiles: Tiles,
+    biases=(None, None),
+    ctas: int = COPYING,
+) -> jax.Array:
+    """`api.glu_hidden` for bfloat16 or float16, F a multiple of 128, tiles of 128."""
+    F = gate.shape[1]
+    columns = max(n for n in range(WARPGROUP, MOST_COLUMNS + 1, WARPGROUP) if F % n == 0)
+    glu = dataclasses.replace(glu, sigmoid=sigmoid)
+    of_experts = [bias for bias in biases if bias is not None]
+
+    def row(r, gate, up, scale, *refs):
+        *of_experts, out = refs
+        for first in range(0, F, columns):
+            here = pl.ds(first, columns)
+            g, u = gate[r, here].astype(f32), up[r, here].astype(f32)
+            if of_experts:
+                *biases, experts = of_experts
+                pairs = zip((g, u), biases, strict=True)
+                g, u = (a + b[experts[div(r, ROWS)], here] for a, b in pairs)
+            # The compiler drops the gradients.
+            (hidden, *_), _ = glu.gradients(g, u, jnp.zeros_like(g), scale[r])
+            out[r, here] = hidden.astype(out.dtype)
+
+    if of_experts:
+        of_experts.append(tiles.expert)
+    like = jax.ShapeDtypeStruct(gate.shape, gate.dtype)
+    return each_row(row, tiles, ctas, [like], gate, up, scale, *of_experts)[0]
 
 
 def glu_backward(
@@ -40,7 +79,7 @@ def glu_backward(
     copies = 3 + len(of_experts)
     if of_experts:
         of_experts.append(tiles.expert)
-    glu = dataclasses.replace(glu, sigmoid=lambda x: 1.0 / (1.0 + jnp.exp(-x)))
+    glu = dataclasses.replace(glu, sigmoid=sigmoid)
     like, barrier = jax.ShapeDtypeStruct((R, F), dtype), plgpu.Barrier
     scratch = dict(
         ins=smem((STAGES, 3, ROWS, COLUMNS), dtype),
