@@ -3,11 +3,12 @@
 As with attention (`attention_selftest.py`), a wrong kernel raises no error. A few experts of the
 model's widths, with uneven loads and one without tokens, run through the kernels, forward and
 backward, and through the reference in float32. In float8, where rounding to 8 bits is most of the
-error, the reference runs in float8, too: the kernels may be little further from the truth.
+error, the reference runs in float8, too, and its error is subtracted.
 """
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable
 
@@ -26,11 +27,6 @@ TOKENS, EXPERTS = 512, 8
 
 #: Maximum relative error of an array, L2: five times the error of rounding to bfloat16.
 BOUND = 2e-2
-
-#: In float8, the maximum error of the kernels relative to the reference's own in float8, both
-#: against products in float32. Kernels also round gate and up to bfloat16, and sum in 14 bits. On
-#: an H200, with D 2048 and F 768, they had 1.2 to 1.4 times the reference's error.
-BOUND_FLOAT8 = 2.0
 
 NAMES = ("out", "dx", "d_weights", "d_gate", "d_up", "d_down")
 OF_BIASES = ("d_gate_bias", "d_up_bias")
@@ -58,16 +54,16 @@ def test_experts(ex: Execution, log: Callable[[str], None]) -> None:
     errors = errors_of(cfg, 1 if ex.gathers_per_layer else 0)
     # `not <=` rather than `>`: a NaN is wrong, too.
     float8 = m.matmul_dtype == "float8"
-    bound, unit = (BOUND_FLOAT8, " times the reference's error") if float8 else (BOUND, "")
-    wrong = [f"{name} is off by {e:.1e}{unit}" for name, e in errors.items() if not e <= bound]
+    beside = " beyond the reference in float8" if float8 else ""
+    wrong = [f"{name} is off by {e:.1e}{beside}" for name, e in errors.items() if not e <= BOUND]
     if wrong:
         device = jax.local_devices()[0].device_kind
         rule = f"its kernels disagree with the reference on {device}: {', '.join(wrong)}"
         fix = "use --model.dtype float32, which runs the reference, and report the bug"
         raise ConfigError("model.num_experts", m.num_experts, rule, fix)
     found = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
-    beside = ", errors relative to the reference's in float8" if float8 else ""
-    log(f"expert kernels: hopper; self-test{beside}: {found}, {time.perf_counter() - began:.1f} s")
+    seconds = time.perf_counter() - began
+    log(f"expert kernels: hopper; self-test, error{beside}: {found}, {seconds:.1f} s")
     why = refusal_in_float8(D, F, m.dtype) or refusal_in_float8(F, D, m.dtype)
     if float8 and why is not None:
         log(f"products of experts in float8: reference (not hopper: {why})")
@@ -76,7 +72,8 @@ def test_experts(ex: Execution, log: Callable[[str], None]) -> None:
 def errors_of(cfg: Config, expert_dim: int) -> dict[str, float]:
     """Return the relative error of the output and of each gradient, by name.
 
-    With matmuls in float8, it is in units of the reference's error in float8.
+    With matmuls in float8, it is the error beyond the reference's in float8. Independent errors add
+    up in squares. On an H100, with D 2048 and F 768, it was 2e-3 to 6e-3.
     """
     m, E = cfg.model, min(cfg.model.num_experts, EXPERTS)
     draw = jax.jit(functools.partial(_inputs, cfg, E), compiler_options=_QUICKLY)
@@ -95,13 +92,13 @@ def errors_of(cfg: Config, expert_dim: int) -> dict[str, float]:
     if m.matmul_dtype != "float8":
         return errors
     own = _errors(run(m, 0, in_float32), exact)
-    return {name: error / max(own[name], 1e-30) for name, error in errors.items()}
+    return {name: _beyond(error, own[name]) for name, error in errors.items()}
 
 
 def _inputs(cfg: Config, E: int, key: jax.Array):
     """Draw tokens, weights, matrices with biases and gradients, and each token's experts.
 
-    On the device: a host takes a minute for the widest matrices.
+    On the device: the host took some 40 s for those of Mixtral.
     """
     m, keys = cfg.model, iter(jax.random.split(key, 16))
     D, F = m.d_model, m.d_ff // cfg.parallel.tensor
@@ -148,6 +145,11 @@ def _every_array(how: experts.Products, E: int, arrays, wide, chosen):
 def _errors(found: Arrays, wanted: Arrays) -> dict[str, float]:
     errors = jax.jit(functools.partial(jax.tree.map, _relative))(found, wanted)
     return {name: float(errors[name]) for name in wanted}  # jit sorts the names
+
+
+def _beyond(error: float, own: float) -> float:
+    """Return the part of an error that is not `own`. NaN if one of them is."""
+    return math.sqrt(error**2 - own**2) if not error <= own else 0.0
 
 
 def _relative(found: jax.Array, wanted: jax.Array) -> jax.Array:

@@ -29,6 +29,9 @@ BESIDE = {
     "qwen3_30b_a3b_6_layers-h100x2-expert2": "torchtitan-qwen3_30b_a3b_6_layers-h100x2",
     "qwen3_30b_a3b_6_layers-h200x2-expert2": "torchtitan-qwen3_30b_a3b_6_layers-h200x2",
     "qwen3_30b_a3b_6_layers-h200x2-fsdp": "torchtitan-qwen3_30b_a3b_6_layers-h200x2",
+    "olmoe_1b_7b-h200x2-expert2": "torchtitan-olmoe_1b_7b-h200x2",
+    "mixtral_8x7b_4_layers-h100x2-expert2": "torchtitan-mixtral_8x7b_4_layers-h100x2",
+    "mixtral_8x7b_4_layers-h100x2-tensor2": "torchtitan-mixtral_8x7b_4_layers-h100x2",
 }
 
 #: Those of the README.
@@ -49,7 +52,7 @@ HEAD = """\
 
 def cards() -> Iterator[tuple[str, dict[str, Any]]]:
     """Names and contents of the training cards, by model and number of GPUs."""
-    read = {path.stem: json.loads(path.read_text("utf-8")) for path in CARDS.glob("[lq]*.json")}
+    read = {path.stem: json.loads(path.read_text("utf-8")) for path in CARDS.glob("[lmoq]*.json")}
     order = lambda item: (item[1]["parameters"], gpus_of(item[1]), item[0])  # noqa: E731
     yield from sorted(read.items(), key=order)
 
@@ -99,11 +102,18 @@ def how(card: dict[str, Any]) -> str:
 
 def model_of(card: dict[str, Any]) -> str:
     """Describe the number of parameters and the sequence length."""
-    c = card["config"]
-    cut = " (8 layers of 8B)" if c["model"]["num_layers"] == 8 else ""
-    if c["model"].get("num_experts"):
-        cut = f" ({c['model']['num_layers']} layers of Qwen3-30B-A3B)"
-    return f"{card['parameters'] / 1e9:.1f}B{cut}, {c['data']['seq_len']:,}"
+    name = name_of(card)
+    cut = f" ({name})" if name else ""
+    return f"{card['parameters'] / 1e9:.1f}B{cut}, {card['config']['data']['seq_len']:,}"
+
+
+def name_of(card: dict[str, Any]) -> str:
+    """Return the name of a model with experts or with fewer layers than published, or ''."""
+    model = card["config"]["model"]
+    of = f"{model['num_layers']} layers of"
+    if experts := model.get("num_experts"):
+        return {8: f"{of} Mixtral 8x7B", 64: "OLMoE-1B-7B", 128: f"{of} Qwen3-30B-A3B"}[experts]
+    return f"{of} 8B" if model["num_layers"] == 8 else ""
 
 
 def row(name: str, card: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from benchmark_table import gpus_of, is_float8, mesh_of, pairs  # noqa: E402
+from benchmark_table import gpus_of, is_float8, mesh_of, name_of, pairs  # noqa: E402
 
 FILE = ROOT / "docs" / "images" / "torchtitan.svg"
 
@@ -35,7 +35,8 @@ def label(card: dict[str, Any]) -> tuple[str, str]:
     _, _, mesh = mesh_of(card, named=True).partition(", ")
     kind = card["device"].rpartition("NVIDIA ")[2].split()[0]
     offload = ", offload" if card["config"]["parallel"]["remat"] == "dots_offload" else ""
-    first = f"{size}B, {length:,} tokens" + (", float8" if is_float8(card) else "") + offload
+    first = name_of(card) or f"{size}B, {length:,} tokens"
+    first += (", float8" if is_float8(card) else "") + offload
     return first, f"{gpus_of(card)} × {kind}" + (f", {mesh}" if mesh else "")
 
 

@@ -99,6 +99,7 @@ def shorter(run: str) -> str:
         "llama3_8b --model.num-layers 8": "8 layers of 8B",
         "llama3_8b": "8B",
         "qwen3_30b_a3b --model.num-layers 6": "6 layers of Qwen3-30B-A3B",
+        "mixtral_8x7b --model.num-layers 4": "4 layers of Mixtral 8x7B",
         "--parallel.": "",
         "--model.": "",
         "--data.document-mask False": "",

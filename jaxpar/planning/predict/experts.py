@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from jaxpar.config import Config
 from jaxpar.execution.decisions import on_gpus, rows_per_device
 from jaxpar.kernels.grouped_matmul import max_rows
-from jaxpar.kernels.grouped_matmul.capability import HOPPER_TILE
+from jaxpar.kernels.grouped_matmul.capability import HOPPER_TILE, HOPPER_WARPGROUP
 from jaxpar.parallel.expert import plan, rows
 from jaxpar.planning.predict import rates
 from jaxpar.planning.predict.hardware import H200, Gpu
@@ -150,8 +150,9 @@ def router_elements(cfg: Config, shard: Shard) -> float:
 def moved_elements(cfg: Config, shard: Shard, repeated: set[str]) -> float:
     """Return the elements that a layer's experts read and write in a microbatch.
 
-    Three permutations of rows; the activation, which in the forward runs over the whole buffer;
-    sums of each token's rows, and the copies of an expert axis; the gradients of biases. In float8,
+    Three permutations of rows; the activation, which in the forward runs over the rows in use, or
+    without a kernel over the whole buffer; sums of each token's rows, and the copies of an expert
+    axis; the gradients of biases. In float8,
     rows that are multiplied are written in 8 bits, those of the output's gradient and of the
     activation's in 16, too; the forward's SwiGLU runs over the rows in use, and that of other
     activations and with biases over the buffer, as does another pass that rounds gradients; and
@@ -161,7 +162,9 @@ def moved_elements(cfg: Config, shard: Shard, repeated: set[str]) -> float:
     if not m.num_experts:
         return 0.0
     sizes, used = dispatched(cfg), rows_in_use(cfg, shard)
-    permuted, activation = (3 + ("gate_up" in repeated)) * 2 * used, 3 * sizes.buffer + 6 * used
+    permuted = (3 + ("gate_up" in repeated)) * 2 * used
+    by_kernel = m.activation != "gelu" and wide % HOPPER_WARPGROUP == 0
+    activation = 3 * (used if by_kernel else sizes.buffer) + 6 * used
     turned = 0.0
     if m.matmul_dtype == "float8":
         byte = 1 / shard.width
