@@ -32,7 +32,8 @@ class RunConfig:
     dir: str = "runs/default"
     """Run folder, for metrics and checkpoints. The run resumes if it has a checkpoint."""
     init_from: str = ""
-    """Run or published model to take the initial weights from. Empty: random initialization."""
+    """Run, published model or name on the Hugging Face Hub (org/model@revision) to take the initial
+    weights from. Empty: random initialization."""
     cpu_devices: int = 0
     """Number of CPU devices to simulate in this process. 0: use the devices that JAX finds."""
     xla_flags: Literal["auto", "none"] = "auto"

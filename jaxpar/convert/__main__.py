@@ -42,7 +42,8 @@ class FromHf:
     """Convert a published model to a run with a checkpoint of step 0."""
 
     folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
-    """Folder with config.json and .safetensors files."""
+    """Folder with config.json and .safetensors files, or a name on the Hugging Face Hub: org/model
+    or org/model@revision."""
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run folder to write; it must be new."""
     checking: Annotated[Checking, tyro.conf.OmitArgPrefixes] = dataclasses.field(
@@ -59,7 +60,8 @@ class FromPeft:
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Run folder to write; it must be new."""
     base: str | None = None
-    """Folder of the adapters' base model. None: the one that adapter_config.json names."""
+    """Folder of the adapters' base model, or its name on the Hub. None: the one that
+    adapter_config.json names."""
     checking: Annotated[Checking, tyro.conf.OmitArgPrefixes] = dataclasses.field(
         default_factory=Checking
     )
@@ -191,7 +193,7 @@ def from_hf(options: FromHf) -> None:
     run, checking = Path(options.run), options.checking
     tolerance = checking.tolerance if checking.check else None
     source = importing.from_hf(options.folder, run, log, tolerance)
-    log(f"{run}: {source.family.architecture}, the checkpoint of step 0")
+    log(f"{run}: {source.family.architecture} of {source.name}, the checkpoint of step 0")
 
 
 def from_peft(options: FromPeft) -> None:

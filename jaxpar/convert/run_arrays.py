@@ -6,6 +6,7 @@ while their boxes are read or written.
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -151,9 +152,13 @@ def seal_run(run_dir: Path, about: dict[str, Any], found: dict[str, RunningFinge
     integrity.write_file_list(step_folder)
 
 
-def about_import(cfg: Config) -> dict[str, Any]:
-    """Make the metadata for a checkpoint of imported weights: no data, and no training."""
+def about_import(cfg: Config, sources: Sequence[str]) -> dict[str, Any]:
+    """Make the metadata for a checkpoint of imported weights: no data, and no training.
+
+    Args:     sources: folders or names of what was imported.
+    """
     return {
+        "imported_from": list(sources),
         "config": dataclasses.asdict(cfg),
         "dataset": checkpoint.NO_DATASET,
         "versions": {"jaxpar": jaxpar.__version__, "jax": jax.__version__},

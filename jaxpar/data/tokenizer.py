@@ -17,6 +17,7 @@ import tokenizers
 from jaxpar.config import ConfigError
 from jaxpar.data.formats.meta import BYTES, JSON, META_FILE, NO_TOKENIZER, TOKENIZER_FILE, read_meta
 from jaxpar.data.tokenizer_file import read_checked
+from jaxpar.runtime import hub
 
 EOS_TOKEN = "<|endoftext|>"
 
@@ -202,7 +203,8 @@ def open_tokenizer(
     *,
     trains: bool = False,
 ) -> Tokenizer:
-    """Open the tokenizer that an option names: `bytes`, a tokenizer.json, or its folder.
+    """Open the tokenizer that an option names: `bytes`, a tokenizer.json, its folder, or a model of
+    the Hugging Face Hub.
 
     Args:     eos, eos_option: as in `read_tokenizer_json`. trains: whether the command also accepts
               bpe:N, for errors.
@@ -210,10 +212,11 @@ def open_tokenizer(
     """
     if spec == ByteTokenizer.kind:
         return ByteTokenizer()
-    path = Path(spec) / TOKENIZER_FILE if Path(spec).is_dir() else Path(spec)
+    rule = f"is neither bytes, nor {'bpe:N, nor ' * trains}a tokenizer.json, nor a model of the Hub"
+    fix = f"use {'bpe:8192' if trains else 'bytes'}, or download the tokenizer.json first"
+    path = hub.find(spec, "--tokenizer", [TOKENIZER_FILE], rule, fix).folder
+    path = path / TOKENIZER_FILE if path.is_dir() else path
     if not path.is_file():
-        rule = f"is neither bytes, nor {'bpe:N, nor ' * trains}the path of a tokenizer.json"
-        fix = f"use {'bpe:8192' if trains else 'bytes'}, or download the tokenizer.json first"
         raise ConfigError("--tokenizer", spec, rule, fix)
     return read_tokenizer_json(path, eos, eos_option)
 

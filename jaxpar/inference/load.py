@@ -19,6 +19,7 @@ from jaxpar.convert.hf.tokenizer import begin_of_prompts, tokenizer_in, tokenize
 from jaxpar.data import Tokenizer
 from jaxpar.inference.generation import config_for_sampling, weights_for_sampling
 from jaxpar.inference.memory import check_weights
+from jaxpar.runtime import hub
 from jaxpar.runtime.gpus.visible import gpu_is_present
 from jaxpar.runtime.processes import peers, rendezvous
 from jaxpar.runtime.stages import stage
@@ -47,7 +48,7 @@ class LoadedModel:
 
 
 def load(folder: str, step: int | None, tensor: int, log: Callable[[str], None]) -> LoadedModel:
-    """Load the model of a run (its latest intact checkpoint, or `step`) or of a published folder.
+    """Load the model of a run (its latest intact checkpoint, or `step`) or a published model.
 
     Starts JAX. Each device reads only its own shards. Adapters are merged into the weights.
 
@@ -60,8 +61,8 @@ def load(folder: str, step: int | None, tensor: int, log: Callable[[str], None])
         return checkpoint.read_whole(folder, step, lambda at: _of_run(folder, at, tensor))
     source = _published(folder, step)
     cfg, mesh = _placed(source.config, tensor, folder)
-    tokenizer = tokenizer_in(Path(folder), folder)
-    with stage(f"reading the weights in {folder}"):
+    tokenizer = tokenizer_in(source.folder, folder)
+    with stage(f"reading the weights in {source.name}"):
         params = load_params(source, cfg, mesh, log)
         weights = weights_for_sampling(params, cfg, mesh)
     return LoadedModel(cfg, mesh, weights, tokenizer, tokenizer.begin, None)
@@ -118,10 +119,10 @@ def _is_run(folder: str) -> bool:
 
 
 def _published(folder: str, step: int | None) -> PublishedModel:
-    if not (Path(folder) / CONFIG_FILE).is_file():
+    if not (Path(folder) / CONFIG_FILE).is_file() and not hub.is_name(folder):
         rule = "is neither a run with a checkpoint nor a folder with a config.json and .safetensors"
         raise ConfigError("RUN", folder, rule, "use such a folder")
     if step is not None:
         rule = f"selects a run's checkpoint, but {folder} is a published model"
         raise ConfigError("--step", step, rule, "remove the option")
-    return open_source(folder)
+    return open_source(folder, "RUN")

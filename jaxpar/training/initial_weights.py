@@ -13,6 +13,7 @@ from jaxpar.config import Config, ConfigError, LoraConfig, flag, replace, value_
 from jaxpar.convert.hf.config_file import CONFIG_FILE
 from jaxpar.convert.hf.importing import PublishedModel, open_source
 from jaxpar.convert.hf.mesh_load import load_params
+from jaxpar.runtime import hub
 from jaxpar.step import adapters
 from jaxpar.step.state import TrainState, init_state, state_of
 
@@ -30,7 +31,9 @@ class Origin:
     """The adapters in a run's checkpoint."""
 
     def __str__(self) -> str:
-        return f"{self.folder}" + ("" if self.step is None else f", step {self.step}")
+        if self.source is not None:
+            return self.source.name
+        return f"{self.folder}, step {self.step}"
 
 
 def find(cfg: Config) -> Origin | None:
@@ -46,13 +49,13 @@ def find(cfg: Config) -> Origin | None:
         step, there = checkpoint.read_whole(folder, None, load)
         _require_same_model(cfg, there)
         return Origin(folder, step, None, there.lora)
-    if not (folder / CONFIG_FILE).is_file():
+    if not (folder / CONFIG_FILE).is_file() and not hub.is_name(cfg.run.init_from):
         rule = "is neither a run with a checkpoint nor a folder with a config.json and .safetensors"
         fix = "use such a folder, or leave run.init_from empty"
         raise ConfigError("run.init_from", cfg.run.init_from, rule, fix)
-    source = open_source(folder)
+    source = open_source(cfg.run.init_from, "run.init_from")
     _require_same_model(cfg, source.config)
-    return Origin(folder, None, source)
+    return Origin(source.folder, None, source)
 
 
 def state(cfg: Config, mesh: Mesh, origin: Origin | None, log: Callable[[str], None]) -> TrainState:

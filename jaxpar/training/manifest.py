@@ -36,6 +36,8 @@ def write(run: Run, environment: list[str]) -> None:
         "environment": environment,
         "asked": run.asked,
     }
+    if run.origin is not None:
+        manifest["initial_weights"] = str(run.origin)
     run.records.write("manifest.json", json.dumps(manifest, indent=2) + "\n")
     lines = [
         f"model      {num_params(run.cfg.model):,} parameters, {run.cfg.model.dtype}",

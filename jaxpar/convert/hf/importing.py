@@ -15,7 +15,13 @@ from jaxpar.convert import selfcheck
 from jaxpar.convert.hf.config import check_count, dtype_of, entry_table, family_of, model_of
 from jaxpar.convert.hf.config_file import CONFIG_FILE, Values, read_config_json
 from jaxpar.convert.hf.families import Family
-from jaxpar.convert.hf.folder import Tensors, check_tensors, find_tensors
+from jaxpar.convert.hf.folder import (
+    CARRIED_FILES,
+    INDEX_FILE,
+    Tensors,
+    check_tensors,
+    find_tensors,
+)
 from jaxpar.convert.hf.tensor_layout import (
     Entry,
     Sizes,
@@ -37,12 +43,16 @@ from jaxpar.convert.run_arrays import (
 from jaxpar.data.formats.meta import TOKENIZER_FILE
 from jaxpar.data.tokenizer_file import UnusableTokenizer, read_checked
 from jaxpar.model.flops import num_params
+from jaxpar.runtime import hub
 from jaxpar.runtime.progress import Meter, meter
 from jaxpar.sharding.fingerprint import RunningFingerprint
 from jaxpar.sharding.grid import grid
 
 #: Number of values in memory at the same time: 64 MiB of float32.
 PIECE = 1 << 24
+
+#: Files of a published model that an import reads.
+WEIGHTS_AND_TOKENIZER = ("*.safetensors", INDEX_FILE, *CARRIED_FILES)
 
 #: Maximum default sequence length of an imported run; the command line may set a larger one.
 MAX_SEQ_LEN = 4096
@@ -53,6 +63,8 @@ class PublishedModel:
     """A published model, found and checked. Only headers have been read."""
 
     folder: Path
+    name: str
+    """Its folder, or its name on the Hub with the commit."""
     values: Values
     """Values of its config.json, with the dtype of the tensors."""
     family: Family
@@ -73,12 +85,16 @@ class PublishedModel:
         return max(stored.num_bytes for stored in self.tensors.stored.values())
 
 
-def open_source(folder: str | Path) -> PublishedModel:
-    """Open the folder of a published model, and check that all tensors exist, with their shapes.
+def open_source(named: str | Path, option: str = "DIR") -> PublishedModel:
+    """Open a published model, and check that all tensors exist, with their shapes.
 
+    Args:     named: its folder, or its name on the Hugging Face Hub (`hub.find`). option: for
+              errors.
     Raises:   ConfigError that names the key of config.json, the tensor or the file that is wrong.
     """
-    folder = Path(folder)
+    rule, fix = "is not a folder", "use a published folder with config.json and .safetensors files"
+    found = hub.find(str(named), option, WEIGHTS_AND_TOKENIZER, rule, fix)
+    folder = found.folder
     values = read_config_json(folder)
     family = family_of(values)
     dtype_of(values)
@@ -92,6 +108,7 @@ def open_source(folder: str | Path) -> PublishedModel:
     check_tensors(tensors, entries, sizes)
     return PublishedModel(
         folder=folder,
+        name=found.name,
         values=values,
         family=family,
         config=cfg,
@@ -156,7 +173,7 @@ def fill_run(
     Args:     parts: the published model, and its adapters, if any. log: called with the size and
               speed of reading.
     """
-    source, about = parts[0], about_import(cfg)
+    source, about = parts[0], about_import(cfg, [part.name for part in parts])
     placed = [(part, entry) for part in parts for entry in part.entries]
     chunks = {entry.path: chunk_shape(entry, part.sizes, PIECE) for part, entry in placed}
     arrays = create_run(folder, cfg, chunks, about)

@@ -43,6 +43,7 @@ def open_source(folder: str | Path) -> PublishedModel:
     values |= {"dtype": tensors.dtype(), "torch_dtype": tensors.dtype()}
     return PublishedModel(
         folder=checkpoint.folder,
+        name=str(checkpoint.folder),
         values=values,
         family=family,
         config=cfg,

@@ -26,6 +26,7 @@ from jaxpar.convert.peft.merging import unmerged_reader, with_factor
 from jaxpar.convert.run_arrays import IMPORTED_STEP, open_run
 from jaxpar.convert.safetensors_file import read_header
 from jaxpar.model.flops import num_adapter_params, num_params
+from jaxpar.runtime import hub
 
 #: Keys of adapter_config.json that do not affect what trained adapters compute.
 _OF_TRAINING = {
@@ -103,14 +104,16 @@ def lora_of(values: Values) -> LoraConfig:
 
 
 def base_folder(values: Values, base: str | None) -> str:
-    """Return the published folder of the base model: `base`, or as in adapter_config.json.
+    """Return the base model: `base`, or the one in adapter_config.json.
 
-    Raises:   ConfigError when it is not a folder on this machine.
+    Raises:   ConfigError when it is neither a published folder nor a name of the Hub.
     """
     named: Any = base or values.get("base_model_name_or_path")
-    if not isinstance(named, str) or not (Path(named) / CONFIG_FILE).is_file():
-        rule = "is not the folder of a published model on this machine"
-        raise ConfigError("--base", named, rule, "use the folder of the adapters' base model")
+    rule, fix = "is not the folder of a published model", "use that of the adapters' base model"
+    if not isinstance(named, str):
+        raise ConfigError("--base", named, rule, fix)
+    if not (Path(named) / CONFIG_FILE).is_file() and not hub.is_name(named):
+        raise ConfigError("--base", named, rule, fix)
     return named
 
 
@@ -131,7 +134,7 @@ def from_peft(
     """
     folder, run_dir = Path(folder), Path(run_dir)
     values = read_adapter_config(folder)
-    source = open_source(base_folder(values, base))
+    source = open_source(base_folder(values, base), "--base")
     cfg = dataclasses.replace(source_config(source, run_dir), lora=lora_of(values))
     check(cfg)
     adapters = _adapters(folder, source, cfg)
@@ -167,4 +170,6 @@ def _adapters(folder: Path, source: PublishedModel, cfg: Config) -> PublishedMod
     entries = adapter_entries(source.family, cfg)
     sizes = source.sizes | {"R": cfg.lora.rank}
     check_tensors(tensors, entries, sizes)
-    return dataclasses.replace(source, tensors=tensors, entries=entries, sizes=sizes)
+    return dataclasses.replace(
+        source, name=str(folder), tensors=tensors, entries=entries, sizes=sizes
+    )

@@ -48,7 +48,8 @@ class PrepareOptions:
     output: str
     """Folder to write. It appears only when it is complete."""
     tokenizer: str = "bytes"
-    """bytes; bpe:N to train a BPE of N tokens on the input; or the path of a tokenizer.json."""
+    """bytes; bpe:N to train a BPE of N tokens on the input; a tokenizer.json; or a model of the
+    Hugging Face Hub, org/model or org/model@revision."""
     holdout: float = HOLDOUT
     """Share of the documents, selected by a hash of their text, to hold out for evaluation."""
     split: str = ""

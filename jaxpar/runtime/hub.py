@@ -1,0 +1,87 @@
+"""Finds published models: a folder on this host, or a name on the Hugging Face Hub.
+
+A model of the Hub is named as there, org/model, or org/model@revision with a branch, a tag or a
+commit. Its files are downloaded into the Hub's cache (HF_HOME), from which later calls read them,
+also without a network. An interrupted download is resumed. Credentials are those of `hf auth
+login`, or HF_TOKEN.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxpar.config import ConfigError
+
+#: Names of models on the Hub. A relative path of two parts has the same form.
+NAME = re.compile(r"(?P<model>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>\w[\w./-]*))?", re.ASCII)
+
+#: Copies of the weights in other formats, beside the published ones.
+LEFT_OUT = ("*/*", "consolidated*")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The files of a model at one commit."""
+
+    folder: Path
+    name: str
+    """org/model@commit; the path of a folder that was not downloaded."""
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def is_name(text: str) -> bool:
+    """Return whether a text is the name of a model of the Hub, and no path on this host."""
+    return NAME.fullmatch(text) is not None and not Path(text).exists()
+
+
+def find(text: str, option: str, files: Sequence[str], rule: str, fix: str) -> Snapshot:
+    """Return the folder that `text` names, after downloading it if it is a name of the Hub.
+
+    Args:     option: for errors. files: patterns of the files to download. rule, fix: of the error
+              for a text that is neither a path nor a name.
+    Raises:   ConfigError in one line: not found, not allowed, or not reachable.
+    """
+    if Path(text).exists():
+        return Snapshot(Path(text), text)
+    named = NAME.fullmatch(text)
+    if named is None:
+        raise ConfigError(option, text, rule, fix)
+    folder = _download(named["model"], named["revision"], files, text, option)
+    return Snapshot(folder, f"{named['model']}@{folder.name}")
+
+
+def _download(
+    model: str, revision: str | None, files: Sequence[str], text: str, option: str
+) -> Path:
+    # Takes 0.3 s to import, and few runs need it.
+    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub.utils import logging
+
+    logging.set_verbosity_error()  # failures are reported once, below
+    here = f"is no path on this host, and on the Hub {model}"
+    page = f"https://huggingface.co/{model}"
+    try:
+        found = snapshot_download(
+            model, revision=revision, allow_patterns=list(files), ignore_patterns=list(LEFT_OUT)
+        )
+    except errors.GatedRepoError as error:
+        fix = f"accept its terms at {page}, and log in with `hf auth login`"
+        raise ConfigError(option, text, f"{here} needs permission", fix) from error
+    except errors.RevisionNotFoundError as error:
+        fix = "use a branch, a tag or a commit of the model"
+        raise ConfigError(option, text, f"{here} has no revision {revision!r}", fix) from error
+    except errors.RepositoryNotFoundError as error:
+        fix = "correct the path or the name; for a private model, log in with `hf auth login`"
+        raise ConfigError(option, text, f"{here} does not exist, or is private", fix) from error
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        fix = f"correct the path, or connect to the network and run `hf download {model}`"
+        rule = f"{here} cannot be reached, and is not in the cache of this host"
+        raise ConfigError(option, text, rule, fix) from error
+    except (errors.HfHubHTTPError, OSError) as error:
+        why = " ".join(str(error).split())[:200]
+        fix = "try again; files that are complete are not downloaded again"
+        raise ConfigError(option, text, f"{here} cannot be downloaded: {why}", fix) from error
+    return Path(found)
