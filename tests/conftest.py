@@ -103,12 +103,14 @@ def simulate_devices(config: pytest.Config) -> None:
     # As in the environment, if JAX was imported before.
     jax.config.update("jax_disable_most_optimizations", True)
     jax.config.update("jax_traceback_in_locations_limit", 1)
-    # Compiling is most of a run. With its results kept, loss and gradients of a small model on
-    # eleven meshes took 18 s instead of 60 (65 to fill; 2 CPU cores, JAX 0.11.2), with the same
-    # bits, collectives and memory analysis. A damaged entry is compiled again, with a warning.
-    # Tracing, and what it checks, is never kept.
+    # Compiling is most of a run. Its results are kept: in memory, and those of one device on disk,
+    # where a damaged entry is compiled again, with a warning. Tracing, and what it checks, is never
+    # kept.
     jax.config.update("jax_compilation_cache_dir", str(config.rootpath / ".pytest_cache" / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    from tests.kept_programs import keep_programs
+
+    keep_programs()
 
 
 def compile_quickly() -> None:
@@ -151,14 +153,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def with_quick_weights():
-    """Make initial weights by one program for all meshes (tests/weights.py), and compile them, and
-    all else, without LLVM's optimizations on a GPU's host too.
+    """Make initial weights by one program for all meshes (tests/weights.py), and fingerprints by
+    none (tests/fingerprints.py); compile all without LLVM's optimizations on a GPU's host too.
     """
     from jaxpar.step import state
     from jaxpar.verification import traces
-    from tests import weights
+    from tests import fingerprints, weights
 
-    with pytest.MonkeyPatch.context() as patch, weights.optimizations(False):
+    quick = weights.optimizations(False), fingerprints.quickly_computed()
+    with pytest.MonkeyPatch.context() as patch, quick[0], quick[1]:
         patch.setattr(state, "init_params", weights.init_params)
         patch.setattr(traces, "initial_params", weights.tree_of)
         yield

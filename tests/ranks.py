@@ -93,16 +93,9 @@ def write_config(folder: Path, data: Path | None = None) -> str:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """For a program: no devices chosen, what this process compiles kept."""
+    """For a program: no devices chosen."""
     env = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "FAULT", "FAULT_ONCE")}
-    folder = jax.config.jax_compilation_cache_dir or env["JAX_COMPILATION_CACHE_DIR"]
-    cache = {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": str(folder),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "PYTHONPATH": str(ROOT),
-    }
-    return env | cache | more
+    return env | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)} | more
 
 
 def launch(count: int, each: int, *args: str, out: Any = None, **env: str) -> subprocess.Popen:

@@ -28,7 +28,7 @@ def start(cfg: Config, num_processes: int = 1, *, needs_devices: bool = True) ->
         jax.config.update("jax_default_matmul_precision", precision)
     if run.cpu_devices:
         _simulate(run.cpu_devices)
-        return []
+        return _without_cache(num_processes)
     if needs_devices:
         _check_platforms(jax.config.jax_platforms or "")
     was_set = xla_flags.apply(cfg, num_processes)
@@ -37,11 +37,28 @@ def start(cfg: Config, num_processes: int = 1, *, needs_devices: bool = True) ->
     if visible.gpu_is_present():
         was_set += _open_host_memory()
         _open_host_devices()
+    else:
+        was_set += _without_cache(num_processes)
     if run.compilation_cache and visible.gpu_is_present():
         folder = Path(run.compilation_cache).expanduser()
         jax.config.update("jax_compilation_cache_dir", str(folder))
         was_set.append(f"compilation cache {run.compilation_cache}")
     return was_set
+
+
+def _without_cache(num_processes: int) -> list[str]:
+    """Turn off the compilation cache that the environment asks for, on several CPU devices.
+
+    A CPU program that jaxlib 0.11.2 reads back from the cache has lost the order of collectives in
+    different computations: those of a pipeline's branches and of the step around them. Devices then
+    sum different arrays, without an error, or XLA crashes. GPU programs keep their order.
+    """
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        return []
+    if max(num_processes, jax.config.jax_num_cpu_devices) < 2:
+        return []
+    jax.config.update("jax_enable_compilation_cache", False)
+    return ["no compilation cache: programs of several CPU devices are wrong when read back"]
 
 
 #: JAX's name of each `model.matmul_precision`; None leaves JAX's own default.

@@ -149,7 +149,6 @@ def main(argv: Sequence[str]) -> int:
     settings = Settings.read()
     with tempfile.TemporaryDirectory(prefix="soak-") as temporary:
         base = Path(temporary)
-        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(base / "xla"))
         table = Table(settings.out or Path(tempfile.gettempdir()) / "soak.tsv")
         began = time.monotonic()
         for name in argv or PARTS:

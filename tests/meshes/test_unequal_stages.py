@@ -26,10 +26,16 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 TOLERANCE = 1e-5
 
-#: Seven layers: a prime.
+#: Seven layers: a prime. Norms over all heads, of ranks that hold some of them.
 BASE = replace(
     TINY,
-    **{"model.num_layers": 7, "model.num_kv_heads": 4, "optimizer.clip_norm": 0.5},
+    **{
+        "model.num_layers": 7,
+        "model.num_kv_heads": 4,
+        "model.qk_norm": True,
+        "model.qk_norm_over": "all",
+        "optimizer.clip_norm": 0.5,
+    },
 )
 
 #: With branches, with masks, in a loop; one chunk or several; each schedule.
@@ -64,7 +70,7 @@ VARIANTS = {
     "adapters": {"lora.rank": 2},
     "experts": {"model.num_experts": 4},
     "two kinds of layers": {"model.global_every": 2, "model.sliding_window": 5},
-    "tied": {"model.tie_embeddings": True, "model.qkv_bias": True, "model.qk_norm": True},
+    "tied": {"model.tie_embeddings": True, "model.qkv_bias": True, "model.qk_norm_over": "head"},
 }
 
 
