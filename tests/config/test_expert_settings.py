@@ -13,6 +13,7 @@ DENSE = {"model.dense_layers": 1}
 LORA = {"lora.rank": 2, "lora.targets": "q_proj"}
 BIAS = {"model.router_bias": True}
 NO_EXPERTS = {"model.num_experts": 0}
+RECORD = {"run.record_routing": "1,3"}
 CLAMPED = {"model.activation": "clamped_swiglu"}
 FLOAT8 = {"model.matmul_dtype": "float8", "model.d_model": 32, "model.num_heads": 8} | {
     "model.num_kv_heads": 8,
@@ -144,6 +145,20 @@ CASES = [
     (
         FLOAT8 | {"parallel.gather_dtype": "float8", "parallel.zero": 1},
         "gather_dtype = 'float8': needs ZeRO-3.*--parallel.gather-dtype compute",
+    ),
+    (RECORD | NO_EXPERTS, "record_routing = '1,3': needs experts.*--run.record-routing '', or --m"),
+    (RECORD | LORA, "record_routing = '1,3': needs a router that is trained, and lora.rank is 2"),
+    ({"run.record_routing": "first"}, "= 'first': must be numbers of steps.*ng 1,1000"),
+    ({"run.record_routing": "-1"}, "= '-1': must be numbers of steps, separated by commas"),
+    ({"run.record_routing": "0,5"}, "= '0,5': must name steps of the run, from 1 to.*= 1000"),
+    (RECORD | {"train.num_steps": 2}, "= '1,3': must name steps of.*routing 2, or.*steps 3"),
+    (
+        {"run.record_routing": ",".join(map(str, range(1, 102)))},
+        "names 101 steps, and must name at most 100.*ng 1,2,3,4,5,6,7,8,9,10",
+    ),
+    (
+        RECORD | {"train.global_batch_size": 1 << 12, "data.seq_len": 1 << 18},
+        "records 2 steps of 4,294,967,296 bytes, and must record at most 4,294,967,296.*ng 1",
     ),
     ({"model.float8_scaling": "row"}, "float8_scaling = 'row': needs model.matmul_dtype float8"),
 ]
