@@ -41,6 +41,9 @@ class RunConfig:
     deterministic: bool = False
     """Give the same bits in every run on the same mesh and GPUs: deterministic attention, XLA
     kernels and NCCL algorithms, at a cost in speed. CPUs always do."""
+    record_routing: str = ""
+    """Steps whose routing to record, such as 1,100,200: the experts of every token, in RUN/routing.
+    `python -m jaxpar.bench train --routing FILE` repeats it. Empty: none."""
     compilation_cache: str = "~/.cache/jaxpar/xla"
     """Folder of the persistent compilation cache, used on GPUs. Empty: no cache."""
 

@@ -23,6 +23,8 @@ class AttentionContext:
     loss_weight: jax.Array | None = None
     """float32 [B]: factor of the losses of the router (`router.with_losses`). None outside training
     and without experts."""
+    rows: jax.Array | None = None
+    """int32 [B]: `Batch.rows`, if routing is recorded or repeated."""
 
 
 def attention_context(batch: Batch, cfg: Config, max_segments: int | None) -> AttentionContext:
@@ -67,4 +69,5 @@ def _describe(
         in_order=in_order,
     )
     model = dataclasses.replace(cfg.model, rope_theta=theta)
-    return AttentionContext(mask=mask, rope=rope_tables(batch.positions, model))
+    rope = rope_tables(batch.positions, model)
+    return AttentionContext(mask=mask, rope=rope, rows=batch.rows)

@@ -18,6 +18,7 @@ from jaxpar.config import Config
 from jaxpar.config.lora_targets import factor
 from jaxpar.execution.decisions import Execution
 from jaxpar.model import lora
+from jaxpar.model.moe.recorded import RECORD, REPEAT
 from jaxpar.model.moe.router import TALLY, tally_size
 from jaxpar.parallel.collectives import varying
 from jaxpar.parallel.fsdp import gather
@@ -41,6 +42,8 @@ LAYER_DIMS: dict[str, int | None] = {
     "b_router": None,
     "router_bias": None,
     TALLY: None,
+    RECORD: None,
+    REPEAT: None,
     "w_shared_gate": -2,
     "w_shared_up": -2,
     "w_shared_down": -1,

@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import rich.progress
 
 from jaxpar.config import Config
 from jaxpar.monitoring import stragglers
 from jaxpar.monitoring.expert_loads import LoadsWriter
 from jaxpar.monitoring.mfu import mfu
+from jaxpar.monitoring.routing import RoutingWriter
 from jaxpar.monitoring.sinks import Sinks
 from jaxpar.planning.forecast import Forecast
 from jaxpar.runtime import exit_codes, terminal
@@ -44,13 +46,15 @@ class MetricsWriter:
         look: Callable[[int, dict[str, float]], None] = lambda step, values: None,
         forecast: Forecast | None = None,
         sinks: Sinks | None = None,
+        order: np.ndarray | None = None,
     ):
         """Open metrics.jsonl for appending.
 
         Args:     epochs: returns the passes over each source after a step; recorded for mixtures.
                   look: called with every step and its metrics as they arrive; it may raise.
                   forecast: logged at the start, and compared with the measurement at the end.
-                  sinks: receive all records; closed at the end.
+                  sinks: receive all records; closed at the end. order: of tokens in a batch, for
+                  the recorded routing.
         """
         self.look, self.forecast, self.sinks = look, forecast, sinks
         self.epochs = epochs if cfg.data.mixture else None
@@ -58,6 +62,7 @@ class MetricsWriter:
         path = run_dir / "metrics.jsonl" if jax.process_index() == 0 else Path(os.devnull)
         self.file = Lines(path)
         self.loads = LoadsWriter(cfg, run_dir, first_step)
+        self.routing = RoutingWriter(cfg, run_dir, order)
         self.screen = Screen(cfg.train.num_steps, first_step)
         self.devices = jax.device_count()
         self.device_kind = jax.devices()[0].device_kind
@@ -94,7 +99,7 @@ class MetricsWriter:
         step, measured = self.pending
         self.pending = None
         there = {name: v for name, v in vars(measured).items() if v is not None}
-        expert_rows = there.pop("expert_rows", None)
+        expert_rows, routing = (there.pop(name, None) for name in ("expert_rows", "routing"))
         began = time.monotonic()
         values = {name: float(v) for name, v in jax.device_get(there).items()}
         waited = time.monotonic() - began
@@ -107,6 +112,8 @@ class MetricsWriter:
         if (step + 1) % self.cfg.train.log_every == 0 or step + 1 == self.cfg.train.num_steps:
             self._write_interval(step, values)
             self.loads.write(step + 1, expert_rows)
+        if self.routing.write(step + 1, routing):
+            self.clock = None  # it took time that is not the next step's
 
     def pause(self) -> None:
         """Exclude the time until the next step from the step times (evaluation, saving)."""

@@ -17,9 +17,16 @@ class Batch:
     segment_ids  index of the document in the sequence, from 1; all 1 without document masking.
     positions    position in the document (for RoPE and the causal mask); without document masking,
                  in the sequence.
+
+    Two more are only there for the routing of experts (`model/moe/recorded.py`):
+
+    experts      unsigned [B, T, layers with experts, k]: a recorded routing to repeat.
+    rows         int32 [B], inside the step: the index of each row among those of the device.
     """
 
     tokens: Any
     labels: Any
     segment_ids: Any
     positions: Any
+    experts: Any = None
+    rows: Any = None

@@ -27,14 +27,19 @@ class ExpertLoads:
     further_rounds: jax.Array
     """float32 [layers]: rounds beyond the first, of all microbatches and devices. Devices along
     TENSOR, which have the same rows, count once. 0 without an expert axis."""
+    experts: jax.Array | None = None
+    """float32 [layers, b, T, k]: the experts of this device's tokens, if routing is recorded; on
+    the first rank of TENSOR."""
 
 
 @jax.named_scope("expert_loads")
-def reduce_tallies(tallies: jax.Array, tokens: int, cfg: Config) -> ExpertLoads:
+def reduce_tallies(
+    tallies: jax.Array, tokens: int, cfg: Config, experts: jax.Array | None = None
+) -> ExpertLoads:
     """Sum the tallies of a step over devices.
 
     Args:     tallies: float32 [layers, `router.tally_size`], as gradients of `router.TALLY`.
-              tokens: of the global batch.
+              tokens: of the global batch. experts: `ExpertLoads.experts`.
     Communication: an all-reduce over every axis but PIPELINE.
     """
     total = psum(tallies, tuple(axis for axis in AXES if axis != PIPELINE))
@@ -42,7 +47,7 @@ def reduce_tallies(tallies: jax.Array, tokens: int, cfg: Config) -> ExpertLoads:
         empty = layers_here(cfg)[cfg.model.dense_layers :] == EMPTY
         total = jnp.where(empty[:, None], 0, total)
     rows, losses, rounds = jnp.split(total, [cfg.model.num_experts, total.shape[1] - 1], axis=1)
-    return ExpertLoads(rows, losses / tokens, rounds[:, 0])
+    return ExpertLoads(rows, losses / tokens, rounds[:, 0], experts)
 
 
 @jax.named_scope("expert_loads")

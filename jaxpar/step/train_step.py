@@ -38,6 +38,7 @@ from jaxpar.parallel.staged_model import StagedModel
 from jaxpar.sharding.axes import BATCH_SPEC, FSDP_AXES, PIPELINE, TOKEN_AXES
 from jaxpar.sharding.batch import IGNORED, Batch
 from jaxpar.sharding.params import join, partition_specs, split
+from jaxpar.step import recorded_routing
 from jaxpar.step.expert_loads import (
     ExpertLoads,
     balance_bias,
@@ -85,6 +86,15 @@ class StepMetrics:
     """Largest difference between the biases of a layer's experts."""
     expert_rows: jax.Array | None = None
     """float32 [layers with experts, E], not a scalar: tokens of each expert. Only on request."""
+    routing: jax.Array | None = None
+    """unsigned [B, T, layers with experts, k]: the experts of each token, as `Batch.experts`. Only
+    on request."""
+
+
+#: The sharding of each metric, in place of its array.
+METRIC_SPECS: Any = StepMetrics(
+    **{field.name: PartitionSpec() for field in dataclasses.fields(StepMetrics)}  # type: ignore
+).replace(routing=BATCH_SPEC)
 
 
 def make_train_step(
@@ -94,19 +104,21 @@ def make_train_step(
     ex: Execution | None = None,
     *,
     expert_rows: bool = False,
+    record: bool = False,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """Return the jitted train step, which donates the state that it is given.
 
     Args:     max_segments: maximum number of documents in a sequence. Attention backends that
-              locate documents by offset need it. expert_rows: whether the metrics have
-              `StepMetrics.expert_rows`, as in a run, if the model has a router that is trained.
+              locate documents by offset need it. expert_rows, record: whether the metrics have
+              `StepMetrics.expert_rows` and `StepMetrics.routing`, if the model has a router that
+              is trained.
     """
     specs, ex = state_specs(cfg), ex or execution_of(cfg)
     step = jax.shard_map(
-        functools.partial(train_step, ex, max_segments, expert_rows=expert_rows),
+        functools.partial(train_step, ex, max_segments, expert_rows=expert_rows, record=record),
         mesh=mesh,
         in_specs=(specs, BATCH_SPEC),
-        out_specs=(specs, PartitionSpec()),
+        out_specs=(specs, METRIC_SPECS),
     )
     kept = state_shardings(cfg, mesh), NamedSharding(mesh, PartitionSpec())
     return jax.jit(step, donate_argnums=0, out_shardings=kept)
@@ -149,10 +161,13 @@ def train_step(
     batch: Batch,
     *,
     expert_rows: bool = False,
+    record: bool = False,
 ) -> tuple[TrainState, StepMetrics]:
     """Take one optimizer step. If loss or gradients are non-finite, only step and guard change."""
     cfg, scale = ex.cfg, state.guard["loss_scale"]
-    metrics, grads, loads = loss_gradients_and_loads(ex, max_segments, state.params, batch, scale)
+    metrics, grads, loads = loss_gradients_and_loads(
+        ex, max_segments, state.params, batch, scale, record=record
+    )
     ok = jnp.isfinite(metrics.loss) & jnp.isfinite(metrics.grad_norm)
     trainable, frozen = split(state.params, parameters.param_specs(cfg.model, cfg.lora))
     with jax.named_scope("optimizer"):
@@ -166,6 +181,9 @@ def train_step(
         metrics = dataclasses.replace(metrics, router_bias_range=bias_range(frozen))
     if expert_rows and loads is not None:
         metrics = dataclasses.replace(metrics, expert_rows=rows_of_all_layers(loads, cfg))
+    if record and loads is not None:
+        routing = recorded_routing.of_all_layers(loads, cfg)
+        metrics = dataclasses.replace(metrics, routing=routing)
     guard = loss_scale.update_guard(cfg, state.guard, ok)
     counts = {name: guard[name].astype(jnp.float32) for name in ("skipped", "in_a_row")}
     metrics = dataclasses.replace(metrics, loss_scale=scale, **counts)
@@ -189,10 +207,13 @@ def loss_gradients_and_loads(
     params: Any,
     batch: Batch,
     scale: jax.Array | float = 1.0,
+    *,
+    record: bool = False,
 ) -> tuple[StepMetrics, Any, ExpertLoads | None]:
     """Compute the mean loss over the global batch and its gradients, sharded like the parameters.
 
-    Args:     scale: factor of the loss in its backward (`optimizer/loss_scale.py`).
+    Args:     scale: factor of the loss in its backward (`optimizer/loss_scale.py`). record: whether
+              the loads have the experts of each token.
     Returns:  (StepMetrics, float32 gradients of the trainable parameters, loads of the experts).
     Communication: the model's; FSDP's scatters; one `reduce_gradients`; scalars.
     """
@@ -207,11 +228,14 @@ def loss_gradients_and_loads(
         frozen = join(complete, frozen)
     weights = fused_weights.with_tallies(weights, cfg)
     frozen = join(frozen, slots_in_use(cfg))
+    if record or batch.experts is not None:
+        weights, frozen, batch = recorded_routing.attach(weights, frozen, batch, record, cfg)
     model = staged_model(ex, max_segments, scale)
     microbatches = split_microbatches(batch, cfg.parallel.num_microbatches)
     run = schedule_of(cfg)
     (_, loss_sum), grads = run(model, weights, frozen, microbatches, scale / num_tokens)
     grads, tallies = fused_weights.without_tallies(fused_weights.without_scales(grads))
+    grads, experts = recorded_routing.detach(grads)
     if cfg.parallel.zero == 1:
         grads = scatter_once(grads, cfg)
     (grads,) = unfuse(grads)
@@ -223,7 +247,7 @@ def loss_gradients_and_loads(
     if tallies is None:
         return metrics, grads, None
     tokens = batch.tokens.size * lax.axis_size(TOKEN_AXES)
-    loads = reduce_tallies(tallies, tokens, cfg)
+    loads = reduce_tallies(tallies, tokens, cfg, experts)
     return dataclasses.replace(metrics, **load_metrics(loads, tokens, cfg)), grads, loads
 
 

@@ -15,6 +15,7 @@ from jaxpar.runtime.processes import peers
 from jaxpar.runtime.processes.peers import log
 from jaxpar.runtime.stages import stage
 from jaxpar.runtime.watchdog import Watchdog
+from jaxpar.sharding.batch import Batch
 from jaxpar.step.compiled import FirstRunAlone, check_host_memory, memory_of
 from jaxpar.step.state import TrainState
 from jaxpar.step.train_step import make_train_step
@@ -89,18 +90,23 @@ def stopped_without_saving(run: Run, stop: signals.StopRequest, spike: exit_code
 
 
 def compiled(
-    run: Run, state: TrainState, meanwhile: Callable[[], None] = lambda: None
+    run: Run,
+    state: TrainState,
+    meanwhile: Callable[[], None] = lambda: None,
+    batch: Batch | None = None,
 ) -> FirstRunAlone:
     """Compile the train step for this run's shapes before its first use, and log the time.
 
-    Args:     meanwhile: called when XLA starts to compile; should return at once.
+    Args:     meanwhile: called when XLA starts to compile; should return at once. batch: an
+              example; by default the first of the data.
     """
     began = time.perf_counter()
+    record = bool(run.cfg.run.record_routing)
     step: Any = make_train_step(
-        run.cfg, run.mesh, run.max_segments, run.execution, expert_rows=True
+        run.cfg, run.mesh, run.max_segments, run.execution, expert_rows=True, record=record
     )
     with stage("compiling the train step") as now:
-        lowered = step.lower(state, run.loader.batch(0))
+        lowered = step.lower(state, run.loader.batch(0) if batch is None else batch)
         peers.check_same("program", lambda: lowered.as_text(), run.cfg.cluster.slow_seconds)
         now.at("XLA")
         meanwhile()

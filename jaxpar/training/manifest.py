@@ -4,9 +4,11 @@ import json
 
 import jax
 
+from jaxpar.config.recorded_steps import bytes_of_a_step, recorded_steps
 from jaxpar.config.serialize import to_json
 from jaxpar.data.skips import SKIPPED_FILE
 from jaxpar.model.flops import num_adapter_params, num_params
+from jaxpar.monitoring.routing import file_of
 from jaxpar.optimizer.schedules import shortened
 from jaxpar.planning.alignment import alignment_hints
 from jaxpar.runtime import provenance
@@ -38,6 +40,11 @@ def write(run: Run, environment: list[str]) -> None:
     }
     if run.origin is not None:
         manifest["initial_weights"] = str(run.origin)
+    if steps := recorded_steps(run.cfg):
+        manifest["recorded_routing"] = {
+            "files": [file_of(step) for step in steps],
+            "bytes_of_each_uncompressed": bytes_of_a_step(run.cfg),
+        }
     run.records.write("manifest.json", json.dumps(manifest, indent=2) + "\n")
     lines = [
         f"model      {num_params(run.cfg.model):,} parameters, {run.cfg.model.dtype}",

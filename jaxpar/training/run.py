@@ -167,8 +167,8 @@ class Run:
         look = StepGuard(cfg, self.dir, first, batch_of, log, mesh).look
         schedule, forecast = self._schedule_and_forecast
         sinks = open_sinks(cfg, self.dir, first, log)
-        epochs = self.loader.epochs
-        return MetricsWriter(cfg, self.dir, first, schedule, epochs, look, forecast, sinks)
+        epochs, order = self.loader.epochs, token_order(cfg.parallel, cfg.data.seq_len)
+        return MetricsWriter(cfg, self.dir, first, schedule, epochs, look, forecast, sinks, order)
 
     def prepare_metrics(self) -> None:
         """Import and compute what `metrics` needs. It takes a while, on the host only."""

@@ -6,7 +6,9 @@ step and the final weights, all as logical arrays on the host. `reference_trace`
 Batches are random packed documents.
 """
 
+import functools
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,14 +150,16 @@ def mesh_trace(
     init = params = logical(state.params, cfg)
     placed = [place_batch(batch, cfg, mesh) for batch in batches[: max(steps, 1)]]
 
-    def compiled(step, *args):
-        return step.lower(*args).compile(compiler_options=compiler_options)
-
-    gradient_step = compiled(make_gradient_step(cfg, mesh), state.params, placed[0])
+    programs: list[tuple[Any, Any]] = [(make_gradient_step(cfg, mesh), state.params)]
+    if steps:
+        programs.append((make_train_step(cfg, mesh), state))
+    lowered = [step.lower(first, placed[0]) for step, first in programs]
+    compiled = functools.partial(jax.stages.Lowered.compile, compiler_options=compiler_options)
+    with ThreadPoolExecutor(2) as pool:  # most of the time, and on one core each
+        gradient_step, *train_step = pool.map(compiled, lowered)
     measured, grads = gradient_step(state.params, placed[0])
     losses = []
-    if steps:
-        step = compiled(make_train_step(cfg, mesh), state, placed[0])
+    for step in train_step:
         for batch in placed:
             state, at_step = step(state, batch)
             losses.append(float(at_step.loss))

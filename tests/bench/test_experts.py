@@ -30,13 +30,13 @@ def test_a_model_without_experts_has_no_entry():
 def test_an_entry_has_the_spread_of_each_metric():
     on_axis = [{"fullest_rank": 1.5, "further_rounds": n, "fullest_expert": 4} for n in (0, 2, 7)]
     card = experts.of_steps(steps(*on_axis))
-    assert card["experts"]["routing"] == "learned, from fresh weights"
+    assert card["experts"]["routing"] == "fresh router"
     assert card["experts"]["further_rounds"] == {"median": 2, "least": 0, "most": 7}
     assert card["experts"]["expert_entropy"]["median"] == 0.5
     said = experts.in_words(card)
     assert said == (
         "experts: fullest expert 4.00 times the mean, fullest rank 1.50 times, 2 further rounds, "
-        "dropped 0 per step; routing learned, from fresh weights"
+        "dropped 0 per step; routing fresh router"
     )
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shlex
 
 import pytest
 
@@ -221,7 +222,7 @@ def changed(text: str) -> Config:
 def fixes(error: ConfigError) -> list[list[str]]:
     """The alternatives of a fix, each as command-line arguments."""
     ways = [re.findall(r"--[\w.-]+ [^\s,]\S*", way) for way in error.fix.split(", or ")]
-    return [[word for setting in way for word in setting.split(" ", 1)] for way in ways]
+    return [[word for setting in way for word in shlex.split(setting)] for way in ways]
 
 
 @pytest.mark.parametrize(("text", "devices", "field", "rule"), BAD, ids=[row[0] for row in BAD])

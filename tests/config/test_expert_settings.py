@@ -1,9 +1,10 @@
-"""Bad settings of experts, more than tests/meshes/test_experts.py has: each is one error."""
+"""Bad settings of experts: each is one error that names field, value, rule and fix."""
 
 import pytest
 
-from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config import Config, ConfigError, command_line, replace
 from jaxpar.config.validate import check
+from tests.config.test_config import fixes
 from tests.tiny import TINY
 
 EXPERTS = replace(TINY, **{"model.num_experts": 4, "parallel.layer_loop": "unroll"})
@@ -12,6 +13,12 @@ DENSE = {"model.dense_layers": 1}
 LORA = {"lora.rank": 2, "lora.targets": "q_proj"}
 BIAS = {"model.router_bias": True}
 NO_EXPERTS = {"model.num_experts": 0}
+RECORD = {"run.record_routing": "1,3"}
+CLAMPED = {"model.activation": "clamped_swiglu"}
+FLOAT8 = {"model.matmul_dtype": "float8", "model.d_model": 32, "model.num_heads": 8} | {
+    "model.num_kv_heads": 8,
+    "model.d_ff": 32,
+}
 
 CASES = [
     ({"model.router_scale": NAN}, "router_scale = nan: must be finite.*--model.router-scale 1.0"),
@@ -71,6 +78,89 @@ CASES = [
     ),
     ({"model.qk_norm_over": "all"}, "qk_norm_over = 'all': needs model.qk_norm, which is False"),
     ({"model.qk_norm": True, "model.qk_norm_over": "heads"}, "must be one of head, all"),
+    ({"model.num_experts": -1}, r"model\.num_experts = -1: must not be negative"),
+    ({"model.experts_per_token": 5}, r"= 5: must be at most model\.num_experts = 4.*use --mo"),
+    ({"model.experts_per_token": 0}, r"experts_per_token = 0: must be at least 1"),
+    (
+        {"model.experts_per_token": 1},
+        r"= 1: leaves the router without a gradient.*normalize-experts F",
+    ),
+    (
+        {"model.experts_per_token": 1, "model.normalize_experts": False}
+        | {"model.post_norms": True},
+        r"= 1: leaves the router without a gradient: the norm after.*post-norms False",
+    ),
+    ({"model.router_groups": 3}, r"router_groups = 3: must divide model\.num_experts = 4.*s 2"),
+    ({"model.router_groups": 0}, "router_groups = 0: must be at least 1"),
+    (
+        {"model.router_groups_per_token": 2},
+        "per_token = 2: must be at most model.router_groups",
+    ),
+    (
+        {"model.router_groups": 4},
+        "groups_per_token = 1: leaves 1 experts of which to choose 2.*per-token 2, or",
+    ),
+    ({"model.router_scale": 0.0}, "router_scale = 0.0: must be above 0"),
+    ({"model.router_scale": -1.0}, "router_scale = -1.0: must be above 0"),
+    ({"model.num_shared_experts": -1}, "shared_experts = -1: must not be negative"),
+    ({"parallel.expert": 8}, r"num_experts = 4: must be divisible by parallel\.expert = 8"),
+    ({"parallel.expert_slack": 0.0}, r"expert_slack = 0\.0: must be above 0"),
+    ({"parallel.expert_slack": -1.0}, r"expert_slack = -1\.0: must be above 0"),
+    ({"model.router_score": "relu"}, "router_score = 'relu'"),
+    ({"train.balance_loss": -0.1}, "balance_loss = -0.1: must not be negative"),
+    ({"train.balance_loss": float("inf")}, "balance_loss = inf: must be finite"),
+    ({"train.router_z_loss": float("nan")}, "router_z_loss = nan: must be finite"),
+    ({"train.balance_over": "batch"}, "balance_over = 'batch': needs a balance loss"),
+    ({"train.router_bias_rate": 0.1}, "bias_rate = 0.1: needs model.router_bias, which is F"),
+    ({"model.router_bias": True, "train.router_bias_rate": 0.0}, "rate = 0.0: must be above 0"),
+    (
+        {"train.balance_loss": 0.1, "lora.rank": 2, "lora.targets": "q_proj"},
+        "balance_loss = 0.1: has no effect on a frozen router",
+    ),
+    ({"model.num_experts": 0, "train.balance_loss": 0.1}, "= 0.1: needs experts"),
+    ({"model.num_experts": 0, "model.router_bias": True}, "= True: needs experts"),
+    ({"model.num_experts": 0, "model.router_score": "sigmoid"}, "'sigmoid': needs experts"),
+    ({"model.num_experts": 0, "model.num_shared_experts": 1}, "= 1: needs experts"),
+    ({"model.num_experts": 0, "model.experts_per_token": 3}, "= 3: needs experts"),
+    ({"model.num_experts": 0, "model.normalize_experts": False}, "= False: needs experts"),
+    ({"model.num_experts": 0, "model.expert_bias": True}, "expert_bias = True: needs experts"),
+    ({"model.num_experts": 0, "model.router_linear_bias": True}, "= True: needs experts"),
+    ({"model.swiglu_limit": 5.0}, "limit = 5.0: needs model.activation clamped_swiglu, not si"),
+    ({"model.swiglu_alpha": 1.0}, "alpha = 1.0: needs model.activation clamped_swiglu, not si"),
+    ({"model.swiglu_limit": 0.0} | CLAMPED, "swiglu_limit = 0.0: must be above 0"),
+    ({"model.swiglu_limit": -7.0} | CLAMPED, "swiglu_limit = -7.0: must be above 0"),
+    ({"model.swiglu_limit": float("inf")} | CLAMPED, "swiglu_limit = inf: must be finite"),
+    ({"model.swiglu_alpha": 0.0} | CLAMPED, "swiglu_alpha = 0.0: must be above 0"),
+    ({"model.activation": "swiglu"}, "activation = 'swiglu': must be one of silu, gelu, clam"),
+    (
+        {"model.expert_bias": True} | LORA | {"lora.targets": "gate_proj"},
+        "lora.targets = 'gate_proj': cannot target experts",
+    ),
+    ({"model.mlp_bias": True}, r"model\.mlp_bias = True: needs a dense feed-forward layer"),
+    (FLOAT8 | {"model.d_ff": 24}, "d_ff = 24: must be divisible by 16.*float8.*--model.d-ff 32"),
+    (
+        FLOAT8 | {"parallel.tensor": 4},
+        r"d_ff = 32: must be divisible by 16 \* parallel.tensor = 64.*float8.*--model.d-ff 64",
+    ),
+    (
+        FLOAT8 | {"parallel.gather_dtype": "float8", "parallel.zero": 1},
+        "gather_dtype = 'float8': needs ZeRO-3.*--parallel.gather-dtype compute",
+    ),
+    (RECORD | NO_EXPERTS, "record_routing = '1,3': needs experts.*--run.record-routing '', or --m"),
+    (RECORD | LORA, "record_routing = '1,3': needs a router that is trained, and lora.rank is 2"),
+    ({"run.record_routing": "first"}, "= 'first': must be numbers of steps.*ng 1,1000"),
+    ({"run.record_routing": "-1"}, "= '-1': must be numbers of steps, separated by commas"),
+    ({"run.record_routing": "0,5"}, "= '0,5': must name steps of the run, from 1 to.*= 1000"),
+    (RECORD | {"train.num_steps": 2}, "= '1,3': must name steps of.*routing 2, or.*steps 3"),
+    (
+        {"run.record_routing": ",".join(map(str, range(1, 102)))},
+        "names 101 steps, and must name at most 100.*ng 1,2,3,4,5,6,7,8,9,10",
+    ),
+    (
+        RECORD | {"train.global_batch_size": 1 << 12, "data.seq_len": 1 << 18},
+        "records 2 steps of 4,294,967,296 bytes, and must record at most 4,294,967,296.*ng 1",
+    ),
+    ({"model.float8_scaling": "row"}, "float8_scaling = 'row': needs model.matmul_dtype float8"),
 ]
 
 
@@ -81,7 +171,21 @@ def test_the_config_without_these_settings_is_good():
 
 
 @pytest.mark.parametrize(("values", "said"), CASES, ids=[said[:30] for _, said in CASES])
-def test_one_error(values, said):
-    with pytest.raises(ConfigError, match=said) as error:
-        check(replace(EXPERTS, **values))
-    assert "Fix: use --" in str(error.value)
+def test_one_error_whose_fixes_work(values, said):
+    bad = replace(EXPERTS, **values)
+    with pytest.raises(ConfigError, match=said) as caught:
+        check(bad)
+    error = caught.value
+    assert str(error).startswith(f"{error.field} = {error.value!r}: {error.rule}. Fix: use --")
+    for way in fixes(error):
+        fixed = command_line.parse_overrides(bad, way, "test")
+        assert (error.field, error.rule) != broken_rule(fixed), way
+
+
+def broken_rule(cfg: Config) -> tuple[str, str] | None:
+    """Field and rule of what is wrong with a config; None when nothing is."""
+    try:
+        check(cfg)
+    except ConfigError as error:
+        return error.field, error.rule
+    return None

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 
 from jaxpar.bench.training import conditions, experts, power, profiled
+from jaxpar.bench.training.routing import RoutingReplay
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.command_line import expand_set_options, read_config
 from jaxpar.config.rules.limits import Range
@@ -27,6 +28,7 @@ from jaxpar.config.serialize import to_json
 from jaxpar.model.flops import num_params
 from jaxpar.monitoring.metrics import peak_memory_gib
 from jaxpar.monitoring.mfu import mfu
+from jaxpar.monitoring.routing import RecordedRouting, read_routing
 from jaxpar.profiling.facts import facts_of
 from jaxpar.profiling.hlo.collective_bytes import collective_bytes
 from jaxpar.runtime import provenance
@@ -44,19 +46,25 @@ WARM_UP = 3
 EVERY = 5.0
 
 
-def measure(run: Run, steps: int) -> tuple[dict[str, Any], profiled.StartedRun]:
+def measure(
+    run: Run, steps: int, routing: RecordedRouting | None = None
+) -> tuple[dict[str, Any], profiled.StartedRun]:
     """Time the train step on consecutive batches.
 
     As in training, each step is waited for after the next one is dispatched.
 
+    Args:     routing: repeated in every step. None: routers choose.
     Returns:  the figures (step times, waits for data, compile time, first and last loss, peak
         memory, bytes sent), and the run, for further steps.
     """
     state = run.start()
     began = time.perf_counter()
-    train_step = compiled(run, state)
+    batches, example = run.loader.prefetched(0), None
+    if routing is not None:
+        replay = RoutingReplay(routing, run.cfg, run.mesh)
+        batches, example = replay.of_each(batches), replay.of(run.loader.batch(0))
+    train_step = compiled(run, state, batch=example)
     compile_seconds = time.perf_counter() - began
-    batches = run.loader.prefetched(0)
     times: list[float] = []
     losses, done, waits, pending, told = [], [], [], None, time.perf_counter()
     with power.watch_power(jax.default_backend() == "gpu") as gpus:
@@ -85,7 +93,7 @@ def measure(run: Run, steps: int) -> tuple[dict[str, Any], profiled.StartedRun]:
         "start_up_seconds": run.startup.seconds,
         "loss": {"first": losses[0], "last": losses[-1]},
         "peak_memory_gib": peak_memory_gib(),
-        **experts.of_steps(done[WARM_UP:]),
+        **experts.of_steps(done[WARM_UP:], routing),
         **gpus.card(),
         **sent_by(hlo_text),
     }
@@ -194,6 +202,7 @@ def read_command(argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
         default=profiled.JAX,
         help="what measures the profiled steps (jax); nvidia: ncu or nsys around this program",
     )
+    add("--routing", metavar="FILE", help="repeat a routing that a run has recorded")
     add("--trace", metavar="DIR", help="folder in which to keep the profiler's trace")
     add("--card", help="JSON file to which to write the card")
     add("--commit", help="commit to record on the card, if there is no checkout")
@@ -223,6 +232,9 @@ def refuse_fields_of_a_run(cfg: Config, given_words: Sequence[str]) -> None:
     if "--run.dir" in given:
         fix = "remove it; use --card FILE to write the figures"
         raise ConfigError("run.dir", cfg.run.dir, "has no effect: a benchmark writes no run", fix)
+    if "--run.record-routing" in given:
+        rule = "has no effect: a benchmark writes no run"
+        raise ConfigError("run.record_routing", cfg.run.record_routing, rule, "remove it")
     if "--run.init-from" in given:
         rule = "has no effect: a benchmark starts from fresh weights"
         raise ConfigError("run.init_from", cfg.run.init_from, rule, "remove it")
@@ -231,16 +243,17 @@ def refuse_fields_of_a_run(cfg: Config, given_words: Sequence[str]) -> None:
 def main(argv: Sequence[str]) -> int:
     """Run the command line and return the exit code."""
     options, cfg = read_command(argv)
+    routing = read_routing("--routing", options.routing, cfg) if options.routing else None
     cfg, environment = rendezvous.join(cfg)
     cfg = dataclasses.replace(
         cfg,
         checkpoint=dataclasses.replace(cfg.checkpoint, every=0, resume="auto"),  # only for the card
         evaluation=dataclasses.replace(cfg.evaluation, every=0),
-        run=dataclasses.replace(cfg.run, dir="runs/bench", init_from=""),
+        run=dataclasses.replace(cfg.run, dir="runs/bench", init_from="", record_routing=""),
     )
     profiled.check_profiler(options.profiler, options.trace)
     run = Run(elastic.choose_layout(cfg, cfg.cluster.slow_seconds or 1e6), in_folder=False)
-    figures, running = measure(run, options.steps)
+    figures, running = measure(run, options.steps, routing)
     result = card(run, figures, environment, options.commit or provenance.checked_out_commit())
     peers.log(summary(result))
     to_card = options.card and peers.rank() == 0

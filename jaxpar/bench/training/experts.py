@@ -6,24 +6,26 @@ from typing import Any
 
 import jax
 
-#: What chose each token's experts: no loads are forced to be even, and no recorded ones repeated.
-ROUTING = "learned, from fresh weights"
+from jaxpar.monitoring.routing import RecordedRouting
+
+#: What chose each token's experts, if no recorded routing did: loads are never forced to be even.
+FRESH = "fresh router"
 
 #: Metrics of a step that a card has, if the step has them.
 METRICS = ("expert_entropy", "fullest_expert", "fullest_rank", "further_rounds", "dropped_rows")
 
 
-def of_steps(measured: Sequence[Any]) -> dict[str, Any]:
+def of_steps(measured: Sequence[Any], routing: RecordedRouting | None = None) -> dict[str, Any]:
     """Return the card's entry for the experts; empty without experts.
 
-    Args:     measured: `StepMetrics` of each timed step.
+    Args:     measured: `StepMetrics` of each timed step. routing: what they repeated.
     """
     there = [name for name in METRICS if getattr(measured[0], name) is not None]
     if not there:
         return {}
     steps = jax.device_get([{name: getattr(m, name) for name in there} for m in measured])
     spread = {name: _spread([float(step[name]) for step in steps]) for name in there}
-    return {"experts": {"routing": ROUTING} | spread}
+    return {"experts": {"routing": str(routing or FRESH)} | spread}
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:

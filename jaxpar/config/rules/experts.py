@@ -1,13 +1,15 @@
 """Rules about a mixture of experts: its sizes, its router and what balances it."""
 
 from jaxpar.config import Config, ModelConfig, default_of, flag, require, value_of
+from jaxpar.config.recorded_steps import MAX_BYTES, MAX_STEPS, bytes_of_a_step, recorded_steps
 
 #: Fields that only a model with experts reads.
 OF_EXPERTS = """model.experts_per_token model.normalize_experts model.expert_bias
 model.num_shared_experts model.dense_layers model.router_score model.router_linear_bias
 model.router_bias model.router_groups
 model.router_groups_per_token model.router_scale train.balance_loss train.balance_over
-train.router_z_loss train.router_bias_rate parallel.expert_dispatch""".split()
+train.router_z_loss train.router_bias_rate parallel.expert_dispatch
+run.record_routing""".split()
 
 COUNT = "model.num_experts"
 
@@ -31,6 +33,7 @@ def experts(cfg: Config) -> None:
     _router_gradient(cfg)
     _groups(cfg)
     _balance(cfg)
+    _recording(cfg)
     path, scale = "model.router_scale", m.router_scale
     require(scale > 0, cfg, path, "must be above 0", flag(path, 1.0))
     dense = f"needs a dense feed-forward layer, but {COUNT} is {m.num_experts}"
@@ -112,3 +115,28 @@ def _balance(cfg: Config) -> None:
         rule = f"has no effect on a frozen router, and lora.rank is {cfg.lora.rank}"
         for path in (loss, "train.router_z_loss"):
             require(value_of(cfg, path) == 0, cfg, path, rule, flag(path, 0.0))
+
+
+def _recording(cfg: Config) -> None:
+    """Check the steps whose routing is recorded, and the size of their files."""
+    path, last = "run.record_routing", cfg.train.num_steps
+    try:
+        steps = recorded_steps(cfg)
+    except ValueError:
+        rule = "must be numbers of steps, separated by commas"
+        require(False, cfg, path, rule, flag(path, f"1,{last}"))
+        return
+    if not steps:
+        return
+    rule = f"must name steps of the run, from 1 to train.num_steps = {last}"
+    ok = steps[0] >= 1 and steps[-1] <= last
+    ways = flag(path, last), flag("train.num_steps", steps[-1])
+    require(ok, cfg, path, rule, *ways[: 1 + (steps[0] > 0)])
+    shown, size = ",".join(map(str, steps[: MAX_STEPS // 10])), bytes_of_a_step(cfg)
+    rule = f"names {len(steps)} steps, and must name at most {MAX_STEPS}"
+    require(len(steps) <= MAX_STEPS, cfg, path, rule, flag(path, shown))
+    rule = f"records {len(steps)} steps of {size:,} bytes, and must record at most {MAX_BYTES:,}"
+    fits = ",".join(map(str, steps[: MAX_BYTES // size]))
+    require(len(steps) * size <= MAX_BYTES, cfg, path, rule, flag(path, fits))
+    rule = f"needs a router that is trained, and lora.rank is {cfg.lora.rank}"
+    require(cfg.lora.rank == 0, cfg, path, rule, flag(path, ""), flag("lora.rank", 0))

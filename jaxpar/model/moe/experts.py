@@ -34,6 +34,7 @@ from jaxpar.model.feed_forward import glu_of
 from jaxpar.model.linear import products, row_parallel
 from jaxpar.model.moe import router
 from jaxpar.model.moe.products import Products, products_of
+from jaxpar.model.moe.recorded import RECORD, REPEAT, recorded
 from jaxpar.parallel.expert.dispatch import Dispatch, plan_rows
 from jaxpar.parallel.tensor.shards import Shards
 from jaxpar.sharding.axes import TENSOR
@@ -42,7 +43,7 @@ type Weights = dict[str, Any]
 
 #: Names in the fused weight layout.
 SHARED = ("w_shared_gate", "w_shared_up", "w_shared_down")
-OF_ROUTER = ("router", "b_router", "router_bias", router.TALLY)
+OF_ROUTER = ("router", "b_router", "router_bias", router.TALLY, RECORD, REPEAT)
 WEIGHTS = (*OF_ROUTER, "w_gate", "b_gate", "w_up", "b_up", "w_down", "b_down", *SHARED)
 
 
@@ -82,7 +83,7 @@ def _of_shard(h: NormOutput, w: Weights, context: AttentionContext, ex: Executio
               [E/n, F], b_down [E, D].
     """
     m, x = ex.cfg.model, h.operand
-    routing = router.route(x, w, m)
+    routing = router.route(x, w, m, context.rows)
     _, D, F = w["w_gate"].shape
     tile = kernels.tile_rows(D, F, x.dtype)
     by_token = lambda a: a.reshape(-1, a.shape[-1])  # noqa: E731
@@ -91,6 +92,7 @@ def _of_shard(h: NormOutput, w: Weights, context: AttentionContext, ex: Executio
     plan, how = named_plan(plan), products_of(m, 1 if ex.gathers_experts else 0)
     rounds, loss_weight = plan.further_rounds, context.loss_weight
     weights = router.with_losses(routing, rounds, w, loss_weight, ex.cfg)
+    weights = recorded(weights, routing.experts, w, context.rows)
     matrices = tuple(w[name] for name in ("w_gate", "w_up", "w_down"))
     if how.expert_dim == 1:  # undo what the gather did last
         matrices = tuple(map(_led_by, matrices, (-2, -2, -1)))

@@ -20,6 +20,7 @@ from jax import lax
 from jaxpar.config import Config, ModelConfig
 from jaxpar.execution.remat import named_plan
 from jaxpar.model.linear import add_bias
+from jaxpar.model.moe.recorded import repeated
 from jaxpar.parallel.collectives import psum, varying
 from jaxpar.sharding.axes import SEQUENCE, TENSOR, TOKEN_AXES
 
@@ -52,11 +53,14 @@ class Routing:
 
 
 @jax.named_scope("router")
-def route(h: jax.Array, w: dict[str, Any], m: ModelConfig) -> Routing:
+def route(
+    h: jax.Array, w: dict[str, Any], m: ModelConfig, rows: jax.Array | None = None
+) -> Routing:
     """Choose the experts of each token.
 
     Args:     h: [B, T, D], compute dtype. w: router [D, E]; float32 [E]: b_router if
-              `model.router_linear_bias`, router_bias if `model.router_bias`.
+              `model.router_linear_bias`, router_bias if `model.router_bias`. rows: as in
+              `recorded.repeated`.
     Source:   Shazeer et al. 2017 (1701.06538), section 2.1; Jiang et al. 2024 (2401.04088), section
               2.1; DeepSeek-AI 2024 (2412.19437), equations 13 to 16.
     """
@@ -68,14 +72,15 @@ def route(h: jax.Array, w: dict[str, Any], m: ModelConfig) -> Routing:
         scores = jax.nn.sigmoid(logits)
         probabilities = scores / jnp.sum(scores, axis=-1, keepdims=True)
     bias = w["router_bias"] if m.router_bias else 0.0
-    experts = named_plan(choose(lax.stop_gradient(scores + bias), m))
-    chosen = jax.nn.one_hot(experts, m.num_experts)  # a product, whose gradient needs no scatter
-    weights = jnp.sum(chosen * scores[..., None, :], axis=-1)
+    chosen = choose(lax.stop_gradient(scores + bias), m)
+    experts = named_plan(repeated(chosen, w, rows))
+    one_hot = jax.nn.one_hot(experts, m.num_experts)  # a product's gradient needs no scatter
+    weights = jnp.sum(one_hot * scores[..., None, :], axis=-1)
     if m.normalize_experts:
         weights /= jnp.sum(weights, axis=-1, keepdims=True)
     if m.router_scale != 1:
         weights *= m.router_scale
-    counts = jnp.sum(chosen, axis=(1, 2)).astype(jnp.int32)
+    counts = jnp.sum(one_hot, axis=(1, 2)).astype(jnp.int32)
     log_partition = jax.scipy.special.logsumexp(logits, axis=-1)
     return Routing(weights, experts, counts, probabilities, log_partition)
 

@@ -1,0 +1,35 @@
+"""The steps whose routing a run records, `run.record_routing`."""
+
+import numpy as np
+
+from jaxpar.config.numerals import only_digits
+from jaxpar.config.schema import Config
+
+#: Most steps of a run whose routing is recorded.
+MAX_STEPS = 100
+
+#: Most bytes of the routing of all recorded steps together, before compression.
+MAX_BYTES = 4 << 30
+
+
+def recorded_steps(cfg: Config) -> tuple[int, ...]:
+    """Return the steps, counted from 1, in order.
+
+    Raises:   ValueError for a text that has anything but whole numbers, separated by commas.
+    """
+    parts = [part.strip() for part in cfg.run.record_routing.split(",") if part.strip()]
+    if not all(only_digits(part) and len(part) <= 10 for part in parts):
+        raise ValueError(cfg.run.record_routing)
+    return tuple(sorted(set(map(int, parts))))
+
+
+def id_dtype(num_experts: int) -> np.dtype:
+    """Return the smallest unsigned dtype of an expert's index."""
+    return np.min_scalar_type(max(num_experts - 1, 0))
+
+
+def bytes_of_a_step(cfg: Config) -> int:
+    """Return the bytes of the routing of one step, before compression."""
+    m, tokens = cfg.model, cfg.train.global_batch_size * cfg.data.seq_len
+    layers = m.num_layers - m.dense_layers
+    return tokens * layers * m.experts_per_token * id_dtype(m.num_experts).itemsize

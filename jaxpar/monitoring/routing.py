@@ -1,0 +1,130 @@
+"""Recorded routing: which experts each token of a step had, in RUN/routing/step_00000100.npz.
+
+A file is a compressed npz of three arrays:
+
+    experts      uint8 or uint16 [B, T, layers with experts, k]: expert indices, tokens in the order
+                 of the text
+    step         the step, counted from 1
+    num_experts  the number of experts of a layer
+"""
+
+import hashlib
+import io
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxpar.config import Config, ConfigError
+from jaxpar.config.recorded_steps import MAX_BYTES, recorded_steps
+from jaxpar.runtime.files import atomic
+
+FOLDER = "routing"
+
+
+def file_of(step: int) -> str:
+    """Return the name of a step's file in the run folder."""
+    return f"{FOLDER}/step_{step:08d}.npz"
+
+
+class RoutingWriter:
+    """Writes the routing of the steps that `run.record_routing` names, in process 0."""
+
+    def __init__(self, cfg: Config, run_dir: Path, order: np.ndarray | None):
+        """
+        Args:     order: as `Loader.order`: column t of a batch holds text position order[t].
+        """
+        self._steps, self._order = frozenset(recorded_steps(cfg)), order
+        self._dir, self._experts = run_dir, cfg.model.num_experts
+
+    def write(self, step: int, routing: jax.Array | None) -> bool:
+        """Fetch and write the routing of a step, if it is due. Returns whether it was.
+
+        Args:     step: counted from 1. routing: `StepMetrics.routing`.
+        """
+        if routing is None or step not in self._steps:
+            return False
+        if jax.process_index() == 0:
+            experts = in_text_order(np.asarray(jax.device_get(routing)), self._order)
+            path = self._dir / file_of(step)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            content = io.BytesIO()
+            np.savez_compressed(content, experts=experts, step=step, num_experts=self._experts)
+            atomic.write(path, content.getvalue())
+        return True
+
+
+def in_text_order(experts: np.ndarray, order: np.ndarray | None) -> np.ndarray:
+    """Undo the order in which a mesh stores tokens along dim 1."""
+    return experts if order is None else experts[:, np.argsort(order)]
+
+
+@dataclass(frozen=True)
+class RecordedRouting:
+    """A recorded routing."""
+
+    experts: np.ndarray
+    """As in its file."""
+    step: int
+    sha256: str
+    """Of the file."""
+
+    def __str__(self) -> str:
+        return f"replayed: {self.sha256[:12]}, step {self.step}"
+
+
+def read_routing(option: str, path: str, cfg: Config) -> RecordedRouting:
+    """Read a file of `RoutingWriter`, and check that it fits a config.
+
+    Args:     option: names the file on the command line.
+    Raises:   ConfigError that names the option.
+    """
+    fix = "use a file that a run with --run.record-routing wrote, RUN/routing/step_00000001.npz"
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(option, path, f"cannot be read: {error.strerror}", fix) from error
+    try:
+        arrays = _arrays(content)
+        experts, step, of = arrays["experts"], int(arrays["step"]), int(arrays["num_experts"])
+        if experts.ndim != 4 or experts.dtype not in (np.uint8, np.uint16) or not experts.size:
+            raise ValueError("experts")
+    except (ValueError, TypeError, KeyError, EOFError, OSError, zipfile.BadZipFile) as error:
+        raise ConfigError(option, path, "is not a recorded routing", fix) from error
+    _check_fits(option, path, experts, of, cfg)
+    return RecordedRouting(experts, step, hashlib.sha256(content).hexdigest())
+
+
+def _arrays(content: bytes) -> Mapping[str, Any]:
+    """Raises:   ValueError for an archive that is larger than any recorded routing."""
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        if sum(entry.file_size for entry in archive.infolist()) > MAX_BYTES + (1 << 20):
+            raise ValueError("size")
+    with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+        return {name: arrays[name] for name in ("experts", "step", "num_experts")}
+
+
+def _check_fits(option: str, path: str, experts: np.ndarray, of: int, cfg: Config) -> None:
+    m = cfg.model
+    fields = {
+        "train.global_batch_size": cfg.train.global_batch_size,
+        "data.seq_len": cfg.data.seq_len,
+        "model.num_layers": m.num_layers,
+        "model.experts_per_token": m.experts_per_token,
+        "model.num_experts": m.num_experts,
+    }
+    B, T, layers, k = experts.shape
+    recorded = dict(zip(fields, (B, T, layers + m.dense_layers, k, of), strict=True))
+    wrong = [name for name in fields if fields[name] != recorded[name]]
+    if wrong:
+        here = ", ".join(f"{name} {recorded[name]}" for name in wrong)
+        there = ", ".join(f"{fields[name]}" for name in wrong)
+        flags = " ".join(f"--{name.replace('_', '-')} {recorded[name]}" for name in wrong)
+        raise ConfigError(option, path, f"was recorded with {here}, not {there}", f"use {flags}")
+    if int(experts.max()) >= of:
+        rule = f"has expert {int(experts.max())}, but was recorded with {of} experts"
+        raise ConfigError(option, path, rule, "use another file: this one is damaged")
