@@ -69,9 +69,9 @@ _one_gradient.defvjp(lambda x: (x, None), lambda _, g: (lax.optimization_barrier
 
 
 def positioned(
-    q: jax.Array, k: jax.Array, w: Weights, rope: tuple[jax.Array, jax.Array], m: ModelConfig
+    q: jax.Array, k: jax.Array, w: Weights, rope: model_rope.Tables | None, m: ModelConfig
 ) -> tuple[jax.Array, jax.Array]:
-    """Apply norms, then RoPE, to queries and keys, [B, T, heads, K].
+    """Apply norms, then RoPE unless it is None, to queries and keys, [B, T, heads, K].
 
     Communication: that of `norm_over_heads` if `model.qk_norm_over` is all.
     """
@@ -80,5 +80,6 @@ def positioned(
         q, k = normalize(q, w["q_norm"], m), normalize(k, w["k_norm"], m)
     if m.query_scale_dim is not None:
         q = q * math.sqrt(m.head_dim / m.query_scale_dim)
-    q, k = (named(model_rope.rope(a, rope), "qk") for a in (q, k))
-    return q, k
+    if rope is not None:
+        q, k = (model_rope.rope(a, rope, m.rope_layout) for a in (q, k))
+    return named(q, "qk"), named(k, "qk")

@@ -89,7 +89,7 @@ def _through(weights, tokens, first, cache: Cache, cfg: Config, *, alone: bool):
     B, T = tokens.shape
     positions = first[:, None] + jnp.arange(T, dtype=jnp.int32)
     batch = Batch(tokens, tokens, jnp.ones_like(tokens), positions)
-    described = attention_context(batch, cfg, max_segments=1)
+    described = attention_context(batch, cfg, max_segments=1, length=cache.keys[0].shape[1])
     x = _embed(weights["top"], tokens, cfg.model)
     (chunk,) = weights["layers"]
     kinds = [

@@ -51,6 +51,13 @@ MODELS = {
         "model.query_scale_dim": 6,
         "model.tie_embeddings": True,
     },
+    "no rope in some layers": {
+        "model.nope_every": 2,
+        "model.rope_fraction": 0.5,
+        "model.rope_layout": "interleaved",
+        "model.rope_scaling.kind": "yarn",
+        "model.rope_scaling.original_max_position": 8,
+    },
     "experts": {
         "model.num_experts": 4,
         "model.experts_per_token": 2,
