@@ -17,7 +17,10 @@ BASE = replace(TINY, **{"model.head_dim": 8, "parallel.layer_loop": "unroll"})
     [
         ("rope_fraction=0.0", "model.rope_fraction = 0.0: must be above 0"),
         ("rope_fraction=1.5", "must be above 0 and at most 1"),
-        ("rope_fraction=0.1", r"rotates 0 of model.head_dim = 8 dims, .* must be even and at least"),
+        (
+            "rope_fraction=0.1",
+            "rotates 0 of model.head_dim = 8 dims",
+        ),
         ("rope_fraction=0.4", "rotates 3 of model.head_dim = 8 dims"),
         ("nope_every=-1", "model.nope_every = -1: must not be negative"),
         ("nope_every=1", "leaves no layer with a rotary embedding"),
