@@ -153,6 +153,9 @@ class ModelConfig:
     """Output dtype of the head's matmul; the loss is computed in float32."""
     attention: Literal["softmax"] = "softmax"
     """Attention function: softmax, or one registered with jaxpar/config/registry.py."""
+    attention_sinks: bool = False
+    """A learned score per query head that joins the softmax's denominator and has no value, so
+    that a head can attend to nothing (gpt-oss)."""
     attention_backend: Literal["auto", "reference", "cudnn", "pallas_hopper", "triton"] = "auto"
     """Attention kernel. auto picks the fastest measured forward and backward, and logs the choice
     and the reason."""

@@ -170,6 +170,8 @@ class Layer(nn.Module):
         self.q = nn.Linear(D, heads, bias=m.qkv_bias)
         self.k, self.v = (nn.Linear(D, kv, bias=m.qkv_bias) for _ in "kv")
         self.o = nn.Linear(heads, D, bias=m.out_bias)
+        if m.attention_sinks:
+            self.sinks = nn.Parameter(torch.empty(m.num_heads))
         self.mlp = Experts(m) if m.num_experts else FeedForward(m)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None, seen: Tensor) -> Tensor:
@@ -187,8 +189,18 @@ class Layer(nn.Module):
             q, k = (rotate(a, *rope, self.m.rope_layout) for a in (q, k))
         q, k, v = (a.transpose(1, 2) for a in (q, k, v))
         scale = (self.m.query_scale_dim or self.m.head_dim) ** -0.5
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True)
+        if self.m.attention_sinks:
+            out = self.with_sinks(q * scale, k, v, seen)
+        else:
+            out = F.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=True)
         return self.o(out.transpose(1, 2).flatten(2))
+
+    def with_sinks(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+        """Attention with a learned score per head in the softmax; q, k, v [B, H, T, K]."""
+        k, v = (a.repeat_interleave(q.shape[1] // k.shape[1], 1) for a in (k, v))
+        scores = (q @ k.transpose(-2, -1)).float().masked_fill(~seen, -math.inf)
+        sinks = self.sinks.float()[:, None, None].expand(*scores.shape[:3], 1)
+        return torch.cat((scores, sinks), -1).softmax(-1)[..., :-1].to(v.dtype) @ v
 
 
 class Decoder(nn.Module):

@@ -22,7 +22,7 @@ from jaxpar.sharding.axes import TENSOR
 type Weights = dict[str, Any]
 
 #: Names in the fused weight layout. wq, wk and wv are listed for their adapters.
-WEIGHTS = ("wq", "wk", "wv", "wqkv", "bqkv", "q_norm", "k_norm", "wo")
+WEIGHTS = ("wq", "wk", "wv", "wqkv", "bqkv", "q_norm", "k_norm", "sinks", "wo")
 
 
 def heads(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Shards:
@@ -38,6 +38,7 @@ def heads(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Sh
         kind=ex.cfg.parallel.context,
         backend=m.attention_backend,
         deterministic=m.attention_deterministic,
+        sinks=w.get("sinks"),
         function=registry.function("model.attention", m.attention),
     )
     side_by_side = out.reshape(*out.shape[:2], -1)

@@ -144,7 +144,7 @@ def _after_attention(x, w: Tree, positions, segments, m: ModelConfig):
     if m.qk_norm:
         q, k = _head_norm(q, w["q_norm"], m), _head_norm(k, w["k_norm"], m)
     q, k = (_rotate(a, positions, m) for a in (q, k))
-    o = _attend(q, k, v, positions, segments, m)
+    o = _attend(q, k, v, w.get("sinks"), positions, segments, m)
     o = _times(o, w, "wo") + w.get("bo", 0.0)
     return x + (_norm(o, w["attn_post_norm"], m) if m.post_norms else o)
 
@@ -306,7 +306,7 @@ def _llama_frequency(inv: float, s) -> float:
     return (1 - smooth) * inv / s.factor + smooth * inv
 
 
-def _attend(q, k, v, positions, segments, m: ModelConfig):
+def _attend(q, k, v, sinks, positions, segments, m: ModelConfig):
     if function := registry.function("model.attention", m.attention):
         mask = AttentionMask(positions, positions, segments, segments, m.sliding_window)
         return function(q * math.sqrt(m.head_dim / (m.query_scale_dim or m.head_dim)), k, v, mask)
@@ -316,5 +316,10 @@ def _attend(q, k, v, positions, segments, m: ModelConfig):
     if m.sliding_window is not None:
         seen &= back < m.sliding_window
     scores = jnp.einsum("bthk,bshk->bhts", q, k) / math.sqrt(m.query_scale_dim or m.head_dim)
-    weights = jax.nn.softmax(jnp.where(seen[:, None], scores, -jnp.inf), axis=-1)
+    scores = jnp.where(seen[:, None], scores, -jnp.inf)
+    if sinks is not None:  # a key of every query of a head, with this score and no value
+        sink = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:3], 1))
+        weights = jax.nn.softmax(jnp.concatenate((scores, sink), axis=-1), axis=-1)[..., :-1]
+    else:
+        weights = jax.nn.softmax(scores, axis=-1)
     return jnp.einsum("bhts,bshk->bthk", weights, v)

@@ -104,13 +104,11 @@ def rope(x_BTHK: jax.Array, tables: Tables, layout: str = "halves") -> jax.Array
 
 
 def _rotate(x: jax.Array, tables: Tables, layout: str) -> jax.Array:
-    if layout == "halves":
-        cos, sin = (table[..., None, :] for table in tables)
-        sides, members, member = (2, -1), -2, jnp.arange(2)[:, None]
-    else:
-        cos, sin = (table[..., None] for table in tables)
-        sides, members, member = (-1, 2), -1, jnp.arange(2)
-    pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], *sides)
+    halves = layout == "halves"
+    members, shape = (-2, (2, -1)) if halves else (-1, (-1, 2))
+    cos, sin = (table[..., None, :] if halves else table[..., None] for table in tables)
+    pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], *shape)
+    member = jnp.arange(2)[:, None] if halves else jnp.arange(2)
     sign = jnp.where(member == 0, -1.0, 1.0)  # not a constant, which would be saved
     turned = pairs * cos + jnp.flip(pairs, axis=members) * sign * sin
     return turned.reshape(x.shape).astype(x.dtype)

@@ -51,6 +51,7 @@ MODELS = {
         "model.query_scale_dim": 6,
         "model.tie_embeddings": True,
     },
+    "sinks": {"model.attention_sinks": True, "model.sliding_window": 5, "model.qkv_bias": True},
     "no rope in some layers": {
         "model.nope_every": 2,
         "model.rope_fraction": 0.5,
@@ -104,7 +105,10 @@ def greedy_by_whole_passes(name: str, prompt: tuple[int, ...], count: int) -> li
 
 @pytest.mark.parametrize(
     ("name", "tensor"),
-    slow_but([("gemma", 2), ("experts", 1)], itertools.product(MODELS, (1, 2))),
+    slow_but(
+        [("gemma", 2), ("experts", 1), ("sinks", 2), ("no rope in some layers", 1)],
+        itertools.product(MODELS, (1, 2)),
+    ),
 )
 def test_greedy_text_is_that_of_whole_passes(name, tensor):
     """Prompts of different lengths in one batch: each row is as if it were alone."""

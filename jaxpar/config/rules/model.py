@@ -37,6 +37,9 @@ def attention_function(cfg: Config) -> None:
     if registry.function(field, m.attention) is None:
         return
     softmax = flag(field, "softmax")
+    path = "model.attention_sinks"
+    rule = f"needs softmax attention, but model.attention is {m.attention}"
+    require(not m.attention_sinks, cfg, path, rule, flag(path, False), softmax)
     path, rule = (
         "parallel.context",
         f"needs softmax attention, but model.attention is {m.attention}",
