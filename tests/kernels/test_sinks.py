@@ -1,4 +1,4 @@
-"""Attention sinks: a key without a value, written out, against what is added to a backend's result."""
+"""Attention sinks, added to a backend's result, against a key without a value written out."""
 
 import jax
 import jax.numpy as jnp
